@@ -1,0 +1,83 @@
+"""What the operator asked for: parsed once by `cli`, frozen, handed out in slices.
+
+Sizes are bytes, times are seconds. None means "decide at start-up from what is there" (`auto`).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from pathlib import Path
+
+DTYPES = ("auto", "float32", "bfloat16", "float16")
+TRANSPORTS = ("auto", "nccl", "gloo", "shm", "local")
+QUANTIZATIONS = ("none", "int8")
+
+
+@dataclass(frozen=True, slots=True)
+class ModelSettings:
+    """Which weights, in which arithmetic. `path`: `tiny`, a directory, a file or a hub id."""
+
+    path: str = "tiny"
+    dtype: str = "auto"
+    quantization: str = "none"
+    force_cpu: bool = False
+    max_model_len: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class PipelineSettings:
+    """How the model is cut and how stages talk. layers: blocks per stage, None = by weight."""
+
+    layers: tuple[int, ...] | None = None
+    microbatches: int | None = None
+    transport: str = "auto"
+
+
+@dataclass(frozen=True, slots=True)
+class CacheSettings:
+    """block_size: tokens per KV block. kv_cache_memory: bytes per stage, None = from free memory."""
+
+    block_size: int = 16
+    kv_cache_memory: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class SchedulingSettings:
+    """max_queue: requests waiting before new ones are refused. prefill_chunk: tokens, None = auto."""
+
+    max_num_seqs: int = 256
+    max_queue: int = 1024
+    prefill_chunk: int | None = None
+    expect_prompt: int = 128
+    expect_new: int = 128
+
+
+@dataclass(frozen=True, slots=True)
+class ServerSettings:
+    """The front door. Ports: 0 = pick a free one and print it."""
+
+    host: str = "127.0.0.1"
+    port: int = 50051
+    metrics_port: int = 9400
+    shutdown_timeout_s: float = 30.0
+    tls_cert: Path | None = None
+    tls_key: Path | None = None
+    tls_client_ca: Path | None = None
+    api_key_file: Path | None = None
+    trace: Path | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class LogSettings:
+    level: str = "info"
+    format: str = "text"
+
+
+@dataclass(frozen=True, slots=True)
+class ServeConfig:
+    model: ModelSettings = field(default_factory=ModelSettings)
+    pipeline: PipelineSettings = field(default_factory=PipelineSettings)
+    cache: CacheSettings = field(default_factory=CacheSettings)
+    scheduling: SchedulingSettings = field(default_factory=SchedulingSettings)
+    server: ServerSettings = field(default_factory=ServerSettings)
+    log: LogSettings = field(default_factory=LogSettings)

@@ -1,0 +1,1 @@
+"""Policy without I/O: no torch, no grpc, no clock, no sockets. Time comes in as an argument, in seconds."""

@@ -1,0 +1,91 @@
+"""What was asked. Immutable; every default is already resolved when a request reaches the core."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from enum import StrEnum
+
+
+@dataclass(frozen=True, slots=True)
+class SamplingParams:
+    """How the next token is drawn from its logits (order of application as in Hugging Face).
+
+    logit_bias, then repetition, frequency and presence penalties, then temperature, top_k, top_p,
+    min_p. `temperature` 0 is greedy. `top_k` 0 and `top_p` 1.0 and `min_p` 0.0 mean no limit.
+    """
+
+    seed: int = 0
+    temperature: float = 1.0
+    top_k: int = 0
+    top_p: float = 1.0
+    min_p: float = 0.0
+    repetition_penalty: float = 1.0
+    frequency_penalty: float = 0.0
+    presence_penalty: float = 0.0
+    logit_bias: tuple[tuple[int, float], ...] = ()
+
+    @property
+    def needs_history(self) -> bool:
+        """Whether drawing depends on the tokens before it, beyond the logits."""
+        return (self.repetition_penalty, self.frequency_penalty, self.presence_penalty) != (1.0, 0.0, 0.0)
+
+
+@dataclass(frozen=True, slots=True)
+class StopConditions:
+    """When a sequence ends. `max_tokens` is already clipped so that prompt + new tokens fit the context."""
+
+    max_tokens: int
+    min_tokens: int = 0
+    stop: tuple[str, ...] = ()
+    stop_token_ids: tuple[int, ...] = ()
+    ignore_eos: bool = False
+    include_stop: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class OutputOptions:
+    """What is sent back. `logprobs` None = none; 0 = the chosen token's; k = also the k most likely."""
+
+    echo: bool = False
+    logprobs: int | None = None
+    prompt_logprobs: int | None = None
+    token_ids: bool = False
+    timings: bool = False
+    stream_interval: int = 1
+
+
+@dataclass(frozen=True, slots=True)
+class Request:
+    """One generation request.
+
+    prompt_ids: at least one token. num_sequences: the contract's `n`. resume_index and resume_ids:
+    what a caller already holds of one sequence (`ResumeFrom`); None when nothing is resumed.
+    limited_by_context: max_tokens was clipped by the context, so running out of it finishes with
+    CONTEXT_LENGTH. caller: whom fairness counts this for (API key digest or peer). deadline_s: on the
+    head's monotonic clock.
+    """
+
+    id: str
+    prompt_ids: tuple[int, ...]
+    stop: StopConditions
+    sampling: SamplingParams = field(default_factory=SamplingParams)
+    output: OutputOptions = field(default_factory=OutputOptions)
+    num_sequences: int = 1
+    resume_index: int | None = None
+    resume_ids: tuple[int, ...] = ()
+    limited_by_context: bool = False
+    priority: int = 0
+    caller: str = ""
+    deadline_s: float | None = None
+
+
+class FinishReason(StrEnum):
+    """Why a sequence ended; the names are those of the proto's `FinishReason`."""
+
+    EOS = "EOS"
+    STOP_TOKEN = "STOP_TOKEN"
+    STOP_STRING = "STOP_STRING"
+    MAX_TOKENS = "MAX_TOKENS"
+    CONTEXT_LENGTH = "CONTEXT_LENGTH"
+    CANCELLED = "CANCELLED"
+    DEADLINE = "DEADLINE"

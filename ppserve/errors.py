@@ -1,0 +1,142 @@
+"""Everything that can go wrong and has a name.
+
+PpserveError
+├── UsageError                 a person's mistake at start-up: one line, exit code 2
+│   ├── ConfigError            a flag, an environment variable or the config file
+│   └── CheckpointError        a model file: names the file and the field
+├── RequestError               one request is refused or ends; carries a gRPC status
+│   ├── InvalidRequest         INVALID_ARGUMENT      one or more fields, all reported together
+│   ├── NotImplementedYet      UNIMPLEMENTED         a field that this version does not serve
+│   ├── Overloaded             RESOURCE_EXHAUSTED    queue full; says when to retry
+│   ├── Draining               UNAVAILABLE           the server is shutting down
+│   ├── StagesLost             UNAVAILABLE           a stage died and does not come back
+│   ├── DeadlinePassed         DEADLINE_EXCEEDED
+│   ├── Unauthenticated        UNAUTHENTICATED
+│   └── RequestFailed          INTERNAL              this request, and only this one, cannot be served
+├── TransportError             a neighbour stage is gone; ends the epoch, not the process
+└── WireError                  a frame that does not fit the schema
+
+The gRPC status is a plain string so that no room but the head needs grpc.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+class PpserveError(Exception):
+    """Root of every error that ppserve raises on purpose."""
+
+
+class UsageError(PpserveError):
+    """A person's mistake that ends start-up: printed as one line, exit code 2."""
+
+
+class ConfigError(UsageError):
+    """A flag, environment variable or config-file entry that cannot be used."""
+
+    def __init__(self, name: str, problem: str) -> None:
+        super().__init__(f"{name}: {problem}")
+        self.name = name
+
+
+class CheckpointError(UsageError):
+    """A model file that cannot be used; names the file and, where there is one, the field."""
+
+    def __init__(self, path: object, problem: str, field: str | None = None) -> None:
+        super().__init__(f"{path}: {field}: {problem}" if field else f"{path}: {problem}")
+        self.path = str(path)
+        self.field = field
+
+
+class RequestError(PpserveError):
+    """A request that is refused, or ends, with a gRPC status.
+
+    `status` is the name of a gRPC status code; `reason` is the stable identifier that clients
+    may switch on (`ErrorInfo.reason`).
+    """
+
+    status = "INTERNAL"
+    reason = "INTERNAL"
+
+
+@dataclass(frozen=True, slots=True)
+class Violation:
+    """One field of a request that cannot be accepted: `field` in proto notation (`sampling.top_p`)."""
+
+    field: str
+    problem: str
+
+
+class InvalidRequest(RequestError):
+    """One or more request fields are outside what the server accepts."""
+
+    status = "INVALID_ARGUMENT"
+    reason = "INVALID_REQUEST"
+
+    def __init__(self, violations: list[Violation]) -> None:
+        assert violations
+        super().__init__("; ".join(f"{v.field}: {v.problem}" for v in violations))
+        self.violations = violations
+
+
+class NotImplementedYet(RequestError):
+    """A field of the contract that this version does not serve yet."""
+
+    status = "UNIMPLEMENTED"
+    reason = "FIELD_UNIMPLEMENTED"
+
+    def __init__(self, field: str) -> None:
+        super().__init__(f"{field}: not implemented by this server version")
+        self.field = field
+
+
+class Overloaded(RequestError):
+    """The queue is full, or the wait would outlast the caller's deadline."""
+
+    status = "RESOURCE_EXHAUSTED"
+    reason = "QUEUE_FULL"
+
+    def __init__(self, problem: str, retry_after_s: float) -> None:
+        super().__init__(problem)
+        self.retry_after_s = retry_after_s
+
+
+class Draining(RequestError):
+    """The server is shutting down and takes no new requests."""
+
+    status = "UNAVAILABLE"
+    reason = "DRAINING"
+
+
+class StagesLost(RequestError):
+    """A stage died and does not come back: the stream cannot go on here."""
+
+    status = "UNAVAILABLE"
+    reason = "STAGES_LOST"
+
+
+class DeadlinePassed(RequestError):
+    """The caller's deadline passed before the request finished."""
+
+    status = "DEADLINE_EXCEEDED"
+    reason = "DEADLINE_EXCEEDED"
+
+
+class Unauthenticated(RequestError):
+    """The call carries no accepted API key."""
+
+    status = "UNAUTHENTICATED"
+    reason = "UNAUTHENTICATED"
+
+
+class RequestFailed(RequestError):
+    """This request, and only this one, cannot be served (non-finite logits, or it kills stages)."""
+
+
+class TransportError(PpserveError):
+    """A neighbour stage is gone or silent; the pipeline must re-form in a new epoch."""
+
+
+class WireError(PpserveError):
+    """A control-plane frame that is oversized or does not fit the schema."""

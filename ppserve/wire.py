@@ -1,0 +1,183 @@
+"""The control plane's frames: a closed set of typed messages, length-prefixed, never pickle.
+
+A frame is a 4-byte little-endian length and that many bytes of MessagePack, decoded against the types
+below: an unknown tag, a missing field or a wrong type is a `WireError`, and so is a frame beyond
+MAX_FRAME_BYTES, before anything is allocated for it.
+"""
+
+from __future__ import annotations
+
+import struct
+
+import msgspec
+
+from ppserve.core.architecture import Architecture, StageLayout
+from ppserve.core.plan import StepPlan, StepResult
+from ppserve.errors import WireError
+
+MAX_FRAME_BYTES = 64 << 20
+_LENGTH = struct.Struct("<I")
+
+
+class _Message(msgspec.Struct, frozen=True, tag=True):
+    pass
+
+
+# ---- stage → head ---------------------------------------------------------------------------------
+
+
+class Hello(_Message, frozen=True, tag=True):
+    """First message of a stage process: who it is, and what it found behind `--model`.
+
+    token: the secret that the head handed out, so that strangers on the port are turned away.
+    dtype: resolved ("auto" no more). gpu: index of the device this stage would use, or None.
+    """
+
+    token: str
+    stage: int
+    num_stages: int
+    pid: int
+    host: str
+    architecture: Architecture
+    dtype: str
+    gpu: int | None
+    memory_bytes: int
+    versions: dict[str, str]
+
+
+class Loading(_Message, frozen=True, tag=True):
+    """Progress while weights are read."""
+
+    done_bytes: int
+    total_bytes: int
+
+
+class Loaded(_Message, frozen=True, tag=True):
+    """Weights are in memory. block_bytes: of one KV block on this stage; kv_bytes: what it can give."""
+
+    device: str
+    params: int
+    weight_bytes: int
+    block_bytes: int
+    kv_bytes: int
+    deterministic: bool
+    why_not: str
+
+
+class StoreOpened(_Message, frozen=True, tag=True):
+    """Stage 0 has opened the epoch's rendezvous store."""
+
+    epoch: int
+    host: str
+    port: int
+
+
+class Ready(_Message, frozen=True, tag=True):
+    """The stage has joined the epoch's groups, its KV cache is empty, its links are warm."""
+
+    epoch: int
+    transport: str
+
+
+class Result(_Message, frozen=True, tag=True):
+    result: StepResult
+
+
+class Heartbeat(_Message, frozen=True, tag=True):
+    """Sent every half second. clock_ns: the stage's monotonic clock. steps: computed so far in all
+    epochs; busy: whether a step is being waited for or computed right now; echo_ns: the `sent_ns` of
+    the head's last Ping, which aligns clocks."""
+
+    clock_ns: int
+    steps: int
+    busy: bool
+    rss_bytes: int
+    echo_ns: int = 0
+
+
+class Broken(_Message, frozen=True, tag=True):
+    """A link of this epoch failed; the stage waits for the next epoch with its weights in place."""
+
+    epoch: int
+    reason: str
+
+
+class Failed(_Message, frozen=True, tag=True):
+    """The stage cannot go on and a restart would not help (a bad file, not enough memory)."""
+
+    reason: str
+
+
+# ---- head → stage ---------------------------------------------------------------------------------
+
+
+class Assign(_Message, frozen=True, tag=True):
+    """Load these blocks."""
+
+    layout: StageLayout
+    dtype: str
+
+
+class Form(_Message, frozen=True, tag=True):
+    """Leave the old epoch, enter this one. store_port 0, to stage 0 only: open the store and say where."""
+
+    epoch: int
+    transport: str
+    num_blocks: int
+    store_host: str
+    store_port: int
+
+
+class Plan(_Message, frozen=True, tag=True):
+    plan: StepPlan
+
+
+class Ping(_Message, frozen=True, tag=True):
+    sent_ns: int
+
+
+class Shutdown(_Message, frozen=True, tag=True):
+    """Finish what was sent before this, then exit with code 0."""
+
+
+FromStage = Hello | Loading | Loaded | StoreOpened | Ready | Result | Heartbeat | Broken | Failed
+FromHead = Assign | Form | Plan | Ping | Shutdown
+
+_encoder = msgspec.msgpack.Encoder()
+_decoders = {kind: msgspec.msgpack.Decoder(kind) for kind in (FromStage, FromHead)}
+
+
+def encode(message: FromStage | FromHead) -> bytes:
+    """The frame of a message, length prefix included."""
+    frame = bytearray(_LENGTH.size)
+    _encoder.encode_into(message, frame, _LENGTH.size)
+    _LENGTH.pack_into(frame, 0, len(frame) - _LENGTH.size)
+    return bytes(frame)
+
+
+class FrameReader:
+    """Cuts a byte stream into messages of one direction. Feed what arrived; get what is complete."""
+
+    def __init__(self, direction: object) -> None:
+        self._decoder = _decoders[direction]  # type: ignore[index]
+        self._buffer = bytearray()
+
+    def feed(self, received: bytes) -> list[FromStage | FromHead]:
+        """Messages completed by `received`. Raises WireError; the connection is unusable after that."""
+        self._buffer += received
+        messages: list[FromStage | FromHead] = []
+        at = 0
+        while len(self._buffer) - at >= _LENGTH.size:
+            (length,) = _LENGTH.unpack_from(self._buffer, at)
+            if length > MAX_FRAME_BYTES:
+                raise WireError(f"a frame of {length} bytes is beyond the limit of {MAX_FRAME_BYTES}")
+            if len(self._buffer) - at - _LENGTH.size < length:
+                break
+            begin = at + _LENGTH.size
+            try:
+                messages.append(self._decoder.decode(memoryview(self._buffer)[begin : begin + length]))
+            except (msgspec.DecodeError, UnicodeDecodeError) as error:
+                raise WireError(f"a frame that does not fit the schema: {error}") from None
+            at = begin + length
+        del self._buffer[:at]
+        return messages

@@ -1,0 +1,33 @@
+"""A checkpoint, whatever its file format: its architecture, and any tensor by its canonical name.
+
+Canonical names (global block index i), linear weights always as (out, in), V' = padded_vocab_size:
+
+    wte.weight (V', D)              wpe.weight (T, D)
+    h.{i}.ln_1.weight|bias (D)      h.{i}.attn.c_attn.weight (3D, D) |bias    h.{i}.attn.c_proj.weight (D, D) |bias
+    h.{i}.ln_2.weight|bias (D)      h.{i}.mlp.c_fc.weight (F, D) |bias        h.{i}.mlp.c_proj.weight (D, F) |bias
+    ln_f.weight|bias (D)            lm_head.weight (V', D): the stored one, or wte when tied
+
+Opening reads headers only; `tensor` reads one tensor from the file and keeps no copy.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Protocol
+
+from ppserve.core.architecture import Architecture
+
+if TYPE_CHECKING:
+    import torch
+
+
+class Checkpoint(Protocol):
+    """An opened checkpoint. stored_dtype: `float32`, `bfloat16` or `float16`, as most weights are stored."""
+
+    path: Path
+    architecture: Architecture
+    stored_dtype: str
+
+    def tensor(self, name: str) -> torch.Tensor:
+        """One tensor on the CPU in its stored dtype, shape checked. Raises CheckpointError."""
+        ...

@@ -1,0 +1,51 @@
+"""Generate ppserve/v1 from protos/, with the pinned grpcio-tools.
+
+    python tools/generate_stubs.py            # writes ppserve/v1/*_pb2.py, .pyi and *_pb2_grpc.py
+    python tools/generate_stubs.py --output DIR
+
+The proto lies under protos/ppserve/v1, so the imports in the generated files are right as they come:
+nothing is patched, and the checked-in files can be compared byte by byte.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from importlib import metadata
+from pathlib import Path
+
+from grpc_tools import protoc
+
+ROOT = Path(__file__).resolve().parent.parent
+PROTOS = ROOT / "protos"
+# Newer releases emit code that refuses to load beside clients that hold protobuf below 7.
+PINNED = "1.81.1"
+
+
+def generate(output: Path) -> None:
+    """Write the stubs of every proto below `output`, which stands for the repository's root."""
+    version = metadata.version("grpcio-tools")
+    if version != PINNED:
+        raise SystemExit(f"grpcio-tools {version} is installed; the stubs are made with {PINNED}")
+    well_known = Path(protoc.__file__).parent / "_proto"
+    command = [
+        "protoc",
+        f"--proto_path={PROTOS}",
+        f"--proto_path={well_known}",
+        f"--python_out={output}",
+        f"--pyi_out={output}",
+        f"--grpc_python_out={output}",
+        *(str(path) for path in sorted(PROTOS.rglob("*.proto"))),
+    ]
+    if protoc.main(command) != 0:
+        raise SystemExit("protoc failed")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("--output", type=Path, default=ROOT)
+    generate(parser.parse_args().output)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

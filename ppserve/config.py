@@ -26,11 +26,15 @@ class ModelSettings:
 
 @dataclass(frozen=True, slots=True)
 class PipelineSettings:
-    """How the model is cut and how stages talk. layers: blocks per stage, None = by weight."""
+    """How the model is cut and how stages talk. layers: blocks per stage, None = by weight.
+
+    threads: computing threads per stage, None = the cores of the host shared evenly.
+    """
 
     layers: tuple[int, ...] | None = None
     microbatches: int | None = None
     transport: str = "auto"
+    threads: int | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,7 +63,7 @@ class ServerSettings:
     host: str = "127.0.0.1"
     port: int = 50051
     metrics_port: int = 9400
-    shutdown_timeout_s: float = 30.0
+    shutdown_timeout_s: float = 25.0
     tls_cert: Path | None = None
     tls_key: Path | None = None
     tls_client_ca: Path | None = None

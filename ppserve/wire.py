@@ -8,9 +8,11 @@ MAX_FRAME_BYTES, before anything is allocated for it.
 from __future__ import annotations
 
 import struct
+from typing import Any
 
 import msgspec
 
+from ppserve.config import ServeConfig
 from ppserve.core.architecture import Architecture, StageLayout
 from ppserve.core.plan import StepPlan, StepResult
 from ppserve.errors import WireError
@@ -30,7 +32,8 @@ class Hello(_Message, frozen=True, tag=True):
     """First message of a stage process: who it is, and what it found behind `--model`.
 
     token: the secret that the head handed out, so that strangers on the port are turned away.
-    dtype: resolved ("auto" no more). gpu: index of the device this stage would use, or None.
+    dtype: resolved ("auto" no more). gpu: index of the device this stage would use, or None for the CPU;
+    shares_gpu: other stages of this host use it too.
     """
 
     token: str
@@ -41,7 +44,7 @@ class Hello(_Message, frozen=True, tag=True):
     architecture: Architecture
     dtype: str
     gpu: int | None
-    memory_bytes: int
+    shares_gpu: bool
     versions: dict[str, str]
 
 
@@ -84,15 +87,13 @@ class Result(_Message, frozen=True, tag=True):
 
 
 class Heartbeat(_Message, frozen=True, tag=True):
-    """Sent every half second. clock_ns: the stage's monotonic clock. steps: computed so far in all
-    epochs; busy: whether a step is being waited for or computed right now; echo_ns: the `sent_ns` of
-    the head's last Ping, which aligns clocks."""
+    """The answer to a Ping. echo_ns: the Ping's `sent_ns`; clock_ns: the stage's monotonic clock when it
+    answered, which aligns the clocks of different hosts. steps: computed so far in this process."""
 
+    echo_ns: int
     clock_ns: int
     steps: int
-    busy: bool
     rss_bytes: int
-    echo_ns: int = 0
 
 
 class Broken(_Message, frozen=True, tag=True):
@@ -106,6 +107,28 @@ class Failed(_Message, frozen=True, tag=True):
     """The stage cannot go on and a restart would not help (a bad file, not enough memory)."""
 
     reason: str
+
+
+class GaveUp(_Message, frozen=True, tag=True):
+    """From a keeper, as the only message of its connection: its stage does not stay alive."""
+
+    token: str
+    stage: int
+    reason: str
+
+
+# ---- keeper → stage ---------------------------------------------------------------------------------
+
+
+class Start(_Message, frozen=True, tag=True):
+    """First and only frame on a stage's standard input. control_host empty: ask the launcher's store."""
+
+    config: ServeConfig
+    stage: int
+    num_stages: int
+    control_host: str
+    control_port: int
+    token: str
 
 
 # ---- head → stage ---------------------------------------------------------------------------------
@@ -140,14 +163,15 @@ class Shutdown(_Message, frozen=True, tag=True):
     """Finish what was sent before this, then exit with code 0."""
 
 
-FromStage = Hello | Loading | Loaded | StoreOpened | Ready | Result | Heartbeat | Broken | Failed
+FromStage = Hello | Loading | Loaded | StoreOpened | Ready | Result | Heartbeat | Broken | Failed | GaveUp
+FromKeeper = Start
 FromHead = Assign | Form | Plan | Ping | Shutdown
 
 _encoder = msgspec.msgpack.Encoder()
-_decoders = {kind: msgspec.msgpack.Decoder(kind) for kind in (FromStage, FromHead)}
+_decoders = {kind: msgspec.msgpack.Decoder(kind) for kind in (FromStage, FromKeeper, FromHead)}
 
 
-def encode(message: FromStage | FromHead) -> bytes:
+def encode(message: FromStage | FromKeeper | FromHead) -> bytes:
     """The frame of a message, length prefix included."""
     frame = bytearray(_LENGTH.size)
     _encoder.encode_into(message, frame, _LENGTH.size)
@@ -162,10 +186,10 @@ class FrameReader:
         self._decoder = _decoders[direction]  # type: ignore[index]
         self._buffer = bytearray()
 
-    def feed(self, received: bytes) -> list[FromStage | FromHead]:
+    def feed(self, received: bytes) -> list[Any]:
         """Messages completed by `received`. Raises WireError; the connection is unusable after that."""
         self._buffer += received
-        messages: list[FromStage | FromHead] = []
+        messages: list[Any] = []
         at = 0
         while len(self._buffer) - at >= _LENGTH.size:
             (length,) = _LENGTH.unpack_from(self._buffer, at)

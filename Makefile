@@ -1,0 +1,37 @@
+# Everything runs in .venv, which each target makes for itself.
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+STAGES ?= 2
+ARGS ?=
+
+.PHONY: setup serve test check demo stubs clean
+
+setup: $(VENV)/.ready
+
+# torch first and through the constraints: a newer or GPU build would pull gigabytes.
+$(VENV)/.ready: pyproject.toml constraints.txt
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt torch
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[dev]'
+	touch $@
+
+serve: setup
+	$(BIN)/torchrun --nproc_per_node=$(STAGES) -m ppserve $(ARGS)
+
+test: setup
+	$(BIN)/python -m pytest $(ARGS)
+
+check: setup
+	$(BIN)/ruff check .
+	$(BIN)/mypy
+	$(BIN)/python tools/generate_stubs.py --check
+
+demo: setup
+	$(BIN)/python demo.py --force-cpu $(ARGS)
+
+stubs: setup
+	$(BIN)/python tools/generate_stubs.py
+
+clean:
+	rm -rf $(VENV) build *.egg-info

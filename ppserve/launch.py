@@ -1,0 +1,190 @@
+"""What a torchrun rank does: keep a stage process alive. Rank 0 runs the head as well.
+
+torchrun ends every rank when one dies, so a rank must not be the process that may die. It is this
+small keeper, without torch, and its stage is a child that it starts again when it dies.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import select
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections import deque
+from dataclasses import dataclass
+
+from ppserve import wire
+from ppserve.config import ServeConfig
+
+EXIT_USAGE = 2
+# A stage that lost its head, or was told to go by a closed connection: worth starting again.
+EXIT_HEAD_GONE = 75
+
+# A stage that dies this often within the window, each time before it served, does not come back.
+_MAX_DEATHS = 4
+_DEATH_WINDOW_S = 60.0
+# A stage writes a byte on its pipe at least every half second; silence this long means it is frozen.
+_FROZEN_AFTER_S = 4.0
+
+
+@dataclass(frozen=True, slots=True)
+class RankEnvironment:
+    """This process among those that torchrun started. restart: how often torchrun restarted the group."""
+
+    rank: int
+    world_size: int
+    local_rank: int
+    local_world_size: int
+    restart: int
+
+    @classmethod
+    def from_environ(cls) -> RankEnvironment | None:
+        """None when this process was not started by torchrun."""
+        if "RANK" not in os.environ or "WORLD_SIZE" not in os.environ:
+            return None
+
+        def number(name: str, default: int) -> int:
+            return int(os.environ.get(name, default))
+
+        rank, world_size = number("RANK", 0), number("WORLD_SIZE", 1)
+        return cls(
+            rank,
+            world_size,
+            number("LOCAL_RANK", rank),
+            number("LOCAL_WORLD_SIZE", world_size),
+            number("TORCHELASTIC_RESTART_COUNT", 0),
+        )
+
+
+def die_with_parent(parent_pid: int | None = None) -> None:
+    """Ask the kernel to kill this process when its parent (thread) ends, so that none is orphaned.
+
+    `parent_pid`: who the parent should be; if it is gone already, this process ends at once.
+    """
+    if sys.platform == "linux":
+        pr_set_pdeathsig = 1
+        ctypes.CDLL(None, use_errno=True).prctl(pr_set_pdeathsig, signal.SIGKILL, 0, 0, 0)
+    if parent_pid is not None and os.getppid() != parent_pid:
+        os._exit(EXIT_HEAD_GONE)
+
+
+class Keeper:
+    """Keeps one stage process alive: starts it, watches it, starts it again when it dies.
+
+    Owns the child process. `control` is where the head listens; ranks other than 0 do not know it at
+    first and learn it from their stage, which asks the launcher's store.
+    """
+
+    def __init__(
+        self, config: ServeConfig, stage: int, num_stages: int, control: tuple[str, int, str] = ("", 0, "")
+    ) -> None:
+        self._config = config
+        self._stage = stage
+        self._num_stages = num_stages
+        self._control = control
+        self._child: subprocess.Popen[bytes] | None = None
+        self._stopping = False
+        self._kill_at_s: float | None = None
+
+    def run(self) -> int:
+        """Until the stage ends for good; returns the exit code for the rank."""
+        deaths: deque[float] = deque(maxlen=_MAX_DEATHS)
+        while True:
+            served, code = self._watch_one_life()
+            if code == 0:
+                return 0
+            if self._stopping:
+                return 1
+            if code == EXIT_USAGE:
+                return EXIT_USAGE
+            now = time.monotonic()
+            if served:
+                deaths.clear()
+            deaths.append(now)
+            if len(deaths) == _MAX_DEATHS and now - deaths[0] < _DEATH_WINDOW_S:
+                return self._give_up(f"stage {self._stage} died {_MAX_DEATHS} times in a row (last code {code})")
+
+    def stop(self, grace_s: float) -> None:
+        """From now on a death is final, and after `grace_s` it is enforced. Safe in a signal handler."""
+        self._stopping = True
+        self._kill_at_s = time.monotonic() + grace_s
+        if self._child is not None and not self._control[1]:
+            # It has not found the head and never will: only a signal reaches it.
+            self._child.terminate()
+
+    def _watch_one_life(self) -> tuple[bool, int]:
+        """Starts the stage and waits for its end: (whether it ever served, exit code)."""
+        life_read, life_write = os.pipe()
+        self._child = child = subprocess.Popen(
+            [sys.executable, "-m", "ppserve.stage", str(life_write), str(os.getpid())],
+            stdin=subprocess.PIPE,
+            pass_fds=(life_write,),
+            close_fds=True,
+        )
+        os.close(life_write)
+        start = wire.Start(self._config, self._stage, self._num_stages, *self._control)
+        try:
+            assert child.stdin is not None
+            child.stdin.write(wire.encode(start))
+            child.stdin.flush()  # stays open: its end tells the stage that its keeper is gone
+        except BrokenPipeError:
+            pass  # it died at birth; wait() below has the code
+        served = self._watch(life_read)
+        os.close(life_read)
+        code = child.wait()
+        child.stdin.close()
+        self._child = None
+        return served, code
+
+    def _watch(self, life: int) -> bool:
+        """Reads the stage's signs of life until the pipe ends; kills a frozen one. True if it served."""
+        served = False
+        last_sign_s: float | None = None
+        text = b""
+        while True:
+            readable, _, _ = select.select([life], [], [], 0.5)
+            now = time.monotonic()
+            if readable:
+                received = os.read(life, 4096)
+                if not received:
+                    return served
+                last_sign_s = now
+                text += received
+                *lines, text = text.split(b"\n")
+                for line in lines:
+                    served |= line == b"served"
+                    if line.startswith(b"control "):
+                        host, port, token = line.decode().split()[1:]
+                        self._control = (host, int(port), token)
+            frozen = last_sign_s is not None and now - last_sign_s > _FROZEN_AFTER_S
+            overdue = self._kill_at_s is not None and now > self._kill_at_s
+            if (frozen or overdue) and self._child is not None:
+                self._child.kill()
+
+    def _give_up(self, reason: str) -> int:
+        """Tells the head why, so that streams end with a status and not with silence."""
+        host, port, token = self._control
+        try:
+            with socket.create_connection((host, port), timeout=2.0) as connection:
+                connection.sendall(wire.encode(wire.GaveUp(token, self._stage, reason)))
+        except OSError:
+            print(f"ppserve: {reason}", file=sys.stderr, flush=True)
+        return 1
+
+
+def run_keeper(config: ServeConfig, environment: RankEnvironment) -> int:
+    """The whole life of a rank other than 0."""
+    keeper = Keeper(config, environment.rank, environment.world_size)
+    grace_s = config.server.shutdown_timeout_s + 2.0
+
+    def on_signal(_signum: int, _frame: object) -> None:
+        # The head decides when stages stop: running streams may finish first.
+        keeper.stop(grace_s)
+
+    signal.signal(signal.SIGTERM, on_signal)
+    signal.signal(signal.SIGINT, on_signal)
+    return keeper.run()

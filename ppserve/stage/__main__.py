@@ -1,0 +1,91 @@
+"""A stage process, as its keeper starts it: `python -m ppserve.stage LIFE_FD KEEPER_PID` < Start frame."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import signal
+import socket
+import sys
+import threading
+import time
+
+from ppserve import wire
+from ppserve.errors import UsageError
+from ppserve.launch import EXIT_HEAD_GONE, EXIT_USAGE, RankEnvironment, die_with_parent
+
+log = logging.getLogger("ppserve.stage")
+
+_SIGN_OF_LIFE_S = 0.5
+_CONNECT_TIMEOUT_S = 60.0
+
+
+def main() -> int:
+    life_fd, keeper_pid = int(sys.argv[1]), int(sys.argv[2])
+    die_with_parent(keeper_pid)
+    start = _read_start()
+    logging.basicConfig(
+        level=start.config.log.level.upper(), format=f"%(asctime)s stage {start.stage} %(levelname)s %(message)s"
+    )
+    threading.Thread(target=_show_life, args=(life_fd,), name="life", daemon=True).start()
+    # The imports below are slow (torch), which is why they come after the first sign of life.
+    from ppserve.stage import loop
+
+    environment = RankEnvironment.from_environ() or RankEnvironment(start.stage, start.num_stages, 0, 1, 0)
+    host, port, token = _find_head(start, environment)
+    os.write(life_fd, f"control {host} {port} {token}\n".encode())
+    connection = socket.create_connection((host, port), timeout=_CONNECT_TIMEOUT_S)
+    connection.settimeout(None)
+    # From here on the head decides when this stage ends.
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    try:
+        stage = loop.StageLoop.open(start, environment, connection, token)
+        stage.run(on_served=lambda: os.write(life_fd, b"served\n"))
+    except UsageError as error:
+        # A closed connection means the head has heard of the mistake from another stage already.
+        with contextlib.suppress(OSError):
+            connection.sendall(wire.encode(wire.GaveUp(token, start.stage, str(error))))
+        return EXIT_USAGE
+    return 0
+
+
+def _read_start() -> wire.Start:
+    reader = wire.FrameReader(wire.FromKeeper)
+    while True:
+        received = os.read(0, 1 << 16)
+        if not received:
+            os._exit(EXIT_HEAD_GONE)
+        for message in reader.feed(received):
+            assert isinstance(message, wire.Start)
+            return message
+
+
+def _show_life(life_fd: int) -> None:
+    """A byte now and then tells the keeper that this process is not frozen."""
+    while True:
+        try:
+            os.write(life_fd, b"\n")
+        except OSError:
+            os._exit(EXIT_HEAD_GONE)
+        time.sleep(_SIGN_OF_LIFE_S)
+
+
+def _find_head(start: wire.Start, environment: RankEnvironment) -> tuple[str, int, str]:
+    """Where the head listens, and its token. Stage 0 is told by its keeper and tells the others."""
+    if start.num_stages == 1:
+        return start.control_host, start.control_port, start.token
+    if start.control_port and start.stage > 0:
+        return start.control_host, start.control_port, start.token  # learned in an earlier life
+    from ppserve.stage import rendezvous
+
+    return rendezvous.exchange(start, environment)
+
+
+if __name__ == "__main__":
+    code = main()
+    logging.shutdown()
+    sys.stderr.flush()
+    # Threads of torch and gloo may linger; nothing of theirs is worth waiting for.
+    os._exit(code)

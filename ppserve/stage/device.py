@@ -1,0 +1,76 @@
+"""Where a stage computes, in which arithmetic, and how much memory it may take for keys and values."""
+
+from __future__ import annotations
+
+import os
+import platform
+from dataclasses import dataclass
+
+import torch
+
+from ppserve.config import ServeConfig
+from ppserve.errors import ConfigError
+from ppserve.launch import RankEnvironment
+from ppserve.stage.link import available_bytes
+
+# Of what is free, what the cache may take: weights are loaded by then, activations are small.
+_CPU_SHARE = 0.25
+_CPU_LIMIT_BYTES = 2 << 30
+_GPU_SHARE = 0.85
+
+
+@dataclass(frozen=True, slots=True)
+class Compute:
+    """The device and dtype of one stage. stages_here: stages that share this host."""
+
+    device: torch.device
+    dtype: str
+    shares_gpu: bool
+    stages_here: int
+
+    @property
+    def name(self) -> str:
+        if self.device.type == "cuda":
+            return f"{self.device} ({torch.cuda.get_device_name(self.device)})"
+        return f"cpu ({platform.machine()}, {torch.get_num_threads()} threads)"
+
+    def synchronize(self) -> None:
+        """Waits for the device, so that time stamps mean what they say."""
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)
+
+    def kv_budget_bytes(self) -> int:
+        """What the KV cache may take, measured after the weights are in memory."""
+        if self.device.type == "cuda":
+            free_bytes, _ = torch.cuda.mem_get_info(self.device)
+            return int(free_bytes * _GPU_SHARE / (self.stages_here if self.shares_gpu else 1))
+        return min(int(available_bytes() * _CPU_SHARE) // self.stages_here, _CPU_LIMIT_BYTES)
+
+
+def choose(config: ServeConfig, environment: RankEnvironment, stored_dtype: str) -> Compute:
+    """The device and dtype of this stage; sets the number of threads. Raises ConfigError."""
+    stages_here = environment.local_world_size
+    num_gpus = 0 if config.model.force_cpu else torch.cuda.device_count()
+    if num_gpus:
+        device = torch.device("cuda", environment.local_rank % num_gpus)
+        torch.cuda.set_device(device)
+    else:
+        device = torch.device("cpu")
+        cores = len(os.sched_getaffinity(0))
+        torch.set_num_threads(config.pipeline.threads or max(1, cores // stages_here))
+    dtype = _resolve_dtype(config.model.dtype, stored_dtype, device)
+    return Compute(device, dtype, 0 < num_gpus < stages_here, stages_here)
+
+
+def _resolve_dtype(asked: str, stored: str, device: torch.device) -> str:
+    """`auto` is the fastest arithmetic that loses nothing which the file holds, except on GPUs, where
+    float32 checkpoints run in bfloat16 as everywhere else."""
+    if device.type == "cuda":
+        if asked != "auto":
+            return asked
+        return "bfloat16" if stored == "float32" else stored
+    if asked == "float16":
+        raise ConfigError("--dtype", "float16 needs a GPU; use bfloat16 or float32 on CPUs")
+    if asked != "auto":
+        return asked
+    return "bfloat16" if stored == "bfloat16" and torch.ops.mkldnn._is_mkldnn_bf16_supported() else "float32"

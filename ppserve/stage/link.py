@@ -1,0 +1,84 @@
+"""A stage's end of the control plane: one socket to the head, read by a thread of its own.
+
+The reader stamps each message as it arrives, so that a plan seen during compute is known as such, and
+answers pings by itself, so that the head can tell a busy stage from a frozen one. When the head is gone
+nothing is left to do, and the process ends.
+"""
+
+from __future__ import annotations
+
+import os
+import queue
+import socket
+import threading
+import time
+from typing import Any
+
+from ppserve import wire
+from ppserve.errors import WireError
+from ppserve.launch import EXIT_HEAD_GONE
+
+Stamped = tuple[int, Any]
+
+
+class HeadLink:
+    """Sends typed messages to the head; `inbox` holds (arrival time in ns, message) pairs."""
+
+    def __init__(self, connection: socket.socket) -> None:
+        connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        self._connection = connection
+        self._sending = threading.Lock()  # the loop sends results, the reader answers pings
+        self._steps = 0
+        self.inbox: queue.SimpleQueue[Stamped] = queue.SimpleQueue()
+
+    def start(self) -> None:
+        threading.Thread(target=self._read, name="head-link", daemon=True).start()
+
+    def send(self, message: wire.FromStage) -> None:
+        frame = wire.encode(message)
+        try:
+            with self._sending:
+                self._connection.sendall(frame)
+        except OSError:
+            os._exit(EXIT_HEAD_GONE)
+
+    def count_step(self) -> None:
+        self._steps += 1
+
+    def _read(self) -> None:
+        reader = wire.FrameReader(wire.FromHead)
+        while True:
+            try:
+                received = self._connection.recv(1 << 16)
+                now_ns = time.monotonic_ns()
+                messages = reader.feed(received)
+            except (OSError, WireError):
+                received = b""
+            if not received:
+                os._exit(EXIT_HEAD_GONE)
+            for message in messages:
+                if isinstance(message, wire.Ping):
+                    self.send(wire.Heartbeat(message.sent_ns, now_ns, self._steps, resident_bytes()))
+                else:
+                    self.inbox.put((now_ns, message))
+
+
+def resident_bytes() -> int:
+    """Resident memory of this process; 0 where /proc does not say."""
+    try:
+        with open("/proc/self/statm") as statm:
+            return int(statm.read().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+    except OSError:
+        return 0
+
+
+def available_bytes() -> int:
+    """Memory that this host could still give; 0 where /proc does not say."""
+    try:
+        with open("/proc/meminfo") as meminfo:
+            for line in meminfo:
+                if line.startswith("MemAvailable:"):
+                    return int(line.split()[1]) * 1024
+    except OSError:
+        pass
+    return 0

@@ -1,0 +1,273 @@
+"""The life of a stage: find the head, load its blocks, then one step after another until told to stop.
+
+A stage holds weights, keys and values, and nothing about requests. It runs plans in the order in which
+they arrive. When a neighbour dies it reports the epoch as broken, keeps its weights, and waits for the
+head to form the next one.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import queue
+import socket
+import time
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+
+import parallel_state
+from ppserve import wire
+from ppserve.core.architecture import StageLayout
+from ppserve.core.plan import Drawn, Scored, StepPlan, StepResult, StepStamps
+from ppserve.errors import CheckpointError, ConfigError, TransportError
+from ppserve.launch import RankEnvironment
+from ppserve.model.checkpoint import Checkpoint
+from ppserve.model.checkpoint.opening import open_checkpoint
+from ppserve.model.gpt2 import GPT2Stage
+from ppserve.model.kv_cache import KVCache
+from ppserve.model.selftest import check_determinism
+from ppserve.stage import device, rendezvous
+from ppserve.stage.inputs import build_inputs
+from ppserve.stage.link import HeadLink, Stamped
+from ppserve.stage.transport import Transport, create_transport
+
+log = logging.getLogger("ppserve.stage")
+
+_FORM_TIMEOUT = timedelta(seconds=20)
+
+
+@dataclass(slots=True)
+class Epoch:
+    """One life of the pipeline, as seen from this stage. last_posted: newest step whose receive is posted."""
+
+    number: int
+    transport: Transport
+    cache: KVCache
+    last_posted: int = -1
+
+
+class StageLoop:
+    """One stage: owns its model, its cache and its wires. Everything happens in the thread of `run`."""
+
+    def __init__(self, start: wire.Start, link: HeadLink, checkpoint: Checkpoint, compute: device.Compute) -> None:
+        self._start = start
+        self._link = link
+        self._checkpoint = checkpoint
+        self._compute = compute
+        self._layout: StageLayout | None = None
+        self._model: GPT2Stage | None = None
+        self._cache: KVCache | None = None
+        self._epoch: Epoch | None = None
+        self._group_store: dist.Store | None = None
+        self._messages: deque[Stamped] = deque()
+        self._on_served: Callable[[], object] = lambda: None
+
+    @classmethod
+    def open(
+        cls, start: wire.Start, environment: RankEnvironment, connection: socket.socket, token: str
+    ) -> StageLoop:
+        """Opens the checkpoint (headers only) and introduces this stage to the head. Raises UsageError."""
+        checkpoint = open_checkpoint(start.config.model.path)
+        compute = device.choose(start.config, environment, checkpoint.stored_dtype)
+        link = HeadLink(connection)
+        link.send(
+            wire.Hello(
+                token=token,
+                stage=start.stage,
+                num_stages=start.num_stages,
+                pid=os.getpid(),
+                host=socket.gethostname(),
+                architecture=checkpoint.architecture,
+                dtype=compute.dtype,
+                gpu=compute.device.index if compute.device.type == "cuda" else None,
+                shares_gpu=compute.shares_gpu,
+                versions={"torch": torch.__version__},
+            )
+        )
+        link.start()
+        return cls(start, link, checkpoint, compute)
+
+    @torch.inference_mode()
+    def run(self, on_served: Callable[[], object]) -> None:
+        """Until the head says Shutdown. `on_served` is called after every step."""
+        self._on_served = on_served
+        while True:
+            self._take_arrived()
+            arrived_ns, message = self._messages.popleft()
+            match message:
+                case wire.Plan(plan):
+                    self._step(arrived_ns, plan)
+                case wire.Assign():
+                    self._load(message)
+                case wire.Form():
+                    self._enter_epoch(message)
+                case wire.Shutdown():
+                    self._leave_epoch()
+                    return
+
+    def _take_arrived(self) -> None:
+        """At least one message, and all that is there: receives for known plans are posted at once, so
+        that hidden states travel while this stage still computes an earlier step."""
+        if not self._messages:
+            self._messages.append(self._link.inbox.get())
+        while True:
+            try:
+                self._messages.append(self._link.inbox.get_nowait())
+            except queue.Empty:
+                break
+        if self._epoch is None or self._layout is None or self._layout.is_first:
+            return
+        for _, message in self._messages:
+            if not isinstance(message, wire.Plan):
+                break
+            if message.plan.epoch == self._epoch.number and message.plan.step_id > self._epoch.last_posted:
+                self._epoch.transport.post_receive(message.plan)
+                self._epoch.last_posted = message.plan.step_id
+
+    # ---- weights --------------------------------------------------------------------------------------
+
+    def _load(self, assign: wire.Assign) -> None:
+        """Reads this stage's tensors and says what they weigh. A failure is final: `Failed`."""
+        self._layout = layout = assign.layout
+        try:
+            self._model = GPT2Stage.load(
+                self._checkpoint, layout, assign.dtype, self._compute.device, self._report_progress
+            )
+            why_not = check_determinism(self._model) or ""
+        except (CheckpointError, ConfigError, MemoryError, torch.OutOfMemoryError) as error:
+            self._link.send(wire.Failed(f"stage {layout.stage}: {error or type(error).__name__}"))
+            return
+        cache = self._start.config.cache
+        arch = self._checkpoint.architecture
+        self._link.send(
+            wire.Loaded(
+                device=self._compute.name,
+                params=self._model.num_params,
+                weight_bytes=self._model.weight_bytes,
+                block_bytes=KVCache.bytes_per_block(arch, layout, cache.block_size, assign.dtype),
+                kv_bytes=cache.kv_cache_memory or self._compute.kv_budget_bytes(),
+                deterministic=not why_not,
+                why_not=why_not,
+            )
+        )
+
+    def _report_progress(self, done_bytes: int, total_bytes: int) -> None:
+        self._link.send(wire.Loading(done_bytes, total_bytes))
+
+    # ---- epochs ---------------------------------------------------------------------------------------
+
+    def _enter_epoch(self, form: wire.Form) -> None:
+        """Joins the others in a new group with an empty cache; `Ready` or `Broken`."""
+        self._leave_epoch()
+        assert self._layout is not None
+        assert self._model is not None
+        try:
+            if self._layout.num_stages > 1:
+                self._join_group(form)
+            transport = create_transport(
+                form.transport,
+                width=self._checkpoint.architecture.width,
+                dtype=self._model.wire_dtype,
+                device=self._compute.device,
+                depth=self._layout.num_stages + 1,
+            )
+            transport.warm_up()
+        except (TransportError, RuntimeError) as error:
+            log.warning("epoch %d could not form: %s", form.epoch, error)
+            self._leave_epoch()
+            self._link.send(wire.Broken(form.epoch, str(error)))
+            return
+        cache = self._empty_cache(form.num_blocks)
+        self._epoch = Epoch(form.epoch, transport, cache)
+        self._link.send(wire.Ready(form.epoch, transport.name))
+
+    def _join_group(self, form: wire.Form) -> None:
+        assert self._layout is not None
+        if form.store_port == 0:
+            store, port = rendezvous.open_epoch_store(form.store_host, _FORM_TIMEOUT)
+            self._link.send(wire.StoreOpened(form.epoch, form.store_host, port))
+        else:
+            store = rendezvous.join_epoch_store(form.store_host, form.store_port, _FORM_TIMEOUT)
+        self._group_store = store
+        if form.store_host == "127.0.0.1":
+            os.environ["GLOO_SOCKET_IFNAME"] = "lo"
+        dist.init_process_group(
+            "nccl" if form.transport == "nccl" else "gloo",
+            store=store,
+            rank=self._layout.stage,
+            world_size=self._layout.num_stages,
+            timeout=_FORM_TIMEOUT,
+        )
+        parallel_state.initialize_model_parallel(pipeline_model_parallel_size=self._layout.num_stages)
+
+    def _empty_cache(self, num_blocks: int) -> KVCache:
+        """The cache of this process, made once: a new epoch only forgets what it holds."""
+        assert self._layout is not None
+        assert self._model is not None
+        if self._cache is None:
+            self._cache = KVCache(
+                self._checkpoint.architecture,
+                self._layout,
+                num_blocks,
+                self._start.config.cache.block_size,
+                self._model.dtype,
+                self._compute.device,
+            )
+        self._cache.reset()
+        return self._cache
+
+    def _leave_epoch(self) -> None:
+        """Closes every wire to the neighbours, so that those blocked on this stage wake up as well."""
+        if self._epoch is not None:
+            self._epoch.transport.close()
+        self._epoch = None
+        if parallel_state.model_parallel_is_initialized():
+            parallel_state.destroy_model_parallel()
+        if dist.is_initialized():
+            dist.destroy_process_group()
+        self._group_store = None
+
+    # ---- steps ----------------------------------------------------------------------------------------
+
+    def _step(self, planned_ns: int, plan: StepPlan) -> None:
+        """One step, and its result. A plan of an epoch that this stage has left is dropped."""
+        epoch = self._epoch
+        if epoch is None or plan.epoch != epoch.number:
+            return
+        try:
+            self._link.send(wire.Result(self._compute_step(epoch, planned_ns, plan)))
+        except (TransportError, RuntimeError) as error:
+            log.warning("step %d of epoch %d failed: %s", plan.step_id, plan.epoch, error)
+            # Our end of the wires closes too: stages further on, blocked on this one, wake up in turn.
+            self._leave_epoch()
+            self._link.send(wire.Broken(plan.epoch, f"{type(error).__name__}: {error}"))
+            return
+        self._link.count_step()
+        self._on_served()
+
+    def _compute_step(self, epoch: Epoch, planned_ns: int, plan: StepPlan) -> StepResult:
+        layout, model = self._layout, self._model
+        assert layout is not None
+        assert model is not None
+        clock = time.monotonic_ns
+        inputs = build_inputs(plan, layout, self._start.config.cache.block_size, self._compute.device)
+        awaited_ns = clock()
+        received_TD = None if layout.is_first else epoch.transport.receive(plan)
+        received_ns = clock()
+        epoch.cache.copy(plan.copies)
+        begun_ns = clock()
+        hidden_TD = model.forward(inputs, received_TD, epoch.cache)
+        drawn: tuple[Drawn, ...] = ()
+        scored: tuple[Scored, ...] = ()
+        if layout.is_last:
+            drawn, scored = model.read_out(plan, inputs, hidden_TD)
+        self._compute.synchronize()
+        ended_ns = clock()
+        bytes_sent = 0 if layout.is_last else epoch.transport.send(plan, hidden_TD)
+        stamps = StepStamps(planned_ns, awaited_ns, received_ns, begun_ns, ended_ns, clock())
+        return StepResult(plan.epoch, plan.step_id, layout.stage, stamps, bytes_sent, drawn, scored)

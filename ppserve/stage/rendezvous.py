@@ -1,0 +1,55 @@
+"""How stages find the head, and each other: the launcher's store once, then one store per epoch.
+
+torchrun keeps a TCPStore for its ranks. Stage 0 writes the head's control address there; everything
+else, each epoch's own store included, is arranged over the control plane.
+"""
+
+from __future__ import annotations
+
+import os
+import socket
+from datetime import timedelta
+
+import torch.distributed as dist
+
+from ppserve import wire
+from ppserve.errors import TransportError
+from ppserve.launch import RankEnvironment
+
+_LAUNCHER_TIMEOUT = timedelta(seconds=120)
+
+
+def exchange(start: wire.Start, environment: RankEnvironment) -> tuple[str, int, str]:
+    """Stage 0 publishes the control address it was given; the others wait for it: (host, port, token)."""
+    launcher_hosts_it = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+    store = dist.TCPStore(
+        os.environ["MASTER_ADDR"],
+        int(os.environ["MASTER_PORT"]),
+        is_master=start.stage == 0 and not launcher_hosts_it,
+        timeout=_LAUNCHER_TIMEOUT,
+        wait_for_workers=False,
+    )
+    scoped = dist.PrefixStore(f"ppserve/{environment.restart}", store)
+    if start.stage == 0:
+        scoped.set("control", f"{start.control_host} {start.control_port} {start.token}")
+        return start.control_host, start.control_port, start.token
+    host, port, token = scoped.get("control").decode().split()
+    return host, int(port), token
+
+
+def open_epoch_store(host: str, timeout: timedelta) -> tuple[dist.TCPStore, int]:
+    """Stage 0: a store for one epoch on a free port of `host` and nowhere else; the port."""
+    listener = socket.create_server((host, 0))
+    port = listener.getsockname()[1]
+    store = dist.TCPStore(
+        host, port, is_master=True, timeout=timeout, wait_for_workers=False, master_listen_fd=listener.detach()
+    )
+    return store, port
+
+
+def join_epoch_store(host: str, port: int, timeout: timedelta) -> dist.TCPStore:
+    """The other stages: connect to it. Raises TransportError."""
+    try:
+        return dist.TCPStore(host, port, is_master=False, timeout=timeout, wait_for_workers=False)
+    except (dist.DistError, RuntimeError) as error:
+        raise TransportError(f"cannot reach the epoch's store at {host}:{port}: {error}") from error

@@ -1,0 +1,60 @@
+"""Hidden states over gloo: any processes, any network, CPU or GPU.
+
+Gloo carries host memory, so a GPU's hidden states pass through a pinned buffer; the copy out is finished
+before the send is posted, because gloo knows nothing of streams.
+
+A posted receive can be cancelled only by the neighbour's end of the connection: a stage that waits for a
+frozen neighbour waits for the group's timeout, or until that neighbour is killed.
+"""
+
+from __future__ import annotations
+
+from contextlib import AbstractContextManager, nullcontext
+
+import torch
+
+from parallel_state import ParallelGroup
+from ppserve.stage.transport import Frames, Transport
+from ppserve.stage.transport.point_to_point import Passage, PointToPoint
+
+
+class HostPassage:
+    """The stage computes in host memory: nothing to do."""
+
+    def buffer(self, frames: Frames) -> torch.Tensor:
+        return frames.empty()
+
+    def posting(self, buffer: torch.Tensor) -> AbstractContextManager[object]:
+        return nullcontext()
+
+    def leave(self, hidden_TD: torch.Tensor) -> torch.Tensor:
+        return hidden_TD
+
+    def enter(self, buffer_TD: torch.Tensor) -> torch.Tensor:
+        return buffer_TD
+
+    def release(self, buffer: torch.Tensor) -> None:
+        pass
+
+
+class PinnedPassage(HostPassage):
+    """The stage computes on a GPU: frames are copied through pinned host memory."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+
+    def buffer(self, frames: Frames) -> torch.Tensor:
+        return frames.empty(torch.device("cpu"), pin_memory=True)
+
+    def leave(self, hidden_TD: torch.Tensor) -> torch.Tensor:
+        # A blocking copy: the bytes are on the host when it returns.
+        return torch.empty(hidden_TD.shape, dtype=hidden_TD.dtype, pin_memory=True).copy_(hidden_TD)
+
+    def enter(self, buffer_TD: torch.Tensor) -> torch.Tensor:
+        # Blocking as well: afterwards the buffer may receive the next frame.
+        return buffer_TD.to(self._device)
+
+
+def gloo_transport(frames: Frames, group: ParallelGroup) -> Transport:
+    passage: Passage = HostPassage() if frames.device.type == "cpu" else PinnedPassage(frames.device)
+    return PointToPoint("gloo", frames, group, passage)

@@ -1,0 +1,70 @@
+"""All stages in one process: a queue per link and `tensor.to(device)`. The baseline of the other transports."""
+
+from __future__ import annotations
+
+from queue import SimpleQueue
+
+import torch
+
+from ppserve.core.plan import StepPlan
+from ppserve.errors import TransportError
+from ppserve.stage.transport import Frames
+
+# A frame with its step, so that a stage that skips a step is found out; None: the other end is closed.
+_Link = SimpleQueue[tuple[int, torch.Tensor] | None]
+
+
+class LocalTransport:
+    """One stage's two ends of the links to its neighbours in the same process. See `connect`."""
+
+    name = "local"
+
+    def __init__(self, frames: Frames, incoming: _Link | None, outgoing: _Link | None) -> None:
+        self._frames = frames
+        self._incoming = incoming
+        self._outgoing = outgoing
+        self._closed = False
+
+    def post_receive(self, plan: StepPlan) -> None:
+        assert self._incoming is not None, "the first stage receives nothing"
+        self._frames.check(plan)
+
+    def receive(self, plan: StepPlan) -> torch.Tensor:
+        assert self._incoming is not None, "the first stage receives nothing"
+        self._check_open()
+        frame = self._incoming.get()
+        self._check_open()
+        if frame is None:
+            raise TransportError("local: the previous stage is closed")
+        step_id, hidden_TD = frame
+        assert step_id == plan.step_id, f"received step {step_id} where step {plan.step_id} is next"
+        self._frames.check(plan, hidden_TD)
+        return hidden_TD.to(self._frames.device)
+
+    def send(self, plan: StepPlan, hidden_TD: torch.Tensor) -> int:
+        assert self._outgoing is not None, "the last stage sends nothing"
+        self._frames.check(plan, hidden_TD)
+        self._check_open()
+        self._outgoing.put((plan.step_id, hidden_TD))
+        return hidden_TD.nbytes
+
+    def warm_up(self) -> None:
+        pass
+
+    def close(self) -> None:
+        """Ends a wait of this stage, and the next stage's: both get TransportError."""
+        self._closed = True
+        for link in (self._incoming, self._outgoing):
+            if link is not None:
+                link.put(None)
+
+    def _check_open(self) -> None:
+        if self._closed:
+            raise TransportError("local: the transport is closed")
+
+
+def connect(frames: tuple[Frames, ...]) -> tuple[LocalTransport, ...]:
+    """The transports of a pipeline's stages, first to last; `frames` differ in nothing but their device."""
+    links: list[_Link] = [SimpleQueue() for _ in frames[1:]]
+    ends: list[_Link | None] = [None, *links, None]
+    return tuple(LocalTransport(f, ends[i], ends[i + 1]) for i, f in enumerate(frames))

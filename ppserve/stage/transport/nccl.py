@@ -1,0 +1,56 @@
+"""Hidden states over NCCL: one GPU per stage.
+
+NCCL's sends and receives are work on a stream. They are posted on a stream of their own, so that a
+receive does not queue behind the compute it should overlap; events hand buffers over between that
+stream and the compute stream, and the host never waits. A receive that has been posted occupies a part
+of the GPU until its frame comes: it is posted only once its plan exists, never in advance of work.
+Frames flow one way, from each stage to the next, so no pair of ranks ever sends in both directions.
+
+A dead neighbour does not end NCCL's wait: the head notices it by other means (end of file, heartbeat),
+and destroying the group aborts the communicator.
+"""
+
+from __future__ import annotations
+
+from contextlib import AbstractContextManager
+
+import torch
+
+from parallel_state import ParallelGroup
+from ppserve.stage.transport import Frames, Transport
+from ppserve.stage.transport.point_to_point import PointToPoint
+
+
+class StreamPassage:
+    """Frames stay on the GPU; the compute stream and the transfer stream take turns with each buffer."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._transfers = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+        # Per buffer, the stage's last use of it, which the next transfer into it must not overtake.
+        self._last_use: dict[int, torch.cuda.Event] = {}
+
+    def buffer(self, frames: Frames) -> torch.Tensor:
+        return frames.empty()
+
+    def posting(self, buffer: torch.Tensor) -> AbstractContextManager[object]:
+        last_use = self._last_use.pop(buffer.data_ptr(), None)
+        if last_use is not None:
+            self._transfers.wait_event(last_use)
+        return torch.cuda.stream(self._transfers)
+
+    def leave(self, hidden_TD: torch.Tensor) -> torch.Tensor:
+        # The send follows the compute that makes these hidden states. Their memory is not reused before
+        # the send is done: the handle is waited for on the compute stream before the tensor is let go.
+        self.release(hidden_TD)
+        return hidden_TD
+
+    def enter(self, buffer_TD: torch.Tensor) -> torch.Tensor:
+        return buffer_TD
+
+    def release(self, buffer: torch.Tensor) -> None:
+        self._last_use[buffer.data_ptr()] = torch.cuda.current_stream(self._device).record_event()
+
+
+def nccl_transport(frames: Frames, group: ParallelGroup) -> Transport:
+    return PointToPoint("nccl", frames, group, StreamPassage(frames.device))

@@ -1,0 +1,152 @@
+"""Hidden states over the sends and receives of a `torch.distributed` group: what gloo and nccl share.
+
+Handles and buffers are kept until complete. A receive is posted only when its plan is known and a buffer
+is free; the buffer last handed out is free again at the next `receive`. Waiting is always the blocking
+kind: gloo's `is_completed()` stays False after a peer's death, while its `wait()` raises at once.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+import torch.distributed as dist
+
+from parallel_state import ParallelGroup
+from ppserve.core.plan import StepPlan
+from ppserve.errors import TransportError
+from ppserve.stage.transport import Frames
+
+
+class Passage(Protocol):
+    """How a backend's tensors get in and out of the stage's device."""
+
+    def buffer(self, frames: Frames) -> torch.Tensor:
+        """A receive buffer (max_rows, D) where the backend can write."""
+
+    def posting(self, buffer: torch.Tensor) -> AbstractContextManager[object]:
+        """The context in which a send or receive of this buffer is posted."""
+
+    def leave(self, hidden_TD: torch.Tensor) -> torch.Tensor:
+        """The tensor to send: hidden_TD, or a copy where the backend can read."""
+
+    def enter(self, buffer_TD: torch.Tensor) -> torch.Tensor:
+        """The tensor for the stage, from a buffer that has been received."""
+
+    def release(self, buffer: torch.Tensor) -> None:
+        """The stage has enqueued its last use of this buffer."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Arriving:
+    step_id: int
+    handle: dist.Work
+    buffer: torch.Tensor
+    rows: int
+
+
+class PointToPoint:
+    """A `Transport` over one group of `torch.distributed`."""
+
+    def __init__(self, name: str, frames: Frames, group: ParallelGroup, passage: Passage) -> None:
+        self.name = name
+        self._frames = frames
+        self._group = group
+        self._passage = passage
+        self._planned: deque[StepPlan] = deque()
+        self._arriving: deque[_Arriving] = deque()
+        # One more buffer than may arrive ahead: the one that the stage is reading.
+        receives = group.prev_rank is not None
+        self._free = deque(passage.buffer(frames) for _ in range(frames.depth + 1 if receives else 0))
+        self._in_use: torch.Tensor | None = None
+        self._sending: deque[tuple[dist.Work, torch.Tensor]] = deque()
+        self._closed = False
+
+    def post_receive(self, plan: StepPlan) -> None:
+        self._frames.check(plan)
+        self._planned.append(plan)
+        self._post()
+
+    def receive(self, plan: StepPlan) -> torch.Tensor:
+        if self._in_use is not None:
+            self._passage.release(self._in_use)
+            self._free.append(self._in_use)
+            self._in_use = None
+        self._post()
+        self._check_open()
+        assert self._arriving, f"step {plan.step_id} was not posted"
+        frame = self._arriving.popleft()
+        assert frame.step_id == plan.step_id, f"step {plan.step_id} is received before step {frame.step_id}"
+        self._wait(frame.handle)
+        self._in_use = frame.buffer
+        return self._passage.enter(frame.buffer[: frame.rows])
+
+    def send(self, plan: StepPlan, hidden_TD: torch.Tensor) -> int:
+        self._frames.check(plan, hidden_TD)
+        return self._send(hidden_TD)
+
+    def warm_up(self) -> None:
+        if self._group.next_rank is not None:
+            self._send(torch.zeros(1, self._frames.width, dtype=self._frames.dtype, device=self._frames.device))
+        if self._group.prev_rank is not None:
+            self._wait(self._receive_into(self._free[0][:1]))
+
+    def close(self) -> None:
+        """Forget handles and buffers. What is under way ends when the group does (`destroy_model_parallel`)."""
+        self._closed = True
+        self._planned.clear()
+        self._arriving.clear()
+        self._sending.clear()
+
+    def _post(self) -> None:
+        while self._planned and self._free:
+            plan = self._planned.popleft()
+            buffer = self._free.popleft()
+            handle = self._receive_into(buffer[: plan.num_tokens])
+            self._arriving.append(_Arriving(plan.step_id, handle, buffer, plan.num_tokens))
+
+    def _receive_into(self, buffer_TD: torch.Tensor) -> dist.Work:
+        assert self._group.prev_rank is not None, "the first stage receives nothing"
+        self._check_open()
+        try:
+            with self._passage.posting(buffer_TD):
+                handle = dist.irecv(buffer_TD, self._group.prev_rank, group=self._group.process_group)
+        except RuntimeError as error:
+            raise TransportError(_first_line(self.name, error)) from error
+        assert handle is not None
+        return handle
+
+    def _send(self, hidden_TD: torch.Tensor) -> int:
+        assert self._group.next_rank is not None, "the last stage sends nothing"
+        self._check_open()
+        if len(self._sending) == self._frames.depth:
+            self._wait(self._sending.popleft()[0])
+        outgoing_TD = self._passage.leave(hidden_TD)
+        try:
+            with self._passage.posting(outgoing_TD):
+                handle = dist.isend(outgoing_TD, self._group.next_rank, group=self._group.process_group)
+        except RuntimeError as error:
+            raise TransportError(_first_line(self.name, error)) from error
+        assert handle is not None
+        self._sending.append((handle, outgoing_TD))
+        return outgoing_TD.nbytes
+
+    def _wait(self, handle: dist.Work) -> None:
+        try:
+            handle.wait()
+        except RuntimeError as error:
+            raise TransportError(_first_line(self.name, error)) from error
+        self._check_open()
+
+    def _check_open(self) -> None:
+        if self._closed:
+            raise TransportError(f"{self.name}: the transport is closed")
+
+
+def _first_line(name: str, error: RuntimeError) -> str:
+    """The backend's own words without its stack trace and source path."""
+    text = str(error).splitlines()[0] if str(error) else type(error).__name__
+    return f"{name}: {text.rpartition('] ')[2] if text.startswith('[') else text}"

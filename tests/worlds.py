@@ -1,0 +1,98 @@
+"""Small worlds of real processes for tests: bounded in time, and ended by their process ids.
+
+A world's ranks are started once and then run functions of the test module, so a module pays for
+importing torch once and not per test.
+"""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import signal
+import traceback
+from collections.abc import Callable
+from dataclasses import dataclass
+from multiprocessing.connection import Connection, wait
+from types import TracebackType
+from typing import Any
+
+
+@dataclass(frozen=True, slots=True)
+class Died:
+    """What `run` reports for a rank that did not live to answer."""
+
+    exit_code: int | None
+
+
+class World:
+    """`size` processes that run what they are told, all at the same time."""
+
+    def __init__(self, size: int) -> None:
+        context = multiprocessing.get_context("spawn")
+        self._links: list[Connection] = []
+        self._processes = []
+        for rank in range(size):
+            ours, theirs = context.Pipe()
+            process = context.Process(target=_serve, args=(rank, theirs), daemon=True)
+            process.start()
+            theirs.close()
+            self._links.append(ours)
+            self._processes.append(process)
+
+    def run(self, function: Callable[..., Any], *args: Any, timeout_s: float = 60) -> list[Any]:
+        """What `function(rank, *args)` returned in each rank, or `Died`. An exception in a rank fails the test."""
+        for link in self._links:
+            link.send((function, args))
+        return [self._answer(rank, timeout_s) for rank in range(len(self._links))]
+
+    def start(self, rank: int, function: Callable[..., Any], *args: Any) -> None:
+        """Begin `function(rank, *args)` in one rank; `finish` waits for it."""
+        self._links[rank].send((function, args))
+
+    def finish(self, rank: int, timeout_s: float = 60) -> Any:
+        return self._answer(rank, timeout_s)
+
+    def kill(self, rank: int) -> None:
+        """SIGKILL, and wait until the process is gone."""
+        process = self._processes[rank]
+        assert process.pid is not None
+        os.kill(process.pid, signal.SIGKILL)
+        process.join(10)
+
+    def close(self) -> None:
+        for process, link in zip(self._processes, self._links, strict=True):
+            process.kill()
+            process.join(10)
+            link.close()
+
+    def __enter__(self) -> World:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: object, trace: TracebackType | None) -> None:
+        self.close()
+
+    def _answer(self, rank: int, timeout_s: float) -> Any:
+        if not wait([self._links[rank]], timeout_s):
+            raise TimeoutError(f"rank {rank} did not answer within {timeout_s} s")
+        try:
+            kind, value = self._links[rank].recv()
+        except (EOFError, ConnectionResetError):
+            self._processes[rank].join(10)
+            return Died(self._processes[rank].exitcode)
+        if kind == "error":
+            raise AssertionError(f"rank {rank} raised\n{value}")
+        return value
+
+
+def _serve(rank: int, link: Connection) -> None:
+    """The life of one rank: run, answer, repeat; ends with the test's process."""
+    while True:
+        try:
+            function, args = link.recv()
+        except EOFError:
+            return
+        try:
+            answer = ("value", function(rank, *args))
+        except Exception:
+            answer = ("error", traceback.format_exc())
+        link.send(answer)

@@ -1,0 +1,5 @@
+"""`python -m ppserve`."""
+
+from ppserve.cli import main
+
+main()

@@ -1,0 +1,49 @@
+"""Flag types that click does not have: sizes, layer splits, `auto` or a number."""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+import click
+
+_UNITS = {"": 1, "K": 1 << 10, "M": 1 << 20, "G": 1 << 30, "T": 1 << 40}
+
+
+class ByteSize(click.ParamType):
+    """Bytes as a number or with a unit: 1073741824, 1G, 512MiB."""
+
+    name = "size"
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> int:
+        if isinstance(value, int):
+            return value
+        match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([KMGT]?)(?:i?B)?", str(value).strip(), re.IGNORECASE)
+        if match is None or float(match[1]) == 0:
+            self.fail(f"{value!r} is not a size such as 512M or 2GiB", param, ctx)
+        return int(float(match[1]) * _UNITS[match[2].upper()])
+
+
+class AutoOr(click.ParamType):
+    """`auto` (None) or what another type accepts."""
+
+    def __init__(self, inner: click.ParamType) -> None:
+        self.inner = inner
+        self.name = f"auto|{inner.name}"
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
+        return None if value is None or value == "auto" else self.inner.convert(value, param, ctx)
+
+
+class LayerSplit(click.ParamType):
+    """Blocks per stage, such as 9,3."""
+
+    name = "n,n,..."
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> tuple[int, ...]:
+        if isinstance(value, tuple):
+            return value
+        try:
+            return tuple(int(part) for part in str(value).split(","))
+        except ValueError:
+            self.fail(f"{value!r} is not a list of blocks per stage such as 9,3", param, ctx)

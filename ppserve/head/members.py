@@ -1,0 +1,301 @@
+"""Which stages live, and which epoch it is. Policy only: messages and the time come in, messages go out.
+
+A stage's way, and the only moves there are:
+
+    ABSENT ──Hello──▶ LOADING ──Loaded──▶ LOADED ──Form──▶ FORMING ──Ready──▶ READY
+       ▲                                    ▲                  │                 │
+       └──────── connection ends ───────────┼──(any state)     └─── epoch lost ──┘
+
+An epoch is one life of the pipeline. It is lost when any of its stages is lost or reports a broken wire;
+the survivors are LOADED again, weights in place, and the next epoch forms once every stage is.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+from enum import Enum, auto
+from typing import Any
+
+from ppserve import wire
+from ppserve.core.architecture import StageLayout
+from ppserve.core.plan import StepResult, StepStamps
+from ppserve.errors import UsageError
+
+_PING_EVERY_NS = 500_000_000
+_SILENT_WHEN_READY_NS = 3_000_000_000
+# Compiling kernels and reading weights may keep a stage from answering for a while.
+_SILENT_BEFORE_NS = 30_000_000_000
+_FORM_WITHIN_NS = 30_000_000_000
+_REJOIN_WITHIN_NS = 120_000_000_000
+# A neighbour's complaint may arrive before the end of the dead stage's connection: wait for that, or the
+# next epoch would form around a corpse.
+_SETTLE_NS = 200_000_000
+_HEALTHY_WITHIN_NS = 2_000_000_000
+
+
+class StageState(Enum):
+    ABSENT = auto()
+    LOADING = auto()
+    LOADED = auto()
+    FORMING = auto()
+    READY = auto()
+
+
+@dataclass(frozen=True, slots=True)
+class Decision:
+    """What the head decides once it knows all stages: who loads what, and how they talk."""
+
+    layouts: tuple[StageLayout, ...]
+    dtype: str
+    transport: str
+    store_host: str
+
+
+@dataclass(frozen=True, slots=True)
+class StepDone:
+    """A stage's result, its stamps on the head's clock."""
+
+    result: StepResult
+
+
+@dataclass(frozen=True, slots=True)
+class StageDied:
+    """A stage process is gone; its keeper starts another."""
+
+    stage: int
+    cause: str
+
+
+@dataclass(frozen=True, slots=True)
+class EpochLost:
+    """The pipeline broke: nothing that is in flight will return."""
+
+    epoch: int
+    cause: str
+
+
+@dataclass(frozen=True, slots=True)
+class Formed:
+    """All stages are ready in this epoch; num_blocks: KV blocks that every stage has."""
+
+    epoch: int
+    num_blocks: int
+
+
+@dataclass(frozen=True, slots=True)
+class Hopeless:
+    """The pipeline will not form (again). usage: the operator's mistake rather than a failure."""
+
+    reason: str
+    usage: bool
+
+
+MemberEvent = StepDone | StageDied | EpochLost | Formed | Hopeless
+
+
+@dataclass(slots=True)
+class Member:
+    """What is known of one stage. clock_offset_ns: its clock minus the head's; progress: bytes loaded."""
+
+    stage: int
+    state: StageState = StageState.ABSENT
+    hello: wire.Hello | None = None
+    loaded: wire.Loaded | None = None
+    progress: tuple[int, int] = (0, 0)
+    since_ns: int = 0
+    heard_ns: int = 0
+    clock_offset_ns: int = 0
+    best_rtt_ns: int = 1 << 62
+    rss_bytes: int = 0
+    restarts: int = 0
+
+
+@dataclass(slots=True)
+class Members:
+    """All stages. `decide` turns their greetings into a Decision and raises UsageError where it cannot.
+
+    send, drop: the control plane's. host: the head's, whose clock needs no alignment.
+    """
+
+    num_stages: int
+    host: str
+    decide: Callable[[tuple[wire.Hello, ...]], Decision]
+    choose_num_blocks: Callable[[tuple[wire.Loaded, ...]], int]
+    send: Callable[[int, wire.FromHead], None]
+    drop: Callable[[int, str], None]
+    epoch: int = 0
+    formed: bool = False
+    decision: Decision | None = None
+    num_blocks: int = 0
+    stages: list[Member] = field(default_factory=list)
+    _pinged_ns: int = 0
+    _settled_ns: int = 0
+
+    def __post_init__(self) -> None:
+        self.stages = [Member(i) for i in range(self.num_stages)]
+
+    # ---- what happens ---------------------------------------------------------------------------------
+
+    def start(self, now_ns: int) -> None:
+        """From now on stages are expected."""
+        for member in self.stages:
+            member.since_ns = member.heard_ns = now_ns
+
+    def heard(self, stage: int, now_ns: int, message: Any) -> list[MemberEvent]:
+        member = self.stages[stage]
+        member.heard_ns = now_ns
+        match message:
+            case wire.Result(result):
+                return [StepDone(self._on_head_clock(member, result))] if self._is_current(result.epoch) else []
+            case wire.Heartbeat():
+                self._align_clock(member, message, now_ns)
+                return []
+            case wire.Hello():
+                return self._greet(member, message, now_ns)
+            case wire.Loading():
+                member.progress = (message.done_bytes, message.total_bytes)
+                member.since_ns = now_ns
+                return []
+            case wire.Loaded():
+                member.loaded = message
+                self._move(member, StageState.LOADED, now_ns)
+                return self._form_if_complete(now_ns)
+            case wire.StoreOpened():
+                return self._invite(message, now_ns)
+            case wire.Ready():
+                return self._ready(member, message, now_ns)
+            case wire.Broken():
+                if message.epoch != self.epoch:
+                    return []
+                return self._lose_epoch(message.reason, now_ns)
+            case wire.Failed():
+                return [Hopeless(message.reason, usage=self.decision is None or self.epoch == 0)]
+            case wire.GaveUp():
+                return [Hopeless(message.reason, usage=self.epoch == 0)]
+        raise AssertionError(message)
+
+    def gone(self, stage: int, cause: str, now_ns: int) -> list[MemberEvent]:
+        """A stage's connection ended: its keeper is starting another."""
+        member = self.stages[stage]
+        self._move(member, StageState.ABSENT, now_ns)
+        if not self.epoch:
+            return []
+        member.restarts += 1
+        return [StageDied(stage, cause), *self._lose_epoch(f"stage {stage}: {cause}", now_ns)]
+
+    def tick(self, now_ns: int) -> list[MemberEvent]:
+        """Asks for signs of life, and gives up on those who give none."""
+        if now_ns - self._pinged_ns >= _PING_EVERY_NS:
+            self._pinged_ns = now_ns
+            for member in self.stages:
+                if member.state is not StageState.ABSENT:
+                    self.send(member.stage, wire.Ping(now_ns))
+        for member in self.stages:
+            state, waited_ns = member.state, now_ns - member.since_ns
+            silent_ns = _SILENT_WHEN_READY_NS if state is StageState.READY else _SILENT_BEFORE_NS
+            if state is StageState.ABSENT:
+                if waited_ns > _REJOIN_WITHIN_NS:
+                    return [Hopeless(f"stage {member.stage} did not come (back) in time", usage=False)]
+            elif now_ns - member.heard_ns > silent_ns:
+                self.drop(member.stage, "frozen")
+            elif state is StageState.FORMING and waited_ns > _FORM_WITHIN_NS:
+                self.drop(member.stage, "did not join")
+        return self._form_if_complete(now_ns)
+
+    def healthy(self, now_ns: int) -> bool:
+        """Whether the pipeline is formed and every stage was heard of a moment ago."""
+        return self.formed and all(now_ns - m.heard_ns < _HEALTHY_WITHIN_NS for m in self.stages)
+
+    # ---- how it is done -------------------------------------------------------------------------------
+
+    def _move(self, member: Member, state: StageState, now_ns: int) -> None:
+        member.state = state
+        member.since_ns = now_ns
+
+    def _is_current(self, epoch: int) -> bool:
+        return self.formed and epoch == self.epoch
+
+    def _greet(self, member: Member, hello: wire.Hello, now_ns: int) -> list[MemberEvent]:
+        if hello.num_stages != self.num_stages:
+            return [Hopeless(f"stage {member.stage} belongs to {hello.num_stages} stages", usage=True)]
+        before, member.hello = member.hello, hello
+        member.clock_offset_ns, member.best_rtt_ns = 0, 1 << 62
+        self._move(member, StageState.LOADING, now_ns)
+        if self.decision is not None:
+            if before is not None and before.architecture != hello.architecture:
+                return [Hopeless(f"stage {member.stage} came back with another model", usage=True)]
+            self.send(member.stage, wire.Assign(self.decision.layouts[member.stage], self.decision.dtype))
+            return []
+        hellos = [m.hello for m in self.stages if m.hello is not None]
+        if len(hellos) < self.num_stages:
+            return []
+        try:
+            self.decision = self.decide(tuple(hellos))
+        except UsageError as error:
+            return [Hopeless(str(error), usage=True)]
+        for other in self.stages:
+            self.send(other.stage, wire.Assign(self.decision.layouts[other.stage], self.decision.dtype))
+        return []
+
+    def _form_if_complete(self, now_ns: int) -> list[MemberEvent]:
+        """Opens the next epoch once every stage has its weights: stage 0 first, it hosts the store."""
+        if now_ns < self._settled_ns or any(m.state is not StageState.LOADED for m in self.stages):
+            return []
+        assert self.decision is not None
+        if not self.num_blocks:
+            # Fixed for good: a stage that comes back must fit the block tables that exist.
+            try:
+                self.num_blocks = self.choose_num_blocks(tuple(m.loaded for m in self.stages if m.loaded))
+            except UsageError as error:
+                return [Hopeless(str(error), usage=True)]
+        self.epoch += 1
+        self._send_form(self.stages[0], 0, now_ns)
+        return []
+
+    def _invite(self, opened: wire.StoreOpened, now_ns: int) -> list[MemberEvent]:
+        if opened.epoch == self.epoch and self.stages[0].state is StageState.FORMING:
+            for member in self.stages[1:]:
+                self._send_form(member, opened.port, now_ns)
+        return []
+
+    def _send_form(self, member: Member, store_port: int, now_ns: int) -> None:
+        assert self.decision is not None
+        transport, host = self.decision.transport, self.decision.store_host
+        self.send(member.stage, wire.Form(self.epoch, transport, self.num_blocks, host, store_port))
+        self._move(member, StageState.FORMING, now_ns)
+
+    def _ready(self, member: Member, ready: wire.Ready, now_ns: int) -> list[MemberEvent]:
+        if ready.epoch != self.epoch or member.state is not StageState.FORMING:
+            return []
+        self._move(member, StageState.READY, now_ns)
+        if any(m.state is not StageState.READY for m in self.stages):
+            return []
+        self.formed = True
+        return [Formed(self.epoch, self.num_blocks)]
+
+    def _lose_epoch(self, cause: str, now_ns: int) -> list[MemberEvent]:
+        """The survivors keep their weights and wait for the next epoch."""
+        self._settled_ns = now_ns + _SETTLE_NS
+        was_formed, self.formed = self.formed, False
+        for member in self.stages:
+            if member.state in (StageState.FORMING, StageState.READY):
+                self._move(member, StageState.LOADED, now_ns)
+        return [EpochLost(self.epoch, cause)] if was_formed else []
+
+    def _align_clock(self, member: Member, beat: wire.Heartbeat, now_ns: int) -> None:
+        """Keeps the offset of the quickest round trip so far; processes of one host share a clock."""
+        member.rss_bytes = beat.rss_bytes
+        rtt_ns = now_ns - beat.echo_ns
+        same_host = member.hello is not None and member.hello.host == self.host
+        if not same_host and rtt_ns < member.best_rtt_ns:
+            member.best_rtt_ns = rtt_ns
+            member.clock_offset_ns = beat.clock_ns - (beat.echo_ns + now_ns) // 2
+
+    def _on_head_clock(self, member: Member, result: StepResult) -> StepResult:
+        offset = member.clock_offset_ns
+        if not offset:
+            return result
+        s = result.stamps
+        moved = StepStamps(*(t - offset for t in (s.planned, s.awaited, s.received, s.begun, s.ended, s.sent)))
+        return replace(result, stamps=moved)

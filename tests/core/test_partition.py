@@ -1,0 +1,100 @@
+import itertools
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from ppserve.core.architecture import Architecture
+from ppserve.core.partition import (
+    Parts,
+    balance,
+    check_split,
+    decode_parts,
+    mixed_parts,
+    prefill_parts,
+    split_by_cost,
+    split_by_weight,
+)
+from ppserve.errors import ConfigError
+
+
+def gpt2(layers: int, width: int, heads: int) -> Architecture:
+    return Architecture(layers, width, heads, 1024, 50257, 50257, 4 * width)
+
+
+SMALL = gpt2(12, 768, 12)
+MEDIUM = gpt2(24, 1024, 16)
+LARGE = gpt2(36, 1280, 20)
+XL = gpt2(48, 1600, 25)
+
+
+@pytest.mark.parametrize(
+    ("arch", "head_in_blocks", "split", "decode", "prefill"),
+    [
+        (SMALL, 5.45, (9, 3), 0.97, 0.67),
+        (MEDIUM, 4.09, (14, 10), 0.997, 0.86),
+        (LARGE, 3.27, (20, 16), 0.98, 0.90),
+        (XL, 2.62, (25, 23), 0.99, 0.96),
+    ],
+)
+def test_two_stages_of_the_gpt2_family(arch, head_in_blocks, split, decode, prefill):
+    parts = decode_parts(arch)
+    assert parts.head / parts.block == pytest.approx(head_in_blocks, abs=0.01)
+    assert split_by_weight(arch, 2) == split
+    assert balance(parts.costs(split)) == pytest.approx(decode, abs=0.006)
+    assert balance(prefill_parts(arch, 100_000).costs(split)) == pytest.approx(prefill, abs=0.006)
+
+
+def test_an_even_split_of_the_small_model_is_76_percent_efficient():
+    assert balance(decode_parts(SMALL).costs((6, 6))) == pytest.approx(0.76, abs=0.005)
+
+
+def test_a_prefill_heavy_mix_moves_blocks_to_the_last_stage():
+    prefill, decode = prefill_parts(SMALL, 1000), decode_parts(SMALL)
+    assert split_by_cost(mixed_parts(prefill, decode, 1000, 1), 12, 2) == (6, 6)
+    assert split_by_cost(mixed_parts(prefill, decode, 1, 1000), 12, 2) == (9, 3)
+
+
+@given(
+    num_layers=st.integers(1, 12),
+    num_stages=st.integers(1, 5),
+    parts=st.builds(Parts, st.floats(0.1, 10), st.floats(0, 30), st.floats(0, 30)),
+)
+def test_no_other_split_has_a_lighter_heaviest_stage(num_layers, num_stages, parts):
+    if num_stages > num_layers:
+        with pytest.raises(ConfigError, match=f"{num_stages} stages cannot share {num_layers} block"):
+            split_by_cost(parts, num_layers, num_stages)
+        return
+    split = split_by_cost(parts, num_layers, num_stages)
+    assert sum(split) == num_layers
+    assert min(split) >= 1
+    others = (
+        s for s in itertools.product(range(1, num_layers + 1), repeat=num_stages) if sum(s) == num_layers
+    )
+    best = min(max(parts.costs(s)) for s in others)
+    assert max(parts.costs(split)) == pytest.approx(best)
+
+
+def test_more_stages_than_blocks_is_named():
+    with pytest.raises(ConfigError, match="--layers: 9 stages cannot share 8 blocks"):
+        split_by_weight(gpt2(8, 64, 4), 9)
+
+
+@pytest.mark.parametrize(
+    ("split", "problem"),
+    [
+        ((12,), "--layers: 12 names 1 stage, but 2 are running"),
+        ((4, 4, 4), "--layers: 4,4,4 names 3 stages, but 2 are running"),
+        ((9, 4), "--layers: 9,4 adds up to 13 blocks, but the model has 12"),
+        ((12, 0), "--layers: 12,0 gives 0 blocks to stage 1; each needs at least one"),
+        ((13, -1), "--layers: 13,-1 gives -1 blocks to stage 1"),
+    ],
+)
+def test_an_unusable_split_says_what_is_wrong(split, problem):
+    with pytest.raises(ConfigError, match=problem):
+        check_split(split, SMALL, 2)
+
+
+def test_a_usable_split_passes():
+    check_split((9, 3), SMALL, 2)
+    check_split((12,), SMALL, 1)

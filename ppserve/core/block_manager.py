@@ -1,0 +1,169 @@
+"""Who holds which KV blocks. Every stage uses the same block numbers for its own layers.
+
+A block is in exactly one state:
+
+    free    holds nothing of value
+    cached  referenced by nobody, but its content is known by a digest and may be taken up again
+    held    in one or more block tables (or pinned as the source of a coming copy)
+
+free + cached + held == total, always. Cached blocks are evicted least recently used, and only when no
+free block is left.
+
+A digest names the content of a full block: SHA-256 over the digest of the block before it and its own
+token ids, so equal digests mean equal prefixes. SHA-256 and not `hash()`: a collision would show one
+caller the conversation of another.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from array import array
+from collections import OrderedDict
+from collections.abc import Sequence as Seq
+
+BlockTable = tuple[int, ...]
+
+
+def block_digest(parent: bytes, token_ids: Seq[int]) -> bytes:
+    """The name of a full block that follows the block named `parent` (b"" for the first)."""
+    return hashlib.sha256(parent + array("q", token_ids).tobytes()).digest()
+
+
+class BlockManager:
+    """The one owner of free blocks, block tables and cached prefixes."""
+
+    def __init__(self, num_blocks: int, block_size: int) -> None:
+        if num_blocks < 1 or block_size < 1:
+            raise ValueError(f"num_blocks {num_blocks} and block_size {block_size} must be positive")
+        self.num_blocks = num_blocks
+        self.block_size = block_size
+        self._free = list(range(num_blocks - 1, -1, -1))
+        self._cached: OrderedDict[int, None] = OrderedDict()
+        self._references = [0] * num_blocks
+        self._tables: dict[int, BlockTable] = {}
+        self._pins: dict[int, int] = {}
+        self._digest_of: dict[int, bytes] = {}
+        self._block_of: dict[bytes, int] = {}
+
+    @property
+    def num_free(self) -> int:
+        """Blocks that can be allocated now, cached ones included."""
+        return len(self._free) + len(self._cached)
+
+    @property
+    def num_cached(self) -> int:
+        """Blocks that nobody holds and that a prefix may take up again."""
+        return len(self._cached)
+
+    @property
+    def num_held(self) -> int:
+        return self.num_blocks - self.num_free
+
+    def blocks_for(self, num_tokens: int) -> int:
+        """Blocks that `num_tokens` positions occupy."""
+        return -(-num_tokens // self.block_size)
+
+    def match(self, digests: Seq[bytes]) -> BlockTable:
+        """The longest run of known blocks for a prefix named by `digests`; takes nothing."""
+        blocks: list[int] = []
+        for digest in digests:
+            block = self._block_of.get(digest)
+            if block is None:
+                break
+            blocks.append(block)
+        return tuple(blocks)
+
+    def fits(self, num_fresh: int, shared: BlockTable = ()) -> bool:
+        """Whether `num_fresh` new blocks can be had while `shared` is taken up."""
+        return num_fresh <= self.num_free - sum(self._references[b] == 0 for b in shared)
+
+    def try_allocate(self, sequence_id: int, num_blocks: int, shared: BlockTable = ()) -> BlockTable | None:
+        """A table of `num_blocks` that begins with `shared`, or None (and nothing taken) if it does not fit."""
+        assert sequence_id not in self._tables, sequence_id
+        num_fresh = num_blocks - len(shared)
+        assert num_fresh >= 0, (num_blocks, shared)
+        if not self.fits(num_fresh, shared):
+            return None
+        for block in shared:
+            self._take_up(block)
+        table = shared + tuple(self._fresh() for _ in range(num_fresh))
+        self._tables[sequence_id] = table
+        return table
+
+    def table(self, sequence_id: int) -> BlockTable:
+        return self._tables[sequence_id]
+
+    def release(self, sequence_id: int) -> None:
+        """Give back a sequence's blocks; last blocks first, so that a prefix outlives its continuation."""
+        self.unpin(sequence_id)
+        for block in reversed(self._tables.pop(sequence_id)):
+            self._let_go(block)
+
+    def pin(self, sequence_id: int, block: int) -> None:
+        """Keep a sibling's block alive until `unpin` (or `release`): the sequence will copy it."""
+        assert sequence_id not in self._pins
+        assert self._references[block] > 0
+        self._references[block] += 1
+        self._pins[sequence_id] = block
+
+    def unpin(self, sequence_id: int) -> None:
+        """End a pin; nothing happens when there is none."""
+        block = self._pins.pop(sequence_id, None)
+        if block is not None:
+            self._let_go(block)
+
+    def publish(self, block: int, digest: bytes) -> None:
+        """Make a full, held block findable. The first block of a content stays the one that is found."""
+        assert self._references[block] > 0, block
+        if digest not in self._block_of and block not in self._digest_of:
+            self._block_of[digest] = block
+            self._digest_of[block] = digest
+
+    def forget_contents(self) -> None:
+        """A stage was lost: no block's content is known any more. Tables stay."""
+        self._digest_of.clear()
+        self._block_of.clear()
+        self._free.extend(self._cached)
+        self._cached.clear()
+
+    def _fresh(self) -> int:
+        if self._free:
+            block = self._free.pop()
+        else:
+            block, _ = self._cached.popitem(last=False)
+            del self._block_of[self._digest_of.pop(block)]
+        self._references[block] = 1
+        return block
+
+    def _take_up(self, block: int) -> None:
+        if self._references[block] == 0:
+            del self._cached[block]
+        self._references[block] += 1
+
+    def _let_go(self, block: int) -> None:
+        self._references[block] -= 1
+        assert self._references[block] >= 0, block
+        if self._references[block] == 0:
+            if block in self._digest_of:
+                self._cached[block] = None
+            else:
+                self._free.append(block)
+
+    def check_invariants(self) -> None:
+        """Every block in exactly one state, references as tables and pins say. Raises AssertionError."""
+        counted = [0] * self.num_blocks
+        for table in self._tables.values():
+            assert len(set(table)) == len(table), table
+            for block in table:
+                counted[block] += 1
+        for block in self._pins.values():
+            counted[block] += 1
+        assert counted == self._references
+        free, cached = set(self._free), set(self._cached)
+        assert len(free) == len(self._free)
+        assert not free & cached
+        held = {block for block, count in enumerate(counted) if count}
+        assert not held & (free | cached)
+        assert len(free) + len(cached) + len(held) == self.num_blocks
+        assert cached <= set(self._digest_of)
+        assert {digest: block for block, digest in self._digest_of.items()} == self._block_of

@@ -1,0 +1,148 @@
+"""Whose request is admitted next: priority classes, callers treated evenly, nobody starved.
+
+Order among waiting requests:
+1. priority, higher first; every `aging_s` seconds of waiting count as one class more, so the lowest
+   class is served in the end;
+2. the caller who has been served the fewest tokens (virtual token counters, Sheng et al.,
+   "Fairness in Serving Large Language Models", arXiv 2401.00588): a caller who comes back from
+   idleness starts at the smallest counter among the waiting, so idleness saves up nothing;
+3. arrival.
+"""
+
+from __future__ import annotations
+
+from collections import Counter, OrderedDict
+from dataclasses import dataclass, field
+from typing import Generic, Protocol, TypeVar
+
+MAX_IDLE_CALLERS = 1024
+
+
+class Waiting(Protocol):
+    """What the queue has to know of an entry. num_tokens: worst-case work, for the token bound."""
+
+    @property
+    def key(self) -> str: ...
+    @property
+    def caller(self) -> str: ...
+    @property
+    def priority(self) -> int: ...
+    @property
+    def num_tokens(self) -> int: ...
+    @property
+    def submitted_s(self) -> float: ...
+
+
+E = TypeVar("E", bound=Waiting)
+
+
+@dataclass(slots=True)
+class _Account:
+    """A caller: tokens served so far (virtual), and how many requests it has waiting or running."""
+
+    served: float = 0.0
+    num_live: int = 0
+
+
+@dataclass(slots=True)
+class _Line(Generic[E]):
+    """The waiting requests of one caller in one priority class, oldest first."""
+
+    priority: int
+    caller: str
+    entries: OrderedDict[str, tuple[int, E]] = field(default_factory=OrderedDict)
+
+
+class FairQueue(Generic[E]):
+    """Waiting requests in the order of this module's law. Time comes in as an argument, in seconds."""
+
+    def __init__(self, aging_s: float = 10.0) -> None:
+        self.aging_s = aging_s
+        self.num_tokens = 0
+        self._lines: dict[tuple[int, str], _Line[E]] = {}
+        self._where: dict[str, tuple[int, str]] = {}
+        self._accounts: dict[str, _Account] = {}
+        self._idle: OrderedDict[str, None] = OrderedDict()
+        self._tokens_of_priority: Counter[int] = Counter()
+        self._floor = 0.0
+        self._arrivals = 0
+
+    def __len__(self) -> int:
+        return len(self._where)
+
+    def __contains__(self, key: str) -> bool:
+        return key in self._where
+
+    def push(self, entry: E) -> None:
+        """Put a request at the end of its line."""
+        account = self._accounts.setdefault(entry.caller, _Account())
+        if account.num_live == 0:
+            self._idle.pop(entry.caller, None)
+            self._raise_floor()
+            account.served = max(account.served, self._floor)
+        account.num_live += 1
+        where = (entry.priority, entry.caller)
+        line = self._lines.setdefault(where, _Line(entry.priority, entry.caller))
+        line.entries[entry.key] = (self._arrivals, entry)
+        self._arrivals += 1
+        self._where[entry.key] = where
+        self.num_tokens += entry.num_tokens
+        self._tokens_of_priority[entry.priority] += entry.num_tokens
+
+    def first(self, now: float) -> E | None:
+        """The request whose turn it is; it stays in the queue until `remove`."""
+        best: tuple[tuple[float, float, int], E] | None = None
+        for line in self._lines.values():
+            arrival, entry = next(iter(line.entries.values()))
+            aged = line.priority + max(0.0, now - entry.submitted_s) // self.aging_s
+            rank = (-aged, self._accounts[line.caller].served, arrival)
+            if best is None or rank < best[0]:
+                best = (rank, entry)
+        return best[1] if best else None
+
+    def remove(self, key: str) -> E:
+        """Take a request out of the queue; its caller keeps counting it as live until `leave`."""
+        where = self._where.pop(key)
+        line = self._lines[where]
+        _, entry = line.entries.pop(key)
+        if not line.entries:
+            del self._lines[where]
+        self.num_tokens -= entry.num_tokens
+        self._tokens_of_priority[entry.priority] -= entry.num_tokens
+        if not self._tokens_of_priority[entry.priority]:
+            del self._tokens_of_priority[entry.priority]
+        return entry
+
+    def charge(self, caller: str, num_tokens: int) -> None:
+        """Tokens were served to a caller who has live requests."""
+        self._accounts[caller].served += num_tokens
+
+    def leave(self, caller: str) -> None:
+        """One of a caller's live requests ended."""
+        self._raise_floor()
+        account = self._accounts[caller]
+        account.num_live -= 1
+        assert account.num_live >= 0, caller
+        if account.num_live == 0:
+            self._idle[caller] = None
+            if len(self._idle) > MAX_IDLE_CALLERS:
+                oldest, _ = self._idle.popitem(last=False)
+                del self._accounts[oldest]
+
+    def _raise_floor(self) -> None:
+        """The smallest counter of a live caller; newcomers start here, also after everybody has left."""
+        self._floor = max(self._floor, min((a.served for a in self._accounts.values() if a.num_live), default=0.0))
+
+    def tokens_ahead(self, priority: int) -> int:
+        """Worst-case work of the waiting requests that a new one of `priority` would stand behind."""
+        return sum(tokens for p, tokens in self._tokens_of_priority.items() if p >= priority)
+
+    def served(self, caller: str) -> float:
+        """A caller's virtual token counter; 0 for an unknown one."""
+        account = self._accounts.get(caller)
+        return account.served if account else 0.0
+
+    def entries(self) -> list[E]:
+        """All waiting requests, oldest first."""
+        waiting = [pair for line in self._lines.values() for pair in line.entries.values()]
+        return [entry for _, entry in sorted(waiting, key=lambda pair: pair[0])]

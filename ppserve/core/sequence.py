@@ -1,0 +1,242 @@
+"""A sequence: the progress of one of a request's answers, and the events it causes.
+
+A sequence knows its tokens (prompt, resumed and drawn), how many of them have been put into steps
+(`scheduled`) and how many have come back computed (`computed`). Known tokens chase nothing else: a
+sequence is ready when `known > scheduled`, whether that means a prompt, a chunk, a decode or a replay.
+
+    WAITING ──admit──▶ RUNNING ──end──▶ ENDED
+       └────────end──────┼──▶ ENDED       ▲
+                         └─end in flight─▶ ENDING (its terminal event is out, its blocks are still written)
+
+0 <= computed <= scheduled <= known, always.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import StrEnum
+
+from ppserve.core.plan import Draw, Slice, TokenLogprobs
+from ppserve.core.request import FinishReason, Request
+from ppserve.errors import RequestError
+
+
+class SequenceStatus(StrEnum):
+    WAITING = "waiting"
+    RUNNING = "running"
+    ENDING = "ending"
+    ENDED = "ended"
+
+
+NEXT: dict[SequenceStatus, frozenset[SequenceStatus]] = {
+    SequenceStatus.WAITING: frozenset({SequenceStatus.RUNNING, SequenceStatus.ENDED}),
+    SequenceStatus.RUNNING: frozenset({SequenceStatus.ENDING, SequenceStatus.ENDED}),
+    SequenceStatus.ENDING: frozenset({SequenceStatus.ENDED}),
+    SequenceStatus.ENDED: frozenset(),
+}
+
+
+class InvalidTransition(Exception):
+    """A sequence was asked to make a move that `NEXT` does not allow; nothing was changed."""
+
+    def __init__(self, sequence_id: int, old: SequenceStatus, new: SequenceStatus) -> None:
+        super().__init__(f"sequence {sequence_id}: {old} -> {new}")
+
+
+@dataclass(frozen=True, slots=True)
+class SequenceEvent:
+    """What the head tells a stream: a token, an end, or both.
+
+    offset: which generated token this is, counted from 0 over the whole answer (resumed tokens
+    included); for an end without a token, the number of tokens the answer has. token_id None: no
+    token. prompt_logprobs: of the prompt's tokens from the second on; once, with the first event that
+    is not an error. finish or error set: the sequence's last event. admitted_s: when the request
+    left the queue, on the head's clock; None when it never did.
+    """
+
+    request_id: str
+    index: int
+    sequence_id: int
+    offset: int
+    token_id: int | None = None
+    logprobs: TokenLogprobs | None = None
+    prompt_logprobs: tuple[TokenLogprobs, ...] = ()
+    finish: FinishReason | None = None
+    error: RequestError | None = None
+    cached_tokens: int = 0
+    admitted_s: float | None = None
+
+    @property
+    def is_terminal(self) -> bool:
+        return self.finish is not None or self.error is not None
+
+
+class Sequence:
+    """One of a request's answers in the making; owned and changed by the scheduler alone.
+
+    known_end: set when the sequence ends without drawing (scoring only, or everything was resumed).
+    fork_block: for n > 1, the sibling's partly filled prompt block that is copied before this
+    sequence's first slice. loss_mark: tokens known when a stage was last lost.
+    """
+
+    __slots__ = (
+        "_banned_draw",
+        "_draw",
+        "_table_part",
+        "block_table",
+        "cached_tokens",
+        "computed",
+        "digests",
+        "fork_block",
+        "id",
+        "index",
+        "known_end",
+        "loss_mark",
+        "num_published",
+        "request",
+        "scheduled",
+        "scores",
+        "status",
+        "steps_in_flight",
+        "token_ids",
+        "wants_scores",
+    )
+
+    def __init__(self, sequence_id: int, request: Request, index: int, eos_id: int | None) -> None:
+        self.id = sequence_id
+        self.request = request
+        self.index = index
+        self.status = SequenceStatus.WAITING
+        self.token_ids = [*request.prompt_ids, *request.resume_ids]
+        self.scheduled = 0
+        self.computed = 0
+        self.steps_in_flight = 0
+        self.cached_tokens = 0
+        self.loss_mark = 0
+        self.block_table: tuple[int, ...] = ()
+        self.fork_block: int | None = None
+        self.digests: list[bytes] = []
+        self.num_published = 0
+        self.scores: list[TokenLogprobs] = []
+        self.wants_scores = False
+        self._table_part: tuple[int, ...] = ()
+        self._draw = Draw(request.sampling, index, request.output.logprobs)
+        self._banned_draw = self._draw
+        if request.stop.min_tokens:
+            banned = request.stop.stop_token_ids
+            if eos_id is not None and not request.stop.ignore_eos:
+                banned = (eos_id, *banned)
+            self._banned_draw = Draw(request.sampling, index, request.output.logprobs, tuple(sorted(set(banned))))
+        self.known_end = self.end_after(self.token_ids[-1], eos_id) if request.resume_ids else None
+        if request.stop.max_tokens == 0:
+            self.known_end = self._length_end
+
+    @property
+    def num_generated(self) -> int:
+        """Tokens of the answer so far, resumed ones included."""
+        return len(self.token_ids) - len(self.request.prompt_ids)
+
+    @property
+    def remaining(self) -> int:
+        """Known tokens that no step has taken yet."""
+        return len(self.token_ids) - self.scheduled
+
+    @property
+    def is_live(self) -> bool:
+        """Whether its terminal event is still to come."""
+        return self.status in (SequenceStatus.WAITING, SequenceStatus.RUNNING)
+
+    @property
+    def max_positions(self) -> int:
+        """Positions that need keys and values at worst; the last token drawn is never computed."""
+        return max(len(self.token_ids), len(self.request.prompt_ids) + self.request.stop.max_tokens - 1)
+
+    def move_to(self, status: SequenceStatus) -> None:
+        """Change the status by the table. Raises InvalidTransition."""
+        if status not in NEXT[self.status]:
+            raise InvalidTransition(self.id, self.status, status)
+        self.status = status
+
+    def take(self, num_tokens: int, block_size: int) -> Slice:
+        """Put the next `num_tokens` known tokens into a step; the scheduler owes a commit for it."""
+        start, end = self.scheduled, self.scheduled + num_tokens
+        known = len(self.token_ids)
+        assert 0 < num_tokens <= known - start, (self.id, num_tokens, start, known)
+        num_blocks = -(-end // block_size)
+        if len(self._table_part) != num_blocks:
+            self._table_part = self.block_table[:num_blocks]
+        targets: tuple[int, ...] = ()
+        if self.wants_scores and start < len(self.request.prompt_ids):
+            targets = self.request.prompt_ids[start + 1 : end + 1]
+        self.scheduled = end
+        self.steps_in_flight += 1
+        return Slice(
+            self.id,
+            start,
+            tuple(self.token_ids[start:end]),
+            self._table_part,
+            self._next_draw() if end == known and self.known_end is None else None,
+            targets,
+            self.request.output.prompt_logprobs or 0,
+        )
+
+    def _next_draw(self) -> Draw:
+        """How the token after the last known one is drawn; the same object while nothing changes."""
+        prompt_ids = self.request.prompt_ids
+        draw = self._banned_draw if self.num_generated < self.request.stop.min_tokens else self._draw
+        if not self.request.sampling.needs_history:
+            return draw
+        output_ids = tuple(self.token_ids[len(prompt_ids) :])
+        return Draw(draw.params, draw.index, draw.num_logprobs, draw.banned, prompt_ids, output_ids)
+
+    @property
+    def _length_end(self) -> FinishReason:
+        limited = self.request.limited_by_context
+        return FinishReason.CONTEXT_LENGTH if limited else FinishReason.MAX_TOKENS
+
+    def end_after(self, token_id: int, eos_id: int | None) -> FinishReason | None:
+        """Why the answer ends with `token_id`, its last token so far; None when it goes on."""
+        stop, generated = self.request.stop, self.num_generated
+        if generated >= stop.min_tokens:
+            # A token that min_tokens banned cannot be drawn; a resumed answer may not smuggle one in either.
+            if token_id == eos_id and not stop.ignore_eos:
+                return FinishReason.EOS
+            if token_id in stop.stop_token_ids:
+                return FinishReason.STOP_TOKEN
+        return self._length_end if generated >= stop.max_tokens else None
+
+    def rewind(self) -> None:
+        """Forget all computation, keep the tokens: what losing a stage means to a sequence."""
+        self.scheduled = self.computed = self.steps_in_flight = self.num_published = 0
+        self.scores.clear()
+        self.loss_mark = len(self.token_ids)
+
+    def event(
+        self,
+        *,
+        token_id: int | None = None,
+        logprobs: TokenLogprobs | None = None,
+        finish: FinishReason | None = None,
+        error: RequestError | None = None,
+        admitted_s: float | None = None,
+    ) -> SequenceEvent:
+        """An event of this sequence; a token must already be among `token_ids`."""
+        prompt_logprobs: tuple[TokenLogprobs, ...] = ()
+        if self.wants_scores and error is None and self.computed >= len(self.request.prompt_ids):
+            prompt_logprobs = tuple(self.scores)
+            self.scores.clear()
+            self.wants_scores = False
+        offset = self.num_generated - (token_id is not None)
+        return SequenceEvent(
+            self.request.id,
+            self.index,
+            self.id,
+            offset,
+            token_id,
+            logprobs,
+            prompt_logprobs,
+            finish,
+            error,
+            self.cached_tokens,
+            admitted_s,
+        )

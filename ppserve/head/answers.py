@@ -1,126 +1,75 @@
-"""The head's side of one request: its events become text, stop strings end it, its times are kept.
-
-Owned by the engine's thread. What a client sees of it is made in `stream`, in the event loop's thread.
-"""
+"""Cards as messages, and token ids as TokenInfo."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass, field
-
-from ppserve.core.request import FinishReason, Request
-from ppserve.core.sequence import SequenceEvent
-from ppserve.head.stream import Sink, TimingsOutput, TokenOutput
-from ppserve.tokenizer import Detokenizer, Tokenizer
+from ppserve.head.cards import ModelCard, StageCard, Topology
+from ppserve.v1 import generation_pb2 as pb
 
 
-@dataclass(slots=True)
-class _Progress:
-    """One sequence's text and times (seconds, head's clock)."""
+def model_message(card: ModelCard) -> pb.GetModelInfoResponse:
+    """GetModelInfo's answer."""
+    arch, limits = card.architecture, card.limits
+    return pb.GetModelInfoResponse(
+        model=card.name,
+        architecture=pb.Architecture(
+            num_layers=arch.num_layers,
+            width=arch.width,
+            num_heads=arch.num_heads,
+            inner_width=arch.inner_width,
+            vocab_size=arch.vocab_size,
+            max_positions=arch.max_positions,
+            num_parameters=card.num_parameters,
+        ),
+        dtype=card.dtype,
+        quantization=card.quantization,
+        max_context=card.max_context,
+        eos_token_id=card.eos_id,
+        has_tokenizer=card.has_tokenizer,
+        limits=pb.Limits(
+            max_prompt_bytes=limits.max_prompt_bytes,
+            max_prompt_tokens=card.max_context,
+            max_n=limits.max_n,
+            max_stop=limits.max_stop,
+            max_stop_bytes=limits.max_stop_bytes,
+            max_stop_token_ids=limits.max_stop_token_ids,
+            max_logprobs=limits.max_logprobs,
+            max_logit_bias=limits.max_logit_bias,
+            max_request_id_bytes=limits.max_request_id_bytes,
+            max_message_bytes=limits.max_message_bytes,
+        ),
+        deterministic=card.deterministic,
+        nondeterministic_reason=card.why_not,
+        version=card.version,
+    )
 
-    detokenizer: Detokenizer | None
-    first_token_s: float | None = None
-    last_token_s: float | None = None
-    num_tokens: int = 0
+
+def topology_message(topology: Topology) -> pb.GetTopologyResponse:
+    """GetTopology's answer."""
+    return pb.GetTopologyResponse(
+        stages=[_stage_message(stage) for stage in topology.stages],
+        transport=topology.transport,
+        epoch=topology.epoch,
+        microbatches=topology.microbatches,
+        advice=topology.advice,
+    )
 
 
-@dataclass(slots=True)
-class Answer:
-    """Turns one request's events into outputs, until each of its sequences has ended.
-
-    stage_busy_s: asked for when a sequence ends and the caller wants timings; what stages have computed
-    so far, of which `busy_at_arrival_s` was before this request.
-    """
-
-    request: Request
-    sink: Sink
-    tokenizer: Tokenizer | None
-    arrived_s: float
-    busy_s: Callable[[], tuple[float, ...]]
-    busy_at_arrival_s: tuple[float, ...] = ()
-    admitted_s: float | None = None
-    _sequences: dict[int, _Progress] = field(default_factory=dict)
-    _num_ended: int = 0
-
-    @property
-    def is_complete(self) -> bool:
-        return self._num_ended >= self.request.num_sequences
-
-    def output(self, event: SequenceEvent, now_s: float) -> TokenOutput:
-        """What the client hears of `event`. Its `finish` is STOP_STRING where the text ends the sequence
-        before the scheduler would: the engine then tells the scheduler."""
-        if event.admitted_s is not None:
-            self.admitted_s = event.admitted_s
-        if event.error is not None:
-            self._num_ended += 1
-            return TokenOutput(event.index, event.offset, error=event.error)
-        progress = self._sequences.get(event.index)
-        if progress is None:
-            progress = self._sequences[event.index] = _Progress(self._new_detokenizer())
-        finish, matched, text = event.finish, None, ""
-        if event.token_id is not None:
-            progress.num_tokens += 1
-            progress.first_token_s = progress.first_token_s or now_s
-            progress.last_token_s = now_s
-            finish, matched, text = self._read(progress, event, event.token_id)
-        if finish is not None:
-            self._num_ended += 1
-            if progress.detokenizer is not None and finish is not FinishReason.STOP_STRING:
-                text += progress.detokenizer.finish()
-        return TokenOutput(
-            index=event.index,
-            offset=event.offset,
-            token_id=event.token_id,
-            text=text,
-            logprobs=event.logprobs,
-            prompt_logprobs=event.prompt_logprobs,
-            finish=finish,
-            matched=matched,
-            cached_tokens=event.cached_tokens,
-            timings=self._timings(progress, now_s) if finish is not None else None,
-        )
-
-    def _new_detokenizer(self) -> Detokenizer | None:
-        if self.tokenizer is None:
-            return None
-        stop = self.request.stop
-        detokenizer = Detokenizer(self.tokenizer, stop.stop, stop.include_stop)
-        if self.request.resume_ids:
-            detokenizer.prime(self.request.resume_ids)
-        return detokenizer
-
-    def _read(
-        self, progress: _Progress, event: SequenceEvent, token_id: int
-    ) -> tuple[FinishReason | None, int | str | None, str]:
-        """The text that a token completes, and whether it ends the sequence: (finish, matched, text)."""
-        ends_by_token = event.finish in (FinishReason.EOS, FinishReason.STOP_TOKEN)
-        if progress.detokenizer is None:
-            return event.finish, token_id if ends_by_token else None, ""
-        if ends_by_token and not (event.finish is FinishReason.STOP_TOKEN and self.request.stop.include_stop):
-            return event.finish, token_id, ""
-        piece = progress.detokenizer.push(token_id)
-        if piece.matched is not None and event.offset + 1 >= self.request.stop.min_tokens:
-            return FinishReason.STOP_STRING, piece.matched, piece.text
-        return event.finish, token_id if ends_by_token else None, piece.text
-
-    def _timings(self, progress: _Progress, now_s: float) -> TimingsOutput:
-        admitted_s = self.admitted_s if self.admitted_s is not None else now_s
-        first_s = progress.first_token_s or now_s
-        last_s = progress.last_token_s or now_s
-        busy_s: tuple[float, ...] = ()
-        if self.request.output.timings:
-            busy_s = tuple(a - b for a, b in zip(self.busy_s(), self.busy_at_arrival_s, strict=True))
-        return TimingsOutput(
-            queue_s=admitted_s - self.arrived_s,
-            prefill_s=max(0.0, first_s - admitted_s),
-            ttft_s=first_s - self.arrived_s,
-            decode_s=last_s - first_s,
-            stage_busy_s=busy_s,
-        )
-
-    def token_times(self, index: int) -> tuple[float | None, float | None, int]:
-        """Of one sequence: when its first and its last token came, and how many there were."""
-        progress = self._sequences.get(index)
-        if progress is None:
-            return None, None, 0
-        return progress.first_token_s, progress.last_token_s, progress.num_tokens
+def _stage_message(card: StageCard) -> pb.Stage:
+    return pb.Stage(
+        stage=card.stage,
+        rank=card.rank,
+        host=card.host,
+        device=card.device,
+        first_layer=card.first_layer,
+        num_layers=card.num_layers,
+        num_parameters=card.num_parameters,
+        weight_bytes=card.weight_bytes,
+        kv_bytes=card.kv_bytes,
+        predicted_step_seconds=card.predicted_step_s,
+        measured_step_seconds=card.measured_step_s,
+        busy_seconds=card.busy_s,
+        bubble_seconds=dict(card.bubble_s),
+        idle_seconds=card.idle_s,
+        live=card.live,
+        restarts=card.restarts,
+    )

@@ -1,0 +1,66 @@
+"""What the engine says about itself: plain values, which the service turns into messages."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from ppserve.core.architecture import Architecture
+from ppserve.head.limits import Limits
+
+
+@dataclass(frozen=True, slots=True)
+class ModelCard:
+    """The model as served.
+
+    dtype: resolved, never `auto`. max_context: tokens of prompt and output together. eos_id: None where the
+    model has no end-of-text token. why_not: empty when `deterministic`.
+    """
+
+    name: str
+    architecture: Architecture
+    num_parameters: int
+    dtype: str
+    quantization: str
+    max_context: int
+    eos_id: int | None
+    has_tokenizer: bool
+    deterministic: bool
+    why_not: str
+    version: str
+    limits: Limits = field(default_factory=Limits)
+
+
+@dataclass(frozen=True, slots=True)
+class StageCard:
+    """One stage: where it is, what it holds, and how its time went (seconds since the server was ready).
+
+    The step times are None until they were predicted or measured; `bubble_s` holds (cause, seconds).
+    """
+
+    stage: int
+    rank: int
+    host: str
+    device: str
+    first_layer: int
+    num_layers: int
+    num_parameters: int
+    weight_bytes: int
+    kv_bytes: int
+    predicted_step_s: float | None = None
+    measured_step_s: float | None = None
+    busy_s: float = 0.0
+    bubble_s: tuple[tuple[str, float], ...] = ()
+    idle_s: float = 0.0
+    live: bool = True
+    restarts: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Topology:
+    """The pipeline as it stands. advice: empty when nothing would help."""
+
+    stages: tuple[StageCard, ...]
+    transport: str
+    epoch: int
+    microbatches: int
+    advice: str = ""

@@ -1,0 +1,33 @@
+"""What a request may ask for. Checked before any work is done for it, and told by GetModelInfo."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True)
+class Limits:
+    """Upper bounds, inclusive. Bytes are of UTF-8.
+
+    max_message_bytes is enforced by gRPC before anything is parsed; it leaves room for a prompt of
+    max_prompt_bytes beside everything else a request may hold.
+    """
+
+    max_prompt_bytes: int = 128 << 10
+    max_n: int = 16
+    max_stop: int = 4
+    max_stop_bytes: int = 64
+    max_stop_token_ids: int = 64
+    max_logprobs: int = 20
+    max_logit_bias: int = 1024
+    max_request_id_bytes: int = 128
+    max_message_bytes: int = 512 << 10
+
+
+# Ranges of numbers, inclusive. They keep arithmetic on logits finite; nobody needs more.
+MAX_TEMPERATURE = 100.0
+MIN_TEMPERATURE = 1e-4
+MAX_REPETITION_PENALTY = 10.0
+MAX_PENALTY = 10.0
+MAX_BIAS = 100.0
+MAX_STREAM_INTERVAL = 1 << 16

@@ -1,0 +1,188 @@
+"""An engine without a model, behind the same seam as the real one, and a tokenizer of single bytes."""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field, replace
+
+import grpc
+from grpc import aio
+
+from ppserve.config import ServerSettings
+from ppserve.core.architecture import Architecture
+from ppserve.core.plan import TokenLogprobs
+from ppserve.core.request import FinishReason, Request
+from ppserve.errors import RequestError
+from ppserve.head.cards import ModelCard, StageCard, Topology
+from ppserve.head.server import FrontDoor
+from ppserve.head.stream import Sink, TimingsOutput, TokenOutput
+from ppserve.v1.generation_pb2_grpc import GenerationServiceStub
+
+EOS = 256
+CARD = ModelCard(
+    name="fake",
+    architecture=Architecture(
+        num_layers=2, width=8, num_heads=2, max_positions=64, vocab_size=257, padded_vocab_size=320, inner_width=32,
+        eos_id=EOS,
+    ),
+    num_parameters=12345,
+    dtype="float32",
+    quantization="none",
+    max_context=64,
+    eos_id=EOS,
+    has_tokenizer=True,
+    deterministic=True,
+    why_not="",
+    version="0",
+)
+STAGE = StageCard(
+    stage=0, rank=0, host="here", device="cpu", first_layer=0, num_layers=2, num_parameters=12345, weight_bytes=4,
+    kv_bytes=8, predicted_step_s=0.001, busy_s=1.0, bubble_s=(("host", 0.5),), idle_s=2.0,
+)
+
+
+class ByteCodec:
+    """Token i is byte i; end-of-text is 256."""
+
+    def encode(self, text: str) -> list[int]:
+        return list(text.encode())
+
+    def decode(self, ids: list[int]) -> str:
+        return b"".join(self.token_bytes(i) for i in ids).decode(errors="replace")
+
+    def token_bytes(self, token_id: int) -> bytes:
+        return b"<eos>" if token_id == EOS else bytes([token_id])
+
+
+def drawn_token(request: Request, index: int, offset: int) -> int:
+    """A lower-case letter that depends on seed, index, prompt and offset, as a real draw does."""
+    key = f"{request.sampling.seed} {index} {offset} {request.prompt_ids}"
+    return ord("a") + hashlib.sha256(key.encode()).digest()[0] % 26
+
+
+def generation(request: Request, index: int) -> list[TokenOutput]:
+    """All outputs of one sequence; those of a resumed one are the rest of the same sequence."""
+    begin = len(request.resume_ids)
+    scores: tuple[TokenLogprobs, ...] = ()
+    if request.output.prompt_logprobs is not None:
+        scores = tuple(TokenLogprobs(-float(i)) for i in request.prompt_ids[1:])
+    reason = FinishReason.CONTEXT_LENGTH if request.limited_by_context else FinishReason.MAX_TOKENS
+    end = {
+        "finish": reason, "cached_tokens": 3,
+        "timings": TimingsOutput(0.1, 0.2, 0.3, 0.4, (0.5, 0.6)),
+    }
+    outputs = []
+    for offset in range(begin, request.stop.max_tokens):
+        token_id = drawn_token(request, index, offset)
+        logprobs = None
+        if request.output.logprobs is not None:
+            top = tuple((token_id + i, -0.5 - i) for i in range(request.output.logprobs))
+            logprobs = TokenLogprobs(-0.5, top)
+        outputs.append(TokenOutput(index, offset, token_id, chr(token_id), logprobs))
+    outputs = outputs or [TokenOutput(index, begin)]
+    outputs[0] = replace(outputs[0], prompt_logprobs=scores)
+    outputs[-1] = replace(outputs[-1], **end)
+    return outputs
+
+
+@dataclass
+class FakeEngine:
+    """Delivers every sequence's tokens, one step a loop turn, or what a test pushes by hand.
+
+    by_hand: submitted requests wait for the test. refusal: raised by submit. break_after: streams end
+    with this error after so many tokens of their own, this many times.
+    """
+
+    card: ModelCard = CARD
+    by_hand: bool = False
+    refusal: RequestError | None = None
+    crash: Exception | None = None
+    break_error: RequestError | None = None
+    break_after: int = 0
+    num_breaks: int = 0
+    requests: list[Request] = field(default_factory=list)
+    sinks: dict[str, Sink] = field(default_factory=dict)
+    cancelled: dict[str, FinishReason] = field(default_factory=dict)
+    news: asyncio.Condition = field(default_factory=asyncio.Condition)
+    _runs: set[asyncio.Task[None]] = field(default_factory=set)
+
+    async def submit(self, request: Request, sink: Sink) -> None:
+        if self.crash is not None:
+            raise self.crash
+        if self.refusal is not None:
+            raise self.refusal
+        self.requests.append(request)
+        self.sinks[request.id] = sink
+        await self._tell()
+        if not self.by_hand:
+            run = asyncio.create_task(self._run(request, sink))
+            self._runs.add(run)
+            run.add_done_callback(self._runs.discard)
+
+    def cancel(self, request_id: str, reason: FinishReason) -> None:
+        self.cancelled.setdefault(request_id, reason)
+        run = asyncio.create_task(self._tell())
+        self._runs.add(run)
+        run.add_done_callback(self._runs.discard)
+
+    def model_card(self) -> ModelCard:
+        return self.card
+
+    def topology(self) -> Topology:
+        return Topology((STAGE,), transport="local", epoch=1, microbatches=1)
+
+    async def until(self, condition: Callable[[FakeEngine], bool]) -> None:
+        """Wait for the engine to have been told something."""
+        async with self.news, asyncio.timeout(10):
+            await self.news.wait_for(lambda: condition(self))
+
+    async def _tell(self) -> None:
+        async with self.news:
+            self.news.notify_all()
+
+    async def _run(self, request: Request, sink: Sink) -> None:
+        resumed = request.resume_index
+        indices = range(request.num_sequences) if resumed is None else [resumed]
+        sequences = [generation(request, index) for index in indices]
+        breaks = self.num_breaks > 0
+        self.num_breaks -= breaks
+        for step in range(max(map(len, sequences))):
+            await asyncio.sleep(0)
+            if breaks and step == self.break_after:
+                sink.push([TokenOutput(0, step, error=self.break_error)])
+                return
+            sink.push([outputs[step] for outputs in sequences if step < len(outputs)])
+
+
+@asynccontextmanager
+async def served(engine: FakeEngine, settings: ServerSettings | None = None) -> AsyncIterator[tuple[FrontDoor, str]]:
+    """A real server in this process on a free port: (door, target)."""
+    door = FrontDoor(settings or ServerSettings(port=0), engine, ByteCodec() if engine.card.has_tokenizer else None)
+    port = await door.start()
+    await door.set_serving(True)
+    try:
+        yield door, f"127.0.0.1:{port}"
+    finally:
+        await door.stop(0)
+
+
+@asynccontextmanager
+async def stub_of(target: str) -> AsyncIterator[GenerationServiceStub]:
+    async with aio.insecure_channel(target, options=[("grpc.use_local_subchannel_pool", 1)]) as channel:
+        yield GenerationServiceStub(channel)
+
+
+async def code_of(call: object) -> grpc.StatusCode:
+    """The status that a failing call ends with."""
+    try:
+        if hasattr(call, "__aiter__"):
+            async for _ in call:
+                pass
+        else:
+            await call
+    except aio.AioRpcError as error:
+        return error.code()
+    return grpc.StatusCode.OK

@@ -1,0 +1,109 @@
+"""From what the operator typed to an opened checkpoint: which format is this?
+
+tiny | a directory with config.json, or with one ckpt.pt or llm.c file | such a file | a hub id.
+Formats are told apart by content. Readers are imported when needed: those of torch's files need torch,
+those of a configuration or a header do not.
+"""
+
+from __future__ import annotations
+
+import zipfile
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from ppserve.core.architecture import Architecture
+from ppserve.errors import CheckpointError
+from ppserve.model.checkpoint import Checkpoint, hub
+from ppserve.model.checkpoint.files import file_size, is_file, shown
+
+if TYPE_CHECKING:
+    from ppserve.model.checkpoint.stored import StoredCheckpoint
+
+TINY = Path(__file__).parents[2] / "assets" / "tiny"
+LLMC_MAGIC = (20240326).to_bytes(4, "little")
+
+
+def open_checkpoint(path: str) -> Checkpoint:
+    """Open a checkpoint of any format, reading headers only; every tensor is found and its shape checked.
+
+    Raises CheckpointError, which names the file and the field.
+    """
+    place = locate(path)
+    if place.is_dir():
+        from ppserve.model.checkpoint.hf import open_directory
+
+        return open_directory(place)
+    return _open_file(place)
+
+
+def read_architecture(path: str) -> Architecture:
+    """The architecture alone; of a directory or a hub id only the configuration is needed and read.
+
+    Raises CheckpointError.
+    """
+    place = locate(path, weights=False)
+    if place.is_dir():
+        from ppserve.model.checkpoint.config_json import read_config
+
+        return read_config(place)
+    if _starts_with(place, LLMC_MAGIC):
+        from ppserve.model.checkpoint.llmc import read_header
+
+        return read_header(place)[0]
+    return _open_file(place).architecture
+
+
+def locate(path: str, weights: bool = True) -> Path:
+    """The directory (with a config.json) or the file that `path` means; a hub id is downloaded.
+
+    weights=False: of a hub id only the configuration and the tokenizer.
+    """
+    if path == "tiny":
+        return TINY
+    place = Path(path).expanduser()
+    try:
+        found = is_file(place)
+    except (OSError, ValueError) as error:
+        raise CheckpointError(shown(path), "is not a usable path") from error
+    if not found:
+        if hub.is_hub_id(path):
+            return hub.fetch(path, weights=weights)
+        raise CheckpointError(shown(path), "no such file or directory")
+    if place.is_dir():
+        return place if is_file(place / "config.json") else _only_file(place)
+    return place
+
+
+def _only_file(directory: Path) -> Path:
+    """The one checkpoint file of a directory without config.json."""
+    if is_file(directory / "ckpt.pt"):
+        return directory / "ckpt.pt"
+    found = [p for p in sorted(directory.glob("*.bin")) if p.is_file() and _starts_with(p, LLMC_MAGIC)]
+    if len(found) == 1:
+        return found[0]
+    if found:
+        raise CheckpointError(directory, f"holds several models, name one: {', '.join(p.name for p in found)}")
+    raise CheckpointError(directory, "holds no config.json, no ckpt.pt and no model of llm.c")
+
+
+def _open_file(path: Path) -> StoredCheckpoint:
+    if file_size(path) == 0:
+        raise CheckpointError(path, "is empty")
+    if path.suffix == ".safetensors" or path.name in {"config.json", "pytorch_model.bin"}:
+        raise CheckpointError(path, "name the directory that holds it, config.json and the tokenizer")
+    if path.suffix in {".pt", ".pth"} or zipfile.is_zipfile(path):
+        from ppserve.model.checkpoint.nanogpt import open_nanogpt
+
+        return open_nanogpt(path)
+    from ppserve.model.checkpoint.llmc import open_llmc
+
+    return open_llmc(path)
+
+
+def _starts_with(path: Path, magic: bytes) -> bool:
+    file_size(path)
+    try:
+        with path.open("rb") as file:
+            return file.read(len(magic)) == magic
+    except OSError as error:
+        raise CheckpointError(path, f"cannot be read ({error.strerror})") from error

@@ -1,0 +1,177 @@
+"""Tensors where they lie: which file, under which name, in which layout; and a checkpoint made of them.
+
+A tensor is read in pieces of a few megabytes into memory of its own, so that loading a stage costs its own
+weights and one piece, whatever the format: a mapping of the file would count every page that was touched.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Protocol
+
+import torch
+
+from ppserve.core.architecture import Architecture
+from ppserve.errors import CheckpointError
+from ppserve.model.checkpoint.files import shown
+from ppserve.model.checkpoint.names import tensor_shapes
+
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+PIECE_BYTES = 4 << 20
+
+
+@dataclass(frozen=True, slots=True)
+class Stored:
+    """What a file says of one of its tensors. dtype: as the file names it, e.g. `float32` or `int8`."""
+
+    shape: tuple[int, ...]
+    dtype: str
+
+
+class TensorFile(Protocol):
+    """A file of named tensors of which only the headers have been read."""
+
+    path: Path
+    tensors: Mapping[str, Stored]
+
+    def rows(self, name: str, start: int, stop: int) -> torch.Tensor:
+        """Rows start..stop of a tensor of one or two dimensions. Raises CheckpointError."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class Located:
+    """One tensor in one file. transposed: the file holds (in, out) where we want (out, in)."""
+
+    file: TensorFile
+    name: str
+    transposed: bool = False
+
+    @property
+    def stored(self) -> Stored:
+        return self.file.tensors[self.name]
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """The shape after `transposed` has been undone."""
+        return self.stored.shape[::-1] if self.transposed else self.stored.shape
+
+    def pieces(self) -> list[tuple[int, int]]:
+        """The row ranges in which the tensor is read."""
+        num_rows, *rest = self.stored.shape
+        row_bytes = math.prod(rest) * DTYPES[self.stored.dtype].itemsize
+        step = max(1, PIECE_BYTES // row_bytes)
+        return [(start, min(start + step, num_rows)) for start in range(0, num_rows, step)]
+
+    def read(self) -> torch.Tensor:
+        """A new tensor that shares nothing with the file."""
+        out = torch.empty(self.shape, dtype=DTYPES[self.stored.dtype])
+        as_stored = out.T if self.transposed else out
+        for start, stop in self.pieces():
+            as_stored[start:stop].copy_(self.file.rows(self.name, start, stop))
+        return out
+
+    def equals(self, other: Located) -> bool:
+        """Whether two tensors hold the same bits; reads both, piece by piece, up to the first difference."""
+        if self.stored != other.stored or self.transposed != other.transposed:
+            return False
+        return all(
+            torch.equal(
+                self.file.rows(self.name, start, stop).view(torch.uint8),
+                other.file.rows(other.name, start, stop).view(torch.uint8),
+            )
+            for start, stop in self.pieces()
+        )
+
+
+class StoredCheckpoint:
+    """A checkpoint whose every tensor has been found and found right. Implements `Checkpoint`."""
+
+    def __init__(self, path: Path, architecture: Architecture, located: Mapping[str, Located]) -> None:
+        """located: canonical name to place. Raises CheckpointError where one is missing or does not fit."""
+        self.path = path
+        self.architecture = architecture
+        self._located = {name: located.get(name) for name in tensor_shapes(architecture)}
+        dtypes: Counter[str] = Counter()
+        for name, shape in tensor_shapes(architecture).items():
+            place = self._place(name)
+            _check(place, shape)
+            dtypes[place.stored.dtype] += math.prod(shape)
+        self.stored_dtype = dtypes.most_common(1)[0][0]
+
+    def tensor(self, name: str) -> torch.Tensor:
+        """One tensor on the CPU in its stored dtype, in memory of its own."""
+        return self._place(name).read()
+
+    def _place(self, name: str) -> Located:
+        place = self._located.get(name)
+        if place is None:
+            raise CheckpointError(self.path, "this tensor is missing", field=name)
+        return place
+
+
+def _check(place: Located, shape: tuple[int, ...]) -> None:
+    stored = place.stored
+    if stored.dtype not in DTYPES:
+        raise CheckpointError(
+            place.file.path, f"is stored as {shown(stored.dtype)}, not as {', '.join(DTYPES)}", field=place.name
+        )
+    if place.shape != shape:
+        expected = shape[::-1] if place.transposed else shape
+        raise CheckpointError(
+            place.file.path,
+            f"has the shape {shown(stored.shape)}; the architecture asks for {expected}",
+            field=place.name,
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class Span:
+    """Where a tensor lies in a raw file. offset: bytes; stride: elements, one per dimension."""
+
+    offset: int
+    stride: tuple[int, ...]
+
+
+class RawFile:
+    """Tensors at known offsets of an uncompressed little-endian file. Implements `TensorFile`."""
+
+    def __init__(self, path: Path, tensors: Mapping[str, Stored], spans: Mapping[str, Span]) -> None:
+        """The caller vouches that every span lies inside the file."""
+        self.path = path
+        self.tensors = tensors
+        self._spans = spans
+
+    def offset(self, name: str) -> int:
+        return self._spans[name].offset
+
+    def rows(self, name: str, start: int, stop: int) -> torch.Tensor:
+        stored, span = self.tensors[name], self._spans[name]
+        dtype = DTYPES[stored.dtype]
+        shape = (stop - start, *stored.shape[1:])
+        num_elements = 1 + sum((n - 1) * s for n, s in zip(shape, span.stride, strict=True))
+        buffer = torch.empty(num_elements, dtype=dtype)
+        self._read_into(buffer.view(torch.uint8).numpy().data, span, start * span.stride[0], dtype.itemsize)
+        return buffer.as_strided(shape, span.stride)
+
+    def _read_into(self, memory: memoryview, span: Span, element: int, itemsize: int) -> None:
+        try:
+            with self.path.open("rb", buffering=0) as file:
+                file.seek(span.offset + element * itemsize)
+                done = 0
+                while done < len(memory):
+                    count = file.readinto(memory[done:])
+                    if not count:
+                        raise CheckpointError(self.path, "ended early: it was truncated while it was being read")
+                    done += count
+        except OSError as error:
+            raise CheckpointError(self.path, f"cannot be read ({error.strerror})") from error
+
+
+def contiguous(shape: tuple[int, ...]) -> tuple[int, ...]:
+    """The strides, in elements, of a tensor stored row after row."""
+    return tuple(math.prod(shape[i + 1 :]) for i in range(len(shape)))

@@ -1,0 +1,100 @@
+"""The same model in every format: identical canonical tensors and architecture."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from writers import Tensors, architecture, random_tensors, write_hf, write_llmc, write_nanogpt
+
+from ppserve.core.architecture import Architecture
+from ppserve.model.checkpoint import Checkpoint
+from ppserve.model.checkpoint.names import tensor_shapes
+from ppserve.model.checkpoint.opening import open_checkpoint, read_architecture
+
+DTYPE_NAMES = {torch.float32: "float32", torch.bfloat16: "bfloat16", torch.float16: "float16"}
+
+
+def check(checkpoint: Checkpoint, arch: Architecture, tensors: Tensors) -> None:
+    assert checkpoint.architecture == arch
+    for name in tensor_shapes(arch):
+        read = checkpoint.tensor(name)
+        assert read.dtype == tensors[name].dtype, name
+        assert read.device.type == "cpu"
+        assert torch.equal(read, tensors[name]), name
+    assert checkpoint.stored_dtype == DTYPE_NAMES[tensors["wte.weight"].dtype]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("parts", [1, 3])
+@pytest.mark.parametrize("prefix", ["transformer.", ""])
+@pytest.mark.parametrize("container", ["safetensors", "bin", "legacy"])
+def test_hugging_face(tmp_path: Path, container: str, prefix: str, parts: int, dtype: torch.dtype) -> None:
+    arch = architecture(inner_width=56, tied_embeddings=parts == 1)
+    tensors = random_tensors(arch, dtype=dtype)
+    write_hf(tmp_path, arch, tensors, container=container, parts=parts, prefix=prefix)
+    check(open_checkpoint(str(tmp_path)), arch, tensors)
+    assert read_architecture(str(tmp_path)) == arch
+
+
+@pytest.mark.parametrize("version", [3, 5])
+@pytest.mark.parametrize("vocab_size", [37, 48])
+def test_llmc(tmp_path: Path, version: int, vocab_size: int) -> None:
+    arch = architecture(vocab_size=vocab_size, padded_vocab_size=48)
+    tensors = random_tensors(arch, dtype=torch.bfloat16 if version == 5 else torch.float32)
+    path = write_llmc(tmp_path / "gpt2_124M.bin", arch, tensors, version)
+    check(open_checkpoint(str(path)), arch, tensors)
+    check(open_checkpoint(str(tmp_path)), arch, tensors)
+    assert read_architecture(str(path)) == arch
+
+
+@pytest.mark.parametrize("biases", [True, False])
+@pytest.mark.parametrize("prefix", ["", "_orig_mod.", "module.", "module._orig_mod."])
+def test_nanogpt(tmp_path: Path, prefix: str, biases: bool) -> None:
+    arch = architecture(biases=biases, activation="gelu")
+    tensors = random_tensors(arch)
+    path = write_nanogpt(tmp_path / "ckpt.pt", arch, tensors, prefix=prefix)
+    check(open_checkpoint(str(path)), arch, tensors)
+    check(open_checkpoint(str(tmp_path)), arch, tensors)
+    assert read_architecture(str(path)) == arch
+
+
+def test_one_model_in_all_formats(tmp_path: Path) -> None:
+    """The readers agree with each other tensor by tensor (nanoGPT differs in its activation only)."""
+    arch = architecture()
+    tensors = random_tensors(arch)
+    places = [
+        write_hf(tmp_path / "safetensors", arch, tensors),
+        write_hf(tmp_path / "parts", arch, tensors, parts=4),
+        write_hf(tmp_path / "bin", arch, tensors, container="bin"),
+        write_hf(tmp_path / "bins", arch, tensors, container="bin", parts=2),
+        write_hf(tmp_path / "legacy", arch, tensors, container="legacy"),
+        write_llmc(tmp_path / "model.bin", arch, tensors),
+        write_nanogpt(tmp_path / "nanogpt" / "ckpt.pt", arch, tensors),
+    ]
+    for place in places:
+        activation = "gelu" if place.suffix == ".pt" else "gelu_new"
+        check(open_checkpoint(str(place)), replace(arch, activation=activation), tensors)
+
+
+def test_pieces_put_a_large_tensor_together(tmp_path: Path) -> None:
+    """Tensors above the size of a piece, whole rows and transposed, in every reader."""
+    arch = architecture(num_layers=1, width=640, num_heads=8, inner_width=2560, vocab_size=3000)
+    tensors = random_tensors(arch)
+    for place in (
+        write_hf(tmp_path / "safetensors", arch, tensors),
+        write_hf(tmp_path / "bin", arch, tensors, container="bin"),
+        write_llmc(tmp_path / "model.bin", arch, tensors),
+    ):
+        check(open_checkpoint(str(place)), arch, tensors)
+
+
+def test_a_tensor_shares_nothing_with_the_file(tmp_path: Path) -> None:
+    arch = architecture()
+    tensors = random_tensors(arch)
+    for container in ("safetensors", "bin", "legacy"):
+        checkpoint = open_checkpoint(str(write_hf(tmp_path / container, arch, tensors, container=container)))
+        checkpoint.tensor("wte.weight").zero_()
+        assert torch.equal(checkpoint.tensor("wte.weight"), tensors["wte.weight"])

@@ -1,0 +1,214 @@
+"""One model in every file format: from canonical tensors and an architecture to files as their authors write them.
+
+Written from the formats' descriptions and independently of the readers.
+"""
+
+from __future__ import annotations
+
+import json
+import struct
+from collections import OrderedDict
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import save_file
+
+from ppserve.core.architecture import Architecture
+
+Tensors = dict[str, torch.Tensor]
+
+CONV1D = ("attn.c_attn.weight", "attn.c_proj.weight", "mlp.c_fc.weight", "mlp.c_proj.weight")
+
+
+def architecture(**changes: Any) -> Architecture:
+    """A small architecture with no two sizes alike, so that nothing fits by accident."""
+    values: dict[str, Any] = {
+        "num_layers": 3,
+        "width": 20,
+        "num_heads": 4,
+        "max_positions": 24,
+        "vocab_size": 37,
+        "padded_vocab_size": 37,
+        "inner_width": 80,
+        **changes,
+    }
+    if "padded_vocab_size" not in changes and "vocab_size" in changes:
+        values["padded_vocab_size"] = values["vocab_size"]
+    return Architecture(**values)
+
+
+def random_tensors(arch: Architecture, seed: int = 0, dtype: torch.dtype = torch.float32) -> Tensors:
+    """Canonical tensors of a model that is alive: every weight random, norms around one."""
+    generator = torch.Generator().manual_seed(seed)
+
+    def random(*shape: int, scale: float = 0.2) -> torch.Tensor:
+        return (torch.randn(shape, generator=generator) * scale).to(dtype)
+
+    width, inner = arch.width, arch.inner_width
+    embedding = (arch.padded_vocab_size, width)
+    tensors = {"wte.weight": random(*embedding), "wpe.weight": random(arch.max_positions, width)}
+    norms = ["ln_f"]
+    for i in range(arch.num_layers):
+        norms += [f"h.{i}.ln_1", f"h.{i}.ln_2"]
+        for name, rows, columns in (
+            ("attn.c_attn", 3 * width, width),
+            ("attn.c_proj", width, width),
+            ("mlp.c_fc", inner, width),
+            ("mlp.c_proj", width, inner),
+        ):
+            tensors[f"h.{i}.{name}.weight"] = random(rows, columns, scale=columns**-0.5)
+            if arch.biases:
+                tensors[f"h.{i}.{name}.bias"] = random(rows, scale=0.1)
+    for name in norms:
+        tensors[f"{name}.weight"] = (1 + random(width, scale=0.1).float()).to(dtype)
+        if arch.biases:
+            tensors[f"{name}.bias"] = random(width, scale=0.1)
+    tensors["lm_head.weight"] = tensors["wte.weight"] if arch.tied_embeddings else random(*embedding)
+    return tensors
+
+
+def hf_config(arch: Architecture) -> dict[str, Any]:
+    """config.json as transformers writes it."""
+    return {
+        "activation_function": arch.activation,
+        "architectures": ["GPT2LMHeadModel"],
+        "attn_pdrop": 0.1,
+        "bos_token_id": arch.bos_id,
+        "embd_pdrop": 0.1,
+        "eos_token_id": arch.eos_id,
+        "initializer_range": 0.02,
+        "layer_norm_epsilon": arch.layer_norm_epsilon,
+        "model_type": "gpt2",
+        "n_embd": arch.width,
+        "n_head": arch.num_heads,
+        "n_inner": None if arch.inner_width == 4 * arch.width else arch.inner_width,
+        "n_layer": arch.num_layers,
+        "n_positions": arch.max_positions,
+        "reorder_and_upcast_attn": False,
+        "resid_pdrop": 0.1,
+        "scale_attn_by_inverse_layer_idx": arch.scale_attn_by_inverse_layer_idx,
+        "scale_attn_weights": arch.scale_attn_weights,
+        "summary_type": "cls_index",
+        "task_specific_params": {"text-generation": {"max_length": 50}},
+        "tie_word_embeddings": arch.tied_embeddings,
+        "transformers_version": "4.40.0",
+        "vocab_size": arch.padded_vocab_size,
+    }
+
+
+def hf_state(arch: Architecture, tensors: Tensors, prefix: str = "transformer.") -> Tensors:
+    """A state dict as transformers has it: Conv1D weights (in, out), the head only when it is its own."""
+    state: Tensors = {}
+    for name, tensor in tensors.items():
+        if name == "lm_head.weight":
+            if not arch.tied_embeddings:
+                state[name] = tensor
+            continue
+        state[prefix + name] = tensor.T.contiguous() if name.endswith(CONV1D) else tensor
+    return state
+
+
+def write_hf(
+    directory: Path,
+    arch: Architecture,
+    tensors: Tensors,
+    *,
+    container: str = "safetensors",
+    parts: int = 1,
+    prefix: str = "transformer.",
+) -> Path:
+    """config.json and model.safetensors or pytorch_model.bin, in `parts` files with an index if more than one."""
+    directory.mkdir(parents=True, exist_ok=True)
+    (directory / "config.json").write_text(json.dumps(hf_config(arch), indent=2))
+    write_hf_state(directory, hf_state(arch, tensors, prefix), container=container, parts=parts)
+    return directory
+
+
+def write_hf_state(directory: Path, state: Tensors, *, container: str = "safetensors", parts: int = 1) -> None:
+    """Weights files for a state dict as it stands."""
+    stem, suffix = ("model", ".safetensors") if container == "safetensors" else ("pytorch_model", ".bin")
+
+    def save(name: str, tensors: Tensors) -> None:
+        if container == "safetensors":
+            save_file(tensors, directory / name, metadata={"format": "pt"})
+        else:
+            as_zip = container != "legacy"
+            torch.save(OrderedDict(tensors), directory / name, _use_new_zipfile_serialization=as_zip)
+
+    if parts == 1:
+        save(stem + suffix, state)
+        return
+    names = sorted(state)
+    weight_map: dict[str, str] = {}
+    for part in range(parts):
+        file_name = f"{stem}-{part + 1:05}-of-{parts:05}{suffix}"
+        own = names[part::parts]
+        save(file_name, {name: state[name] for name in own})
+        weight_map |= dict.fromkeys(own, file_name)
+    total = sum(tensor.nbytes for tensor in state.values())
+    index = {"metadata": {"total_size": total}, "weight_map": weight_map}
+    (directory / f"{stem}{suffix}.index.json").write_text(json.dumps(index))
+
+
+def write_llmc(path: Path, arch: Architecture, tensors: Tensors, version: int = 3) -> Path:
+    """llm.c's model file: version 3 in float32, 5 in bfloat16."""
+    header = [0] * 256
+    header[:8] = [
+        20240326,
+        version,
+        arch.max_positions,
+        arch.vocab_size,
+        arch.num_layers,
+        arch.num_heads,
+        arch.width,
+        arch.padded_vocab_size,
+    ]
+    dtype = torch.bfloat16 if version == 5 else torch.float32
+    names = ["wte.weight", "wpe.weight"]
+    for tensor in ("ln_1", "attn.c_attn", "attn.c_proj", "ln_2", "mlp.c_fc", "mlp.c_proj"):
+        for kind in ("weight", "bias"):
+            names += [f"h.{i}.{tensor}.{kind}" for i in range(arch.num_layers)]
+    names += ["ln_f.weight", "ln_f.bias"]
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with path.open("wb") as file:
+        file.write(struct.pack("<256i", *header))
+        for name in names:
+            file.write(tensors[name].to(dtype).contiguous().view(torch.uint8).numpy().tobytes())
+    return path
+
+
+def write_nanogpt(
+    path: Path, arch: Architecture, tensors: Tensors, *, prefix: str = "_orig_mod.", optimizer: bool = True
+) -> Path:
+    """nanoGPT's ckpt.pt, by default as torch.compile names things and with AdamW's two moments."""
+    state = {
+        prefix + (name if name.startswith("lm_head") else f"transformer.{name}"): tensor
+        for name, tensor in tensors.items()
+    }
+    for i in range(arch.num_layers):
+        mask = torch.tril(torch.ones(arch.max_positions, arch.max_positions))
+        state[f"{prefix}transformer.h.{i}.attn.bias"] = mask[None, None]
+    moments = {
+        i: {"step": torch.tensor(5.0), "exp_avg": torch.zeros_like(t), "exp_avg_sq": torch.zeros_like(t)}
+        for i, t in enumerate(tensors.values())
+    }
+    checkpoint = {
+        "model": state,
+        "optimizer": {"state": moments, "param_groups": [{"lr": 6e-4, "betas": (0.9, 0.95)}]} if optimizer else {},
+        "model_args": {
+            "n_layer": arch.num_layers,
+            "n_head": arch.num_heads,
+            "n_embd": arch.width,
+            "block_size": arch.max_positions,
+            "bias": arch.biases,
+            "vocab_size": arch.padded_vocab_size,
+            "dropout": 0.0,
+        },
+        "iter_num": 5,
+        "best_val_loss": torch.tensor(3.2),
+        "config": {"dataset": "shakespeare", "learning_rate": 6e-4},
+    }
+    path.parent.mkdir(parents=True, exist_ok=True)
+    torch.save(checkpoint, path)
+    return path

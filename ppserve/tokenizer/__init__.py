@@ -1,0 +1,13 @@
+"""Text to token ids and back: the only room that knows tiktoken.
+
+    load_tokenizer(path)         what lies beside the weights, as a Tokenizer; None when nothing does
+    Tokenizer                    encode, decode, the bytes of each token
+    Detokenizer                  one per stream: whole characters, stop strings across token boundaries
+    Piece                        what one token adds to a stream's text
+"""
+
+from ppserve.tokenizer.detokenizer import Detokenizer, Piece
+from ppserve.tokenizer.loading import load_tokenizer
+from ppserve.tokenizer.tokenizer import Tokenizer
+
+__all__ = ["Detokenizer", "Piece", "Tokenizer", "load_tokenizer"]

@@ -1,0 +1,235 @@
+"""Readers of the four vocabulary formats: bytes of a file in, a `Vocabulary` out, or CheckpointError.
+
+We parse them ourselves because tiktoken's own loaders cache by path, so that an edited file comes back stale.
+"""
+
+from __future__ import annotations
+
+import base64
+import binascii
+import json
+import stat
+import struct
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from typing import Any
+
+from ppserve.errors import CheckpointError
+from ppserve.tokenizer.vocabulary import END_OF_TEXT, MAX_TOKENS, AddedToken, Vocabulary, check_vocabulary, spelling
+
+MAX_FILE_BYTES = 64 * 2**20
+BIN_MAGIC = 20240328
+BIN_HEADER_BYTES = 256 * 4
+_BYTE_OF = spelling()
+
+
+def read_tokenizer_json(path: Path) -> Vocabulary:
+    """Hugging Face `tokenizer.json`: a BPE model with a ByteLevel pre-tokenizer, as GPT-2 has it."""
+    document = _read_json(path)
+    model = _field(path, document, "model", dict)
+    if model.get("type", "BPE") != "BPE":
+        raise CheckpointError(path, f"{model.get('type')!r} is not supported, only 'BPE'", "model.type")
+    for name in ("continuing_subword_prefix", "end_of_word_suffix", "byte_fallback"):
+        if model.get(name):
+            raise CheckpointError(path, "not part of a byte-level vocabulary", f"model.{name}")
+    if document.get("normalizer") not in (None, {"type": "Sequence", "normalizers": []}):
+        raise CheckpointError(path, "GPT-2 text is not normalised; this would change it", "normalizer")
+    splitter = _field(path, document, "pre_tokenizer", dict)
+    if splitter.get("type") != "ByteLevel" or not splitter.get("use_regex", True):
+        raise CheckpointError(path, "only GPT-2's ByteLevel splitting is supported", "pre_tokenizer")
+    added = _added_tokens(path, document.get("added_tokens") or [])
+    return _from_spelled(
+        path,
+        _field(path, model, "vocab", dict),
+        _merge_pairs(path, _field(path, model, "merges", list)),
+        added,
+        prefix_space=bool(splitter.get("add_prefix_space", False)),
+    )
+
+
+def read_vocab_json(path: Path) -> Vocabulary:
+    """`vocab.json`, with `merges.txt`, `added_tokens.json` and `tokenizer_config.json` where they lie beside it."""
+    merges_file = path.with_name("merges.txt")
+    merges = _merge_pairs(path.with_name("merges.txt"), _merge_lines(merges_file)) if merges_file.exists() else None
+    config_file = path.with_name("tokenizer_config.json")
+    config = _read_json(config_file) if config_file.exists() else {}
+    listed_file = path.with_name("added_tokens.json")
+    listed = _read_json(listed_file) if listed_file.exists() else {}
+    entries = [{"content": text, "id": token_id, "special": True} for text, token_id in listed.items()]
+    for token_id, entry in (config.get("added_tokens_decoder") or {}).items():
+        if not token_id.isdecimal() or not isinstance(entry, dict):
+            raise CheckpointError(config_file, f"{token_id!r} is not a token id", "added_tokens_decoder")
+        entries.append(entry | {"id": int(token_id)})
+    added = {token.id: token for token in _added_tokens(path, entries)}
+    prefix_space = config.get("add_prefix_space") is True
+    return _from_spelled(path, _read_json(path), merges, tuple(added.values()), prefix_space)
+
+
+def read_llmc_bin(path: Path) -> Vocabulary:
+    """llm.c's `gpt2_tokenizer.bin`: 256 header words, then each token as one length byte and its bytes."""
+    content = read_bounded(path)
+    if len(content) < BIN_HEADER_BYTES:
+        raise CheckpointError(path, f"only {len(content)} bytes, shorter than its header")
+    magic, version, count, end_of_text = struct.unpack_from("<4I", content)
+    if magic != BIN_MAGIC:
+        raise CheckpointError(path, f"{magic} is not {BIN_MAGIC}", "magic")
+    if version not in (1, 2):
+        raise CheckpointError(path, f"{version} is not supported, only 1 and 2", "version")
+    if not 0 < count <= MAX_TOKENS:
+        raise CheckpointError(path, f"{count} tokens are not within 1 to {MAX_TOKENS}", "vocab_size")
+    if version == 1:
+        end_of_text = 50256
+    tokens = _length_prefixed(path, content, count)
+    ids = {token: token_id for token_id, token in enumerate(tokens) if token_id != end_of_text}
+    if len(ids) != count - (end_of_text < count):
+        raise CheckpointError(path, "a token occurs twice")
+    added = (AddedToken(END_OF_TEXT, end_of_text, special=True),) if end_of_text < count else ()
+    return check_vocabulary(Vocabulary(str(path), ids, added=added))
+
+
+def read_tiktoken(path: Path) -> Vocabulary:
+    """tiktoken's own format: lines of base64 token and rank. `<|endoftext|>` takes the lowest id left free."""
+    ids: dict[bytes, int] = {}
+    for number, line in enumerate(read_bounded(path).splitlines(), 1):
+        if not line:
+            continue
+        try:
+            encoded, rank = line.split()
+            token = base64.b64decode(encoded, validate=True)
+            token_id = int(rank)
+        except (ValueError, binascii.Error):
+            raise CheckpointError(path, "not a base64 token and its rank", f"line {number}") from None
+        if token in ids or not token:
+            raise CheckpointError(path, "this token is empty or occurs twice", f"line {number}")
+        ids[token] = token_id
+    taken = set(ids.values())
+    free = next(token_id for token_id in range(len(ids) + 1) if token_id not in taken)
+    added = (AddedToken(END_OF_TEXT, free, special=True),)
+    return check_vocabulary(Vocabulary(str(path), ids, added=added))
+
+
+def read_bounded(path: Path) -> bytes:
+    """The whole of a regular file of at most MAX_FILE_BYTES."""
+    try:
+        if not stat.S_ISREG(path.stat().st_mode):  # a pipe would block for ever
+            raise CheckpointError(path, "not a regular file")
+        with path.open("rb") as file:
+            content = file.read(MAX_FILE_BYTES + 1)
+    except OSError as error:
+        raise CheckpointError(path, error.strerror or "cannot be read") from None
+    if len(content) > MAX_FILE_BYTES:
+        raise CheckpointError(path, f"larger than {MAX_FILE_BYTES // 2**20} MiB")
+    return content
+
+
+def _read_json(path: Path) -> dict[str, Any]:
+    try:
+        document = json.loads(read_bounded(path))
+    except (ValueError, RecursionError) as error:
+        problem = "nested too deeply" if isinstance(error, RecursionError) else f"not JSON: {error}"
+        raise CheckpointError(path, problem) from None
+    if not isinstance(document, dict):
+        raise CheckpointError(path, "not a JSON object")
+    return document
+
+
+def _field(path: Path, owner: dict[str, Any], name: str, kind: type) -> Any:
+    value = owner.get(name)
+    if not isinstance(value, kind):
+        raise CheckpointError(path, "missing or of the wrong type", name)
+    return value
+
+
+def _added_tokens(path: Path, entries: Iterable[Any]) -> tuple[AddedToken, ...]:
+    tokens = []
+    for entry in entries:
+        match entry:
+            case {"id": int(token_id), "content": str(content)} if content and not isinstance(token_id, bool):
+                tokens.append(AddedToken(content, token_id, bool(entry.get("special", False))))
+            case _:
+                raise CheckpointError(path, f"{str(entry)[:80]} has no id and content", "added_tokens")
+    return tuple(tokens)
+
+
+def _merge_lines(path: Path) -> list[str]:
+    try:
+        lines = read_bounded(path).decode().split("\n")
+    except UnicodeDecodeError:
+        raise CheckpointError(path, "not UTF-8") from None
+    first = 1 if lines[0].startswith("#version") else 0
+    return [line for line in lines[first:] if line]
+
+
+def _merge_pairs(path: Path, merges: list[Any]) -> list[bytes]:
+    """What each merge joins, in order. Newer files write pairs as lists, older ones as `first second`."""
+    joined = []
+    for number, merge in enumerate(merges):
+        match merge.split(" ") if isinstance(merge, str) else merge:
+            case [str(first), str(second)]:
+                joined.append(_unspell(path, first) + _unspell(path, second))
+            case _:
+                raise CheckpointError(path, f"{str(merge)[:80]!r} is not a pair", f"merges, entry {number}")
+    return joined
+
+
+def _unspell(path: Path, spelled: str) -> bytes:
+    try:
+        return bytes(_BYTE_OF[character] for character in spelled)
+    except KeyError as error:
+        problem = f"{spelled[:80]!r}: {error} is not in the byte-level alphabet"
+        raise CheckpointError(path, problem) from None
+
+
+def _from_spelled(
+    path: Path,
+    vocab: dict[str, Any],
+    merges: list[bytes] | None,
+    added: tuple[AddedToken, ...],
+    prefix_space: bool,
+) -> Vocabulary:
+    """Checks a Hugging Face vocabulary against its merges, which decide the order in which pairs are joined."""
+    for spelled, token_id in vocab.items():
+        if not isinstance(token_id, int) or isinstance(token_id, bool):
+            raise CheckpointError(path, f"its id {token_id!r} is not an integer", f"token {spelled[:80]!r}")
+    if END_OF_TEXT in vocab and END_OF_TEXT not in {token.content for token in added}:
+        added = (*added, AddedToken(END_OF_TEXT, vocab[END_OF_TEXT], special=True))
+    apart = {token.content for token in added}
+    ids = {_unspell(path, spelled): token_id for spelled, token_id in vocab.items() if spelled not in apart}
+    if merges is None:
+        return check_vocabulary(Vocabulary(str(path), ids, None, added, prefix_space))
+    order = tuple(dict.fromkeys(merges))
+    _check_merges(path, ids, order)
+    return check_vocabulary(Vocabulary(str(path), ids, order, added, prefix_space))
+
+
+def _check_merges(path: Path, ids: dict[bytes, int], order: tuple[bytes, ...]) -> None:
+    unknown = [token for token in order if token not in ids]
+    if unknown:
+        raise CheckpointError(path, f"a merge makes {unknown[0]!r}, which is not in the vocabulary", "merges")
+    unmade = sum(len(token) > 1 for token in ids) - len(order)
+    if unmade:
+        made = set(order)
+        example = next(token for token in ids if len(token) > 1 and token not in made)
+        raise CheckpointError(path, f"no merge makes {example!r} ({unmade} such tokens)", "merges")
+
+
+def _length_prefixed(path: Path, content: bytes, count: int) -> list[bytes]:
+    tokens, at = [], BIN_HEADER_BYTES
+    for token_id in range(count):
+        length = content[at] if at < len(content) else 0
+        if length == 0 or at + 1 + length > len(content):
+            raise CheckpointError(path, "the file ends within it, or it is empty", f"token {token_id}")
+        tokens.append(content[at + 1 : at + 1 + length])
+        at += 1 + length
+    if at != len(content):
+        raise CheckpointError(path, f"{len(content) - at} bytes follow the last token")
+    return tokens
+
+
+Reader = Callable[[Path], Vocabulary]
+READERS: tuple[tuple[str, Reader], ...] = (
+    ("tokenizer.json", read_tokenizer_json),
+    ("vocab.json", read_vocab_json),
+    ("gpt2_tokenizer.bin", read_llmc_bin),
+    ("tokenizer.tiktoken", read_tiktoken),
+)

@@ -1,0 +1,78 @@
+"""Finds the vocabulary of a model: what lies beside the weights, else GPT-2's own from tiktoken's cache."""
+
+from __future__ import annotations
+
+import base64
+import importlib.resources
+import logging
+import os
+import threading
+from collections.abc import Callable
+from pathlib import Path
+
+import tiktoken
+
+from ppserve.errors import CheckpointError
+from ppserve.tokenizer.files import READERS, read_tiktoken
+from ppserve.tokenizer.tokenizer import Tokenizer
+from ppserve.tokenizer.vocabulary import END_OF_TEXT, AddedToken, Vocabulary
+
+logger = logging.getLogger(__name__)
+
+GPT2_VOCAB_SIZE = 50257
+DOWNLOAD_TIMEOUT_S = 20.0
+
+
+def load_tokenizer(
+    path: str,
+    vocab_size: int | None = None,
+    get_encoding: Callable[[str], tiktoken.Encoding] = tiktoken.get_encoding,
+) -> Tokenizer | None:
+    """The tokenizer of the model at `path` (a directory, a file in it, or `tiny`); None when there is none.
+
+    Beside the weights, the first of tokenizer.json, vocab.json with merges.txt, gpt2_tokenizer.bin and
+    *.tiktoken counts. With none of them, tiktoken's own GPT-2 encoding is used if it can be had and the model's
+    `vocab_size`, where given, is GPT-2's. Says in the log why there is none. Raises CheckpointError for a file
+    that is there but cannot be used.
+    """
+    directory = model_directory(path)
+    vocabulary = find_vocabulary(directory)
+    if vocabulary is not None:
+        return Tokenizer(vocabulary)
+    problem = f"{directory}: no tokenizer.json, vocab.json, gpt2_tokenizer.bin or *.tiktoken"
+    if vocab_size is not None and not GPT2_VOCAB_SIZE <= vocab_size < GPT2_VOCAB_SIZE + 256:
+        logger.warning("no tokenizer, token ids only: %s, and %d tokens are not GPT-2's", problem, vocab_size)
+        return None
+    try:
+        return Tokenizer(_within(DOWNLOAD_TIMEOUT_S, lambda: _gpt2_vocabulary(get_encoding)))
+    except Exception as error:  # no network, no cache, a hash that does not fit: all mean that there is none
+        logger.warning("no tokenizer, token ids only: %s, and GPT-2's own cannot be had (%s)", problem, error)
+        return None
+
+
+def model_directory(path: str) -> Path:
+    """Where the files beside the weights lie."""
+    if path == "tiny":
+        return Path(str(importlib.resources.files("ppserve"))) / "assets" / "tiny"
+    given = Path(path)
+    return given.parent if given.is_file() else given
+
+
+def find_vocabulary(directory: Path) -> Vocabulary | None:
+    """The first vocabulary in the directory, in the order of READERS; then any other single *.tiktoken."""
+    for name, read in READERS:
+        if os.path.lexists(directory / name):
+            return read(directory / name)
+    others = sorted(directory.glob("*.tiktoken"))
+    if len(others) > 1:
+        names = " and ".join(file.name for file in others)
+        raise CheckpointError(directory, f"{names}: rename the one to use to tokenizer.tiktoken")
+    return read_tiktoken(others[0]) if others else None
+
+
+def _gpt2_vocabulary(get_encoding: Callable[[str], tiktoken.Encoding]) -> Vocabulary:
+    encoding = get_encoding("gpt2")
+    end_of_text = encoding.eot_token
+    tokens = {token: encoding.encode_single_token(token) for token in encoding.token_byte_values()}
+    ids = {token: token_id for token, token_id in tokens.items() if token_id != end_of_text}
+    return Vocabulary("tiktoken's gpt2", ids, added=(AddedToken(END_OF_TEXT, end_of_text, special=True),))

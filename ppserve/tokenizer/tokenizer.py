@@ -1,0 +1,73 @@
+"""Encoding and decoding: tiktoken behind a surface that never surprises a server."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import tiktoken
+
+from ppserve.tokenizer.vocabulary import END_OF_TEXT, Vocabulary
+
+# GPT-2's splitting rule (tiktoken's `r50k_pat_str`, the possessive spelling of the original).
+GPT2_PATTERN = (
+    r"'(?:[sdmt]|ll|ve|re)| ?\p{L}++| ?\p{N}++| ?[^\s\p{L}\p{N}]++|\s++$|\s+(?!\S)|\s"
+)
+
+
+class Tokenizer:
+    """Text to ids and back. Immutable: any number of threads may encode at once.
+
+    source: the file it was read from, for messages. vocab_size: one more than the highest id. eos_id: the id of
+    `<|endoftext|>`, None when the vocabulary has none.
+    """
+
+    def __init__(self, vocabulary: Vocabulary) -> None:
+        self.source = vocabulary.source
+        ranks = vocabulary.ranks()
+        ids = vocabulary.ids
+        self._token_bytes: dict[int, bytes] = {token_id: token for token, token_id in ids.items()}
+        self._token_bytes |= {token.id: token.content.encode() for token in vocabulary.added}
+        self._special = frozenset(token.id for token in vocabulary.added if token.special)
+        self.vocab_size = max(self._token_bytes) + 1
+        self.eos_id = next((token.id for token in vocabulary.added if token.content == END_OF_TEXT), None)
+        self._prefix_space = vocabulary.prefix_space
+        # Added tokens that are ordinary text are matched before anything is split, as Hugging Face does;
+        # tiktoken calls them special and wants ids of its own for them, beyond all ranks.
+        plain = [token for token in vocabulary.added if not token.special]
+        self._plain_added = {token.content for token in plain}
+        numbers = {token.content: max(ranks.values()) + 1 + i for i, token in enumerate(plain)}
+        self._encoding = tiktoken.Encoding(
+            vocabulary.source, pat_str=GPT2_PATTERN, mergeable_ranks=ranks, special_tokens=numbers
+        )
+        pairs = [*((rank, ids[token]) for token, rank in ranks.items())]
+        pairs += [(numbers[token.content], token.id) for token in plain]
+        self._id_of_rank = None if all(rank == token_id for rank, token_id in pairs) else dict(pairs)
+
+    def encode(self, text: str) -> list[int]:
+        """Token ids of plain text: a literal `<|endoftext|>` is spelled out. Raises ValueError, nothing else."""
+        if self._prefix_space and text and not text.startswith(" "):
+            text = " " + text
+        try:
+            ranks = self._encoding.encode(text, allowed_special=self._plain_added, disallowed_special=())
+        except BaseException as error:
+            # A panic inside tiktoken arrives as a BaseException that is no Exception.
+            if isinstance(error, Exception) or type(error).__name__ == "PanicException":
+                raise ValueError(f"this text cannot be tokenized: {error}") from None
+            raise
+        return ranks if self._id_of_rank is None else [self._id_of_rank[rank] for rank in ranks]
+
+    def token_bytes(self, token_id: int) -> bytes:
+        """The bytes of one token, also of a special one; empty for an id that no token has."""
+        return self._token_bytes.get(token_id, b"")
+
+    def is_special(self, token_id: int) -> bool:
+        """Whether the token is a mark such as `<|endoftext|>`, which text does not show."""
+        return token_id in self._special
+
+    def text_bytes(self, token_id: int) -> bytes:
+        """What the token adds to decoded text: its bytes, nothing for special and unknown tokens."""
+        return b"" if token_id in self._special else self._token_bytes.get(token_id, b"")
+
+    def decode(self, ids: Iterable[int]) -> str:
+        """The text of `ids`: invalid UTF-8 becomes U+FFFD; special and unknown tokens show nothing."""
+        return b"".join(map(self.text_bytes, ids)).decode("utf-8", "replace")

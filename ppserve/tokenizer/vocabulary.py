@@ -1,0 +1,100 @@
+"""A byte-level BPE vocabulary as its files declare it, checked, before tiktoken sees it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+
+from ppserve.errors import CheckpointError
+
+END_OF_TEXT = "<|endoftext|>"
+MAX_TOKENS = 2**20
+MAX_TOKEN_BYTES = 2**16
+
+
+@dataclass(frozen=True, slots=True)
+class AddedToken:
+    """A token that is no merge. special: never part of decoded text, and never read out of plain text."""
+
+    content: str
+    id: int
+    special: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Vocabulary:
+    """Token bytes -> id; the order in which pairs merge; added tokens; where all this came from.
+
+    merge_order: tokens of two and more bytes in the order of their merges. None means that the ids are that
+    order, which is so for GPT-2 and for what its trainers write; `check_id_order` makes sure.
+    """
+
+    source: str
+    ids: Mapping[bytes, int]
+    merge_order: tuple[bytes, ...] | None = None
+    added: tuple[AddedToken, ...] = ()
+    prefix_space: bool = False
+    pad_to: int = field(default=0)
+
+    def ranks(self) -> dict[bytes, int]:
+        """Token bytes -> merge rank, as tiktoken wants it: 0, 1, 2, … with single bytes first."""
+        if self.merge_order is None:
+            return dict(self.ids)
+        singles = sorted((token for token in self.ids if len(token) == 1), key=self.ids.__getitem__)
+        return {token: rank for rank, token in enumerate((*singles, *self.merge_order))}
+
+
+def check_vocabulary(vocabulary: Vocabulary) -> Vocabulary:
+    """The same vocabulary, or CheckpointError: all bytes present, ids distinct, sizes within bounds."""
+    source, ids = vocabulary.source, vocabulary.ids
+    if len(ids) + len(vocabulary.added) > MAX_TOKENS:
+        raise CheckpointError(source, f"more than {MAX_TOKENS} tokens")
+    if any(len(token) > MAX_TOKEN_BYTES for token in ids):
+        raise CheckpointError(source, f"a token is longer than {MAX_TOKEN_BYTES} bytes")
+    missing = [b for b in range(256) if bytes([b]) not in ids]
+    if missing:
+        raise CheckpointError(source, f"not a byte-level vocabulary: {len(missing)} of the 256 bytes are missing")
+    _check_distinct(source, [*ids.values(), *(token.id for token in vocabulary.added)])
+    if vocabulary.merge_order is None:
+        check_id_order(source, ids)
+    return vocabulary
+
+
+def _check_distinct(source: str, ids: Iterable[int]) -> None:
+    seen: set[int] = set()
+    for token_id in ids:
+        if not 0 <= token_id < MAX_TOKENS:
+            raise CheckpointError(source, f"token id {token_id} is not within 0 to {MAX_TOKENS - 1}")
+        if token_id in seen:
+            raise CheckpointError(source, f"token id {token_id} is given to two tokens")
+        seen.add(token_id)
+
+
+def check_id_order(source: str, ids: Mapping[bytes, int]) -> None:
+    """Raises CheckpointError unless every token can be merged from two tokens of lower id.
+
+    Single bytes are never merged, so their ids may lie anywhere.
+    """
+    for token, token_id in ids.items():
+        if len(token) > 1 and not any(
+            _rank(ids, token[:cut]) < token_id and _rank(ids, token[cut:]) < token_id for cut in range(1, len(token))
+        ):
+            raise CheckpointError(
+                source,
+                f"ids are not in merge order (token {token_id}, {token!r}, is not made of earlier ones); "
+                "merges.txt or tokenizer.json beside it would settle the order",
+            )
+
+
+def _rank(ids: Mapping[bytes, int], token: bytes) -> int:
+    return -1 if len(token) == 1 else ids.get(token, MAX_TOKENS)
+
+
+def spelling() -> dict[str, int]:
+    """GPT-2's printable alphabet: the character that stands for each byte in vocab.json and merges.txt.
+
+    Bytes that Latin-1 prints stand for themselves; the others take the characters from U+0100 on, in order.
+    """
+    printable = {*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)}
+    others = (b for b in range(256) if b not in printable)
+    return {chr(b): b for b in printable} | {chr(0x100 + i): b for i, b in enumerate(others)}

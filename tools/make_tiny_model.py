@@ -1,0 +1,258 @@
+"""Trains the built-in model and its vocabulary, from nothing but `tools/tiny_stories.py` and a seed.
+
+    OMP_NUM_THREADS=1 python -m tools.make_tiny_model ppserve/assets/tiny          (about 20 minutes, one core)
+
+Writes a Hugging Face GPT-2 directory: config.json, model.safetensors (bfloat16) and tokenizer.tiktoken.
+With the same torch build on the same kind of processor the files come out identical.
+"""
+
+from __future__ import annotations
+
+import argparse
+import base64
+import json
+import math
+import random
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+import tiktoken
+import torch
+from safetensors.torch import save_file
+from tiktoken_ext.openai_public import r50k_pat_str
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from tools.byte_pairs import learn_ranks
+from tools.tiny_stories import story
+
+END_OF_TEXT = "<|endoftext|>"
+
+
+@dataclass(frozen=True, slots=True)
+class Shape:
+    """Sizes of the built-in model: eight blocks, so that every number of stages from 1 to 8 has a block each."""
+
+    num_layers: int = 8
+    width: int = 160
+    num_heads: int = 5
+    max_positions: int = 1024
+    num_ranks: int = 1279
+
+
+@dataclass(frozen=True, slots=True)
+class Phase:
+    """A stretch of training: `steps` steps of `tokens_per_step` tokens in windows of `window` positions."""
+
+    window: int
+    share: float
+
+
+PHASES = (Phase(window=256, share=0.85), Phase(window=1024, share=0.15))
+TOKENS_PER_STEP = 2048
+PEAK_LEARNING_RATE = 2.5e-3
+
+
+class Conv1D(nn.Module):
+    """A linear layer whose weight is stored (in, out), as GPT-2 checkpoints have it."""
+
+    def __init__(self, num_in: int, num_out: int, std: float = 0.02) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(num_in, num_out) * std)
+        self.bias = nn.Parameter(torch.zeros(num_out))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x @ self.weight + self.bias
+
+
+class Attention(nn.Module):
+    def __init__(self, shape: Shape) -> None:
+        super().__init__()
+        self.num_heads = shape.num_heads
+        self.c_attn = Conv1D(shape.width, 3 * shape.width)
+        self.c_proj = Conv1D(shape.width, shape.width, 0.02 / math.sqrt(2 * shape.num_layers))
+
+    def forward(self, x_NTD: Tensor) -> Tensor:
+        n, t, d = x_NTD.shape
+        q, k, v = (part.view(n, t, self.num_heads, -1).transpose(1, 2) for part in self.c_attn(x_NTD).split(d, -1))
+        mixed = F.scaled_dot_product_attention(q, k, v, is_causal=True)
+        return self.c_proj(mixed.transpose(1, 2).reshape(n, t, d))
+
+
+class MLP(nn.Module):
+    def __init__(self, shape: Shape) -> None:
+        super().__init__()
+        self.c_fc = Conv1D(shape.width, 4 * shape.width)
+        self.c_proj = Conv1D(4 * shape.width, shape.width, 0.02 / math.sqrt(2 * shape.num_layers))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.c_proj(F.gelu(self.c_fc(x), approximate="tanh"))
+
+
+class Block(nn.Module):
+    def __init__(self, shape: Shape) -> None:
+        super().__init__()
+        self.ln_1, self.attn = nn.LayerNorm(shape.width), Attention(shape)
+        self.ln_2, self.mlp = nn.LayerNorm(shape.width), MLP(shape)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x + self.attn(self.ln_1(x))
+        return x + self.mlp(self.ln_2(x))
+
+
+class GPT2(nn.Module):
+    """A plain GPT-2 for training; parameter names are those of Hugging Face checkpoints."""
+
+    def __init__(self, shape: Shape) -> None:
+        super().__init__()
+        self.wte = nn.Embedding(shape.num_ranks + 1, shape.width)
+        self.wpe = nn.Embedding(shape.max_positions, shape.width)
+        self.h = nn.ModuleList(Block(shape) for _ in range(shape.num_layers))
+        self.ln_f = nn.LayerNorm(shape.width)
+        for embedding in (self.wte, self.wpe):
+            nn.init.normal_(embedding.weight, std=0.02)
+
+    def forward(self, ids_NT: Tensor, first_position: int = 0) -> Tensor:
+        """Logits (N, T, V) of ids at consecutive positions from `first_position` on."""
+        positions_T = torch.arange(first_position, first_position + ids_NT.shape[1])
+        x = self.wte(ids_NT) + self.wpe(positions_T)
+        for block in self.h:
+            x = block(x)
+        return F.linear(self.ln_f(x), self.wte.weight)
+
+
+def learn_vocabulary(shape: Shape, seed: int) -> tiktoken.Encoding:
+    """Byte pairs of 4,000 stories, as an encoding with `<|endoftext|>` after the last rank."""
+    rng = random.Random(seed)
+    text = "\n".join(story(rng) for _ in range(4_000))
+    ranks = learn_ranks(text, r50k_pat_str, shape.num_ranks)
+    if len(ranks) < shape.num_ranks:
+        raise ValueError(f"the stories hold only {len(ranks)} ranks, fewer than {shape.num_ranks}")
+    return tiktoken.Encoding(
+        "tiny", pat_str=r50k_pat_str, mergeable_ranks=ranks, special_tokens={END_OF_TEXT: shape.num_ranks}
+    )
+
+
+class Corpus:
+    """Endless token ids of fresh stories, each followed by `<|endoftext|>`."""
+
+    def __init__(self, encoding: tiktoken.Encoding, seed: int) -> None:
+        self._encoding = encoding
+        self._rng = random.Random(seed)
+
+    def windows(self, count: int, length: int) -> Tensor:
+        """(count, length) ids; every window begins where a story begins."""
+        return torch.tensor([self._window(length) for _ in range(count)])
+
+    def _window(self, length: int) -> list[int]:
+        ids: list[int] = []
+        while len(ids) < length:
+            ids += [*self._encoding.encode_ordinary(story(self._rng)), self._encoding.eot_token]
+        return ids[:length]
+
+
+def learning_rate(progress: float) -> float:
+    """Linear warm-up over 3% of the run, then a cosine to a twentieth of the peak. progress: 0..1."""
+    warm = min(1.0, progress / 0.03)
+    return PEAK_LEARNING_RATE * warm * (0.05 + 0.95 * 0.5 * (1 + math.cos(math.pi * progress)))
+
+
+def make_optimizer(model: GPT2) -> torch.optim.Optimizer:
+    matrices = [p for p in model.parameters() if p.ndim == 2]
+    vectors = [p for p in model.parameters() if p.ndim != 2]
+    groups = [{"params": matrices, "weight_decay": 0.05}, {"params": vectors, "weight_decay": 0.0}]
+    return torch.optim.AdamW(groups, betas=(0.9, 0.98), fused=True)
+
+
+def train(model: GPT2, corpus: Corpus, num_steps: int, seed: int) -> None:
+    """Short windows at positions drawn from the whole context first, whole contexts at the end."""
+    optimizer = make_optimizer(model)
+    rng = random.Random(seed)
+    started, max_positions = time.monotonic(), model.wpe.num_embeddings
+    lengths = [phase.window for phase in PHASES for _ in range(round(phase.share * num_steps))]
+    for step, length in enumerate(lengths):
+        ids_NT = corpus.windows(TOKENS_PER_STEP // length, length + 1)
+        first = rng.choice((0, rng.randrange(max_positions - length + 1)))
+        for group in optimizer.param_groups:
+            group["lr"] = learning_rate(step / len(lengths))
+        logits_NTV = model(ids_NT[:, :-1], first)
+        loss = F.cross_entropy(logits_NTV.flatten(0, 1), ids_NT[:, 1:].flatten())
+        optimizer.zero_grad()
+        loss.backward()
+        nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        if step % 20 == 0 or step == len(lengths) - 1:
+            print(f"step {step} of {len(lengths)}  loss {loss.item():.4f}  {time.monotonic() - started:.0f} s", flush=True)
+
+
+@torch.no_grad()
+def held_out_loss(model: GPT2, corpus: Corpus) -> float:
+    """Mean loss in nats per token over 16 windows of the whole context."""
+    ids_NT = corpus.windows(16, model.wpe.num_embeddings + 1)
+    losses = [F.cross_entropy(model(ids_T[None, :-1])[0], ids_T[1:]).item() for ids_T in ids_NT]
+    return sum(losses) / len(losses)
+
+
+@torch.no_grad()
+def sample(model: GPT2, encoding: tiktoken.Encoding, prompt: str, temperature: float) -> str:
+    """A continuation up to the end of the text; temperature 0 is greedy."""
+    generator = torch.Generator().manual_seed(0)
+    ids = encoding.encode_ordinary(prompt)
+    while len(ids) < 250 and ids[-1] != encoding.eot_token:
+        logits_V = model(torch.tensor([ids]))[0, -1]
+        if temperature:
+            ids.append(int(torch.multinomial((logits_V / temperature).softmax(-1), 1, generator=generator)))
+        else:
+            ids.append(int(logits_V.argmax()))
+    return encoding.decode(ids)
+
+
+def save(model: GPT2, shape: Shape, encoding: tiktoken.Encoding, directory: Path) -> None:
+    directory.mkdir(parents=True, exist_ok=True)
+    config = {
+        "architectures": ["GPT2LMHeadModel"],
+        "model_type": "gpt2",
+        "n_layer": shape.num_layers,
+        "n_embd": shape.width,
+        "n_head": shape.num_heads,
+        "n_positions": shape.max_positions,
+        "n_ctx": shape.max_positions,
+        "vocab_size": encoding.n_vocab,
+        "activation_function": "gelu_new",
+        "layer_norm_epsilon": 1e-5,
+        "tie_word_embeddings": True,
+        "bos_token_id": encoding.eot_token,
+        "eos_token_id": encoding.eot_token,
+        "dtype": "bfloat16",
+    }
+    (directory / "config.json").write_text(json.dumps(config, indent=2) + "\n")
+    tensors = {name: tensor.detach().bfloat16().contiguous() for name, tensor in model.state_dict().items()}
+    save_file(tensors, directory / "model.safetensors", metadata={"format": "pt"})
+    ranks = [base64.b64encode(encoding.decode_single_token_bytes(i)).decode() for i in range(shape.num_ranks)]
+    lines = (f"{token} {rank}\n" for rank, token in enumerate(ranks))
+    (directory / "tokenizer.tiktoken").write_text("".join(lines))
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("directory", type=Path)
+    parser.add_argument("--steps", type=int, default=1200)
+    parser.add_argument("--seed", type=int, default=1)
+    arguments = parser.parse_args()
+    torch.set_num_threads(1)
+    torch.manual_seed(arguments.seed)
+    shape = Shape()
+    encoding = learn_vocabulary(shape, arguments.seed)
+    model = GPT2(shape)
+    print(f"{sum(p.numel() for p in model.parameters()):,} parameters, {encoding.n_vocab} tokens", flush=True)
+    train(model, Corpus(encoding, arguments.seed + 1), arguments.steps, arguments.seed)
+    print(f"held-out loss {held_out_loss(model, Corpus(encoding, arguments.seed + 2)):.4f} nats per token")
+    save(model, shape, encoding, arguments.directory)
+    for prompt in ("Once upon a time", "The pipeline", "One morning", "Hello"):
+        for temperature in (0.0, 0.8):
+            print(f"--- temperature {temperature}\n{sample(model, encoding, prompt, temperature)}")
+
+
+if __name__ == "__main__":
+    main()

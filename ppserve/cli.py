@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import sys
-from typing import Any
+from typing import Any, ClassVar
 
 import click
 
@@ -16,7 +16,7 @@ from ppserve.launch import EXIT_USAGE
 class _ServeByDefault(click.Group):
     """Hands arguments that name no command to `serve`, and loads commands only when they are asked for."""
 
-    _HOMES = {
+    _HOMES: ClassVar = {
         "serve": "cli_serve",
         "generate": "cli_client",
         "health": "cli_client",

@@ -7,7 +7,7 @@ import os
 import sys
 import tomllib
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import click
 
@@ -120,7 +120,7 @@ def build_config(flags: dict[str, Any]) -> cfg.ServeConfig:
     )
 
 
-def _start_torchrun(stages: int) -> None:
+def _start_torchrun(stages: int) -> NoReturn:
     """Becomes torchrun, which starts this same command once per stage."""
     arguments = sys.argv[1:] if sys.argv[1:2] == ["serve"] else ["serve", *sys.argv[1:]]
     # Its default of one thread per rank would only be announced, loudly: stages set their own.

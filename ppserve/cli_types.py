@@ -10,7 +10,7 @@ import click
 _UNITS = {"": 1, "K": 1 << 10, "M": 1 << 20, "G": 1 << 30, "T": 1 << 40}
 
 
-class ByteSize(click.ParamType):
+class ByteSize(click.ParamType[Any]):
     """Bytes as a number or with a unit: 1073741824, 1G, 512MiB."""
 
     name = "size"
@@ -24,10 +24,10 @@ class ByteSize(click.ParamType):
         return int(float(match[1]) * _UNITS[match[2].upper()])
 
 
-class AutoOr(click.ParamType):
+class AutoOr(click.ParamType[Any]):
     """`auto` (None) or what another type accepts."""
 
-    def __init__(self, inner: click.ParamType) -> None:
+    def __init__(self, inner: click.ParamType[Any]) -> None:
         self.inner = inner
         self.name = f"auto|{inner.name}"
 
@@ -35,7 +35,7 @@ class AutoOr(click.ParamType):
         return None if value is None or value == "auto" else self.inner.convert(value, param, ctx)
 
 
-class LayerSplit(click.ParamType):
+class LayerSplit(click.ParamType[Any]):
     """Blocks per stage, such as 9,3."""
 
     name = "n,n,..."

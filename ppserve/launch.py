@@ -21,6 +21,8 @@ from ppserve import wire
 from ppserve.config import ServeConfig
 
 EXIT_USAGE = 2
+# A stage that was told to end because the server fails: not to be started again.
+EXIT_FAILED = 76
 # A stage that lost its head, or was told to go by a closed connection: worth starting again.
 EXIT_HEAD_GONE = 75
 
@@ -99,8 +101,8 @@ class Keeper:
                 return 0
             if self._stopping:
                 return 1
-            if code == EXIT_USAGE:
-                return EXIT_USAGE
+            if code in (EXIT_USAGE, EXIT_FAILED):
+                return EXIT_USAGE if code == EXIT_USAGE else 1
             now = time.monotonic()
             if served:
                 deaths.clear()
@@ -127,8 +129,8 @@ class Keeper:
         )
         os.close(life_write)
         start = wire.Start(self._config, self._stage, self._num_stages, *self._control)
+        assert child.stdin is not None
         try:
-            assert child.stdin is not None
             child.stdin.write(wire.encode(start))
             child.stdin.flush()  # stays open: its end tells the stage that its keeper is gone
         except BrokenPipeError:

@@ -142,11 +142,15 @@ class Assign(_Message, frozen=True, tag=True):
 
 
 class Form(_Message, frozen=True, tag=True):
-    """Leave the old epoch, enter this one. store_port 0, to stage 0 only: open the store and say where."""
+    """Leave the old epoch, enter this one. store_port 0, to stage 0 only: open the store and say where.
+
+    num_blocks: KV blocks; max_rows: tokens of the largest step.
+    """
 
     epoch: int
     transport: str
     num_blocks: int
+    max_rows: int
     store_host: str
     store_port: int
 
@@ -160,7 +164,9 @@ class Ping(_Message, frozen=True, tag=True):
 
 
 class Shutdown(_Message, frozen=True, tag=True):
-    """Finish what was sent before this, then exit with code 0."""
+    """Finish what was sent before this, then exit with this code: 0 unless the head itself fails."""
+
+    code: int = 0
 
 
 FromStage = Hello | Loading | Loaded | StoreOpened | Ready | Result | Heartbeat | Broken | Failed | GaveUp

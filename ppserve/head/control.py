@@ -105,7 +105,11 @@ class ControlPlane:
         if peer is not None:
             self._lost.append(self._forget(peer, cause))
 
-    def close(self) -> None:
+    def close(self, goodbye_s: float) -> None:
+        """Waits for the stages, which were told to end, to hang up; then lets go of everything."""
+        until_s = time.monotonic() + goodbye_s
+        while self._peers and time.monotonic() < until_s:
+            self.poll(0.1)
         for peer in list(self._peers.values()):
             self._forget(peer, "closed")
         for stranger in list(self._strangers):

@@ -44,12 +44,16 @@ class StageState(Enum):
 
 @dataclass(frozen=True, slots=True)
 class Decision:
-    """What the head decides once it knows all stages: who loads what, and how they talk."""
+    """What the head decides once it knows all stages: who loads what, and how they talk.
+
+    store_host: where stage 0 opens each epoch's store; max_rows: tokens of the largest step.
+    """
 
     layouts: tuple[StageLayout, ...]
     dtype: str
     transport: str
     store_host: str
+    max_rows: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -260,9 +264,12 @@ class Members:
         return []
 
     def _send_form(self, member: Member, store_port: int, now_ns: int) -> None:
-        assert self.decision is not None
-        transport, host = self.decision.transport, self.decision.store_host
-        self.send(member.stage, wire.Form(self.epoch, transport, self.num_blocks, host, store_port))
+        decision = self.decision
+        assert decision is not None
+        form = wire.Form(
+            self.epoch, decision.transport, self.num_blocks, decision.max_rows, decision.store_host, store_port
+        )
+        self.send(member.stage, form)
         self._move(member, StageState.FORMING, now_ns)
 
     def _ready(self, member: Member, ready: wire.Ready, now_ns: int) -> list[MemberEvent]:

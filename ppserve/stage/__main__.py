@@ -14,6 +14,7 @@ import time
 from ppserve import wire
 from ppserve.errors import UsageError
 from ppserve.launch import EXIT_HEAD_GONE, EXIT_USAGE, RankEnvironment, die_with_parent
+from ppserve.logs import set_up_logging
 
 log = logging.getLogger("ppserve.stage")
 
@@ -25,9 +26,7 @@ def main() -> int:
     life_fd, keeper_pid = int(sys.argv[1]), int(sys.argv[2])
     die_with_parent(keeper_pid)
     start = _read_start()
-    logging.basicConfig(
-        level=start.config.log.level.upper(), format=f"%(asctime)s stage {start.stage} %(levelname)s %(message)s"
-    )
+    set_up_logging(start.config.log, f"stage {start.stage}")
     threading.Thread(target=_show_life, args=(life_fd,), name="life", daemon=True).start()
     # The imports below are slow (torch), which is why they come after the first sign of life.
     from ppserve.stage import loop
@@ -42,13 +41,12 @@ def main() -> int:
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     try:
         stage = loop.StageLoop.open(start, environment, connection, token)
-        stage.run(on_served=lambda: os.write(life_fd, b"served\n"))
+        return stage.run(on_served=lambda: os.write(life_fd, b"served\n"))
     except UsageError as error:
         # A closed connection means the head has heard of the mistake from another stage already.
         with contextlib.suppress(OSError):
             connection.sendall(wire.encode(wire.GaveUp(token, start.stage, str(error))))
         return EXIT_USAGE
-    return 0
 
 
 def _read_start() -> wire.Start:

@@ -59,8 +59,10 @@ class HeadLink:
             for message in messages:
                 if isinstance(message, wire.Ping):
                     self.send(wire.Heartbeat(message.sent_ns, now_ns, self._steps, resident_bytes()))
-                else:
-                    self.inbox.put((now_ns, message))
+                    continue
+                self.inbox.put((now_ns, message))
+                if isinstance(message, wire.Shutdown):
+                    return  # what follows is only the end of the connection
 
 
 def resident_bytes() -> int:

@@ -60,10 +60,10 @@ class StageLoop:
         self._checkpoint = checkpoint
         self._compute = compute
         self._layout: StageLayout | None = None
+        self._dtype = compute.dtype
         self._model: GPT2Stage | None = None
         self._cache: KVCache | None = None
         self._epoch: Epoch | None = None
-        self._group_store: dist.Store | None = None
         self._messages: deque[Stamped] = deque()
         self._on_served: Callable[[], object] = lambda: None
 
@@ -93,8 +93,8 @@ class StageLoop:
         return cls(start, link, checkpoint, compute)
 
     @torch.inference_mode()
-    def run(self, on_served: Callable[[], object]) -> None:
-        """Until the head says Shutdown. `on_served` is called after every step."""
+    def run(self, on_served: Callable[[], object]) -> int:
+        """Until the head says Shutdown; the exit code that it asks for. `on_served`: after every step."""
         self._on_served = on_served
         while True:
             self._take_arrived()
@@ -106,9 +106,9 @@ class StageLoop:
                     self._load(message)
                 case wire.Form():
                     self._enter_epoch(message)
-                case wire.Shutdown():
+                case wire.Shutdown(code):
                     self._leave_epoch()
-                    return
+                    return code
 
     def _take_arrived(self) -> None:
         """At least one message, and all that is there: receives for known plans are posted at once, so
@@ -134,6 +134,7 @@ class StageLoop:
     def _load(self, assign: wire.Assign) -> None:
         """Reads this stage's tensors and says what they weigh. A failure is final: `Failed`."""
         self._layout = layout = assign.layout
+        self._dtype = assign.dtype
         try:
             self._model = GPT2Stage.load(
                 self._checkpoint, layout, assign.dtype, self._compute.device, self._report_progress
@@ -169,13 +170,7 @@ class StageLoop:
         try:
             if self._layout.num_stages > 1:
                 self._join_group(form)
-            transport = create_transport(
-                form.transport,
-                width=self._checkpoint.architecture.width,
-                dtype=self._model.wire_dtype,
-                device=self._compute.device,
-                depth=self._layout.num_stages + 1,
-            )
+            transport = self._open_transport(form)
             transport.warm_up()
         except (TransportError, RuntimeError) as error:
             log.warning("epoch %d could not form: %s", form.epoch, error)
@@ -186,6 +181,17 @@ class StageLoop:
         self._epoch = Epoch(form.epoch, transport, cache)
         self._link.send(wire.Ready(form.epoch, transport.name))
 
+    def _open_transport(self, form: wire.Form) -> Transport:
+        assert self._model is not None
+        return create_transport(
+            form.transport,
+            width=self._checkpoint.architecture.width,
+            dtype=self._model.dtype,
+            device=self._compute.device,
+            depth=self._start.num_stages + 1,
+            max_rows=form.max_rows,
+        )
+
     def _join_group(self, form: wire.Form) -> None:
         assert self._layout is not None
         if form.store_port == 0:
@@ -193,7 +199,6 @@ class StageLoop:
             self._link.send(wire.StoreOpened(form.epoch, form.store_host, port))
         else:
             store = rendezvous.join_epoch_store(form.store_host, form.store_port, _FORM_TIMEOUT)
-        self._group_store = store
         if form.store_host == "127.0.0.1":
             os.environ["GLOO_SOCKET_IFNAME"] = "lo"
         dist.init_process_group(
@@ -215,7 +220,7 @@ class StageLoop:
                 self._layout,
                 num_blocks,
                 self._start.config.cache.block_size,
-                self._model.dtype,
+                self._dtype,
                 self._compute.device,
             )
         self._cache.reset()
@@ -230,7 +235,6 @@ class StageLoop:
             parallel_state.destroy_model_parallel()
         if dist.is_initialized():
             dist.destroy_process_group()
-        self._group_store = None
 
     # ---- steps ----------------------------------------------------------------------------------------
 
@@ -259,7 +263,6 @@ class StageLoop:
         awaited_ns = clock()
         received_TD = None if layout.is_first else epoch.transport.receive(plan)
         received_ns = clock()
-        epoch.cache.copy(plan.copies)
         begun_ns = clock()
         hidden_TD = model.forward(inputs, received_TD, epoch.cache)
         drawn: tuple[Drawn, ...] = ()

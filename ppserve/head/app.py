@@ -1,0 +1,240 @@
+"""The head as a process: starts the pipeline, opens the front door, and closes both in order."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import os
+import secrets
+import signal
+import socket
+import sys
+import threading
+import time
+
+from ppserve import __version__
+from ppserve.config import ServeConfig
+from ppserve.core.architecture import Architecture
+from ppserve.core.block_manager import BlockManager
+from ppserve.core.scheduler import Scheduler, SchedulerConfig
+from ppserve.core.time_account import TimeAccount
+from ppserve.errors import ConfigError, UsageError
+from ppserve.head import layout
+from ppserve.head.banner import Progress, banner
+from ppserve.head.control import ControlPlane
+from ppserve.head.engine import Engine
+from ppserve.head.handle import PipelineHandle, describe_model
+from ppserve.head.members import Formed, Hopeless, Members
+from ppserve.head.metrics import Metrics
+from ppserve.head.observer import Observer
+from ppserve.head.server import FrontDoor
+from ppserve.head.trace import Trace
+from ppserve.launch import EXIT_USAGE, Keeper, RankEnvironment, die_with_parent
+from ppserve.logs import set_up_logging
+from ppserve.tokenizer import Tokenizer, load_tokenizer
+
+log = logging.getLogger("ppserve.head")
+
+_HEALTH_EVERY_S = 0.1
+_STAGES_END_WITHIN_S = 5.0
+
+
+def run_head(config: ServeConfig, environment: RankEnvironment) -> int:
+    """The whole life of rank 0; returns its exit code."""
+    if "TORCHELASTIC_RUN_ID" in os.environ:
+        die_with_parent()
+    set_up_logging(config.log)
+    # The engine must not wait long for the interpreter while messages are written.
+    sys.setswitchinterval(0.0005)
+    try:
+        return asyncio.run(Head(config, environment).run())
+    except UsageError as error:
+        print(f"ppserve: error: {error}", file=sys.stderr, flush=True)
+        return EXIT_USAGE
+
+
+class Head:
+    """Composes the rooms of the head; each has one owner, and this is where they meet."""
+
+    def __init__(self, config: ServeConfig, environment: RankEnvironment) -> None:
+        self._config = config
+        self._num_stages = environment.world_size
+        one_host = environment.local_world_size == environment.world_size
+        token = secrets.token_hex(16)
+        self._control = ControlPlane("127.0.0.1" if one_host else "0.0.0.0", self._num_stages, token)
+        control_host = "127.0.0.1" if one_host else os.environ.get("MASTER_ADDR", "127.0.0.1")
+        self._keeper = Keeper(config, 0, self._num_stages, (control_host, self._control.port, token))
+        self._keeper_thread = threading.Thread(target=self._keeper.run, name="keeper", daemon=True)
+        self._members = Members(
+            num_stages=self._num_stages,
+            host=socket.gethostname(),
+            decide=lambda hellos: layout.decide(config, hellos),
+            choose_num_blocks=lambda loaded: layout.num_blocks(config, self._architecture, loaded),
+            send=self._control.send,
+            drop=self._control.drop,
+        )
+        self._metrics = Metrics(self._num_stages)
+        self._stop = asyncio.Event()
+        self._stop_now = asyncio.Event()
+
+    @property
+    def _architecture(self) -> Architecture:
+        hello = self._members.stages[0].hello
+        assert hello is not None
+        return hello.architecture
+
+    async def run(self) -> int:
+        """Until a signal, or until the pipeline is lost for good."""
+        self._listen_to_signals()
+        self._refuse_taken_ports()
+        account = TimeAccount(self._num_stages, time.monotonic_ns())
+        observer = Observer(account, self._metrics, Trace(self._num_stages, self._config.server.trace))
+        engine = Engine(
+            self._control, self._members, observer, self._make_scheduler, asyncio.get_running_loop()
+        )
+        self._keeper_thread.start()
+        engine.start()
+        try:
+            return await self._serve(engine, observer)
+        finally:
+            engine.stop()
+            await self._end_stages(engine)
+            observer.trace.close()
+
+    async def _serve(self, engine: Engine, observer: Observer) -> int:
+        code = await self._wait_for_pipeline(engine)
+        if code is not None:
+            return code
+        tokenizer = self._load_tokenizer()
+        engine.tokenizer = tokenizer
+        handle = PipelineHandle(
+            engine, self._members, observer, describe_model(self._config, self._members, tokenizer)
+        )
+        door = FrontDoor(self._config.server, handle, tokenizer)
+        metrics_port = self._metrics.start_http(
+            self._config.server.host, self._config.server.metrics_port, handle.stage_times
+        )
+        self._metrics.describe(handle.model_card(), handle.topology(), __version__)
+        port = await door.start()
+        await door.set_serving(True)
+        self._on_reload(door, observer)
+        host = self._config.server.host
+        about = banner(handle.model_card(), handle.topology(), host, port, metrics_port)
+        print(about, file=sys.stderr, flush=True)
+        print(
+            f"ppserve ready grpc={host}:{port} metrics={host}:{metrics_port} stages={self._num_stages}", flush=True
+        )
+        health = asyncio.create_task(self._report_health(door))
+        try:
+            await self._first(self._wait(self._stop), engine.failed)
+            if not engine.failed.done():
+                log.info("draining: running streams have %g s", self._config.server.shutdown_timeout_s)
+        finally:
+            health.cancel()
+        return await self._close(door, engine)
+
+    async def _wait_for_pipeline(self, engine: Engine) -> int | None:
+        """None when it has formed; an exit code when it will not, or when a signal came first."""
+        with Progress(self._members):
+            await self._first(self._wait(self._stop), engine.formed, engine.failed)
+        if engine.failed.done():
+            return self._complain(engine.failed.result())
+        return None if engine.formed.done() else 0
+
+    async def _close(self, door: FrontDoor, engine: Engine) -> int:
+        """Streams finish, or time out, or a second signal ends them."""
+        timeout_s = 0.0 if engine.failed.done() else self._config.server.shutdown_timeout_s
+        closing = asyncio.ensure_future(door.stop(timeout_s))
+        await self._first(closing, self._wait(self._stop_now))
+        if not closing.done():
+            closing.cancel()
+            with contextlib.suppress(asyncio.CancelledError):
+                await closing
+        return self._complain(engine.failed.result()) if engine.failed.done() else 0
+
+    async def _end_stages(self, engine: Engine) -> None:
+        """The engine tells the stages; the keeper of stage 0 makes sure of the one that is its child."""
+        self._keeper.stop(_STAGES_END_WITHIN_S)
+        await asyncio.to_thread(engine.join, 2 * _STAGES_END_WITHIN_S)
+        await asyncio.to_thread(self._keeper_thread.join, 2 * _STAGES_END_WITHIN_S)
+
+    # ---- parts ----------------------------------------------------------------------------------------
+
+    def _make_scheduler(self, formed: Formed) -> Scheduler:
+        config, arch = self._config, self._architecture
+        scheduling = SchedulerConfig(
+            num_stages=self._num_stages,
+            microbatches=config.pipeline.microbatches,
+            max_num_seqs=config.scheduling.max_num_seqs,
+            max_queue=config.scheduling.max_queue,
+            max_model_len=layout.max_context(config, arch),
+            block_size=config.cache.block_size,
+            prefill_chunk=config.scheduling.prefill_chunk,
+            eos_id=arch.eos_id,
+        )
+        blocks = BlockManager(formed.num_blocks, config.cache.block_size)
+        return Scheduler(scheduling, blocks, epoch=formed.epoch)
+
+    def _load_tokenizer(self) -> Tokenizer | None:
+        tokenizer = load_tokenizer(self._config.model.path)
+        if tokenizer is None:
+            log.warning("no tokenizer beside %s: only token ids are served", self._config.model.path)
+        return tokenizer
+
+    def _refuse_taken_ports(self) -> None:
+        """Before anything is loaded: a port in use is the commonest mistake of all."""
+        server = self._config.server
+        for flag, port in (("--port", server.port), ("--metrics-port", server.metrics_port)):
+            family = socket.AF_INET6 if ":" in server.host else socket.AF_INET
+            with socket.socket(family, socket.SOCK_STREAM) as probe:
+                probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+                try:
+                    probe.bind((server.host, port))
+                except OSError as error:
+                    raise ConfigError(flag, f"cannot listen on {server.host}:{port}: {error.strerror}") from None
+
+    async def _report_health(self, door: FrontDoor) -> None:
+        """SERVING only while every stage was heard of a moment ago."""
+        serving = True
+        while True:
+            await asyncio.sleep(_HEALTH_EVERY_S)
+            healthy = self._members.healthy(time.monotonic_ns())
+            if healthy != serving:
+                serving = healthy
+                await door.set_serving(serving)
+
+    # ---- signals --------------------------------------------------------------------------------------
+
+    def _listen_to_signals(self) -> None:
+        def on_stop() -> None:
+            if self._stop.is_set():
+                self._stop_now.set()
+            self._stop.set()
+
+        loop = asyncio.get_running_loop()
+        for signum in (signal.SIGTERM, signal.SIGINT):
+            loop.add_signal_handler(signum, on_stop)
+
+    def _on_reload(self, door: FrontDoor, observer: Observer) -> None:
+        loop = asyncio.get_running_loop()
+        loop.add_signal_handler(signal.SIGHUP, door.reload_keys)
+        loop.add_signal_handler(signal.SIGUSR1, observer.trace.toggle)
+
+    @staticmethod
+    async def _wait(event: asyncio.Event) -> None:
+        await event.wait()
+
+    @staticmethod
+    async def _first(*waits: object) -> None:
+        """Until one of them is done. Futures given from outside are not cancelled."""
+        tasks = [asyncio.ensure_future(w) for w in waits]  # type: ignore[call-overload]
+        await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+        for wait, task in zip(waits, tasks, strict=True):
+            if task is not wait:
+                task.cancel()
+
+    @staticmethod
+    def _complain(hopeless: Hopeless) -> int:
+        print(f"ppserve: error: {hopeless.reason}", file=sys.stderr, flush=True)
+        return EXIT_USAGE if hopeless.usage else 1

@@ -1,0 +1,100 @@
+"""The engine as the front door sees it: requests in, and cards that describe what is served."""
+
+from __future__ import annotations
+
+import time
+
+from ppserve import __version__
+from ppserve.config import ServeConfig
+from ppserve.core.architecture import stage_params
+from ppserve.core.request import FinishReason, Request
+from ppserve.core.time_account import StageTimes
+from ppserve.head.cards import ModelCard, StageCard, Topology
+from ppserve.head.engine import Engine
+from ppserve.head.layout import max_context
+from ppserve.head.members import Member, Members, StageState
+from ppserve.head.observer import Observer
+from ppserve.head.stream import Sink
+from ppserve.tokenizer import Tokenizer
+
+
+class PipelineHandle:
+    """Implements `EngineHandle`. Made once the pipeline has formed for the first time."""
+
+    def __init__(self, engine: Engine, members: Members, observer: Observer, card: ModelCard) -> None:
+        self._engine = engine
+        self._members = members
+        self._observer = observer
+        self._card = card
+
+    async def submit(self, request: Request, sink: Sink) -> None:
+        await self._engine.submit(request, sink)
+
+    def cancel(self, request_id: str, reason: FinishReason) -> None:
+        self._engine.cancel(request_id, reason)
+
+    def model_card(self) -> ModelCard:
+        return self._card
+
+    def topology(self) -> Topology:
+        return self._engine.ask(lambda _now_s: self._topology())
+
+    def stage_times(self) -> tuple[StageTimes, ...]:
+        """Every stage's time up to now, as one consistent reading."""
+        return self._engine.ask(lambda _now_s: self._observer.stage_times(time.monotonic_ns()))
+
+    def _topology(self) -> Topology:
+        members, decision = self._members, self._members.decision
+        assert decision is not None
+        times = self._observer.stage_times(time.monotonic_ns())
+        return Topology(
+            stages=tuple(self._stage_card(m, t) for m, t in zip(members.stages, times, strict=True)),
+            transport=decision.transport,
+            epoch=members.epoch,
+            microbatches=self._engine.microbatches,
+            advice=self._observer.advice(times),
+        )
+
+    def _stage_card(self, member: Member, times: StageTimes) -> StageCard:
+        decision, hello, loaded = self._members.decision, member.hello, member.loaded
+        assert decision is not None and hello is not None and loaded is not None  # noqa: PT018
+        layout = decision.layouts[member.stage]
+        return StageCard(
+            stage=member.stage,
+            rank=member.stage,
+            host=hello.host,
+            device=loaded.device,
+            first_layer=layout.first_layer,
+            num_layers=layout.num_layers,
+            num_parameters=loaded.params,
+            weight_bytes=loaded.weight_bytes,
+            kv_bytes=self._members.num_blocks * loaded.block_bytes,
+            predicted_step_s=None,
+            measured_step_s=self._observer.mean_step_s(member.stage),
+            busy_s=sum(times.busy_ns.values()) / 1e9,
+            bubble_s=tuple((cause, ns / 1e9) for cause, ns in times.bubble_ns.items()),
+            idle_s=times.idle_ns / 1e9,
+            live=member.state is StageState.READY,
+            restarts=member.restarts,
+        )
+
+
+def describe_model(config: ServeConfig, members: Members, tokenizer: Tokenizer | None) -> ModelCard:
+    hello, decision = members.stages[0].hello, members.decision
+    assert hello is not None and decision is not None  # noqa: PT018
+    arch = hello.architecture
+    reasons = [f"stage {m.stage}: {m.loaded.why_not}" for m in members.stages if m.loaded and m.loaded.why_not]
+    shared = 0 if not arch.tied_embeddings or len(decision.layouts) == 0 else arch.padded_vocab_size * arch.width
+    return ModelCard(
+        name=config.model.path,
+        architecture=arch,
+        num_parameters=sum(stage_params(arch, layout) for layout in decision.layouts) - shared,
+        dtype=decision.dtype,
+        quantization=config.model.quantization,
+        max_context=max_context(config, arch),
+        eos_id=arch.eos_id,
+        has_tokenizer=tokenizer is not None,
+        deterministic=not reasons,
+        why_not="; ".join(reasons),
+        version=__version__,
+    )

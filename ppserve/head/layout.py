@@ -1,0 +1,76 @@
+"""Who loads what, and how stages talk: decided once, when every stage has said what it found."""
+
+from __future__ import annotations
+
+import os
+
+from ppserve import wire
+from ppserve.config import ServeConfig
+from ppserve.core.architecture import Architecture, stage_layouts
+from ppserve.core.composer import MAX_CHUNK_ALONE
+from ppserve.core.partition import check_split, split_by_weight
+from ppserve.errors import ConfigError
+from ppserve.head.members import Decision
+
+
+def decide(config: ServeConfig, hellos: tuple[wire.Hello, ...]) -> Decision:
+    """Layouts, dtype and transport for these stages. Raises ConfigError."""
+    first = hellos[0]
+    for hello in hellos[1:]:
+        if hello.architecture != first.architecture:
+            raise ConfigError("--model", f"stage {hello.stage} on {hello.host} found another model than stage 0")
+        if hello.dtype != first.dtype:
+            raise ConfigError("--dtype", f"stage {hello.stage} would use {hello.dtype}, stage 0 {first.dtype}")
+    arch, num_stages = first.architecture, len(hellos)
+    split = config.pipeline.layers or split_by_weight(arch, num_stages)
+    check_split(split, arch, num_stages)
+    max_context(config, arch)
+    one_host = len({hello.host for hello in hellos}) == 1
+    return Decision(
+        layouts=stage_layouts(split),
+        dtype=first.dtype,
+        transport=_transport(config.pipeline.transport, hellos, one_host),
+        store_host="127.0.0.1" if one_host else os.environ.get("MASTER_ADDR", first.host),
+        max_rows=(config.scheduling.prefill_chunk or MAX_CHUNK_ALONE) + config.scheduling.max_num_seqs,
+    )
+
+
+def max_context(config: ServeConfig, arch: Architecture) -> int:
+    """Tokens of prompt and answer together. Raises ConfigError where more is asked for than the model has."""
+    asked = config.model.max_model_len
+    if asked is not None and asked > arch.max_positions:
+        raise ConfigError("--max-model-len", f"{asked} is beyond the model's {arch.max_positions} positions")
+    return asked or arch.max_positions
+
+
+def num_blocks(config: ServeConfig, arch: Architecture, loaded: tuple[wire.Loaded, ...]) -> int:
+    """KV blocks of every stage: what the tightest stage can hold, but no more than could ever be used.
+
+    Raises ConfigError where not even one full-length sequence fits.
+    """
+    block_size, context = config.cache.block_size, max_context(config, arch)
+    needed = -(-context // block_size)
+    can_hold = min(stage.kv_bytes // stage.block_bytes for stage in loaded)
+    if can_hold < needed:
+        tightest = min(range(len(loaded)), key=lambda i: loaded[i].kv_bytes // loaded[i].block_bytes)
+        raise ConfigError(
+            "--kv-cache-memory",
+            f"stage {tightest} has room for {can_hold * block_size} tokens; one sequence may take {context}"
+            f" ({needed * loaded[tightest].block_bytes} bytes); lower --max-model-len or give it more",
+        )
+    return min(can_hold, needed * config.scheduling.max_num_seqs)
+
+
+def _transport(asked: str, hellos: tuple[wire.Hello, ...], one_host: bool) -> str:
+    if len(hellos) == 1:
+        return "local"
+    own_gpus = all(hello.gpu is not None and not hello.shares_gpu for hello in hellos)
+    if asked == "auto":
+        return "nccl" if own_gpus else "gloo"
+    if asked == "nccl" and not own_gpus:
+        raise ConfigError("--transport", "nccl needs a GPU of its own for every stage")
+    if asked == "shm" and not one_host:
+        raise ConfigError("--transport", "shm needs all stages on one host")
+    if asked == "local":
+        raise ConfigError("--transport", "local connects stages within one process; these are several")
+    return asked

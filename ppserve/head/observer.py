@@ -1,0 +1,83 @@
+"""What the engine sees, told to those who keep count of it: the ledger, the metrics and the trace.
+
+Runs in the engine's thread.
+"""
+
+from __future__ import annotations
+
+from ppserve.core.plan import StepPlan, StepResult
+from ppserve.core.scheduler import Scheduler
+from ppserve.core.time_account import StageTimes, TimeAccount
+from ppserve.head.metrics import Metrics
+from ppserve.head.open_request import OpenRequest
+from ppserve.head.stream import TokenOutput
+from ppserve.head.trace import Trace
+
+
+class Observer:
+    """Fed by the engine as things happen. account: every stage's time; trace: off until it is started."""
+
+    def __init__(self, account: TimeAccount, metrics: Metrics, trace: Trace) -> None:
+        self.account = account
+        self.metrics = metrics
+        self.trace = trace
+        self._demand = False
+
+    # ---- steps ----------------------------------------------------------------------------------------
+
+    def dispatched(self, plan: StepPlan, scheduler: Scheduler, now_ns: int, woken_ns: int) -> None:
+        """A plan went out to all stages. woken_ns: when the turn that made it began."""
+        self.account.dispatched(plan, now_ns, woken_ns)
+        self.metrics.microbatch(plan.phase, plan.num_tokens)
+        self.gauges(scheduler)
+
+    def step_done(self, result: StepResult, plan: StepPlan, now_ns: int) -> None:
+        """A stage reported a step; its stamps are on the head's clock."""
+        self.account.reported(result, result.stamps, now_ns)
+        self.metrics.step_done(result, plan.phase)
+        self.trace.step_done(result, plan)
+
+    def gauges(self, scheduler: Scheduler) -> None:
+        """How full everything is right now."""
+        self.metrics.load(
+            running=scheduler.num_running,
+            waiting=scheduler.num_waiting,
+            in_flight=scheduler.num_in_flight,
+            kv_usage=scheduler.kv_usage,
+        )
+        self.trace.load(scheduler.num_running, scheduler.num_waiting, scheduler.kv_usage)
+
+    # ---- the pipeline ---------------------------------------------------------------------------------
+
+    def stage_died(self, stage: int, cause: str) -> None:
+        self.metrics.stage_restarted(stage, cause)
+
+    def lost(self, now_ns: int) -> None:
+        self.account.stage_lost(now_ns)
+
+    def formed(self, now_ns: int) -> None:
+        self.account.formed(now_ns)
+
+    # ---- requests -------------------------------------------------------------------------------------
+
+    def demand(self, exists: bool, now_ns: int) -> None:
+        """Whether the server has any work: without it stages are idle, with it they have bubbles."""
+        if exists == self._demand:
+            return
+        self._demand = exists
+        if exists:
+            self.account.demand_began(now_ns)
+        else:
+            self.account.demand_ended(now_ns)
+
+    def output(self, opened: OpenRequest, output: TokenOutput, now_s: float) -> None:
+        """A stream hears of a token, an end, or both."""
+        self.metrics.output(opened, output, now_s)
+
+    def stage_times(self, now_ns: int) -> tuple[StageTimes, ...]:
+        """Every stage's time up to now."""
+        return self.account.snapshot(now_ns)
+
+    def stage_busy_s(self) -> tuple[float, ...]:
+        """Seconds that every stage has computed, as far as is settled."""
+        return tuple(sum(times.busy_ns.values()) / 1e9 for times in self.account.settled())

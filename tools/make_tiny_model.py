@@ -183,7 +183,8 @@ def train(model: GPT2, corpus: Corpus, num_steps: int, seed: int) -> None:
         nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
         if step % 20 == 0 or step == len(lengths) - 1:
-            print(f"step {step} of {len(lengths)}  loss {loss.item():.4f}  {time.monotonic() - started:.0f} s", flush=True)
+            seconds = time.monotonic() - started
+            print(f"step {step} of {len(lengths)}  loss {loss.item():.4f}  {seconds:.0f} s", flush=True)
 
 
 @torch.no_grad()

@@ -13,17 +13,15 @@ import random
 import re
 import sys
 
-GIRLS = "Ada Mia Nora Lena Ruth Clara Ines Vera Rosa Tess".split()
-BOYS = "Tom Ben Otto Emil Jack Sam Hugo Felix Paul Theo".split()
+GIRLS = ("Ada", "Mia", "Nora", "Lena", "Ruth", "Clara", "Ines", "Vera", "Rosa", "Tess")
+BOYS = ("Tom", "Ben", "Otto", "Emil", "Jack", "Sam", "Hugo", "Felix", "Paul", "Theo")
 
 SLOTS: dict[str, tuple[str, ...]] = {
     "town": ("Alder Bridge", "Stonefield", "Green Harbour", "Fox Hollow", "Windmill Hill", "Marsh End"),
     "place": ("old mill", "market", "forest", "harbour", "garden", "library", "station", "lighthouse", "bakery"),
     "shelter": ("barn", "tower", "kitchen", "workshop", "boat house", "stable"),
-    "thing": ("key", "lantern", "compass", "kite", "drum", "blue scarf", "silver spoon", "map", "whistle", "clock")
-    + ("red umbrella", "wooden horse", "ring", "letter"),
-    "gift": ("basket of apples", "loaf of bread", "pot of honey", "jar of jam", "bag of nuts", "warm coat")
-    + ("box of candles", "bunch of flowers"),
+    "thing": ("key", "lantern", "compass", "kite", "drum", "blue scarf", "silver spoon", "map", "whistle", "ring"),
+    "gift": ("basket of apples", "loaf of bread", "pot of honey", "jar of jam", "bag of nuts", "warm coat"),
     "animal": ("cat", "dog", "goat", "fox", "owl", "donkey", "rabbit", "crow", "hedgehog", "duck"),
     "trait": ("brave", "curious", "patient", "shy", "clever", "kind", "careful", "cheerful", "stubborn", "quiet"),
     "weather": ("rain", "snow", "wind", "fog", "storm", "sunshine"),
@@ -141,7 +139,7 @@ RULES: dict[str, tuple[str, ...]] = {
         "{hero} and {friend} built a {small_house} for the {animal}. {thanks}",
         "They shared {some_food}, and the {animal} told them about the {place}. {thanks}",
     ),
-    "some_food": ("a piece of bread", "some milk", "half of {his} apple", "a bowl of {dish}", "the last of the cheese"),
+    "some_food": ("a piece of bread", "some milk", "half of {his} apple", "a bowl of {dish}", "the last cheese"),
     "small_house": ("little house", "warm bed", "nest of straw", "small roof"),
     "thanks": (
         '"Thank you," said the {animal}. "I will not forget it."',
@@ -159,7 +157,7 @@ RULES: dict[str, tuple[str, ...]] = {
         "{hero} stood at the first stage and {friend} at the last. {Each_load}",
         "At the first stage {hero} filled a {load}, and at the last stage {friend} counted it. {Each_load}",
         "From morning to night one {load} after another went down the line. {Each_load}",
-        "The work was done in stages: {hero} took a {load}, did {his} part and passed it on to {friend}. {Each_load}",
+        "The work was done in stages: {hero} took a {load}, did {his} part and gave it to {friend}. {Each_load}",
     ),
     "each_load": (
         "While one {load} was at the last stage, the next {load} was already on its way.",
@@ -299,7 +297,7 @@ def story(rng: random.Random) -> str:
     """One story, about 60 to 130 words, without trailing newline."""
     girls_first = rng.random() < 0.5
     hero = rng.choice(GIRLS if girls_first else BOYS)
-    friend = rng.choice([name for name in GIRLS + BOYS if name != hero])
+    friend = rng.choice([name for name in (*GIRLS, *BOYS) if name != hero])
     slots = {name: rng.choice(values) for name, values in SLOTS.items()} | {"hero": hero, "friend": friend}
     pronouns = ("she", "her", "her", "girl") if girls_first else ("he", "him", "his", "boy")
     slots |= dict(zip(("he", "him", "his", "child"), pronouns, strict=True))

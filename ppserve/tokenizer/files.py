@@ -15,7 +15,14 @@ from pathlib import Path
 from typing import Any
 
 from ppserve.errors import CheckpointError
-from ppserve.tokenizer.vocabulary import END_OF_TEXT, MAX_TOKENS, AddedToken, Vocabulary, check_vocabulary, spelling
+from ppserve.tokenizer.vocabulary import (
+    END_OF_TEXT,
+    MAX_TOKENS,
+    AddedToken,
+    Vocabulary,
+    check_vocabulary,
+    spelling,
+)
 
 MAX_FILE_BYTES = 64 * 2**20
 BIN_MAGIC = 20240328
@@ -48,9 +55,9 @@ def read_tokenizer_json(path: Path) -> Vocabulary:
 
 
 def read_vocab_json(path: Path) -> Vocabulary:
-    """`vocab.json`, with `merges.txt`, `added_tokens.json` and `tokenizer_config.json` where they lie beside it."""
+    """`vocab.json`; with `merges.txt`, `added_tokens.json`, `tokenizer_config.json` where they lie beside it."""
     merges_file = path.with_name("merges.txt")
-    merges = _merge_pairs(path.with_name("merges.txt"), _merge_lines(merges_file)) if merges_file.exists() else None
+    merges = _merge_pairs(merges_file, _merge_lines(merges_file)) if merges_file.exists() else None
     config_file = path.with_name("tokenizer_config.json")
     config = _read_json(config_file) if config_file.exists() else {}
     listed_file = path.with_name("added_tokens.json")

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import base64
 import importlib.resources
 import logging
 import os
 import threading
 from collections.abc import Callable
+from concurrent.futures import Future
 from pathlib import Path
 
 import tiktoken
@@ -68,6 +68,20 @@ def find_vocabulary(directory: Path) -> Vocabulary | None:
         names = " and ".join(file.name for file in others)
         raise CheckpointError(directory, f"{names}: rename the one to use to tokenizer.tiktoken")
     return read_tiktoken(others[0]) if others else None
+
+
+def _within(seconds: float, fetch: Callable[[], Vocabulary]) -> Vocabulary:
+    """What `fetch` returns or raises, but TimeoutError when it takes longer: tiktoken's download has no limit."""
+    outcome: Future[Vocabulary] = Future()
+
+    def run() -> None:
+        try:
+            outcome.set_result(fetch())
+        except Exception as error:
+            outcome.set_exception(error)
+
+    threading.Thread(target=run, name="gpt2-vocabulary", daemon=True).start()
+    return outcome.result(seconds)
 
 
 def _gpt2_vocabulary(get_encoding: Callable[[str], tiktoken.Encoding]) -> Vocabulary:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 from ppserve.errors import CheckpointError
 
@@ -27,6 +27,7 @@ class Vocabulary:
 
     merge_order: tokens of two and more bytes in the order of their merges. None means that the ids are that
     order, which is so for GPT-2 and for what its trainers write; `check_id_order` makes sure.
+    prefix_space: text that does not begin with a space is encoded as if it did.
     """
 
     source: str
@@ -34,7 +35,6 @@ class Vocabulary:
     merge_order: tuple[bytes, ...] | None = None
     added: tuple[AddedToken, ...] = ()
     prefix_space: bool = False
-    pad_to: int = field(default=0)
 
     def ranks(self) -> dict[bytes, int]:
         """Token bytes -> merge rank, as tiktoken wants it: 0, 1, 2, … with single bytes first."""
@@ -76,9 +76,8 @@ def check_id_order(source: str, ids: Mapping[bytes, int]) -> None:
     Single bytes are never merged, so their ids may lie anywhere.
     """
     for token, token_id in ids.items():
-        if len(token) > 1 and not any(
-            _rank(ids, token[:cut]) < token_id and _rank(ids, token[cut:]) < token_id for cut in range(1, len(token))
-        ):
+        cuts = range(1, len(token))
+        if cuts and not any(_rank(ids, token[:cut]) < token_id > _rank(ids, token[cut:]) for cut in cuts):
             raise CheckpointError(
                 source,
                 f"ids are not in merge order (token {token_id}, {token!r}, is not made of earlier ones); "

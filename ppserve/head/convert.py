@@ -82,14 +82,18 @@ def check(message: pb.GenerateRequest, card: ModelCard) -> None:
 def check_text(field: str, text: str, card: ModelCard) -> None:
     """Raise InvalidRequest when `text` cannot be tokenized here."""
     findings = _Findings()
-    _check_text(field, text, card, findings)
+    if not card.has_tokenizer:
+        findings.add(field, "this model has no tokenizer")
+    findings.at_most(field, len(text.encode()), card.limits.max_prompt_bytes, "bytes")
     findings.raise_any()
 
 
 def check_ids(field: str, ids: list[int], card: ModelCard) -> None:
-    """Raise InvalidRequest when `ids` are too many or not in the vocabulary."""
+    """Raise InvalidRequest when `ids` cannot be turned into text here."""
     findings = _Findings()
-    if findings.at_most(field, len(ids), card.limits.max_prompt_bytes, "tokens"):
+    if not card.has_tokenizer:
+        findings.add(field, "this model has no tokenizer")
+    elif findings.at_most(field, len(ids), card.limits.max_prompt_bytes, "tokens"):
         findings.ids(field, ids, card.architecture.vocab_size)
     findings.raise_any()
 
@@ -136,17 +140,12 @@ def _check_request_id(request_id: str, card: ModelCard, findings: _Findings) -> 
 
 
 def _check_prompt(message: pb.GenerateRequest, card: ModelCard, findings: _Findings) -> None:
-    if message.WhichOneof("prompt") == "text":
-        _check_text("prompt", message.text, card, findings)
+    if message.text and not card.has_tokenizer:
+        findings.add("prompt", "this model has no tokenizer: send token_ids")
+    findings.at_most("prompt", len(message.text.encode()), card.limits.max_prompt_bytes, "bytes")
     ids = message.token_ids.ids
     if findings.at_most("prompt", len(ids), card.max_context, "tokens"):
         findings.ids("token_ids.ids", list(ids), card.architecture.vocab_size)
-
-
-def _check_text(field: str, text: str, card: ModelCard, findings: _Findings) -> None:
-    if text and not card.has_tokenizer:
-        findings.add(field, "this model has no tokenizer: send token_ids")
-    findings.at_most(field, len(text.encode()), card.limits.max_prompt_bytes, "bytes")
 
 
 def _check_sampling(sampling: pb.SamplingParams, card: ModelCard, findings: _Findings) -> None:

@@ -172,7 +172,7 @@ class RequestStream:
             self._news.clear()
             for index in [index for index in self._pending if self._is_due(index)]:
                 yield self._take(index)
-            if self._error is not None and self._pending:
+            if self._error is not None and self._pending and not any(self._pending.values()):
                 raise self._error
 
     def _is_due(self, index: int) -> bool:

@@ -6,11 +6,11 @@ import math
 from dataclasses import replace
 
 import pytest
+from fake_engine import CARD, EOS
 
 from ppserve.errors import InvalidRequest
 from ppserve.head.convert import Arrival, check, to_request
 from ppserve.v1 import generation_pb2 as pb
-from tests.head.fakes import CARD, EOS
 
 ARRIVAL = Arrival(id="r/0", seed=99, caller="somebody", deadline_s=5.0)
 MUTE = replace(CARD, has_tokenizer=False)
@@ -57,7 +57,7 @@ REFUSED = [
     (sampling(n=2**32 - 1), "sampling.n"),
     (sampling(logit_bias={257: 1.0}), "sampling.logit_bias[257]"),
     (sampling(logit_bias={3: math.nan}), "sampling.logit_bias[3]"),
-    (sampling(logit_bias={i: 1.0 for i in range(1025)}), "sampling.logit_bias"),
+    (sampling(logit_bias=dict.fromkeys(range(1025), 1.0)), "sampling.logit_bias"),
     (stop(max_tokens=2, min_tokens=3), "stop.min_tokens"),
     (stop(stop=["a", ""]), "stop.stop[1]"),
     (stop(stop=["x" * 65]), "stop.stop[0]"),
@@ -116,7 +116,8 @@ def test_mistakes_are_not_reported_without_end() -> None:
 
 
 def test_limits_themselves_are_accepted() -> None:
-    check(sampling(temperature=0, top_p=1, min_p=1, repetition_penalty=10, n=16, seed=2**64 - 1, top_k=2**32 - 1), CARD)
+    check(sampling(temperature=0, top_p=1, min_p=1, repetition_penalty=10), CARD)
+    check(sampling(n=16, seed=2**64 - 1, top_k=2**32 - 1), CARD)
     check(stop(stop=["x" * 64] * 4, stop_token_ids=[256] * 64, max_tokens=2**32 - 1), CARD)
     check(output(logprobs=20, prompt_logprobs=20), CARD)
     check(request(text="x" * 128 * 1024), CARD)
@@ -133,9 +134,8 @@ def test_defaults() -> None:
 
 
 def test_zero_is_not_the_default() -> None:
-    made = to_request(
-        request(sampling=pb.SamplingParams(temperature=0, seed=0), output=pb.OutputOptions(logprobs=0)), [1], CARD, ARRIVAL
-    )
+    zeros = request(sampling=pb.SamplingParams(temperature=0, seed=0), output=pb.OutputOptions(logprobs=0))
+    made = to_request(zeros, [1], CARD, ARRIVAL)
     assert (made.sampling.temperature, made.sampling.seed, made.output.logprobs) == (0.0, 0, 0)
 
 

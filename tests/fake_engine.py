@@ -25,8 +25,8 @@ EOS = 256
 CARD = ModelCard(
     name="fake",
     architecture=Architecture(
-        num_layers=2, width=8, num_heads=2, max_positions=64, vocab_size=257, padded_vocab_size=320, inner_width=32,
-        eos_id=EOS,
+        num_layers=2, width=8, num_heads=2, inner_width=32,
+        max_positions=64, vocab_size=257, padded_vocab_size=320, eos_id=EOS,
     ),
     num_parameters=12345,
     dtype="float32",
@@ -158,9 +158,12 @@ class FakeEngine:
 
 
 @asynccontextmanager
-async def served(engine: FakeEngine, settings: ServerSettings | None = None) -> AsyncIterator[tuple[FrontDoor, str]]:
+async def served(
+    engine: FakeEngine, settings: ServerSettings | None = None
+) -> AsyncIterator[tuple[FrontDoor, str]]:
     """A real server in this process on a free port: (door, target)."""
-    door = FrontDoor(settings or ServerSettings(port=0), engine, ByteCodec() if engine.card.has_tokenizer else None)
+    tokenizer = ByteCodec() if engine.card.has_tokenizer else None
+    door = FrontDoor(settings or ServerSettings(port=0), engine, tokenizer)
     port = await door.start()
     await door.set_serving(True)
     try:
@@ -173,6 +176,17 @@ async def served(engine: FakeEngine, settings: ServerSettings | None = None) -> 
 async def stub_of(target: str) -> AsyncIterator[GenerationServiceStub]:
     async with aio.insecure_channel(target, options=[("grpc.use_local_subchannel_pool", 1)]) as channel:
         yield GenerationServiceStub(channel)
+
+
+async def texts_until_failure(call: object) -> tuple[list[str], grpc.StatusCode]:
+    """What a stream brought before it failed, and the status it failed with (OK when it did not)."""
+    texts = []
+    try:
+        async for message in call:
+            texts.append(message.text)
+    except aio.AioRpcError as error:
+        return texts, error.code()
+    return texts, grpc.StatusCode.OK
 
 
 async def code_of(call: object) -> grpc.StatusCode:

@@ -14,7 +14,7 @@ from contextlib import AbstractContextManager, nullcontext
 import torch
 
 from parallel_state import ParallelGroup
-from ppserve.stage.transport import Frames, Transport
+from ppserve.stage.transport.frames import Frames, Transport
 from ppserve.stage.transport.point_to_point import Passage, PointToPoint
 
 

@@ -8,7 +8,7 @@ import torch
 
 from ppserve.core.plan import StepPlan
 from ppserve.errors import TransportError
-from ppserve.stage.transport import Frames
+from ppserve.stage.transport.frames import Frames, ReceiveOrder
 
 # A frame with its step, so that a stage that skips a step is found out; None: the other end is closed.
 _Link = SimpleQueue[tuple[int, torch.Tensor] | None]
@@ -23,21 +23,24 @@ class LocalTransport:
         self._frames = frames
         self._incoming = incoming
         self._outgoing = outgoing
+        self._order = ReceiveOrder()
         self._closed = False
 
     def post_receive(self, plan: StepPlan) -> None:
         assert self._incoming is not None, "the first stage receives nothing"
         self._frames.check(plan)
+        self._order.post(plan)
 
     def receive(self, plan: StepPlan) -> torch.Tensor:
         assert self._incoming is not None, "the first stage receives nothing"
+        self._order.take(plan)
         self._check_open()
         frame = self._incoming.get()
         self._check_open()
         if frame is None:
             raise TransportError("local: the previous stage is closed")
         step_id, hidden_TD = frame
-        assert step_id == plan.step_id, f"received step {step_id} where step {plan.step_id} is next"
+        assert step_id == plan.step_id, f"the previous stage sent step {step_id} where step {plan.step_id} is next"
         self._frames.check(plan, hidden_TD)
         return hidden_TD.to(self._frames.device)
 

@@ -17,7 +17,7 @@ from contextlib import AbstractContextManager
 import torch
 
 from parallel_state import ParallelGroup
-from ppserve.stage.transport import Frames, Transport
+from ppserve.stage.transport.frames import Frames, Transport
 from ppserve.stage.transport.point_to_point import PointToPoint
 
 

@@ -18,7 +18,7 @@ import torch.distributed as dist
 from parallel_state import ParallelGroup
 from ppserve.core.plan import StepPlan
 from ppserve.errors import TransportError
-from ppserve.stage.transport import Frames
+from ppserve.stage.transport.frames import Frames, ReceiveOrder
 
 
 class Passage(Protocol):
@@ -42,7 +42,6 @@ class Passage(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class _Arriving:
-    step_id: int
     handle: dist.Work
     buffer: torch.Tensor
     rows: int
@@ -56,7 +55,8 @@ class PointToPoint:
         self._frames = frames
         self._group = group
         self._passage = passage
-        self._planned: deque[StepPlan] = deque()
+        self._order = ReceiveOrder()
+        self._planned: deque[int] = deque()  # rows of steps without a buffer yet
         self._arriving: deque[_Arriving] = deque()
         # One more buffer than may arrive ahead: the one that the stage is reading.
         receives = group.prev_rank is not None
@@ -66,20 +66,19 @@ class PointToPoint:
         self._closed = False
 
     def post_receive(self, plan: StepPlan) -> None:
-        self._frames.check(plan)
-        self._planned.append(plan)
+        self._order.post(plan)
+        self._planned.append(self._frames.check(plan))
         self._post()
 
     def receive(self, plan: StepPlan) -> torch.Tensor:
+        self._order.take(plan)
         if self._in_use is not None:
             self._passage.release(self._in_use)
             self._free.append(self._in_use)
             self._in_use = None
         self._post()
         self._check_open()
-        assert self._arriving, f"step {plan.step_id} was not posted"
         frame = self._arriving.popleft()
-        assert frame.step_id == plan.step_id, f"step {plan.step_id} is received before step {frame.step_id}"
         self._wait(frame.handle)
         self._in_use = frame.buffer
         return self._passage.enter(frame.buffer[: frame.rows])
@@ -93,6 +92,8 @@ class PointToPoint:
             self._send(torch.zeros(1, self._frames.width, dtype=self._frames.dtype, device=self._frames.device))
         if self._group.prev_rank is not None:
             self._wait(self._receive_into(self._free[0][:1]))
+        if self._sending:
+            self._wait(self._sending.popleft()[0])
 
     def close(self) -> None:
         """Forget handles and buffers. What is under way ends when the group does (`destroy_model_parallel`)."""
@@ -103,10 +104,9 @@ class PointToPoint:
 
     def _post(self) -> None:
         while self._planned and self._free:
-            plan = self._planned.popleft()
+            rows = self._planned.popleft()
             buffer = self._free.popleft()
-            handle = self._receive_into(buffer[: plan.num_tokens])
-            self._arriving.append(_Arriving(plan.step_id, handle, buffer, plan.num_tokens))
+            self._arriving.append(_Arriving(self._receive_into(buffer[:rows]), buffer, rows))
 
     def _receive_into(self, buffer_TD: torch.Tensor) -> dist.Work:
         assert self._group.prev_rank is not None, "the first stage receives nothing"

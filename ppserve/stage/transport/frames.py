@@ -1,0 +1,103 @@
+"""What crosses a link, and what a transport promises. T tokens, D width."""
+
+from __future__ import annotations
+
+from collections import deque
+from dataclasses import dataclass, field
+from typing import Protocol
+
+import torch
+
+from ppserve.core.plan import StepPlan
+
+# Well above what the scheduler puts into a step by itself: a chunk of 512 tokens and a decode per sequence.
+MAX_ROWS = 8192
+
+
+@dataclass(frozen=True, slots=True)
+class Frames:
+    """What the frames of one pipeline look like; every stage must be given the same (but for the device).
+
+    max_rows: tokens of the largest step; buffers on CPUs take memory only as far as steps fill them.
+    depth: frames that a link holds ahead, at least 1; with fewer than the microbatches in flight, a fast
+    sender waits for a slow receiver.
+    """
+
+    width: int
+    dtype: torch.dtype
+    max_rows: int = MAX_ROWS
+    depth: int = 4
+    device: torch.device = field(default_factory=lambda: torch.device("cpu"))
+
+    def __post_init__(self) -> None:
+        assert min(self.width, self.max_rows, self.depth) > 0, f"{self} has an empty side"
+
+    def empty(self, device: torch.device | None = None, pin_memory: bool = False) -> torch.Tensor:
+        """A buffer that fits every frame: (max_rows, D)."""
+        return torch.empty(
+            self.max_rows, self.width, dtype=self.dtype, device=device or self.device, pin_memory=pin_memory
+        )
+
+    def check(self, plan: StepPlan, hidden_TD: torch.Tensor | None = None) -> int:
+        """Rows of a step's frame. A frame that does not fit the plan or the buffers is a defect of ours."""
+        rows = plan.num_tokens
+        assert 1 <= rows <= self.max_rows, f"step {plan.step_id}: {rows} rows; buffers hold {self.max_rows}"
+        if hidden_TD is not None:
+            assert hidden_TD.shape == (rows, self.width), (
+                f"step {plan.step_id}: {tuple(hidden_TD.shape)} is not ({rows}, {self.width})"
+            )
+            assert hidden_TD.dtype == self.dtype, f"step {plan.step_id}: {hidden_TD.dtype} is not {self.dtype}"
+            assert hidden_TD.is_contiguous(), f"step {plan.step_id}: hidden states are not contiguous"
+        return rows
+
+
+class ReceiveOrder:
+    """Steps are received in the order in which they were posted, each once: anything else is our defect."""
+
+    def __init__(self) -> None:
+        self._posted: deque[int] = deque()
+
+    def post(self, plan: StepPlan) -> None:
+        self._posted.append(plan.step_id)
+
+    def take(self, plan: StepPlan) -> None:
+        assert self._posted, f"step {plan.step_id} was not posted"
+        step_id = self._posted.popleft()
+        assert step_id == plan.step_id, f"step {plan.step_id} is received where step {step_id} is next"
+
+
+class Transport(Protocol):
+    """One stage's two ends: from the previous stage, to the next. Used by one thread, except `close`.
+
+    Every stage receives and sends the steps of an epoch in the same order, each exactly once. The first
+    stage never receives and the last never sends. After a TransportError only `close` is of use.
+    """
+
+    @property
+    def name(self) -> str: ...
+
+    def post_receive(self, plan: StepPlan) -> None:
+        """Prepare to receive this step, as soon as its plan is known: it can then arrive during compute.
+
+        In plan order, once per step. Any number may be posted; as many as the ring holds arrive ahead.
+        """
+
+    def receive(self, plan: StepPlan) -> torch.Tensor:
+        """This step's hidden states (T, D), once they are there; the step must have been posted.
+
+        The tensor belongs to the transport: it is valid until the next `receive`.
+        Raises TransportError when the neighbour is gone or the transport is closed meanwhile.
+        """
+
+    def send(self, plan: StepPlan, hidden_TD: torch.Tensor) -> int:
+        """Start sending to the next stage; returns bytes. Waits only while `depth` frames are under way.
+
+        The tensor is kept until it is sent: the caller must not write to it again.
+        Raises TransportError.
+        """
+
+    def warm_up(self) -> None:
+        """Send one row over every link, so that connections exist before the first step. Collective."""
+
+    def close(self) -> None:
+        """Let go of everything. May be called twice, and from another thread to end a wait."""

@@ -1,0 +1,240 @@
+"""Hidden states between processes of one host: one-sided puts into memory that both sides see.
+
+The sender writes a frame into the next of `depth` slots and says so with one byte on a Unix socket; the
+receiver reads it in place and gives the slot back with one byte in the other direction. Slots are used in
+turn and shapes come from the plan, so a byte is all there is to say. It is NVSHMEM's put-with-signal for
+CPUs: no copy but the sender's, and a wait that neither spins nor polls.
+
+The socket also tells at once that a neighbour has died: the kernel closes it. Nothing has a name that
+could outlive its users: the memory is anonymous (memfd), and its descriptor travels over the socket,
+which is bound to a random name in Linux's abstract namespace.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import mmap
+import os
+import secrets
+import socket
+import struct
+from collections.abc import Callable
+from typing import TypeVar
+
+import torch
+import torch.distributed as dist
+
+from parallel_state import ParallelGroup
+from ppserve.core.plan import StepPlan
+from ppserve.errors import TransportError
+from ppserve.stage.transport.frames import Frames, ReceiveOrder
+
+_MEET_TIMEOUT_S = 20.0
+_TOKEN_BYTES = 16
+_Answer = TypeVar("_Answer")
+
+
+class _Slots:
+    """`depth` buffers (max_rows, D) in memory shared by both ends of a link, used in turn.
+
+    The segment is sparse: only what frames have touched takes memory.
+    """
+
+    def __init__(self, frames: Frames, descriptor: int) -> None:
+        elements = frames.max_rows * frames.width
+        self._segment = mmap.mmap(descriptor, self.num_bytes(frames))
+        self._slots = [
+            torch.frombuffer(
+                self._segment, dtype=frames.dtype, count=elements, offset=i * elements * frames.dtype.itemsize
+            ).view(frames.max_rows, frames.width)
+            for i in range(frames.depth)
+        ]
+        self._next = 0
+
+    @staticmethod
+    def num_bytes(frames: Frames) -> int:
+        return frames.depth * frames.max_rows * frames.width * frames.dtype.itemsize
+
+    def next(self, rows: int) -> torch.Tensor:
+        slot_TD = self._slots[self._next][:rows]
+        self._next = (self._next + 1) % len(self._slots)
+        return slot_TD
+
+
+class _Outgoing:
+    """The sender's end of a link."""
+
+    def __init__(self, frames: Frames, connection: socket.socket) -> None:
+        descriptor = os.memfd_create("ppserve-hidden-states")
+        try:
+            os.ftruncate(descriptor, _Slots.num_bytes(frames))
+            socket.send_fds(connection, [b"\0"], [descriptor])
+            self._slots = _Slots(frames, descriptor)
+        finally:
+            os.close(descriptor)
+        self.connection = connection
+        self._occupied = 0
+        self._depth = frames.depth
+
+    def put(self, hidden_TD: torch.Tensor) -> None:
+        while self._occupied == self._depth:
+            self._occupied -= _receive_bytes(self.connection, "next")
+        self._slots.next(hidden_TD.shape[0]).copy_(hidden_TD)
+        self.connection.sendall(b"\0")
+        self._occupied += 1
+
+
+class _Incoming:
+    """The receiver's end of a link."""
+
+    def __init__(self, frames: Frames, connection: socket.socket) -> None:
+        _, descriptors, _, _ = socket.recv_fds(connection, 1, 1)
+        if not descriptors:
+            raise TransportError("shm: the previous stage is gone")
+        try:
+            self._slots = _Slots(frames, descriptors[0])
+        finally:
+            os.close(descriptors[0])
+        connection.settimeout(None)
+        self.connection = connection
+        self._arrived = 0
+
+    def take(self, rows: int) -> torch.Tensor:
+        """The next frame, in place; `give_back` ends its life."""
+        while self._arrived == 0:
+            self._arrived += _receive_bytes(self.connection, "previous")
+        self._arrived -= 1
+        return self._slots.next(rows)
+
+    def give_back(self) -> None:
+        self.connection.sendall(b"\0")
+
+
+class SharedMemoryTransport:
+    """A `Transport` between the processes of one host. The constructor meets the neighbours: collective."""
+
+    name = "shm"
+
+    def __init__(self, frames: Frames, group: ParallelGroup) -> None:
+        self._frames = frames
+        self._order = ReceiveOrder()
+        self._outgoing: _Outgoing | None = None
+        self._incoming: _Incoming | None = None
+        self._reading = False
+        self._closed = False
+        try:
+            self._meet(group)
+        except (OSError, RuntimeError) as error:
+            self.close()
+            raise TransportError(f"shm: cannot meet the neighbours: {error}") from error
+
+    def post_receive(self, plan: StepPlan) -> None:
+        """Nothing to prepare: frames are put where they will be read."""
+        assert self._incoming is not None, "the first stage receives nothing"
+        self._frames.check(plan)
+        self._order.post(plan)
+
+    def receive(self, plan: StepPlan) -> torch.Tensor:
+        incoming = self._incoming
+        assert incoming is not None, "the first stage receives nothing"
+        self._order.take(plan)
+        rows = self._frames.check(plan)
+        return self._talk(lambda: self._take(incoming, rows))
+
+    def send(self, plan: StepPlan, hidden_TD: torch.Tensor) -> int:
+        outgoing = self._outgoing
+        assert outgoing is not None, "the last stage sends nothing"
+        self._frames.check(plan, hidden_TD)
+        self._talk(lambda: outgoing.put(hidden_TD))
+        return hidden_TD.nbytes
+
+    def warm_up(self) -> None:
+        outgoing, incoming = self._outgoing, self._incoming
+        if outgoing is not None:
+            row_TD = torch.zeros(1, self._frames.width, dtype=self._frames.dtype, device=self._frames.device)
+            self._talk(lambda: outgoing.put(row_TD))
+        if incoming is not None:
+            self._talk(lambda: self._take(incoming, 1))
+
+    def close(self) -> None:
+        """Both ends of both links wake up; the memory goes with the last tensor that looks into it."""
+        self._closed = True
+        for end in (self._incoming, self._outgoing):
+            if end is not None:
+                _hang_up(end.connection)
+
+    def _meet(self, group: ParallelGroup) -> None:
+        """First the names, down the line; then everybody connects to the previous stage."""
+        with contextlib.ExitStack() as opened:
+            listener = opened.enter_context(_announce(group)) if group.next_rank is not None else None
+            if group.prev_rank is not None:
+                self._incoming = _Incoming(self._frames, _find(group))
+            if listener is not None:
+                self._outgoing = _Outgoing(self._frames, _accept(listener))
+
+    def _take(self, incoming: _Incoming, rows: int) -> torch.Tensor:
+        if self._reading:
+            self._reading = False
+            incoming.give_back()
+        slot_TD = incoming.take(rows)
+        self._reading = True
+        return slot_TD.to(self._frames.device)
+
+    def _talk(self, exchange: Callable[[], _Answer]) -> _Answer:
+        try:
+            if self._closed:
+                raise TransportError("shm: the transport is closed")
+            return exchange()
+        except OSError as error:
+            raise TransportError(f"shm: a neighbour is gone: {error}") from error
+
+
+def _announce(group: ParallelGroup) -> socket.socket:
+    """A listening socket under a random name, and the name on its way to the next stage."""
+    token = secrets.token_bytes(_TOKEN_BYTES)
+    listener = socket.socket(socket.AF_UNIX)
+    listener.settimeout(_MEET_TIMEOUT_S)
+    listener.bind(_address(token))
+    listener.listen(1)
+    name = torch.frombuffer(bytearray(token), dtype=torch.uint8)
+    dist.send(name, group.next_rank, group=group.process_group)
+    return listener
+
+
+def _accept(listener: socket.socket) -> socket.socket:
+    """The next stage's connection. Names in the abstract namespace can be listed by every user of the
+    host, so whoever connects must be the same user."""
+    while True:
+        connection, _ = listener.accept()
+        credentials = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, struct.calcsize("3i"))
+        if struct.unpack("3i", credentials)[1] == os.getuid():
+            return connection
+        connection.close()
+
+
+def _find(group: ParallelGroup) -> socket.socket:
+    """A connection to the previous stage, under the name that it sends."""
+    name = torch.empty(_TOKEN_BYTES, dtype=torch.uint8)
+    dist.recv(name, group.prev_rank, group=group.process_group)
+    connection = socket.socket(socket.AF_UNIX)
+    connection.settimeout(_MEET_TIMEOUT_S)
+    connection.connect(_address(bytes(name.tolist())))
+    return connection
+
+
+def _address(token: bytes) -> bytes:
+    return b"\0ppserve-" + token.hex().encode()
+
+
+def _receive_bytes(connection: socket.socket, neighbour: str) -> int:
+    """How many one-byte signals have come, at least one."""
+    count = len(connection.recv(64))
+    if count == 0:
+        raise TransportError(f"shm: the {neighbour} stage is gone")
+    return count
+
+
+def _hang_up(connection: socket.socket) -> None:
+    with contextlib.suppress(OSError):  # the neighbour was first
+        connection.shutdown(socket.SHUT_RDWR)  # wakes a thread that waits here, which close() alone does not
+    connection.close()

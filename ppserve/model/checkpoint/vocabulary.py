@@ -32,16 +32,7 @@ def _json_vocabulary(directory: Path) -> int | None:
     ids: list[Any] = []
     path = directory / "tokenizer.json"
     if is_file(path):
-        tokenizer = read_json_object(path)
-        model = tokenizer.get("model")
-        vocab = model.get("vocab") if isinstance(model, dict) else None
-        if not isinstance(vocab, dict):
-            raise CheckpointError(path, "is not an object of tokens and ids", field="model.vocab")
-        ids += vocab.values()
-        added = tokenizer.get("added_tokens") or []
-        if not isinstance(added, list):
-            raise CheckpointError(path, "is not a list", field="added_tokens")
-        ids += [token.get("id") if isinstance(token, dict) else None for token in added]
+        ids += _tokenizer_ids(path)
         _check_ids(path, ids)
     for name in ("vocab.json", "added_tokens.json"):
         path = directory / name
@@ -50,6 +41,19 @@ def _json_vocabulary(directory: Path) -> int | None:
             _check_ids(path, more)
             ids += more
     return max(ids) + 1 if ids else None
+
+
+def _tokenizer_ids(path: Path) -> list[Any]:
+    """The ids in tokenizer.json: the model's, listed by id or mapped to ids, and those added to it."""
+    tokenizer = read_json_object(path)
+    model, added = tokenizer.get("model"), tokenizer.get("added_tokens") or []
+    vocab = model.get("vocab") if isinstance(model, dict) else None
+    if not isinstance(vocab, dict | list):
+        raise CheckpointError(path, "is neither an object nor a list of tokens", field="model.vocab")
+    if not isinstance(added, list):
+        raise CheckpointError(path, "is not a list", field="added_tokens")
+    ids: list[Any] = list(vocab.values()) if isinstance(vocab, dict) else list(range(len(vocab)))
+    return ids + [token.get("id") if isinstance(token, dict) else None for token in added]
 
 
 def _check_ids(path: Path, ids: list[Any]) -> None:

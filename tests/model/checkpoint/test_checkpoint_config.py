@@ -1,0 +1,297 @@
+"""Every field of config.json: read, ignored because harmless, or refused by name."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from writers import architecture, hf_config
+
+from ppserve.core.architecture import Architecture
+from ppserve.errors import CheckpointError
+from ppserve.model.checkpoint.config_json import ACTIVATIONS, read_config
+
+ARCH = architecture()
+
+Read = Callable[..., Architecture]
+
+
+@pytest.fixture
+def read(tmp_path: Path) -> Read:
+    """Read the config of ARCH with some fields changed, or taken out (given as ...)."""
+
+    def read(**changes: Any) -> Architecture:
+        config = {name: value for name, value in (hf_config(ARCH) | changes).items() if value is not ...}
+        (tmp_path / "config.json").write_text(json.dumps(config))
+        return read_config(tmp_path)
+
+    return read
+
+
+def test_what_transformers_writes(read: Read) -> None:
+    assert read() == ARCH
+
+
+@pytest.mark.parametrize(
+    ("changes", "expected"),
+    [
+        ({"n_layer": 7}, {"num_layers": 7}),
+        ({"n_embd": 68, "n_head": 17}, {"width": 68, "num_heads": 17, "inner_width": 272}),
+        ({"n_positions": 2048}, {"max_positions": 2048}),
+        ({"n_inner": 33}, {"inner_width": 33}),
+        ({"n_inner": None}, {"inner_width": 80}),
+        ({"vocab_size": 99}, {"vocab_size": 99, "padded_vocab_size": 99}),
+        ({"layer_norm_epsilon": 1e-6}, {"layer_norm_epsilon": 1e-6}),
+        ({"scale_attn_weights": False}, {"scale_attn_weights": False}),
+        ({"scale_attn_by_inverse_layer_idx": True}, {"scale_attn_by_inverse_layer_idx": True}),
+        ({"reorder_and_upcast_attn": True}, {}),
+        ({"tie_word_embeddings": False}, {"tied_embeddings": False}),
+        ({"eos_token_id": 3, "bos_token_id": 4}, {"eos_id": 3, "bos_id": 4}),
+        ({"eos_token_id": [5, 6]}, {"eos_id": 5}),
+        ({"eos_token_id": 50256}, {"eos_id": None}),
+        ({"n_embd": ..., "hidden_size": 20}, {}),
+        ({"n_layer": ..., "num_hidden_layers": 3}, {}),
+        ({"n_head": ..., "num_attention_heads": 4}, {}),
+        ({"n_positions": ..., "max_position_embeddings": 24}, {}),
+        ({"n_positions": ..., "n_ctx": 24}, {}),
+        ({"n_ctx": 1024}, {}),
+        ({"hidden_size": 20, "num_attention_heads": 4}, {}),
+        ({"model_type": ...}, {}),
+        ({"architectures": None}, {}),
+        ({"architectures": ["GPT2Model"]}, {}),
+        ({"architectures": ["TFGPT2LMHeadModel"]}, {}),
+        ({"intermediate_size": 80, "layer_norm_eps": 1e-5, "hidden_act": "gelu_new"}, {}),
+        ({"num_key_value_heads": 4, "head_dim": 5}, {}),
+    ],
+    ids=str,
+)
+def test_fields_that_are_read(read: Read, changes: dict[str, Any], expected: dict[str, Any]) -> None:
+    assert read(**changes) == replace(ARCH, **expected)
+
+
+@pytest.mark.parametrize("name", sorted(ACTIVATIONS))
+def test_activations(read: Read, name: str) -> None:
+    assert read(activation_function=name).activation == ACTIVATIONS[name]
+
+
+def test_the_defaults_are_those_of_gpt2_small(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text('{"model_type": "gpt2"}')
+    assert read_config(tmp_path) == Architecture(
+        num_layers=12,
+        width=768,
+        num_heads=12,
+        max_positions=1024,
+        vocab_size=50257,
+        padded_vocab_size=50257,
+        inner_width=3072,
+        eos_id=50256,
+        bos_id=50256,
+    )
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("attn_pdrop", 0.5),
+        ("hidden_dropout_prob", 0.5),
+        ("classifier_dropout", 0.1),
+        ("summary_first_dropout", 0.3),
+        ("summary_anything", True),
+        ("task_specific_params", {"conversational": {"max_length": 1000}}),
+        ("id2label", {"0": "LABEL_0"}),
+        ("_name_or_path", "gpt2"),
+        ("_attn_implementation_autoset", True),
+        ("torch_dtype", "bfloat16"),
+        ("dtype", "float16"),
+        ("use_cache", False),
+        ("gradient_checkpointing", True),
+        ("temperature", 0.7),
+        ("transformers_version", "5.0.0"),
+        ("author", "someone"),
+        ("add_cross_attention", False),
+        ("cross_attention_hidden_size", None),
+        ("pruned_heads", {}),
+        ("is_encoder_decoder", False),
+        ("position_embedding_type", "absolute"),
+        ("never_heard_of_it", None),
+        ("never_heard_of_it", False),
+        ("never_heard_of_it", {}),
+    ],
+)
+def test_fields_that_change_nothing(read: Read, name: str, value: Any) -> None:
+    assert read(**{name: value}) == ARCH
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("model_type", "llama"),
+        ("model_type", 2),
+        ("architectures", ["LlamaForCausalLM"]),
+        ("architectures", ["GPT2LMHeadCustomModel"]),
+        ("architectures", "GPT2LMHeadModel"),
+        ("architectures", [2]),
+        ("add_cross_attention", True),
+        ("is_encoder_decoder", True),
+        ("cross_attention_hidden_size", 768),
+        ("pruned_heads", {"0": [1, 2]}),
+        ("position_embedding_type", "rotary"),
+        ("rope_theta", 10000.0),
+        ("attention_head_type", "multiquery"),
+        ("num_key_value_heads", 1),
+        ("head_dim", 64),
+        ("intermediate_size", 81),
+        ("hidden_act", "relu"),
+        ("quantization_config", {"bits": 4}),
+        ("auto_map", {"AutoModelForCausalLM": "modeling.Evil"}),
+        ("mup_width_scale", 0.5),
+        ("n_layer", 0),
+        ("n_layer", -1),
+        ("n_layer", 10**9),
+        ("n_layer", 10**4000),
+        ("n_layer", True),
+        ("n_layer", "12"),
+        ("n_layer", 12.0),
+        ("n_layer", [12]),
+        ("n_embd", 2**40),
+        ("n_embd", {}),
+        ("n_head", 3),
+        ("n_head", 0),
+        ("n_head", 40),
+        ("n_positions", 0),
+        ("n_positions", 1.5),
+        ("n_inner", 0),
+        ("n_inner", False),
+        ("vocab_size", -50257),
+        ("vocab_size", 2**31),
+        ("activation_function", "gelu_20"),
+        ("activation_function", 1),
+        ("layer_norm_epsilon", 0),
+        ("layer_norm_epsilon", -1e-5),
+        ("layer_norm_epsilon", float("nan")),
+        ("layer_norm_epsilon", float("inf")),
+        ("layer_norm_epsilon", "1e-5"),
+        ("layer_norm_epsilon", True),
+        ("scale_attn_weights", 1),
+        ("scale_attn_by_inverse_layer_idx", "yes"),
+        ("reorder_and_upcast_attn", 2),
+        ("tie_word_embeddings", "false"),
+        ("eos_token_id", "<eos>"),
+        ("eos_token_id", []),
+        ("bos_token_id", True),
+        ("hidden_size", 24),
+        ("num_hidden_layers", 4),
+        ("max_position_embeddings", 25),
+        ("bad\nname\u2028", 1),
+    ],
+)
+def test_fields_that_are_refused(read: Read, tmp_path: Path, name: str, value: Any) -> None:
+    with pytest.raises(CheckpointError) as caught:
+        read(**{name: value})
+    message = str(caught.value)
+    assert message.startswith(str(tmp_path / "config.json"))
+    assert "\n" not in message
+    assert "\u2028" not in message
+    if name.isidentifier():
+        assert caught.value.field == name
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "",
+        "{",
+        "[]",
+        "null",
+        "7",
+        '"gpt2"',
+        "{}",
+        '{"model_type": "gpt2", "n_layer": 1, "n_layer": 2}',
+        '{"a": ' * 100_000,
+        "[" * 100_000,
+        "\ufeff{}",
+        '{"model_type": "gpt2", "n_layer": ' + "1" * 6000 + "}",
+    ],
+    ids=range(12),
+)
+def test_files_that_are_no_config(tmp_path: Path, text: str) -> None:
+    (tmp_path / "config.json").write_text(text)
+    with pytest.raises(CheckpointError, match=r"config\.json"):
+        read_config(tmp_path)
+
+
+def test_bytes_that_are_no_text(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_bytes(b'{"model_type": "\xff\xfe"}')
+    with pytest.raises(CheckpointError, match=r"config\.json"):
+        read_config(tmp_path)
+
+
+def test_generation_config_overrules_the_special_ids(read: Read, tmp_path: Path) -> None:
+    path = tmp_path / "generation_config.json"
+    path.write_text('{"eos_token_id": [9, 10], "temperature": 0.7}')
+    arch = read(eos_token_id=3, bos_token_id=4)
+    assert (arch.eos_id, arch.bos_id) == (9, 4)
+    path.write_text('{"eos_token_id": "9"}')
+    with pytest.raises(CheckpointError, match=r"generation_config\.json: eos_token_id"):
+        read()
+
+
+VOCAB = {f"t{i}": i for i in range(30)}
+
+
+@pytest.mark.parametrize(
+    ("files", "vocab_size"),
+    [
+        ({}, 37),
+        ({"vocab.json": VOCAB}, 30),
+        ({"vocab.json": VOCAB, "added_tokens.json": {"<pad>": 31}}, 32),
+        ({"tokenizer.json": {"model": {"vocab": VOCAB}, "added_tokens": [{"id": 30, "content": "<e>"}]}}, 31),
+        ({"tokenizer.json": {"model": {"vocab": VOCAB}}, "vocab.json": {"a": 35}}, 36),
+        ({"tokenizer.json": {"model": {"type": "Unigram", "vocab": [["<unk>", 0.0], ["a", -1.5]]}}}, 2),
+        ({"vocab.json": {"a": 99}}, 37),
+        ({"x.tiktoken": "".join(f"YQ== {i}\n" for i in range(30))}, 30),
+        ({"x.tiktoken": "".join(f"YQ== {i}\n" for i in range(33))}, 34),  # the end of text, 33, comes after
+        ({"gpt2_tokenizer.bin": [20240328, 2, 34, 33]}, 34),
+    ],
+    ids=str,
+)
+def test_where_the_real_vocabulary_ends(read: Read, tmp_path: Path, files: dict[str, Any], vocab_size: int) -> None:
+    for name, content in files.items():
+        if name.endswith(".bin"):
+            (tmp_path / name).write_bytes(b"".join(n.to_bytes(4, "little") for n in content) + bytes(1008))
+        else:
+            (tmp_path / name).write_text(content if isinstance(content, str) else json.dumps(content))
+    arch = read(eos_token_id=33)
+    assert (arch.vocab_size, arch.padded_vocab_size) == (vocab_size, 37)
+    assert arch.eos_id == (33 if vocab_size > 33 else None)
+
+
+def test_the_padding_of_gpt2_is_known(read: Read) -> None:
+    arch = read(vocab_size=50304, eos_token_id=50256)
+    assert (arch.vocab_size, arch.padded_vocab_size, arch.eos_id) == (50257, 50304, 50256)
+
+
+@pytest.mark.parametrize(
+    ("name", "text"),
+    [
+        ("tokenizer.json", "{}"),
+        ("tokenizer.json", '{"model": {"vocab": {"a": -1}}}'),
+        ("tokenizer.json", '{"model": {"vocab": {"a": 1}}, "added_tokens": [3]}'),
+        ("tokenizer.json", '{"model": {"vocab": {"a": 1}}, "added_tokens": {"a": 2}}'),
+        ("vocab.json", '{"a": "1"}'),
+        ("vocab.json", '{"a": true}'),
+        ("vocab.json", "[1]"),
+        ("added_tokens.json", '{"a": 1.5}'),
+        ("x.tiktoken", "YQ== one\n"),
+        ("x.tiktoken", ""),
+        ("gpt2_tokenizer.bin", "short"),
+    ],
+)
+def test_damaged_tokenizers_are_named(read: Read, tmp_path: Path, name: str, text: str) -> None:
+    (tmp_path / name).write_text(text)
+    with pytest.raises(CheckpointError, match=name.replace(".", r"\.")):
+        read()

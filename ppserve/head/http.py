@@ -1,0 +1,113 @@
+"""A small HTTP server for what people and Prometheus look at: GET only, one answer per route.
+
+Its threads never touch the engine's state; a route asks for what it needs.
+"""
+
+from __future__ import annotations
+
+import logging
+import socket
+import threading
+from collections.abc import Callable, Mapping
+from http import HTTPStatus
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from socketserver import TCPServer
+
+log = logging.getLogger(__name__)
+
+Route = Callable[[], tuple[str, bytes]]
+"""Returns (content type, body)."""
+
+_MAX_CONNECTIONS = 32
+_SILENT_CONNECTION_S = 10.0
+
+
+class HttpServer:
+    """Serves `routes` (path to Route; may grow while serving) in daemon threads until closed.
+
+    Raises OSError when the address cannot be bound.
+    """
+
+    def __init__(self, host: str, port: int, routes: Mapping[str, Route]) -> None:
+        self._server = _Server(host, port, routes)
+        self._thread = threading.Thread(
+            target=self._server.serve_forever, kwargs={"poll_interval": 0.2}, name="http", daemon=True
+        )
+        self._thread.start()
+
+    @property
+    def port(self) -> int:
+        return int(self._server.server_address[1])
+
+    def close(self) -> None:
+        self._server.shutdown()
+        self._thread.join()
+        self._server.server_close()
+
+
+class _Server(ThreadingHTTPServer):
+    daemon_threads = True
+    block_on_close = False
+
+    def __init__(self, host: str, port: int, routes: Mapping[str, Route]) -> None:
+        self.address_family = socket.AF_INET6 if ":" in host else socket.AF_INET
+        self.routes = routes
+        self._free = threading.BoundedSemaphore(_MAX_CONNECTIONS)
+        super().__init__((host, port), _Handler)
+
+    def server_bind(self) -> None:
+        # HTTPServer's own asks DNS for a name that nobody needs, which may take seconds.
+        TCPServer.server_bind(self)
+
+    def verify_request(self, request: object, client_address: object) -> bool:
+        """Whether there is room for one more connection; otherwise it is closed at once."""
+        return self._free.acquire(blocking=False)
+
+    def process_request_thread(self, request: socket.socket, client_address: object) -> None:  # type: ignore[override]
+        try:
+            super().process_request_thread(request, client_address)
+        finally:
+            self._free.release()
+
+    def handle_error(self, request: object, client_address: object) -> None:
+        log.debug("a connection to the metrics port broke", exc_info=True)
+
+
+class _Handler(BaseHTTPRequestHandler):
+    server: _Server
+    timeout = _SILENT_CONNECTION_S
+    server_version = "ppserve"
+    sys_version = ""
+
+    def do_GET(self) -> None:
+        self._answer(with_body=True)
+
+    def do_HEAD(self) -> None:
+        self._answer(with_body=False)
+
+    def _answer(self, with_body: bool) -> None:
+        path = self.path.partition("?")[0]
+        route = self.server.routes.get(path)
+        if route is None:
+            known = ", ".join(sorted(self.server.routes))
+            status, kind, body = HTTPStatus.NOT_FOUND, "text/plain; charset=utf-8", f"try {known}\n".encode()
+        else:
+            status, kind, body = self._run(route)
+        self.send_response(status)
+        self.send_header("Content-Type", kind)
+        self.send_header("Content-Length", str(len(body)))
+        self.send_header("Cache-Control", "no-store")
+        self.send_header("X-Content-Type-Options", "nosniff")
+        self.end_headers()
+        if with_body:
+            self.wfile.write(body)
+
+    def _run(self, route: Route) -> tuple[HTTPStatus, str, bytes]:
+        try:
+            return HTTPStatus.OK, *route()
+        except Exception:
+            log.exception("%s failed", self.path)
+            return HTTPStatus.INTERNAL_SERVER_ERROR, "text/plain; charset=utf-8", b"see the server's log\n"
+
+    def log_message(self, format: str, *args: object) -> None:
+        log.debug(format, *args)

@@ -126,6 +126,13 @@ class BlockManager:
         self._free.extend(self._cached)
         self._cached.clear()
 
+    def forget_contents_of(self, sequence_id: int) -> None:
+        """The blocks of one table are not to be found any more (their content is in doubt)."""
+        for block in self._tables[sequence_id]:
+            digest = self._digest_of.pop(block, None)
+            if digest is not None:
+                del self._block_of[digest]
+
     def _fresh(self) -> int:
         if self._free:
             block = self._free.pop()

@@ -208,6 +208,7 @@ class Sequence:
     def rewind(self) -> None:
         """Forget all computation, keep the tokens: what losing a stage means to a sequence."""
         self.scheduled = self.computed = self.steps_in_flight = self.num_published = 0
+        self.fork_block = None
         self.scores.clear()
         self.loss_mark = len(self.token_ids)
 
@@ -240,3 +241,33 @@ class Sequence:
             self.cached_tokens,
             admitted_s,
         )
+
+
+class SequenceGroup:
+    """The sequences of one request, and its place in the queue. admitted_s: None while it waits."""
+
+    __slots__ = ("admitted_s", "num_tokens", "request", "sequences", "submitted_s")
+
+    def __init__(self, request: Request, sequences: list[Sequence], submitted_s: float) -> None:
+        self.request = request
+        self.sequences = sequences
+        self.submitted_s = submitted_s
+        self.admitted_s: float | None = None
+        self.num_tokens = len(sequences) * (len(request.prompt_ids) + request.stop.max_tokens)
+
+    @property
+    def key(self) -> str:
+        return self.request.id
+
+    @property
+    def caller(self) -> str:
+        return self.request.caller
+
+    @property
+    def priority(self) -> int:
+        return self.request.priority
+
+    @property
+    def live(self) -> list[Sequence]:
+        """Those whose terminal event is still to come."""
+        return [s for s in self.sequences if s.is_live]

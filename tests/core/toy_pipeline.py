@@ -1,0 +1,142 @@
+"""A toy pipeline: executes plans on a toy model whose every answer depends on every key it reads.
+
+The "keys and values" of a position are one number, mixed from the token there and from the numbers at
+all positions before it *as read through the block table*. A token is drawn from the numbers of all
+positions. So one wrong, stale or missing block anywhere changes everything that follows, and
+equality with `expected_answer` proves that each slice read exactly the right tokens.
+
+One store stands for all stages: every stage applies the same plans in the same order to its own copy.
+Stricter than a real stage in one point: a slice does not see what other slices of its step write.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from dataclasses import dataclass
+
+from ppserve.core.plan import Draw, Drawn, Scored, Slice, StepPlan, StepResult, StepStamps, TokenLogprobs
+from ppserve.core.request import FinishReason, Request
+
+VOCAB_SIZE = 41
+EOS_ID = 7
+STAMPS = StepStamps(0, 0, 0, 0, 0, 0)
+_MASK = (1 << 61) - 1
+
+
+def mix(*values: int) -> int:
+    """A well-spread number from numbers; the same in every process."""
+    state = 0x9E3779B97F4A7C15
+    for value in values:
+        state = ((state ^ (value + 0x7F4A7C15)) * 0xBF58476D1CE4E5B9 + 0x94D049BB133111EB) & _MASK
+        state ^= state >> 29
+    return state
+
+
+def draw_token(values: list[int], draw: Draw) -> int:
+    """The token after `values`; a pure function of them, the seed, the index and the draw's limits."""
+    history = mix(*draw.prompt_ids, 1, *draw.output_ids) if draw.params.needs_history else 0
+    token = mix(*values, draw.params.seed, draw.index, len(values), history) % VOCAB_SIZE
+    while token in draw.banned:
+        token = (token + 1) % VOCAB_SIZE
+    return token
+
+
+def logprob_of(values: list[int], token_id: int) -> float:
+    return -float(mix(*values, token_id) % 1000) / 100
+
+
+@dataclass(frozen=True)
+class Answer:
+    """What a request gets when nothing else exists."""
+
+    token_ids: tuple[int, ...]
+    finish: FinishReason
+    prompt_logprobs: tuple[float, ...] = ()
+
+
+def expected_answer(request: Request, index: int = 0, eos_id: int | None = EOS_ID) -> Answer:
+    """The undisturbed sequential run, without blocks, steps or a scheduler; resumed tokens are redrawn."""
+    values: list[int] = []
+    scores: list[float] = []
+    for position, token_id in enumerate(request.prompt_ids):
+        values.append(mix(*values, token_id))
+        if position + 1 < len(request.prompt_ids):
+            scores.append(logprob_of(values, request.prompt_ids[position + 1]))
+    stop, output = request.stop, []
+    length_end = FinishReason.CONTEXT_LENGTH if request.limited_by_context else FinishReason.MAX_TOKENS
+    finish = length_end
+    while len(output) < stop.max_tokens:
+        banned: tuple[int, ...] = ()
+        if len(output) < stop.min_tokens:
+            banned = stop.stop_token_ids
+            if eos_id is not None and not stop.ignore_eos:
+                banned = (eos_id, *banned)
+        history = (request.prompt_ids, tuple(output)) if request.sampling.needs_history else ((), ())
+        token_id = draw_token(values, Draw(request.sampling, index, None, banned, *history))
+        output.append(token_id)
+        if token_id == eos_id and not stop.ignore_eos:
+            finish = FinishReason.EOS
+            break
+        if token_id in stop.stop_token_ids:
+            finish = FinishReason.STOP_TOKEN
+            break
+        values.append(mix(*values, token_id))
+    wanted = request.output.prompt_logprobs is not None
+    return Answer(tuple(output), finish, tuple(scores) if wanted else ())
+
+
+class ToyPipeline:
+    """Takes plans in order, gives the last stage's results in order.
+
+    not_finite: ids of sequences whose draws come back without a token. plans: all that were executed.
+    """
+
+    def __init__(self, block_size: int) -> None:
+        self.block_size = block_size
+        self.plans: list[StepPlan] = []
+        self.not_finite: set[int] = set()
+        self._queue: deque[StepPlan] = deque()
+        self._slots: dict[tuple[int, int], int] = {}
+
+    def send(self, plan: StepPlan) -> None:
+        self._queue.append(plan)
+
+    @property
+    def num_in_flight(self) -> int:
+        return len(self._queue)
+
+    def lose(self) -> None:
+        """A stage died: keys, values and everything in flight are gone."""
+        self._queue.clear()
+        self._slots.clear()
+
+    def run_one(self) -> StepResult:
+        """Execute the oldest plan."""
+        plan = self._queue.popleft()
+        self.plans.append(plan)
+        for source, destination in plan.copies:
+            for offset in range(self.block_size):
+                if (source, offset) in self._slots:
+                    self._slots[destination, offset] = self._slots[source, offset]
+        drawn, scored, writes = [], [], {}
+        for piece in plan.slices:
+            values, written = self._compute(piece)
+            for slot, value in written.items():
+                assert writes.setdefault(slot, value) == value, f"two slices of a step disagree about slot {slot}"
+            if piece.draw is not None:
+                finite = piece.sequence_id not in self.not_finite
+                token_id = draw_token(values, piece.draw) if finite else None
+                drawn.append(Drawn(piece.sequence_id, token_id))
+            if piece.targets:
+                logprobs = [logprob_of(values[: piece.start + i + 1], t) for i, t in enumerate(piece.targets)]
+                scored.append(Scored(piece.sequence_id, piece.start, tuple(TokenLogprobs(p) for p in logprobs)))
+        self._slots.update(writes)
+        return StepResult(plan.epoch, plan.step_id, 0, STAMPS, 0, tuple(drawn), tuple(scored))
+
+    def _compute(self, piece: Slice) -> tuple[list[int], dict[tuple[int, int], int]]:
+        """The numbers of positions 0 .. end, and what the slice writes."""
+        slots = [(piece.block_table[i // self.block_size], i % self.block_size) for i in range(piece.end)]
+        values = [self._slots[slot] for slot in slots[: piece.start]]  # KeyError: read before written
+        for token_id in piece.token_ids:
+            values.append(mix(*values, token_id))
+        return values, dict(zip(slots[piece.start :], values[piece.start :], strict=True))

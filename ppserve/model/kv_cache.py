@@ -1,0 +1,65 @@
+"""The keys and values of one stage: preallocated blocks, addressed by id, owned by nobody else.
+
+L layers of this stage, B blocks, H heads. Within a block and head, keys lie with the position innermost
+and values with the feature innermost, so that the attention kernel reads both in whole vectors:
+
+    keys_LBHdp    (L, B, H, head_size,            padded block size)
+    values_LBHpd  (L, B, H, block size, padded head size)
+
+Padding to a multiple of 16 is never read as a key and its results are never used as features.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from ppserve.core.architecture import Architecture, StageLayout
+from ppserve.model.vector import WIDTH
+
+
+def padded(size: int) -> int:
+    """`size` rounded up to whole vectors."""
+    return -(-size // WIDTH) * WIDTH
+
+
+def _element_bytes(dtype: str) -> int:
+    element: torch.dtype = getattr(torch, dtype)
+    return element.itemsize
+
+
+class KVCache:
+    """Blocks of one stage. dtype: `float32`, `bfloat16` or `float16` (CUDA only)."""
+
+    def __init__(
+        self,
+        arch: Architecture,
+        layout: StageLayout,
+        num_blocks: int,
+        block_size: int,
+        dtype: str,
+        device: torch.device,
+    ) -> None:
+        self.num_blocks = num_blocks
+        self.block_size = block_size
+        shape = (layout.num_layers, num_blocks, arch.num_heads)
+        element: torch.dtype = getattr(torch, dtype)
+        self.keys_LBHdp = torch.zeros(*shape, arch.head_size, padded(block_size), dtype=element, device=device)
+        self.values_LBHpd = torch.zeros(*shape, block_size, padded(arch.head_size), dtype=element, device=device)
+
+    @staticmethod
+    def bytes_per_block(arch: Architecture, layout: StageLayout, block_size: int, dtype: str) -> int:
+        """Bytes that one block takes on this stage, padding included."""
+        keys = arch.head_size * padded(block_size)
+        values = block_size * padded(arch.head_size)
+        return layout.num_layers * arch.num_heads * (keys + values) * _element_bytes(dtype)
+
+    def copy(self, copies: tuple[tuple[int, int], ...]) -> None:
+        """Copy blocks in the order given: (source, destination)."""
+        for source, destination in copies:
+            self.keys_LBHdp[:, destination] = self.keys_LBHdp[:, source]
+            self.values_LBHpd[:, destination] = self.values_LBHpd[:, source]
+
+    def reset(self) -> None:
+        """Forget everything, as after losing a stage."""
+        self.keys_LBHdp.zero_()
+        self.values_LBHpd.zero_()

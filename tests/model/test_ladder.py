@@ -1,0 +1,160 @@
+"""The rungs from a plain model to ours: blocks + cache = reference = transformers, however it is cut."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from model.pipelines import Pipeline, prompt
+from model.random_checkpoint import RandomCheckpoint, architecture
+from reference import Reference
+from transformers import GPT2Config, GPT2LMHeadModel
+
+from ppserve.core.architecture import Architecture, stage_layouts, stage_params
+from ppserve.model.activations import TORCH as ACTIVATIONS
+from ppserve.model.gpt2 import GPT2Stage
+
+SHAPES = {
+    "4 heads of 12": architecture(width=48, num_heads=4),
+    "12 heads of 5, odd": architecture(width=60, num_heads=12),
+    "25 heads of 64": architecture(width=1600, num_heads=25, num_layers=1, inner_width=320),
+    "head size 80": architecture(width=160, num_heads=2),
+    "head size 128": architecture(width=256, num_heads=2, inner_width=200),
+    "untied": architecture(width=100, num_heads=4, tied_embeddings=False),
+    "no biases": architecture(biases=False),
+    "padded vocabulary": architecture(padded_vocab_size=256),
+    "scaled by layer": architecture(num_layers=4, scale_attn_by_inverse_layer_idx=True),
+    "unscaled": architecture(width=48, num_heads=12, scale_attn_weights=False),
+}
+
+
+def as_transformers(checkpoint: RandomCheckpoint) -> GPT2LMHeadModel:
+    """The same weights in Hugging Face's model, whose linears are transposed."""
+    arch = checkpoint.architecture
+    config = GPT2Config(
+        vocab_size=arch.padded_vocab_size,
+        n_positions=arch.max_positions,
+        n_embd=arch.width,
+        n_layer=arch.num_layers,
+        n_head=arch.num_heads,
+        n_inner=arch.inner_width,
+        activation_function=arch.activation,
+        layer_norm_epsilon=arch.layer_norm_epsilon,
+        scale_attn_weights=arch.scale_attn_weights,
+        scale_attn_by_inverse_layer_idx=arch.scale_attn_by_inverse_layer_idx,
+        tie_word_embeddings=arch.tied_embeddings,
+        attn_implementation="eager",
+    )
+    model = GPT2LMHeadModel(config).eval()
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            canonical = name.removeprefix("transformer.")
+            if canonical.endswith(".bias") and not arch.biases:
+                parameter.zero_()
+                continue
+            tensor = checkpoint.tensor(canonical)
+            is_conv1d = ".attn." in name or ".mlp." in name
+            parameter.copy_(tensor.T if is_conv1d and tensor.ndim == 2 else tensor)
+    return model
+
+
+@pytest.mark.parametrize("arch", SHAPES.values(), ids=SHAPES.keys())
+def test_reference_is_transformers(arch: Architecture) -> None:
+    checkpoint = RandomCheckpoint(arch)
+    ids = prompt(40)
+    with torch.no_grad():
+        theirs = as_transformers(checkpoint)(torch.tensor([ids])).logits[0, :, : arch.vocab_size]
+    ours = Reference(checkpoint).logits(ids)
+    torch.testing.assert_close(ours, theirs, atol=1e-4, rtol=1e-5)
+    assert ours.std() > 0.5, "logits too close together to tell a wrong model from a right one"
+
+
+@pytest.mark.parametrize("activation", ACTIVATIONS)
+def test_activations_are_those_of_transformers(activation: str) -> None:
+    checkpoint = RandomCheckpoint(architecture(activation=activation))
+    ids = prompt(20)
+    with torch.no_grad():
+        theirs = as_transformers(checkpoint)(torch.tensor([ids])).logits[0]
+    pipeline = Pipeline(checkpoint, (2,))
+    ours = pipeline.logits(pipeline.hidden(ids, 20))
+    torch.testing.assert_close(ours, theirs, atol=1e-3, rtol=0)
+
+
+@pytest.mark.parametrize("attention", ["kernel", "torch"])
+@pytest.mark.parametrize("arch", SHAPES.values(), ids=SHAPES.keys())
+def test_cache_and_blocks_are_the_reference(arch: Architecture, attention: str) -> None:
+    checkpoint = RandomCheckpoint(arch)
+    ids = prompt(50)
+    pipeline = Pipeline(checkpoint, (arch.num_layers,), attention=attention, num_sequences=1)
+    pipeline.step([pipeline.slice(0, ids[:37], 0)])
+    hidden, _, _ = pipeline.step([pipeline.slice(0, ids[37:], 37)])
+    torch.testing.assert_close(pipeline.logits(hidden), Reference(checkpoint).logits(ids)[37:], atol=1e-4, rtol=1e-5)
+
+
+@pytest.mark.parametrize("arch", SHAPES.values(), ids=SHAPES.keys())
+def test_greedy_tokens_are_those_of_transformers(arch: Architecture) -> None:
+    checkpoint = RandomCheckpoint(arch)
+    model, ids = as_transformers(checkpoint), list(prompt(9))
+    with torch.no_grad():
+        for _ in range(12):
+            logits = model(torch.tensor([ids])).logits[0, -1, : arch.vocab_size]
+            ids.append(int(logits.argmax()))
+    pipeline = Pipeline(checkpoint, (arch.num_layers,), num_sequences=1)
+    assert [d.token_id for d in pipeline.generate(prompt(9), 12)] == ids[9:]
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("split", [(2, 2), (1, 1, 1, 1), (3, 1)])
+def test_where_the_stages_are_cut_changes_no_bit(split: tuple[int, ...], dtype: str) -> None:
+    checkpoint = RandomCheckpoint(architecture(num_layers=4, scale_attn_by_inverse_layer_idx=True))
+    whole, cut = (Pipeline(checkpoint, s, dtype, num_sequences=1) for s in ((4,), split))
+    assert torch.equal(whole.hidden(prompt(30), 30), cut.hidden(prompt(30), 30))
+    assert whole.generate(prompt(30), 8) == cut.generate(prompt(30), 8)
+
+
+def test_layer_scaling_follows_the_global_index() -> None:
+    """The control of the test above: were the index the stage's own, the cut would show."""
+    arch = architecture(num_layers=4, scale_attn_by_inverse_layer_idx=True)
+    whole = Pipeline(RandomCheckpoint(arch), (4,), num_sequences=1)
+    cut = Pipeline(RandomCheckpoint(arch), (2, 2), num_sequences=1)
+    for own, block in enumerate(cut.stages[1].blocks):
+        block.scale = arch.attention_scale(own)
+    assert not torch.equal(whole.hidden(prompt(30), 30), cut.hidden(prompt(30), 30))
+
+
+def test_bfloat16_stays_near_the_reference() -> None:
+    checkpoint = RandomCheckpoint(SHAPES["4 heads of 12"])
+    pipeline = Pipeline(checkpoint, (2,), "bfloat16")
+    theirs = Reference(checkpoint, "bfloat16").logits(prompt(40))
+    ours = pipeline.logits(pipeline.hidden(prompt(40), 40))
+    assert (ours - theirs).abs().max() < 0.03 * theirs.abs().max()
+
+
+def test_padded_vocabulary_is_never_drawn() -> None:
+    """A padding row that would win by far."""
+
+    class Tempting(RandomCheckpoint):
+        def tensor(self, name: str) -> torch.Tensor:
+            tensor = super().tensor(name)
+            if name in ("wte.weight", "lm_head.weight"):
+                tensor[self.architecture.vocab_size :] = 1e6
+            return tensor
+
+    arch = SHAPES["padded vocabulary"]
+    tempted, plain = (Pipeline(checkpoint, (2,)) for checkpoint in (Tempting(arch), RandomCheckpoint(arch)))
+    assert tempted.generate(prompt(9), 12) == plain.generate(prompt(9), 12)
+
+
+def test_a_stage_reads_only_its_own_tensors_and_reports_progress() -> None:
+    arch = architecture(num_layers=4)
+    seen: list[tuple[int, int]] = []
+    for layout in stage_layouts((1, 2, 1)):
+        checkpoint = RandomCheckpoint(arch)
+        seen.clear()
+        stage = GPT2Stage.load(checkpoint, layout, "float32", torch.device("cpu"), lambda *at: seen.append(at))
+        layers = {int(name.split(".")[1]) for name in checkpoint.asked if name.startswith("h.")}
+        assert layers == set(layout.layers)
+        assert ("wte.weight" in checkpoint.asked) == layout.is_first
+        assert ("lm_head.weight" in checkpoint.asked) == layout.is_last
+        assert stage.num_params == stage_params(arch, layout)
+        assert seen == sorted(seen)
+        assert seen[-1] == (4 * stage.num_params, 4 * stage.num_params)

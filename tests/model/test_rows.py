@@ -1,0 +1,175 @@
+"""A row's numbers depend on that row: not on chunking, neighbours, threads or how rows share loads."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from model.pipelines import CPU, GREEDY, Pipeline, prompt
+from model.random_checkpoint import RandomCheckpoint, architecture
+
+from ppserve.core.plan import Draw
+from ppserve.model.activations import TORCH as ACTIVATIONS
+from ppserve.model.activations import activation_for
+from ppserve.model.attention import BlockAttention, TorchAttention
+from ppserve.model.linear import make_linear
+from ppserve.model.selftest import check_determinism
+
+DTYPES = ["float32", "bfloat16"]
+WIDTHS = [48, 60, 100, 200, 768, 1088]
+ROW_COUNTS = [1, 2, 3, 4, 5, 7, 13, 16, 17, 32, 63, 64, 65, 100, 128]
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("width", WIDTHS)
+def test_packed_linear_is_plain_and_its_rows_stand_alone(width: int, dtype: str) -> None:
+    torch.manual_seed(width)
+    weight = torch.randn(3 * width + 2, width).to(getattr(torch, dtype)) / width**0.5
+    bias = torch.randn(3 * width + 2)
+    linear = make_linear(weight, bias, CPU)
+    x = torch.randn(ROW_COUNTS[-1], width)
+    whole = linear(x)
+    torch.testing.assert_close(whole, torch.nn.functional.linear(x, weight.float(), bias), atol=2e-5, rtol=1e-5)
+    for count in ROW_COUNTS:
+        assert torch.equal(linear(x[:count]), whole[:count]), f"{count} rows"
+        assert torch.equal(linear(x[-count:]), whole[-count:]), f"the last {count} rows"
+
+
+def test_plain_linear_rows_do_not_stand_alone() -> None:
+    """The control: the operator that we do not use gives a row other bits in other company."""
+    torch.manual_seed(0)
+    weight, x = torch.randn(768, 768), torch.randn(128, 768)
+    plain = torch.nn.functional.linear
+    assert any(not torch.equal(plain(x[:count], weight), plain(x, weight)[:count]) for count in ROW_COUNTS)
+
+
+@pytest.mark.parametrize("name", ACTIVATIONS)
+@pytest.mark.parametrize("width", [16, 48, 61, 200])
+def test_activations_treat_every_element_alike(name: str, width: int) -> None:
+    torch.manual_seed(0)
+    activate = activation_for(name, CPU)
+    x = 4 * torch.randn(33, width)
+    whole = activate(x.clone())
+    torch.testing.assert_close(whole, ACTIVATIONS[name](x), atol=2e-6, rtol=1e-5)
+    for count in (1, 2, 5, 32):
+        assert torch.equal(activate(x[:count].clone()), whole[:count])
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("width", [48, 100, 160])
+def test_any_chunking_gives_the_same_bits(width: int, dtype: str) -> None:
+    pipeline = Pipeline(RandomCheckpoint(architecture(width=width)), (2,), dtype, num_sequences=2)
+    ids = prompt(101)
+    whole = pipeline.hidden(ids, len(ids))
+    logits = pipeline.logits(whole)
+    for chunk in (1, 2, 3, 4, 7, 16, 37):
+        cut = pipeline.hidden(ids, chunk, sequence=1)
+        assert torch.equal(cut, whole), f"chunks of {chunk}"
+        assert torch.equal(pipeline.logits(cut), logits)
+
+
+@pytest.mark.parametrize("block_size", [1, 5, 8, 16, 24, 32])
+def test_any_block_size_serves_any_chunking(block_size: int) -> None:
+    pipeline = Pipeline(RandomCheckpoint(architecture()), (2,), block_size=block_size, num_sequences=2)
+    ids = prompt(70)
+    whole = pipeline.hidden(ids, 70)
+    usual = Pipeline(RandomCheckpoint(architecture()), (2,), num_sequences=1).hidden(ids, 70)
+    torch.testing.assert_close(whole, usual, atol=1e-4, rtol=1e-4)
+    for chunk in (1, 7, 33):
+        assert torch.equal(pipeline.hidden(ids, chunk, sequence=1), whole)
+
+
+def test_keys_in_another_order_of_addition_differ() -> None:
+    """The control of the two tests above: the same sums in groups of 5 instead of 16 give other bits."""
+    fives, sixteens = (Pipeline(RandomCheckpoint(architecture()), (2,), block_size=size) for size in (5, 16))
+    assert not torch.equal(fives.hidden(prompt(70), 70), sixteens.hidden(prompt(70), 70))
+
+
+def test_stock_attention_without_padding_feels_its_neighbours() -> None:
+    """The control for attention itself: what padding to 512 keys and 4 rows prevents."""
+    def hidden(chunk: int, **padding: int) -> torch.Tensor:
+        pipeline = Pipeline(RandomCheckpoint(architecture(width=64)), (2,), attention="torch")
+        for block in pipeline.stages[0].blocks:
+            block.attention = TorchAttention(4, **padding)
+        return pipeline.hidden(prompt(101), chunk)
+
+    assert torch.equal(hidden(101), hidden(1))
+    assert not torch.equal(hidden(101, keys_multiple=1, least_rows=1), hidden(1, keys_multiple=1, least_rows=1))
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_alone_and_among_others(dtype: str) -> None:
+    """Decodes, a whole prompt and a chunk in one step; each as if it were alone."""
+    checkpoint = RandomCheckpoint(architecture(width=100))
+    alone, crowd = Pipeline(checkpoint, (2,), dtype), Pipeline(checkpoint, (2,), dtype)
+    prompts = {sequence: prompt(5 + 9 * sequence, seed=sequence) for sequence in range(7)}
+    expected = {sequence: alone.generate(ids, 4, sequence=sequence) for sequence, ids in prompts.items()}
+
+    def together(slices: list) -> dict[int, object]:
+        return {drawn.sequence_id: drawn for drawn in crowd.step(slices)[1]}
+
+    draw = Draw(GREEDY)
+    early, late = list(prompts)[:4], list(prompts)[4:]
+    steps = [together([crowd.slice(s, prompts[s], 0, draw) for s in early])]
+    steps.append(
+        together(
+            [crowd.slice(s, (steps[0][s].token_id,), len(prompts[s]), draw) for s in early]
+            + [crowd.slice(s, prompts[s][:11], 0) for s in late]
+        )
+    )
+    steps.append(
+        together(
+            [crowd.slice(s, prompts[s][11:], 11, draw) for s in reversed(late)]
+            + [crowd.slice(s, (steps[1][s].token_id,), len(prompts[s]) + 1, draw) for s in early]
+        )
+    )
+    for s in early:
+        assert [step[s] for step in steps] == expected[s][:3]
+    for s in late:
+        assert steps[2][s] == expected[s][0]
+
+
+def test_threads_change_no_bit() -> None:
+    checkpoint = RandomCheckpoint(architecture(width=64))
+    ids = prompt(128)
+    whole = Pipeline(checkpoint, (2,)).hidden(ids, 128)
+    for num_threads in (2, 3, 5):
+        threaded = Pipeline(checkpoint, (2,))
+        for block in threaded.stages[0].blocks:
+            block.attention = BlockAttention(4, num_threads)
+        assert torch.equal(threaded.hidden(ids, 128), whole)
+
+
+def test_stale_blocks_are_never_read() -> None:
+    """What a sequence with non-finite numbers left behind does not reach the next owner of its blocks."""
+    for attention in ("kernel",):
+        pipeline = Pipeline(RandomCheckpoint(architecture()), (2,), attention=attention)
+        clean = pipeline.hidden(prompt(21), 21)
+        for cache in pipeline.caches:
+            cache.keys_LBHdp.fill_(float("nan"))
+            cache.values_LBHpd.fill_(float("inf"))
+        assert torch.equal(pipeline.hidden(prompt(21), 21), clean)
+
+
+def test_copied_blocks_hold_the_same_keys() -> None:
+    pipeline = Pipeline(RandomCheckpoint(architecture()), (2,))
+    ids = prompt(40)
+    pipeline.hidden(ids[:39], 39, sequence=0)
+    copies = tuple(zip(pipeline.table(0), pipeline.table(1), strict=True))
+    copied, _, _ = pipeline.step([pipeline.slice(1, ids[39:], 39)], copies)
+    assert torch.equal(copied, pipeline.hidden(ids, 40, sequence=2)[39:])
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_selftest_passes_and_can_fail(dtype: str) -> None:
+    stage = Pipeline(RandomCheckpoint(architecture(width=200)), (1, 1), dtype).stages[1]
+    assert check_determinism(stage) is None
+    exact = stage.blocks[0].linears[2]
+
+    class FeelsNeighbours:
+        num_inputs, num_bytes = exact.num_inputs, 0
+
+        def __call__(self, x_TK: torch.Tensor) -> torch.Tensor:
+            return exact(x_TK) + 1e-6 * len(x_TK)
+
+    stage.blocks[0].linears = (FeelsNeighbours(),)
+    assert check_determinism(stage) == "a linear layer of 200 inputs: rows differ between 1 and 128 rows at once"

@@ -1,115 +1,22 @@
-"""One suite for all transports: order, sizes, dtypes, memory, and what a stage sees when others die.
-
-`local` runs its stages in threads, the others in processes; the functions that play a stage are the same.
-"""
+"""One suite for all transports: order, sizes, dtypes, memory, and the ends of waits."""
 
 from __future__ import annotations
 
 import gc
 import os
 import threading
-from collections.abc import Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
-from datetime import timedelta
-from pathlib import Path
-from typing import Any, Protocol
+from collections.abc import Iterator
+from contextlib import AbstractContextManager
 
 import pytest
 import torch
-import torch.distributed as dist
-from worlds import Died, World
+from pipelines import DEPTH, SHAPES, STAGES, WIDTH, Pipeline, Processes, Threads, flush, frame, relay, step
 
 import parallel_state
-from ppserve.core.plan import Slice, StepPlan
 from ppserve.errors import ConfigError, TransportError
-from ppserve.stage.transport import Frames, Transport, connect, create_transport
-
-WIDTH, DEPTH, STAGES = 48, 3, 3
-SHAPES = [1, 1, 512, 7, 1, 64, 2, 512, 3, 1, 1, 33]
-
-
-def step(step_id: int, rows: int) -> StepPlan:
-    return StepPlan(1, step_id, 0, (Slice(0, 0, tuple(range(rows)), tuple(range(rows))),))
-
-
-def frame(step_id: int, rows: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
-    """A step's hidden states: any mix-up of steps, rows or columns shows."""
-    numbers_TD = torch.arange(rows * WIDTH, dtype=torch.int64).view(rows, WIDTH)
-    return ((numbers_TD * 31 + step_id * 7) % 251).to(dtype)
-
-
-# A pipeline of each kind: runs one function in every stage at the same time.
-
-Play = Callable[..., Any]
-
-
-class Pipeline(Protocol):
-    def run(self, play: Play, *args: Any, dtype: torch.dtype = torch.float32) -> list[Any]:
-        """What `play(transport, stage, *args)` returned in every stage."""
-
-    def count_descriptors(self) -> list[int]:
-        """Open files of every process, between epochs."""
-
-
-class Threads:
-    """Stages of the local transport."""
-
-    def run(self, play: Play, *args: Any, dtype: torch.dtype = torch.float32) -> list[Any]:
-        transports = connect((Frames(WIDTH, dtype, depth=DEPTH),) * STAGES)
-        with ThreadPoolExecutor(STAGES) as threads:
-            running = [threads.submit(play, transport, i, *args) for i, transport in enumerate(transports)]
-        return [future.result() for future in running]
-
-    def count_descriptors(self) -> list[int]:
-        return [count_descriptors(0)]
-
-
-class Processes:
-    """Stages of the other transports. Every run is an epoch: a fresh store and group in the same processes."""
-
-    def __init__(self, kind: str, folder: Path, size: int = STAGES) -> None:
-        self.world = World(size)
-        self._kind = kind
-        self._folder = folder
-        self._epochs = 0
-
-    def run(self, play: Play, *args: Any, dtype: torch.dtype = torch.float32) -> list[Any]:
-        self._epochs += 1
-        return self.world.run(one_epoch, self._kind, str(self._folder / str(self._epochs)), dtype, play, args)
-
-    def count_descriptors(self) -> list[int]:
-        return self.world.run(count_descriptors)
-
-
-def one_epoch(rank: int, kind: str, path: str, dtype: torch.dtype, play: Play, args: tuple[Any, ...]) -> Any:
-    transport = enter_epoch(kind, path, rank, STAGES, dtype)
-    try:
-        return play(transport, rank, *args)
-    finally:
-        leave_epoch(transport)
-
-
-def enter_epoch(kind: str, path: str, stage: int, stages: int, dtype: torch.dtype = torch.float32) -> Transport:
-    torch.set_num_threads(1)
-    device = torch.device("cuda", stage) if kind == "nccl" else torch.device("cpu")
-    dist.init_process_group(
-        "nccl" if kind == "nccl" else "gloo",
-        store=dist.FileStore(path, stages),
-        rank=stage,
-        world_size=stages,
-        timeout=timedelta(seconds=30),
-    )
-    parallel_state.initialize_model_parallel(pipeline_model_parallel_size=stages)
-    transport = create_transport(kind, width=WIDTH, dtype=dtype, device=device, depth=DEPTH, max_rows=512)
-    transport.warm_up()
-    return transport
-
-
-def leave_epoch(transport: Transport) -> None:
-    transport.close()
-    parallel_state.destroy_model_parallel()
-    dist.destroy_process_group()
-
+from ppserve.stage.transport import Frames, Transport, create_transport
+from ppserve.stage.transport.gloo import HostPassage
+from ppserve.stage.transport.point_to_point import PointToPoint
 
 needs_gpus = pytest.mark.skipif(torch.cuda.device_count() < STAGES, reason=f"nccl needs {STAGES} GPUs")
 
@@ -125,31 +32,6 @@ def pipeline(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFa
 
 
 # What stages do. Each is a whole life of a stage, and runs in every stage of the pipeline.
-
-
-def relay(transport: Transport, stage: int, dtype: torch.dtype, post_ahead: int) -> list[bool]:
-    """Every stage adds one; receives are posted `post_ahead` steps in advance. Whether each frame was right."""
-    plans = [step(i, rows) for i, rows in enumerate(SHAPES)]
-    right = []
-    posted = 0
-    for i, plan in enumerate(plans):
-        while stage > 0 and posted <= min(i + post_ahead, len(plans) - 1):
-            transport.post_receive(plans[posted])
-            posted += 1
-        expected_TD = frame(plan.step_id, plan.num_tokens, dtype) + (stage - 1)
-        hidden_TD = transport.receive(plan) if stage > 0 else expected_TD
-        right.append(torch.equal(hidden_TD.cpu(), expected_TD))
-        if stage < STAGES - 1:
-            num_bytes = transport.send(plan, hidden_TD + 1)
-            right.append(num_bytes == plan.num_tokens * WIDTH * dtype.itemsize)
-    flush(transport, stage)
-    return right
-
-
-def flush(transport: Transport, stage: int) -> None:
-    """Nobody goes on before everybody is here: agreed outside the wires. Threads share their end anyway."""
-    if parallel_state.model_parallel_is_initialized():
-        dist.barrier()
 
 
 def thousand_steps(transport: Transport, stage: int, leak: bool) -> int:
@@ -176,11 +58,6 @@ def thousand_steps(transport: Transport, stage: int, leak: bool) -> int:
 def resident_bytes() -> int:
     with open("/proc/self/statm") as statm:
         return int(statm.read().split()[1]) * os.sysconf("SC_PAGE_SIZE")
-
-
-def count_descriptors(rank: int) -> int:
-    gc.collect()
-    return len(os.listdir("/proc/self/fd"))
 
 
 # The suite.
@@ -255,59 +132,7 @@ def test_a_frame_that_does_not_fit_its_plan_is_not_sent(pipeline: Pipeline) -> N
     assert "not contiguous" in strides
 
 
-# Ends of neighbours: processes that die, close, or never come.
-
-
-def wait_for_death(rank: int, kind: str, path: str, stage: int) -> str:
-    """Stages 0 and 2 of three; the middle one dies. Returns what they were told."""
-    transport = enter_epoch(kind, path, stage, STAGES)
-    said = ""
-    try:
-        for i in range(10_000):
-            plan = step(i, 8)
-            if stage == 0:
-                transport.send(plan, frame(i, 8))
-            else:
-                transport.post_receive(plan)
-                transport.receive(plan)
-    except TransportError as error:
-        said = str(error)
-    leave_epoch(transport)
-    return said
-
-
-def forward_then_die(rank: int, kind: str, path: str, num_steps: int) -> None:
-    """The middle stage: a few steps, then SIGKILL, while the last stage waits for more."""
-    transport = enter_epoch(kind, path, 1, STAGES)
-    for i in range(num_steps):
-        plan = step(i, 8)
-        transport.post_receive(plan)
-        transport.send(plan, transport.receive(plan).clone())
-    os.kill(os.getpid(), 9)
-
-
-def serve_again(rank: int, kind: str, path: str, stage: int) -> list[bool]:
-    transport = enter_epoch(kind, path, stage, STAGES)
-    right = relay(transport, stage, torch.float32, 1)
-    leave_epoch(transport)
-    return right
-
-
-@pytest.mark.parametrize("kind", ["gloo", "shm"])
-def test_a_killed_neighbour_ends_waits_and_survivors_meet_again(kind: str, tmp_path: Path) -> None:
-    with World(STAGES + 1) as world:
-        path = str(tmp_path / "first")
-        world.start(0, wait_for_death, kind, path, 0)
-        world.start(2, wait_for_death, kind, path, 2)
-        world.start(1, forward_then_die, kind, path, 5)
-        assert world.finish(1) == Died(-9)
-        for survivor in (0, 2):
-            assert world.finish(survivor, timeout_s=10).startswith(kind)
-        path = str(tmp_path / "second")
-        for process, stage in ((0, 0), (3, 1), (2, 2)):
-            world.start(process, serve_again, kind, path, stage)
-        assert all(all(world.finish(process)) for process in (0, 3, 2))
-    assert not [name for name in os.listdir("/dev/shm") if "ppserve" in name]
+# Ends of waits.
 
 
 def leave_early(transport: Transport, stage: int) -> str:
@@ -352,6 +177,60 @@ def close_from_outside(transport: Transport, stage: int) -> str:
 @pytest.mark.parametrize("pipeline", ["local", "shm"], indirect=True)
 def test_closing_ends_ones_own_wait(pipeline: Pipeline) -> None:
     assert pipeline.run(close_from_outside)[-1].endswith(("closed", "gone"))
+
+
+class RecordingPassage(HostPassage):
+    """Stands where a GPU's streams would, and writes down what was done with which buffer.
+
+    It copies on both sides as the passage through pinned memory does, and soils what it was done with, so
+    a buffer that is reused too early shows in the frames as well.
+    """
+
+    def __init__(self) -> None:
+        self.log: list[tuple[str, int]] = []
+
+    def posting(self, buffer: torch.Tensor) -> AbstractContextManager[object]:
+        self.log.append(("post", buffer.data_ptr()))
+        return super().posting(buffer)
+
+    def leave(self, hidden_TD: torch.Tensor) -> torch.Tensor:
+        copy_TD = hidden_TD.clone()
+        self.log.append(("leave", copy_TD.data_ptr()))
+        return copy_TD
+
+    def enter(self, buffer_TD: torch.Tensor) -> torch.Tensor:
+        self.log.append(("enter", buffer_TD.data_ptr()))
+        return buffer_TD
+
+    def release(self, buffer: torch.Tensor) -> None:
+        self.log.append(("release", buffer.data_ptr()))
+        buffer.fill_(-1)
+
+
+def relay_and_record(transport: Transport, stage: int) -> tuple[list[bool], list[tuple[str, int]]]:
+    passage = RecordingPassage()
+    frames = Frames(WIDTH, torch.float32, 512, DEPTH)
+    recorded = PointToPoint("recorded", frames, parallel_state.get_pp_group(), passage)
+    recorded.warm_up()
+    return relay(recorded, stage, torch.float32, 20), passage.log
+
+
+@pytest.mark.parametrize("pipeline", ["gloo"], indirect=True)
+def test_every_buffer_is_released_before_it_is_posted_again(pipeline: Pipeline) -> None:
+    """What NCCL's streams rely on, shown over gloo: see `StreamPassage`."""
+    for stage, (right, log) in enumerate(pipeline.run(relay_and_record)):
+        assert all(right)
+        received = {buffer for event, buffer in log if event == "enter"}
+        assert len(received) == (DEPTH + 1 if stage > 0 else 0)
+        for buffer in received:
+            life = [event for event, b in log if b == buffer and event != "leave"]
+            if life[:2] == ["post", "post"]:  # the first buffer also received the warm-up's row
+                life = life[1:]
+            turns = [life[i : i + 3] for i in range(0, len(life), 3)]
+            assert all(turn == ["post", "enter", "release"][: len(turn)] for turn in turns), life
+        left = [i for i, (event, _) in enumerate(log) if event == "leave"]
+        assert all(log[i + 1] == ("post", log[i][1]) for i in left)
+        assert len(left) == (len(SHAPES) + 1 if stage < STAGES - 1 else 0)
 
 
 def test_a_single_stage_has_a_transport_without_ends() -> None:

@@ -1,0 +1,65 @@
+"""What the neighbours of a killed stage are told, and that the survivors can meet again."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+import torch
+from pipelines import STAGES, enter_epoch, frame, leave_epoch, relay, step
+from worlds import Died, World
+
+from ppserve.errors import TransportError
+
+
+def wait_for_death(rank: int, kind: str, path: str, stage: int) -> str:
+    """Stages 0 and 2 of three; the middle one dies. Returns what they were told."""
+    transport = enter_epoch(kind, path, stage, STAGES)
+    said = ""
+    try:
+        for i in range(10_000):
+            plan = step(i, 8)
+            if stage == 0:
+                transport.send(plan, frame(i, 8))
+            else:
+                transport.post_receive(plan)
+                transport.receive(plan)
+    except TransportError as error:
+        said = str(error)
+    leave_epoch(transport)
+    return said
+
+
+def forward_then_die(rank: int, kind: str, path: str, num_steps: int) -> None:
+    """The middle stage: a few steps, then SIGKILL, while the last stage waits for more."""
+    transport = enter_epoch(kind, path, 1, STAGES)
+    for i in range(num_steps):
+        plan = step(i, 8)
+        transport.post_receive(plan)
+        transport.send(plan, transport.receive(plan).clone())
+    os.kill(os.getpid(), 9)
+
+
+def serve_again(rank: int, kind: str, path: str, stage: int) -> list[bool]:
+    transport = enter_epoch(kind, path, stage, STAGES)
+    right = relay(transport, stage, torch.float32, 1)
+    leave_epoch(transport)
+    return right
+
+
+@pytest.mark.parametrize("kind", ["gloo", "shm"])
+def test_a_killed_neighbour_ends_waits_and_survivors_meet_again(kind: str, tmp_path: Path) -> None:
+    with World(STAGES + 1) as world:
+        path = str(tmp_path / "first")
+        world.start(0, wait_for_death, kind, path, 0)
+        world.start(2, wait_for_death, kind, path, 2)
+        world.start(1, forward_then_die, kind, path, 5)
+        assert world.finish(1) == Died(-9)
+        for survivor in (0, 2):
+            assert world.finish(survivor, timeout_s=10).startswith(kind)
+        path = str(tmp_path / "second")
+        for process, stage in ((0, 0), (3, 1), (2, 2)):
+            world.start(process, serve_again, kind, path, stage)
+        assert all(all(world.finish(process)) for process in (0, 3, 2))
+    assert not [name for name in os.listdir("/dev/shm") if "ppserve" in name]

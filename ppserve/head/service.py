@@ -60,9 +60,14 @@ class EngineHandle(Protocol):
 class TextCodec(Protocol):
     """What the service needs of the tokenizer."""
 
-    def encode(self, text: str) -> list[int]: ...
-    def decode(self, ids: list[int]) -> str: ...
-    def token_bytes(self, token_id: int) -> bytes: ...
+    def encode(self, text: str) -> list[int]:
+        """Raises ValueError, and nothing else."""
+
+    def decode(self, ids: list[int]) -> str:
+        """The text that these tokens show."""
+
+    def token_bytes(self, token_id: int) -> bytes:
+        """What one token stands for, special ones too."""
 
 
 class GenerationService:
@@ -169,16 +174,19 @@ class GenerationService:
 
     async def _prompt_ids(self, message: pb.GenerateRequest) -> list[int]:
         if message.WhichOneof("prompt") == "text":
-            return await self._encode(message.text)
+            return await self._encode("prompt", message.text)
         return list(message.token_ids.ids)
 
-    async def _encode(self, text: str) -> list[int]:
+    async def _encode(self, field: str, text: str) -> list[int]:
         if not text:
             return []
         assert self._tokenizer is not None, "checked before"
-        if len(text) < LONG_TEXT_CHARS:
-            return self._tokenizer.encode(text)
-        return await asyncio.to_thread(self._tokenizer.encode, text)
+        try:
+            if len(text) < LONG_TEXT_CHARS:
+                return self._tokenizer.encode(text)
+            return await asyncio.to_thread(self._tokenizer.encode, text)
+        except ValueError as error:
+            raise InvalidRequest([Violation(field, "this text cannot be tokenized")]) from error
 
     def _echo(self, message: pb.GenerateRequest, request: Request) -> str:
         if not request.output.echo or self._tokenizer is None:
@@ -202,15 +210,16 @@ class GenerationService:
     async def _tokenize(self, raw: bytes) -> pb.TokenizeResponse:
         request = _parse(pb.TokenizeRequest, raw)
         check_text("text", request.text, self._engine.model_card())
-        ids = await self._encode(request.text)
+        ids = await self._encode("text", request.text)
         return pb.TokenizeResponse(tokens=[pb.TokenInfo(id=i, bytes=self._token_bytes(i)) for i in ids])
 
     async def _detokenize(self, raw: bytes) -> pb.DetokenizeResponse:
         request = _parse(pb.DetokenizeRequest, raw)
         ids = list(request.token_ids.ids)
         check_ids("token_ids.ids", ids, self._engine.model_card())
+        assert self._tokenizer is not None, "checked before"
         content = b"".join([self._token_bytes(i) for i in ids])
-        return pb.DetokenizeResponse(text=content.decode(errors="replace"), bytes=content)
+        return pb.DetokenizeResponse(text=self._tokenizer.decode(ids), bytes=content)
 
     async def _get_model_info(self, raw: bytes) -> pb.GetModelInfoResponse:
         _parse(pb.GetModelInfoRequest, raw)

@@ -1,0 +1,36 @@
+"""The Python client.
+
+    from ppserve.client import Client
+
+    with Client("127.0.0.1:50051") as client:
+        print(client.generate("Once upon a time", max_tokens=40).text)
+        for chunk in client.stream("Once upon a time", seed=7):
+            print(chunk.text, end="", flush=True)
+
+`AsyncClient` has the same methods as coroutines and asynchronous iterators. Both try again when the server
+cannot be reached or is full, and continue a stream that broke where it broke: the caller sees the tokens and
+the text of an undisturbed stream. `RetryPolicy` bounds this; `CallFailed` is raised when it is over.
+"""
+
+from ppserve.client.asynchronous import AsyncClient
+from ppserve.client.connection import Tls
+from ppserve.client.conversation import RetryPolicy
+from ppserve.client.failures import CallFailed
+from ppserve.client.synchronous import Client
+from ppserve.client.values import Chunk, Completion, Finish, Options, Sequence, Timings, Token, Usage
+
+__all__ = [
+    "AsyncClient",
+    "CallFailed",
+    "Chunk",
+    "Client",
+    "Completion",
+    "Finish",
+    "Options",
+    "RetryPolicy",
+    "Sequence",
+    "Timings",
+    "Tls",
+    "Token",
+    "Usage",
+]

@@ -1,0 +1,220 @@
+"""The clients against a real server in this process whose engine has no model."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+from fake_engine import FakeEngine, served
+
+from ppserve.client import AsyncClient, CallFailed, Chunk, Client, RetryPolicy
+from ppserve.config import ServerSettings
+from ppserve.errors import Overloaded, RequestFailed, StagesLost
+
+QUICK = RetryPolicy(max_attempts=4, first_pause_s=0.001, max_pause_s=0.01)
+OFF = RetryPolicy(max_attempts=1, resume=False)
+
+
+@contextmanager
+def served_in_thread(engine: FakeEngine, settings: ServerSettings | None = None) -> Iterator[str]:
+    """A server whose event loop runs in a thread of its own, for clients that block."""
+    ready = threading.Event()
+    found: list[str] = []
+    loop = asyncio.new_event_loop()
+    over = asyncio.Event()
+
+    async def main() -> None:
+        async with served(engine, settings) as (_, target):
+            found.append(target)
+            ready.set()
+            await over.wait()
+
+    thread = threading.Thread(target=loop.run_until_complete, args=(main(),))
+    thread.start()
+    try:
+        assert ready.wait(10)
+        yield found[0]
+    finally:
+        loop.call_soon_threadsafe(over.set)
+        thread.join(10)
+        loop.close()
+
+
+def undisturbed(**options: object) -> list[Chunk]:
+    """What an engine that never breaks answers."""
+
+    async def main() -> list[Chunk]:
+        async with served(FakeEngine()) as (_, target), AsyncClient(target, retry=OFF) as client:
+            return [chunk async for chunk in client.stream("hello", token_ids=True, **options)]
+
+    return asyncio.run(main())
+
+
+def texts(chunks: list[Chunk]) -> dict[int, tuple[str, list[object], list[int]]]:
+    """Per sequence: text, tokens and the offsets that its chunks say."""
+    indices = {chunk.index for chunk in chunks}
+    return {
+        index: (
+            "".join(chunk.text for chunk in chunks if chunk.index == index),
+            [token for chunk in chunks if chunk.index == index for token in chunk.tokens],
+            [chunk.first_token + i for chunk in chunks if chunk.index == index for i in range(chunk.num_tokens)],
+        )
+        for index in indices
+    }
+
+
+def test_one_liner() -> None:
+    with served_in_thread(FakeEngine()) as target, Client(target) as client:
+        completion = client.generate("hello", max_tokens=6, seed=4, logprobs=1, timings=True, prompt_logprobs=0)
+    sequence = completion.sequences[0]
+    assert (completion.seed, completion.finish.reason, len(sequence.tokens)) == (4, "MAX_TOKENS", 6)
+    assert completion.text == "".join(token.bytes.decode() for token in sequence.tokens)
+    assert sequence.tokens[0].top[0].id == sequence.tokens[0].id
+    assert [token.bytes for token in sequence.prompt_tokens] == [b"h", b"e", b"l", b"l", b"o"]
+    assert (sequence.usage.prompt_tokens, sequence.usage.completion_tokens) == (5, 6)
+    assert sequence.timings is not None
+    assert sequence.timings.stage_busy_s == (0.5, 0.6)
+
+
+def test_every_other_method_of_both_clients() -> None:
+    async def use(target: str) -> None:
+        async with AsyncClient(target) as client:
+            assert [token.id for token in await client.tokenize("hi")] == [104, 105]
+            assert await client.detokenize([104, 105]) == "hi"
+            assert (await client.model_info()).model == "fake"
+            assert len((await client.topology()).stages) == 1
+            assert await client.is_serving()
+
+    with served_in_thread(FakeEngine()) as target:
+        with Client(target) as client:
+            assert [token.id for token in client.tokenize("hi")] == [104, 105]
+            assert client.detokenize([104, 105]) == "hi"
+            assert client.model_info().model == "fake"
+            assert len(client.topology().stages) == 1
+            assert client.is_serving("ppserve.v1.GenerationService")
+        asyncio.run(use(target))
+
+
+def test_closing_the_iterator_cancels() -> None:
+    engine = FakeEngine(by_hand=True)
+
+    async def main() -> None:
+        async with served(engine) as (_, target), AsyncClient(target) as client:
+            reading = asyncio.create_task(anext(client.stream("hello")))
+            await engine.until(lambda engine: bool(engine.requests))
+            reading.cancel()
+            await engine.until(lambda engine: bool(engine.cancelled))
+
+    asyncio.run(main())
+
+
+def test_options_that_do_not_exist_or_fit() -> None:
+    with Client("127.0.0.1:1") as client:
+        with pytest.raises(TypeError, match="'temprature'"):
+            client.generate("a", temprature=1.0)  # type: ignore[call-arg]
+        with pytest.raises(ValueError, match="-1"):
+            client.generate("a", max_tokens=-1)
+
+
+def test_refusals_name_the_field() -> None:
+    with served_in_thread(FakeEngine()) as target, Client(target) as client:
+        with pytest.raises(CallFailed) as failure:
+            client.generate("a", top_p=3.0, n=99)
+    assert (failure.value.code, failure.value.reason) == ("INVALID_ARGUMENT", "INVALID_REQUEST")
+    assert [violation.field for violation in failure.value.violations] == ["sampling.top_p", "sampling.n"]
+
+
+def test_keys_are_sent(tmp_path: Path) -> None:
+    keys = tmp_path / "keys"
+    keys.write_text("0123456789abcdef\n")
+    with served_in_thread(FakeEngine(), ServerSettings(port=0, api_key_file=keys)) as target:
+        with Client(target, api_key="0123456789abcdef") as client:
+            assert client.model_info().model == "fake"
+        with Client(target) as client, pytest.raises(CallFailed) as failure:
+            client.model_info()
+    assert failure.value.code == "UNAUTHENTICATED"
+
+
+@pytest.mark.parametrize("after", range(8))
+@pytest.mark.parametrize("n", [1, 3])
+def test_a_broken_stream_goes_on_where_it_broke(after: int, n: int) -> None:
+    engine = FakeEngine(break_error=StagesLost("gone"), break_after=after, num_breaks=3)
+    options = {"max_tokens": 8, "n": n, "seed": 11, "echo": True, "logprobs": 1, "prompt_logprobs": 0}
+
+    async def main() -> list[Chunk]:
+        async with served(engine) as (_, target), AsyncClient(target, retry=QUICK) as client:
+            return [chunk async for chunk in client.stream("hello", **options)]
+
+    chunks = asyncio.run(main())
+    assert len(engine.requests) >= 2
+    assert texts(chunks) == texts(undisturbed(**options))
+    assert [chunk.index for chunk in chunks if chunk.prompt_tokens] == list(range(n))
+    assert sorted(chunk.index for chunk in chunks if chunk.finish) == list(range(n))
+
+
+def test_a_random_seed_is_kept_over_breaks() -> None:
+    engine = FakeEngine(break_error=StagesLost("gone"), break_after=3, num_breaks=1)
+    with served_in_thread(engine) as target, Client(target, retry=QUICK) as client:
+        broken = client.generate("hello", max_tokens=8)
+    first, second = engine.requests
+    assert first.sampling.seed == second.sampling.seed == broken.seed
+    assert second.resume_ids == tuple(token.id for token in broken.sequences[0].tokens[:3])
+    assert broken.text == texts(undisturbed(max_tokens=8, seed=broken.seed))[0][0]
+
+
+def test_without_resume_a_break_is_an_error() -> None:
+    engine = FakeEngine(break_error=StagesLost("gone"), break_after=2, num_breaks=1)
+    with served_in_thread(engine) as target, Client(target, retry=OFF) as client:
+        with pytest.raises(CallFailed) as failure:
+            client.generate("hello", max_tokens=8)
+    assert (failure.value.code, failure.value.reason) == ("UNAVAILABLE", "STAGES_LOST")
+    assert len(engine.requests) == 1
+
+
+def test_other_errors_are_not_retried() -> None:
+    engine = FakeEngine(break_error=RequestFailed("not finite"), break_after=2, num_breaks=1)
+    with served_in_thread(engine) as target, Client(target, retry=QUICK) as client:
+        with pytest.raises(CallFailed) as failure:
+            client.generate("hello", max_tokens=8)
+    assert failure.value.code == "INTERNAL"
+    assert len(engine.requests) == 1
+
+
+def test_a_full_server_is_asked_again() -> None:
+    class FullTwice(FakeEngine):
+        refusals = 2
+
+        async def submit(self, request: object, sink: object) -> None:
+            if self.refusals:
+                self.refusals -= 1
+                raise Overloaded("the queue is full", 0.001)
+            await super().submit(request, sink)
+
+    with served_in_thread(FullTwice()) as target, Client(target, retry=QUICK) as client:
+        assert client.generate("hello", max_tokens=2).finish.reason == "MAX_TOKENS"
+
+
+def test_attempts_are_bounded() -> None:
+    engine = FakeEngine(break_error=StagesLost("gone"), break_after=0, num_breaks=1000)
+    with served_in_thread(engine) as target, Client(target, retry=QUICK) as client:
+        with pytest.raises(CallFailed):
+            client.generate("hello")
+    assert len(engine.requests) == QUICK.max_attempts
+
+
+def test_nobody_there() -> None:
+    with Client("127.0.0.1:1", retry=QUICK) as client:
+        with pytest.raises(CallFailed) as failure:
+            client.generate("hello")
+    assert failure.value.code == "UNAVAILABLE"
+
+
+def test_the_time_limit_counts_all_attempts() -> None:
+    with Client("127.0.0.1:1", retry=RetryPolicy(max_attempts=10**9)) as client:
+        with pytest.raises(CallFailed) as failure:
+            client.generate("hello", timeout_s=0.3)
+    assert failure.value.code == "DEADLINE_EXCEEDED"

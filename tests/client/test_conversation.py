@@ -1,0 +1,110 @@
+"""A broken stream continued: the text is that of an undisturbed one, wherever it broke."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+
+from ppserve.client.conversation import Conversation, RetryPolicy
+from ppserve.client.failures import CallFailed
+from ppserve.tokenizer import Detokenizer
+from ppserve.v1 import generation_pb2 as pb
+
+GONE = CallFailed("UNAVAILABLE", "gone")
+# Characters of one to four bytes, and beginnings of the stop string that come to nothing.
+OUTPUT = "so é 漢 🙂 END of EN ENDI 🙂é END?"
+
+
+class Bytes:
+    """A tokenizer of single bytes, as far as a Detokenizer needs one."""
+
+    def text_bytes(self, token_id: int) -> bytes:
+        return bytes([token_id])
+
+
+def answer(request: pb.GenerateRequest) -> Iterator[pb.GenerateResponse]:
+    """What a server does with a request, here without a model: one byte of OUTPUT a token."""
+    ids = list(OUTPUT.encode())
+    detokenizer = Detokenizer(Bytes(), tuple(request.stop.stop), request.stop.include_stop)
+    begin = len(request.resume.generated_token_ids)
+    assert list(request.resume.generated_token_ids) == ids[:begin]
+    detokenizer.prime(ids[:begin])
+    for offset in range(begin, len(ids)):
+        piece = detokenizer.push(ids[offset])
+        message = pb.GenerateResponse(first_token=offset, text=piece.text, num_tokens=1, seed=1)
+        message.tokens.add(id=ids[offset])
+        if piece.matched is not None or offset + 1 == len(ids):
+            message.text += detokenizer.finish()
+            message.finish.reason = pb.Finish.STOP_STRING if piece.matched else pb.Finish.MAX_TOKENS
+            message.finish.stop = piece.matched or ""
+        yield message
+        if message.HasField("finish"):
+            return
+
+
+def converse(request: pb.GenerateRequest, breaks: set[int]) -> str:
+    """The text a client puts together when its stream breaks before these messages, counted over all calls."""
+    conversation = Conversation(request, RetryPolicy())
+    text, count = "", 0
+    while (asked := conversation.next_request()) is not None:
+        for message in answer(asked):
+            if count in breaks:
+                breaks.remove(count)
+                conversation.pause_after(GONE)
+                break
+            text += conversation.take(message).text
+            count += 1
+    return text
+
+
+@pytest.mark.parametrize("include_stop", [False, True])
+@pytest.mark.parametrize("stop", [(), ("END?",), ("ENDI",), ("🙂é", "EN END")])
+def test_text_is_that_of_an_undisturbed_stream(stop: tuple[str, ...], include_stop: bool) -> None:
+    request = pb.GenerateRequest(stop=pb.StopConditions(stop=stop, include_stop=include_stop))
+    whole = converse(request, set())
+    assert OUTPUT.startswith(whole)
+    length = len(OUTPUT.encode())
+    for first in range(length):
+        assert converse(request, {first}) == whole
+        assert converse(request, {first, first + 3, first + 4}) == whole
+
+
+def test_the_caller_s_request_is_not_touched() -> None:
+    request = pb.GenerateRequest(text="a")
+    before = request.SerializeToString()
+    converse(request, {2})
+    assert request.SerializeToString() == before
+
+
+def test_pauses_double_up_to_the_longest_and_obey_the_server() -> None:
+    policy = RetryPolicy(max_attempts=6, first_pause_s=1.0, max_pause_s=3.0)
+    conversation = Conversation(pb.GenerateRequest(), policy)
+    assert [conversation.pause_after(GONE) for _ in range(3)] == [1.0, 2.0, 3.0]
+    full = CallFailed("RESOURCE_EXHAUSTED", "full", retry_after_s=9.0)
+    assert conversation.pause_after(full) == 9.0
+    assert conversation.pause_after(GONE) == 3.0
+    with pytest.raises(CallFailed):
+        conversation.pause_after(GONE)
+
+
+def test_news_start_the_count_afresh() -> None:
+    conversation = Conversation(pb.GenerateRequest(), RetryPolicy(max_attempts=2))
+    for message in answer(pb.GenerateRequest()):
+        conversation.pause_after(GONE)
+        conversation.take(message)
+
+
+@pytest.mark.parametrize("code", ["INVALID_ARGUMENT", "INTERNAL", "UNAUTHENTICATED", "RESOURCE_EXHAUSTED"])
+def test_what_time_does_not_heal_is_final(code: str) -> None:
+    with pytest.raises(CallFailed, match=code):
+        Conversation(pb.GenerateRequest(), RetryPolicy()).pause_after(CallFailed(code, "no"))
+
+
+def test_a_stream_closed_before_its_end_is_an_error() -> None:
+    conversation = Conversation(pb.GenerateRequest(), RetryPolicy())
+    request = conversation.next_request()
+    assert request is not None
+    conversation.take(next(answer(request)))
+    with pytest.raises(CallFailed, match="before its end"):
+        conversation.check_end(request)

@@ -58,11 +58,11 @@ def recover_merges(ranks: Mapping[bytes, int]) -> list[Pair]:
     for token, rank in sorted(ranks.items(), key=lambda item: item[1]):
         parts = [bytes([b]) for b in token]
         while len(parts) > 2:
-            pairs = {pair: ranks.get(pair[0] + pair[1], rank) for pair in pairwise(parts)}
-            best = min(pairs, key=lambda pair: pairs[pair])
-            if pairs[best] >= rank:
+            made = [ranks.get(first + second, rank) for first, second in pairwise(parts)]
+            at = made.index(min(made))
+            if made[at] >= rank:
                 raise ValueError(f"token {rank} ({token!r}) cannot be spelled with two tokens of lower rank")
-            parts = merge_pair(parts, best)
+            parts[at : at + 2] = [parts[at] + parts[at + 1]]
         if len(parts) == 2:
             merges.append((parts[0], parts[1]))
     return merges

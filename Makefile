@@ -17,7 +17,7 @@ $(VENV)/.ready: pyproject.toml constraints.txt
 	touch $@
 
 serve: setup
-	$(BIN)/torchrun --nproc_per_node=$(STAGES) -m ppserve $(ARGS)
+	$(BIN)/ppserve serve --stages $(STAGES) $(ARGS)
 
 test: setup
 	$(BIN)/python -m pytest $(ARGS)

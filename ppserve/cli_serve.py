@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import ipaddress
-import os
 import sys
 import tomllib
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any
 
 import click
 
@@ -77,7 +76,9 @@ def serve(stages: int | None, **flags: Any) -> None:
     config = build_config(flags)
     environment = RankEnvironment.from_environ()
     if environment is None:
-        _start_torchrun(stages or 1)
+        from ppserve.torchrun import run_ranks
+
+        sys.exit(run_ranks(stages or 1, sys.argv[1:]))
     if stages is not None and stages != environment.world_size:
         raise ConfigError("--stages", f"is {stages}, but torchrun started {environment.world_size} ranks")
     if environment.rank > 0:
@@ -119,11 +120,3 @@ def build_config(flags: dict[str, Any]) -> cfg.ServeConfig:
         log=cfg.LogSettings(flags["log_level"], flags["log_format"]),
     )
 
-
-def _start_torchrun(stages: int) -> NoReturn:
-    """Becomes torchrun, which starts this same command once per stage."""
-    arguments = sys.argv[1:] if sys.argv[1:2] == ["serve"] else ["serve", *sys.argv[1:]]
-    # Its default of one thread per rank would only be announced, loudly: stages set their own.
-    environment = {"OMP_NUM_THREADS": "1", **os.environ}
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--local-addr=127.0.0.1"]
-    os.execve(sys.executable, [*command, f"--nproc-per-node={stages}", "-m", "ppserve", *arguments], environment)

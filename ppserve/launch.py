@@ -6,6 +6,7 @@ small keeper, without torch, and its stage is a child that it starts again when 
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import os
 import select
@@ -74,6 +75,52 @@ def die_with_parent(parent_pid: int | None = None) -> None:
         os._exit(EXIT_HEAD_GONE)
 
 
+class StageProcess:
+    """A stage process, or one in waiting: it imports what is slow to import, then waits for `start`.
+
+    A spare in waiting is what makes the loss of a stage a matter of a second rather than of many.
+    """
+
+    def __init__(self) -> None:
+        self._life, write = os.pipe()
+        self._text = b""
+        self.process = subprocess.Popen(
+            [sys.executable, "-m", "ppserve.stage", str(write), str(os.getpid())],
+            stdin=subprocess.PIPE,
+            pass_fds=(write,),
+            close_fds=True,
+        )
+        os.close(write)
+
+    def start(self, start: wire.Start) -> None:
+        """Makes it a stage. Its input stays open: the end of it tells the stage that its keeper is gone."""
+        assert self.process.stdin is not None
+        try:
+            self.process.stdin.write(wire.encode(start))
+            self.process.stdin.flush()
+        except BrokenPipeError:
+            pass  # it died in waiting; `end` has the code
+
+    def listen(self, timeout_s: float) -> list[str] | None:
+        """What it said, an empty word being a mere sign of life; None when it is gone."""
+        readable, _, _ = select.select([self._life], [], [], timeout_s)
+        if not readable:
+            return []
+        received = os.read(self._life, 4096)
+        if not received:
+            return None
+        *lines, self._text = (self._text + received).split(b"\n")
+        return [line.decode() for line in lines]
+
+    def end(self) -> int:
+        """Waits for the end of one that is ending, ends one that is not; the exit code."""
+        assert self.process.stdin is not None
+        with contextlib.suppress(BrokenPipeError):
+            self.process.stdin.close()
+        os.close(self._life)
+        return self.process.wait()
+
+
 class Keeper:
     """Keeps one stage process alive: starts it, watches it, starts it again when it dies.
 
@@ -88,12 +135,21 @@ class Keeper:
         self._stage = stage
         self._num_stages = num_stages
         self._control = control
-        self._child: subprocess.Popen[bytes] | None = None
+        self._child: StageProcess | None = None
+        self._spare: StageProcess | None = None
         self._stopping = False
         self._kill_at_s: float | None = None
 
     def run(self) -> int:
         """Until the stage ends for good; returns the exit code for the rank."""
+        try:
+            return self._keep()
+        finally:
+            if self._spare is not None:
+                self._spare.process.kill()
+                self._spare.end()
+
+    def _keep(self) -> int:
         deaths: deque[float] = deque(maxlen=_MAX_DEATHS)
         while True:
             served, code = self._watch_one_life()
@@ -116,56 +172,41 @@ class Keeper:
         self._kill_at_s = time.monotonic() + grace_s
         if self._child is not None and not self._control[1]:
             # It has not found the head and never will: only a signal reaches it.
-            self._child.terminate()
+            self._child.process.terminate()
 
     def _watch_one_life(self) -> tuple[bool, int]:
         """Starts the stage and waits for its end: (whether it ever served, exit code)."""
-        life_read, life_write = os.pipe()
-        self._child = child = subprocess.Popen(
-            [sys.executable, "-m", "ppserve.stage", str(life_write), str(os.getpid())],
-            stdin=subprocess.PIPE,
-            pass_fds=(life_write,),
-            close_fds=True,
-        )
-        os.close(life_write)
-        start = wire.Start(self._config, self._stage, self._num_stages, *self._control)
-        assert child.stdin is not None
-        try:
-            child.stdin.write(wire.encode(start))
-            child.stdin.flush()  # stays open: its end tells the stage that its keeper is gone
-        except BrokenPipeError:
-            pass  # it died at birth; wait() below has the code
-        served = self._watch(life_read)
-        os.close(life_read)
-        code = child.wait()
-        child.stdin.close()
+        self._child, self._spare = self._spare or StageProcess(), None
+        self._child.start(wire.Start(self._config, self._stage, self._num_stages, *self._control))
+        served = self._watch(self._child)
+        code = self._child.end()
         self._child = None
         return served, code
 
-    def _watch(self, life: int) -> bool:
-        """Reads the stage's signs of life until the pipe ends; kills a frozen one. True if it served."""
+    def _watch(self, child: StageProcess) -> bool:
+        """Reads the stage's signs of life until they end; kills a frozen one. True if it served."""
         served = False
         last_sign_s: float | None = None
-        text = b""
         while True:
-            readable, _, _ = select.select([life], [], [], 0.5)
-            now = time.monotonic()
-            if readable:
-                received = os.read(life, 4096)
-                if not received:
-                    return served
-                last_sign_s = now
-                text += received
-                *lines, text = text.split(b"\n")
-                for line in lines:
-                    served |= line == b"served"
-                    if line.startswith(b"control "):
-                        host, port, token = line.decode().split()[1:]
-                        self._control = (host, int(port), token)
-            frozen = last_sign_s is not None and now - last_sign_s > _FROZEN_AFTER_S
-            overdue = self._kill_at_s is not None and now > self._kill_at_s
-            if (frozen or overdue) and self._child is not None:
-                self._child.kill()
+            now_s = time.monotonic()
+            words = child.listen(0.5)
+            if words is None:
+                return served
+            if words:
+                last_sign_s = time.monotonic()
+            for word in words:
+                if word.startswith("control "):
+                    host, port, token = word.split()[1:]
+                    self._control = (host, int(port), token)
+                elif word == "served":
+                    served = True
+                    if self._spare is None and not self._stopping:
+                        # Only now: before, it would compete with the stage's own start.
+                        self._spare = StageProcess()
+            frozen = last_sign_s is not None and now_s - last_sign_s > _FROZEN_AFTER_S
+            overdue = self._kill_at_s is not None and now_s > self._kill_at_s
+            if frozen or overdue:
+                child.process.kill()
 
     def _give_up(self, reason: str) -> int:
         """Tells the head why, so that streams end with a status and not with silence."""

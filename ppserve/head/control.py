@@ -6,6 +6,7 @@ Runs in the engine's thread. `wake` is the one method that other threads may cal
 from __future__ import annotations
 
 import hmac
+import logging
 import selectors
 import socket
 import time
@@ -14,6 +15,8 @@ from typing import Any
 
 from ppserve import wire
 from ppserve.errors import WireError
+
+log = logging.getLogger("ppserve.control")
 
 _GREETING_TIMEOUT_S = 10.0
 # A frame is small against a socket's buffer: a send that blocks this long means nobody reads.
@@ -31,7 +34,7 @@ class Heard:
 
 @dataclass(frozen=True, slots=True)
 class Gone:
-    """A stage's connection ended."""
+    """A stage's connection ended. cause: one word, a label of the metrics."""
 
     stage: int
     cause: str
@@ -97,7 +100,7 @@ class ControlPlane:
         try:
             peer.connection.sendall(frame)
         except OSError as error:
-            self.drop(stage, f"cannot send: {type(error).__name__}")
+            self.drop(stage, "timeout" if isinstance(error, TimeoutError) else "exit")
 
     def drop(self, stage: int, cause: str) -> None:
         """Cuts a stage off: its process ends when it sees that, and its keeper starts another."""
@@ -135,8 +138,11 @@ class ControlPlane:
             received = peer.connection.recv(1 << 16)
             arrived_ns = time.monotonic_ns()
             messages = peer.reader.feed(received)
-        except (OSError, WireError) as error:
-            return self._end(peer, str(error))
+        except OSError:
+            received, messages = b"", []
+        except WireError as error:
+            log.warning("a peer of the control plane does not keep to the schema: %s", error)
+            return self._end(peer, "protocol")
         if not received:
             return self._end(peer, "exit")
         heard: list[Heard | Gone] = []

@@ -90,6 +90,7 @@ class Engine(threading.Thread):
             try:
                 self._admit(request, sink, now_s)
             except RequestError as error:
+                self._observer.refused(error)
                 self._tell(answered, error)
             else:
                 self._tell(answered, None)
@@ -136,6 +137,7 @@ class Engine(threading.Thread):
                 self._take_what_came()
                 self._refill()
                 self._hand_out()
+                self._observe()
         except Exception as error:
             log.exception("the engine failed")
             self._give_up(Hopeless(f"internal error: {type(error).__name__}", usage=False))
@@ -187,7 +189,11 @@ class Engine(threading.Thread):
                 self._control.send_frame(stage, frame)
             now_s = time.monotonic()
             self._in_flight[plan.step_id] = _InFlight(plan, now_s, set(range(self._members.num_stages)))
-            self._observer.dispatched(plan, scheduler, time.monotonic_ns(), self._woken_ns)
+            self._observer.dispatched(plan, time.monotonic_ns(), self._woken_ns)
+
+    def _observe(self) -> None:
+        if self._scheduler is not None:
+            self._observer.gauges(self._scheduler)
 
     def _hand_out(self) -> None:
         """One crossing to the event loop for all that this turn brought to all streams."""

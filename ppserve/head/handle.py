@@ -52,7 +52,6 @@ class PipelineHandle:
             transport=decision.transport,
             epoch=members.epoch,
             microbatches=self._engine.microbatches,
-            advice=self._observer.advice(times),
         )
 
     def _stage_card(self, member: Member, times: StageTimes) -> StageCard:

@@ -204,7 +204,7 @@ class Members:
             elif now_ns - member.heard_ns > silent_ns:
                 self.drop(member.stage, "frozen")
             elif state is StageState.FORMING and waited_ns > _FORM_WITHIN_NS:
-                self.drop(member.stage, "did not join")
+                self.drop(member.stage, "late")
         return self._form_if_complete(now_ns)
 
     def healthy(self, now_ns: int) -> bool:

@@ -5,9 +5,12 @@ Runs in the engine's thread.
 
 from __future__ import annotations
 
+from collections import defaultdict
+
 from ppserve.core.plan import StepPlan, StepResult
 from ppserve.core.scheduler import Scheduler
 from ppserve.core.time_account import StageTimes, TimeAccount
+from ppserve.errors import RequestError
 from ppserve.head.metrics import Metrics
 from ppserve.head.open_request import OpenRequest
 from ppserve.head.stream import TokenOutput
@@ -22,20 +25,23 @@ class Observer:
         self.metrics = metrics
         self.trace = trace
         self._demand = False
+        self._step_s: defaultdict[int, float] = defaultdict(float)
+        self._steps: defaultdict[int, int] = defaultdict(int)
 
     # ---- steps ----------------------------------------------------------------------------------------
 
-    def dispatched(self, plan: StepPlan, scheduler: Scheduler, now_ns: int, woken_ns: int) -> None:
+    def dispatched(self, plan: StepPlan, now_ns: int, woken_ns: int) -> None:
         """A plan went out to all stages. woken_ns: when the turn that made it began."""
         self.account.dispatched(plan, now_ns, woken_ns)
         self.metrics.microbatch(plan.phase, plan.num_tokens)
-        self.gauges(scheduler)
 
     def step_done(self, result: StepResult, plan: StepPlan, now_ns: int) -> None:
         """A stage reported a step; its stamps are on the head's clock."""
         self.account.reported(result, result.stamps, now_ns)
         self.metrics.step_done(result, plan.phase)
         self.trace.step_done(result, plan)
+        self._step_s[result.stage] += (result.stamps.ended - result.stamps.begun) / 1e9
+        self._steps[result.stage] += 1
 
     def gauges(self, scheduler: Scheduler) -> None:
         """How full everything is right now."""
@@ -70,6 +76,10 @@ class Observer:
         else:
             self.account.demand_ended(now_ns)
 
+    def refused(self, error: RequestError) -> None:
+        """A request ended before it was queued."""
+        self.metrics.refused(error)
+
     def output(self, opened: OpenRequest, output: TokenOutput, now_s: float) -> None:
         """A stream hears of a token, an end, or both."""
         self.metrics.output(opened, output, now_s)
@@ -77,6 +87,11 @@ class Observer:
     def stage_times(self, now_ns: int) -> tuple[StageTimes, ...]:
         """Every stage's time up to now."""
         return self.account.snapshot(now_ns)
+
+    def mean_step_s(self, stage: int) -> float | None:
+        """Mean compute seconds of a step so far; None before the first."""
+        seconds, steps = self._step_s[stage], self._steps[stage]
+        return seconds / steps if steps else None
 
     def stage_busy_s(self) -> tuple[float, ...]:
         """Seconds that every stage has computed, as far as is settled."""

@@ -25,12 +25,12 @@ _CONNECT_TIMEOUT_S = 60.0
 def main() -> int:
     life_fd, keeper_pid = int(sys.argv[1]), int(sys.argv[2])
     die_with_parent(keeper_pid)
+    # Slow (torch), which is why a spare process does it while it waits for its start.
+    from ppserve.stage import loop
+
     start = _read_start()
     set_up_logging(start.config.log, f"stage {start.stage}")
     threading.Thread(target=_show_life, args=(life_fd,), name="life", daemon=True).start()
-    # The imports below are slow (torch), which is why they come after the first sign of life.
-    from ppserve.stage import loop
-
     environment = RankEnvironment.from_environ() or RankEnvironment(start.stage, start.num_stages, 0, 1, 0)
     host, port, token = _find_head(start, environment)
     os.write(life_fd, f"control {host} {port} {token}\n".encode())

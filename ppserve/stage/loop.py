@@ -65,6 +65,7 @@ class StageLoop:
         self._cache: KVCache | None = None
         self._epoch: Epoch | None = None
         self._messages: deque[Stamped] = deque()
+        self._has_served = False
         self._on_served: Callable[[], object] = lambda: None
 
     @classmethod
@@ -86,7 +87,7 @@ class StageLoop:
                 dtype=compute.dtype,
                 gpu=compute.device.index if compute.device.type == "cuda" else None,
                 shares_gpu=compute.shares_gpu,
-                versions={"torch": torch.__version__},
+                versions={"torch": str(torch.__version__)},
             )
         )
         link.start()
@@ -94,7 +95,7 @@ class StageLoop:
 
     @torch.inference_mode()
     def run(self, on_served: Callable[[], object]) -> int:
-        """Until the head says Shutdown; the exit code that it asks for. `on_served`: after every step."""
+        """Until the head says Shutdown; the exit code that it asks for. `on_served`: after the first step."""
         self._on_served = on_served
         while True:
             self._take_arrived()
@@ -252,7 +253,9 @@ class StageLoop:
             self._link.send(wire.Broken(plan.epoch, f"{type(error).__name__}: {error}"))
             return
         self._link.count_step()
-        self._on_served()
+        if not self._has_served:
+            self._has_served = True
+            self._on_served()
 
     def _compute_step(self, epoch: Epoch, planned_ns: int, plan: StepPlan) -> StepResult:
         layout, model = self._layout, self._model

@@ -1,0 +1,141 @@
+"""Real servers for tests: torchrun, real gRPC, real signals, free ports; ended by process id, always."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import psutil
+
+READY = re.compile(r"^ppserve ready grpc=(\S+) metrics=(\S+) stages=(\d+)$", re.MULTILINE)
+START_WITHIN_S = 90.0
+END_WITHIN_S = 30.0
+
+
+@dataclass
+class Server:
+    """A running server: its launcher process, what it printed, its addresses."""
+
+    process: subprocess.Popen[bytes]
+    log_path: Path
+    grpc: str = ""
+    metrics: str = ""
+    seen: set[int] = field(default_factory=set)
+
+    @property
+    def log(self) -> str:
+        return self.log_path.read_text(errors="replace")
+
+    def processes(self) -> list[psutil.Process]:
+        """The launcher and everything below it that is alive."""
+        try:
+            root = psutil.Process(self.process.pid)
+            found = [root, *root.children(recursive=True)]
+        except psutil.NoSuchProcess:
+            found = []
+        self.seen.update(p.pid for p in found)
+        return found
+
+    def stage_pid(self, stage: int) -> int:
+        """The process id of a stage: the child of rank `stage`'s process."""
+        for process in self.processes():
+            try:
+                if "ppserve.stage" in process.cmdline():
+                    parent = process.parent()
+                    if parent is not None and parent.environ().get("RANK") == str(stage):
+                        return process.pid
+            except (psutil.NoSuchProcess, psutil.ZombieProcess):
+                continue
+        raise AssertionError(f"no process of stage {stage}\n{self.log}")
+
+    def left_over(self) -> list[int]:
+        """Process ids once seen below the launcher that are still alive (zombies do not count)."""
+        return [pid for pid in self.seen if _alive(pid)]
+
+    def wait_exit(self, timeout_s: float = END_WITHIN_S) -> int:
+        return self.process.wait(timeout_s)
+
+    def terminate(self) -> int:
+        """SIGTERM to the launcher, as an operator would; the launcher's exit code."""
+        self.processes()
+        self.process.send_signal(signal.SIGTERM)
+        return self.wait_exit()
+
+    def end(self) -> None:
+        """Ends exactly the processes of this server, whatever state they are in."""
+        self.processes()
+        if self.process.poll() is None:
+            self.process.terminate()
+            try:
+                self.process.wait(END_WITHIN_S)
+            except subprocess.TimeoutExpired:
+                self.process.kill()
+                self.process.wait()
+        for pid in self.left_over():
+            with _gone_is_fine():
+                os.kill(pid, signal.SIGKILL)
+
+
+@contextmanager
+def _gone_is_fine() -> Iterator[None]:
+    try:
+        yield
+    except ProcessLookupError:
+        pass
+
+
+def _alive(pid: int) -> bool:
+    try:
+        return psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return False
+
+
+def launch(stages: int, arguments: Sequence[str], log_path: Path, env: dict[str, str] | None = None) -> Server:
+    """Starts torchrun with a server on free ports; does not wait."""
+    command = [
+        *(sys.executable, "-m", "torch.distributed.run", "--standalone", "--local-addr=127.0.0.1"),
+        *(f"--nproc-per-node={stages}", "-m", "ppserve", "--force-cpu", "--port", "0", "--metrics-port", "0"),
+        *arguments,
+    ]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", **(env or {})}
+    with log_path.open("wb") as log:
+        process = subprocess.Popen(
+            command, stdin=subprocess.DEVNULL, stdout=log, stderr=subprocess.STDOUT, env=environment
+        )
+    return Server(process, log_path)
+
+
+def wait_ready(server: Server) -> Server:
+    """Until the ready line; fails with the log when the server ends or takes too long."""
+    until_s = time.monotonic() + START_WITHIN_S
+    while (match := READY.search(server.log)) is None:
+        assert server.process.poll() is None, f"the server ended with {server.process.poll()}\n{server.log}"
+        assert time.monotonic() < until_s, f"not ready in time\n{server.log}"
+        time.sleep(0.05)
+    server.grpc, server.metrics = match[1], match[2]
+    server.processes()
+    return server
+
+
+@contextmanager
+def serving(stages: int = 2, *arguments: str, env: dict[str, str] | None = None) -> Iterator[Server]:
+    """A server that is ready, and gone afterwards."""
+    with tempfile.TemporaryDirectory(prefix="ppserve-test-") as directory:
+        server = launch(stages, arguments, Path(directory) / "server.log", env)
+        try:
+            yield wait_ready(server)
+        except BaseException:
+            print(server.log[-6000:], file=sys.stderr)
+            raise
+        finally:
+            server.end()

@@ -22,7 +22,7 @@ from ppserve.model.checkpoint.names import tensor_shapes
 from ppserve.model.checkpoint.opening import open_checkpoint, read_architecture
 
 EXTREMES = (0, 1, -1, 2, 7, 63, 255, 2**15, 2**31 - 1, -(2**31), 2**32 - 1, 2**63 - 1, -(2**63), 10**30)
-ODD_VALUES: tuple[Any, ...] = (*EXTREMES, None, True, "", "x", "..", "/etc/passwd", [], {}, [1], {"a": 1}, 0.5, 1e308)
+ODD_VALUES: tuple[Any, ...] = (*EXTREMES, None, True, "", "x", "/etc/passwd", [], {}, [1], {"a": 1}, 0.5, 1e308)
 
 HOSTILE_NAMES = (
     "../model.safetensors",
@@ -71,6 +71,13 @@ def attempt(place: Path) -> CheckpointError | None:
     return None
 
 
+def refusal(place: Path) -> CheckpointError:
+    """What opening it is refused with; an assertion when it is not."""
+    error = attempt(place)
+    assert error is not None, f"{place} was accepted"
+    return error
+
+
 def damaged(original: Path, directory: Path, seed: int) -> Path:
     """A copy of a checkpoint with one to three mishaps."""
     rng = random.Random(seed)
@@ -106,7 +113,8 @@ def _overwrite_number(path: Path, rng: random.Random) -> None:
     content = bytearray(path.read_bytes())
     width, form = rng.choice(((2, "<H"), (4, "<I"), (8, "<Q")))
     if len(content) >= width:
-        position = rng.choice((rng.randrange(len(content) - width + 1), min(4 * rng.randrange(9), len(content) - width)))
+        last = len(content) - width
+        position = rng.choice((rng.randrange(last + 1), min(4 * rng.randrange(9), last)))
         content[position : position + width] = struct.pack(form, rng.choice(EXTREMES) & (1 << 8 * width) - 1)
     path.write_bytes(content)
 
@@ -152,9 +160,10 @@ def _odd_json(path: Path, rng: random.Random) -> None:
         assert isinstance(content, dict)
     except (ValueError, AssertionError):
         return _flip_bits(path, rng)
-    where = content["weight_map"] if isinstance(content.get("weight_map"), dict) and rng.random() < 0.8 else content
+    where, values = content, ODD_VALUES
+    if isinstance(content.get("weight_map"), dict) and rng.random() < 0.8:
+        where, values = content["weight_map"], HOSTILE_NAMES
     if where:
-        values = HOSTILE_NAMES if where is not content else ODD_VALUES
         where[rng.choice(sorted(where))] = rng.choice((*values, *where.values()))
     path.write_text(json.dumps(content))
     return None

@@ -259,7 +259,7 @@ VOCAB = {f"t{i}": i for i in range(30)}
     ],
     ids=str,
 )
-def test_where_the_real_vocabulary_ends(read: Read, tmp_path: Path, files: dict[str, Any], vocab_size: int) -> None:
+def test_where_the_vocabulary_ends(read: Read, tmp_path: Path, files: dict[str, Any], vocab_size: int) -> None:
     for name, content in files.items():
         if name.endswith(".bin"):
             (tmp_path / name).write_bytes(b"".join(n.to_bytes(4, "little") for n in content) + bytes(1008))

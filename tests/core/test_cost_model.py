@@ -1,0 +1,106 @@
+import random
+
+import pytest
+
+from ppserve.core.cost_model import Coefficients, PipelineCosts, StageCost, Workload
+from ppserve.core.plan import Draw, Slice, StepPlan
+from ppserve.core.request import SamplingParams
+
+TRUTH = Coefficients(step=4e-3, row=2e-4, key=3e-8, sample=1e-4)
+DECODE = [Workload(n, n * context, n) for n in (1, 4, 8, 16) for context in (50, 200, 800)]
+PREFILL = [Workload(n, n * n // 2, s) for n in (64, 128, 256, 512) for s in (0, 1)]
+MIXED = [Workload(n + 8, n * n // 2 + 8 * 300, 8) for n in (64, 128, 256)]
+
+
+def truth(load: Workload) -> float:
+    return TRUTH.seconds(load.rows, load.context, load.sampled)
+
+
+def fitted(loads: list[Workload], noise: float = 0.0, late: float = 0.0, repeats: int = 20) -> StageCost:
+    rng = random.Random(1)
+    cost = StageCost()
+    for _ in range(repeats):
+        for load in rng.sample(loads, len(loads)):
+            seconds = truth(load) * rng.uniform(1 - noise, 1 + noise)
+            cost.observe(load, seconds * (rng.uniform(5, 50) if rng.random() < late else 1))
+    return cost
+
+
+def worst_error(cost: StageCost, loads: list[Workload]) -> float:
+    predicted = [cost.predict(load.rows, load.context, load.sampled) for load in loads]
+    return max(abs(p / truth(load) - 1) for p, load in zip(predicted, loads, strict=True))
+
+
+def test_a_plan_in_the_models_terms():
+    draw = Draw(SamplingParams())
+    decode = Slice(0, 9, (1,), (0,), draw)
+    chunk = Slice(1, 4, (1, 2, 3), (1,))
+    scored = Slice(2, 0, (1, 2), (2,), draw, targets=(2,))
+    plan = StepPlan(1, 1, 0, (decode, chunk, scored))
+    assert Workload.of(plan) == Workload(rows=6, context=10 + (5 + 6 + 7) + (1 + 2), sampled=3)
+
+
+def test_nothing_seen_predicts_nothing():
+    assert StageCost().predict(10, 10, 10) == 0
+
+
+def test_exact_times_are_learnt_exactly():
+    cost = fitted(DECODE + PREFILL + MIXED)
+    assert worst_error(cost, DECODE + PREFILL + MIXED) < 1e-3
+    assert cost.coefficients.row == pytest.approx(TRUTH.row, rel=0.01)
+    assert cost.coefficients.key == pytest.approx(TRUTH.key, rel=0.05)
+
+
+def test_noise_and_late_steps():
+    loads = DECODE + PREFILL + MIXED
+    assert worst_error(fitted(loads, noise=0.1), loads) < 0.06
+    assert worst_error(fitted(loads, noise=0.1, late=0.03), loads) < 0.10
+
+
+def test_pure_decode_predicts_decode_although_rows_and_sampled_cannot_be_told_apart():
+    cost = fitted(DECODE)
+    assert worst_error(cost, DECODE) < 1e-3
+    assert worst_error(cost, [Workload(64, 64 * 100, 64)]) < 0.05
+
+
+def test_hours_of_decodes_leave_the_memory_of_prompts():
+    cost = fitted(DECODE + PREFILL)
+    for _ in range(200):
+        for load in DECODE:
+            cost.observe(load, truth(load))
+    assert worst_error(cost, PREFILL) < 0.02
+
+
+def test_a_machine_that_slows_down_is_followed():
+    cost = fitted(DECODE)
+    for _ in range(200):
+        for load in DECODE:
+            cost.observe(load, 3 * truth(load))
+    load = DECODE[5]
+    assert cost.predict(load.rows, load.context, load.sampled) == pytest.approx(3 * truth(load), rel=0.05)
+
+
+def test_no_term_is_negative_whatever_was_measured():
+    rng = random.Random(2)
+    for _ in range(50):
+        cost = StageCost()
+        for _ in range(30):
+            load = Workload(rng.randrange(1, 600), rng.randrange(1, 99999), rng.randrange(20))
+            cost.observe(load, rng.expovariate(100))
+        terms = cost.coefficients
+        assert min(terms.step, terms.row, terms.key, terms.sample) >= 0
+
+
+def test_times_that_say_nothing_are_ignored():
+    cost = StageCost()
+    cost.observe(DECODE[0], 0.0)
+    cost.observe(DECODE[0], -1.0)
+    assert cost.num_observed == 0
+
+
+def test_the_pipeline_is_as_slow_as_its_slowest_stage():
+    costs = PipelineCosts(2)
+    plan = StepPlan(1, 1, 0, (Slice(0, 9, (1,), (0,), Draw(SamplingParams())),))
+    costs.observe(0, plan, 0.001)
+    costs.observe(1, plan, 0.003)
+    assert costs.predict(1, 10, 1) == pytest.approx(0.003, rel=1e-3)

@@ -86,7 +86,18 @@ def in_head_clock(stamps: StepStamps, offset_ns: int) -> StepStamps:
 class _Step:
     """A dispatched step until every stage has settled it."""
 
-    __slots__ = ("dispatched", "full", "passages", "phase", "returned", "stamps", "step_id", "trigger", "woken")
+    __slots__ = (
+        "dispatched",
+        "full",
+        "num_unreported",
+        "passages",
+        "phase",
+        "returned",
+        "stamps",
+        "step_id",
+        "trigger",
+        "woken",
+    )
 
     def __init__(self, plan: StepPlan, num_stages: int) -> None:
         self.step_id = plan.step_id
@@ -96,6 +107,7 @@ class _Step:
         self.full = False
         self.trigger: _Step | None = None  # the step last returned when this one was sent
         self.returned = 0  # when the head had the last stage's result
+        self.num_unreported = num_stages
         self.stamps: list[StepStamps | None] = [None] * num_stages
         self.passages: list[Passage | None] = [None] * num_stages
 
@@ -175,11 +187,12 @@ class TimeAccount:
         if step is None or step.stamps[result.stage] is not None:
             return
         step.stamps[result.stage] = stamps
+        step.num_unreported -= 1
         if result.stage == self.num_stages - 1:
             step.returned = now_ns
             self._last_returned = step
             self._num_in_flight -= 1
-        if None not in step.stamps:
+        if step.num_unreported == 0:
             del self._steps[step.step_id]
         self._settle_from(result.stage)
 

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import hashlib
-from collections.abc import AsyncIterator, Callable
-from contextlib import asynccontextmanager
+import threading
+from collections.abc import AsyncIterator, Callable, Iterator
+from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass, field, replace
 
 import grpc
@@ -134,9 +135,9 @@ class FakeEngine:
     def topology(self) -> Topology:
         return Topology((STAGE,), transport="local", epoch=1, microbatches=1)
 
-    async def until(self, condition: Callable[[FakeEngine], bool]) -> None:
+    async def until(self, condition: Callable[[FakeEngine], bool], timeout_s: float = 10) -> None:
         """Wait for the engine to have been told something."""
-        async with self.news, asyncio.timeout(10):
+        async with self.news, asyncio.timeout(timeout_s):
             await self.news.wait_for(lambda: condition(self))
 
     async def _tell(self) -> None:
@@ -170,6 +171,32 @@ async def served(
         yield door, f"127.0.0.1:{port}"
     finally:
         await door.stop(0)
+
+
+@contextmanager
+def served_in_thread(engine: FakeEngine, serving: bool = True, **settings: object) -> Iterator[str]:
+    """A server whose event loop runs in a thread of its own, for clients that block; yields its target."""
+    ready = threading.Event()
+    found: list[str] = []
+    loop = asyncio.new_event_loop()
+    over = asyncio.Event()
+
+    async def main() -> None:
+        async with served(engine, ServerSettings(port=0, **settings)) as (door, target):
+            await door.set_serving(serving)
+            found.append(target)
+            ready.set()
+            await over.wait()
+
+    thread = threading.Thread(target=loop.run_until_complete, args=(main(),))
+    thread.start()
+    try:
+        assert ready.wait(10)
+        yield found[0]
+    finally:
+        loop.call_soon_threadsafe(over.set)
+        thread.join(10)
+        loop.close()
 
 
 @asynccontextmanager

@@ -1,7 +1,7 @@
 """Generate ppserve/v1 from protos/, with the pinned grpcio-tools.
 
     python tools/generate_stubs.py            # writes ppserve/v1/*_pb2.py, .pyi and *_pb2_grpc.py
-    python tools/generate_stubs.py --output DIR
+    python tools/generate_stubs.py --check    # writes nothing; fails when they are out of date
 
 The proto lies under protos/ppserve/v1, so the imports in the generated files are right as they come:
 nothing is patched, and the checked-in files can be compared byte by byte.
@@ -10,7 +10,7 @@ nothing is patched, and the checked-in files can be compared byte by byte.
 from __future__ import annotations
 
 import argparse
-import sys
+import tempfile
 from importlib import metadata
 from pathlib import Path
 
@@ -41,11 +41,27 @@ def generate(output: Path) -> None:
         raise SystemExit("protoc failed")
 
 
+def out_of_date() -> list[str]:
+    """Names of checked-in stubs that are not what the protos make, or lack."""
+    with tempfile.TemporaryDirectory() as folder:
+        generate(Path(folder))
+        made = _contents(Path(folder) / "ppserve" / "v1")
+    kept = _contents(ROOT / "ppserve" / "v1")
+    return sorted(name for name in made | kept if made.get(name) != kept.get(name))
+
+
+def _contents(folder: Path) -> dict[str, bytes]:
+    return {path.name: path.read_bytes() for path in folder.glob("*_pb2*.py*")}
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    parser.add_argument("--output", type=Path, default=ROOT)
-    generate(parser.parse_args().output)
+    parser.add_argument("--check", action="store_true")
+    if not parser.parse_args().check:
+        generate(ROOT)
+    elif stale := out_of_date():
+        raise SystemExit(f"out of date: {', '.join(stale)}; run tools/generate_stubs.py")
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    main()

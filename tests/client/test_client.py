@@ -3,45 +3,16 @@
 from __future__ import annotations
 
 import asyncio
-import threading
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
-from fake_engine import FakeEngine, served
+from fake_engine import FakeEngine, served, served_in_thread
 
 from ppserve.client import AsyncClient, CallFailed, Chunk, Client, RetryPolicy
-from ppserve.config import ServerSettings
 from ppserve.errors import Overloaded, RequestFailed, StagesLost
 
 QUICK = RetryPolicy(max_attempts=4, first_pause_s=0.001, max_pause_s=0.01)
 OFF = RetryPolicy(max_attempts=1, resume=False)
-
-
-@contextmanager
-def served_in_thread(engine: FakeEngine, settings: ServerSettings | None = None) -> Iterator[str]:
-    """A server whose event loop runs in a thread of its own, for clients that block."""
-    ready = threading.Event()
-    found: list[str] = []
-    loop = asyncio.new_event_loop()
-    over = asyncio.Event()
-
-    async def main() -> None:
-        async with served(engine, settings) as (_, target):
-            found.append(target)
-            ready.set()
-            await over.wait()
-
-    thread = threading.Thread(target=loop.run_until_complete, args=(main(),))
-    thread.start()
-    try:
-        assert ready.wait(10)
-        yield found[0]
-    finally:
-        loop.call_soon_threadsafe(over.set)
-        thread.join(10)
-        loop.close()
 
 
 def undisturbed(**options: object) -> list[Chunk]:
@@ -131,7 +102,7 @@ def test_refusals_name_the_field() -> None:
 def test_keys_are_sent(tmp_path: Path) -> None:
     keys = tmp_path / "keys"
     keys.write_text("0123456789abcdef\n")
-    with served_in_thread(FakeEngine(), ServerSettings(port=0, api_key_file=keys)) as target:
+    with served_in_thread(FakeEngine(), api_key_file=keys) as target:
         with Client(target, api_key="0123456789abcdef") as client:
             assert client.model_info().model == "fake"
         with Client(target) as client, pytest.raises(CallFailed) as failure:

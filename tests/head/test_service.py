@@ -213,6 +213,7 @@ def test_deadline_reaches_the_engine() -> None:
 def test_finished_streams_are_not_cancelled() -> None:
     async def scenario(engine: FakeEngine, stub: GenerationServiceStub) -> None:
         [message async for message in stub.Generate(ask())]
+        engine.by_hand = True
         call = stub.Generate(ask())
         await engine.until(lambda engine: len(engine.requests) == 2)
         call.cancel()  # the control: this one is

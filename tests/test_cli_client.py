@@ -1,0 +1,155 @@
+"""`ppserve generate` and `ppserve health` as processes of their own, against a server in this one."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from fake_engine import FakeEngine, served, served_in_thread
+
+from ppserve.errors import StagesLost
+
+SEED_7_TEXT_LENGTH = 6
+
+
+def command(target: str, *arguments: str) -> list[str]:
+    name, *rest = arguments
+    return [sys.executable, "-m", "ppserve", name, "--target", target, *rest]
+
+
+def ppserve(target: str, *arguments: str, stdin: str = "", **environment: str) -> subprocess.CompletedProcess[str]:
+    """Run a command to its end."""
+    return subprocess.run(
+        command(target, *arguments), input=stdin, capture_output=True, text=True, timeout=60,
+        env={**os.environ, **environment},
+    )
+
+
+@pytest.fixture(scope="module")
+def target() -> Iterator[str]:
+    with served_in_thread(FakeEngine()) as target:
+        yield target
+
+
+def test_text_is_printed_and_reproducible(target: str) -> None:
+    done = [ppserve(target, "generate", "hello", "--max-tokens", "6", "--seed", "7") for _ in range(2)]
+    assert [one.returncode for one in done] == [0, 0], done[0].stderr
+    assert done[0].stdout == done[1].stdout
+    assert len(done[0].stdout) == SEED_7_TEXT_LENGTH + len("\n")
+    assert done[0].stderr == ""
+    whole = ppserve(target, "generate", "hello", "--max-tokens", "6", "--seed", "7", "--no-stream", "--echo")
+    assert whole.stdout == "hello" + done[0].stdout
+    typed = ppserve(target, "generate", "-", "--max-tokens", "6", "--seed", "7", stdin="hello\n")
+    assert typed.stdout == done[0].stdout
+
+
+def test_json_has_an_object_per_message(target: str) -> None:
+    flags = ("--max-tokens", "6", "--seed", "7", "--logprobs", "1", "--n", "2", "--timings")
+    done = ppserve(target, "generate", "hello", "--json", *flags)
+    messages = [json.loads(line) for line in done.stdout.splitlines()]
+    ends = [message for message in messages if "finish" in message]
+    assert sorted(end["index"] for end in ends) == [0, 1]
+    assert {end["finish"]["reason"] for end in ends} == {"MAX_TOKENS"}
+    assert ends[0]["usage"] == {"prompt_tokens": 5, "completion_tokens": 6, "cached_tokens": 3}
+    assert messages[0]["seed"] == 7
+    assert messages[0]["tokens"][0]["top"][0]["logprob"] == -0.5
+    whole = json.loads(ppserve(target, "generate", "hello", "--json", "--no-stream", *flags).stdout)
+    texts = ["".join(m["text"] for m in messages if m["index"] == index) for index in range(2)]
+    assert [sequence["text"] for sequence in whole["sequences"]] == texts
+
+
+def test_prompts_from_a_file_in_its_order(target: str, tmp_path: Path) -> None:
+    file = tmp_path / "prompts"
+    file.write_text("one\ntwo\nthree\n")
+    flags = ("--max-tokens", "4", "--seed", "7")
+    expected = "".join(ppserve(target, "generate", line, *flags).stdout for line in ("one", "two", "three"))
+    done = ppserve(target, "generate", "--prompts", str(file), *flags)
+    assert (done.returncode, done.stdout) == (0, expected)
+    objects = ppserve(target, "generate", "--prompts", str(file), "--json", *flags).stdout.splitlines()
+    assert {json.loads(line)["prompt"] for line in objects} == {0, 1, 2}
+
+
+@pytest.mark.parametrize(
+    ("arguments", "code", "words"),
+    [
+        (("hello", "--top-p", "3", "--n", "99"), 1, ("INVALID_ARGUMENT", "sampling.top_p", "sampling.n")),
+        (("hello", "--max-tokens", "-3"), 2, ("-3",)),
+        (("hello", "--max-tokens", "many"), 2, ("--max-tokens", "many")),
+        (("hello", "--logit-bias", "three"), 2, ("--logit-bias", "ID=BIAS")),
+        ((), 2, ("PROMPT",)),
+        (("--prompts", "no-such-file"), 2, ("--prompts", "no-such-file")),
+        (("hello", "--api-key-file", "no-such-file"), 2, ("--api-key-file",)),
+        (("hello", "--tls-ca", "no-such-file"), 2, ("no-such-file",)),
+        (("hello", "--colour"), 2, ("--colour",)),
+    ],
+)
+def test_mistakes_are_one_line(target: str, arguments: tuple[str, ...], code: int, words: tuple[str, ...]) -> None:
+    done = ppserve(target, "generate", *arguments)
+    assert done.returncode == code, done.stderr
+    assert done.stdout == ""
+    assert len(done.stderr.splitlines()) == 1
+    assert all(word in done.stderr for word in words), done.stderr
+
+
+def test_nobody_there_is_told_at_once() -> None:
+    for name, arguments in (("generate", ("hello",)), ("health", ())):
+        done = ppserve("127.0.0.1:1", name, *arguments)
+        assert done.returncode == 1
+        assert "127.0.0.1:1" in done.stderr
+        assert len(done.stderr.splitlines()) == 1
+
+
+def test_a_broken_stream_goes_on() -> None:
+    engine = FakeEngine(break_error=StagesLost("gone"), break_after=3, num_breaks=2)
+    with served_in_thread(engine) as target:
+        done = ppserve(target, "generate", "hello", "--max-tokens", "6", "--seed", "7")
+        whole = ppserve(target, "generate", "hello", "--max-tokens", "6", "--seed", "7")
+    assert (done.returncode, done.stdout) == (0, whole.stdout)
+    assert len(engine.requests) == 3
+
+
+def test_the_interrupt_key_cancels_cleanly() -> None:
+    """Ctrl-C in mid-stream: the engine hears of it, exit code 130, nothing on standard error."""
+
+    async def main() -> None:
+        engine = FakeEngine(by_hand=True)
+        async with served(engine) as (_, target):
+            process = await asyncio.create_subprocess_exec(
+                *command(target, "generate", "hello"), stdout=subprocess.PIPE, stderr=subprocess.PIPE
+            )
+            await engine.until(lambda engine: bool(engine.requests), 60)
+            process.send_signal(signal.SIGINT)
+            output, errors = await asyncio.wait_for(process.communicate(), 60)
+            assert (process.returncode, output, errors) == (130, b"", b"")
+            await engine.until(lambda engine: bool(engine.cancelled))
+
+    asyncio.run(main())
+
+
+def test_health() -> None:
+    with served_in_thread(FakeEngine(), serving=False) as target:
+        done = ppserve(target, "health")
+        assert (done.returncode, done.stdout) == (1, "NOT_SERVING\n")
+    with served_in_thread(FakeEngine()) as target:
+        done = ppserve("elsewhere:1", "health", "--target", target)
+        assert (done.returncode, done.stdout) == (0, "SERVING\n")
+
+
+def test_the_key_comes_from_a_file_or_the_environment(tmp_path: Path) -> None:
+    keys = tmp_path / "keys"
+    keys.write_text("# mine\n0123456789abcdef\n")
+    with served_in_thread(FakeEngine(), api_key_file=keys) as target:
+        flags = ("generate", "hello", "--max-tokens", "2")
+        assert ppserve(target, *flags, "--api-key-file", str(keys)).returncode == 0
+        assert ppserve(target, *flags, PPSERVE_API_KEY="0123456789abcdef").returncode == 0
+        refused = ppserve(target, *flags)
+        assert refused.returncode == 1
+        assert "UNAUTHENTICATED" in refused.stderr
+

@@ -17,11 +17,11 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Protocol
 
+from ppserve.core.scheduler_config import MAX_PROMPT_TOKENS_PER_STEP
 from ppserve.core.sequence import Sequence
 
 MIN_CHUNK = 64
 MAX_CHUNK_BESIDE_DECODES = 256
-MAX_CHUNK_ALONE = 512
 MIN_TIMED_CHUNK = 16
 
 
@@ -37,16 +37,18 @@ class CostModel(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class StepLimits:
-    """prefill_chunk: prompt tokens per step, None = automatic. The two times bound the predicted
-    seconds of a step with prompt tokens in it, beside decodes and alone; they need a cost model.
+    """prefill_chunk: prompt tokens per step, None = automatic. The rest needs a cost model: the
+    predicted time of a step with prompt tokens is bounded by seconds_beside_decodes (or, where the
+    decodes alone take long, by stretch times theirs), and by seconds_alone when nothing decodes.
     """
 
     prefill_chunk: int | None = None
-    seconds_beside_decodes: float = 0.1
-    seconds_alone: float = 0.5
+    seconds_beside_decodes: float = 0.08
+    seconds_alone: float = 0.4
+    stretch: float = 2.0
 
 
-@dataclass(slots=True)
+@dataclass(frozen=True, slots=True)
 class _Load:
     """What has been put into the step so far, in the cost model's terms."""
 
@@ -54,15 +56,16 @@ class _Load:
     context: int = 0
     sampled: int = 0
 
-    def add(self, sequence: Sequence, num_tokens: int) -> None:
-        self.rows += num_tokens
-        self.context += _context(sequence.scheduled, num_tokens)
-        self.sampled += num_tokens == sequence.remaining
+    def with_slice(self, sequence: Sequence, num_tokens: int) -> _Load:
+        """The load once `num_tokens` of a sequence join; a slice that ends its known tokens is sampled."""
+        return _Load(
+            self.rows + num_tokens,
+            self.context + num_tokens * sequence.scheduled + num_tokens * (num_tokens + 1) // 2,
+            self.sampled + (num_tokens == sequence.remaining),
+        )
 
-
-def _context(start: int, num_tokens: int) -> int:
-    """Keys that rows start .. start + num_tokens read together."""
-    return num_tokens * start + num_tokens * (num_tokens + 1) // 2
+    def seconds(self, costs: CostModel) -> float:
+        return costs.predict(self.rows, self.context, self.sampled)
 
 
 class Composer:
@@ -91,18 +94,13 @@ class Composer:
         self, picks: list[tuple[Sequence, int]], prompts: list[Sequence], beside_decodes: bool, microbatches: int
     ) -> None:
         budget = self._token_budget(sum(s.remaining for s in prompts), beside_decodes, microbatches)
-        load = _Load()
-        if self.costs is not None:
-            for sequence, num_tokens in picks:
-                load.add(sequence, num_tokens)
+        clock = self._clock(picks, beside_decodes)
         for sequence in prompts:
             num_tokens = min(sequence.remaining, budget)
-            if self.costs is not None and self.limits.prefill_chunk is None:
-                is_first = sequence is prompts[0]
-                num_tokens = self._largest_in_time(sequence, num_tokens, load, beside_decodes, is_first)
+            if clock is not None:
+                num_tokens = clock.largest(sequence, num_tokens, at_least=0 if clock.used else MIN_TIMED_CHUNK)
             if num_tokens == 0:
                 return
-            load.add(sequence, num_tokens)
             picks.append((sequence, num_tokens))
             budget -= num_tokens
             if budget == 0:
@@ -111,31 +109,52 @@ class Composer:
     def _token_budget(self, pending: int, beside_decodes: bool, microbatches: int) -> int:
         if self.limits.prefill_chunk is not None:
             return self.limits.prefill_chunk
-        most = MAX_CHUNK_BESIDE_DECODES if beside_decodes else MAX_CHUNK_ALONE
+        most = MAX_CHUNK_BESIDE_DECODES if beside_decodes else MAX_PROMPT_TOKENS_PER_STEP
         if microbatches == 1:
             return most
         return max(MIN_CHUNK, min(most, -(-pending // (2 * microbatches))))
 
-    def _largest_in_time(
-        self, sequence: Sequence, most: int, load: _Load, beside_decodes: bool, is_first: bool
-    ) -> int:
-        """The most tokens up to `most` that keep the step within its time.
+    def _clock(self, picks: list[tuple[Sequence, int]], beside_decodes: bool) -> _StepClock | None:
+        """What bounds this step by predicted time; None when nothing does."""
+        if self.costs is None or self.limits.prefill_chunk is not None:
+            return None
+        load = _Load()
+        for sequence, num_tokens in picks:
+            load = load.with_slice(sequence, num_tokens)
+        allowed_s = self.limits.seconds_alone
+        if beside_decodes:
+            allowed_s = self.limits.seconds_beside_decodes
+            if load.rows:
+                allowed_s = max(allowed_s, self.limits.stretch * load.seconds(self.costs))
+        return _StepClock(self.costs, load, allowed_s)
 
-        Decodes never crowd prompts out: a step takes at least MIN_TIMED_CHUNK tokens of the first prompt.
+
+class _StepClock:
+    """Fills a step up to a predicted time. used: whether any prompt tokens were let in."""
+
+    def __init__(self, costs: CostModel, load: _Load, allowed_s: float) -> None:
+        self.used = False
+        self._costs = costs
+        self._load = load
+        self._allowed_s = allowed_s
+
+    def largest(self, sequence: Sequence, most: int, at_least: int) -> int:
+        """The most tokens of a sequence, up to `most`, that keep the step in time; they are let in.
+
+        at_least: let in even when too late, so that decodes never crowd prompts out.
         """
-        costs, limits = self.costs, self.limits
-        assert costs is not None
-        allowed_s = limits.seconds_beside_decodes if beside_decodes else limits.seconds_alone
+        num_tokens = most if self._fits(sequence, most) else self._bisect(sequence, most)
+        num_tokens = max(num_tokens, min(at_least, most))
+        self._load = self._load.with_slice(sequence, num_tokens)
+        self.used = True
+        return num_tokens
 
-        def fits(num_tokens: int) -> bool:
-            context = load.context + _context(sequence.scheduled, num_tokens)
-            sampled = load.sampled + (num_tokens == sequence.remaining)
-            return costs.predict(load.rows + num_tokens, context, sampled) <= allowed_s
+    def _fits(self, sequence: Sequence, num_tokens: int) -> bool:
+        return self._load.with_slice(sequence, num_tokens).seconds(self._costs) <= self._allowed_s
 
-        if fits(most):
-            return most
-        low, high = 0, most
+    def _bisect(self, sequence: Sequence, too_many: int) -> int:
+        low, high = 0, too_many
         while high - low > 1:
             middle = (low + high) // 2
-            low, high = (middle, high) if fits(middle) else (low, middle)
-        return max(low, min(MIN_TIMED_CHUNK, most)) if is_first else low
+            low, high = (middle, high) if self._fits(sequence, middle) else (low, middle)
+        return low

@@ -181,6 +181,8 @@ class Scheduler:
 
     def _leave(self, group: SequenceGroup) -> None:
         """Nothing of a request is left to do."""
+        if group.admitted_s is not None:
+            self._throughput.request_ended(group.num_tokens, group.num_known_tokens)
         if group.key in self._queue:
             self._queue.remove(group.key)
         self._queue.leave(group.caller)

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+MAX_PROMPT_TOKENS_PER_STEP = 512
+
 
 @dataclass(frozen=True, slots=True)
 class SchedulerConfig:
@@ -29,3 +31,8 @@ class SchedulerConfig:
     def max_microbatches(self) -> int:
         """The most steps that can ever be in flight: one more than stages hides the tokens' way back."""
         return max(self.num_stages + 1, self.microbatches or 1)
+
+    @property
+    def max_step_tokens(self) -> int:
+        """The most rows that a step can have: every sequence decoding, and as much prompt as is allowed."""
+        return self.max_num_seqs + (self.prefill_chunk or MAX_PROMPT_TOKENS_PER_STEP)

@@ -268,6 +268,11 @@ class SequenceGroup:
         return self.request.priority
 
     @property
+    def num_known_tokens(self) -> int:
+        """Tokens of all its sequences so far, the common prompt counted each time."""
+        return sum(len(s.token_ids) for s in self.sequences)
+
+    @property
     def live(self) -> list[Sequence]:
         """Those whose terminal event is still to come."""
         return [s for s in self.sequences if s.is_live]

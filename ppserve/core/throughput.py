@@ -1,18 +1,25 @@
-"""How fast the pipeline works through tokens, measured where it costs nothing: at commits."""
+"""How fast the pipeline works through requests, measured where it costs nothing: at commits and ends."""
 
 from __future__ import annotations
 
 HALF_LIFE_S = 10.0
 MIN_EVIDENCE_S = 0.05
+MEMORY_OF_ENDS = 0.98
 
 
 class Throughput:
-    """Tokens computed (prompt and decode alike) per second of having work; idle time does not count."""
+    """Tokens computed (prompt and decode alike) per second of having work; idle time does not count.
+
+    Requests reserve for their max_tokens and mostly end sooner, so the share that they really use is
+    measured too. Both fade, so that the prediction follows the load.
+    """
 
     def __init__(self) -> None:
         self._tokens = 0.0
         self._seconds = 0.0
         self._since: float | None = None
+        self._reserved_tokens = 0.0
+        self._used_tokens = 0.0
 
     def started(self, now: float) -> None:
         """A step left while the pipeline was empty."""
@@ -26,8 +33,14 @@ class Throughput:
         self._seconds = self._seconds * fade + elapsed
         self._since = None if pipeline_empty else now
 
-    def seconds_for(self, num_tokens: int) -> float | None:
-        """Predicted time for `num_tokens`; None while too little was seen to say."""
+    def request_ended(self, reserved_tokens: int, used_tokens: int) -> None:
+        """An admitted request ended, having used part of what it had reserved."""
+        self._reserved_tokens = self._reserved_tokens * MEMORY_OF_ENDS + reserved_tokens
+        self._used_tokens = self._used_tokens * MEMORY_OF_ENDS + used_tokens
+
+    def seconds_for(self, reserved_tokens: int) -> float | None:
+        """Predicted time for requests that reserve so many tokens; None while too little was seen to say."""
         if self._seconds < MIN_EVIDENCE_S or self._tokens <= 0:
             return None
-        return num_tokens * self._seconds / self._tokens
+        used_share = self._used_tokens / self._reserved_tokens if self._reserved_tokens else 1.0
+        return reserved_tokens * used_share * self._seconds / self._tokens

@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections import defaultdict
 from dataclasses import dataclass, field
 
-from toy_pipeline import ToyPipeline, expected_answer
+from toy_pipeline import EOS_ID, VOCAB_SIZE, ToyPipeline, expected_answer, mix
 
 from ppserve.core.block_manager import BlockManager
 from ppserve.core.plan import StepPlan
-from ppserve.core.request import FinishReason, Request
+from ppserve.core.request import FinishReason, Request, StopConditions
 from ppserve.core.scheduler import Scheduler, SchedulerConfig, SequenceEvent
 from ppserve.errors import Overloaded
 
@@ -99,3 +99,28 @@ class House:
             assert tuple(tokens) == right.token_ids[first:]
             if index == 0 and not request.resume_ids:
                 assert scores == right.prompt_logprobs
+
+
+def a_house(num_stages: int = 2, num_blocks: int = 400, **config: object) -> House:
+    settings = {"max_model_len": 1024, "block_size": 4, "eos_id": EOS_ID, **config}
+    return House(SchedulerConfig(num_stages, **settings), num_blocks)  # type: ignore[arg-type]
+
+
+def prompt_of(num_tokens: int, salt: int = 0) -> tuple[int, ...]:
+    return tuple(mix(salt, i) % VOCAB_SIZE for i in range(num_tokens))
+
+
+def a_request(
+    name: str, num_prompt: int = 6, max_tokens: int = 6, salt: int | None = None, **fields: object
+) -> Request:
+    """Never ends by EOS unless asked to."""
+    stop = fields.pop("stop", StopConditions(max_tokens, ignore_eos=True))
+    prompt = prompt_of(num_prompt, mix(*name.encode()) if salt is None else salt)
+    return Request(name, prompt, stop, **fields)  # type: ignore[arg-type]
+
+
+def fill(house: House) -> list[StepPlan]:
+    plans = []
+    while (plan := house.schedule_one()) is not None:
+        plans.append(plan)
+    return plans

@@ -84,9 +84,9 @@ def read_llmc_bin(path: Path) -> Vocabulary:
         raise CheckpointError(path, f"{version} is not supported, only 1 and 2", "version")
     if not 0 < count <= MAX_TOKENS:
         raise CheckpointError(path, f"{count} tokens are not within 1 to {MAX_TOKENS}", "vocab_size")
-    if version == 1:
-        end_of_text = 50256
     tokens = _length_prefixed(path, content, count)
+    if version == 1:  # written for GPT-2's own vocabulary only, so its header does not say
+        end_of_text = tokens.index(END_OF_TEXT.encode()) if END_OF_TEXT.encode() in tokens else 50256
     ids = {token: token_id for token_id, token in enumerate(tokens) if token_id != end_of_text}
     if len(ids) != count - (end_of_text < count):
         raise CheckpointError(path, "a token occurs twice")
@@ -160,11 +160,10 @@ def _added_tokens(path: Path, entries: Iterable[Any]) -> tuple[AddedToken, ...]:
 
 def _merge_lines(path: Path) -> list[str]:
     try:
-        lines = read_bounded(path).decode().split("\n")
+        lines = read_bounded(path).decode().splitlines()
     except UnicodeDecodeError:
         raise CheckpointError(path, "not UTF-8") from None
-    first = 1 if lines[0].startswith("#version") else 0
-    return [line for line in lines[first:] if line]
+    return [line for line in lines if line and not line.startswith("#version")]
 
 
 def _merge_pairs(path: Path, merges: list[Any]) -> list[bytes]:
@@ -205,19 +204,23 @@ def _from_spelled(
     if merges is None:
         return check_vocabulary(Vocabulary(str(path), ids, None, added, prefix_space))
     order = tuple(dict.fromkeys(merges))
-    _check_merges(path, ids, order)
+    marks = _check_merges(path, ids, order)
+    added = (*added, *(AddedToken(mark.decode(), ids.pop(mark), special=True) for mark in marks))
     return check_vocabulary(Vocabulary(str(path), ids, order, added, prefix_space))
 
 
-def _check_merges(path: Path, ids: dict[bytes, int], order: tuple[bytes, ...]) -> None:
-    unknown = [token for token in order if token not in ids]
-    if unknown:
-        raise CheckpointError(path, f"a merge makes {unknown[0]!r}, which is not in the vocabulary", "merges")
-    unmade = sum(len(token) > 1 for token in ids) - len(order)
-    if unmade:
-        made = set(order)
-        example = next(token for token in ids if len(token) > 1 and token not in made)
-        raise CheckpointError(path, f"no merge makes {example!r} ({unmade} such tokens)", "merges")
+def _check_merges(path: Path, ids: dict[bytes, int], order: tuple[bytes, ...]) -> list[bytes]:
+    """Merges and vocabulary must speak of the same tokens. Returns marks such as `<pad>`, which no merge makes."""
+    made = set(order)
+    unknown = next((token for token in order if token not in ids), None)
+    if unknown is not None:
+        raise CheckpointError(path, f"a merge makes {unknown!r}, which is not in the vocabulary", "merges")
+    unmade = [token for token in ids if len(token) > 1 and token not in made]
+    marks = [token for token in unmade if token[:1] + token[-1:] in (b"<>", b"[]") and token.isascii()]
+    if len(marks) < len(unmade):
+        example = next(token for token in unmade if token not in marks)
+        raise CheckpointError(path, f"no merge makes {example!r} ({len(unmade)} such tokens)", "merges")
+    return marks
 
 
 def _length_prefixed(path: Path, content: bytes, count: int) -> list[bytes]:

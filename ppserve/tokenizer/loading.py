@@ -38,6 +38,10 @@ def load_tokenizer(
     directory = model_directory(path)
     vocabulary = find_vocabulary(directory)
     if vocabulary is not None:
+        highest = max(vocabulary.ids.values())
+        if vocab_size is not None and highest >= vocab_size:
+            problem = f"token id {highest} is beyond the model's {vocab_size} tokens"
+            raise CheckpointError(vocabulary.source, problem)
         return Tokenizer(vocabulary)
     problem = f"{directory}: no tokenizer.json, vocab.json, gpt2_tokenizer.bin or *.tiktoken"
     if vocab_size is not None and not GPT2_VOCAB_SIZE <= vocab_size < GPT2_VOCAB_SIZE + 256:

@@ -5,13 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 import tiktoken
+from tiktoken_ext.openai_public import r50k_pat_str
 
 from ppserve.tokenizer.vocabulary import END_OF_TEXT, Vocabulary
-
-# GPT-2's splitting rule (tiktoken's `r50k_pat_str`, the possessive spelling of the original).
-GPT2_PATTERN = (
-    r"'(?:[sdmt]|ll|ve|re)| ?\p{L}++| ?\p{N}++| ?[^\s\p{L}\p{N}]++|\s++$|\s+(?!\S)|\s"
-)
 
 
 class Tokenizer:
@@ -37,9 +33,9 @@ class Tokenizer:
         self._plain_added = {token.content for token in plain}
         numbers = {token.content: max(ranks.values()) + 1 + i for i, token in enumerate(plain)}
         self._encoding = tiktoken.Encoding(
-            vocabulary.source, pat_str=GPT2_PATTERN, mergeable_ranks=ranks, special_tokens=numbers
+            vocabulary.source, pat_str=r50k_pat_str, mergeable_ranks=ranks, special_tokens=numbers
         )
-        pairs = [*((rank, ids[token]) for token, rank in ranks.items())]
+        pairs = [(rank, ids[token]) for token, rank in ranks.items()]
         pairs += [(numbers[token.content], token.id) for token in plain]
         self._id_of_rank = None if all(rank == token_id for rank, token_id in pairs) else dict(pairs)
 

@@ -1,0 +1,119 @@
+"""Damaged vocabulary files: each is read or refused in one line that names the file; nothing else happens."""
+
+from __future__ import annotations
+
+import os
+import random
+import struct
+from pathlib import Path
+
+import pytest
+
+from ppserve.errors import CheckpointError
+from ppserve.tokenizer import Tokenizer, load_tokenizer
+from ppserve.tokenizer.files import MAX_FILE_BYTES
+from tests.tokenizer.conftest import VOCABULARIES
+from tools import make_random_gpt2 as maker
+
+NAMES = ("tokenizer.json", "vocab.json", "merges.txt", "gpt2_tokenizer.bin", "tokenizer.tiktoken")
+
+
+@pytest.fixture(scope="module")
+def intact(tmp_path_factory: pytest.TempPathFactory) -> dict[str, bytes]:
+    """Small files of each format: 400 ranks."""
+    directory = tmp_path_factory.mktemp("intact")
+    ranks = {token: rank for token, rank in maker.read_ranks(VOCABULARIES["tiny"]).items() if rank < 400}
+    maker.write_hugging_face_vocabulary(ranks, directory)
+    maker.write_llmc_vocabulary(ranks, directory / "gpt2_tokenizer.bin")
+    lines = VOCABULARIES["tiny"].read_text().splitlines(keepends=True)[:400]
+    (directory / "tokenizer.tiktoken").write_text("".join(lines))
+    return {name: (directory / name).read_bytes() for name in NAMES}
+
+
+Outcome = Tokenizer | CheckpointError
+
+
+def open_damaged(directory: Path, name: str, content: bytes, intact: dict[str, bytes]) -> Outcome:
+    (directory / name).write_bytes(content)
+    if name == "merges.txt":
+        (directory / "vocab.json").write_bytes(intact["vocab.json"])
+    outcome: Outcome | None
+    try:
+        outcome = load_tokenizer(str(directory))
+    except CheckpointError as error:
+        outcome = error
+    if isinstance(outcome, CheckpointError):
+        message = str(outcome)
+        assert message.startswith(str(directory))
+        assert "\n" not in message
+        assert len(message) < len(str(directory)) + 400
+    else:
+        assert outcome is not None
+        assert outcome.decode(outcome.encode("a time")) == "a time"
+    return outcome
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_flipped_bits(name: str, intact: dict[str, bytes], tmp_path: Path) -> None:
+    rng, outcomes = random.Random(name), set()
+    for _ in range(300):
+        content = bytearray(intact[name])
+        for _ in range(rng.choice((1, 1, 8))):
+            content[rng.randrange(len(content))] ^= 1 << rng.randrange(8)
+        outcomes.add(type(open_damaged(tmp_path, name, bytes(content), intact)))
+    assert CheckpointError in outcomes  # the fuzz reaches what it is to test
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_cut_short(name: str, intact: dict[str, bytes], tmp_path: Path) -> None:
+    rng = random.Random(name)
+    for length in [0, 1, *(rng.randrange(len(intact[name])) for _ in range(100))]:
+        open_damaged(tmp_path, name, intact[name][:length], intact)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_noise_and_nesting(name: str, intact: dict[str, bytes], tmp_path: Path) -> None:
+    rng = random.Random(name)
+    samples = [rng.randbytes(rng.randrange(4000)) for _ in range(50)]
+    samples += [b"[" * 100_000, b'{"model":' * 20_000, b"[]", b"null", b"1" * 10_000, b'{"a": 1e999}']
+    for content in samples:
+        assert isinstance(open_damaged(tmp_path, name, content, intact), CheckpointError)
+
+
+@pytest.mark.parametrize(
+    ("header", "field"),
+    [
+        ((20240327, 2, 401, 400), "magic"),
+        ((20240328, 3, 401, 400), "version"),
+        ((20240328, 0, 401, 400), "version"),
+        ((20240328, 2, 0, 400), "vocab_size"),
+        ((20240328, 2, 2**32 - 1, 400), "vocab_size"),
+        ((20240328, 2, 402, 400), "token 401"),
+        ((20240328, 2, 400, 400), "14 bytes follow"),
+    ],
+)
+def test_header_of_llmcs_tokenizer(
+    header: tuple[int, ...], field: str, intact: dict[str, bytes], tmp_path: Path
+) -> None:
+    content = struct.pack("<4I", *header) + intact["gpt2_tokenizer.bin"][16:]
+    error = open_damaged(tmp_path, "gpt2_tokenizer.bin", content, intact)
+    assert isinstance(error, CheckpointError)
+    assert field in str(error)
+
+
+def test_what_is_no_regular_file_is_not_read(tmp_path: Path) -> None:
+    path = tmp_path / "tokenizer.json"
+    os.mkfifo(path)
+    with pytest.raises(CheckpointError, match="not a regular file"):
+        load_tokenizer(str(tmp_path))
+    path.unlink()
+    path.symlink_to(path)
+    with pytest.raises(CheckpointError, match=r"tokenizer\.json: "):
+        load_tokenizer(str(tmp_path))
+
+
+def test_a_huge_file_is_not_read_into_memory(tmp_path: Path) -> None:
+    with (tmp_path / "vocab.json").open("wb") as file:
+        file.truncate(MAX_FILE_BYTES + 1)
+    with pytest.raises(CheckpointError, match="larger than 64 MiB"):
+        load_tokenizer(str(tmp_path))

@@ -1,0 +1,245 @@
+"""Every file format gives the same tokenizer, and the wrong file says what is wrong with it."""
+
+from __future__ import annotations
+
+import json
+import logging
+import random
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import tiktoken
+import transformers
+from tiktoken_ext.openai_public import r50k_pat_str
+
+from ppserve.errors import CheckpointError
+from ppserve.tokenizer import Tokenizer, load_tokenizer
+from tests.tokenizer.conftest import VOCABULARIES
+from tools import make_random_gpt2 as maker
+
+TEXTS = (
+    "",
+    "Once upon a time there was a pipeline.",
+    "  two  spaces, a tab\t and\r\n\r\n new lines \n",
+    "It's what they'll've 'said' 12345 times, isn't it?",
+    "Grüße aus Zürich: 🙂👩‍👩‍👧 日本語 и русский\u00a0текст",
+    "def f(x):\n    return {'a': [x ** 2 for _ in range(10)]}  # ok",
+    "nul \0 and \x7f, e\u0301 \u200b \ufeff",
+    "<|endoftext|> is only text <|endoftext",
+    "a" * 300 + " " * 300 + "!" * 300,
+)
+
+
+def loaded(directory: Path) -> Tokenizer:
+    tokenizer = load_tokenizer(str(directory), get_encoding=forbidden)
+    assert tokenizer is not None
+    return tokenizer
+
+
+def forbidden(name: str) -> tiktoken.Encoding:
+    raise AssertionError("a vocabulary that lies beside the weights must be used")
+
+
+def copy_of(files: list[Path], directory: Path) -> Path:
+    for file in files:
+        shutil.copy(file, directory / file.name)
+    return directory
+
+
+@pytest.mark.parametrize("source", ["tokenizer.json", "vocab.json", "merges", "llmc 1", "llmc 2", "tiktoken"])
+def test_every_source_encodes_as_tiktoken_does(
+    source: str, ranks: dict[bytes, int], vocabulary_file: Path, hugging_face: Path, tmp_path: Path
+) -> None:
+    match source:
+        case "tokenizer.json" | "vocab.json":
+            copy_of([hugging_face / source], tmp_path)
+        case "merges":
+            copy_of([hugging_face / "vocab.json", hugging_face / "merges.txt"], tmp_path)
+        case "llmc 1" | "llmc 2":
+            maker.write_llmc_vocabulary(ranks, tmp_path / "gpt2_tokenizer.bin", version=int(source[-1]))
+        case "tiktoken":
+            shutil.copy(vocabulary_file, tmp_path / "any_name.tiktoken")
+    tokenizer = loaded(tmp_path)
+    oracle = tiktoken.Encoding("oracle", pat_str=r50k_pat_str, mergeable_ranks=ranks, special_tokens={})
+    for text in TEXTS:
+        ids = tokenizer.encode(text)
+        assert ids == oracle.encode_ordinary(text)
+        assert tokenizer.decode(ids) == text
+    assert tokenizer.eos_id == len(ranks)
+    assert tokenizer.vocab_size == len(ranks) + 1
+
+
+def test_hugging_faces_tokenizer_agrees(hugging_face: Path) -> None:
+    oracle = transformers.PreTrainedTokenizerFast(tokenizer_file=str(hugging_face / "tokenizer.json"))
+    tokenizer = loaded(hugging_face)
+    for text in TEXTS:
+        if "<|endoftext|>" not in text:  # to Hugging Face the literal is the token, to us it is text
+            assert tokenizer.encode(text) == oracle(text).input_ids
+            assert tokenizer.decode(tokenizer.encode(text)) == oracle.decode(oracle(text).input_ids)
+
+
+def test_any_file_beside_a_weights_file_is_found(hugging_face: Path, tmp_path: Path) -> None:
+    copy_of([hugging_face / "tokenizer.json"], tmp_path)
+    (tmp_path / "model.bin").write_bytes(b"")
+    assert loaded(tmp_path / "model.bin").encode("a time") == loaded(hugging_face).encode("a time")
+
+
+def test_an_edited_file_does_not_come_back_stale(tmp_path: Path) -> None:
+    ranks = maker.read_ranks(VOCABULARIES["tiny"])
+    file = tmp_path / "tokenizer.tiktoken"
+    shutil.copy(VOCABULARIES["tiny"], file)
+    assert len(loaded(tmp_path).encode(" upon")) == 1
+    lines = file.read_text().splitlines(keepends=True)
+    file.write_text("".join(lines[: ranks[b" upon"]]))
+    assert len(loaded(tmp_path).encode(" upon")) > 1
+
+
+def edit(directory: Path, name: str, change: Callable[[dict[str, Any]], Any]) -> Path:
+    """Rewrites a JSON file after `change` has changed its document in place."""
+    document = json.loads((directory / name).read_text())
+    change(document)
+    (directory / name).write_text(json.dumps(document))
+    return directory
+
+
+def move_up(vocab: dict[str, int]) -> None:
+    """Special tokens first, as `tokenizers` trains: `<|endoftext|>` is 0, everything else one later."""
+    for token, token_id in vocab.items():
+        vocab[token] = 0 if token == "<|endoftext|>" else token_id + 1
+
+
+@pytest.mark.parametrize("with_merges", [False, True])
+def test_end_of_text_may_be_token_0(hugging_face: Path, tmp_path: Path, with_merges: bool) -> None:
+    files = ["vocab.json", "merges.txt"] if with_merges else ["vocab.json"]
+    edit(copy_of([hugging_face / name for name in files], tmp_path), "vocab.json", move_up)
+    tokenizer, plain = loaded(tmp_path), loaded(hugging_face)
+    assert tokenizer.eos_id == 0
+    for text in TEXTS:
+        assert tokenizer.encode(text) == [token_id + 1 for token_id in plain.encode(text)]
+        assert tokenizer.decode([0, *tokenizer.encode(text), 0]) == text
+
+
+def test_a_tiktoken_file_without_rank_0_leaves_it_to_end_of_text(tmp_path: Path) -> None:
+    lines = (line.split() for line in VOCABULARIES["tiny"].read_text().splitlines())
+    (tmp_path / "tokenizer.tiktoken").write_text("".join(f"{token} {int(rank) + 1}\n" for token, rank in lines))
+    assert loaded(tmp_path).eos_id == 0
+
+
+def shuffle(vocab: dict[str, int]) -> None:
+    ids = list(vocab.values())
+    random.Random(7).shuffle(ids)
+    vocab.update(zip(vocab, ids, strict=True))
+
+
+def test_merges_settle_a_vocabulary_in_any_order(hugging_face: Path, tmp_path: Path) -> None:
+    copy_of([hugging_face / "vocab.json", hugging_face / "merges.txt"], tmp_path)
+    edit(tmp_path, "vocab.json", shuffle)
+    tokenizer, plain = loaded(tmp_path), loaded(hugging_face)
+    for text in TEXTS:
+        assert list(map(tokenizer.token_bytes, tokenizer.encode(text))) == list(
+            map(plain.token_bytes, plain.encode(text))
+        )
+    (tmp_path / "merges.txt").unlink()
+    with pytest.raises(CheckpointError, match=r"vocab\.json: .*not in merge order.*merges\.txt"):
+        loaded(tmp_path)
+
+
+def test_marks_that_no_merge_makes_are_special(hugging_face: Path, tmp_path: Path) -> None:
+    copy_of([hugging_face / "vocab.json", hugging_face / "merges.txt"], tmp_path)
+    edit(tmp_path, "vocab.json", lambda vocab: vocab.update({"<pad>": len(vocab)}))
+    tokenizer = loaded(tmp_path)
+    assert tokenizer.decode(tokenizer.encode("a <pad>")) == "a <pad>"
+    assert tokenizer.decode([tokenizer.vocab_size - 1]) == ""
+
+
+def test_added_tokens_that_are_text_are_encoded_and_shown(hugging_face: Path, tmp_path: Path) -> None:
+    copy_of([hugging_face / "tokenizer.json"], tmp_path)
+
+    def add(document: dict[str, Any]) -> None:
+        added = len(document["model"]["vocab"])
+        document["added_tokens"].append({"id": added, "content": "ppserve", "special": False})
+
+    tokenizer = loaded(edit(tmp_path, "tokenizer.json", add))
+    ids = tokenizer.encode("a ppserve stage")
+    assert tokenizer.vocab_size - 1 in ids
+    assert tokenizer.decode(ids) == "a ppserve stage"
+
+
+def test_prefix_space_is_kept(hugging_face: Path, tmp_path: Path) -> None:
+    copy_of([hugging_face / "tokenizer.json"], tmp_path)
+    edit(tmp_path, "tokenizer.json", lambda document: document["pre_tokenizer"].update(add_prefix_space=True))
+    assert loaded(tmp_path).encode("time") == loaded(hugging_face).encode(" time")
+
+
+@pytest.mark.parametrize(
+    ("change", "field"),
+    [
+        (lambda d: d["model"].update(type="Unigram"), "model.type"),
+        (lambda d: d["model"].update(continuing_subword_prefix="##"), "model.continuing_subword_prefix"),
+        (lambda d: d["model"].update(vocab=[]), "vocab"),
+        (lambda d: d["model"].pop("merges"), "merges"),
+        (lambda d: d["model"]["merges"].append("a b c"), "merges"),
+        (lambda d: d["model"]["merges"].append("q 7q"), "merges"),
+        (lambda d: d["model"]["merges"].pop(), "merges"),
+        (lambda d: d.update(normalizer={"type": "NFC"}), "normalizer"),
+        (lambda d: d.update(pre_tokenizer={"type": "Metaspace"}), "pre_tokenizer"),
+        (lambda d: d["pre_tokenizer"].update(use_regex=False), "pre_tokenizer"),
+        (lambda d: d["added_tokens"].append({"id": "7"}), "added_tokens"),
+        (lambda d: d["added_tokens"].append({"id": 5, "content": "<s>"}), "token id 5"),
+        (lambda d: d["model"]["vocab"].update(a=-1), "token id -1"),
+        (lambda d: d["model"]["vocab"].update(a=2**40), "token id 1099511627776"),
+        (lambda d: d["model"]["vocab"].update(a=1.5), "token 'a'"),
+        (lambda d: d["model"]["vocab"].pop("a"), "bytes are missing"),
+    ],
+)
+def test_what_is_not_gpt2s_is_refused_by_name(tmp_path: Path, change: Any, field: str) -> None:
+    maker.write_hugging_face_vocabulary(maker.read_ranks(VOCABULARIES["tiny"]), tmp_path)
+    edit(tmp_path, "tokenizer.json", change)
+    with pytest.raises(CheckpointError) as caught:
+        loaded(tmp_path)
+    assert field in str(caught.value)
+    assert "tokenizer.json: " in str(caught.value)
+
+
+def test_several_tiktoken_files_are_not_guessed_between(tmp_path: Path) -> None:
+    for name in ("a.tiktoken", "b.tiktoken"):
+        shutil.copy(VOCABULARIES["tiny"], tmp_path / name)
+    with pytest.raises(CheckpointError, match=r"a\.tiktoken and b\.tiktoken"):
+        loaded(tmp_path)
+
+
+def test_a_vocabulary_larger_than_the_models_is_refused() -> None:
+    assert load_tokenizer("tiny", vocab_size=1280) is not None
+    with pytest.raises(CheckpointError, match="beyond the model's 1000 tokens"):
+        load_tokenizer("tiny", vocab_size=1000)
+
+
+def test_nothing_there_and_nothing_to_be_had(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    def offline(name: str) -> tiktoken.Encoding:
+        raise OSError("no network here")
+
+    with caplog.at_level(logging.WARNING):
+        assert load_tokenizer(str(tmp_path), get_encoding=offline) is None
+    assert "token ids only" in caplog.text
+    assert "no network here" in caplog.text
+
+
+def test_gpt2s_own_vocabulary_is_no_guess_for_a_model_of_another_size(tmp_path: Path) -> None:
+    assert load_tokenizer(str(tmp_path), vocab_size=32768, get_encoding=forbidden) is None
+
+
+def test_gpt2s_own_vocabulary_comes_from_tiktoken(tmp_path: Path) -> None:
+    ranks = maker.read_ranks(VOCABULARIES["tiny"])
+
+    def cached(name: str) -> tiktoken.Encoding:
+        assert name == "gpt2"
+        special = {"<|endoftext|>": len(ranks)}
+        return tiktoken.Encoding(name, pat_str=r50k_pat_str, mergeable_ranks=ranks, special_tokens=special)
+
+    tokenizer = load_tokenizer(str(tmp_path), vocab_size=50304, get_encoding=cached)
+    assert tokenizer is not None
+    assert tokenizer.encode(TEXTS[1]) == loaded(VOCABULARIES["tiny"].parent).encode(TEXTS[1])
+    assert tokenizer.eos_id == len(ranks)

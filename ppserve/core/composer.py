@@ -57,11 +57,14 @@ class _Load:
     sampled: int = 0
 
     def with_slice(self, sequence: Sequence, num_tokens: int) -> _Load:
-        """The load once `num_tokens` of a sequence join; a slice that ends its known tokens is sampled."""
+        """The load once `num_tokens` of a sequence join.
+
+        The LM head sees every row of a prompt that is scored, else the last known token's alone.
+        """
         return _Load(
             self.rows + num_tokens,
             self.context + num_tokens * sequence.scheduled + num_tokens * (num_tokens + 1) // 2,
-            self.sampled + (num_tokens == sequence.remaining),
+            self.sampled + (num_tokens if sequence.wants_scores else num_tokens == sequence.remaining),
         )
 
     def seconds(self, costs: CostModel) -> float:

@@ -98,9 +98,10 @@ class GPT2Stage:
         self.arch, self.layout = read.arch, layout
         self.device, self.dtype = read.device, read.dtype
         self.compute_dtype = read.compute_dtype
+        # The head before all else: the largest matrix is twice in memory while it is being packed.
+        self.head = Head(read) if layout.is_last else None
         self._embed = Embedding(read) if layout.is_first else None
         self.blocks = [Block(read, layer, own, attention) for own, layer in enumerate(layout.layers)]
-        self.head = Head(read) if layout.is_last else None
         self.num_params, self.weight_bytes = read.num_params, read.weight_bytes
 
     @classmethod

@@ -62,6 +62,7 @@ class Detokenizer:
     ) -> None:
         self._tokenizer = tokenizer
         self._stops = sorted((StopString(text) for text in set(stop)), key=lambda s: (-len(s.text), s.text))
+        self._first_characters = frozenset(stop.text[0] for stop in self._stops)
         self._include_stop = include_stop
         self._immune = min_tokens
         self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
@@ -101,7 +102,7 @@ class Detokenizer:
         return text
 
     def _release(self, text: str) -> Piece:
-        if not self._stops:
+        if not self._held and self._first_characters.isdisjoint(text):
             return Piece(text)
         seen = self._held + text
         for at in range(len(self._held), len(seen)):

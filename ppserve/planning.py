@@ -1,0 +1,194 @@
+"""What would run where: sizes and predicted balance of a pipeline, from a model's configuration alone."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from ppserve.core.architecture import Architecture, StageLayout, stage_layouts, stage_params
+from ppserve.core.partition import (
+    Parts,
+    balance,
+    check_split,
+    decode_parts,
+    mixed_parts,
+    prefill_parts,
+    split_by_cost,
+)
+from ppserve.errors import ConfigError
+
+ELEMENT_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
+
+
+@dataclass(frozen=True, slots=True)
+class Intent:
+    """What the operator has in mind. layers None: by weight. max_model_len None: what the model allows.
+
+    stage_memory: bytes per stage for weights and KV cache. kv_cache_memory: bytes per stage, None: what the
+    weights leave of stage_memory. expect_prompt, expect_new: tokens of a typical request.
+    """
+
+    num_stages: int
+    layers: tuple[int, ...] | None = None
+    dtype: str = "float32"
+    max_model_len: int | None = None
+    block_size: int = 16
+    stage_memory: int = 16 << 30
+    kv_cache_memory: int | None = None
+    expect_prompt: int = 128
+    expect_new: int = 128
+
+
+@dataclass(frozen=True, slots=True)
+class StageForecast:
+    """One stage. Sizes in bytes; kv_memory: for keys and values, 0 when the weights do not even fit."""
+
+    layout: StageLayout
+    num_parameters: int
+    weight_bytes: int
+    kv_bytes_per_token: int
+    kv_memory: int
+
+    @property
+    def max_tokens(self) -> int:
+        """Tokens whose keys and values fit on this stage."""
+        return self.kv_memory // self.kv_bytes_per_token
+
+
+@dataclass(frozen=True, slots=True)
+class Forecast:
+    """The pipeline. The balances are efficiencies of a full pipeline, 1.0 = no stage waits for another."""
+
+    arch: Architecture
+    dtype: str
+    max_model_len: int
+    stages: tuple[StageForecast, ...]
+    max_sequences: int
+    decode_balance: float
+    prefill_balance: float
+    mixed_balance: float
+
+    @property
+    def split(self) -> tuple[int, ...]:
+        return tuple(stage.layout.num_layers for stage in self.stages)
+
+    @property
+    def num_parameters(self) -> int:
+        """Of the model: a tied embedding counts once, however many stages hold it."""
+        arch = self.arch
+        shared = arch.padded_vocab_size * arch.width if arch.tied_embeddings else 0
+        return arch.num_layers * arch.block_params + arch.embedding_params + arch.head_params - shared
+
+    @property
+    def tightest(self) -> StageForecast:
+        """The stage that limits how many tokens the pipeline can hold."""
+        return min(self.stages, key=lambda stage: stage.max_tokens)
+
+
+def forecast(arch: Architecture, intent: Intent) -> Forecast:
+    """Raises ConfigError for a split or a context that the model does not allow."""
+    prefill, decode = prefill_parts(arch, intent.expect_prompt), decode_parts(arch)
+    mix = mixed_parts(prefill, decode, intent.expect_prompt, intent.expect_new)
+    split = intent.layers or split_by_cost(decode, arch.num_layers, intent.num_stages)
+    check_split(split, arch, intent.num_stages)
+    max_model_len = resolve_max_model_len(arch, intent.max_model_len)
+    stages = tuple(_stage(arch, layout, intent) for layout in stage_layouts(split))
+    blocks_per_sequence = -(-max_model_len // intent.block_size)
+    num_blocks = min(stage.max_tokens // intent.block_size for stage in stages)
+
+    def balance_of(parts: Parts) -> float:
+        return balance(parts.costs(split))
+
+    return Forecast(
+        arch=arch,
+        dtype=intent.dtype,
+        max_model_len=max_model_len,
+        stages=stages,
+        max_sequences=num_blocks // blocks_per_sequence,
+        decode_balance=balance_of(decode),
+        prefill_balance=balance_of(prefill),
+        mixed_balance=balance_of(mix),
+    )
+
+
+def resolve_max_model_len(arch: Architecture, asked: int | None) -> int:
+    """The longest context. Raises ConfigError when more is asked for than the model has positions."""
+    if asked is not None and asked > arch.max_positions:
+        raise ConfigError("--max-model-len", f"{asked} is beyond the model's {arch.max_positions} positions")
+    return asked or arch.max_positions
+
+
+def _stage(arch: Architecture, layout: StageLayout, intent: Intent) -> StageForecast:
+    element = ELEMENT_BYTES[intent.dtype]
+    params = stage_params(arch, layout)
+    if layout.is_first and layout.is_last and arch.tied_embeddings:
+        params -= arch.padded_vocab_size * arch.width
+    left = max(0, intent.stage_memory - params * element)
+    return StageForecast(
+        layout=layout,
+        num_parameters=params,
+        weight_bytes=params * element,
+        kv_bytes_per_token=arch.kv_bytes_per_token(layout.num_layers, element),
+        kv_memory=left if intent.kv_cache_memory is None else intent.kv_cache_memory,
+    )
+
+
+# ---- as text -----------------------------------------------------------------------------------------------
+
+
+def render(model: str, plan: Forecast) -> str:
+    """The forecast as a table for people."""
+    arch = plan.arch
+    lines = [
+        f"{model}: {plan.num_parameters / 1e6:,.1f} M parameters, {arch.num_layers} blocks of width {arch.width},"
+        f" {plan.dtype}, context {plan.max_model_len}",
+        "",
+        *_table(
+            ("stage", "blocks", "also", "parameters", "weights", "KV/token", "KV memory", "tokens"),
+            [_row(stage) for stage in plan.stages],
+        ),
+        "",
+        _capacity(plan),
+        f"predicted balance: decode {plan.decode_balance:.0%}, prefill {plan.prefill_balance:.0%},"
+        f" expected mix {plan.mixed_balance:.0%}  (100% = no stage waits for another)",
+    ]
+    return "\n".join(lines)
+
+
+def _row(stage: StageForecast) -> tuple[str, ...]:
+    layout = stage.layout
+    also = [name for name, here in (("embedding", layout.is_first), ("head", layout.is_last)) if here]
+    first, last = layout.layers[0], layout.layers[-1]
+    return (
+        str(layout.stage),
+        f"{layout.num_layers} ({first}-{last})",
+        "+".join(also),
+        f"{stage.num_parameters / 1e6:,.1f} M",
+        size(stage.weight_bytes),
+        size(stage.kv_bytes_per_token),
+        size(stage.kv_memory),
+        f"{stage.max_tokens:,}",
+    )
+
+
+def _capacity(plan: Forecast) -> str:
+    tightest = plan.tightest
+    if tightest.kv_memory == 0:
+        return f"does not fit: the weights of stage {tightest.layout.stage} alone fill its memory"
+    what = f"{plan.max_sequences:,} sequences of {plan.max_model_len} tokens fit at once"
+    return what if len(plan.stages) == 1 else f"{what}, limited by stage {tightest.layout.stage}"
+
+
+def _table(header: tuple[str, ...], rows: list[tuple[str, ...]]) -> list[str]:
+    widths = [max(len(row[i]) for row in (header, *rows)) for i in range(len(header))]
+    return [
+        "  ".join(cell.rjust(width) for cell, width in zip(row, widths, strict=True)) for row in (header, *rows)
+    ]
+
+
+def size(num_bytes: float) -> str:
+    """Bytes for people: 1536 is `1.5 KiB`."""
+    for unit in ("B", "KiB", "MiB", "GiB"):
+        if num_bytes < 1024:
+            return f"{num_bytes:.4g} {unit}"
+        num_bytes /= 1024
+    return f"{num_bytes:.4g} TiB"

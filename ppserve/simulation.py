@@ -1,0 +1,238 @@
+"""Simulated runs for `ppserve plan --simulate`: devices from their speeds or from measured costs, and reports."""
+
+from __future__ import annotations
+
+import csv
+import json
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from datetime import datetime
+from pathlib import Path
+from typing import Any
+
+from ppserve.core.attribution import CAUSES
+from ppserve.core.cost_model import Coefficients
+from ppserve.core.scheduler import SchedulerConfig
+from ppserve.core.simulator import (
+    Machine,
+    Outcome,
+    Roofline,
+    SimulatedRequest,
+    Simulator,
+    StageSpeed,
+    Wires,
+    percentile,
+)
+from ppserve.errors import ConfigError
+from ppserve.planning import ELEMENT_BYTES, Forecast
+
+
+@dataclass(frozen=True, slots=True)
+class Device:
+    """One stage's device: operations and bytes per second, seconds that a step costs however small it is."""
+
+    flops: float
+    memory_bandwidth: float
+    launch_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class Load:
+    """What arrives. concurrency None: `requests` come at their own times."""
+
+    requests: tuple[SimulatedRequest, ...]
+    concurrency: int | None
+
+
+@dataclass(frozen=True, slots=True)
+class MeasuredCosts:
+    """Coefficients of one block and of the head, learnt from a running server. step: per stage and step."""
+
+    block: Coefficients
+    head: Coefficients
+
+    def stage(self, num_layers: int, is_last: bool) -> Coefficients:
+        head = self.head if is_last else Coefficients()
+        return Coefficients(
+            self.block.step * num_layers + head.step,
+            self.block.row * num_layers + head.row,
+            self.block.key * num_layers,
+            head.sample,
+        )
+
+
+def simulate(plan: Forecast, speed: Device | MeasuredCosts, wires: Wires, load: Load, num_seqs: int) -> Outcome:
+    """Runs `load` through the pipeline of `plan`. Raises ConfigError when nothing fits into its memory."""
+    if plan.max_sequences < 1:
+        raise ConfigError("--kv-cache-memory", f"not one sequence of {plan.max_model_len} tokens fits")
+    blocks_per_sequence = -(-plan.max_model_len // 16)
+    machine = Machine(
+        stages=tuple(_stage_speed(plan, i, speed) for i in range(len(plan.stages))),
+        wires=replace(wires, bytes_per_row=plan.arch.width * ELEMENT_BYTES[plan.dtype]),
+        num_blocks=min(plan.max_sequences, num_seqs) * blocks_per_sequence,
+    )
+    config = SchedulerConfig(
+        num_stages=len(plan.stages),
+        max_num_seqs=num_seqs,
+        max_queue=len(load.requests) + 1,
+        max_queue_tokens=len(load.requests) * plan.max_model_len + 1,
+        max_model_len=plan.max_model_len,
+        prefix_cache=False,
+    )
+    return Simulator(machine, config, machine).run(load.requests, load.concurrency)
+
+
+def _stage_speed(plan: Forecast, stage: int, speed: Device | MeasuredCosts) -> StageSpeed:
+    layout, arch = plan.stages[stage].layout, plan.arch
+    if isinstance(speed, MeasuredCosts):
+        return speed.stage(layout.num_layers, layout.is_last)
+    element = ELEMENT_BYTES[plan.dtype]
+    blocks = layout.num_layers * arch.block_params
+    head = arch.head_params if layout.is_last else 0
+    return Roofline(
+        weight_bytes=blocks * element,
+        flops_per_row=2 * blocks,
+        kv_bytes_per_token=plan.stages[stage].kv_bytes_per_token,
+        head_bytes=head * element,
+        head_flops=2 * head,
+        flops=speed.flops,
+        memory_bandwidth=speed.memory_bandwidth,
+        launch_s=speed.launch_s,
+    )
+
+
+# ---- measured costs ----------------------------------------------------------------------------------------
+
+
+def read_costs(path: Path) -> MeasuredCosts:
+    """What a server measured: its /costs.json, or its topology as JSON. Raises ConfigError.
+
+    /costs.json: {"stages": [{"layers": 9, "step_s": ..., "row_s": ..., "key_s": ..., "sample_s": ...}, ...]}.
+    A topology knows only the mean time of a step, so a simulation from it has steps of constant time.
+    """
+    try:
+        entries = json.loads(path.read_text())["stages"]
+        layers = [int(e["layers"] if "layers" in e else e.get("numLayers", e.get("num_layers"))) for e in entries]
+        stages = [_coefficients(e) for e in entries]
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        raise ConfigError("--costs", f"{path} is no cost sheet: {type(error).__name__}: {error}") from None
+    if not stages or min(layers) < 1:
+        raise ConfigError("--costs", f"{path} describes no stages")
+    return _parts(stages, layers)
+
+
+def _coefficients(entry: dict[str, Any]) -> Coefficients:
+    if "step_s" in entry:
+        return Coefficients(*(float(entry[key]) for key in ("step_s", "row_s", "key_s", "sample_s")))
+    measured = entry["measuredStepSeconds"] if "measuredStepSeconds" in entry else entry["measured_step_seconds"]
+    return Coefficients(float(measured))
+
+
+def _parts(stages: list[Coefficients], layers: list[int]) -> MeasuredCosts:
+    """Blocks cost what the stages before the last say; what the last needs beyond its blocks is the head."""
+    without_head = range(max(1, len(stages) - 1))
+    num_blocks = sum(layers[i] for i in without_head)
+
+    def per_block(of: Callable[[Coefficients], float]) -> float:
+        return sum(of(stages[i]) for i in without_head) / num_blocks
+
+    # A sampled row and a row cannot be told apart in decode, so before the last stage they count together.
+    block = Coefficients(
+        per_block(lambda c: c.step), per_block(lambda c: c.row + (c.sample if len(stages) > 1 else 0)),
+        per_block(lambda c: c.key),
+    )  # fmt: skip
+    last = stages[-1]
+    beyond_row = last.row - block.row * layers[-1]
+    head = Coefficients(
+        step=max(0.0, last.step - block.step * layers[-1]),
+        sample=max(0.0, last.sample + beyond_row) if len(stages) > 1 else last.sample,
+    )
+    return MeasuredCosts(block, head)
+
+
+# ---- loads -------------------------------------------------------------------------------------------------
+
+
+def fixed_load(num_requests: int, prompt: int, new: int, concurrency: int) -> Load:
+    """`concurrency` callers, each with one request at a time."""
+    return Load((SimulatedRequest(0.0, prompt, new),) * num_requests, concurrency)
+
+
+def read_trace(path: Path, num_requests: int, max_model_len: int, time_scale: float) -> Load:
+    """The first requests of a CSV with TIMESTAMP, ContextTokens, GeneratedTokens; lengths clipped to the context.
+
+    time_scale: 2.0 = twice as fast as recorded. Raises ConfigError naming the line.
+    """
+    requests: list[SimulatedRequest] = []
+    start: datetime | None = None
+    try:
+        with path.open(newline="") as file:
+            for number, row in enumerate(csv.DictReader(file), start=2):
+                if len(requests) == num_requests:
+                    break
+                try:
+                    at = datetime.fromisoformat(row["TIMESTAMP"])
+                    prompt, new = int(row["ContextTokens"]), int(row["GeneratedTokens"])
+                except (KeyError, TypeError, ValueError) as error:
+                    raise ConfigError("--trace", f"{path}:{number}: {error}") from None
+                start = start or at
+                prompt = min(max(prompt, 1), max_model_len - 1)
+                arrival_s = (at - start).total_seconds() / time_scale
+                requests.append(SimulatedRequest(arrival_s, prompt, min(max(new, 1), max_model_len - prompt)))
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError("--trace", f"cannot read {path}: {error}") from None
+    if not requests:
+        raise ConfigError("--trace", f"{path} holds no requests")
+    return Load(tuple(requests), None)
+
+
+# ---- as text -----------------------------------------------------------------------------------------------
+
+
+def summary(outcome: Outcome) -> dict[str, Any]:
+    """The outcome in numbers: seconds, per second, and shares of the time in which there was work."""
+    stages = []
+    for times in outcome.stages:
+        demand = times.demand_ns or 1
+        shares = {cause: times.bubble_ns[cause] / demand for cause in CAUSES}
+        stages.append({"busy": sum(times.busy_ns.values()) / demand, **shares})
+    latencies = {"ttft_s": outcome.ttft_s, "itl_s": outcome.itl_s, "e2e_s": outcome.duration_s}
+    return {
+        "requests": len(outcome.duration_s),
+        "duration_s": outcome.wall_s,
+        "steps": outcome.num_steps,
+        "requests_per_s": outcome.requests_per_s,
+        "output_tokens_per_s": outcome.output_tokens_per_s,
+        "total_tokens_per_s": (outcome.new_tokens + outcome.prompt_tokens) / outcome.wall_s,
+        **{f"{name}_p{p}": percentile(values, p) for name, values in latencies.items() for p in (50, 99)},
+        "stages": stages,
+    }
+
+
+def render_outcomes(outcomes: dict[int, Outcome]) -> str:
+    """One column per number of stages, then where the stages' time went."""
+    numbers = {stages: summary(outcome) for stages, outcome in outcomes.items()}
+    rows = [
+        ("stages", *(str(stages) for stages in numbers)),
+        *_numbers(numbers, ("requests/s", "requests_per_s", 1), ("output tokens/s", "output_tokens_per_s", 1)),
+        *_numbers(numbers, ("TTFT p50 (ms)", "ttft_s_p50", 1e3), ("TTFT p99 (ms)", "ttft_s_p99", 1e3)),
+        *_numbers(numbers, ("ITL p50 (ms)", "itl_s_p50", 1e3), ("ITL p99 (ms)", "itl_s_p99", 1e3)),
+        *_numbers(numbers, ("E2E p50 (ms)", "e2e_s_p50", 1e3), ("E2E p99 (ms)", "e2e_s_p99", 1e3)),
+    ]
+    for what in ("busy", *CAUSES):
+        rows.append((f"{what} %", *(_range(n["stages"], what) for n in numbers.values())))
+    widths = [max(len(row[i]) for row in rows) for i in range(len(numbers) + 1)]
+    lines = [
+        "  ".join([row[0].ljust(widths[0]), *(c.rjust(w) for c, w in zip(row[1:], widths[1:], strict=True))])
+        for row in rows
+    ]
+    return "\n".join([*lines, "(shares of the time with work; a range spans the stages)"])
+
+
+def _numbers(numbers: dict[int, dict[str, Any]], *wanted: tuple[str, str, float]) -> list[tuple[str, ...]]:
+    return [(title, *(f"{n[key] * scale:.4g}" for n in numbers.values())) for title, key, scale in wanted]
+
+
+def _range(stages: list[dict[str, float]], what: str) -> str:
+    low, high = (100 * pick(stage[what] for stage in stages) for pick in (min, max))
+    return f"{low:.0f}" if round(low) == round(high) else f"{low:.0f}-{high:.0f}"

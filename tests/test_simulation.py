@@ -1,0 +1,164 @@
+import json
+
+import pytest
+
+from ppserve.core.architecture import Architecture
+from ppserve.core.cost_model import Coefficients
+from ppserve.core.simulator import SimulatedRequest, Wires
+from ppserve.errors import ConfigError
+from ppserve.planning import Intent, forecast
+from ppserve.simulation import (
+    Device,
+    MeasuredCosts,
+    fixed_load,
+    read_costs,
+    read_trace,
+    render_outcomes,
+    simulate,
+    summary,
+)
+
+SMALL = Architecture(12, 768, 12, 1024, 50257, 50257, 3072)
+CORE = Device(flops=50e9, memory_bandwidth=10e9, launch_s=1e-4)
+
+
+def test_many_sequences_gain_from_stages_and_one_does_not():
+    few, many = fixed_load(2, 16, 20, 1), fixed_load(96, 16, 20, 96)
+    speed = {
+        (name, stages): simulate(forecast(SMALL, Intent(stages)), CORE, Wires(), load, 256).output_tokens_per_s
+        for stages in (1, 2)
+        for name, load in (("few", few), ("many", many))
+    }
+    assert speed["few", 2] < speed["few", 1]
+    assert speed["many", 2] > 1.5 * speed["many", 1]
+
+
+def test_the_better_split_is_faster_in_decode():
+    # enough memory traffic, little arithmetic: the case for which 9/3 is the answer
+    device = Device(flops=1e15, memory_bandwidth=10e9, launch_s=0)
+    load = fixed_load(8, 1, 60, 8)
+    even, auto = (
+        simulate(forecast(SMALL, Intent(2, layers=split)), device, Wires(), load, 64).output_tokens_per_s
+        for split in ((6, 6), (9, 3))
+    )
+    assert auto / even == pytest.approx(0.97 / 0.76, rel=0.03)
+
+
+def test_nothing_fits():
+    plan = forecast(SMALL, Intent(1, kv_cache_memory=1))
+    with pytest.raises(ConfigError, match="not one sequence of 1024 tokens fits"):
+        simulate(plan, CORE, Wires(), fixed_load(1, 1, 1, 1), 1)
+
+
+# ---- measured costs ---------------------------------------------------------------------------------------
+
+BLOCK = Coefficients(1e-3, 1e-4, 1e-8)
+HEAD = Coefficients(5e-3, 0.0, 0.0, 4e-4)
+TRUTH = MeasuredCosts(BLOCK, HEAD)
+
+
+def sheet(split: tuple[int, ...], unsplit: float = 0.0) -> str:
+    """unsplit: how much of the last stage's cost per sampled row was taken for cost per row."""
+    stages = []
+    for i, layers in enumerate(split):
+        c = TRUTH.stage(layers, i == len(split) - 1)
+        moved = unsplit * c.sample
+        named = {"step_s": c.step, "row_s": c.row + moved, "key_s": c.key, "sample_s": c.sample - moved}
+        stages.append({"layers": layers, **named})
+    return json.dumps({"stages": stages})
+
+
+@pytest.mark.parametrize("split", [(9, 3), (6, 6), (4, 4, 4)])
+@pytest.mark.parametrize("unsplit", [0.0, 0.4])
+def test_costs_of_blocks_and_head_are_told_apart(tmp_path, split, unsplit):
+    (tmp_path / "costs.json").write_text(sheet(split, unsplit))
+    found = read_costs(tmp_path / "costs.json")
+    for num_layers, is_last in ((5, False), (7, True)):
+        for rows, context, sampled in ((1, 10, 1), (8, 800, 8)):
+            expected = TRUTH.stage(num_layers, is_last).seconds(rows, context, sampled if is_last else 0)
+            assert found.stage(num_layers, is_last).seconds(rows, context, sampled if is_last else 0) == (
+                pytest.approx(expected)
+            )
+
+
+def test_the_costs_of_a_single_stage(tmp_path):
+    (tmp_path / "costs.json").write_text(sheet((12,)))
+    found = read_costs(tmp_path / "costs.json")
+    assert found.stage(12, True).seconds(8, 100, 8) == pytest.approx(TRUTH.stage(12, True).seconds(8, 100, 8))
+
+
+@pytest.mark.parametrize("name", ["measuredStepSeconds", "measured_step_seconds"])
+def test_a_topology_gives_steps_of_constant_time(tmp_path, name):
+    layers = "numLayers" if name[0:9] == "measuredS" else "num_layers"
+    stages = [{layers: 9, name: 0.009}, {layers: 3, name: 0.008}]
+    (tmp_path / "topology.json").write_text(json.dumps({"stages": stages}))
+    found = read_costs(tmp_path / "topology.json")
+    assert found.stage(6, False).seconds(50, 0, 0) == pytest.approx(0.006)
+    assert found.stage(6, True).seconds(1, 0, 1) == pytest.approx(0.006 + 0.005)
+
+
+@pytest.mark.parametrize("stages", ["[]", '[{"layers": 1}]', "[3]", "3"])
+def test_stages_that_are_none_are_named(tmp_path, stages):
+    (tmp_path / "costs.json").write_text(f'{{"stages": {stages}}}')
+    with pytest.raises(ConfigError, match=r"--costs: .*costs\.json"):
+        read_costs(tmp_path / "costs.json")
+
+
+@pytest.mark.parametrize("text", ["", "[]", "{}"])
+def test_what_is_no_cost_sheet_is_named(tmp_path, text):
+    (tmp_path / "costs.json").write_text(text)
+    with pytest.raises(ConfigError, match=r"--costs: .*costs\.json"):
+        read_costs(tmp_path / "costs.json")
+
+
+# ---- traces -----------------------------------------------------------------------------------------------
+
+TRACE = """TIMESTAMP,ContextTokens,GeneratedTokens
+2023-11-16 18:15:46.6805900,374,44
+2023-11-16 18:15:50.9951690,5000,109
+2023-11-16 18:15:51.6805900,1000,0
+"""
+
+
+def test_a_trace_is_clipped_and_scaled(tmp_path):
+    (tmp_path / "trace.csv").write_text(TRACE)
+    load = read_trace(tmp_path / "trace.csv", 10, 1024, time_scale=2.0)
+    assert load.concurrency is None
+    assert load.requests[0] == SimulatedRequest(0.0, 374, 44)
+    assert load.requests[1].prompt_tokens == 1023
+    assert load.requests[1].new_tokens == 1
+    assert load.requests[2] == SimulatedRequest(pytest.approx(2.5), 1000, 1)
+    assert len(read_trace(tmp_path / "trace.csv", 2, 1024, 1.0).requests) == 2
+
+
+@pytest.mark.parametrize(
+    ("text", "problem"),
+    [
+        ("", "holds no requests"),
+        ("TIMESTAMP,ContextTokens,GeneratedTokens\n", "holds no requests"),
+        ("a,b\n1,2\n", r"trace\.csv:2: 'TIMESTAMP'"),
+        (TRACE.replace("374", "many"), r"trace\.csv:2: .*many"),
+        (TRACE + "2023-11-16 18:16:00,1\n", r"trace\.csv:5"),
+    ],
+)
+def test_a_broken_trace_is_named_with_its_line(tmp_path, text, problem):
+    (tmp_path / "trace.csv").write_text(text)
+    with pytest.raises(ConfigError, match=problem):
+        read_trace(tmp_path / "trace.csv", 10, 1024, 1.0)
+
+
+# ---- reports ----------------------------------------------------------------------------------------------
+
+
+def test_reports():
+    outcomes = {n: simulate(forecast(SMALL, Intent(n)), CORE, Wires(), fixed_load(8, 8, 8, 4), 8) for n in (1, 2)}
+    numbers = summary(outcomes[2])
+    assert numbers["requests"] == 8
+    for stage in numbers["stages"]:
+        assert sum(stage.values()) == pytest.approx(1)
+    lines = render_outcomes(outcomes).splitlines()
+    assert lines[0].split() == ["stages", "1", "2"]
+    assert [line.split()[0] for line in lines[9:15]] == [
+        "busy", "fill_drain", "imbalance", "transfer", "token_return", "host",
+    ]  # fmt: skip
+    json.dumps(numbers)

@@ -24,7 +24,7 @@ def run_ranks(num_ranks: int, arguments: Sequence[str]) -> int:
     command = ["serve", *arguments] if arguments[:1] != ["serve"] else list(arguments)
     launcher = ["--standalone", "--local-addr=127.0.0.1", f"--nproc-per-node={num_ranks}", "-m", "ppserve"]
     try:
-        run(parse_args([*launcher, *command]))
+        run(parse_args([*launcher, *command]))  # type: ignore[no-untyped-call]
     except ChildFailedError as error:
         _, failure = error.get_first_failure()
         return failure.exitcode if failure.exitcode > 0 else 1

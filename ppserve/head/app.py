@@ -17,7 +17,7 @@ from ppserve import __version__
 from ppserve.config import ServeConfig
 from ppserve.core.architecture import Architecture
 from ppserve.core.block_manager import BlockManager
-from ppserve.core.scheduler import Scheduler, SchedulerConfig
+from ppserve.core.scheduler import Scheduler
 from ppserve.core.time_account import TimeAccount
 from ppserve.errors import ConfigError, UsageError
 from ppserve.head import layout
@@ -162,18 +162,8 @@ class Head:
     # ---- parts ----------------------------------------------------------------------------------------
 
     def _make_scheduler(self, formed: Formed) -> Scheduler:
-        config, arch = self._config, self._architecture
-        scheduling = SchedulerConfig(
-            num_stages=self._num_stages,
-            microbatches=config.pipeline.microbatches,
-            max_num_seqs=config.scheduling.max_num_seqs,
-            max_queue=config.scheduling.max_queue,
-            max_model_len=layout.max_context(config, arch),
-            block_size=config.cache.block_size,
-            prefill_chunk=config.scheduling.prefill_chunk,
-            eos_id=arch.eos_id,
-        )
-        blocks = BlockManager(formed.num_blocks, config.cache.block_size)
+        scheduling = layout.scheduler_config(self._config, self._architecture, self._num_stages)
+        blocks = BlockManager(formed.num_blocks, scheduling.block_size)
         return Scheduler(scheduling, blocks, epoch=formed.epoch)
 
     def _load_tokenizer(self) -> Tokenizer | None:

@@ -7,8 +7,8 @@ import os
 from ppserve import wire
 from ppserve.config import ServeConfig
 from ppserve.core.architecture import Architecture, stage_layouts
-from ppserve.core.composer import MAX_CHUNK_ALONE
 from ppserve.core.partition import check_split, split_by_weight
+from ppserve.core.scheduler_config import SchedulerConfig
 from ppserve.errors import ConfigError
 from ppserve.head.members import Decision
 
@@ -24,14 +24,31 @@ def decide(config: ServeConfig, hellos: tuple[wire.Hello, ...]) -> Decision:
     arch, num_stages = first.architecture, len(hellos)
     split = config.pipeline.layers or split_by_weight(arch, num_stages)
     check_split(split, arch, num_stages)
-    max_context(config, arch)
+    scheduling = scheduler_config(config, arch, num_stages)
     one_host = len({hello.host for hello in hellos}) == 1
     return Decision(
         layouts=stage_layouts(split),
         dtype=first.dtype,
         transport=_transport(config.pipeline.transport, hellos, one_host),
         store_host="127.0.0.1" if one_host else os.environ.get("MASTER_ADDR", first.host),
-        max_rows=(config.scheduling.prefill_chunk or MAX_CHUNK_ALONE) + config.scheduling.max_num_seqs,
+        max_rows=scheduling.max_step_tokens,
+    )
+
+
+def scheduler_config(config: ServeConfig, arch: Architecture, num_stages: int) -> SchedulerConfig:
+    """What the scheduler may do with this model. Raises ConfigError."""
+    microbatches = config.pipeline.microbatches
+    if microbatches is not None and microbatches > num_stages + 1:
+        raise ConfigError("--microbatches", f"{microbatches} is more than {num_stages} stages + 1 can use")
+    return SchedulerConfig(
+        num_stages=num_stages,
+        microbatches=microbatches,
+        max_num_seqs=config.scheduling.max_num_seqs,
+        max_queue=config.scheduling.max_queue,
+        max_model_len=max_context(config, arch),
+        block_size=config.cache.block_size,
+        prefill_chunk=config.scheduling.prefill_chunk,
+        eos_id=arch.eos_id,
     )
 
 

@@ -54,7 +54,7 @@ class EngineHandle(Protocol):
         """What is served."""
 
     def topology(self) -> Topology:
-        """Where it runs."""
+        """Where it runs. May wait for the engine's thread; called in a thread of its own."""
 
 
 class TextCodec(Protocol):
@@ -227,7 +227,7 @@ class GenerationService:
 
     async def _get_topology(self, raw: bytes) -> pb.GetTopologyResponse:
         _parse(pb.GetTopologyRequest, raw)
-        return topology_message(self._engine.topology())
+        return topology_message(await asyncio.to_thread(self._engine.topology))
 
 
 class _StallWatch:

@@ -1,0 +1,106 @@
+"""Stages die, freeze, or do not come back, while streams run."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import signal
+import threading
+import time
+from pathlib import Path
+
+import grpc
+import pytest
+
+import ppserve
+from ppserve.v1 import generation_pb2 as pb
+from ppserve.v1.generation_pb2_grpc import GenerationServiceStub
+from tests.e2e.asking import Answer, ask, ask_one
+from tests.e2e.serving import Server, serving
+
+TINY = Path(ppserve.__file__).parent / "assets" / "tiny"
+
+
+def long_requests(count: int) -> list[pb.GenerateRequest]:
+    requests = []
+    for number in range(count):
+        request = pb.GenerateRequest(text=f"Once upon a time, {number} small boats")
+        request.sampling.seed = number
+        request.sampling.temperature = 0.9
+        request.stop.max_tokens = 160
+        request.stop.ignore_eos = True
+        request.output.token_ids = True
+        request.output.logprobs = 2
+        requests.append(request)
+    return requests
+
+
+def ask_and_hurt(server: Server, stage: int, signum: int) -> list[Answer]:
+    """The answers of 16 streams, during which a stage is sent a signal."""
+    answers: list[Answer] = []
+    asking = threading.Thread(target=lambda: answers.extend(ask(server.grpc, long_requests(16), at_once=16)))
+    restarts = server.log.count(f"stage {stage} died")
+    asking.start()
+    with grpc.insecure_channel(server.grpc) as channel:
+        stub = GenerationServiceStub(channel)
+        # Not before the streams are well under way: the witness has had many tokens by then.
+        witness = stub.Generate(long_requests(1)[0])
+        for number, _ in enumerate(witness):
+            if number == 20:
+                os.kill(server.stage_pid(stage), signum)
+    asking.join()
+    assert server.log.count(f"stage {stage} died") == restarts + 1, "the signal hit nobody"
+    return answers
+
+
+@pytest.mark.timeout(240)
+def test_kill_each_stage_in_turn() -> None:
+    with serving(3) as server:
+        undisturbed = ask(server.grpc, long_requests(16), at_once=16)
+        assert {answer.end for answer in undisturbed} == {"MAX_TOKENS"}
+        ranks = {p.pid for p in server.processes() if "ppserve.stage" not in p.cmdline()}
+        for stage in range(3):
+            assert ask_and_hurt(server, stage, signal.SIGKILL) == undisturbed
+        assert ranks <= {p.pid for p in server.processes()}, "a rank died with its stage"
+
+
+@pytest.mark.timeout(180)
+def test_a_frozen_stage_is_replaced() -> None:
+    with serving(2) as server:
+        undisturbed = ask(server.grpc, long_requests(16), at_once=16)
+        assert ask_and_hurt(server, 1, signal.SIGSTOP) == undisturbed
+
+
+@pytest.mark.timeout(180)
+def test_a_stage_that_cannot_come_back_ends_streams_and_server(tmp_path: Path) -> None:
+    model = tmp_path / "model"
+    shutil.copytree(TINY, model)
+    with serving(2, "--model", str(model)) as server, grpc.insecure_channel(server.grpc) as channel:
+        stub = GenerationServiceStub(channel)
+        request = long_requests(1)[0]
+        request.stop.max_tokens = 900
+        stream = stub.Generate(request)
+        next(iter(stream))
+        (model / "model.safetensors").unlink()
+        os.kill(server.stage_pid(1), signal.SIGKILL)
+        with pytest.raises(grpc.RpcError) as error:
+            for _ in stream:
+                pass
+        assert error.value.code() is grpc.StatusCode.UNAVAILABLE
+        assert server.wait_exit() != 0
+        assert "ppserve: error:" in server.log
+        assert "model.safetensors" in server.log
+
+
+@pytest.mark.timeout(180)
+def test_requests_that_arrive_while_a_stage_is_away_are_served() -> None:
+    with serving(2) as server, grpc.insecure_channel(server.grpc) as channel:
+        stub = GenerationServiceStub(channel)
+        request = long_requests(1)[0]
+        undisturbed = ask_one(stub, request)
+        os.kill(server.stage_pid(0), signal.SIGKILL)
+        until_s = time.monotonic() + 30
+        while "stage 0 died" not in server.log:
+            assert time.monotonic() < until_s
+            time.sleep(0.01)
+        assert ask_one(stub, request) == undisturbed

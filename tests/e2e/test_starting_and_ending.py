@@ -1,0 +1,147 @@
+"""How a server starts, refuses to start, and ends; what is left of it."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import signal
+import socket
+import threading
+import time
+from pathlib import Path
+
+import grpc
+import pytest
+from grpc_health.v1 import health_pb2, health_pb2_grpc
+
+import ppserve
+from ppserve.v1 import generation_pb2 as pb
+from ppserve.v1.generation_pb2_grpc import GenerationServiceStub
+from tests.e2e.asking import Answer, ask, ask_one, mixed_requests
+from tests.e2e.serving import Server, launch, serving
+
+TINY = Path(ppserve.__file__).parent / "assets" / "tiny"
+
+
+def no_process_left(server: Server) -> None:
+    until_s = time.monotonic() + 10
+    while left := server.left_over():
+        assert time.monotonic() < until_s, f"left over: {left}"
+        time.sleep(0.05)
+
+
+@pytest.mark.timeout(200)
+def test_three_and_four_stages_answer_like_one() -> None:
+    requests = mixed_requests(12, seed=5)
+    answers = []
+    for stages, split in ((1, "8"), (3, "3,3,2"), (4, "1,2,2,3")):
+        with serving(stages, "--layers", split) as server:
+            answers.append(ask(server.grpc, requests, at_once=6))
+    assert answers[0] == answers[1] == answers[2]
+
+
+def test_sigterm_lets_streams_finish_and_leaves_nothing() -> None:
+    with serving(2) as server, grpc.insecure_channel(server.grpc) as channel:
+        stub = GenerationServiceStub(channel)
+        request = pb.GenerateRequest(text="Once upon a time")
+        request.stop.max_tokens = 200
+        request.stop.ignore_eos = True
+        request.sampling.seed = 1
+        request.output.token_ids = True
+        undisturbed = ask_one(stub, request)
+        answers: list[Answer] = []
+        stream = threading.Thread(target=lambda: answers.append(ask_one(stub, request)))
+        witness = stub.Generate(request)
+        next(iter(witness))
+        stream.start()
+        next(iter(witness))
+        server.processes()
+        os.kill(server.process.pid, signal.SIGTERM)
+        health = health_pb2_grpc.HealthStub(channel)
+        until_s = time.monotonic() + 10
+        while health.Check(health_pb2.HealthCheckRequest()).status == health_pb2.HealthCheckResponse.SERVING:
+            assert time.monotonic() < until_s
+        assert ask_one(stub, request).end == "UNAVAILABLE"
+        witness.cancel()
+        stream.join()
+        # It was submitted before the signal or refused because of it; a truncated stream is neither.
+        assert answers[0] == undisturbed or (answers[0].end == "UNAVAILABLE" and not answers[0].token_ids)
+        server.wait_exit()
+        no_process_left(server)
+
+
+def test_a_second_sigterm_ends_at_once() -> None:
+    with serving(1, "--shutdown-timeout", "600") as server, grpc.insecure_channel(server.grpc) as channel:
+        stub = GenerationServiceStub(channel)
+        request = pb.GenerateRequest(text="Once upon a time")
+        request.stop.max_tokens = 1000
+        request.stop.ignore_eos = True
+        streams = [stub.Generate(request) for _ in range(24)]
+        next(iter(streams[0]))
+        head = next(p.pid for p in server.processes() if p.pid != server.process.pid and "ppserve" in p.cmdline())
+        os.kill(head, signal.SIGTERM)
+        until_s = time.monotonic() + 10
+        while "draining" not in server.log:
+            assert time.monotonic() < until_s
+            time.sleep(0.01)
+        os.kill(head, signal.SIGTERM)
+        server.wait_exit()
+        no_process_left(server)
+
+
+def test_killing_the_launcher_leaves_no_orphans() -> None:
+    with serving(2) as server:
+        server.processes()
+        os.kill(server.process.pid, signal.SIGKILL)
+        server.process.wait()
+        no_process_left(server)
+
+
+def refused(tmp_path: Path, stages: int, *arguments: str) -> str:
+    """The one line of a server that does not start; all its ranks end with a non-zero code."""
+    server = launch(stages, arguments, tmp_path / "log")
+    try:
+        assert server.wait_exit(90) != 0
+    finally:
+        server.end()
+    lines = [line for line in server.log.splitlines() if line.startswith("ppserve: error:")]
+    assert len(lines) == 1, server.log
+    assert server.log.count("exitcode  : 0 ") == 0, "a rank ended as if all were well"
+    return lines[0]
+
+
+def test_unknown_flag(tmp_path: Path) -> None:
+    assert "--no-such-flag" in refused(tmp_path, 2, "--no-such-flag")
+
+
+def test_missing_model(tmp_path: Path) -> None:
+    assert "no-such-dir" in refused(tmp_path, 2, "--model", str(tmp_path / "no-such-dir"))
+
+
+def test_truncated_safetensors(tmp_path: Path) -> None:
+    model = tmp_path / "model"
+    shutil.copytree(TINY, model)
+    weights = model / "model.safetensors"
+    os.truncate(weights, weights.stat().st_size // 2)
+    assert "model.safetensors" in refused(tmp_path, 2, "--model", str(model))
+
+
+def test_more_stages_than_blocks(tmp_path: Path) -> None:
+    model = tmp_path / "model"
+    shutil.copytree(TINY, model)
+    config = (model / "config.json").read_text()
+    (model / "config.json").write_text(config.replace('"n_layer": 8', '"n_layer": 2'))
+    line = refused(tmp_path, 3, "--model", str(model))
+    assert "3 stages" in line
+
+
+def test_layers_that_do_not_add_up(tmp_path: Path) -> None:
+    assert "--layers" in refused(tmp_path, 2, "--layers", "4,5")
+
+
+def test_port_in_use(tmp_path: Path) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        line = refused(tmp_path, 1, "--port", str(port))
+    assert "--port" in line
+    assert str(port) in line

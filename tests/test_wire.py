@@ -1,0 +1,113 @@
+"""Frames: every message survives the way, in any pieces; what does not fit the schema is refused."""
+
+from __future__ import annotations
+
+import random
+import struct
+
+import pytest
+
+from ppserve import wire
+from ppserve.config import ServeConfig
+from ppserve.core.architecture import Architecture, StageLayout
+from ppserve.core.plan import (
+    Draw,
+    Drawn,
+    Scored,
+    Slice,
+    StepPlan,
+    StepResult,
+    StepStamps,
+    TokenLogprobs,
+)
+from ppserve.core.request import SamplingParams
+from ppserve.errors import WireError
+
+ARCH = Architecture(8, 160, 5, 1024, 1500, 1504, 640)
+PLAN = StepPlan(
+    epoch=3,
+    step_id=2**40,
+    lane=1,
+    slices=(
+        Slice(7, 100, (5,), (1, 2, 3), Draw(SamplingParams(2**64 - 1, logit_bias=((3, -100.0),)), 2, 5, (9,))),
+        Slice(8, 0, (1, 2, 3), (4,), None, targets=(2, 3), num_prompt_logprobs=1),
+    ),
+    copies=((1, 2),),
+)
+RESULT = StepResult(
+    epoch=3,
+    step_id=9,
+    stage=1,
+    stamps=StepStamps(1, 2, 3, 4, 5, 2**62),
+    bytes_sent=1024,
+    drawn=(Drawn(7, 11, TokenLogprobs(-0.1, ((11, -0.1), (12, -3.0)))), Drawn(8, None)),
+    scored=(Scored(8, 0, (TokenLogprobs(-1.5),)),),
+)
+FROM_STAGE = [
+    wire.Hello("t", 1, 2, 99, "host", ARCH, "float32", None, False, {"torch": "2"}),
+    wire.Loading(1, 2),
+    wire.Loaded("cpu", 10, 40, 100, 2**40, True, ""),
+    wire.StoreOpened(1, "127.0.0.1", 5),
+    wire.Ready(1, "gloo"),
+    wire.Result(RESULT),
+    wire.Heartbeat(1, 2, 3, 4),
+    wire.Broken(1, "gone"),
+    wire.Failed("no"),
+    wire.GaveUp("t", 1, "no"),
+]
+FROM_HEAD = [
+    wire.Assign(StageLayout(1, 2, 4, 4), "bfloat16"),
+    wire.Form(1, "gloo", 100, 768, "127.0.0.1", 0),
+    wire.Plan(PLAN),
+    wire.Ping(2**60),
+    wire.Shutdown(2),
+]
+FROM_KEEPER = [wire.Start(ServeConfig(), 1, 2, "h", 3, "t")]
+
+
+@pytest.mark.parametrize(
+    ("direction", "messages"),
+    [(wire.FromStage, FROM_STAGE), (wire.FromHead, FROM_HEAD), (wire.FromKeeper, FROM_KEEPER)],
+)
+def test_every_message_survives_any_cut(direction: object, messages: list[object]) -> None:
+    stream = b"".join(wire.encode(message) for message in messages)  # type: ignore[arg-type]
+    rng = random.Random(0)
+    for _ in range(50):
+        reader, received, at = wire.FrameReader(direction), [], 0
+        while at < len(stream):
+            piece = stream[at : at + rng.randint(1, 200)]
+            received += reader.feed(piece)
+            at += len(piece)
+        assert received == messages
+
+
+def test_all_messages_are_covered() -> None:
+    covered = {type(message) for message in (*FROM_STAGE, *FROM_HEAD, *FROM_KEEPER)}
+    assert covered == {
+        *wire.FromStage.__args__,
+        *wire.FromHead.__args__,
+        wire.FromKeeper,
+    }
+
+
+def test_a_huge_frame_is_refused_before_it_is_read() -> None:
+    with pytest.raises(WireError, match="beyond the limit"):
+        wire.FrameReader(wire.FromHead).feed(struct.pack("<I", wire.MAX_FRAME_BYTES + 1))
+
+
+def test_the_other_direction_is_refused() -> None:
+    with pytest.raises(WireError, match="schema"):
+        wire.FrameReader(wire.FromHead).feed(wire.encode(wire.Loading(1, 2)))
+
+
+def test_damaged_frames_are_wire_errors_or_other_messages_but_nothing_else() -> None:
+    rng = random.Random(1)
+    refused = 0
+    for _ in range(2000):
+        frame = bytearray(wire.encode(rng.choice(FROM_HEAD)))
+        frame[rng.randrange(4, len(frame))] ^= 1 << rng.randrange(8)
+        try:
+            wire.FrameReader(wire.FromHead).feed(bytes(frame))
+        except WireError:
+            refused += 1
+    assert refused > 200

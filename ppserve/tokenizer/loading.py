@@ -58,7 +58,7 @@ def model_directory(path: str) -> Path:
     """Where the files beside the weights lie."""
     if path == "tiny":
         return Path(str(importlib.resources.files("ppserve"))) / "assets" / "tiny"
-    given = Path(path)
+    given = Path(path).expanduser()
     return given.parent if given.is_file() else given
 
 

@@ -24,7 +24,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "ppserve.v1": {"ppserve.v1", "google.protobuf", "grpc"},
     "ppserve.launch": {"ppserve.wire", "ppserve.config"},
     "ppserve.torchrun": {"torch"},
-    "ppserve.model": {"ppserve.model", "ppserve.core", "ppserve.errors", "torch", "numpy", "numba"},
+    "ppserve.model": {"ppserve.model", "ppserve.core", "ppserve.errors", "torch", "numpy", "numba", "llvmlite"},
     "ppserve.model.checkpoint": {"ppserve.model.checkpoint", "ppserve.core", "ppserve.errors", "torch", "numpy"},
     "ppserve.model.checkpoint.hf": {"safetensors"},
     "ppserve.model.checkpoint.hub": {"huggingface_hub"},
@@ -43,7 +43,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "parallel_state": {"torch"},
 }
 # The composition roots: the command line may reach every room.
-ROOTS = ("ppserve.cli", "ppserve.__main__", "ppserve.planning")
+ROOTS = ("ppserve.cli", "ppserve.__main__", "ppserve.planning", "ppserve.simulation")
 
 # packages that must not be loaded, even indirectly, by these rooms
 NEVER_LOADS = {
@@ -121,5 +121,5 @@ def test_core_reads_no_clock() -> None:
 
 
 def test_files_stay_small() -> None:
-    long = {m: n for m, p in modules() if not m.startswith("ppserve.v1.") and (n := len(p.read_text().splitlines())) > 400}
-    assert not long
+    own = [(module, path) for module, path in modules() if not module.startswith("ppserve.v1.")]
+    assert not {module: lines for module, path in own if (lines := len(path.read_text().splitlines())) > 400}

@@ -10,7 +10,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -81,16 +81,8 @@ class Server:
                 self.process.kill()
                 self.process.wait()
         for pid in self.left_over():
-            with _gone_is_fine():
+            with suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)
-
-
-@contextmanager
-def _gone_is_fine() -> Iterator[None]:
-    try:
-        yield
-    except ProcessLookupError:
-        pass
 
 
 def _alive(pid: int) -> bool:

@@ -11,6 +11,7 @@ import json
 import stat
 import struct
 from collections.abc import Callable, Iterable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +19,9 @@ from ppserve.errors import CheckpointError
 from ppserve.tokenizer.vocabulary import (
     END_OF_TEXT,
     MAX_TOKENS,
+    NORMAL_FORMS,
     AddedToken,
+    NormalForm,
     Vocabulary,
     check_vocabulary,
     spelling,
@@ -39,19 +42,15 @@ def read_tokenizer_json(path: Path) -> Vocabulary:
     for name in ("continuing_subword_prefix", "end_of_word_suffix", "byte_fallback"):
         if model.get(name):
             raise CheckpointError(path, "not part of a byte-level vocabulary", f"model.{name}")
-    if document.get("normalizer") not in (None, {"type": "Sequence", "normalizers": []}):
-        raise CheckpointError(path, "GPT-2 text is not normalised; this would change it", "normalizer")
+    normal_form = _normal_form(path, document.get("normalizer"))
     splitter = _field(path, document, "pre_tokenizer", dict)
     if splitter.get("type") != "ByteLevel" or not splitter.get("use_regex", True):
         raise CheckpointError(path, "only GPT-2's ByteLevel splitting is supported", "pre_tokenizer")
     added = _added_tokens(path, document.get("added_tokens") or [])
-    return _from_spelled(
-        path,
-        _field(path, model, "vocab", dict),
-        _merge_pairs(path, _field(path, model, "merges", list)),
-        added,
-        prefix_space=bool(splitter.get("add_prefix_space", False)),
-    )
+    merges = _merge_pairs(path, _field(path, model, "merges", list))
+    prefix_space = bool(splitter.get("add_prefix_space", False))
+    vocabulary = _from_spelled(path, _field(path, model, "vocab", dict), merges, added, prefix_space)
+    return replace(vocabulary, normal_form=normal_form)
 
 
 def read_vocab_json(path: Path) -> Vocabulary:
@@ -145,6 +144,16 @@ def _field(path: Path, owner: dict[str, Any], name: str, kind: type) -> Any:
     if not isinstance(value, kind):
         raise CheckpointError(path, "missing or of the wrong type", name)
     return value
+
+
+def _normal_form(path: Path, normalizer: Any) -> NormalForm | None:
+    """GPT-2's own text is not normalised; some of its relatives are trained on one of Unicode's normal forms."""
+    if normalizer in (None, {"type": "Sequence", "normalizers": []}):
+        return None
+    for form in NORMAL_FORMS:
+        if normalizer == {"type": form}:
+            return form
+    raise CheckpointError(path, f"{str(normalizer)[:80]} is not supported", "normalizer")
 
 
 def _added_tokens(path: Path, entries: Iterable[Any]) -> tuple[AddedToken, ...]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import unicodedata
 from collections.abc import Iterable
 
 import tiktoken
@@ -27,6 +28,7 @@ class Tokenizer:
         self.vocab_size = max(self._token_bytes) + 1
         self.eos_id = next((token.id for token in vocabulary.added if token.content == END_OF_TEXT), None)
         self._prefix_space = vocabulary.prefix_space
+        self._normal_form = vocabulary.normal_form
         # Added tokens that are ordinary text are matched before anything is split, as Hugging Face does;
         # tiktoken calls them special and wants ids of its own for them, beyond all ranks.
         plain = [token for token in vocabulary.added if not token.special]
@@ -41,6 +43,8 @@ class Tokenizer:
 
     def encode(self, text: str) -> list[int]:
         """Token ids of plain text: a literal `<|endoftext|>` is spelled out. Raises ValueError, nothing else."""
+        if self._normal_form is not None:
+            text = unicodedata.normalize(self._normal_form, text)
         if self._prefix_space and text and not text.startswith(" "):
             text = " " + text
         try:

@@ -4,8 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from typing import Literal
 
 from ppserve.errors import CheckpointError
+
+NormalForm = Literal["NFC", "NFD", "NFKC", "NFKD"]
+NORMAL_FORMS: tuple[NormalForm, ...] = ("NFC", "NFD", "NFKC", "NFKD")
 
 END_OF_TEXT = "<|endoftext|>"
 MAX_TOKENS = 2**20
@@ -28,6 +32,7 @@ class Vocabulary:
     merge_order: tokens of two and more bytes in the order of their merges. None means that the ids are that
     order, which is so for GPT-2 and for what its trainers write; `check_id_order` makes sure.
     prefix_space: text that does not begin with a space is encoded as if it did.
+    normal_form: Unicode's form that text is brought to before it is encoded.
     """
 
     source: str
@@ -35,6 +40,7 @@ class Vocabulary:
     merge_order: tuple[bytes, ...] | None = None
     added: tuple[AddedToken, ...] = ()
     prefix_space: bool = False
+    normal_form: NormalForm | None = None
 
     def ranks(self) -> dict[bytes, int]:
         """Token bytes -> merge rank, as tiktoken wants it: 0, 1, 2, … with single bytes first."""

@@ -112,6 +112,7 @@ class Head:
             engine, self._members, observer, describe_model(self._config, self._members, tokenizer)
         )
         door = FrontDoor(self._config.server, handle, tokenizer)
+        self._metrics.serve_json("/costs.json", handle.cost_sheet)
         metrics_port = self._metrics.start_http(
             self._config.server.host, self._config.server.metrics_port, handle.stage_times
         )

@@ -6,6 +6,7 @@ import time
 
 from ppserve import __version__
 from ppserve.config import ServeConfig
+from ppserve.core.advice import advise
 from ppserve.core.architecture import stage_params
 from ppserve.core.request import FinishReason, Request
 from ppserve.core.time_account import StageTimes
@@ -52,7 +53,22 @@ class PipelineHandle:
             transport=decision.transport,
             epoch=members.epoch,
             microbatches=self._engine.microbatches,
+            advice=advise(times, tuple(d.num_layers for d in decision.layouts), self._engine.microbatches),
         )
+
+    def cost_sheet(self) -> dict[str, list[dict[str, float]]]:
+        """What steps cost on every stage, as `ppserve plan --costs` reads it. Zeros until steps were seen."""
+        return self._engine.ask(lambda _now_s: self._cost_sheet())
+
+    def _cost_sheet(self) -> dict[str, list[dict[str, float]]]:
+        decision = self._members.decision
+        assert decision is not None
+        stages = []
+        for layout, cost in zip(decision.layouts, self._observer.costs.stages, strict=True):
+            c = cost.coefficients
+            terms = {"step_s": c.step, "row_s": c.row, "key_s": c.key, "sample_s": c.sample}
+            stages.append({"layers": layout.num_layers, "steps": cost.num_observed, **terms})
+        return {"stages": stages}
 
     def _stage_card(self, member: Member, times: StageTimes) -> StageCard:
         decision, hello, loaded = self._members.decision, member.hello, member.loaded

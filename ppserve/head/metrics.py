@@ -6,6 +6,7 @@ the start with the value zero, so that rates are right from the first event on.
 
 from __future__ import annotations
 
+import json
 import platform
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
@@ -80,6 +81,10 @@ class Metrics:
         self.registry.register(_LedgerCollector(stage_times))
         self._server = HttpServer(host, port, self.routes)
         return self._server.port
+
+    def serve_json(self, path: str, ask: Callable[[], object]) -> None:
+        """Answer GETs of `path` with what `ask` returns at that moment."""
+        self.routes[path] = lambda: ("application/json", json.dumps(ask()).encode())
 
     def close(self) -> None:
         if self._server is not None:

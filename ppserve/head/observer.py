@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 
+from ppserve.core.cost_model import PipelineCosts
 from ppserve.core.plan import StepPlan, StepResult
 from ppserve.core.scheduler import Scheduler
 from ppserve.core.time_account import StageTimes, TimeAccount
@@ -18,12 +19,17 @@ from ppserve.head.trace import Trace
 
 
 class Observer:
-    """Fed by the engine as things happen. account: every stage's time; trace: off until it is started."""
+    """Fed by the engine as things happen.
+
+    account: every stage's time. costs: what steps take, learnt from them. trace: off until it is started.
+    """
 
     def __init__(self, account: TimeAccount, metrics: Metrics, trace: Trace) -> None:
         self.account = account
+        self.costs = PipelineCosts(account.num_stages)
         self.metrics = metrics
         self.trace = trace
+        account.observer = trace.settled
         self._demand = False
         self._step_s: defaultdict[int, float] = defaultdict(float)
         self._steps: defaultdict[int, int] = defaultdict(int)
@@ -40,7 +46,9 @@ class Observer:
         self.account.reported(result, result.stamps, now_ns)
         self.metrics.step_done(result, plan.phase)
         self.trace.step_done(result, plan)
-        self._step_s[result.stage] += (result.stamps.ended - result.stamps.begun) / 1e9
+        seconds = (result.stamps.ended - result.stamps.begun) / 1e9
+        self.costs.observe(result.stage, plan, seconds)
+        self._step_s[result.stage] += seconds
         self._steps[result.stage] += 1
 
     def gauges(self, scheduler: Scheduler) -> None:

@@ -266,7 +266,7 @@ def test_a_port_in_use_is_an_error():
 
 def test_routes_can_be_added_and_unknown_ones_say_what_there_is(metrics):
     port = start(metrics)
-    metrics.routes["/state.json"] = lambda: ("application/json", b"{}")
+    metrics.serve_json("/state.json", dict)
     with urllib.request.urlopen(f"http://127.0.0.1:{port}/state.json?x=1", timeout=10) as answer:
         assert (answer.headers["Content-Type"], answer.read()) == ("application/json", b"{}")
     with pytest.raises(urllib.error.HTTPError) as missing:

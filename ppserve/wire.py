@@ -8,6 +8,7 @@ MAX_FRAME_BYTES, before anything is allocated for it.
 from __future__ import annotations
 
 import struct
+from pathlib import Path
 from typing import Any
 
 import msgspec
@@ -173,8 +174,23 @@ FromStage = Hello | Loading | Loaded | StoreOpened | Ready | Result | Heartbeat 
 FromKeeper = Start
 FromHead = Assign | Form | Plan | Ping | Shutdown
 
-_encoder = msgspec.msgpack.Encoder()
-_decoders = {kind: msgspec.msgpack.Decoder(kind) for kind in (FromStage, FromKeeper, FromHead)}
+def _encode_path(value: object) -> str:
+    """Paths of the configuration travel as strings; nothing else needs help."""
+    if isinstance(value, Path):
+        return str(value)
+    raise TypeError(f"{type(value).__name__} has no place in a frame")
+
+
+def _decode_path(kind: type, value: object) -> Path:
+    if issubclass(kind, Path) and isinstance(value, str):
+        return Path(value)
+    raise TypeError(f"{kind.__name__} has no place in a frame")
+
+
+_encoder = msgspec.msgpack.Encoder(enc_hook=_encode_path)
+_decoders = {
+    kind: msgspec.msgpack.Decoder(kind, dec_hook=_decode_path) for kind in (FromStage, FromKeeper, FromHead)
+}
 
 
 def encode(message: FromStage | FromKeeper | FromHead) -> bytes:

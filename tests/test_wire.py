@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import random
 import struct
+from pathlib import Path
 
 import pytest
 
 from ppserve import wire
-from ppserve.config import ServeConfig
+from ppserve.config import ServeConfig, ServerSettings
 from ppserve.core.architecture import Architecture, StageLayout
 from ppserve.core.plan import (
     Draw,
@@ -62,7 +63,10 @@ FROM_HEAD = [
     wire.Ping(2**60),
     wire.Shutdown(2),
 ]
-FROM_KEEPER = [wire.Start(ServeConfig(), 1, 2, "h", 3, "t")]
+FROM_KEEPER = [
+    wire.Start(ServeConfig(), 1, 2, "h", 3, "t"),
+    wire.Start(ServeConfig(server=ServerSettings(trace=Path("a/trace.json"))), 1, 2, "h", 3, "t"),
+]
 
 
 @pytest.mark.parametrize(

@@ -68,7 +68,7 @@ def generation(request: Request, index: int) -> list[TokenOutput]:
     """All outputs of one sequence; those of a resumed one are the rest of the same sequence."""
     begin = len(request.resume_ids)
     scores: tuple[TokenLogprobs, ...] = ()
-    if request.output.prompt_logprobs is not None:
+    if request.output.prompt_logprobs is not None and index == (request.resume_index or 0):
         scores = tuple(TokenLogprobs(-float(i)) for i in request.prompt_ids[1:])
     reason = FinishReason.CONTEXT_LENGTH if request.limited_by_context else FinishReason.MAX_TOKENS
     end = {

@@ -72,6 +72,7 @@ class Conversation:
         count = max(1, request.sampling.n)
         indices = [request.resume.index] if request.HasField("resume") else range(count)
         self._held = {index: _Held(list(request.resume.generated_token_ids)) for index in indices}
+        self._has_scores = False
         self._retries = Retries(policy)
 
     def next_request(self) -> pb.GenerateRequest | None:
@@ -86,6 +87,7 @@ class Conversation:
         self._retries.progress()
         held = self._held[message.index]
         held.has_begun = True
+        self._has_scores |= len(message.prompt_tokens) > 0
         held.has_ended = message.HasField("finish")
         held.ids.extend(token.id for token in message.tokens)
         if message.HasField("seed"):
@@ -113,7 +115,8 @@ class Conversation:
         request.resume.index = index
         del request.resume.generated_token_ids[:]
         request.resume.generated_token_ids.extend(held.ids)
-        if held.has_begun:  # the prompt's part came with the first message
+        if held.has_begun:  # the prompt's text came with the first message
             request.output.echo = False
+        if self._has_scores:
             request.output.ClearField("prompt_logprobs")
         return request

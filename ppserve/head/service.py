@@ -137,10 +137,10 @@ class GenerationService:
 
     async def _serve(self, message: pb.GenerateRequest, context: Context, trace: dict[str, str]) -> None:
         card = self._engine.model_card()
+        check(message, card)
         public_id = message.request_id or f"req-{secrets.token_hex(8)}"
         trace["request_id"] = public_id
         context.set_trailing_metadata(tuple(_returned(trace).items()))
-        check(message, card)
         prompt_ids = await self._prompt_ids(message)
         arrival = Arrival(
             # Two calls may carry the same id: a client that resumes does, while the old call is still dying.

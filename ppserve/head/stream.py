@@ -39,8 +39,8 @@ class TokenOutput:
 
     offset: of this token among the generated tokens; without a token, how many there are. token_id: None
     when the sequence ends without one. text: what the detokenizer released. matched: the token or string
-    that ended it. prompt_logprobs: for prompt tokens 1, 2, ..., with the first output. error: the whole
-    request ends with it. cached_tokens and timings count with `finish`.
+    that ended it. prompt_logprobs: for prompt tokens 1, 2, ..., with the first output of the request's first
+    sequence. error: the whole request ends with it. cached_tokens and timings count with `finish`.
     """
 
     index: int
@@ -76,6 +76,7 @@ class MessageWriter:
         self._echo = echo
         self._token_bytes = token_bytes
         self._lists_tokens = request.output.token_ids or request.output.logprobs is not None
+        self._scored_index = request.resume_index or 0
 
     def message(self, outputs: Sequence[TokenOutput], is_first: bool) -> pb.GenerateResponse:
         """One message for consecutive outputs of one sequence."""
@@ -102,7 +103,7 @@ class MessageWriter:
         message.seed = self._request.sampling.seed
         if self._echo:
             message.text = self._echo + message.text
-        if self._request.output.prompt_logprobs is not None:
+        if self._request.output.prompt_logprobs is not None and message.index == self._scored_index:
             scores = [None, *(score for output in outputs for score in output.prompt_logprobs)]
             for token_id, score in zip(self._request.prompt_ids, scores, strict=True):
                 message.prompt_tokens.append(self._token(token_id, score))

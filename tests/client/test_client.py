@@ -123,7 +123,7 @@ def test_a_broken_stream_goes_on_where_it_broke(after: int, n: int) -> None:
     chunks = asyncio.run(main())
     assert len(engine.requests) >= 2
     assert texts(chunks) == texts(undisturbed(**options))
-    assert [chunk.index for chunk in chunks if chunk.prompt_tokens] == list(range(n))
+    assert [chunk.index for chunk in chunks if chunk.prompt_tokens] == [0]
     assert sorted(chunk.index for chunk in chunks if chunk.finish) == list(range(n))
 
 

@@ -94,14 +94,15 @@ def test_n_sequences_echo_logprobs_and_timings() -> None:
             mine = [message for message in messages if message.index == index]
             tokens = [drawn_token(engine.requests[0], index, offset) for offset in range(5)]
             assert "".join(message.text for message in mine) == "hello" + ByteCodec().decode(tokens)
-            assert [token.bytes for token in mine[0].prompt_tokens] == [b"h", b"e", b"l", b"l", b"o"]
-            assert not mine[0].prompt_tokens[0].HasField("logprob")
-            assert [token.logprob for token in mine[0].prompt_tokens[1:]] == [-float(ord(c)) for c in "ello"]
             token = mine[0].tokens[0]
             assert (token.logprob, [top.logprob for top in token.top]) == (-0.5, [-0.5, -1.5])
             assert token.top[0].bytes == bytes([tokens[0]])
             assert list(mine[-1].timings.stage_busy_seconds) == [0.5, 0.6]
             assert mine[-1].HasField("finish")
+        (scored,) = (message for message in messages if message.prompt_tokens)
+        assert [token.bytes for token in scored.prompt_tokens] == [b"h", b"e", b"l", b"l", b"o"]
+        assert not scored.prompt_tokens[0].HasField("logprob")
+        assert [token.logprob for token in scored.prompt_tokens[1:]] == [-float(ord(c)) for c in "ello"]
 
     run(scenario)
 
@@ -253,6 +254,14 @@ def test_id_and_traceparent_come_back_as_metadata() -> None:
         [message async for message in call]
         metadata = dict(await call.trailing_metadata())
         assert (metadata["x-request-id"], metadata["traceparent"]) == ("mine", parent)
+
+    run(scenario)
+
+
+def test_an_id_that_metadata_cannot_carry_is_refused_all_the_same() -> None:
+    async def scenario(engine: FakeEngine, stub: GenerationServiceStub) -> None:
+        for wrong in ("two\nlines", "naïve", "x" * 10_000):
+            assert await code_of(stub.Generate(ask(request_id=wrong))) is grpc.StatusCode.INVALID_ARGUMENT
 
     run(scenario)
 

@@ -1,0 +1,384 @@
+"""A guided tour of pipeline parallelism, on the real thing.
+
+    python demo.py --force-cpu                              starts its own ranks, two of them
+    torchrun --nproc_per_node=4 demo.py --force-cpu         the same tour over four
+
+A model cut into stages is computed as on an assembly line: every stage does its part and hands the hidden
+states on. The tour walks along that line, and every number is measured while you read. What goes on behind
+the scenes (ranks that speak in turn, a bare pipeline, a server) is in `tour/`.
+
+p stages, m microbatches, B sequences, T tokens, D width.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import socket
+import sys
+import tempfile
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from functools import cache
+from pathlib import Path
+
+import torch
+
+import parallel_state
+from ppserve.client import Client
+from ppserve.core.architecture import Architecture, stage_layouts, stage_params
+from ppserve.core.partition import balance, decode_parts, split_by_weight
+from ppserve.core.plan import StepPlan
+from ppserve.errors import PpserveError
+from ppserve.model.checkpoint.opening import open_checkpoint, read_architecture
+from ppserve.model.kv_cache import KVCache
+from ppserve.tokenizer import load_tokenizer
+from tour.errors import TourError, require
+from tour.line import BLOCK_SIZE, PRACTICE_MODEL, Line, RandomWeights, even_split, slice_of
+from tour.measure import Schedule, decode, measure_hop, practice_prompts, resident_bytes, run_microbatches
+from tour.pictures import Pictures
+from tour.ranks import Tour, num_cores, start_ranks
+from tour.server import StageTime, read_stream, serving, spent
+
+PROMPT = "Once upon a time"
+NUM_PROMPTS, PROMPT_TOKENS = 8, 32
+MIB, GIB = 2**20, 2**30
+
+# GPT-2 medium, large and XL, and the 13B of the GPT-3 paper (table 2.1).
+LARGER_MODELS = {
+    "355M": Architecture(24, 1024, 16, 1024, 50257, 50257, 4 * 1024),
+    "774M": Architecture(36, 1280, 20, 1024, 50257, 50257, 4 * 1280),
+    "1.5B": Architecture(48, 1600, 25, 1024, 50257, 50257, 4 * 1600),
+    "13B": Architecture(40, 5120, 40, 2048, 50257, 50257, 4 * 5120),
+}
+
+
+def forward_pass(tour: Tour) -> None:
+    checkpoint = open_checkpoint(tour.options.model)
+    arch = checkpoint.architecture
+    tour.explain(f"The model {tour.options.model!r}: {arch.num_layers} blocks of width {arch.width}.")
+    line = Line.of(tour, checkpoint, split_by_weight(arch, tour.size))
+    layout, group = line.layout, parallel_state.get_pp_group()
+    parts = [f"blocks {layout.first_layer}-{layout.layers[-1]}"]
+    parts = ["embeddings"] * layout.is_first + parts + ["final norm, LM head"] * layout.is_last
+    tour.say_each(
+        f"stage {group.rank_in_group} on {line.device}: {', '.join(parts)}; {line.stage.num_params:,} parameters;"
+        f" hears {name_of(group.prev_rank)}, speaks to {name_of(group.next_rank)}"
+    )
+
+    tokenizer = load_tokenizer(tour.options.model, arch.vocab_size)
+    prompt = tokenizer.encode(PROMPT) if tokenizer is not None else list(range(8))
+    plan = StepPlan(1, 0, 0, (slice_of(0, 0, prompt, draws=True),))
+    _, passed = line.run([plan, plan])  # the first pass is a warm-up
+    tour.say()
+    tour.say_each(
+        f"stage {tour.rank}: {'token ids' if layout.is_first else 'hidden states'} of {plan.num_tokens} tokens in,"
+        f" hidden states {tuple(passed.hidden_TD.shape)} out, {(passed.ended - passed.begun) / 1e6:.2f} ms"
+    )
+
+    token, error = 0, 0.0
+    if layout.is_last:
+        [alone] = Line.whole(tour, checkpoint).run([plan])
+        error = (alone.hidden_TD - passed.hidden_TD).abs().max().item()
+        [token] = line.draw(plan, passed)
+    line.close()
+    token, error = tour.tell((token, error))[-1]
+    drawn = repr(tokenizer.decode([token])) if tokenizer is not None else f"token {token}"
+    tour.say(f"\n  After {PROMPT!r} the last stage draws {drawn}.")
+    tour.say(f"  Largest difference from the same model in one process: {error}")
+    require(error <= 1e-4, f"the pipeline differs from one process by {error}")
+    tour.explain("Seen: stages own blocks and are handed nothing but hidden states; together they are one model.")
+
+
+def name_of(rank: int | None) -> str:
+    return "nobody" if rank is None else f"rank {rank}"
+
+
+def microbatches(tour: Tour) -> None:
+    schedules, error = practise(tour)
+    p, m = tour.size, 4
+    tour.explain(
+        f"""{NUM_PROMPTS} prompts of {PROMPT_TOKENS} tokens, in m microbatches. Stage s computes microbatch k at
+        clock k + s, so m microbatches take m + {p - 1} clocks (the schedule of GPipe). Predicted for m = {m}:"""
+    )
+    for stage in range(p):
+        cells = [str(clock - stage) if 0 <= clock - stage < m else "." for clock in range(m + p - 1)]
+        tour.say(f"  stage {stage}   {'  '.join(cells)}")
+    tour.explain("Measured, each drawn to its own length (time runs to the right, '.' is waiting):")
+    for schedule in schedules:
+        tour.say(f"  m = {schedule.m}, {schedule.wall / 1e6:.1f} ms")
+        for stage, row in enumerate(drawn_to_scale(schedule, 72)):
+            tour.say(f"  stage {stage}   {row}")
+    tour.say(f"\n  Largest difference between the outputs for any two m: {error}")
+    require(error <= 1e-4, f"the output depends on the number of microbatches, by {error}")
+    if tour.pictures is not None:
+        tour.say(f"  {tour.pictures.schedules(schedules)}")
+    one, quickest = schedules[0], min(schedules, key=lambda schedule: schedule.wall)
+    tour.explain(
+        f"""Seen: one microbatch makes the stages take turns ({one.wall / 1e6:.1f} ms); several let them work at
+        once (quickest: m = {quickest.m}, {quickest.wall / 1e6:.1f} ms), and the result stays the same."""
+    )
+
+
+@cache
+def practise(tour: Tour) -> tuple[list[Schedule], float]:
+    """Schedules for m = 1, 2, 4, 8 over an even split, and how far their outputs are apart at most."""
+    line = Line.of(tour, RandomWeights(PRACTICE_MODEL), even_split(PRACTICE_MODEL, tour.size))
+    prompts = practice_prompts(NUM_PROMPTS, PROMPT_TOKENS, PRACTICE_MODEL.vocab_size)
+    runs = [run_microbatches(tour, line, prompts, m) for m in (1, 2, 4, 8)]
+    outputs = [hidden_TD for _, hidden_TD in runs if hidden_TD is not None]
+    error = max(((out_TD - outputs[0]).abs().max().item() for out_TD in outputs), default=0.0)
+    line.close()
+    return [schedule for schedule, _ in runs], max(tour.tell(error))
+
+
+def drawn_to_scale(schedule: Schedule, columns: int) -> list[str]:
+    """One row of characters per stage: the number of the microbatch that it computed then."""
+    rows = []
+    for spans in schedule.spans:
+        row = ["."] * columns
+        for k, (begun, ended) in enumerate(spans):
+            first, last = begun * columns // schedule.wall, ended * columns // schedule.wall
+            row[first : max(last, first + 1)] = str(k) * max(last - first, 1)
+        rows.append("".join(row[:columns]))
+    return rows
+
+
+def memory(tour: Tour) -> None:
+    arch = PRACTICE_MODEL
+    split = split_by_weight(arch, tour.size)
+    tour.explain(f"GPT-2 124M at half its width, {arch.num_layers} blocks as {list(split)}, in float32:")
+    before = resident_bytes()
+    line = Line.of(tour, RandomWeights(arch), split)
+    grown = resident_bytes() - before
+    kv_bytes = KVCache.bytes_per_block(arch, line.layout, BLOCK_SIZE, "float32") / BLOCK_SIZE
+    weights = f"{line.stage.num_params / 1e6:5.1f} M parameters, {line.stage.weight_bytes / MIB:5.1f} MiB"
+    tour.say_each(
+        f"stage {tour.rank}:  {weights}; keys and values {kv_bytes / 1024:4.1f} KiB per token;"
+        f" resident memory grew by {grown / MIB:5.1f} MiB"
+    )
+    line.close()
+    del line
+    if tour.rank == 0:
+        before = resident_bytes()
+        alone = Line.whole(tour, RandomWeights(arch))
+        grown = resident_bytes() - before
+        weights = f"{alone.stage.num_params / 1e6:5.1f} M parameters, {alone.stage.weight_bytes / MIB:5.1f} MiB"
+        tour.say(f"  together: {weights} in one process, which grew by {grown / MIB:5.1f} MiB")
+
+    stages = (1, 2, 4, 8)
+    tour.explain("The fullest stage of larger models, in bfloat16, with keys and values of 32 x 1,024 tokens:")
+    tour.say("  GiB  " + "".join(f"{f'{p} stage' + 's' * (p > 1):>11}" for p in stages))
+    needs = {name: [fullest_stage_gib(larger, p) for p in stages] for name, larger in LARGER_MODELS.items()}
+    for name, gib in needs.items():
+        tour.say(f"  {name:5}" + "".join(f"{n:11.2f}" for n in gib))
+    if tour.pictures is not None:
+        tour.say(f"\n  {tour.pictures.memory(needs, stages)}")
+    tour.explain(
+        """Seen: stages divide blocks and caches among them. The embedding is kept twice: the first stage reads
+        it, and the last one multiplies by it."""
+    )
+
+
+def fullest_stage_gib(arch: Architecture, num_stages: int) -> float:
+    """Weights and caches, two bytes per number, of the stage that needs most."""
+    kept_once = arch.padded_vocab_size * arch.width if num_stages == 1 else 0
+    return max(
+        2 * (stage_params(arch, layout) - kept_once) + 32 * 1024 * arch.kv_bytes_per_token(layout.num_layers, 2)
+        for layout in stage_layouts(split_by_weight(arch, num_stages))
+    ) / GIB
+
+
+def efficiency(tour: Tour) -> None:
+    arch, p = PRACTICE_MODEL, tour.size
+    schedules, _ = practise(tour)
+    tour.explain("The bubble is the share of all stages' time in which they stand still. For the runs of part 2:")
+    tour.say("     m   ideal (p-1)/(m+p-1)   measured       time")
+    for s in schedules:
+        tour.say(f"  {s.m:4} {s.ideal_bubble:21.0%} {s.bubble:10.0%} {s.wall / 1e6:7.1f} ms")
+
+    tour.explain(
+        f"""Decoding adds the LM head to the last stage, where it weighs as much as
+        {arch.head_params / arch.block_params:.1f} blocks. {p} microbatches in flight, of {NUM_PROMPTS // p}
+        sequences each, with blocks split evenly and by weight:"""
+    )
+    tour.say(f"  {'blocks':12} {'ms per step on each stage':>28}   balance: predicted   measured   tokens/s")
+    checkpoint = RandomWeights(arch)
+    lines = {split: Line.of(tour, checkpoint, split) for split in (even_split(arch, p), split_by_weight(arch, p))}
+    for split, line in lines.items():
+        decode(tour, line, NUM_PROMPTS, p, rounds=2)
+        run = decode(tour, line, NUM_PROMPTS, p, rounds=16)
+        steps = " ".join(f"{ms:6.2f}" for ms in run.step_ms)
+        predicted, measured = balance(decode_parts(arch).costs(split)), balance(tuple(run.step_ms))
+        blocks = ",".join(map(str, split))
+        tour.say(f"  {blocks:12} {steps:>28} {predicted:20.0%} {measured:10.0%} {run.tokens_per_s:10.0f}")
+
+    tour.explain(
+        """A sequence's next token waits for its last one: with fewer sequences in flight than stages, some
+        stages stand still. One sequence per microbatch:"""
+    )
+    tour.say("  in flight   tokens/s   busy stages")
+    line = lines[split_by_weight(arch, p)]
+    runs = [decode(tour, line, in_flight, in_flight, rounds=16) for in_flight in range(1, p + 2)]
+    for run in runs:
+        tour.say(f"  {run.in_flight:9} {run.tokens_per_s:10.0f} {sum(run.busy):11.2f} of {p}")
+    for line in lines.values():
+        line.close()
+    if tour.pictures is not None:
+        tour.say(f"\n  {tour.pictures.efficiency(schedules, {run.in_flight: run.tokens_per_s for run in runs})}")
+    tour.explain(
+        f"""Seen: {schedules[-1].m} microbatches brought the bubble from {schedules[0].bubble:.0%} to
+        {schedules[-1].bubble:.0%}; a split that forgets the LM head makes one stage wait for another; and a
+        single sequence keeps {sum(runs[0].busy):.1f} of {p} stages busy."""
+    )
+
+
+def generation(tour: Tour) -> None:
+    if tour.rank == 0:
+        with tempfile.TemporaryDirectory() as folder:
+            show_generation(tour, Path(folder) / "trace.json")
+    tour.tell("the server is gone")
+
+
+def show_generation(tour: Tour, trace: Path) -> None:
+    options = tour.options
+    arguments = [f"--stages={tour.size}", f"--model={options.model}", f"--port={options.port}", f"--trace={trace}"]
+    arguments += ["--metrics-port=0", "--log-level=error"] + ["--force-cpu"] * options.force_cpu
+    tour.explain(f"A server of its own: ppserve serve {' '.join(arguments[:2])}. It continues {PROMPT!r}:")
+    killed_at = 0
+    with serving(arguments) as server, Client(server.target) as client:
+
+        def show(text: str, num_tokens: int) -> None:
+            print(text.replace("\n", "\n  "), end="", flush=True)
+
+        def show_and_kill(text: str, num_tokens: int) -> None:
+            nonlocal killed_at
+            show(text, num_tokens)
+            if killed_at == 0 and num_tokens >= 40:
+                killed_at = num_tokens
+                server.kill_stage(tour.size - 1)
+                print(f" [kill -9 stage {tour.size - 1}] ", end="", flush=True)
+
+        read_stream(client, PROMPT, max_tokens=8)  # a warm-up
+        looks = [client.topology()]
+        print(f"  {PROMPT}", end="", flush=True)
+        calm = read_stream(client, PROMPT, show, max_tokens=100, seed=7, ignore_eos=True)
+        looks.append(client.topology())
+        ttft, decoding = calm.arrivals[0], calm.arrivals[-1] - calm.arrivals[0]
+        tokens_per_s = (len(calm.arrivals) - 1) / max(decoding, 1e-9)
+        print(f"\n\n  first token after {ttft * 1e3:.1f} ms, then {tokens_per_s:.0f} tokens/s\n")
+        many = 4 * tour.size
+        with ThreadPoolExecutor(many) as readers:
+            for seed in range(many):
+                readers.submit(read_stream, client, PROMPT, None, max_tokens=100, seed=seed, ignore_eos=True)
+        looks.append(client.topology())
+        show_times("one stream", spent(looks[0], looks[1]))
+        show_times(f"{many} streams", spent(looks[1], looks[2]))
+
+        tour.explain(f"The same request again; this time stage {tour.size - 1} is killed while it streams:")
+        print(f"  {PROMPT}", end="", flush=True)
+        hurt = read_stream(client, PROMPT, show_and_kill, max_tokens=100, seed=7, ignore_eos=True)
+        print(f"\n\n  longest pause {hurt.longest_pause:.2f} s; epoch {client.topology().epoch} of the pipeline")
+        require(killed_at > 0, "the stream was over before a stage could be killed")
+        require(hurt.text == calm.text, "the stream went on with other text than without the loss")
+    if tour.pictures is not None:
+        print(f"  {tour.pictures.timeline({'undisturbed': calm, 'a stage killed': hurt}, trace)}")
+    tour.explain(
+        f"""Seen: tokens stream while they are made, more streams fill the bubbles, and a stage that dies costs
+        {hurt.longest_pause:.1f} seconds, not a character."""
+    )
+
+
+def show_times(label: str, stages: Sequence[StageTime]) -> None:
+    for stage, time in enumerate(stages):
+        causes = ", ".join(f"{cause} {share:.0%}" for cause, share in time.bubble.items() if share >= 0.005)
+        bubble = sum(time.bubble.values())
+        times = f"busy {time.busy:4.0%}, idle {time.idle:4.0%}, bubble {bubble:4.0%} ({causes})"
+        print(f"  {label:>10}, stage {stage}: {times}")
+
+
+def transports(tour: Tour) -> None:
+    kinds = ["local", "shm", "gloo"] if sys.platform == "linux" else ["local", "gloo"]
+    if tour.transport == "nccl":
+        kinds.append("nccl")
+    width, sizes = 768, (1, 32, 512)
+    tour.explain(
+        f"""Hidden states of T tokens, width {width}, float32, from stage 0 to stage 1: how long they take when the
+        receiver waits for them, and how much passes when frame follows frame."""
+    )
+    tour.say("            " + "".join(f"{f'T = {rows}':>24}" for rows in sizes))
+    for kind in kinds:
+        hops = [measure_hop(tour, kind, rows, width) for rows in sizes]
+        cells = [f"{hop.latency_us:6.0f} us {hop.bytes_per_s / 1e6:7.0f} MB/s" for hop in hops if hop is not None]
+        tour.say(f"  {kind:10}" + "".join(f"{cell:>24}" for cell in cells))
+    tour.explain(
+        """Seen: a hop costs microseconds, beside steps of milliseconds. Within one process the tensor itself
+        changes hands (.to() copies between devices only), shared memory takes one copy, a socket several."""
+    )
+
+
+PARTS = {
+    1: ("Forward pass through the stages", forward_pass),
+    2: ("Microbatches", microbatches),
+    3: ("Memory", memory),
+    4: ("Efficiency", efficiency),
+    5: ("Generation", generation),
+    6: ("Transports", transports),
+}
+
+
+def take_the_tour(options: argparse.Namespace) -> None:
+    tour = Tour(options)
+    on = "GPUs" if tour.device.type == "cuda" else f"CPUs, {num_cores()} cores"
+    tour.say(f"A tour of pipeline parallelism: {tour.size} stages on {on}; between them {tour.transport}.")
+    if tour.device.type == "cpu" and num_cores() < tour.size:
+        tour.explain("There are fewer cores than stages: they take turns on them, which no schedule can hide.")
+    for number in [options.only] if options.only else sorted(PARTS):
+        title, part = PARTS[number]
+        tour.title(number, title)
+        part(tour)
+    tour.close()
+
+
+def check(options: argparse.Namespace, num_stages: int) -> None:
+    """What can be known to fail, fails before any rank has begun to work. Raises PpserveError."""
+    require(num_stages >= 2, f"--stages: {num_stages} is no pipeline; it takes at least 2")
+    num_blocks = min(read_architecture(options.model).num_layers, PRACTICE_MODEL.num_layers)
+    cannot = f"--stages: {num_stages} stages cannot share {num_blocks} blocks ({options.model})"
+    require(num_stages <= num_blocks, cannot)
+    if options.plot is not None:
+        Pictures(options.plot)
+    try:
+        if os.environ.get("RANK", "0") == "0":
+            socket.create_server(("127.0.0.1", options.port)).close()
+    except (OSError, OverflowError) as error:
+        raise TourError(f"--port: {options.port} cannot be used: {error}") from error
+
+
+def main(arguments: Sequence[str]) -> int:
+    parser = argparse.ArgumentParser(prog="demo.py", description="A guided tour of pipeline parallelism.")
+    parser.add_argument("--force-cpu", action="store_true", help="leave GPUs alone")
+    parser.add_argument("--stages", type=int, help="ranks to start (2), where torchrun has not started them")
+    parser.add_argument("--model", default="tiny", help="what `ppserve serve --model` takes (tiny)")
+    parser.add_argument("--only", type=int, choices=sorted(PARTS), metavar="N", help="one part of the tour")
+    parser.add_argument("--plot", type=Path, metavar="DIR", help="also draw pictures (needs matplotlib)")
+    parser.add_argument("--port", type=int, default=0, help="of the server in part 5 (any free one)")
+    options = parser.parse_args(arguments)
+    # Ranks that torchrun started all find the same mistakes: one of them speaks.
+    speaks = os.environ.get("RANK", "0") == "0"
+    try:
+        if "RANK" not in os.environ:
+            check(options, options.stages or 2)
+            return start_ranks(options.stages or 2, [sys.executable, os.path.abspath(__file__), *arguments])
+        check(options, int(os.environ["WORLD_SIZE"]))
+        with torch.inference_mode():
+            take_the_tour(options)
+    except PpserveError as error:
+        if speaks or not isinstance(error, TourError):
+            print(f"demo: {error}", file=sys.stderr, flush=True)
+        return 1
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

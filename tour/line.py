@@ -1,0 +1,153 @@
+"""A bare pipeline: one stage of a model with its cache and its wires, and steps to send down the line.
+
+T tokens, D width, B sequences, m microbatches.
+"""
+
+from __future__ import annotations
+
+import time
+import zlib
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from ppserve.core.architecture import Architecture, StageLayout, stage_layouts
+from ppserve.core.plan import Draw, Slice, StepPlan
+from ppserve.core.request import SamplingParams
+from ppserve.model.checkpoint import Checkpoint
+from ppserve.model.gpt2 import GPT2Stage
+from ppserve.model.inputs import StepInputs, build_inputs
+from ppserve.model.kv_cache import KVCache
+from ppserve.stage.transport import Transport
+from tour.ranks import Tour
+
+BLOCK_SIZE = 16
+BLOCKS_PER_SEQUENCE = 8
+MAX_SEQUENCES = 16
+_GREEDY = SamplingParams(temperature=0.0)
+
+# GPT-2 124M at half its width: its proportions (the LM head weighs 5.45 blocks) at a quarter of its work.
+PRACTICE_MODEL = Architecture(
+    num_layers=12,
+    width=384,
+    num_heads=6,
+    max_positions=1024,
+    vocab_size=25128,
+    padded_vocab_size=25128,
+    inner_width=1536,
+)
+
+
+@dataclass(slots=True)
+class RandomWeights:
+    """A `Checkpoint` of any shape that is stored nowhere: weights are drawn, by name, when asked for."""
+
+    architecture: Architecture
+    path: Path = Path("random weights")
+    stored_dtype: str = "float32"
+
+    def tensor(self, name: str) -> torch.Tensor:
+        part, kind = name.removeprefix("h.").lstrip("0123456789.").rsplit(".", 1)
+        if part.startswith("ln_"):
+            return torch.full((self.architecture.width,), float(kind == "weight"))
+        shape = self._shape(part)
+        if kind == "bias":
+            return torch.zeros(shape[0])
+        source = "wte.weight" if part == "lm_head" else name
+        generator = torch.Generator().manual_seed(zlib.crc32(source.encode()))
+        return torch.empty(shape).uniform_(-0.06, 0.06, generator=generator)
+
+    def _shape(self, part: str) -> tuple[int, int]:
+        """(out, in) of a linear weight, (rows, D) of an embedding."""
+        arch, d, f = self.architecture, self.architecture.width, self.architecture.inner_width
+        shapes = {"attn.c_attn": (3 * d, d), "attn.c_proj": (d, d), "mlp.c_fc": (f, d), "mlp.c_proj": (d, f)}
+        rows = arch.max_positions if part == "wpe" else arch.padded_vocab_size
+        return shapes.get(part, (rows, d))
+
+
+@dataclass(frozen=True, slots=True)
+class Pass:
+    """One step on one stage: what came out, and when computing began and ended (ns, this host's clock)."""
+
+    hidden_TD: torch.Tensor
+    begun: int
+    ended: int
+    inputs: StepInputs
+
+
+class Line:
+    """One stage: its blocks, its keys and values, and its wires to the neighbours (None: it is alone)."""
+
+    def __init__(
+        self, checkpoint: Checkpoint, layout: StageLayout, device: torch.device, wires: Transport | None
+    ) -> None:
+        self.layout = layout
+        self.device = device
+        self.stage = GPT2Stage.load(checkpoint, layout, "float32", device)
+        num_blocks = MAX_SEQUENCES * BLOCKS_PER_SEQUENCE
+        self._cache = KVCache(checkpoint.architecture, layout, num_blocks, BLOCK_SIZE, "float32", device)
+        self._wires = wires
+
+    @classmethod
+    def of(cls, tour: Tour, checkpoint: Checkpoint, split: tuple[int, ...]) -> Line:
+        """This rank's stage of the model, connected to its neighbours."""
+        wires = tour.wires(checkpoint.architecture.width)
+        return cls(checkpoint, stage_layouts(split)[tour.rank], tour.device, wires)
+
+    @classmethod
+    def whole(cls, tour: Tour, checkpoint: Checkpoint) -> Line:
+        """The same model in this process alone."""
+        return cls(checkpoint, stage_layouts((checkpoint.architecture.num_layers,))[0], tour.device, None)
+
+    def run(self, plans: Sequence[StepPlan]) -> list[Pass]:
+        """All steps, in order. Frames that are expected can arrive while an earlier step computes."""
+        for plan in plans:
+            self.expect(plan)
+        return [self.step(plan) for plan in plans]
+
+    def expect(self, plan: StepPlan) -> None:
+        if self._wires is not None and not self.layout.is_first:
+            self._wires.post_receive(plan)
+
+    def step(self, plan: StepPlan) -> Pass:
+        """Receive, compute, hand on."""
+        inputs = build_inputs(plan, self.layout, BLOCK_SIZE, self.device)
+        received_TD = None if self._wires is None or self.layout.is_first else self._wires.receive(plan)
+        begun = time.monotonic_ns()
+        hidden_TD = self.stage.forward(inputs, received_TD, self._cache)
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)
+        ended = time.monotonic_ns()
+        if self._wires is not None and not self.layout.is_last:
+            self._wires.send(plan, hidden_TD)
+        return Pass(hidden_TD, begun, ended, inputs)
+
+    def draw(self, plan: StepPlan, passed: Pass) -> list[int]:
+        """The next token of every slice that draws; last stage only."""
+        drawn, _ = self.stage.read_out(plan, passed.inputs, passed.hidden_TD)
+        return [d.token_id or 0 for d in drawn]
+
+    def close(self) -> None:
+        if self._wires is not None:
+            self._wires.close()
+
+
+def even_split(arch: Architecture, num_stages: int) -> tuple[int, ...]:
+    """As many blocks on every stage, give or take one."""
+    return tuple(arch.num_layers // num_stages + (s < arch.num_layers % num_stages) for s in range(num_stages))
+
+
+def slice_of(sequence: int, start: int, token_ids: Sequence[int], draws: bool = False) -> Slice:
+    """Some consecutive tokens of a sequence. Each has a region of blocks for itself: nobody comes or goes here."""
+    first = sequence * BLOCKS_PER_SEQUENCE
+    table = tuple(range(first, first + BLOCKS_PER_SEQUENCE))
+    return Slice(sequence, start, tuple(token_ids), table, Draw(_GREEDY) if draws else None)
+
+
+def microbatches(prompts: Sequence[Sequence[int]], m: int) -> list[StepPlan]:
+    """All prompts, dealt out evenly to m steps."""
+    share = len(prompts) // m
+    shares = [range(k * share, (k + 1) * share) for k in range(m)]
+    return [StepPlan(1, k, k, tuple(slice_of(s, 0, prompts[s]) for s in own)) for k, own in enumerate(shares)]

@@ -1,0 +1,232 @@
+"""What the tour measures on a bare pipeline: microbatches, decoding in lanes, and single hops.
+
+T tokens, D width, B sequences, m microbatches, p stages. Times are nanoseconds of this host's clock.
+"""
+
+from __future__ import annotations
+
+import random
+import resource
+import statistics
+import threading
+import time
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+
+from ppserve.core.plan import Slice, StepPlan
+from ppserve.stage.transport import Frames, Transport, connect
+from tour.line import Line, microbatches, slice_of
+from tour.ranks import Tour
+
+_REPEATS = 3
+_HOPS = 60
+
+
+@dataclass(frozen=True, slots=True)
+class Schedule:
+    """m microbatches on p stages as they were computed. spans[stage][microbatch]: (begun, ended), from 0 on."""
+
+    m: int
+    spans: list[list[tuple[int, int]]]
+
+    @property
+    def num_stages(self) -> int:
+        return len(self.spans)
+
+    @property
+    def wall(self) -> int:
+        return max(ended for stage in self.spans for _, ended in stage)
+
+    @property
+    def bubble(self) -> float:
+        """The share of all stages' time in which they stood still."""
+        busy = sum(ended - begun for stage in self.spans for begun, ended in stage)
+        return 1 - busy / (self.num_stages * self.wall)
+
+    @property
+    def ideal_bubble(self) -> float:
+        """If all parts took the same time and hops took none: every stage waits p - 1 clocks of m + p - 1."""
+        return (self.num_stages - 1) / (self.m + self.num_stages - 1)
+
+
+def practice_prompts(num_sequences: int, num_tokens: int, vocab_size: int) -> list[list[int]]:
+    """The same on every rank."""
+    source = random.Random(1)
+    return [[source.randrange(vocab_size) for _ in range(num_tokens)] for _ in range(num_sequences)]
+
+
+def run_microbatches(
+    tour: Tour, line: Line, prompts: list[list[int]], m: int
+) -> tuple[Schedule, torch.Tensor | None]:
+    """The quickest of a few runs, and the last stage's hidden states of all tokens (T, D)."""
+    plans = microbatches(prompts, m)
+    best: Schedule | None = None
+    hidden_TD = None
+    for _ in range(_REPEATS):
+        tour.tell("ready")
+        passes = line.run(plans)
+        if tour.is_last:
+            hidden_TD = torch.cat([passed.hidden_TD for passed in passes])
+        stages: list[list[tuple[int, int]]] = tour.tell([(passed.begun, passed.ended) for passed in passes])
+        start = min(begun for stage in stages for begun, _ in stage)
+        schedule = Schedule(m, [[(begun - start, ended - start) for begun, ended in stage] for stage in stages])
+        if best is None or schedule.wall < best.wall:
+            best = schedule
+    assert best is not None
+    return best, hidden_TD
+
+
+@dataclass(frozen=True, slots=True)
+class Decoding:
+    """Decoding with so many microbatches in flight. step_ms, busy: per stage, mean and share of the time."""
+
+    in_flight: int
+    tokens_per_s: float
+    step_ms: list[float]
+    busy: list[float]
+
+
+def decode(tour: Tour, line: Line, num_sequences: int, in_flight: int, rounds: int) -> Decoding:
+    """Greedy decoding of B sequences in lanes: a lane's next step begins when its tokens have come back.
+
+    Tokens return from the last rank to the first outside the wires between stages.
+    """
+    lanes = [range(lane, num_sequences, in_flight) for lane in range(in_flight)]
+    returning: deque[tuple[dist.Work | None, torch.Tensor]] = deque()
+    busy_ns = 0
+    tour.tell("ready")
+    start = time.monotonic_ns()
+    for k in range(rounds * in_flight):
+        position, lane = divmod(k, in_flight)
+        tokens = torch.zeros(len(lanes[lane]), dtype=torch.int64)
+        if tour.rank == 0 and position > 0:
+            dist.recv(tokens, tour.size - 1)
+        plan = _decode_plan(k, position, lanes[lane], tokens.tolist())
+        line.expect(plan)
+        passed = line.step(plan)
+        busy_ns += passed.ended - passed.begun
+        if tour.is_last:
+            drawing = time.monotonic_ns()
+            drawn = torch.tensor(line.draw(plan, passed))
+            busy_ns += time.monotonic_ns() - drawing
+            if position < rounds - 1:
+                returning.append((dist.isend(drawn, 0), drawn))
+    for handle, _ in returning:
+        assert handle is not None
+        handle.wait()
+    wall_ns = max(tour.tell(time.monotonic_ns() - start))
+    busy: list[int] = tour.tell(busy_ns)
+    return Decoding(
+        in_flight,
+        num_sequences * rounds / (wall_ns / 1e9),
+        [ns / (rounds * in_flight) / 1e6 for ns in busy],
+        [ns / wall_ns for ns in busy],
+    )
+
+
+def _decode_plan(step_id: int, position: int, sequences: range, tokens: list[int]) -> StepPlan:
+    """One token each. Only the first stage looks at the token ids; the others need the shape."""
+    slices: tuple[Slice, ...] = tuple(
+        slice_of(s, position, (token,), draws=True) for s, token in zip(sequences, tokens, strict=True)
+    )
+    return StepPlan(1, step_id, step_id % 2, slices)
+
+
+@dataclass(frozen=True, slots=True)
+class Hop:
+    """A frame from one stage to the next: until it is there, and how much passes when many follow."""
+
+    latency_us: float
+    bytes_per_s: float
+
+
+def measure_hop(tour: Tour, kind: str, rows: int, width: int) -> Hop | None:
+    """The link from stage 0 to stage 1. Every rank calls; the answer is on rank 0, None elsewhere."""
+    if kind == "local":
+        return _hop_in_one_process(tour, rows, width) if tour.rank == 0 else None
+    wires = tour.wires(width, kind)
+    word = torch.zeros(1)
+    stamps: list[int] = []
+    if tour.rank == 0:
+        stamps = _send_hops(wires, _frame(tour.device, rows, width), lambda: dist.recv(word, 1))
+    elif tour.rank == 1:
+        stamps = _receive_hops(wires, rows, lambda: dist.send(word, 0))
+    told = tour.tell(stamps)
+    wires.close()
+    return _hop(told[0], told[1], rows * width * 4) if tour.rank == 0 else None
+
+
+def _hop_in_one_process(tour: Tour, rows: int, width: int) -> Hop:
+    """Two threads; between devices, or (on one device) a hand-over of the tensor itself."""
+    second = torch.device("cuda", 1) if tour.device.type == "cuda" else tour.device
+    sender, receiver = connect(
+        tuple(Frames(width, torch.float32, 1024, 4, device) for device in (tour.device, second))
+    )
+    word = threading.Semaphore(0)
+    received: list[int] = []
+    thread = threading.Thread(target=lambda: received.extend(_receive_hops(receiver, rows, word.release)))
+    thread.start()
+    sent = _send_hops(sender, _frame(tour.device, rows, width), word.acquire)
+    thread.join()
+    return _hop(sent, received, rows * width * 4)
+
+
+def _send_hops(wires: Transport, frame_TD: torch.Tensor, wait_for_word: Callable[[], object]) -> list[int]:
+    """One frame at a time to a receiver that waits for it, then all at once: when each was sent."""
+    stamps = []
+    for i in range(_HOPS):
+        wait_for_word()
+        time.sleep(0.0005)  # the receiver goes to sleep meanwhile, as a stage would
+        stamps.append(time.monotonic_ns())
+        wires.send(_hop_plan(i, len(frame_TD)), frame_TD)
+    wait_for_word()
+    for i in range(_HOPS, 2 * _HOPS):
+        stamps.append(time.monotonic_ns())
+        wires.send(_hop_plan(i, len(frame_TD)), frame_TD)
+    wait_for_word()
+    return stamps
+
+
+def _receive_hops(wires: Transport, rows: int, give_word: Callable[[], object]) -> list[int]:
+    stamps = []
+    for i in range(2 * _HOPS):
+        plan = _hop_plan(i, rows)
+        wires.post_receive(plan)
+        if i <= _HOPS:
+            give_word()
+        _settle(wires.receive(plan))
+        stamps.append(time.monotonic_ns())
+    give_word()
+    return stamps
+
+
+def _settle(frame_TD: torch.Tensor) -> None:
+    if frame_TD.device.type == "cuda":
+        torch.cuda.synchronize(frame_TD.device)
+
+
+def _hop(sent: list[int], received: list[int], num_bytes: int) -> Hop:
+    latencies = [there - here for here, there in zip(sent[:_HOPS], received[:_HOPS], strict=True)]
+    stream_s = (received[-1] - sent[_HOPS]) / 1e9
+    return Hop(statistics.median(latencies) / 1e3, _HOPS * num_bytes / stream_s)
+
+
+def _hop_plan(step_id: int, rows: int) -> StepPlan:
+    return StepPlan(1, step_id, 0, (Slice(0, 0, (0,) * rows, ()),))
+
+
+def _frame(device: torch.device, rows: int, width: int) -> torch.Tensor:
+    return torch.randn(rows, width, device=device)
+
+
+def resident_bytes() -> int:
+    """Memory of this process as it is now; where the system does not say, its peak."""
+    try:
+        with open("/proc/self/statm") as statm:
+            return int(statm.read().split()[1]) * resource.getpagesize()
+    except OSError:
+        return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024

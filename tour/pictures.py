@@ -1,0 +1,143 @@
+"""The tour's pictures, as PNG files. matplotlib is needed only when they are asked for."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from tour.errors import TourError
+
+if TYPE_CHECKING:
+    from tour.measure import Schedule
+    from tour.server import Stream
+
+_WIDE = (9.0, 4.5)
+_COLOURS = ("#2f6f9f", "#d98c2b", "#4f9a5b", "#b04a4a", "#7a62a8", "#8a6d4f", "#5a8f8f", "#999999")
+_KINDS = {"compute": "#2f6f9f", "fill_drain": "#d9d3c7", "imbalance": "#e0a35a", "transfer": "#c4574f"}
+_KINDS |= {"token_return": "#8fb59a", "host": "#9c8bbd"}
+
+
+class Pictures:
+    """Draws into one directory. Raises TourError when it cannot, before anything has been measured."""
+
+    def __init__(self, directory: Path) -> None:
+        try:
+            import matplotlib
+        except ImportError:
+            raise TourError("--plot needs matplotlib: pip install 'ppserve[plot]'") from None
+        matplotlib.use("agg")
+        self._directory = directory
+        try:
+            directory.mkdir(parents=True, exist_ok=True)
+            probe = directory / ".writable"
+            probe.touch()
+            probe.unlink()
+        except OSError as error:
+            raise TourError(f"--plot: cannot write to {directory}: {error.strerror}") from error
+
+    def schedules(self, schedules: Sequence[Schedule]) -> Path:
+        """One row of boxes per stage, one panel per number of microbatches, all on the same scale."""
+        height = 1 + 0.35 * len(schedules) * (schedules[0].num_stages + 1)
+        figure, panels = self._figure(len(schedules), (9.0, height))
+        for panel, schedule in zip(panels, schedules, strict=True):
+            for stage, spans in enumerate(schedule.spans):
+                for k, (begun, ended) in enumerate(spans):
+                    panel.barh(stage, (ended - begun) / 1e6, left=begun / 1e6, height=0.85, color=_COLOURS[k % 8])
+                    panel.text((begun + ended) / 2e6, stage, str(k), color="white", ha="center", va="center")
+            panel.set_yticks(range(schedule.num_stages), [f"stage {s}" for s in range(schedule.num_stages)])
+            panel.invert_yaxis()
+            panel.set_title(f"{schedule.m} microbatch{'es' * (schedule.m > 1)}", loc="left", fontsize=10)
+            panel.set_facecolor("#eeeae2")
+            panel.set_xlim(0, max(s.wall for s in schedules) / 1e6)
+        panels[-1].set_xlabel("milliseconds")
+        return self._save(figure, "schedule.png")
+
+    def memory(self, models: dict[str, list[float]], stages: Sequence[int]) -> Path:
+        """GiB of the fullest stage, per model and number of stages."""
+        figure, [panel] = self._figure(1, _WIDE)
+        width = 0.8 / len(stages)
+        for i, p in enumerate(stages):
+            places = [m + (i - (len(stages) - 1) / 2) * width for m in range(len(models))]
+            bars = panel.bar(places, [needs[i] for needs in models.values()], width, color=_COLOURS[i])
+            bars.set_label(f"{p} stage{'s' * (p > 1)}")
+            panel.bar_label(bars, fmt="%.1f", fontsize=8)
+        panel.set_xticks(range(len(models)), list(models))
+        panel.set_yscale("log")
+        panel.set_ylabel("GiB on the fullest stage")
+        panel.legend(frameon=False)
+        return self._save(figure, "memory.png")
+
+    def efficiency(self, schedules: Sequence[Schedule], in_flight: dict[int, float]) -> Path:
+        """The bubble over m, ideal and measured; decoded tokens per second over microbatches in flight."""
+        figure, [left, right] = self._figure(2, _WIDE, side_by_side=True)
+        m = [schedule.m for schedule in schedules]
+        left.plot(m, [100 * s.ideal_bubble for s in schedules], "o--", color=_COLOURS[7], label="(p-1)/(m+p-1)")
+        left.plot(m, [100 * s.bubble for s in schedules], "o-", color=_COLOURS[0], label="measured")
+        left.set_xscale("log", base=2)
+        left.set_xticks(m, [str(n) for n in m])
+        left.set_xlabel("microbatches")
+        left.set_ylabel("bubble, % of all stages' time")
+        left.set_ylim(0)
+        left.legend(frameon=False)
+        right.bar([str(n) for n in in_flight], list(in_flight.values()), color=_COLOURS[1])
+        right.set_xlabel("sequences in flight")
+        right.set_ylabel("decoded tokens/s")
+        return self._save(figure, "efficiency.png")
+
+    def timeline(self, streams: dict[str, Stream], trace: Path) -> Path:
+        """Tokens as they arrived, undisturbed and with a stage killed; and the schedule around them."""
+        figure, [top, bottom] = self._figure(2, (9.0, 6.0))
+        for (label, stream), colour in zip(streams.items(), (_COLOURS[7], _COLOURS[3]), strict=True):
+            top.plot(stream.arrivals, range(1, len(stream.arrivals) + 1), ".-", ms=3, color=colour, label=label)
+        top.set_xlabel("seconds since the request")
+        top.set_ylabel("tokens received")
+        top.legend(frameon=False)
+        events = [e for e in read_trace(trace) if e.get("ph") == "X"]
+        # A stretch of steady decoding: the middle of the longest run of steps.
+        steps = [e for e in events if e["name"][0].isdigit()]
+        if steps:
+            middle = steps[len(steps) // 3]["ts"]
+            self._draw_stretch(bottom, events, middle, middle + 40_000)
+        return self._save(figure, "timeline.png")
+
+    def _draw_stretch(self, panel: Any, events: list[dict[str, Any]], start_us: float, end_us: float) -> None:
+        labelled = set()
+        for event in events:
+            kind = event["name"] if event["name"] in _KINDS else "compute"
+            begun, ended = max(event["ts"], start_us), min(event["ts"] + event["dur"], end_us)
+            if begun < ended:
+                bar = panel.barh(event["pid"], (ended - begun) / 1e3, left=(begun - start_us) / 1e3, height=0.8)
+                bar[0].set_color(_KINDS[kind])
+                if kind not in labelled:
+                    bar.set_label(kind)
+                    labelled.add(kind)
+        stages = sorted({event["pid"] for event in events})
+        panel.set_yticks(stages, [f"stage {s}" for s in stages])
+        panel.invert_yaxis()
+        panel.set_xlabel("milliseconds")
+        panel.legend(frameon=False, ncols=6, loc="upper center", bbox_to_anchor=(0.5, -0.25))
+
+    def _figure(self, panels: int, size: tuple[float, float], side_by_side: bool = False) -> tuple[Any, list[Any]]:
+        from matplotlib import pyplot
+
+        rows, columns = (1, panels) if side_by_side else (panels, 1)
+        figure, axes = pyplot.subplots(rows, columns, figsize=size, squeeze=False, layout="constrained")
+        for panel in axes.flat:
+            panel.spines[["top", "right"]].set_visible(False)
+        return figure, list(axes.flat)
+
+    def _save(self, figure: Any, name: str) -> Path:
+        from matplotlib import pyplot
+
+        figure.savefig(self._directory / name, dpi=130)
+        pyplot.close(figure)
+        return self._directory / name
+
+
+def read_trace(path: Path) -> list[dict[str, Any]]:
+    """The events of a server's `--trace` file, whose closing bracket may be missing."""
+    text = path.read_text().rstrip().rstrip(",").removesuffix("]").rstrip().rstrip(",")
+    events: list[dict[str, Any]] = json.loads(text + "]") if text else []
+    return events

@@ -1,0 +1,142 @@
+"""The ranks of the tour: started, numbered, speaking in turn."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import textwrap
+import time
+from argparse import Namespace
+from collections.abc import Sequence
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+import parallel_state
+from ppserve.stage.transport import Transport, create_transport
+from tour.pictures import Pictures
+
+_TIMEOUT = timedelta(seconds=300)
+
+
+def num_cores() -> int:
+    """Cores that this process may use."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+def start_ranks(num_ranks: int, command: Sequence[str]) -> int:
+    """Runs a command once per rank on this host, as torchrun would, and returns an exit code.
+
+    When one rank fails the others are ended: they would wait for it.
+    """
+    listener = socket.create_server(("127.0.0.1", 0))
+    port = listener.getsockname()[1]
+    # Ranks meet in this store; it lives here, so no rank has to be first.
+    store = dist.TCPStore(
+        "127.0.0.1", port, is_master=True, wait_for_workers=False, master_listen_fd=listener.detach()
+    )
+    common = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "TORCHELASTIC_USE_AGENT_STORE": "True"}
+    common |= {"WORLD_SIZE": str(num_ranks), "OMP_NUM_THREADS": "1"}
+    ranks: list[subprocess.Popen[bytes]] = [
+        subprocess.Popen(command, env={**os.environ, **common, "RANK": str(rank), "LOCAL_RANK": str(rank)})
+        for rank in range(num_ranks)
+    ]
+    try:
+        while any(rank.poll() is None for rank in ranks):
+            if failed := [rank.returncode for rank in ranks if rank.returncode]:
+                return int(abs(failed[0]))
+            time.sleep(0.05)
+        return int(max(abs(rank.returncode) for rank in ranks))
+    except KeyboardInterrupt:
+        return 128 + signal.SIGINT
+    finally:
+        for rank in ranks:
+            if rank.poll() is None:
+                rank.terminate()
+        for rank in ranks:
+            rank.wait()
+        del store
+
+
+class Tour:
+    """This rank's part in the tour: who it is, where it computes, and how the ranks talk."""
+
+    def __init__(self, options: Namespace) -> None:
+        self.options = options
+        self.rank, self.size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+        num_gpus = 0 if options.force_cpu else torch.cuda.device_count()
+        self.device = torch.device("cuda", self.rank) if num_gpus >= self.size else torch.device("cpu")
+        self.transport = "nccl" if self.device.type == "cuda" else "shm" if sys.platform == "linux" else "gloo"
+        torch.set_num_threads(max(1, num_cores() // self.size))
+        self._store = dist.TCPStore(
+            os.environ["MASTER_ADDR"],
+            int(os.environ["MASTER_PORT"]),
+            is_master=self.rank == 0 and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True",
+            wait_for_workers=False,
+            timeout=_TIMEOUT,
+        )
+        if os.environ["MASTER_ADDR"] in ("127.0.0.1", "localhost"):
+            os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
+        dist.init_process_group(
+            "gloo" if self.device.type == "cpu" else "cpu:gloo,cuda:nccl",
+            store=dist.PrefixStore("tour/groups", self._store),
+            rank=self.rank,
+            world_size=self.size,
+            timeout=_TIMEOUT,
+        )
+        parallel_state.initialize_model_parallel(pipeline_model_parallel_size=self.size)
+        self._num_told = 0
+        self.pictures = Pictures(options.plot) if options.plot is not None and self.rank == 0 else None
+
+    @property
+    def is_last(self) -> bool:
+        return self.rank == self.size - 1
+
+    def say(self, text: str = "") -> None:
+        """Rank 0 speaks for all."""
+        if self.rank == 0:
+            print(text, flush=True)
+
+    def explain(self, text: str) -> None:
+        """A paragraph, wrapped."""
+        self.say("\n" + textwrap.fill(" ".join(text.split()), 100) + "\n")
+
+    def title(self, number: int, text: str) -> None:
+        self.say(f"\n{number}. {text}\n{'-' * (len(text) + 3)}")
+
+    def tell(self, value: Any) -> list[Any]:
+        """Every rank says something; all hear everybody, in the order of ranks. Also a meeting point."""
+        self._num_told += 1
+        here = f"tour/told/{self._num_told}/"
+        self._store.set(here + str(self.rank), json.dumps(value))
+        return [json.loads(self._store.get(here + str(rank))) for rank in range(self.size)]
+
+    def say_each(self, text: str) -> None:
+        """One line from every rank, in order."""
+        for line in self.tell(text):
+            self.say(f"  {line}")
+
+    def wires(self, width: int, kind: str | None = None) -> Transport:
+        """This rank's wires to its neighbours. kind None: the best there is here."""
+        transport = create_transport(
+            kind or self.transport,
+            width=width,
+            dtype=torch.float32,
+            device=self.device,
+            depth=2 * self.size,
+            max_rows=1024,
+        )
+        transport.warm_up()
+        return transport
+
+    def close(self) -> None:
+        """Nobody leaves before all are done."""
+        self.tell("done")
+        parallel_state.destroy_model_parallel()
+        dist.destroy_process_group()

@@ -1,0 +1,159 @@
+"""A real server for the tour: started as anyone would start it, watched, hurt, and ended."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from itertools import pairwise
+from pathlib import Path
+from typing import Unpack
+
+from ppserve.client import Client, Options
+from ppserve.v1 import generation_pb2 as pb
+from tour.errors import TourError
+
+_READY = "ppserve ready grpc="
+_START_WITHIN_S = 120.0
+_LAUNCHER_VARIABLES = ("RANK", "LOCAL_", "WORLD_SIZE", "GROUP_", "ROLE_", "MASTER_", "TORCHELASTIC_", "OMP_NUM")
+
+
+@dataclass(frozen=True, slots=True)
+class Server:
+    """A running server. target: where it answers."""
+
+    process: subprocess.Popen[str]
+    target: str
+
+    def kill_stage(self, stage: int) -> None:
+        """SIGKILL to the process that holds a stage's weights; its keeper and the head live on."""
+        for pid in sorted(_descendants(self.process.pid)):
+            # Of a rank's stage processes the oldest works; a younger one waits to take its place.
+            if b"ppserve.stage" in _proc(pid, "cmdline") and f"RANK={stage}".encode() in _environment(pid):
+                os.kill(pid, signal.SIGKILL)
+                return
+        raise TourError(f"no process of stage {stage} is running")
+
+
+@contextmanager
+def serving(arguments: Sequence[str]) -> Iterator[Server]:
+    """`python -m ppserve serve ...` on this host, ready; told to end afterwards. Raises TourError."""
+    environment = {k: v for k, v in os.environ.items() if not k.startswith(_LAUNCHER_VARIABLES)}
+    command = [sys.executable, "-m", "ppserve", "serve", *arguments]
+    with tempfile.TemporaryFile("w+") as complaints:
+        process = subprocess.Popen(
+            command,
+            env=environment,
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=complaints,
+            text=True,
+        )
+        giving_up = threading.Timer(_START_WITHIN_S, process.kill)
+        giving_up.start()
+        try:
+            assert process.stdout is not None
+            ready = next((line for line in process.stdout if line.startswith(_READY)), None)
+            giving_up.cancel()
+            if ready is None:
+                complaints.seek(0)
+                raise TourError(f"the server did not start: {_complaint(complaints.read())}")
+            yield Server(process, ready.removeprefix(_READY).split()[0])
+        finally:
+            giving_up.cancel()
+            _end(process)
+
+
+def _end(process: subprocess.Popen[str]) -> None:
+    if process.poll() is None:
+        process.terminate()
+        try:
+            process.wait(30)
+        except subprocess.TimeoutExpired:
+            process.kill()
+    process.communicate()
+
+
+def _complaint(text: str) -> str:
+    """What the server said about its end, without the remarks of its launcher."""
+    lines = [line for line in text.splitlines() if line.startswith("ppserve: ")]
+    return lines[0].removeprefix("ppserve: ") if lines else (text.strip().splitlines() or ["it said nothing"])[-1]
+
+
+def _proc(pid: int, name: str) -> bytes:
+    """A file of /proc; empty when the process is gone."""
+    try:
+        return Path(f"/proc/{pid}/{name}").read_bytes()
+    except OSError:
+        return b""
+
+
+def _environment(pid: int) -> list[bytes]:
+    return _proc(pid, "environ").split(b"\0")
+
+
+def _descendants(pid: int) -> list[int]:
+    """All processes below one."""
+    children = [int(child) for task in Path(f"/proc/{pid}/task").glob("*/children") for child in _words(task)]
+    return children + [below for child in children for below in _descendants(child)]
+
+
+def _words(path: Path) -> list[str]:
+    try:
+        return path.read_text().split()
+    except OSError:
+        return []
+
+
+@dataclass(slots=True)
+class Stream:
+    """One stream as its reader saw it. arrivals: seconds from the request to each token."""
+
+    text: str
+    arrivals: list[float]
+
+    @property
+    def longest_pause(self) -> float:
+        return max(b - a for a, b in pairwise(self.arrivals))
+
+
+def read_stream(
+    client: Client, prompt: str, seen: Callable[[str, int], object] | None = None, **options: Unpack[Options]
+) -> Stream:
+    """Reads a stream to its end; `seen` gets every piece of text with the number of tokens so far."""
+    started = time.monotonic()
+    stream = Stream("", [])
+    for chunk in client.stream(prompt, **options):
+        stream.text += chunk.text
+        stream.arrivals += [time.monotonic() - started] * chunk.num_tokens
+        if seen is not None:
+            seen(chunk.text, len(stream.arrivals))
+    return stream
+
+
+@dataclass(frozen=True, slots=True)
+class StageTime:
+    """Where one stage's time went, as shares of the time observed."""
+
+    busy: float
+    bubble: dict[str, float]
+    idle: float
+
+
+def spent(before: pb.GetTopologyResponse, after: pb.GetTopologyResponse) -> list[StageTime]:
+    """Where every stage's time went between two looks at the pipeline."""
+    shares = []
+    for then, now in zip(before.stages, after.stages, strict=True):
+        busy, idle = now.busy_seconds - then.busy_seconds, now.idle_seconds - then.idle_seconds
+        bubble = {cause: s - then.bubble_seconds[cause] for cause, s in now.bubble_seconds.items()}
+        wall = busy + idle + sum(bubble.values())
+        bubble = {cause: seconds / wall for cause, seconds in bubble.items()}
+        shares.append(StageTime(busy / wall, bubble, idle / wall))
+    return shares

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from toy_pipeline import EOS_ID, VOCAB_SIZE, ToyPipeline, expected_answer, mix
 
 from ppserve.core.block_manager import BlockManager
+from ppserve.core.composer import CostModel
 from ppserve.core.plan import StepPlan
 from ppserve.core.request import FinishReason, Request, StopConditions
 from ppserve.core.scheduler import Scheduler, SchedulerConfig, SequenceEvent
@@ -22,6 +23,7 @@ class House:
 
     config: SchedulerConfig
     num_blocks: int = 48
+    costs: CostModel | None = None
     now: float = 0.0
     requests: dict[str, Request] = field(default_factory=dict)
     events: dict[tuple[str, int], list[SequenceEvent]] = field(default_factory=lambda: defaultdict(list))
@@ -29,7 +31,7 @@ class House:
 
     def __post_init__(self) -> None:
         self.blocks = BlockManager(self.num_blocks, self.config.block_size)
-        self.scheduler = Scheduler(self.config, self.blocks)
+        self.scheduler = Scheduler(self.config, self.blocks, self.costs)
         self.pipeline = ToyPipeline(self.config.block_size)
 
     def tell(self, events: list[SequenceEvent]) -> list[SequenceEvent]:

@@ -6,7 +6,14 @@ from dataclasses import dataclass
 
 import pytest
 
-from ppserve.core.composer import MIN_CHUNK, MIN_TIMED_CHUNK, Composer, StepLimits
+from ppserve.core.composer import (
+    MIN_CHUNK,
+    MIN_SMOOTH_CHUNK,
+    MIN_TIMED_CHUNK,
+    SMOOTH_TURNS,
+    Composer,
+    StepLimits,
+)
 from ppserve.core.request import OutputOptions, Request, StopConditions
 from ppserve.core.scheduler_config import MAX_PROMPT_TOKENS_PER_STEP, SchedulerConfig
 from ppserve.core.sequence import Sequence
@@ -90,6 +97,26 @@ def test_time_bounds_a_prompt_beside_decodes() -> None:
     composer = Composer(StepLimits(seconds_beside_decodes=0.1), LinearCosts(row=0.001))
     picks = composer.compose(decodes(10), 20, [sequence_of(900)], 2)
     assert sizes(picks)[10:] == [90]
+
+
+def test_beside_decodes_a_prompt_is_spread_over_turns_so_that_steps_stay_alike() -> None:
+    composer = Composer(StepLimits(seconds_beside_decodes=10.0), LinearCosts(row=0.001))
+    picks = composer.compose(decodes(10), 20, [sequence_of(120)], 2)
+    assert sizes(picks)[10:] == [120 // (SMOOTH_TURNS * 2)]
+    picks = composer.compose(decodes(10), 20, [sequence_of(20)], 2)
+    assert sizes(picks)[10:] == [MIN_SMOOTH_CHUNK]
+
+
+def test_what_costs_next_to_nothing_is_not_spread() -> None:
+    composer = Composer(StepLimits(), LinearCosts(row=1e-6, sample=0.001))
+    picks = composer.compose(decodes(10), 20, [sequence_of(120)], 2)
+    assert sizes(picks)[10:] == [120]
+
+
+def test_a_single_lane_has_no_neighbour_to_be_like() -> None:
+    composer = Composer(StepLimits(seconds_beside_decodes=10.0), LinearCosts(row=0.001))
+    picks = composer.compose(decodes(10), 10, [sequence_of(120)], 1)
+    assert sizes(picks)[10:] == [120]
 
 
 def test_time_bounds_a_prompt_alone_too() -> None:

@@ -55,6 +55,16 @@ def random_request(rng: random.Random, name: str, now: float, shared_prompt: tup
     return request
 
 
+class WhimsicalCosts:
+    """Predictions that make no sense: what they decide may be slow, never wrong."""
+
+    def __init__(self, seed: int) -> None:
+        self._rng = random.Random(seed)
+
+    def predict(self, num_rows: int, context_tokens: int, num_sampled: int) -> float:
+        return self._rng.choice((0.0, 1e-6, 0.01, 0.2)) * (num_rows + context_tokens + num_sampled)
+
+
 def walk(seed: int, num_stages: int, prefill_chunk: int | None, prefix_cache: bool) -> House:
     rng = random.Random(seed)
     losses = 0
@@ -70,7 +80,8 @@ def walk(seed: int, num_stages: int, prefill_chunk: int | None, prefix_cache: bo
         eos_id=EOS_ID,
         aging_s=20.0,
     )
-    house = House(config, num_blocks=2 * 3 * 80 // config.block_size)
+    costs = WhimsicalCosts(seed) if seed % 2 else None
+    house = House(config, num_blocks=2 * 3 * 80 // config.block_size, costs=costs)
     shared_prompt = tuple(rng.randrange(VOCAB_SIZE) for _ in range(24))
     for i in range(400):
         house.now += rng.choice((0.0, 0.01, 1.0))
@@ -107,3 +118,21 @@ def test_any_walk_gives_everybody_the_tokens_of_an_undisturbed_run(
         house.check_answers()
         assert house.scheduler.kv_usage == 0
         assert len(house.requests) > 20
+
+
+def test_the_walks_go_everywhere() -> None:
+    """Otherwise their silence would mean nothing."""
+    seen: set[str] = set()
+    for seed in range(12):
+        house = walk(seed, 1 + seed % 4, None, True)
+        seen |= {str(event.finish) for events in house.events.values() for event in events}
+        seen |= {"cached" for events in house.events.values() for event in events if event.cached_tokens}
+        seen |= {"scored" for events in house.events.values() for event in events if event.prompt_logprobs}
+        seen |= {"ended by engine" for _ in house.ended_by_engine}
+        seen |= {"copied" for plan in house.pipeline.plans if plan.copies}
+        seen |= {plan.phase for plan in house.pipeline.plans}
+        seen |= {f"epoch {plan.epoch}" for plan in house.pipeline.plans}
+        seen |= {"resumed" for request in house.requests.values() if request.resume_ids}
+    reasons = {str(reason) for reason in FinishReason} - {"STOP_STRING"}
+    features = {"cached", "scored", "ended by engine", "copied", "resumed"}
+    assert seen >= reasons | features | {"prefill", "decode", "mixed", "epoch 0", "epoch 1", "epoch 2"}

@@ -11,10 +11,15 @@ Padding to a multiple of 16 is never read as a key and its results are never use
 
 from __future__ import annotations
 
+import math
+
+import numpy
 import torch
 
 from ppserve.core.architecture import Architecture, StageLayout
 from ppserve.model.vector import WIDTH
+
+_ALIGNMENT = 64
 
 
 def padded(size: int) -> int:
@@ -27,8 +32,18 @@ def _element_bytes(dtype: str) -> int:
     return element.itemsize
 
 
+def _zeros(shape: tuple[int, ...], element: torch.dtype, device: torch.device) -> torch.Tensor:
+    """Zeros whose memory, on the CPU, is taken from the system only as blocks are written."""
+    if device.type != "cpu":
+        return torch.zeros(shape, dtype=element, device=device)
+    num_bytes = math.prod(shape) * element.itemsize
+    memory = numpy.zeros(num_bytes + _ALIGNMENT, numpy.uint8)  # calloc, where torch.zeros would write
+    start = -memory.ctypes.data % _ALIGNMENT
+    return torch.from_numpy(memory[start : start + num_bytes]).view(element).view(shape)
+
+
 class KVCache:
-    """Blocks of one stage. dtype: `float32`, `bfloat16` or `float16` (CUDA only)."""
+    """Blocks of one stage; a block is written before it is read, so nothing is ever erased. dtype: `float32`, `bfloat16` or `float16` (CUDA only)."""
 
     def __init__(
         self,
@@ -43,8 +58,8 @@ class KVCache:
         self.block_size = block_size
         shape = (layout.num_layers, num_blocks, arch.num_heads)
         element: torch.dtype = getattr(torch, dtype)
-        self.keys_LBHdp = torch.zeros(*shape, arch.head_size, padded(block_size), dtype=element, device=device)
-        self.values_LBHpd = torch.zeros(*shape, block_size, padded(arch.head_size), dtype=element, device=device)
+        self.keys_LBHdp = _zeros((*shape, arch.head_size, padded(block_size)), element, device)
+        self.values_LBHpd = _zeros((*shape, block_size, padded(arch.head_size)), element, device)
 
     @staticmethod
     def bytes_per_block(arch: Architecture, layout: StageLayout, block_size: int, dtype: str) -> int:
@@ -58,8 +73,3 @@ class KVCache:
         for source, destination in copies:
             self.keys_LBHdp[:, destination] = self.keys_LBHdp[:, source]
             self.values_LBHpd[:, destination] = self.values_LBHpd[:, source]
-
-    def reset(self) -> None:
-        """Forget everything, as after losing a stage."""
-        self.keys_LBHdp.zero_()
-        self.values_LBHpd.zero_()

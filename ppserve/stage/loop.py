@@ -178,7 +178,7 @@ class StageLoop:
             self._leave_epoch()
             self._link.send(wire.Broken(form.epoch, str(error)))
             return
-        cache = self._empty_cache(form.num_blocks)
+        cache = self._open_cache(form.num_blocks)
         self._epoch = Epoch(form.epoch, transport, cache)
         self._link.send(wire.Ready(form.epoch, transport.name))
 
@@ -211,8 +211,8 @@ class StageLoop:
         )
         parallel_state.initialize_model_parallel(pipeline_model_parallel_size=self._layout.num_stages)
 
-    def _empty_cache(self, num_blocks: int) -> KVCache:
-        """The cache of this process, made once: a new epoch only forgets what it holds."""
+    def _open_cache(self, num_blocks: int) -> KVCache:
+        """The cache of this process, made once: a new epoch overwrites what it holds."""
         assert self._layout is not None
         assert self._model is not None
         if self._cache is None:
@@ -224,7 +224,6 @@ class StageLoop:
                 self._dtype,
                 self._compute.device,
             )
-        self._cache.reset()
         return self._cache
 
     def _leave_epoch(self) -> None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 import base64
 import binascii
 import json
+import re
 import stat
 import struct
 from collections.abc import Callable, Iterable
@@ -24,6 +25,7 @@ from ppserve.tokenizer.vocabulary import (
     NormalForm,
     Vocabulary,
     check_vocabulary,
+    shown,
     spelling,
 )
 
@@ -38,7 +40,7 @@ def read_tokenizer_json(path: Path) -> Vocabulary:
     document = _read_json(path)
     model = _field(path, document, "model", dict)
     if model.get("type", "BPE") != "BPE":
-        raise CheckpointError(path, f"{model.get('type')!r} is not supported, only 'BPE'", "model.type")
+        raise CheckpointError(path, f"{shown(model['type'])} is not supported, only 'BPE'", "model.type")
     for name in ("continuing_subword_prefix", "end_of_word_suffix", "byte_fallback"):
         if model.get(name):
             raise CheckpointError(path, "not part of a byte-level vocabulary", f"model.{name}")
@@ -46,7 +48,7 @@ def read_tokenizer_json(path: Path) -> Vocabulary:
     splitter = _field(path, document, "pre_tokenizer", dict)
     if splitter.get("type") != "ByteLevel" or not splitter.get("use_regex", True):
         raise CheckpointError(path, "only GPT-2's ByteLevel splitting is supported", "pre_tokenizer")
-    added = _added_tokens(path, document.get("added_tokens") or [])
+    added = _added_tokens(path, _field(path, document, "added_tokens", list, default=[]))
     merges = _merge_pairs(path, _field(path, model, "merges", list))
     prefix_space = bool(splitter.get("add_prefix_space", False))
     vocabulary = _from_spelled(path, _field(path, model, "vocab", dict), merges, added, prefix_space)
@@ -62,9 +64,10 @@ def read_vocab_json(path: Path) -> Vocabulary:
     listed_file = path.with_name("added_tokens.json")
     listed = _read_json(listed_file) if listed_file.exists() else {}
     entries = [{"content": text, "id": token_id, "special": True} for text, token_id in listed.items()]
-    for token_id, entry in (config.get("added_tokens_decoder") or {}).items():
-        if not token_id.isdecimal() or not isinstance(entry, dict):
-            raise CheckpointError(config_file, f"{token_id!r} is not a token id", "added_tokens_decoder")
+    for token_id, entry in _field(config_file, config, "added_tokens_decoder", dict, default={}).items():
+        if not re.fullmatch("[0-9]{1,9}", token_id) or not isinstance(entry, dict):
+            problem = f"{shown(token_id)} and what belongs to it are no token"
+            raise CheckpointError(config_file, problem, "added_tokens_decoder")
         entries.append(entry | {"id": int(token_id)})
     added = {token.id: token for token in _added_tokens(path, entries)}
     prefix_space = config.get("add_prefix_space") is True
@@ -139,8 +142,10 @@ def _read_json(path: Path) -> dict[str, Any]:
     return document
 
 
-def _field(path: Path, owner: dict[str, Any], name: str, kind: type) -> Any:
+def _field(path: Path, owner: dict[str, Any], name: str, kind: type, default: Any = None) -> Any:
     value = owner.get(name)
+    if value is None:
+        value = default
     if not isinstance(value, kind):
         raise CheckpointError(path, "missing or of the wrong type", name)
     return value
@@ -153,18 +158,23 @@ def _normal_form(path: Path, normalizer: Any) -> NormalForm | None:
     for form in NORMAL_FORMS:
         if normalizer == {"type": form}:
             return form
-    raise CheckpointError(path, f"{str(normalizer)[:80]} is not supported", "normalizer")
+    raise CheckpointError(path, f"{shown(normalizer)} is not supported", "normalizer")
 
 
 def _added_tokens(path: Path, entries: Iterable[Any]) -> tuple[AddedToken, ...]:
     tokens = []
     for entry in entries:
         match entry:
-            case {"id": int(token_id), "content": str(content)} if content and not isinstance(token_id, bool):
+            case {"id": int(token_id), "content": str(content)} if type(token_id) is int and _is_text(content):
                 tokens.append(AddedToken(content, token_id, bool(entry.get("special", False))))
             case _:
-                raise CheckpointError(path, f"{str(entry)[:80]} has no id and content", "added_tokens")
+                raise CheckpointError(path, f"{shown(entry)} has no usable id and content", "added_tokens")
     return tuple(tokens)
+
+
+def _is_text(content: str) -> bool:
+    """Neither empty nor with half a surrogate pair, which JSON can spell and UTF-8 cannot."""
+    return bool(content) and not any("\ud800" <= character <= "\udfff" for character in content)
 
 
 def _merge_lines(path: Path) -> list[str]:
@@ -183,7 +193,7 @@ def _merge_pairs(path: Path, merges: list[Any]) -> list[bytes]:
             case [str(first), str(second)]:
                 joined.append(_unspell(path, first) + _unspell(path, second))
             case _:
-                raise CheckpointError(path, f"{str(merge)[:80]!r} is not a pair", f"merges, entry {number}")
+                raise CheckpointError(path, f"{shown(merge)} is not a pair", f"merges, entry {number}")
     return joined
 
 
@@ -191,7 +201,7 @@ def _unspell(path: Path, spelled: str) -> bytes:
     try:
         return bytes(_BYTE_OF[character] for character in spelled)
     except KeyError as error:
-        problem = f"{spelled[:80]!r}: {error} is not in the byte-level alphabet"
+        problem = f"{shown(spelled)}: {error} is not in the byte-level alphabet"
         raise CheckpointError(path, problem) from None
 
 
@@ -205,7 +215,7 @@ def _from_spelled(
     """Checks a Hugging Face vocabulary against its merges, which decide the order in which pairs are joined."""
     for spelled, token_id in vocab.items():
         if not isinstance(token_id, int) or isinstance(token_id, bool):
-            raise CheckpointError(path, f"its id {token_id!r} is not an integer", f"token {spelled[:80]!r}")
+            raise CheckpointError(path, f"its id {shown(token_id)} is not an integer", f"token {shown(spelled)}")
     if END_OF_TEXT in vocab and END_OF_TEXT not in {token.content for token in added}:
         added = (*added, AddedToken(END_OF_TEXT, vocab[END_OF_TEXT], special=True))
     apart = {token.content for token in added}
@@ -223,12 +233,12 @@ def _check_merges(path: Path, ids: dict[bytes, int], order: tuple[bytes, ...]) -
     made = set(order)
     unknown = next((token for token in order if token not in ids), None)
     if unknown is not None:
-        raise CheckpointError(path, f"a merge makes {unknown!r}, which is not in the vocabulary", "merges")
+        raise CheckpointError(path, f"a merge makes {shown(unknown)}, which is not in the vocabulary", "merges")
     unmade = [token for token in ids if len(token) > 1 and token not in made]
     marks = [token for token in unmade if token[:1] + token[-1:] in (b"<>", b"[]") and token.isascii()]
     if len(marks) < len(unmade):
         example = next(token for token in unmade if token not in marks)
-        raise CheckpointError(path, f"no merge makes {example!r} ({len(unmade)} such tokens)", "merges")
+        raise CheckpointError(path, f"no merge makes {shown(example)} ({len(unmade)} such tokens)", "merges")
     return marks
 
 

@@ -86,13 +86,19 @@ def check_id_order(source: str, ids: Mapping[bytes, int]) -> None:
         if cuts and not any(_rank(ids, token[:cut]) < token_id > _rank(ids, token[cut:]) for cut in cuts):
             raise CheckpointError(
                 source,
-                f"ids are not in merge order (token {token_id}, {token!r}, is not made of earlier ones); "
+                f"ids are not in merge order (token {token_id}, {shown(token)}, is not made of earlier ones); "
                 "merges.txt or tokenizer.json beside it would settle the order",
             )
 
 
 def _rank(ids: Mapping[bytes, int], token: bytes) -> int:
     return -1 if len(token) == 1 else ids.get(token, MAX_TOKENS)
+
+
+def shown(value: object) -> str:
+    """A value from a file, for a message of one line: escaped, and cut when it is long."""
+    text = repr(value)
+    return text if len(text) <= 60 else text[:60] + "…"
 
 
 def spelling() -> dict[str, int]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import sys
 
 from ppserve import wire
 from ppserve.config import ServeConfig
@@ -83,7 +84,8 @@ def _transport(asked: str, hellos: tuple[wire.Hello, ...], one_host: bool) -> st
         return "local"
     own_gpus = all(hello.gpu is not None and not hello.shares_gpu for hello in hellos)
     if asked == "auto":
-        return "nccl" if own_gpus else "gloo"
+        # Shared memory rests on Linux's memfd; it beats sockets by far and notices a dead neighbour as soon.
+        return "nccl" if own_gpus else "shm" if one_host and sys.platform == "linux" else "gloo"
     if asked == "nccl" and not own_gpus:
         raise ConfigError("--transport", "nccl needs a GPU of its own for every stage")
     if asked == "shm" and not one_host:

@@ -10,8 +10,6 @@ T rows, D width, E = 3D, H heads, d head size, p positions of a block.
 
 from __future__ import annotations
 
-from concurrent.futures import ThreadPoolExecutor
-from itertools import pairwise
 from typing import Protocol
 
 import numpy as np
@@ -21,6 +19,7 @@ from numpy.typing import NDArray
 from ppserve.model.attention_kernel import attend, write_rows
 from ppserve.model.inputs import StepInputs
 from ppserve.model.kv_cache import KVCache
+from ppserve.model.threads import Threads
 
 _KEYS_READ_PER_THREAD = 16_384
 """Below this much work (rows times keys times heads) per thread, waking one costs more than it saves."""
@@ -45,10 +44,9 @@ def _elements(tensor: torch.Tensor) -> NDArray[np.generic]:
 class BlockAttention:
     """The CPU kernel: rows in float32, keys and values in float32 or bfloat16."""
 
-    def __init__(self, num_heads: int, num_threads: int) -> None:
+    def __init__(self, num_heads: int, threads: Threads) -> None:
         self._num_heads = num_heads
-        self._threads = ThreadPoolExecutor(num_threads, "attention") if num_threads > 1 else None
-        self._num_threads = num_threads
+        self._threads = threads
 
     def __call__(
         self, qkv_TE: torch.Tensor, cache: KVCache, layer: int, inputs: StepInputs, scale: float
@@ -59,25 +57,20 @@ class BlockAttention:
         shape = (self._num_heads, width // self._num_heads, cache.block_size)
         qkv = qkv_TE.numpy()
         write_rows(qkv, keys, values, inputs.slots_T, shape)
-        ranges = self._ranges(inputs)
         work = (qkv, keys, values, inputs.tables, inputs.tiles, mixed_TD.numpy(), shape, np.float32(scale))
-        if self._threads is None or len(ranges) == 1:
-            attend(*work, 0, len(inputs.tiles))
-        else:
-            for done in [self._threads.submit(attend, *work, *bounds) for bounds in ranges]:
-                done.result()
+        self._threads.run(attend, work, self._bounds(inputs))
         return mixed_TD
 
-    def _ranges(self, inputs: StepInputs) -> list[tuple[int, int]]:
-        """Tiles from .. to for each thread, about equally many keys each; one range when there is little."""
-        if self._num_threads == 1:
-            return [(0, len(inputs.tiles))]
+    def _bounds(self, inputs: StepInputs) -> list[int]:
+        """Tiles for each thread, about equally many keys each; one part when there is little to do."""
+        num_tiles = len(inputs.tiles)
+        if self._threads.count == 1:
+            return [0, num_tiles]
         keys_read = np.cumsum(inputs.tiles[:, 1] * (inputs.tiles[:, 2] + inputs.tiles[:, 1]))
         total = int(keys_read[-1])
-        useful = min(self._num_threads, max(1, total * self._num_heads // _KEYS_READ_PER_THREAD))
-        ends = [int(np.searchsorted(keys_read, total * part // useful)) for part in range(1, useful)]
-        bounds = [0, *ends, len(inputs.tiles)]
-        return [(begin, end) for begin, end in pairwise(bounds) if begin < end]
+        parts = min(self._threads.count, max(1, total * self._num_heads // _KEYS_READ_PER_THREAD), num_tiles)
+        inner = {int(np.searchsorted(keys_read, total * part / parts)) for part in range(1, parts)}
+        return [0, *sorted(inner - {0, num_tiles}), num_tiles]
 
 
 class TorchAttention:
@@ -108,16 +101,15 @@ class TorchAttention:
             num_blocks = -(-(start + count) // cache.block_size)
             table = torch.from_numpy(inputs.tables[table_begin : table_begin + num_blocks]).to(qkv_TE.device)
             rows = slice(first_row, first_row + count)
-            key_HPd = self._gather(keys_BHdp[table, :, :, : cache.block_size].transpose(2, 3), query_THd)
-            value_HPd = self._gather(values_BHpd[table, :, :, : query_THd.shape[2]], query_THd)
+            key_HPd = self._gather(keys_BHdp[table, :, :, : cache.block_size].transpose(2, 3), start + count)
+            value_HPd = self._gather(values_BHpd[table, :, :, : query_THd.shape[2]], start + count)
             mixed_TD[rows] = self._attend(query_THd[rows], key_HPd, value_HPd, int(start), scale)
         return mixed_TD
 
-    def _gather(self, blocks_nHpd: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
-        """A sequence's blocks as (H, P, d), P padded with zeros to a multiple of `keys_multiple`."""
-        in_order_HPd = blocks_nHpd.transpose(0, 1).flatten(1, 2).to(like.dtype)
-        missing = -in_order_HPd.shape[1] % self._keys_multiple
-        return torch.nn.functional.pad(in_order_HPd, (0, 0, 0, missing))
+    def _gather(self, blocks_nHpd: torch.Tensor, num_keys: int) -> torch.Tensor:
+        """A sequence's blocks as (H, P, d): its own keys, then zeros up to a multiple of `keys_multiple`."""
+        in_order_HPd = blocks_nHpd.transpose(0, 1).flatten(1, 2)[:, :num_keys]
+        return torch.nn.functional.pad(in_order_HPd, (0, 0, 0, -num_keys % self._keys_multiple))
 
     def _attend(
         self, query_tHd: torch.Tensor, key_HPd: torch.Tensor, value_HPd: torch.Tensor, start: int, scale: float
@@ -128,7 +120,8 @@ class TorchAttention:
             query_Htd = torch.nn.functional.pad(query_Htd, (0, 0, 0, self._least_rows - count))
         positions_t = start + torch.arange(query_Htd.shape[1], device=query_Htd.device)
         visible_tP = torch.arange(key_HPd.shape[1], device=query_Htd.device) <= positions_t[:, None]
+        like = query_Htd.dtype
         mixed_Htd = torch.nn.functional.scaled_dot_product_attention(
-            query_Htd[None], key_HPd[None], value_HPd[None], attn_mask=visible_tP, scale=scale
+            query_Htd[None], key_HPd.to(like)[None], value_HPd.to(like)[None], attn_mask=visible_tP, scale=scale
         )[0]
         return mixed_Htd[:, :count].transpose(0, 1).reshape(count, -1)

@@ -25,6 +25,7 @@ from ppserve.model.inputs import StepInputs
 from ppserve.model.kv_cache import KVCache
 from ppserve.model.linear import Linear, make_linear
 from ppserve.model.sampling import read_logits
+from ppserve.model.threads import Threads
 
 Progress = Callable[[int, int], None]
 
@@ -126,12 +127,13 @@ class GPT2Stage:
         if arch.activation not in ACTIVATIONS:
             known = ", ".join(sorted(ACTIVATIONS))
             raise CheckpointError(checkpoint.path, f"unknown activation {arch.activation!r} (known: {known})")
+        threads = Threads(torch.get_num_threads() if device.type == "cpu" else 1)
         use_kernel = attention == "kernel" or (attention == "auto" and device.type == "cpu")
         attend: Attention = TorchAttention(arch.num_heads)
         if use_kernel:
-            attend = BlockAttention(arch.num_heads, torch.get_num_threads())
+            attend = BlockAttention(arch.num_heads, threads)
         with torch.inference_mode():
-            return cls(_Reader(checkpoint, layout, dtype, device, progress), layout, attend)
+            return cls(_Reader(checkpoint, layout, dtype, device, threads, progress), layout, attend)
 
     @torch.inference_mode()
     def forward(self, inputs: StepInputs, hidden_TD: torch.Tensor | None, cache: KVCache) -> torch.Tensor:
@@ -167,13 +169,20 @@ class _Reader:
     """Takes tensors from a checkpoint in the form the stage keeps them, and counts them."""
 
     def __init__(
-        self, checkpoint: Checkpoint, layout: StageLayout, dtype: str, device: torch.device, progress: Progress
+        self,
+        checkpoint: Checkpoint,
+        layout: StageLayout,
+        dtype: str,
+        device: torch.device,
+        threads: Threads,
+        progress: Progress,
     ) -> None:
         self.arch, self.device = checkpoint.architecture, device
         self.dtype: torch.dtype = getattr(torch, dtype)
         self.compute_dtype = torch.float32 if device.type == "cpu" else self.dtype
         self.num_params = self.weight_bytes = 0
         self._checkpoint = checkpoint
+        self._threads = threads
         self._progress = progress
         self._done_bytes = 0
         self._total_bytes = stage_params(self.arch, layout) * getattr(torch, checkpoint.stored_dtype).itemsize
@@ -191,7 +200,7 @@ class _Reader:
     def linear(self, name: str, rows: int | None = None) -> Linear:
         """A linear layer; `rows`: only the first so many outputs."""
         bias = None if name == "lm_head" else self._bias(name)
-        linear = make_linear(self._tensor(f"{name}.weight")[:rows], bias, self.device)
+        linear = make_linear(self._tensor(f"{name}.weight")[:rows], bias, self.device, self._threads)
         self.weight_bytes += linear.num_bytes
         return linear
 

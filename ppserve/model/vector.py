@@ -25,8 +25,8 @@ from numba.extending import intrinsic, models, overload, register_model
 from ppserve.model.jit import inlined
 
 WIDTH = 16
-_I16, _I32, _F32 = ir.IntType(16), ir.IntType(32), ir.FloatType()
-_LANES, _BITS, _HALVES = (ir.VectorType(kind, WIDTH) for kind in (_F32, _I32, _I16))
+I16, I32, F32 = ir.IntType(16), ir.IntType(32), ir.FloatType()
+LANES, BITS, HALVES = (ir.VectorType(kind, WIDTH) for kind in (F32, I32, I16))
 
 
 class LanesType(types.Type):
@@ -42,28 +42,49 @@ lanes = LanesType()
 @register_model(LanesType)
 class _LanesModel(models.PrimitiveModel):
     def __init__(self, dmm, fe_type) -> None:
-        super().__init__(dmm, fe_type, _LANES)
+        super().__init__(dmm, fe_type, LANES)
 
 
-def _each(kind: ir.Type, value: int | float) -> ir.Constant:
+def each(kind: ir.Type, value: int | float) -> ir.Constant:
     """A vector constant with the same value in every lane."""
     return ir.Constant(ir.VectorType(kind, WIDTH), [value] * WIDTH)
 
 
 def _shuffle(builder, vector, indices: list[int]):
-    mask = ir.Constant(ir.VectorType(_I32, len(indices)), indices)
+    mask = ir.Constant(ir.VectorType(I32, len(indices)), indices)
     return builder.shuffle_vector(vector, ir.Constant(vector.type, ir.Undefined), mask)
 
 
-def _splat(builder, scalar):
+def emit_splat(builder, scalar):
+    """The same scalar in every lane as IR."""
     kind = ir.VectorType(scalar.type, WIDTH)
-    first = builder.insert_element(ir.Constant(kind, ir.Undefined), scalar, ir.Constant(_I32, 0))
+    first = builder.insert_element(ir.Constant(kind, ir.Undefined), scalar, ir.Constant(I32, 0))
     return _shuffle(builder, first, [0] * WIDTH)
 
 
-def _address(context, builder, array_type, array, index, kind):
+def emit_address(context, builder, array_type, array, index, kind):
+    """The address of array[index], seen as a pointer to `kind`."""
     start = context.make_array(array_type)(context, builder, array).data
     return builder.bitcast(builder.gep(start, [index]), kind.as_pointer())
+
+
+def emit_load(context, builder, array_type, array, index):
+    """Lanes of array[index : index + 16] as IR."""
+    if array_type.dtype != types.uint16:
+        return builder.load(emit_address(context, builder, array_type, array, index, LANES), align=4)
+    halves = builder.load(emit_address(context, builder, array_type, array, index, HALVES), align=2)
+    return builder.bitcast(builder.shl(builder.zext(halves, BITS), each(I32, 16)), LANES)
+
+
+def emit_fma(builder, a, b, c):
+    """a * b + c as IR, for lanes."""
+    return _call_llvm(builder, "llvm.fma.v16f32", LANES, (a, b, c))
+
+
+def emit_prefetch(builder, address):
+    """A hint to bring the cache line at `address` close, to be read."""
+    pointer = builder.bitcast(address, ir.IntType(8).as_pointer())
+    _call_llvm(builder, "llvm.prefetch.p0i8", ir.VoidType(), (pointer, I32(0), I32(3), I32(1)))
 
 
 def _call_llvm(builder, name: str, kind: ir.Type, arguments):
@@ -76,7 +97,7 @@ def splat(typing, scalar):
     """The same float32 in every lane."""
 
     def generate(context, builder, signature, arguments):
-        return _splat(builder, arguments[0])
+        return emit_splat(builder, arguments[0])
 
     return lanes(types.float32), generate
 
@@ -84,15 +105,9 @@ def splat(typing, scalar):
 @intrinsic
 def load(typing, array, index):
     """Lanes of array[index : index + 16]; uint16 elements are bfloat16."""
-    is_bfloat16 = array.dtype == types.uint16
 
     def generate(context, builder, signature, arguments):
-        kind = _HALVES if is_bfloat16 else _LANES
-        address = _address(context, builder, signature.args[0], *arguments, kind)
-        loaded = builder.load(address, align=2 if is_bfloat16 else 4)
-        if not is_bfloat16:
-            return loaded
-        return builder.bitcast(builder.shl(builder.zext(loaded, _BITS), _each(_I32, 16)), _LANES)
+        return emit_load(context, builder, signature.args[0], *arguments)
 
     return lanes(array, types.intp), generate
 
@@ -100,15 +115,15 @@ def load(typing, array, index):
 def _to_bfloat16(builder, vector, bits, halves):
     """Round to nearest even; a NaN stays a NaN (the quiet bit is set)."""
 
-    def each(value: int):
-        return _each(_I32, value) if isinstance(bits, ir.VectorType) else ir.Constant(_I32, value)
+    def constant(value: int):
+        return each(I32, value) if isinstance(bits, ir.VectorType) else ir.Constant(I32, value)
 
     raw = builder.bitcast(vector, bits)
-    odd = builder.and_(builder.lshr(raw, each(16)), each(1))
-    rounded = builder.add(builder.add(raw, each(0x7FFF)), odd)
+    odd = builder.and_(builder.lshr(raw, constant(16)), constant(1))
+    rounded = builder.add(builder.add(raw, constant(0x7FFF)), odd)
     is_nan = builder.fcmp_unordered("uno", vector, vector)
-    chosen = builder.select(is_nan, builder.or_(raw, each(0x400000)), rounded)
-    return builder.trunc(builder.lshr(chosen, each(16)), halves)
+    chosen = builder.select(is_nan, builder.or_(raw, constant(0x400000)), rounded)
+    return builder.trunc(builder.lshr(chosen, constant(16)), halves)
 
 
 @intrinsic
@@ -118,10 +133,10 @@ def store(typing, array, index, value):
 
     def generate(context, builder, signature, arguments):
         array_value, index_value, vector = arguments
-        kind = _HALVES if is_bfloat16 else _LANES
-        address = _address(context, builder, signature.args[0], array_value, index_value, kind)
+        kind = HALVES if is_bfloat16 else LANES
+        address = emit_address(context, builder, signature.args[0], array_value, index_value, kind)
         if is_bfloat16:
-            vector = _to_bfloat16(builder, vector, _BITS, _HALVES)
+            vector = _to_bfloat16(builder, vector, BITS, HALVES)
         builder.store(vector, address, align=2 if is_bfloat16 else 4)
         return context.get_dummy_value()
 
@@ -135,12 +150,23 @@ def store_one(typing, array, index, value):
 
     def generate(context, builder, signature, arguments):
         array_value, index_value, scalar = arguments
-        kind = _I16 if is_bfloat16 else _F32
-        address = _address(context, builder, signature.args[0], array_value, index_value, kind)
-        builder.store(_to_bfloat16(builder, scalar, _I32, _I16) if is_bfloat16 else scalar, address)
+        kind = I16 if is_bfloat16 else F32
+        address = emit_address(context, builder, signature.args[0], array_value, index_value, kind)
+        builder.store(_to_bfloat16(builder, scalar, I32, I16) if is_bfloat16 else scalar, address)
         return context.get_dummy_value()
 
     return types.void(array, types.intp, types.float32), generate
+
+
+@intrinsic
+def prefetch(typing, array, index):
+    """A hint that array[index] is wanted soon; an index beyond the end does no harm."""
+
+    def generate(context, builder, signature, arguments):
+        emit_prefetch(builder, emit_address(context, builder, signature.args[0], *arguments, I32))
+        return context.get_dummy_value()
+
+    return types.void(array, types.intp), generate
 
 
 @intrinsic
@@ -148,7 +174,7 @@ def fma(typing, a, b, c):
     """a * b + c per lane, rounded once."""
 
     def generate(context, builder, signature, arguments):
-        return _call_llvm(builder, "llvm.fma.v16f32", _LANES, arguments)
+        return emit_fma(builder, *arguments)
 
     return lanes(lanes, lanes, lanes), generate
 
@@ -203,8 +229,8 @@ def keep_first(typing, value, count, other):
 
     def generate(context, builder, signature, arguments):
         value, count, other = arguments
-        index = ir.Constant(_BITS, list(range(WIDTH)))
-        below = builder.icmp_signed("<", index, _splat(builder, builder.trunc(count, _I32)))
+        index = ir.Constant(BITS, list(range(WIDTH)))
+        below = builder.icmp_signed("<", index, emit_splat(builder, builder.trunc(count, I32)))
         return builder.select(below, value, other)
 
     return lanes(lanes, types.intp, lanes), generate
@@ -218,7 +244,7 @@ def _tree(builder, vector, combine):
         low = _shuffle(builder, vector, list(range(width)))
         high = _shuffle(builder, vector, list(range(width, 2 * width)))
         vector = combine(low, high)
-    return builder.extract_element(vector, ir.Constant(_I32, 0))
+    return builder.extract_element(vector, ir.Constant(I32, 0))
 
 
 @intrinsic
@@ -249,7 +275,7 @@ def first_lane(typing, value):
     """Lane 0 as a float32."""
 
     def generate(context, builder, signature, arguments):
-        return builder.extract_element(arguments[0], ir.Constant(_I32, 0))
+        return builder.extract_element(arguments[0], ir.Constant(I32, 0))
 
     return types.float32(lanes), generate
 
@@ -260,8 +286,8 @@ def _times_power_of_two(typing, value, shifted):
 
     def generate(context, builder, signature, arguments):
         value, shifted = arguments
-        exponent = builder.add(builder.bitcast(shifted, _BITS), _each(_I32, 127))
-        return builder.fmul(value, builder.bitcast(builder.shl(exponent, _each(_I32, 23)), _LANES))
+        exponent = builder.add(builder.bitcast(shifted, BITS), each(I32, 127))
+        return builder.fmul(value, builder.bitcast(builder.shl(exponent, each(I32, 23)), LANES))
 
     return lanes(lanes, lanes), generate
 

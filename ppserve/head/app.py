@@ -17,6 +17,7 @@ from ppserve import __version__
 from ppserve.config import ServeConfig
 from ppserve.core.architecture import Architecture
 from ppserve.core.block_manager import BlockManager
+from ppserve.core.lane_count import LaneCount
 from ppserve.core.scheduler import Scheduler
 from ppserve.core.time_account import TimeAccount
 from ppserve.errors import ConfigError, UsageError
@@ -90,8 +91,9 @@ class Head:
         self._refuse_taken_ports()
         account = TimeAccount(self._num_stages, time.monotonic_ns())
         observer = Observer(account, self._metrics, Trace(self._num_stages, self._config.server.trace))
+        lanes = LaneCount(self._num_stages) if self._config.pipeline.microbatches is None else None
         engine = Engine(
-            self._control, self._members, observer, self._make_scheduler, asyncio.get_running_loop()
+            self._control, self._members, observer, lambda formed: self._make_scheduler(formed, observer), lanes
         )
         self._keeper_thread.start()
         engine.start()
@@ -162,10 +164,10 @@ class Head:
 
     # ---- parts ----------------------------------------------------------------------------------------
 
-    def _make_scheduler(self, formed: Formed) -> Scheduler:
+    def _make_scheduler(self, formed: Formed, observer: Observer) -> Scheduler:
         scheduling = layout.scheduler_config(self._config, self._architecture, self._num_stages)
         blocks = BlockManager(formed.num_blocks, scheduling.block_size)
-        return Scheduler(scheduling, blocks, epoch=formed.epoch)
+        return Scheduler(scheduling, blocks, observer.costs, formed.epoch)
 
     def _load_tokenizer(self) -> Tokenizer | None:
         tokenizer = load_tokenizer(self._config.model.path)

@@ -19,6 +19,7 @@ from dataclasses import dataclass
 from typing import TypeVar
 
 from ppserve import wire
+from ppserve.core.lane_count import LaneCount
 from ppserve.core.plan import StepPlan, StepResult
 from ppserve.core.request import FinishReason, Request
 from ppserve.core.scheduler import Scheduler
@@ -44,15 +45,31 @@ T = TypeVar("T")
 
 @dataclass(slots=True)
 class _InFlight:
-    """A step that the last stage has not returned yet. owing: stages whose result is still to come."""
+    """A step that not all stages have reported. owing: those whose result is still to come.
+
+    returned_ns: when the last stage ended the step whose return made room for this one, 0 when none did.
+    planned_ns: when the first stage had the plan. slowest_ns: longest computation so far.
+    """
 
     plan: StepPlan
     sent_s: float
     owing: set[int]
+    returned_ns: int
+    planned_ns: int = 0
+    slowest_ns: int = 0
+
+    def reported(self, result: StepResult) -> None:
+        self.owing.discard(result.stage)
+        self.slowest_ns = max(self.slowest_ns, result.stamps.ended - result.stamps.begun)
+        if result.stage == 0:
+            self.planned_ns = result.stamps.planned
 
 
 class Engine(threading.Thread):
-    """Owns the scheduler and the members. `make_scheduler` is called at the first epoch."""
+    """Owns the scheduler and the members. `make_scheduler` is called at the first epoch.
+
+    lanes: chooses how many steps are in flight; None when the operator did. Made in the event loop.
+    """
 
     def __init__(
         self,
@@ -60,14 +77,15 @@ class Engine(threading.Thread):
         members: Members,
         observer: Observer,
         make_scheduler: Callable[[Formed], Scheduler],
-        loop: asyncio.AbstractEventLoop,
+        lanes: LaneCount | None,
     ) -> None:
         super().__init__(name="engine", daemon=True)
         self._control = control
         self._members = members
         self._observer = observer
         self._make_scheduler = make_scheduler
-        self._loop = loop
+        self._lanes = lanes
+        self._loop = loop = asyncio.get_running_loop()
         self._inbox: deque[Callable[[float], None]] = deque()
         self._scheduler: Scheduler | None = None
         self._open: dict[str, OpenRequest] = {}
@@ -76,6 +94,7 @@ class Engine(threading.Thread):
         self._stopping = False
         self._hopeless: Hopeless | None = None
         self._woken_ns = 0
+        self._returned_ns = 0
         self.tokenizer: Tokenizer | None = None
         self.formed: asyncio.Future[None] = loop.create_future()
         self.failed: asyncio.Future[Hopeless] = loop.create_future()
@@ -148,6 +167,7 @@ class Engine(threading.Thread):
 
     def _take_what_came(self) -> None:
         """Everything that happened since the last turn, in order."""
+        self._returned_ns = 0
         came = self._control.poll(_TICK_S if not self._inbox else 0.0)
         self._woken_ns = time.monotonic_ns()
         for heard in came:
@@ -188,7 +208,8 @@ class Engine(threading.Thread):
             for stage in range(self._members.num_stages):
                 self._control.send_frame(stage, frame)
             now_s = time.monotonic()
-            self._in_flight[plan.step_id] = _InFlight(plan, now_s, set(range(self._members.num_stages)))
+            owing = set(range(self._members.num_stages))
+            self._in_flight[plan.step_id] = _InFlight(plan, now_s, owing, self._returned_ns)
             self._observer.dispatched(plan, time.monotonic_ns(), self._woken_ns)
 
     def _observe(self) -> None:
@@ -253,14 +274,22 @@ class Engine(threading.Thread):
         step = self._in_flight.get(result.step_id)
         if step is None or self._scheduler is None:
             return
-        step.owing.discard(result.stage)
+        step.reported(result)
         self._observer.step_done(result, step.plan, time.monotonic_ns())
         if not step.owing:
             del self._in_flight[result.step_id]
             self._note_demand()
+            self._choose_lanes(step)
         if result.stage == self._members.num_stages - 1:
+            self._returned_ns = result.stamps.ended
             now_s = time.monotonic()
             self._publish(self._scheduler.commit(result, now_s), now_s)
+
+    def _choose_lanes(self, step: _InFlight) -> None:
+        """One more step in flight than stages, while tokens take longer to return than a stage to compute."""
+        if self._lanes is not None and self._scheduler is not None and step.returned_ns:
+            return_s = (step.planned_ns - step.returned_ns) / 1e9
+            self._scheduler.set_microbatches(self._lanes.observe(return_s, step.slowest_ns / 1e9))
 
     def _formed(self, formed: Formed) -> None:
         log.info("epoch %d formed", formed.epoch)

@@ -1,0 +1,129 @@
+"""The ledger of a real server: every second of every stage, through load, cancelled calls and a killed stage."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import threading
+import time
+import urllib.request
+from dataclasses import dataclass
+from itertools import pairwise
+from pathlib import Path
+
+import grpc
+import pytest
+from prometheus_client.parser import text_string_to_metric_families
+
+from ppserve.core.attribution import KINDS
+from ppserve.v1 import generation_pb2 as pb
+from ppserve.v1.generation_pb2_grpc import GenerationServiceStub
+from tests.e2e.asking import ask, mixed_requests
+from tests.e2e.serving import Server, serving
+
+Ledger = dict[str, dict[str, float]]
+"""Seconds by stage and kind."""
+
+LEDGER_FAMILIES = [f"ppserve_stage_{kind}_seconds" for kind in ("busy", "bubble", "idle")]
+
+
+@dataclass(frozen=True)
+class Reading:
+    """One scrape, and the time around it."""
+
+    before_s: float
+    after_s: float
+    ledger: Ledger
+
+
+def read(server: Server) -> Reading:
+    before_s = time.monotonic()
+    with urllib.request.urlopen(f"http://{server.metrics}/metrics", timeout=30) as answer:
+        text = answer.read().decode()
+    after_s = time.monotonic()
+    ledger: Ledger = {}
+    for family in text_string_to_metric_families(text):
+        if family.name in LEDGER_FAMILIES:
+            for sample in family.samples:
+                kind = sample.labels.get("phase") or sample.labels.get("cause") or "idle"
+                ledger.setdefault(sample.labels["stage"], {})[kind] = sample.value
+    assert all(set(kinds) == set(KINDS) for kinds in ledger.values())
+    return Reading(before_s, after_s, ledger)
+
+
+def check(earlier: Reading, later: Reading) -> None:
+    """Nothing decreased, and the sum of every stage grew by the time between the scrapes."""
+    shortest_s, longest_s = later.before_s - earlier.after_s, later.after_s - earlier.before_s
+    for stage, kinds in later.ledger.items():
+        grown = {kind: value - earlier.ledger[stage][kind] for kind, value in kinds.items()}
+        assert min(grown.values()) >= 0, grown
+        assert 0.99 * shortest_s <= sum(grown.values()) <= 1.01 * longest_s, grown
+
+
+def cancel_some(server: Server) -> None:
+    with grpc.insecure_channel(server.grpc) as channel:
+        stub = GenerationServiceStub(channel)
+        for request in mixed_requests(6, seed=5):
+            request.stop.max_tokens, request.stop.ignore_eos = 400, True
+            call = stub.Generate(request)
+            next(call)
+            call.cancel()
+
+
+@pytest.mark.timeout(200)
+def test_every_second_is_accounted_for(tmp_path: Path) -> None:
+    trace = tmp_path / "trace.json"
+    with serving(2, "--trace", str(trace)) as server:
+        readings = [read(server)]
+        assert ask(server.grpc, mixed_requests(12, seed=1), at_once=6)
+        readings.append(read(server))
+        loads = [
+            threading.Thread(target=ask, args=(server.grpc, mixed_requests(24, seed=2), 12)),
+            threading.Thread(target=cancel_some, args=(server,)),
+        ]
+        for load in loads:
+            load.start()
+        readings.append(read(server))
+        os.kill(server.stage_pid(1), signal.SIGKILL)
+        while any(load.is_alive() for load in loads):
+            readings.append(read(server))
+            loads[0].join(timeout=0.3)
+            loads[1].join(timeout=0.3)
+        readings.append(read(server))
+        for earlier, later in pairwise(readings):
+            check(earlier, later)
+        check(readings[0], readings[-1])
+        busy = {stage: kinds["decode"] for stage, kinds in readings[-1].ledger.items()}
+        assert min(busy.values()) > 0
+        check_costs(server)
+        check_topology(server, readings[-1])
+        server.terminate()
+    check_trace(trace)
+
+
+def check_costs(server: Server) -> None:
+    with urllib.request.urlopen(f"http://{server.metrics}/costs.json", timeout=30) as answer:
+        stages = json.loads(answer.read())["stages"]
+    assert [stage["layers"] for stage in stages] == [4, 4]
+    assert all(stage["steps"] > 100 and stage["step_s"] + stage["row_s"] > 0 for stage in stages)
+
+
+def check_topology(server: Server, last: Reading) -> None:
+    with grpc.insecure_channel(server.grpc) as channel:
+        topology = GenerationServiceStub(channel).GetTopology(pb.GetTopologyRequest())
+    for stage in topology.stages:
+        seen = last.ledger[str(stage.stage)]
+        assert stage.busy_seconds >= sum(seen[phase] for phase in ("prefill", "decode", "mixed"))
+        assert stage.bubble_seconds["host"] >= seen["host"]
+
+
+def check_trace(path: Path) -> None:
+    events = json.loads(path.read_text())
+    for stage in (0, 1):
+        steps = [e for e in events if e["ph"] == "X" and e["pid"] == stage and e["cat"] != "bubble"]
+        waits = [e for e in events if e["ph"] == "X" and e["pid"] == stage and e["cat"] == "bubble"]
+        assert all(e["name"].startswith(f"{stage}F") for e in steps)
+        drawn = sorted((e["ts"], e["ts"] + e["dur"]) for e in steps + waits)
+        overlap = sum(max(0.0, end - start) for (_, end), (start, _) in pairwise(drawn))
+        assert overlap < 1.0, "microseconds by which computations and waits overlap"

@@ -14,7 +14,8 @@ from typing import Any, cast
 
 import click
 
-from ppserve.client import AsyncClient, Chunk, Client, RetryPolicy, Tls
+from ppserve.cli_connection import connection, connection_options
+from ppserve.client import AsyncClient, Chunk, Client, RetryPolicy
 from ppserve.client.values import Options, completion_of
 from ppserve.errors import ConfigError
 
@@ -64,23 +65,6 @@ def _request_options(command: Callable[..., Any]) -> Callable[..., Any]:
     return command
 
 
-def _connection_options(command: Callable[..., Any]) -> Callable[..., Any]:
-    """How to reach a server. The key comes from a file or the environment: arguments are seen by everybody."""
-    path = click.Path(path_type=Path)
-    options = (
-        click.option("--target", default="127.0.0.1:50051", envvar="PPSERVE_TARGET", show_default=True,
-                     metavar="HOST:PORT", help="The server."),
-        click.option("--api-key-file", type=path, help="Holds the key on its first line. Or set PPSERVE_API_KEY."),
-        click.option("--tls", is_flag=True, help="Speak TLS, trusting the system's authorities."),
-        click.option("--tls-ca", type=path, help="Speak TLS, trusting this authority."),
-        click.option("--tls-cert", type=path, help="Certificate that proves who calls."),
-        click.option("--tls-key", type=path, help="Its key."),
-    )
-    for option in reversed(options):
-        command = option(command)
-    return command
-
-
 @click.command()
 @click.argument("prompt", required=False)
 @click.option("--prompts", type=click.Path(path_type=Path), metavar="FILE",
@@ -90,7 +74,7 @@ def _connection_options(command: Callable[..., Any]) -> Callable[..., Any]:
 @click.option("--stream/--no-stream", default=True, help="Print text as it comes, or when it is complete.")
 @click.option("--logit-bias", metavar="ID=BIAS", multiple=True, help="Added to a token's logit. May be repeated.")
 @_request_options
-@_connection_options
+@connection_options
 def generate(
     prompt: str | None, prompts: Path | None, concurrency: int, as_json: bool, stream: bool, **flags: Any
 ) -> None:
@@ -116,10 +100,10 @@ def generate(
 @click.command()
 @click.option("--service", default="", help="Ask about one service by name, such as ppserve.v1.GenerationService.")
 @click.option("--timeout", "timeout_s", type=float, default=5.0, show_default=True, help="Seconds to wait.")
-@_connection_options
+@connection_options
 def health(service: str, timeout_s: float, **flags: Any) -> None:
     """Exit code 0 when the server serves, 1 when it does not or cannot be reached."""
-    with Client(**_connection(flags)) as client:
+    with Client(**connection(flags)) as client:
         serving = client.is_serving(service, timeout_s)
     click.echo("SERVING" if serving else "NOT_SERVING")
     sys.exit(0 if serving else 1)
@@ -172,7 +156,7 @@ async def _answer_all(
     texts: list[str], options: Options, flags: dict[str, Any], printer: _Printer, concurrency: int
 ) -> None:
     room = asyncio.Semaphore(concurrency)
-    async with AsyncClient(**_connection(flags), retry=RetryPolicy()) as client:
+    async with AsyncClient(**connection(flags), retry=RetryPolicy()) as client:
         await client.is_serving()  # nobody there is told at once, not after all retries
 
         async def answer(place: int, text: str) -> list[Chunk]:
@@ -228,31 +212,6 @@ def _bias(text: str) -> tuple[int, float]:
         return int(token_id), float(bias)
     except ValueError:
         raise click.BadParameter(f"{text!r} is not ID=BIAS", param_hint="--logit-bias") from None
-
-
-def _connection(flags: dict[str, Any]) -> dict[str, Any]:
-    """Arguments of a client."""
-    tls = None
-    if flags["tls"] or flags["tls_ca"] or flags["tls_cert"]:
-        tls = Tls(flags["tls_ca"], flags["tls_cert"], flags["tls_key"])
-        try:
-            tls.credentials()
-        except OSError as error:
-            raise ConfigError("--tls-ca", f"cannot read {error.filename}: {error.strerror}") from None
-    return {"target": flags["target"], "api_key": _api_key(flags["api_key_file"]), "tls": tls}
-
-
-def _api_key(file: Path | None) -> str | None:
-    if file is None:
-        return os.environ.get("PPSERVE_API_KEY") or None
-    try:
-        lines = [line.strip() for line in file.read_text().splitlines()]
-    except (OSError, UnicodeDecodeError):
-        raise ConfigError("--api-key-file", f"cannot read {file}") from None
-    key = next((line for line in lines if line and not line.startswith("#")), None)
-    if key is None:
-        raise ConfigError("--api-key-file", f"{file} holds no key")
-    return key
 
 
 def _plain(value: Any) -> Any:

@@ -1,0 +1,55 @@
+"""How the commands that talk to a server reach it: address, key, TLS."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import click
+
+from ppserve.client import Tls
+from ppserve.errors import ConfigError
+
+
+def connection_options(command: Callable[..., Any]) -> Callable[..., Any]:
+    """How to reach a server. The key comes from a file or the environment: arguments are seen by everybody."""
+    path = click.Path(path_type=Path)
+    options = (
+        click.option("--target", default="127.0.0.1:50051", envvar="PPSERVE_TARGET", show_default=True,
+                     metavar="HOST:PORT", help="The server."),
+        click.option("--api-key-file", type=path, help="Holds the key on its first line. Or set PPSERVE_API_KEY."),
+        click.option("--tls", is_flag=True, help="Speak TLS, trusting the system's authorities."),
+        click.option("--tls-ca", type=path, help="Speak TLS, trusting this authority."),
+        click.option("--tls-cert", type=path, help="Certificate that proves who calls."),
+        click.option("--tls-key", type=path, help="Its key."),
+    )
+    for option in reversed(options):
+        command = option(command)
+    return command
+
+
+def connection(flags: dict[str, Any]) -> dict[str, Any]:
+    """Arguments of a client."""
+    tls = None
+    if flags["tls"] or flags["tls_ca"] or flags["tls_cert"]:
+        tls = Tls(flags["tls_ca"], flags["tls_cert"], flags["tls_key"])
+        try:
+            tls.credentials()
+        except OSError as error:
+            raise ConfigError("--tls-ca", f"cannot read {error.filename}: {error.strerror}") from None
+    return {"target": flags["target"], "api_key": _api_key(flags["api_key_file"]), "tls": tls}
+
+
+def _api_key(file: Path | None) -> str | None:
+    if file is None:
+        return os.environ.get("PPSERVE_API_KEY") or None
+    try:
+        lines = [line.strip() for line in file.read_text().splitlines()]
+    except (OSError, UnicodeDecodeError):
+        raise ConfigError("--api-key-file", f"cannot read {file}") from None
+    key = next((line for line in lines if line and not line.startswith("#")), None)
+    if key is None:
+        raise ConfigError("--api-key-file", f"{file} holds no key")
+    return key

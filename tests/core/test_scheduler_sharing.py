@@ -46,6 +46,13 @@ def test_a_partly_filled_block_is_copied_for_each_sibling() -> None:
     sources = {source for source, _ in plan.copies}
     assert len(plan.copies) == 2
     assert len(sources) == 1
+    leader = 0
+    assert sources <= set(house.blocks.table(leader))
+    held = house.blocks.num_held
+    house.scheduler.finish(leader, FinishReason.STOP_STRING, 0.0)
+    house.ended_by_engine.add(("r", 0))
+    house.commit_one()
+    assert house.blocks.num_held < held - 1, "once copied, the source is no longer kept"
     house.drain()
     house.check_answers()
 

@@ -64,7 +64,7 @@ _TIME = _Quantity("time, such as 50us", "s", "num")
 @click.option("--trace", type=_FILE, help="CSV with TIMESTAMP, ContextTokens, GeneratedTokens.")
 @click.option("--time-scale", type=_POSITIVE, default=1.0, help="2 = the trace twice as fast as recorded.")
 @click.option("--max-num-seqs", type=_COUNT, default=256, help="Sequences running at once.")
-@click.option("--costs", type=_FILE, help="A server's /costs.json, instead of the speeds below.")
+@click.option("--costs", type=_FILE, help="A server's /costs.json, in place of what follows.")
 @click.option("--flops", type=_SPEED, default="50G", help="Of one stage; the default is about one CPU core.")
 @click.option("--memory-bandwidth", type=_SPEED, default="10GB/s", help="Of one stage.")
 @click.option("--launch-time", type=_TIME, default="200us", help="Of a step, however small.")
@@ -111,17 +111,19 @@ def _other(intent: Intent, num_stages: int) -> Intent:
 
 
 def _simulate(layout: Forecast, flags: dict[str, Any]) -> Outcome:
-    costs = flags["costs"]
-    speed = (
-        read_costs(costs) if costs else Device(flags["flops"], flags["memory_bandwidth"], flags["launch_time"])
-    )
+    load = _load(layout.max_model_len, flags)
     wires = Wires(
         latency_s=flags["link_latency"],
         bandwidth=flags["link_bandwidth"],
         control_s=flags["control_latency"],
+        return_s=flags["control_latency"],
         head_s=flags["head_time"],
     )
-    return simulate(layout, speed, wires, _load(layout.max_model_len, flags), flags["max_num_seqs"])
+    if flags["costs"] is None:
+        device = Device(flags["flops"], flags["memory_bandwidth"], flags["launch_time"])
+        return simulate(layout, device, wires, load, flags["max_num_seqs"])
+    costs = read_costs(flags["costs"])
+    return simulate(layout, costs, costs.wires or wires, load, flags["max_num_seqs"])
 
 
 def _load(max_model_len: int, flags: dict[str, Any]) -> Load:

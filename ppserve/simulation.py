@@ -12,6 +12,7 @@ from typing import Any
 
 from ppserve.core.attribution import CAUSES
 from ppserve.core.cost_model import Coefficients
+from ppserve.core.overheads import OverheadTimes
 from ppserve.core.scheduler import SchedulerConfig
 from ppserve.core.simulator import (
     Machine,
@@ -46,10 +47,27 @@ class Load:
 
 @dataclass(frozen=True, slots=True)
 class MeasuredCosts:
-    """Coefficients of one block and of the head, learnt from a running server. step: per stage and step."""
+    """Coefficients of one block and of the head, and what surrounds them, learnt from a running server."""
 
     block: Coefficients
     head: Coefficients
+    overheads: OverheadTimes | None = None
+
+    @property
+    def wires(self) -> Wires | None:
+        """What surrounded computing there; None when the sheet does not say. Links of any bandwidth."""
+        o = self.overheads
+        if o is None:
+            return None
+        return Wires(
+            latency_s=o.transfer_s,
+            bandwidth=float("inf"),
+            control_s=o.control_s,
+            return_s=o.return_s,
+            head_s=o.head_s,
+            prepare_s=o.prepare_s,
+            sending_s=o.sending_s,
+        )
 
     def stage(self, num_layers: int, is_last: bool) -> Coefficients:
         head = self.head if is_last else Coefficients()
@@ -107,18 +125,21 @@ def _stage_speed(plan: Forecast, stage: int, speed: Device | MeasuredCosts) -> S
 def read_costs(path: Path) -> MeasuredCosts:
     """What a server measured: its /costs.json, or its topology as JSON. Raises ConfigError.
 
-    /costs.json: {"stages": [{"layers": 9, "step_s": ..., "row_s": ..., "key_s": ..., "sample_s": ...}, ...]}.
-    A topology knows only the mean time of a step, so a simulation from it has steps of constant time.
+    /costs.json: {"stages": [{"layers": 9, "step_s": ..., "row_s": ..., "key_s": ..., "sample_s": ...}, ...],
+    "overheads": {"head_s": ..., ...}}. A topology knows only the mean time of a step, so a simulation from it
+    has steps of constant time.
     """
     try:
-        entries = json.loads(path.read_text())["stages"]
+        sheet = json.loads(path.read_text())
+        entries = sheet["stages"]
         layers = [int(e["layers"] if "layers" in e else e.get("numLayers", e.get("num_layers"))) for e in entries]
         stages = [_coefficients(e) for e in entries]
+        overheads = OverheadTimes(**sheet["overheads"]) if "overheads" in sheet else None
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         raise ConfigError("--costs", f"{path} is no cost sheet: {type(error).__name__}: {error}") from None
     if not stages or min(layers) < 1:
         raise ConfigError("--costs", f"{path} describes no stages")
-    return _parts(stages, layers)
+    return replace(_parts(stages, layers), overheads=overheads)
 
 
 def _coefficients(entry: dict[str, Any]) -> Coefficients:

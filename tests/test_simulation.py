@@ -1,9 +1,11 @@
 import json
+from dataclasses import asdict
 
 import pytest
 
 from ppserve.core.architecture import Architecture
 from ppserve.core.cost_model import Coefficients
+from ppserve.core.overheads import OverheadTimes
 from ppserve.core.simulator import SimulatedRequest, Wires
 from ppserve.errors import ConfigError
 from ppserve.planning import Intent, forecast
@@ -79,6 +81,18 @@ def test_costs_of_blocks_and_head_are_told_apart(tmp_path, split, unsplit):
             assert found.stage(num_layers, is_last).seconds(rows, context, sampled if is_last else 0) == (
                 pytest.approx(expected)
             )
+
+
+def test_what_surrounds_computing_is_read_too(tmp_path):
+    times = OverheadTimes(1e-3, 2e-3, 3e-3, 4e-3, 5e-3, 6e-3)
+    sheet_with_overheads = json.loads(sheet((9, 3))) | {"overheads": asdict(times)}
+    (tmp_path / "costs.json").write_text(json.dumps(sheet_with_overheads))
+    wires = read_costs(tmp_path / "costs.json").wires
+    assert wires is not None
+    assert (wires.head_s, wires.control_s, wires.prepare_s) == (1e-3, 2e-3, 3e-3)
+    assert (wires.sending_s, wires.transfer_s(1000), wires.return_s) == (4e-3, 5e-3, 6e-3)
+    (tmp_path / "costs.json").write_text(sheet((9, 3)))
+    assert read_costs(tmp_path / "costs.json").wires is None
 
 
 def test_the_costs_of_a_single_stage(tmp_path):

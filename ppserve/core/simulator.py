@@ -61,16 +61,18 @@ class Wires:
     """What surrounds computing, in seconds and bytes.
 
     latency_s, bandwidth: of one link between neighbours; bytes_per_row: hidden states of one token.
-    control_s: a plan's way to a stage, and a result's way back. head_s: the head's work per step.
-    prepare_s: a stage's work per step before it computes.
+    control_s: a plan's way to a stage; return_s: a result's way back. head_s: the head's work per step.
+    prepare_s: a stage's work per step before it computes; sending_s: after it, before the next.
     """
 
     latency_s: float = 50e-6
     bandwidth: float = 10e9
     bytes_per_row: int = 0
     control_s: float = 100e-6
+    return_s: float = 100e-6
     head_s: float = 200e-6
     prepare_s: float = 100e-6
+    sending_s: float = 0.0
 
     def transfer_s(self, rows: int) -> float:
         return self.latency_s + rows * self.bytes_per_row / self.bandwidth
@@ -243,21 +245,22 @@ class Simulator:
         planned_s = sent_s + wires.control_s
         transfer_s = wires.transfer_s(load.rows)
         arrives_s = planned_s
+        drawn = tuple(Drawn(piece.sequence_id, 0) for piece in plan.slices if piece.draw is not None)
         results: list[StepResult] = []
         for stage, speed in enumerate(self._machine.stages):
             awaited_s = max(planned_s, self._free_s[stage])
             received_s = max(awaited_s, arrives_s)
             begun_s = received_s + wires.prepare_s
-            sampled = load.sampled if stage == len(self._free_s) - 1 else 0
-            ended_s = begun_s + speed.seconds(load.rows, load.context, sampled)
-            self._free_s[stage] = ended_s
-            arrives_s = ended_s + transfer_s
-            times_s = (planned_s, awaited_s, received_s, begun_s, ended_s, ended_s)
-            stamps = StepStamps(*(round(s * _NS) for s in times_s))
-            drawn = tuple(Drawn(piece.sequence_id, 0) for piece in plan.slices if piece.draw is not None)
             is_last = stage == len(self._free_s) - 1
+            sampled = load.sampled if is_last else 0
+            ended_s = begun_s + speed.seconds(load.rows, load.context, sampled)
+            sent_s = ended_s if is_last else ended_s + wires.sending_s
+            self._free_s[stage] = sent_s
+            arrives_s = sent_s + transfer_s
+            times_s = (planned_s, awaited_s, received_s, begun_s, ended_s, sent_s)
+            stamps = StepStamps(*(round(s * _NS) for s in times_s))
             results.append(StepResult(plan.epoch, plan.step_id, stage, stamps, drawn=drawn if is_last else ()))
-        return ended_s + wires.control_s, _Return(tuple(results))
+        return ended_s + wires.return_s, _Return(tuple(results))
 
 
 @dataclass(frozen=True, slots=True)

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import time
+from dataclasses import asdict
+from typing import Any
 
 from ppserve import __version__
 from ppserve.config import ServeConfig
@@ -56,11 +58,11 @@ class PipelineHandle:
             advice=advise(times, tuple(d.num_layers for d in decision.layouts), self._engine.microbatches),
         )
 
-    def cost_sheet(self) -> dict[str, list[dict[str, float]]]:
+    def cost_sheet(self) -> dict[str, Any]:
         """What steps cost on every stage, as `ppserve plan --costs` reads it. Zeros until steps were seen."""
         return self._engine.ask(lambda _now_s: self._cost_sheet())
 
-    def _cost_sheet(self) -> dict[str, list[dict[str, float]]]:
+    def _cost_sheet(self) -> dict[str, Any]:
         decision = self._members.decision
         assert decision is not None
         stages = []
@@ -68,7 +70,7 @@ class PipelineHandle:
             c = cost.coefficients
             terms = {"step_s": c.step, "row_s": c.row, "key_s": c.key, "sample_s": c.sample}
             stages.append({"layers": layout.num_layers, "steps": cost.num_observed, **terms})
-        return {"stages": stages}
+        return {"stages": stages, "overheads": asdict(self._observer.overheads.times)}
 
     def _stage_card(self, member: Member, times: StageTimes) -> StageCard:
         decision, hello, loaded = self._members.decision, member.hello, member.loaded

@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections import defaultdict
 
 from ppserve.core.cost_model import PipelineCosts
+from ppserve.core.overheads import Overheads
 from ppserve.core.plan import StepPlan, StepResult
 from ppserve.core.scheduler import Scheduler
 from ppserve.core.time_account import StageTimes, TimeAccount
@@ -21,12 +22,14 @@ from ppserve.head.trace import Trace
 class Observer:
     """Fed by the engine as things happen.
 
-    account: every stage's time. costs: what steps take, learnt from them. trace: off until it is started.
+    account: every stage's time. costs, overheads: what steps take, and what surrounds them, learnt from them.
+    trace: off until it is started.
     """
 
     def __init__(self, account: TimeAccount, metrics: Metrics, trace: Trace) -> None:
         self.account = account
         self.costs = PipelineCosts(account.num_stages)
+        self.overheads = Overheads(account.num_stages)
         self.metrics = metrics
         self.trace = trace
         account.observer = trace.settled
@@ -39,11 +42,13 @@ class Observer:
     def dispatched(self, plan: StepPlan, now_ns: int, woken_ns: int) -> None:
         """A plan went out to all stages. woken_ns: when the turn that made it began."""
         self.account.dispatched(plan, now_ns, woken_ns)
+        self.overheads.dispatched(plan, now_ns, woken_ns)
         self.metrics.microbatch(plan.phase, plan.num_tokens)
 
     def step_done(self, result: StepResult, plan: StepPlan, now_ns: int) -> None:
         """A stage reported a step; its stamps are on the head's clock."""
         self.account.reported(result, result.stamps, now_ns)
+        self.overheads.reported(result, now_ns)
         self.metrics.step_done(result, plan.phase)
         self.trace.step_done(result, plan)
         seconds = (result.stamps.ended - result.stamps.begun) / 1e9
@@ -68,6 +73,7 @@ class Observer:
 
     def lost(self, now_ns: int) -> None:
         self.account.stage_lost(now_ns)
+        self.overheads.lost()
 
     def formed(self, now_ns: int) -> None:
         self.account.formed(now_ns)

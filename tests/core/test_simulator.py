@@ -1,10 +1,12 @@
+from dataclasses import replace
+
 import pytest
 
 from ppserve.core.cost_model import Coefficients
 from ppserve.core.scheduler import SchedulerConfig
 from ppserve.core.simulator import Machine, Outcome, Roofline, SimulatedRequest, Simulator, Wires, percentile
 
-FREE = Wires(latency_s=0, bandwidth=1e30, control_s=0, head_s=0, prepare_s=0)
+FREE = Wires(latency_s=0, bandwidth=1e30, control_s=0, return_s=0, head_s=0, prepare_s=0)
 S = 0.01
 
 
@@ -52,10 +54,10 @@ def test_flat_stages_with_enough_sequences_are_never_idle(num_stages):
 def test_the_law_of_the_design():
     """throughput = B / max(P·s(B/m) + h, m·s(B/m))"""
     for per_row_s, return_s in ((0.0, 0.0), (1e-3, 0.0), (1e-3, 0.03)):
-        wires = Wires(latency_s=0, bandwidth=1e30, control_s=return_s, head_s=0, prepare_s=0)
+        wires = replace(FREE, return_s=return_s)
         outcome = simulate((Coefficients(S, per_row_s),) * 4, one_token_prompts(32, 100), wires=wires)
         s = S + 8 * per_row_s
-        expected = 32 / max(4 * s + 2 * return_s, 4 * s)
+        expected = 32 / max(4 * s + return_s, 4 * s)
         assert outcome.output_tokens_per_s == pytest.approx(expected, rel=0.05)
 
 
@@ -66,13 +68,14 @@ def test_an_unbalanced_pipeline_waits_for_its_slowest_stage():
 
 
 def test_what_surrounds_computing_has_its_name():
-    wires = Wires(latency_s=S, bandwidth=1e30, control_s=0, head_s=0, prepare_s=0)
-    slow_links = simulate((Coefficients(S),) * 2, one_token_prompts(2, 200), wires=wires)
+    slow_links = simulate((Coefficients(S),) * 2, one_token_prompts(2, 200), wires=replace(FREE, latency_s=S))
     assert share(slow_links, 0, "transfer") == pytest.approx(1 / 3, abs=0.02)
-    wires = Wires(latency_s=0, bandwidth=1e30, control_s=S, head_s=0, prepare_s=0)
+    wires = replace(FREE, control_s=S, return_s=S)
     slow_control = simulate((Coefficients(S),) * 2, one_token_prompts(2, 200), wires=wires)
     assert share(slow_control, 0, "token_return") == pytest.approx(1 / 4, abs=0.02)
     assert share(slow_control, 0, "host") == pytest.approx(1 / 4, abs=0.02)
+    slow_sends = simulate((Coefficients(S),) * 2, one_token_prompts(2, 200), wires=replace(FREE, sending_s=S))
+    assert share(slow_sends, 0, "transfer") == pytest.approx(1 / 2, abs=0.02)
 
 
 def test_arrivals_in_time():

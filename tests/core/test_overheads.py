@@ -1,0 +1,40 @@
+import pytest
+from artificial import ArtificialPipeline, plan
+
+from ppserve.core.overheads import Overheads, OverheadTimes
+from ppserve.core.plan import StepResult
+
+MS = 1_000_000
+
+
+def feed(pipeline: ArtificialPipeline, num_steps: int) -> Overheads:
+    overheads = Overheads(len(pipeline.compute_ns))
+    for at, _, what, k, i in pipeline.run(num_steps).events():
+        if what == "dispatched":
+            overheads.dispatched(plan(k), at, at - pipeline.schedule_ns)
+        else:
+            overheads.reported(StepResult(1, k, i, pipeline.stamps[i, k]), at)
+    return overheads
+
+
+@pytest.mark.parametrize("num_stages", [2, 3])
+def test_every_overhead_is_found(num_stages):
+    pipeline = ArtificialPipeline(
+        (20 * MS,) * num_stages, 1,
+        transfer_ns=1 * MS, sending_ns=2 * MS, prepare_ns=3 * MS, token_return_ns=4 * MS, schedule_ns=5 * MS,
+    )  # fmt: skip
+    found = feed(pipeline, 20).times
+    assert found == OverheadTimes(0.005, 0.0, 0.003, 0.002, 0.001, 0.004)
+
+
+def test_nothing_seen():
+    assert Overheads(2).times == OverheadTimes()
+
+
+def test_what_is_lost_is_forgotten():
+    overheads = Overheads(2)
+    overheads.dispatched(plan(1), 10, 5)
+    overheads.lost()
+    stamps = ArtificialPipeline((1, 1), 1).run(2).stamps[0, 1]
+    overheads.reported(StepResult(1, 1, 0, stamps), 99)
+    assert overheads.times.prepare_s == 0

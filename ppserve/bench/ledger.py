@@ -1,0 +1,77 @@
+"""Where the stages' time went over an interval: the difference of two readings of the server's ledger."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from ppserve.v1 import generation_pb2 as pb
+
+CAUSES = ("fill_drain", "imbalance", "transfer", "token_return", "host")
+
+
+@dataclass(frozen=True, slots=True)
+class StageTime:
+    """Seconds of one stage; together its wall time. bubble_s: by cause."""
+
+    stage: int
+    busy_s: float
+    bubble_s: Mapping[str, float]
+    idle_s: float
+
+    @property
+    def demand_s(self) -> float:
+        """Time in which the server had work."""
+        return self.busy_s + sum(self.bubble_s.values())
+
+    @property
+    def wall_s(self) -> float:
+        return self.demand_s + self.idle_s
+
+    @property
+    def busy_share(self) -> float:
+        """Of demand; 0 where there was none."""
+        return self.busy_s / self.demand_s if self.demand_s else 0.0
+
+    @property
+    def idle_share(self) -> float:
+        """Of wall time."""
+        return self.idle_s / self.wall_s if self.wall_s else 0.0
+
+    def bubble_share(self, cause: str | None = None) -> float:
+        """Of demand; all causes together when none is named."""
+        if not self.demand_s:
+            return 0.0
+        seconds = sum(self.bubble_s.values()) if cause is None else self.bubble_s.get(cause, 0.0)
+        return seconds / self.demand_s
+
+    def since(self, earlier: StageTime) -> StageTime:
+        """What was added between two readings. A ledger that began anew in between counts from its beginning."""
+        if self.wall_s < earlier.wall_s:
+            return self
+        causes = {*self.bubble_s, *earlier.bubble_s}
+        # Readings of running clocks are settled later; a cause may lose a microsecond to another.
+        return StageTime(
+            self.stage,
+            max(0.0, self.busy_s - earlier.busy_s),
+            {c: max(0.0, self.bubble_s.get(c, 0.0) - earlier.bubble_s.get(c, 0.0)) for c in sorted(causes)},
+            max(0.0, self.idle_s - earlier.idle_s),
+        )
+
+
+Ledger = tuple[StageTime, ...]
+
+
+def read_ledger(topology: pb.GetTopologyResponse) -> Ledger:
+    """The totals of all stages."""
+    return tuple(
+        StageTime(stage.stage, stage.busy_seconds, dict(stage.bubble_seconds), stage.idle_seconds)
+        for stage in topology.stages
+    )
+
+
+def between(earlier: Ledger, later: Ledger) -> Ledger:
+    """What was added from one reading to the next; empty when the readings are not of the same pipeline."""
+    if len(earlier) != len(later):
+        return ()
+    return tuple(after.since(before) for before, after in zip(earlier, later, strict=True))

@@ -1,0 +1,120 @@
+"""One run against a server: warm up, read the ledger, load, read it again."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from dataclasses import dataclass
+
+from ppserve.bench.caller import Caller
+from ppserve.bench.ledger import between, read_ledger
+from ppserve.bench.load import ClosedLoop, Load, Until, Watch, run_load
+from ppserve.bench.scrape import MetricsReading, ScrapeFailed, fetch_metrics
+from ppserve.bench.summary import Measurement, Setting
+from ppserve.bench.workload import Question, Workload
+from ppserve.client import CallFailed
+
+
+@dataclass(frozen=True, slots=True)
+class Served:
+    """What answers: its address, and what it said about itself. metrics: HOST:PORT of its page, or None."""
+
+    target: str
+    metrics: str | None
+    model: str
+    dtype: str
+    vocab_size: int
+    max_context: int
+    num_stages: int
+    microbatches: int
+
+    def setting(self, *, concurrency: int | None, rate: float, seed: int) -> Setting:
+        """How a run against this server is labelled."""
+        return Setting(
+            self.target, self.model, self.dtype, self.num_stages, self.microbatches, concurrency, rate, seed
+        )
+
+
+async def introduce(caller: Caller, target: str, metrics: str | None) -> Served:
+    """Ask the server what it is. Raises CallFailed, or ScrapeFailed when its metrics are wanted and not there."""
+    if metrics is not None:
+        await asyncio.to_thread(fetch_metrics, metrics)
+    told, topology = await caller.model_info(), await caller.topology()
+    return Served(
+        target=target,
+        metrics=metrics,
+        model=told.model,
+        dtype=told.dtype,
+        vocab_size=told.architecture.vocab_size,
+        max_context=told.max_context,
+        num_stages=len(topology.stages),
+        microbatches=topology.microbatches,
+    )
+
+
+async def warm_up(caller: Caller, workload: Workload, num_requests: int, concurrency: int) -> None:
+    """Requests that are not counted. Raises CallFailed for the first that fails: so would all others."""
+
+    def question(number: int) -> Question:
+        return workload.question(-1 - number)
+
+    answers = await run_load(caller.ask, question, ClosedLoop(concurrency), Until(num_requests), Watch())
+    for answer in answers:
+        if not answer.is_ok:
+            raise CallFailed(answer.status, f"while warming up: {answer.problem}")
+
+
+async def measure(
+    caller: Caller, served: Served, workload: Workload, load: Load, until: Until, watch: Watch, setting: Setting
+) -> Measurement:
+    """Raises CallFailed when the server is gone before or after, not when requests fail."""
+    metrics_before = await _metrics(served)
+    before = read_ledger(await caller.topology())
+    cpu_s, begun_s = time.process_time(), time.perf_counter()
+    answers = await run_load(caller.ask, workload.question, load, until, watch)
+    ended_s = max((answer.ended_s for answer in answers), default=begun_s)
+    cpu_s = time.process_time() - cpu_s
+    after = read_ledger(await caller.topology())
+    metrics_after = await _metrics(served)
+    return Measurement(
+        setting=setting,
+        answers=answers,
+        duration_s=ended_s - begun_s,
+        ledger=between(before, after),
+        client_cpu_s=cpu_s,
+        server_side=_server_side(metrics_before, metrics_after),
+    )
+
+
+async def _metrics(served: Served) -> MetricsReading | None:
+    if served.metrics is None:
+        return None
+    try:
+        return await asyncio.to_thread(fetch_metrics, served.metrics)
+    except ScrapeFailed:
+        return None  # what the clients saw is worth having without it
+
+
+def _server_side(before: MetricsReading | None, after: MetricsReading | None) -> dict[str, float]:
+    """What the server itself counted in between; what it took longer for clients is the way there and back."""
+    if before is None or after is None:
+        return {}
+
+    def added(name: str) -> float:
+        assert before is not None
+        assert after is not None
+        return after.value(f"ppserve_{name}") - before.value(f"ppserve_{name}")
+
+    figures: dict[str, float] = {}
+    for name, metric in (
+        ("queue", "request_queue_seconds"),
+        ("ttft", "time_to_first_token_seconds"),
+        ("itl", "inter_token_latency_seconds"),
+        ("e2el", "request_duration_seconds"),
+    ):
+        seen = after.histogram(f"ppserve_{metric}").since(before.histogram(f"ppserve_{metric}"))
+        figures[f"mean_{name}_ms"] = 1e3 * (seen.mean or 0.0)
+    figures["generated_tokens"] = added("generated_tokens_total")
+    figures["cached_prompt_tokens"] = added("cached_prompt_tokens_total")
+    figures["stage_restarts"] = added("stage_restarts_total")
+    return figures

@@ -1,0 +1,116 @@
+"""The server's /metrics page: fetched, parsed, and subtracted from an earlier one.
+
+Reads the part of Prometheus's text format that a ppserve server writes: samples with labels, no timestamps.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+import urllib.error
+import urllib.request
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from ppserve.errors import PpserveError
+
+_SAMPLE = re.compile(r"^([A-Za-z_:][\w:]*)(?:\{(.*)\})? (\S+)$")
+_LABEL = re.compile(r'([A-Za-z_]\w*)="((?:[^"\\]|\\.)*)"')
+_UNESCAPED = {r"\\": "\\", r"\"": '"', r"\n": "\n"}
+
+Labels = frozenset[tuple[str, str]]
+
+
+class ScrapeFailed(PpserveError):
+    """The page could not be fetched, or is not what it should be."""
+
+
+@dataclass(frozen=True, slots=True)
+class Histogram:
+    """Observations by upper bound, cumulative, the last bound infinite. total: their sum."""
+
+    bounds: tuple[float, ...] = ()
+    counts: tuple[float, ...] = ()
+    total: float = 0.0
+
+    @property
+    def num(self) -> float:
+        return self.counts[-1] if self.counts else 0.0
+
+    @property
+    def mean(self) -> float | None:
+        return self.total / self.num if self.num else None
+
+    def since(self, earlier: Histogram) -> Histogram:
+        """The observations made between two readings."""
+        if earlier.bounds != self.bounds or earlier.num > self.num:
+            return self
+        counts = tuple(after - before for before, after in zip(earlier.counts, self.counts, strict=True))
+        return Histogram(self.bounds, counts, self.total - earlier.total)
+
+    def quantile(self, q: float) -> float | None:
+        """As PromQL's histogram_quantile: linear within a bucket. None without observations."""
+        if not self.num:
+            return None
+        rank = q * self.num
+        low_bound, low_count = 0.0, 0.0
+        for bound, so_far in zip(self.bounds, self.counts, strict=True):
+            if so_far >= rank and so_far > low_count:
+                if math.isinf(bound):
+                    return low_bound
+                return low_bound + (bound - low_bound) * (rank - low_count) / (so_far - low_count)
+            low_bound, low_count = (bound, so_far) if not math.isinf(bound) else (low_bound, so_far)
+        return low_bound
+
+
+class MetricsReading:
+    """All samples of a page at one moment."""
+
+    def __init__(self, samples: Mapping[str, Mapping[Labels, float]]) -> None:
+        self._samples = samples
+
+    def value(self, name: str, **labels: str) -> float:
+        """The sum of a metric's samples that carry these labels; 0 where there are none."""
+        wanted = set(labels.items())
+        return sum(value for found, value in self._samples.get(name, {}).items() if wanted <= found)
+
+    def histogram(self, name: str) -> Histogram:
+        """A histogram without labels of its own."""
+        buckets: dict[float, float] = {}
+        for labels, value in self._samples.get(name + "_bucket", {}).items():
+            buckets[float(dict(labels)["le"])] = value
+        bounds = tuple(sorted(buckets))
+        return Histogram(bounds, tuple(buckets[bound] for bound in bounds), self.value(name + "_sum"))
+
+
+def parse_metrics(text: str) -> MetricsReading:
+    """Raises ScrapeFailed naming the line that is none."""
+    samples: dict[str, dict[Labels, float]] = {}
+    for line in text.splitlines():
+        if not line or line.startswith("#"):
+            continue
+        match = _SAMPLE.match(line)
+        try:
+            if match is None:
+                raise ValueError
+            labels = frozenset((name, _unescape(value)) for name, value in _LABEL.findall(match[2] or ""))
+            samples.setdefault(match[1], {})[labels] = float(match[3])
+        except ValueError:
+            raise ScrapeFailed(f"not a line of metrics: {line[:80]!r}") from None
+    return MetricsReading(samples)
+
+
+def fetch_metrics(address: str, timeout_s: float = 5.0) -> MetricsReading:
+    """The page at HOST:PORT. Blocks. Raises ScrapeFailed."""
+    url = f"http://{address}/metrics"
+    try:
+        with urllib.request.urlopen(url, timeout=timeout_s) as response:
+            return parse_metrics(response.read().decode())
+    except urllib.error.URLError as error:
+        raise ScrapeFailed(f"{url}: {error.reason}") from None
+    except (OSError, UnicodeDecodeError, ValueError) as error:
+        raise ScrapeFailed(f"{url}: {error}") from None
+
+
+def _unescape(value: str) -> str:
+    return re.sub(r"\\.", lambda found: _UNESCAPED.get(found[0], found[0]), value)

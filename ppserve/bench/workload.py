@@ -1,0 +1,224 @@
+"""What is asked: lengths of prompts and answers, their tokens, and when they arrive.
+
+Everything follows from the seed and a request's number, whatever the order in which requests are sent. Prompts
+are random tokens, so that no two share anything that a prefix cache could find, but for the prefix asked for.
+"""
+
+from __future__ import annotations
+
+import csv
+import math
+import random
+from collections.abc import Iterator
+from dataclasses import dataclass
+from datetime import datetime
+from pathlib import Path
+from typing import Protocol
+
+from ppserve.errors import ConfigError
+
+
+class Lengths(Protocol):
+    """A distribution of token counts."""
+
+    def draw(self, rng: random.Random) -> int:
+        """A number of tokens, at least 1."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class Fixed:
+    """Always the same."""
+
+    num_tokens: int
+
+    def draw(self, rng: random.Random) -> int:
+        return self.num_tokens
+
+
+@dataclass(frozen=True, slots=True)
+class Uniform:
+    """Every whole number from low to high, both included, equally likely."""
+
+    low: int
+    high: int
+
+    def draw(self, rng: random.Random) -> int:
+        return rng.randint(self.low, self.high)
+
+
+@dataclass(frozen=True, slots=True)
+class LogNormal:
+    """Many short, few very long: half lie below the median; sigma is the spread of the logarithm."""
+
+    median: float
+    sigma: float
+
+    def draw(self, rng: random.Random) -> int:
+        return max(1, round(rng.lognormvariate(math.log(self.median), self.sigma)))
+
+
+def parse_lengths(text: str) -> Lengths:
+    """`128`, `uniform:64:256` or `lognormal:MEDIAN:SIGMA`. Raises ValueError."""
+    kind, *numbers = text.strip().split(":")
+    if not numbers:
+        kind, numbers = "fixed", [kind]
+    lengths: Lengths | None = None
+    match kind, numbers:
+        case "fixed", [count]:
+            lengths = Fixed(_count(count))
+        case "uniform", [low, high]:
+            lengths = Uniform(_count(low), _count(high))
+            if lengths.low > lengths.high:
+                raise ValueError(f"{text!r}: {low} is above {high}")
+        case "lognormal", [median, sigma]:
+            lengths = LogNormal(_positive(median), _positive(sigma))
+    if lengths is None:
+        raise ValueError(f"{text!r} is not a length such as 128, uniform:64:256 or lognormal:128:0.8")
+    return lengths
+
+
+def _count(text: str) -> int:
+    if not text.isdecimal() or int(text) == 0:
+        raise ValueError(f"{text!r} is not a number of tokens")
+    return int(text)
+
+
+def _positive(text: str) -> float:
+    value = float(text)
+    if not 0 < value < math.inf:
+        raise ValueError(f"{text!r} is not a positive number")
+    return value
+
+
+# ---- recorded traffic ------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class TraceRow:
+    """One recorded request. at_s: seconds after the first."""
+
+    at_s: float
+    prompt_tokens: int
+    new_tokens: int
+
+
+def read_trace(path: Path, num_requests: int | None = None, time_scale: float = 1.0) -> tuple[TraceRow, ...]:
+    """The first requests of a CSV with the columns TIMESTAMP, ContextTokens and GeneratedTokens.
+
+    time_scale: 2.0 = twice as fast as recorded. Raises ConfigError naming the line.
+    """
+    rows: list[TraceRow] = []
+    first: datetime | None = None
+    try:
+        with path.open(newline="", encoding="utf-8") as file:
+            for number, row in enumerate(csv.DictReader(file), start=2):
+                if len(rows) == num_requests:
+                    break
+                try:
+                    at = datetime.fromisoformat(row["TIMESTAMP"])
+                    prompt, new = int(row["ContextTokens"]), int(row["GeneratedTokens"])
+                except (KeyError, TypeError, ValueError) as error:
+                    raise ConfigError("--trace", f"{path}:{number}: {error}") from None
+                first = first or at
+                rows.append(TraceRow((at - first).total_seconds() / time_scale, max(1, prompt), max(1, new)))
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError("--trace", f"cannot read {path}: {error}") from None
+    if not rows:
+        raise ConfigError("--trace", f"{path} holds no requests")
+    return tuple(sorted(rows, key=lambda row: row.at_s))
+
+
+def poisson_arrivals(rate: float, seed: int, burstiness: float = 1.0) -> Iterator[float]:
+    """Seconds after the start at which requests arrive, without end; `rate` a second on average.
+
+    burstiness 1 is a Poisson process; below 1 requests come in clumps, above 1 more evenly (the gaps follow a
+    gamma distribution of that shape). An infinite rate sends everything at once.
+    """
+    rng = random.Random(f"arrivals {seed}")
+    at_s = 0.0
+    while True:
+        yield at_s
+        if not math.isinf(rate):
+            at_s += rng.gammavariate(burstiness, 1 / (rate * burstiness))
+
+
+# ---- questions ---------------------------------------------------------------------------------------------
+
+
+class Sizes(Protocol):
+    """How long a prompt and its answer are."""
+
+    def of(self, number: int, rng: random.Random) -> tuple[int, int]:
+        """(prompt tokens, new tokens) of a request."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class DrawnSizes:
+    """Independent draws from two distributions."""
+
+    prompt: Lengths
+    new: Lengths
+
+    def of(self, number: int, rng: random.Random) -> tuple[int, int]:
+        return self.prompt.draw(rng), self.new.draw(rng)
+
+
+@dataclass(frozen=True, slots=True)
+class RecordedSizes:
+    """Those of recorded traffic, in its order, over and over."""
+
+    rows: tuple[TraceRow, ...]
+
+    def of(self, number: int, rng: random.Random) -> tuple[int, int]:
+        row = self.rows[number % len(self.rows)]
+        return row.prompt_tokens, row.new_tokens
+
+
+@dataclass(frozen=True, slots=True)
+class Question:
+    """What one request asks. was_clipped: it was longer than the context."""
+
+    number: int
+    prompt_ids: tuple[int, ...]
+    max_tokens: int
+    was_clipped: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Workload:
+    """An endless supply of requests that fit a model.
+
+    shared_prefix: tokens that precede every prompt, the same for all (with num_prefixes above 1, one of so many).
+    """
+
+    sizes: Sizes
+    vocab_size: int
+    max_context: int
+    seed: int = 0
+    shared_prefix: int = 0
+    num_prefixes: int = 1
+
+    def question(self, number: int) -> Question:
+        """The same for the same number, always. Numbers below 0 are for warming up."""
+        rng = random.Random(f"question {self.seed} {number}")
+        own, new = self.sizes.of(number, rng)
+        prompt_tokens, new_tokens = clip(self.shared_prefix + own, new, self.max_context)
+        prefix = self._prefix(rng.randrange(self.num_prefixes))[:prompt_tokens]
+        prompt_ids = (*prefix, *rng.choices(range(self.vocab_size), k=prompt_tokens - len(prefix)))
+        was_clipped = (prompt_tokens, new_tokens) != (self.shared_prefix + own, new)
+        return Question(number, prompt_ids, new_tokens, was_clipped)
+
+    def _prefix(self, which: int) -> list[int]:
+        rng = random.Random(f"prefix {self.seed} {which}")
+        return rng.choices(range(self.vocab_size), k=self.shared_prefix)
+
+
+def clip(prompt_tokens: int, new_tokens: int, max_context: int) -> tuple[int, int]:
+    """Lengths that fit the context together: the answer up to half of it, the prompt what is left then.
+
+    Cutting the prompt first keeps what decides the load, the share of generated tokens.
+    """
+    new = max(1, min(new_tokens, max_context // 2)) if prompt_tokens + new_tokens > max_context else new_tokens
+    return max(1, min(prompt_tokens, max_context - new)), new

@@ -121,12 +121,10 @@ class GenerationService:
     async def _generate(self, raw: bytes, context: Context) -> None:
         trace = _trace(context)
         try:
-            if self._draining:
-                raise Draining("the server is shutting down")
             message = _parse(pb.GenerateRequest, raw)
             await self._serve(message, context, trace)
         except RequestError as error:
-            log.info("request refused or ended: %s", error.reason, extra=trace)
+            log.info("request %s: %s", trace.get("request_id", "refused"), error.reason, extra=trace)
             await _abort(context, error)
         except aio.BaseError:
             log.debug("the caller went away in the middle of a write", extra=trace)
@@ -160,6 +158,7 @@ class GenerationService:
             self._leave(stream)
             if not stream.is_complete:
                 self._engine.cancel(request.id, _why_gone(request))
+        log.info("request %s: answered", public_id, extra=trace | {"caller": request.caller})
 
     async def _write_all(self, stream: RequestStream, context: Context) -> None:
         """Write messages as they come. A reader that takes nothing for the stall timeout loses the call."""
@@ -197,6 +196,8 @@ class GenerationService:
         return b"" if self._tokenizer is None else self._tokenizer.token_bytes(token_id)
 
     def _enter(self, stream: RequestStream) -> None:
+        if self._draining:
+            raise Draining("the server is shutting down")
         self._streams.add(stream)
         self._idle.clear()
 

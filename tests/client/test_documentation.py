@@ -1,0 +1,23 @@
+"""The examples of docs/client.md run as they stand."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+from fake_engine import FakeEngine, served_in_thread
+
+PAGE = Path(__file__).resolve().parent.parent.parent / "docs" / "client.md"
+EXAMPLES = re.findall(r"```python\n(.*?)```", PAGE.read_text(), re.DOTALL)
+
+
+def test_there_are_examples() -> None:
+    assert len(EXAMPLES) >= 7
+
+
+@pytest.mark.parametrize("number", range(len(EXAMPLES)))
+def test_an_example_runs(number: int) -> None:
+    with served_in_thread(FakeEngine()) as target:
+        source = EXAMPLES[number].replace("127.0.0.1:50051", target)
+        exec(compile(source, f"{PAGE.name}, example {number}", "exec"), {"__name__": "__main__"})

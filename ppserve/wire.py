@@ -15,6 +15,7 @@ import msgspec
 
 from ppserve.config import ServeConfig
 from ppserve.core.architecture import Architecture, StageLayout
+from ppserve.core.partition import TokenCosts
 from ppserve.core.plan import StepPlan, StepResult
 from ppserve.errors import WireError
 
@@ -34,7 +35,7 @@ class Hello(_Message, frozen=True, tag=True):
 
     token: the secret that the head handed out, so that strangers on the port are turned away.
     dtype: resolved ("auto" no more). gpu: index of the device this stage would use, or None for the CPU;
-    shares_gpu: other stages of this host use it too.
+    shares_gpu: other stages of this host use it too. costs: measured for `--layers auto`, else None.
     """
 
     token: str
@@ -46,6 +47,7 @@ class Hello(_Message, frozen=True, tag=True):
     dtype: str
     gpu: int | None
     shares_gpu: bool
+    costs: TokenCosts | None
     versions: dict[str, str]
 
 

@@ -11,6 +11,7 @@ import pytest
 from ppserve import wire
 from ppserve.config import ServeConfig, ServerSettings
 from ppserve.core.architecture import Architecture, StageLayout
+from ppserve.core.partition import Parts, TokenCosts
 from ppserve.core.plan import (
     Draw,
     Drawn,
@@ -25,6 +26,7 @@ from ppserve.core.request import SamplingParams
 from ppserve.errors import WireError
 
 ARCH = Architecture(8, 160, 5, 1024, 1500, 1504, 640)
+COSTS = TokenCosts(Parts(1.0, 2.0, 3.0), Parts(4.0, 5.0, 6.0))
 PLAN = StepPlan(
     epoch=3,
     step_id=2**40,
@@ -45,7 +47,7 @@ RESULT = StepResult(
     scored=(Scored(8, 0, (TokenLogprobs(-1.5),)),),
 )
 FROM_STAGE = [
-    wire.Hello("t", 1, 2, 99, "host", ARCH, "float32", None, False, {"torch": "2"}),
+    wire.Hello("t", 1, 2, 99, "host", ARCH, "float32", None, False, COSTS, {"torch": "2"}),
     wire.Loading(1, 2),
     wire.Loaded("cpu", 10, 40, 100, 2**40, True, ""),
     wire.StoreOpened(1, "127.0.0.1", 5),

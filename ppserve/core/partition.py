@@ -41,6 +41,29 @@ class Parts:
         return tuple(self.stage_cost(i, len(split), n) for i, n in enumerate(split))
 
 
+@dataclass(frozen=True, slots=True)
+class TokenCosts:
+    """Seconds per token of each part, measured: of a prompt, and of decoding. Heads cost per prompt what
+    one drawn token costs, shared out over the tokens of the chunk that was measured."""
+
+    prefill: Parts
+    decode: Parts
+
+    @staticmethod
+    def mean(costs: tuple[TokenCosts, ...]) -> TokenCosts:
+        """Of what several stages measured."""
+
+        def mean_of(parts: list[Parts]) -> Parts:
+            n = len(parts)
+            return Parts(
+                sum(p.block for p in parts) / n,
+                sum(p.embedding for p in parts) / n,
+                sum(p.head for p in parts) / n,
+            )
+
+        return TokenCosts(mean_of([c.prefill for c in costs]), mean_of([c.decode for c in costs]))
+
+
 def decode_parts(arch: Architecture) -> Parts:
     """Weights read by a decode step, in parameters: what such a step costs while memory is the limit.
 

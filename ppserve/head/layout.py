@@ -2,16 +2,26 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import sys
 
 from ppserve import wire
 from ppserve.config import ServeConfig
 from ppserve.core.architecture import Architecture, stage_layouts
-from ppserve.core.partition import check_split, split_by_weight
+from ppserve.core.partition import (
+    TokenCosts,
+    balance,
+    check_split,
+    mixed_parts,
+    split_by_cost,
+    split_by_weight,
+)
 from ppserve.core.scheduler_config import SchedulerConfig
 from ppserve.errors import ConfigError
 from ppserve.head.members import Decision
+
+log = logging.getLogger("ppserve.head")
 
 
 def decide(config: ServeConfig, hellos: tuple[wire.Hello, ...]) -> Decision:
@@ -23,7 +33,7 @@ def decide(config: ServeConfig, hellos: tuple[wire.Hello, ...]) -> Decision:
         if hello.dtype != first.dtype:
             raise ConfigError("--dtype", f"stage {hello.stage} would use {hello.dtype}, stage 0 {first.dtype}")
     arch, num_stages = first.architecture, len(hellos)
-    split = config.pipeline.layers or split_by_weight(arch, num_stages)
+    split = config.pipeline.layers or choose_split(config, arch, hellos)
     check_split(split, arch, num_stages)
     scheduling = scheduler_config(config, arch, num_stages)
     one_host = len({hello.host for hello in hellos}) == 1
@@ -34,6 +44,25 @@ def decide(config: ServeConfig, hellos: tuple[wire.Hello, ...]) -> Decision:
         store_host="127.0.0.1" if one_host else os.environ.get("MASTER_ADDR", first.host),
         max_rows=scheduling.max_step_tokens,
     )
+
+
+def choose_split(config: ServeConfig, arch: Architecture, hellos: tuple[wire.Hello, ...]) -> tuple[int, ...]:
+    """The split for the expected mix of prompts and answers, by what the stages measured, else by weight."""
+    measured = tuple(hello.costs for hello in hellos if hello.costs is not None)
+    if len(measured) < len(hellos):
+        return split_by_weight(arch, len(hellos))
+    expected = config.scheduling
+    costs = TokenCosts.mean(measured)
+    parts = mixed_parts(costs.prefill, costs.decode, expected.expect_prompt, expected.expect_new)
+    split = split_by_cost(parts, arch.num_layers, len(hellos))
+    log.info(
+        "--layers auto: %s, predicted balance %.0f%% for prompts of %d tokens and answers of %d",
+        ",".join(map(str, split)),
+        100 * balance(parts.costs(split)),
+        expected.expect_prompt,
+        expected.expect_new,
+    )
+    return split
 
 
 def scheduler_config(config: ServeConfig, arch: Architecture, num_stages: int) -> SchedulerConfig:

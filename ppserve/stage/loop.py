@@ -23,6 +23,7 @@ import torch.distributed as dist
 import parallel_state
 from ppserve import wire
 from ppserve.core.architecture import StageLayout
+from ppserve.core.partition import TokenCosts
 from ppserve.core.plan import Drawn, Scored, StepPlan, StepResult, StepStamps
 from ppserve.errors import CheckpointError, ConfigError, TransportError
 from ppserve.launch import RankEnvironment
@@ -31,7 +32,7 @@ from ppserve.model.checkpoint.opening import open_checkpoint
 from ppserve.model.gpt2 import GPT2Stage
 from ppserve.model.kv_cache import KVCache
 from ppserve.model.selftest import check_determinism
-from ppserve.stage import device, rendezvous
+from ppserve.stage import calibrate, device, rendezvous
 from ppserve.stage.inputs import build_inputs
 from ppserve.stage.link import HeadLink, Stamped
 from ppserve.stage.transport import Transport, create_transport
@@ -87,11 +88,20 @@ class StageLoop:
                 dtype=compute.dtype,
                 gpu=compute.device.index if compute.device.type == "cuda" else None,
                 shares_gpu=compute.shares_gpu,
+                costs=cls._measure(start, checkpoint, compute),
                 versions={"torch": str(torch.__version__)},
             )
         )
         link.start()
         return cls(start, link, checkpoint, compute)
+
+    @staticmethod
+    def _measure(start: wire.Start, checkpoint: Checkpoint, compute: device.Compute) -> TokenCosts | None:
+        """What the parts of the model cost here, where that decides how it is cut."""
+        if start.num_stages == 1 or start.config.pipeline.layers is not None:
+            return None
+        scheduling = start.config.scheduling
+        return calibrate.token_costs(checkpoint, compute, scheduling.expect_prompt + scheduling.expect_new // 2)
 
     @torch.inference_mode()
     def run(self, on_served: Callable[[], object]) -> int:

@@ -28,7 +28,7 @@ CONTRACT_METRICS = {
 
 @pytest.fixture(scope="module")
 def two_stages() -> Iterator[Server]:
-    with serving(2) as server:
+    with serving(2, "--layers", "4,4") as server:
         yield server
 
 

@@ -12,7 +12,6 @@ from itertools import pairwise
 from types import TracebackType
 from typing import Self
 
-import grpc
 from grpc import aio
 
 from ppserve.bench.workload import Question
@@ -157,8 +156,3 @@ def _ending(message: pb.GenerateResponse, num_received: int) -> tuple[str, str]:
     if message.usage.completion_tokens != num_received:
         return "INCOMPLETE", f"{num_received} tokens came, the server counts {message.usage.completion_tokens}"
     return OK, ""
-
-
-def is_unreachable(failure: CallFailed) -> bool:
-    """Whether nobody answered, as opposed to an answer that says no."""
-    return failure.code == grpc.StatusCode.UNAVAILABLE.name and not failure.reason

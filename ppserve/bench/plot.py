@@ -105,7 +105,7 @@ def _draw_stages(axes: Any, spans: Sequence[TraceSpan]) -> None:
     stages = sorted({span.stage for span in spans})
     axes.set(title="stages over time", xlabel="ms", yticks=stages, yticklabels=[f"stage {s}" for s in stages])
     axes.invert_yaxis()
-    axes.legend(loc="upper right", ncols=4, fontsize="small")
+    axes.legend(loc="upper left", bbox_to_anchor=(1.0, 1.0), fontsize="small")
 
 
 # ---- a sweep ---------------------------------------------------------------------------------------------------
@@ -177,4 +177,4 @@ def _draw_bubbles(axes: Any, ledger: Ledger) -> None:
         bottoms = [bottom + share for bottom, share in zip(bottoms, shares, strict=True)]
     axes.set(title="bubbles", xlabel="stage", ylabel="% of the time with work")
     if ledger:
-        axes.legend(fontsize="small")
+        axes.legend(loc="upper left", bbox_to_anchor=(1.0, 1.0), fontsize="small", reverse=True)

@@ -1,0 +1,131 @@
+"""What `ppserve top` shows: the difference of two readings of a server. Pure, but for `read`."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass
+
+from ppserve.bench.ledger import Ledger, between, read_ledger
+from ppserve.bench.scrape import MetricsReading, ScrapeFailed, fetch_metrics
+from ppserve.client import Client
+from ppserve.v1 import generation_pb2 as pb
+
+
+@dataclass(frozen=True, slots=True)
+class Reading:
+    """A server at one moment. metrics: None where its page cannot be had."""
+
+    at_s: float
+    topology: pb.GetTopologyResponse
+    metrics: MetricsReading | None
+
+
+def read(client: Client, metrics: str) -> Reading:
+    """metrics: HOST:PORT of the page. Raises CallFailed when the server is gone."""
+    topology = client.topology()
+    try:
+        found: MetricsReading | None = fetch_metrics(metrics, timeout_s=2.0)
+    except ScrapeFailed:
+        found = None
+    return Reading(time.monotonic(), topology, found)
+
+
+@dataclass(frozen=True, slots=True)
+class Latency:
+    """Over the interval, in seconds; None where nothing was observed."""
+
+    p50_s: float | None
+    p99_s: float | None
+
+
+@dataclass(frozen=True, slots=True)
+class Traffic:
+    """What the metrics page adds. Rates are per second over the interval; the rest is of now."""
+
+    running: int
+    waiting: int
+    in_flight: int
+    kv_usage: float
+    ttft: Latency
+    itl: Latency
+    requests_per_s: float
+    prompt_tokens_per_s: float
+    generated_tokens_per_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class StageLine:
+    """What a stage is; its time is in the ledger at the same place."""
+
+    stage: int
+    device: str
+    layers: str
+    live: bool
+    restarts: int
+
+
+@dataclass(frozen=True, slots=True)
+class View:
+    """One screen. ledger: over the interval, one entry per stage."""
+
+    interval_s: float
+    stages: tuple[StageLine, ...]
+    ledger: Ledger
+    transport: str
+    microbatches: int
+    epoch: int
+    advice: str
+    traffic: Traffic | None
+
+
+def view_of(before: Reading, after: Reading) -> View:
+    """What happened from one reading to the next."""
+    topology = after.topology
+    interval_s = max(after.at_s - before.at_s, 1e-9)
+    lines = tuple(
+        StageLine(
+            stage.stage,
+            stage.device,
+            f"{stage.first_layer}-{stage.first_layer + stage.num_layers - 1}" if stage.num_layers else "none",
+            stage.live,
+            stage.restarts,
+        )
+        for stage in topology.stages
+    )
+    later = read_ledger(topology)
+    ledger = between(read_ledger(before.topology), later) or later
+    traffic = None
+    if before.metrics is not None and after.metrics is not None:
+        traffic = _traffic(before.metrics, after.metrics, interval_s)
+    return View(
+        interval_s=interval_s,
+        stages=lines,
+        ledger=ledger,
+        transport=topology.transport,
+        microbatches=topology.microbatches,
+        epoch=topology.epoch,
+        advice=topology.advice,
+        traffic=traffic,
+    )
+
+
+def _traffic(before: MetricsReading, after: MetricsReading, interval_s: float) -> Traffic:
+    def rate(name: str) -> float:
+        # A head that was started again counts from zero.
+        return max(0.0, after.value(name) - before.value(name)) / interval_s
+
+    def latency(name: str) -> Latency:
+        seen = after.histogram(name).since(before.histogram(name))
+        return Latency(seen.quantile(0.5), seen.quantile(0.99))
+
+    return Traffic(
+        running=int(after.value("ppserve_requests_running")),
+        waiting=int(after.value("ppserve_requests_waiting")),
+        in_flight=int(after.value("ppserve_microbatches_in_flight")),
+        kv_usage=after.value("ppserve_kv_usage_ratio"),
+        ttft=latency("ppserve_time_to_first_token_seconds"),
+        itl=latency("ppserve_inter_token_latency_seconds"),
+        requests_per_s=rate("ppserve_requests_total"),
+        prompt_tokens_per_s=rate("ppserve_prompt_tokens_total"),
+        generated_tokens_per_s=rate("ppserve_generated_tokens_total"),
+    )

@@ -15,7 +15,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from writers import architecture, random_tensors, write_hf, write_llmc, write_nanogpt
+from model.checkpoint.writers import architecture, random_tensors, write_hf, write_llmc, write_nanogpt
 
 from ppserve.errors import CheckpointError
 from ppserve.model.checkpoint.names import tensor_shapes

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from writers import architecture, hf_config
+from model.checkpoint.writers import architecture, hf_config
 
 from ppserve.core.architecture import Architecture
 from ppserve.errors import CheckpointError

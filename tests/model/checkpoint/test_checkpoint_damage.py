@@ -8,7 +8,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from damage import attempt, damaged, write_originals
+from model.checkpoint.damage import attempt, damaged, write_originals
 
 FORMATS = ("safetensors", "safetensors in parts", "bin", "bin in parts", "legacy bin", "llm.c", "nanoGPT")
 

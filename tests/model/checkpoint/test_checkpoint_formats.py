@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from writers import Tensors, architecture, random_tensors, write_hf, write_llmc, write_nanogpt
+from model.checkpoint.writers import Tensors, architecture, random_tensors, write_hf, write_llmc, write_nanogpt
 
 from ppserve.core.architecture import Architecture
 from ppserve.model.checkpoint import Checkpoint

@@ -12,8 +12,8 @@ from typing import Any
 
 import pytest
 import torch
-from damage import refusal
-from writers import architecture, hf_state, random_tensors, write_hf, write_nanogpt
+from model.checkpoint.damage import refusal
+from model.checkpoint.writers import architecture, hf_state, random_tensors, write_hf, write_nanogpt
 
 from ppserve.model.checkpoint.names import tensor_shapes
 from ppserve.model.checkpoint.opening import open_checkpoint

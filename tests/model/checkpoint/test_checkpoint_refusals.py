@@ -12,9 +12,17 @@ from typing import Any
 
 import pytest
 import torch
-from damage import refusal
+from model.checkpoint.damage import refusal
+from model.checkpoint.writers import (
+    architecture,
+    hf_state,
+    random_tensors,
+    write_hf,
+    write_hf_state,
+    write_llmc,
+    write_nanogpt,
+)
 from safetensors.torch import load_file, save_file
-from writers import architecture, hf_state, random_tensors, write_hf, write_hf_state, write_llmc, write_nanogpt
 
 from ppserve.errors import CheckpointError
 from ppserve.model.checkpoint.opening import open_checkpoint

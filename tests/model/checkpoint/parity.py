@@ -1,0 +1,139 @@
+"""Checkpoints of every format and every config field, each beside the numbers its authors' code gives.
+
+Formats of Hugging Face: transformers itself. llm.c and nanoGPT: a plain recomputation from the tensors that
+were written, which never passed through a reader of ours.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from model.checkpoint.writers import Tensors, architecture, random_tensors, write_hf, write_llmc, write_nanogpt
+from model.pipelines import Pipeline, prompt
+from reference import Reference
+from transformers import GPT2Config, GPT2LMHeadModel
+
+from ppserve.core.architecture import Architecture
+from ppserve.model.checkpoint.opening import open_checkpoint
+
+SPLITS = ((3,), (2, 1), (1, 1, 1))
+Logits = Callable[[tuple[int, ...]], torch.Tensor]
+"""Token ids to float32 logits (T, V) after each."""
+
+
+@dataclass(frozen=True)
+class Authored:
+    """A checkpoint on disk, and its authors' logits."""
+
+    place: Path
+    logits: Logits
+
+
+class MemoryCheckpoint:
+    """Tensors and an architecture as they are: what the files should give back."""
+
+    path = Path("memory")
+    stored_dtype = "float32"
+
+    def __init__(self, arch: Architecture, tensors: Tensors) -> None:
+        self.architecture = arch
+        self._tensors = tensors
+
+    def tensor(self, name: str) -> torch.Tensor:
+        return self._tensors[name]
+
+
+def hugging_face(directory: Path, container: str = "safetensors", parts: int = 1, **changes: Any) -> Authored:
+    """A random model of transformers with these config fields, saved."""
+    fields = {"n_layer": 3, "n_embd": 40, "n_head": 4, "n_positions": 96, "vocab_size": 211} | changes
+    torch.manual_seed(1)
+    model = GPT2LMHeadModel(GPT2Config(**fields, attn_implementation="eager")).eval()
+    for name, parameter in model.named_parameters():
+        torch.nn.init.normal_(parameter, mean=1.0 if ".ln_" in name and "weight" in name else 0.0, std=0.2)
+    if container == "safetensors":
+        model.save_pretrained(directory, max_shard_size="5GB" if parts == 1 else "60KB")
+        assert len(list(directory.glob("*.safetensors"))) >= parts
+    else:
+        model.config.save_pretrained(directory)
+        torch.save(model.state_dict(), directory / "pytorch_model.bin")
+
+    @torch.inference_mode()
+    def logits(ids: tuple[int, ...]) -> torch.Tensor:
+        return model(torch.tensor([ids])).logits[0]
+
+    return Authored(directory, logits)
+
+
+def recomputed(place: Path, arch: Architecture, tensors: Tensors) -> Authored:
+    """What was written, computed plainly."""
+    return Authored(place, Reference(MemoryCheckpoint(arch, tensors)).logits)
+
+
+def llmc(directory: Path, version: int = 3, **changes: Any) -> Authored:
+    arch = architecture(**{"width": 40, "inner_width": 160, "max_positions": 96, "vocab_size": 211} | changes)
+    tensors = random_tensors(arch)
+    if version == 5:
+        tensors = {name: tensor.bfloat16().float() for name, tensor in tensors.items()}
+    return recomputed(write_llmc(directory / "model.bin", arch, tensors, version), arch, tensors)
+
+
+def nanogpt(directory: Path, **changes: Any) -> Authored:
+    sizes = {"width": 40, "inner_width": 160, "max_positions": 96, "vocab_size": 211, "activation": "gelu"}
+    arch = architecture(**sizes | changes)
+    tensors = random_tensors(arch)
+    return recomputed(write_nanogpt(directory / "ckpt.pt", arch, tensors), arch, tensors)
+
+
+def own_names(directory: Path) -> Authored:
+    """Without `transformer.`, in four files of torch."""
+    arch = architecture(width=40, inner_width=160, max_positions=96, vocab_size=211)
+    tensors = random_tensors(arch)
+    return recomputed(write_hf(directory, arch, tensors, container="bin", parts=4, prefix=""), arch, tensors)
+
+
+ACTIVATIONS = ("gelu", "gelu_pytorch_tanh", "gelu_fast", "quick_gelu", "relu", "silu", "tanh")
+
+VARIANTS: dict[str, Callable[[Path], Authored]] = {
+    "safetensors": hugging_face,
+    "safetensors in parts": lambda d: hugging_face(d, parts=3),
+    "bin": lambda d: hugging_face(d, container="bin"),
+    "bin in parts, bare names": own_names,
+    "llm.c v3": llmc,
+    "llm.c v5": lambda d: llmc(d, version=5),
+    "llm.c padded": lambda d: llmc(d, padded_vocab_size=256),
+    "nanoGPT": nanogpt,
+    "nanoGPT without biases": lambda d: nanogpt(d, biases=False),
+    "untied": lambda d: hugging_face(d, tie_word_embeddings=False),
+    "17 heads": lambda d: hugging_face(d, n_embd=17 * 8, n_head=17),
+    "heads of 80": lambda d: hugging_face(d, n_embd=160, n_head=2),
+    "heads of 128": lambda d: hugging_face(d, n_embd=256, n_head=2),
+    "n_inner": lambda d: hugging_face(d, n_inner=72),
+    "scaled by layer, reordered": lambda d: hugging_face(
+        d, scale_attn_by_inverse_layer_idx=True, reorder_and_upcast_attn=True
+    ),
+    "unscaled": lambda d: hugging_face(d, scale_attn_weights=False),
+    "epsilon": lambda d: hugging_face(d, layer_norm_epsilon=0.1),
+    **{name: lambda d, name=name: hugging_face(d, activation_function=name) for name in ACTIVATIONS},
+}
+
+
+def check(authored: Authored, split: tuple[int, ...], num_prompts: int, num_tokens: int) -> float:
+    """Greedy tokens identical and logits within 1e-3 of the authors'. Returns the largest difference."""
+    checkpoint = open_checkpoint(str(authored.place))
+    pipeline = Pipeline(checkpoint, split, num_sequences=1)
+    worst = 0.0
+    for seed in range(num_prompts):
+        start = prompt(5 + seed % 20, seed)
+        drawn = tuple(draw.token_id for draw in pipeline.generate(start, num_tokens))
+        ids = (*start, *(token for token in drawn if token is not None))
+        theirs = authored.logits(ids[:-1])[:, : checkpoint.architecture.vocab_size]
+        assert drawn == tuple(theirs[len(start) - 1 :].argmax(-1).tolist()), f"prompt {seed}"
+        ours = pipeline.logits(pipeline.hidden(ids[:-1], len(ids)))
+        worst = max(worst, float((ours - theirs).abs().max()))
+        assert worst < 1e-3, f"prompt {seed}"
+        assert theirs.std() > 0.3, "logits too close together to tell a wrong model from a right one"
+    return worst

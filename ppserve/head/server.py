@@ -36,9 +36,8 @@ class FrontDoor:
         self._settings = settings
         self._keys = ApiKeys(settings.api_key_file) if settings.api_key_file else None
         self._credentials = _credentials(settings)
-        self._server = aio.server(
-            interceptors=[KeyCheck(self._keys)] if self._keys else [], options=_options(engine.model_card().limits)
-        )
+        guards = [KeyCheck(self._keys)] if self._keys else []
+        self._server = aio.server(interceptors=guards, options=server_options(engine.model_card().limits))
         self.service = GenerationService(engine, tokenizer)
         self._health = health.aio.HealthServicer()
         self._server.add_generic_rpc_handlers((self.service.handlers(),))
@@ -85,7 +84,8 @@ class FrontDoor:
         await self._server.stop(LAST_WORDS_S)
 
 
-def _options(limits: Limits) -> list[tuple[str, Any]]:
+def server_options(limits: Limits) -> list[tuple[str, Any]]:
+    """What the server tells gRPC's core, which ignores names that it does not know."""
     return [
         # With SO_REUSEPORT a second server binds the same port and silently steals connections.
         ("grpc.so_reuseport", 0),
@@ -97,7 +97,7 @@ def _options(limits: Limits) -> list[tuple[str, Any]]:
         ("grpc.keepalive_time_ms", 30_000),
         ("grpc.keepalive_timeout_ms", 10_000),
         ("grpc.keepalive_permit_without_calls", 1),
-        ("grpc.http2.min_recv_ping_interval_without_data_ms", 5_000),
+        ("grpc.http2.min_ping_interval_without_data_ms", 5_000),
     ]
 
 

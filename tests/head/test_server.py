@@ -12,12 +12,15 @@ import grpc
 import pytest
 from fake_engine import ByteCodec, FakeEngine, code_of, served, stub_of, texts_until_failure
 from grpc import aio
+from grpc._cython import cygrpc
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 
+from ppserve.client.connection import CHANNEL_OPTIONS
 from ppserve.config import ServerSettings
 from ppserve.errors import ConfigError
-from ppserve.head.server import FrontDoor
+from ppserve.head.limits import Limits
+from ppserve.head.server import FrontDoor, server_options
 from ppserve.head.stream import TokenOutput
 from ppserve.v1 import generation_pb2 as pb
 from ppserve.v1.generation_pb2_grpc import GenerationServiceStub
@@ -250,6 +253,14 @@ def test_the_shutdown_timeout_ends_streams_after_what_they_have() -> None:
             assert len(engine.cancelled) == 1
 
     asyncio.run(main())
+
+
+def test_grpc_knows_every_option() -> None:
+    """A misspelt option has no effect and no error: look for the names in gRPC's own binary."""
+    binary = Path(cygrpc.__file__).read_bytes()
+    names = [name for name, _ in (*server_options(Limits()), *CHANNEL_OPTIONS)]
+    assert [name for name in names if name.encode() + b"\0" not in binary] == []
+    assert b"grpc.no_such_option\0" not in binary
 
 
 def test_free_port_is_picked_and_told() -> None:

@@ -94,7 +94,7 @@ class FakeEngine:
     """Delivers every sequence's tokens, one step a loop turn, or what a test pushes by hand.
 
     by_hand: submitted requests wait for the test. refusal: raised by submit. break_after: streams end
-    with this error after so many tokens of their own, this many times.
+    with this error after so many tokens of their own, this many times. halt_after: streams stand still there.
     """
 
     card: ModelCard = CARD
@@ -104,6 +104,7 @@ class FakeEngine:
     break_error: RequestError | None = None
     break_after: int = 0
     num_breaks: int = 0
+    halt_after: int | None = None
     requests: list[Request] = field(default_factory=list)
     sinks: dict[str, Sink] = field(default_factory=dict)
     cancelled: dict[str, FinishReason] = field(default_factory=dict)
@@ -152,6 +153,8 @@ class FakeEngine:
         self.num_breaks -= breaks
         for step in range(max(map(len, sequences))):
             await asyncio.sleep(0)
+            if step == self.halt_after:
+                return
             if breaks and step == self.break_after:
                 sink.push([TokenOutput(0, step, error=self.break_error)])
                 return

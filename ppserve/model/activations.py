@@ -6,11 +6,13 @@ so on the CPU these are kernels that treat every element alike.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 
+import numpy as np
 import torch
 
-from ppserve.model.activation_kernel import EXACT_GELU, QUICK_GELU, RELU, SILU, TANH, TANH_GELU, activate
+from ppserve.model.activation_kernel import exact_gelu, gate
 
 Activation = Callable[[torch.Tensor], torch.Tensor]
 
@@ -28,26 +30,34 @@ TORCH: dict[str, Activation] = {
 }
 """Every supported activation as torch operators: the way on CUDA, and the oracle for the kernels."""
 
-_KINDS = {
-    "gelu_new": TANH_GELU,
-    "gelu_fast": TANH_GELU,
-    "gelu_pytorch_tanh": TANH_GELU,
-    "gelu": EXACT_GELU,
-    "quick_gelu": QUICK_GELU,
-    "relu": RELU,
-    "silu": SILU,
-    "tanh": TANH,
+_ROOT = 2 * math.sqrt(2 / math.pi)
+
+_GATES = {
+    "gelu_new": (_ROOT, 0.044715 * _ROOT),
+    "gelu_fast": (_ROOT, 0.044715 * _ROOT),
+    "gelu_pytorch_tanh": (_ROOT, 0.044715 * _ROOT),
+    "quick_gelu": (1.702, 0.0),
+    "silu": (1.0, 0.0),
+    "tanh": (1.0, 0.0),
 }
+"""Those that are x sigmoid(ax + bx³), or for tanh 2 sigmoid(2x) - 1, and their a and b."""
 
 
 def activation_for(name: str, device: torch.device) -> Activation:
-    """The activation called `name`; on the CPU it takes float32 and works in place."""
+    """The activation called `name`; on the CPU it takes contiguous float32 and works in place."""
     if device.type != "cpu":
         return TORCH[name]
-    kind = _KINDS[name]
+    if name == "relu":
+        return torch.relu_  # exact, hence alike whichever code takes the end of a tensor
+    if name == "gelu":
+        return _in_place(exact_gelu)
+    linear, cubic = _GATES[name]
+    return _in_place(gate, np.float32(linear), np.float32(cubic), name == "tanh")
 
-    def in_place(x: torch.Tensor) -> torch.Tensor:
-        activate(x.view(-1).numpy(), kind)
+
+def _in_place(kernel: Callable[..., None], *settings: object) -> Activation:
+    def activate(x: torch.Tensor) -> torch.Tensor:
+        kernel(x.view(-1).numpy(), *settings)
         return x
 
-    return in_place
+    return activate

@@ -44,33 +44,59 @@ def _load_or(array, i, other):
     return load(rest, 0)
 
 
-@kernel
-def is_finite(scores_V: Floats) -> bool:
-    """Whether no score is infinite or a NaN."""
-    zero = splat(np.float32(0))
-    total = zero
-    for i in range(0, len(scores_V), 16):
-        total = fma(_load_or(scores_V, i, np.float32(0)), zero, total)
-    return sum_lanes(total) == 0
+@inlined
+def _four_greatest(scores_V, i, most):  # four independent chains: the comparison need not wait for itself
+    a, b, c, d = load(scores_V, i), load(scores_V, i + 16), load(scores_V, i + 32), load(scores_V, i + 48)
+    a, c = where_greater(a, b, a, b), where_greater(c, d, c, d)
+    a = where_greater(a, c, a, c)
+    return where_greater(a, most, a, most)
+
+
+@inlined
+def _greatest_of(scores_V, begin, end):
+    """The greatest of scores_V[begin:end]."""
+    most = splat(_LEAST)
+    whole = begin + (end - begin) // 64 * 64
+    for i in range(begin, whole, 64):
+        most = _four_greatest(scores_V, i, most)
+    greatest_here = max_lanes(most)
+    for i in range(whole, end):
+        greatest_here = max(greatest_here, scores_V[i])
+    return greatest_here
 
 
 @inlined
 def _maximum(scores_V):
-    most = splat(_LEAST)
-    for i in range(0, len(scores_V), 16):
-        here = _load_or(scores_V, i, _LEAST)
-        most = where_greater(here, most, here, most)
-    return max_lanes(most)
+    return _greatest_of(scores_V, 0, len(scores_V))
+
+
+@kernel
+def is_finite(scores_V: Floats) -> bool:
+    """Whether no score is infinite or a NaN: zero times any of those is a NaN, and a NaN stays in a sum."""
+    zero = splat(np.float32(0))
+    a, b, c, d = zero, zero, zero, zero
+    whole = len(scores_V) // 64 * 64
+    for i in range(0, whole, 64):
+        a = fma(load(scores_V, i), zero, a)
+        b = fma(load(scores_V, i + 16), zero, b)
+        c = fma(load(scores_V, i + 32), zero, c)
+        d = fma(load(scores_V, i + 48), zero, d)
+    total = sum_lanes((a + b) + (c + d))
+    for i in range(whole, len(scores_V)):
+        total += np.float32(0) * scores_V[i]
+    return total == 0
 
 
 @kernel
 def greatest(scores_V: Floats) -> int:
     """The id of the greatest score; the lowest such id; -1 when all are -inf."""
-    most = _maximum(scores_V)
-    if most == _LEAST:
-        return -1
-    for i in range(len(scores_V)):
-        if scores_V[i] == most:
+    most, where = _LEAST, 0
+    for begin in range(0, len(scores_V), _PIECE):
+        here = _greatest_of(scores_V, begin, min(begin + _PIECE, len(scores_V)))
+        if here > most:
+            most, where = here, begin
+    for i in range(where, len(scores_V)):
+        if scores_V[i] == most and most > _LEAST:
             return i
     return -1
 
@@ -133,6 +159,33 @@ def _bins_per_unit(scores_V, most):
 
 
 @inlined
+def _sort(keys, ids):
+    """Sort by key, then id, in place: heapsort, for a bin may hold the whole vocabulary."""
+    size = len(keys)
+    for step in range(size // 2 + size - 1, 0, -1):
+        if step >= size:  # first half: build the heap
+            root, end = step - size, size
+        else:  # then: move the greatest behind the shrinking heap
+            keys[0], keys[step] = keys[step], keys[0]
+            ids[0], ids[step] = ids[step], ids[0]
+            root, end = 0, step
+        while 2 * root + 1 < end:
+            child = 2 * root + 1
+            if child + 1 < end and _precedes(keys, ids, child, child + 1):
+                child += 1
+            if not _precedes(keys, ids, root, child):
+                break
+            keys[root], keys[child] = keys[child], keys[root]
+            ids[root], ids[child] = ids[child], ids[root]
+            root = child
+
+
+@inlined
+def _precedes(keys, ids, a, b):
+    return keys[a] < keys[b] or (keys[a] == keys[b] and ids[a] < ids[b])
+
+
+@inlined
 def _members(scores_V, wanted_bin, size, most, bins_per_unit):
     """The ids of one bin by rank."""
     ids = np.empty(size, np.int64)
@@ -142,7 +195,8 @@ def _members(scores_V, wanted_bin, size, most, bins_per_unit):
         if scores_V[i] > _LEAST and _bin_of(np.float64(scores_V[i]), most, bins_per_unit) == wanted_bin:
             ids[held], keys[held] = i, -scores_V[i]
             held += 1
-    return ids[np.argsort(keys, kind="mergesort")]
+    _sort(keys, ids)
+    return ids
 
 
 @inlined
@@ -169,7 +223,9 @@ def _last_of_nucleus(scores_V, weights_V, least, top_p, most, bins_per_unit):
             b = _bin_of(np.float64(scores_V[i]), most, bins_per_unit)
             sizes[b] += 1
             sums[b] += weights_V[i]
-    limit = top_p * np.sum(sums)
+    limit = 0.0
+    for b in range(_BINS):
+        limit += top_p * sums[b]
     above = 0.0
     last_bin = 0
     for b in range(_BINS):

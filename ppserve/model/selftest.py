@@ -2,6 +2,7 @@
 
 Our own kernels keep it by construction; a library's keep it where it was tried. So the question is put to
 the stage's own weights and shapes: a few row counts, and one prompt at once, in chunks and token by token.
+On the way every kernel is compiled (or read from its cache), so that no request waits for that.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ from ppserve.model.gpt2 import GPT2Stage
 from ppserve.model.inputs import build_inputs
 from ppserve.model.kv_cache import KVCache
 from ppserve.model.linear import Linear
+from ppserve.model.sampling import warm_up
 
 _ROW_COUNTS = (1, 2, 3, 5, 17, 64, 65, 128)
 _HEAD_ROW_COUNTS = (1, 2, 3, 17)
@@ -22,8 +24,11 @@ _BLOCK_SIZE = 16
 
 @torch.inference_mode()
 def check_determinism(stage: GPT2Stage) -> str | None:
-    """None when every promise holds on this machine; else the reason in words. Takes well under a second."""
+    """None when every promise holds on this machine; else the reason in words. Takes well under a
+    second, and on a machine's first start what compiling takes."""
     generator = torch.Generator().manual_seed(0)
+    if stage.head is not None:
+        warm_up()
     if stage.head is not None and (reason := _check_linear(stage, stage.head.linear, _HEAD_ROW_COUNTS, generator)):
         return f"the LM head: {reason}"
     if not stage.blocks:

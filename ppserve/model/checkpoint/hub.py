@@ -89,7 +89,7 @@ def _download(hub: ModuleType, model: str, cache_dir: Path | None, weights: bool
         problem = "no such file or directory, and no such model on the hub, or no access to it"
         raise CheckpointError(model, problem) from error
     except (errors.LocalEntryNotFoundError, errors.OfflineModeIsEnabled) as error:
-        problem = "is not in the local hub cache, and the hub cannot be reached (offline?)"
+        problem = "no such file or directory, not in the local hub cache, and the hub cannot be reached (offline?)"
         raise CheckpointError(model, problem) from error
     except errors.EntryNotFoundError as error:
         raise CheckpointError(model, f"the hub's model lacks a file: {_first_line(error)}") from error

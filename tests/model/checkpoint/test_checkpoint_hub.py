@@ -1,0 +1,181 @@
+"""Hub ids: from the local cache without a network, downloaded from a hub, and every way not to get them.
+
+The hub is a server in this process that speaks what huggingface-hub asks; nothing leaves the machine.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import http.server
+import json
+import os
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+from model.checkpoint.writers import architecture, random_tensors, write_hf
+
+from ppserve.errors import CheckpointError
+from ppserve.model.checkpoint.hub import fetch, is_hub_id
+from ppserve.model.checkpoint.opening import open_checkpoint
+
+ARCH = architecture()
+TENSORS = random_tensors(ARCH)
+COMMIT = "0123456789abcdef0123456789abcdef01234567"
+EXTRA = ("README.md", "tf_model.h5", "pytorch_model.bin", "onnx/model.onnx")
+"""Files that a model on the hub has and that are not needed."""
+
+
+class Hub(http.server.ThreadingHTTPServer):
+    """Serves the files of one model, `someone/model`. asked: what was downloaded."""
+
+    def __init__(self, directory: Path) -> None:
+        super().__init__(("127.0.0.1", 0), _Handler)
+        self.directory = directory
+        self.asked: list[str] = []
+
+    @property
+    def url(self) -> str:
+        return f"http://127.0.0.1:{self.server_port}"
+
+
+class _Handler(http.server.BaseHTTPRequestHandler):
+    server: Hub
+
+    def do_HEAD(self) -> None:
+        prefix = "/someone/model/resolve/main/"
+        if not self.path.startswith(prefix):
+            return self._answer(401, {"X-Error-Code": "RepoNotFound"})
+        name = self.path.removeprefix(prefix)
+        path = self.server.directory / name
+        if not path.is_file():
+            return self._answer(404, {"X-Error-Code": "EntryNotFound", "X-Repo-Commit": COMMIT})
+        content = path.read_bytes()
+        etag = f'"{hashlib.sha1(content).hexdigest()}"'
+        headers = {"ETag": etag, "X-Repo-Commit": COMMIT, "Content-Length": str(len(content))}
+        self._answer(200, headers)
+        if self.command == "GET":
+            self.server.asked.append(name)
+            self.wfile.write(content)
+        return None
+
+    do_GET = do_HEAD
+
+    def _answer(self, status: int, headers: dict[str, str]) -> None:
+        self.send_response(status)
+        for name, value in ({"Content-Length": "0"} | headers).items():
+            self.send_header(name, value)
+        self.end_headers()
+
+    def log_message(self, format: str, *arguments: object) -> None:
+        """Quiet."""
+
+
+@pytest.fixture
+def hub(tmp_path: Path) -> Iterator[Hub]:
+    directory = write_hf(tmp_path / "served", ARCH, TENSORS, parts=2)
+    (directory / "vocab.json").write_text(json.dumps({f"t{i}": i for i in range(30)}))
+    for name in EXTRA:
+        (directory / name).parent.mkdir(exist_ok=True)
+        (directory / name).write_text("not needed")
+    server = Hub(directory)
+    thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.01})
+    thread.start()
+    yield server
+    server.shutdown()
+    thread.join()
+    server.server_close()
+
+
+OPEN = """
+import sys
+from ppserve.errors import CheckpointError
+from ppserve.model.checkpoint.opening import open_checkpoint, read_architecture
+try:
+    if len(sys.argv) > 2:
+        print(read_architecture(sys.argv[1]).vocab_size)
+    else:
+        checkpoint = open_checkpoint(sys.argv[1])
+        print(checkpoint.architecture.vocab_size, float(checkpoint.tensor("wpe.weight").sum()))
+except CheckpointError as error:
+    print("refused:", error)
+"""
+
+
+def open_in_a_process(model: str, cache: Path, *more: str, **environment: str) -> str:
+    """What the program above prints; huggingface-hub reads its environment once, at import."""
+    clean = {name: value for name, value in os.environ.items() if not name.startswith(("HF_", "HUGGING"))}
+    clean |= {"HF_HOME": str(cache), "HF_HUB_DISABLE_XET": "1", "HF_HUB_DISABLE_TELEMETRY": "1"} | environment
+    done = subprocess.run([sys.executable, "-c", OPEN, model, *more], env=clean, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert len(done.stdout.splitlines()) == 1
+    return done.stdout.strip()
+
+
+def test_download_then_offline(hub: Hub, tmp_path: Path) -> None:
+    cache = tmp_path / "cache"
+    expected = f"30 {float(TENSORS['wpe.weight'].sum())}"
+    assert open_in_a_process("someone/model", cache, "config only", HF_ENDPOINT=hub.url) == "30"
+    assert set(hub.asked) == {"config.json", "vocab.json"}
+    assert open_in_a_process("someone/model", cache, HF_ENDPOINT=hub.url) == expected
+    needed = {path.name for path in hub.directory.iterdir()} - set(EXTRA) - {"onnx"}
+    assert set(hub.asked) == needed, "only the needed files, and nothing twice"
+    assert len(hub.asked) == len(needed)
+    assert open_in_a_process("someone/model", cache, HF_HUB_OFFLINE="1") == expected
+    assert open_in_a_process("someone/model", cache, HF_ENDPOINT="http://127.0.0.1:9") == expected
+    assert len(hub.asked) == len(needed)
+
+
+def test_models_that_cannot_be_had(hub: Hub, tmp_path: Path) -> None:
+    cache = tmp_path / "cache"
+    for environment, problem in (
+        ({"HF_HUB_OFFLINE": "1"}, "not in the local hub cache"),
+        ({"HF_ENDPOINT": hub.url}, "no such model on the hub"),
+    ):
+        answer = open_in_a_process("someone/other", cache, **environment)
+        assert answer.startswith("refused: someone/other: ")
+        assert problem in answer
+
+
+def test_without_the_extra(tmp_path: Path) -> None:
+    (tmp_path / "huggingface_hub.py").write_text("raise ImportError('not installed')")
+    path = os.pathsep.join([str(tmp_path), os.environ.get("PYTHONPATH", "")])
+    answer = open_in_a_process("someone/model", tmp_path / "cache", PYTHONPATH=path)
+    assert "pip install 'ppserve[hub]'" in answer
+
+
+def cached_model(cache: Path) -> Path:
+    """A model laid out as huggingface-hub's cache has it."""
+    home = cache / "models--someone--model"
+    (home / "refs").mkdir(parents=True)
+    (home / "refs" / "main").write_text(COMMIT)
+    return write_hf(home / "snapshots" / COMMIT, ARCH, TENSORS, parts=2)
+
+
+def test_the_cache_is_asked_first(tmp_path: Path) -> None:
+    snapshot = cached_model(tmp_path)
+    assert fetch("someone/model", cache_dir=tmp_path) == snapshot
+    assert torch.equal(open_checkpoint(str(snapshot)).tensor("wpe.weight"), TENSORS["wpe.weight"])
+
+
+def test_an_unreadable_index_in_the_cache(tmp_path: Path) -> None:
+    index = cached_model(tmp_path) / "model.safetensors.index.json"
+    index.write_text('{"weight_map": {"a": 1}}')
+    with pytest.raises(CheckpointError, match="weight_map"):
+        fetch("someone/model", cache_dir=tmp_path)
+
+
+@pytest.mark.parametrize("name", ["openai-community/gpt2", "distilgpt2", "gpt2-xl", "cerebras/Cerebras-GPT-1.3B"])
+def test_names_that_are_ids(name: str) -> None:
+    assert is_hub_id(name)
+
+
+@pytest.mark.parametrize(
+    "name", ["", "a/b/c", "/a", "./a", "../a", "a/", "a.bin", "x/ckpt.pt", "a b", "a/../b", "-x", "a\nb", "é/b"]
+)
+def test_names_that_are_not(name: str) -> None:
+    assert not is_hub_id(name)

@@ -47,7 +47,7 @@ RESULT = StepResult(
     scored=(Scored(8, 0, (TokenLogprobs(-1.5),)),),
 )
 FROM_STAGE = [
-    wire.Hello("t", 1, 2, 99, "host", ARCH, "float32", None, False, COSTS, {"torch": "2"}),
+    wire.Hello("t", 1, 2, 99, "host", "/m", ARCH, "float32", None, False, COSTS, {"torch": "2"}),
     wire.Loading(1, 2),
     wire.Loaded("cpu", 10, 40, 100, 2**40, True, ""),
     wire.StoreOpened(1, "127.0.0.1", 5),

@@ -170,7 +170,10 @@ class Head:
         return Scheduler(scheduling, blocks, observer.costs, formed.epoch)
 
     def _load_tokenizer(self) -> Tokenizer | None:
-        tokenizer = load_tokenizer(self._config.model.path)
+        hello = self._members.stages[0].hello
+        assert hello is not None
+        # What lies beside the weights that stage 0, on this host, has opened: also for a hub id.
+        tokenizer = load_tokenizer(hello.checkpoint, hello.architecture.vocab_size)
         if tokenizer is None:
             log.warning("no tokenizer beside %s: only token ids are served", self._config.model.path)
         return tokenizer

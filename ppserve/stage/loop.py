@@ -84,6 +84,7 @@ class StageLoop:
                 num_stages=start.num_stages,
                 pid=os.getpid(),
                 host=socket.gethostname(),
+                checkpoint=str(checkpoint.path),
                 architecture=checkpoint.architecture,
                 dtype=compute.dtype,
                 gpu=compute.device.index if compute.device.type == "cuda" else None,

@@ -348,11 +348,12 @@ def check(options: argparse.Namespace, num_stages: int) -> None:
     require(num_stages <= num_blocks, cannot)
     if options.plot is not None:
         Pictures(options.plot)
+    require(0 <= options.port <= 65535, f"--port: {options.port} is not between 0 and 65535")
     try:
         if os.environ.get("RANK", "0") == "0":
             socket.create_server(("127.0.0.1", options.port)).close()
-    except (OSError, OverflowError) as error:
-        raise TourError(f"--port: {options.port} cannot be used: {error}") from error
+    except OSError as error:
+        raise TourError(f"--port: {options.port} cannot be used: {error.strerror}") from error
 
 
 def main(arguments: Sequence[str]) -> int:

@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from tour.server import Stream
 
 _WIDE = (9.0, 4.5)
+_STRETCH_US = 40_000
 _COLOURS = ("#2f6f9f", "#d98c2b", "#4f9a5b", "#b04a4a", "#7a62a8", "#8a6d4f", "#5a8f8f", "#999999")
 _KINDS = {"compute": "#2f6f9f", "fill_drain": "#d9d3c7", "imbalance": "#e0a35a", "transfer": "#c4574f"}
 _KINDS |= {"token_return": "#8fb59a", "host": "#9c8bbd"}
@@ -65,7 +66,9 @@ class Pictures:
             panel.bar_label(bars, fmt="%.1f", fontsize=8)
         panel.set_xticks(range(len(models)), list(models))
         panel.set_yscale("log")
+        panel.set_yticks((1, 3, 10, 30), ("1", "3", "10", "30"))
         panel.set_ylabel("GiB on the fullest stage")
+        panel.set_title("weights, keys and values of 32 x 1,024 tokens, bfloat16", loc="left", fontsize=10)
         panel.legend(frameon=False)
         return self._save(figure, "memory.png")
 
@@ -80,10 +83,12 @@ class Pictures:
         left.set_xlabel("microbatches")
         left.set_ylabel("bubble, % of all stages' time")
         left.set_ylim(0)
+        left.set_title("microbatches of a prompt", loc="left", fontsize=10)
         left.legend(frameon=False)
         right.bar([str(n) for n in in_flight], list(in_flight.values()), color=_COLOURS[1])
         right.set_xlabel("sequences in flight")
-        right.set_ylabel("decoded tokens/s")
+        right.set_ylabel("tokens/s")
+        right.set_title(f"decoding on {schedules[0].num_stages} stages", loc="left", fontsize=10)
         return self._save(figure, "efficiency.png")
 
     def timeline(self, streams: dict[str, Stream], trace: Path) -> Path:
@@ -95,11 +100,12 @@ class Pictures:
         top.set_ylabel("tokens received")
         top.legend(frameon=False)
         events = [e for e in read_trace(trace) if e.get("ph") == "X"]
-        # A stretch of steady decoding: the middle of the longest run of steps.
-        steps = [e for e in events if e["name"][0].isdigit()]
+        # The middle one of all steps belongs to the streams that ran together.
+        steps = [event for event in events if event["name"][0].isdigit()]
         if steps:
-            middle = steps[len(steps) // 3]["ts"]
-            self._draw_stretch(bottom, events, middle, middle + 40_000)
+            begun_us = steps[len(steps) // 2]["ts"]
+            self._draw_stretch(bottom, events, begun_us, begun_us + _STRETCH_US)
+            bottom.set_title("what the stages did while several streams ran", loc="left", fontsize=10)
         return self._save(figure, "timeline.png")
 
     def _draw_stretch(self, panel: Any, events: list[dict[str, Any]], start_us: float, end_us: float) -> None:
@@ -117,6 +123,7 @@ class Pictures:
         panel.set_yticks(stages, [f"stage {s}" for s in stages])
         panel.invert_yaxis()
         panel.set_xlabel("milliseconds")
+        panel.set_xlim(0, (end_us - start_us) / 1e3)
         panel.legend(frameon=False, ncols=6, loc="upper center", bbox_to_anchor=(0.5, -0.25))
 
     def _figure(self, panels: int, size: tuple[float, float], side_by_side: bool = False) -> tuple[Any, list[Any]]:

@@ -48,11 +48,11 @@ def start_ranks(num_ranks: int, command: Sequence[str]) -> int:
         for rank in range(num_ranks)
     ]
     try:
-        while any(rank.poll() is None for rank in ranks):
-            if failed := [rank.returncode for rank in ranks if rank.returncode]:
-                return int(abs(failed[0]))
+        while True:
+            codes = [rank.poll() for rank in ranks]
+            if any(codes) or None not in codes:
+                return max(abs(code or 0) for code in codes)
             time.sleep(0.05)
-        return int(max(abs(rank.returncode) for rank in ranks))
     except KeyboardInterrupt:
         return 128 + signal.SIGINT
     finally:

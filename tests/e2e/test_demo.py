@@ -1,0 +1,124 @@
+"""The tour: whole, under torchrun, and what it says when it cannot be taken."""
+
+from __future__ import annotations
+
+import os
+import re
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import demo
+from tour.measure import Schedule
+from tour.pictures import read_trace
+from tour.ranks import start_ranks
+
+ROOT = Path(demo.__file__).parent
+TITLES = [f"{number}. {title}" for number, (title, _) in demo.PARTS.items()]
+
+
+def take(command: list[str], timeout_s: float) -> str:
+    """What the tour printed; it must have ended well."""
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    ended = subprocess.run(
+        command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=timeout_s, check=False
+    )
+    assert ended.returncode == 0, ended.stdout[-4000:] + ended.stderr[-4000:]
+    return ended.stdout
+
+
+@pytest.mark.timeout(300)
+def test_the_whole_tour_with_its_own_ranks(tmp_path: Path) -> None:
+    told = take([sys.executable, "demo.py", "--force-cpu", "--plot", str(tmp_path)], timeout_s=280)
+    assert [line for line in told.splitlines() if line in TITLES] == TITLES
+    assert "Largest difference from the same model in one process: 0.0\n" in told
+    assert "Largest difference between the outputs for any two m: 0.0\n" in told
+    assert told.count("\nSeen: ") == len(TITLES)
+    assert "[kill -9 stage 1]" in told
+    assert "epoch 2 of the pipeline" in told
+    pictures = sorted(path.name for path in tmp_path.iterdir())
+    assert pictures == ["efficiency.png", "memory.png", "schedule.png", "timeline.png"]
+    for path in tmp_path.iterdir():
+        assert path.read_bytes().startswith(b"\x89PNG")
+        assert path.stat().st_size > 5_000
+
+
+@pytest.mark.timeout(200)
+def test_four_ranks_of_torchrun_speak_in_order() -> None:
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--local-addr=127.0.0.1"]
+    told = take([*torchrun, "--nproc_per_node=4", "demo.py", "--force-cpu", "--only", "1"], timeout_s=180)
+    owners = re.findall(r"^  stage (\d) on cpu: (.*); [\d,]+ parameters; hears (.*), speaks to (.*)$", told, re.M)
+    assert [stage for stage, *_ in owners] == ["0", "1", "2", "3"]
+    assert ["embeddings" in parts for _, parts, *_ in owners] == [True, False, False, False]
+    assert ["LM head" in parts for _, parts, *_ in owners] == [False, False, False, True]
+    assert [hears for *_, hears, _ in owners] == ["nobody", "rank 0", "rank 1", "rank 2"]
+    assert [speaks for *_, speaks in owners] == ["rank 1", "rank 2", "rank 3", "nobody"]
+    assert "Largest difference from the same model in one process: 0.0\n" in told
+
+
+@pytest.mark.parametrize(
+    ("arguments", "says"),
+    [
+        (["--stages", "9"], "--stages: 9 stages cannot share 8 blocks (tiny)"),
+        (["--stages", "1"], "--stages: 1 is no pipeline"),
+        (["--model", "nowhere/at/all"], "nowhere/at/all"),
+        (["--port", "70000"], "--port: 70000 is not between 0 and 65535"),
+    ],
+)
+def test_a_mistake_is_one_line(arguments: list[str], says: str, capfd: pytest.CaptureFixture[str]) -> None:
+    assert demo.main(["--force-cpu", *arguments]) == 1
+    complaint = capfd.readouterr().err
+    assert complaint.startswith("demo: ")
+    assert complaint.count("\n") == 1
+    assert says in complaint
+
+
+def test_a_busy_port_is_named(capfd: pytest.CaptureFixture[str]) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        assert demo.main(["--force-cpu", "--port", str(port)]) == 1
+    assert f"demo: --port: {port} cannot be used: " in capfd.readouterr().err
+
+
+def test_pictures_that_cannot_be_written(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "file").touch()
+    assert demo.main(["--force-cpu", "--plot", str(tmp_path / "file" / "pictures")]) == 1
+    assert f"demo: --plot: cannot write to {tmp_path / 'file' / 'pictures'}: " in capfd.readouterr().err
+
+
+def test_pictures_without_matplotlib(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
+    assert demo.main(["--force-cpu", "--plot", str(tmp_path)]) == 1
+    assert capfd.readouterr().err == "demo: --plot needs matplotlib: pip install 'ppserve[plot]'\n"
+
+
+def test_ranks_end_together() -> None:
+    """One rank fails, the other would wait for ever."""
+    play = "import os, sys, time; sys.exit(3) if os.environ['RANK'] == '1' else time.sleep(1000)"
+    assert start_ranks(2, [sys.executable, "-c", play]) == 3
+
+
+# Microbatch k on stage s takes one unit from k + s on: GPipe's own picture.
+PERFECT = Schedule(4, [[((k + s) * 10, (k + s + 1) * 10) for k in range(4)] for s in range(3)])
+
+
+def test_a_perfect_schedule_has_the_ideal_bubble() -> None:
+    assert PERFECT.wall == 60
+    assert PERFECT.bubble == pytest.approx(PERFECT.ideal_bubble)
+    assert PERFECT.ideal_bubble == pytest.approx(2 / 6)
+
+
+def test_a_schedule_is_drawn_to_scale() -> None:
+    assert demo.drawn_to_scale(PERFECT, 12) == ["00112233....", "..00112233..", "....00112233"]
+
+
+def test_a_trace_that_broke_off_is_read(tmp_path: Path) -> None:
+    path = tmp_path / "trace.json"
+    for text in ('[\n{"ph":"M"},\n{"ph":"X"}', '[\n{"ph":"M"},\n{"ph":"X"},\n', '[\n{"ph":"M"},\n{"ph":"X"}\n]\n'):
+        path.write_text(text)
+        assert [event["ph"] for event in read_trace(path)] == ["M", "X"]

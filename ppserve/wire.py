@@ -34,7 +34,8 @@ class Hello(_Message, frozen=True, tag=True):
     """First message of a stage process: who it is, and what it found behind `--model`.
 
     token: the secret that the head handed out, so that strangers on the port are turned away.
-    checkpoint: the file or directory that `--model` stands for on its host. dtype: resolved ("auto" no more). gpu: index of the device this stage would use, or None for the CPU;
+    checkpoint: the file or directory that `--model` stands for on its host. dtype: resolved ("auto" no more).
+    gpu: index of the device this stage would use, or None for the CPU;
     shares_gpu: other stages of this host use it too. costs: measured for `--layers auto`, else None.
     """
 

@@ -122,7 +122,12 @@ class Engine(threading.Thread):
         self._call(lambda now_s: self._abort(request_id, reason, now_s))
 
     def ask(self, question: Callable[[float], T]) -> T:
-        """The answer of `question`, run in the engine's thread, where all state is at rest."""
+        """The answer of `question`, run in the engine's thread, where all state is at rest.
+
+        Raises Draining when that thread is ending.
+        """
+        if self._stopping:
+            raise Draining("the server is shutting down")
         answer: Future[T] = Future()
 
         def run(now_s: float) -> None:

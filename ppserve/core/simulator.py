@@ -62,7 +62,7 @@ class Wires:
 
     latency_s, bandwidth: of one link between neighbours; bytes_per_row: hidden states of one token.
     control_s: a plan's way to a stage; return_s: a result's way back. head_s: the head's work per step.
-    prepare_s: a stage's work per step before it computes; sending_s: after it, before the next.
+    prepare_s: a stage's work per step before it can take hidden states; sending_s: after computing.
     """
 
     latency_s: float = 50e-6
@@ -248,16 +248,15 @@ class Simulator:
         drawn = tuple(Drawn(piece.sequence_id, 0) for piece in plan.slices if piece.draw is not None)
         results: list[StepResult] = []
         for stage, speed in enumerate(self._machine.stages):
-            awaited_s = max(planned_s, self._free_s[stage])
+            awaited_s = max(planned_s, self._free_s[stage]) + wires.prepare_s
             received_s = max(awaited_s, arrives_s)
-            begun_s = received_s + wires.prepare_s
             is_last = stage == len(self._free_s) - 1
             sampled = load.sampled if is_last else 0
-            ended_s = begun_s + speed.seconds(load.rows, load.context, sampled)
+            ended_s = received_s + speed.seconds(load.rows, load.context, sampled)
             sent_s = ended_s if is_last else ended_s + wires.sending_s
             self._free_s[stage] = sent_s
             arrives_s = sent_s + transfer_s
-            times_s = (planned_s, awaited_s, received_s, begun_s, ended_s, sent_s)
+            times_s = (planned_s, awaited_s, received_s, received_s, ended_s, sent_s)
             stamps = StepStamps(*(round(s * _NS) for s in times_s))
             results.append(StepResult(plan.epoch, plan.step_id, stage, stamps, drawn=drawn if is_last else ()))
         return ended_s + wires.return_s, _Return(tuple(results))

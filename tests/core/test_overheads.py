@@ -1,8 +1,11 @@
+from dataclasses import asdict
+
 import pytest
 from artificial import ArtificialPipeline, plan
 
 from ppserve.core.overheads import Overheads, OverheadTimes
-from ppserve.core.plan import StepResult
+from ppserve.core.plan import StepResult, StepStamps
+from ppserve.core.time_account import in_head_clock
 
 MS = 1_000_000
 
@@ -21,10 +24,24 @@ def feed(pipeline: ArtificialPipeline, num_steps: int) -> Overheads:
 def test_every_overhead_is_found(num_stages):
     pipeline = ArtificialPipeline(
         (20 * MS,) * num_stages, 1,
-        transfer_ns=1 * MS, sending_ns=2 * MS, prepare_ns=3 * MS, token_return_ns=4 * MS, schedule_ns=5 * MS,
+        transfer_ns=1 * MS, sending_ns=2 * MS, token_return_ns=4 * MS, schedule_ns=5 * MS,
     )  # fmt: skip
     found = feed(pipeline, 20).times
-    assert found == OverheadTimes(0.005, 0.0, 0.003, 0.002, 0.001, 0.004)
+    expected = OverheadTimes(head_s=0.005, sending_s=0.002, transfer_s=0.001, return_s=0.004)
+    assert asdict(found) == pytest.approx(asdict(expected))
+
+
+def test_preparing_and_the_way_to_a_stage():
+    overheads = Overheads(1)
+    for k in range(100):
+        at = 100 * MS * k
+        overheads.dispatched(plan(k), at, at)
+        stamps = StepStamps(at + MS, at + 3 * MS, at + 3 * MS, at + 3 * MS, at + 9 * MS, at + 9 * MS)
+        if k == 50:  # a pause, which says nothing about steps
+            stamps = in_head_clock(stamps, -10**12)
+        overheads.reported(StepResult(1, k, 0, stamps), at + 9 * MS)
+    assert overheads.times.control_s == pytest.approx(0.001)
+    assert overheads.times.prepare_s == pytest.approx(0.002, rel=0.03)
 
 
 def test_nothing_seen():

@@ -55,7 +55,7 @@ class Overheads:
             return
         stage, stamps = result.stage, result.stamps
         reports[stage] = stamps
-        self._prepare.append(stamps.awaited - max(stamps.planned, self._free_ns[stage]))
+        self._prepare.append(max(0, stamps.awaited - max(stamps.planned, self._free_ns[stage])))
         self._free_ns[stage] = stamps.sent
         if stage == 0:
             self._control.append(stamps.planned - self._dispatched_ns[result.step_id])

@@ -197,6 +197,16 @@ def test_under_a_steady_flood_a_light_caller_waits_for_one_request() -> None:
     assert max(positions) <= 3
 
 
+def test_long_answers_count_for_more_than_short_ones() -> None:
+    house = a_house(max_num_seqs=1, num_blocks=1000)
+    for i in range(30):
+        house.submit(a_request(f"long{i}", num_prompt=2, max_tokens=18, caller="long"))
+        house.submit(a_request(f"short{i}", num_prompt=2, max_tokens=2, caller="short"))
+    house.drain()
+    first = [request for request, _ in house.events][:24]
+    assert sum(name.startswith("short") for name in first) == 20
+
+
 # ---- deadlines and cancellation ----
 
 

@@ -170,6 +170,24 @@ def test_suspects_run_alone_and_everybody_else_waits() -> None:
     house.check_answers()
 
 
+def test_the_next_suspect_waits_until_the_last_step_of_the_one_before_is_back() -> None:
+    house = a_house(num_stages=2, prefill_chunk=9, prefix_cache=False)
+    house.submit(a_request("first", num_prompt=9, num_sequences=2))
+    house.submit(a_request("second", num_prompt=9))
+    house.scheduler.set_microbatches(3)
+    for _ in range(2):
+        fill(house)
+        house.lose_stage()
+    assert house.scheduler._quarantine.lone == "first"
+    while house.scheduler.has_work:
+        fill(house)
+        in_flight = {s.sequence_id for plan in house.pipeline._queue for s in plan.slices}
+        if house.scheduler._quarantine.lone is not None:
+            assert in_flight <= {0, 1} or in_flight == {2}, "two requests at once"
+        house.commit_one()
+    house.check_answers()
+
+
 def test_losses_with_progress_between_them_are_nobodys_fault() -> None:
     house = a_house(num_stages=2)
     for i in range(4):

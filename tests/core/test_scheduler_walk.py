@@ -113,7 +113,7 @@ def walk(seed: int, num_stages: int, prefill_chunk: int | None, prefix_cache: bo
 def test_any_walk_gives_everybody_the_tokens_of_an_undisturbed_run(
     num_stages: int, prefill_chunk: int | None, prefix_cache: bool
 ) -> None:
-    for seed in range(8):
+    for seed in range(5):
         house = walk(seed, num_stages, prefill_chunk, prefix_cache)
         house.check_answers()
         assert house.scheduler.kv_usage == 0

@@ -1,9 +1,9 @@
 """A toy pipeline: executes plans on a toy model whose every answer depends on every key it reads.
 
 The "keys and values" of a position are one number, mixed from the token there and from the numbers at
-all positions before it *as read through the block table*. A token is drawn from the numbers of all
-positions. So one wrong, stale or missing block anywhere changes everything that follows, and
-equality with `expected_answer` proves that each slice read exactly the right tokens.
+all positions before it *as read through the block table* (their digest). A token is drawn from the
+digest of the numbers of all positions. So one wrong, stale or missing block anywhere changes everything
+that follows, and equality with `expected_answer` proves that each slice read exactly the right tokens.
 
 One store stands for all stages: every stage applies the same plans in the same order to its own copy.
 Stricter than a real stage in one point: a slice does not see what other slices of its step write.
@@ -32,17 +32,17 @@ def mix(*values: int) -> int:
     return state
 
 
-def draw_token(values: list[int], draw: Draw) -> int:
-    """The token after `values`; a pure function of them, the seed, the index and the draw's limits."""
+def draw_token(digest: int, position: int, draw: Draw) -> int:
+    """The token at `position`; a pure function of all numbers before it, the seed, the index and the limits."""
     history = mix(*draw.prompt_ids, 1, *draw.output_ids) if draw.params.needs_history else 0
-    token = mix(*values, draw.params.seed, draw.index, len(values), history) % VOCAB_SIZE
+    token = mix(digest, draw.params.seed, draw.index, position, history) % VOCAB_SIZE
     while token in draw.banned:
         token = (token + 1) % VOCAB_SIZE
     return token
 
 
-def logprob_of(values: list[int], token_id: int) -> float:
-    return -float(mix(*values, token_id) % 1000) / 100
+def logprob_of(digest: int, token_id: int) -> float:
+    return -float(mix(digest, token_id) % 1000) / 100
 
 
 @dataclass(frozen=True)
@@ -56,12 +56,11 @@ class Answer:
 
 def expected_answer(request: Request, index: int = 0, eos_id: int | None = EOS_ID) -> Answer:
     """The undisturbed sequential run, without blocks, steps or a scheduler; resumed tokens are redrawn."""
-    values: list[int] = []
-    scores: list[float] = []
+    digest, scores = 0, []
     for position, token_id in enumerate(request.prompt_ids):
-        values.append(mix(*values, token_id))
+        digest = mix(digest, mix(digest, token_id))
         if position + 1 < len(request.prompt_ids):
-            scores.append(logprob_of(values, request.prompt_ids[position + 1]))
+            scores.append(logprob_of(digest, request.prompt_ids[position + 1]))
     stop, output = request.stop, []
     length_end = FinishReason.CONTEXT_LENGTH if request.limited_by_context else FinishReason.MAX_TOKENS
     finish = length_end
@@ -72,7 +71,8 @@ def expected_answer(request: Request, index: int = 0, eos_id: int | None = EOS_I
             if eos_id is not None and not stop.ignore_eos:
                 banned = (eos_id, *banned)
         history = (request.prompt_ids, tuple(output)) if request.sampling.needs_history else ((), ())
-        token_id = draw_token(values, Draw(request.sampling, index, None, banned, *history))
+        position = len(request.prompt_ids) + len(output)
+        token_id = draw_token(digest, position, Draw(request.sampling, index, None, banned, *history))
         output.append(token_id)
         if token_id == eos_id and not stop.ignore_eos:
             finish = FinishReason.EOS
@@ -80,7 +80,7 @@ def expected_answer(request: Request, index: int = 0, eos_id: int | None = EOS_I
         if token_id in stop.stop_token_ids:
             finish = FinishReason.STOP_TOKEN
             break
-        values.append(mix(*values, token_id))
+        digest = mix(digest, mix(digest, token_id))
     wanted = request.output.prompt_logprobs is not None
     return Answer(tuple(output), finish, tuple(scores) if wanted else ())
 
@@ -120,23 +120,27 @@ class ToyPipeline:
                     self._slots[destination, offset] = self._slots[source, offset]
         drawn, scored, writes = [], [], {}
         for piece in plan.slices:
-            values, written = self._compute(piece)
+            digests, written = self._compute(piece)
             for slot, value in written.items():
                 assert writes.setdefault(slot, value) == value, f"two slices of a step disagree about slot {slot}"
             if piece.draw is not None:
                 finite = piece.sequence_id not in self.not_finite
-                token_id = draw_token(values, piece.draw) if finite else None
+                token_id = draw_token(digests[-1], piece.end, piece.draw) if finite else None
                 drawn.append(Drawn(piece.sequence_id, token_id))
             if piece.targets:
-                logprobs = [logprob_of(values[: piece.start + i + 1], t) for i, t in enumerate(piece.targets)]
+                logprobs = [logprob_of(d, t) for d, t in zip(digests, piece.targets, strict=False)]
                 scored.append(Scored(piece.sequence_id, piece.start, tuple(TokenLogprobs(p) for p in logprobs)))
         self._slots.update(writes)
         return StepResult(plan.epoch, plan.step_id, 0, STAMPS, 0, tuple(drawn), tuple(scored))
 
     def _compute(self, piece: Slice) -> tuple[list[int], dict[tuple[int, int], int]]:
-        """The numbers of positions 0 .. end, and what the slice writes."""
+        """What each row of the slice has seen (a digest of all numbers up to it), and what the slice writes."""
         slots = [(piece.block_table[i // self.block_size], i % self.block_size) for i in range(piece.end)]
-        values = [self._slots[slot] for slot in slots[: piece.start]]  # KeyError: read before written
-        for token_id in piece.token_ids:
-            values.append(mix(*values, token_id))
-        return values, dict(zip(slots[piece.start :], values[piece.start :], strict=True))
+        digest, digests, written = 0, [], {}
+        for slot in slots[: piece.start]:
+            digest = mix(digest, self._slots[slot])  # KeyError: read before written
+        for slot, token_id in zip(slots[piece.start :], piece.token_ids, strict=True):
+            written[slot] = mix(digest, token_id)
+            digest = mix(digest, written[slot])
+            digests.append(digest)
+        return digests, written

@@ -1,0 +1,40 @@
+"""Answers as tests need them: times written out, nothing measured."""
+
+from __future__ import annotations
+
+from ppserve.bench.caller import OK, Answer
+from ppserve.bench.ledger import StageTime
+from ppserve.bench.summary import Measurement, Setting
+from ppserve.bench.workload import Question
+
+SETTING = Setting(
+    target="here:1", model="m", dtype="float32", num_stages=2, microbatches=2,
+    max_concurrency=2, request_rate=float("inf"), seed=0,
+)
+LEDGER = (
+    StageTime(0, 6.0, {"fill_drain": 1.0, "host": 1.0}, 2.0),
+    StageTime(1, 4.0, {"fill_drain": 1.0, "imbalance": 3.0}, 2.0),
+)
+
+
+def answer(
+    number: int,
+    sent_s: float,
+    arrivals: list[tuple[float, int]],
+    *,
+    prompt: int = 5,
+    intended_s: float | None = None,
+) -> Answer:
+    """One that went well; times are absolute."""
+    tokens = sum(count for _, count in arrivals)
+    intended_s = sent_s if intended_s is None else intended_s
+    question = Question(number, (1,) * prompt, tokens)
+    return Answer(question, intended_s, sent_s, arrivals[-1][0], tuple(arrivals), OK)
+
+
+def failed(number: int, sent_s: float, ended_s: float, status: str = "RESOURCE_EXHAUSTED") -> Answer:
+    return Answer(Question(number, (1,) * 5, 4), sent_s, sent_s, ended_s, (), status, "the queue is full")
+
+
+def measurement(*answers: Answer, duration_s: float = 10.0) -> Measurement:
+    return Measurement(SETTING, answers, duration_s, LEDGER, client_cpu_s=1.0)

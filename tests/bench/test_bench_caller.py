@@ -1,0 +1,126 @@
+"""One request and the times of what came, against a real gRPC server without a model."""
+
+from __future__ import annotations
+
+import asyncio
+from pathlib import Path
+
+import pytest
+from fake_engine import FakeEngine, served
+
+from ppserve.bench.caller import Answer, Asking, Caller
+from ppserve.bench.ledger import read_ledger
+from ppserve.bench.workload import Question
+from ppserve.client import CallFailed
+from ppserve.config import ServerSettings
+from ppserve.core.request import FinishReason
+from ppserve.errors import Overloaded, StagesLost
+from ppserve.head.stream import TokenOutput
+
+QUESTION = Question(7, tuple(range(10)), 6)
+
+
+def ask(engine: FakeEngine, question: Question = QUESTION, asking: Asking | None = None) -> Answer:
+    async def main() -> Answer:
+        async with served(engine) as (_, target), Caller(target, asking=asking) as caller:
+            return await caller.ask(question, 0.0)
+
+    return asyncio.run(main())
+
+
+def test_what_is_asked_and_what_comes() -> None:
+    engine = FakeEngine()
+    answer = ask(engine)
+    (request,) = engine.requests
+    assert request.prompt_ids == tuple(range(10))
+    assert request.stop.max_tokens == 6
+    assert request.stop.ignore_eos
+    assert request.sampling.temperature == 0
+    assert answer.is_ok
+    assert answer.num_tokens == 6
+    assert 0 < answer.sent_s <= answer.arrivals[0][0] <= answer.ended_s
+    assert answer.ended_s == answer.arrivals[-1][0]
+    assert len(answer.itls_s) == len(answer.arrivals) - 1
+
+
+@pytest.mark.parametrize(
+    ("engine", "status"),
+    [
+        (FakeEngine(refusal=Overloaded("full", 1.0)), "RESOURCE_EXHAUSTED"),
+        (FakeEngine(break_error=StagesLost("gone"), break_after=2, num_breaks=1), "UNAVAILABLE"),
+    ],
+)
+def test_a_failure_is_an_answer_with_a_status(engine: FakeEngine, status: str) -> None:
+    answer = ask(engine)
+    assert (answer.is_ok, answer.status) == (False, status)
+    assert answer.problem
+    assert len(engine.requests) <= 1, "a load generator must not try again"
+
+
+def test_too_long_for_the_model() -> None:
+    assert ask(FakeEngine(), Question(0, (1,) * 100, 6)).status == "INVALID_ARGUMENT"
+
+
+def by_hand(outputs: list[TokenOutput], asking: Asking | None = None) -> Answer:
+    async def main() -> Answer:
+        engine = FakeEngine(by_hand=True)
+        async with served(engine) as (_, target), Caller(target, asking=asking) as caller:
+            asked = asyncio.create_task(caller.ask(QUESTION, 0.0))
+            await engine.until(lambda engine: bool(engine.sinks))
+            (sink,) = engine.sinks.values()
+            if outputs:
+                sink.push(outputs)
+            return await asked
+
+    return asyncio.run(main())
+
+
+def test_tokens_that_come_together_are_all_counted() -> None:
+    tokens = [TokenOutput(0, offset, 97, "a") for offset in range(6)]
+    tokens[-1] = TokenOutput(0, 5, 97, "a", finish=FinishReason.MAX_TOKENS)
+    answer = by_hand(tokens)
+    assert answer.is_ok
+    assert answer.num_tokens == 6
+    assert len(answer.arrivals) < 6
+
+
+def test_an_end_that_nobody_asked_for_is_a_failure() -> None:
+    answer = by_hand([TokenOutput(0, 0, 97, "a", finish=FinishReason.CANCELLED)])
+    assert (answer.is_ok, answer.status) == (False, "CANCELLED")
+
+
+def test_a_deadline_is_a_failure() -> None:
+    assert by_hand([], Asking(timeout_s=0.2)).status in ("DEADLINE", "DEADLINE_EXCEEDED")
+
+
+def test_the_model_and_the_ledger() -> None:
+    async def main() -> None:
+        async with served(FakeEngine()) as (_, target), Caller(target) as caller:
+            assert (await caller.model_info()).architecture.vocab_size == 257
+            (stage,) = read_ledger(await caller.topology())
+            assert (stage.busy_s, stage.bubble_s["host"], stage.idle_s) == (1.0, 0.5, 2.0)
+
+    asyncio.run(main())
+
+
+def test_nobody_there_and_no_key() -> None:
+    async def nobody() -> None:
+        async with Caller("127.0.0.1:1") as caller:
+            await caller.model_info()
+
+    with pytest.raises(CallFailed, match="UNAVAILABLE"):
+        asyncio.run(nobody())
+
+
+def test_the_key_is_sent(tmp_path: Path) -> None:
+    keys = tmp_path / "keys"
+    keys.write_text("secret-secret-secret\n")
+
+    async def main() -> tuple[Answer, Answer]:
+        engine = FakeEngine()
+        async with served(engine, ServerSettings(port=0, api_key_file=keys)) as (_, target):
+            async with Caller(target, api_key="secret-secret-secret") as known, Caller(target) as unknown:
+                return await known.ask(QUESTION, 0.0), await unknown.ask(QUESTION, 0.0)
+
+    known, unknown = asyncio.run(main())
+    assert (known.status, unknown.status) == ("OK", "UNAUTHENTICATED")

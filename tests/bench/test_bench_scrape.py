@@ -1,0 +1,86 @@
+"""The metrics page, as Prometheus's own library writes it."""
+
+from __future__ import annotations
+
+from itertools import pairwise
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
+
+from ppserve.bench.scrape import ScrapeFailed, fetch_metrics, parse_metrics
+from ppserve.head.http import HttpServer
+
+
+def test_values_and_labels() -> None:
+    registry = CollectorRegistry()
+    counter = Counter("things", "Of all kinds.", ["kind", "note"], registry=registry)
+    counter.labels("a", 'quote " back \\ line \n comma , brace }').inc(3)
+    counter.labels("b", "").inc(1.5e9)
+    Gauge("level", "Now.", registry=registry).set(0.25)
+    reading = parse_metrics(generate_latest(registry).decode())
+    assert reading.value("things_total", kind="a") == 3
+    assert reading.value("things_total", note='quote " back \\ line \n comma , brace }') == 3
+    assert reading.value("things_total") == 3 + 1.5e9
+    assert reading.value("level") == 0.25
+    assert reading.value("nothing") == 0
+
+
+@given(st.lists(st.floats(0, 20), min_size=1, max_size=40), st.lists(st.floats(0, 20), max_size=40))
+def test_histograms_subtract(before: list[float], between: list[float]) -> None:
+    registry = CollectorRegistry()
+    histogram = Histogram("wait_seconds", "Waits.", buckets=(0.5, 1, 2, 5, 10), registry=registry)
+    for value in before:
+        histogram.observe(value)
+    first = parse_metrics(generate_latest(registry).decode()).histogram("wait_seconds")
+    for value in between:
+        histogram.observe(value)
+    second = parse_metrics(generate_latest(registry).decode()).histogram("wait_seconds")
+    added = second.since(first)
+    assert added.num == len(between)
+    if between:
+        assert added.mean == pytest.approx(sum(between) / len(between), abs=1e-6)
+        quantile = added.quantile(0.5)
+        assert quantile is not None
+        # The true median and the estimate lie in the same bucket.
+        true = sorted(between)[(len(between) - 1) // 2]
+        bounds = [0, 0.5, 1, 2, 5, 10, float("inf")]
+        assert any(low <= quantile <= high and low <= true <= high for low, high in pairwise(bounds))
+    else:
+        assert added.quantile(0.5) is None
+        assert added.mean is None
+
+
+def test_quantiles_are_promql_s() -> None:
+    registry = CollectorRegistry()
+    histogram = Histogram("wait_seconds", "Waits.", buckets=(1, 2, 4), registry=registry)
+    for value in (0.5, 1.5, 1.5, 3.0):
+        histogram.observe(value)
+    found = parse_metrics(generate_latest(registry).decode()).histogram("wait_seconds")
+    assert found.quantile(0.25) == 1.0
+    assert found.quantile(0.5) == 1.5
+    assert found.quantile(1.0) == 4.0
+    histogram.observe(99)
+    assert parse_metrics(generate_latest(registry).decode()).histogram("wait_seconds").quantile(0.99) == 4.0
+
+
+def test_pages_that_are_none() -> None:
+    with pytest.raises(ScrapeFailed, match="<html>"):
+        parse_metrics("<html>")
+    with pytest.raises(ScrapeFailed, match="not a line"):
+        parse_metrics("things_total many")
+    with pytest.raises(ScrapeFailed, match=r"127\.0\.0\.1:1/metrics"):
+        fetch_metrics("127.0.0.1:1")
+    with pytest.raises(ScrapeFailed):
+        fetch_metrics("nonsense")
+
+
+def test_a_page_over_http() -> None:
+    server = HttpServer("127.0.0.1", 0, {"/metrics": lambda: ("text/plain", b"up 1\n")})
+    try:
+        assert fetch_metrics(f"127.0.0.1:{server.port}").value("up") == 1
+    finally:
+        server.close()
+    with pytest.raises(ScrapeFailed):
+        fetch_metrics(f"127.0.0.1:{server.port}")

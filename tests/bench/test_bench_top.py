@@ -1,0 +1,202 @@
+"""What `ppserve top` shows: from readings to text, and as a process with and without a terminal."""
+
+from __future__ import annotations
+
+import os
+import pty
+import re
+import select
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+
+import pytest
+from answers import LEDGER
+from fake_engine import FakeEngine, served_in_thread
+from hypothesis import given
+from hypothesis import strategies as st
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
+
+from ppserve.bench.ledger import CAUSES, StageTime
+from ppserve.bench.scrape import MetricsReading, parse_metrics
+from ppserve.bench.screen import bar, render_line, render_screen, shares
+from ppserve.bench.top import Reading, View, view_of
+from ppserve.v1 import generation_pb2 as pb
+
+ESCAPES = re.compile(r"\x1b\[[0-9;?]*[a-zA-Z]")
+
+
+def topology(busy_s: float, host_s: float, idle_s: float, *, live: bool = True) -> pb.GetTopologyResponse:
+    stages = [
+        pb.Stage(
+            stage=number, device="cpu", first_layer=4 * number, num_layers=4, busy_seconds=busy_s,
+            bubble_seconds={"host": host_s}, idle_seconds=idle_s, live=live or number == 0, restarts=number,
+        )
+        for number in range(2)
+    ]  # fmt: skip
+    return pb.GetTopologyResponse(stages=stages, transport="shm", epoch=1, microbatches=2, advice="buy a cluster")
+
+
+def page(generated: int, ttfts_s: list[float]) -> MetricsReading:
+    registry = CollectorRegistry()
+    Counter("ppserve_generated_tokens", "", registry=registry).inc(generated)
+    Gauge("ppserve_requests_running", "", registry=registry).set(3)
+    Gauge("ppserve_kv_usage_ratio", "", registry=registry).set(0.125)
+    histogram = Histogram("ppserve_time_to_first_token_seconds", "", buckets=(0.1, 0.2, 0.4), registry=registry)
+    for ttft_s in ttfts_s:
+        histogram.observe(ttft_s)
+    return parse_metrics(generate_latest(registry).decode())
+
+
+def example() -> View:
+    before = Reading(10.0, topology(100.0, 50.0, 1000.0), page(500, [0.3]))
+    after = Reading(12.0, topology(101.0, 50.5, 1000.5), page(700, [0.3, 0.15, 0.15]))
+    return view_of(before, after)
+
+
+def test_a_view_is_the_difference_of_two_readings() -> None:
+    view = example()
+    assert [times.busy_s for times in view.ledger] == [1.0, 1.0]
+    assert view.ledger[0].bubble_s == {"host": 0.5}
+    assert view.traffic is not None
+    assert view.traffic.generated_tokens_per_s == 100
+    assert (view.traffic.running, view.traffic.kv_usage) == (3, 0.125)
+    assert view.traffic.ttft.p50_s == pytest.approx(0.15)
+    assert view.traffic.itl.p50_s is None
+
+
+def test_a_server_that_began_anew_has_no_negative_rates() -> None:
+    before = Reading(10.0, topology(100, 50, 0), page(500, [0.3] * 9))
+    view = view_of(before, Reading(11.0, topology(1, 0, 0), page(2, [])))
+    assert view.traffic is not None
+    assert view.traffic.generated_tokens_per_s == 0
+    assert view.ledger[0].busy_s == 1.0
+
+
+def test_the_screen_says_it_all_and_fits() -> None:
+    for width in (40, 80, 200):
+        for line in render_screen(example(), "here:1", width, colours=True):
+            text = ESCAPES.sub("", line)
+            assert len(text) <= width or text.startswith("█ busy")
+    text = "\n".join(render_screen(example(), "here:1", 120, colours=False))
+    assert "\x1b" not in text
+    for part in ("2 stages over shm", "running 3", "KV 12.5%", "100.0 tok/s", "host 25.0%", "idle 25.0%", "ITL -"):
+        assert part in text
+    assert "50.0% busy" in text
+    assert "started again 1 x" in text
+    assert "buy a cluster" in text
+    lost = view_of(Reading(1, topology(1, 1, 1), None), Reading(2, topology(2, 1, 1, live=False), None))
+    text = "\n".join(render_screen(lost, "here:1", 120, colours=False))
+    assert text.count("LOST") == 1
+    assert "no metrics page" in text
+
+
+def test_the_line_says_it_all() -> None:
+    line = render_line(example(), "12:00:00")
+    assert line.startswith("12:00:00 | stage 0: busy 50.0% host 25.0% idle 25.0% | stage 1:")
+    assert "100.0 tok/s" in line
+    assert "\n" not in line
+    lost = view_of(Reading(1, topology(1, 1, 1), None), Reading(2, topology(2, 1, 1, live=False), None))
+    assert "stage 1 LOST" in render_line(lost, "")
+
+
+times = st.builds(
+    lambda busy, bubbles, idle: StageTime(0, busy, dict(zip(CAUSES, bubbles, strict=True)), idle),
+    st.floats(0, 100), st.lists(st.floats(0, 100), min_size=5, max_size=5), st.floats(0, 100),
+)  # fmt: skip
+
+
+@given(times, st.integers(1, 200))
+def test_a_bar_is_as_wide_as_asked_and_true_to_a_cell(stage: StageTime, width: int) -> None:
+    drawn = bar(stage, width, colours=False)
+    assert len(drawn) == width
+    assert ESCAPES.sub("", bar(stage, width, colours=True)) == drawn
+    glyphs = dict(zip(("busy", *CAUSES, "idle"), "█fixrh·", strict=True))
+    assert sum(share for _, share in shares(stage)) == pytest.approx(1)
+    for kind, share in shares(stage):
+        assert abs(drawn.count(glyphs[kind]) - share * width) <= 1 + 1e-6
+
+
+def test_a_stage_without_time_is_idle() -> None:
+    assert bar(StageTime(0, 0, {}, 0), 5, colours=False) == "·····"
+    assert bar(LEDGER[0], 10, colours=False) == "██████fh··"
+
+
+# ---- as a process ----------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def target() -> Iterator[str]:
+    with served_in_thread(FakeEngine()) as target:
+        yield target
+
+
+def command(target: str, *arguments: str) -> list[str]:
+    return [sys.executable, "-m", "ppserve", "top", "--target", target, "--metrics", "127.0.0.1:1", *arguments]
+
+
+def test_once_and_not_a_terminal(target: str) -> None:
+    once = command(target, "--once", "--interval", "0.1")
+    done = subprocess.run(once, capture_output=True, text=True, timeout=60)
+    assert (done.returncode, done.stderr) == (0, "")
+    (line,) = done.stdout.splitlines()
+    assert re.match(r"\d\d:\d\d:\d\d \| stage 0.*busy", line)
+
+
+def test_nobody_there() -> None:
+    done = subprocess.run(command("127.0.0.1:1", "--once"), capture_output=True, text=True, timeout=60)
+    assert done.returncode == 1
+    assert done.stdout == ""
+    assert len(done.stderr.splitlines()) == 1
+    assert "no answer from 127.0.0.1:1" in done.stderr
+
+
+class Terminal:
+    """A command on a terminal of its own."""
+
+    def __init__(self, command: list[str]) -> None:
+        self._ours, theirs = pty.openpty()
+        self.process = subprocess.Popen(command, stdin=theirs, stdout=theirs, stderr=theirs, close_fds=True)
+        os.close(theirs)
+        self.seen = ""
+
+    def read_until(self, words: str, timeout_s: float = 60) -> None:
+        until_s = time.monotonic() + timeout_s
+        while words not in self.seen:
+            assert time.monotonic() < until_s, self.seen
+            if select.select([self._ours], [], [], 1.0)[0]:
+                self.seen += os.read(self._ours, 65536).decode(errors="replace")
+
+    def close(self) -> None:
+        if self.process.poll() is None:
+            self.process.kill()
+        self.process.wait()
+        os.close(self._ours)
+
+
+def test_a_live_screen_ends_cleanly(target: str) -> None:
+    terminal = Terminal(command(target, "--interval", "0.1"))
+    try:
+        terminal.read_until("idle")
+        terminal.process.send_signal(signal.SIGINT)
+        terminal.read_until("\x1b[?1049l")  # the screen as it was
+        assert terminal.process.wait(30) == 0
+    finally:
+        terminal.close()
+    assert "Traceback" not in terminal.seen
+    assert terminal.seen.count("\x1b[?1049h") == 1
+
+
+def test_a_server_that_goes_away_is_one_line() -> None:
+    with served_in_thread(FakeEngine()) as target:
+        terminal = Terminal(command(target, "--interval", "0.1"))
+        terminal.read_until("idle")
+    try:
+        terminal.read_until("no answer from")
+        assert terminal.process.wait(30) == 1
+    finally:
+        terminal.close()
+    assert "Traceback" not in terminal.seen
+    assert terminal.seen.index("\x1b[?1049l") < terminal.seen.index("no answer from")

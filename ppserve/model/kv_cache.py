@@ -43,7 +43,10 @@ def _zeros(shape: tuple[int, ...], element: torch.dtype, device: torch.device) -
 
 
 class KVCache:
-    """Blocks of one stage; a block is written before it is read, so nothing is ever erased. dtype: `float32`, `bfloat16` or `float16` (CUDA only)."""
+    """Blocks of one stage; a block is written before it is read, so nothing is ever erased.
+
+    dtype: `float32`, `bfloat16` or `float16` (CUDA only).
+    """
 
     def __init__(
         self,

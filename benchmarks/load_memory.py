@@ -60,7 +60,7 @@ def measured(load: Callable[[], object]) -> dict[str, float]:
     return {"weight_bytes": getattr(kept, "weight_bytes", 0), "peak_bytes": peak_bytes, "seconds": seconds}
 
 
-def load_stage(directory: str, stage: int, num_stages: int) -> dict[str, float]:
+def load_stage(directory: str, stage: int, num_stages: int, dtype: str) -> dict[str, float]:
     import torch
 
     from ppserve.core.architecture import StageLayout, stage_layouts
@@ -72,7 +72,7 @@ def load_stage(directory: str, stage: int, num_stages: int) -> dict[str, float]:
     layout = stage_layouts(split)[stage]
 
     def load(place: str, layout: StageLayout) -> GPT2Stage:
-        return GPT2Stage.load(open_checkpoint(place), layout, "float32", torch.device("cpu"))
+        return GPT2Stage.load(open_checkpoint(place).rounded_to(dtype), layout, dtype, torch.device("cpu"))
 
     with tempfile.TemporaryDirectory() as small:  # compiled kernels and libraries are no weights: have them before
         write_small_model(Path(small), like=Path(directory))
@@ -113,10 +113,12 @@ def main() -> None:
         with tempfile.TemporaryDirectory() as directory:
             write_model(Path(directory), container, arguments.gigabytes)
             whole_bytes = sum(path.stat().st_size for path in Path(directory).glob("*model-*"))
-            for stage in range(arguments.stages):
-                m = in_a_process("stage", directory, stage, arguments.stages)
-                _print_row(container, f"stage {stage} of {arguments.stages}", m, m["weight_bytes"])
-            _print_row(container, "1 stage", one := in_a_process("stage", directory, 0, 1), one["weight_bytes"])
+            for dtype in ("float32", "bfloat16"):
+                for stage in range(arguments.stages):
+                    m = in_a_process("stage", directory, stage, arguments.stages, dtype)
+                    _print_row(container, f"stage {stage} of {arguments.stages}, {dtype}", m, m["weight_bytes"])
+                m = in_a_process("stage", directory, 0, 1, dtype)
+                _print_row(container, f"1 stage, {dtype}", m, m["weight_bytes"])
             _print_row(container, "transformers", in_a_process("transformers", directory), whole_bytes)
 
 
@@ -128,8 +130,8 @@ def _print_row(container: str, what: str, m: dict[str, float], weight_bytes: flo
 
 if __name__ == "__main__":
     match sys.argv[1:]:
-        case ["stage", directory, stage, num_stages]:
-            print(json.dumps(load_stage(directory, int(stage), int(num_stages))))
+        case ["stage", directory, stage, num_stages, dtype]:
+            print(json.dumps(load_stage(directory, int(stage), int(num_stages), dtype)))
         case ["transformers", directory]:
             print(json.dumps(load_with_transformers(directory)))
         case _:

@@ -76,6 +76,7 @@ class StageLoop:
         """Opens the checkpoint (headers only) and introduces this stage to the head. Raises UsageError."""
         checkpoint = open_checkpoint(start.config.model.path)
         compute = device.choose(start.config, environment, checkpoint.stored_dtype)
+        checkpoint = checkpoint.rounded_to(compute.dtype)
         link = HeadLink(connection)
         link.send(
             wire.Hello(

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 
 from ppserve.core.architecture import Architecture
 from ppserve.errors import CheckpointError
-from ppserve.model.checkpoint import Checkpoint, hub
+from ppserve.model.checkpoint import hub
 from ppserve.model.checkpoint.files import file_size, is_file, shown
 
 if TYPE_CHECKING:
@@ -23,7 +23,7 @@ TINY = Path(__file__).parents[2] / "assets" / "tiny"
 LLMC_MAGIC = (20240326).to_bytes(4, "little")
 
 
-def open_checkpoint(path: str) -> Checkpoint:
+def open_checkpoint(path: str) -> StoredCheckpoint:
     """Open a checkpoint of any format, reading headers only; every tensor is found and its shape checked.
 
     Raises CheckpointError, which names the file and the field.

@@ -10,6 +10,7 @@ import math
 import mmap
 from collections import Counter
 from collections.abc import Mapping, Sequence
+from copy import copy
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
@@ -71,9 +72,9 @@ class Located:
         step = max(1, PIECE_BYTES // row_bytes)
         return [(start, min(start + step, num_rows)) for start in range(0, num_rows, step)]
 
-    def read(self, pieces: Scratch, turned: Scratch) -> torch.Tensor:
+    def read(self, dtype: str, pieces: Scratch, turned: Scratch) -> torch.Tensor:
         """A new tensor that shares nothing with the file. Pieces are read, and turned, in the scratches."""
-        out = _memory(self.shape, DTYPES[self.stored.dtype])
+        out = _memory(self.shape, DTYPES[dtype])
         for start, stop in self.pieces():
             rows = self.file.rows(self.name, start, stop, pieces)
             if self.transposed:  # turned on its own first: twice as fast as turning it into the larger tensor
@@ -130,6 +131,7 @@ class StoredCheckpoint:
         self.path = path
         self.architecture = architecture
         self._pieces, self._turned = Scratch(), Scratch()
+        self._rounded_to: str | None = None
         self._located = {name: located.get(name) for name in tensor_shapes(architecture)}
         dtypes: Counter[str] = Counter()
         for name, shape in tensor_shapes(architecture).items():
@@ -139,8 +141,18 @@ class StoredCheckpoint:
         self.stored_dtype = dtypes.most_common(1)[0][0]
 
     def tensor(self, name: str) -> torch.Tensor:
-        """One tensor on the CPU in its stored dtype, in memory of its own."""
-        return self._place(name).read(self._pieces, self._turned)
+        """One tensor on the CPU, in memory of its own."""
+        place = self._place(name)
+        return place.read(self._rounded_to or place.stored.dtype, self._pieces, self._turned)
+
+    def rounded_to(self, dtype: str) -> StoredCheckpoint:
+        """The same checkpoint as if it were stored in `dtype`: rounded piece by piece while it is read.
+
+        Reading first and rounding then would have a matrix twice in memory, once in the larger dtype.
+        """
+        rounded = copy(self)
+        rounded._rounded_to = rounded.stored_dtype = dtype
+        return rounded
 
     def _place(self, name: str) -> Located:
         place = self._located.get(name)

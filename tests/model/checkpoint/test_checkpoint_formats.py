@@ -98,3 +98,12 @@ def test_a_tensor_shares_nothing_with_the_file(tmp_path: Path) -> None:
         checkpoint = open_checkpoint(str(write_hf(tmp_path / container, arch, tensors, container=container)))
         checkpoint.tensor("wte.weight").zero_()
         assert torch.equal(checkpoint.tensor("wte.weight"), tensors["wte.weight"])
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+def test_rounding_while_reading_is_rounding_what_was_read(tmp_path: Path, dtype: torch.dtype) -> None:
+    arch = architecture(width=640, num_heads=8, num_layers=1, inner_width=2560)
+    checkpoint = open_checkpoint(str(write_hf(tmp_path, arch, random_tensors(arch))))
+    rounded = checkpoint.rounded_to(DTYPE_NAMES[dtype])
+    check(rounded, arch, {name: checkpoint.tensor(name).to(dtype) for name in tensor_shapes(arch)})
+    assert checkpoint.stored_dtype == "float32"

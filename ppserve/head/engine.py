@@ -317,7 +317,9 @@ class Engine(threading.Thread):
         """Every open stream ends with a status; whoever runs the server learns why."""
         error = StagesLost("a pipeline stage was lost and does not come back")
         for opened in self._open.values():
-            self._outputs.setdefault(opened.sink, []).append(TokenOutput(0, 0, error=error))
+            output = TokenOutput(0, 0, error=error)
+            self._outputs.setdefault(opened.sink, []).append(output)
+            self._observer.output(opened, output, time.monotonic())
         self._open.clear()
         self._stopping = True
         self._hopeless = hopeless

@@ -5,23 +5,29 @@ from __future__ import annotations
 import random
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import grpc
 
 from ppserve.v1 import generation_pb2 as pb
 from ppserve.v1.generation_pb2_grpc import GenerationServiceStub
 
-WORDS = ["the", "quiet", "stage", "in", "front", "of", "every", "harbour", "held", "a", "lamp", "and", "two", "small", "boats", "while", "rain", "fell"]
+WORDS = "the quiet stage in front of every harbour held a lamp and two small boats while rain fell".split()  # noqa: SIM905
+
+
+Logprob = tuple[float, tuple[tuple[int, float], ...]]
 
 
 @dataclass(frozen=True)
 class Answer:
-    """All that a request brought: its tokens, its text, and how it ended (a finish reason or a status)."""
+    """All that one sequence brought: tokens, text, log-probabilities, and how it ended (reason or status)."""
 
     token_ids: tuple[int, ...]
     text: str
     end: str
+    matched: int | str | None = None
+    logprobs: tuple[Logprob, ...] = ()
+    prompt_logprobs: tuple[Logprob, ...] = ()
 
 
 def mixed_requests(count: int, seed: int, max_new: int = 48) -> list[pb.GenerateRequest]:
@@ -45,25 +51,104 @@ def mixed_requests(count: int, seed: int, max_new: int = 48) -> list[pb.Generate
     return requests
 
 
+def requests_with_everything(count: int, seed: int) -> list[pb.GenerateRequest]:
+    """Every parameter of the contract, mixed freely."""
+    rng = random.Random(seed)
+    requests = mixed_requests(count, seed, max_new=32)
+    for request in requests:
+        sampling, stop, output = request.sampling, request.stop, request.output
+        if rng.random() < 0.3:
+            sampling.min_p = rng.choice([0.02, 0.3])
+        if rng.random() < 0.4:
+            sampling.repetition_penalty = rng.choice([0.8, 1.3])
+        if rng.random() < 0.4:
+            sampling.frequency_penalty = rng.choice([-0.5, 0.7])
+        if rng.random() < 0.4:
+            sampling.presence_penalty = rng.choice([-0.5, 0.7])
+        if rng.random() < 0.3:
+            for _ in range(5):
+                sampling.logit_bias[rng.randrange(1280)] = rng.uniform(-100, 8)
+        if rng.random() < 0.3:
+            sampling.n = rng.randint(2, 4)
+        if rng.random() < 0.3:
+            stop.stop_token_ids.extend(rng.sample(range(1280), 20))
+        if rng.random() < 0.3:
+            stop.min_tokens = min(stop.max_tokens, rng.randint(1, 12))
+        stop.include_stop = rng.random() < 0.5
+        output.echo = rng.random() < 0.3
+        if rng.random() < 0.5:
+            output.logprobs = rng.choice([0, 3])
+        if rng.random() < 0.2:
+            output.prompt_logprobs = rng.choice([0, 2])
+        if rng.random() < 0.2:
+            output.stream_interval = rng.choice([2, 7])
+        if rng.random() < 0.1:
+            stop.max_tokens = stop.min_tokens = 0
+    return requests
+
+
 def ask(target: str, requests: Sequence[pb.GenerateRequest], at_once: int, timeout_s: float = 100) -> list[Answer]:
-    """The answers, in the order of the requests; `at_once` of them are under way together."""
+    """The first sequence's answers, in the order of the requests; `at_once` of them are under way together."""
+    return [answers[0] for answers in ask_all(target, requests, at_once, timeout_s)]
+
+
+def ask_all(
+    target: str, requests: Sequence[pb.GenerateRequest], at_once: int, timeout_s: float = 100
+) -> list[tuple[Answer, ...]]:
+    """The answers of all sequences of each request."""
     with grpc.insecure_channel(target) as channel, ThreadPoolExecutor(at_once) as pool:
         stub = GenerationServiceStub(channel)
-        return list(pool.map(lambda request: ask_one(stub, request, timeout_s), requests))
+        return list(pool.map(lambda request: ask_sequences(stub, request, timeout_s), requests))
 
 
 def ask_one(stub: GenerationServiceStub, request: pb.GenerateRequest, timeout_s: float = 100) -> Answer:
     """One answer, its stream read to the end."""
-    ids: list[int] = []
-    count, text, end = 0, "", ""
+    return ask_sequences(stub, request, timeout_s)[0]
+
+
+def ask_sequences(
+    stub: GenerationServiceStub, request: pb.GenerateRequest, timeout_s: float = 100
+) -> tuple[Answer, ...]:
+    """The answers of a request's `n` sequences, their stream read to the end."""
+    heard = [_Heard() for _ in range(request.sampling.n or 1)]
     try:
         for message in stub.Generate(request, timeout=timeout_s):
-            assert message.first_token == count, "a token was lost or came twice"
-            count += message.num_tokens
-            ids += [token.id for token in message.tokens]
-            text += message.text
-            if message.HasField("finish"):
-                end = pb.Finish.Reason.Name(message.finish.reason)
+            heard[message.index].take(message)
     except grpc.RpcError as error:
-        end = error.code().name
-    return Answer(tuple(ids), text, end)
+        for each in heard:
+            each.end = each.end or error.code().name
+    return tuple(each.answer() for each in heard)
+
+
+@dataclass
+class _Heard:
+    """What has come of one sequence."""
+
+    count: int = 0
+    ids: list[int] = field(default_factory=list)
+    text: str = ""
+    end: str = ""
+    matched: int | str | None = None
+    logprobs: list[Logprob] = field(default_factory=list)
+    prompt_logprobs: list[Logprob] = field(default_factory=list)
+
+    def take(self, message: pb.GenerateResponse) -> None:
+        assert message.first_token == self.count, "a token was lost or came twice"
+        assert not self.end, "a message after the end"
+        self.count += message.num_tokens
+        self.ids += [token.id for token in message.tokens]
+        self.text += message.text
+        self.logprobs += [_logprob(token) for token in message.tokens]
+        self.prompt_logprobs += [_logprob(token) for token in message.prompt_tokens]
+        if message.HasField("finish"):
+            self.end = pb.Finish.Reason.Name(message.finish.reason)
+            which = message.finish.WhichOneof("matched")
+            self.matched = getattr(message.finish, which) if which else None
+
+    def answer(self) -> Answer:
+        scores = tuple(self.logprobs), tuple(self.prompt_logprobs)
+        return Answer(tuple(self.ids), self.text, self.end, self.matched, *scores)
+
+
+def _logprob(token: pb.TokenInfo) -> Logprob:
+    return token.logprob, tuple((top.id, top.logprob) for top in token.top)

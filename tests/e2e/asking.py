@@ -12,7 +12,8 @@ import grpc
 from ppserve.v1 import generation_pb2 as pb
 from ppserve.v1.generation_pb2_grpc import GenerationServiceStub
 
-WORDS = "the quiet stage in front of every harbour held a lamp and two small boats while rain fell".split()  # noqa: SIM905
+WORDS = """the quiet stage in front of every harbour held a lamp
+and two small boats while rain fell""".split()
 
 
 Logprob = tuple[float, tuple[tuple[int, float], ...]]

@@ -26,6 +26,7 @@ from ppserve.head.banner import Progress, banner
 from ppserve.head.control import ControlPlane
 from ppserve.head.engine import Engine
 from ppserve.head.handle import PipelineHandle, describe_model
+from ppserve.head.live import serve_page
 from ppserve.head.members import Formed, Hopeless, Members
 from ppserve.head.metrics import Metrics
 from ppserve.head.observer import Observer
@@ -115,6 +116,7 @@ class Head:
         )
         door = FrontDoor(self._config.server, handle, tokenizer)
         self._metrics.serve_json("/costs.json", handle.cost_sheet)
+        serve_page(self._metrics, handle.state)
         metrics_port = self._metrics.start_http(
             self._config.server.host, self._config.server.metrics_port, handle.stage_times
         )

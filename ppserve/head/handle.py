@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from pathlib import Path
 from dataclasses import asdict
 from typing import Any
 
@@ -11,10 +12,11 @@ from ppserve.config import ServeConfig
 from ppserve.core.advice import advise
 from ppserve.core.architecture import stage_params
 from ppserve.core.request import FinishReason, Request
-from ppserve.core.time_account import StageTimes
+from ppserve.core.time_account import Settled, StageTimes
 from ppserve.head.cards import ModelCard, StageCard, Topology
 from ppserve.head.engine import Engine
 from ppserve.head.layout import max_context
+from ppserve.head.live import describe_schedule, describe_state
 from ppserve.head.members import Member, Members, StageState
 from ppserve.head.observer import Observer
 from ppserve.head.stream import Sink
@@ -72,6 +74,19 @@ class PipelineHandle:
             stages.append({"layers": layout.num_layers, "steps": cost.num_observed, **terms})
         return {"stages": stages, "overheads": asdict(self._observer.overheads.times)}
 
+    def state(self) -> dict[str, Any]:
+        """What the live page shows; see `ppserve.head.live`."""
+        # The engine's thread only copies; the describing is done in the caller's.
+        topology, times, spans, now_ns = self._engine.ask(lambda _now_s: self._state())
+        state = describe_state(self._card, topology, times, self._observer.metrics.reading(), now_ns)
+        for stage, schedule in zip(state["stages"], describe_schedule(spans, now_ns), strict=True):
+            stage["spans"] = schedule
+        return state
+
+    def _state(self) -> tuple[Topology, tuple[StageTimes, ...], list[list[Settled]], int]:
+        now_ns = time.monotonic_ns()
+        return self._topology(), self._observer.stage_times(now_ns), self._observer.schedule.recent(), now_ns
+
     def _stage_card(self, member: Member, times: StageTimes) -> StageCard:
         decision, hello, loaded = self._members.decision, member.hello, member.loaded
         assert decision is not None and hello is not None and loaded is not None  # noqa: PT018
@@ -103,7 +118,8 @@ def describe_model(config: ServeConfig, members: Members, tokenizer: Tokenizer |
     reasons = [f"stage {m.stage}: {m.loaded.why_not}" for m in members.stages if m.loaded and m.loaded.why_not]
     shared = 0 if not arch.tied_embeddings or len(decision.layouts) == 0 else arch.padded_vocab_size * arch.width
     return ModelCard(
-        name=config.model.path,
+        # Not the whole path: callers have no business with the server's directories.
+        name=Path(config.model.path).name,
         architecture=arch,
         num_parameters=sum(stage_params(arch, layout) for layout in decision.layouts) - shared,
         dtype=decision.dtype,

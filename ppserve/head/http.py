@@ -12,12 +12,30 @@ from collections.abc import Callable, Mapping
 from http import HTTPStatus
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from socketserver import TCPServer
+from typing import NamedTuple
 
 log = logging.getLogger(__name__)
 
-Route = Callable[[], tuple[str, bytes]]
-"""Returns (content type, body)."""
 
+class Answer(NamedTuple):
+    """headers: besides those that every answer has, or in their place."""
+
+    content_type: str
+    body: bytes
+    headers: Mapping[str, str] = {}
+
+
+Route = Callable[[], tuple[str, bytes] | Answer]
+"""Returns an Answer, or just (content type, body)."""
+
+_HEADERS = {
+    "Cache-Control": "no-store",
+    "Content-Security-Policy": "default-src 'none'; frame-ancestors 'none'",
+    "Referrer-Policy": "no-referrer",
+    "X-Content-Type-Options": "nosniff",
+}
+
+_TEXT = "text/plain; charset=utf-8"
 _MAX_CONNECTIONS = 32
 _SILENT_CONNECTION_S = 10.0
 
@@ -90,24 +108,24 @@ class _Handler(BaseHTTPRequestHandler):
         route = self.server.routes.get(path)
         if route is None:
             known = ", ".join(sorted(self.server.routes))
-            status, kind, body = HTTPStatus.NOT_FOUND, "text/plain; charset=utf-8", f"try {known}\n".encode()
+            status, answer = HTTPStatus.NOT_FOUND, Answer(_TEXT, f"try {known}\n".encode())
         else:
-            status, kind, body = self._run(route)
+            status, answer = self._run(route)
         self.send_response(status)
-        self.send_header("Content-Type", kind)
-        self.send_header("Content-Length", str(len(body)))
-        self.send_header("Cache-Control", "no-store")
-        self.send_header("X-Content-Type-Options", "nosniff")
+        self.send_header("Content-Type", answer.content_type)
+        self.send_header("Content-Length", str(len(answer.body)))
+        for name, value in {**_HEADERS, **answer.headers}.items():
+            self.send_header(name, value)
         self.end_headers()
         if with_body:
-            self.wfile.write(body)
+            self.wfile.write(answer.body)
 
-    def _run(self, route: Route) -> tuple[HTTPStatus, str, bytes]:
+    def _run(self, route: Route) -> tuple[HTTPStatus, Answer]:
         try:
-            return HTTPStatus.OK, *route()
+            return HTTPStatus.OK, Answer(*route())
         except Exception:
             log.exception("%s failed", self.path)
-            return HTTPStatus.INTERNAL_SERVER_ERROR, "text/plain; charset=utf-8", b"see the server's log\n"
+            return HTTPStatus.INTERNAL_SERVER_ERROR, Answer(_TEXT, b"see the server's log\n")
 
     def log_message(self, format: str, *args: object) -> None:
         log.debug(format, *args)

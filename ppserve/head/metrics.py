@@ -60,6 +60,29 @@ DURATION_BUCKETS = (0.0005, 0.002, *(0.005 * 2**k for k in range(15)))
 ROWS_BUCKETS = tuple(2**k for k in range(13))
 
 
+@dataclass(frozen=True, slots=True)
+class Latency:
+    """A histogram since the start: counts of values up to each bound, those of smaller bounds included."""
+
+    bounds_s: tuple[float, ...]
+    counts: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Load:
+    """How full the server is now, and what it has done since the start. kv_usage: 0 to 1."""
+
+    running: int
+    waiting: int
+    in_flight: int
+    kv_usage: float
+    requests: int
+    prompt_tokens: int
+    generated_tokens: int
+    ttft: Latency
+    itl: Latency
+
+
 class Metrics:
     """Fed by the engine's thread; read by HTTP threads. `routes` may be extended while serving."""
 
@@ -85,6 +108,21 @@ class Metrics:
     def serve_json(self, path: str, ask: Callable[[], object]) -> None:
         """Answer GETs of `path` with what `ask` returns at that moment."""
         self.routes[path] = lambda: ("application/json", json.dumps(ask()).encode())
+
+    def reading(self) -> Load:
+        """The figures that the live page shows."""
+        requests, pipeline = self._requests, self._pipeline
+        return Load(
+            running=int(_value(requests.running)),
+            waiting=int(_value(requests.waiting)),
+            in_flight=int(_value(pipeline.in_flight)),
+            kv_usage=_value(pipeline.kv_usage),
+            requests=int(sum(_value(ended) for ended in requests.ended.values())),
+            prompt_tokens=int(_value(requests.prompt)),
+            generated_tokens=int(_value(requests.generated)),
+            ttft=_latency(requests.ttft),
+            itl=_latency(requests.itl),
+        )
 
     def close(self) -> None:
         if self._server is not None:
@@ -130,6 +168,15 @@ class Metrics:
     def refused(self, error: RequestError) -> None:
         """A request ended before it was queued."""
         self._requests.ended[error.status].inc()
+
+
+def _value(metric: Counter | Gauge) -> float:
+    return next(sample.value for family in metric.collect() for sample in family.samples)
+
+
+def _latency(histogram: Histogram) -> Latency:
+    buckets = [s for family in histogram.collect() for s in family.samples if s.name.endswith("_bucket")]
+    return Latency(tuple(float(s.labels["le"]) for s in buckets[:-1]), tuple(int(s.value) for s in buckets))
 
 
 class _PipelineMetrics:

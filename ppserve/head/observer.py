@@ -11,8 +11,9 @@ from ppserve.core.cost_model import PipelineCosts
 from ppserve.core.overheads import Overheads
 from ppserve.core.plan import StepPlan, StepResult
 from ppserve.core.scheduler import Scheduler
-from ppserve.core.time_account import StageTimes, TimeAccount
+from ppserve.core.time_account import Settled, StageTimes, TimeAccount
 from ppserve.errors import RequestError
+from ppserve.head.live import Schedule
 from ppserve.head.metrics import Metrics
 from ppserve.head.open_request import OpenRequest
 from ppserve.head.stream import TokenOutput
@@ -23,7 +24,7 @@ class Observer:
     """Fed by the engine as things happen.
 
     account: every stage's time. costs, overheads: what steps take, and what surrounds them, learnt from them.
-    trace: off until it is started.
+    trace: off until it is started. schedule: the last of the ledger's spans, for the live page.
     """
 
     def __init__(self, account: TimeAccount, metrics: Metrics, trace: Trace) -> None:
@@ -32,8 +33,8 @@ class Observer:
         self.overheads = Overheads(account.num_stages)
         self.metrics = metrics
         self.trace = trace
-        account.observer = trace.settled
-        self._demand = False
+        self.schedule = Schedule(account.num_stages)
+        account.observer = self._settled
         self._step_s: defaultdict[int, float] = defaultdict(float)
         self._steps: defaultdict[int, int] = defaultdict(int)
 
@@ -71,6 +72,10 @@ class Observer:
     def stage_died(self, stage: int, cause: str) -> None:
         self.metrics.stage_restarted(stage, cause)
 
+    def _settled(self, settled: Settled) -> None:
+        self.schedule.settled(settled)
+        self.trace.settled(settled)
+
     def lost(self, now_ns: int) -> None:
         self.account.stage_lost(now_ns)
         self.overheads.lost()
@@ -82,9 +87,6 @@ class Observer:
 
     def demand(self, exists: bool, now_ns: int) -> None:
         """Whether the server has any work: without it stages are idle, with it they have bubbles."""
-        if exists == self._demand:
-            return
-        self._demand = exists
         if exists:
             self.account.demand_began(now_ns)
         else:

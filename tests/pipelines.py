@@ -64,18 +64,18 @@ class Threads:
 class Processes:
     """Stages of the other transports. Every run is an epoch: a fresh store and group in the same processes."""
 
-    def __init__(self, kind: str, folder: Path, size: int = STAGES) -> None:
-        self.world = World(size)
+    def __init__(self, kind: str, folder: Path, world: World) -> None:
+        self._world = world
         self._kind = kind
         self._folder = folder
         self._epochs = 0
 
     def run(self, play: Play, *args: Any, dtype: torch.dtype = torch.float32) -> list[Any]:
         self._epochs += 1
-        return self.world.run(one_epoch, self._kind, str(self._folder / str(self._epochs)), dtype, play, args)
+        return self._world.run(one_epoch, self._kind, str(self._folder / str(self._epochs)), dtype, play, args)
 
     def count_descriptors(self) -> list[int]:
-        return self.world.run(count_descriptors)
+        return self._world.run(count_descriptors)
 
 
 def one_epoch(rank: int, kind: str, path: str, dtype: torch.dtype, play: Play, args: tuple[Any, ...]) -> Any:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from datetime import timedelta
 from pathlib import Path
 
@@ -155,25 +156,30 @@ def fail_to_fit(rank: int, size: int, path: str) -> str:
     return str(caught.value)
 
 
+@pytest.fixture(scope="module")
+def world() -> Iterator[World]:
+    with World(4) as world:
+        yield world
+
+
+@pytest.mark.timeout(240)
 @pytest.mark.parametrize("size", [1, 2, 4])
-def test_real_worlds(size: int, tmp_path: Path) -> None:
-    with World(size) as world:
-        line = world.run(describe, size, str(tmp_path / "line"), 1, size)
-        assert [d["get_pipeline_model_parallel_rank"] for d in line] == list(range(size))
-        assert [d["get_pipeline_model_parallel_prev_rank"] for d in line] == [None, *range(size - 1)]
-        assert [d["get_pipeline_model_parallel_next_rank"] for d in line] == [*range(1, size), None]
-        assert [d["is_pipeline_first_stage"] for d in line] == [r == 0 for r in range(size)]
-        assert [d["is_pipeline_last_stage"] for d in line] == [r == size - 1 for r in range(size)]
-        everybody = sum(10**r for r in range(size))
-        assert [d["sums"] for d in line] == [(10**r, 10**r, everybody) for r in range(size)]
-        lives = world.run(live_again, size, [str(tmp_path / "life1"), str(tmp_path / "life2")])
-        assert lives == [[everybody] * 4] * size
-        assert len(set(world.run(fail_to_fit, size, str(tmp_path / "unfit")))) == 1
-        if size == 4:
-            check_every_axis_of_four_ranks(world, tmp_path)
+def test_real_worlds(world: World, size: int, tmp_path: Path) -> None:
+    line = world.run(describe, size, str(tmp_path / "line"), 1, size, size=size)
+    assert [d["get_pipeline_model_parallel_rank"] for d in line] == list(range(size))
+    assert [d["get_pipeline_model_parallel_prev_rank"] for d in line] == [None, *range(size - 1)]
+    assert [d["get_pipeline_model_parallel_next_rank"] for d in line] == [*range(1, size), None]
+    assert [d["is_pipeline_first_stage"] for d in line] == [r == 0 for r in range(size)]
+    assert [d["is_pipeline_last_stage"] for d in line] == [r == size - 1 for r in range(size)]
+    everybody = sum(10**r for r in range(size))
+    assert [d["sums"] for d in line] == [(10**r, 10**r, everybody) for r in range(size)]
+    lives = world.run(live_again, size, [str(tmp_path / "life1"), str(tmp_path / "life2")], size=size)
+    assert lives == [[everybody] * 4] * size
+    assert len(set(world.run(fail_to_fit, size, str(tmp_path / "unfit"), size=size))) == 1
 
 
-def check_every_axis_of_four_ranks(world: World, tmp_path: Path) -> None:
+@pytest.mark.timeout(240)
+def test_every_axis_of_four_ranks(world: World, tmp_path: Path) -> None:
     stages = world.run(describe, 4, str(tmp_path / "data"), 1, 2)
     assert [d["sums"] for d in stages] == [(1, 11, 101), (10, 11, 1010), (100, 1100, 101), (1000, 1100, 1010)]
     assert [d["get_data_parallel_rank"] for d in stages] == [0, 1, 0, 1]

@@ -7,8 +7,6 @@ importing torch once and not per test.
 from __future__ import annotations
 
 import multiprocessing
-import os
-import signal
 import traceback
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -39,25 +37,31 @@ class World:
             self._links.append(ours)
             self._processes.append(process)
 
-    def run(self, function: Callable[..., Any], *args: Any, timeout_s: float = 60) -> list[Any]:
-        """What `function(rank, *args)` returned in each rank, or `Died`. An exception in a rank fails the test."""
-        for link in self._links:
-            link.send((function, args))
-        return [self._answer(rank, timeout_s) for rank in range(len(self._links))]
+    def run(self, function: Callable[..., Any], *args: Any, size: int | None = None) -> list[Any]:
+        """What `function(rank, *args)` returned in each rank (or the first `size`), or `Died`.
+
+        An exception in a rank fails the test.
+        """
+        ranks = range(len(self._links) if size is None else size)
+        for rank in ranks:
+            self.start(rank, function, *args)
+        return [self.finish(rank) for rank in ranks]
 
     def start(self, rank: int, function: Callable[..., Any], *args: Any) -> None:
         """Begin `function(rank, *args)` in one rank; `finish` waits for it."""
         self._links[rank].send((function, args))
 
-    def finish(self, rank: int, timeout_s: float = 60) -> Any:
-        return self._answer(rank, timeout_s)
-
-    def kill(self, rank: int) -> None:
-        """SIGKILL, and wait until the process is gone."""
-        process = self._processes[rank]
-        assert process.pid is not None
-        os.kill(process.pid, signal.SIGKILL)
-        process.join(10)
+    def finish(self, rank: int, timeout_s: float = 100) -> Any:
+        if not wait([self._links[rank]], timeout_s):
+            raise TimeoutError(f"rank {rank} did not answer within {timeout_s} s")
+        try:
+            kind, value = self._links[rank].recv()
+        except (EOFError, ConnectionResetError):
+            self._processes[rank].join(10)
+            return Died(self._processes[rank].exitcode)
+        if kind == "error":
+            raise AssertionError(f"rank {rank} raised\n{value}")
+        return value
 
     def close(self) -> None:
         for process, link in zip(self._processes, self._links, strict=True):
@@ -70,18 +74,6 @@ class World:
 
     def __exit__(self, kind: type[BaseException] | None, error: object, trace: TracebackType | None) -> None:
         self.close()
-
-    def _answer(self, rank: int, timeout_s: float) -> Any:
-        if not wait([self._links[rank]], timeout_s):
-            raise TimeoutError(f"rank {rank} did not answer within {timeout_s} s")
-        try:
-            kind, value = self._links[rank].recv()
-        except (EOFError, ConnectionResetError):
-            self._processes[rank].join(10)
-            return Died(self._processes[rank].exitcode)
-        if kind == "error":
-            raise AssertionError(f"rank {rank} raised\n{value}")
-        return value
 
 
 def _serve(rank: int, link: Connection) -> None:

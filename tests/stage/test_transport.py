@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import ctypes
 import gc
-import os
 import threading
 from collections.abc import Iterator
 from contextlib import AbstractContextManager
+from pathlib import Path
 
 import pytest
 import torch
 from pipelines import DEPTH, SHAPES, STAGES, WIDTH, Pipeline, Processes, Threads, flush, frame, relay, step
+from worlds import World
 
 import parallel_state
 from ppserve.errors import ConfigError, TransportError
@@ -18,17 +20,19 @@ from ppserve.stage.transport import Frames, Transport, create_transport
 from ppserve.stage.transport.gloo import HostPassage
 from ppserve.stage.transport.point_to_point import PointToPoint
 
+pytestmark = pytest.mark.timeout(240)
 needs_gpus = pytest.mark.skipif(torch.cuda.device_count() < STAGES, reason=f"nccl needs {STAGES} GPUs")
 
 
-@pytest.fixture(scope="module", params=["local", "gloo", "shm", pytest.param("nccl", marks=needs_gpus)])
-def pipeline(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Pipeline]:
-    if request.param == "local":
-        yield Threads()
-        return
-    processes = Processes(request.param, tmp_path_factory.mktemp(request.param))
-    with processes.world:
-        yield processes
+@pytest.fixture(scope="module")
+def world() -> Iterator[World]:
+    with World(STAGES) as world:
+        yield world
+
+
+@pytest.fixture(params=["local", "gloo", "shm", pytest.param("nccl", marks=needs_gpus)])
+def pipeline(request: pytest.FixtureRequest, world: World, tmp_path: Path) -> Pipeline:
+    return Threads() if request.param == "local" else Processes(request.param, tmp_path, world)
 
 
 # What stages do. Each is a whole life of a stage, and runs in every stage of the pipeline.
@@ -41,7 +45,7 @@ def thousand_steps(transport: Transport, stage: int, leak: bool) -> int:
     for i in range(1200):
         if i == 200:
             gc.collect()
-            before = resident_bytes()
+            before = allocated_bytes()
         plan = step(i, SHAPES[i % len(SHAPES)])
         if stage > 0:
             transport.post_receive(plan)
@@ -50,14 +54,29 @@ def thousand_steps(transport: Transport, stage: int, leak: bool) -> int:
             kept.append(hidden_TD.clone())
         if stage < STAGES - 1:
             transport.send(plan, hidden_TD.clone())
-    growth = resident_bytes() - before
+    growth = allocated_bytes() - before
     flush(transport, stage)
     return growth
 
 
-def resident_bytes() -> int:
-    with open("/proc/self/statm") as statm:
-        return int(statm.read().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+class MallInfo(ctypes.Structure):
+    """glibc's `struct mallinfo2`."""
+
+    _fields_ = tuple(
+        (name, ctypes.c_size_t)
+        for name in (
+            *("arena", "ordblks", "smblks", "hblks", "hblkhd"),
+            *("usmblks", "fsmblks", "uordblks", "fordblks", "keepcost"),
+        )
+    )
+
+
+def allocated_bytes() -> int:
+    """What this process holds from malloc; unlike resident memory, not blurred by what it held before."""
+    mallinfo2 = ctypes.CDLL(None).mallinfo2
+    mallinfo2.restype = MallInfo
+    info = mallinfo2()
+    return info.uordblks + info.hblkhd
 
 
 # The suite.

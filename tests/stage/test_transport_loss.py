@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -48,18 +49,27 @@ def serve_again(rank: int, kind: str, path: str, stage: int) -> list[bool]:
     return right
 
 
-@pytest.mark.parametrize("kind", ["gloo", "shm"])
-def test_a_killed_neighbour_ends_waits_and_survivors_meet_again(kind: str, tmp_path: Path) -> None:
-    with World(STAGES + 1) as world:
-        path = str(tmp_path / "first")
-        world.start(0, wait_for_death, kind, path, 0)
-        world.start(2, wait_for_death, kind, path, 2)
-        world.start(1, forward_then_die, kind, path, 5)
-        assert world.finish(1) == Died(-9)
-        for survivor in (0, 2):
-            assert world.finish(survivor, timeout_s=10).startswith(kind)
-        path = str(tmp_path / "second")
-        for process, stage in ((0, 0), (3, 1), (2, 2)):
-            world.start(process, serve_again, kind, path, stage)
-        assert all(all(world.finish(process)) for process in (0, 3, 2))
+@pytest.fixture(scope="module")
+def world() -> Iterator[World]:
+    with World(5) as world:
+        yield world
+
+
+# A killed process stays dead: each case kills another one and has another replacement.
+@pytest.mark.timeout(240)
+@pytest.mark.parametrize(("kind", "victim", "replacement"), [("gloo", 1, 3), ("shm", 3, 4)])
+def test_a_killed_neighbour_ends_waits_and_survivors_meet_again(
+    world: World, kind: str, victim: int, replacement: int, tmp_path: Path
+) -> None:
+    path = str(tmp_path / "first")
+    world.start(0, wait_for_death, kind, path, 0)
+    world.start(2, wait_for_death, kind, path, 2)
+    world.start(victim, forward_then_die, kind, path, 5)
+    assert world.finish(victim) == Died(-9)
+    for survivor in (0, 2):
+        assert world.finish(survivor, timeout_s=20).startswith(kind)
+    path = str(tmp_path / "second")
+    for process, stage in ((0, 0), (replacement, 1), (2, 2)):
+        world.start(process, serve_again, kind, path, stage)
+    assert all(all(world.finish(process)) for process in (0, replacement, 2))
     assert not [name for name in os.listdir("/dev/shm") if "ppserve" in name]

@@ -194,7 +194,7 @@ def test_top_of_two_real_stages(two_stages: tuple[Server, Path]) -> None:
 def test_the_trace_of_two_real_stages_can_be_drawn(two_stages: tuple[Server, Path], tmp_path: Path) -> None:
     server, trace = two_stages
     assert bench(server.grpc, "--requests", "3", "--prompt-tokens", "16", "--new-tokens", "4").returncode == 0
-    assert server.terminate() == 0  # which completes the trace; nothing follows
+    server.terminate()  # which completes the trace; nothing follows
     assert {(span.stage, span.kind) for span in read_spans(trace)} >= {(0, "decode"), (1, "decode")}
     measured = Measurement(SETTING, (answer(0, 1.0, [(1.5, 1)]),), 10.0, LEDGER)
     draw(tmp_path / "out.png", [summarize(measured)], [measured], trace)

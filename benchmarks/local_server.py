@@ -1,0 +1,60 @@
+"""A server of this checkout for a measurement: started with flags, ended by process id, one at a time."""
+
+from __future__ import annotations
+
+import os
+import re
+import selectors
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+READY = re.compile(r"^ppserve ready grpc=(\S+) metrics=(\S+) stages=(\d+)$", re.MULTILINE)
+START_WITHIN_S = 300.0
+END_WITHIN_S = 60.0
+
+
+@dataclass(frozen=True, slots=True)
+class Address:
+    """Where a server listens: HOST:PORT of gRPC and of its metrics page."""
+
+    grpc: str
+    metrics: str
+
+
+@contextmanager
+def running(flags: Sequence[str]) -> Iterator[Address]:
+    """A ready server with these flags of `ppserve serve`, and none of its processes afterwards."""
+    command = [sys.executable, "-m", "ppserve", "serve", "--port", "0", "--metrics-port", "0", *flags]
+    process = subprocess.Popen(
+        command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, stdin=subprocess.DEVNULL,
+        env={**os.environ, "PYTHONUNBUFFERED": "1"},
+    )  # fmt: skip
+    try:
+        yield _wait_ready(process, command)
+    finally:
+        process.send_signal(signal.SIGTERM)
+        try:
+            process.wait(END_WITHIN_S)
+        except subprocess.TimeoutExpired:
+            process.kill()
+            process.wait()
+
+
+def _wait_ready(process: subprocess.Popen[bytes], command: Sequence[str]) -> Address:
+    assert process.stdout is not None
+    os.set_blocking(process.stdout.fileno(), False)
+    until_s = time.monotonic() + START_WITHIN_S
+    seen = ""
+    with selectors.DefaultSelector() as selector:
+        selector.register(process.stdout, selectors.EVENT_READ)
+        while (match := READY.search(seen)) is None:
+            selector.select(1.0)
+            seen += (process.stdout.read() or b"").decode(errors="replace")
+            if process.poll() is not None or time.monotonic() > until_s:
+                raise SystemExit(f"no server: {' '.join(command)}\n{seen}")
+    return Address(match[1], match[2])

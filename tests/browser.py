@@ -20,8 +20,8 @@ EXECUTABLE = shutil.which("chromium") or shutil.which("chromium-browser") or shu
 
 _FLAGS = [
     *("--headless", "--no-sandbox", "--disable-gpu", "--disable-quic", "--no-first-run", "--hide-scrollbars"),
-    *("--disable-background-networking", "--disable-component-update", "--disable-sync", "--disable-dev-shm-usage"),
-    "--remote-debugging-pipe",
+    *("--disable-background-networking", "--disable-component-update", "--disable-sync"),
+    *("--disable-dev-shm-usage", "--remote-debugging-pipe"),
 ]
 
 # The pipe's ends must be 3 and 4 in the browser, whatever their numbers are here.

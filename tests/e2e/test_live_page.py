@@ -59,7 +59,8 @@ def _long_request(seed: int) -> pb.GenerateRequest:
 
 def tile(name: str) -> str:
     """An expression for the value of a tile."""
-    return f"[...document.querySelectorAll('.tile')].find((t) => t.firstChild.textContent === {name!r})?.lastChild.textContent"
+    found = f"[...document.querySelectorAll('.tile')].find((t) => t.firstChild.textContent === {name!r})"
+    return f"{found}?.lastChild.textContent"
 
 
 @pytest.mark.usefixtures("streams")
@@ -83,7 +84,8 @@ def test_the_page_shows_what_the_server_does(server: Server, page: browser.Page)
     # The picture is not empty: some of its pixels have the colour of computing.
     page.wait_for("byId('schedule-text').textContent.includes('computations of 2 stages')")
     colours = page.evaluate(
-        "(() => { const c = byId('schedule'); const p = c.getContext('2d').getImageData(0, 0, c.width, c.height).data;"
+        "(() => { const c = byId('schedule');"
+        " const p = c.getContext('2d').getImageData(0, 0, c.width, c.height).data;"
         " const seen = new Set(); for (let i = 0; i < p.length; i += 4) seen.add(p.slice(i, i + 4).join());"
         " return seen.size; })()"
     )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import math
+import secrets
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -36,6 +37,7 @@ _COUNT = click.IntRange(min=1)
 _POSITIVE = click.FloatRange(min=0, min_open=True)
 _OUT = click.Path(dir_okay=False, path_type=Path)
 _IN = click.Path(exists=True, dir_okay=False, path_type=Path)
+_SEEDS = 1 << 32
 DEFAULT_CONCURRENCY = 16
 DEFAULT_OPEN_REQUESTS = 100
 
@@ -91,7 +93,8 @@ _COUNTS = _Parsed("n,n,...", _parse_counts)
               "  [default: one per caller]")
 @click.option("--temperature", type=click.FloatRange(min=0), default=0.0, show_default=True, help="0 is greedy.")
 @click.option("--timeout", "timeout_s", type=_POSITIVE, help="Deadline of each request in seconds.")
-@click.option("--seed", type=int, default=0, show_default=True, help="Same seed, same prompts and arrivals.")
+@click.option("--seed", type=click.IntRange(0), default=lambda: secrets.randbelow(_SEEDS),
+              show_default="a new one", help="Same seed, same prompts and arrivals; and on the same server prompts that it knows.")
 @click.option("--goodput", multiple=True, metavar="NAME:MS ...",
               help="Count requests that keep all limits, such as ttft:500 tpot:50 (or e2el), in milliseconds.")
 @click.option("--metrics", metavar="HOST:PORT", help="Also report what the server's metrics page counted.")
@@ -199,7 +202,7 @@ async def _run(
         num_warm_up = callers or 1
     if num_warm_up:
         await warm_up(caller, workload, num_warm_up, callers or 1)
-    setting = served.setting(concurrency=callers, rate=rate, seed=flags["seed"])
+    setting = served.setting(concurrency=callers, rate=rate, seed=workload.seed)
     progress = Progress(f"{callers} callers" if isinstance(load, ClosedLoop) else "open loop", until)
     try:
         return await measure(caller, served, workload, load, until, progress, setting)

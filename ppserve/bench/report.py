@@ -126,7 +126,7 @@ def _remarks(summary: Summary) -> Iterator[str]:
             f"\nRequests waited here before they were sent: mean {summary.start_delay.mean:.1f} ms,"
             f" p99 {summary.start_delay.p99:.1f} ms. Their latencies count it."
         )
-    yield f"\nThis load generator used {summary.client_cores:.2f} cores."
+    yield f"\nThis load generator used {summary.client_cores:.2f} cores. Seed {summary.setting.seed}."
 
 
 def _flat(fields: dict[str, Any]) -> Iterator[tuple[str, Any]]:

@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 from answers import LEDGER, SETTING, answer, failed
 from fake_engine import FakeEngine, served_in_thread
+from terminal import Terminal
 
 from ppserve.bench.plot import draw, read_spans
 from ppserve.bench.summary import Measurement, summarize
@@ -76,6 +77,30 @@ def test_an_open_loop_over_a_trace(target: str, tmp_path: Path) -> None:
     assert found["request_rate"] == pytest.approx(20)
     assert found["input_lens"] == [7, 61, 8]
     assert found["output_lens"] == [2, 3, 4]
+
+
+def test_progress_on_a_terminal_leaves_no_trace(target: str) -> None:
+    flags = ("--requests", "40", "--concurrency", "2", "--prompt-tokens", "4", "--new-tokens", "40")
+    terminal = Terminal([sys.executable, "-m", "ppserve", "bench", "--target", target, *flags])
+    try:
+        terminal.read_rest()
+        assert terminal.process.wait(30) == 0
+    finally:
+        terminal.close()
+    drawn, _, report = terminal.seen.partition("\r\x1b[K=====")
+    assert "2 callers [" in drawn
+    assert "/40 requests" in drawn
+    assert "in flight" not in report
+
+
+def test_two_runs_without_a_seed_ask_different_things(target: str, tmp_path: Path) -> None:
+    seeds = []
+    for _ in range(2):
+        done = bench(target, "--requests", "2", "--new-tokens", "2", "--json", str(tmp_path / "out.json"))
+        assert done.returncode == 0, done.stderr
+        seeds.append(json.loads((tmp_path / "out.json").read_text())["seed"])
+        assert f"Seed {seeds[-1]}." in done.stdout
+    assert seeds[0] != seeds[1]
 
 
 def test_failures_are_counted_and_named() -> None:

@@ -2,14 +2,10 @@
 
 from __future__ import annotations
 
-import os
-import pty
 import re
-import select
 import signal
 import subprocess
 import sys
-import time
 from collections.abc import Iterator
 
 import pytest
@@ -18,6 +14,7 @@ from fake_engine import FakeEngine, served_in_thread
 from hypothesis import given
 from hypothesis import strategies as st
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
+from terminal import Terminal
 
 from ppserve.bench.ledger import CAUSES, StageTime
 from ppserve.bench.scrape import MetricsReading, parse_metrics
@@ -151,29 +148,6 @@ def test_nobody_there() -> None:
     assert done.stdout == ""
     assert len(done.stderr.splitlines()) == 1
     assert "no answer from 127.0.0.1:1" in done.stderr
-
-
-class Terminal:
-    """A command on a terminal of its own."""
-
-    def __init__(self, command: list[str]) -> None:
-        self._ours, theirs = pty.openpty()
-        self.process = subprocess.Popen(command, stdin=theirs, stdout=theirs, stderr=theirs, close_fds=True)
-        os.close(theirs)
-        self.seen = ""
-
-    def read_until(self, words: str, timeout_s: float = 60) -> None:
-        until_s = time.monotonic() + timeout_s
-        while words not in self.seen:
-            assert time.monotonic() < until_s, self.seen
-            if select.select([self._ours], [], [], 1.0)[0]:
-                self.seen += os.read(self._ours, 65536).decode(errors="replace")
-
-    def close(self) -> None:
-        if self.process.poll() is None:
-            self.process.kill()
-        self.process.wait()
-        os.close(self._ours)
 
 
 def test_a_live_screen_ends_cleanly(target: str) -> None:

@@ -1,0 +1,39 @@
+"""A command on a terminal of its own."""
+
+from __future__ import annotations
+
+import os
+import pty
+import select
+import subprocess
+import time
+from contextlib import suppress
+
+
+class Terminal:
+    """Starts it; what it writes is in `seen`, as far as it was read."""
+
+    def __init__(self, command: list[str]) -> None:
+        self._ours, theirs = pty.openpty()
+        self.process = subprocess.Popen(command, stdin=theirs, stdout=theirs, stderr=theirs, close_fds=True)
+        os.close(theirs)
+        self.seen = ""
+
+    def read_until(self, words: str, timeout_s: float = 60) -> None:
+        until_s = time.monotonic() + timeout_s
+        while words not in self.seen:
+            assert time.monotonic() < until_s, self.seen
+            if select.select([self._ours], [], [], 1.0)[0]:
+                self.seen += os.read(self._ours, 65536).decode(errors="replace")
+
+    def read_rest(self) -> None:
+        """Everything until the command has closed its terminal."""
+        with suppress(OSError):  # how Linux says that nobody holds the other end any more
+            while part := os.read(self._ours, 65536):
+                self.seen += part.decode(errors="replace")
+
+    def close(self) -> None:
+        if self.process.poll() is None:
+            self.process.kill()
+        self.process.wait()
+        os.close(self._ours)

@@ -75,6 +75,12 @@ def die_with_parent(parent_pid: int | None = None) -> None:
         os._exit(EXIT_HEAD_GONE)
 
 
+def die_with_launcher() -> None:
+    """In a rank: torchrun's death, even by SIGKILL, is this process's death."""
+    if "TORCHELASTIC_RUN_ID" in os.environ:
+        die_with_parent()
+
+
 class StageProcess:
     """A stage process, or one in waiting: it imports what is slow to import, then waits for `start`.
 
@@ -221,6 +227,7 @@ class Keeper:
 
 def run_keeper(config: ServeConfig, environment: RankEnvironment) -> int:
     """The whole life of a rank other than 0."""
+    die_with_launcher()
     keeper = Keeper(config, environment.rank, environment.world_size)
     grace_s = config.server.shutdown_timeout_s + 2.0
 

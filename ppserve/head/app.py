@@ -32,7 +32,7 @@ from ppserve.head.metrics import Metrics
 from ppserve.head.observer import Observer
 from ppserve.head.server import FrontDoor
 from ppserve.head.trace import Trace
-from ppserve.launch import EXIT_USAGE, Keeper, RankEnvironment, die_with_parent
+from ppserve.launch import EXIT_USAGE, Keeper, RankEnvironment, die_with_launcher
 from ppserve.logs import set_up_logging
 from ppserve.tokenizer import Tokenizer, load_tokenizer
 
@@ -44,8 +44,7 @@ _STAGES_END_WITHIN_S = 5.0
 
 def run_head(config: ServeConfig, environment: RankEnvironment) -> int:
     """The whole life of rank 0; returns its exit code."""
-    if "TORCHELASTIC_RUN_ID" in os.environ:
-        die_with_parent()
+    die_with_launcher()
     set_up_logging(config.log)
     # The engine must not wait long for the interpreter while messages are written.
     sys.setswitchinterval(0.0005)
@@ -156,6 +155,7 @@ class Head:
             closing.cancel()
             with contextlib.suppress(asyncio.CancelledError):
                 await closing
+            await door.stop(0.0)
         return self._complain(engine.failed.result()) if engine.failed.done() else 0
 
     async def _end_stages(self, engine: Engine) -> None:

@@ -19,6 +19,7 @@ from ppserve.v1 import generation_pb2 as pb
 from ppserve.v1.generation_pb2_grpc import GenerationServiceStub
 from tests.e2e.asking import Answer, ask, ask_one, mixed_requests
 from tests.e2e.serving import Server, launch, serving
+from tools.make_random_gpt2 import Shape, write_checkpoint
 
 TINY = Path(ppserve.__file__).parent / "assets" / "tiny"
 
@@ -128,9 +129,7 @@ def test_truncated_safetensors(tmp_path: Path) -> None:
 
 def test_more_stages_than_blocks(tmp_path: Path) -> None:
     model = tmp_path / "model"
-    shutil.copytree(TINY, model)
-    config = (model / "config.json").read_text()
-    (model / "config.json").write_text(config.replace('"n_layer": 8', '"n_layer": 2'))
+    write_checkpoint(model, Shape(2, 32, 2, 64, 300))
     line = refused(tmp_path, 3, "--model", str(model))
     assert "3 stages" in line
 

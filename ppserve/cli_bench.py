@@ -94,7 +94,8 @@ _COUNTS = _Parsed("n,n,...", _parse_counts)
 @click.option("--temperature", type=click.FloatRange(min=0), default=0.0, show_default=True, help="0 is greedy.")
 @click.option("--timeout", "timeout_s", type=_POSITIVE, help="Deadline of each request in seconds.")
 @click.option("--seed", type=click.IntRange(0), default=lambda: secrets.randbelow(_SEEDS),
-              show_default="a new one", help="Same seed, same prompts and arrivals; and on the same server prompts that it knows.")
+              show_default="a new one",
+              help="Same seed, same prompts and arrivals; and on the same server prompts that it knows.")
 @click.option("--goodput", multiple=True, metavar="NAME:MS ...",
               help="Count requests that keep all limits, such as ttft:500 tpot:50 (or e2el), in milliseconds.")
 @click.option("--metrics", metavar="HOST:PORT", help="Also report what the server's metrics page counted.")

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import csv
 import json
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from datetime import datetime
 from pathlib import Path
 from typing import Any
 
+from ppserve.bench import workload
 from ppserve.core.attribution import CAUSES
 from ppserve.core.cost_model import Coefficients
 from ppserve.core.overheads import OverheadTimes
@@ -180,31 +179,14 @@ def fixed_load(num_requests: int, prompt: int, new: int, concurrency: int) -> Lo
 
 
 def read_trace(path: Path, num_requests: int, max_model_len: int, time_scale: float) -> Load:
-    """The first requests of a CSV with TIMESTAMP, ContextTokens, GeneratedTokens; lengths clipped to the context.
+    """The first requests of a CSV with TIMESTAMP, ContextTokens, GeneratedTokens, as `ppserve bench` sends them.
 
     time_scale: 2.0 = twice as fast as recorded. Raises ConfigError naming the line.
     """
-    requests: list[SimulatedRequest] = []
-    start: datetime | None = None
-    try:
-        with path.open(newline="") as file:
-            for number, row in enumerate(csv.DictReader(file), start=2):
-                if len(requests) == num_requests:
-                    break
-                try:
-                    at = datetime.fromisoformat(row["TIMESTAMP"])
-                    prompt, new = int(row["ContextTokens"]), int(row["GeneratedTokens"])
-                except (KeyError, TypeError, ValueError) as error:
-                    raise ConfigError("--trace", f"{path}:{number}: {error}") from None
-                start = start or at
-                prompt = min(max(prompt, 1), max_model_len - 1)
-                arrival_s = (at - start).total_seconds() / time_scale
-                requests.append(SimulatedRequest(arrival_s, prompt, min(max(new, 1), max_model_len - prompt)))
-    except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError("--trace", f"cannot read {path}: {error}") from None
-    if not requests:
-        raise ConfigError("--trace", f"{path} holds no requests")
-    return Load(tuple(requests), None)
+    rows = workload.read_trace(path, num_requests, time_scale)
+    sizes = (workload.clip(row.prompt_tokens, row.new_tokens, max_model_len) for row in rows)
+    requests = tuple(SimulatedRequest(row.at_s, *size) for row, size in zip(rows, sizes, strict=True))
+    return Load(requests, None)
 
 
 # ---- as text -----------------------------------------------------------------------------------------------

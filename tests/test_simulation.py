@@ -139,8 +139,8 @@ def test_a_trace_is_clipped_and_scaled(tmp_path):
     load = read_trace(tmp_path / "trace.csv", 10, 1024, time_scale=2.0)
     assert load.concurrency is None
     assert load.requests[0] == SimulatedRequest(0.0, 374, 44)
-    assert load.requests[1].prompt_tokens == 1023
-    assert load.requests[1].new_tokens == 1
+    assert load.requests[1].prompt_tokens == 1024 - 109
+    assert load.requests[1].new_tokens == 109
     assert load.requests[2] == SimulatedRequest(pytest.approx(2.5), 1000, 1)
     assert len(read_trace(tmp_path / "trace.csv", 2, 1024, 1.0).requests) == 2
 

@@ -113,7 +113,9 @@ def bench(more_goodput: tuple[str, ...], **flags: Any) -> None:
     Without --rate or --trace a closed loop: --concurrency callers, each waits for its answer before it asks
     again. With them an open loop: requests are sent when they are due, and their latency counts from then.
 
-    Exit codes: 0 all answered, 1 some failed or no server, 2 wrong usage.
+    Ctrl-C ends the run early and reports what was answered until then.
+
+    Exit codes: 0 all answered, 1 some failed or no server, 2 wrong usage, 130 interrupted.
     """
     objectives = _objectives(flags["goodput"], more_goodput)
     _check(flags)
@@ -128,6 +130,9 @@ def bench(more_goodput: tuple[str, ...], **flags: Any) -> None:
     if len(summaries) > 1:
         click.echo(render_sweep(summaries))
     _write(flags, summaries, measured)
+    if measured[-1].was_interrupted:
+        click.echo("\nInterrupted: requests on their way were cancelled and not counted.")
+        sys.exit(130)
     sys.exit(1 if any(one.failed for one in summaries) else 0)
 
 
@@ -169,6 +174,8 @@ async def _run_all(flags: dict[str, Any]) -> list[Measurement]:
             # Prompts of its own for every point, or the prefix cache would answer for the pipeline.
             own = replace(workload, seed=workload.seed + place)
             measured.append(await _run(flags, caller, served, own, concurrency, rows))
+            if measured[-1].was_interrupted:
+                break
         return measured
 
 

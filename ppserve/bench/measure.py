@@ -6,7 +6,7 @@ import asyncio
 import time
 from dataclasses import dataclass
 
-from ppserve.bench.caller import Caller
+from ppserve.bench.caller import Answer, Caller
 from ppserve.bench.ledger import between, read_ledger
 from ppserve.bench.load import ClosedLoop, Load, Until, Watch, run_load
 from ppserve.bench.scrape import MetricsReading, ScrapeFailed, fetch_metrics
@@ -67,11 +67,23 @@ async def warm_up(caller: Caller, workload: Workload, num_requests: int, concurr
 async def measure(
     caller: Caller, served: Served, workload: Workload, load: Load, until: Until, watch: Watch, setting: Setting
 ) -> Measurement:
-    """Raises CallFailed when the server is gone before or after, not when requests fail."""
+    """Raises CallFailed when the server is gone before or after, not when requests fail.
+
+    When this task is cancelled (Ctrl-C), what was answered until then is measured; what was not is left out.
+    """
     metrics_before = await _metrics(served)
     before = read_ledger(await caller.topology())
     cpu_s, begun_s = time.process_time(), time.perf_counter()
-    answers = await run_load(caller.ask, workload.question, load, until, watch)
+    collected = _Collected(watch)
+    was_interrupted = False
+    try:
+        await run_load(caller.ask, workload.question, load, until, collected)
+    except asyncio.CancelledError:
+        was_interrupted = True
+        task = asyncio.current_task()
+        assert task is not None
+        task.uncancel()
+    answers = sorted(collected.answers, key=lambda answer: answer.question.number)
     ended_s = max((answer.ended_s for answer in answers), default=begun_s)
     cpu_s = time.process_time() - cpu_s
     after = read_ledger(await caller.topology())
@@ -83,7 +95,23 @@ async def measure(
         ledger=between(before, after),
         client_cpu_s=cpu_s,
         server_side=_server_side(metrics_before, metrics_after),
+        was_interrupted=was_interrupted,
     )
+
+
+class _Collected(Watch):
+    """Keeps answers as they come, so that they survive an interruption; passes the news on."""
+
+    def __init__(self, watch: Watch) -> None:
+        self._watch = watch
+        self.answers: list[Answer] = []
+
+    def sent(self) -> None:
+        self._watch.sent()
+
+    def answered(self, answer: Answer) -> None:
+        self.answers.append(answer)
+        self._watch.answered(answer)
 
 
 async def _metrics(served: Served) -> MetricsReading | None:

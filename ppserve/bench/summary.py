@@ -31,7 +31,7 @@ class Setting:
 @dataclass(frozen=True, slots=True)
 class Measurement:
     """What was seen: answers, wall time from the first request to the last answer, the stages' time in it, and
-    this process's own computing time (all in seconds)."""
+    this process's own computing time (all in seconds). was_interrupted: it ended before its time."""
 
     setting: Setting
     answers: Sequence[Answer]
@@ -39,6 +39,7 @@ class Measurement:
     ledger: Ledger = ()
     client_cpu_s: float = 0.0
     server_side: Mapping[str, float] | None = None
+    was_interrupted: bool = False
 
 
 @dataclass(frozen=True, slots=True)

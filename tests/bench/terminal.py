@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import pty
+import re
 import select
 import subprocess
 import time
@@ -19,9 +20,9 @@ class Terminal:
         os.close(theirs)
         self.seen = ""
 
-    def read_until(self, words: str, timeout_s: float = 60) -> None:
+    def read_until(self, pattern: str, timeout_s: float = 60) -> None:
         until_s = time.monotonic() + timeout_s
-        while words not in self.seen:
+        while re.search(pattern, self.seen) is None:
             assert time.monotonic() < until_s, self.seen
             if select.select([self._ours], [], [], 1.0)[0]:
                 self.seen += os.read(self._ours, 65536).decode(errors="replace")

@@ -5,6 +5,8 @@ from __future__ import annotations
 import csv
 import json
 import os
+import re
+import signal
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -91,6 +93,24 @@ def test_progress_on_a_terminal_leaves_no_trace(target: str) -> None:
     assert "2 callers [" in drawn
     assert "/40 requests" in drawn
     assert "in flight" not in report
+
+
+def test_an_interrupted_run_reports_what_was_answered(target: str) -> None:
+    flags = ("--duration", "600", "--concurrency", "2", "--prompt-tokens", "4", "--new-tokens", "40")
+    terminal = Terminal([sys.executable, "-m", "ppserve", "bench", "--target", target, *flags])
+    try:
+        terminal.read_until(r"\] [1-9]\d* requests")
+        terminal.process.send_signal(signal.SIGINT)
+        terminal.read_rest()
+        assert terminal.process.wait(30) == 130
+    finally:
+        terminal.close()
+    assert "Traceback" not in terminal.seen
+    assert "Interrupted" in terminal.seen
+    assert "Failed requests:                         0" in terminal.seen
+    match = re.search(r"Successful requests: +(\d+)", terminal.seen)
+    assert match is not None
+    assert int(match[1]) > 0
 
 
 def test_two_runs_without_a_seed_ask_different_things(target: str, tmp_path: Path) -> None:

@@ -155,7 +155,7 @@ def test_a_live_screen_ends_cleanly(target: str) -> None:
     try:
         terminal.read_until("idle")
         terminal.process.send_signal(signal.SIGINT)
-        terminal.read_until("\x1b[?1049l")  # the screen as it was
+        terminal.read_until(re.escape("\x1b[?1049l"))  # the screen as it was
         assert terminal.process.wait(30) == 0
     finally:
         terminal.close()

@@ -15,11 +15,10 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from model.checkpoint.writers import architecture, random_tensors, write_hf, write_llmc, write_nanogpt
-
 from ppserve.errors import CheckpointError
 from ppserve.model.checkpoint.names import tensor_shapes
 from ppserve.model.checkpoint.opening import open_checkpoint, read_architecture
+from tests.model.checkpoint.writers import architecture, random_tensors, write_hf, write_llmc, write_nanogpt
 
 EXTREMES = (0, 1, -1, 2, 7, 63, 255, 2**15, 2**31 - 1, -(2**31), 2**32 - 1, 2**63 - 1, -(2**63), 10**30)
 ODD_VALUES: tuple[Any, ...] = (*EXTREMES, None, True, "", "x", "/etc/passwd", [], {}, [1], {"a": 1}, 0.5, 1e308)

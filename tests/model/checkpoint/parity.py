@@ -12,13 +12,20 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from model.checkpoint.writers import Tensors, architecture, random_tensors, write_hf, write_llmc, write_nanogpt
-from model.pipelines import GREEDY_DRAW, Pipeline, prompt
-from reference import Reference
 from transformers import GPT2Config, GPT2LMHeadModel
 
 from ppserve.core.architecture import Architecture
 from ppserve.model.checkpoint.opening import open_checkpoint
+from tests.model.checkpoint.writers import (
+    Tensors,
+    architecture,
+    random_tensors,
+    write_hf,
+    write_llmc,
+    write_nanogpt,
+)
+from tests.model.pipelines import GREEDY_DRAW, Pipeline, prompt
+from tests.reference import Reference
 
 SPLITS = ((3,), (2, 1), (1, 1, 1))
 AT_ONCE = 20

@@ -9,11 +9,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from model.checkpoint.writers import architecture, hf_config
 
 from ppserve.core.architecture import Architecture
 from ppserve.errors import CheckpointError
 from ppserve.model.checkpoint.config_json import ACTIVATIONS, read_config
+from tests.model.checkpoint.writers import architecture, hf_config
 
 ARCH = architecture()
 

@@ -8,7 +8,8 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from model.checkpoint.damage import attempt, damaged, write_originals
+
+from tests.model.checkpoint.damage import attempt, damaged, write_originals
 
 FORMATS = ("safetensors", "safetensors in parts", "bin", "bin in parts", "legacy bin", "llm.c", "nanoGPT")
 

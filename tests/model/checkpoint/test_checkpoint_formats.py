@@ -7,12 +7,19 @@ from pathlib import Path
 
 import pytest
 import torch
-from model.checkpoint.writers import Tensors, architecture, random_tensors, write_hf, write_llmc, write_nanogpt
 
 from ppserve.core.architecture import Architecture
 from ppserve.model.checkpoint import Checkpoint
 from ppserve.model.checkpoint.names import tensor_shapes
 from ppserve.model.checkpoint.opening import open_checkpoint, read_architecture
+from tests.model.checkpoint.writers import (
+    Tensors,
+    architecture,
+    random_tensors,
+    write_hf,
+    write_llmc,
+    write_nanogpt,
+)
 
 DTYPE_NAMES = {torch.float32: "float32", torch.bfloat16: "bfloat16", torch.float16: "float16"}
 

@@ -17,11 +17,11 @@ from pathlib import Path
 
 import pytest
 import torch
-from model.checkpoint.writers import architecture, random_tensors, write_hf
 
 from ppserve.errors import CheckpointError
 from ppserve.model.checkpoint.hub import fetch, is_hub_id
 from ppserve.model.checkpoint.opening import open_checkpoint
+from tests.model.checkpoint.writers import architecture, random_tensors, write_hf
 
 ARCH = architecture()
 TENSORS = random_tensors(ARCH)

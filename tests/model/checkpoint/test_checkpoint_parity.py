@@ -10,14 +10,21 @@ from pathlib import Path
 
 import pytest
 import torch
-from model.checkpoint.parity import SPLITS, VARIANTS, MemoryCheckpoint, check, nanogpt
-from model.checkpoint.writers import Tensors, architecture, random_tensors, write_hf, write_llmc, write_nanogpt
-from model.pipelines import Pipeline, prompt
 
 from ppserve.core.architecture import Architecture
 from ppserve.core.plan import Draw
 from ppserve.core.request import SamplingParams
 from ppserve.model.checkpoint.opening import open_checkpoint
+from tests.model.checkpoint.parity import SPLITS, VARIANTS, MemoryCheckpoint, check, nanogpt
+from tests.model.checkpoint.writers import (
+    Tensors,
+    architecture,
+    random_tensors,
+    write_hf,
+    write_llmc,
+    write_nanogpt,
+)
+from tests.model.pipelines import Pipeline, prompt
 
 
 @pytest.mark.parametrize("variant", VARIANTS)

@@ -12,11 +12,11 @@ from typing import Any
 
 import pytest
 import torch
-from model.checkpoint.damage import refusal
-from model.checkpoint.writers import architecture, hf_state, random_tensors, write_hf, write_nanogpt
 
 from ppserve.model.checkpoint.names import tensor_shapes
 from ppserve.model.checkpoint.opening import open_checkpoint
+from tests.model.checkpoint.damage import refusal
+from tests.model.checkpoint.writers import architecture, hf_state, random_tensors, write_hf, write_nanogpt
 
 ARCH = architecture()
 TENSORS = random_tensors(ARCH)

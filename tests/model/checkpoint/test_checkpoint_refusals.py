@@ -12,8 +12,12 @@ from typing import Any
 
 import pytest
 import torch
-from model.checkpoint.damage import refusal
-from model.checkpoint.writers import (
+from safetensors.torch import load_file, save_file
+
+from ppserve.errors import CheckpointError
+from ppserve.model.checkpoint.opening import open_checkpoint
+from tests.model.checkpoint.damage import refusal
+from tests.model.checkpoint.writers import (
     architecture,
     hf_state,
     random_tensors,
@@ -22,10 +26,6 @@ from model.checkpoint.writers import (
     write_llmc,
     write_nanogpt,
 )
-from safetensors.torch import load_file, save_file
-
-from ppserve.errors import CheckpointError
-from ppserve.model.checkpoint.opening import open_checkpoint
 
 ARCH = architecture()
 TENSORS = random_tensors(ARCH)

@@ -15,11 +15,11 @@ from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
-from worlds import World
 
 import parallel_state
 from ppserve.core.plan import Slice, StepPlan
 from ppserve.stage.transport import Frames, Transport, connect, create_transport
+from tests.worlds import World
 
 WIDTH, DEPTH, STAGES = 48, 3, 3
 SHAPES = [1, 1, 512, 7, 1, 64, 2, 512, 3, 1, 1, 33]

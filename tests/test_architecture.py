@@ -108,7 +108,8 @@ def test_loading_a_room_does_not_load(module: str) -> None:
     import subprocess
 
     code = f"import sys, {module}; print(*sorted(m for m in sys.modules if '.' not in m))"
-    loaded = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, cwd=ROOT).stdout
+    command = [sys.executable, "-c", code]
+    loaded = subprocess.run(command, capture_output=True, text=True, check=True, cwd=ROOT).stdout
     # `time` is a built-in that the interpreter loads by itself: for core, its imports above are the proof.
     assert not NEVER_LOADS[module] - {"time"} & set(loaded.split())
 

@@ -12,9 +12,9 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from fake_engine import FakeEngine, served, served_in_thread
 
 from ppserve.errors import StagesLost
+from tests.fake_engine import FakeEngine, served, served_in_thread
 
 SEED_7_TEXT_LENGTH = 6
 

@@ -11,10 +11,10 @@ import torch
 import torch.distributed as dist
 from hypothesis import given
 from hypothesis import strategies as st
-from worlds import World
 
 import parallel_state as ps
 from parallel_state import ParallelGroup, RankGrid
+from tests.worlds import World
 
 sizes = st.integers(1, 9)
 

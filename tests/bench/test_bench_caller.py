@@ -6,7 +6,6 @@ import asyncio
 from pathlib import Path
 
 import pytest
-from fake_engine import FakeEngine, served
 
 from ppserve.bench.caller import Answer, Asking, Caller
 from ppserve.bench.ledger import read_ledger
@@ -16,6 +15,7 @@ from ppserve.config import ServerSettings
 from ppserve.core.request import FinishReason
 from ppserve.errors import Overloaded, StagesLost
 from ppserve.head.stream import TokenOutput
+from tests.fake_engine import FakeEngine, served
 
 QUESTION = Question(7, tuple(range(10)), 6)
 

@@ -13,14 +13,14 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from answers import LEDGER, SETTING, answer, failed
-from fake_engine import FakeEngine, served_in_thread
-from terminal import Terminal
 
 from ppserve.bench.plot import draw, read_spans
 from ppserve.bench.summary import Measurement, summarize
 from ppserve.errors import ConfigError, Overloaded
+from tests.bench.answers import LEDGER, SETTING, answer, failed
+from tests.bench.terminal import Terminal
 from tests.e2e.serving import Server, serving
+from tests.fake_engine import FakeEngine, served_in_thread
 
 PNG = b"\x89PNG\r\n\x1a\n"
 

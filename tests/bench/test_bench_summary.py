@@ -11,11 +11,11 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from answers import LEDGER, SETTING, answer, failed, measurement
 
 from ppserve.bench.ledger import StageTime, between
 from ppserve.bench.report import render_sweep, render_table, write_csv, write_json
 from ppserve.bench.summary import Distribution, parse_objectives, percentile, summarize
+from tests.bench.answers import LEDGER, SETTING, answer, failed, measurement
 
 # Sent at 1 and 2; the first waits 0.5 s for its first token, then 0.1 s for each; the second gets three at once.
 FIRST = answer(0, 1.0, [(1.5, 1), (1.6, 1), (1.7, 1)])

@@ -9,18 +9,18 @@ import sys
 from collections.abc import Iterator
 
 import pytest
-from answers import LEDGER
-from fake_engine import FakeEngine, served_in_thread
 from hypothesis import given
 from hypothesis import strategies as st
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
-from terminal import Terminal
 
 from ppserve.bench.ledger import CAUSES, StageTime
 from ppserve.bench.scrape import MetricsReading, parse_metrics
 from ppserve.bench.screen import bar, render_line, render_screen, shares
 from ppserve.bench.top import Reading, View, view_of
 from ppserve.v1 import generation_pb2 as pb
+from tests.bench.answers import LEDGER
+from tests.bench.terminal import Terminal
+from tests.fake_engine import FakeEngine, served_in_thread
 
 ESCAPES = re.compile(r"\x1b\[[0-9;?]*[a-zA-Z]")
 

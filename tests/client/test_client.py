@@ -6,10 +6,10 @@ import asyncio
 from pathlib import Path
 
 import pytest
-from fake_engine import FakeEngine, served, served_in_thread
 
 from ppserve.client import AsyncClient, CallFailed, Chunk, Client, RetryPolicy
 from ppserve.errors import Overloaded, RequestFailed, StagesLost
+from tests.fake_engine import FakeEngine, served, served_in_thread
 
 QUICK = RetryPolicy(max_attempts=4, first_pause_s=0.001, max_pause_s=0.01)
 OFF = RetryPolicy(max_attempts=1, resume=False)

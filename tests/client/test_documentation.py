@@ -6,7 +6,8 @@ import re
 from pathlib import Path
 
 import pytest
-from fake_engine import FakeEngine, served_in_thread
+
+from tests.fake_engine import FakeEngine, served_in_thread
 
 PAGE = Path(__file__).resolve().parent.parent.parent / "docs" / "client.md"
 EXAMPLES = re.findall(r"```python\n(.*?)```", PAGE.read_text(), re.DOTALL)

@@ -6,9 +6,8 @@ import subprocess
 import sys
 from pathlib import Path
 
-from fake_engine import FakeEngine, served_in_thread
-
 from ppserve.client import Client, RetryPolicy
+from tests.fake_engine import FakeEngine, served_in_thread
 
 TESTS = Path(__file__).resolve().parent.parent
 
@@ -16,7 +15,7 @@ TESTS = Path(__file__).resolve().parent.parent
 SERVER = """
 import asyncio, sys
 sys.path.insert(0, sys.argv[1])
-from fake_engine import FakeEngine, served
+from tests.fake_engine import FakeEngine, served
 from ppserve.config import ServerSettings
 
 async def main():

@@ -5,14 +5,13 @@ from __future__ import annotations
 from collections import defaultdict
 from dataclasses import dataclass, field
 
-from toy_pipeline import EOS_ID, VOCAB_SIZE, ToyPipeline, expected_answer, mix
-
 from ppserve.core.block_manager import BlockManager
 from ppserve.core.composer import CostModel
 from ppserve.core.plan import StepPlan
 from ppserve.core.request import FinishReason, Request, StopConditions
 from ppserve.core.scheduler import Scheduler, SchedulerConfig, SequenceEvent
 from ppserve.errors import Overloaded
+from tests.core.toy_pipeline import EOS_ID, VOCAB_SIZE, ToyPipeline, expected_answer, mix
 
 CUT_SHORT = (FinishReason.CANCELLED, FinishReason.DEADLINE, FinishReason.STOP_STRING)
 

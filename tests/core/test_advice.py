@@ -1,8 +1,8 @@
 import pytest
-from artificial import ArtificialPipeline
 
 from ppserve.core.advice import advise
 from ppserve.core.time_account import StageTimes, TimeAccount
+from tests.core.artificial import ArtificialPipeline
 
 MS = 1_000_000
 

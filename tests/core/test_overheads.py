@@ -1,11 +1,11 @@
 from dataclasses import asdict
 
 import pytest
-from artificial import ArtificialPipeline, plan
 
 from ppserve.core.overheads import Overheads, OverheadTimes
 from ppserve.core.plan import StepResult, StepStamps
 from ppserve.core.time_account import in_head_clock
+from tests.core.artificial import ArtificialPipeline, plan
 
 MS = 1_000_000
 

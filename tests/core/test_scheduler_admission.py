@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import pytest
-from house import House, a_house, a_request, fill
 
 from ppserve.core.request import FinishReason, OutputOptions
 from ppserve.core.scheduler import Scheduler, SchedulerConfig
 from ppserve.errors import InvalidRequest, Overloaded
+from tests.core.house import House, a_house, a_request, fill
 
 # ---- requests that could never run ----
 

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import pytest
-from house import a_house, a_request, fill
-from toy_pipeline import EOS_ID, STAMPS, expected_answer, mix
 
 from ppserve.core.plan import StepResult
 from ppserve.core.request import FinishReason, OutputOptions, SamplingParams, StopConditions
 from ppserve.errors import RequestFailed
+from tests.core.house import a_house, a_request, fill
+from tests.core.toy_pipeline import EOS_ID, STAMPS, expected_answer, mix
 
 
 def test_every_kind_of_end() -> None:

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import pytest
-from house import House, a_house, a_request, fill
+
+from tests.core.house import House, a_house, a_request, fill
 
 
 def test_nothing_to_do_is_no_step() -> None:

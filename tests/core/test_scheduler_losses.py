@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import pytest
-from house import House, a_house, a_request, fill
-from toy_pipeline import STAMPS, expected_answer
 
 from ppserve.core.plan import Drawn, StepResult
 from ppserve.core.request import FinishReason, OutputOptions
 from ppserve.errors import RequestFailed
+from tests.core.house import House, a_house, a_request, fill
+from tests.core.toy_pipeline import STAMPS, expected_answer
 
 
 @pytest.mark.parametrize("num_stages", [1, 2, 4])

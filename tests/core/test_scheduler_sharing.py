@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import pytest
-from house import a_house, a_request, fill
-from toy_pipeline import expected_answer
 
 from ppserve.core.block_manager import BlockManager
 from ppserve.core.request import FinishReason, Request, SamplingParams, StopConditions
 from ppserve.core.scheduler import Scheduler
+from tests.core.house import a_house, a_request, fill
+from tests.core.toy_pipeline import expected_answer
 
 
 @pytest.mark.parametrize("num_prompt", [1, 2, 4, 5, 6, 7, 8, 9])

@@ -5,11 +5,11 @@ from __future__ import annotations
 import random
 
 import pytest
-from house import House
-from toy_pipeline import EOS_ID, VOCAB_SIZE, expected_answer
 
 from ppserve.core.request import FinishReason, OutputOptions, Request, SamplingParams, StopConditions
 from ppserve.core.scheduler import SchedulerConfig
+from tests.core.house import House
+from tests.core.toy_pipeline import EOS_ID, VOCAB_SIZE, expected_answer
 
 
 def random_request(rng: random.Random, name: str, now: float, shared_prompt: tuple[int, ...]) -> Request:

@@ -2,13 +2,13 @@ import itertools
 import random
 
 import pytest
-from artificial import ArtificialPipeline, plan
 from hypothesis import given
 from hypothesis import strategies as st
 
 from ppserve.core.attribution import BUSY, CAUSES
 from ppserve.core.plan import StepResult, StepStamps
 from ppserve.core.time_account import Settled, StageTimes, TimeAccount, in_head_clock
+from tests.core.artificial import ArtificialPipeline, plan
 
 S = 1_000_000  # one stage's time for a step, ns
 

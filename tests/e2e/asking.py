@@ -12,8 +12,10 @@ import grpc
 from ppserve.v1 import generation_pb2 as pb
 from ppserve.v1.generation_pb2_grpc import GenerationServiceStub
 
-WORDS = """the quiet stage in front of every harbour held a lamp
-and two small boats while rain fell""".split()
+WORDS = [
+    *("the", "quiet", "stage", "in", "front", "of", "every", "harbour", "held", "a", "lamp"),
+    *("and", "two", "small", "boats", "while", "rain", "fell"),
+]
 
 
 Logprob = tuple[float, tuple[tuple[int, float], ...]]

@@ -6,11 +6,11 @@ import math
 from dataclasses import replace
 
 import pytest
-from fake_engine import CARD, EOS
 
 from ppserve.errors import InvalidRequest
 from ppserve.head.convert import Arrival, check, to_request
 from ppserve.v1 import generation_pb2 as pb
+from tests.fake_engine import CARD, EOS
 
 ARRIVAL = Arrival(id="r/0", seed=99, caller="somebody", deadline_s=5.0)
 MUTE = replace(CARD, has_tokenizer=False)

@@ -7,15 +7,15 @@ import os
 
 import grpc
 import pytest
-from fake_engine import FakeEngine, served
 from grpc import aio
 from hypothesis import HealthCheck, Phase, find, given, settings
 from hypothesis import strategies as st
-from strange_requests import damaged, requests
 
 from ppserve.errors import InvalidRequest
 from ppserve.head.convert import Arrival, check, to_request
 from ppserve.v1 import generation_pb2 as pb
+from tests.fake_engine import FakeEngine, served
+from tests.head.strange_requests import damaged, requests
 
 GENERATE = "/ppserve.v1.GenerationService/Generate"
 EXAMPLES = int(os.environ.get("PPSERVE_FUZZ_EXAMPLES", "200"))

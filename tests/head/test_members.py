@@ -52,7 +52,8 @@ class Pipeline:
         return self.members.heard(stage, self.now_ns, message)
 
     def hello(self, stage: int, host: str = "here", arch: Architecture = ARCH) -> list[MemberEvent]:
-        return self.say(stage, wire.Hello("t", stage, self.num_stages, 1, host, "/m", arch, "float32", None, False, None, {}))
+        about = ("t", stage, self.num_stages, 1, host, "/m", arch, "float32", None, False, None, {})
+        return self.say(stage, wire.Hello(*about))
 
     def loaded(self, stage: int) -> list[MemberEvent]:
         return self.say(stage, wire.Loaded("cpu", 1, 1, 100, 1000 + stage * 100, True, ""))

@@ -10,7 +10,6 @@ from pathlib import Path
 
 import grpc
 import pytest
-from fake_engine import ByteCodec, FakeEngine, code_of, served, stub_of, texts_until_failure
 from grpc import aio
 from grpc._cython import cygrpc
 from grpc_health.v1 import health_pb2, health_pb2_grpc
@@ -24,6 +23,7 @@ from ppserve.head.server import FrontDoor, server_options
 from ppserve.head.stream import TokenOutput
 from ppserve.v1 import generation_pb2 as pb
 from ppserve.v1.generation_pb2_grpc import GenerationServiceStub
+from tests.fake_engine import ByteCodec, FakeEngine, code_of, served, stub_of, texts_until_failure
 
 SERVING = health_pb2.HealthCheckResponse.SERVING
 NOT_SERVING = health_pb2.HealthCheckResponse.NOT_SERVING

@@ -8,7 +8,6 @@ from dataclasses import replace
 
 import grpc
 import pytest
-from fake_engine import CARD, ByteCodec, FakeEngine, code_of, drawn_token, served, stub_of, texts_until_failure
 from google.rpc.error_details_pb2 import BadRequest, ErrorInfo, RetryInfo
 from grpc import aio
 from grpc_status import rpc_status
@@ -20,6 +19,16 @@ from ppserve.head.service import GenerationService
 from ppserve.head.stream import TokenOutput
 from ppserve.v1 import generation_pb2 as pb
 from ppserve.v1.generation_pb2_grpc import GenerationServiceStub
+from tests.fake_engine import (
+    CARD,
+    ByteCodec,
+    FakeEngine,
+    code_of,
+    drawn_token,
+    served,
+    stub_of,
+    texts_until_failure,
+)
 
 GENERATE = "/ppserve.v1.GenerationService/Generate"
 

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import pytest
 import torch
-from model.pipelines import Pipeline, prompt
-from model.random_checkpoint import RandomCheckpoint, architecture
-from reference import Reference
 from transformers import GPT2Config, GPT2LMHeadModel
 
 from ppserve.core.architecture import Architecture, stage_layouts, stage_params
 from ppserve.model.activations import TORCH as ACTIVATIONS
 from ppserve.model.gpt2 import GPT2Stage
+from tests.model.pipelines import Pipeline, prompt
+from tests.model.random_checkpoint import RandomCheckpoint, architecture
+from tests.reference import Reference
 
 SHAPES = {
     "4 heads of 12": architecture(width=48, num_heads=4),

@@ -6,8 +6,6 @@ from collections.abc import Callable
 
 import pytest
 import torch
-from model.pipelines import CPU, GREEDY, Pipeline, prompt
-from model.random_checkpoint import RandomCheckpoint, architecture
 
 from ppserve.core.plan import Draw
 from ppserve.model.activations import TORCH as ACTIVATIONS
@@ -16,6 +14,8 @@ from ppserve.model.attention import BlockAttention, TorchAttention
 from ppserve.model.linear import Linear, PackedLinear, PanelLinear
 from ppserve.model.selftest import check_determinism
 from ppserve.model.threads import Threads
+from tests.model.pipelines import CPU, GREEDY, Pipeline, prompt
+from tests.model.random_checkpoint import RandomCheckpoint, architecture
 
 DTYPES = ["float32", "bfloat16"]
 WIDTHS = [48, 60, 100, 200, 768, 1088]

@@ -8,9 +8,6 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
-from model.pipelines import GREEDY, Pipeline, prompt
-from model.random_checkpoint import RandomCheckpoint, architecture
-from reference import Reference
 from transformers import (
     LogitsProcessorList,
     MinPLogitsWarper,
@@ -25,6 +22,9 @@ from ppserve.core.request import SamplingParams
 from ppserve.model import sampling
 from ppserve.model.sampling import draw_token, token_logprobs, uniform
 from ppserve.model.sampling_kernels import draw, is_finite
+from tests.model.pipelines import GREEDY, Pipeline, prompt
+from tests.model.random_checkpoint import RandomCheckpoint, architecture
+from tests.reference import Reference
 
 VOCABULARY = 1009
 

@@ -11,14 +11,14 @@ from pathlib import Path
 
 import pytest
 import torch
-from pipelines import DEPTH, SHAPES, STAGES, WIDTH, Pipeline, Processes, Threads, flush, frame, relay, step
-from worlds import World
 
 import parallel_state
 from ppserve.errors import ConfigError, TransportError
 from ppserve.stage.transport import Frames, Transport, create_transport
 from ppserve.stage.transport.gloo import HostPassage
 from ppserve.stage.transport.point_to_point import PointToPoint
+from tests.pipelines import DEPTH, SHAPES, STAGES, WIDTH, Pipeline, Processes, Threads, flush, frame, relay, step
+from tests.worlds import World
 
 pytestmark = pytest.mark.timeout(240)
 needs_gpus = pytest.mark.skipif(torch.cuda.device_count() < STAGES, reason=f"nccl needs {STAGES} GPUs")

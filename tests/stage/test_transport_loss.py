@@ -8,10 +8,10 @@ from pathlib import Path
 
 import pytest
 import torch
-from pipelines import STAGES, enter_epoch, frame, leave_epoch, relay, step
-from worlds import Died, World
 
 from ppserve.errors import TransportError
+from tests.pipelines import STAGES, enter_epoch, frame, leave_epoch, relay, step
+from tests.worlds import Died, World
 
 
 def wait_for_death(rank: int, kind: str, path: str, stage: int) -> str:

@@ -13,7 +13,6 @@ engine: `docker build` does the same, better.
 from __future__ import annotations
 
 import argparse
-import contextlib
 import fnmatch
 import json
 import os
@@ -122,6 +121,9 @@ class Build:
         if root.exists():
             shutil.rmtree(root)
         subprocess.run(["cp", "-a", "--reflink=auto", str(self._base), str(root)], check=True)
+        # As every engine does.
+        shutil.copy("/etc/resolv.conf", root / "etc/resolv.conf")
+        (root / "etc/hosts").write_text("127.0.0.1 localhost\n::1 localhost\n")
         path = "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"
         stage = self._stages[name] = Stage(root, {"PATH": path})
         return stage
@@ -221,8 +223,6 @@ def main() -> None:
     if not base.exists():
         packages = "--include=python3,python3-venv,ca-certificates"
         subprocess.run(["debootstrap", "--variant=minbase", packages, "bookworm", str(base)], check=True)
-    with contextlib.suppress(shutil.SameFileError):
-        shutil.copy("/etc/resolv.conf", base / "etc/resolv.conf")
     given = dict(argument.split("=", 1) for argument in options.build_arg)
     build = Build(folder, base.resolve(), options.bind, given)
     image = build.run((CONTEXT / "Dockerfile").read_text())

@@ -1,0 +1,263 @@
+"""README and docs are true: commands run or at least parse, links lead somewhere, names exist.
+
+A ```console block is run, line by line, against a real server; one that cannot be says why in a comment before
+it (`<!-- not run: ... -->`), and is parsed like every other command on these pages. The Python examples of
+docs/client.md run in tests/client/test_documentation.py.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shlex
+import subprocess
+import sys
+import tomllib
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import click
+import pytest
+from prometheus_client.parser import text_string_to_metric_families
+
+from ppserve.cli import cli
+from ppserve.cli_serve import serve
+from ppserve.core.time_account import TimeAccount
+from ppserve.head.metrics import Metrics
+from tests.e2e.serving import Server, serving
+from tools import make_dashboard, make_flag_table
+
+ROOT = Path(__file__).resolve().parent.parent
+PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").rglob("*.md"))]
+DASHBOARD = ROOT / "deploy/grafana/ppserve.json"
+RULES = ROOT / "deploy/prometheus/rules.yml"
+PROGRAMS = ("ppserve", "torchrun", "python", "make", "curl")
+
+
+@dataclass(frozen=True)
+class Block:
+    """A fenced block: where, its language, its text, and why it is not run, if so."""
+
+    place: str
+    language: str
+    text: str
+    reason: str | None
+
+
+def blocks(page: Path) -> Iterator[Block]:
+    pattern = r"(?:<!-- not run: ([^\n]*?) -->\n)?^```(\w*)\n(.*?)^```"
+    text = page.read_text()
+    for found in re.finditer(pattern, text, re.DOTALL | re.MULTILINE):
+        line = text[: found.start()].count("\n") + 1
+        yield Block(f"{page.relative_to(ROOT)}:{line}", found[2], found[3], found[1])
+
+
+ALL_BLOCKS = [block for page in PAGES for block in blocks(page)]
+
+
+def commands(block: Block) -> list[str]:
+    """Lines that somebody would type: those after a prompt, or, without any, those that begin with a program."""
+    if block.language not in ("", "console"):
+        return []
+    if typed := re.findall(r"^\S*\$ (.+)$", block.text, re.MULTILINE):
+        return typed
+    return [line for line in block.text.splitlines() if line.split(" ")[0] in PROGRAMS]
+
+
+ALL_COMMANDS = [pytest.param(line, id=f"{b.place} {line[:40]}") for b in ALL_BLOCKS for line in commands(b)]
+TO_RUN = [block for block in ALL_BLOCKS if block.language == "console" and block.reason is None]
+
+
+# ---- commands -----------------------------------------------------------------------------------------
+
+
+def check_command(line: str) -> None:
+    """Every program on the line is asked for something that it has. Raises click.UsageError or AssertionError."""
+    lexer = shlex.shlex(line, posix=True, punctuation_chars="|&;<>")
+    lexer.whitespace_split = True
+    words = list(lexer)
+    part: list[str] = []
+    for word in [*words, "|"]:
+        if set(word) <= set("|&;"):
+            check_program(part)
+            part = []
+        else:
+            part.append(word)
+
+
+def check_program(words: list[str]) -> None:
+    if ">" in words:
+        words = words[: words.index(">")]
+    if not words:
+        return
+    program, arguments = Path(words[0]).name, words[1:]
+    if program == "ppserve":
+        check_ours(arguments)
+    elif program == "torchrun" and "ppserve" in arguments:
+        check_ours(["serve", *arguments[arguments.index("ppserve") + 1 :]])
+    elif "demo.py" in words:
+        tour = (ROOT / "demo.py").read_text() + (ROOT / "tour/line.py").read_text()
+        for option in words[words.index("demo.py") :]:
+            assert not option.startswith("--") or f'"{option}"' in tour, option
+    elif program == "make":
+        targets = set(re.findall(r"^(\w+):", (ROOT / "Makefile").read_text(), re.MULTILINE))
+        assert set(arguments) <= targets
+    elif program == "python" and arguments[0].endswith(".py"):
+        assert (ROOT / arguments[0]).is_file()
+
+
+def check_ours(arguments: list[str]) -> None:
+    """As the command line would take them; files that only the reader has may be missing."""
+    name = arguments[0] if arguments and not arguments[0].startswith("-") else "serve"
+    command = cli.get_command(click.Context(cli), name)
+    assert command is not None, f"no command {name}"
+    try:
+        command.make_context(name, arguments[1:] if arguments[:1] == [name] else arguments)
+    except click.BadParameter as error:
+        if "does not exist" not in error.format_message():
+            raise
+
+
+@pytest.mark.parametrize("line", ALL_COMMANDS)
+def test_a_command_means_something(line: str) -> None:
+    check_command(line)
+
+
+@pytest.mark.parametrize("line", ["ppserve serve --stagez 2", "echo x | ppserve generat -", "make sereve"])
+def test_a_wrong_command_would_be_noticed(line: str) -> None:
+    with pytest.raises((click.UsageError, AssertionError, KeyError)):
+        check_command(line)
+
+
+@pytest.fixture(scope="module")
+def server() -> Iterator[Server]:
+    with serving(2, "--layers", "4,4") as running:
+        yield running
+
+
+@pytest.mark.parametrize("block", [pytest.param(block, id=block.place) for block in TO_RUN])
+def test_a_block_runs_as_it_stands(block: Block, server: Server, tmp_path: Path) -> None:
+    environment = {**os.environ, "PPSERVE_TARGET": server.grpc}
+    environment["PATH"] = f"{Path(sys.executable).parent}:{environment['PATH']}"
+    for line in commands(block):
+        line = line.replace("localhost:9400", server.metrics).replace(".venv/bin/", "")
+        done = subprocess.run(
+            ["bash", "-o", "pipefail", "-c", line],
+            cwd=tmp_path,
+            env=environment,
+            capture_output=True,
+            text=True,
+            timeout=100,
+        )
+        assert done.returncode == 0, (line, done.stdout, done.stderr)
+        assert done.stdout, f"{line}: no output"
+
+
+def test_there_is_something_to_run() -> None:
+    assert len(TO_RUN) >= 3
+    assert len(ALL_COMMANDS) >= 20
+
+
+# ---- other blocks -------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("block", [pytest.param(b, id=b.place) for b in ALL_BLOCKS if b.language == "python"])
+def test_python_compiles(block: Block) -> None:
+    compile(block.text, block.place, "exec")
+
+
+@pytest.mark.parametrize("block", [pytest.param(b, id=b.place) for b in ALL_BLOCKS if b.language == "toml"])
+def test_entries_of_a_config_file_are_flags(block: Block) -> None:
+    flags = {option.opts[0].removeprefix("--") for option in serve.params}
+    assert set(tomllib.loads(block.text)) <= flags
+
+
+def test_generated_parts_are_up_to_date() -> None:
+    page = make_flag_table.PAGE.read_text()
+    assert make_flag_table.with_table(page) == page, "run python tools/make_flag_table.py"
+    assert make_dashboard.dashboard() == json.loads(DASHBOARD.read_text()), "run python tools/make_dashboard.py"
+
+
+# ---- links --------------------------------------------------------------------------------------------
+
+
+def anchors(page: Path) -> set[str]:
+    """What `#...` may name: headings, as code hosts make anchors of them."""
+    headings = re.findall(r"^#+ (.+)$", page.read_text(), re.MULTILINE)
+    return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
+
+
+@pytest.mark.parametrize("page", [pytest.param(page, id=str(page.relative_to(ROOT))) for page in PAGES])
+def test_links_and_paths_exist(page: Path) -> None:
+    text = page.read_text()
+    missing = []
+    for link in re.findall(r"\]\(([^)\s]+)\)", text):
+        if link.startswith(("http:", "https:")):
+            continue
+        path, _, anchor = link.partition("#")
+        target = (page.parent / path).resolve() if path else page
+        if not target.exists() or (anchor and anchor not in anchors(target)):
+            missing.append(link)
+    for path in re.findall(r"`((?:docs|deploy|tests|tools|benchmarks|protos)/[\w./-]+)`", text):
+        if not (ROOT / path).exists():
+            missing.append(path)
+    assert not missing
+
+
+# ---- metrics ------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def samples() -> Iterator[dict[str, list[dict[str, str]]]]:
+    """Labels of every series of a server of two stages, by name."""
+    metrics = Metrics(2)
+    metrics.start_http("127.0.0.1", 0, lambda: TimeAccount(2, 0).snapshot(1))
+    # Set where a pipeline has formed.
+    found: dict[str, list[dict[str, str]]] = {"ppserve_stage_info": [{}], "ppserve_build_info": [{}]}
+    _, page = metrics.routes["/metrics"]()[:2]
+    for family in text_string_to_metric_families(page.decode()):
+        for sample in family.samples:
+            found.setdefault(sample.name, []).append(sample.labels)
+    metrics.close()
+    return found
+
+
+def expressions() -> Iterator[tuple[str, str]]:
+    """(where, text) of everything that names metrics."""
+    for page in PAGES:
+        yield str(page.relative_to(ROOT)), page.read_text()
+    yield "rules", RULES.read_text()
+    for panel in json.loads(DASHBOARD.read_text())["panels"]:
+        for target in panel["targets"]:
+            yield panel["title"], target["expr"]
+
+
+def test_every_metric_that_is_named_exists(samples: dict[str, list[dict[str, str]]]) -> None:
+    families = {re.sub(r"_(bucket|sum|count)$", "", name) for name in samples}
+    unknown = {
+        (where, name)
+        for where, text in expressions()
+        for name in re.findall(r"(?<![:\w/.])ppserve_[a-z0-9_]+\b(?![:.])", text)
+        if name not in samples and name not in families
+    }
+    # As in `grep ppserve_stage_bubble`: the beginning of names is enough there.
+    assert {name for _, name in unknown} <= {"ppserve_stage_bubble"}
+
+
+def test_every_selector_can_match(samples: dict[str, list[dict[str, str]]]) -> None:
+    for where, text in expressions():
+        for name, selector in re.findall(r"(ppserve_\w+)\{([^}]*=[^}]*)\}", text):
+            for label, operator, value in re.findall(r'(\w+)(=~?)"([^"]*)"', selector):
+                if label == "instance" or value.startswith("$"):
+                    continue
+                fits = re.compile(value if operator == "=~" else re.escape(value)).fullmatch
+                assert any(fits(labels.get(label, "")) for labels in samples[name]), (where, name, label, value)
+
+
+def test_alerts_in_the_docs_are_those_of_the_rules() -> None:
+    alerts = re.findall(r"- alert: (\w+)", RULES.read_text())
+    told = re.findall(r"^\| `(Ppserve\w+)` \|", (ROOT / "docs/operations.md").read_text(), re.MULTILINE)
+    assert alerts
+    assert sorted(alerts) == sorted(told)

@@ -12,9 +12,9 @@ import tempfile
 import time
 from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
+sys.path.insert(0, str(Path(__file__).parents[1]))
 
-from model.checkpoint.parity import SPLITS, VARIANTS, check
+from tests.model.checkpoint.parity import SPLITS, VARIANTS, check
 
 
 def main() -> None:

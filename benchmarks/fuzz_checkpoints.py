@@ -20,9 +20,9 @@ from dataclasses import dataclass
 from multiprocessing.connection import Connection
 from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
+sys.path.insert(0, str(Path(__file__).parents[1]))
 
-from model.checkpoint.damage import attempt, damaged, write_originals
+from tests.model.checkpoint.damage import attempt, damaged, write_originals
 
 HANG_S = 10
 MAX_RSS_BYTES = 1 << 30

@@ -17,12 +17,12 @@ from collections.abc import Callable
 from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
-sys.path[:0] = [str(ROOT), str(ROOT / "tests")]
+sys.path.insert(0, str(ROOT))
 
 
 def write_model(directory: Path, container: str, gigabytes: float) -> None:
     """GPT-2's vocabulary, 1024 wide, as many blocks as fit; four files and an index."""
-    from model.checkpoint.writers import architecture, random_tensors, write_hf
+    from tests.model.checkpoint.writers import architecture, random_tensors, write_hf
 
     layers = round((gigabytes * 2**30 - 51280 * 4096) / (12 * 1024 * 1024 * 4))
     arch = architecture(
@@ -34,7 +34,7 @@ def write_model(directory: Path, container: str, gigabytes: float) -> None:
 
 def write_small_model(directory: Path, like: Path) -> None:
     """A tiny model in the same format."""
-    from model.checkpoint.writers import architecture, random_tensors, write_hf
+    from tests.model.checkpoint.writers import architecture, random_tensors, write_hf
 
     arch = architecture(num_layers=1)
     container = "safetensors" if any(like.glob("*.safetensors")) else "bin"

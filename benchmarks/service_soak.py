@@ -140,9 +140,10 @@ async def crowd(stub: GenerationServiceStub, server: Server, count: int) -> str:
 
 async def fuzz(channel: aio.Channel, server: Server, count: int) -> str:
     """Structured requests, then twice as many byte strings."""
-    sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "tests" / "head"))
+    sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
     from hypothesis import HealthCheck, Phase, given, settings
-    from strange_requests import damaged, requests
+
+    from tests.head.strange_requests import damaged, requests
 
     raws: list[bytes] = []
     quick = settings(

@@ -32,7 +32,7 @@ def flag_table() -> str:
         kind = option.type
         choices = ", ".join(f"`{c}`" for c in kind.choices) + ". " if isinstance(kind, click.Choice) else ""
         meaning = (choices + (option.help or "")).strip().replace("|", "\\|")
-        rows.append(f"| `{name}` | {'' if name == '--config' else f'`{variable}`'} | {shown} | {meaning} |")
+        rows.append(f"| `{name}` | `{variable}` | {shown} | {meaning} |")
     return "\n".join(rows) + "\n"
 
 

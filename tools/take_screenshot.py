@@ -1,0 +1,45 @@
+"""Take the picture of the live page that the README shows.
+
+    python tools/take_screenshot.py HOST:PORT [--out docs/live-page.png] [--scheme dark] [--width 1100]
+
+HOST:PORT is a server's metrics address; give it something to do before. Needs chromium.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent
+sys.path.insert(0, str(ROOT))
+
+from tests import browser  # noqa: E402  the checkout's root is no package path
+
+INTERVAL_S = 8
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("address")
+    parser.add_argument("--out", type=Path, default=ROOT / "docs/live-page.png")
+    parser.add_argument("--scheme", choices=("dark", "light"), default="dark")
+    parser.add_argument("--width", type=int, default=1100)
+    options = parser.parse_args()
+    if browser.EXECUTABLE is None:
+        raise SystemExit("needs chromium")
+    with browser.chromium() as page:
+        page.resize(options.width, 900, phone=options.width < 600)
+        page.prefer(options.scheme)
+        page.open(f"http://{options.address}/")
+        # The bars then stand for a stretch of time, and not for all since the start.
+        page.wait_for(f"readings.length > {INTERVAL_S}")
+        height = page.evaluate("document.documentElement.scrollHeight")
+        page.resize(options.width, height, phone=options.width < 600)
+        page.wait_for("new Promise((drawn) => requestAnimationFrame(() => requestAnimationFrame(() => drawn(true))))")
+        options.out.write_bytes(page.screenshot())
+    print(f"{options.out}: {options.out.stat().st_size} bytes")
+
+
+if __name__ == "__main__":
+    main()

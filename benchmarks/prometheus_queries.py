@@ -139,6 +139,7 @@ def main() -> int:
             with urllib.request.urlopen(f"http://{server.metrics}/metrics", timeout=10) as answer:
                 failures += run_tool("check", "metrics", stdin=answer.read()) != 0
             failures += run_tool("check", "rules", str(ROOT / "deploy/prometheus/rules.yml")) != 0
+            failures += run_tool("test", "rules", str(ROOT / "deploy/prometheus/rules_test.yml")) != 0
         finally:
             for process in (load, prometheus):
                 process.terminate()

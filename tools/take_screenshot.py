@@ -36,7 +36,8 @@ def main() -> None:
         page.wait_for(f"readings.length > {INTERVAL_S}")
         height = page.evaluate("document.documentElement.scrollHeight")
         page.resize(options.width, height, phone=options.width < 600)
-        page.wait_for("new Promise((drawn) => requestAnimationFrame(() => requestAnimationFrame(() => drawn(true))))")
+        # Two frames later the new size has been drawn.
+        page.wait_for("new Promise((ok) => requestAnimationFrame(() => requestAnimationFrame(() => ok(true))))")
         options.out.write_bytes(page.screenshot())
     print(f"{options.out}: {options.out.stat().st_size} bytes")
 

@@ -1,0 +1,90 @@
+"""The Dockerfile and the compose file, as far as they can be checked without an engine.
+
+`tools/run_dockerfile.py` carries the steps out; that takes minutes and a network, and is done by hand.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import click
+import pytest
+import yaml
+
+from ppserve.cli_serve import serve
+from tools.run_dockerfile import Build, Stage, is_ignored, steps
+
+ROOT = Path(__file__).resolve().parent.parent
+STEPS = steps((ROOT / "Dockerfile").read_text())
+IGNORED = [line for line in (ROOT / ".dockerignore").read_text().splitlines() if line and line[0] != "#"]
+
+
+def copied() -> list[str]:
+    """What the build takes from the repository."""
+    lines = [rest.split() for word, rest in STEPS if word == "COPY" and not rest.startswith("--from")]
+    return [source for *sources, _ in lines for source in sources]
+
+
+def test_the_build_finds_what_it_copies() -> None:
+    assert {"ppserve", "pyproject.toml", "constraints.txt"} <= set(copied())
+    for source in copied():
+        assert (ROOT / source).exists(), source
+        assert not is_ignored(source, IGNORED), source
+
+
+@pytest.mark.parametrize("path", ["ppserve/assets/tiny/model.safetensors", "ppserve/head/page/index.html"])
+def test_files_of_the_package_are_let_in(path: str) -> None:
+    assert (ROOT / path).is_file()
+    assert not is_ignored(path, IGNORED)
+
+
+@pytest.mark.parametrize("path", [".git/config", ".venv/bin/pip", "tests/test_image.py", "ppserve/__pycache__/a.pyc"])
+def test_everything_else_stays_out(path: str) -> None:
+    assert is_ignored(path, IGNORED)
+
+
+def test_the_image_starts_the_server_as_nobody_in_particular() -> None:
+    last = dict(STEPS)
+    assert last["USER"] not in ("0", "root")
+    init, dashes, *command = json.loads(last["ENTRYPOINT"])
+    assert (init, dashes, command) == ("tini", "--", ["ppserve", "serve"])
+    context = serve.make_context("serve", json.loads(last["CMD"]))
+    assert context.params["host"] == "0.0.0.0"
+    assert json.loads(last["HEALTHCHECK"].partition("CMD ")[2]) == ["ppserve", "health"]
+    assert last["EXPOSE"].split() == [str(serve_default("port")), str(serve_default("metrics_port"))]
+
+
+def serve_default(name: str) -> object:
+    return next(p for p in serve.params if p.name == name).get_default(click.Context(serve))
+
+
+def test_a_stand_in_for_an_engine_reads_steps_as_one() -> None:
+    assert steps("# c\nFROM a AS b\nRUN x \\\n && y\n\nCMD [\"z\"]\n") == [
+        ("FROM", "a AS b"),
+        ("RUN", "x   && y"),
+        ("CMD", '["z"]'),
+    ]
+    stage = Stage(Path("/"), {"PATH": "/bin"}, {"NAME": "v"})
+    assert stage.substitute("/opt/${NAME}:$PATH") == "/opt/v:/bin"
+    command = Build(Path("/f"), Path("/b"), [], {}).inside(stage, ["echo", "a b"])
+    assert command[:2] == ["unshare", "--mount"]
+
+
+def test_the_compose_file_mounts_what_exists() -> None:
+    compose = yaml.safe_load((ROOT / "deploy/compose.yaml").read_text())
+    services = compose["services"]
+    assert set(services) == {"ppserve", "prometheus", "grafana"}
+    assert (ROOT / "deploy" / services["ppserve"]["build"]["context"]).resolve() == ROOT
+    serve.make_context("serve", list(services["ppserve"]["command"]))
+    for service in services.values():
+        for port in service["ports"]:
+            assert port.startswith("127.0.0.1:"), "nothing is offered beyond this host"
+        for volume in service.get("volumes", []):
+            source, _, mode = volume.split(":")
+            assert (ROOT / "deploy" / source).exists(), source
+            assert mode == "ro"
+    scraped = yaml.safe_load((ROOT / "deploy/prometheus/prometheus.yml").read_text())["scrape_configs"]
+    assert scraped[0]["static_configs"][0]["targets"] == ["ppserve:9400"]
+    sources = yaml.safe_load((ROOT / "deploy/grafana/provisioning/datasources/prometheus.yaml").read_text())
+    assert sources["datasources"][0]["url"] == "http://prometheus:9090"

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import os
+import signal
 import threading
 import urllib.request
 from collections.abc import Iterator
@@ -130,6 +132,18 @@ def test_by_keyboard_on_a_phone_in_the_dark(server: Server, page: browser.Page) 
     assert page.evaluate("panS") == 0.25
     page.press(" ", " ")
     page.wait_for(f"!paused && shown.now_s > {drawn}")
+    assert page.complaints == []
+
+
+@pytest.mark.usefixtures("streams")
+def test_a_stage_that_was_replaced_is_told(server: Server, page: browser.Page) -> None:
+    page.resize(1100, 900)
+    page.open(f"http://{server.metrics}/")
+    page.wait_for("document.querySelectorAll('.stage').length === 2")
+    os.kill(server.stage_pid(1), signal.SIGKILL)
+    page.wait_for("document.querySelectorAll('.stage')[1].textContent.includes('started again 1×')")
+    page.wait_for("byId('model').textContent.includes('epoch 2') && !document.querySelector('.dead')")
+    page.wait_for("shown.stages.every((stage) => stage.spans.length > 0)")
     assert page.complaints == []
 
 

@@ -99,7 +99,7 @@ class StageProcess:
         os.close(write)
 
     def start(self, start: wire.Start) -> None:
-        """Makes it a stage. Its input stays open: the end of it tells the stage that its keeper is gone."""
+        """Makes it a stage. Its input stays open; the end of it ends a spare."""
         assert self.process.stdin is not None
         try:
             self.process.stdin.write(wire.encode(start))
@@ -119,7 +119,7 @@ class StageProcess:
         return [line.decode() for line in lines]
 
     def end(self) -> int:
-        """Waits for the end of one that is ending, ends one that is not; the exit code."""
+        """Waits for the end of one that is ending, and ends a spare; the exit code."""
         assert self.process.stdin is not None
         with contextlib.suppress(BrokenPipeError):
             self.process.stdin.close()
@@ -161,7 +161,7 @@ class Keeper:
             served, code = self._watch_one_life()
             if code == 0:
                 return 0
-            if self._stopping:
+            if self._stopping and (code == EXIT_HEAD_GONE or self._is_overdue()):
                 return 1
             if code in (EXIT_USAGE, EXIT_FAILED):
                 return EXIT_USAGE if code == EXIT_USAGE else 1
@@ -173,12 +173,17 @@ class Keeper:
                 return self._give_up(f"stage {self._stage} died {_MAX_DEATHS} times in a row (last code {code})")
 
     def stop(self, grace_s: float) -> None:
-        """From now on a death is final, and after `grace_s` it is enforced. Safe in a signal handler."""
+        """The end is near: for `grace_s` a stage that dies is still replaced, because streams may go on; after
+        that it is killed. Safe in a signal handler."""
+        at_s = time.monotonic() + grace_s
+        self._kill_at_s = at_s if self._kill_at_s is None else min(at_s, self._kill_at_s)
         self._stopping = True
-        self._kill_at_s = time.monotonic() + grace_s
         if self._child is not None and not self._control[1]:
-            # It has not found the head and never will: only a signal reaches it.
-            self._child.process.terminate()
+            # It has not found the head and never will.
+            self._child.process.kill()
+
+    def _is_overdue(self) -> bool:
+        return not self._control[1] or (self._kill_at_s is not None and time.monotonic() > self._kill_at_s)
 
     def _watch_one_life(self) -> tuple[bool, int]:
         """Starts the stage and waits for its end: (whether it ever served, exit code)."""
@@ -210,8 +215,7 @@ class Keeper:
                         # Only now: before, it would compete with the stage's own start.
                         self._spare = StageProcess()
             frozen = last_sign_s is not None and now_s - last_sign_s > _FROZEN_AFTER_S
-            overdue = self._kill_at_s is not None and now_s > self._kill_at_s
-            if frozen or overdue:
+            if frozen or (self._stopping and self._is_overdue()):
                 child.process.kill()
 
     def _give_up(self, reason: str) -> int:

@@ -55,7 +55,7 @@ class StepLimits:
 
     prefill_chunk: int | None = None
     seconds_beside_decodes: float = 0.08
-    seconds_alone: float = 0.4
+    seconds_alone: float = 0.16
     stretch: float = 2.0
 
 

@@ -5,6 +5,7 @@ Runs in the engine's thread. `wake` is the one method that other threads may cal
 
 from __future__ import annotations
 
+import contextlib
 import hmac
 import logging
 import selectors
@@ -18,6 +19,7 @@ from ppserve.errors import WireError
 
 log = logging.getLogger("ppserve.control")
 
+# A stage opens its checkpoint and measures before it connects, so it greets at once.
 _GREETING_TIMEOUT_S = 10.0
 # A frame is small against a socket's buffer: a send that blocks this long means nobody reads.
 _SEND_TIMEOUT_S = 2.0
@@ -56,7 +58,7 @@ class ControlPlane:
 
     def __init__(self, host: str, num_stages: int, token: str) -> None:
         self._num_stages = num_stages
-        self._token = token
+        self._token = token.encode()
         self._listener = socket.create_server((host, 0))
         self._listener.setblocking(False)
         self.port: int = self._listener.getsockname()[1]
@@ -64,6 +66,7 @@ class ControlPlane:
         self._strangers: set[socket.socket] = set()
         self._lost: list[Gone] = []
         self._wake_in, self._wake_out = socket.socketpair()
+        self._wake_in.setblocking(False)
         self._wake_out.setblocking(False)
         self._selector = selectors.DefaultSelector()
         self._selector.register(self._listener, selectors.EVENT_READ, None)
@@ -71,7 +74,8 @@ class ControlPlane:
 
     def wake(self) -> None:
         """Makes a `poll` in progress return. Safe from any thread."""
-        self._wake_in.send(b"\0")
+        with contextlib.suppress(BlockingIOError):  # full of wakes: one more would say nothing new
+            self._wake_in.send(b"\0")
 
     def poll(self, timeout_s: float) -> list[Heard | Gone]:
         """What stages said, or that they are gone, in order of arrival; empty after `timeout_s` or a wake."""
@@ -157,7 +161,9 @@ class ControlPlane:
         """Whether a connection's first message makes it a stage's. An older connection of it is gone."""
         if not isinstance(message, wire.Hello | wire.GaveUp):
             return False
-        if not hmac.compare_digest(message.token, self._token) or not 0 <= message.stage < self._num_stages:
+        if not hmac.compare_digest(message.token.encode(), self._token):
+            return False
+        if not 0 <= message.stage < self._num_stages:
             return False
         before = self._peers.get(message.stage)
         if before is not None and isinstance(message, wire.Hello):

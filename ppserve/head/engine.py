@@ -103,6 +103,8 @@ class Engine(threading.Thread):
 
     async def submit(self, request: Request, sink: Sink) -> None:
         """Queue a request; its outputs go to `sink`. Raises RequestError when it is refused."""
+        if self._stopping:
+            raise Draining("the server is shutting down")
         answered: asyncio.Future[None] = self._loop.create_future()
 
         def take(now_s: float) -> None:
@@ -169,6 +171,12 @@ class Engine(threading.Thread):
         for stage in range(self._members.num_stages):
             self._control.send(stage, wire.Shutdown(code))
         self._control.close(_GOODBYE_S)
+        self._answer_latecomers()
+
+    def _answer_latecomers(self) -> None:
+        """What was put into the inbox while the loop ended: refused, because `_stopping` is set."""
+        while self._inbox:
+            self._inbox.popleft()(time.monotonic())
 
     def _take_what_came(self) -> None:
         """Everything that happened since the last turn, in order."""
@@ -317,7 +325,7 @@ class Engine(threading.Thread):
         """Every open stream ends with a status; whoever runs the server learns why."""
         error = StagesLost("a pipeline stage was lost and does not come back")
         for opened in self._open.values():
-            output = TokenOutput(0, 0, error=error)
+            output = opened.fail(error)
             self._outputs.setdefault(opened.sink, []).append(output)
             self._observer.output(opened, output, time.monotonic())
         self._open.clear()

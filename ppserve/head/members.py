@@ -19,7 +19,8 @@ from typing import Any
 
 from ppserve import wire
 from ppserve.core.architecture import StageLayout
-from ppserve.core.plan import StepResult, StepStamps
+from ppserve.core.plan import StepResult
+from ppserve.core.time_account import in_head_clock
 from ppserve.errors import UsageError
 
 _PING_EVERY_NS = 500_000_000
@@ -31,6 +32,7 @@ _REJOIN_WITHIN_NS = 120_000_000_000
 # A neighbour's complaint may arrive before the end of the dead stage's connection: wait for that, or the
 # next epoch would form around a corpse.
 _SETTLE_NS = 200_000_000
+_PAUSE_NS = 1_000_000_000
 _HEALTHY_WITHIN_NS = 2_000_000_000
 
 
@@ -134,6 +136,7 @@ class Members:
     num_blocks: int = 0
     stages: list[Member] = field(default_factory=list)
     _pinged_ns: int = 0
+    _ticked_ns: int = 0
     _settled_ns: int = 0
 
     def __post_init__(self) -> None:
@@ -143,6 +146,7 @@ class Members:
 
     def start(self, now_ns: int) -> None:
         """From now on stages are expected."""
+        self._ticked_ns = now_ns
         for member in self.stages:
             member.since_ns = member.heard_ns = now_ns
 
@@ -190,6 +194,11 @@ class Members:
 
     def tick(self, now_ns: int) -> list[MemberEvent]:
         """Asks for signs of life, and gives up on those who give none."""
+        if now_ns - self._ticked_ns > _PAUSE_NS:
+            # It was the head that stood still: nobody else can be blamed for the silence.
+            for member in self.stages:
+                member.heard_ns = now_ns
+        self._ticked_ns = now_ns
         if now_ns - self._pinged_ns >= _PING_EVERY_NS:
             self._pinged_ns = now_ns
             for member in self.stages:
@@ -199,8 +208,9 @@ class Members:
             state, waited_ns = member.state, now_ns - member.since_ns
             silent_ns = _SILENT_WHEN_READY_NS if state is StageState.READY else _SILENT_BEFORE_NS
             if state is StageState.ABSENT:
-                if waited_ns > _REJOIN_WITHIN_NS:
-                    return [Hopeless(f"stage {member.stage} did not come (back) in time", usage=False)]
+                # At first it may be downloading; a keeper whose stage keeps dying says so by itself.
+                if self.epoch and waited_ns > _REJOIN_WITHIN_NS:
+                    return [Hopeless(f"stage {member.stage} did not come back in time", usage=False)]
             elif now_ns - member.heard_ns > silent_ns:
                 self.drop(member.stage, "frozen")
             elif state is StageState.FORMING and waited_ns > _FORM_WITHIN_NS:
@@ -300,9 +310,6 @@ class Members:
             member.clock_offset_ns = beat.clock_ns - (beat.echo_ns + now_ns) // 2
 
     def _on_head_clock(self, member: Member, result: StepResult) -> StepResult:
-        offset = member.clock_offset_ns
-        if not offset:
+        if not member.clock_offset_ns:
             return result
-        s = result.stamps
-        moved = StepStamps(*(t - offset for t in (s.planned, s.awaited, s.received, s.begun, s.ended, s.sent)))
-        return replace(result, stamps=moved)
+        return replace(result, stamps=in_head_clock(result.stamps, member.clock_offset_ns))

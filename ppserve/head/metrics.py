@@ -156,6 +156,10 @@ class Metrics:
         self._pipeline.in_flight.set(in_flight)
         self._pipeline.kv_usage.set(kv_usage)
 
+    def epoch_lost(self) -> None:
+        """What is in flight will not be reported any more."""
+        self._pipeline.forget_in_flight()
+
     def stage_restarted(self, stage: int, cause: str) -> None:
         self._pipeline.restarted(stage, cause)
 
@@ -255,6 +259,8 @@ class _PipelineMetrics:
 
     def restarted(self, stage: int, cause: str) -> None:
         self._restarts.labels(str(stage), cause).inc()
+
+    def forget_in_flight(self) -> None:
         self._links.forget()
 
 

@@ -78,6 +78,7 @@ class Observer:
 
     def lost(self, now_ns: int) -> None:
         self.account.stage_lost(now_ns)
+        self.metrics.epoch_lost()
         self.overheads.lost()
 
     def formed(self, now_ns: int) -> None:

@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 
 from ppserve.core.request import FinishReason, Request
 from ppserve.core.sequence import SequenceEvent
+from ppserve.errors import RequestError
 from ppserve.head.stream import Sink, TimingsOutput, TokenOutput
 from ppserve.tokenizer import Detokenizer, Tokenizer
 
@@ -79,6 +80,11 @@ class OpenRequest:
             cached_tokens=event.cached_tokens,
             timings=self._timings(progress, now_s) if finish is not None else None,
         )
+
+    def fail(self, error: RequestError) -> TokenOutput:
+        """All of it ends with `error`, wherever it stands."""
+        self._num_ended = self.request.num_sequences
+        return TokenOutput(0, 0, error=error)
 
     def _new_detokenizer(self) -> Detokenizer | None:
         if self.tokenizer is None:

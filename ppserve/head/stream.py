@@ -105,6 +105,8 @@ class MessageWriter:
             message.text = self._echo + message.text
         if self._request.output.prompt_logprobs is not None and message.index == self._scored_index:
             scores = [None, *(score for output in outputs for score in output.prompt_logprobs)]
+            if len(scores) < len(self._request.prompt_ids):
+                return  # it ended before its prompt was scored
             for token_id, score in zip(self._request.prompt_ids, scores, strict=True):
                 message.prompt_tokens.append(self._token(token_id, score))
 

@@ -25,6 +25,9 @@ _CONNECT_TIMEOUT_S = 60.0
 def main() -> int:
     life_fd, keeper_pid = int(sys.argv[1]), int(sys.argv[2])
     die_with_parent(keeper_pid)
+    # The head and the keeper decide when this process ends, also while it waits as a spare.
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
     # Slow (torch), which is why a spare process does it while it waits for its start.
     from ppserve.stage import loop
 
@@ -32,21 +35,30 @@ def main() -> int:
     set_up_logging(start.config.log, f"stage {start.stage}")
     threading.Thread(target=_show_life, args=(life_fd,), name="life", daemon=True).start()
     environment = RankEnvironment.from_environ() or RankEnvironment(start.stage, start.num_stages, 0, 1, 0)
-    host, port, token = _find_head(start, environment)
-    os.write(life_fd, f"control {host} {port} {token}\n".encode())
-    connection = socket.create_connection((host, port), timeout=_CONNECT_TIMEOUT_S)
-    connection.settimeout(None)
-    # From here on the head decides when this stage ends.
-    signal.signal(signal.SIGTERM, signal.SIG_IGN)
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
     try:
-        stage = loop.StageLoop.open(start, environment, connection, token)
-        return stage.run(on_served=lambda: os.write(life_fd, b"served\n"))
+        host, port, token = _find_head(start, environment)
+    except (OSError, RuntimeError) as error:
+        log.error("cannot find the head: %s", error)
+        return EXIT_HEAD_GONE
+    os.write(life_fd, f"control {host} {port} {token}\n".encode())
+    mistake = ""
+    try:
+        # Before connecting, because it may take long (a download, a measurement), and the head is waiting.
+        found = loop.prepare(start, environment)
     except UsageError as error:
+        mistake = str(error)
+    try:
+        connection = socket.create_connection((host, port), timeout=_CONNECT_TIMEOUT_S)
+    except OSError:
+        return EXIT_HEAD_GONE
+    connection.settimeout(None)
+    if mistake:
         # A closed connection means the head has heard of the mistake from another stage already.
         with contextlib.suppress(OSError):
-            connection.sendall(wire.encode(wire.GaveUp(token, start.stage, str(error))))
+            connection.sendall(wire.encode(wire.GaveUp(token, start.stage, mistake)))
         return EXIT_USAGE
+    stage = loop.StageLoop(start, found, connection, token)
+    return stage.run(on_served=lambda: os.write(life_fd, b"served\n"))
 
 
 def _read_start() -> wire.Start:

@@ -52,58 +52,63 @@ class Epoch:
     last_posted: int = -1
 
 
+@dataclass(frozen=True, slots=True)
+class Findings:
+    """What a stage finds out before it meets the head. costs: None where they decide nothing."""
+
+    checkpoint: Checkpoint
+    compute: device.Compute
+    costs: TokenCosts | None
+
+
+def prepare(start: wire.Start, environment: RankEnvironment) -> Findings:
+    """Opens the checkpoint (headers only), chooses the device, measures the parts. Raises UsageError."""
+    checkpoint = open_checkpoint(start.config.model.path)
+    compute = device.choose(start.config, environment, checkpoint.stored_dtype)
+    if start.num_stages == 1 or start.config.pipeline.layers is not None:
+        return Findings(checkpoint, compute, None)
+    scheduling = start.config.scheduling
+    context = scheduling.expect_prompt + scheduling.expect_new // 2
+    return Findings(checkpoint, compute, calibrate.token_costs(checkpoint, compute, context))
+
+
 class StageLoop:
     """One stage: owns its model, its cache and its wires. Everything happens in the thread of `run`."""
 
-    def __init__(self, start: wire.Start, link: HeadLink, checkpoint: Checkpoint, compute: device.Compute) -> None:
+    def __init__(self, start: wire.Start, found: Findings, connection: socket.socket, token: str) -> None:
         self._start = start
-        self._link = link
-        self._checkpoint = checkpoint
-        self._compute = compute
+        self._link = HeadLink(connection)
+        self._checkpoint = found.checkpoint
+        self._compute = found.compute
         self._layout: StageLayout | None = None
-        self._dtype = compute.dtype
+        self._dtype = found.compute.dtype
         self._model: GPT2Stage | None = None
         self._cache: KVCache | None = None
         self._epoch: Epoch | None = None
         self._messages: deque[Stamped] = deque()
         self._has_served = False
         self._on_served: Callable[[], object] = lambda: None
+        self._greet(found, token)
 
-    @classmethod
-    def open(
-        cls, start: wire.Start, environment: RankEnvironment, connection: socket.socket, token: str
-    ) -> StageLoop:
-        """Opens the checkpoint (headers only) and introduces this stage to the head. Raises UsageError."""
-        checkpoint = open_checkpoint(start.config.model.path)
-        compute = device.choose(start.config, environment, checkpoint.stored_dtype)
-        checkpoint = checkpoint.rounded_to(compute.dtype)
-        link = HeadLink(connection)
-        link.send(
+    def _greet(self, found: Findings, token: str) -> None:
+        gpu = found.compute.device.index if found.compute.device.type == "cuda" else None
+        self._link.send(
             wire.Hello(
                 token=token,
-                stage=start.stage,
-                num_stages=start.num_stages,
+                stage=self._start.stage,
+                num_stages=self._start.num_stages,
                 pid=os.getpid(),
                 host=socket.gethostname(),
-                checkpoint=str(checkpoint.path),
-                architecture=checkpoint.architecture,
-                dtype=compute.dtype,
-                gpu=compute.device.index if compute.device.type == "cuda" else None,
-                shares_gpu=compute.shares_gpu,
-                costs=cls._measure(start, checkpoint, compute),
+                checkpoint=str(found.checkpoint.path),
+                architecture=found.checkpoint.architecture,
+                dtype=found.compute.dtype,
+                gpu=gpu,
+                shares_gpu=found.compute.shares_gpu,
+                costs=found.costs,
                 versions={"torch": str(torch.__version__)},
             )
         )
-        link.start()
-        return cls(start, link, checkpoint, compute)
-
-    @staticmethod
-    def _measure(start: wire.Start, checkpoint: Checkpoint, compute: device.Compute) -> TokenCosts | None:
-        """What the parts of the model cost here, where that decides how it is cut."""
-        if start.num_stages == 1 or start.config.pipeline.layers is not None:
-            return None
-        scheduling = start.config.scheduling
-        return calibrate.token_costs(checkpoint, compute, scheduling.expect_prompt + scheduling.expect_new // 2)
+        self._link.start()
 
     @torch.inference_mode()
     def run(self, on_served: Callable[[], object]) -> int:
@@ -111,6 +116,7 @@ class StageLoop:
         self._on_served = on_served
         while True:
             self._take_arrived()
+            self._post_receives()
             arrived_ns, message = self._messages.popleft()
             match message:
                 case wire.Plan(plan):
@@ -124,8 +130,7 @@ class StageLoop:
                     return code
 
     def _take_arrived(self) -> None:
-        """At least one message, and all that is there: receives for known plans are posted at once, so
-        that hidden states travel while this stage still computes an earlier step."""
+        """At least one message, and all that is there."""
         if not self._messages:
             self._messages.append(self._link.inbox.get())
         while True:
@@ -133,14 +138,22 @@ class StageLoop:
                 self._messages.append(self._link.inbox.get_nowait())
             except queue.Empty:
                 break
-        if self._epoch is None or self._layout is None or self._layout.is_first:
+
+    def _post_receives(self) -> None:
+        """For every known plan, so that hidden states travel while this stage computes an earlier step."""
+        epoch = self._epoch
+        if epoch is None or self._layout is None or self._layout.is_first:
             return
         for _, message in self._messages:
             if not isinstance(message, wire.Plan):
                 break
-            if message.plan.epoch == self._epoch.number and message.plan.step_id > self._epoch.last_posted:
-                self._epoch.transport.post_receive(message.plan)
-                self._epoch.last_posted = message.plan.step_id
+            if message.plan.epoch == epoch.number and message.plan.step_id > epoch.last_posted:
+                try:
+                    epoch.transport.post_receive(message.plan)
+                except (TransportError, RuntimeError) as error:
+                    self._break_epoch(epoch, message.plan, error)
+                    return
+                epoch.last_posted = message.plan.step_id
 
     # ---- weights --------------------------------------------------------------------------------------
 
@@ -258,15 +271,19 @@ class StageLoop:
         try:
             self._link.send(wire.Result(self._compute_step(epoch, planned_ns, plan)))
         except (TransportError, RuntimeError) as error:
-            log.warning("step %d of epoch %d failed: %s", plan.step_id, plan.epoch, error)
-            # Our end of the wires closes too: stages further on, blocked on this one, wake up in turn.
-            self._leave_epoch()
-            self._link.send(wire.Broken(plan.epoch, f"{type(error).__name__}: {error}"))
+            self._break_epoch(epoch, plan, error)
             return
         self._link.count_step()
         if not self._has_served:
             self._has_served = True
             self._on_served()
+
+    def _break_epoch(self, epoch: Epoch, plan: StepPlan, error: Exception) -> None:
+        """A wire or a computation failed: keep the weights, wait for the next epoch."""
+        log.warning("step %d of epoch %d failed: %s", plan.step_id, epoch.number, error)
+        # Our end of the wires closes too: stages further on, blocked on this one, wake up in turn.
+        self._leave_epoch()
+        self._link.send(wire.Broken(epoch.number, f"{type(error).__name__}: {error}"))
 
     def _compute_step(self, epoch: Epoch, planned_ns: int, plan: StepPlan) -> StepResult:
         layout, model = self._layout, self._model

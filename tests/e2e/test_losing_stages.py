@@ -54,13 +54,16 @@ def ask_and_hurt(server: Server, stage: int, signum: int) -> list[Answer]:
 
 
 @pytest.mark.timeout(240)
-def test_kill_each_stage_in_turn() -> None:
-    with serving(3) as server:
+@pytest.mark.parametrize("transport", ["shm", "gloo"])
+def test_kill_each_stage_in_turn(transport: str) -> None:
+    with serving(3, "--transport", transport) as server:
         undisturbed = ask(server.grpc, long_requests(16), at_once=16)
         assert {answer.end for answer in undisturbed} == {"MAX_TOKENS"}
         ranks = {p.pid for p in server.processes() if "ppserve.stage" not in p.cmdline()}
         for stage in range(3):
+            survivors = {server.stage_pid(other) for other in range(3) if other != stage}
             assert ask_and_hurt(server, stage, signal.SIGKILL) == undisturbed
+            assert survivors <= {p.pid for p in server.processes()}, "a survivor lost its weights"
         assert ranks <= {p.pid for p in server.processes()}, "a rank died with its stage"
 
 

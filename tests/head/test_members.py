@@ -192,6 +192,16 @@ def test_the_silent_are_dropped_the_answering_are_not() -> None:
     assert not pipeline.members.healthy(pipeline.now_ns)
 
 
+def test_a_pause_of_the_head_is_nobodys_fault() -> None:
+    pipeline = Pipeline(2)
+    pipeline.start()
+    pipeline.tick(5)
+    assert pipeline.dropped == []
+    for _ in range(10):
+        pipeline.tick(0.5)
+    assert {stage for stage, _ in pipeline.dropped} == {0, 1}, "those who then stay silent are dropped"
+
+
 def test_a_stage_that_stays_away_is_hopeless() -> None:
     pipeline = Pipeline(2)
     pipeline.start()

@@ -48,12 +48,13 @@ class CostModel(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class StepLimits:
-    """prefill_chunk: prompt tokens per step, None = automatic. The rest needs a cost model: the
-    predicted time of a step with prompt tokens is bounded by seconds_beside_decodes (or, where the
+    """prefill_chunk: prompt tokens per step, None = automatic, up to max_auto_chunk. The rest needs a cost
+    model: the predicted time of a step with prompt tokens is bounded by seconds_beside_decodes (or, where the
     decodes alone take long, by stretch times theirs), and by seconds_alone when nothing decodes.
     """
 
     prefill_chunk: int | None = None
+    max_auto_chunk: int = MAX_PROMPT_TOKENS_PER_STEP
     seconds_beside_decodes: float = 0.08
     seconds_alone: float = 0.16
     stretch: float = 2.0
@@ -126,7 +127,9 @@ class Composer:
         """How many prompt tokens the step may take, time aside."""
         if self.limits.prefill_chunk is not None:
             return self.limits.prefill_chunk
-        most = MAX_CHUNK_BESIDE_DECODES if beside_decodes else MAX_PROMPT_TOKENS_PER_STEP
+        most = min(MAX_CHUNK_BESIDE_DECODES, self.limits.max_auto_chunk)
+        if not beside_decodes:
+            most = self.limits.max_auto_chunk
         if microbatches == 1:
             return most
         pending = sum(sequence.remaining for sequence in prompts)

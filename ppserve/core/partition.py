@@ -41,6 +41,10 @@ class Parts:
         return tuple(self.stage_cost(i, len(split), n) for i, n in enumerate(split))
 
 
+# How many sequences decode together when the parts are measured.
+MEASURED_DECODES = 16
+
+
 @dataclass(frozen=True, slots=True)
 class TokenCosts:
     """Seconds per token of each part, measured: of a prompt, and of decoding. Heads cost per prompt what

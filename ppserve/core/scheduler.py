@@ -46,7 +46,7 @@ class Scheduler:
         self.config = config
         self.prefix_cache = PrefixCache(blocks, config.prefix_cache)
         self._blocks = blocks
-        self._composer = Composer(StepLimits(config.prefill_chunk), costs)
+        self._composer = Composer(StepLimits(config.prefill_chunk, config.max_auto_chunk), costs)
         self._queue: FairQueue[SequenceGroup] = FairQueue(config.aging_s)
         self._quarantine = Quarantine()
         self._throughput = Throughput()

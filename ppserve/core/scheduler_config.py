@@ -11,7 +11,8 @@ MAX_PROMPT_TOKENS_PER_STEP = 512
 class SchedulerConfig:
     """microbatches: steps in flight, None = as many as stages. max_num_seqs: sequences running at once.
     max_queue and max_queue_tokens: what may wait, in requests and in tokens (prompt + max_tokens, times
-    n). prefill_chunk: prompt tokens per step, None = automatic. eos_id: None when the model has none.
+    n). prefill_chunk: prompt tokens per step, None = automatic, up to max_auto_chunk. eos_id: None when the
+    model has none.
     aging_s: the waiting time that is worth one priority class.
     """
 
@@ -23,6 +24,7 @@ class SchedulerConfig:
     max_model_len: int = 1024
     block_size: int = 16
     prefill_chunk: int | None = None
+    max_auto_chunk: int = MAX_PROMPT_TOKENS_PER_STEP
     prefix_cache: bool = True
     eos_id: int | None = None
     aging_s: float = 10.0
@@ -35,4 +37,4 @@ class SchedulerConfig:
     @property
     def max_step_tokens(self) -> int:
         """The most rows that a step can have: every sequence decoding, and as much prompt as is allowed."""
-        return self.max_num_seqs + (self.prefill_chunk or MAX_PROMPT_TOKENS_PER_STEP)
+        return self.max_num_seqs + (self.prefill_chunk or self.max_auto_chunk)

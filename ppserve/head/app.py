@@ -167,7 +167,8 @@ class Head:
     # ---- parts ----------------------------------------------------------------------------------------
 
     def _make_scheduler(self, formed: Formed, observer: Observer) -> Scheduler:
-        scheduling = layout.scheduler_config(self._config, self._architecture, self._num_stages)
+        hellos = tuple(member.hello for member in self._members.stages if member.hello is not None)
+        scheduling = layout.scheduler_config(self._config, self._architecture, hellos)
         blocks = BlockManager(formed.num_blocks, scheduling.block_size)
         return Scheduler(scheduling, blocks, observer.costs, formed.epoch)
 

@@ -11,6 +11,7 @@ from ppserve import __version__
 from ppserve.config import ServeConfig
 from ppserve.core.advice import advise
 from ppserve.core.architecture import stage_params
+from ppserve.core.partition import MEASURED_DECODES, TokenCosts
 from ppserve.core.request import FinishReason, Request
 from ppserve.core.time_account import Settled, StageTimes
 from ppserve.head.cards import ModelCard, StageCard, Topology
@@ -31,6 +32,7 @@ class PipelineHandle:
         self._members = members
         self._observer = observer
         self._card = card
+        self._predicted_step_s = predicted_step_s(members)
 
     async def submit(self, request: Request, sink: Sink) -> None:
         await self._engine.submit(request, sink)
@@ -101,7 +103,7 @@ class PipelineHandle:
             num_parameters=loaded.params,
             weight_bytes=loaded.weight_bytes,
             kv_bytes=self._members.num_blocks * loaded.block_bytes,
-            predicted_step_s=None,
+            predicted_step_s=self._predicted_step_s[member.stage] if self._predicted_step_s else None,
             measured_step_s=self._observer.mean_step_s(member.stage),
             busy_s=sum(times.busy_ns.values()) / 1e9,
             bubble_s=tuple((cause, ns / 1e9) for cause, ns in times.bubble_ns.items()),
@@ -109,6 +111,15 @@ class PipelineHandle:
             live=member.state is StageState.READY,
             restarts=member.restarts,
         )
+
+
+def predicted_step_s(members: Members) -> tuple[float, ...]:
+    """Of every stage, by what `--layers auto` measured: a step of MEASURED_DECODES decodes; () if it did not."""
+    measured = tuple(m.hello.costs for m in members.stages if m.hello is not None and m.hello.costs is not None)
+    if len(measured) < members.num_stages or members.decision is None:
+        return ()
+    split = tuple(layout.num_layers for layout in members.decision.layouts)
+    return tuple(MEASURED_DECODES * seconds for seconds in TokenCosts.mean(measured).decode.costs(split))
 
 
 def describe_model(config: ServeConfig, members: Members, tokenizer: Tokenizer | None) -> ModelCard:

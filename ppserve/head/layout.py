@@ -17,11 +17,15 @@ from ppserve.core.partition import (
     split_by_cost,
     split_by_weight,
 )
-from ppserve.core.scheduler_config import SchedulerConfig
+from ppserve.core.scheduler_config import MAX_PROMPT_TOKENS_PER_STEP, SchedulerConfig
 from ppserve.errors import ConfigError
 from ppserve.head.members import Decision
 
 log = logging.getLogger("ppserve.head")
+
+# On a CPU more rows than these make a token no cheaper, and equal chunks keep the stages in step
+# (docs/performance.md, "Equal chunks beat shrinking ones").
+CPU_CHUNK = 128
 
 
 def decide(config: ServeConfig, hellos: tuple[wire.Hello, ...]) -> Decision:
@@ -35,7 +39,7 @@ def decide(config: ServeConfig, hellos: tuple[wire.Hello, ...]) -> Decision:
     arch, num_stages = first.architecture, len(hellos)
     split = config.pipeline.layers or choose_split(config, arch, hellos)
     check_split(split, arch, num_stages)
-    scheduling = scheduler_config(config, arch, num_stages)
+    scheduling = scheduler_config(config, arch, hellos)
     one_host = len({hello.host for hello in hellos}) == 1
     return Decision(
         layouts=stage_layouts(split),
@@ -65,9 +69,9 @@ def choose_split(config: ServeConfig, arch: Architecture, hellos: tuple[wire.Hel
     return split
 
 
-def scheduler_config(config: ServeConfig, arch: Architecture, num_stages: int) -> SchedulerConfig:
+def scheduler_config(config: ServeConfig, arch: Architecture, hellos: tuple[wire.Hello, ...]) -> SchedulerConfig:
     """What the scheduler may do with this model. Raises ConfigError."""
-    microbatches = config.pipeline.microbatches
+    microbatches, num_stages = config.pipeline.microbatches, len(hellos)
     if microbatches is not None and microbatches > num_stages + 1:
         raise ConfigError("--microbatches", f"{microbatches} is more than {num_stages} stages + 1 can use")
     return SchedulerConfig(
@@ -78,6 +82,7 @@ def scheduler_config(config: ServeConfig, arch: Architecture, num_stages: int) -
         max_model_len=max_context(config, arch),
         block_size=config.cache.block_size,
         prefill_chunk=config.scheduling.prefill_chunk,
+        max_auto_chunk=CPU_CHUNK if any(hello.gpu is None for hello in hellos) else MAX_PROMPT_TOKENS_PER_STEP,
         eos_id=arch.eos_id,
     )
 

@@ -21,7 +21,7 @@ from pathlib import Path
 import torch
 
 from ppserve.core.architecture import Architecture, StageLayout
-from ppserve.core.partition import Parts, TokenCosts
+from ppserve.core.partition import MEASURED_DECODES, Parts, TokenCosts
 from ppserve.core.plan import Draw, Slice, StepPlan
 from ppserve.core.request import SamplingParams
 from ppserve.model.checkpoint import Checkpoint
@@ -31,7 +31,6 @@ from ppserve.stage.device import Compute
 from ppserve.stage.inputs import build_inputs
 
 _BLOCK_SIZE = 16
-_DECODES = 16
 _CHUNK = 256
 _REPEATS = 5
 _VERSION = 1
@@ -63,7 +62,7 @@ def _memory_path(arch: Architecture, compute: Compute, context: int) -> Path:
 def _measure(checkpoint: Checkpoint, compute: Compute, context: int) -> TokenCosts:
     context = max(1, min(context, checkpoint.architecture.max_positions - 1))
     chunk = min(_CHUNK, context)
-    decodes = _plan([(context, 1)] * _DECODES)
+    decodes = _plan([(context, 1)] * MEASURED_DECODES)
     prompts = _plan([(0, chunk)])
     forward_s: dict[tuple[int, str], float] = {}
     read_out_s: dict[str, float] = {}
@@ -82,7 +81,7 @@ def _measure(checkpoint: Checkpoint, compute: Compute, context: int) -> TokenCos
 
     return TokenCosts(
         prefill=parts("prefill", chunk, read_out_s["prefill"]),
-        decode=parts("decode", _DECODES, read_out_s["decode"]),
+        decode=parts("decode", MEASURED_DECODES, read_out_s["decode"]),
     )
 
 

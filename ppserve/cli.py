@@ -63,6 +63,10 @@ def main() -> None:
     except UsageError as error:
         _complain(str(error), speaks)
         sys.exit(EXIT_USAGE)
+    except UnicodeEncodeError:
+        # The shell's bytes, or those of standard input, that are not UTF-8 arrive as lone surrogates.
+        _complain("an argument or the prompt is not UTF-8 text", speaks)
+        sys.exit(EXIT_USAGE)
     except PpserveError as error:
         _complain(str(error), speaks)
         sys.exit(1)

@@ -20,7 +20,7 @@ def run_ranks(num_ranks: int, arguments: Sequence[str]) -> int:
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
     from torch.distributed.run import parse_args, run
 
-    logging.disable(logging.WARNING)
+    logging.disable(logging.CRITICAL)
     command = ["serve", *arguments] if arguments[:1] != ["serve"] else list(arguments)
     launcher = ["--standalone", "--local-addr=127.0.0.1", f"--nproc-per-node={num_ranks}", "-m", "ppserve"]
     try:

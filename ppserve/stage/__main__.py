@@ -33,6 +33,7 @@ def main() -> int:
 
     start = _read_start()
     set_up_logging(start.config.log, f"stage {start.stage}")
+    log.info("process %d", os.getpid())
     threading.Thread(target=_show_life, args=(life_fd,), name="life", daemon=True).start()
     environment = RankEnvironment.from_environ() or RankEnvironment(start.stage, start.num_stages, 0, 1, 0)
     try:

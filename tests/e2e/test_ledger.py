@@ -114,7 +114,7 @@ def check_topology(server: Server, last: Reading) -> None:
         topology = GenerationServiceStub(channel).GetTopology(pb.GetTopologyRequest())
     for stage in topology.stages:
         seen = last.ledger[str(stage.stage)]
-        # In whole nanoseconds, which is what the ledger counts: three phases added as floats differ in the last bit.
+        # In whole nanoseconds, as the ledger counts: three phases added as floats differ in the last bit.
         busy_ns = sum(round(seen[phase] * 1e9) for phase in ("prefill", "decode", "mixed"))
         assert round(stage.busy_seconds * 1e9) >= busy_ns
         assert round(stage.bubble_seconds["host"] * 1e9) >= round(seen["host"] * 1e9)

@@ -26,9 +26,9 @@ from ppserve.core.plan import Draw, Slice, StepPlan
 from ppserve.core.request import SamplingParams
 from ppserve.model.checkpoint import Checkpoint
 from ppserve.model.gpt2 import GPT2Stage
+from ppserve.model.inputs import build_inputs
 from ppserve.model.kv_cache import KVCache
 from ppserve.stage.device import Compute
-from ppserve.stage.inputs import build_inputs
 
 _BLOCK_SIZE = 16
 _CHUNK = 256

@@ -30,10 +30,10 @@ from ppserve.launch import RankEnvironment
 from ppserve.model.checkpoint import Checkpoint
 from ppserve.model.checkpoint.opening import open_checkpoint
 from ppserve.model.gpt2 import GPT2Stage
+from ppserve.model.inputs import build_inputs
 from ppserve.model.kv_cache import KVCache
 from ppserve.model.selftest import check_determinism
 from ppserve.stage import calibrate, device, rendezvous
-from ppserve.stage.inputs import build_inputs
 from ppserve.stage.link import HeadLink, Stamped
 from ppserve.stage.transport import Transport, create_transport
 

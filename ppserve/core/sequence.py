@@ -129,7 +129,7 @@ class Sequence:
             self._banned_draw = Draw(request.sampling, index, request.output.logprobs, tuple(sorted(set(banned))))
         self.known_end = self.end_after(self.token_ids[-1], eos_id) if request.resume_ids else None
         if request.stop.max_tokens == 0:
-            self.known_end = self._length_end
+            self.known_end = _length_end(request)
 
     @property
     def num_generated(self) -> int:
@@ -189,21 +189,9 @@ class Sequence:
         output_ids = tuple(self.token_ids[len(prompt_ids) :])
         return Draw(draw.params, draw.index, draw.num_logprobs, draw.banned, prompt_ids, output_ids)
 
-    @property
-    def _length_end(self) -> FinishReason:
-        limited = self.request.limited_by_context
-        return FinishReason.CONTEXT_LENGTH if limited else FinishReason.MAX_TOKENS
-
     def end_after(self, token_id: int, eos_id: int | None) -> FinishReason | None:
         """Why the answer ends with `token_id`, its last token so far; None when it goes on."""
-        stop, generated = self.request.stop, self.num_generated
-        if generated >= stop.min_tokens:
-            # A token that min_tokens banned cannot be drawn; a resumed answer may not smuggle one in either.
-            if token_id == eos_id and not stop.ignore_eos:
-                return FinishReason.EOS
-            if token_id in stop.stop_token_ids:
-                return FinishReason.STOP_TOKEN
-        return self._length_end if generated >= stop.max_tokens else None
+        return end_with(self.request, self.num_generated, token_id, eos_id)
 
     def rewind(self) -> None:
         """Forget all computation, keep the tokens: what losing a stage means to a sequence."""
@@ -241,6 +229,22 @@ class Sequence:
             self.cached_tokens,
             admitted_s,
         )
+
+
+def end_with(request: Request, num_generated: int, token_id: int, eos_id: int | None) -> FinishReason | None:
+    """Why an answer of `num_generated` tokens ends with `token_id`, the last of them; None when it goes on."""
+    stop = request.stop
+    if num_generated >= stop.min_tokens:
+        # A token that min_tokens banned cannot be drawn; a resumed answer may not smuggle one in either.
+        if token_id == eos_id and not stop.ignore_eos:
+            return FinishReason.EOS
+        if token_id in stop.stop_token_ids:
+            return FinishReason.STOP_TOKEN
+    return _length_end(request) if num_generated >= stop.max_tokens else None
+
+
+def _length_end(request: Request) -> FinishReason:
+    return FinishReason.CONTEXT_LENGTH if request.limited_by_context else FinishReason.MAX_TOKENS
 
 
 class SequenceGroup:

@@ -114,8 +114,9 @@ def to_request(message: pb.GenerateRequest, prompt_ids: list[int], card: ModelCa
     elif room < 0 or (room == 0 and asked != 0):
         findings.add("prompt", f"{len(prompt_ids)} tokens do not fit the context of {card.max_context}"
                      + (" together with a generated one" if room == 0 else ""))
-    elif held and held >= room:
-        findings.add("resume.generated_token_ids", f"{held} tokens fill the context: nothing is left to generate")
+    elif held > room:
+        findings.add("resume.generated_token_ids",
+                     f"{held} tokens do not fit the context of {card.max_context} after {len(prompt_ids)} of prompt")
     findings.raise_any()
     return Request(
         id=arrival.id,
@@ -203,9 +204,8 @@ def _check_resume(message: pb.GenerateRequest, card: ModelCard, findings: _Findi
     ids = list(resume.generated_token_ids)
     if findings.at_most("resume.generated_token_ids", len(ids), card.max_context, "tokens"):
         findings.ids("resume.generated_token_ids", ids, card.architecture.vocab_size)
-    if ids and stop.HasField("max_tokens") and len(ids) >= stop.max_tokens:
-        findings.add("resume.generated_token_ids",
-                     f"{len(ids)} tokens, and max_tokens is {stop.max_tokens}: nothing is left to generate")
+    if stop.HasField("max_tokens") and len(ids) > stop.max_tokens:
+        findings.add("resume.generated_token_ids", f"{len(ids)} tokens, but max_tokens is {stop.max_tokens}")
     greedy = sampling.HasField("temperature") and sampling.temperature == 0
     if ids and not greedy and not sampling.HasField("seed"):
         findings.add("sampling.seed", "needed to resume: send the seed that came back with the first stream")

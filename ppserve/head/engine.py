@@ -240,11 +240,16 @@ class Engine(threading.Thread):
     def _admit(self, request: Request, sink: Sink, now_s: float) -> None:
         if self._stopping or self._scheduler is None:
             raise Draining("the server is shutting down")
-        self._scheduler.submit(request, now_s)
         busy_s = self._observer.stage_busy_s
         opened = OpenRequest(request, sink, self.tokenizer, now_s, busy_s)
         if request.output.timings:
             opened.busy_at_arrival_s = busy_s()
+        end = opened.resume(self._scheduler.config.eos_id, now_s)
+        if end is not None:
+            self._outputs.setdefault(sink, []).append(end)
+            self._observer.output(opened, end, now_s)
+            return
+        self._scheduler.submit(request, now_s)
         self._open[request.id] = opened
         self._note_demand()
 

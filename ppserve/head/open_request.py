@@ -9,8 +9,8 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from ppserve.core.request import FinishReason, Request
-from ppserve.core.sequence import SequenceEvent
-from ppserve.errors import RequestError
+from ppserve.core.sequence import SequenceEvent, end_with
+from ppserve.errors import InvalidRequest, RequestError, Violation
 from ppserve.head.stream import Sink, TimingsOutput, TokenOutput
 from ppserve.tokenizer import Detokenizer, Tokenizer
 
@@ -47,6 +47,27 @@ class OpenRequest:
     def is_complete(self) -> bool:
         return self._num_ended >= self.request.num_sequences
 
+    def resume(self, eos_id: int | None, now_s: float) -> TokenOutput | None:
+        """Reads the tokens that the caller holds already; what comes next continues their text.
+
+        Returns the answer's end when those tokens include it: there is nothing to compute, and its text was
+        delivered with them. Raises InvalidRequest when tokens follow the end, which no stream has brought.
+        """
+        index, held = self.request.resume_index or 0, self.request.resume_ids
+        progress = self._progress(index)
+        for count, token_id in enumerate(held, 1):
+            finish = end_with(self.request, count, token_id, eos_id)
+            finish, matched, _ = self._read(progress, finish, token_id)
+            if finish is None:
+                continue
+            if count < len(held):
+                problem = f"token {count - 1} of these ends the answer: nothing can follow it"
+                raise InvalidRequest([Violation("resume.generated_token_ids", problem)])
+            self._num_ended += 1
+            timings = self._timings(progress, now_s)
+            return TokenOutput(index, count, finish=finish, matched=matched, timings=timings)
+        return None
+
     def output(self, event: SequenceEvent, now_s: float) -> TokenOutput:
         """What the client hears of `event`. Its `finish` is STOP_STRING where the text ends the sequence
         before the scheduler would: the engine then tells the scheduler."""
@@ -55,15 +76,13 @@ class OpenRequest:
         if event.error is not None:
             self._num_ended += 1
             return TokenOutput(event.index, event.offset, error=event.error)
-        progress = self._sequences.get(event.index)
-        if progress is None:
-            progress = self._sequences[event.index] = _Progress(self._new_detokenizer())
+        progress = self._progress(event.index)
         finish, matched, text = event.finish, None, ""
         if event.token_id is not None:
             progress.num_tokens += 1
             progress.first_token_s = progress.first_token_s or now_s
             progress.last_token_s = now_s
-            finish, matched, text = self._read(progress, event, event.token_id)
+            finish, matched, text = self._read(progress, event.finish, event.token_id)
         if finish is not None:
             self._num_ended += 1
             if progress.detokenizer is not None and finish is not FinishReason.STOP_STRING:
@@ -86,28 +105,34 @@ class OpenRequest:
         self._num_ended = self.request.num_sequences
         return TokenOutput(0, 0, error=error)
 
+    def _progress(self, index: int) -> _Progress:
+        progress = self._sequences.get(index)
+        if progress is None:
+            progress = self._sequences[index] = _Progress(self._new_detokenizer())
+        return progress
+
     def _new_detokenizer(self) -> Detokenizer | None:
         if self.tokenizer is None:
             return None
         stop = self.request.stop
-        detokenizer = Detokenizer(self.tokenizer, stop.stop, stop.include_stop, stop.min_tokens)
-        if self.request.resume_ids:
-            detokenizer.prime(self.request.resume_ids)
-        return detokenizer
+        return Detokenizer(self.tokenizer, stop.stop, stop.include_stop, stop.min_tokens)
 
     def _read(
-        self, progress: _Progress, event: SequenceEvent, token_id: int
+        self, progress: _Progress, finish: FinishReason | None, token_id: int
     ) -> tuple[FinishReason | None, int | str | None, str]:
-        """The text that a token completes, and whether it ends the sequence: (finish, matched, text)."""
-        ends_by_token = event.finish in (FinishReason.EOS, FinishReason.STOP_TOKEN)
+        """The text that a token completes, and whether it ends the sequence: (finish, matched, text).
+
+        finish: how the token ends it by itself, without regard to text.
+        """
+        ends_by_token = finish in (FinishReason.EOS, FinishReason.STOP_TOKEN)
         if progress.detokenizer is None:
-            return event.finish, token_id if ends_by_token else None, ""
-        if ends_by_token and not (event.finish is FinishReason.STOP_TOKEN and self.request.stop.include_stop):
-            return event.finish, token_id, ""
+            return finish, token_id if ends_by_token else None, ""
+        if ends_by_token and not (finish is FinishReason.STOP_TOKEN and self.request.stop.include_stop):
+            return finish, token_id, ""
         piece = progress.detokenizer.push(token_id)
         if piece.matched is not None:
             return FinishReason.STOP_STRING, piece.matched, piece.text
-        return event.finish, token_id if ends_by_token else None, piece.text
+        return finish, token_id if ends_by_token else None, piece.text
 
     def _timings(self, progress: _Progress, now_s: float) -> TimingsOutput:
         admitted_s = self.admitted_s if self.admitted_s is not None else now_s

@@ -8,7 +8,6 @@ the first stop string.
 from __future__ import annotations
 
 import codecs
-from collections.abc import Iterable
 from dataclasses import dataclass
 
 from ppserve.tokenizer.tokenizer import Tokenizer
@@ -78,19 +77,6 @@ class Detokenizer:
             self._immune -= 1
             return Piece(text)
         return self._release(text)
-
-    def prime(self, ids: Iterable[int]) -> Piece:
-        """Takes tokens delivered before, so that the next pieces continue as if nothing had happened.
-
-        Returns what an undisturbed stream had put out until here, as one piece.
-        """
-        text = ""
-        for token_id in ids:
-            piece = self.push(token_id)
-            text += piece.text
-            if piece.matched is not None:
-                return Piece(text, piece.matched)
-        return Piece(text)
 
     def finish(self) -> str:
         """Whatever was held back, with U+FFFD for a character that never became whole."""

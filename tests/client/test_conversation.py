@@ -29,7 +29,8 @@ def answer(request: pb.GenerateRequest) -> Iterator[pb.GenerateResponse]:
     detokenizer = Detokenizer(Bytes(), tuple(request.stop.stop), request.stop.include_stop)
     begin = len(request.resume.generated_token_ids)
     assert list(request.resume.generated_token_ids) == ids[:begin]
-    detokenizer.prime(ids[:begin])
+    for token_id in ids[:begin]:
+        detokenizer.push(token_id)
     for offset in range(begin, len(ids)):
         piece = detokenizer.push(ids[offset])
         message = pb.GenerateResponse(first_token=offset, text=piece.text, num_tokens=1, seed=1)

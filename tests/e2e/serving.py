@@ -57,6 +57,13 @@ class Server:
                 continue
         raise AssertionError(f"no process of stage {stage}\n{self.log}")
 
+    def head_pid(self) -> int:
+        """The process id of the head: the launcher's child of rank 0."""
+        for process in self.processes():
+            if "ppserve" in process.cmdline() and process.environ().get("RANK") == "0":
+                return process.pid
+        raise AssertionError(f"no process of the head\n{self.log}")
+
     def left_over(self) -> list[int]:
         """Process ids once seen below the launcher that are still alive (zombies do not count)."""
         return [pid for pid in self.seen if _alive(pid)]

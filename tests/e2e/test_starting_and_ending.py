@@ -79,7 +79,7 @@ def test_a_second_sigterm_ends_at_once() -> None:
         request.stop.ignore_eos = True
         streams = [stub.Generate(request) for _ in range(24)]
         next(iter(streams[0]))
-        head = next(p.pid for p in server.processes() if p.pid != server.process.pid and "ppserve" in p.cmdline())
+        head = server.head_pid()
         os.kill(head, signal.SIGTERM)
         until_s = time.monotonic() + 10
         while "draining" not in server.log:

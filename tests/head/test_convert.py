@@ -76,7 +76,7 @@ REFUSED = [
     (request(request_id="naïve"), "request_id"),
     (resume([1], index=2, n=2), "resume.index"),
     (resume([1, 400]), "resume.generated_token_ids[1]"),
-    (resume([1, 2, 3], stop=pb.StopConditions(max_tokens=3)), "resume.generated_token_ids"),
+    (resume([1, 2, 3], stop=pb.StopConditions(max_tokens=2)), "resume.generated_token_ids"),
     (resume([1], sampling=pb.SamplingParams(temperature=0.5)), "sampling.seed"),
 ]
 
@@ -174,6 +174,8 @@ def test_resume_before_the_first_token_serves_the_prompt() -> None:
     assert (made.output.echo, made.output.prompt_logprobs, made.resume_index) == (True, 1, 0)
 
 
-def test_resume_that_fills_the_context() -> None:
-    with pytest.raises(InvalidRequest, match="nothing is left"):
-        to_request(resume([1] * 54), [1] * 10, CARD, ARRIVAL)
+def test_resume_beyond_the_context() -> None:
+    made = to_request(resume([1] * 54), [1] * 10, CARD, ARRIVAL)
+    assert (len(made.resume_ids), made.stop.max_tokens, made.limited_by_context) == (54, 54, True)
+    with pytest.raises(InvalidRequest, match="55 tokens do not fit the context of 64"):
+        to_request(resume([1] * 55), [1] * 10, CARD, ARRIVAL)

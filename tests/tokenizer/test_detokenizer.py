@@ -93,23 +93,6 @@ def test_text_is_held_back_no_longer_than_it_may_become_a_stop_string(
         assert shown == known[: len(known) - held]
 
 
-@settings(max_examples=300)
-@given(small_text, stop_strings, st.booleans(), st.integers(0, 6), st.data())
-def test_a_primed_stream_goes_on_as_if_undisturbed(
-    text: str, stop: tuple[str, ...], include_stop: bool, min_tokens: int, data: st.DataObject
-) -> None:
-    ids = split_anyhow(text, data.draw(st.randoms(use_true_random=False)))
-    cut = data.draw(st.integers(0, len(ids)))
-    undisturbed = Detokenizer(TINY, stop, include_stop, min_tokens)
-    pieces = [undisturbed.push(token_id) for token_id in ids]
-    resumed = Detokenizer(TINY, stop, include_stop, min_tokens)
-    before = resumed.prime(ids[:cut])
-    assert before.text == "".join(piece.text for piece in pieces[:cut])
-    assert before.matched == next((piece.matched for piece in pieces[:cut] if piece.matched), None)
-    assert [resumed.push(token_id) for token_id in ids[cut:]] == pieces[cut:]
-    assert resumed.finish() == undisturbed.finish()
-
-
 def test_an_emoji_of_four_tokens_comes_whole(tiny: Tokenizer) -> None:
     detokenizer = Detokenizer(tiny)
     texts = [detokenizer.push(ID_OF[bytes([b])]).text for b in "😀".encode()]

@@ -1,0 +1,100 @@
+"""Streams that broke, continued: by hand from any point, by the client after its server was killed."""
+
+from __future__ import annotations
+
+import os
+import signal
+from collections.abc import Iterator
+
+import grpc
+import pytest
+
+from ppserve.client import Chunk, Client, RetryPolicy
+from ppserve.v1 import generation_pb2 as pb
+from ppserve.v1.generation_pb2_grpc import GenerationServiceStub
+from tests.e2e.serving import Server, serving
+
+PROMPT = "Once upon a time"
+PATIENT = RetryPolicy(first_pause_s=0.1, max_pause_s=0.5, max_attempts=300)
+
+
+@pytest.fixture(scope="module")
+def server() -> Iterator[Server]:
+    with serving(1) as server:
+        yield server
+
+
+@pytest.fixture(scope="module")
+def stub(server: Server) -> Iterator[GenerationServiceStub]:
+    with grpc.insecure_channel(server.grpc) as channel:
+        yield GenerationServiceStub(channel)
+
+
+def asked(**stop: object) -> pb.GenerateRequest:
+    stop = {"max_tokens": 60, **stop}
+    sampling, output = pb.SamplingParams(seed=3), pb.OutputOptions(token_ids=True)
+    return pb.GenerateRequest(text=PROMPT, stop=pb.StopConditions(**stop), sampling=sampling, output=output)
+
+
+def ended_by(reason: str, stub: GenerationServiceStub) -> pb.GenerateRequest:
+    """A request whose answer ends for this reason, after several tokens."""
+    plain = asked(max_tokens=30, ignore_eos=True)
+    drawn = list(stub.Generate(plain))
+    match reason:
+        case "EOS":
+            request = asked(min_tokens=7)
+            eos_id = stub.GetModelInfo(pb.GetModelInfoRequest()).eos_token_id
+            request.sampling.logit_bias[eos_id] = 100
+        case "STOP_TOKEN":
+            request = asked(stop_token_ids=[drawn[12].tokens[0].id])
+        case "STOP_STRING":
+            request = asked(stop=["".join(message.text for message in drawn[9:12])[1:-1]])
+        case "MAX_TOKENS":
+            request = plain
+        case "CONTEXT_LENGTH":
+            request = asked(max_tokens=1 << 20, ignore_eos=True)
+            context = stub.GetModelInfo(pb.GetModelInfoRequest()).max_context
+            request.token_ids.ids.extend([token.id for message in drawn for token in message.tokens][:8] * context)
+            del request.token_ids.ids[context - 20 :]
+    return request
+
+
+@pytest.mark.parametrize("reason", ["EOS", "STOP_TOKEN", "STOP_STRING", "MAX_TOKENS", "CONTEXT_LENGTH"])
+def test_a_sequence_that_had_ended_says_so_again(reason: str, stub: GenerationServiceStub) -> None:
+    request = ended_by(reason, stub)
+    messages = list(stub.Generate(request))
+    last = messages[-1]
+    assert pb.Finish.Reason.Name(last.finish.reason) == reason
+    ids = [token.id for message in messages for token in message.tokens]
+    assert len(ids) > 5
+    request.resume.generated_token_ids.extend(ids)
+    (again,) = stub.Generate(request)
+    assert (again.finish, again.seed) == (last.finish, last.seed)
+    assert (again.text, again.num_tokens, again.first_token) == ("", 0, len(ids))
+    said, expected = again.usage, last.usage
+    assert (said.prompt_tokens, said.completion_tokens) == (expected.prompt_tokens, expected.completion_tokens)
+    # The control: one token less, and the stream says the rest.
+    request.resume.generated_token_ids.pop()
+    rest = list(stub.Generate(request))
+    assert [token.id for message in rest for token in message.tokens] == ids[-1:]
+    assert rest[-1].finish == last.finish
+
+
+def test_a_client_goes_on_when_its_server_is_killed_and_comes_back(server: Server) -> None:
+    options = {"max_tokens": 200, "ignore_eos": True, "seed": 5, "n": 2, "logprobs": 1}
+    with Client(server.grpc) as client:
+        whole = client.generate(PROMPT, **options)
+    with serving(1) as killed, Client(killed.grpc, retry=PATIENT) as client:
+        chunks: list[Chunk] = []
+        stream = client.stream(PROMPT, **options)
+        while sum(chunk.num_tokens for chunk in chunks) < 40:
+            chunks.append(next(stream))
+        os.kill(killed.head_pid(), signal.SIGKILL)
+        with serving(1, "--port", killed.grpc.rpartition(":")[2]):
+            chunks += stream
+    for sequence in whole.sequences:
+        mine = [chunk for chunk in chunks if chunk.index == sequence.index]
+        assert "".join(chunk.text for chunk in mine) == sequence.text
+        assert tuple(token for chunk in mine for token in chunk.tokens) == sequence.tokens
+        assert mine[-1].finish == sequence.finish
+    assert not any(chunk.finish for chunk in chunks[:20]), "it was over before the server was killed"

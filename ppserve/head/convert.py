@@ -116,7 +116,7 @@ def to_request(message: pb.GenerateRequest, prompt_ids: list[int], card: ModelCa
                      + (" together with a generated one" if room == 0 else ""))
     elif held > room:
         findings.add("resume.generated_token_ids",
-                     f"{held} tokens do not fit the context of {card.max_context} after {len(prompt_ids)} of prompt")
+                     f"{held} tokens do not fit the context of {card.max_context} after the prompt")
     findings.raise_any()
     return Request(
         id=arrival.id,

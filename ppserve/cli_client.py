@@ -15,7 +15,7 @@ from typing import Any, cast
 import click
 
 from ppserve.cli_connection import connection, connection_options
-from ppserve.client import AsyncClient, Chunk, Client, RetryPolicy
+from ppserve.client import AsyncClient, CallFailed, Chunk, Client, RetryPolicy
 from ppserve.client.values import Options, completion_of
 from ppserve.errors import ConfigError
 
@@ -156,7 +156,7 @@ async def _answer_all(
     texts: list[str], options: Options, flags: dict[str, Any], printer: _Printer, concurrency: int
 ) -> None:
     room = asyncio.Semaphore(concurrency)
-    async with AsyncClient(**connection(flags), retry=RetryPolicy()) as client:
+    async with AsyncClient(**connection(flags), retry=RetryPolicy(on_retry=_tell)) as client:
         await client.is_serving()  # nobody there is told at once, not after all retries
 
         async def answer(place: int, text: str) -> list[Chunk]:
@@ -178,6 +178,10 @@ async def _answer_all(
             for waiting in answers:
                 waiting.cancel()
             await asyncio.gather(*answers, return_exceptions=True)
+
+
+def _tell(failure: CallFailed) -> None:
+    click.echo(f"ppserve: trying again: {failure}", err=True)
 
 
 def _prompts(prompt: str | None, file: Path | None) -> list[str]:

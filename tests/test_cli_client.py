@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from ppserve.errors import StagesLost
+from ppserve.errors import Draining, StagesLost
 from tests.fake_engine import FakeEngine, served, served_in_thread
 
 SEED_7_TEXT_LENGTH = 6
@@ -113,6 +113,15 @@ def test_a_broken_stream_goes_on() -> None:
         whole = ppserve(target, "generate", "hello", "--max-tokens", "6", "--seed", "7")
     assert (done.returncode, done.stdout) == (0, whole.stdout)
     assert len(engine.requests) == 3
+
+
+def test_every_retry_is_a_line_that_says_why() -> None:
+    engine = FakeEngine(break_error=Draining("the server is shutting down"), break_after=0, num_breaks=2)
+    with served_in_thread(engine) as target:
+        done = ppserve(target, "generate", "hello", "--max-tokens", "6", "--seed", "7")
+        whole = ppserve(target, "generate", "hello", "--max-tokens", "6", "--seed", "7")
+    assert (done.returncode, done.stdout, whole.stderr) == (0, whole.stdout, "")
+    assert done.stderr.splitlines() == ["ppserve: trying again: UNAVAILABLE: the server is shutting down"] * 2
 
 
 def test_the_interrupt_key_cancels_cleanly() -> None:

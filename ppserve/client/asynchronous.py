@@ -10,7 +10,7 @@ from typing import Self, TypeVar, Unpack
 from grpc import aio
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
-from ppserve.client.connection import CHANNEL_OPTIONS, TimeLimit, Tls, call_metadata
+from ppserve.client.connection import TimeLimit, Tls, call_metadata, open_channel
 from ppserve.client.conversation import Conversation, Retries, RetryPolicy
 from ppserve.client.failures import failure_of
 from ppserve.client.values import Chunk, Completion, Options, Prompt, Token, completion_of, request_of, tokens_of
@@ -33,11 +33,7 @@ class AsyncClient:
     ) -> None:
         self._retry = retry or RetryPolicy()
         self._metadata = call_metadata(api_key)
-        self._channel = (
-            aio.insecure_channel(target, CHANNEL_OPTIONS)
-            if tls is None
-            else aio.secure_channel(target, tls.credentials(), CHANNEL_OPTIONS)
-        )
+        self._channel = open_channel(aio.insecure_channel, aio.secure_channel, target, tls)
         self._stub = GenerationServiceStub(self._channel)  # type: ignore[no-untyped-call]
 
     async def generate(self, prompt: Prompt, **options: Unpack[Options]) -> Completion:

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import random
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import grpc
 
@@ -18,6 +19,9 @@ CHANNEL_OPTIONS: list[tuple[str, Any]] = [
     ("grpc.keepalive_timeout_ms", 10_000),
     ("grpc.max_receive_message_length", 16 << 20),
 ]
+
+
+C = TypeVar("C")
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,6 +36,13 @@ class Tls:
     def credentials(self) -> grpc.ChannelCredentials:
         """Raises OSError when a file cannot be read."""
         return grpc.ssl_channel_credentials(_read(self.ca), _read(self.key), _read(self.cert))
+
+
+def open_channel(insecure: Callable[..., C], secure: Callable[..., C], target: str, tls: Tls | None) -> C:
+    """A channel; `insecure` and `secure` are what gRPC, or its part for asyncio, makes one with."""
+    if tls is None:
+        return insecure(target, CHANNEL_OPTIONS)
+    return secure(target, tls.credentials(), CHANNEL_OPTIONS)
 
 
 def call_metadata(api_key: str | None) -> tuple[tuple[str, str], ...]:

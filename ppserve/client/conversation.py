@@ -8,6 +8,7 @@ held say exactly which text is held, and nothing is lost or repeated.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from ppserve.client.failures import CallFailed
@@ -20,33 +21,41 @@ class RetryPolicy:
     """How often to try before giving up, and how long to wait in between (seconds, doubling).
 
     max_attempts: calls in a row that bring nothing new. resume: whether to continue a stream that broke;
-    costs a few bytes per token, for the tokens' ids.
+    costs a few bytes per token, for the tokens' ids. on_retry: told of every failure that is not the last.
     """
 
     max_attempts: int = 8
     first_pause_s: float = 0.1
     max_pause_s: float = 5.0
     resume: bool = True
+    on_retry: Callable[[CallFailed], None] | None = None
 
 
 class Retries:
-    """Counts failures in a row."""
+    """Counts failures in a row, and remembers what they began with."""
 
     def __init__(self, policy: RetryPolicy) -> None:
         self._policy = policy
         self._failures = 0
+        self._first: CallFailed | None = None
 
     def progress(self) -> None:
         """Something came: what failed before does not count any more."""
         self._failures = 0
+        self._first = None
 
     def pause_after(self, failure: CallFailed) -> float:
         """Seconds to wait before trying again: at least what the server asks for. Raises `failure` when it is
         no use (only nobody there, or a queue that says when it has room, pass with time) or was tried enough."""
         self._failures += 1
+        first = self._first
+        if first is None or (failure.reason and not first.reason):
+            self._first = failure  # what a server says tells more than that none is there
         is_full = failure.code == "RESOURCE_EXHAUSTED" and failure.retry_after_s is not None
         if self._failures >= self._policy.max_attempts or not (is_full or failure.code == "UNAVAILABLE"):
-            raise failure
+            raise failure if first is None or str(first) == str(failure) else failure.after(first)
+        if self._policy.on_retry is not None:
+            self._policy.on_retry(failure)
         own_s = min(self._policy.max_pause_s, self._policy.first_pause_s * 2.0 ** (self._failures - 1))
         return max(own_s, failure.retry_after_s or 0.0)
 

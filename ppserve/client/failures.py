@@ -16,6 +16,7 @@ class CallFailed(PpserveError):
 
     code: name of the gRPC status, such as INVALID_ARGUMENT. reason: the server's stable name for it, empty when
     it did not answer. violations: the fields that are wrong. retry_after_s: what the server asks to wait.
+    first: of a call that was tried several times, what went wrong first; None when it was the same.
     """
 
     def __init__(
@@ -32,6 +33,14 @@ class CallFailed(PpserveError):
         self.reason = reason
         self.violations = violations
         self.retry_after_s = retry_after_s
+        self.first: CallFailed | None = None
+
+    def after(self, first: CallFailed) -> CallFailed:
+        """The same failure, as the end of what began with `first`."""
+        problem = f"{self.problem} (at first: {first})"
+        failure = CallFailed(self.code, problem, self.reason, self.violations, self.retry_after_s)
+        failure.first = first
+        return failure
 
 
 def failure_of(error: grpc.RpcError) -> CallFailed:

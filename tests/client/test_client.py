@@ -169,6 +169,28 @@ def test_a_full_server_is_asked_again() -> None:
         assert client.generate("hello", max_tokens=2).finish.reason == "MAX_TOKENS"
 
 
+def test_a_server_that_drains_and_goes_is_named_as_such() -> None:
+    heard: list[CallFailed] = []
+    policy = RetryPolicy(max_attempts=3, first_pause_s=0.001, max_pause_s=0.01, on_retry=heard.append)
+
+    async def main() -> None:
+        async with served(FakeEngine(by_hand=True)) as (door, target), AsyncClient(target, retry=policy) as client:
+            assert await client.is_serving()
+            await door.service.drain(0)
+            reading = asyncio.ensure_future(client.generate("hello"))
+            while not heard:
+                await asyncio.sleep(0)
+            await door.stop(0)
+            with pytest.raises(CallFailed) as failure:
+                await reading
+            assert failure.value.code == "UNAVAILABLE"
+            assert failure.value.first is not None
+            assert failure.value.first.reason == heard[0].reason == "DRAINING"
+            assert "shutting down" in str(failure.value)
+
+    asyncio.run(main())
+
+
 def test_attempts_are_bounded() -> None:
     engine = FakeEngine(break_error=StagesLost("gone"), break_after=0, num_breaks=1000)
     with served_in_thread(engine) as target, Client(target, retry=QUICK) as client:

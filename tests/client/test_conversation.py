@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from ppserve.client.conversation import Conversation, RetryPolicy
+from ppserve.client.conversation import Conversation, Retries, RetryPolicy
 from ppserve.client.failures import CallFailed
 from ppserve.tokenizer import Detokenizer
 from ppserve.v1 import generation_pb2 as pb
@@ -94,6 +94,30 @@ def test_news_start_the_count_afresh() -> None:
     for message in answer(pb.GenerateRequest()):
         conversation.pause_after(GONE)
         conversation.take(message)
+
+
+def test_who_gives_up_says_what_it_began_with() -> None:
+    heard: list[CallFailed] = []
+    retries = Retries(RetryPolicy(max_attempts=4, on_retry=heard.append))
+    draining = CallFailed("UNAVAILABLE", "shutting down", "DRAINING")
+    refused = CallFailed("UNAVAILABLE", "connection refused")
+    for failure in (GONE, draining, refused):
+        retries.pause_after(failure)
+    with pytest.raises(CallFailed) as end:
+        retries.pause_after(refused)
+    assert heard == [GONE, draining, refused]
+    assert str(end.value) == "UNAVAILABLE: connection refused (at first: UNAVAILABLE: shutting down)"
+    assert (end.value.code, end.value.first) == ("UNAVAILABLE", draining)
+
+
+def test_what_does_not_change_is_said_once() -> None:
+    retries = Retries(RetryPolicy(max_attempts=2))
+    retries.pause_after(GONE)
+    retries.progress()
+    retries.pause_after(CallFailed("UNAVAILABLE", "socket closed"))
+    with pytest.raises(CallFailed) as end:
+        retries.pause_after(CallFailed("UNAVAILABLE", "socket closed"))
+    assert (str(end.value), end.value.first) == ("UNAVAILABLE: socket closed", None)
 
 
 @pytest.mark.parametrize("code", ["INVALID_ARGUMENT", "INTERNAL", "UNAUTHENTICATED", "RESOURCE_EXHAUSTED"])

@@ -102,7 +102,8 @@ class Heartbeat(_Message, frozen=True, tag=True):
 
 
 class Broken(_Message, frozen=True, tag=True):
-    """A link of this epoch failed; the stage waits for the next epoch with its weights in place."""
+    """The stage has left this epoch, because a link failed or because it was told to: it waits for the next
+    one with its weights in place."""
 
     epoch: int
     reason: str
@@ -160,6 +161,12 @@ class Form(_Message, frozen=True, tag=True):
     store_port: int
 
 
+class Abandon(_Message, frozen=True, tag=True):
+    """This epoch is lost: stop waiting for neighbours in it, leave it, and say `Broken`."""
+
+    epoch: int
+
+
 class Plan(_Message, frozen=True, tag=True):
     plan: StepPlan
 
@@ -176,7 +183,7 @@ class Shutdown(_Message, frozen=True, tag=True):
 
 FromStage = Hello | Loading | Loaded | StoreOpened | Ready | Result | Heartbeat | Broken | Failed | GaveUp
 FromKeeper = Start
-FromHead = Assign | Form | Plan | Ping | Shutdown
+FromHead = Assign | Form | Abandon | Plan | Ping | Shutdown
 
 def _encode_path(value: object) -> str:
     """Paths of the configuration travel as strings; nothing else needs help."""

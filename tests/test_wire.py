@@ -61,6 +61,7 @@ FROM_STAGE = [
 FROM_HEAD = [
     wire.Assign(StageLayout(1, 2, 4, 4), "bfloat16"),
     wire.Form(1, "gloo", 100, 768, "127.0.0.1", 0),
+    wire.Abandon(3),
     wire.Plan(PLAN),
     wire.Ping(2**60),
     wire.Shutdown(2),

@@ -3,11 +3,14 @@
 A stage's way, and the only moves there are:
 
     ABSENT ──Hello──▶ LOADING ──Loaded──▶ LOADED ──Form──▶ FORMING ──Ready──▶ READY
-       ▲                                    ▲                  │                 │
-       └──────── connection ends ───────────┼──(any state)     └─── epoch lost ──┘
+       ▲                                    ▲                  └───epoch lost────┤
+       │                                    │                                    ▼
+       └── connection ends (any state)      └─────────────Broken───────────── LEAVING
 
-An epoch is one life of the pipeline. It is lost when any of its stages is lost or reports a broken wire;
-the survivors are LOADED again, weights in place, and the next epoch forms once every stage is.
+An epoch is one life of the pipeline. It is lost when any of its stages is lost or reports a broken wire,
+also while it is forming. The survivors are told to leave it; one that says it has is LOADED again, its
+weights in place, and the next epoch forms once every stage is. So no epoch ever forms around a dead stage,
+or around one that still waits for a neighbour of the last.
 """
 
 from __future__ import annotations
@@ -29,8 +32,12 @@ _SILENT_WHEN_READY_NS = 3_000_000_000
 _SILENT_BEFORE_NS = 30_000_000_000
 _FORM_WITHIN_NS = 30_000_000_000
 _REJOIN_WITHIN_NS = 120_000_000_000
-# A neighbour's complaint may arrive before the end of the dead stage's connection: wait for that, or the
-# next epoch would form around a corpse.
+# A stage that is asked to leave may have a step to finish, or a wait in gloo that ends by itself (see
+# `stage.loop`). One that was only forming has nothing to finish: what holds it is a wait in the library's
+# connecting that nothing ends, and starting anew, with a reload of its weights, is quicker.
+_LEAVE_WITHIN_NS = 25_000_000_000
+_LEAVE_FORMING_WITHIN_NS = 2_000_000_000
+# Between a loss and the next attempt: a wire that stays broken is not tried in a hot loop.
 _SETTLE_NS = 200_000_000
 _PAUSE_NS = 1_000_000_000
 _HEALTHY_WITHIN_NS = 2_000_000_000
@@ -42,6 +49,11 @@ class StageState(Enum):
     LOADED = auto()
     FORMING = auto()
     READY = auto()
+    LEAVING = auto()
+
+
+# Stages that answer within milliseconds: nothing that they do keeps them from it.
+_QUICK = (StageState.READY, StageState.LEAVING)
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,7 +114,8 @@ MemberEvent = StepDone | StageDied | EpochLost | Formed | Hopeless
 
 @dataclass(slots=True)
 class Member:
-    """What is known of one stage. clock_offset_ns: its clock minus the head's; progress: bytes loaded."""
+    """What is known of one stage. clock_offset_ns: its clock minus the head's; progress: bytes loaded;
+    leave_by_ns: when a LEAVING stage is given up."""
 
     stage: int
     state: StageState = StageState.ABSENT
@@ -111,6 +124,7 @@ class Member:
     progress: tuple[int, int] = (0, 0)
     since_ns: int = 0
     heard_ns: int = 0
+    leave_by_ns: int = 0
     clock_offset_ns: int = 0
     best_rtt_ns: int = 1 << 62
     rss_bytes: int = 0
@@ -174,9 +188,7 @@ class Members:
             case wire.Ready():
                 return self._ready(member, message, now_ns)
             case wire.Broken():
-                if message.epoch != self.epoch:
-                    return []
-                return self._lose_epoch(message.reason, now_ns)
+                return self._left(member, message, now_ns)
             case wire.Failed():
                 return [Hopeless(message.reason, usage=self.decision is None or self.epoch == 0)]
             case wire.GaveUp():
@@ -206,7 +218,7 @@ class Members:
                     self.send(member.stage, wire.Ping(now_ns))
         for member in self.stages:
             state, waited_ns = member.state, now_ns - member.since_ns
-            silent_ns = _SILENT_WHEN_READY_NS if state is StageState.READY else _SILENT_BEFORE_NS
+            silent_ns = _SILENT_WHEN_READY_NS if state in _QUICK else _SILENT_BEFORE_NS
             if state is StageState.ABSENT:
                 # At first it may be downloading; a keeper whose stage keeps dying says so by itself.
                 if self.epoch and waited_ns > _REJOIN_WITHIN_NS:
@@ -215,6 +227,8 @@ class Members:
                 self.drop(member.stage, "frozen")
             elif state is StageState.FORMING and waited_ns > _FORM_WITHIN_NS:
                 self.drop(member.stage, "late")
+            elif state is StageState.LEAVING and now_ns > member.leave_by_ns:
+                self.drop(member.stage, "stuck")
         return self._form_if_complete(now_ns)
 
     def healthy(self, now_ns: int) -> bool:
@@ -291,13 +305,26 @@ class Members:
         self.formed = True
         return [Formed(self.epoch, self.num_blocks)]
 
+    def _left(self, member: Member, broken: wire.Broken, now_ns: int) -> list[MemberEvent]:
+        """A stage has left the epoch: by itself, and then the epoch is lost, or because it was told to."""
+        before = member.state
+        if broken.epoch != self.epoch or before not in (StageState.FORMING, StageState.READY, StageState.LEAVING):
+            return []
+        self._move(member, StageState.LOADED, now_ns)
+        if before is not StageState.LEAVING:
+            return self._lose_epoch(broken.reason, now_ns)
+        return self._form_if_complete(now_ns)
+
     def _lose_epoch(self, cause: str, now_ns: int) -> list[MemberEvent]:
-        """The survivors keep their weights and wait for the next epoch."""
+        """The survivors are told to leave; they keep their weights and wait for the next epoch."""
         self._settled_ns = now_ns + _SETTLE_NS
         was_formed, self.formed = self.formed, False
         for member in self.stages:
             if member.state in (StageState.FORMING, StageState.READY):
-                self._move(member, StageState.LOADED, now_ns)
+                self.send(member.stage, wire.Abandon(self.epoch))
+                within_ns = _LEAVE_WITHIN_NS if was_formed else _LEAVE_FORMING_WITHIN_NS
+                member.leave_by_ns = now_ns + within_ns
+                self._move(member, StageState.LEAVING, now_ns)
         return [EpochLost(self.epoch, cause)] if was_formed else []
 
     def _align_clock(self, member: Member, beat: wire.Heartbeat, now_ns: int) -> None:

@@ -1,7 +1,8 @@
 """A stage's end of the control plane: one socket to the head, read by a thread of its own.
 
 The reader stamps each message as it arrives, so that a plan seen during compute is known as such, and
-answers pings by itself, so that the head can tell a busy stage from a frozen one. When the head is gone
+answers pings by itself, so that the head can tell a busy stage from a frozen one. It also hears first that
+an epoch is lost, while the stage may be waiting for a neighbour that never answers. When the head is gone
 nothing is left to do, and the process ends.
 """
 
@@ -12,6 +13,7 @@ import queue
 import socket
 import threading
 import time
+from collections.abc import Callable
 from typing import Any
 
 from ppserve import wire
@@ -22,13 +24,19 @@ Stamped = tuple[int, Any]
 
 
 class HeadLink:
-    """Sends typed messages to the head; `inbox` holds (arrival time in ns, message) pairs."""
+    """Sends typed messages to the head; `inbox` holds (arrival time in ns, message) pairs.
+
+    abandoned: the newest epoch that the head has given up. on_abandon: called with it in the reader's
+    thread, after `abandoned` is set and before the message is in the inbox.
+    """
 
     def __init__(self, connection: socket.socket) -> None:
         connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         self._connection = connection
         self._sending = threading.Lock()  # the loop sends results, the reader answers pings
         self._steps = 0
+        self.abandoned = 0
+        self.on_abandon: Callable[[int], None] = lambda _epoch: None
         self.inbox: queue.SimpleQueue[Stamped] = queue.SimpleQueue()
 
     def start(self) -> None:
@@ -60,6 +68,9 @@ class HeadLink:
                 if isinstance(message, wire.Ping):
                     self.send(wire.Heartbeat(message.sent_ns, now_ns, self._steps, resident_bytes()))
                     continue
+                if isinstance(message, wire.Abandon):
+                    self.abandoned = message.epoch
+                    self.on_abandon(message.epoch)
                 self.inbox.put((now_ns, message))
                 if isinstance(message, wire.Shutdown):
                     return  # what follows is only the end of the connection

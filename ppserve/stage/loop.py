@@ -108,6 +108,7 @@ class StageLoop:
                 versions={"torch": str(torch.__version__)},
             )
         )
+        self._link.on_abandon = self._end_waits
         self._link.start()
 
     @torch.inference_mode()
@@ -125,6 +126,8 @@ class StageLoop:
                     self._load(message)
                 case wire.Form():
                     self._enter_epoch(message)
+                case wire.Abandon(epoch):
+                    self._abandon(epoch)
                 case wire.Shutdown(code):
                     self._leave_epoch()
                     return code
@@ -191,21 +194,39 @@ class StageLoop:
     def _enter_epoch(self, form: wire.Form) -> None:
         """Joins the others in a new group with an empty cache; `Ready` or `Broken`."""
         self._leave_epoch()
+        log.debug("epoch %d: entering", form.epoch)
+        cache = self._open_cache(form.num_blocks)
         assert self._layout is not None
-        assert self._model is not None
         try:
             if self._layout.num_stages > 1:
                 self._join_group(form)
-            transport = self._open_transport(form)
-            transport.warm_up()
+            self._epoch = epoch = Epoch(form.epoch, self._open_transport(form), cache)
+            if self._is_over(form.epoch):
+                # The link's thread may have looked before there was a transport to interrupt.
+                raise TransportError("the epoch was lost while it formed")
+            epoch.transport.warm_up()
         except (TransportError, RuntimeError) as error:
             log.warning("epoch %d could not form: %s", form.epoch, error)
             self._leave_epoch()
             self._link.send(wire.Broken(form.epoch, str(error)))
             return
-        cache = self._open_cache(form.num_blocks)
-        self._epoch = Epoch(form.epoch, transport, cache)
-        self._link.send(wire.Ready(form.epoch, transport.name))
+        self._link.send(wire.Ready(form.epoch, epoch.transport.name))
+
+    def _is_over(self, epoch: int) -> bool:
+        return self._link.abandoned >= epoch
+
+    def _end_waits(self, number: int) -> None:
+        """In the link's thread: the stage's own may be waiting for a neighbour, and hears of nothing else."""
+        epoch = self._epoch
+        if epoch is not None and epoch.number == number:
+            epoch.transport.interrupt()
+
+    def _abandon(self, number: int) -> None:
+        """Leaves an epoch that the head has given up. One that broke here was left, and reported, before."""
+        if self._epoch is not None and self._epoch.number == number:
+            self._leave_epoch()
+            self._link.send(wire.Broken(number, "given up by the head"))
+            log.debug("epoch %d: left", number)
 
     def _open_transport(self, form: wire.Form) -> Transport:
         assert self._model is not None
@@ -225,16 +246,18 @@ class StageLoop:
             self._link.send(wire.StoreOpened(form.epoch, form.store_host, port))
         else:
             store = rendezvous.join_epoch_store(form.store_host, form.store_port, _FORM_TIMEOUT)
+        stage, num_stages = self._layout.stage, self._layout.num_stages
+        rendezvous.meet(store, stage, num_stages, lambda: self._is_over(form.epoch))
         if form.store_host == "127.0.0.1":
             os.environ["GLOO_SOCKET_IFNAME"] = "lo"
         dist.init_process_group(
             "nccl" if form.transport == "nccl" else "gloo",
             store=store,
-            rank=self._layout.stage,
-            world_size=self._layout.num_stages,
+            rank=stage,
+            world_size=num_stages,
             timeout=_FORM_TIMEOUT,
         )
-        parallel_state.initialize_model_parallel(pipeline_model_parallel_size=self._layout.num_stages)
+        parallel_state.initialize_model_parallel(pipeline_model_parallel_size=num_stages)
 
     def _open_cache(self, num_blocks: int) -> KVCache:
         """The cache of this process, made once: a new epoch overwrites what it holds."""
@@ -283,6 +306,7 @@ class StageLoop:
         log.warning("step %d of epoch %d failed: %s", plan.step_id, epoch.number, error)
         # Our end of the wires closes too: stages further on, blocked on this one, wake up in turn.
         self._leave_epoch()
+        log.debug("epoch %d: left", epoch.number)
         self._link.send(wire.Broken(epoch.number, f"{type(error).__name__}: {error}"))
 
     def _compute_step(self, epoch: Epoch, planned_ns: int, plan: StepPlan) -> StepResult:

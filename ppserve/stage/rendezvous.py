@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import os
 import socket
+import time
+from collections.abc import Callable
 from datetime import timedelta
 
 import torch.distributed as dist
@@ -17,6 +19,7 @@ from ppserve.errors import TransportError
 from ppserve.launch import RankEnvironment
 
 _LAUNCHER_TIMEOUT = timedelta(seconds=120)
+_LOOK_EVERY_S = 0.005
 
 
 def exchange(start: wire.Start, environment: RankEnvironment) -> tuple[str, int, str]:
@@ -53,3 +56,20 @@ def join_epoch_store(host: str, port: int, timeout: timedelta) -> dist.TCPStore:
         return dist.TCPStore(host, port, is_master=False, timeout=timeout, wait_for_workers=False)
     except (dist.DistError, RuntimeError) as error:
         raise TransportError(f"cannot reach the epoch's store at {host}:{port}: {error}") from error
+
+
+def meet(store: dist.Store, stage: int, num_stages: int, is_over: Callable[[], bool]) -> None:
+    """Until every stage has come to the epoch's store. Raises TransportError when the epoch is over first.
+
+    Connecting a group afterwards takes milliseconds and cannot be interrupted; this can, so that a stage
+    that dies or freezes before it comes holds nobody up. Hence the looking: a store's own wait is blind.
+    """
+    everyone = [f"here/{other}" for other in range(num_stages)]
+    try:
+        store.set(everyone[stage], "")
+        while not store.check(everyone):
+            if is_over():
+                raise TransportError("the epoch was lost before every stage had come")
+            time.sleep(_LOOK_EVERY_S)
+    except (dist.DistError, RuntimeError) as error:
+        raise TransportError(f"the epoch's store is gone: {error}") from error

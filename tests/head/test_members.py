@@ -82,6 +82,15 @@ class Pipeline:
             events = self.say(stage, wire.Ready(epoch, "gloo"))
         return events
 
+    def leave(self, *stages: int) -> list[MemberEvent]:
+        """These were told to abandon the epoch, and nobody else was; they say that they have left it."""
+        epoch = self.members.epoch
+        told = {stage for stage, message in self.sent if isinstance(message, wire.Abandon)}
+        assert told == set(stages)
+        assert all(m == wire.Abandon(epoch) for _, m in self.sent if isinstance(m, wire.Abandon))
+        self.sent.clear()
+        return [event for stage in stages for event in self.say(stage, wire.Broken(epoch, "told"))]
+
     def start(self) -> list[MemberEvent]:
         for stage in range(self.num_stages):
             self.hello(stage)
@@ -124,6 +133,7 @@ def test_a_lost_stage_begins_a_new_epoch_when_it_is_back() -> None:
     assert events == [StageDied(1, "exit"), EpochLost(1, "stage 1: exit")]
     assert not pipeline.members.formed
     assert pipeline.say(0, result(1)) == [], "a result of a lost epoch counts for nothing"
+    assert pipeline.leave(0, 2) == []
     pipeline.tick(1)
     assert pipeline.forms() == {}, "the epoch must not form without stage 1"
     pipeline.hello(1)
@@ -137,8 +147,8 @@ def test_a_complaint_waits_for_the_death_that_caused_it() -> None:
     pipeline = Pipeline(2)
     pipeline.start()
     assert pipeline.say(0, wire.Broken(1, "reset")) == [EpochLost(1, "reset")]
-    assert pipeline.tick(0.05) == []
-    assert pipeline.forms() == {}, "forming at once would form around a corpse"
+    pipeline.tick(1)
+    assert pipeline.forms() == {}, "stage 1 has not said that it left: the epoch would form around a corpse"
     assert pipeline.members.gone(1, "exit", pipeline.now_ns) == [StageDied(1, "exit")]
     pipeline.tick(1)
     assert pipeline.forms() == {}
@@ -149,8 +159,53 @@ def test_a_broken_wire_alone_re_forms_with_the_same_stages() -> None:
     pipeline.start()
     pipeline.say(0, wire.Broken(1, "reset"))
     assert pipeline.say(1, wire.Broken(1, "reset")) == [], "one loss, one event"
+    assert pipeline.say(1, wire.Broken(1, "reset")) == [], "what is said twice is heard once"
+    assert pipeline.tick(0.05) == []
+    assert not any(isinstance(m, wire.Form) for _, m in pipeline.sent), "a broken wire is not tried in a hot loop"
     pipeline.tick(0.5)
     assert pipeline.join() == [Formed(2, 10)]
+
+
+def test_a_second_loss_while_forming_ends_that_epoch_too() -> None:
+    pipeline = Pipeline(3)
+    pipeline.start()
+    pipeline.members.gone(0, "exit", pipeline.now_ns)
+    pipeline.leave(1, 2)
+    pipeline.hello(0)
+    pipeline.loaded(0)
+    pipeline.tick(1)
+    pipeline.say(0, wire.StoreOpened(2, "127.0.0.1", 4002))
+    assert pipeline.forms()
+    pipeline.say(1, wire.Ready(2, "gloo"))
+    assert pipeline.members.gone(2, "exit", pipeline.now_ns) == [StageDied(2, "exit")], "nothing was in flight"
+    assert pipeline.leave(0, 1) == []
+    assert pipeline.say(0, wire.Ready(2, "gloo")) == [], "a late word of the epoch that never was"
+    pipeline.hello(2)
+    pipeline.loaded(2)
+    pipeline.tick(1)
+    assert pipeline.join() == [Formed(3, 10)]
+
+
+@pytest.mark.parametrize(("formed", "patience_s"), [(True, 25), (False, 2)])
+def test_a_survivor_that_cannot_leave_is_replaced(formed: bool, patience_s: int) -> None:
+    pipeline = Pipeline(3)
+    if formed:
+        pipeline.start()
+    else:
+        for stage in range(3):
+            pipeline.hello(stage)
+        for stage in range(3):
+            pipeline.loaded(stage)
+        pipeline.say(0, wire.StoreOpened(1, "127.0.0.1", 4001))
+    pipeline.members.gone(2, "exit", pipeline.now_ns)
+    pipeline.say(0, wire.Broken(1, "told"))
+    for _ in range(2 * patience_s):
+        pipeline.tick(0.5)
+        pipeline.say(0, wire.Heartbeat(pipeline.now_ns, pipeline.now_ns, 1, 1))
+        pipeline.say(1, wire.Heartbeat(pipeline.now_ns, pipeline.now_ns, 1, 1))
+        assert pipeline.dropped == []
+    pipeline.tick(0.5)
+    assert pipeline.dropped == [(1, "stuck")]
 
 
 def test_a_death_while_forming_starts_over() -> None:
@@ -161,8 +216,8 @@ def test_a_death_while_forming_starts_over() -> None:
     pipeline.loaded(1)
     assert pipeline.members.stages[0].state is StageState.FORMING
     pipeline.members.gone(1, "exit", pipeline.now_ns)
+    pipeline.leave(0)
     pipeline.hello(1)
-    pipeline.forms()
     pipeline.loaded(1)
     pipeline.tick(1)
     assert pipeline.members.epoch == 2
@@ -173,6 +228,7 @@ def test_late_words_of_an_old_epoch_are_ignored() -> None:
     pipeline = Pipeline(2)
     pipeline.start()
     pipeline.members.gone(1, "exit", pipeline.now_ns)
+    pipeline.leave(0)
     pipeline.hello(1)
     pipeline.loaded(1)
     pipeline.tick(1)

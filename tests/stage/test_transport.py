@@ -11,11 +11,14 @@ from pathlib import Path
 
 import pytest
 import torch
+import torch.distributed as dist
 
 import parallel_state
+from parallel_state import ParallelGroup
 from ppserve.errors import ConfigError, TransportError
 from ppserve.stage.transport import Frames, Transport, create_transport
 from ppserve.stage.transport.gloo import HostPassage
+from ppserve.stage.transport.nccl import StreamPassage
 from ppserve.stage.transport.point_to_point import PointToPoint
 from tests.pipelines import DEPTH, SHAPES, STAGES, WIDTH, Pipeline, Processes, Threads, flush, frame, relay, step
 from tests.worlds import World
@@ -176,26 +179,26 @@ def test_leaving_wakes_everybody_downstream(pipeline: Pipeline) -> None:
     assert all(said[1:])
 
 
-def close_from_outside(transport: Transport, stage: int) -> str:
-    """The last stage waits for a frame that never comes, until another of its threads closes the transport."""
+def interrupt_from_outside(transport: Transport, stage: int) -> str:
+    """The last stage waits for a frame that never comes, until another of its threads ends that."""
     said = ""
     if stage == STAGES - 1:
         plan = step(0, 4)
         transport.post_receive(plan)
-        closing = threading.Timer(0.2, transport.close)
-        closing.start()
+        interrupting = threading.Timer(0.2, transport.interrupt)
+        interrupting.start()
         try:
             transport.receive(plan)
         except TransportError as error:
             said = str(error)
-        closing.join()
+        interrupting.join()
     flush(transport, stage)
     return said
 
 
 @pytest.mark.parametrize("pipeline", ["local", "shm"], indirect=True)
-def test_closing_ends_ones_own_wait(pipeline: Pipeline) -> None:
-    assert pipeline.run(close_from_outside)[-1].endswith(("closed", "gone"))
+def test_an_interrupt_ends_ones_own_wait(pipeline: Pipeline) -> None:
+    assert pipeline.run(interrupt_from_outside)[-1].endswith(("closed", "gone"))
 
 
 class RecordingPassage(HostPassage):
@@ -250,6 +253,63 @@ def test_every_buffer_is_released_before_it_is_posted_again(pipeline: Pipeline) 
         left = [i for i, (event, _) in enumerate(log) if event == "leave"]
         assert all(log[i + 1] == ("post", log[i][1]) for i in left)
         assert len(left) == (len(SHAPES) + 1 if stage < STAGES - 1 else 0)
+
+
+class AbortableGroup(dist.ProcessGroup):
+    """A group whose receives end like NCCL's: not with a neighbour, and when it is aborted as if all were well."""
+
+    def __init__(self, rank: int, size: int) -> None:
+        super().__init__(rank, size)
+        self.waiting, self.aborted = threading.Event(), threading.Event()
+
+    def recv(self, tensors: list[torch.Tensor], source: int, tag: int = 0) -> dist.Work:
+        return Abortable(self)
+
+    def abort(self) -> None:
+        self.aborted.set()
+
+
+class Abortable(dist.Work):
+    def __init__(self, group: AbortableGroup) -> None:
+        super().__init__()
+        self._group = group
+
+    def wait(self, timeout: object = None) -> bool:
+        self._group.waiting.set()
+        return self._group.aborted.wait(30)
+
+
+class AbortingPassage(HostPassage):
+    """Stands where a GPU's streams would, and ends waits as they do."""
+
+    def interrupt(self, group: dist.ProcessGroup) -> None:
+        StreamPassage.interrupt(self, group)  # type: ignore[arg-type]
+
+
+def interrupt_an_abortable_wait(rank: int) -> tuple[str, bool]:
+    """What a stage is told that waits over an `AbortableGroup`, and whether the group was aborted."""
+    group = AbortableGroup(1, 2)
+    dist.Backend.register_backend("abortable", lambda store, rank, size, timeout: group, devices=["cpu"])
+    dist.init_process_group("abortable", store=dist.HashStore(), rank=1, world_size=2)
+    try:
+        neighbours = ParallelGroup((0, 1), 1, group)
+        frames = Frames(WIDTH, torch.float32, 512, DEPTH)
+        transport = PointToPoint("nccl", frames, neighbours, AbortingPassage())
+        transport.post_receive(step(0, 4))
+        link = threading.Thread(target=lambda: (group.waiting.wait(), transport.interrupt()))
+        link.start()
+        with pytest.raises(TransportError) as caught:
+            transport.receive(step(0, 4))
+        link.join()
+        return str(caught.value), group.aborted.is_set()
+    finally:
+        dist.destroy_process_group()
+
+
+def test_an_aborted_wait_that_ends_well_is_an_error_nonetheless(world: World) -> None:
+    """What NCCL's `abort` needs, shown without a GPU."""
+    world.start(0, interrupt_an_abortable_wait)
+    assert world.finish(0) == ("nccl: the transport is closed", True)
 
 
 def test_a_single_stage_has_a_transport_without_ends() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 from collections.abc import Iterator
 from pathlib import Path
@@ -49,6 +50,23 @@ def serve_again(rank: int, kind: str, path: str, stage: int) -> list[bool]:
     return right
 
 
+def open_memory(rank: int) -> list[str]:
+    """What this process still holds of the links' memory, by descriptor and by mapping."""
+    gc.collect()
+    descriptors = [os.readlink(entry) for entry in Path("/proc/self/fd").iterdir() if entry.is_symlink()]
+    mapped = Path("/proc/self/maps").read_text().splitlines()
+    return [line for line in (*descriptors, *mapped) if "memfd:ppserve" in line]
+
+
+def hold_memory(rank: int) -> list[str]:
+    """The control: a link's memory that is still open is found."""
+    descriptor = os.memfd_create("ppserve-hidden-states")
+    try:
+        return open_memory(rank)
+    finally:
+        os.close(descriptor)
+
+
 @pytest.fixture(scope="module")
 def world() -> Iterator[World]:
     with World(5) as world:
@@ -72,4 +90,11 @@ def test_a_killed_neighbour_ends_waits_and_survivors_meet_again(
     for process, stage in ((0, 0), (replacement, 1), (2, 2)):
         world.start(process, serve_again, kind, path, stage)
     assert all(all(world.finish(process)) for process in (0, replacement, 2))
-    assert not [name for name in os.listdir("/dev/shm") if "ppserve" in name]
+    for process in (0, replacement, 2):
+        world.start(process, open_memory)
+        assert world.finish(process) == []
+
+
+def test_the_search_for_memory_can_fail(world: World) -> None:
+    world.start(0, hold_memory)
+    assert world.finish(0)

@@ -67,7 +67,7 @@ class ReceiveOrder:
 
 
 class Transport(Protocol):
-    """One stage's two ends: from the previous stage, to the next. Used by one thread, except `close`.
+    """One stage's two ends: from the previous stage, to the next. Used by one thread, except `interrupt`.
 
     Every stage receives and sends the steps of an epoch in the same order, each exactly once. The first
     stage never receives and the last never sends. After a TransportError only `close` is of use.
@@ -86,7 +86,7 @@ class Transport(Protocol):
         """This step's hidden states (T, D), once they are there; the step must have been posted.
 
         The tensor belongs to the transport: it is valid until the next `receive`.
-        Raises TransportError when the neighbour is gone or the transport is closed meanwhile.
+        Raises TransportError when the neighbour is gone or the transport is interrupted meanwhile.
         """
 
     def send(self, plan: StepPlan, hidden_TD: torch.Tensor) -> int:
@@ -99,5 +99,11 @@ class Transport(Protocol):
     def warm_up(self) -> None:
         """Send one row over every link, so that connections exist before the first step. Collective."""
 
+    def interrupt(self) -> None:
+        """From another thread: a wait ends, as soon as the backend can end it, and all that follow do.
+
+        With TransportError; `close` is still the owner's to call. Does nothing when it is closed already.
+        """
+
     def close(self) -> None:
-        """Let go of everything. May be called twice, and from another thread to end a wait."""
+        """Let go of everything. May be called twice."""

@@ -3,8 +3,8 @@
 Gloo carries host memory, so a GPU's hidden states pass through a pinned buffer; the copy out is finished
 before the send is posted, because gloo knows nothing of streams.
 
-A posted receive can be cancelled only by the neighbour's end of the connection: a stage that waits for a
-frozen neighbour waits for the group's timeout, or until that neighbour is killed.
+A posted receive can be cancelled only by the neighbour's end of the connection: an interrupted stage goes
+on waiting until the neighbour leaves the group or is killed, or for the group's timeout.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ from __future__ import annotations
 from contextlib import AbstractContextManager, nullcontext
 
 import torch
+import torch.distributed as dist
 
 from parallel_state import ParallelGroup
 from ppserve.stage.transport.frames import Frames, Transport
@@ -34,6 +35,9 @@ class HostPassage:
         return buffer_TD
 
     def release(self, buffer: torch.Tensor) -> None:
+        pass
+
+    def interrupt(self, group: dist.ProcessGroup) -> None:
         pass
 
 

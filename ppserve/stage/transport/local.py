@@ -54,8 +54,13 @@ class LocalTransport:
     def warm_up(self) -> None:
         pass
 
+    def interrupt(self) -> None:
+        self._closed = True
+        if self._incoming is not None:
+            self._incoming.put(None)
+
     def close(self) -> None:
-        """Ends a wait of this stage, and the next stage's: both get TransportError."""
+        """Ends the next stage's wait as well: it gets TransportError."""
         self._closed = True
         for link in (self._incoming, self._outgoing):
             if link is not None:

@@ -6,8 +6,11 @@ stream and the compute stream, and the host never waits. A receive that has been
 of the GPU until its frame comes: it is posted only once its plan exists, never in advance of work.
 Frames flow one way, from each stage to the next, so no pair of ranks ever sends in both directions.
 
-A dead neighbour does not end NCCL's wait: the head notices it by other means (end of file, heartbeat),
-and destroying the group aborts the communicator.
+A dead neighbour does not end NCCL's wait: the head notices it by other means (end of file, heartbeat) and
+announces it, and the thread that hears so aborts the communicators. An aborted wait returns as if all were
+well, with anything in its buffer: see `PointToPoint.interrupt`. What is computed from such a buffer bears a
+lost epoch's number and is dropped. Of a rank's groups only the pipeline's has communicators, since the
+others carry nothing; so there is one abort, and no order among several to get wrong.
 """
 
 from __future__ import annotations
@@ -15,6 +18,7 @@ from __future__ import annotations
 from contextlib import AbstractContextManager
 
 import torch
+import torch.distributed as dist
 
 from parallel_state import ParallelGroup
 from ppserve.stage.transport.frames import Frames, Transport
@@ -50,6 +54,9 @@ class StreamPassage:
 
     def release(self, buffer: torch.Tensor) -> None:
         self._last_use[buffer.data_ptr()] = torch.cuda.current_stream(self._device).record_event()
+
+    def interrupt(self, group: dist.ProcessGroup) -> None:
+        group.abort()
 
 
 def nccl_transport(frames: Frames, group: ParallelGroup) -> Transport:

@@ -39,6 +39,9 @@ class Passage(Protocol):
     def release(self, buffer: torch.Tensor) -> None:
         """The stage has enqueued its last use of this buffer."""
 
+    def interrupt(self, group: dist.ProcessGroup) -> None:
+        """From another thread: end what is under way in the group, where the end of a neighbour does not."""
+
 
 @dataclass(frozen=True, slots=True)
 class _Arriving:
@@ -94,6 +97,11 @@ class PointToPoint:
             self._wait(self._receive_into(self._free[0][:1]))
         if self._sending:
             self._wait(self._sending.popleft()[0])
+
+    def interrupt(self) -> None:
+        # In this order: an aborted wait may return as if all were well, and is then found to be closed.
+        self._closed = True
+        self._passage.interrupt(self._group.process_group)
 
     def close(self) -> None:
         """Forget handles and buffers. What is under way ends when the group does (`destroy_model_parallel`)."""

@@ -156,12 +156,18 @@ class SharedMemoryTransport:
         if incoming is not None:
             self._talk(lambda: self._take(incoming, 1))
 
-    def close(self) -> None:
-        """Both ends of both links wake up; the memory goes with the last tensor that looks into it."""
+    def interrupt(self) -> None:
         self._closed = True
         for end in (self._incoming, self._outgoing):
             if end is not None:
                 _hang_up(end.connection)
+
+    def close(self) -> None:
+        """Both ends of both links wake up; the memory goes with the last tensor that looks into it."""
+        self.interrupt()
+        for end in (self._incoming, self._outgoing):
+            if end is not None:
+                end.connection.close()
 
     def _meet(self, group: ParallelGroup) -> None:
         """First the names, down the line; then everybody connects to the previous stage."""
@@ -235,6 +241,6 @@ def _receive_bytes(connection: socket.socket, neighbour: str) -> int:
 
 
 def _hang_up(connection: socket.socket) -> None:
-    with contextlib.suppress(OSError):  # the neighbour was first
-        connection.shutdown(socket.SHUT_RDWR)  # wakes a thread that waits here, which close() alone does not
-    connection.close()
+    """Wakes a thread that waits here, which close() would not; the descriptor stays its owner's to close."""
+    with contextlib.suppress(OSError):  # the neighbour, or the owner, was first
+        connection.shutdown(socket.SHUT_RDWR)

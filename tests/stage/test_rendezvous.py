@@ -1,0 +1,50 @@
+"""Meeting in an epoch's store: together, or not at all."""
+
+from __future__ import annotations
+
+import threading
+from concurrent.futures import ThreadPoolExecutor
+from datetime import timedelta
+
+import pytest
+import torch.distributed as dist
+
+from ppserve.errors import TransportError
+from ppserve.stage.rendezvous import join_epoch_store, meet, open_epoch_store
+
+TIMEOUT = timedelta(seconds=20)
+
+
+def open_stores(count: int) -> list[dist.Store]:
+    store, port = open_epoch_store("127.0.0.1", TIMEOUT)
+    return [store, *(join_epoch_store("127.0.0.1", port, TIMEOUT) for _ in range(count - 1))]
+
+
+@pytest.mark.timeout(60)
+def test_everybody_waits_for_the_last() -> None:
+    stores = open_stores(3)
+    with ThreadPoolExecutor(2) as threads:
+        early = [threads.submit(meet, stores[stage], stage, 3, lambda: False) for stage in (0, 1)]
+        assert not any(meeting.done() for meeting in early)
+        meet(stores[2], 2, 3, lambda: False)
+        for meeting in early:
+            meeting.result()
+
+
+@pytest.mark.timeout(60)
+def test_a_lost_epoch_is_not_waited_for() -> None:
+    stores, over = open_stores(2), threading.Event()
+    with ThreadPoolExecutor(1) as threads:
+        meeting = threads.submit(meet, stores[0], 0, 2, over.is_set)
+        over.set()
+        with pytest.raises(TransportError, match="was lost"):
+            meeting.result()
+
+
+@pytest.mark.timeout(60)
+def test_a_store_whose_host_died_ends_the_meeting() -> None:
+    store, port = open_epoch_store("127.0.0.1", TIMEOUT)
+    guest = join_epoch_store("127.0.0.1", port, TIMEOUT)
+    del store
+    with pytest.raises(TransportError, match="store is gone"):
+        meet(guest, 1, 2, lambda: False)

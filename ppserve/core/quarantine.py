@@ -1,9 +1,11 @@
 """Finding the request that kills stages without failing its neighbours.
 
 Losing a stage says nothing about who was to blame: everything in flight is replayed. A request that was
-in flight at two losses without having gained a token between them becomes a suspect. Suspects
-run alone, one after the other, and everybody else waits for that short while: a suspect that gets past
-the place where it stood is cleared; one whose stage dies while it is alone in the pipeline is the culprit.
+in flight at two losses without having gained a token between them, the second time in its replay, becomes
+a suspect. Suspects are replayed alone, one after the other, and everybody else waits for that short while:
+a suspect that gets past the place where it stood is cleared; one whose stage dies while it is alone in the
+pipeline is the culprit. So a request fails when its replay has killed a stage twice, at the third loss of
+all: company may be guilty of the first two.
 """
 
 from __future__ import annotations

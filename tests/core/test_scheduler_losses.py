@@ -135,7 +135,7 @@ def test_only_the_request_that_kills_stages_fails(num_stages: int, at_token: int
     for i in range(16):
         house.submit(a_request(f"r{i}", num_prompt=5 + i, max_tokens=12))
     losses = run_with_poison(house, "r7", at_token)
-    assert losses <= 4
+    assert losses == 3, "in company, replayed in company, replayed alone"
     (poisoned,) = [events for (name, _), events in house.events.items() if name == "r7"]
     assert isinstance(poisoned[-1].error, RequestFailed)
     assert len([e for e in poisoned if e.token_id is not None]) == at_token

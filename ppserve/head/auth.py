@@ -75,9 +75,12 @@ def bearer_key(metadata: Iterable[tuple[str, str | bytes]] | None) -> str | None
     return None
 
 
-def caller_of(context: aio.ServicerContext[Any, Any]) -> str:
-    """Whom fairness counts a call for: its key, else its certificate, else its host."""
-    key = bearer_key(context.invocation_metadata())
+def caller_of(context: aio.ServicerContext[Any, Any], keys_are_checked: bool) -> str:
+    """Whom fairness counts a call for: its key, else its certificate, else its host.
+
+    keys_are_checked: otherwise a key is only a claim, and who invents many would be many callers.
+    """
+    key = bearer_key(context.invocation_metadata()) if keys_are_checked else None
     if key is not None:
         return "key:" + _digest(key).hex()[:16]
     identities = b",".join(context.peer_identities() or ())

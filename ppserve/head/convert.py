@@ -16,7 +16,6 @@ from ppserve.head.limits import (
     MAX_BIAS,
     MAX_PENALTY,
     MAX_REPETITION_PENALTY,
-    MAX_STREAM_INTERVAL,
     MAX_TEMPERATURE,
     MIN_TEMPERATURE,
 )
@@ -51,9 +50,10 @@ class _Findings:
             self.add(field, f"{value} {what}; the limit is {limit}")
         return value <= limit
 
-    def within(self, field: str, value: float, low: float, high: float) -> None:
+    def within(self, field: str, value: float, low: float, high: float, or_else: str = "") -> None:
+        """or_else: what is allowed besides, in words; the caller has made sure that it is not that."""
         if not low <= value <= high:  # also catches NaN
-            self.add(field, f"{value:g} is outside {low:g} to {high:g}")
+            self.add(field, f"{value:g} is outside {or_else}{low:g} to {high:g}")
 
     def ids(self, field: str, ids: list[int], vocab_size: int) -> None:
         for place, token_id in enumerate(ids):
@@ -134,9 +134,16 @@ def to_request(message: pb.GenerateRequest, prompt_ids: list[int], card: ModelCa
     )
 
 
+def is_fit_for_logs(request_id: str, card: ModelCard) -> bool:
+    """Whether a client's name for its request may go into logs and metadata."""
+    findings = _Findings()
+    _check_request_id(request_id, card, findings)
+    return not findings.violations
+
+
 def _check_request_id(request_id: str, card: ModelCard, findings: _Findings) -> None:
     findings.at_most("request_id", len(request_id.encode()), card.limits.max_request_id_bytes, "bytes")
-    if not (request_id.isascii() and request_id.isprintable()):  # it goes into logs and metadata
+    if not (request_id.isascii() and request_id.isprintable()):
         findings.add("request_id", "holds characters that are not printable ASCII")
 
 
@@ -152,7 +159,8 @@ def _check_prompt(message: pb.GenerateRequest, card: ModelCard, findings: _Findi
 def _check_sampling(sampling: pb.SamplingParams, card: ModelCard, findings: _Findings) -> None:
     limits, vocab_size = card.limits, card.architecture.vocab_size
     if sampling.temperature != 0:
-        findings.within("sampling.temperature", sampling.temperature, MIN_TEMPERATURE, MAX_TEMPERATURE)
+        range_ends = MIN_TEMPERATURE, MAX_TEMPERATURE
+        findings.within("sampling.temperature", sampling.temperature, *range_ends, or_else="0 (greedy) or ")
     if sampling.HasField("top_p") and not 0 < sampling.top_p <= 1:
         findings.add("sampling.top_p", f"{sampling.top_p:g} is not above 0 and at most 1")
     findings.within("sampling.min_p", sampling.min_p, 0, 1)
@@ -191,7 +199,6 @@ def _check_output(output: pb.OutputOptions, card: ModelCard, findings: _Findings
     limit = card.limits.max_logprobs
     findings.at_most("output.logprobs", output.logprobs, limit, "alternatives")
     findings.at_most("output.prompt_logprobs", output.prompt_logprobs, limit, "alternatives")
-    findings.at_most("output.stream_interval", output.stream_interval, MAX_STREAM_INTERVAL, "tokens")
     if output.echo and not card.has_tokenizer:
         findings.add("output.echo", "this model has no tokenizer, so there is no text to send back")
 

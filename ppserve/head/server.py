@@ -35,10 +35,10 @@ class FrontDoor:
         """Raises ConfigError for certificates or keys that cannot be used. Call inside the event loop."""
         self._settings = settings
         self._keys = ApiKeys(settings.api_key_file) if settings.api_key_file else None
-        self._credentials = _credentials(settings)
+        self._credentials = server_credentials(settings)
         guards = [KeyCheck(self._keys)] if self._keys else []
         self._server = aio.server(interceptors=guards, options=server_options(engine.model_card().limits))
-        self.service = GenerationService(engine, tokenizer)
+        self.service = GenerationService(engine, tokenizer, keys_are_checked=self._keys is not None)
         self._health = health.aio.HealthServicer()
         self._server.add_generic_rpc_handlers((self.service.handlers(),))
         health_pb2_grpc.add_HealthServicer_to_server(self._health, self._server)
@@ -101,7 +101,8 @@ def server_options(limits: Limits) -> list[tuple[str, Any]]:
     ]
 
 
-def _credentials(settings: ServerSettings) -> grpc.ServerCredentials | None:
+def server_credentials(settings: ServerSettings) -> grpc.ServerCredentials | None:
+    """None where connections are to be in the clear. Raises ConfigError for files that cannot be used."""
     cert, key, client_ca = settings.tls_cert, settings.tls_key, settings.tls_client_ca
     if cert is None and key is None:
         if client_ca is not None:

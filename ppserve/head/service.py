@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import itertools
 import logging
+import re
 import secrets
 import time
 from collections.abc import Awaitable, Callable
@@ -23,7 +24,7 @@ from ppserve.errors import Draining, InvalidRequest, RequestError, Violation
 from ppserve.head.answers import model_message, topology_message
 from ppserve.head.auth import caller_of
 from ppserve.head.cards import ModelCard, Topology
-from ppserve.head.convert import Arrival, check, check_ids, check_text, to_request
+from ppserve.head.convert import Arrival, check, check_ids, check_text, is_fit_for_logs, to_request
 from ppserve.head.status import Unexpected, status_code, status_metadata
 from ppserve.head.stream import MessageWriter, RequestStream, Sink
 from ppserve.v1 import generation_pb2 as pb
@@ -32,13 +33,16 @@ log = logging.getLogger(__name__)
 
 SERVICE_NAME = "ppserve.v1.GenerationService"
 STALL_TIMEOUT_S = 30.0
-# Tokenizing this much takes about a millisecond, which is as long as the loop may stand still.
-LONG_TEXT_CHARS = 4096
+# Work on this many characters or tokens takes some milliseconds, which is as long as the loop may stand still.
+LONG_TEXT = 4096
 # The engine ends a sequence this long before its caller's deadline, so that the end still arrives.
 DEADLINE_MARGIN_S = 0.05
 
 Context = aio.ServicerContext[Any, Any]
 M = TypeVar("M", bound=Message)
+R = TypeVar("R")
+
+_TRACEPARENT = re.compile("[0-9a-f]{2}-[0-9a-f]{32}-[0-9a-f]{16}-[0-9a-f]{2}")
 
 
 class EngineHandle(Protocol):
@@ -71,14 +75,23 @@ class TextCodec(Protocol):
 
 
 class GenerationService:
-    """Answers the calls of `ppserve.v1.GenerationService`. tokenizer: None when only tokens can be served."""
+    """Answers the calls of `ppserve.v1.GenerationService`.
+
+    tokenizer: None when only tokens can be served. keys_are_checked: whether every call that arrives here has
+    an accepted API key.
+    """
 
     def __init__(
-        self, engine: EngineHandle, tokenizer: TextCodec | None, stall_timeout_s: float = STALL_TIMEOUT_S
+        self,
+        engine: EngineHandle,
+        tokenizer: TextCodec | None,
+        stall_timeout_s: float = STALL_TIMEOUT_S,
+        keys_are_checked: bool = False,
     ) -> None:
         self._engine = engine
         self._tokenizer = tokenizer
         self._stall_timeout_s = stall_timeout_s
+        self._keys_are_checked = keys_are_checked
         self._serial = itertools.count()
         self._streams: set[RequestStream] = set()
         self._idle = asyncio.Event()
@@ -119,12 +132,15 @@ class GenerationService:
     # ---- Generate -----------------------------------------------------------------------------------
 
     async def _generate(self, raw: bytes, context: Context) -> None:
-        trace = _trace(context)
+        trace = {"request_id": f"req-{secrets.token_hex(8)}", **_trace(context)}
         try:
             message = _parse(pb.GenerateRequest, raw)
+            if message.request_id and is_fit_for_logs(message.request_id, self._engine.model_card()):
+                trace["request_id"] = message.request_id
+            context.set_trailing_metadata(tuple(_returned(trace).items()))
             await self._serve(message, context, trace)
         except RequestError as error:
-            log.info("request %s: %s", trace.get("request_id", "refused"), error.reason, extra=trace)
+            _log_refusal(error, trace)
             await _abort(context, error)
         except aio.BaseError:
             log.debug("the caller went away in the middle of a write", extra=trace)
@@ -136,15 +152,13 @@ class GenerationService:
     async def _serve(self, message: pb.GenerateRequest, context: Context, trace: dict[str, str]) -> None:
         card = self._engine.model_card()
         check(message, card)
-        public_id = message.request_id or f"req-{secrets.token_hex(8)}"
-        trace["request_id"] = public_id
-        context.set_trailing_metadata(tuple(_returned(trace).items()))
+        public_id = trace["request_id"]
         prompt_ids = await self._prompt_ids(message)
         arrival = Arrival(
             # Two calls may carry the same id: a client that resumes does, while the old call is still dying.
             id=f"{public_id}/{next(self._serial)}",
             seed=secrets.randbits(64),
-            caller=caller_of(context),
+            caller=caller_of(context, self._keys_are_checked),
             deadline_s=_deadline(context),
         )
         request = to_request(message, prompt_ids, card, arrival)
@@ -179,11 +193,10 @@ class GenerationService:
     async def _encode(self, field: str, text: str) -> list[int]:
         if not text:
             return []
-        assert self._tokenizer is not None, "checked before"
+        tokenizer = self._tokenizer
+        assert tokenizer is not None, "checked before"
         try:
-            if len(text) < LONG_TEXT_CHARS:
-                return self._tokenizer.encode(text)
-            return await asyncio.to_thread(self._tokenizer.encode, text)
+            return await _aside(len(text), lambda: tokenizer.encode(text))
         except ValueError as error:
             raise InvalidRequest([Violation(field, "this text cannot be tokenized")]) from error
 
@@ -212,15 +225,24 @@ class GenerationService:
         request = _parse(pb.TokenizeRequest, raw)
         check_text("text", request.text, self._engine.model_card())
         ids = await self._encode("text", request.text)
-        return pb.TokenizeResponse(tokens=[pb.TokenInfo(id=i, bytes=self._token_bytes(i)) for i in ids])
+
+        def answer() -> pb.TokenizeResponse:
+            return pb.TokenizeResponse(tokens=[pb.TokenInfo(id=i, bytes=self._token_bytes(i)) for i in ids])
+
+        return await _aside(len(ids), answer)
 
     async def _detokenize(self, raw: bytes) -> pb.DetokenizeResponse:
         request = _parse(pb.DetokenizeRequest, raw)
         ids = list(request.token_ids.ids)
         check_ids("token_ids.ids", ids, self._engine.model_card())
-        assert self._tokenizer is not None, "checked before"
-        content = b"".join([self._token_bytes(i) for i in ids])
-        return pb.DetokenizeResponse(text=self._tokenizer.decode(ids), bytes=content)
+        tokenizer = self._tokenizer
+        assert tokenizer is not None, "checked before"
+
+        def answer() -> pb.DetokenizeResponse:
+            content = b"".join([tokenizer.token_bytes(i) for i in ids])
+            return pb.DetokenizeResponse(text=tokenizer.decode(ids), bytes=content)
+
+        return await _aside(len(ids), answer)
 
     async def _get_model_info(self, raw: bytes) -> pb.GetModelInfoResponse:
         _parse(pb.GetModelInfoRequest, raw)
@@ -281,6 +303,20 @@ def _guarded(answer: Callable[[bytes], Awaitable[Message]]) -> Callable[[bytes, 
     return method
 
 
+async def _aside(length: int, work: Callable[[], R]) -> R:
+    """What `work` returns; in a thread where it has so much to do that other streams would wait for it."""
+    return work() if length < LONG_TEXT else await asyncio.to_thread(work)
+
+
+def _log_refusal(error: RequestError, trace: dict[str, str]) -> None:
+    """Which request, why, and which fields: those by their names in the proto, without what the client wrote."""
+    if isinstance(error, InvalidRequest):
+        named = (violation.field.partition("[")[0] or "message" for violation in error.violations)
+        trace = trace | {"fields": ", ".join(dict.fromkeys(named))}
+    where = f" ({trace['fields']})" if "fields" in trace else ""
+    log.info("request %s: %s%s", trace["request_id"], error.reason, where, extra=trace)
+
+
 async def _abort(context: Context, error: RequestError) -> NoReturn:
     kept = tuple(context.trailing_metadata() or ())
     await context.abort(status_code(error), str(error), kept + status_metadata(error))
@@ -308,9 +344,9 @@ def _why_gone(request: Request) -> FinishReason:
 
 
 def _trace(context: Context) -> dict[str, str]:
-    """What log records of a call carry; a W3C `traceparent` is passed on."""
+    """What log records of a call carry: a W3C `traceparent`, and nothing that only claims to be one."""
     for name, value in context.invocation_metadata() or ():
-        if name == "traceparent" and isinstance(value, str):
+        if name == "traceparent" and isinstance(value, str) and _TRACEPARENT.fullmatch(value):
             return {"traceparent": value}
     return {}
 

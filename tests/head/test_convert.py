@@ -67,7 +67,6 @@ REFUSED = [
     (stop(stop_token_ids=[1] * 65), "stop.stop_token_ids"),
     (output(logprobs=21), "output.logprobs"),
     (output(prompt_logprobs=2**32 - 1), "output.prompt_logprobs"),
-    (output(stream_interval=2**31), "output.stream_interval"),
     (request(text="x" * (128 * 1024 + 1)), "prompt"),
     (request(token_ids=pb.TokenIds(ids=[0] * 65)), "prompt"),
     (request(token_ids=pb.TokenIds(ids=[0, 257])), "token_ids.ids[1]"),
@@ -109,6 +108,20 @@ def test_mistakes_are_reported_together() -> None:
     assert fields == ["sampling.temperature", "sampling.top_p", "sampling.n", "stop.stop"]
 
 
+def test_the_whole_range_is_told() -> None:
+    message = sampling(temperature=-1, top_p=0, min_p=2, repetition_penalty=0, frequency_penalty=11, n=0)
+    with pytest.raises(InvalidRequest) as refusal:
+        check(message, CARD)
+    assert [violation.problem for violation in refusal.value.violations] == [
+        "-1 is outside 0 (greedy) or 0.0001 to 100",
+        "0 is not above 0 and at most 1",
+        "2 is outside 0 to 1",
+        "0 is not above 0 and at most 10",
+        "11 is outside -10 to 10",
+        "0 sequences; ask for at least one",
+    ]
+
+
 def test_mistakes_are_not_reported_without_end() -> None:
     with pytest.raises(InvalidRequest) as refusal:
         check(sampling(logit_bias={1000 + i: 1.0 for i in range(1000)}), CARD)
@@ -119,7 +132,7 @@ def test_limits_themselves_are_accepted() -> None:
     check(sampling(temperature=0, top_p=1, min_p=1, repetition_penalty=10), CARD)
     check(sampling(n=16, seed=2**64 - 1, top_k=2**32 - 1), CARD)
     check(stop(stop=["x" * 64] * 4, stop_token_ids=[256] * 64, max_tokens=2**32 - 1), CARD)
-    check(output(logprobs=20, prompt_logprobs=20), CARD)
+    check(output(logprobs=20, prompt_logprobs=20, stream_interval=2**32 - 1), CARD)
     check(request(text="x" * 128 * 1024), CARD)
 
 

@@ -97,7 +97,8 @@ def test_every_method_but_health_wants_a_key(tmp_path: Path) -> None:
     keys.write_text(KEYS)
 
     async def main() -> None:
-        async with served(FakeEngine(), ServerSettings(port=0, api_key_file=keys)) as (door, target):
+        engine = FakeEngine()
+        async with served(engine, ServerSettings(port=0, api_key_file=keys)) as (door, target):
             async with aio.insecure_channel(target) as channel, stub_of(target) as stub:
                 assert await health_of(channel) == SERVING
                 for metadata in (None, bearer("wrong"), (("authorization", "0123456789abcdef"),)):
@@ -114,8 +115,11 @@ def test_every_method_but_health_wants_a_key(tmp_path: Path) -> None:
                     ]
                     assert {await code_of(call) for call in calls} == {grpc.StatusCode.UNAUTHENTICATED}
                 for key in ("0123456789abcdef", "fedcba9876543210"):
-                    call = stub.GetModelInfo(pb.GetModelInfoRequest(), metadata=bearer(key))
+                    call = stub.Generate(pb.GenerateRequest(), metadata=bearer(key))
                     assert await code_of(call) is grpc.StatusCode.OK
+                callers = [request.caller for request in engine.requests]
+                assert len(set(callers)) == 2
+                assert not any("0123456789abcdef" in caller for caller in callers)
 
                 keys.write_text("a-key-that-is-new-today\n")
                 door.reload_keys()

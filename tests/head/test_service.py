@@ -243,15 +243,12 @@ def test_two_calls_may_carry_one_id() -> None:
     run(scenario)
 
 
-def test_callers_are_told_apart() -> None:
+def test_inventing_keys_does_not_make_many_callers() -> None:
     async def scenario(engine: FakeEngine, stub: GenerationServiceStub) -> None:
         for key in ("one", "two", None):
             metadata = None if key is None else (("authorization", f"Bearer {key}"),)
             [message async for message in stub.Generate(ask(), metadata=metadata)]
-        callers = [request.caller for request in engine.requests]
-        assert len(set(callers)) == 3
-        assert callers[2] == "ipv4:127.0.0.1"
-        assert not any("one" in caller for caller in callers)
+        assert [request.caller for request in engine.requests] == ["ipv4:127.0.0.1"] * 3
 
     run(scenario)
 
@@ -263,8 +260,35 @@ def test_id_and_traceparent_come_back_as_metadata() -> None:
         [message async for message in call]
         metadata = dict(await call.trailing_metadata())
         assert (metadata["x-request-id"], metadata["traceparent"]) == ("mine", parent)
+        for wrong in (parent.upper(), parent + " and more", "a secret"):
+            call = stub.Generate(ask(), metadata=(("traceparent", wrong),))
+            [message async for message in call]
+            assert "traceparent" not in dict(await call.trailing_metadata())
 
     run(scenario)
+
+
+def test_a_refusal_is_logged_with_id_and_fields_and_nothing_the_client_wrote(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    async def scenario(engine: FakeEngine, stub: GenerationServiceStub) -> None:
+        wrong = {"sampling": pb.SamplingParams(top_p=7, logit_bias={99999: 1, 88888: 1})}
+        calls = [stub.Generate(ask(request_id=name, **wrong)) for name in ("mine", "two\nlines", "")]
+        ids = []
+        for call in calls:
+            assert await code_of(call) is grpc.StatusCode.INVALID_ARGUMENT
+            ids.append(dict(await call.trailing_metadata())["x-request-id"])
+        assert ids[0] == "mine"
+        lines = {record.request_id: record for record in caplog.records if hasattr(record, "fields")}
+        assert set(lines) == set(ids)
+        assert lines["mine"].fields == "sampling.top_p, sampling.logit_bias"
+        named = "(sampling.top_p, sampling.logit_bias)"
+        assert lines["mine"].getMessage() == f"request mine: INVALID_REQUEST {named}"
+        assert lines[ids[1]].fields == "request_id, sampling.top_p, sampling.logit_bias"
+        assert not any(text in caplog.text for text in ("two", "99999", "hello"))
+
+    with caplog.at_level("INFO", "ppserve"):
+        run(scenario)
 
 
 def test_an_id_that_metadata_cannot_carry_is_refused_all_the_same() -> None:

@@ -12,6 +12,7 @@ from typing import Any
 
 import click
 
+from ppserve.bench.scrape import ScrapeFailed
 from ppserve.bench.screen import render_line, render_screen
 from ppserve.bench.top import View, read, view_of
 from ppserve.cli_connection import connection, connection_options
@@ -24,7 +25,7 @@ _HOME, _TO_LINE_END, _TO_SCREEN_END = "\x1b[H", "\x1b[K", "\x1b[J"
 
 @click.command()
 @click.option("--metrics", default="127.0.0.1:9400", show_default=True, metavar="HOST:PORT",
-              help="The server's metrics page; without one there are only the stages.")
+              help="The server's metrics page; `none`: only the stages.")
 @click.option("--interval", "interval_s", type=click.FloatRange(min=0.1), default=1.0, show_default=True,
               help="Seconds that every view covers.")
 @click.option("--once", is_flag=True, help="One view, then the end.")
@@ -32,7 +33,8 @@ _HOME, _TO_LINE_END, _TO_SCREEN_END = "\x1b[H", "\x1b[K", "\x1b[J"
 def top(metrics: str, interval_s: float, once: bool, **flags: Any) -> None:
     """Stages as bars (busy, bubbles by cause, idle), requests, queue, KV use, latencies; Ctrl-C ends it.
 
-    On a terminal a live screen, otherwise one line per interval. Exit code 1 when the server is gone.
+    On a terminal a live screen, otherwise one line per interval. Exit code 1 when the server is gone, or its
+    metrics page is not there at the start.
     """
     live = sys.stdout.isatty() and not once
     client = Client(**connection(flags), retry=RetryPolicy(max_attempts=1))
@@ -40,7 +42,7 @@ def top(metrics: str, interval_s: float, once: bool, **flags: Any) -> None:
     with client:
         try:
             with _screen() if live else _no_screen():
-                for view in _views(client, metrics, interval_s):
+                for view in _views(client, None if metrics == "none" else metrics, interval_s):
                     _show(view, flags["target"], live)
                     if once:
                         break
@@ -53,9 +55,14 @@ def top(metrics: str, interval_s: float, once: bool, **flags: Any) -> None:
         sys.exit(1)
 
 
-def _views(client: Client, metrics: str, interval_s: float) -> Iterator[View]:
-    """One view per interval, without end. Intervals do not add up the time that reading takes."""
+def _views(client: Client, metrics: str | None, interval_s: float) -> Iterator[View]:
+    """One view per interval, without end. Intervals do not add up the time that reading takes.
+
+    Raises ScrapeFailed when there is no metrics page. One that goes away later may come back; views say so.
+    """
     before = read(client, metrics)
+    if before.problem:
+        raise ScrapeFailed(f"no metrics: {before.problem}; see --metrics, where `none` does without them")
     due_s = time.monotonic()
     while True:
         due_s = max(due_s + interval_s, time.monotonic())

@@ -5,6 +5,7 @@ Reads the part of Prometheus's text format that a ppserve server writes: samples
 
 from __future__ import annotations
 
+import http.client
 import math
 import re
 import urllib.error
@@ -108,7 +109,7 @@ def fetch_metrics(address: str, timeout_s: float = 5.0) -> MetricsReading:
             return parse_metrics(response.read().decode())
     except urllib.error.URLError as error:
         raise ScrapeFailed(f"{url}: {error.reason}") from None
-    except (OSError, UnicodeDecodeError, ValueError) as error:
+    except (OSError, http.client.HTTPException, ValueError) as error:
         raise ScrapeFailed(f"{url}: {error}") from None
 
 

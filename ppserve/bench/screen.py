@@ -24,7 +24,7 @@ def render_screen(view: View, target: str, width: int, colours: bool) -> list[st
     lines = [
         f"ppserve {target}   {len(view.stages)} stages over {view.transport}, up to {view.microbatches}"
         f" microbatches, epoch {view.epoch}",
-        *(_traffic_lines(view.traffic) if view.traffic else ["no metrics page: see --metrics"]),
+        *_traffic_or_problem(view),
         "",
     ]
     lines = [line[:width] for line in lines]
@@ -43,8 +43,8 @@ def render_line(view: View, clock: str) -> str:
         causes = "".join(f" {cause} {100 * share:.1f}%" for cause, share in _bubbles(times) if share >= _VISIBLE)
         state = "" if line.live else " LOST"
         parts.append(f"stage {line.stage}{state}: busy {100 * _busy(times):.1f}%{causes} idle {_idle(times):.1f}%")
-    if view.traffic is not None:
-        parts.append("; ".join(_traffic_lines(view.traffic)))
+    if traffic := _traffic_or_problem(view):
+        parts.append("; ".join(traffic))
     return " | ".join(parts)
 
 
@@ -78,6 +78,12 @@ def _stage_lines(line: StageLine, times: StageTime, width: int, colours: bool) -
         facts.append(f"started again {line.restarts} x")
     text = (" " * len(name) + "  ".join(facts))[:width]
     yield text if line.live else _coloured(f"{' ' * len(name)}LOST  {text.strip()}"[:width], _LOST_COLOUR, colours)
+
+
+def _traffic_or_problem(view: View) -> list[str]:
+    if view.traffic is not None:
+        return _traffic_lines(view.traffic)
+    return [f"no metrics: {view.problem}"] if view.problem else []
 
 
 def _traffic_lines(traffic: Traffic) -> list[str]:

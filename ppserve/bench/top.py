@@ -13,21 +13,24 @@ from ppserve.v1 import generation_pb2 as pb
 
 @dataclass(frozen=True, slots=True)
 class Reading:
-    """A server at one moment. metrics: None where its page cannot be had."""
+    """A server at one moment. metrics: None where nobody asked for its page, or where there was a problem."""
 
     at_s: float
     topology: pb.GetTopologyResponse
     metrics: MetricsReading | None
+    problem: str = ""
 
 
-def read(client: Client, metrics: str) -> Reading:
-    """metrics: HOST:PORT of the page. Raises CallFailed when the server is gone."""
+def read(client: Client, metrics: str | None) -> Reading:
+    """metrics: HOST:PORT of the page, None to do without. Raises CallFailed when the server is gone."""
     topology = client.topology()
-    try:
-        found: MetricsReading | None = fetch_metrics(metrics, timeout_s=2.0)
-    except ScrapeFailed:
-        found = None
-    return Reading(time.monotonic(), topology, found)
+    found, problem = None, ""
+    if metrics is not None:
+        try:
+            found = fetch_metrics(metrics, timeout_s=2.0)
+        except ScrapeFailed as failure:
+            problem = str(failure)
+    return Reading(time.monotonic(), topology, found, problem)
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,7 +69,7 @@ class StageLine:
 
 @dataclass(frozen=True, slots=True)
 class View:
-    """One screen. ledger: over the interval, one entry per stage."""
+    """One screen. ledger: over the interval, one entry per stage. problem: why there is no traffic."""
 
     interval_s: float
     stages: tuple[StageLine, ...]
@@ -76,6 +79,7 @@ class View:
     epoch: int
     advice: str
     traffic: Traffic | None
+    problem: str = ""
 
 
 def view_of(before: Reading, after: Reading) -> View:
@@ -106,6 +110,7 @@ def view_of(before: Reading, after: Reading) -> View:
         epoch=topology.epoch,
         advice=topology.advice,
         traffic=traffic,
+        problem=after.problem or before.problem,
     )
 
 

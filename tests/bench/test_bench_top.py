@@ -7,6 +7,7 @@ import signal
 import subprocess
 import sys
 from collections.abc import Iterator
+from itertools import pairwise
 
 import pytest
 from hypothesis import given
@@ -87,7 +88,7 @@ def test_the_screen_says_it_all_and_fits() -> None:
     lost = view_of(Reading(1, topology(1, 1, 1), None), Reading(2, topology(2, 1, 1, live=False), None))
     text = "\n".join(render_screen(lost, "here:1", 120, colours=False))
     assert text.count("LOST") == 1
-    assert "no metrics page" in text
+    assert "metrics" not in text
 
 
 def test_the_line_says_it_all() -> None:
@@ -97,6 +98,19 @@ def test_the_line_says_it_all() -> None:
     assert "\n" not in line
     lost = view_of(Reading(1, topology(1, 1, 1), None), Reading(2, topology(2, 1, 1, live=False), None))
     assert "stage 1 LOST" in render_line(lost, "")
+
+
+def test_a_metrics_page_that_went_away_is_visible_until_it_is_back() -> None:
+    readings = [
+        Reading(1, topology(1, 1, 1), page(5, [])),
+        Reading(2, topology(2, 1, 1), None, "http://here:1/metrics: refused"),
+        Reading(3, topology(3, 1, 1), page(7, [])),
+        Reading(4, topology(4, 1, 1), page(8, [])),
+    ]
+    lines = [render_line(view_of(a, b), "") for a, b in pairwise(readings)]
+    assert [line.count("no metrics: http://here:1/metrics: refused") for line in lines] == [1, 1, 0]
+    screen = "\n".join(render_screen(view_of(*readings[:2]), "here:1", 120, colours=False))
+    assert "no metrics: http://here:1/metrics: refused" in screen
 
 
 times = st.builds(
@@ -131,7 +145,7 @@ def target() -> Iterator[str]:
 
 
 def command(target: str, *arguments: str) -> list[str]:
-    return [sys.executable, "-m", "ppserve", "top", "--target", target, "--metrics", "127.0.0.1:1", *arguments]
+    return [sys.executable, "-m", "ppserve", "top", "--target", target, "--metrics", "none", *arguments]
 
 
 def test_once_and_not_a_terminal(target: str) -> None:
@@ -148,6 +162,16 @@ def test_nobody_there() -> None:
     assert done.stdout == ""
     assert len(done.stderr.splitlines()) == 1
     assert "no answer from 127.0.0.1:1" in done.stderr
+
+
+@pytest.mark.parametrize("page", ["127.0.0.1:1", "127.0.0.1:port", "here", "{target}"])
+def test_no_metrics_page_is_one_line(target: str, page: str) -> None:
+    page = page.format(target=target)  # the gRPC port is no metrics page either
+    done = subprocess.run(command(target, "--metrics", page), capture_output=True, text=True, timeout=60)
+    assert (done.returncode, done.stdout) == (1, "")
+    assert len(done.stderr.splitlines()) == 1
+    assert f"no metrics: http://{page}/metrics: " in done.stderr
+    assert "--metrics" in done.stderr
 
 
 def test_a_live_screen_ends_cleanly(target: str) -> None:

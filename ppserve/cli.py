@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import sys
+import time
 from typing import Any, ClassVar
 
 import click
@@ -11,6 +12,8 @@ import click
 from ppserve import __version__
 from ppserve.errors import PpserveError, UsageError
 from ppserve.launch import EXIT_USAGE
+
+_OTHERS_SPEAK_WITHIN_S = 2.0
 
 
 class _ServeByDefault(click.Group):
@@ -77,3 +80,6 @@ def main() -> None:
 def _complain(problem: str, speaks: bool) -> None:
     if speaks:
         print(f"ppserve: error: {' '.join(problem.split())}", file=sys.stderr, flush=True)
+    else:
+        # torchrun ends all ranks when one has ended: this one lets the one that speaks be the first.
+        time.sleep(_OTHERS_SPEAK_WITHIN_S)

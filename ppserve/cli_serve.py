@@ -11,6 +11,7 @@ from typing import Any
 import click
 
 from ppserve import config as cfg
+from ppserve.cli_check import check
 from ppserve.cli_types import AutoOr, ByteSize, LayerSplit
 from ppserve.errors import ConfigError
 from ppserve.launch import RankEnvironment, run_keeper
@@ -80,11 +81,13 @@ def serve(stages: int | None, **flags: Any) -> None:
     if environment is None:
         from ppserve.torchrun import run_ranks
 
-        sys.exit(run_ranks(stages or 1, sys.argv[1:]))
+        check(config, stages or 1)
+        sys.exit(run_ranks(stages or 1, sys.argv[1:], config.server.shutdown_timeout_s))
     if stages is not None and stages != environment.world_size:
         raise ConfigError("--stages", f"is {stages}, but torchrun started {environment.world_size} ranks")
     if environment.rank > 0:
         sys.exit(run_keeper(config, environment))
+    check(config, environment.world_size)
     from ppserve.head.app import run_head
 
     sys.exit(run_head(config, environment))

@@ -27,6 +27,10 @@ EXIT_FAILED = 76
 # A stage that lost its head, or was told to go by a closed connection: worth starting again.
 EXIT_HEAD_GONE = 75
 
+# torchrun's own variable: seconds from its SIGTERM to the ranks until it kills them.
+LAUNCHER_GRACE = "TORCH_ELASTIC_SHUTDOWN_TIMEOUT"
+_LAUNCHER_GRACE_S = 30.0
+
 # A stage that dies this often within the window, each time before it served, does not come back.
 _MAX_DEATHS = 4
 _DEATH_WINDOW_S = 60.0
@@ -79,6 +83,16 @@ def die_with_launcher() -> None:
     """In a rank: torchrun's death, even by SIGKILL, is this process's death."""
     if "TORCHELASTIC_RUN_ID" in os.environ:
         die_with_parent()
+
+
+def launcher_grace_s() -> float | None:
+    """How long torchrun lets ranks go on after it was told to end; None when it is not the launcher.
+
+    Its flag of the same meaning is not shown to ranks; the variable is.
+    """
+    if "TORCHELASTIC_RUN_ID" not in os.environ:
+        return None
+    return float(os.environ.get(LAUNCHER_GRACE, _LAUNCHER_GRACE_S))
 
 
 class StageProcess:

@@ -7,13 +7,23 @@ line, and its exit code becomes ours.
 from __future__ import annotations
 
 import logging
+import math
 import os
 import sys
 from collections.abc import Sequence
 
+from ppserve.launch import LAUNCHER_GRACE
 
-def run_ranks(num_ranks: int, arguments: Sequence[str]) -> int:
-    """Starts this same command once per rank on this host, waits, and returns an exit code."""
+# Stages that hang at the end are killed by their keepers before this.
+_ENDING_S = 15
+
+
+def run_ranks(num_ranks: int, arguments: Sequence[str], shutdown_timeout_s: float) -> int:
+    """Starts this same command once per rank on this host, waits, and returns an exit code.
+
+    shutdown_timeout_s: what streams are given after a SIGTERM, and so the ranks.
+    """
+    os.environ.setdefault(LAUNCHER_GRACE, str(math.ceil(shutdown_timeout_s) + _ENDING_S))
     # torchrun would announce, loudly, that it sets this; stages set their number of threads themselves.
     os.environ.setdefault("OMP_NUM_THREADS", "1")
     from torch.distributed.elastic.multiprocessing.api import SignalException

@@ -23,7 +23,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "ppserve.tokenizer": {"ppserve.tokenizer", "ppserve.errors", "tiktoken", "tiktoken_ext"},
     "ppserve.v1": {"ppserve.v1", "google.protobuf", "grpc"},
     "ppserve.launch": {"ppserve.wire", "ppserve.config"},
-    "ppserve.torchrun": {"torch"},
+    "ppserve.torchrun": {"ppserve.launch", "torch"},
     "ppserve.model": {"ppserve.model", "ppserve.core", "ppserve.errors", "torch", "numpy", "numba", "llvmlite"},
     "ppserve.model.checkpoint": {"ppserve.model.checkpoint", "ppserve.core", "ppserve.errors", "torch", "numpy"},
     "ppserve.model.checkpoint.hf": {"safetensors"},
@@ -49,6 +49,7 @@ ROOTS = ("ppserve.cli", "ppserve.__main__", "ppserve.planning", "ppserve.simulat
 NEVER_LOADS = {
     "ppserve.core.scheduler": {"torch", "grpc", "numpy", "msgspec", "time"},
     "ppserve.head.app": {"torch", "numba"},
+    "ppserve.cli_check": {"torch", "grpc"},
     "ppserve.stage.loop": {"grpc", "prometheus_client", "tiktoken"},
     "ppserve.client": {"torch", "msgspec", "prometheus_client"},
 }

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+import math
 import os
 import secrets
 import signal
@@ -32,7 +33,14 @@ from ppserve.head.metrics import Metrics
 from ppserve.head.observer import Observer
 from ppserve.head.server import FrontDoor
 from ppserve.head.trace import Trace
-from ppserve.launch import EXIT_USAGE, Keeper, RankEnvironment, die_with_launcher
+from ppserve.launch import (
+    EXIT_USAGE,
+    LAUNCHER_GRACE,
+    Keeper,
+    RankEnvironment,
+    die_with_launcher,
+    launcher_grace_s,
+)
 from ppserve.logs import set_up_logging
 from ppserve.tokenizer import Tokenizer, load_tokenizer
 
@@ -40,6 +48,8 @@ log = logging.getLogger("ppserve.head")
 
 _HEALTH_EVERY_S = 0.1
 _STAGES_END_WITHIN_S = 5.0
+# From the end of the last stream to the end of a rank, as a rule.
+_ENDING_S = 5.0
 
 
 def run_head(config: ServeConfig, environment: RankEnvironment) -> int:
@@ -53,6 +63,16 @@ def run_head(config: ServeConfig, environment: RankEnvironment) -> int:
     except UsageError as error:
         print(f"ppserve: error: {error}", file=sys.stderr, flush=True)
         return EXIT_USAGE
+
+
+def warn_of_short_grace(config: ServeConfig) -> None:
+    """torchrun kills its ranks a while after it was told to end, whatever they are doing."""
+    timeout_s, grace_s = config.server.shutdown_timeout_s, launcher_grace_s()
+    if grace_s is not None and timeout_s + _ENDING_S > grace_s:
+        log.warning(
+            "--shutdown-timeout is %g s, but torchrun kills ranks %g s after a SIGTERM: set %s=%d",
+            *(timeout_s, grace_s, LAUNCHER_GRACE, math.ceil(timeout_s + 2 * _ENDING_S)),
+        )
 
 
 class Head:
@@ -88,7 +108,7 @@ class Head:
     async def run(self) -> int:
         """Until a signal, or until the pipeline is lost for good."""
         self._listen_to_signals()
-        self._refuse_taken_ports()
+        warn_of_short_grace(self._config)
         account = TimeAccount(self._num_stages, time.monotonic_ns())
         observer = Observer(account, self._metrics, Trace(self._num_stages, self._config.server.trace))
         lanes = LaneCount(self._num_stages) if self._config.pipeline.microbatches is None else None
@@ -116,15 +136,13 @@ class Head:
         door = FrontDoor(self._config.server, handle, tokenizer)
         self._metrics.serve_json("/costs.json", handle.cost_sheet)
         serve_page(self._metrics, handle.state)
-        metrics_port = self._metrics.start_http(
-            self._config.server.host, self._config.server.metrics_port, handle.stage_times
-        )
-        self._metrics.describe(handle.model_card(), handle.topology(), __version__)
+        metrics_port = await asyncio.to_thread(self._start_metrics, handle)
         port = await door.start()
         await door.set_serving(True)
         self._on_reload(door, observer)
         host = self._config.server.host
-        about = banner(handle.model_card(), handle.topology(), host, port, metrics_port)
+        topology = await asyncio.to_thread(handle.topology)
+        about = banner(handle.model_card(), topology, host, port, metrics_port)
         print(about, file=sys.stderr, flush=True)
         print(
             f"ppserve ready grpc={host}:{port} metrics={host}:{metrics_port} stages={self._num_stages}", flush=True
@@ -181,17 +199,17 @@ class Head:
             log.warning("no tokenizer beside %s: only token ids are served", self._config.model.path)
         return tokenizer
 
-    def _refuse_taken_ports(self) -> None:
-        """Before anything is loaded: a port in use is the commonest mistake of all."""
+    def _start_metrics(self, handle: PipelineHandle) -> int:
+        """Waits for the engine: not to be called in the event loop. Returns the port. Raises ConfigError."""
         server = self._config.server
-        for flag, port in (("--port", server.port), ("--metrics-port", server.metrics_port)):
-            family = socket.AF_INET6 if ":" in server.host else socket.AF_INET
-            with socket.socket(family, socket.SOCK_STREAM) as probe:
-                probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-                try:
-                    probe.bind((server.host, port))
-                except OSError as error:
-                    raise ConfigError(flag, f"cannot listen on {server.host}:{port}: {error.strerror}") from None
+        try:
+            port = self._metrics.start_http(server.host, server.metrics_port, handle.stage_times)
+        except OSError as error:
+            # It was free when the flags were checked.
+            where = f"{server.host}:{server.metrics_port}"
+            raise ConfigError("--metrics-port", f"cannot listen on {where}: {error.strerror}") from None
+        self._metrics.describe(handle.model_card(), handle.topology(), __version__)
+        return port
 
     async def _report_health(self, door: FrontDoor) -> None:
         """SERVING only while every stage was heard of a moment ago."""

@@ -111,7 +111,8 @@ class Head:
         warn_of_short_grace(self._config)
         account = TimeAccount(self._num_stages, time.monotonic_ns())
         observer = Observer(account, self._metrics, Trace(self._num_stages, self._config.server.trace))
-        lanes = LaneCount(self._num_stages) if self._config.pipeline.microbatches is None else None
+        is_auto = self._config.pipeline.microbatches is None
+        lanes = LaneCount(self._num_stages, observer.costs) if is_auto else None
         engine = Engine(
             self._control, self._members, observer, lambda formed: self._make_scheduler(formed, observer), lanes
         )

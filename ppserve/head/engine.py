@@ -47,22 +47,13 @@ T = TypeVar("T")
 class _InFlight:
     """A step that not all stages have reported. owing: those whose result is still to come.
 
-    returned_ns: when the last stage ended the step whose return made room for this one, 0 when none did.
-    planned_ns: when the first stage had the plan. slowest_ns: longest computation so far.
+    was_full: with it, all lanes were in use.
     """
 
     plan: StepPlan
     sent_s: float
     owing: set[int]
-    returned_ns: int
-    planned_ns: int = 0
-    slowest_ns: int = 0
-
-    def reported(self, result: StepResult) -> None:
-        self.owing.discard(result.stage)
-        self.slowest_ns = max(self.slowest_ns, result.stamps.ended - result.stamps.begun)
-        if result.stage == 0:
-            self.planned_ns = result.stamps.planned
+    was_full: bool
 
 
 class Engine(threading.Thread):
@@ -94,7 +85,6 @@ class Engine(threading.Thread):
         self._stopping = False
         self._hopeless: Hopeless | None = None
         self._woken_ns = 0
-        self._returned_ns = 0
         self.tokenizer: Tokenizer | None = None
         self.formed: asyncio.Future[None] = loop.create_future()
         self.failed: asyncio.Future[Hopeless] = loop.create_future()
@@ -180,7 +170,6 @@ class Engine(threading.Thread):
 
     def _take_what_came(self) -> None:
         """Everything that happened since the last turn, in order."""
-        self._returned_ns = 0
         came = self._control.poll(_TICK_S if not self._inbox else 0.0)
         self._woken_ns = time.monotonic_ns()
         for heard in came:
@@ -222,7 +211,8 @@ class Engine(threading.Thread):
                 self._control.send_frame(stage, frame)
             now_s = time.monotonic()
             owing = set(range(self._members.num_stages))
-            self._in_flight[plan.step_id] = _InFlight(plan, now_s, owing, self._returned_ns)
+            was_full = scheduler.num_in_flight == scheduler.microbatches
+            self._in_flight[plan.step_id] = _InFlight(plan, now_s, owing, was_full)
             self._observer.dispatched(plan, time.monotonic_ns(), self._woken_ns)
 
     def _observe(self) -> None:
@@ -292,22 +282,19 @@ class Engine(threading.Thread):
         step = self._in_flight.get(result.step_id)
         if step is None or self._scheduler is None:
             return
-        step.reported(result)
+        step.owing.discard(result.stage)
         self._observer.step_done(result, step.plan, time.monotonic_ns())
+        if self._lanes is not None:
+            begun_s, ended_s = result.stamps.begun / 1e9, result.stamps.ended / 1e9
+            self._scheduler.set_microbatches(
+                self._lanes.observe(result.stage, begun_s, ended_s, step.was_full)
+            )
         if not step.owing:
             del self._in_flight[result.step_id]
             self._note_demand()
-            self._choose_lanes(step)
         if result.stage == self._members.num_stages - 1:
-            self._returned_ns = result.stamps.ended
             now_s = time.monotonic()
             self._publish(self._scheduler.commit(result, now_s), now_s)
-
-    def _choose_lanes(self, step: _InFlight) -> None:
-        """One more step in flight than stages, while tokens take longer to return than a stage to compute."""
-        if self._lanes is not None and self._scheduler is not None and step.returned_ns:
-            return_s = (step.planned_ns - step.returned_ns) / 1e9
-            self._scheduler.set_microbatches(self._lanes.observe(return_s, step.slowest_ns / 1e9))
 
     def _formed(self, formed: Formed) -> None:
         log.info("epoch %d formed", formed.epoch)
@@ -324,6 +311,8 @@ class Engine(threading.Thread):
         """Nothing that is in flight will return; the scheduler hears of it when the next epoch forms."""
         log.warning("epoch %d lost: %s", lost.epoch, lost.cause)
         self._in_flight.clear()
+        if self._lanes is not None:
+            self._lanes.lost()
         self._observer.lost(time.monotonic_ns())
 
     def _give_up(self, hopeless: Hopeless) -> None:

@@ -1,40 +1,78 @@
-"""P lanes, or one more while the return takes longer than a stage."""
+"""P lanes, or one more where waiting costs more than another step's fixed cost."""
 
 from __future__ import annotations
 
-from ppserve.core.lane_count import MIN_STEPS, LaneCount
+from ppserve.core.cost_model import PipelineCosts, Workload
+from ppserve.core.lane_count import MIN_STEPS, PROBE_STEPS, LaneCount
 
 
-def observed(count: LaneCount, return_s: float, stage_s: float, num_steps: int = 200) -> int:
-    for _ in range(num_steps):
-        count.observe(return_s, stage_s)
-    return count.choice
+class Pipeline:
+    """Stages that take fixed_s + row_s * rows; `rows` in flight altogether are shared by the lanes."""
+
+    def __init__(self, num_stages: int, fixed_s: float, row_s: float, rows: int) -> None:
+        self.fixed_s, self.row_s, self.rows = fixed_s, row_s, rows
+        costs = PipelineCosts(num_stages)
+        for stage in costs.stages:
+            for seen in (1, 4, 16, 64):
+                stage.observe(Workload(seen, 0, 0), fixed_s + row_s * seen)
+        self.count = LaneCount(num_stages, costs)
+        self.now_s = 0.0
+
+    def run(self, wait_share: float, num_steps: int = 4 * MIN_STEPS, was_full: bool = True) -> int:
+        """Steps for which every stage waits for so much of what it computes, while there are P lanes."""
+        count = self.count
+        for _ in range(num_steps):
+            step_s = self.fixed_s + self.row_s * self.rows / count.choice
+            wait_s = wait_share * step_s if count.choice == count.num_stages else 0.0
+            for stage in range(count.num_stages):
+                begun_s = self.now_s + wait_s
+                count.observe(stage, begun_s, begun_s + step_s, was_full)
+            self.now_s += wait_s + step_s
+        return count.choice
 
 
-def test_as_many_lanes_as_stages_while_the_return_is_short() -> None:
-    assert observed(LaneCount(2), return_s=0.001, stage_s=0.02) == 2
+def test_as_many_lanes_as_stages_while_nothing_waits() -> None:
+    assert Pipeline(2, fixed_s=0.001, row_s=0.001, rows=64).run(wait_share=0.01) == 2
 
 
-def test_one_more_while_the_return_takes_longer_than_a_stage() -> None:
-    assert observed(LaneCount(2), return_s=0.003, stage_s=0.001) == 3
+def test_steps_that_cost_by_the_row_gain_from_one_more_lane_soon() -> None:
+    assert Pipeline(2, fixed_s=0.001, row_s=0.001, rows=64).run(wait_share=0.05) == 3
 
 
-def test_it_comes_back_when_the_stages_slow_down() -> None:
-    count = LaneCount(4)
-    assert observed(count, 0.003, 0.001) == 5
-    assert observed(count, 0.003, 0.02) == 4
+def test_steps_of_one_price_gain_only_once_waiting_exceeds_a_share_of_it() -> None:
+    assert Pipeline(2, fixed_s=0.030, row_s=0.0001, rows=16).run(wait_share=0.3) == 2
+    assert Pipeline(2, fixed_s=0.030, row_s=0.0001, rows=16).run(wait_share=0.8) == 3
 
 
-def test_it_does_not_flutter_where_both_are_about_equal() -> None:
-    count = LaneCount(2)
-    observed(count, 0.003, 0.001)
-    choices = {count.observe(0.001 * (0.9 + 0.2 * (i % 2)), 0.001) for i in range(500)}
-    assert choices == {3}
+def test_it_comes_back_when_the_load_becomes_small() -> None:
+    pipeline = Pipeline(4, fixed_s=0.01, row_s=0.001, rows=256)
+    assert pipeline.run(wait_share=0.10) == 5
+    pipeline.rows = 8
+    assert pipeline.run(wait_share=0.10) == 4
+
+
+def test_it_looks_again_after_a_while() -> None:
+    pipeline = Pipeline(2, fixed_s=0.001, row_s=0.001, rows=64)
+    assert pipeline.run(wait_share=0.10) == 3
+    assert pipeline.run(wait_share=0.0, num_steps=PROBE_STEPS + MIN_STEPS) == 2
+
+
+def test_waiting_for_want_of_work_decides_nothing() -> None:
+    assert Pipeline(2, fixed_s=0.001, row_s=0.001, rows=64).run(wait_share=0.5, was_full=False) == 2
+
+
+def test_the_pause_after_a_loss_is_no_waiting() -> None:
+    pipeline = Pipeline(2, fixed_s=0.001, row_s=0.001, rows=64)
+    for _ in range(8):
+        pipeline.run(wait_share=0.0, num_steps=MIN_STEPS // 2)
+        pipeline.count.lost()
+        pipeline.now_s += 10.0
+    assert pipeline.count.choice == 2
 
 
 def test_a_few_steps_decide_nothing() -> None:
-    assert observed(LaneCount(2), 1.0, 0.001, MIN_STEPS - 1) == 2
+    assert Pipeline(2, fixed_s=0.001, row_s=0.001, rows=64).run(0.5, num_steps=MIN_STEPS) == 2
 
 
 def test_a_single_stage_needs_no_second_lane() -> None:
-    assert observed(LaneCount(1), 0.003, 0.001) == 1
+    assert Pipeline(1, fixed_s=0.001, row_s=0.001, rows=64).run(wait_share=0.5) == 1

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import json
 import random
 import re
+from dataclasses import asdict
 from pathlib import Path
 
 import pytest
@@ -15,6 +17,7 @@ from tiktoken_ext.openai_public import r50k_pat_str
 from tools import make_random_gpt2 as random_maker
 from tools import make_tiny_model as tiny_maker
 from tools.byte_pairs import learn_ranks, recover_merges
+from tools.gpt2_config import gpt2_config
 from tools.tiny_stories import story
 
 TINY = Path(__file__).parents[1] / "ppserve/assets/tiny"
@@ -57,6 +60,13 @@ def encoding() -> tiktoken.Encoding:
 def test_the_built_in_vocabulary_is_the_one_its_maker_learns(encoding: tiktoken.Encoding) -> None:
     ranks = random_maker.read_ranks(TINY / "tokenizer.tiktoken")
     assert {encoding.decode_single_token_bytes(rank): rank for rank in range(len(ranks))} == ranks
+
+
+def test_the_built_in_config_is_the_one_its_maker_writes(encoding: tiktoken.Encoding) -> None:
+    sizes = asdict(tiny_maker.Shape())
+    del sizes["num_ranks"]
+    config = gpt2_config(**sizes, vocab_size=encoding.n_vocab, dtype="bfloat16")
+    assert json.dumps(config, indent=2) + "\n" == (TINY / "config.json").read_text()
 
 
 def test_training_comes_from_its_seed_alone(encoding: tiktoken.Encoding) -> None:

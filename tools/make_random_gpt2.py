@@ -15,15 +15,14 @@ import json
 import math
 import struct
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 
 import torch
 from safetensors.torch import save_file
 
 from tools.byte_pairs import recover_merges
-
-END_OF_TEXT = "<|endoftext|>"
+from tools.gpt2_config import END_OF_TEXT, gpt2_config
 
 
 @dataclass(frozen=True, slots=True)
@@ -119,22 +118,7 @@ def random_tensors(shape: Shape, seed: int, dtype: torch.dtype) -> dict[str, tor
 def write_checkpoint(directory: Path, shape: Shape, seed: int = 0, dtype: str = "float32") -> None:
     """config.json and model.safetensors; linear weights (in, out), embeddings tied."""
     directory.mkdir(parents=True, exist_ok=True)
-    config = {
-        "architectures": ["GPT2LMHeadModel"],
-        "model_type": "gpt2",
-        "n_layer": shape.num_layers,
-        "n_embd": shape.width,
-        "n_head": shape.num_heads,
-        "n_positions": shape.max_positions,
-        "n_ctx": shape.max_positions,
-        "vocab_size": shape.vocab_size,
-        "activation_function": "gelu_new",
-        "layer_norm_epsilon": 1e-5,
-        "tie_word_embeddings": True,
-        "bos_token_id": shape.vocab_size - 1,
-        "eos_token_id": shape.vocab_size - 1,
-        "dtype": dtype,
-    }
+    config = gpt2_config(**asdict(shape), dtype=dtype)
     (directory / "config.json").write_text(json.dumps(config, indent=2) + "\n")
     tensors = random_tensors(shape, seed, getattr(torch, dtype))
     save_file(tensors, directory / "model.safetensors", metadata={"format": "pt"})

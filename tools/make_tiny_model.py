@@ -25,9 +25,8 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from tools.byte_pairs import learn_ranks
+from tools.gpt2_config import END_OF_TEXT, gpt2_config
 from tools.tiny_stories import story
-
-END_OF_TEXT = "<|endoftext|>"
 
 
 @dataclass(frozen=True, slots=True)
@@ -271,22 +270,14 @@ def sample(model: GPT2, encoding: tiktoken.Encoding, prompt: str, temperature: f
 
 def save(model: GPT2, shape: Shape, encoding: tiktoken.Encoding, directory: Path) -> None:
     directory.mkdir(parents=True, exist_ok=True)
-    config = {
-        "architectures": ["GPT2LMHeadModel"],
-        "model_type": "gpt2",
-        "n_layer": shape.num_layers,
-        "n_embd": shape.width,
-        "n_head": shape.num_heads,
-        "n_positions": shape.max_positions,
-        "n_ctx": shape.max_positions,
-        "vocab_size": encoding.n_vocab,
-        "activation_function": "gelu_new",
-        "layer_norm_epsilon": 1e-5,
-        "tie_word_embeddings": True,
-        "bos_token_id": encoding.eot_token,
-        "eos_token_id": encoding.eot_token,
-        "dtype": "bfloat16",
-    }
+    config = gpt2_config(
+        num_layers=shape.num_layers,
+        width=shape.width,
+        num_heads=shape.num_heads,
+        max_positions=shape.max_positions,
+        vocab_size=encoding.n_vocab,
+        dtype="bfloat16",
+    )
     (directory / "config.json").write_text(json.dumps(config, indent=2) + "\n")
     tensors = {name: tensor.detach().bfloat16().contiguous() for name, tensor in model.state_dict().items()}
     save_file(tensors, directory / "model.safetensors", metadata={"format": "pt"})

@@ -17,9 +17,11 @@ import os
 import socket
 import sys
 import tempfile
+import time
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import cache
+from itertools import pairwise
 from pathlib import Path
 
 import torch
@@ -107,16 +109,16 @@ def microbatches(tour: Tour) -> None:
     tour.explain("Measured, each drawn to its own length (time runs to the right, '.' is waiting):")
     for schedule in schedules:
         tour.say(f"  m = {schedule.m}, {schedule.wall / 1e6:.1f} ms")
-        for stage, row in enumerate(drawn_to_scale(schedule, 72)):
+        for stage, row in enumerate(schedule.rows(72)):
             tour.say(f"  stage {stage}   {row}")
     tour.say(f"\n  Largest difference between the outputs for any two m: {error}")
     require(error <= 1e-4, f"the output depends on the number of microbatches, by {error}")
     if tour.pictures is not None:
         tour.say(f"  {tour.pictures.schedules(schedules)}")
-    one, quickest = schedules[0], min(schedules, key=lambda schedule: schedule.wall)
+    one, several = schedules[0], min(schedules[1:], key=lambda schedule: schedule.wall)
     tour.explain(
-        f"""Seen: one microbatch makes the stages take turns ({one.wall / 1e6:.1f} ms); several let them work at
-        once (quickest: m = {quickest.m}, {quickest.wall / 1e6:.1f} ms), and the result stays the same."""
+        f"""Seen: with one microbatch the stages take turns, {one.wall / 1e6:.1f} ms; with several they work at
+        once, at best {several.wall / 1e6:.1f} ms (m = {several.m}); the result is the same."""
     )
 
 
@@ -132,18 +134,6 @@ def practise(tour: Tour) -> tuple[list[Schedule], float]:
     return [schedule for schedule, _ in runs], max(tour.tell(error))
 
 
-def drawn_to_scale(schedule: Schedule, columns: int) -> list[str]:
-    """One row of characters per stage: the number of the microbatch that it computed then."""
-    rows = []
-    for spans in schedule.spans:
-        row = ["."] * columns
-        for k, (begun, ended) in enumerate(spans):
-            first, last = begun * columns // schedule.wall, ended * columns // schedule.wall
-            row[first : max(last, first + 1)] = str(k) * max(last - first, 1)
-        rows.append("".join(row[:columns]))
-    return rows
-
-
 def memory(tour: Tour) -> None:
     arch = PRACTICE_MODEL
     split = split_by_weight(arch, tour.size)
@@ -157,13 +147,16 @@ def memory(tour: Tour) -> None:
         f"stage {tour.rank}:  {weights}; keys and values {kv_bytes / 1024:4.1f} KiB per token;"
         f" resident memory grew by {grown / MIB:5.1f} MiB"
     )
+    stage_mib: list[float] = tour.tell(line.stage.weight_bytes / MIB)
     line.close()
     del line
+    alone_mib = 0.0
     if tour.rank == 0:
         before = resident_bytes()
         alone = Line.whole(tour, RandomWeights(arch))
         grown = resident_bytes() - before
-        weights = f"{alone.stage.num_params / 1e6:5.1f} M parameters, {alone.stage.weight_bytes / MIB:5.1f} MiB"
+        alone_mib = alone.stage.weight_bytes / MIB
+        weights = f"{alone.stage.num_params / 1e6:5.1f} M parameters, {alone_mib:5.1f} MiB"
         tour.say(f"  together: {weights} in one process, which grew by {grown / MIB:5.1f} MiB")
 
     stages = (1, 2, 4, 8)
@@ -175,16 +168,16 @@ def memory(tour: Tour) -> None:
     if tour.pictures is not None:
         tour.say(f"\n  {tour.pictures.memory(needs, stages)}")
     tour.explain(
-        """Seen: stages divide blocks and caches among them. The embedding is kept twice: the first stage reads
-        it, and the last one multiplies by it."""
+        f"""Seen: the fullest of {tour.size} stages holds {max(stage_mib):.1f} MiB of weights, one process
+        {alone_mib:.1f} MiB; either way the embedding is held twice, to be read at the front and to be multiplied
+        by at the end."""
     )
 
 
 def fullest_stage_gib(arch: Architecture, num_stages: int) -> float:
     """Weights and caches, two bytes per number, of the stage that needs most."""
-    kept_once = arch.padded_vocab_size * arch.width if num_stages == 1 else 0
     return max(
-        2 * (stage_params(arch, layout) - kept_once) + 32 * 1024 * arch.kv_bytes_per_token(layout.num_layers, 2)
+        2 * stage_params(arch, layout) + 32 * 1024 * arch.kv_bytes_per_token(layout.num_layers, 2)
         for layout in stage_layouts(split_by_weight(arch, num_stages))
     ) / GIB
 
@@ -199,17 +192,19 @@ def efficiency(tour: Tour) -> None:
 
     tour.explain(
         f"""Decoding adds the LM head to the last stage, where it weighs as much as
-        {arch.head_params / arch.block_params:.1f} blocks. {p} microbatches in flight, of {NUM_PROMPTS // p}
-        sequences each, with blocks split evenly and by weight:"""
+        {arch.head_params / arch.block_params:.1f} blocks. {NUM_PROMPTS} sequences in {p} microbatches, with
+        blocks split evenly and by weight:"""
     )
     tour.say(f"  {'blocks':12} {'ms per step on each stage':>28}   balance: predicted   measured   tokens/s")
     checkpoint = RandomWeights(arch)
     lines = {split: Line.of(tour, checkpoint, split) for split in (even_split(arch, p), split_by_weight(arch, p))}
+    balances = []
     for split, line in lines.items():
         decode(tour, line, NUM_PROMPTS, p, rounds=2)
         run = decode(tour, line, NUM_PROMPTS, p, rounds=16)
         steps = " ".join(f"{ms:6.2f}" for ms in run.step_ms)
         predicted, measured = balance(decode_parts(arch).costs(split)), balance(tuple(run.step_ms))
+        balances.append(measured)
         blocks = ",".join(map(str, split))
         tour.say(f"  {blocks:12} {steps:>28} {predicted:20.0%} {measured:10.0%} {run.tokens_per_s:10.0f}")
 
@@ -227,9 +222,10 @@ def efficiency(tour: Tour) -> None:
     if tour.pictures is not None:
         tour.say(f"\n  {tour.pictures.efficiency(schedules, {run.in_flight: run.tokens_per_s for run in runs})}")
     tour.explain(
-        f"""Seen: {schedules[-1].m} microbatches brought the bubble from {schedules[0].bubble:.0%} to
-        {schedules[-1].bubble:.0%}; a split that forgets the LM head makes one stage wait for another; and a
-        single sequence keeps {sum(runs[0].busy):.1f} of {p} stages busy."""
+        f"""Seen: stages stand still {schedules[0].bubble:.0%} of the time with one microbatch and
+        {schedules[-1].bubble:.0%} with {schedules[-1].m}; an even split balances them to {balances[0]:.0%}, one
+        that counts the LM head to {balances[-1]:.0%}; a single sequence keeps {sum(runs[0].busy):.1f} of {p}
+        stages busy, {p} sequences {sum(runs[p - 1].busy):.1f}."""
     )
 
 
@@ -264,16 +260,23 @@ def show_generation(tour: Tour, trace: Path) -> None:
         print(f"  {PROMPT}", end="", flush=True)
         calm = read_stream(client, PROMPT, show, max_tokens=100, seed=7, ignore_eos=True)
         looks.append(client.topology())
-        ttft, decoding = calm.arrivals[0], calm.arrivals[-1] - calm.arrivals[0]
-        tokens_per_s = (len(calm.arrivals) - 1) / max(decoding, 1e-9)
-        print(f"\n\n  first token after {ttft * 1e3:.1f} ms, then {tokens_per_s:.0f} tokens/s\n")
-        many = 4 * tour.size
+        speed = f"first token after {calm.arrivals[0] * 1e3:.1f} ms, then {calm.tokens_per_s:.0f} tokens/s"
+        print(f"\n\n  {speed}\n")
+        many, started = 4 * tour.size, time.monotonic()
         with ThreadPoolExecutor(many) as readers:
             for seed in range(many):
                 readers.submit(read_stream, client, PROMPT, None, max_tokens=100, seed=seed, ignore_eos=True)
+        together_per_s = many * 100 / (time.monotonic() - started)
         looks.append(client.topology())
-        show_times("one stream", spent(looks[0], looks[1]))
-        show_times(f"{many} streams", spent(looks[1], looks[2]))
+        tour.explain(
+            """Where the stages' time went. In a bubble a stage waits while there is work: for steps in flight
+            (fill_drain), the stage before (imbalance), hidden states on their way (transfer), tokens on their way
+            back (token_return), or the head and its own preparations (host, which weighs most in short steps):"""
+        )
+        bubbles = [
+            show_times(label, spent(*between))
+            for label, between in zip(("one stream", f"{many} streams"), pairwise(looks), strict=True)
+        ]
 
         tour.explain(f"The same request again; this time stage {tour.size - 1} is killed while it streams:")
         print(f"  {PROMPT}", end="", flush=True)
@@ -284,17 +287,20 @@ def show_generation(tour: Tour, trace: Path) -> None:
     if tour.pictures is not None:
         print(f"  {tour.pictures.timeline({'undisturbed': calm, 'a stage killed': hurt}, trace)}")
     tour.explain(
-        f"""Seen: tokens stream while they are made, more streams fill the bubbles, and a stage that dies costs
-        {hurt.longest_pause:.1f} seconds, not a character."""
+        f"""Seen: one stream had its {speed}, with bubbles for {bubbles[0]:.0%} of the stages' time; {many}
+        together had {together_per_s:.0f} tokens/s, with {bubbles[1]:.0%}; and the stage that died cost a pause of
+        {hurt.longest_pause:.1f} seconds, but not a character."""
     )
 
 
-def show_times(label: str, stages: Sequence[StageTime]) -> None:
-    for stage, time in enumerate(stages):
-        causes = ", ".join(f"{cause} {share:.0%}" for cause, share in time.bubble.items() if share >= 0.005)
-        bubble = sum(time.bubble.values())
-        times = f"busy {time.busy:4.0%}, idle {time.idle:4.0%}, bubble {bubble:4.0%} ({causes})"
+def show_times(label: str, stages: Sequence[StageTime]) -> float:
+    """One line per stage; returns the bubbles' share of all stages' time."""
+    for stage, shares in enumerate(stages):
+        causes = ", ".join(f"{cause} {share:.0%}" for cause, share in shares.bubble.items() if share >= 0.005)
+        bubble = sum(shares.bubble.values())
+        times = f"busy {shares.busy:4.0%}, idle {shares.idle:4.0%}, bubble {bubble:4.0%} ({causes})"
         print(f"  {label:>10}, stage {stage}: {times}")
+    return sum(sum(shares.bubble.values()) for shares in stages) / len(stages)
 
 
 def transports(tour: Tour) -> None:
@@ -307,13 +313,16 @@ def transports(tour: Tour) -> None:
         receiver waits for them, and how much passes when frame follows frame."""
     )
     tour.say("            " + "".join(f"{f'T = {rows}':>24}" for rows in sizes))
+    latencies = []
     for kind in kinds:
         hops = [measure_hop(tour, kind, rows, width) for rows in sizes]
+        latencies += [f"{hop.latency_us:.0f} us by {kind}" for hop in hops[1:2] if hop is not None]
         cells = [f"{hop.latency_us:6.0f} us {hop.bytes_per_s / 1e6:7.0f} MB/s" for hop in hops if hop is not None]
         tour.say(f"  {kind:10}" + "".join(f"{cell:>24}" for cell in cells))
     tour.explain(
-        """Seen: a hop costs microseconds, beside steps of milliseconds. Within one process the tensor itself
-        changes hands (.to() copies between devices only), shared memory takes one copy, a socket several."""
+        f"""Seen: {sizes[1]} tokens reach the next stage after {", ".join(latencies)}. Within one process the
+        tensor itself changes hands (.to() copies between devices only), shared memory takes one copy, a socket
+        several."""
     )
 
 
@@ -343,7 +352,10 @@ def take_the_tour(options: argparse.Namespace) -> None:
 def check(options: argparse.Namespace, num_stages: int) -> None:
     """What can be known to fail, fails before any rank has begun to work. Raises PpserveError."""
     require(num_stages >= 2, f"--stages: {num_stages} is no pipeline; it takes at least 2")
-    num_blocks = min(read_architecture(options.model).num_layers, PRACTICE_MODEL.num_layers)
+    try:
+        num_blocks = min(read_architecture(options.model).num_layers, PRACTICE_MODEL.num_layers)
+    except PpserveError as error:
+        raise TourError(str(error)) from error
     cannot = f"--stages: {num_stages} stages cannot share {num_blocks} blocks ({options.model})"
     require(num_stages <= num_blocks, cannot)
     if options.plot is not None:
@@ -353,7 +365,7 @@ def check(options: argparse.Namespace, num_stages: int) -> None:
         if os.environ.get("RANK", "0") == "0":
             socket.create_server(("127.0.0.1", options.port)).close()
     except OSError as error:
-        raise TourError(f"--port: {options.port} cannot be used: {error.strerror}") from error
+        raise TourError(f"--port: {options.port} cannot be used: {os.strerror(error.errno or 0)}") from error
 
 
 def main(arguments: Sequence[str]) -> int:
@@ -377,6 +389,8 @@ def main(arguments: Sequence[str]) -> int:
     except PpserveError as error:
         if speaks or not isinstance(error, TourError):
             print(f"demo: {error}", file=sys.stderr, flush=True)
+        else:
+            time.sleep(2)  # the first rank to go takes the others with it, and one of them is still to speak
         return 1
     return 0
 

@@ -55,6 +55,17 @@ class Schedule:
         """If all parts took the same time and hops took none: every stage waits p - 1 clocks of m + p - 1."""
         return (self.num_stages - 1) / (self.m + self.num_stages - 1)
 
+    def rows(self, columns: int) -> list[str]:
+        """Drawn to scale: one row of characters per stage, the number of the microbatch that it computed then."""
+        rows = []
+        for spans in self.spans:
+            row = ["."] * columns
+            for k, (begun, ended) in enumerate(spans):
+                first, last = begun * columns // self.wall, ended * columns // self.wall
+                row[first : max(last, first + 1)] = str(k) * max(last - first, 1)
+            rows.append("".join(row[:columns]))
+        return rows
+
 
 def practice_prompts(num_sequences: int, num_tokens: int, vocab_size: int) -> list[list[int]]:
     """The same on every rank."""

@@ -67,6 +67,7 @@ class Pictures:
         panel.set_xticks(range(len(models)), list(models))
         panel.set_yscale("log")
         panel.set_yticks((1, 3, 10, 30), ("1", "3", "10", "30"))
+        panel.minorticks_off()
         panel.set_ylabel("GiB on the fullest stage")
         panel.set_title("weights, keys and values of 32 x 1,024 tokens, bfloat16", loc="left", fontsize=10)
         panel.legend(frameon=False)

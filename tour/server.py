@@ -123,6 +123,11 @@ class Stream:
     def longest_pause(self) -> float:
         return max(b - a for a, b in pairwise(self.arrivals))
 
+    @property
+    def tokens_per_s(self) -> float:
+        """After the first token."""
+        return (len(self.arrivals) - 1) / max(self.arrivals[-1] - self.arrivals[0], 1e-9)
+
 
 def read_stream(
     client: Client, prompt: str, seen: Callable[[str, int], object] | None = None, **options: Unpack[Options]

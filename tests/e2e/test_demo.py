@@ -114,7 +114,7 @@ def test_a_perfect_schedule_has_the_ideal_bubble() -> None:
 
 
 def test_a_schedule_is_drawn_to_scale() -> None:
-    assert demo.drawn_to_scale(PERFECT, 12) == ["00112233....", "..00112233..", "....00112233"]
+    assert PERFECT.rows(12) == ["00112233....", "..00112233..", "....00112233"]
 
 
 def test_a_trace_that_broke_off_is_read(tmp_path: Path) -> None:

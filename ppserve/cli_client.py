@@ -15,36 +15,40 @@ from typing import Any, cast
 import click
 
 from ppserve.cli_connection import connection, connection_options
+from ppserve.cli_types import Text, Whole
 from ppserve.client import AsyncClient, CallFailed, Chunk, Client, RetryPolicy
 from ppserve.client.values import Options, completion_of
-from ppserve.errors import ConfigError
+from ppserve.errors import ConfigError, PpserveError
+
+# What the proto's uint32 holds.
+_COUNT = Whole(32)
 
 # Option of a request, its type (bool: a flag; a tuple: may be given several times), and what it does.
 _REQUEST_OPTIONS: tuple[tuple[str, Any, str], ...] = (
-    ("max_tokens", int, "Tokens to generate at most. Default: as many as fit the context."),
-    ("min_tokens", int, "Tokens before anything may end the text."),
+    ("max_tokens", _COUNT, "Tokens to generate at most. Default: as many as fit the context."),
+    ("min_tokens", _COUNT, "Tokens before anything may end the text."),
     ("temperature", float, "0 is greedy. Default: 1."),
-    ("top_k", int, "Draw from the k most likely tokens. 0: from all."),
+    ("top_k", _COUNT, "Draw from the k most likely tokens. 0: from all."),
     ("top_p", float, "Draw from the most likely tokens that sum to this."),
     ("min_p", float, "Leave out tokens less likely than this part of the most likely one."),
     ("repetition_penalty", float, "Above 1 makes tokens that occurred less likely."),
     ("frequency_penalty", float, "Taken off a token's logit for each time it was generated."),
     ("presence_penalty", float, "Taken off a token's logit once it was generated."),
-    ("seed", int, "Makes the answer reproducible. Default: random, and told with --json."),
-    ("n", int, "Sequences to generate."),
-    ("stop", (str,), "A string that ends the text. May be repeated."),
-    ("stop_token_ids", (int,), "A token that ends the text. May be repeated."),
+    ("seed", Whole(64), "Makes the answer reproducible. Default: random, and told with --json."),
+    ("n", _COUNT, "Sequences to generate."),
+    ("stop", (Text(),), "A string that ends the text. May be repeated."),
+    ("stop_token_ids", (_COUNT,), "A token that ends the text. May be repeated."),
     ("ignore_eos", bool, "Go on when the model ends its text."),
     ("include_stop", bool, "Keep the stop string that matched."),
     ("echo", bool, "Print the prompt before the answer."),
-    ("logprobs", int, "Log-probabilities, and those of so many alternatives (with --json)."),
-    ("prompt_logprobs", int, "The same for the prompt's tokens (with --json)."),
+    ("logprobs", _COUNT, "Log-probabilities, and those of so many alternatives (with --json)."),
+    ("prompt_logprobs", _COUNT, "The same for the prompt's tokens (with --json)."),
     ("token_ids", bool, "Ids and bytes of tokens (with --json)."),
     ("timings", bool, "Where the time went (with --json)."),
-    ("stream_interval", int, "Tokens per message."),
-    ("priority", int, "Higher is admitted first."),
-    ("request_id", str, "A name for the server's log."),
-    ("timeout_s", float, "Seconds to wait for the answer."),
+    ("stream_interval", _COUNT, "Tokens per message."),
+    ("priority", Whole(32, signed=True), "Higher is admitted first."),
+    ("request_id", Text(), "A name for the server's log."),
+    ("timeout_s", click.FloatRange(min=0, min_open=True), "Seconds to wait for the answer."),
 )
 
 
@@ -66,7 +70,7 @@ def _request_options(command: Callable[..., Any]) -> Callable[..., Any]:
 
 
 @click.command()
-@click.argument("prompt", required=False)
+@click.argument("prompt", required=False, type=Text())
 @click.option("--prompts", type=click.Path(path_type=Path), metavar="FILE",
               help="Answer every line of a file instead, several at once, in the file's order.")
 @click.option("--concurrency", type=click.IntRange(1), default=16, show_default=True, help="How many at once.")
@@ -82,19 +86,17 @@ def generate(
 
     Ctrl-C cancels. Exit codes: 0 answered, 1 refused or failed, 2 wrong usage, 130 cancelled.
     """
-    texts = _prompts(prompt, prompts)
+    asked = _prompts(prompt, prompts)
     options = _options(flags)
     printer = _Printer(as_json, stream, numbered=prompts is not None)
     try:
-        asyncio.run(_answer_all(texts, options, flags, printer, concurrency))
+        asyncio.run(_answer_all(asked, options, flags, printer, concurrency))
     except KeyboardInterrupt:
         printer.interrupted()
         sys.exit(130)
     except BrokenPipeError:  # `ppserve generate ... | head`
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         sys.exit(141)
-    except (ValueError, TypeError) as error:
-        raise click.UsageError(str(error)) from None
 
 
 @click.command()
@@ -107,6 +109,14 @@ def health(service: str, timeout_s: float, **flags: Any) -> None:
         serving = client.is_serving(service, timeout_s)
     click.echo("SERVING" if serving else "NOT_SERVING")
     sys.exit(0 if serving else 1)
+
+
+@dataclasses.dataclass(frozen=True)
+class _Prompt:
+    """origin: where it was read, to put before what went wrong with it."""
+
+    text: str
+    origin: str = ""
 
 
 class _Printer:
@@ -137,11 +147,16 @@ class _Printer:
             self._object(place, completion)
             return
         for sequence in completion.sequences:
+            if len(completion.sequences) > 1:
+                self._write(self._header(place, sequence.index))
             self._write(sequence.text + "\n")
 
     def interrupted(self) -> None:
         if self._in_line:
             self._write("\n")
+
+    def _header(self, place: int, index: int) -> str:
+        return f"--- prompt {place}, answer {index} ---\n" if self._numbered else f"--- answer {index} ---\n"
 
     def _object(self, place: int, value: Any) -> None:
         fields = _plain(value)
@@ -153,22 +168,25 @@ class _Printer:
 
 
 async def _answer_all(
-    texts: list[str], options: Options, flags: dict[str, Any], printer: _Printer, concurrency: int
+    prompts: list[_Prompt], options: Options, flags: dict[str, Any], printer: _Printer, concurrency: int
 ) -> None:
     room = asyncio.Semaphore(concurrency)
     async with AsyncClient(**connection(flags), retry=RetryPolicy(on_retry=_tell)) as client:
         await client.is_serving()  # nobody there is told at once, not after all retries
 
-        async def answer(place: int, text: str) -> list[Chunk]:
+        async def answer(place: int, prompt: _Prompt) -> list[Chunk]:
             async with room:
                 chunks = []
-                async for chunk in client.stream(text, **options):
-                    chunks.append(chunk)
-                    if printer.takes_chunks(options):
-                        printer.chunk(place, chunk)
+                try:
+                    async for chunk in client.stream(prompt.text, **options):
+                        chunks.append(chunk)
+                        if printer.takes_chunks(options):
+                            printer.chunk(place, chunk)
+                except CallFailed as failure:
+                    raise PpserveError(f"{prompt.origin}{failure}") from failure
                 return chunks
 
-        answers = [asyncio.ensure_future(answer(place, text)) for place, text in enumerate(texts)]
+        answers = [asyncio.ensure_future(answer(place, prompt)) for place, prompt in enumerate(prompts)]
         try:
             for place, waiting in enumerate(answers):
                 chunks = await waiting
@@ -184,17 +202,26 @@ def _tell(failure: CallFailed) -> None:
     click.echo(f"ppserve: trying again: {failure}", err=True)
 
 
-def _prompts(prompt: str | None, file: Path | None) -> list[str]:
-    if (prompt is None) == (file is None):
+def _prompts(prompt: str | None, file: Path | None) -> list[_Prompt]:
+    if file is None and prompt == "-":
+        return [_Prompt(_text(sys.stdin.buffer.read().removesuffix(b"\n"), "standard input"))]
+    if file is None and prompt is not None:
+        return [_Prompt(prompt)]
+    if file is None or prompt is not None:
         raise click.UsageError("give a PROMPT (- for standard input), or --prompts FILE")
     try:
-        if file is not None:
-            return file.read_text().splitlines()
-        return [sys.stdin.read().removesuffix("\n") if prompt == "-" else str(prompt)]
-    except UnicodeDecodeError:
-        raise click.UsageError("the prompt is not UTF-8 text") from None
+        lines = file.read_bytes().splitlines()
     except OSError as error:
         raise ConfigError("--prompts", f"cannot read {file}: {error.strerror}") from None
+    origins = [f"{file}, line {number}" for number in range(1, len(lines) + 1)]
+    return [_Prompt(_text(line, origin), f"{origin}: ") for line, origin in zip(lines, origins, strict=True)]
+
+
+def _text(line: bytes, origin: str) -> str:
+    try:
+        return line.decode()
+    except UnicodeDecodeError:
+        raise click.UsageError(f"{origin}: not UTF-8 text") from None
 
 
 def _options(flags: dict[str, Any]) -> Options:
@@ -213,8 +240,8 @@ def _options(flags: dict[str, Any]) -> Options:
 def _bias(text: str) -> tuple[int, float]:
     token_id, _, bias = text.partition("=")
     try:
-        return int(token_id), float(bias)
-    except ValueError:
+        return _COUNT.convert(token_id, None, None), float(bias)
+    except (ValueError, click.BadParameter):
         raise click.BadParameter(f"{text!r} is not ID=BIAS", param_hint="--logit-bias") from None
 
 

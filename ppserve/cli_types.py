@@ -1,4 +1,4 @@
-"""Flag types that click does not have: sizes, layer splits, `auto` or a number."""
+"""Flag types that click does not have: sizes, layer splits, `auto` or a number, text, numbers of some bits."""
 
 from __future__ import annotations
 
@@ -22,6 +22,38 @@ class ByteSize(click.ParamType[Any]):
         if match is None or float(match[1]) == 0:
             self.fail(f"{value!r} is not a size such as 512M or 2GiB", param, ctx)
         return int(float(match[1]) * _UNITS[match[2].upper()])
+
+
+class Text(click.ParamType[Any]):
+    """Text. Bytes that are not UTF-8 reach a program as lone surrogates, which no message can hold."""
+
+    name = "text"
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> str:
+        try:
+            str(value).encode()
+        except UnicodeEncodeError:
+            self.fail("not UTF-8 text", param, ctx)
+        return str(value)
+
+
+class Whole(click.ParamType[Any]):
+    """A whole number that `bits` bits hold."""
+
+    name = "integer"
+
+    def __init__(self, bits: int, signed: bool = False) -> None:
+        self._low = -(1 << (bits - 1)) if signed else 0
+        self._high = self._low + (1 << bits) - 1
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> int:
+        try:
+            number = int(value)
+        except ValueError:
+            self.fail(f"{value!r} is not a whole number", param, ctx)
+        if not self._low <= number <= self._high:
+            self.fail(f"{number} is outside {self._low} to {self._high}", param, ctx)
+        return number
 
 
 class AutoOr(click.ParamType[Any]):

@@ -80,7 +80,15 @@ def test_prompts_from_a_file_in_its_order(target: str, tmp_path: Path) -> None:
     ("arguments", "code", "words"),
     [
         (("hello", "--top-p", "3", "--n", "99"), 1, ("INVALID_ARGUMENT", "sampling.top_p", "sampling.n")),
-        (("hello", "--max-tokens", "-3"), 2, ("-3",)),
+        (("hello", "--max-tokens", "-3"), 2, ("--max-tokens", "-3", "0 to 4294967295")),
+        (("hello", "--top-k", "4294967296"), 2, ("--top-k", "4294967296")),
+        (("hello", "--stop-token-id", "1", "--stop-token-id", "-1"), 2, ("--stop-token-id", "-1")),
+        (("hello", "--seed", "18446744073709551616"), 2, ("--seed", "18446744073709551615")),
+        (("hello", "--priority", "2147483648"), 2, ("--priority", "-2147483648 to 2147483647")),
+        (("hello", "--logit-bias", "-1=2"), 2, ("--logit-bias", "-1=2")),
+        (("hello", "--timeout", "0"), 2, ("--timeout", "0")),
+        (("\udcff",), 2, ("PROMPT", "UTF-8")),
+        (("hello", "--stop", "\udcff"), 2, ("--stop", "UTF-8")),
         (("hello", "--max-tokens", "many"), 2, ("--max-tokens", "many")),
         (("hello", "--logit-bias", "three"), 2, ("--logit-bias", "ID=BIAS")),
         ((), 2, ("PROMPT",)),
@@ -96,6 +104,36 @@ def test_mistakes_are_one_line(target: str, arguments: tuple[str, ...], code: in
     assert done.stdout == ""
     assert len(done.stderr.splitlines()) == 1
     assert all(word in done.stderr for word in words), done.stderr
+
+
+def test_a_prompt_that_is_not_utf_8_is_named(target: str, tmp_path: Path) -> None:
+    file = tmp_path / "prompts"
+    file.write_bytes(b"one\n\xff\xfe\n")
+    for arguments, stdin, origin in (["-"], b"\xff", "standard input"), (["--prompts", str(file)], b"", f"{file}, line 2"):
+        words = command(target, "generate", *arguments)
+        done = subprocess.run(words, input=stdin, capture_output=True, timeout=60)
+        assert (done.returncode, done.stdout) == (2, b"")
+        assert done.stderr.decode() == f"ppserve: error: {origin}: not UTF-8 text\n"
+
+
+def test_a_refused_line_of_a_file_is_named(target: str, tmp_path: Path) -> None:
+    file = tmp_path / "prompts"
+    file.write_text("one\n" + "x" * 70 + "\n")
+    done = ppserve(target, "generate", "--prompts", str(file), "--max-tokens", "4", "--seed", "7")
+    assert (done.returncode, len(done.stdout.splitlines())) == (1, 1)
+    assert done.stderr.startswith(f"ppserve: error: {file}, line 2: INVALID_ARGUMENT: prompt: 70 tokens")
+
+
+def test_several_answers_are_told_apart(target: str, tmp_path: Path) -> None:
+    file = tmp_path / "prompts"
+    file.write_text("one\ntwo\n")
+    flags = ("--max-tokens", "4", "--seed", "7", "--n", "2")
+    lines = ppserve(target, "generate", "one", *flags).stdout.splitlines()
+    assert lines[::2] == ["--- answer 0 ---", "--- answer 1 ---"]
+    assert lines[1] == ppserve(target, "generate", "one", "--max-tokens", "4", "--seed", "7").stdout.strip()
+    every = ppserve(target, "generate", "--prompts", str(file), *flags).stdout.splitlines()
+    assert every[::2] == [f"--- prompt {place}, answer {index} ---" for place in range(2) for index in range(2)]
+    assert every[1:4:2] == lines[1::2]
 
 
 def test_nobody_there_is_told_at_once() -> None:

@@ -7,6 +7,8 @@ from collections.abc import Sequence as Ids
 from dataclasses import dataclass
 from typing import Any, TypedDict
 
+from google.protobuf.message import Message
+
 from ppserve.v1 import generation_pb2 as pb
 
 Prompt = str | Ids[int]
@@ -150,14 +152,23 @@ def request_of(prompt: Prompt, options: Options) -> pb.GenerateRequest:
         # `stop` is also the name of the message that holds it, as `token_ids` is that of the prompt.
         if home is None:
             raise TypeError(f"there is no option {name!r}")
-        field = getattr(home, name)
-        if isinstance(value, Mapping):
-            field.update(value)
-        elif not isinstance(value, str) and isinstance(value, Iterable):
-            field.extend(value)
-        else:
-            setattr(home, name, value)
+        try:
+            _fill(home, name, value)
+        except TypeError as error:
+            raise TypeError(f"{name}: {error}") from None
+        except ValueError as error:
+            raise ValueError(f"{name}: {error}") from None
     return request
+
+
+def _fill(home: Message, name: str, value: Any) -> None:
+    field = getattr(home, name)
+    if isinstance(value, Mapping):
+        field.update(value)
+    elif not isinstance(value, str) and isinstance(value, Iterable):
+        field.extend(value)
+    else:
+        setattr(home, name, value)
 
 
 _OPTIONS = frozenset(Options.__annotations__)

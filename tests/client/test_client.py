@@ -87,8 +87,12 @@ def test_options_that_do_not_exist_or_fit() -> None:
     with Client("127.0.0.1:1") as client:
         with pytest.raises(TypeError, match="'temprature'"):
             client.generate("a", temprature=1.0)  # type: ignore[call-arg]
-        with pytest.raises(ValueError, match="-1"):
+        with pytest.raises(ValueError, match=r"^max_tokens: .*-1"):
             client.generate("a", max_tokens=-1)
+        with pytest.raises(ValueError, match=r"^stop: "):
+            client.generate("a", stop=["\udcff"])
+        with pytest.raises(TypeError, match=r"^temperature: "):
+            client.generate("a", temperature="warm")  # type: ignore[arg-type]
 
 
 def test_refusals_name_the_field() -> None:

@@ -1,11 +1,14 @@
 """Does this machine keep the promise that a row does not feel its neighbours? Asked once, at start-up.
 
 Our own kernels keep it by construction; a library's keep it where it was tried. So the question is put to
-the stage's own weights and shapes: a few row counts, and one prompt at once, in chunks and token by token.
-On the way every kernel is compiled (or read from its cache), so that no request waits for that.
+the stage's own weights, shapes and threads: row counts up to the largest that are used, and one block with
+prompts at once, in chunks, in company and token by token. On the way every kernel is compiled (or read from
+its cache), so that no request waits for that.
 """
 
 from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
 
 import torch
 
@@ -17,15 +20,42 @@ from ppserve.model.linear import Linear
 from ppserve.model.sampling import warm_up
 
 _ROW_COUNTS = (1, 2, 3, 5, 17, 64, 65, 128)
-_HEAD_ROW_COUNTS = (1, 2, 3, 17)
-_POSITIONS = 41
+# The head reads at most 64 rows at a time.
+_HEAD_ROW_COUNTS = (1, 2, 3, 17, 64)
 _BLOCK_SIZE = 16
+
+# Three sequences; the first is long enough to be shared among threads.
+_LENGTHS = (130, 41, 7)
+# (sequence, first position, rows): a slice of a step.
+_Part = tuple[int, int, int]
+_WHOLE: tuple[_Part, ...] = tuple((number, 0, length) for number, length in enumerate(_LENGTHS))
+
+
+def _in_chunks(sequence: int, chunk: int) -> list[list[_Part]]:
+    length = _LENGTHS[sequence]
+    return [[(sequence, start, min(chunk, length - start))] for start in range(0, length, chunk)]
+
+
+# What must give every row the same numbers as each prompt computed at once and alone: lists of steps.
+_WAYS: dict[str, list[list[_Part]]] = {
+    "token by token": _in_chunks(1, 1),
+    "in chunks of 7": _in_chunks(0, 7),
+    "in chunks of 64": _in_chunks(0, 64),
+    "in one step with others": [list(_WHOLE)],
+    "ending in a step of decodes": [
+        [(number, 0, length - 1) for number, _, length in _WHOLE],
+        [(number, length - 1, 1) for number, _, length in _WHOLE],
+    ],
+}
 
 
 @torch.inference_mode()
 def check_determinism(stage: GPT2Stage) -> str | None:
-    """None when every promise holds on this machine; else the reason in words. Takes well under a
-    second, and on a machine's first start what compiling takes."""
+    """None when every promise holds on this machine; else the first check that failed, in words.
+
+    Takes well under a second or, with a large head or wide blocks, one or two; on a machine's first start
+    what compiling takes.
+    """
     generator = torch.Generator().manual_seed(0)
     if stage.head is not None:
         warm_up()
@@ -36,41 +66,66 @@ def check_determinism(stage: GPT2Stage) -> str | None:
     for linear in stage.blocks[0].linears:
         if reason := _check_linear(stage, linear, _ROW_COUNTS, generator):
             return f"a linear layer of {linear.num_inputs} inputs: {reason}"
-    return _check_chunks(stage, generator)
+    return _check_block(stage, generator)
+
+
+def describe_kernels(stage: GPT2Stage) -> str:
+    """What this stage computes with. Where two stages' descriptions differ, so may their bits."""
+    block = stage.blocks[0]
+    parts = [*sorted({type(linear).__name__ for linear in block.linears}), type(block.attention).__name__]
+    # The norms are torch's own, and so are most kernels on a GPU.
+    if stage.device.type == "cuda":
+        return ", ".join([*parts, torch.cuda.get_device_name(stage.device)])
+    return ", ".join([*parts, f"torch for {torch.backends.cpu.get_cpu_capability()}"])
 
 
 def _check_linear(
     stage: GPT2Stage, linear: Linear, row_counts: tuple[int, ...], generator: torch.Generator
 ) -> str | None:
-    """Whether the first rows come out the same with more rows after them."""
+    """Whether the first rows come out the same with more rows after them, and the last with more before."""
     x_TK = torch.randn(row_counts[-1], linear.num_inputs, generator=generator)
     x_TK = x_TK.to(stage.device, stage.compute_dtype)
     y_TN = linear(x_TK)
     for count in row_counts[:-1]:
         if not torch.equal(linear(x_TK[:count]), y_TN[:count]):
             return f"rows differ between {count} and {row_counts[-1]} rows at once"
+        if not torch.equal(linear(x_TK[-count:]), y_TN[-count:]):
+            return f"the last rows differ between {count} and {row_counts[-1]} rows at once"
     return None
 
 
-def _check_chunks(stage: GPT2Stage, generator: torch.Generator) -> str | None:
-    """Whether one block gives a prompt the same hidden states however it is cut."""
-    x_TD = torch.randn(_POSITIONS, stage.arch.width, generator=generator).to(stage.device, stage.compute_dtype)
-    whole_TD = _through_block(stage, x_TD, _POSITIONS)
-    for chunk in (1, 7):
-        if not torch.equal(_through_block(stage, x_TD, chunk), whole_TD):
-            return f"hidden states differ between chunks of {chunk} and the whole prompt"
+def _check_block(stage: GPT2Stage, generator: torch.Generator) -> str | None:
+    """Whether one block gives prompts the same hidden states however they are cut and whoever is beside."""
+    prompts_TD = [
+        torch.randn(length, stage.arch.width, generator=generator).to(stage.device, stage.compute_dtype)
+        for length in _LENGTHS
+    ]
+    alone_TD = [_through_block(stage, prompts_TD, [[part]])[part[0]] for part in _WHOLE]
+    for way, steps in _WAYS.items():
+        for number, rows_TD in _through_block(stage, prompts_TD, steps).items():
+            if not torch.equal(rows_TD, alone_TD[number]):
+                return f"hidden states of a prompt {way} differ from the same prompt at once and alone"
     return None
 
 
-def _through_block(stage: GPT2Stage, x_TD: torch.Tensor, chunk: int) -> torch.Tensor:
-    """The stage's first block over all positions, `chunk` at a time, on a cache of its own."""
-    num_blocks = -(-_POSITIONS // _BLOCK_SIZE)
+def _through_block(
+    stage: GPT2Stage, prompts_TD: Sequence[torch.Tensor], steps: Iterable[Sequence[_Part]]
+) -> dict[int, torch.Tensor]:
+    """The stage's first block, step by step, on a cache of its own: sequence number → all its rows."""
+    tables, num_blocks = [], 0
+    for length in _LENGTHS:
+        needed = -(-length // _BLOCK_SIZE)
+        tables.append(tuple(reversed(range(num_blocks, num_blocks + needed))))
+        num_blocks += needed
     dtype = str(stage.dtype).removeprefix("torch.")
     cache = KVCache(stage.arch, stage.layout, num_blocks, _BLOCK_SIZE, dtype, stage.device)
-    done = []
-    for start in range(0, _POSITIONS, chunk):
-        rows_TD = x_TD[start : start + chunk]
-        cut = Slice(0, start, (0,) * len(rows_TD), tuple(reversed(range(num_blocks))))
-        inputs = build_inputs(StepPlan(0, 0, 0, (cut,)), stage.layout, _BLOCK_SIZE, stage.device)
-        done.append(stage.blocks[0](rows_TD, inputs, cache))
-    return torch.cat(done)
+    done: dict[int, list[torch.Tensor]] = {}
+    for parts in steps:
+        rows_TD = torch.cat([prompts_TD[number][start : start + count] for number, start, count in parts])
+        slices = tuple(Slice(number, start, (0,) * count, tables[number]) for number, start, count in parts)
+        inputs = build_inputs(StepPlan(0, 0, 0, slices), stage.layout, _BLOCK_SIZE, stage.device)
+        mixed_TD = stage.blocks[0](rows_TD, inputs, cache)
+        each_TD = torch.split(mixed_TD, [count for _, _, count in parts])
+        for (number, _, _), part_TD in zip(parts, each_TD, strict=True):
+            done.setdefault(number, []).append(part_TD)
+    return {number: torch.cat(parts_TD) for number, parts_TD in done.items()}

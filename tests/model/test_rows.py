@@ -11,8 +11,10 @@ from ppserve.core.plan import Draw
 from ppserve.model.activations import TORCH as ACTIVATIONS
 from ppserve.model.activations import activation_for
 from ppserve.model.attention import BlockAttention, TorchAttention
+from ppserve.model.inputs import StepInputs
+from ppserve.model.kv_cache import KVCache
 from ppserve.model.linear import Linear, PackedLinear, PanelLinear
-from ppserve.model.selftest import check_determinism
+from ppserve.model.selftest import check_determinism, describe_kernels
 from ppserve.model.threads import Threads
 from tests.model.pipelines import CPU, GREEDY, Pipeline, prompt
 from tests.model.random_checkpoint import RandomCheckpoint, architecture
@@ -189,3 +191,33 @@ def test_selftest_passes_and_can_fail(dtype: str) -> None:
 
     stage.blocks[0].linears = (FeelsNeighbours(),)
     assert check_determinism(stage) == "a linear layer of 200 inputs: rows differ between 1 and 128 rows at once"
+
+
+@pytest.mark.parametrize(
+    ("feels", "way"),
+    [
+        (lambda inputs: inputs.num_rows == 1, "token by token"),
+        (lambda inputs: inputs.num_rows == 7 and inputs.start_S[0] > 0, "in chunks of 7"),
+        (lambda inputs: inputs.num_rows == 64, "in chunks of 64"),
+        (lambda inputs: len(inputs.start_S) > 1 and inputs.start_S[0] == 0, "in one step with others"),
+        (lambda inputs: len(inputs.start_S) > 1 and inputs.start_S[0] > 0, "ending in a step of decodes"),
+    ],
+)
+def test_selftest_says_which_company_was_felt(feels: Callable[[StepInputs], bool], way: str) -> None:
+    stage = Pipeline(RandomCheckpoint(architecture()), (1, 1)).stages[0]
+    exact = stage.blocks[0].attention
+
+    def attend(qkv: torch.Tensor, cache: KVCache, layer: int, inputs: StepInputs, scale: float) -> torch.Tensor:
+        return exact(qkv, cache, layer, inputs, scale) + 1e-6 * feels(inputs)
+
+    stage.blocks[0].attention = attend
+    said = f"hidden states of a prompt {way} differ from the same prompt at once and alone"
+    assert check_determinism(stage) == said
+
+
+def test_kernels_have_names() -> None:
+    stage = Pipeline(RandomCheckpoint(architecture()), (1, 1)).stages[0]
+    said = describe_kernels(stage)
+    assert type(stage.blocks[0].linears[0]).__name__ in said
+    assert "BlockAttention" in said
+    assert said == describe_kernels(Pipeline(RandomCheckpoint(architecture()), (1, 1)).stages[1])

@@ -17,6 +17,7 @@ import sys
 import time
 from collections import deque
 from dataclasses import dataclass
+from pathlib import Path
 
 from ppserve import wire
 from ppserve.config import ServeConfig
@@ -93,6 +94,15 @@ def launcher_grace_s() -> float | None:
     if "TORCHELASTIC_RUN_ID" not in os.environ:
         return None
     return float(os.environ.get(LAUNCHER_GRACE, _LAUNCHER_GRACE_S))
+
+
+def this_machine() -> str:
+    """Equal for processes that share memory, clock and loopback: the same start of the same kernel, and the
+    same network. Machines and containers may bear each other's names, so those alone do not tell."""
+    parts = [socket.gethostname()]
+    with contextlib.suppress(OSError):  # only Linux says
+        parts += [Path("/proc/sys/kernel/random/boot_id").read_text().strip(), os.readlink("/proc/self/ns/net")]
+    return "/".join(parts)
 
 
 class StageProcess:

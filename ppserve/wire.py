@@ -37,6 +37,7 @@ class Hello(_Message, frozen=True, tag=True):
     checkpoint: the file or directory that `--model` stands for on its host. dtype: resolved ("auto" no more).
     gpu: index of the device this stage would use, or None for the CPU;
     shares_gpu: other stages of this host use it too. costs: measured for `--layers auto`, else None.
+    machine: equal for processes that share memory, clock and loopback, which host names do not tell.
     """
 
     token: str
@@ -51,6 +52,7 @@ class Hello(_Message, frozen=True, tag=True):
     shares_gpu: bool
     costs: TokenCosts | None
     versions: dict[str, str]
+    machine: str = ""
 
 
 class Loading(_Message, frozen=True, tag=True):
@@ -61,7 +63,11 @@ class Loading(_Message, frozen=True, tag=True):
 
 
 class Loaded(_Message, frozen=True, tag=True):
-    """Weights are in memory. block_bytes: of one KV block on this stage; kv_bytes: what it can give."""
+    """Weights are in memory. block_bytes: of one KV block on this stage; kv_bytes: what it can give.
+
+    deterministic: whether the self-test passed, why_not: what failed. kernels: what it computes with; stages
+    whose kernels differ may compute different bits from the same numbers.
+    """
 
     device: str
     params: int
@@ -70,6 +76,7 @@ class Loaded(_Message, frozen=True, tag=True):
     kv_bytes: int
     deterministic: bool
     why_not: str
+    kernels: str = ""
 
 
 class StoreOpened(_Message, frozen=True, tag=True):

@@ -9,7 +9,6 @@ import math
 import os
 import secrets
 import signal
-import socket
 import sys
 import threading
 import time
@@ -40,6 +39,7 @@ from ppserve.launch import (
     RankEnvironment,
     die_with_launcher,
     launcher_grace_s,
+    this_machine,
 )
 from ppserve.logs import set_up_logging
 from ppserve.tokenizer import Tokenizer, load_tokenizer
@@ -89,7 +89,7 @@ class Head:
         self._keeper_thread = threading.Thread(target=self._keeper.run, name="keeper", daemon=True)
         self._members = Members(
             num_stages=self._num_stages,
-            host=socket.gethostname(),
+            machine=this_machine(),
             decide=lambda hellos: layout.decide(config, hellos),
             choose_num_blocks=lambda loaded: layout.num_blocks(config, self._architecture, loaded),
             send=self._control.send,

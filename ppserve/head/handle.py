@@ -7,7 +7,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from ppserve import __version__
+from ppserve import __version__, wire
 from ppserve.config import ServeConfig
 from ppserve.core.advice import advise
 from ppserve.core.architecture import stage_params
@@ -122,11 +122,25 @@ def predicted_step_s(members: Members) -> tuple[float, ...]:
     return tuple(MEASURED_DECODES * seconds for seconds in TokenCosts.mean(measured).decode.costs(split))
 
 
+def why_not_deterministic(loaded: tuple[wire.Loaded, ...]) -> list[str]:
+    """Which promises do not hold; empty when all do. loaded: of every stage, in order."""
+    reasons = [f"stage {stage}: {of.why_not}" for stage, of in enumerate(loaded) if of.why_not]
+    first = loaded[0].kernels
+    for stage, of in enumerate(loaded):
+        if of.kernels != first:
+            reasons.append(
+                f"stage 0 computes with {first}, stage {stage} with {of.kernels}: company, chunks and lost stages"
+                " change nothing, but other layers per stage, or stages on other hosts, may give other tokens"
+            )
+            break
+    return reasons
+
+
 def describe_model(config: ServeConfig, members: Members, tokenizer: Tokenizer | None) -> ModelCard:
     hello, decision = members.stages[0].hello, members.decision
     assert hello is not None and decision is not None  # noqa: PT018
     arch = hello.architecture
-    reasons = [f"stage {m.stage}: {m.loaded.why_not}" for m in members.stages if m.loaded and m.loaded.why_not]
+    reasons = why_not_deterministic(tuple(m.loaded for m in members.stages if m.loaded is not None))
     shared = 0 if not arch.tied_embeddings or len(decision.layouts) == 0 else arch.padded_vocab_size * arch.width
     return ModelCard(
         # Not the whole path: callers have no business with the server's directories.

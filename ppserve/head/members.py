@@ -135,11 +135,11 @@ class Member:
 class Members:
     """All stages. `decide` turns their greetings into a Decision and raises UsageError where it cannot.
 
-    send, drop: the control plane's. host: the head's, whose clock needs no alignment.
+    send, drop: the control plane's. machine: the head's, whose clock needs no alignment.
     """
 
     num_stages: int
-    host: str
+    machine: str
     decide: Callable[[tuple[wire.Hello, ...]], Decision]
     choose_num_blocks: Callable[[tuple[wire.Loaded, ...]], int]
     send: Callable[[int, wire.FromHead], None]
@@ -328,11 +328,11 @@ class Members:
         return [EpochLost(self.epoch, cause)] if was_formed else []
 
     def _align_clock(self, member: Member, beat: wire.Heartbeat, now_ns: int) -> None:
-        """Keeps the offset of the quickest round trip so far; processes of one host share a clock."""
+        """Keeps the offset of the quickest round trip so far; processes of one machine share a clock."""
         member.rss_bytes = beat.rss_bytes
         rtt_ns = now_ns - beat.echo_ns
-        same_host = member.hello is not None and member.hello.host == self.host
-        if not same_host and rtt_ns < member.best_rtt_ns:
+        same_clock = member.hello is not None and member.hello.machine == self.machine
+        if not same_clock and rtt_ns < member.best_rtt_ns:
             member.best_rtt_ns = rtt_ns
             member.clock_offset_ns = beat.clock_ns - (beat.echo_ns + now_ns) // 2
 

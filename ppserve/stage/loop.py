@@ -26,13 +26,13 @@ from ppserve.core.architecture import StageLayout
 from ppserve.core.partition import TokenCosts
 from ppserve.core.plan import Drawn, Scored, StepPlan, StepResult, StepStamps
 from ppserve.errors import CheckpointError, ConfigError, TransportError
-from ppserve.launch import RankEnvironment
+from ppserve.launch import RankEnvironment, this_machine
 from ppserve.model.checkpoint import Checkpoint
 from ppserve.model.checkpoint.opening import open_checkpoint
 from ppserve.model.gpt2 import GPT2Stage
 from ppserve.model.inputs import build_inputs
 from ppserve.model.kv_cache import KVCache
-from ppserve.model.selftest import check_determinism
+from ppserve.model.selftest import check_determinism, describe_kernels
 from ppserve.stage import calibrate, device, rendezvous
 from ppserve.stage.link import HeadLink, Stamped
 from ppserve.stage.transport import Transport, create_transport
@@ -106,6 +106,7 @@ class StageLoop:
                 shares_gpu=found.compute.shares_gpu,
                 costs=found.costs,
                 versions={"torch": str(torch.__version__)},
+                machine=this_machine(),
             )
         )
         self._link.on_abandon = self._end_waits
@@ -183,6 +184,7 @@ class StageLoop:
                 kv_bytes=cache.kv_cache_memory or self._compute.kv_budget_bytes(),
                 deterministic=not why_not,
                 why_not=why_not,
+                kernels=describe_kernels(self._model),
             )
         )
 

@@ -40,7 +40,7 @@ class Pipeline:
         split = self.split or tuple([1] * self.num_stages)
         self.members = Members(
             num_stages=self.num_stages,
-            host="here",
+            machine="here",
             decide=lambda hellos: Decision(stage_layouts(split), "float32", "gloo", "127.0.0.1", 768),
             choose_num_blocks=lambda loaded: min(x.kv_bytes // x.block_bytes for x in loaded),
             send=lambda stage, message: self.sent.append((stage, message)),
@@ -51,9 +51,9 @@ class Pipeline:
     def say(self, stage: int, message: object) -> list[MemberEvent]:
         return self.members.heard(stage, self.now_ns, message)
 
-    def hello(self, stage: int, host: str = "here", arch: Architecture = ARCH) -> list[MemberEvent]:
-        about = ("t", stage, self.num_stages, 1, host, "/m", arch, "float32", None, False, None, {})
-        return self.say(stage, wire.Hello(*about))
+    def hello(self, stage: int, machine: str = "here", arch: Architecture = ARCH) -> list[MemberEvent]:
+        about = ("t", stage, self.num_stages, 1, "same name", "/m", arch, "float32", None, False, None, {})
+        return self.say(stage, wire.Hello(*about, machine))
 
     def loaded(self, stage: int) -> list[MemberEvent]:
         return self.say(stage, wire.Loaded("cpu", 1, 1, 100, 1000 + stage * 100, True, ""))
@@ -291,7 +291,7 @@ def test_another_model_after_a_restart_is_refused() -> None:
 def test_clocks_of_other_hosts_are_aligned_by_the_quickest_round_trip() -> None:
     pipeline = Pipeline(2)
     pipeline.hello(0)
-    pipeline.hello(1, host="there")
+    pipeline.hello(1, machine="there")
     for stage in range(2):
         pipeline.loaded(stage)
     pipeline.join()

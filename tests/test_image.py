@@ -33,7 +33,7 @@ def test_the_build_finds_what_it_copies() -> None:
         assert not is_ignored(source, IGNORED), source
 
 
-@pytest.mark.parametrize("path", ["ppserve/assets/tiny/model.safetensors", "ppserve/head/page/index.html"])
+@pytest.mark.parametrize("path", ["ppserve/assets/tiny/model.safetensors", "ppserve/head/web/index.html"])
 def test_files_of_the_package_are_let_in(path: str) -> None:
     assert (ROOT / path).is_file()
     assert not is_ignored(path, IGNORED)

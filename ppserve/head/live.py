@@ -1,7 +1,7 @@
 """The live page: what the server does right now, for people, on the metrics port.
 
 `/` is one file without anything from elsewhere; it asks `/state.json` every second. The state holds counters,
-not rates: a page subtracts two readings, so any number of pages may look, each in its own rhythm.
+not rates: a browser subtracts two readings, so any number of them may look, each in its own rhythm.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from ppserve.head.http import Answer
 from ppserve.head.metrics import Latency, Load, Metrics
 
 MAX_SPANS = 1500
-"""Per stage: what a picture can show, and what a page may ask for every second."""
+"""Per stage: what a picture can show, and what a browser may ask for every second."""
 WINDOW_S = 10.0
 
 _KIND_NUMBERS = {kind: number for number, kind in enumerate(KINDS)}
@@ -108,9 +108,9 @@ def describe_schedule(spans: Iterable[list[Settled]], now_ns: int) -> list[list[
 
 def serve_page(metrics: Metrics, ask_state: Callable[[], dict[str, Any]]) -> None:
     """Adds `/` and `/state.json` to the metrics port."""
-    html = resources.files("ppserve").joinpath("head/page/index.html").read_text("utf-8")
-    page = Answer("text/html; charset=utf-8", html.encode(), {"Content-Security-Policy": content_policy(html)})
-    metrics.routes["/"] = lambda: page
+    html = resources.files("ppserve").joinpath("head/web/index.html").read_text("utf-8")
+    answer = Answer("text/html; charset=utf-8", html.encode(), {"Content-Security-Policy": content_policy(html)})
+    metrics.routes["/"] = lambda: answer
     metrics.serve_json("/state.json", ask_state)
 
 

@@ -14,7 +14,7 @@ from ppserve.core.time_account import Settled
 from ppserve.head.live import MAX_SPANS, WINDOW_S, Schedule, content_policy, describe_schedule, serve_page
 from ppserve.head.metrics import Metrics
 
-HTML = resources.files("ppserve").joinpath("head/page/index.html").read_text("utf-8")
+HTML = resources.files("ppserve").joinpath("head/web/index.html").read_text("utf-8")
 SECOND = 1_000_000_000
 
 

@@ -32,7 +32,8 @@ class Compute:
     def name(self) -> str:
         if self.device.type == "cuda":
             return f"{self.device} ({torch.cuda.get_device_name(self.device)})"
-        return f"cpu ({platform.machine()}, {torch.get_num_threads()} threads)"
+        threads = torch.get_num_threads()
+        return f"cpu ({platform.machine()}, {threads} thread{'s' * (threads > 1)})"
 
     def synchronize(self) -> None:
         """Waits for the device, so that time stamps mean what they say."""

@@ -6,21 +6,22 @@ import os
 import shutil
 import signal
 import socket
-import threading
 import time
 from pathlib import Path
 
 import grpc
 import pytest
-from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 import ppserve
+from ppserve.client import CallFailed, Client, RetryPolicy
+from ppserve.client.values import completion_of
 from ppserve.v1 import generation_pb2 as pb
 from ppserve.v1.generation_pb2_grpc import GenerationServiceStub
-from tests.e2e.asking import Answer, ask, ask_one, mixed_requests
+from tests.e2e.asking import ask, mixed_requests
 from tests.e2e.serving import Server, launch, serving
 from tools.make_random_gpt2 import Shape, write_checkpoint
 
+PROMPT = "Once upon a time"
 TINY = Path(ppserve.__file__).parent / "assets" / "tiny"
 
 
@@ -42,31 +43,23 @@ def test_three_and_four_stages_answer_like_one() -> None:
 
 
 def test_sigterm_lets_streams_finish_and_leaves_nothing() -> None:
-    with serving(2) as server, grpc.insecure_channel(server.grpc) as channel:
-        stub = GenerationServiceStub(channel)
-        request = pb.GenerateRequest(text="Once upon a time")
-        request.stop.max_tokens = 200
-        request.stop.ignore_eos = True
-        request.sampling.seed = 1
-        request.output.token_ids = True
-        undisturbed = ask_one(stub, request)
-        answers: list[Answer] = []
-        stream = threading.Thread(target=lambda: answers.append(ask_one(stub, request)))
-        witness = stub.Generate(request)
-        next(iter(witness))
-        stream.start()
-        next(iter(witness))
+    # Long enough to be under way when the server has heard of the signal, and said so.
+    options = {"max_tokens": 400, "ignore_eos": True, "seed": 1, "n": 2, "token_ids": True}
+    with serving(2) as server, Client(server.grpc, retry=RetryPolicy(max_attempts=1, resume=False)) as client:
+        undisturbed = client.generate(PROMPT, **options)
+        stream = client.stream(PROMPT, **options)
+        chunks = [next(stream)]
         server.processes()
         os.kill(server.process.pid, signal.SIGTERM)
-        health = health_pb2_grpc.HealthStub(channel)
         until_s = time.monotonic() + 10
-        while health.Check(health_pb2.HealthCheckRequest()).status == health_pb2.HealthCheckResponse.SERVING:
+        while client.is_serving():
             assert time.monotonic() < until_s
-        assert ask_one(stub, request).end == "UNAVAILABLE"
-        witness.cancel()
-        stream.join()
-        # It was submitted before the signal or refused because of it; a truncated stream is neither.
-        assert answers[0] == undisturbed or (answers[0].end == "UNAVAILABLE" and not answers[0].token_ids)
+        with pytest.raises(CallFailed) as refusal:
+            client.generate(PROMPT, max_tokens=1)
+        assert (refusal.value.code, refusal.value.reason) == ("UNAVAILABLE", "DRAINING")
+        chunks += stream
+        for one, other in zip(completion_of(chunks).sequences, undisturbed.sequences, strict=True):
+            assert (one.tokens, one.text, one.finish) == (other.tokens, other.text, other.finish)
         server.wait_exit()
         no_process_left(server)
 

@@ -367,7 +367,7 @@ def test_a_slow_reader_gets_merged_messages() -> None:
     run(scenario, by_hand=True)
 
 
-def test_a_reader_that_takes_nothing_is_cut() -> None:
+def test_a_reader_that_takes_nothing_is_cut_and_others_go_on() -> None:
     """The client opens a stream and does not read; writes pile up in gRPC until one does not return."""
 
     async def main() -> None:
@@ -379,16 +379,22 @@ def test_a_reader_that_takes_nothing_is_cut() -> None:
         await server.start()
         options = [("grpc.http2.lookahead_bytes", 1024), ("grpc.http2.bdp_probe", 0)]
         async with aio.insecure_channel(f"127.0.0.1:{port}", options=options) as channel:
-            call = GenerationServiceStub(channel).Generate(ask(max_tokens=1 << 19))
-            await engine.until(lambda engine: bool(engine.sinks))
-            sink = next(iter(engine.sinks.values()))
+            stub = GenerationServiceStub(channel)
+            stalled, other = (stub.Generate(ask(1 << 19, request_id=name)) for name in ("stalled", "other"))
+            await engine.until(lambda engine: len(engine.sinks) == 2)
+            sinks = {request_id.partition("/")[0]: sink for request_id, sink in engine.sinks.items()}
+            stalled_sink, other_sink = sinks["stalled"], sinks["other"]
             offset = 0
             while not engine.cancelled:
-                sink.push([TokenOutput(0, offset, 1, "x" * 65536)])
+                stalled_sink.push([TokenOutput(0, offset, 1, "x" * 65536)])
+                other_sink.push([TokenOutput(0, offset, 1, "y")])
+                assert (await other.read()).text == "y"
                 offset += 1
-                await asyncio.sleep(0)
-            assert service.num_open_streams == 0
-            call.cancel()
+            assert [request_id.partition("/")[0] for request_id in engine.cancelled] == ["stalled"]
+            assert service.num_open_streams == 1
+            other_sink.push([TokenOutput(0, offset, 1, "z", finish=FinishReason.MAX_TOKENS)])
+            assert (await other.read()).text == "z"
+            stalled.cancel()
         await server.stop(0)
 
     asyncio.run(main())

@@ -17,6 +17,8 @@ sys.path.insert(0, str(ROOT))
 from tests import browser  # noqa: E402  the checkout's root is no package path
 
 INTERVAL_S = 8
+PICTURE_S = 0.1
+"""Of the schedule: few enough steps to tell them apart."""
 
 
 def main() -> None:
@@ -29,11 +31,13 @@ def main() -> None:
     if browser.EXECUTABLE is None:
         raise SystemExit("needs chromium")
     with browser.chromium() as page:
-        page.resize(options.width, 900, phone=options.width < 600)
+        # Low at first: a document is at least as high as its window.
+        page.resize(options.width, 300, phone=options.width < 600)
         page.prefer(options.scheme)
         page.open(f"http://{options.address}/")
         # The bars then stand for a stretch of time, and not for all since the start.
         page.wait_for(f"readings.length > {INTERVAL_S}")
+        page.evaluate(f"byId('window').value = '{PICTURE_S}'; draw()")
         height = page.evaluate("document.documentElement.scrollHeight")
         page.resize(options.width, height, phone=options.width < 600)
         # Two frames later the new size has been drawn.

@@ -146,6 +146,24 @@ def test_defaults() -> None:
     assert (made.output.logprobs, made.output.prompt_logprobs, made.output.stream_interval) == (None, None, 1)
 
 
+FIELDS = [
+    (part, field.name)
+    for part in (pb.SamplingParams, pb.StopConditions, pb.OutputOptions)
+    for field in part.DESCRIPTOR.fields
+]
+COMPOSITE = {"logit_bias": {5: 1.0}, "stop": ["x"], "stop_token_ids": [3]}
+BY_TYPE = {bool: True, int: 3, float: 0.5}
+
+
+@pytest.mark.parametrize(("part", "field"), FIELDS, ids=lambda item: getattr(item, "__name__", item))
+def test_every_field_reaches_the_core(part: type, field: str) -> None:
+    """One that is only checked would be ignored without a word."""
+    value = COMPOSITE.get(field) or BY_TYPE[type(getattr(part(), field))]
+    home = {pb.SamplingParams: "sampling", pb.StopConditions: "stop", pb.OutputOptions: "output"}[part]
+    asked = request(**{home: part(**{field: value})})
+    assert to_request(asked, [1], CARD, ARRIVAL) != to_request(request(), [1], CARD, ARRIVAL)
+
+
 def test_zero_is_not_the_default() -> None:
     zeros = request(sampling=pb.SamplingParams(temperature=0, seed=0), output=pb.OutputOptions(logprobs=0))
     made = to_request(zeros, [1], CARD, ARRIVAL)

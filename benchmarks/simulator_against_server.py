@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import json
 import os
+import random
 import re
 import signal
 import subprocess
@@ -66,8 +67,8 @@ def measure(run: Run, stages: int, directory: Path) -> Measured:
                 raise SystemExit(log_path.read_text())
             time.sleep(0.1)
         with Client(match[1]) as client:
-            drive(client, run, run.concurrency * 2)
-            tokens_per_s, ttft_s, itl_s = drive(client, run, run.requests)
+            drive(client, run, range(-2 * run.concurrency, 0))
+            tokens_per_s, ttft_s, itl_s = drive(client, run, range(run.requests))
         costs = directory / f"costs-{stages}.json"
         with urllib.request.urlopen(f"http://{match[2]}/costs.json") as answer:
             costs.write_bytes(answer.read())
@@ -77,19 +78,19 @@ def measure(run: Run, stages: int, directory: Path) -> Measured:
         server.wait(60)
 
 
-def drive(client: Client, run: Run, requests: int) -> tuple[float, float, float]:
+def drive(client: Client, run: Run, requests: range) -> tuple[float, float, float]:
     """Output tokens per second, mean time to the first token, mean time between tokens."""
 
     def one(number: int) -> list[float]:
-        prompt = [(number * 7919 + i) % 251 for i in range(run.prompt)]
+        prompt = random.Random(number).choices(range(256), k=run.prompt)  # never the same: prefixes are cached
         times = [time.monotonic()]
-        for chunk in client.stream(prompt, seed=number, max_tokens=run.new, ignore_eos=True):
+        for chunk in client.stream(prompt, seed=abs(number), max_tokens=run.new, ignore_eos=True):
             times += [time.monotonic()] * chunk.num_tokens
         return times
 
     begun = time.monotonic()
     with ThreadPoolExecutor(run.concurrency) as callers:
-        streams = list(callers.map(one, range(requests)))
+        streams = list(callers.map(one, requests))
     took = time.monotonic() - begun
     ttft = [times[1] - times[0] for times in streams]
     itl = [(times[-1] - times[1]) / (len(times) - 2) for times in streams]

@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 import json
+import math
+import random
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
+from statistics import fmean
 from typing import Any
 
 from ppserve.bench import workload
 from ppserve.core.attribution import CAUSES
 from ppserve.core.cost_model import Coefficients
 from ppserve.core.overheads import OverheadTimes
-from ppserve.core.scheduler import SchedulerConfig
+from ppserve.core.scheduler_config import MAX_PROMPT_TOKENS_PER_STEP, SchedulerConfig
 from ppserve.core.simulator import (
     Machine,
     Outcome,
@@ -46,11 +49,17 @@ class Load:
 
 @dataclass(frozen=True, slots=True)
 class MeasuredCosts:
-    """Coefficients of one block and of the head, and what surrounds them, learnt from a running server."""
+    """Coefficients of one block and of the head, and what surrounds them, learnt from a running server.
+
+    spread: how far its steps were from that, as a share of it (root mean square). max_chunk: prompt tokens that
+    it put into a step at most; None where it did not say.
+    """
 
     block: Coefficients
     head: Coefficients
     overheads: OverheadTimes | None = None
+    spread: float = 0.0
+    max_chunk: int | None = None
 
     @property
     def wires(self) -> Wires | None:
@@ -87,16 +96,25 @@ def simulate(plan: Forecast, speed: Device | MeasuredCosts, wires: Wires, load: 
         stages=tuple(_stage_speed(plan, i, speed) for i in range(len(plan.stages))),
         wires=replace(wires, bytes_per_row=plan.arch.width * ELEMENT_BYTES[plan.dtype]),
         num_blocks=min(plan.max_sequences, num_seqs) * blocks_per_sequence,
+        delayed=_scattered(speed.spread if isinstance(speed, MeasuredCosts) else 0.0),
     )
+    max_chunk = speed.max_chunk if isinstance(speed, MeasuredCosts) else None
     config = SchedulerConfig(
         num_stages=len(plan.stages),
         max_num_seqs=num_seqs,
         max_queue=len(load.requests) + 1,
         max_queue_tokens=len(load.requests) * plan.max_model_len + 1,
         max_model_len=plan.max_model_len,
+        max_auto_chunk=max_chunk or MAX_PROMPT_TOKENS_PER_STEP,
         prefix_cache=False,
     )
     return Simulator(machine, config, machine).run(load.requests, load.concurrency)
+
+
+def _scattered(spread: float) -> Callable[[float], float]:
+    """The same on average, off by `spread` (log-normal: never below zero); the same in every run."""
+    rng = random.Random(0)
+    return lambda seconds: seconds * math.exp(rng.gauss(-spread * spread / 2, spread))
 
 
 def _stage_speed(plan: Forecast, stage: int, speed: Device | MeasuredCosts) -> StageSpeed:
@@ -124,9 +142,9 @@ def _stage_speed(plan: Forecast, stage: int, speed: Device | MeasuredCosts) -> S
 def read_costs(path: Path) -> MeasuredCosts:
     """What a server measured: its /costs.json, or its topology as JSON. Raises ConfigError.
 
-    /costs.json: {"stages": [{"layers": 9, "step_s": ..., "row_s": ..., "key_s": ..., "sample_s": ...}, ...],
-    "overheads": {"head_s": ..., ...}}. A topology knows only the mean time of a step, so a simulation from it
-    has steps of constant time.
+    /costs.json: {"stages": [{"layers": 9, "step_s": ..., "row_s": ..., "key_s": ..., "sample_s": ...,
+    "spread": 0.1}, ...], "max_chunk": 128, "overheads": {"head_s": ..., ...}}. A topology knows only the mean
+    time of a step, so a simulation from it has steps of constant time.
     """
     try:
         sheet = json.loads(path.read_text())
@@ -134,11 +152,14 @@ def read_costs(path: Path) -> MeasuredCosts:
         layers = [int(e["layers"] if "layers" in e else e.get("numLayers", e.get("num_layers"))) for e in entries]
         stages = [_coefficients(e) for e in entries]
         overheads = OverheadTimes(**sheet["overheads"]) if "overheads" in sheet else None
+        spread = fmean(float(entry.get("spread", 0.0)) for entry in entries)
+        max_chunk = int(sheet["max_chunk"]) if "max_chunk" in sheet else None
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         raise ConfigError("--costs", f"{path} is no cost sheet: {type(error).__name__}: {error}") from None
     if not stages or min(layers) < 1:
         raise ConfigError("--costs", f"{path} describes no stages")
-    return replace(_parts(stages, layers), overheads=overheads)
+    parts = _parts(stages, layers)
+    return replace(parts, overheads=overheads, spread=spread, max_chunk=max_chunk)
 
 
 def _coefficients(entry: dict[str, Any]) -> Coefficients:

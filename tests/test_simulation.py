@@ -95,6 +95,19 @@ def test_what_surrounds_computing_is_read_too(tmp_path):
     assert read_costs(tmp_path / "costs.json").wires is None
 
 
+def test_spread_and_chunk_of_a_cost_sheet(tmp_path):
+    (tmp_path / "costs.json").write_text(sheet((9, 3)))
+    untold = read_costs(tmp_path / "costs.json")
+    assert (untold.spread, untold.max_chunk) == (0.0, None)
+    told = json.loads(sheet((9, 3))) | {"max_chunk": 128}
+    for stage, spread in zip(told["stages"], (0.1, 0.2), strict=True):
+        stage["spread"] = spread
+    (tmp_path / "costs.json").write_text(json.dumps(told))
+    found = read_costs(tmp_path / "costs.json")
+    assert found.spread == pytest.approx(0.15)
+    assert found.max_chunk == 128
+
+
 def test_the_costs_of_a_single_stage(tmp_path):
     (tmp_path / "costs.json").write_text(sheet((12,)))
     found = read_costs(tmp_path / "costs.json")

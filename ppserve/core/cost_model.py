@@ -12,6 +12,7 @@ seen, so such terms are left out and the others fitted again.
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 from ppserve.core.plan import StepPlan
@@ -23,6 +24,8 @@ _FADE = 0.99
 _RIDGE = 1e-6
 _TYPICAL = (1.0, 8.0, 1024.0, 8.0)
 _MOST_STEPS_BETWEEN_FITS = 16
+# Fewer steps than these say how long they took, not how sure that is.
+_TRUSTED_AFTER = 64
 
 Matrix = list[list[float]]
 
@@ -66,6 +69,7 @@ class StageCost:
         self._by_size: dict[int, _Memory] = {}
         self._fitted = Coefficients()
         self._fit_at = 1
+        self._squared_error = 0.0
 
     def observe(self, load: Workload, seconds: float) -> None:
         """A step with this load took that long. Zero and negative times say nothing and are ignored."""
@@ -75,6 +79,14 @@ class StageCost:
         features = [value / typical / seconds for value, typical in zip(values, _TYPICAL, strict=True)]
         self._by_size.setdefault(load.rows.bit_length(), _Memory()).add(features)
         self.num_observed += 1
+        if self.num_observed > _TRUSTED_AFTER:
+            error = min(seconds / self.predict(load.rows, load.context, load.sampled) - 1, 1.0)
+            self._squared_error += (error * error - self._squared_error) * (1 - _FADE)
+
+    @property
+    def spread(self) -> float:
+        """How far steps lately were from what was predicted: root mean square, as a share of the prediction."""
+        return math.sqrt(self._squared_error)
 
     @property
     def coefficients(self) -> Coefficients:
@@ -116,6 +128,10 @@ class PipelineCosts:
 
     def observe(self, stage: int, plan: StepPlan, seconds: float) -> None:
         self.stages[stage].observe(Workload.of(plan), seconds)
+
+    def fixed_s(self, stage: int) -> float:
+        """What a step costs on a stage however small it is."""
+        return self.stages[stage].coefficients.step
 
     def predict(self, num_rows: int, context_tokens: int, num_sampled: int) -> float:
         """Seconds on the slowest stage; zero while nothing was observed."""

@@ -14,7 +14,7 @@ of many rows cost by the row, a few percent of waiting are enough.
 
 from __future__ import annotations
 
-from ppserve.core.cost_model import PipelineCosts
+from collections.abc import Callable
 
 FADE = 0.98
 MIN_STEPS = 64
@@ -28,13 +28,13 @@ PROBE_STEPS = 4096
 class LaneCount:
     """Chooses P or P + 1 from what stages computed and waited, and from their fixed costs.
 
-    costs: learnt elsewhere from the same steps; only asked.
+    fixed_s: what a step costs on a stage however small it is, as far as is known now.
     """
 
-    def __init__(self, num_stages: int, costs: PipelineCosts) -> None:
+    def __init__(self, num_stages: int, fixed_s: Callable[[int], float]) -> None:
         self.num_stages = num_stages
         self.choice = num_stages
-        self._costs = costs
+        self._fixed_s = fixed_s
         self._last_end_s: list[float | None] = [None] * num_stages
         self._waited_s = [0.0] * num_stages
         self._computed_s = [0.0] * num_stages
@@ -72,7 +72,7 @@ class LaneCount:
         """Of a step with P lanes on this stage: what it costs however small it is."""
         steps = (1 - FADE**self._num_steps) / (1 - FADE)
         computed_s = self._computed_s[stage] / steps
-        fixed_s = min(self._costs.stages[stage].coefficients.step, computed_s)
+        fixed_s = min(self._fixed_s(stage), computed_s)
         if self.choice > self.num_stages:
             computed_s = fixed_s + (computed_s - fixed_s) * self.choice / self.num_stages
         return fixed_s / computed_s

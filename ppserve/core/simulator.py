@@ -8,13 +8,14 @@ from __future__ import annotations
 
 import heapq
 import itertools
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from typing import Protocol
 
 from ppserve.core.block_manager import BlockManager
 from ppserve.core.composer import CostModel
 from ppserve.core.cost_model import Workload
+from ppserve.core.lane_count import LaneCount
 from ppserve.core.plan import Drawn, StepPlan, StepResult, StepStamps
 from ppserve.core.request import Request, StopConditions
 from ppserve.core.scheduler import Scheduler, SchedulerConfig
@@ -80,11 +81,20 @@ class Wires:
 
 @dataclass(frozen=True, slots=True)
 class Machine:
-    """A pipeline to simulate. num_blocks: KV blocks of every stage."""
+    """A pipeline to simulate. num_blocks: KV blocks of every stage.
+
+    delayed: what a step takes that should take so many seconds: other programs on a core, and all that no model
+    knows.
+    """
 
     stages: tuple[StageSpeed, ...]
     wires: Wires
     num_blocks: int
+    delayed: Callable[[float], float] = field(default=lambda seconds: seconds)
+
+    def fixed_s(self, stage: int) -> float:
+        """What a step costs on a stage however small it is."""
+        return self.stages[stage].seconds(1, 1, int(stage == len(self.stages) - 1))
 
     def predict(self, num_rows: int, context_tokens: int, num_sampled: int) -> float:
         """The scheduler's cost model: the slowest stage."""
@@ -163,6 +173,7 @@ class Simulator:
         self._running: dict[str, _Running] = {}
         self._backlog: list[SimulatedRequest] = []
         self._tally = _Tally()
+        self._lanes = None if config.microbatches else LaneCount(len(machine.stages), machine.fixed_s)
 
     def run(self, requests: Iterable[SimulatedRequest], concurrency: int | None = None) -> Outcome:
         """Plays `requests` to the end: at their arrivals or, with `concurrency`, that many at any time."""
@@ -205,7 +216,8 @@ class Simulator:
             now_s += self._machine.wires.head_s
             self._account.dispatched(plan, round(now_s * _NS), woken_ns)
             self._tally.num_steps += 1
-            self._push(*self._pass_through(plan, now_s))
+            is_full = scheduler.num_in_flight == scheduler.microbatches
+            self._push(*self._pass_through(plan, now_s, is_full))
         self._head_free_s = now_s
         if not scheduler.has_work:
             self._account.demand_ended(round(now_s * _NS))
@@ -221,6 +233,7 @@ class Simulator:
     def _commit(self, returned: _Return, now_s: float) -> None:
         for result in returned.results:
             self._account.reported(result, result.stamps, round(now_s * _NS))
+        self._choose_lanes(returned)
         for event in self._scheduler.commit(returned.results[-1], now_s):
             self._heard(event, now_s)
 
@@ -239,7 +252,7 @@ class Simulator:
             if self._backlog:
                 self._push(now_s, self._backlog.pop())
 
-    def _pass_through(self, plan: StepPlan, sent_s: float) -> tuple[float, _Return]:
+    def _pass_through(self, plan: StepPlan, sent_s: float, is_full: bool) -> tuple[float, _Return]:
         """The step's way through all stages; when its last result is back, and all results."""
         wires, load = self._machine.wires, Workload.of(plan)
         planned_s = sent_s + wires.control_s
@@ -252,18 +265,27 @@ class Simulator:
             received_s = max(awaited_s, arrives_s)
             is_last = stage == len(self._free_s) - 1
             sampled = load.sampled if is_last else 0
-            ended_s = received_s + speed.seconds(load.rows, load.context, sampled)
+            ended_s = received_s + self._machine.delayed(speed.seconds(load.rows, load.context, sampled))
             sent_s = ended_s if is_last else ended_s + wires.sending_s
             self._free_s[stage] = sent_s
             arrives_s = sent_s + transfer_s
             times_s = (planned_s, awaited_s, received_s, received_s, ended_s, sent_s)
             stamps = StepStamps(*(round(s * _NS) for s in times_s))
             results.append(StepResult(plan.epoch, plan.step_id, stage, stamps, drawn=drawn if is_last else ()))
-        return ended_s + wires.return_s, _Return(tuple(results))
+        return ended_s + wires.return_s, _Return(tuple(results), is_full)
+
+    def _choose_lanes(self, returned: _Return) -> None:
+        if self._lanes is None:
+            return
+        for result in returned.results:
+            begun_s, ended_s = result.stamps.begun / _NS, result.stamps.ended / _NS
+            lanes = self._lanes.observe(result.stage, begun_s, ended_s, returned.was_full)
+        self._scheduler.set_microbatches(lanes)
 
 
 @dataclass(frozen=True, slots=True)
 class _Return:
-    """A step's results, in order of the stages."""
+    """A step's results, in order of the stages. was_full: all lanes were in use when it was sent."""
 
     results: tuple[StepResult, ...]
+    was_full: bool

@@ -112,7 +112,7 @@ class Head:
         account = TimeAccount(self._num_stages, time.monotonic_ns())
         observer = Observer(account, self._metrics, Trace(self._num_stages, self._config.server.trace))
         is_auto = self._config.pipeline.microbatches is None
-        lanes = LaneCount(self._num_stages, observer.costs) if is_auto else None
+        lanes = LaneCount(self._num_stages, observer.costs.fixed_s) if is_auto else None
         engine = Engine(
             self._control, self._members, observer, lambda formed: self._make_scheduler(formed, observer), lanes
         )

@@ -144,6 +144,12 @@ class Engine(threading.Thread):
         """Steps that may be in flight at once. To be asked in the engine's thread."""
         return 0 if self._scheduler is None else self._scheduler.microbatches
 
+    @property
+    def max_chunk(self) -> int:
+        """Prompt tokens that a step takes at most. To be asked in its thread, once all stages are ready."""
+        assert self._scheduler is not None
+        return self._scheduler.config.prefill_chunk or self._scheduler.config.max_auto_chunk
+
     # ---- the loop -------------------------------------------------------------------------------------
 
     def run(self) -> None:

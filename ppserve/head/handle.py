@@ -72,9 +72,10 @@ class PipelineHandle:
         stages = []
         for layout, cost in zip(decision.layouts, self._observer.costs.stages, strict=True):
             c = cost.coefficients
-            terms = {"step_s": c.step, "row_s": c.row, "key_s": c.key, "sample_s": c.sample}
+            terms = {"step_s": c.step, "row_s": c.row, "key_s": c.key, "sample_s": c.sample, "spread": cost.spread}
             stages.append({"layers": layout.num_layers, "steps": cost.num_observed, **terms})
-        return {"stages": stages, "overheads": asdict(self._observer.overheads.times)}
+        overheads = asdict(self._observer.overheads.times)
+        return {"stages": stages, "max_chunk": self._engine.max_chunk, "overheads": overheads}
 
     def state(self) -> dict[str, Any]:
         """What the live page shows; see `ppserve.head.live`."""

@@ -104,3 +104,10 @@ def test_the_pipeline_is_as_slow_as_its_slowest_stage():
     costs.observe(0, plan, 0.001)
     costs.observe(1, plan, 0.003)
     assert costs.predict(1, 10, 1) == pytest.approx(0.003, rel=1e-3)
+
+
+def test_the_spread_is_how_far_steps_are_from_the_prediction():
+    assert fitted(DECODE + MIXED).spread < 1e-3
+    noisy = fitted(DECODE + MIXED, noise=0.3)
+    assert noisy.spread == pytest.approx(0.3 / 3**0.5, rel=0.25)  # of a uniform distribution
+    assert fitted(DECODE, repeats=2).spread == 0, "too early to say"

@@ -15,7 +15,7 @@ class Pipeline:
         for stage in costs.stages:
             for seen in (1, 4, 16, 64):
                 stage.observe(Workload(seen, 0, 0), fixed_s + row_s * seen)
-        self.count = LaneCount(num_stages, costs)
+        self.count = LaneCount(num_stages, costs.fixed_s)
         self.now_s = 0.0
 
     def run(self, wait_share: float, num_steps: int = 4 * MIN_STEPS, was_full: bool = True) -> int:

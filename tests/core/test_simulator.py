@@ -1,3 +1,5 @@
+import itertools
+from collections.abc import Callable
 from dataclasses import replace
 
 import pytest
@@ -20,6 +22,12 @@ def simulate(
     limits = {"max_queue": 10**6, "max_queue_tokens": 10**9}
     config = SchedulerConfig(len(stages), prefix_cache=False, **limits, **scheduling)
     return Simulator(Machine(stages, wires, 100_000), config).run(requests, concurrency)
+
+
+def in_turn(factors: tuple[float, ...]) -> Callable[[float], float]:
+    """Steps take these multiples of what they should, one after another."""
+    endless = itertools.cycle(factors)
+    return lambda seconds: seconds * next(endless)
 
 
 def one_token_prompts(num_requests: int, new_tokens: int) -> list[SimulatedRequest]:
@@ -116,3 +124,22 @@ def test_percentiles():
     assert percentile([3.0, 1.0, 2.0], 50) == 2
     assert percentile(range(101), 99) == 99
     assert percentile([0.0, 1.0], 25) == 0.25
+
+
+def test_steps_that_take_unequal_time_make_stages_wait_and_one_more_lane_catches_it():
+    """Two stages whose steps cost by the row, late in turn: with two lanes each waits for the later of the two."""
+    stages = (Coefficients(0.0, S),) * 2
+    load = one_token_prompts(12, 400)
+
+    def wall_s(lanes: int | None, delayed: Callable[[float], float]) -> float:
+        limits = {"max_queue": 10**6, "max_queue_tokens": 10**9}
+        config = SchedulerConfig(2, microbatches=lanes, prefix_cache=False, **limits)
+        machine = Machine(stages, FREE, 100_000, delayed)
+        return Simulator(machine, config).run(load).wall_s
+
+    late = (0.7, 1.3, 1.0, 1.2, 0.8)
+    even_s = wall_s(2, in_turn((1.0,)))
+    two_s, three_s, own_choice_s = (wall_s(lanes, in_turn(late)) for lanes in (2, 3, None))
+    assert two_s > 1.1 * even_s
+    assert three_s < 1.05 * even_s
+    assert own_choice_s < 1.06 * even_s, "it starts with two lanes and finds out"

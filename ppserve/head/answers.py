@@ -36,6 +36,7 @@ def model_message(card: ModelCard) -> pb.GetModelInfoResponse:
             max_logit_bias=limits.max_logit_bias,
             max_request_id_bytes=limits.max_request_id_bytes,
             max_message_bytes=limits.max_message_bytes,
+            max_metadata_bytes=limits.max_metadata_bytes,
         ),
         deterministic=card.deterministic,
         nondeterministic_reason=card.why_not,

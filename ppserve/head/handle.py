@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +17,7 @@ from ppserve.core.time_account import Settled, StageTimes
 from ppserve.head.cards import ModelCard, StageCard, Topology
 from ppserve.head.engine import Engine
 from ppserve.head.layout import max_context
+from ppserve.head.limits import Limits
 from ppserve.head.live import describe_schedule, describe_state
 from ppserve.head.members import Member, Members, StageState
 from ppserve.head.observer import Observer
@@ -140,7 +141,7 @@ def why_not_deterministic(loaded: tuple[wire.Loaded, ...]) -> list[str]:
 def describe_model(config: ServeConfig, members: Members, tokenizer: Tokenizer | None) -> ModelCard:
     hello, decision = members.stages[0].hello, members.decision
     assert hello is not None and decision is not None  # noqa: PT018
-    arch = hello.architecture
+    arch, limits = hello.architecture, Limits()
     reasons = why_not_deterministic(tuple(m.loaded for m in members.stages if m.loaded is not None))
     shared = 0 if not arch.tied_embeddings or len(decision.layouts) == 0 else arch.padded_vocab_size * arch.width
     return ModelCard(
@@ -156,4 +157,5 @@ def describe_model(config: ServeConfig, members: Members, tokenizer: Tokenizer |
         deterministic=not reasons,
         why_not="; ".join(reasons),
         version=__version__,
+        limits=replace(limits, max_n=min(limits.max_n, config.scheduling.max_num_seqs)),
     )

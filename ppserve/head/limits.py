@@ -9,8 +9,8 @@ from dataclasses import dataclass
 class Limits:
     """Upper bounds, inclusive. Bytes are of UTF-8.
 
-    max_message_bytes is enforced by gRPC before anything is parsed; it leaves room for a prompt of
-    max_prompt_bytes beside everything else a request may hold.
+    max_message_bytes and max_metadata_bytes are enforced by gRPC before anything is parsed; a message leaves room
+    for a prompt of max_prompt_bytes beside everything else a request may hold.
     """
 
     max_prompt_bytes: int = 128 << 10
@@ -22,6 +22,7 @@ class Limits:
     max_logit_bias: int = 1024
     max_request_id_bytes: int = 128
     max_message_bytes: int = 512 << 10
+    max_metadata_bytes: int = 16 << 10
 
 
 # Ranges of numbers, inclusive. They keep arithmetic on logits finite; nobody needs more.

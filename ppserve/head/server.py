@@ -90,8 +90,11 @@ def server_options(limits: Limits) -> list[tuple[str, Any]]:
         # With SO_REUSEPORT a second server binds the same port and silently steals connections.
         ("grpc.so_reuseport", 0),
         ("grpc.max_receive_message_length", limits.max_message_bytes),
-        ("grpc.max_metadata_size", 8 << 10),
-        ("grpc.absolute_max_metadata_size", 16 << 10),
+        # The same twice: between the two gRPC refuses some calls and not others, by chance.
+        ("grpc.max_metadata_size", limits.max_metadata_bytes),
+        ("grpc.absolute_max_metadata_size", limits.max_metadata_bytes),
+        # A message is decompressed before its size is looked at, and half a megabyte may hold half a gigabyte.
+        ("grpc.compression_enabled_algorithms_bitset", 1),
         ("grpc.max_concurrent_streams", 4096),
         # Find dead connections; tolerate the pings of idle clients, which the defaults answer with GOAWAY.
         ("grpc.keepalive_time_ms", 30_000),

@@ -279,7 +279,7 @@ class Architecture(_message.Message):
     def __init__(self, num_layers: _Optional[int] = ..., width: _Optional[int] = ..., num_heads: _Optional[int] = ..., inner_width: _Optional[int] = ..., vocab_size: _Optional[int] = ..., max_positions: _Optional[int] = ..., num_parameters: _Optional[int] = ...) -> None: ...
 
 class Limits(_message.Message):
-    __slots__ = ("max_prompt_bytes", "max_prompt_tokens", "max_n", "max_stop", "max_stop_bytes", "max_stop_token_ids", "max_logprobs", "max_logit_bias", "max_request_id_bytes", "max_message_bytes")
+    __slots__ = ("max_prompt_bytes", "max_prompt_tokens", "max_n", "max_stop", "max_stop_bytes", "max_stop_token_ids", "max_logprobs", "max_logit_bias", "max_request_id_bytes", "max_message_bytes", "max_metadata_bytes")
     MAX_PROMPT_BYTES_FIELD_NUMBER: _ClassVar[int]
     MAX_PROMPT_TOKENS_FIELD_NUMBER: _ClassVar[int]
     MAX_N_FIELD_NUMBER: _ClassVar[int]
@@ -290,6 +290,7 @@ class Limits(_message.Message):
     MAX_LOGIT_BIAS_FIELD_NUMBER: _ClassVar[int]
     MAX_REQUEST_ID_BYTES_FIELD_NUMBER: _ClassVar[int]
     MAX_MESSAGE_BYTES_FIELD_NUMBER: _ClassVar[int]
+    MAX_METADATA_BYTES_FIELD_NUMBER: _ClassVar[int]
     max_prompt_bytes: int
     max_prompt_tokens: int
     max_n: int
@@ -300,7 +301,8 @@ class Limits(_message.Message):
     max_logit_bias: int
     max_request_id_bytes: int
     max_message_bytes: int
-    def __init__(self, max_prompt_bytes: _Optional[int] = ..., max_prompt_tokens: _Optional[int] = ..., max_n: _Optional[int] = ..., max_stop: _Optional[int] = ..., max_stop_bytes: _Optional[int] = ..., max_stop_token_ids: _Optional[int] = ..., max_logprobs: _Optional[int] = ..., max_logit_bias: _Optional[int] = ..., max_request_id_bytes: _Optional[int] = ..., max_message_bytes: _Optional[int] = ...) -> None: ...
+    max_metadata_bytes: int
+    def __init__(self, max_prompt_bytes: _Optional[int] = ..., max_prompt_tokens: _Optional[int] = ..., max_n: _Optional[int] = ..., max_stop: _Optional[int] = ..., max_stop_bytes: _Optional[int] = ..., max_stop_token_ids: _Optional[int] = ..., max_logprobs: _Optional[int] = ..., max_logit_bias: _Optional[int] = ..., max_request_id_bytes: _Optional[int] = ..., max_message_bytes: _Optional[int] = ..., max_metadata_bytes: _Optional[int] = ...) -> None: ...
 
 class GetTopologyRequest(_message.Message):
     __slots__ = ()

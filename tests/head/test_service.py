@@ -311,6 +311,31 @@ def test_bytes_that_are_no_message() -> None:
     asyncio.run(main())
 
 
+def test_a_message_is_not_decompressed() -> None:
+    """A few kilobytes may hold megabytes; gRPC would make room for them before it looks at their size."""
+
+    async def main() -> None:
+        async with served(FakeEngine()) as (_, target), aio.insecure_channel(target) as channel:
+            generate = channel.unary_stream(GENERATE)
+            for raw in (ask().SerializeToString(), b"\x00" * (8 << 20)):
+                compressed = generate(raw, compression=grpc.Compression.Gzip)
+                assert await code_of(compressed) is grpc.StatusCode.UNIMPLEMENTED
+            assert await code_of(generate(ask().SerializeToString())) is grpc.StatusCode.OK
+
+    asyncio.run(main())
+
+
+def test_metadata_has_a_limit_and_is_told() -> None:
+    async def scenario(engine: FakeEngine, stub: GenerationServiceStub) -> None:
+        limit = (await stub.GetModelInfo(pb.GetModelInfoRequest())).limits.max_metadata_bytes
+        within, beyond = ((("x-padding", "x" * size),) for size in (limit - 1024, limit))
+        for _ in range(8):
+            assert await code_of(stub.Generate(ask(), metadata=within)) is grpc.StatusCode.OK
+            assert await code_of(stub.Generate(ask(), metadata=beyond)) is grpc.StatusCode.RESOURCE_EXHAUSTED
+
+    run(scenario)
+
+
 def test_tokenize_and_detokenize() -> None:
     async def scenario(engine: FakeEngine, stub: GenerationServiceStub) -> None:
         tokens = (await stub.Tokenize(pb.TokenizeRequest(text="é!"))).tokens

@@ -35,8 +35,10 @@ _LAUNCHER_GRACE_S = 30.0
 # A stage that dies this often within the window, each time before it served, does not come back.
 _MAX_DEATHS = 4
 _DEATH_WINDOW_S = 60.0
-# A stage writes a byte on its pipe at least every half second; silence this long means it is frozen.
+# A stage writes a byte on its pipe at least every half second; silence this long means it is frozen. While it
+# imports, a single library may take long to load from a cold disk, and holds everything up meanwhile.
 _FROZEN_AFTER_S = 4.0
+_FROZEN_WHILE_IMPORTING_S = 30.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -220,8 +222,8 @@ class Keeper:
 
     def _watch(self, child: StageProcess) -> bool:
         """Reads the stage's signs of life until they end; kills a frozen one. True if it served."""
-        served = False
-        last_sign_s: float | None = None
+        served = imported = False
+        last_sign_s = time.monotonic()
         while True:
             now_s = time.monotonic()
             words = child.listen(0.5)
@@ -233,12 +235,13 @@ class Keeper:
                 if word.startswith("control "):
                     host, port, token = word.split()[1:]
                     self._control = (host, int(port), token)
+                    imported = True
                 elif word == "served":
                     served = True
                     if self._spare is None and not self._stopping:
                         # Only now: before, it would compete with the stage's own start.
                         self._spare = StageProcess()
-            frozen = last_sign_s is not None and now_s - last_sign_s > _FROZEN_AFTER_S
+            frozen = now_s - last_sign_s > (_FROZEN_AFTER_S if imported else _FROZEN_WHILE_IMPORTING_S)
             if frozen or (self._stopping and self._is_overdue()):
                 child.process.kill()
 

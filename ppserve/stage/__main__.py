@@ -28,13 +28,13 @@ def main() -> int:
     # The head and the keeper decide when this process ends, also while it waits as a spare.
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
     signal.signal(signal.SIGINT, signal.SIG_IGN)
+    threading.Thread(target=_show_life, args=(life_fd,), name="life", daemon=True).start()
     # Slow (torch), which is why a spare process does it while it waits for its start.
     from ppserve.stage import loop
 
     start = _read_start()
     set_up_logging(start.config.log, f"stage {start.stage}")
     log.info("process %d", os.getpid())
-    threading.Thread(target=_show_life, args=(life_fd,), name="life", daemon=True).start()
     environment = RankEnvironment.from_environ() or RankEnvironment(start.stage, start.num_stages, 0, 1, 0)
     try:
         host, port, token = _find_head(start, environment)
@@ -74,7 +74,8 @@ def _read_start() -> wire.Start:
 
 
 def _show_life(life_fd: int) -> None:
-    """A byte now and then tells the keeper that this process is not frozen."""
+    """A byte now and then tells the keeper that this process is not frozen. Nobody reads those of a spare:
+    they wait in the pipe, and once that is full this thread waits too, until the spare is called upon."""
     while True:
         try:
             os.write(life_fd, b"\n")

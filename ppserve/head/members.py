@@ -32,6 +32,9 @@ _SILENT_WHEN_READY_NS = 3_000_000_000
 _SILENT_BEFORE_NS = 30_000_000_000
 _FORM_WITHIN_NS = 30_000_000_000
 _REJOIN_WITHIN_NS = 120_000_000_000
+# torchrun's answer to the death of a keeper is to end all ranks, and the head takes that for a wish to drain;
+# but a stage without a keeper never comes back.
+_REJOIN_WHILE_DRAINING_NS = 10_000_000_000
 # A stage that is asked to leave may have a step to finish, or a wait in gloo that ends by itself (see
 # `stage.loop`). One that was only forming has nothing to finish: what holds it is a wait in the library's
 # connecting that nothing ends, and starting anew, with a reload of its weights, is quicker.
@@ -135,7 +138,8 @@ class Member:
 class Members:
     """All stages. `decide` turns their greetings into a Decision and raises UsageError where it cannot.
 
-    send, drop: the control plane's. machine: the head's, whose clock needs no alignment.
+    send, drop: the control plane's. machine: the head's, whose clock needs no alignment. draining: running
+    streams may finish, and then it is over.
     """
 
     num_stages: int
@@ -148,6 +152,7 @@ class Members:
     formed: bool = False
     decision: Decision | None = None
     num_blocks: int = 0
+    draining: bool = False
     stages: list[Member] = field(default_factory=list)
     _pinged_ns: int = 0
     _ticked_ns: int = 0
@@ -221,7 +226,8 @@ class Members:
             silent_ns = _SILENT_WHEN_READY_NS if state in _QUICK else _SILENT_BEFORE_NS
             if state is StageState.ABSENT:
                 # At first it may be downloading; a keeper whose stage keeps dying says so by itself.
-                if self.epoch and waited_ns > _REJOIN_WITHIN_NS:
+                patience_ns = _REJOIN_WHILE_DRAINING_NS if self.draining else _REJOIN_WITHIN_NS
+                if self.epoch and waited_ns > patience_ns:
                     return [Hopeless(f"stage {member.stage} did not come back in time", usage=False)]
             elif now_ns - member.heard_ns > silent_ns:
                 self.drop(member.stage, "frozen")

@@ -269,6 +269,16 @@ def test_a_stage_that_stays_away_is_hopeless() -> None:
     assert not event.usage
 
 
+def test_a_drain_does_not_wait_for_a_stage_whose_keeper_died_too() -> None:
+    pipeline = Pipeline(2)
+    pipeline.start()
+    pipeline.members.draining = True
+    pipeline.members.gone(1, "exit", pipeline.now_ns)
+    assert pipeline.tick(9) == []
+    (event,) = pipeline.tick(2)
+    assert isinstance(event, Hopeless)
+
+
 def test_mistakes_before_the_first_epoch_are_the_operators() -> None:
     def refuse(hellos: tuple[wire.Hello, ...]) -> Decision:
         raise ConfigError("--layers", "no")

@@ -82,7 +82,7 @@ def drive(client: Client, run: Run, requests: range) -> tuple[float, float, floa
     """Output tokens per second, mean time to the first token, mean time between tokens."""
 
     def one(number: int) -> list[float]:
-        prompt = random.Random(number).choices(range(256), k=run.prompt)  # never the same: prefixes are cached
+        prompt = random.Random(f"{number}").choices(range(256), k=run.prompt)  # none twice: prefixes are cached
         times = [time.monotonic()]
         for chunk in client.stream(prompt, seed=abs(number), max_tokens=run.new, ignore_eos=True):
             times += [time.monotonic()] * chunk.num_tokens

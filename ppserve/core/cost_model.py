@@ -57,6 +57,9 @@ class Coefficients:
     key: float = 0.0
     sample: float = 0.0
 
+    def times(self, factor: float) -> Coefficients:
+        return Coefficients(self.step * factor, self.row * factor, self.key * factor, self.sample * factor)
+
     def seconds(self, rows: int, context: int, sampled: int) -> float:
         return self.step + self.row * rows + self.key * context + self.sample * sampled
 
@@ -69,7 +72,7 @@ class StageCost:
         self._by_size: dict[int, _Memory] = {}
         self._fitted = Coefficients()
         self._fit_at = 1
-        self._squared_error = 0.0
+        self._error = self._squared_error = 0.0
 
     def observe(self, load: Workload, seconds: float) -> None:
         """A step with this load took that long. Zero and negative times say nothing and are ignored."""
@@ -81,12 +84,19 @@ class StageCost:
         self.num_observed += 1
         if self.num_observed > _TRUSTED_AFTER:
             error = min(seconds / self.predict(load.rows, load.context, load.sampled) - 1, 1.0)
+            self._error += (error - self._error) * (1 - _FADE)
             self._squared_error += (error * error - self._squared_error) * (1 - _FADE)
 
     @property
+    def mean(self) -> Coefficients:
+        """What steps take on average. Where they are unsteady the fit is below: it heeds late ones less."""
+        return self.coefficients.times(1 + self._error)
+
+    @property
     def spread(self) -> float:
-        """How far steps lately were from what was predicted: root mean square, as a share of the prediction."""
-        return math.sqrt(self._squared_error)
+        """How far steps lately were from their mean: standard deviation, as a share of it."""
+        variance = self._squared_error - self._error * self._error
+        return math.sqrt(max(0.0, variance)) / (1 + self._error)
 
     @property
     def coefficients(self) -> Coefficients:

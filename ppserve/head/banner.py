@@ -31,8 +31,9 @@ def banner(card: ModelCard, topology: Topology, host: str, port: int, metrics_po
             f" {_size(stage.weight_bytes):>9} {_size(stage.kv_bytes):>9}  {stage.device} on {stage.host}"
         )
     lines += [
-        f"  {arch.num_layers} blocks over {len(topology.stages)} stage(s), {topology.transport} transport,"
-        f" {topology.microbatches} microbatch(es) in flight",
+        f"  {arch.num_layers} blocks over {len(topology.stages)} stage{'s' * (len(topology.stages) > 1)},"
+        f" {topology.transport} transport, {topology.microbatches} microbatch{'es' * (topology.microbatches > 1)}"
+        " in flight",
     ]
     if not card.deterministic:
         lines.append(f"  not deterministic here: {card.why_not}")

@@ -72,7 +72,7 @@ class PipelineHandle:
         assert decision is not None
         stages = []
         for layout, cost in zip(decision.layouts, self._observer.costs.stages, strict=True):
-            c = cost.coefficients
+            c = cost.mean
             terms = {"step_s": c.step, "row_s": c.row, "key_s": c.key, "sample_s": c.sample, "spread": cost.spread}
             stages.append({"layers": layout.num_layers, "steps": cost.num_observed, **terms})
         overheads = asdict(self._observer.overheads.times)

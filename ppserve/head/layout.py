@@ -40,7 +40,7 @@ def decide(config: ServeConfig, hellos: tuple[wire.Hello, ...]) -> Decision:
     split = config.pipeline.layers or choose_split(config, arch, hellos)
     check_split(split, arch, num_stages)
     scheduling = scheduler_config(config, arch, hellos)
-    one_host = len({hello.host for hello in hellos}) == 1
+    one_host = len({hello.machine for hello in hellos}) == 1
     return Decision(
         layouts=stage_layouts(split),
         dtype=first.dtype,

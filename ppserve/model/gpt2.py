@@ -4,7 +4,9 @@ T rows (tokens of all slices, packed), D width, E = 3D, F inner width, V vocabul
 
 Arithmetic: on the CPU everything between two cache or weight accesses is float32, whatever the dtype;
 `bfloat16` says how weights, keys and values are stored, and the hidden states are rounded to it after every
-block, so that where the stages are cut changes nothing. On CUDA everything runs in the dtype itself.
+block, so that where the stages are cut changes nothing. Where oneDNN's bfloat16 kernels are used (CPUs with
+AVX-512 BF16 or AMX) every linear layer also rounds its inputs, its bias and its outputs, logits included, to
+bfloat16. On CUDA everything runs in the dtype itself.
 """
 
 from __future__ import annotations

@@ -110,4 +110,8 @@ def test_the_spread_is_how_far_steps_are_from_the_prediction():
     assert fitted(DECODE + MIXED).spread < 1e-3
     noisy = fitted(DECODE + MIXED, noise=0.3)
     assert noisy.spread == pytest.approx(0.3 / 3**0.5, rel=0.25)  # of a uniform distribution
+    many = DECODE * 4 + MIXED * 4
+    assert sum(noisy.predict(x.rows, x.context, x.sampled) / truth(x) for x in many) / len(many) < 0.98
+    means = [noisy.mean.seconds(x.rows, x.context, x.sampled) / truth(x) for x in many]
+    assert sum(means) / len(means) == pytest.approx(1, abs=0.015)
     assert fitted(DECODE, repeats=2).spread == 0, "too early to say"

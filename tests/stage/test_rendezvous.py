@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
+from functools import partial
 
 import pytest
 import torch.distributed as dist
@@ -22,9 +23,16 @@ def open_stores(count: int) -> list[dist.Store]:
 
 @pytest.mark.timeout(60)
 def test_everybody_waits_for_the_last() -> None:
-    stores = open_stores(3)
+    stores, asked = open_stores(3), [threading.Event() for _ in range(2)]
+
+    def is_over(stage: int) -> bool:
+        """Only who waits asks."""
+        asked[stage].set()
+        return False
+
     with ThreadPoolExecutor(2) as threads:
-        early = [threads.submit(meet, stores[stage], stage, 3, lambda: False) for stage in (0, 1)]
+        early = [threads.submit(meet, stores[stage], stage, 3, partial(is_over, stage)) for stage in (0, 1)]
+        assert all(event.wait(30) for event in asked)
         assert not any(meeting.done() for meeting in early)
         meet(stores[2], 2, 3, lambda: False)
         for meeting in early:

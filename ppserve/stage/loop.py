@@ -221,7 +221,12 @@ class StageLoop:
         """In the link's thread: the stage's own may be waiting for a neighbour, and hears of nothing else."""
         epoch = self._epoch
         if epoch is not None and epoch.number == number:
-            epoch.transport.interrupt()
+            try:
+                epoch.transport.interrupt()
+            except RuntimeError as error:
+                # A backend that cannot be interrupted: the head cuts a stage off that does not leave in time, and
+                # this thread must live to see that.
+                log.warning("epoch %d: its waits cannot be ended: %s", number, error)
 
     def _abandon(self, number: int) -> None:
         """Leaves an epoch that the head has given up. One that broke here was left, and reported, before."""

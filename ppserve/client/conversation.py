@@ -45,8 +45,9 @@ class Retries:
         self._first = None
 
     def pause_after(self, failure: CallFailed) -> float:
-        """Seconds to wait before trying again: at least what the server asks for. Raises `failure` when it is
-        no use (only nobody there, or a queue that says when it has room, pass with time) or was tried enough."""
+        """Seconds to wait before trying again: at least what the server asks for. Raises `failure`, with what it
+        began with, when it is no use (only nobody there, or a queue that says when it has room, pass with time)
+        or was tried enough."""
         self._failures += 1
         first = self._first
         if first is None or (failure.reason and not first.reason):

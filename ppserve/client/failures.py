@@ -16,7 +16,8 @@ class CallFailed(PpserveError):
 
     code: name of the gRPC status, such as INVALID_ARGUMENT. reason: the server's stable name for it, empty when
     it did not answer. violations: the fields that are wrong. retry_after_s: what the server asks to wait.
-    first: of a call that was tried several times, what went wrong first; None when it was the same.
+    first: of a call that was tried several times, what it began with: the first failure, or the first that the
+    server itself explained; None when it was the same.
     """
 
     def __init__(

@@ -60,8 +60,9 @@ class Server:
     def head_pid(self) -> int:
         """The process id of the head: the launcher's child of rank 0."""
         for process in self.processes():
-            if "ppserve" in process.cmdline() and process.environ().get("RANK") == "0":
-                return process.pid
+            with suppress(psutil.NoSuchProcess):  # a process of another rank that ended meanwhile
+                if "ppserve" in process.cmdline() and process.environ().get("RANK") == "0":
+                    return process.pid
         raise AssertionError(f"no process of the head\n{self.log}")
 
     def left_over(self) -> list[int]:

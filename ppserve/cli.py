@@ -67,8 +67,8 @@ def main() -> None:
         _complain(str(error), speaks)
         sys.exit(EXIT_USAGE)
     except UnicodeEncodeError:
-        # The shell's bytes, or those of standard input, that are not UTF-8 arrive as lone surrogates.
-        _complain("an argument or the prompt is not UTF-8 text", speaks)
+        # The shell's bytes that are not UTF-8 arrive as lone surrogates.
+        _complain("an argument is not UTF-8 text", speaks)
         sys.exit(EXIT_USAGE)
     except PpserveError as error:
         _complain(str(error), speaks)

@@ -44,7 +44,7 @@ def connection(flags: dict[str, Any]) -> dict[str, Any]:
 
 def _api_key(file: Path | None) -> str | None:
     if file is None:
-        return os.environ.get("PPSERVE_API_KEY") or None
+        return _sendable(os.environ.get("PPSERVE_API_KEY") or None, "PPSERVE_API_KEY")
     try:
         lines = [line.strip() for line in file.read_text().splitlines()]
     except (OSError, UnicodeDecodeError):
@@ -52,4 +52,11 @@ def _api_key(file: Path | None) -> str | None:
     key = next((line for line in lines if line and not line.startswith("#")), None)
     if key is None:
         raise ConfigError("--api-key-file", f"{file} holds no key")
+    return _sendable(key, "--api-key-file")
+
+
+def _sendable(key: str | None, name: str) -> str | None:
+    """gRPC takes no other characters in metadata. Raises ConfigError."""
+    if key is not None and not (key.isascii() and key.isprintable()):
+        raise ConfigError(name, "the key may only have printable ASCII characters")
     return key

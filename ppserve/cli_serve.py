@@ -66,7 +66,7 @@ def _load_config_file(ctx: click.Context, _param: click.Parameter, path: Path | 
 @click.option("--prefill-chunk", type=AutoOr(_COUNT), default="auto", help="Most prompt tokens in one step.")
 @click.option("--expect-prompt", type=_COUNT, default=128, help="Typical prompt tokens, for --layers auto.")
 @click.option("--expect-new", type=_COUNT, default=128, help="Typical new tokens, for --layers auto.")
-@click.option("--shutdown-timeout", type=click.FloatRange(min=0), default=25.0, help="Seconds streams may go on.")
+@click.option("--shutdown-timeout", type=click.FloatRange(0, 86400), default=25, help="Seconds that streams have.")
 @click.option("--tls-cert", type=_FILE)
 @click.option("--tls-key", type=_FILE)
 @click.option("--tls-client-ca", type=_FILE, help="Demand client certificates of this authority.")

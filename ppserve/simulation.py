@@ -151,13 +151,17 @@ def read_costs(path: Path) -> MeasuredCosts:
         entries = sheet["stages"]
         layers = [int(e["layers"] if "layers" in e else e.get("numLayers", e.get("num_layers"))) for e in entries]
         stages = [_coefficients(e) for e in entries]
+        if not stages or min(layers) < 1:
+            raise ConfigError("--costs", f"{path} describes no stages")
+        if not all(any((c.step, c.row, c.key, c.sample)) for c in stages):
+            raise ConfigError("--costs", f"{path} is of a server that had computed nothing yet")
         overheads = OverheadTimes(**sheet["overheads"]) if "overheads" in sheet else None
         spread = fmean(float(entry.get("spread", 0.0)) for entry in entries)
         max_chunk = int(sheet["max_chunk"]) if "max_chunk" in sheet else None
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         raise ConfigError("--costs", f"{path} is no cost sheet: {type(error).__name__}: {error}") from None
-    if not stages or min(layers) < 1:
-        raise ConfigError("--costs", f"{path} describes no stages")
+    if not 0 <= spread < math.inf or (max_chunk is not None and max_chunk < 1):
+        raise ConfigError("--costs", f"{path} is no cost sheet: spread {spread}, max_chunk {max_chunk}")
     parts = _parts(stages, layers)
     return replace(parts, overheads=overheads, spread=spread, max_chunk=max_chunk)
 

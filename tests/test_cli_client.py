@@ -106,6 +106,14 @@ def test_mistakes_are_one_line(target: str, arguments: tuple[str, ...], code: in
     assert all(word in done.stderr for word in words), done.stderr
 
 
+def test_a_key_that_grpc_could_not_send_is_refused(target: str, tmp_path: Path) -> None:
+    keys = tmp_path / "keys"
+    keys.write_text("schlüssel\n", encoding="utf-8")
+    done = ppserve(target, "generate", "hello", "--api-key-file", str(keys))
+    assert done.returncode == 2, done.stderr
+    assert done.stderr == "ppserve: error: --api-key-file: the key may only have printable ASCII characters\n"
+
+
 def test_a_prompt_that_is_not_utf_8_is_named(target: str, tmp_path: Path) -> None:
     file = tmp_path / "prompts"
     file.write_bytes(b"one\n\xff\xfe\n")

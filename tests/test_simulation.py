@@ -124,6 +124,20 @@ def test_a_topology_gives_steps_of_constant_time(tmp_path, name):
     assert found.stage(6, True).seconds(1, 0, 1) == pytest.approx(0.006 + 0.005)
 
 
+def test_a_sheet_of_a_server_that_computed_nothing(tmp_path):
+    zeros = {"layers": 6, "step_s": 0.0, "row_s": 0.0, "key_s": 0.0, "sample_s": 0.0}
+    (tmp_path / "costs.json").write_text(json.dumps({"stages": [zeros, zeros]}))
+    with pytest.raises(ConfigError, match="had computed nothing yet"):
+        read_costs(tmp_path / "costs.json")
+
+
+@pytest.mark.parametrize("odd", [{"max_chunk": 0}, {"max_chunk": "many"}])
+def test_a_sheet_with_odd_numbers(tmp_path, odd):
+    (tmp_path / "costs.json").write_text(json.dumps(json.loads(sheet((9, 3))) | odd))
+    with pytest.raises(ConfigError, match=r"--costs: .*no cost sheet"):
+        read_costs(tmp_path / "costs.json")
+
+
 @pytest.mark.parametrize("stages", ["[]", '[{"layers": 1}]', "[3]", "3"])
 def test_stages_that_are_none_are_named(tmp_path, stages):
     (tmp_path / "costs.json").write_text(f'{{"stages": {stages}}}')

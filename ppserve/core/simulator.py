@@ -278,8 +278,7 @@ class Simulator:
         if self._lanes is None:
             return
         for result in returned.results:
-            begun_s, ended_s = result.stamps.begun / _NS, result.stamps.ended / _NS
-            lanes = self._lanes.observe(result.stage, begun_s, ended_s, returned.was_full)
+            lanes = self._lanes.observe(result.stage, result.stamps, returned.was_full)
         self._scheduler.set_microbatches(lanes)
 
 

@@ -153,7 +153,7 @@ class Head:
             await self._first(self._wait(self._stop), engine.failed)
             if not engine.failed.done():
                 log.info("draining: running streams have %g s", self._config.server.shutdown_timeout_s)
-                self._members.draining = True
+                engine.drain()
         finally:
             health.cancel()
         return await self._close(door, engine)

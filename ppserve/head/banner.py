@@ -87,6 +87,7 @@ _WORDS = {
     StageState.LOADED: "loaded",
     StageState.FORMING: "joining",
     StageState.READY: "ready",
+    StageState.LEAVING: "leaving",
 }
 
 

@@ -101,7 +101,7 @@ def check_ids(field: str, ids: list[int], card: ModelCard) -> None:
 def to_request(message: pb.GenerateRequest, prompt_ids: list[int], card: ModelCard, arrival: Arrival) -> Request:
     """The request that the core sees. `message` has passed `check`; `prompt_ids` may be empty.
 
-    Raises InvalidRequest when prompt, resumed tokens and at least one new token exceed the context.
+    Raises InvalidRequest when prompt and resumed tokens exceed the context.
     """
     if not prompt_ids and card.eos_id is not None:
         prompt_ids = [card.eos_id]

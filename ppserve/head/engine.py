@@ -131,6 +131,14 @@ class Engine(threading.Thread):
         self._call(run)
         return answer.result(timeout=5.0)
 
+    def drain(self) -> None:
+        """Streams may finish; a stage that is lost meanwhile is waited for less long."""
+
+        def begin(_now_s: float) -> None:
+            self._members.draining = True
+
+        self._call(begin)
+
     def stop(self) -> None:
         """Shut the stages down, front to back, and end the thread."""
 
@@ -291,10 +299,8 @@ class Engine(threading.Thread):
         step.owing.discard(result.stage)
         self._observer.step_done(result, step.plan, time.monotonic_ns())
         if self._lanes is not None:
-            begun_s, ended_s = result.stamps.begun / 1e9, result.stamps.ended / 1e9
-            self._scheduler.set_microbatches(
-                self._lanes.observe(result.stage, begun_s, ended_s, step.was_full)
-            )
+            lanes = self._lanes.observe(result.stage, result.stamps, step.was_full)
+            self._scheduler.set_microbatches(lanes)
         if not step.owing:
             del self._in_flight[result.step_id]
             self._note_demand()

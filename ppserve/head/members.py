@@ -15,6 +15,7 @@ or around one that still waits for a neighbour of the last.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from enum import Enum, auto
@@ -25,6 +26,8 @@ from ppserve.core.architecture import StageLayout
 from ppserve.core.plan import StepResult
 from ppserve.core.time_account import in_head_clock
 from ppserve.errors import UsageError
+
+log = logging.getLogger("ppserve.members")
 
 _PING_EVERY_NS = 500_000_000
 _SILENT_WHEN_READY_NS = 3_000_000_000
@@ -331,7 +334,10 @@ class Members:
                 within_ns = _LEAVE_WITHIN_NS if was_formed else _LEAVE_FORMING_WITHIN_NS
                 member.leave_by_ns = now_ns + within_ns
                 self._move(member, StageState.LEAVING, now_ns)
-        return [EpochLost(self.epoch, cause)] if was_formed else []
+        if not was_formed:
+            log.warning("epoch %d did not form: %s", self.epoch, cause)
+            return []
+        return [EpochLost(self.epoch, cause)]
 
     def _align_clock(self, member: Member, beat: wire.Heartbeat, now_ns: int) -> None:
         """Keeps the offset of the quickest round trip so far; processes of one machine share a clock."""

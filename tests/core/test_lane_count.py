@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from ppserve.core.cost_model import PipelineCosts, Workload
 from ppserve.core.lane_count import MIN_STEPS, PROBE_STEPS, LaneCount
+from ppserve.core.plan import StepStamps
 
 
 class Pipeline:
@@ -17,6 +18,7 @@ class Pipeline:
                 stage.observe(Workload(seen, 0, 0), fixed_s + row_s * seen)
         self.count = LaneCount(num_stages, costs.fixed_s)
         self.now_s = 0.0
+        self.own_s = 0.0
 
     def run(self, wait_share: float, num_steps: int = 4 * MIN_STEPS, was_full: bool = True) -> int:
         """Steps for which every stage waits for so much of what it computes, while there are P lanes."""
@@ -25,9 +27,10 @@ class Pipeline:
             step_s = self.fixed_s + self.row_s * self.rows / count.choice
             wait_s = wait_share * step_s if count.choice == count.num_stages else 0.0
             for stage in range(count.num_stages):
-                begun_s = self.now_s + wait_s
-                count.observe(stage, begun_s, begun_s + step_s, was_full)
-            self.now_s += wait_s + step_s
+                planned, begun = self.now_s, self.now_s + self.own_s + wait_s
+                times_s = (planned, planned + self.own_s, begun, begun, begun + step_s, begun + step_s)
+                count.observe(stage, StepStamps(*(round(1e9 * s) for s in times_s)), was_full)
+            self.now_s += self.own_s + wait_s + step_s
         return count.choice
 
 
@@ -42,6 +45,14 @@ def test_steps_that_cost_by_the_row_gain_from_one_more_lane_soon() -> None:
 def test_steps_of_one_price_gain_only_once_waiting_exceeds_a_share_of_it() -> None:
     assert Pipeline(2, fixed_s=0.030, row_s=0.0001, rows=16).run(wait_share=0.3) == 2
     assert Pipeline(2, fixed_s=0.030, row_s=0.0001, rows=16).run(wait_share=0.8) == 3
+
+
+def test_a_stages_own_work_is_no_waiting() -> None:
+    pipeline = Pipeline(2, fixed_s=0.001, row_s=0.001, rows=64)
+    pipeline.own_s = 0.010
+    assert pipeline.run(wait_share=0.0) == 2
+    assert pipeline.run(wait_share=0.1) == 2, "a further lane would do it once more"
+    assert pipeline.run(wait_share=0.4) == 3
 
 
 def test_it_comes_back_when_the_load_becomes_small() -> None:

@@ -143,3 +143,13 @@ def test_steps_that_take_unequal_time_make_stages_wait_and_one_more_lane_catches
     assert two_s > 1.1 * even_s
     assert three_s < 1.05 * even_s
     assert own_choice_s < 1.06 * even_s, "it starts with two lanes and finds out"
+
+
+@pytest.mark.parametrize("num_stages", [2, 4])
+def test_a_stages_own_work_brings_no_further_lane(num_stages):
+    """Inputs and sending are done once more with each step: nothing waits, so nothing is to be gained."""
+    stages = (Coefficients(0.4 * S, 0.1 * S),) * num_stages
+    wires = replace(FREE, prepare_s=0.1 * S, sending_s=0.1 * S)
+    load = one_token_prompts(6 * num_stages, 300)
+    fixed, chosen = (simulate(stages, load, wires=wires, **lanes) for lanes in ({"microbatches": num_stages}, {}))
+    assert chosen.wall_s == pytest.approx(fixed.wall_s)

@@ -15,6 +15,7 @@ others carry nothing; so there is one abort, and no order among several to get w
 
 from __future__ import annotations
 
+import threading
 from contextlib import AbstractContextManager
 
 import torch
@@ -56,7 +57,8 @@ class StreamPassage:
         self._last_use[buffer.data_ptr()] = torch.cuda.current_stream(self._device).record_event()
 
     def interrupt(self, group: dist.ProcessGroup) -> None:
-        group.abort()
+        # In a thread of its own: some versions of NCCL block in it, and the caller is the one that hears the head.
+        threading.Thread(target=group.abort, name="nccl-abort", daemon=True).start()
 
 
 def nccl_transport(frames: Frames, group: ParallelGroup) -> Transport:

@@ -268,4 +268,7 @@ def run_keeper(config: ServeConfig, environment: RankEnvironment) -> int:
 
     signal.signal(signal.SIGTERM, on_signal)
     signal.signal(signal.SIGINT, on_signal)
+    # These are for the head; who sends them to all ranks must not end this one, nor (they inherit it) its stage.
+    signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    signal.signal(signal.SIGUSR1, signal.SIG_IGN)
     return keeper.run()

@@ -17,6 +17,7 @@ from ppserve.head.limits import (
     MAX_PENALTY,
     MAX_REPETITION_PENALTY,
     MAX_TEMPERATURE,
+    MIN_REPETITION_PENALTY,
     MIN_TEMPERATURE,
 )
 from ppserve.v1 import generation_pb2 as pb
@@ -164,9 +165,9 @@ def _check_sampling(sampling: pb.SamplingParams, card: ModelCard, findings: _Fin
     if sampling.HasField("top_p") and not 0 < sampling.top_p <= 1:
         findings.add("sampling.top_p", f"{sampling.top_p:g} is not above 0 and at most 1")
     findings.within("sampling.min_p", sampling.min_p, 0, 1)
-    if sampling.HasField("repetition_penalty") and not 0 < sampling.repetition_penalty <= MAX_REPETITION_PENALTY:
-        findings.add("sampling.repetition_penalty",
-                     f"{sampling.repetition_penalty:g} is not above 0 and at most {MAX_REPETITION_PENALTY:g}")
+    if sampling.HasField("repetition_penalty"):
+        range_ends = MIN_REPETITION_PENALTY, MAX_REPETITION_PENALTY
+        findings.within("sampling.repetition_penalty", sampling.repetition_penalty, *range_ends)
     findings.within("sampling.frequency_penalty", sampling.frequency_penalty, -MAX_PENALTY, MAX_PENALTY)
     findings.within("sampling.presence_penalty", sampling.presence_penalty, -MAX_PENALTY, MAX_PENALTY)
     if sampling.HasField("n") and sampling.n == 0:

@@ -28,6 +28,8 @@ class Limits:
 # Ranges of numbers, inclusive. They keep arithmetic on logits finite; nobody needs more.
 MAX_TEMPERATURE = 100.0
 MIN_TEMPERATURE = 1e-4
+# Logits divided by less than this may leave the range of float32.
+MIN_REPETITION_PENALTY = 0.01
 MAX_REPETITION_PENALTY = 10.0
 MAX_PENALTY = 10.0
 MAX_BIAS = 100.0

@@ -49,6 +49,7 @@ REFUSED = [
     (sampling(min_p=-0.1), "sampling.min_p"),
     (sampling(min_p=1.5), "sampling.min_p"),
     (sampling(repetition_penalty=0.0), "sampling.repetition_penalty"),
+    (sampling(repetition_penalty=1e-38), "sampling.repetition_penalty"),
     (sampling(repetition_penalty=11), "sampling.repetition_penalty"),
     (sampling(frequency_penalty=1e30), "sampling.frequency_penalty"),
     (sampling(presence_penalty=-math.inf), "sampling.presence_penalty"),
@@ -116,7 +117,7 @@ def test_the_whole_range_is_told() -> None:
         "-1 is outside 0 (greedy) or 0.0001 to 100",
         "0 is not above 0 and at most 1",
         "2 is outside 0 to 1",
-        "0 is not above 0 and at most 10",
+        "0 is outside 0.01 to 10",
         "11 is outside -10 to 10",
         "0 sequences; ask for at least one",
     ]

@@ -12,10 +12,6 @@ from __future__ import annotations
 import json
 import os
 import random
-import re
-import signal
-import subprocess
-import sys
 import tempfile
 import time
 import urllib.request
@@ -24,14 +20,13 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import click
+import local_server
 
 from ppserve.client import Client
 from ppserve.core.simulator import Outcome, Wires
 from ppserve.model.checkpoint.opening import read_architecture
 from ppserve.planning import Intent, forecast
 from ppserve.simulation import fixed_load, read_costs, simulate
-
-READY = re.compile(r"^ppserve ready grpc=(\S+) metrics=(\S+)", re.MULTILINE)
 
 
 @dataclass(frozen=True)
@@ -55,27 +50,15 @@ class Measured:
 
 def measure(run: Run, stages: int, directory: Path) -> Measured:
     """Serves, warms up, measures, and keeps the server's cost sheet."""
-    command = [sys.executable, "-m", "ppserve", "serve", "--stages", str(stages), "--model", run.model]
-    command += ["--port", "0", "--metrics-port", "0", "--force-cpu", "--threads", "1"]
-    command += ["--layers", layers(run, stages)]
-    log_path = directory / f"server-{stages}.log"
-    with log_path.open("wb") as log:
-        server = subprocess.Popen(command, stdout=log, stderr=subprocess.STDOUT)
-    try:
-        while (match := READY.search(log_path.read_text())) is None:
-            if server.poll() is not None:
-                raise SystemExit(log_path.read_text())
-            time.sleep(0.1)
-        with Client(match[1]) as client:
+    flags = ["--stages", f"{stages}", "--layers", layers(run, stages), "--model", run.model]
+    with local_server.running([*flags, "--force-cpu", "--threads", "1"]) as server:
+        with Client(server.grpc) as client:
             drive(client, run, range(-2 * run.concurrency, 0))
             tokens_per_s, ttft_s, itl_s = drive(client, run, range(run.requests))
         costs = directory / f"costs-{stages}.json"
-        with urllib.request.urlopen(f"http://{match[2]}/costs.json") as answer:
+        with urllib.request.urlopen(f"http://{server.metrics}/costs.json") as answer:
             costs.write_bytes(answer.read())
-        return Measured(tokens_per_s, ttft_s, itl_s, costs)
-    finally:
-        server.send_signal(signal.SIGTERM)
-        server.wait(60)
+    return Measured(tokens_per_s, ttft_s, itl_s, costs)
 
 
 def drive(client: Client, run: Run, requests: range) -> tuple[float, float, float]:

@@ -12,7 +12,7 @@ from ppserve.config import ServeConfig, ServerSettings
 from ppserve.core.architecture import Architecture
 from ppserve.core.partition import check_split, split_by_weight
 from ppserve.errors import ConfigError
-from ppserve.head.layout import max_context
+from ppserve.head.layout import check_microbatches, max_context
 from ppserve.model.checkpoint.hub import is_hub_id
 from ppserve.model.checkpoint.opening import read_architecture
 
@@ -21,17 +21,15 @@ def check(config: ServeConfig, num_stages: int) -> None:
     """Raises UsageError. What it lets pass may still be found wrong by the stages, on their hosts."""
     _check_ports(config.server)
     _check_secrets(config.server)
-    asked = config.pipeline
-    if asked.microbatches is not None and asked.microbatches > num_stages + 1:
-        raise ConfigError("--microbatches", f"{asked.microbatches} is more than {num_stages} stages + 1 can use")
+    check_microbatches(config, num_stages)
     arch = _architecture(config.model.path)
     if arch is None:
         return
     max_context(config, arch)
-    if asked.layers is None:
+    if config.pipeline.layers is None:
         split_by_weight(arch, num_stages)
     else:
-        check_split(asked.layers, arch, num_stages)
+        check_split(config.pipeline.layers, arch, num_stages)
 
 
 def _architecture(path: str) -> Architecture | None:

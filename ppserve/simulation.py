@@ -32,11 +32,16 @@ from ppserve.planning import ELEMENT_BYTES, Forecast
 
 @dataclass(frozen=True, slots=True)
 class Device:
-    """One stage's device: operations and bytes per second, seconds that a step costs however small it is."""
+    """One stage's device: operations and bytes per second, seconds that a step costs however small it is.
+
+    spread, max_chunk: as of `MeasuredCosts`.
+    """
 
     flops: float
     memory_bandwidth: float
     launch_s: float
+    spread: float = 0.0
+    max_chunk: int | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,16 +101,15 @@ def simulate(plan: Forecast, speed: Device | MeasuredCosts, wires: Wires, load: 
         stages=tuple(_stage_speed(plan, i, speed) for i in range(len(plan.stages))),
         wires=replace(wires, bytes_per_row=plan.arch.width * ELEMENT_BYTES[plan.dtype]),
         num_blocks=min(plan.max_sequences, num_seqs) * blocks_per_sequence,
-        delayed=_scattered(speed.spread if isinstance(speed, MeasuredCosts) else 0.0),
+        delayed=_scattered(speed.spread),
     )
-    max_chunk = speed.max_chunk if isinstance(speed, MeasuredCosts) else None
     config = SchedulerConfig(
         num_stages=len(plan.stages),
         max_num_seqs=num_seqs,
         max_queue=len(load.requests) + 1,
         max_queue_tokens=len(load.requests) * plan.max_model_len + 1,
         max_model_len=plan.max_model_len,
-        max_auto_chunk=max_chunk or MAX_PROMPT_TOKENS_PER_STEP,
+        max_auto_chunk=speed.max_chunk or MAX_PROMPT_TOKENS_PER_STEP,
         prefix_cache=False,
     )
     return Simulator(machine, config, machine).run(load.requests, load.concurrency)

@@ -82,8 +82,10 @@ class StageCost:
         features = [value / typical / seconds for value, typical in zip(values, _TYPICAL, strict=True)]
         self._by_size.setdefault(load.rows.bit_length(), _Memory()).add(features)
         self.num_observed += 1
+        if self.num_observed <= _TRUSTED_AFTER:
+            return
         predicted_s = self.predict(load.rows, load.context, load.sampled)
-        if self.num_observed > _TRUSTED_AFTER and predicted_s > 0:
+        if predicted_s > 0:
             error = min(seconds / predicted_s - 1, 1.0)
             self._error += (error - self._error) * (1 - _FADE)
             self._squared_error += (error * error - self._squared_error) * (1 - _FADE)

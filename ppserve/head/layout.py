@@ -71,12 +71,10 @@ def choose_split(config: ServeConfig, arch: Architecture, hellos: tuple[wire.Hel
 
 def scheduler_config(config: ServeConfig, arch: Architecture, hellos: tuple[wire.Hello, ...]) -> SchedulerConfig:
     """What the scheduler may do with this model. Raises ConfigError."""
-    microbatches, num_stages = config.pipeline.microbatches, len(hellos)
-    if microbatches is not None and microbatches > num_stages + 1:
-        raise ConfigError("--microbatches", f"{microbatches} is more than {num_stages} stages + 1 can use")
+    check_microbatches(config, len(hellos))
     return SchedulerConfig(
-        num_stages=num_stages,
-        microbatches=microbatches,
+        num_stages=len(hellos),
+        microbatches=config.pipeline.microbatches,
         max_num_seqs=config.scheduling.max_num_seqs,
         max_queue=config.scheduling.max_queue,
         max_model_len=max_context(config, arch),
@@ -85,6 +83,13 @@ def scheduler_config(config: ServeConfig, arch: Architecture, hellos: tuple[wire
         max_auto_chunk=CPU_CHUNK if any(hello.gpu is None for hello in hellos) else MAX_PROMPT_TOKENS_PER_STEP,
         eos_id=arch.eos_id,
     )
+
+
+def check_microbatches(config: ServeConfig, num_stages: int) -> None:
+    """Raises ConfigError for more steps in flight than `num_stages` stages can use."""
+    asked = config.pipeline.microbatches
+    if asked is not None and asked > num_stages + 1:
+        raise ConfigError("--microbatches", f"{asked} is more than {num_stages} stages + 1 can use")
 
 
 def max_context(config: ServeConfig, arch: Architecture) -> int:

@@ -28,7 +28,7 @@ import torch
 
 import parallel_state
 from ppserve.client import Client
-from ppserve.core.architecture import Architecture, stage_layouts, stage_params
+from ppserve.core.architecture import Architecture, stage_layouts, stage_params, written
 from ppserve.core.partition import balance, decode_parts, split_by_weight
 from ppserve.core.plan import StepPlan
 from ppserve.errors import PpserveError
@@ -58,10 +58,12 @@ LARGER_MODELS = {
 def forward_pass(tour: Tour) -> None:
     checkpoint = open_checkpoint(tour.options.model)
     arch = checkpoint.architecture
-    tour.explain(f"The model {tour.options.model!r}: {arch.num_layers} blocks of width {arch.width}.")
-    line = Line.of(tour, checkpoint, split_by_weight(arch, tour.size))
+    split = split_by_weight(arch, tour.size)
+    cut = " Of block 3, say, `3a` is the attention only, and `3m` its MLP." if any(n % 1 for n in split) else ""
+    tour.explain(f"The model {tour.options.model!r}: {arch.num_layers} blocks of width {arch.width}.{cut}")
+    line = Line.of(tour, checkpoint, split)
     layout, group = line.layout, parallel_state.get_pp_group()
-    parts = [f"blocks {layout.first_layer}-{layout.layers[-1]}"]
+    parts = [f"blocks {layout.blocks}"]
     parts = ["embeddings"] * layout.is_first + parts + ["final norm, LM head"] * layout.is_last
     tour.say_each(
         f"stage {group.rank_in_group} on {line.device}: {', '.join(parts)}; {line.stage.num_params:,} parameters;"
@@ -137,7 +139,7 @@ def practise(tour: Tour) -> tuple[list[Schedule], float]:
 def memory(tour: Tour) -> None:
     arch = PRACTICE_MODEL
     split = split_by_weight(arch, tour.size)
-    tour.explain(f"GPT-2 124M at half its width, {arch.num_layers} blocks as {list(split)}, in float32:")
+    tour.explain(f"GPT-2 124M at half its width, {arch.num_layers} blocks as {written(split)}, in float32:")
     before = resident_bytes()
     line = Line.of(tour, RandomWeights(arch), split)
     grown = resident_bytes() - before
@@ -177,7 +179,7 @@ def memory(tour: Tour) -> None:
 def fullest_stage_gib(arch: Architecture, num_stages: int) -> float:
     """Weights and caches, two bytes per number, of the stage that needs most."""
     return max(
-        2 * stage_params(arch, layout) + 32 * 1024 * arch.kv_bytes_per_token(layout.num_layers, 2)
+        2 * stage_params(arch, layout) + 32 * 1024 * arch.kv_bytes_per_token(len(layout.attentions), 2)
         for layout in stage_layouts(split_by_weight(arch, num_stages))
     ) / GIB
 
@@ -205,8 +207,7 @@ def efficiency(tour: Tour) -> None:
         steps = " ".join(f"{ms:6.2f}" for ms in run.step_ms)
         predicted, measured = balance(decode_parts(arch).costs(split)), balance(tuple(run.step_ms))
         balances.append(measured)
-        blocks = ",".join(map(str, split))
-        tour.say(f"  {blocks:12} {steps:>28} {predicted:20.0%} {measured:10.0%} {run.tokens_per_s:10.0f}")
+        tour.say(f"  {written(split):12} {steps:>28} {predicted:20.0%} {measured:10.0%} {run.tokens_per_s:10.0f}")
 
     tour.explain(
         """A sequence's next token waits for its last one: with fewer sequences in flight than stages, some

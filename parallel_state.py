@@ -163,14 +163,18 @@ def initialize_model_parallel(
         dist.get_world_size(), tensor_model_parallel_size, pipeline_model_parallel_size, data_parallel_size
     )
 
+    # Axes of the same ranks share one group: each has connections and a thread that wakes 100 times a second.
+    known: dict[tuple[int, ...], dist.ProcessGroup] = {}
+
     def create(groups: tuple[tuple[int, ...], ...]) -> ParallelGroup:
         # dist.new_group is collective over the whole world: every rank creates every group, in one order,
         # and keeps the one it belongs to.
         mine: ParallelGroup | None = None
         for ranks in groups:
-            process_group = dist.new_group(list(ranks), backend=backend, timeout=timeout)
+            if ranks not in known:
+                known[ranks] = dist.new_group(list(ranks), backend=backend, timeout=timeout)
             if dist.get_rank() in ranks:
-                mine = ParallelGroup(ranks, ranks.index(dist.get_rank()), process_group)
+                mine = ParallelGroup(ranks, ranks.index(dist.get_rank()), known[ranks])
         assert mine is not None
         return mine
 
@@ -195,8 +199,8 @@ def destroy_model_parallel() -> None:
     state, _state = _state, None
     if state is None or not dist.is_initialized():
         return
-    for group in (state.tensor, state.data, state.pipeline):
-        dist.destroy_process_group(group.process_group)
+    for process_group in {group.process_group for group in (state.tensor, state.data, state.pipeline)}:
+        dist.destroy_process_group(process_group)
 
 
 def _initialized() -> _ParallelState:

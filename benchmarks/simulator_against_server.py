@@ -23,6 +23,7 @@ import click
 import local_server
 
 from ppserve.client import Client
+from ppserve.core.architecture import written
 from ppserve.core.simulator import Outcome, Wires
 from ppserve.model.checkpoint.opening import read_architecture
 from ppserve.planning import Intent, forecast
@@ -82,7 +83,7 @@ def drive(client: Client, run: Run, requests: range) -> tuple[float, float, floa
 
 def layers(run: Run, stages: int) -> str:
     """The split that the simulator assumes."""
-    return ",".join(map(str, forecast(read_architecture(run.model), Intent(stages)).split))
+    return written(forecast(read_architecture(run.model), Intent(stages)).split)
 
 
 def predict(run: Run, stages: int, costs_path: Path) -> Outcome:

@@ -119,12 +119,12 @@ def main(dtype: str, threads: int, kind: str, context: int, seconds: float) -> N
     stage = GPT2Stage.load(RandomWeights(GPT2), layout, dtype, torch.device("cpu"))
     cache = KVCache(GPT2, layout, 64 * (-(-(context + 1) // BLOCK_SIZE)) + 64, BLOCK_SIZE, dtype, stage.device)
     watch = Watch(time.thread_time if threads == 1 else time.perf_counter)
-    for block in stage.blocks:
-        block.attention = watch.wrap("attention", block.attention)
-        block._qkv, block._proj, block._expand, block._contract = (
-            watch.wrap("linears", each) for each in block.linears
-        )
-        block._activate = watch.wrap("activation", block._activate)
+    for part in stage.attentions:
+        part.attention = watch.wrap("attention", part.attention)
+        part._qkv, part._proj = (watch.wrap("linears", each) for each in part.linears)
+    for part in stage.mlps:
+        part._expand, part._contract = (watch.wrap("linears", each) for each in part.linears)
+        part._activate = watch.wrap("activation", part._activate)
     columns = ("step", "linears", "attention", "activation", "rest", "inputs", "read out")
     print(f"{dtype}, {threads} threads; milliseconds".ljust(34), *(c.rjust(10) for c in columns), "  tokens/s")
     greedy, nucleus = SamplingParams(temperature=0), SamplingParams(temperature=0.8, top_p=0.95, seed=1)

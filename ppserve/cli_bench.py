@@ -30,6 +30,7 @@ from ppserve.bench.workload import (
     read_trace,
 )
 from ppserve.cli_connection import connection, connection_options
+from ppserve.cli_types import Counts
 from ppserve.errors import ConfigError
 
 T = TypeVar("T")
@@ -58,21 +59,13 @@ class _Parsed(click.ParamType[Any]):
             self.fail(str(error), param, ctx)
 
 
-def _parse_counts(text: str) -> tuple[int, ...]:
-    counts = tuple(int(part) for part in text.split(","))
-    if min(counts) < 1:
-        raise ValueError(f"{text!r} is not a list such as 1,2,4,8")
-    return counts
-
-
 _LENGTHS = _Parsed("lengths", parse_lengths)
-_COUNTS = _Parsed("n,n,...", _parse_counts)
 
 
 @click.command(short_help="Load a server and say what it did.")
 @click.option("--concurrency", type=_COUNT, help="Callers with one request each at a time. With --rate or --trace:"
               f" requests in flight at most.  [default: {DEFAULT_CONCURRENCY}; with those, no limit]")
-@click.option("--sweep", type=_COUNTS, help="One run for each of these concurrencies, such as 1,2,4,8.")
+@click.option("--sweep", type=Counts(), help="One run for each of these concurrencies, such as 1,2,4,8.")
 @click.option("--rate", type=_POSITIVE, help="Open loop: so many requests a second, at random; inf = all at once.")
 @click.option("--burstiness", type=_POSITIVE, default=1.0, show_default=True,
               help="Of --rate: 1 = Poisson, below 1 in clumps, above 1 more even.")

@@ -10,7 +10,7 @@ from typing import Any
 
 import click
 
-from ppserve.cli_types import AutoOr, ByteSize, LayerSplit
+from ppserve.cli_types import AutoOr, ByteSize, Counts, LayerSplit
 from ppserve.config import DTYPES
 from ppserve.core.simulator import Outcome, Wires
 from ppserve.model.checkpoint.opening import read_architecture
@@ -48,7 +48,7 @@ _TIME = _Quantity("time, such as 50us", "s", "num")
 @click.command(context_settings={"show_default": True})
 @click.option("--model", default="tiny", help="As for serve; of a directory only config.json is read.")
 @click.option("--stages", type=_COUNT, default=1)
-@click.option("--layers", type=AutoOr(LayerSplit()), default="auto", help="Blocks per stage, such as 9,3.")
+@click.option("--layers", type=AutoOr(LayerSplit()), default="auto", help="Blocks per stage, as 9,3 or 7.5,4.5.")
 @click.option("--dtype", type=click.Choice(DTYPES), default="auto", help="auto = float32.")
 @click.option("--max-model-len", type=_COUNT, help="Longest prompt + answer; unset = what the model allows.")
 @click.option("--block-size", type=click.IntRange(1, 256), default=16, help="Tokens per KV block.")
@@ -58,7 +58,7 @@ _TIME = _Quantity("time, such as 50us", "s", "num")
 @click.option("--expect-new", type=_COUNT, default=128, help="Typical new tokens.")
 @click.option("--json", "as_json", is_flag=True, help="One JSON object instead of tables.")
 @click.option("--simulate", "wants_simulation", is_flag=True, help="Predict throughput, latency and bubbles.")
-@click.option("--compare", type=LayerSplit(), help="Simulate these numbers of stages as well, such as 1,2,4.")
+@click.option("--compare", type=Counts(), help="Simulate these numbers of stages as well, such as 1,2,4.")
 @click.option("--requests", type=_COUNT, default=200, help="How many to simulate.")
 @click.option("--concurrency", type=_COUNT, default=32, help="Callers with one request at a time.")
 @click.option("--trace", type=_FILE, help="CSV with TIMESTAMP, ContextTokens, GeneratedTokens.")
@@ -146,5 +146,9 @@ def _as_json(model: str, layout: Forecast) -> dict[str, Any]:
             "prefill": layout.prefill_balance,
             "mixed": layout.mixed_balance,
         },
-        "stages": [{**asdict(stage), "max_tokens": stage.max_tokens} for stage in layout.stages],
+        "split": layout.split,
+        "stages": [
+            {**asdict(stage), "blocks": stage.layout.blocks, "max_tokens": stage.max_tokens}
+            for stage in layout.stages
+        ],
     }

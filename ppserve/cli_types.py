@@ -67,15 +67,28 @@ class AutoOr(click.ParamType[Any]):
         return None if value is None or value == "auto" else self.inner.convert(value, param, ctx)
 
 
-class LayerSplit(click.ParamType[Any]):
-    """Blocks per stage, such as 9,3."""
+class Counts(click.ParamType[Any]):
+    """Several numbers from 1, such as 1,2,4."""
 
     name = "n,n,..."
 
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> tuple[int, ...]:
         if isinstance(value, tuple):
             return value
+        if not re.fullmatch(r"[1-9]\d*(,[1-9]\d*)*", str(value)):
+            self.fail(f"{value!r} is not a list such as 1,2,4,8", param, ctx)
+        return tuple(map(int, str(value).split(",")))
+
+
+class LayerSplit(click.ParamType[Any]):
+    """Blocks per stage, such as 9,3 or 7.5,4.5."""
+
+    name = "n,n,..."
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> tuple[float, ...]:
+        if isinstance(value, tuple):
+            return value
         try:
-            return tuple(int(part) for part in str(value).split(","))
+            return tuple(float(part) for part in str(value).split(","))
         except ValueError:
             self.fail(f"{value!r} is not a list of blocks per stage such as 9,3", param, ctx)

@@ -8,6 +8,8 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from ppserve.core.architecture import Split
+
 DTYPES = ("auto", "float32", "bfloat16", "float16")
 TRANSPORTS = ("auto", "nccl", "gloo", "shm", "local")
 QUANTIZATIONS = ("none", "int8")
@@ -26,12 +28,12 @@ class ModelSettings:
 
 @dataclass(frozen=True, slots=True)
 class PipelineSettings:
-    """How the model is cut and how stages talk. layers: blocks per stage, None = by weight.
+    """How the model is cut and how stages talk. layers: blocks per stage, None = balanced.
 
     threads: computing threads per stage, None = the cores of the host shared evenly.
     """
 
-    layers: tuple[int, ...] | None = None
+    layers: Split | None = None
     microbatches: int | None = None
     transport: str = "auto"
     threads: int | None = None

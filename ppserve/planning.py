@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from ppserve.core.architecture import Architecture, StageLayout, stage_layouts, stage_params
+from ppserve.core.architecture import Architecture, Split, StageLayout, stage_layouts, stage_params
 from ppserve.core.partition import (
     Parts,
     balance,
@@ -28,7 +28,7 @@ class Intent:
     """
 
     num_stages: int
-    layers: tuple[int, ...] | None = None
+    layers: Split | None = None
     dtype: str = "float32"
     max_model_len: int | None = None
     block_size: int = 16
@@ -68,7 +68,7 @@ class Forecast:
     mixed_balance: float
 
     @property
-    def split(self) -> tuple[int, ...]:
+    def split(self) -> Split:
         return tuple(stage.layout.num_layers for stage in self.stages)
 
     @property
@@ -127,7 +127,7 @@ def _stage(arch: Architecture, layout: StageLayout, intent: Intent) -> StageFore
         layout=layout,
         num_parameters=params,
         weight_bytes=params * element,
-        kv_bytes_per_token=arch.kv_bytes_per_token(layout.num_layers, element),
+        kv_bytes_per_token=arch.kv_bytes_per_token(len(layout.attentions), element),
         kv_memory=left if intent.kv_cache_memory is None else intent.kv_cache_memory,
     )
 
@@ -157,10 +157,9 @@ def render(model: str, plan: Forecast) -> str:
 def _row(stage: StageForecast) -> tuple[str, ...]:
     layout = stage.layout
     also = [name for name, here in (("embedding", layout.is_first), ("head", layout.is_last)) if here]
-    first, last = layout.layers[0], layout.layers[-1]
     return (
         str(layout.stage),
-        f"{layout.num_layers} ({first}-{last})",
+        f"{layout.num_layers:g} ({layout.blocks})",
         "+".join(also),
         f"{stage.num_parameters / 1e6:,.1f} M",
         size(stage.weight_bytes),

@@ -12,6 +12,7 @@ from statistics import fmean
 from typing import Any
 
 from ppserve.bench import workload
+from ppserve.core.architecture import StageLayout, stage_layouts
 from ppserve.core.attribution import CAUSES
 from ppserve.core.cost_model import Coefficients
 from ppserve.core.overheads import OverheadTimes
@@ -82,12 +83,12 @@ class MeasuredCosts:
             sending_s=o.sending_s,
         )
 
-    def stage(self, num_layers: int, is_last: bool) -> Coefficients:
-        head = self.head if is_last else Coefficients()
+    def stage(self, layout: StageLayout) -> Coefficients:
+        head = self.head if layout.is_last else Coefficients()
         return Coefficients(
-            self.block.step * num_layers + head.step,
-            self.block.row * num_layers + head.row,
-            self.block.key * num_layers,
+            self.block.step * layout.block_weights + head.step,
+            self.block.row * layout.block_weights + head.row,
+            self.block.key * len(layout.attentions),
             head.sample,
         )
 
@@ -124,9 +125,9 @@ def _scattered(spread: float) -> Callable[[float], float]:
 def _stage_speed(plan: Forecast, stage: int, speed: Device | MeasuredCosts) -> StageSpeed:
     layout, arch = plan.stages[stage].layout, plan.arch
     if isinstance(speed, MeasuredCosts):
-        return speed.stage(layout.num_layers, layout.is_last)
+        return speed.stage(layout)
     element = ELEMENT_BYTES[plan.dtype]
-    blocks = layout.num_layers * arch.block_params
+    blocks = len(layout.attentions) * arch.attention_params + len(layout.mlps) * arch.mlp_params
     head = arch.head_params if layout.is_last else 0
     return Roofline(
         weight_bytes=blocks * element,
@@ -153,10 +154,11 @@ def read_costs(path: Path) -> MeasuredCosts:
     try:
         sheet = json.loads(path.read_text())
         entries = sheet["stages"]
-        layers = [int(e["layers"] if "layers" in e else e.get("numLayers", e.get("num_layers"))) for e in entries]
+        layers = [_num_layers(e) for e in entries]
         stages = [_coefficients(e) for e in entries]
-        if not stages or min(layers) < 1:
+        if not stages or min(layers) < 1 or any(2 * n % 1 for n in layers):
             raise ConfigError("--costs", f"{path} describes no stages")
+        layouts = stage_layouts(tuple(layers))
         if not all(any((c.step, c.row, c.key, c.sample)) for c in stages):
             raise ConfigError("--costs", f"{path} is of a server that had computed nothing yet")
         overheads = OverheadTimes(**sheet["overheads"]) if "overheads" in sheet else None
@@ -166,8 +168,17 @@ def read_costs(path: Path) -> MeasuredCosts:
         raise ConfigError("--costs", f"{path} is no cost sheet: {type(error).__name__}: {error}") from None
     if not 0 <= spread < math.inf or (max_chunk is not None and max_chunk < 1):
         raise ConfigError("--costs", f"{path} is no cost sheet: spread {spread}, max_chunk {max_chunk}")
-    parts = _parts(stages, layers)
+    parts = _parts(stages, layouts)
     return replace(parts, overheads=overheads, spread=spread, max_chunk=max_chunk)
+
+
+def _num_layers(entry: dict[str, Any]) -> float:
+    if "layers" in entry:
+        return float(entry["layers"])
+    # Of a topology: blocks of which a stage has any part, and how it says that it has only one (`0-7a`).
+    parts = entry["numLayers"] if "numLayers" in entry else entry["num_layers"]
+    cut = sum(half in entry.get("blocks", "") for half in "am")
+    return float(parts) - cut / 2
 
 
 def _coefficients(entry: dict[str, Any]) -> Coefficients:
@@ -177,23 +188,25 @@ def _coefficients(entry: dict[str, Any]) -> Coefficients:
     return Coefficients(float(measured))
 
 
-def _parts(stages: list[Coefficients], layers: list[int]) -> MeasuredCosts:
+def _parts(stages: list[Coefficients], layouts: tuple[StageLayout, ...]) -> MeasuredCosts:
     """Blocks cost what the stages before the last say; what the last needs beyond its blocks is the head."""
     without_head = range(max(1, len(stages) - 1))
-    num_blocks = sum(layers[i] for i in without_head)
+    num_blocks = sum(layouts[i].block_weights for i in without_head)
+    num_attentions = sum(len(layouts[i].attentions) for i in without_head)
 
-    def per_block(of: Callable[[Coefficients], float]) -> float:
-        return sum(of(stages[i]) for i in without_head) / num_blocks
+    def total(of: Callable[[Coefficients], float]) -> float:
+        return sum(of(stages[i]) for i in without_head)
 
     # A sampled row and a row cannot be told apart in decode, so before the last stage they count together.
     block = Coefficients(
-        per_block(lambda c: c.step), per_block(lambda c: c.row + (c.sample if len(stages) > 1 else 0)),
-        per_block(lambda c: c.key),
-    )  # fmt: skip
-    last = stages[-1]
-    beyond_row = last.row - block.row * layers[-1]
+        total(lambda c: c.step) / num_blocks,
+        total(lambda c: c.row + (c.sample if len(stages) > 1 else 0)) / num_blocks,
+        total(lambda c: c.key) / num_attentions,
+    )
+    last, own = stages[-1], layouts[-1].block_weights
+    beyond_row = last.row - block.row * own
     head = Coefficients(
-        step=max(0.0, last.step - block.step * layers[-1]),
+        step=max(0.0, last.step - block.step * own),
         sample=max(0.0, last.sample + beyond_row) if len(stages) > 1 else last.sample,
     )
     return MeasuredCosts(block, head)

@@ -40,8 +40,8 @@ CARD = ModelCard(
     version="0",
 )
 STAGE = StageCard(
-    stage=0, rank=0, host="here", device="cpu", first_layer=0, num_layers=2, num_parameters=12345, weight_bytes=4,
-    kv_bytes=8, predicted_step_s=0.001, busy_s=1.0, bubble_s=(("host", 0.5),), idle_s=2.0,
+    stage=0, rank=0, host="here", device="cpu", first_layer=0, num_layers=2, blocks="0-1", num_parameters=12345,
+    weight_bytes=4, kv_bytes=8, predicted_step_s=0.001, busy_s=1.0, bubble_s=(("host", 0.5),), idle_s=2.0,
 )
 
 

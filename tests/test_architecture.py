@@ -16,7 +16,7 @@ ROOT = Path(__file__).parent.parent
 MAY_IMPORT: dict[str, set[str]] = {
     "ppserve": set(),
     "ppserve.errors": set(),
-    "ppserve.config": set(),
+    "ppserve.config": {"ppserve.core"},
     "ppserve.logs": {"ppserve.config"},
     "ppserve.core": {"ppserve.core", "ppserve.errors"},
     "ppserve.wire": {"ppserve.config", "ppserve.core", "ppserve.errors", "msgspec"},

@@ -31,9 +31,11 @@ def test_one_stage_holds_a_tied_embedding_once():
 def test_13b_on_eight_stages():
     plan = forecast(CEREBRAS_13B, Intent(8, dtype="bfloat16", stage_memory=16 * GiB))
     assert plan.num_parameters == pytest.approx(12.85e9, rel=1e-3)
-    assert plan.split == (5,) * 8
+    assert plan.split == (5,) * 6 + (5.5, 4.5)
+    even = forecast(CEREBRAS_13B, Intent(8, layers=(5,) * 8))
+    assert (plan.decode_balance, even.decode_balance) == pytest.approx((0.930, 0.877), abs=1e-3)
     assert sum(s.weight_bytes for s in plan.stages) == pytest.approx(2 * 13.11e9, rel=1e-3)
-    assert 60 <= plan.max_sequences <= 70
+    assert 50 <= plan.max_sequences <= 60
 
 
 def test_weights_that_do_not_fit():

@@ -3,7 +3,7 @@ from dataclasses import asdict
 
 import pytest
 
-from ppserve.core.architecture import Architecture
+from ppserve.core.architecture import Architecture, Split, stage_layouts
 from ppserve.core.cost_model import Coefficients
 from ppserve.core.overheads import OverheadTimes
 from ppserve.core.simulator import SimulatedRequest, Wires
@@ -59,28 +59,27 @@ HEAD = Coefficients(5e-3, 0.0, 0.0, 4e-4)
 TRUTH = MeasuredCosts(BLOCK, HEAD)
 
 
-def sheet(split: tuple[int, ...], unsplit: float = 0.0) -> str:
+def sheet(split: Split, unsplit: float = 0.0) -> str:
     """unsplit: how much of the last stage's cost per sampled row was taken for cost per row."""
     stages = []
-    for i, layers in enumerate(split):
-        c = TRUTH.stage(layers, i == len(split) - 1)
+    for layers, layout in zip(split, stage_layouts(split), strict=True):
+        c = TRUTH.stage(layout)
         moved = unsplit * c.sample
         named = {"step_s": c.step, "row_s": c.row + moved, "key_s": c.key, "sample_s": c.sample - moved}
         stages.append({"layers": layers, **named})
     return json.dumps({"stages": stages})
 
 
-@pytest.mark.parametrize("split", [(9, 3), (6, 6), (4, 4, 4)])
+@pytest.mark.parametrize("split", [(9, 3), (6, 6), (4, 4, 4), (7.5, 4.5), (4.5, 3, 4.5)])
 @pytest.mark.parametrize("unsplit", [0.0, 0.4])
 def test_costs_of_blocks_and_head_are_told_apart(tmp_path, split, unsplit):
     (tmp_path / "costs.json").write_text(sheet(split, unsplit))
     found = read_costs(tmp_path / "costs.json")
-    for num_layers, is_last in ((5, False), (7, True)):
+    for layout in stage_layouts((5, 7)):
         for rows, context, sampled in ((1, 10, 1), (8, 800, 8)):
-            expected = TRUTH.stage(num_layers, is_last).seconds(rows, context, sampled if is_last else 0)
-            assert found.stage(num_layers, is_last).seconds(rows, context, sampled if is_last else 0) == (
-                pytest.approx(expected)
-            )
+            drawn = sampled if layout.is_last else 0
+            expected = TRUTH.stage(layout).seconds(rows, context, drawn)
+            assert found.stage(layout).seconds(rows, context, drawn) == pytest.approx(expected)
 
 
 def test_what_surrounds_computing_is_read_too(tmp_path):
@@ -111,7 +110,8 @@ def test_spread_and_chunk_of_a_cost_sheet(tmp_path):
 def test_the_costs_of_a_single_stage(tmp_path):
     (tmp_path / "costs.json").write_text(sheet((12,)))
     found = read_costs(tmp_path / "costs.json")
-    assert found.stage(12, True).seconds(8, 100, 8) == pytest.approx(TRUTH.stage(12, True).seconds(8, 100, 8))
+    (whole,) = stage_layouts((12,))
+    assert found.stage(whole).seconds(8, 100, 8) == pytest.approx(TRUTH.stage(whole).seconds(8, 100, 8))
 
 
 @pytest.mark.parametrize("name", ["measuredStepSeconds", "measured_step_seconds"])
@@ -120,8 +120,22 @@ def test_a_topology_gives_steps_of_constant_time(tmp_path, name):
     stages = [{layers: 9, name: 0.009}, {layers: 3, name: 0.008}]
     (tmp_path / "topology.json").write_text(json.dumps({"stages": stages}))
     found = read_costs(tmp_path / "topology.json")
-    assert found.stage(6, False).seconds(50, 0, 0) == pytest.approx(0.006)
-    assert found.stage(6, True).seconds(1, 0, 1) == pytest.approx(0.006 + 0.005)
+    first, last = stage_layouts((6, 6))
+    assert found.stage(first).seconds(50, 0, 0) == pytest.approx(0.006)
+    assert found.stage(last).seconds(1, 0, 1) == pytest.approx(0.006 + 0.005)
+
+
+def test_a_topology_whose_stages_share_a_block(tmp_path):
+    """It counts that block on both; its attention is a third of it."""
+    stages = [
+        {"numLayers": 8, "blocks": "0-7a", "measuredStepSeconds": 0.0022},
+        {"numLayers": 5, "blocks": "7m-11", "measuredStepSeconds": 0.0024},
+    ]
+    (tmp_path / "topology.json").write_text(json.dumps({"stages": stages}))
+    found = read_costs(tmp_path / "topology.json")
+    first, last = stage_layouts((6, 6))
+    assert found.stage(first).seconds(1, 0, 0) == pytest.approx(0.0018)
+    assert found.stage(last).seconds(1, 0, 1) == pytest.approx(0.0018 + 0.0024 - 0.0003 * 14 / 3)
 
 
 def test_a_sheet_of_a_server_that_computed_nothing(tmp_path):
@@ -131,14 +145,19 @@ def test_a_sheet_of_a_server_that_computed_nothing(tmp_path):
         read_costs(tmp_path / "costs.json")
 
 
-@pytest.mark.parametrize("odd", [{"max_chunk": 0}, {"max_chunk": "many"}])
+@pytest.mark.parametrize("odd", [
+    {"max_chunk": 0}, {"max_chunk": "many"}, {"stages": [{"layers": "many", "measured_step_seconds": 1}]},
+])
 def test_a_sheet_with_odd_numbers(tmp_path, odd):
     (tmp_path / "costs.json").write_text(json.dumps(json.loads(sheet((9, 3))) | odd))
     with pytest.raises(ConfigError, match=r"--costs: .*no cost sheet"):
         read_costs(tmp_path / "costs.json")
 
 
-@pytest.mark.parametrize("stages", ["[]", '[{"layers": 1}]', "[3]", "3"])
+@pytest.mark.parametrize("stages", [
+    "[]", '[{"layers": 1}]', "[3]", "3", '[{"layers": NaN, "measured_step_seconds": 1}]',
+    '[{"layers": 1.25, "measured_step_seconds": 1}]',
+])
 def test_stages_that_are_none_are_named(tmp_path, stages):
     (tmp_path / "costs.json").write_text(f'{{"stages": {stages}}}')
     with pytest.raises(ConfigError, match=r"--costs: .*costs\.json"):

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import torch
 
-from ppserve.core.architecture import Architecture, StageLayout, stage_layouts
+from ppserve.core.architecture import Architecture, Split, StageLayout, stage_layouts
 from ppserve.core.plan import Draw, Slice, StepPlan
 from ppserve.core.request import SamplingParams
 from ppserve.model.checkpoint import Checkpoint
@@ -91,7 +91,7 @@ class Line:
         self._wires = wires
 
     @classmethod
-    def of(cls, tour: Tour, checkpoint: Checkpoint, split: tuple[int, ...]) -> Line:
+    def of(cls, tour: Tour, checkpoint: Checkpoint, split: Split) -> Line:
         """This rank's stage of the model, connected to its neighbours."""
         wires = tour.wires(checkpoint.architecture.width)
         return cls(checkpoint, stage_layouts(split)[tour.rank], tour.device, wires)

@@ -90,7 +90,7 @@ def view_of(before: Reading, after: Reading) -> View:
         StageLine(
             stage.stage,
             stage.device,
-            f"{stage.first_layer}-{stage.first_layer + stage.num_layers - 1}" if stage.num_layers else "none",
+            stage.blocks,
             stage.live,
             stage.restarts,
         )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from ppserve.core.architecture import StageLayout, written
 from ppserve.core.attribution import CAUSES, FILL_DRAIN, HOST, IMBALANCE, TOKEN_RETURN, TRANSFER
 from ppserve.core.partition import Parts, balance, split_by_cost
 from ppserve.core.time_account import StageTimes
@@ -20,10 +21,10 @@ _REMEDIES = {
 }
 
 
-def advise(stages: tuple[StageTimes, ...], split: tuple[int, ...], microbatches: int) -> str:
+def advise(stages: tuple[StageTimes, ...], layouts: tuple[StageLayout, ...], microbatches: int) -> str:
     """Advice from what was measured; empty when the pipeline is well used or too little was seen.
 
-    split: blocks per stage. microbatches: steps that may be in flight at once.
+    microbatches: steps that may be in flight at once.
     """
     demand_ns = sum(times.demand_ns for times in stages)
     if demand_ns < _MIN_DEMAND_NS * len(stages):
@@ -34,7 +35,7 @@ def advise(stages: tuple[StageTimes, ...], split: tuple[int, ...], microbatches:
     if share < _WORTHWHILE_SHARE:
         return ""
     if cause == IMBALANCE:
-        remedy = _rebalance(stages, split)
+        remedy = _rebalance(stages, layouts)
     elif cause == TOKEN_RETURN:
         remedy = _hide_return(len(stages), microbatches)
     else:
@@ -42,30 +43,30 @@ def advise(stages: tuple[StageTimes, ...], split: tuple[int, ...], microbatches:
     return f"{cause} ({share:.0%} of the time): {remedy}"
 
 
-def measured_parts(stages: tuple[StageTimes, ...], split: tuple[int, ...]) -> Parts | None:
+def measured_parts(stages: tuple[StageTimes, ...], layouts: tuple[StageLayout, ...]) -> Parts | None:
     """What a block and the head cost, in busy time; None when one stage cannot tell them apart.
 
     The embedding gathers a few rows; its cost is left with the first stage's blocks.
     """
-    if len(split) < 2:
+    if len(layouts) < 2:
         return None
     busy = [sum(times.busy_ns.values()) for times in stages]
-    block = sum(busy[:-1]) / sum(split[:-1])
-    return Parts(block, 0.0, max(0.0, busy[-1] - split[-1] * block))
+    block = sum(busy[:-1]) / sum(layout.block_weights for layout in layouts[:-1])
+    return Parts(block / 3, block * 2 / 3, 0.0, max(0.0, busy[-1] - layouts[-1].block_weights * block))
 
 
-def _rebalance(stages: tuple[StageTimes, ...], split: tuple[int, ...]) -> str:
+def _rebalance(stages: tuple[StageTimes, ...], layouts: tuple[StageLayout, ...]) -> str:
     busy = [sum(times.busy_ns.values()) for times in stages]
     slowest = max(range(len(busy)), key=busy.__getitem__)
     others = (sum(busy) - busy[slowest]) / (len(busy) - 1)
     finding = f"stage {slowest} is {busy[slowest] / others - 1:.0%} slower than the others"
-    parts = measured_parts(stages, split)
+    parts = measured_parts(stages, layouts)
     assert parts is not None, "imbalance takes two stages"
-    better = split_by_cost(parts, sum(split), len(split))
+    better = split_by_cost(parts, layouts[-1].layers.stop, len(layouts))
     now, then = balance(tuple(busy)), balance(parts.costs(better))
     if then < now + _WORTHWHILE_GAIN:
-        return f"{finding}; no other split of whole blocks would be better"
-    return f"{finding}; --layers {','.join(map(str, better))} predicts {then:.0%} instead of {now:.0%}"
+        return f"{finding}; no other split would be better"
+    return f"{finding}; --layers {written(better)} predicts {then:.0%} instead of {now:.0%}"
 
 
 def _hide_return(num_stages: int, microbatches: int) -> str:

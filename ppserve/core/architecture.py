@@ -43,11 +43,21 @@ class Architecture:
         return scale / (layer + 1) if self.scale_attn_by_inverse_layer_idx else scale
 
     @property
+    def attention_params(self) -> int:
+        """Parameters of a block's attention, with the norm before it."""
+        d = self.width
+        return d * 3 * d + d * d + d + (d + 3 * d + d if self.biases else 0)
+
+    @property
+    def mlp_params(self) -> int:
+        """Parameters of a block's MLP, with the norm before it."""
+        d, f = self.width, self.inner_width
+        return d * f + f * d + d + (d + f + d if self.biases else 0)
+
+    @property
     def block_params(self) -> int:
         """Parameters of one transformer block."""
-        d, f = self.width, self.inner_width
-        matrices = d * 3 * d + d * d + d * f + f * d
-        return matrices + 2 * d + (2 * d + 3 * d + d + f + d if self.biases else 0)
+        return self.attention_params + self.mlp_params
 
     @property
     def embedding_params(self) -> int:
@@ -64,17 +74,27 @@ class Architecture:
         return 2 * num_layers * self.width * element_bytes
 
 
+Split = tuple[float, ...]
+"""Blocks per stage. One that ends in .5 is cut after the attention of its last block."""
+
+
+def written(split: Split) -> str:
+    """As --layers takes it: `9,3` or `7.5,4.5`."""
+    return ",".join(f"{num_layers:g}" for num_layers in split)
+
+
 @dataclass(frozen=True, slots=True)
 class StageLayout:
-    """Which blocks a stage owns: first_layer .. first_layer + num_layers of `total_layers`.
+    """Which part of the model a stage owns, in sublayers: block k's attention is number 2k, its MLP 2k + 1.
 
-    The first stage also embeds; the last also holds the final norm and the head.
+    A stage may begin with an MLP whose attention the stage before it computes: what crosses is the hidden
+    states either way. The first stage also embeds; the last also holds the final norm and the head.
     """
 
     stage: int
     num_stages: int
-    first_layer: int
-    num_layers: int
+    first_sublayer: int
+    num_sublayers: int
 
     @property
     def is_first(self) -> bool:
@@ -85,18 +105,52 @@ class StageLayout:
         return self.stage == self.num_stages - 1
 
     @property
+    def num_layers(self) -> float:
+        """Blocks, in halves: an attention or an MLP alone counts as half a block."""
+        return self.num_sublayers / 2
+
+    @property
+    def sublayers(self) -> range:
+        return range(self.first_sublayer, self.first_sublayer + self.num_sublayers)
+
+    @property
+    def attentions(self) -> range:
+        """Blocks whose attention is here, and with it their keys and values."""
+        return range((self.sublayers.start + 1) // 2, (self.sublayers.stop + 1) // 2)
+
+    @property
+    def mlps(self) -> range:
+        """Blocks whose MLP is here."""
+        return range(self.sublayers.start // 2, self.sublayers.stop // 2)
+
+    @property
     def layers(self) -> range:
-        return range(self.first_layer, self.first_layer + self.num_layers)
+        """Blocks of which any part is here."""
+        return range(self.mlps.start, self.attentions.stop)
+
+    @property
+    def block_weights(self) -> float:
+        """Its blocks by their weights: the attention is a third of one whose MLP is four times as wide."""
+        return (len(self.attentions) + 2 * len(self.mlps)) / 3
+
+    @property
+    def blocks(self) -> str:
+        """For people: `0-6`; `0-7a` ends with the attention of block 7, `7m-11` begins with its MLP."""
+        layers = self.layers
+        first = f"{layers.start}{'m' if self.attentions.start > layers.start else ''}"
+        last = f"{layers.stop - 1}{'a' if self.mlps.stop < layers.stop else ''}"
+        return first if first == last else f"{first}-{last}"
 
 
-def stage_layouts(split: tuple[int, ...]) -> tuple[StageLayout, ...]:
-    """Layouts of all stages for a split such as (9, 3)."""
-    return tuple(StageLayout(i, len(split), sum(split[:i]), n) for i, n in enumerate(split))
+def stage_layouts(split: Split) -> tuple[StageLayout, ...]:
+    """Layouts of all stages for a split such as (9, 3) or (7.5, 4.5)."""
+    sublayers = [round(2 * num_layers) for num_layers in split]
+    return tuple(StageLayout(i, len(split), sum(sublayers[:i]), n) for i, n in enumerate(sublayers))
 
 
 def stage_params(arch: Architecture, layout: StageLayout) -> int:
     """Parameters that a stage holds."""
-    count = layout.num_layers * arch.block_params
+    count = len(layout.attentions) * arch.attention_params + len(layout.mlps) * arch.mlp_params
     if layout.is_first:
         count += arch.embedding_params
     if layout.is_last:

@@ -1,44 +1,53 @@
-"""Which blocks go to which stage: the split whose heaviest stage is lightest.
+"""Which part of the model goes to which stage: the split whose heaviest stage is lightest.
 
-All blocks of a GPT-2 cost the same, the first stage also embeds and the last also runs the LM head, so the
-cost of a stage is a constant plus a price per block. Handing out blocks one at a time, each to the stage that
-would then cost least, is exact for such costs: it minimises the maximum, then the second largest, and so on.
+All blocks of a GPT-2 cost the same, the first stage also embeds and the last also runs the LM head. Stages are
+cut between blocks or, where that balances them better, between a block's attention and its MLP, a third and two
+thirds of its weights: the hidden states that cross are equally many.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
-from ppserve.core.architecture import Architecture
+from ppserve.core.architecture import Architecture, Split, StageLayout, stage_layouts, written
 from ppserve.errors import ConfigError
 
 _FLAG = "--layers"
+# A block is cut only where that makes the heaviest stage lighter by more than this share.
+_WORTH_A_CUT = 0.01
+# Sums of floats that differ by less are equal.
+_EQUAL = 1e-9
 
 
 @dataclass(frozen=True, slots=True)
 class Parts:
     """What the parts of a model cost, in one unit of your choice (seconds, bytes, parameters).
 
-    block: one transformer block; embedding: only on the first stage; head: final norm, LM head and
-    sampling, only on the last.
+    attention, mlp: of one transformer block, each with its norm; embedding: only on the first stage; head:
+    final norm, LM head and sampling, only on the last.
     """
 
-    block: float
+    attention: float
+    mlp: float
     embedding: float
     head: float
 
-    def stage_cost(self, stage: int, num_stages: int, num_layers: int) -> float:
-        """Cost of a stage that holds `num_layers` blocks."""
-        cost = num_layers * self.block
-        if stage == 0:
+    @property
+    def block(self) -> float:
+        return self.attention + self.mlp
+
+    def stage_cost(self, layout: StageLayout) -> float:
+        """Cost of a stage."""
+        cost = len(layout.attentions) * self.attention + len(layout.mlps) * self.mlp
+        if layout.is_first:
             cost += self.embedding
-        if stage == num_stages - 1:
+        if layout.is_last:
             cost += self.head
         return cost
 
-    def costs(self, split: tuple[int, ...]) -> tuple[float, ...]:
+    def costs(self, split: Split) -> tuple[float, ...]:
         """Cost of every stage under `split`."""
-        return tuple(self.stage_cost(i, len(split), n) for i, n in enumerate(split))
+        return tuple(map(self.stage_cost, stage_layouts(split)))
 
 
 # How many sequences decode together when the parts are measured.
@@ -60,7 +69,8 @@ class TokenCosts:
         def mean_of(parts: list[Parts]) -> Parts:
             n = len(parts)
             return Parts(
-                sum(p.block for p in parts) / n,
+                sum(p.attention for p in parts) / n,
+                sum(p.mlp for p in parts) / n,
                 sum(p.embedding for p in parts) / n,
                 sum(p.head for p in parts) / n,
             )
@@ -73,12 +83,12 @@ def decode_parts(arch: Architecture) -> Parts:
 
     The head reads its whole matrix (5.45 blocks of GPT-2 124M); the embedding only gathers two rows.
     """
-    return Parts(arch.block_params, 2 * arch.width, arch.head_params)
+    return Parts(arch.attention_params, arch.mlp_params, 2 * arch.width, arch.head_params)
 
 
 def prefill_parts(arch: Architecture, prompt_tokens: int) -> Parts:
     """Multiplications per prompt token; the head runs for one token of the prompt only."""
-    return Parts(arch.block_params, 2 * arch.width, arch.head_params / prompt_tokens)
+    return Parts(arch.attention_params, arch.mlp_params, 2 * arch.width, arch.head_params / prompt_tokens)
 
 
 def mixed_parts(prefill: Parts, decode: Parts, expect_prompt: int, expect_new: int) -> Parts:
@@ -88,41 +98,78 @@ def mixed_parts(prefill: Parts, decode: Parts, expect_prompt: int, expect_new: i
         return expect_prompt * per_prompt_token + expect_new * per_new_token
 
     return Parts(
-        total(prefill.block, decode.block),
+        total(prefill.attention, decode.attention),
+        total(prefill.mlp, decode.mlp),
         total(prefill.embedding, decode.embedding),
         total(prefill.head, decode.head),
     )
 
 
-def split_by_weight(arch: Architecture, num_stages: int) -> tuple[int, ...]:
+def split_by_weight(arch: Architecture, num_stages: int) -> Split:
     """Blocks per stage, balanced by the weights that a decode step reads. Raises ConfigError."""
     return split_by_cost(decode_parts(arch), arch.num_layers, num_stages)
 
 
-def split_by_cost(parts: Parts, num_layers: int, num_stages: int) -> tuple[int, ...]:
+def split_by_cost(parts: Parts, num_layers: int, num_stages: int) -> Split:
     """Blocks per stage, at least one each, with the lightest possible heaviest stage. Raises ConfigError.
 
-    Among equals the earlier stage gets the block.
+    Among equals whole blocks, and the earlier stage gets the block.
     """
     _check_room(num_layers, num_stages)
-    split = [1] * num_stages
+    whole = _whole_blocks(parts, num_layers, num_stages)
+    heaviest = max(parts.costs(whole))
+    cut = _cut_blocks(parts, num_layers, num_stages, heaviest)
+    return cut if max(parts.costs(cut)) < (1 - _WORTH_A_CUT) * heaviest else whole
+
+
+def _whole_blocks(parts: Parts, num_layers: int, num_stages: int) -> Split:
+    """One block at a time to the stage that would then cost least, which is exact where all cost the same."""
+    layouts = list(stage_layouts((1,) * num_stages))
     for _ in range(num_layers - num_stages):
-        costs = [parts.stage_cost(i, num_stages, n + 1) for i, n in enumerate(split)]
-        split[costs.index(min(costs))] += 1
-    return tuple(split)
+        larger = [replace(layout, num_sublayers=layout.num_sublayers + 2) for layout in layouts]
+        costs = list(map(parts.stage_cost, larger))
+        lightest = costs.index(min(costs))
+        layouts[lightest] = larger[lightest]
+    return tuple(layout.num_layers for layout in layouts)
 
 
-def check_split(split: tuple[int, ...], arch: Architecture, num_stages: int) -> None:
+def _cut_blocks(parts: Parts, num_layers: int, num_stages: int, limit: float) -> Split:
+    """The lightest heaviest stage over all cuts between sublayers, where `limit` is known to be reachable.
+
+    From the last stage to the first: for every sublayer where a stage may begin, the best that can be made of
+    what follows, as (heaviest stage, sum of squares, sublayers of each stage).
+    """
+    num_sublayers = 2 * num_layers
+    best: dict[int, tuple[float, float, tuple[int, ...]]] = {num_sublayers: (0.0, 0.0, ())}
+    for stage in reversed(range(num_stages)):
+        behind, best = best, {}
+        for begin in [0] if stage == 0 else range(2 * stage, num_sublayers - 1):
+            choices = []
+            for end in range(begin + 2, num_sublayers + 1):
+                cost = parts.stage_cost(StageLayout(stage, num_stages, begin, end - begin))
+                if cost > limit * (1 + _EQUAL):
+                    break
+                if end in behind:
+                    heaviest, squares, sizes = behind[end]
+                    choices.append((max(cost, heaviest), cost * cost + squares, (end - begin, *sizes)))
+            if choices:
+                best[begin] = min(choices)
+    return tuple(size / 2 for size in best[0][2])
+
+
+def check_split(split: Split, arch: Architecture, num_stages: int) -> None:
     """Raises ConfigError, naming --layers, unless `split` deals out every block to `num_stages` stages."""
     _check_room(arch.num_layers, num_stages)
-    written = ",".join(map(str, split))
+    asked = written(split)
     if len(split) != num_stages:
-        raise ConfigError(_FLAG, f"{written} names {_count(len(split), 'stage')}, but {num_stages} are running")
+        raise ConfigError(_FLAG, f"{asked} names {_count(len(split), 'stage')}, but {num_stages} are running")
     for stage, n in enumerate(split):
         if n < 1:
-            raise ConfigError(_FLAG, f"{written} gives {n} blocks to stage {stage}; each needs at least one")
+            raise ConfigError(_FLAG, f"{asked} gives {n:g} blocks to stage {stage}; each needs at least one")
+        if (2 * n) % 1:
+            raise ConfigError(_FLAG, f"{asked} gives {n:g} blocks to stage {stage}; blocks are cut in halves only")
     if sum(split) != arch.num_layers:
-        raise ConfigError(_FLAG, f"{written} adds up to {sum(split)} blocks, but the model has {arch.num_layers}")
+        raise ConfigError(_FLAG, f"{asked} adds up to {sum(split):g} blocks, but the model has {arch.num_layers}")
 
 
 def balance(costs: tuple[float, ...]) -> float:

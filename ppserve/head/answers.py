@@ -63,6 +63,7 @@ def _stage_message(card: StageCard) -> pb.Stage:
         device=card.device,
         first_layer=card.first_layer,
         num_layers=card.num_layers,
+        blocks=card.blocks,
         num_parameters=card.num_parameters,
         weight_bytes=card.weight_bytes,
         kv_bytes=card.kv_bytes,

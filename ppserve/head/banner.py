@@ -23,8 +23,7 @@ def banner(card: ModelCard, topology: Topology, host: str, port: int, metrics_po
         f"  {'stage':<6} {'layers':<10} {'params':>8} {'weights':>9} {'KV':>9}  device",
     ]
     for stage in topology.stages:
-        first, last = stage.first_layer, stage.first_layer + stage.num_layers - 1
-        parts = ["wte"] * (stage.stage == 0) + [f"{first}-{last}" if last > first else f"{first}"]
+        parts = ["wte"] * (stage.stage == 0) + [stage.blocks]
         parts += ["head"] * (stage.stage == len(topology.stages) - 1)
         lines.append(
             f"  {stage.stage:<6} {'+'.join(parts):<10} {_count(stage.num_parameters):>8}"

@@ -43,6 +43,7 @@ class StageCard:
     device: str
     first_layer: int
     num_layers: int
+    blocks: str
     num_parameters: int
     weight_bytes: int
     kv_bytes: int

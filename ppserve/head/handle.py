@@ -60,7 +60,7 @@ class PipelineHandle:
             transport=decision.transport,
             epoch=members.epoch,
             microbatches=self._engine.microbatches,
-            advice=advise(times, tuple(d.num_layers for d in decision.layouts), self._engine.microbatches),
+            advice=advise(times, decision.layouts, self._engine.microbatches),
         )
 
     def cost_sheet(self) -> dict[str, Any]:
@@ -100,8 +100,9 @@ class PipelineHandle:
             rank=member.stage,
             host=hello.host,
             device=loaded.device,
-            first_layer=layout.first_layer,
-            num_layers=layout.num_layers,
+            first_layer=layout.layers.start,
+            num_layers=len(layout.layers),
+            blocks=layout.blocks,
             num_parameters=loaded.params,
             weight_bytes=loaded.weight_bytes,
             kv_bytes=self._members.num_blocks * loaded.block_bytes,
@@ -120,8 +121,8 @@ def predicted_step_s(members: Members) -> tuple[float, ...]:
     measured = tuple(m.hello.costs for m in members.stages if m.hello is not None and m.hello.costs is not None)
     if len(measured) < members.num_stages or members.decision is None:
         return ()
-    split = tuple(layout.num_layers for layout in members.decision.layouts)
-    return tuple(MEASURED_DECODES * seconds for seconds in TokenCosts.mean(measured).decode.costs(split))
+    decode = TokenCosts.mean(measured).decode
+    return tuple(MEASURED_DECODES * decode.stage_cost(layout) for layout in members.decision.layouts)
 
 
 def why_not_deterministic(loaded: tuple[wire.Loaded, ...]) -> list[str]:

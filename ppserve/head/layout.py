@@ -8,7 +8,7 @@ import sys
 
 from ppserve import wire
 from ppserve.config import ServeConfig
-from ppserve.core.architecture import Architecture, stage_layouts
+from ppserve.core.architecture import Architecture, Split, stage_layouts, written
 from ppserve.core.partition import (
     TokenCosts,
     balance,
@@ -50,7 +50,7 @@ def decide(config: ServeConfig, hellos: tuple[wire.Hello, ...]) -> Decision:
     )
 
 
-def choose_split(config: ServeConfig, arch: Architecture, hellos: tuple[wire.Hello, ...]) -> tuple[int, ...]:
+def choose_split(config: ServeConfig, arch: Architecture, hellos: tuple[wire.Hello, ...]) -> Split:
     """The split for the expected mix of prompts and answers, by what the stages measured, else by weight."""
     measured = tuple(hello.costs for hello in hellos if hello.costs is not None)
     if len(measured) < len(hellos):
@@ -61,7 +61,7 @@ def choose_split(config: ServeConfig, arch: Architecture, hellos: tuple[wire.Hel
     split = split_by_cost(parts, arch.num_layers, len(hellos))
     log.info(
         "--layers auto: %s, predicted balance %.0f%% for prompts of %d tokens and answers of %d",
-        ",".join(map(str, split)),
+        written(split),
         100 * balance(parts.costs(split)),
         expected.expect_prompt,
         expected.expect_new,

@@ -239,13 +239,12 @@ class _PipelineMetrics:
     def describe(self, topology: Topology) -> None:
         self.stage_info.clear()
         for stage in topology.stages:
-            last = stage.first_layer + stage.num_layers - 1
             self.stage_info.labels(
                 str(stage.stage),
                 str(stage.rank),
                 stage.host,
                 stage.device,
-                f"{stage.first_layer}-{last}",
+                stage.blocks,
                 str(stage.num_parameters),
             ).set(1)
 

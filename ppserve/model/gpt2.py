@@ -4,9 +4,9 @@ T rows (tokens of all slices, packed), D width, E = 3D, F inner width, V vocabul
 
 Arithmetic: on the CPU everything between two cache or weight accesses is float32, whatever the dtype;
 `bfloat16` says how weights, keys and values are stored, and the hidden states are rounded to it after every
-block, so that where the stages are cut changes nothing. Where oneDNN's bfloat16 kernels are used (CPUs with
-AVX-512 BF16 or AMX) every linear layer also rounds its inputs, its bias and its outputs, logits included, to
-bfloat16. On CUDA everything runs in the dtype itself.
+attention and every MLP, so that where the stages are cut changes nothing. Where oneDNN's bfloat16 kernels are
+used (CPUs with AVX-512 BF16 or AMX) every linear layer also rounds its inputs, its bias and its outputs, logits
+included, to bfloat16. On CUDA everything runs in the dtype itself.
 """
 
 from __future__ import annotations
@@ -54,29 +54,33 @@ class Embedding:
         return self._tokens_VD[inputs.token_ids_T].add_(self._positions_PD[inputs.positions_T])
 
 
-class Block:
-    """One transformer block; `layer` is its global index, `own` its index within the stage."""
+class SelfAttention:
+    """The first sublayer of block `layer`; `own` is where the stage's cache keeps its keys and values."""
 
     def __init__(self, read: _Reader, layer: int, own: int, attention: Attention) -> None:
-        name = f"h.{layer}"
         self._own = own
         self.scale = read.arch.attention_scale(layer)
         self.attention = attention
-        self._ln_1, self._ln_2 = read.norm(f"{name}.ln_1"), read.norm(f"{name}.ln_2")
-        self._qkv, self._proj = read.linear(f"{name}.attn.c_attn"), read.linear(f"{name}.attn.c_proj")
-        self._expand, self._contract = read.linear(f"{name}.mlp.c_fc"), read.linear(f"{name}.mlp.c_proj")
-        self._activate = activation_for(read.arch.activation, read.device)
-        self.linears = (self._qkv, self._proj, self._expand, self._contract)
+        self._norm = read.norm(f"h.{layer}.ln_1")
+        self._qkv, self._proj = read.linear(f"h.{layer}.attn.c_attn"), read.linear(f"h.{layer}.attn.c_proj")
+        self.linears = (self._qkv, self._proj)
 
     def __call__(self, x_TD: torch.Tensor, inputs: StepInputs, cache: KVCache) -> torch.Tensor:
-        x_TD = x_TD + self._attend(self._ln_1(x_TD), inputs, cache)
-        return x_TD + self._think(self._ln_2(x_TD))
+        qkv_TE = self._qkv(self._norm(x_TD))
+        return x_TD + self._proj(self.attention(qkv_TE, cache, self._own, inputs, self.scale))
 
-    def _attend(self, x_TD: torch.Tensor, inputs: StepInputs, cache: KVCache) -> torch.Tensor:
-        return self._proj(self.attention(self._qkv(x_TD), cache, self._own, inputs, self.scale))
 
-    def _think(self, x_TD: torch.Tensor) -> torch.Tensor:
-        return self._contract(self._activate(self._expand(x_TD)))
+class MLP:
+    """The second sublayer of block `layer`."""
+
+    def __init__(self, read: _Reader, layer: int) -> None:
+        self._norm = read.norm(f"h.{layer}.ln_2")
+        self._expand, self._contract = read.linear(f"h.{layer}.mlp.c_fc"), read.linear(f"h.{layer}.mlp.c_proj")
+        self._activate = activation_for(read.arch.activation, read.device)
+        self.linears = (self._expand, self._contract)
+
+    def __call__(self, x_TD: torch.Tensor, inputs: StepInputs, cache: KVCache) -> torch.Tensor:
+        return x_TD + self._contract(self._activate(self._expand(self._norm(x_TD))))
 
 
 class Head:
@@ -92,7 +96,7 @@ class Head:
 
 
 class GPT2Stage:
-    """The blocks of `layout`, the embeddings on the first stage, the head on the last.
+    """The sublayers of `layout`, the embeddings on the first stage, the head on the last.
 
     dtype: as asked for. device: where it runs. num_params, weight_bytes: what it holds.
     """
@@ -104,7 +108,7 @@ class GPT2Stage:
         # The head before all else: the largest matrix is twice in memory while it is being packed.
         self.head = Head(read) if layout.is_last else None
         self._embed = Embedding(read) if layout.is_first else None
-        self.blocks = [Block(read, layer, own, attention) for own, layer in enumerate(layout.layers)]
+        self.sublayers = [_sublayer(read, layout, number, attention) for number in layout.sublayers]
         self.num_params, self.weight_bytes = read.num_params, read.weight_bytes
 
     @classmethod
@@ -137,18 +141,27 @@ class GPT2Stage:
         with torch.inference_mode():
             return cls(_Reader(checkpoint, layout, dtype, device, threads, progress), layout, attend)
 
+    @property
+    def attentions(self) -> list[SelfAttention]:
+        return [sublayer for sublayer in self.sublayers if isinstance(sublayer, SelfAttention)]
+
+    @property
+    def mlps(self) -> list[MLP]:
+        return [sublayer for sublayer in self.sublayers if isinstance(sublayer, MLP)]
+
     @torch.inference_mode()
     def forward(self, inputs: StepInputs, hidden_TD: torch.Tensor | None, cache: KVCache) -> torch.Tensor:
-        """(T, D) hidden states in the stage's dtype after this stage's blocks. hidden_TD: those of the
+        """(T, D) hidden states in the stage's dtype after this stage's sublayers. hidden_TD: those of the
         stage before, None on the first. Writes the rows' keys and values to `cache`."""
         assert (hidden_TD is None) == self.layout.is_first
         assert inputs.highest_block < cache.num_blocks, "a plan names a block that the cache does not have"
+        cache.reach(inputs.highest_block)
         cache.copy(inputs.copies)
         x_TD = hidden_TD if self._embed is None else self._embed(inputs)
         assert x_TD is not None
         assert x_TD.shape == (inputs.num_rows, self.arch.width)
-        for block in self.blocks:
-            x_TD = block(x_TD.to(self.compute_dtype), inputs, cache).to(self.dtype)
+        for sublayer in self.sublayers:
+            x_TD = sublayer(x_TD.to(self.compute_dtype), inputs, cache).to(self.dtype)
         return x_TD
 
     @torch.inference_mode()
@@ -165,6 +178,11 @@ class GPT2Stage:
         for begin in range(0, len(inputs.read_rows), _READ_ROWS_AT_ONCE):
             rows = torch.from_numpy(inputs.read_rows[begin : begin + _READ_ROWS_AT_ONCE]).to(self.device)
             yield self.head(hidden_TD[rows].to(self.compute_dtype))
+
+
+def _sublayer(read: _Reader, layout: StageLayout, number: int, attention: Attention) -> SelfAttention | MLP:
+    layer, is_mlp = divmod(number, 2)
+    return MLP(read, layer) if is_mlp else SelfAttention(read, layer, layer - layout.attentions.start, attention)
 
 
 class _Reader:

@@ -1,7 +1,8 @@
 """The keys and values of one stage: preallocated blocks, addressed by id, owned by nobody else.
 
-L layers of this stage, B blocks, H heads. Within a block and head, keys lie with the position innermost
-and values with the feature innermost, so that the attention kernel reads both in whole vectors:
+L layers whose attention is on this stage, B blocks, H heads. Within a block and head, keys lie with the
+position innermost and values with the feature innermost, so that the attention kernel reads both in whole
+vectors:
 
     keys_LBHdp    (L, B, H, head_size,            padded block size)
     values_LBHpd  (L, B, H, block size, padded head size)
@@ -17,6 +18,7 @@ import numpy
 import torch
 
 from ppserve.core.architecture import Architecture, StageLayout
+from ppserve.model.memory import TakenAhead
 from ppserve.model.vector import WIDTH
 
 _ALIGNMENT = 64
@@ -45,7 +47,8 @@ def _zeros(shape: tuple[int, ...], element: torch.dtype, device: torch.device) -
 class KVCache:
     """Blocks of one stage; a block is written before it is read, so nothing is ever erased.
 
-    dtype: `float32`, `bfloat16` or `float16` (CUDA only).
+    dtype: `float32`, `bfloat16` or `float16` (CUDA only). takes_ahead: on the CPU, have the memory of blocks ready
+    before they are used.
     """
 
     def __init__(
@@ -56,20 +59,31 @@ class KVCache:
         block_size: int,
         dtype: str,
         device: torch.device,
+        *,
+        takes_ahead: bool = False,
     ) -> None:
         self.num_blocks = num_blocks
         self.block_size = block_size
-        shape = (layout.num_layers, num_blocks, arch.num_heads)
+        shape = (len(layout.attentions), num_blocks, arch.num_heads)
         element: torch.dtype = getattr(torch, dtype)
         self.keys_LBHdp = _zeros((*shape, arch.head_size, padded(block_size)), element, device)
         self.values_LBHpd = _zeros((*shape, block_size, padded(arch.head_size)), element, device)
+
+        self._ahead: TakenAhead | None = None
+        if takes_ahead and device.type == "cpu":
+            self._ahead = TakenAhead(self.keys_LBHdp, self.values_LBHpd)
+
+    def reach(self, highest_block: int) -> None:
+        """Blocks up to this one are in use."""
+        if self._ahead is not None:
+            self._ahead.reach(highest_block + 1)
 
     @staticmethod
     def bytes_per_block(arch: Architecture, layout: StageLayout, block_size: int, dtype: str) -> int:
         """Bytes that one block takes on this stage, padding included."""
         keys = arch.head_size * padded(block_size)
         values = block_size * padded(arch.head_size)
-        return layout.num_layers * arch.num_heads * (keys + values) * _element_bytes(dtype)
+        return len(layout.attentions) * arch.num_heads * (keys + values) * _element_bytes(dtype)
 
     def copy(self, copies: tuple[tuple[int, int], ...]) -> None:
         """Copy blocks in the order given: (source, destination)."""

@@ -61,7 +61,7 @@ def check_determinism(stage: GPT2Stage) -> str | None:
         warm_up()
     if stage.head is not None and (reason := _check_linear(stage, stage.head.linear, _HEAD_ROW_COUNTS, generator)):
         return f"the LM head: {reason}"
-    for linear in stage.blocks[0].linears:
+    for linear in _linears(stage):
         if reason := _check_linear(stage, linear, _ROW_COUNTS, generator):
             return f"a linear layer of {linear.num_inputs} inputs: {reason}"
     return _check_block(stage, generator)
@@ -69,12 +69,17 @@ def check_determinism(stage: GPT2Stage) -> str | None:
 
 def describe_kernels(stage: GPT2Stage) -> str:
     """What this stage computes with. Where two stages' descriptions differ, so may their bits."""
-    block = stage.blocks[0]
-    parts = [*sorted({type(linear).__name__ for linear in block.linears}), type(block.attention).__name__]
+    attention = type(stage.attentions[0].attention).__name__
+    parts = [*sorted({type(linear).__name__ for linear in _linears(stage)}), attention]
     # The norms are torch's own, and so are most kernels on a GPU.
     if stage.device.type == "cuda":
         return ", ".join([*parts, torch.cuda.get_device_name(stage.device)])
     return ", ".join([*parts, f"torch for {torch.backends.cpu.get_cpu_capability()}"])
+
+
+def _linears(stage: GPT2Stage) -> tuple[Linear, ...]:
+    """One of each shape: those of the first attention and the first MLP."""
+    return (*stage.attentions[0].linears, *stage.mlps[0].linears)
 
 
 def _check_linear(
@@ -93,7 +98,7 @@ def _check_linear(
 
 
 def _check_block(stage: GPT2Stage, generator: torch.Generator) -> str | None:
-    """Whether one block gives prompts the same hidden states however they are cut and whoever is beside."""
+    """Whether attention and MLP give prompts the same hidden states however they are cut, whoever is beside."""
     prompts_TD = [
         torch.randn(length, stage.arch.width, generator=generator).to(stage.device, stage.compute_dtype)
         for length in _LENGTHS
@@ -109,7 +114,7 @@ def _check_block(stage: GPT2Stage, generator: torch.Generator) -> str | None:
 def _through_block(
     stage: GPT2Stage, prompts_TD: Sequence[torch.Tensor], steps: Iterable[Sequence[_Part]]
 ) -> dict[int, torch.Tensor]:
-    """The stage's first block, step by step, on a cache of its own: sequence number → all its rows."""
+    """The stage's first attention and MLP, step by step, on a cache of its own: sequence number → all rows."""
     tables, num_blocks = [], 0
     for length in _LENGTHS:
         needed = -(-length // _BLOCK_SIZE)
@@ -122,7 +127,7 @@ def _through_block(
         rows_TD = torch.cat([prompts_TD[number][start : start + count] for number, start, count in parts])
         slices = tuple(Slice(number, start, (0,) * count, tables[number]) for number, start, count in parts)
         inputs = build_inputs(StepPlan(0, 0, 0, slices), stage.layout, _BLOCK_SIZE, stage.device)
-        mixed_TD = stage.blocks[0](rows_TD, inputs, cache)
+        mixed_TD = stage.mlps[0](stage.attentions[0](rows_TD, inputs, cache), inputs, cache)
         each_TD = torch.split(mixed_TD, [count for _, _, count in parts])
         for (number, _, _), part_TD in zip(parts, each_TD, strict=True):
             done.setdefault(number, []).append(part_TD)

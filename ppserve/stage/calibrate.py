@@ -1,8 +1,8 @@
 """What the parts of a model cost on this machine, measured before it is cut: for `--layers auto`.
 
-Two small pipelines of one stage are run, with one block and with two; their difference is a block, what is
-left is the embedding, and reading out is the head with sampling. It takes seconds, and is remembered per
-machine and model.
+Small pipelines of one stage are run, of one, two and three sublayers (attention, MLP, attention): their
+differences are an MLP and an attention, what is left is the embedding, and reading out is the head with
+sampling. It takes seconds, and is remembered per machine and model.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from ppserve.stage.device import Compute
 _BLOCK_SIZE = 16
 _CHUNK = 256
 _REPEATS = 5
-_VERSION = 1
+_VERSION = 2
 
 
 def token_costs(checkpoint: Checkpoint, compute: Compute, context: int) -> TokenCosts:
@@ -66,18 +66,19 @@ def _measure(checkpoint: Checkpoint, compute: Compute, context: int) -> TokenCos
     prompts = _plan([(0, chunk)])
     forward_s: dict[tuple[int, str], float] = {}
     read_out_s: dict[str, float] = {}
-    for num_layers in (1, 2):
-        # As if the model had no other blocks: `load` reads only what the layout names.
-        whole = StageLayout(0, 1, 0, min(num_layers, checkpoint.architecture.num_layers))
+    for num_sublayers in (1, 2, 3):
+        # As if the model had no others: `load` reads only what the layout names. Who cuts has two blocks.
+        whole = StageLayout(0, 1, 0, num_sublayers)
         model = GPT2Stage.load(checkpoint, whole, compute.dtype, compute.device, lambda done, total: None)
         for name, plan in (("decode", decodes), ("prefill", prompts)):
-            forward_s[num_layers, name], read_out_s[name] = _time(model, plan, compute)
+            forward_s[num_sublayers, name], read_out_s[name] = _time(model, plan, compute)
         del model
 
     def parts(name: str, num_tokens: int, head_s: float) -> Parts:
-        block_s = max(forward_s[2, name] - forward_s[1, name], 1e-9)
-        embedding_s = max(forward_s[1, name] - block_s, 0.0)
-        return Parts(block_s / num_tokens, embedding_s / num_tokens, head_s / num_tokens)
+        mlp_s = max(forward_s[2, name] - forward_s[1, name], 1e-9)
+        attention_s = max(forward_s[3, name] - forward_s[2, name], 1e-9)
+        embedding_s = max(forward_s[1, name] - attention_s, 0.0)
+        return Parts(*(seconds / num_tokens for seconds in (attention_s, mlp_s, embedding_s, head_s)))
 
     return TokenCosts(
         prefill=parts("prefill", chunk, read_out_s["prefill"]),

@@ -278,6 +278,7 @@ class StageLoop:
                 self._start.config.cache.block_size,
                 self._dtype,
                 self._compute.device,
+                takes_ahead=True,
             )
         return self._cache
 

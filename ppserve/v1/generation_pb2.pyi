@@ -323,7 +323,7 @@ class GetTopologyResponse(_message.Message):
     def __init__(self, stages: _Optional[_Iterable[_Union[Stage, _Mapping]]] = ..., transport: _Optional[str] = ..., epoch: _Optional[int] = ..., microbatches: _Optional[int] = ..., advice: _Optional[str] = ...) -> None: ...
 
 class Stage(_message.Message):
-    __slots__ = ("stage", "rank", "host", "device", "first_layer", "num_layers", "num_parameters", "weight_bytes", "kv_bytes", "predicted_step_seconds", "measured_step_seconds", "busy_seconds", "bubble_seconds", "idle_seconds", "live", "restarts")
+    __slots__ = ("stage", "rank", "host", "device", "first_layer", "num_layers", "num_parameters", "weight_bytes", "kv_bytes", "predicted_step_seconds", "measured_step_seconds", "busy_seconds", "bubble_seconds", "idle_seconds", "live", "restarts", "blocks")
     class BubbleSecondsEntry(_message.Message):
         __slots__ = ("key", "value")
         KEY_FIELD_NUMBER: _ClassVar[int]
@@ -347,6 +347,7 @@ class Stage(_message.Message):
     IDLE_SECONDS_FIELD_NUMBER: _ClassVar[int]
     LIVE_FIELD_NUMBER: _ClassVar[int]
     RESTARTS_FIELD_NUMBER: _ClassVar[int]
+    BLOCKS_FIELD_NUMBER: _ClassVar[int]
     stage: int
     rank: int
     host: str
@@ -363,4 +364,5 @@ class Stage(_message.Message):
     idle_seconds: float
     live: bool
     restarts: int
-    def __init__(self, stage: _Optional[int] = ..., rank: _Optional[int] = ..., host: _Optional[str] = ..., device: _Optional[str] = ..., first_layer: _Optional[int] = ..., num_layers: _Optional[int] = ..., num_parameters: _Optional[int] = ..., weight_bytes: _Optional[int] = ..., kv_bytes: _Optional[int] = ..., predicted_step_seconds: _Optional[float] = ..., measured_step_seconds: _Optional[float] = ..., busy_seconds: _Optional[float] = ..., bubble_seconds: _Optional[_Mapping[str, float]] = ..., idle_seconds: _Optional[float] = ..., live: _Optional[bool] = ..., restarts: _Optional[int] = ...) -> None: ...
+    blocks: str
+    def __init__(self, stage: _Optional[int] = ..., rank: _Optional[int] = ..., host: _Optional[str] = ..., device: _Optional[str] = ..., first_layer: _Optional[int] = ..., num_layers: _Optional[int] = ..., num_parameters: _Optional[int] = ..., weight_bytes: _Optional[int] = ..., kv_bytes: _Optional[int] = ..., predicted_step_seconds: _Optional[float] = ..., measured_step_seconds: _Optional[float] = ..., busy_seconds: _Optional[float] = ..., bubble_seconds: _Optional[_Mapping[str, float]] = ..., idle_seconds: _Optional[float] = ..., live: _Optional[bool] = ..., restarts: _Optional[int] = ..., blocks: _Optional[str] = ...) -> None: ...

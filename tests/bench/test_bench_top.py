@@ -29,7 +29,7 @@ ESCAPES = re.compile(r"\x1b\[[0-9;?]*[a-zA-Z]")
 def topology(busy_s: float, host_s: float, idle_s: float, *, live: bool = True) -> pb.GetTopologyResponse:
     stages = [
         pb.Stage(
-            stage=number, device="cpu", first_layer=4 * number, num_layers=4, busy_seconds=busy_s,
+            stage=number, device="cpu", blocks=f"{4 * number}-{4 * number + 3}", busy_seconds=busy_s,
             bubble_seconds={"host": host_s}, idle_seconds=idle_s, live=live or number == 0, restarts=number,
         )
         for number in range(2)

@@ -34,7 +34,7 @@ XL = gpt2(48, 1600, 25)
         (SMALL, 5.45, (9, 3), 0.97, 0.67),
         (MEDIUM, 4.09, (14, 10), 0.997, 0.86),
         (LARGE, 3.27, (20, 16), 0.98, 0.90),
-        (XL, 2.62, (25, 23), 0.99, 0.96),
+        (XL, 2.62, (25.5, 22.5), 0.999, 0.947),
     ],
 )
 def test_two_stages_of_the_gpt2_family(arch, head_in_blocks, split, decode, prefill):
@@ -56,9 +56,9 @@ def test_a_prefill_heavy_mix_moves_blocks_to_the_last_stage():
 
 
 @given(
-    num_layers=st.integers(1, 12),
-    num_stages=st.integers(1, 5),
-    parts=st.builds(Parts, st.floats(0.1, 10), st.floats(0, 30), st.floats(0, 30)),
+    num_layers=st.integers(1, 7),
+    num_stages=st.integers(1, 4),
+    parts=st.builds(Parts, st.floats(0.1, 5), st.floats(0.1, 5), st.floats(0, 30), st.floats(0, 30)),
 )
 def test_no_other_split_has_a_lighter_heaviest_stage(num_layers, num_stages, parts):
     if num_stages > num_layers:
@@ -66,13 +66,23 @@ def test_no_other_split_has_a_lighter_heaviest_stage(num_layers, num_stages, par
             split_by_cost(parts, num_layers, num_stages)
         return
     split = split_by_cost(parts, num_layers, num_stages)
-    assert sum(split) == num_layers
-    assert min(split) >= 1
-    others = (
-        s for s in itertools.product(range(1, num_layers + 1), repeat=num_stages) if sum(s) == num_layers
-    )
-    best = min(max(parts.costs(s)) for s in others)
-    assert max(parts.costs(split)) == pytest.approx(best)
+    check_split(split, gpt2(num_layers, 64, 4), num_stages)
+
+    def lightest(step):
+        sizes = [2 + step * k for k in range(2 * num_layers // step)]
+        splits = (s for s in itertools.product(sizes, repeat=num_stages) if sum(s) == 2 * num_layers)
+        return min(max(parts.costs(tuple(size / 2 for size in sizes))) for sizes in splits)
+
+    found, whole, finest = max(parts.costs(split)), lightest(2), lightest(1)
+    # Blocks are cut only where it is worth it, and then as well as can be.
+    assert found == pytest.approx(finest if finest < 0.99 * whole else whole)
+
+
+def test_a_block_is_cut_where_whole_ones_do_not_balance():
+    assert split_by_cost(Parts(1, 2, 0, 0), 3, 2) == (1.5, 1.5)
+    assert split_by_cost(Parts(1, 2, 0, 0), 4, 2) == (2, 2)
+    assert split_by_cost(Parts(1, 2, 0, 4), 3, 2) == (2, 1)
+    assert Parts(1, 2, 10, 100).costs((1.5, 1.5)) == (10 + 4, 100 + 5)
 
 
 def test_more_stages_than_blocks_is_named():
@@ -88,6 +98,11 @@ def test_more_stages_than_blocks_is_named():
         ((9, 4), "--layers: 9,4 adds up to 13 blocks, but the model has 12"),
         ((12, 0), "--layers: 12,0 gives 0 blocks to stage 1; each needs at least one"),
         ((13, -1), "--layers: 13,-1 gives -1 blocks to stage 1"),
+        ((11.5, 0.5), "--layers: 11.5,0.5 gives 0.5 blocks to stage 1; each needs at least one"),
+        ((8.75, 3.25), "--layers: 8.75,3.25 gives 8.75 blocks to stage 0; blocks are cut in halves only"),
+        ((9.5, 3), "--layers: 9.5,3 adds up to 12.5 blocks, but the model has 12"),
+        ((float("nan"), 3), "--layers: nan,3 gives nan blocks to stage 0; blocks are cut in halves only"),
+        ((float("inf"), 3), "--layers: inf,3 gives inf blocks to stage 0; blocks are cut in halves only"),
     ],
 )
 def test_an_unusable_split_says_what_is_wrong(split, problem):
@@ -98,3 +113,4 @@ def test_an_unusable_split_says_what_is_wrong(split, problem):
 def test_a_usable_split_passes():
     check_split((9, 3), SMALL, 2)
     check_split((12,), SMALL, 1)
+    check_split((7.5, 4.5), SMALL, 2)

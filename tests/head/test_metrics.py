@@ -86,8 +86,8 @@ def card() -> ModelCard:
 
 def topology() -> Topology:
     stages = (
-        StageCard(0, 0, "one", "cpu", 0, 3, 700, 2800, 100),
-        StageCard(1, 1, "two", "cuda:0", 3, 1, 300, 1200, 100),
+        StageCard(0, 0, "one", "cpu", 0, 3, "0-2", 700, 2800, 100),
+        StageCard(1, 1, "two", "cuda:0", 3, 1, "3", 300, 1200, 100),
     )
     return Topology(stages, "gloo", 1, 2)
 

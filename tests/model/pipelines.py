@@ -6,7 +6,7 @@ from collections.abc import Iterable
 
 import torch
 
-from ppserve.core.architecture import stage_layouts
+from ppserve.core.architecture import Split, stage_layouts
 from ppserve.core.plan import Draw, Drawn, Scored, Slice, StepPlan
 from ppserve.core.request import SamplingParams
 from ppserve.model.checkpoint import Checkpoint
@@ -25,7 +25,7 @@ class Pipeline:
     def __init__(
         self,
         checkpoint: Checkpoint,
-        split: tuple[int, ...],
+        split: Split,
         dtype: str = "float32",
         attention: str = "auto",
         block_size: int = 16,

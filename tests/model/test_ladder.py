@@ -6,7 +6,7 @@ import pytest
 import torch
 from transformers import GPT2Config, GPT2LMHeadModel
 
-from ppserve.core.architecture import Architecture, stage_layouts, stage_params
+from ppserve.core.architecture import Architecture, Split, stage_layouts, stage_params
 from ppserve.model.activations import TORCH as ACTIVATIONS
 from ppserve.model.gpt2 import GPT2Stage
 from tests.model.pipelines import Pipeline, prompt
@@ -104,8 +104,8 @@ def test_greedy_tokens_are_those_of_transformers(arch: Architecture) -> None:
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-@pytest.mark.parametrize("split", [(2, 2), (1, 1, 1, 1), (3, 1)])
-def test_where_the_stages_are_cut_changes_no_bit(split: tuple[int, ...], dtype: str) -> None:
+@pytest.mark.parametrize("split", [(2, 2), (1, 1, 1, 1), (3, 1), (2.5, 1.5), (1.5, 1, 1.5)])
+def test_where_the_stages_are_cut_changes_no_bit(split: Split, dtype: str) -> None:
     checkpoint = RandomCheckpoint(architecture(num_layers=4, scale_attn_by_inverse_layer_idx=True))
     whole, cut = (Pipeline(checkpoint, s, dtype, num_sequences=1) for s in ((4,), split))
     assert torch.equal(whole.hidden(prompt(30), 30), cut.hidden(prompt(30), 30))
@@ -117,8 +117,8 @@ def test_layer_scaling_follows_the_global_index() -> None:
     arch = architecture(num_layers=4, scale_attn_by_inverse_layer_idx=True)
     whole = Pipeline(RandomCheckpoint(arch), (4,), num_sequences=1)
     cut = Pipeline(RandomCheckpoint(arch), (2, 2), num_sequences=1)
-    for own, block in enumerate(cut.stages[1].blocks):
-        block.scale = arch.attention_scale(own)
+    for own, part in enumerate(cut.stages[1].attentions):
+        part.scale = arch.attention_scale(own)
     assert not torch.equal(whole.hidden(prompt(30), 30), cut.hidden(prompt(30), 30))
 
 
@@ -145,15 +145,17 @@ def test_padded_vocabulary_is_never_drawn() -> None:
     assert tempted.generate(prompt(9), 12) == plain.generate(prompt(9), 12)
 
 
-def test_a_stage_reads_only_its_own_tensors_and_reports_progress() -> None:
+@pytest.mark.parametrize("split", [(1, 2, 1), (1.5, 1, 1.5)])
+def test_a_stage_reads_only_its_own_tensors_and_reports_progress(split: Split) -> None:
     arch = architecture(num_layers=4)
     seen: list[tuple[int, int]] = []
-    for layout in stage_layouts((1, 2, 1)):
+    for layout in stage_layouts(split):
         checkpoint = RandomCheckpoint(arch)
         seen.clear()
         stage = GPT2Stage.load(checkpoint, layout, "float32", torch.device("cpu"), lambda *at: seen.append(at))
-        layers = {int(name.split(".")[1]) for name in checkpoint.asked if name.startswith("h.")}
-        assert layers == set(layout.layers)
+        for part, layers in (("attn", layout.attentions), ("mlp", layout.mlps)):
+            read = {int(name.split(".")[1]) for name in checkpoint.asked if f".{part}." in name}
+            assert read == set(layers)
         assert ("wte.weight" in checkpoint.asked) == layout.is_first
         assert ("lm_head.weight" in checkpoint.asked) == layout.is_last
         assert stage.num_params == stage_params(arch, layout)

@@ -106,8 +106,8 @@ def test_stock_attention_without_padding_feels_its_neighbours() -> None:
     """The control for attention itself: what padding to 512 keys and 4 rows prevents."""
     def hidden(chunk: int, **padding: int) -> torch.Tensor:
         pipeline = Pipeline(RandomCheckpoint(architecture(width=64)), (2,), attention="torch")
-        for block in pipeline.stages[0].blocks:
-            block.attention = TorchAttention(4, **padding)
+        for part in pipeline.stages[0].attentions:
+            part.attention = TorchAttention(4, **padding)
         return pipeline.hidden(prompt(101), chunk)
 
     assert torch.equal(hidden(101), hidden(1))
@@ -152,8 +152,8 @@ def test_threads_change_no_bit() -> None:
     whole = Pipeline(checkpoint, (2,)).hidden(ids, 128)
     for num_threads in (2, 3, 5):
         threaded = Pipeline(checkpoint, (2,))
-        for block in threaded.stages[0].blocks:
-            block.attention = BlockAttention(4, Threads(num_threads))
+        for part in threaded.stages[0].attentions:
+            part.attention = BlockAttention(4, Threads(num_threads))
         assert torch.equal(threaded.hidden(ids, 128), whole)
 
 
@@ -181,7 +181,7 @@ def test_copied_blocks_hold_the_same_keys() -> None:
 def test_selftest_passes_and_can_fail(dtype: str) -> None:
     stage = Pipeline(RandomCheckpoint(architecture(width=200)), (1, 1), dtype).stages[1]
     assert check_determinism(stage) is None
-    exact = stage.blocks[0].linears[2]
+    exact = stage.mlps[0].linears[0]
 
     class FeelsNeighbours:
         num_inputs, num_bytes = exact.num_inputs, 0
@@ -189,7 +189,7 @@ def test_selftest_passes_and_can_fail(dtype: str) -> None:
         def __call__(self, x_TK: torch.Tensor) -> torch.Tensor:
             return exact(x_TK) + 1e-6 * len(x_TK)
 
-    stage.blocks[0].linears = (FeelsNeighbours(),)
+    stage.mlps[0].linears = (FeelsNeighbours(),)
     assert check_determinism(stage) == "a linear layer of 200 inputs: rows differ between 1 and 128 rows at once"
 
 
@@ -205,12 +205,12 @@ def test_selftest_passes_and_can_fail(dtype: str) -> None:
 )
 def test_selftest_says_which_company_was_felt(feels: Callable[[StepInputs], bool], way: str) -> None:
     stage = Pipeline(RandomCheckpoint(architecture()), (1, 1)).stages[0]
-    exact = stage.blocks[0].attention
+    exact = stage.attentions[0].attention
 
     def attend(qkv: torch.Tensor, cache: KVCache, layer: int, inputs: StepInputs, scale: float) -> torch.Tensor:
         return exact(qkv, cache, layer, inputs, scale) + 1e-6 * feels(inputs)
 
-    stage.blocks[0].attention = attend
+    stage.attentions[0].attention = attend
     said = f"hidden states of a prompt {way} differ from the same prompt at once and alone"
     assert check_determinism(stage) == said
 
@@ -218,6 +218,6 @@ def test_selftest_says_which_company_was_felt(feels: Callable[[StepInputs], bool
 def test_kernels_have_names() -> None:
     stage = Pipeline(RandomCheckpoint(architecture()), (1, 1)).stages[0]
     said = describe_kernels(stage)
-    assert type(stage.blocks[0].linears[0]).__name__ in said
+    assert type(stage.attentions[0].linears[0]).__name__ in said
     assert "BlockAttention" in said
     assert said == describe_kernels(Pipeline(RandomCheckpoint(architecture()), (1, 1)).stages[1])

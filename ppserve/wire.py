@@ -15,7 +15,7 @@ import msgspec
 
 from ppserve.config import ServeConfig
 from ppserve.core.architecture import Architecture, StageLayout
-from ppserve.core.partition import TokenCosts
+from ppserve.core.partition import Parts
 from ppserve.core.plan import StepPlan, StepResult
 from ppserve.errors import WireError
 
@@ -50,7 +50,7 @@ class Hello(_Message, frozen=True, tag=True):
     dtype: str
     gpu: int | None
     shares_gpu: bool
-    costs: TokenCosts | None
+    costs: Parts | None
     versions: dict[str, str]
     machine: str = ""
 

@@ -11,7 +11,7 @@ import pytest
 from ppserve import wire
 from ppserve.config import ServeConfig, ServerSettings
 from ppserve.core.architecture import Architecture, StageLayout
-from ppserve.core.partition import Parts, TokenCosts
+from ppserve.core.partition import Parts
 from ppserve.core.plan import (
     Draw,
     Drawn,
@@ -26,7 +26,7 @@ from ppserve.core.request import SamplingParams
 from ppserve.errors import WireError
 
 ARCH = Architecture(8, 160, 5, 1024, 1500, 1504, 640)
-COSTS = TokenCosts(Parts(1.0, 2.0, 3.0, 4.0), Parts(5.0, 6.0, 7.0, 8.0))
+COSTS = Parts(1.0, 2.0, 3.0, 4.0)
 PLAN = StepPlan(
     epoch=3,
     step_id=2**40,

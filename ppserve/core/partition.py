@@ -8,6 +8,7 @@ thirds of its weights: the hidden states that cross are equally many.
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from statistics import fmean
 
 from ppserve.core.architecture import Architecture, Split, StageLayout, stage_layouts, written
 from ppserve.errors import ConfigError
@@ -50,32 +51,10 @@ class Parts:
         return tuple(map(self.stage_cost, stage_layouts(split)))
 
 
-# How many sequences decode together when the parts are measured.
-MEASURED_DECODES = 16
-
-
-@dataclass(frozen=True, slots=True)
-class TokenCosts:
-    """Seconds per token of each part, measured: of a prompt, and of decoding. Heads cost per prompt what
-    one drawn token costs, shared out over the tokens of the chunk that was measured."""
-
-    prefill: Parts
-    decode: Parts
-
-    @staticmethod
-    def mean(costs: tuple[TokenCosts, ...]) -> TokenCosts:
-        """Of what several stages measured."""
-
-        def mean_of(parts: list[Parts]) -> Parts:
-            n = len(parts)
-            return Parts(
-                sum(p.attention for p in parts) / n,
-                sum(p.mlp for p in parts) / n,
-                sum(p.embedding for p in parts) / n,
-                sum(p.head for p in parts) / n,
-            )
-
-        return TokenCosts(mean_of([c.prefill for c in costs]), mean_of([c.decode for c in costs]))
+def mean(parts: tuple[Parts, ...]) -> Parts:
+    """Of what several stages measured."""
+    columns = zip(*((p.attention, p.mlp, p.embedding, p.head) for p in parts), strict=True)
+    return Parts(*map(fmean, columns))
 
 
 def decode_parts(arch: Architecture) -> Parts:

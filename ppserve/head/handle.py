@@ -11,7 +11,7 @@ from ppserve import __version__, wire
 from ppserve.config import ServeConfig
 from ppserve.core.advice import advise
 from ppserve.core.architecture import stage_params
-from ppserve.core.partition import MEASURED_DECODES, TokenCosts
+from ppserve.core.partition import mean
 from ppserve.core.request import FinishReason, Request
 from ppserve.core.time_account import Settled, StageTimes
 from ppserve.head.cards import ModelCard, StageCard, Topology
@@ -117,12 +117,11 @@ class PipelineHandle:
 
 
 def predicted_step_s(members: Members) -> tuple[float, ...]:
-    """Of every stage, by what `--layers auto` measured: a step of MEASURED_DECODES decodes; () if it did not."""
+    """Of every stage, by what `--layers auto` measured; () if it did not."""
     measured = tuple(m.hello.costs for m in members.stages if m.hello is not None and m.hello.costs is not None)
     if len(measured) < members.num_stages or members.decision is None:
         return ()
-    decode = TokenCosts.mean(measured).decode
-    return tuple(MEASURED_DECODES * decode.stage_cost(layout) for layout in members.decision.layouts)
+    return tuple(mean(measured).stage_cost(layout) for layout in members.decision.layouts)
 
 
 def why_not_deterministic(loaded: tuple[wire.Loaded, ...]) -> list[str]:

@@ -10,10 +10,9 @@ from ppserve import wire
 from ppserve.config import ServeConfig
 from ppserve.core.architecture import Architecture, Split, stage_layouts, written
 from ppserve.core.partition import (
-    TokenCosts,
     balance,
     check_split,
-    mixed_parts,
+    mean,
     split_by_cost,
     split_by_weight,
 )
@@ -55,16 +54,14 @@ def choose_split(config: ServeConfig, arch: Architecture, hellos: tuple[wire.Hel
     measured = tuple(hello.costs for hello in hellos if hello.costs is not None)
     if len(measured) < len(hellos):
         return split_by_weight(arch, len(hellos))
-    expected = config.scheduling
-    costs = TokenCosts.mean(measured)
-    parts = mixed_parts(costs.prefill, costs.decode, expected.expect_prompt, expected.expect_new)
+    parts = mean(measured)
     split = split_by_cost(parts, arch.num_layers, len(hellos))
     log.info(
         "--layers auto: %s, predicted balance %.0f%% for prompts of %d tokens and answers of %d",
         written(split),
         100 * balance(parts.costs(split)),
-        expected.expect_prompt,
-        expected.expect_new,
+        config.scheduling.expect_prompt,
+        config.scheduling.expect_new,
     )
     return split
 

@@ -1,8 +1,10 @@
 """What the parts of a model cost on this machine, measured before it is cut: for `--layers auto`.
 
-Small pipelines of one stage are run, of one, two and three sublayers (attention, MLP, attention): their
-differences are an MLP and an attention, what is left is the embedding, and reading out is the head with
-sampling. It takes seconds, and is remembered per machine and model.
+What is measured is the step that a busy server computes all the time: sequences decoding, and beside them as many
+prompt tokens as new requests bring meanwhile. (Prompts and decodes measured apart and added up count the reading
+of the weights twice.) Small pipelines of one stage run it, of one, two and three sublayers (attention, MLP,
+attention): their differences are an MLP and an attention, what is left is the embedding, and reading out is the
+head with sampling. It takes seconds, and is remembered per machine and model.
 """
 
 from __future__ import annotations
@@ -12,16 +14,15 @@ import hashlib
 import json
 import os
 import platform
-import statistics
 import time
 from collections.abc import Callable
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 from pathlib import Path
 
 import torch
 
 from ppserve.core.architecture import Architecture, StageLayout
-from ppserve.core.partition import MEASURED_DECODES, Parts, TokenCosts
+from ppserve.core.partition import Parts
 from ppserve.core.plan import Draw, Slice, StepPlan
 from ppserve.core.request import SamplingParams
 from ppserve.model.checkpoint import Checkpoint
@@ -30,19 +31,42 @@ from ppserve.model.inputs import build_inputs
 from ppserve.model.kv_cache import KVCache
 from ppserve.stage.device import Compute
 
+DECODES = 16
 _BLOCK_SIZE = 16
-_CHUNK = 256
-_REPEATS = 5
-_VERSION = 2
+_MAX_PROMPT_TOKENS = 128
+_REPEATS = 7
+_VERSION = 3
 
 
-def token_costs(checkpoint: Checkpoint, compute: Compute, context: int) -> TokenCosts:
-    """Seconds per token of each part, for prompts and for decoding at `context` tokens; from memory if known."""
-    path = _memory_path(checkpoint.architecture, compute, context)
-    with contextlib.suppress(OSError, ValueError, TypeError, KeyError):
-        known = json.loads(path.read_text())
-        return TokenCosts(Parts(**known["prefill"]), Parts(**known["decode"]))
-    costs = _measure(checkpoint, compute, context)
+@dataclass(frozen=True, slots=True)
+class Mix:
+    """A typical request: tokens of its prompt and of its answer."""
+
+    prompt: int
+    new: int
+
+    def step(self, max_positions: int) -> StepPlan:
+        """DECODES sequences half way through their answers, and the prompt tokens that keep up with them; fewer
+        decodes where those would be too many for one step."""
+        prompt = min(self.prompt, max_positions - 1)
+        context = min(prompt + self.new // 2, max_positions - 1)
+        num_prompt_tokens = min(DECODES * prompt / self.new, _MAX_PROMPT_TOKENS)
+        num_decodes = max(1, round(num_prompt_tokens * self.new / prompt))
+        pieces = [(context, 1)] * min(num_decodes, DECODES)
+        left = round(num_prompt_tokens)
+        while left:
+            num_tokens = min(left, prompt)
+            pieces.append(((prompt - num_tokens) // 2, num_tokens))
+            left -= num_tokens
+        return _plan(pieces)
+
+
+def step_costs(checkpoint: Checkpoint, compute: Compute, mix: Mix) -> Parts:
+    """Seconds of each part in one step of this mix; from memory if known."""
+    path = _memory_path(checkpoint.architecture, compute, mix)
+    with contextlib.suppress(OSError, ValueError, TypeError):
+        return Parts(**json.loads(path.read_text()))
+    costs = _measure(checkpoint, compute, mix)
     with contextlib.suppress(OSError):  # a cache that cannot be written costs seconds, not service
         path.parent.mkdir(parents=True, exist_ok=True)
         scratch = path.with_suffix(f".{os.getpid()}")
@@ -51,55 +75,43 @@ def token_costs(checkpoint: Checkpoint, compute: Compute, context: int) -> Token
     return costs
 
 
-def _memory_path(arch: Architecture, compute: Compute, context: int) -> Path:
+def _memory_path(arch: Architecture, compute: Compute, mix: Mix) -> Path:
     """One file per machine, model shape, arithmetic and number of threads."""
-    what = (_VERSION, arch, compute.dtype, compute.name, platform.processor(), torch.__version__, context)
+    what = (_VERSION, arch, compute.dtype, compute.name, platform.processor(), torch.__version__, mix)
     cache = os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")
     return Path(cache) / "ppserve" / f"costs-{hashlib.sha256(repr(what).encode()).hexdigest()[:16]}.json"
 
 
 @torch.inference_mode()
-def _measure(checkpoint: Checkpoint, compute: Compute, context: int) -> TokenCosts:
-    context = max(1, min(context, checkpoint.architecture.max_positions - 1))
-    chunk = min(_CHUNK, context)
-    decodes = _plan([(context, 1)] * MEASURED_DECODES)
-    prompts = _plan([(0, chunk)])
-    forward_s: dict[tuple[int, str], float] = {}
-    read_out_s: dict[str, float] = {}
+def _measure(checkpoint: Checkpoint, compute: Compute, mix: Mix) -> Parts:
+    plan = mix.step(checkpoint.architecture.max_positions)
+    forward_s, read_out_s = [], 0.0
     for num_sublayers in (1, 2, 3):
         # As if the model had no others: `load` reads only what the layout names. Who cuts has two blocks.
         whole = StageLayout(0, 1, 0, num_sublayers)
         model = GPT2Stage.load(checkpoint, whole, compute.dtype, compute.device, lambda done, total: None)
-        for name, plan in (("decode", decodes), ("prefill", prompts)):
-            forward_s[num_sublayers, name], read_out_s[name] = _time(model, plan, compute)
+        seconds, read_out_s = _time(model, plan, compute)
+        forward_s.append(seconds)
         del model
-
-    def parts(name: str, num_tokens: int, head_s: float) -> Parts:
-        mlp_s = max(forward_s[2, name] - forward_s[1, name], 1e-9)
-        attention_s = max(forward_s[3, name] - forward_s[2, name], 1e-9)
-        embedding_s = max(forward_s[1, name] - attention_s, 0.0)
-        return Parts(*(seconds / num_tokens for seconds in (attention_s, mlp_s, embedding_s, head_s)))
-
-    return TokenCosts(
-        prefill=parts("prefill", chunk, read_out_s["prefill"]),
-        decode=parts("decode", MEASURED_DECODES, read_out_s["decode"]),
-    )
+    mlp_s = max(forward_s[1] - forward_s[0], 1e-9)
+    attention_s = max(forward_s[2] - forward_s[1], 1e-9)
+    return Parts(attention_s, mlp_s, max(forward_s[0] - attention_s, 0.0), read_out_s)
 
 
 def _plan(rows: list[tuple[int, int]]) -> StepPlan:
-    """A step of one slice per (start, tokens), each with blocks of its own, its last row drawn."""
+    """A step of one slice per (start, tokens), each with blocks of its own; single tokens are drawn from."""
     slices, used = [], 0
     for number, (start, num_tokens) in enumerate(rows):
         num_blocks = -(-(start + num_tokens) // _BLOCK_SIZE)
         table = tuple(range(used, used + num_blocks))
         used += num_blocks
-        draw = Draw(SamplingParams(seed=number, temperature=0.8))
+        draw = Draw(SamplingParams(seed=number, temperature=0.8)) if num_tokens == 1 else None
         slices.append(Slice(number, start, (1,) * num_tokens, table, draw))
     return StepPlan(0, 0, 0, tuple(slices))
 
 
 def _time(model: GPT2Stage, plan: StepPlan, compute: Compute) -> tuple[float, float]:
-    """Median seconds of (forward, read_out), after one run to warm up."""
+    """Seconds of (forward, read_out): the fastest of several, which others on the machine disturbed least."""
     num_blocks = 1 + max(block for piece in plan.slices for block in piece.block_table)
     cache = KVCache(model.arch, model.layout, num_blocks, _BLOCK_SIZE, compute.dtype, compute.device)
     inputs = build_inputs(plan, model.layout, _BLOCK_SIZE, compute.device)
@@ -114,4 +126,4 @@ def _time(model: GPT2Stage, plan: StepPlan, compute: Compute) -> tuple[float, fl
     model.read_out(plan, inputs, hidden_TD)
     forward = [clock(lambda: model.forward(inputs, None, cache)) for _ in range(_REPEATS)]
     read_out = [clock(lambda: model.read_out(plan, inputs, hidden_TD)) for _ in range(_REPEATS)]
-    return statistics.median(forward), statistics.median(read_out)
+    return min(forward), min(read_out)

@@ -23,7 +23,7 @@ import torch.distributed as dist
 import parallel_state
 from ppserve import wire
 from ppserve.core.architecture import StageLayout
-from ppserve.core.partition import TokenCosts
+from ppserve.core.partition import Parts
 from ppserve.core.plan import Drawn, Scored, StepPlan, StepResult, StepStamps
 from ppserve.errors import CheckpointError, ConfigError, TransportError
 from ppserve.launch import RankEnvironment, this_machine
@@ -58,7 +58,7 @@ class Findings:
 
     checkpoint: Checkpoint
     compute: device.Compute
-    costs: TokenCosts | None
+    costs: Parts | None
 
 
 def prepare(start: wire.Start, environment: RankEnvironment) -> Findings:
@@ -67,9 +67,8 @@ def prepare(start: wire.Start, environment: RankEnvironment) -> Findings:
     compute = device.choose(start.config, environment, checkpoint.stored_dtype)
     if start.num_stages == 1 or start.config.pipeline.layers is not None:
         return Findings(checkpoint, compute, None)
-    scheduling = start.config.scheduling
-    context = scheduling.expect_prompt + scheduling.expect_new // 2
-    return Findings(checkpoint, compute, calibrate.token_costs(checkpoint, compute, context))
+    mix = calibrate.Mix(start.config.scheduling.expect_prompt, start.config.scheduling.expect_new)
+    return Findings(checkpoint, compute, calibrate.step_costs(checkpoint, compute, mix))
 
 
 class StageLoop:

@@ -138,7 +138,7 @@ def test_what_runs_where(metrics):
     metrics.describe(card(), topology(), "0.1.0")
     metrics.describe(card(), topology(), "0.1.0")
     seen = scrape(start(metrics))
-    labels = {"stage": "1", "rank": "1", "host": "two", "device": "cuda:0", "layers": "3-3", "params": "300"}
+    labels = {"stage": "1", "rank": "1", "host": "two", "device": "cuda:0", "layers": "3", "params": "300"}
     assert seen("ppserve_stage_info", **labels) == 1
     assert seen.total("ppserve_stage_info") == 2
     assert seen.total("ppserve_build_info", version="0.1.0", model="tiny", dtype="float32") == 1

@@ -7,12 +7,15 @@ from pathlib import Path
 import pytest
 import torch
 
-from ppserve.core.partition import TokenCosts
+from ppserve.core.partition import Parts
 from ppserve.model.checkpoint.opening import open_checkpoint
-from ppserve.stage.calibrate import token_costs
+from ppserve.stage.calibrate import Mix, step_costs
 from ppserve.stage.device import Compute
 
 COMPUTE = Compute(torch.device("cpu"), "float32", False, 1)
+
+
+MIX = Mix(prompt=32, new=64)
 
 
 @pytest.fixture
@@ -22,27 +25,48 @@ def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def test_every_part_costs_something_and_is_remembered(cache: Path) -> None:
-    costs = token_costs(open_checkpoint("tiny"), COMPUTE, context=64)
-    for parts in (costs.prefill, costs.decode):
-        assert parts.block > 0
-        assert parts.head > 0
-        assert parts.embedding >= 0
+    costs = step_costs(open_checkpoint("tiny"), COMPUTE, MIX)
+    assert costs.attention > 0
+    assert costs.mlp > 0
+    assert costs.head > 0
+    assert costs.embedding >= 0
     (remembered,) = cache.glob("costs-*.json")
     # Another measurement would never give the same seconds to the last bit.
-    assert token_costs(open_checkpoint("tiny"), COMPUTE, context=64) == costs
-    token_costs(open_checkpoint("tiny"), COMPUTE, context=128)
+    assert step_costs(open_checkpoint("tiny"), COMPUTE, MIX) == costs
+    step_costs(open_checkpoint("tiny"), COMPUTE, Mix(64, 16))
     assert len(list(cache.glob("costs-*.json"))) == 2
     assert remembered.exists()
 
 
-@pytest.mark.parametrize("damage", ["", "{}", "[1, 2]", '{"prefill": {"block": 1}}'])
+@pytest.mark.parametrize("damage", ["", "{}", "[1, 2]", '{"attention": 1}'])
 def test_a_damaged_memory_is_measured_again(cache: Path, damage: str) -> None:
-    token_costs(open_checkpoint("tiny"), COMPUTE, context=64)
+    step_costs(open_checkpoint("tiny"), COMPUTE, MIX)
     (remembered,) = cache.glob("costs-*.json")
     remembered.write_text(damage)
-    assert isinstance(token_costs(open_checkpoint("tiny"), COMPUTE, context=64), TokenCosts)
+    assert isinstance(step_costs(open_checkpoint("tiny"), COMPUTE, MIX), Parts)
 
 
 def test_a_cache_that_cannot_be_written_is_done_without(cache: Path) -> None:
     cache.parent.joinpath("ppserve").write_text("a file where the directory should be")
-    assert isinstance(token_costs(open_checkpoint("tiny"), COMPUTE, context=64), TokenCosts)
+    assert isinstance(step_costs(open_checkpoint("tiny"), COMPUTE, MIX), Parts)
+
+
+@pytest.mark.parametrize(
+    ("mix", "decodes", "prompts"),
+    [
+        (Mix(128, 128), 16, [(56, 16)]),
+        (Mix(128, 64), 16, [(48, 32)]),
+        (Mix(8, 128), 16, [(3, 1)]),
+        (Mix(1, 256), 16, []),
+        (Mix(32, 4), 16, [(0, 32)] * 4),
+        (Mix(512, 16), 4, [(192, 128)]),
+        (Mix(4000, 1), 1, [(447, 128)]),
+    ],
+)
+def test_the_step_of_a_mix(mix: Mix, decodes: int, prompts: list[tuple[int, int]]) -> None:
+    """Requests come as fast as they end, so a step has prompt tokens and decodes in the same ratio as they."""
+    plan = mix.step(1024)
+    found = [(s.start, len(s.token_ids)) for s in plan.slices]
+    context = min(mix.prompt + mix.new // 2, 1023)
+    assert found == [(context, 1)] * decodes + prompts
+    assert all(s.start + len(s.token_ids) <= 16 * len(s.block_table) for s in plan.slices)

@@ -22,6 +22,8 @@ from ppserve.model.memory import TakenAhead
 from ppserve.model.vector import WIDTH
 
 _ALIGNMENT = 64
+# What a server that has just started has memory ready for.
+_TOKENS_AHEAD = 2048
 
 
 def padded(size: int) -> int:
@@ -71,7 +73,8 @@ class KVCache:
 
         self._ahead: TakenAhead | None = None
         if takes_ahead and device.type == "cpu":
-            self._ahead = TakenAhead(self.keys_LBHdp, self.values_LBHpd)
+            least_ahead = -(-_TOKENS_AHEAD // block_size)
+            self._ahead = TakenAhead(self.keys_LBHdp, self.values_LBHpd, least_ahead=least_ahead)
 
     def reach(self, highest_block: int) -> None:
         """Blocks up to this one are in use."""

@@ -18,7 +18,6 @@ import torch
 
 _MADV_POPULATE_WRITE = 23  # Linux 5.14: clears the pages now, changes nothing in those that are there
 _AT_ONCE_BYTES = 2 << 20
-LEAST_AHEAD_BYTES = 128 << 20
 _LOWEST_PRIORITY = 19
 
 
@@ -26,13 +25,14 @@ class TakenAhead:
     """Keeps the memory of blocks ready ahead of their use: as much again as was used, and a least amount.
 
     So it grows with what is used and no further. arrays: each (L, blocks, ...), on the CPU, contiguous.
+    least_ahead: blocks.
     """
 
-    def __init__(self, *arrays: torch.Tensor) -> None:
+    def __init__(self, *arrays: torch.Tensor, least_ahead: int) -> None:
         self._layers = [layer for array in arrays for layer in array]
         self._num_blocks = len(self._layers[0])
         self._block_bytes: list[int] = [layer[0].nbytes for layer in self._layers]
-        self._least_ahead = -(-LEAST_AHEAD_BYTES // sum(self._block_bytes))
+        self._least_ahead = least_ahead
         self._used = 0
         self.num_ready = 0
         self._changed = threading.Condition()

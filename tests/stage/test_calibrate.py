@@ -70,3 +70,8 @@ def test_the_step_of_a_mix(mix: Mix, decodes: int, prompts: list[tuple[int, int]
     context = min(mix.prompt + mix.new // 2, 1023)
     assert found == [(context, 1)] * decodes + prompts
     assert all(s.start + len(s.token_ids) <= 16 * len(s.block_table) for s in plan.slices)
+
+
+def test_the_step_of_a_model_of_one_position() -> None:
+    plan = Mix(128, 128).step(1)
+    assert {(s.start, len(s.token_ids)) for s in plan.slices} == {(0, 1)}

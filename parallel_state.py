@@ -199,7 +199,8 @@ def destroy_model_parallel() -> None:
     state, _state = _state, None
     if state is None or not dist.is_initialized():
         return
-    for process_group in {group.process_group for group in (state.tensor, state.data, state.pipeline)}:
+    # In one order on all ranks, each once.
+    for process_group in dict.fromkeys(g.process_group for g in (state.tensor, state.data, state.pipeline)):
         dist.destroy_process_group(process_group)
 
 

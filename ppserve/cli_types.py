@@ -75,7 +75,7 @@ class Counts(click.ParamType[Any]):
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> tuple[int, ...]:
         if isinstance(value, tuple):
             return value
-        if not re.fullmatch(r"[1-9]\d*(,[1-9]\d*)*", str(value)):
+        if not re.fullmatch(r"\s*[1-9]\d*(\s*,\s*[1-9]\d*)*\s*", str(value)):
             self.fail(f"{value!r} is not a list such as 1,2,4,8", param, ctx)
         return tuple(map(int, str(value).split(",")))
 

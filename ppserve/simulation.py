@@ -30,6 +30,8 @@ from ppserve.core.simulator import (
 from ppserve.errors import ConfigError
 from ppserve.planning import ELEMENT_BYTES, Forecast
 
+_MAX_LAYERS = 4096
+
 
 @dataclass(frozen=True, slots=True)
 class Device:
@@ -156,7 +158,7 @@ def read_costs(path: Path) -> MeasuredCosts:
         entries = sheet["stages"]
         layers = [_num_layers(e) for e in entries]
         stages = [_coefficients(e) for e in entries]
-        if not stages or min(layers) < 1 or any(2 * n % 1 for n in layers):
+        if not stages or not all(1 <= n <= _MAX_LAYERS and 2 * n % 1 == 0 for n in layers):
             raise ConfigError("--costs", f"{path} describes no stages")
         layouts = stage_layouts(tuple(layers))
         if not all(any((c.step, c.row, c.key, c.sample)) for c in stages):
@@ -164,7 +166,7 @@ def read_costs(path: Path) -> MeasuredCosts:
         overheads = OverheadTimes(**sheet["overheads"]) if "overheads" in sheet else None
         spread = fmean(float(entry.get("spread", 0.0)) for entry in entries)
         max_chunk = int(sheet["max_chunk"]) if "max_chunk" in sheet else None
-    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, OverflowError) as error:
         raise ConfigError("--costs", f"{path} is no cost sheet: {type(error).__name__}: {error}") from None
     if not 0 <= spread < math.inf or (max_chunk is not None and max_chunk < 1):
         raise ConfigError("--costs", f"{path} is no cost sheet: spread {spread}, max_chunk {max_chunk}")

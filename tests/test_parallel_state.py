@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator
 from datetime import timedelta
 from pathlib import Path
@@ -124,6 +125,8 @@ def describe(rank: int, size: int, path: str, tensor: int, pipeline: int) -> dic
     seen = {name: getattr(ps, name)() for name in ASKING if not name.endswith("_group")}
     groups = (ps.get_tp_group(), ps.get_dp_group(), ps.get_pp_group())
     seen["sums"] = tuple(sum_over(group.process_group, rank) for group in groups)
+    for one, other in itertools.combinations(groups, 2):
+        assert (one.process_group is other.process_group) == (one.ranks == other.ranks)
     with pytest.raises(ps.ParallelStateError, match="already initialised"):
         ps.initialize_model_parallel(tensor, pipeline)
     ps.destroy_model_parallel()

@@ -156,7 +156,8 @@ def test_a_sheet_with_odd_numbers(tmp_path, odd):
 
 @pytest.mark.parametrize("stages", [
     "[]", '[{"layers": 1}]', "[3]", "3", '[{"layers": NaN, "measured_step_seconds": 1}]',
-    '[{"layers": 1.25, "measured_step_seconds": 1}]',
+    '[{"layers": 1.25, "measured_step_seconds": 1}]', '[{"layers": 1e20, "measured_step_seconds": 1}]',
+    '[{"layers": 1' + "0" * 400 + ', "measured_step_seconds": 1}]',
 ])
 def test_stages_that_are_none_are_named(tmp_path, stages):
     (tmp_path / "costs.json").write_text(f'{{"stages": {stages}}}')

@@ -75,7 +75,7 @@ class Architecture:
 
 
 Split = tuple[float, ...]
-"""Blocks per stage. One that ends in .5 is cut after the attention of its last block."""
+"""Blocks per stage. Where their sum so far ends in .5, the cut is after the attention of a block."""
 
 
 def written(split: Split) -> str:

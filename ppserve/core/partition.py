@@ -16,8 +16,8 @@ from ppserve.errors import ConfigError
 _FLAG = "--layers"
 # A block is cut only where that makes the heaviest stage lighter by more than this share.
 _WORTH_A_CUT = 0.01
-# Sums of floats that differ by less are equal.
-_EQUAL = 1e-9
+# Of more blocks than these one is too little to be worth cutting, and the search too long.
+_MOST_CUT = 128
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,10 +92,12 @@ def split_by_weight(arch: Architecture, num_stages: int) -> Split:
 def split_by_cost(parts: Parts, num_layers: int, num_stages: int) -> Split:
     """Blocks per stage, at least one each, with the lightest possible heaviest stage. Raises ConfigError.
 
-    Among equals whole blocks, and the earlier stage gets the block.
+    Among equals as few cut blocks as possible; of whole ones the earlier stage gets one more.
     """
     _check_room(num_layers, num_stages)
     whole = _whole_blocks(parts, num_layers, num_stages)
+    if num_layers > _MOST_CUT:
+        return whole
     heaviest = max(parts.costs(whole))
     cut = _cut_blocks(parts, num_layers, num_stages, heaviest)
     return cut if max(parts.costs(cut)) < (1 - _WORTH_A_CUT) * heaviest else whole
@@ -116,24 +118,28 @@ def _cut_blocks(parts: Parts, num_layers: int, num_stages: int, limit: float) ->
     """The lightest heaviest stage over all cuts between sublayers, where `limit` is known to be reachable.
 
     From the last stage to the first: for every sublayer where a stage may begin, the best that can be made of
-    what follows, as (heaviest stage, sum of squares, sublayers of each stage).
+    what follows, as (heaviest stage, cut blocks, sum of squares, sublayers of each stage). Costs are shares of
+    the limit.
     """
-    num_sublayers = 2 * num_layers
-    best: dict[int, tuple[float, float, tuple[int, ...]]] = {num_sublayers: (0.0, 0.0, ())}
+    ends = 2 * num_layers
+    upto = [(-(-s // 2) * parts.attention + s // 2 * parts.mlp) / limit for s in range(ends + 1)]
+    best: dict[int, tuple[float, int, float, tuple[int, ...]]] = {ends: (0.0, 0, 0.0, ())}
     for stage in reversed(range(num_stages)):
+        more = (parts.embedding if stage == 0 else 0.0) + (parts.head if stage == num_stages - 1 else 0.0)
         behind, best = best, {}
-        for begin in [0] if stage == 0 else range(2 * stage, num_sublayers - 1):
+        for begin in [0] if stage == 0 else range(2 * stage, ends - 1):
             choices = []
-            for end in range(begin + 2, num_sublayers + 1):
-                cost = parts.stage_cost(StageLayout(stage, num_stages, begin, end - begin))
-                if cost > limit * (1 + _EQUAL):
+            for end in range(begin + 2, ends + 1):
+                cost = round(upto[end] - upto[begin] + more / limit, 9)
+                if cost > 1:
                     break
                 if end in behind:
-                    heaviest, squares, sizes = behind[end]
-                    choices.append((max(cost, heaviest), cost * cost + squares, (end - begin, *sizes)))
+                    heaviest, cuts, squares, sizes = behind[end]
+                    heaviest, cuts, squares = max(cost, heaviest), cuts + end % 2, squares + cost * cost
+                    choices.append((heaviest, cuts, squares, (end - begin, *sizes)))
             if choices:
                 best[begin] = min(choices)
-    return tuple(size / 2 for size in best[0][2])
+    return tuple(size / 2 for size in best[0][3])
 
 
 def check_split(split: Split, arch: Architecture, num_stages: int) -> None:

@@ -45,23 +45,29 @@ class PipelineHandle:
         return self._card
 
     def topology(self) -> Topology:
-        return self._engine.ask(lambda _now_s: self._topology())
+        return self._advised(*self._engine.ask(lambda _now_s: self._topology()))
 
     def stage_times(self) -> tuple[StageTimes, ...]:
         """Every stage's time up to now, as one consistent reading."""
         return self._engine.ask(lambda _now_s: self._observer.stage_times(time.monotonic_ns()))
 
-    def _topology(self) -> Topology:
+    def _topology(self) -> tuple[Topology, tuple[StageTimes, ...]]:
         members, decision = self._members, self._members.decision
         assert decision is not None
         times = self._observer.stage_times(time.monotonic_ns())
-        return Topology(
+        topology = Topology(
             stages=tuple(self._stage_card(m, t) for m, t in zip(members.stages, times, strict=True)),
             transport=decision.transport,
             epoch=members.epoch,
             microbatches=self._engine.microbatches,
-            advice=advise(times, decision.layouts, self._engine.microbatches),
         )
+        return topology, times
+
+    def _advised(self, topology: Topology, times: tuple[StageTimes, ...]) -> Topology:
+        """Outside the engine's thread: looking for a better split takes a while."""
+        decision = self._members.decision
+        assert decision is not None
+        return replace(topology, advice=advise(times, decision.layouts, topology.microbatches))
 
     def cost_sheet(self) -> dict[str, Any]:
         """What steps cost on every stage, as `ppserve plan --costs` reads it. Zeros until steps were seen."""
@@ -82,6 +88,7 @@ class PipelineHandle:
         """What the live page shows; see `ppserve.head.live`."""
         # The engine's thread only copies; the describing is done in the caller's.
         topology, times, spans, now_ns = self._engine.ask(lambda _now_s: self._state())
+        topology = self._advised(topology, times)
         state = describe_state(self._card, topology, times, self._observer.metrics.reading(), now_ns)
         for stage, schedule in zip(state["stages"], describe_schedule(spans, now_ns), strict=True):
             stage["spans"] = schedule
@@ -89,7 +96,7 @@ class PipelineHandle:
 
     def _state(self) -> tuple[Topology, tuple[StageTimes, ...], list[list[Settled]], int]:
         now_ns = time.monotonic_ns()
-        return self._topology(), self._observer.stage_times(now_ns), self._observer.schedule.recent(), now_ns
+        return *self._topology(), self._observer.schedule.recent(), now_ns
 
     def _stage_card(self, member: Member, times: StageTimes) -> StageCard:
         decision, hello, loaded = self._members.decision, member.hello, member.loaded

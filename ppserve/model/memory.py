@@ -13,12 +13,15 @@ import mmap
 import os
 import sys
 import threading
+from collections.abc import Callable
+from functools import cache
 
 import torch
 
 _MADV_POPULATE_WRITE = 23  # Linux 5.14: clears the pages now, changes nothing in those that are there
 _AT_ONCE_BYTES = 2 << 20
-_LOWEST_PRIORITY = 19
+# Lower than the stage's computing, but not so low that it could hold Python's lock for long while it does not run.
+_NICENESS = 10
 
 
 class TakenAhead:
@@ -36,10 +39,11 @@ class TakenAhead:
         self._used = 0
         self.num_ready = 0
         self._changed = threading.Condition()
-        threading.Thread(target=self._run, name="memory ahead", daemon=True).start()
+        self.thread = threading.Thread(target=self._run, name="memory ahead", daemon=True)
+        self.thread.start()
 
     def reach(self, num_blocks: int) -> None:
-        """Blocks below `num_blocks` are in use."""
+        """Blocks below `num_blocks` are in use. Once all are, the thread ends."""
         if num_blocks > self._used:
             with self._changed:
                 self._used = num_blocks
@@ -51,8 +55,8 @@ class TakenAhead:
     def _run(self) -> None:
         if not _can_populate():
             return
-        # A thread of Linux has a priority of its own; the stage's computing goes first.
-        os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), _LOWEST_PRIORITY)
+        # A thread of Linux has a priority of its own.
+        os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), _NICENESS)
         while self.num_ready < self._num_blocks:
             with self._changed:
                 self._changed.wait_for(lambda: self.num_ready < self._wanted())
@@ -79,6 +83,11 @@ def _populate(address: int, num_bytes: int) -> bool:
     """Have the pages of this range, whatever they hold. ctypes lets other threads run meanwhile."""
     begin = address // mmap.PAGESIZE * mmap.PAGESIZE
     end = -(-(address + num_bytes) // mmap.PAGESIZE) * mmap.PAGESIZE
+    return bool(_madvise()(begin, end - begin, _MADV_POPULATE_WRITE) == 0)
+
+
+@cache
+def _madvise() -> Callable[[int, int, int], int]:
     madvise = ctypes.CDLL(None).madvise
     madvise.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
-    return bool(madvise(begin, end - begin, _MADV_POPULATE_WRITE) == 0)
+    return madvise

@@ -35,7 +35,7 @@ DECODES = 16
 _BLOCK_SIZE = 16
 _MAX_PROMPT_TOKENS = 128
 _REPEATS = 7
-_VERSION = 4
+_VERSION = 5
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,24 +45,26 @@ class Mix:
     prompt: int
     new: int
 
-    def step(self, max_positions: int) -> StepPlan:
+    def step(self, max_positions: int) -> tuple[StepPlan, float]:
         """DECODES sequences half way through their answers, and the prompt tokens that keep up with them; fewer
-        decodes where those would be too many for one step."""
+        decodes where those would be too many for one step. And how many of its decodes count: of long prompts
+        and short answers less than one would be right."""
         prompt = max(1, min(self.prompt, max_positions - 1))
         context = min(prompt + self.new // 2, max_positions - 1)
         num_prompt_tokens = min(DECODES * prompt / self.new, _MAX_PROMPT_TOKENS)
-        num_decodes = max(1, round(num_prompt_tokens * self.new / prompt))
-        pieces = [(context, 1)] * min(num_decodes, DECODES)
+        wanted = num_prompt_tokens * self.new / prompt
+        num_decodes = min(DECODES, max(1, round(wanted)))
+        pieces = [(context, 1)] * num_decodes
         left = round(num_prompt_tokens)
         while left:
             num_tokens = min(left, prompt)
             pieces.append(((prompt - num_tokens) // 2, num_tokens))
             left -= num_tokens
-        return _plan(pieces)
+        return _plan(pieces), wanted / num_decodes
 
 
 def step_costs(checkpoint: Checkpoint, compute: Compute, mix: Mix) -> Parts:
-    """Seconds of each part in one step of this mix; from memory if known."""
+    """Seconds of each part in one step of this mix, of a model of two blocks or more; from memory if known."""
     path = _memory_path(checkpoint.architecture, compute, mix)
     with contextlib.suppress(OSError, ValueError, TypeError):
         return Parts(**json.loads(path.read_text()))
@@ -84,10 +86,10 @@ def _memory_path(arch: Architecture, compute: Compute, mix: Mix) -> Path:
 
 @torch.inference_mode()
 def _measure(checkpoint: Checkpoint, compute: Compute, mix: Mix) -> Parts:
-    plan = mix.step(checkpoint.architecture.max_positions)
+    plan, share = mix.step(checkpoint.architecture.max_positions)
     forward_s, read_out_s = [], 0.0
     for num_sublayers in (1, 2, 3):
-        # As if the model had no others: `load` reads only what the layout names. Who cuts has two blocks.
+        # As if the model had no others: `load` reads only what the layout names.
         whole = StageLayout(0, 1, 0, num_sublayers)
         model = GPT2Stage.load(checkpoint, whole, compute.dtype, compute.device, lambda done, total: None)
         seconds, read_out_s = _time(model, plan, compute)
@@ -95,7 +97,7 @@ def _measure(checkpoint: Checkpoint, compute: Compute, mix: Mix) -> Parts:
         del model
     mlp_s = max(forward_s[1] - forward_s[0], 1e-9)
     attention_s = max(forward_s[2] - forward_s[1], 1e-9)
-    return Parts(attention_s, mlp_s, max(forward_s[0] - attention_s, 0.0), read_out_s)
+    return Parts(attention_s, mlp_s, max(forward_s[0] - attention_s, 0.0), share * read_out_s)
 
 
 def _plan(rows: list[tuple[int, int]]) -> StepPlan:

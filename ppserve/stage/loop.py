@@ -65,7 +65,9 @@ def prepare(start: wire.Start, environment: RankEnvironment) -> Findings:
     """Opens the checkpoint (headers only), chooses the device, measures the parts. Raises UsageError."""
     checkpoint = open_checkpoint(start.config.model.path)
     compute = device.choose(start.config, environment, checkpoint.stored_dtype)
-    if start.num_stages == 1 or start.config.pipeline.layers is not None:
+    # Too many stages for the model: the head says so.
+    cuts = 1 < start.num_stages <= checkpoint.architecture.num_layers
+    if not cuts or start.config.pipeline.layers is not None:
         return Findings(checkpoint, compute, None)
     mix = calibrate.Mix(start.config.scheduling.expect_prompt, start.config.scheduling.expect_new)
     return Findings(checkpoint, compute, calibrate.step_costs(checkpoint, compute, mix))

@@ -36,7 +36,7 @@ def no_process_left(server: Server) -> None:
 def test_three_and_four_stages_answer_like_one() -> None:
     requests = mixed_requests(12, seed=5)
     answers = []
-    for stages, split in ((1, "8"), (3, "3,3,2"), (4, "1,2,2,3")):
+    for stages, split in ((1, "8"), (3, "3,2.5,2.5"), (4, "1,2,2,3")):
         with serving(stages, "--layers", split) as server:
             answers.append(ask(server.grpc, requests, at_once=6))
     assert answers[0] == answers[1] == answers[2]

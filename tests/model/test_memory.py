@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import mmap
 import resource
 import time
 from collections.abc import Callable
@@ -16,53 +17,59 @@ from ppserve.model.kv_cache import KVCache
 from ppserve.model.memory import TakenAhead
 from tests.model.random_checkpoint import architecture
 
-CPU = torch.device("cpu")
 needs_populate = pytest.mark.skipif(
     not memory._can_populate(), reason="needs a Linux of 5.14 or newer (MADV_POPULATE_WRITE)"
 )
 
 
 def until(condition: Callable[[], bool]) -> None:
-    given_up_s = time.monotonic() + 30
+    given_up_s = time.monotonic() + 100
     while not condition():
         assert time.monotonic() < given_up_s
         time.sleep(0.005)
 
 
-def cache(num_blocks: int, *, takes_ahead: bool) -> KVCache:
-    (layout,) = stage_layouts((2,))
-    return KVCache(architecture(width=256), layout, num_blocks, 16, "float32", CPU, takes_ahead=takes_ahead)
+def never_written(num_blocks: int, block_bytes: int) -> torch.Tensor:
+    """(1, blocks, numbers) of memory that no other test can have used."""
+    memory = mmap.mmap(-1, num_blocks * block_bytes)
+    return torch.from_numpy(numpy.frombuffer(memory, numpy.float32)).view(1, num_blocks, -1)
 
 
-def faults_of_writing(cache: KVCache) -> int:
-    """Pages that the system had to clear while this thread wrote every block."""
+def faults_of_writing(array: torch.Tensor) -> int:
+    """Pages that the system had to clear while this thread wrote all of it."""
     before = resource.getrusage(resource.RUSAGE_THREAD).ru_minflt
-    cache.keys_LBHdp.fill_(1.0)
-    cache.values_LBHpd.fill_(1.0)
+    array.fill_(1.0)
     return resource.getrusage(resource.RUSAGE_THREAD).ru_minflt - before
 
 
+def end(ahead: TakenAhead, num_blocks: int) -> None:
+    ahead.reach(num_blocks)
+    ahead.thread.join(100)
+    assert not ahead.thread.is_alive()
+
+
 @needs_populate
-def test_a_cache_that_was_taken_ahead_is_written_without_a_fault() -> None:
-    prepared, fresh = cache(128, takes_ahead=True), cache(128, takes_ahead=False)
-    ahead = prepared._ahead
-    assert ahead is not None
-    until(lambda: ahead.num_ready == 128)
-    assert faults_of_writing(fresh) >= 4  # of huge pages; hundreds of small ones
+def test_memory_that_was_taken_ahead_is_written_without_a_fault() -> None:
+    prepared, fresh = never_written(16, 1 << 19), never_written(16, 1 << 19)
+    ahead = TakenAhead(prepared, least_ahead=16)
+    until(lambda: ahead.num_ready == 16)
+    assert faults_of_writing(fresh) >= 4  # of huge pages; thousands of small ones
     assert faults_of_writing(prepared) <= 2
+    end(ahead, 16)
 
 
 @needs_populate
 def test_as_much_again_as_is_used_and_a_least_amount() -> None:
-    """Of blocks of 1 MB, two of which are taken at once."""
-    array = torch.from_numpy(numpy.zeros((1, 1024, 1 << 18), "float32"))
+    """Of blocks of 512 KB, four of which are taken at once."""
+    array = never_written(1024, 1 << 19)
     ahead = TakenAhead(array, least_ahead=16)
-    for used, ready in ((0, 16), (8, 24), (60, 120)):
+    for used, ready in ((0, 16), (8, 24), (40, 80)):
         ahead.reach(used)
         until(lambda ready=ready: ahead.num_ready >= ready)  # type: ignore[misc]
         time.sleep(0.05)
-        assert ahead.num_ready <= ready + 2
-    assert int(array[:, :200].count_nonzero()) == 0
+        assert ahead.num_ready <= ready + 4
+    assert int(array[:, :128].count_nonzero()) == 0
+    end(ahead, 1024)
 
 
 @needs_populate
@@ -72,11 +79,26 @@ def test_what_is_there_is_left_as_it_is() -> None:
     ahead = TakenAhead(array, least_ahead=64)
     until(lambda: ahead.num_ready == 64)
     assert torch.equal(array, expected)
+    end(ahead, 64)
+
+
+@needs_populate
+def test_a_cache_has_memory_for_2048_tokens_at_first() -> None:
+    (layout,) = stage_layouts((2,))
+    cache = KVCache(architecture(), layout, 400, 16, "float32", torch.device("cpu"), takes_ahead=True)
+    ahead = cache._ahead
+    assert ahead is not None
+    until(lambda: ahead.num_ready >= 128)
+    cache.reach(399)
+    ahead.thread.join(100)
+    assert ahead.num_ready == 400
 
 
 def test_a_system_that_cannot_is_left_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(memory, "_MADV_POPULATE_WRITE", 9999)
     assert not memory._can_populate()
     ahead = TakenAhead(torch.zeros(1, 4, 16), least_ahead=4)
-    ahead.reach(3)
+    ahead.thread.join(100)
+    assert not ahead.thread.is_alive()
     assert ahead.num_ready == 0
+    ahead.reach(3)

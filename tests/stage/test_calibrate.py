@@ -64,14 +64,16 @@ def test_a_cache_that_cannot_be_written_is_done_without(cache: Path) -> None:
     ],
 )
 def test_the_step_of_a_mix(mix: Mix, decodes: int, prompts: list[tuple[int, int]]) -> None:
-    """Requests come as fast as they end, so a step has prompt tokens and decodes in the same ratio as they."""
-    plan = mix.step(1024)
+    """Requests come as fast as they end, so a step has tokens of both in their ratio, up to a limit."""
+    plan, share = mix.step(1024)
     found = [(s.start, len(s.token_ids)) for s in plan.slices]
     context = min(mix.prompt + mix.new // 2, 1023)
     assert found == [(context, 1)] * decodes + prompts
+    # Of a prompt of 1023 and one token, 128 prompt tokens come with an eighth of a decode.
+    assert share == pytest.approx(0.125 if mix.new == 1 else 1.0, rel=0.01)
     assert all(s.start + len(s.token_ids) <= 16 * len(s.block_table) for s in plan.slices)
 
 
 def test_the_step_of_a_model_of_one_position() -> None:
-    plan = Mix(128, 128).step(1)
+    plan, _ = Mix(128, 128).step(1)
     assert {(s.start, len(s.token_ids)) for s in plan.slices} == {(0, 1)}

@@ -28,7 +28,7 @@ def long_requests(count: int) -> list[pb.GenerateRequest]:
         request = pb.GenerateRequest(text=f"Once upon a time, {number} small boats")
         request.sampling.seed = number
         request.sampling.temperature = 0.9
-        request.stop.max_tokens = 160
+        request.stop.max_tokens = 100
         request.stop.ignore_eos = True
         request.output.token_ids = True
         request.output.logprobs = 2

@@ -12,7 +12,7 @@ from statistics import fmean
 from typing import Any
 
 from ppserve.bench import workload
-from ppserve.core.architecture import StageLayout, stage_layouts
+from ppserve.core.architecture import StageLayout, stage_layouts, sublayer_params
 from ppserve.core.attribution import CAUSES
 from ppserve.core.cost_model import Coefficients
 from ppserve.core.overheads import OverheadTimes
@@ -28,9 +28,8 @@ from ppserve.core.simulator import (
     percentile,
 )
 from ppserve.errors import ConfigError
+from ppserve.model.checkpoint.fields import LIMITS
 from ppserve.planning import ELEMENT_BYTES, Forecast
-
-_MAX_LAYERS = 4096
 
 
 @dataclass(frozen=True, slots=True)
@@ -129,7 +128,7 @@ def _stage_speed(plan: Forecast, stage: int, speed: Device | MeasuredCosts) -> S
     if isinstance(speed, MeasuredCosts):
         return speed.stage(layout)
     element = ELEMENT_BYTES[plan.dtype]
-    blocks = len(layout.attentions) * arch.attention_params + len(layout.mlps) * arch.mlp_params
+    blocks = sublayer_params(arch, layout)
     head = arch.head_params if layout.is_last else 0
     return Roofline(
         weight_bytes=blocks * element,
@@ -158,7 +157,7 @@ def read_costs(path: Path) -> MeasuredCosts:
         entries = sheet["stages"]
         layers = [_num_layers(e) for e in entries]
         stages = [_coefficients(e) for e in entries]
-        if not stages or not all(1 <= n <= _MAX_LAYERS and 2 * n % 1 == 0 for n in layers):
+        if not stages or not all(1 <= n <= LIMITS["layers"] and 2 * n % 1 == 0 for n in layers):
             raise ConfigError("--costs", f"{path} describes no stages")
         layouts = stage_layouts(tuple(layers))
         if not all(any((c.step, c.row, c.key, c.sample)) for c in stages):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from ppserve.core.architecture import StageLayout, written
+from ppserve.core.architecture import ATTENTION_SHARE, StageLayout, written
 from ppserve.core.attribution import CAUSES, FILL_DRAIN, HOST, IMBALANCE, TOKEN_RETURN, TRANSFER
 from ppserve.core.partition import Parts, balance, split_by_cost
 from ppserve.core.time_account import StageTimes
@@ -52,7 +52,8 @@ def measured_parts(stages: tuple[StageTimes, ...], layouts: tuple[StageLayout, .
         return None
     busy = [sum(times.busy_ns.values()) for times in stages]
     block = sum(busy[:-1]) / sum(layout.block_weights for layout in layouts[:-1])
-    return Parts(block / 3, block * 2 / 3, 0.0, max(0.0, busy[-1] - layouts[-1].block_weights * block))
+    head = max(0.0, busy[-1] - layouts[-1].block_weights * block)
+    return Parts(block * ATTENTION_SHARE, block * (1 - ATTENTION_SHARE), 0.0, head)
 
 
 def _rebalance(stages: tuple[StageTimes, ...], layouts: tuple[StageLayout, ...]) -> str:

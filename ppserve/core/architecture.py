@@ -74,6 +74,9 @@ class Architecture:
         return 2 * num_layers * self.width * element_bytes
 
 
+ATTENTION_SHARE = 1 / 3
+"""Of a block's weights, where only blocks are known: the MLP of a GPT-2 is four times as wide as its input."""
+
 Split = tuple[float, ...]
 """Blocks per stage. Where their sum so far ends in .5, the cut is after the attention of a block."""
 
@@ -130,8 +133,8 @@ class StageLayout:
 
     @property
     def block_weights(self) -> float:
-        """Its blocks by their weights: the attention is a third of one whose MLP is four times as wide."""
-        return (len(self.attentions) + 2 * len(self.mlps)) / 3
+        """Its blocks by their weights, an attention alone counting for its share."""
+        return len(self.attentions) * ATTENTION_SHARE + len(self.mlps) * (1 - ATTENTION_SHARE)
 
     @property
     def blocks(self) -> str:
@@ -148,9 +151,14 @@ def stage_layouts(split: Split) -> tuple[StageLayout, ...]:
     return tuple(StageLayout(i, len(split), sum(sublayers[:i]), n) for i, n in enumerate(sublayers))
 
 
+def sublayer_params(arch: Architecture, layout: StageLayout) -> int:
+    """Parameters of a stage's attentions and MLPs."""
+    return len(layout.attentions) * arch.attention_params + len(layout.mlps) * arch.mlp_params
+
+
 def stage_params(arch: Architecture, layout: StageLayout) -> int:
     """Parameters that a stage holds."""
-    count = len(layout.attentions) * arch.attention_params + len(layout.mlps) * arch.mlp_params
+    count = sublayer_params(arch, layout)
     if layout.is_first:
         count += arch.embedding_params
     if layout.is_last:

@@ -7,7 +7,7 @@ thirds of its weights: the hidden states that cross are equally many.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from statistics import fmean
 
 from ppserve.core.architecture import Architecture, Split, StageLayout, stage_layouts, written
@@ -104,14 +104,14 @@ def split_by_cost(parts: Parts, num_layers: int, num_stages: int) -> Split:
 
 
 def _whole_blocks(parts: Parts, num_layers: int, num_stages: int) -> Split:
-    """One block at a time to the stage that would then cost least, which is exact where all cost the same."""
-    layouts = list(stage_layouts((1,) * num_stages))
+    """One block at a time to the stage that costs least, which is exact as all blocks cost the same."""
+    split = [1] * num_stages
+    costs = list(parts.costs(tuple(split)))
     for _ in range(num_layers - num_stages):
-        larger = [replace(layout, num_sublayers=layout.num_sublayers + 2) for layout in layouts]
-        costs = list(map(parts.stage_cost, larger))
         lightest = costs.index(min(costs))
-        layouts[lightest] = larger[lightest]
-    return tuple(layout.num_layers for layout in layouts)
+        split[lightest] += 1
+        costs[lightest] += parts.block
+    return tuple(split)
 
 
 def _cut_blocks(parts: Parts, num_layers: int, num_stages: int, limit: float) -> Split:
@@ -122,15 +122,16 @@ def _cut_blocks(parts: Parts, num_layers: int, num_stages: int, limit: float) ->
     the limit.
     """
     ends = 2 * num_layers
-    upto = [(-(-s // 2) * parts.attention + s // 2 * parts.mlp) / limit for s in range(ends + 1)]
+    # Of a stage in the middle: embedding and head come on top.
+    upto = [parts.stage_cost(StageLayout(1, 3, 0, size)) / limit for size in range(ends + 1)]
     best: dict[int, tuple[float, int, float, tuple[int, ...]]] = {ends: (0.0, 0, 0.0, ())}
     for stage in reversed(range(num_stages)):
-        more = (parts.embedding if stage == 0 else 0.0) + (parts.head if stage == num_stages - 1 else 0.0)
+        beside_blocks = parts.stage_cost(StageLayout(stage, num_stages, 0, 0)) / limit
         behind, best = best, {}
         for begin in [0] if stage == 0 else range(2 * stage, ends - 1):
             choices = []
             for end in range(begin + 2, ends + 1):
-                cost = round(upto[end] - upto[begin] + more / limit, 9)
+                cost = round(upto[end] - upto[begin] + beside_blocks, 9)
                 if cost > 1:
                     break
                 if end in behind:

@@ -128,7 +128,8 @@ def predicted_step_s(members: Members) -> tuple[float, ...]:
     measured = tuple(m.hello.costs for m in members.stages if m.hello is not None and m.hello.costs is not None)
     if len(measured) < members.num_stages or members.decision is None:
         return ()
-    return tuple(mean(measured).stage_cost(layout) for layout in members.decision.layouts)
+    parts = mean(measured)
+    return tuple(parts.stage_cost(layout) for layout in members.decision.layouts)
 
 
 def why_not_deterministic(loaded: tuple[wire.Loaded, ...]) -> list[str]:

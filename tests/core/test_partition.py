@@ -56,8 +56,8 @@ def test_a_prefill_heavy_mix_moves_blocks_to_the_last_stage():
 
 
 @given(
-    num_layers=st.integers(1, 7),
-    num_stages=st.integers(1, 4),
+    num_layers=st.integers(1, 12),
+    num_stages=st.integers(1, 5),
     parts=st.builds(Parts, st.floats(0.1, 5), st.floats(0.1, 5), st.floats(0, 30), st.floats(0, 30)),
 )
 def test_no_other_split_has_a_lighter_heaviest_stage(num_layers, num_stages, parts):
@@ -69,9 +69,9 @@ def test_no_other_split_has_a_lighter_heaviest_stage(num_layers, num_stages, par
     check_split(split, gpt2(num_layers, 64, 4), num_stages)
 
     def lightest(step):
-        sizes = [2 + step * k for k in range(2 * num_layers // step)]
-        splits = (s for s in itertools.product(sizes, repeat=num_stages) if sum(s) == 2 * num_layers)
-        return min(max(parts.costs(tuple(size / 2 for size in sizes))) for sizes in splits)
+        cuts = itertools.combinations(range(step, 2 * num_layers, step), num_stages - 1)
+        stages = ([end - begin for begin, end in itertools.pairwise((0, *cut, 2 * num_layers))] for cut in cuts)
+        return min(max(parts.costs(tuple(n / 2 for n in sizes))) for sizes in stages if min(sizes) >= 2)
 
     found, whole, finest = max(parts.costs(split)), lightest(2), lightest(1)
     # Blocks are cut only where it is worth it, and then as well as can be.

@@ -33,7 +33,7 @@ from ppserve.core.partition import balance, decode_parts, split_by_weight
 from ppserve.core.plan import StepPlan
 from ppserve.errors import PpserveError
 from ppserve.model.checkpoint.opening import open_checkpoint, read_architecture
-from ppserve.model.kv_cache import KVCache
+from ppserve.model.cpu.kv_cache import KVCache
 from ppserve.tokenizer import load_tokenizer
 from tour.errors import TourError, require
 from tour.line import BLOCK_SIZE, PRACTICE_MODEL, Line, RandomWeights, even_split, slice_of

@@ -24,10 +24,10 @@ import local_server
 
 from ppserve.client import Client
 from ppserve.core.architecture import written
-from ppserve.core.simulator import Outcome, Wires
 from ppserve.model.checkpoint.opening import read_architecture
-from ppserve.planning import Intent, forecast
-from ppserve.simulation import fixed_load, read_costs, simulate
+from ppserve.planning.forecast import Intent, forecast
+from ppserve.planning.scenarios import fixed_load, read_costs, simulate
+from ppserve.planning.simulator import Outcome, Wires
 
 
 @dataclass(frozen=True)

@@ -22,10 +22,10 @@ import torch
 from ppserve.core.architecture import Architecture, stage_layouts
 from ppserve.core.plan import Draw, Slice, StepPlan
 from ppserve.core.request import SamplingParams
-from ppserve.model import linear
+from ppserve.model.cpu import linear
+from ppserve.model.cpu.kv_cache import KVCache
 from ppserve.model.gpt2 import GPT2Stage
 from ppserve.model.inputs import build_inputs
-from ppserve.model.kv_cache import KVCache
 
 GPT2 = Architecture(12, 768, 12, 1024, 50257, 50257, 3072)
 BLOCK_SIZE = 16

@@ -1,5 +1,5 @@
 """`python -m ppserve`."""
 
-from ppserve.cli import main
+from ppserve.cli.main import main
 
 main()

@@ -17,9 +17,9 @@ from ppserve.core.architecture import Architecture
 from ppserve.core.plan import TokenLogprobs
 from ppserve.core.request import FinishReason, Request
 from ppserve.errors import RequestError
+from ppserve.head.api.grpc.server import FrontDoor
 from ppserve.head.cards import ModelCard, StageCard, Topology
-from ppserve.head.server import FrontDoor
-from ppserve.head.stream import Sink, TimingsOutput, TokenOutput
+from ppserve.head.engine.output import Sink, TimingsOutput, TokenOutput
 from ppserve.v1.generation_pb2_grpc import GenerationServiceStub
 
 EOS = 256

@@ -22,10 +22,10 @@ import click
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
-from ppserve.cli import cli
-from ppserve.cli_serve import serve
-from ppserve.core.time_account import TimeAccount
-from ppserve.head.metrics import Metrics
+from ppserve.cli.main import cli
+from ppserve.cli.serve import serve
+from ppserve.core.ledger.account import TimeAccount
+from ppserve.head.observe.metrics import Metrics
 from tests.e2e.serving import Server, serving
 from tools import make_dashboard, make_flag_table
 

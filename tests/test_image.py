@@ -12,7 +12,7 @@ import click
 import pytest
 import yaml
 
-from ppserve.cli_serve import serve
+from ppserve.cli.serve import serve
 from tools.run_dockerfile import Build, Stage, is_ignored, steps
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -33,7 +33,7 @@ def test_the_build_finds_what_it_copies() -> None:
         assert not is_ignored(source, IGNORED), source
 
 
-@pytest.mark.parametrize("path", ["ppserve/assets/tiny/model.safetensors", "ppserve/head/web/index.html"])
+@pytest.mark.parametrize("path", ["ppserve/assets/tiny/model.safetensors", "ppserve/head/observe/web/index.html"])
 def test_files_of_the_package_are_let_in(path: str) -> None:
     assert (ROOT / path).is_file()
     assert not is_ignored(path, IGNORED)

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import click
 
-from ppserve.cli_serve import serve
+from ppserve.cli.serve import serve
 
 PAGE = Path(__file__).resolve().parent.parent / "docs" / "operations.md"
 BEGIN, END = "<!-- flags: made by tools/make_flag_table.py -->\n", "<!-- end of flags -->"

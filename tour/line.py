@@ -17,9 +17,9 @@ from ppserve.core.architecture import Architecture, Split, StageLayout, stage_la
 from ppserve.core.plan import Draw, Slice, StepPlan
 from ppserve.core.request import SamplingParams
 from ppserve.model.checkpoint import Checkpoint
+from ppserve.model.cpu.kv_cache import KVCache
 from ppserve.model.gpt2 import GPT2Stage
 from ppserve.model.inputs import StepInputs, build_inputs
-from ppserve.model.kv_cache import KVCache
 from ppserve.stage.transport import Transport
 from tour.ranks import Tour
 

@@ -1,1 +1,1 @@
-"""Policy without I/O: no torch, no grpc, no clock, no sockets. Time comes in as an argument, in seconds."""
+"""Values and pure arithmetic that every room shares. Never a clock, a socket, a thread or a tensor."""

@@ -16,32 +16,32 @@ import time
 from ppserve import __version__
 from ppserve.config import ServeConfig
 from ppserve.core.architecture import Architecture
-from ppserve.core.block_manager import BlockManager
-from ppserve.core.lane_count import LaneCount
-from ppserve.core.scheduler import Scheduler
-from ppserve.core.time_account import TimeAccount
+from ppserve.core.ledger.account import TimeAccount
+from ppserve.core.scheduling.block_manager import BlockManager
+from ppserve.core.scheduling.lane_count import LaneCount
+from ppserve.core.scheduling.scheduler import Scheduler
 from ppserve.errors import ConfigError, UsageError
-from ppserve.head import layout
-from ppserve.head.banner import Progress, banner
-from ppserve.head.control import ControlPlane
-from ppserve.head.engine import Engine
-from ppserve.head.handle import PipelineHandle, describe_model
-from ppserve.head.live import serve_page
-from ppserve.head.members import Formed, Hopeless, Members
-from ppserve.head.metrics import Metrics
-from ppserve.head.observer import Observer
-from ppserve.head.server import FrontDoor
-from ppserve.head.trace import Trace
-from ppserve.launch import (
+from ppserve.head.api.grpc.server import FrontDoor
+from ppserve.head.engine import layout
+from ppserve.head.engine.control import ControlPlane
+from ppserve.head.engine.handle import PipelineHandle, describe_model
+from ppserve.head.engine.loop import Engine
+from ppserve.head.engine.members import Formed, Hopeless, Members
+from ppserve.head.observe.banner import Progress, banner
+from ppserve.head.observe.live import serve_page
+from ppserve.head.observe.metrics import Metrics
+from ppserve.head.observe.observer import Observer
+from ppserve.head.observe.trace import Trace
+from ppserve.process.environment import (
     EXIT_USAGE,
     LAUNCHER_GRACE,
-    Keeper,
     RankEnvironment,
     die_with_launcher,
     launcher_grace_s,
     this_machine,
 )
-from ppserve.logs import set_up_logging
+from ppserve.process.keeper import Keeper
+from ppserve.process.logs import set_up_logging
 from ppserve.tokenizer import Tokenizer, load_tokenizer
 
 log = logging.getLogger("ppserve.head")

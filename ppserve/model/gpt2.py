@@ -19,15 +19,15 @@ from torch.nn.functional import layer_norm
 from ppserve.core.architecture import StageLayout, stage_params
 from ppserve.core.plan import Drawn, Scored, StepPlan
 from ppserve.errors import CheckpointError, ConfigError
-from ppserve.model.activations import TORCH as ACTIVATIONS
-from ppserve.model.activations import activation_for
-from ppserve.model.attention import Attention, BlockAttention, TorchAttention
 from ppserve.model.checkpoint import Checkpoint
+from ppserve.model.cpu.activations import TORCH as ACTIVATIONS
+from ppserve.model.cpu.activations import activation_for
+from ppserve.model.cpu.attention import Attention, BlockAttention, TorchAttention
+from ppserve.model.cpu.kv_cache import KVCache
+from ppserve.model.cpu.linear import Linear, make_linear
+from ppserve.model.cpu.threads import Threads
 from ppserve.model.inputs import StepInputs
-from ppserve.model.kv_cache import KVCache
-from ppserve.model.linear import Linear, make_linear
 from ppserve.model.sampling import read_logits
-from ppserve.model.threads import Threads
 
 Progress = Callable[[int, int], None]
 

@@ -13,10 +13,10 @@ from collections.abc import Iterable, Sequence
 import torch
 
 from ppserve.core.plan import Slice, StepPlan
+from ppserve.model.cpu.kv_cache import KVCache
+from ppserve.model.cpu.linear import Linear
 from ppserve.model.gpt2 import GPT2Stage
 from ppserve.model.inputs import build_inputs
-from ppserve.model.kv_cache import KVCache
-from ppserve.model.linear import Linear
 from ppserve.model.sampling import warm_up
 
 _ROW_COUNTS = (1, 2, 3, 5, 17, 64, 65, 128)

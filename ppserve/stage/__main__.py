@@ -13,8 +13,8 @@ import time
 
 from ppserve import wire
 from ppserve.errors import UsageError
-from ppserve.launch import EXIT_HEAD_GONE, EXIT_USAGE, RankEnvironment, die_with_parent
-from ppserve.logs import set_up_logging
+from ppserve.process.environment import EXIT_HEAD_GONE, EXIT_USAGE, RankEnvironment, die_with_parent
+from ppserve.process.logs import set_up_logging
 
 log = logging.getLogger("ppserve.stage")
 

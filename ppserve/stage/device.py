@@ -10,7 +10,7 @@ import torch
 
 from ppserve.config import ServeConfig
 from ppserve.errors import ConfigError
-from ppserve.launch import RankEnvironment
+from ppserve.process.environment import RankEnvironment
 from ppserve.stage.link import available_bytes
 
 # Of what is free, what the cache may take: weights are loaded by then, activations are small.

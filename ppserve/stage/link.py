@@ -18,7 +18,7 @@ from typing import Any
 
 from ppserve import wire
 from ppserve.errors import WireError
-from ppserve.launch import EXIT_HEAD_GONE
+from ppserve.process.environment import EXIT_HEAD_GONE
 
 Stamped = tuple[int, Any]
 

@@ -26,13 +26,13 @@ from ppserve.core.architecture import StageLayout
 from ppserve.core.partition import Parts
 from ppserve.core.plan import Drawn, Scored, StepPlan, StepResult, StepStamps
 from ppserve.errors import CheckpointError, ConfigError, TransportError
-from ppserve.launch import RankEnvironment, this_machine
 from ppserve.model.checkpoint import Checkpoint
 from ppserve.model.checkpoint.opening import open_checkpoint
+from ppserve.model.cpu.kv_cache import KVCache
 from ppserve.model.gpt2 import GPT2Stage
 from ppserve.model.inputs import build_inputs
-from ppserve.model.kv_cache import KVCache
 from ppserve.model.selftest import check_determinism, describe_kernels
+from ppserve.process.environment import RankEnvironment, this_machine
 from ppserve.stage import calibrate, device, rendezvous
 from ppserve.stage.link import HeadLink, Stamped
 from ppserve.stage.transport import Transport, create_transport

@@ -16,7 +16,7 @@ import torch.distributed as dist
 
 from ppserve import wire
 from ppserve.errors import TransportError
-from ppserve.launch import RankEnvironment
+from ppserve.process.environment import RankEnvironment
 
 _LAUNCHER_TIMEOUT = timedelta(seconds=120)
 _LOOK_EVERY_S = 0.005

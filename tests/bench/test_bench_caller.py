@@ -14,7 +14,7 @@ from ppserve.client import CallFailed
 from ppserve.config import ServerSettings
 from ppserve.core.request import FinishReason
 from ppserve.errors import Overloaded, StagesLost
-from ppserve.head.stream import TokenOutput
+from ppserve.head.engine.output import TokenOutput
 from tests.fake_engine import FakeEngine, served
 
 QUESTION = Question(7, tuple(range(10)), 6)

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 
 from ppserve.bench.scrape import ScrapeFailed, fetch_metrics, parse_metrics
-from ppserve.head.http import HttpServer
+from ppserve.head.observe.http import HttpServer
 
 
 def test_values_and_labels() -> None:

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
+from ppserve.core.ledger.account import TimeAccount
 from ppserve.core.plan import Draw, Slice, StepPlan, StepResult, StepStamps
 from ppserve.core.request import SamplingParams
-from ppserve.core.time_account import TimeAccount
 
 
 def plan(step_id: int, epoch: int = 1) -> StepPlan:

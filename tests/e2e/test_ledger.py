@@ -16,7 +16,7 @@ import grpc
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
-from ppserve.core.attribution import KINDS
+from ppserve.core.ledger.causes import KINDS
 from ppserve.v1 import generation_pb2 as pb
 from ppserve.v1.generation_pb2_grpc import GenerationServiceStub
 from tests.e2e.asking import ask, mixed_requests

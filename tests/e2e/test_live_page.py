@@ -11,7 +11,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from ppserve.core.attribution import KINDS
+from ppserve.core.ledger.causes import KINDS
 from ppserve.v1 import generation_pb2 as pb
 from tests import browser
 from tests.e2e.asking import ask

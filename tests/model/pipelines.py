@@ -10,9 +10,9 @@ from ppserve.core.architecture import Split, stage_layouts
 from ppserve.core.plan import Draw, Drawn, Scored, Slice, StepPlan
 from ppserve.core.request import SamplingParams
 from ppserve.model.checkpoint import Checkpoint
+from ppserve.model.cpu.kv_cache import KVCache
 from ppserve.model.gpt2 import GPT2Stage
 from ppserve.model.inputs import build_inputs
-from ppserve.model.kv_cache import KVCache
 
 CPU = torch.device("cpu")
 GREEDY = SamplingParams(temperature=0)

@@ -7,7 +7,7 @@ import torch
 from transformers import GPT2Config, GPT2LMHeadModel
 
 from ppserve.core.architecture import Architecture, Split, stage_layouts, stage_params
-from ppserve.model.activations import TORCH as ACTIVATIONS
+from ppserve.model.cpu.activations import TORCH as ACTIVATIONS
 from ppserve.model.gpt2 import GPT2Stage
 from tests.model.pipelines import Pipeline, prompt
 from tests.model.random_checkpoint import RandomCheckpoint, architecture

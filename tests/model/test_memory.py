@@ -12,9 +12,9 @@ import pytest
 import torch
 
 from ppserve.core.architecture import stage_layouts
-from ppserve.model import memory
-from ppserve.model.kv_cache import KVCache
-from ppserve.model.memory import TakenAhead
+from ppserve.model.cpu import prefault as memory
+from ppserve.model.cpu.kv_cache import KVCache
+from ppserve.model.cpu.prefault import TakenAhead
 from tests.model.random_checkpoint import architecture
 
 needs_populate = pytest.mark.skipif(

@@ -8,14 +8,14 @@ import pytest
 import torch
 
 from ppserve.core.plan import Draw
-from ppserve.model.activations import TORCH as ACTIVATIONS
-from ppserve.model.activations import activation_for
-from ppserve.model.attention import BlockAttention, TorchAttention
+from ppserve.model.cpu.activations import TORCH as ACTIVATIONS
+from ppserve.model.cpu.activations import activation_for
+from ppserve.model.cpu.attention import BlockAttention, TorchAttention
+from ppserve.model.cpu.kv_cache import KVCache
+from ppserve.model.cpu.linear import Linear, PackedLinear, PanelLinear
+from ppserve.model.cpu.threads import Threads
 from ppserve.model.inputs import StepInputs
-from ppserve.model.kv_cache import KVCache
-from ppserve.model.linear import Linear, PackedLinear, PanelLinear
 from ppserve.model.selftest import check_determinism, describe_kernels
-from ppserve.model.threads import Threads
 from tests.model.pipelines import CPU, GREEDY, Pipeline, prompt
 from tests.model.random_checkpoint import RandomCheckpoint, architecture
 

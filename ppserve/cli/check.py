@@ -1,0 +1,68 @@
+"""What can be known to be wrong with a server's flags before any process is started.
+
+No torch here: a mistake is told in a blink, not after the ranks have come up and gone down again.
+"""
+
+from __future__ import annotations
+
+import socket
+from pathlib import Path
+
+from ppserve.config import ServeConfig, ServerSettings
+from ppserve.core.architecture import Architecture
+from ppserve.core.partition import check_split, split_by_weight
+from ppserve.errors import ConfigError
+from ppserve.head.engine.layout import check_microbatches, max_context
+from ppserve.model.checkpoint.hub import is_hub_id
+from ppserve.model.checkpoint.opening import read_architecture
+
+
+def check(config: ServeConfig, num_stages: int) -> None:
+    """Raises UsageError. What it lets pass may still be found wrong by the stages, on their hosts."""
+    _check_ports(config.server)
+    _check_secrets(config.server)
+    check_microbatches(config, num_stages)
+    arch = _architecture(config.model.path)
+    if arch is None:
+        return
+    max_context(config, arch)
+    if config.pipeline.layers is None:
+        split_by_weight(arch, num_stages)
+    else:
+        check_split(config.pipeline.layers, arch, num_stages)
+
+
+def _architecture(path: str) -> Architecture | None:
+    """None for what only a download or torch's own files would tell: the stages will."""
+    place = Path(path).expanduser()
+    if place.suffix in {".pt", ".pth"} or (place / "ckpt.pt").exists():
+        return None
+    if path != "tiny" and is_hub_id(path) and not place.exists():
+        return None
+    return read_architecture(path)
+
+
+def _check_ports(server: ServerSettings) -> None:
+    """A port in use is the commonest mistake of all."""
+    for flag, port in (("--port", server.port), ("--metrics-port", server.metrics_port)):
+        family = socket.AF_INET6 if ":" in server.host else socket.AF_INET
+        with socket.socket(family, socket.SOCK_STREAM) as probe:
+            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            try:
+                probe.bind((server.host, port))
+            except OSError as error:
+                raise ConfigError(flag, f"cannot listen on {server.host}:{port}: {error.strerror}") from None
+    if server.port and server.port == server.metrics_port:
+        raise ConfigError("--metrics-port", f"{server.port} is taken by --port")
+
+
+def _check_secrets(server: ServerSettings) -> None:
+    if server.tls_cert is None and server.api_key_file is None:
+        return
+    # gRPC takes a while to import, and most servers have neither.
+    from ppserve.head.api.auth import ApiKeys
+    from ppserve.head.api.grpc.server import server_credentials
+
+    server_credentials(server)
+    if server.api_key_file is not None:
+        ApiKeys(server.api_key_file)

@@ -1,0 +1,255 @@
+"""`ppserve generate` and `ppserve health`: a server from the terminal."""
+
+from __future__ import annotations
+
+import asyncio
+import base64
+import dataclasses
+import json
+import os
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, cast
+
+import click
+
+from ppserve.cli.connection import connection, connection_options
+from ppserve.cli.types import Text, Whole
+from ppserve.client import AsyncClient, CallFailed, Chunk, Client, RetryPolicy
+from ppserve.client.values import Options, completion_of
+from ppserve.errors import ConfigError, PpserveError
+
+# What the proto's uint32 holds.
+_COUNT = Whole(32)
+
+# Option of a request, its type (bool: a flag; a tuple: may be given several times), and what it does.
+_REQUEST_OPTIONS: tuple[tuple[str, Any, str], ...] = (
+    ("max_tokens", _COUNT, "Tokens to generate at most. Default: as many as fit the context."),
+    ("min_tokens", _COUNT, "Tokens before anything may end the text."),
+    ("temperature", float, "0 is greedy. Default: 1."),
+    ("top_k", _COUNT, "Draw from the k most likely tokens. 0: from all."),
+    ("top_p", float, "Draw from the most likely tokens that sum to this."),
+    ("min_p", float, "Leave out tokens less likely than this part of the most likely one."),
+    ("repetition_penalty", float, "Above 1 makes tokens that occurred less likely."),
+    ("frequency_penalty", float, "Taken off a token's logit for each time it was generated."),
+    ("presence_penalty", float, "Taken off a token's logit once it was generated."),
+    ("seed", Whole(64), "Makes the answer reproducible. Default: random, and told with --json."),
+    ("n", _COUNT, "Sequences to generate."),
+    ("stop", (Text(),), "A string that ends the text. May be repeated."),
+    ("stop_token_ids", (_COUNT,), "A token that ends the text. May be repeated."),
+    ("ignore_eos", bool, "Go on when the model ends its text."),
+    ("include_stop", bool, "Keep the stop string that matched."),
+    ("echo", bool, "Print the prompt before the answer."),
+    ("logprobs", _COUNT, "Log-probabilities, and those of so many alternatives (with --json)."),
+    ("prompt_logprobs", _COUNT, "The same for the prompt's tokens (with --json)."),
+    ("token_ids", bool, "Ids and bytes of tokens (with --json)."),
+    ("timings", bool, "Where the time went (with --json)."),
+    ("stream_interval", _COUNT, "Tokens per message."),
+    ("priority", Whole(32, signed=True), "Higher is admitted first."),
+    ("request_id", Text(), "A name for the server's log."),
+    ("timeout_s", click.FloatRange(min=0, min_open=True), "Seconds to wait for the answer."),
+)
+
+
+def _flag(name: str) -> str:
+    return {"stop_token_ids": "--stop-token-id", "timeout_s": "--timeout"}.get(name, "--" + name.replace("_", "-"))
+
+
+def _request_options(command: Callable[..., Any]) -> Callable[..., Any]:
+    """One flag for each thing a request can say."""
+    for name, kind, text in reversed(_REQUEST_OPTIONS):
+        if kind is bool:
+            option = click.option(_flag(name), name, is_flag=True, help=text)
+        elif isinstance(kind, tuple):
+            option = click.option(_flag(name), name, type=kind[0], multiple=True, help=text)
+        else:
+            option = click.option(_flag(name), name, type=kind, help=text)
+        command = option(command)
+    return command
+
+
+@click.command()
+@click.argument("prompt", required=False, type=Text())
+@click.option("--prompts", type=click.Path(path_type=Path), metavar="FILE",
+              help="Answer every line of a file instead, several at once, in the file's order.")
+@click.option("--concurrency", type=click.IntRange(1), default=16, show_default=True, help="How many at once.")
+@click.option("--json", "as_json", is_flag=True, help="One JSON object per message; per answer with --no-stream.")
+@click.option("--stream/--no-stream", default=True, help="Print text as it comes, or when it is complete.")
+@click.option("--logit-bias", metavar="ID=BIAS", multiple=True, help="Added to a token's logit. May be repeated.")
+@_request_options
+@connection_options
+def generate(
+    prompt: str | None, prompts: Path | None, concurrency: int, as_json: bool, stream: bool, **flags: Any
+) -> None:
+    """Continue PROMPT, and print what comes as it comes. PROMPT may be - for standard input.
+
+    Ctrl-C cancels. Exit codes: 0 answered, 1 refused or failed, 2 wrong usage, 130 cancelled.
+    """
+    asked = _prompts(prompt, prompts)
+    options = _options(flags)
+    printer = _Printer(as_json, stream, numbered=prompts is not None)
+    try:
+        asyncio.run(_answer_all(asked, options, flags, printer, concurrency))
+    except KeyboardInterrupt:
+        printer.interrupted()
+        sys.exit(130)
+    except BrokenPipeError:  # `ppserve generate ... | head`
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        sys.exit(141)
+
+
+@click.command()
+@click.option("--service", default="", help="Ask about one service by name, such as ppserve.v1.GenerationService.")
+@click.option("--timeout", "timeout_s", type=float, default=5.0, show_default=True, help="Seconds to wait.")
+@connection_options
+def health(service: str, timeout_s: float, **flags: Any) -> None:
+    """Exit code 0 when the server serves, 1 when it does not or cannot be reached."""
+    with Client(**connection(flags)) as client:
+        serving = client.is_serving(service, timeout_s)
+    click.echo("SERVING" if serving else "NOT_SERVING")
+    sys.exit(0 if serving else 1)
+
+
+@dataclasses.dataclass(frozen=True)
+class _Prompt:
+    """origin: where it was read, to put before what went wrong with it."""
+
+    text: str
+    origin: str = ""
+
+
+class _Printer:
+    """Puts answers on standard output: text or JSON, as it comes or complete, in the order of the prompts."""
+
+    def __init__(self, as_json: bool, stream: bool, numbered: bool) -> None:
+        self._as_json = as_json
+        self._stream = stream
+        self._numbered = numbered
+        self._in_line = False
+
+    def takes_chunks(self, options: Options) -> bool:
+        """Whether to print chunks one by one; texts of several sequences would come out mixed."""
+        return self._stream and (self._as_json or (options.get("n", 1) == 1 and not self._numbered))
+
+    def chunk(self, place: int, chunk: Chunk) -> None:
+        if self._as_json:
+            self._object(place, chunk)
+            return
+        self._write(chunk.text)
+        self._in_line = chunk.finish is None
+        if chunk.finish is not None:
+            self._write("\n")
+
+    def answer(self, place: int, chunks: list[Chunk]) -> None:
+        completion = completion_of(chunks)
+        if self._as_json:
+            self._object(place, completion)
+            return
+        for sequence in completion.sequences:
+            if len(completion.sequences) > 1:
+                self._write(self._header(place, sequence.index))
+            self._write(sequence.text + "\n")
+
+    def interrupted(self) -> None:
+        if self._in_line:
+            self._write("\n")
+
+    def _header(self, place: int, index: int) -> str:
+        return f"--- prompt {place}, answer {index} ---\n" if self._numbered else f"--- answer {index} ---\n"
+
+    def _object(self, place: int, value: Any) -> None:
+        fields = _plain(value)
+        self._write(json.dumps({"prompt": place, **fields} if self._numbered else fields) + "\n")
+
+    def _write(self, text: str) -> None:
+        sys.stdout.write(text)
+        sys.stdout.flush()
+
+
+async def _answer_all(
+    prompts: list[_Prompt], options: Options, flags: dict[str, Any], printer: _Printer, concurrency: int
+) -> None:
+    room = asyncio.Semaphore(concurrency)
+    async with AsyncClient(**connection(flags), retry=RetryPolicy(on_retry=_tell)) as client:
+        await client.is_serving()  # nobody there is told at once, not after all retries
+
+        async def answer(place: int, prompt: _Prompt) -> list[Chunk]:
+            async with room:
+                chunks = []
+                try:
+                    async for chunk in client.stream(prompt.text, **options):
+                        chunks.append(chunk)
+                        if printer.takes_chunks(options):
+                            printer.chunk(place, chunk)
+                except CallFailed as failure:
+                    raise PpserveError(f"{prompt.origin}{failure}") from failure
+                return chunks
+
+        answers = [asyncio.ensure_future(answer(place, prompt)) for place, prompt in enumerate(prompts)]
+        try:
+            for place, waiting in enumerate(answers):
+                chunks = await waiting
+                if not printer.takes_chunks(options):
+                    printer.answer(place, chunks)
+        finally:
+            for waiting in answers:
+                waiting.cancel()
+            await asyncio.gather(*answers, return_exceptions=True)
+
+
+def _tell(failure: CallFailed) -> None:
+    click.echo(f"ppserve: trying again: {failure}", err=True)
+
+
+def _prompts(prompt: str | None, file: Path | None) -> list[_Prompt]:
+    if file is None and prompt == "-":
+        return [_Prompt(_text(sys.stdin.buffer.read().removesuffix(b"\n"), "standard input"))]
+    if file is None and prompt is not None:
+        return [_Prompt(prompt)]
+    if file is None or prompt is not None:
+        raise click.UsageError("give a PROMPT (- for standard input), or --prompts FILE")
+    try:
+        lines = file.read_bytes().splitlines()
+    except OSError as error:
+        raise ConfigError("--prompts", f"cannot read {file}: {error.strerror}") from None
+    origins = [f"{file}, line {number}" for number in range(1, len(lines) + 1)]
+    return [_Prompt(_text(line, origin), f"{origin}: ") for line, origin in zip(lines, origins, strict=True)]
+
+
+def _text(line: bytes, origin: str) -> str:
+    try:
+        return line.decode()
+    except UnicodeDecodeError:
+        raise click.UsageError(f"{origin}: not UTF-8 text") from None
+
+
+def _options(flags: dict[str, Any]) -> Options:
+    """What was asked for, without what was not mentioned."""
+    options: dict[str, Any] = {}
+    for name, _, _ in _REQUEST_OPTIONS:
+        value = flags.pop(name)
+        if value is not None and value is not False and value != ():
+            options[name] = value
+    biases = flags.pop("logit_bias")
+    if biases:
+        options["logit_bias"] = dict(_bias(text) for text in biases)
+    return cast(Options, options)
+
+
+def _bias(text: str) -> tuple[int, float]:
+    token_id, _, bias = text.partition("=")
+    try:
+        return _COUNT.convert(token_id, None, None), float(bias)
+    except (ValueError, click.BadParameter):
+        raise click.BadParameter(f"{text!r} is not ID=BIAS", param_hint="--logit-bias") from None
+
+
+def _plain(value: Any) -> Any:
+    """A value as JSON can hold it: bytes in base64, nothing that is absent."""
+    if dataclasses.is_dataclass(value):
+        named = ((field.name, getattr(value, field.name)) for field in dataclasses.fields(value))
+        return {name: _plain(part) for name, part in named if part is not None and part != ()}
+    if isinstance(value, tuple):
+        return [_plain(part) for part in value]
+    return base64.b64encode(value).decode() if isinstance(value, bytes) else value

@@ -1,0 +1,163 @@
+"""`ppserve plan`: what would run where, and with --simulate how well, without reading weights."""
+
+from __future__ import annotations
+
+import json
+import re
+from dataclasses import asdict, replace
+from pathlib import Path
+from typing import Any
+
+import click
+
+from ppserve.cli.types import AutoOr, ByteSize, Counts, LayerSplit
+from ppserve.config import DTYPES
+from ppserve.model.checkpoint.opening import read_architecture
+from ppserve.planning.forecast import Forecast, Intent, forecast, render
+from ppserve.planning.scenarios import (
+    Device,
+    Load,
+    fixed_load,
+    read_costs,
+    read_trace,
+    render_outcomes,
+    simulate,
+    summary,
+)
+from ppserve.planning.simulator import Outcome, Wires
+
+_COUNT = click.IntRange(min=1)
+_POSITIVE = click.FloatRange(min=0, min_open=True)
+_FILE = click.Path(exists=True, dir_okay=False, path_type=Path)
+
+
+_PREFIXES = {"n": 1e-9, "u": 1e-6, "m": 1e-3, "": 1.0, "K": 1e3, "M": 1e6, "G": 1e9, "T": 1e12, "P": 1e15}
+
+
+class _Quantity(click.ParamType[Any]):
+    """A number with a decimal prefix and an optional unit: 312T, 900GB/s, 50us."""
+
+    def __init__(self, name: str, unit: str, prefixes: str) -> None:
+        self.name = name
+        self._pattern = re.compile(rf"(\d+(?:\.\d+)?(?:[eE][+-]?\d+)?)([{prefixes}]?)(?:{unit})?")
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> float:
+        if isinstance(value, float):
+            return value
+        match = self._pattern.fullmatch(str(value).strip().replace("µ", "u"))
+        if match is None:
+            self.fail(f"{value!r} is not a {self.name}", param, ctx)
+        return float(match[1]) * _PREFIXES[match[2]]
+
+
+_SPEED = _Quantity("rate, such as 312T", r"(?:FLOPS|FLOP/s|B/s|/s)", "KMGTP")
+_TIME = _Quantity("time, such as 50us", "s", "num")
+
+
+@click.command(context_settings={"show_default": True})
+@click.option("--model", default="tiny", help="As for serve; of a directory only config.json is read.")
+@click.option("--stages", type=_COUNT, default=1)
+@click.option("--layers", type=AutoOr(LayerSplit()), default="auto", help="Blocks per stage, as 9,3 or 7.5,4.5.")
+@click.option("--dtype", type=click.Choice(DTYPES), default="auto", help="auto = float32.")
+@click.option("--max-model-len", type=_COUNT, help="Longest prompt + answer; unset = what the model allows.")
+@click.option("--block-size", type=click.IntRange(1, 256), default=16, help="Tokens per KV block.")
+@click.option("--stage-memory", type=ByteSize(), default="16G", help="Of one stage, for weights and KV cache.")
+@click.option("--kv-cache-memory", type=ByteSize(), help="Per stage; unset = what the weights leave.")
+@click.option("--expect-prompt", type=_COUNT, default=128, help="Typical prompt tokens.")
+@click.option("--expect-new", type=_COUNT, default=128, help="Typical new tokens.")
+@click.option("--json", "as_json", is_flag=True, help="One JSON object instead of tables.")
+@click.option("--simulate", "wants_simulation", is_flag=True, help="Predict throughput, latency and bubbles.")
+@click.option("--compare", type=Counts(), help="Simulate these numbers of stages as well, such as 1,2,4.")
+@click.option("--requests", type=_COUNT, default=200, help="How many to simulate.")
+@click.option("--concurrency", type=_COUNT, default=32, help="Callers with one request at a time.")
+@click.option("--trace", type=_FILE, help="CSV with TIMESTAMP, ContextTokens, GeneratedTokens.")
+@click.option("--time-scale", type=_POSITIVE, default=1.0, help="2 = the trace twice as fast as recorded.")
+@click.option("--max-num-seqs", type=_COUNT, default=256, help="Sequences running at once.")
+@click.option("--costs", type=_FILE, help="A server's /costs.json, in place of what follows.")
+@click.option("--flops", type=_SPEED, default="50G", help="Of one stage; the default is about one CPU core.")
+@click.option("--memory-bandwidth", type=_SPEED, default="10GB/s", help="Of one stage.")
+@click.option("--launch-time", type=_TIME, default="200us", help="Of a step, however small.")
+@click.option("--link-latency", type=_TIME, default="50us", help="Between neighbours.")
+@click.option("--link-bandwidth", type=_SPEED, default="10GB/s", help="Between neighbours.")
+@click.option("--control-latency", type=_TIME, default="100us", help="Between head and stages, one way.")
+@click.option("--head-time", type=_TIME, default="200us", help="The head's work per step.")
+def plan(**flags: Any) -> None:
+    """What would run where: layers, parameters, KV memory, balance. Reads no weights.
+
+    With --simulate the real scheduler runs against the costs of your devices, and says what to expect.
+    """
+    arch = read_architecture(flags["model"])
+    intent = Intent(
+        num_stages=flags["stages"],
+        layers=flags["layers"],
+        dtype="float32" if flags["dtype"] == "auto" else flags["dtype"],
+        **{
+            name: flags[name]
+            for name in (
+                "max_model_len", "block_size", "stage_memory", "kv_cache_memory", "expect_prompt", "expect_new",
+            )
+        },
+    )  # fmt: skip
+    layout = forecast(arch, intent)
+    outcomes: dict[int, Outcome] = {}
+    if flags["wants_simulation"]:
+        counts = sorted({flags["stages"], *(flags["compare"] or ())})
+        for count in counts:
+            wanted = layout if count == flags["stages"] else forecast(arch, _other(intent, count))
+            outcomes[count] = _simulate(wanted, flags)
+    if flags["as_json"]:
+        simulated = {str(count): summary(outcome) for count, outcome in outcomes.items()}
+        click.echo(json.dumps(_as_json(flags["model"], layout) | ({"simulated": simulated} if simulated else {})))
+        return
+    click.echo(render(flags["model"], layout))
+    if outcomes:
+        click.echo("\nsimulated:\n" + render_outcomes(outcomes))
+
+
+def _other(intent: Intent, num_stages: int) -> Intent:
+    """The same model and memory on another number of stages, split automatically."""
+    return replace(intent, num_stages=num_stages, layers=None)
+
+
+def _simulate(layout: Forecast, flags: dict[str, Any]) -> Outcome:
+    load = _load(layout.max_model_len, flags)
+    wires = Wires(
+        latency_s=flags["link_latency"],
+        bandwidth=flags["link_bandwidth"],
+        control_s=flags["control_latency"],
+        return_s=flags["control_latency"],
+        head_s=flags["head_time"],
+    )
+    if flags["costs"] is None:
+        device = Device(flags["flops"], flags["memory_bandwidth"], flags["launch_time"])
+        return simulate(layout, device, wires, load, flags["max_num_seqs"])
+    costs = read_costs(flags["costs"])
+    return simulate(layout, costs, costs.wires or wires, load, flags["max_num_seqs"])
+
+
+def _load(max_model_len: int, flags: dict[str, Any]) -> Load:
+    if flags["trace"]:
+        return read_trace(flags["trace"], flags["requests"], max_model_len, flags["time_scale"])
+    prompt = min(flags["expect_prompt"], max_model_len - 1)
+    new = min(flags["expect_new"], max_model_len - prompt)
+    return fixed_load(flags["requests"], prompt, new, flags["concurrency"])
+
+
+def _as_json(model: str, layout: Forecast) -> dict[str, Any]:
+    return {
+        "model": model,
+        "dtype": layout.dtype,
+        "parameters": layout.num_parameters,
+        "max_model_len": layout.max_model_len,
+        "max_sequences": layout.max_sequences,
+        "balance": {
+            "decode": layout.decode_balance,
+            "prefill": layout.prefill_balance,
+            "mixed": layout.mixed_balance,
+        },
+        "split": layout.split,
+        "stages": [
+            {**asdict(stage), "blocks": stage.layout.blocks, "max_tokens": stage.max_tokens}
+            for stage in layout.stages
+        ],
+    }

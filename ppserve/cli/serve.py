@@ -1,0 +1,128 @@
+"""`ppserve serve`: flags to a frozen config, then this rank's part of the pipeline."""
+
+from __future__ import annotations
+
+import ipaddress
+import sys
+import tomllib
+from pathlib import Path
+from typing import Any
+
+import click
+
+from ppserve import config as cfg
+from ppserve.cli.check import check
+from ppserve.cli.types import AutoOr, ByteSize, LayerSplit
+from ppserve.errors import ConfigError
+from ppserve.process.environment import RankEnvironment
+from ppserve.process.keeper import run_keeper
+
+_FILE = click.Path(exists=True, dir_okay=False, readable=True, path_type=Path)
+_COUNT = click.IntRange(min=1)
+_PORT = click.IntRange(0, 65535)
+
+
+def _load_config_file(ctx: click.Context, _param: click.Parameter, path: Path | None) -> None:
+    """Entries of `--config` become defaults: a flag or an environment variable still wins."""
+    if path is None:
+        return
+    try:
+        entries = tomllib.loads(path.read_text())
+    except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
+        raise click.BadParameter(f"{path}: {error}") from None
+    known = {param.name for param in ctx.command.params if param.name != "config"}
+    defaults: dict[str, Any] = {}
+    for key, value in entries.items():
+        name = key.replace("-", "_")
+        if name not in known:
+            raise click.BadParameter(f"{path}: unknown entry {key!r}")
+        defaults[name] = value
+    ctx.default_map = {**(ctx.default_map or {}), **defaults}
+
+
+@click.command(context_settings={"show_default": True, "auto_envvar_prefix": "PPSERVE"})
+@click.option(
+    "--config", type=_FILE, is_eager=True, expose_value=False, callback=_load_config_file,
+    help="TOML file with any of these flags as entries.",
+)  # fmt: skip
+@click.option("--stages", type=_COUNT, help="From a plain shell: start this many stages under torchrun.")
+@click.option("--model", default="tiny", help="`tiny`, a directory, a .bin or .pt file, or a hub id.")
+@click.option("--dtype", type=click.Choice(cfg.DTYPES), default="auto")
+@click.option(
+    "--quantization", type=click.Choice(cfg.QUANTIZATIONS), default="none", help="int8: not available yet."
+)
+@click.option("--layers", type=AutoOr(LayerSplit()), default="auto", help="Blocks per stage, as 9,3 or 7.5,4.5.")
+@click.option("--microbatches", type=AutoOr(_COUNT), default="auto", help="In flight; auto = stages, or one more.")
+@click.option("--transport", type=click.Choice(cfg.TRANSPORTS), default="auto")
+@click.option("--threads", type=_COUNT, help="Computing threads per stage; unset = this host's cores, shared.")
+@click.option("--force-cpu", is_flag=True, help="Leave GPUs alone.")
+@click.option("--host", default="127.0.0.1", help="Address to listen on.")
+@click.option("--port", type=_PORT, default=50051, help="gRPC; 0 picks a free one.")
+@click.option("--metrics-port", type=_PORT, default=9400, help="HTTP /metrics; 0 picks a free one.")
+@click.option("--max-num-seqs", type=_COUNT, default=256, help="Sequences running at once.")
+@click.option("--max-model-len", type=_COUNT, help="Longest prompt + answer; unset = what the model allows.")
+@click.option("--max-queue", type=_COUNT, default=1024, help="Requests waiting before new ones are refused.")
+@click.option("--block-size", type=click.IntRange(1, 256), default=16, help="Tokens per KV block.")
+@click.option("--kv-cache-memory", type=ByteSize(), help="Per stage, such as 2G; unset = from free memory.")
+@click.option("--prefill-chunk", type=AutoOr(_COUNT), default="auto", help="Most prompt tokens in one step.")
+@click.option("--expect-prompt", type=_COUNT, default=128, help="Typical prompt tokens, for --layers auto.")
+@click.option("--expect-new", type=_COUNT, default=128, help="Typical new tokens, for --layers auto.")
+@click.option("--shutdown-timeout", type=click.FloatRange(0, 86400), default=25, help="Seconds that streams have.")
+@click.option("--tls-cert", type=_FILE)
+@click.option("--tls-key", type=_FILE)
+@click.option("--tls-client-ca", type=_FILE, help="Demand client certificates of this authority.")
+@click.option("--api-key-file", type=_FILE, help="One key a line; reloaded on SIGHUP.")
+@click.option("--log-level", type=click.Choice(["debug", "info", "warning", "error"]), default="info")
+@click.option("--log-format", type=click.Choice(["text", "json"]), default="text")
+@click.option("--trace", type=click.Path(dir_okay=False, path_type=Path), help="Chrome trace for Perfetto.")
+def serve(stages: int | None, **flags: Any) -> None:
+    """Serve a model: one pipeline stage per torchrun rank, gRPC on rank 0."""
+    config = build_config(flags)
+    environment = RankEnvironment.from_environ()
+    if environment is None:
+        from ppserve.process.torchrun import run_ranks
+
+        check(config, stages or 1)
+        sys.exit(run_ranks(stages or 1, sys.argv[1:], config.server.shutdown_timeout_s))
+    if stages is not None and stages != environment.world_size:
+        raise ConfigError("--stages", f"is {stages}, but torchrun started {environment.world_size} ranks")
+    if environment.rank > 0:
+        sys.exit(run_keeper(config, environment))
+    check(config, environment.world_size)
+    from ppserve.head.app import run_head
+
+    sys.exit(run_head(config, environment))
+
+
+def build_config(flags: dict[str, Any]) -> cfg.ServeConfig:
+    """The frozen config of all flags. Raises ConfigError for what no single flag can know."""
+    if bool(flags["tls_cert"]) != bool(flags["tls_key"]):
+        raise ConfigError("--tls-cert", "needs --tls-key, and the other way round")
+    if flags["tls_client_ca"] and not flags["tls_cert"]:
+        raise ConfigError("--tls-client-ca", "needs --tls-cert and --tls-key")
+    if flags["quantization"] != "none":
+        raise ConfigError("--quantization", f"{flags['quantization']} is not available in this version")
+    if flags["host"] != "localhost":
+        try:
+            ipaddress.ip_address(flags["host"])
+        except ValueError:
+            raise ConfigError("--host", f"{flags['host']!r} is not an IP address") from None
+
+    def pick(kind: type[Any], *names: str, **others: Any) -> Any:
+        return kind(**{name: flags[name] for name in names}, **others)
+
+    return cfg.ServeConfig(
+        model=pick(cfg.ModelSettings, "dtype", "quantization", "force_cpu", "max_model_len", path=flags["model"]),
+        pipeline=pick(cfg.PipelineSettings, "layers", "microbatches", "transport", "threads"),
+        cache=pick(cfg.CacheSettings, "block_size", "kv_cache_memory"),
+        scheduling=pick(
+            cfg.SchedulingSettings, "max_num_seqs", "max_queue", "prefill_chunk", "expect_prompt", "expect_new"
+        ),
+        server=pick(
+            cfg.ServerSettings,
+            *("host", "port", "metrics_port", "tls_cert", "tls_key", "tls_client_ca", "api_key_file", "trace"),
+            shutdown_timeout_s=flags["shutdown_timeout"],
+        ),
+        log=cfg.LogSettings(flags["log_level"], flags["log_format"]),
+    )
+

@@ -1,0 +1,366 @@
+"""The ledger: where every nanosecond of every stage went.
+
+Each stage's time since the start is cut, without gaps or overlaps, into spans of one kind: busy (by phase),
+a bubble (by cause, see core.attribution) or idle. So busy + bubbles + idle = wall holds by construction.
+
+Spans are settled in order, stage by stage, once everything that explains them has been reported; results of
+different stages may arrive in any order. Time lost with a stage, from the last thing it reported until the
+pipeline has formed again, is `host` while the server has work, and idle otherwise.
+
+All times are nanoseconds on the head's monotonic clock.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+
+from ppserve.core.ledger.causes import (
+    BUSY,
+    CAUSES,
+    FILL_DRAIN,
+    HOST,
+    IDLE,
+    IMBALANCE,
+    KINDS,
+    TOKEN_RETURN,
+    TRANSFER,
+    Passage,
+    Recent,
+    Span,
+    behind,
+    cut,
+)
+from ppserve.core.plan import StepPlan, StepResult, StepStamps
+
+
+@dataclass(frozen=True, slots=True)
+class StageTimes:
+    """One stage's wall time so far, in nanoseconds: busy by phase, bubble by cause, idle."""
+
+    busy_ns: dict[str, int]
+    bubble_ns: dict[str, int]
+    idle_ns: int
+
+    @property
+    def wall_ns(self) -> int:
+        return sum(self.busy_ns.values()) + sum(self.bubble_ns.values()) + self.idle_ns
+
+    @property
+    def demand_ns(self) -> int:
+        """Time during which the server had work."""
+        return self.wall_ns - self.idle_ns
+
+    def since(self, earlier: StageTimes) -> StageTimes:
+        """What was added after `earlier`."""
+        return StageTimes(
+            {k: v - earlier.busy_ns[k] for k, v in self.busy_ns.items()},
+            {k: v - earlier.bubble_ns[k] for k, v in self.bubble_ns.items()},
+            self.idle_ns - earlier.idle_ns,
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class Settled:
+    """A span whose kind is final, as observers see it. step_id: the step computed or waited for, if any."""
+
+    stage: int
+    span: Span
+    step_id: int | None
+
+
+def in_head_clock(stamps: StepStamps, offset_ns: int) -> StepStamps:
+    """Stamps of a stage whose clock shows `offset_ns` more than the head's."""
+    return replace(
+        stamps,
+        planned=stamps.planned - offset_ns,
+        awaited=stamps.awaited - offset_ns,
+        received=stamps.received - offset_ns,
+        begun=stamps.begun - offset_ns,
+        ended=stamps.ended - offset_ns,
+        sent=stamps.sent - offset_ns,
+    )
+
+
+class _Step:
+    """A dispatched step until every stage has settled it."""
+
+    __slots__ = (
+        "dispatched",
+        "full",
+        "num_unreported",
+        "passages",
+        "phase",
+        "returned",
+        "stamps",
+        "step_id",
+        "trigger",
+        "woken",
+    )
+
+    def __init__(self, plan: StepPlan, num_stages: int) -> None:
+        self.step_id = plan.step_id
+        self.phase = plan.phase
+        self.dispatched = 0
+        self.woken = 0
+        self.full = False
+        self.trigger: _Step | None = None  # the step last returned when this one was sent
+        self.returned = 0  # when the head had the last stage's result
+        self.num_unreported = num_stages
+        self.stamps: list[StepStamps | None] = [None] * num_stages
+        self.passages: list[Passage | None] = [None] * num_stages
+
+
+@dataclass(frozen=True, slots=True)
+class _Mark:
+    """The server's state changed. last: the step last returned before that."""
+
+    at: int
+    demand: bool
+    live: bool
+    last: _Step | None
+
+
+class _Timeline:
+    """One stage: settled up to `cursor`, what comes next in `queue`."""
+
+    def __init__(self, started: int) -> None:
+        self.cursor = started
+        self.sent = started  # when the stage had handed on its latest step
+        self.demand = False
+        self.live = True
+        self.queue: deque[_Step | _Mark] = deque()
+        self.settled = dict.fromkeys(KINDS, 0)
+        self.exported = dict.fromkeys(KINDS, 0)
+
+
+class TimeAccount:
+    """Fed by the engine as things happen; see the module for what it promises.
+
+    observer: called with every span as it is settled, in order for each stage.
+    """
+
+    def __init__(
+        self, num_stages: int, started_ns: int, observer: Callable[[Settled], None] | None = None
+    ) -> None:
+        self.num_stages = num_stages
+        self.observer = observer
+        self._started = started_ns
+        self._demand = False
+        self._live = True
+        self._num_in_flight = 0
+        self._last_returned: _Step | None = None
+        self._steps: dict[int, _Step] = {}
+        self._recent = Recent(8 * num_stages)
+        self._timelines = [_Timeline(started_ns) for _ in range(num_stages)]
+
+    # ---- what happens -------------------------------------------------------------------------------
+
+    def demand_began(self, now_ns: int) -> None:
+        """The server has at least one unfinished request. Idempotent."""
+        if not self._demand:
+            self._demand = True
+            self._mark(now_ns)
+
+    def demand_ended(self, now_ns: int) -> None:
+        """The server has no unfinished request and nothing in flight. Idempotent."""
+        if self._demand:
+            self._demand = False
+            self._mark(now_ns)
+
+    def dispatched(self, plan: StepPlan, now_ns: int, woken_ns: int) -> None:
+        """The head sent a plan. woken_ns: when the engine's turn that made it began."""
+        self.demand_began(woken_ns)
+        step = _Step(plan, self.num_stages)
+        step.dispatched, step.woken = now_ns, woken_ns
+        self._num_in_flight += 1
+        step.full = self._num_in_flight >= self.num_stages
+        step.trigger = self._last_returned
+        self._steps[step.step_id] = step
+        for timeline in self._timelines:
+            timeline.queue.append(step)
+
+    def reported(self, result: StepResult, stamps: StepStamps, now_ns: int) -> None:
+        """A stage's result arrived; `stamps` are in the head's clock. Unknown steps are ignored."""
+        step = self._steps.get(result.step_id)
+        if step is None or step.stamps[result.stage] is not None:
+            return
+        step.stamps[result.stage] = stamps
+        step.num_unreported -= 1
+        if result.stage == self.num_stages - 1:
+            step.returned = now_ns
+            self._last_returned = step
+            self._num_in_flight -= 1
+        if step.num_unreported == 0:
+            del self._steps[step.step_id]
+        self._settle_from(result.stage)
+
+    def stage_lost(self, now_ns: int) -> None:
+        """The pipeline broke: what is in flight will not be reported any more. Idempotent."""
+        if not self._live:
+            return
+        for stage, timeline in enumerate(self._timelines):
+            while timeline.queue:
+                item = timeline.queue.popleft()
+                if isinstance(item, _Mark):
+                    self._settle_mark(stage, item)
+                elif (stamps := item.stamps[stage]) is not None:
+                    self._settle_step(stage, item, stamps)
+        self._steps.clear()
+        self._num_in_flight = 0
+        self._last_returned = None
+        self._live = False
+        self._mark(now_ns)
+
+    def formed(self, now_ns: int) -> None:
+        """The pipeline is whole again. Idempotent."""
+        if not self._live:
+            self._live = True
+            self._mark(now_ns)
+
+    # ---- what it says -------------------------------------------------------------------------------
+
+    def settled(self) -> tuple[StageTimes, ...]:
+        """Every stage's time as far as its kinds are final; not equally far for all stages."""
+        return tuple(_times(t.settled) for t in self._timelines)
+
+    def snapshot(self, now_ns: int) -> tuple[StageTimes, ...]:
+        """Every stage's time up to now, summing to the wall exactly, never less than an earlier snapshot.
+
+        The time since the last settled span is named by a guess. When settling proves a guess wrong, the
+        figures given out stay, and later time makes up for it; so each figure differs from the truth by
+        no more than what was unsettled at earlier snapshots, usually the length of a step.
+        """
+        return tuple(_times(self._export(i, now_ns)) for i in range(self.num_stages))
+
+    def _export(self, stage: int, now_ns: int) -> dict[str, int]:
+        timeline = self._timelines[stage]
+        exported = timeline.exported
+        new_ns = now_ns - self._started - sum(exported.values())
+        if new_ns <= 0:
+            return exported
+        owed = {kind: ns - exported[kind] for kind, ns in timeline.settled.items()}
+        for span in self._guess(stage, now_ns):
+            owed[span.kind] += span.end - span.start
+        owed = {kind: ns for kind, ns in owed.items() if ns > 0}
+        total, left = sum(owed.values()), new_ns
+        for kind, ns in owed.items():
+            share = ns * new_ns // total
+            exported[kind] += share
+            left -= share
+        exported[max(owed, key=owed.__getitem__)] += left
+        return exported
+
+    def _guess(self, stage: int, now_ns: int) -> list[Span]:
+        """What the time since the last settled span probably was."""
+        timeline = self._timelines[stage]
+        start = timeline.cursor
+        waiting = FILL_DRAIN if self._num_in_flight < self.num_stages else IMBALANCE
+        head = timeline.queue[0] if timeline.queue else None
+        if not isinstance(head, _Step):
+            kind = IDLE if not timeline.demand else waiting if timeline.live else HOST
+            return list(cut(start, now_ns, [(now_ns, kind)]))
+        before = head.stamps[stage - 1] if stage else None
+        here = before.ended if before else head.dispatched if stage == 0 else now_ns
+        return list(cut(start, now_ns, [(here, waiting), (now_ns, head.phase)]))
+
+    # ---- settling -----------------------------------------------------------------------------------
+
+    def _mark(self, at: int) -> None:
+        mark = _Mark(at, self._demand, self._live, self._last_returned)
+        for timeline in self._timelines:
+            timeline.queue.append(mark)
+        for stage in range(self.num_stages):
+            self._settle_from(stage)
+
+    def _settle_from(self, stage: int) -> None:
+        """Settles what can be settled at `stage`, then at those that waited for it."""
+        while self._settle_stage(stage):
+            stage = (stage + 1) % self.num_stages
+
+    def _settle_stage(self, stage: int) -> bool:
+        """Whether anything could be settled."""
+        queue = self._timelines[stage].queue
+        progressed = False
+        while queue:
+            item = queue[0]
+            if isinstance(item, _Mark):
+                self._settle_mark(stage, item)
+            else:
+                stamps = item.stamps[stage]
+                source = item if stage else item.trigger
+                if stamps is None or (source is not None and source.passages[stage - 1] is None):
+                    break
+                self._settle_step(stage, item, stamps)
+            queue.popleft()
+            progressed = True
+        return progressed
+
+    def _settle_step(self, stage: int, step: _Step, stamps: StepStamps) -> None:
+        timeline = self._timelines[stage]
+        begun = max(stamps.begun, timeline.cursor)
+        ended = max(stamps.ended, begun)
+        wait = tuple(self._wait(stage, step, stamps, begun))
+        step.passages[stage] = Passage(wait, begun, ended)
+        if stage == 0:
+            step.trigger = None  # or each step would keep all before it
+        for span in wait:
+            self._settle(stage, span, step.step_id)
+        self._settle(stage, Span(begun, ended, step.phase), step.step_id)
+        timeline.cursor = ended
+        timeline.sent = stamps.sent
+
+    def _wait(self, stage: int, step: _Step, stamps: StepStamps, end: int) -> list[Span]:
+        """The stage's wait for `step`, from its cursor to `end`."""
+        timeline = self._timelines[stage]
+        at = timeline.cursor
+        spans = list(cut(at, end, [(timeline.sent, TRANSFER)]))
+        first_hand = list(spans)
+        source = step if stage else step.trigger
+        if source and (before := source.passages[stage - 1]):
+            wait = behind(_end(spans, at), end, before, step.full)
+            inherited = wait.inherited if stage else self._recent.rename(wait.inherited)
+            spans += [*wait.shared, *inherited, *wait.excess]
+            first_hand += wait.excess
+        if stage:
+            link = [(stamps.awaited, HOST), (stamps.received, TRANSFER), (end, HOST)]
+        else:
+            returned = [(step.trigger.returned, TOKEN_RETURN)] if step.trigger else []
+            link = [*returned, (step.woken, FILL_DRAIN), (end, HOST)]
+        linked = list(cut(_end(spans, at), end, link))
+        if step.full:
+            self._recent.add(first_hand + linked)
+            if stage == 0:
+                self._recent.fade()
+        return spans + linked
+
+    def _settle_mark(self, stage: int, mark: _Mark) -> None:
+        """Names the time up to a change of the server's state."""
+        timeline = self._timelines[stage]
+        if not timeline.demand:
+            tail = [(mark.at, IDLE)]
+        elif not (timeline.live and mark.live):
+            tail = [(mark.at, HOST)]
+        else:
+            tail = [(timeline.sent, TRANSFER)]
+            if mark.last and (last := mark.last.stamps[-1]):
+                tail += [(last.ended, FILL_DRAIN), (mark.last.returned, TOKEN_RETURN)]
+            tail += [(mark.at, HOST)]
+        for span in cut(timeline.cursor, mark.at, tail):
+            self._settle(stage, span, None)
+        timeline.cursor = max(timeline.cursor, mark.at)
+        timeline.demand, timeline.live = mark.demand, mark.live
+
+    def _settle(self, stage: int, span: Span, step_id: int | None) -> None:
+        self._timelines[stage].settled[span.kind] += span.end - span.start
+        if self.observer:
+            self.observer(Settled(stage, span, step_id))
+
+
+def _end(spans: list[Span], start: int) -> int:
+    return spans[-1].end if spans else start
+
+
+def _times(ns: dict[str, int]) -> StageTimes:
+    return StageTimes({k: ns[k] for k in BUSY}, {k: ns[k] for k in CAUSES}, ns[IDLE])

@@ -1,0 +1,76 @@
+"""What the ledger means: which cause wastes most, and what would help, in one sentence."""
+
+from __future__ import annotations
+
+from ppserve.core.architecture import ATTENTION_SHARE, StageLayout, written
+from ppserve.core.ledger.account import StageTimes
+from ppserve.core.ledger.causes import CAUSES, FILL_DRAIN, HOST, IMBALANCE, TOKEN_RETURN, TRANSFER
+from ppserve.core.partition import Parts, balance, split_by_cost
+
+# Below these there is nothing worth saying.
+_WORTHWHILE_SHARE = 0.05
+_MIN_DEMAND_NS = 2_000_000_000
+_WORTHWHILE_GAIN = 0.01
+
+_REMEDIES = {
+    FILL_DRAIN: "fewer sequences are ready than there are stages; more concurrent requests would fill them",
+    TRANSFER: "stages wait for hidden states on the wire; stages on one host (--transport shm) or fewer of them"
+    " would help",
+    HOST: "stages wait for the head or for their inputs; a free core for the head, or fewer and larger steps"
+    " (more concurrent requests) would help",
+}
+
+
+def advise(stages: tuple[StageTimes, ...], layouts: tuple[StageLayout, ...], microbatches: int) -> str:
+    """Advice from what was measured; empty when the pipeline is well used or too little was seen.
+
+    microbatches: steps that may be in flight at once.
+    """
+    demand_ns = sum(times.demand_ns for times in stages)
+    if demand_ns < _MIN_DEMAND_NS * len(stages):
+        return ""
+    lost_ns = {cause: sum(times.bubble_ns[cause] for times in stages) for cause in CAUSES}
+    cause = max(lost_ns, key=lost_ns.__getitem__)
+    share = lost_ns[cause] / demand_ns
+    if share < _WORTHWHILE_SHARE:
+        return ""
+    if cause == IMBALANCE:
+        remedy = _rebalance(stages, layouts)
+    elif cause == TOKEN_RETURN:
+        remedy = _hide_return(len(stages), microbatches)
+    else:
+        remedy = _REMEDIES[cause]
+    return f"{cause} ({share:.0%} of the time): {remedy}"
+
+
+def measured_parts(stages: tuple[StageTimes, ...], layouts: tuple[StageLayout, ...]) -> Parts | None:
+    """What a block and the head cost, in busy time; None when one stage cannot tell them apart.
+
+    The embedding gathers a few rows; its cost is left with the first stage's blocks.
+    """
+    if len(layouts) < 2:
+        return None
+    busy = [sum(times.busy_ns.values()) for times in stages]
+    block = sum(busy[:-1]) / sum(layout.block_weights for layout in layouts[:-1])
+    head = max(0.0, busy[-1] - layouts[-1].block_weights * block)
+    return Parts(block * ATTENTION_SHARE, block * (1 - ATTENTION_SHARE), 0.0, head)
+
+
+def _rebalance(stages: tuple[StageTimes, ...], layouts: tuple[StageLayout, ...]) -> str:
+    busy = [sum(times.busy_ns.values()) for times in stages]
+    slowest = max(range(len(busy)), key=busy.__getitem__)
+    others = (sum(busy) - busy[slowest]) / (len(busy) - 1)
+    finding = f"stage {slowest} is {busy[slowest] / others - 1:.0%} slower than the others"
+    parts = measured_parts(stages, layouts)
+    assert parts is not None, "imbalance takes two stages"
+    better = split_by_cost(parts, layouts[-1].layers.stop, len(layouts))
+    now, then = balance(tuple(busy)), balance(parts.costs(better))
+    if then < now + _WORTHWHILE_GAIN:
+        return f"{finding}; no other split would be better"
+    return f"{finding}; --layers {written(better)} predicts {then:.0%} instead of {now:.0%}"
+
+
+def _hide_return(num_stages: int, microbatches: int) -> str:
+    if microbatches <= num_stages:
+        return f"stages wait for tokens on their way back; --microbatches {num_stages + 1} would hide it"
+    return "stages wait for tokens on their way back; larger steps (more concurrent requests) would hide it"

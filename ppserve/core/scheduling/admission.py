@@ -1,0 +1,113 @@
+"""Who may wait, who is refused, and who has waited too long.
+
+A request is refused at once, never silently later: when it could not run on an empty server
+(InvalidRequest), when what already waits is too much (Overloaded, with the time after which a retry
+makes sense), or when its deadline would pass before its turn (Overloaded too: an answer now is worth
+more than a late one).
+"""
+
+from __future__ import annotations
+
+import heapq
+
+from ppserve.core.request import Request
+from ppserve.core.scheduling.config import SchedulerConfig
+from ppserve.core.scheduling.fairness import FairQueue
+from ppserve.core.scheduling.sequence import SequenceGroup
+from ppserve.core.scheduling.throughput import Throughput
+from ppserve.errors import InvalidRequest, Overloaded, Violation
+
+MIN_RETRY_S, MAX_RETRY_S = 0.1, 30.0
+
+
+def worst_case_blocks(num_prompt: int, num_positions: int, num_sequences: int, block_size: int) -> int:
+    """KV blocks that a request may come to hold: its sequences share the prompt's full blocks."""
+    shared = (num_prompt - 1) // block_size if num_sequences > 1 else 0
+    return shared + num_sequences * (-(-num_positions // block_size) - shared)
+
+
+def refuse_impossible(request: Request, config: SchedulerConfig, num_blocks: int) -> None:
+    """Raises InvalidRequest, with every reason, for a request that an empty server could not run."""
+    num_prompt, max_tokens = len(request.prompt_ids), request.stop.max_tokens
+    num_sequences = request.num_sequences if request.resume_index is None else 1
+    violations = []
+    if num_prompt == 0:
+        violations.append(Violation("prompt", "has no tokens"))
+    if len(request.resume_ids) > max_tokens:
+        violations.append(Violation("resume.generated_token_ids", "more tokens than stop.max_tokens"))
+    if num_prompt + max_tokens > config.max_model_len:
+        problem = f"{num_prompt} tokens + {max_tokens} new exceed {config.max_model_len}"
+        violations.append(Violation("prompt", problem))
+    if not 1 <= num_sequences <= config.max_num_seqs:
+        problem = f"{num_sequences} is not within 1 .. {config.max_num_seqs}"
+        violations.append(Violation("sampling.n", problem))
+    if not violations:
+        positions = max(num_prompt, num_prompt + max_tokens - 1)
+        needed = worst_case_blocks(num_prompt, positions, num_sequences, config.block_size)
+        if needed > num_blocks:
+            problem = f"needs {needed} KV blocks, the server has {num_blocks}"
+            violations.append(Violation("stop.max_tokens", problem))
+    if violations:
+        raise InvalidRequest(violations)
+
+
+def refuse_overload(
+    group: SequenceGroup,
+    queue: FairQueue[SequenceGroup],
+    throughput: Throughput,
+    config: SchedulerConfig,
+    now: float,
+) -> None:
+    """Raises Overloaded when `group`, the latest in `queue`, may not wait there.
+
+    One request may wait however long it is: the bound on tokens is for what waits before it.
+    """
+    num_before, tokens_before = len(queue) - 1, queue.num_tokens - group.num_tokens
+    retry_s = throughput.seconds_for(tokens_before // 2)
+    retry_after_s = min(MAX_RETRY_S, max(MIN_RETRY_S, 1.0 if retry_s is None else retry_s))
+    if num_before >= config.max_queue:
+        raise Overloaded(f"{num_before} requests are waiting", retry_after_s)
+    if num_before and queue.num_tokens > config.max_queue_tokens:
+        raise Overloaded(f"{tokens_before} tokens are waiting", retry_after_s)
+    deadline_s = group.request.deadline_s
+    if deadline_s is not None:
+        wait_s = throughput.seconds_for(queue.tokens_ahead(group.priority) - group.num_tokens) or 0.0
+        if now + wait_s > deadline_s:
+            raise Overloaded(f"the wait is about {wait_s:.1f} s, longer than the deadline", retry_after_s)
+
+
+class Deadlines:
+    """Requests by the time at which they are too late. Ended requests are forgotten lazily, but in time."""
+
+    def __init__(self) -> None:
+        self._heap: list[tuple[float, str]] = []
+        self._current: dict[str, float] = {}
+
+    def add(self, request_id: str, deadline_s: float) -> None:
+        self._current[request_id] = deadline_s
+        heapq.heappush(self._heap, (deadline_s, request_id))
+        if len(self._heap) > 2 * len(self._current) + 64:
+            self._heap = [entry for entry in self._heap if not self._is_stale(entry)]
+            heapq.heapify(self._heap)
+
+    def remove(self, request_id: str) -> None:
+        """The request ended; nothing happens if it had no deadline."""
+        self._current.pop(request_id, None)
+
+    def next(self) -> float | None:
+        """The earliest deadline; None when there is none."""
+        while self._heap and self._is_stale(self._heap[0]):
+            heapq.heappop(self._heap)
+        return self._heap[0][0] if self._heap else None
+
+    def passed(self, now: float) -> list[str]:
+        """Requests whose deadline is not in the future, earliest first."""
+        late = []
+        while (deadline_s := self.next()) is not None and deadline_s <= now:
+            _, request_id = heapq.heappop(self._heap)
+            del self._current[request_id]
+            late.append(request_id)
+        return late
+
+    def _is_stale(self, entry: tuple[float, str]) -> bool:
+        return self._current.get(entry[1]) != entry[0]

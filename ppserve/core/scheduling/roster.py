@@ -1,0 +1,103 @@
+"""Where every running sequence stands between steps. It is in at most one place:
+
+    filling   tokens of its prompt (or, after a loss, of its replay) are left to schedule
+    returned  its latest token came back and is ready to be scheduled; oldest return first
+    waiting   for n > 1: until a sibling has put their common prompt into steps
+    (none)    everything it knows is in flight
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, ValuesView
+from collections.abc import Sequence as Seq
+
+from ppserve.core.scheduling.sequence import Sequence
+
+
+class Roster:
+    """The places, each in its own order of service."""
+
+    def __init__(self) -> None:
+        self._running: dict[int, Sequence] = {}
+        self._filling: dict[int, Sequence] = {}
+        self._returned: dict[int, Sequence] = {}
+        self._siblings: dict[int, list[Sequence]] = {}
+
+    def __len__(self) -> int:
+        return len(self._running)
+
+    def get(self, sequence_id: int) -> Sequence | None:
+        return self._running.get(sequence_id)
+
+    @property
+    def running(self) -> ValuesView[Sequence]:
+        """All of them, in order of admission."""
+        return self._running.values()
+
+    @property
+    def filling(self) -> ValuesView[Sequence]:
+        """In order of admission."""
+        return self._filling.values()
+
+    @property
+    def returned(self) -> ValuesView[Sequence]:
+        """Oldest return first."""
+        return self._returned.values()
+
+    @property
+    def num_decoding(self) -> int:
+        """Sequences whose known tokens are all scheduled but at most the latest."""
+        waiting = sum(len(siblings) for siblings in self._siblings.values())
+        return len(self._running) - len(self._filling) - waiting
+
+    def admit(self, leader: Sequence, siblings: Seq[Sequence]) -> None:
+        """The leader computes the prompt; its siblings start at the prompt's last token."""
+        self._running.update((s.id, s) for s in (leader, *siblings))
+        self._filling[leader.id] = leader
+        if siblings:
+            self._siblings[leader.id] = list(siblings)
+            self._wake_siblings(leader)
+
+    def token_returned(self, sequence: Sequence) -> None:
+        self._returned[sequence.id] = sequence
+
+    def slices_taken(self, sequences: Iterable[Sequence]) -> None:
+        """A step has been filled from these; siblings may use what it computes from the next step on."""
+        for sequence in sequences:
+            if sequence.remaining == 0:
+                self._filling.pop(sequence.id, None)
+                self._returned.pop(sequence.id, None)
+            if sequence.id in self._siblings:
+                self._wake_siblings(sequence)
+
+    def _wake_siblings(self, leader: Sequence) -> None:
+        fork = len(leader.request.prompt_ids) - 1
+        if leader.scheduled >= fork:
+            for sibling in self._siblings.pop(leader.id):
+                sibling.scheduled = sibling.computed = fork
+                self._returned[sibling.id] = sibling
+
+    def remove(self, sequence: Sequence) -> None:
+        """The sequence ended. A leader whose siblings wait ends only together with them."""
+        del self._running[sequence.id]
+        self._filling.pop(sequence.id, None)
+        self._returned.pop(sequence.id, None)
+        for leader_id, siblings in list(self._siblings.items()):
+            siblings[:] = [s for s in siblings if s is not sequence]
+            if not siblings:
+                del self._siblings[leader_id]
+
+    def restart(self) -> None:
+        """Everybody computes from the beginning, each for itself, in order of admission."""
+        self._returned.clear()
+        self._siblings.clear()
+        self._filling = dict(self._running)
+
+    def check_invariants(self) -> None:
+        """Raises AssertionError."""
+        waiting = {s.id for siblings in self._siblings.values() for s in siblings}
+        for i, sequence in self._running.items():
+            assert sequence.is_live
+            places = (i in self._returned) + (i in self._filling) + (i in waiting)
+            assert places == (sequence.remaining > 0), (i, places, sequence.remaining)
+        assert waiting | set(self._filling) | set(self._returned) <= set(self._running)

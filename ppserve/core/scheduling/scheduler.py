@@ -1,0 +1,389 @@
+"""The scheduler: which tokens of which sequences go into the next step.
+
+It owns every request's progress and is the only one of its kind; it runs on the head and is told
+everything: requests, results, losses and the time. It reads no clock and does no I/O.
+
+Laws
+- Nothing is guessed: a sequence's next token is scheduled when the one before it has come back. So
+  no step follows an end, and no placeholder is ever sent.
+- Stages run steps in order. Hence a prompt's next chunk may follow while the one before is in flight, a
+  block may be shared as soon as the step that fills it is scheduled, and a freed block may be reused at once.
+- Worst-case blocks are reserved at admission; an admitted sequence is never preempted. Losing a
+  stage is everybody's preemption: tokens and block tables stay, computation starts over.
+- Every sequence causes exactly one terminal event, except one that the engine itself ends (`finish`).
+
+The engine's round: `expire(now)`, then `schedule(now)` until it returns None; `commit` for every result.
+"""
+
+from __future__ import annotations
+
+from ppserve.core.plan import Drawn, Scored, Slice, StepPlan, StepResult
+from ppserve.core.request import FinishReason, Request
+from ppserve.core.scheduling.admission import Deadlines, refuse_impossible, refuse_overload, worst_case_blocks
+from ppserve.core.scheduling.block_manager import BlockManager
+from ppserve.core.scheduling.composer import Composer, CostModel, StepLimits
+from ppserve.core.scheduling.config import SchedulerConfig
+from ppserve.core.scheduling.fairness import FairQueue
+from ppserve.core.scheduling.lanes import Lanes
+from ppserve.core.scheduling.prefix_cache import PrefixCache
+from ppserve.core.scheduling.quarantine import Quarantine
+from ppserve.core.scheduling.roster import Roster
+from ppserve.core.scheduling.sequence import (
+    InvalidTransition,
+    Sequence,
+    SequenceEvent,
+    SequenceGroup,
+    SequenceStatus,
+)
+from ppserve.core.scheduling.throughput import Throughput
+from ppserve.errors import InvalidRequest, RequestError, RequestFailed, Violation
+
+__all__ = ["InvalidTransition", "Scheduler", "SchedulerConfig", "SequenceEvent"]
+
+
+class Scheduler:
+    """See the module's laws. Methods that take `now` want the head's monotonic clock, in seconds."""
+
+    def __init__(
+        self, config: SchedulerConfig, blocks: BlockManager, costs: CostModel | None = None, epoch: int = 0
+    ) -> None:
+        if blocks.block_size != config.block_size:
+            raise ValueError(f"block_size: {config.block_size} here, {blocks.block_size} in the block manager")
+        self.config = config
+        self.prefix_cache = PrefixCache(blocks, config.prefix_cache)
+        self._blocks = blocks
+        self._composer = Composer(StepLimits(config.prefill_chunk, config.max_auto_chunk), costs)
+        self._queue: FairQueue[SequenceGroup] = FairQueue(config.aging_s)
+        self._quarantine = Quarantine()
+        self._throughput = Throughput()
+        self._groups: dict[str, SequenceGroup] = {}
+        self._roster = Roster()
+        self._ending: dict[int, Sequence] = {}
+        self._lanes = Lanes(config.microbatches or config.num_stages, epoch)
+        self._deadlines = Deadlines()
+        self._queue_may_move = True
+        self._next_sequence_id = 0
+
+    # What others may ask
+
+    @property
+    def num_running(self) -> int:
+        """Admitted sequences whose end is still to come."""
+        return len(self._roster)
+
+    @property
+    def num_waiting(self) -> int:
+        """Requests in the queue."""
+        return len(self._queue)
+
+    @property
+    def num_waiting_tokens(self) -> int:
+        return self._queue.num_tokens
+
+    @property
+    def num_in_flight(self) -> int:
+        """Steps that were scheduled and have not come back."""
+        return len(self._lanes)
+
+    @property
+    def has_work(self) -> bool:
+        return bool(self._groups or len(self._lanes))
+
+    @property
+    def kv_usage(self) -> float:
+        """Share of KV blocks held by sequences, 0 to 1."""
+        return self._blocks.num_held / self._blocks.num_blocks
+
+    @property
+    def epoch(self) -> int:
+        """The pipeline's current life; plans carry it, results of older ones are ignored."""
+        return self._lanes.epoch
+
+    @property
+    def microbatches(self) -> int:
+        return self._lanes.num_lanes
+
+    def set_microbatches(self, microbatches: int) -> None:
+        """Change how many steps may be in flight; those above the new number drain."""
+        if not 1 <= microbatches <= self.config.max_microbatches:
+            raise ValueError(f"microbatches: {microbatches} is not within 1 .. {self.config.max_microbatches}")
+        self._lanes.num_lanes = microbatches
+
+    def next_deadline(self) -> float | None:
+        """When `expire` has something to do at the earliest; None when no request has a deadline."""
+        return self._deadlines.next()
+
+    # Requests come and go
+
+    def submit(self, request: Request, now: float) -> None:
+        """Queue a request. Raises InvalidRequest (can never run) or Overloaded (not now)."""
+        if request.id in self._groups:
+            raise InvalidRequest([Violation("request_id", "is in use by another request")])
+        refuse_impossible(request, self.config, self._blocks.num_blocks)
+        indices = range(request.num_sequences) if request.resume_index is None else [request.resume_index]
+        first_id = self._next_sequence_id
+        sequences = [Sequence(first_id + i, request, index, self.config.eos_id) for i, index in enumerate(indices)]
+        sequences[0].wants_scores = request.output.prompt_logprobs is not None and not request.resume_ids
+        group = SequenceGroup(request, sequences, now)
+        self._groups[request.id] = group
+        self._queue.push(group)
+        self._queue_may_move = True
+        self._admit(now)  # so that the bounds are for those who really have to wait
+        if group.admitted_s is None:
+            try:
+                refuse_overload(group, self._queue, self._throughput, self.config, now)
+            except RequestError:
+                self._leave(group)
+                raise
+        self._next_sequence_id += len(sequences)
+        if request.deadline_s is not None:
+            self._deadlines.add(request.id, request.deadline_s)
+
+    def abort(self, request_id: str, reason: FinishReason) -> list[SequenceEvent]:
+        """End a request now, wherever it is; nothing happens when it is not (or no longer) there."""
+        group = self._groups.get(request_id)
+        if group is None:
+            return []
+        return [self._end(s, group, finish=reason) for s in group.live]
+
+    def finish(self, sequence_id: int, reason: FinishReason, now: float) -> None:
+        """The engine found the end itself (a stop string): no event, no further step."""
+        sequence = self._roster.get(sequence_id)
+        if sequence is not None:
+            self._end(sequence, self._groups[sequence.request.id], finish=reason)
+
+    def expire(self, now: float) -> list[SequenceEvent]:
+        """End every request whose deadline has passed, before it costs a step."""
+        return [
+            event for late in self._deadlines.passed(now) for event in self.abort(late, FinishReason.DEADLINE)
+        ]
+
+    def _end(
+        self,
+        sequence: Sequence,
+        group: SequenceGroup,
+        *,
+        finish: FinishReason | None = None,
+        error: RequestError | None = None,
+    ) -> SequenceEvent:
+        """Take a live sequence out of everything but the steps that still hold it."""
+        event = sequence.event(finish=finish, error=error, admitted_s=group.admitted_s)
+        self._retire(sequence, group)
+        return event
+
+    def _retire(self, sequence: Sequence, group: SequenceGroup) -> None:
+        if sequence.status is SequenceStatus.WAITING:
+            sequence.move_to(SequenceStatus.ENDED)
+        else:
+            self._roster.remove(sequence)
+            if sequence.steps_in_flight:
+                sequence.move_to(SequenceStatus.ENDING)
+                self._ending[sequence.id] = sequence
+            else:
+                self._release(sequence)
+        if not group.live:
+            self._leave(group)
+        self._queue_may_move = True
+
+    def _leave(self, group: SequenceGroup) -> None:
+        """Nothing of a request is left to do."""
+        if group.admitted_s is not None:
+            self._throughput.request_ended(group.num_tokens, group.num_known_tokens)
+        if group.key in self._queue:
+            self._queue.remove(group.key)
+        self._queue.leave(group.caller)
+        self._quarantine.cleared(group.key)
+        self._deadlines.remove(group.key)
+        del self._groups[group.key]
+
+    def _release(self, sequence: Sequence) -> None:
+        sequence.move_to(SequenceStatus.ENDED)
+        self._blocks.release(sequence.id)
+        self._ending.pop(sequence.id, None)
+        self._queue_may_move = True
+
+    # Admission
+
+    def _admit(self, now: float) -> None:
+        """Let waiting requests in, in the queue's order, until the first that does not fit."""
+        while self._queue_may_move and self._quarantine.lone is None:
+            group = self._queue.first(now)
+            if group is None or not self._try_admit(group, now):
+                self._queue_may_move = False
+
+    def _try_admit(self, group: SequenceGroup, now: float) -> bool:
+        leader, *siblings = group.sequences
+        if len(self._roster) + len(group.sequences) > self.config.max_num_seqs:
+            return False
+        size, num_prompt = self.config.block_size, len(group.request.prompt_ids)
+        known = self.prefix_cache.find(leader)
+        needed = worst_case_blocks(num_prompt, leader.max_positions, len(group.sequences), size)
+        if not self._blocks.fits(needed - len(known), known):
+            return False
+        self._queue.remove(group.key)
+        group.admitted_s = now
+        self._start(leader, known)
+        leader.scheduled = leader.computed = len(known) * size
+        self.prefix_cache.taken(leader, len(known))
+        num_shared = (num_prompt - 1) // size
+        for sibling in siblings:
+            self._start(sibling, leader.block_table[:num_shared])
+            sibling.num_published = num_shared
+            if (num_prompt - 1) % size:
+                sibling.fork_block = leader.block_table[num_shared]
+                self._blocks.pin(sibling.id, sibling.fork_block)
+        for sequence in group.sequences:
+            sequence.cached_tokens = leader.scheduled
+        self._roster.admit(leader, siblings)
+        self._queue.charge(group.caller, len(leader.token_ids) - leader.scheduled)
+        return True
+
+    def _start(self, sequence: Sequence, shared: tuple[int, ...]) -> None:
+        table = self._blocks.try_allocate(sequence.id, self._blocks.blocks_for(sequence.max_positions), shared)
+        assert table is not None, "the fit was checked"
+        sequence.block_table = table
+        sequence.move_to(SequenceStatus.RUNNING)
+
+    # Steps
+
+    def schedule(self, now: float) -> StepPlan | None:
+        """The next step; None when the pipeline is full or nothing is ready."""
+        if self._lanes.full:
+            return None
+        lone = self._quarantine.lone
+        if lone is None:
+            self._admit(now)
+            self._skip_refilled()
+            roster = self._roster
+            picks = self._composer.compose(roster.returned, roster.num_decoding, roster.filling, self.microbatches)
+        else:
+            picks = self._compose_alone(lone)
+        if not picks:
+            return None
+        if not len(self._lanes):
+            self._throughput.started(now)
+        return self._build(picks)
+
+    def _skip_refilled(self) -> None:
+        """After a loss, sequences with a common beginning need not each compute it anew."""
+        for sequence in self._roster.filling:
+            if sequence.loss_mark and sequence.scheduled == 0:
+                num_blocks = self.prefix_cache.num_refilled(sequence)
+                sequence.scheduled = sequence.computed = num_blocks * self.config.block_size
+                sequence.num_published = num_blocks
+
+    def _compose_alone(self, lone: str) -> list[tuple[Sequence, int]]:
+        if self._lanes.holds_others_than(lone):
+            return []
+        returned = [s for s in self._roster.returned if s.request.id == lone]
+        filling = [s for s in self._roster.filling if s.request.id == lone]
+        return self._composer.compose(returned, len(returned), filling, 1)
+
+    def _build(self, picks: list[tuple[Sequence, int]]) -> StepPlan:
+        parts: list[tuple[Sequence, Slice]] = []
+        copies: list[tuple[int, int]] = []
+        for sequence, num_tokens in picks:
+            if sequence.fork_block is not None:
+                own = sequence.block_table[sequence.scheduled // self.config.block_size]
+                copies.append((sequence.fork_block, own))
+                sequence.fork_block = None
+                self._blocks.unpin(sequence.id)
+            parts.append((sequence, sequence.take(num_tokens, self.config.block_size)))
+        sequences = [sequence for sequence, _ in parts]
+        for sequence in sequences:
+            self.prefix_cache.offer(sequence)
+        self._roster.slices_taken(sequences)
+        return self._lanes.send(parts, copies)
+
+    def commit(self, result: StepResult, now: float) -> list[SequenceEvent]:
+        """Apply what the last stage says of a step; a result of an older epoch or unknown step is ignored."""
+        step = self._lanes.receive(result)
+        if step is None:
+            return []
+        self._throughput.committed(step.plan.num_tokens, now, pipeline_empty=not len(self._lanes))
+        drawn = {d.sequence_id: d for d in result.drawn}
+        scored = {s.sequence_id: s for s in result.scored}
+        events: list[SequenceEvent] = []
+        for sequence, piece in step.parts:
+            sequence.steps_in_flight -= 1
+            sequence.computed = max(sequence.computed, piece.end)
+            if sequence.status is SequenceStatus.ENDING:
+                if sequence.steps_in_flight == 0:
+                    self._release(sequence)
+            else:
+                self._apply(sequence, piece, drawn.get(sequence.id), scored.get(sequence.id), events)
+        return events
+
+    def _apply(
+        self,
+        sequence: Sequence,
+        piece: Slice,
+        drawn: Drawn | None,
+        scored: Scored | None,
+        events: list[SequenceEvent],
+    ) -> None:
+        group = self._groups[sequence.request.id]
+        if piece.targets:
+            if scored is None or len(scored.logprobs) != len(piece.targets):
+                events += self._fail(group, "the prompt could not be scored")
+                return
+            sequence.scores.extend(scored.logprobs)
+        if piece.draw is None:
+            if sequence.known_end is not None and sequence.computed == len(sequence.token_ids):
+                events.append(self._end(sequence, group, finish=sequence.known_end))
+            return
+        if drawn is None or drawn.token_id is None:
+            self._blocks.forget_contents_of(sequence.id)  # whatever made them so is not for others to find
+            events.append(self._end(sequence, group, error=RequestFailed("the model's output is not finite")))
+            return
+        sequence.token_ids.append(drawn.token_id)
+        self._queue.charge(group.caller, 1)
+        end = sequence.end_after(drawn.token_id, self.config.eos_id)
+        event = sequence.event(
+            token_id=drawn.token_id, logprobs=drawn.logprobs, finish=end, admitted_s=group.admitted_s
+        )
+        events.append(event)
+        if end is not None:
+            self._retire(sequence, group)
+            return
+        self._roster.token_returned(sequence)
+        if self._quarantine.watches(group.key) and not any(
+            len(s.token_ids) <= s.loss_mark for s in group.live
+        ):
+            self._quarantine.cleared(group.key)
+
+    def lose_stage(self, epoch: int, now: float) -> list[SequenceEvent]:
+        """Begin a new epoch: what was in flight never happened, and everybody computes anew.
+
+        Nobody's tokens are lost, so nobody hears of it, except a request that is certain to have
+        killed the stage: it fails.
+        """
+        culprit = self._quarantine.lost(self._lanes.lose(epoch))
+        self._blocks.forget_contents()
+        for sequence in list(self._ending.values()):
+            self._release(sequence)
+        for sequence in self._roster.running:
+            sequence.rewind()
+            self._blocks.unpin(sequence.id)
+        self._roster.restart()
+        if culprit is None:
+            return []
+        return self._fail(self._groups[culprit], "a stage died each time this request was computed")
+
+    def _fail(self, group: SequenceGroup, problem: str) -> list[SequenceEvent]:
+        return [self._end(s, group, error=RequestFailed(problem)) for s in group.live]
+
+    def check_invariants(self) -> None:
+        """What must hold between any two calls. Raises AssertionError."""
+        self._blocks.check_invariants()
+        assert len(self._lanes) <= self.config.max_microbatches
+        self._roster.check_invariants()
+        admitted = [*self._roster.running, *self._ending.values()]
+        self._lanes.check_invariants(admitted)
+        for sequence in admitted:
+            assert sequence.block_table == self._blocks.table(sequence.id)
+        live = [s.id for g in self._groups.values() for s in g.live]
+        queued = [s.id for g in self._queue.entries() for s in g.live]
+        assert sorted(live) == sorted([*queued, *(s.id for s in self._roster.running)])
+        if not self.has_work:
+            assert self._blocks.num_held == 0, "idle, yet blocks are held"

@@ -1,0 +1,106 @@
+"""What a person sees of a start: progress while weights load, then one table and what to try next."""
+
+from __future__ import annotations
+
+import sys
+import threading
+from types import TracebackType
+
+from ppserve.head.cards import ModelCard, Topology
+from ppserve.head.engine.members import Members, StageState
+
+_REDRAW_S = 0.2
+_BAR = 24
+
+
+def banner(card: ModelCard, topology: Topology, host: str, port: int, metrics_port: int) -> str:
+    """Stages, what they hold and where, the addresses, and the exact command to try next."""
+    arch = card.architecture
+    lines = [
+        "",
+        f"ppserve {card.version}: {card.name}, {_count(card.num_parameters)} parameters, {card.dtype},"
+        f" context {card.max_context}",
+        f"  {'stage':<6} {'layers':<10} {'params':>8} {'weights':>9} {'KV':>9}  device",
+    ]
+    for stage in topology.stages:
+        parts = ["wte"] * (stage.stage == 0) + [stage.blocks]
+        parts += ["head"] * (stage.stage == len(topology.stages) - 1)
+        lines.append(
+            f"  {stage.stage:<6} {'+'.join(parts):<10} {_count(stage.num_parameters):>8}"
+            f" {_size(stage.weight_bytes):>9} {_size(stage.kv_bytes):>9}  {stage.device} on {stage.host}"
+        )
+    lines += [
+        f"  {arch.num_layers} blocks over {len(topology.stages)} stage{'s' * (len(topology.stages) > 1)},"
+        f" {topology.transport} transport, {topology.microbatches} microbatch{'es' * (topology.microbatches > 1)}"
+        " in flight",
+    ]
+    if not card.deterministic:
+        lines.append(f"  not deterministic here: {card.why_not}")
+    lines += [f"  gRPC     {host}:{port}", f"  metrics  http://{host}:{metrics_port}/metrics", "", "Try:"]
+    if card.has_tokenizer:
+        lines.append(f'  ppserve generate --target {host}:{port} "Once upon a time"')
+    else:
+        lines.append(f"  ppserve health --target {host}:{port}    (no tokenizer: send token ids)")
+    return "\n".join([*lines, ""])
+
+
+class Progress:
+    """While entered, shows on a terminal how far each stage is; elsewhere it says nothing."""
+
+    def __init__(self, members: Members) -> None:
+        self._members = members
+        self._done = threading.Event()
+        self._thread = threading.Thread(target=self._draw, name="progress", daemon=True)
+
+    def __enter__(self) -> None:
+        if sys.stderr.isatty():
+            self._thread.start()
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._done.set()
+        if self._thread.is_alive():
+            self._thread.join()
+            print("\r\x1b[K", end="", file=sys.stderr, flush=True)
+
+    def _draw(self) -> None:
+        while not self._done.wait(_REDRAW_S):
+            print("\r\x1b[K" + "  ".join(self._stages()), end="", file=sys.stderr, flush=True)
+
+    def _stages(self) -> list[str]:
+        words = []
+        for member in self._members.stages:
+            done, total = member.progress
+            if member.state is StageState.LOADING and total:
+                filled = _BAR * done // total
+                words.append(f"stage {member.stage} [{'#' * filled}{'.' * (_BAR - filled)}] {_size(done)}")
+            else:
+                words.append(f"stage {member.stage} {_WORDS[member.state]}")
+        return words
+
+
+_WORDS = {
+    StageState.ABSENT: "starting",
+    StageState.LOADING: "loading",
+    StageState.LOADED: "loaded",
+    StageState.FORMING: "joining",
+    StageState.READY: "ready",
+    StageState.LEAVING: "leaving",
+}
+
+
+def _count(number: float) -> str:
+    for unit in ("", "K", "M"):
+        if number < 1000:
+            return f"{number:.3g}{unit}"
+        number /= 1000
+    return f"{number:.3g}B"
+
+
+def _size(number: float) -> str:
+    for unit in ("B", "KiB", "MiB"):
+        if number < 1024:
+            return f"{number:.4g} {unit}"
+        number /= 1024
+    return f"{number:.4g} GiB"

@@ -1,0 +1,136 @@
+"""The live page: what the server does right now, for people, on the metrics port.
+
+`/` is one file without anything from elsewhere; it asks `/state.json` every second. The state holds counters,
+not rates: a browser subtracts two readings, so any number of them may look, each in its own rhythm.
+"""
+
+from __future__ import annotations
+
+import base64
+import hashlib
+import re
+from collections import deque
+from collections.abc import Callable, Iterable
+from importlib import resources
+from typing import Any
+
+from ppserve.core.ledger.account import Settled, StageTimes
+from ppserve.core.ledger.causes import IDLE, KINDS
+from ppserve.head.cards import ModelCard, Topology
+from ppserve.head.observe.http import Answer
+from ppserve.head.observe.metrics import Latency, Load, Metrics
+
+MAX_SPANS = 1500
+"""Per stage: what a picture can show, and what a browser may ask for every second."""
+WINDOW_S = 10.0
+
+_KIND_NUMBERS = {kind: number for number, kind in enumerate(KINDS)}
+
+
+class Schedule:
+    """The latest spans of every stage's ledger, a bounded number. For one thread, the engine's."""
+
+    def __init__(self, num_stages: int) -> None:
+        self._spans: list[deque[Settled]] = [deque(maxlen=MAX_SPANS) for _ in range(num_stages)]
+
+    def settled(self, settled: Settled) -> None:
+        """The ledger named a stretch of a stage's time. Being idle is not drawn."""
+        if settled.span.kind != IDLE:
+            self._spans[settled.stage].append(settled)
+
+    def recent(self) -> list[list[Settled]]:
+        """Every stage's spans, oldest first."""
+        return [list(spans) for spans in self._spans]
+
+
+def describe_state(
+    card: ModelCard, topology: Topology, times: tuple[StageTimes, ...], load: Load, now_ns: int
+) -> dict[str, Any]:
+    """What the page shows, but for the schedule. Durations are seconds, counters run since the start."""
+    return {
+        "now_s": now_ns / 1e9,
+        "model": {
+            "name": card.name,
+            "params": card.num_parameters,
+            "dtype": card.dtype,
+            "deterministic": card.deterministic,
+            "version": card.version,
+        },
+        "transport": topology.transport,
+        "epoch": topology.epoch,
+        "microbatches": topology.microbatches,
+        "advice": topology.advice,
+        "running": load.running,
+        "waiting": load.waiting,
+        "in_flight": load.in_flight,
+        "kv_usage": load.kv_usage,
+        "requests": load.requests,
+        "prompt_tokens": load.prompt_tokens,
+        "generated_tokens": load.generated_tokens,
+        "ttft": _latency(load.ttft),
+        "itl": _latency(load.itl),
+        "kinds": KINDS,
+        "stages": [
+            {
+                "stage": stage.stage,
+                "rank": stage.rank,
+                "host": stage.host,
+                "device": stage.device,
+                "blocks": stage.blocks,
+                "params": stage.num_parameters,
+                "live": stage.live,
+                "restarts": stage.restarts,
+                "time_s": _seconds(stage_times),
+            }
+            for stage, stage_times in zip(topology.stages, times, strict=True)
+        ],
+    }
+
+
+def describe_schedule(spans: Iterable[list[Settled]], now_ns: int) -> list[list[list[int]]]:
+    """Per stage [number of the kind, microseconds before now at its start, microseconds long, step or -1]."""
+    oldest_ns = now_ns - int(WINDOW_S * 1e9)
+    return [
+        [
+            [
+                _KIND_NUMBERS[settled.span.kind],
+                (now_ns - settled.span.start) // 1000,
+                (settled.span.end - settled.span.start) // 1000,
+                -1 if settled.step_id is None else settled.step_id,
+            ]
+            for settled in of_stage
+            if settled.span.end > oldest_ns
+        ]
+        for of_stage in spans
+    ]
+
+
+def serve_page(metrics: Metrics, ask_state: Callable[[], dict[str, Any]]) -> None:
+    """Adds `/` and `/state.json` to the metrics port."""
+    html = resources.files("ppserve").joinpath("head/observe/web/index.html").read_text("utf-8")
+    answer = Answer("text/html; charset=utf-8", html.encode(), {"Content-Security-Policy": content_policy(html)})
+    metrics.routes["/"] = lambda: answer
+    metrics.serve_json("/state.json", ask_state)
+
+
+def content_policy(html: str) -> str:
+    """Allows the one script and the one style of the page, its own state, and nothing else at all."""
+
+    def source(tag: str) -> str:
+        blocks = re.findall(rf"<{tag}>(.*?)</{tag}>", html, re.DOTALL)
+        digests = (base64.b64encode(hashlib.sha256(block.encode()).digest()).decode() for block in blocks)
+        return " ".join(f"'sha256-{digest}'" for digest in digests)
+
+    return (
+        f"default-src 'none'; script-src {source('script')}; style-src {source('style')}; connect-src 'self'; "
+        "img-src data:; base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
+    )
+
+
+def _seconds(times: StageTimes) -> dict[str, float]:
+    spent_ns = {**times.busy_ns, **times.bubble_ns, IDLE: times.idle_ns}
+    return {kind: spent_ns[kind] / 1e9 for kind in KINDS}
+
+
+def _latency(latency: Latency) -> dict[str, list[float]]:
+    return {"bounds_s": list(latency.bounds_s), "counts": list(latency.counts)}

@@ -1,0 +1,387 @@
+"""Everything that Prometheus sees: one registry, one `/metrics` for all stages, on the head.
+
+Names are a contract: base units, no colons, no labels that grow with requests. Every label set exists from
+the start with the value zero, so that rates are right from the first event on.
+"""
+
+from __future__ import annotations
+
+import json
+import platform
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass, field
+
+from prometheus_client import (
+    CollectorRegistry,
+    Counter,
+    Gauge,
+    Histogram,
+    disable_created_metrics,
+    generate_latest,
+)
+from prometheus_client.core import CounterMetricFamily, Metric
+from prometheus_client.exposition import CONTENT_TYPE_LATEST
+from prometheus_client.registry import Collector
+
+from ppserve.core.ledger.account import StageTimes
+from ppserve.core.ledger.causes import BUSY
+from ppserve.core.plan import StepResult
+from ppserve.core.request import FinishReason
+from ppserve.errors import RequestError
+from ppserve.head.cards import ModelCard, Topology
+from ppserve.head.engine.open_request import OpenRequest
+from ppserve.head.engine.output import TokenOutput
+from ppserve.head.observe.http import HttpServer, Route
+
+# A second series per counter, for a format that nobody asks for here.
+disable_created_metrics()  # type: ignore[no-untyped-call]
+
+STATUSES = (
+    "INVALID_ARGUMENT",
+    "UNIMPLEMENTED",
+    "RESOURCE_EXHAUSTED",
+    "UNAVAILABLE",
+    "DEADLINE_EXCEEDED",
+    "UNAUTHENTICATED",
+    "INTERNAL",
+)
+RESTART_CAUSES = ("exit", "frozen", "stuck")
+
+STEP_BUCKETS = tuple(50e-6 * 2**k for k in range(16))
+TTFT_BUCKETS = (
+    0.0005, 0.001, 0.002, 0.005, 0.01, 0.02, 0.035, 0.05, 0.075, 0.1, 0.15, 0.25, 0.5, 0.75, 1, 2.5, 5, 10, 30, 60,
+)  # fmt: skip
+TOKEN_BUCKETS = (
+    0.0002, 0.0005, 0.001, 0.002, 0.003, 0.005, 0.0075, 0.01, 0.015,
+    0.02, 0.03, 0.05, 0.075, 0.1, 0.2, 0.5, 1, 2.5,
+)  # fmt: skip
+QUEUE_BUCKETS = (0.0001, 0.0005, 0.001, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60)
+DURATION_BUCKETS = (0.0005, 0.002, *(0.005 * 2**k for k in range(15)))
+ROWS_BUCKETS = tuple(2**k for k in range(13))
+
+
+@dataclass(frozen=True, slots=True)
+class Latency:
+    """A histogram since the start: counts of values up to each bound, those of smaller bounds included."""
+
+    bounds_s: tuple[float, ...]
+    counts: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Load:
+    """How full the server is now, and what it has done since the start. kv_usage: 0 to 1."""
+
+    running: int
+    waiting: int
+    in_flight: int
+    kv_usage: float
+    requests: int
+    prompt_tokens: int
+    generated_tokens: int
+    ttft: Latency
+    itl: Latency
+
+
+class Metrics:
+    """Fed by the engine's thread; read by HTTP threads. `routes` may be extended while serving."""
+
+    def __init__(self, num_stages: int) -> None:
+        self._num_stages = num_stages
+        self.registry = CollectorRegistry(auto_describe=False)
+        self.routes: dict[str, Route] = {"/metrics": self._render}
+        self._server: HttpServer | None = None
+        self._pipeline = _PipelineMetrics(self.registry, num_stages)
+        self._requests = _RequestMetrics(self.registry)
+
+    # ---- the HTTP side --------------------------------------------------------------------------------
+
+    def start_http(self, host: str, port: int, stage_times: Callable[[], tuple[StageTimes, ...]]) -> int:
+        """Serve; returns the port. stage_times: one consistent reading of all stages, at every scrape.
+
+        Raises OSError when the address cannot be bound.
+        """
+        self.registry.register(_LedgerCollector(stage_times))
+        self._server = HttpServer(host, port, self.routes)
+        return self._server.port
+
+    def serve_json(self, path: str, ask: Callable[[], object]) -> None:
+        """Answer GETs of `path` with what `ask` returns at that moment."""
+        self.routes[path] = lambda: ("application/json", json.dumps(ask()).encode())
+
+    def reading(self) -> Load:
+        """The figures that the live page shows."""
+        requests, pipeline = self._requests, self._pipeline
+        return Load(
+            running=int(_value(requests.running)),
+            waiting=int(_value(requests.waiting)),
+            in_flight=int(_value(pipeline.in_flight)),
+            kv_usage=_value(pipeline.kv_usage),
+            requests=int(sum(_value(ended) for ended in requests.ended.values())),
+            prompt_tokens=int(_value(requests.prompt)),
+            generated_tokens=int(_value(requests.generated)),
+            ttft=_latency(requests.ttft),
+            itl=_latency(requests.itl),
+        )
+
+    def close(self) -> None:
+        if self._server is not None:
+            self._server.close()
+
+    def _render(self) -> tuple[str, bytes]:
+        return CONTENT_TYPE_LATEST, generate_latest(self.registry)
+
+    # ---- what is served -------------------------------------------------------------------------------
+
+    def describe(self, card: ModelCard, topology: Topology, version: str) -> None:
+        """What runs where; may be called again when that changes."""
+        self._pipeline.describe(topology)
+        self._pipeline.build_info.clear()
+        self._pipeline.build_info.labels(version, platform.python_version(), card.name, card.dtype).set(1)
+
+    # ---- the pipeline ---------------------------------------------------------------------------------
+
+    def microbatch(self, phase: str, num_tokens: int) -> None:
+        """A step was dispatched with that many rows."""
+        self._pipeline.tokens[phase].observe(num_tokens)
+
+    def step_done(self, result: StepResult, phase: str) -> None:
+        """A stage reported a step."""
+        self._pipeline.step_done(result, phase)
+
+    def load(self, *, running: int, waiting: int, in_flight: int, kv_usage: float) -> None:
+        """How full everything is. kv_usage: 0 to 1."""
+        self._requests.running.set(running)
+        self._requests.waiting.set(waiting)
+        self._pipeline.in_flight.set(in_flight)
+        self._pipeline.kv_usage.set(kv_usage)
+
+    def epoch_lost(self) -> None:
+        """What is in flight will not be reported any more."""
+        self._pipeline.forget_in_flight()
+
+    def stage_restarted(self, stage: int, cause: str) -> None:
+        self._pipeline.restarted(stage, cause)
+
+    # ---- requests -------------------------------------------------------------------------------------
+
+    def output(self, opened: OpenRequest, output: TokenOutput, now_s: float) -> None:
+        """A stream hears of a token, an end, or both; after `opened` has taken note of it."""
+        self._requests.output(opened, output, now_s)
+
+    def refused(self, error: RequestError) -> None:
+        """A request ended before it was queued."""
+        self._requests.ended[error.status].inc()
+
+
+def _value(metric: Counter | Gauge) -> float:
+    return next(sample.value for family in metric.collect() for sample in family.samples)
+
+
+def _latency(histogram: Histogram) -> Latency:
+    buckets = [s for family in histogram.collect() for s in family.samples if s.name.endswith("_bucket")]
+    return Latency(tuple(float(s.labels["le"]) for s in buckets[:-1]), tuple(int(s.value) for s in buckets))
+
+
+class _PipelineMetrics:
+    def __init__(self, registry: CollectorRegistry, num_stages: int) -> None:
+        stages = [str(stage) for stage in range(num_stages)]
+        step = Histogram(
+            "ppserve_stage_step_seconds",
+            "Compute time of one step on one stage.",
+            ["stage", "phase"],
+            buckets=STEP_BUCKETS,
+            registry=registry,
+        )
+        self.step = [{phase: step.labels(stage, phase) for phase in BUSY} for stage in stages]
+        transfer = Histogram(
+            "ppserve_transfer_seconds",
+            "From computed on this stage, or from when the next was ready for it, to received there.",
+            ["stage"],
+            buckets=STEP_BUCKETS,
+            registry=registry,
+        )
+        self.transfer = [transfer.labels(stage) for stage in stages[:-1]]
+        transfer_bytes = Counter(
+            "ppserve_transfer_bytes", "Hidden states sent by this stage.", ["stage"], registry=registry
+        )
+        self.transfer_bytes = [transfer_bytes.labels(stage) for stage in stages[:-1]]
+        tokens = Histogram(
+            "ppserve_microbatch_tokens",
+            "Rows of a step.",
+            ["phase"],
+            buckets=ROWS_BUCKETS,
+            registry=registry,
+        )
+        self.tokens = {phase: tokens.labels(phase) for phase in BUSY}
+        self.in_flight = Gauge("ppserve_microbatches_in_flight", "Steps in the pipeline.", registry=registry)
+        self.kv_usage = Gauge("ppserve_kv_usage_ratio", "Share of KV blocks in use.", registry=registry)
+        self._restarts = Counter(
+            "ppserve_stage_restarts", "Stages that died, by how.", ["stage", "cause"], registry=registry
+        )
+        for stage in stages:
+            for cause in RESTART_CAUSES:
+                self._restarts.labels(stage, cause)
+        self.stage_info = Gauge(
+            "ppserve_stage_info",
+            "What runs where; the value is 1.",
+            ["stage", "rank", "host", "device", "layers", "params"],
+            registry=registry,
+        )
+        self.build_info = Gauge(
+            "ppserve_build_info",
+            "What is served by what; the value is 1.",
+            ["version", "python", "model", "dtype"],
+            registry=registry,
+        )
+        self._links = _Links(num_stages)
+
+    def describe(self, topology: Topology) -> None:
+        self.stage_info.clear()
+        for stage in topology.stages:
+            self.stage_info.labels(
+                str(stage.stage),
+                str(stage.rank),
+                stage.host,
+                stage.device,
+                stage.blocks,
+                str(stage.num_parameters),
+            ).set(1)
+
+    def step_done(self, result: StepResult, phase: str) -> None:
+        stamps = result.stamps
+        self.step[result.stage][phase].observe((stamps.ended - stamps.begun) / 1e9)
+        if result.stage < len(self.transfer):
+            self.transfer_bytes[result.stage].inc(result.bytes_sent)
+        for sender, seconds in self._links.reported(result):
+            self.transfer[sender].observe(seconds)
+
+    def restarted(self, stage: int, cause: str) -> None:
+        self._restarts.labels(str(stage), cause).inc()
+
+    def forget_in_flight(self) -> None:
+        self._links.forget()
+
+
+class _Links:
+    """Matches what two neighbours say about a step. Holds only steps that not all stages have reported."""
+
+    def __init__(self, num_stages: int) -> None:
+        self._num_stages = num_stages
+        self._reports: dict[int, dict[int, StepResult]] = {}
+
+    def reported(self, result: StepResult) -> Iterator[tuple[int, float]]:
+        """(sending stage, seconds) of the links that this report completes."""
+        reports = self._reports.setdefault(result.step_id, {})
+        reports[result.stage] = result
+        for receiver in (result.stage, result.stage + 1):
+            if receiver in reports and receiver - 1 in reports:
+                sent, received = reports[receiver - 1].stamps, reports[receiver].stamps
+                took_ns = received.received - max(sent.ended, received.awaited)
+                yield receiver - 1, max(0, took_ns) / 1e9
+        if len(reports) == self._num_stages:
+            del self._reports[result.step_id]
+
+    def forget(self) -> None:
+        """A stage is gone, and with it the rest of what was in flight."""
+        self._reports.clear()
+
+
+@dataclass(slots=True)
+class _Heard:
+    """What the stream of one open request has heard. last_token_s: by index."""
+
+    last_token_s: dict[int, float] = field(default_factory=dict)
+
+
+class _RequestMetrics:
+    def __init__(self, registry: CollectorRegistry) -> None:
+        def histogram(name: str, text: str, buckets: tuple[float, ...]) -> Histogram:
+            return Histogram(f"ppserve_{name}_seconds", text, buckets=buckets, registry=registry)
+
+        self.ttft = histogram("time_to_first_token", "From arrival to a request's first token.", TTFT_BUCKETS)
+        self.itl = histogram("inter_token_latency", "Between two tokens of a sequence.", TOKEN_BUCKETS)
+        self.tpot = histogram(
+            "time_per_output_token", "Mean over a sequence's tokens after its first.", TOKEN_BUCKETS
+        )
+        self.duration = histogram("request_duration", "From arrival to a request's end.", DURATION_BUCKETS)
+        self.queue = histogram("request_queue", "From arrival to admission.", QUEUE_BUCKETS)
+        ended = Counter("ppserve_requests", "Requests that ended, by how.", ["reason"], registry=registry)
+        self.ended = {reason: ended.labels(reason) for reason in (*(r.value for r in FinishReason), *STATUSES)}
+        self.prompt = Counter("ppserve_prompt_tokens", "Prompt tokens of admitted requests.", registry=registry)
+        self.cached = Counter(
+            "ppserve_cached_prompt_tokens", "Prompt tokens found in the prefix cache.", registry=registry
+        )
+        self.generated = Counter("ppserve_generated_tokens", "Tokens generated.", registry=registry)
+        self.running = Gauge("ppserve_requests_running", "Admitted sequences.", registry=registry)
+        self.waiting = Gauge("ppserve_requests_waiting", "Sequences in the queue.", registry=registry)
+        self._heard: dict[str, _Heard] = {}
+
+    def output(self, opened: OpenRequest, output: TokenOutput, now_s: float) -> None:
+        request_id = opened.request.id
+        heard = self._heard.get(request_id)
+        if heard is None:
+            heard = self._heard[request_id] = _Heard()
+            self._admitted(opened)
+        if output.token_id is not None:
+            self._token(opened, heard, output.index, now_s)
+        if output.finish is not None:
+            self._sequence_ended(opened, output)
+        if opened.is_complete:
+            del self._heard[request_id]
+            self.duration.observe(now_s - opened.arrived_s)
+            reason = output.finish or (output.error.status if output.error else "INTERNAL")
+            self.ended[reason].inc()
+
+    def _admitted(self, opened: OpenRequest) -> None:
+        if opened.admitted_s is not None:
+            self.queue.observe(max(0.0, opened.admitted_s - opened.arrived_s))
+            self.prompt.inc(len(opened.request.prompt_ids))
+
+    def _token(self, opened: OpenRequest, heard: _Heard, index: int, now_s: float) -> None:
+        self.generated.inc()
+        if not heard.last_token_s:
+            self.ttft.observe(now_s - opened.arrived_s)
+        elif index in heard.last_token_s:
+            self.itl.observe(now_s - heard.last_token_s[index])
+        heard.last_token_s[index] = now_s
+
+    def _sequence_ended(self, opened: OpenRequest, output: TokenOutput) -> None:
+        self.cached.inc(output.cached_tokens)
+        first_s, last_s, num_tokens = opened.token_times(output.index)
+        if first_s is not None and last_s is not None and num_tokens > 1:
+            self.tpot.observe((last_s - first_s) / (num_tokens - 1))
+
+
+class _LedgerCollector(Collector):
+    """The ledger of all stages, from one reading per scrape."""
+
+    def __init__(self, stage_times: Callable[[], tuple[StageTimes, ...]]) -> None:
+        self._stage_times = stage_times
+
+    def describe(self) -> Iterable[Metric]:
+        return self._families(())
+
+    def collect(self) -> Iterable[Metric]:
+        return self._families(self._stage_times())
+
+    def _families(self, stages: tuple[StageTimes, ...]) -> tuple[Metric, ...]:
+        busy = CounterMetricFamily(
+            "ppserve_stage_busy_seconds", "Time a stage computed.", labels=["stage", "phase"]
+        )
+        bubble = CounterMetricFamily(
+            "ppserve_stage_bubble_seconds",
+            "Time a stage waited while the server had work, by cause.",
+            labels=["stage", "cause"],
+        )
+        idle = CounterMetricFamily(
+            "ppserve_stage_idle_seconds", "Time the server had no work at all.", labels=["stage"]
+        )
+        for number, times in enumerate(stages):
+            stage = str(number)
+            for phase, ns in times.busy_ns.items():
+                busy.add_metric([stage, phase], ns / 1e9)
+            for cause, ns in times.bubble_ns.items():
+                bubble.add_metric([stage, cause], ns / 1e9)
+            idle.add_metric([stage], times.idle_ns / 1e9)
+        return busy, bubble, idle

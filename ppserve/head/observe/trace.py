@@ -1,0 +1,221 @@
+"""The pipeline's schedule as a Chrome trace, for Perfetto (ui.perfetto.dev) or chrome://tracing.
+
+One row per stage; a step is named `2F7` (stage 2, step 7), a wait by its cause. Arrows are activations on their
+way to the next stage; queue and KV use are counters. Times are those of the ledger, on the head's clock.
+
+The file is JSON's array form, which readers accept without its closing bracket: it grows by whole events only,
+so it can be opened while it is written and after a kill -9 (what came in the last second may be missing).
+"""
+
+from __future__ import annotations
+
+import itertools
+import json
+import logging
+import os
+import threading
+import time
+from pathlib import Path
+
+from ppserve.core.ledger.account import Settled
+from ppserve.core.ledger.causes import BUSY, IDLE
+from ppserve.core.plan import StepPlan, StepResult
+from ppserve.errors import ConfigError
+
+log = logging.getLogger(__name__)
+
+MAX_BYTES = 256 << 20
+_CHUNK_BYTES = 64 << 10
+_FLUSH_EVERY_S = 1.0
+_STEPS, _WAITS = 0, 1  # thread ids; both in the stage's process
+
+Event = dict[str, object]
+
+
+class Trace:
+    """Off until started. Every method may be called from any thread.
+
+    path: where to write, at once; None: nothing until `toggle`, then to ppserve-trace-PID.json in the
+    working directory. A file that exists is never overwritten by a later start: those get a number. A file
+    that reaches `max_bytes`, or a full disk, ends the trace with a warning, and nothing else.
+
+    Raises ConfigError when `path` cannot be written.
+    """
+
+    def __init__(self, num_stages: int, path: Path | None, max_bytes: int = MAX_BYTES) -> None:
+        self._num_stages = num_stages
+        self._path = path or Path(f"ppserve-trace-{os.getpid()}.json")
+        self._max_bytes = max_bytes
+        self._lock = threading.Lock()
+        self._file: _EventFile | None = None
+        self._num_started = 0
+        if path is not None:
+            try:
+                self.start()
+            except OSError as error:
+                raise ConfigError("--trace", f"cannot write {path}: {error.strerror}") from None
+
+    @property
+    def is_on(self) -> bool:
+        return self._file is not None
+
+    def start(self) -> Path:
+        """Begin a new file; nothing changes when one is being written. Raises OSError."""
+        with self._lock:
+            if self._file is None:
+                self._file = _EventFile(self._next_path(), self._max_bytes)
+                self._num_started += 1
+                log.info("tracing to %s", self._file.path)
+                self._name_rows(self._file)
+            return self._file.path
+
+    def stop(self) -> None:
+        """End the file, if one is being written."""
+        with self._lock:
+            if self._file is not None:
+                self._end(self._file, "trace written to %s")
+
+    close = stop
+
+    def toggle(self) -> None:
+        """Start, or stop. What cannot be started is logged."""
+        if self.is_on:
+            self.stop()
+            return
+        try:
+            self.start()
+        except OSError as error:
+            log.error("cannot trace to %s: %s", self._path, error.strerror)
+
+    # ---- what happens ---------------------------------------------------------------------------------
+
+    def step_done(self, result: StepResult, plan: StepPlan) -> None:
+        """A stage reported a step; its stamps are on the head's clock."""
+        if self._file is None:
+            return
+        stage, stamps = result.stage, result.stamps
+        row: Event = {"pid": stage, "tid": _STEPS}
+        duration_ns = max(stamps.ended - stamps.begun, 0)
+        args = {"phase": plan.phase, "tokens": plan.num_tokens, "slices": len(plan.slices), "lane": plan.lane}
+        name = f"{stage}F{plan.step_id}"
+        events: list[Event] = [
+            {"ph": "X", "name": name, "cat": plan.phase, **row, **_at(stamps.begun), "dur": duration_ns / 1e3}
+            | {"args": args}
+        ]
+        # Arrows bind to the step that encloses them; their ids name the step and the link.
+        arrow: Event = {"name": "hidden states", "cat": "activation"}
+        if stage < self._num_stages - 1:
+            ended = stamps.begun + duration_ns
+            events.append({"ph": "s", **arrow, "id": f"{plan.step_id}.{stage}", **row, **_at(ended)})
+        if stage > 0:
+            into = {"ph": "f", "bp": "e", "id": f"{plan.step_id}.{stage - 1}"}
+            events.append({**into, **arrow, **row, **_at(stamps.begun)})
+        self._write(events)
+
+    def settled(self, settled: Settled) -> None:
+        """The ledger named a stretch of a stage's time; waits are drawn, computations already are."""
+        span = settled.span
+        if self._file is None or span.kind in BUSY or span.kind == IDLE:
+            return
+        row: Event = {"pid": settled.stage, "tid": _WAITS}
+        duration = {"dur": (span.end - span.start) / 1e3}
+        waited_for = {} if settled.step_id is None else {"args": {"for": f"{settled.stage}F{settled.step_id}"}}
+        event: Event = {"ph": "X", "name": span.kind, "cat": "bubble", **row, **_at(span.start), **duration}
+        self._write([event | waited_for])
+
+    def load(self, running: int, waiting: int, kv_usage: float) -> None:
+        """How full the server is right now."""
+        if self._file is None:
+            return
+        now = {"pid": self._num_stages, **_at(time.monotonic_ns())}
+        self._write(
+            [
+                {"ph": "C", "name": "sequences", **now, "args": {"running": running, "waiting": waiting}},
+                {"ph": "C", "name": "KV use", **now, "args": {"ratio": round(kv_usage, 4)}},
+            ]
+        )
+
+    # ---- how ------------------------------------------------------------------------------------------
+
+    def _next_path(self) -> Path:
+        """The path asked for, or a numbered one beside it."""
+        if self._num_started == 0:
+            return self._path
+        numbered = (
+            self._path.with_stem(f"{self._path.stem}-{n}") for n in itertools.count(self._num_started + 1)
+        )
+        return next(path for path in numbered if not path.exists())
+
+    def _name_rows(self, file: _EventFile) -> None:
+        for stage in range(self._num_stages + 1):
+            title = f"stage {stage}" if stage < self._num_stages else "head"
+            of_stage: Event = {"ph": "M", "pid": stage}
+            file.write({**of_stage, "name": "process_name", "args": {"name": title}})
+            file.write({**of_stage, "name": "process_sort_index", "args": {"sort_index": stage}})
+            for tid, row in ((_STEPS, "steps"), (_WAITS, "waits")) if stage < self._num_stages else ():
+                file.write({**of_stage, "tid": tid, "name": "thread_name", "args": {"name": row}})
+
+    def _write(self, events: list[Event]) -> None:
+        with self._lock:
+            if (file := self._file) is None:
+                return
+            try:
+                for event in events:
+                    file.write(event)
+            except OSError as error:
+                self._file = None
+                log.warning("the trace ends: %s: %s", file.path, error.strerror)
+                return
+            if file.is_full:
+                self._end(file, "the trace ends, %s is as large as it may become")
+
+    def _end(self, file: _EventFile, message: str) -> None:
+        self._file = None
+        try:
+            file.close()
+        except OSError as error:
+            log.warning("the trace ends: %s: %s", file.path, error.strerror)
+        else:
+            log.info(message, file.path)
+
+
+class _EventFile:
+    """A JSON array that grows by whole events. Raises OSError."""
+
+    def __init__(self, path: Path, max_bytes: int) -> None:
+        self.path = path
+        self._max_bytes = max_bytes
+        self._descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o644)
+        self._pending = bytearray(b"[")
+        self._separator = b"\n"
+        self._num_bytes = 0
+        self._flushed_s = time.monotonic()
+
+    @property
+    def is_full(self) -> bool:
+        return self._num_bytes + len(self._pending) >= self._max_bytes
+
+    def write(self, event: Event) -> None:
+        self._pending += self._separator + json.dumps(event, separators=(",", ":")).encode()
+        self._separator = b",\n"
+        if len(self._pending) >= _CHUNK_BYTES or time.monotonic() - self._flushed_s >= _FLUSH_EVERY_S:
+            self._flush()
+
+    def close(self) -> None:
+        try:
+            self._pending += b"\n]\n"
+            self._flush()
+        finally:
+            os.close(self._descriptor)
+
+    def _flush(self) -> None:
+        pending = memoryview(bytes(self._pending))
+        self._pending.clear()
+        self._num_bytes += len(pending)
+        self._flushed_s = time.monotonic()
+        while pending:
+            pending = pending[os.write(self._descriptor, pending) :]
+
+
+def _at(ns: int) -> Event:
+    return {"ts": ns / 1e3}

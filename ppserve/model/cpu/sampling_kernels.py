@@ -1,0 +1,281 @@
+"""The loops over the vocabulary behind `sampling`. Each looks at one row of float32 scores, in id order.
+
+Scores of -inf (banned ids) never survive. Ranks are by score, greatest first, then by id.
+"""
+# mypy: ignore-errors
+# (numba types these functions from their arguments; mypy cannot see through its intrinsics)
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+from numpy.typing import NDArray
+
+from ppserve.model.cpu.jit import inlined, kernel
+from ppserve.model.cpu.vector import (
+    exp,
+    fma,
+    load,
+    max_lanes,
+    splat,
+    store,
+    sum_lanes,
+    where_greater,
+)
+
+Floats = NDArray[np.float32]
+
+_BINS = 4096
+_LEAST = np.float32(-np.inf)
+_PIECE = 1024
+"""Scores whose float32 sum is rounded before it is added in float64."""
+
+
+@inlined
+def _load_or(array, i, other):
+    """Lanes of array[i : i + 16] with `other` beyond its end."""
+    if i + 16 <= len(array):
+        return load(array, i)
+    rest = np.empty(16, np.float32)
+    rest[:] = other
+    for j in range(len(array) - i):
+        rest[j] = array[i + j]
+    return load(rest, 0)
+
+
+@inlined
+def _four_greatest(scores_V, i, most):  # four independent chains: the comparison need not wait for itself
+    a, b, c, d = load(scores_V, i), load(scores_V, i + 16), load(scores_V, i + 32), load(scores_V, i + 48)
+    a, c = where_greater(a, b, a, b), where_greater(c, d, c, d)
+    a = where_greater(a, c, a, c)
+    return where_greater(a, most, a, most)
+
+
+@inlined
+def _greatest_of(scores_V, begin, end):
+    """The greatest of scores_V[begin:end]."""
+    most = splat(_LEAST)
+    whole = begin + (end - begin) // 64 * 64
+    for i in range(begin, whole, 64):
+        most = _four_greatest(scores_V, i, most)
+    greatest_here = max_lanes(most)
+    for i in range(whole, end):
+        greatest_here = max(greatest_here, scores_V[i])
+    return greatest_here
+
+
+@inlined
+def _maximum(scores_V):
+    return _greatest_of(scores_V, 0, len(scores_V))
+
+
+@kernel
+def is_finite(scores_V: Floats) -> bool:
+    """Whether no score is infinite or a NaN: zero times any of those is a NaN, and a NaN stays in a sum."""
+    zero = splat(np.float32(0))
+    a, b, c, d = zero, zero, zero, zero
+    whole = len(scores_V) // 64 * 64
+    for i in range(0, whole, 64):
+        a = fma(load(scores_V, i), zero, a)
+        b = fma(load(scores_V, i + 16), zero, b)
+        c = fma(load(scores_V, i + 32), zero, c)
+        d = fma(load(scores_V, i + 48), zero, d)
+    total = sum_lanes((a + b) + (c + d))
+    for i in range(whole, len(scores_V)):
+        total += np.float32(0) * scores_V[i]
+    return total == 0
+
+
+@kernel
+def greatest(scores_V: Floats) -> int:
+    """The id of the greatest score; the lowest such id; -1 when all are -inf."""
+    most, where = _LEAST, 0
+    for begin in range(0, len(scores_V), _PIECE):
+        here = _greatest_of(scores_V, begin, min(begin + _PIECE, len(scores_V)))
+        if here > most:
+            most, where = here, begin
+    for i in range(where, len(scores_V)):
+        if scores_V[i] == most and most > _LEAST:
+            return i
+    return -1
+
+
+@kernel
+def log_normalizer(scores_V: Floats) -> float:
+    """log Σ exp(score), float32 exponentials summed piecewise in float64."""
+    most = _maximum(scores_V)
+    total = 0.0
+    for begin in range(0, len(scores_V), _PIECE):
+        piece = splat(np.float32(0))
+        for i in range(begin, min(begin + _PIECE, len(scores_V)), 16):
+            piece = piece + exp(_load_or(scores_V, i, _LEAST) - splat(most))
+        total += np.float64(sum_lanes(piece))
+    return np.float64(most) + math.log(total)
+
+
+@kernel
+def most_likely(scores_V: Floats, count: int) -> NDArray[np.int64]:
+    """The `count` first ids by rank."""
+    ids = np.empty(count, np.int64)
+    held = 0
+    for i in range(len(scores_V)):
+        if held == count and not scores_V[i] > scores_V[ids[count - 1]]:
+            continue
+        at = min(held, count - 1)
+        while at > 0 and scores_V[i] > scores_V[ids[at - 1]]:
+            ids[at] = ids[at - 1]
+            at -= 1
+        ids[at] = i
+        held = min(held + 1, count)
+    return ids
+
+
+@inlined
+def _weights(scores_V, most, temperature):
+    """exp((score - most) / temperature) for all ids, padded with zeros to whole vectors."""
+    size = len(scores_V)
+    weights_V = np.empty((size + 15) // 16 * 16, np.float32)
+    for i in range(0, size, 16):
+        scaled = (_load_or(scores_V, i, _LEAST) - splat(most)) / splat(temperature)
+        store(weights_V, i, exp(scaled))
+    return weights_V
+
+
+@inlined
+def _bin_of(score, most, bins_per_unit):
+    return int((most - score) * bins_per_unit)
+
+
+@inlined
+def _bins_per_unit(scores_V, most):
+    """Bins spread over the finite scores, greatest in bin 0."""
+    least = most
+    for i in range(len(scores_V)):
+        if scores_V[i] > _LEAST and scores_V[i] < least:
+            least = scores_V[i]
+    span = np.float64(most) - np.float64(least)
+    return (_BINS - 1) / span if span > 0 else 0.0
+
+
+@inlined
+def _sort(keys, ids):
+    """Sort by key, then id, in place: heapsort, for a bin may hold the whole vocabulary."""
+    size = len(keys)
+    for step in range(size // 2 + size - 1, 0, -1):
+        if step >= size:  # first half: build the heap
+            root, end = step - size, size
+        else:  # then: move the greatest behind the shrinking heap
+            keys[0], keys[step] = keys[step], keys[0]
+            ids[0], ids[step] = ids[step], ids[0]
+            root, end = 0, step
+        while 2 * root + 1 < end:
+            child = 2 * root + 1
+            if child + 1 < end and _precedes(keys, ids, child, child + 1):
+                child += 1
+            if not _precedes(keys, ids, root, child):
+                break
+            keys[root], keys[child] = keys[child], keys[root]
+            ids[root], ids[child] = ids[child], ids[root]
+            root = child
+
+
+@inlined
+def _precedes(keys, ids, a, b):
+    return keys[a] < keys[b] or (keys[a] == keys[b] and ids[a] < ids[b])
+
+
+@inlined
+def _members(scores_V, wanted_bin, size, most, bins_per_unit):
+    """The ids of one bin by rank."""
+    ids = np.empty(size, np.int64)
+    keys = np.empty(size, np.float32)
+    held = 0
+    for i in range(len(scores_V)):
+        if scores_V[i] > _LEAST and _bin_of(np.float64(scores_V[i]), most, bins_per_unit) == wanted_bin:
+            ids[held], keys[held] = i, -scores_V[i]
+            held += 1
+    _sort(keys, ids)
+    return ids
+
+
+@inlined
+def _kth_score(scores_V, k, most, bins_per_unit):
+    """The score of rank k (from 1); -inf when fewer than k ids have a finite one."""
+    sizes = np.zeros(_BINS, np.int64)
+    for i in range(len(scores_V)):
+        if scores_V[i] > _LEAST:
+            sizes[_bin_of(np.float64(scores_V[i]), most, bins_per_unit)] += 1
+    above = 0
+    for b in range(_BINS):
+        if above + sizes[b] >= k:
+            return scores_V[_members(scores_V, b, sizes[b], most, bins_per_unit)[k - above - 1]]
+        above += sizes[b]
+    return _LEAST
+
+
+@inlined
+def _last_of_nucleus(scores_V, weights_V, least, top_p, most, bins_per_unit):
+    """The last id, by rank, before which less than top_p of the weight of scores >= least lies."""
+    sizes, sums = np.zeros(_BINS, np.int64), np.zeros(_BINS, np.float64)
+    for i in range(len(scores_V)):
+        if scores_V[i] >= least and scores_V[i] > _LEAST:
+            b = _bin_of(np.float64(scores_V[i]), most, bins_per_unit)
+            sizes[b] += 1
+            sums[b] += weights_V[i]
+    limit = 0.0
+    for b in range(_BINS):
+        limit += top_p * sums[b]
+    above = 0.0
+    last_bin = 0
+    for b in range(_BINS):
+        if sizes[b] > 0:
+            last_bin = b
+        if above + sums[b] >= limit:
+            break
+        above += sums[b]
+    last = -1
+    for i in _members(scores_V, last_bin, sizes[last_bin], most, bins_per_unit):
+        if scores_V[i] < least or (last >= 0 and above >= limit):
+            break
+        last = i
+        above += weights_V[i]
+    return last
+
+
+@kernel
+def draw(scores_V: Floats, temperature: np.float32, top_k: int, top_p: float, min_p: float, where: float) -> int:
+    """Draw an id: `where` in [0, 1) is the point of the cumulative distribution over the survivors, in id
+    order. -1 when nothing survives."""
+    most = _maximum(scores_V)
+    if most == _LEAST:
+        return -1
+    weights_V = _weights(scores_V, most, temperature)
+    least, last = _LEAST, len(scores_V)
+    if 0 < top_k < len(scores_V) or top_p < 1:
+        bins_per_unit = _bins_per_unit(scores_V, most)
+        if 0 < top_k < len(scores_V):
+            least = _kth_score(scores_V, top_k, np.float64(most), bins_per_unit)
+        if top_p < 1:
+            last = _last_of_nucleus(scores_V, weights_V, least, top_p, np.float64(most), bins_per_unit)
+            least = scores_V[last]
+    for i in range(len(scores_V)):
+        if scores_V[i] < least or (scores_V[i] == least and i > last) or weights_V[i] < min_p:
+            weights_V[i] = np.float32(0)
+    return _invert(weights_V, where)
+
+
+@inlined
+def _invert(weights_V, where):
+    """The first id at which the cumulative weight exceeds `where` times the total."""
+    total = 0.0
+    for i in range(len(weights_V)):
+        total += weights_V[i]
+    target, reached, last = where * total, 0.0, -1
+    for i in range(len(weights_V)):
+        if weights_V[i] > 0:
+            reached += weights_V[i]
+            last = i
+            if reached > target:
+                break
+    return last

@@ -1,0 +1,321 @@
+"""Sixteen float32 lanes as a value inside numba kernels, and the arithmetic on them.
+
+numba has no SIMD types and, without fast-math, LLVM may not vectorise a sum. So kernels say what they
+want: a `Lanes` value is LLVM's <16 x float> (two AVX2 registers, one of AVX-512, four of NEON), and every
+operation here is either exact IEEE arithmetic per lane (`fma` is a fused multiply-add by definition, on
+every machine) or a reduction in a fixed tree. Results therefore depend on the order that a kernel writes
+down and on nothing else: not on the vectoriser, not on the row's neighbours, not on the CPU model.
+
+Memory is addressed as `load(array, index)` on flat arrays: float32, or bfloat16 as uint16. Indices are
+not checked.
+"""
+# mypy: ignore-errors
+# (numba types these functions from their arguments; mypy cannot see through its intrinsics)
+
+from __future__ import annotations
+
+import operator
+
+import numpy as np
+from llvmlite import ir
+from numba import types
+from numba.core import cgutils
+from numba.extending import intrinsic, models, overload, register_model
+
+from ppserve.model.cpu.jit import inlined
+
+WIDTH = 16
+I16, I32, F32 = ir.IntType(16), ir.IntType(32), ir.FloatType()
+LANES, BITS, HALVES = (ir.VectorType(kind, WIDTH) for kind in (F32, I32, I16))
+
+
+class LanesType(types.Type):
+    """numba's name for the <16 x float> value."""
+
+    def __init__(self) -> None:
+        super().__init__("Lanes")
+
+
+lanes = LanesType()
+
+
+@register_model(LanesType)
+class _LanesModel(models.PrimitiveModel):
+    def __init__(self, dmm, fe_type) -> None:
+        super().__init__(dmm, fe_type, LANES)
+
+
+def each(kind: ir.Type, value: int | float) -> ir.Constant:
+    """A vector constant with the same value in every lane."""
+    return ir.Constant(ir.VectorType(kind, WIDTH), [value] * WIDTH)
+
+
+def _shuffle(builder, vector, indices: list[int]):
+    mask = ir.Constant(ir.VectorType(I32, len(indices)), indices)
+    return builder.shuffle_vector(vector, ir.Constant(vector.type, ir.Undefined), mask)
+
+
+def emit_splat(builder, scalar):
+    """The same scalar in every lane as IR."""
+    kind = ir.VectorType(scalar.type, WIDTH)
+    first = builder.insert_element(ir.Constant(kind, ir.Undefined), scalar, ir.Constant(I32, 0))
+    return _shuffle(builder, first, [0] * WIDTH)
+
+
+def emit_address(context, builder, array_type, array, index, kind):
+    """The address of array[index], seen as a pointer to `kind`."""
+    start = context.make_array(array_type)(context, builder, array).data
+    return builder.bitcast(builder.gep(start, [index]), kind.as_pointer())
+
+
+def emit_load(context, builder, array_type, array, index):
+    """Lanes of array[index : index + 16] as IR."""
+    if array_type.dtype != types.uint16:
+        return builder.load(emit_address(context, builder, array_type, array, index, LANES), align=4)
+    halves = builder.load(emit_address(context, builder, array_type, array, index, HALVES), align=2)
+    return builder.bitcast(builder.shl(builder.zext(halves, BITS), each(I32, 16)), LANES)
+
+
+def emit_fma(builder, a, b, c):
+    """a * b + c as IR, for lanes."""
+    return _call_llvm(builder, "llvm.fma.v16f32", LANES, (a, b, c))
+
+
+def emit_prefetch(builder, address):
+    """A hint to bring the cache line at `address` close, to be read."""
+    pointer = builder.bitcast(address, ir.IntType(8).as_pointer())
+    _call_llvm(builder, "llvm.prefetch.p0i8", ir.VoidType(), (pointer, I32(0), I32(3), I32(1)))
+
+
+def _call_llvm(builder, name: str, kind: ir.Type, arguments):
+    function_type = ir.FunctionType(kind, [argument.type for argument in arguments])
+    return builder.call(cgutils.get_or_insert_function(builder.module, function_type, name), arguments)
+
+
+@intrinsic
+def splat(typing, scalar):
+    """The same float32 in every lane."""
+
+    def generate(context, builder, signature, arguments):
+        return emit_splat(builder, arguments[0])
+
+    return lanes(types.float32), generate
+
+
+@intrinsic
+def load(typing, array, index):
+    """Lanes of array[index : index + 16]; uint16 elements are bfloat16."""
+
+    def generate(context, builder, signature, arguments):
+        return emit_load(context, builder, signature.args[0], *arguments)
+
+    return lanes(array, types.intp), generate
+
+
+def _to_bfloat16(builder, vector, bits, halves):
+    """Round to nearest even; a NaN stays a NaN (the quiet bit is set)."""
+
+    def constant(value: int):
+        return each(I32, value) if isinstance(bits, ir.VectorType) else ir.Constant(I32, value)
+
+    raw = builder.bitcast(vector, bits)
+    odd = builder.and_(builder.lshr(raw, constant(16)), constant(1))
+    rounded = builder.add(builder.add(raw, constant(0x7FFF)), odd)
+    is_nan = builder.fcmp_unordered("uno", vector, vector)
+    chosen = builder.select(is_nan, builder.or_(raw, constant(0x400000)), rounded)
+    return builder.trunc(builder.lshr(chosen, constant(16)), halves)
+
+
+@intrinsic
+def store(typing, array, index, value):
+    """Write 16 lanes to array[index : index + 16]; uint16 elements receive bfloat16."""
+    is_bfloat16 = array.dtype == types.uint16
+
+    def generate(context, builder, signature, arguments):
+        array_value, index_value, vector = arguments
+        kind = HALVES if is_bfloat16 else LANES
+        address = emit_address(context, builder, signature.args[0], array_value, index_value, kind)
+        if is_bfloat16:
+            vector = _to_bfloat16(builder, vector, BITS, HALVES)
+        builder.store(vector, address, align=2 if is_bfloat16 else 4)
+        return context.get_dummy_value()
+
+    return types.void(array, types.intp, lanes), generate
+
+
+@intrinsic
+def store_one(typing, array, index, value):
+    """Write one float32 to array[index], as bfloat16 where the elements are uint16."""
+    is_bfloat16 = array.dtype == types.uint16
+
+    def generate(context, builder, signature, arguments):
+        array_value, index_value, scalar = arguments
+        kind = I16 if is_bfloat16 else F32
+        address = emit_address(context, builder, signature.args[0], array_value, index_value, kind)
+        builder.store(_to_bfloat16(builder, scalar, I32, I16) if is_bfloat16 else scalar, address)
+        return context.get_dummy_value()
+
+    return types.void(array, types.intp, types.float32), generate
+
+
+@intrinsic
+def prefetch(typing, array, index):
+    """A hint that array[index] is wanted soon; an index beyond the end does no harm."""
+
+    def generate(context, builder, signature, arguments):
+        emit_prefetch(builder, emit_address(context, builder, signature.args[0], *arguments, I32))
+        return context.get_dummy_value()
+
+    return types.void(array, types.intp), generate
+
+
+@intrinsic
+def fma(typing, a, b, c):
+    """a * b + c per lane, rounded once."""
+
+    def generate(context, builder, signature, arguments):
+        return emit_fma(builder, *arguments)
+
+    return lanes(lanes, lanes, lanes), generate
+
+
+def _binary(name: str):
+    def implementation(typing, a, b):
+        def generate(context, builder, signature, arguments):
+            return getattr(builder, name)(*arguments)
+
+        return lanes(lanes, lanes), generate
+
+    return intrinsic(implementation)
+
+
+_add, _subtract, _multiply, _divide = (_binary(name) for name in ("fadd", "fsub", "fmul", "fdiv"))
+
+
+@overload(operator.add)
+def _overload_add(a, b):
+    return (lambda a, b: _add(a, b)) if a is lanes and b is lanes else None
+
+
+@overload(operator.sub)
+def _overload_sub(a, b):
+    return (lambda a, b: _subtract(a, b)) if a is lanes and b is lanes else None
+
+
+@overload(operator.mul)
+def _overload_mul(a, b):
+    return (lambda a, b: _multiply(a, b)) if a is lanes and b is lanes else None
+
+
+@overload(operator.truediv)
+def _overload_truediv(a, b):
+    return (lambda a, b: _divide(a, b)) if a is lanes and b is lanes else None
+
+
+@intrinsic
+def where_greater(typing, a, b, yes, no):
+    """Per lane: `yes` where a > b, else `no` (also where either is a NaN)."""
+
+    def generate(context, builder, signature, arguments):
+        a, b, yes, no = arguments
+        return builder.select(builder.fcmp_ordered(">", a, b), yes, no)
+
+    return lanes(lanes, lanes, lanes, lanes), generate
+
+
+@intrinsic
+def keep_first(typing, value, count, other):
+    """Lanes below `count` from `value`, the rest from `other`."""
+
+    def generate(context, builder, signature, arguments):
+        value, count, other = arguments
+        index = ir.Constant(BITS, list(range(WIDTH)))
+        below = builder.icmp_signed("<", index, emit_splat(builder, builder.trunc(count, I32)))
+        return builder.select(below, value, other)
+
+    return lanes(lanes, types.intp, lanes), generate
+
+
+def _tree(builder, vector, combine):
+    """Reduce 16 lanes by halves: 8 + 8, 4 + 4, 2 + 2, 1 + 1."""
+    width = WIDTH
+    while width > 1:
+        width //= 2
+        low = _shuffle(builder, vector, list(range(width)))
+        high = _shuffle(builder, vector, list(range(width, 2 * width)))
+        vector = combine(low, high)
+    return builder.extract_element(vector, ir.Constant(I32, 0))
+
+
+@intrinsic
+def sum_lanes(typing, value):
+    """The sum of all lanes, by halves."""
+
+    def generate(context, builder, signature, arguments):
+        return _tree(builder, arguments[0], builder.fadd)
+
+    return types.float32(lanes), generate
+
+
+@intrinsic
+def max_lanes(typing, value):
+    """The greatest lane (no promise which, if there is a NaN)."""
+
+    def generate(context, builder, signature, arguments):
+        def greater(a, b):
+            return builder.select(builder.fcmp_ordered(">", a, b), a, b)
+
+        return _tree(builder, arguments[0], greater)
+
+    return types.float32(lanes), generate
+
+
+@intrinsic
+def first_lane(typing, value):
+    """Lane 0 as a float32."""
+
+    def generate(context, builder, signature, arguments):
+        return builder.extract_element(arguments[0], ir.Constant(I32, 0))
+
+    return types.float32(lanes), generate
+
+
+@intrinsic
+def _times_power_of_two(typing, value, shifted):
+    """value * 2**n, where `shifted` is n + 1.5 * 2**23: its low bits are n, -126 <= n <= 127."""
+
+    def generate(context, builder, signature, arguments):
+        value, shifted = arguments
+        exponent = builder.add(builder.bitcast(shifted, BITS), each(I32, 127))
+        return builder.fmul(value, builder.bitcast(builder.shl(exponent, each(I32, 23)), LANES))
+
+    return lanes(lanes, lanes), generate
+
+
+_ROUND = np.float32(1.5 * 2**23)
+_LOG2_E = np.float32(1.4426950408889634)
+_LN2_HIGH, _LN2_LOW = np.float32(-0.693359375), np.float32(2.12194440e-4)
+_LEAST, _MOST = np.float32(-87.3), np.float32(88.3)
+_C6, _C5, _C4 = np.float32(1.9875691500e-4), np.float32(1.3981999507e-3), np.float32(8.3334519073e-3)
+_C3, _C2, _C1 = np.float32(4.1665795894e-2), np.float32(1.6666665459e-1), np.float32(0.5)
+_ONE, _ZERO = np.float32(1.0), np.float32(0.0)
+
+
+@inlined
+def exp(x):
+    """e**x per lane within 2 units in the last place; 0 below -87.3, capped above 88.3, NaN for NaN.
+
+    The classic reduction x = n ln 2 + r and the degree-5 polynomial of the Cephes library.
+    """
+    least, most = splat(_LEAST), splat(_MOST)
+    inside = where_greater(least, x, least, where_greater(x, most, most, x))
+    shifted = fma(inside, splat(_LOG2_E), splat(_ROUND))
+    n = shifted - splat(_ROUND)
+    r = fma(n, splat(_LN2_LOW), fma(n, splat(_LN2_HIGH), inside))
+    p = fma(splat(_C6), r, splat(_C5))
+    p = fma(p, r, splat(_C4))
+    p = fma(p, r, splat(_C3))
+    p = fma(p, r, splat(_C2))
+    p = fma(p, r, splat(_C1))
+    p = fma(p, r * r, r) + splat(_ONE)
+    return where_greater(least, x, splat(_ZERO), _times_power_of_two(p, shifted))

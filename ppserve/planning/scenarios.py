@@ -1,0 +1,284 @@
+"""Simulated runs for `ppserve plan --simulate`: devices from their speeds or from measured costs, and reports."""
+
+from __future__ import annotations
+
+import json
+import math
+import random
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from pathlib import Path
+from statistics import fmean
+from typing import Any
+
+from ppserve.bench import workload
+from ppserve.core.architecture import StageLayout, stage_layouts, sublayer_params
+from ppserve.core.cost_model import Coefficients
+from ppserve.core.ledger.causes import CAUSES
+from ppserve.core.ledger.overheads import OverheadTimes
+from ppserve.core.scheduling.config import MAX_PROMPT_TOKENS_PER_STEP, SchedulerConfig
+from ppserve.errors import ConfigError
+from ppserve.model.checkpoint.fields import LIMITS
+from ppserve.planning.forecast import ELEMENT_BYTES, Forecast
+from ppserve.planning.simulator import (
+    Machine,
+    Outcome,
+    Roofline,
+    SimulatedRequest,
+    Simulator,
+    StageSpeed,
+    Wires,
+    percentile,
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Device:
+    """One stage's device: operations and bytes per second, seconds that a step costs however small it is.
+
+    spread, max_chunk: as of `MeasuredCosts`.
+    """
+
+    flops: float
+    memory_bandwidth: float
+    launch_s: float
+    spread: float = 0.0
+    max_chunk: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Load:
+    """What arrives. concurrency None: `requests` come at their own times."""
+
+    requests: tuple[SimulatedRequest, ...]
+    concurrency: int | None
+
+
+@dataclass(frozen=True, slots=True)
+class MeasuredCosts:
+    """Coefficients of one block and of the head, and what surrounds them, learnt from a running server.
+
+    spread: how far its steps were from that, as a share of it (root mean square). max_chunk: prompt tokens that
+    it put into a step at most; None where it did not say.
+    """
+
+    block: Coefficients
+    head: Coefficients
+    overheads: OverheadTimes | None = None
+    spread: float = 0.0
+    max_chunk: int | None = None
+
+    @property
+    def wires(self) -> Wires | None:
+        """What surrounded computing there; None when the sheet does not say. Links of any bandwidth."""
+        o = self.overheads
+        if o is None:
+            return None
+        return Wires(
+            latency_s=o.transfer_s,
+            bandwidth=float("inf"),
+            control_s=o.control_s,
+            return_s=o.return_s,
+            head_s=o.head_s,
+            prepare_s=o.prepare_s,
+            sending_s=o.sending_s,
+        )
+
+    def stage(self, layout: StageLayout) -> Coefficients:
+        head = self.head if layout.is_last else Coefficients()
+        return Coefficients(
+            self.block.step * layout.block_weights + head.step,
+            self.block.row * layout.block_weights + head.row,
+            self.block.key * len(layout.attentions),
+            head.sample,
+        )
+
+
+def simulate(plan: Forecast, speed: Device | MeasuredCosts, wires: Wires, load: Load, num_seqs: int) -> Outcome:
+    """Runs `load` through the pipeline of `plan`. Raises ConfigError when nothing fits into its memory."""
+    if plan.max_sequences < 1:
+        raise ConfigError("--kv-cache-memory", f"not one sequence of {plan.max_model_len} tokens fits")
+    blocks_per_sequence = -(-plan.max_model_len // 16)
+    machine = Machine(
+        stages=tuple(_stage_speed(plan, i, speed) for i in range(len(plan.stages))),
+        wires=replace(wires, bytes_per_row=plan.arch.width * ELEMENT_BYTES[plan.dtype]),
+        num_blocks=min(plan.max_sequences, num_seqs) * blocks_per_sequence,
+        delayed=_scattered(speed.spread),
+    )
+    config = SchedulerConfig(
+        num_stages=len(plan.stages),
+        max_num_seqs=num_seqs,
+        max_queue=len(load.requests) + 1,
+        max_queue_tokens=len(load.requests) * plan.max_model_len + 1,
+        max_model_len=plan.max_model_len,
+        max_auto_chunk=speed.max_chunk or MAX_PROMPT_TOKENS_PER_STEP,
+        prefix_cache=False,
+    )
+    return Simulator(machine, config, machine).run(load.requests, load.concurrency)
+
+
+def _scattered(spread: float) -> Callable[[float], float]:
+    """The same on average, off by `spread` (log-normal: never below zero); the same in every run."""
+    rng = random.Random(0)
+    return lambda seconds: seconds * math.exp(rng.gauss(-spread * spread / 2, spread))
+
+
+def _stage_speed(plan: Forecast, stage: int, speed: Device | MeasuredCosts) -> StageSpeed:
+    layout, arch = plan.stages[stage].layout, plan.arch
+    if isinstance(speed, MeasuredCosts):
+        return speed.stage(layout)
+    element = ELEMENT_BYTES[plan.dtype]
+    blocks = sublayer_params(arch, layout)
+    head = arch.head_params if layout.is_last else 0
+    return Roofline(
+        weight_bytes=blocks * element,
+        flops_per_row=2 * blocks,
+        kv_bytes_per_token=plan.stages[stage].kv_bytes_per_token,
+        head_bytes=head * element,
+        head_flops=2 * head,
+        flops=speed.flops,
+        memory_bandwidth=speed.memory_bandwidth,
+        launch_s=speed.launch_s,
+    )
+
+
+# ---- measured costs ----------------------------------------------------------------------------------------
+
+
+def read_costs(path: Path) -> MeasuredCosts:
+    """What a server measured: its /costs.json, or its topology as JSON. Raises ConfigError.
+
+    /costs.json: {"stages": [{"layers": 9, "step_s": ..., "row_s": ..., "key_s": ..., "sample_s": ...,
+    "spread": 0.1}, ...], "max_chunk": 128, "overheads": {"head_s": ..., ...}}. A topology knows only the mean
+    time of a step, so a simulation from it has steps of constant time.
+    """
+    try:
+        sheet = json.loads(path.read_text())
+        entries = sheet["stages"]
+        layers = [_num_layers(e) for e in entries]
+        stages = [_coefficients(e) for e in entries]
+        if not stages or not all(1 <= n <= LIMITS["layers"] and 2 * n % 1 == 0 for n in layers):
+            raise ConfigError("--costs", f"{path} describes no stages")
+        layouts = stage_layouts(tuple(layers))
+        if not all(any((c.step, c.row, c.key, c.sample)) for c in stages):
+            raise ConfigError("--costs", f"{path} is of a server that had computed nothing yet")
+        overheads = OverheadTimes(**sheet["overheads"]) if "overheads" in sheet else None
+        spread = fmean(float(entry.get("spread", 0.0)) for entry in entries)
+        max_chunk = int(sheet["max_chunk"]) if "max_chunk" in sheet else None
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, OverflowError) as error:
+        raise ConfigError("--costs", f"{path} is no cost sheet: {type(error).__name__}: {error}") from None
+    if not 0 <= spread < math.inf or (max_chunk is not None and max_chunk < 1):
+        raise ConfigError("--costs", f"{path} is no cost sheet: spread {spread}, max_chunk {max_chunk}")
+    parts = _parts(stages, layouts)
+    return replace(parts, overheads=overheads, spread=spread, max_chunk=max_chunk)
+
+
+def _num_layers(entry: dict[str, Any]) -> float:
+    if "layers" in entry:
+        return float(entry["layers"])
+    # Of a topology: blocks of which a stage has any part, and how it says that it has only one (`0-7a`).
+    parts = entry["numLayers"] if "numLayers" in entry else entry["num_layers"]
+    cut = sum(half in entry.get("blocks", "") for half in "am")
+    return float(parts) - cut / 2
+
+
+def _coefficients(entry: dict[str, Any]) -> Coefficients:
+    if "step_s" in entry:
+        return Coefficients(*(float(entry[key]) for key in ("step_s", "row_s", "key_s", "sample_s")))
+    measured = entry["measuredStepSeconds"] if "measuredStepSeconds" in entry else entry["measured_step_seconds"]
+    return Coefficients(float(measured))
+
+
+def _parts(stages: list[Coefficients], layouts: tuple[StageLayout, ...]) -> MeasuredCosts:
+    """Blocks cost what the stages before the last say; what the last needs beyond its blocks is the head."""
+    without_head = range(max(1, len(stages) - 1))
+    num_blocks = sum(layouts[i].block_weights for i in without_head)
+    num_attentions = sum(len(layouts[i].attentions) for i in without_head)
+
+    def total(of: Callable[[Coefficients], float]) -> float:
+        return sum(of(stages[i]) for i in without_head)
+
+    # A sampled row and a row cannot be told apart in decode, so before the last stage they count together.
+    block = Coefficients(
+        total(lambda c: c.step) / num_blocks,
+        total(lambda c: c.row + (c.sample if len(stages) > 1 else 0)) / num_blocks,
+        total(lambda c: c.key) / num_attentions,
+    )
+    last, own = stages[-1], layouts[-1].block_weights
+    beyond_row = last.row - block.row * own
+    head = Coefficients(
+        step=max(0.0, last.step - block.step * own),
+        sample=max(0.0, last.sample + beyond_row) if len(stages) > 1 else last.sample,
+    )
+    return MeasuredCosts(block, head)
+
+
+# ---- loads -------------------------------------------------------------------------------------------------
+
+
+def fixed_load(num_requests: int, prompt: int, new: int, concurrency: int) -> Load:
+    """`concurrency` callers, each with one request at a time."""
+    return Load((SimulatedRequest(0.0, prompt, new),) * num_requests, concurrency)
+
+
+def read_trace(path: Path, num_requests: int, max_model_len: int, time_scale: float) -> Load:
+    """The first requests of a CSV with TIMESTAMP, ContextTokens, GeneratedTokens, as `ppserve bench` sends them.
+
+    time_scale: 2.0 = twice as fast as recorded. Raises ConfigError naming the line.
+    """
+    rows = workload.read_trace(path, num_requests, time_scale)
+    sizes = (workload.clip(row.prompt_tokens, row.new_tokens, max_model_len) for row in rows)
+    requests = tuple(SimulatedRequest(row.at_s, *size) for row, size in zip(rows, sizes, strict=True))
+    return Load(requests, None)
+
+
+# ---- as text -----------------------------------------------------------------------------------------------
+
+
+def summary(outcome: Outcome) -> dict[str, Any]:
+    """The outcome in numbers: seconds, per second, and shares of the time in which there was work."""
+    stages = []
+    for times in outcome.stages:
+        demand = times.demand_ns or 1
+        shares = {cause: times.bubble_ns[cause] / demand for cause in CAUSES}
+        stages.append({"busy": sum(times.busy_ns.values()) / demand, **shares})
+    latencies = {"ttft_s": outcome.ttft_s, "itl_s": outcome.itl_s, "e2e_s": outcome.duration_s}
+    return {
+        "requests": len(outcome.duration_s),
+        "duration_s": outcome.wall_s,
+        "steps": outcome.num_steps,
+        "requests_per_s": outcome.requests_per_s,
+        "output_tokens_per_s": outcome.output_tokens_per_s,
+        "total_tokens_per_s": (outcome.new_tokens + outcome.prompt_tokens) / outcome.wall_s,
+        **{f"{name}_p{p}": percentile(values, p) for name, values in latencies.items() for p in (50, 99)},
+        "stages": stages,
+    }
+
+
+def render_outcomes(outcomes: dict[int, Outcome]) -> str:
+    """One column per number of stages, then where the stages' time went."""
+    numbers = {stages: summary(outcome) for stages, outcome in outcomes.items()}
+    rows = [
+        ("stages", *(str(stages) for stages in numbers)),
+        *_numbers(numbers, ("requests/s", "requests_per_s", 1), ("output tokens/s", "output_tokens_per_s", 1)),
+        *_numbers(numbers, ("TTFT p50 (ms)", "ttft_s_p50", 1e3), ("TTFT p99 (ms)", "ttft_s_p99", 1e3)),
+        *_numbers(numbers, ("ITL p50 (ms)", "itl_s_p50", 1e3), ("ITL p99 (ms)", "itl_s_p99", 1e3)),
+        *_numbers(numbers, ("E2E p50 (ms)", "e2e_s_p50", 1e3), ("E2E p99 (ms)", "e2e_s_p99", 1e3)),
+    ]
+    for what in ("busy", *CAUSES):
+        rows.append((f"{what} %", *(_range(n["stages"], what) for n in numbers.values())))
+    widths = [max(len(row[i]) for row in rows) for i in range(len(numbers) + 1)]
+    lines = [
+        "  ".join([row[0].ljust(widths[0]), *(c.rjust(w) for c, w in zip(row[1:], widths[1:], strict=True))])
+        for row in rows
+    ]
+    return "\n".join([*lines, "(shares of the time with work; a range spans the stages)"])
+
+
+def _numbers(numbers: dict[int, dict[str, Any]], *wanted: tuple[str, str, float]) -> list[tuple[str, ...]]:
+    return [(title, *(f"{n[key] * scale:.4g}" for n in numbers.values())) for title, key, scale in wanted]
+
+
+def _range(stages: list[dict[str, float]], what: str) -> str:
+    low, high = (100 * pick(stage[what] for stage in stages) for pick in (min, max))
+    return f"{low:.0f}" if round(low) == round(high) else f"{low:.0f}-{high:.0f}"

@@ -1,0 +1,290 @@
+"""What a pipeline would do: the real scheduler and the real ledger, driven by costs instead of stages.
+
+Stages run steps in the order in which they were sent, so a step's whole way can be computed when it is
+dispatched; only arrivals and returns are events. The head is one thread: what it does delays what comes after.
+"""
+
+from __future__ import annotations
+
+import heapq
+import itertools
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+from typing import Protocol
+
+from ppserve.core.cost_model import Workload
+from ppserve.core.ledger.account import StageTimes, TimeAccount
+from ppserve.core.plan import Drawn, StepPlan, StepResult, StepStamps
+from ppserve.core.request import Request, StopConditions
+from ppserve.core.scheduling.block_manager import BlockManager
+from ppserve.core.scheduling.composer import CostModel
+from ppserve.core.scheduling.lane_count import LaneCount
+from ppserve.core.scheduling.scheduler import Scheduler, SchedulerConfig
+from ppserve.core.scheduling.sequence import SequenceEvent
+
+_NS = 1_000_000_000
+
+
+class StageSpeed(Protocol):
+    """How long a stage computes a step. See `core.cost_model` for the terms."""
+
+    def seconds(self, rows: int, context: int, sampled: int) -> float: ...
+
+
+@dataclass(frozen=True, slots=True)
+class Roofline:
+    """A stage by its sizes and its device: every step reads the weights once, or computes for longer.
+
+    head_bytes: the LM head's matrix, only on the last stage, only read when something is sampled.
+    launch_s: what a step costs however little it does.
+    """
+
+    weight_bytes: float
+    flops_per_row: float
+    kv_bytes_per_token: float
+    head_bytes: float
+    head_flops: float
+    flops: float
+    memory_bandwidth: float
+    launch_s: float
+
+    def seconds(self, rows: int, context: int, sampled: int) -> float:
+        blocks_s = max(self.weight_bytes / self.memory_bandwidth, rows * self.flops_per_row / self.flops)
+        keys_s = context * self.kv_bytes_per_token / self.memory_bandwidth
+        head_s = 0.0
+        if sampled:
+            head_s = max(self.head_bytes / self.memory_bandwidth, sampled * self.head_flops / self.flops)
+        return self.launch_s + blocks_s + keys_s + head_s
+
+
+@dataclass(frozen=True, slots=True)
+class Wires:
+    """What surrounds computing, in seconds and bytes.
+
+    latency_s, bandwidth: of one link between neighbours; bytes_per_row: hidden states of one token.
+    control_s: a plan's way to a stage; return_s: a result's way back. head_s: the head's work per step.
+    prepare_s: a stage's work per step before it can take hidden states; sending_s: after computing.
+    """
+
+    latency_s: float = 50e-6
+    bandwidth: float = 10e9
+    bytes_per_row: int = 0
+    control_s: float = 100e-6
+    return_s: float = 100e-6
+    head_s: float = 200e-6
+    prepare_s: float = 100e-6
+    sending_s: float = 0.0
+
+    def transfer_s(self, rows: int) -> float:
+        return self.latency_s + rows * self.bytes_per_row / self.bandwidth
+
+
+@dataclass(frozen=True, slots=True)
+class Machine:
+    """A pipeline to simulate. num_blocks: KV blocks of every stage.
+
+    delayed: what a step takes that should take so many seconds: other programs on a core, and all that no model
+    knows.
+    """
+
+    stages: tuple[StageSpeed, ...]
+    wires: Wires
+    num_blocks: int
+    delayed: Callable[[float], float] = field(default=lambda seconds: seconds)
+
+    def fixed_s(self, stage: int) -> float:
+        """What a step costs on a stage however small it is."""
+        return self.stages[stage].seconds(1, 1, int(stage == len(self.stages) - 1))
+
+    def predict(self, num_rows: int, context_tokens: int, num_sampled: int) -> float:
+        """The scheduler's cost model: the slowest stage."""
+        return max(s.seconds(num_rows, context_tokens, num_sampled) for s in self.stages)
+
+
+@dataclass(frozen=True, slots=True)
+class SimulatedRequest:
+    """arrival_s: since the start; prompt_tokens and new_tokens: at least 1 each."""
+
+    arrival_s: float
+    prompt_tokens: int
+    new_tokens: int
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """What happened. Per request, in order of their ends: ttft_s, duration_s. itl_s: every gap between tokens."""
+
+    wall_s: float
+    num_steps: int
+    prompt_tokens: int
+    new_tokens: int
+    ttft_s: tuple[float, ...]
+    itl_s: tuple[float, ...]
+    duration_s: tuple[float, ...]
+    stages: tuple[StageTimes, ...]
+
+    @property
+    def output_tokens_per_s(self) -> float:
+        return self.new_tokens / self.wall_s
+
+    @property
+    def requests_per_s(self) -> float:
+        return len(self.duration_s) / self.wall_s
+
+
+def percentile(values: Iterable[float], percent: float) -> float:
+    """Linear between ranks; 0 for no values."""
+    ordered = sorted(values)
+    if not ordered:
+        return 0.0
+    at = (len(ordered) - 1) * percent / 100
+    low = int(at)
+    high = min(low + 1, len(ordered) - 1)
+    return ordered[low] + (ordered[high] - ordered[low]) * (at - low)
+
+
+@dataclass(slots=True)
+class _Running:
+    arrived_s: float
+    last_token_s: float | None = None
+
+
+@dataclass(slots=True)
+class _Tally:
+    ttft_s: list[float] = field(default_factory=list)
+    itl_s: list[float] = field(default_factory=list)
+    duration_s: list[float] = field(default_factory=list)
+    num_steps: int = 0
+    prompt_tokens: int = 0
+    new_tokens: int = 0
+
+
+class Simulator:
+    """One run. costs: what the scheduler knows about step times; None = it fills steps by tokens only."""
+
+    def __init__(self, machine: Machine, config: SchedulerConfig, costs: CostModel | None = None) -> None:
+        self._machine = machine
+        self._scheduler = Scheduler(config, BlockManager(machine.num_blocks, config.block_size), costs)
+        self._account = TimeAccount(len(machine.stages), 0)
+        self._free_s = [0.0] * len(machine.stages)
+        self._head_free_s = 0.0
+        self._events: list[tuple[float, int, SimulatedRequest | _Return]] = []
+        self._order = itertools.count()
+        self._running: dict[str, _Running] = {}
+        self._backlog: list[SimulatedRequest] = []
+        self._tally = _Tally()
+        self._lanes = None if config.microbatches else LaneCount(len(machine.stages), machine.fixed_s)
+
+    def run(self, requests: Iterable[SimulatedRequest], concurrency: int | None = None) -> Outcome:
+        """Plays `requests` to the end: at their arrivals or, with `concurrency`, that many at any time."""
+        if concurrency is None:
+            for request in requests:
+                self._push(request.arrival_s, request)
+        else:
+            self._backlog = list(requests)[::-1]
+            for _ in range(min(concurrency, len(self._backlog))):
+                self._push(0.0, self._backlog.pop())
+        while self._events:
+            at_s, _, what = heapq.heappop(self._events)
+            self._turn(max(at_s, self._head_free_s), at_s, what)
+        end_s = self._head_free_s
+        self._account.demand_ended(round(end_s * _NS))
+        tally = self._tally
+        return Outcome(
+            wall_s=end_s,
+            num_steps=tally.num_steps,
+            prompt_tokens=tally.prompt_tokens,
+            new_tokens=tally.new_tokens,
+            ttft_s=tuple(tally.ttft_s),
+            itl_s=tuple(tally.itl_s),
+            duration_s=tuple(tally.duration_s),
+            stages=self._account.settled(),
+        )
+
+    def _push(self, at_s: float, what: SimulatedRequest | _Return) -> None:
+        heapq.heappush(self._events, (at_s, next(self._order), what))
+
+    def _turn(self, now_s: float, happened_s: float, what: SimulatedRequest | _Return) -> None:
+        """The engine's turn: take in what happened, then refill the pipeline."""
+        woken_ns = round(now_s * _NS)
+        if isinstance(what, _Return):
+            self._commit(what, now_s)
+        else:
+            self._submit(what, now_s, happened_s)
+        scheduler = self._scheduler
+        while (plan := scheduler.schedule(now_s)) is not None:
+            now_s += self._machine.wires.head_s
+            self._account.dispatched(plan, round(now_s * _NS), woken_ns)
+            self._tally.num_steps += 1
+            is_full = scheduler.num_in_flight == scheduler.microbatches
+            self._push(*self._pass_through(plan, now_s, is_full))
+        self._head_free_s = now_s
+        if not scheduler.has_work:
+            self._account.demand_ended(round(now_s * _NS))
+
+    def _submit(self, asked: SimulatedRequest, now_s: float, arrived_s: float) -> None:
+        name = str(next(self._order))
+        stop = StopConditions(asked.new_tokens, ignore_eos=True)
+        self._running[name] = _Running(arrived_s)
+        self._tally.prompt_tokens += asked.prompt_tokens
+        self._account.demand_began(round(now_s * _NS))
+        self._scheduler.submit(Request(name, (0,) * asked.prompt_tokens, stop), now_s)
+
+    def _commit(self, returned: _Return, now_s: float) -> None:
+        for result in returned.results:
+            self._account.reported(result, result.stamps, round(now_s * _NS))
+        self._choose_lanes(returned)
+        for event in self._scheduler.commit(returned.results[-1], now_s):
+            self._heard(event, now_s)
+
+    def _heard(self, event: SequenceEvent, now_s: float) -> None:
+        running, tally = self._running[event.request_id], self._tally
+        if event.token_id is not None:
+            tally.new_tokens += 1
+            if running.last_token_s is None:
+                tally.ttft_s.append(now_s - running.arrived_s)
+            else:
+                tally.itl_s.append(now_s - running.last_token_s)
+            running.last_token_s = now_s
+        if event.is_terminal:
+            tally.duration_s.append(now_s - running.arrived_s)
+            del self._running[event.request_id]
+            if self._backlog:
+                self._push(now_s, self._backlog.pop())
+
+    def _pass_through(self, plan: StepPlan, sent_s: float, is_full: bool) -> tuple[float, _Return]:
+        """The step's way through all stages; when its last result is back, and all results."""
+        wires, load = self._machine.wires, Workload.of(plan)
+        planned_s = sent_s + wires.control_s
+        transfer_s = wires.transfer_s(load.rows)
+        arrives_s = planned_s
+        drawn = tuple(Drawn(piece.sequence_id, 0) for piece in plan.slices if piece.draw is not None)
+        results: list[StepResult] = []
+        for stage, speed in enumerate(self._machine.stages):
+            awaited_s = max(planned_s, self._free_s[stage]) + wires.prepare_s
+            received_s = max(awaited_s, arrives_s)
+            is_last = stage == len(self._free_s) - 1
+            sampled = load.sampled if is_last else 0
+            ended_s = received_s + self._machine.delayed(speed.seconds(load.rows, load.context, sampled))
+            sent_s = ended_s if is_last else ended_s + wires.sending_s
+            self._free_s[stage] = sent_s
+            arrives_s = sent_s + transfer_s
+            times_s = (planned_s, awaited_s, received_s, received_s, ended_s, sent_s)
+            stamps = StepStamps(*(round(s * _NS) for s in times_s))
+            results.append(StepResult(plan.epoch, plan.step_id, stage, stamps, drawn=drawn if is_last else ()))
+        return ended_s + wires.return_s, _Return(tuple(results), is_full)
+
+    def _choose_lanes(self, returned: _Return) -> None:
+        if self._lanes is None:
+            return
+        for result in returned.results:
+            lanes = self._lanes.observe(result.stage, result.stamps, returned.was_full)
+        self._scheduler.set_microbatches(lanes)
+
+
+@dataclass(frozen=True, slots=True)
+class _Return:
+    """A step's results, in order of the stages. was_full: all lanes were in use when it was sent."""
+
+    results: tuple[StepResult, ...]
+    was_full: bool

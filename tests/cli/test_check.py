@@ -1,0 +1,108 @@
+"""Mistakes that are told before any process is started."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import logging
+import socket
+from pathlib import Path
+
+import pytest
+
+from ppserve.cli.check import check
+from ppserve.config import ModelSettings, PipelineSettings, ServeConfig, ServerSettings
+from ppserve.errors import UsageError
+from ppserve.head.app import warn_of_short_grace
+
+FREE = ServerSettings(port=0, metrics_port=0)
+FINE = ServeConfig(server=FREE)
+
+
+def test_the_defaults_are_fine() -> None:
+    check(FINE, 2)
+
+
+@pytest.mark.parametrize(
+    ("change", "says"),
+    [
+        ({"model": ModelSettings(path="/no/such/place")}, "no/such/place: no such file or directory"),
+        ({"model": ModelSettings(max_model_len=99_999)}, "--max-model-len: 99999 is beyond the model's"),
+        ({"pipeline": PipelineSettings(layers=(4, 5))}, "--layers: 4,5 adds up to 9"),
+        ({"pipeline": PipelineSettings(layers=(8,))}, "--layers: 8 names 1 stage, but 2"),
+        ({"pipeline": PipelineSettings(microbatches=4)}, "--microbatches: 4 is more than 2 stages"),
+    ],
+)
+def test_what_the_model_cannot_do(change: dict[str, object], says: str) -> None:
+    with pytest.raises(UsageError, match=says):
+        check(dataclasses.replace(FINE, **change), 2)  # type: ignore[arg-type]
+
+
+def test_more_stages_than_blocks() -> None:
+    with pytest.raises(UsageError, match="9 stages"):
+        check(FINE, 9)
+
+
+def test_a_broken_configuration(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "bert"}))
+    with pytest.raises(UsageError, match=r"config\.json"):
+        check(dataclasses.replace(FINE, model=ModelSettings(path=str(tmp_path))), 1)
+
+
+def test_what_needs_a_download_is_left_to_the_stages() -> None:
+    check(dataclasses.replace(FINE, model=ModelSettings(path="someone/some-model")), 2)
+
+
+def test_certificates_and_keys_that_cannot_be_used(tmp_path: Path) -> None:
+    nonsense, no_keys = tmp_path / "cert.pem", tmp_path / "keys"
+    nonsense.write_text("nonsense")
+    no_keys.write_text("# nobody\n")
+    for settings, flag in (
+        (dataclasses.replace(FREE, tls_cert=nonsense, tls_key=nonsense), "--tls-cert"),
+        (dataclasses.replace(FREE, api_key_file=no_keys), "--api-key-file"),
+    ):
+        with pytest.raises(UsageError, match=flag):
+            check(ServeConfig(server=settings), 1)
+
+
+@pytest.mark.parametrize(("field", "flag"), [("port", "--port"), ("metrics_port", "--metrics-port")])
+def test_a_port_in_use(field: str, flag: str) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        settings = dataclasses.replace(FREE, **{field: port})
+        with pytest.raises(UsageError, match=f"^{flag}: .*{port}"):
+            check(ServeConfig(server=settings), 1)
+
+
+def test_one_port_for_two_servers() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as once:
+        port = once.getsockname()[1]
+    settings = ServerSettings(port=port, metrics_port=port)
+    with pytest.raises(UsageError, match=r"--metrics-port: .* is taken by --port"):
+        check(ServeConfig(server=settings), 1)
+
+
+@pytest.mark.parametrize(
+    ("environment", "timeout_s", "warns"),
+    [
+        ({}, 600.0, False),
+        ({"TORCHELASTIC_RUN_ID": "x"}, 25.0, False),
+        ({"TORCHELASTIC_RUN_ID": "x"}, 26.0, True),
+        ({"TORCHELASTIC_RUN_ID": "x", "TORCH_ELASTIC_SHUTDOWN_TIMEOUT": "90"}, 60.0, False),
+        ({"TORCHELASTIC_RUN_ID": "x", "TORCH_ELASTIC_SHUTDOWN_TIMEOUT": "20"}, 25.0, True),
+    ],
+)
+def test_a_launcher_that_would_cut_the_drain_short(
+    environment: dict[str, str],
+    timeout_s: float,
+    warns: bool,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    for name in ("TORCHELASTIC_RUN_ID", "TORCH_ELASTIC_SHUTDOWN_TIMEOUT"):
+        monkeypatch.delenv(name, raising=False)
+    for name, value in environment.items():
+        monkeypatch.setenv(name, value)
+    with caplog.at_level(logging.WARNING):
+        warn_of_short_grace(ServeConfig(server=dataclasses.replace(FREE, shutdown_timeout_s=timeout_s)))
+    assert ("TORCH_ELASTIC_SHUTDOWN_TIMEOUT" in caplog.text) == warns

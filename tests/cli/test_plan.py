@@ -1,0 +1,77 @@
+import json
+
+import pytest
+from click.testing import CliRunner
+
+from ppserve.cli.main import cli
+from ppserve.errors import PpserveError
+
+CONFIG_13B = {
+    "architectures": ["GPT2LMHeadModel"],
+    "model_type": "gpt2",
+    "n_layer": 40,
+    "n_embd": 5120,
+    "n_head": 40,
+    "n_positions": 2048,
+    "n_inner": 20480,
+    "vocab_size": 50257,
+    "activation_function": "gelu",
+}
+
+
+def plan(*args: str) -> str:
+    result = CliRunner().invoke(cli, ["plan", *args], catch_exceptions=False)
+    assert result.exit_code == 0, result.output
+    return result.output
+
+
+def test_the_built_in_model():
+    lines = plan("--stages", "2").splitlines()
+    assert lines[0].startswith("tiny: ")
+    assert lines[3].split()[0] == "0"
+    assert lines[-1].startswith("predicted balance: decode ")
+
+
+def test_a_13b_shaped_config_without_weights(tmp_path):
+    (tmp_path / "config.json").write_text(json.dumps(CONFIG_13B))
+    sizes = ["--layers", "5,5,5,5,5,5,5,5", "--kv-cache-memory", "8G"]
+    found = json.loads(plan("--model", str(tmp_path), "--stages", "8", *sizes, "--dtype", "bfloat16", "--json"))
+    assert found["parameters"] == pytest.approx(12.85e9, rel=1e-3)
+    assert found["split"] == [5] * 8
+    assert found["stages"][1]["blocks"] == "5-9"
+    assert {stage["kv_bytes_per_token"] for stage in found["stages"]} == {5 * 2 * 5120 * 2}
+    assert found["max_sequences"] == (8 << 30) // (5 * 2 * 5120 * 2) // 2048
+
+
+def test_a_simulation_beside_one_stage():
+    output = plan("--stages", "2", "--simulate", "--compare", "1", "--requests", "6", "--expect-new", "8")
+    table = output.partition("simulated:\n")[2].splitlines()
+    assert table[0].split() == ["stages", "1", "2"]
+
+
+def test_a_simulation_as_json():
+    speeds = ["--flops", "312T", "--memory-bandwidth", "2TB/s", "--link-latency", "5us", "--launch-time", "20e-6"]
+    found = json.loads(plan("--stages", "2", "--simulate", "--requests", "4", "--json", *speeds))
+    assert found["simulated"]["2"]["requests"] == 4
+    assert len(found["simulated"]["2"]["stages"]) == 2
+
+
+@pytest.mark.parametrize(
+    ("args", "problem"),
+    [
+        (["--stages", "9"], "9 stages cannot share 8 blocks"),
+        (["--stages", "2", "--layers", "7,7"], "adds up to 14"),
+        (["--model", "/nonexistent/model"], "nonexistent"),
+        (["--max-model-len", "99999"], "--max-model-len"),
+    ],
+)
+def test_mistakes_are_named(args, problem):
+    with pytest.raises(PpserveError, match=problem):
+        CliRunner().invoke(cli, ["plan", *args], catch_exceptions=False, standalone_mode=False)
+
+
+@pytest.mark.parametrize("args", [["--flops", "many"], ["--link-latency", "5 parsecs"], ["--stages", "0"]])
+def test_flags_that_are_no_quantities(args):
+    result = CliRunner().invoke(cli, ["plan", *args])
+    assert result.exit_code == 2
+    assert args[0] in result.output

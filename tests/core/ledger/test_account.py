@@ -1,0 +1,272 @@
+import itertools
+import random
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from ppserve.core.ledger.account import Settled, StageTimes, TimeAccount, in_head_clock
+from ppserve.core.ledger.causes import BUSY, CAUSES
+from ppserve.core.plan import StepResult, StepStamps
+from tests.core.artificial import ArtificialPipeline, plan
+
+S = 1_000_000  # one stage's time for a step, ns
+
+
+def account_for(pipeline: ArtificialPipeline, num_steps: int) -> tuple[StageTimes, ...]:
+    account = TimeAccount(len(pipeline.compute_ns), 0)
+    end = pipeline.run(num_steps).feed(account)
+    times = account.settled()
+    assert {t.wall_ns for t in times} == {end}
+    return times
+
+
+def bubbles(times: StageTimes) -> dict[str, int]:
+    return {cause: ns for cause, ns in times.bubble_ns.items() if ns}
+
+
+# ---- each cause alone, under its own name ---------------------------------------------------------------
+
+
+@pytest.mark.parametrize("num_stages", range(2, 9))
+@pytest.mark.parametrize("num_microbatches", range(1, 17))
+def test_fill_drain_of_m_microbatches(num_stages, num_microbatches):
+    pipeline = ArtificialPipeline((S,) * num_stages, lanes=num_stages)
+    for times in account_for(pipeline, num_microbatches):
+        if num_microbatches >= num_stages:
+            wall = (num_microbatches + num_stages - 1) * S
+            assert times.wall_ns == wall
+            assert times.bubble_ns["fill_drain"] * (num_microbatches + num_stages - 1) == wall * (num_stages - 1)
+        assert set(bubbles(times)) == {"fill_drain"}
+
+
+def test_one_sequence_is_fill_drain():
+    for times in account_for(ArtificialPipeline((S, S), lanes=1), 20):
+        assert bubbles(times) == {"fill_drain": 20 * S}
+        assert times.busy_ns == {"prefill": 0, "decode": 20 * S, "mixed": 0}
+
+
+def steady(pipeline: ArtificialPipeline, num_steps: int = 40) -> list[dict[str, int]]:
+    """Bubbles per stage between an early and a late moment of a long run."""
+    account = TimeAccount(len(pipeline.compute_ns), 0)
+    marks: list[list[Settled]] = [[] for _ in pipeline.compute_ns]
+    account.observer = lambda settled: marks[settled.stage].append(settled)
+    pipeline.run(num_steps).feed(account)
+    result = []
+    for spans in marks:
+        total = dict.fromkeys(CAUSES, 0)
+        for s in spans:
+            if s.step_id in range(num_steps // 4, num_steps * 3 // 4) and s.span.kind in CAUSES:
+                total[s.span.kind] += s.span.end - s.span.start
+        result.append({k: v for k, v in total.items() if v})
+    return result
+
+
+@pytest.mark.parametrize("num_stages", range(1, 9))
+def test_equal_stages_with_enough_sequences_have_no_bubble(num_stages):
+    assert steady(ArtificialPipeline((S,) * num_stages, lanes=num_stages)) == [{}] * num_stages
+
+
+@pytest.mark.parametrize(
+    ("compute", "waits"),
+    [
+        ((S, 3 * S), [2 * S, 0]),
+        ((3 * S, S), [0, 2 * S]),
+        ((3 * S, S, S), [0, 2 * S, 2 * S]),
+        ((S, S, 3 * S), [2 * S, 2 * S, 0]),
+        ((S, 3 * S, 2 * S, S), [2 * S, 0, S, 2 * S]),
+    ],
+)
+def test_imbalance(compute, waits):
+    pipeline = ArtificialPipeline(compute, lanes=len(compute))
+    assert steady(pipeline) == [{"imbalance": 20 * w} if w else {} for w in waits]
+
+
+@pytest.mark.parametrize(
+    ("cause", "delay"),
+    [
+        ("transfer", {"transfer_ns": S // 4}),
+        ("transfer", {"sending_ns": S // 4}),
+        ("token_return", {"token_return_ns": S // 4}),
+        ("host", {"schedule_ns": S // 4}),
+        ("host", {"prepare_ns": S // 4}),
+    ],
+)
+@pytest.mark.parametrize("num_stages", [2, 3, 4])
+def test_a_delay_in_a_full_pipeline_of_equal_stages_has_one_name(cause, delay, num_stages):
+    stages = steady(ArtificialPipeline((S,) * num_stages, lanes=num_stages, **delay))
+    assert [set(bubble) for bubble in stages] == [{cause}] * num_stages
+
+
+def test_one_token_on_its_way_is_token_return_on_every_stage():
+    pipeline = ArtificialPipeline((S, S), lanes=1, token_return_ns=S, transfer_ns=S, prepare_ns=S)
+    for bubble in steady(pipeline, 40):
+        assert bubble == {"fill_drain": 20 * S, "transfer": 20 * S, "token_return": 20 * S, "host": 40 * S}
+
+
+def test_a_lane_more_than_stages_hides_the_token_return():
+    hidden = ArtificialPipeline((S, S), lanes=3, token_return_ns=S)
+    assert steady(hidden) == [{}, {}]
+
+
+# ---- the sum --------------------------------------------------------------------------------------------
+
+durations = st.integers(0, 5)
+
+
+@given(
+    compute=st.lists(st.integers(1, 6), min_size=1, max_size=5).map(tuple),
+    lanes=st.integers(1, 7),
+    num_steps=st.integers(1, 25),
+    delays=st.tuples(durations, durations, durations, durations, durations),
+    seed=st.integers(0, 1000),
+)
+def test_scrapes_at_any_moment_sum_to_the_wall_and_never_decrease(compute, lanes, num_steps, delays, seed):
+    pipeline = ArtificialPipeline(compute, lanes, *delays, start_ns=7).run(num_steps)
+    account = TimeAccount(len(compute), 0)
+    account.demand_began(7)
+    rng = random.Random(seed)
+    before = account.snapshot(3)
+    open_ns = 0  # the longest stretch that any scrape had to guess
+    for event in delayed(pipeline.events(), rng, len(compute) - 1):
+        pipeline.play(account, event)
+        now = event[0] + rng.randrange(4)
+        after = account.snapshot(now)
+        for old, new in zip(before, after, strict=True):
+            assert new.wall_ns == max(now, old.wall_ns)
+            delta = new.since(old)
+            assert min(*delta.busy_ns.values(), *delta.bubble_ns.values(), delta.idle_ns) >= 0
+        open_ns = max(open_ns, *(now - times.wall_ns for times in account.settled()))
+        before = after
+    end = pipeline.returned[-1] + 100
+    account.demand_ended(end)
+    for stage, times in enumerate(account.settled()):
+        assert times.wall_ns == end
+        assert times.busy_ns["decode"] == num_steps * compute[stage]
+        assert times.idle_ns == 7
+    for scraped, true in zip(account.snapshot(end), account.settled(), strict=True):
+        error = scraped.since(true)
+        assert max(*error.busy_ns.values(), *error.bubble_ns.values(), error.idle_ns) <= open_ns
+
+
+def delayed(events, rng, last):
+    """Results of stages before the last reach the head late, out of order between stages, in order within."""
+    late = dict.fromkeys(range(last), 0)
+    keyed = []
+    for at, order, what, k, i in events:
+        if what == "reported" and i < last:
+            late[i] = max(late[i], at + rng.randrange(12))
+            keyed.append((late[i], 2, what, k, i))
+        else:
+            keyed.append((at, order, what, k, i))
+    return sorted(keyed, key=lambda e: (*e[:2], e[3], e[4]))
+
+
+def test_spans_tile_each_stage():
+    spans: dict[int, list[Settled]] = {0: [], 1: [], 2: []}
+    account = TimeAccount(3, 0, lambda s: spans[s.stage].append(s))
+    end = ArtificialPipeline((3, 5, 4), 2, 1, 1, 1, 1, 1, start_ns=50).run(30).feed(account)
+    for of_stage in spans.values():
+        assert of_stage[0].span.start == 0
+        assert of_stage[-1].span.end == end
+        assert all(a.span.end == b.span.start for a, b in itertools.pairwise(of_stage))
+        assert all(s.span.end > s.span.start for s in of_stage)
+        assert [s.step_id for s in of_stage if s.span.kind in BUSY] == list(range(30))
+
+
+def test_nothing_is_kept_about_settled_steps():
+    account = TimeAccount(2, 0)
+    ArtificialPipeline((S, S), 2).run(500).feed(account)
+    assert not account._steps
+    assert not any(t.queue for t in account._timelines)
+    step, length = account._last_returned, 0
+    while step:
+        step, length = step.trigger, length + 1
+    assert length == 1
+
+
+# ---- idle, losses -----------------------------------------------------------------------------------------
+
+
+def test_no_demand_is_idle():
+    account = TimeAccount(2, 100)
+    assert [t.idle_ns for t in account.snapshot(600)] == [500, 500]
+    pipeline = ArtificialPipeline((S, S), 2, start_ns=1000).run(4)
+    end = pipeline.feed(account)
+    for times in account.snapshot(end + 5000):
+        assert times.idle_ns == 900 + 5000
+        assert times.busy_ns["decode"] == 4 * S
+
+
+def test_two_bursts_with_idle_between():
+    account = TimeAccount(2, 0)
+    end = ArtificialPipeline((S, S), 2).run(4).feed(account)
+    again = ArtificialPipeline((S, S), 2, start_ns=end + 3 * S).run(4)
+    end = again.feed(account, first_step_id=4)
+    for times in account.settled():
+        assert times.idle_ns == 3 * S
+        assert bubbles(times) == {"fill_drain": 2 * S}
+        assert times.wall_ns == end
+
+
+def test_a_lost_stage_is_host_until_the_pipeline_has_formed():
+    account = TimeAccount(2, 0)
+    account.demand_began(0)
+    for k in range(2):
+        account.dispatched(plan(k), 0, 0)
+    stamps = StepStamps(0, 0, 0, 0, 10, 10)
+    account.reported(StepResult(1, 0, 0, stamps), stamps, 10)
+    account.stage_lost(30)
+    account.stage_lost(31)
+    assert [t.bubble_ns["host"] for t in account.snapshot(100)] == [90, 100]
+    account.formed(130)
+    account.formed(131)
+    late = StepStamps(0, 10, 10, 10, 20, 20)
+    account.reported(StepResult(1, 1, 0, late), late, 140)  # of the old epoch: says nothing any more
+    ArtificialPipeline((5, 5), 2, start_ns=130).run(2).feed(account, first_step_id=2)
+    first, second = account.settled()
+    assert (first.busy_ns["decode"], bubbles(first)) == (20, {"host": 120, "fill_drain": 5})
+    assert (second.busy_ns["decode"], bubbles(second)) == (10, {"host": 130, "fill_drain": 5})
+    assert first.wall_ns == second.wall_ns == 145
+
+
+def test_a_stage_lost_without_demand_costs_nothing():
+    account = TimeAccount(1, 0)
+    account.stage_lost(10)
+    account.formed(50)
+    assert account.snapshot(60)[0] == StageTimes(dict.fromkeys(BUSY, 0), dict.fromkeys(CAUSES, 0), 60)
+
+
+def test_demand_that_arrives_while_the_pipeline_is_down_waits_for_the_host():
+    account = TimeAccount(1, 0)
+    account.stage_lost(10)
+    account.demand_began(30)
+    account.formed(50)
+    account.demand_ended(50)
+    assert bubbles(account.settled()[0]) == {"host": 20}
+
+
+def test_stamps_that_contradict_each_other_still_sum_up():
+    """Clocks of hosts are aligned to microseconds only, so a stamp may lie before its cause, or ahead of now."""
+    account = TimeAccount(2, 0)
+    account.dispatched(plan(0), 100, 90)
+    for stage, at in ((1, 40), (0, 300)):
+        stamps = StepStamps(at, at, at, at, at + 20, at + 10)
+        account.reported(StepResult(1, 0, stage, stamps), stamps, 130)
+    assert {t.wall_ns for t in account.snapshot(150)} == {150}
+    account.demand_ended(400)
+    assert {t.wall_ns for t in account.snapshot(400)} == {400}
+    assert {t.wall_ns for t in account.settled()} == {400}
+
+
+def test_a_result_counts_once():
+    account = TimeAccount(1, 0)
+    account.dispatched(plan(0), 0, 0)
+    stamps = StepStamps(0, 0, 0, 0, 10, 10)
+    for _ in range(2):
+        account.reported(StepResult(1, 0, 0, stamps), stamps, 10)
+    assert account.settled()[0].busy_ns["decode"] == 10
+
+
+def test_stamps_move_into_the_heads_clock():
+    assert in_head_clock(StepStamps(10, 11, 12, 13, 14, 15), 10) == StepStamps(0, 1, 2, 3, 4, 5)

@@ -1,0 +1,64 @@
+import pytest
+
+from ppserve.core.architecture import stage_layouts
+from ppserve.core.ledger.account import StageTimes, TimeAccount
+from ppserve.core.ledger.advice import advise
+from tests.core.artificial import ArtificialPipeline
+
+MS = 1_000_000
+
+
+def measured(pipeline: ArtificialPipeline, num_steps: int = 1000) -> tuple[StageTimes, ...]:
+    account = TimeAccount(len(pipeline.compute_ns), 0)
+    pipeline.run(num_steps).feed(account)
+    return account.settled()
+
+
+def test_an_even_split_of_gpt2_is_told_the_better_one():
+    stages = measured(ArtificialPipeline((6 * MS, 11_450_000), lanes=2))
+    assert advise(stages, stage_layouts((6, 6)), 2) == (
+        "imbalance (24% of the time): stage 1 is 91% slower than the others;"
+        " --layers 9,3 predicts 97% instead of 76%"
+    )
+
+
+def test_an_imbalance_that_half_a_block_mends():
+    stages = measured(ArtificialPipeline((2 * MS, 1 * MS), lanes=2), 2000)
+    assert advise(stages, stage_layouts((2, 1)), 2).endswith("--layers 1.5,1.5 predicts 90% instead of 75%")
+
+
+def test_an_imbalance_that_no_split_can_mend():
+    stages = measured(ArtificialPipeline((1 * MS, 2 * MS), lanes=2), 2000)
+    assert advise(stages, stage_layouts((2, 1)), 2).endswith(
+        "stage 1 is 100% slower than the others; no other split would be better"
+    )
+
+
+@pytest.mark.parametrize(
+    ("cause", "hint", "lanes", "delay"),
+    [
+        ("fill_drain", "more concurrent requests", 1, {}),
+        ("transfer", "--transport shm", 2, {"transfer_ns": 5 * MS}),
+        ("host", "the head", 2, {"schedule_ns": 5 * MS}),
+        ("token_return", "--microbatches 3 would hide it", 2, {"token_return_ns": 5 * MS}),
+    ],
+)
+def test_each_cause_has_its_remedy(cause, hint, lanes, delay):
+    stages = measured(ArtificialPipeline((10 * MS, 10 * MS), lanes=lanes, **delay))
+    advice = advise(stages, stage_layouts((9, 3)), 2)
+    assert advice.startswith(f"{cause} (")
+    assert hint in advice
+
+
+def test_one_lane_more_does_not_always_hide_the_return():
+    stages = measured(ArtificialPipeline((10 * MS, 10 * MS), lanes=3, token_return_ns=50 * MS))
+    assert "larger steps" in advise(stages, stage_layouts((9, 3)), 3)
+
+
+def test_a_good_pipeline_gets_no_advice():
+    assert advise(measured(ArtificialPipeline((10 * MS, 10 * MS), lanes=2)), stage_layouts((9, 3)), 2) == ""
+
+
+def test_too_little_seen_is_no_reason_for_advice():
+    assert advise(measured(ArtificialPipeline((10 * MS, 20 * MS), lanes=2), 10), stage_layouts((9, 3)), 2) == ""
+    assert advise(TimeAccount(2, 0).snapshot(10**12), stage_layouts((9, 3)), 2) == ""

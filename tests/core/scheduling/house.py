@@ -1,0 +1,127 @@
+"""A scheduler, a toy pipeline behind it, and a record of what every stream was told."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from dataclasses import dataclass, field
+
+from ppserve.core.plan import StepPlan
+from ppserve.core.request import FinishReason, Request, StopConditions
+from ppserve.core.scheduling.block_manager import BlockManager
+from ppserve.core.scheduling.composer import CostModel
+from ppserve.core.scheduling.scheduler import Scheduler, SchedulerConfig, SequenceEvent
+from ppserve.errors import Overloaded
+from tests.core.toy_pipeline import EOS_ID, VOCAB_SIZE, ToyPipeline, expected_answer, mix
+
+CUT_SHORT = (FinishReason.CANCELLED, FinishReason.DEADLINE, FinishReason.STOP_STRING)
+
+
+@dataclass
+class House:
+    """A scheduler, its pipeline, and everything the streams were told."""
+
+    config: SchedulerConfig
+    num_blocks: int = 48
+    costs: CostModel | None = None
+    now: float = 0.0
+    requests: dict[str, Request] = field(default_factory=dict)
+    events: dict[tuple[str, int], list[SequenceEvent]] = field(default_factory=lambda: defaultdict(list))
+    ended_by_engine: set[tuple[str, int]] = field(default_factory=set)
+
+    def __post_init__(self) -> None:
+        self.blocks = BlockManager(self.num_blocks, self.config.block_size)
+        self.scheduler = Scheduler(self.config, self.blocks, self.costs)
+        self.pipeline = ToyPipeline(self.config.block_size)
+
+    def tell(self, events: list[SequenceEvent]) -> list[SequenceEvent]:
+        for event in events:
+            self.events[event.request_id, event.index].append(event)
+        return events
+
+    def submit(self, request: Request) -> bool:
+        try:
+            self.scheduler.submit(request, self.now)
+        except Overloaded:
+            return False
+        self.requests[request.id] = request
+        return True
+
+    def schedule_one(self) -> StepPlan | None:
+        self.tell(self.scheduler.expire(self.now))
+        plan = self.scheduler.schedule(self.now)
+        if plan is not None:
+            assert plan.slices, "a step is never empty"
+            self.pipeline.send(plan)
+        return plan
+
+    def commit_one(self) -> list[SequenceEvent]:
+        return self.tell(self.scheduler.commit(self.pipeline.run_one(), self.now))
+
+    def lose_stage(self) -> None:
+        self.pipeline.lose()
+        self.tell(self.scheduler.lose_stage(self.scheduler.epoch + 1, self.now))
+
+    def drain(self) -> None:
+        while self.scheduler.has_work:
+            while self.schedule_one() is not None:
+                self.scheduler.check_invariants()
+            if self.pipeline.num_in_flight:
+                self.commit_one()
+            else:
+                assert not self.scheduler.has_work, "work, but nothing to do"
+            self.scheduler.check_invariants()
+
+    def check_answers(self) -> None:
+        """Exactly one terminal event per sequence, and only tokens of the undisturbed run."""
+        for request in self.requests.values():
+            resumed = request.resume_index is not None
+            indices = [request.resume_index] if resumed else range(request.num_sequences)
+            for index in indices:
+                self._check_answer(request, index)
+
+    def _check_answer(self, request: Request, index: int) -> None:
+        events = self.events[request.id, index]
+        right = expected_answer(request, index)
+        ends = [e for e in events if e.is_terminal]
+        first = len(request.resume_ids)
+        tokens = [e.token_id for e in events if e.token_id is not None]
+        assert [e.offset for e in events if e.token_id is not None] == list(range(first, first + len(tokens)))
+        if (request.id, index) in self.ended_by_engine:
+            assert ends == []
+            assert tuple(tokens) == right.token_ids[first : first + len(tokens)]
+            return
+        assert len(ends) == 1
+        assert events[-1] is ends[0]
+        assert ends[0].error is None
+        assert tuple(tokens) == right.token_ids[first : first + len(tokens)]
+        scores = tuple(p.logprob for e in events for p in e.prompt_logprobs)
+        if ends[0].finish not in CUT_SHORT:
+            assert ends[0].finish == right.finish
+            assert tuple(tokens) == right.token_ids[first:]
+            if index == 0 and not request.resume_ids:
+                assert scores == right.prompt_logprobs
+
+
+def a_house(num_stages: int = 2, num_blocks: int = 400, **config: object) -> House:
+    settings = {"max_model_len": 1024, "block_size": 4, "eos_id": EOS_ID, **config}
+    return House(SchedulerConfig(num_stages, **settings), num_blocks)  # type: ignore[arg-type]
+
+
+def prompt_of(num_tokens: int, salt: int = 0) -> tuple[int, ...]:
+    return tuple(mix(salt, i) % VOCAB_SIZE for i in range(num_tokens))
+
+
+def a_request(
+    name: str, num_prompt: int = 6, max_tokens: int = 6, salt: int | None = None, **fields: object
+) -> Request:
+    """Never ends by EOS unless asked to."""
+    stop = fields.pop("stop", StopConditions(max_tokens, ignore_eos=True))
+    prompt = prompt_of(num_prompt, mix(*name.encode()) if salt is None else salt)
+    return Request(name, prompt, stop, **fields)  # type: ignore[arg-type]
+
+
+def fill(house: House) -> list[StepPlan]:
+    plans = []
+    while (plan := house.schedule_one()) is not None:
+        plans.append(plan)
+    return plans

@@ -1,0 +1,182 @@
+"""Blocks: free + cached + held == total, whatever happens; prefixes by content; least recently used first."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+
+from ppserve.core.scheduling.block_manager import BlockManager, block_digest
+
+
+def chain(*blocks: tuple[int, ...]) -> list[bytes]:
+    digests: list[bytes] = []
+    for token_ids in blocks:
+        digests.append(block_digest(digests[-1] if digests else b"", token_ids))
+    return digests
+
+
+def test_a_table_that_does_not_fit_takes_nothing() -> None:
+    blocks = BlockManager(4, 16)
+    assert blocks.try_allocate(1, 3) is not None
+    assert blocks.try_allocate(2, 2) is None
+    assert blocks.num_free == 1
+    blocks.check_invariants()
+    assert blocks.try_allocate(2, 1) is not None
+
+
+def test_blocks_for_counts_whole_blocks() -> None:
+    blocks = BlockManager(1, 16)
+    assert [blocks.blocks_for(n) for n in (0, 1, 16, 17)] == [0, 1, 1, 2]
+
+
+def test_a_released_prefix_is_found_again_and_shared() -> None:
+    blocks = BlockManager(8, 2)
+    a, b = chain((1, 2), (3, 4))
+    table = blocks.try_allocate(1, 3)
+    assert table is not None
+    blocks.publish(table[0], a)
+    blocks.publish(table[1], b)
+    assert blocks.match([a, b]) == table[:2]
+    blocks.release(1)
+    assert (blocks.num_held, blocks.num_cached, blocks.num_free) == (0, 2, 8)
+    first = blocks.try_allocate(2, 3, blocks.match([a, b]))
+    second = blocks.try_allocate(3, 3, blocks.match([a, b]))
+    assert first is not None
+    assert second is not None
+    assert first[:2] == second[:2] == table[:2]
+    assert first[2] != second[2]
+    blocks.check_invariants()
+    blocks.release(2)
+    assert blocks.num_cached == 0, "the other still holds it"
+    blocks.release(3)
+    assert blocks.num_cached == 2
+
+
+def test_a_digest_names_everything_before_it_too() -> None:
+    assert chain((1, 2), (3, 4))[1] != chain((9, 9), (3, 4))[1]
+    assert chain((1, 2), (3, 4))[1] == chain((1, 2), (3, 4))[1]
+    assert chain((1, 23))[0] != chain((12, 3))[0]
+
+
+def test_the_match_ends_at_the_first_unknown_block() -> None:
+    blocks = BlockManager(8, 2)
+    a, b, c = chain((1, 2), (3, 4), (5, 6))
+    table = blocks.try_allocate(1, 3)
+    assert table is not None
+    blocks.publish(table[0], a)
+    blocks.publish(table[2], c)
+    assert blocks.match([a, b, c]) == table[:1]
+
+
+def test_the_least_recently_used_goes_first_and_the_end_of_a_prefix_before_its_beginning() -> None:
+    blocks = BlockManager(4, 2)
+    old, new = chain((1, 2), (3, 4)), chain((5, 6), (7, 8))
+    for sequence_id, digests in ((1, old), (2, new)):
+        table = blocks.try_allocate(sequence_id, 2)
+        assert table is not None
+        for block, digest in zip(table, digests, strict=True):
+            blocks.publish(block, digest)
+        blocks.release(sequence_id)
+    assert blocks.try_allocate(3, 1) is not None
+    assert len(blocks.match(old)) == 1
+    assert len(blocks.match(new)) == 2
+    assert blocks.try_allocate(4, 2) is not None
+    assert len(blocks.match(old)) == 0
+    assert len(blocks.match(new)) == 1
+    blocks.check_invariants()
+
+
+def test_taking_up_cached_blocks_leaves_fewer_for_others() -> None:
+    blocks = BlockManager(3, 2)
+    digests = chain((1, 2), (3, 4))
+    table = blocks.try_allocate(1, 2)
+    assert table is not None
+    for block, digest in zip(table, digests, strict=True):
+        blocks.publish(block, digest)
+    blocks.release(1)
+    shared = blocks.match(digests)
+    assert blocks.num_free == 3
+    assert blocks.fits(1, shared)
+    assert not blocks.fits(2, shared)
+    assert blocks.try_allocate(2, 4, shared) is None
+    blocks.check_invariants()
+
+
+def test_a_pinned_block_outlives_its_table() -> None:
+    blocks = BlockManager(4, 2)
+    source = blocks.try_allocate(1, 1)
+    assert source is not None
+    assert blocks.try_allocate(2, 1) is not None
+    blocks.pin(2, source[0])
+    blocks.release(1)
+    assert blocks.num_held == 2
+    blocks.unpin(2)
+    assert blocks.num_held == 1
+    blocks.unpin(2)
+    blocks.check_invariants()
+
+
+def test_a_lost_stage_makes_every_content_unknown_and_keeps_tables() -> None:
+    blocks = BlockManager(4, 2)
+    digests = chain((1, 2))
+    for sequence_id in (1, 2):
+        table = blocks.try_allocate(sequence_id, 1)
+        assert table is not None
+        blocks.publish(table[0], digests[0])
+    blocks.release(1)
+    blocks.forget_contents()
+    assert blocks.match(digests) == ()
+    assert (blocks.num_cached, blocks.num_free, blocks.num_held) == (0, 3, 1)
+    blocks.check_invariants()
+
+
+def test_the_content_of_one_table_can_be_forgotten() -> None:
+    blocks = BlockManager(4, 2)
+    digests = chain((1, 2), (3, 4))
+    table = blocks.try_allocate(1, 2)
+    assert table is not None
+    for block, digest in zip(table, digests, strict=True):
+        blocks.publish(block, digest)
+    blocks.forget_contents_of(1)
+    assert blocks.match(digests) == ()
+    blocks.release(1)
+    assert blocks.num_cached == 0
+    blocks.check_invariants()
+
+
+def test_sizes_must_be_positive() -> None:
+    with pytest.raises(ValueError, match="must be positive"):
+        BlockManager(0, 16)
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_a_random_walk_keeps_every_block_in_one_state(seed: int) -> None:
+    rng = random.Random(seed)
+    blocks = BlockManager(24, 2)
+    content: dict[int, list[tuple[int, ...]]] = {}
+    for sequence_id in range(400):
+        tokens = [(rng.randrange(2), rng.randrange(2)) for _ in range(rng.randrange(1, 7))]
+        digests = chain(*tokens)
+        shared = blocks.match(digests)
+        table = blocks.try_allocate(sequence_id, len(tokens), shared)
+        if table is not None:
+            content[sequence_id] = tokens
+            for block, digest in zip(table, digests, strict=True):
+                blocks.publish(block, digest)
+        while content and (table is None or rng.random() < 0.4):
+            victim = rng.choice(list(content))
+            del content[victim]
+            blocks.release(victim)
+            table = ()
+        if rng.random() < 0.01:
+            blocks.forget_contents()
+        blocks.check_invariants()
+
+
+def test_the_invariants_notice_a_leak() -> None:
+    blocks = BlockManager(4, 2)
+    blocks.try_allocate(1, 2)
+    blocks._tables.clear()  # the control: a table dropped without giving its blocks back
+    with pytest.raises(AssertionError):
+        blocks.check_invariants()

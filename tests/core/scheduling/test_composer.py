@@ -1,0 +1,161 @@
+"""What goes into a step: shares, budgets, and prompts bounded by predicted time."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import pytest
+
+from ppserve.core.request import OutputOptions, Request, StopConditions
+from ppserve.core.scheduling.composer import (
+    MIN_CHUNK,
+    MIN_SMOOTH_CHUNK,
+    MIN_TIMED_CHUNK,
+    SMOOTH_TURNS,
+    Composer,
+    StepLimits,
+)
+from ppserve.core.scheduling.config import MAX_PROMPT_TOKENS_PER_STEP, SchedulerConfig
+from ppserve.core.scheduling.sequence import Sequence
+
+
+@dataclass
+class LinearCosts:
+    """Seconds per row, per key read and per sampled row; remembers the worst step it was asked about."""
+
+    row: float = 0.001
+    key: float = 0.0
+    sample: float = 0.0
+
+    def predict(self, num_rows: int, context_tokens: int, num_sampled: int) -> float:
+        return self.row * num_rows + self.key * context_tokens + self.sample * num_sampled
+
+
+def sequence_of(num_tokens: int, scheduled: int = 0, scored: bool = False) -> Sequence:
+    output = OutputOptions(prompt_logprobs=0 if scored else None)
+    request = Request("r", tuple(range(num_tokens)), StopConditions(5), output=output)
+    sequence = Sequence(num_tokens, request, 0, None)
+    sequence.scheduled = scheduled
+    sequence.wants_scores = scored
+    return sequence
+
+
+def decodes(count: int, context: int = 10) -> list[Sequence]:
+    return [sequence_of(context, context - 1) for _ in range(count)]
+
+
+def sizes(picks: list[tuple[Sequence, int]]) -> list[int]:
+    return [num_tokens for _, num_tokens in picks]
+
+
+@pytest.mark.parametrize(
+    ("ready", "decoding", "microbatches", "taken"),
+    [(64, 64, 2, 32), (5, 64, 2, 5), (33, 65, 2, 33), (3, 3, 2, 2), (1, 1, 4, 1), (0, 9, 3, 0)],
+)
+def test_a_step_takes_its_share_of_all_decodes(ready: int, decoding: int, microbatches: int, taken: int) -> None:
+    picks = Composer(StepLimits()).compose(decodes(ready), decoding, [], microbatches)
+    assert sizes(picks) == [1] * taken
+
+
+def test_a_configured_chunk_is_exact() -> None:
+    composer = Composer(StepLimits(prefill_chunk=7), LinearCosts(row=99.0))
+    assert sizes(composer.compose([], 0, [sequence_of(20)], 4)) == [7]
+    assert sizes(composer.compose([], 0, [sequence_of(3), sequence_of(20)], 4)) == [3, 4]
+    assert sizes(composer.compose(decodes(2), 2, [sequence_of(20)], 1)) == [1, 1, 7]
+
+
+def test_chunks_shrink_so_that_every_lane_gets_some_but_never_to_crumbs() -> None:
+    composer = Composer(StepLimits())
+    sequence = sequence_of(1000)
+    chunks = []
+    while sequence.remaining:
+        ((_, num_tokens),) = composer.compose([], 0, [sequence], 2)
+        chunks.append(num_tokens)
+        sequence.scheduled += num_tokens
+    assert chunks[0] == 250
+    assert chunks == sorted(chunks, reverse=True)
+    assert min(chunks[:-1]) >= MIN_CHUNK
+    assert sum(chunks) == 1000
+
+
+def test_prompts_beside_decodes_are_held_shorter() -> None:
+    composer = Composer(StepLimits())
+    assert sizes(composer.compose([], 0, [sequence_of(5000)], 2)) == [MAX_PROMPT_TOKENS_PER_STEP]
+    assert sizes(composer.compose([], 8, [sequence_of(5000)], 2)) == [256]
+
+
+def test_no_step_is_larger_than_announced() -> None:
+    config = SchedulerConfig(1, max_num_seqs=64)
+    composer = Composer(StepLimits())
+    picks = composer.compose(decodes(64), 64, [sequence_of(900) for _ in range(9)], 1)
+    assert sum(sizes(picks)) <= config.max_step_tokens
+    picks = composer.compose([], 0, [sequence_of(900) for _ in range(9)], 1)
+    assert sum(sizes(picks)) <= config.max_step_tokens
+
+
+def test_time_bounds_a_prompt_beside_decodes() -> None:
+    composer = Composer(StepLimits(seconds_beside_decodes=0.1), LinearCosts(row=0.001))
+    picks = composer.compose(decodes(10), 20, [sequence_of(900)], 2)
+    assert sizes(picks)[10:] == [90]
+
+
+def test_beside_decodes_a_prompt_is_spread_over_turns_so_that_steps_stay_alike() -> None:
+    composer = Composer(StepLimits(seconds_beside_decodes=10.0), LinearCosts(row=0.001))
+    picks = composer.compose(decodes(10), 20, [sequence_of(120)], 2)
+    assert sizes(picks)[10:] == [120 // (SMOOTH_TURNS * 2)]
+    picks = composer.compose(decodes(10), 20, [sequence_of(20)], 2)
+    assert sizes(picks)[10:] == [MIN_SMOOTH_CHUNK]
+
+
+def test_what_costs_next_to_nothing_is_not_spread() -> None:
+    composer = Composer(StepLimits(), LinearCosts(row=1e-6, sample=0.001))
+    picks = composer.compose(decodes(10), 20, [sequence_of(120)], 2)
+    assert sizes(picks)[10:] == [120]
+
+
+def test_a_single_lane_has_no_neighbour_to_be_like() -> None:
+    composer = Composer(StepLimits(seconds_beside_decodes=10.0), LinearCosts(row=0.001))
+    picks = composer.compose(decodes(10), 10, [sequence_of(120)], 1)
+    assert sizes(picks)[10:] == [120]
+
+
+def test_time_bounds_a_prompt_alone_too() -> None:
+    composer = Composer(StepLimits(seconds_alone=0.2), LinearCosts(row=0.001))
+    assert sizes(composer.compose([], 0, [sequence_of(900)], 1)) == [200]
+
+
+def test_longer_contexts_mean_shorter_chunks() -> None:
+    composer = Composer(StepLimits(seconds_alone=0.2), LinearCosts(row=0.001, key=1e-6))
+    early = sizes(composer.compose([], 0, [sequence_of(900)], 1))[0]
+    late = sizes(composer.compose([], 0, [sequence_of(900, scheduled=500)], 1))[0]
+    assert late < early < 200
+
+
+def test_a_scored_prompt_pays_the_head_for_every_row() -> None:
+    composer = Composer(StepLimits(seconds_alone=0.2), LinearCosts(row=0.001, sample=0.001))
+    assert sizes(composer.compose([], 0, [sequence_of(900)], 1)) == [200]
+    assert sizes(composer.compose([], 0, [sequence_of(900, scored=True)], 1)) == [100]
+
+
+def test_slow_decodes_stretch_the_limit_instead_of_crowding_prompts_out() -> None:
+    limits = StepLimits(seconds_beside_decodes=0.1, stretch=2.0)
+    composer = Composer(limits, LinearCosts(row=0.01))
+    picks = composer.compose(decodes(32), 64, [sequence_of(900)], 2)
+    assert sizes(picks)[32:] == [32]
+
+
+def test_a_hopelessly_slow_stage_still_makes_progress() -> None:
+    composer = Composer(StepLimits(), LinearCosts(row=100.0))
+    assert sizes(composer.compose([], 3, [sequence_of(900), sequence_of(900)], 2)) == [MIN_TIMED_CHUNK]
+
+
+def test_short_prompts_share_the_time_of_a_step() -> None:
+    composer = Composer(StepLimits(seconds_alone=0.1), LinearCosts(row=0.001))
+    picks = composer.compose([], 0, [sequence_of(30) for _ in range(9)], 1)
+    assert sizes(picks) == [30, 30, 30, 10]
+
+
+def test_composing_changes_nothing() -> None:
+    sequence = sequence_of(100)
+    Composer(StepLimits(), LinearCosts()).compose(decodes(3), 3, [sequence], 2)
+    assert (sequence.scheduled, sequence.steps_in_flight) == (0, 0)

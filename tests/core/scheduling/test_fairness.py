@@ -1,0 +1,133 @@
+"""Whose turn it is: priority with ageing, callers by tokens served, then arrival."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from ppserve.core.scheduling import fairness
+from ppserve.core.scheduling.fairness import FairQueue
+
+
+@dataclass
+class Entry:
+    key: str
+    caller: str = ""
+    priority: int = 0
+    num_tokens: int = 10
+    submitted_s: float = 0.0
+
+
+def served_order(queue: FairQueue[Entry], count: int, now: float = 0.0) -> list[str]:
+    """Admits `count` requests, charging each its tokens as if it ran at once."""
+    order = []
+    for _ in range(count):
+        entry = queue.first(now)
+        assert entry is not None
+        queue.remove(entry.key)
+        queue.charge(entry.caller, entry.num_tokens)
+        order.append(entry.key)
+    return order
+
+
+def test_one_caller_is_served_in_order_of_arrival() -> None:
+    queue: FairQueue[Entry] = FairQueue()
+    for key in "abc":
+        queue.push(Entry(key))
+    assert served_order(queue, 3) == ["a", "b", "c"]
+    assert queue.first(0.0) is None
+
+
+def test_a_flood_does_not_delay_a_light_caller() -> None:
+    queue: FairQueue[Entry] = FairQueue()
+    for i in range(100):
+        queue.push(Entry(f"flood{i}", "flood"))
+    assert served_order(queue, 10) == [f"flood{i}" for i in range(10)]
+    queue.push(Entry("light", "light"))
+    # The newcomer starts level with the flood, not at zero: at most one more request goes before it.
+    assert "light" in served_order(queue, 2)
+
+
+def test_two_busy_callers_share_by_tokens_not_by_requests() -> None:
+    queue: FairQueue[Entry] = FairQueue()
+    for i in range(100):
+        queue.push(Entry(f"big{i}", "big", num_tokens=30))
+        queue.push(Entry(f"small{i}", "small", num_tokens=10))
+    order = served_order(queue, 40)
+    num_small = sum(key.startswith("small") for key in order)
+    assert num_small == 30
+
+
+def test_idleness_saves_nothing_up() -> None:
+    queue: FairQueue[Entry] = FairQueue()
+    for i in range(50):
+        queue.push(Entry(f"busy{i}", "busy"))
+    served_order(queue, 40)
+    for i in range(50):
+        queue.push(Entry(f"fresh{i}", "fresh"))
+    order = served_order(queue, 10)
+    assert 4 <= sum(key.startswith("fresh") for key in order) <= 6
+
+
+def test_a_heavy_caller_is_not_punished_for_having_been_alone() -> None:
+    queue: FairQueue[Entry] = FairQueue()
+    queue.push(Entry("h", "heavy"))
+    queue.charge("heavy", 1_000_000)
+    served_order(queue, 1)
+    queue.leave("heavy")
+    for i in range(10):
+        queue.push(Entry(f"new{i}", "new"))
+        queue.push(Entry(f"heavy{i}", "heavy"))
+    assert sum(key.startswith("heavy") for key in served_order(queue, 10)) >= 4
+
+
+def test_priority_goes_first() -> None:
+    queue: FairQueue[Entry] = FairQueue()
+    queue.push(Entry("low", priority=-1))
+    queue.push(Entry("normal"))
+    queue.push(Entry("high", priority=5))
+    assert served_order(queue, 3) == ["high", "normal", "low"]
+
+
+def test_waiting_makes_up_for_low_priority() -> None:
+    queue: FairQueue[Entry] = FairQueue(aging_s=10.0)
+    queue.push(Entry("old", priority=0, submitted_s=0.0))
+    served = []
+    for i in range(100):
+        now = float(i)
+        queue.push(Entry(f"high{i}", priority=2, submitted_s=now))
+        served += served_order(queue, 1, now)
+    assert "old" in served
+    assert 20 <= served.index("old") <= 31
+
+
+def test_the_control_without_ageing_starves() -> None:
+    queue: FairQueue[Entry] = FairQueue(aging_s=1e12)
+    queue.push(Entry("old", priority=0))
+    served = []
+    for i in range(100):
+        queue.push(Entry(f"high{i}", priority=2, submitted_s=float(i)))
+        served += served_order(queue, 1, float(i))
+    assert "old" not in served
+
+
+def test_tokens_are_counted_as_they_come_and_go() -> None:
+    queue: FairQueue[Entry] = FairQueue()
+    queue.push(Entry("a", num_tokens=5, priority=1))
+    queue.push(Entry("b", num_tokens=7))
+    assert queue.num_tokens == 12
+    assert [queue.tokens_ahead(priority) for priority in (0, 1, 2)] == [12, 5, 0]
+    queue.remove("a")
+    assert (queue.num_tokens, queue.tokens_ahead(0), queue.tokens_ahead(1)) == (7, 7, 0)
+    assert "a" not in queue
+    assert "b" in queue
+    assert len(queue) == 1
+
+
+def test_callers_who_left_are_forgotten_in_the_end() -> None:
+    queue: FairQueue[Entry] = FairQueue()
+    for i in range(3 * fairness.MAX_IDLE_CALLERS):
+        queue.push(Entry("r", f"caller{i}"))
+        served_order(queue, 1)
+        queue.leave(f"caller{i}")
+    assert len(queue._accounts) == fairness.MAX_IDLE_CALLERS
+    assert queue.served("caller0") == 0.0

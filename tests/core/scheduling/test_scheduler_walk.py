@@ -1,0 +1,138 @@
+"""Seeded random walks over the scheduler: whatever happens, everybody gets exactly the right tokens."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+
+from ppserve.core.request import FinishReason, OutputOptions, Request, SamplingParams, StopConditions
+from ppserve.core.scheduling.scheduler import SchedulerConfig
+from tests.core.scheduling.house import House
+from tests.core.toy_pipeline import EOS_ID, VOCAB_SIZE, expected_answer
+
+
+def random_request(rng: random.Random, name: str, now: float, shared_prompt: tuple[int, ...]) -> Request:
+    """Any mixture of features; often with a prefix that others have too."""
+    prompt = tuple(rng.randrange(VOCAB_SIZE) for _ in range(rng.choice((1, 2, 3, 8, 9, 17, 25))))
+    if rng.random() < 0.5:
+        prompt = shared_prompt[: rng.randrange(1, len(shared_prompt))] + prompt
+    max_tokens = rng.choice((0, 1, 2, 5, 12, 20))
+    stop = StopConditions(
+        max_tokens,
+        min_tokens=rng.choice((0, 0, min(3, max_tokens))),
+        stop_token_ids=rng.choice(((), (3,), (EOS_ID, 11))),
+        ignore_eos=rng.random() < 0.3,
+    )
+    sampling = SamplingParams(seed=rng.randrange(100), repetition_penalty=rng.choice((1.0, 1.0, 1.1)))
+    output = OutputOptions(prompt_logprobs=rng.choice((None, None, None, 0, 2)))
+    request = Request(
+        name,
+        prompt,
+        stop,
+        sampling,
+        output,
+        num_sequences=rng.choice((1, 1, 1, 2, 3)),
+        limited_by_context=rng.random() < 0.2,
+        priority=rng.choice((0, 0, 0, 1, -1)),
+        caller=rng.choice("abc"),
+        deadline_s=now + rng.uniform(0, 400) if rng.random() < 0.15 else None,
+    )
+    if rng.random() < 0.2:
+        index = rng.randrange(request.num_sequences)
+        answer = expected_answer(request, index).token_ids
+        return Request(
+            name,
+            prompt,
+            stop,
+            sampling,
+            output,
+            num_sequences=request.num_sequences,
+            resume_index=index,
+            resume_ids=answer[: rng.randrange(len(answer) + 1)],
+            limited_by_context=request.limited_by_context,
+        )
+    return request
+
+
+class WhimsicalCosts:
+    """Predictions that make no sense: what they decide may be slow, never wrong."""
+
+    def __init__(self, seed: int) -> None:
+        self._rng = random.Random(seed)
+
+    def predict(self, num_rows: int, context_tokens: int, num_sampled: int) -> float:
+        return self._rng.choice((0.0, 1e-6, 0.01, 0.2)) * (num_rows + context_tokens + num_sampled)
+
+
+def walk(seed: int, num_stages: int, prefill_chunk: int | None, prefix_cache: bool) -> House:
+    rng = random.Random(seed)
+    losses = 0
+    config = SchedulerConfig(
+        num_stages,
+        max_num_seqs=9,
+        max_queue=12,
+        max_queue_tokens=400,
+        max_model_len=128,
+        block_size=rng.choice((1, 4, 8)),
+        prefill_chunk=prefill_chunk,
+        prefix_cache=prefix_cache,
+        eos_id=EOS_ID,
+        aging_s=20.0,
+    )
+    costs = WhimsicalCosts(seed) if seed % 2 else None
+    house = House(config, num_blocks=2 * 3 * 80 // config.block_size, costs=costs)
+    shared_prompt = tuple(rng.randrange(VOCAB_SIZE) for _ in range(24))
+    for i in range(400):
+        house.now += rng.choice((0.0, 0.01, 1.0))
+        action = rng.random()
+        if action < 0.16:
+            house.submit(random_request(rng, f"r{i}", house.now, shared_prompt))
+        elif action < 0.20 and house.requests:
+            house.tell(house.scheduler.abort(rng.choice(list(house.requests)), FinishReason.CANCELLED))
+        elif action < 0.21 and losses < 2:  # a third in a row would fail the request in flight, rightly
+            house.lose_stage()
+            losses += 1
+        elif action < 0.22:
+            house.scheduler.set_microbatches(rng.randrange(1, num_stages + 2))
+        elif action < 0.62:
+            house.schedule_one()
+        elif house.pipeline.num_in_flight:
+            for event in house.commit_one():
+                if not event.is_terminal and rng.random() < 0.01:
+                    house.scheduler.finish(event.sequence_id, FinishReason.STOP_STRING, house.now)
+                    house.ended_by_engine.add((event.request_id, event.index))
+        house.scheduler.check_invariants()
+    house.drain()
+    return house
+
+
+@pytest.mark.parametrize("num_stages", [1, 2, 3, 4])
+@pytest.mark.parametrize("prefill_chunk", [None, 1, 5])
+@pytest.mark.parametrize("prefix_cache", [True, False])
+def test_any_walk_gives_everybody_the_tokens_of_an_undisturbed_run(
+    num_stages: int, prefill_chunk: int | None, prefix_cache: bool
+) -> None:
+    for seed in range(5):
+        house = walk(seed, num_stages, prefill_chunk, prefix_cache)
+        house.check_answers()
+        assert house.scheduler.kv_usage == 0
+        assert len(house.requests) > 20
+
+
+def test_the_walks_go_everywhere() -> None:
+    """Otherwise their silence would mean nothing."""
+    seen: set[str] = set()
+    for seed in range(12):
+        house = walk(seed, 1 + seed % 4, None, True)
+        seen |= {str(event.finish) for events in house.events.values() for event in events}
+        seen |= {"cached" for events in house.events.values() for event in events if event.cached_tokens}
+        seen |= {"scored" for events in house.events.values() for event in events if event.prompt_logprobs}
+        seen |= {"ended by engine" for _ in house.ended_by_engine}
+        seen |= {"copied" for plan in house.pipeline.plans if plan.copies}
+        seen |= {plan.phase for plan in house.pipeline.plans}
+        seen |= {f"epoch {plan.epoch}" for plan in house.pipeline.plans}
+        seen |= {"resumed" for request in house.requests.values() if request.resume_ids}
+    reasons = {str(reason) for reason in FinishReason} - {"STOP_STRING"}
+    features = {"cached", "scored", "ended by engine", "copied", "resumed"}
+    assert seen >= reasons | features | {"prefill", "decode", "mixed", "epoch 0", "epoch 1", "epoch 2"}

@@ -1,0 +1,138 @@
+"""A sequence: one table of transitions, slices in order, draws and ends by the request's conditions."""
+
+from __future__ import annotations
+
+import itertools
+
+import pytest
+
+from ppserve.core.request import FinishReason, OutputOptions, Request, SamplingParams, StopConditions
+from ppserve.core.scheduling.sequence import NEXT, InvalidTransition, Sequence, SequenceStatus
+
+EOS_ID = 7
+
+
+def sequence_for(stop: StopConditions | None = None, **fields: object) -> Sequence:
+    request = Request("r", (1, 2, 3, 4, 5), stop or StopConditions(4), **fields)  # type: ignore[arg-type]
+    sequence = Sequence(0, request, 0, EOS_ID)
+    sequence.block_table = (10, 11, 12, 13)
+    return sequence
+
+
+@pytest.mark.parametrize(("old", "new"), list(itertools.product(SequenceStatus, SequenceStatus)))
+def test_only_the_moves_of_the_table_are_made(old: SequenceStatus, new: SequenceStatus) -> None:
+    sequence = sequence_for()
+    sequence.status = old
+    if new in NEXT[old]:
+        sequence.move_to(new)
+        assert sequence.status is new
+    else:
+        with pytest.raises(InvalidTransition):
+            sequence.move_to(new)
+        assert sequence.status is old
+
+
+def test_slices_follow_one_another_and_only_the_last_draws() -> None:
+    sequence = sequence_for()
+    first, second = sequence.take(3, 2), sequence.take(2, 2)
+    assert (first.start, first.token_ids, first.block_table, first.draw) == (0, (1, 2, 3), (10, 11), None)
+    assert (second.start, second.token_ids, second.block_table) == (3, (4, 5), (10, 11, 12))
+    assert second.draw is not None
+    assert sequence.remaining == 0
+    with pytest.raises(AssertionError):
+        sequence.take(1, 2)
+
+
+def test_a_plain_draw_is_the_same_object_every_time() -> None:
+    sequence = sequence_for()
+    first = sequence.take(5, 2)
+    sequence.token_ids.append(9)
+    second = sequence.take(1, 2)
+    assert first.draw is second.draw
+
+
+def test_a_draw_with_penalties_carries_the_history() -> None:
+    sequence = sequence_for(sampling=SamplingParams(frequency_penalty=0.5))
+    sequence.take(5, 2)
+    sequence.token_ids.append(9)
+    draw = sequence.take(1, 2).draw
+    assert draw is not None
+    assert (draw.prompt_ids, draw.output_ids) == ((1, 2, 3, 4, 5), (9,))
+
+
+def test_min_tokens_bans_what_would_end_the_answer() -> None:
+    sequence = sequence_for(StopConditions(4, min_tokens=1, stop_token_ids=(3,)))
+    draw = sequence.take(5, 2).draw
+    assert draw is not None
+    assert draw.banned == (3, EOS_ID)
+    sequence.token_ids.append(9)
+    draw = sequence.take(1, 2).draw
+    assert draw is not None
+    assert draw.banned == ()
+
+
+def test_ignored_eos_is_not_banned() -> None:
+    sequence = sequence_for(StopConditions(4, min_tokens=1, ignore_eos=True))
+    draw = sequence.take(5, 2).draw
+    assert draw is not None
+    assert draw.banned == ()
+
+
+@pytest.mark.parametrize(
+    ("stop", "limited", "token_id", "finish"),
+    [
+        (StopConditions(4), False, EOS_ID, FinishReason.EOS),
+        (StopConditions(4, ignore_eos=True), False, EOS_ID, None),
+        (StopConditions(4, ignore_eos=True, stop_token_ids=(EOS_ID,)), False, EOS_ID, FinishReason.STOP_TOKEN),
+        (StopConditions(4, stop_token_ids=(3,)), False, 3, FinishReason.STOP_TOKEN),
+        (StopConditions(1), False, 9, FinishReason.MAX_TOKENS),
+        (StopConditions(1), True, 9, FinishReason.CONTEXT_LENGTH),
+        (StopConditions(1), True, EOS_ID, FinishReason.EOS),
+        (StopConditions(4), False, 9, None),
+    ],
+)
+def test_why_an_answer_ends(
+    stop: StopConditions, limited: bool, token_id: int, finish: FinishReason | None
+) -> None:
+    sequence = sequence_for(stop, limited_by_context=limited)
+    sequence.token_ids.append(token_id)
+    assert sequence.end_after(token_id, EOS_ID) is finish
+
+
+def test_what_is_resumed_complete_draws_nothing() -> None:
+    sequence = sequence_for(resume_index=0, resume_ids=(9, EOS_ID))
+    assert sequence.known_end is FinishReason.EOS
+    assert sequence.take(7, 2).draw is None
+
+
+def test_a_resumed_answer_goes_on_where_it_stood() -> None:
+    sequence = sequence_for(resume_index=0, resume_ids=(9, 8))
+    assert sequence.num_generated == 2
+    draw = sequence.take(7, 2).draw
+    assert draw is not None
+    sequence.token_ids.append(6)
+    assert sequence.event(token_id=6).offset == 2
+
+
+def test_targets_are_the_tokens_that_follow_in_the_prompt() -> None:
+    sequence = sequence_for(output=OutputOptions(prompt_logprobs=2))
+    sequence.wants_scores = True
+    first, second = sequence.take(2, 2), sequence.take(3, 2)
+    assert (first.targets, first.num_prompt_logprobs) == ((2, 3), 2)
+    assert second.targets == (4, 5)
+    assert len(second.targets) == len(second.token_ids) - 1
+
+
+def test_worst_case_positions() -> None:
+    assert sequence_for(StopConditions(4)).max_positions == 5 + 4 - 1
+    assert sequence_for(StopConditions(0)).max_positions == 5
+
+
+def test_rewinding_keeps_the_tokens() -> None:
+    sequence = sequence_for()
+    sequence.take(5, 2)
+    sequence.token_ids.append(9)
+    sequence.rewind()
+    assert (sequence.scheduled, sequence.computed, sequence.steps_in_flight) == (0, 0, 0)
+    assert sequence.loss_mark == 6
+    assert sequence.take(6, 2).token_ids == (1, 2, 3, 4, 5, 9)

@@ -1,0 +1,277 @@
+"""The front door: health, reflection, binding, keys, TLS, shutting down."""
+
+from __future__ import annotations
+
+import asyncio
+import shutil
+import socket
+import subprocess
+from pathlib import Path
+
+import grpc
+import pytest
+from grpc import aio
+from grpc._cython import cygrpc
+from grpc_health.v1 import health_pb2, health_pb2_grpc
+from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
+
+from ppserve.client.connection import CHANNEL_OPTIONS
+from ppserve.config import ServerSettings
+from ppserve.errors import ConfigError
+from ppserve.head.api.grpc.server import FrontDoor, server_options
+from ppserve.head.engine.output import TokenOutput
+from ppserve.head.limits import Limits
+from ppserve.v1 import generation_pb2 as pb
+from ppserve.v1.generation_pb2_grpc import GenerationServiceStub
+from tests.fake_engine import ByteCodec, FakeEngine, code_of, served, stub_of, texts_until_failure
+
+SERVING = health_pb2.HealthCheckResponse.SERVING
+NOT_SERVING = health_pb2.HealthCheckResponse.NOT_SERVING
+NAMES = ("", "ppserve.v1.GenerationService")
+KEYS = "# two people\n0123456789abcdef\n\nfedcba9876543210\n"
+needs_openssl = pytest.mark.skipif(shutil.which("openssl") is None, reason="no openssl to make certificates with")
+
+
+async def health_of(channel: aio.Channel, name: str = "", **call: object) -> int:
+    answer = await health_pb2_grpc.HealthStub(channel).Check(health_pb2.HealthCheckRequest(service=name), **call)
+    return answer.status
+
+
+def bearer(key: str) -> tuple[tuple[str, str], ...]:
+    return (("authorization", f"Bearer {key}"),)
+
+
+def test_health_by_name() -> None:
+    async def main() -> None:
+        async with served(FakeEngine()) as (door, target), aio.insecure_channel(target) as channel:
+            assert [await health_of(channel, name) for name in NAMES] == [SERVING, SERVING]
+            await door.set_serving(False)
+            assert [await health_of(channel, name) for name in NAMES] == [NOT_SERVING, NOT_SERVING]
+            with pytest.raises(aio.AioRpcError) as failure:
+                await health_of(channel, "somebody.else")
+            assert failure.value.code() is grpc.StatusCode.NOT_FOUND
+
+    asyncio.run(main())
+
+
+def test_reflection_describes_the_service() -> None:
+    async def main() -> None:
+        async with served(FakeEngine()) as (_, target), aio.insecure_channel(target) as channel:
+            stub = reflection_pb2_grpc.ServerReflectionStub(channel)
+            asked = [
+                reflection_pb2.ServerReflectionRequest(list_services=""),
+                reflection_pb2.ServerReflectionRequest(file_containing_symbol="ppserve.v1.GenerationService"),
+            ]
+            listed, described = [answer async for answer in stub.ServerReflectionInfo(iter(asked))]
+            names = {service.name for service in listed.list_services_response.service}
+            assert {"ppserve.v1.GenerationService", "grpc.health.v1.Health"} <= names
+            assert b"ResumeFrom" in described.file_descriptor_response.file_descriptor_proto[0]
+
+    asyncio.run(main())
+
+
+def test_a_second_server_on_the_port_fails_to_bind() -> None:
+    async def main() -> None:
+        async with served(FakeEngine()) as (_, target):
+            port = int(target.rpartition(":")[2])
+            second = FrontDoor(ServerSettings(port=port), FakeEngine(), ByteCodec())
+            with pytest.raises(ConfigError, match="address already in use") as refusal:
+                await second.start()
+            assert refusal.value.name == "--port"
+
+    asyncio.run(main())
+
+
+def test_a_foreign_address_is_a_wrong_host() -> None:
+    async def main() -> None:
+        door = FrontDoor(ServerSettings(host="192.0.2.1", port=0), FakeEngine(), ByteCodec())
+        with pytest.raises(ConfigError) as refusal:
+            await door.start()
+        assert refusal.value.name == "--host"
+
+    asyncio.run(main())
+
+
+def test_every_method_but_health_wants_a_key(tmp_path: Path) -> None:
+    keys = tmp_path / "keys"
+    keys.write_text(KEYS)
+
+    async def main() -> None:
+        engine = FakeEngine()
+        async with served(engine, ServerSettings(port=0, api_key_file=keys)) as (door, target):
+            async with aio.insecure_channel(target) as channel, stub_of(target) as stub:
+                assert await health_of(channel) == SERVING
+                for metadata in (None, bearer("wrong"), (("authorization", "0123456789abcdef"),)):
+                    calls = [
+                        stub.Generate(pb.GenerateRequest(), metadata=metadata),
+                        stub.Tokenize(pb.TokenizeRequest(), metadata=metadata),
+                        stub.Detokenize(pb.DetokenizeRequest(), metadata=metadata),
+                        stub.GetModelInfo(pb.GetModelInfoRequest(), metadata=metadata),
+                        stub.GetTopology(pb.GetTopologyRequest(), metadata=metadata),
+                        channel.unary_unary("/no.such.Service/Method")(b"", metadata=metadata),
+                        reflection_pb2_grpc.ServerReflectionStub(channel).ServerReflectionInfo(
+                            iter([reflection_pb2.ServerReflectionRequest(list_services="")]), metadata=metadata
+                        ),
+                    ]
+                    assert {await code_of(call) for call in calls} == {grpc.StatusCode.UNAUTHENTICATED}
+                for key in ("0123456789abcdef", "fedcba9876543210"):
+                    call = stub.Generate(pb.GenerateRequest(), metadata=bearer(key))
+                    assert await code_of(call) is grpc.StatusCode.OK
+                callers = [request.caller for request in engine.requests]
+                assert len(set(callers)) == 2
+                assert not any("0123456789abcdef" in caller for caller in callers)
+
+                keys.write_text("a-key-that-is-new-today\n")
+                door.reload_keys()
+                old = stub.GetModelInfo(pb.GetModelInfoRequest(), metadata=bearer("0123456789abcdef"))
+                new = stub.GetModelInfo(pb.GetModelInfoRequest(), metadata=bearer("a-key-that-is-new-today"))
+                assert await code_of(old) is grpc.StatusCode.UNAUTHENTICATED
+                assert await code_of(new) is grpc.StatusCode.OK
+
+                keys.write_text("short\n")
+                door.reload_keys()
+                kept = stub.GetModelInfo(pb.GetModelInfoRequest(), metadata=bearer("a-key-that-is-new-today"))
+                assert await code_of(kept) is grpc.StatusCode.OK
+
+    asyncio.run(main())
+
+
+@pytest.mark.parametrize(
+    ("content", "problem"),
+    [(b"short\n", "line 1"), (b"# nothing\n", "holds no key"), (b"\xff\xfe", "not text"), (None, "cannot read"),
+     (b"0123456789abcdef\nwith spaces in it, so no\n", "line 2")],
+)
+def test_key_files_that_cannot_be_used(tmp_path: Path, content: bytes | None, problem: str) -> None:
+    path = tmp_path / "keys"
+    if content is not None:
+        path.write_bytes(content)
+
+    async def main() -> None:
+        with pytest.raises(ConfigError, match=problem) as refusal:
+            FrontDoor(ServerSettings(port=0, api_key_file=path), FakeEngine(), ByteCodec())
+        assert refusal.value.name == "--api-key-file"
+
+    asyncio.run(main())
+
+
+def make_certificates(folder: Path) -> None:
+    """An authority (ca), and a certificate by it for 127.0.0.1 (leaf), as PEM files."""
+
+    def openssl(*arguments: str) -> None:
+        subprocess.run(["openssl", *arguments], cwd=folder, check=True, capture_output=True, timeout=30)
+
+    key = ["-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:prime256v1", "-nodes", "-days", "2"]
+    openssl("req", "-x509", *key, "-keyout", "ca.key", "-out", "ca.pem", "-subj", "/CN=test authority")
+    openssl("req", *key[:-2], "-keyout", "leaf.key", "-out", "leaf.csr", "-subj", "/CN=leaf")
+    (folder / "names").write_text("subjectAltName=IP:127.0.0.1\n")
+    signed = ["-CA", "ca.pem", "-CAkey", "ca.key", "-CAcreateserial", "-days", "2", "-extfile", "names"]
+    openssl("x509", "-req", "-in", "leaf.csr", *signed, "-out", "leaf.pem")
+
+
+@needs_openssl
+def test_tls_and_mutual_tls(tmp_path: Path) -> None:
+    make_certificates(tmp_path)
+    ca, cert, key = ((tmp_path / name).read_bytes() for name in ("ca.pem", "leaf.pem", "leaf.key"))
+    anonymous = grpc.ssl_channel_credentials(ca)
+    known = grpc.ssl_channel_credentials(ca, key, cert)
+
+    async def main() -> None:
+        one_way = ServerSettings(port=0, tls_cert=tmp_path / "leaf.pem", tls_key=tmp_path / "leaf.key")
+        async with served(FakeEngine(), one_way) as (_, target):
+            async with aio.secure_channel(target, anonymous) as channel:
+                assert await health_of(channel) == SERVING
+            async with aio.insecure_channel(target) as channel:
+                assert await code_of(health_of(channel, timeout=5)) is grpc.StatusCode.UNAVAILABLE
+        mutual = ServerSettings(
+            port=0, tls_cert=one_way.tls_cert, tls_key=one_way.tls_key, tls_client_ca=tmp_path / "ca.pem"
+        )
+        engine = FakeEngine()
+        async with served(engine, mutual) as (_, target):
+            async with aio.secure_channel(target, known) as channel:
+                call = GenerationServiceStub(channel).Generate(pb.GenerateRequest())
+                assert await code_of(call) is grpc.StatusCode.OK
+                assert engine.requests[0].caller.startswith("certificate:")
+            async with aio.secure_channel(target, anonymous) as channel:
+                assert await code_of(health_of(channel, timeout=5)) is grpc.StatusCode.UNAVAILABLE
+
+    asyncio.run(main())
+
+
+@needs_openssl
+@pytest.mark.parametrize(
+    ("files", "flag"),
+    [
+        ({"tls_cert": "leaf.pem"}, "--tls-key"),
+        ({"tls_key": "leaf.key"}, "--tls-cert"),
+        ({"tls_client_ca": "ca.pem"}, "--tls-client-ca"),
+        ({"tls_cert": "missing", "tls_key": "leaf.key"}, "--tls-cert"),
+        ({"tls_cert": "leaf.pem", "tls_key": "ca.key"}, "--tls-cert"),
+        ({"tls_cert": "names", "tls_key": "leaf.key"}, "--tls-cert"),
+        ({"tls_cert": "leaf.pem", "tls_key": "leaf.key", "tls_client_ca": "names"}, "--tls-client-ca"),
+    ],
+)
+def test_certificates_that_cannot_be_used(tmp_path: Path, files: dict[str, str], flag: str) -> None:
+    make_certificates(tmp_path)
+
+    async def main() -> None:
+        settings = ServerSettings(port=0, **{name: tmp_path / file for name, file in files.items()})
+        with pytest.raises(ConfigError) as refusal:
+            FrontDoor(settings, FakeEngine(), ByteCodec())
+        assert refusal.value.name == flag
+
+    asyncio.run(main())
+
+
+def test_draining_lets_streams_finish_and_refuses_new_ones() -> None:
+    async def main() -> None:
+        engine = FakeEngine(by_hand=True)
+        async with served(engine) as (door, target), aio.insecure_channel(target) as channel:
+            stub = GenerationServiceStub(channel)
+            running = stub.Generate(pb.GenerateRequest(stop=pb.StopConditions(max_tokens=1)))
+            await engine.until(lambda engine: bool(engine.sinks))
+            async with asyncio.TaskGroup() as group:
+                stopping = group.create_task(door.stop(20))
+                while await health_of(channel) == SERVING:
+                    await asyncio.sleep(0)
+                with pytest.raises(aio.AioRpcError) as refusal:
+                    [message async for message in stub.Generate(pb.GenerateRequest())]
+                assert refusal.value.code() is grpc.StatusCode.UNAVAILABLE
+                assert "shutting down" in str(refusal.value.details())
+                assert not stopping.done()
+                next(iter(engine.sinks.values())).push([TokenOutput(0, 0, 65, "A", finish="MAX_TOKENS")])
+                assert [message.text async for message in running] == ["A"]
+
+    asyncio.run(main())
+
+
+def test_the_shutdown_timeout_ends_streams_after_what_they_have() -> None:
+    async def main() -> None:
+        engine = FakeEngine(by_hand=True)
+        async with served(engine) as (door, target), stub_of(target) as stub:
+            running = stub.Generate(pb.GenerateRequest())
+            await engine.until(lambda engine: bool(engine.sinks))
+            next(iter(engine.sinks.values())).push([TokenOutput(0, 0, 65, "A")])
+            stopping = asyncio.create_task(door.stop(0.05))
+            assert await texts_until_failure(running) == (["A"], grpc.StatusCode.UNAVAILABLE)
+            await stopping
+            assert len(engine.cancelled) == 1
+
+    asyncio.run(main())
+
+
+def test_grpc_knows_every_option() -> None:
+    """A misspelt option has no effect and no error: look for the names in gRPC's own binary."""
+    binary = Path(cygrpc.__file__).read_bytes()
+    names = [name for name, _ in (*server_options(Limits()), *CHANNEL_OPTIONS)]
+    assert [name for name in names if name.encode() + b"\0" not in binary] == []
+    assert b"grpc.no_such_option\0" not in binary
+
+
+def test_free_port_is_picked_and_told() -> None:
+    async def main() -> None:
+        async with served(FakeEngine()) as (_, target):
+            host, _, port = target.rpartition(":")
+            with socket.create_connection((host, int(port)), timeout=5):
+                pass
+
+    asyncio.run(main())

@@ -1,0 +1,425 @@
+"""The service over a real gRPC server in this process, with an engine that has no model."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable
+from dataclasses import replace
+
+import grpc
+import pytest
+from google.rpc.error_details_pb2 import BadRequest, ErrorInfo, RetryInfo
+from grpc import aio
+from grpc_status import rpc_status
+
+from ppserve.core.plan import TokenLogprobs
+from ppserve.core.request import FinishReason
+from ppserve.errors import Overloaded, RequestFailed, StagesLost
+from ppserve.head.api.grpc.service import GenerationService
+from ppserve.head.engine.output import TokenOutput
+from ppserve.v1 import generation_pb2 as pb
+from ppserve.v1.generation_pb2_grpc import GenerationServiceStub
+from tests.fake_engine import (
+    CARD,
+    ByteCodec,
+    FakeEngine,
+    code_of,
+    drawn_token,
+    served,
+    stub_of,
+    texts_until_failure,
+)
+
+GENERATE = "/ppserve.v1.GenerationService/Generate"
+
+
+def run(scenario: Callable[[FakeEngine, GenerationServiceStub], Awaitable[None]], **engine: object) -> None:
+    """Run a scenario against a server of its own."""
+
+    async def main() -> None:
+        fake = FakeEngine(**engine)
+        async with asyncio.timeout(30), served(fake) as (_, target), stub_of(target) as stub:
+            await scenario(fake, stub)
+
+    asyncio.run(main())
+
+
+def ask(max_tokens: int = 5, text: str = "hello", **fields: object) -> pb.GenerateRequest:
+    return pb.GenerateRequest(text=text, stop=pb.StopConditions(max_tokens=max_tokens), **fields)
+
+
+def details(error: aio.AioRpcError) -> list[object]:
+    """The unpacked google.rpc details of a failed call."""
+    status = rpc_status.from_call(error)
+    assert status is not None
+    kinds = {kind.DESCRIPTOR.full_name: kind for kind in (BadRequest, ErrorInfo, RetryInfo)}
+    unpacked = []
+    for packed in status.details:
+        detail = kinds[packed.TypeName()]()
+        packed.Unpack(detail)
+        unpacked.append(detail)
+    return unpacked
+
+
+def test_tokens_text_finish_usage_and_seed() -> None:
+    async def scenario(engine: FakeEngine, stub: GenerationServiceStub) -> None:
+        asked = ask(request_id="mine", sampling=pb.SamplingParams(seed=7), output=pb.OutputOptions(token_ids=True))
+        messages = [message async for message in stub.Generate(asked)]
+        expected = [drawn_token(engine.requests[0], 0, offset) for offset in range(5)]
+        assert [token.id for message in messages for token in message.tokens] == expected
+        assert "".join(message.text for message in messages) == ByteCodec().decode(expected)
+        offsets = [message.first_token for message in messages]
+        assert offsets == sorted(offsets)
+        assert sum(message.num_tokens for message in messages) == 5
+        assert all(message.request_id == "mine" for message in messages)
+        assert [message.HasField("finish") for message in messages][:-1] == [False] * (len(messages) - 1)
+        last = messages[-1]
+        assert last.finish.reason == pb.Finish.MAX_TOKENS
+        assert (last.usage.prompt_tokens, last.usage.completion_tokens, last.usage.cached_tokens) == (5, 5, 3)
+        assert messages[0].seed == last.seed == 7
+        assert not last.HasField("timings")
+
+    run(scenario)
+
+
+def test_seed_is_random_unless_named() -> None:
+    async def scenario(engine: FakeEngine, stub: GenerationServiceStub) -> None:
+        seeds = set()
+        for _ in range(3):
+            messages = [message async for message in stub.Generate(ask())]
+            assert messages[0].HasField("seed")
+            seeds.add(messages[0].seed)
+        assert len(seeds) == 3
+
+    run(scenario)
+
+
+def test_n_sequences_echo_logprobs_and_timings() -> None:
+    async def scenario(engine: FakeEngine, stub: GenerationServiceStub) -> None:
+        output = pb.OutputOptions(echo=True, logprobs=2, prompt_logprobs=0, timings=True)
+        asked = ask(sampling=pb.SamplingParams(n=3), output=output)
+        messages = [message async for message in stub.Generate(asked)]
+        for index in range(3):
+            mine = [message for message in messages if message.index == index]
+            tokens = [drawn_token(engine.requests[0], index, offset) for offset in range(5)]
+            assert "".join(message.text for message in mine) == "hello" + ByteCodec().decode(tokens)
+            token = mine[0].tokens[0]
+            assert (token.logprob, [top.logprob for top in token.top]) == (-0.5, [-0.5, -1.5])
+            assert token.top[0].bytes == bytes([tokens[0]])
+            assert list(mine[-1].timings.stage_busy_seconds) == [0.5, 0.6]
+            assert mine[-1].HasField("finish")
+        (scored,) = (message for message in messages if message.prompt_tokens)
+        assert [token.bytes for token in scored.prompt_tokens] == [b"h", b"e", b"l", b"l", b"o"]
+        assert not scored.prompt_tokens[0].HasField("logprob")
+        assert [token.logprob for token in scored.prompt_tokens[1:]] == [-float(ord(c)) for c in "ello"]
+
+    run(scenario)
+
+
+def test_scoring_without_generating() -> None:
+    async def scenario(engine: FakeEngine, stub: GenerationServiceStub) -> None:
+        messages = [m async for m in stub.Generate(ask(max_tokens=0, output=pb.OutputOptions(prompt_logprobs=1)))]
+        assert len(messages) == 1
+        assert len(messages[0].prompt_tokens) == 5
+        assert (messages[0].num_tokens, messages[0].usage.completion_tokens) == (0, 0)
+        assert messages[0].finish.reason == pb.Finish.MAX_TOKENS
+
+    run(scenario)
+
+
+def test_messages_wait_for_the_stream_interval() -> None:
+    async def scenario(engine: FakeEngine, stub: GenerationServiceStub) -> None:
+        messages = [m async for m in stub.Generate(ask(max_tokens=10, output=pb.OutputOptions(stream_interval=4)))]
+        assert all(message.num_tokens >= 4 for message in messages[1:-1])
+        assert sum(message.num_tokens for message in messages) == 10
+
+    run(scenario)
+
+
+def test_what_matched_is_named() -> None:
+    async def scenario(engine: FakeEngine, stub: GenerationServiceStub) -> None:
+        call = stub.Generate(ask(sampling=pb.SamplingParams(n=2)))
+        await engine.until(lambda engine: bool(engine.sinks))
+        next(iter(engine.sinks.values())).push([
+            TokenOutput(0, 0, 104, "h", finish=FinishReason.STOP_STRING, matched="stop!"),
+            TokenOutput(1, 0, 256, "", finish=FinishReason.EOS, matched=256),
+        ])
+        finishes = {message.index: message.finish async for message in call}
+        assert (finishes[0].reason, finishes[0].stop) == (pb.Finish.STOP_STRING, "stop!")
+        assert (finishes[1].reason, finishes[1].token_id) == (pb.Finish.EOS, 256)
+
+    run(scenario, by_hand=True)
+
+
+def test_refusal_names_every_field() -> None:
+    async def scenario(engine: FakeEngine, stub: GenerationServiceStub) -> None:
+        wrong = ask(sampling=pb.SamplingParams(top_p=7, n=100))
+        with pytest.raises(aio.AioRpcError) as failure:
+            [message async for message in stub.Generate(wrong)]
+        assert failure.value.code() is grpc.StatusCode.INVALID_ARGUMENT
+        reason, bad = details(failure.value)
+        assert (reason.reason, reason.domain) == ("INVALID_REQUEST", "ppserve")
+        assert [violation.field for violation in bad.field_violations] == ["sampling.top_p", "sampling.n"]
+        assert engine.requests == []
+
+    run(scenario)
+
+
+def test_full_queue_says_when_to_retry() -> None:
+    async def scenario(engine: FakeEngine, stub: GenerationServiceStub) -> None:
+        with pytest.raises(aio.AioRpcError) as failure:
+            [message async for message in stub.Generate(ask())]
+        assert failure.value.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
+        reason, retry = details(failure.value)
+        assert (reason.reason, retry.retry_delay.ToTimedelta().total_seconds()) == ("QUEUE_FULL", 1.5)
+
+    run(scenario, refusal=Overloaded("the queue is full", 1.5))
+
+
+def test_unforeseen_errors_tell_clients_nothing() -> None:
+    async def scenario(engine: FakeEngine, stub: GenerationServiceStub) -> None:
+        with pytest.raises(aio.AioRpcError) as failure:
+            [message async for message in stub.Generate(ask())]
+        assert failure.value.code() is grpc.StatusCode.INTERNAL
+        assert "secret" not in str(failure.value.details())
+        assert "secret" not in str(failure.value.trailing_metadata())
+
+    run(scenario, crash=ValueError("secret"))
+
+
+@pytest.mark.parametrize(
+    ("error", "code"),
+    [(StagesLost("stage 1 is gone"), grpc.StatusCode.UNAVAILABLE),
+     (RequestFailed("logits are not finite"), grpc.StatusCode.INTERNAL)],
+)
+def test_error_in_mid_stream_comes_after_what_was_generated(error: Exception, code: grpc.StatusCode) -> None:
+    async def scenario(engine: FakeEngine, stub: GenerationServiceStub) -> None:
+        texts, failure = await texts_until_failure(stub.Generate(ask()))
+        assert (len("".join(texts)), failure) == (3, code)
+
+    run(scenario, break_error=error, break_after=3, num_breaks=1)
+
+
+def test_cancelling_reaches_the_engine() -> None:
+    async def scenario(engine: FakeEngine, stub: GenerationServiceStub) -> None:
+        call = stub.Generate(ask())
+        await engine.until(lambda engine: bool(engine.requests))
+        call.cancel()
+        await engine.until(lambda engine: bool(engine.cancelled))
+        assert engine.cancelled == {engine.requests[0].id: FinishReason.CANCELLED}
+
+    run(scenario, by_hand=True)
+
+
+def test_deadline_reaches_the_engine() -> None:
+    async def scenario(engine: FakeEngine, stub: GenerationServiceStub) -> None:
+        assert await code_of(stub.Generate(ask(), timeout=0.3)) is grpc.StatusCode.DEADLINE_EXCEEDED
+        await engine.until(lambda engine: bool(engine.cancelled))
+        assert engine.cancelled == {engine.requests[0].id: FinishReason.DEADLINE}
+
+    run(scenario, by_hand=True)
+
+
+def test_finished_streams_are_not_cancelled() -> None:
+    async def scenario(engine: FakeEngine, stub: GenerationServiceStub) -> None:
+        [message async for message in stub.Generate(ask())]
+        engine.by_hand = True
+        call = stub.Generate(ask())
+        await engine.until(lambda engine: len(engine.requests) == 2)
+        call.cancel()  # the control: this one is
+        await engine.until(lambda engine: bool(engine.cancelled))
+        assert engine.requests[0].id not in engine.cancelled
+
+    run(scenario)
+
+
+def test_two_calls_may_carry_one_id() -> None:
+    async def scenario(engine: FakeEngine, stub: GenerationServiceStub) -> None:
+        calls = [stub.Generate(ask(request_id="same")) for _ in range(2)]
+        for call in calls:
+            assert {message.request_id async for message in call} == {"same"}
+        assert len({request.id for request in engine.requests}) == 2
+
+    run(scenario)
+
+
+def test_inventing_keys_does_not_make_many_callers() -> None:
+    async def scenario(engine: FakeEngine, stub: GenerationServiceStub) -> None:
+        for key in ("one", "two", None):
+            metadata = None if key is None else (("authorization", f"Bearer {key}"),)
+            [message async for message in stub.Generate(ask(), metadata=metadata)]
+        assert [request.caller for request in engine.requests] == ["ipv4:127.0.0.1"] * 3
+
+    run(scenario)
+
+
+def test_id_and_traceparent_come_back_as_metadata() -> None:
+    async def scenario(engine: FakeEngine, stub: GenerationServiceStub) -> None:
+        parent = "00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-01"
+        call = stub.Generate(ask(request_id="mine"), metadata=(("traceparent", parent),))
+        [message async for message in call]
+        metadata = dict(await call.trailing_metadata())
+        assert (metadata["x-request-id"], metadata["traceparent"]) == ("mine", parent)
+        for wrong in (parent.upper(), parent + " and more", "a secret"):
+            call = stub.Generate(ask(), metadata=(("traceparent", wrong),))
+            [message async for message in call]
+            assert "traceparent" not in dict(await call.trailing_metadata())
+
+    run(scenario)
+
+
+def test_a_refusal_is_logged_with_id_and_fields_and_nothing_the_client_wrote(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    async def scenario(engine: FakeEngine, stub: GenerationServiceStub) -> None:
+        wrong = {"sampling": pb.SamplingParams(top_p=7, logit_bias={99999: 1, 88888: 1})}
+        calls = [stub.Generate(ask(request_id=name, **wrong)) for name in ("mine", "two\nlines", "")]
+        ids = []
+        for call in calls:
+            assert await code_of(call) is grpc.StatusCode.INVALID_ARGUMENT
+            ids.append(dict(await call.trailing_metadata())["x-request-id"])
+        assert ids[0] == "mine"
+        lines = {record.request_id: record for record in caplog.records if hasattr(record, "fields")}
+        assert set(lines) == set(ids)
+        assert lines["mine"].fields == "sampling.top_p, sampling.logit_bias"
+        named = "(sampling.top_p, sampling.logit_bias)"
+        assert lines["mine"].getMessage() == f"request mine: INVALID_REQUEST {named}"
+        assert lines[ids[1]].fields == "request_id, sampling.top_p, sampling.logit_bias"
+        assert not any(text in caplog.text for text in ("two", "99999", "hello"))
+
+    with caplog.at_level("INFO", "ppserve"):
+        run(scenario)
+
+
+def test_an_id_that_metadata_cannot_carry_is_refused_all_the_same() -> None:
+    async def scenario(engine: FakeEngine, stub: GenerationServiceStub) -> None:
+        for wrong in ("two\nlines", "naïve", "x" * 10_000):
+            assert await code_of(stub.Generate(ask(request_id=wrong))) is grpc.StatusCode.INVALID_ARGUMENT
+
+    run(scenario)
+
+
+def test_bytes_that_are_no_message() -> None:
+    async def main() -> None:
+        async with served(FakeEngine()) as (_, target), aio.insecure_channel(target) as channel:
+            generate = channel.unary_stream(GENERATE)
+            for raw in (b"\xff\xff\xff", b"\x12\x02\xff\xfe", b"\x0a\xff"):
+                assert await code_of(generate(raw)) is grpc.StatusCode.INVALID_ARGUMENT
+            assert await code_of(generate(b"\x00" * (600 << 10))) is grpc.StatusCode.RESOURCE_EXHAUSTED
+            assert await code_of(generate(ask().SerializeToString())) is grpc.StatusCode.OK
+
+    asyncio.run(main())
+
+
+def test_a_message_is_not_decompressed() -> None:
+    """A few kilobytes may hold megabytes; gRPC would make room for them before it looks at their size."""
+
+    async def main() -> None:
+        async with served(FakeEngine()) as (_, target), aio.insecure_channel(target) as channel:
+            generate = channel.unary_stream(GENERATE)
+            for raw in (ask().SerializeToString(), b"\x00" * (8 << 20)):
+                compressed = generate(raw, compression=grpc.Compression.Gzip)
+                assert await code_of(compressed) is grpc.StatusCode.UNIMPLEMENTED
+            assert await code_of(generate(ask().SerializeToString())) is grpc.StatusCode.OK
+
+    asyncio.run(main())
+
+
+def test_metadata_has_a_limit_and_is_told() -> None:
+    async def scenario(engine: FakeEngine, stub: GenerationServiceStub) -> None:
+        limit = (await stub.GetModelInfo(pb.GetModelInfoRequest())).limits.max_metadata_bytes
+        within, beyond = ((("x-padding", "x" * size),) for size in (limit - 1024, limit))
+        for _ in range(8):
+            assert await code_of(stub.Generate(ask(), metadata=within)) is grpc.StatusCode.OK
+            assert await code_of(stub.Generate(ask(), metadata=beyond)) is grpc.StatusCode.RESOURCE_EXHAUSTED
+
+    run(scenario)
+
+
+def test_tokenize_and_detokenize() -> None:
+    async def scenario(engine: FakeEngine, stub: GenerationServiceStub) -> None:
+        tokens = (await stub.Tokenize(pb.TokenizeRequest(text="é!"))).tokens
+        assert [(token.id, token.bytes) for token in tokens] == [(0xC3, b"\xc3"), (0xA9, b"\xa9"), (33, b"!")]
+        text = await stub.Detokenize(pb.DetokenizeRequest(token_ids=pb.TokenIds(ids=[0xC3, 0xA9, 0xC3])))
+        assert (text.text, text.bytes) == ("é\ufffd", b"\xc3\xa9\xc3")
+        bad = pb.DetokenizeRequest(token_ids=pb.TokenIds(ids=[5000]))
+        assert await code_of(stub.Detokenize(bad)) is grpc.StatusCode.INVALID_ARGUMENT
+        long = "x" * 20_000
+        assert len((await stub.Tokenize(pb.TokenizeRequest(text=long))).tokens) == 20_000
+
+    run(scenario)
+
+
+def test_tokens_only_without_a_tokenizer() -> None:
+    async def scenario(engine: FakeEngine, stub: GenerationServiceStub) -> None:
+        assert await code_of(stub.Tokenize(pb.TokenizeRequest(text="a"))) is grpc.StatusCode.INVALID_ARGUMENT
+        assert await code_of(stub.Detokenize(pb.DetokenizeRequest())) is grpc.StatusCode.INVALID_ARGUMENT
+        asked = pb.GenerateRequest(token_ids=pb.TokenIds(ids=[1, 2]), output=pb.OutputOptions(token_ids=True))
+        messages = [message async for message in stub.Generate(asked)]
+        assert sum(len(message.tokens) for message in messages) == 62
+
+    run(scenario, card=replace(CARD, has_tokenizer=False))
+
+
+def test_model_and_topology() -> None:
+    async def scenario(engine: FakeEngine, stub: GenerationServiceStub) -> None:
+        model = await stub.GetModelInfo(pb.GetModelInfoRequest())
+        assert (model.model, model.max_context, model.eos_token_id, model.limits.max_n) == ("fake", 64, 256, 16)
+        assert model.architecture.num_parameters == 12345
+        stage = (await stub.GetTopology(pb.GetTopologyRequest())).stages[0]
+        assert (stage.device, stage.num_layers, dict(stage.bubble_seconds)) == ("cpu", 2, {"host": 0.5})
+        assert stage.HasField("predicted_step_seconds")
+        assert not stage.HasField("measured_step_seconds")
+
+    run(scenario)
+
+
+def test_a_slow_reader_gets_merged_messages() -> None:
+    """Nobody takes messages while 50 steps pass: they become one, with nothing lost."""
+
+    async def scenario(engine: FakeEngine, stub: GenerationServiceStub) -> None:
+        call = stub.Generate(ask(max_tokens=50, output=pb.OutputOptions(logprobs=0)))
+        await engine.until(lambda engine: bool(engine.sinks))
+        sink = next(iter(engine.sinks.values()))
+        for offset in range(50):  # the loop does not turn in between
+            end = FinishReason.MAX_TOKENS if offset == 49 else None
+            sink.push([TokenOutput(0, offset, 97 + offset % 26, "x", TokenLogprobs(-float(offset)), finish=end)])
+        messages = [message async for message in call]
+        assert len(messages) == 1
+        assert [token.logprob for token in messages[0].tokens] == [-float(offset) for offset in range(50)]
+        assert (messages[0].text, messages[0].num_tokens) == ("x" * 50, 50)
+
+    run(scenario, by_hand=True)
+
+
+def test_a_reader_that_takes_nothing_is_cut_and_others_go_on() -> None:
+    """The client opens a stream and does not read; writes pile up in gRPC until one does not return."""
+
+    async def main() -> None:
+        engine = FakeEngine(by_hand=True, card=replace(CARD, max_context=1 << 20))
+        service = GenerationService(engine, ByteCodec(), stall_timeout_s=0.2)
+        server = aio.server()
+        server.add_generic_rpc_handlers((service.handlers(),))
+        port = server.add_insecure_port("127.0.0.1:0")
+        await server.start()
+        options = [("grpc.http2.lookahead_bytes", 1024), ("grpc.http2.bdp_probe", 0)]
+        async with aio.insecure_channel(f"127.0.0.1:{port}", options=options) as channel:
+            stub = GenerationServiceStub(channel)
+            stalled, other = (stub.Generate(ask(1 << 19, request_id=name)) for name in ("stalled", "other"))
+            await engine.until(lambda engine: len(engine.sinks) == 2)
+            sinks = {request_id.partition("/")[0]: sink for request_id, sink in engine.sinks.items()}
+            stalled_sink, other_sink = sinks["stalled"], sinks["other"]
+            offset = 0
+            while not engine.cancelled:
+                stalled_sink.push([TokenOutput(0, offset, 1, "x" * 65536)])
+                other_sink.push([TokenOutput(0, offset, 1, "y")])
+                assert (await other.read()).text == "y"
+                offset += 1
+            assert [request_id.partition("/")[0] for request_id in engine.cancelled] == ["stalled"]
+            assert service.num_open_streams == 1
+            other_sink.push([TokenOutput(0, offset, 1, "z", finish=FinishReason.MAX_TOKENS)])
+            assert (await other.read()).text == "z"
+            stalled.cancel()
+        await server.stop(0)
+
+    asyncio.run(main())

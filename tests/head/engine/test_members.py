@@ -1,0 +1,316 @@
+"""Who lives and which epoch it is: every way through the members' states, without sockets or a clock."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import pytest
+
+from ppserve import wire
+from ppserve.core.architecture import Architecture, stage_layouts
+from ppserve.core.plan import StepResult, StepStamps
+from ppserve.errors import ConfigError
+from ppserve.head.engine.members import (
+    Decision,
+    EpochLost,
+    Formed,
+    Hopeless,
+    MemberEvent,
+    Members,
+    StageDied,
+    StageState,
+    StepDone,
+)
+
+ARCH = Architecture(4, 64, 4, 128, 300, 300, 256)
+SECOND = 1_000_000_000
+
+
+@dataclass
+class Pipeline:
+    """Members with their wires cut: what they send and drop is kept, the time is ours."""
+
+    num_stages: int
+    split: tuple[int, ...] | None = None
+    sent: list[tuple[int, object]] = field(default_factory=list)
+    dropped: list[tuple[int, str]] = field(default_factory=list)
+    now_ns: int = SECOND
+
+    def __post_init__(self) -> None:
+        split = self.split or tuple([1] * self.num_stages)
+        self.members = Members(
+            num_stages=self.num_stages,
+            machine="here",
+            decide=lambda hellos: Decision(stage_layouts(split), "float32", "gloo", "127.0.0.1", 768),
+            choose_num_blocks=lambda loaded: min(x.kv_bytes // x.block_bytes for x in loaded),
+            send=lambda stage, message: self.sent.append((stage, message)),
+            drop=lambda stage, cause: self.dropped.append((stage, cause)),
+        )
+        self.members.start(self.now_ns)
+
+    def say(self, stage: int, message: object) -> list[MemberEvent]:
+        return self.members.heard(stage, self.now_ns, message)
+
+    def hello(self, stage: int, machine: str = "here", arch: Architecture = ARCH) -> list[MemberEvent]:
+        about = ("t", stage, self.num_stages, 1, "same name", "/m", arch, "float32", None, False, None, {})
+        return self.say(stage, wire.Hello(*about, machine))
+
+    def loaded(self, stage: int) -> list[MemberEvent]:
+        return self.say(stage, wire.Loaded("cpu", 1, 1, 100, 1000 + stage * 100, True, ""))
+
+    def tick(self, seconds: float) -> list[MemberEvent]:
+        self.now_ns += int(seconds * SECOND)
+        return self.members.tick(self.now_ns)
+
+    def forms(self) -> dict[int, wire.Form]:
+        """The invitations sent since the last look."""
+        found = {stage: message for stage, message in self.sent if isinstance(message, wire.Form)}
+        self.sent.clear()
+        return found
+
+    def join(self) -> list[MemberEvent]:
+        """From the invitation of stage 0 to everybody's Ready."""
+        epoch = self.members.epoch
+        assert set(self.forms()) == {0}
+        self.say(0, wire.StoreOpened(epoch, "127.0.0.1", 4000 + epoch))
+        others = self.forms()
+        assert set(others) == set(range(1, self.num_stages))
+        assert all(form.store_port == 4000 + epoch for form in others.values())
+        events: list[MemberEvent] = []
+        for stage in range(self.num_stages):
+            assert not events, "formed before everybody was ready"
+            events = self.say(stage, wire.Ready(epoch, "gloo"))
+        return events
+
+    def leave(self, *stages: int) -> list[MemberEvent]:
+        """These were told to abandon the epoch, and nobody else was; they say that they have left it."""
+        epoch = self.members.epoch
+        told = {stage for stage, message in self.sent if isinstance(message, wire.Abandon)}
+        assert told == set(stages)
+        assert all(m == wire.Abandon(epoch) for _, m in self.sent if isinstance(m, wire.Abandon))
+        self.sent.clear()
+        return [event for stage in stages for event in self.say(stage, wire.Broken(epoch, "told"))]
+
+    def start(self) -> list[MemberEvent]:
+        for stage in range(self.num_stages):
+            self.hello(stage)
+        for stage in range(self.num_stages):
+            self.loaded(stage)
+        return self.join()
+
+
+def result(epoch: int) -> wire.Result:
+    return wire.Result(StepResult(epoch, 1, 0, StepStamps(1, 2, 3, 4, 5, 6)))
+
+
+@pytest.mark.parametrize("num_stages", [2, 3, 4])
+def test_forms_once_all_are_ready_with_the_tightest_stages_blocks(num_stages: int) -> None:
+    pipeline = Pipeline(num_stages)
+    assert pipeline.start() == [Formed(1, 10)]
+    assert pipeline.members.healthy(pipeline.now_ns)
+
+
+def test_one_stage_needs_no_store() -> None:
+    pipeline = Pipeline(1)
+    pipeline.hello(0)
+    pipeline.loaded(0)
+    assert set(pipeline.forms()) == {0}
+    assert pipeline.say(0, wire.Ready(1, "local")) == [Formed(1, 10)]
+
+
+def test_nothing_is_assigned_before_all_have_greeted() -> None:
+    pipeline = Pipeline(2)
+    pipeline.hello(1)
+    assert pipeline.sent == []
+    pipeline.hello(0)
+    assert {stage for stage, message in pipeline.sent if isinstance(message, wire.Assign)} == {0, 1}
+
+
+def test_a_lost_stage_begins_a_new_epoch_when_it_is_back() -> None:
+    pipeline = Pipeline(3)
+    pipeline.start()
+    events = pipeline.members.gone(1, "exit", pipeline.now_ns)
+    assert events == [StageDied(1, "exit"), EpochLost(1, "stage 1: exit")]
+    assert not pipeline.members.formed
+    assert pipeline.say(0, result(1)) == [], "a result of a lost epoch counts for nothing"
+    assert pipeline.leave(0, 2) == []
+    pipeline.tick(1)
+    assert pipeline.forms() == {}, "the epoch must not form without stage 1"
+    pipeline.hello(1)
+    pipeline.loaded(1)
+    assert pipeline.join() == [Formed(2, 10)]
+    assert [m.restarts for m in pipeline.members.stages] == [0, 1, 0]
+    assert len(pipeline.say(0, result(2))) == 1
+
+
+def test_a_complaint_waits_for_the_death_that_caused_it() -> None:
+    pipeline = Pipeline(2)
+    pipeline.start()
+    assert pipeline.say(0, wire.Broken(1, "reset")) == [EpochLost(1, "reset")]
+    pipeline.tick(1)
+    assert pipeline.forms() == {}, "stage 1 has not said that it left: the epoch would form around a corpse"
+    assert pipeline.members.gone(1, "exit", pipeline.now_ns) == [StageDied(1, "exit")]
+    pipeline.tick(1)
+    assert pipeline.forms() == {}
+
+
+def test_a_broken_wire_alone_re_forms_with_the_same_stages() -> None:
+    pipeline = Pipeline(2)
+    pipeline.start()
+    pipeline.say(0, wire.Broken(1, "reset"))
+    assert pipeline.say(1, wire.Broken(1, "reset")) == [], "one loss, one event"
+    assert pipeline.say(1, wire.Broken(1, "reset")) == [], "what is said twice is heard once"
+    assert pipeline.tick(0.05) == []
+    assert not any(isinstance(m, wire.Form) for _, m in pipeline.sent), "a broken wire is not tried in a hot loop"
+    pipeline.tick(0.5)
+    assert pipeline.join() == [Formed(2, 10)]
+
+
+def test_a_second_loss_while_forming_ends_that_epoch_too() -> None:
+    pipeline = Pipeline(3)
+    pipeline.start()
+    pipeline.members.gone(0, "exit", pipeline.now_ns)
+    pipeline.leave(1, 2)
+    pipeline.hello(0)
+    pipeline.loaded(0)
+    pipeline.tick(1)
+    pipeline.say(0, wire.StoreOpened(2, "127.0.0.1", 4002))
+    assert pipeline.forms()
+    pipeline.say(1, wire.Ready(2, "gloo"))
+    assert pipeline.members.gone(2, "exit", pipeline.now_ns) == [StageDied(2, "exit")], "nothing was in flight"
+    assert pipeline.leave(0, 1) == []
+    assert pipeline.say(0, wire.Ready(2, "gloo")) == [], "a late word of the epoch that never was"
+    pipeline.hello(2)
+    pipeline.loaded(2)
+    pipeline.tick(1)
+    assert pipeline.join() == [Formed(3, 10)]
+
+
+@pytest.mark.parametrize(("formed", "patience_s"), [(True, 25), (False, 2)])
+def test_a_survivor_that_cannot_leave_is_replaced(formed: bool, patience_s: int) -> None:
+    pipeline = Pipeline(3)
+    if formed:
+        pipeline.start()
+    else:
+        for stage in range(3):
+            pipeline.hello(stage)
+        for stage in range(3):
+            pipeline.loaded(stage)
+        pipeline.say(0, wire.StoreOpened(1, "127.0.0.1", 4001))
+    pipeline.members.gone(2, "exit", pipeline.now_ns)
+    pipeline.say(0, wire.Broken(1, "told"))
+    for _ in range(2 * patience_s):
+        pipeline.tick(0.5)
+        pipeline.say(0, wire.Heartbeat(pipeline.now_ns, pipeline.now_ns, 1, 1))
+        pipeline.say(1, wire.Heartbeat(pipeline.now_ns, pipeline.now_ns, 1, 1))
+        assert pipeline.dropped == []
+    pipeline.tick(0.5)
+    assert pipeline.dropped == [(1, "stuck")]
+
+
+def test_a_death_while_forming_starts_over() -> None:
+    pipeline = Pipeline(2)
+    pipeline.hello(0)
+    pipeline.hello(1)
+    pipeline.loaded(0)
+    pipeline.loaded(1)
+    assert pipeline.members.stages[0].state is StageState.FORMING
+    pipeline.members.gone(1, "exit", pipeline.now_ns)
+    pipeline.leave(0)
+    pipeline.hello(1)
+    pipeline.loaded(1)
+    pipeline.tick(1)
+    assert pipeline.members.epoch == 2
+    assert pipeline.join() == [Formed(2, 10)]
+
+
+def test_late_words_of_an_old_epoch_are_ignored() -> None:
+    pipeline = Pipeline(2)
+    pipeline.start()
+    pipeline.members.gone(1, "exit", pipeline.now_ns)
+    pipeline.leave(0)
+    pipeline.hello(1)
+    pipeline.loaded(1)
+    pipeline.tick(1)
+    assert pipeline.say(0, wire.Ready(1, "gloo")) == []
+    assert pipeline.say(0, wire.Broken(1, "old")) == []
+    assert pipeline.say(0, wire.StoreOpened(1, "127.0.0.1", 1)) == []
+    assert pipeline.join() == [Formed(2, 10)]
+
+
+def test_the_silent_are_dropped_the_answering_are_not() -> None:
+    pipeline = Pipeline(2)
+    pipeline.start()
+    for _ in range(10):
+        pipeline.tick(0.5)
+        pipeline.say(0, wire.Heartbeat(pipeline.now_ns, pipeline.now_ns, 1, 1))
+    assert {stage for stage, _ in pipeline.dropped} == {1}
+    assert not pipeline.members.healthy(pipeline.now_ns)
+
+
+def test_a_pause_of_the_head_is_nobodys_fault() -> None:
+    pipeline = Pipeline(2)
+    pipeline.start()
+    pipeline.tick(5)
+    assert pipeline.dropped == []
+    for _ in range(10):
+        pipeline.tick(0.5)
+    assert {stage for stage, _ in pipeline.dropped} == {0, 1}, "those who then stay silent are dropped"
+
+
+def test_a_stage_that_stays_away_is_hopeless() -> None:
+    pipeline = Pipeline(2)
+    pipeline.start()
+    pipeline.members.gone(1, "exit", pipeline.now_ns)
+    pipeline.say(0, wire.Heartbeat(pipeline.now_ns, pipeline.now_ns, 1, 1))
+    (event,) = pipeline.tick(121)
+    assert isinstance(event, Hopeless)
+    assert "stage 1" in event.reason
+    assert not event.usage
+
+
+def test_a_drain_does_not_wait_for_a_stage_whose_keeper_died_too() -> None:
+    pipeline = Pipeline(2)
+    pipeline.start()
+    pipeline.members.draining = True
+    pipeline.members.gone(1, "exit", pipeline.now_ns)
+    assert pipeline.tick(9) == []
+    (event,) = pipeline.tick(2)
+    assert isinstance(event, Hopeless)
+
+
+def test_mistakes_before_the_first_epoch_are_the_operators() -> None:
+    def refuse(hellos: tuple[wire.Hello, ...]) -> Decision:
+        raise ConfigError("--layers", "no")
+
+    pipeline = Pipeline(1)
+    pipeline.members.decide = refuse
+    assert pipeline.hello(0) == [Hopeless("--layers: no", usage=True)]
+    assert pipeline.say(0, wire.GaveUp("t", 0, "bad file")) == [Hopeless("bad file", usage=True)]
+
+
+def test_another_model_after_a_restart_is_refused() -> None:
+    pipeline = Pipeline(2)
+    pipeline.start()
+    pipeline.members.gone(1, "exit", pipeline.now_ns)
+    other = Architecture(6, 64, 4, 128, 300, 300, 256)
+    (event,) = pipeline.hello(1, arch=other)
+    assert isinstance(event, Hopeless)
+
+
+def test_clocks_of_other_hosts_are_aligned_by_the_quickest_round_trip() -> None:
+    pipeline = Pipeline(2)
+    pipeline.hello(0)
+    pipeline.hello(1, machine="there")
+    for stage in range(2):
+        pipeline.loaded(stage)
+    pipeline.join()
+    ahead_ns = 5_000_000_000
+    for rtt_ns in (4_000_000, 200_000, 9_000_000):
+        sent_ns = pipeline.now_ns
+        pipeline.now_ns += rtt_ns
+        pipeline.say(1, wire.Heartbeat(sent_ns, sent_ns + rtt_ns // 2 + ahead_ns + rtt_ns // 50, 1, 1))
+    stamps = StepStamps(*[ahead_ns + t for t in range(6)])
+    (done,) = pipeline.say(1, wire.Result(StepResult(1, 1, 1, stamps)))
+    assert isinstance(done, StepDone)
+    assert abs(done.result.stamps.planned) <= 4_000, "off by at most the quickest trip's asymmetry"

@@ -1,0 +1,93 @@
+"""A resumed answer: read as it was written, and ended at once where it had ended already."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from ppserve.core.request import FinishReason, Request, StopConditions
+from ppserve.core.scheduling.sequence import Sequence, SequenceEvent
+from ppserve.errors import InvalidRequest
+from ppserve.head.engine.open_request import OpenRequest
+from ppserve.head.engine.output import TokenOutput
+from tests.fake_engine import EOS
+
+# What the model draws, one byte a token: characters of one to four bytes, beginnings of stop strings that come to
+# nothing, an end-of-text.
+DRAWN = [*"so é 漢 EN 🙂 END of it".encode(), EOS]
+
+
+class Bytes:
+    """A tokenizer of single bytes, as far as an open request needs one."""
+
+    def text_bytes(self, token_id: int) -> bytes:
+        return b"" if token_id == EOS else bytes([token_id])
+
+
+def open_request(request: Request) -> OpenRequest:
+    return OpenRequest(request, None, Bytes(), 10.0, lambda: ())
+
+
+def undisturbed(request: Request) -> list[TokenOutput]:
+    """All that a stream hears of the answer."""
+    opened, sequence = open_request(request), Sequence(0, request, 0, EOS)
+    outputs = []
+    for offset, token_id in enumerate(DRAWN):
+        sequence.token_ids.append(token_id)
+        finish = sequence.end_after(token_id, EOS)
+        outputs.append(opened.output(SequenceEvent("r", 0, 0, offset, token_id, finish=finish), 11.0))
+        if outputs[-1].finish is not None:
+            return outputs
+    raise AssertionError("it never ended")
+
+
+LONG = len(DRAWN) + 5
+ENDS = [
+    (StopConditions(LONG), FinishReason.EOS),
+    (StopConditions(LONG, stop=("it",), include_stop=True), FinishReason.STOP_STRING),
+    (StopConditions(LONG, stop=("END", "of")), FinishReason.STOP_STRING),
+    (StopConditions(LONG, stop=("EN",)), FinishReason.STOP_STRING),
+    (StopConditions(LONG, stop=("EN",), min_tokens=15), FinishReason.STOP_STRING),
+    (StopConditions(LONG, stop_token_ids=(ord("f"),)), FinishReason.STOP_TOKEN),
+    (StopConditions(LONG, stop_token_ids=(ord("D"),), stop=("END",)), FinishReason.STOP_TOKEN),
+    (StopConditions(LONG, stop_token_ids=(ord("D"),), stop=("END",), include_stop=True), FinishReason.STOP_STRING),
+    (StopConditions(LONG, stop_token_ids=(ord("s"),), min_tokens=len(DRAWN)), FinishReason.EOS),
+    (StopConditions(13, stop=("END",)), FinishReason.MAX_TOKENS),
+    (StopConditions(len(DRAWN), ignore_eos=True), FinishReason.MAX_TOKENS),
+    (StopConditions(12), FinishReason.CONTEXT_LENGTH),
+]
+
+
+@pytest.mark.parametrize(("stop", "reason"), ENDS)
+def test_a_resumed_answer_that_had_ended_ends_the_same_at_once(stop: StopConditions, reason: FinishReason) -> None:
+    limited = reason is FinishReason.CONTEXT_LENGTH
+    request = Request("r", (1, 2), stop, resume_index=0, limited_by_context=limited)
+    heard = undisturbed(request)
+    last = heard[-1]
+    assert last.finish is reason
+    ids = tuple(output.token_id for output in heard)
+    end = open_request(replace(request, resume_ids=ids)).resume(EOS, 11.0)
+    assert end is not None
+    assert (end.finish, end.matched) == (last.finish, last.matched)
+    assert (end.offset, end.token_id, end.text) == (len(ids), None, "")
+    assert end.timings is not None
+    with pytest.raises(InvalidRequest, match=f"token {len(ids) - 1} of these ends the answer"):
+        open_request(replace(request, resume_ids=(*ids, 65))).resume(EOS, 11.0)
+
+
+@pytest.mark.parametrize("stop", [stop for stop, _ in ENDS])
+def test_a_resumed_answer_goes_on_as_if_undisturbed(stop: StopConditions) -> None:
+    request = Request("r", (1, 2), stop, resume_index=0)
+    heard = undisturbed(request)
+    for cut in range(1, len(heard)):
+        resumed = replace(request, resume_ids=tuple(DRAWN[:cut]))
+        opened = open_request(resumed)
+        assert opened.resume(EOS, 11.0) is None
+        sequence = Sequence(0, resumed, 0, EOS)
+        for was in heard[cut:]:
+            sequence.token_ids.append(was.token_id)
+            finish = sequence.end_after(was.token_id, EOS)
+            now = opened.output(SequenceEvent("r", 0, 0, was.offset, was.token_id, finish=finish), 11.0)
+            assert (now.text, now.finish, now.matched) == (was.text, was.finish, was.matched)
+        assert opened.is_complete

@@ -1,0 +1,71 @@
+"""The live page's state and its rules; `tests/e2e/test_live_page.py` looks at it in a browser."""
+
+from __future__ import annotations
+
+import base64
+import hashlib
+import json
+import re
+import urllib.request
+from importlib import resources
+
+from ppserve.core.ledger.account import Settled
+from ppserve.core.ledger.causes import HOST, IDLE, KINDS, Span
+from ppserve.head.observe.live import MAX_SPANS, WINDOW_S, Schedule, content_policy, describe_schedule, serve_page
+from ppserve.head.observe.metrics import Metrics
+
+HTML = resources.files("ppserve").joinpath("head/observe/web/index.html").read_text("utf-8")
+SECOND = 1_000_000_000
+
+
+def test_the_schedule_keeps_the_latest_and_no_more() -> None:
+    schedule = Schedule(2)
+    for step in range(3 * MAX_SPANS):
+        schedule.settled(Settled(1, Span(step, step + 1, "decode"), step))
+    first, second = schedule.recent()
+    assert first == []
+    assert [s.step_id for s in second] == list(range(2 * MAX_SPANS, 3 * MAX_SPANS))
+
+
+def test_idle_time_is_not_drawn_and_bubbles_are() -> None:
+    schedule = Schedule(1)
+    schedule.settled(Settled(0, Span(0, 5, IDLE), None))
+    schedule.settled(Settled(0, Span(5, 9, HOST), 7))
+    assert [s.span.kind for s in schedule.recent()[0]] == [HOST]
+
+
+def test_spans_are_told_as_microseconds_before_now_within_the_window() -> None:
+    now_ns = 100 * SECOND
+    old = Settled(0, Span(0, now_ns - int(WINDOW_S * SECOND), HOST), None)
+    new = Settled(0, Span(99 * SECOND, 99 * SECOND + 2_000_000, "mixed"), 41)
+    nameless = Settled(0, Span(now_ns - 1000, now_ns, HOST), None)
+    ((first, second),) = describe_schedule([[old, new, nameless]], now_ns)
+    assert first == [KINDS.index("mixed"), 1_000_000, 2000, 41]
+    assert second == [KINDS.index(HOST), 1, 1, -1]
+
+
+def test_the_page_comes_with_a_policy_that_allows_its_own_script_and_style_only() -> None:
+    metrics = Metrics(1)
+    try:
+        serve_page(metrics, lambda: {"now_s": 1.5})
+        port = metrics.start_http("127.0.0.1", 0, tuple)
+        with urllib.request.urlopen(f"http://127.0.0.1:{port}/", timeout=10) as answer:
+            assert answer.headers["Content-Type"] == "text/html; charset=utf-8"
+            assert answer.read().decode() == HTML
+            policies = answer.headers.get_all("Content-Security-Policy")
+        with urllib.request.urlopen(f"http://127.0.0.1:{port}/state.json", timeout=10) as answer:
+            assert json.load(answer) == {"now_s": 1.5}
+            assert answer.headers["Content-Security-Policy"].startswith("default-src 'none'")
+    finally:
+        metrics.close()
+    assert policies == [content_policy(HTML)]
+    (script,) = re.findall(r"<script>(.*?)</script>", HTML, re.DOTALL)
+    digest = base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
+    assert f"script-src 'sha256-{digest}';" in policies[0]
+    assert "unsafe" not in policies[0]
+
+
+def test_the_page_needs_nothing_from_elsewhere_and_makes_no_markup_of_what_it_hears() -> None:
+    foreign = r"https?://|//[a-z]+\.|@import|<script [^>]*src|<link(?! rel=\"icon\" href=\"data:,\")"
+    assert not re.search(foreign, HTML)
+    assert not re.search(r"innerHTML|outerHTML|insertAdjacentHTML|document\.write|eval\(|new Function", HTML)

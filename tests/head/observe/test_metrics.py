@@ -1,0 +1,293 @@
+import http.client
+import re
+import socket
+import urllib.error
+import urllib.request
+
+import pytest
+from prometheus_client.parser import text_string_to_metric_families
+
+from ppserve.core.architecture import Architecture
+from ppserve.core.ledger.account import StageTimes, TimeAccount
+from ppserve.core.ledger.causes import BUSY, CAUSES
+from ppserve.core.plan import StepResult, StepStamps
+from ppserve.core.request import FinishReason, Request, StopConditions
+from ppserve.core.scheduling.sequence import SequenceEvent
+from ppserve.errors import Overloaded, RequestFailed
+from ppserve.head.cards import ModelCard, StageCard, Topology
+from ppserve.head.engine.open_request import OpenRequest
+from ppserve.head.observe.metrics import STATUSES, Metrics
+
+CONTRACT = {
+    "ppserve_stage_busy_seconds_total": "counter",
+    "ppserve_stage_bubble_seconds_total": "counter",
+    "ppserve_stage_idle_seconds_total": "counter",
+    "ppserve_stage_step_seconds": "histogram",
+    "ppserve_transfer_seconds": "histogram",
+    "ppserve_transfer_bytes_total": "counter",
+    "ppserve_microbatches_in_flight": "gauge",
+    "ppserve_microbatch_tokens": "histogram",
+    "ppserve_time_to_first_token_seconds": "histogram",
+    "ppserve_inter_token_latency_seconds": "histogram",
+    "ppserve_time_per_output_token_seconds": "histogram",
+    "ppserve_request_duration_seconds": "histogram",
+    "ppserve_request_queue_seconds": "histogram",
+    "ppserve_requests_total": "counter",
+    "ppserve_prompt_tokens_total": "counter",
+    "ppserve_generated_tokens_total": "counter",
+    "ppserve_requests_running": "gauge",
+    "ppserve_requests_waiting": "gauge",
+    "ppserve_kv_usage_ratio": "gauge",
+    "ppserve_stage_restarts_total": "counter",
+    "ppserve_stage_info": "gauge",
+    "ppserve_build_info": "gauge",
+}
+
+
+class Scrape:
+    """What one GET of /metrics said: values by (sample name, labels)."""
+
+    def __init__(self, text: str) -> None:
+        self.text = text
+        self.families = list(text_string_to_metric_families(text))
+        samples = [s for family in self.families for s in family.samples]
+        self.values = {(s.name, frozenset(s.labels.items())): s.value for s in samples}
+        assert len(self.values) == len(samples), "a series appears twice"
+
+    def __call__(self, name: str, **labels: str) -> float:
+        return self.values[name, frozenset(labels.items())]
+
+    def total(self, name: str, **labels: str) -> float:
+        return sum(v for (n, ls), v in self.values.items() if n == name and ls >= set(labels.items()))
+
+
+@pytest.fixture
+def metrics():
+    served = Metrics(2)
+    yield served
+    served.close()
+
+
+def start(metrics: Metrics, account: TimeAccount | None = None, now_ns: int = 0) -> int:
+    account = account or TimeAccount(2, 0)
+    return metrics.start_http("127.0.0.1", 0, lambda: account.snapshot(now_ns))
+
+
+def scrape(port: int) -> Scrape:
+    with urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics", timeout=10) as answer:
+        assert answer.headers["Content-Type"].startswith("text/plain")
+        return Scrape(answer.read().decode())
+
+
+def card() -> ModelCard:
+    arch = Architecture(4, 64, 4, 128, 300, 300, 256)
+    return ModelCard("tiny", arch, 1000, "float32", "none", 128, None, True, True, "", "0.1.0")
+
+
+def topology() -> Topology:
+    stages = (
+        StageCard(0, 0, "one", "cpu", 0, 3, "0-2", 700, 2800, 100),
+        StageCard(1, 1, "two", "cuda:0", 3, 1, "3", 300, 1200, 100),
+    )
+    return Topology(stages, "gloo", 1, 2)
+
+
+def opened(num_sequences: int = 1) -> OpenRequest:
+    request = Request("r1", (1, 2, 3), StopConditions(8), num_sequences=num_sequences)
+    return OpenRequest(request, None, None, 10.0, lambda: ())
+
+
+def hear(metrics: Metrics, request: OpenRequest, event: SequenceEvent, now_s: float) -> None:
+    metrics.output(request, request.output(event, now_s), now_s)
+
+
+# ---- the contract -----------------------------------------------------------------------------------------
+
+
+def test_every_name_of_the_contract_has_its_type_and_a_zero(metrics):
+    metrics.describe(card(), topology(), "0.1.0")
+    seen = scrape(start(metrics))
+    types = dict(re.findall(r"^# TYPE (\S+) (\S+)$", seen.text, re.MULTILINE))
+    assert types.items() >= CONTRACT.items()
+    assert len(re.findall("^# HELP", seen.text, re.MULTILINE)) == len(types)
+    assert all(name.startswith("ppserve_") and ":" not in name for name in types)
+    assert not [name for name in types if name.endswith("_created")]
+    for stage in "01":
+        for phase in BUSY:
+            assert seen("ppserve_stage_busy_seconds_total", stage=stage, phase=phase) == 0
+            assert seen("ppserve_stage_step_seconds_count", stage=stage, phase=phase) == 0
+        for cause in CAUSES:
+            assert seen("ppserve_stage_bubble_seconds_total", stage=stage, cause=cause) == 0
+        assert seen("ppserve_stage_idle_seconds_total", stage=stage) == 0
+        assert seen("ppserve_stage_restarts_total", stage=stage, cause="exit") == 0
+    for reason in (*(r.value for r in FinishReason), *STATUSES):
+        assert seen("ppserve_requests_total", reason=reason) == 0
+    assert seen("ppserve_transfer_bytes_total", stage="0") == 0
+    assert seen("ppserve_generated_tokens_total") == 0
+
+
+def test_buckets_reach_below_a_millisecond(metrics):
+    seen = scrape(start(metrics))
+    for name, kind in CONTRACT.items():
+        if kind == "histogram" and name.endswith("_seconds"):
+            bounds = [float(dict(ls)["le"]) for (n, ls) in seen.values if n == f"{name}_bucket"]
+            assert min(bounds) < 0.001, name
+
+
+def test_what_runs_where(metrics):
+    metrics.describe(card(), topology(), "0.1.0")
+    metrics.describe(card(), topology(), "0.1.0")
+    seen = scrape(start(metrics))
+    labels = {"stage": "1", "rank": "1", "host": "two", "device": "cuda:0", "layers": "3", "params": "300"}
+    assert seen("ppserve_stage_info", **labels) == 1
+    assert seen.total("ppserve_stage_info") == 2
+    assert seen.total("ppserve_build_info", version="0.1.0", model="tiny", dtype="float32") == 1
+
+
+# ---- the ledger -------------------------------------------------------------------------------------------
+
+
+def test_a_scrape_sums_to_the_wall_on_every_stage(metrics):
+    account = TimeAccount(2, 0)
+    account.demand_began(1_000_000_000)
+    account.demand_ended(3_000_000_000)
+    seen = scrape(start(metrics, account, now_ns=7_500_000_000))
+    for stage in "01":
+        assert seen("ppserve_stage_idle_seconds_total", stage=stage) == 5.5
+        total = sum(
+            seen.total(f"ppserve_stage_{kind}_seconds_total", stage=stage) for kind in ("busy", "bubble", "idle")
+        )
+        assert total == pytest.approx(7.5)
+
+
+def test_one_reading_of_the_ledger_per_scrape(metrics):
+    readings: list[int] = []
+
+    def stage_times() -> tuple[StageTimes, ...]:
+        readings.append(1)
+        return TimeAccount(2, 0).snapshot(0)
+
+    port = metrics.start_http("127.0.0.1", 0, stage_times)
+    assert readings == []
+    scrape(port)
+    scrape(port)
+    assert len(readings) == 2
+
+
+# ---- steps ------------------------------------------------------------------------------------------------
+
+
+def test_a_step_in_either_order_of_reports(metrics):
+    first = StepResult(1, 7, 0, StepStamps(0, 0, 0, 0, 3_000_000, 3_000_000), bytes_sent=640)
+    second = StepResult(1, 7, 1, StepStamps(0, 1_000_000, 5_000_000, 5_000_000, 6_000_000, 6_000_000))
+    for step_id, order in enumerate(((first, second), (second, first))):
+        for result in order:
+            metrics.step_done(StepResult(1, step_id, result.stage, result.stamps, result.bytes_sent), "decode")
+    metrics.microbatch("decode", 5)
+    metrics.load(running=4, waiting=3, in_flight=2, kv_usage=0.25)
+    seen = scrape(start(metrics))
+    assert seen("ppserve_stage_step_seconds_count", stage="0", phase="decode") == 2
+    assert seen("ppserve_stage_step_seconds_sum", stage="0", phase="decode") == pytest.approx(0.006)
+    assert seen("ppserve_transfer_seconds_count", stage="0") == 2
+    assert seen("ppserve_transfer_seconds_sum", stage="0") == pytest.approx(0.004)
+    assert seen("ppserve_transfer_bytes_total", stage="0") == 1280
+    assert seen("ppserve_microbatch_tokens_sum", phase="decode") == 5
+    assert seen("ppserve_microbatches_in_flight") == 2
+    assert seen("ppserve_kv_usage_ratio") == 0.25
+    assert seen("ppserve_requests_running") == 4
+    assert seen("ppserve_requests_waiting") == 3
+
+
+def test_a_restarted_stage_is_counted_by_cause(metrics):
+    metrics.stage_restarted(1, "exit")
+    metrics.stage_restarted(1, "did not join")
+    seen = scrape(start(metrics))
+    assert seen("ppserve_stage_restarts_total", stage="1", cause="exit") == 1
+    assert seen("ppserve_stage_restarts_total", stage="1", cause="did not join") == 1
+    assert seen("ppserve_stage_restarts_total", stage="0", cause="exit") == 0
+
+
+# ---- requests ---------------------------------------------------------------------------------------------
+
+
+def test_the_life_of_a_request(metrics):
+    request = opened()
+    hear(metrics, request, SequenceEvent("r1", 0, 0, 0, 5, admitted_s=10.25), 10.5)
+    hear(metrics, request, SequenceEvent("r1", 0, 0, 1, 6), 10.75)
+    end = SequenceEvent("r1", 0, 0, 2, 7, finish=FinishReason.EOS, cached_tokens=2)
+    hear(metrics, request, end, 11.25)
+    seen = scrape(start(metrics))
+    for name, count, total in (
+        ("time_to_first_token", 1, 0.5),
+        ("inter_token_latency", 2, 0.75),
+        ("time_per_output_token", 1, 0.375),
+        ("request_duration", 1, 1.25),
+        ("request_queue", 1, 0.25),
+    ):
+        assert seen(f"ppserve_{name}_seconds_count") == count
+        assert seen(f"ppserve_{name}_seconds_sum") == pytest.approx(total)
+    assert seen("ppserve_prompt_tokens_total") == 3
+    assert seen("ppserve_cached_prompt_tokens_total") == 2
+    assert seen("ppserve_generated_tokens_total") == 3
+    assert seen("ppserve_requests_total", reason="EOS") == 1
+
+
+def test_a_request_of_two_sequences_is_one_request(metrics):
+    request = opened(num_sequences=2)
+    for index, now_s in ((0, 11.0), (1, 11.0), (0, 12.0), (1, 13.0)):
+        finish = FinishReason.MAX_TOKENS if now_s > 11 else None
+        hear(metrics, request, SequenceEvent("r1", index, index, 0, 5, finish=finish, admitted_s=10.0), now_s)
+    seen = scrape(start(metrics))
+    assert seen("ppserve_time_to_first_token_seconds_count") == 1
+    assert seen("ppserve_inter_token_latency_seconds_sum") == 3
+    assert seen("ppserve_requests_total", reason="MAX_TOKENS") == 1
+    assert seen("ppserve_request_duration_seconds_sum") == 3
+
+
+def test_a_request_that_fails_and_one_that_is_refused(metrics):
+    hear(metrics, opened(), SequenceEvent("r1", 0, 0, 0, error=RequestFailed("not finite")), 12.0)
+    metrics.refused(Overloaded("the queue is full", 1.0))
+    seen = scrape(start(metrics))
+    assert seen("ppserve_requests_total", reason="INTERNAL") == 1
+    assert seen("ppserve_requests_total", reason="RESOURCE_EXHAUSTED") == 1
+    assert seen("ppserve_request_queue_seconds_count") == 0
+
+
+# ---- the server -------------------------------------------------------------------------------------------
+
+
+def test_a_port_in_use_is_an_error():
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        with pytest.raises(OSError, match="in use"):
+            Metrics(1).start_http("127.0.0.1", taken.getsockname()[1], lambda: ())
+
+
+def test_routes_can_be_added_and_unknown_ones_say_what_there_is(metrics):
+    port = start(metrics)
+    metrics.serve_json("/state.json", dict)
+    with urllib.request.urlopen(f"http://127.0.0.1:{port}/state.json?x=1", timeout=10) as answer:
+        assert (answer.headers["Content-Type"], answer.read()) == ("application/json", b"{}")
+    with pytest.raises(urllib.error.HTTPError) as missing:
+        urllib.request.urlopen(f"http://127.0.0.1:{port}/nothing", timeout=10)
+    with missing.value as error:
+        assert (error.code, error.read()) == (404, b"try /metrics, /state.json\n")
+
+
+def test_a_failing_route_fails_alone(metrics):
+    port = start(metrics)
+
+    def broken() -> tuple[str, bytes]:
+        raise RuntimeError("no")
+
+    metrics.routes["/broken"] = broken
+    connection = http.client.HTTPConnection("127.0.0.1", port, timeout=10)
+    connection.request("GET", "/broken")
+    assert connection.getresponse().status == 500
+    connection.close()
+    connection.request("HEAD", "/metrics")
+    answer = connection.getresponse()
+    assert (answer.status, answer.read()) == (200, b"")
+    connection.close()
+    scrape(port)

@@ -1,0 +1,129 @@
+import json
+import threading
+from collections import Counter
+from pathlib import Path
+
+import pytest
+
+from ppserve.core.ledger.account import Settled
+from ppserve.core.ledger.causes import Span
+from ppserve.core.plan import Draw, Slice, StepPlan, StepResult, StepStamps
+from ppserve.core.request import SamplingParams
+from ppserve.errors import ConfigError
+from ppserve.head.observe.trace import Trace
+
+
+def plan(step_id: int) -> StepPlan:
+    return StepPlan(1, step_id, 0, (Slice(0, 0, (7,), (0,), Draw(SamplingParams())),))
+
+
+def run_step(trace: Trace, step_id: int, num_stages: int = 3) -> None:
+    for stage in range(num_stages):
+        begun = 10_000 * (step_id + stage)
+        stamps = StepStamps(0, begun, begun, begun, begun + 8_000, begun + 9_000)
+        trace.step_done(StepResult(1, step_id, stage, stamps), plan(step_id))
+
+
+def test_steps_arrows_waits_and_counters(tmp_path):
+    path = tmp_path / "trace.json"
+    trace = Trace(3, path)
+    run_step(trace, 7)
+    trace.settled(Settled(2, Span(40_000, 90_000, "imbalance"), 7))
+    trace.settled(Settled(2, Span(90_000, 98_000, "decode"), 7))
+    trace.settled(Settled(2, Span(98_000, 99_000, "idle"), None))
+    trace.load(3, 2, 0.5)
+    trace.close()
+    events = json.loads(path.read_text())
+    steps = {e["name"]: e for e in events if e["ph"] == "X" and e["cat"] == "decode"}
+    assert set(steps) == {"0F7", "1F7", "2F7"}
+    assert (steps["2F7"]["pid"], steps["2F7"]["ts"], steps["2F7"]["dur"]) == (2, 90, 8)
+    assert steps["2F7"]["args"] == {"phase": "decode", "tokens": 1, "slices": 1, "lane": 0}
+    assert [(e["name"], e["dur"]) for e in events if e.get("cat") == "bubble"] == [("imbalance", 50)]
+    begins = {e["id"]: e for e in events if e["ph"] == "s"}
+    ends = {e["id"]: e for e in events if e["ph"] == "f"}
+    assert set(begins) == set(ends) == {"7.0", "7.1"}
+    for link, begin in begins.items():
+        assert ends[link]["pid"] == begin["pid"] + 1
+        assert ends[link]["ts"] >= begin["ts"]
+    counters = {e["name"]: e["args"] for e in events if e["ph"] == "C"}
+    assert counters == {"sequences": {"running": 3, "waiting": 2}, "KV use": {"ratio": 0.5}}
+    names = {e["pid"]: e["args"]["name"] for e in events if e["name"] == "process_name"}
+    assert names == {0: "stage 0", 1: "stage 1", 2: "stage 2", 3: "head"}
+
+
+def test_a_file_cut_off_between_writes_lacks_only_its_bracket(tmp_path):
+    path = tmp_path / "trace.json"
+    trace = Trace(2, path)
+    step_id = 0
+    while not path.stat().st_size:
+        run_step(trace, step_id, num_stages=2)
+        step_id += 1
+    events = json.loads(path.read_text() + "]")
+    assert Counter(e["ph"] for e in events)["X"] > 100
+    trace.close()
+
+
+def test_it_stops_at_its_limit(tmp_path):
+    path = tmp_path / "trace.json"
+    trace = Trace(2, path, max_bytes=20_000)
+    for step_id in range(1000):
+        run_step(trace, step_id, num_stages=2)
+    assert not trace.is_on
+    assert 20_000 <= path.stat().st_size < 21_000
+    json.loads(path.read_text())
+
+
+def test_it_can_be_switched_while_serving(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    trace = Trace(1, None)
+    run_step(trace, 1, num_stages=1)
+    assert list(tmp_path.iterdir()) == []
+    for step_id in (2, 3):
+        trace.toggle()
+        run_step(trace, step_id, num_stages=1)
+        trace.toggle()
+    files = sorted(tmp_path.iterdir(), key=lambda file: len(file.name))
+    found = [[e["name"] for e in json.loads(f.read_text()) if e["ph"] == "X"] for f in files]
+    assert found == [["0F2"], ["0F3"]]
+
+
+def test_a_second_start_changes_nothing(tmp_path):
+    trace = Trace(1, tmp_path / "a.json")
+    assert trace.start() == tmp_path / "a.json"
+    trace.stop()
+    trace.stop()
+    assert len(list(tmp_path.iterdir())) == 1
+
+
+def test_switching_in_one_thread_while_another_writes(tmp_path):
+    trace = Trace(2, tmp_path / "t.json")
+    done = threading.Event()
+
+    def write() -> None:
+        step_id = 0
+        while not done.is_set():
+            run_step(trace, step_id := step_id + 1, num_stages=2)
+
+    writer = threading.Thread(target=write)
+    writer.start()
+    for _ in range(20):
+        trace.toggle()
+    done.set()
+    writer.join()
+    trace.close()
+    files = list(tmp_path.iterdir())
+    assert len(files) == 11
+    for file in files:
+        json.loads(file.read_text())
+
+
+def test_a_path_that_cannot_be_written_is_named(tmp_path):
+    with pytest.raises(ConfigError, match=r"--trace: cannot write .*nowhere.*No such file"):
+        Trace(1, tmp_path / "nowhere" / "trace.json")
+
+
+def test_a_full_disk_ends_the_trace_and_nothing_else():
+    trace = Trace(1, Path("/dev/full"))
+    for step_id in range(1000):
+        run_step(trace, step_id, num_stages=1)
+    assert not trace.is_on

@@ -1,0 +1,68 @@
+import pytest
+
+from ppserve.core.architecture import Architecture
+from ppserve.errors import ConfigError
+from ppserve.planning.forecast import Forecast, Intent, forecast, render, size
+
+GPT2 = Architecture(12, 768, 12, 1024, 50257, 50257, 3072)
+CEREBRAS_13B = Architecture(40, 5120, 40, 2048, 50257, 50257, 20480, activation="gelu")
+GiB = 1 << 30
+
+
+def test_gpt2_on_two_stages():
+    plan = forecast(GPT2, Intent(2, kv_cache_memory=GiB))
+    assert plan.num_parameters == 124_439_808
+    assert plan.split == (9, 3)
+    assert [s.num_parameters for s in plan.stages] == [103_174_656, 59_862_528]
+    assert [s.weight_bytes for s in plan.stages] == [4 * 103_174_656, 4 * 59_862_528]
+    assert [s.kv_bytes_per_token for s in plan.stages] == [9 * 2 * 768 * 4, 3 * 2 * 768 * 4]
+    assert plan.tightest.layout.stage == 0
+    assert plan.max_sequences == GiB // (9 * 2 * 768 * 4) // 16 // 64
+    assert (plan.decode_balance, plan.prefill_balance) == pytest.approx((0.97, 0.67), abs=0.01)
+
+
+def test_one_stage_holds_a_tied_embedding_once():
+    plan = forecast(GPT2, Intent(1))
+    assert plan.stages[0].num_parameters == plan.num_parameters == 124_439_808
+    untied = Architecture(12, 768, 12, 1024, 50257, 50257, 3072, tied_embeddings=False)
+    assert forecast(untied, Intent(1)).stages[0].num_parameters == 124_439_808 + 50257 * 768
+
+
+def test_13b_on_eight_stages():
+    plan = forecast(CEREBRAS_13B, Intent(8, dtype="bfloat16", stage_memory=16 * GiB))
+    assert plan.num_parameters == pytest.approx(12.85e9, rel=1e-3)
+    assert plan.split == (5,) * 6 + (5.5, 4.5)
+    even = forecast(CEREBRAS_13B, Intent(8, layers=(5,) * 8))
+    assert (plan.decode_balance, even.decode_balance) == pytest.approx((0.930, 0.877), abs=1e-3)
+    assert sum(s.weight_bytes for s in plan.stages) == pytest.approx(2 * 13.11e9, rel=1e-3)
+    assert 50 <= plan.max_sequences <= 60
+
+
+def test_weights_that_do_not_fit():
+    plan = forecast(CEREBRAS_13B, Intent(2, dtype="float32", stage_memory=16 * GiB))
+    assert plan.max_sequences == 0
+    assert "does not fit: the weights of stage 0 alone fill its memory" in render("13b", plan)
+
+
+def test_what_is_asked_for_is_checked():
+    with pytest.raises(ConfigError, match="--layers: 9,4 adds up to 13 blocks"):
+        forecast(GPT2, Intent(2, layers=(9, 4)))
+    with pytest.raises(ConfigError, match="--max-model-len: 1025 is beyond the model's 1024 positions"):
+        forecast(GPT2, Intent(2, max_model_len=1025))
+    assert forecast(GPT2, Intent(2, layers=(6, 6), max_model_len=100)).max_model_len == 100
+
+
+def table(plan: Forecast) -> list[list[str]]:
+    return [line.split() for line in render("gpt2", plan).splitlines()]
+
+
+def test_the_table():
+    lines = table(forecast(GPT2, Intent(2, kv_cache_memory=GiB)))
+    assert " ".join(lines[0]) == "gpt2: 124.4 M parameters, 12 blocks of width 768, float32, context 1024"
+    assert " ".join(lines[3]) == "0 9 (0-8) embedding 103.2 M 393.6 MiB 54 KiB 1 GiB 19,418"
+    assert lines[4][:4] == ["1", "3", "(9-11)", "head"]
+    assert " ".join(lines[6]) == "18 sequences of 1024 tokens fit at once, limited by stage 0"
+
+
+def test_sizes_for_people():
+    assert [size(n) for n in (0, 512, 1536, 3 << 30, 5 << 40)] == ["0 B", "512 B", "1.5 KiB", "3 GiB", "5 TiB"]

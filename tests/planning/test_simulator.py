@@ -1,0 +1,155 @@
+import itertools
+from collections.abc import Callable
+from dataclasses import replace
+
+import pytest
+
+from ppserve.core.cost_model import Coefficients
+from ppserve.core.scheduling.scheduler import SchedulerConfig
+from ppserve.planning.simulator import Machine, Outcome, Roofline, SimulatedRequest, Simulator, Wires, percentile
+
+FREE = Wires(latency_s=0, bandwidth=1e30, control_s=0, return_s=0, head_s=0, prepare_s=0)
+S = 0.01
+
+
+def simulate(
+    stages: tuple[Coefficients, ...],
+    requests: list[SimulatedRequest],
+    concurrency: int | None = None,
+    wires: Wires = FREE,
+    **scheduling: int,
+) -> Outcome:
+    limits = {"max_queue": 10**6, "max_queue_tokens": 10**9}
+    config = SchedulerConfig(len(stages), prefix_cache=False, **limits, **scheduling)
+    return Simulator(Machine(stages, wires, 100_000), config).run(requests, concurrency)
+
+
+def in_turn(factors: tuple[float, ...]) -> Callable[[float], float]:
+    """Steps take these multiples of what they should, one after another."""
+    endless = itertools.cycle(factors)
+    return lambda seconds: seconds * next(endless)
+
+
+def one_token_prompts(num_requests: int, new_tokens: int) -> list[SimulatedRequest]:
+    return [SimulatedRequest(0.0, 1, new_tokens)] * num_requests
+
+
+def share(outcome: Outcome, stage: int, kind: str) -> float:
+    times = outcome.stages[stage]
+    return {**times.busy_ns, **times.bubble_ns}[kind] / times.wall_ns
+
+
+def test_one_sequence_takes_all_stages_in_turn():
+    outcome = simulate((Coefficients(S),) * 4, one_token_prompts(1, 10))
+    assert outcome.wall_s == pytest.approx(10 * 4 * S)
+    assert outcome.ttft_s == pytest.approx((4 * S,))
+    assert outcome.itl_s == pytest.approx((4 * S,) * 9)
+    assert outcome.duration_s == pytest.approx((40 * S,))
+    for stage in range(4):
+        assert share(outcome, stage, "fill_drain") == pytest.approx(0.75)
+
+
+@pytest.mark.parametrize("num_stages", [1, 2, 3, 4, 8, 64])
+def test_flat_stages_with_enough_sequences_are_never_idle(num_stages):
+    outcome = simulate((Coefficients(S),) * num_stages, one_token_prompts(num_stages, 10))
+    assert outcome.wall_s == pytest.approx((10 * num_stages + num_stages - 1) * S)
+    for times in outcome.stages:
+        steady = 1 - (num_stages - 1) / (10 * num_stages + num_stages - 1)
+        assert sum(times.busy_ns.values()) / times.wall_ns == pytest.approx(steady)
+        assert times.bubble_ns["imbalance"] == 0
+
+
+def test_the_law_of_the_design():
+    """throughput = B / max(P·s(B/m) + h, m·s(B/m))"""
+    for per_row_s, return_s in ((0.0, 0.0), (1e-3, 0.0), (1e-3, 0.03)):
+        wires = replace(FREE, return_s=return_s)
+        outcome = simulate((Coefficients(S, per_row_s),) * 4, one_token_prompts(32, 100), wires=wires)
+        s = S + 8 * per_row_s
+        expected = 32 / max(4 * s + return_s, 4 * s)
+        assert outcome.output_tokens_per_s == pytest.approx(expected, rel=0.05)
+
+
+def test_an_unbalanced_pipeline_waits_for_its_slowest_stage():
+    outcome = simulate((Coefficients(S), Coefficients(2 * S)), one_token_prompts(8, 200))
+    assert share(outcome, 0, "imbalance") == pytest.approx(0.5, abs=0.02)
+    assert share(outcome, 1, "decode") == pytest.approx(1.0, abs=0.02)
+
+
+def test_what_surrounds_computing_has_its_name():
+    slow_links = simulate((Coefficients(S),) * 2, one_token_prompts(2, 200), wires=replace(FREE, latency_s=S))
+    assert share(slow_links, 0, "transfer") == pytest.approx(1 / 3, abs=0.02)
+    wires = replace(FREE, control_s=S, return_s=S)
+    slow_control = simulate((Coefficients(S),) * 2, one_token_prompts(2, 200), wires=wires)
+    assert share(slow_control, 0, "token_return") == pytest.approx(1 / 4, abs=0.02)
+    assert share(slow_control, 0, "host") == pytest.approx(1 / 4, abs=0.02)
+    slow_sends = simulate((Coefficients(S),) * 2, one_token_prompts(2, 200), wires=replace(FREE, sending_s=S))
+    assert share(slow_sends, 0, "transfer") == pytest.approx(1 / 2, abs=0.02)
+
+
+def test_arrivals_in_time():
+    outcome = simulate((Coefficients(S),), [SimulatedRequest(0.0, 1, 1), SimulatedRequest(1.0, 1, 1)])
+    assert outcome.wall_s == pytest.approx(1 + S)
+    assert outcome.stages[0].idle_ns == pytest.approx((1 - S) * 1e9)
+    assert outcome.ttft_s == pytest.approx((S, S))
+
+
+def test_a_closed_loop_keeps_its_concurrency():
+    outcome = simulate((Coefficients(S),), one_token_prompts(6, 10), concurrency=2)
+    assert outcome.new_tokens == 60
+    assert len(outcome.duration_s) == 6
+    assert max(outcome.duration_s) <= 12 * S
+
+
+def test_long_prompts_are_cut_into_chunks_that_fill_the_pipeline():
+    stages = (Coefficients(0, 1e-4),) * 4
+    whole = simulate(stages, [SimulatedRequest(0.0, 1000, 1)], prefill_chunk=1000)
+    chunked = simulate(stages, [SimulatedRequest(0.0, 1000, 1)], prefill_chunk=50)
+    assert whole.ttft_s[0] == pytest.approx(0.4)
+    assert chunked.ttft_s[0] == pytest.approx(0.1 * 23 / 20)
+    assert chunked.prompt_tokens == 1000
+
+
+def test_a_roofline_reads_weights_or_computes_for_longer():
+    stage = Roofline(
+        weight_bytes=1e9, flops_per_row=1e9, kv_bytes_per_token=1e4, head_bytes=5e8, head_flops=5e8,
+        flops=1e12, memory_bandwidth=1e11, launch_s=1e-4,
+    )  # fmt: skip
+    assert stage.seconds(1, 0, 0) == pytest.approx(1e-4 + 0.01)
+    assert stage.seconds(100, 0, 0) == pytest.approx(1e-4 + 0.1)
+    assert stage.seconds(1, 1000, 1) == pytest.approx(1e-4 + 0.01 + 1e-4 + 0.005)
+
+
+def test_percentiles():
+    assert percentile([], 50) == 0
+    assert percentile([3.0, 1.0, 2.0], 50) == 2
+    assert percentile(range(101), 99) == 99
+    assert percentile([0.0, 1.0], 25) == 0.25
+
+
+def test_steps_that_take_unequal_time_make_stages_wait_and_one_more_lane_catches_it():
+    """Two stages whose steps cost by the row, late in turn: with two lanes each waits for the later of the two."""
+    stages = (Coefficients(0.0, S),) * 2
+    load = one_token_prompts(12, 400)
+
+    def wall_s(lanes: int | None, delayed: Callable[[float], float]) -> float:
+        limits = {"max_queue": 10**6, "max_queue_tokens": 10**9}
+        config = SchedulerConfig(2, microbatches=lanes, prefix_cache=False, **limits)
+        machine = Machine(stages, FREE, 100_000, delayed)
+        return Simulator(machine, config).run(load).wall_s
+
+    late = (0.7, 1.3, 1.0, 1.2, 0.8)
+    even_s = wall_s(2, in_turn((1.0,)))
+    two_s, three_s, own_choice_s = (wall_s(lanes, in_turn(late)) for lanes in (2, 3, None))
+    assert two_s > 1.1 * even_s
+    assert three_s < 1.05 * even_s
+    assert own_choice_s < 1.06 * even_s, "it starts with two lanes and finds out"
+
+
+@pytest.mark.parametrize("num_stages", [2, 4])
+def test_a_stages_own_work_brings_no_further_lane(num_stages):
+    """Inputs and sending are done once more with each step: nothing waits, so nothing is to be gained."""
+    stages = (Coefficients(0.4 * S, 0.1 * S),) * num_stages
+    wires = replace(FREE, prepare_s=0.1 * S, sending_s=0.1 * S)
+    load = one_token_prompts(6 * num_stages, 300)
+    fixed, chosen = (simulate(stages, load, wires=wires, **lanes) for lanes in ({"microbatches": num_stages}, {}))
+    assert chosen.wall_s == pytest.approx(fixed.wall_s)

@@ -43,7 +43,6 @@ class Hello(_Message, frozen=True, tag=True):
     token: str
     stage: int
     num_stages: int
-    pid: int
     host: str
     checkpoint: str
     architecture: Architecture
@@ -51,7 +50,6 @@ class Hello(_Message, frozen=True, tag=True):
     gpu: int | None
     shares_gpu: bool
     costs: Parts | None
-    versions: dict[str, str]
     machine: str = ""
 
 
@@ -65,7 +63,7 @@ class Loading(_Message, frozen=True, tag=True):
 class Loaded(_Message, frozen=True, tag=True):
     """Weights are in memory. block_bytes: of one KV block on this stage; kv_bytes: what it can give.
 
-    deterministic: whether the self-test passed, why_not: what failed. kernels: what it computes with; stages
+    why_not: which check of the self-test failed, empty when all passed. kernels: what it computes with; stages
     whose kernels differ may compute different bits from the same numbers.
     """
 
@@ -74,24 +72,22 @@ class Loaded(_Message, frozen=True, tag=True):
     weight_bytes: int
     block_bytes: int
     kv_bytes: int
-    deterministic: bool
     why_not: str
     kernels: str = ""
 
 
 class StoreOpened(_Message, frozen=True, tag=True):
-    """Stage 0 has opened the epoch's rendezvous store."""
+    """Stage 0 has opened the epoch's rendezvous store, on the host that its Form named."""
 
     epoch: int
-    host: str
     port: int
 
 
 class Ready(_Message, frozen=True, tag=True):
-    """The stage has joined the epoch's groups, its KV cache is empty, its links are warm."""
+    """The stage has joined the epoch's groups, its links are warm. Its KV cache may hold
+    what earlier epochs left: the head's plans overwrite before they read."""
 
     epoch: int
-    transport: str
 
 
 class Result(_Message, frozen=True, tag=True):
@@ -100,12 +96,10 @@ class Result(_Message, frozen=True, tag=True):
 
 class Heartbeat(_Message, frozen=True, tag=True):
     """The answer to a Ping. echo_ns: the Ping's `sent_ns`; clock_ns: the stage's monotonic clock when it
-    answered, which aligns the clocks of different hosts. steps: computed so far in this process."""
+    answered, which aligns the clocks of different hosts."""
 
     echo_ns: int
     clock_ns: int
-    steps: int
-    rss_bytes: int
 
 
 class Broken(_Message, frozen=True, tag=True):

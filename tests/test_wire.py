@@ -47,13 +47,13 @@ RESULT = StepResult(
     scored=(Scored(8, 0, (TokenLogprobs(-1.5),)),),
 )
 FROM_STAGE = [
-    wire.Hello("t", 1, 2, 99, "host", "/m", ARCH, "float32", None, False, COSTS, {"torch": "2"}),
+    wire.Hello("t", 1, 2, "host", "/m", ARCH, "float32", None, False, COSTS),
     wire.Loading(1, 2),
-    wire.Loaded("cpu", 10, 40, 100, 2**40, True, ""),
-    wire.StoreOpened(1, "127.0.0.1", 5),
-    wire.Ready(1, "gloo"),
+    wire.Loaded("cpu", 10, 40, 100, 2**40, ""),
+    wire.StoreOpened(1, 5),
+    wire.Ready(1),
     wire.Result(RESULT),
-    wire.Heartbeat(1, 2, 3, 4),
+    wire.Heartbeat(1, 2),
     wire.Broken(1, "gone"),
     wire.Failed("no"),
     wire.GaveUp("t", 1, "no"),

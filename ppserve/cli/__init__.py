@@ -1,1 +1,1 @@
-"""The command line: flags become one frozen config, and config becomes rooms. Never a decision about requests or steps."""
+"""The command line: flags become one frozen config, config becomes rooms. Never a decision about requests."""

@@ -34,7 +34,6 @@ class HeadLink:
         connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         self._connection = connection
         self._sending = threading.Lock()  # the loop sends results, the reader answers pings
-        self._steps = 0
         self.abandoned = 0
         self.on_abandon: Callable[[int], None] = lambda _epoch: None
         self.inbox: queue.SimpleQueue[Stamped] = queue.SimpleQueue()
@@ -50,9 +49,6 @@ class HeadLink:
         except OSError:
             os._exit(EXIT_HEAD_GONE)
 
-    def count_step(self) -> None:
-        self._steps += 1
-
     def _read(self) -> None:
         reader = wire.FrameReader(wire.FromHead)
         while True:
@@ -66,7 +62,7 @@ class HeadLink:
                 os._exit(EXIT_HEAD_GONE)
             for message in messages:
                 if isinstance(message, wire.Ping):
-                    self.send(wire.Heartbeat(message.sent_ns, now_ns, self._steps, resident_bytes()))
+                    self.send(wire.Heartbeat(message.sent_ns, now_ns))
                     continue
                 if isinstance(message, wire.Abandon):
                     self.abandoned = message.epoch
@@ -74,15 +70,6 @@ class HeadLink:
                 self.inbox.put((now_ns, message))
                 if isinstance(message, wire.Shutdown):
                     return  # what follows is only the end of the connection
-
-
-def resident_bytes() -> int:
-    """Resident memory of this process; 0 where /proc does not say."""
-    try:
-        with open("/proc/self/statm") as statm:
-            return int(statm.read().split()[1]) * os.sysconf("SC_PAGE_SIZE")
-    except OSError:
-        return 0
 
 
 def available_bytes() -> int:

@@ -98,7 +98,6 @@ class StageLoop:
                 token=token,
                 stage=self._start.stage,
                 num_stages=self._start.num_stages,
-                pid=os.getpid(),
                 host=socket.gethostname(),
                 checkpoint=str(found.checkpoint.path),
                 architecture=found.checkpoint.architecture,
@@ -106,7 +105,6 @@ class StageLoop:
                 gpu=gpu,
                 shares_gpu=found.compute.shares_gpu,
                 costs=found.costs,
-                versions={"torch": str(torch.__version__)},
                 machine=this_machine(),
             )
         )
@@ -183,7 +181,6 @@ class StageLoop:
                 weight_bytes=self._model.weight_bytes,
                 block_bytes=KVCache.bytes_per_block(arch, layout, cache.block_size, assign.dtype),
                 kv_bytes=cache.kv_cache_memory or self._compute.kv_budget_bytes(),
-                deterministic=not why_not,
                 why_not=why_not,
                 kernels=describe_kernels(self._model),
             )
@@ -213,7 +210,7 @@ class StageLoop:
             self._leave_epoch()
             self._link.send(wire.Broken(form.epoch, str(error)))
             return
-        self._link.send(wire.Ready(form.epoch, epoch.transport.name))
+        self._link.send(wire.Ready(form.epoch))
 
     def _is_over(self, epoch: int) -> bool:
         return self._link.abandoned >= epoch
@@ -251,7 +248,7 @@ class StageLoop:
         assert self._layout is not None
         if form.store_port == 0:
             store, port = rendezvous.open_epoch_store(form.store_host, _FORM_TIMEOUT)
-            self._link.send(wire.StoreOpened(form.epoch, form.store_host, port))
+            self._link.send(wire.StoreOpened(form.epoch, port))
         else:
             store = rendezvous.join_epoch_store(form.store_host, form.store_port, _FORM_TIMEOUT)
         stage, num_stages = self._layout.stage, self._layout.num_stages
@@ -305,7 +302,6 @@ class StageLoop:
         except (TransportError, RuntimeError) as error:
             self._break_epoch(epoch, plan, error)
             return
-        self._link.count_step()
         if not self._has_served:
             self._has_served = True
             self._on_served()

@@ -1,1 +1,1 @@
-"""Who computes next, and where its keys and values lie. Never a clock or I/O: time and results come in as arguments."""
+"""Who computes next, and where its keys and values lie. Never a clock or I/O: both come in as arguments."""

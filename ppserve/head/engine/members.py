@@ -133,7 +133,6 @@ class Member:
     leave_by_ns: int = 0
     clock_offset_ns: int = 0
     best_rtt_ns: int = 1 << 62
-    rss_bytes: int = 0
     restarts: int = 0
 
 
@@ -341,7 +340,6 @@ class Members:
 
     def _align_clock(self, member: Member, beat: wire.Heartbeat, now_ns: int) -> None:
         """Keeps the offset of the quickest round trip so far; processes of one machine share a clock."""
-        member.rss_bytes = beat.rss_bytes
         rtt_ns = now_ns - beat.echo_ns
         same_clock = member.hello is not None and member.hello.machine == self.machine
         if not same_clock and rtt_ns < member.best_rtt_ns:

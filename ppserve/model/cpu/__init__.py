@@ -1,1 +1,1 @@
-"""The backend for CPUs: KV layout, attention, linears and sampling as kernels. Never a device other than the CPU."""
+"""The backend for CPUs: KV layout, attention, linears and sampling as kernels. Never another device."""

@@ -7,7 +7,7 @@ from ppserve.head.engine.handle import why_not_deterministic
 
 
 def loaded(kernels: str, why_not: str = "") -> wire.Loaded:
-    return wire.Loaded("cpu", 1, 1, 100, 1000, not why_not, why_not, kernels)
+    return wire.Loaded("cpu", 1, 1, 100, 1000, why_not, kernels)
 
 
 def test_equal_kernels_and_passed_tests_are_deterministic() -> None:

@@ -52,11 +52,11 @@ class Pipeline:
         return self.members.heard(stage, self.now_ns, message)
 
     def hello(self, stage: int, machine: str = "here", arch: Architecture = ARCH) -> list[MemberEvent]:
-        about = ("t", stage, self.num_stages, 1, "same name", "/m", arch, "float32", None, False, None, {})
+        about = ("t", stage, self.num_stages, "same name", "/m", arch, "float32", None, False, None)
         return self.say(stage, wire.Hello(*about, machine))
 
     def loaded(self, stage: int) -> list[MemberEvent]:
-        return self.say(stage, wire.Loaded("cpu", 1, 1, 100, 1000 + stage * 100, True, ""))
+        return self.say(stage, wire.Loaded("cpu", 1, 1, 100, 1000 + stage * 100, ""))
 
     def tick(self, seconds: float) -> list[MemberEvent]:
         self.now_ns += int(seconds * SECOND)
@@ -72,14 +72,14 @@ class Pipeline:
         """From the invitation of stage 0 to everybody's Ready."""
         epoch = self.members.epoch
         assert set(self.forms()) == {0}
-        self.say(0, wire.StoreOpened(epoch, "127.0.0.1", 4000 + epoch))
+        self.say(0, wire.StoreOpened(epoch, 4000 + epoch))
         others = self.forms()
         assert set(others) == set(range(1, self.num_stages))
         assert all(form.store_port == 4000 + epoch for form in others.values())
         events: list[MemberEvent] = []
         for stage in range(self.num_stages):
             assert not events, "formed before everybody was ready"
-            events = self.say(stage, wire.Ready(epoch, "gloo"))
+            events = self.say(stage, wire.Ready(epoch))
         return events
 
     def leave(self, *stages: int) -> list[MemberEvent]:
@@ -115,7 +115,7 @@ def test_one_stage_needs_no_store() -> None:
     pipeline.hello(0)
     pipeline.loaded(0)
     assert set(pipeline.forms()) == {0}
-    assert pipeline.say(0, wire.Ready(1, "local")) == [Formed(1, 10)]
+    assert pipeline.say(0, wire.Ready(1)) == [Formed(1, 10)]
 
 
 def test_nothing_is_assigned_before_all_have_greeted() -> None:
@@ -174,12 +174,12 @@ def test_a_second_loss_while_forming_ends_that_epoch_too() -> None:
     pipeline.hello(0)
     pipeline.loaded(0)
     pipeline.tick(1)
-    pipeline.say(0, wire.StoreOpened(2, "127.0.0.1", 4002))
+    pipeline.say(0, wire.StoreOpened(2, 4002))
     assert pipeline.forms()
-    pipeline.say(1, wire.Ready(2, "gloo"))
+    pipeline.say(1, wire.Ready(2))
     assert pipeline.members.gone(2, "exit", pipeline.now_ns) == [StageDied(2, "exit")], "nothing was in flight"
     assert pipeline.leave(0, 1) == []
-    assert pipeline.say(0, wire.Ready(2, "gloo")) == [], "a late word of the epoch that never was"
+    assert pipeline.say(0, wire.Ready(2)) == [], "a late word of the epoch that never was"
     pipeline.hello(2)
     pipeline.loaded(2)
     pipeline.tick(1)
@@ -196,13 +196,13 @@ def test_a_survivor_that_cannot_leave_is_replaced(formed: bool, patience_s: int)
             pipeline.hello(stage)
         for stage in range(3):
             pipeline.loaded(stage)
-        pipeline.say(0, wire.StoreOpened(1, "127.0.0.1", 4001))
+        pipeline.say(0, wire.StoreOpened(1, 4001))
     pipeline.members.gone(2, "exit", pipeline.now_ns)
     pipeline.say(0, wire.Broken(1, "told"))
     for _ in range(2 * patience_s):
         pipeline.tick(0.5)
-        pipeline.say(0, wire.Heartbeat(pipeline.now_ns, pipeline.now_ns, 1, 1))
-        pipeline.say(1, wire.Heartbeat(pipeline.now_ns, pipeline.now_ns, 1, 1))
+        pipeline.say(0, wire.Heartbeat(pipeline.now_ns, pipeline.now_ns))
+        pipeline.say(1, wire.Heartbeat(pipeline.now_ns, pipeline.now_ns))
         assert pipeline.dropped == []
     pipeline.tick(0.5)
     assert pipeline.dropped == [(1, "stuck")]
@@ -232,9 +232,9 @@ def test_late_words_of_an_old_epoch_are_ignored() -> None:
     pipeline.hello(1)
     pipeline.loaded(1)
     pipeline.tick(1)
-    assert pipeline.say(0, wire.Ready(1, "gloo")) == []
+    assert pipeline.say(0, wire.Ready(1)) == []
     assert pipeline.say(0, wire.Broken(1, "old")) == []
-    assert pipeline.say(0, wire.StoreOpened(1, "127.0.0.1", 1)) == []
+    assert pipeline.say(0, wire.StoreOpened(1, 1)) == []
     assert pipeline.join() == [Formed(2, 10)]
 
 
@@ -243,7 +243,7 @@ def test_the_silent_are_dropped_the_answering_are_not() -> None:
     pipeline.start()
     for _ in range(10):
         pipeline.tick(0.5)
-        pipeline.say(0, wire.Heartbeat(pipeline.now_ns, pipeline.now_ns, 1, 1))
+        pipeline.say(0, wire.Heartbeat(pipeline.now_ns, pipeline.now_ns))
     assert {stage for stage, _ in pipeline.dropped} == {1}
     assert not pipeline.members.healthy(pipeline.now_ns)
 
@@ -262,7 +262,7 @@ def test_a_stage_that_stays_away_is_hopeless() -> None:
     pipeline = Pipeline(2)
     pipeline.start()
     pipeline.members.gone(1, "exit", pipeline.now_ns)
-    pipeline.say(0, wire.Heartbeat(pipeline.now_ns, pipeline.now_ns, 1, 1))
+    pipeline.say(0, wire.Heartbeat(pipeline.now_ns, pipeline.now_ns))
     (event,) = pipeline.tick(121)
     assert isinstance(event, Hopeless)
     assert "stage 1" in event.reason
@@ -309,7 +309,7 @@ def test_clocks_of_other_hosts_are_aligned_by_the_quickest_round_trip() -> None:
     for rtt_ns in (4_000_000, 200_000, 9_000_000):
         sent_ns = pipeline.now_ns
         pipeline.now_ns += rtt_ns
-        pipeline.say(1, wire.Heartbeat(sent_ns, sent_ns + rtt_ns // 2 + ahead_ns + rtt_ns // 50, 1, 1))
+        pipeline.say(1, wire.Heartbeat(sent_ns, sent_ns + rtt_ns // 2 + ahead_ns + rtt_ns // 50))
     stamps = StepStamps(*[ahead_ns + t for t in range(6)])
     (done,) = pipeline.say(1, wire.Result(StepResult(1, 1, 1, stamps)))
     assert isinstance(done, StepDone)

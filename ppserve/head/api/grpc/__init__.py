@@ -1,1 +1,1 @@
-"""The gRPC service: messages in and out, statuses, the listening socket. Never a check that another protocol needs."""
+"""The gRPC service: messages, statuses, the listening socket. Never a check that another protocol needs."""

@@ -1,174 +1,160 @@
 """What a torchrun rank does: keep a stage process alive. Rank 0 runs the head as well.
 
-torchrun ends every rank when one dies, so a rank must not be the process that may die. It is this
-small keeper, without torch, and its stage is a child that it starts again when it dies.
+torchrun ends every rank when one rank ends, so a rank must not be the process that may crash. The rank is
+this keeper, which never imports torch; its stage is a child process that it replaces when that ends or freezes.
 """
 
 from __future__ import annotations
 
-import contextlib
-import os
-import select
 import signal
 import socket
-import subprocess
 import sys
 import time
 from collections import deque
+from collections.abc import Callable
+from typing import Protocol
 
 from ppserve import wire
 from ppserve.config import ServeConfig
 from ppserve.process.environment import EXIT_FAILED, EXIT_HEAD_GONE, EXIT_USAGE, RankEnvironment, die_with_launcher
+from ppserve.process.stage_process import StageProcess
 
-# A stage that dies this often within the window, each time before it served, does not come back.
-_MAX_DEATHS = 4
-_DEATH_WINDOW_S = 60.0
-# A stage writes a byte on its pipe at least every half second; silence this long means it is frozen. While it
-# imports, a single library may take long to load from a cold disk, and holds everything up meanwhile.
-_FROZEN_AFTER_S = 4.0
-_FROZEN_WHILE_IMPORTING_S = 30.0
+# The keeper gives up after so many deaths within the window, if none of these lives computed a step.
+MAX_DEATHS = 4
+DEATH_WINDOW_S = 60.0
+# A stage sends a sign of life at least every half second; after this long without one it is killed as frozen.
+FROZEN_AFTER_S = 4.0
+# The limit while it imports: loading one library from a cold disk can hold up all its threads.
+FROZEN_WHILE_IMPORTING_S = 30.0
+# How often the keeper looks whether a stage is frozen or a stop is overdue.
+_LOOK_EVERY_S = 0.5
 
 
-class StageProcess:
-    """A stage process, or one in waiting: it imports what is slow to import, then waits for `start`.
+class Child(Protocol):
+    """What a keeper asks of a stage process; `StageProcess` says more."""
 
-    A spare in waiting is what makes the loss of a stage a matter of a second rather than of many.
-    """
+    def start(self, start: wire.Start) -> None: ...
 
-    def __init__(self) -> None:
-        self._life, write = os.pipe()
-        self._text = b""
-        self.process = subprocess.Popen(
-            [sys.executable, "-m", "ppserve.stage", str(write), str(os.getpid())],
-            stdin=subprocess.PIPE,
-            pass_fds=(write,),
-            close_fds=True,
-        )
-        os.close(write)
+    def listen(self, timeout_s: float) -> list[str] | None: ...
 
-    def start(self, start: wire.Start) -> None:
-        """Makes it a stage. Its input stays open; the end of it ends a spare."""
-        assert self.process.stdin is not None
-        try:
-            self.process.stdin.write(wire.encode(start))
-            self.process.stdin.flush()
-        except BrokenPipeError:
-            pass  # it died in waiting; `end` has the code
+    def kill(self) -> None: ...
 
-    def listen(self, timeout_s: float) -> list[str] | None:
-        """What it said, an empty word being a mere sign of life; None when it is gone."""
-        readable, _, _ = select.select([self._life], [], [], timeout_s)
-        if not readable:
-            return []
-        received = os.read(self._life, 4096)
-        if not received:
-            return None
-        *lines, self._text = (self._text + received).split(b"\n")
-        return [line.decode() for line in lines]
-
-    def end(self) -> int:
-        """Waits for the end of one that is ending, and ends a spare; the exit code."""
-        assert self.process.stdin is not None
-        with contextlib.suppress(BrokenPipeError):
-            self.process.stdin.close()
-        os.close(self._life)
-        return self.process.wait()
+    def end(self) -> int: ...
 
 
 class Keeper:
-    """Keeps one stage process alive: starts it, watches it, starts it again when it dies.
+    """Keeps one stage process alive. Owns that process and a spare: a process that has imported already, so
+    that a replacement takes a second and not many.
 
-    Owns the child process. `control` is where the head listens; ranks other than 0 do not know it at
-    first and learn it from their stage, which asks the launcher's store.
+    control: host, port and token of the head. Ranks other than 0 do not know them at first (port 0); their
+    stage asks the launcher's store and tells its keeper. spawn: starts a process. clock: seconds, monotonic.
     """
 
     def __init__(
-        self, config: ServeConfig, stage: int, num_stages: int, control: tuple[str, int, str] = ("", 0, "")
+        self,
+        config: ServeConfig,
+        stage: int,
+        num_stages: int,
+        control: tuple[str, int, str] = ("", 0, ""),
+        spawn: Callable[[], Child] = StageProcess,
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._config = config
         self._stage = stage
         self._num_stages = num_stages
         self._control = control
-        self._child: StageProcess | None = None
-        self._spare: StageProcess | None = None
+        self._spawn = spawn
+        self._clock = clock
+        self._child: Child | None = None
+        self._spare: Child | None = None
         self._stopping = False
         self._kill_at_s: float | None = None
 
     def run(self) -> int:
-        """Until the stage ends for good; returns the exit code for the rank."""
+        """Until the stage ends for good; returns the rank's exit code."""
         try:
             return self._keep()
         finally:
             if self._spare is not None:
-                self._spare.process.kill()
+                self._spare.kill()
                 self._spare.end()
 
-    def _keep(self) -> int:
-        deaths: deque[float] = deque(maxlen=_MAX_DEATHS)
-        while True:
-            served, code = self._watch_one_life()
-            if code == 0:
-                return 0
-            if self._stopping and (code == EXIT_HEAD_GONE or self._is_overdue()):
-                return 1
-            if code in (EXIT_USAGE, EXIT_FAILED):
-                return EXIT_USAGE if code == EXIT_USAGE else 1
-            now = time.monotonic()
-            if served:
-                deaths.clear()
-            deaths.append(now)
-            if len(deaths) == _MAX_DEATHS and now - deaths[0] < _DEATH_WINDOW_S:
-                return self._give_up(f"stage {self._stage} died {_MAX_DEATHS} times in a row (last code {code})")
-
     def stop(self, grace_s: float) -> None:
-        """The end is near: for `grace_s` a stage that dies is still replaced, because streams may go on; after
-        that it is killed. Safe in a signal handler."""
-        at_s = time.monotonic() + grace_s
+        """The server stops. For `grace_s` a stage that dies is still replaced, because running streams may
+        finish; after that the stage is killed. Safe in a signal handler."""
+        at_s = self._clock() + grace_s
         self._kill_at_s = at_s if self._kill_at_s is None else min(at_s, self._kill_at_s)
         self._stopping = True
-        if self._child is not None and not self._control[1]:
+        if self._child is not None and not self._knows_head:
             # It has not found the head and never will.
-            self._child.process.kill()
+            self._child.kill()
+
+    @property
+    def _knows_head(self) -> bool:
+        return self._control[1] != 0
 
     def _is_overdue(self) -> bool:
-        return not self._control[1] or (self._kill_at_s is not None and time.monotonic() > self._kill_at_s)
+        """Whether a stop has lasted longer than its grace; at once, where the head was never found."""
+        if not self._stopping:
+            return False
+        return not self._knows_head or (self._kill_at_s is not None and self._clock() > self._kill_at_s)
 
-    def _watch_one_life(self) -> tuple[bool, int]:
-        """Starts the stage and waits for its end: (whether it ever served, exit code)."""
-        self._child, self._spare = self._spare or StageProcess(), None
-        self._child.start(wire.Start(self._config, self._stage, self._num_stages, *self._control))
-        served = self._watch(self._child)
-        code = self._child.end()
+    def _keep(self) -> int:
+        deaths: deque[float] = deque(maxlen=MAX_DEATHS)
+        while True:
+            served, code = self._one_life()
+            if code == 0:
+                return 0
+            if self._is_overdue() or (self._stopping and code == EXIT_HEAD_GONE):
+                return 1
+            if code == EXIT_USAGE:
+                return EXIT_USAGE
+            if code == EXIT_FAILED:
+                return 1
+            if served:
+                deaths.clear()
+            deaths.append(self._clock())
+            if len(deaths) == MAX_DEATHS and deaths[-1] - deaths[0] < DEATH_WINDOW_S:
+                return self._give_up(f"stage {self._stage} died {MAX_DEATHS} times in a row (last code {code})")
+
+    def _one_life(self) -> tuple[bool, int]:
+        """Starts a stage and waits for its end: (whether it computed a step, exit code)."""
+        child, self._spare = self._spare or self._spawn(), None
+        self._child = child
+        child.start(wire.Start(self._config, self._stage, self._num_stages, *self._control))
+        served = self._watch(child)
+        code = child.end()
         self._child = None
         return served, code
 
-    def _watch(self, child: StageProcess) -> bool:
-        """Reads the stage's signs of life until they end; kills a frozen one. True if it served."""
+    def _watch(self, child: Child) -> bool:
+        """Listens to the stage until it has ended; kills a frozen one. True if it computed a step."""
         served = imported = False
-        last_sign_s = time.monotonic()
+        last_sign_s = self._clock()
         while True:
-            now_s = time.monotonic()
-            words = child.listen(0.5)
-            if words is None:
+            # Before listening: if this process was held up itself, the signs of life are in the pipe by now.
+            now_s = self._clock()
+            lines = child.listen(_LOOK_EVERY_S)
+            if lines is None:
                 return served
-            if words:
-                last_sign_s = time.monotonic()
-            for word in words:
-                if word.startswith("control "):
-                    host, port, token = word.split()[1:]
+            if lines:
+                last_sign_s = self._clock()
+            for line in lines:
+                if line.startswith("control "):
+                    host, port, token = line.split()[1:]
                     self._control = (host, int(port), token)
                     imported = True
-                elif word == "served":
+                elif line == "served":
                     served = True
                     if self._spare is None and not self._stopping:
-                        # Only now: before, it would compete with the stage's own start.
-                        self._spare = StageProcess()
-            frozen = now_s - last_sign_s > (_FROZEN_AFTER_S if imported else _FROZEN_WHILE_IMPORTING_S)
-            if frozen or (self._stopping and self._is_overdue()):
-                child.process.kill()
+                        # Not earlier: its imports would slow down the stage's own start.
+                        self._spare = self._spawn()
+            frozen = now_s - last_sign_s > (FROZEN_AFTER_S if imported else FROZEN_WHILE_IMPORTING_S)
+            if frozen or self._is_overdue():
+                child.kill()
 
     def _give_up(self, reason: str) -> int:
-        """Tells the head why, so that streams end with a status and not with silence."""
+        """Tells the head why, so that streams end with a status instead of waiting."""
         host, port, token = self._control
         try:
             with socket.create_connection((host, port), timeout=2.0) as connection:
@@ -190,7 +176,7 @@ def run_keeper(config: ServeConfig, environment: RankEnvironment) -> int:
 
     signal.signal(signal.SIGTERM, on_signal)
     signal.signal(signal.SIGINT, on_signal)
-    # These are for the head; who sends them to all ranks must not end this one, nor (they inherit it) its stage.
+    # Meant for the head. Sent to all ranks, they must not end this one, nor its stage, which inherits this.
     signal.signal(signal.SIGHUP, signal.SIG_IGN)
     signal.signal(signal.SIGUSR1, signal.SIG_IGN)
     return keeper.run()

@@ -1,0 +1,70 @@
+"""A real child process that speaks a stage's side of the pipe, without torch."""
+
+from __future__ import annotations
+
+import sys
+
+import pytest
+
+from ppserve import wire
+from ppserve.config import ServeConfig
+from ppserve.process.stage_process import StageProcess
+
+START = wire.Start(ServeConfig(), 1, 2, "127.0.0.1", 4242, "secret")
+# Of the pipe the child has only the number; what it writes comes in pieces that do not respect lines.
+STAGE = """
+import os, sys
+from ppserve import wire
+life, keeper = int(sys.argv[1]), int(sys.argv[2])
+assert keeper == os.getppid()
+os.write(life, b"\\ncontrol 127.0.0")
+(start,) = wire.FrameReader(wire.FromKeeper).feed(os.read(0, 1 << 16)) or sys.exit(75)
+os.write(life, f".1 {start.control_port} {start.token}\\nserved\\n".encode())
+sys.exit(start.stage + 10)
+"""
+SPARE = "import os, sys; os.write(int(sys.argv[1]), b'\\n'); sys.exit(5 if os.read(0, 1) == b'' else 6)"
+STUCK = "import os, sys, signal; os.write(int(sys.argv[1]), b'\\n'); signal.pause()"
+
+pytestmark = pytest.mark.timeout(60)
+
+
+def child(program: str) -> StageProcess:
+    return StageProcess((sys.executable, "-c", program))
+
+
+def lines_of(process: StageProcess) -> list[str]:
+    heard: list[str] = []
+    while (lines := process.listen(30)) is not None:
+        heard += lines
+    return heard
+
+
+def test_a_stage_is_told_what_to_do_and_its_lines_arrive_whole() -> None:
+    process = child(STAGE)
+    assert process.listen(30) == [""]
+    process.start(START)
+    assert lines_of(process) == ["control 127.0.0.1 4242 secret", "served"]
+    assert process.end() == 11
+
+
+def test_nothing_said_is_not_the_end() -> None:
+    process = child(STUCK)
+    assert process.listen(30) == [""]
+    assert process.listen(0) == []
+    process.kill()
+    assert lines_of(process) == []
+    process.kill()  # harmless
+    assert process.end() == -9
+
+
+def test_a_spare_ends_when_its_input_does() -> None:
+    process = child(SPARE)
+    assert process.listen(30) == [""]
+    assert process.end() == 5
+
+
+def test_a_child_that_died_in_waiting_is_found_out_at_its_end() -> None:
+    process = child("import sys; sys.exit(7)")
+    assert lines_of(process) == []
+    process.start(START)
+    assert process.end() == 7

@@ -1,7 +1,7 @@
 """One connection to a server; one request, and when its tokens came.
 
-Uses the generated stubs and not `ppserve.client`: a load generator must not try again or resume behind the back
-of what it measures, and it shares the machine with the server, so every microsecond per token counts.
+Requests go through the generated stub and not through the client's `stream`: a load generator must not retry or
+resume without saying so, and it shares the machine with the server, so every microsecond per token counts.
 """
 
 from __future__ import annotations
@@ -9,17 +9,13 @@ from __future__ import annotations
 import time
 from dataclasses import dataclass
 from itertools import pairwise
-from types import TracebackType
-from typing import Self
 
 from grpc import aio
 
 from ppserve.bench.workload import Question
-from ppserve.client import CallFailed, Tls
-from ppserve.client.connection import CHANNEL_OPTIONS, call_metadata
+from ppserve.client import AsyncClient, CallFailed, RetryPolicy, Tls
 from ppserve.client.failures import failure_of
 from ppserve.v1 import generation_pb2 as pb
-from ppserve.v1.generation_pb2_grpc import GenerationServiceStub
 
 OK = "OK"
 _ENDS = frozenset((pb.Finish.MAX_TOKENS, pb.Finish.CONTEXT_LENGTH))
@@ -79,38 +75,14 @@ class Asking:
     timeout_s: float | None = None
 
 
-class Caller:
+class Caller(AsyncClient):
     """One HTTP/2 connection for all requests, as a client library would hold. For one event loop."""
 
     def __init__(
         self, target: str, *, api_key: str | None = None, tls: Tls | None = None, asking: Asking | None = None
     ) -> None:
-        self._metadata = call_metadata(api_key)
+        super().__init__(target, api_key=api_key, tls=tls, retry=RetryPolicy(max_attempts=1))
         self._asking = asking or Asking()
-        self._channel = (
-            aio.insecure_channel(target, CHANNEL_OPTIONS)
-            if tls is None
-            else aio.secure_channel(target, tls.credentials(), CHANNEL_OPTIONS)
-        )
-        self._stub = GenerationServiceStub(self._channel)  # type: ignore[no-untyped-call]
-
-    async def model_info(self) -> pb.GetModelInfoResponse:
-        """Which model is served. Raises CallFailed."""
-        try:
-            answer = await self._stub.GetModelInfo(pb.GetModelInfoRequest(), metadata=self._metadata)
-        except aio.AioRpcError as error:
-            raise failure_of(error) from None
-        assert isinstance(answer, pb.GetModelInfoResponse)
-        return answer
-
-    async def topology(self) -> pb.GetTopologyResponse:
-        """Where the stages' time went so far. Raises CallFailed."""
-        try:
-            answer = await self._stub.GetTopology(pb.GetTopologyRequest(), metadata=self._metadata)
-        except aio.AioRpcError as error:
-            raise failure_of(error) from None
-        assert isinstance(answer, pb.GetTopologyResponse)
-        return answer
 
     async def ask(self, question: Question, intended_s: float) -> Answer:
         """Send a request now, and wait for its end. Never raises for what a server can do."""
@@ -136,17 +108,6 @@ class Caller:
         finally:
             call.cancel()
         return Answer(question, intended_s, sent_s, ended_s, tuple(arrivals), status, problem)
-
-    async def close(self) -> None:
-        await self._channel.close()
-
-    async def __aenter__(self) -> Self:
-        return self
-
-    async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        await self.close()
 
 
 def _ending(message: pb.GenerateResponse, num_received: int) -> tuple[str, str]:

@@ -83,6 +83,33 @@ def test_closing_the_iterator_cancels() -> None:
     asyncio.run(main())
 
 
+def test_closing_the_iterator_that_blocks_cancels_too() -> None:
+    engine = FakeEngine(halt_after=2)
+
+    def read_a_little(target: str) -> None:
+        with Client(target) as client:
+            chunks = client.stream("hello", max_tokens=8)
+            assert next(chunks).num_tokens > 0
+            chunks.close()
+            assert list(chunks) == []
+            assert client.model_info().model == "fake"
+
+    async def main() -> None:
+        async with served(engine) as (_, target):
+            await asyncio.to_thread(read_a_little, target)
+            await engine.until(lambda engine: bool(engine.cancelled))
+
+    asyncio.run(main())
+
+
+def test_both_clients_have_the_same_methods() -> None:
+    def methods(client: type[object]) -> dict[str, str | None]:
+        return {name: getattr(client, name).__doc__ for name in dir(client) if not name.startswith("_")}
+
+    assert methods(Client) == methods(AsyncClient)
+    assert {"generate", "stream", "tokenize", "detokenize", "close"} <= set(methods(Client))
+
+
 def test_options_that_do_not_exist_or_fit() -> None:
     with Client("127.0.0.1:1") as client:
         with pytest.raises(TypeError, match="'temprature'"):

@@ -1,0 +1,107 @@
+"""What a client does, written once as coroutines: requests, retries, streams that resume.
+
+Both clients run this code. `AsyncClient` awaits it. `Client` gives it calls that block (`CallStyle`), so that no
+coroutine ever waits for an event loop: each runs to its end, or to its next chunk, in one go.
+"""
+
+from __future__ import annotations
+
+from collections.abc import AsyncGenerator, Callable
+from typing import Any, Protocol, TypeVar, Unpack
+
+import grpc
+from grpc_health.v1 import health_pb2, health_pb2_grpc
+
+from ppserve.client.connection import TimeLimit, call_metadata
+from ppserve.client.conversation import Conversation, Retries, RetryPolicy
+from ppserve.client.failures import failure_of
+from ppserve.client.values import Chunk, Completion, Options, Prompt, Token, completion_of, request_of, tokens_of
+from ppserve.v1 import generation_pb2 as pb
+from ppserve.v1.generation_pb2_grpc import GenerationServiceStub
+
+R = TypeVar("R")
+
+
+class CallStyle(Protocol):
+    """How gRPC is called: through its blocking interface or the one for asyncio."""
+
+    async def result(self, call: Any) -> Any:
+        """The answer of a unary call. Raises grpc.RpcError."""
+
+    async def next_message(self, call: Any) -> Any:
+        """The next message of a stream, None at its end. Raises grpc.RpcError."""
+
+    async def sleep(self, seconds: float) -> None: ...
+
+
+class Calls:
+    """One connection to a server, and every call that a client can make."""
+
+    def __init__(self, channel: Any, style: CallStyle, api_key: str | None, retry: RetryPolicy | None) -> None:
+        self._channel = channel
+        self._style = style
+        self._metadata = call_metadata(api_key)
+        self._retry = retry or RetryPolicy()
+        self._stub = GenerationServiceStub(channel)  # type: ignore[no-untyped-call]
+
+    async def generate(self, prompt: Prompt, **options: Unpack[Options]) -> Completion:
+        """The whole answer at once. Raises CallFailed."""
+        return completion_of([chunk async for chunk in self.stream(prompt, **options)])
+
+    async def stream(self, prompt: Prompt, **options: Unpack[Options]) -> AsyncGenerator[Chunk, None]:
+        """The answer as it is generated. Closing the iterator cancels the request. Raises CallFailed."""
+        limit = TimeLimit(options.get("timeout_s"))
+        conversation = Conversation(request_of(prompt, options), self._retry)
+        while (request := conversation.next_request()) is not None:
+            call = self._stub.Generate(request, timeout=limit.left_s, metadata=self._metadata)
+            try:
+                while (message := await self._style.next_message(call)) is not None:
+                    yield conversation.take(message)
+                conversation.check_end(request)
+            except grpc.RpcError as error:
+                await self._style.sleep(limit.pause(conversation.pause_after(failure_of(error))))
+            finally:
+                call.cancel()
+
+    async def tokenize(self, text: str) -> tuple[Token, ...]:
+        """The tokens that `generate` would see."""
+        return tokens_of(await self._ask(self._stub.Tokenize, pb.TokenizeRequest(text=text)))
+
+    async def detokenize(self, ids: list[int]) -> str:
+        """The text of tokens."""
+        asked = pb.DetokenizeRequest(token_ids=pb.TokenIds(ids=ids))
+        answer: pb.DetokenizeResponse = await self._ask(self._stub.Detokenize, asked)
+        return answer.text
+
+    async def model_info(self) -> pb.GetModelInfoResponse:
+        """Which model is served, and within which limits."""
+        answer: pb.GetModelInfoResponse = await self._ask(self._stub.GetModelInfo, pb.GetModelInfoRequest())
+        return answer
+
+    async def topology(self) -> pb.GetTopologyResponse:
+        """Which stage runs where, and where its time goes."""
+        answer: pb.GetTopologyResponse = await self._ask(self._stub.GetTopology, pb.GetTopologyRequest())
+        return answer
+
+    async def is_serving(self, service: str = "", timeout_s: float = 5.0) -> bool:
+        """Whether the server answers that it serves. Raises CallFailed when there is no answer."""
+        check = health_pb2_grpc.HealthStub(self._channel).Check
+        asked = health_pb2.HealthCheckRequest(service=service)
+        try:
+            answer = await self._style.result(check(asked, timeout=timeout_s))
+        except grpc.RpcError as error:
+            raise failure_of(error) from None
+        return bool(answer.status == health_pb2.HealthCheckResponse.SERVING)
+
+    async def close(self) -> None:
+        """Cancel what runs and close the connection."""
+        await self._style.result(self._channel.close())
+
+    async def _ask(self, method: Callable[..., Any], request: object) -> Any:
+        """A unary call, tried again as the policy says."""
+        retries = Retries(self._retry)
+        while True:
+            try:
+                return await self._style.result(method(request, metadata=self._metadata))
+            except grpc.RpcError as error:
+                await self._style.sleep(retries.pause_after(failure_of(error)))

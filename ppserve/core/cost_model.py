@@ -31,21 +31,30 @@ Matrix = list[list[float]]
 
 
 @dataclass(frozen=True, slots=True)
-class Workload:
-    """A step in the cost model's terms."""
+class StepSize:
+    """What the cost of a step depends on; the terms are explained above."""
 
-    rows: int
-    context: int
-    sampled: int
+    rows: int = 0
+    context: int = 0
+    sampled: int = 0
 
     @classmethod
-    def of(cls, plan: StepPlan) -> Workload:
+    def of(cls, plan: StepPlan) -> StepSize:
         context = sampled = 0
         for piece in plan.slices:
-            n = len(piece.token_ids)
-            context += n * piece.start + n * (n + 1) // 2
+            context += _keys_read(piece.start, len(piece.token_ids))
             sampled += len(piece.targets) + (piece.draw is not None)
         return cls(plan.num_tokens, context, sampled)
+
+    def with_slice(self, start: int, num_tokens: int, sampled: int) -> StepSize:
+        """The size once `num_tokens` tokens of a sequence join, the first of them at position `start`."""
+        context = self.context + _keys_read(start, num_tokens)
+        return StepSize(self.rows + num_tokens, context, self.sampled + sampled)
+
+
+def _keys_read(start: int, num_tokens: int) -> int:
+    """Keys that tokens from position `start` on read together: the one at position p reads p + 1."""
+    return num_tokens * start + num_tokens * (num_tokens + 1) // 2
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,8 +69,8 @@ class Coefficients:
     def times(self, factor: float) -> Coefficients:
         return Coefficients(self.step * factor, self.row * factor, self.key * factor, self.sample * factor)
 
-    def seconds(self, rows: int, context: int, sampled: int) -> float:
-        return self.step + self.row * rows + self.key * context + self.sample * sampled
+    def seconds(self, size: StepSize) -> float:
+        return self.step + self.row * size.rows + self.key * size.context + self.sample * size.sampled
 
 
 class StageCost:
@@ -74,17 +83,17 @@ class StageCost:
         self._fit_at = 1
         self._error = self._squared_error = 0.0
 
-    def observe(self, load: Workload, seconds: float) -> None:
-        """A step with this load took that long. Zero and negative times say nothing and are ignored."""
+    def observe(self, size: StepSize, seconds: float) -> None:
+        """A step of this size took that long. Zero and negative times say nothing and are ignored."""
         if seconds <= 0:
             return
-        values = (1, load.rows, load.context, load.sampled)
+        values = (1, size.rows, size.context, size.sampled)
         features = [value / typical / seconds for value, typical in zip(values, _TYPICAL, strict=True)]
-        self._by_size.setdefault(load.rows.bit_length(), _Memory()).add(features)
+        self._by_size.setdefault(size.rows.bit_length(), _Memory()).add(features)
         self.num_observed += 1
         if self.num_observed <= _TRUSTED_AFTER:
             return
-        predicted_s = self.predict(load.rows, load.context, load.sampled)
+        predicted_s = self.predict(size)
         if predicted_s > 0:
             error = min(seconds / predicted_s - 1, 1.0)
             self._error += (error - self._error) * (1 - _FADE)
@@ -108,8 +117,8 @@ class StageCost:
             self._fit_at = self.num_observed + min(1 + self.num_observed // 8, _MOST_STEPS_BETWEEN_FITS)
         return self._fitted
 
-    def predict(self, rows: int, context: int, sampled: int) -> float:
-        return self.coefficients.seconds(rows, context, sampled)
+    def predict(self, size: StepSize) -> float:
+        return self.coefficients.seconds(size)
 
     def _fit(self) -> Coefficients:
         memories = list(self._by_size.values())
@@ -140,15 +149,15 @@ class PipelineCosts:
         self.stages = tuple(StageCost() for _ in range(num_stages))
 
     def observe(self, stage: int, plan: StepPlan, seconds: float) -> None:
-        self.stages[stage].observe(Workload.of(plan), seconds)
+        self.stages[stage].observe(StepSize.of(plan), seconds)
 
     def fixed_s(self, stage: int) -> float:
         """What a step costs on a stage however small it is."""
         return self.stages[stage].coefficients.step
 
-    def predict(self, num_rows: int, context_tokens: int, num_sampled: int) -> float:
+    def predict(self, size: StepSize) -> float:
         """Seconds on the slowest stage; zero while nothing was observed."""
-        return max(stage.predict(num_rows, context_tokens, num_sampled) for stage in self.stages)
+        return max(stage.predict(size) for stage in self.stages)
 
 
 def _solve_non_negative(products: Matrix, targets: list[float]) -> list[float]:

@@ -9,10 +9,10 @@ from __future__ import annotations
 import heapq
 import itertools
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Protocol
 
-from ppserve.core.cost_model import Workload
+from ppserve.core.cost_model import StepSize
 from ppserve.core.ledger.account import StageTimes, TimeAccount
 from ppserve.core.plan import Drawn, StepPlan, StepResult, StepStamps
 from ppserve.core.request import Request, StopConditions
@@ -28,7 +28,7 @@ _NS = 1_000_000_000
 class StageSpeed(Protocol):
     """How long a stage computes a step. See `core.cost_model` for the terms."""
 
-    def seconds(self, rows: int, context: int, sampled: int) -> float: ...
+    def seconds(self, size: StepSize) -> float: ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,13 +48,13 @@ class Roofline:
     memory_bandwidth: float
     launch_s: float
 
-    def seconds(self, rows: int, context: int, sampled: int) -> float:
-        blocks_s = max(self.weight_bytes / self.memory_bandwidth, rows * self.flops_per_row / self.flops)
-        keys_s = context * self.kv_bytes_per_token / self.memory_bandwidth
+    def seconds(self, size: StepSize) -> float:
+        layers_s = max(self.weight_bytes / self.memory_bandwidth, size.rows * self.flops_per_row / self.flops)
+        keys_s = size.context * self.kv_bytes_per_token / self.memory_bandwidth
         head_s = 0.0
-        if sampled:
-            head_s = max(self.head_bytes / self.memory_bandwidth, sampled * self.head_flops / self.flops)
-        return self.launch_s + blocks_s + keys_s + head_s
+        if size.sampled:
+            head_s = max(self.head_bytes / self.memory_bandwidth, size.sampled * self.head_flops / self.flops)
+        return self.launch_s + layers_s + keys_s + head_s
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,11 +94,11 @@ class Machine:
 
     def fixed_s(self, stage: int) -> float:
         """What a step costs on a stage however small it is."""
-        return self.stages[stage].seconds(1, 1, int(stage == len(self.stages) - 1))
+        return self.stages[stage].seconds(StepSize(1, 1, int(stage == len(self.stages) - 1)))
 
-    def predict(self, num_rows: int, context_tokens: int, num_sampled: int) -> float:
+    def predict(self, size: StepSize) -> float:
         """The scheduler's cost model: the slowest stage."""
-        return max(s.seconds(num_rows, context_tokens, num_sampled) for s in self.stages)
+        return max(stage.seconds(size) for stage in self.stages)
 
 
 @dataclass(frozen=True, slots=True)
@@ -254,9 +254,9 @@ class Simulator:
 
     def _pass_through(self, plan: StepPlan, sent_s: float, is_full: bool) -> tuple[float, _Return]:
         """The step's way through all stages; when its last result is back, and all results."""
-        wires, load = self._machine.wires, Workload.of(plan)
+        wires, size = self._machine.wires, StepSize.of(plan)
         planned_s = sent_s + wires.control_s
-        transfer_s = wires.transfer_s(load.rows)
+        transfer_s = wires.transfer_s(size.rows)
         arrives_s = planned_s
         drawn = tuple(Drawn(piece.sequence_id, 0) for piece in plan.slices if piece.draw is not None)
         results: list[StepResult] = []
@@ -264,8 +264,8 @@ class Simulator:
             awaited_s = max(planned_s, self._free_s[stage]) + wires.prepare_s
             received_s = max(awaited_s, arrives_s)
             is_last = stage == len(self._free_s) - 1
-            sampled = load.sampled if is_last else 0
-            ended_s = received_s + self._machine.delayed(speed.seconds(load.rows, load.context, sampled))
+            computed = size if is_last else replace(size, sampled=0)
+            ended_s = received_s + self._machine.delayed(speed.seconds(computed))
             sent_s = ended_s if is_last else ended_s + wires.sending_s
             self._free_s[stage] = sent_s
             arrives_s = sent_s + transfer_s

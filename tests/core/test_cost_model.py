@@ -2,21 +2,21 @@ import random
 
 import pytest
 
-from ppserve.core.cost_model import Coefficients, PipelineCosts, StageCost, Workload
+from ppserve.core.cost_model import Coefficients, PipelineCosts, StageCost, StepSize
 from ppserve.core.plan import Draw, Slice, StepPlan
 from ppserve.core.request import SamplingParams
 
 TRUTH = Coefficients(step=4e-3, row=2e-4, key=3e-8, sample=1e-4)
-DECODE = [Workload(n, n * context, n) for n in (1, 4, 8, 16) for context in (50, 200, 800)]
-PREFILL = [Workload(n, n * n // 2, s) for n in (64, 128, 256, 512) for s in (0, 1)]
-MIXED = [Workload(n + 8, n * n // 2 + 8 * 300, 8) for n in (64, 128, 256)]
+DECODE = [StepSize(n, n * context, n) for n in (1, 4, 8, 16) for context in (50, 200, 800)]
+PREFILL = [StepSize(n, n * n // 2, s) for n in (64, 128, 256, 512) for s in (0, 1)]
+MIXED = [StepSize(n + 8, n * n // 2 + 8 * 300, 8) for n in (64, 128, 256)]
 
 
-def truth(load: Workload) -> float:
-    return TRUTH.seconds(load.rows, load.context, load.sampled)
+def truth(load: StepSize) -> float:
+    return TRUTH.seconds(load)
 
 
-def fitted(loads: list[Workload], noise: float = 0.0, late: float = 0.0, repeats: int = 20) -> StageCost:
+def fitted(loads: list[StepSize], noise: float = 0.0, late: float = 0.0, repeats: int = 20) -> StageCost:
     rng = random.Random(1)
     cost = StageCost()
     for _ in range(repeats):
@@ -26,8 +26,8 @@ def fitted(loads: list[Workload], noise: float = 0.0, late: float = 0.0, repeats
     return cost
 
 
-def worst_error(cost: StageCost, loads: list[Workload]) -> float:
-    predicted = [cost.predict(load.rows, load.context, load.sampled) for load in loads]
+def worst_error(cost: StageCost, loads: list[StepSize]) -> float:
+    predicted = [cost.predict(load) for load in loads]
     return max(abs(p / truth(load) - 1) for p, load in zip(predicted, loads, strict=True))
 
 
@@ -37,11 +37,11 @@ def test_a_plan_in_the_models_terms():
     chunk = Slice(1, 4, (1, 2, 3), (1,))
     scored = Slice(2, 0, (1, 2), (2,), draw, targets=(2,))
     plan = StepPlan(1, 1, 0, (decode, chunk, scored))
-    assert Workload.of(plan) == Workload(rows=6, context=10 + (5 + 6 + 7) + (1 + 2), sampled=3)
+    assert StepSize.of(plan) == StepSize(rows=6, context=10 + (5 + 6 + 7) + (1 + 2), sampled=3)
 
 
 def test_nothing_seen_predicts_nothing():
-    assert StageCost().predict(10, 10, 10) == 0
+    assert StageCost().predict(StepSize(10, 10, 10)) == 0
 
 
 def test_exact_times_are_learnt_exactly():
@@ -60,7 +60,7 @@ def test_noise_and_late_steps():
 def test_pure_decode_predicts_decode_although_rows_and_sampled_cannot_be_told_apart():
     cost = fitted(DECODE)
     assert worst_error(cost, DECODE) < 1e-3
-    assert worst_error(cost, [Workload(64, 64 * 100, 64)]) < 0.05
+    assert worst_error(cost, [StepSize(64, 64 * 100, 64)]) < 0.05
 
 
 def test_hours_of_decodes_leave_the_memory_of_prompts():
@@ -77,7 +77,7 @@ def test_a_machine_that_slows_down_is_followed():
         for load in DECODE:
             cost.observe(load, 3 * truth(load))
     load = DECODE[5]
-    assert cost.predict(load.rows, load.context, load.sampled) == pytest.approx(3 * truth(load), rel=0.05)
+    assert cost.predict(load) == pytest.approx(3 * truth(load), rel=0.05)
 
 
 def test_no_term_is_negative_whatever_was_measured():
@@ -85,7 +85,7 @@ def test_no_term_is_negative_whatever_was_measured():
     for _ in range(50):
         cost = StageCost()
         for _ in range(30):
-            load = Workload(rng.randrange(1, 600), rng.randrange(1, 99999), rng.randrange(20))
+            load = StepSize(rng.randrange(1, 600), rng.randrange(1, 99999), rng.randrange(20))
             cost.observe(load, rng.expovariate(100))
         terms = cost.coefficients
         assert min(terms.step, terms.row, terms.key, terms.sample) >= 0
@@ -103,7 +103,7 @@ def test_the_pipeline_is_as_slow_as_its_slowest_stage():
     plan = StepPlan(1, 1, 0, (Slice(0, 9, (1,), (0,), Draw(SamplingParams())),))
     costs.observe(0, plan, 0.001)
     costs.observe(1, plan, 0.003)
-    assert costs.predict(1, 10, 1) == pytest.approx(0.003, rel=1e-3)
+    assert costs.predict(StepSize(1, 10, 1)) == pytest.approx(0.003, rel=1e-3)
 
 
 def test_the_spread_is_how_far_steps_are_from_the_prediction():
@@ -111,7 +111,7 @@ def test_the_spread_is_how_far_steps_are_from_the_prediction():
     noisy = fitted(DECODE + MIXED, noise=0.3)
     assert noisy.spread == pytest.approx(0.3 / 3**0.5, rel=0.25)  # of a uniform distribution
     many = DECODE * 4 + MIXED * 4
-    assert sum(noisy.predict(x.rows, x.context, x.sampled) / truth(x) for x in many) / len(many) < 0.98
-    means = [noisy.mean.seconds(x.rows, x.context, x.sampled) / truth(x) for x in many]
+    assert sum(noisy.predict(x) / truth(x) for x in many) / len(many) < 0.98
+    means = [noisy.mean.seconds(x) / truth(x) for x in many]
     assert sum(means) / len(means) == pytest.approx(1, abs=0.015)
     assert fitted(DECODE, repeats=2).spread == 0, "too early to say"

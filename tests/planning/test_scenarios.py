@@ -4,7 +4,7 @@ from dataclasses import asdict
 import pytest
 
 from ppserve.core.architecture import Architecture, Split, stage_layouts
-from ppserve.core.cost_model import Coefficients
+from ppserve.core.cost_model import Coefficients, StepSize
 from ppserve.core.ledger.overheads import OverheadTimes
 from ppserve.errors import ConfigError
 from ppserve.planning.forecast import Intent, forecast
@@ -78,8 +78,8 @@ def test_costs_of_blocks_and_head_are_told_apart(tmp_path, split, unsplit):
     for layout in stage_layouts((5, 7)):
         for rows, context, sampled in ((1, 10, 1), (8, 800, 8)):
             drawn = sampled if layout.is_last else 0
-            expected = TRUTH.stage(layout).seconds(rows, context, drawn)
-            assert found.stage(layout).seconds(rows, context, drawn) == pytest.approx(expected)
+            expected = TRUTH.stage(layout).seconds(StepSize(rows, context, drawn))
+            assert found.stage(layout).seconds(StepSize(rows, context, drawn)) == pytest.approx(expected)
 
 
 def test_what_surrounds_computing_is_read_too(tmp_path):
@@ -111,7 +111,8 @@ def test_the_costs_of_a_single_stage(tmp_path):
     (tmp_path / "costs.json").write_text(sheet((12,)))
     found = read_costs(tmp_path / "costs.json")
     (whole,) = stage_layouts((12,))
-    assert found.stage(whole).seconds(8, 100, 8) == pytest.approx(TRUTH.stage(whole).seconds(8, 100, 8))
+    size = StepSize(8, 100, 8)
+    assert found.stage(whole).seconds(size) == pytest.approx(TRUTH.stage(whole).seconds(size))
 
 
 @pytest.mark.parametrize("name", ["measuredStepSeconds", "measured_step_seconds"])
@@ -121,8 +122,8 @@ def test_a_topology_gives_steps_of_constant_time(tmp_path, name):
     (tmp_path / "topology.json").write_text(json.dumps({"stages": stages}))
     found = read_costs(tmp_path / "topology.json")
     first, last = stage_layouts((6, 6))
-    assert found.stage(first).seconds(50, 0, 0) == pytest.approx(0.006)
-    assert found.stage(last).seconds(1, 0, 1) == pytest.approx(0.006 + 0.005)
+    assert found.stage(first).seconds(StepSize(50, 0, 0)) == pytest.approx(0.006)
+    assert found.stage(last).seconds(StepSize(1, 0, 1)) == pytest.approx(0.006 + 0.005)
 
 
 def test_a_topology_whose_stages_share_a_block(tmp_path):
@@ -134,8 +135,8 @@ def test_a_topology_whose_stages_share_a_block(tmp_path):
     (tmp_path / "topology.json").write_text(json.dumps({"stages": stages}))
     found = read_costs(tmp_path / "topology.json")
     first, last = stage_layouts((6, 6))
-    assert found.stage(first).seconds(1, 0, 0) == pytest.approx(0.0018)
-    assert found.stage(last).seconds(1, 0, 1) == pytest.approx(0.0018 + 0.0024 - 0.0003 * 14 / 3)
+    assert found.stage(first).seconds(StepSize(1, 0, 0)) == pytest.approx(0.0018)
+    assert found.stage(last).seconds(StepSize(1, 0, 1)) == pytest.approx(0.0018 + 0.0024 - 0.0003 * 14 / 3)
 
 
 def test_a_sheet_of_a_server_that_computed_nothing(tmp_path):

@@ -4,7 +4,7 @@ from dataclasses import replace
 
 import pytest
 
-from ppserve.core.cost_model import Coefficients
+from ppserve.core.cost_model import Coefficients, StepSize
 from ppserve.core.scheduling.scheduler import SchedulerConfig
 from ppserve.planning.simulator import Machine, Outcome, Roofline, SimulatedRequest, Simulator, Wires, percentile
 
@@ -114,9 +114,9 @@ def test_a_roofline_reads_weights_or_computes_for_longer():
         weight_bytes=1e9, flops_per_row=1e9, kv_bytes_per_token=1e4, head_bytes=5e8, head_flops=5e8,
         flops=1e12, memory_bandwidth=1e11, launch_s=1e-4,
     )  # fmt: skip
-    assert stage.seconds(1, 0, 0) == pytest.approx(1e-4 + 0.01)
-    assert stage.seconds(100, 0, 0) == pytest.approx(1e-4 + 0.1)
-    assert stage.seconds(1, 1000, 1) == pytest.approx(1e-4 + 0.01 + 1e-4 + 0.005)
+    assert stage.seconds(StepSize(1, 0, 0)) == pytest.approx(1e-4 + 0.01)
+    assert stage.seconds(StepSize(100, 0, 0)) == pytest.approx(1e-4 + 0.1)
+    assert stage.seconds(StepSize(1, 1000, 1)) == pytest.approx(1e-4 + 0.01 + 1e-4 + 0.005)
 
 
 def test_percentiles():

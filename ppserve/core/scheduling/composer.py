@@ -20,6 +20,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Protocol
 
+from ppserve.core.cost_model import StepSize
 from ppserve.core.scheduling.config import MAX_PROMPT_TOKENS_PER_STEP
 from ppserve.core.scheduling.sequence import Sequence
 
@@ -37,13 +38,9 @@ UNNOTICED = 1.25
 
 
 class CostModel(Protocol):
-    """Predicts what a step costs on its slowest stage.
+    """Predicts what a step costs on its slowest stage, in seconds."""
 
-    num_rows: tokens in the step. context_tokens: keys read by all rows together (a row at position p
-    reads p + 1). num_sampled: rows that the last stage puts through the LM head and samples.
-    """
-
-    def predict(self, num_rows: int, context_tokens: int, num_sampled: int) -> float: ...
+    def predict(self, size: StepSize) -> float: ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,27 +57,13 @@ class StepLimits:
     stretch: float = 2.0
 
 
-@dataclass(frozen=True, slots=True)
-class _Load:
-    """What has been put into the step so far, in the cost model's terms."""
+def _joined(size: StepSize, sequence: Sequence, num_tokens: int) -> StepSize:
+    """The size of the step once the next `num_tokens` tokens of a sequence join.
 
-    rows: int = 0
-    context: int = 0
-    sampled: int = 0
-
-    def with_slice(self, sequence: Sequence, num_tokens: int) -> _Load:
-        """The load once `num_tokens` of a sequence join.
-
-        The LM head sees every row of a prompt that is scored, else the last known token's alone.
-        """
-        return _Load(
-            self.rows + num_tokens,
-            self.context + num_tokens * sequence.scheduled + num_tokens * (num_tokens + 1) // 2,
-            self.sampled + (num_tokens if sequence.wants_scores else num_tokens == sequence.remaining),
-        )
-
-    def seconds(self, costs: CostModel) -> float:
-        return costs.predict(self.rows, self.context, self.sampled)
+    The LM head computes every row of a prompt that is scored, else only the row of the last known token.
+    """
+    sampled = num_tokens if sequence.wants_scores else int(num_tokens == sequence.remaining)
+    return size.with_slice(sequence.scheduled, num_tokens, sampled)
 
 
 class Composer:
@@ -133,7 +116,7 @@ class Composer:
         if microbatches == 1:
             return most
         pending = sum(sequence.remaining for sequence in prompts)
-        if clock is not None and clock.loaded:
+        if clock is not None and clock.has_decodes:
             trickle = -(-pending // (SMOOTH_TURNS * microbatches))
             return min(most, max(trickle, MIN_SMOOTH_CHUNK, clock.unnoticed(prompts[0])))
         return max(MIN_CHUNK, min(most, -(-pending // (2 * microbatches))))
@@ -142,30 +125,30 @@ class Composer:
         """What bounds this step by predicted time; None when nothing does."""
         if self.costs is None or self.limits.prefill_chunk is not None:
             return None
-        load = _Load()
+        size = StepSize()
         for sequence, num_tokens in picks:
-            load = load.with_slice(sequence, num_tokens)
+            size = _joined(size, sequence, num_tokens)
         allowed_s = self.limits.seconds_alone
         if beside_decodes:
             allowed_s = self.limits.seconds_beside_decodes
-            if load.rows:
-                allowed_s = max(allowed_s, self.limits.stretch * load.seconds(self.costs))
-        return _StepClock(self.costs, load, allowed_s)
+            if size.rows:
+                allowed_s = max(allowed_s, self.limits.stretch * self.costs.predict(size))
+        return _StepClock(self.costs, size, allowed_s)
 
 
 class _StepClock:
     """Fills a step up to a predicted time. used: whether any prompt tokens were let in."""
 
-    def __init__(self, costs: CostModel, load: _Load, allowed_s: float) -> None:
+    def __init__(self, costs: CostModel, size: StepSize, allowed_s: float) -> None:
         self.used = False
-        self.loaded = load.rows > 0
+        self.has_decodes = size.rows > 0
         self._costs = costs
-        self._load = load
+        self._size = size
         self._allowed_s = allowed_s
 
     def unnoticed(self, sequence: Sequence) -> int:
         """The most tokens of a sequence that lengthen the step so little that the next lanes hardly feel it."""
-        limit_s = UNNOTICED * self._load.seconds(self._costs)
+        limit_s = UNNOTICED * self._costs.predict(self._size)
         return self._most(sequence, min(sequence.remaining, MAX_CHUNK_BESIDE_DECODES), limit_s)
 
     def largest(self, sequence: Sequence, most: int, at_least: int) -> int:
@@ -174,7 +157,7 @@ class _StepClock:
         at_least: let in even when too late, so that decodes never crowd prompts out.
         """
         num_tokens = max(self._most(sequence, most, self._allowed_s), min(at_least, most))
-        self._load = self._load.with_slice(sequence, num_tokens)
+        self._size = _joined(self._size, sequence, num_tokens)
         self.used = True
         return num_tokens
 
@@ -182,7 +165,7 @@ class _StepClock:
         """The largest number of tokens, 0 to `most`, with which the step is predicted to take up to `limit_s`."""
 
         def fits(num_tokens: int) -> bool:
-            return self._load.with_slice(sequence, num_tokens).seconds(self._costs) <= limit_s
+            return self._costs.predict(_joined(self._size, sequence, num_tokens)) <= limit_s
 
         if fits(most):
             return most

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 import pytest
 
+from ppserve.core.cost_model import StepSize
 from ppserve.core.request import OutputOptions, Request, StopConditions
 from ppserve.core.scheduling.composer import (
     MIN_CHUNK,
@@ -27,8 +28,8 @@ class LinearCosts:
     key: float = 0.0
     sample: float = 0.0
 
-    def predict(self, num_rows: int, context_tokens: int, num_sampled: int) -> float:
-        return self.row * num_rows + self.key * context_tokens + self.sample * num_sampled
+    def predict(self, size: StepSize) -> float:
+        return self.row * size.rows + self.key * size.context + self.sample * size.sampled
 
 
 def sequence_of(num_tokens: int, scheduled: int = 0, scored: bool = False) -> Sequence:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from ppserve.core.cost_model import PipelineCosts, Workload
+from ppserve.core.cost_model import PipelineCosts, StepSize
 from ppserve.core.plan import StepStamps
 from ppserve.core.scheduling.lane_count import MIN_STEPS, PROBE_STEPS, LaneCount
 
@@ -15,7 +15,7 @@ class Pipeline:
         costs = PipelineCosts(num_stages)
         for stage in costs.stages:
             for seen in (1, 4, 16, 64):
-                stage.observe(Workload(seen, 0, 0), fixed_s + row_s * seen)
+                stage.observe(StepSize(seen, 0, 0), fixed_s + row_s * seen)
         self.count = LaneCount(num_stages, costs.fixed_s)
         self.now_s = 0.0
         self.own_s = 0.0

@@ -6,6 +6,7 @@ import random
 
 import pytest
 
+from ppserve.core.cost_model import StepSize
 from ppserve.core.request import FinishReason, OutputOptions, Request, SamplingParams, StopConditions
 from ppserve.core.scheduling.scheduler import SchedulerConfig
 from tests.core.scheduling.house import House
@@ -61,8 +62,8 @@ class WhimsicalCosts:
     def __init__(self, seed: int) -> None:
         self._rng = random.Random(seed)
 
-    def predict(self, num_rows: int, context_tokens: int, num_sampled: int) -> float:
-        return self._rng.choice((0.0, 1e-6, 0.01, 0.2)) * (num_rows + context_tokens + num_sampled)
+    def predict(self, size: StepSize) -> float:
+        return self._rng.choice((0.0, 1e-6, 0.01, 0.2)) * (size.rows + size.context + size.sampled)
 
 
 def walk(seed: int, num_stages: int, prefill_chunk: int | None, prefix_cache: bool) -> House:

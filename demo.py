@@ -28,7 +28,7 @@ import torch
 
 import parallel_state
 from ppserve.client import Client
-from ppserve.core.architecture import Architecture, stage_layouts, stage_params, written
+from ppserve.core.architecture import Architecture, stage_layouts, stage_params
 from ppserve.core.partition import balance, decode_parts, split_by_weight
 from ppserve.core.plan import StepPlan
 from ppserve.errors import PpserveError
@@ -59,11 +59,12 @@ def forward_pass(tour: Tour) -> None:
     checkpoint = open_checkpoint(tour.options.model)
     arch = checkpoint.architecture
     split = split_by_weight(arch, tour.size)
-    cut = " Of block 3, say, `3a` is the attention only, and `3m` its MLP." if any(n % 1 for n in split) else ""
-    tour.explain(f"The model {tour.options.model!r}: {arch.num_layers} blocks of width {arch.width}.{cut}")
+    is_cut = any(count % 2 for count in split.sublayers)
+    cut = " Of layer 3, say, `3a` is the attention only, and `3m` its MLP." if is_cut else ""
+    tour.explain(f"The model {tour.options.model!r}: {arch.num_layers} layers of width {arch.width}.{cut}")
     line = Line.of(tour, checkpoint, split)
     layout, group = line.layout, parallel_state.get_pp_group()
-    parts = [f"blocks {layout.blocks}"]
+    parts = [f"layers {layout.span}"]
     parts = ["embeddings"] * layout.is_first + parts + ["final norm, LM head"] * layout.is_last
     tour.say_each(
         f"stage {group.rank_in_group} on {line.device}: {', '.join(parts)}; {line.stage.num_params:,} parameters;"
@@ -91,7 +92,7 @@ def forward_pass(tour: Tour) -> None:
     tour.say(f"\n  After {PROMPT!r} the last stage draws {drawn}.")
     tour.say(f"  Largest difference from the same model in one process: {error}")
     require(error <= 1e-4, f"the pipeline differs from one process by {error}")
-    tour.explain("Seen: stages own blocks and are handed nothing but hidden states; together they are one model.")
+    tour.explain("Seen: stages own layers and are handed nothing but hidden states; together they are one model.")
 
 
 def name_of(rank: int | None) -> str:
@@ -139,7 +140,7 @@ def practise(tour: Tour) -> tuple[list[Schedule], float]:
 def memory(tour: Tour) -> None:
     arch = PRACTICE_MODEL
     split = split_by_weight(arch, tour.size)
-    tour.explain(f"GPT-2 124M at half its width, {arch.num_layers} blocks as {written(split)}, in float32:")
+    tour.explain(f"GPT-2 124M at half its width, {arch.num_layers} layers as {split}, in float32:")
     before = resident_bytes()
     line = Line.of(tour, RandomWeights(arch), split)
     grown = resident_bytes() - before
@@ -194,10 +195,10 @@ def efficiency(tour: Tour) -> None:
 
     tour.explain(
         f"""Decoding adds the LM head to the last stage, where it weighs as much as
-        {arch.head_params / arch.block_params:.1f} blocks. {NUM_PROMPTS} sequences in {p} microbatches, with
-        blocks split evenly and by weight:"""
+        {arch.head_params / arch.layer_params:.1f} layers. {NUM_PROMPTS} sequences in {p} microbatches, with
+        layers split evenly and by weight:"""
     )
-    tour.say(f"  {'blocks':12} {'ms per step on each stage':>28}   balance: predicted   measured   tokens/s")
+    tour.say(f"  {'layers':12} {'ms per step on each stage':>28}   balance: predicted   measured   tokens/s")
     checkpoint = RandomWeights(arch)
     lines = {split: Line.of(tour, checkpoint, split) for split in (even_split(arch, p), split_by_weight(arch, p))}
     balances = []
@@ -207,7 +208,7 @@ def efficiency(tour: Tour) -> None:
         steps = " ".join(f"{ms:6.2f}" for ms in run.step_ms)
         predicted, measured = balance(decode_parts(arch).costs(split)), balance(tuple(run.step_ms))
         balances.append(measured)
-        tour.say(f"  {written(split):12} {steps:>28} {predicted:20.0%} {measured:10.0%} {run.tokens_per_s:10.0f}")
+        tour.say(f"  {split!s:12} {steps:>28} {predicted:20.0%} {measured:10.0%} {run.tokens_per_s:10.0f}")
 
     tour.explain(
         """A sequence's next token waits for its last one: with fewer sequences in flight than stages, some
@@ -354,11 +355,11 @@ def check(options: argparse.Namespace, num_stages: int) -> None:
     """What can be known to fail, fails before any rank has begun to work. Raises PpserveError."""
     require(num_stages >= 2, f"--stages: {num_stages} is no pipeline; it takes at least 2")
     try:
-        num_blocks = min(read_architecture(options.model).num_layers, PRACTICE_MODEL.num_layers)
+        num_layers = min(read_architecture(options.model).num_layers, PRACTICE_MODEL.num_layers)
     except PpserveError as error:
         raise TourError(str(error)) from error
-    cannot = f"--stages: {num_stages} stages cannot share {num_blocks} blocks ({options.model})"
-    require(num_stages <= num_blocks, cannot)
+    cannot = f"--stages: {num_stages} stages cannot share {num_layers} layers ({options.model})"
+    require(num_stages <= num_layers, cannot)
     if options.plot is not None:
         Pictures(options.plot)
     require(0 <= options.port <= 65535, f"--port: {options.port} is not between 0 and 65535")

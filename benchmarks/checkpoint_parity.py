@@ -31,7 +31,7 @@ def main() -> None:
                 worst = check(authored, split, arguments.prompts, arguments.tokens)
                 seconds = time.perf_counter() - begin
                 count = f"{arguments.prompts * arguments.tokens} identical"
-                print(f"| {name} | {len(split)} | {count} | {worst:.1e} | {seconds:.0f} |", flush=True)
+                print(f"| {name} | {split.count(',') + 1} | {count} | {worst:.1e} | {seconds:.0f} |", flush=True)
 
 
 if __name__ == "__main__":

@@ -14,6 +14,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable
+from itertools import pairwise
 from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
@@ -63,12 +64,13 @@ def measured(load: Callable[[], object]) -> dict[str, float]:
 def load_stage(directory: str, stage: int, num_stages: int, dtype: str) -> dict[str, float]:
     import torch
 
-    from ppserve.core.architecture import StageLayout, stage_layouts
+    from ppserve.core.architecture import Split, StageLayout, stage_layouts
     from ppserve.model.checkpoint.opening import open_checkpoint, read_architecture
     from ppserve.model.gpt2 import GPT2Stage
 
     layers = read_architecture(directory).num_layers
-    split = tuple(layers * (i + 1) // num_stages - layers * i // num_stages for i in range(num_stages))
+    ends = [2 * (layers * i // num_stages) for i in range(num_stages + 1)]
+    split = Split(tuple(end - begin for begin, end in pairwise(ends)))
     layout = stage_layouts(split)[stage]
 
     def load(place: str, layout: StageLayout) -> GPT2Stage:
@@ -76,7 +78,7 @@ def load_stage(directory: str, stage: int, num_stages: int, dtype: str) -> dict[
 
     with tempfile.TemporaryDirectory() as small:  # compiled kernels and libraries are no weights: have them before
         write_small_model(Path(small), like=Path(directory))
-        load(small, stage_layouts((1,))[0])
+        load(small, StageLayout(0, 1, 0, 2))
     return measured(lambda: load(directory, layout))
 
 

@@ -23,7 +23,6 @@ import click
 import local_server
 
 from ppserve.client import Client
-from ppserve.core.architecture import written
 from ppserve.model.checkpoint.opening import read_architecture
 from ppserve.planning.forecast import Intent, forecast
 from ppserve.planning.scenarios import fixed_load, read_costs, simulate
@@ -83,7 +82,7 @@ def drive(client: Client, run: Run, requests: range) -> tuple[float, float, floa
 
 def layers(run: Run, stages: int) -> str:
     """The split that the simulator assumes."""
-    return written(forecast(read_architecture(run.model), Intent(stages)).split)
+    return str(forecast(read_architecture(run.model), Intent(stages)).split)
 
 
 def predict(run: Run, stages: int, costs_path: Path) -> Outcome:

@@ -19,7 +19,7 @@ from typing import Any
 import click
 import torch
 
-from ppserve.core.architecture import Architecture, stage_layouts
+from ppserve.core.architecture import Architecture, StageLayout
 from ppserve.core.plan import Draw, Slice, StepPlan
 from ppserve.core.request import SamplingParams
 from ppserve.model.cpu import linear
@@ -115,7 +115,7 @@ def main(dtype: str, threads: int, kind: str, context: int, seconds: float) -> N
     torch.set_num_threads(threads)
     if kind != "auto":
         linear._onednn_is_faster = lambda dtype: kind == "onednn"  # by hand: to compare the two
-    layout = stage_layouts((GPT2.num_layers,))[0]
+    layout = StageLayout(0, 1, 0, 2 * GPT2.num_layers)
     stage = GPT2Stage.load(RandomWeights(GPT2), layout, dtype, torch.device("cpu"))
     cache = KVCache(GPT2, layout, 64 * (-(-(context + 1) // BLOCK_SIZE)) + 64, BLOCK_SIZE, dtype, stage.device)
     watch = Watch(time.thread_time if threads == 1 else time.perf_counter)

@@ -28,7 +28,7 @@ class ModelSettings:
 
 @dataclass(frozen=True, slots=True)
 class PipelineSettings:
-    """How the model is cut and how stages talk. layers: blocks per stage, None = balanced.
+    """How the model is cut and how stages talk. layers: per stage, None = balanced.
 
     threads: computing threads per stage, None = the cores of the host shared evenly.
     """

@@ -28,7 +28,7 @@ BLOCKS_PER_SEQUENCE = 8
 MAX_SEQUENCES = 16
 _GREEDY = SamplingParams(temperature=0.0)
 
-# GPT-2 124M at half its width: its proportions (the LM head weighs 5.45 blocks) at a quarter of its work.
+# GPT-2 124M at half its width: its proportions (the LM head weighs 5.45 layers) at a quarter of its work.
 PRACTICE_MODEL = Architecture(
     num_layers=12,
     width=384,
@@ -78,7 +78,7 @@ class Pass:
 
 
 class Line:
-    """One stage: its blocks, its keys and values, and its wires to the neighbours (None: it is alone)."""
+    """One stage: its layers, its keys and values, and its wires to the neighbours (None: it is alone)."""
 
     def __init__(
         self, checkpoint: Checkpoint, layout: StageLayout, device: torch.device, wires: Transport | None
@@ -99,7 +99,7 @@ class Line:
     @classmethod
     def whole(cls, tour: Tour, checkpoint: Checkpoint) -> Line:
         """The same model in this process alone."""
-        return cls(checkpoint, stage_layouts((checkpoint.architecture.num_layers,))[0], tour.device, None)
+        return cls(checkpoint, StageLayout(0, 1, 0, 2 * checkpoint.architecture.num_layers), tour.device, None)
 
     def run(self, plans: Sequence[StepPlan]) -> list[Pass]:
         """All steps, in order. Frames that are expected can arrive while an earlier step computes."""
@@ -134,9 +134,10 @@ class Line:
             self._wires.close()
 
 
-def even_split(arch: Architecture, num_stages: int) -> tuple[int, ...]:
-    """As many blocks on every stage, give or take one."""
-    return tuple(arch.num_layers // num_stages + (s < arch.num_layers % num_stages) for s in range(num_stages))
+def even_split(arch: Architecture, num_stages: int) -> Split:
+    """As many layers on every stage, give or take one."""
+    each, more = divmod(arch.num_layers, num_stages)
+    return Split(tuple(2 * (each + (stage < more)) for stage in range(num_stages)))
 
 
 def slice_of(sequence: int, start: int, token_ids: Sequence[int], draws: bool = False) -> Slice:

@@ -57,7 +57,7 @@ _TIME = _Quantity("time, such as 50us", "s", "num")
 @click.command(context_settings={"show_default": True})
 @click.option("--model", default="tiny", help="As for serve; of a directory only config.json is read.")
 @click.option("--stages", type=_COUNT, default=1)
-@click.option("--layers", type=AutoOr(LayerSplit()), default="auto", help="Blocks per stage, as 9,3 or 7.5,4.5.")
+@click.option("--layers", type=AutoOr(LayerSplit()), default="auto", help="Layers per stage, as 9,3 or 7.5,4.5.")
 @click.option("--dtype", type=click.Choice(DTYPES), default="auto", help="auto = float32.")
 @click.option("--max-model-len", type=_COUNT, help="Longest prompt + answer; unset = what the model allows.")
 @click.option("--block-size", type=click.IntRange(1, 256), default=16, help="Tokens per KV block.")
@@ -147,7 +147,7 @@ def _as_json(model: str, layout: Forecast) -> dict[str, Any]:
     return {
         "model": model,
         "dtype": layout.dtype,
-        "parameters": layout.num_parameters,
+        "parameters": layout.arch.num_params,
         "max_model_len": layout.max_model_len,
         "max_sequences": layout.max_sequences,
         "balance": {
@@ -155,9 +155,9 @@ def _as_json(model: str, layout: Forecast) -> dict[str, Any]:
             "prefill": layout.prefill_balance,
             "mixed": layout.mixed_balance,
         },
-        "split": layout.split,
+        "split": [count / 2 for count in layout.split.sublayers],
         "stages": [
-            {**asdict(stage), "blocks": stage.layout.blocks, "max_tokens": stage.max_tokens}
+            {**asdict(stage), "blocks": stage.layout.span, "max_tokens": stage.max_tokens}
             for stage in layout.stages
         ],
     }

@@ -51,7 +51,7 @@ def _load_config_file(ctx: click.Context, _param: click.Parameter, path: Path | 
 @click.option(
     "--quantization", type=click.Choice(cfg.QUANTIZATIONS), default="none", help="int8: not available yet."
 )
-@click.option("--layers", type=AutoOr(LayerSplit()), default="auto", help="Blocks per stage, as 9,3 or 7.5,4.5.")
+@click.option("--layers", type=AutoOr(LayerSplit()), default="auto", help="Layers per stage, as 9,3 or 7.5,4.5.")
 @click.option("--microbatches", type=AutoOr(_COUNT), default="auto", help="In flight; auto = stages, or one more.")
 @click.option("--transport", type=click.Choice(cfg.TRANSPORTS), default="auto")
 @click.option("--threads", type=_COUNT, help="Computing threads per stage; unset = this host's cores, shared.")

@@ -7,6 +7,8 @@ from typing import Any
 
 import click
 
+from ppserve.core.architecture import Split
+
 _UNITS = {"": 1, "K": 1 << 10, "M": 1 << 20, "G": 1 << 30, "T": 1 << 40}
 
 
@@ -81,14 +83,12 @@ class Counts(click.ParamType[Any]):
 
 
 class LayerSplit(click.ParamType[Any]):
-    """Blocks per stage, such as 9,3 or 7.5,4.5."""
+    """Layers per stage, such as 9,3 or 7.5,4.5."""
 
     name = "n,n,..."
 
-    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> tuple[float, ...]:
-        if isinstance(value, tuple):
-            return value
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Split:
         try:
-            return tuple(float(part) for part in str(value).split(","))
+            return value if isinstance(value, Split) else Split.parse(value)
         except ValueError:
-            self.fail(f"{value!r} is not a list of blocks per stage such as 9,3", param, ctx)
+            self.fail(f"{value!r} is not a list of layers per stage such as 9,3 or 7.5,4.5", param, ctx)

@@ -1,6 +1,7 @@
 """The shape of a GPT-2: what a checkpoint's config says, and the sizes that follow from it.
 
-T positions, D width, H heads, L layers (blocks), V vocabulary.
+A layer is one block of the transformer: two sublayers, its attention and its MLP. T positions, D width, H heads,
+L layers, V vocabulary.
 """
 
 from __future__ import annotations
@@ -38,25 +39,24 @@ class Architecture:
         return self.width // self.num_heads
 
     def attention_scale(self, layer: int) -> float:
-        """The factor on Q·K of block `layer` (global index, not the stage's)."""
+        """The factor on Q·K of layer `layer` (global index, not the stage's)."""
         scale = self.head_size**-0.5 if self.scale_attn_weights else 1.0
         return scale / (layer + 1) if self.scale_attn_by_inverse_layer_idx else scale
 
     @property
     def attention_params(self) -> int:
-        """Parameters of a block's attention, with the norm before it."""
+        """Parameters of a layer's attention, with the norm before it."""
         d = self.width
         return d * 3 * d + d * d + d + (d + 3 * d + d if self.biases else 0)
 
     @property
     def mlp_params(self) -> int:
-        """Parameters of a block's MLP, with the norm before it."""
+        """Parameters of a layer's MLP, with the norm before it."""
         d, f = self.width, self.inner_width
         return d * f + f * d + d + (d + f + d if self.biases else 0)
 
     @property
-    def block_params(self) -> int:
-        """Parameters of one transformer block."""
+    def layer_params(self) -> int:
         return self.attention_params + self.mlp_params
 
     @property
@@ -69,26 +69,50 @@ class Architecture:
         """Final layer norm and the LM head (its own copy of the embedding when tied)."""
         return self.padded_vocab_size * self.width + self.width * (2 if self.biases else 1)
 
+    @property
+    def shared_params(self) -> int:
+        """Parameters that embedding and LM head have in common: the token embedding where they are tied."""
+        return self.padded_vocab_size * self.width if self.tied_embeddings else 0
+
+    @property
+    def num_params(self) -> int:
+        """Of the whole model: a tied embedding counts once, however many stages hold a copy."""
+        return self.num_layers * self.layer_params + self.embedding_params + self.head_params - self.shared_params
+
     def kv_bytes_per_token(self, num_layers: int, element_bytes: int) -> int:
-        """Bytes of keys and values that one token occupies in `num_layers` blocks."""
+        """Bytes of keys and values that one token occupies in `num_layers` layers."""
         return 2 * num_layers * self.width * element_bytes
 
 
 ATTENTION_SHARE = 1 / 3
-"""Of a block's weights, where only blocks are known: the MLP of a GPT-2 is four times as wide as its input."""
-
-Split = tuple[float, ...]
-"""Blocks per stage. Where their sum so far ends in .5, the cut is after the attention of a block."""
+"""Of a layer's weights, where only whole layers are known: a GPT-2's MLP is four times as wide as its input."""
 
 
-def written(split: Split) -> str:
-    """As --layers takes it: `9,3` or `7.5,4.5`."""
-    return ",".join(f"{num_layers:g}" for num_layers in split)
+@dataclass(frozen=True, slots=True)
+class Split:
+    """How many sublayers each stage has. In text it counts layers: an attention or an MLP alone is half of one."""
+
+    sublayers: tuple[int, ...]
+
+    @classmethod
+    def parse(cls, text: str) -> Split:
+        """From layers per stage, `9,3` or `7.5,4.5`. Raises ValueError."""
+        return cls(tuple(count_sublayers(float(part)) for part in text.split(",")))
+
+    def __str__(self) -> str:
+        return ",".join(f"{count / 2:g}" for count in self.sublayers)
+
+
+def count_sublayers(num_layers: float) -> int:
+    """Sublayers of so many layers. Raises ValueError unless they are whole layers and halves."""
+    if not (2 * num_layers).is_integer():
+        raise ValueError(f"{num_layers:g} layers: only halves of a layer can stand alone")
+    return int(2 * num_layers)
 
 
 @dataclass(frozen=True, slots=True)
 class StageLayout:
-    """Which part of the model a stage owns, in sublayers: block k's attention is number 2k, its MLP 2k + 1.
+    """Which part of the model a stage owns, in sublayers: layer k's attention is number 2k, its MLP 2k + 1.
 
     A stage may begin with an MLP whose attention the stage before it computes: what crosses is the hidden
     states either way. The first stage also embeds; the last also holds the final norm and the head.
@@ -108,37 +132,32 @@ class StageLayout:
         return self.stage == self.num_stages - 1
 
     @property
-    def num_layers(self) -> float:
-        """Blocks, in halves: an attention or an MLP alone counts as half a block."""
-        return self.num_sublayers / 2
-
-    @property
     def sublayers(self) -> range:
         return range(self.first_sublayer, self.first_sublayer + self.num_sublayers)
 
     @property
     def attentions(self) -> range:
-        """Blocks whose attention is here, and with it their keys and values."""
+        """Layers whose attention is here, and with it their keys and values."""
         return range((self.sublayers.start + 1) // 2, (self.sublayers.stop + 1) // 2)
 
     @property
     def mlps(self) -> range:
-        """Blocks whose MLP is here."""
+        """Layers whose MLP is here."""
         return range(self.sublayers.start // 2, self.sublayers.stop // 2)
 
     @property
     def layers(self) -> range:
-        """Blocks of which any part is here."""
+        """Layers of which any part is here."""
         return range(self.mlps.start, self.attentions.stop)
 
     @property
-    def block_weights(self) -> float:
-        """Its blocks by their weights, an attention alone counting for its share."""
+    def layer_weights(self) -> float:
+        """Its layers by their weights, an attention alone counting for its share."""
         return len(self.attentions) * ATTENTION_SHARE + len(self.mlps) * (1 - ATTENTION_SHARE)
 
     @property
-    def blocks(self) -> str:
-        """For people: `0-6`; `0-7a` ends with the attention of block 7, `7m-11` begins with its MLP."""
+    def span(self) -> str:
+        """For people: `0-6`; `0-7a` ends with the attention of layer 7, `7m-11` begins with its MLP."""
         layers = self.layers
         first = f"{layers.start}{'m' if self.attentions.start > layers.start else ''}"
         last = f"{layers.stop - 1}{'a' if self.mlps.stop < layers.stop else ''}"
@@ -146,9 +165,9 @@ class StageLayout:
 
 
 def stage_layouts(split: Split) -> tuple[StageLayout, ...]:
-    """Layouts of all stages for a split such as (9, 3) or (7.5, 4.5)."""
-    sublayers = [round(2 * num_layers) for num_layers in split]
-    return tuple(StageLayout(i, len(split), sum(sublayers[:i]), n) for i, n in enumerate(sublayers))
+    """Layouts of all stages."""
+    counts = split.sublayers
+    return tuple(StageLayout(i, len(counts), sum(counts[:i]), count) for i, count in enumerate(counts))
 
 
 def sublayer_params(arch: Architecture, layout: StageLayout) -> int:
@@ -157,7 +176,7 @@ def sublayer_params(arch: Architecture, layout: StageLayout) -> int:
 
 
 def stage_params(arch: Architecture, layout: StageLayout) -> int:
-    """Parameters that a stage holds."""
+    """Parameters that a stage holds, its own copy of a tied embedding included."""
     count = sublayer_params(arch, layout)
     if layout.is_first:
         count += arch.embedding_params

@@ -69,14 +69,7 @@ class Forecast:
 
     @property
     def split(self) -> Split:
-        return tuple(stage.layout.num_layers for stage in self.stages)
-
-    @property
-    def num_parameters(self) -> int:
-        """Of the model: a tied embedding counts once, however many stages hold it."""
-        arch = self.arch
-        shared = arch.padded_vocab_size * arch.width if arch.tied_embeddings else 0
-        return arch.num_layers * arch.block_params + arch.embedding_params + arch.head_params - shared
+        return Split(tuple(stage.layout.num_sublayers for stage in self.stages))
 
     @property
     def tightest(self) -> StageForecast:
@@ -120,8 +113,8 @@ def resolve_max_model_len(arch: Architecture, asked: int | None) -> int:
 def _stage(arch: Architecture, layout: StageLayout, intent: Intent) -> StageForecast:
     element = ELEMENT_BYTES[intent.dtype]
     params = stage_params(arch, layout)
-    if layout.is_first and layout.is_last and arch.tied_embeddings:
-        params -= arch.padded_vocab_size * arch.width
+    if layout.is_first and layout.is_last:
+        params -= arch.shared_params
     left = max(0, intent.stage_memory - params * element)
     return StageForecast(
         layout=layout,
@@ -139,11 +132,11 @@ def render(model: str, plan: Forecast) -> str:
     """The forecast as a table for people."""
     arch = plan.arch
     lines = [
-        f"{model}: {plan.num_parameters / 1e6:,.1f} M parameters, {arch.num_layers} blocks of width {arch.width},"
+        f"{model}: {arch.num_params / 1e6:,.1f} M parameters, {arch.num_layers} layers of width {arch.width},"
         f" {plan.dtype}, context {plan.max_model_len}",
         "",
         *_table(
-            ("stage", "blocks", "also", "parameters", "weights", "KV/token", "KV memory", "tokens"),
+            ("stage", "layers", "also", "parameters", "weights", "KV/token", "KV memory", "tokens"),
             [_row(stage) for stage in plan.stages],
         ),
         "",
@@ -159,7 +152,7 @@ def _row(stage: StageForecast) -> tuple[str, ...]:
     also = [name for name, here in (("embedding", layout.is_first), ("head", layout.is_last)) if here]
     return (
         str(layout.stage),
-        f"{layout.num_layers:g} ({layout.blocks})",
+        f"{layout.num_sublayers / 2:g} ({layout.span})",
         "+".join(also),
         f"{stage.num_parameters / 1e6:,.1f} M",
         size(stage.weight_bytes),

@@ -12,7 +12,7 @@ from statistics import fmean
 from typing import Any
 
 from ppserve.bench import workload
-from ppserve.core.architecture import StageLayout, stage_layouts, sublayer_params
+from ppserve.core.architecture import Split, StageLayout, count_sublayers, stage_layouts, sublayer_params
 from ppserve.core.cost_model import Coefficients
 from ppserve.core.ledger.causes import CAUSES
 from ppserve.core.ledger.overheads import OverheadTimes
@@ -56,13 +56,13 @@ class Load:
 
 @dataclass(frozen=True, slots=True)
 class MeasuredCosts:
-    """Coefficients of one block and of the head, and what surrounds them, learnt from a running server.
+    """Coefficients of one layer and of the head, and what surrounds them, learnt from a running server.
 
     spread: how far its steps were from that, as a share of it (root mean square). max_chunk: prompt tokens that
     it put into a step at most; None where it did not say.
     """
 
-    block: Coefficients
+    layer: Coefficients
     head: Coefficients
     overheads: OverheadTimes | None = None
     spread: float = 0.0
@@ -87,9 +87,9 @@ class MeasuredCosts:
     def stage(self, layout: StageLayout) -> Coefficients:
         head = self.head if layout.is_last else Coefficients()
         return Coefficients(
-            self.block.step * layout.block_weights + head.step,
-            self.block.row * layout.block_weights + head.row,
-            self.block.key * len(layout.attentions),
+            self.layer.step * layout.layer_weights + head.step,
+            self.layer.row * layout.layer_weights + head.row,
+            self.layer.key * len(layout.attentions),
             head.sample,
         )
 
@@ -128,11 +128,11 @@ def _stage_speed(plan: Forecast, stage: int, speed: Device | MeasuredCosts) -> S
     if isinstance(speed, MeasuredCosts):
         return speed.stage(layout)
     element = ELEMENT_BYTES[plan.dtype]
-    blocks = sublayer_params(arch, layout)
+    params = sublayer_params(arch, layout)
     head = arch.head_params if layout.is_last else 0
     return Roofline(
-        weight_bytes=blocks * element,
-        flops_per_row=2 * blocks,
+        weight_bytes=params * element,
+        flops_per_row=2 * params,
         kv_bytes_per_token=plan.stages[stage].kv_bytes_per_token,
         head_bytes=head * element,
         head_flops=2 * head,
@@ -155,11 +155,11 @@ def read_costs(path: Path) -> MeasuredCosts:
     try:
         sheet = json.loads(path.read_text())
         entries = sheet["stages"]
-        layers = [_num_layers(e) for e in entries]
+        split = Split(tuple(_num_sublayers(e) for e in entries))
         stages = [_coefficients(e) for e in entries]
-        if not stages or not all(1 <= n <= LIMITS["layers"] and 2 * n % 1 == 0 for n in layers):
+        if not stages or not all(2 <= count <= 2 * LIMITS["layers"] for count in split.sublayers):
             raise ConfigError("--costs", f"{path} describes no stages")
-        layouts = stage_layouts(tuple(layers))
+        layouts = stage_layouts(split)
         if not all(any((c.step, c.row, c.key, c.sample)) for c in stages):
             raise ConfigError("--costs", f"{path} is of a server that had computed nothing yet")
         overheads = OverheadTimes(**sheet["overheads"]) if "overheads" in sheet else None
@@ -173,13 +173,13 @@ def read_costs(path: Path) -> MeasuredCosts:
     return replace(parts, overheads=overheads, spread=spread, max_chunk=max_chunk)
 
 
-def _num_layers(entry: dict[str, Any]) -> float:
+def _num_sublayers(entry: dict[str, Any]) -> int:
     if "layers" in entry:
-        return float(entry["layers"])
-    # Of a topology: blocks of which a stage has any part, and how it says that it has only one (`0-7a`).
+        return count_sublayers(float(entry["layers"]))
+    # Of a topology: layers of which a stage has any part, and how it says that it has only one (`0-7a`).
     parts = entry["numLayers"] if "numLayers" in entry else entry["num_layers"]
     cut = sum(half in entry.get("blocks", "") for half in "am")
-    return float(parts) - cut / 2
+    return count_sublayers(float(parts)) - cut
 
 
 def _coefficients(entry: dict[str, Any]) -> Coefficients:
@@ -190,27 +190,27 @@ def _coefficients(entry: dict[str, Any]) -> Coefficients:
 
 
 def _parts(stages: list[Coefficients], layouts: tuple[StageLayout, ...]) -> MeasuredCosts:
-    """Blocks cost what the stages before the last say; what the last needs beyond its blocks is the head."""
+    """Layers cost what the stages before the last say; what the last needs beyond its layers is the head."""
     without_head = range(max(1, len(stages) - 1))
-    num_blocks = sum(layouts[i].block_weights for i in without_head)
+    num_layers = sum(layouts[i].layer_weights for i in without_head)
     num_attentions = sum(len(layouts[i].attentions) for i in without_head)
 
     def total(of: Callable[[Coefficients], float]) -> float:
         return sum(of(stages[i]) for i in without_head)
 
     # A sampled row and a row cannot be told apart in decode, so before the last stage they count together.
-    block = Coefficients(
-        total(lambda c: c.step) / num_blocks,
-        total(lambda c: c.row + (c.sample if len(stages) > 1 else 0)) / num_blocks,
+    layer = Coefficients(
+        total(lambda c: c.step) / num_layers,
+        total(lambda c: c.row + (c.sample if len(stages) > 1 else 0)) / num_layers,
         total(lambda c: c.key) / num_attentions,
     )
-    last, own = stages[-1], layouts[-1].block_weights
-    beyond_row = last.row - block.row * own
+    last, own = stages[-1], layouts[-1].layer_weights
+    beyond_row = last.row - layer.row * own
     head = Coefficients(
-        step=max(0.0, last.step - block.step * own),
+        step=max(0.0, last.step - layer.step * own),
         sample=max(0.0, last.sample + beyond_row) if len(stages) > 1 else last.sample,
     )
-    return MeasuredCosts(block, head)
+    return MeasuredCosts(layer, head)
 
 
 # ---- loads -------------------------------------------------------------------------------------------------

@@ -12,6 +12,7 @@ import pytest
 
 from ppserve.cli.check import check
 from ppserve.config import ModelSettings, PipelineSettings, ServeConfig, ServerSettings
+from ppserve.core.architecture import Split
 from ppserve.errors import UsageError
 from ppserve.head.app import warn_of_short_grace
 
@@ -28,8 +29,8 @@ def test_the_defaults_are_fine() -> None:
     [
         ({"model": ModelSettings(path="/no/such/place")}, "no/such/place: no such file or directory"),
         ({"model": ModelSettings(max_model_len=99_999)}, "--max-model-len: 99999 is beyond the model's"),
-        ({"pipeline": PipelineSettings(layers=(4, 5))}, "--layers: 4,5 adds up to 9"),
-        ({"pipeline": PipelineSettings(layers=(8,))}, "--layers: 8 names 1 stage, but 2"),
+        ({"pipeline": PipelineSettings(layers=Split.parse("4,5"))}, "--layers: 4,5 adds up to 9"),
+        ({"pipeline": PipelineSettings(layers=Split.parse("8"))}, "--layers: 8 names 1 stage, but 2"),
         ({"pipeline": PipelineSettings(microbatches=4)}, "--microbatches: 4 is more than 2 stages"),
     ],
 )
@@ -38,7 +39,7 @@ def test_what_the_model_cannot_do(change: dict[str, object], says: str) -> None:
         check(dataclasses.replace(FINE, **change), 2)  # type: ignore[arg-type]
 
 
-def test_more_stages_than_blocks() -> None:
+def test_more_stages_than_layers() -> None:
     with pytest.raises(UsageError, match="9 stages"):
         check(FINE, 9)
 

@@ -59,7 +59,7 @@ def test_a_simulation_as_json():
 @pytest.mark.parametrize(
     ("args", "problem"),
     [
-        (["--stages", "9"], "9 stages cannot share 8 blocks"),
+        (["--stages", "9"], "9 stages cannot share 8 layers"),
         (["--stages", "2", "--layers", "7,7"], "adds up to 14"),
         (["--model", "/nonexistent/model"], "nonexistent"),
         (["--max-model-len", "99999"], "--max-model-len"),

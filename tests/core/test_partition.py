@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ppserve.core.architecture import Architecture
+from ppserve.core.architecture import Architecture, Split
 from ppserve.core.partition import (
     Parts,
     balance,
@@ -29,30 +29,30 @@ XL = gpt2(48, 1600, 25)
 
 
 @pytest.mark.parametrize(
-    ("arch", "head_in_blocks", "split", "decode", "prefill"),
+    ("arch", "head_in_layers", "split", "decode", "prefill"),
     [
-        (SMALL, 5.45, (9, 3), 0.97, 0.67),
-        (MEDIUM, 4.09, (14, 10), 0.997, 0.86),
-        (LARGE, 3.27, (20, 16), 0.98, 0.90),
-        (XL, 2.62, (25.5, 22.5), 0.999, 0.947),
+        (SMALL, 5.45, "9,3", 0.97, 0.67),
+        (MEDIUM, 4.09, "14,10", 0.997, 0.86),
+        (LARGE, 3.27, "20,16", 0.98, 0.90),
+        (XL, 2.62, "25.5,22.5", 0.999, 0.947),
     ],
 )
-def test_two_stages_of_the_gpt2_family(arch, head_in_blocks, split, decode, prefill):
+def test_two_stages_of_the_gpt2_family(arch, head_in_layers, split, decode, prefill):
     parts = decode_parts(arch)
-    assert parts.head / parts.block == pytest.approx(head_in_blocks, abs=0.01)
-    assert split_by_weight(arch, 2) == split
-    assert balance(parts.costs(split)) == pytest.approx(decode, abs=0.006)
-    assert balance(prefill_parts(arch, 100_000).costs(split)) == pytest.approx(prefill, abs=0.006)
+    assert parts.head / parts.layer == pytest.approx(head_in_layers, abs=0.01)
+    assert str(split_by_weight(arch, 2)) == split
+    assert balance(parts.costs(Split.parse(split))) == pytest.approx(decode, abs=0.006)
+    assert balance(prefill_parts(arch, 100_000).costs(Split.parse(split))) == pytest.approx(prefill, abs=0.006)
 
 
 def test_an_even_split_of_the_small_model_is_76_percent_efficient():
-    assert balance(decode_parts(SMALL).costs((6, 6))) == pytest.approx(0.76, abs=0.005)
+    assert balance(decode_parts(SMALL).costs(Split.parse("6,6"))) == pytest.approx(0.76, abs=0.005)
 
 
-def test_a_prefill_heavy_mix_moves_blocks_to_the_last_stage():
+def test_a_prefill_heavy_mix_moves_layers_to_the_last_stage():
     prefill, decode = prefill_parts(SMALL, 1000), decode_parts(SMALL)
-    assert split_by_cost(mixed_parts(prefill, decode, 1000, 1), 12, 2) == (6, 6)
-    assert split_by_cost(mixed_parts(prefill, decode, 1, 1000), 12, 2) == (9, 3)
+    assert split_by_cost(mixed_parts(prefill, decode, 1000, 1), 12, 2) == Split.parse("6,6")
+    assert split_by_cost(mixed_parts(prefill, decode, 1, 1000), 12, 2) == Split.parse("9,3")
 
 
 @given(
@@ -62,7 +62,7 @@ def test_a_prefill_heavy_mix_moves_blocks_to_the_last_stage():
 )
 def test_no_other_split_has_a_lighter_heaviest_stage(num_layers, num_stages, parts):
     if num_stages > num_layers:
-        with pytest.raises(ConfigError, match=f"{num_stages} stages cannot share {num_layers} block"):
+        with pytest.raises(ConfigError, match=f"{num_stages} stages cannot share {num_layers} layer"):
             split_by_cost(parts, num_layers, num_stages)
         return
     split = split_by_cost(parts, num_layers, num_stages)
@@ -71,46 +71,43 @@ def test_no_other_split_has_a_lighter_heaviest_stage(num_layers, num_stages, par
     def lightest(step):
         cuts = itertools.combinations(range(step, 2 * num_layers, step), num_stages - 1)
         stages = ([end - begin for begin, end in itertools.pairwise((0, *cut, 2 * num_layers))] for cut in cuts)
-        return min(max(parts.costs(tuple(n / 2 for n in sizes))) for sizes in stages if min(sizes) >= 2)
+        return min(max(parts.costs(Split(tuple(sizes)))) for sizes in stages if min(sizes) >= 2)
 
     found, whole, finest = max(parts.costs(split)), lightest(2), lightest(1)
-    # Blocks are cut only where it is worth it, and then as well as can be.
+    # Layers are cut only where it is worth it, and then as well as can be.
     assert found == pytest.approx(finest if finest < 0.99 * whole else whole)
 
 
-def test_a_block_is_cut_where_whole_ones_do_not_balance():
-    assert split_by_cost(Parts(1, 2, 0, 0), 3, 2) == (1.5, 1.5)
-    assert split_by_cost(Parts(1, 2, 0, 0), 4, 2) == (2, 2)
-    assert split_by_cost(Parts(1, 2, 0, 4), 3, 2) == (2, 1)
-    assert Parts(1, 2, 10, 100).costs((1.5, 1.5)) == (10 + 4, 100 + 5)
+def test_a_layer_is_cut_where_whole_ones_do_not_balance():
+    assert split_by_cost(Parts(1, 2, 0, 0), 3, 2) == Split.parse("1.5,1.5")
+    assert split_by_cost(Parts(1, 2, 0, 0), 4, 2) == Split.parse("2,2")
+    assert split_by_cost(Parts(1, 2, 0, 4), 3, 2) == Split.parse("2,1")
+    assert Parts(1, 2, 10, 100).costs(Split.parse("1.5,1.5")) == (10 + 4, 100 + 5)
 
 
-def test_more_stages_than_blocks_is_named():
-    with pytest.raises(ConfigError, match="--layers: 9 stages cannot share 8 blocks"):
+def test_more_stages_than_layers_is_named():
+    with pytest.raises(ConfigError, match="--layers: 9 stages cannot share 8 layers"):
         split_by_weight(gpt2(8, 64, 4), 9)
 
 
 @pytest.mark.parametrize(
     ("split", "problem"),
     [
-        ((12,), "--layers: 12 names 1 stage, but 2 are running"),
-        ((4, 4, 4), "--layers: 4,4,4 names 3 stages, but 2 are running"),
-        ((9, 4), "--layers: 9,4 adds up to 13 blocks, but the model has 12"),
-        ((12, 0), "--layers: 12,0 gives 0 blocks to stage 1; each needs at least one"),
-        ((13, -1), "--layers: 13,-1 gives -1 blocks to stage 1"),
-        ((11.5, 0.5), "--layers: 11.5,0.5 gives 0.5 blocks to stage 1; each needs at least one"),
-        ((8.75, 3.25), "--layers: 8.75,3.25 gives 8.75 blocks to stage 0; blocks are cut in halves only"),
-        ((9.5, 3), "--layers: 9.5,3 adds up to 12.5 blocks, but the model has 12"),
-        ((float("nan"), 3), "--layers: nan,3 gives nan blocks to stage 0; blocks are cut in halves only"),
-        ((float("inf"), 3), "--layers: inf,3 gives inf blocks to stage 0; blocks are cut in halves only"),
+        ("12", "--layers: 12 names 1 stage, but 2 are running"),
+        ("4,4,4", "--layers: 4,4,4 names 3 stages, but 2 are running"),
+        ("9,4", "--layers: 9,4 adds up to 13 layers, but the model has 12"),
+        ("12,0", "--layers: 12,0 gives 0 layers to stage 1; each needs at least one"),
+        ("13,-1", "--layers: 13,-1 gives -1 layers to stage 1"),
+        ("11.5,0.5", "--layers: 11.5,0.5 gives 0.5 layers to stage 1; each needs at least one"),
+        ("9.5,3", "--layers: 9.5,3 adds up to 12.5 layers, but the model has 12"),
     ],
 )
 def test_an_unusable_split_says_what_is_wrong(split, problem):
     with pytest.raises(ConfigError, match=problem):
-        check_split(split, SMALL, 2)
+        check_split(Split.parse(split), SMALL, 2)
 
 
 def test_a_usable_split_passes():
-    check_split((9, 3), SMALL, 2)
-    check_split((12,), SMALL, 1)
-    check_split((7.5, 4.5), SMALL, 2)
+    check_split(Split.parse("9,3"), SMALL, 2)
+    check_split(Split.parse("12"), SMALL, 1)
+    check_split(Split.parse("7.5,4.5"), SMALL, 2)

@@ -62,7 +62,7 @@ def test_four_ranks_of_torchrun_speak_in_order() -> None:
 @pytest.mark.parametrize(
     ("arguments", "says"),
     [
-        (["--stages", "9"], "--stages: 9 stages cannot share 8 blocks (tiny)"),
+        (["--stages", "9"], "--stages: 9 stages cannot share 8 layers (tiny)"),
         (["--stages", "1"], "--stages: 1 is no pipeline"),
         (["--model", "nowhere/at/all"], "nowhere/at/all"),
         (["--port", "70000"], "--port: 70000 is not between 0 and 65535"),

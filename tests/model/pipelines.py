@@ -25,7 +25,7 @@ class Pipeline:
     def __init__(
         self,
         checkpoint: Checkpoint,
-        split: Split,
+        split: str,
         dtype: str = "float32",
         attention: str = "auto",
         block_size: int = 16,
@@ -33,7 +33,7 @@ class Pipeline:
     ) -> None:
         self.block_size = block_size
         self.table_size = -(-checkpoint.architecture.max_positions // block_size)
-        self.layouts = stage_layouts(split)
+        self.layouts = stage_layouts(Split.parse(split))
         self.stages = [GPT2Stage.load(checkpoint, at, dtype, CPU, attention=attention) for at in self.layouts]
         self.caches = [
             KVCache(checkpoint.architecture, at, num_sequences * self.table_size, block_size, dtype, CPU)

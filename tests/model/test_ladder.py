@@ -74,7 +74,7 @@ def test_activations_are_those_of_transformers(activation: str) -> None:
     ids = prompt(20)
     with torch.no_grad():
         theirs = as_transformers(checkpoint)(torch.tensor([ids])).logits[0]
-    pipeline = Pipeline(checkpoint, (2,))
+    pipeline = Pipeline(checkpoint, "2")
     ours = pipeline.logits(pipeline.hidden(ids, 20))
     torch.testing.assert_close(ours, theirs, atol=1e-3, rtol=0)
 
@@ -84,7 +84,7 @@ def test_activations_are_those_of_transformers(activation: str) -> None:
 def test_cache_and_blocks_are_the_reference(arch: Architecture, attention: str) -> None:
     checkpoint = RandomCheckpoint(arch)
     ids = prompt(50)
-    pipeline = Pipeline(checkpoint, (arch.num_layers,), attention=attention, num_sequences=1)
+    pipeline = Pipeline(checkpoint, str(arch.num_layers), attention=attention, num_sequences=1)
     pipeline.step([pipeline.slice(0, ids[:37], 0)])
     hidden, _, _ = pipeline.step([pipeline.slice(0, ids[37:], 37)])
     expected = Reference(checkpoint).logits(ids)[37:]
@@ -99,15 +99,15 @@ def test_greedy_tokens_are_those_of_transformers(arch: Architecture) -> None:
         for _ in range(12):
             logits = model(torch.tensor([ids])).logits[0, -1, : arch.vocab_size]
             ids.append(int(logits.argmax()))
-    pipeline = Pipeline(checkpoint, (arch.num_layers,), num_sequences=1)
+    pipeline = Pipeline(checkpoint, str(arch.num_layers), num_sequences=1)
     assert [d.token_id for d in pipeline.generate(prompt(9), 12)] == ids[9:]
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-@pytest.mark.parametrize("split", [(2, 2), (1, 1, 1, 1), (3, 1), (2.5, 1.5), (1.5, 1, 1.5)])
-def test_where_the_stages_are_cut_changes_no_bit(split: Split, dtype: str) -> None:
+@pytest.mark.parametrize("split", ["2,2", "1,1,1,1", "3,1", "2.5,1.5", "1.5,1,1.5"])
+def test_where_the_stages_are_cut_changes_no_bit(split: str, dtype: str) -> None:
     checkpoint = RandomCheckpoint(architecture(num_layers=4, scale_attn_by_inverse_layer_idx=True))
-    whole, cut = (Pipeline(checkpoint, s, dtype, num_sequences=1) for s in ((4,), split))
+    whole, cut = (Pipeline(checkpoint, s, dtype, num_sequences=1) for s in ("4", split))
     assert torch.equal(whole.hidden(prompt(30), 30), cut.hidden(prompt(30), 30))
     assert whole.generate(prompt(30), 8) == cut.generate(prompt(30), 8)
 
@@ -115,8 +115,8 @@ def test_where_the_stages_are_cut_changes_no_bit(split: Split, dtype: str) -> No
 def test_layer_scaling_follows_the_global_index() -> None:
     """The control of the test above: were the index the stage's own, the cut would show."""
     arch = architecture(num_layers=4, scale_attn_by_inverse_layer_idx=True)
-    whole = Pipeline(RandomCheckpoint(arch), (4,), num_sequences=1)
-    cut = Pipeline(RandomCheckpoint(arch), (2, 2), num_sequences=1)
+    whole = Pipeline(RandomCheckpoint(arch), "4", num_sequences=1)
+    cut = Pipeline(RandomCheckpoint(arch), "2,2", num_sequences=1)
     for own, part in enumerate(cut.stages[1].attentions):
         part.scale = arch.attention_scale(own)
     assert not torch.equal(whole.hidden(prompt(30), 30), cut.hidden(prompt(30), 30))
@@ -124,7 +124,7 @@ def test_layer_scaling_follows_the_global_index() -> None:
 
 def test_bfloat16_stays_near_the_reference() -> None:
     checkpoint = RandomCheckpoint(SHAPES["4 heads of 12"])
-    pipeline = Pipeline(checkpoint, (2,), "bfloat16")
+    pipeline = Pipeline(checkpoint, "2", "bfloat16")
     theirs = Reference(checkpoint, "bfloat16").logits(prompt(40))
     ours = pipeline.logits(pipeline.hidden(prompt(40), 40))
     assert (ours - theirs).abs().max() < 0.03 * theirs.abs().max()
@@ -141,15 +141,15 @@ def test_padded_vocabulary_is_never_drawn() -> None:
             return tensor
 
     arch = SHAPES["padded vocabulary"]
-    tempted, plain = (Pipeline(checkpoint, (2,)) for checkpoint in (Tempting(arch), RandomCheckpoint(arch)))
+    tempted, plain = (Pipeline(checkpoint, "2") for checkpoint in (Tempting(arch), RandomCheckpoint(arch)))
     assert tempted.generate(prompt(9), 12) == plain.generate(prompt(9), 12)
 
 
-@pytest.mark.parametrize("split", [(1, 2, 1), (1.5, 1, 1.5)])
-def test_a_stage_reads_only_its_own_tensors_and_reports_progress(split: Split) -> None:
+@pytest.mark.parametrize("split", ["1,2,1", "1.5,1,1.5"])
+def test_a_stage_reads_only_its_own_tensors_and_reports_progress(split: str) -> None:
     arch = architecture(num_layers=4)
     seen: list[tuple[int, int]] = []
-    for layout in stage_layouts(split):
+    for layout in stage_layouts(Split.parse(split)):
         checkpoint = RandomCheckpoint(arch)
         seen.clear()
         stage = GPT2Stage.load(checkpoint, layout, "float32", torch.device("cpu"), lambda *at: seen.append(at))

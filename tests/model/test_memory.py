@@ -11,7 +11,7 @@ import numpy
 import pytest
 import torch
 
-from ppserve.core.architecture import stage_layouts
+from ppserve.core.architecture import Split, stage_layouts
 from ppserve.model.cpu import prefault as memory
 from ppserve.model.cpu.kv_cache import KVCache
 from ppserve.model.cpu.prefault import TakenAhead
@@ -84,7 +84,7 @@ def test_what_is_there_is_left_as_it_is() -> None:
 
 @needs_populate
 def test_a_cache_has_memory_for_2048_tokens_at_first() -> None:
-    (layout,) = stage_layouts((2,))
+    (layout,) = stage_layouts(Split.parse("2"))
     cache = KVCache(architecture(), layout, 400, 16, "float32", torch.device("cpu"), takes_ahead=True)
     ahead = cache._ahead
     assert ahead is not None

@@ -83,7 +83,7 @@ def test_activations_treat_every_element_alike(name: str, width: int) -> None:
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("width", [48, 100, 160])
 def test_any_chunking_gives_the_same_bits(width: int, dtype: str) -> None:
-    pipeline = Pipeline(RandomCheckpoint(architecture(width=width)), (2,), dtype, num_sequences=2)
+    pipeline = Pipeline(RandomCheckpoint(architecture(width=width)), "2", dtype, num_sequences=2)
     ids = prompt(101)
     whole = pipeline.hidden(ids, len(ids))
     logits = pipeline.logits(whole)
@@ -95,9 +95,9 @@ def test_any_chunking_gives_the_same_bits(width: int, dtype: str) -> None:
 
 @pytest.mark.parametrize("block_size", [1, 5, 8, 16, 24, 32])
 def test_block_sizes_change_no_bit(block_size: int) -> None:
-    pipeline = Pipeline(RandomCheckpoint(architecture()), (2,), block_size=block_size, num_sequences=2)
+    pipeline = Pipeline(RandomCheckpoint(architecture()), "2", block_size=block_size, num_sequences=2)
     ids = prompt(70)
-    usual = Pipeline(RandomCheckpoint(architecture()), (2,), num_sequences=1).hidden(ids, 70)
+    usual = Pipeline(RandomCheckpoint(architecture()), "2", num_sequences=1).hidden(ids, 70)
     for chunk in (1, 7, 33, 70):
         assert torch.equal(pipeline.hidden(ids, chunk, sequence=1), usual)
 
@@ -105,7 +105,7 @@ def test_block_sizes_change_no_bit(block_size: int) -> None:
 def test_stock_attention_without_padding_feels_its_neighbours() -> None:
     """The control for attention itself: what padding to 512 keys and 4 rows prevents."""
     def hidden(chunk: int, **padding: int) -> torch.Tensor:
-        pipeline = Pipeline(RandomCheckpoint(architecture(width=64)), (2,), attention="torch")
+        pipeline = Pipeline(RandomCheckpoint(architecture(width=64)), "2", attention="torch")
         for part in pipeline.stages[0].attentions:
             part.attention = TorchAttention(4, **padding)
         return pipeline.hidden(prompt(101), chunk)
@@ -118,7 +118,7 @@ def test_stock_attention_without_padding_feels_its_neighbours() -> None:
 def test_alone_and_among_others(dtype: str) -> None:
     """Decodes, a whole prompt and a chunk in one step; each as if it were alone."""
     checkpoint = RandomCheckpoint(architecture(width=100))
-    alone, crowd = Pipeline(checkpoint, (2,), dtype), Pipeline(checkpoint, (2,), dtype)
+    alone, crowd = Pipeline(checkpoint, "2", dtype), Pipeline(checkpoint, "2", dtype)
     prompts = {sequence: prompt(5 + 9 * sequence, seed=sequence) for sequence in range(7)}
     expected = {sequence: alone.generate(ids, 4, sequence=sequence) for sequence, ids in prompts.items()}
 
@@ -149,9 +149,9 @@ def test_alone_and_among_others(dtype: str) -> None:
 def test_threads_change_no_bit() -> None:
     checkpoint = RandomCheckpoint(architecture(width=64))
     ids = prompt(128)
-    whole = Pipeline(checkpoint, (2,)).hidden(ids, 128)
+    whole = Pipeline(checkpoint, "2").hidden(ids, 128)
     for num_threads in (2, 3, 5):
-        threaded = Pipeline(checkpoint, (2,))
+        threaded = Pipeline(checkpoint, "2")
         for part in threaded.stages[0].attentions:
             part.attention = BlockAttention(4, Threads(num_threads))
         assert torch.equal(threaded.hidden(ids, 128), whole)
@@ -160,7 +160,7 @@ def test_threads_change_no_bit() -> None:
 @pytest.mark.parametrize("attention", ["kernel", "torch"])
 def test_stale_blocks_are_never_read(attention: str) -> None:
     """What a sequence with non-finite numbers left behind does not reach the next owner of its blocks."""
-    pipeline = Pipeline(RandomCheckpoint(architecture()), (2,), attention=attention)
+    pipeline = Pipeline(RandomCheckpoint(architecture()), "2", attention=attention)
     clean = pipeline.hidden(prompt(21), 21)
     for cache in pipeline.caches:
         cache.keys_LBHdp.fill_(float("nan"))
@@ -169,7 +169,7 @@ def test_stale_blocks_are_never_read(attention: str) -> None:
 
 
 def test_copied_blocks_hold_the_same_keys() -> None:
-    pipeline = Pipeline(RandomCheckpoint(architecture()), (2,))
+    pipeline = Pipeline(RandomCheckpoint(architecture()), "2")
     ids = prompt(40)
     pipeline.hidden(ids[:39], 39, sequence=0)
     copies = tuple(zip(pipeline.table(0), pipeline.table(1), strict=True))
@@ -179,7 +179,7 @@ def test_copied_blocks_hold_the_same_keys() -> None:
 
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_selftest_passes_and_can_fail(dtype: str) -> None:
-    stage = Pipeline(RandomCheckpoint(architecture(width=200)), (1, 1), dtype).stages[1]
+    stage = Pipeline(RandomCheckpoint(architecture(width=200)), "1,1", dtype).stages[1]
     assert check_determinism(stage) is None
     exact = stage.mlps[0].linears[0]
 
@@ -204,7 +204,7 @@ def test_selftest_passes_and_can_fail(dtype: str) -> None:
     ],
 )
 def test_selftest_says_which_company_was_felt(feels: Callable[[StepInputs], bool], way: str) -> None:
-    stage = Pipeline(RandomCheckpoint(architecture()), (1, 1)).stages[0]
+    stage = Pipeline(RandomCheckpoint(architecture()), "1,1").stages[0]
     exact = stage.attentions[0].attention
 
     def attend(qkv: torch.Tensor, cache: KVCache, layer: int, inputs: StepInputs, scale: float) -> torch.Tensor:
@@ -216,8 +216,8 @@ def test_selftest_says_which_company_was_felt(feels: Callable[[StepInputs], bool
 
 
 def test_kernels_have_names() -> None:
-    stage = Pipeline(RandomCheckpoint(architecture()), (1, 1)).stages[0]
+    stage = Pipeline(RandomCheckpoint(architecture()), "1,1").stages[0]
     said = describe_kernels(stage)
     assert type(stage.attentions[0].linears[0]).__name__ in said
     assert "BlockAttention" in said
-    assert said == describe_kernels(Pipeline(RandomCheckpoint(architecture()), (1, 1)).stages[1])
+    assert said == describe_kernels(Pipeline(RandomCheckpoint(architecture()), "1,1").stages[1])

@@ -221,7 +221,7 @@ def test_scored_prompts_are_the_references() -> None:
     checkpoint = RandomCheckpoint(architecture())
     ids = prompt(90)
     exact = Reference(checkpoint).logits(ids).double().log_softmax(-1)
-    pipeline = Pipeline(checkpoint, (1, 1))
+    pipeline = Pipeline(checkpoint, "1,1")
     whole = pipeline.slice(0, ids, 0, Draw(GREEDY), targets=ids[1:], num_prompt_logprobs=2)
     _, drawn, scored = pipeline.step([whole])
     assert drawn[0].token_id == int(exact[-1].argmax())
@@ -249,14 +249,14 @@ def test_mixed_draws_are_those_of_each_alone() -> None:
         Draw(SamplingParams(seed=3, top_p=0.5), banned=(7,), num_logprobs=0),
         Draw(SamplingParams(seed=4, repetition_penalty=1.2), prompt_ids=prompt(9), num_logprobs=1),
     ]
-    alone, crowd = (Pipeline(checkpoint, (2,)) for _ in range(2))
+    alone, crowd = (Pipeline(checkpoint, "2") for _ in range(2))
     _, together, _ = crowd.step([crowd.slice(s, prompt(9 + s, s), 0, d) for s, d in enumerate(wanted)])
     for s, each in enumerate(wanted):
         assert alone.step([alone.slice(s, prompt(9 + s, s), 0, each)])[1][0] == together[s]
 
 
 def test_a_plan_without_draws_skips_the_head() -> None:
-    pipeline = Pipeline(RandomCheckpoint(architecture()), (2,))
+    pipeline = Pipeline(RandomCheckpoint(architecture()), "2")
 
     def refuse(hidden_RD: torch.Tensor) -> torch.Tensor:
         raise AssertionError("the head ran")

@@ -1,6 +1,6 @@
 import pytest
 
-from ppserve.core.architecture import Architecture
+from ppserve.core.architecture import Architecture, Split
 from ppserve.errors import ConfigError
 from ppserve.planning.forecast import Forecast, Intent, forecast, render, size
 
@@ -11,8 +11,8 @@ GiB = 1 << 30
 
 def test_gpt2_on_two_stages():
     plan = forecast(GPT2, Intent(2, kv_cache_memory=GiB))
-    assert plan.num_parameters == 124_439_808
-    assert plan.split == (9, 3)
+    assert plan.arch.num_params == 124_439_808
+    assert plan.split == Split.parse("9,3")
     assert [s.num_parameters for s in plan.stages] == [103_174_656, 59_862_528]
     assert [s.weight_bytes for s in plan.stages] == [4 * 103_174_656, 4 * 59_862_528]
     assert [s.kv_bytes_per_token for s in plan.stages] == [9 * 2 * 768 * 4, 3 * 2 * 768 * 4]
@@ -23,16 +23,16 @@ def test_gpt2_on_two_stages():
 
 def test_one_stage_holds_a_tied_embedding_once():
     plan = forecast(GPT2, Intent(1))
-    assert plan.stages[0].num_parameters == plan.num_parameters == 124_439_808
+    assert plan.stages[0].num_parameters == plan.arch.num_params == 124_439_808
     untied = Architecture(12, 768, 12, 1024, 50257, 50257, 3072, tied_embeddings=False)
     assert forecast(untied, Intent(1)).stages[0].num_parameters == 124_439_808 + 50257 * 768
 
 
 def test_13b_on_eight_stages():
     plan = forecast(CEREBRAS_13B, Intent(8, dtype="bfloat16", stage_memory=16 * GiB))
-    assert plan.num_parameters == pytest.approx(12.85e9, rel=1e-3)
-    assert plan.split == (5,) * 6 + (5.5, 4.5)
-    even = forecast(CEREBRAS_13B, Intent(8, layers=(5,) * 8))
+    assert plan.arch.num_params == pytest.approx(12.85e9, rel=1e-3)
+    assert plan.split == Split.parse("5,5,5,5,5,5,5.5,4.5")
+    even = forecast(CEREBRAS_13B, Intent(8, layers=Split((10,) * 8)))
     assert (plan.decode_balance, even.decode_balance) == pytest.approx((0.930, 0.877), abs=1e-3)
     assert sum(s.weight_bytes for s in plan.stages) == pytest.approx(2 * 13.11e9, rel=1e-3)
     assert 50 <= plan.max_sequences <= 60
@@ -45,11 +45,11 @@ def test_weights_that_do_not_fit():
 
 
 def test_what_is_asked_for_is_checked():
-    with pytest.raises(ConfigError, match="--layers: 9,4 adds up to 13 blocks"):
-        forecast(GPT2, Intent(2, layers=(9, 4)))
+    with pytest.raises(ConfigError, match="--layers: 9,4 adds up to 13 layers"):
+        forecast(GPT2, Intent(2, layers=Split.parse("9,4")))
     with pytest.raises(ConfigError, match="--max-model-len: 1025 is beyond the model's 1024 positions"):
         forecast(GPT2, Intent(2, max_model_len=1025))
-    assert forecast(GPT2, Intent(2, layers=(6, 6), max_model_len=100)).max_model_len == 100
+    assert forecast(GPT2, Intent(2, layers=Split.parse("6,6"), max_model_len=100)).max_model_len == 100
 
 
 def table(plan: Forecast) -> list[list[str]]:
@@ -58,7 +58,7 @@ def table(plan: Forecast) -> list[list[str]]:
 
 def test_the_table():
     lines = table(forecast(GPT2, Intent(2, kv_cache_memory=GiB)))
-    assert " ".join(lines[0]) == "gpt2: 124.4 M parameters, 12 blocks of width 768, float32, context 1024"
+    assert " ".join(lines[0]) == "gpt2: 124.4 M parameters, 12 layers of width 768, float32, context 1024"
     assert " ".join(lines[3]) == "0 9 (0-8) embedding 103.2 M 393.6 MiB 54 KiB 1 GiB 19,418"
     assert lines[4][:4] == ["1", "3", "(9-11)", "head"]
     assert " ".join(lines[6]) == "18 sequences of 1024 tokens fit at once, limited by stage 0"

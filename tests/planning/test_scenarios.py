@@ -41,7 +41,7 @@ def test_the_better_split_is_faster_in_decode():
     load = fixed_load(8, 1, 60, 8)
     even, auto = (
         simulate(forecast(SMALL, Intent(2, layers=split)), device, Wires(), load, 64).output_tokens_per_s
-        for split in ((6, 6), (9, 3))
+        for split in (Split.parse("6,6"), Split.parse("9,3"))
     )
     assert auto / even == pytest.approx(0.97 / 0.76, rel=0.03)
 
@@ -54,28 +54,28 @@ def test_nothing_fits():
 
 # ---- measured costs ---------------------------------------------------------------------------------------
 
-BLOCK = Coefficients(1e-3, 1e-4, 1e-8)
+LAYER = Coefficients(1e-3, 1e-4, 1e-8)
 HEAD = Coefficients(5e-3, 0.0, 0.0, 4e-4)
-TRUTH = MeasuredCosts(BLOCK, HEAD)
+TRUTH = MeasuredCosts(LAYER, HEAD)
 
 
-def sheet(split: Split, unsplit: float = 0.0) -> str:
+def sheet(split: str, unsplit: float = 0.0) -> str:
     """unsplit: how much of the last stage's cost per sampled row was taken for cost per row."""
     stages = []
-    for layers, layout in zip(split, stage_layouts(split), strict=True):
+    for layout in stage_layouts(Split.parse(split)):
         c = TRUTH.stage(layout)
         moved = unsplit * c.sample
         named = {"step_s": c.step, "row_s": c.row + moved, "key_s": c.key, "sample_s": c.sample - moved}
-        stages.append({"layers": layers, **named})
+        stages.append({"layers": layout.num_sublayers / 2, **named})
     return json.dumps({"stages": stages})
 
 
-@pytest.mark.parametrize("split", [(9, 3), (6, 6), (4, 4, 4), (7.5, 4.5), (4.5, 3, 4.5)])
+@pytest.mark.parametrize("split", ["9,3", "6,6", "4,4,4", "7.5,4.5", "4.5,3,4.5"])
 @pytest.mark.parametrize("unsplit", [0.0, 0.4])
-def test_costs_of_blocks_and_head_are_told_apart(tmp_path, split, unsplit):
+def test_costs_of_layers_and_head_are_told_apart(tmp_path, split, unsplit):
     (tmp_path / "costs.json").write_text(sheet(split, unsplit))
     found = read_costs(tmp_path / "costs.json")
-    for layout in stage_layouts((5, 7)):
+    for layout in stage_layouts(Split.parse("5,7")):
         for rows, context, sampled in ((1, 10, 1), (8, 800, 8)):
             drawn = sampled if layout.is_last else 0
             expected = TRUTH.stage(layout).seconds(StepSize(rows, context, drawn))
@@ -84,21 +84,21 @@ def test_costs_of_blocks_and_head_are_told_apart(tmp_path, split, unsplit):
 
 def test_what_surrounds_computing_is_read_too(tmp_path):
     times = OverheadTimes(1e-3, 2e-3, 3e-3, 4e-3, 5e-3, 6e-3)
-    sheet_with_overheads = json.loads(sheet((9, 3))) | {"overheads": asdict(times)}
+    sheet_with_overheads = json.loads(sheet("9,3")) | {"overheads": asdict(times)}
     (tmp_path / "costs.json").write_text(json.dumps(sheet_with_overheads))
     wires = read_costs(tmp_path / "costs.json").wires
     assert wires is not None
     assert (wires.head_s, wires.control_s, wires.prepare_s) == (1e-3, 2e-3, 3e-3)
     assert (wires.sending_s, wires.transfer_s(1000), wires.return_s) == (4e-3, 5e-3, 6e-3)
-    (tmp_path / "costs.json").write_text(sheet((9, 3)))
+    (tmp_path / "costs.json").write_text(sheet("9,3"))
     assert read_costs(tmp_path / "costs.json").wires is None
 
 
 def test_spread_and_chunk_of_a_cost_sheet(tmp_path):
-    (tmp_path / "costs.json").write_text(sheet((9, 3)))
+    (tmp_path / "costs.json").write_text(sheet("9,3"))
     untold = read_costs(tmp_path / "costs.json")
     assert (untold.spread, untold.max_chunk) == (0.0, None)
-    told = json.loads(sheet((9, 3))) | {"max_chunk": 128}
+    told = json.loads(sheet("9,3")) | {"max_chunk": 128}
     for stage, spread in zip(told["stages"], (0.1, 0.2), strict=True):
         stage["spread"] = spread
     (tmp_path / "costs.json").write_text(json.dumps(told))
@@ -108,9 +108,9 @@ def test_spread_and_chunk_of_a_cost_sheet(tmp_path):
 
 
 def test_the_costs_of_a_single_stage(tmp_path):
-    (tmp_path / "costs.json").write_text(sheet((12,)))
+    (tmp_path / "costs.json").write_text(sheet("12"))
     found = read_costs(tmp_path / "costs.json")
-    (whole,) = stage_layouts((12,))
+    (whole,) = stage_layouts(Split.parse("12"))
     size = StepSize(8, 100, 8)
     assert found.stage(whole).seconds(size) == pytest.approx(TRUTH.stage(whole).seconds(size))
 
@@ -121,20 +121,20 @@ def test_a_topology_gives_steps_of_constant_time(tmp_path, name):
     stages = [{layers: 9, name: 0.009}, {layers: 3, name: 0.008}]
     (tmp_path / "topology.json").write_text(json.dumps({"stages": stages}))
     found = read_costs(tmp_path / "topology.json")
-    first, last = stage_layouts((6, 6))
+    first, last = stage_layouts(Split.parse("6,6"))
     assert found.stage(first).seconds(StepSize(50, 0, 0)) == pytest.approx(0.006)
     assert found.stage(last).seconds(StepSize(1, 0, 1)) == pytest.approx(0.006 + 0.005)
 
 
-def test_a_topology_whose_stages_share_a_block(tmp_path):
-    """It counts that block on both; its attention is a third of it."""
+def test_a_topology_whose_stages_share_a_layer(tmp_path):
+    """It counts that layer on both; its attention is a third of it."""
     stages = [
         {"numLayers": 8, "blocks": "0-7a", "measuredStepSeconds": 0.0022},
         {"numLayers": 5, "blocks": "7m-11", "measuredStepSeconds": 0.0024},
     ]
     (tmp_path / "topology.json").write_text(json.dumps({"stages": stages}))
     found = read_costs(tmp_path / "topology.json")
-    first, last = stage_layouts((6, 6))
+    first, last = stage_layouts(Split.parse("6,6"))
     assert found.stage(first).seconds(StepSize(1, 0, 0)) == pytest.approx(0.0018)
     assert found.stage(last).seconds(StepSize(1, 0, 1)) == pytest.approx(0.0018 + 0.0024 - 0.0003 * 14 / 3)
 
@@ -150,7 +150,7 @@ def test_a_sheet_of_a_server_that_computed_nothing(tmp_path):
     {"max_chunk": 0}, {"max_chunk": "many"}, {"stages": [{"layers": "many", "measured_step_seconds": 1}]},
 ])
 def test_a_sheet_with_odd_numbers(tmp_path, odd):
-    (tmp_path / "costs.json").write_text(json.dumps(json.loads(sheet((9, 3))) | odd))
+    (tmp_path / "costs.json").write_text(json.dumps(json.loads(sheet("9,3")) | odd))
     with pytest.raises(ConfigError, match=r"--costs: .*no cost sheet"):
         read_costs(tmp_path / "costs.json")
 

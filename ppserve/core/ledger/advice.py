@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from ppserve.core.architecture import ATTENTION_SHARE, StageLayout, written
+from ppserve.core.architecture import ATTENTION_SHARE, StageLayout
 from ppserve.core.ledger.account import StageTimes
 from ppserve.core.ledger.causes import CAUSES, FILL_DRAIN, HOST, IMBALANCE, TOKEN_RETURN, TRANSFER
 from ppserve.core.partition import Parts, balance, split_by_cost
@@ -44,16 +44,16 @@ def advise(stages: tuple[StageTimes, ...], layouts: tuple[StageLayout, ...], mic
 
 
 def measured_parts(stages: tuple[StageTimes, ...], layouts: tuple[StageLayout, ...]) -> Parts | None:
-    """What a block and the head cost, in busy time; None when one stage cannot tell them apart.
+    """What a layer and the head cost, in busy time; None when one stage cannot tell them apart.
 
-    The embedding gathers a few rows; its cost is left with the first stage's blocks.
+    The embedding gathers a few rows; its cost is left with the first stage's layers.
     """
     if len(layouts) < 2:
         return None
     busy = [sum(times.busy_ns.values()) for times in stages]
-    block = sum(busy[:-1]) / sum(layout.block_weights for layout in layouts[:-1])
-    head = max(0.0, busy[-1] - layouts[-1].block_weights * block)
-    return Parts(block * ATTENTION_SHARE, block * (1 - ATTENTION_SHARE), 0.0, head)
+    layer = sum(busy[:-1]) / sum(layout.layer_weights for layout in layouts[:-1])
+    head = max(0.0, busy[-1] - layouts[-1].layer_weights * layer)
+    return Parts(layer * ATTENTION_SHARE, layer * (1 - ATTENTION_SHARE), 0.0, head)
 
 
 def _rebalance(stages: tuple[StageTimes, ...], layouts: tuple[StageLayout, ...]) -> str:
@@ -67,7 +67,7 @@ def _rebalance(stages: tuple[StageTimes, ...], layouts: tuple[StageLayout, ...])
     now, then = balance(tuple(busy)), balance(parts.costs(better))
     if then < now + _WORTHWHILE_GAIN:
         return f"{finding}; no other split would be better"
-    return f"{finding}; --layers {written(better)} predicts {then:.0%} instead of {now:.0%}"
+    return f"{finding}; --layers {better} predicts {then:.0%} instead of {now:.0%}"
 
 
 def _hide_return(num_stages: int, microbatches: int) -> str:

@@ -9,7 +9,6 @@ from typing import Any
 
 from ppserve import __version__, wire
 from ppserve.config import ServeConfig
-from ppserve.core.architecture import stage_params
 from ppserve.core.ledger.account import Settled, StageTimes
 from ppserve.core.ledger.advice import advise
 from ppserve.core.partition import mean
@@ -80,7 +79,7 @@ class PipelineHandle:
         for layout, cost in zip(decision.layouts, self._observer.costs.stages, strict=True):
             c = cost.mean
             terms = {"step_s": c.step, "row_s": c.row, "key_s": c.key, "sample_s": c.sample, "spread": cost.spread}
-            stages.append({"layers": layout.num_layers, "steps": cost.num_observed, **terms})
+            stages.append({"layers": layout.num_sublayers / 2, "steps": cost.num_observed, **terms})
         overheads = asdict(self._observer.overheads.times)
         return {"stages": stages, "max_chunk": self._engine.max_chunk, "overheads": overheads}
 
@@ -109,7 +108,7 @@ class PipelineHandle:
             device=loaded.device,
             first_layer=layout.layers.start,
             num_layers=len(layout.layers),
-            blocks=layout.blocks,
+            blocks=layout.span,
             num_parameters=loaded.params,
             weight_bytes=loaded.weight_bytes,
             kv_bytes=self._members.num_blocks * loaded.block_bytes,
@@ -151,12 +150,11 @@ def describe_model(config: ServeConfig, members: Members, tokenizer: Tokenizer |
     assert hello is not None and decision is not None  # noqa: PT018
     arch, limits = hello.architecture, Limits()
     reasons = why_not_deterministic(tuple(m.loaded for m in members.stages if m.loaded is not None))
-    shared = 0 if not arch.tied_embeddings or len(decision.layouts) == 0 else arch.padded_vocab_size * arch.width
     return ModelCard(
         # Not the whole path: callers have no business with the server's directories.
         name=Path(config.model.path).name,
         architecture=arch,
-        num_parameters=sum(stage_params(arch, layout) for layout in decision.layouts) - shared,
+        num_parameters=arch.num_params,
         dtype=decision.dtype,
         quantization=config.model.quantization,
         max_context=max_context(config, arch),

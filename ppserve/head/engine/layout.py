@@ -8,7 +8,7 @@ import sys
 
 from ppserve import wire
 from ppserve.config import ServeConfig
-from ppserve.core.architecture import Architecture, Split, stage_layouts, written
+from ppserve.core.architecture import Architecture, Split, stage_layouts
 from ppserve.core.partition import (
     balance,
     check_split,
@@ -58,7 +58,7 @@ def choose_split(config: ServeConfig, arch: Architecture, hellos: tuple[wire.Hel
     split = split_by_cost(parts, arch.num_layers, len(hellos))
     log.info(
         "--layers auto: %s, predicted balance %.0f%% for prompts of %d tokens and answers of %d",
-        written(split),
+        split,
         100 * balance(parts.costs(split)),
         config.scheduling.expect_prompt,
         config.scheduling.expect_new,

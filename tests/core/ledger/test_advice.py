@@ -1,11 +1,12 @@
 import pytest
 
-from ppserve.core.architecture import stage_layouts
+from ppserve.core.architecture import Split, stage_layouts
 from ppserve.core.ledger.account import StageTimes, TimeAccount
 from ppserve.core.ledger.advice import advise
 from tests.core.artificial import ArtificialPipeline
 
 MS = 1_000_000
+NINE_AND_THREE = stage_layouts(Split.parse("9,3"))
 
 
 def measured(pipeline: ArtificialPipeline, num_steps: int = 1000) -> tuple[StageTimes, ...]:
@@ -16,20 +17,21 @@ def measured(pipeline: ArtificialPipeline, num_steps: int = 1000) -> tuple[Stage
 
 def test_an_even_split_of_gpt2_is_told_the_better_one():
     stages = measured(ArtificialPipeline((6 * MS, 11_450_000), lanes=2))
-    assert advise(stages, stage_layouts((6, 6)), 2) == (
+    assert advise(stages, stage_layouts(Split.parse("6,6")), 2) == (
         "imbalance (24% of the time): stage 1 is 91% slower than the others;"
         " --layers 9,3 predicts 97% instead of 76%"
     )
 
 
-def test_an_imbalance_that_half_a_block_mends():
+def test_an_imbalance_that_half_a_layer_mends():
     stages = measured(ArtificialPipeline((2 * MS, 1 * MS), lanes=2), 2000)
-    assert advise(stages, stage_layouts((2, 1)), 2).endswith("--layers 1.5,1.5 predicts 90% instead of 75%")
+    advice = advise(stages, stage_layouts(Split.parse("2,1")), 2)
+    assert advice.endswith("--layers 1.5,1.5 predicts 90% instead of 75%")
 
 
 def test_an_imbalance_that_no_split_can_mend():
     stages = measured(ArtificialPipeline((1 * MS, 2 * MS), lanes=2), 2000)
-    assert advise(stages, stage_layouts((2, 1)), 2).endswith(
+    assert advise(stages, stage_layouts(Split.parse("2,1")), 2).endswith(
         "stage 1 is 100% slower than the others; no other split would be better"
     )
 
@@ -45,20 +47,20 @@ def test_an_imbalance_that_no_split_can_mend():
 )
 def test_each_cause_has_its_remedy(cause, hint, lanes, delay):
     stages = measured(ArtificialPipeline((10 * MS, 10 * MS), lanes=lanes, **delay))
-    advice = advise(stages, stage_layouts((9, 3)), 2)
+    advice = advise(stages, NINE_AND_THREE, 2)
     assert advice.startswith(f"{cause} (")
     assert hint in advice
 
 
 def test_one_lane_more_does_not_always_hide_the_return():
     stages = measured(ArtificialPipeline((10 * MS, 10 * MS), lanes=3, token_return_ns=50 * MS))
-    assert "larger steps" in advise(stages, stage_layouts((9, 3)), 3)
+    assert "larger steps" in advise(stages, NINE_AND_THREE, 3)
 
 
 def test_a_good_pipeline_gets_no_advice():
-    assert advise(measured(ArtificialPipeline((10 * MS, 10 * MS), lanes=2)), stage_layouts((9, 3)), 2) == ""
+    assert advise(measured(ArtificialPipeline((10 * MS, 10 * MS), lanes=2)), NINE_AND_THREE, 2) == ""
 
 
 def test_too_little_seen_is_no_reason_for_advice():
-    assert advise(measured(ArtificialPipeline((10 * MS, 20 * MS), lanes=2), 10), stage_layouts((9, 3)), 2) == ""
-    assert advise(TimeAccount(2, 0).snapshot(10**12), stage_layouts((9, 3)), 2) == ""
+    assert advise(measured(ArtificialPipeline((10 * MS, 20 * MS), lanes=2), 10), NINE_AND_THREE, 2) == ""
+    assert advise(TimeAccount(2, 0).snapshot(10**12), NINE_AND_THREE, 2) == ""

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 import pytest
 
 from ppserve import wire
-from ppserve.core.architecture import Architecture, stage_layouts
+from ppserve.core.architecture import Architecture, Split, stage_layouts
 from ppserve.core.plan import StepResult, StepStamps
 from ppserve.errors import ConfigError
 from ppserve.head.engine.members import (
@@ -31,13 +31,13 @@ class Pipeline:
     """Members with their wires cut: what they send and drop is kept, the time is ours."""
 
     num_stages: int
-    split: tuple[int, ...] | None = None
+    split: Split | None = None
     sent: list[tuple[int, object]] = field(default_factory=list)
     dropped: list[tuple[int, str]] = field(default_factory=list)
     now_ns: int = SECOND
 
     def __post_init__(self) -> None:
-        split = self.split or tuple([1] * self.num_stages)
+        split = self.split or Split((2,) * self.num_stages)
         self.members = Members(
             num_stages=self.num_stages,
             machine="here",

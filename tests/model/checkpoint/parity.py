@@ -27,7 +27,7 @@ from tests.model.checkpoint.writers import (
 from tests.model.pipelines import GREEDY_DRAW, Pipeline, prompt
 from tests.reference import Reference
 
-SPLITS = ((3,), (2, 1), (1, 1, 1))
+SPLITS = ("3", "2,1", "1,1,1")
 AT_ONCE = 20
 Logits = Callable[[tuple[int, ...]], torch.Tensor]
 """Token ids to float32 logits (T, V) after each."""
@@ -129,7 +129,7 @@ VARIANTS: dict[str, Callable[[Path], Authored]] = {
 }
 
 
-def check(authored: Authored, split: tuple[int, ...], num_prompts: int, num_tokens: int) -> float:
+def check(authored: Authored, split: str, num_prompts: int, num_tokens: int) -> float:
     """Greedy tokens identical and logits within 1e-3 of the authors'. Returns the largest difference."""
     checkpoint = open_checkpoint(str(authored.place))
     pipeline = Pipeline(checkpoint, split, num_sequences=min(num_prompts, AT_ONCE))

@@ -41,7 +41,7 @@ def test_a_wrong_activation_would_show(tmp_path: Path) -> None:
     tensors = random_tensors(replace(arch, activation="gelu_new"))
     tanh = write_hf(tmp_path / "tanh", replace(arch, activation="gelu_new"), tensors)
     with pytest.raises(AssertionError):
-        check(replace(exact, place=tanh), (3,), num_prompts=2, num_tokens=64)
+        check(replace(exact, place=tanh), "3", num_prompts=2, num_tokens=64)
 
 
 def test_one_model_from_every_format_draws_the_same_tokens(tmp_path: Path) -> None:
@@ -62,7 +62,7 @@ def test_one_model_from_every_format_draws_the_same_tokens(tmp_path: Path) -> No
     draw = Draw(SamplingParams(temperature=0.9, seed=7))
 
     def tokens(place: Path) -> list[int | None]:
-        pipeline = Pipeline(open_checkpoint(str(place)), (2, 1), num_sequences=1)
+        pipeline = Pipeline(open_checkpoint(str(place)), "2,1", num_sequences=1)
         return [drawn.token_id for drawn in pipeline.generate(prompt(6), 24, draw)]
 
     for group in (places, pairs):
@@ -82,7 +82,7 @@ def padded_model() -> tuple[Architecture, Tensors]:
 
 
 @pytest.mark.parametrize("split", SPLITS)
-def test_the_padding_is_never_drawn(tmp_path: Path, split: tuple[int, ...]) -> None:
+def test_the_padding_is_never_drawn(tmp_path: Path, split: str) -> None:
     arch, tensors = padded_model()
     draw = Draw(SamplingParams(temperature=1.5, seed=3))
     whole = replace(arch, vocab_size=256)
@@ -104,5 +104,5 @@ def test_the_padding_of_a_50304_row_embedding_is_known(tmp_path: Path) -> None:
     path = write_nanogpt(tmp_path / "ckpt.pt", arch, random_tensors(arch))
     found = open_checkpoint(str(path)).architecture
     assert (found.vocab_size, found.padded_vocab_size, found.eos_id) == (50257, 50304, 50256)
-    pipeline = Pipeline(open_checkpoint(str(path)), (1,), num_sequences=1)
+    pipeline = Pipeline(open_checkpoint(str(path)), "1", num_sequences=1)
     assert pipeline.logits(torch.zeros(1, 8)).shape == (1, 50257)

@@ -25,10 +25,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "ppserve.v1": {"ppserve.v1", "google.protobuf", "grpc"},
     "ppserve.process": {"ppserve.process", "ppserve.wire", "ppserve.config"},
     "ppserve.process.torchrun": {"torch"},
-    "ppserve.planning": {
-        *("ppserve.planning", "ppserve.core", "ppserve.errors", "ppserve.bench.workload"),
-        "ppserve.model.checkpoint.fields",
-    },
+    "ppserve.planning": {"ppserve.planning", "ppserve.core", "ppserve.errors"},
     "ppserve.model": {"ppserve.model", "ppserve.core", "ppserve.errors", "torch", "numpy"},
     "ppserve.model.cpu": {"numba", "llvmlite"},
     "ppserve.model.checkpoint.hf": {"safetensors"},

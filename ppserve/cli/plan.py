@@ -10,21 +10,21 @@ from typing import Any
 
 import click
 
+from ppserve.bench.workload import clip, read_trace
 from ppserve.cli.types import AutoOr, ByteSize, Counts, LayerSplit
 from ppserve.config import DTYPES
 from ppserve.model.checkpoint.opening import read_architecture
 from ppserve.planning.forecast import Forecast, Intent, forecast, render
 from ppserve.planning.scenarios import (
     Device,
-    Load,
+    SimulatedLoad,
     fixed_load,
     read_costs,
-    read_trace,
     render_outcomes,
     simulate,
     summary,
 )
-from ppserve.planning.simulator import Outcome, Wires
+from ppserve.planning.simulator import Outcome, SimulatedRequest, Wires
 
 _COUNT = click.IntRange(min=1)
 _POSITIVE = click.FloatRange(min=0, min_open=True)
@@ -120,7 +120,7 @@ def _other(intent: Intent, num_stages: int) -> Intent:
 
 
 def _simulate(layout: Forecast, flags: dict[str, Any]) -> Outcome:
-    load = _load(layout.max_model_len, flags)
+    load = load_of(layout.max_model_len, flags)
     wires = Wires(
         latency_s=flags["link_latency"],
         bandwidth=flags["link_bandwidth"],
@@ -135,9 +135,13 @@ def _simulate(layout: Forecast, flags: dict[str, Any]) -> Outcome:
     return simulate(layout, costs, costs.wires or wires, load, flags["max_num_seqs"])
 
 
-def _load(max_model_len: int, flags: dict[str, Any]) -> Load:
+def load_of(max_model_len: int, flags: dict[str, Any]) -> SimulatedLoad:
+    """The requests to simulate: a trace, cut to the context as `ppserve bench` cuts it, or equal requests."""
     if flags["trace"]:
-        return read_trace(flags["trace"], flags["requests"], max_model_len, flags["time_scale"])
+        rows = read_trace(flags["trace"], flags["requests"], flags["time_scale"])
+        sizes = [clip(row.prompt_tokens, row.new_tokens, max_model_len) for row in rows]
+        recorded = (SimulatedRequest(row.at_s, *size) for row, size in zip(rows, sizes, strict=True))
+        return SimulatedLoad(tuple(recorded), None)
     prompt = min(flags["expect_prompt"], max_model_len - 1)
     new = min(flags["expect_new"], max_model_len - prompt)
     return fixed_load(flags["requests"], prompt, new, flags["concurrency"])

@@ -8,6 +8,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+# No model is taken for real beyond this, whatever a file says.
+MAX_LAYERS = 4096
+
 
 @dataclass(frozen=True, slots=True)
 class Architecture:

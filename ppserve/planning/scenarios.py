@@ -11,14 +11,19 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any
 
-from ppserve.bench import workload
-from ppserve.core.architecture import Split, StageLayout, count_sublayers, stage_layouts, sublayer_params
+from ppserve.core.architecture import (
+    MAX_LAYERS,
+    Split,
+    StageLayout,
+    count_sublayers,
+    stage_layouts,
+    sublayer_params,
+)
 from ppserve.core.cost_model import Coefficients
 from ppserve.core.ledger.causes import CAUSES
 from ppserve.core.ledger.overheads import OverheadTimes
 from ppserve.core.scheduling.config import MAX_PROMPT_TOKENS_PER_STEP, SchedulerConfig
 from ppserve.errors import ConfigError
-from ppserve.model.checkpoint.fields import LIMITS
 from ppserve.planning.forecast import ELEMENT_BYTES, Forecast
 from ppserve.planning.simulator import (
     Machine,
@@ -47,8 +52,8 @@ class Device:
 
 
 @dataclass(frozen=True, slots=True)
-class Load:
-    """What arrives. concurrency None: `requests` come at their own times."""
+class SimulatedLoad:
+    """What arrives. concurrency: requests in the server at any time; None: each comes at its own `arrival_s`."""
 
     requests: tuple[SimulatedRequest, ...]
     concurrency: int | None
@@ -94,7 +99,14 @@ class MeasuredCosts:
         )
 
 
-def simulate(plan: Forecast, speed: Device | MeasuredCosts, wires: Wires, load: Load, num_seqs: int) -> Outcome:
+def fixed_load(num_requests: int, prompt: int, new: int, concurrency: int) -> SimulatedLoad:
+    """`concurrency` callers, each with one request at a time; all requests have the same numbers of tokens."""
+    return SimulatedLoad((SimulatedRequest(0.0, prompt, new),) * num_requests, concurrency)
+
+
+def simulate(
+    plan: Forecast, speed: Device | MeasuredCosts, wires: Wires, load: SimulatedLoad, num_seqs: int
+) -> Outcome:
     """Runs `load` through the pipeline of `plan`. Raises ConfigError when nothing fits into its memory."""
     if plan.max_sequences < 1:
         raise ConfigError("--kv-cache-memory", f"not one sequence of {plan.max_model_len} tokens fits")
@@ -157,7 +169,7 @@ def read_costs(path: Path) -> MeasuredCosts:
         entries = sheet["stages"]
         split = Split(tuple(_num_sublayers(e) for e in entries))
         stages = [_coefficients(e) for e in entries]
-        if not stages or not all(2 <= count <= 2 * LIMITS["layers"] for count in split.sublayers):
+        if not stages or not all(2 <= count <= 2 * MAX_LAYERS for count in split.sublayers):
             raise ConfigError("--costs", f"{path} describes no stages")
         layouts = stage_layouts(split)
         if not all(any((c.step, c.row, c.key, c.sample)) for c in stages):
@@ -211,25 +223,6 @@ def _parts(stages: list[Coefficients], layouts: tuple[StageLayout, ...]) -> Meas
         sample=max(0.0, last.sample + beyond_row) if len(stages) > 1 else last.sample,
     )
     return MeasuredCosts(layer, head)
-
-
-# ---- loads -------------------------------------------------------------------------------------------------
-
-
-def fixed_load(num_requests: int, prompt: int, new: int, concurrency: int) -> Load:
-    """`concurrency` callers, each with one request at a time."""
-    return Load((SimulatedRequest(0.0, prompt, new),) * num_requests, concurrency)
-
-
-def read_trace(path: Path, num_requests: int, max_model_len: int, time_scale: float) -> Load:
-    """The first requests of a CSV with TIMESTAMP, ContextTokens, GeneratedTokens, as `ppserve bench` sends them.
-
-    time_scale: 2.0 = twice as fast as recorded. Raises ConfigError naming the line.
-    """
-    rows = workload.read_trace(path, num_requests, time_scale)
-    sizes = (workload.clip(row.prompt_tokens, row.new_tokens, max_model_len) for row in rows)
-    requests = tuple(SimulatedRequest(row.at_s, *size) for row, size in zip(rows, sizes, strict=True))
-    return Load(requests, None)
 
 
 # ---- as text -----------------------------------------------------------------------------------------------

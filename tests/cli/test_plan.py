@@ -4,7 +4,9 @@ import pytest
 from click.testing import CliRunner
 
 from ppserve.cli.main import cli
+from ppserve.cli.plan import load_of
 from ppserve.errors import PpserveError
+from ppserve.planning.simulator import SimulatedRequest
 
 CONFIG_13B = {
     "architectures": ["GPT2LMHeadModel"],
@@ -47,6 +49,23 @@ def test_a_simulation_beside_one_stage():
     output = plan("--stages", "2", "--simulate", "--compare", "1", "--requests", "6", "--expect-new", "8")
     table = output.partition("simulated:\n")[2].splitlines()
     assert table[0].split() == ["stages", "1", "2"]
+
+
+def test_a_recorded_load_is_cut_to_the_context_and_sped_up(tmp_path):
+    trace = tmp_path / "trace.csv"
+    trace.write_text(
+        "TIMESTAMP,ContextTokens,GeneratedTokens\n2023-11-16 18:15:46.6805900,374,44\n"
+        "2023-11-16 18:15:50.9951690,5000,109\n2023-11-16 18:15:51.6805900,1000,0\n"
+    )
+    flags = {"trace": trace, "requests": 10, "time_scale": 2.0}
+    load = load_of(1024, flags)
+    assert load.concurrency is None
+    assert load.requests[0] == SimulatedRequest(0.0, 374, 44)
+    assert (load.requests[1].prompt_tokens, load.requests[1].new_tokens) == (1024 - 109, 109)
+    assert load.requests[2] == SimulatedRequest(pytest.approx(2.5), 1000, 1)
+    assert len(load_of(1024, flags | {"requests": 2}).requests) == 2
+    output = plan("--simulate", "--trace", str(trace), "--requests", "2")
+    assert "simulated:" in output
 
 
 def test_a_simulation_as_json():

@@ -13,12 +13,11 @@ from ppserve.planning.scenarios import (
     MeasuredCosts,
     fixed_load,
     read_costs,
-    read_trace,
     render_outcomes,
     simulate,
     summary,
 )
-from ppserve.planning.simulator import SimulatedRequest, Wires
+from ppserve.planning.simulator import Wires
 
 SMALL = Architecture(12, 768, 12, 1024, 50257, 50257, 3072)
 CORE = Device(flops=50e9, memory_bandwidth=10e9, launch_s=1e-4)
@@ -171,42 +170,6 @@ def test_what_is_no_cost_sheet_is_named(tmp_path, text):
     (tmp_path / "costs.json").write_text(text)
     with pytest.raises(ConfigError, match=r"--costs: .*costs\.json"):
         read_costs(tmp_path / "costs.json")
-
-
-# ---- traces -----------------------------------------------------------------------------------------------
-
-TRACE = """TIMESTAMP,ContextTokens,GeneratedTokens
-2023-11-16 18:15:46.6805900,374,44
-2023-11-16 18:15:50.9951690,5000,109
-2023-11-16 18:15:51.6805900,1000,0
-"""
-
-
-def test_a_trace_is_clipped_and_scaled(tmp_path):
-    (tmp_path / "trace.csv").write_text(TRACE)
-    load = read_trace(tmp_path / "trace.csv", 10, 1024, time_scale=2.0)
-    assert load.concurrency is None
-    assert load.requests[0] == SimulatedRequest(0.0, 374, 44)
-    assert load.requests[1].prompt_tokens == 1024 - 109
-    assert load.requests[1].new_tokens == 109
-    assert load.requests[2] == SimulatedRequest(pytest.approx(2.5), 1000, 1)
-    assert len(read_trace(tmp_path / "trace.csv", 2, 1024, 1.0).requests) == 2
-
-
-@pytest.mark.parametrize(
-    ("text", "problem"),
-    [
-        ("", "holds no requests"),
-        ("TIMESTAMP,ContextTokens,GeneratedTokens\n", "holds no requests"),
-        ("a,b\n1,2\n", r"trace\.csv:2: 'TIMESTAMP'"),
-        (TRACE.replace("374", "many"), r"trace\.csv:2: .*many"),
-        (TRACE + "2023-11-16 18:16:00,1\n", r"trace\.csv:5"),
-    ],
-)
-def test_a_broken_trace_is_named_with_its_line(tmp_path, text, problem):
-    (tmp_path / "trace.csv").write_text(text)
-    with pytest.raises(ConfigError, match=problem):
-        read_trace(tmp_path / "trace.csv", 10, 1024, 1.0)
 
 
 # ---- reports ----------------------------------------------------------------------------------------------

@@ -11,12 +11,12 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from ppserve.core.architecture import Architecture
+from ppserve.core.architecture import MAX_LAYERS, Architecture
 from ppserve.errors import CheckpointError
 from ppserve.model.checkpoint.files import shown
 
 LIMITS = {
-    "layers": 4096,
+    "layers": MAX_LAYERS,
     "width": 1 << 17,
     "positions": 1 << 20,
     "vocabulary": 1 << 23,

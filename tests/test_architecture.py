@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import re
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -125,6 +126,24 @@ def test_core_reads_no_clock() -> None:
         if module.startswith("ppserve.core"):
             forbidden = {"time", "random", "socket", "threading", "os", "asyncio", "datetime"}
             assert not forbidden & {name.split(".")[0] for name in imports(path)}, module
+
+
+def test_the_readme_draws_the_arrows_that_there_are() -> None:
+    """Each arrow of its drawing is an import that exists, and none goes the other way."""
+    line = " ".join((ROOT / "README.md").read_text().partition("Imports go one way:")[2].split())
+    drawn = re.findall(r"`(\w+) → ([\w, ]+)`", line)
+    assert len(drawn) >= 8
+    imported = {module: set(imports(path)) for module, path in modules()}
+
+    def arrow(source: str, target: str) -> bool:
+        rooms = {f"ppserve.{source}"}, {f"ppserve.{target}"}
+        return any(is_within(module, rooms[0]) and any(is_within(name, rooms[1]) for name in names)
+                   for module, names in imported.items())  # fmt: skip
+
+    for source, targets in drawn:
+        for target in targets.split(", "):
+            assert arrow(source, target), f"{source} does not import {target}"
+            assert not arrow(target, source), f"{target} imports {source}"
 
 
 def test_files_stay_small() -> None:

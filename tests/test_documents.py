@@ -31,6 +31,7 @@ from tools import make_dashboard, make_flag_table
 
 ROOT = Path(__file__).resolve().parent.parent
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").rglob("*.md"))]
+PRODUCT = ROOT / "ppserve"
 DASHBOARD = ROOT / "deploy/grafana/ppserve.json"
 RULES = ROOT / "deploy/prometheus/rules.yml"
 PROGRAMS = ("ppserve", "torchrun", "python", "make", "curl")
@@ -200,10 +201,23 @@ def test_links_and_paths_exist(page: Path) -> None:
         target = (page.parent / path).resolve() if path else page
         if not target.exists() or (anchor and anchor not in anchors(target)):
             missing.append(link)
-    for path in re.findall(r"`((?:docs|deploy|tests|tools|benchmarks|protos)/[\w./-]+)`", text):
-        if not (ROOT / path).exists():
-            missing.append(path)
+    missing += [path for path in paths_in(text) if not (ROOT / path).exists() and not (PRODUCT / path).exists()]
     assert not missing
+
+
+def paths_in(text: str) -> Iterator[str]:
+    """Names of files and folders, from the root of the project or from that of the product."""
+    folders = "|".join(path.name for root in (ROOT, PRODUCT) for path in root.iterdir() if path.is_dir())
+    yield from re.findall(rf"`((?:{folders})/[\w./-]*)`", text)
+    # The annotated tree of the README: names, two spaces or more, what they are.
+    for tree in re.findall(r"^```\n(parallel_state\.py .*?)^```", text, re.DOTALL | re.MULTILINE):
+        for line in tree.splitlines():
+            yield from re.split(r",? ", re.split(r" {2,}", line.strip())[0])
+
+
+def test_the_readme_s_tree_is_checked() -> None:
+    named = set(paths_in((ROOT / "README.md").read_text()))
+    assert {"core/scheduling/", "wire.py", "tour/", "stage/loop.py"} <= named
 
 
 # ---- metrics ------------------------------------------------------------------------------------------

@@ -23,7 +23,7 @@ from ppserve.head.engine.members import Decision
 log = logging.getLogger("ppserve.head")
 
 # On a CPU more rows than these make a token no cheaper, and equal chunks keep the stages in step
-# (docs/performance.md, "Equal chunks beat shrinking ones").
+# (docs/performance/beside-others.md, "Equal chunks beat shrinking ones").
 CPU_CHUNK = 128
 
 

@@ -3,7 +3,7 @@
 A large zeroed array costs nothing until it is written; then the system clears page by page, 2 MB at a time where
 pages are huge, and whoever writes first waits. Keys and values of all layers reach the end of their pages in the
 same step, so a stage would stop for all of them at once: on a virtual machine whose memory its host hands out
-lazily, 10 ms a page (docs/performance.md).
+lazily, 10 ms a page (docs/performance/pipeline.md).
 """
 
 from __future__ import annotations

@@ -14,6 +14,7 @@ from typing import Protocol
 
 from ppserve.core.cost_model import StepSize
 from ppserve.core.ledger.account import StageTimes, TimeAccount
+from ppserve.core.ledger.steps import Steps
 from ppserve.core.plan import Drawn, StepPlan, StepResult, StepStamps
 from ppserve.core.request import Request, StopConditions
 from ppserve.core.scheduling.block_manager import BlockManager
@@ -164,8 +165,10 @@ class Simulator:
 
     def __init__(self, machine: Machine, config: SchedulerConfig, costs: CostModel | None = None) -> None:
         self._machine = machine
-        self._scheduler = Scheduler(config, BlockManager(machine.num_blocks, config.block_size), costs)
-        self._account = TimeAccount(len(machine.stages), 0)
+        self._steps = Steps(len(machine.stages))
+        blocks = BlockManager(machine.num_blocks, config.block_size)
+        self._scheduler = Scheduler(config, blocks, self._steps, costs)
+        self._account = TimeAccount(self._steps, 0)
         self._free_s = [0.0] * len(machine.stages)
         self._head_free_s = 0.0
         self._events: list[tuple[float, int, SimulatedRequest | _Return]] = []
@@ -214,10 +217,9 @@ class Simulator:
         scheduler = self._scheduler
         while (plan := scheduler.schedule(now_s)) is not None:
             now_s += self._machine.wires.head_s
-            self._account.dispatched(plan, round(now_s * _NS), woken_ns)
+            self._account.dispatched(self._steps.sent(plan, woken_ns, round(now_s * _NS), scheduler.microbatches))
             self._tally.num_steps += 1
-            is_full = scheduler.num_in_flight == scheduler.microbatches
-            self._push(*self._pass_through(plan, now_s, is_full))
+            self._push(*self._pass_through(plan, now_s))
         self._head_free_s = now_s
         if not scheduler.has_work:
             self._account.demand_ended(round(now_s * _NS))
@@ -232,8 +234,12 @@ class Simulator:
 
     def _commit(self, returned: _Return, now_s: float) -> None:
         for result in returned.results:
-            self._account.reported(result, result.stamps, round(now_s * _NS))
-        self._choose_lanes(returned)
+            step = self._steps.reported(result, round(now_s * _NS))
+            assert step is not None
+            self._account.reported(step, result.stage)
+            if self._lanes is not None:
+                lanes = self._lanes.observe(result.stage, result.stamps, step.fills_lanes)
+                self._scheduler.set_microbatches(lanes)
         for event in self._scheduler.commit(returned.results[-1], now_s):
             self._heard(event, now_s)
 
@@ -252,7 +258,7 @@ class Simulator:
             if self._backlog:
                 self._push(now_s, self._backlog.pop())
 
-    def _pass_through(self, plan: StepPlan, sent_s: float, is_full: bool) -> tuple[float, _Return]:
+    def _pass_through(self, plan: StepPlan, sent_s: float) -> tuple[float, _Return]:
         """The step's way through all stages; when its last result is back, and all results."""
         wires, size = self._machine.wires, StepSize.of(plan)
         planned_s = sent_s + wires.control_s
@@ -272,19 +278,11 @@ class Simulator:
             times_s = (planned_s, awaited_s, received_s, received_s, ended_s, sent_s)
             stamps = StepStamps(*(round(s * _NS) for s in times_s))
             results.append(StepResult(plan.epoch, plan.step_id, stage, stamps, drawn=drawn if is_last else ()))
-        return ended_s + wires.return_s, _Return(tuple(results), is_full)
-
-    def _choose_lanes(self, returned: _Return) -> None:
-        if self._lanes is None:
-            return
-        for result in returned.results:
-            lanes = self._lanes.observe(result.stage, result.stamps, returned.was_full)
-        self._scheduler.set_microbatches(lanes)
+        return ended_s + wires.return_s, _Return(tuple(results))
 
 
 @dataclass(frozen=True, slots=True)
 class _Return:
-    """A step's results, in order of the stages. was_full: all lanes were in use when it was sent."""
+    """A step's results, in order of the stages."""
 
     results: tuple[StepResult, ...]
-    was_full: bool

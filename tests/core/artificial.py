@@ -3,14 +3,33 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from typing import Any
 
 from ppserve.core.ledger.account import TimeAccount
+from ppserve.core.ledger.steps import Steps
 from ppserve.core.plan import Draw, Slice, StepPlan, StepResult, StepStamps
 from ppserve.core.request import SamplingParams
 
 
 def plan(step_id: int, epoch: int = 1) -> StepPlan:
     return StepPlan(epoch, step_id, 0, (Slice(step_id, 0, (7,), (0,), Draw(SamplingParams())),))
+
+
+def account_of(num_stages: int, started_ns: int = 0, **observer: Any) -> TimeAccount:
+    """A ledger with an empty book of steps."""
+    return TimeAccount(Steps(num_stages), started_ns, **observer)
+
+
+def send(account: TimeAccount, plan: StepPlan, at: int, woken: int) -> None:
+    """As the engine does when a plan has gone out."""
+    account.dispatched(account.steps.sent(plan, woken, at, num_lanes=1))
+
+
+def report(account: TimeAccount, result: StepResult, at: int) -> None:
+    """As the engine does when a stage reports."""
+    step = account.steps.reported(result, at)
+    if step is not None:
+        account.reported(step, result.stage)
 
 
 @dataclass
@@ -76,6 +95,6 @@ class ArtificialPipeline:
     def play(self, account: TimeAccount, event: tuple[int, int, str, int, int], first_step_id: int = 0) -> None:
         at, _, what, k, i = event
         if what == "dispatched":
-            account.dispatched(plan(first_step_id + k), at, max(self.start_ns, at - self.schedule_ns))
+            send(account, plan(first_step_id + k), at, max(self.start_ns, at - self.schedule_ns))
         else:
-            account.reported(StepResult(1, first_step_id + k, i, self.stamps[i, k]), self.stamps[i, k], at)
+            report(account, StepResult(1, first_step_id + k, i, self.stamps[i, k]), at)

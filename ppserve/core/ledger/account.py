@@ -32,7 +32,8 @@ from ppserve.core.ledger.causes import (
     behind,
     cut,
 )
-from ppserve.core.plan import StepPlan, StepResult, StepStamps
+from ppserve.core.ledger.steps import Step, Steps
+from ppserve.core.plan import StepStamps
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,32 +84,17 @@ def in_head_clock(stamps: StepStamps, offset_ns: int) -> StepStamps:
     )
 
 
-class _Step:
-    """A dispatched step until every stage has settled it."""
+class _Passing:
+    """A step of the book until every stage's time around it is settled.
 
-    __slots__ = (
-        "dispatched",
-        "full",
-        "num_unreported",
-        "passages",
-        "phase",
-        "returned",
-        "stamps",
-        "step_id",
-        "trigger",
-        "woken",
-    )
+    trigger: the step that had returned last when this one was sent. passages: by stage, once settled.
+    """
 
-    def __init__(self, plan: StepPlan, num_stages: int) -> None:
-        self.step_id = plan.step_id
-        self.phase = plan.phase
-        self.dispatched = 0
-        self.woken = 0
-        self.full = False
-        self.trigger: _Step | None = None  # the step last returned when this one was sent
-        self.returned = 0  # when the head had the last stage's result
-        self.num_unreported = num_stages
-        self.stamps: list[StepStamps | None] = [None] * num_stages
+    __slots__ = ("passages", "step", "trigger")
+
+    def __init__(self, step: Step, trigger: _Passing | None, num_stages: int) -> None:
+        self.step = step
+        self.trigger = trigger
         self.passages: list[Passage | None] = [None] * num_stages
 
 
@@ -119,7 +105,7 @@ class _Mark:
     at: int
     demand: bool
     live: bool
-    last: _Step | None
+    last: _Passing | None
 
 
 class _Timeline:
@@ -130,30 +116,28 @@ class _Timeline:
         self.sent = started  # when the stage had handed on its latest step
         self.demand = False
         self.live = True
-        self.queue: deque[_Step | _Mark] = deque()
+        self.queue: deque[_Passing | _Mark] = deque()
         self.settled = dict.fromkeys(KINDS, 0)
         self.exported = dict.fromkeys(KINDS, 0)
 
 
 class TimeAccount:
-    """Fed by the engine as things happen; see the module for what it promises.
+    """Told by the engine what happens, reads the book of steps; see the module for what it promises.
 
     observer: called with every span as it is settled, in order for each stage.
     """
 
-    def __init__(
-        self, num_stages: int, started_ns: int, observer: Callable[[Settled], None] | None = None
-    ) -> None:
-        self.num_stages = num_stages
-        self.observer = observer
+    def __init__(self, steps: Steps, started_ns: int, observer: Callable[[Settled], None] | None = None) -> None:
+        self.steps = steps
+        self.num_stages = steps.num_stages
+        self._observer = observer
         self._started = started_ns
         self._demand = False
         self._live = True
-        self._num_in_flight = 0
-        self._last_returned: _Step | None = None
-        self._steps: dict[int, _Step] = {}
-        self._recent = Recent(8 * num_stages)
-        self._timelines = [_Timeline(started_ns) for _ in range(num_stages)]
+        self._last_returned: _Passing | None = None
+        self._passing: dict[int, _Passing] = {}
+        self._recent = Recent(8 * self.num_stages)
+        self._timelines = [_Timeline(started_ns) for _ in range(self.num_stages)]
 
     # ---- what happens -------------------------------------------------------------------------------
 
@@ -169,32 +153,22 @@ class TimeAccount:
             self._demand = False
             self._mark(now_ns)
 
-    def dispatched(self, plan: StepPlan, now_ns: int, woken_ns: int) -> None:
-        """The head sent a plan. woken_ns: when the engine's turn that made it began."""
-        self.demand_began(woken_ns)
-        step = _Step(plan, self.num_stages)
-        step.dispatched, step.woken = now_ns, woken_ns
-        self._num_in_flight += 1
-        step.full = self._num_in_flight >= self.num_stages
-        step.trigger = self._last_returned
-        self._steps[step.step_id] = step
+    def dispatched(self, step: Step) -> None:
+        """The head sent a step."""
+        self.demand_began(step.woken_ns)
+        passing = _Passing(step, self._last_returned, self.num_stages)
+        self._passing[step.plan.step_id] = passing
         for timeline in self._timelines:
-            timeline.queue.append(step)
+            timeline.queue.append(passing)
 
-    def reported(self, result: StepResult, stamps: StepStamps, now_ns: int) -> None:
-        """A stage's result arrived; `stamps` are in the head's clock. Unknown steps are ignored."""
-        step = self._steps.get(result.step_id)
-        if step is None or step.stamps[result.stage] is not None:
-            return
-        step.stamps[result.stage] = stamps
-        step.num_unreported -= 1
-        if result.stage == self.num_stages - 1:
-            step.returned = now_ns
-            self._last_returned = step
-            self._num_in_flight -= 1
-        if step.num_unreported == 0:
-            del self._steps[step.step_id]
-        self._settle_from(result.stage)
+    def reported(self, step: Step, stage: int) -> None:
+        """A stage's result of a dispatched step is in the book."""
+        passing = self._passing[step.plan.step_id]
+        if stage == self.num_stages - 1:
+            self._last_returned = passing
+        if step.is_complete:
+            del self._passing[step.plan.step_id]
+        self._settle_from(stage)
 
     def stage_lost(self, now_ns: int) -> None:
         """The pipeline broke: what is in flight will not be reported any more. Idempotent."""
@@ -205,10 +179,9 @@ class TimeAccount:
                 item = timeline.queue.popleft()
                 if isinstance(item, _Mark):
                     self._settle_mark(stage, item)
-                elif (stamps := item.stamps[stage]) is not None:
+                elif (stamps := item.step.stamps(stage)) is not None:
                     self._settle_step(stage, item, stamps)
-        self._steps.clear()
-        self._num_in_flight = 0
+        self._passing.clear()
         self._last_returned = None
         self._live = False
         self._mark(now_ns)
@@ -256,14 +229,14 @@ class TimeAccount:
         """What the time since the last settled span probably was."""
         timeline = self._timelines[stage]
         start = timeline.cursor
-        waiting = FILL_DRAIN if self._num_in_flight < self.num_stages else IMBALANCE
+        waiting = FILL_DRAIN if self.steps.num_in_flight < self.num_stages else IMBALANCE
         head = timeline.queue[0] if timeline.queue else None
-        if not isinstance(head, _Step):
+        if not isinstance(head, _Passing):
             kind = IDLE if not timeline.demand else waiting if timeline.live else HOST
             return list(cut(start, now_ns, [(now_ns, kind)]))
-        before = head.stamps[stage - 1] if stage else None
-        here = before.ended if before else head.dispatched if stage == 0 else now_ns
-        return list(cut(start, now_ns, [(here, waiting), (now_ns, head.phase)]))
+        before = head.step.stamps(stage - 1) if stage else None
+        here = before.ended if before else head.step.sent_ns if stage == 0 else now_ns
+        return list(cut(start, now_ns, [(here, waiting), (now_ns, head.step.plan.phase)]))
 
     # ---- settling -----------------------------------------------------------------------------------
 
@@ -288,7 +261,7 @@ class TimeAccount:
             if isinstance(item, _Mark):
                 self._settle_mark(stage, item)
             else:
-                stamps = item.stamps[stage]
+                stamps = item.step.stamps(stage)
                 source = item if stage else item.trigger
                 if stamps is None or (source is not None and source.passages[stage - 1] is None):
                     break
@@ -297,39 +270,40 @@ class TimeAccount:
             progressed = True
         return progressed
 
-    def _settle_step(self, stage: int, step: _Step, stamps: StepStamps) -> None:
+    def _settle_step(self, stage: int, passing: _Passing, stamps: StepStamps) -> None:
         timeline = self._timelines[stage]
         begun = max(stamps.begun, timeline.cursor)
         ended = max(stamps.ended, begun)
-        wait = tuple(self._wait(stage, step, stamps, begun))
-        step.passages[stage] = Passage(wait, begun, ended)
+        wait = tuple(self._wait(stage, passing, stamps, begun))
+        passing.passages[stage] = Passage(wait, begun, ended)
         if stage == 0:
-            step.trigger = None  # or each step would keep all before it
-        for span in wait:
-            self._settle(stage, span, step.step_id)
-        self._settle(stage, Span(begun, ended, step.phase), step.step_id)
+            passing.trigger = None  # or each step would keep all before it
+        plan = passing.step.plan
+        for span in (*wait, Span(begun, ended, plan.phase)):
+            self._settle(stage, span, plan.step_id)
         timeline.cursor = ended
         timeline.sent = stamps.sent
 
-    def _wait(self, stage: int, step: _Step, stamps: StepStamps, end: int) -> list[Span]:
-        """The stage's wait for `step`, from its cursor to `end`."""
-        timeline = self._timelines[stage]
+    def _wait(self, stage: int, passing: _Passing, stamps: StepStamps, end: int) -> list[Span]:
+        """The stage's wait for a step, from its cursor to `end`."""
+        timeline, step = self._timelines[stage], passing.step
         at = timeline.cursor
         spans = list(cut(at, end, [(timeline.sent, TRANSFER)]))
         first_hand = list(spans)
-        source = step if stage else step.trigger
+        trigger = passing.trigger
+        source = passing if stage else trigger
         if source and (before := source.passages[stage - 1]):
-            wait = behind(_end(spans, at), end, before, step.full)
+            wait = behind(_end(spans, at), end, before, step.fills_pipeline)
             inherited = wait.inherited if stage else self._recent.rename(wait.inherited)
             spans += [*wait.shared, *inherited, *wait.excess]
             first_hand += wait.excess
         if stage:
             link = [(stamps.awaited, HOST), (stamps.received, TRANSFER), (end, HOST)]
         else:
-            returned = [(step.trigger.returned, TOKEN_RETURN)] if step.trigger else []
-            link = [*returned, (step.woken, FILL_DRAIN), (end, HOST)]
+            returned = [(trigger.step.returned_ns, TOKEN_RETURN)] if trigger and trigger.step.returned_ns else []
+            link = [*returned, (step.woken_ns, FILL_DRAIN), (end, HOST)]
         linked = list(cut(_end(spans, at), end, link))
-        if step.full:
+        if step.fills_pipeline:
             self._recent.add(first_hand + linked)
             if stage == 0:
                 self._recent.fade()
@@ -344,8 +318,8 @@ class TimeAccount:
             tail = [(mark.at, HOST)]
         else:
             tail = [(timeline.sent, TRANSFER)]
-            if mark.last and (last := mark.last.stamps[-1]):
-                tail += [(last.ended, FILL_DRAIN), (mark.last.returned, TOKEN_RETURN)]
+            if mark.last and (last := mark.last.step.stamps(self.num_stages - 1)) and mark.last.step.returned_ns:
+                tail += [(last.ended, FILL_DRAIN), (mark.last.step.returned_ns, TOKEN_RETURN)]
             tail += [(mark.at, HOST)]
         for span in cut(timeline.cursor, mark.at, tail):
             self._settle(stage, span, None)
@@ -354,8 +328,8 @@ class TimeAccount:
 
     def _settle(self, stage: int, span: Span, step_id: int | None) -> None:
         self._timelines[stage].settled[span.kind] += span.end - span.start
-        if self.observer:
-            self.observer(Settled(stage, span, step_id))
+        if self._observer:
+            self._observer(Settled(stage, span, step_id))
 
 
 def _end(spans: list[Span], start: int) -> int:

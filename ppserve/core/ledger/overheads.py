@@ -10,7 +10,7 @@ from collections.abc import Collection
 from dataclasses import dataclass
 from statistics import fmean
 
-from ppserve.core.plan import StepPlan, StepResult, StepStamps
+from ppserve.core.ledger.steps import Step, Steps
 
 _REMEMBERED = 256
 
@@ -31,50 +31,35 @@ class OverheadTimes:
 
 
 class Overheads:
-    """Fed like the ledger, with stamps on the head's clock; holds only steps that not all stages reported."""
+    """Told by the engine which steps were sent and reported; reads the book."""
 
-    def __init__(self, num_stages: int) -> None:
-        self._num_stages = num_stages
-        self._dispatched_ns: dict[int, int] = {}
-        self._stamps: dict[int, dict[int, StepStamps]] = {}
-        self._last_dispatched_ns: int | None = None
-        self._free_ns = [0] * num_stages
+    def __init__(self, steps: Steps) -> None:
+        self._last_stage = steps.num_stages - 1
+        self._last_sent_ns: int | None = None
+        self._free_ns = [0] * steps.num_stages
         self._head, self._control, self._prepare, self._sending, self._transfer, self._return = (
             deque[int](maxlen=_REMEMBERED) for _ in range(6)
         )
 
-    def dispatched(self, plan: StepPlan, now_ns: int, woken_ns: int) -> None:
-        self._head.append(now_ns - max(woken_ns, self._last_dispatched_ns or woken_ns))
-        self._last_dispatched_ns = now_ns
-        self._dispatched_ns[plan.step_id] = now_ns
-        self._stamps[plan.step_id] = {}
+    def dispatched(self, step: Step) -> None:
+        """A step was sent."""
+        self._head.append(step.sent_ns - max(step.woken_ns, self._last_sent_ns or step.woken_ns))
+        self._last_sent_ns = step.sent_ns
 
-    def reported(self, result: StepResult, now_ns: int) -> None:
-        reports = self._stamps.get(result.step_id)
-        if reports is None:
-            return
-        stage, stamps = result.stage, result.stamps
-        reports[stage] = stamps
+    def reported(self, step: Step, stage: int) -> None:
+        """A stage's result of a step is in the book."""
+        stamps = step.stamps(stage)
+        assert stamps is not None
         self._prepare.append(max(0, stamps.awaited - max(stamps.planned, self._free_ns[stage])))
         self._free_ns[stage] = stamps.sent
         if stage == 0:
-            self._control.append(stamps.planned - self._dispatched_ns[result.step_id])
-        if stage == self._num_stages - 1:
-            self._return.append(now_ns - stamps.ended)
-        else:
-            self._sending.append(stamps.sent - stamps.ended)
-        for receiver in (stage, stage + 1):
-            if receiver in reports and receiver - 1 in reports:
-                sent, received = reports[receiver - 1], reports[receiver]
-                if received.awaited <= sent.sent:
-                    self._transfer.append(received.received - sent.sent)
-        if len(reports) == self._num_stages:
-            del self._stamps[result.step_id], self._dispatched_ns[result.step_id]
-
-    def lost(self) -> None:
-        """What is in flight will not be reported any more."""
-        self._stamps.clear()
-        self._dispatched_ns.clear()
+            self._control.append(stamps.planned - step.sent_ns)
+        if stage == self._last_stage and step.returned_ns is not None:
+            self._return.append(step.returned_ns - stamps.ended)
+        for transfer in step.transfers(stage):
+            self._sending.append(transfer.sending_ns)
+            if transfer.latency_ns is not None:
+                self._transfer.append(transfer.latency_ns)
 
     @property
     def times(self) -> OverheadTimes:

@@ -1,72 +1,68 @@
-"""The steps in flight. A lane is a slot for one of them; the lowest free number is the next to be used."""
+"""Which sequences the steps in flight belong to. A lane is a slot for one step; the lowest free one is used next.
+
+How many steps are in flight, and in which lanes, stands in the book of steps alone (`core.ledger.steps`).
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from collections.abc import Sequence as Seq
-from dataclasses import dataclass
 
+from ppserve.core.ledger.steps import Steps
 from ppserve.core.plan import Slice, StepPlan, StepResult
 from ppserve.core.scheduling.sequence import Sequence
 
-
-@dataclass(frozen=True, slots=True)
-class Step:
-    """A step in flight: its plan, and whose each slice is."""
-
-    plan: StepPlan
-    parts: tuple[tuple[Sequence, Slice], ...]
+Parts = tuple[tuple[Sequence, Slice], ...]
+"""Whose each slice of a step is."""
 
 
 class Lanes:
-    """Numbers steps and remembers them until their result comes, in one epoch at a time."""
+    """Numbers steps, and remembers whose their slices are until their result comes, in one epoch at a time."""
 
-    def __init__(self, num_lanes: int, epoch: int) -> None:
+    def __init__(self, steps: Steps, num_lanes: int, epoch: int) -> None:
         self.num_lanes = num_lanes
         self.epoch = epoch
-        self._steps: dict[int, Step] = {}
+        self._steps = steps
+        self._parts: dict[int, Parts] = {}
         self._next_step_id = 0
 
     def __len__(self) -> int:
-        return len(self._steps)
-
-    def __iter__(self) -> Iterator[Step]:
-        return iter(self._steps.values())
+        """Steps whose result has not been committed."""
+        return len(self._parts)
 
     @property
     def full(self) -> bool:
-        return len(self._steps) >= self.num_lanes
+        return self._steps.num_in_flight >= self.num_lanes
 
-    def send(self, parts: Seq[tuple[Sequence, Slice]], copies: Seq[tuple[int, int]]) -> StepPlan:
+    def plan(self, parts: Parts, copies: Seq[tuple[int, int]]) -> StepPlan:
         """A new step in the lowest free lane."""
-        used = {step.plan.lane for step in self}
+        used = {step.plan.lane for step in self._steps.in_flight}
         lane = next(lane for lane in range(len(used) + 1) if lane not in used)
         plan = StepPlan(self.epoch, self._next_step_id, lane, tuple(piece for _, piece in parts), tuple(copies))
-        self._steps[plan.step_id] = Step(plan, tuple(parts))
+        self._parts[plan.step_id] = parts
         self._next_step_id += 1
         return plan
 
-    def receive(self, result: StepResult) -> Step | None:
-        """The step that came back; None for one of an older epoch, or unknown."""
-        return self._steps.pop(result.step_id, None) if result.epoch == self.epoch else None
+    def take(self, result: StepResult) -> Parts | None:
+        """Whose the slices of the step are that came back; None for one of an older epoch, or unknown."""
+        return self._parts.pop(result.step_id, None) if result.epoch == self.epoch else None
 
     def lose(self, epoch: int) -> frozenset[str]:
         """Forget everything in flight; the ids of the requests it belonged to."""
         assert epoch > self.epoch, (epoch, self.epoch)
         self.epoch = epoch
-        requests = frozenset(s.request.id for step in self for s, _ in step.parts if s.is_live)
-        self._steps.clear()
+        requests = frozenset(s.request.id for parts in self._parts.values() for s, _ in parts if s.is_live)
+        self._parts.clear()
         return requests
 
     def holds_others_than(self, request_id: str) -> bool:
-        return any(sequence.request.id != request_id for step in self for sequence, _ in step.parts)
+        return any(sequence.request.id != request_id for parts in self._parts.values() for sequence, _ in parts)
 
     def check_invariants(self, sequences: Seq[Sequence]) -> None:
         """A sequence is in one step, or in several with consecutive chunks. Raises AssertionError."""
         in_flight: dict[int, list[Slice]] = {}
-        for step in self:
-            assert len({s.id for s, _ in step.parts}) == len(step.parts), "a sequence twice in one step"
-            for sequence, piece in step.parts:
+        for parts in self._parts.values():
+            assert len({s.id for s, _ in parts}) == len(parts), "a sequence twice in one step"
+            for sequence, piece in parts:
                 in_flight.setdefault(sequence.id, []).append(piece)
         for sequence in sequences:
             pieces = in_flight.pop(sequence.id, [])

@@ -12,11 +12,13 @@ Laws
   stage is everybody's preemption: tokens and block tables stay, computation starts over.
 - Every sequence causes exactly one terminal event, except one that the engine itself ends (`finish`).
 
-The engine's round: `expire(now)`, then `schedule(now)` until it returns None; `commit` for every result.
+The engine's round: `expire(now)`, then `schedule(now)` until it returns None, entering each plan in the book of
+steps before it asks for the next; `commit` for every result of the last stage, once it is in the book.
 """
 
 from __future__ import annotations
 
+from ppserve.core.ledger.steps import Steps
 from ppserve.core.plan import Drawn, Scored, Slice, StepPlan, StepResult
 from ppserve.core.request import FinishReason, Request
 from ppserve.core.scheduling.admission import Deadlines, refuse_impossible, refuse_overload, worst_case_blocks
@@ -45,7 +47,12 @@ class Scheduler:
     """See the module's laws. Methods that take `now` want the head's monotonic clock, in seconds."""
 
     def __init__(
-        self, config: SchedulerConfig, blocks: BlockManager, costs: CostModel | None = None, epoch: int = 0
+        self,
+        config: SchedulerConfig,
+        blocks: BlockManager,
+        steps: Steps,
+        costs: CostModel | None = None,
+        epoch: int = 0,
     ) -> None:
         if blocks.block_size != config.block_size:
             raise ValueError(f"block_size: {config.block_size} here, {blocks.block_size} in the block manager")
@@ -59,7 +66,7 @@ class Scheduler:
         self._groups: dict[str, SequenceGroup] = {}
         self._roster = Roster()
         self._ending: dict[int, Sequence] = {}
-        self._lanes = Lanes(config.microbatches or config.num_stages, epoch)
+        self._lanes = Lanes(steps, config.microbatches or config.num_stages, epoch)
         self._deadlines = Deadlines()
         self._queue_may_move = True
         self._next_sequence_id = 0
@@ -79,11 +86,6 @@ class Scheduler:
     @property
     def num_waiting_tokens(self) -> int:
         return self._queue.num_tokens
-
-    @property
-    def num_in_flight(self) -> int:
-        """Steps that were scheduled and have not come back."""
-        return len(self._lanes)
 
     @property
     def has_work(self) -> bool:
@@ -293,18 +295,19 @@ class Scheduler:
         for sequence in sequences:
             self.prefix_cache.offer(sequence)
         self._roster.slices_taken(sequences)
-        return self._lanes.send(parts, copies)
+        return self._lanes.plan(tuple(parts), copies)
 
     def commit(self, result: StepResult, now: float) -> list[SequenceEvent]:
         """Apply what the last stage says of a step; a result of an older epoch or unknown step is ignored."""
-        step = self._lanes.receive(result)
-        if step is None:
+        parts = self._lanes.take(result)
+        if parts is None:
             return []
-        self._throughput.committed(step.plan.num_tokens, now, pipeline_empty=not len(self._lanes))
+        num_tokens = sum(len(piece.token_ids) for _, piece in parts)
+        self._throughput.committed(num_tokens, now, pipeline_empty=not len(self._lanes))
         drawn = {d.sequence_id: d for d in result.drawn}
         scored = {s.sequence_id: s for s in result.scored}
         events: list[SequenceEvent] = []
-        for sequence, piece in step.parts:
+        for sequence, piece in parts:
             sequence.steps_in_flight -= 1
             sequence.computed = max(sequence.computed, piece.end)
             if sequence.status is SequenceStatus.ENDING:

@@ -5,16 +5,16 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ppserve.core.ledger.account import Settled, StageTimes, TimeAccount, in_head_clock
+from ppserve.core.ledger.account import Settled, StageTimes, in_head_clock
 from ppserve.core.ledger.causes import BUSY, CAUSES
 from ppserve.core.plan import StepResult, StepStamps
-from tests.core.artificial import ArtificialPipeline, plan
+from tests.core.artificial import ArtificialPipeline, account_of, plan, report, send
 
 S = 1_000_000  # one stage's time for a step, ns
 
 
 def account_for(pipeline: ArtificialPipeline, num_steps: int) -> tuple[StageTimes, ...]:
-    account = TimeAccount(len(pipeline.compute_ns), 0)
+    account = account_of(len(pipeline.compute_ns))
     end = pipeline.run(num_steps).feed(account)
     times = account.settled()
     assert {t.wall_ns for t in times} == {end}
@@ -48,9 +48,8 @@ def test_one_sequence_is_fill_drain():
 
 def steady(pipeline: ArtificialPipeline, num_steps: int = 40) -> list[dict[str, int]]:
     """Bubbles per stage between an early and a late moment of a long run."""
-    account = TimeAccount(len(pipeline.compute_ns), 0)
     marks: list[list[Settled]] = [[] for _ in pipeline.compute_ns]
-    account.observer = lambda settled: marks[settled.stage].append(settled)
+    account = account_of(len(pipeline.compute_ns), observer=lambda settled: marks[settled.stage].append(settled))
     pipeline.run(num_steps).feed(account)
     result = []
     for spans in marks:
@@ -123,7 +122,7 @@ durations = st.integers(0, 5)
 )
 def test_scrapes_at_any_moment_sum_to_the_wall_and_never_decrease(compute, lanes, num_steps, delays, seed):
     pipeline = ArtificialPipeline(compute, lanes, *delays, start_ns=7).run(num_steps)
-    account = TimeAccount(len(compute), 0)
+    account = account_of(len(compute))
     account.demand_began(7)
     rng = random.Random(seed)
     before = account.snapshot(3)
@@ -164,7 +163,7 @@ def delayed(events, rng, last):
 
 def test_spans_tile_each_stage():
     spans: dict[int, list[Settled]] = {0: [], 1: [], 2: []}
-    account = TimeAccount(3, 0, lambda s: spans[s.stage].append(s))
+    account = account_of(3, observer=lambda s: spans[s.stage].append(s))
     end = ArtificialPipeline((3, 5, 4), 2, 1, 1, 1, 1, 1, start_ns=50).run(30).feed(account)
     for of_stage in spans.values():
         assert of_stage[0].span.start == 0
@@ -175,9 +174,10 @@ def test_spans_tile_each_stage():
 
 
 def test_nothing_is_kept_about_settled_steps():
-    account = TimeAccount(2, 0)
+    account = account_of(2)
     ArtificialPipeline((S, S), 2).run(500).feed(account)
-    assert not account._steps
+    assert not len(account.steps)
+    assert not account._passing
     assert not any(t.queue for t in account._timelines)
     step, length = account._last_returned, 0
     while step:
@@ -189,7 +189,7 @@ def test_nothing_is_kept_about_settled_steps():
 
 
 def test_no_demand_is_idle():
-    account = TimeAccount(2, 100)
+    account = account_of(2, 100)
     assert [t.idle_ns for t in account.snapshot(600)] == [500, 500]
     pipeline = ArtificialPipeline((S, S), 2, start_ns=1000).run(4)
     end = pipeline.feed(account)
@@ -199,7 +199,7 @@ def test_no_demand_is_idle():
 
 
 def test_two_bursts_with_idle_between():
-    account = TimeAccount(2, 0)
+    account = account_of(2)
     end = ArtificialPipeline((S, S), 2).run(4).feed(account)
     again = ArtificialPipeline((S, S), 2, start_ns=end + 3 * S).run(4)
     end = again.feed(account, first_step_id=4)
@@ -210,19 +210,20 @@ def test_two_bursts_with_idle_between():
 
 
 def test_a_lost_stage_is_host_until_the_pipeline_has_formed():
-    account = TimeAccount(2, 0)
+    account = account_of(2)
     account.demand_began(0)
     for k in range(2):
-        account.dispatched(plan(k), 0, 0)
+        send(account, plan(k), 0, 0)
     stamps = StepStamps(0, 0, 0, 0, 10, 10)
-    account.reported(StepResult(1, 0, 0, stamps), stamps, 10)
+    report(account, StepResult(1, 0, 0, stamps), 10)
+    account.steps.lost()
     account.stage_lost(30)
     account.stage_lost(31)
     assert [t.bubble_ns["host"] for t in account.snapshot(100)] == [90, 100]
     account.formed(130)
     account.formed(131)
     late = StepStamps(0, 10, 10, 10, 20, 20)
-    account.reported(StepResult(1, 1, 0, late), late, 140)  # of the old epoch: says nothing any more
+    report(account, StepResult(1, 1, 0, late), 140)  # of the old epoch: says nothing any more
     ArtificialPipeline((5, 5), 2, start_ns=130).run(2).feed(account, first_step_id=2)
     first, second = account.settled()
     assert (first.busy_ns["decode"], bubbles(first)) == (20, {"host": 120, "fill_drain": 5})
@@ -231,14 +232,14 @@ def test_a_lost_stage_is_host_until_the_pipeline_has_formed():
 
 
 def test_a_stage_lost_without_demand_costs_nothing():
-    account = TimeAccount(1, 0)
+    account = account_of(1)
     account.stage_lost(10)
     account.formed(50)
     assert account.snapshot(60)[0] == StageTimes(dict.fromkeys(BUSY, 0), dict.fromkeys(CAUSES, 0), 60)
 
 
 def test_demand_that_arrives_while_the_pipeline_is_down_waits_for_the_host():
-    account = TimeAccount(1, 0)
+    account = account_of(1)
     account.stage_lost(10)
     account.demand_began(30)
     account.formed(50)
@@ -248,11 +249,11 @@ def test_demand_that_arrives_while_the_pipeline_is_down_waits_for_the_host():
 
 def test_stamps_that_contradict_each_other_still_sum_up():
     """Clocks of hosts are aligned to microseconds only, so a stamp may lie before its cause, or ahead of now."""
-    account = TimeAccount(2, 0)
-    account.dispatched(plan(0), 100, 90)
+    account = account_of(2)
+    send(account, plan(0), 100, 90)
     for stage, at in ((1, 40), (0, 300)):
         stamps = StepStamps(at, at, at, at, at + 20, at + 10)
-        account.reported(StepResult(1, 0, stage, stamps), stamps, 130)
+        report(account, StepResult(1, 0, stage, stamps), 130)
     assert {t.wall_ns for t in account.snapshot(150)} == {150}
     account.demand_ended(400)
     assert {t.wall_ns for t in account.snapshot(400)} == {400}
@@ -260,11 +261,11 @@ def test_stamps_that_contradict_each_other_still_sum_up():
 
 
 def test_a_result_counts_once():
-    account = TimeAccount(1, 0)
-    account.dispatched(plan(0), 0, 0)
+    account = account_of(1)
+    send(account, plan(0), 0, 0)
     stamps = StepStamps(0, 0, 0, 0, 10, 10)
     for _ in range(2):
-        account.reported(StepResult(1, 0, 0, stamps), stamps, 10)
+        report(account, StepResult(1, 0, 0, stamps), 10)
     assert account.settled()[0].busy_ns["decode"] == 10
 
 

@@ -1,16 +1,16 @@
 import pytest
 
 from ppserve.core.architecture import Split, stage_layouts
-from ppserve.core.ledger.account import StageTimes, TimeAccount
+from ppserve.core.ledger.account import StageTimes
 from ppserve.core.ledger.advice import advise
-from tests.core.artificial import ArtificialPipeline
+from tests.core.artificial import ArtificialPipeline, account_of
 
 MS = 1_000_000
 NINE_AND_THREE = stage_layouts(Split.parse("9,3"))
 
 
 def measured(pipeline: ArtificialPipeline, num_steps: int = 1000) -> tuple[StageTimes, ...]:
-    account = TimeAccount(len(pipeline.compute_ns), 0)
+    account = account_of(len(pipeline.compute_ns))
     pipeline.run(num_steps).feed(account)
     return account.settled()
 
@@ -63,4 +63,4 @@ def test_a_good_pipeline_gets_no_advice():
 
 def test_too_little_seen_is_no_reason_for_advice():
     assert advise(measured(ArtificialPipeline((10 * MS, 20 * MS), lanes=2), 10), NINE_AND_THREE, 2) == ""
-    assert advise(TimeAccount(2, 0).snapshot(10**12), NINE_AND_THREE, 2) == ""
+    assert advise(account_of(2).snapshot(10**12), NINE_AND_THREE, 2) == ""

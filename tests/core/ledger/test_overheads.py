@@ -4,6 +4,7 @@ import pytest
 
 from ppserve.core.ledger.account import in_head_clock
 from ppserve.core.ledger.overheads import Overheads, OverheadTimes
+from ppserve.core.ledger.steps import Steps
 from ppserve.core.plan import StepResult, StepStamps
 from tests.core.artificial import ArtificialPipeline, plan
 
@@ -11,13 +12,20 @@ MS = 1_000_000
 
 
 def feed(pipeline: ArtificialPipeline, num_steps: int) -> Overheads:
-    overheads = Overheads(len(pipeline.compute_ns))
+    steps = Steps(len(pipeline.compute_ns))
+    overheads = Overheads(steps)
     for at, _, what, k, i in pipeline.run(num_steps).events():
         if what == "dispatched":
-            overheads.dispatched(plan(k), at, at - pipeline.schedule_ns)
+            overheads.dispatched(steps.sent(plan(k), at - pipeline.schedule_ns, at, num_lanes=1))
         else:
-            overheads.reported(StepResult(1, k, i, pipeline.stamps[i, k]), at)
+            report(steps, overheads, StepResult(1, k, i, pipeline.stamps[i, k]), at)
     return overheads
+
+
+def report(steps: Steps, overheads: Overheads, result: StepResult, at: int) -> None:
+    step = steps.reported(result, at)
+    assert step is not None
+    overheads.reported(step, result.stage)
 
 
 @pytest.mark.parametrize("num_stages", [2, 3])
@@ -32,26 +40,18 @@ def test_every_overhead_is_found(num_stages):
 
 
 def test_preparing_and_the_way_to_a_stage():
-    overheads = Overheads(1)
+    steps = Steps(1)
+    overheads = Overheads(steps)
     for k in range(100):
         at = 100 * MS * k
-        overheads.dispatched(plan(k), at, at)
+        overheads.dispatched(steps.sent(plan(k), at, at, num_lanes=1))
         stamps = StepStamps(at + MS, at + 3 * MS, at + 3 * MS, at + 3 * MS, at + 9 * MS, at + 9 * MS)
         if k == 50:  # a pause, which says nothing about steps
             stamps = in_head_clock(stamps, -10**12)
-        overheads.reported(StepResult(1, k, 0, stamps), at + 9 * MS)
+        report(steps, overheads, StepResult(1, k, 0, stamps), at + 9 * MS)
     assert overheads.times.control_s == pytest.approx(0.001)
     assert overheads.times.prepare_s == pytest.approx(0.002, rel=0.03)
 
 
 def test_nothing_seen():
-    assert Overheads(2).times == OverheadTimes()
-
-
-def test_what_is_lost_is_forgotten():
-    overheads = Overheads(2)
-    overheads.dispatched(plan(1), 10, 5)
-    overheads.lost()
-    stamps = ArtificialPipeline((1, 1), 1).run(2).stamps[0, 1]
-    overheads.reported(StepResult(1, 1, 0, stamps), 99)
-    assert overheads.times.prepare_s == 0
+    assert Overheads(Steps(2)).times == OverheadTimes()

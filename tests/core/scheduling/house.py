@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
+from ppserve.core.ledger.steps import Steps
 from ppserve.core.plan import StepPlan
 from ppserve.core.request import FinishReason, Request, StopConditions
 from ppserve.core.scheduling.block_manager import BlockManager
@@ -30,7 +31,8 @@ class House:
 
     def __post_init__(self) -> None:
         self.blocks = BlockManager(self.num_blocks, self.config.block_size)
-        self.scheduler = Scheduler(self.config, self.blocks, self.costs)
+        self.steps = Steps(self.config.num_stages)
+        self.scheduler = Scheduler(self.config, self.blocks, self.steps, self.costs)
         self.pipeline = ToyPipeline(self.config.block_size)
 
     def tell(self, events: list[SequenceEvent]) -> list[SequenceEvent]:
@@ -51,14 +53,19 @@ class House:
         plan = self.scheduler.schedule(self.now)
         if plan is not None:
             assert plan.slices, "a step is never empty"
+            self.steps.sent(plan, 0, 0, self.scheduler.microbatches)
             self.pipeline.send(plan)
         return plan
 
     def commit_one(self) -> list[SequenceEvent]:
-        return self.tell(self.scheduler.commit(self.pipeline.run_one(), self.now))
+        result = self.pipeline.run_one()
+        for stage in range(self.config.num_stages):
+            self.steps.reported(replace(result, stage=stage), 0)
+        return self.tell(self.scheduler.commit(result, self.now))
 
     def lose_stage(self) -> None:
         self.pipeline.lose()
+        self.steps.lost()
         self.tell(self.scheduler.lose_stage(self.scheduler.epoch + 1, self.now))
 
     def drain(self) -> None:

@@ -323,4 +323,4 @@ def test_half_scored_prompts_are_not_delivered() -> None:
 def test_block_sizes_must_agree() -> None:
     house = a_house(block_size=4)
     with pytest.raises(ValueError, match="block_size"):
-        Scheduler(SchedulerConfig(2, block_size=8), house.blocks)
+        Scheduler(SchedulerConfig(2, block_size=8), house.blocks, house.steps)

@@ -18,7 +18,7 @@ def test_as_many_steps_in_flight_as_stages() -> None:
     house.submit(a_request("long", num_prompt=40))
     plans = fill(house)
     assert [plan.lane for plan in plans] == [0, 1, 2]
-    assert house.scheduler.num_in_flight == 3
+    assert house.steps.num_in_flight == 3
 
 
 def test_consecutive_chunks_of_one_prompt_are_in_flight_together() -> None:

@@ -199,7 +199,7 @@ def test_losses_with_progress_between_them_are_nobodys_fault() -> None:
             fill(house)
             house.commit_one()
         fill(house)
-        assert house.scheduler.num_in_flight == 2, "nobody is alone"
+        assert house.steps.num_in_flight == 2, "nobody is alone"
     house.drain()
     house.check_answers()
 

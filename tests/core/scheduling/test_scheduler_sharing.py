@@ -168,7 +168,7 @@ def test_the_control_a_wrong_digest_is_noticed() -> None:
 
     house = a_house(block_size=4)
     house.blocks = Colliding(64, 4)
-    house.scheduler = Scheduler(house.config, house.blocks)
+    house.scheduler = Scheduler(house.config, house.blocks, house.steps)
     for i in range(4):
         house.submit(a_request(f"r{i}", num_prompt=9))
         house.drain()

@@ -41,8 +41,8 @@ class Hello(_Message, frozen=True, tag=True):
     """
 
     token: str
-    stage: int
-    num_stages: int
+    rank: int
+    world_size: int
     host: str
     checkpoint: str
     architecture: Architecture
@@ -120,7 +120,7 @@ class GaveUp(_Message, frozen=True, tag=True):
     """From a keeper, as the only message of its connection: its stage does not stay alive."""
 
     token: str
-    stage: int
+    rank: int
     reason: str
 
 
@@ -149,7 +149,7 @@ class Assign(_Message, frozen=True, tag=True):
 
 
 class Form(_Message, frozen=True, tag=True):
-    """Leave the old epoch, enter this one. store_port 0, to stage 0 only: open the store and say where.
+    """Leave the old epoch, enter this one. store_port 0, to the first rank only: open the store and say where.
 
     num_blocks: KV blocks; max_rows: tokens of the largest step.
     """

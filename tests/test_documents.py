@@ -24,8 +24,8 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from ppserve.cli.main import cli
 from ppserve.cli.serve import serve
-from ppserve.core.ledger.account import TimeAccount
 from ppserve.head.observe.metrics import Metrics
+from tests.core.artificial import account_of
 from tests.e2e.serving import Server, serving
 from tools import make_dashboard, make_flag_table
 
@@ -227,7 +227,7 @@ def test_the_readme_s_tree_is_checked() -> None:
 def samples() -> Iterator[dict[str, list[dict[str, str]]]]:
     """Labels of every series of a server of two stages, by name."""
     metrics = Metrics(2)
-    metrics.start_http("127.0.0.1", 0, lambda: TimeAccount(2, 0).snapshot(1))
+    metrics.start_http("127.0.0.1", 0, lambda: account_of(2).snapshot(1))
     # Set where a pipeline has formed.
     found: dict[str, list[dict[str, str]]] = {"ppserve_stage_info": [{}], "ppserve_build_info": [{}]}
     _, page = metrics.routes["/metrics"]()[:2]

@@ -15,20 +15,17 @@ import time
 
 from ppserve import __version__
 from ppserve.config import ServeConfig
-from ppserve.core.architecture import Architecture
-from ppserve.core.ledger.account import TimeAccount
-from ppserve.core.scheduling.block_manager import BlockManager
-from ppserve.core.scheduling.lane_count import LaneCount
-from ppserve.core.scheduling.scheduler import Scheduler
 from ppserve.errors import ConfigError, UsageError
 from ppserve.head.api.grpc.server import FrontDoor
-from ppserve.head.engine import layout
-from ppserve.head.engine.control import ControlPlane
-from ppserve.head.engine.handle import PipelineHandle, describe_model
+from ppserve.head.engine.control import SocketControlPlane
+from ppserve.head.engine.layout import Layout
 from ppserve.head.engine.loop import Engine
-from ppserve.head.engine.members import Formed, Hopeless, Members
+from ppserve.head.engine.member import Hopeless
+from ppserve.head.engine.members import Members
+from ppserve.head.engine.replica import Replica
+from ppserve.head.handle import PipelineHandle, describe_model
 from ppserve.head.observe.banner import Progress, banner
-from ppserve.head.observe.live import serve_page
+from ppserve.head.observe.live import Schedule, describe_costs, read_state, serve_page
 from ppserve.head.observe.metrics import Metrics
 from ppserve.head.observe.observer import Observer
 from ppserve.head.observe.trace import Trace
@@ -59,10 +56,14 @@ def run_head(config: ServeConfig, environment: RankEnvironment) -> int:
     # The engine must not wait long for the interpreter while messages are written.
     sys.setswitchinterval(0.0005)
     try:
-        return asyncio.run(Head(config, environment).run())
+        return asyncio.run(_run(config, environment))
     except UsageError as error:
         print(f"ppserve: error: {error}", file=sys.stderr, flush=True)
         return EXIT_USAGE
+
+
+async def _run(config: ServeConfig, environment: RankEnvironment) -> int:
+    return await Head(config, environment).run()
 
 
 def warn_of_short_grace(config: ServeConfig) -> None:
@@ -76,71 +77,59 @@ def warn_of_short_grace(config: ServeConfig) -> None:
 
 
 class Head:
-    """Composes the rooms of the head; each has one owner, and this is where they meet."""
+    """Composes the rooms of the head. To be made in the event loop that it will run in."""
 
     def __init__(self, config: ServeConfig, environment: RankEnvironment) -> None:
         self._config = config
-        self._num_stages = environment.world_size
-        one_host = environment.local_world_size == environment.world_size
+        self._num_stages = world_size = environment.world_size
+        one_host = environment.local_world_size == world_size
         token = secrets.token_hex(16)
-        self._control = ControlPlane("127.0.0.1" if one_host else "0.0.0.0", self._num_stages, token)
+        control = SocketControlPlane("127.0.0.1" if one_host else "0.0.0.0", world_size, token)
         control_host = "127.0.0.1" if one_host else os.environ.get("MASTER_ADDR", "127.0.0.1")
-        self._keeper = Keeper(config, 0, self._num_stages, (control_host, self._control.port, token))
+        self._keeper = Keeper(config, 0, world_size, (control_host, control.port, token))
         self._keeper_thread = threading.Thread(target=self._keeper.run, name="keeper", daemon=True)
-        self._members = Members(
-            num_stages=self._num_stages,
-            machine=this_machine(),
-            decide=lambda hellos: layout.decide(config, hellos),
-            choose_num_blocks=lambda loaded: layout.num_blocks(config, self._architecture, loaded),
-            send=self._control.send,
-            drop=self._control.drop,
-        )
-        self._metrics = Metrics(self._num_stages)
+        self._metrics = Metrics(world_size)
+        self._observer = Observer(self._metrics, Trace(world_size, config.server.trace), Schedule(world_size))
+        self._members = Members(range(world_size), this_machine(), Layout(config), control)
+        replica = Replica(self._members, control, self._observer, time.monotonic_ns)
+        loop = asyncio.get_running_loop()
+        self._engine = Engine(replica, control, self._observer, loop.call_soon_threadsafe)
+        self._formed = asyncio.wrap_future(self._engine.formed)
+        self._failed = asyncio.wrap_future(self._engine.failed)
         self._stop = asyncio.Event()
         self._stop_now = asyncio.Event()
-
-    @property
-    def _architecture(self) -> Architecture:
-        hello = self._members.stages[0].hello
-        assert hello is not None
-        return hello.architecture
 
     async def run(self) -> int:
         """Until a signal, or until the pipeline is lost for good."""
         self._listen_to_signals()
         warn_of_short_grace(self._config)
-        account = TimeAccount(self._num_stages, time.monotonic_ns())
-        observer = Observer(account, self._metrics, Trace(self._num_stages, self._config.server.trace))
-        is_auto = self._config.pipeline.microbatches is None
-        lanes = LaneCount(self._num_stages, observer.costs.fixed_s) if is_auto else None
-        engine = Engine(
-            self._control, self._members, observer, lambda formed: self._make_scheduler(formed, observer), lanes
-        )
         self._keeper_thread.start()
-        engine.start()
+        self._engine.start()
         try:
-            return await self._serve(engine, observer)
+            return await self._serve()
         finally:
-            engine.stop()
-            await self._end_stages(engine)
-            observer.trace.close()
+            self._engine.stop()
+            await self._end_stages()
+            self._observer.trace.close()
 
-    async def _serve(self, engine: Engine, observer: Observer) -> int:
-        code = await self._wait_for_pipeline(engine)
+    async def _serve(self) -> int:
+        code = await self._wait_for_pipeline()
         if code is not None:
             return code
+        decision = self._members.decision
+        assert decision is not None
         tokenizer = self._load_tokenizer()
-        engine.tokenizer = tokenizer
         handle = PipelineHandle(
-            engine, self._members, observer, describe_model(self._config, self._members, tokenizer)
+            self._engine, describe_model(self._config, decision, self._members.all, tokenizer), tokenizer
         )
         door = FrontDoor(self._config.server, handle, tokenizer)
-        self._metrics.serve_json("/costs.json", handle.cost_sheet)
-        serve_page(self._metrics, handle.state)
+        metrics, schedule = self._metrics, self._observer.schedule
+        serve_page(metrics, lambda: read_state(handle, metrics.reading(), schedule.recent()))
+        metrics.serve_json("/costs.json", lambda: describe_costs(handle.look()))
         metrics_port = await asyncio.to_thread(self._start_metrics, handle)
         port = await door.start()
         await door.set_serving(True)
-        self._on_reload(door, observer)
+        self._on_reload(door)
         host = self._config.server.host
         topology = await asyncio.to_thread(handle.topology)
         about = banner(handle.model_card(), topology, host, port, metrics_port)
@@ -150,25 +139,25 @@ class Head:
         )
         health = asyncio.create_task(self._report_health(door))
         try:
-            await self._first(self._wait(self._stop), engine.failed)
-            if not engine.failed.done():
+            await self._first(self._wait(self._stop), self._failed)
+            if not self._failed.done():
                 log.info("draining: running streams have %g s", self._config.server.shutdown_timeout_s)
-                engine.drain()
+                self._engine.drain()
         finally:
             health.cancel()
-        return await self._close(door, engine)
+        return await self._close(door)
 
-    async def _wait_for_pipeline(self, engine: Engine) -> int | None:
+    async def _wait_for_pipeline(self) -> int | None:
         """None when it has formed; an exit code when it will not, or when a signal came first."""
         with Progress(self._members):
-            await self._first(self._wait(self._stop), engine.formed, engine.failed)
-        if engine.failed.done():
-            return self._complain(engine.failed.result())
-        return None if engine.formed.done() else 0
+            await self._first(self._wait(self._stop), self._formed, self._failed)
+        if self._failed.done():
+            return self._complain(self._failed.result())
+        return None if self._formed.done() else 0
 
-    async def _close(self, door: FrontDoor, engine: Engine) -> int:
+    async def _close(self, door: FrontDoor) -> int:
         """Streams finish, or time out, or a second signal ends them."""
-        timeout_s = 0.0 if engine.failed.done() else self._config.server.shutdown_timeout_s
+        timeout_s = 0.0 if self._failed.done() else self._config.server.shutdown_timeout_s
         closing = asyncio.ensure_future(door.stop(timeout_s))
         await self._first(closing, self._wait(self._stop_now))
         if not closing.done():
@@ -176,24 +165,18 @@ class Head:
             with contextlib.suppress(asyncio.CancelledError):
                 await closing
             await door.stop(0.0)
-        return self._complain(engine.failed.result()) if engine.failed.done() else 0
+        return self._complain(self._failed.result()) if self._failed.done() else 0
 
-    async def _end_stages(self, engine: Engine) -> None:
+    async def _end_stages(self) -> None:
         """The engine tells the stages; the keeper of stage 0 makes sure of the one that is its child."""
         self._keeper.stop(_STAGES_END_WITHIN_S)
-        await asyncio.to_thread(engine.join, 2 * _STAGES_END_WITHIN_S)
+        await asyncio.to_thread(self._engine.join, 2 * _STAGES_END_WITHIN_S)
         await asyncio.to_thread(self._keeper_thread.join, 2 * _STAGES_END_WITHIN_S)
 
     # ---- parts ----------------------------------------------------------------------------------------
 
-    def _make_scheduler(self, formed: Formed, observer: Observer) -> Scheduler:
-        hellos = tuple(member.hello for member in self._members.stages if member.hello is not None)
-        scheduling = layout.scheduler_config(self._config, self._architecture, hellos)
-        blocks = BlockManager(formed.num_blocks, scheduling.block_size)
-        return Scheduler(scheduling, blocks, observer.costs, formed.epoch)
-
     def _load_tokenizer(self) -> Tokenizer | None:
-        hello = self._members.stages[0].hello
+        hello = self._members.first.hello
         assert hello is not None
         # What lies beside the weights that stage 0, on this host, has opened: also for a hub id.
         tokenizer = load_tokenizer(hello.checkpoint, hello.architecture.vocab_size)
@@ -235,10 +218,10 @@ class Head:
         for signum in (signal.SIGTERM, signal.SIGINT):
             loop.add_signal_handler(signum, on_stop)
 
-    def _on_reload(self, door: FrontDoor, observer: Observer) -> None:
+    def _on_reload(self, door: FrontDoor) -> None:
         loop = asyncio.get_running_loop()
         loop.add_signal_handler(signal.SIGHUP, door.reload_keys)
-        loop.add_signal_handler(signal.SIGUSR1, observer.trace.toggle)
+        loop.add_signal_handler(signal.SIGUSR1, self._observer.trace.toggle)
 
     @staticmethod
     async def _wait(event: asyncio.Event) -> None:

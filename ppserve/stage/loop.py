@@ -96,8 +96,8 @@ class StageLoop:
         self._link.send(
             wire.Hello(
                 token=token,
-                stage=self._start.stage,
-                num_stages=self._start.num_stages,
+                rank=self._start.stage,
+                world_size=self._start.num_stages,
                 host=socket.gethostname(),
                 checkpoint=str(found.checkpoint.path),
                 architecture=found.checkpoint.architecture,

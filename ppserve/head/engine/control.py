@@ -1,6 +1,7 @@
-"""The head's end of the control plane: sockets, frames, and who may connect. No decisions are made here.
+"""The head's end of the control plane: what the engine needs of it, and the one of sockets.
 
-Runs in the engine's thread. `wake` is the one method that other threads may call.
+Everything runs in the engine's thread, except `wake`, which any thread may call. Nothing is decided here but
+who may connect.
 """
 
 from __future__ import annotations
@@ -11,8 +12,9 @@ import logging
 import selectors
 import socket
 import time
+from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 from ppserve import wire
 from ppserve.errors import WireError
@@ -21,25 +23,47 @@ log = logging.getLogger("ppserve.control")
 
 # A stage opens its checkpoint and measures before it connects, so it greets at once.
 _GREETING_TIMEOUT_S = 10.0
-# A frame is small against a socket's buffer: a send that blocks this long means nobody reads.
+# Frames are small compared with a socket's buffer: a send that blocks this long means that nobody reads.
 _SEND_TIMEOUT_S = 2.0
 
 
 @dataclass(frozen=True, slots=True)
 class Heard:
-    """A message from a stage; arrived_ns on the head's monotonic clock."""
+    """A message from a rank; arrived_ns on the head's monotonic clock."""
 
-    stage: int
+    rank: int
     arrived_ns: int
-    message: Any
+    message: wire.FromStage
 
 
 @dataclass(frozen=True, slots=True)
 class Gone:
-    """A stage's connection ended. cause: one word, a label of the metrics."""
+    """A rank's connection ended. cause: one word, a label of the metrics."""
 
-    stage: int
+    rank: int
     cause: str
+
+
+class ControlPlane(Protocol):
+    """One connection from each rank to the head: messages go both ways, and its end is an event."""
+
+    def poll(self, timeout_s: float) -> list[Heard | Gone]:
+        """What ranks said, or that they are gone, in order of arrival; empty after `timeout_s` or a wake."""
+
+    def wake(self) -> None:
+        """Makes a `poll` in progress return. Safe from any thread."""
+
+    def send(self, rank: int, message: wire.FromHead) -> None:
+        """Sends, or, where the rank does not read any more, reports it gone at the next `poll`."""
+
+    def broadcast(self, ranks: Iterable[int], message: wire.FromHead) -> None:
+        """`send` to several ranks: the message is encoded once."""
+
+    def drop(self, rank: int, cause: str) -> None:
+        """Cuts a rank off: its process ends when it sees that, and its keeper starts another."""
+
+    def close(self, goodbye_s: float) -> None:
+        """Waits for the ranks, which were told to end, to hang up; then closes everything."""
 
 
 @dataclass(slots=True)
@@ -47,17 +71,17 @@ class _Peer:
     connection: socket.socket
     reader: wire.FrameReader
     since_s: float
-    stage: int | None = None
+    rank: int | None = None
 
 
-class ControlPlane:
-    """Listens for stages, cuts their bytes into messages, sends them frames.
+class SocketControlPlane:
+    """Listens for ranks, cuts their bytes into messages, sends them frames.
 
-    Strangers, who do not know the token, and stages of another pipeline are turned away.
+    Connections that do not begin with the secret token, or that claim a rank that does not exist, are refused.
     """
 
-    def __init__(self, host: str, num_stages: int, token: str) -> None:
-        self._num_stages = num_stages
+    def __init__(self, host: str, world_size: int, token: str) -> None:
+        self._world_size = world_size
         self._token = token.encode()
         self._listener = socket.create_server((host, 0))
         self._listener.setblocking(False)
@@ -73,12 +97,10 @@ class ControlPlane:
         self._selector.register(self._wake_out, selectors.EVENT_READ, None)
 
     def wake(self) -> None:
-        """Makes a `poll` in progress return. Safe from any thread."""
-        with contextlib.suppress(BlockingIOError):  # full of wakes: one more would say nothing new
+        with contextlib.suppress(BlockingIOError):  # the buffer is full of wakes already
             self._wake_in.send(b"\0")
 
     def poll(self, timeout_s: float) -> list[Heard | Gone]:
-        """What stages said, or that they are gone, in order of arrival; empty after `timeout_s` or a wake."""
         heard: list[Heard | Gone] = []
         for key, _ in self._selector.select(timeout_s if not self._lost else 0):
             if key.fileobj is self._listener:
@@ -89,31 +111,32 @@ class ControlPlane:
                 heard += self._read(key.data)
         heard += self._lost
         self._lost = []
-        self._turn_away_silent_strangers()
+        self._refuse_silent_strangers()
         return heard
 
-    def send(self, stage: int, message: wire.FromHead) -> None:
-        """Sends, or, where the stage does not read any more, reports it gone at the next `poll`."""
-        self.send_frame(stage, wire.encode(message))
+    def send(self, rank: int, message: wire.FromHead) -> None:
+        self._send_frame(rank, wire.encode(message))
 
-    def send_frame(self, stage: int, frame: bytes) -> None:
-        """`send` for a frame that is encoded once and goes to several stages."""
-        peer = self._peers.get(stage)
+    def broadcast(self, ranks: Iterable[int], message: wire.FromHead) -> None:
+        frame = wire.encode(message)
+        for rank in ranks:
+            self._send_frame(rank, frame)
+
+    def _send_frame(self, rank: int, frame: bytes) -> None:
+        peer = self._peers.get(rank)
         if peer is None:
             return
         try:
             peer.connection.sendall(frame)
         except OSError as error:
-            self.drop(stage, "timeout" if isinstance(error, TimeoutError) else "exit")
+            self.drop(rank, "timeout" if isinstance(error, TimeoutError) else "exit")
 
-    def drop(self, stage: int, cause: str) -> None:
-        """Cuts a stage off: its process ends when it sees that, and its keeper starts another."""
-        peer = self._peers.get(stage)
+    def drop(self, rank: int, cause: str) -> None:
+        peer = self._peers.get(rank)
         if peer is not None:
             self._lost.append(self._forget(peer, cause))
 
     def close(self, goodbye_s: float) -> None:
-        """Waits for the stages, which were told to end, to hang up; then lets go of everything."""
         until_s = time.monotonic() + goodbye_s
         while self._peers and time.monotonic() < until_s:
             self.poll(0.1)
@@ -145,37 +168,37 @@ class ControlPlane:
         except OSError:
             received, messages = b"", []
         except WireError as error:
-            log.warning("a peer of the control plane does not keep to the schema: %s", error)
+            log.warning("a message on the control plane does not fit the schema: %s", error)
             return self._end(peer, "protocol")
         if not received:
             return self._end(peer, "exit")
         heard: list[Heard | Gone] = []
         for message in messages:
-            if peer.stage is None and not self._admit(peer, message, heard):
+            if peer.rank is None and not self._admit(peer, message, heard):
                 return heard + self._end(peer, "not admitted")
-            assert peer.stage is not None
-            heard.append(Heard(peer.stage, arrived_ns, message))
+            assert peer.rank is not None
+            heard.append(Heard(peer.rank, arrived_ns, message))
         return heard
 
     def _admit(self, peer: _Peer, message: Any, heard: list[Heard | Gone]) -> bool:
-        """Whether a connection's first message makes it a stage's. An older connection of it is gone."""
+        """Whether a connection's first message makes it a rank's. An older connection of that rank is gone."""
         if not isinstance(message, wire.Hello | wire.GaveUp):
             return False
         if not hmac.compare_digest(message.token.encode(), self._token):
             return False
-        if not 0 <= message.stage < self._num_stages:
+        if not 0 <= message.rank < self._world_size:
             return False
-        before = self._peers.get(message.stage)
+        before = self._peers.get(message.rank)
         if before is not None and isinstance(message, wire.Hello):
             heard.append(self._forget(before, "replaced"))
-        peer.stage = message.stage
+        peer.rank = message.rank
         self._strangers.discard(peer.connection)
         if isinstance(message, wire.Hello):
-            self._peers[message.stage] = peer
+            self._peers[message.rank] = peer
         return True
 
     def _end(self, peer: _Peer, cause: str) -> list[Heard | Gone]:
-        known = peer.stage is not None and self._peers.get(peer.stage) is peer
+        known = peer.rank is not None and self._peers.get(peer.rank) is peer
         gone = self._forget(peer, cause)
         return [gone] if known else []
 
@@ -183,15 +206,15 @@ class ControlPlane:
         self._selector.unregister(peer.connection)
         peer.connection.close()
         self._strangers.discard(peer.connection)
-        if peer.stage is not None and self._peers.get(peer.stage) is peer:
-            del self._peers[peer.stage]
-        return Gone(-1 if peer.stage is None else peer.stage, cause)
+        if peer.rank is not None and self._peers.get(peer.rank) is peer:
+            del self._peers[peer.rank]
+        return Gone(-1 if peer.rank is None else peer.rank, cause)
 
-    def _turn_away_silent_strangers(self) -> None:
+    def _refuse_silent_strangers(self) -> None:
         if not self._strangers:
             return
         now_s = time.monotonic()
         for key in list(self._selector.get_map().values()):
             peer = key.data
-            if peer is not None and peer.stage is None and now_s - peer.since_s > _GREETING_TIMEOUT_S:
+            if peer is not None and peer.rank is None and now_s - peer.since_s > _GREETING_TIMEOUT_S:
                 self._forget(peer, "said nothing")

@@ -18,7 +18,7 @@ from ppserve.core.partition import (
 )
 from ppserve.core.scheduling.config import MAX_PROMPT_TOKENS_PER_STEP, SchedulerConfig
 from ppserve.errors import ConfigError
-from ppserve.head.engine.members import Decision
+from ppserve.head.engine.member import Decision
 
 log = logging.getLogger("ppserve.head")
 
@@ -27,26 +27,52 @@ log = logging.getLogger("ppserve.head")
 CPU_CHUNK = 128
 
 
-def decide(config: ServeConfig, hellos: tuple[wire.Hello, ...]) -> Decision:
-    """Layouts, dtype and transport for these stages. Raises ConfigError."""
-    first = hellos[0]
-    for hello in hellos[1:]:
-        if hello.architecture != first.architecture:
-            raise ConfigError("--model", f"stage {hello.stage} on {hello.host} found another model than stage 0")
-        if hello.dtype != first.dtype:
-            raise ConfigError("--dtype", f"stage {hello.stage} would use {hello.dtype}, stage 0 {first.dtype}")
-    arch, num_stages = first.architecture, len(hellos)
-    split = config.pipeline.layers or choose_split(config, arch, hellos)
-    check_split(split, arch, num_stages)
-    scheduling = scheduler_config(config, arch, hellos)
-    one_host = len({hello.machine for hello in hellos}) == 1
-    return Decision(
-        layouts=stage_layouts(split),
-        dtype=first.dtype,
-        transport=_transport(config.pipeline.transport, hellos, one_host),
-        store_host="127.0.0.1" if one_host else os.environ.get("MASTER_ADDR", first.host),
-        max_rows=scheduling.max_step_tokens,
-    )
+class Layout:
+    """The decisions that the operator's configuration leaves to what is found (`members.Rules`)."""
+
+    def __init__(self, config: ServeConfig) -> None:
+        self._config = config
+
+    def decide(self, hellos: tuple[wire.Hello, ...]) -> Decision:
+        """Layouts, dtype and transport for these ranks. Raises ConfigError."""
+        config, first = self._config, hellos[0]
+        for hello in hellos[1:]:
+            if hello.architecture != first.architecture:
+                where = f"stage {hello.rank} on {hello.host}"
+                raise ConfigError("--model", f"{where} found another model than stage 0")
+            if hello.dtype != first.dtype:
+                raise ConfigError("--dtype", f"stage {hello.rank} would use {hello.dtype}, stage 0 {first.dtype}")
+        arch = first.architecture
+        split = config.pipeline.layers or choose_split(config, arch, hellos)
+        check_split(split, arch, len(hellos))
+        one_host = len({hello.machine for hello in hellos}) == 1
+        return Decision(
+            architecture=arch,
+            layouts=stage_layouts(split),
+            dtype=first.dtype,
+            transport=_transport(config.pipeline.transport, hellos, one_host),
+            store_host="127.0.0.1" if one_host else os.environ.get("MASTER_ADDR", first.host),
+            scheduling=scheduler_config(config, arch, hellos),
+        )
+
+    def num_blocks(self, decision: Decision, loaded: tuple[wire.Loaded, ...]) -> int:
+        """KV blocks of every stage: what the tightest can hold, but no more than could ever be used.
+
+        Raises ConfigError where not even one sequence of full length fits.
+        """
+        scheduling = decision.scheduling
+        block_size, context = scheduling.block_size, scheduling.max_model_len
+        needed = -(-context // block_size)
+        can_hold = [stage.kv_bytes // stage.block_bytes for stage in loaded]
+        num_blocks = min(can_hold)
+        if num_blocks < needed:
+            tightest = can_hold.index(num_blocks)
+            raise ConfigError(
+                "--kv-cache-memory",
+                f"stage {tightest} has room for {num_blocks * block_size} tokens; one sequence may take {context}"
+                f" ({needed * loaded[tightest].block_bytes} bytes); lower --max-model-len or give it more",
+            )
+        return min(num_blocks, needed * scheduling.max_num_seqs)
 
 
 def choose_split(config: ServeConfig, arch: Architecture, hellos: tuple[wire.Hello, ...]) -> Split:
@@ -95,24 +121,6 @@ def max_context(config: ServeConfig, arch: Architecture) -> int:
     if asked is not None and asked > arch.max_positions:
         raise ConfigError("--max-model-len", f"{asked} is beyond the model's {arch.max_positions} positions")
     return asked or arch.max_positions
-
-
-def num_blocks(config: ServeConfig, arch: Architecture, loaded: tuple[wire.Loaded, ...]) -> int:
-    """KV blocks of every stage: what the tightest stage can hold, but no more than could ever be used.
-
-    Raises ConfigError where not even one full-length sequence fits.
-    """
-    block_size, context = config.cache.block_size, max_context(config, arch)
-    needed = -(-context // block_size)
-    can_hold = min(stage.kv_bytes // stage.block_bytes for stage in loaded)
-    if can_hold < needed:
-        tightest = min(range(len(loaded)), key=lambda i: loaded[i].kv_bytes // loaded[i].block_bytes)
-        raise ConfigError(
-            "--kv-cache-memory",
-            f"stage {tightest} has room for {can_hold * block_size} tokens; one sequence may take {context}"
-            f" ({needed * loaded[tightest].block_bytes} bytes); lower --max-model-len or give it more",
-        )
-    return min(can_hold, needed * config.scheduling.max_num_seqs)
 
 
 def _transport(asked: str, hellos: tuple[wire.Hello, ...], one_host: bool) -> str:

@@ -1,31 +1,36 @@
-"""Which stages live, and which epoch it is. Policy only: messages and the time come in, messages go out.
+"""Which ranks live, and which epoch it is. Policy only: messages and the time come in, messages go out.
 
-A stage's way, and the only moves there are:
+A rank whose message asks for a move that `member` does not have is at fault, and its connection is ended.
 
-    ABSENT ──Hello──▶ LOADING ──Loaded──▶ LOADED ──Form──▶ FORMING ──Ready──▶ READY
-       ▲                                    ▲                  └───epoch lost────┤
-       │                                    │                                    ▼
-       └── connection ends (any state)      └─────────────Broken───────────── LEAVING
-
-An epoch is one life of the pipeline. It is lost when any of its stages is lost or reports a broken wire,
-also while it is forming. The survivors are told to leave it; one that says it has is LOADED again, its
-weights in place, and the next epoch forms once every stage is. So no epoch ever forms around a dead stage,
-or around one that still waits for a neighbour of the last.
+An epoch is one life of the pipeline. It is lost when any of its ranks is lost or reports a broken transport, also
+while it is forming. The surviving ranks are told to leave it. A rank that says it has left is LOADED again, its
+weights in place, and the next epoch forms once every rank is LOADED. So no epoch forms around a rank that is dead,
+or around one that still waits for a neighbour in the epoch before.
 """
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
-from dataclasses import dataclass, field, replace
-from enum import Enum, auto
-from typing import Any
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any, Protocol
 
 from ppserve import wire
-from ppserve.core.architecture import StageLayout
 from ppserve.core.ledger.account import in_head_clock
 from ppserve.core.plan import StepResult
 from ppserve.errors import UsageError
+from ppserve.head.engine.member import (
+    Decision,
+    EpochLost,
+    Formed,
+    Hopeless,
+    InvalidMove,
+    Member,
+    MemberEvent,
+    StageDied,
+    StageState,
+    StepDone,
+)
 
 log = logging.getLogger("ppserve.members")
 
@@ -35,163 +40,117 @@ _SILENT_WHEN_READY_NS = 3_000_000_000
 _SILENT_BEFORE_NS = 30_000_000_000
 _FORM_WITHIN_NS = 30_000_000_000
 _REJOIN_WITHIN_NS = 120_000_000_000
-# torchrun's answer to the death of a keeper is to end all ranks, and the head takes that for a wish to drain;
-# but a stage without a keeper never comes back.
+# torchrun answers the death of a keeper by ending all ranks, which the head takes for a wish to drain; a stage
+# whose keeper is dead never comes back.
 _REJOIN_WHILE_DRAINING_NS = 10_000_000_000
-# A stage that is asked to leave may have a step to finish, or a wait in gloo that ends by itself (see
-# `stage.loop`). One that was only forming has nothing to finish: what holds it is a wait in the library's
-# connecting that nothing ends, and starting anew, with a reload of its weights, is quicker.
+# A stage that is told to leave may have to finish a step, or a wait in gloo that ends by itself. One that was only
+# forming has no step to finish: gloo's connect cannot be interrupted, and restarting the process is faster.
 _LEAVE_WITHIN_NS = 25_000_000_000
 _LEAVE_FORMING_WITHIN_NS = 2_000_000_000
-# Between a loss and the next attempt: a wire that stays broken is not tried in a hot loop.
+# Time between a loss and the next attempt, so that a broken network is not retried in a hot loop.
 _SETTLE_NS = 200_000_000
 _PAUSE_NS = 1_000_000_000
 _HEALTHY_WITHIN_NS = 2_000_000_000
 
 
-class StageState(Enum):
-    ABSENT = auto()
-    LOADING = auto()
-    LOADED = auto()
-    FORMING = auto()
-    READY = auto()
-    LEAVING = auto()
-
-
-# Stages that answer within milliseconds: nothing that they do keeps them from it.
+# In these states nothing keeps a stage from answering within milliseconds.
 _QUICK = (StageState.READY, StageState.LEAVING)
+_IN_EPOCH = (StageState.FORMING, StageState.READY, StageState.LEAVING)
 
 
-@dataclass(frozen=True, slots=True)
-class Decision:
-    """What the head decides once it knows all stages: who loads what, and how they talk.
+class Rules(Protocol):
+    """The decisions that need the operator's configuration. Both raise UsageError where there is no answer."""
 
-    store_host: where stage 0 opens each epoch's store; max_rows: tokens of the largest step.
-    """
+    def decide(self, hellos: tuple[wire.Hello, ...]) -> Decision:
+        """hellos: of every rank, in order of ranks."""
 
-    layouts: tuple[StageLayout, ...]
-    dtype: str
-    transport: str
-    store_host: str
-    max_rows: int
+    def num_blocks(self, decision: Decision, loaded: tuple[wire.Loaded, ...]) -> int:
+        """KV blocks of every stage. loaded: of every rank, in order of ranks."""
 
 
-@dataclass(frozen=True, slots=True)
-class StepDone:
-    """A stage's result, its stamps on the head's clock."""
+class Sender(Protocol):
+    """The half of the control plane that `Members` needs."""
 
-    result: StepResult
+    def send(self, rank: int, message: wire.FromHead) -> None: ...
 
-
-@dataclass(frozen=True, slots=True)
-class StageDied:
-    """A stage process is gone; its keeper starts another."""
-
-    stage: int
-    cause: str
+    def drop(self, rank: int, cause: str) -> None: ...
 
 
-@dataclass(frozen=True, slots=True)
-class EpochLost:
-    """The pipeline broke: nothing that is in flight will return."""
-
-    epoch: int
-    cause: str
-
-
-@dataclass(frozen=True, slots=True)
-class Formed:
-    """All stages are ready in this epoch; num_blocks: KV blocks that every stage has."""
-
-    epoch: int
-    num_blocks: int
-
-
-@dataclass(frozen=True, slots=True)
-class Hopeless:
-    """The pipeline will not form (again). usage: the operator's mistake rather than a failure."""
-
-    reason: str
-    usage: bool
-
-
-MemberEvent = StepDone | StageDied | EpochLost | Formed | Hopeless
-
-
-@dataclass(slots=True)
-class Member:
-    """What is known of one stage. clock_offset_ns: its clock minus the head's; progress: bytes loaded;
-    leave_by_ns: when a LEAVING stage is given up."""
-
-    stage: int
-    state: StageState = StageState.ABSENT
-    hello: wire.Hello | None = None
-    loaded: wire.Loaded | None = None
-    progress: tuple[int, int] = (0, 0)
-    since_ns: int = 0
-    heard_ns: int = 0
-    leave_by_ns: int = 0
-    clock_offset_ns: int = 0
-    best_rtt_ns: int = 1 << 62
-    restarts: int = 0
-
-
-@dataclass(slots=True)
 class Members:
-    """All stages. `decide` turns their greetings into a Decision and raises UsageError where it cannot.
+    """The ranks of one pipeline. Changed by the engine's thread alone.
 
-    send, drop: the control plane's. machine: the head's, whose clock needs no alignment. draining: running
-    streams may finish, and then it is over.
+    `all` and `formed` may be read by any thread: what they hold is frozen, and replaced as a whole.
     """
 
-    num_stages: int
-    machine: str
-    decide: Callable[[tuple[wire.Hello, ...]], Decision]
-    choose_num_blocks: Callable[[tuple[wire.Loaded, ...]], int]
-    send: Callable[[int, wire.FromHead], None]
-    drop: Callable[[int, str], None]
-    epoch: int = 0
-    formed: bool = False
-    decision: Decision | None = None
-    num_blocks: int = 0
-    draining: bool = False
-    stages: list[Member] = field(default_factory=list)
-    _pinged_ns: int = 0
-    _ticked_ns: int = 0
-    _settled_ns: int = 0
+    def __init__(self, ranks: Sequence[int], machine: str, rules: Rules, control: Sender) -> None:
+        """ranks: in order of stages. machine: the head's; clocks of ranks on it need no alignment."""
+        self.num_stages = len(ranks)
+        self.all = tuple(Member(rank, stage) for stage, rank in enumerate(ranks))
+        self.epoch = 0
+        self.formed = False
+        self.decision: Decision | None = None
+        self.num_blocks = 0
+        self.draining = False
+        self._heard_ns = dict.fromkeys(ranks, 0)
+        self._place = {rank: place for place, rank in enumerate(ranks)}
+        self._machine = machine
+        self._rules = rules
+        self._control = control
+        self._pinged_ns = self._ticked_ns = self._settled_ns = 0
 
-    def __post_init__(self) -> None:
-        self.stages = [Member(i) for i in range(self.num_stages)]
+    def __getitem__(self, rank: int) -> Member:
+        return self.all[self._place[rank]]
+
+    @property
+    def ranks(self) -> tuple[int, ...]:
+        """In order of stages."""
+        return tuple(self._place)
+
+    @property
+    def first(self) -> Member:
+        """The rank of the first stage: it opens each epoch's store."""
+        return self.all[0]
 
     # ---- what happens ---------------------------------------------------------------------------------
 
     def start(self, now_ns: int) -> None:
-        """From now on stages are expected."""
+        """From now on ranks are expected."""
         self._ticked_ns = now_ns
-        for member in self.stages:
-            member.since_ns = member.heard_ns = now_ns
+        for rank in self.ranks:
+            self._heard_ns[rank] = now_ns
+            self._update(rank, since_ns=now_ns)
 
-    def heard(self, stage: int, now_ns: int, message: Any) -> list[MemberEvent]:
-        member = self.stages[stage]
-        member.heard_ns = now_ns
+    def heard(self, rank: int, now_ns: int, message: wire.FromStage) -> list[MemberEvent]:
+        """A rank said something. What it must not say now ends its connection."""
+        self._heard_ns[rank] = now_ns
+        try:
+            return self._take(rank, now_ns, message)
+        except InvalidMove as error:
+            log.warning("%s: its connection is ended", error)
+            self._control.drop(rank, "protocol")
+            return []
+
+    def _take(self, rank: int, now_ns: int, message: wire.FromStage) -> list[MemberEvent]:
+        member = self[rank]
         match message:
             case wire.Result(result):
-                return [StepDone(self._on_head_clock(member, result))] if self._is_current(result.epoch) else []
+                current = self.formed and result.epoch == self.epoch and result.stage == member.stage
+                return [StepDone(_on_head_clock(member, result))] if current else []
             case wire.Heartbeat():
                 self._align_clock(member, message, now_ns)
                 return []
             case wire.Hello():
                 return self._greet(member, message, now_ns)
             case wire.Loading():
-                member.progress = (message.done_bytes, message.total_bytes)
-                member.since_ns = now_ns
+                self._update(rank, progress=(message.done_bytes, message.total_bytes), since_ns=now_ns)
                 return []
             case wire.Loaded():
-                member.loaded = message
-                self._move(member, StageState.LOADED, now_ns)
+                self._move(rank, StageState.LOADED, now_ns)
+                self._update(rank, loaded=message)
                 return self._form_if_complete(now_ns)
             case wire.StoreOpened():
-                return self._invite(message, now_ns)
+                self._invite(message, now_ns)
+                return []
             case wire.Ready():
                 return self._ready(member, message, now_ns)
             case wire.Broken():
@@ -200,139 +159,158 @@ class Members:
                 return [Hopeless(message.reason, usage=self.decision is None or self.epoch == 0)]
             case wire.GaveUp():
                 return [Hopeless(message.reason, usage=self.epoch == 0)]
-        raise AssertionError(message)
 
-    def gone(self, stage: int, cause: str, now_ns: int) -> list[MemberEvent]:
-        """A stage's connection ended: its keeper is starting another."""
-        member = self.stages[stage]
-        self._move(member, StageState.ABSENT, now_ns)
+    def gone(self, rank: int, cause: str, now_ns: int) -> list[MemberEvent]:
+        """A rank's connection ended: its keeper is starting another stage process."""
+        self._move(rank, StageState.ABSENT, now_ns)
         if not self.epoch:
             return []
-        member.restarts += 1
-        return [StageDied(stage, cause), *self._lose_epoch(f"stage {stage}: {cause}", now_ns)]
+        member = self[rank]
+        self._update(rank, restarts=member.restarts + 1)
+        lost = self._lose_epoch(f"stage {member.stage}: {cause}", now_ns)
+        return [StageDied(rank, member.stage, cause), *lost]
 
     def tick(self, now_ns: int) -> list[MemberEvent]:
-        """Asks for signs of life, and gives up on those who give none."""
-        if now_ns - self._ticked_ns > _PAUSE_NS:
-            # It was the head that stood still: nobody else can be blamed for the silence.
-            for member in self.stages:
-                member.heard_ns = now_ns
+        """Asks for signs of life, and gives up on ranks that give none."""
+        if self.head_paused(now_ns):
+            self._heard_ns = dict.fromkeys(self.ranks, now_ns)
         self._ticked_ns = now_ns
         if now_ns - self._pinged_ns >= _PING_EVERY_NS:
             self._pinged_ns = now_ns
-            for member in self.stages:
+            for member in self.all:
                 if member.state is not StageState.ABSENT:
-                    self.send(member.stage, wire.Ping(now_ns))
-        for member in self.stages:
-            state, waited_ns = member.state, now_ns - member.since_ns
-            silent_ns = _SILENT_WHEN_READY_NS if state in _QUICK else _SILENT_BEFORE_NS
-            if state is StageState.ABSENT:
-                # At first it may be downloading; a keeper whose stage keeps dying says so by itself.
+                    self._control.send(member.rank, wire.Ping(now_ns))
+        for member in self.all:
+            if member.state is StageState.ABSENT:
+                # Before the first epoch it may be downloading; a keeper whose stage keeps dying says so by itself.
                 patience_ns = _REJOIN_WHILE_DRAINING_NS if self.draining else _REJOIN_WITHIN_NS
-                if self.epoch and waited_ns > patience_ns:
+                if self.epoch and now_ns - member.since_ns > patience_ns:
                     return [Hopeless(f"stage {member.stage} did not come back in time", usage=False)]
-            elif now_ns - member.heard_ns > silent_ns:
-                self.drop(member.stage, "frozen")
-            elif state is StageState.FORMING and waited_ns > _FORM_WITHIN_NS:
-                self.drop(member.stage, "late")
-            elif state is StageState.LEAVING and now_ns > member.leave_by_ns:
-                self.drop(member.stage, "stuck")
+            elif cause := self._overdue(member, now_ns):
+                self._control.drop(member.rank, cause)
         return self._form_if_complete(now_ns)
 
+    def head_paused(self, now_ns: int) -> bool:
+        """Whether the head itself has stood still since the last tick: no rank is to blame for that silence."""
+        return now_ns - self._ticked_ns > _PAUSE_NS
+
     def healthy(self, now_ns: int) -> bool:
-        """Whether the pipeline is formed and every stage was heard of a moment ago."""
-        return self.formed and all(now_ns - m.heard_ns < _HEALTHY_WITHIN_NS for m in self.stages)
+        """Whether the pipeline is formed and every rank was heard of a moment ago. For any thread."""
+        return self.formed and all(now_ns - heard_ns < _HEALTHY_WITHIN_NS for heard_ns in self._heard_ns.values())
 
     # ---- how it is done -------------------------------------------------------------------------------
 
-    def _move(self, member: Member, state: StageState, now_ns: int) -> None:
-        member.state = state
-        member.since_ns = now_ns
+    def _update(self, rank: int, **changes: Any) -> None:
+        self._replace(replace(self[rank], **changes))
 
-    def _is_current(self, epoch: int) -> bool:
-        return self.formed and epoch == self.epoch
+    def _replace(self, member: Member) -> None:
+        self.all = tuple(member if other.rank == member.rank else other for other in self.all)
+
+    def _move(self, rank: int, state: StageState, now_ns: int) -> None:
+        """Raises InvalidMove, and then changes nothing."""
+        self._replace(self[rank].moved(state, now_ns))
+
+    def _overdue(self, member: Member, now_ns: int) -> str | None:
+        """Why a rank that is there is given up, in one word; None when it is not."""
+        if now_ns - self._heard_ns[member.rank] > (
+            _SILENT_WHEN_READY_NS if member.state in _QUICK else _SILENT_BEFORE_NS
+        ):
+            return "frozen"
+        if member.state is StageState.FORMING and now_ns - member.since_ns > _FORM_WITHIN_NS:
+            return "late"
+        if member.state is StageState.LEAVING and now_ns > member.leave_by_ns:
+            return "stuck"
+        return None
 
     def _greet(self, member: Member, hello: wire.Hello, now_ns: int) -> list[MemberEvent]:
-        if hello.num_stages != self.num_stages:
-            return [Hopeless(f"stage {member.stage} belongs to {hello.num_stages} stages", usage=True)]
-        before, member.hello = member.hello, hello
-        member.clock_offset_ns, member.best_rtt_ns = 0, 1 << 62
-        self._move(member, StageState.LOADING, now_ns)
+        if hello.world_size != self.num_stages:
+            return [Hopeless(f"stage {member.stage} belongs to {hello.world_size} stages", usage=True)]
+        before = member.hello
+        self._move(member.rank, StageState.LOADING, now_ns)
+        self._update(member.rank, hello=hello, clock_offset_ns=0, best_rtt_ns=1 << 62)
         if self.decision is not None:
             if before is not None and before.architecture != hello.architecture:
                 return [Hopeless(f"stage {member.stage} came back with another model", usage=True)]
-            self.send(member.stage, wire.Assign(self.decision.layouts[member.stage], self.decision.dtype))
+            self._assign(member, self.decision)
             return []
-        hellos = [m.hello for m in self.stages if m.hello is not None]
+        hellos = [m.hello for m in self.all if m.hello is not None]
         if len(hellos) < self.num_stages:
             return []
         try:
-            self.decision = self.decide(tuple(hellos))
+            self.decision = self._rules.decide(tuple(hellos))
         except UsageError as error:
             return [Hopeless(str(error), usage=True)]
-        for other in self.stages:
-            self.send(other.stage, wire.Assign(self.decision.layouts[other.stage], self.decision.dtype))
+        for other in self.all:
+            self._assign(other, self.decision)
         return []
 
+    def _assign(self, member: Member, decision: Decision) -> None:
+        self._control.send(member.rank, wire.Assign(decision.layouts[member.stage], decision.dtype))
+
     def _form_if_complete(self, now_ns: int) -> list[MemberEvent]:
-        """Opens the next epoch once every stage has its weights: stage 0 first, it hosts the store."""
-        if now_ns < self._settled_ns or any(m.state is not StageState.LOADED for m in self.stages):
+        """Opens the next epoch once every rank has its weights: the first stage's before the others."""
+        decision = self.decision
+        is_complete = all(member.state is StageState.LOADED for member in self.all)
+        if now_ns < self._settled_ns or decision is None or not is_complete:
             return []
-        assert self.decision is not None
         if not self.num_blocks:
-            # Fixed for good: a stage that comes back must fit the block tables that exist.
+            # Fixed for the life of the server: a stage that comes back must fit the block tables that exist.
+            loaded = tuple(member.loaded for member in self.all if member.loaded is not None)
             try:
-                self.num_blocks = self.choose_num_blocks(tuple(m.loaded for m in self.stages if m.loaded))
+                self.num_blocks = self._rules.num_blocks(decision, loaded)
             except UsageError as error:
                 return [Hopeless(str(error), usage=True)]
         self.epoch += 1
-        self._send_form(self.stages[0], 0, now_ns)
+        self._send_form(self.first, 0, now_ns)
         return []
 
-    def _invite(self, opened: wire.StoreOpened, now_ns: int) -> list[MemberEvent]:
-        if opened.epoch == self.epoch and self.stages[0].state is StageState.FORMING:
-            for member in self.stages[1:]:
+    def _invite(self, opened: wire.StoreOpened, now_ns: int) -> None:
+        if opened.epoch == self.epoch and self.first.state is StageState.FORMING:
+            for member in self.all[1:]:
                 self._send_form(member, opened.port, now_ns)
-        return []
 
     def _send_form(self, member: Member, store_port: int, now_ns: int) -> None:
         decision = self.decision
         assert decision is not None
+        self._move(member.rank, StageState.FORMING, now_ns)
         form = wire.Form(
-            self.epoch, decision.transport, self.num_blocks, decision.max_rows, decision.store_host, store_port
+            epoch=self.epoch,
+            transport=decision.transport,
+            num_blocks=self.num_blocks,
+            max_rows=decision.scheduling.max_step_tokens,
+            store_host=decision.store_host,
+            store_port=store_port,
         )
-        self.send(member.stage, form)
-        self._move(member, StageState.FORMING, now_ns)
+        self._control.send(member.rank, form)
 
     def _ready(self, member: Member, ready: wire.Ready, now_ns: int) -> list[MemberEvent]:
         if ready.epoch != self.epoch or member.state is not StageState.FORMING:
             return []
-        self._move(member, StageState.READY, now_ns)
-        if any(m.state is not StageState.READY for m in self.stages):
+        self._move(member.rank, StageState.READY, now_ns)
+        if any(other.state is not StageState.READY for other in self.all):
             return []
         self.formed = True
         return [Formed(self.epoch, self.num_blocks)]
 
     def _left(self, member: Member, broken: wire.Broken, now_ns: int) -> list[MemberEvent]:
-        """A stage has left the epoch: by itself, and then the epoch is lost, or because it was told to."""
-        before = member.state
-        if broken.epoch != self.epoch or before not in (StageState.FORMING, StageState.READY, StageState.LEAVING):
+        """A rank has left the epoch: by itself, and then the epoch is lost, or because it was told to."""
+        if broken.epoch != self.epoch or member.state not in _IN_EPOCH:
             return []
-        self._move(member, StageState.LOADED, now_ns)
-        if before is not StageState.LEAVING:
+        self._move(member.rank, StageState.LOADED, now_ns)
+        if member.state is not StageState.LEAVING:
             return self._lose_epoch(broken.reason, now_ns)
         return self._form_if_complete(now_ns)
 
     def _lose_epoch(self, cause: str, now_ns: int) -> list[MemberEvent]:
-        """The survivors are told to leave; they keep their weights and wait for the next epoch."""
+        """The surviving ranks are told to leave; they keep their weights and wait for the next epoch."""
         self._settled_ns = now_ns + _SETTLE_NS
         was_formed, self.formed = self.formed, False
-        for member in self.stages:
+        for member in self.all:
             if member.state in (StageState.FORMING, StageState.READY):
-                self.send(member.stage, wire.Abandon(self.epoch))
+                self._control.send(member.rank, wire.Abandon(self.epoch))
                 within_ns = _LEAVE_WITHIN_NS if was_formed else _LEAVE_FORMING_WITHIN_NS
-                member.leave_by_ns = now_ns + within_ns
-                self._move(member, StageState.LEAVING, now_ns)
+                self._move(member.rank, StageState.LEAVING, now_ns)
+                self._update(member.rank, leave_by_ns=now_ns + within_ns)
         if not was_formed:
             log.warning("epoch %d did not form: %s", self.epoch, cause)
             return []
@@ -341,12 +319,13 @@ class Members:
     def _align_clock(self, member: Member, beat: wire.Heartbeat, now_ns: int) -> None:
         """Keeps the offset of the quickest round trip so far; processes of one machine share a clock."""
         rtt_ns = now_ns - beat.echo_ns
-        same_clock = member.hello is not None and member.hello.machine == self.machine
+        same_clock = member.hello is not None and member.hello.machine == self._machine
         if not same_clock and rtt_ns < member.best_rtt_ns:
-            member.best_rtt_ns = rtt_ns
-            member.clock_offset_ns = beat.clock_ns - (beat.echo_ns + now_ns) // 2
+            offset_ns = beat.clock_ns - (beat.echo_ns + now_ns) // 2
+            self._update(member.rank, best_rtt_ns=rtt_ns, clock_offset_ns=offset_ns)
 
-    def _on_head_clock(self, member: Member, result: StepResult) -> StepResult:
-        if not member.clock_offset_ns:
-            return result
-        return replace(result, stamps=in_head_clock(result.stamps, member.clock_offset_ns))
+
+def _on_head_clock(member: Member, result: StepResult) -> StepResult:
+    if not member.clock_offset_ns:
+        return result
+    return replace(result, stamps=in_head_clock(result.stamps, member.clock_offset_ns))

@@ -1,6 +1,6 @@
-"""The head's side of one request: its events become text, stop strings end it, its times are kept.
+"""The engine's side of one request: its events become text, stop strings end it, its times are kept.
 
-Owned by the engine's thread. What a client sees of it is made in `stream`, in the event loop's thread.
+Owned by the engine's thread. What a client sees of it is made under `head/api`, in the thread of the streams.
 """
 
 from __future__ import annotations
@@ -29,8 +29,7 @@ class _Progress:
 class OpenRequest:
     """Turns one request's events into outputs, until each of its sequences has ended.
 
-    stage_busy_s: asked for when a sequence ends and the caller wants timings; what stages have computed
-    so far, of which `busy_at_arrival_s` was before this request.
+    busy_s: seconds that every stage has computed so far, for callers who want timings.
     """
 
     request: Request
@@ -38,10 +37,14 @@ class OpenRequest:
     tokenizer: Tokenizer | None
     arrived_s: float
     busy_s: Callable[[], tuple[float, ...]]
-    busy_at_arrival_s: tuple[float, ...] = ()
     admitted_s: float | None = None
     _sequences: dict[int, _Progress] = field(default_factory=dict)
     _num_ended: int = 0
+    _busy_at_arrival_s: tuple[float, ...] = ()
+
+    def __post_init__(self) -> None:
+        if self.request.output.timings:
+            self._busy_at_arrival_s = self.busy_s()
 
     @property
     def is_complete(self) -> bool:
@@ -140,7 +143,7 @@ class OpenRequest:
         last_s = progress.last_token_s or now_s
         busy_s: tuple[float, ...] = ()
         if self.request.output.timings:
-            busy_s = tuple(a - b for a, b in zip(self.busy_s(), self.busy_at_arrival_s, strict=True))
+            busy_s = tuple(a - b for a, b in zip(self.busy_s(), self._busy_at_arrival_s, strict=True))
         return TimingsOutput(
             queue_s=admitted_s - self.arrived_s,
             prefill_s=max(0.0, first_s - admitted_s),

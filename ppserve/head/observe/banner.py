@@ -7,7 +7,8 @@ import threading
 from types import TracebackType
 
 from ppserve.head.cards import ModelCard, Topology
-from ppserve.head.engine.members import Members, StageState
+from ppserve.head.engine.member import StageState
+from ppserve.head.engine.members import Members
 
 _REDRAW_S = 0.2
 _BAR = 24
@@ -70,7 +71,7 @@ class Progress:
 
     def _stages(self) -> list[str]:
         words = []
-        for member in self._members.stages:
+        for member in self._members.all:
             done, total = member.progress
             if member.state is StageState.LOADING and total:
                 filled = _BAR * done // total

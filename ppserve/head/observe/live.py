@@ -11,12 +11,15 @@ import hashlib
 import re
 from collections import deque
 from collections.abc import Callable, Iterable
+from dataclasses import asdict
 from importlib import resources
 from typing import Any
 
 from ppserve.core.ledger.account import Settled, StageTimes
 from ppserve.core.ledger.causes import IDLE, KINDS
 from ppserve.head.cards import ModelCard, Topology
+from ppserve.head.engine.replica import Reading
+from ppserve.head.handle import PipelineHandle, topology_of
 from ppserve.head.observe.http import Answer
 from ppserve.head.observe.metrics import Latency, Load, Metrics
 
@@ -28,7 +31,7 @@ _KIND_NUMBERS = {kind: number for number, kind in enumerate(KINDS)}
 
 
 class Schedule:
-    """The latest spans of every stage's ledger, a bounded number. For one thread, the engine's."""
+    """The latest spans of every stage's ledger, a bounded number. Written by the engine's thread."""
 
     def __init__(self, num_stages: int) -> None:
         self._spans: list[deque[Settled]] = [deque(maxlen=MAX_SPANS) for _ in range(num_stages)]
@@ -39,7 +42,8 @@ class Schedule:
             self._spans[settled.stage].append(settled)
 
     def recent(self) -> list[list[Settled]]:
-        """Every stage's spans, oldest first."""
+        """Every stage's spans, oldest first. Safe in any thread: copying a deque is one step for the
+        interpreter."""
         return [list(spans) for spans in self._spans]
 
 
@@ -105,12 +109,41 @@ def describe_schedule(spans: Iterable[list[Settled]], now_ns: int) -> list[list[
     ]
 
 
+def read_state(handle: PipelineHandle, load: Load, spans: list[list[Settled]]) -> dict[str, Any]:
+    """What the page shows now. Waits for the engine's thread."""
+    reading = handle.look()
+    times = tuple(stage.times for stage in reading.stages)
+    state = describe_state(handle.model_card(), topology_of(reading), times, load, reading.now_ns)
+    for stage, of_stage in zip(state["stages"], describe_schedule(spans, reading.now_ns), strict=True):
+        stage["spans"] = of_stage
+    return state
+
+
 def serve_page(metrics: Metrics, ask_state: Callable[[], dict[str, Any]]) -> None:
     """Adds `/` and `/state.json` to the metrics port."""
     html = resources.files("ppserve").joinpath("head/observe/web/index.html").read_text("utf-8")
     answer = Answer("text/html; charset=utf-8", html.encode(), {"Content-Security-Policy": content_policy(html)})
     metrics.routes["/"] = lambda: answer
     metrics.serve_json("/state.json", ask_state)
+
+
+def describe_costs(reading: Reading) -> dict[str, Any]:
+    """What steps cost on every stage, as `ppserve plan --costs` reads it. Zeros until steps were seen."""
+    scheduling = reading.decision.scheduling
+    stages = [
+        {
+            "layers": layout.num_layers,
+            "steps": stage.steps,
+            "step_s": stage.cost.step,
+            "row_s": stage.cost.row,
+            "key_s": stage.cost.key,
+            "sample_s": stage.cost.sample,
+            "spread": stage.spread,
+        }
+        for layout, stage in zip(reading.decision.layouts, reading.stages, strict=True)
+    ]
+    max_chunk = scheduling.prefill_chunk or scheduling.max_auto_chunk
+    return {"stages": stages, "max_chunk": max_chunk, "overheads": asdict(reading.overheads)}
 
 
 def content_policy(html: str) -> str:

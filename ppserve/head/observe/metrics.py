@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 import platform
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 
 from prometheus_client import (
@@ -25,7 +25,7 @@ from prometheus_client.registry import Collector
 
 from ppserve.core.ledger.account import StageTimes
 from ppserve.core.ledger.causes import BUSY
-from ppserve.core.plan import StepResult
+from ppserve.core.ledger.steps import Step
 from ppserve.core.request import FinishReason
 from ppserve.errors import RequestError
 from ppserve.head.cards import ModelCard, Topology
@@ -141,24 +141,20 @@ class Metrics:
 
     # ---- the pipeline ---------------------------------------------------------------------------------
 
-    def microbatch(self, phase: str, num_tokens: int) -> None:
-        """A step was dispatched with that many rows."""
-        self._pipeline.tokens[phase].observe(num_tokens)
+    def dispatched(self, step: Step) -> None:
+        """A step was sent to all stages."""
+        self._pipeline.tokens[step.plan.phase].observe(step.plan.num_tokens)
 
-    def step_done(self, result: StepResult, phase: str) -> None:
+    def reported(self, step: Step, stage: int) -> None:
         """A stage reported a step."""
-        self._pipeline.step_done(result, phase)
+        self._pipeline.reported(step, stage)
 
-    def load(self, *, running: int, waiting: int, in_flight: int, kv_usage: float) -> None:
+    def load(self, running: int, waiting: int, in_flight: int, kv_usage: float) -> None:
         """How full everything is. kv_usage: 0 to 1."""
         self._requests.running.set(running)
         self._requests.waiting.set(waiting)
         self._pipeline.in_flight.set(in_flight)
         self._pipeline.kv_usage.set(kv_usage)
-
-    def epoch_lost(self) -> None:
-        """What is in flight will not be reported any more."""
-        self._pipeline.forget_in_flight()
 
     def stage_restarted(self, stage: int, cause: str) -> None:
         self._pipeline.restarted(stage, cause)
@@ -234,7 +230,6 @@ class _PipelineMetrics:
             ["version", "python", "model", "dtype"],
             registry=registry,
         )
-        self._links = _Links(num_stages)
 
     def describe(self, topology: Topology) -> None:
         self.stage_info.clear()
@@ -248,43 +243,16 @@ class _PipelineMetrics:
                 str(stage.num_parameters),
             ).set(1)
 
-    def step_done(self, result: StepResult, phase: str) -> None:
-        stamps = result.stamps
-        self.step[result.stage][phase].observe((stamps.ended - stamps.begun) / 1e9)
-        if result.stage < len(self.transfer):
-            self.transfer_bytes[result.stage].inc(result.bytes_sent)
-        for sender, seconds in self._links.reported(result):
-            self.transfer[sender].observe(seconds)
+    def reported(self, step: Step, stage: int) -> None:
+        stamps = step.stamps(stage)
+        assert stamps is not None
+        self.step[stage][step.plan.phase].observe((stamps.ended - stamps.begun) / 1e9)
+        for transfer in step.transfers(stage):
+            self.transfer[transfer.sender].observe(transfer.waited_ns / 1e9)
+            self.transfer_bytes[transfer.sender].inc(transfer.num_bytes)
 
     def restarted(self, stage: int, cause: str) -> None:
         self._restarts.labels(str(stage), cause).inc()
-
-    def forget_in_flight(self) -> None:
-        self._links.forget()
-
-
-class _Links:
-    """Matches what two neighbours say about a step. Holds only steps that not all stages have reported."""
-
-    def __init__(self, num_stages: int) -> None:
-        self._num_stages = num_stages
-        self._reports: dict[int, dict[int, StepResult]] = {}
-
-    def reported(self, result: StepResult) -> Iterator[tuple[int, float]]:
-        """(sending stage, seconds) of the links that this report completes."""
-        reports = self._reports.setdefault(result.step_id, {})
-        reports[result.stage] = result
-        for receiver in (result.stage, result.stage + 1):
-            if receiver in reports and receiver - 1 in reports:
-                sent, received = reports[receiver - 1].stamps, reports[receiver].stamps
-                took_ns = received.received - max(sent.ended, received.awaited)
-                yield receiver - 1, max(0, took_ns) / 1e9
-        if len(reports) == self._num_stages:
-            del self._reports[result.step_id]
-
-    def forget(self) -> None:
-        """A stage is gone, and with it the rest of what was in flight."""
-        self._reports.clear()
 
 
 @dataclass(slots=True)

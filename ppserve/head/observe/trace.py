@@ -19,7 +19,7 @@ from pathlib import Path
 
 from ppserve.core.ledger.account import Settled
 from ppserve.core.ledger.causes import BUSY, IDLE
-from ppserve.core.plan import StepPlan, StepResult
+from ppserve.core.ledger.steps import Step
 from ppserve.errors import ConfigError
 
 log = logging.getLogger(__name__)
@@ -89,11 +89,11 @@ class Trace:
 
     # ---- what happens ---------------------------------------------------------------------------------
 
-    def step_done(self, result: StepResult, plan: StepPlan) -> None:
-        """A stage reported a step; its stamps are on the head's clock."""
-        if self._file is None:
+    def reported(self, step: Step, stage: int) -> None:
+        """A stage's result of a step is in the book."""
+        plan, stamps = step.plan, step.stamps(stage)
+        if self._file is None or stamps is None:
             return
-        stage, stamps = result.stage, result.stamps
         row: Event = {"pid": stage, "tid": _STEPS}
         duration_ns = max(stamps.ended - stamps.begun, 0)
         args = {"phase": plan.phase, "tokens": plan.num_tokens, "slices": len(plan.slices), "lane": plan.lane}

@@ -10,7 +10,7 @@ from ppserve import wire
 from ppserve.config import PipelineSettings, ServeConfig
 from ppserve.core.architecture import Architecture
 from ppserve.errors import ConfigError
-from ppserve.head.engine.layout import decide
+from ppserve.head.engine.layout import Layout
 
 ARCH = Architecture(8, 160, 5, 1024, 1280, 1280, 640)
 SAME_HOST = "shm" if sys.platform == "linux" else "gloo"
@@ -33,7 +33,7 @@ def hello(stage: int, host: str = "a", gpu: int | None = None, shares_gpu: bool 
     ],
 )
 def test_auto_takes_the_best_that_connects_all(hellos: tuple[wire.Hello, ...], chosen: str) -> None:
-    assert decide(ServeConfig(), hellos).transport == chosen
+    assert Layout(ServeConfig()).decide(hellos).transport == chosen
 
 
 @pytest.mark.parametrize(
@@ -46,9 +46,9 @@ def test_auto_takes_the_best_that_connects_all(hellos: tuple[wire.Hello, ...], c
 )
 def test_what_cannot_connect_them_is_refused(asked: str, second: wire.Hello, says: str) -> None:
     with pytest.raises(ConfigError, match=says):
-        decide(ServeConfig(pipeline=PipelineSettings(transport=asked)), (hello(0), second))
+        Layout(ServeConfig(pipeline=PipelineSettings(transport=asked))).decide((hello(0), second))
 
 
 def test_what_was_asked_for_is_taken_where_it_can_be() -> None:
     asked = ServeConfig(pipeline=PipelineSettings(transport="gloo"))
-    assert decide(asked, (hello(0), hello(1))).transport == "gloo"
+    assert Layout(asked).decide((hello(0), hello(1))).transport == "gloo"

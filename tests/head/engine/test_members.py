@@ -9,18 +9,21 @@ import pytest
 from ppserve import wire
 from ppserve.core.architecture import Architecture, Split, stage_layouts
 from ppserve.core.plan import StepResult, StepStamps
+from ppserve.core.scheduling.config import SchedulerConfig
 from ppserve.errors import ConfigError
-from ppserve.head.engine.members import (
+from ppserve.head.engine.member import (
     Decision,
     EpochLost,
     Formed,
     Hopeless,
+    InvalidMove,
+    Member,
     MemberEvent,
-    Members,
     StageDied,
     StageState,
     StepDone,
 )
+from ppserve.head.engine.members import Members
 
 ARCH = Architecture(4, 64, 4, 128, 300, 300, 256)
 SECOND = 1_000_000_000
@@ -28,25 +31,33 @@ SECOND = 1_000_000_000
 
 @dataclass
 class Pipeline:
-    """Members with their wires cut: what they send and drop is kept, the time is ours."""
+    """Members with their connections cut: what they send and drop is kept, the time is ours."""
 
     num_stages: int
     split: Split | None = None
+    mistake: ConfigError | None = None
     sent: list[tuple[int, object]] = field(default_factory=list)
     dropped: list[tuple[int, str]] = field(default_factory=list)
     now_ns: int = SECOND
 
     def __post_init__(self) -> None:
-        split = self.split or Split((2,) * self.num_stages)
-        self.members = Members(
-            num_stages=self.num_stages,
-            machine="here",
-            decide=lambda hellos: Decision(stage_layouts(split), "float32", "gloo", "127.0.0.1", 768),
-            choose_num_blocks=lambda loaded: min(x.kv_bytes // x.block_bytes for x in loaded),
-            send=lambda stage, message: self.sent.append((stage, message)),
-            drop=lambda stage, cause: self.dropped.append((stage, cause)),
-        )
+        self.members = Members(range(self.num_stages), "here", self, self)
         self.members.start(self.now_ns)
+
+    def decide(self, hellos: tuple[wire.Hello, ...]) -> Decision:
+        if self.mistake is not None:
+            raise self.mistake
+        layouts = stage_layouts(self.split or Split((2,) * self.num_stages))
+        return Decision(ARCH, layouts, "float32", "gloo", "127.0.0.1", SchedulerConfig(self.num_stages))
+
+    def num_blocks(self, decision: Decision, loaded: tuple[wire.Loaded, ...]) -> int:
+        return min(x.kv_bytes // x.block_bytes for x in loaded)
+
+    def send(self, rank: int, message: object) -> None:
+        self.sent.append((rank, message))
+
+    def drop(self, rank: int, cause: str) -> None:
+        self.dropped.append((rank, cause))
 
     def say(self, stage: int, message: object) -> list[MemberEvent]:
         return self.members.heard(stage, self.now_ns, message)
@@ -130,7 +141,7 @@ def test_a_lost_stage_begins_a_new_epoch_when_it_is_back() -> None:
     pipeline = Pipeline(3)
     pipeline.start()
     events = pipeline.members.gone(1, "exit", pipeline.now_ns)
-    assert events == [StageDied(1, "exit"), EpochLost(1, "stage 1: exit")]
+    assert events == [StageDied(1, 1, "exit"), EpochLost(1, "stage 1: exit")]
     assert not pipeline.members.formed
     assert pipeline.say(0, result(1)) == [], "a result of a lost epoch counts for nothing"
     assert pipeline.leave(0, 2) == []
@@ -139,7 +150,7 @@ def test_a_lost_stage_begins_a_new_epoch_when_it_is_back() -> None:
     pipeline.hello(1)
     pipeline.loaded(1)
     assert pipeline.join() == [Formed(2, 10)]
-    assert [m.restarts for m in pipeline.members.stages] == [0, 1, 0]
+    assert [m.restarts for m in pipeline.members.all] == [0, 1, 0]
     assert len(pipeline.say(0, result(2))) == 1
 
 
@@ -149,7 +160,7 @@ def test_a_complaint_waits_for_the_death_that_caused_it() -> None:
     assert pipeline.say(0, wire.Broken(1, "reset")) == [EpochLost(1, "reset")]
     pipeline.tick(1)
     assert pipeline.forms() == {}, "stage 1 has not said that it left: the epoch would form around a corpse"
-    assert pipeline.members.gone(1, "exit", pipeline.now_ns) == [StageDied(1, "exit")]
+    assert pipeline.members.gone(1, "exit", pipeline.now_ns) == [StageDied(1, 1, "exit")]
     pipeline.tick(1)
     assert pipeline.forms() == {}
 
@@ -177,7 +188,7 @@ def test_a_second_loss_while_forming_ends_that_epoch_too() -> None:
     pipeline.say(0, wire.StoreOpened(2, 4002))
     assert pipeline.forms()
     pipeline.say(1, wire.Ready(2))
-    assert pipeline.members.gone(2, "exit", pipeline.now_ns) == [StageDied(2, "exit")], "nothing was in flight"
+    assert pipeline.members.gone(2, "exit", pipeline.now_ns) == [StageDied(2, 2, "exit")], "nothing was in flight"
     assert pipeline.leave(0, 1) == []
     assert pipeline.say(0, wire.Ready(2)) == [], "a late word of the epoch that never was"
     pipeline.hello(2)
@@ -214,7 +225,7 @@ def test_a_death_while_forming_starts_over() -> None:
     pipeline.hello(1)
     pipeline.loaded(0)
     pipeline.loaded(1)
-    assert pipeline.members.stages[0].state is StageState.FORMING
+    assert pipeline.members.all[0].state is StageState.FORMING
     pipeline.members.gone(1, "exit", pipeline.now_ns)
     pipeline.leave(0)
     pipeline.hello(1)
@@ -280,11 +291,7 @@ def test_a_drain_does_not_wait_for_a_stage_whose_keeper_died_too() -> None:
 
 
 def test_mistakes_before_the_first_epoch_are_the_operators() -> None:
-    def refuse(hellos: tuple[wire.Hello, ...]) -> Decision:
-        raise ConfigError("--layers", "no")
-
-    pipeline = Pipeline(1)
-    pipeline.members.decide = refuse
+    pipeline = Pipeline(1, mistake=ConfigError("--layers", "no"))
     assert pipeline.hello(0) == [Hopeless("--layers: no", usage=True)]
     assert pipeline.say(0, wire.GaveUp("t", 0, "bad file")) == [Hopeless("bad file", usage=True)]
 
@@ -314,3 +321,45 @@ def test_clocks_of_other_hosts_are_aligned_by_the_quickest_round_trip() -> None:
     (done,) = pipeline.say(1, wire.Result(StepResult(1, 1, 1, stamps)))
     assert isinstance(done, StepDone)
     assert abs(done.result.stamps.planned) <= 4_000, "off by at most the quickest trip's asymmetry"
+
+
+MOVES = {
+    ("ABSENT", "ABSENT"), ("ABSENT", "LOADING"),
+    ("LOADING", "ABSENT"), ("LOADING", "LOADED"),
+    ("LOADED", "ABSENT"), ("LOADED", "FORMING"),
+    ("FORMING", "ABSENT"), ("FORMING", "READY"), ("FORMING", "LEAVING"), ("FORMING", "LOADED"),
+    ("READY", "ABSENT"), ("READY", "LEAVING"), ("READY", "LOADED"),
+    ("LEAVING", "ABSENT"), ("LEAVING", "LOADED"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("before", StageState)
+@pytest.mark.parametrize("after", StageState)
+def test_a_rank_moves_as_the_table_says_and_not_otherwise(before: StageState, after: StageState) -> None:
+    member = Member(3, 1, state=before, since_ns=1)
+    if (before.name, after.name) in MOVES:
+        moved = member.moved(after, 7)
+        assert (moved.state, moved.since_ns, moved.rank) == (after, 7, 3)
+    else:
+        with pytest.raises(InvalidMove, match=f"rank 3 is {before.name} and cannot become {after.name}"):
+            member.moved(after, 7)
+
+
+def test_a_message_at_the_wrong_time_ends_the_connection_and_changes_nothing() -> None:
+    pipeline = Pipeline(2)
+    assert pipeline.loaded(0) == [], "it has not even greeted"
+    assert pipeline.dropped == [(0, "protocol")]
+    assert pipeline.members[0].state is StageState.ABSENT
+    assert pipeline.members[0].loaded is None
+    pipeline.start()
+    assert pipeline.hello(1) == [], "a second greeting on the same connection"
+    assert pipeline.dropped[1:] == [(1, "protocol")]
+    assert pipeline.members.formed, "the epoch is lost when the connection is gone, not before"
+    assert pipeline.members.gone(1, "protocol", pipeline.now_ns)[1] == EpochLost(1, "stage 1: protocol")
+
+
+def test_a_rank_cannot_report_another_stages_step() -> None:
+    pipeline = Pipeline(2)
+    pipeline.start()
+    assert pipeline.say(1, result(1)) == [], "the result names stage 0"
+    assert len(pipeline.say(0, result(1))) == 1

@@ -10,6 +10,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from ppserve.core.architecture import Architecture
 from ppserve.core.ledger.account import StageTimes, TimeAccount
 from ppserve.core.ledger.causes import BUSY, CAUSES
+from ppserve.core.ledger.steps import Steps
 from ppserve.core.plan import StepResult, StepStamps
 from ppserve.core.request import FinishReason, Request, StopConditions
 from ppserve.core.scheduling.sequence import SequenceEvent
@@ -17,6 +18,7 @@ from ppserve.errors import Overloaded, RequestFailed
 from ppserve.head.cards import ModelCard, StageCard, Topology
 from ppserve.head.engine.open_request import OpenRequest
 from ppserve.head.observe.metrics import STATUSES, Metrics
+from tests.core.artificial import account_of, plan
 
 CONTRACT = {
     "ppserve_stage_busy_seconds_total": "counter",
@@ -69,7 +71,7 @@ def metrics():
 
 
 def start(metrics: Metrics, account: TimeAccount | None = None, now_ns: int = 0) -> int:
-    account = account or TimeAccount(2, 0)
+    account = account or account_of(2)
     return metrics.start_http("127.0.0.1", 0, lambda: account.snapshot(now_ns))
 
 
@@ -148,7 +150,7 @@ def test_what_runs_where(metrics):
 
 
 def test_a_scrape_sums_to_the_wall_on_every_stage(metrics):
-    account = TimeAccount(2, 0)
+    account = account_of(2)
     account.demand_began(1_000_000_000)
     account.demand_ended(3_000_000_000)
     seen = scrape(start(metrics, account, now_ns=7_500_000_000))
@@ -165,7 +167,7 @@ def test_one_reading_of_the_ledger_per_scrape(metrics):
 
     def stage_times() -> tuple[StageTimes, ...]:
         readings.append(1)
-        return TimeAccount(2, 0).snapshot(0)
+        return account_of(2).snapshot(0)
 
     port = metrics.start_http("127.0.0.1", 0, stage_times)
     assert readings == []
@@ -180,10 +182,13 @@ def test_one_reading_of_the_ledger_per_scrape(metrics):
 def test_a_step_in_either_order_of_reports(metrics):
     first = StepResult(1, 7, 0, StepStamps(0, 0, 0, 0, 3_000_000, 3_000_000), bytes_sent=640)
     second = StepResult(1, 7, 1, StepStamps(0, 1_000_000, 5_000_000, 5_000_000, 6_000_000, 6_000_000))
-    for step_id, order in enumerate(((first, second), (second, first))):
+    steps = Steps(2)
+    for order in ((first, second), (second, first)):
+        step = steps.sent(plan(7), 0, 0, num_lanes=2)
+        metrics.dispatched(step)
         for result in order:
-            metrics.step_done(StepResult(1, step_id, result.stage, result.stamps, result.bytes_sent), "decode")
-    metrics.microbatch("decode", 5)
+            assert steps.reported(result, 7_000_000) is step
+            metrics.reported(step, result.stage)
     metrics.load(running=4, waiting=3, in_flight=2, kv_usage=0.25)
     seen = scrape(start(metrics))
     assert seen("ppserve_stage_step_seconds_count", stage="0", phase="decode") == 2
@@ -191,7 +196,7 @@ def test_a_step_in_either_order_of_reports(metrics):
     assert seen("ppserve_transfer_seconds_count", stage="0") == 2
     assert seen("ppserve_transfer_seconds_sum", stage="0") == pytest.approx(0.004)
     assert seen("ppserve_transfer_bytes_total", stage="0") == 1280
-    assert seen("ppserve_microbatch_tokens_sum", phase="decode") == 5
+    assert seen("ppserve_microbatch_tokens_sum", phase="decode") == 2
     assert seen("ppserve_microbatches_in_flight") == 2
     assert seen("ppserve_kv_usage_ratio") == 0.25
     assert seen("ppserve_requests_running") == 4

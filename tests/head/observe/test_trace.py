@@ -7,6 +7,7 @@ import pytest
 
 from ppserve.core.ledger.account import Settled
 from ppserve.core.ledger.causes import Span
+from ppserve.core.ledger.steps import Steps
 from ppserve.core.plan import Draw, Slice, StepPlan, StepResult, StepStamps
 from ppserve.core.request import SamplingParams
 from ppserve.errors import ConfigError
@@ -18,10 +19,13 @@ def plan(step_id: int) -> StepPlan:
 
 
 def run_step(trace: Trace, step_id: int, num_stages: int = 3) -> None:
+    steps = Steps(num_stages)
+    step = steps.sent(plan(step_id), 0, 0, num_lanes=1)
     for stage in range(num_stages):
         begun = 10_000 * (step_id + stage)
         stamps = StepStamps(0, begun, begun, begun, begun + 8_000, begun + 9_000)
-        trace.step_done(StepResult(1, step_id, stage, stamps), plan(step_id))
+        steps.reported(StepResult(1, step_id, stage, stamps), begun + 9_000)
+        trace.reported(step, stage)
 
 
 def test_steps_arrows_waits_and_counters(tmp_path):

@@ -1,0 +1,242 @@
+"""One pipeline: its members, its scheduler, its steps in flight, and the ledger of its time.
+
+A replica knows requests as sequences only; whose streams they are is the engine's business. Everything here runs
+in the engine's thread. `clock` is monotonic, in nanoseconds; the scheduler's seconds are of the same clock.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from ppserve import wire
+from ppserve.core.cost_model import Coefficients, PipelineCosts
+from ppserve.core.ledger.account import StageTimes, TimeAccount
+from ppserve.core.ledger.overheads import Overheads, OverheadTimes
+from ppserve.core.ledger.steps import Steps
+from ppserve.core.plan import StepResult
+from ppserve.core.request import FinishReason, Request
+from ppserve.core.scheduling.block_manager import BlockManager
+from ppserve.core.scheduling.lane_count import LaneCount
+from ppserve.core.scheduling.scheduler import Scheduler
+from ppserve.core.scheduling.sequence import SequenceEvent
+from ppserve.errors import Draining
+from ppserve.head.engine.control import ControlPlane, Gone, Heard
+from ppserve.head.engine.member import (
+    Decision,
+    EpochLost,
+    Formed,
+    Hopeless,
+    Member,
+    MemberEvent,
+    StageDied,
+    StepDone,
+)
+from ppserve.head.engine.members import Members
+from ppserve.head.engine.watcher import Watcher
+
+log = logging.getLogger("ppserve.engine")
+
+ReplicaEvent = SequenceEvent | Formed | Hopeless
+
+
+@dataclass(frozen=True, slots=True)
+class StageReading:
+    """One stage at one moment. steps: computed since the start. cost: what a step costs on average; spread: how
+    far steps lie from that, as a share of it."""
+
+    member: Member
+    times: StageTimes
+    steps: int
+    cost: Coefficients
+    spread: float
+
+
+@dataclass(frozen=True, slots=True)
+class Reading:
+    """A pipeline at one moment, on the engine's clock. Nothing in it changes any more."""
+
+    now_ns: int
+    decision: Decision
+    epoch: int
+    num_blocks: int
+    microbatches: int
+    overheads: OverheadTimes
+    stages: tuple[StageReading, ...]
+
+
+class Replica:
+    """See the module. The scheduler exists from the first epoch on."""
+
+    def __init__(
+        self, members: Members, control: ControlPlane, watcher: Watcher, clock: Callable[[], int]
+    ) -> None:
+        num_stages = members.num_stages
+        self.members = members
+        self.scheduler: Scheduler | None = None
+        self.steps = Steps(num_stages)
+        self._account = TimeAccount(self.steps, clock(), watcher.settled)
+        self._overheads = Overheads(self.steps)
+        self._costs = PipelineCosts(num_stages)
+        self._lanes = LaneCount(num_stages, self._costs.fixed_s)
+        self._control = control
+        self._watcher = watcher
+        self._clock = clock
+
+    # ---- requests -------------------------------------------------------------------------------------
+
+    @property
+    def formed_scheduler(self) -> Scheduler:
+        """Raises Draining where no epoch has formed: there is nobody to serve a request."""
+        if self.scheduler is None:
+            raise Draining("the server is not serving")
+        return self.scheduler
+
+    def submit(self, request: Request) -> None:
+        """Queue a request. Raises RequestError."""
+        self.formed_scheduler.submit(request, self._now_s())
+
+    def abort(self, request_id: str, reason: FinishReason) -> list[SequenceEvent]:
+        """End a request now; the events are its ends."""
+        return [] if self.scheduler is None else self.scheduler.abort(request_id, reason)
+
+    def finish(self, sequence_id: int, reason: FinishReason) -> None:
+        """The text of a sequence has ended it: no event, no further step."""
+        if self.scheduler is not None:
+            self.scheduler.finish(sequence_id, reason, self._now_s())
+
+    def demand(self, exists: bool) -> bool:
+        """Whether the server has work: a request is open, or a step of one that just ended is under way.
+
+        exists: a request is open. Without work stages are idle; with it, their waits are bubbles.
+        """
+        has_work = exists or len(self.steps) > 0
+        if has_work:
+            self._account.demand_began(self._clock())
+        else:
+            self._account.demand_ended(self._clock())
+        return has_work
+
+    # ---- what happens ---------------------------------------------------------------------------------
+
+    def start(self) -> None:
+        """From now on ranks are expected."""
+        self.members.start(self._clock())
+
+    def take(self, heard: Heard | Gone) -> list[ReplicaEvent]:
+        """A rank said something, or is gone."""
+        if isinstance(heard, Gone):
+            return self._happened(self.members.gone(heard.rank, heard.cause, self._clock()))
+        return self._happened(self.members.heard(heard.rank, heard.arrived_ns, heard.message))
+
+    def tick(self) -> list[ReplicaEvent]:
+        """Looks at what no message tells: silence, deadlines of requests, a stage that holds up a step."""
+        now_ns = self._clock()
+        if self.members.head_paused(now_ns):
+            self.steps.head_paused(now_ns)
+        events = self._happened(self.members.tick(now_ns))
+        if self.scheduler is not None:
+            events += self.scheduler.expire(self._now_s())
+        stuck = self.steps.stuck_stage(now_ns)
+        if stuck is not None:
+            self._control.drop(self.members.all[stuck].rank, "stuck")
+        return events
+
+    def refill(self, woken_ns: int) -> None:
+        """Puts steps into the pipeline while it has room. woken_ns: when the engine's turn began."""
+        scheduler = self.scheduler
+        if scheduler is None or not self.members.formed:
+            return
+        while (plan := scheduler.schedule(self._now_s())) is not None:
+            self._control.broadcast(self.members.ranks, wire.Plan(plan))
+            step = self.steps.sent(plan, woken_ns, self._clock(), scheduler.microbatches)
+            self._account.dispatched(step)
+            self._overheads.dispatched(step)
+            self._watcher.dispatched(step)
+        self._watcher.load(
+            scheduler.num_running, scheduler.num_waiting, self.steps.num_in_flight, scheduler.kv_usage
+        )
+
+    def _happened(self, member_events: list[MemberEvent]) -> list[ReplicaEvent]:
+        events: list[ReplicaEvent] = []
+        for event in member_events:
+            match event:
+                case StepDone(result):
+                    events += self._step_done(result)
+                case Formed():
+                    events += self._formed(event)
+                case EpochLost():
+                    self._epoch_lost(event)
+                case StageDied():
+                    log.warning("stage %d died (%s)", event.stage, event.cause)
+                    self._watcher.stage_died(event.stage, event.cause)
+                case Hopeless():
+                    events.append(event)
+        return events
+
+    def _step_done(self, result: StepResult) -> list[SequenceEvent]:
+        step = self.steps.reported(result, self._clock())
+        if step is None or self.scheduler is None:
+            return []
+        self._account.reported(step, result.stage)
+        self._overheads.reported(step, result.stage)
+        self._costs.observe(result.stage, step.plan, (result.stamps.ended - result.stamps.begun) / 1e9)
+        self._watcher.reported(step, result.stage)
+        if self.scheduler.config.microbatches is None:
+            self.scheduler.set_microbatches(self._lanes.observe(result.stage, result.stamps, step.fills_lanes))
+        if result.stage < self.members.num_stages - 1:
+            return []
+        return self.scheduler.commit(result, self._now_s())
+
+    def _formed(self, formed: Formed) -> list[ReplicaEvent]:
+        log.info("epoch %d formed", formed.epoch)
+        self._account.formed(self._clock())
+        if self.scheduler is not None:
+            # Everybody is replayed: what was in flight when the last epoch was lost never happened.
+            return [*self.scheduler.lose_stage(formed.epoch, self._now_s())]
+        decision = self.members.decision
+        assert decision is not None
+        blocks = BlockManager(formed.num_blocks, decision.scheduling.block_size)
+        self.scheduler = Scheduler(decision.scheduling, blocks, self.steps, self._costs, formed.epoch)
+        return [formed]
+
+    def _epoch_lost(self, lost: EpochLost) -> None:
+        """Nothing that is in flight will return; the scheduler hears of it when the next epoch forms."""
+        log.warning("epoch %d lost: %s", lost.epoch, lost.cause)
+        self.steps.lost()
+        self._lanes.lost()
+        self._account.stage_lost(self._clock())
+        self._watcher.epoch_lost()
+
+    # ---- what others may ask --------------------------------------------------------------------------
+
+    def busy_s(self) -> tuple[float, ...]:
+        """Seconds that every stage has computed, as far as is settled."""
+        return tuple(sum(times.busy_ns.values()) / 1e9 for times in self._account.settled())
+
+    def reading(self) -> Reading:
+        """The pipeline now. Raises Draining before the first epoch."""
+        now_ns, scheduler, decision = self._clock(), self.formed_scheduler, self.members.decision
+        assert decision is not None
+        every = zip(self.members.all, self._account.snapshot(now_ns), self._costs.stages, strict=True)
+        return Reading(
+            now_ns=now_ns,
+            decision=decision,
+            epoch=self.members.epoch,
+            num_blocks=self.members.num_blocks,
+            microbatches=scheduler.microbatches,
+            overheads=self._overheads.times,
+            stages=tuple(
+                StageReading(member, times, cost.num_observed, cost.mean, cost.spread)
+                for member, times, cost in every
+            ),
+        )
+
+    def prove_idle(self) -> None:
+        """With no request and no step left, no block may be held. Raises AssertionError."""
+        if self.scheduler is not None and not self.scheduler.has_work:
+            assert self.scheduler.kv_usage == 0, "idle, yet KV blocks are held"
+
+    def _now_s(self) -> float:
+        return self._clock() / 1e9

@@ -1,0 +1,141 @@
+"""The engine as the front doors see it: requests in, and cards that describe what is served."""
+
+from __future__ import annotations
+
+import asyncio
+from dataclasses import replace
+from pathlib import Path
+
+from ppserve import __version__
+from ppserve.config import ServeConfig
+from ppserve.core.ledger.account import StageTimes
+from ppserve.core.ledger.advice import advise
+from ppserve.core.partition import mean
+from ppserve.core.request import FinishReason, Request
+from ppserve.head.cards import ModelCard, StageCard, Topology
+from ppserve.head.engine.loop import Engine
+from ppserve.head.engine.member import Decision, Member, StageState
+from ppserve.head.engine.output import Sink
+from ppserve.head.engine.replica import Reading, StageReading
+from ppserve.head.limits import Limits
+from ppserve.tokenizer import Tokenizer
+
+
+class PipelineHandle:
+    """Implements `EngineHandle`. Made once the pipeline has formed for the first time."""
+
+    def __init__(self, engine: Engine, card: ModelCard, tokenizer: Tokenizer | None) -> None:
+        self._engine = engine
+        self._card = card
+        self._tokenizer = tokenizer
+
+    async def submit(self, request: Request, sink: Sink) -> None:
+        """Queue a request. Raises RequestError when it is refused."""
+        await asyncio.wrap_future(self._engine.submit(request, sink, self._tokenizer))
+
+    def cancel(self, request_id: str, reason: FinishReason) -> None:
+        self._engine.cancel(request_id, reason)
+
+    def model_card(self) -> ModelCard:
+        return self._card
+
+    def look(self) -> Reading:
+        """The pipeline now. Waits for the engine's thread: not to be called in the event loop."""
+        return self._engine.look()
+
+    def topology(self) -> Topology:
+        """`look`, as a card."""
+        return topology_of(self.look())
+
+    def stage_times(self) -> tuple[StageTimes, ...]:
+        """Every stage's time up to now, as one consistent reading."""
+        return tuple(stage.times for stage in self.look().stages)
+
+
+def topology_of(reading: Reading) -> Topology:
+    """A reading as a card, with advice. Looking for a better split takes a while: not in the engine's thread."""
+    decision = reading.decision
+    predicted_s = _predicted_step_s(decision, reading.stages)
+    times = tuple(stage.times for stage in reading.stages)
+    return Topology(
+        stages=tuple(_stage_card(reading, stage, predicted_s) for stage in reading.stages),
+        transport=decision.transport,
+        epoch=reading.epoch,
+        microbatches=reading.microbatches,
+        advice=advise(times, decision.layouts, reading.microbatches),
+    )
+
+
+def _stage_card(reading: Reading, stage: StageReading, predicted_s: tuple[float, ...]) -> StageCard:
+    member, times = stage.member, stage.times
+    hello, loaded = member.hello, member.loaded
+    assert hello is not None and loaded is not None  # noqa: PT018
+    layout = reading.decision.layouts[member.stage]
+    busy_s = sum(times.busy_ns.values()) / 1e9
+    return StageCard(
+        stage=member.stage,
+        rank=member.rank,
+        host=hello.host,
+        device=loaded.device,
+        first_layer=layout.layers.start,
+        num_layers=len(layout.layers),
+        blocks=layout.blocks,
+        num_parameters=loaded.params,
+        weight_bytes=loaded.weight_bytes,
+        kv_bytes=reading.num_blocks * loaded.block_bytes,
+        predicted_step_s=predicted_s[member.stage] if predicted_s else None,
+        measured_step_s=busy_s / stage.steps if stage.steps else None,
+        busy_s=busy_s,
+        bubble_s=tuple((cause, ns / 1e9) for cause, ns in times.bubble_ns.items()),
+        idle_s=times.idle_ns / 1e9,
+        live=member.state is StageState.READY,
+        restarts=member.restarts,
+    )
+
+
+def _predicted_step_s(decision: Decision, stages: tuple[StageReading, ...]) -> tuple[float, ...]:
+    """Of every stage, by what `--layers auto` measured; () if it did not."""
+    hellos = [stage.member.hello for stage in stages]
+    measured = tuple(hello.costs for hello in hellos if hello is not None and hello.costs is not None)
+    if len(measured) < len(stages):
+        return ()
+    parts = mean(measured)
+    return tuple(parts.stage_cost(layout) for layout in decision.layouts)
+
+
+def why_not_deterministic(members: tuple[Member, ...]) -> list[str]:
+    """Which promises do not hold; empty when all do."""
+    loaded = [(member.stage, member.loaded) for member in members if member.loaded is not None]
+    reasons = [f"stage {stage}: {of.why_not}" for stage, of in loaded if of.why_not]
+    first = loaded[0][1].kernels
+    for stage, of in loaded:
+        if of.kernels != first:
+            reasons.append(
+                f"stage 0 computes with {first}, stage {stage} with {of.kernels}: neighbours, chunks and"
+                " lost stages change nothing, but other layers per stage, or other hosts, may give other tokens"
+            )
+            break
+    return reasons
+
+
+def describe_model(
+    config: ServeConfig, decision: Decision, members: tuple[Member, ...], tokenizer: Tokenizer | None
+) -> ModelCard:
+    """What is served, once every rank has loaded its part."""
+    arch, limits = decision.architecture, Limits()
+    reasons = why_not_deterministic(members)
+    return ModelCard(
+        # Not the whole path: callers have no business with the server's directories.
+        name=Path(config.model.path).name,
+        architecture=arch,
+        num_parameters=arch.num_params,
+        dtype=decision.dtype,
+        quantization=config.model.quantization,
+        max_context=decision.scheduling.max_model_len,
+        eos_id=arch.eos_id,
+        has_tokenizer=tokenizer is not None,
+        deterministic=not reasons,
+        why_not="; ".join(reasons),
+        version=__version__,
+        limits=replace(limits, max_n=min(limits.max_n, config.scheduling.max_num_seqs)),
+    )

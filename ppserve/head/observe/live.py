@@ -132,7 +132,7 @@ def describe_costs(reading: Reading) -> dict[str, Any]:
     scheduling = reading.decision.scheduling
     stages = [
         {
-            "layers": layout.num_layers,
+            "layers": layout.num_sublayers / 2,
             "steps": stage.steps,
             "step_s": stage.cost.step,
             "row_s": stage.cost.row,

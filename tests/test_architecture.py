@@ -44,6 +44,11 @@ MAY_IMPORT: dict[str, set[str]] = {
     "ppserve.head.api": {"ppserve.v1", "grpc", "grpc_status", "google"},
     "ppserve.head.api.grpc": {"grpc_health", "grpc_reflection"},
     "ppserve.head.observe.metrics": {"prometheus_client"},
+    "ppserve.library": {
+        *("ppserve.library", "ppserve.head", "ppserve.stage", "ppserve.model.checkpoint", "ppserve.core"),
+        *("ppserve.wire", "ppserve.config", "ppserve.errors", "ppserve.process.environment", "ppserve.tokenizer"),
+        "torch",
+    },
     "ppserve.client": {
         *("ppserve.client", "ppserve.v1", "ppserve.errors", "grpc", "google", "grpc_status", "grpc_health"),
     },

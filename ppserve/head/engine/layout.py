@@ -30,8 +30,10 @@ CPU_CHUNK = 128
 class Layout:
     """The decisions that the operator's configuration leaves to what is found (`members.Rules`)."""
 
-    def __init__(self, config: ServeConfig) -> None:
+    def __init__(self, config: ServeConfig, in_process: bool = False) -> None:
+        """in_process: stages are threads of this process."""
         self._config = config
+        self._in_process = in_process
 
     def decide(self, hellos: tuple[wire.Hello, ...]) -> Decision:
         """Layouts, dtype and transport for these ranks. Raises ConfigError."""
@@ -50,7 +52,7 @@ class Layout:
             architecture=arch,
             layouts=stage_layouts(split),
             dtype=first.dtype,
-            transport=_transport(config.pipeline.transport, hellos, one_host),
+            transport="local" if self._in_process else _transport(config.pipeline.transport, hellos, one_host),
             store_host="127.0.0.1" if one_host else os.environ.get("MASTER_ADDR", first.host),
             scheduling=scheduler_config(config, arch, hellos),
         )

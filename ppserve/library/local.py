@@ -1,0 +1,84 @@
+"""The control plane of one process: queues in place of sockets, threads in place of ranks."""
+
+from __future__ import annotations
+
+import queue
+import time
+from collections.abc import Callable, Iterable
+from typing import Any
+
+from ppserve import wire
+from ppserve.head.engine.control import Gone, Heard
+
+
+class LocalLink:
+    """A rank's end (`stage.link.Link`). Messages are handed over as they are: all of them are frozen."""
+
+    def __init__(self, rank: int, head: queue.SimpleQueue[Heard | Gone | None]) -> None:
+        self.inbox: queue.SimpleQueue[tuple[int, Any]] = queue.SimpleQueue()
+        self.abandoned = 0
+        self._rank = rank
+        self._head = head
+        self._on_abandon: Callable[[int], None] = lambda _epoch: None
+
+    def opened(self, on_abandon: Callable[[int], None]) -> LocalLink:
+        """The link, for the stage that will be told of abandoned epochs in this way."""
+        self._on_abandon = on_abandon
+        return self
+
+    def send(self, message: wire.FromStage) -> None:
+        self._head.put(Heard(self._rank, time.monotonic_ns(), message))
+
+    def hang_up(self, cause: str) -> None:
+        """The rank is gone: as when a connection ends."""
+        self._head.put(Gone(self._rank, cause))
+
+    def deliver(self, message: wire.FromHead) -> None:
+        """From the head, in the engine's thread. A ping is answered at once, also while the stage computes."""
+        now_ns = time.monotonic_ns()
+        if isinstance(message, wire.Ping):
+            self.send(wire.Heartbeat(message.sent_ns, now_ns))
+            return
+        if isinstance(message, wire.Abandon):
+            self.abandoned = message.epoch
+            self._on_abandon(message.epoch)
+        self.inbox.put((now_ns, message))
+
+
+class LocalControlPlane:
+    """The head's end (`engine.control.ControlPlane`)."""
+
+    def __init__(self, ranks: Iterable[int]) -> None:
+        self._arrived: queue.SimpleQueue[Heard | Gone | None] = queue.SimpleQueue()
+        self.links = {rank: LocalLink(rank, self._arrived) for rank in ranks}
+        self._connected = set(self.links)
+
+    def poll(self, timeout_s: float) -> list[Heard | Gone]:
+        came: list[Heard | Gone | None] = []
+        try:
+            came.append(self._arrived.get(timeout=timeout_s) if timeout_s else self._arrived.get_nowait())
+            while True:
+                came.append(self._arrived.get_nowait())
+        except queue.Empty:
+            pass
+        self._connected -= {message.rank for message in came if isinstance(message, Gone)}
+        return [message for message in came if message is not None]
+
+    def wake(self) -> None:
+        self._arrived.put(None)
+
+    def send(self, rank: int, message: wire.FromHead) -> None:
+        self.links[rank].deliver(message)
+
+    def broadcast(self, ranks: Iterable[int], message: wire.FromHead) -> None:
+        for rank in ranks:
+            self.links[rank].deliver(message)
+
+    def drop(self, rank: int, cause: str) -> None:
+        """A thread can be neither ended nor started anew, so losing one is the end of the pipeline."""
+        self.links[rank].send(wire.Failed(f"stage {rank} was given up: {cause}"))
+
+    def close(self, goodbye_s: float) -> None:
+        until_s = time.monotonic() + goodbye_s
+        while self._connected and (left_s := until_s - time.monotonic()) > 0:
+            self.poll(left_s)

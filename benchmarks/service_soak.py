@@ -143,7 +143,7 @@ async def fuzz(channel: aio.Channel, server: Server, count: int) -> str:
     sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
     from hypothesis import HealthCheck, Phase, given, settings
 
-    from tests.head.api.strange_requests import damaged, requests
+    from tests.head.api.grpc.strange_requests import damaged, requests
 
     raws: list[bytes] = []
     quick = settings(

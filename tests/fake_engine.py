@@ -17,7 +17,9 @@ from ppserve.core.architecture import Architecture
 from ppserve.core.plan import TokenLogprobs
 from ppserve.core.request import FinishReason, Request
 from ppserve.errors import RequestError
-from ppserve.head.api.grpc.server import FrontDoor
+from ppserve.head.api.auth import ApiKeys
+from ppserve.head.api.desk import FrontDesk
+from ppserve.head.api.grpc.server import GrpcServer
 from ppserve.head.cards import ModelCard, StageCard, Topology
 from ppserve.head.engine.output import Sink, TimingsOutput, TokenOutput
 from ppserve.v1.generation_pb2_grpc import GenerationServiceStub
@@ -161,13 +163,19 @@ class FakeEngine:
             sink.push([outputs[step] for outputs in sequences if step < len(outputs)])
 
 
+def desk_of(engine: FakeEngine, settings: ServerSettings | None = None) -> FrontDesk:
+    tokenizer = ByteCodec() if engine.card.has_tokenizer else None
+    key_file = settings.api_key_file if settings else None
+    return FrontDesk(engine, tokenizer, ApiKeys(key_file) if key_file else None)
+
+
 @asynccontextmanager
 async def served(
     engine: FakeEngine, settings: ServerSettings | None = None
-) -> AsyncIterator[tuple[FrontDoor, str]]:
+) -> AsyncIterator[tuple[GrpcServer, str]]:
     """A real server in this process on a free port: (door, target)."""
-    tokenizer = ByteCodec() if engine.card.has_tokenizer else None
-    door = FrontDoor(settings or ServerSettings(port=0), engine, tokenizer)
+    settings = settings or ServerSettings(port=0)
+    door = GrpcServer(settings, desk_of(engine, settings))
     port = await door.start()
     await door.set_serving(True)
     try:

@@ -41,8 +41,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     },
     "ppserve.head.app": {"ppserve.process"},
     "ppserve.head.engine": {"ppserve.wire", "ppserve.process.environment"},
-    "ppserve.head.api": {"ppserve.v1", "grpc", "grpc_status", "google"},
-    "ppserve.head.api.grpc": {"grpc_health", "grpc_reflection"},
+    "ppserve.head.api.grpc": {"ppserve.v1", "grpc", "google", "grpc_health", "grpc_reflection"},
     "ppserve.head.observe.metrics": {"prometheus_client"},
     "ppserve.library": {
         *("ppserve.library", "ppserve.head", "ppserve.stage", "ppserve.model.checkpoint", "ppserve.core"),
@@ -64,6 +63,7 @@ MAY_IMPORT: dict[str, set[str]] = {
 # packages that must not be loaded, even indirectly, by these rooms
 NEVER_LOADS = {
     "ppserve.core.scheduling.scheduler": {"torch", "grpc", "numpy", "msgspec", "time"},
+    "ppserve.head.api.desk": {"grpc", "google", "torch"},
     "ppserve.head.app": {"torch", "numba"},
     "ppserve.cli.check": {"torch", "grpc"},
     "ppserve.stage.loop": {"grpc", "prometheus_client", "tiktoken"},

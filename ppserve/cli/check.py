@@ -12,6 +12,8 @@ from ppserve.config import ServeConfig, ServerSettings
 from ppserve.core.architecture import Architecture
 from ppserve.core.partition import check_split, split_by_weight
 from ppserve.errors import ConfigError
+from ppserve.head.api.auth import ApiKeys
+from ppserve.head.api.tls import read_certificates
 from ppserve.head.engine.layout import check_microbatches, max_context
 from ppserve.model.checkpoint.hub import is_hub_id
 from ppserve.model.checkpoint.opening import read_architecture
@@ -57,12 +59,6 @@ def _check_ports(server: ServerSettings) -> None:
 
 
 def _check_secrets(server: ServerSettings) -> None:
-    if server.tls_cert is None and server.api_key_file is None:
-        return
-    # gRPC takes a while to import, and most servers have neither.
-    from ppserve.head.api.auth import ApiKeys
-    from ppserve.head.api.grpc.server import server_credentials
-
-    server_credentials(server)
+    read_certificates(server)
     if server.api_key_file is not None:
         ApiKeys(server.api_key_file)

@@ -79,6 +79,16 @@ class Request:
     deadline_s: float | None = None
 
 
+def context_problem(num_prompt: int, num_new: int, max_context: int) -> str | None:
+    """Why a prompt, together with the tokens to generate from it, exceeds the context; None when it does not."""
+    if num_prompt + num_new <= max_context:
+        return None
+    problem = f"{num_prompt} tokens do not fit the context of {max_context}"
+    if num_prompt > max_context:
+        return problem
+    return f"{problem} together with {'a generated one' if num_new == 1 else f'{num_new} generated ones'}"
+
+
 class FinishReason(StrEnum):
     """Why a sequence ended; the names are those of the proto's `FinishReason`."""
 

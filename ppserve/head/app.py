@@ -16,7 +16,9 @@ import time
 from ppserve import __version__
 from ppserve.config import ServeConfig
 from ppserve.errors import ConfigError, UsageError
-from ppserve.head.api.grpc.server import FrontDoor
+from ppserve.head.api.auth import ApiKeys
+from ppserve.head.api.desk import FrontDesk
+from ppserve.head.api.grpc.server import GrpcServer
 from ppserve.head.engine.control import SocketControlPlane
 from ppserve.head.engine.layout import Layout
 from ppserve.head.engine.loop import Engine
@@ -122,14 +124,16 @@ class Head:
         handle = PipelineHandle(
             self._engine, describe_model(self._config, decision, self._members.all, tokenizer), tokenizer
         )
-        door = FrontDoor(self._config.server, handle, tokenizer)
+        key_file = self._config.server.api_key_file
+        desk = FrontDesk(handle, tokenizer, ApiKeys(key_file) if key_file else None)
+        door = GrpcServer(self._config.server, desk)
         metrics, schedule = self._metrics, self._observer.schedule
         serve_page(metrics, lambda: read_state(handle, metrics.reading(), schedule.recent()))
         metrics.serve_json("/costs.json", lambda: describe_costs(handle.look()))
         metrics_port = await asyncio.to_thread(self._start_metrics, handle)
         port = await door.start()
         await door.set_serving(True)
-        self._on_reload(door)
+        self._on_reload(desk)
         host = self._config.server.host
         topology = await asyncio.to_thread(handle.topology)
         about = banner(handle.model_card(), topology, host, port, metrics_port)
@@ -155,7 +159,7 @@ class Head:
             return self._complain(self._failed.result())
         return None if self._formed.done() else 0
 
-    async def _close(self, door: FrontDoor) -> int:
+    async def _close(self, door: GrpcServer) -> int:
         """Streams finish, or time out, or a second signal ends them."""
         timeout_s = 0.0 if self._failed.done() else self._config.server.shutdown_timeout_s
         closing = asyncio.ensure_future(door.stop(timeout_s))
@@ -196,7 +200,7 @@ class Head:
         self._metrics.describe(handle.model_card(), handle.topology(), __version__)
         return port
 
-    async def _report_health(self, door: FrontDoor) -> None:
+    async def _report_health(self, door: GrpcServer) -> None:
         """SERVING only while every stage was heard of a moment ago."""
         serving = True
         while True:
@@ -218,9 +222,9 @@ class Head:
         for signum in (signal.SIGTERM, signal.SIGINT):
             loop.add_signal_handler(signum, on_stop)
 
-    def _on_reload(self, door: FrontDoor) -> None:
+    def _on_reload(self, desk: FrontDesk) -> None:
         loop = asyncio.get_running_loop()
-        loop.add_signal_handler(signal.SIGHUP, door.reload_keys)
+        loop.add_signal_handler(signal.SIGHUP, desk.reload_keys)
         loop.add_signal_handler(signal.SIGUSR1, self._observer.trace.toggle)
 
     @staticmethod

@@ -1,4 +1,4 @@
-"""What the engine says about itself: plain values, which the service turns into messages."""
+"""What the engine says about itself: plain values, which each protocol turns into its own messages."""
 
 from __future__ import annotations
 

@@ -25,7 +25,7 @@ class Limits:
     max_metadata_bytes: int = 16 << 10
 
 
-# Ranges of numbers, inclusive. They keep arithmetic on logits finite; nobody needs more.
+# Ranges of numbers, inclusive. Within them, arithmetic on logits stays finite.
 MAX_TEMPERATURE = 100.0
 MIN_TEMPERATURE = 1e-4
 # Logits divided by less than this may leave the range of float32.
@@ -33,3 +33,7 @@ MIN_REPETITION_PENALTY = 0.01
 MAX_REPETITION_PENALTY = 10.0
 MAX_PENALTY = 10.0
 MAX_BIAS = 100.0
+# What the proto's integers hold.
+MAX_COUNT = 2**32 - 1
+MAX_SEED = 2**64 - 1
+MAX_PRIORITY = 2**31 - 1

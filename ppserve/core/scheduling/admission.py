@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import heapq
 
-from ppserve.core.request import Request
+from ppserve.core.request import Request, context_problem
 from ppserve.core.scheduling.config import SchedulerConfig
 from ppserve.core.scheduling.fairness import FairQueue
 from ppserve.core.scheduling.sequence import SequenceGroup
@@ -35,8 +35,7 @@ def refuse_impossible(request: Request, config: SchedulerConfig, num_blocks: int
         violations.append(Violation("prompt", "has no tokens"))
     if len(request.resume_ids) > max_tokens:
         violations.append(Violation("resume.generated_token_ids", "more tokens than stop.max_tokens"))
-    if num_prompt + max_tokens > config.max_model_len:
-        problem = f"{num_prompt} tokens + {max_tokens} new exceed {config.max_model_len}"
+    if problem := context_problem(num_prompt, max_tokens, config.max_model_len):
         violations.append(Violation("prompt", problem))
     if not 1 <= num_sequences <= config.max_num_seqs:
         problem = f"{num_sequences} is not within 1 .. {config.max_num_seqs}"

@@ -1,1 +1,1 @@
-"""The gRPC service: messages, statuses, the listening socket. Never a check that another protocol needs."""
+"""gRPC: calls in, messages and statuses out, the listening socket. Never a check that another protocol needs."""

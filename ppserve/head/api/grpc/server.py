@@ -1,4 +1,4 @@
-"""The front door: one gRPC server with the service, health, reflection, TLS and keys."""
+"""The gRPC server: the service, health, reflection, TLS and keys on one port."""
 
 from __future__ import annotations
 
@@ -6,8 +6,6 @@ import errno
 import ipaddress
 import logging
 import socket
-import ssl
-from pathlib import Path
 from typing import Any
 
 import grpc
@@ -17,30 +15,31 @@ from grpc_reflection.v1alpha import reflection
 
 from ppserve.config import ServerSettings
 from ppserve.errors import ConfigError
-from ppserve.head.api.auth import ApiKeys, KeyCheck
-from ppserve.head.api.grpc.service import SERVICE_NAME, EngineHandle, GenerationService, TextCodec
+from ppserve.head.api.desk import FrontDesk
+from ppserve.head.api.grpc.calls import KeyCheck
+from ppserve.head.api.grpc.service import SERVICE_NAME, GrpcService
+from ppserve.head.api.tls import read_certificates
 from ppserve.head.limits import Limits
 from ppserve.v1 import generation_pb2 as _registered  # noqa: F401  reflection serves what is registered
 
 log = logging.getLogger(__name__)
 
 # After the drain: time for the last statuses to leave.
-LAST_WORDS_S = 1.0
+CLOSING_S = 1.0
 
 
-class FrontDoor:
+class GrpcServer:
     """Serves until `stop`. Not serving, for health checks, until told that it is."""
 
-    def __init__(self, settings: ServerSettings, engine: EngineHandle, tokenizer: TextCodec | None) -> None:
-        """Raises ConfigError for certificates or keys that cannot be used. Call inside the event loop."""
+    def __init__(self, settings: ServerSettings, desk: FrontDesk) -> None:
+        """Raises ConfigError for certificates that cannot be used. Call inside the event loop."""
         self._settings = settings
-        self._keys = ApiKeys(settings.api_key_file) if settings.api_key_file else None
-        self._credentials = server_credentials(settings)
-        guards = [KeyCheck(self._keys)] if self._keys else []
-        self._server = aio.server(interceptors=guards, options=server_options(engine.model_card().limits))
-        self.service = GenerationService(engine, tokenizer, keys_are_checked=self._keys is not None)
+        self.desk = desk
+        self._credentials = _credentials(settings)
+        guards = [KeyCheck(desk.keys)] if desk.keys else []
+        self._server = aio.server(interceptors=guards, options=server_options(desk.card.limits))
         self._health = health.aio.HealthServicer()
-        self._server.add_generic_rpc_handlers((self.service.handlers(),))
+        self._server.add_generic_rpc_handlers((GrpcService(desk).handlers(),))
         health_pb2_grpc.add_HealthServicer_to_server(self._health, self._server)
         names = (SERVICE_NAME, health.SERVICE_NAME, reflection.SERVICE_NAME)
         reflection.enable_server_reflection(names, self._server)
@@ -68,20 +67,11 @@ class FrontDoor:
         for name in ("", SERVICE_NAME):
             await self._health.set(name, state)
 
-    def reload_keys(self) -> None:
-        """Read the key file again. A file that cannot be used is logged, and the keys stay as they were."""
-        if self._keys is None:
-            return
-        try:
-            self._keys.reload()
-        except ConfigError as error:
-            log.error("keys stay as they were: %s", error)
-
     async def stop(self, timeout_s: float) -> None:
         """Say NOT_SERVING at once, refuse new requests, let running ones finish for `timeout_s`, then close."""
         await self._health.enter_graceful_shutdown()
-        await self.service.drain(timeout_s)
-        await self._server.stop(LAST_WORDS_S)
+        await self.desk.drain(timeout_s)
+        await self._server.stop(CLOSING_S)
 
 
 def server_options(limits: Limits) -> list[tuple[str, Any]]:
@@ -104,37 +94,12 @@ def server_options(limits: Limits) -> list[tuple[str, Any]]:
     ]
 
 
-def server_credentials(settings: ServerSettings) -> grpc.ServerCredentials | None:
-    """None where connections are to be in the clear. Raises ConfigError for files that cannot be used."""
-    cert, key, client_ca = settings.tls_cert, settings.tls_key, settings.tls_client_ca
-    if cert is None and key is None:
-        if client_ca is not None:
-            raise ConfigError("--tls-client-ca", "needs --tls-cert and --tls-key")
+def _credentials(settings: ServerSettings) -> grpc.ServerCredentials | None:
+    of = read_certificates(settings)
+    if of is None:
         return None
-    if cert is None or key is None:
-        missing, given = ("--tls-cert", "--tls-key") if cert is None else ("--tls-key", "--tls-cert")
-        raise ConfigError(missing, f"needed beside {given}")
-    chain, secret = _read("--tls-cert", cert), _read("--tls-key", key)
-    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
-    try:  # gRPC would only log what is wrong, and refuse every handshake
-        context.load_cert_chain(cert, key, password=lambda: "")
-    except (ssl.SSLError, ValueError) as error:
-        raise ConfigError("--tls-cert", f"{cert} and {key} are not a PEM certificate with its key") from error
-    authority = None
-    if client_ca is not None:
-        authority = _read("--tls-client-ca", client_ca)
-        try:
-            context.load_verify_locations(client_ca)
-        except ssl.SSLError as error:
-            raise ConfigError("--tls-client-ca", f"{client_ca} holds no PEM certificate") from error
-    return grpc.ssl_server_credentials([(secret, chain)], authority, require_client_auth=authority is not None)
-
-
-def _read(flag: str, path: Path) -> bytes:
-    try:
-        return path.read_bytes()
-    except OSError as error:
-        raise ConfigError(flag, f"cannot read {path}: {error.strerror}") from error
+    wants_client = of.client_ca is not None
+    return grpc.ssl_server_credentials([(of.key, of.chain)], of.client_ca, require_client_auth=wants_client)
 
 
 def _address(host: str, port: int) -> str:

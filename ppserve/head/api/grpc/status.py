@@ -1,40 +1,32 @@
-"""Errors as gRPC statuses with `google.rpc` details. One table; clients never see an exception's text
-that was not written for them."""
+"""Errors as gRPC statuses with `google.rpc` details."""
 
 from __future__ import annotations
 
-from google.protobuf.any_pb2 import Any
+from typing import Any, NoReturn
+
+from google.protobuf import any_pb2
 from google.protobuf.duration_pb2 import Duration
 from google.protobuf.message import Message
 from google.rpc.error_details_pb2 import BadRequest, ErrorInfo, RetryInfo
 from google.rpc.status_pb2 import Status
-from grpc import StatusCode
+from grpc import StatusCode, aio
 
 from ppserve.errors import InvalidRequest, Overloaded, RequestError
 
 DOMAIN = "ppserve"
 DETAILS_KEY = "grpc-status-details-bin"
-INTERNAL_TEXT = "internal error; the server's log has the details under this request's id"
 
 
-class Unexpected(RequestError):
-    """What a client learns of an error that nobody foresaw."""
-
-    status = "INTERNAL"
-    reason = "INTERNAL"
-
-    def __init__(self) -> None:
-        super().__init__(INTERNAL_TEXT)
+async def abort(context: aio.ServicerContext[Any, Any], error: RequestError) -> NoReturn:
+    """End a call with the status and details of `error`."""
+    kept = tuple(context.trailing_metadata() or ())
+    await context.abort(StatusCode[error.status], str(error), kept + _details(error))
+    raise AssertionError("abort raises")
 
 
-def status_code(error: RequestError) -> StatusCode:
-    """The gRPC code of an error."""
-    return StatusCode[error.status]
-
-
-def status_metadata(error: RequestError) -> tuple[tuple[str, bytes], ...]:
+def _details(error: RequestError) -> tuple[tuple[str, bytes], ...]:
     """Trailing metadata with the error's details: ErrorInfo always, what helps the caller besides."""
-    code: int = status_code(error).value[0]
+    code: int = StatusCode[error.status].value[0]
     status = Status(code=code, message=str(error))
     status.details.append(_packed(ErrorInfo(reason=error.reason, domain=DOMAIN)))
     match error:
@@ -48,7 +40,7 @@ def status_metadata(error: RequestError) -> tuple[tuple[str, bytes], ...]:
     return ((DETAILS_KEY, status.SerializeToString()),)
 
 
-def _packed(message: Message) -> Any:
-    packed = Any()
+def _packed(message: Message) -> any_pb2.Any:
+    packed = any_pb2.Any()
     packed.Pack(message)
     return packed

@@ -18,12 +18,12 @@ from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 from ppserve.client.connection import CHANNEL_OPTIONS
 from ppserve.config import ServerSettings
 from ppserve.errors import ConfigError
-from ppserve.head.api.grpc.server import FrontDoor, server_options
+from ppserve.head.api.grpc.server import GrpcServer, server_options
 from ppserve.head.engine.output import TokenOutput
 from ppserve.head.limits import Limits
 from ppserve.v1 import generation_pb2 as pb
 from ppserve.v1.generation_pb2_grpc import GenerationServiceStub
-from tests.fake_engine import ByteCodec, FakeEngine, code_of, served, stub_of, texts_until_failure
+from tests.fake_engine import FakeEngine, code_of, desk_of, served, stub_of, texts_until_failure
 
 SERVING = health_pb2.HealthCheckResponse.SERVING
 NOT_SERVING = health_pb2.HealthCheckResponse.NOT_SERVING
@@ -74,7 +74,7 @@ def test_a_second_server_on_the_port_fails_to_bind() -> None:
     async def main() -> None:
         async with served(FakeEngine()) as (_, target):
             port = int(target.rpartition(":")[2])
-            second = FrontDoor(ServerSettings(port=port), FakeEngine(), ByteCodec())
+            second = GrpcServer(ServerSettings(port=port), desk_of(FakeEngine()))
             with pytest.raises(ConfigError, match="address already in use") as refusal:
                 await second.start()
             assert refusal.value.name == "--port"
@@ -84,7 +84,7 @@ def test_a_second_server_on_the_port_fails_to_bind() -> None:
 
 def test_a_foreign_address_is_a_wrong_host() -> None:
     async def main() -> None:
-        door = FrontDoor(ServerSettings(host="192.0.2.1", port=0), FakeEngine(), ByteCodec())
+        door = GrpcServer(ServerSettings(host="192.0.2.1", port=0), desk_of(FakeEngine()))
         with pytest.raises(ConfigError) as refusal:
             await door.start()
         assert refusal.value.name == "--host"
@@ -122,14 +122,14 @@ def test_every_method_but_health_wants_a_key(tmp_path: Path) -> None:
                 assert not any("0123456789abcdef" in caller for caller in callers)
 
                 keys.write_text("a-key-that-is-new-today\n")
-                door.reload_keys()
+                door.desk.reload_keys()
                 old = stub.GetModelInfo(pb.GetModelInfoRequest(), metadata=bearer("0123456789abcdef"))
                 new = stub.GetModelInfo(pb.GetModelInfoRequest(), metadata=bearer("a-key-that-is-new-today"))
                 assert await code_of(old) is grpc.StatusCode.UNAUTHENTICATED
                 assert await code_of(new) is grpc.StatusCode.OK
 
                 keys.write_text("short\n")
-                door.reload_keys()
+                door.desk.reload_keys()
                 kept = stub.GetModelInfo(pb.GetModelInfoRequest(), metadata=bearer("a-key-that-is-new-today"))
                 assert await code_of(kept) is grpc.StatusCode.OK
 
@@ -148,7 +148,7 @@ def test_key_files_that_cannot_be_used(tmp_path: Path, content: bytes | None, pr
 
     async def main() -> None:
         with pytest.raises(ConfigError, match=problem) as refusal:
-            FrontDoor(ServerSettings(port=0, api_key_file=path), FakeEngine(), ByteCodec())
+            desk_of(FakeEngine(), ServerSettings(port=0, api_key_file=path))
         assert refusal.value.name == "--api-key-file"
 
     asyncio.run(main())
@@ -216,7 +216,7 @@ def test_certificates_that_cannot_be_used(tmp_path: Path, files: dict[str, str],
     async def main() -> None:
         settings = ServerSettings(port=0, **{name: tmp_path / file for name, file in files.items()})
         with pytest.raises(ConfigError) as refusal:
-            FrontDoor(settings, FakeEngine(), ByteCodec())
+            GrpcServer(settings, desk_of(FakeEngine()))
         assert refusal.value.name == flag
 
     asyncio.run(main())

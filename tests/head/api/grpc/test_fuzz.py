@@ -12,10 +12,12 @@ from hypothesis import HealthCheck, Phase, find, given, settings
 from hypothesis import strategies as st
 
 from ppserve.errors import InvalidRequest
-from ppserve.head.api.grpc.convert import Arrival, check, to_request
+from ppserve.head.api.call import Call
+from ppserve.head.api.grpc.convert import asked_from
+from ppserve.head.api.requests import check, to_request
 from ppserve.v1 import generation_pb2 as pb
 from tests.fake_engine import FakeEngine, served
-from tests.head.api.strange_requests import damaged, requests
+from tests.head.api.grpc.strange_requests import damaged, requests
 
 GENERATE = "/ppserve.v1.GenerationService/Generate"
 EXAMPLES = int(os.environ.get("PPSERVE_FUZZ_EXAMPLES", "200"))
@@ -29,9 +31,10 @@ served_each = settings(quick, max_examples=max(1, EXAMPLES // 10), phases=[Phase
 @quick
 def test_a_request_is_refused_or_within_all_limits(message: pb.GenerateRequest) -> None:
     card = FakeEngine().card
+    asked = asked_from(message)
     try:
-        check(message, card)
-        made = to_request(message, list(message.token_ids.ids or message.text.encode()), card, Arrival("x", 1))
+        check(asked, card)
+        made = to_request(asked, list(message.token_ids.ids or message.text.encode()), card, Call("x", 0, 1))
     except InvalidRequest:
         return
     held = len(made.prompt_ids) + len(made.resume_ids)
@@ -93,7 +96,7 @@ def test_the_fuzz_sees_both_outcomes(accepted: bool) -> None:
 
     def is_such(message: pb.GenerateRequest) -> bool:
         try:
-            check(message, FakeEngine().card)
+            check(asked_from(message), FakeEngine().card)
         except InvalidRequest:
             return not accepted
         return accepted

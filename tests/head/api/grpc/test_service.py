@@ -15,7 +15,8 @@ from grpc_status import rpc_status
 from ppserve.core.plan import TokenLogprobs
 from ppserve.core.request import FinishReason
 from ppserve.errors import Overloaded, RequestFailed, StagesLost
-from ppserve.head.api.grpc.service import GenerationService
+from ppserve.head.api.desk import FrontDesk
+from ppserve.head.api.grpc.service import GrpcService
 from ppserve.head.engine.output import TokenOutput
 from ppserve.v1 import generation_pb2 as pb
 from ppserve.v1.generation_pb2_grpc import GenerationServiceStub
@@ -397,9 +398,9 @@ def test_a_reader_that_takes_nothing_is_cut_and_others_go_on() -> None:
 
     async def main() -> None:
         engine = FakeEngine(by_hand=True, card=replace(CARD, max_context=1 << 20))
-        service = GenerationService(engine, ByteCodec(), stall_timeout_s=0.2)
+        desk = FrontDesk(engine, ByteCodec(), stall_timeout_s=0.2)
         server = aio.server()
-        server.add_generic_rpc_handlers((service.handlers(),))
+        server.add_generic_rpc_handlers((GrpcService(desk).handlers(),))
         port = server.add_insecure_port("127.0.0.1:0")
         await server.start()
         options = [("grpc.http2.lookahead_bytes", 1024), ("grpc.http2.bdp_probe", 0)]
@@ -416,7 +417,7 @@ def test_a_reader_that_takes_nothing_is_cut_and_others_go_on() -> None:
                 assert (await other.read()).text == "y"
                 offset += 1
             assert [request_id.partition("/")[0] for request_id in engine.cancelled] == ["stalled"]
-            assert service.num_open_streams == 1
+            assert desk.num_open_streams == 1
             other_sink.push([TokenOutput(0, offset, 1, "z", finish=FinishReason.MAX_TOKENS)])
             assert (await other.read()).text == "z"
             stalled.cancel()

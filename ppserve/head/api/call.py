@@ -1,0 +1,81 @@
+"""What surrounds a request: who calls, under which name, until when; and what its caller is told of an error."""
+
+from __future__ import annotations
+
+import itertools
+import logging
+import re
+import secrets
+import time
+from dataclasses import dataclass
+
+from ppserve.errors import InvalidRequest, RequestError
+
+log = logging.getLogger(__name__)
+
+# The engine ends a sequence this long before its caller's deadline, so that the end still arrives.
+DEADLINE_MARGIN_S = 0.05
+INTERNAL_TEXT = "internal error; the server's log has the details under this request's id"
+
+_TRACEPARENT = re.compile("[0-9a-f]{2}-[0-9a-f]{32}-[0-9a-f]{16}-[0-9a-f]{2}")
+_serials = itertools.count()
+
+
+class Unexpected(RequestError):
+    """What a caller learns of an error that nobody foresaw."""
+
+    def __init__(self) -> None:
+        super().__init__(INTERNAL_TEXT)
+
+
+@dataclass(frozen=True, slots=True)
+class Call:
+    """One call, as its protocol received it.
+
+    request_id: its name in logs and answers. serial: its number in this process. seed: used when the request
+    names none. caller: whom fairness counts it for. deadline_s: on the monotonic clock. traceparent: as the
+    W3C defines it.
+    """
+
+    request_id: str
+    serial: int
+    seed: int
+    caller: str = ""
+    deadline_s: float | None = None
+    traceparent: str | None = None
+
+    @classmethod
+    def begin(cls, caller: str, timeout_s: float | None, traceparent: str | None) -> Call:
+        """A call that comes in now, under a name of ours. traceparent: dropped when it only claims to be one.
+        timeout_s: how long its caller waits."""
+        deadline_s = None
+        if timeout_s is not None:
+            deadline_s = time.monotonic() + timeout_s - min(DEADLINE_MARGIN_S, timeout_s / 10)
+        if traceparent is not None and not _TRACEPARENT.fullmatch(traceparent):
+            traceparent = None
+        name = f"req-{secrets.token_hex(8)}"
+        return cls(name, next(_serials), secrets.randbits(64), caller, deadline_s, traceparent)
+
+    @property
+    def id(self) -> str:
+        """Unique in this process. Names are not: a client that resumes calls while its old call is still open."""
+        return f"{self.request_id}/{self.serial}"
+
+    @property
+    def trace(self) -> dict[str, str]:
+        """What log records of this call carry."""
+        trace = {"request_id": self.request_id}
+        return trace if self.traceparent is None else trace | {"traceparent": self.traceparent}
+
+    def refusal(self, error: Exception) -> RequestError:
+        """What its caller is told of `error`, which is logged: without anything that the caller wrote."""
+        if not isinstance(error, RequestError):
+            log.error("unexpected error in a call", exc_info=error, extra=self.trace)
+            return Unexpected()
+        trace, where = self.trace, ""
+        if isinstance(error, InvalidRequest):
+            named = (violation.field.partition("[")[0] or "message" for violation in error.violations)
+            trace["fields"] = ", ".join(dict.fromkeys(named))
+            where = f" ({trace['fields']})"
+        log.info("request %s: %s%s", self.request_id, error.reason, where, extra=trace)
+        return error

@@ -1,0 +1,196 @@
+"""A call's life, the same for every protocol: check, tokenize, submit, stream, and in any case tell the engine
+when nobody reads any more. The engine is behind `EngineHandle`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import AsyncIterator, Callable, Sequence
+from contextlib import asynccontextmanager
+from dataclasses import replace
+from typing import Protocol, TypeVar
+
+from ppserve.core.request import FinishReason, Request
+from ppserve.errors import Draining, InvalidRequest, Violation
+from ppserve.head.api.auth import ApiKeys
+from ppserve.head.api.call import Call
+from ppserve.head.api.requests import Asked, check, check_ids, check_text, is_fit_for_logs, to_request
+from ppserve.head.api.stream import RequestStream
+from ppserve.head.cards import ModelCard, Topology
+from ppserve.head.engine.output import Sink
+
+log = logging.getLogger(__name__)
+
+STALL_TIMEOUT_S = 30.0
+# Work on this many characters or tokens takes some milliseconds; the event loop may not stand still for longer.
+LONG_TEXT = 4096
+
+T = TypeVar("T")
+
+class EngineHandle(Protocol):
+    """What the desk needs of the engine."""
+
+    async def submit(self, request: Request, sink: Sink) -> None:
+        """Begin a request, whose outputs go to `sink`. Raises RequestError (Overloaded, Draining, ...)."""
+
+    def cancel(self, request_id: str, reason: FinishReason) -> None:
+        """Nobody reads this request's outputs any more. Does nothing for ended and unknown requests."""
+
+    def model_card(self) -> ModelCard:
+        """What is served."""
+
+    def topology(self) -> Topology:
+        """Where it runs. May wait for the engine's thread; called in a thread of its own."""
+
+
+class TextCodec(Protocol):
+    """What the desk needs of the tokenizer."""
+
+    def encode(self, text: str) -> list[int]:
+        """Raises ValueError, and nothing else."""
+
+    def decode(self, ids: Sequence[int]) -> str:
+        """The text that these tokens show."""
+
+    def token_bytes(self, token_id: int) -> bytes:
+        """What one token stands for; special tokens too."""
+
+
+class FrontDesk:
+    """Serves the calls of all protocols, from one engine.
+
+    tokenizer: None when only tokens can be served. keys: None when everybody may call.
+    """
+
+    def __init__(
+        self,
+        engine: EngineHandle,
+        tokenizer: TextCodec | None,
+        keys: ApiKeys | None = None,
+        stall_timeout_s: float = STALL_TIMEOUT_S,
+    ) -> None:
+        self.keys = keys
+        self._engine = engine
+        self._tokenizer = tokenizer
+        self._stall_timeout_s = stall_timeout_s
+        self._streams: set[RequestStream] = set()
+        self._idle = asyncio.Event()
+        self._idle.set()
+        self._draining = False
+
+    def reload_keys(self) -> None:
+        """Read the key file again, where there is one."""
+        if self.keys is not None:
+            self.keys.reload()
+
+    # ---- generating ---------------------------------------------------------------------------------
+
+    def name(self, call: Call, request_id: str) -> Call:
+        """The call under its caller's own name for it, where that is fit for logs and headers."""
+        fit = request_id and is_fit_for_logs(request_id, self.card)
+        return replace(call, request_id=request_id) if fit else call
+
+    @asynccontextmanager
+    async def generate(self, asked: Asked, call: Call) -> AsyncIterator[RequestStream]:
+        """The stream of a new request, to be read in the block; leaving the block early ends the request.
+
+        Raises RequestError when it is refused. The task is cancelled when it stops reading.
+        """
+        check(asked, self.card)
+        prompt = asked.prompt
+        prompt_ids = await self._encode("prompt", prompt) if isinstance(prompt, str) else prompt
+        request = to_request(asked, prompt_ids, self.card, call)
+        if self._draining:
+            raise Draining("the server is shutting down")
+        stream = RequestStream(request, self._echo(prompt, request), self._stall_timeout_s)
+        self._enter(stream)
+        try:
+            await self._engine.submit(request, stream)
+            yield stream
+        finally:
+            self._leave(stream)
+            if not stream.is_complete:
+                self._engine.cancel(request.id, _why_gone(request))
+        log.info("request %s: answered", call.request_id, extra=call.trace | {"caller": call.caller})
+
+    @property
+    def num_open_streams(self) -> int:
+        return len(self._streams)
+
+    async def drain(self, timeout_s: float) -> None:
+        """Refuse new requests from now on; return when the running ones are through, or have been ended with
+        UNAVAILABLE because `timeout_s` passed."""
+        self._draining = True
+        try:
+            async with asyncio.timeout(timeout_s):
+                await self._idle.wait()
+        except TimeoutError:
+            for stream in self._streams:
+                stream.fail(Draining("the server shut down before this request was through"))
+            log.warning("ended %d streams at the shutdown timeout", len(self._streams))
+
+    # ---- the others ---------------------------------------------------------------------------------
+
+    @property
+    def card(self) -> ModelCard:
+        """What is served."""
+        return self._engine.model_card()
+
+    async def topology(self) -> Topology:
+        """Where it runs."""
+        return await asyncio.to_thread(self._engine.topology)
+
+    async def tokenize(self, field: str, text: str) -> list[int]:
+        """field: what the protocol calls `text`. Raises InvalidRequest."""
+        check_text(field, text, self.card)
+        return await self._encode(field, text)
+
+    async def detokenize(self, field: str, ids: Sequence[int]) -> tuple[str, bytes]:
+        """The text and the exact bytes of `ids`. field: what the protocol calls them. Raises InvalidRequest."""
+        check_ids(field, ids, self.card)
+        tokenizer = self._tokenizer
+        assert tokenizer is not None, "checked before"
+        return await aside(len(ids), lambda: (tokenizer.decode(ids), b"".join(map(tokenizer.token_bytes, ids))))
+
+    def token_bytes(self, token_id: int) -> bytes:
+        """What one token stands for; nothing without a tokenizer."""
+        return b"" if self._tokenizer is None else self._tokenizer.token_bytes(token_id)
+
+    # ---- parts --------------------------------------------------------------------------------------
+
+    async def _encode(self, field: str, text: str) -> list[int]:
+        if not text:
+            return []
+        tokenizer = self._tokenizer
+        assert tokenizer is not None, "checked before"
+        try:
+            return await aside(len(text), lambda: tokenizer.encode(text))
+        except ValueError as error:
+            raise InvalidRequest([Violation(field, "this text cannot be tokenized")]) from error
+
+    def _echo(self, prompt: str | Sequence[int], request: Request) -> str:
+        if not request.output.echo or self._tokenizer is None:
+            return ""
+        return prompt if isinstance(prompt, str) else self._tokenizer.decode(prompt)
+
+    def _enter(self, stream: RequestStream) -> None:
+        self._streams.add(stream)
+        self._idle.clear()
+
+    def _leave(self, stream: RequestStream) -> None:
+        stream.close()
+        self._streams.discard(stream)
+        if not self._streams:
+            self._idle.set()
+
+
+async def aside(length: int, work: Callable[[], T]) -> T:
+    """What `work` returns; in a thread where it has so much to do that other streams would wait for it."""
+    return work() if length < LONG_TEXT else await asyncio.to_thread(work)
+
+
+def _why_gone(request: Request) -> FinishReason:
+    late = request.deadline_s is not None and time.monotonic() >= request.deadline_s
+    return FinishReason.DEADLINE if late else FinishReason.CANCELLED

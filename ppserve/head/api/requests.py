@@ -1,0 +1,306 @@
+"""From what a caller asks for to the core's `Request`: every limit is checked here and every default resolved.
+
+In two steps, because tokenizing is work: `check` looks at everything that can be judged without the
+prompt's tokens and reports all mistakes together; `to_request` then takes the tokens and builds the
+`Request`. Fields in errors are named as in the proto; a protocol with other names translates them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from ctypes import c_float
+from dataclasses import dataclass, field, fields
+from typing import Any, TypeVar
+
+from ppserve.core.request import OutputOptions, Request, SamplingParams, StopConditions, context_problem
+from ppserve.errors import InvalidRequest, Violation
+from ppserve.head.api.call import Call
+from ppserve.head.cards import ModelCard
+from ppserve.head.limits import (
+    MAX_BIAS,
+    MAX_COUNT,
+    MAX_PENALTY,
+    MAX_PRIORITY,
+    MAX_REPETITION_PENALTY,
+    MAX_SEED,
+    MAX_TEMPERATURE,
+    MIN_REPETITION_PENALTY,
+    MIN_TEMPERATURE,
+)
+
+R = TypeVar("R", SamplingParams, StopConditions, OutputOptions)
+
+
+@dataclass(frozen=True, slots=True)
+class Resume:
+    """A sequence whose stream broke, by its index, and the tokens of it that the caller holds."""
+
+    index: int
+    ids: Sequence[int]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Asked:
+    """What a caller asks for, not yet checked. Fields and defaults are the proto's; docs/api.md describes them.
+
+    prompt: text or token ids; an empty one starts from the end-of-text token. seed: None for a random one.
+    max_tokens: None for as many as fit the context. Numbers with a fraction are rounded to float32, which is
+    what gRPC carries: the same request draws the same tokens by every protocol.
+    """
+
+    prompt: str | Sequence[int] = ""
+    request_id: str = ""
+    priority: int = 0
+
+    temperature: float = 1.0
+    top_k: int = 0
+    top_p: float = 1.0
+    min_p: float = 0.0
+    repetition_penalty: float = 1.0
+    frequency_penalty: float = 0.0
+    presence_penalty: float = 0.0
+    seed: int | None = None
+    n: int = 1
+    logit_bias: Mapping[int, float] = field(default_factory=dict)
+
+    max_tokens: int | None = None
+    min_tokens: int = 0
+    stop: Sequence[str] = ()
+    stop_token_ids: Sequence[int] = ()
+    ignore_eos: bool = False
+    include_stop: bool = False
+
+    echo: bool = False
+    logprobs: int | None = None
+    prompt_logprobs: int | None = None
+    token_ids: bool = False
+    timings: bool = False
+    stream_interval: int = 1
+
+    resume: Resume | None = None
+
+    def __post_init__(self) -> None:
+        for name in _FLOATS:
+            object.__setattr__(self, name, _float32(getattr(self, name)))
+
+
+_FLOATS = tuple(f.name for f in fields(Asked) if f.type == "float")
+
+
+class _Findings:
+    """The mistakes found so far. A request may have thousands; eight are enough to tell."""
+
+    MAX_TOLD = 8
+
+    def __init__(self) -> None:
+        self.violations: list[Violation] = []
+
+    def add(self, field: str, problem: str) -> None:
+        if len(self.violations) < self.MAX_TOLD:
+            self.violations.append(Violation(field, problem))
+
+    def at_most(self, field: str, value: int, limit: int, what: str) -> bool:
+        if value > limit:
+            self.add(field, f"{value} {what}; the limit is {limit}")
+        return value <= limit
+
+    def text(self, field: str, text: str, max_bytes: int) -> None:
+        try:
+            self.at_most(field, len(text.encode()), max_bytes, "bytes")
+        except UnicodeEncodeError:
+            self.add(field, "holds half of a surrogate pair, which is no character")
+
+    def within(self, field: str, value: float, low: float, high: float, or_else: str = "") -> None:
+        """or_else: what is allowed besides, in words; the caller has made sure that it is not that."""
+        if not low <= value <= high:  # also catches NaN
+            self.add(field, f"{_shown(value)} is outside {or_else}{_shown(low)} to {_shown(high)}")
+
+    def ids(self, field: str, ids: Sequence[int], vocab_size: int) -> None:
+        for place, token_id in enumerate(ids):
+            if not 0 <= token_id < vocab_size:
+                self.add(f"{field}[{place}]", f"token {token_id} is outside the vocabulary of {vocab_size}")
+                return
+
+    def raise_any(self) -> None:
+        if self.violations:
+            raise InvalidRequest(self.violations)
+
+
+def check(asked: Asked, card: ModelCard) -> None:
+    """Raise InvalidRequest, naming every field that is outside the limits of `card`."""
+    findings = _Findings()
+    _check_request_id(asked.request_id, card, findings)
+    findings.within("priority", asked.priority, -MAX_PRIORITY - 1, MAX_PRIORITY)
+    _check_prompt(asked.prompt, card, findings)
+    _check_sampling(asked, card, findings)
+    _check_stop(asked, card, findings)
+    _check_output(asked, card, findings)
+    if asked.resume is not None:
+        _check_resume(asked.resume, asked, card, findings)
+    findings.raise_any()
+
+
+def check_text(field: str, text: str, card: ModelCard) -> None:
+    """Raise InvalidRequest when `text` cannot be tokenized here."""
+    findings = _Findings()
+    if not card.has_tokenizer:
+        findings.add(field, "this model has no tokenizer")
+    findings.text(field, text, card.limits.max_prompt_bytes)
+    findings.raise_any()
+
+
+def check_ids(field: str, ids: Sequence[int], card: ModelCard) -> None:
+    """Raise InvalidRequest when `ids` cannot be turned into text here."""
+    findings = _Findings()
+    if not card.has_tokenizer:
+        findings.add(field, "this model has no tokenizer")
+    elif findings.at_most(field, len(ids), card.limits.max_prompt_bytes, "tokens"):
+        findings.ids(field, ids, card.architecture.vocab_size)
+    findings.raise_any()
+
+
+def is_fit_for_logs(request_id: str, card: ModelCard) -> bool:
+    """Whether a caller's name for its request may go into logs and headers."""
+    findings = _Findings()
+    _check_request_id(request_id, card, findings)
+    return not findings.violations
+
+
+def to_request(asked: Asked, prompt_ids: Sequence[int], card: ModelCard, call: Call) -> Request:
+    """The request that the core sees. `asked` has passed `check`; `prompt_ids`, its prompt, may be empty.
+
+    Raises InvalidRequest when prompt and resumed tokens exceed the context.
+    """
+    if not prompt_ids and card.eos_id is not None:
+        prompt_ids = [card.eos_id]
+    resume_ids = () if asked.resume is None else tuple(asked.resume.ids)
+    room, held = card.max_context - len(prompt_ids), len(resume_ids)
+    findings = _Findings()
+    if not prompt_ids:
+        findings.add("prompt", "empty, and this model has no end-of-text token to start from")
+    elif problem := context_problem(len(prompt_ids), int(asked.max_tokens != 0), card.max_context):
+        findings.add("prompt", problem)
+    elif held > room:
+        problem = f"{held} tokens do not fit the context of {card.max_context} after the prompt"
+        findings.add("resume.generated_token_ids", problem)
+    findings.raise_any()
+    return Request(
+        id=call.id,
+        prompt_ids=tuple(prompt_ids),
+        sampling=_record(
+            SamplingParams, asked,
+            seed=call.seed if asked.seed is None else asked.seed,
+            logit_bias=tuple((token_id, _float32(bias)) for token_id, bias in sorted(asked.logit_bias.items())),
+        ),
+        stop=_record(
+            StopConditions, asked,
+            max_tokens=room if asked.max_tokens is None else min(asked.max_tokens, room),
+            stop=tuple(asked.stop),
+            stop_token_ids=tuple(sorted(set(asked.stop_token_ids))),
+        ),
+        # Who holds tokens already was sent what concerns the prompt.
+        output=_record(OutputOptions, asked, **({"echo": False, "prompt_logprobs": None} if held else {})),
+        num_sequences=asked.n if asked.resume is None else 1,
+        resume_index=None if asked.resume is None else asked.resume.index,
+        resume_ids=resume_ids,
+        limited_by_context=asked.max_tokens is None or asked.max_tokens > room,
+        priority=asked.priority,
+        caller=call.caller,
+        deadline_s=call.deadline_s,
+    )
+
+
+def _check_request_id(request_id: str, card: ModelCard, findings: _Findings) -> None:
+    findings.text("request_id", request_id, card.limits.max_request_id_bytes)
+    if not (request_id.isascii() and request_id.isprintable()):
+        findings.add("request_id", "holds characters that are not printable ASCII")
+
+
+def _check_prompt(prompt: str | Sequence[int], card: ModelCard, findings: _Findings) -> None:
+    if isinstance(prompt, str):
+        if prompt and not card.has_tokenizer:
+            findings.add("prompt", "this model has no tokenizer: send token_ids")
+        findings.text("prompt", prompt, card.limits.max_prompt_bytes)
+    elif findings.at_most("prompt", len(prompt), card.max_context, "tokens"):
+        findings.ids("token_ids.ids", prompt, card.architecture.vocab_size)
+
+
+def _check_sampling(asked: Asked, card: ModelCard, findings: _Findings) -> None:
+    limits, vocab_size = card.limits, card.architecture.vocab_size
+    if asked.temperature != 0:
+        range_ends = _float32(MIN_TEMPERATURE), MAX_TEMPERATURE
+        findings.within("sampling.temperature", asked.temperature, *range_ends, or_else="0 (greedy) or ")
+    findings.within("sampling.top_k", asked.top_k, 0, MAX_COUNT)
+    if not 0 < asked.top_p <= 1:
+        findings.add("sampling.top_p", f"{asked.top_p:g} is not above 0 and at most 1")
+    findings.within("sampling.min_p", asked.min_p, 0, 1)
+    range_ends = _float32(MIN_REPETITION_PENALTY), MAX_REPETITION_PENALTY
+    findings.within("sampling.repetition_penalty", asked.repetition_penalty, *range_ends)
+    findings.within("sampling.frequency_penalty", asked.frequency_penalty, -MAX_PENALTY, MAX_PENALTY)
+    findings.within("sampling.presence_penalty", asked.presence_penalty, -MAX_PENALTY, MAX_PENALTY)
+    if asked.seed is not None:
+        findings.within("sampling.seed", asked.seed, 0, MAX_SEED)
+    if asked.n < 1:
+        findings.add("sampling.n", f"{asked.n} sequences; ask for at least one")
+    findings.at_most("sampling.n", asked.n, limits.max_n, "sequences")
+    if findings.at_most("sampling.logit_bias", len(asked.logit_bias), limits.max_logit_bias, "entries"):
+        for token_id, bias in asked.logit_bias.items():
+            field = f"sampling.logit_bias[{token_id}]"
+            if not 0 <= token_id < vocab_size:
+                findings.add(field, f"outside the vocabulary of {vocab_size}")
+            findings.within(field, bias, -MAX_BIAS, MAX_BIAS)
+
+
+def _check_stop(asked: Asked, card: ModelCard, findings: _Findings) -> None:
+    limits = card.limits
+    findings.within("stop.min_tokens", asked.min_tokens, 0, MAX_COUNT)
+    if asked.max_tokens is not None:
+        findings.within("stop.max_tokens", asked.max_tokens, 0, MAX_COUNT)
+        if asked.min_tokens > asked.max_tokens:
+            findings.add("stop.min_tokens", f"{asked.min_tokens} is more than max_tokens, {asked.max_tokens}")
+    if asked.stop and not card.has_tokenizer:
+        findings.add("stop.stop", "this model has no tokenizer, so there is no text to match")
+    if findings.at_most("stop.stop", len(asked.stop), limits.max_stop, "strings"):
+        for place, string in enumerate(asked.stop):
+            if not string:
+                findings.add(f"stop.stop[{place}]", "empty")
+            findings.text(f"stop.stop[{place}]", string, limits.max_stop_bytes)
+    if findings.at_most("stop.stop_token_ids", len(asked.stop_token_ids), limits.max_stop_token_ids, "tokens"):
+        findings.ids("stop.stop_token_ids", asked.stop_token_ids, card.architecture.vocab_size)
+
+
+def _check_output(asked: Asked, card: ModelCard, findings: _Findings) -> None:
+    limit = card.limits.max_logprobs
+    for name, count in (("logprobs", asked.logprobs), ("prompt_logprobs", asked.prompt_logprobs)):
+        if count is not None and findings.at_most(f"output.{name}", count, limit, "alternatives"):
+            findings.within(f"output.{name}", count, 0, limit)
+    if asked.echo and not card.has_tokenizer:
+        findings.add("output.echo", "this model has no tokenizer, so there is no text to send back")
+    findings.within("output.stream_interval", asked.stream_interval, 1, MAX_COUNT)
+
+
+def _check_resume(resume: Resume, asked: Asked, card: ModelCard, findings: _Findings) -> None:
+    if not 0 <= resume.index < asked.n:
+        findings.add("resume.index", f"{resume.index}, but the request has {asked.n} sequences")
+    ids = resume.ids
+    if findings.at_most("resume.generated_token_ids", len(ids), card.max_context, "tokens"):
+        findings.ids("resume.generated_token_ids", ids, card.architecture.vocab_size)
+    if asked.max_tokens is not None and len(ids) > asked.max_tokens:
+        findings.add("resume.generated_token_ids", f"{len(ids)} tokens, but max_tokens is {asked.max_tokens}")
+    if ids and asked.temperature != 0 and asked.seed is None:
+        findings.add("sampling.seed", "needed to resume: send the seed that came back with the first stream")
+
+
+def _record(kind: type[R], asked: Asked, **resolved: Any) -> R:
+    """One of the core's records: `resolved`, and for the rest what was asked under the same names."""
+    same = {f.name: getattr(asked, f.name) for f in fields(kind) if f.name not in resolved}
+    return kind(**same, **resolved)
+
+
+def _float32(number: float) -> float:
+    """The nearest float32; infinity for what is beyond its range."""
+    return c_float(number).value
+
+
+def _shown(number: float) -> str:
+    return str(number) if isinstance(number, int) else f"{number:g}"

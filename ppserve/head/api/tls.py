@@ -1,0 +1,52 @@
+"""The certificates that every protocol's server shows."""
+
+from __future__ import annotations
+
+import ssl
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from ppserve.config import ServerSettings
+from ppserve.errors import ConfigError
+
+
+@dataclass(frozen=True, slots=True)
+class Certificates:
+    """PEM files' contents. client_ca: what clients' certificates are checked with; None when they need none."""
+
+    chain: bytes
+    key: bytes = field(repr=False)
+    client_ca: bytes | None
+
+
+def read_certificates(settings: ServerSettings) -> Certificates | None:
+    """None where connections are to be in the clear. Raises ConfigError for files that cannot be used."""
+    cert, key, client_ca = settings.tls_cert, settings.tls_key, settings.tls_client_ca
+    if cert is None and key is None:
+        if client_ca is not None:
+            raise ConfigError("--tls-client-ca", "needs --tls-cert and --tls-key")
+        return None
+    if cert is None or key is None:
+        missing, given = ("--tls-cert", "--tls-key") if cert is None else ("--tls-key", "--tls-cert")
+        raise ConfigError(missing, f"needed beside {given}")
+    chain, secret = _read("--tls-cert", cert), _read("--tls-key", key)
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    try:  # a server would only log what is wrong, and refuse every handshake
+        context.load_cert_chain(cert, key, password=lambda: "")
+    except (ssl.SSLError, ValueError) as error:
+        raise ConfigError("--tls-cert", f"{cert} and {key} are not a PEM certificate with its key") from error
+    if client_ca is None:
+        return Certificates(chain, secret, None)
+    authority = _read("--tls-client-ca", client_ca)
+    try:
+        context.load_verify_locations(client_ca)
+    except ssl.SSLError as error:
+        raise ConfigError("--tls-client-ca", f"{client_ca} holds no PEM certificate") from error
+    return Certificates(chain, secret, authority)
+
+
+def _read(flag: str, path: Path) -> bytes:
+    try:
+        return path.read_bytes()
+    except OSError as error:
+        raise ConfigError(flag, f"cannot read {path}: {error.strerror}") from error

@@ -1,0 +1,210 @@
+"""A call's life without any protocol: what reaches the engine, what comes back, and who is told of an end."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import Awaitable, Callable
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from ppserve.core.request import FinishReason
+from ppserve.errors import Draining, InvalidRequest, Overloaded, Unauthenticated
+from ppserve.head.api.auth import ApiKeys, bearer_key, caller_name
+from ppserve.head.api.call import Call, Unexpected
+from ppserve.head.api.desk import LONG_TEXT, FrontDesk
+from ppserve.head.api.requests import Asked
+from ppserve.head.engine.output import TokenOutput
+from tests.fake_engine import CARD, ByteCodec, FakeEngine, desk_of, drawn_token
+
+PARENT = "00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-01"
+
+
+def run(scenario: Callable[[FakeEngine, FrontDesk], Awaitable[None]], **engine: object) -> None:
+    async def main() -> None:
+        fake = FakeEngine(**engine)
+        async with asyncio.timeout(20):
+            await scenario(fake, desk_of(fake))
+
+    asyncio.run(main())
+
+
+def a_call(caller: str = "somebody", timeout_s: float | None = None, traceparent: str | None = None) -> Call:
+    return Call.begin(caller, timeout_s, traceparent)
+
+
+async def text_of(desk: FrontDesk, asked: Asked, call: Call | None = None) -> str:
+    async with desk.generate(asked, call or a_call()) as stream:
+        return "".join([delta.text async for delta in stream.deltas()])
+
+
+def test_text_and_ids_ask_for_the_same() -> None:
+    async def scenario(engine: FakeEngine, desk: FrontDesk) -> None:
+        for prompt in ("hello", [*b"hello"]):
+            said = await text_of(desk, Asked(prompt=prompt, max_tokens=3, seed=5, echo=True))
+            drawn = [drawn_token(engine.requests[-1], 0, offset) for offset in range(3)]
+            assert said == "hello" + ByteCodec().decode(drawn)
+        assert engine.requests[0].prompt_ids == engine.requests[1].prompt_ids == tuple(b"hello")
+        assert len({request.id for request in engine.requests}) == 2
+        assert engine.cancelled == {}
+
+    run(scenario)
+
+
+def test_a_refused_request_does_not_reach_the_engine() -> None:
+    async def scenario(engine: FakeEngine, desk: FrontDesk) -> None:
+        with pytest.raises(InvalidRequest):
+            await text_of(desk, Asked(top_p=7))
+        assert (engine.requests, desk.num_open_streams) == ([], 0)
+
+    run(scenario)
+
+
+def test_the_engines_refusal_comes_through() -> None:
+    async def scenario(engine: FakeEngine, desk: FrontDesk) -> None:
+        with pytest.raises(Overloaded):
+            await text_of(desk, Asked())
+        assert desk.num_open_streams == 0
+
+    run(scenario, refusal=Overloaded("the queue is full", 1.5))
+
+
+@pytest.mark.parametrize(
+    ("timeout_s", "reason"),
+    [(None, FinishReason.CANCELLED), (60.0, FinishReason.CANCELLED), (0.0, FinishReason.DEADLINE)],
+)
+def test_leaving_early_ends_the_request(timeout_s: float | None, reason: FinishReason) -> None:
+    async def scenario(engine: FakeEngine, desk: FrontDesk) -> None:
+        async with desk.generate(Asked(), a_call(timeout_s=timeout_s)):
+            assert desk.num_open_streams == 1
+        assert engine.cancelled == {engine.requests[0].id: reason}
+        assert desk.num_open_streams == 0
+
+    run(scenario, by_hand=True)
+
+
+def test_draining_waits_for_streams_and_refuses_new_ones() -> None:
+    async def scenario(engine: FakeEngine, desk: FrontDesk) -> None:
+        running = asyncio.create_task(text_of(desk, Asked()))
+        await engine.until(lambda engine: bool(engine.sinks))
+        draining = asyncio.create_task(desk.drain(20))
+        await asyncio.sleep(0)
+        with pytest.raises(Draining):
+            await text_of(desk, Asked())
+        assert not draining.done()
+        engine.sinks[engine.requests[0].id].push([TokenOutput(0, 0, 65, "A", finish=FinishReason.EOS)])
+        assert await running == "A"
+        await draining
+        assert len(engine.requests) == 1
+
+    run(scenario, by_hand=True)
+
+
+def test_streams_that_outlast_the_drain_are_ended() -> None:
+    async def scenario(engine: FakeEngine, desk: FrontDesk) -> None:
+        running = asyncio.create_task(text_of(desk, Asked()))
+        await engine.until(lambda engine: bool(engine.sinks))
+        await desk.drain(0.01)
+        with pytest.raises(Draining, match="before this request was through"):
+            await running
+        assert len(engine.cancelled) == 1
+
+    run(scenario, by_hand=True)
+
+
+def test_long_texts_are_tokenized_and_back() -> None:
+    async def scenario(engine: FakeEngine, desk: FrontDesk) -> None:
+        for text in ("", "é", "x" * (LONG_TEXT + 1)):
+            ids = await desk.tokenize("prompt", text)
+            assert ids == list(text.encode())
+            assert await desk.detokenize("tokens", ids) == (text, text.encode())
+        with pytest.raises(InvalidRequest, match=r"^tokens\[0\]: "):
+            await desk.detokenize("tokens", [5000])
+
+    run(scenario)
+
+
+def test_without_a_tokenizer_nothing_is_text() -> None:
+    async def scenario(engine: FakeEngine, desk: FrontDesk) -> None:
+        for refused in (desk.tokenize("prompt", "a"), desk.detokenize("tokens", [1])):
+            with pytest.raises(InvalidRequest, match="no tokenizer"):
+                await refused
+        assert await text_of(desk, Asked(prompt=[1], max_tokens=1)) == chr(drawn_token(engine.requests[0], 0, 0))
+        assert desk.token_bytes(65) == b""
+
+    run(scenario, card=replace(CARD, has_tokenizer=False))
+
+
+def test_a_call_is_named_by_its_caller_where_that_is_fit_for_logs() -> None:
+    async def scenario(engine: FakeEngine, desk: FrontDesk) -> None:
+        call = a_call()
+        assert desk.name(call, "mine").request_id == "mine"
+        for unfit in ("", "two\nlines", "naïve", "x" * 129):
+            assert desk.name(call, unfit) == call
+        await text_of(desk, Asked(max_tokens=1), desk.name(call, "mine"))
+        assert engine.requests[0].id.partition("/")[0] == "mine"
+
+    run(scenario)
+
+
+def test_only_a_traceparent_is_kept_as_one() -> None:
+    assert a_call(traceparent=PARENT).trace["traceparent"] == PARENT
+    for wrong in (None, "", PARENT.upper(), PARENT + " and more"):
+        assert set(a_call(traceparent=wrong).trace) == {"request_id"}
+
+
+def test_the_engine_is_told_an_earlier_deadline_than_the_caller_keeps() -> None:
+    for timeout_s in (0.1, 100.0):
+        before_s = time.monotonic()
+        deadline_s = a_call(timeout_s=timeout_s).deadline_s
+        assert deadline_s is not None
+        assert before_s < deadline_s < time.monotonic() + timeout_s
+    assert a_call().deadline_s is None
+
+
+def test_what_nobody_foresaw_is_logged_and_not_told(caplog: pytest.LogCaptureFixture) -> None:
+    call = a_call()
+    refused = Overloaded("the queue is full", 1.5)
+    with caplog.at_level(logging.INFO):
+        assert call.refusal(refused) is refused
+        told = call.refusal(ValueError("secret"))
+    assert isinstance(told, Unexpected)
+    assert "secret" not in str(told)
+    expected, unexpected = caplog.records
+    assert expected.getMessage() == f"request {call.request_id}: QUEUE_FULL"
+    assert (unexpected.levelname, unexpected.request_id) == ("ERROR", call.request_id)
+    assert "secret" in caplog.text
+
+
+def test_keys_open_the_door_until_they_are_taken_out(tmp_path: Path) -> None:
+    path = tmp_path / "keys"
+    path.write_text("# one\n0123456789abcdef\n")
+    desk = FrontDesk(FakeEngine(), None, ApiKeys(path))
+    assert desk.keys is not None
+    desk.keys.check("0123456789abcdef")
+    for wrong in (None, "", "0123456789abcdeF", "# one"):
+        with pytest.raises(Unauthenticated):
+            desk.keys.check(wrong)
+    path.write_text("short\n")
+    desk.reload_keys()
+    desk.keys.check("0123456789abcdef")
+    path.write_text("fedcba9876543210\n")
+    desk.reload_keys()
+    with pytest.raises(Unauthenticated):
+        desk.keys.check("0123456789abcdef")
+
+
+def test_whom_a_call_counts_for() -> None:
+    assert bearer_key("Bearer  0123456789abcdef ") == bearer_key("bearer 0123456789abcdef") == "0123456789abcdef"
+    assert bearer_key("Basic 0123456789abcdef") is None
+    names = [
+        caller_name("0123456789abcdef", b"certificate", "host"),
+        caller_name(None, b"certificate", "host"),
+        caller_name(None, b"", "host"),
+    ]
+    assert [name.partition(":")[0] for name in names] == ["key", "certificate", "host"]
+    assert "0123456789abcdef" not in names[0]
+    assert names[0] == caller_name("0123456789abcdef", b"", "elsewhere")

@@ -27,6 +27,8 @@ from pathlib import Path
 import torch
 
 import parallel_state
+from ppserve.bench.ledger import CAUSES, Ledger, between, read_ledger
+from ppserve.bench.screen import BUSY, IDLE, shares
 from ppserve.client import Client
 from ppserve.core.architecture import Architecture, stage_layouts, stage_params
 from ppserve.core.partition import balance, decode_parts, split_by_weight
@@ -40,7 +42,7 @@ from tour.line import BLOCK_SIZE, PRACTICE_MODEL, Line, RandomWeights, even_spli
 from tour.measure import Schedule, decode, measure_hop, practice_prompts, resident_bytes, run_microbatches
 from tour.pictures import Pictures
 from tour.ranks import Tour, num_cores, start_ranks
-from tour.server import StageTime, read_stream, serving, spent
+from tour.server import read_stream, serving
 
 PROMPT = "Once upon a time"
 NUM_PROMPTS, PROMPT_TOKENS = 8, 32
@@ -258,10 +260,10 @@ def show_generation(tour: Tour, trace: Path) -> None:
                 print(f" [kill -9 stage {tour.size - 1}] ", end="", flush=True)
 
         read_stream(client, PROMPT, max_tokens=8)  # a warm-up
-        looks = [client.topology()]
+        looks = [read_ledger(client.topology())]
         print(f"  {PROMPT}", end="", flush=True)
         calm = read_stream(client, PROMPT, show, max_tokens=100, seed=7, ignore_eos=True)
-        looks.append(client.topology())
+        looks.append(read_ledger(client.topology()))
         speed = f"first token after {calm.arrivals[0] * 1e3:.1f} ms, then {calm.tokens_per_s:.0f} tokens/s"
         print(f"\n\n  {speed}\n")
         many, started = 4 * tour.size, time.monotonic()
@@ -269,15 +271,15 @@ def show_generation(tour: Tour, trace: Path) -> None:
             for seed in range(many):
                 readers.submit(read_stream, client, PROMPT, None, max_tokens=100, seed=seed, ignore_eos=True)
         together_per_s = many * 100 / (time.monotonic() - started)
-        looks.append(client.topology())
+        looks.append(read_ledger(client.topology()))
         tour.explain(
             """Where the stages' time went. In a bubble a stage waits while there is work: for steps in flight
             (fill_drain), the stage before (imbalance), hidden states on their way (transfer), tokens on their way
             back (token_return), or the head and its own preparations (host, which weighs most in short steps):"""
         )
         bubbles = [
-            show_times(label, spent(*between))
-            for label, between in zip(("one stream", f"{many} streams"), pairwise(looks), strict=True)
+            show_times(label, between(before, after))
+            for label, (before, after) in zip(("one stream", f"{many} streams"), pairwise(looks), strict=True)
         ]
 
         tour.explain(f"The same request again; this time stage {tour.size - 1} is killed while it streams:")
@@ -295,14 +297,15 @@ def show_generation(tour: Tour, trace: Path) -> None:
     )
 
 
-def show_times(label: str, stages: Sequence[StageTime]) -> float:
+def show_times(label: str, ledger: Ledger) -> float:
     """One line per stage; returns the bubbles' share of all stages' time."""
-    for stage, shares in enumerate(stages):
-        causes = ", ".join(f"{cause} {share:.0%}" for cause, share in shares.bubble.items() if share >= 0.005)
-        bubble = sum(shares.bubble.values())
-        times = f"busy {shares.busy:4.0%}, idle {shares.idle:4.0%}, bubble {bubble:4.0%} ({causes})"
+    all_shares = [dict(shares(times)) for times in ledger]
+    for stage, parts in enumerate(all_shares):
+        causes = ", ".join(f"{cause} {parts[cause]:.0%}" for cause in CAUSES if parts[cause] >= 0.005)
+        bubble = sum(parts[cause] for cause in CAUSES)
+        times = f"busy {parts[BUSY]:4.0%}, idle {parts[IDLE]:4.0%}, bubble {bubble:4.0%} ({causes})"
         print(f"  {label:>10}, stage {stage}: {times}")
-    return sum(sum(shares.bubble.values()) for shares in stages) / len(stages)
+    return sum(parts[cause] for parts in all_shares for cause in CAUSES) / len(ledger)
 
 
 def transports(tour: Tour) -> None:

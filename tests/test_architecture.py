@@ -19,6 +19,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "ppserve": set(),
     "ppserve.__main__": {"ppserve.cli"},
     "ppserve.errors": set(),
+    "ppserve.answers": set(),
     "ppserve.config": {"ppserve.core"},
     "ppserve.wire": {"ppserve.config", "ppserve.core", "ppserve.errors", "msgspec"},
     "ppserve.core": {"ppserve.core", "ppserve.errors"},
@@ -45,17 +46,21 @@ MAY_IMPORT: dict[str, set[str]] = {
     "ppserve.head.observe.metrics": {"prometheus_client"},
     "ppserve.library": {
         *("ppserve.library", "ppserve.head", "ppserve.stage", "ppserve.model.checkpoint", "ppserve.core"),
-        *("ppserve.wire", "ppserve.config", "ppserve.errors", "ppserve.process.environment", "ppserve.tokenizer"),
-        "torch",
+        *("ppserve.answers", "ppserve.wire", "ppserve.config", "ppserve.errors", "ppserve.process.environment"),
+        *("ppserve.tokenizer", "torch"),
     },
     "ppserve.client": {
-        *("ppserve.client", "ppserve.v1", "ppserve.errors", "grpc", "google", "grpc_status", "grpc_health"),
+        *("ppserve.client", "ppserve.answers", "ppserve.v1", "ppserve.errors"),
+        *("grpc", "google", "grpc_status", "grpc_health"),
     },
-    "ppserve.bench": {"ppserve.bench", "ppserve.client", "ppserve.v1", "ppserve.errors", "grpc", "matplotlib"},
+    "ppserve.bench": {
+        *("ppserve.bench", "ppserve.answers", "ppserve.client", "ppserve.v1", "ppserve.errors"),
+        *("grpc", "matplotlib"),
+    },
     "ppserve.cli": {
-        *("ppserve.cli", "ppserve.bench", "ppserve.client", "ppserve.config", "ppserve.core", "ppserve.errors"),
-        *("ppserve.head", "ppserve.model.checkpoint", "ppserve.planning", "ppserve.process", "click"),
-        *("grpc", "ppserve.__version__"),
+        *("ppserve.cli", "ppserve.answers", "ppserve.bench", "ppserve.client", "ppserve.config", "ppserve.core"),
+        *("ppserve.errors", "ppserve.head", "ppserve.model.checkpoint", "ppserve.planning", "ppserve.process"),
+        *("ppserve.__version__", "click", "grpc"),
     },
     "parallel_state": {"torch"},
 }

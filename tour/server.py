@@ -17,7 +17,6 @@ from pathlib import Path
 from typing import Unpack
 
 from ppserve.client import Client, Options
-from ppserve.v1 import generation_pb2 as pb
 from tour.errors import TourError
 
 _READY = "ppserve ready grpc="
@@ -26,7 +25,7 @@ _LAUNCHER_VARIABLES = ("RANK", "LOCAL_", "WORLD_SIZE", "GROUP_", "ROLE_", "MASTE
 
 
 @dataclass(frozen=True, slots=True)
-class Server:
+class ServerProcess:
     """A running server. target: where it answers."""
 
     process: subprocess.Popen[str]
@@ -43,7 +42,7 @@ class Server:
 
 
 @contextmanager
-def serving(arguments: Sequence[str]) -> Iterator[Server]:
+def serving(arguments: Sequence[str]) -> Iterator[ServerProcess]:
     """`python -m ppserve serve ...` on this host, ready; told to end afterwards. Raises TourError."""
     environment = {k: v for k, v in os.environ.items() if not k.startswith(_LAUNCHER_VARIABLES)}
     command = [sys.executable, "-m", "ppserve", "serve", *arguments]
@@ -65,7 +64,7 @@ def serving(arguments: Sequence[str]) -> Iterator[Server]:
             if ready is None:
                 complaints.seek(0)
                 raise TourError(f"the server did not start: {_complaint(complaints.read())}")
-            yield Server(process, ready.removeprefix(_READY).split()[0])
+            yield ServerProcess(process, ready.removeprefix(_READY).split()[0])
         finally:
             giving_up.cancel()
             _end(process)
@@ -141,24 +140,3 @@ def read_stream(
         if seen is not None:
             seen(chunk.text, len(stream.arrivals))
     return stream
-
-
-@dataclass(frozen=True, slots=True)
-class StageTime:
-    """Where one stage's time went, as shares of the time observed."""
-
-    busy: float
-    bubble: dict[str, float]
-    idle: float
-
-
-def spent(before: pb.GetTopologyResponse, after: pb.GetTopologyResponse) -> list[StageTime]:
-    """Where every stage's time went between two looks at the pipeline."""
-    shares = []
-    for then, now in zip(before.stages, after.stages, strict=True):
-        busy, idle = now.busy_seconds - then.busy_seconds, now.idle_seconds - then.idle_seconds
-        bubble = {cause: s - then.bubble_seconds[cause] for cause, s in now.bubble_seconds.items()}
-        wall = busy + idle + sum(bubble.values())
-        bubble = {cause: seconds / wall for cause, seconds in bubble.items()}
-        shares.append(StageTime(busy / wall, bubble, idle / wall))
-    return shares

@@ -13,7 +13,7 @@ _BAR = 24
 _EVERY_S = 0.1
 
 
-class Progress(Watch):
+class ProgressLine(Watch):
     """Draws on standard error, so that what is printed can be piped. Draws at most ten times a second."""
 
     def __init__(self, title: str, until: Until) -> None:

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from itertools import groupby
 
 from ppserve.bench.ledger import CAUSES, StageTime
-from ppserve.bench.top import Latency, StageLine, Traffic, View
+from ppserve.bench.top import LatencyQuantiles, StageLine, Traffic, View
 
 BUSY = "busy"
 IDLE = "idle"
@@ -50,9 +50,7 @@ def render_line(view: View, clock: str) -> str:
 
 def shares(times: StageTime) -> list[tuple[str, float]]:
     """A stage's wall time by kind, busy first, idle last; they sum to 1. A stage without time is idle."""
-    if not times.wall_s:
-        return [(IDLE, 1.0)]
-    return [(BUSY, _busy(times)), *_bubbles(times), (IDLE, times.idle_share)]
+    return [(BUSY, _busy(times)), *_bubbles(times), (IDLE, times.idle_share if times.wall_s else 1.0)]
 
 
 def bar(times: StageTime, width: int, colours: bool) -> str:
@@ -95,7 +93,7 @@ def _traffic_lines(traffic: Traffic) -> list[str]:
     ]
 
 
-def _latency(latency: Latency) -> str:
+def _latency(latency: LatencyQuantiles) -> str:
     if latency.p50_s is None or latency.p99_s is None:
         return "-"
     return f"p50 {1e3 * latency.p50_s:.1f} p99 {1e3 * latency.p99_s:.1f} ms"

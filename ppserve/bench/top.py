@@ -34,7 +34,7 @@ def read(client: Client, metrics: str | None) -> Reading:
 
 
 @dataclass(frozen=True, slots=True)
-class Latency:
+class LatencyQuantiles:
     """Over the interval, in seconds; None where nothing was observed."""
 
     p50_s: float | None
@@ -49,8 +49,8 @@ class Traffic:
     waiting: int
     in_flight: int
     kv_usage: float
-    ttft: Latency
-    itl: Latency
+    ttft: LatencyQuantiles
+    itl: LatencyQuantiles
     requests_per_s: float
     prompt_tokens_per_s: float
     generated_tokens_per_s: float
@@ -119,9 +119,9 @@ def _traffic(before: MetricsReading, after: MetricsReading, interval_s: float) -
         # A head that was started again counts from zero.
         return max(0.0, after.value(name) - before.value(name)) / interval_s
 
-    def latency(name: str) -> Latency:
+    def latency(name: str) -> LatencyQuantiles:
         seen = after.histogram(name).since(before.histogram(name))
-        return Latency(seen.quantile(0.5), seen.quantile(0.99))
+        return LatencyQuantiles(seen.quantile(0.5), seen.quantile(0.99))
 
     return Traffic(
         running=int(after.value("ppserve_requests_running")),

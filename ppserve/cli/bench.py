@@ -16,7 +16,7 @@ import click
 from ppserve.bench.caller import Asking, Caller
 from ppserve.bench.load import ClosedLoop, Load, OpenLoop, Until
 from ppserve.bench.measure import Served, introduce, measure, warm_up
-from ppserve.bench.progress import Progress
+from ppserve.bench.progress import ProgressLine
 from ppserve.bench.report import render_sweep, render_table, write_csv, write_json
 from ppserve.bench.summary import Measurement, Summary, parse_objectives, summarize
 from ppserve.bench.workload import (
@@ -204,7 +204,7 @@ async def _run(
     if num_warm_up:
         await warm_up(caller, workload, num_warm_up, callers or 1)
     setting = served.setting(concurrency=callers, rate=rate, seed=workload.seed)
-    progress = Progress(f"{callers} callers" if isinstance(load, ClosedLoop) else "open loop", until)
+    progress = ProgressLine(f"{callers} callers" if isinstance(load, ClosedLoop) else "open loop", until)
     try:
         return await measure(caller, served, workload, load, until, progress, setting)
     finally:

@@ -12,12 +12,13 @@ cannot be reached or is full, and continue a stream that broke where it broke: t
 the text of an undisturbed stream. `RetryPolicy` bounds this; `CallFailed` is raised when it is over.
 """
 
+from ppserve.answers import Chunk, Completion, Finish, Options, Timings, Token, Usage
+from ppserve.answers import CompletedSequence as Sequence
 from ppserve.client.asynchronous import AsyncClient
 from ppserve.client.connection import Tls
 from ppserve.client.conversation import RetryPolicy
 from ppserve.client.failures import CallFailed
 from ppserve.client.synchronous import Client
-from ppserve.client.values import Chunk, Completion, Finish, Options, Sequence, Timings, Token, Usage
 
 __all__ = [
     "AsyncClient",

@@ -12,10 +12,11 @@ from typing import Any, Protocol, TypeVar, Unpack
 import grpc
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
+from ppserve.answers import Chunk, Completion, Options, Prompt, Token, completion_of
 from ppserve.client.connection import TimeLimit, call_metadata
 from ppserve.client.conversation import Conversation, Retries, RetryPolicy
 from ppserve.client.failures import failure_of
-from ppserve.client.values import Chunk, Completion, Options, Prompt, Token, completion_of, request_of, tokens_of
+from ppserve.client.messages import request_of, tokens_of
 from ppserve.v1 import generation_pb2 as pb
 from ppserve.v1.generation_pb2_grpc import GenerationServiceStub
 

@@ -11,8 +11,9 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
+from ppserve.answers import Chunk
 from ppserve.client.failures import CallFailed
-from ppserve.client.values import Chunk, chunk_of
+from ppserve.client.messages import chunk_of
 from ppserve.v1 import generation_pb2 as pb
 
 

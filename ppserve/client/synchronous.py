@@ -10,10 +10,10 @@ from typing import Any, Concatenate, ParamSpec, Self, TypeVar, Unpack
 
 import grpc
 
+from ppserve.answers import Chunk, Options, Prompt
 from ppserve.client.calls import Calls
 from ppserve.client.connection import Tls, open_channel
 from ppserve.client.conversation import RetryPolicy
-from ppserve.client.values import Chunk, Options, Prompt
 
 P = ParamSpec("P")
 R = TypeVar("R")

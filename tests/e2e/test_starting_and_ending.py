@@ -13,8 +13,8 @@ import grpc
 import pytest
 
 import ppserve
+from ppserve.answers import completion_of
 from ppserve.client import CallFailed, Client, RetryPolicy
-from ppserve.client.values import completion_of
 from ppserve.v1 import generation_pb2 as pb
 from ppserve.v1.generation_pb2_grpc import GenerationServiceStub
 from tests.e2e.asking import ask, mixed_requests

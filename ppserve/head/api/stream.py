@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 from ppserve.core.plan import TokenLogprobs
@@ -49,64 +49,50 @@ class Delta:
         return self.last.offset + (self.last.token_id is not None)
 
 
-class RequestStream:
-    """What the engine has for one request and its reader has not taken yet. Implements `Sink`.
+class Pending:
+    """What the engine has for one request and its reader has not taken yet. Not safe for several threads.
 
-    echo: the prompt's text, where it is to be sent back. Made in the task that reads it, which is cancelled
-    when it keeps one delta for `stall_timeout_s` before it asks for the next.
+    echo: the prompt's text, where it is to be sent back.
     """
 
-    def __init__(self, request: Request, echo: str, stall_timeout_s: float) -> None:
+    def __init__(self, request: Request, echo: str) -> None:
         resumed = request.resume_index
         indices = range(request.num_sequences) if resumed is None else range(resumed, resumed + 1)
-        self.request = request
+        self._request = request
         self._echo = echo
         self._interval = request.output.stream_interval
         self._scored_index = None if request.output.prompt_logprobs is None else resumed or 0
-        self._pending: dict[int, list[TokenOutput]] = {index: [] for index in indices}
+        self._outputs: dict[int, list[TokenOutput]] = {index: [] for index in indices}
         self._begun: set[int] = set()
         self._error: RequestError | None = None
-        self._has_news = asyncio.Event()
-        self._watch = _StallWatch(stall_timeout_s)
 
     @property
     def is_complete(self) -> bool:
         """Whether every sequence's end was taken."""
-        return not self._pending
+        return not self._outputs
 
-    def push(self, outputs: Sequence[TokenOutput]) -> None:
-        """Take one step's outputs; those of sequences that ended are ignored."""
+    def push(self, outputs: Iterable[TokenOutput]) -> None:
+        """Add a step's outputs; those of sequences that ended are ignored."""
         for output in outputs:
             if output.error is not None:
-                self._error = self._error or output.error
-            elif (pending := self._pending.get(output.index)) is not None:
+                self.fail(output.error)
+            elif (pending := self._outputs.get(output.index)) is not None:
                 pending.append(output)
-        self._has_news.set()
 
     def fail(self, error: RequestError) -> None:
-        """End the stream with `error` after what is pending."""
+        """The request ends with `error` after what is pending."""
         self._error = self._error or error
-        self._has_news.set()
 
-    async def deltas(self) -> AsyncIterator[Delta]:
-        """Deltas until every sequence has ended. Raises the request's error after what came before it."""
-        while self._pending:
-            await self._has_news.wait()
-            self._has_news.clear()
-            for index in [index for index in self._pending if self._is_due(index)]:
-                delta = self._take(index)
-                self._watch.handed_out()
-                yield delta
-                self._watch.came_back()
-            if self._error is not None and self._pending and not any(self._pending.values()):
-                raise self._error
-
-    def close(self) -> None:
-        """Nobody reads any more."""
-        self._watch.close()
+    def take(self) -> Iterator[Delta]:
+        """Everything that is due, a delta for each sequence. Raises the request's error after what came before
+        it."""
+        for index in [index for index in self._outputs if self._is_due(index)]:
+            yield self._take(index)
+        if self._error is not None and self._outputs and not any(self._outputs.values()):
+            raise self._error
 
     def _is_due(self, index: int) -> bool:
-        pending = self._pending[index]
+        pending = self._outputs[index]
         if not pending:
             return False
         enough = len(pending) >= self._interval or index not in self._begun
@@ -114,11 +100,11 @@ class RequestStream:
 
     def _take(self, index: int) -> Delta:
         """All that is pending of a sequence, including what came while deltas of others were written."""
-        outputs = self._pending[index]
+        outputs = self._outputs[index]
         if outputs[-1].finish is None:
-            self._pending[index] = []
+            self._outputs[index] = []
         else:
-            del self._pending[index]
+            del self._outputs[index]
         is_first = index not in self._begun
         self._begun.add(index)
         text = "".join([output.text for output in outputs]) if len(outputs) > 1 else outputs[0].text
@@ -135,7 +121,50 @@ class RequestStream:
     def _prompt_scores(self, outputs: Sequence[TokenOutput]) -> tuple[Score, ...]:
         """For every token of the prompt; none at all when the request ended before its prompt was scored."""
         scores = (None, *(score for output in outputs for score in output.prompt_logprobs))
-        return scores if len(scores) >= len(self.request.prompt_ids) else ()
+        return scores if len(scores) >= len(self._request.prompt_ids) else ()
+
+
+class RequestStream:
+    """`Pending`, with a reader who waits in the event loop. Implements `Sink`.
+
+    Made in the task that reads it, which is cancelled when it keeps one delta for `stall_timeout_s` before it asks
+    for the next.
+    """
+
+    def __init__(self, request: Request, echo: str, stall_timeout_s: float) -> None:
+        self.request = request
+        self._pending = Pending(request, echo)
+        self._has_news = asyncio.Event()
+        self._watch = _StallWatch(stall_timeout_s)
+
+    @property
+    def is_complete(self) -> bool:
+        """Whether every sequence's end was taken."""
+        return self._pending.is_complete
+
+    def push(self, outputs: Sequence[TokenOutput]) -> None:
+        """Take one step's outputs."""
+        self._pending.push(outputs)
+        self._has_news.set()
+
+    def fail(self, error: RequestError) -> None:
+        """End the stream with `error` after what is pending."""
+        self._pending.fail(error)
+        self._has_news.set()
+
+    async def deltas(self) -> AsyncIterator[Delta]:
+        """Deltas until every sequence has ended. Raises the request's error after what came before it."""
+        while not self.is_complete:
+            await self._has_news.wait()
+            self._has_news.clear()
+            for delta in self._pending.take():
+                self._watch.handed_out()
+                yield delta
+                self._watch.came_back()
+
+    def close(self) -> None:
+        """Nobody reads any more."""
+        self._watch.close()
 
 
 class _StallWatch:

@@ -1,0 +1,96 @@
+"""Between the values of `ppserve.answers` and messages."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+from google.protobuf.message import Message
+
+from ppserve.answers import Chunk, Finish, Options, Prompt, Timings, Token, Usage
+from ppserve.v1 import generation_pb2 as pb
+
+
+def request_of(prompt: Prompt, options: Options) -> pb.GenerateRequest:
+    """The message that asks for this. Raises ValueError for a value that its field cannot hold, and
+    TypeError for an option that does not exist."""
+    asked: dict[str, Any] = dict(options)
+    asked.pop("timeout_s", None)
+    request = pb.GenerateRequest()
+    if isinstance(prompt, str):
+        request.text = prompt
+    else:
+        request.token_ids.ids.extend(prompt)
+    homes = (request.sampling, request.stop, request.output, request)
+    for name, value in asked.items():
+        home = next((home for home in homes if name in home.DESCRIPTOR.fields_by_name and name in _OPTIONS), None)
+        # `stop` is also the name of the message that holds it, as `token_ids` is that of the prompt.
+        if home is None:
+            raise TypeError(f"there is no option {name!r}")
+        try:
+            _fill(home, name, value)
+        except TypeError as error:
+            raise TypeError(f"{name}: {error}") from None
+        except ValueError as error:
+            raise ValueError(f"{name}: {error}") from None
+    return request
+
+
+def _fill(home: Message, name: str, value: Any) -> None:
+    field = getattr(home, name)
+    if isinstance(value, Mapping):
+        field.update(value)
+    elif not isinstance(value, str) and isinstance(value, Iterable):
+        field.extend(value)
+    else:
+        setattr(home, name, value)
+
+
+_OPTIONS = frozenset(Options.__annotations__)
+
+
+def chunk_of(message: pb.GenerateResponse) -> Chunk:
+    """A message as a chunk."""
+    ended = message.HasField("finish")
+    return Chunk(
+        request_id=message.request_id,
+        index=message.index,
+        first_token=message.first_token,
+        num_tokens=message.num_tokens,
+        text=message.text,
+        tokens=tuple(_token(token) for token in message.tokens),
+        prompt_tokens=tuple(_token(token) for token in message.prompt_tokens),
+        seed=message.seed if message.HasField("seed") else None,
+        finish=_finish(message.finish) if ended else None,
+        usage=_usage(message.usage) if ended else None,
+        timings=_timings(message.timings) if message.HasField("timings") else None,
+    )
+
+
+def tokens_of(response: pb.TokenizeResponse) -> tuple[Token, ...]:
+    """The tokens of a text."""
+    return tuple(_token(token) for token in response.tokens)
+
+
+def _token(token: pb.TokenInfo) -> Token:
+    logprob = token.logprob if token.HasField("logprob") else None
+    return Token(token.id, token.bytes, logprob, tuple(Token(top.id, top.bytes, top.logprob) for top in token.top))
+
+
+def _finish(finish: pb.Finish) -> Finish:
+    kind = finish.WhichOneof("matched")
+    return Finish(pb.Finish.Reason.Name(finish.reason), None if kind is None else getattr(finish, kind))
+
+
+def _usage(usage: pb.Usage) -> Usage:
+    return Usage(usage.prompt_tokens, usage.completion_tokens, usage.cached_tokens)
+
+
+def _timings(timings: pb.Timings) -> Timings:
+    return Timings(
+        timings.queue_seconds,
+        timings.prefill_seconds,
+        timings.ttft_seconds,
+        timings.decode_seconds,
+        tuple(timings.stage_busy_seconds),
+    )

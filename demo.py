@@ -69,25 +69,26 @@ def forward_pass(tour: Tour) -> None:
     parts = [f"layers {layout.span}"]
     parts = ["embeddings"] * layout.is_first + parts + ["final norm, LM head"] * layout.is_last
     tour.say_each(
-        f"stage {group.rank_in_group} on {line.device}: {', '.join(parts)}; {line.stage.num_params:,} parameters;"
+        f"stage {group.rank_in_group} on {line.device}: {', '.join(parts)}; {line.model.num_params:,} parameters;"
         f" hears {name_of(group.prev_rank)}, speaks to {name_of(group.next_rank)}"
     )
 
     tokenizer = load_tokenizer(tour.options.model, arch.vocab_size)
     prompt = tokenizer.encode(PROMPT) if tokenizer is not None else list(range(8))
     plan = StepPlan(1, 0, 0, (slice_of(0, 0, prompt, draws=True),))
-    _, passed = line.run([plan, plan])  # the first pass is a warm-up
+    _, done = line.run([plan, plan])  # the first pass is a warm-up
+    stamps = done.result.stamps
     tour.say()
     tour.say_each(
         f"stage {tour.rank}: {'token ids' if layout.is_first else 'hidden states'} of {plan.num_tokens} tokens in,"
-        f" hidden states {tuple(passed.hidden_TD.shape)} out, {(passed.ended - passed.begun) / 1e6:.2f} ms"
+        f" hidden states {tuple(done.hidden_TD.shape)} out, {(stamps.ended - stamps.begun) / 1e6:.2f} ms"
     )
 
     token, error = 0, 0.0
     if layout.is_last:
         [alone] = Line.whole(tour, checkpoint).run([plan])
-        error = (alone.hidden_TD - passed.hidden_TD).abs().max().item()
-        [token] = line.draw(plan, passed)
+        error = (alone.hidden_TD - done.hidden_TD).abs().max().item()
+        token = done.result.drawn[0].token_id or 0
     line.close()
     token, error = tour.tell((token, error))[-1]
     drawn = repr(tokenizer.decode([token])) if tokenizer is not None else f"token {token}"
@@ -147,12 +148,12 @@ def memory(tour: Tour) -> None:
     line = Line.of(tour, RandomWeights(arch), split)
     grown = resident_bytes() - before
     kv_bytes = KVCache.bytes_per_block(arch, line.layout, BLOCK_SIZE, "float32") / BLOCK_SIZE
-    weights = f"{line.stage.num_params / 1e6:5.1f} M parameters, {line.stage.weight_bytes / MIB:5.1f} MiB"
+    weights = f"{line.model.num_params / 1e6:5.1f} M parameters, {line.model.weight_bytes / MIB:5.1f} MiB"
     tour.say_each(
         f"stage {tour.rank}:  {weights}; keys and values {kv_bytes / 1024:4.1f} KiB per token;"
         f" resident memory grew by {grown / MIB:5.1f} MiB"
     )
-    stage_mib: list[float] = tour.tell(line.stage.weight_bytes / MIB)
+    stage_mib: list[float] = tour.tell(line.model.weight_bytes / MIB)
     line.close()
     del line
     alone_mib = 0.0
@@ -160,8 +161,8 @@ def memory(tour: Tour) -> None:
         before = resident_bytes()
         alone = Line.whole(tour, RandomWeights(arch))
         grown = resident_bytes() - before
-        alone_mib = alone.stage.weight_bytes / MIB
-        weights = f"{alone.stage.num_params / 1e6:5.1f} M parameters, {alone_mib:5.1f} MiB"
+        alone_mib = alone.model.weight_bytes / MIB
+        weights = f"{alone.model.num_params / 1e6:5.1f} M parameters, {alone_mib:5.1f} MiB"
         tour.say(f"  together: {weights} in one process, which grew by {grown / MIB:5.1f} MiB")
 
     stages = (1, 2, 4, 8)

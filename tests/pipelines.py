@@ -97,7 +97,7 @@ def enter_epoch(kind: str, path: str, stage: int, stages: int, dtype: torch.dtyp
         timeout=timedelta(seconds=30),
     )
     parallel_state.initialize_model_parallel(pipeline_model_parallel_size=stages)
-    transport = create_transport(kind, width=WIDTH, dtype=dtype, device=device, depth=DEPTH, max_rows=512)
+    transport = create_transport(kind, Frames(WIDTH, dtype, max_rows=512, depth=DEPTH, device=device))
     transport.warm_up()
     return transport
 

@@ -19,8 +19,8 @@ from ppserve.core.request import SamplingParams
 from ppserve.model.checkpoint import Checkpoint
 from ppserve.model.cpu.kv_cache import KVCache
 from ppserve.model.gpt2 import GPT2Stage
-from ppserve.model.inputs import StepInputs, build_inputs
-from ppserve.stage.transport import Transport
+from ppserve.stage.step import Computed, Stage
+from ppserve.stage.transport import Frames, Transport, connect
 from tour.ranks import Tour
 
 BLOCK_SIZE = 16
@@ -67,28 +67,18 @@ class RandomWeights:
         return shapes.get(part, (rows, d))
 
 
-@dataclass(frozen=True, slots=True)
-class Pass:
-    """One step on one stage: what came out, and when computing began and ended (ns, this host's clock)."""
-
-    hidden_TD: torch.Tensor
-    begun: int
-    ended: int
-    inputs: StepInputs
-
-
 class Line:
-    """One stage: its layers, its keys and values, and its wires to the neighbours (None: it is alone)."""
+    """One stage of a bare pipeline: its layers, its keys and values, and its wires to the neighbours."""
 
     def __init__(
-        self, checkpoint: Checkpoint, layout: StageLayout, device: torch.device, wires: Transport | None
+        self, checkpoint: Checkpoint, layout: StageLayout, device: torch.device, wires: Transport
     ) -> None:
         self.layout = layout
         self.device = device
-        self.stage = GPT2Stage.load(checkpoint, layout, "float32", device)
+        self.model = GPT2Stage.load(checkpoint, layout, "float32", device)
         num_blocks = MAX_SEQUENCES * BLOCKS_PER_SEQUENCE
-        self._cache = KVCache(checkpoint.architecture, layout, num_blocks, BLOCK_SIZE, "float32", device)
-        self._wires = wires
+        cache = KVCache(checkpoint.architecture, layout, num_blocks, BLOCK_SIZE, "float32", device)
+        self._stage = Stage(self.model, cache, wires)
 
     @classmethod
     def of(cls, tour: Tour, checkpoint: Checkpoint, split: Split) -> Line:
@@ -99,39 +89,18 @@ class Line:
     @classmethod
     def whole(cls, tour: Tour, checkpoint: Checkpoint) -> Line:
         """The same model in this process alone."""
-        return cls(checkpoint, StageLayout(0, 1, 0, 2 * checkpoint.architecture.num_layers), tour.device, None)
+        arch = checkpoint.architecture
+        (wires,) = connect((Frames(arch.width, torch.float32),))
+        return cls(checkpoint, StageLayout(0, 1, 0, 2 * arch.num_layers), tour.device, wires)
 
-    def run(self, plans: Sequence[StepPlan]) -> list[Pass]:
-        """All steps, in order. Frames that are expected can arrive while an earlier step computes."""
+    def run(self, plans: Sequence[StepPlan]) -> list[Computed]:
+        """All steps, in order."""
         for plan in plans:
-            self.expect(plan)
-        return [self.step(plan) for plan in plans]
-
-    def expect(self, plan: StepPlan) -> None:
-        if self._wires is not None and not self.layout.is_first:
-            self._wires.post_receive(plan)
-
-    def step(self, plan: StepPlan) -> Pass:
-        """Receive, compute, hand on."""
-        inputs = build_inputs(plan, self.layout, BLOCK_SIZE, self.device)
-        received_TD = None if self._wires is None or self.layout.is_first else self._wires.receive(plan)
-        begun = time.monotonic_ns()
-        hidden_TD = self.stage.forward(inputs, received_TD, self._cache)
-        if self.device.type == "cuda":
-            torch.cuda.synchronize(self.device)
-        ended = time.monotonic_ns()
-        if self._wires is not None and not self.layout.is_last:
-            self._wires.send(plan, hidden_TD)
-        return Pass(hidden_TD, begun, ended, inputs)
-
-    def draw(self, plan: StepPlan, passed: Pass) -> list[int]:
-        """The next token of every slice that draws; last stage only."""
-        drawn, _ = self.stage.read_out(plan, passed.inputs, passed.hidden_TD)
-        return [d.token_id or 0 for d in drawn]
+            self._stage.expect(plan)
+        return [self._stage.step(plan, time.monotonic_ns()) for plan in plans]
 
     def close(self) -> None:
-        if self._wires is not None:
-            self._wires.close()
+        self._stage.transport.close()
 
 
 def even_split(arch: Architecture, num_stages: int) -> Split:

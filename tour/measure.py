@@ -84,8 +84,9 @@ def run_microbatches(
         tour.tell("ready")
         passes = line.run(plans)
         if tour.is_last:
-            hidden_TD = torch.cat([passed.hidden_TD for passed in passes])
-        stages: list[list[tuple[int, int]]] = tour.tell([(passed.begun, passed.ended) for passed in passes])
+            hidden_TD = torch.cat([done.hidden_TD for done in passes])
+        spans = [(at.begun, at.ended) for at in (done.result.stamps for done in passes)]
+        stages: list[list[tuple[int, int]]] = tour.tell(spans)
         start = min(begun for stage in stages for begun, _ in stage)
         schedule = Schedule(m, [[(begun - start, ended - start) for begun, ended in stage] for stage in stages])
         if best is None or schedule.wall < best.wall:
@@ -120,15 +121,11 @@ def decode(tour: Tour, line: Line, num_sequences: int, in_flight: int, rounds: i
         if tour.rank == 0 and position > 0:
             dist.recv(tokens, tour.size - 1)
         plan = _decode_plan(k, position, lanes[lane], tokens.tolist())
-        line.expect(plan)
-        passed = line.step(plan)
-        busy_ns += passed.ended - passed.begun
-        if tour.is_last:
-            drawing = time.monotonic_ns()
-            drawn = torch.tensor(line.draw(plan, passed))
-            busy_ns += time.monotonic_ns() - drawing
-            if position < rounds - 1:
-                returning.append((dist.isend(drawn, 0), drawn))
+        [done] = line.run([plan])
+        busy_ns += done.result.stamps.ended - done.result.stamps.begun
+        if tour.is_last and position < rounds - 1:
+            drawn = torch.tensor([drawn.token_id or 0 for drawn in done.result.drawn])
+            returning.append((dist.isend(drawn, 0), drawn))
     for handle, _ in returning:
         assert handle is not None
         handle.wait()

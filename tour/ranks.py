@@ -19,7 +19,7 @@ import torch
 import torch.distributed as dist
 
 import parallel_state
-from ppserve.stage.transport import Transport, create_transport
+from ppserve.stage.transport import Frames, Transport, create_transport
 from tour.pictures import Pictures
 
 _TIMEOUT = timedelta(seconds=300)
@@ -124,14 +124,8 @@ class Tour:
 
     def wires(self, width: int, kind: str | None = None) -> Transport:
         """This rank's wires to its neighbours. kind None: the best there is here."""
-        transport = create_transport(
-            kind or self.transport,
-            width=width,
-            dtype=torch.float32,
-            device=self.device,
-            depth=2 * self.size,
-            max_rows=1024,
-        )
+        frames = Frames(width, torch.float32, max_rows=1024, depth=2 * self.size, device=self.device)
+        transport = create_transport(kind or self.transport, frames)
         transport.warm_up()
         return transport
 

@@ -1,8 +1,12 @@
-"""A stage process, as its keeper starts it: `python -m ppserve.stage LIFE_FD KEEPER_PID` < Start frame."""
+"""A stage process, as its keeper starts it: `python -m ppserve.stage LIFE_FD KEEPER_PID` < Start frame.
+
+What belongs to the process and not to the stage is here: signals, torch's threads, exit codes, the head's address.
+"""
 
 from __future__ import annotations
 
 import contextlib
+import functools
 import logging
 import os
 import signal
@@ -10,11 +14,15 @@ import socket
 import sys
 import threading
 import time
+from typing import TYPE_CHECKING
 
 from ppserve import wire
 from ppserve.errors import UsageError
 from ppserve.process.environment import EXIT_HEAD_GONE, EXIT_USAGE, RankEnvironment, die_with_parent
 from ppserve.process.logs import set_up_logging
+
+if TYPE_CHECKING:
+    from ppserve.stage.loop import Findings
 
 log = logging.getLogger("ppserve.stage")
 
@@ -30,36 +38,54 @@ def main() -> int:
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     threading.Thread(target=_show_life, args=(life_fd,), name="life", daemon=True).start()
     # Slow (torch), which is why a spare process does it while it waits for its start.
-    from ppserve.stage import loop
+    from ppserve.stage.link import HeadLink
+    from ppserve.stage.loop import StageLoop
+    from ppserve.stage.wiring import ProcessGroups
 
     start = _read_start()
     set_up_logging(start.config.log, f"stage {start.stage}")
     log.info("process %d", os.getpid())
     environment = RankEnvironment.from_environ() or RankEnvironment(start.stage, start.num_stages, 0, 1, 0)
     try:
-        host, port, token = _find_head(start, environment)
+        start = _find_head(start, environment)
     except (OSError, RuntimeError) as error:
         log.error("cannot find the head: %s", error)
         return EXIT_HEAD_GONE
-    os.write(life_fd, f"control {host} {port} {token}\n".encode())
+    os.write(life_fd, f"control {start.control_host} {start.control_port} {start.token}\n".encode())
     mistake = ""
     try:
         # Before connecting, because it may take long (a download, a measurement), and the head is waiting.
-        found = loop.prepare(start, environment)
+        found = _prepare(start, environment)
     except UsageError as error:
         mistake = str(error)
     try:
-        connection = socket.create_connection((host, port), timeout=_CONNECT_TIMEOUT_S)
+        connection = socket.create_connection((start.control_host, start.control_port), timeout=_CONNECT_TIMEOUT_S)
     except OSError:
         return EXIT_HEAD_GONE
     connection.settimeout(None)
     if mistake:
         # A closed connection means the head has heard of the mistake from another stage already.
         with contextlib.suppress(OSError):
-            connection.sendall(wire.encode(wire.GaveUp(token, start.stage, mistake)))
+            connection.sendall(wire.encode(wire.GaveUp(start.token, start.stage, mistake)))
         return EXIT_USAGE
-    stage = loop.StageLoop(start, found, connection, token)
+    connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+    # When the head is gone nothing is left to do.
+    open_link = functools.partial(HeadLink, connection, on_lost=lambda: os._exit(EXIT_HEAD_GONE))
+    stage = StageLoop(start, found, open_link, ProcessGroups())
     return stage.run(on_served=lambda: os.write(life_fd, b"served\n"))
+
+
+def _prepare(start: wire.Start, environment: RankEnvironment) -> Findings:
+    """Opens the checkpoint (headers only), takes the device, measures the parts. Raises UsageError."""
+    from ppserve.model.checkpoint.opening import open_checkpoint
+    from ppserve.stage import calibrate, device
+    from ppserve.stage.loop import Findings
+
+    checkpoint = open_checkpoint(start.config.model.path)
+    compute = device.choose(start.config, environment, checkpoint.stored_dtype)
+    compute.occupy()
+    costs = calibrate.costs_for_split(start.config, start.num_stages, checkpoint, compute)
+    return Findings(checkpoint, compute, costs)
 
 
 def _read_start() -> wire.Start:
@@ -84,15 +110,13 @@ def _show_life(life_fd: int) -> None:
         time.sleep(_SIGN_OF_LIFE_S)
 
 
-def _find_head(start: wire.Start, environment: RankEnvironment) -> tuple[str, int, str]:
-    """Where the head listens, and its token. Stage 0 is told by its keeper and tells the others."""
-    if start.num_stages == 1:
-        return start.control_host, start.control_port, start.token
-    if start.control_port and start.stage > 0:
-        return start.control_host, start.control_port, start.token  # learned in an earlier life
+def _find_head(start: wire.Start, environment: RankEnvironment) -> wire.Start:
+    """With the head's address and token. Stage 0 is told by its keeper and tells the others."""
+    if start.num_stages == 1 or (start.control_port and start.stage > 0):
+        return start  # there are no others; or it was learned in an earlier life
     from ppserve.stage import rendezvous
 
-    return rendezvous.exchange(start, environment)
+    return wire.Start(start.config, start.stage, start.num_stages, *rendezvous.exchange(start, environment))
 
 
 if __name__ == "__main__":

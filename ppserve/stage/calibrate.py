@@ -2,9 +2,8 @@
 
 What is measured is the step that a busy server computes all the time: sequences decoding, and beside them as many
 prompt tokens as new requests bring meanwhile. (Prompts and decodes measured apart and added up count the reading
-of the weights twice.) Small pipelines of one stage run it, of one, two and three sublayers (attention, MLP,
-attention): their differences are an MLP and an attention, what is left is the embedding, and reading out is the
-head with sampling. It takes seconds, and is remembered per machine and model.
+of the weights twice.) Pipelines of one stage run it: with no sublayer, where drawing makes the difference that is
+the head; with an attention; and with an MLP behind it. It takes seconds, and is remembered per machine and model.
 """
 
 from __future__ import annotations
@@ -14,13 +13,12 @@ import hashlib
 import json
 import os
 import platform
-import time
-from collections.abc import Callable
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 import torch
 
+from ppserve.config import ServeConfig
 from ppserve.core.architecture import Architecture, StageLayout
 from ppserve.core.partition import Parts
 from ppserve.core.plan import Draw, Slice, StepPlan
@@ -28,14 +26,15 @@ from ppserve.core.request import SamplingParams
 from ppserve.model.checkpoint import Checkpoint
 from ppserve.model.cpu.kv_cache import KVCache
 from ppserve.model.gpt2 import GPT2Stage
-from ppserve.model.inputs import build_inputs
 from ppserve.stage.device import Compute
+from ppserve.stage.step import Stage
+from ppserve.stage.transport import Frames, connect
 
 DECODES = 16
 _BLOCK_SIZE = 16
 _MAX_PROMPT_TOKENS = 128
 _REPEATS = 7
-_VERSION = 5
+_VERSION = 6
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,8 +62,20 @@ class Mix:
         return _plan(pieces), wanted / num_decodes
 
 
+def costs_for_split(
+    config: ServeConfig, num_stages: int, checkpoint: Checkpoint, compute: Compute
+) -> Parts | None:
+    """What `--layers auto` needs to know of this machine; None where there is nothing to decide."""
+    # Too many stages for the model: the head says so.
+    cuts = 1 < num_stages <= checkpoint.architecture.num_layers
+    if not cuts or config.pipeline.layers is not None:
+        return None
+    expected = config.scheduling
+    return step_costs(checkpoint, compute, Mix(expected.expect_prompt, expected.expect_new))
+
+
 def step_costs(checkpoint: Checkpoint, compute: Compute, mix: Mix) -> Parts:
-    """Seconds of each part in one step of this mix, of a model of two blocks or more; from memory if known."""
+    """Seconds of each part in one step of this mix; from memory if known."""
     path = _memory_path(checkpoint.architecture, compute, mix)
     with contextlib.suppress(OSError, ValueError, TypeError):
         return Parts(**json.loads(path.read_text()))
@@ -84,20 +95,19 @@ def _memory_path(arch: Architecture, compute: Compute, mix: Mix) -> Path:
     return Path(cache) / "ppserve" / f"costs-{hashlib.sha256(repr(what).encode()).hexdigest()[:16]}.json"
 
 
-@torch.inference_mode()
 def _measure(checkpoint: Checkpoint, compute: Compute, mix: Mix) -> Parts:
     plan, share = mix.step(checkpoint.architecture.max_positions)
-    forward_s, read_out_s = [], 0.0
-    for num_sublayers in (1, 2, 3):
-        # As if the model had no others: `load` reads only what the layout names.
-        whole = StageLayout(0, 1, 0, num_sublayers)
-        model = GPT2Stage.load(checkpoint, whole, compute.dtype, compute.device, lambda done, total: None)
-        seconds, read_out_s = _time(model, plan, compute)
-        forward_s.append(seconds)
-        del model
-    mlp_s = max(forward_s[1] - forward_s[0], 1e-9)
-    attention_s = max(forward_s[2] - forward_s[1], 1e-9)
-    return Parts(attention_s, mlp_s, max(forward_s[0] - attention_s, 0.0), share * read_out_s)
+    silent = replace(plan, slices=tuple(replace(piece, draw=None) for piece in plan.slices))
+    bare = _stage(checkpoint, compute, 0, plan)
+    embed_and_draw_s, embed_s = _time(bare, plan), _time(bare, silent)
+    attend_s, whole_layer_s = (_time(_stage(checkpoint, compute, count, plan), silent) for count in (1, 2))
+    # Noise may make a part that costs next to nothing seem to cost less.
+    return Parts(
+        attention=max(attend_s - embed_s, 1e-9),
+        mlp=max(whole_layer_s - attend_s, 1e-9),
+        embedding=embed_s,
+        head=share * max(embed_and_draw_s - embed_s, 0.0),
+    )
 
 
 def _plan(rows: list[tuple[int, int]]) -> StepPlan:
@@ -112,23 +122,20 @@ def _plan(rows: list[tuple[int, int]]) -> StepPlan:
     return StepPlan(0, 0, 0, tuple(slices))
 
 
-def _time(model: GPT2Stage, plan: StepPlan, compute: Compute) -> tuple[float, float]:
-    """Seconds of (forward, read_out): the fastest of several, which others on the machine disturbed least."""
+def _stage(checkpoint: Checkpoint, compute: Compute, num_sublayers: int, plan: StepPlan) -> Stage:
+    """A whole pipeline with the first sublayers only, as if the model had no others."""
+    layout = StageLayout(0, 1, 0, num_sublayers)
+    model = GPT2Stage.load(checkpoint, layout, compute.dtype, compute.device)
     num_blocks = 1 + max(block for piece in plan.slices for block in piece.block_table)
-    cache = KVCache(model.arch, model.layout, num_blocks, _BLOCK_SIZE, compute.dtype, compute.device)
+    cache = KVCache(model.arch, layout, num_blocks, _BLOCK_SIZE, compute.dtype, compute.device)
     # Memory that was never written reads as one page of zeros, from the nearest cache.
     cache.keys_LBHdp.fill_(0.01)
     cache.values_LBHpd.fill_(0.01)
-    inputs = build_inputs(plan, model.layout, _BLOCK_SIZE, compute.device)
+    return Stage(model, cache, connect((Frames(model.arch.width, model.dtype),))[0])
 
-    def clock(run: Callable[[], object]) -> float:
-        begun_s = time.perf_counter()
-        run()
-        compute.synchronize()
-        return time.perf_counter() - begun_s
 
-    hidden_TD = model.forward(inputs, None, cache)
-    model.read_out(plan, inputs, hidden_TD)
-    forward = [clock(lambda: model.forward(inputs, None, cache)) for _ in range(_REPEATS)]
-    read_out = [clock(lambda: model.read_out(plan, inputs, hidden_TD)) for _ in range(_REPEATS)]
-    return min(forward), min(read_out)
+def _time(stage: Stage, plan: StepPlan) -> float:
+    """Seconds of a step: the fastest of several, which others on the machine disturbed least."""
+    stage.step(plan, 0)
+    stamps = [stage.step(plan, 0).result.stamps for _ in range(_REPEATS)]
+    return min(times.ended - times.begun for times in stamps) / 1e9

@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import platform
 from dataclasses import dataclass
+from pathlib import Path
 
 import torch
 
 from ppserve.config import ServeConfig
 from ppserve.errors import ConfigError
 from ppserve.process.environment import RankEnvironment
-from ppserve.stage.link import available_bytes
 
 # Of what is free, what the cache may take: weights are loaded by then, activations are small.
 _CPU_SHARE = 0.25
@@ -21,46 +22,49 @@ _GPU_SHARE = 0.85
 
 @dataclass(frozen=True, slots=True)
 class Compute:
-    """The device and dtype of one stage. stages_here: stages that share this host."""
+    """The device and dtype of one stage. stages_here: stages on this host. threads: its own, on the CPU."""
 
     device: torch.device
     dtype: str
     shares_gpu: bool
     stages_here: int
+    threads: int = 1
 
     @property
     def name(self) -> str:
         if self.device.type == "cuda":
             return f"{self.device} ({torch.cuda.get_device_name(self.device)})"
-        threads = torch.get_num_threads()
-        return f"cpu ({platform.machine()}, {threads} thread{'s' * (threads > 1)})"
+        return f"cpu ({platform.machine()}, {self.threads} thread{'s' * (self.threads > 1)})"
 
-    def synchronize(self) -> None:
-        """Waits for the device, so that time stamps mean what they say."""
+    def occupy(self) -> None:
+        """For a process that is one stage: its GPU becomes the current one, its threads those of torch."""
         if self.device.type == "cuda":
-            torch.cuda.synchronize(self.device)
+            torch.cuda.set_device(self.device)
+        else:
+            torch.set_num_threads(self.threads)
 
     def kv_budget_bytes(self) -> int:
         """What the KV cache may take, measured after the weights are in memory."""
         if self.device.type == "cuda":
             free_bytes, _ = torch.cuda.mem_get_info(self.device)
             return int(free_bytes * _GPU_SHARE / (self.stages_here if self.shares_gpu else 1))
-        return min(int(available_bytes() * _CPU_SHARE) // self.stages_here, _CPU_LIMIT_BYTES)
+        return min(int(_available_bytes() * _CPU_SHARE) // self.stages_here, _CPU_LIMIT_BYTES)
 
 
 def choose(config: ServeConfig, environment: RankEnvironment, stored_dtype: str) -> Compute:
-    """The device and dtype of this stage; sets the number of threads. Raises ConfigError."""
+    """The device and dtype of this stage. Raises ConfigError."""
     stages_here = environment.local_world_size
     num_gpus = 0 if config.model.force_cpu else torch.cuda.device_count()
-    if num_gpus:
-        device = torch.device("cuda", environment.local_rank % num_gpus)
-        torch.cuda.set_device(device)
-    else:
-        device = torch.device("cpu")
-        cores = len(os.sched_getaffinity(0))
-        torch.set_num_threads(config.pipeline.threads or max(1, cores // stages_here))
+    device = torch.device("cuda", environment.local_rank % num_gpus) if num_gpus else torch.device("cpu")
     dtype = _resolve_dtype(config.model.dtype, stored_dtype, device)
-    return Compute(device, dtype, 0 < num_gpus < stages_here, stages_here)
+    threads = config.pipeline.threads or max(1, len(os.sched_getaffinity(0)) // stages_here)
+    return Compute(device, dtype, 0 < num_gpus < stages_here, stages_here, threads)
+
+
+def synchronize(device: torch.device) -> None:
+    """Waits for the device, so that time stamps mean what they say."""
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
 
 
 def _resolve_dtype(asked: str, stored: str, device: torch.device) -> str:
@@ -75,3 +79,12 @@ def _resolve_dtype(asked: str, stored: str, device: torch.device) -> str:
     if asked != "auto":
         return asked
     return "bfloat16" if stored == "bfloat16" and torch.ops.mkldnn._is_mkldnn_bf16_supported() else "float32"
+
+
+def _available_bytes() -> int:
+    """Memory that this host could still give; 0 where /proc does not say."""
+    with contextlib.suppress(OSError):
+        for line in Path("/proc/meminfo").read_text().splitlines():
+            if line.startswith("MemAvailable:"):
+                return int(line.split()[1]) * 1024
+    return 0

@@ -1,44 +1,56 @@
-"""A stage's end of the control plane: one socket to the head, read by a thread of its own.
-
-The reader stamps each message as it arrives, so that a plan seen during compute is known as such, and
-answers pings by itself, so that the head can tell a busy stage from a frozen one. It also hears first that
-an epoch is lost, while the stage may be waiting for a neighbour that never answers. When the head is gone
-nothing is left to do, and the process ends.
-"""
+"""A stage's end of the control plane: what the loop sees of it, and its form over a socket."""
 
 from __future__ import annotations
 
-import os
 import queue
 import socket
 import threading
 import time
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Protocol
 
 from ppserve import wire
 from ppserve.errors import WireError
-from ppserve.process.environment import EXIT_HEAD_GONE
 
 Stamped = tuple[int, Any]
+"""When a message arrived (monotonic ns), and the message."""
+
+OnAbandon = Callable[[int], None]
+"""Called with an epoch that the head has given up, in whichever thread hears of it first."""
+
+
+class Link(Protocol):
+    """Messages to the head and from it.
+
+    inbox: the head's messages in order; pings are answered by the link and never get here, so that the head can
+    tell a busy stage from a frozen one. abandoned: the newest epoch that the head has given up. The stage may be
+    waiting for a neighbour that never answers: so an Abandon sets `abandoned`, then calls the OnAbandon that the
+    link was made with, and only then enters the inbox.
+    """
+
+    @property
+    def inbox(self) -> queue.SimpleQueue[Stamped]: ...
+
+    @property
+    def abandoned(self) -> int: ...
+
+    def send(self, message: wire.FromStage) -> None: ...
 
 
 class HeadLink:
-    """Sends typed messages to the head; `inbox` holds (arrival time in ns, message) pairs.
+    """One socket to the head, read by a thread of its own.
 
-    abandoned: the newest epoch that the head has given up. on_abandon: called with it in the reader's
-    thread, after `abandoned` is set and before the message is in the inbox.
+    That thread stamps each message as it arrives, so that a plan which came during compute is known as such.
+    on_lost: called, perhaps by both threads, when the head is gone or sends what is not in the schema.
     """
 
-    def __init__(self, connection: socket.socket) -> None:
-        connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-        self._connection = connection
-        self._sending = threading.Lock()  # the loop sends results, the reader answers pings
-        self.abandoned = 0
-        self.on_abandon: Callable[[int], None] = lambda _epoch: None
+    def __init__(self, connection: socket.socket, on_abandon: OnAbandon, on_lost: Callable[[], object]) -> None:
         self.inbox: queue.SimpleQueue[Stamped] = queue.SimpleQueue()
-
-    def start(self) -> None:
+        self.abandoned = 0
+        self._connection = connection
+        self._on_abandon = on_abandon
+        self._on_lost = on_lost
+        self._sending = threading.Lock()  # the loop sends results, the reader answers pings
         threading.Thread(target=self._read, name="head-link", daemon=True).start()
 
     def send(self, message: wire.FromStage) -> None:
@@ -47,38 +59,27 @@ class HeadLink:
             with self._sending:
                 self._connection.sendall(frame)
         except OSError:
-            os._exit(EXIT_HEAD_GONE)
+            self._on_lost()
 
     def _read(self) -> None:
+        """Until the head has said Shutdown: what follows is only the end of the connection."""
         reader = wire.FrameReader(wire.FromHead)
-        while True:
-            try:
-                received = self._connection.recv(1 << 16)
+        try:
+            while received := self._connection.recv(1 << 16):
                 now_ns = time.monotonic_ns()
-                messages = reader.feed(received)
-            except (OSError, WireError):
-                received = b""
-            if not received:
-                os._exit(EXIT_HEAD_GONE)
-            for message in messages:
-                if isinstance(message, wire.Ping):
-                    self.send(wire.Heartbeat(message.sent_ns, now_ns))
-                    continue
-                if isinstance(message, wire.Abandon):
-                    self.abandoned = message.epoch
-                    self.on_abandon(message.epoch)
-                self.inbox.put((now_ns, message))
-                if isinstance(message, wire.Shutdown):
-                    return  # what follows is only the end of the connection
+                for message in reader.feed(received):
+                    self._take(now_ns, message)
+                    if isinstance(message, wire.Shutdown):
+                        return
+        except (OSError, WireError):
+            pass
+        self._on_lost()
 
-
-def available_bytes() -> int:
-    """Memory that this host could still give; 0 where /proc does not say."""
-    try:
-        with open("/proc/meminfo") as meminfo:
-            for line in meminfo:
-                if line.startswith("MemAvailable:"):
-                    return int(line.split()[1]) * 1024
-    except OSError:
-        pass
-    return 0
+    def _take(self, now_ns: int, message: Any) -> None:
+        if isinstance(message, wire.Ping):
+            self.send(wire.Heartbeat(message.sent_ns, now_ns))
+            return
+        if isinstance(message, wire.Abandon):
+            self.abandoned = message.epoch
+            self._on_abandon(message.epoch)
+        self.inbox.put((now_ns, message))

@@ -101,11 +101,11 @@ def _alive(pid: int) -> bool:
 
 
 def launch(stages: int, arguments: Sequence[str], log_path: Path, env: dict[str, str] | None = None) -> Server:
-    """Starts torchrun with a server on free ports; does not wait."""
+    """Starts torchrun with a server on free ports; does not wait. `--dtype auto` depends on the CPU: not here."""
     command = [
         *(sys.executable, "-m", "torch.distributed.run", "--standalone", "--local-addr=127.0.0.1"),
         *(f"--nproc-per-node={stages}", "-m", "ppserve", "--force-cpu", "--port", "0", "--metrics-port", "0"),
-        *arguments,
+        *("--dtype", "float32", *arguments),
     ]
     environment = {**os.environ, "OMP_NUM_THREADS": "1", **(env or {})}
     with log_path.open("wb") as log:

@@ -313,9 +313,7 @@ def test_an_aborted_wait_that_ends_well_is_an_error_nonetheless(world: World) ->
 
 
 def test_a_single_stage_has_a_transport_without_ends() -> None:
-    transport = create_transport(
-        "shm", width=WIDTH, dtype=torch.float32, device=torch.device("cpu"), depth=DEPTH
-    )
+    transport = create_transport("shm", Frames(WIDTH, torch.float32))
     transport.warm_up()
     assert transport.name == "local"
     with pytest.raises(AssertionError, match="the last stage sends nothing"):
@@ -327,7 +325,7 @@ def test_a_single_stage_has_a_transport_without_ends() -> None:
 def ask_for_local(transport: Transport, stage: int) -> str:
     flush(transport, stage)
     with pytest.raises(ConfigError) as caught:
-        create_transport("local", width=WIDTH, dtype=torch.float32, device=torch.device("cpu"), depth=DEPTH)
+        create_transport("local", Frames(WIDTH, torch.float32))
     return str(caught.value)
 
 

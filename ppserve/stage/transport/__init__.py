@@ -11,8 +11,6 @@ contiguous elements in the stages' dtype. T tokens, D width.
 
 from __future__ import annotations
 
-import torch
-
 import parallel_state
 from ppserve.errors import ConfigError
 from ppserve.stage.transport.frames import MAX_ROWS, Frames, Transport
@@ -24,22 +22,13 @@ from ppserve.stage.transport.shm import SharedMemoryTransport
 __all__ = ["MAX_ROWS", "Frames", "Transport", "connect", "create_transport"]
 
 
-def create_transport(
-    name: str,
-    *,
-    width: int,
-    dtype: torch.dtype,
-    device: torch.device,
-    depth: int,
-    max_rows: int = MAX_ROWS,
-) -> Transport:
+def create_transport(name: str, frames: Frames) -> Transport:
     """The transport `shm`, `gloo` or `nccl` for this rank's place in `parallel_state.get_pp_group()`.
 
-    A collective call: every stage makes it. Width, dtype, depth and max_rows must be the same everywhere.
+    A collective call: every stage makes it, with the same frames but for the device.
     A single stage has no neighbours, needs no groups, and gets `local` whatever the name.
     Raises ConfigError when the name does not connect processes, TransportError when a neighbour is gone.
     """
-    frames = Frames(width, dtype, max_rows, depth, device)
     if not parallel_state.model_parallel_is_initialized() or parallel_state.get_pp_group().world_size == 1:
         return connect((frames,))[0]
     group = parallel_state.get_pp_group()

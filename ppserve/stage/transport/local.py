@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+from itertools import pairwise, starmap
 from queue import SimpleQueue
 
 import torch
@@ -11,18 +13,31 @@ from ppserve.errors import TransportError
 from ppserve.stage.transport.frames import Frames, ReceiveOrder
 
 # A frame with its step, so that a stage that skips a step is found out; None: the other end is closed.
-_Link = SimpleQueue[tuple[int, torch.Tensor] | None]
+_Frames = SimpleQueue[tuple[int, torch.Tensor] | None]
+
+
+@dataclass(frozen=True, slots=True)
+class Ends:
+    """Of one stage: frames from the previous stage (None: this is the first), and to the next (None: the last)."""
+
+    incoming: _Frames | None
+    outgoing: _Frames | None
+
+
+def make_ends(num_stages: int) -> tuple[Ends, ...]:
+    """A queue between each two stages, as their two ends."""
+    links: list[_Frames] = [SimpleQueue() for _ in range(num_stages - 1)]
+    return tuple(starmap(Ends, pairwise([None, *links, None])))
 
 
 class LocalTransport:
-    """One stage's two ends of the links to its neighbours in the same process. See `connect`."""
+    """One stage's links to its neighbours in the same process. `frames` may differ in device between stages."""
 
     name = "local"
 
-    def __init__(self, frames: Frames, incoming: _Link | None, outgoing: _Link | None) -> None:
+    def __init__(self, frames: Frames, ends: Ends) -> None:
         self._frames = frames
-        self._incoming = incoming
-        self._outgoing = outgoing
+        self._incoming, self._outgoing = ends.incoming, ends.outgoing
         self._order = ReceiveOrder()
         self._closed = False
 
@@ -73,6 +88,4 @@ class LocalTransport:
 
 def connect(frames: tuple[Frames, ...]) -> tuple[LocalTransport, ...]:
     """The transports of a pipeline's stages, first to last; `frames` differ in nothing but their device."""
-    links: list[_Link] = [SimpleQueue() for _ in frames[1:]]
-    ends: list[_Link | None] = [None, *links, None]
-    return tuple(LocalTransport(f, ends[i], ends[i + 1]) for i, f in enumerate(frames))
+    return tuple(map(LocalTransport, frames, make_ends(len(frames))))

@@ -1,0 +1,83 @@
+"""How a stage is joined to its neighbours: processes by groups of torch.distributed, threads by queues."""
+
+from __future__ import annotations
+
+import os
+import threading
+from datetime import timedelta
+from typing import Protocol
+
+import torch.distributed as dist
+
+import parallel_state
+from ppserve import wire
+from ppserve.core.architecture import StageLayout
+from ppserve.stage import rendezvous
+from ppserve.stage.link import Link
+from ppserve.stage.transport import Frames, Transport, create_transport
+from ppserve.stage.transport.local import Ends, LocalTransport, make_ends
+
+_FORM_TIMEOUT = timedelta(seconds=20)
+
+
+class Wiring(Protocol):
+    """Makes a stage's transports, one per epoch."""
+
+    def open_transport(self, form: wire.Form, layout: StageLayout, frames: Frames, link: Link) -> Transport:
+        """For the epoch of `form`; every stage calls it. link: to tell the head where the epoch's store is, and to
+        hear that the epoch is lost meanwhile. Raises TransportError or RuntimeError; `leave` is due even then.
+        """
+
+    def leave(self) -> None:
+        """Let go of whatever the newest transport was made from. May be called twice."""
+
+
+class ProcessGroups:
+    """A stage that is a process: it meets the others in the epoch's store, and they form groups."""
+
+    def open_transport(self, form: wire.Form, layout: StageLayout, frames: Frames, link: Link) -> Transport:
+        if layout.num_stages > 1:
+            self._join(form, layout, link)
+        return create_transport(form.transport, frames)
+
+    def _join(self, form: wire.Form, layout: StageLayout, link: Link) -> None:
+        if form.store_port == 0:
+            store, port = rendezvous.open_epoch_store(form.store_host, _FORM_TIMEOUT)
+            link.send(wire.StoreOpened(form.epoch, port))
+        else:
+            store = rendezvous.join_epoch_store(form.store_host, form.store_port, _FORM_TIMEOUT)
+        rendezvous.meet(store, layout.stage, layout.num_stages, lambda: link.abandoned >= form.epoch)
+        if form.store_host == "127.0.0.1":
+            os.environ["GLOO_SOCKET_IFNAME"] = "lo"
+        dist.init_process_group(
+            "nccl" if form.transport == "nccl" else "gloo",
+            store=store,
+            rank=layout.stage,
+            world_size=layout.num_stages,
+            timeout=_FORM_TIMEOUT,
+        )
+        parallel_state.initialize_model_parallel(pipeline_model_parallel_size=layout.num_stages)
+
+    def leave(self) -> None:
+        """Stages further on, blocked on this one, wake up as its connections end."""
+        parallel_state.destroy_model_parallel()
+        if dist.is_initialized():
+            dist.destroy_process_group()
+
+
+class Threads:
+    """Stages that are threads of one process: one object for all, which hands each stage its two ends."""
+
+    def __init__(self) -> None:
+        self._opening = threading.Lock()
+        self._epoch = 0
+        self._ends: tuple[Ends, ...] = ()
+
+    def open_transport(self, form: wire.Form, layout: StageLayout, frames: Frames, link: Link) -> Transport:
+        with self._opening:
+            if form.epoch != self._epoch:
+                self._epoch, self._ends = form.epoch, make_ends(layout.num_stages)
+            return LocalTransport(frames, self._ends[layout.stage])
+
+    def leave(self) -> None:
+        """Nothing to do: queues go with the transports that use them."""

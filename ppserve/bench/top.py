@@ -12,7 +12,7 @@ from ppserve.v1 import generation_pb2 as pb
 
 
 @dataclass(frozen=True, slots=True)
-class Reading:
+class ServerReading:
     """A server at one moment. metrics: None where nobody asked for its page, or where there was a problem."""
 
     at_s: float
@@ -21,7 +21,7 @@ class Reading:
     problem: str = ""
 
 
-def read(client: Client, metrics: str | None) -> Reading:
+def read(client: Client, metrics: str | None) -> ServerReading:
     """metrics: HOST:PORT of the page, None to do without. Raises CallFailed when the server is gone."""
     topology = client.topology()
     found, problem = None, ""
@@ -30,7 +30,7 @@ def read(client: Client, metrics: str | None) -> Reading:
             found = fetch_metrics(metrics, timeout_s=2.0)
         except ScrapeFailed as failure:
             problem = str(failure)
-    return Reading(time.monotonic(), topology, found, problem)
+    return ServerReading(time.monotonic(), topology, found, problem)
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,7 +82,7 @@ class View:
     problem: str = ""
 
 
-def view_of(before: Reading, after: Reading) -> View:
+def view_of(before: ServerReading, after: ServerReading) -> View:
     """What happened from one reading to the next."""
     topology = after.topology
     interval_s = max(after.at_s - before.at_s, 1e-9)

@@ -17,7 +17,7 @@ from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, gene
 from ppserve.bench.ledger import CAUSES, StageTime
 from ppserve.bench.scrape import MetricsReading, parse_metrics
 from ppserve.bench.screen import bar, render_line, render_screen, shares
-from ppserve.bench.top import Reading, View, view_of
+from ppserve.bench.top import ServerReading, View, view_of
 from ppserve.v1 import generation_pb2 as pb
 from tests.bench.answers import LEDGER
 from tests.bench.terminal import Terminal
@@ -49,8 +49,8 @@ def page(generated: int, ttfts_s: list[float]) -> MetricsReading:
 
 
 def example() -> View:
-    before = Reading(10.0, topology(100.0, 50.0, 1000.0), page(500, [0.3]))
-    after = Reading(12.0, topology(101.0, 50.5, 1000.5), page(700, [0.3, 0.15, 0.15]))
+    before = ServerReading(10.0, topology(100.0, 50.0, 1000.0), page(500, [0.3]))
+    after = ServerReading(12.0, topology(101.0, 50.5, 1000.5), page(700, [0.3, 0.15, 0.15]))
     return view_of(before, after)
 
 
@@ -66,8 +66,8 @@ def test_a_view_is_the_difference_of_two_readings() -> None:
 
 
 def test_a_server_that_began_anew_has_no_negative_rates() -> None:
-    before = Reading(10.0, topology(100, 50, 0), page(500, [0.3] * 9))
-    view = view_of(before, Reading(11.0, topology(1, 0, 0), page(2, [])))
+    before = ServerReading(10.0, topology(100, 50, 0), page(500, [0.3] * 9))
+    view = view_of(before, ServerReading(11.0, topology(1, 0, 0), page(2, [])))
     assert view.traffic is not None
     assert view.traffic.generated_tokens_per_s == 0
     assert view.ledger[0].busy_s == 1.0
@@ -85,7 +85,7 @@ def test_the_screen_says_it_all_and_fits() -> None:
     assert "50.0% busy" in text
     assert "started again 1 x" in text
     assert "buy a cluster" in text
-    lost = view_of(Reading(1, topology(1, 1, 1), None), Reading(2, topology(2, 1, 1, live=False), None))
+    lost = view_of(ServerReading(1, topology(1, 1, 1), None), ServerReading(2, topology(2, 1, 1, live=False), None))
     text = "\n".join(render_screen(lost, "here:1", 120, colours=False))
     assert text.count("LOST") == 1
     assert "metrics" not in text
@@ -96,16 +96,16 @@ def test_the_line_says_it_all() -> None:
     assert line.startswith("12:00:00 | stage 0: busy 50.0% host 25.0% idle 25.0% | stage 1:")
     assert "100.0 tok/s" in line
     assert "\n" not in line
-    lost = view_of(Reading(1, topology(1, 1, 1), None), Reading(2, topology(2, 1, 1, live=False), None))
+    lost = view_of(ServerReading(1, topology(1, 1, 1), None), ServerReading(2, topology(2, 1, 1, live=False), None))
     assert "stage 1 LOST" in render_line(lost, "")
 
 
 def test_a_metrics_page_that_went_away_is_visible_until_it_is_back() -> None:
     readings = [
-        Reading(1, topology(1, 1, 1), page(5, [])),
-        Reading(2, topology(2, 1, 1), None, "http://here:1/metrics: refused"),
-        Reading(3, topology(3, 1, 1), page(7, [])),
-        Reading(4, topology(4, 1, 1), page(8, [])),
+        ServerReading(1, topology(1, 1, 1), page(5, [])),
+        ServerReading(2, topology(2, 1, 1), None, "http://here:1/metrics: refused"),
+        ServerReading(3, topology(3, 1, 1), page(7, [])),
+        ServerReading(4, topology(4, 1, 1), page(8, [])),
     ]
     lines = [render_line(view_of(a, b), "") for a, b in pairwise(readings)]
     assert [line.count("no metrics: http://here:1/metrics: refused") for line in lines] == [1, 1, 0]

@@ -1,13 +1,13 @@
-"""What a step costs on a stage: seconds = a + b·rows + c·context + d·sampled, learnt while serving.
+"""The time of a step on a stage: seconds = a + b·rows + c·context + d·sampled, fitted while serving.
 
 rows: tokens in the step. context: keys read by all rows together (a row at position p reads p + 1). sampled:
-rows that go through the LM head, which only the last stage does.
+rows that go through the LM head, which only the last stage has.
 
-Fitted by least squares on the *relative* error, so that decode steps of a millisecond count as much as prompts
-of a second and a step that was held up by something else cannot pull far: however late it came, it is wrong by
-less than 100%. Steps are remembered by their size, and fade only as others of that size follow: an hour of
-decodes does not make it forget what a prompt costs. A negative coefficient would predict nonsense beyond what was
-seen, so such terms are left out and the others fitted again.
+The fit minimizes squared *relative* errors. So decode steps of 1 ms count as much as prompts of 1 s, and a step
+that something else delayed has little influence: its relative error is below 100%, however late it was. Steps are
+grouped by their number of rows, and old steps lose weight only as new ones of their group arrive: after an hour of
+decodes the cost of a prompt is still known. Terms whose coefficient would be negative are left out and the others
+fitted again, because negative coefficients extrapolate badly.
 """
 
 from __future__ import annotations
@@ -18,21 +18,22 @@ from dataclasses import dataclass
 from ppserve.core.plan import StepPlan
 
 _TERMS = 4
-# Of one size, the last hundred steps or so count.
+# Weight of older steps of a group per new one: about the last 100 steps count.
 _FADE = 0.99
-# Decides only what steps leave open: in pure decode rows = sampled, so the two share the cost.
+# Ridge term: in pure decoding, rows and samples are collinear.
 _RIDGE = 1e-6
+# Typical values of the four terms; the fit is scaled by them.
 _TYPICAL = (1.0, 8.0, 1024.0, 8.0)
 _MOST_STEPS_BETWEEN_FITS = 16
-# Fewer steps than these say how long they took, not how sure that is.
-_TRUSTED_AFTER = 64
+# Observations needed before the errors of predictions are counted.
+_MIN_OBSERVATIONS = 64
 
 Matrix = list[list[float]]
 
 
 @dataclass(frozen=True, slots=True)
 class StepSize:
-    """What the cost of a step depends on; the terms are explained above."""
+    """The terms of a step's cost; see the module."""
 
     rows: int = 0
     context: int = 0
@@ -47,13 +48,13 @@ class StepSize:
         return cls(plan.num_tokens, context, sampled)
 
     def with_slice(self, start: int, num_tokens: int, sampled: int) -> StepSize:
-        """The size once `num_tokens` tokens of a sequence join, the first of them at position `start`."""
+        """The size with `num_tokens` further tokens of one sequence, the first of them at position `start`."""
         context = self.context + _keys_read(start, num_tokens)
         return StepSize(self.rows + num_tokens, context, self.sampled + sampled)
 
 
 def _keys_read(start: int, num_tokens: int) -> int:
-    """Keys that tokens from position `start` on read together: the one at position p reads p + 1."""
+    """Keys that `num_tokens` tokens from position `start` on read together; the one at position p reads p + 1."""
     return num_tokens * start + num_tokens * (num_tokens + 1) // 2
 
 
@@ -78,20 +79,20 @@ class StageCost:
 
     def __init__(self) -> None:
         self.num_observed = 0
-        self._by_size: dict[int, _Memory] = {}
+        self._groups: dict[int, _NormalEquations] = {}
         self._fitted = Coefficients()
         self._fit_at = 1
         self._error = self._squared_error = 0.0
 
     def observe(self, size: StepSize, seconds: float) -> None:
-        """A step of this size took that long. Zero and negative times say nothing and are ignored."""
+        """A step of this size took that long. Times of zero or less are ignored."""
         if seconds <= 0:
             return
         values = (1, size.rows, size.context, size.sampled)
         features = [value / typical / seconds for value, typical in zip(values, _TYPICAL, strict=True)]
-        self._by_size.setdefault(size.rows.bit_length(), _Memory()).add(features)
+        self._groups.setdefault(size.rows.bit_length(), _NormalEquations()).add(features)
         self.num_observed += 1
-        if self.num_observed <= _TRUSTED_AFTER:
+        if self.num_observed <= _MIN_OBSERVATIONS:
             return
         predicted_s = self.predict(size)
         if predicted_s > 0:
@@ -101,12 +102,12 @@ class StageCost:
 
     @property
     def mean(self) -> Coefficients:
-        """What steps take on average. Where they are unsteady the fit is below: it heeds late ones less."""
+        """The coefficients of the mean time. A fit of relative errors underestimates the mean; corrected here."""
         return self.coefficients.times(1 + self._error)
 
     @property
     def spread(self) -> float:
-        """How far steps lately were from their mean: standard deviation, as a share of it."""
+        """Standard deviation of recent steps from the mean, as a share of it."""
         variance = self._squared_error - self._error * self._error
         return math.sqrt(max(0.0, variance)) / (1 + self._error)
 
@@ -121,15 +122,15 @@ class StageCost:
         return self.coefficients.seconds(size)
 
     def _fit(self) -> Coefficients:
-        memories = list(self._by_size.values())
-        products = [[sum(m.products[i][j] for m in memories) for j in range(_TERMS)] for i in range(_TERMS)]
-        targets = [sum(m.targets[i] for m in memories) for i in range(_TERMS)]
+        groups = list(self._groups.values())
+        products = [[sum(g.products[i][j] for g in groups) for j in range(_TERMS)] for i in range(_TERMS)]
+        targets = [sum(g.targets[i] for g in groups) for i in range(_TERMS)]
         solution = _solve_non_negative(products, targets)
         return Coefficients(*(value / typical for value, typical in zip(solution, _TYPICAL, strict=True)))
 
 
-class _Memory:
-    """Normal equations of steps of about one size; the target of every step is 1."""
+class _NormalEquations:
+    """Of the steps of one group. Features are divided by the step's seconds, so every target is 1."""
 
     def __init__(self) -> None:
         self.products: Matrix = [[0.0] * _TERMS for _ in range(_TERMS)]
@@ -143,7 +144,7 @@ class _Memory:
 
 
 class PipelineCosts:
-    """The costs of all stages; what the scheduler asks when it fills a step by time."""
+    """The costs of all stages. The scheduler fills steps by their predicted time."""
 
     def __init__(self, num_stages: int) -> None:
         self.stages = tuple(StageCost() for _ in range(num_stages))
@@ -152,16 +153,16 @@ class PipelineCosts:
         self.stages[stage].observe(StepSize.of(plan), seconds)
 
     def fixed_s(self, stage: int) -> float:
-        """What a step costs on a stage however small it is."""
+        """Seconds of a step on a stage that do not depend on its size."""
         return self.stages[stage].coefficients.step
 
     def predict(self, size: StepSize) -> float:
-        """Seconds on the slowest stage; zero while nothing was observed."""
+        """Seconds on the slowest stage; zero before the first observation."""
         return max(stage.predict(size) for stage in self.stages)
 
 
 def _solve_non_negative(products: Matrix, targets: list[float]) -> list[float]:
-    """Least squares with no coefficient below zero: the most negative term is left out until none is."""
+    """Least squares without negative coefficients: leaves out the most negative term until there is none."""
     floor = 1e-12 * max(products[i][i] for i in range(_TERMS))
     kept = list(range(_TERMS))
     while kept:

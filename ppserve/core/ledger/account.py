@@ -1,11 +1,11 @@
-"""The ledger: where every nanosecond of every stage went.
+"""The time account of the ledger: where every nanosecond of every stage went.
 
 Each stage's time since the start is cut, without gaps or overlaps, into spans of one kind: busy (by phase),
-a bubble (by cause, see core.attribution) or idle. So busy + bubbles + idle = wall holds by construction.
+bubble (by cause, see `causes`) or idle. So busy + bubbles + idle = wall holds by construction.
 
-Spans are settled in order, stage by stage, once everything that explains them has been reported; results of
-different stages may arrive in any order. Time lost with a stage, from the last thing it reported until the
-pipeline has formed again, is `host` while the server has work, and idle otherwise.
+A span is *settled* (its kind is final) once all results that decide its kind have been reported. Each stage's
+spans are settled in order of time; results of different stages may arrive in any order. When a stage is lost, the
+time from its last report until the pipeline has formed again is `host` if the server has work, else idle.
 
 All times are nanoseconds on the head's monotonic clock.
 """
@@ -26,11 +26,11 @@ from ppserve.core.ledger.causes import (
     KINDS,
     TOKEN_RETURN,
     TRANSFER,
-    Passage,
-    Recent,
+    RecentDelays,
     Span,
-    behind,
+    StageVisit,
     cut,
+    upstream_wait,
 )
 from ppserve.core.ledger.steps import Step, Steps
 from ppserve.core.plan import StepStamps
@@ -64,7 +64,7 @@ class StageTimes:
 
 @dataclass(frozen=True, slots=True)
 class Settled:
-    """A span whose kind is final, as observers see it. step_id: the step computed or waited for, if any."""
+    """A span whose kind is final. step_id: the step computed or waited for; None for a wait without a step."""
 
     stage: int
     span: Span
@@ -84,47 +84,50 @@ def in_head_clock(stamps: StepStamps, offset_ns: int) -> StepStamps:
     )
 
 
-class _Passing:
-    """A step of the book until every stage's time around it is settled.
+class _Unsettled:
+    """A step until it is settled at every stage.
 
-    trigger: the step that had returned last when this one was sent. passages: by stage, once settled.
+    trigger: the step that had returned last when this one was sent. visits: of each stage, None until settled.
     """
 
-    __slots__ = ("passages", "step", "trigger")
+    __slots__ = ("step", "trigger", "visits")
 
-    def __init__(self, step: Step, trigger: _Passing | None, num_stages: int) -> None:
+    def __init__(self, step: Step, trigger: _Unsettled | None, num_stages: int) -> None:
         self.step = step
         self.trigger = trigger
-        self.passages: list[Passage | None] = [None] * num_stages
+        self.visits: list[StageVisit | None] = [None] * num_stages
 
 
 @dataclass(frozen=True, slots=True)
-class _Mark:
-    """The server's state changed. last: the step last returned before that."""
+class _Change:
+    """The server's state changed at `at`. demand: it has work. live: all stages are there.
+
+    last: the step that had returned last before the change.
+    """
 
     at: int
     demand: bool
     live: bool
-    last: _Passing | None
+    last: _Unsettled | None
 
 
 class _Timeline:
-    """One stage: settled up to `cursor`, what comes next in `queue`."""
+    """One stage's time. It is settled up to `cursor`; the steps and changes in `queue` come next."""
 
     def __init__(self, started: int) -> None:
         self.cursor = started
         self.sent = started  # when the stage had handed on its latest step
         self.demand = False
         self.live = True
-        self.queue: deque[_Passing | _Mark] = deque()
+        self.queue: deque[_Unsettled | _Change] = deque()
         self.settled = dict.fromkeys(KINDS, 0)
         self.exported = dict.fromkeys(KINDS, 0)
 
 
 class TimeAccount:
-    """Told by the engine what happens, reads the book of steps; see the module for what it promises.
+    """Busy, bubble and idle time of every stage. The replica calls it; it reads stamps from the book of steps.
 
-    observer: called with every span as it is settled, in order for each stage.
+    observer: called with every span when it is settled, in order of time for each stage.
     """
 
     def __init__(self, steps: Steps, started_ns: int, observer: Callable[[Settled], None] | None = None) -> None:
@@ -134,76 +137,76 @@ class TimeAccount:
         self._started = started_ns
         self._demand = False
         self._live = True
-        self._last_returned: _Passing | None = None
-        self._passing: dict[int, _Passing] = {}
-        self._recent = Recent(8 * self.num_stages)
+        self._last_returned: _Unsettled | None = None
+        self._unsettled: dict[int, _Unsettled] = {}
+        self._recent = RecentDelays(8 * self.num_stages)
         self._timelines = [_Timeline(started_ns) for _ in range(self.num_stages)]
 
-    # ---- what happens -------------------------------------------------------------------------------
+    # ---- events -------------------------------------------------------------------------------------
 
     def demand_began(self, now_ns: int) -> None:
-        """The server has at least one unfinished request. Idempotent."""
+        """The server has work. Idempotent."""
         if not self._demand:
             self._demand = True
-            self._mark(now_ns)
+            self._change(now_ns)
 
     def demand_ended(self, now_ns: int) -> None:
-        """The server has no unfinished request and nothing in flight. Idempotent."""
+        """The server has no unfinished request and no step in flight. Idempotent."""
         if self._demand:
             self._demand = False
-            self._mark(now_ns)
+            self._change(now_ns)
 
     def dispatched(self, step: Step) -> None:
         """The head sent a step."""
         self.demand_began(step.woken_ns)
-        passing = _Passing(step, self._last_returned, self.num_stages)
-        self._passing[step.plan.step_id] = passing
+        unsettled = _Unsettled(step, self._last_returned, self.num_stages)
+        self._unsettled[step.plan.step_id] = unsettled
         for timeline in self._timelines:
-            timeline.queue.append(passing)
+            timeline.queue.append(unsettled)
 
     def reported(self, step: Step, stage: int) -> None:
         """A stage's result of a dispatched step is in the book."""
-        passing = self._passing[step.plan.step_id]
+        unsettled = self._unsettled[step.plan.step_id]
         if stage == self.num_stages - 1:
-            self._last_returned = passing
+            self._last_returned = unsettled
         if step.is_complete:
-            del self._passing[step.plan.step_id]
+            del self._unsettled[step.plan.step_id]
         self._settle_from(stage)
 
     def stage_lost(self, now_ns: int) -> None:
-        """The pipeline broke: what is in flight will not be reported any more. Idempotent."""
+        """The epoch is lost: results of steps in flight will not arrive. Idempotent."""
         if not self._live:
             return
         for stage, timeline in enumerate(self._timelines):
             while timeline.queue:
                 item = timeline.queue.popleft()
-                if isinstance(item, _Mark):
-                    self._settle_mark(stage, item)
+                if isinstance(item, _Change):
+                    self._settle_change(stage, item)
                 elif (stamps := item.step.stamps(stage)) is not None:
                     self._settle_step(stage, item, stamps)
-        self._passing.clear()
+        self._unsettled.clear()
         self._last_returned = None
         self._live = False
-        self._mark(now_ns)
+        self._change(now_ns)
 
     def formed(self, now_ns: int) -> None:
-        """The pipeline is whole again. Idempotent."""
+        """All stages are ready again. Idempotent."""
         if not self._live:
             self._live = True
-            self._mark(now_ns)
+            self._change(now_ns)
 
-    # ---- what it says -------------------------------------------------------------------------------
+    # ---- figures ------------------------------------------------------------------------------------
 
     def settled(self) -> tuple[StageTimes, ...]:
-        """Every stage's time as far as its kinds are final; not equally far for all stages."""
+        """Every stage's settled time. Stages may be settled up to different moments."""
         return tuple(_times(t.settled) for t in self._timelines)
 
     def snapshot(self, now_ns: int) -> tuple[StageTimes, ...]:
-        """Every stage's time up to now, summing to the wall exactly, never less than an earlier snapshot.
+        """Every stage's time up to now. It sums to the wall exactly, and no figure is less than in an earlier one.
 
-        The time since the last settled span is named by a guess. When settling proves a guess wrong, the
-        figures given out stay, and later time makes up for it; so each figure differs from the truth by
-        no more than what was unsettled at earlier snapshots, usually the length of a step.
+        Time that is not settled yet is guessed. When a guess proves wrong, the figure that was given out is kept,
+        and later time is counted elsewhere until the two agree. So a figure differs from the truth by at most
+        the time that was not settled at earlier snapshots, usually the length of a step.
         """
         return tuple(_times(self._export(i, now_ns)) for i in range(self.num_stages))
 
@@ -226,12 +229,12 @@ class TimeAccount:
         return exported
 
     def _guess(self, stage: int, now_ns: int) -> list[Span]:
-        """What the time since the last settled span probably was."""
+        """The probable kinds of the time since the last settled span."""
         timeline = self._timelines[stage]
         start = timeline.cursor
         waiting = FILL_DRAIN if self.steps.num_in_flight < self.num_stages else IMBALANCE
         head = timeline.queue[0] if timeline.queue else None
-        if not isinstance(head, _Passing):
+        if not isinstance(head, _Unsettled):
             kind = IDLE if not timeline.demand else waiting if timeline.live else HOST
             return list(cut(start, now_ns, [(now_ns, kind)]))
         before = head.step.stamps(stage - 1) if stage else None
@@ -240,15 +243,15 @@ class TimeAccount:
 
     # ---- settling -----------------------------------------------------------------------------------
 
-    def _mark(self, at: int) -> None:
-        mark = _Mark(at, self._demand, self._live, self._last_returned)
+    def _change(self, at: int) -> None:
+        change = _Change(at, self._demand, self._live, self._last_returned)
         for timeline in self._timelines:
-            timeline.queue.append(mark)
+            timeline.queue.append(change)
         for stage in range(self.num_stages):
             self._settle_from(stage)
 
     def _settle_from(self, stage: int) -> None:
-        """Settles what can be settled at `stage`, then at those that waited for it."""
+        """Settles what can be settled at `stage`, then at the stages whose waits depend on it."""
         while self._settle_stage(stage):
             stage = (stage + 1) % self.num_stages
 
@@ -258,45 +261,45 @@ class TimeAccount:
         progressed = False
         while queue:
             item = queue[0]
-            if isinstance(item, _Mark):
-                self._settle_mark(stage, item)
+            if isinstance(item, _Change):
+                self._settle_change(stage, item)
             else:
                 stamps = item.step.stamps(stage)
                 source = item if stage else item.trigger
-                if stamps is None or (source is not None and source.passages[stage - 1] is None):
+                if stamps is None or (source is not None and source.visits[stage - 1] is None):
                     break
                 self._settle_step(stage, item, stamps)
             queue.popleft()
             progressed = True
         return progressed
 
-    def _settle_step(self, stage: int, passing: _Passing, stamps: StepStamps) -> None:
+    def _settle_step(self, stage: int, unsettled: _Unsettled, stamps: StepStamps) -> None:
         timeline = self._timelines[stage]
         begun = max(stamps.begun, timeline.cursor)
         ended = max(stamps.ended, begun)
-        wait = tuple(self._wait(stage, passing, stamps, begun))
-        passing.passages[stage] = Passage(wait, begun, ended)
+        wait = tuple(self._wait(stage, unsettled, stamps, begun))
+        unsettled.visits[stage] = StageVisit(wait, begun, ended)
         if stage == 0:
-            passing.trigger = None  # or each step would keep all before it
-        plan = passing.step.plan
+            unsettled.trigger = None  # else each step would keep all earlier ones in memory
+        plan = unsettled.step.plan
         for span in (*wait, Span(begun, ended, plan.phase)):
             self._settle(stage, span, plan.step_id)
         timeline.cursor = ended
         timeline.sent = stamps.sent
 
-    def _wait(self, stage: int, passing: _Passing, stamps: StepStamps, end: int) -> list[Span]:
+    def _wait(self, stage: int, unsettled: _Unsettled, stamps: StepStamps, end: int) -> list[Span]:
         """The stage's wait for a step, from its cursor to `end`."""
-        timeline, step = self._timelines[stage], passing.step
+        timeline, step = self._timelines[stage], unsettled.step
         at = timeline.cursor
         spans = list(cut(at, end, [(timeline.sent, TRANSFER)]))
-        first_hand = list(spans)
-        trigger = passing.trigger
-        source = passing if stage else trigger
-        if source and (before := source.passages[stage - 1]):
-            wait = behind(_end(spans, at), end, before, step.fills_pipeline)
-            inherited = wait.inherited if stage else self._recent.rename(wait.inherited)
+        arisen_here = list(spans)
+        trigger = unsettled.trigger
+        source = unsettled if stage else trigger
+        if source and (before := source.visits[stage - 1]):
+            wait = upstream_wait(_end(spans, at), end, before, step.fills_pipeline)
+            inherited = wait.inherited if stage else self._recent.attribute(wait.inherited)
             spans += [*wait.shared, *inherited, *wait.excess]
-            first_hand += wait.excess
+            arisen_here += wait.excess
         if stage:
             link = [(stamps.awaited, HOST), (stamps.received, TRANSFER), (end, HOST)]
         else:
@@ -304,27 +307,28 @@ class TimeAccount:
             link = [*returned, (step.woken_ns, FILL_DRAIN), (end, HOST)]
         linked = list(cut(_end(spans, at), end, link))
         if step.fills_pipeline:
-            self._recent.add(first_hand + linked)
+            self._recent.add(arisen_here + linked)
             if stage == 0:
                 self._recent.fade()
         return spans + linked
 
-    def _settle_mark(self, stage: int, mark: _Mark) -> None:
-        """Names the time up to a change of the server's state."""
+    def _settle_change(self, stage: int, change: _Change) -> None:
+        """Settles the time up to a change of the server's state."""
         timeline = self._timelines[stage]
         if not timeline.demand:
-            tail = [(mark.at, IDLE)]
-        elif not (timeline.live and mark.live):
-            tail = [(mark.at, HOST)]
+            tail = [(change.at, IDLE)]
+        elif not (timeline.live and change.live):
+            tail = [(change.at, HOST)]
         else:
             tail = [(timeline.sent, TRANSFER)]
-            if mark.last and (last := mark.last.step.stamps(self.num_stages - 1)) and mark.last.step.returned_ns:
-                tail += [(last.ended, FILL_DRAIN), (mark.last.step.returned_ns, TOKEN_RETURN)]
-            tail += [(mark.at, HOST)]
-        for span in cut(timeline.cursor, mark.at, tail):
+            last = change.last
+            if last and (stamps := last.step.stamps(self.num_stages - 1)) and last.step.returned_ns:
+                tail += [(stamps.ended, FILL_DRAIN), (last.step.returned_ns, TOKEN_RETURN)]
+            tail += [(change.at, HOST)]
+        for span in cut(timeline.cursor, change.at, tail):
             self._settle(stage, span, None)
-        timeline.cursor = max(timeline.cursor, mark.at)
-        timeline.demand, timeline.live = mark.demand, mark.live
+        timeline.cursor = max(timeline.cursor, change.at)
+        timeline.demand, timeline.live = change.demand, change.live
 
     def _settle(self, stage: int, span: Span, step_id: int | None) -> None:
         self._timelines[stage].settled[span.kind] += span.end - span.start

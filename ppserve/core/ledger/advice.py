@@ -1,4 +1,4 @@
-"""What the ledger means: which cause wastes most, and what would help, in one sentence."""
+"""Advice from the ledger, in one sentence: which cause wastes most time, and what would reduce it."""
 
 from __future__ import annotations
 
@@ -7,7 +7,8 @@ from ppserve.core.ledger.account import StageTimes
 from ppserve.core.ledger.causes import CAUSES, FILL_DRAIN, HOST, IMBALANCE, TOKEN_RETURN, TRANSFER
 from ppserve.core.partition import Parts, balance, split_by_cost
 
-# Below these there is nothing worth saying.
+# Below these there is no advice: the largest cause's share of the time, the time measured per stage, and the gain
+# in balance of another split.
 _WORTHWHILE_SHARE = 0.05
 _MIN_DEMAND_NS = 2_000_000_000
 _WORTHWHILE_GAIN = 0.01
@@ -22,7 +23,7 @@ _REMEDIES = {
 
 
 def advise(stages: tuple[StageTimes, ...], layouts: tuple[StageLayout, ...], microbatches: int) -> str:
-    """Advice from what was measured; empty when the pipeline is well used or too little was seen.
+    """One sentence; empty when the pipeline is well used or was measured for too short a time.
 
     microbatches: steps that may be in flight at once.
     """
@@ -44,9 +45,9 @@ def advise(stages: tuple[StageTimes, ...], layouts: tuple[StageLayout, ...], mic
 
 
 def measured_parts(stages: tuple[StageTimes, ...], layouts: tuple[StageLayout, ...]) -> Parts | None:
-    """What a layer and the head cost, in busy time; None when one stage cannot tell them apart.
+    """Busy time of a layer and of the LM head. None with one stage, where the two cannot be told apart.
 
-    The embedding gathers a few rows; its cost is left with the first stage's layers.
+    The embedding only gathers a few rows, so its cost is counted with the first stage's layers.
     """
     if len(layouts) < 2:
         return None

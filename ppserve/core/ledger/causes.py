@@ -1,26 +1,25 @@
-"""Why a stage waited: the rules that name every nanosecond between two computations of a stage.
+"""The rules that give every nanosecond between two computations of a stage its cause.
 
-A stage waits for its next step b. Where b was at each moment names the wait:
+A stage waits for its next step b. The cause is decided by where b was at each moment:
 
-    the stage itself was still sending b-1                                   transfer
-    b did not exist: the step whose tokens b carries on was ...
-        on its way through the stages                                        as below, for the last stage
-        done, its tokens on the way to the head                              token_return
-        back, but nothing was ready to follow                                fill_drain
-        back, and the head was building or sending b                         host
-    b waited for, or was computed by, the stage before                       as below
-    b was computed there, not here yet                                       transfer
-    b was here, its inputs were being prepared                               host
+    the stage was still sending the step before b                            transfer
+    b did not exist yet; the step whose return triggered it was ...
+        being computed by the stages                                         as below, by the last stage
+        computed, and its tokens were on the way to the head                 token_return
+        back at the head, but no sequence was ready                          fill_drain
+        back at the head, which was building or sending b                    host
+    b had not been computed by the stage before                              as below
+    b was computed there, and its hidden states had not arrived here         transfer
+    b was here, and its inputs were being prepared                           host
 
-While the stage before computes b, the wait is `fill_drain` when fewer steps were in flight than there are
-stages. In a full pipeline a hole keeps its cause as it moves down with its step: as much of the wait as the
-stage before had waited itself bears the same causes, and only what the hole grew by is `imbalance`. So equal
-stages show no imbalance, whatever else delays them.
+As below: while the stage before has not computed b, the wait is `fill_drain` if fewer steps were in flight than
+there are stages. In a full pipeline a delay keeps its cause as it moves from stage to stage with its step: if the
+stage before had itself waited for w ns, then w ns of this stage's wait have the same causes. Only the rest is
+`imbalance`. So stages of equal speed show no imbalance, whatever else delays them.
 
-The stages form a ring: the stage before the first is the last, seen through the step whose return let the head
-send b. A hole may go round for ever while something keeps it open, and what opened it once is no longer the
-reason. So where it re-enters the first stage it is named anew, by what has lately delayed full pipelines at
-first hand (`Recent`).
+The stages form a ring through the head: the stage before the first is the last, with the step that triggered b.
+A delay can circulate in this ring after its cause is gone. When it re-enters stage 0 it is attributed again, in
+proportion to recently measured delays (`RecentDelays`).
 """
 
 from __future__ import annotations
@@ -41,7 +40,7 @@ KINDS = (*BUSY, *CAUSES, IDLE)
 
 @dataclass(frozen=True, slots=True)
 class Span:
-    """A stretch of one stage's time, [start, end) in nanoseconds, of one kind (one of KINDS)."""
+    """An interval of one stage's time, [start, end) in nanoseconds. kind: one of KINDS."""
 
     start: int
     end: int
@@ -49,8 +48,8 @@ class Span:
 
 
 @dataclass(frozen=True, slots=True)
-class Passage:
-    """A step at a stage: the wait before it, named without gaps, and its computation."""
+class StageVisit:
+    """A step at a stage: the wait before it, without gaps, and the computation (begun to ended, nanoseconds)."""
 
     wait: tuple[Span, ...]
     begun: int
@@ -58,7 +57,7 @@ class Passage:
 
 
 def cut(start: int, end: int, boundaries: Iterable[tuple[int, str]]) -> Iterator[Span]:
-    """[start, end) in pieces: each boundary names the time up to it; those already passed are skipped."""
+    """[start, end) as spans. boundaries: (until, kind of the time up to there); passed ones are skipped."""
     for until, kind in boundaries:
         until = min(until, end)
         if until > start:
@@ -67,11 +66,11 @@ def cut(start: int, end: int, boundaries: Iterable[tuple[int, str]]) -> Iterator
 
 
 @dataclass(frozen=True, slots=True)
-class Behind:
-    """A wait for the stage before, in order of time.
+class UpstreamWait:
+    """A wait until the stage before has computed a step. The three parts follow each other in time.
 
-    shared: both stages waited. inherited: the stage before computes, and this stage meets the hole that the
-    other one had. excess: it computes for longer than that explains.
+    shared: the stage before waited too. inherited: it computed; this part is as long as it had waited before this
+    wait began, and has the same causes. excess: it computed for longer than that.
     """
 
     shared: tuple[Span, ...]
@@ -79,10 +78,10 @@ class Behind:
     excess: tuple[Span, ...]
 
 
-def behind(start: int, end: int, before: Passage, full: bool) -> Behind:
-    """Names [start, end), a wait for a step until the stage before has computed it.
+def upstream_wait(start: int, end: int, before: StageVisit, full: bool) -> UpstreamWait:
+    """Attributes [start, end), a wait for a step until the stage before has computed it.
 
-    before: that step at the stage before. full: whether as many steps were in flight as there are stages.
+    before: the step at the stage before. full: whether as many steps were in flight as there are stages.
     """
     end = min(end, before.ended)
     grown = IMBALANCE if full else FILL_DRAIN
@@ -97,7 +96,7 @@ def behind(start: int, end: int, before: Passage, full: bool) -> Behind:
         for span in reversed(clip(before.wait, 0, start)):
             inherited += cut(computing, end, [(computing + span.end - span.start, span.kind)])
             computing = inherited[-1].end if inherited else computing
-    return Behind(tuple(shared), tuple(inherited), tuple(cut(computing, end, [(end, grown)])))
+    return UpstreamWait(tuple(shared), tuple(inherited), tuple(cut(computing, end, [(end, grown)])))
 
 
 def clip(spans: Iterable[Span], start: int, end: int) -> list[Span]:
@@ -107,8 +106,11 @@ def clip(spans: Iterable[Span], start: int, end: int) -> list[Span]:
     ]
 
 
-class Recent:
-    """What has lately delayed steps at first hand in a full pipeline, fading over `num_steps` steps."""
+class RecentDelays:
+    """Delays that arose in a full pipeline, by cause, as moving sums over about `num_steps` steps.
+
+    Inherited delays are not counted: only those that arose at the stage itself.
+    """
 
     def __init__(self, num_steps: int) -> None:
         self._num_steps = num_steps
@@ -123,8 +125,8 @@ class Recent:
             if span.kind in self._ns:
                 self._ns[span.kind] += span.end - span.start
 
-    def rename(self, spans: tuple[Span, ...]) -> tuple[Span, ...]:
-        """The same stretch of time, divided in proportion to the recent causes; as it was if there are none."""
+    def attribute(self, spans: tuple[Span, ...]) -> tuple[Span, ...]:
+        """The same interval, divided in proportion to the recent causes. Unchanged when there are none."""
         total = sum(self._ns.values())
         if not (spans and total):
             return spans

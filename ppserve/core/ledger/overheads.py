@@ -1,6 +1,7 @@
-"""What a step costs beside computing, in seconds: means of the last steps, without the worst fiftieth.
+"""The time that a step takes beside computing, in seconds: means over the last 256 steps without the longest 2%.
 
-Means, because throughput follows them; without the worst, because one pause of a second says nothing about steps.
+Means, because throughput depends on them. The longest are left out because one pause of a second, which has
+nothing to do with steps, would outweigh hundreds of them.
 """
 
 from __future__ import annotations
@@ -17,9 +18,10 @@ _REMEMBERED = 256
 
 @dataclass(frozen=True, slots=True)
 class OverheadTimes:
-    """head_s: the head's work from waking up to sending a plan. control_s: until stage 0 had read it.
-    prepare_s: a free stage with a plan, until it is ready for hidden states. sending_s: it is handing them on.
-    transfer_s: from there to received by a stage that waited. return_s: from the last stage's end to the head.
+    """head_s: from the head's waking up to the plan being sent. control_s: from there to stage 0 having read it.
+    prepare_s: from a stage being free and having the plan to its being ready for hidden states. sending_s: the
+    sender is occupied with handing them on. transfer_s: from sent to received, where the receiver was waiting.
+    return_s: from the end of the last stage's computation to the head having the result.
     """
 
     head_s: float = 0.0
@@ -31,7 +33,7 @@ class OverheadTimes:
 
 
 class Overheads:
-    """Told by the engine which steps were sent and reported; reads the book."""
+    """Measures overheads from the stamps in the book of steps. The replica says when a step has new ones."""
 
     def __init__(self, steps: Steps) -> None:
         self._last_stage = steps.num_stages - 1
@@ -63,13 +65,13 @@ class Overheads:
 
     @property
     def times(self) -> OverheadTimes:
-        """Zero where nothing was seen yet."""
-        seen = (self._head, self._control, self._prepare, self._sending, self._transfer, self._return)
-        return OverheadTimes(*(_usual_s(times_ns) for times_ns in seen))
+        """Zero where nothing has been measured."""
+        measured = (self._head, self._control, self._prepare, self._sending, self._transfer, self._return)
+        return OverheadTimes(*(_trimmed_mean_s(times_ns) for times_ns in measured))
 
 
-def _usual_s(times_ns: Collection[int]) -> float:
+def _trimmed_mean_s(times_ns: Collection[int]) -> float:
     if not times_ns:
         return 0.0
-    usual = sorted(times_ns)[: len(times_ns) - len(times_ns) // 50]
-    return max(0.0, fmean(usual) / 1e9)
+    shortest = sorted(times_ns)[: len(times_ns) - len(times_ns) // 50]
+    return max(0.0, fmean(shortest) / 1e9)

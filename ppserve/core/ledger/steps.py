@@ -1,8 +1,8 @@
-"""The one book of steps: what is in flight, who owes a result, when it was sent, which bytes travelled.
+"""The one book of steps: which are in flight, which stages owe a result, when each was sent, how many bytes moved.
 
-The engine writes into it when a plan has gone out and when a stage reports; everybody else reads: the lanes, the
-time account, the overheads, the metrics of links, the trace. A step is *in flight* until the last stage has
-reported it, because only then are its tokens known. It stays in the book until every stage has reported it.
+The replica writes into it when a plan was sent and when a stage reports. Lanes, time account, overheads, metrics
+and trace only read it. A step is *in flight* until the last stage has reported it, because only then are its
+tokens known. It stays in the book until every stage has reported it.
 
 All times are nanoseconds on the head's monotonic clock.
 """
@@ -16,19 +16,18 @@ from ppserve.core.plan import StepPlan, StepResult, StepStamps
 
 STEP_DEADLINE_NS = 60_000_000_000
 _LEAST_DEADLINE_NS = 10_000_000_000
-# The cost of a row falls with the number of rows, so a step of few rows overestimates that of many; this allows
-# for everything else that may slow one step down.
+# How much longer than expected a step may take. The expectation is already high: a row in a small step costs more
+# than a row in a large one, and the highest cost of a row counts.
 _DEADLINE_FACTOR = 5
 
 
 @dataclass(frozen=True, slots=True)
 class Transfer:
-    """Hidden states of one step over one link. sender: the stage that computed them.
+    """The hidden states of one step between two stages. sender: the stage that computed them.
 
-    sending_ns: how long the sender was occupied by handing them on. waited_ns: from computed, or from when the
-    receiver was ready for them if that was later, to received; this is what the ledger calls `transfer`.
-    latency_ns: from sent to received; None where the receiver was not waiting yet, because then the arrival was
-    not observed.
+    sending_ns: how long the sender was occupied with handing them on. waited_ns: from computed, or from the
+    receiver being ready for them if that was later, to received; the ledger's `transfer`. latency_ns: from sent to
+    received; None where the receiver was not waiting, because then the time of arrival is not known.
     """
 
     sender: int
@@ -41,9 +40,9 @@ class Transfer:
 class Step:
     """A step from its dispatch until every stage has reported it. Only `Steps` writes to it.
 
-    woken_ns: when the engine's turn that made it began. sent_ns: when its plan had gone out to all stages.
-    fills_pipeline: with it, at least as many steps were in flight as there are stages; fills_lanes: as many as
-    there are lanes. returned_ns: when the head had the last stage's result.
+    woken_ns: when the engine's turn that made it began. sent_ns: when its plan had been sent to all stages.
+    fills_pipeline: with this step, at least as many steps were in flight as there are stages. fills_lanes: at
+    least as many as there are lanes. returned_ns: when the head had the last stage's result.
     """
 
     __slots__ = ("_results", "fills_lanes", "fills_pipeline", "plan", "returned_ns", "sent_ns", "woken_ns")
@@ -65,7 +64,7 @@ class Step:
         return None not in self._results
 
     def first_owing(self) -> int:
-        """The first stage whose result is still to come: those after it cannot have begun."""
+        """The first stage that has not reported the step. The stages after it cannot have begun it."""
         return self._results.index(None)
 
     def result(self, stage: int) -> StepResult | None:
@@ -82,7 +81,7 @@ class Step:
         return None if result is None else result.stamps
 
     def transfers(self, stage: int) -> Iterator[Transfer]:
-        """The links whose two ends are known now that `stage` has reported."""
+        """The transfers from and to `stage` whose other end has reported too."""
         for receiver in (stage, stage + 1):
             if 0 < receiver < len(self._results):
                 sent, received = self._results[receiver - 1], self._results[receiver]
@@ -91,17 +90,17 @@ class Step:
 
 
 class Steps:
-    """The steps of one pipeline of `num_stages` stages. See the module for who writes and who reads."""
+    """The steps of one pipeline. See the module for who writes and who reads."""
 
     def __init__(self, num_stages: int) -> None:
         self.num_stages = num_stages
         self.num_in_flight = 0
         self._steps: dict[int, Step] = {}
-        self._moved_ns = 0  # when a stage last reported anything, or the book was last empty
-        self._row_ns = 0.0  # the highest cost of a row that any stage has shown in a step
+        self._progress_ns = 0  # when a stage last reported, or a step was sent while the book was empty
+        self._row_ns = 0.0  # the highest time per row that any stage has taken in a step
 
     def __len__(self) -> int:
-        """Steps that not all stages have reported."""
+        """Steps that some stage has not reported."""
         return len(self._steps)
 
     @property
@@ -109,9 +108,9 @@ class Steps:
         return (step for step in self._steps.values() if step.is_in_flight)
 
     def sent(self, plan: StepPlan, woken_ns: int, sent_ns: int, num_lanes: int) -> Step:
-        """A plan has gone out to all stages. num_lanes: how many steps may be in flight now."""
+        """A plan was sent to all stages. num_lanes: how many steps may be in flight now."""
         if not self._steps:
-            self._moved_ns = sent_ns
+            self._progress_ns = sent_ns
         step = Step(plan, self.num_stages, woken_ns, sent_ns)
         self.num_in_flight += 1
         step.fills_pipeline = self.num_in_flight >= self.num_stages
@@ -120,15 +119,15 @@ class Steps:
         return step
 
     def reported(self, result: StepResult, now_ns: int) -> Step | None:
-        """A stage reported a step, its stamps on the head's clock.
+        """A stage reported a step. The result's stamps must be on the head's clock.
 
-        None for a step that is not in the book, or that the stage has reported before.
+        None, and nothing changes, if the step is not in the book or the stage has reported it before.
         """
         step = self._steps.get(result.step_id)
         if step is None or result.epoch != step.plan.epoch or step.result(result.stage) is not None:
             return None
         step.set_result(result, now_ns)
-        self._moved_ns = now_ns
+        self._progress_ns = now_ns
         if result.stage == self.num_stages - 1:
             self.num_in_flight -= 1
         if step.is_complete:
@@ -138,23 +137,24 @@ class Steps:
         return step
 
     def lost(self) -> None:
-        """A stage was lost: nothing that is in the book will be reported any more."""
+        """The epoch is lost: no step in the book will be reported."""
         self._steps.clear()
         self.num_in_flight = 0
 
     def head_paused(self, now_ns: int) -> None:
-        """The head itself stood still: the silence until now says nothing about stages."""
-        self._moved_ns = now_ns
+        """The head itself did not run until now, so deadlines start anew."""
+        self._progress_ns = now_ns
 
     def stuck_stage(self, now_ns: int) -> int | None:
-        """The stage that holds up the oldest step for longer than any step should take, if there is one."""
+        """The stage that owes the oldest step when no stage has reported within that step's deadline; else
+        None."""
         oldest = next(iter(self._steps.values()), None)
-        if oldest is None or now_ns - self._moved_ns <= self._deadline_ns(oldest.plan):
+        if oldest is None or now_ns - self._progress_ns <= self._deadline_ns(oldest.plan):
             return None
         return oldest.first_owing()
 
     def _deadline_ns(self, plan: StepPlan) -> float:
-        """How long a stage may take for a step. Before any step has shown what rows cost, the longest time."""
+        """How long a stage may take for a step: the longest time while the cost of a row is not known."""
         if not self._row_ns:
             return STEP_DEADLINE_NS
         return min(STEP_DEADLINE_NS, _LEAST_DEADLINE_NS + _DEADLINE_FACTOR * plan.num_tokens * self._row_ns)

@@ -177,7 +177,7 @@ def test_nothing_is_kept_about_settled_steps():
     account = account_of(2)
     ArtificialPipeline((S, S), 2).run(500).feed(account)
     assert not len(account.steps)
-    assert not account._passing
+    assert not account._unsettled
     assert not any(t.queue for t in account._timelines)
     step, length = account._last_returned, 0
     while step:

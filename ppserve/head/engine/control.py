@@ -66,8 +66,10 @@ class ControlPlane(Protocol):
         """Waits for the ranks, which were told to end, to hang up; then closes everything."""
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, eq=False)
 class _Peer:
+    """One connection. rank: None until its greeting was accepted."""
+
     connection: socket.socket
     reader: wire.FrameReader
     since_s: float
@@ -80,15 +82,24 @@ class SocketControlPlane:
     Connections that do not begin with the secret token, or that claim a rank that does not exist, are refused.
     """
 
-    def __init__(self, host: str, world_size: int, token: str) -> None:
+    def __init__(
+        self,
+        host: str,
+        world_size: int,
+        token: str,
+        greeting_timeout_s: float = _GREETING_TIMEOUT_S,
+        send_timeout_s: float = _SEND_TIMEOUT_S,
+    ) -> None:
+        self._greeting_timeout_s = greeting_timeout_s
+        self._send_timeout_s = send_timeout_s
         self._world_size = world_size
         self._token = token.encode()
         self._listener = socket.create_server((host, 0))
         self._listener.setblocking(False)
         self.port: int = self._listener.getsockname()[1]
         self._peers: dict[int, _Peer] = {}
-        self._strangers: set[socket.socket] = set()
-        self._lost: list[Gone] = []
+        self._strangers: set[_Peer] = set()
+        self._lost: list[Heard | Gone] = []
         self._wake_in, self._wake_out = socket.socketpair()
         self._wake_in.setblocking(False)
         self._wake_out.setblocking(False)
@@ -97,7 +108,7 @@ class SocketControlPlane:
         self._selector.register(self._wake_out, selectors.EVENT_READ, None)
 
     def wake(self) -> None:
-        with contextlib.suppress(BlockingIOError):  # the buffer is full of wakes already
+        with contextlib.suppress(OSError):  # the buffer is full of wakes already, or all is closed
             self._wake_in.send(b"\0")
 
     def poll(self, timeout_s: float) -> list[Heard | Gone]:
@@ -107,7 +118,7 @@ class SocketControlPlane:
                 self._accept()
             elif key.fileobj is self._wake_out:
                 self._wake_out.recv(4096)
-            else:
+            elif key.data.connection.fileno() >= 0:  # else a new connection of its rank has just replaced it
                 heard += self._read(key.data)
         heard += self._lost
         self._lost = []
@@ -134,16 +145,15 @@ class SocketControlPlane:
     def drop(self, rank: int, cause: str) -> None:
         peer = self._peers.get(rank)
         if peer is not None:
-            self._lost.append(self._forget(peer, cause))
+            self._lost += self._end(peer, cause)
 
     def close(self, goodbye_s: float) -> None:
         until_s = time.monotonic() + goodbye_s
         while self._peers and time.monotonic() < until_s:
             self.poll(0.1)
-        for peer in list(self._peers.values()):
-            self._forget(peer, "closed")
-        for stranger in list(self._strangers):
-            stranger.close()
+        for key in list(self._selector.get_map().values()):
+            if isinstance(key.data, _Peer):
+                self._end(key.data, "closed")
         self._selector.close()
         self._listener.close()
         self._wake_in.close()
@@ -154,10 +164,10 @@ class SocketControlPlane:
             connection, _ = self._listener.accept()
         except OSError:
             return
-        connection.settimeout(_SEND_TIMEOUT_S)
+        connection.settimeout(self._send_timeout_s)
         connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         peer = _Peer(connection, wire.FrameReader(wire.FromStage), time.monotonic())
-        self._strangers.add(connection)
+        self._strangers.add(peer)
         self._selector.register(connection, selectors.EVENT_READ, peer)
 
     def _read(self, peer: _Peer) -> list[Heard | Gone]:
@@ -190,31 +200,24 @@ class SocketControlPlane:
             return False
         before = self._peers.get(message.rank)
         if before is not None and isinstance(message, wire.Hello):
-            heard.append(self._forget(before, "replaced"))
+            heard += self._end(before, "replaced")
         peer.rank = message.rank
-        self._strangers.discard(peer.connection)
+        self._strangers.discard(peer)
         if isinstance(message, wire.Hello):
             self._peers[message.rank] = peer
         return True
 
     def _end(self, peer: _Peer, cause: str) -> list[Heard | Gone]:
-        known = peer.rank is not None and self._peers.get(peer.rank) is peer
-        gone = self._forget(peer, cause)
-        return [gone] if known else []
-
-    def _forget(self, peer: _Peer, cause: str) -> Gone:
+        """Closes a connection; with it its rank is gone, unless the connection was not the rank's own."""
         self._selector.unregister(peer.connection)
         peer.connection.close()
-        self._strangers.discard(peer.connection)
-        if peer.rank is not None and self._peers.get(peer.rank) is peer:
-            del self._peers[peer.rank]
-        return Gone(-1 if peer.rank is None else peer.rank, cause)
+        self._strangers.discard(peer)
+        if peer.rank is None or self._peers.get(peer.rank) is not peer:
+            return []
+        del self._peers[peer.rank]
+        return [Gone(peer.rank, cause)]
 
     def _refuse_silent_strangers(self) -> None:
-        if not self._strangers:
-            return
-        now_s = time.monotonic()
-        for key in list(self._selector.get_map().values()):
-            peer = key.data
-            if peer is not None and peer.rank is None and now_s - peer.since_s > _GREETING_TIMEOUT_S:
-                self._forget(peer, "said nothing")
+        silent_since_s = time.monotonic() - self._greeting_timeout_s
+        for peer in [stranger for stranger in self._strangers if stranger.since_s < silent_since_s]:
+            self._end(peer, "said nothing")

@@ -74,6 +74,9 @@ class Threads:
         self._ends: tuple[Ends, ...] = ()
 
     def open_transport(self, form: wire.Form, layout: StageLayout, frames: Frames, link: Link) -> Transport:
+        if form.store_port == 0:
+            # The head invites the others once it has heard of a store: of any.
+            link.send(wire.StoreOpened(form.epoch, port=1))
         with self._opening:
             if form.epoch != self._epoch:
                 self._epoch, self._ends = form.epoch, make_ends(layout.num_stages)

@@ -1,0 +1,184 @@
+"""A stage in a thread, and the head's side of it in the test's hands. Nothing here is a process or a socket."""
+
+from __future__ import annotations
+
+import queue
+import threading
+from collections.abc import Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import TypeVar
+
+import torch
+
+from ppserve import wire
+from ppserve.config import CacheSettings, ServeConfig
+from ppserve.core.architecture import Split, StageLayout, stage_layouts
+from ppserve.core.plan import Draw, Slice, StepPlan
+from ppserve.core.request import SamplingParams
+from ppserve.errors import TransportError
+from ppserve.head.engine.control import Gone, Heard
+from ppserve.library.local import LocalLink
+from ppserve.model.checkpoint import Checkpoint
+from ppserve.stage.device import Compute
+from ppserve.stage.link import Link
+from ppserve.stage.loop import Findings, StageLoop
+from ppserve.stage.transport import Frames, Transport
+from ppserve.stage.wiring import Wiring
+from tests.model.random_checkpoint import RandomCheckpoint, architecture
+
+WITHIN_S = 60.0
+BLOCK_SIZE, NUM_BLOCKS, MAX_ROWS = 16, 8, 64
+CPU = Compute(torch.device("cpu"), "float32", shares_gpu=False, stages_here=1)
+CONFIG = ServeConfig(cache=CacheSettings(block_size=BLOCK_SIZE))
+GREEDY = Draw(SamplingParams(temperature=0.0))
+
+_Message = TypeVar("_Message")
+
+
+@dataclass
+class OneStage:
+    """The head's side. served: how often the stage said that it has served."""
+
+    link: LocalLink
+    said: queue.SimpleQueue[Heard | Gone | None]
+    exit_code: Future[int]
+    served: list[None] = field(default_factory=list)
+
+    def tell(self, message: wire.FromHead) -> None:
+        self.link.deliver(message)
+
+    def next(self) -> wire.FromStage:
+        """What the stage says next, whatever it is."""
+        heard = self.said.get(timeout=WITHIN_S)
+        assert isinstance(heard, Heard)
+        return heard.message
+
+    def hear(self, kind: type[_Message]) -> _Message:
+        """The next message, which must be of this kind."""
+        message = self.next()
+        assert isinstance(message, kind), message
+        return message
+
+    def load(self, layout: StageLayout) -> wire.Loaded:
+        self.tell(wire.Assign(layout, "float32"))
+        while isinstance(message := self.next(), wire.Loading):
+            pass
+        assert isinstance(message, wire.Loaded), message
+        return message
+
+    def form(self, epoch: int) -> None:
+        self.tell(wire.Form(epoch, "local", NUM_BLOCKS, MAX_ROWS, "", store_port=1))
+
+    def enter(self, epoch: int) -> None:
+        self.form(epoch)
+        assert self.hear(wire.Ready).epoch == epoch
+
+
+@contextmanager
+def stages(
+    split: str, wiring: Wiring, checkpoint: Checkpoint | None = None, only: int | None = None
+) -> Iterator[list[OneStage]]:
+    """Loaded stages of a pipeline, or one of them. All end with the test."""
+    checkpoint = checkpoint or RandomCheckpoint(architecture())
+    layouts = stage_layouts(Split.parse(split))
+    wanted = layouts if only is None else (layouts[only],)
+    with ThreadPoolExecutor(len(wanted)) as threads:
+        running = [_start(threads, layout, wiring, checkpoint) for layout in wanted]
+        try:
+            for stage, layout in zip(running, wanted, strict=True):
+                stage.load(layout)
+            yield running
+        finally:
+            for stage in running:
+                for epoch in (1, 2):  # whatever it waits for
+                    stage.tell(wire.Abandon(epoch))
+                stage.tell(wire.Shutdown())
+    for stage in running:
+        stage.exit_code.result(WITHIN_S)
+
+
+def _start(threads: ThreadPoolExecutor, layout: StageLayout, wiring: Wiring, checkpoint: Checkpoint) -> OneStage:
+    started = start(threads, layout.stage, layout.num_stages, wiring, checkpoint)
+    started.hear(wire.Hello)
+    return started
+
+
+def start(
+    threads: ThreadPoolExecutor, stage: int, num_stages: int, wiring: Wiring, checkpoint: Checkpoint
+) -> OneStage:
+    """A stage that has just begun; its Hello is to be heard yet."""
+    said: queue.SimpleQueue[Heard | Gone | None] = queue.SimpleQueue()
+    link = LocalLink(stage, said)
+    order = wire.Start(CONFIG, stage, num_stages, "", 0, "token")
+    loop = StageLoop(order, Findings(checkpoint, CPU, None), link.opened, wiring)
+    served: list[None] = []
+    return OneStage(link, said, threads.submit(loop.run, lambda: served.append(None)), served)
+
+
+def plan(epoch: int, step_id: int, token_ids: tuple[int, ...] = (1, 2, 3), start: int = 0) -> StepPlan:
+    """A step of one sequence that draws."""
+    return StepPlan(epoch, step_id, 0, (Slice(0, start, token_ids, (0, 1), GREEDY),))
+
+
+class Obedient:
+    """A transport that does what the test says. log: what the stage asked of it, in order."""
+
+    name = "obedient"
+
+    def __init__(self, frames: Frames) -> None:
+        self._frames = frames
+        self.log: list[str] = []
+        self.arrived = threading.Semaphore(0)
+        self.taken = threading.Semaphore(0)
+        self.waiting = threading.Event()
+        self.breaks = False
+        self.closed = False
+        self._interrupted = False
+
+    def post_receive(self, plan: StepPlan) -> None:
+        self.log.append(f"expect {plan.step_id}")
+
+    def receive(self, plan: StepPlan) -> torch.Tensor:
+        self.log.append(f"receive {plan.step_id}")
+        self._wait(self.arrived)
+        return torch.ones(plan.num_tokens, self._frames.width)
+
+    def send(self, plan: StepPlan, hidden_TD: torch.Tensor) -> int:
+        self.log.append(f"send {plan.step_id}")
+        self._wait(self.taken)
+        return hidden_TD.nbytes
+
+    def _wait(self, turn: threading.Semaphore) -> None:
+        self.waiting.set()
+        assert turn.acquire(timeout=WITHIN_S)
+        self.waiting.clear()
+        if self.breaks or self._interrupted:
+            raise TransportError("obedient: broken")
+
+    def warm_up(self) -> None:
+        self.log.append("warm up")
+
+    def interrupt(self) -> None:
+        self._interrupted = True
+        self.arrived.release()
+        self.taken.release()
+
+    def close(self) -> None:
+        self.closed = True
+
+
+class ByHand:
+    """A wiring whose transports the test keeps."""
+
+    def __init__(self) -> None:
+        self.opened: list[Obedient] = []
+        self.left = 0
+
+    def open_transport(self, form: wire.Form, layout: StageLayout, frames: Frames, link: Link) -> Transport:
+        self.opened.append(Obedient(frames))
+        return self.opened[-1]
+
+    def leave(self) -> None:
+        self.left += 1

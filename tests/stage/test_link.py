@@ -1,0 +1,132 @@
+"""A stage's socket to the head: what enters the inbox, what is answered at once, and when the head is lost."""
+
+from __future__ import annotations
+
+import queue
+import socket
+import threading
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+import pytest
+
+from ppserve import wire
+from ppserve.stage.link import HeadLink
+from tests.stage.one_stage import WITHIN_S, plan
+
+pytestmark = pytest.mark.timeout(60)
+
+
+@dataclass
+class Ends:
+    """A link, the head's end of its socket, and what the link told its owner."""
+
+    link: HeadLink
+    head: socket.socket
+    lost: threading.Event
+    abandoned: queue.SimpleQueue[tuple[int, int, bool]]
+    reader: wire.FrameReader = field(default_factory=lambda: wire.FrameReader(wire.FromStage))
+
+    def tell(self, message: wire.FromHead) -> None:
+        self.head.sendall(wire.encode(message))
+
+    def hear(self) -> list[Any]:
+        while not (messages := self.reader.feed(self.head.recv(1 << 16))):
+            pass
+        return messages
+
+    def inbox(self) -> Any:
+        return self.link.inbox.get(timeout=WITHIN_S)[1]
+
+
+@pytest.fixture
+def ends() -> Iterator[Ends]:
+    head, stage = socket.socketpair()
+    head.settimeout(WITHIN_S)
+    lost, abandoned = threading.Event(), queue.SimpleQueue[tuple[int, int, bool]]()
+    with head, stage:
+        link = HeadLink(stage, lambda epoch: abandoned.put((epoch, link.abandoned, link.inbox.empty())), lost.set)
+        yield Ends(link, head, lost, abandoned)
+
+
+def test_messages_enter_the_inbox_in_order_with_the_time_of_their_arrival(ends: Ends) -> None:
+    plans = [wire.Plan(plan(1, step_id)) for step_id in range(3)]
+    ends.head.sendall(b"".join(map(wire.encode, plans)))
+    arrived = [ends.link.inbox.get(timeout=WITHIN_S) for _ in plans]
+    assert [message for _, message in arrived] == plans
+    times = [at_ns for at_ns, _ in arrived]
+    assert times == sorted(times)
+    assert times[0] > 0
+
+
+def test_a_ping_is_answered_at_once_and_never_seen(ends: Ends) -> None:
+    """Nobody reads the inbox here, as during a long step."""
+    ends.tell(wire.Plan(plan(1, 0)))
+    ends.tell(wire.Ping(42))
+    [heartbeat] = ends.hear()
+    assert isinstance(heartbeat, wire.Heartbeat)
+    assert heartbeat.echo_ns == 42
+    assert isinstance(ends.inbox(), wire.Plan)
+    assert ends.link.inbox.empty()
+
+
+def test_an_abandoned_epoch_is_known_before_the_message_is_taken(ends: Ends) -> None:
+    ends.tell(wire.Abandon(3))
+    assert ends.inbox() == wire.Abandon(3)
+    assert ends.abandoned.get(timeout=WITHIN_S) == (3, 3, True)
+
+
+@pytest.mark.parametrize(
+    "frame",
+    [
+        b"\x05\x00\x00\x00hello",
+        wire.encode(wire.Ready(1)),  # right for a stage, wrong from a head
+        (wire.MAX_FRAME_BYTES + 1).to_bytes(4, "little"),
+    ],
+    ids=["no MessagePack", "of the other direction", "too large"],
+)
+def test_a_frame_that_breaks_the_schema_is_the_end(ends: Ends, frame: bytes) -> None:
+    ends.head.sendall(frame)
+    assert ends.lost.wait(WITHIN_S)
+    assert ends.link.inbox.empty()
+
+
+def test_the_end_of_the_connection_is_the_end(ends: Ends) -> None:
+    ends.head.close()
+    assert ends.lost.wait(WITHIN_S)
+
+
+def test_sending_to_a_head_that_is_gone(ends: Ends) -> None:
+    ends.tell(wire.Shutdown())
+    assert ends.inbox() == wire.Shutdown()
+    ends.head.close()
+    ends.link.send(wire.Ready(1))
+    assert ends.lost.is_set()
+
+
+def test_after_shutdown_the_end_of_the_connection_means_nothing(ends: Ends) -> None:
+    (reader,) = [thread for thread in threading.enumerate() if thread.name == "head-link"]
+    ends.tell(wire.Shutdown(5))
+    assert ends.inbox() == wire.Shutdown(5)
+    ends.head.close()
+    reader.join(WITHIN_S)
+    assert not reader.is_alive()
+    assert not ends.lost.is_set()
+
+
+def test_a_send_that_blocks_does_not_keep_messages_from_arriving(ends: Ends) -> None:
+    """A head that reads nothing for a while: results wait in the socket, plans and an Abandon are heard."""
+    count = 200
+    result = wire.Broken(1, "x" * 20_000)
+    blocked = threading.Thread(target=lambda: [ends.link.send(result) for _ in range(count)])
+    blocked.start()
+    ends.tell(wire.Abandon(1))
+    assert ends.inbox() == wire.Abandon(1)
+    assert blocked.is_alive(), "4 MB fit into the socket: the test shows nothing"
+    heard: list[Any] = []
+    while len(heard) < count:
+        heard += ends.hear()
+    blocked.join(WITHIN_S)
+    assert heard == [result] * count
+    assert not ends.lost.is_set()

@@ -1,0 +1,215 @@
+"""A stage's life, message by message: what it answers, what it drops, what it keeps."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+import torch
+
+from ppserve import wire
+from ppserve.core.architecture import StageLayout
+from ppserve.errors import CheckpointError, TransportError
+from ppserve.stage.link import Link
+from ppserve.stage.transport import Frames, Transport
+from ppserve.stage.wiring import Threads
+from tests.model.pipelines import Pipeline
+from tests.model.random_checkpoint import RandomCheckpoint, architecture
+from tests.stage.one_stage import WITHIN_S, ByHand, OneStage, plan, stages, start
+
+pytestmark = pytest.mark.timeout(120)
+
+
+@pytest.fixture
+def wiring() -> ByHand:
+    return ByHand()
+
+
+@pytest.fixture
+def last(wiring: ByHand) -> Iterator[OneStage]:
+    """The second of two stages, in epoch 1."""
+    with stages("1,1", wiring, only=1) as [stage]:
+        stage.enter(1)
+        yield stage
+
+
+@pytest.fixture
+def first(wiring: ByHand) -> Iterator[OneStage]:
+    """The first of two stages, in epoch 1."""
+    with stages("1,1", wiring, only=0) as [stage]:
+        stage.enter(1)
+        yield stage
+
+
+def serve(stage: OneStage, transport_of: ByHand, epoch: int, step_id: int) -> wire.Result:
+    """A step of the last stage whose hidden states arrive."""
+    stage.tell(wire.Plan(plan(epoch, step_id)))
+    transport_of.opened[-1].arrived.release()
+    return stage.hear(wire.Result)
+
+
+@pytest.mark.parametrize("split", ["3", "2,1", "1.5,1.5", "1,1,1"])
+def test_threads_draw_what_the_model_draws(split: str) -> None:
+    checkpoint = RandomCheckpoint(architecture(num_layers=3))
+    expected = [drawn.token_id for drawn in Pipeline(checkpoint, "3", num_sequences=1).generate((1, 2, 3), 6)]
+    with stages(split, Threads(), checkpoint) as pipeline:
+        for stage in pipeline:
+            stage.form(1)
+        for stage in pipeline:
+            stage.hear(wire.Ready)
+        token_ids, drawn, position = (1, 2, 3), [], 0
+        for step_id in range(6):
+            for stage in pipeline:
+                stage.tell(wire.Plan(plan(1, step_id, token_ids, position)))
+            results = [stage.hear(wire.Result).result for stage in pipeline]
+            assert [result.stage for result in results] == list(range(len(pipeline)))
+            position += len(token_ids)
+            token_ids = (results[-1].drawn[0].token_id,)
+            drawn.append(token_ids[0])
+        assert drawn == expected
+        assert all(len(stage.served) == 1 for stage in pipeline), "told once, after the first step"
+
+
+def test_a_stage_says_what_it_found_and_what_it_holds() -> None:
+    checkpoint = RandomCheckpoint(architecture())
+    with ThreadPoolExecutor(1) as threads:
+        stage = start(threads, 0, 1, Threads(), checkpoint)
+        hello = stage.hear(wire.Hello)
+        assert (hello.token, hello.rank, hello.world_size) == ("token", 0, 1)
+        assert (hello.architecture, hello.dtype, hello.gpu) == (checkpoint.architecture, "float32", None)
+        loaded = stage.load(StageLayout(0, 1, 0, 4))
+        assert loaded.params == checkpoint.architecture.num_params + checkpoint.architecture.shared_params
+        assert loaded.why_not == ""
+        stage.tell(wire.Shutdown(7))
+        assert stage.exit_code.result(WITHIN_S) == 7
+
+
+def test_a_plan_of_an_epoch_that_is_over_is_dropped(last: OneStage, wiring: ByHand) -> None:
+    last.enter(2)
+    last.tell(wire.Plan(plan(1, 5)))
+    assert serve(last, wiring, epoch=2, step_id=0).result.epoch == 2
+    assert wiring.opened[-1].log == ["warm up", "expect 0", "receive 0"]
+
+
+def test_plans_that_are_known_are_expected_before_they_are_computed(last: OneStage, wiring: ByHand) -> None:
+    transport = wiring.opened[0]
+    last.tell(wire.Plan(plan(1, 0)))
+    assert transport.waiting.wait(WITHIN_S)
+    for step_id in (1, 2):
+        last.tell(wire.Plan(plan(1, step_id)))
+    for step_id in range(3):
+        transport.arrived.release()
+        assert last.hear(wire.Result).result.step_id == step_id
+    order = ["warm up", "expect 0", "receive 0", "expect 1", "expect 2", "receive 1", "receive 2"]
+    assert transport.log == order
+
+
+def test_abandon_ends_the_wait_for_a_neighbour(last: OneStage, wiring: ByHand) -> None:
+    last.tell(wire.Plan(plan(1, 0)))
+    assert wiring.opened[0].waiting.wait(WITHIN_S)
+    last.tell(wire.Abandon(1))
+    assert last.hear(wire.Broken).epoch == 1
+    assert wiring.opened[0].closed
+    # The weights are there: nothing is loaded again.
+    last.enter(2)
+    assert serve(last, wiring, epoch=2, step_id=1).result.drawn[0].token_id is not None
+
+
+def test_abandon_ends_a_send_that_waits(first: OneStage, wiring: ByHand) -> None:
+    first.tell(wire.Plan(plan(1, 0)))
+    assert wiring.opened[0].waiting.wait(WITHIN_S)
+    assert wiring.opened[0].log == ["warm up", "send 0"]
+    first.tell(wire.Abandon(1))
+    assert first.hear(wire.Broken).epoch == 1
+    first.enter(2)
+
+
+def test_abandon_between_steps(last: OneStage, wiring: ByHand) -> None:
+    last.tell(wire.Abandon(1))
+    assert last.hear(wire.Broken).reason == "given up by the head"
+    last.tell(wire.Abandon(1))  # said again: it has left, and says nothing more
+    last.enter(2)
+
+
+def test_a_neighbour_that_is_gone_breaks_the_epoch_once(last: OneStage, wiring: ByHand) -> None:
+    for step_id in (0, 1):
+        last.tell(wire.Plan(plan(1, step_id)))
+    wiring.opened[0].breaks = True
+    wiring.opened[0].arrived.release()
+    broken = last.hear(wire.Broken)
+    assert (broken.epoch, broken.reason) == (1, "TransportError: obedient: broken")
+    last.tell(wire.Abandon(1))
+    last.enter(2)
+    assert last.served == [], "no step was served yet"
+    assert serve(last, wiring, epoch=2, step_id=2).result.step_id == 2
+
+
+class LostMeanwhile(ByHand):
+    """The head gives the epoch up while the stage still meets the others."""
+
+    stage: OneStage
+
+    def open_transport(self, form: wire.Form, layout: StageLayout, frames: Frames, link: Link) -> Transport:
+        if form.epoch == 1:
+            self.stage.tell(wire.Abandon(1))
+        return super().open_transport(form, layout, frames, link)
+
+
+def test_an_epoch_that_is_lost_while_it_forms() -> None:
+    wiring = LostMeanwhile()
+    with stages("1,1", wiring, only=1) as [stage]:
+        wiring.stage = stage
+        stage.form(1)
+        assert stage.hear(wire.Broken).reason == "the epoch was lost while it formed"
+        assert wiring.opened[0].log == [], "it has not waited for anybody"
+        stage.enter(2)
+
+
+class Unreachable(ByHand):
+    """The first epoch's store is gone."""
+
+    def open_transport(self, form: wire.Form, layout: StageLayout, frames: Frames, link: Link) -> Transport:
+        if form.epoch == 1:
+            raise TransportError("no store")
+        return super().open_transport(form, layout, frames, link)
+
+
+def test_an_epoch_that_cannot_form_is_left() -> None:
+    wiring = Unreachable()
+    with stages("1,1", wiring, only=1) as [stage]:
+        left_before = wiring.left
+        stage.form(1)
+        assert stage.hear(wire.Broken).reason == "no store"
+        assert wiring.left > left_before
+        stage.enter(2)
+
+
+def test_pings_are_answered_while_the_stage_waits(last: OneStage, wiring: ByHand) -> None:
+    last.tell(wire.Plan(plan(1, 0)))
+    assert wiring.opened[0].waiting.wait(WITHIN_S)
+    last.tell(wire.Ping(42))
+    assert last.hear(wire.Heartbeat).echo_ns == 42
+    wiring.opened[0].arrived.release()
+    last.hear(wire.Result)
+
+
+class Damaged(RandomCheckpoint):
+    def tensor(self, name: str) -> torch.Tensor:
+        raise CheckpointError(self.path, f"{name}: truncated")
+
+
+def test_weights_that_cannot_be_read_are_final() -> None:
+    with ThreadPoolExecutor(1) as threads:
+        stage = start(threads, 0, 1, Threads(), Damaged(architecture()))
+        stage.hear(wire.Hello)
+        stage.tell(wire.Assign(StageLayout(0, 1, 0, 4), "float32"))
+        assert "stage 0: random: ln_f.weight: truncated" in stage.hear(wire.Failed).reason
+        stage.tell(wire.Shutdown(76))
+        assert stage.exit_code.result(WITHIN_S) == 76
+
+
+def test_shutdown_leaves_the_epoch(last: OneStage, wiring: ByHand) -> None:
+    last.tell(wire.Shutdown(3))
+    assert last.exit_code.result(WITHIN_S) == 3
+    assert wiring.opened[0].closed

@@ -20,7 +20,7 @@ Kernel = TypeVar("Kernel", bound=Callable[..., object])
 
 def _digest() -> str:
     """Names the sources of all kernels."""
-    sources = sorted(Path(__file__).parent.glob("*.py"))
+    sources = sorted(Path(__file__).parent.rglob("*.py"))
     return hashlib.sha256(b"".join(path.read_bytes() for path in sources)).hexdigest()[:16]
 
 

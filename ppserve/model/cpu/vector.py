@@ -6,8 +6,8 @@ operation here is either exact IEEE arithmetic per lane (`fma` is a fused multip
 every machine) or a reduction in a fixed tree. Results therefore depend on the order that a kernel writes
 down and on nothing else: not on the vectoriser, not on the row's neighbours, not on the CPU model.
 
-Memory is addressed as `load(array, index)` on flat arrays: float32, or bfloat16 as uint16. Indices are
-not checked.
+Memory is addressed as `load(array, index)` on flat arrays: float32, or bfloat16 as uint16; or on the address
+of float32 as an integer. Indices are not checked.
 """
 # mypy: ignore-errors
 # (numba types these functions from their arguments; mypy cannot see through its intrinsics)
@@ -64,16 +64,23 @@ def emit_splat(builder, scalar):
 
 def emit_address(context, builder, array_type, array, index, kind):
     """The address of array[index], seen as a pointer to `kind`."""
-    start = context.make_array(array_type)(context, builder, array).data
+    if isinstance(array_type, types.Integer):
+        start = builder.inttoptr(array, F32.as_pointer())
+    else:
+        start = context.make_array(array_type)(context, builder, array).data
     return builder.bitcast(builder.gep(start, [index]), kind.as_pointer())
 
 
 def emit_load(context, builder, array_type, array, index):
     """Lanes of array[index : index + 16] as IR."""
-    if array_type.dtype != types.uint16:
+    if not _is_bfloat16(array_type):
         return builder.load(emit_address(context, builder, array_type, array, index, LANES), align=4)
     halves = builder.load(emit_address(context, builder, array_type, array, index, HALVES), align=2)
     return builder.bitcast(builder.shl(builder.zext(halves, BITS), each(I32, 16)), LANES)
+
+
+def _is_bfloat16(array_type) -> bool:
+    return isinstance(array_type, types.Array) and array_type.dtype == types.uint16
 
 
 def emit_fma(builder, a, b, c):
@@ -112,7 +119,7 @@ def load(typing, array, index):
     return lanes(array, types.intp), generate
 
 
-def _to_bfloat16(builder, vector, bits, halves):
+def emit_bfloat16(builder, vector, bits, halves):
     """Round to nearest even; a NaN stays a NaN (the quiet bit is set)."""
 
     def constant(value: int):
@@ -129,14 +136,14 @@ def _to_bfloat16(builder, vector, bits, halves):
 @intrinsic
 def store(typing, array, index, value):
     """Write 16 lanes to array[index : index + 16]; uint16 elements receive bfloat16."""
-    is_bfloat16 = array.dtype == types.uint16
+    is_bfloat16 = _is_bfloat16(array)
 
     def generate(context, builder, signature, arguments):
         array_value, index_value, vector = arguments
         kind = HALVES if is_bfloat16 else LANES
         address = emit_address(context, builder, signature.args[0], array_value, index_value, kind)
         if is_bfloat16:
-            vector = _to_bfloat16(builder, vector, BITS, HALVES)
+            vector = emit_bfloat16(builder, vector, BITS, HALVES)
         builder.store(vector, address, align=2 if is_bfloat16 else 4)
         return context.get_dummy_value()
 
@@ -146,16 +153,31 @@ def store(typing, array, index, value):
 @intrinsic
 def store_one(typing, array, index, value):
     """Write one float32 to array[index], as bfloat16 where the elements are uint16."""
-    is_bfloat16 = array.dtype == types.uint16
+    is_bfloat16 = _is_bfloat16(array)
 
     def generate(context, builder, signature, arguments):
         array_value, index_value, scalar = arguments
         kind = I16 if is_bfloat16 else F32
         address = emit_address(context, builder, signature.args[0], array_value, index_value, kind)
-        builder.store(_to_bfloat16(builder, scalar, I32, I16) if is_bfloat16 else scalar, address)
+        builder.store(emit_bfloat16(builder, scalar, I32, I16) if is_bfloat16 else scalar, address)
         return context.get_dummy_value()
 
     return types.void(array, types.intp, types.float32), generate
+
+
+@intrinsic
+def load_one(typing, array, index):
+    """array[index] as one float32; uint16 elements are bfloat16."""
+    is_bfloat16 = _is_bfloat16(array)
+
+    def generate(context, builder, signature, arguments):
+        address = emit_address(context, builder, signature.args[0], *arguments, I16 if is_bfloat16 else F32)
+        value = builder.load(address)
+        if is_bfloat16:
+            value = builder.bitcast(builder.shl(builder.zext(value, I32), I32(16)), F32)
+        return value
+
+    return types.float32(array, types.intp), generate
 
 
 @intrinsic

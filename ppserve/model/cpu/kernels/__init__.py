@@ -1,0 +1,1 @@
+"""Matrix products, row operations and attention of a CPU stage, as numba kernels chosen by what the CPU has."""

@@ -1,0 +1,96 @@
+"""The code of a tile whose sums stay in AMX's tile registers: 16 rows of 64 bytes each, eight of them.
+
+A tile of 16 or 32 rows times 2 panels: registers 0 to 3 hold sums, 4 and 5 rows, 6 and 7 weights. A chunk of rows
+and a chunk of weights in memory are just what the registers hold, so loading rearranges nothing.
+"""
+# mypy: ignore-errors
+# (LLVM values have no types that mypy could check)
+
+from __future__ import annotations
+
+from llvmlite import ir
+from numba.core import cgutils
+
+from ppserve.model.cpu.kernels.memory import LINE_BYTES
+from ppserve.model.cpu.kernels.operations import I8, I64, call
+from ppserve.model.cpu.kernels.tile_code import CHUNK_BYTES, PANEL, TileCode
+
+_ROWS, _WEIGHTS = (4, 5), (6, 7)
+
+# Palette 1, then at byte 16 the bytes of a row of each register (16 bit), at byte 48 its rows.
+_CONFIGURATION = bytes([1] + [0] * 15 + [LINE_BYTES, 0] * 8 + [0] * 16 + [PANEL] * 8 + [0] * 8)
+
+
+class TileUnit:
+    """The instructions. Register numbers are part of them; addresses and strides are in bytes."""
+
+    def __init__(self, builder) -> None:
+        self.builder = builder
+
+    def configure(self) -> None:
+        """Give the eight registers their shape. Until `release` the thread's state is 8 KiB larger."""
+        constant = ir.Constant(ir.ArrayType(I8, len(_CONFIGURATION)), bytearray(_CONFIGURATION))
+        place = cgutils.alloca_once_value(self.builder, constant)
+        self._call("ldtilecfg", self.builder.bitcast(place, I8.as_pointer()))
+
+    def release(self) -> None:
+        self._call("tilerelease")
+
+    def load(self, register: int, address, stride) -> None:
+        self._call("tileloadd64", I8(register), self._pointer(address), stride)
+
+    def store(self, register: int, address, stride) -> None:
+        self._call("tilestored64", I8(register), self._pointer(address), stride)
+
+    def multiply(self, instruction: str, sums: int, rows: int, weights: int) -> None:
+        self._call(instruction, I8(sums), I8(rows), I8(weights))
+
+    def _pointer(self, address):
+        return self.builder.inttoptr(address, I8.as_pointer())
+
+    def _call(self, name: str, *arguments) -> None:
+        call(self.builder, f"llvm.x86.{name}", ir.VoidType(), *arguments)
+
+
+class AmxTile(TileCode):
+    """Each chunk of 16 rows is multiplied into one chunk of each panel."""
+
+    unit = TileUnit
+
+    def tile(self, num_rows: int) -> None:
+        builder, arguments, unit = self.builder, self.arguments, self.unit(self.builder)
+        row_tiles = range(num_rows // PANEL)
+        self._move(unit.load, row_tiles, arguments.start, arguments.start_stride)
+        panels, fetch = self.each_panel(arguments.weights), self.each_panel(arguments.fetch)
+        with cgutils.for_range(builder, arguments.chunks) as chunk:
+            wanted = self._lines(fetch, chunk.index)
+            x = builder.add(arguments.x, builder.mul(chunk.index, I64(num_rows * self.row_bytes)))
+            for panel, address in enumerate(panels):
+                place = builder.add(address, builder.mul(chunk.index, I64(CHUNK_BYTES)))
+                unit.load(_WEIGHTS[panel], place, I64(LINE_BYTES))
+            for tile in row_tiles:
+                unit.load(_ROWS[tile], builder.add(x, I64(tile * CHUNK_BYTES)), I64(LINE_BYTES))
+                for panel in range(self.kind.panels):
+                    sums = tile * self.kind.panels + panel
+                    for place in wanted[sums :: self.kind.panels * len(row_tiles)]:
+                        self.fetch(place)
+                    unit.multiply(self.operation.instruction, sums, _ROWS[tile], _WEIGHTS[panel])
+        self._move(unit.store, row_tiles, arguments.y, arguments.y_stride)
+        self.finish(num_rows)
+
+    def _move(self, move, row_tiles: range, address, stride) -> None:
+        """Load or store all sums."""
+        for tile in row_tiles:
+            rows = self.nth(address, stride, tile * PANEL)
+            for panel in range(self.kind.panels):
+                move(tile * self.kind.panels + panel, self.builder.add(rows, I64(panel * LINE_BYTES)), stride)
+
+    def _lines(self, fetch, chunk):
+        """The addresses of all lines to be fetched during a chunk."""
+        builder, step, places = self.builder, self.arguments.fetch_step, []
+        for address in fetch:
+            place = builder.add(address, builder.mul(builder.mul(chunk, I64(PANEL)), step))
+            for _ in range(PANEL):
+                places.append(place)
+                place = builder.add(place, step)
+        return places

@@ -1,0 +1,257 @@
+"""What one step of a micro-kernel does: a word of a row into the words of several outputs.
+
+| operation | a word is | a step is | needs |
+|---|---|---|---|
+| `fma` | a float32 | one fused multiply-add | |
+| `bf16_fma` | 2 bfloat16 | two fused multiply-adds in float32, the second input of the pair first | |
+| `bf16_dot` | 2 bfloat16 | `vdpbf16ps`: the same two multiply-adds | AVX512-BF16 |
+| `bf16_tiles` | 2 bfloat16 | `tdpbf16ps`: the first inputs of 16 pairs, then the second, then both | AMX-BF16 |
+| `int8_pairs` | 4 int8 | two `vpmaddwd` of int16 pairs, which cannot overflow | |
+| `int8_dot` | 4 int8 | `vpdpbusd`, the rows' values raised by 128 to be unsigned | AVX-VNNI or AVX512-VNNI |
+| `int8_tiles` | 4 int8 | `tdpbssd` | AMX-INT8 |
+
+`bf16_fma` and `bf16_dot` give the same bits as long as no denormal number occurs (the instruction takes those as
+zeros): what rounds to bfloat16 for them drops what is below SMALLEST_BF16, so that every product and every sum is
+0 or at least 2**-124. Integers are exact, so all int8 operations agree.
+"""
+# mypy: ignore-errors
+# (LLVM values have no types that mypy could check)
+
+from __future__ import annotations
+
+from llvmlite import ir
+from numba.core import cgutils
+
+from ppserve.model.cpu.vector import emit_bfloat16
+
+I8, I16, I32, I64, F32 = (*(ir.IntType(bits) for bits in (8, 16, 32, 64)), ir.FloatType())
+
+SMALLEST_BF16 = 2.0**-55
+"""Smaller numbers become 0 where inputs and weights of products are rounded to bfloat16."""
+
+
+class BFloat16(ir.Type):
+    """LLVM's bfloat, which llvmlite does not have."""
+
+    def _to_string(self) -> str:
+        return "bfloat"
+
+    __str__ = _to_string
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, BFloat16)
+
+    def __hash__(self) -> int:
+        return hash("bfloat")
+
+
+def vector(kind: ir.Type, lanes: int) -> ir.VectorType:
+    return ir.VectorType(kind, lanes)
+
+
+def call(builder, name: str, kind: ir.Type, *arguments):
+    """A call of one of LLVM's intrinsics."""
+    function_type = ir.FunctionType(kind, [argument.type for argument in arguments])
+    return builder.call(cgutils.get_or_insert_function(builder.module, function_type, name), arguments)
+
+
+def constant(kind: ir.Type, lanes: int, value: int):
+    return ir.Constant(vector(kind, lanes), [value] * lanes)
+
+
+def shuffle(builder, value, indices: list[int]):
+    mask = ir.Constant(vector(I32, len(indices)), indices)
+    return builder.shuffle_vector(value, ir.Constant(value.type, ir.Undefined), mask)
+
+
+def splat(builder, scalar, lanes: int):
+    first = builder.insert_element(ir.Constant(vector(scalar.type, lanes), ir.Undefined), scalar, I32(0))
+    return shuffle(builder, first, [0] * lanes)
+
+
+def rounded_to_bfloat16(builder, values):
+    """<16 x float> → <16 x i16>: to nearest even, what is smaller than SMALLEST_BF16 to 0."""
+    size = call(builder, "llvm.fabs.v16f32", values.type, values)
+    is_small = builder.fcmp_ordered("<", size, ir.Constant(values.type, [SMALLEST_BF16] * 16))
+    kept = builder.select(is_small, ir.Constant(values.type, [0.0] * 16), values)
+    return emit_bfloat16(builder, kept, vector(I32, 16), vector(I16, 16))
+
+
+class Operation:
+    """steps: how many steps one word takes; a row's tile has a word for each of them. sums: what they add up in.
+    inputs: in a word. raised: what is added to a row's values before they are multiplied."""
+
+    steps = 1
+    sums: ir.Type = F32
+    inputs = 1
+    raised = 0
+
+    def __init__(self, lanes: int) -> None:
+        self.lanes = lanes
+
+    @staticmethod
+    def packed(builder, values):
+        """16 consecutive inputs of a row, <16 x float>, as the row's tile holds them. Those of int8 come as whole
+        numbers from -127 to 127 with 1.5 * 2**23 added, which leaves them in the low bits."""
+        return values
+
+
+class VectorOperation(Operation):
+    """For registers of `lanes` elements of 32 bits.
+
+    weights: what a step multiplies, made once from <lanes x i32> and used for all rows. row: its counterpart, from
+    the words at a pointer. step: the sums after it. unroll: words in one piece of code; in longer pieces LLVM
+    rearranges so that values no longer fit the registers.
+    """
+
+    unroll = 4
+
+    def weights(self, builder, column, step: int):
+        raise NotImplementedError
+
+    def row(self, builder, pointer, step: int):
+        raise NotImplementedError
+
+    def step(self, builder, total, row, weights):
+        raise NotImplementedError
+
+    def _word(self, builder, pointer, offset: int, kind: ir.Type):
+        """The word `offset` words behind a pointer, in every element."""
+        place = builder.bitcast(builder.gep(pointer, [I64(4 * offset)]), kind.as_pointer())
+        return splat(builder, builder.load(place, align=4), self.lanes)
+
+
+class Fma(VectorOperation):
+    def weights(self, builder, column, step):
+        return builder.bitcast(column, vector(F32, self.lanes))
+
+    def row(self, builder, pointer, step):
+        return self._word(builder, pointer, 0, F32)
+
+    def step(self, builder, total, row, weights):
+        return call(builder, f"llvm.fma.v{self.lanes}f32", total.type, row, weights, total)
+
+
+class BFloat16Fma(Fma):
+    """The rows' values come as float32."""
+
+    steps = 2
+    inputs = 2
+
+    @staticmethod
+    def packed(builder, values):
+        wide = builder.zext(rounded_to_bfloat16(builder, values), vector(I32, 16))
+        return builder.shl(wide, constant(I32, 16, 16))
+
+    def weights(self, builder, column, step):
+        if step == 0:
+            bits = builder.and_(column, constant(I32, self.lanes, 0xFFFF0000))
+        else:
+            bits = builder.shl(column, constant(I32, self.lanes, 16))
+        return builder.bitcast(bits, vector(F32, self.lanes))
+
+    def row(self, builder, pointer, step):
+        return self._word(builder, pointer, 1 - step, F32)
+
+
+class BFloat16Dot(VectorOperation):
+    inputs = 2
+
+    @staticmethod
+    def packed(builder, values):
+        return rounded_to_bfloat16(builder, values)
+
+    def weights(self, builder, column, step):
+        return builder.bitcast(column, vector(BFloat16(), 2 * self.lanes))
+
+    def row(self, builder, pointer, step):
+        return builder.bitcast(self._word(builder, pointer, 0, I32), vector(BFloat16(), 2 * self.lanes))
+
+    def step(self, builder, total, row, weights):
+        name = f"llvm.x86.avx512bf16.dpbf16ps.{32 * self.lanes}"
+        return call(builder, name, total.type, total, weights, row)
+
+
+class Int8Pairs(VectorOperation):
+    """The rows' values come as int16: a word with the first and the third of four, then one with the others."""
+
+    unroll = 1
+    steps = 2
+    sums = I32
+    inputs = 4
+
+    @staticmethod
+    def packed(builder, values):
+        halves = builder.trunc(builder.bitcast(values, vector(I32, 16)), vector(I16, 16))
+        return shuffle(builder, halves, [4 * word + i for word in range(4) for i in (0, 2, 1, 3)])
+
+    def weights(self, builder, column, step):
+        eight = constant(I16, 2 * self.lanes, 8)
+        pairs = builder.bitcast(column, vector(I16, 2 * self.lanes))
+        return builder.ashr(builder.shl(pairs, eight) if step == 0 else pairs, eight)
+
+    def row(self, builder, pointer, step):
+        return builder.bitcast(self._word(builder, pointer, step, I32), vector(I16, 2 * self.lanes))
+
+    def step(self, builder, total, row, weights):
+        """LLVM makes `vpmaddwd` of the sums of pairs where the CPU has it."""
+        wide = vector(I32, 2 * self.lanes)
+        products = builder.mul(builder.sext(row, wide), builder.sext(weights, wide))
+        first = shuffle(builder, products, list(range(0, 2 * self.lanes, 2)))
+        second = shuffle(builder, products, list(range(1, 2 * self.lanes, 2)))
+        return builder.add(total, builder.add(first, second))
+
+
+class Int8Dot(VectorOperation):
+    """The rows' values come as uint8, raised by 128; a sum begins at -128 times that of the output's weights."""
+
+    sums = I32
+    inputs = 4
+    raised = 128
+
+    @staticmethod
+    def packed(builder, values):
+        raised = builder.add(builder.bitcast(values, vector(I32, 16)), constant(I32, 16, 128))
+        return builder.trunc(raised, vector(I8, 16))
+
+    def weights(self, builder, column, step):
+        return column
+
+    def row(self, builder, pointer, step):
+        return self._word(builder, pointer, 0, I32)
+
+    def step(self, builder, total, row, weights):
+        return call(builder, f"llvm.x86.avx512.vpdpbusd.{32 * self.lanes}", total.type, total, row, weights)
+
+
+class TileOperation(Operation):
+    """For AMX: 16 words of 16 rows into 16 words of 16 outputs by one instruction."""
+
+    instruction: str
+
+
+class BFloat16Tiles(TileOperation):
+    inputs = 2
+    packed = BFloat16Dot.packed
+    instruction = "tdpbf16ps"
+
+
+class Int8Tiles(TileOperation):
+    sums = I32
+    inputs = 4
+    instruction = "tdpbssd"
+
+    @staticmethod
+    def packed(builder, values):
+        return builder.trunc(builder.bitcast(values, vector(I32, 16)), vector(I8, 16))
+
+
+OPERATIONS: dict[str, type[Operation]] = {
+    "fma": Fma,
+    "bf16_fma": BFloat16Fma,
+    "bf16_dot": BFloat16Dot,
+    "bf16_tiles": BFloat16Tiles,
+    "int8_pairs": Int8Pairs,
+    "int8_dot": Int8Dot,
+    "int8_tiles": Int8Tiles,
+}

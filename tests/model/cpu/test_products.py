@@ -1,0 +1,173 @@
+"""Products: the same bits from all micro-kernels of an arithmetic, in any company, cut anywhere."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+
+from ppserve.model.cpu.kernels.operations import SMALLEST_BF16
+from ppserve.model.cpu.kernels.products import micro_kernels
+from ppserve.model.cpu.kernels.tile_code import MicroKernel
+from ppserve.model.cpu.kernels.variants import choose, features
+from tests.model.cpu.products import Floats, Product
+
+PRECISIONS = ("float32", "bfloat16", "int8")
+# (inputs, outputs): whole and odd ones, few, more than one block of words
+SHAPES = [(768, 96), (64, 33), (100, 50), (1, 1), (17, 7), (2500, 64)]
+ROW_COUNTS = (1, 2, 3, 5, 7, 12, 13, 16, 17, 31, 33, 64, 65, 100, 129, 130)
+MOST_ROWS = ROW_COUNTS[-1]
+
+
+def kinds(precision: str) -> list[MicroKernel]:
+    """All that this machine can run."""
+    return micro_kernels(precision, choose({}, features()), features())
+
+
+EVERY = [(precision, kind) for precision in PRECISIONS for kind in kinds(precision)]
+
+
+def problem(depth: int, width: int, seed: int = 0) -> tuple[Floats, torch.Tensor, torch.Tensor]:
+    torch.manual_seed(seed)
+    x = torch.randn(MOST_ROWS, depth).numpy()
+    return x, torch.randn(width, depth) / depth**0.5, torch.randn(width)
+
+
+def same(one: Floats, other: Floats) -> bool:
+    """The same bits."""
+    return np.array_equal(one.view(np.uint32), other.view(np.uint32))
+
+
+def arithmetic(kind: MicroKernel) -> str:
+    """What kinds with the same bits have in common: AMX sums bfloat16 in an order of its own."""
+    return "bf16_tiles" if kind.operation == "bf16_tiles" else "any"
+
+
+@pytest.mark.parametrize("precision", PRECISIONS)
+@pytest.mark.parametrize(("depth", "width"), SHAPES)
+def test_all_micro_kernels_give_the_same_bits(depth: int, width: int, precision: str) -> None:
+    x, weight, bias = problem(depth, width)
+    first: dict[str, Floats] = {}
+    for kind in kinds(precision):
+        y = Product(kind, precision, weight, bias)(x)
+        assert same(y, first.setdefault(arithmetic(kind), y)), kind
+
+
+@pytest.mark.parametrize(("precision", "kind"), EVERY)
+@pytest.mark.parametrize(("depth", "width"), SHAPES)
+def test_rows_depend_on_themselves_alone(depth: int, width: int, precision: str, kind: MicroKernel) -> None:
+    x, weight, bias = problem(depth, width)
+    product = Product(kind, precision, weight, bias)
+    whole = product(x)
+    for count in ROW_COUNTS:
+        assert same(product(x[:count]), whole[:count]), f"the first {count} rows"
+        assert same(product(x[-count:]), whole[-count:]), f"the last {count} rows"
+    random = np.random.default_rng(1)
+    for _ in range(5):
+        some = random.permutation(MOST_ROWS)[: random.integers(1, MOST_ROWS)]
+        assert same(product(x[some]), whole[some])
+
+
+@pytest.mark.parametrize(("precision", "kind"), EVERY)
+def test_no_order_of_summation_changes(precision: str, kind: MicroKernel) -> None:
+    """Weights [w, -w] and inputs [r, r]: the true results are 0, what comes out is the order's rounding."""
+    x, weight, _ = problem(384, 64)
+    x, weight = np.hstack([x, x]), torch.hstack([weight, -weight])
+    product = Product(kind, precision, weight, None)
+    whole = product(x)
+    assert (np.abs(whole) < 1e-4).all()
+    assert precision == "int8" or (whole != 0).mean() > 0.5, "the probe shows nothing"
+    for count in ROW_COUNTS:
+        assert same(product(x[:count]), whole[:count])
+    smaller_blocks = replace(kind, rows_at_once=1, chunks_at_once=3)
+    assert same(Product(smaller_blocks, precision, weight, None)(x), whole)
+
+
+@pytest.mark.parametrize(("precision", "kind"), EVERY)
+def test_cutting_the_outputs_changes_no_bit(precision: str, kind: MicroKernel) -> None:
+    x, weight, bias = problem(200, 150)
+    product = Product(kind, precision, weight, bias)
+    whole = product(x)
+    for cuts in ((2,), (4, 8), (2, 4, 6, 8)):
+        assert same(product(x, cuts), whole)
+
+
+@pytest.mark.parametrize("kind", kinds("float32"))
+@pytest.mark.parametrize(("depth", "width"), SHAPES)
+def test_float32_is_one_chain_from_the_bias(depth: int, width: int, kind: MicroKernel) -> None:
+    """Fused multiply-adds in order: each is exact in float64 but for one rounding to float32."""
+    x, weight, bias = problem(depth, width)
+    expected = np.tile(bias.numpy(), (3, 1))
+    for k in range(depth):
+        product = x[:3, k : k + 1].astype(np.float64) * weight.numpy()[:, k].astype(np.float64)
+        expected = _rounded_once(product, expected)
+    assert np.array_equal(Product(kind, "float32", weight, bias)(x[:3]), expected)
+
+
+def _rounded_once(product: np.ndarray, addend: Floats) -> Floats:
+    """product + addend in float32. The sum in float64 is rounded to odd first, so that it is not rounded twice."""
+    total = product + addend
+    error = (product - (total - (total - product))) + (addend - (total - product))
+    bits = total.view(np.int64)
+    towards = np.where((error > 0) == (total > 0), 1, -1)
+    odd = np.where((error != 0) & (bits & 1 == 0), bits + towards, bits)
+    return odd.view(np.float64).astype(np.float32)
+
+
+@pytest.mark.parametrize("kind", kinds("bfloat16"))
+def test_bfloat16_sums_products_of_rounded_numbers(kind: MicroKernel) -> None:
+    x, weight, bias = problem(768, 96)
+    rounded = torch.from_numpy(x).bfloat16().double() @ weight.bfloat16().double().T + bias.double()
+    y = Product(kind, "bfloat16", weight, bias)(x)
+    np.testing.assert_allclose(y, rounded.numpy(), atol=2e-5, rtol=2e-5)
+
+
+@pytest.mark.parametrize("kind", kinds("bfloat16"))
+def test_bfloat16_never_meets_a_denormal_number(kind: MicroKernel) -> None:
+    """What the instructions would flush is 0 before they see it, and what they do see is exact."""
+    tiny, least = 1e-30, SMALLEST_BF16
+    x = np.array([[tiny, 1.0], [least, 0.0], [-least, 0.0]], np.float32)
+    y = Product(kind, "bfloat16", torch.tensor([[1.0, tiny], [least, 1.0]]), None)(x)
+    assert y.tolist() == [[0.0, 1.0], [least, least**2], [-least, -(least**2)]]
+
+
+@pytest.mark.parametrize("kind", kinds("int8"))
+@pytest.mark.parametrize(("depth", "width"), SHAPES)
+def test_int8_is_exact_integers_scaled_in_one_order(depth: int, width: int, kind: MicroKernel) -> None:
+    x, weight, bias = problem(depth, width)
+    w = weight.numpy()
+    output_scales = np.abs(w).max(axis=1) / np.float32(127)
+    integers = np.rint(w / output_scales[:, None]).astype(np.int64)
+    most = np.abs(x).max(axis=1, keepdims=True)
+    row_scales, inverse = most / np.float32(127), np.float32(127) / most
+    rows = np.rint(x.astype(np.float64) * inverse.astype(np.float64)).astype(np.int64)
+    sums = (rows @ integers.T).astype(np.float32)
+    scaled = sums.astype(np.float64) * (row_scales * output_scales).astype(np.float64)
+    expected = _rounded_once(scaled, np.broadcast_to(bias.numpy(), scaled.shape))
+    assert np.array_equal(Product(kind, "int8", weight, bias)(x), expected)
+
+
+@pytest.mark.parametrize("kind", kinds("int8"))
+def test_int8_at_its_limits_is_exact(kind: MicroKernel) -> None:
+    """127 · 127 in every place, with either sign: nothing saturates."""
+    weight, x = torch.full((32, 4096), 1.0), np.ones((2, 4096), np.float32)
+    weight[1::2], x[1] = -1.0, -1.0
+    y = Product(kind, "int8", weight, None)(x)
+    np.testing.assert_allclose(y, np.array([[4096, -4096] * 16, [-4096, 4096] * 16]), rtol=1e-6)
+
+
+@pytest.mark.parametrize(("precision", "kind"), EVERY)
+def test_zeros_and_what_is_not_finite(precision: str, kind: MicroKernel) -> None:
+    """A row of zeros gives the bias; one number that is not finite spoils its row and no other."""
+    x, weight, bias = problem(100, 40)
+    weight[3] = 0.0
+    product = Product(kind, precision, weight, bias)
+    whole = product(x[:4])
+    x[1], x[2, 50], x[3, 7] = 0.0, np.nan, np.inf
+    y = product(x[:4])
+    assert same(y[0], whole[0])
+    assert np.array_equal(y[1], bias.numpy())
+    assert np.isnan(y[2]).all()
+    assert not np.isfinite(y[3]).any()

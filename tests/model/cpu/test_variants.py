@@ -1,0 +1,81 @@
+"""Which kernel variant a CPU gets, and what a person is told who forces another."""
+
+from __future__ import annotations
+
+import pytest
+
+from ppserve.errors import ConfigError
+from ppserve.model.cpu.kernels.products import CHOICES, micro_kernels
+from ppserve.model.cpu.kernels.variants import NEEDS, available, choose, features
+
+HASWELL = frozenset({"sse2", "avx2", "fma"})
+SKYLAKE = HASWELL | NEEDS["avx512"]
+CASCADE_LAKE = SKYLAKE | {"avx512vnni"}
+ZEN_5 = CASCADE_LAKE | NEEDS["avx512_bf16"] | {"avxvnni"}
+SAPPHIRE_RAPIDS = ZEN_5 | NEEDS["amx"]
+ALDER_LAKE = HASWELL | {"avxvnni"}
+NEON = frozenset({"neon"})
+
+
+@pytest.mark.parametrize(
+    ("found", "best"),
+    [
+        (NEON, "portable"),
+        (HASWELL, "avx2"),
+        (ALDER_LAKE, "avx2"),
+        (SKYLAKE, "avx512"),
+        (CASCADE_LAKE, "avx512"),
+        (ZEN_5, "avx512_bf16"),
+        (SAPPHIRE_RAPIDS, "amx"),
+    ],
+)
+def test_the_best_that_the_cpu_can_run(found: frozenset[str], best: str) -> None:
+    assert choose({}, found) == best
+    assert available(found) == tuple(NEEDS)[: tuple(NEEDS).index(best) + 1]
+    assert choose({"PPSERVE_CPU_KERNELS": "portable"}, found) == "portable"
+
+
+def test_a_variant_is_not_available_without_those_before_it() -> None:
+    assert available(HASWELL | NEEDS["avx512_bf16"]) == ("portable", "avx2")
+
+
+def test_an_unknown_variant_is_refused_by_the_name_of_the_variable() -> None:
+    with pytest.raises(ConfigError) as refused:
+        choose({"PPSERVE_CPU_KERNELS": "sse9"}, HASWELL)
+    known = "portable, avx2, avx512, avx512_bf16, amx"
+    assert str(refused.value) == f"PPSERVE_CPU_KERNELS: unknown kernel variant 'sse9' (known: {known})"
+
+
+def test_a_variant_that_the_cpu_lacks_is_refused() -> None:
+    with pytest.raises(ConfigError) as refused:
+        choose({"PPSERVE_CPU_KERNELS": "amx"}, SKYLAKE)
+    assert str(refused.value) == "PPSERVE_CPU_KERNELS: this CPU cannot run 'amx' (it can: portable, avx2, avx512)"
+
+
+@pytest.mark.parametrize(
+    ("precision", "variant", "found", "operation"),
+    [
+        ("float32", "amx", SAPPHIRE_RAPIDS, "fma"),
+        ("bfloat16", "amx", SAPPHIRE_RAPIDS, "bf16_tiles"),
+        ("bfloat16", "avx512_bf16", SAPPHIRE_RAPIDS, "bf16_dot"),
+        ("bfloat16", "avx512", ZEN_5, "bf16_fma"),
+        ("int8", "amx", SAPPHIRE_RAPIDS, "int8_tiles"),
+        ("int8", "avx512_bf16", ZEN_5, "int8_dot"),
+        ("int8", "avx512", CASCADE_LAKE, "int8_dot"),
+        ("int8", "avx512", SKYLAKE, "int8_pairs"),
+        ("int8", "avx2", ALDER_LAKE, "int8_dot"),
+        ("int8", "avx2", HASWELL, "int8_pairs"),
+        ("int8", "portable", SAPPHIRE_RAPIDS, "int8_pairs"),
+    ],
+)
+def test_micro_kernels_by_variant(precision: str, variant: str, found: frozenset[str], operation: str) -> None:
+    assert micro_kernels(precision, variant, found)[0].operation == operation
+
+
+def test_every_precision_runs_everywhere() -> None:
+    for precision in {choice.precision for choice in CHOICES}:
+        assert micro_kernels(precision, "portable", frozenset())
+
+
+def test_this_machine_has_a_variant() -> None:
+    assert choose({}, features()) in NEEDS

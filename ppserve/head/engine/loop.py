@@ -111,6 +111,7 @@ class Engine(threading.Thread):
         except Exception as error:
             log.exception("the engine failed")
             self._give_up(Hopeless(f"internal error: {type(error).__name__}", usage=False))
+        self._end_streams(_shutting_down())
         if self.failed.done():
             hopeless = self.failed.result()
         code = 0 if hopeless is None else EXIT_USAGE if hopeless.usage else EXIT_FAILED
@@ -158,7 +159,6 @@ class Engine(threading.Thread):
 
     def _refuse_the_rest(self) -> None:
         """Messages that nobody will handle any more. Safe from any thread."""
-        refusal = Draining("the server is shutting down")
         while self._inbox:
             try:
                 message = self._inbox.popleft()
@@ -166,7 +166,7 @@ class Engine(threading.Thread):
                 return
             match message:
                 case Submit(accepted=waiting) | Look(seen=waiting):
-                    waiting.set_exception(refusal)
+                    waiting.set_exception(_shutting_down())
 
     # ---- requests -------------------------------------------------------------------------------------
 
@@ -225,14 +225,21 @@ class Engine(threading.Thread):
 
     def _give_up(self, hopeless: Hopeless) -> None:
         """Every open stream ends with a status; whoever runs the server learns why."""
-        error, now_s = StagesLost("a pipeline stage was lost and does not come back"), self._clock() / 1e9
+        self._end_streams(StagesLost("a pipeline stage was lost and does not come back"))
+        self._stopping = True
+        if not self.failed.done():
+            self.failed.set_result(hopeless)
+
+    def _end_streams(self, error: RequestError) -> None:
+        now_s = self._clock() / 1e9
         for opened in self._open.values():
             self._tell(opened, opened.fail(error), now_s)
         self._open.clear()
-        self._stopping = True
         self._deliver()
-        if not self.failed.done():
-            self.failed.set_result(hopeless)
+
+
+def _shutting_down() -> Draining:
+    return Draining("the server is shutting down")
 
 
 def _settle(future: Future[Reading], answer: Callable[[], Reading]) -> None:

@@ -1,0 +1,99 @@
+"""The ledger of a pipeline as a person reads it: a table in a terminal, the same in colour in a notebook."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from html import escape
+
+from ppserve.core.ledger.account import StageTimes
+from ppserve.core.ledger.advice import advise
+from ppserve.core.ledger.causes import CAUSES
+from ppserve.head.engine.replica import Reading
+
+_HEADINGS = ("stage", "layers", "busy", *CAUSES, "idle", "steps", "ms/step")
+
+
+@dataclass(frozen=True, slots=True)
+class StageLedger:
+    """One stage. layers: of the model, as `0-6`. times: its wall time, in nanoseconds by kind. steps: computed."""
+
+    stage: int
+    layers: str
+    times: StageTimes
+    steps: int
+
+    @property
+    def busy_s(self) -> float:
+        """Seconds in which it computed."""
+        return sum(self.times.busy_ns.values()) / 1e9
+
+    @property
+    def bubble_s(self) -> dict[str, float]:
+        """Seconds in which it waited while there was work, by cause."""
+        return {cause: ns / 1e9 for cause, ns in self.times.bubble_ns.items()}
+
+    @property
+    def idle_s(self) -> float:
+        """Seconds without any work."""
+        return self.times.idle_ns / 1e9
+
+
+@dataclass(frozen=True, slots=True)
+class Ledger:
+    """Where every stage's time went. `busy + bubbles + idle` is the wall time of every stage, exactly.
+
+    Shares in the table are of the time in which there was work, except `idle`, which is of all time. advice: what
+    would help most; empty when nothing would.
+    """
+
+    stages: tuple[StageLedger, ...]
+    advice: str
+
+    @property
+    def wall_s(self) -> float:
+        """Seconds since the pipeline was made, or between two ledgers: the same for every stage."""
+        return self.stages[0].times.wall_ns / 1e9
+
+    def since(self, earlier: Ledger) -> Ledger:
+        """What was added after an earlier ledger of the same pipeline."""
+        stages = tuple(
+            replace(stage, times=stage.times.since(before.times), steps=stage.steps - before.steps)
+            for stage, before in zip(self.stages, earlier.stages, strict=True)
+        )
+        return replace(self, stages=stages)
+
+    def __repr__(self) -> str:
+        rows = [_HEADINGS, *map(_row, self.stages)]
+        widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+        lines = ["  ".join(cell.rjust(width) for cell, width in zip(row, widths, strict=True)) for row in rows]
+        return "\n".join([*lines, f"{self.wall_s:.3f} s", *([self.advice] if self.advice else [])])
+
+    def _repr_html_(self) -> str:
+        """For notebooks."""
+        head = "".join(f"<th>{escape(heading)}</th>" for heading in _HEADINGS)
+        rows = "".join(f"<tr>{''.join(f'<td>{escape(cell)}</td>' for cell in _row(s))}</tr>" for s in self.stages)
+        return f"<table><tr>{head}</tr>{rows}</table><p>{self.wall_s:.3f} s. {escape(self.advice)}</p>"
+
+
+def ledger_of(reading: Reading) -> Ledger:
+    """A reading's ledger."""
+    layouts = reading.decision.layouts
+    stages = tuple(
+        StageLedger(stage.member.stage, layouts[stage.member.stage].span, stage.times, stage.steps)
+        for stage in reading.stages
+    )
+    advice = advise(tuple(stage.times for stage in stages), layouts, reading.microbatches)
+    return Ledger(stages, advice)
+
+
+def _row(stage: StageLedger) -> tuple[str, ...]:
+    demand_ns, wall_ns = stage.times.demand_ns, stage.times.wall_ns
+    kinds_ns = [sum(stage.times.busy_ns.values()), *(stage.times.bubble_ns[cause] for cause in CAUSES)]
+    shares = [_percent(ns, demand_ns) for ns in kinds_ns]
+    step = f"{1e3 * stage.busy_s / stage.steps:.2f}" if stage.steps else "-"
+    idle = _percent(stage.times.idle_ns, wall_ns)
+    return (str(stage.stage), stage.layers, *shares, idle, str(stage.steps), step)
+
+
+def _percent(part: int, whole: int) -> str:
+    return f"{100 * part / whole:.1f}%" if whole else "-"

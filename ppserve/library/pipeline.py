@@ -1,0 +1,249 @@
+"""`Pipeline`: the server's engine, scheduler and ledger in one process, with stages that are threads."""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections.abc import Sequence
+from concurrent.futures import FIRST_COMPLETED, Future, wait
+from dataclasses import fields
+from types import TracebackType
+from typing import Any, Self, TypedDict, Unpack, cast
+
+from ppserve import config as cfg
+from ppserve import wire
+from ppserve.answers import Completion, Options, Prompt
+from ppserve.core.architecture import Split
+from ppserve.errors import ConfigError, InvalidRequest, StagesLost, UsageError, Violation
+from ppserve.head.api.call import Call
+from ppserve.head.api.requests import Asked, check, to_request
+from ppserve.head.cards import ModelCard, Topology
+from ppserve.head.engine.layout import Layout
+from ppserve.head.engine.loop import Engine
+from ppserve.head.engine.members import Members
+from ppserve.head.engine.replica import Replica
+from ppserve.head.engine.watcher import Watcher
+from ppserve.head.handle import describe_model, topology_of
+from ppserve.library.ledger import Ledger, ledger_of
+from ppserve.library.local import LocalControlPlane, LocalLink
+from ppserve.library.stream import Stream
+from ppserve.model.checkpoint.opening import open_checkpoint
+from ppserve.process.environment import RankEnvironment, this_machine
+from ppserve.stage import device
+from ppserve.stage.loop import Findings, StageLoop
+from ppserve.stage.wiring import Threads
+from ppserve.tokenizer import Tokenizer, load_tokenizer
+
+log = logging.getLogger("ppserve.library")
+
+_END_WITHIN_S = 10.0
+_PARTS = ("model", "pipeline", "cache", "scheduling")
+
+
+class Settings(TypedDict, total=False):
+    """What a pipeline may be told beside its model; each is the flag of `ppserve serve` of that name.
+
+    layers: of each stage, such as "7.5,4.5" (unset: equal weights). threads: of each stage. Sizes are bytes.
+    """
+
+    dtype: str
+    quantization: str
+    force_cpu: bool
+    max_model_len: int
+    layers: str
+    microbatches: int
+    threads: int
+    block_size: int
+    kv_cache_memory: int
+    max_num_seqs: int
+    max_queue: int
+    prefill_chunk: int
+
+
+class Pipeline:
+    """A model over `stages` stages, each a thread of this process; hidden states are handed on as they are.
+
+        with Pipeline("tiny", stages=2) as pipeline:
+            for piece in pipeline.generate("Once upon a time", max_tokens=40, seed=1):
+                print(piece.text, end="")
+            print(pipeline.ledger())
+
+    model: as for `--model` of the server. The same request gives the same tokens here and there, over any number
+    of stages. Any thread may use it. Raises UsageError (ConfigError, CheckpointError) for what cannot be run.
+    """
+
+    def __init__(self, model: str = "tiny", stages: int = 1, **settings: Unpack[Settings]) -> None:
+        if stages < 1:
+            raise ConfigError("stages", f"{stages} is not a number of stages; at least 1")
+        config = _config_of(model, settings)
+        self._control = LocalControlPlane(range(stages))
+        self._members = Members(range(stages), this_machine(), Layout(config, in_process=True), self._control)
+        watcher = Watcher()
+        replica = Replica(self._members, self._control, watcher, time.monotonic_ns)
+        self._engine = Engine(replica, self._control, watcher, lambda call: call())
+        self._tokenizer: Tokenizer | None = None
+        wiring = Threads()
+        loops = [_stage_loop(config, link, rank, stages, wiring) for rank, link in self._control.links.items()]
+        self._stages = [
+            threading.Thread(target=_live, args=(loop, link), name=f"stage {rank}", daemon=True)
+            for (rank, link), loop in zip(self._control.links.items(), loops, strict=True)
+        ]
+        for thread in (self._engine, *self._stages):
+            thread.start()
+        try:
+            self._card = self._when_formed(config)
+        except BaseException:
+            self.close()
+            raise
+
+    # ---- generating -----------------------------------------------------------------------------------
+
+    def generate(self, prompt: Prompt | Sequence[Prompt], **options: Unpack[Options]) -> Stream:
+        """Pieces of text, as they are made. Options are those of the Python client.
+
+        prompt: a text, token ids, or a list of such, which run together; `piece.request_id` then is the prompt's
+        place in the list. Closing the stream early ends its requests. Raises InvalidRequest, naming what is wrong,
+        or Overloaded, before anything runs.
+        """
+        prompts, name = _prompts_of(prompt), options.pop("request_id", "")
+        stream = Stream(self._engine, self._tokenizer)
+        timeout_s = options.pop("timeout_s", None)
+        try:
+            for place, one in enumerate(prompts):
+                asked = Asked(prompt=one, **cast(Any, options))
+                check(asked, self._card)
+                call = Call.begin("", timeout_s, None)
+                request = to_request(asked, self._ids_of(one), self._card, call)
+                stream.submit(request, name or str(place), self._text_of(one) if request.output.echo else "")
+        except BaseException:
+            stream.close()
+            raise
+        return stream
+
+    def complete(self, prompt: Prompt, **options: Unpack[Options]) -> Completion:
+        """`generate`, read to its end."""
+        return self.complete_all([prompt], **options)[0]
+
+    def complete_all(self, prompts: Sequence[Prompt], **options: Unpack[Options]) -> list[Completion]:
+        """All of these together, in their order."""
+        with self.generate(list(prompts), **options) as stream:
+            return stream.completions()
+
+    def _ids_of(self, prompt: Prompt) -> Sequence[int]:
+        if not isinstance(prompt, str):
+            return prompt
+        assert self._tokenizer is not None or not prompt, "checked before"
+        try:
+            return self._tokenizer.encode(prompt) if self._tokenizer is not None else ()
+        except ValueError as error:
+            raise InvalidRequest([Violation("prompt", "this text cannot be tokenized")]) from error
+
+    def _text_of(self, prompt: Prompt) -> str:
+        if isinstance(prompt, str):
+            return prompt
+        return "" if self._tokenizer is None else self._tokenizer.decode(prompt)
+
+    # ---- what it says ---------------------------------------------------------------------------------
+
+    @property
+    def model(self) -> ModelCard:
+        """What is computed, in which arithmetic, and whether the promises hold on this machine."""
+        return self._card
+
+    def ledger(self) -> Ledger:
+        """Where every stage's time went, from the making of the pipeline to now."""
+        return ledger_of(self._engine.look())
+
+    def topology(self) -> Topology:
+        """What each stage holds, and how long its steps take."""
+        return topology_of(self._engine.look())
+
+    # ---- its end --------------------------------------------------------------------------------------
+
+    def close(self) -> None:
+        """Ends every stream that is open, and all threads. May be called twice."""
+        self._engine.stop()
+        for thread in (self._engine, *self._stages):
+            thread.join(_END_WITHIN_S)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def __repr__(self) -> str:
+        decision = self._members.decision
+        assert decision is not None
+        spans = " | ".join(layout.span for layout in decision.layouts)
+        return f"<Pipeline {self._card.name!r}, {self._card.dtype}, layers {spans}>"
+
+    def _when_formed(self, config: cfg.ServeConfig) -> ModelCard:
+        """Waits until every stage has loaded its layers."""
+        engine = self._engine
+        wait([cast("Future[Any]", engine.formed), cast("Future[Any]", engine.failed)], return_when=FIRST_COMPLETED)
+        if engine.failed.done():
+            hopeless = engine.failed.result()
+            raise UsageError(hopeless.reason) if hopeless.usage else StagesLost(hopeless.reason)
+        decision, hello = self._members.decision, self._members.first.hello
+        assert decision is not None and hello is not None  # noqa: PT018
+        self._tokenizer = load_tokenizer(hello.checkpoint, decision.architecture.vocab_size)
+        return describe_model(config, decision, self._members.all, self._tokenizer)
+
+
+def _config_of(model: str, settings: Settings) -> cfg.ServeConfig:
+    """Raises ConfigError for a setting that does not exist or cannot be meant."""
+    given: dict[str, Any] = {"path": model, **settings}
+    if unknown := set(given) - {"path", *Settings.__annotations__}:
+        raise ConfigError(min(unknown), "there is no such setting")
+    if given.get("dtype", "auto") not in cfg.DTYPES:
+        raise ConfigError("dtype", f"{given['dtype']!r} is none of {', '.join(cfg.DTYPES)}")
+    if given.get("quantization", "none") != "none":
+        raise ConfigError("quantization", f"{given['quantization']} is not available in this version")
+    if "layers" in given:
+        try:
+            given["layers"] = Split.parse(given["layers"])
+        except ValueError:
+            problem = f"{given['layers']!r} is not layers per stage such as '9,3' or '7.5,4.5'"
+            raise ConfigError("layers", problem) from None
+    for name, value in given.items():
+        if isinstance(value, int) and not isinstance(value, bool) and value < 1:
+            raise ConfigError(name, f"{value} is not positive")
+    defaults = cfg.ServeConfig()
+    parts = {part: getattr(defaults, part) for part in _PARTS}
+    homes = {field.name: part for part in _PARTS for field in fields(parts[part])}
+    return cfg.ServeConfig(
+        **{
+            part: type(parts[part])(**{name: value for name, value in given.items() if homes[name] == part})
+            for part in _PARTS
+        }
+    )
+
+
+def _stage_loop(config: cfg.ServeConfig, link: LocalLink, rank: int, stages: int, wiring: Threads) -> StageLoop:
+    """A stage of this process. Raises UsageError."""
+    checkpoint = open_checkpoint(config.model.path)
+    here = RankEnvironment(rank, stages, rank, stages, restart=0)
+    found = Findings(checkpoint, device.choose(config, here, checkpoint.stored_dtype), costs=None)
+    return StageLoop(wire.Start(config, rank, stages, "", 0, ""), found, link.opened, wiring)
+
+
+def _live(loop: StageLoop, link: LocalLink) -> None:
+    """The life of a stage's thread. What ends it unforeseen ends the pipeline, with the reason."""
+    try:
+        loop.run()
+    except Exception as error:
+        log.exception("a stage failed")
+        link.send(wire.Failed(f"{type(error).__name__}: {error}"))
+    finally:
+        link.hang_up("exit")
+
+
+def _prompts_of(prompt: Prompt | Sequence[Prompt]) -> Sequence[Prompt]:
+    """A list of prompts, also of one. Token ids are a list as well, but of numbers."""
+    if isinstance(prompt, str) or all(isinstance(part, int) for part in prompt):
+        return [cast(Prompt, prompt)]
+    return cast(Sequence[Prompt], prompt)

@@ -1,0 +1,296 @@
+"""`Pipeline`: the same answers over any number of stages, alone and among others; what it refuses; its ledger."""
+
+from __future__ import annotations
+
+import itertools
+import random
+import threading
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+import ppserve
+from ppserve import Completion, ConfigError, InvalidRequest, Ledger, Pipeline, UsageError
+from ppserve.errors import Draining
+
+PROMPTS = (
+    "Once upon a time",
+    "The miller",
+    "One cold morning",
+    "I like trains",
+    "Every Sunday Ben went to the market",
+)
+
+
+def tiny(stages: int = 1, **settings: Any) -> Pipeline:
+    return Pipeline("tiny", stages, **{"dtype": "float32", "threads": 1, "max_model_len": 256, **settings})
+
+
+@pytest.fixture(scope="module")
+def one_stage() -> Iterator[Pipeline]:
+    with tiny() as pipeline:
+        yield pipeline
+
+
+@pytest.fixture(scope="module")
+def two_stages() -> Iterator[Pipeline]:
+    with tiny(2) as pipeline:
+        yield pipeline
+
+
+def mixed_requests(count: int) -> list[tuple[str, dict[str, Any]]]:
+    """Requests with every option that changes what is drawn or told, in all combinations that chance makes."""
+    chance = random.Random(7)
+    requests: list[tuple[str, dict[str, Any]]] = []
+    for number in range(count):
+        options: dict[str, Any] = {"seed": number, "max_tokens": chance.randrange(1, 40)}
+        choices: tuple[dict[str, Any], ...] = (
+            {"temperature": 0},
+            {"temperature": 0.7, "top_k": 20},
+            {"top_p": 0.9, "min_p": 0.02},
+            {"repetition_penalty": 1.3, "frequency_penalty": 0.5, "presence_penalty": 0.1},
+            {"logit_bias": {number % 500: 5.0, 13: -100.0}},
+            {"stop": [".", "the"], "include_stop": bool(number % 2)},
+            {"n": 3},
+            {"logprobs": 3, "prompt_logprobs": 2},
+            {"min_tokens": 5, "ignore_eos": True},
+            {"echo": True, "token_ids": True},
+        )
+        for choice in chance.sample(choices, 3):
+            options |= choice
+        options["min_tokens"] = min(options.get("min_tokens", 0), options["max_tokens"])
+        requests.append((chance.choice(PROMPTS) * chance.randrange(1, 4), options))
+    return requests
+
+
+def together(pipeline: Pipeline, requests: list[tuple[str, dict[str, Any]]]) -> list[Completion]:
+    """All at once: every request has been submitted before the first is read."""
+    streams = [pipeline.generate(prompt, **options) for prompt, options in requests]
+    return [stream.completions()[0] for stream in streams]
+
+
+@pytest.fixture(scope="module")
+def alone(one_stage: Pipeline) -> list[Completion]:
+    return [one_stage.complete(prompt, **options) for prompt, options in mixed_requests(48)]
+
+
+@pytest.mark.parametrize(
+    ("stages", "settings"),
+    [
+        (1, {}),
+        (2, {}),
+        (2, {"layers": "2.5,5.5", "block_size": 8, "prefill_chunk": 5}),
+        (2, {"microbatches": 3, "threads": 2}),
+        (3, {"layers": "1.5,5,1.5"}),
+        (4, {"max_num_seqs": 7}),
+        (8, {"block_size": 32}),
+    ],
+)
+def test_any_pipeline_among_others_answers_as_one_stage_alone(
+    stages: int, settings: dict[str, Any], alone: list[Completion]
+) -> None:
+    """Tokens, text and log-probabilities, bit for bit."""
+    with tiny(stages, **settings) as pipeline:
+        for mixed, by_itself in zip(together(pipeline, mixed_requests(48)), alone, strict=True):
+            assert [s.finish for s in mixed.sequences] == [s.finish for s in by_itself.sequences]
+            for one, other in zip(mixed.sequences, by_itself.sequences, strict=True):
+                assert (one.text, one.tokens, one.prompt_tokens) == (other.text, other.tokens, other.prompt_tokens)
+
+
+def test_another_seed_gives_another_answer(one_stage: Pipeline) -> None:
+    """The control of the test above: its comparison can fail."""
+    first, second = (one_stage.complete("Once upon a time", seed=seed, max_tokens=20).text for seed in (1, 2))
+    assert first != second
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_both_precisions_are_deterministic_here_or_say_why_not(dtype: str) -> None:
+    with tiny(2, dtype=dtype) as pipeline:
+        assert pipeline.model.dtype == dtype
+        assert pipeline.model.deterministic == (not pipeline.model.why_not)
+
+
+# ---- reading ----------------------------------------------------------------------------------------------
+
+
+def test_pieces_come_one_by_one_and_make_the_completion(two_stages: Pipeline) -> None:
+    pieces = list(two_stages.generate("Once upon a time", max_tokens=12, seed=3, ignore_eos=True))
+    whole = two_stages.complete("Once upon a time", max_tokens=12, seed=3, ignore_eos=True)
+    assert "".join(piece.text for piece in pieces) == whole.text
+    assert [piece.first_token for piece in pieces if piece.num_tokens] == list(range(12))
+    assert [piece.finish for piece in pieces[:-1]] == [None] * (len(pieces) - 1)
+    assert pieces[-1].finish is not None
+    assert pieces[-1].finish.reason == "MAX_TOKENS"
+    assert (pieces[0].seed, whole.seed) == (3, 3)
+
+
+def test_lists_run_together_and_pieces_name_their_place(two_stages: Pipeline) -> None:
+    pieces = list(two_stages.generate(list(PROMPTS), max_tokens=30, temperature=0, ignore_eos=True))
+    places = [piece.request_id for piece in pieces]
+    assert set(places) == {"0", "1", "2", "3", "4"}
+    assert places != sorted(places), "they ran one after the other"
+    one_by_one = [two_stages.complete(prompt, max_tokens=30, temperature=0, ignore_eos=True) for prompt in PROMPTS]
+    every = two_stages.complete_all(PROMPTS, max_tokens=30, temperature=0, ignore_eos=True)
+    assert [c.text for c in every] == [c.text for c in one_by_one]
+    for place, completion in enumerate(one_by_one):
+        assert "".join(p.text for p in pieces if p.request_id == str(place)) == completion.text
+
+
+def test_token_ids_are_a_prompt_and_a_list_of_them_is_several(two_stages: Pipeline) -> None:
+    (echoed,) = two_stages.complete_all([PROMPTS[0]], max_tokens=0, prompt_logprobs=0)
+    ids = [token.id for token in echoed.sequences[0].prompt_tokens]
+    as_text = two_stages.complete(PROMPTS[0], max_tokens=8, seed=5)
+    assert two_stages.complete(ids, max_tokens=8, seed=5).text == as_text.text
+    assert [c.text for c in two_stages.complete_all([ids, ids], max_tokens=8, seed=5)] == [as_text.text] * 2
+
+
+def test_a_stream_that_is_closed_early_frees_what_it_held(two_stages: Pipeline) -> None:
+    with two_stages.generate("Once upon a time", max_tokens=200, ignore_eos=True, seed=1) as stream:
+        next(stream)
+    # Had it gone on, the pipeline would not be idle: the ledger's idle time grows only without work.
+    two_stages.complete("The miller", max_tokens=2)
+    before = two_stages.ledger()
+    spent = two_stages.ledger().since(before)
+    assert all(stage.idle_s > 0 and stage.steps == 0 for stage in spent.stages)
+
+
+def test_many_threads_may_ask_at_once(two_stages: Pipeline) -> None:
+    texts: dict[int, str] = {}
+
+    def ask(number: int) -> None:
+        texts[number] = two_stages.complete("The dog", seed=number % 4, max_tokens=25).text
+
+    threads = [threading.Thread(target=ask, args=(number,)) for number in range(12)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(60)
+    assert len(texts) == 12
+    assert all(texts[number] == texts[number % 4] for number in texts)
+    assert len(set(texts.values())) > 1
+
+
+# ---- refusals ---------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("options", "fields"),
+    [
+        ({"temperature": -1}, ["sampling.temperature"]),
+        ({"top_p": 0}, ["sampling.top_p"]),
+        ({"stop": [""]}, ["stop.stop"]),
+        ({"max_tokens": -1}, ["stop.max_tokens", "stop.min_tokens"]),
+        ({"logprobs": 10_000}, ["output.logprobs"]),
+        ({"logit_bias": {10**9: 1.0}}, ["sampling.logit_bias"]),
+    ],
+)
+def test_what_the_server_refuses_is_refused_by_name(
+    two_stages: Pipeline, options: dict[str, Any], fields: list[str]
+) -> None:
+    with pytest.raises(InvalidRequest) as refusal:
+        two_stages.generate("Once", **options)
+    assert [violation.field.partition("[")[0] for violation in refusal.value.violations] == fields
+
+
+def test_one_bad_prompt_of_several_leaves_nothing_running(two_stages: Pipeline) -> None:
+    with pytest.raises(InvalidRequest, match="vocabulary"):
+        two_stages.complete_all([[1, 2], [10**9]], max_tokens=100)
+    assert two_stages.complete("Once", max_tokens=3, seed=1).text
+
+
+def test_an_option_that_does_not_exist_is_named(two_stages: Pipeline) -> None:
+    with pytest.raises(TypeError, match="temprature"):
+        two_stages.generate("Once", temprature=1)  # type: ignore[call-arg]
+
+
+@pytest.mark.parametrize(
+    ("stages", "settings", "problem"),
+    [
+        (0, {}, "stages"),
+        (9, {}, "layers|stages"),
+        (2, {"dtype": "float8"}, "dtype"),
+        (2, {"layers": "3,3"}, "layers"),
+        (2, {"layers": "a,b"}, "layers"),
+        (2, {"block_sise": 3}, "block_sise"),
+        (2, {"threads": 0}, "threads"),
+        (2, {"quantization": "int8"}, "quantization"),
+        (2, {"max_model_len": 100_000}, "max-model-len"),
+        (2, {"kv_cache_memory": 1}, "kv-cache-memory"),
+        (2, {"microbatches": 9}, "microbatches"),
+    ],
+)
+def test_a_pipeline_that_cannot_be_says_why_and_ends_its_threads(
+    stages: int, settings: dict[str, Any], problem: str
+) -> None:
+    before = set(threading.enumerate())
+    with pytest.raises(UsageError, match=problem):
+        tiny(stages, **settings)
+    assert not {thread.name for thread in set(threading.enumerate()) - before if "stage" in thread.name}
+
+
+def test_a_model_that_is_not_there_is_named() -> None:
+    with pytest.raises(UsageError, match="no/such/model"):
+        Pipeline("no/such/model", stages=2)
+
+
+def test_a_closed_pipeline_refuses_and_open_streams_end() -> None:
+    pipeline = tiny(2)
+    stream = pipeline.generate("Once", max_tokens=100, ignore_eos=True)
+    next(stream)
+    pipeline.close()
+    pipeline.close()
+    with pytest.raises(Draining):
+        list(stream)
+    with pytest.raises(Draining):
+        pipeline.generate("Once")
+    with pytest.raises(Draining):
+        pipeline.ledger()
+
+
+# ---- the ledger -------------------------------------------------------------------------------------------
+
+
+def test_every_second_of_every_stage_is_in_the_ledger(two_stages: Pipeline) -> None:
+    before = two_stages.ledger()
+    two_stages.complete_all(list(PROMPTS), max_tokens=20, ignore_eos=True)
+    ledger = two_stages.ledger().since(before)
+    for stage in ledger.stages:
+        assert stage.busy_s > 0
+        assert stage.steps > 0
+        total_s = stage.busy_s + sum(stage.bubble_s.values()) + stage.idle_s
+        assert total_s == pytest.approx(ledger.wall_s, abs=1e-9)
+    assert {stage.layers for stage in ledger.stages} == {stage.blocks for stage in two_stages.topology().stages}
+
+
+def test_the_ledger_can_be_read_in_a_terminal_and_in_a_notebook(two_stages: Pipeline) -> None:
+    two_stages.complete("Once", max_tokens=3)
+    ledger = two_stages.ledger()
+    heading, *rows = repr(ledger).splitlines()
+    assert heading.split() == [
+        *("stage", "layers", "busy", "fill_drain", "imbalance", "transfer", "token_return", "host", "idle"),
+        *("steps", "ms/step"),
+    ]
+    assert [row.split()[0] for row in rows[:2]] == ["0", "1"]
+    html = ledger._repr_html_()
+    assert html.count("<tr>") == 3
+    assert html.startswith("<table>")
+    assert "<Pipeline 'tiny', float32, layers " in repr(two_stages)
+
+
+# ---- names ------------------------------------------------------------------------------------------------
+
+
+def test_the_public_names_are_these() -> None:
+    assert ppserve.__all__ == [
+        *("AsyncClient", "CallFailed", "Chunk", "Client", "Completion", "ConfigError", "InvalidRequest", "Ledger"),
+        *("Options", "Pipeline", "PpserveError", "RequestError", "RetryPolicy", "Stream", "Tls", "UsageError"),
+    ]
+    for name in ppserve.__all__:
+        assert getattr(ppserve, name).__name__ == name
+    assert set(ppserve.__all__) <= set(dir(ppserve))
+    with pytest.raises(AttributeError, match="nothing"):
+        ppserve.nothing  # noqa: B018
+    assert ppserve.Ledger is Ledger
+    assert list(itertools.islice(ppserve.__all__, 1)) == ["AsyncClient"]
+    assert issubclass(ConfigError, UsageError)

@@ -1,9 +1,8 @@
-"""Who may wait, who is refused, and who has waited too long.
+"""Which requests are refused, and which have passed their deadline.
 
-A request is refused at once, never silently later: when it could not run on an empty server
-(InvalidRequest), when what already waits is too much (Overloaded, with the time after which a retry
-makes sense), or when its deadline would pass before its turn (Overloaded too: an answer now is worth
-more than a late one).
+A request is refused when it is submitted: with InvalidRequest if it could not run on an empty server; with
+Overloaded, which says after how many seconds to try again, if too much is waiting already or if its deadline would
+pass while it waits.
 """
 
 from __future__ import annotations
@@ -21,13 +20,13 @@ MIN_RETRY_S, MAX_RETRY_S = 0.1, 30.0
 
 
 def worst_case_blocks(num_prompt: int, num_positions: int, num_sequences: int, block_size: int) -> int:
-    """KV blocks that a request may come to hold: its sequences share the prompt's full blocks."""
+    """The most KV blocks that a request can need. Its sequences share the prompt's full blocks."""
     shared = (num_prompt - 1) // block_size if num_sequences > 1 else 0
     return shared + num_sequences * (-(-num_positions // block_size) - shared)
 
 
 def refuse_impossible(request: Request, config: SchedulerConfig, num_blocks: int) -> None:
-    """Raises InvalidRequest, with every reason, for a request that an empty server could not run."""
+    """Raises InvalidRequest, with all reasons, for a request that could not run on an empty server."""
     num_prompt, max_tokens = len(request.prompt_ids), request.stop.max_tokens
     num_sequences = request.num_sequences if request.resume_index is None else 1
     violations = []
@@ -57,9 +56,9 @@ def refuse_overload(
     config: SchedulerConfig,
     now: float,
 ) -> None:
-    """Raises Overloaded when `group`, the latest in `queue`, may not wait there.
+    """Raises Overloaded when `group`, the latest in `queue`, may not wait.
 
-    One request may wait however long it is: the bound on tokens is for what waits before it.
+    The bound on tokens does not apply to a request that is alone in the queue, however long it is.
     """
     num_before, tokens_before = len(queue) - 1, queue.num_tokens - group.num_tokens
     retry_s = throughput.seconds_for(tokens_before // 2)
@@ -76,7 +75,7 @@ def refuse_overload(
 
 
 class Deadlines:
-    """Requests by the time at which they are too late. Ended requests are forgotten lazily, but in time."""
+    """The deadlines of open requests. Those of ended ones stay in the heap until they are half of it."""
 
     def __init__(self) -> None:
         self._heap: list[tuple[float, str]] = []
@@ -90,7 +89,7 @@ class Deadlines:
             heapq.heapify(self._heap)
 
     def remove(self, request_id: str) -> None:
-        """The request ended; nothing happens if it had no deadline."""
+        """The request ended. Nothing happens if it has no deadline."""
         self._current.pop(request_id, None)
 
     def next(self) -> float | None:
@@ -101,12 +100,12 @@ class Deadlines:
 
     def passed(self, now: float) -> list[str]:
         """Requests whose deadline is not in the future, earliest first."""
-        late = []
+        overdue = []
         while (deadline_s := self.next()) is not None and deadline_s <= now:
             _, request_id = heapq.heappop(self._heap)
             del self._current[request_id]
-            late.append(request_id)
-        return late
+            overdue.append(request_id)
+        return overdue
 
     def _is_stale(self, entry: tuple[float, str]) -> bool:
         return self._current.get(entry[1]) != entry[0]

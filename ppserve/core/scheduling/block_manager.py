@@ -1,17 +1,17 @@
-"""Who holds which KV blocks. Every stage uses the same block numbers for its own layers.
+"""Which sequences hold which KV blocks. Every stage uses the same block numbers for its own layers.
 
 A block is in exactly one state:
 
-    free    holds nothing of value
-    cached  referenced by nobody, but its content is known by a digest and may be taken up again
-    held    in one or more block tables (or pinned as the source of a coming copy)
+    free    has no content that could be used
+    cached  in no block table, but its content is known by a digest and can be used again
+    held    in one or more block tables, or pinned as the source of a copy that is to come
 
-free + cached + held == total, always. Cached blocks are evicted least recently used, and only when no
-free block is left.
+free + cached + held == total, always. Cached blocks are evicted least recently used, and only when no free block
+is left.
 
-A digest names the content of a full block: SHA-256 over the digest of the block before it and its own
-token ids, so equal digests mean equal prefixes. SHA-256 and not `hash()`: a collision would show one
-caller the conversation of another.
+A digest names the content of a full block: SHA-256 over the digest of the block before it and its own token ids,
+so equal digests mean equal prefixes. It is not `hash()`, because a collision would give one caller another
+caller's conversation.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ def block_digest(parent: bytes, token_ids: Seq[int]) -> bytes:
 
 
 class BlockManager:
-    """The one owner of free blocks, block tables and cached prefixes."""
+    """The one owner of free blocks, block tables and cached blocks."""
 
     def __init__(self, num_blocks: int, block_size: int) -> None:
         if num_blocks < 1 or block_size < 1:
@@ -52,7 +52,7 @@ class BlockManager:
 
     @property
     def num_cached(self) -> int:
-        """Blocks that nobody holds and that a prefix may take up again."""
+        """Blocks that no sequence holds and that can be found by their digest."""
         return len(self._cached)
 
     @property
@@ -64,7 +64,7 @@ class BlockManager:
         return -(-num_tokens // self.block_size)
 
     def match(self, digests: Seq[bytes]) -> BlockTable:
-        """The longest run of known blocks for a prefix named by `digests`; takes nothing."""
+        """The blocks of the longest known prefix of `digests`. Allocates nothing."""
         blocks: list[int] = []
         for digest in digests:
             block = self._block_of.get(digest)
@@ -74,11 +74,11 @@ class BlockManager:
         return tuple(blocks)
 
     def fits(self, num_fresh: int, shared: BlockTable = ()) -> bool:
-        """Whether `num_fresh` new blocks can be had while `shared` is taken up."""
+        """Whether `num_fresh` new blocks can be allocated in a table that shares `shared`."""
         return num_fresh <= self.num_free - sum(self._references[b] == 0 for b in shared)
 
     def try_allocate(self, sequence_id: int, num_blocks: int, shared: BlockTable = ()) -> BlockTable | None:
-        """A table of `num_blocks` that begins with `shared`, or None (and nothing taken) if it does not fit."""
+        """A table of `num_blocks` that begins with `shared`; None, and nothing changes, if it does not fit."""
         assert sequence_id not in self._tables, sequence_id
         num_fresh = num_blocks - len(shared)
         assert num_fresh >= 0, (num_blocks, shared)
@@ -94,13 +94,13 @@ class BlockManager:
         return self._tables[sequence_id]
 
     def release(self, sequence_id: int) -> None:
-        """Give back a sequence's blocks; last blocks first, so that a prefix outlives its continuation."""
+        """Free a sequence's blocks, last ones first, so that the first blocks of a prefix are evicted last."""
         self.unpin(sequence_id)
         for block in reversed(self._tables.pop(sequence_id)):
             self._let_go(block)
 
     def pin(self, sequence_id: int, block: int) -> None:
-        """Keep a sibling's block alive until `unpin` (or `release`): the sequence will copy it."""
+        """Hold a sibling's block until `unpin` or `release`, because the sequence will copy it."""
         assert sequence_id not in self._pins
         assert self._references[block] > 0
         self._references[block] += 1
@@ -113,21 +113,21 @@ class BlockManager:
             self._let_go(block)
 
     def publish(self, block: int, digest: bytes) -> None:
-        """Make a full, held block findable. The first block of a content stays the one that is found."""
+        """Let `match` find a full, held block. If another block has this content already, nothing changes."""
         assert self._references[block] > 0, block
         if digest not in self._block_of and block not in self._digest_of:
             self._block_of[digest] = block
             self._digest_of[block] = digest
 
     def forget_contents(self) -> None:
-        """A stage was lost: no block's content is known any more. Tables stay."""
+        """A stage was lost: no block's content is known any more. Tables are kept."""
         self._digest_of.clear()
         self._block_of.clear()
         self._free.extend(self._cached)
         self._cached.clear()
 
     def forget_contents_of(self, sequence_id: int) -> None:
-        """The blocks of one table are not to be found any more (their content is in doubt)."""
+        """`match` no longer finds the blocks of this sequence."""
         for block in self._tables[sequence_id]:
             digest = self._digest_of.pop(block, None)
             if digest is not None:
@@ -157,7 +157,7 @@ class BlockManager:
                 self._free.append(block)
 
     def check_invariants(self) -> None:
-        """Every block in exactly one state, references as tables and pins say. Raises AssertionError."""
+        """Every block is in one state, and references agree with tables and pins. Raises AssertionError."""
         counted = [0] * self.num_blocks
         for table in self._tables.values():
             assert len(set(table)) == len(table), table

@@ -1,17 +1,16 @@
-"""What goes into one step: which sequences, and how many tokens of each.
+"""Composes a step: which sequences are in it, and how many tokens of each.
 
-Sequences whose tokens are all scheduled but the one just drawn ("returned") are spread evenly: a
-microbatch takes its share of all such sequences, ready or in flight, oldest return first, and leaves
-the rest to the next lane. The tokens of prompts (and replays) then fill the step up to a budget:
+Decodes are spread evenly over the m lanes: a step takes 1/m of all decoding sequences (those in flight count as
+well), those that returned first, and leaves the rest to the next lane. Tokens of prompts and replays then fill the
+step up to a budget:
 
-- as many as the configured `prefill_chunk`, or else
-- a share of what is pending (guided self-scheduling, Polychronopoulos and Kuck 1987): 1/(2m) of it,
-  so that a lone long prompt becomes enough chunks to occupy every stage and a crowd of short ones is
-  not swallowed by the first lane;
-- beside decodes and with a cost model, 1/(3m) of it in smaller pieces: steps that take unequal time
-  leave stages waiting for each other, so prompts come as a steady trickle (simulated with 2 equal CPU-like
-  stages: 6% more tokens per second than with pieces of 64);
-- bounded by predicted time, so that decodes in the same step are not held up for long.
+- the configured `prefill_chunk`; if it is automatic,
+- 1/(2m) of the pending tokens (guided self-scheduling, Polychronopoulos and Kuck 1987), so that one long prompt
+  makes enough chunks for every stage, and many short ones are not all put into the first lane;
+- beside decodes and with a cost model only 1/(3m) of them, in smaller chunks: when steps take unequal times,
+stages
+  wait for each other (simulated with 2 equal CPU-like stages: 6% more tokens per second than with chunks of 64);
+- never more than the predicted time allows, so that decodes in the same step are not delayed for long.
 """
 
 from __future__ import annotations
@@ -24,17 +23,18 @@ from ppserve.core.cost_model import StepSize
 from ppserve.core.scheduling.config import MAX_PROMPT_TOKENS_PER_STEP
 from ppserve.core.scheduling.sequence import Sequence
 
-# Tokens. Smaller pieces than this are not worth a step of their own.
+# Tokens. Smaller chunks are not worth a step of their own.
 MIN_CHUNK = 64
-# Tokens. Without a cost model, all that keeps decodes from waiting for a prompt.
+# Tokens. Without a cost model, the only bound on how long a prompt delays decodes.
 MAX_CHUNK_BESIDE_DECODES = 256
-# Tokens that a step takes of a prompt however slow the stages are predicted to be.
+# Tokens of a prompt that a step takes even if it is predicted to be too slow.
 MIN_TIMED_CHUNK = 8
-# The trickle beside decodes: its smallest piece in tokens, and over how many turns of all lanes it is spread.
-MIN_SMOOTH_CHUNK = 8
-SMOOTH_TURNS = 3
-# A step that takes up to this many times as long is no trouble to its neighbours.
-UNNOTICED = 1.25
+# Beside decodes: the smallest chunk in tokens, and over how many rounds of all lanes the pending tokens are
+# spread.
+MIN_SPREAD_CHUNK = 8
+SPREAD_ROUNDS = 3
+# How many times as long a step may take before it delays the steps after it noticeably.
+MAX_STEP_STRETCH = 1.25
 
 
 class CostModel(Protocol):
@@ -45,9 +45,10 @@ class CostModel(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class StepLimits:
-    """prefill_chunk: prompt tokens per step, None = automatic, up to max_auto_chunk. The rest needs a cost
-    model: the predicted time of a step with prompt tokens is bounded by seconds_beside_decodes (or, where the
-    decodes alone take long, by stretch times theirs), and by seconds_alone when nothing decodes.
+    """prefill_chunk: prompt tokens per step, None = automatic, up to max_auto_chunk. The others need a cost model.
+
+    They bound the predicted time of a step with prompt tokens: by seconds_alone when nothing decodes; else by
+    seconds_beside_decodes or by `stretch` times the predicted time of the decodes alone, whichever is longer.
     """
 
     prefill_chunk: int | None = None
@@ -58,16 +59,16 @@ class StepLimits:
 
 
 def _joined(size: StepSize, sequence: Sequence, num_tokens: int) -> StepSize:
-    """The size of the step once the next `num_tokens` tokens of a sequence join.
+    """The size of the step with the next `num_tokens` tokens of a sequence.
 
-    The LM head computes every row of a prompt that is scored, else only the row of the last known token.
+    The LM head computes every row of a scored prompt, otherwise only the row of the last known token.
     """
     sampled = num_tokens if sequence.wants_scores else int(num_tokens == sequence.remaining)
     return size.with_slice(sequence.scheduled, num_tokens, sampled)
 
 
 class Composer:
-    """Chooses the slices of one step. Changes nothing; the scheduler carries the choice out."""
+    """Chooses the slices of a step. Changes nothing; the scheduler makes the slices."""
 
     def __init__(self, limits: StepLimits, costs: CostModel | None = None) -> None:
         self.limits = limits
@@ -76,10 +77,10 @@ class Composer:
     def compose(
         self, returned: Iterable[Sequence], num_decoding: int, filling: Iterable[Sequence], microbatches: int
     ) -> list[tuple[Sequence, int]]:
-        """(sequence, tokens) pairs for the next step; empty when there is nothing to do.
+        """(sequence, number of tokens) pairs for the next step; empty when there is nothing to do.
 
-        returned: ready decodes, oldest return first. num_decoding: all decodes, in flight included.
-        filling: sequences with prompt or replay tokens left, in order of admission.
+        returned: decodes that are ready, oldest return first. num_decoding: all decodes, those in flight included.
+        filling: sequences with prompt or replay tokens to compute, in order of admission.
         """
         share = -(-num_decoding // microbatches)
         picks = [(sequence, 1) for sequence, _ in zip(returned, range(share), strict=False)]
@@ -91,12 +92,12 @@ class Composer:
     def _fill(
         self, picks: list[tuple[Sequence, int]], prompts: list[Sequence], beside_decodes: bool, microbatches: int
     ) -> None:
-        clock = self._clock(picks, beside_decodes)
-        budget = self._token_budget(prompts, clock, beside_decodes, microbatches)
+        time = self._time_budget(picks, beside_decodes)
+        budget = self._token_budget(prompts, time, beside_decodes, microbatches)
         for sequence in prompts:
             num_tokens = min(sequence.remaining, budget)
-            if clock is not None:
-                num_tokens = clock.largest(sequence, num_tokens, at_least=0 if clock.used else MIN_TIMED_CHUNK)
+            if time is not None:
+                num_tokens = time.take(sequence, num_tokens, at_least=0 if time.used else MIN_TIMED_CHUNK)
             if num_tokens == 0:
                 return
             picks.append((sequence, num_tokens))
@@ -105,9 +106,9 @@ class Composer:
                 return
 
     def _token_budget(
-        self, prompts: list[Sequence], clock: _StepClock | None, beside_decodes: bool, microbatches: int
+        self, prompts: list[Sequence], time: _TimeBudget | None, beside_decodes: bool, microbatches: int
     ) -> int:
-        """How many prompt tokens the step may take, time aside."""
+        """How many prompt tokens the step may take, apart from the bound on its time."""
         if self.limits.prefill_chunk is not None:
             return self.limits.prefill_chunk
         most = min(MAX_CHUNK_BESIDE_DECODES, self.limits.max_auto_chunk)
@@ -116,13 +117,13 @@ class Composer:
         if microbatches == 1:
             return most
         pending = sum(sequence.remaining for sequence in prompts)
-        if clock is not None and clock.has_decodes:
-            trickle = -(-pending // (SMOOTH_TURNS * microbatches))
-            return min(most, max(trickle, MIN_SMOOTH_CHUNK, clock.unnoticed(prompts[0])))
+        if time is not None and time.has_decodes:
+            spread = -(-pending // (SPREAD_ROUNDS * microbatches))
+            return min(most, max(spread, MIN_SPREAD_CHUNK, time.most_within_stretch(prompts[0])))
         return max(MIN_CHUNK, min(most, -(-pending // (2 * microbatches))))
 
-    def _clock(self, picks: list[tuple[Sequence, int]], beside_decodes: bool) -> _StepClock | None:
-        """What bounds this step by predicted time; None when nothing does."""
+    def _time_budget(self, picks: list[tuple[Sequence, int]], beside_decodes: bool) -> _TimeBudget | None:
+        """The bound on the step's predicted time; None where the time is not bounded."""
         if self.costs is None or self.limits.prefill_chunk is not None:
             return None
         size = StepSize()
@@ -133,11 +134,11 @@ class Composer:
             allowed_s = self.limits.seconds_beside_decodes
             if size.rows:
                 allowed_s = max(allowed_s, self.limits.stretch * self.costs.predict(size))
-        return _StepClock(self.costs, size, allowed_s)
+        return _TimeBudget(self.costs, size, allowed_s)
 
 
-class _StepClock:
-    """Fills a step up to a predicted time. used: whether any prompt tokens were let in."""
+class _TimeBudget:
+    """How much prompt fits into a step of a predicted time. used: whether the step has taken prompt tokens."""
 
     def __init__(self, costs: CostModel, size: StepSize, allowed_s: float) -> None:
         self.used = False
@@ -146,15 +147,15 @@ class _StepClock:
         self._size = size
         self._allowed_s = allowed_s
 
-    def unnoticed(self, sequence: Sequence) -> int:
-        """The most tokens of a sequence that lengthen the step so little that the next lanes hardly feel it."""
-        limit_s = UNNOTICED * self._costs.predict(self._size)
+    def most_within_stretch(self, sequence: Sequence) -> int:
+        """The most tokens of a sequence with which the step takes at most MAX_STEP_STRETCH times as long."""
+        limit_s = MAX_STEP_STRETCH * self._costs.predict(self._size)
         return self._most(sequence, min(sequence.remaining, MAX_CHUNK_BESIDE_DECODES), limit_s)
 
-    def largest(self, sequence: Sequence, most: int, at_least: int) -> int:
-        """The most tokens of a sequence, up to `most`, that keep the step in time; they are let in.
+    def take(self, sequence: Sequence, most: int, at_least: int) -> int:
+        """Adds as many tokens of a sequence, up to `most`, as the time allows, and says how many.
 
-        at_least: let in even when too late, so that decodes never crowd prompts out.
+        at_least: added even if the step takes too long, so that prompts progress beside any number of decodes.
         """
         num_tokens = max(self._most(sequence, most, self._allowed_s), min(at_least, most))
         self._size = _joined(self._size, sequence, num_tokens)
@@ -162,7 +163,7 @@ class _StepClock:
         return num_tokens
 
     def _most(self, sequence: Sequence, most: int, limit_s: float) -> int:
-        """The largest number of tokens, 0 to `most`, with which the step is predicted to take up to `limit_s`."""
+        """The most tokens, 0 to `most`, with which the step is predicted to take at most `limit_s`."""
 
         def fits(num_tokens: int) -> bool:
             return self._costs.predict(_joined(self._size, sequence, num_tokens)) <= limit_s

@@ -1,4 +1,4 @@
-"""What the operator decides about scheduling, resolved and frozen."""
+"""The operator's choices about scheduling, resolved and frozen."""
 
 from __future__ import annotations
 
@@ -9,11 +9,10 @@ MAX_PROMPT_TOKENS_PER_STEP = 512
 
 @dataclass(frozen=True, slots=True)
 class SchedulerConfig:
-    """microbatches: steps in flight, None = as many as stages. max_num_seqs: sequences running at once.
-    max_queue and max_queue_tokens: what may wait, in requests and in tokens (prompt + max_tokens, times
-    n). prefill_chunk: prompt tokens per step, None = automatic, up to max_auto_chunk. eos_id: None when the
-    model has none.
-    aging_s: the waiting time that is worth one priority class.
+    """microbatches: steps in flight, None = chosen while serving. max_num_seqs: sequences running at once.
+    max_queue and max_queue_tokens: how many requests, and how many of their tokens (prompt + max_tokens, times n),
+    may wait. prefill_chunk: prompt tokens per step, None = automatic, up to max_auto_chunk. eos_id: None where the
+    model has none. aging_s: seconds of waiting that raise a request by one priority class.
     """
 
     num_stages: int
@@ -31,10 +30,10 @@ class SchedulerConfig:
 
     @property
     def max_microbatches(self) -> int:
-        """The most steps that can ever be in flight: one more than stages hides the tokens' way back."""
+        """The most steps that may ever be in flight. One more than stages hides the return of tokens."""
         return max(self.num_stages + 1, self.microbatches or 1)
 
     @property
     def max_step_tokens(self) -> int:
-        """The most rows that a step can have: every sequence decoding, and as much prompt as is allowed."""
+        """The most rows that a step can have: one per sequence, and a chunk of prompt tokens."""
         return self.max_num_seqs + (self.prefill_chunk or self.max_auto_chunk)

@@ -1,11 +1,11 @@
-"""Whose request is admitted next: priority classes, callers treated evenly, nobody starved.
+"""The queue: which waiting request is admitted next. The order is by
 
-Order among waiting requests:
-1. priority, higher first; every `aging_s` seconds of waiting count as one class more, so the lowest
-   class is served in the end;
-2. the caller who has been served the fewest tokens (virtual token counters, Sheng et al.,
-   "Fairness in Serving Large Language Models", arXiv 2401.00588): a caller who comes back from
-   idleness starts at the smallest counter among the waiting, so idleness saves up nothing;
+1. priority, higher first; every `aging_s` seconds of waiting raise a request by one class, so that the lowest
+class
+   is served too;
+2. the tokens served to its caller, fewest first (virtual token counters, Sheng et al., "Fairness in Serving Large
+   Language Models", arXiv 2401.00588); a caller that was idle starts at the smallest counter of the callers with
+   requests, so being idle earns no advantage;
 3. arrival.
 """
 
@@ -19,7 +19,7 @@ MAX_IDLE_CALLERS = 1024
 
 
 class Waiting(Protocol):
-    """What the queue has to know of an entry. num_tokens: worst-case work, for the token bound."""
+    """An entry of the queue. num_tokens: the most tokens that it can have, prompts included."""
 
     @property
     def key(self) -> str: ...
@@ -38,7 +38,7 @@ E = TypeVar("E", bound=Waiting)
 
 @dataclass(slots=True)
 class _Account:
-    """A caller: tokens served so far (virtual), and how many requests it has waiting or running."""
+    """A caller: its virtual token counter, and how many requests it has waiting or running."""
 
     served: float = 0.0
     num_live: int = 0
@@ -54,7 +54,7 @@ class _Line(Generic[E]):
 
 
 class FairQueue(Generic[E]):
-    """Waiting requests in the order of this module's law. Time comes in as an argument, in seconds."""
+    """Waiting requests in the module's order. `now` is in seconds."""
 
     def __init__(self, aging_s: float = 10.0) -> None:
         self.aging_s = aging_s
@@ -74,7 +74,7 @@ class FairQueue(Generic[E]):
         return key in self._where
 
     def push(self, entry: E) -> None:
-        """Put a request at the end of its line."""
+        """Append a request to the line of its caller and priority."""
         account = self._accounts.setdefault(entry.caller, _Account())
         if account.num_live == 0:
             self._idle.pop(entry.caller, None)
@@ -90,7 +90,7 @@ class FairQueue(Generic[E]):
         self._tokens_of_priority[entry.priority] += entry.num_tokens
 
     def first(self, now: float) -> E | None:
-        """The request whose turn it is; it stays in the queue until `remove`."""
+        """The request to admit next. It stays in the queue until `remove`."""
         best: tuple[tuple[float, float, int], E] | None = None
         for line in self._lines.values():
             arrival, entry = next(iter(line.entries.values()))
@@ -101,7 +101,7 @@ class FairQueue(Generic[E]):
         return best[1] if best else None
 
     def remove(self, key: str) -> E:
-        """Take a request out of the queue; its caller keeps counting it as live until `leave`."""
+        """Take a request out of the queue. It counts as live for its caller until `leave`."""
         where = self._where.pop(key)
         line = self._lines[where]
         _, entry = line.entries.pop(key)
@@ -114,7 +114,7 @@ class FairQueue(Generic[E]):
         return entry
 
     def charge(self, caller: str, num_tokens: int) -> None:
-        """Tokens were served to a caller who has live requests."""
+        """Add tokens to the counter of a caller with live requests."""
         self._accounts[caller].served += num_tokens
 
     def leave(self, caller: str) -> None:
@@ -130,17 +130,12 @@ class FairQueue(Generic[E]):
                 del self._accounts[oldest]
 
     def _raise_floor(self) -> None:
-        """The smallest counter of a live caller; newcomers start here, also after everybody has left."""
+        """Raise the counter at which new callers start to the smallest of the callers with live requests."""
         self._floor = max(self._floor, min((a.served for a in self._accounts.values() if a.num_live), default=0.0))
 
     def tokens_ahead(self, priority: int) -> int:
-        """Worst-case work of the waiting requests that a new one of `priority` would stand behind."""
+        """The most tokens that the waiting requests before a new one of `priority` can have."""
         return sum(tokens for p, tokens in self._tokens_of_priority.items() if p >= priority)
-
-    def served(self, caller: str) -> float:
-        """A caller's virtual token counter; 0 for an unknown one."""
-        account = self._accounts.get(caller)
-        return account.served if account else 0.0
 
     def entries(self) -> list[E]:
         """All waiting requests, oldest first."""

@@ -1,16 +1,18 @@
-"""How many steps to keep in flight: as many as stages, or one more.
+"""Chooses how many steps are kept in flight: as many as the P stages, or one more.
 
-With P lanes every step waits for the one before it to come back, so whatever delays one stage (a token's way
-back, a prompt's chunk, another program on its core) delays all. One lane more lets a stage go on meanwhile, but
-makes every step smaller, and each pays the step's fixed cost again. Let the busiest stage compute for s and
-wait for w per step, let c of s be paid however small the step is (reading the weights, mostly), and o be the
-stage's own work around it (inputs, sending). The same tokens take P·(s + o + w) with P lanes and, once nothing
-waits, P·s + c + (P + 1)·o with P + 1. So the further lane pays where
+With P lanes a step is sent only when an earlier one has returned, so whatever delays one stage (the return of
+tokens, a chunk of a prompt, another program on its core) delays all. With one lane more the stages have a step to
+compute meanwhile, but every step is smaller, and one more per round pays the fixed cost of a step.
+
+Per step of the busiest stage, let s be its computation, c the part of s that does not depend on the step's size
+(mostly reading weights), o the stage's other work (inputs, sending) and w its waiting. The same tokens take
+P·(s + o + w) with P lanes, and P·s + c + (P + 1)·o with P + 1 lanes if nothing waits any more. So P + 1 is faster
+if
 
     w > (c + o) / P.
 
-Where s is flat (c = s) that is when tokens take longer to return than a stage computes; on CPUs, where steps
-of many rows cost by the row, a few percent of waiting are enough.
+If s does not depend on the size at all (c = s), w must exceed s / P. On CPUs, where the time of large steps is
+nearly proportional to their rows, waiting of a few percent is enough.
 """
 
 from __future__ import annotations
@@ -21,17 +23,17 @@ from ppserve.core.plan import StepStamps
 
 FADE = 0.98
 MIN_STEPS = 64
-# Changes its mind only when the two differ clearly, and only for waiting of more than this share of computing.
+# P + 1 is chosen only where w exceeds the bound by this factor, and exceeds this share of the computation.
 MARGIN = 1.25
 MIN_WAIT = 0.02
-# What was waited with P lanes can only be seen with P: after so many steps it looks again.
+# Waiting with P lanes can only be measured with P lanes: after so many steps with P + 1 it is measured again.
 PROBE_STEPS = 4096
 
 
 class LaneCount:
-    """Chooses P or P + 1 from what stages computed and waited, and from their fixed costs.
+    """Chooses P or P + 1 from the stamps of steps.
 
-    fixed_s: what a step costs on a stage however small it is, as far as is known now.
+    fixed_s: seconds of a step on a stage that do not depend on its size, by the current estimate.
     """
 
     def __init__(self, num_stages: int, fixed_s: Callable[[int], float]) -> None:
@@ -46,7 +48,7 @@ class LaneCount:
         self._waiting = 0.0
 
     def observe(self, stage: int, at: StepStamps, was_full: bool) -> int:
-        """A stage's step in its order; the choice so far. was_full: all lanes were in use when it was sent."""
+        """A stage's next step; returns the choice. was_full: all lanes were in use when it was sent."""
         before_ns, self._sent_ns[stage] = self._sent_ns[stage], at.sent if was_full else None
         if self.num_stages == 1 or not was_full or before_ns is None:
             return self.choice
@@ -62,7 +64,7 @@ class LaneCount:
         return self.choice
 
     def lost(self) -> None:
-        """The pipeline broke: what comes next does not follow what was."""
+        """The epoch is lost: the next step of a stage does not follow its last one."""
         self._sent_ns = [None] * self.num_stages
 
     def _decide(self) -> None:
@@ -76,7 +78,7 @@ class LaneCount:
             self._choose(self.num_stages)
 
     def _fixed_share(self, stage: int) -> float:
-        """What a step costs on this stage however small it is, as a share of computing one with P lanes."""
+        """(c + o) of this stage as a share of s with P lanes."""
         steps = (1 - FADE**self._num_steps) / (1 - FADE)
         computed_s = self._computed_s[stage] / steps
         own_s = self._own_s[stage] / steps

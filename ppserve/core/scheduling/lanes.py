@@ -1,6 +1,6 @@
-"""Which sequences the steps in flight belong to. A lane is a slot for one step; the lowest free one is used next.
+"""The sequences of the steps in flight. A lane is a slot for one step; the next step takes the lowest free lane.
 
-How many steps are in flight, and in which lanes, stands in the book of steps alone (`core.ledger.steps`).
+How many steps are in flight, and in which lanes, is recorded in the book of steps alone (`core.ledger.steps`).
 """
 
 from __future__ import annotations
@@ -12,11 +12,11 @@ from ppserve.core.plan import Slice, StepPlan, StepResult
 from ppserve.core.scheduling.sequence import Sequence
 
 Parts = tuple[tuple[Sequence, Slice], ...]
-"""Whose each slice of a step is."""
+"""The slices of a step, each with its sequence."""
 
 
 class Lanes:
-    """Numbers steps, and remembers whose their slices are until their result comes, in one epoch at a time."""
+    """Numbers steps, and keeps the sequences of each step until its result is committed."""
 
     def __init__(self, steps: Steps, num_lanes: int, epoch: int) -> None:
         self.num_lanes = num_lanes
@@ -43,11 +43,11 @@ class Lanes:
         return plan
 
     def take(self, result: StepResult) -> Parts | None:
-        """Whose the slices of the step are that came back; None for one of an older epoch, or unknown."""
+        """The slices and sequences of the step that returned; None if unknown or of an older epoch."""
         return self._parts.pop(result.step_id, None) if result.epoch == self.epoch else None
 
     def lose(self, epoch: int) -> frozenset[str]:
-        """Forget everything in flight; the ids of the requests it belonged to."""
+        """Forget the steps in flight. Returns the ids of their requests."""
         assert epoch > self.epoch, (epoch, self.epoch)
         self.epoch = epoch
         requests = frozenset(s.request.id for parts in self._parts.values() for s, _ in parts if s.is_live)

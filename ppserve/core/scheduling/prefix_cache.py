@@ -1,11 +1,11 @@
-"""Equal beginnings are computed once: which full blocks a sequence may take over, and which it offers.
+"""The prefix cache: a prefix that several sequences share is computed once. Its unit is the full block.
 
-A block is offered as soon as the step that fills it is *scheduled*, not when it has come back: stages run
-steps in order, so whoever reads it runs later; and if that step is lost with a stage, every digest of
-the epoch is forgotten with it. A burst of equal prompts thus shares from its second step on.
+A sequence's block can be found by others as soon as the step that fills it is *scheduled*. Stages run steps in
+order, so steps that read the block run later; and if a stage is lost with that step, all digests are forgotten. So
+of many equal prompts that arrive together, the second already shares blocks of the first.
 
-Exact: a digest names the whole prefix, so a block taken over holds the very numbers that the sequence would
-have computed. Generated tokens count like prompt tokens: the next turn of a conversation finds both.
+A digest names the whole prefix, so a shared block holds exactly the keys and values that the sequence would have
+computed. Blocks of generated tokens are shared like those of prompts: the next turn of a conversation finds both.
 """
 
 from __future__ import annotations
@@ -15,19 +15,17 @@ from ppserve.core.scheduling.sequence import Sequence
 
 
 class PrefixCache:
-    """Names the full blocks of sequences. tokens_asked and tokens_found: for the hit rate, since the start."""
+    """Computes the digests of sequences' full blocks, and finds and publishes the blocks by them."""
 
     def __init__(self, blocks: BlockManager, enabled: bool) -> None:
-        self.tokens_asked = 0
-        self.tokens_found = 0
         self._blocks = blocks
         self._enabled = enabled
 
     def find(self, sequence: Sequence) -> BlockTable:
-        """Known blocks that a sequence may begin with.
+        """Cached blocks that a sequence may begin with.
 
-        Never all of its tokens: the last must be computed to draw. None when its prompt is scored,
-        because a score needs the logits of every position.
+        They never cover all of its tokens, because the last must be computed to draw. There are none when its
+        prompt is scored, because scores need the logits of every position.
         """
         if not self._enabled or sequence.wants_scores:
             return ()
@@ -35,15 +33,8 @@ class PrefixCache:
         self._name(sequence, num_blocks)
         return self._blocks.match(sequence.digests[:num_blocks])
 
-    def taken(self, sequence: Sequence, num_blocks: int) -> None:
-        """An admitted sequence begins with `num_blocks` known blocks."""
-        sequence.num_published = num_blocks
-        if self._enabled and not sequence.wants_scores:
-            self.tokens_asked += len(sequence.token_ids)
-            self.tokens_found += num_blocks * self._blocks.block_size
-
     def offer(self, sequence: Sequence) -> None:
-        """Make the blocks findable that are full once the steps scheduled so far have run."""
+        """Publish the blocks that will be full when the steps scheduled so far have run."""
         num_full = sequence.scheduled // self._blocks.block_size
         if num_full == sequence.num_published or not self._enabled:
             return
@@ -53,7 +44,7 @@ class PrefixCache:
         sequence.num_published = num_full
 
     def num_refilled(self, sequence: Sequence) -> int:
-        """After a loss: leading blocks of the sequence's own table that a sharer has filled again."""
+        """After a loss: how many leading blocks of the sequence's table another sequence has filled again."""
         if not self._enabled or sequence.wants_scores:
             return 0
         most = (len(sequence.token_ids) - 1) // self._blocks.block_size

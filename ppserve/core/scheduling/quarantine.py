@@ -1,11 +1,10 @@
-"""Finding the request that kills stages without failing its neighbours.
+"""Finds the request that kills stages, without failing others.
 
-Losing a stage says nothing about who was to blame: everything in flight is replayed. A request that was
-in flight at two losses without having gained a token between them, the second time in its replay, becomes
-a suspect. Suspects are replayed alone, one after the other, and everybody else waits for that short while:
-a suspect that gets past the place where it stood is cleared; one whose stage dies while it is alone in the
-pipeline is the culprit. So a request fails when its replay has killed a stage twice, at the third loss of
-all: company may be guilty of the first two.
+The loss of a stage does not show which request caused it, so everything in flight is replayed. A request that was
+in flight at two losses, and gained no token between them, becomes a suspect. Suspects are replayed alone, one
+after the other, while all other requests wait. A suspect that gains a token is cleared. A suspect whose stage dies
+while it is alone in the pipeline is the culprit and fails. So a request fails at its third loss at the earliest,
+because another request may have caused the first two.
 """
 
 from __future__ import annotations
@@ -17,7 +16,7 @@ SUSPICIOUS_LOSSES = 2
 
 
 class Quarantine:
-    """Counts losses per request id and says who may run."""
+    """Counts losses per request and decides which requests may run. Requests are named by id."""
 
     def __init__(self) -> None:
         self._losses: dict[str, int] = {}
@@ -25,15 +24,15 @@ class Quarantine:
 
     @property
     def lone(self) -> str | None:
-        """The only request that may run now; None = everybody may."""
+        """The only request that may run now; None = all may."""
         return self._suspects[0] if self._suspects else None
 
     def watches(self, request_id: str) -> bool:
-        """Whether a request has a loss on its record."""
+        """Whether a request was in flight at a loss and is not cleared."""
         return request_id in self._losses
 
     def lost(self, in_flight: Iterable[str]) -> str | None:
-        """A stage died with these requests in flight. The culprit, if that is certain."""
+        """A stage died with these requests in flight. Returns the culprit if it is certain, else None."""
         present = set(in_flight)
         if self._suspects:
             lone = self._suspects[0]
@@ -46,7 +45,7 @@ class Quarantine:
         return None
 
     def cleared(self, request_id: str) -> None:
-        """The request got past the place where it stood at its last loss, or ended."""
+        """The request gained a token since its last loss, or ended."""
         self._losses.pop(request_id, None)
         if request_id in self._suspects:
             self._suspects.remove(request_id)

@@ -1,9 +1,9 @@
-"""Where every running sequence stands between steps. It is in at most one place:
+"""The running sequences, by what they can do next. Each is in at most one of these places:
 
     filling   tokens of its prompt (or, after a loss, of its replay) are left to schedule
-    returned  its latest token came back and is ready to be scheduled; oldest return first
-    waiting   for n > 1: until a sibling has put their common prompt into steps
-    (none)    everything it knows is in flight
+    returned  its latest token has returned and can be scheduled
+    siblings  for n > 1: it waits until the leader, another sequence of its request, has scheduled their prompt
+    (none)    all its known tokens are in flight
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from ppserve.core.scheduling.sequence import Sequence
 
 
 class Roster:
-    """The places, each in its own order of service."""
+    """Each place is kept in the order in which its sequences are scheduled."""
 
     def __init__(self) -> None:
         self._running: dict[int, Sequence] = {}
@@ -46,12 +46,12 @@ class Roster:
 
     @property
     def num_decoding(self) -> int:
-        """Sequences whose known tokens are all scheduled but at most the latest."""
+        """Sequences of which at most the latest known token is left to schedule."""
         waiting = sum(len(siblings) for siblings in self._siblings.values())
         return len(self._running) - len(self._filling) - waiting
 
     def admit(self, leader: Sequence, siblings: Seq[Sequence]) -> None:
-        """The leader computes the prompt; its siblings start at the prompt's last token."""
+        """The leader computes the prompt. Its siblings start at the prompt's last token."""
         self._running.update((s.id, s) for s in (leader, *siblings))
         self._filling[leader.id] = leader
         if siblings:
@@ -62,7 +62,7 @@ class Roster:
         self._returned[sequence.id] = sequence
 
     def slices_taken(self, sequences: Iterable[Sequence]) -> None:
-        """A step has been filled from these; siblings may use what it computes from the next step on."""
+        """A step takes slices of these. Siblings may use what it computes from the next step on."""
         for sequence in sequences:
             if sequence.remaining == 0:
                 self._filling.pop(sequence.id, None)
@@ -78,7 +78,7 @@ class Roster:
                 self._returned[sibling.id] = sibling
 
     def remove(self, sequence: Sequence) -> None:
-        """The sequence ended. A leader whose siblings wait ends only together with them."""
+        """The sequence ended. A leader with waiting siblings ends only together with them."""
         del self._running[sequence.id]
         self._filling.pop(sequence.id, None)
         self._returned.pop(sequence.id, None)
@@ -88,7 +88,7 @@ class Roster:
                 del self._siblings[leader_id]
 
     def restart(self) -> None:
-        """Everybody computes from the beginning, each for itself, in order of admission."""
+        """All sequences compute from their first token, each for itself, in order of admission."""
         self._returned.clear()
         self._siblings.clear()
         self._filling = dict(self._running)

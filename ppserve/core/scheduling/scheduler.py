@@ -1,19 +1,20 @@
 """The scheduler: which tokens of which sequences go into the next step.
 
-It owns every request's progress and is the only one of its kind; it runs on the head and is told
-everything: requests, results, losses and the time. It reads no clock and does no I/O.
+There is one scheduler per pipeline. It runs on the head and is told everything: requests, results, losses and the
+time. It reads no clock and does no I/O.
 
 Laws
-- Nothing is guessed: a sequence's next token is scheduled when the one before it has come back. So
-  no step follows an end, and no placeholder is ever sent.
-- Stages run steps in order. Hence a prompt's next chunk may follow while the one before is in flight, a
+- A sequence's next token is scheduled only after the token before it has returned. So no step follows an end, and
+  no placeholder is sent.
+- Stages run steps in order. Hence a prompt's next chunk may be scheduled while the chunk before is in flight, a
   block may be shared as soon as the step that fills it is scheduled, and a freed block may be reused at once.
-- Worst-case blocks are reserved at admission; an admitted sequence is never preempted. Losing a
-  stage is everybody's preemption: tokens and block tables stay, computation starts over.
-- Every sequence causes exactly one terminal event, except one that the engine itself ends (`finish`).
+- The most blocks that a request can need are reserved at admission; an admitted sequence is never preempted. When
+a
+  stage is lost, every sequence keeps its tokens and its block table and is computed again.
+- Every sequence causes exactly one terminal event, except one that the engine ends (`finish`).
 
-The engine's round: `expire(now)`, then `schedule(now)` until it returns None, entering each plan in the book of
-steps before it asks for the next; `commit` for every result of the last stage, once it is in the book.
+The replica calls `expire(now)`, then `schedule(now)` until it returns None, and enters each plan in the book of
+steps before it asks for the next. It calls `commit` for every result of the last stage that is in the book.
 """
 
 from __future__ import annotations
@@ -44,7 +45,7 @@ __all__ = ["InvalidTransition", "Scheduler", "SchedulerConfig", "SequenceEvent"]
 
 
 class Scheduler:
-    """See the module's laws. Methods that take `now` want the head's monotonic clock, in seconds."""
+    """See the module. `now` is the head's monotonic clock, in seconds."""
 
     def __init__(
         self,
@@ -57,7 +58,7 @@ class Scheduler:
         if blocks.block_size != config.block_size:
             raise ValueError(f"block_size: {config.block_size} here, {blocks.block_size} in the block manager")
         self.config = config
-        self.prefix_cache = PrefixCache(blocks, config.prefix_cache)
+        self._prefix_cache = PrefixCache(blocks, config.prefix_cache)
         self._blocks = blocks
         self._composer = Composer(StepLimits(config.prefill_chunk, config.max_auto_chunk), costs)
         self._queue: FairQueue[SequenceGroup] = FairQueue(config.aging_s)
@@ -71,21 +72,17 @@ class Scheduler:
         self._queue_may_move = True
         self._next_sequence_id = 0
 
-    # What others may ask
+    # State
 
     @property
     def num_running(self) -> int:
-        """Admitted sequences whose end is still to come."""
+        """Admitted sequences that have not ended."""
         return len(self._roster)
 
     @property
     def num_waiting(self) -> int:
         """Requests in the queue."""
         return len(self._queue)
-
-    @property
-    def num_waiting_tokens(self) -> int:
-        return self._queue.num_tokens
 
     @property
     def has_work(self) -> bool:
@@ -98,7 +95,7 @@ class Scheduler:
 
     @property
     def epoch(self) -> int:
-        """The pipeline's current life; plans carry it, results of older ones are ignored."""
+        """The current epoch. Plans carry it, and results of older epochs are ignored."""
         return self._lanes.epoch
 
     @property
@@ -106,19 +103,15 @@ class Scheduler:
         return self._lanes.num_lanes
 
     def set_microbatches(self, microbatches: int) -> None:
-        """Change how many steps may be in flight; those above the new number drain."""
+        """Change how many steps may be in flight. Steps above the new number finish."""
         if not 1 <= microbatches <= self.config.max_microbatches:
             raise ValueError(f"microbatches: {microbatches} is not within 1 .. {self.config.max_microbatches}")
         self._lanes.num_lanes = microbatches
 
-    def next_deadline(self) -> float | None:
-        """When `expire` has something to do at the earliest; None when no request has a deadline."""
-        return self._deadlines.next()
-
-    # Requests come and go
+    # Requests
 
     def submit(self, request: Request, now: float) -> None:
-        """Queue a request. Raises InvalidRequest (can never run) or Overloaded (not now)."""
+        """Queue a request. Raises InvalidRequest (it can never run) or Overloaded (it cannot run now)."""
         if request.id in self._groups:
             raise InvalidRequest([Violation("request_id", "is in use by another request")])
         refuse_impossible(request, self.config, self._blocks.num_blocks)
@@ -130,7 +123,7 @@ class Scheduler:
         self._groups[request.id] = group
         self._queue.push(group)
         self._queue_may_move = True
-        self._admit(now)  # so that the bounds are for those who really have to wait
+        self._admit(now)  # first, so that the queue's bounds hold for requests that do wait
         if group.admitted_s is None:
             try:
                 refuse_overload(group, self._queue, self._throughput, self.config, now)
@@ -142,23 +135,22 @@ class Scheduler:
             self._deadlines.add(request.id, request.deadline_s)
 
     def abort(self, request_id: str, reason: FinishReason) -> list[SequenceEvent]:
-        """End a request now, wherever it is; nothing happens when it is not (or no longer) there."""
+        """End a request now, whatever its state. Nothing happens if it is unknown or has ended."""
         group = self._groups.get(request_id)
         if group is None:
             return []
         return [self._end(s, group, finish=reason) for s in group.live]
 
     def finish(self, sequence_id: int, reason: FinishReason, now: float) -> None:
-        """The engine found the end itself (a stop string): no event, no further step."""
+        """End a sequence whose end the engine has found (a stop string): no event, no further step."""
         sequence = self._roster.get(sequence_id)
         if sequence is not None:
             self._end(sequence, self._groups[sequence.request.id], finish=reason)
 
     def expire(self, now: float) -> list[SequenceEvent]:
-        """End every request whose deadline has passed, before it costs a step."""
-        return [
-            event for late in self._deadlines.passed(now) for event in self.abort(late, FinishReason.DEADLINE)
-        ]
+        """End every request whose deadline has passed."""
+        overdue = self._deadlines.passed(now)
+        return [event for request_id in overdue for event in self.abort(request_id, FinishReason.DEADLINE)]
 
     def _end(
         self,
@@ -168,7 +160,7 @@ class Scheduler:
         finish: FinishReason | None = None,
         error: RequestError | None = None,
     ) -> SequenceEvent:
-        """Take a live sequence out of everything but the steps that still hold it."""
+        """End a live sequence. Steps in flight may still hold it; see `_retire`."""
         event = sequence.event(finish=finish, error=error, admitted_s=group.admitted_s)
         self._retire(sequence, group)
         return event
@@ -188,7 +180,7 @@ class Scheduler:
         self._queue_may_move = True
 
     def _leave(self, group: SequenceGroup) -> None:
-        """Nothing of a request is left to do."""
+        """All sequences of a request have ended."""
         if group.admitted_s is not None:
             self._throughput.request_ended(group.num_tokens, group.num_known_tokens)
         if group.key in self._queue:
@@ -207,7 +199,7 @@ class Scheduler:
     # Admission
 
     def _admit(self, now: float) -> None:
-        """Let waiting requests in, in the queue's order, until the first that does not fit."""
+        """Admit waiting requests, in the queue's order, until the first that does not fit."""
         while self._queue_may_move and self._quarantine.lone is None:
             group = self._queue.first(now)
             if group is None or not self._try_admit(group, now):
@@ -218,7 +210,7 @@ class Scheduler:
         if len(self._roster) + len(group.sequences) > self.config.max_num_seqs:
             return False
         size, num_prompt = self.config.block_size, len(group.request.prompt_ids)
-        known = self.prefix_cache.find(leader)
+        known = self._prefix_cache.find(leader)
         needed = worst_case_blocks(num_prompt, leader.max_positions, len(group.sequences), size)
         if not self._blocks.fits(needed - len(known), known):
             return False
@@ -226,7 +218,7 @@ class Scheduler:
         group.admitted_s = now
         self._start(leader, known)
         leader.scheduled = leader.computed = len(known) * size
-        self.prefix_cache.taken(leader, len(known))
+        leader.num_published = len(known)
         num_shared = (num_prompt - 1) // size
         for sibling in siblings:
             self._start(sibling, leader.block_table[:num_shared])
@@ -267,10 +259,10 @@ class Scheduler:
         return self._build(picks)
 
     def _skip_refilled(self) -> None:
-        """After a loss, sequences with a common beginning need not each compute it anew."""
+        """After a loss, compute a prefix that several sequences share only once."""
         for sequence in self._roster.filling:
             if sequence.loss_mark and sequence.scheduled == 0:
-                num_blocks = self.prefix_cache.num_refilled(sequence)
+                num_blocks = self._prefix_cache.num_refilled(sequence)
                 sequence.scheduled = sequence.computed = num_blocks * self.config.block_size
                 sequence.num_published = num_blocks
 
@@ -293,12 +285,12 @@ class Scheduler:
             parts.append((sequence, sequence.take(num_tokens, self.config.block_size)))
         sequences = [sequence for sequence, _ in parts]
         for sequence in sequences:
-            self.prefix_cache.offer(sequence)
+            self._prefix_cache.offer(sequence)
         self._roster.slices_taken(sequences)
         return self._lanes.plan(tuple(parts), copies)
 
     def commit(self, result: StepResult, now: float) -> list[SequenceEvent]:
-        """Apply what the last stage says of a step; a result of an older epoch or unknown step is ignored."""
+        """Apply the last stage's result of a step. A result of an older epoch or an unknown step is ignored."""
         parts = self._lanes.take(result)
         if parts is None:
             return []
@@ -336,7 +328,7 @@ class Scheduler:
                 events.append(self._end(sequence, group, finish=sequence.known_end))
             return
         if drawn is None or drawn.token_id is None:
-            self._blocks.forget_contents_of(sequence.id)  # whatever made them so is not for others to find
+            self._blocks.forget_contents_of(sequence.id)  # their KV may hold non-finite values: never share them
             events.append(self._end(sequence, group, error=RequestFailed("the model's output is not finite")))
             return
         sequence.token_ids.append(drawn.token_id)
@@ -356,10 +348,10 @@ class Scheduler:
             self._quarantine.cleared(group.key)
 
     def lose_stage(self, epoch: int, now: float) -> list[SequenceEvent]:
-        """Begin a new epoch: what was in flight never happened, and everybody computes anew.
+        """Begin a new epoch: steps in flight are discarded, and every sequence is computed again.
 
-        Nobody's tokens are lost, so nobody hears of it, except a request that is certain to have
-        killed the stage: it fails.
+        No token is lost, so there are no events, except for a request that is certain to have killed the stage:
+        it fails.
         """
         culprit = self._quarantine.lost(self._lanes.lose(epoch))
         self._blocks.forget_contents()

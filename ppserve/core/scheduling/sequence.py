@@ -1,12 +1,12 @@
 """A sequence: the progress of one of a request's answers, and the events it causes.
 
-A sequence knows its tokens (prompt, resumed and drawn), how many of them have been put into steps
-(`scheduled`) and how many have come back computed (`computed`). Known tokens chase nothing else: a
-sequence is ready when `known > scheduled`, whether that means a prompt, a chunk, a decode or a replay.
+A sequence knows its tokens (prompt, resumed and drawn), how many of them were put into steps (`scheduled`), and
+for how many of these the result has returned (`computed`). It is ready when `known > scheduled`. Whether that
+means a prompt, a chunk, a decode or a replay makes no difference.
 
     WAITING ──admit──▶ RUNNING ──end──▶ ENDED
        └────────end──────┼──▶ ENDED       ▲
-                         └─end in flight─▶ ENDING (its terminal event is out, its blocks are still written)
+                         └─end in flight─▶ ENDING (its terminal event was sent; a step still writes its blocks)
 
 0 <= computed <= scheduled <= known, always.
 """
@@ -45,13 +45,12 @@ class InvalidTransition(Exception):
 
 @dataclass(frozen=True, slots=True)
 class SequenceEvent:
-    """What the head tells a stream: a token, an end, or both.
+    """A token of a sequence, its end, or both.
 
-    offset: which generated token this is, counted from 0 over the whole answer (resumed tokens
-    included); for an end without a token, the number of tokens the answer has. token_id None: no
-    token. prompt_logprobs: of the prompt's tokens from the second on; once, with the first event that
-    is not an error. finish or error set: the sequence's last event. admitted_s: when the request
-    left the queue, on the head's clock; None when it never did.
+    offset: the index of the token in the whole answer (resumed tokens included); for an end without a token, the
+    number of tokens in the answer. token_id None: no token. prompt_logprobs: of the prompt's tokens from the
+    second on; only in the first event that is not an error. finish or error set: the sequence's last event.
+    admitted_s: when the request left the queue, on the head's clock; None if it never did.
     """
 
     request_id: str
@@ -72,11 +71,12 @@ class SequenceEvent:
 
 
 class Sequence:
-    """One of a request's answers in the making; owned and changed by the scheduler alone.
+    """The progress of one answer. Changed in `core.scheduling` only: by the scheduler, its roster and prefix
+    cache.
 
-    known_end: set when the sequence ends without drawing (scoring only, or everything was resumed).
-    fork_block: for n > 1, the sibling's partly filled prompt block that is copied before this
-    sequence's first slice. loss_mark: tokens known when a stage was last lost.
+    known_end: set when the sequence ends without a draw (only scored, or resumed complete). fork_block: for n > 1,
+    the leader's partly filled prompt block, copied before this sequence's first slice. loss_mark: the number of
+    known tokens when a stage was last lost.
     """
 
     __slots__ = (
@@ -138,27 +138,27 @@ class Sequence:
 
     @property
     def remaining(self) -> int:
-        """Known tokens that no step has taken yet."""
+        """Known tokens that are in no step yet."""
         return len(self.token_ids) - self.scheduled
 
     @property
     def is_live(self) -> bool:
-        """Whether its terminal event is still to come."""
+        """Whether it has had no terminal event yet."""
         return self.status in (SequenceStatus.WAITING, SequenceStatus.RUNNING)
 
     @property
     def max_positions(self) -> int:
-        """Positions that need keys and values at worst; the last token drawn is never computed."""
+        """The most positions that may need keys and values; the last drawn token is never computed."""
         return max(len(self.token_ids), len(self.request.prompt_ids) + self.request.stop.max_tokens - 1)
 
     def move_to(self, status: SequenceStatus) -> None:
-        """Change the status by the table. Raises InvalidTransition."""
+        """Change the status as `NEXT` allows. Raises InvalidTransition."""
         if status not in NEXT[self.status]:
             raise InvalidTransition(self.id, self.status, status)
         self.status = status
 
     def take(self, num_tokens: int, block_size: int) -> Slice:
-        """Put the next `num_tokens` known tokens into a step; the scheduler owes a commit for it."""
+        """Put the next `num_tokens` known tokens into a step. The scheduler must commit the step later."""
         start, end = self.scheduled, self.scheduled + num_tokens
         known = len(self.token_ids)
         assert 0 < num_tokens <= known - start, (self.id, num_tokens, start, known)
@@ -181,7 +181,7 @@ class Sequence:
         )
 
     def _next_draw(self) -> Draw:
-        """How the token after the last known one is drawn; the same object while nothing changes."""
+        """The draw of the token after the last known one; the same object while its parameters do not change."""
         prompt_ids = self.request.prompt_ids
         draw = self._banned_draw if self.num_generated < self.request.stop.min_tokens else self._draw
         if not self.request.sampling.needs_history:
@@ -190,11 +190,11 @@ class Sequence:
         return Draw(draw.params, draw.index, draw.num_logprobs, draw.banned, prompt_ids, output_ids)
 
     def end_after(self, token_id: int, eos_id: int | None) -> FinishReason | None:
-        """Why the answer ends with `token_id`, its last token so far; None when it goes on."""
+        """Why the answer ends with `token_id`, its latest token; None when it does not end."""
         return end_with(self.request, self.num_generated, token_id, eos_id)
 
     def rewind(self) -> None:
-        """Forget all computation, keep the tokens: what losing a stage means to a sequence."""
+        """Back to nothing computed, with all tokens known: a stage was lost."""
         self.scheduled = self.computed = self.steps_in_flight = self.num_published = 0
         self.fork_block = None
         self.scores.clear()
@@ -209,7 +209,7 @@ class Sequence:
         error: RequestError | None = None,
         admitted_s: float | None = None,
     ) -> SequenceEvent:
-        """An event of this sequence; a token must already be among `token_ids`."""
+        """An event of this sequence. `token_id` must already be the last of `token_ids`."""
         prompt_logprobs: tuple[TokenLogprobs, ...] = ()
         if self.wants_scores and error is None and self.computed >= len(self.request.prompt_ids):
             prompt_logprobs = tuple(self.scores)
@@ -232,10 +232,10 @@ class Sequence:
 
 
 def end_with(request: Request, num_generated: int, token_id: int, eos_id: int | None) -> FinishReason | None:
-    """Why an answer of `num_generated` tokens ends with `token_id`, the last of them; None when it goes on."""
+    """Why an answer of `num_generated` tokens ends with `token_id`, the last of them; None when it does not."""
     stop = request.stop
     if num_generated >= stop.min_tokens:
-        # A token that min_tokens banned cannot be drawn; a resumed answer may not smuggle one in either.
+        # Before min_tokens such a token is never drawn; in a resumed answer it does not end the answer.
         if token_id == eos_id and not stop.ignore_eos:
             return FinishReason.EOS
         if token_id in stop.stop_token_ids:
@@ -278,5 +278,5 @@ class SequenceGroup:
 
     @property
     def live(self) -> list[Sequence]:
-        """Those whose terminal event is still to come."""
+        """Sequences that have had no terminal event yet."""
         return [s for s in self.sequences if s.is_live]

@@ -1,4 +1,4 @@
-"""How fast the pipeline works through requests, measured where it costs nothing: at commits and ends."""
+"""Measures how fast the pipeline computes tokens, to predict how long a queue takes."""
 
 from __future__ import annotations
 
@@ -8,10 +8,10 @@ MEMORY_OF_ENDS = 0.98
 
 
 class Throughput:
-    """Tokens computed (prompt and decode alike) per second of having work; idle time does not count.
+    """Tokens computed (prompt and decode alike) per second with steps in flight; idle time does not count.
 
-    Requests reserve for their max_tokens and mostly end sooner, so the share that they really use is
-    measured too. Both fade, so that the prediction follows the load.
+    Requests reserve tokens for their max_tokens and mostly end sooner, so the share that they use is measured too.
+    Old measurements lose weight in both, so that predictions follow the load.
     """
 
     def __init__(self) -> None:
@@ -22,11 +22,11 @@ class Throughput:
         self._used_tokens = 0.0
 
     def started(self, now: float) -> None:
-        """A step left while the pipeline was empty."""
+        """A step was scheduled while the pipeline was empty."""
         self._since = now
 
     def committed(self, num_tokens: int, now: float, *, pipeline_empty: bool) -> None:
-        """A step came back."""
+        """A step has returned."""
         elapsed = max(0.0, now - self._since) if self._since is not None else 0.0
         fade = 0.5 ** (elapsed / HALF_LIFE_S)
         self._tokens = self._tokens * fade + num_tokens
@@ -34,12 +34,12 @@ class Throughput:
         self._since = None if pipeline_empty else now
 
     def request_ended(self, reserved_tokens: int, used_tokens: int) -> None:
-        """An admitted request ended, having used part of what it had reserved."""
+        """An admitted request ended. used_tokens: of the reserved ones."""
         self._reserved_tokens = self._reserved_tokens * MEMORY_OF_ENDS + reserved_tokens
         self._used_tokens = self._used_tokens * MEMORY_OF_ENDS + used_tokens
 
     def seconds_for(self, reserved_tokens: int) -> float | None:
-        """Predicted time for requests that reserve so many tokens; None while too little was seen to say."""
+        """Predicted time for requests that reserve so many tokens; None while too little has been measured."""
         if self._seconds < MIN_EVIDENCE_S or self._tokens <= 0:
             return None
         used_share = self._used_tokens / self._reserved_tokens if self._reserved_tokens else 1.0

@@ -10,9 +10,9 @@ from ppserve.core.cost_model import StepSize
 from ppserve.core.request import OutputOptions, Request, StopConditions
 from ppserve.core.scheduling.composer import (
     MIN_CHUNK,
-    MIN_SMOOTH_CHUNK,
+    MIN_SPREAD_CHUNK,
     MIN_TIMED_CHUNK,
-    SMOOTH_TURNS,
+    SPREAD_ROUNDS,
     Composer,
     StepLimits,
 )
@@ -103,9 +103,9 @@ def test_time_bounds_a_prompt_beside_decodes() -> None:
 def test_beside_decodes_a_prompt_is_spread_over_turns_so_that_steps_stay_alike() -> None:
     composer = Composer(StepLimits(seconds_beside_decodes=10.0), LinearCosts(row=0.001))
     picks = composer.compose(decodes(10), 20, [sequence_of(120)], 2)
-    assert sizes(picks)[10:] == [120 // (SMOOTH_TURNS * 2)]
+    assert sizes(picks)[10:] == [120 // (SPREAD_ROUNDS * 2)]
     picks = composer.compose(decodes(10), 20, [sequence_of(20)], 2)
-    assert sizes(picks)[10:] == [MIN_SMOOTH_CHUNK]
+    assert sizes(picks)[10:] == [MIN_SPREAD_CHUNK]
 
 
 def test_what_costs_next_to_nothing_is_not_spread() -> None:

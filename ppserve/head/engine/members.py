@@ -261,9 +261,7 @@ class Members:
             except UsageError as error:
                 return [Hopeless(str(error), usage=True)]
         self.epoch += 1
-        # Threads of one process need no store to meet: all may come at once.
-        for member in self.all if decision.transport == "local" else (self.first,):
-            self._send_form(member, 0, now_ns)
+        self._send_form(self.first, 0, now_ns)
         return []
 
     def _invite(self, opened: wire.StoreOpened, now_ns: int) -> None:

@@ -35,7 +35,6 @@ class Pipeline:
 
     num_stages: int
     split: Split | None = None
-    transport: str = "gloo"
     mistake: ConfigError | None = None
     sent: list[tuple[int, object]] = field(default_factory=list)
     dropped: list[tuple[int, str]] = field(default_factory=list)
@@ -49,7 +48,7 @@ class Pipeline:
         if self.mistake is not None:
             raise self.mistake
         layouts = stage_layouts(self.split or Split((2,) * self.num_stages))
-        return Decision(ARCH, layouts, "float32", self.transport, "127.0.0.1", SchedulerConfig(self.num_stages))
+        return Decision(ARCH, layouts, "float32", "gloo", "127.0.0.1", SchedulerConfig(self.num_stages))
 
     def num_blocks(self, decision: Decision, loaded: tuple[wire.Loaded, ...]) -> int:
         return min(x.kv_bytes // x.block_bytes for x in loaded)
@@ -128,16 +127,6 @@ def test_one_stage_needs_no_store() -> None:
     pipeline.loaded(0)
     assert set(pipeline.forms()) == {0}
     assert pipeline.say(0, wire.Ready(1)) == [Formed(1, 10)]
-
-
-def test_threads_of_one_process_are_all_invited_at_once() -> None:
-    pipeline = Pipeline(3, transport="local")
-    for stage in range(3):
-        pipeline.hello(stage)
-    for stage in range(3):
-        pipeline.loaded(stage)
-    assert set(pipeline.forms()) == {0, 1, 2}
-    assert [pipeline.say(stage, wire.Ready(1)) for stage in range(3)] == [[], [], [Formed(1, 10)]]
 
 
 def test_nothing_is_assigned_before_all_have_greeted() -> None:

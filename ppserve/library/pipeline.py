@@ -84,10 +84,15 @@ class Pipeline:
         self._engine = Engine(replica, self._control, watcher, lambda call: call())
         self._tokenizer: Tokenizer | None = None
         wiring = Threads()
-        loops = [_stage_loop(config, link, rank, stages, wiring) for rank, link in self._control.links.items()]
+        found = [_find(config, rank, stages) for rank in range(stages)]
         self._stages = [
-            threading.Thread(target=_live, args=(loop, link), name=f"stage {rank}", daemon=True)
-            for (rank, link), loop in zip(self._control.links.items(), loops, strict=True)
+            threading.Thread(
+                target=_live,
+                args=(wire.Start(config, rank, stages, "", 0, ""), found[rank], link, wiring),
+                name=f"stage {rank}",
+                daemon=True,
+            )
+            for rank, link in self._control.links.items()
         ]
         for thread in (self._engine, *self._stages):
             thread.start()
@@ -223,18 +228,18 @@ def _config_of(model: str, settings: Settings) -> cfg.ServeConfig:
     )
 
 
-def _stage_loop(config: cfg.ServeConfig, link: LocalLink, rank: int, stages: int, wiring: Threads) -> StageLoop:
-    """A stage of this process. Raises UsageError."""
+def _find(config: cfg.ServeConfig, rank: int, stages: int) -> Findings:
+    """What a stage of this process computes, and on what. Raises UsageError."""
     checkpoint = open_checkpoint(config.model.path)
     here = RankEnvironment(rank, stages, rank, stages, restart=0)
-    found = Findings(checkpoint, device.choose(config, here, checkpoint.stored_dtype), costs=None)
-    return StageLoop(wire.Start(config, rank, stages, "", 0, ""), found, link.opened, wiring)
+    return Findings(checkpoint, device.choose(config, here, checkpoint.stored_dtype), costs=None)
 
 
-def _live(loop: StageLoop, link: LocalLink) -> None:
+def _live(start: wire.Start, found: Findings, link: LocalLink, wiring: Threads) -> None:
     """The life of a stage's thread. What ends it unforeseen ends the pipeline, with the reason."""
     try:
-        loop.run()
+        found.compute.occupy()
+        StageLoop(start, found, link.opened, wiring).run()
     except Exception as error:
         log.exception("a stage failed")
         link.send(wire.Failed(f"{type(error).__name__}: {error}"))

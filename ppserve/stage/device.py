@@ -37,7 +37,7 @@ class Compute:
         return f"cpu ({platform.machine()}, {self.threads} thread{'s' * (self.threads > 1)})"
 
     def occupy(self) -> None:
-        """For a process that is one stage: its GPU becomes the current one, its threads those of torch."""
+        """For the process or thread that is this stage: torch takes over its GPU and its number of threads."""
         if self.device.type == "cuda":
             torch.cuda.set_device(self.device)
         else:

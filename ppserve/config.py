@@ -1,6 +1,6 @@
-"""What the operator asked for: parsed once by `cli`, frozen, handed out in slices.
+"""The operator's configuration: parsed once by `cli`, frozen, and handed to each room as the part that it needs.
 
-Sizes are bytes, times are seconds. None means "decide at start-up from what is there" (`auto`).
+Sizes are bytes, times are seconds. None means `auto`: decided at start-up or while serving.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ QUANTIZATIONS = ("none", "int8")
 
 @dataclass(frozen=True, slots=True)
 class ModelSettings:
-    """Which weights, in which arithmetic. `path`: `tiny`, a directory, a file or a hub id."""
+    """Which weights, and their dtype. path: `tiny`, a directory, a file or a hub id."""
 
     path: str = "tiny"
     dtype: str = "auto"
@@ -28,9 +28,9 @@ class ModelSettings:
 
 @dataclass(frozen=True, slots=True)
 class PipelineSettings:
-    """How the model is cut and how stages talk. layers: per stage, None = balanced.
+    """How the model is cut, and how stages exchange hidden states. layers: per stage, None = balanced.
 
-    threads: computing threads per stage, None = the cores of the host shared evenly.
+    threads: computing threads per stage, None = the host's cores divided evenly among its stages.
     """
 
     layers: Split | None = None
@@ -49,7 +49,8 @@ class CacheSettings:
 
 @dataclass(frozen=True, slots=True)
 class SchedulingSettings:
-    """max_queue: requests waiting before new ones are refused. prefill_chunk: tokens, None = auto."""
+    """max_queue: how many requests may wait. prefill_chunk: prompt tokens per step. expect_prompt and expect_new:
+    tokens of a typical prompt and answer, for which `--layers auto` balances the stages."""
 
     max_num_seqs: int = 256
     max_queue: int = 1024
@@ -60,7 +61,7 @@ class SchedulingSettings:
 
 @dataclass(frozen=True, slots=True)
 class ServerSettings:
-    """The front door. Ports: 0 = pick a free one and print it."""
+    """Listening addresses, their security, and shutting down. A port of 0 means any free one."""
 
     host: str = "127.0.0.1"
     port: int = 50051

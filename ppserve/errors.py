@@ -1,4 +1,4 @@
-"""Everything that can go wrong and has a name.
+"""All exceptions that ppserve raises on purpose.
 
 PpserveError
 ├── UsageError                 a person's mistake at start-up: one line, exit code 2
@@ -16,7 +16,7 @@ PpserveError
 ├── TransportError             a neighbour stage is gone; ends the epoch, not the process
 └── WireError                  a frame that does not fit the schema
 
-The gRPC status is a plain string so that no room but the head needs grpc.
+The gRPC status is a plain string, so that only the rooms that speak gRPC import grpc.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
-"""The control plane's frames: a closed set of typed messages, length-prefixed, never pickle.
+"""The messages of the control plane, and their encoding in frames. Nothing is pickled.
 
-A frame is a 4-byte little-endian length and that many bytes of MessagePack, decoded against the types
-below: an unknown tag, a missing field or a wrong type is a `WireError`, and so is a frame beyond
-MAX_FRAME_BYTES, before anything is allocated for it.
+A frame is a 4-byte little-endian length and that many bytes of MessagePack, decoded against the types below. An
+unknown tag, a missing field or a wrong type raises `WireError`. So does a length above MAX_FRAME_BYTES, before the
+frame is received.
 """
 
 from __future__ import annotations
@@ -31,13 +31,12 @@ class _Message(msgspec.Struct, frozen=True, tag=True):
 
 
 class Hello(_Message, frozen=True, tag=True):
-    """First message of a stage process: who it is, and what it found behind `--model`.
+    """First message of a stage process: its rank, its host, and the model that it found.
 
-    token: the secret that the head handed out, so that strangers on the port are turned away.
-    checkpoint: the file or directory that `--model` stands for on its host. dtype: resolved ("auto" no more).
-    gpu: index of the device this stage would use, or None for the CPU;
-    shares_gpu: other stages of this host use it too. costs: measured for `--layers auto`, else None.
-    machine: equal for processes that share memory, clock and loopback, which host names do not tell.
+    token: the secret of this start; the head refuses connections without it. checkpoint: the file or directory
+    that `--model` means on its host. dtype: never "auto". gpu: index of the device that the stage would use, None
+    for the CPU. shares_gpu: other stages of this host use the same one. costs: measured for `--layers auto`, else
+    None. machine: equal for processes that share memory, clock and loopback; host names do not show that.
     """
 
     token: str
@@ -61,10 +60,10 @@ class Loading(_Message, frozen=True, tag=True):
 
 
 class Loaded(_Message, frozen=True, tag=True):
-    """Weights are in memory. block_bytes: of one KV block on this stage; kv_bytes: what it can give.
+    """The weights are in memory. block_bytes: of one KV block on this stage. kv_bytes: available for KV blocks.
 
-    why_not: which check of the self-test failed, empty when all passed. kernels: what it computes with; stages
-    whose kernels differ may compute different bits from the same numbers.
+    why_not: the check of the self-test that failed, empty if all passed. kernels: the kernel variants in use;
+    stages with different kernels may compute different bits from the same numbers.
     """
 
     device: str
@@ -84,8 +83,8 @@ class StoreOpened(_Message, frozen=True, tag=True):
 
 
 class Ready(_Message, frozen=True, tag=True):
-    """The stage has joined the epoch's groups, its links are warm. Its KV cache may hold
-    what earlier epochs left: the head's plans overwrite before they read."""
+    """The stage has joined the epoch, and its transport is connected. Its KV cache is not cleared: plans never
+    read a position that no plan of the epoch has written."""
 
     epoch: int
 
@@ -95,29 +94,29 @@ class Result(_Message, frozen=True, tag=True):
 
 
 class Heartbeat(_Message, frozen=True, tag=True):
-    """The answer to a Ping. echo_ns: the Ping's `sent_ns`; clock_ns: the stage's monotonic clock when it
-    answered, which aligns the clocks of different hosts."""
+    """The answer to a Ping. echo_ns: the Ping's `sent_ns`. clock_ns: the stage's monotonic clock when it answered;
+    the head aligns the clocks of different hosts with it."""
 
     echo_ns: int
     clock_ns: int
 
 
 class Broken(_Message, frozen=True, tag=True):
-    """The stage has left this epoch, because a link failed or because it was told to: it waits for the next
-    one with its weights in place."""
+    """The stage has left this epoch, because its transport failed or because of `Abandon`. It keeps its weights
+    and waits for the next epoch."""
 
     epoch: int
     reason: str
 
 
 class Failed(_Message, frozen=True, tag=True):
-    """The stage cannot go on and a restart would not help (a bad file, not enough memory)."""
+    """The stage cannot serve, and a restart would not help (a damaged file, not enough memory)."""
 
     reason: str
 
 
 class GaveUp(_Message, frozen=True, tag=True):
-    """From a keeper, as the only message of its connection: its stage does not stay alive."""
+    """From a keeper, as the only message of its connection: its stage process keeps dying."""
 
     token: str
     rank: int
@@ -128,7 +127,7 @@ class GaveUp(_Message, frozen=True, tag=True):
 
 
 class Start(_Message, frozen=True, tag=True):
-    """First and only frame on a stage's standard input. control_host empty: ask the launcher's store."""
+    """The only frame on a stage process's standard input. control_host empty: torchrun's store has the address."""
 
     config: ServeConfig
     stage: int
@@ -142,16 +141,16 @@ class Start(_Message, frozen=True, tag=True):
 
 
 class Assign(_Message, frozen=True, tag=True):
-    """Load these blocks."""
+    """Load these layers."""
 
     layout: StageLayout
     dtype: str
 
 
 class Form(_Message, frozen=True, tag=True):
-    """Leave the old epoch, enter this one. store_port 0, to the first rank only: open the store and say where.
+    """Enter this epoch. store_port 0, sent to the first rank only: open the epoch's store and report its port.
 
-    num_blocks: KV blocks; max_rows: tokens of the largest step.
+    num_blocks: KV blocks. max_rows: tokens of the largest step.
     """
 
     epoch: int
@@ -163,7 +162,7 @@ class Form(_Message, frozen=True, tag=True):
 
 
 class Abandon(_Message, frozen=True, tag=True):
-    """This epoch is lost: stop waiting for neighbours in it, leave it, and say `Broken`."""
+    """This epoch is lost: stop waiting for other stages, leave it, and answer `Broken`."""
 
     epoch: int
 
@@ -177,7 +176,7 @@ class Ping(_Message, frozen=True, tag=True):
 
 
 class Shutdown(_Message, frozen=True, tag=True):
-    """Finish what was sent before this, then exit with this code: 0 unless the head itself fails."""
+    """Process all earlier messages, then exit with this code: 0 unless the head fails."""
 
     code: int = 0
 
@@ -187,7 +186,7 @@ FromKeeper = Start
 FromHead = Assign | Form | Abandon | Plan | Ping | Shutdown
 
 def _encode_path(value: object) -> str:
-    """Paths of the configuration travel as strings; nothing else needs help."""
+    """Paths in the configuration are encoded as strings. All other types msgspec encodes itself."""
     if isinstance(value, Path):
         return str(value)
     raise TypeError(f"{type(value).__name__} has no place in a frame")
@@ -214,14 +213,14 @@ def encode(message: FromStage | FromKeeper | FromHead) -> bytes:
 
 
 class FrameReader:
-    """Cuts a byte stream into messages of one direction. Feed what arrived; get what is complete."""
+    """Decodes the messages of one direction from a byte stream."""
 
     def __init__(self, direction: object) -> None:
         self._decoder = _decoders[direction]  # type: ignore[index]
         self._buffer = bytearray()
 
     def feed(self, received: bytes) -> list[Any]:
-        """Messages completed by `received`. Raises WireError; the connection is unusable after that."""
+        """The messages completed by `received`. Raises WireError; then the connection cannot be used any more."""
         self._buffer += received
         messages: list[Any] = []
         at = 0

@@ -1,8 +1,7 @@
-"""What crosses between head and stages: plans out, results back. Frozen, and complete at birth.
+"""Plans, which the head sends to every stage, and results, which every stage sends back. All are frozen.
 
-step: one pass of one microbatch through all stages. slice: one sequence's consecutive tokens in a
-step. A plan holds everything a stage must know; stages keep no state about sequences but their keys
-and values.
+step: one pass of one microbatch through all stages. slice: one sequence's consecutive tokens in a step. A plan
+holds everything that a stage must know: a stage has no state about sequences except their keys and values.
 """
 
 from __future__ import annotations
@@ -16,10 +15,9 @@ from ppserve.core.request import SamplingParams
 class Draw:
     """Draw the token that follows a slice's last token.
 
-    index: which of the request's sequences (part of the random key). num_logprobs: None = none,
-    0 = the chosen token's, k = also the k most likely. banned: ids that must not be drawn yet
-    (`min_tokens`). prompt_ids and output_ids: the sequence so far, filled only when
-    `params.needs_history`.
+    index: which of the request's sequences (part of the random key). num_logprobs: None = none, 0 = of the drawn
+    token, k = also of the k most likely. banned: ids that must not be drawn before `min_tokens`. prompt_ids and
+    output_ids: the sequence so far, only if `params.needs_history`.
     """
 
     params: SamplingParams
@@ -34,10 +32,10 @@ class Draw:
 class Slice:
     """One sequence's consecutive tokens in a step.
 
-    start: position of the first token. block_table: the KV blocks of positions 0 .. start + len(token_ids)
-    (logical order; block i holds positions i*block_size ...). draw: None for a chunk that is not a
-    prompt's last. targets: when the prompt is scored, the token that follows each position of the slice
-    (one shorter than token_ids at the prompt's end); num_prompt_logprobs: alternatives per scored token.
+    start: position of the first token. block_table: the KV blocks of positions 0 to start + len(token_ids) - 1, in
+    order; entry i holds the positions from i * block_size on. draw: None for a chunk that is not the prompt's
+    last. targets: when the prompt is scored, the token after each position of the slice (at the prompt's end one
+    fewer than token_ids). num_prompt_logprobs: how many alternatives are scored per target.
     """
 
     sequence_id: int
@@ -65,12 +63,12 @@ class StepPlan:
 
     @property
     def num_tokens(self) -> int:
-        """Rows of hidden states that cross each wire in this step."""
+        """Rows of hidden states that each stage sends to the next in this step."""
         return sum(len(s.token_ids) for s in self.slices)
 
     @property
     def phase(self) -> str:
-        """`prefill`, `decode` or `mixed`: what the slices happen to be, for metrics only."""
+        """`prefill`, `decode` or `mixed`. For metrics and the ledger; all three are computed alike."""
         decodes = sum(len(s.token_ids) == 1 and s.draw is not None for s in self.slices)
         return "decode" if decodes == len(self.slices) else "mixed" if decodes else "prefill"
 
@@ -85,7 +83,7 @@ class TokenLogprobs:
 
 @dataclass(frozen=True, slots=True)
 class Drawn:
-    """The token drawn after a slice. token_id None: its logits were not finite."""
+    """The token drawn after a slice. token_id None: the logits were not finite."""
 
     sequence_id: int
     token_id: int | None
@@ -103,10 +101,11 @@ class Scored:
 
 @dataclass(frozen=True, slots=True)
 class StepStamps:
-    """When a stage did what in a step: nanoseconds on the stage's monotonic clock.
+    """The times of a step on one stage: nanoseconds on the stage's monotonic clock.
 
-    planned: plan read from the socket; awaited: began to wait for hidden states (stage 0: = begun);
-    received: they were there; begun, ended: compute; sent: handed to the next stage (last: = ended).
+    planned: the plan was read. awaited: the stage began to wait for hidden states. received: they were there (on
+    stage 0 at once). begun, ended: computation. sent: the transport has taken the hidden states (the last stage
+    has none to send).
     """
 
     planned: int
@@ -119,7 +118,7 @@ class StepStamps:
 
 @dataclass(frozen=True, slots=True)
 class StepResult:
-    """One stage's word on one step; every stage sends one for every step. Only the last draws and scores."""
+    """One stage's result of one step. Every stage sends one for every step; only the last draws and scores."""
 
     epoch: int
     step_id: int

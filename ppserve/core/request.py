@@ -1,4 +1,4 @@
-"""What was asked. Immutable; every default is already resolved when a request reaches the core."""
+"""A generation request: frozen, with every default resolved."""
 
 from __future__ import annotations
 
@@ -8,10 +8,10 @@ from enum import StrEnum
 
 @dataclass(frozen=True, slots=True)
 class SamplingParams:
-    """How the next token is drawn from its logits (order of application as in Hugging Face).
+    """How the next token is drawn from its logits.
 
-    logit_bias, then repetition, frequency and presence penalties, then temperature, top_k, top_p,
-    min_p. `temperature` 0 is greedy. `top_k` 0 and `top_p` 1.0 and `min_p` 0.0 mean no limit.
+    Applied in the order of Hugging Face: logit_bias; repetition, frequency and presence penalties; temperature;
+    top_k; top_p; min_p. `temperature` 0 is greedy. `top_k` 0, `top_p` 1.0 and `min_p` 0.0 mean no limit.
     """
 
     seed: int = 0
@@ -26,13 +26,13 @@ class SamplingParams:
 
     @property
     def needs_history(self) -> bool:
-        """Whether drawing depends on the tokens before it, beyond the logits."""
+        """Whether a draw depends on the tokens before it in another way than through the logits."""
         return (self.repetition_penalty, self.frequency_penalty, self.presence_penalty) != (1.0, 0.0, 0.0)
 
 
 @dataclass(frozen=True, slots=True)
 class StopConditions:
-    """When a sequence ends. `max_tokens` is already clipped so that prompt + new tokens fit the context."""
+    """When a sequence ends. `max_tokens` is clipped so that prompt and generated tokens fit the context."""
 
     max_tokens: int
     min_tokens: int = 0
@@ -44,7 +44,7 @@ class StopConditions:
 
 @dataclass(frozen=True, slots=True)
 class OutputOptions:
-    """What is sent back. `logprobs` None = none; 0 = the chosen token's; k = also the k most likely."""
+    """What is sent back. logprobs: None = none, 0 = of the drawn token, k = also of the k most likely."""
 
     echo: bool = False
     logprobs: int | None = None
@@ -58,11 +58,11 @@ class OutputOptions:
 class Request:
     """One generation request.
 
-    prompt_ids: at least one token. num_sequences: the contract's `n`. resume_index and resume_ids:
-    what a caller already holds of one sequence (`ResumeFrom`); None when nothing is resumed.
-    limited_by_context: max_tokens was clipped by the context, so running out of it finishes with
-    CONTEXT_LENGTH. caller: whom fairness counts this for (API key digest or peer). deadline_s: on the
-    head's monotonic clock.
+    prompt_ids: at least one token. num_sequences: the interface's `n`. resume_index and resume_ids: which sequence
+    is resumed, and the tokens of it that the caller already has (`ResumeFrom`); None and () when none is.
+    limited_by_context: max_tokens was clipped to the context, so reaching it finishes with CONTEXT_LENGTH. caller:
+    the API key's digest or the peer's address; fairness counts tokens per caller. deadline_s: on the head's
+    monotonic clock.
     """
 
     id: str

@@ -1,4 +1,4 @@
-"""The head as a process: starts the pipeline, opens the front door, and closes both in order."""
+"""The head as a process: starts the engine, serves when the pipeline has formed, and stops both in order."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from ppserve.head.engine.member import Hopeless
 from ppserve.head.engine.members import Members
 from ppserve.head.engine.replica import Replica
 from ppserve.head.handle import PipelineHandle, describe_model
-from ppserve.head.observe.banner import Progress, banner
+from ppserve.head.observe.banner import StartProgress, banner
 from ppserve.head.observe.live import Schedule, describe_costs, read_state, serve_page
 from ppserve.head.observe.metrics import Metrics
 from ppserve.head.observe.observer import Observer
@@ -47,15 +47,15 @@ log = logging.getLogger("ppserve.head")
 
 _HEALTH_EVERY_S = 0.1
 _STAGES_END_WITHIN_S = 5.0
-# From the end of the last stream to the end of a rank, as a rule.
+# Usual time from the end of the last stream to the exit of a rank.
 _ENDING_S = 5.0
 
 
 def run_head(config: ServeConfig, environment: RankEnvironment) -> int:
-    """The whole life of rank 0; returns its exit code."""
+    """Runs rank 0; returns its exit code."""
     die_with_launcher()
     set_up_logging(config.log)
-    # The engine must not wait long for the interpreter while messages are written.
+    # The engine's thread must not wait long for the interpreter's lock while streams are written.
     sys.setswitchinterval(0.0005)
     try:
         return asyncio.run(_run(config, environment))
@@ -65,11 +65,11 @@ def run_head(config: ServeConfig, environment: RankEnvironment) -> int:
 
 
 async def _run(config: ServeConfig, environment: RankEnvironment) -> int:
-    return await Head(config, environment).run()
+    return await HeadProcess(config, environment).run()
 
 
 def warn_of_short_grace(config: ServeConfig) -> None:
-    """torchrun kills its ranks a while after it was told to end, whatever they are doing."""
+    """Logs a warning if torchrun would kill this rank before running streams had --shutdown-timeout to finish."""
     timeout_s, grace_s = config.server.shutdown_timeout_s, launcher_grace_s()
     if grace_s is not None and timeout_s + _ENDING_S > grace_s:
         log.warning(
@@ -78,8 +78,8 @@ def warn_of_short_grace(config: ServeConfig) -> None:
         )
 
 
-class Head:
-    """Composes the rooms of the head. To be made in the event loop that it will run in."""
+class HeadProcess:
+    """Connects the parts of the head. Must be made in the event loop in which it will run."""
 
     def __init__(self, config: ServeConfig, environment: RankEnvironment) -> None:
         self._config = config
@@ -102,7 +102,7 @@ class Head:
         self._stop_now = asyncio.Event()
 
     async def run(self) -> int:
-        """Until a signal, or until the pipeline is lost for good."""
+        """Until a signal, or until the pipeline will not form again. Returns the exit code."""
         self._listen_to_signals()
         warn_of_short_grace(self._config)
         self._keeper_thread.start()
@@ -152,15 +152,15 @@ class Head:
         return await self._close(door)
 
     async def _wait_for_pipeline(self) -> int | None:
-        """None when it has formed; an exit code when it will not, or when a signal came first."""
-        with Progress(self._members):
+        """None when it has formed; an exit code if it will not, or if a signal came first."""
+        with StartProgress(self._members):
             await self._first(self._wait(self._stop), self._formed, self._failed)
         if self._failed.done():
             return self._complain(self._failed.result())
         return None if self._formed.done() else 0
 
     async def _close(self, door: GrpcServer) -> int:
-        """Streams finish, or time out, or a second signal ends them."""
+        """Until all streams have finished, --shutdown-timeout has passed, or a second signal came."""
         timeout_s = 0.0 if self._failed.done() else self._config.server.shutdown_timeout_s
         closing = asyncio.ensure_future(door.stop(timeout_s))
         await self._first(closing, self._wait(self._stop_now))
@@ -172,7 +172,7 @@ class Head:
         return self._complain(self._failed.result()) if self._failed.done() else 0
 
     async def _end_stages(self) -> None:
-        """The engine tells the stages; the keeper of stage 0 makes sure of the one that is its child."""
+        """The engine has told the stages to exit. The keeper kills stage 0, its child, if it does not."""
         self._keeper.stop(_STAGES_END_WITHIN_S)
         await asyncio.to_thread(self._engine.join, 2 * _STAGES_END_WITHIN_S)
         await asyncio.to_thread(self._keeper_thread.join, 2 * _STAGES_END_WITHIN_S)
@@ -182,26 +182,26 @@ class Head:
     def _load_tokenizer(self) -> Tokenizer | None:
         hello = self._members.first.hello
         assert hello is not None
-        # What lies beside the weights that stage 0, on this host, has opened: also for a hub id.
+        # Beside the weights that stage 0, on this host, has opened: so a hub id is downloaded once.
         tokenizer = load_tokenizer(hello.checkpoint, hello.architecture.vocab_size)
         if tokenizer is None:
             log.warning("no tokenizer beside %s: only token ids are served", self._config.model.path)
         return tokenizer
 
     def _start_metrics(self, handle: PipelineHandle) -> int:
-        """Waits for the engine: not to be called in the event loop. Returns the port. Raises ConfigError."""
+        """Returns the port. Waits for the engine: do not call it in the event loop. Raises ConfigError."""
         server = self._config.server
         try:
             port = self._metrics.start_http(server.host, server.metrics_port, handle.stage_times)
         except OSError as error:
-            # It was free when the flags were checked.
+            # The port was free when the flags were checked.
             where = f"{server.host}:{server.metrics_port}"
             raise ConfigError("--metrics-port", f"cannot listen on {where}: {error.strerror}") from None
         self._metrics.describe(handle.model_card(), handle.topology(), __version__)
         return port
 
     async def _report_health(self, door: GrpcServer) -> None:
-        """SERVING only while every stage was heard of a moment ago."""
+        """Health is SERVING only while `Members.healthy`."""
         serving = True
         while True:
             await asyncio.sleep(_HEALTH_EVERY_S)
@@ -233,7 +233,7 @@ class Head:
 
     @staticmethod
     async def _first(*waits: object) -> None:
-        """Until one of them is done. Futures given from outside are not cancelled."""
+        """Until one of them is done. Futures are not cancelled; the tasks of coroutines are."""
         tasks = [asyncio.ensure_future(w) for w in waits]  # type: ignore[call-overload]
         await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
         for wait, task in zip(waits, tasks, strict=True):

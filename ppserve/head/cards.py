@@ -32,7 +32,7 @@ class ModelCard:
 
 @dataclass(frozen=True, slots=True)
 class StageCard:
-    """One stage: where it is, what it holds, and how its time went (seconds since the server was ready).
+    """One stage: where it runs, what it holds, and where its time went (in seconds, since the head started).
 
     The step times are None until they were predicted or measured; `bubble_s` holds (cause, seconds).
     """

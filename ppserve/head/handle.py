@@ -1,4 +1,4 @@
-"""The engine as the front doors see it: requests in, and cards that describe what is served."""
+"""The engine as the protocols use it: it takes requests, and describes the model and the pipeline."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ class PipelineHandle:
         return self._card
 
     def look(self) -> Reading:
-        """The pipeline now. Waits for the engine's thread: not to be called in the event loop."""
+        """The pipeline now. Waits for the engine's thread: do not call it in the event loop."""
         return self._engine.look()
 
     def topology(self) -> Topology:
@@ -48,12 +48,12 @@ class PipelineHandle:
         return topology_of(self.look())
 
     def stage_times(self) -> tuple[StageTimes, ...]:
-        """Every stage's time up to now, as one consistent reading."""
+        """Every stage's time up to one moment."""
         return tuple(stage.times for stage in self.look().stages)
 
 
 def topology_of(reading: Reading) -> Topology:
-    """A reading as a card, with advice. Looking for a better split takes a while: not in the engine's thread."""
+    """A reading as a card, with advice. It may search for a better split: not for the engine's thread."""
     decision = reading.decision
     predicted_s = _predicted_step_s(decision, reading.stages)
     times = tuple(stage.times for stage in reading.stages)
@@ -94,7 +94,7 @@ def _stage_card(reading: Reading, stage: StageReading, predicted_s: tuple[float,
 
 
 def _predicted_step_s(decision: Decision, stages: tuple[StageReading, ...]) -> tuple[float, ...]:
-    """Of every stage, by what `--layers auto` measured; () if it did not."""
+    """Of every stage, from what `--layers auto` measured; () if it did not measure."""
     hellos = [stage.member.hello for stage in stages]
     measured = tuple(hello.costs for hello in hellos if hello is not None and hello.costs is not None)
     if len(measured) < len(stages):
@@ -104,14 +104,14 @@ def _predicted_step_s(decision: Decision, stages: tuple[StageReading, ...]) -> t
 
 
 def why_not_deterministic(members: tuple[Member, ...]) -> list[str]:
-    """Which promises do not hold; empty when all do."""
+    """Why tokens may depend on more than the request; empty if they do not."""
     loaded = [(member.stage, member.loaded) for member in members if member.loaded is not None]
     reasons = [f"stage {stage}: {of.why_not}" for stage, of in loaded if of.why_not]
     first = loaded[0][1].kernels
     for stage, of in loaded:
         if of.kernels != first:
             reasons.append(
-                f"stage 0 computes with {first}, stage {stage} with {of.kernels}: neighbours, chunks and"
+                f"stage 0 computes with {first}, stage {stage} with {of.kernels}: other requests, chunks and"
                 " lost stages change nothing, but other layers per stage, or other hosts, may give other tokens"
             )
             break
@@ -121,11 +121,11 @@ def why_not_deterministic(members: tuple[Member, ...]) -> list[str]:
 def describe_model(
     config: ServeConfig, decision: Decision, members: tuple[Member, ...], tokenizer: Tokenizer | None
 ) -> ModelCard:
-    """What is served, once every rank has loaded its part."""
+    """The model as served. Every rank has loaded its part."""
     arch, limits = decision.architecture, Limits()
     reasons = why_not_deterministic(members)
     return ModelCard(
-        # Not the whole path: callers have no business with the server's directories.
+        # Not the whole path: callers need not know the server's directories.
         name=Path(config.model.path).name,
         architecture=arch,
         num_parameters=arch.num_params,

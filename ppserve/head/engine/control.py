@@ -1,7 +1,7 @@
-"""The head's end of the control plane: what the engine needs of it, and the one of sockets.
+"""The head's end of the control plane: the interface that the engine uses, and its implementation with sockets.
 
-Everything runs in the engine's thread, except `wake`, which any thread may call. Nothing is decided here but
-who may connect.
+Everything runs in the engine's thread, except `wake`, which any thread may call. The only decision here is which
+connections are accepted.
 """
 
 from __future__ import annotations
@@ -21,9 +21,10 @@ from ppserve.errors import WireError
 
 log = logging.getLogger("ppserve.control")
 
-# A stage opens its checkpoint and measures before it connects, so it greets at once.
+# A stage opens its checkpoint and measures before it connects, so it sends `Hello` at once.
 _GREETING_TIMEOUT_S = 10.0
-# Frames are small compared with a socket's buffer: a send that blocks this long means that nobody reads.
+# Frames are much smaller than a socket's buffer, so a send that blocks this long means that the stage does not
+# read.
 _SEND_TIMEOUT_S = 2.0
 
 
@@ -45,25 +46,25 @@ class Gone:
 
 
 class ControlPlane(Protocol):
-    """One connection from each rank to the head: messages go both ways, and its end is an event."""
+    """One connection from each rank to the head, for messages both ways. Its end is an event."""
 
     def poll(self, timeout_s: float) -> list[Heard | Gone]:
-        """What ranks said, or that they are gone, in order of arrival; empty after `timeout_s` or a wake."""
+        """Waits for messages from ranks and for ends of connections. Empty after `timeout_s` or a `wake`."""
 
     def wake(self) -> None:
-        """Makes a `poll` in progress return. Safe from any thread."""
+        """Makes a `poll` in progress return. Safe in any thread."""
 
     def send(self, rank: int, message: wire.FromHead) -> None:
-        """Sends, or, where the rank does not read any more, reports it gone at the next `poll`."""
+        """Sends. If the rank does not read any more, the next `poll` returns its `Gone`."""
 
     def broadcast(self, ranks: Iterable[int], message: wire.FromHead) -> None:
-        """`send` to several ranks: the message is encoded once."""
+        """`send` to several ranks; the message is encoded once."""
 
     def drop(self, rank: int, cause: str) -> None:
-        """Cuts a rank off: its process ends when it sees that, and its keeper starts another."""
+        """Ends a rank's connection. Its stage process then exits, and its keeper starts another."""
 
     def close(self, goodbye_s: float) -> None:
-        """Waits for the ranks, which were told to end, to hang up; then closes everything."""
+        """Waits up to `goodbye_s` for the ranks, which were told to exit, to close their ends; then closes all."""
 
 
 @dataclass(slots=True, eq=False)
@@ -77,9 +78,9 @@ class _Peer:
 
 
 class SocketControlPlane:
-    """Listens for ranks, cuts their bytes into messages, sends them frames.
+    """Accepts connections from ranks, and exchanges frames with them.
 
-    Connections that do not begin with the secret token, or that claim a rank that does not exist, are refused.
+    A connection whose first message lacks the secret token, or names a rank that does not exist, is refused.
     """
 
     def __init__(
@@ -108,7 +109,7 @@ class SocketControlPlane:
         self._selector.register(self._wake_out, selectors.EVENT_READ, None)
 
     def wake(self) -> None:
-        with contextlib.suppress(OSError):  # the buffer is full of wakes already, or all is closed
+        with contextlib.suppress(OSError):  # unread wakes fill the buffer, or everything is closed
             self._wake_in.send(b"\0")
 
     def poll(self, timeout_s: float) -> list[Heard | Gone]:
@@ -191,7 +192,7 @@ class SocketControlPlane:
         return heard
 
     def _admit(self, peer: _Peer, message: Any, heard: list[Heard | Gone]) -> bool:
-        """Whether a connection's first message makes it a rank's. An older connection of that rank is gone."""
+        """Whether a connection is accepted after its first message. Ends an older connection of the rank."""
         if not isinstance(message, wire.Hello | wire.GaveUp):
             return False
         if not hmac.compare_digest(message.token.encode(), self._token):
@@ -208,7 +209,7 @@ class SocketControlPlane:
         return True
 
     def _end(self, peer: _Peer, cause: str) -> list[Heard | Gone]:
-        """Closes a connection; with it its rank is gone, unless the connection was not the rank's own."""
+        """Closes a connection. Its rank is gone, unless the connection was not the rank's current one."""
         self._selector.unregister(peer.connection)
         peer.connection.close()
         self._strangers.discard(peer)

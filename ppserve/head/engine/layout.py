@@ -1,4 +1,4 @@
-"""Who loads what, and how stages talk: decided once, when every stage has said what it found."""
+"""Which layers each rank loads, and which transport connects them. Decided once, when every rank has connected."""
 
 from __future__ import annotations
 
@@ -22,13 +22,13 @@ from ppserve.head.engine.member import Decision
 
 log = logging.getLogger("ppserve.head")
 
-# On a CPU more rows than these make a token no cheaper, and equal chunks keep the stages in step
+# On a CPU a token in a step of more rows is no cheaper, and with equal chunks stages wait for each other less
 # (docs/performance/beside-others.md, "Equal chunks beat shrinking ones").
 CPU_CHUNK = 128
 
 
 class Layout:
-    """The decisions that the operator's configuration leaves to what is found (`members.Rules`)."""
+    """Implements `members.Rules`: what the operator's configuration leaves open is decided by what ranks found."""
 
     def __init__(self, config: ServeConfig, in_process: bool = False) -> None:
         """in_process: stages are threads of this process."""
@@ -58,9 +58,9 @@ class Layout:
         )
 
     def num_blocks(self, decision: Decision, loaded: tuple[wire.Loaded, ...]) -> int:
-        """KV blocks of every stage: what the tightest can hold, but no more than could ever be used.
+        """KV blocks on every stage: as many as fit the stage with least room, but no more than could ever be used.
 
-        Raises ConfigError where not even one sequence of full length fits.
+        Raises ConfigError if one sequence of full length does not fit.
         """
         scheduling = decision.scheduling
         block_size, context = scheduling.block_size, scheduling.max_model_len
@@ -78,7 +78,7 @@ class Layout:
 
 
 def choose_split(config: ServeConfig, arch: Architecture, hellos: tuple[wire.Hello, ...]) -> Split:
-    """The split for the expected mix of prompts and answers, by what the stages measured, else by weight."""
+    """The split for the expected prompts and answers: by costs that the stages measured, or else by parameters."""
     measured = tuple(hello.costs for hello in hellos if hello.costs is not None)
     if len(measured) < len(hellos):
         return split_by_weight(arch, len(hellos))
@@ -95,7 +95,7 @@ def choose_split(config: ServeConfig, arch: Architecture, hellos: tuple[wire.Hel
 
 
 def scheduler_config(config: ServeConfig, arch: Architecture, hellos: tuple[wire.Hello, ...]) -> SchedulerConfig:
-    """What the scheduler may do with this model. Raises ConfigError."""
+    """The scheduler's configuration for this model. Raises ConfigError."""
     check_microbatches(config, len(hellos))
     return SchedulerConfig(
         num_stages=len(hellos),
@@ -111,14 +111,14 @@ def scheduler_config(config: ServeConfig, arch: Architecture, hellos: tuple[wire
 
 
 def check_microbatches(config: ServeConfig, num_stages: int) -> None:
-    """Raises ConfigError for more steps in flight than `num_stages` stages can use."""
+    """Raises ConfigError if --microbatches is more than `num_stages` stages can use."""
     asked = config.pipeline.microbatches
     if asked is not None and asked > num_stages + 1:
         raise ConfigError("--microbatches", f"{asked} is more than {num_stages} stages + 1 can use")
 
 
 def max_context(config: ServeConfig, arch: Architecture) -> int:
-    """Tokens of prompt and answer together. Raises ConfigError where more is asked for than the model has."""
+    """The most tokens of prompt and answer together. Raises ConfigError if --max-model-len exceeds the model's."""
     asked = config.model.max_model_len
     if asked is not None and asked > arch.max_positions:
         raise ConfigError("--max-model-len", f"{asked} is beyond the model's {arch.max_positions} positions")
@@ -130,7 +130,7 @@ def _transport(asked: str, hellos: tuple[wire.Hello, ...], one_host: bool) -> st
         return "local"
     own_gpus = all(hello.gpu is not None and not hello.shares_gpu for hello in hellos)
     if asked == "auto":
-        # Shared memory rests on Linux's memfd; it beats sockets by far and notices a dead neighbour as soon.
+        # shm needs Linux's memfd. It is much faster than sockets and notices a dead neighbour as fast.
         return "nccl" if own_gpus else "shm" if one_host and sys.platform == "linux" else "gloo"
     if asked == "nccl" and not own_gpus:
         raise ConfigError("--transport", "nccl needs a GPU of its own for every stage")

@@ -1,10 +1,10 @@
-"""The engine: one thread that takes what came in, tells the pipeline, and keeps it full.
+"""The engine: one thread that handles all messages and keeps the pipeline full.
 
-Requests, cancellations, results of stages and the loss of a stage are all one kind of thing: a message that
-came in. Messages are handled in order of arrival, so nothing is locked; other threads put theirs into the inbox
-and wake the loop. The loop sleeps until something comes; ten times a second it wakes by itself, to look at
-deadlines and signs of life. What streams are to hear is handed over once per turn, after the next plans are
-out, because a stage may be waiting for those.
+Requests, cancellations, results of stages and the end of a stage's connection are messages. Other threads put
+theirs into the inbox and wake the engine; all are handled in this thread, so nothing needs a lock. The engine
+sleeps until a message arrives, at most 0.1 s: deadlines and silent ranks are checked at least that often. In each
+turn it sends new plans first, because stages may be waiting for them, and then hands the outputs of all streams
+over in one call.
 """
 
 from __future__ import annotations
@@ -38,10 +38,10 @@ _ANSWER_WITHIN_S = 5.0
 
 
 class Engine(threading.Thread):
-    """Owns a pipeline and the requests that are open.
+    """Owns the open requests and drives the replica.
 
-    hand_over: runs a call where sinks want to be told (`loop.call_soon_threadsafe`). formed: done at the first
-    epoch. failed: done when the pipeline is lost for good. Both are settled in the engine's thread.
+    hand_over: runs a function in the thread of the sinks (`loop.call_soon_threadsafe`). formed: done when the
+    first epoch has formed. failed: done when the pipeline will not form again.
     """
 
     def __init__(
@@ -69,28 +69,28 @@ class Engine(threading.Thread):
     # ---- for other threads ----------------------------------------------------------------------------
 
     def submit(self, request: Request, sink: Sink, tokenizer: Tokenizer | None) -> Future[None]:
-        """Queue a request; its outputs go to `sink`. The future is done once it is queued, or has a
+        """Queue a request. Its outputs go to `sink`. The future is done when it is queued, or has a
         RequestError."""
         message = Submit(request, sink, tokenizer)
         self._post(message)
         return message.accepted
 
     def cancel(self, request_id: str, reason: FinishReason) -> None:
-        """End a request wherever it is; nothing happens when it has ended."""
+        """End a request. Nothing happens if it has ended."""
         self._post(Abort(request_id, reason))
 
     def look(self) -> Reading:
-        """The state of the pipeline. Waits for the engine's thread; raises Draining when that is ending."""
+        """The state of the pipeline. Waits for the engine's thread. Raises Draining if the engine has ended."""
         message = Look()
         self._post(message)
         return message.seen.result(_ANSWER_WITHIN_S)
 
     def drain(self) -> None:
-        """Streams may finish; a stage that is lost meanwhile is waited for less long."""
+        """The server is stopping; see `messages.Drain`."""
         self._post(Drain())
 
     def stop(self) -> None:
-        """Shut the stages down, front to back, and end the thread."""
+        """Shut the stages down, in order, and end the thread."""
         self._post(Stop())
 
     def _post(self, message: Message) -> None:
@@ -158,7 +158,7 @@ class Engine(threading.Thread):
         self._note_demand()
 
     def _refuse_the_rest(self) -> None:
-        """Messages that nobody will handle any more. Safe from any thread."""
+        """Refuses messages that arrived after the last turn. Safe in any thread."""
         while self._inbox:
             try:
                 message = self._inbox.popleft()
@@ -193,7 +193,7 @@ class Engine(threading.Thread):
         self._open[asked.request.id] = opened
 
     def _publish(self, event: SequenceEvent) -> None:
-        """Turns what the scheduler says into what a stream hears."""
+        """Turns an event of the scheduler into an output of its stream."""
         opened = self._open.get(event.request_id)
         if opened is None:
             return
@@ -210,7 +210,7 @@ class Engine(threading.Thread):
         self._watcher.output(opened, output, now_s)
 
     def _deliver(self) -> None:
-        """One crossing to the streams' thread for all that this turn brought to all of them."""
+        """Hands this turn's outputs of all streams over in one call."""
         if self._outputs:
             outputs, self._outputs = self._outputs, {}
             self._hand_over(lambda: _push(outputs))
@@ -221,10 +221,10 @@ class Engine(threading.Thread):
         try:
             self._replica.prove_idle()
         except AssertionError:
-            log.exception("the books do not balance")
+            log.exception("KV blocks are not balanced")
 
     def _give_up(self, hopeless: Hopeless) -> None:
-        """Every open stream ends with a status; whoever runs the server learns why."""
+        """Ends every open stream with a status. `failed` tells the reason."""
         self._end_streams(StagesLost("a pipeline stage was lost and does not come back"))
         self._stopping = True
         if not self.failed.done():

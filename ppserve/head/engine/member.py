@@ -1,13 +1,13 @@
-"""What the head knows of one rank, the moves that a rank may make, and what can happen to a pipeline.
+"""The head's record of one rank, the changes of state that a rank may make, and the events of a pipeline.
 
-The states of a rank's stage process, and every move between them (`_NEXT`):
+The states of a rank's stage process, and the changes between them (`_NEXT`):
 
     ABSENT ──Hello──▶ LOADING ──Loaded──▶ LOADED ──Form──▶ FORMING ──Ready──▶ READY
        ▲                                    ▲                  └───epoch lost────┤
        │                                    │                                    ▼
        └── connection ends (any state)      └─────────────Broken───────────── LEAVING
 
-A message that asks for another move is a fault of its sender.
+A message that asks for any other change is an error of the rank that sent it.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ _NEXT: dict[StageState, frozenset[StageState]] = {
 
 
 class InvalidMove(Exception):
-    """A message asks for a move that the table does not have."""
+    """A message asks for a change of state that `_NEXT` does not have."""
 
     def __init__(self, rank: int, state: StageState, wanted: StageState) -> None:
         super().__init__(f"rank {rank} is {state.name} and cannot become {wanted.name}")
@@ -49,9 +49,9 @@ class InvalidMove(Exception):
 
 @dataclass(frozen=True, slots=True)
 class Decision:
-    """What the head decides once it knows all stages: who loads what, and how they talk.
+    """The head's decisions once every rank has connected: which layers each loads, and which transport they use.
 
-    store_host: where stage 0 opens each epoch's store. scheduling: what the scheduler may do with this model.
+    store_host: where stage 0 opens each epoch's store.
     """
 
     architecture: Architecture
@@ -64,14 +64,14 @@ class Decision:
 
 @dataclass(frozen=True, slots=True)
 class StepDone:
-    """A stage's result, its stamps on the head's clock."""
+    """A stage's result of a step. Its stamps are on the head's clock."""
 
     result: StepResult
 
 
 @dataclass(frozen=True, slots=True)
 class StageDied:
-    """A rank's stage process is gone; its keeper starts another."""
+    """A rank's stage process died. Its keeper starts another. cause: one word."""
 
     rank: int
     stage: int
@@ -80,7 +80,7 @@ class StageDied:
 
 @dataclass(frozen=True, slots=True)
 class EpochLost:
-    """The pipeline broke: nothing that is in flight will return."""
+    """The epoch is lost: results of steps in flight will not arrive."""
 
     epoch: int
     cause: str
@@ -88,7 +88,7 @@ class EpochLost:
 
 @dataclass(frozen=True, slots=True)
 class Formed:
-    """All stages are ready in this epoch; num_blocks: KV blocks that every stage has."""
+    """All stages are ready in this epoch. num_blocks: KV blocks on every stage."""
 
     epoch: int
     num_blocks: int
@@ -96,7 +96,7 @@ class Formed:
 
 @dataclass(frozen=True, slots=True)
 class Hopeless:
-    """The pipeline will not form (again). usage: the operator's mistake rather than a failure."""
+    """The pipeline will not form (again). usage: because of the operator's configuration, not a failure."""
 
     reason: str
     usage: bool
@@ -107,8 +107,11 @@ MemberEvent = StepDone | StageDied | EpochLost | Formed | Hopeless
 
 @dataclass(frozen=True, slots=True)
 class Member:
-    """What is known of one rank. clock_offset_ns: its clock minus the head's; progress: bytes loaded, of how many;
-    since_ns: in this state; leave_by_ns: when a rank that is LEAVING is given up."""
+    """The head's record of one rank.
+
+    progress: (bytes loaded, of how many). since_ns: when this state began. leave_by_ns: when a rank that is
+    LEAVING is cut off. clock_offset_ns: its clock minus the head's, measured in a round trip of best_rtt_ns.
+    """
 
     rank: int
     stage: int
@@ -123,7 +126,7 @@ class Member:
     restarts: int = 0
 
     def moved(self, state: StageState, now_ns: int) -> Member:
-        """In another state from now on. Raises InvalidMove where the table has no such move."""
+        """This rank in another state from now on. Raises InvalidMove where `_NEXT` has no such change."""
         if state not in _NEXT[self.state]:
             raise InvalidMove(self.rank, self.state, state)
         return replace(self, state=state, since_ns=now_ns)

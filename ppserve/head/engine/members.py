@@ -1,11 +1,11 @@
-"""Which ranks live, and which epoch it is. Policy only: messages and the time come in, messages go out.
+"""The members: the state of every rank, and the current epoch. Policy only: messages and the time are arguments.
 
-A rank whose message asks for a move that `member` does not have is at fault, and its connection is ended.
+An epoch is one life of the pipeline between losses. It is lost when any of its ranks is lost or reports a failed
+transport, also while it is forming. The surviving ranks are told to leave it. A rank that has left keeps its
+weights and is LOADED again, and the next epoch forms when every rank is LOADED. So an epoch never forms with a
+rank that is dead, or with one that still waits for another stage in the epoch before.
 
-An epoch is one life of the pipeline. It is lost when any of its ranks is lost or reports a broken transport, also
-while it is forming. The surviving ranks are told to leave it. A rank that says it has left is LOADED again, its
-weights in place, and the next epoch forms once every rank is LOADED. So no epoch forms around a rank that is dead,
-or around one that still waits for a neighbour in the epoch before.
+The connection of a rank whose message asks for a change of state that `member` does not have is ended.
 """
 
 from __future__ import annotations
@@ -36,40 +36,42 @@ log = logging.getLogger("ppserve.members")
 
 _PING_EVERY_NS = 500_000_000
 _SILENT_WHEN_READY_NS = 3_000_000_000
-# Compiling kernels and reading weights may keep a stage from answering for a while.
+# While it compiles kernels or reads weights, a stage may not answer for seconds.
 _SILENT_BEFORE_NS = 30_000_000_000
 _FORM_WITHIN_NS = 30_000_000_000
 _REJOIN_WITHIN_NS = 120_000_000_000
-# torchrun answers the death of a keeper by ending all ranks, which the head takes for a wish to drain; a stage
-# whose keeper is dead never comes back.
+# When a keeper dies, torchrun sends SIGTERM to all ranks, so the head drains; the dead keeper's stage never
+# returns.
 _REJOIN_WHILE_DRAINING_NS = 10_000_000_000
-# A stage that is told to leave may have to finish a step, or a wait in gloo that ends by itself. One that was only
-# forming has no step to finish: gloo's connect cannot be interrupted, and restarting the process is faster.
+# A stage that is told to leave may have to finish a step, or a wait in gloo that has a timeout. A stage that was
+# only forming has no step to finish: gloo's connect cannot be interrupted, and restarting the process is faster.
 _LEAVE_WITHIN_NS = 25_000_000_000
 _LEAVE_FORMING_WITHIN_NS = 2_000_000_000
-# Time between a loss and the next attempt, so that a broken network is not retried in a hot loop.
+# Time between a loss and the next epoch: a network that fails at once is not retried without a pause, and the end
+# of a dead stage's connection arrives before the epoch forms.
 _SETTLE_NS = 200_000_000
+# A longer time between two ticks means that the head itself did not run.
 _PAUSE_NS = 1_000_000_000
 _HEALTHY_WITHIN_NS = 2_000_000_000
 
 
-# In these states nothing keeps a stage from answering within milliseconds.
+# In these states a stage answers within milliseconds.
 _QUICK = (StageState.READY, StageState.LEAVING)
 _IN_EPOCH = (StageState.FORMING, StageState.READY, StageState.LEAVING)
 
 
 class Rules(Protocol):
-    """The decisions that need the operator's configuration. Both raise UsageError where there is no answer."""
+    """The decisions that depend on the operator's configuration. Both raise UsageError if none is possible."""
 
     def decide(self, hellos: tuple[wire.Hello, ...]) -> Decision:
-        """hellos: of every rank, in order of ranks."""
+        """hellos: of every rank, in order of stages."""
 
     def num_blocks(self, decision: Decision, loaded: tuple[wire.Loaded, ...]) -> int:
-        """KV blocks of every stage. loaded: of every rank, in order of ranks."""
+        """KV blocks on every stage. loaded: of every rank, in order of stages."""
 
 
 class Sender(Protocol):
-    """The half of the control plane that `Members` needs."""
+    """The part of the control plane that `Members` needs."""
 
     def send(self, rank: int, message: wire.FromHead) -> None: ...
 
@@ -79,11 +81,12 @@ class Sender(Protocol):
 class Members:
     """The ranks of one pipeline. Changed by the engine's thread alone.
 
-    `all` and `formed` may be read by any thread: what they hold is frozen, and replaced as a whole.
+    Any thread may read `all`, `formed` and `decision`, whose values are frozen and replaced as a whole, and call
+    `healthy`.
     """
 
     def __init__(self, ranks: Sequence[int], machine: str, rules: Rules, control: Sender) -> None:
-        """ranks: in order of stages. machine: the head's; clocks of ranks on it need no alignment."""
+        """ranks: in order of stages. machine: the head's; ranks on the same machine have the same clock."""
         self.num_stages = len(ranks)
         self.all = tuple(Member(rank, stage) for stage, rank in enumerate(ranks))
         self.epoch = 0
@@ -111,17 +114,17 @@ class Members:
         """The rank of the first stage: it opens each epoch's store."""
         return self.all[0]
 
-    # ---- what happens ---------------------------------------------------------------------------------
+    # ---- events ---------------------------------------------------------------------------------------
 
     def start(self, now_ns: int) -> None:
-        """From now on ranks are expected."""
+        """The times of silence and absence begin now."""
         self._ticked_ns = now_ns
         for rank in self.ranks:
             self._heard_ns[rank] = now_ns
             self._update(rank, since_ns=now_ns)
 
     def heard(self, rank: int, now_ns: int, message: wire.FromStage) -> list[MemberEvent]:
-        """A rank said something. What it must not say now ends its connection."""
+        """A message from a rank arrived. If it asks for an invalid change of state, its connection is ended."""
         self._heard_ns[rank] = now_ns
         try:
             return self._take(rank, now_ns, message)
@@ -161,7 +164,7 @@ class Members:
                 return [Hopeless(message.reason, usage=self.epoch == 0)]
 
     def gone(self, rank: int, cause: str, now_ns: int) -> list[MemberEvent]:
-        """A rank's connection ended: its keeper is starting another stage process."""
+        """A rank's connection ended: its stage process is dead, and its keeper starts another."""
         self._move(rank, StageState.ABSENT, now_ns)
         if not self.epoch:
             return []
@@ -171,7 +174,7 @@ class Members:
         return [StageDied(rank, member.stage, cause), *lost]
 
     def tick(self, now_ns: int) -> list[MemberEvent]:
-        """Asks for signs of life, and gives up on ranks that give none."""
+        """Pings all ranks every 0.5 s, and cuts off those that have not answered for too long."""
         if self.head_paused(now_ns):
             self._heard_ns = dict.fromkeys(self.ranks, now_ns)
         self._ticked_ns = now_ns
@@ -182,7 +185,8 @@ class Members:
                     self._control.send(member.rank, wire.Ping(now_ns))
         for member in self.all:
             if member.state is StageState.ABSENT:
-                # Before the first epoch it may be downloading; a keeper whose stage keeps dying says so by itself.
+                # Before the first epoch a rank may take any time to download; if its stage dies, its keeper says
+                # so.
                 patience_ns = _REJOIN_WHILE_DRAINING_NS if self.draining else _REJOIN_WITHIN_NS
                 if self.epoch and now_ns - member.since_ns > patience_ns:
                     return [Hopeless(f"stage {member.stage} did not come back in time", usage=False)]
@@ -191,14 +195,14 @@ class Members:
         return self._form_if_complete(now_ns)
 
     def head_paused(self, now_ns: int) -> bool:
-        """Whether the head itself has stood still since the last tick: no rank is to blame for that silence."""
+        """Whether the head itself did not run since the last tick, so that silence says nothing about ranks."""
         return now_ns - self._ticked_ns > _PAUSE_NS
 
     def healthy(self, now_ns: int) -> bool:
-        """Whether the pipeline is formed and every rank was heard of a moment ago. For any thread."""
+        """Whether the pipeline is formed and every rank has sent a message in the last 2 s. Safe in any thread."""
         return self.formed and all(now_ns - heard_ns < _HEALTHY_WITHIN_NS for heard_ns in self._heard_ns.values())
 
-    # ---- how it is done -------------------------------------------------------------------------------
+    # ---- changes of state -----------------------------------------------------------------------------
 
     def _update(self, rank: int, **changes: Any) -> None:
         self._replace(replace(self[rank], **changes))
@@ -211,7 +215,7 @@ class Members:
         self._replace(self[rank].moved(state, now_ns))
 
     def _overdue(self, member: Member, now_ns: int) -> str | None:
-        """Why a rank that is there is given up, in one word; None when it is not."""
+        """Why a connected rank must be cut off, in one word; None if it need not be."""
         if now_ns - self._heard_ns[member.rank] > (
             _SILENT_WHEN_READY_NS if member.state in _QUICK else _SILENT_BEFORE_NS
         ):
@@ -248,13 +252,14 @@ class Members:
         self._control.send(member.rank, wire.Assign(decision.layouts[member.stage], decision.dtype))
 
     def _form_if_complete(self, now_ns: int) -> list[MemberEvent]:
-        """Opens the next epoch once every rank has its weights: the first stage's before the others."""
+        """Begins the next epoch when every rank is LOADED. The rank of the first stage is invited before the
+        others, because it opens the store."""
         decision = self.decision
         is_complete = all(member.state is StageState.LOADED for member in self.all)
         if now_ns < self._settled_ns or decision is None or not is_complete:
             return []
         if not self.num_blocks:
-            # Fixed for the life of the server: a stage that comes back must fit the block tables that exist.
+            # Fixed for the life of the server: block tables that exist must fit a stage that was replaced.
             loaded = tuple(member.loaded for member in self.all if member.loaded is not None)
             try:
                 self.num_blocks = self._rules.num_blocks(decision, loaded)
@@ -293,7 +298,7 @@ class Members:
         return [Formed(self.epoch, self.num_blocks)]
 
     def _left(self, member: Member, broken: wire.Broken, now_ns: int) -> list[MemberEvent]:
-        """A rank has left the epoch: by itself, and then the epoch is lost, or because it was told to."""
+        """A rank has left the epoch. If it was not told to, the epoch is lost."""
         if broken.epoch != self.epoch or member.state not in _IN_EPOCH:
             return []
         self._move(member.rank, StageState.LOADED, now_ns)
@@ -302,7 +307,7 @@ class Members:
         return self._form_if_complete(now_ns)
 
     def _lose_epoch(self, cause: str, now_ns: int) -> list[MemberEvent]:
-        """The surviving ranks are told to leave; they keep their weights and wait for the next epoch."""
+        """Tells the surviving ranks to leave the epoch."""
         self._settled_ns = now_ns + _SETTLE_NS
         was_formed, self.formed = self.formed, False
         for member in self.all:
@@ -317,7 +322,7 @@ class Members:
         return [EpochLost(self.epoch, cause)]
 
     def _align_clock(self, member: Member, beat: wire.Heartbeat, now_ns: int) -> None:
-        """Keeps the offset of the quickest round trip so far; processes of one machine share a clock."""
+        """Keeps the offset of the shortest round trip. Processes of the head's machine have its clock."""
         rtt_ns = now_ns - beat.echo_ns
         same_clock = member.hello is not None and member.hello.machine == self._machine
         if not same_clock and rtt_ns < member.best_rtt_ns:

@@ -1,7 +1,6 @@
-"""What other threads may tell the engine: a closed set of typed messages, each handled in order of arrival.
+"""Messages from other threads to the engine. They are handled in order of arrival.
 
-What ranks say comes beside them, as `control.Heard` and `control.Gone`. A message that wants an answer carries the
-future that will have it.
+Messages from ranks are `control.Heard` and `control.Gone`. A message that needs an answer carries a future for it.
 """
 
 from __future__ import annotations
@@ -17,9 +16,9 @@ from ppserve.tokenizer import Tokenizer
 
 @dataclass(frozen=True, slots=True)
 class Submit:
-    """Queue a request; its outputs go to `sink`. tokenizer: None where only token ids are served.
+    """Queue a request. Its outputs go to `sink`. tokenizer: None where only token ids are served.
 
-    accepted: done when it is queued; a RequestError when it is refused.
+    accepted: done when the request is queued; a RequestError if it is refused.
     """
 
     request: Request
@@ -30,7 +29,7 @@ class Submit:
 
 @dataclass(frozen=True, slots=True)
 class Abort:
-    """End a request wherever it is; nothing happens when it has ended."""
+    """End a request. Nothing happens if it has ended."""
 
     request_id: str
     reason: FinishReason
@@ -38,19 +37,19 @@ class Abort:
 
 @dataclass(frozen=True, slots=True)
 class Look:
-    """Read the state of the pipeline, at rest between two turns."""
+    """Read the state of the pipeline."""
 
     seen: Future[Reading] = field(default_factory=Future, repr=False, compare=False)
 
 
 @dataclass(frozen=True, slots=True)
 class Drain:
-    """Streams may finish; a stage that is lost meanwhile is waited for less long."""
+    """The server is stopping: open streams may finish, and a lost stage must come back sooner than usual."""
 
 
 @dataclass(frozen=True, slots=True)
 class Stop:
-    """Shut the stages down, front to back, and end the engine."""
+    """Shut the stages down, in order, and end the engine."""
 
 
 Message = Submit | Abort | Look | Drain | Stop

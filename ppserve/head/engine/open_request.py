@@ -1,6 +1,6 @@
-"""The engine's side of one request: its events become text, stop strings end it, its times are kept.
+"""The engine's record of one open request: turns its events into text, finds stop strings, measures its times.
 
-Owned by the engine's thread. What a client sees of it is made under `head/api`, in the thread of the streams.
+Used in the engine's thread alone.
 """
 
 from __future__ import annotations
@@ -16,8 +16,8 @@ from ppserve.tokenizer import Detokenizer, Tokenizer
 
 
 @dataclass(slots=True)
-class _Progress:
-    """One sequence's text and times (seconds, head's clock)."""
+class _SequenceText:
+    """One sequence's detokenizer and the times of its tokens (seconds, on the head's clock)."""
 
     detokenizer: Detokenizer | None
     first_token_s: float | None = None
@@ -27,9 +27,9 @@ class _Progress:
 
 @dataclass(slots=True)
 class OpenRequest:
-    """Turns one request's events into outputs, until each of its sequences has ended.
+    """Turns one request's events into outputs until all of its sequences have ended.
 
-    busy_s: seconds that every stage has computed so far, for callers who want timings.
+    busy_s: seconds that each stage has computed so far, for requests with timings.
     """
 
     request: Request
@@ -38,7 +38,7 @@ class OpenRequest:
     arrived_s: float
     busy_s: Callable[[], tuple[float, ...]]
     admitted_s: float | None = None
-    _sequences: dict[int, _Progress] = field(default_factory=dict)
+    _sequences: dict[int, _SequenceText] = field(default_factory=dict)
     _num_ended: int = 0
     _busy_at_arrival_s: tuple[float, ...] = ()
 
@@ -51,10 +51,10 @@ class OpenRequest:
         return self._num_ended >= self.request.num_sequences
 
     def resume(self, eos_id: int | None, now_s: float) -> TokenOutput | None:
-        """Reads the tokens that the caller holds already; what comes next continues their text.
+        """Detokenizes the tokens that the caller already has, so that the next text continues theirs.
 
-        Returns the answer's end when those tokens include it: there is nothing to compute, and its text was
-        delivered with them. Raises InvalidRequest when tokens follow the end, which no stream has brought.
+        Returns the answer's end if those tokens contain it; then there is nothing to compute. Raises
+        InvalidRequest if tokens follow the end.
         """
         index, held = self.request.resume_index or 0, self.request.resume_ids
         progress = self._progress(index)
@@ -72,8 +72,8 @@ class OpenRequest:
         return None
 
     def output(self, event: SequenceEvent, now_s: float) -> TokenOutput:
-        """What the client hears of `event`. Its `finish` is STOP_STRING where the text ends the sequence
-        before the scheduler would: the engine then tells the scheduler."""
+        """The output for an event. Its `finish` is STOP_STRING if the text ends the sequence; then the engine must
+        end it in the scheduler."""
         if event.admitted_s is not None:
             self.admitted_s = event.admitted_s
         if event.error is not None:
@@ -104,14 +104,14 @@ class OpenRequest:
         )
 
     def fail(self, error: RequestError) -> TokenOutput:
-        """All of it ends with `error`, wherever it stands."""
+        """The whole request ends with `error`."""
         self._num_ended = self.request.num_sequences
         return TokenOutput(0, 0, error=error)
 
-    def _progress(self, index: int) -> _Progress:
+    def _progress(self, index: int) -> _SequenceText:
         progress = self._sequences.get(index)
         if progress is None:
-            progress = self._sequences[index] = _Progress(self._new_detokenizer())
+            progress = self._sequences[index] = _SequenceText(self._new_detokenizer())
         return progress
 
     def _new_detokenizer(self) -> Detokenizer | None:
@@ -121,12 +121,9 @@ class OpenRequest:
         return Detokenizer(self.tokenizer, stop.stop, stop.include_stop, stop.min_tokens)
 
     def _read(
-        self, progress: _Progress, finish: FinishReason | None, token_id: int
+        self, progress: _SequenceText, finish: FinishReason | None, token_id: int
     ) -> tuple[FinishReason | None, int | str | None, str]:
-        """The text that a token completes, and whether it ends the sequence: (finish, matched, text).
-
-        finish: how the token ends it by itself, without regard to text.
-        """
+        """Detokenizes a token: (finish, matched, text). finish: why the token ends the sequence, text aside."""
         ends_by_token = finish in (FinishReason.EOS, FinishReason.STOP_TOKEN)
         if progress.detokenizer is None:
             return finish, token_id if ends_by_token else None, ""
@@ -137,7 +134,7 @@ class OpenRequest:
             return FinishReason.STOP_STRING, piece.matched, piece.text
         return finish, token_id if ends_by_token else None, piece.text
 
-    def _timings(self, progress: _Progress, now_s: float) -> TimingsOutput:
+    def _timings(self, progress: _SequenceText, now_s: float) -> TimingsOutput:
         admitted_s = self.admitted_s if self.admitted_s is not None else now_s
         first_s = progress.first_token_s or now_s
         last_s = progress.last_token_s or now_s
@@ -153,7 +150,7 @@ class OpenRequest:
         )
 
     def token_times(self, index: int) -> tuple[float | None, float | None, int]:
-        """Of one sequence: when its first and its last token came, and how many there were."""
+        """Of one sequence: the times of its first and its last token, and the number of tokens."""
         progress = self._sequences.get(index)
         if progress is None:
             return None, None, 0

@@ -1,7 +1,4 @@
-"""What the engine tells one request's reader: a token, an end, or both, in the values of `core`.
-
-Every protocol under `head/api` makes its own messages from these.
-"""
+"""What a request's stream gets from the engine. Every protocol under `head/api` makes its messages from these."""
 
 from __future__ import annotations
 
@@ -27,12 +24,12 @@ class TimingsOutput:
 
 @dataclass(frozen=True, slots=True)
 class TokenOutput:
-    """What one step brought for one sequence.
+    """A token of one sequence, its end, or both.
 
-    offset: of this token among the generated tokens; without a token, how many there are. token_id: None
-    when the sequence ends without one. text: what the detokenizer released. matched: the token or string
-    that ended it. prompt_logprobs: for prompt tokens 1, 2, ..., with the first output of the request's first
-    sequence. error: the whole request ends with it. cached_tokens and timings count with `finish`.
+    offset: the token's index among the generated tokens; without a token, their number. token_id: None if the
+    sequence ends without a token. text: what the detokenizer released. matched: the token or string that ended the
+    sequence. prompt_logprobs: of prompt tokens 1, 2, ..., in the first output of the request's first sequence.
+    error: ends the whole request. cached_tokens and timings are valid with `finish`.
     """
 
     index: int
@@ -49,7 +46,7 @@ class TokenOutput:
 
 
 class Sink(Protocol):
-    """Where the engine delivers what it has for one request."""
+    """Takes the outputs of one request."""
 
     def push(self, outputs: Sequence[TokenOutput]) -> None:
-        """Take one step's outputs. Called in the event loop's thread; returns at once."""
+        """The outputs of one turn of the engine. Called where `Engine.hand_over` runs; must return at once."""

@@ -1,7 +1,7 @@
-"""One pipeline: its members, its scheduler, its steps in flight, and the ledger of its time.
+"""One pipeline: its members, its scheduler, its steps and its ledger.
 
-A replica knows requests as sequences only; whose streams they are is the engine's business. Everything here runs
-in the engine's thread. `clock` is monotonic, in nanoseconds; the scheduler's seconds are of the same clock.
+The replica connects them: it sends the scheduler's plans, and passes results to the book of steps, the ledger, the
+cost model and the scheduler. It does not know streams; the engine does. Everything runs in the engine's thread.
 """
 
 from __future__ import annotations
@@ -43,8 +43,8 @@ ReplicaEvent = SequenceEvent | Formed | Hopeless
 
 @dataclass(frozen=True, slots=True)
 class StageReading:
-    """One stage at one moment. steps: computed since the start. cost: what a step costs on average; spread: how
-    far steps lie from that, as a share of it."""
+    """One stage at one moment. steps: computed since the start. cost: of a step, on average. spread: standard
+    deviation from that, as a share of it."""
 
     member: Member
     times: StageTimes
@@ -55,7 +55,7 @@ class StageReading:
 
 @dataclass(frozen=True, slots=True)
 class Reading:
-    """A pipeline at one moment, on the engine's clock. Nothing in it changes any more."""
+    """A pipeline at one moment, on the engine's clock. Frozen."""
 
     now_ns: int
     decision: Decision
@@ -67,7 +67,7 @@ class Reading:
 
 
 class Replica:
-    """See the module. The scheduler exists from the first epoch on."""
+    """See the module. clock: monotonic, in nanoseconds. scheduler: None until the first epoch has formed."""
 
     def __init__(
         self, members: Members, control: ControlPlane, watcher: Watcher, clock: Callable[[], int]
@@ -88,7 +88,7 @@ class Replica:
 
     @property
     def formed_scheduler(self) -> Scheduler:
-        """Raises Draining where no epoch has formed: there is nobody to serve a request."""
+        """Raises Draining if no epoch has formed yet."""
         if self.scheduler is None:
             raise Draining("the server is not serving")
         return self.scheduler
@@ -98,18 +98,18 @@ class Replica:
         self.formed_scheduler.submit(request, self._now_s())
 
     def abort(self, request_id: str, reason: FinishReason) -> list[SequenceEvent]:
-        """End a request now; the events are its ends."""
+        """End a request now. Returns the terminal events of its sequences."""
         return [] if self.scheduler is None else self.scheduler.abort(request_id, reason)
 
     def finish(self, sequence_id: int, reason: FinishReason) -> None:
-        """The text of a sequence has ended it: no event, no further step."""
+        """End a sequence because of its text (a stop string): no event, no further step."""
         if self.scheduler is not None:
             self.scheduler.finish(sequence_id, reason, self._now_s())
 
     def demand(self, exists: bool) -> bool:
-        """Whether the server has work: a request is open, or a step of one that just ended is under way.
+        """Whether the server has work: a request is open, or a step of a request that has ended is in flight.
 
-        exists: a request is open. Without work stages are idle; with it, their waits are bubbles.
+        exists: a request is open. While the server has work, waiting stages have bubbles; otherwise they are idle.
         """
         has_work = exists or len(self.steps) > 0
         if has_work:
@@ -118,20 +118,20 @@ class Replica:
             self._account.demand_ended(self._clock())
         return has_work
 
-    # ---- what happens ---------------------------------------------------------------------------------
+    # ---- events ---------------------------------------------------------------------------------------
 
     def start(self) -> None:
-        """From now on ranks are expected."""
+        """The engine has started: ranks may connect."""
         self.members.start(self._clock())
 
     def take(self, heard: Heard | Gone) -> list[ReplicaEvent]:
-        """A rank said something, or is gone."""
+        """A rank sent a message, or its connection ended."""
         if isinstance(heard, Gone):
             return self._happened(self.members.gone(heard.rank, heard.cause, self._clock()))
         return self._happened(self.members.heard(heard.rank, heard.arrived_ns, heard.message))
 
     def tick(self) -> list[ReplicaEvent]:
-        """Looks at what no message tells: silence, deadlines of requests, a stage that holds up a step."""
+        """Checks what no message reports: silent ranks, passed deadlines of requests, overdue steps."""
         now_ns = self._clock()
         if self.members.head_paused(now_ns):
             self.steps.head_paused(now_ns)
@@ -144,7 +144,7 @@ class Replica:
         return events
 
     def refill(self, woken_ns: int) -> None:
-        """Puts steps into the pipeline while it has room. woken_ns: when the engine's turn began."""
+        """Sends steps while lanes are free and sequences are ready. woken_ns: when the engine's turn began."""
         scheduler = self.scheduler
         if scheduler is None or not self.members.formed:
             return
@@ -193,7 +193,8 @@ class Replica:
         log.info("epoch %d formed", formed.epoch)
         self._account.formed(self._clock())
         if self.scheduler is not None:
-            # Everybody is replayed: what was in flight when the last epoch was lost never happened.
+            # All sequences are computed again; steps that were in flight when the last epoch was lost do not
+            # count.
             return [*self.scheduler.lose_stage(formed.epoch, self._now_s())]
         decision = self.members.decision
         assert decision is not None
@@ -202,21 +203,21 @@ class Replica:
         return [formed]
 
     def _epoch_lost(self, lost: EpochLost) -> None:
-        """Nothing that is in flight will return; the scheduler hears of it when the next epoch forms."""
+        """Steps in flight will not return. The scheduler is told when the next epoch has formed."""
         log.warning("epoch %d lost: %s", lost.epoch, lost.cause)
         self.steps.lost()
         self._lanes.lost()
         self._account.stage_lost(self._clock())
         self._watcher.epoch_lost()
 
-    # ---- what others may ask --------------------------------------------------------------------------
+    # ---- state ----------------------------------------------------------------------------------------
 
     def busy_s(self) -> tuple[float, ...]:
-        """Seconds that every stage has computed, as far as is settled."""
+        """Settled seconds of computation of every stage."""
         return tuple(sum(times.busy_ns.values()) / 1e9 for times in self._account.settled())
 
     def reading(self) -> Reading:
-        """The pipeline now. Raises Draining before the first epoch."""
+        """The pipeline now. Raises Draining if no epoch has formed yet."""
         now_ns, scheduler, decision = self._clock(), self.formed_scheduler, self.members.decision
         assert decision is not None
         every = zip(self.members.all, self._account.snapshot(now_ns), self._costs.stages, strict=True)
@@ -234,7 +235,7 @@ class Replica:
         )
 
     def prove_idle(self) -> None:
-        """With no request and no step left, no block may be held. Raises AssertionError."""
+        """Without requests and steps, no KV block may be held. Raises AssertionError."""
         if self.scheduler is not None and not self.scheduler.has_work:
             assert self.scheduler.kv_usage == 0, "idle, yet KV blocks are held"
 

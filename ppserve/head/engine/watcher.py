@@ -1,4 +1,4 @@
-"""What the engine tells those who only look on. It runs in the engine's thread and changes nothing there."""
+"""The engine's callbacks for metrics, trace and live page. They run in its thread and must not change anything."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from ppserve.head.engine.output import TokenOutput
 
 
 class Watcher:
-    """Hears everything and does nothing; `observe` overrides what it wants to hear."""
+    """Every callback does nothing here; `observe.Observer` overrides them."""
 
     def dispatched(self, step: Step) -> None:
         """A step was sent to all stages."""
@@ -19,19 +19,19 @@ class Watcher:
         """A stage's result of a step is in the book."""
 
     def settled(self, settled: Settled) -> None:
-        """The ledger named a stretch of a stage's time."""
+        """The ledger attributed an interval of a stage's time."""
 
     def epoch_lost(self) -> None:
-        """What is in flight will not be reported any more."""
+        """Steps in flight will not be reported."""
 
     def stage_died(self, stage: int, cause: str) -> None:
-        """A stage process is gone. cause: one word."""
+        """A stage process died. cause: one word."""
 
     def load(self, running: int, waiting: int, in_flight: int, kv_usage: float) -> None:
-        """How full everything is at the end of a turn: sequences, requests, steps, share of KV blocks (0 to 1)."""
+        """Counts at the end of a turn. running: sequences. waiting: requests. in_flight: steps. kv_usage: 0 to 1."""
 
     def refused(self, error: RequestError) -> None:
-        """A request ended before it was queued."""
+        """A request was refused."""
 
     def output(self, opened: OpenRequest, output: TokenOutput, now_s: float) -> None:
-        """A stream hears of a token, an end, or both; after `opened` has taken note of it."""
+        """A stream gets a token, an end, or both. `opened` is already up to date."""

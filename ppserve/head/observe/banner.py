@@ -1,4 +1,4 @@
-"""What a person sees of a start: progress while weights load, then one table and what to try next."""
+"""What the terminal shows at start-up: progress while weights load, then one table and a command to try."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _BAR = 24
 
 
 def banner(card: ModelCard, topology: Topology, host: str, port: int, metrics_port: int) -> str:
-    """Stages, what they hold and where, the addresses, and the exact command to try next."""
+    """A table of the stages, the addresses, and a command to try."""
     arch = card.architecture
     lines = [
         "",
@@ -45,8 +45,8 @@ def banner(card: ModelCard, topology: Topology, host: str, port: int, metrics_po
     return "\n".join([*lines, ""])
 
 
-class Progress:
-    """While entered, shows on a terminal how far each stage is; elsewhere it says nothing."""
+class StartProgress:
+    """A context in which a terminal shows how far each stage has started. Silent if stderr is no terminal."""
 
     def __init__(self, members: Members) -> None:
         self._members = members

@@ -1,6 +1,6 @@
-"""A small HTTP server for what people and Prometheus look at: GET only, one answer per route.
+"""A small HTTP server for metrics and the live page: GET and HEAD only, one function per path.
 
-Its threads never touch the engine's state; a route asks for what it needs.
+Its threads never touch the engine's state: a route asks the engine for what it needs.
 """
 
 from __future__ import annotations
@@ -17,16 +17,16 @@ from typing import NamedTuple
 log = logging.getLogger(__name__)
 
 
-class Answer(NamedTuple):
-    """headers: besides those that every answer has, or in their place."""
+class HttpAnswer(NamedTuple):
+    """headers: added to `_HEADERS`, or replacing them."""
 
     content_type: str
     body: bytes
     headers: Mapping[str, str] = {}
 
 
-Route = Callable[[], tuple[str, bytes] | Answer]
-"""Returns an Answer, or just (content type, body)."""
+Route = Callable[[], tuple[str, bytes] | HttpAnswer]
+"""Returns an HttpAnswer, or just (content type, body)."""
 
 _HEADERS = {
     "Cache-Control": "no-store",
@@ -74,11 +74,11 @@ class _Server(ThreadingHTTPServer):
         super().__init__((host, port), _Handler)
 
     def server_bind(self) -> None:
-        # HTTPServer's own asks DNS for a name that nobody needs, which may take seconds.
+        # HTTPServer.server_bind would look the host's name up in DNS, which may take seconds.
         TCPServer.server_bind(self)
 
     def verify_request(self, request: object, client_address: object) -> bool:
-        """Whether there is room for one more connection; otherwise it is closed at once."""
+        """Whether fewer than _MAX_CONNECTIONS are open; otherwise the new one is closed."""
         return self._free.acquire(blocking=False)
 
     def process_request_thread(self, request: socket.socket, client_address: object) -> None:  # type: ignore[override]
@@ -108,7 +108,7 @@ class _Handler(BaseHTTPRequestHandler):
         route = self.server.routes.get(path)
         if route is None:
             known = ", ".join(sorted(self.server.routes))
-            status, answer = HTTPStatus.NOT_FOUND, Answer(_TEXT, f"try {known}\n".encode())
+            status, answer = HTTPStatus.NOT_FOUND, HttpAnswer(_TEXT, f"try {known}\n".encode())
         else:
             status, answer = self._run(route)
         self.send_response(status)
@@ -120,12 +120,12 @@ class _Handler(BaseHTTPRequestHandler):
         if with_body:
             self.wfile.write(answer.body)
 
-    def _run(self, route: Route) -> tuple[HTTPStatus, Answer]:
+    def _run(self, route: Route) -> tuple[HTTPStatus, HttpAnswer]:
         try:
-            return HTTPStatus.OK, Answer(*route())
+            return HTTPStatus.OK, HttpAnswer(*route())
         except Exception:
             log.exception("%s failed", self.path)
-            return HTTPStatus.INTERNAL_SERVER_ERROR, Answer(_TEXT, b"see the server's log\n")
+            return HTTPStatus.INTERNAL_SERVER_ERROR, HttpAnswer(_TEXT, b"see the server's log\n")
 
     def log_message(self, format: str, *args: object) -> None:
         log.debug(format, *args)

@@ -1,7 +1,7 @@
-"""The live page: what the server does right now, for people, on the metrics port.
+"""The live page on the metrics port: what the server is doing now.
 
-`/` is one file without anything from elsewhere; it asks `/state.json` every second. The state holds counters,
-not rates: a browser subtracts two readings, so any number of them may look, each in its own rhythm.
+`/` is one file that loads nothing else; its script reads `/state.json` every second. The state holds counters, not
+rates: each browser subtracts two readings, so any number of browsers can read at any interval.
 """
 
 from __future__ import annotations
@@ -20,37 +20,36 @@ from ppserve.core.ledger.causes import IDLE, KINDS
 from ppserve.head.cards import ModelCard, Topology
 from ppserve.head.engine.replica import Reading
 from ppserve.head.handle import PipelineHandle, topology_of
-from ppserve.head.observe.http import Answer
+from ppserve.head.observe.http import HttpAnswer
 from ppserve.head.observe.metrics import Latency, Load, Metrics
 
 MAX_SPANS = 1500
-"""Per stage: what a picture can show, and what a browser may ask for every second."""
+"""Per stage: as many as a picture can show, and few enough to be sent every second."""
 WINDOW_S = 10.0
 
 _KIND_NUMBERS = {kind: number for number, kind in enumerate(KINDS)}
 
 
 class Schedule:
-    """The latest spans of every stage's ledger, a bounded number. Written by the engine's thread."""
+    """The latest MAX_SPANS spans of every stage. Written by the engine's thread."""
 
     def __init__(self, num_stages: int) -> None:
         self._spans: list[deque[Settled]] = [deque(maxlen=MAX_SPANS) for _ in range(num_stages)]
 
     def settled(self, settled: Settled) -> None:
-        """The ledger named a stretch of a stage's time. Being idle is not drawn."""
+        """The ledger attributed an interval of a stage's time. Idle time is not drawn."""
         if settled.span.kind != IDLE:
             self._spans[settled.stage].append(settled)
 
     def recent(self) -> list[list[Settled]]:
-        """Every stage's spans, oldest first. Safe in any thread: copying a deque is one step for the
-        interpreter."""
+        """Every stage's spans, oldest first. Safe in any thread: copying a deque is atomic in CPython."""
         return [list(spans) for spans in self._spans]
 
 
 def describe_state(
     card: ModelCard, topology: Topology, times: tuple[StageTimes, ...], load: Load, now_ns: int
 ) -> dict[str, Any]:
-    """What the page shows, but for the schedule. Durations are seconds, counters run since the start."""
+    """What the page shows, except the schedule. Durations are seconds; counters run since the start."""
     return {
         "now_s": now_ns / 1e9,
         "model": {
@@ -92,7 +91,7 @@ def describe_state(
 
 
 def describe_schedule(spans: Iterable[list[Settled]], now_ns: int) -> list[list[list[int]]]:
-    """Per stage [number of the kind, microseconds before now at its start, microseconds long, step or -1]."""
+    """Per stage, for each span: [number of its kind, start in µs before now, duration in µs, step or -1]."""
     oldest_ns = now_ns - int(WINDOW_S * 1e9)
     return [
         [
@@ -122,13 +121,14 @@ def read_state(handle: PipelineHandle, load: Load, spans: list[list[Settled]]) -
 def serve_page(metrics: Metrics, ask_state: Callable[[], dict[str, Any]]) -> None:
     """Adds `/` and `/state.json` to the metrics port."""
     html = resources.files("ppserve").joinpath("head/observe/web/index.html").read_text("utf-8")
-    answer = Answer("text/html; charset=utf-8", html.encode(), {"Content-Security-Policy": content_policy(html)})
+    policy = {"Content-Security-Policy": content_policy(html)}
+    answer = HttpAnswer("text/html; charset=utf-8", html.encode(), policy)
     metrics.routes["/"] = lambda: answer
     metrics.serve_json("/state.json", ask_state)
 
 
 def describe_costs(reading: Reading) -> dict[str, Any]:
-    """What steps cost on every stage, as `ppserve plan --costs` reads it. Zeros until steps were seen."""
+    """The cost of steps on every stage, as `ppserve plan --costs` reads it. Zeros before the first step."""
     scheduling = reading.decision.scheduling
     stages = [
         {
@@ -147,7 +147,7 @@ def describe_costs(reading: Reading) -> dict[str, Any]:
 
 
 def content_policy(html: str) -> str:
-    """Allows the one script and the one style of the page, its own state, and nothing else at all."""
+    """A Content-Security-Policy that allows the page's own script, style and state, and nothing else."""
 
     def source(tag: str) -> str:
         blocks = re.findall(rf"<{tag}>(.*?)</{tag}>", html, re.DOTALL)

@@ -1,7 +1,8 @@
-"""Everything that Prometheus sees: one registry, one `/metrics` for all stages, on the head.
+"""The Prometheus metrics of all stages: one registry, served at `/metrics` by the head.
 
-Names are a contract: base units, no colons, no labels that grow with requests. Every label set exists from
-the start with the value zero, so that rates are right from the first event on.
+Names never change: users' dashboards depend on them. They use base units and no colons, and no label's values grow
+with the number of requests. Every label set is there from the start with the value zero, so that rates are right
+from the first event on.
 """
 
 from __future__ import annotations
@@ -9,7 +10,7 @@ from __future__ import annotations
 import json
 import platform
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 from prometheus_client import (
     CollectorRegistry,
@@ -33,7 +34,7 @@ from ppserve.head.engine.open_request import OpenRequest
 from ppserve.head.engine.output import TokenOutput
 from ppserve.head.observe.http import HttpServer, Route
 
-# A second series per counter, for a format that nobody asks for here.
+# Without this, every counter has a second series with the time at which it was created.
 disable_created_metrics()  # type: ignore[no-untyped-call]
 
 STATUSES = (
@@ -62,7 +63,7 @@ ROWS_BUCKETS = tuple(2**k for k in range(13))
 
 @dataclass(frozen=True, slots=True)
 class Latency:
-    """A histogram since the start: counts of values up to each bound, those of smaller bounds included."""
+    """A cumulative histogram since the start. counts: of values up to each bound."""
 
     bounds_s: tuple[float, ...]
     counts: tuple[int, ...]
@@ -70,7 +71,7 @@ class Latency:
 
 @dataclass(frozen=True, slots=True)
 class Load:
-    """How full the server is now, and what it has done since the start. kv_usage: 0 to 1."""
+    """The load of the server now, and its counters since the start. kv_usage: 0 to 1."""
 
     running: int
     waiting: int
@@ -84,7 +85,7 @@ class Load:
 
 
 class Metrics:
-    """Fed by the engine's thread; read by HTTP threads. `routes` may be extended while serving."""
+    """Written by the engine's thread, read by HTTP threads. Routes may be added while it serves."""
 
     def __init__(self, num_stages: int) -> None:
         self._num_stages = num_stages
@@ -97,9 +98,9 @@ class Metrics:
     # ---- the HTTP side --------------------------------------------------------------------------------
 
     def start_http(self, host: str, port: int, stage_times: Callable[[], tuple[StageTimes, ...]]) -> int:
-        """Serve; returns the port. stage_times: one consistent reading of all stages, at every scrape.
+        """Starts serving; returns the port. stage_times: called at every scrape; all stages at one moment.
 
-        Raises OSError when the address cannot be bound.
+        Raises OSError if the address cannot be bound.
         """
         self.registry.register(_LedgerCollector(stage_times))
         self._server = HttpServer(host, port, self.routes)
@@ -134,7 +135,7 @@ class Metrics:
     # ---- what is served -------------------------------------------------------------------------------
 
     def describe(self, card: ModelCard, topology: Topology, version: str) -> None:
-        """What runs where; may be called again when that changes."""
+        """Sets the info metrics: which stage runs where, and what is served."""
         self._pipeline.describe(topology)
         self._pipeline.build_info.clear()
         self._pipeline.build_info.labels(version, platform.python_version(), card.name, card.dtype).set(1)
@@ -142,15 +143,12 @@ class Metrics:
     # ---- the pipeline ---------------------------------------------------------------------------------
 
     def dispatched(self, step: Step) -> None:
-        """A step was sent to all stages."""
         self._pipeline.tokens[step.plan.phase].observe(step.plan.num_tokens)
 
     def reported(self, step: Step, stage: int) -> None:
-        """A stage reported a step."""
         self._pipeline.reported(step, stage)
 
     def load(self, running: int, waiting: int, in_flight: int, kv_usage: float) -> None:
-        """How full everything is. kv_usage: 0 to 1."""
         self._requests.running.set(running)
         self._requests.waiting.set(waiting)
         self._pipeline.in_flight.set(in_flight)
@@ -162,11 +160,9 @@ class Metrics:
     # ---- requests -------------------------------------------------------------------------------------
 
     def output(self, opened: OpenRequest, output: TokenOutput, now_s: float) -> None:
-        """A stream hears of a token, an end, or both; after `opened` has taken note of it."""
         self._requests.output(opened, output, now_s)
 
     def refused(self, error: RequestError) -> None:
-        """A request ended before it was queued."""
         self._requests.ended[error.status].inc()
 
 
@@ -255,13 +251,6 @@ class _PipelineMetrics:
         self._restarts.labels(str(stage), cause).inc()
 
 
-@dataclass(slots=True)
-class _Heard:
-    """What the stream of one open request has heard. last_token_s: by index."""
-
-    last_token_s: dict[int, float] = field(default_factory=dict)
-
-
 class _RequestMetrics:
     def __init__(self, registry: CollectorRegistry) -> None:
         def histogram(name: str, text: str, buckets: tuple[float, ...]) -> Histogram:
@@ -282,21 +271,21 @@ class _RequestMetrics:
         )
         self.generated = Counter("ppserve_generated_tokens", "Tokens generated.", registry=registry)
         self.running = Gauge("ppserve_requests_running", "Admitted sequences.", registry=registry)
-        self.waiting = Gauge("ppserve_requests_waiting", "Sequences in the queue.", registry=registry)
-        self._heard: dict[str, _Heard] = {}
+        self.waiting = Gauge("ppserve_requests_waiting", "Requests in the queue.", registry=registry)
+        # Of every open request that has had an output: when the last token of each sequence came, by index.
+        self._last_token_s: dict[str, dict[int, float]] = {}
 
     def output(self, opened: OpenRequest, output: TokenOutput, now_s: float) -> None:
         request_id = opened.request.id
-        heard = self._heard.get(request_id)
-        if heard is None:
-            heard = self._heard[request_id] = _Heard()
+        if request_id not in self._last_token_s:
+            self._last_token_s[request_id] = {}
             self._admitted(opened)
         if output.token_id is not None:
-            self._token(opened, heard, output.index, now_s)
+            self._token(opened, output.index, now_s)
         if output.finish is not None:
             self._sequence_ended(opened, output)
         if opened.is_complete:
-            del self._heard[request_id]
+            del self._last_token_s[request_id]
             self.duration.observe(now_s - opened.arrived_s)
             reason = output.finish or (output.error.status if output.error else "INTERNAL")
             self.ended[reason].inc()
@@ -306,13 +295,14 @@ class _RequestMetrics:
             self.queue.observe(max(0.0, opened.admitted_s - opened.arrived_s))
             self.prompt.inc(len(opened.request.prompt_ids))
 
-    def _token(self, opened: OpenRequest, heard: _Heard, index: int, now_s: float) -> None:
+    def _token(self, opened: OpenRequest, index: int, now_s: float) -> None:
+        last_token_s = self._last_token_s[opened.request.id]
         self.generated.inc()
-        if not heard.last_token_s:
+        if not last_token_s:
             self.ttft.observe(now_s - opened.arrived_s)
-        elif index in heard.last_token_s:
-            self.itl.observe(now_s - heard.last_token_s[index])
-        heard.last_token_s[index] = now_s
+        elif index in last_token_s:
+            self.itl.observe(now_s - last_token_s[index])
+        last_token_s[index] = now_s
 
     def _sequence_ended(self, opened: OpenRequest, output: TokenOutput) -> None:
         self.cached.inc(output.cached_tokens)

@@ -1,4 +1,4 @@
-"""Everything that keeps count of the engine: the metrics, the trace, and the latest spans for the live page."""
+"""Passes the engine's callbacks on to the metrics, the trace and the live page."""
 
 from __future__ import annotations
 
@@ -14,10 +14,7 @@ from ppserve.head.observe.trace import Trace
 
 
 class Observer(Watcher):
-    """Passes on what the engine tells to those whom it concerns.
-
-    trace: off until it is started. schedule: the last of the ledger's spans, for the live page.
-    """
+    """See the module. trace: off until it is started."""
 
     def __init__(self, metrics: Metrics, trace: Trace, schedule: Schedule) -> None:
         self.metrics = metrics

@@ -1,10 +1,10 @@
 """The pipeline's schedule as a Chrome trace, for Perfetto (ui.perfetto.dev) or chrome://tracing.
 
-One row per stage; a step is named `2F7` (stage 2, step 7), a wait by its cause. Arrows are activations on their
-way to the next stage; queue and KV use are counters. Times are those of the ledger, on the head's clock.
+Each stage has a row of steps, named like `2F7` (stage 2, step 7), and a row of waits, named by cause. Arrows are
+hidden states sent to the next stage. Sequences and KV use are counters. All times are on the head's clock.
 
-The file is JSON's array form, which readers accept without its closing bracket: it grows by whole events only,
-so it can be opened while it is written and after a kill -9 (what came in the last second may be missing).
+The file is a JSON array, which readers of traces accept without the closing bracket. Only whole events are
+appended, so it can be opened while it is written and after a kill -9 (events of the last second may be missing).
 """
 
 from __future__ import annotations
@@ -33,13 +33,11 @@ Event = dict[str, object]
 
 
 class Trace:
-    """Off until started. Every method may be called from any thread.
+    """Safe in any thread.
 
-    path: where to write, at once; None: nothing until `toggle`, then to ppserve-trace-PID.json in the
-    working directory. A file that exists is never overwritten by a later start: those get a number. A file
-    that reaches `max_bytes`, or a full disk, ends the trace with a warning, and nothing else.
-
-    Raises ConfigError when `path` cannot be written.
+    path: written from now on. None: off until `toggle`, then ppserve-trace-PID.json in the working directory.
+    Later starts write to new files with a number in the name. A trace ends with a warning when its file reaches
+    `max_bytes` or cannot be written. Raises ConfigError if `path` cannot be written.
     """
 
     def __init__(self, num_stages: int, path: Path | None, max_bytes: int = MAX_BYTES) -> None:
@@ -60,7 +58,7 @@ class Trace:
         return self._file is not None
 
     def start(self) -> Path:
-        """Begin a new file; nothing changes when one is being written. Raises OSError."""
+        """Begin a new file. Nothing changes if one is being written. Raises OSError."""
         with self._lock:
             if self._file is None:
                 self._file = _EventFile(self._next_path(), self._max_bytes)
@@ -78,7 +76,7 @@ class Trace:
     close = stop
 
     def toggle(self) -> None:
-        """Start, or stop. What cannot be started is logged."""
+        """Start, or stop. If it cannot start, the reason is logged."""
         if self.is_on:
             self.stop()
             return
@@ -87,7 +85,7 @@ class Trace:
         except OSError as error:
             log.error("cannot trace to %s: %s", self._path, error.strerror)
 
-    # ---- what happens ---------------------------------------------------------------------------------
+    # ---- events ---------------------------------------------------------------------------------------
 
     def reported(self, step: Step, stage: int) -> None:
         """A stage's result of a step is in the book."""
@@ -102,7 +100,7 @@ class Trace:
             {"ph": "X", "name": name, "cat": plan.phase, **row, **_at(stamps.begun), "dur": duration_ns / 1e3}
             | {"args": args}
         ]
-        # Arrows bind to the step that encloses them; their ids name the step and the link.
+        # An arrow is drawn between the steps that enclose its two ends; its id names the step and the sender.
         arrow: Event = {"name": "hidden states", "cat": "activation"}
         if stage < self._num_stages - 1:
             ended = stamps.begun + duration_ns
@@ -113,7 +111,7 @@ class Trace:
         self._write(events)
 
     def settled(self, settled: Settled) -> None:
-        """The ledger named a stretch of a stage's time; waits are drawn, computations already are."""
+        """The ledger attributed an interval of a stage's time. Only waits: `reported` draws computations."""
         span = settled.span
         if self._file is None or span.kind in BUSY or span.kind == IDLE:
             return
@@ -124,7 +122,7 @@ class Trace:
         self._write([event | waited_for])
 
     def load(self, running: int, waiting: int, kv_usage: float) -> None:
-        """How full the server is right now."""
+        """The counters now."""
         if self._file is None:
             return
         now = {"pid": self._num_stages, **_at(time.monotonic_ns())}
@@ -135,10 +133,10 @@ class Trace:
             ]
         )
 
-    # ---- how ------------------------------------------------------------------------------------------
+    # ---- files ----------------------------------------------------------------------------------------
 
     def _next_path(self) -> Path:
-        """The path asked for, or a numbered one beside it."""
+        """The given path for the first trace, then the next free numbered one."""
         if self._num_started == 0:
             return self._path
         numbered = (
@@ -180,7 +178,7 @@ class Trace:
 
 
 class _EventFile:
-    """A JSON array that grows by whole events. Raises OSError."""
+    """A JSON array to which whole events are appended. Raises OSError."""
 
     def __init__(self, path: Path, max_bytes: int) -> None:
         self.path = path

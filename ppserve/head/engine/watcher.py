@@ -28,7 +28,7 @@ class Watcher:
         """A stage process died. cause: one word."""
 
     def load(self, running: int, waiting: int, in_flight: int, kv_usage: float) -> None:
-        """Counts at the end of a turn. running: sequences. waiting: requests. in_flight: steps. kv_usage: 0 to 1."""
+        """At the end of a turn. running: sequences. waiting: requests. in_flight: steps. kv_usage: 0 to 1."""
 
     def refused(self, error: RequestError) -> None:
         """A request was refused."""

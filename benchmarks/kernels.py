@@ -1,0 +1,160 @@
+"""The matrix products of GPT-2 124M's layers, ours beside oneDNN's, per precision, kernel and number of rows.
+
+    OMP_NUM_THREADS=1 python benchmarks/kernels.py [--rows 1,8,16] [--precision int8] [--rounds 15] [--json FILE]
+
+Contenders take turns and the table has the least time of all rounds, in milliseconds for the 48 products of 12 layers,
+with what that is in GFLOP/s and in GB/s of weights. Above it stand the machine's own limits: reading memory, and torch's
+best large product. One thread, on its own CPU time, so that a busy machine disturbs it less.
+"""
+
+from __future__ import annotations
+
+import json
+import platform
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import click
+import numpy as np
+import torch
+
+from ppserve.model.cpu.jit import kernel
+from ppserve.model.cpu.kernels.memory import address, aligned
+from ppserve.model.cpu.kernels.operations import OPERATIONS
+from ppserve.model.cpu.kernels.products import Rows, count_tile_rows, micro_kernels, multiply_rows, pack_rows
+from ppserve.model.cpu.kernels.tile_code import MicroKernel
+from ppserve.model.cpu.kernels.variants import choose, features
+from ppserve.model.cpu.kernels.weights import PackedWeights
+from ppserve.model.cpu.vector import load, splat, sum_lanes
+
+LAYERS = 12
+SHAPES = ((768, 2304), (768, 768), (768, 3072), (3072, 768))
+WEIGHTS = LAYERS * sum(inputs * outputs for inputs, outputs in SHAPES)
+WEIGHT_BYTES = {"float32": 4, "bfloat16": 2, "int8": 1}
+
+Contender = Callable[[], None]
+
+
+def ours(kind: MicroKernel, precision: str, num_rows: int, layers: list[list[PackedWeights]]) -> Contender:
+    """Packing the rows and multiplying them, for every matrix."""
+    steps, inputs = OPERATIONS[kind.operation].steps, OPERATIONS[kind.operation].inputs
+    tile_rows = count_tile_rows(kind, num_rows)
+    padded = -(-num_rows // tile_rows) * tile_rows
+    x, values = aligned((num_rows, 3072), np.float32), aligned(3072, np.float32)
+    x[:] = np.random.default_rng(0).standard_normal(x.shape)
+    words, scales = aligned(padded * 3072 * steps // inputs, np.int32), aligned(padded, np.float32)
+    y = aligned((padded, 3072), np.float32)
+
+    def multiply_all() -> None:
+        rows = Rows(address(words), address(scales), num_rows, tile_rows)
+        for layer in layers:
+            for packed in layer:
+                weights = packed.seen_by_kernels
+                pack_rows(
+                    kind, address(x), packed.num_inputs, rows, weights.chunks, address(values), 0, num_rows
+                )  # fmt: skip
+                multiply_rows(kind, weights, rows, address(y), 0, weights.outputs // 16)
+
+    return multiply_all
+
+
+def packed_layers(kind: MicroKernel, precision: str) -> list[list[PackedWeights]]:
+    matrices = [torch.randn(outputs, inputs) * 0.02 for inputs, outputs in SHAPES]
+    return [[PackedWeights(matrix, None, precision, kind) for matrix in matrices] for _ in range(LAYERS)]
+
+
+def onednn(dtype: torch.dtype, num_rows: int) -> Contender:
+    packed = [
+        [
+            torch.ops.mkldnn._reorder_linear_weight(torch.randn(outputs, inputs).to(dtype), None)
+            for inputs, outputs in SHAPES
+        ]
+        for _ in range(LAYERS)
+    ]
+    rows = [torch.randn(num_rows, inputs).to(dtype) for inputs, _ in SHAPES]
+
+    def multiply_all() -> None:
+        for layer in packed:
+            for x, matrix in zip(rows, layer, strict=True):
+                torch.ops.mkldnn._linear_pointwise(x, matrix, None, "none", [], "")
+
+    return multiply_all
+
+
+@kernel
+def read_all(values) -> float:  # type: ignore[no-untyped-def]
+    """The sum of all values, in four chains."""
+    a = b = c = d = splat(np.float32(0))
+    for i in range(0, len(values), 64):
+        a = a + load(values, i)
+        b = b + load(values, i + 16)
+        c = c + load(values, i + 32)
+        d = d + load(values, i + 48)
+    return sum_lanes((a + b) + (c + d))
+
+
+def best_of(contenders: dict[str, Contender], rounds: int) -> dict[str, float]:
+    """Least seconds of each; they take turns, and the first round does not count."""
+    best = dict.fromkeys(contenders, float("inf"))
+    for number in range(rounds + 1):
+        for name, contender in contenders.items():
+            begun = time.thread_time()
+            contender()
+            spent = time.thread_time() - begun
+            if number:
+                best[name] = min(best[name], spent)
+    return best
+
+
+def limits(rounds: int) -> dict[str, float]:
+    """GB/s of reading, GFLOP/s of torch's product of 2048 x 2048 matrices."""
+    memory = aligned(WEIGHTS, np.float32)
+    memory[:] = 1.0
+    contenders: dict[str, Contender] = {"read GB/s": lambda: read_all(memory)}
+    for name, dtype in (("float32", torch.float32), ("bfloat16", torch.bfloat16)):
+        a, b = torch.randn(2048, 2048).to(dtype), torch.randn(2048, 2048).to(dtype)
+        contenders[f"torch {name} GFLOP/s"] = lambda a=a, b=b: torch.matmul(a, b)  # type: ignore[misc]
+    best = best_of(contenders, rounds)
+    return {name: (memory.nbytes if "GB" in name else 2 * 2048**3) / best[name] / 1e9 for name in best}
+
+
+def name_of(kind: MicroKernel) -> str:
+    return f"{kind.operation} {kind.rows[-1]}x{kind.panels}, {kind.lanes} lanes"
+
+
+@click.command()
+@click.option("--rows", default="1,2,4,8,16,32,64,128,512", help="numbers of rows, with commas")
+@click.option("--precision", multiple=True, default=list(WEIGHT_BYTES))
+@click.option("--rounds", default=15)
+@click.option("--json", "json_file", type=click.Path(path_type=Path))
+def main(rows: str, precision: tuple[str, ...], rounds: int, json_file: Path | None) -> None:
+    torch.set_num_threads(1)
+    machine = limits(rounds)
+    print(", ".join(f"{name} {value:.0f}" for name, value in machine.items()))
+    records = []
+    for name in precision:
+        kinds = {name_of(kind): kind for kind in micro_kernels(name, choose({}, features()), features())}
+        layers = {label: packed_layers(kind, name) for label, kind in kinds.items()}
+        for num_rows in (int(count) for count in rows.split(",")):
+            contenders = {label: ours(kind, name, num_rows, layers[label]) for label, kind in kinds.items()}
+            if name != "int8":
+                contenders["oneDNN"] = onednn(getattr(torch, name), num_rows)
+            for label, seconds in best_of(contenders, rounds).items():
+                gflops, gbytes = (
+                    2 * WEIGHTS * num_rows / seconds / 1e9,
+                    WEIGHTS * WEIGHT_BYTES[name] / seconds / 1e9,
+                )
+                print(
+                    f"{name:9} {num_rows:4} rows  {label:28} {1e3 * seconds:7.2f} ms {gflops:7.0f} {gbytes:6.1f}"
+                )
+                records.append(
+                    {"precision": name, "rows": num_rows, "kernel": label, "milliseconds": 1e3 * seconds}
+                )
+    if json_file:
+        document = {"machine": platform.processor(), "features": sorted(features()), "limits": machine}
+        json_file.write_text(json.dumps(document | {"products": records}, indent=1))
+
+
+if __name__ == "__main__":
+    main()

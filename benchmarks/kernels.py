@@ -2,9 +2,9 @@
 
     OMP_NUM_THREADS=1 python benchmarks/kernels.py [--rows 1,8,16] [--precision int8] [--rounds 15] [--json FILE]
 
-Contenders take turns and the table has the least time of all rounds, in milliseconds for the 48 products of 12 layers,
-with what that is in GFLOP/s and in GB/s of weights. Above it stand the machine's own limits: reading memory, and torch's
-best large product. One thread, on its own CPU time, so that a busy machine disturbs it less.
+Contenders take turns and the table has the least time of all rounds, in milliseconds for the 48 products of 12
+layers, with what that is in GFLOP/s and in GB/s of weights. Above it stand the machine's own limits: reading
+memory, and torch's best large product. One thread, on its own CPU time, so that a busy machine disturbs it less.
 """
 
 from __future__ import annotations

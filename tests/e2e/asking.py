@@ -5,10 +5,14 @@ from __future__ import annotations
 import random
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
+from ctypes import c_float
 from dataclasses import dataclass, field
+from typing import Any
 
 import grpc
 
+from ppserve import Pipeline
+from ppserve.answers import Token
 from ppserve.v1 import generation_pb2 as pb
 from ppserve.v1.generation_pb2_grpc import GenerationServiceStub
 
@@ -102,6 +106,29 @@ def ask_all(
     with grpc.insecure_channel(target) as channel, ThreadPoolExecutor(at_once) as pool:
         stub = GenerationServiceStub(channel)
         return list(pool.map(lambda request: ask_sequences(stub, request, timeout_s), requests))
+
+
+def answers_alone(requests: Sequence[pb.GenerateRequest]) -> list[tuple[Answer, ...]]:
+    """Of each request alone, on one stage, by `Pipeline`: what a server must answer, whatever else it does."""
+    with Pipeline("tiny", dtype="float32", threads=1) as pipeline:
+        return [_answers_of(pipeline, request) for request in requests]
+
+
+def _answers_of(pipeline: Pipeline, request: pb.GenerateRequest) -> tuple[Answer, ...]:
+    parts = (request.sampling, request.stop, request.output)
+    options: Any = {field.name: value for part in parts for field, value in part.ListFields()}
+    answers = []
+    for sequence in pipeline.complete(request.text, **options).sequences:
+        ids = tuple(token.id for token in sequence.tokens)
+        scores = tuple(map(_as_sent, sequence.tokens)), tuple(map(_as_sent, sequence.prompt_tokens))
+        answers.append(Answer(ids, sequence.text, sequence.finish.reason, sequence.finish.matched, *scores))
+    return tuple(answers)
+
+
+def _as_sent(token: Token) -> Logprob:
+    """A message holds log-probabilities as float32."""
+    tops = tuple((top.id, c_float(top.logprob or 0.0).value) for top in token.top)
+    return c_float(token.logprob or 0.0).value, tops
 
 
 def ask_one(stub: GenerationServiceStub, request: pb.GenerateRequest, timeout_s: float = 100) -> Answer:

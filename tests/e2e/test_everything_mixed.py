@@ -1,10 +1,10 @@
-"""Every parameter at once on two stages, against each request alone on one."""
+"""Every parameter at once on two stages, against each request alone in a `Pipeline` of one."""
 
 from __future__ import annotations
 
 import pytest
 
-from tests.e2e.asking import ask_all, requests_with_everything
+from tests.e2e.asking import answers_alone, ask_all, requests_with_everything
 from tests.e2e.serving import serving
 
 
@@ -13,8 +13,7 @@ def test_all_parameters_mixed_equal_each_request_alone() -> None:
     requests = requests_with_everything(64, seed=2)
     with serving(2) as server:
         together = ask_all(server.grpc, requests, at_once=64)
-    with serving(1, "--threads", "1") as server:
-        alone = ask_all(server.grpc, requests, at_once=1)
+    alone = answers_alone(requests)
     for request, one, other in zip(requests, together, alone, strict=True):
         assert one == other, request
     ends = {answer.end for answers in together for answer in answers}

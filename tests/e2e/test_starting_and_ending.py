@@ -17,7 +17,7 @@ from ppserve.answers import completion_of
 from ppserve.client import CallFailed, Client, RetryPolicy
 from ppserve.v1 import generation_pb2 as pb
 from ppserve.v1.generation_pb2_grpc import GenerationServiceStub
-from tests.e2e.asking import ask, mixed_requests
+from tests.e2e.asking import answers_alone, ask, mixed_requests
 from tests.e2e.serving import Server, launch, serving
 from tools.make_random_gpt2 import Shape, write_checkpoint
 
@@ -33,13 +33,11 @@ def no_process_left(server: Server) -> None:
 
 
 @pytest.mark.timeout(200)
-def test_three_and_four_stages_answer_like_one() -> None:
+def test_four_processes_answer_like_one_thread() -> None:
     requests = mixed_requests(12, seed=5)
-    answers = []
-    for stages, split in ((1, "8"), (3, "3,2.5,2.5"), (4, "1,2,2,3")):
-        with serving(stages, "--layers", split) as server:
-            answers.append(ask(server.grpc, requests, at_once=6))
-    assert answers[0] == answers[1] == answers[2]
+    with serving(4, "--layers", "1.5,2,2,2.5") as server:
+        together = ask(server.grpc, requests, at_once=6)
+    assert together == [answers[0] for answers in answers_alone(requests)]
 
 
 def test_sigterm_lets_streams_finish_and_leaves_nothing() -> None:

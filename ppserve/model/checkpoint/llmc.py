@@ -16,7 +16,7 @@ from ppserve.errors import CheckpointError
 from ppserve.model.checkpoint.fields import LIMITS, Fields, check_heads, ending_id
 from ppserve.model.checkpoint.files import file_size
 from ppserve.model.checkpoint.names import block_shapes
-from ppserve.model.checkpoint.stored import DTYPES, Located, RawFile, Span, Stored, StoredCheckpoint, contiguous
+from ppserve.model.checkpoint.stored import DTYPES, Located, RawFile, Stored, StoredCheckpoint, Strided, contiguous
 
 MAGIC = 20240326
 HEADER_BYTES = 256 * 4
@@ -108,11 +108,11 @@ def _lay_out(path: Path, arch: Architecture, dtype: str) -> RawFile:
     ]
     order += [(f"h.{i}.{name}", shapes[name]) for name in STACKED for i in range(arch.num_layers)]
     order += [("ln_f.weight", (width,)), ("ln_f.bias", (width,))]
-    tensors, spans, offset = {}, {}, HEADER_BYTES
+    tensors, layouts, offset = {}, {}, HEADER_BYTES
     for name, shape in order:
-        tensors[name], spans[name] = Stored(shape, dtype), Span(offset, contiguous(shape))
+        tensors[name], layouts[name] = Stored(shape, dtype), Strided(offset, contiguous(shape))
         offset += math.prod(shape) * itemsize
     size = file_size(path)
     if size != offset:
         raise CheckpointError(path, f"is {size} bytes long; its header asks for {offset}", field="size")
-    return RawFile(path, tensors, spans)
+    return RawFile(path, tensors, layouts)

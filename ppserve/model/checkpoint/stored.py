@@ -177,7 +177,7 @@ def _check(place: Located, shape: tuple[int, ...]) -> None:
 
 
 @dataclass(frozen=True, slots=True)
-class Span:
+class Strided:
     """Where a tensor lies in a raw file. offset: bytes; stride: elements, one per dimension."""
 
     offset: int
@@ -187,28 +187,28 @@ class Span:
 class RawFile:
     """Tensors at known offsets of an uncompressed little-endian file. Implements `TensorFile`."""
 
-    def __init__(self, path: Path, tensors: Mapping[str, Stored], spans: Mapping[str, Span]) -> None:
-        """The caller vouches that every span lies inside the file."""
+    def __init__(self, path: Path, tensors: Mapping[str, Stored], layouts: Mapping[str, Strided]) -> None:
+        """The caller vouches that every layout lies inside the file."""
         self.path = path
         self.tensors = tensors
-        self._spans = spans
+        self._layouts = layouts
 
     def offset(self, name: str) -> int:
-        return self._spans[name].offset
+        return self._layouts[name].offset
 
     def rows(self, name: str, start: int, stop: int, scratch: Scratch) -> torch.Tensor:
-        stored, span = self.tensors[name], self._spans[name]
+        stored, layout = self.tensors[name], self._layouts[name]
         dtype = DTYPES[stored.dtype]
         shape = (stop - start, *stored.shape[1:])
-        num_elements = 1 + sum((n - 1) * s for n, s in zip(shape, span.stride, strict=True))
+        num_elements = 1 + sum((n - 1) * s for n, s in zip(shape, layout.stride, strict=True))
         buffer = scratch.take((num_elements,), dtype)
-        self._read_into(buffer.view(torch.uint8).numpy().data, span, start * span.stride[0], dtype.itemsize)
-        return buffer.as_strided(shape, span.stride)
+        self._read_into(buffer.view(torch.uint8).numpy().data, layout, start * layout.stride[0], dtype.itemsize)
+        return buffer.as_strided(shape, layout.stride)
 
-    def _read_into(self, memory: memoryview, span: Span, element: int, itemsize: int) -> None:
+    def _read_into(self, memory: memoryview, layout: Strided, element: int, itemsize: int) -> None:
         try:
             with self.path.open("rb", buffering=0) as file:
-                file.seek(span.offset + element * itemsize)
+                file.seek(layout.offset + element * itemsize)
                 done = 0
                 while done < len(memory):
                     count = file.readinto(memory[done:])

@@ -18,7 +18,7 @@ import torch
 
 from ppserve.errors import CheckpointError
 from ppserve.model.checkpoint.files import file_size, shown
-from ppserve.model.checkpoint.stored import RawFile, Scratch, Span, Stored
+from ppserve.model.checkpoint.stored import RawFile, Scratch, Stored, Strided
 
 MAX_PICKLE_BYTES = 16 << 20
 LEGACY_PICKLES = 5
@@ -68,7 +68,7 @@ class TorchFile(RawFile):
         if not isinstance(state, dict):
             raise CheckpointError(path, f"holds a {type(state).__name__}, not a dict of tensors", field=field)
         tensors: dict[str, Stored] = {}
-        spans: dict[str, Span] = {}
+        layouts: dict[str, Strided] = {}
         self._in_memory: dict[str, torch.Tensor] = {}
         for name, tensor in state.items():
             if not isinstance(name, str):
@@ -77,10 +77,10 @@ class TorchFile(RawFile):
                 raise CheckpointError(path, "is not a plain tensor", field=shown(name))
             tensors[name] = Stored(tuple(tensor.shape), str(tensor.dtype).removeprefix("torch."))
             if tensor.device.type == "meta":
-                spans[name] = _span(path, size, name, tensor)
+                layouts[name] = _layout(path, size, name, tensor)
             else:
                 self._in_memory[name] = tensor.detach()
-        super().__init__(path, tensors, spans)
+        super().__init__(path, tensors, layouts)
 
     def same_place(self, name: str, other: str) -> bool:
         """Whether two names are one tensor, saved once."""
@@ -93,10 +93,10 @@ class TorchFile(RawFile):
 
     def _place(self, name: str) -> object:
         tensor = self._in_memory.get(name)
-        return self._spans[name] if tensor is None else (tensor.data_ptr(), tensor.stride())
+        return self._layouts[name] if tensor is None else (tensor.data_ptr(), tensor.stride())
 
 
-def _span(path: Path, size: int, name: str, tensor: torch.Tensor) -> Span:
+def _layout(path: Path, size: int, name: str, tensor: torch.Tensor) -> Strided:
     """Where a meta tensor lies in the file; its storage must lie inside, and it inside its storage."""
     storage = tensor.untyped_storage()
     begin = getattr(storage, "_checkpoint_offset", None)
@@ -109,7 +109,7 @@ def _span(path: Path, size: int, name: str, tensor: torch.Tensor) -> Span:
     # A tensor must not claim more elements than it has bytes (stride 0), nor bytes beyond its file.
     if tensor.numel() * itemsize > storage.nbytes() or not 0 <= begin <= first <= end <= size:
         raise CheckpointError(path, "reaches beyond what is stored", field=shown(name))
-    return Span(int(first), tuple(tensor.stride()))
+    return Strided(int(first), tuple(tensor.stride()))
 
 
 def _check_archive(path: Path, archive: zipfile.ZipFile) -> None:

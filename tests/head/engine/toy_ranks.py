@@ -139,7 +139,9 @@ class Running:
         return reader
 
 
-class _Rules:
+class ToyRules:
+    """Layers divided evenly, and the configuration of the test."""
+
     def __init__(self, num_stages: int, config: dict[str, Any]) -> None:
         self._num_stages = num_stages
         settings = {"max_model_len": 128, "block_size": BLOCK_SIZE, "eos_id": EOS_ID, **config}
@@ -157,7 +159,7 @@ class _Rules:
 def running(num_stages: int = 2, watcher: Watcher | None = None, **config: Any) -> Iterator[Running]:
     """A formed pipeline of toys; stopped afterwards."""
     control, watcher = LocalControlPlane(range(num_stages)), watcher or Watcher()
-    members = Members(range(num_stages), "here", _Rules(num_stages, config), control)
+    members = Members(range(num_stages), "here", ToyRules(num_stages, config), control)
     clock_ns = _Clock()
     replica = Replica(members, control, watcher, clock_ns)
     engine = Engine(replica, control, watcher, lambda call: call(), clock_ns)

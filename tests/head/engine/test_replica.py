@@ -1,0 +1,354 @@
+"""The replica: plans out, results in, slow stages and lost ones. Time and ranks are scripted."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from typing import Any
+
+import pytest
+
+from ppserve import wire
+from ppserve.core.ledger.account import StageTimes
+from ppserve.core.ledger.steps import STEP_DEADLINE_NS, Step
+from ppserve.core.plan import Drawn, StepPlan, StepResult, StepStamps
+from ppserve.core.request import FinishReason, Request, SamplingParams, StopConditions
+from ppserve.core.scheduling.sequence import SequenceEvent
+from ppserve.errors import Draining
+from ppserve.head.engine.control import Gone, Heard
+from ppserve.head.engine.member import Formed, Hopeless
+from ppserve.head.engine.members import Members
+from ppserve.head.engine.replica import Replica, ReplicaEvent
+from ppserve.head.engine.watcher import Watcher
+from tests.core.scheduling.house import prompt_of
+from tests.head.engine.toy_ranks import ARCH, NUM_BLOCKS, ToyRules
+
+SECOND = 1_000_000_000
+MS = 1_000_000
+
+
+@dataclass
+class ScriptedControl:
+    """A control plane that only remembers what was sent and which ranks were dropped."""
+
+    sent: list[tuple[int, wire.FromHead]] = field(default_factory=list)
+    dropped: list[tuple[int, str]] = field(default_factory=list)
+
+    def poll(self, timeout_s: float) -> list[Heard | Gone]:
+        raise AssertionError("the engine polls, not the replica")
+
+    def wake(self) -> None:
+        raise AssertionError("nobody waits")
+
+    def close(self, goodbye_s: float) -> None:
+        raise AssertionError("the engine closes, not the replica")
+
+    def send(self, rank: int, message: wire.FromHead) -> None:
+        self.sent.append((rank, message))
+
+    def broadcast(self, ranks: Iterable[int], message: wire.FromHead) -> None:
+        for rank in ranks:
+            self.send(rank, message)
+
+    def drop(self, rank: int, cause: str) -> None:
+        self.dropped.append((rank, cause))
+
+
+class Notes(Watcher):
+    """The callbacks, in order."""
+
+    def __init__(self) -> None:
+        self.called: list[tuple[object, ...]] = []
+
+    def dispatched(self, step: Step) -> None:
+        self.called.append(("dispatched", step.plan.step_id))
+
+    def reported(self, step: Step, stage: int) -> None:
+        self.called.append(("reported", step.plan.step_id, stage))
+
+    def epoch_lost(self) -> None:
+        self.called.append(("epoch lost",))
+
+    def stage_died(self, stage: int, cause: str) -> None:
+        self.called.append(("died", stage, cause))
+
+
+class Rig:
+    """A replica whose time, ranks and stages are the test's. Ranks are not stages: the first has number 10."""
+
+    def __init__(self, num_stages: int = 2, **config: Any) -> None:
+        self.now_ns = SECOND
+        self.ranks = range(10, 10 + num_stages)
+        self.control = ScriptedControl()
+        self.notes = Notes()
+        members = Members(self.ranks, "here", ToyRules(num_stages, config), self.control)
+        self.replica = Replica(members, self.control, self.notes, lambda: self.now_ns)
+        self.replica.start()
+
+    def say(self, rank: int, message: wire.FromStage) -> list[ReplicaEvent]:
+        return self.replica.take(Heard(rank, self.now_ns, message))
+
+    def greet(self, rank: int) -> None:
+        """A stage process of this rank connects and loads its weights."""
+        about = (len(self.ranks), "host", "/m", ARCH, "float32", None, False, None, "here")
+        self.say(rank, wire.Hello("t", rank, *about))
+        self.say(rank, wire.Loaded("cpu", 1, 1, 10, 10 * NUM_BLOCKS, ""))
+
+    def join(self) -> list[ReplicaEvent]:
+        """All ranks join the epoch that the first was invited to."""
+        epoch = self.replica.members.epoch
+        self.say(self.ranks[0], wire.StoreOpened(epoch, 1))
+        return [event for rank in self.ranks for event in self.say(rank, wire.Ready(epoch))]
+
+    def form(self) -> list[ReplicaEvent]:
+        """The first epoch."""
+        for rank in self.ranks:
+            self.greet(rank)
+        return self.join()
+
+    def submit(self, *names: str, num_prompt: int = 4, max_tokens: int = 6) -> None:
+        for name in names:
+            stop = StopConditions(max_tokens, ignore_eos=True)
+            self.replica.submit(Request(name, prompt_of(num_prompt, len(name)), stop, SamplingParams()))
+        self.replica.demand(True)
+
+    def refill(self) -> list[StepPlan]:
+        """The plans of a turn; every rank was sent each of them, in the same order."""
+        self.control.sent.clear()
+        self.replica.refill(self.now_ns)
+        plans = {rank: [m.plan for r, m in self.control.sent if r == rank and isinstance(m, wire.Plan)]
+                 for rank in self.ranks}  # fmt: skip
+        assert all(sent == plans[10] for sent in plans.values())
+        return plans[10]
+
+    def result(self, plan: StepPlan, stage: int, compute_ns: int = MS) -> wire.Result:
+        """A stage's result of a step that it computed until now."""
+        begun = self.now_ns - compute_ns
+        stamps = StepStamps(begun, begun, begun, begun, self.now_ns, self.now_ns)
+        is_last = stage == len(self.ranks) - 1
+        drawn = tuple(Drawn(piece.sequence_id, 3) for piece in plan.slices if piece.draw and is_last)
+        return wire.Result(StepResult(plan.epoch, plan.step_id, stage, stamps, 0, drawn))
+
+    def compute(self, plan: StepPlan) -> list[ReplicaEvent]:
+        """Every stage takes a millisecond for the step."""
+        events: list[ReplicaEvent] = []
+        for stage, rank in enumerate(self.ranks):
+            self.now_ns += MS
+            events += self.say(rank, self.result(plan, stage))
+        return events
+
+    def wait(self, seconds: float, *, silent: tuple[int, ...] = ()) -> list[ReplicaEvent]:
+        """Ticks every half second. All ranks but the silent ones answer pings meanwhile."""
+        events: list[ReplicaEvent] = []
+        for _ in range(round(2 * seconds)):
+            self.now_ns += SECOND // 2
+            for rank in self.ranks:
+                if rank not in silent:
+                    self.say(rank, wire.Heartbeat(self.now_ns, self.now_ns))
+            events += self.replica.tick()
+        return events
+
+    def lose(self, rank: int) -> list[ReplicaEvent]:
+        """A rank's process dies; the others leave the epoch."""
+        epoch = self.replica.members.epoch
+        events = self.replica.take(Gone(rank, "exit"))
+        for other in self.ranks:
+            if other != rank:
+                events += self.say(other, wire.Broken(epoch, "told"))
+        return events
+
+    def times(self) -> tuple[StageTimes, ...]:
+        return tuple(stage.times for stage in self.replica.reading().stages)
+
+
+def formed(num_stages: int = 2, **config: Any) -> Rig:
+    rig = Rig(num_stages, **config)
+    assert rig.form() == [Formed(1, NUM_BLOCKS)]
+    return rig
+
+
+def finished(events: list[ReplicaEvent]) -> list[str]:
+    """Requests that ended by themselves."""
+    return [event.request_id for event in events if isinstance(event, SequenceEvent) and event.finish is not None]
+
+
+# ---- lanes --------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("num_stages", [1, 2, 4])
+def test_as_many_steps_are_in_flight_as_there_are_lanes(num_stages: int) -> None:
+    rig = formed(num_stages, microbatches=num_stages, prefill_chunk=4)
+    assert rig.refill() == [], "nothing is ready"
+    rig.submit(*(f"r{i}" for i in range(3 * num_stages)))
+    plans = rig.refill()
+    assert [plan.lane for plan in plans] == list(range(num_stages))
+    assert rig.refill() == [], "all lanes are taken"
+    rig.compute(plans[0])
+    (following,) = rig.refill()
+    assert following.lane == plans[0].lane
+    assert rig.notes.called[0] == ("dispatched", plans[0].step_id)
+    assert ("reported", plans[0].step_id, num_stages - 1) in rig.notes.called
+
+
+def test_a_step_is_committed_when_the_last_stage_reports_it_whoever_else_owes_it() -> None:
+    rig = formed(microbatches=1)
+    rig.submit("a", max_tokens=1)
+    (plan,) = rig.refill()
+    assert finished(rig.say(11, rig.result(plan, 1))) == ["a"]
+    assert rig.replica.demand(exists=False), "stage 0 has not reported: the server has work"
+    assert rig.say(10, rig.result(plan, 0)) == []
+    assert not rig.replica.demand(exists=False)
+
+
+# ---- results that count for nothing -------------------------------------------------------------------
+
+
+def test_a_result_of_an_unknown_step_or_a_repeated_one_is_ignored() -> None:
+    rig = formed(microbatches=1)
+    rig.submit("a")
+    (plan,) = rig.refill()
+    unknown = StepPlan(plan.epoch, 99, 0, plan.slices)
+    assert rig.say(11, rig.result(unknown, 1)) == []
+    assert rig.say(11, wire.Result(StepResult(0, plan.step_id, 1, StepStamps(1, 1, 1, 1, 1, 1)))) == []
+    assert rig.say(11, rig.result(plan, 0)) == [], "of a stage that is not this rank's"
+    assert rig.refill() == [], "the step is still in flight"
+    (event,) = rig.say(11, rig.result(plan, 1))
+    assert isinstance(event, SequenceEvent)
+    assert event.token_id == 3
+    assert rig.say(11, rig.result(plan, 1)) == []
+    assert [call for call in rig.notes.called if call[0] == "reported"] == [("reported", plan.step_id, 1)]
+    assert [stage.steps for stage in rig.replica.reading().stages] == [0, 1]
+
+
+def test_a_result_of_a_lost_epoch_is_ignored_and_its_tokens_are_computed_again() -> None:
+    rig = formed(microbatches=1)
+    rig.submit("a", max_tokens=1)
+    (plan,) = rig.refill()
+    rig.lose(10)
+    assert rig.say(11, rig.result(plan, 1)) == []
+    rig.submit("bb", max_tokens=1)
+    assert rig.refill() == [], "no plan is sent while there is no epoch"
+    rig.now_ns += SECOND
+    rig.greet(10)
+    assert rig.join() == []
+    assert rig.say(11, rig.result(plan, 1)) == [], "still of the lost epoch"
+    (again,) = rig.refill()
+    assert (again.epoch, again.slices[:1]) == (2, plan.slices)
+    assert finished(rig.compute(again)) == ["a", "bb"]
+
+
+# ---- a stage that does not report ---------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("reported", "stuck"), [((), 10), ((0,), 11), ((0, 1), 12)])
+def test_the_rank_that_owes_a_step_past_its_deadline_is_dropped(reported: tuple[int, ...], stuck: int) -> None:
+    rig = formed(3, microbatches=1)
+    rig.submit("a")
+    (plan,) = rig.refill()
+    for stage in reported:
+        rig.say(rig.ranks[stage], rig.result(plan, stage))
+    deadline_s = STEP_DEADLINE_NS / SECOND if not reported else 10  # a step is known to take a millisecond then
+    assert rig.wait(deadline_s) == []
+    assert rig.control.dropped == []
+    rig.wait(1)
+    assert set(rig.control.dropped) == {(stuck, "stuck")}
+
+
+def test_a_pause_of_the_head_starts_the_deadline_anew() -> None:
+    rig = formed(2)
+    rig.submit("a")
+    rig.refill()
+    rig.wait(STEP_DEADLINE_NS / SECOND - 1)
+    rig.now_ns += 2 * SECOND  # no tick meanwhile, and no message was read
+    rig.replica.tick()
+    rig.wait(STEP_DEADLINE_NS / SECOND)
+    assert rig.control.dropped == []
+    rig.wait(1)
+    assert set(rig.control.dropped) == {(10, "stuck")}
+
+
+def test_a_silent_rank_is_dropped_long_before_its_step_is_overdue() -> None:
+    rig = formed(2)
+    rig.submit("a")
+    rig.refill()
+    rig.wait(4, silent=(11,))
+    assert set(rig.control.dropped) == {(11, "frozen")}
+
+
+# ---- starting and ending ------------------------------------------------------------------------------
+
+
+def test_before_the_first_epoch_nothing_is_served() -> None:
+    rig = Rig()
+    with pytest.raises(Draining):
+        rig.submit("a")
+    with pytest.raises(Draining):
+        rig.replica.reading()
+    assert rig.refill() == []
+    assert rig.replica.abort("a", FinishReason.CANCELLED) == []
+    rig.replica.prove_idle()
+
+
+@pytest.mark.parametrize(("draining", "patience_s"), [(False, 120), (True, 10)])
+def test_a_lost_stage_is_waited_for_less_long_while_draining(draining: bool, patience_s: int) -> None:
+    rig = formed()
+    rig.submit("a")
+    rig.refill()
+    rig.replica.members.draining = draining
+    assert rig.lose(11) == []
+    assert rig.notes.called[-2:] == [("died", 1, "exit"), ("epoch lost",)]
+    assert rig.wait(patience_s, silent=(11,)) == []
+    (event, *_) = rig.wait(1, silent=(11,))
+    assert isinstance(event, Hopeless)
+    assert not event.usage
+
+
+def test_a_block_that_is_held_without_work_is_noticed() -> None:
+    rig = formed(microbatches=1)
+    rig.submit("a", max_tokens=2)
+    while plans := rig.refill():
+        rig.replica.prove_idle()  # says nothing while there is work
+        rig.compute(plans[0])
+    rig.replica.prove_idle()
+    assert rig.replica.scheduler is not None
+    rig.replica.scheduler._blocks.try_allocate(99, 1)
+    with pytest.raises(AssertionError, match="KV blocks are held"):
+        rig.replica.prove_idle()
+
+
+# ---- the ledger ---------------------------------------------------------------------------------------
+
+
+def test_time_without_demand_is_idle_and_time_without_a_stage_is_host() -> None:
+    rig = formed(microbatches=1)
+    rig.now_ns += 5 * SECOND  # idle
+    rig.submit("a", max_tokens=1)
+    (plan,) = rig.refill()
+    rig.now_ns += MS
+    rig.lose(10)
+    rig.now_ns += 3 * SECOND  # down, and a request is open
+    rig.greet(10)
+    rig.join()
+    (again,) = rig.refill()
+    rig.compute(again)
+    assert not rig.replica.demand(exists=False)
+    rig.now_ns += 7 * SECOND  # idle again
+    for times in rig.times():
+        assert times.wall_ns == rig.now_ns - SECOND
+        assert times.idle_ns == 12 * SECOND
+        assert times.busy_ns == {"prefill": MS, "decode": 0, "mixed": 0}
+        assert times.bubble_ns["host"] >= 3 * SECOND
+        assert times.demand_ns == 3 * SECOND + 3 * MS
+    assert plan.epoch < again.epoch
+
+
+def test_a_stage_lost_without_demand_leaves_idle_time_only() -> None:
+    rig = formed()
+    rig.now_ns += SECOND
+    rig.lose(11)
+    rig.now_ns += 2 * SECOND
+    rig.greet(11)
+    rig.join()
+    rig.now_ns += SECOND
+    assert [times.idle_ns for times in rig.times()] == [4 * SECOND] * 2
+    assert [times.demand_ns for times in rig.times()] == [0, 0]

@@ -1,4 +1,4 @@
-"""A pipeline of exactly known times, for whoever accounts for it: a recurrence, no scheduler, no clock."""
+"""A pipeline whose times are known exactly, for tests of the ledger: a recurrence without scheduler or clock."""
 
 from __future__ import annotations
 
@@ -21,12 +21,12 @@ def account_of(num_stages: int, started_ns: int = 0, **observer: Any) -> TimeAcc
 
 
 def send(account: TimeAccount, plan: StepPlan, at: int, woken: int) -> None:
-    """As the engine does when a plan has gone out."""
+    """As the replica does when it has sent a plan."""
     account.dispatched(account.steps.sent(plan, woken, at, num_lanes=1))
 
 
 def report(account: TimeAccount, result: StepResult, at: int) -> None:
-    """As the engine does when a stage reports."""
+    """As the replica does when a stage reports."""
     step = account.steps.reported(result, at)
     if step is not None:
         account.reported(step, result.stage)
@@ -36,9 +36,9 @@ def report(account: TimeAccount, result: StepResult, at: int) -> None:
 class ArtificialPipeline:
     """`lanes` chains of steps, each step dispatched when its predecessor in the lane has returned.
 
-    All durations in ns. compute_ns: per stage. transfer_ns: computed to received. sending_ns: how long a
-    stage is occupied by handing on. prepare_ns: received to begun. token_return_ns: last stage's end to
-    the head's knowledge. schedule_ns: that to the next dispatch.
+    All durations are in ns. compute_ns: per stage. transfer_ns: from sent to received. sending_ns: how long a
+    stage is occupied with sending. prepare_ns: from received to begun. token_return_ns: from the last stage's end
+    to the head having the result. schedule_ns: from there to the next dispatch.
     """
 
     compute_ns: tuple[int, ...]
@@ -54,7 +54,7 @@ class ArtificialPipeline:
     dispatched: list[int] = field(default_factory=list)
 
     def run(self, num_steps: int) -> ArtificialPipeline:
-        """Steps 0 .. num_steps, their times filled in."""
+        """Computes the times of `num_steps` steps."""
         for k in range(num_steps):
             first = k < self.lanes
             at = self.start_ns if first else self.returned[k - self.lanes] + self.schedule_ns
@@ -75,7 +75,7 @@ class ArtificialPipeline:
         return self
 
     def events(self) -> list[tuple[int, int, str, int, int]]:
-        """(time, order, what, step, stage), sorted as the head would see them."""
+        """(time, order, what, step, stage), in the order in which they reach the head."""
         seen: list[tuple[int, int, str, int, int]] = []
         last = len(self.compute_ns) - 1
         for k, at in enumerate(self.dispatched):
@@ -85,7 +85,7 @@ class ArtificialPipeline:
         return sorted(seen, key=lambda event: (*event[:2], event[3], event[4]))
 
     def feed(self, account: TimeAccount, first_step_id: int = 0) -> int:
-        """Plays everything into `account`; returns the time of the last return, when demand ends."""
+        """Plays all events into `account`; returns the time of the last return, when demand ends."""
         account.demand_began(self.start_ns)
         for event in self.events():
             self.play(account, event, first_step_id)

@@ -1,4 +1,4 @@
-"""Where a stage's parts begin and end."""
+"""Which layers and sublayers a stage has."""
 
 import pytest
 

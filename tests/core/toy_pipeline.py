@@ -1,12 +1,12 @@
-"""A toy pipeline: executes plans on a toy model whose every answer depends on every key it reads.
+"""A toy pipeline: executes plans on a toy model in which every token depends on every key that was read.
 
-The "keys and values" of a position are one number, mixed from the token there and from the numbers at
-all positions before it *as read through the block table* (their digest). A token is drawn from the
-digest of the numbers of all positions. So one wrong, stale or missing block anywhere changes everything
-that follows, and equality with `expected_answer` proves that each slice read exactly the right tokens.
+The "keys and values" of a position are one number, hashed from the token there and from the numbers of all
+positions before it, *as read through the block table*. A token is drawn from the hash of the numbers of all
+positions. So one wrong, stale or missing block changes all later tokens, and equality with `expected_answer`
+proves that each slice read the right keys.
 
-One store stands for all stages: every stage applies the same plans in the same order to its own copy.
-Stricter than a real stage in one point: a slice does not see what other slices of its step write.
+One store stands for those of all stages, because every stage applies the same plans in the same order. In one
+point it is stricter than a stage: a slice does not see what other slices of its step write.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ _MASK = (1 << 61) - 1
 
 
 def mix(*values: int) -> int:
-    """A well-spread number from numbers; the same in every process."""
+    """A hash of numbers that is the same in every process."""
     state = 0x9E3779B97F4A7C15
     for value in values:
         state = ((state ^ (value + 0x7F4A7C15)) * 0xBF58476D1CE4E5B9 + 0x94D049BB133111EB) & _MASK
@@ -33,7 +33,8 @@ def mix(*values: int) -> int:
 
 
 def draw_token(digest: int, position: int, draw: Draw) -> int:
-    """The token at `position`; a pure function of all numbers before it, the seed, the index and the limits."""
+    """The token at `position`: a pure function of the numbers before it, the seed, the index and the banned
+    ids."""
     history = mix(*draw.prompt_ids, 1, *draw.output_ids) if draw.params.needs_history else 0
     token = mix(digest, draw.params.seed, draw.index, position, history) % VOCAB_SIZE
     while token in draw.banned:
@@ -47,7 +48,7 @@ def logprob_of(digest: int, token_id: int) -> float:
 
 @dataclass(frozen=True)
 class Answer:
-    """What a request gets when nothing else exists."""
+    """What a request gets when it runs alone."""
 
     token_ids: tuple[int, ...]
     finish: FinishReason
@@ -55,7 +56,7 @@ class Answer:
 
 
 def expected_answer(request: Request, index: int = 0, eos_id: int | None = EOS_ID) -> Answer:
-    """The undisturbed sequential run, without blocks, steps or a scheduler; resumed tokens are redrawn."""
+    """A sequential run without blocks, steps or a scheduler; resumed tokens are drawn again."""
     digest, scores = 0, []
     for position, token_id in enumerate(request.prompt_ids):
         digest = mix(digest, mix(digest, token_id))
@@ -86,9 +87,9 @@ def expected_answer(request: Request, index: int = 0, eos_id: int | None = EOS_I
 
 
 class ToyPipeline:
-    """Takes plans in order, gives the last stage's results in order.
+    """Takes plans and returns the last stage's results, in order.
 
-    not_finite: ids of sequences whose draws come back without a token. plans: all that were executed.
+    not_finite: ids of sequences whose logits are not finite. plans: those executed so far.
     """
 
     def __init__(self, block_size: int) -> None:
@@ -106,7 +107,7 @@ class ToyPipeline:
         return len(self._queue)
 
     def lose(self) -> None:
-        """A stage died: keys, values and everything in flight are gone."""
+        """A stage died: keys, values and steps in flight are lost."""
         self._queue.clear()
         self._slots.clear()
 
@@ -134,7 +135,7 @@ class ToyPipeline:
         return StepResult(plan.epoch, plan.step_id, 0, STAMPS, 0, tuple(drawn), tuple(scored))
 
     def _compute(self, piece: Slice) -> tuple[list[int], dict[tuple[int, int], int]]:
-        """What each row of the slice has seen (a digest of all numbers up to it), and what the slice writes."""
+        """For each row of the slice the hash of all numbers up to it, and the numbers that the slice writes."""
         slots = [(piece.block_table[i // self.block_size], i % self.block_size) for i in range(piece.end)]
         digest, digests, written = 0, [], {}
         for slot in slots[: piece.start]:

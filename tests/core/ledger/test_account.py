@@ -149,7 +149,8 @@ def test_scrapes_at_any_moment_sum_to_the_wall_and_never_decrease(compute, lanes
 
 
 def delayed(events, rng, last):
-    """Results of stages before the last reach the head late, out of order between stages, in order within."""
+    """Results of stages before the last reach the head late: in order for each stage, in any order between
+    them."""
     late = dict.fromkeys(range(last), 0)
     keyed = []
     for at, order, what, k, i in events:
@@ -248,7 +249,7 @@ def test_demand_that_arrives_while_the_pipeline_is_down_waits_for_the_host():
 
 
 def test_stamps_that_contradict_each_other_still_sum_up():
-    """Clocks of hosts are aligned to microseconds only, so a stamp may lie before its cause, or ahead of now."""
+    """Clocks of hosts agree only to microseconds, so a stamp may be earlier than its cause, or later than now."""
     account = account_of(2)
     send(account, plan(0), 100, 90)
     for stage, at in ((1, 40), (0, 300)):

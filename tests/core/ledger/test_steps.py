@@ -1,4 +1,4 @@
-"""The book of steps: what is in flight, who owes a result, what travelled."""
+"""The book of steps: which are in flight, which stages owe results, what was transferred."""
 
 from __future__ import annotations
 
@@ -71,7 +71,7 @@ def test_the_first_stage_that_owes_the_oldest_step_is_stuck_once_nothing_has_mov
     assert steps.stuck_stage(S + STEP_DEADLINE_NS) is None
     assert steps.stuck_stage(S + STEP_DEADLINE_NS + 1) == 0
     steps.reported(result(0, 0, S, 2 * S), 2 * S)
-    # Rows are known to cost a second now: ten seconds, and five times that.
+    # A row is known to take 1 s now, so the deadline is 10 s + 5 * 1 s.
     assert steps.stuck_stage(17 * S) is None
     assert steps.stuck_stage(17 * S + 1) == 1
     steps.head_paused(20 * S)

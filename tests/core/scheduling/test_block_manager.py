@@ -1,4 +1,4 @@
-"""Blocks: free + cached + held == total, whatever happens; prefixes by content; least recently used first."""
+"""Blocks: free + cached + held == total, always; prefixes are found by content; LRU eviction."""
 
 from __future__ import annotations
 

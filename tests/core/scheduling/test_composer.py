@@ -1,4 +1,4 @@
-"""What goes into a step: shares, budgets, and prompts bounded by predicted time."""
+"""What a step contains: its share of the decodes, and prompts bounded by tokens and by predicted time."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from ppserve.core.scheduling.sequence import Sequence
 
 @dataclass
 class LinearCosts:
-    """Seconds per row, per key read and per sampled row; remembers the worst step it was asked about."""
+    """Seconds per row, per key read and per sampled row; remembers the longest step that it predicted."""
 
     row: float = 0.001
     key: float = 0.0

@@ -1,4 +1,4 @@
-"""Whose turn it is: priority with ageing, callers by tokens served, then arrival."""
+"""The order of the queue: priority with ageing, then tokens served to the caller, then arrival."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ class Entry:
 
 
 def served_order(queue: FairQueue[Entry], count: int, now: float = 0.0) -> list[str]:
-    """Admits `count` requests, charging each its tokens as if it ran at once."""
+    """Admits `count` requests, and charges the tokens of each at once."""
     order = []
     for _ in range(count):
         entry = queue.first(now)
@@ -43,7 +43,7 @@ def test_a_flood_does_not_delay_a_light_caller() -> None:
         queue.push(Entry(f"flood{i}", "flood"))
     assert served_order(queue, 10) == [f"flood{i}" for i in range(10)]
     queue.push(Entry("light", "light"))
-    # The newcomer starts level with the flood, not at zero: at most one more request goes before it.
+    # The new caller's counter starts at the other's, not at zero: at most one more request goes before it.
     assert "light" in served_order(queue, 2)
 
 

@@ -1,4 +1,4 @@
-"""P lanes, or one more where waiting costs more than another step's fixed cost."""
+"""P lanes, or P + 1 where waiting takes longer than the fixed cost of one more step."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from ppserve.core.scheduling.lane_count import MIN_STEPS, PROBE_STEPS, LaneCount
 
 
 class Pipeline:
-    """Stages that take fixed_s + row_s * rows; `rows` in flight altogether are shared by the lanes."""
+    """Stages that take fixed_s + row_s * rows per step; `rows` is the sum over all lanes."""
 
     def __init__(self, num_stages: int, fixed_s: float, row_s: float, rows: int) -> None:
         self.fixed_s, self.row_s, self.rows = fixed_s, row_s, rows
@@ -21,7 +21,7 @@ class Pipeline:
         self.own_s = 0.0
 
     def run(self, wait_share: float, num_steps: int = 4 * MIN_STEPS, was_full: bool = True) -> int:
-        """Steps for which every stage waits for so much of what it computes, while there are P lanes."""
+        """Steps before each of which every stage waits for a share of its computation, while there are P lanes."""
         count = self.count
         for _ in range(num_steps):
             step_s = self.fixed_s + self.row_s * self.rows / count.choice

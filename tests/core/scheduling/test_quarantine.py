@@ -1,4 +1,4 @@
-"""Finding the request that kills stages: two strikes, then alone."""
+"""Finding the request that kills stages: after two losses it is replayed alone."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Computed once: several answers to one prompt, resumed answers, equal beginnings."""
+"""Sharing: several answers to one prompt, resumed answers, and equal prefixes."""
 
 from __future__ import annotations
 
@@ -7,92 +7,92 @@ import pytest
 from ppserve.core.request import FinishReason, Request, SamplingParams, StopConditions
 from ppserve.core.scheduling.block_manager import BlockManager
 from ppserve.core.scheduling.scheduler import Scheduler
-from tests.core.scheduling.house import a_house, a_request, fill
+from tests.core.scheduling.rig import a_request, a_rig, fill
 from tests.core.toy_pipeline import expected_answer
 
 
 @pytest.mark.parametrize("num_prompt", [1, 2, 4, 5, 6, 7, 8, 9])
 @pytest.mark.parametrize("prefill_chunk", [1, 3, None])
 def test_n_answers_are_those_of_n_requests(num_prompt: int, prefill_chunk: int | None) -> None:
-    house = a_house(num_stages=2, prefill_chunk=prefill_chunk)
-    house.submit(a_request("r", num_prompt, num_sequences=4))
-    house.drain()
-    house.check_answers()
-    assert len({tuple(e.token_id for e in events) for events in house.events.values()}) == 4
+    rig = a_rig(num_stages=2, prefill_chunk=prefill_chunk)
+    rig.submit(a_request("r", num_prompt, num_sequences=4))
+    rig.drain()
+    rig.check_answers()
+    assert len({tuple(e.token_id for e in events) for events in rig.events.values()}) == 4
 
 
 def test_the_prompt_of_n_answers_is_computed_once() -> None:
-    house = a_house(num_stages=2)
-    house.submit(a_request("r", num_prompt=41, max_tokens=1, num_sequences=8))
-    house.drain()
-    assert sum(plan.num_tokens for plan in house.pipeline.plans) == 41 + 7
+    rig = a_rig(num_stages=2)
+    rig.submit(a_request("r", num_prompt=41, max_tokens=1, num_sequences=8))
+    rig.drain()
+    assert sum(plan.num_tokens for plan in rig.pipeline.plans) == 41 + 7
 
 
 def test_n_answers_hold_the_full_blocks_of_their_prompt_once() -> None:
-    house = a_house(num_stages=1, block_size=4)
-    house.submit(a_request("r", num_prompt=42, max_tokens=2, num_sequences=8))
-    fill(house)
-    assert house.blocks.num_held == 10 + 8
-    house.drain()
+    rig = a_rig(num_stages=1, block_size=4)
+    rig.submit(a_request("r", num_prompt=42, max_tokens=2, num_sequences=8))
+    fill(rig)
+    assert rig.blocks.num_held == 10 + 8
+    rig.drain()
 
 
 def test_a_partly_filled_block_is_copied_for_each_sibling() -> None:
-    house = a_house(num_stages=1, block_size=4)
-    house.submit(a_request("r", num_prompt=7, num_sequences=3))
-    (plan,) = fill(house)
+    rig = a_rig(num_stages=1, block_size=4)
+    rig.submit(a_request("r", num_prompt=7, num_sequences=3))
+    (plan,) = fill(rig)
     assert plan.copies == ()
-    house.commit_one()
-    (plan,) = fill(house)
+    rig.commit_one()
+    (plan,) = fill(rig)
     sources = {source for source, _ in plan.copies}
     assert len(plan.copies) == 2
     assert len(sources) == 1
     leader = 0
-    assert sources <= set(house.blocks.table(leader))
-    held = house.blocks.num_held
-    house.scheduler.finish(leader, FinishReason.STOP_STRING, 0.0)
-    house.ended_by_engine.add(("r", 0))
-    house.commit_one()
-    assert house.blocks.num_held < held - 1, "once copied, the source is no longer kept"
-    house.drain()
-    house.check_answers()
+    assert sources <= set(rig.blocks.table(leader))
+    held = rig.blocks.num_held
+    rig.scheduler.finish(leader, FinishReason.STOP_STRING, 0.0)
+    rig.ended_by_engine.add(("r", 0))
+    rig.commit_one()
+    assert rig.blocks.num_held < held - 1, "once copied, the source is no longer kept"
+    rig.drain()
+    rig.check_answers()
 
 
 def test_the_first_answer_may_end_before_its_siblings_begin() -> None:
-    """The leader ends with its first token; the block that its siblings copy must outlive it."""
-    house = a_house(num_stages=1, num_blocks=8, prefix_cache=False)
-    house.submit(a_request("r", num_prompt=7, max_tokens=1, num_sequences=3))
-    house.submit(a_request("next", num_prompt=7, max_tokens=8))
-    house.drain()
-    house.check_answers()
+    """The leader ends with its first token; the block that its siblings copy must be held longer."""
+    rig = a_rig(num_stages=1, num_blocks=8, prefix_cache=False)
+    rig.submit(a_request("r", num_prompt=7, max_tokens=1, num_sequences=3))
+    rig.submit(a_request("next", num_prompt=7, max_tokens=8))
+    rig.drain()
+    rig.check_answers()
 
 
 def test_all_siblings_go_with_their_request() -> None:
-    house = a_house(num_stages=2, prefill_chunk=2)
-    house.submit(a_request("r", num_prompt=9, num_sequences=5))
-    fill(house)
-    events = house.tell(house.scheduler.abort("r", FinishReason.CANCELLED))
+    rig = a_rig(num_stages=2, prefill_chunk=2)
+    rig.submit(a_request("r", num_prompt=9, num_sequences=5))
+    fill(rig)
+    events = rig.tell(rig.scheduler.abort("r", FinishReason.CANCELLED))
     assert [e.index for e in events] == [0, 1, 2, 3, 4]
-    house.drain()
-    assert house.scheduler.kv_usage == 0
+    rig.drain()
+    assert rig.scheduler.kv_usage == 0
 
 
 def test_only_the_resumed_index_runs() -> None:
-    house = a_house()
+    rig = a_rig()
     whole = a_request("r", num_sequences=3)
     answer = expected_answer(whole, 2).token_ids
-    house.submit(a_request("r", num_sequences=3, resume_index=2, resume_ids=answer[:4]))
-    house.drain()
-    house.check_answers()
-    assert set(house.events) == {("r", 2)}
-    assert [e.offset for e in house.events["r", 2]] == [4, 5]
+    rig.submit(a_request("r", num_sequences=3, resume_index=2, resume_ids=answer[:4]))
+    rig.drain()
+    rig.check_answers()
+    assert set(rig.events) == {("r", 2)}
+    assert [e.offset for e in rig.events["r", 2]] == [4, 5]
 
 
 def test_a_complete_answer_can_be_resumed() -> None:
-    house = a_house()
+    rig = a_rig()
     answer = expected_answer(a_request("r")).token_ids
-    house.submit(a_request("r", resume_index=0, resume_ids=answer))
-    house.drain()
-    (event,) = house.events["r", 0]
+    rig.submit(a_request("r", resume_index=0, resume_ids=answer))
+    rig.drain()
+    (event,) = rig.events["r", 0]
     assert (event.token_id, event.finish, event.offset) == (None, FinishReason.MAX_TOKENS, 6)
 
 
@@ -100,75 +100,75 @@ def test_a_complete_answer_can_be_resumed() -> None:
 
 
 def test_equal_beginnings_are_computed_once() -> None:
-    house = a_house(block_size=4)
+    rig = a_rig(block_size=4)
     for i in range(3):
-        house.submit(a_request(f"r{i}", num_prompt=18, salt=1, sampling=SamplingParams(seed=i)))
-        house.drain()
-    house.check_answers()
-    assert [house.events[f"r{i}", 0][0].cached_tokens for i in range(3)] == [0, 16, 16]
+        rig.submit(a_request(f"r{i}", num_prompt=18, salt=1, sampling=SamplingParams(seed=i)))
+        rig.drain()
+    rig.check_answers()
+    assert [rig.events[f"r{i}", 0][0].cached_tokens for i in range(3)] == [0, 16, 16]
 
 
 def test_never_the_whole_prompt() -> None:
-    house = a_house(block_size=4)
+    rig = a_rig(block_size=4)
     for i in range(2):
-        house.submit(a_request(f"r{i}", num_prompt=16, salt=1))
-        house.drain()
-    house.check_answers()
-    assert house.events["r1", 0][0].cached_tokens == 12
+        rig.submit(a_request(f"r{i}", num_prompt=16, salt=1))
+        rig.drain()
+    rig.check_answers()
+    assert rig.events["r1", 0][0].cached_tokens == 12
 
 
 def test_the_next_turn_of_a_conversation_finds_the_answer_too() -> None:
-    house = a_house(block_size=4)
+    rig = a_rig(block_size=4)
     first = a_request("first", num_prompt=6, max_tokens=10)
-    house.submit(first)
-    house.drain()
+    rig.submit(first)
+    rig.drain()
     prompt = first.prompt_ids + expected_answer(first).token_ids + (1, 2)
-    house.submit(Request("second", prompt, StopConditions(4)))
-    house.drain()
-    house.check_answers()
-    # 15 of its 16 tokens were computed; the last one drawn never was.
-    assert house.events["second", 0][0].cached_tokens == 12
+    rig.submit(Request("second", prompt, StopConditions(4)))
+    rig.drain()
+    rig.check_answers()
+    # 15 of its 16 tokens were computed; the last drawn token never is.
+    assert rig.events["second", 0][0].cached_tokens == 12
 
 
 def test_a_burst_shares_what_is_only_scheduled() -> None:
-    house = a_house(num_stages=4, block_size=4, prefill_chunk=8)
-    house.submit(a_request("first", num_prompt=21, salt=1))
-    assert house.schedule_one() is not None
-    house.submit(a_request("second", num_prompt=21, salt=1))
-    house.drain()
-    house.check_answers()
-    assert house.events["second", 0][0].cached_tokens == 8
+    rig = a_rig(num_stages=4, block_size=4, prefill_chunk=8)
+    rig.submit(a_request("first", num_prompt=21, salt=1))
+    assert rig.schedule_one() is not None
+    rig.submit(a_request("second", num_prompt=21, salt=1))
+    rig.drain()
+    rig.check_answers()
+    assert rig.events["second", 0][0].cached_tokens == 8
 
 
 def test_without_the_cache_nothing_is_shared() -> None:
-    house = a_house(block_size=4, prefix_cache=False)
+    rig = a_rig(block_size=4, prefix_cache=False)
     for i in range(2):
-        house.submit(a_request(f"r{i}", num_prompt=18, salt=1))
-        house.drain()
-    house.check_answers()
-    assert house.events["r1", 0][0].cached_tokens == 0
+        rig.submit(a_request(f"r{i}", num_prompt=18, salt=1))
+        rig.drain()
+    rig.check_answers()
+    assert rig.events["r1", 0][0].cached_tokens == 0
 
 
 def test_cached_blocks_give_way_to_requests() -> None:
-    house = a_house(block_size=4, num_blocks=8)
+    rig = a_rig(block_size=4, num_blocks=8)
     for i in range(12):
-        house.submit(a_request(f"r{i}", num_prompt=18, max_tokens=8))
-        house.drain()
-    house.check_answers()
+        rig.submit(a_request(f"r{i}", num_prompt=18, max_tokens=8))
+        rig.drain()
+    rig.check_answers()
 
 
 def test_the_control_a_wrong_digest_is_noticed() -> None:
-    """Two contents under one name: the toy model's answers must show it."""
+    """If two contents have one digest, answers must be wrong."""
 
     class Colliding(BlockManager):
         def match(self, digests: object) -> tuple[int, ...]:
             return tuple(self._block_of.values())[:1]
 
-    house = a_house(block_size=4)
-    house.blocks = Colliding(64, 4)
-    house.scheduler = Scheduler(house.config, house.blocks, house.steps)
+    rig = a_rig(block_size=4)
+    rig.blocks = Colliding(64, 4)
+    rig.scheduler = Scheduler(rig.config, rig.blocks, rig.steps)
     for i in range(4):
-        house.submit(a_request(f"r{i}", num_prompt=9))
-        house.drain()
+        rig.submit(a_request(f"r{i}", num_prompt=9))
+        rig.drain()
     with pytest.raises(AssertionError):
-        house.check_answers()
+        rig.check_answers()

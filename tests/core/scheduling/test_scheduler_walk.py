@@ -1,4 +1,4 @@
-"""Seeded random walks over the scheduler: whatever happens, everybody gets exactly the right tokens."""
+"""Seeded random walks over the scheduler: every request gets the tokens that it gets when it runs alone."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ import pytest
 from ppserve.core.cost_model import StepSize
 from ppserve.core.request import FinishReason, OutputOptions, Request, SamplingParams, StopConditions
 from ppserve.core.scheduling.scheduler import SchedulerConfig
-from tests.core.scheduling.house import House
+from tests.core.scheduling.rig import SchedulerRig
 from tests.core.toy_pipeline import EOS_ID, VOCAB_SIZE, expected_answer
 
 
 def random_request(rng: random.Random, name: str, now: float, shared_prompt: tuple[int, ...]) -> Request:
-    """Any mixture of features; often with a prefix that others have too."""
+    """Any mixture of features, often with a prefix that other requests have too."""
     prompt = tuple(rng.randrange(VOCAB_SIZE) for _ in range(rng.choice((1, 2, 3, 8, 9, 17, 25))))
     if rng.random() < 0.5:
         prompt = shared_prompt[: rng.randrange(1, len(shared_prompt))] + prompt
@@ -57,7 +57,7 @@ def random_request(rng: random.Random, name: str, now: float, shared_prompt: tup
 
 
 class WhimsicalCosts:
-    """Predictions that make no sense: what they decide may be slow, never wrong."""
+    """Random predictions: they may make steps slow, but no token wrong."""
 
     def __init__(self, seed: int) -> None:
         self._rng = random.Random(seed)
@@ -66,7 +66,7 @@ class WhimsicalCosts:
         return self._rng.choice((0.0, 1e-6, 0.01, 0.2)) * (size.rows + size.context + size.sampled)
 
 
-def walk(seed: int, num_stages: int, prefill_chunk: int | None, prefix_cache: bool) -> House:
+def walk(seed: int, num_stages: int, prefill_chunk: int | None, prefix_cache: bool) -> SchedulerRig:
     rng = random.Random(seed)
     losses = 0
     config = SchedulerConfig(
@@ -82,30 +82,30 @@ def walk(seed: int, num_stages: int, prefill_chunk: int | None, prefix_cache: bo
         aging_s=20.0,
     )
     costs = WhimsicalCosts(seed) if seed % 2 else None
-    house = House(config, num_blocks=2 * 3 * 80 // config.block_size, costs=costs)
+    rig = SchedulerRig(config, num_blocks=2 * 3 * 80 // config.block_size, costs=costs)
     shared_prompt = tuple(rng.randrange(VOCAB_SIZE) for _ in range(24))
     for i in range(400):
-        house.now += rng.choice((0.0, 0.01, 1.0))
+        rig.now += rng.choice((0.0, 0.01, 1.0))
         action = rng.random()
         if action < 0.16:
-            house.submit(random_request(rng, f"r{i}", house.now, shared_prompt))
-        elif action < 0.20 and house.requests:
-            house.tell(house.scheduler.abort(rng.choice(list(house.requests)), FinishReason.CANCELLED))
+            rig.submit(random_request(rng, f"r{i}", rig.now, shared_prompt))
+        elif action < 0.20 and rig.requests:
+            rig.tell(rig.scheduler.abort(rng.choice(list(rig.requests)), FinishReason.CANCELLED))
         elif action < 0.21 and losses < 2:  # a third in a row would fail the request in flight, rightly
-            house.lose_stage()
+            rig.lose_stage()
             losses += 1
         elif action < 0.22:
-            house.scheduler.set_microbatches(rng.randrange(1, num_stages + 2))
+            rig.scheduler.set_microbatches(rng.randrange(1, num_stages + 2))
         elif action < 0.62:
-            house.schedule_one()
-        elif house.pipeline.num_in_flight:
-            for event in house.commit_one():
+            rig.schedule_one()
+        elif rig.pipeline.num_in_flight:
+            for event in rig.commit_one():
                 if not event.is_terminal and rng.random() < 0.01:
-                    house.scheduler.finish(event.sequence_id, FinishReason.STOP_STRING, house.now)
-                    house.ended_by_engine.add((event.request_id, event.index))
-        house.scheduler.check_invariants()
-    house.drain()
-    return house
+                    rig.scheduler.finish(event.sequence_id, FinishReason.STOP_STRING, rig.now)
+                    rig.ended_by_engine.add((event.request_id, event.index))
+        rig.scheduler.check_invariants()
+    rig.drain()
+    return rig
 
 
 @pytest.mark.parametrize("num_stages", [1, 2, 3, 4])
@@ -115,25 +115,25 @@ def test_any_walk_gives_everybody_the_tokens_of_an_undisturbed_run(
     num_stages: int, prefill_chunk: int | None, prefix_cache: bool
 ) -> None:
     for seed in range(5):
-        house = walk(seed, num_stages, prefill_chunk, prefix_cache)
-        house.check_answers()
-        assert house.scheduler.kv_usage == 0
-        assert len(house.requests) > 20
+        rig = walk(seed, num_stages, prefill_chunk, prefix_cache)
+        rig.check_answers()
+        assert rig.scheduler.kv_usage == 0
+        assert len(rig.requests) > 20
 
 
 def test_the_walks_go_everywhere() -> None:
-    """Otherwise their silence would mean nothing."""
+    """The walks reach every feature; otherwise their success would prove nothing."""
     seen: set[str] = set()
     for seed in range(12):
-        house = walk(seed, 1 + seed % 4, None, True)
-        seen |= {str(event.finish) for events in house.events.values() for event in events}
-        seen |= {"cached" for events in house.events.values() for event in events if event.cached_tokens}
-        seen |= {"scored" for events in house.events.values() for event in events if event.prompt_logprobs}
-        seen |= {"ended by engine" for _ in house.ended_by_engine}
-        seen |= {"copied" for plan in house.pipeline.plans if plan.copies}
-        seen |= {plan.phase for plan in house.pipeline.plans}
-        seen |= {f"epoch {plan.epoch}" for plan in house.pipeline.plans}
-        seen |= {"resumed" for request in house.requests.values() if request.resume_ids}
+        rig = walk(seed, 1 + seed % 4, None, True)
+        seen |= {str(event.finish) for events in rig.events.values() for event in events}
+        seen |= {"cached" for events in rig.events.values() for event in events if event.cached_tokens}
+        seen |= {"scored" for events in rig.events.values() for event in events if event.prompt_logprobs}
+        seen |= {"ended by engine" for _ in rig.ended_by_engine}
+        seen |= {"copied" for plan in rig.pipeline.plans if plan.copies}
+        seen |= {plan.phase for plan in rig.pipeline.plans}
+        seen |= {f"epoch {plan.epoch}" for plan in rig.pipeline.plans}
+        seen |= {"resumed" for request in rig.requests.values() if request.resume_ids}
     reasons = {str(reason) for reason in FinishReason} - {"STOP_STRING"}
     features = {"cached", "scored", "ended by engine", "copied", "resumed"}
     assert seen >= reasons | features | {"prefill", "decode", "mixed", "epoch 0", "epoch 1", "epoch 2"}

@@ -1,4 +1,4 @@
-"""The head's sockets, with ranks that are sockets of this process: who gets in, who is gone, and why."""
+"""The control plane's sockets: which connections are accepted, which end, and why."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ Events = list[Heard | Gone]
 
 
 class Rank:
-    """A rank's end of a connection, whatever it may say."""
+    """A rank's end of a connection. It can send anything."""
 
     def __init__(self, control: SocketControlPlane) -> None:
         self.connection = socket.create_connection(("127.0.0.1", control.port), timeout=WITHIN_S)
@@ -32,7 +32,7 @@ class Rank:
         self.connection.sendall(b"".join(map(wire.encode, messages)))
 
     def hear(self) -> list[object]:
-        """Messages that arrived; waits for one. None at all when the head has hung up."""
+        """Waits for messages and returns them; empty when the head has closed the connection."""
         messages: list[object] = []
         while not messages:
             received = self.connection.recv(1 << 16)
@@ -78,7 +78,7 @@ def connected(control: SocketControlPlane) -> Iterator[Rank]:
 
 
 def until(control: SocketControlPlane, condition: Callable[[Events], bool]) -> Events:
-    """Everything that the head hears until it satisfies the condition."""
+    """What the head receives, until the condition holds."""
     events: Events = []
     deadline_s = time.monotonic() + WITHIN_S
     while not condition(events):

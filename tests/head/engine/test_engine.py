@@ -1,4 +1,4 @@
-"""The engine: messages in, plans and outputs out, with ranks that are toys in one process."""
+"""The engine with toy ranks in one process: messages in, plans and outputs out."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from ppserve.errors import Draining, InvalidRequest, Overloaded, RequestError, S
 from ppserve.head.engine.output import TokenOutput
 from ppserve.head.engine.watcher import Watcher
 from ppserve.process.environment import EXIT_FAILED
-from tests.core.scheduling.house import prompt_of
+from tests.core.scheduling.rig import prompt_of
 from tests.core.toy_pipeline import expected_answer
 from tests.head.engine.toy_ranks import WITHIN_S, Running, running
 
@@ -25,7 +25,7 @@ def tokens(outputs: list[TokenOutput]) -> tuple[int, ...]:
 
 
 class Notes(Watcher):
-    """What the engine told those who look on."""
+    """The callbacks that the engine made."""
 
     def __init__(self) -> None:
         self.said: list[str] = []
@@ -96,7 +96,7 @@ def test_streams_go_on_with_the_same_tokens_after_a_stage_was_lost() -> None:
 
 
 def lose(run: Running, rank: int) -> None:
-    """The rank's process ends in the middle of whatever is going on; another takes its place."""
+    """The rank's process dies, and another takes its place."""
     run.stages.die(rank)
     run.stages.greet(rank)
 

@@ -1,4 +1,4 @@
-"""Who lives and which epoch it is: every way through the members' states, without sockets or a clock."""
+"""The members' states and the epochs, without sockets or a clock."""
 
 from __future__ import annotations
 
@@ -30,8 +30,8 @@ SECOND = 1_000_000_000
 
 
 @dataclass
-class Pipeline:
-    """Members with their connections cut: what they send and drop is kept, the time is ours."""
+class MembersRig:
+    """Members without connections: records what they send and which ranks they drop. The test sets the time."""
 
     num_stages: int
     split: Split | None = None
@@ -74,13 +74,13 @@ class Pipeline:
         return self.members.tick(self.now_ns)
 
     def forms(self) -> dict[int, wire.Form]:
-        """The invitations sent since the last look."""
+        """The `Form` messages sent since the last call."""
         found = {stage: message for stage, message in self.sent if isinstance(message, wire.Form)}
         self.sent.clear()
         return found
 
     def join(self) -> list[MemberEvent]:
-        """From the invitation of stage 0 to everybody's Ready."""
+        """From the Form of stage 0 to the Ready of all stages."""
         epoch = self.members.epoch
         assert set(self.forms()) == {0}
         self.say(0, wire.StoreOpened(epoch, 4000 + epoch))
@@ -94,7 +94,8 @@ class Pipeline:
         return events
 
     def leave(self, *stages: int) -> list[MemberEvent]:
-        """These were told to abandon the epoch, and nobody else was; they say that they have left it."""
+        """Checks that these stages, and no others, were told to abandon the epoch; they answer that they left
+        it."""
         epoch = self.members.epoch
         told = {stage for stage, message in self.sent if isinstance(message, wire.Abandon)}
         assert told == set(stages)
@@ -116,13 +117,13 @@ def result(epoch: int) -> wire.Result:
 
 @pytest.mark.parametrize("num_stages", [2, 3, 4])
 def test_forms_once_all_are_ready_with_the_tightest_stages_blocks(num_stages: int) -> None:
-    pipeline = Pipeline(num_stages)
+    pipeline = MembersRig(num_stages)
     assert pipeline.start() == [Formed(1, 10)]
     assert pipeline.members.healthy(pipeline.now_ns)
 
 
 def test_one_stage_needs_no_store() -> None:
-    pipeline = Pipeline(1)
+    pipeline = MembersRig(1)
     pipeline.hello(0)
     pipeline.loaded(0)
     assert set(pipeline.forms()) == {0}
@@ -130,7 +131,7 @@ def test_one_stage_needs_no_store() -> None:
 
 
 def test_nothing_is_assigned_before_all_have_greeted() -> None:
-    pipeline = Pipeline(2)
+    pipeline = MembersRig(2)
     pipeline.hello(1)
     assert pipeline.sent == []
     pipeline.hello(0)
@@ -138,7 +139,7 @@ def test_nothing_is_assigned_before_all_have_greeted() -> None:
 
 
 def test_a_lost_stage_begins_a_new_epoch_when_it_is_back() -> None:
-    pipeline = Pipeline(3)
+    pipeline = MembersRig(3)
     pipeline.start()
     events = pipeline.members.gone(1, "exit", pipeline.now_ns)
     assert events == [StageDied(1, 1, "exit"), EpochLost(1, "stage 1: exit")]
@@ -155,7 +156,7 @@ def test_a_lost_stage_begins_a_new_epoch_when_it_is_back() -> None:
 
 
 def test_a_complaint_waits_for_the_death_that_caused_it() -> None:
-    pipeline = Pipeline(2)
+    pipeline = MembersRig(2)
     pipeline.start()
     assert pipeline.say(0, wire.Broken(1, "reset")) == [EpochLost(1, "reset")]
     pipeline.tick(1)
@@ -166,7 +167,7 @@ def test_a_complaint_waits_for_the_death_that_caused_it() -> None:
 
 
 def test_a_broken_wire_alone_re_forms_with_the_same_stages() -> None:
-    pipeline = Pipeline(2)
+    pipeline = MembersRig(2)
     pipeline.start()
     pipeline.say(0, wire.Broken(1, "reset"))
     assert pipeline.say(1, wire.Broken(1, "reset")) == [], "one loss, one event"
@@ -178,7 +179,7 @@ def test_a_broken_wire_alone_re_forms_with_the_same_stages() -> None:
 
 
 def test_a_second_loss_while_forming_ends_that_epoch_too() -> None:
-    pipeline = Pipeline(3)
+    pipeline = MembersRig(3)
     pipeline.start()
     pipeline.members.gone(0, "exit", pipeline.now_ns)
     pipeline.leave(1, 2)
@@ -199,7 +200,7 @@ def test_a_second_loss_while_forming_ends_that_epoch_too() -> None:
 
 @pytest.mark.parametrize(("formed", "patience_s"), [(True, 25), (False, 2)])
 def test_a_survivor_that_cannot_leave_is_replaced(formed: bool, patience_s: int) -> None:
-    pipeline = Pipeline(3)
+    pipeline = MembersRig(3)
     if formed:
         pipeline.start()
     else:
@@ -220,7 +221,7 @@ def test_a_survivor_that_cannot_leave_is_replaced(formed: bool, patience_s: int)
 
 
 def test_a_death_while_forming_starts_over() -> None:
-    pipeline = Pipeline(2)
+    pipeline = MembersRig(2)
     pipeline.hello(0)
     pipeline.hello(1)
     pipeline.loaded(0)
@@ -236,7 +237,7 @@ def test_a_death_while_forming_starts_over() -> None:
 
 
 def test_late_words_of_an_old_epoch_are_ignored() -> None:
-    pipeline = Pipeline(2)
+    pipeline = MembersRig(2)
     pipeline.start()
     pipeline.members.gone(1, "exit", pipeline.now_ns)
     pipeline.leave(0)
@@ -250,7 +251,7 @@ def test_late_words_of_an_old_epoch_are_ignored() -> None:
 
 
 def test_the_silent_are_dropped_the_answering_are_not() -> None:
-    pipeline = Pipeline(2)
+    pipeline = MembersRig(2)
     pipeline.start()
     for _ in range(10):
         pipeline.tick(0.5)
@@ -260,7 +261,7 @@ def test_the_silent_are_dropped_the_answering_are_not() -> None:
 
 
 def test_a_pause_of_the_head_is_nobodys_fault() -> None:
-    pipeline = Pipeline(2)
+    pipeline = MembersRig(2)
     pipeline.start()
     pipeline.tick(5)
     assert pipeline.dropped == []
@@ -270,7 +271,7 @@ def test_a_pause_of_the_head_is_nobodys_fault() -> None:
 
 
 def test_a_stage_that_stays_away_is_hopeless() -> None:
-    pipeline = Pipeline(2)
+    pipeline = MembersRig(2)
     pipeline.start()
     pipeline.members.gone(1, "exit", pipeline.now_ns)
     pipeline.say(0, wire.Heartbeat(pipeline.now_ns, pipeline.now_ns))
@@ -281,7 +282,7 @@ def test_a_stage_that_stays_away_is_hopeless() -> None:
 
 
 def test_a_drain_does_not_wait_for_a_stage_whose_keeper_died_too() -> None:
-    pipeline = Pipeline(2)
+    pipeline = MembersRig(2)
     pipeline.start()
     pipeline.members.draining = True
     pipeline.members.gone(1, "exit", pipeline.now_ns)
@@ -291,13 +292,13 @@ def test_a_drain_does_not_wait_for_a_stage_whose_keeper_died_too() -> None:
 
 
 def test_mistakes_before_the_first_epoch_are_the_operators() -> None:
-    pipeline = Pipeline(1, mistake=ConfigError("--layers", "no"))
+    pipeline = MembersRig(1, mistake=ConfigError("--layers", "no"))
     assert pipeline.hello(0) == [Hopeless("--layers: no", usage=True)]
     assert pipeline.say(0, wire.GaveUp("t", 0, "bad file")) == [Hopeless("bad file", usage=True)]
 
 
 def test_another_model_after_a_restart_is_refused() -> None:
-    pipeline = Pipeline(2)
+    pipeline = MembersRig(2)
     pipeline.start()
     pipeline.members.gone(1, "exit", pipeline.now_ns)
     other = Architecture(6, 64, 4, 128, 300, 300, 256)
@@ -306,7 +307,7 @@ def test_another_model_after_a_restart_is_refused() -> None:
 
 
 def test_clocks_of_other_hosts_are_aligned_by_the_quickest_round_trip() -> None:
-    pipeline = Pipeline(2)
+    pipeline = MembersRig(2)
     pipeline.hello(0)
     pipeline.hello(1, machine="there")
     for stage in range(2):
@@ -346,7 +347,7 @@ def test_a_rank_moves_as_the_table_says_and_not_otherwise(before: StageState, af
 
 
 def test_a_message_at_the_wrong_time_ends_the_connection_and_changes_nothing() -> None:
-    pipeline = Pipeline(2)
+    pipeline = MembersRig(2)
     assert pipeline.loaded(0) == [], "it has not even greeted"
     assert pipeline.dropped == [(0, "protocol")]
     assert pipeline.members[0].state is StageState.ABSENT
@@ -359,7 +360,7 @@ def test_a_message_at_the_wrong_time_ends_the_connection_and_changes_nothing() -
 
 
 def test_a_rank_cannot_report_another_stages_step() -> None:
-    pipeline = Pipeline(2)
+    pipeline = MembersRig(2)
     pipeline.start()
     assert pipeline.say(1, result(1)) == [], "the result names stage 0"
     assert len(pipeline.say(0, result(1))) == 1

@@ -1,4 +1,4 @@
-"""A resumed answer: read as it was written, and ended at once where it had ended already."""
+"""A resumed answer: its text continues where it was, and an answer that was complete ends at once."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ DRAWN = [*"so é 漢 EN 🙂 END of it".encode(), EOS]
 
 
 class Bytes:
-    """A tokenizer of single bytes, as far as an open request needs one."""
+    """A tokenizer of single bytes, with what an open request needs."""
 
     def text_bytes(self, token_id: int) -> bytes:
         return b"" if token_id == EOS else bytes([token_id])
@@ -30,7 +30,7 @@ def open_request(request: Request) -> OpenRequest:
 
 
 def undisturbed(request: Request) -> list[TokenOutput]:
-    """All that a stream hears of the answer."""
+    """All outputs of the answer."""
     opened, sequence = open_request(request), Sequence(0, request, 0, EOS)
     outputs = []
     for offset, token_id in enumerate(DRAWN):

@@ -20,7 +20,7 @@ from ppserve.head.engine.member import Formed, Hopeless
 from ppserve.head.engine.members import Members
 from ppserve.head.engine.replica import Replica, ReplicaEvent
 from ppserve.head.engine.watcher import Watcher
-from tests.core.scheduling.house import prompt_of
+from tests.core.scheduling.rig import prompt_of
 from tests.head.engine.toy_ranks import ARCH, NUM_BLOCKS, ToyRules
 
 SECOND = 1_000_000_000

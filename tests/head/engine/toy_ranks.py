@@ -1,4 +1,4 @@
-"""An engine whose ranks are toys: they answer as stages do, compute on `ToyPipeline`, and obey the test."""
+"""An engine with toy ranks: they answer as stages do, compute on `ToyPipeline`, and are controlled by the test."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ WITHIN_S = 20.0
 
 
 class Reader:
-    """A stream's reader, for any thread."""
+    """A sink whose outputs any thread can read."""
 
     def __init__(self) -> None:
         self._outputs: queue.SimpleQueue[TokenOutput] = queue.SimpleQueue()
@@ -51,7 +51,7 @@ class Reader:
 
 
 class Stages:
-    """All ranks of one pipeline, in one thread. hold: steps wait until the test lets them through."""
+    """All ranks of one pipeline, in one thread. hold: while it is cleared, steps wait."""
 
     def __init__(self, control: LocalControlPlane, clock: Callable[[], int]) -> None:
         self.links = control.links
@@ -78,7 +78,7 @@ class Stages:
         self.links[rank].send(hello)
 
     def die(self, rank: int) -> None:
-        """The rank's process ends."""
+        """The rank's process dies."""
         self.links[rank].hang_up("exit")
 
     def _run(self) -> None:
@@ -124,7 +124,7 @@ class Stages:
 
 @dataclass
 class Running:
-    """A started engine and what surrounds it."""
+    """A started engine and its parts."""
 
     engine: Engine
     replica: Replica
@@ -133,7 +133,7 @@ class Running:
     readers: dict[str, Reader] = field(default_factory=dict)
 
     def submit(self, request: Request) -> Reader:
-        """Queue it; raises what the engine refuses it with."""
+        """Queue a request. Raises the error if it is refused."""
         reader = Reader()
         self.engine.submit(request, reader, None).result(WITHIN_S)
         return reader
@@ -157,7 +157,7 @@ class ToyRules:
 
 @contextmanager
 def running(num_stages: int = 2, watcher: Watcher | None = None, **config: Any) -> Iterator[Running]:
-    """A formed pipeline of toys; stopped afterwards."""
+    """A formed pipeline of toy ranks; stopped at the end."""
     control, watcher = LocalControlPlane(range(num_stages)), watcher or Watcher()
     members = Members(range(num_stages), "here", ToyRules(num_stages, config), control)
     clock_ns = _Clock()
@@ -178,7 +178,7 @@ def running(num_stages: int = 2, watcher: Watcher | None = None, **config: Any) 
 
 
 class _Clock:
-    """Nanoseconds that pass by themselves, a little at every look."""
+    """A clock that advances by 1 µs at every reading."""
 
     def __init__(self) -> None:
         self.now_ns = 1_000_000_000

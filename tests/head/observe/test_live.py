@@ -1,4 +1,4 @@
-"""The live page's state and its rules; `tests/e2e/test_live_page.py` looks at it in a browser."""
+"""The live page's state and content policy; `tests/e2e/test_live_page.py` opens it in a browser."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A scheduler, a toy pipeline behind it, and a record of what every stream was told."""
+"""A scheduler on a toy pipeline, and a record of the events of every sequence."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ CUT_SHORT = (FinishReason.CANCELLED, FinishReason.DEADLINE, FinishReason.STOP_ST
 
 
 @dataclass
-class House:
-    """A scheduler, its pipeline, and everything the streams were told."""
+class SchedulerRig:
+    """See the module. ended_by_engine: sequences ended with `finish`, which has no event."""
 
     config: SchedulerConfig
     num_blocks: int = 48
@@ -79,7 +79,7 @@ class House:
             self.scheduler.check_invariants()
 
     def check_answers(self) -> None:
-        """Exactly one terminal event per sequence, and only tokens of the undisturbed run."""
+        """Every sequence had exactly one terminal event, and the tokens that it has when it runs alone."""
         for request in self.requests.values():
             resumed = request.resume_index is not None
             indices = [request.resume_index] if resumed else range(request.num_sequences)
@@ -109,9 +109,9 @@ class House:
                 assert scores == right.prompt_logprobs
 
 
-def a_house(num_stages: int = 2, num_blocks: int = 400, **config: object) -> House:
+def a_rig(num_stages: int = 2, num_blocks: int = 400, **config: object) -> SchedulerRig:
     settings = {"max_model_len": 1024, "block_size": 4, "eos_id": EOS_ID, **config}
-    return House(SchedulerConfig(num_stages, **settings), num_blocks)  # type: ignore[arg-type]
+    return SchedulerRig(SchedulerConfig(num_stages, **settings), num_blocks)  # type: ignore[arg-type]
 
 
 def prompt_of(num_tokens: int, salt: int = 0) -> tuple[int, ...]:
@@ -121,14 +121,14 @@ def prompt_of(num_tokens: int, salt: int = 0) -> tuple[int, ...]:
 def a_request(
     name: str, num_prompt: int = 6, max_tokens: int = 6, salt: int | None = None, **fields: object
 ) -> Request:
-    """Never ends by EOS unless asked to."""
+    """Without `stop` it ends by max_tokens only."""
     stop = fields.pop("stop", StopConditions(max_tokens, ignore_eos=True))
     prompt = prompt_of(num_prompt, mix(*name.encode()) if salt is None else salt)
     return Request(name, prompt, stop, **fields)  # type: ignore[arg-type]
 
 
-def fill(house: House) -> list[StepPlan]:
+def fill(rig: SchedulerRig) -> list[StepPlan]:
     plans = []
-    while (plan := house.schedule_one()) is not None:
+    while (plan := rig.schedule_one()) is not None:
         plans.append(plan)
     return plans

@@ -5,7 +5,7 @@ BIN := $(VENV)/bin
 STAGES ?= 2
 ARGS ?=
 
-.PHONY: setup serve test check demo stubs clean
+.PHONY: setup serve test test-fast check demo stubs clean
 
 setup: $(VENV)/.ready
 
@@ -21,6 +21,10 @@ serve: setup
 
 test: setup
 	$(BIN)/python -m pytest $(ARGS)
+
+# For every save: no servers, no ranks, no long computations. What takes longer than its limit is to be marked slow.
+test-fast: setup
+	$(BIN)/python -m pytest -m "not slow" --timeout 20 $(ARGS)
 
 check: setup
 	$(BIN)/ruff check .

@@ -1,8 +1,16 @@
-"""Shared by all tests: what they may assume of the machine and of whoever started them."""
+"""Shared by all tests: what they may assume of the machine, which are slow, and a server that nobody hurts."""
+
+from __future__ import annotations
 
 import signal
+from collections.abc import Iterator
+from pathlib import Path
 
+import pytest
 from hypothesis import settings
+
+from tests import slow
+from tests.e2e.serving import Server, serving
 
 # No deadline: a slow moment of a shared machine is not a defect.
 settings.register_profile("ppserve", deadline=None)
@@ -10,3 +18,21 @@ settings.load_profile("ppserve")
 
 # A shell that runs tests in the background has them ignore Ctrl-C, and so would every command that they start.
 signal.signal(signal.SIGINT, signal.default_int_handler)
+
+E2E = Path(__file__).parent / "e2e"
+
+
+@pytest.hookimpl(tryfirst=True)  # before `-m` selects by marks
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    for item in items:
+        if E2E in item.path.parents or "two_stages" in getattr(item, "fixturenames", ()):
+            item.add_marker(pytest.mark.slow)
+        if item.get_closest_marker("slow"):
+            slow.marked.add(item.nodeid)
+
+
+@pytest.fixture(scope="session")
+def two_stages() -> Iterator[Server]:
+    """A server of two stages over gloo, for tests that only talk to it."""
+    with serving(2, "--layers", "4,4", "--transport", "gloo") as server:
+        yield server

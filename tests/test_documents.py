@@ -26,7 +26,7 @@ from ppserve.cli.main import cli
 from ppserve.cli.serve import serve
 from ppserve.head.observe.metrics import Metrics
 from tests.core.artificial import account_of
-from tests.e2e.serving import Server, serving
+from tests.e2e.serving import Server
 from tools import make_dashboard, make_flag_table
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -132,18 +132,12 @@ def test_a_wrong_command_would_be_noticed(line: str) -> None:
         check_command(line)
 
 
-@pytest.fixture(scope="module")
-def server() -> Iterator[Server]:
-    with serving(2, "--layers", "4,4") as running:
-        yield running
-
-
 @pytest.mark.parametrize("block", [pytest.param(block, id=block.place) for block in TO_RUN])
-def test_a_block_runs_as_it_stands(block: Block, server: Server, tmp_path: Path) -> None:
-    environment = {**os.environ, "PPSERVE_TARGET": server.grpc}
+def test_a_block_runs_as_it_stands(block: Block, two_stages: Server, tmp_path: Path) -> None:
+    environment = {**os.environ, "PPSERVE_TARGET": two_stages.grpc}
     environment["PATH"] = f"{Path(sys.executable).parent}:{environment['PATH']}"
     for line in commands(block):
-        line = line.replace("localhost:9400", server.metrics).replace(".venv/bin/", "")
+        line = line.replace("localhost:9400", two_stages.metrics).replace(".venv/bin/", "")
         done = subprocess.run(
             ["bash", "-o", "pipefail", "-c", line],
             cwd=tmp_path,

@@ -165,6 +165,7 @@ def world() -> Iterator[World]:
         yield world
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(240)
 @pytest.mark.parametrize("size", [1, 2, 4])
 def test_real_worlds(world: World, size: int, tmp_path: Path) -> None:
@@ -181,6 +182,7 @@ def test_real_worlds(world: World, size: int, tmp_path: Path) -> None:
     assert len(set(world.run(fail_to_fit, size, str(tmp_path / "unfit"), size=size))) == 1
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(240)
 def test_every_axis_of_four_ranks(world: World, tmp_path: Path) -> None:
     stages = world.run(describe, 4, str(tmp_path / "data"), 1, 2)

@@ -106,12 +106,18 @@ def words(text: str) -> set[str]:
     return set(re.findall(r"\w+", text))
 
 
+@pytest.fixture(scope="module")
+def known() -> set[str]:
+    """Words of the stories that the model was trained on."""
+    rng = random.Random(9)
+    return words("\n".join(story(rng) for _ in range(3_000)))
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize("prompt", ["Once upon a time", "The pipeline", "One cold morning", "I like trains"])
 def test_the_built_in_model_tells_stories_to_their_end(
-    tiny_model: transformers.GPT2LMHeadModel, encoding: tiktoken.Encoding, prompt: str
+    tiny_model: transformers.GPT2LMHeadModel, encoding: tiktoken.Encoding, known: set[str], prompt: str
 ) -> None:
-    rng = random.Random(9)
-    known = words("\n".join(story(rng) for _ in range(3_000)))
     ids = torch.tensor([encoding.encode_ordinary(prompt)])
     told = tiny_model.generate(ids, do_sample=False, max_new_tokens=300, pad_token_id=0)[0].tolist()
     assert told[-1] == encoding.eot_token

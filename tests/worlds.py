@@ -14,6 +14,8 @@ from multiprocessing.connection import Connection, wait
 from types import TracebackType
 from typing import Any
 
+from tests.slow import require_slow_test
+
 
 @dataclass(frozen=True, slots=True)
 class Died:
@@ -26,6 +28,7 @@ class World:
     """`size` processes that run what they are told, all at the same time."""
 
     def __init__(self, size: int) -> None:
+        require_slow_test("a world of processes")
         context = multiprocessing.get_context("spawn")
         self._links: list[Connection] = []
         self._processes = []

@@ -19,7 +19,7 @@ from ppserve.bench.summary import Measurement, summarize
 from ppserve.errors import ConfigError, Overloaded
 from tests.bench.answers import LEDGER, SETTING, answer, failed
 from tests.bench.terminal import Terminal
-from tests.e2e.serving import Server, serving
+from tests.e2e.serving import Server
 from tests.fake_engine import FakeEngine, served_in_thread
 
 PNG = b"\x89PNG\r\n\x1a\n"
@@ -191,20 +191,12 @@ def test_a_trace_that_is_being_written_can_be_read(tmp_path: Path) -> None:
 # ---- two real stages -------------------------------------------------------------------------------------------
 
 
-@pytest.fixture(scope="module")
-def two_stages(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Server, Path]]:
-    trace = tmp_path_factory.mktemp("trace") / "trace.json"
-    with serving(2, "--trace", str(trace)) as server:
-        yield server, trace
-
-
-def test_against_two_real_stages(two_stages: tuple[Server, Path], tmp_path: Path) -> None:
-    server, _ = two_stages
+def test_against_two_real_stages(two_stages: Server, tmp_path: Path) -> None:
     out = tmp_path / "out.json"
     done = bench(
-        server.grpc, "--metrics", server.metrics, "--concurrency", "4", "--requests", "12", "--warm-up", "2",
-        "--prompt-tokens", "16", "--shared-prefix", "32", "--new-tokens", "uniform:3:8", "--details",
-        "--json", str(out),
+        two_stages.grpc, "--metrics", two_stages.metrics, "--concurrency", "4", "--requests", "12",
+        "--warm-up", "2", "--prompt-tokens", "16", "--shared-prefix", "32", "--new-tokens", "uniform:3:8",
+        "--details", "--json", str(out),
     )  # fmt: skip
     assert done.returncode == 0, done.stdout + done.stderr
     found = json.loads(out.read_text())
@@ -226,21 +218,11 @@ def test_against_two_real_stages(two_stages: tuple[Server, Path], tmp_path: Path
         assert wall_s > 0.9 * found["duration"]  # the readings embrace the run
 
 
-def test_top_of_two_real_stages(two_stages: tuple[Server, Path]) -> None:
-    server, _ = two_stages
-    command = [sys.executable, "-m", "ppserve", "top", "--target", server.grpc, "--metrics", server.metrics]
-    done = subprocess.run([*command, "--once", "--interval", "0.2"], capture_output=True, text=True, timeout=60)
+def test_top_of_two_real_stages(two_stages: Server) -> None:
+    command = [sys.executable, "-m", "ppserve", "top", "--once", "--interval", "0.2"]
+    command += ["--target", two_stages.grpc, "--metrics", two_stages.metrics]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60)
     assert (done.returncode, done.stderr) == (0, "")
     assert "stage 0: busy" in done.stdout
     assert "stage 1: busy" in done.stdout
     assert "running 0  waiting 0" in done.stdout
-
-
-def test_the_trace_of_two_real_stages_can_be_drawn(two_stages: tuple[Server, Path], tmp_path: Path) -> None:
-    server, trace = two_stages
-    assert bench(server.grpc, "--requests", "3", "--prompt-tokens", "16", "--new-tokens", "4").returncode == 0
-    server.terminate()  # which completes the trace; nothing follows
-    assert {(span.stage, span.kind) for span in read_spans(trace)} >= {(0, "decode"), (1, "decode")}
-    measured = Measurement(SETTING, (answer(0, 1.0, [(1.5, 1)]),), 10.0, LEDGER)
-    draw(tmp_path / "out.png", [summarize(measured)], [measured], trace)
-    assert (tmp_path / "out.png").read_bytes().startswith(PNG)

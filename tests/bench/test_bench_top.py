@@ -85,10 +85,15 @@ def test_the_screen_says_it_all_and_fits() -> None:
     assert "50.0% busy" in text
     assert "started again 1 x" in text
     assert "buy a cluster" in text
-    lost = view_of(ServerReading(1, topology(1, 1, 1), None), ServerReading(2, topology(2, 1, 1, live=False), None))
+    lost = view_of(*without_stage_1())
     text = "\n".join(render_screen(lost, "here:1", 120, colours=False))
     assert text.count("LOST") == 1
     assert "metrics" not in text
+
+
+def without_stage_1() -> tuple[ServerReading, ServerReading]:
+    """Two readings, in the second of which stage 1 is lost."""
+    return ServerReading(1, topology(1, 1, 1), None), ServerReading(2, topology(2, 1, 1, live=False), None)
 
 
 def test_the_line_says_it_all() -> None:
@@ -96,7 +101,7 @@ def test_the_line_says_it_all() -> None:
     assert line.startswith("12:00:00 | stage 0: busy 50.0% host 25.0% idle 25.0% | stage 1:")
     assert "100.0 tok/s" in line
     assert "\n" not in line
-    lost = view_of(ServerReading(1, topology(1, 1, 1), None), ServerReading(2, topology(2, 1, 1, live=False), None))
+    lost = view_of(*without_stage_1())
     assert "stage 1 LOST" in render_line(lost, "")
 
 

@@ -16,6 +16,8 @@ from pathlib import Path
 
 import psutil
 
+from tests.slow import require_slow_test
+
 READY = re.compile(r"^ppserve ready grpc=(\S+) metrics=(\S+) stages=(\d+)$", re.MULTILINE)
 START_WITHIN_S = 90.0
 END_WITHIN_S = 30.0
@@ -102,6 +104,7 @@ def _alive(pid: int) -> bool:
 
 def launch(stages: int, arguments: Sequence[str], log_path: Path, env: dict[str, str] | None = None) -> Server:
     """Starts torchrun with a server on free ports; does not wait. `--dtype auto` depends on the CPU: not here."""
+    require_slow_test("a server")
     command = [
         *(sys.executable, "-m", "torch.distributed.run", "--standalone", "--local-addr=127.0.0.1"),
         *(f"--nproc-per-node={stages}", "-m", "ppserve", "--force-cpu", "--port", "0", "--metrics-port", "0"),

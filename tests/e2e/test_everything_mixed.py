@@ -5,14 +5,13 @@ from __future__ import annotations
 import pytest
 
 from tests.e2e.asking import answers_alone, ask_all, requests_with_everything
-from tests.e2e.serving import serving
+from tests.e2e.serving import Server
 
 
 @pytest.mark.timeout(300)
-def test_all_parameters_mixed_equal_each_request_alone() -> None:
+def test_all_parameters_mixed_equal_each_request_alone(two_stages: Server) -> None:
     requests = requests_with_everything(64, seed=2)
-    with serving(2) as server:
-        together = ask_all(server.grpc, requests, at_once=64)
+    together = ask_all(two_stages.grpc, requests, at_once=64)
     alone = answers_alone(requests)
     for request, one, other in zip(requests, together, alone, strict=True):
         assert one == other, request

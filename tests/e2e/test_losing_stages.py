@@ -8,6 +8,7 @@ import shutil
 import signal
 import threading
 import time
+from collections.abc import Iterator
 from pathlib import Path
 
 import grpc
@@ -16,7 +17,7 @@ import pytest
 import ppserve
 from ppserve.v1 import generation_pb2 as pb
 from ppserve.v1.generation_pb2_grpc import GenerationServiceStub
-from tests.e2e.asking import Answer, ask, ask_one
+from tests.e2e.asking import Answer, answers_alone, ask, mixed_requests
 from tests.e2e.serving import Server, serving
 
 TINY = Path(ppserve.__file__).parent / "assets" / "tiny"
@@ -54,59 +55,93 @@ def ask_and_hurt(server: Server, stage: int, signum: int) -> list[Answer]:
     return answers
 
 
-def wait_for_line(server: Server, pattern: str) -> None:
+def wait_for_line(server: Server, pattern: str, since: int = 0) -> None:
+    """Until the log has such a line, behind its first `since` characters."""
     until_s = time.monotonic() + 30
-    while re.search(pattern, server.log) is None:
+    while re.search(pattern, server.log[since:]) is None:
         assert time.monotonic() < until_s, f"no line {pattern!r}\n{server.log}"
         time.sleep(0.01)
 
 
-@pytest.mark.timeout(240)
-@pytest.mark.parametrize("transport", ["shm", "gloo"])
-def test_kill_each_stage_in_turn(transport: str) -> None:
-    with serving(3, "--transport", transport) as server:
-        undisturbed = ask(server.grpc, long_requests(16), at_once=16)
-        assert {answer.end for answer in undisturbed} == {"MAX_TOKENS"}
-        ranks = {p.pid for p in server.processes() if "ppserve.stage" not in p.cmdline()}
-        for stage in range(3):
-            survivors = {server.stage_pid(other) for other in range(3) if other != stage}
-            assert ask_and_hurt(server, stage, signal.SIGKILL) == undisturbed
-            assert survivors <= {p.pid for p in server.processes()}, "a survivor lost its weights"
-        assert ranks <= {p.pid for p in server.processes()}, "a rank died with its stage"
+@pytest.fixture(scope="module", params=["shm", "gloo"])
+def three_stages(request: pytest.FixtureRequest) -> Iterator[Server]:
+    """A server that several tests hurt; its stages are cut in the middle of layers."""
+    with serving(3, "--layers", "3,2.5,2.5", "--transport", request.param, "--log-level", "debug") as server:
+        yield server
+
+
+@pytest.fixture(scope="module")
+def hurt_stages() -> Iterator[Server]:
+    """The same with two stages, over whatever transport is chosen."""
+    with serving(2) as server:
+        yield server
+
+
+@pytest.fixture(scope="module")
+def undisturbed() -> list[Answer]:
+    """What 16 streams are to bring."""
+    answers = [sequences[0] for sequences in answers_alone(long_requests(16))]
+    assert {answer.end for answer in answers} == {"MAX_TOKENS"}
+    return answers
+
+
+def test_three_stages_answer_like_one(three_stages: Server) -> None:
+    requests = mixed_requests(12, seed=5)
+    together = ask(three_stages.grpc, requests, at_once=6)
+    assert together == [answers[0] for answers in answers_alone(requests)]
 
 
 @pytest.mark.timeout(240)
-@pytest.mark.parametrize("transport", ["shm", "gloo"])
-def test_a_second_stage_dies_while_the_epoch_forms(transport: str) -> None:
-    with serving(3, "--transport", transport, "--log-level", "debug") as server:
-        undisturbed = ask(server.grpc, long_requests(8), at_once=8)
-        survivor, second = server.stage_pid(0), server.stage_pid(2)
+def test_kill_each_stage_in_turn(three_stages: Server, undisturbed: list[Answer]) -> None:
+    assert ask(three_stages.grpc, long_requests(16), at_once=16) == undisturbed
+    ranks = {p.pid for p in three_stages.processes() if "ppserve.stage" not in p.cmdline()}
+    for stage in range(3):
+        survivors = {three_stages.stage_pid(other) for other in range(3) if other != stage}
+        assert ask_and_hurt(three_stages, stage, signal.SIGKILL) == undisturbed
+        assert survivors <= {p.pid for p in three_stages.processes()}, "a survivor lost its weights"
+    assert ranks <= {p.pid for p in three_stages.processes()}, "a rank died with its stage"
+
+
+@pytest.mark.timeout(240)
+def test_a_second_stage_dies_while_the_epoch_forms(three_stages: Server, undisturbed: list[Answer]) -> None:
+    server, so_far = three_stages, len(three_stages.log)
+    survivor, second = server.stage_pid(0), server.stage_pid(2)
+    with grpc.insecure_channel(server.grpc) as channel:
+        stub = GenerationServiceStub(channel)
+        lost = stub.GetTopology(pb.GetTopologyRequest()).epoch
         answers: list[Answer] = []
         asking = threading.Thread(target=lambda: answers.extend(ask(server.grpc, long_requests(8), at_once=8)))
         asking.start()
-        with grpc.insecure_channel(server.grpc) as channel:
-            witness = GenerationServiceStub(channel).Generate(long_requests(1)[0])
-            for _ in range(20):
-                next(iter(witness))
-            os.kill(server.stage_pid(1), signal.SIGKILL)
-            # Stage 2 has left the lost epoch, and comes no further: the others wait for it in the next one.
-            wait_for_line(server, "stage 2 .*epoch 1: left")
-            os.kill(second, signal.SIGSTOP)
-            wait_for_line(server, "stage 0 .*epoch 2: entering")
-            wait_for_line(server, "stage 1 .*epoch 2: entering")
-            os.kill(second, signal.SIGKILL)
-        asking.join()
-        assert answers == undisturbed
-        assert "epoch 2 formed" not in server.log, "the second stage died too late"
-        assert "epoch 3 formed" in server.log
-        assert server.stage_pid(0) == survivor, "a survivor lost its weights"
+        witness = stub.Generate(long_requests(1)[0])
+        for _ in range(20):
+            next(iter(witness))
+        os.kill(server.stage_pid(1), signal.SIGKILL)
+        # Stage 2 has left the lost epoch, and comes no further: the others wait for it in the next one.
+        wait_for_line(server, f"stage 2 .*epoch {lost}: left", so_far)
+        os.kill(second, signal.SIGSTOP)
+        wait_for_line(server, f"stage 0 .*epoch {lost + 1}: entering", so_far)
+        wait_for_line(server, f"stage 1 .*epoch {lost + 1}: entering", so_far)
+        os.kill(second, signal.SIGKILL)
+    asking.join()
+    assert answers == undisturbed[:8]
+    assert f"epoch {lost + 1} formed" not in server.log, "the second stage died too late"
+    assert f"epoch {lost + 2} formed" in server.log
+    assert server.stage_pid(0) == survivor, "a survivor lost its weights"
 
 
 @pytest.mark.timeout(180)
-def test_a_frozen_stage_is_replaced() -> None:
-    with serving(2) as server:
-        undisturbed = ask(server.grpc, long_requests(16), at_once=16)
-        assert ask_and_hurt(server, 1, signal.SIGSTOP) == undisturbed
+def test_a_frozen_stage_is_replaced(hurt_stages: Server, undisturbed: list[Answer]) -> None:
+    assert ask_and_hurt(hurt_stages, 1, signal.SIGSTOP) == undisturbed
+
+
+@pytest.mark.timeout(180)
+def test_requests_that_arrive_while_a_stage_is_away_are_served(
+    hurt_stages: Server, undisturbed: list[Answer]
+) -> None:
+    so_far = len(hurt_stages.log)
+    os.kill(hurt_stages.stage_pid(0), signal.SIGKILL)
+    wait_for_line(hurt_stages, "stage 0 died", so_far)
+    assert ask(hurt_stages.grpc, long_requests(1), at_once=1) == undisturbed[:1]
 
 
 @pytest.mark.timeout(180)
@@ -128,14 +163,3 @@ def test_a_stage_that_cannot_come_back_ends_streams_and_server(tmp_path: Path) -
         assert server.wait_exit() != 0
         assert "ppserve: error:" in server.log
         assert "model.safetensors" in server.log
-
-
-@pytest.mark.timeout(180)
-def test_requests_that_arrive_while_a_stage_is_away_are_served() -> None:
-    with serving(2) as server, grpc.insecure_channel(server.grpc) as channel:
-        stub = GenerationServiceStub(channel)
-        request = long_requests(1)[0]
-        undisturbed = ask_one(stub, request)
-        os.kill(server.stage_pid(0), signal.SIGKILL)
-        wait_for_line(server, "stage 0 died")
-        assert ask_one(stub, request) == undisturbed

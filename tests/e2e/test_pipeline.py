@@ -14,7 +14,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from ppserve.v1 import generation_pb2 as pb
 from ppserve.v1.generation_pb2_grpc import GenerationServiceStub
 from tests.e2e.asking import answers_alone, ask, ask_one, mixed_requests
-from tests.e2e.serving import Server, serving
+from tests.e2e.serving import Server
 
 CONTRACT_METRICS = {
     *("stage_busy_seconds", "stage_bubble_seconds", "stage_idle_seconds", "stage_step_seconds"),
@@ -24,12 +24,6 @@ CONTRACT_METRICS = {
     *("request_queue_seconds", "requests", "prompt_tokens", "generated_tokens", "requests_running"),
     *("requests_waiting", "kv_usage_ratio", "stage_restarts", "stage_info", "build_info"),
 }
-
-
-@pytest.fixture(scope="module")
-def two_stages() -> Iterator[Server]:
-    with serving(2, "--layers", "4,4", "--transport", "gloo") as server:
-        yield server
 
 
 @pytest.fixture(scope="module")

@@ -18,14 +18,14 @@ PROMPT = "Once upon a time"
 
 
 @pytest.fixture(scope="module")
-def server() -> Iterator[Server]:
+def one_stage() -> Iterator[Server]:
     with serving(1) as server:
         yield server
 
 
 @pytest.fixture(scope="module")
-def stub(server: Server) -> Iterator[GenerationServiceStub]:
-    with grpc.insecure_channel(server.grpc) as channel:
+def stub(one_stage: Server) -> Iterator[GenerationServiceStub]:
+    with grpc.insecure_channel(one_stage.grpc) as channel:
         yield GenerationServiceStub(channel)
 
 
@@ -79,9 +79,9 @@ def test_a_sequence_that_had_ended_says_so_again(reason: str, stub: GenerationSe
     assert rest[-1].finish == last.finish
 
 
-def test_a_client_goes_on_when_its_server_is_killed_and_comes_back(server: Server) -> None:
+def test_a_client_goes_on_when_its_server_is_killed_and_comes_back(one_stage: Server) -> None:
     options = {"max_tokens": 200, "ignore_eos": True, "seed": 5, "n": 2, "logprobs": 1}
-    with Client(server.grpc) as client:
+    with Client(one_stage.grpc) as client:
         whole = client.generate(PROMPT, **options)
     failures: list[CallFailed] = []
     patient = RetryPolicy(first_pause_s=0.1, max_pause_s=0.5, max_attempts=300, on_retry=failures.append)

@@ -19,6 +19,8 @@ from ppserve.model.selftest import check_determinism, describe_kernels
 from tests.model.pipelines import CPU, GREEDY, Pipeline, prompt
 from tests.model.random_checkpoint import RandomCheckpoint, architecture
 
+pytestmark = pytest.mark.slow
+
 DTYPES = ["float32", "bfloat16"]
 WIDTHS = [48, 60, 100, 200, 768, 1088]
 ROW_COUNTS = [1, 2, 3, 4, 5, 7, 13, 16, 17, 32, 63, 64, 65, 100, 128, 129, 200]

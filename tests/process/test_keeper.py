@@ -75,7 +75,7 @@ class ScriptedStage:
         return self._code if self.killed_at_s is None else KILLED
 
 
-class World:
+class Scene:
     """A keeper of stage 1 of 2 and the stages that it will start, in this order."""
 
     def __init__(self, control: tuple[str, int, str] = ("", 0, "")) -> None:
@@ -99,29 +99,29 @@ class World:
 
 
 @pytest.fixture
-def world() -> World:
-    return World()
+def scene() -> Scene:
+    return Scene()
 
 
-def test_a_stage_that_ends_well_ends_the_rank_well(world: World) -> None:
-    stage = world.stage((1, KNOWS_HEAD), (1, ""), code=0)
-    assert world.run() == 0
+def test_a_stage_that_ends_well_ends_the_rank_well(scene: Scene) -> None:
+    stage = scene.stage((1, KNOWS_HEAD), (1, ""), code=0)
+    assert scene.run() == 0
     assert stage.started == wire.Start(ServeConfig(), 1, 2, "", 0, "")
     assert stage.has_ended
 
 
 @pytest.mark.parametrize(("code", "exit_code"), [(EXIT_USAGE, EXIT_USAGE), (EXIT_FAILED, 1)])
-def test_what_a_restart_would_not_mend_ends_the_rank(world: World, code: int, exit_code: int) -> None:
-    world.stage((1, KNOWS_HEAD), code=code)
-    assert world.run() == exit_code
-    assert world.num_spawned == 1
+def test_what_a_restart_would_not_mend_ends_the_rank(scene: Scene, code: int, exit_code: int) -> None:
+    scene.stage((1, KNOWS_HEAD), code=code)
+    assert scene.run() == exit_code
+    assert scene.num_spawned == 1
 
 
 @pytest.mark.parametrize("code", [KILLED, CRASHED, 1, EXIT_HEAD_GONE])
-def test_other_ends_are_followed_by_another_life(world: World, code: int) -> None:
-    world.stage((1, KNOWS_HEAD), code=code)
-    second = world.stage(code=0)
-    assert world.run() == 0
+def test_other_ends_are_followed_by_another_life(scene: Scene, code: int) -> None:
+    scene.stage((1, KNOWS_HEAD), code=code)
+    second = scene.stage(code=0)
+    assert scene.run() == 0
     # What the first life learned about the head, the second is told.
     assert second.started == wire.Start(ServeConfig(), 1, 2, "10.0.0.1", 4242, "secret")
 
@@ -129,50 +129,50 @@ def test_other_ends_are_followed_by_another_life(world: World, code: int) -> Non
 # ---- a frozen stage ----------------------------------------------------------------------------------------
 
 
-def test_a_stage_that_freezes_while_it_imports_has_thirty_seconds(world: World) -> None:
-    frozen = world.stage((1, ""), (FOREVER, ""))
-    world.stage(code=0)
-    assert world.run() == 0
+def test_a_stage_that_freezes_while_it_imports_has_thirty_seconds(scene: Scene) -> None:
+    frozen = scene.stage((1, ""), (FOREVER, ""))
+    scene.stage(code=0)
+    assert scene.run() == 0
     assert frozen.killed_at_s is not None
     silent_s = frozen.killed_at_s - 1001
     assert FROZEN_WHILE_IMPORTING_S < silent_s <= FROZEN_WHILE_IMPORTING_S + 1
 
 
-def test_a_long_import_is_not_a_freeze(world: World) -> None:
-    slow = world.stage((FROZEN_WHILE_IMPORTING_S - 1, ""), (FROZEN_WHILE_IMPORTING_S - 1, KNOWS_HEAD), code=0)
-    assert world.run() == 0
+def test_a_long_import_is_not_a_freeze(scene: Scene) -> None:
+    slow = scene.stage((FROZEN_WHILE_IMPORTING_S - 1, ""), (FROZEN_WHILE_IMPORTING_S - 1, KNOWS_HEAD), code=0)
+    assert scene.run() == 0
     assert slow.killed_at_s is None
 
 
-def test_a_stage_that_freezes_later_has_four_seconds(world: World) -> None:
-    frozen = world.stage((1, KNOWS_HEAD), (3, ""), (FOREVER, ""))
-    world.stage(code=0)
-    assert world.run() == 0
+def test_a_stage_that_freezes_later_has_four_seconds(scene: Scene) -> None:
+    frozen = scene.stage((1, KNOWS_HEAD), (3, ""), (FOREVER, ""))
+    scene.stage(code=0)
+    assert scene.run() == 0
     assert frozen.killed_at_s is not None
     silent_s = frozen.killed_at_s - 1004
     assert FROZEN_AFTER_S < silent_s <= FROZEN_AFTER_S + 1
 
 
-def test_signs_of_life_keep_a_stage_alive(world: World) -> None:
+def test_signs_of_life_keep_a_stage_alive(scene: Scene) -> None:
     signs = [(FROZEN_AFTER_S - 0.5, "") for _ in range(50)]
-    alive = world.stage((1, KNOWS_HEAD), *signs, code=0)
-    assert world.run() == 0
+    alive = scene.stage((1, KNOWS_HEAD), *signs, code=0)
+    assert scene.run() == 0
     assert alive.killed_at_s is None
 
 
-def test_the_replacement_has_the_long_limit_again(world: World) -> None:
-    world.stage((1, KNOWS_HEAD))
-    second = world.stage((FROZEN_AFTER_S + 1, KNOWS_HEAD), code=0)
-    assert world.run() == 0
+def test_the_replacement_has_the_long_limit_again(scene: Scene) -> None:
+    scene.stage((1, KNOWS_HEAD))
+    second = scene.stage((FROZEN_AFTER_S + 1, KNOWS_HEAD), code=0)
+    assert scene.run() == 0
     assert second.killed_at_s is None
 
 
-def test_a_keeper_that_was_held_up_itself_listens_before_it_judges(world: World) -> None:
+def test_a_keeper_that_was_held_up_itself_listens_before_it_judges(scene: Scene) -> None:
     def hold_up() -> None:
-        world.clock.now_s += 10 * FROZEN_WHILE_IMPORTING_S
+        scene.clock.now_s += 10 * FROZEN_WHILE_IMPORTING_S
 
-    alive = world.stage((1, KNOWS_HEAD), (0, hold_up), (0, ""), (1, ""), code=0)
-    assert world.run() == 0
+    alive = scene.stage((1, KNOWS_HEAD), (0, hold_up), (0, ""), (1, ""), code=0)
+    assert scene.run() == 0
     assert alive.killed_at_s is None
 
 
@@ -181,70 +181,70 @@ def test_a_keeper_that_was_held_up_itself_listens_before_it_judges(world: World)
 
 def test_the_head_is_told_when_a_stage_keeps_dying() -> None:
     with socket.create_server(("127.0.0.1", 0)) as head:
-        world = World(control=("127.0.0.1", head.getsockname()[1], "secret"))
+        scene = Scene(control=("127.0.0.1", head.getsockname()[1], "secret"))
         for _ in range(MAX_DEATHS):
-            world.stage((1, ""))
-        assert world.run() == 1
+            scene.stage((1, ""))
+        assert scene.run() == 1
         head.settimeout(10)
         connection, _ = head.accept()
         with connection:
             received = b"".join(iter(lambda: connection.recv(4096), b""))
-    assert world.num_spawned == MAX_DEATHS
+    assert scene.num_spawned == MAX_DEATHS
     reason = f"stage 1 died {MAX_DEATHS} times in a row (last code {CRASHED})"
     assert wire.FrameReader(wire.FromStage).feed(received) == [wire.GaveUp("secret", 1, reason)]
 
 
 def test_a_keeper_that_cannot_reach_the_head_says_why_itself(
-    world: World, capfd: pytest.CaptureFixture[str]
+    scene: Scene, capfd: pytest.CaptureFixture[str]
 ) -> None:
     for _ in range(MAX_DEATHS):
-        world.stage((1, ""), code=KILLED)
-    assert world.run() == 1
+        scene.stage((1, ""), code=KILLED)
+    assert scene.run() == 1
     assert "stage 1 died 4 times in a row (last code -9)" in capfd.readouterr().err
 
 
-def test_deaths_that_lie_far_apart_do_not_count_together(world: World) -> None:
+def test_deaths_that_lie_far_apart_do_not_count_together(scene: Scene) -> None:
     life_s = DEATH_WINDOW_S / (MAX_DEATHS - 1)
     for _ in range(5 * MAX_DEATHS):
-        world.stage((1, KNOWS_HEAD), *[(1, "")] * int(life_s), code=KILLED)
-    world.stage(code=0)
-    assert world.run() == 0
+        scene.stage((1, KNOWS_HEAD), *[(1, "")] * int(life_s), code=KILLED)
+    scene.stage(code=0)
+    assert scene.run() == 0
 
 
-def test_a_life_that_computed_starts_the_count_anew(world: World) -> None:
+def test_a_life_that_computed_starts_the_count_anew(scene: Scene) -> None:
     for _ in range(MAX_DEATHS - 1):
-        world.stage((1, KNOWS_HEAD))
-    world.stage((1, KNOWS_HEAD), (1, "served"))
+        scene.stage((1, KNOWS_HEAD))
+    scene.stage((1, KNOWS_HEAD), (1, "served"))
     for _ in range(MAX_DEATHS - 2):
-        world.stage((1, KNOWS_HEAD))
-    world.stage(code=0)
-    assert world.run() == 0
+        scene.stage((1, KNOWS_HEAD))
+    scene.stage(code=0)
+    assert scene.run() == 0
 
 
 # ---- the spare ---------------------------------------------------------------------------------------------
 
 
-def test_a_spare_is_started_after_the_first_step_and_becomes_the_next_stage(world: World) -> None:
+def test_a_spare_is_started_after_the_first_step_and_becomes_the_next_stage(scene: Scene) -> None:
     spawned: list[int] = []
-    first = world.stage(
+    first = scene.stage(
         (1, KNOWS_HEAD),
-        (1, lambda: spawned.append(world.num_spawned)),
+        (1, lambda: spawned.append(scene.num_spawned)),
         (1, "served"),
-        (1, lambda: spawned.append(world.num_spawned)),
+        (1, lambda: spawned.append(scene.num_spawned)),
         (1, "served"),
     )
-    spare = world.stage((1, KNOWS_HEAD), code=0)
-    assert world.run() == 0
+    spare = scene.stage((1, KNOWS_HEAD), code=0)
+    assert scene.run() == 0
     assert spawned == [1, 2]
-    assert world.num_spawned == 2
+    assert scene.num_spawned == 2
     assert first.has_ended
     assert spare.started is not None
 
 
-def test_a_spare_ends_with_its_keeper(world: World) -> None:
-    world.stage((1, KNOWS_HEAD), (1, "served"), code=0)
-    spare = world.stage()
-    assert world.run() == 0
+def test_a_spare_ends_with_its_keeper(scene: Scene) -> None:
+    scene.stage((1, KNOWS_HEAD), (1, "served"), code=0)
+    spare = scene.stage()
+    assert scene.run() == 0
     assert spare.started is None
     assert spare.killed_at_s is not None
     assert spare.has_ended
@@ -253,42 +253,42 @@ def test_a_spare_ends_with_its_keeper(world: World) -> None:
 # ---- stopping ----------------------------------------------------------------------------------------------
 
 
-def test_a_stop_gives_the_stage_time_and_then_kills_it(world: World) -> None:
-    stubborn = world.stage((1, KNOWS_HEAD), (1, lambda: world.keeper.stop(20)), *[(1, "")] * 1000)
-    assert world.run() == 1
+def test_a_stop_gives_the_stage_time_and_then_kills_it(scene: Scene) -> None:
+    stubborn = scene.stage((1, KNOWS_HEAD), (1, lambda: scene.keeper.stop(20)), *[(1, "")] * 1000)
+    assert scene.run() == 1
     assert stubborn.killed_at_s is not None
     assert 1022 < stubborn.killed_at_s <= 1024
 
 
-def test_a_second_stop_can_only_shorten_the_grace(world: World) -> None:
-    stubborn = world.stage(
+def test_a_second_stop_can_only_shorten_the_grace(scene: Scene) -> None:
+    stubborn = scene.stage(
         (1, KNOWS_HEAD),
-        (0, lambda: world.keeper.stop(20)),
-        (1, lambda: world.keeper.stop(3)),
-        (1, lambda: world.keeper.stop(500)),
+        (0, lambda: scene.keeper.stop(20)),
+        (1, lambda: scene.keeper.stop(3)),
+        (1, lambda: scene.keeper.stop(500)),
         *[(1, "")] * 1000,
     )
-    assert world.run() == 1
+    assert scene.run() == 1
     assert stubborn.killed_at_s is not None
     assert 1005 < stubborn.killed_at_s <= 1007
 
 
-def test_a_stage_that_crashes_while_streams_finish_is_replaced(world: World) -> None:
-    world.stage((1, KNOWS_HEAD), (1, lambda: world.keeper.stop(20)), (1, ""))
-    second = world.stage((1, KNOWS_HEAD), (1, "served"), code=0)
-    assert world.run() == 0
+def test_a_stage_that_crashes_while_streams_finish_is_replaced(scene: Scene) -> None:
+    scene.stage((1, KNOWS_HEAD), (1, lambda: scene.keeper.stop(20)), (1, ""))
+    second = scene.stage((1, KNOWS_HEAD), (1, "served"), code=0)
+    assert scene.run() == 0
     assert second.started is not None
-    assert world.num_spawned == 2  # and no spare: nobody will need it
+    assert scene.num_spawned == 2  # and no spare: nobody will need it
 
 
-def test_a_stage_without_a_head_while_stopping_is_not_replaced(world: World) -> None:
-    world.stage((1, KNOWS_HEAD), (1, lambda: world.keeper.stop(20)), (1, ""), code=EXIT_HEAD_GONE)
-    assert world.run() == 1
-    assert world.num_spawned == 1
+def test_a_stage_without_a_head_while_stopping_is_not_replaced(scene: Scene) -> None:
+    scene.stage((1, KNOWS_HEAD), (1, lambda: scene.keeper.stop(20)), (1, ""), code=EXIT_HEAD_GONE)
+    assert scene.run() == 1
+    assert scene.num_spawned == 1
 
 
-def test_a_stop_before_the_head_was_found_kills_at_once(world: World) -> None:
-    lost = world.stage((1, lambda: world.keeper.stop(20)), (FOREVER, ""))
-    assert world.run() == 1
+def test_a_stop_before_the_head_was_found_kills_at_once(scene: Scene) -> None:
+    lost = scene.stage((1, lambda: scene.keeper.stop(20)), (FOREVER, ""))
+    assert scene.run() == 1
     assert lost.killed_at_s == 1001
-    assert world.num_spawned == 1
+    assert scene.num_spawned == 1

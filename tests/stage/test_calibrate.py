@@ -12,6 +12,8 @@ from ppserve.model.checkpoint.opening import open_checkpoint
 from ppserve.stage.calibrate import Mix, step_costs
 from ppserve.stage.device import Compute
 
+pytestmark = pytest.mark.slow
+
 COMPUTE = Compute(torch.device("cpu"), "float32", False, 1)
 
 

@@ -23,7 +23,7 @@ from ppserve.stage.transport.point_to_point import PointToPoint
 from tests.pipelines import DEPTH, SHAPES, STAGES, WIDTH, Pipeline, Processes, Threads, flush, frame, relay, step
 from tests.worlds import World
 
-pytestmark = pytest.mark.timeout(240)
+pytestmark = [pytest.mark.timeout(240), pytest.mark.slow]
 needs_gpus = pytest.mark.skipif(torch.cuda.device_count() < STAGES, reason=f"nccl needs {STAGES} GPUs")
 
 

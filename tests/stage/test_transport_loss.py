@@ -14,6 +14,8 @@ from ppserve.errors import TransportError
 from tests.pipelines import STAGES, enter_epoch, frame, leave_epoch, relay, step
 from tests.worlds import Died, World
 
+pytestmark = pytest.mark.slow
+
 
 def wait_for_death(rank: int, kind: str, path: str, stage: int) -> str:
     """Stages 0 and 2 of three; the middle one dies. Returns what they were told."""

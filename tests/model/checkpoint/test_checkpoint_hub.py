@@ -116,6 +116,7 @@ def open_in_a_process(model: str, cache: Path, *more: str, **environment: str) -
     return done.stdout.strip()
 
 
+@pytest.mark.slow
 def test_download_then_offline(hub: Hub, tmp_path: Path) -> None:
     cache = tmp_path / "cache"
     expected = f"30 {float(TENSORS['wpe.weight'].sum())}"

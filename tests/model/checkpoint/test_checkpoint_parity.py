@@ -26,6 +26,8 @@ from tests.model.checkpoint.writers import (
 )
 from tests.model.pipelines import Pipeline, prompt
 
+pytestmark = pytest.mark.slow
+
 
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_every_format_and_field(tmp_path: Path, variant: str) -> None:

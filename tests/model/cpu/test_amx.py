@@ -12,6 +12,8 @@ from tests.model.cpu.emulated_tiles import emulated
 from tests.model.cpu.products import Product
 from tests.model.cpu.test_products import ROW_COUNTS, SHAPES, kinds, problem, same
 
+pytestmark = pytest.mark.slow
+
 AMX = {choice.precision: choice.kind for choice in CHOICES if choice.variant == "amx"}
 
 

@@ -14,6 +14,8 @@ from ppserve.model.cpu.kernels.tile_code import MicroKernel
 from ppserve.model.cpu.kernels.variants import choose, features
 from tests.model.cpu.products import Floats, Product
 
+pytestmark = pytest.mark.slow
+
 PRECISIONS = ("float32", "bfloat16", "int8")
 # (inputs, outputs): whole and odd ones, few, more than one block of words
 SHAPES = [(768, 96), (64, 33), (100, 50), (1, 1), (17, 7), (2500, 64)]

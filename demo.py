@@ -35,10 +35,9 @@ from ppserve.core.partition import balance, decode_parts, split_by_weight
 from ppserve.core.plan import StepPlan
 from ppserve.errors import PpserveError
 from ppserve.model.checkpoint.opening import open_checkpoint, read_architecture
-from ppserve.model.cpu.kv_cache import KVCache
 from ppserve.tokenizer import load_tokenizer
 from tour.errors import TourError, require
-from tour.line import BLOCK_SIZE, PRACTICE_MODEL, Line, RandomWeights, even_split, slice_of
+from tour.line import PRACTICE_MODEL, Line, RandomWeights, even_split, slice_of
 from tour.measure import Schedule, decode, measure_hop, practice_prompts, resident_bytes, run_microbatches
 from tour.pictures import Pictures
 from tour.ranks import Tour, num_cores, start_ranks
@@ -147,10 +146,9 @@ def memory(tour: Tour) -> None:
     before = resident_bytes()
     line = Line.of(tour, RandomWeights(arch), split)
     grown = resident_bytes() - before
-    kv_bytes = KVCache.bytes_per_block(arch, line.layout, BLOCK_SIZE, "float32") / BLOCK_SIZE
     weights = f"{line.model.num_params / 1e6:5.1f} M parameters, {line.model.weight_bytes / MIB:5.1f} MiB"
     tour.say_each(
-        f"stage {tour.rank}:  {weights}; keys and values {kv_bytes / 1024:4.1f} KiB per token;"
+        f"stage {tour.rank}:  {weights}; keys and values {line.kv_bytes_per_token / 1024:4.1f} KiB per token;"
         f" resident memory grew by {grown / MIB:5.1f} MiB"
     )
     stage_mib: list[float] = tour.tell(line.model.weight_bytes / MIB)

@@ -62,10 +62,9 @@ def measured(load: Callable[[], object]) -> dict[str, float]:
 
 
 def load_stage(directory: str, stage: int, num_stages: int, dtype: str) -> dict[str, float]:
-    import torch
-
     from ppserve.core.architecture import Split, StageLayout, stage_layouts
     from ppserve.model.checkpoint.opening import open_checkpoint, read_architecture
+    from ppserve.model.cpu.backend import CpuBackend
     from ppserve.model.gpt2 import GPT2Stage
 
     layers = read_architecture(directory).num_layers
@@ -74,7 +73,7 @@ def load_stage(directory: str, stage: int, num_stages: int, dtype: str) -> dict[
     layout = stage_layouts(split)[stage]
 
     def load(place: str, layout: StageLayout) -> GPT2Stage:
-        return GPT2Stage.load(open_checkpoint(place).rounded_to(dtype), layout, dtype, torch.device("cpu"))
+        return GPT2Stage.load(open_checkpoint(place).rounded_to(dtype), layout, CpuBackend(dtype))
 
     with tempfile.TemporaryDirectory() as small:  # compiled kernels and libraries are no weights: have them before
         write_small_model(Path(small), like=Path(directory))

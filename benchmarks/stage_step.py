@@ -1,4 +1,4 @@
-"""Times one stage's step by hand: a 124M-shaped GPT-2 with random weights, all blocks in one stage.
+"""Times one stage's step by hand: a 124M-shaped GPT-2 with random weights, all layers in one stage.
 
     OMP_NUM_THREADS=1 python benchmarks/stage_step.py [--dtype bfloat16] [--threads 1] [--linear onednn]
 
@@ -22,8 +22,9 @@ import torch
 from ppserve.core.architecture import Architecture, StageLayout
 from ppserve.core.plan import Draw, Slice, StepPlan
 from ppserve.core.request import SamplingParams
-from ppserve.model.cpu import linear
-from ppserve.model.cpu.kv_cache import KVCache
+from ppserve.model.backend import Attend, KVCache, Rows
+from ppserve.model.cpu.backend import CpuBackend
+from ppserve.model.cpu.kv_cache import CpuCache
 from ppserve.model.gpt2 import GPT2Stage
 from ppserve.model.inputs import build_inputs
 
@@ -70,6 +71,18 @@ class Watch:
         return timed
 
 
+class WatchedCache:
+    """A cache whose attention is timed."""
+
+    def __init__(self, cache: CpuCache, watch: Watch) -> None:
+        self.num_blocks, self.block_size, self.device = cache.num_blocks, cache.block_size, cache.device
+        self.begin, self.fill, self.close = cache.begin, cache.fill, cache.close
+        self._cache, self._watch = cache, watch
+
+    def attention(self, rows: Rows) -> Attend:
+        return self._watch.wrap("attention", self._cache.attention(rows))
+
+
 def decode_plan(num_rows: int, context: int, sampling: SamplingParams) -> StepPlan:
     table_size = -(-(context + 1) // BLOCK_SIZE)
     tables = [tuple(range(i * table_size, (i + 1) * table_size)) for i in range(num_rows)]
@@ -92,7 +105,7 @@ def measure(stage: GPT2Stage, cache: KVCache, plan: StepPlan, watch: Watch, seco
         rounds += 1
         watch.spent.clear()
         begun = watch.clock()
-        inputs = build_inputs(plan, stage.layout, BLOCK_SIZE, stage.device)
+        inputs = build_inputs(plan, stage.layout, cache)
         built = watch.clock()
         hidden = stage.forward(inputs, None, cache)
         forwarded = watch.clock()
@@ -113,14 +126,15 @@ def measure(stage: GPT2Stage, cache: KVCache, plan: StepPlan, watch: Watch, seco
 @click.option("--seconds", default=2.0, help="Time for each line.")
 def main(dtype: str, threads: int, kind: str, context: int, seconds: float) -> None:
     torch.set_num_threads(threads)
+    backend = CpuBackend(dtype, threads)
     if kind != "auto":
-        linear._onednn_is_faster = lambda dtype: kind == "onednn"  # by hand: to compare the two
+        backend._uses_onednn = kind == "onednn"  # by hand: to compare the two
     layout = StageLayout(0, 1, 0, 2 * GPT2.num_layers)
-    stage = GPT2Stage.load(RandomWeights(GPT2), layout, dtype, torch.device("cpu"))
-    cache = KVCache(GPT2, layout, 64 * (-(-(context + 1) // BLOCK_SIZE)) + 64, BLOCK_SIZE, dtype, stage.device)
+    stage = GPT2Stage.load(RandomWeights(GPT2), layout, backend)
     watch = Watch(time.thread_time if threads == 1 else time.perf_counter)
+    num_blocks = 64 * (-(-(context + 1) // BLOCK_SIZE)) + 64
+    cache = WatchedCache(backend.make_cache(GPT2, layout, num_blocks, BLOCK_SIZE), watch)
     for part in stage.attentions:
-        part.attention = watch.wrap("attention", part.attention)
         part._qkv, part._proj = (watch.wrap("linears", each) for each in part.linears)
     for part in stage.mlps:
         part._expand, part._contract = (watch.wrap("linears", each) for each in part.linears)

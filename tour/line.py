@@ -17,8 +17,8 @@ from ppserve.core.architecture import Architecture, Split, StageLayout, stage_la
 from ppserve.core.plan import Draw, Slice, StepPlan
 from ppserve.core.request import SamplingParams
 from ppserve.model.checkpoint import Checkpoint
-from ppserve.model.cpu.kv_cache import KVCache
 from ppserve.model.gpt2 import GPT2Stage
+from ppserve.stage.device import Compute
 from ppserve.stage.step import Computed, Stage
 from ppserve.stage.transport import Frames, Transport, connect
 from tour.ranks import Tour
@@ -75,9 +75,11 @@ class Line:
     ) -> None:
         self.layout = layout
         self.device = device
-        self.model = GPT2Stage.load(checkpoint, layout, "float32", device)
-        num_blocks = MAX_SEQUENCES * BLOCKS_PER_SEQUENCE
-        cache = KVCache(checkpoint.architecture, layout, num_blocks, BLOCK_SIZE, "float32", device)
+        compute = Compute(device, "float32", shares_gpu=False, stages_here=1, threads=torch.get_num_threads())
+        backend = compute.backend(compute.dtype)
+        self.model = GPT2Stage.load(checkpoint, layout, backend)
+        self.kv_bytes_per_token = backend.block_bytes(self.model.arch, layout, BLOCK_SIZE) / BLOCK_SIZE
+        cache = backend.make_cache(self.model.arch, layout, MAX_SEQUENCES * BLOCKS_PER_SEQUENCE, BLOCK_SIZE)
         self._stage = Stage(self.model, cache, wires)
 
     @classmethod

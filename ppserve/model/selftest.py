@@ -1,7 +1,7 @@
-"""Does this machine keep the promise that a row does not feel its neighbours? Asked once, at start-up.
+"""Is this machine batch-invariant: does a row's result not depend on the other rows? Asked once, at start-up.
 
 Our own kernels keep it by construction; a library's keep it where it was tried. So the question is put to
-the stage's own weights, shapes and threads: row counts up to the largest that are used, and one block with
+the stage's own weights, shapes and threads: row counts up to the largest that are used, and one layer with
 prompts at once, in chunks, in company and token by token. On the way every kernel is compiled (or read from
 its cache), so that no request waits for that.
 """
@@ -13,11 +13,9 @@ from collections.abc import Iterable, Sequence
 import torch
 
 from ppserve.core.plan import Slice, StepPlan
-from ppserve.model.cpu.kv_cache import KVCache
-from ppserve.model.cpu.linear import Linear
+from ppserve.model.backend import Linear
 from ppserve.model.gpt2 import GPT2Stage
 from ppserve.model.inputs import build_inputs
-from ppserve.model.sampling import warm_up
 
 _ROW_COUNTS = (1, 2, 3, 5, 17, 64, 65, 128)
 # The head reads at most 64 rows at a time.
@@ -53,28 +51,18 @@ _WAYS: dict[str, list[list[_Part]]] = {
 def check_determinism(stage: GPT2Stage) -> str | None:
     """None when every promise holds on this machine; else the first check that failed, in words.
 
-    Takes well under a second or, with a large head or wide blocks, one or two; on a machine's first start
+    Takes well under a second or, with a large head or wide layers, one or two; on a machine's first start
     what compiling takes.
     """
     generator = torch.Generator().manual_seed(0)
     if stage.head is not None:
-        warm_up()
+        stage.backend.warm_up()
     if stage.head is not None and (reason := _check_linear(stage, stage.head.linear, _HEAD_ROW_COUNTS, generator)):
         return f"the LM head: {reason}"
     for linear in _linears(stage):
         if reason := _check_linear(stage, linear, _ROW_COUNTS, generator):
             return f"a linear layer of {linear.num_inputs} inputs: {reason}"
-    return _check_block(stage, generator)
-
-
-def describe_kernels(stage: GPT2Stage) -> str:
-    """What this stage computes with. Where two stages' descriptions differ, so may their bits."""
-    attention = type(stage.attentions[0].attention).__name__
-    parts = [*sorted({type(linear).__name__ for linear in _linears(stage)}), attention]
-    # The norms are torch's own, and so are most kernels on a GPU.
-    if stage.device.type == "cuda":
-        return ", ".join([*parts, torch.cuda.get_device_name(stage.device)])
-    return ", ".join([*parts, f"torch for {torch.backends.cpu.get_cpu_capability()}"])
+    return _check_layer(stage, generator)
 
 
 def _linears(stage: GPT2Stage) -> tuple[Linear, ...]:
@@ -87,7 +75,7 @@ def _check_linear(
 ) -> str | None:
     """Whether the first rows come out the same with more rows after them, and the last with more before."""
     x_TK = torch.randn(row_counts[-1], linear.num_inputs, generator=generator)
-    x_TK = x_TK.to(stage.device, stage.compute_dtype)
+    x_TK = x_TK.to(stage.backend.device, stage.backend.precision.compute)
     y_TN = linear(x_TK)
     for count in row_counts[:-1]:
         if not torch.equal(linear(x_TK[:count]), y_TN[:count]):
@@ -97,21 +85,21 @@ def _check_linear(
     return None
 
 
-def _check_block(stage: GPT2Stage, generator: torch.Generator) -> str | None:
+def _check_layer(stage: GPT2Stage, generator: torch.Generator) -> str | None:
     """Whether attention and MLP give prompts the same hidden states however they are cut, whoever is beside."""
+    device, dtype = stage.backend.device, stage.backend.precision.compute
     prompts_TD = [
-        torch.randn(length, stage.arch.width, generator=generator).to(stage.device, stage.compute_dtype)
-        for length in _LENGTHS
+        torch.randn(length, stage.arch.width, generator=generator).to(device, dtype) for length in _LENGTHS
     ]
-    alone_TD = [_through_block(stage, prompts_TD, [[part]])[part[0]] for part in _WHOLE]
+    alone_TD = [_through_layer(stage, prompts_TD, [[part]])[part[0]] for part in _WHOLE]
     for way, steps in _WAYS.items():
-        for number, rows_TD in _through_block(stage, prompts_TD, steps).items():
+        for number, rows_TD in _through_layer(stage, prompts_TD, steps).items():
             if not torch.equal(rows_TD, alone_TD[number]):
                 return f"hidden states of a prompt {way} differ from the same prompt at once and alone"
     return None
 
 
-def _through_block(
+def _through_layer(
     stage: GPT2Stage, prompts_TD: Sequence[torch.Tensor], steps: Iterable[Sequence[_Part]]
 ) -> dict[int, torch.Tensor]:
     """The stage's first attention and MLP, step by step, on a cache of its own: sequence number → all rows."""
@@ -120,14 +108,13 @@ def _through_block(
         needed = -(-length // _BLOCK_SIZE)
         tables.append(tuple(reversed(range(num_blocks, num_blocks + needed))))
         num_blocks += needed
-    dtype = str(stage.dtype).removeprefix("torch.")
-    cache = KVCache(stage.arch, stage.layout, num_blocks, _BLOCK_SIZE, dtype, stage.device)
+    cache = stage.backend.make_cache(stage.arch, stage.layout, num_blocks, _BLOCK_SIZE)
     done: dict[int, list[torch.Tensor]] = {}
     for parts in steps:
         rows_TD = torch.cat([prompts_TD[number][start : start + count] for number, start, count in parts])
         slices = tuple(Slice(number, start, (0,) * count, tables[number]) for number, start, count in parts)
-        inputs = build_inputs(StepPlan(0, 0, 0, slices), stage.layout, _BLOCK_SIZE, stage.device)
-        mixed_TD = stage.mlps[0](stage.attentions[0](rows_TD, inputs, cache), inputs, cache)
+        attend = build_inputs(StepPlan(0, 0, 0, slices), stage.layout, cache).attend
+        mixed_TD = stage.mlps[0](stage.attentions[0](rows_TD, attend), attend)
         each_TD = torch.split(mixed_TD, [count for _, _, count in parts])
         for (number, _, _), part_TD in zip(parts, each_TD, strict=True):
             done.setdefault(number, []).append(part_TD)

@@ -40,7 +40,7 @@ def main() -> int:
     # Slow (torch), which is why a spare process does it while it waits for its start.
     from ppserve.stage.link import HeadLink
     from ppserve.stage.loop import StageLoop
-    from ppserve.stage.wiring import ProcessGroups
+    from ppserve.stage.wiring import ProcessGroupWiring
 
     start = _read_start()
     set_up_logging(start.config.log, f"stage {start.stage}")
@@ -71,7 +71,7 @@ def main() -> int:
     connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     # When the head is gone nothing is left to do.
     open_link = functools.partial(HeadLink, connection, on_lost=lambda: os._exit(EXIT_HEAD_GONE))
-    stage = StageLoop(start, found, open_link, ProcessGroups())
+    stage = StageLoop(start, found, open_link, ProcessGroupWiring())
     return stage.run(on_served=lambda: os.write(life_fd, b"served\n"))
 
 

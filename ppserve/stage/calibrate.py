@@ -24,7 +24,6 @@ from ppserve.core.partition import Parts
 from ppserve.core.plan import Draw, Slice, StepPlan
 from ppserve.core.request import SamplingParams
 from ppserve.model.checkpoint import Checkpoint
-from ppserve.model.cpu.kv_cache import KVCache
 from ppserve.model.gpt2 import GPT2Stage
 from ppserve.stage.device import Compute
 from ppserve.stage.step import Stage
@@ -125,13 +124,13 @@ def _plan(rows: list[tuple[int, int]]) -> StepPlan:
 def _stage(checkpoint: Checkpoint, compute: Compute, num_sublayers: int, plan: StepPlan) -> Stage:
     """A whole pipeline with the first sublayers only, as if the model had no others."""
     layout = StageLayout(0, 1, 0, num_sublayers)
-    model = GPT2Stage.load(checkpoint, layout, compute.dtype, compute.device)
+    model = GPT2Stage.load(checkpoint, layout, compute.backend(compute.dtype))
     num_blocks = 1 + max(block for piece in plan.slices for block in piece.block_table)
-    cache = KVCache(model.arch, layout, num_blocks, _BLOCK_SIZE, compute.dtype, compute.device)
+    cache = model.backend.make_cache(model.arch, layout, num_blocks, _BLOCK_SIZE)
     # Memory that was never written reads as one page of zeros, from the nearest cache.
-    cache.keys_LBHdp.fill_(0.01)
-    cache.values_LBHpd.fill_(0.01)
-    return Stage(model, cache, connect((Frames(model.arch.width, model.dtype),))[0])
+    cache.fill(0.01)
+    (alone,) = connect((Frames(model.arch.width, model.backend.precision.hidden, device=compute.device),))
+    return Stage(model, cache, alone)
 
 
 def _time(stage: Stage, plan: StepPlan) -> float:

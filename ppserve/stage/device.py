@@ -11,7 +11,9 @@ from pathlib import Path
 import torch
 
 from ppserve.config import ServeConfig
-from ppserve.errors import ConfigError
+from ppserve.model.backend import Backend
+from ppserve.model.cpu.backend import CpuBackend, cpu_precision
+from ppserve.model.stock import StockBackend
 from ppserve.process.environment import RankEnvironment
 
 # Of what is free, what the cache may take: weights are loaded by then, activations are small.
@@ -35,6 +37,10 @@ class Compute:
         if self.device.type == "cuda":
             return f"{self.device} ({torch.cuda.get_device_name(self.device)})"
         return f"cpu ({platform.machine()}, {self.threads} thread{'s' * (self.threads > 1)})"
+
+    def backend(self, dtype: str) -> Backend:
+        """Raises ConfigError for a dtype that the device does not have."""
+        return CpuBackend(dtype, self.threads) if self.device.type == "cpu" else StockBackend(self.device, dtype)
 
     def occupy(self) -> None:
         """For the process or thread that is this stage: torch takes over its GPU and its number of threads."""
@@ -61,12 +67,6 @@ def choose(config: ServeConfig, environment: RankEnvironment, stored_dtype: str)
     return Compute(device, dtype, 0 < num_gpus < stages_here, stages_here, threads)
 
 
-def synchronize(device: torch.device) -> None:
-    """Waits for the device, so that time stamps mean what they say."""
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
-
-
 def _resolve_dtype(asked: str, stored: str, device: torch.device) -> str:
     """`auto` is the fastest arithmetic that loses nothing which the file holds, except on GPUs, where
     float32 checkpoints run in bfloat16 as everywhere else."""
@@ -74,9 +74,8 @@ def _resolve_dtype(asked: str, stored: str, device: torch.device) -> str:
         if asked != "auto":
             return asked
         return "bfloat16" if stored == "float32" else stored
-    if asked == "float16":
-        raise ConfigError("--dtype", "float16 needs a GPU; use bfloat16 or float32 on CPUs")
     if asked != "auto":
+        cpu_precision(asked)
         return asked
     return "bfloat16" if stored == "bfloat16" and torch.ops.mkldnn._is_mkldnn_bf16_supported() else "float32"
 

@@ -22,10 +22,10 @@ from ppserve import wire
 from ppserve.core.partition import Parts
 from ppserve.core.plan import StepPlan
 from ppserve.errors import CheckpointError, ConfigError, TransportError
+from ppserve.model.backend import KVCache
 from ppserve.model.checkpoint import Checkpoint
-from ppserve.model.cpu.kv_cache import KVCache
 from ppserve.model.gpt2 import GPT2Stage
-from ppserve.model.selftest import check_determinism, describe_kernels
+from ppserve.model.selftest import check_determinism
 from ppserve.process.environment import this_machine
 from ppserve.stage.device import Compute
 from ppserve.stage.link import Link, OnAbandon, Stamped
@@ -91,6 +91,8 @@ class StageLoop:
                     self._abandon(epoch)
                 case wire.Shutdown(code):
                     self._leave_epoch()
+                    if self._cache is not None:
+                        self._cache.close()
                     return code
 
     def _hello(self) -> wire.Hello:
@@ -125,23 +127,23 @@ class StageLoop:
         """Reads this stage's tensors and says what they weigh. A failure is final: `Failed`."""
         layout, compute = assign.layout, self._found.compute
         try:
-            self._model = model = GPT2Stage.load(
-                self._found.checkpoint, layout, assign.dtype, compute.device, self._report_progress
-            )
+            backend = compute.backend(assign.dtype)
+            model = GPT2Stage.load(self._found.checkpoint, layout, backend, self._report_progress)
             why_not = check_determinism(model) or ""
         except (CheckpointError, ConfigError, MemoryError, torch.OutOfMemoryError) as error:
             self._link.send(wire.Failed(f"stage {layout.stage}: {error or type(error).__name__}"))
             return
+        self._model = model
         cache = self._start.config.cache
         self._link.send(
             wire.Loaded(
                 device=compute.name,
                 params=model.num_params,
                 weight_bytes=model.weight_bytes,
-                block_bytes=KVCache.bytes_per_block(model.arch, layout, cache.block_size, assign.dtype),
+                block_bytes=backend.block_bytes(model.arch, layout, cache.block_size),
                 kv_bytes=cache.kv_cache_memory or compute.kv_budget_bytes(),
                 why_not=why_not,
-                kernels=describe_kernels(model),
+                kernels=backend.describe(),
             )
         )
 
@@ -167,19 +169,19 @@ class StageLoop:
         model = self._model
         assert model is not None, "the head forms an epoch of stages that are loaded"
         # One cache for all epochs: each overwrites what the one before left.
-        cache = self._cache = self._cache or self._make_cache(model, form.num_blocks)
-        depth = self._start.num_stages + 1
-        frames = Frames(model.arch.width, model.dtype, form.max_rows, depth, self._found.compute.device)
+        if self._cache is None:
+            block_size = self._start.config.cache.block_size
+            self._cache = model.backend.make_cache(
+                model.arch, model.layout, form.num_blocks, block_size, serves=True
+            )
+        depth, dtype = self._start.num_stages + 1, model.backend.precision.hidden
+        frames = Frames(model.arch.width, dtype, form.max_rows, depth, model.backend.device)
         transport = self._wiring.open_transport(form, model.layout, frames, self._link)
-        self._epoch = Epoch(form.epoch, Stage(model, cache, transport))
+        self._epoch = Epoch(form.epoch, Stage(model, self._cache, transport))
         if self._link.abandoned >= form.epoch:
             # The link's thread may have looked before there was a transport to interrupt.
             raise TransportError("the epoch was lost while it formed")
         transport.warm_up()
-
-    def _make_cache(self, model: GPT2Stage, num_blocks: int) -> KVCache:
-        block_size, dtype = self._start.config.cache.block_size, str(model.dtype).removeprefix("torch.")
-        return KVCache(model.arch, model.layout, num_blocks, block_size, dtype, model.device, takes_ahead=True)
 
     def _end_waits(self, number: int) -> None:
         """In the link's thread: the stage's own may be waiting for a neighbour, and hears of nothing else."""

@@ -11,10 +11,9 @@ from dataclasses import dataclass
 import torch
 
 from ppserve.core.plan import Drawn, Scored, StepPlan, StepResult, StepStamps
-from ppserve.model.cpu.kv_cache import KVCache
+from ppserve.model.backend import KVCache
 from ppserve.model.gpt2 import GPT2Stage
 from ppserve.model.inputs import build_inputs
-from ppserve.stage.device import synchronize
 from ppserve.stage.transport import Transport
 
 
@@ -49,7 +48,7 @@ class Stage:
     def step(self, plan: StepPlan, planned_ns: int) -> Computed:
         """Receive, compute, hand on. planned_ns: when the plan came, for the stamps. Raises TransportError."""
         clock, layout, model = time.monotonic_ns, self.layout, self.model
-        inputs = build_inputs(plan, layout, self._cache.block_size, model.device)
+        inputs = build_inputs(plan, layout, self._cache)
         awaited_ns = clock()
         received_TD = None if layout.is_first else self.transport.receive(plan)
         received_ns = clock()
@@ -59,7 +58,7 @@ class Stage:
         scored: tuple[Scored, ...] = ()
         if layout.is_last:
             drawn, scored = model.read_out(plan, inputs, hidden_TD)
-        synchronize(model.device)
+        model.backend.synchronize()
         ended_ns = clock()
         bytes_sent = 0 if layout.is_last else self.transport.send(plan, hidden_TD)
         stamps = StepStamps(planned_ns, awaited_ns, received_ns, begun_ns, ended_ns, sent=clock())

@@ -32,7 +32,7 @@ class Wiring(Protocol):
         """Let go of whatever the newest transport was made from. May be called twice."""
 
 
-class ProcessGroups:
+class ProcessGroupWiring:
     """A stage that is a process: it meets the others in the epoch's store, and they form groups."""
 
     def open_transport(self, form: wire.Form, layout: StageLayout, frames: Frames, link: Link) -> Transport:
@@ -65,7 +65,7 @@ class ProcessGroups:
             dist.destroy_process_group()
 
 
-class Threads:
+class ThreadWiring:
     """Stages that are threads of one process: one object for all, which hands each stage its two ends."""
 
     def __init__(self) -> None:

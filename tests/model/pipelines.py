@@ -9,14 +9,17 @@ import torch
 from ppserve.core.architecture import Split, stage_layouts
 from ppserve.core.plan import Draw, Drawn, Scored, Slice, StepPlan
 from ppserve.core.request import SamplingParams
+from ppserve.model.backend import Backend
 from ppserve.model.checkpoint import Checkpoint
-from ppserve.model.cpu.kv_cache import KVCache
+from ppserve.model.cpu.backend import CpuBackend
 from ppserve.model.gpt2 import GPT2Stage
 from ppserve.model.inputs import build_inputs
+from ppserve.model.stock import StockBackend
 
 CPU = torch.device("cpu")
 GREEDY = SamplingParams(temperature=0)
 GREEDY_DRAW = Draw(GREEDY)
+BACKENDS: dict[str, Backend] = {"kernels": CpuBackend("float32"), "stock": StockBackend(CPU, "float32")}
 
 
 class Pipeline:
@@ -27,17 +30,17 @@ class Pipeline:
         checkpoint: Checkpoint,
         split: str,
         dtype: str = "float32",
-        attention: str = "auto",
+        backend: Backend | None = None,
         block_size: int = 16,
         num_sequences: int = 12,
     ) -> None:
-        self.block_size = block_size
+        backend = backend or CpuBackend(dtype)
         self.table_size = -(-checkpoint.architecture.max_positions // block_size)
         self.layouts = stage_layouts(Split.parse(split))
-        self.stages = [GPT2Stage.load(checkpoint, at, dtype, CPU, attention=attention) for at in self.layouts]
+        self.stages = [GPT2Stage.load(checkpoint, at, backend) for at in self.layouts]
+        num_blocks = num_sequences * self.table_size
         self.caches = [
-            KVCache(checkpoint.architecture, at, num_sequences * self.table_size, block_size, dtype, CPU)
-            for at in self.layouts
+            backend.make_cache(checkpoint.architecture, at, num_blocks, block_size) for at in self.layouts
         ]
 
     def table(self, sequence: int) -> tuple[int, ...]:
@@ -57,7 +60,7 @@ class Pipeline:
         plan = StepPlan(0, 0, 0, tuple(slices), copies)
         hidden = None
         for layout, stage, cache in zip(self.layouts, self.stages, self.caches, strict=True):
-            inputs = build_inputs(plan, layout, self.block_size, CPU)
+            inputs = build_inputs(plan, layout, cache)
             hidden = stage.forward(inputs, hidden, cache)
         assert hidden is not None
         return hidden, *self.stages[-1].read_out(plan, inputs, hidden)

@@ -7,9 +7,11 @@ import torch
 from transformers import GPT2Config, GPT2LMHeadModel
 
 from ppserve.core.architecture import Architecture, Split, stage_layouts, stage_params
-from ppserve.model.cpu.activations import TORCH as ACTIVATIONS
+from ppserve.model.activations import ACTIVATIONS
+from ppserve.model.backend import Backend
+from ppserve.model.cpu.backend import CpuBackend
 from ppserve.model.gpt2 import GPT2Stage
-from tests.model.pipelines import Pipeline, prompt
+from tests.model.pipelines import BACKENDS, Pipeline, prompt
 from tests.model.random_checkpoint import RandomCheckpoint, architecture
 from tests.reference import Reference
 
@@ -79,12 +81,12 @@ def test_activations_are_those_of_transformers(activation: str) -> None:
     torch.testing.assert_close(ours, theirs, atol=1e-3, rtol=0)
 
 
-@pytest.mark.parametrize("attention", ["kernel", "torch"])
+@pytest.mark.parametrize("backend", BACKENDS.values(), ids=BACKENDS.keys())
 @pytest.mark.parametrize("arch", SHAPES.values(), ids=SHAPES.keys())
-def test_cache_and_blocks_are_the_reference(arch: Architecture, attention: str) -> None:
+def test_cache_and_blocks_are_the_reference(arch: Architecture, backend: Backend) -> None:
     checkpoint = RandomCheckpoint(arch)
     ids = prompt(50)
-    pipeline = Pipeline(checkpoint, str(arch.num_layers), attention=attention, num_sequences=1)
+    pipeline = Pipeline(checkpoint, str(arch.num_layers), backend=backend, num_sequences=1)
     pipeline.step([pipeline.slice(0, ids[:37], 0)])
     hidden, _, _ = pipeline.step([pipeline.slice(0, ids[37:], 37)])
     expected = Reference(checkpoint).logits(ids)[37:]
@@ -152,7 +154,7 @@ def test_a_stage_reads_only_its_own_tensors_and_reports_progress(split: str) -> 
     for layout in stage_layouts(Split.parse(split)):
         checkpoint = RandomCheckpoint(arch)
         seen.clear()
-        stage = GPT2Stage.load(checkpoint, layout, "float32", torch.device("cpu"), lambda *at: seen.append(at))
+        stage = GPT2Stage.load(checkpoint, layout, CpuBackend("float32"), lambda *at: seen.append(at))
         for part, layers in (("attn", layout.attentions), ("mlp", layout.mlps)):
             read = {int(name.split(".")[1]) for name in checkpoint.asked if f".{part}." in name}
             assert read == set(layers)

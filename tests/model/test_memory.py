@@ -12,9 +12,11 @@ import pytest
 import torch
 
 from ppserve.core.architecture import Split, stage_layouts
+from ppserve.core.plan import Slice, StepPlan
 from ppserve.model.cpu import prefault as memory
-from ppserve.model.cpu.kv_cache import KVCache
-from ppserve.model.cpu.prefault import TakenAhead
+from ppserve.model.cpu.backend import CpuBackend
+from ppserve.model.cpu.prefault import Prefaulter
+from ppserve.model.inputs import build_inputs
 from tests.model.random_checkpoint import architecture
 
 needs_populate = pytest.mark.skipif(
@@ -42,8 +44,8 @@ def faults_of_writing(array: torch.Tensor) -> int:
     return resource.getrusage(resource.RUSAGE_THREAD).ru_minflt - before
 
 
-def end(ahead: TakenAhead, num_blocks: int) -> None:
-    ahead.reach(num_blocks)
+def end(ahead: Prefaulter, num_blocks: int) -> None:
+    ahead.mark_used(num_blocks)
     ahead.thread.join(100)
     assert not ahead.thread.is_alive()
 
@@ -51,7 +53,7 @@ def end(ahead: TakenAhead, num_blocks: int) -> None:
 @needs_populate
 def test_memory_that_was_taken_ahead_is_written_without_a_fault() -> None:
     prepared, fresh = never_written(16, 1 << 19), never_written(16, 1 << 19)
-    ahead = TakenAhead(prepared, least_ahead=16)
+    ahead = Prefaulter(prepared, least_ahead=16)
     until(lambda: ahead.num_ready == 16)
     assert faults_of_writing(fresh) >= 4  # of huge pages; thousands of small ones
     assert faults_of_writing(prepared) <= 2
@@ -62,9 +64,9 @@ def test_memory_that_was_taken_ahead_is_written_without_a_fault() -> None:
 def test_as_much_again_as_is_used_and_a_least_amount() -> None:
     """Of blocks of 512 KB, four of which are taken at once."""
     array = never_written(1024, 1 << 19)
-    ahead = TakenAhead(array, least_ahead=16)
+    ahead = Prefaulter(array, least_ahead=16)
     for used, ready in ((0, 16), (8, 24), (40, 80)):
-        ahead.reach(used)
+        ahead.mark_used(used)
         until(lambda ready=ready: ahead.num_ready >= ready)  # type: ignore[misc]
         time.sleep(0.05)
         assert ahead.num_ready <= ready + 4
@@ -76,7 +78,7 @@ def test_as_much_again_as_is_used_and_a_least_amount() -> None:
 def test_what_is_there_is_left_as_it_is() -> None:
     array = torch.arange(3 * 64 * 1024, dtype=torch.float32).view(3, 64, 1024)
     expected = array.clone()
-    ahead = TakenAhead(array, least_ahead=64)
+    ahead = Prefaulter(array, least_ahead=64)
     until(lambda: ahead.num_ready == 64)
     assert torch.equal(array, expected)
     end(ahead, 64)
@@ -85,20 +87,34 @@ def test_what_is_there_is_left_as_it_is() -> None:
 @needs_populate
 def test_a_cache_has_memory_for_2048_tokens_at_first() -> None:
     (layout,) = stage_layouts(Split.parse("2"))
-    cache = KVCache(architecture(), layout, 400, 16, "float32", torch.device("cpu"), takes_ahead=True)
-    ahead = cache._ahead
+    backend = CpuBackend("float32")
+    assert backend.make_cache(architecture(), layout, 400, 16).prefaulter is None
+    cache = backend.make_cache(architecture(), layout, 400, 16, serves=True)
+    ahead = cache.prefaulter
     assert ahead is not None
     until(lambda: ahead.num_ready >= 128)
-    cache.reach(399)
+    table = tuple(range(399, 400 - 9, -1))
+    inputs = build_inputs(StepPlan(1, 0, 0, (Slice(0, 0, (1,), table),)), layout, cache)
+    cache.begin(inputs.rows)
     ahead.thread.join(100)
     assert ahead.num_ready == 400
+
+
+@needs_populate
+def test_a_closed_cache_leaves_no_thread() -> None:
+    (layout,) = stage_layouts(Split.parse("2"))
+    cache = CpuBackend("float32").make_cache(architecture(), layout, 400, 16, serves=True)
+    assert cache.prefaulter is not None
+    cache.close()
+    cache.prefaulter.thread.join(100)
+    assert not cache.prefaulter.thread.is_alive()
 
 
 def test_a_system_that_cannot_is_left_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(memory, "_MADV_POPULATE_WRITE", 9999)
     assert not memory._can_populate()
-    ahead = TakenAhead(torch.zeros(1, 4, 16), least_ahead=4)
+    ahead = Prefaulter(torch.zeros(1, 4, 16), least_ahead=4)
     ahead.thread.join(100)
     assert not ahead.thread.is_alive()
     assert ahead.num_ready == 0
-    ahead.reach(3)
+    ahead.mark_used(3)

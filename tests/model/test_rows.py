@@ -3,20 +3,23 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
 
+from ppserve.core.architecture import Architecture, StageLayout
 from ppserve.core.plan import Draw
-from ppserve.model.cpu.activations import TORCH as ACTIVATIONS
+from ppserve.model.activations import ACTIVATIONS
+from ppserve.model.backend import Attend, Backend, Linear, Rows
 from ppserve.model.cpu.activations import activation_for
-from ppserve.model.cpu.attention import BlockAttention, TorchAttention
-from ppserve.model.cpu.kv_cache import KVCache
-from ppserve.model.cpu.linear import Linear, PackedLinear, PanelLinear
+from ppserve.model.cpu.backend import CpuBackend
+from ppserve.model.cpu.kv_cache import CpuCache
+from ppserve.model.cpu.linear import PackedLinear, PanelLinear
 from ppserve.model.cpu.threads import Threads
-from ppserve.model.inputs import StepInputs
-from ppserve.model.selftest import check_determinism, describe_kernels
-from tests.model.pipelines import CPU, GREEDY, Pipeline, prompt
+from ppserve.model.selftest import check_determinism
+from ppserve.model.stock import StockBackend, StockCache
+from tests.model.pipelines import BACKENDS, CPU, GREEDY, Pipeline, prompt
 from tests.model.random_checkpoint import RandomCheckpoint, architecture
 
 pytestmark = pytest.mark.slow
@@ -74,7 +77,7 @@ def test_plain_linear_rows_do_not_stand_alone() -> None:
 @pytest.mark.parametrize("width", [16, 48, 61, 200])
 def test_activations_treat_every_element_alike(name: str, width: int) -> None:
     torch.manual_seed(0)
-    activate = activation_for(name, CPU)
+    activate = activation_for(name)
     x = 4 * torch.randn(33, width)
     whole = activate(x.clone())
     torch.testing.assert_close(whole, ACTIVATIONS[name](x), atol=2e-6, rtol=1e-5)
@@ -104,13 +107,25 @@ def test_block_sizes_change_no_bit(block_size: int) -> None:
         assert torch.equal(pipeline.hidden(ids, chunk, sequence=1), usual)
 
 
+class StockAttending(CpuBackend):
+    """Attention by torch's operator, all else by the kernels."""
+
+    def __init__(self, **padding: int) -> None:
+        super().__init__("float32")
+        self._padding = padding
+
+    def make_cache(  # type: ignore[override]
+        self, arch: Architecture, layout: StageLayout, num_blocks: int, block_size: int, *, serves: bool = False
+    ) -> StockCache:
+        stock = StockBackend(CPU, "float32").make_cache(arch, layout, num_blocks, block_size)
+        return StockCache(stock.keys_LBpHd, stock.values_LBpHd, **self._padding)
+
+
 def test_stock_attention_without_padding_feels_its_neighbours() -> None:
     """The control for attention itself: what padding to 512 keys and 4 rows prevents."""
     def hidden(chunk: int, **padding: int) -> torch.Tensor:
-        pipeline = Pipeline(RandomCheckpoint(architecture(width=64)), "2", attention="torch")
-        for part in pipeline.stages[0].attentions:
-            part.attention = TorchAttention(4, **padding)
-        return pipeline.hidden(prompt(101), chunk)
+        checkpoint = RandomCheckpoint(architecture(width=64))
+        return Pipeline(checkpoint, "2", backend=StockAttending(**padding)).hidden(prompt(101), chunk)
 
     assert torch.equal(hidden(101), hidden(1))
     assert not torch.equal(hidden(101, keys_multiple=1, least_rows=1), hidden(1, keys_multiple=1, least_rows=1))
@@ -153,20 +168,18 @@ def test_threads_change_no_bit() -> None:
     ids = prompt(128)
     whole = Pipeline(checkpoint, "2").hidden(ids, 128)
     for num_threads in (2, 3, 5):
-        threaded = Pipeline(checkpoint, "2")
-        for part in threaded.stages[0].attentions:
-            part.attention = BlockAttention(4, Threads(num_threads))
+        threaded = Pipeline(checkpoint, "2", backend=CpuBackend("float32", num_threads))
         assert torch.equal(threaded.hidden(ids, 128), whole)
 
 
-@pytest.mark.parametrize("attention", ["kernel", "torch"])
-def test_stale_blocks_are_never_read(attention: str) -> None:
+@pytest.mark.parametrize("stale", [float("nan"), float("inf")])
+@pytest.mark.parametrize("backend", BACKENDS.values(), ids=BACKENDS.keys())
+def test_stale_blocks_are_never_read(backend: Backend, stale: float) -> None:
     """What a sequence with non-finite numbers left behind does not reach the next owner of its blocks."""
-    pipeline = Pipeline(RandomCheckpoint(architecture()), "2", attention=attention)
+    pipeline = Pipeline(RandomCheckpoint(architecture()), "2", backend=backend)
     clean = pipeline.hidden(prompt(21), 21)
     for cache in pipeline.caches:
-        cache.keys_LBHdp.fill_(float("nan"))
-        cache.values_LBHpd.fill_(float("inf"))
+        cache.fill(stale)
     assert torch.equal(pipeline.hidden(prompt(21), 21), clean)
 
 
@@ -195,31 +208,44 @@ def test_selftest_passes_and_can_fail(dtype: str) -> None:
     assert check_determinism(stage) == "a linear layer of 200 inputs: rows differ between 1 and 128 rows at once"
 
 
+class Sensitive(CpuBackend):
+    """Attention gives other numbers in some steps."""
+
+    def __init__(self, feels: Callable[[Rows], bool]) -> None:
+        super().__init__("float32")
+        self._feels = feels
+
+    def make_cache(self, *shape: Any, serves: bool = False) -> CpuCache:
+        feels = self._feels
+
+        class SensitiveCache(CpuCache):
+            def attention(self, rows: Rows) -> Attend:
+                exact = super().attention(rows)
+                return lambda layer, qkv_TE, scale: exact(layer, qkv_TE, scale) + 1e-6 * feels(rows)
+
+        return SensitiveCache(*shape, torch.float32, Threads(1))
+
+
 @pytest.mark.parametrize(
     ("feels", "way"),
     [
-        (lambda inputs: inputs.num_rows == 1, "token by token"),
-        (lambda inputs: inputs.num_rows == 7 and inputs.start_S[0] > 0, "in chunks of 7"),
-        (lambda inputs: inputs.num_rows == 64, "in chunks of 64"),
-        (lambda inputs: len(inputs.start_S) > 1 and inputs.start_S[0] == 0, "in one step with others"),
-        (lambda inputs: len(inputs.start_S) > 1 and inputs.start_S[0] > 0, "ending in a step of decodes"),
+        (lambda rows: len(rows.slots_T) == 1, "token by token"),
+        (lambda rows: len(rows.slots_T) == 7 and rows.start_S[0] > 0, "in chunks of 7"),
+        (lambda rows: len(rows.slots_T) == 64, "in chunks of 64"),
+        (lambda rows: len(rows.start_S) > 1 and rows.start_S[0] == 0, "in one step with others"),
+        (lambda rows: len(rows.start_S) > 1 and rows.start_S[0] > 0, "ending in a step of decodes"),
     ],
 )
-def test_selftest_says_which_company_was_felt(feels: Callable[[StepInputs], bool], way: str) -> None:
-    stage = Pipeline(RandomCheckpoint(architecture()), "1,1").stages[0]
-    exact = stage.attentions[0].attention
-
-    def attend(qkv: torch.Tensor, cache: KVCache, layer: int, inputs: StepInputs, scale: float) -> torch.Tensor:
-        return exact(qkv, cache, layer, inputs, scale) + 1e-6 * feels(inputs)
-
-    stage.attentions[0].attention = attend
+def test_selftest_says_which_company_was_felt(feels: Callable[[Rows], bool], way: str) -> None:
+    stage = Pipeline(RandomCheckpoint(architecture()), "1,1", backend=Sensitive(feels)).stages[0]
     said = f"hidden states of a prompt {way} differ from the same prompt at once and alone"
     assert check_determinism(stage) == said
 
 
 def test_kernels_have_names() -> None:
     stage = Pipeline(RandomCheckpoint(architecture()), "1,1").stages[0]
-    said = describe_kernels(stage)
+    said = stage.backend.describe()
     assert type(stage.attentions[0].linears[0]).__name__ in said
     assert "BlockAttention" in said
-    assert said == describe_kernels(Pipeline(RandomCheckpoint(architecture()), "1,1").stages[1])
+    assert said == CpuBackend("float32").describe()
+    assert said != StockBackend(CPU, "float32").describe()

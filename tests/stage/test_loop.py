@@ -13,7 +13,7 @@ from ppserve.core.architecture import StageLayout
 from ppserve.errors import CheckpointError, TransportError
 from ppserve.stage.link import Link
 from ppserve.stage.transport import Frames, Transport
-from ppserve.stage.wiring import Threads
+from ppserve.stage.wiring import ThreadWiring
 from tests.model.pipelines import Pipeline
 from tests.model.random_checkpoint import RandomCheckpoint, architecture
 from tests.stage.one_stage import WITHIN_S, ByHand, OneStage, plan, stages, start
@@ -53,7 +53,7 @@ def serve(stage: OneStage, transport_of: ByHand, epoch: int, step_id: int) -> wi
 def test_threads_draw_what_the_model_draws(split: str) -> None:
     checkpoint = RandomCheckpoint(architecture(num_layers=3))
     expected = [drawn.token_id for drawn in Pipeline(checkpoint, "3", num_sequences=1).generate((1, 2, 3), 6)]
-    with stages(split, Threads(), checkpoint) as pipeline:
+    with stages(split, ThreadWiring(), checkpoint) as pipeline:
         for stage in pipeline:
             stage.form(1)
         for stage in pipeline:
@@ -74,7 +74,7 @@ def test_threads_draw_what_the_model_draws(split: str) -> None:
 def test_a_stage_says_what_it_found_and_what_it_holds() -> None:
     checkpoint = RandomCheckpoint(architecture())
     with ThreadPoolExecutor(1) as threads:
-        stage = start(threads, 0, 1, Threads(), checkpoint)
+        stage = start(threads, 0, 1, ThreadWiring(), checkpoint)
         hello = stage.hear(wire.Hello)
         assert (hello.token, hello.rank, hello.world_size) == ("token", 0, 1)
         assert (hello.architecture, hello.dtype, hello.gpu) == (checkpoint.architecture, "float32", None)
@@ -201,7 +201,7 @@ class Damaged(RandomCheckpoint):
 
 def test_weights_that_cannot_be_read_are_final() -> None:
     with ThreadPoolExecutor(1) as threads:
-        stage = start(threads, 0, 1, Threads(), Damaged(architecture()))
+        stage = start(threads, 0, 1, ThreadWiring(), Damaged(architecture()))
         stage.hear(wire.Hello)
         stage.tell(wire.Assign(StageLayout(0, 1, 0, 4), "float32"))
         assert "stage 0: random: ln_f.weight: truncated" in stage.hear(wire.Failed).reason

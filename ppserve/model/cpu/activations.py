@@ -1,7 +1,7 @@
-"""The activations of the GPT-2 family by Hugging Face's names, equal for a row whatever surrounds it.
+"""Activations as kernels, equal for a row whatever surrounds it.
 
-torch's CPU operators treat the end of a flattened tensor with scalar code that differs in the last bit,
-so on the CPU these are kernels that treat every element alike.
+torch's CPU operators treat the end of a flattened tensor with scalar code that differs in the last bit; these
+treat every element alike.
 """
 
 from __future__ import annotations
@@ -12,23 +12,8 @@ from collections.abc import Callable
 import numpy as np
 import torch
 
+from ppserve.model.backend import Operator
 from ppserve.model.cpu.activation_kernel import exact_gelu, gate
-
-Activation = Callable[[torch.Tensor], torch.Tensor]
-
-_functional = torch.nn.functional
-
-TORCH: dict[str, Activation] = {
-    "gelu_new": lambda x: _functional.gelu(x, approximate="tanh"),
-    "gelu_fast": lambda x: _functional.gelu(x, approximate="tanh"),
-    "gelu_pytorch_tanh": lambda x: _functional.gelu(x, approximate="tanh"),
-    "gelu": _functional.gelu,
-    "quick_gelu": lambda x: x * torch.sigmoid(1.702 * x),
-    "relu": _functional.relu,
-    "silu": _functional.silu,
-    "tanh": torch.tanh,
-}
-"""Every supported activation as torch operators: the way on CUDA, and the oracle for the kernels."""
 
 _ROOT = 2 * math.sqrt(2 / math.pi)
 
@@ -43,10 +28,8 @@ _GATES = {
 """Those that are x sigmoid(ax + bx³), or for tanh 2 sigmoid(2x) - 1, and their a and b."""
 
 
-def activation_for(name: str, device: torch.device) -> Activation:
-    """The activation called `name`; on the CPU it takes contiguous float32 and works in place."""
-    if device.type != "cpu":
-        return TORCH[name]
+def activation_for(name: str) -> Operator:
+    """The activation called `name`, in place on contiguous float32."""
     if name == "relu":
         return torch.relu_  # exact, hence alike whichever code takes the end of a tensor
     if name == "gelu":
@@ -55,7 +38,7 @@ def activation_for(name: str, device: torch.device) -> Activation:
     return _in_place(gate, np.float32(linear), np.float32(cubic), name == "tanh")
 
 
-def _in_place(kernel: Callable[..., None], *settings: object) -> Activation:
+def _in_place(kernel: Callable[..., None], *settings: object) -> Operator:
     def activate(x: torch.Tensor) -> torch.Tensor:
         kernel(x.view(-1).numpy(), *settings)
         return x

@@ -1,8 +1,8 @@
-"""The keys and values of one stage: preallocated blocks, addressed by id, owned by nobody else.
+"""Keys and values in main memory, laid out for the attention kernel.
 
-L layers whose attention is on this stage, B blocks, H heads. Within a block and head, keys lie with the
-position innermost and values with the feature innermost, so that the attention kernel reads both in whole
-vectors:
+L layers whose attention is on this stage, B blocks, H heads, d features, p positions of a block. Within a block
+and head, keys lie with the position innermost and values with the feature innermost, so that the kernel reads both
+in whole vectors:
 
     keys_LBHdp    (L, B, H, head_size,            padded block size)
     values_LBHpd  (L, B, H, block size, padded head size)
@@ -18,7 +18,10 @@ import numpy
 import torch
 
 from ppserve.core.architecture import Architecture, StageLayout
-from ppserve.model.cpu.prefault import TakenAhead
+from ppserve.model.backend import Attend, Rows
+from ppserve.model.cpu.attention import BlockAttention
+from ppserve.model.cpu.prefault import Prefaulter
+from ppserve.model.cpu.threads import Threads
 from ppserve.model.cpu.vector import WIDTH
 
 _ALIGNMENT = 64
@@ -31,27 +34,24 @@ def padded(size: int) -> int:
     return -(-size // WIDTH) * WIDTH
 
 
-def _element_bytes(dtype: str) -> int:
-    element: torch.dtype = getattr(torch, dtype)
-    return element.itemsize
+def block_bytes(arch: Architecture, layout: StageLayout, block_size: int, dtype: torch.dtype) -> int:
+    """Bytes that one block takes on this stage, padding included."""
+    numbers = arch.head_size * padded(block_size) + block_size * padded(arch.head_size)
+    return len(layout.attentions) * arch.num_heads * numbers * dtype.itemsize
 
 
-def _zeros(shape: tuple[int, ...], element: torch.dtype, device: torch.device) -> torch.Tensor:
-    """Zeros whose memory, on the CPU, is taken from the system only as blocks are written."""
-    if device.type != "cpu":
-        return torch.zeros(shape, dtype=element, device=device)
-    num_bytes = math.prod(shape) * element.itemsize
+def _zeros(shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+    """Zeros whose memory is taken from the system only as blocks are written."""
+    num_bytes = math.prod(shape) * dtype.itemsize
     memory = numpy.zeros(num_bytes + _ALIGNMENT, numpy.uint8)  # calloc, where torch.zeros would write
     start = -memory.ctypes.data % _ALIGNMENT
-    return torch.from_numpy(memory[start : start + num_bytes]).view(element).view(shape)
+    return torch.from_numpy(memory[start : start + num_bytes]).view(dtype).view(shape)
 
 
-class KVCache:
-    """Blocks of one stage; a block is written before it is read, so nothing is ever erased.
+class CpuCache:
+    """A `KVCache` of float32 or bfloat16. prefaults: have memory ready before blocks are used."""
 
-    dtype: `float32`, `bfloat16` or `float16` (CUDA only). takes_ahead: on the CPU, have the memory of blocks ready
-    before they are used.
-    """
+    device = torch.device("cpu")
 
     def __init__(
         self,
@@ -59,37 +59,36 @@ class KVCache:
         layout: StageLayout,
         num_blocks: int,
         block_size: int,
-        dtype: str,
-        device: torch.device,
+        dtype: torch.dtype,
+        threads: Threads,
         *,
-        takes_ahead: bool = False,
+        prefaults: bool = False,
     ) -> None:
         self.num_blocks = num_blocks
         self.block_size = block_size
+        self._threads = threads
         shape = (len(layout.attentions), num_blocks, arch.num_heads)
-        element: torch.dtype = getattr(torch, dtype)
-        self.keys_LBHdp = _zeros((*shape, arch.head_size, padded(block_size)), element, device)
-        self.values_LBHpd = _zeros((*shape, block_size, padded(arch.head_size)), element, device)
+        self.keys_LBHdp = _zeros((*shape, arch.head_size, padded(block_size)), dtype)
+        self.values_LBHpd = _zeros((*shape, block_size, padded(arch.head_size)), dtype)
+        least_ahead = -(-_TOKENS_AHEAD // block_size)
+        self.prefaulter = (
+            Prefaulter(self.keys_LBHdp, self.values_LBHpd, least_ahead=least_ahead) if prefaults else None
+        )
 
-        self._ahead: TakenAhead | None = None
-        if takes_ahead and device.type == "cpu":
-            least_ahead = -(-_TOKENS_AHEAD // block_size)
-            self._ahead = TakenAhead(self.keys_LBHdp, self.values_LBHpd, least_ahead=least_ahead)
+    def attention(self, rows: Rows) -> Attend:
+        return BlockAttention(self.keys_LBHdp, self.values_LBHpd, rows, self._threads)
 
-    def reach(self, highest_block: int) -> None:
-        """Blocks up to this one are in use."""
-        if self._ahead is not None:
-            self._ahead.reach(highest_block + 1)
-
-    @staticmethod
-    def bytes_per_block(arch: Architecture, layout: StageLayout, block_size: int, dtype: str) -> int:
-        """Bytes that one block takes on this stage, padding included."""
-        keys = arch.head_size * padded(block_size)
-        values = block_size * padded(arch.head_size)
-        return len(layout.attentions) * arch.num_heads * (keys + values) * _element_bytes(dtype)
-
-    def copy(self, copies: tuple[tuple[int, int], ...]) -> None:
-        """Copy blocks in the order given: (source, destination)."""
-        for source, destination in copies:
+    def begin(self, rows: Rows) -> None:
+        if self.prefaulter is not None:
+            self.prefaulter.mark_used(rows.highest_block + 1)
+        for source, destination in rows.copies:
             self.keys_LBHdp[:, destination] = self.keys_LBHdp[:, source]
             self.values_LBHpd[:, destination] = self.values_LBHpd[:, source]
+
+    def fill(self, value: float) -> None:
+        self.keys_LBHdp.fill_(value)
+        self.values_LBHpd.fill_(value)
+
+    def close(self) -> None:
+        if self.prefaulter is not None:
+            self.prefaulter.close()

@@ -1,11 +1,9 @@
-"""Linear layers whose weights are packed once, and whose rows do not feel each other.
+"""Linear layers whose weights are packed once. A row's result does not depend on the other rows.
 
 T rows, K inputs, N outputs.
 """
 
 from __future__ import annotations
-
-from typing import Protocol
 
 import numpy as np
 import torch
@@ -19,29 +17,6 @@ _PANELS_PER_THREAD = 8
 
 _PIECES = (128, 64)
 """Rows per call into oneDNN that are tried, the greater first."""
-
-
-class Linear(Protocol):
-    """y = x Wᵀ + b. On the CPU rows come and go in float32, elsewhere in the stage's dtype."""
-
-    num_inputs: int
-    num_bytes: int
-
-    def __call__(self, x_TK: torch.Tensor) -> torch.Tensor:
-        """(T, K), contiguous → (T, N), a new tensor."""
-        ...
-
-
-class PlainLinear:
-    """Weights as they are, through torch: the way on CUDA."""
-
-    def __init__(self, weight_NK: torch.Tensor, bias_N: torch.Tensor | None) -> None:
-        self._weight_NK, self._bias_N = weight_NK, bias_N
-        self.num_inputs = weight_NK.shape[1]
-        self.num_bytes = weight_NK.nbytes
-
-    def __call__(self, x_TK: torch.Tensor) -> torch.Tensor:
-        return torch.nn.functional.linear(x_TK, self._weight_NK, self._bias_N)
 
 
 class PanelLinear:
@@ -116,21 +91,7 @@ class PackedLinear:
         return torch.equal(self._multiply(x_TK)[:least], self._multiply(x_TK[:least]))
 
 
-def make_linear(
-    weight_NK: torch.Tensor, bias_N: torch.Tensor | None, device: torch.device, threads: Threads
-) -> Linear:
-    """Pack a weight for `device`, in the dtype it comes in; it can be released afterwards.
-
-    Which kernel: decided by what the CPU is, never by timing, so that a restarted stage computes the same
-    bits. oneDNN's AVX-512 and bfloat16 kernels are beyond what ours reaches; elsewhere ours is faster.
-    """
-    if device.type != "cpu":
-        return PlainLinear(weight_NK.to(device), bias_N)
-    if _onednn_is_faster(weight_NK.dtype):
-        return PackedLinear(weight_NK, bias_N)
-    return PanelLinear(weight_NK, bias_N, threads)
-
-
-def _onednn_is_faster(dtype: torch.dtype) -> bool:
+def onednn_is_faster(dtype: torch.dtype) -> bool:
+    """Its AVX-512 and bfloat16 kernels are beyond what ours reaches; elsewhere ours are faster."""
     has_avx512 = torch.backends.cpu.get_cpu_capability() == "AVX512"
     return has_avx512 and (dtype != torch.bfloat16 or bool(torch.ops.mkldnn._is_mkldnn_bf16_supported()))

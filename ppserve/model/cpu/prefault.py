@@ -24,7 +24,7 @@ _AT_ONCE_BYTES = 2 << 20
 _NICENESS = 10
 
 
-class TakenAhead:
+class Prefaulter:
     """Keeps the memory of blocks ready ahead of their use: as much again as was used, and a least amount.
 
     So it grows with what is used and no further. arrays: each (L, blocks, ...), on the CPU, contiguous.
@@ -39,10 +39,14 @@ class TakenAhead:
         self._used = 0
         self.num_ready = 0
         self._changed = threading.Condition()
-        self.thread = threading.Thread(target=self._run, name="memory ahead", daemon=True)
+        self.thread = threading.Thread(target=self._run, name="prefault", daemon=True)
         self.thread.start()
 
-    def reach(self, num_blocks: int) -> None:
+    def close(self) -> None:
+        """Nothing more is wanted: the thread ends."""
+        self.mark_used(self._num_blocks)
+
+    def mark_used(self, num_blocks: int) -> None:
         """Blocks below `num_blocks` are in use. Once all are, the thread ends."""
         if num_blocks > self._used:
             with self._changed:

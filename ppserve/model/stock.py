@@ -1,0 +1,180 @@
+"""torch's own operators: the backend for GPUs, and on the CPU the oracle for the kernels.
+
+T rows, D width, E = 3D, H heads, d head size, B blocks, p positions of a block, P positions of a sequence.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import partial
+
+import torch
+from torch.nn.functional import layer_norm, pad, scaled_dot_product_attention
+
+from ppserve.core.architecture import Architecture, StageLayout
+from ppserve.core.plan import Drawn, Scored, StepPlan
+from ppserve.model import sampling
+from ppserve.model.activations import ACTIVATIONS
+from ppserve.model.backend import Attend, Linear, Operator, Precision, Rows
+
+
+class StockBackend:
+    """Everything in one dtype: weights, keys and values, arithmetic and hidden states."""
+
+    def __init__(self, device: torch.device, dtype: str) -> None:
+        self.device = device
+        one: torch.dtype = getattr(torch, dtype)
+        self.precision = Precision(one, one, one, one)
+
+    def stored(self, tensor: torch.Tensor) -> torch.Tensor:
+        return tensor.to(self.precision.weights).to(self.device)
+
+    def linear(self, weight_NK: torch.Tensor, bias_N: torch.Tensor | None) -> Linear:
+        return PlainLinear(self.stored(weight_NK), bias_N)
+
+    def norm(self, weight_D: torch.Tensor, bias_D: torch.Tensor | None, epsilon: float) -> Operator:
+        return partial(layer_norm, normalized_shape=weight_D.shape, weight=weight_D, bias=bias_D, eps=epsilon)
+
+    def activation(self, name: str) -> Operator:
+        return ACTIVATIONS[name]
+
+    def block_bytes(self, arch: Architecture, layout: StageLayout, block_size: int) -> int:
+        return block_size * arch.kv_bytes_per_token(len(layout.attentions), self.precision.kv.itemsize)
+
+    def make_cache(
+        self, arch: Architecture, layout: StageLayout, num_blocks: int, block_size: int, *, serves: bool = False
+    ) -> StockCache:
+        shape = (len(layout.attentions), num_blocks, block_size, arch.num_heads, arch.head_size)
+        keys_LBpHd, values_LBpHd = (torch.zeros(shape, dtype=self.precision.kv, device=self.device) for _ in "kv")
+        return StockCache(keys_LBpHd, values_LBpHd)
+
+    def read_logits(
+        self, plan: StepPlan, pieces_RV: Iterator[torch.Tensor]
+    ) -> tuple[tuple[Drawn, ...], tuple[Scored, ...]]:
+        return sampling.read_logits(plan, pieces_RV)
+
+    def warm_up(self) -> None:
+        sampling.warm_up()
+
+    def synchronize(self) -> None:
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)
+
+    def describe(self) -> str:
+        if self.device.type == "cuda":
+            return f"torch for {torch.cuda.get_device_name(self.device)}"
+        return f"torch for {torch.backends.cpu.get_cpu_capability()}"
+
+
+class PlainLinear:
+    """Weights as they are."""
+
+    def __init__(self, weight_NK: torch.Tensor, bias_N: torch.Tensor | None) -> None:
+        self._weight_NK, self._bias_N = weight_NK, bias_N
+        self.num_inputs = weight_NK.shape[1]
+        self.num_bytes = weight_NK.nbytes
+
+    def __call__(self, x_TK: torch.Tensor) -> torch.Tensor:
+        return torch.nn.functional.linear(x_TK, self._weight_NK, self._bias_N)
+
+
+class StockCache:
+    """Keys and values of L layers, both as (L, B, p, H, d)."""
+
+    def __init__(
+        self,
+        keys_LBpHd: torch.Tensor,
+        values_LBpHd: torch.Tensor,
+        keys_multiple: int = 512,
+        least_rows: int = 4,
+    ) -> None:
+        """keys_multiple, least_rows: the padding of `StockAttention`; 1 and 1 for none."""
+        self.keys_LBpHd, self.values_LBpHd = keys_LBpHd, values_LBpHd
+        _, self.num_blocks, self.block_size, _, _ = keys_LBpHd.shape
+        self.device = keys_LBpHd.device
+        self._padding = keys_multiple, least_rows
+
+    def attention(self, rows: Rows) -> Attend:
+        return StockAttention(self, rows, *self._padding)
+
+    def begin(self, rows: Rows) -> None:
+        for source, destination in rows.copies:
+            self.keys_LBpHd[:, destination] = self.keys_LBpHd[:, source]
+            self.values_LBpHd[:, destination] = self.values_LBpHd[:, source]
+
+    def fill(self, value: float) -> None:
+        self.keys_LBpHd.fill_(value)
+        self.values_LBpHd.fill_(value)
+
+    def close(self) -> None:
+        pass
+
+
+@dataclass(frozen=True, slots=True)
+class _Slice:
+    """A slice's rows, the position of its first, and the blocks of all its positions so far."""
+
+    first_row: int
+    end_row: int
+    start: int
+    table: torch.Tensor
+
+    @property
+    def end(self) -> int:
+        return self.start + self.end_row - self.first_row
+
+
+class StockAttention:
+    """One step. Each slice's blocks are gathered, then torch's scaled dot product.
+
+    On CPUs that operator walks keys in blocks of 512, so keys are padded to a multiple of that; and it takes
+    another path for fewer than four query rows. With both, it is batch-invariant there: a row's result does not
+    depend on the other rows.
+    """
+
+    def __init__(self, cache: StockCache, rows: Rows, keys_multiple: int, least_rows: int) -> None:
+        self._cache = cache
+        self._keys_multiple = keys_multiple
+        self._least_rows = least_rows
+        slots_T = torch.from_numpy(rows.slots_T).to(cache.device)
+        self._block_T, self._offset_T = slots_T // cache.block_size, slots_T % cache.block_size
+        tables = torch.from_numpy(rows.tables).to(cache.device)
+        each = zip(rows.first_row_S, rows.num_rows_S, rows.start_S, rows.table_begin_S, strict=True)
+        self._slices = []
+        for first_row, count, start, begin in (map(int, of) for of in each):
+            num_blocks = -(-(start + count) // cache.block_size)
+            self._slices.append(_Slice(first_row, first_row + count, start, tables[begin : begin + num_blocks]))
+
+    def __call__(self, layer: int, qkv_TE: torch.Tensor, scale: float) -> torch.Tensor:
+        keys_BpHd, values_BpHd = self._cache.keys_LBpHd[layer], self._cache.values_LBpHd[layer]
+        num_heads, head_size = keys_BpHd.shape[2:]
+        query_THd, key_THd, value_THd = qkv_TE.view(-1, 3, num_heads, head_size).unbind(1)
+        keys_BpHd[self._block_T, self._offset_T] = key_THd.to(keys_BpHd.dtype)
+        values_BpHd[self._block_T, self._offset_T] = value_THd.to(values_BpHd.dtype)
+        mixed_THd = torch.empty_like(query_THd, memory_format=torch.contiguous_format)
+        for s in self._slices:
+            key_HPd = self._gather(keys_BpHd, s).to(query_THd.dtype)
+            value_HPd = self._gather(values_BpHd, s).to(query_THd.dtype)
+            rows = slice(s.first_row, s.end_row)
+            mixed_THd[rows] = self._attend(query_THd[rows], key_HPd, value_HPd, s.start, scale)
+        return mixed_THd.flatten(1)
+
+    def _gather(self, numbers_BpHd: torch.Tensor, s: _Slice) -> torch.Tensor:
+        """A sequence's keys or values as (H, P, d): its own, then zeros up to a multiple of `keys_multiple`."""
+        in_order_HPd = numbers_BpHd[s.table].flatten(0, 1)[: s.end].transpose(0, 1)
+        return pad(in_order_HPd, (0, 0, 0, -s.end % self._keys_multiple)).contiguous()
+
+    def _attend(
+        self, query_tHd: torch.Tensor, key_HPd: torch.Tensor, value_HPd: torch.Tensor, start: int, scale: float
+    ) -> torch.Tensor:
+        count = query_tHd.shape[0]
+        query_Htd = query_tHd.transpose(0, 1)
+        if count < self._least_rows:
+            query_Htd = pad(query_Htd, (0, 0, 0, self._least_rows - count))
+        positions_t = start + torch.arange(query_Htd.shape[1], device=query_Htd.device)
+        visible_tP = torch.arange(key_HPd.shape[1], device=query_Htd.device) <= positions_t[:, None]
+        mixed_Htd = scaled_dot_product_attention(
+            query_Htd[None], key_HPd[None], value_HPd[None], attn_mask=visible_tP, scale=scale
+        )[0]
+        return mixed_Htd[:, :count].transpose(0, 1)

@@ -32,7 +32,7 @@ from ppserve.model.checkpoint.opening import open_checkpoint
 from ppserve.process.environment import RankEnvironment, this_machine
 from ppserve.stage import device
 from ppserve.stage.loop import Findings, StageLoop
-from ppserve.stage.wiring import Threads
+from ppserve.stage.wiring import ThreadWiring
 from ppserve.tokenizer import Tokenizer, load_tokenizer
 
 log = logging.getLogger("ppserve.library")
@@ -83,7 +83,7 @@ class Pipeline:
         replica = Replica(self._members, self._control, watcher, time.monotonic_ns)
         self._engine = Engine(replica, self._control, watcher, lambda call: call())
         self._tokenizer: Tokenizer | None = None
-        wiring = Threads()
+        wiring = ThreadWiring()
         found = [_find(config, rank, stages) for rank in range(stages)]
         self._stages = [
             threading.Thread(
@@ -235,7 +235,7 @@ def _find(config: cfg.ServeConfig, rank: int, stages: int) -> Findings:
     return Findings(checkpoint, device.choose(config, here, checkpoint.stored_dtype), costs=None)
 
 
-def _live(start: wire.Start, found: Findings, link: LocalLink, wiring: Threads) -> None:
+def _live(start: wire.Start, found: Findings, link: LocalLink, wiring: ThreadWiring) -> None:
     """The life of a stage's thread. What ends it unforeseen ends the pipeline, with the reason."""
     try:
         found.compute.occupy()

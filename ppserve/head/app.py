@@ -13,7 +13,6 @@ import sys
 import threading
 import time
 
-from ppserve import __version__
 from ppserve.config import ServeConfig
 from ppserve.errors import ConfigError, UsageError
 from ppserve.head.api.auth import ApiKeys
@@ -197,7 +196,7 @@ class HeadProcess:
             # The port was free when the flags were checked.
             where = f"{server.host}:{server.metrics_port}"
             raise ConfigError("--metrics-port", f"cannot listen on {where}: {error.strerror}") from None
-        self._metrics.describe(handle.model_card(), handle.topology(), __version__)
+        self._metrics.describe(handle.model_card(), handle.topology())
         return port
 
     async def _report_health(self, door: GrpcServer) -> None:

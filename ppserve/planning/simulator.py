@@ -19,8 +19,9 @@ from ppserve.core.plan import Drawn, StepPlan, StepResult, StepStamps
 from ppserve.core.request import Request, StopConditions
 from ppserve.core.scheduling.block_manager import BlockManager
 from ppserve.core.scheduling.composer import CostModel
+from ppserve.core.scheduling.config import SchedulerConfig
 from ppserve.core.scheduling.lane_count import LaneCount
-from ppserve.core.scheduling.scheduler import Scheduler, SchedulerConfig
+from ppserve.core.scheduling.scheduler import Scheduler
 from ppserve.core.scheduling.sequence import SequenceEvent
 
 _NS = 1_000_000_000

@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 
 from ppserve.core.cost_model import Coefficients, StepSize
-from ppserve.core.scheduling.scheduler import SchedulerConfig
+from ppserve.core.scheduling.config import SchedulerConfig
 from ppserve.planning.simulator import Machine, Outcome, Roofline, SimulatedRequest, Simulator, Wires, percentile
 
 FREE = Wires(latency_s=0, bandwidth=1e30, control_s=0, return_s=0, head_s=0, prepare_s=0)

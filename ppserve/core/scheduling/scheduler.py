@@ -31,17 +31,9 @@ from ppserve.core.scheduling.lanes import Lanes
 from ppserve.core.scheduling.prefix_cache import PrefixCache
 from ppserve.core.scheduling.quarantine import Quarantine
 from ppserve.core.scheduling.roster import Roster
-from ppserve.core.scheduling.sequence import (
-    InvalidTransition,
-    Sequence,
-    SequenceEvent,
-    SequenceGroup,
-    SequenceStatus,
-)
+from ppserve.core.scheduling.sequence import Sequence, SequenceEvent, SequenceGroup, SequenceStatus
 from ppserve.core.scheduling.throughput import Throughput
 from ppserve.errors import InvalidRequest, RequestError, RequestFailed, Violation
-
-__all__ = ["InvalidTransition", "Scheduler", "SchedulerConfig", "SequenceEvent"]
 
 
 class Scheduler:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 import threading
+from collections.abc import Sequence
 from types import TracebackType
 
 from ppserve.head.cards import ModelCard, Topology
@@ -91,17 +92,18 @@ _WORDS = {
 }
 
 
-def _count(number: float) -> str:
-    for unit in ("", "K", "M"):
-        if number < 1000:
-            return f"{number:.3g}{unit}"
-        number /= 1000
-    return f"{number:.3g}B"
+def _count(number: int) -> str:
+    return "{:.3g}{}".format(*_scaled(number, 1000, ("", "K", "M", "B")))
 
 
-def _size(number: float) -> str:
-    for unit in ("B", "KiB", "MiB"):
-        if number < 1024:
-            return f"{number:.4g} {unit}"
-        number /= 1024
-    return f"{number:.4g} GiB"
+def _size(num_bytes: int) -> str:
+    return "{:.4g} {}".format(*_scaled(num_bytes, 1024, ("B", "KiB", "MiB", "GiB")))
+
+
+def _scaled(number: float, base: int, units: Sequence[str]) -> tuple[float, str]:
+    """In the first unit in which it is below `base`, else in the last."""
+    for unit in units[:-1]:
+        if number < base:
+            return number, unit
+        number /= base
+    return number, units[-1]

@@ -134,13 +134,9 @@ class Metrics:
 
     # ---- what is served -------------------------------------------------------------------------------
 
-    def describe(self, card: ModelCard, topology: Topology, version: str) -> None:
+    def describe(self, card: ModelCard, topology: Topology) -> None:
         """Sets the info metrics: which stage runs where, and what is served."""
-        self._pipeline.describe(topology)
-        self._pipeline.build_info.clear()
-        self._pipeline.build_info.labels(version, platform.python_version(), card.name, card.dtype).set(1)
-
-    # ---- the pipeline ---------------------------------------------------------------------------------
+        self._pipeline.describe(card, topology)
 
     def dispatched(self, step: Step) -> None:
         self._pipeline.tokens[step.plan.phase].observe(step.plan.num_tokens)
@@ -156,8 +152,6 @@ class Metrics:
 
     def stage_restarted(self, stage: int, cause: str) -> None:
         self._pipeline.restarted(stage, cause)
-
-    # ---- requests -------------------------------------------------------------------------------------
 
     def output(self, opened: OpenRequest, output: TokenOutput, now_s: float) -> None:
         self._requests.output(opened, output, now_s)
@@ -214,30 +208,24 @@ class _PipelineMetrics:
         for stage in stages:
             for cause in RESTART_CAUSES:
                 self._restarts.labels(stage, cause)
-        self.stage_info = Gauge(
+        self._stage_info = Gauge(
             "ppserve_stage_info",
             "What runs where; the value is 1.",
             ["stage", "rank", "host", "device", "layers", "params"],
             registry=registry,
         )
-        self.build_info = Gauge(
+        self._build_info = Gauge(
             "ppserve_build_info",
             "What is served by what; the value is 1.",
             ["version", "python", "model", "dtype"],
             registry=registry,
         )
 
-    def describe(self, topology: Topology) -> None:
-        self.stage_info.clear()
+    def describe(self, card: ModelCard, topology: Topology) -> None:
         for stage in topology.stages:
-            self.stage_info.labels(
-                str(stage.stage),
-                str(stage.rank),
-                stage.host,
-                stage.device,
-                stage.blocks,
-                str(stage.num_parameters),
-            ).set(1)
+            where = (stage.stage, stage.rank, stage.host, stage.device, stage.blocks, stage.num_parameters)
+            self._stage_info.labels(*map(str, where)).set(1)
+        self._build_info.labels(card.version, platform.python_version(), card.name, card.dtype).set(1)
 
     def reported(self, step: Step, stage: int) -> None:
         stamps = step.stamps(stage)

@@ -10,7 +10,9 @@ from ppserve.core.plan import StepPlan
 from ppserve.core.request import FinishReason, Request, StopConditions
 from ppserve.core.scheduling.block_manager import BlockManager
 from ppserve.core.scheduling.composer import CostModel
-from ppserve.core.scheduling.scheduler import Scheduler, SchedulerConfig, SequenceEvent
+from ppserve.core.scheduling.config import SchedulerConfig
+from ppserve.core.scheduling.scheduler import Scheduler
+from ppserve.core.scheduling.sequence import SequenceEvent
 from ppserve.errors import Overloaded
 from tests.core.toy_pipeline import EOS_ID, VOCAB_SIZE, ToyPipeline, expected_answer, mix
 

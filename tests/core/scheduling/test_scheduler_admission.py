@@ -5,7 +5,8 @@ from __future__ import annotations
 import pytest
 
 from ppserve.core.request import FinishReason, OutputOptions
-from ppserve.core.scheduling.scheduler import Scheduler, SchedulerConfig
+from ppserve.core.scheduling.config import SchedulerConfig
+from ppserve.core.scheduling.scheduler import Scheduler
 from ppserve.errors import InvalidRequest, Overloaded
 from tests.core.scheduling.rig import SchedulerRig, a_request, a_rig, fill
 

@@ -8,7 +8,7 @@ import pytest
 
 from ppserve.core.cost_model import StepSize
 from ppserve.core.request import FinishReason, OutputOptions, Request, SamplingParams, StopConditions
-from ppserve.core.scheduling.scheduler import SchedulerConfig
+from ppserve.core.scheduling.config import SchedulerConfig
 from tests.core.scheduling.rig import SchedulerRig
 from tests.core.toy_pipeline import EOS_ID, VOCAB_SIZE, expected_answer
 

@@ -107,7 +107,7 @@ def hear(metrics: Metrics, request: OpenRequest, event: SequenceEvent, now_s: fl
 
 
 def test_every_name_of_the_contract_has_its_type_and_a_zero(metrics):
-    metrics.describe(card(), topology(), "0.1.0")
+    metrics.describe(card(), topology())
     seen = scrape(start(metrics))
     types = dict(re.findall(r"^# TYPE (\S+) (\S+)$", seen.text, re.MULTILINE))
     assert types.items() >= CONTRACT.items()
@@ -137,8 +137,7 @@ def test_buckets_reach_below_a_millisecond(metrics):
 
 
 def test_what_runs_where(metrics):
-    metrics.describe(card(), topology(), "0.1.0")
-    metrics.describe(card(), topology(), "0.1.0")
+    metrics.describe(card(), topology())
     seen = scrape(start(metrics))
     labels = {"stage": "1", "rank": "1", "host": "two", "device": "cuda:0", "layers": "3", "params": "300"}
     assert seen("ppserve_stage_info", **labels) == 1

@@ -225,7 +225,10 @@ class TimeAccount:
             share = ns * new_ns // total
             exported[kind] += share
             left -= share
-        exported[max(owed, key=owed.__getitem__)] += left
+        for kind, ns in owed.items():  # what rounding down has left: less than a nanosecond for each kind
+            if left and ns * new_ns % total:
+                exported[kind] += 1
+                left -= 1
         return exported
 
     def _guess(self, stage: int, now_ns: int) -> list[Span]:

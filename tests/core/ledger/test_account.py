@@ -2,7 +2,7 @@ import itertools
 import random
 
 import pytest
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from ppserve.core.ledger.account import Settled, StageTimes, in_head_clock
@@ -120,6 +120,7 @@ durations = st.integers(0, 5)
     delays=st.tuples(durations, durations, durations, durations, durations),
     seed=st.integers(0, 1000),
 )
+@example(compute=(1,), lanes=1, num_steps=2, delays=(0, 0, 0, 0, 1), seed=2)
 def test_scrapes_at_any_moment_sum_to_the_wall_and_never_decrease(compute, lanes, num_steps, delays, seed):
     pipeline = ArtificialPipeline(compute, lanes, *delays, start_ns=7).run(num_steps)
     account = account_of(len(compute))

@@ -27,20 +27,32 @@ from pathlib import Path
 import torch
 
 import parallel_state
-from ppserve.bench.ledger import CAUSES, Ledger, between, read_ledger
-from ppserve.bench.screen import BUSY, IDLE, shares
-from ppserve.client import Client
-from ppserve.core.architecture import Architecture, stage_layouts, stage_params
-from ppserve.core.partition import balance, decode_parts, split_by_weight
-from ppserve.core.plan import StepPlan
-from ppserve.errors import PpserveError
-from ppserve.model.checkpoint.opening import open_checkpoint, read_architecture
-from ppserve.tokenizer import load_tokenizer
+from ppserve import Client, PpserveError
+from ppserve.parts import (
+    BUSY,
+    CAUSES,
+    IDLE,
+    Architecture,
+    StageSeconds,
+    StepPlan,
+    balance,
+    between,
+    decode_parts,
+    load_tokenizer,
+    open_checkpoint,
+    read_architecture,
+    read_ledger,
+    shares,
+    split_by_weight,
+    stage_layouts,
+    stage_params,
+)
 from tour.errors import TourError, require
 from tour.line import PRACTICE_MODEL, Line, RandomWeights, even_split, slice_of
-from tour.measure import Schedule, decode, measure_hop, practice_prompts, resident_bytes, run_microbatches
+from tour.measure import decode, measure_hop, practice_prompts, resident_bytes, run_microbatches
 from tour.pictures import Pictures
 from tour.ranks import Tour, num_cores, start_ranks
+from tour.schedule import Schedule
 from tour.server import read_stream, serving
 
 PROMPT = "Once upon a time"
@@ -180,10 +192,13 @@ def memory(tour: Tour) -> None:
 
 def fullest_stage_gib(arch: Architecture, num_stages: int) -> float:
     """Weights and caches, two bytes per number, of the stage that needs most."""
-    return max(
-        2 * stage_params(arch, layout) + 32 * 1024 * arch.kv_bytes_per_token(len(layout.attentions), 2)
-        for layout in stage_layouts(split_by_weight(arch, num_stages))
-    ) / GIB
+    return (
+        max(
+            2 * stage_params(arch, layout) + 32 * 1024 * arch.kv_bytes_per_token(len(layout.attentions), 2)
+            for layout in stage_layouts(split_by_weight(arch, num_stages))
+        )
+        / GIB
+    )
 
 
 def efficiency(tour: Tour) -> None:
@@ -296,7 +311,7 @@ def show_generation(tour: Tour, trace: Path) -> None:
     )
 
 
-def show_times(label: str, ledger: Ledger) -> float:
+def show_times(label: str, ledger: StageSeconds) -> float:
     """One line per stage; returns the bubbles' share of all stages' time."""
     all_shares = [dict(shares(times)) for times in ledger]
     for stage, parts in enumerate(all_shares):

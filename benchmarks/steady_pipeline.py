@@ -24,7 +24,7 @@ from dataclasses import dataclass
 from local_server import Address, running
 
 from ppserve.bench.caller import Caller
-from ppserve.bench.ledger import CAUSES, Ledger, between, read_ledger
+from ppserve.bench.ledger import CAUSES, StageSeconds, between, read_ledger
 from ppserve.bench.load import ClosedLoop, Until, Watch, run_load
 from ppserve.bench.measure import introduce
 from ppserve.bench.scrape import fetch_metrics
@@ -47,7 +47,7 @@ class Window:
 
     output_tokens_per_s: float
     prompt_tokens_per_s: float
-    ledger: Ledger
+    ledger: StageSeconds
 
 
 async def watch_window(address: Address, concurrency: int, flags: Flags, seed: int) -> Window:

@@ -20,7 +20,7 @@ from dataclasses import dataclass
 from local_server import running
 
 from ppserve.bench.caller import Caller
-from ppserve.bench.ledger import Ledger
+from ppserve.bench.ledger import StageSeconds
 from ppserve.bench.load import ClosedLoop, Until, Watch
 from ppserve.bench.measure import Served, introduce, measure, warm_up
 from ppserve.bench.report import render_ledger
@@ -48,7 +48,7 @@ class Run:
     total_s: float
     tokens_per_s: float
     client_cores: float
-    ledger: Ledger
+    ledger: StageSeconds
 
 
 async def run_once(target: str, shape: Shape, seed: int) -> Run:

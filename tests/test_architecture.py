@@ -44,6 +44,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "ppserve.head.engine": {"ppserve.wire", "ppserve.process.environment"},
     "ppserve.head.api.grpc": {"ppserve.v1", "grpc", "google", "grpc_health", "grpc_reflection"},
     "ppserve.head.observe.metrics": {"prometheus_client"},
+    "ppserve.parts": {"ppserve.bench", "ppserve.core", "ppserve.model", "ppserve.stage", "ppserve.tokenizer"},
     "ppserve.library": {
         *("ppserve.library", "ppserve.head", "ppserve.stage", "ppserve.model.checkpoint", "ppserve.core"),
         *("ppserve.answers", "ppserve.wire", "ppserve.config", "ppserve.errors", "ppserve.process.environment"),
@@ -161,3 +162,25 @@ def test_the_readme_draws_the_arrows_that_there_are() -> None:
 def test_files_stay_small() -> None:
     own = [(module, path) for module, path in modules() if not module.startswith("ppserve.v1.")]
     assert not {module: lines for module, path in own if (lines := len(path.read_text().splitlines())) > 400}
+
+
+@pytest.mark.parametrize("path", [ROOT / "demo.py", *sorted((ROOT / "tour").glob("*.py"))], ids=str)
+def test_the_tour_uses_public_names_only(path: Path) -> None:
+    import ppserve
+    from ppserve import parts
+
+    public = {f"ppserve.{name}" for name in ppserve.__all__} | {f"ppserve.parts.{name}" for name in parts.__all__}
+    assert {name for name in imports(path) if name.startswith("ppserve")} <= public
+
+
+def test_the_public_names_of_parts_are_these() -> None:
+    from ppserve import parts
+
+    assert sorted(parts.__all__) == sorted(name for name in vars(parts) if not name.startswith("_"))
+    assert sorted(parts.__all__) == [
+        *("Architecture", "BUSY", "CAUSES", "Checkpoint", "Compute", "Computed", "Draw", "Frames", "GPT2Stage"),
+        *("IDLE", "SamplingParams", "Slice", "Split", "Stage", "StageLayout", "StageSeconds", "StepPlan"),
+        *("Transport", "balance", "between", "connect", "create_transport", "decode_parts", "load_tokenizer"),
+        *("open_checkpoint", "read_architecture", "read_ledger", "shares", "split_by_weight", "stage_layouts"),
+        "stage_params",
+    ]

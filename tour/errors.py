@@ -1,6 +1,6 @@
 """The tour's one exception, and the short way to raise it."""
 
-from ppserve.errors import PpserveError
+from ppserve import PpserveError
 
 
 class TourError(PpserveError):

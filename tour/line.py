@@ -13,14 +13,24 @@ from pathlib import Path
 
 import torch
 
-from ppserve.core.architecture import Architecture, Split, StageLayout, stage_layouts
-from ppserve.core.plan import Draw, Slice, StepPlan
-from ppserve.core.request import SamplingParams
-from ppserve.model.checkpoint import Checkpoint
-from ppserve.model.gpt2 import GPT2Stage
-from ppserve.stage.device import Compute
-from ppserve.stage.step import Computed, Stage
-from ppserve.stage.transport import Frames, Transport, connect
+from ppserve.parts import (
+    Architecture,
+    Checkpoint,
+    Compute,
+    Computed,
+    Draw,
+    Frames,
+    GPT2Stage,
+    SamplingParams,
+    Slice,
+    Split,
+    Stage,
+    StageLayout,
+    StepPlan,
+    Transport,
+    connect,
+    stage_layouts,
+)
 from tour.ranks import Tour
 
 BLOCK_SIZE = 16

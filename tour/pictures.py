@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 from tour.errors import TourError
 
 if TYPE_CHECKING:
-    from tour.measure import Schedule
+    from tour.schedule import Schedule
     from tour.server import Stream
 
 _WIDE = (9.0, 4.5)

@@ -16,7 +16,7 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Unpack
 
-from ppserve.client import Client, Options
+from ppserve import Client, Options
 from tour.errors import TourError
 
 _READY = "ppserve ready grpc="

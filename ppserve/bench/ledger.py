@@ -59,10 +59,11 @@ class StageTime:
         )
 
 
-Ledger = tuple[StageTime, ...]
+StageSeconds = tuple[StageTime, ...]
+"""Where the time of every stage went, in order of the stages."""
 
 
-def read_ledger(topology: pb.GetTopologyResponse) -> Ledger:
+def read_ledger(topology: pb.GetTopologyResponse) -> StageSeconds:
     """The totals of all stages."""
     return tuple(
         StageTime(stage.stage, stage.busy_seconds, dict(stage.bubble_seconds), stage.idle_seconds)
@@ -70,7 +71,7 @@ def read_ledger(topology: pb.GetTopologyResponse) -> Ledger:
     )
 
 
-def between(earlier: Ledger, later: Ledger) -> Ledger:
+def between(earlier: StageSeconds, later: StageSeconds) -> StageSeconds:
     """What was added from one reading to the next; empty when the readings are not of the same pipeline."""
     if len(earlier) != len(later):
         return ()

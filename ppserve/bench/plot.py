@@ -11,7 +11,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-from ppserve.bench.ledger import CAUSES, Ledger
+from ppserve.bench.ledger import CAUSES, StageSeconds
 from ppserve.bench.summary import Measurement, Summary
 from ppserve.errors import ConfigError
 
@@ -167,7 +167,7 @@ def _draw_latency_shares(axes: Any, measured: Measurement) -> None:
         axes.legend(fontsize="small")
 
 
-def _draw_bubbles(axes: Any, ledger: Ledger) -> None:
+def _draw_bubbles(axes: Any, ledger: StageSeconds) -> None:
     """Bubbles of the (last) run, stacked by cause."""
     stages = [str(times.stage) for times in ledger]
     bottoms = [0.0] * len(ledger)

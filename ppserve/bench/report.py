@@ -9,7 +9,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from ppserve.bench.ledger import CAUSES, Ledger
+from ppserve.bench.ledger import CAUSES, StageSeconds
 from ppserve.bench.summary import Distribution, Summary
 
 _WIDTH = 50
@@ -41,7 +41,7 @@ def render_table(summary: Summary) -> str:
     return "\n".join([*lines, *_remarks(summary)])
 
 
-def render_ledger(ledger: Ledger) -> list[str]:
+def render_ledger(ledger: StageSeconds) -> list[str]:
     """One line per stage: busy and bubble in percent of the time with work, idle in percent of all time."""
     causes = "  ".join(f"{cause:>12}" for cause in CAUSES)
     lines = [f"stage   busy %  bubble %  {causes}   idle % (of all time)"]

@@ -9,7 +9,7 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from ppserve.bench.caller import Answer
-from ppserve.bench.ledger import CAUSES, Ledger
+from ppserve.bench.ledger import CAUSES, StageSeconds
 
 OBJECTIVES = ("ttft", "tpot", "e2el")
 
@@ -36,7 +36,7 @@ class Measurement:
     setting: Setting
     answers: Sequence[Answer]
     duration_s: float
-    ledger: Ledger = ()
+    ledger: StageSeconds = ()
     client_cpu_s: float = 0.0
     server_side: Mapping[str, float] | None = None
     was_interrupted: bool = False
@@ -96,7 +96,7 @@ class Summary:
     e2el: Distribution
     start_delay: Distribution
     client_cores: float
-    ledger: Ledger
+    ledger: StageSeconds
     server_side: Mapping[str, float]
 
     def to_json(self) -> dict[str, Any]:
@@ -211,7 +211,7 @@ def _peak_concurrency(answers: Sequence[Answer]) -> int:
     return most
 
 
-def _stage_json(ledger: Ledger, place: int) -> dict[str, Any]:
+def _stage_json(ledger: StageSeconds, place: int) -> dict[str, Any]:
     """Seconds, and shares: busy and bubble of demand, idle of wall time."""
     times = ledger[place]
     return {

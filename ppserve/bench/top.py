@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from dataclasses import dataclass
 
-from ppserve.bench.ledger import Ledger, between, read_ledger
+from ppserve.bench.ledger import StageSeconds, between, read_ledger
 from ppserve.bench.scrape import MetricsReading, ScrapeFailed, fetch_metrics
 from ppserve.client import Client
 from ppserve.v1 import generation_pb2 as pb
@@ -73,7 +73,7 @@ class View:
 
     interval_s: float
     stages: tuple[StageLine, ...]
-    ledger: Ledger
+    ledger: StageSeconds
     transport: str
     microbatches: int
     epoch: int

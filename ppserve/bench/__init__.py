@@ -1,4 +1,6 @@
-"""The load generator and what it reports: `ppserve bench`, and the terminal view `ppserve top`.
+"""The load generator and its reports: `ppserve bench`, and the terminal view `ppserve top`.
+
+Never anything of the server.
 
     workload    what is asked: lengths, prompts, arrival times; seeded, no clock
     caller      one connection; one request and the times of what came back

@@ -1,1 +1,4 @@
-"""The command line: flags become one frozen config, config becomes rooms. Never a decision about requests."""
+"""The commands: they parse flags into one frozen configuration and start what it describes.
+
+Never a decision about requests.
+"""

@@ -1,4 +1,4 @@
-"""The Python client.
+"""The Python client: streaming, retries, streams that resume. Never anything of the server.
 
     from ppserve.client import Client
 

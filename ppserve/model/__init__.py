@@ -1,1 +1,1 @@
-"""A GPT-2 with parts missing, its weights and its sampling. Never a transport or a message."""
+"""One stage's part of a GPT-2, its weights and its sampling. Never a transport or a message."""

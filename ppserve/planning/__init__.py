@@ -1,1 +1,1 @@
-"""What would run where, and how fast, without loading weights. Never a running server."""
+"""Predicts what would run where, and how fast, without loading weights. Never a running server."""

@@ -1,1 +1,1 @@
-"""What a rank of torchrun is, and how it keeps its stage process alive. Never torch, never a request."""
+"""What a rank of torchrun does: it keeps its stage process alive. Never a tensor or a request."""

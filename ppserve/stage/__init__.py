@@ -1,1 +1,1 @@
-"""A stage's life: its link to the head, its steps, its transports. Never a request, never gRPC."""
+"""A stage's life: its link to the head, its steps, its transports. Never a request or gRPC."""

@@ -1,1 +1,1 @@
-"""Where every nanosecond of every stage went, and why. Never a clock: stamps come in as arguments."""
+"""Attributes every nanosecond of every stage to computing, to a cause of waiting, or to idleness. Never a clock."""

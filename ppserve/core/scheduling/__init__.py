@@ -1,1 +1,1 @@
-"""Who computes next, and where its keys and values lie. Never a clock or I/O: both come in as arguments."""
+"""Decides which tokens are computed next, and in which KV blocks. Never a clock or I/O: both are arguments."""

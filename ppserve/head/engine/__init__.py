@@ -1,1 +1,1 @@
-"""One pipeline and the thread that keeps it full. Never a client's protocol, never a metric's name."""
+"""One pipeline, and the thread that keeps it full. Never a client's protocol or a metric's name."""

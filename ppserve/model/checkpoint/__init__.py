@@ -1,4 +1,4 @@
-"""A checkpoint, whatever its file format: its architecture, and any tensor by its canonical name.
+"""Checkpoints: the architecture, and any tensor by its canonical name. Never a loaded model.
 
 Canonical names (global block index i), linear weights always as (out, in), V' = padded_vocab_size:
 

@@ -1,4 +1,4 @@
-"""The data plane: hidden states from each stage to the next, and nothing else.
+"""The data plane: hidden states from each stage to the next. Never a decision.
 
 Shapes come from the plan, so there are no headers and no handshakes: a frame is (plan.num_tokens, D)
 contiguous elements in the stages' dtype. T tokens, D width.

@@ -1,1 +1,1 @@
-"""Attributes every nanosecond of every stage to computing, to a cause of waiting, or to idleness. Never a clock."""
+"""Attributes every nanosecond of every stage to computing, a cause of waiting, or idleness. Never a clock."""

@@ -22,7 +22,7 @@ import torch
 from ppserve.core.architecture import Architecture, StageLayout
 from ppserve.core.plan import Draw, Slice, StepPlan
 from ppserve.core.request import SamplingParams
-from ppserve.model.backend import Attend, KVCache, Rows
+from ppserve.model.backend import Attend, KVCache, StepRows
 from ppserve.model.cpu.backend import CpuBackend
 from ppserve.model.cpu.kv_cache import CpuCache
 from ppserve.model.gpt2 import GPT2Stage
@@ -79,7 +79,7 @@ class WatchedCache:
         self.begin, self.fill, self.close = cache.begin, cache.fill, cache.close
         self._cache, self._watch = cache, watch
 
-    def attention(self, rows: Rows) -> Attend:
+    def attention(self, rows: StepRows) -> Attend:
         return self._watch.wrap("attention", self._cache.attention(rows))
 
 

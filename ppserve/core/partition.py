@@ -2,7 +2,7 @@
 
 All layers of a GPT-2 cost the same, the first stage also embeds and the last also runs the LM head. Stages are
 cut between layers or, where that balances them better, between a layer's attention and its MLP, a third and two
-thirds of its weights: the hidden states that cross are equally many.
+thirds of its weights: either way the same hidden states cross.
 """
 
 from __future__ import annotations
@@ -115,14 +115,14 @@ def _whole_layers(parts: Parts, num_layers: int, num_stages: int) -> Split:
 
 
 def _cut_layers(parts: Parts, num_layers: int, num_stages: int, limit: float) -> Split:
-    """The lightest heaviest stage over all cuts between sublayers, where `limit` is known to be reachable.
+    """The split, over all cuts between sublayers, whose heaviest stage is lightest; at most `limit` is possible.
 
-    From the last stage to the first: for every sublayer where a stage may begin, the best that can be made of
-    what follows, as (heaviest stage, cut layers, sum of squares, sublayers of each stage). Costs are shares of
-    the limit.
+    Dynamic programming from the last stage to the first: for every sublayer where a stage may begin, the best
+    split of what follows, as (heaviest stage, cut layers, sum of squares, sublayers of each stage). Costs are
+    shares of the limit.
     """
     ends = 2 * num_layers
-    # Of a stage in the middle: embedding and head come on top.
+    # What so many sublayers cost; embedding and head come on top.
     upto = [parts.stage_cost(StageLayout(1, 3, 0, size)) / limit for size in range(ends + 1)]
     best: dict[int, tuple[float, int, float, tuple[int, ...]]] = {ends: (0.0, 0, 0.0, ())}
     for stage in reversed(range(num_stages)):

@@ -41,7 +41,7 @@ class Precision:
 
 
 @dataclass(frozen=True, slots=True)
-class Rows:
+class StepRows:
     """Where the rows of a step stand: in their sequences, and in the KV blocks. On the host.
 
     slots_T: where a row's key and value go, as block * block_size + offset. first_row_S, num_rows_S, start_S: each
@@ -92,11 +92,11 @@ class KVCache(Protocol):
     block_size: int
     device: torch.device
 
-    def attention(self, rows: Rows) -> Attend:
+    def attention(self, rows: StepRows) -> Attend:
         """Prepares a step. Reads and writes no block, so it can run ahead of the step before."""
         ...
 
-    def begin(self, rows: Rows) -> None:
+    def begin(self, rows: StepRows) -> None:
         """The step begins: its copies are made."""
         ...
 

@@ -13,12 +13,12 @@ import torch
 
 from ppserve.core.architecture import StageLayout
 from ppserve.core.plan import StepPlan
-from ppserve.model.backend import Attend, Ints, KVCache, Rows
+from ppserve.model.backend import Attend, Ints, KVCache, StepRows
 
 
 @dataclass(frozen=True, slots=True)
 class StepInputs:
-    """Rows are the slices' tokens one after the other.
+    """StepRows are the slices' tokens one after the other.
 
     token_ids_T, positions_T: on the stage's device. read_rows: the rows that go through the head: first those that
     are drawn from, in slice order, then those that are scored. attend: the attention of this step.
@@ -26,7 +26,7 @@ class StepInputs:
 
     token_ids_T: torch.Tensor
     positions_T: torch.Tensor
-    rows: Rows
+    rows: StepRows
     read_rows: Ints
     attend: Attend
 
@@ -55,7 +55,7 @@ def build_inputs(plan: StepPlan, layout: StageLayout, cache: KVCache) -> StepInp
     blocks_T = tables[table_begin_S[slice_T] + positions_T // block_size]
     token_ids_T = _token_ids(plan) if layout.is_first else np.empty(0, np.int64)
     mentioned = max((block for copy in plan.copies for block in copy), default=-1)
-    rows = Rows(
+    rows = StepRows(
         slots_T=blocks_T * block_size + positions_T % block_size,
         first_row_S=first_row_S,
         num_rows_S=num_rows_S,
@@ -85,7 +85,7 @@ def _token_ids(plan: StepPlan) -> Ints:
 
 
 def _read_rows(plan: StepPlan, first_row_S: Ints) -> Ints:
-    """Rows of hidden states that the head reads: the drawn ones, then the scored ones."""
+    """StepRows of hidden states that the head reads: the drawn ones, then the scored ones."""
     drawn = [first + len(s.token_ids) - 1 for s, first in zip(plan.slices, first_row_S, strict=True) if s.draw]
     scored = [
         np.arange(first, first + len(s.targets))

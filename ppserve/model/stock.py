@@ -16,7 +16,7 @@ from ppserve.core.architecture import Architecture, StageLayout
 from ppserve.core.plan import Drawn, Scored, StepPlan
 from ppserve.model import sampling
 from ppserve.model.activations import ACTIVATIONS
-from ppserve.model.backend import Attend, Linear, Operator, Precision, Rows
+from ppserve.model.backend import Attend, Linear, Operator, Precision, StepRows
 
 
 class StockBackend:
@@ -95,10 +95,10 @@ class StockCache:
         self.device = keys_LBpHd.device
         self._padding = keys_multiple, least_rows
 
-    def attention(self, rows: Rows) -> Attend:
+    def attention(self, rows: StepRows) -> Attend:
         return StockAttention(self, rows, *self._padding)
 
-    def begin(self, rows: Rows) -> None:
+    def begin(self, rows: StepRows) -> None:
         for source, destination in rows.copies:
             self.keys_LBpHd[:, destination] = self.keys_LBpHd[:, source]
             self.values_LBpHd[:, destination] = self.values_LBpHd[:, source]
@@ -133,7 +133,7 @@ class StockAttention:
     depend on the other rows.
     """
 
-    def __init__(self, cache: StockCache, rows: Rows, keys_multiple: int, least_rows: int) -> None:
+    def __init__(self, cache: StockCache, rows: StepRows, keys_multiple: int, least_rows: int) -> None:
         self._cache = cache
         self._keys_multiple = keys_multiple
         self._least_rows = least_rows

@@ -44,9 +44,12 @@ class Mix:
     new: int
 
     def step(self, max_positions: int) -> tuple[StepPlan, float]:
-        """DECODES sequences half way through their answers, and the prompt tokens that keep up with them; fewer
-        decodes where those would be too many for one step. And how many of its decodes count: of long prompts
-        and short answers less than one would be right."""
+        """A step, and the share of its decodes that counts.
+
+        DECODES sequences half way through their answers, and as many prompt tokens as new requests bring in that
+        time; fewer decodes where those are too many tokens for one step. Long prompts with short answers have less
+        than one decode in such a step: then one is there, and counts in part.
+        """
         prompt = max(1, min(self.prompt, max_positions - 1))
         context = min(prompt + self.new // 2, max_positions - 1)
         num_prompt_tokens = min(DECODES * prompt / self.new, _MAX_PROMPT_TOKENS)

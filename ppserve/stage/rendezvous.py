@@ -59,10 +59,10 @@ def join_epoch_store(host: str, port: int, timeout: timedelta) -> dist.TCPStore:
 
 
 def meet(store: dist.Store, stage: int, num_stages: int, is_over: Callable[[], bool]) -> None:
-    """Until every stage has come to the epoch's store. Raises TransportError when the epoch is over first.
+    """Waits until every stage has come to the epoch's store. Raises TransportError when the epoch is over first.
 
-    Connecting a group afterwards takes milliseconds and cannot be interrupted; this can, so that a stage
-    that dies or freezes before it comes holds nobody up. Hence the looking: a store's own wait is blind.
+    Connecting a group afterwards takes milliseconds and cannot be interrupted. This wait can, so a stage that dies
+    or freezes before it comes does not hold up the others. It polls, as the store's own wait sees nothing else.
     """
     everyone = [f"here/{other}" for other in range(num_stages)]
     try:

@@ -24,12 +24,14 @@ class Wiring(Protocol):
     """Makes a stage's transports, one per epoch."""
 
     def open_transport(self, form: wire.Form, layout: StageLayout, frames: Frames, link: Link) -> Transport:
-        """For the epoch of `form`; every stage calls it. link: to tell the head where the epoch's store is, and to
-        hear that the epoch is lost meanwhile. Raises TransportError or RuntimeError; `leave` is due even then.
+        """A transport for the epoch of `form`; every stage calls it.
+
+        link: to tell the head where the epoch's store is, and to hear that the epoch is lost meanwhile. Raises
+        TransportError or RuntimeError; `leave` is due even then.
         """
 
     def leave(self) -> None:
-        """Let go of whatever the newest transport was made from. May be called twice."""
+        """Releases what the newest transport was made from. May be called twice."""
 
 
 class ProcessGroupWiring:

@@ -11,7 +11,7 @@ import torch
 from ppserve.core.architecture import Architecture, StageLayout
 from ppserve.core.plan import Draw
 from ppserve.model.activations import ACTIVATIONS
-from ppserve.model.backend import Attend, Backend, Linear, Rows
+from ppserve.model.backend import Attend, Backend, Linear, StepRows
 from ppserve.model.cpu.activations import activation_for
 from ppserve.model.cpu.backend import CpuBackend
 from ppserve.model.cpu.kv_cache import CpuCache
@@ -211,7 +211,7 @@ def test_selftest_passes_and_can_fail(dtype: str) -> None:
 class Sensitive(CpuBackend):
     """Attention gives other numbers in some steps."""
 
-    def __init__(self, feels: Callable[[Rows], bool]) -> None:
+    def __init__(self, feels: Callable[[StepRows], bool]) -> None:
         super().__init__("float32")
         self._feels = feels
 
@@ -219,7 +219,7 @@ class Sensitive(CpuBackend):
         feels = self._feels
 
         class SensitiveCache(CpuCache):
-            def attention(self, rows: Rows) -> Attend:
+            def attention(self, rows: StepRows) -> Attend:
                 exact = super().attention(rows)
                 return lambda layer, qkv_TE, scale: exact(layer, qkv_TE, scale) + 1e-6 * feels(rows)
 
@@ -236,7 +236,7 @@ class Sensitive(CpuBackend):
         (lambda rows: len(rows.start_S) > 1 and rows.start_S[0] > 0, "ending in a step of decodes"),
     ],
 )
-def test_selftest_says_which_company_was_felt(feels: Callable[[Rows], bool], way: str) -> None:
+def test_selftest_says_which_company_was_felt(feels: Callable[[StepRows], bool], way: str) -> None:
     stage = Pipeline(RandomCheckpoint(architecture()), "1,1", backend=Sensitive(feels)).stages[0]
     said = f"hidden states of a prompt {way} differ from the same prompt at once and alone"
     assert check_determinism(stage) == said

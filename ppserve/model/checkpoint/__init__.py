@@ -1,6 +1,6 @@
 """Checkpoints: the architecture, and any tensor by its canonical name. Never a loaded model.
 
-Canonical names (global block index i), linear weights always as (out, in), V' = padded_vocab_size:
+Canonical names (global layer index i), linear weights always as (out, in), V' = padded_vocab_size:
 
     wte.weight (V', D)              wpe.weight (T, D)
     h.{i}.ln_1.weight|bias (D)      h.{i}.attn.c_attn.weight (3D, D) |bias    h.{i}.attn.c_proj.weight (D, D) |bias

@@ -1,7 +1,7 @@
 """config.json of a Hugging Face directory, field by field: read, ignored because harmless, or refused by name.
 
 Everything that the reference code (transformers, models/gpt2) computes with is read. A key that it does not
-know, and that we do not know to be harmless, is refused: a model that needs it would load and talk nonsense.
+know, and that we do not know to be harmless, is refused: a model that needs it would load and generate nonsense.
 """
 
 from __future__ import annotations

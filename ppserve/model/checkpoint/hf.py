@@ -145,7 +145,7 @@ def _is_ignored(name: str) -> bool:
 def _unexpected(name: str, arch: Architecture) -> str:
     match = LAYER_NAME.fullmatch(name)
     if match and int(match[1]) >= arch.num_layers:
-        return f"belongs to a block that the config, with {arch.num_layers}, does not have"
+        return f"belongs to a layer that the config, with {arch.num_layers}, does not have"
     if "cross" in name or "q_attn" in name:
         return "belongs to cross attention, which is not served"
     return "is no tensor of a GPT-2"

@@ -41,7 +41,7 @@ STACKED = (
     "mlp.c_proj.weight",
     "mlp.c_proj.bias",
 )
-"""The blocks' tensors in the order of the file, between the embeddings and the final norm."""
+"""The layers' tensors in the order of the file, between the embeddings and the final norm."""
 
 
 def read_header(path: Path) -> tuple[Architecture, str]:

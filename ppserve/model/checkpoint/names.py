@@ -10,7 +10,7 @@ LINEARS = ("attn.c_attn", "attn.c_proj", "mlp.c_fc", "mlp.c_proj")
 NORMS = ("ln_1", "ln_2")
 
 LAYER_NAME = re.compile(r"h\.(0|[1-9][0-9]{0,5})\.(.+)")
-"""A block's tensor: one spelling per layer number, so that h.01 cannot hide behind h.1."""
+"""The tensor of a layer. Layer numbers have no leading zeros, so that h.01 is never taken for h.1."""
 
 
 def tensor_shapes(arch: Architecture) -> dict[str, tuple[int, ...]]:
@@ -31,7 +31,7 @@ def tensor_shapes(arch: Architecture) -> dict[str, tuple[int, ...]]:
 
 
 def block_shapes(arch: Architecture) -> dict[str, tuple[int, ...]]:
-    """The tensors of one block, without the `h.{i}.` in front."""
+    """The tensors of one layer, without the `h.{i}.` in front."""
     width, inner = arch.width, arch.inner_width
     out_in = {
         "attn.c_attn": (3 * width, width),
@@ -52,6 +52,6 @@ def block_shapes(arch: Architecture) -> dict[str, tuple[int, ...]]:
 
 
 def is_linear_weight(name: str) -> bool:
-    """Whether a canonical name is that of a linear's weight inside a block."""
+    """Whether a canonical name is that of a linear's weight inside a layer."""
     match = LAYER_NAME.fullmatch(name)
     return match is not None and match[2] in {f"{linear}.weight" for linear in LINEARS}

@@ -1,4 +1,4 @@
-"""Tensors where they lie: which file, under which name, in which layout; and a checkpoint made of them.
+"""Where tensors are stored: in which file, under which name, in which layout; and a checkpoint made of such.
 
 A tensor is read in pieces of two megabytes into memory of its own, so that loading a stage costs its own
 weights and one piece, whatever the format: a mapping of the file would count every page that was touched.
@@ -73,11 +73,11 @@ class Located:
         return [(start, min(start + step, num_rows)) for start in range(0, num_rows, step)]
 
     def read(self, dtype: str, pieces: Scratch, turned: Scratch) -> torch.Tensor:
-        """A new tensor that shares nothing with the file. Pieces are read, and turned, in the scratches."""
+        """A new tensor that shares nothing with the file. Pieces are read and transposed in the scratches."""
         out = _memory(self.shape, DTYPES[dtype])
         for start, stop in self.pieces():
             rows = self.file.rows(self.name, start, stop, pieces)
-            if self.transposed:  # turned on its own first: twice as fast as turning it into the larger tensor
+            if self.transposed:  # in the scratch: twice as fast as into the larger tensor
                 out[:, start:stop] = turned.take(rows.shape[::-1], rows.dtype).copy_(rows.T)
             else:
                 out[start:stop] = rows
@@ -98,10 +98,10 @@ class Located:
 
 
 def _memory(shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
-    """An uninitialised tensor that goes back to the system the moment it is dropped.
+    """An uninitialised tensor whose memory goes back to the system as soon as the tensor is released.
 
-    The allocator would keep the holes that tensors leave when they are packed and dropped one by one: a
-    quarter of the weights, measured. Small tensors may stay where they are.
+    Tensors are packed and released one by one; the allocator would keep a quarter of the weights' size of such
+    memory, measured. Small tensors come from the allocator all the same.
     """
     num_bytes = math.prod(shape) * dtype.itemsize
     if num_bytes < PIECE_BYTES // 4:
@@ -124,7 +124,7 @@ class Scratch:
 
 
 class StoredCheckpoint:
-    """A checkpoint whose every tensor has been found and found right. Implements `Checkpoint`."""
+    """A checkpoint of which every tensor was found and has the right shape. Implements `Checkpoint`."""
 
     def __init__(self, path: Path, architecture: Architecture, located: Mapping[str, Located]) -> None:
         """located: canonical name to place. Raises CheckpointError where one is missing or does not fit."""
@@ -188,7 +188,7 @@ class RawFile:
     """Tensors at known offsets of an uncompressed little-endian file. Implements `TensorFile`."""
 
     def __init__(self, path: Path, tensors: Mapping[str, Stored], layouts: Mapping[str, Strided]) -> None:
-        """The caller vouches that every layout lies inside the file."""
+        """The caller has checked that every layout lies inside the file."""
         self.path = path
         self.tensors = tensors
         self._layouts = layouts

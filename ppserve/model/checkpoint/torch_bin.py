@@ -1,6 +1,6 @@
 """Files that torch.save wrote: names, shapes and offsets of their tensors, without reading any of them.
 
-The pickle inside is looked at before it is run: opcode by opcode, it may ask for nothing but tensors. Then
+Before the pickle inside is run its opcodes are checked: it may make nothing but tensors. Then
 `torch.load(weights_only=True)` rebuilds it on the meta device, which knows where each tensor lies and reads
 none of it (optimizer states cost nothing), and the bytes are read from the file when they are wanted.
 """

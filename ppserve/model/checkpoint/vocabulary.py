@@ -1,7 +1,7 @@
 """How many rows of an embedding are real tokens.
 
 Embeddings are padded to a round number of rows for speed; the rows beyond the vocabulary are untrained, so
-their logits stay near zero while those of real tokens drift to -70 and the like: they must never be drawn.
+their logits stay near zero while those of real tokens may be near -70: they must never be drawn.
 The tokenizer beside the weights knows where the vocabulary ends. With no tokenizer, 50304 rows are taken as
 the padding of GPT-2's 50257 (what nanoGPT and llm.c do), and any other number as it stands.
 """

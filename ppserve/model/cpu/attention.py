@@ -3,7 +3,7 @@
 For each row and head the kernel computes the scores of all keys, in order, then their maximum, their exponentials
 and the sum of these, then the weighted sum of the values, in order. Which rows share the call, how the prompt was
 chunked and how many threads there are decides which rows are computed when, never what is added to what: prefill,
-chunk and decode agree bit for bit. Rows of a tile share the loads of keys and values, nothing else.
+chunk and decode agree bit for bit. StepRows of a tile share the loads of keys and values, nothing else.
 
 T rows, D width, E = 3D, L layers, B blocks, H heads, d head size, p positions of a block.
 """
@@ -14,7 +14,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from ppserve.model.backend import Ints, Rows
+from ppserve.model.backend import Ints, StepRows
 from ppserve.model.cpu.attention_kernel import attend, write_rows
 from ppserve.model.cpu.threads import Threads
 
@@ -28,7 +28,7 @@ class BlockAttention:
     """One step: rows in float32, keys (L, B, H, d, p) and values (L, B, H, p, d) in float32 or bfloat16."""
 
     def __init__(
-        self, keys_LBHdp: torch.Tensor, values_LBHpd: torch.Tensor, rows: Rows, threads: Threads
+        self, keys_LBHdp: torch.Tensor, values_LBHpd: torch.Tensor, rows: StepRows, threads: Threads
     ) -> None:
         self._keys_LBHdp, self._values_LBHpd = keys_LBHdp, values_LBHpd
         self._num_heads, self._head_size = keys_LBHdp.shape[2:4]
@@ -62,7 +62,7 @@ class BlockAttention:
         return [0, *sorted(inner - {0, num_tiles}), num_tiles]
 
 
-def tiles_of(rows: Rows) -> Ints:
+def tiles_of(rows: StepRows) -> Ints:
     """Every slice's rows in groups of up to ROWS_PER_TILE: (row, number of rows, position of the first, where its
     table begins)."""
     tiles_per_slice = -(-rows.num_rows_S // ROWS_PER_TILE)

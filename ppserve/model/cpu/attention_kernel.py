@@ -1,10 +1,10 @@
 """The loops behind `attention.BlockAttention`.
 
 For each row and head: a score per key, each one chain of multiply-adds over the features; the greatest
-score; the exponentials and their sum, in lanes of 16 keys; and the output, one chain of multiply-adds over
+score; the exponentials and their sum, in 16 SIMD lanes; and the output, one chain of multiply-adds over
 the keys in order of position. Nothing in that order depends on anything but the row's own position. A full
 tile of four rows shares the loads of keys and values; a single row takes four groups of keys, or four
-vectors of features, side by side, so that the arithmetic does not wait for itself.
+vectors of features, side by side, to hide the latency of multiply-adds.
 
 A group is up to 16 consecutive positions of one block. H heads, d features, T rows, D width, E = 3D.
 """
@@ -35,7 +35,7 @@ _ZERO, _LEAST = np.float32(0), np.float32(-np.inf)
 
 @inlined
 def _strides(shape):
-    """(features of a key group's rows, features of a value) in elements, as `KVCache` pads them."""
+    """(features of a key group's rows, features of a value) in elements, as `CpuCache` pads them."""
     _, head_size, block_size = shape
     return -(-block_size // 16) * 16, -(-head_size // 16) * 16
 
@@ -197,7 +197,7 @@ def _mix_tile(weights, weights_at, weights_stride, values, value_at, stride, cou
 
 @inlined
 def _attend_row(qkv_TE, keys, values, tables, table, row, count, mixed_TD, shape, query, groups, scores, sums):
-    """One row over its `count` keys: block by block, all heads of a block while it streams past."""
+    """One row over its `count` keys: block by block and within it head by head, as they lie in memory."""
     num_heads, head_size, block_size = shape
     key_stride, value_stride = _strides(shape)
     key_at, position_at = groups[0], groups[1]

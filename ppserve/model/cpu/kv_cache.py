@@ -18,7 +18,7 @@ import numpy
 import torch
 
 from ppserve.core.architecture import Architecture, StageLayout
-from ppserve.model.backend import Attend, Rows
+from ppserve.model.backend import Attend, StepRows
 from ppserve.model.cpu.attention import BlockAttention
 from ppserve.model.cpu.prefault import Prefaulter
 from ppserve.model.cpu.threads import Threads
@@ -75,10 +75,10 @@ class CpuCache:
             Prefaulter(self.keys_LBHdp, self.values_LBHpd, least_ahead=least_ahead) if prefaults else None
         )
 
-    def attention(self, rows: Rows) -> Attend:
+    def attention(self, rows: StepRows) -> Attend:
         return BlockAttention(self.keys_LBHdp, self.values_LBHpd, rows, self._threads)
 
-    def begin(self, rows: Rows) -> None:
+    def begin(self, rows: StepRows) -> None:
         if self.prefaulter is not None:
             self.prefaulter.mark_used(rows.highest_block + 1)
         for source, destination in rows.copies:

@@ -1,9 +1,9 @@
-"""Memory that is taken from the system before it is needed.
+"""Pages of memory that the system provides before they are written.
 
-A large zeroed array costs nothing until it is written; then the system clears page by page, 2 MB at a time where
-pages are huge, and whoever writes first waits. Keys and values of all layers reach the end of their pages in the
-same step, so a stage would stop for all of them at once: on a virtual machine whose memory its host hands out
-lazily, 10 ms a page (docs/performance/pipeline.md).
+A large zeroed array costs nothing until it is written. Whoever first writes to a page (2 MB where pages are huge)
+waits while the system clears it. Keys and values of all layers reach the ends of their pages in the same step, so
+a stage would wait for all of these pages at once: 10 ms for each on a virtual machine whose host hands out memory
+lazily (docs/performance/pipeline.md).
 """
 
 from __future__ import annotations
@@ -20,15 +20,14 @@ import torch
 
 _MADV_POPULATE_WRITE = 23  # Linux 5.14: clears the pages now, changes nothing in those that are there
 _AT_ONCE_BYTES = 2 << 20
-# Lower than the stage's computing, but not so low that it could hold Python's lock for long while it does not run.
+# Below the threads that compute, but not so low that it could hold the GIL for long while it is not scheduled.
 _NICENESS = 10
 
 
 class Prefaulter:
-    """Keeps the memory of blocks ready ahead of their use: as much again as was used, and a least amount.
+    """Has pages ready for as many blocks again as are in use, and for `least_ahead` blocks at least.
 
-    So it grows with what is used and no further. arrays: each (L, blocks, ...), on the CPU, contiguous.
-    least_ahead: blocks.
+    arrays: each (L, blocks, ...), on the CPU, contiguous.
     """
 
     def __init__(self, *arrays: torch.Tensor, least_ahead: int) -> None:
@@ -59,12 +58,12 @@ class Prefaulter:
     def _run(self) -> None:
         if not _can_populate():
             return
-        # A thread of Linux has a priority of its own.
+        # On Linux each thread has a priority of its own.
         os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), _NICENESS)
         while self.num_ready < self._num_blocks:
             with self._changed:
                 self._changed.wait_for(lambda: self.num_ready < self._wanted())
-            # What was used meanwhile is there; what comes next is wanted first, in every layer.
+            # Blocks in use have their pages. The next blocks come first, in every layer.
             begin = max(self.num_ready, self._used)
             end = min(self._num_blocks, begin + -(-_AT_ONCE_BYTES // max(self._block_bytes)))
             for layer, block_bytes in zip(self._layers, self._block_bytes, strict=True):
@@ -73,7 +72,7 @@ class Prefaulter:
 
 
 def _can_populate() -> bool:
-    """Whether the system knows how: tried on a page of its own."""
+    """Whether the system supports it: tried on a page of its own."""
     if sys.platform != "linux":
         return False
     with mmap.mmap(-1, mmap.PAGESIZE) as page:
@@ -84,7 +83,7 @@ def _can_populate() -> bool:
 
 
 def _populate(address: int, num_bytes: int) -> bool:
-    """Have the pages of this range, whatever they hold. ctypes lets other threads run meanwhile."""
+    """Has the system provide the pages of this range; what they hold stays. ctypes releases the GIL meanwhile."""
     begin = address // mmap.PAGESIZE * mmap.PAGESIZE
     end = -(-(address + num_bytes) // mmap.PAGESIZE) * mmap.PAGESIZE
     return bool(_madvise()(begin, end - begin, _MADV_POPULATE_WRITE) == 0)

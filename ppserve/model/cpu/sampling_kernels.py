@@ -34,7 +34,7 @@ _PIECE = 1024
 
 @inlined
 def _load_or(array, i, other):
-    """Lanes of array[i : i + 16] with `other` beyond its end."""
+    """array[i : i + 16], with `other` beyond its end."""
     if i + 16 <= len(array):
         return load(array, i)
     rest = np.empty(16, np.float32)
@@ -45,7 +45,7 @@ def _load_or(array, i, other):
 
 
 @inlined
-def _four_greatest(scores_V, i, most):  # four independent chains: the comparison need not wait for itself
+def _four_greatest(scores_V, i, most):  # four independent chains hide its latency
     a, b, c, d = load(scores_V, i), load(scores_V, i + 16), load(scores_V, i + 32), load(scores_V, i + 48)
     a, c = where_greater(a, b, a, b), where_greater(c, d, c, d)
     a = where_greater(a, c, a, c)

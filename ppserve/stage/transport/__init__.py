@@ -3,7 +3,7 @@
 Shapes come from the plan, so there are no headers and no handshakes: a frame is (plan.num_tokens, D)
 contiguous elements in the stages' dtype. T tokens, D width.
 
-    local   all stages in one process, one thread each: the baseline, and the seam that tests use
+    local   all stages in one process, one thread each
     shm     processes of one host (Linux): puts into shared memory, one byte on a socket per arrival
     gloo    processes anywhere, CPU or GPU (staged through host memory)
     nccl    one GPU per stage

@@ -100,10 +100,10 @@ class Transport(Protocol):
         """Send one row over every link, so that connections exist before the first step. Collective."""
 
     def interrupt(self) -> None:
-        """From another thread: a wait ends, as soon as the backend can end it, and all that follow do.
+        """Called from another thread: this wait and all later ones end with TransportError.
 
-        With TransportError; `close` is still the owner's to call. Does nothing when it is closed already.
+        As soon as the backend can end it. `close` is still due. Does nothing after `close`.
         """
 
     def close(self) -> None:
-        """Let go of everything. May be called twice."""
+        """Releases everything. May be called twice."""

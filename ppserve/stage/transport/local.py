@@ -12,7 +12,7 @@ from ppserve.core.plan import StepPlan
 from ppserve.errors import TransportError
 from ppserve.stage.transport.frames import Frames, ReceiveOrder
 
-# A frame with its step, so that a stage that skips a step is found out; None: the other end is closed.
+# A frame with its step, so that a skipped step is noticed; None: the other end is closed.
 _Frames = SimpleQueue[tuple[int, torch.Tensor] | None]
 
 
@@ -25,7 +25,7 @@ class Ends:
 
 
 def make_ends(num_stages: int) -> tuple[Ends, ...]:
-    """A queue between each two stages, as their two ends."""
+    """A queue between each two neighbours, as every stage sees them."""
     links: list[_Frames] = [SimpleQueue() for _ in range(num_stages - 1)]
     return tuple(starmap(Ends, pairwise([None, *links, None])))
 

@@ -57,7 +57,7 @@ class StreamPassage:
         self._last_use[buffer.data_ptr()] = torch.cuda.current_stream(self._device).record_event()
 
     def interrupt(self, group: dist.ProcessGroup) -> None:
-        # In a thread of its own: some versions of NCCL block in it, and the caller is the one that hears the head.
+        # In a thread of its own: it blocks in some versions of NCCL, and the caller reads the head's messages.
         threading.Thread(target=group.abort, name="nccl-abort", daemon=True).start()
 
 

@@ -163,7 +163,7 @@ class SharedMemoryTransport:
                 _hang_up(end.connection)
 
     def close(self) -> None:
-        """Both ends of both links wake up; the memory goes with the last tensor that looks into it."""
+        """Wakes both ends of both links; the memory goes with the last tensor that is a view of it."""
         self.interrupt()
         for end in (self._incoming, self._outgoing):
             if end is not None:

@@ -90,8 +90,6 @@ class _Unsettled:
     trigger: the step that had returned last when this one was sent. visits: of each stage, None until settled.
     """
 
-    __slots__ = ("step", "trigger", "visits")
-
     def __init__(self, step: Step, trigger: _Unsettled | None, num_stages: int) -> None:
         self.step = step
         self.trigger = trigger

@@ -45,13 +45,14 @@ class Step:
     least as many as there are lanes. returned_ns: when the head had the last stage's result.
     """
 
-    __slots__ = ("_results", "fills_lanes", "fills_pipeline", "plan", "returned_ns", "sent_ns", "woken_ns")
-
-    def __init__(self, plan: StepPlan, num_stages: int, woken_ns: int, sent_ns: int) -> None:
+    def __init__(
+        self, plan: StepPlan, num_stages: int, woken_ns: int, sent_ns: int, fills_pipeline: bool, fills_lanes: bool
+    ) -> None:
         self.plan = plan
         self.woken_ns = woken_ns
         self.sent_ns = sent_ns
-        self.fills_pipeline = self.fills_lanes = False
+        self.fills_pipeline = fills_pipeline
+        self.fills_lanes = fills_lanes
         self.returned_ns: int | None = None
         self._results: list[StepResult | None] = [None] * num_stages
 
@@ -111,10 +112,9 @@ class Steps:
         """A plan was sent to all stages. num_lanes: how many steps may be in flight now."""
         if not self._steps:
             self._progress_ns = sent_ns
-        step = Step(plan, self.num_stages, woken_ns, sent_ns)
         self.num_in_flight += 1
-        step.fills_pipeline = self.num_in_flight >= self.num_stages
-        step.fills_lanes = self.num_in_flight >= num_lanes
+        fills_pipeline, fills_lanes = self.num_in_flight >= self.num_stages, self.num_in_flight >= num_lanes
+        step = Step(plan, self.num_stages, woken_ns, sent_ns, fills_pipeline, fills_lanes)
         self._steps[plan.step_id] = step
         return step
 

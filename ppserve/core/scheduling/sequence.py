@@ -79,29 +79,6 @@ class Sequence:
     known tokens when a stage was last lost.
     """
 
-    __slots__ = (
-        "_banned_draw",
-        "_draw",
-        "_table_part",
-        "block_table",
-        "cached_tokens",
-        "computed",
-        "digests",
-        "fork_block",
-        "id",
-        "index",
-        "known_end",
-        "loss_mark",
-        "num_published",
-        "request",
-        "scheduled",
-        "scores",
-        "status",
-        "steps_in_flight",
-        "token_ids",
-        "wants_scores",
-    )
-
     def __init__(self, sequence_id: int, request: Request, index: int, eos_id: int | None) -> None:
         self.id = sequence_id
         self.request = request
@@ -249,8 +226,6 @@ def _length_end(request: Request) -> FinishReason:
 
 class SequenceGroup:
     """The sequences of one request, and its place in the queue. admitted_s: None while it waits."""
-
-    __slots__ = ("admitted_s", "num_tokens", "request", "sequences", "submitted_s")
 
     def __init__(self, request: Request, sequences: list[Sequence], submitted_s: float) -> None:
         self.request = request

@@ -63,13 +63,6 @@ class Decision:
 
 
 @dataclass(frozen=True, slots=True)
-class StepDone:
-    """A stage's result of a step. Its stamps are on the head's clock."""
-
-    result: StepResult
-
-
-@dataclass(frozen=True, slots=True)
 class StageDied:
     """A rank's stage process died. Its keeper starts another. cause: one word."""
 
@@ -102,7 +95,8 @@ class Hopeless:
     usage: bool
 
 
-MemberEvent = StepDone | StageDied | EpochLost | Formed | Hopeless
+MemberEvent = StepResult | StageDied | EpochLost | Formed | Hopeless
+"""The stamps of a result are on the head's clock."""
 
 
 @dataclass(frozen=True, slots=True)

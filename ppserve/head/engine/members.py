@@ -29,7 +29,6 @@ from ppserve.head.engine.member import (
     MemberEvent,
     StageDied,
     StageState,
-    StepDone,
 )
 
 log = logging.getLogger("ppserve.members")
@@ -138,7 +137,7 @@ class Members:
         match message:
             case wire.Result(result):
                 current = self.formed and result.epoch == self.epoch and result.stage == member.stage
-                return [StepDone(_on_head_clock(member, result))] if current else []
+                return [_on_head_clock(member, result)] if current else []
             case wire.Heartbeat():
                 self._align_clock(member, message, now_ns)
                 return []

@@ -31,7 +31,6 @@ from ppserve.head.engine.member import (
     Member,
     MemberEvent,
     StageDied,
-    StepDone,
 )
 from ppserve.head.engine.members import Members
 from ppserve.head.engine.watcher import Watcher
@@ -162,8 +161,8 @@ class Replica:
         events: list[ReplicaEvent] = []
         for event in member_events:
             match event:
-                case StepDone(result):
-                    events += self._step_done(result)
+                case StepResult():
+                    events += self._step_done(event)
                 case Formed():
                     events += self._formed(event)
                 case EpochLost():

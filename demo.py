@@ -48,7 +48,7 @@ from ppserve.parts import (
     stage_params,
 )
 from tour.errors import TourError, require
-from tour.line import PRACTICE_MODEL, Line, RandomWeights, even_split, slice_of
+from tour.line import PRACTICE_MODEL, RandomWeights, TourStage, even_split, slice_of
 from tour.measure import decode, measure_hop, practice_prompts, resident_bytes, run_microbatches
 from tour.pictures import Pictures
 from tour.ranks import Tour, num_cores, start_ranks
@@ -75,7 +75,7 @@ def forward_pass(tour: Tour) -> None:
     is_cut = any(count % 2 for count in split.sublayers)
     cut = " Of layer 3, say, `3a` is the attention only, and `3m` its MLP." if is_cut else ""
     tour.explain(f"The model {tour.options.model!r}: {arch.num_layers} layers of width {arch.width}.{cut}")
-    line = Line.of(tour, checkpoint, split)
+    line = TourStage.of(tour, checkpoint, split)
     layout, group = line.layout, parallel_state.get_pp_group()
     parts = [f"layers {layout.span}"]
     parts = ["embeddings"] * layout.is_first + parts + ["final norm, LM head"] * layout.is_last
@@ -97,7 +97,7 @@ def forward_pass(tour: Tour) -> None:
 
     token, error = 0, 0.0
     if layout.is_last:
-        [alone] = Line.whole(tour, checkpoint).run([plan])
+        [alone] = TourStage.whole(tour, checkpoint).run([plan])
         error = (alone.hidden_TD - done.hidden_TD).abs().max().item()
         token = done.result.drawn[0].token_id or 0
     line.close()
@@ -142,7 +142,7 @@ def microbatches(tour: Tour) -> None:
 @cache
 def practise(tour: Tour) -> tuple[list[Schedule], float]:
     """Schedules for m = 1, 2, 4, 8 over an even split, and how far their outputs are apart at most."""
-    line = Line.of(tour, RandomWeights(PRACTICE_MODEL), even_split(PRACTICE_MODEL, tour.size))
+    line = TourStage.of(tour, RandomWeights(PRACTICE_MODEL), even_split(PRACTICE_MODEL, tour.size))
     prompts = practice_prompts(NUM_PROMPTS, PROMPT_TOKENS, PRACTICE_MODEL.vocab_size)
     runs = [run_microbatches(tour, line, prompts, m) for m in (1, 2, 4, 8)]
     outputs = [hidden_TD for _, hidden_TD in runs if hidden_TD is not None]
@@ -156,7 +156,7 @@ def memory(tour: Tour) -> None:
     split = split_by_weight(arch, tour.size)
     tour.explain(f"GPT-2 124M at half its width, {arch.num_layers} layers as {split}, in float32:")
     before = resident_bytes()
-    line = Line.of(tour, RandomWeights(arch), split)
+    line = TourStage.of(tour, RandomWeights(arch), split)
     grown = resident_bytes() - before
     weights = f"{line.model.num_params / 1e6:5.1f} M parameters, {line.model.weight_bytes / MIB:5.1f} MiB"
     tour.say_each(
@@ -169,7 +169,7 @@ def memory(tour: Tour) -> None:
     alone_mib = 0.0
     if tour.rank == 0:
         before = resident_bytes()
-        alone = Line.whole(tour, RandomWeights(arch))
+        alone = TourStage.whole(tour, RandomWeights(arch))
         grown = resident_bytes() - before
         alone_mib = alone.model.weight_bytes / MIB
         weights = f"{alone.model.num_params / 1e6:5.1f} M parameters, {alone_mib:5.1f} MiB"
@@ -216,7 +216,8 @@ def efficiency(tour: Tour) -> None:
     )
     tour.say(f"  {'layers':12} {'ms per step on each stage':>28}   balance: predicted   measured   tokens/s")
     checkpoint = RandomWeights(arch)
-    lines = {split: Line.of(tour, checkpoint, split) for split in (even_split(arch, p), split_by_weight(arch, p))}
+    splits = (even_split(arch, p), split_by_weight(arch, p))
+    lines = {split: TourStage.of(tour, checkpoint, split) for split in splits}
     balances = []
     for split, line in lines.items():
         decode(tour, line, NUM_PROMPTS, p, rounds=2)

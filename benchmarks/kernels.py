@@ -22,7 +22,7 @@ import torch
 from ppserve.model.cpu.jit import kernel
 from ppserve.model.cpu.kernels.memory import address, aligned
 from ppserve.model.cpu.kernels.operations import OPERATIONS
-from ppserve.model.cpu.kernels.products import Rows, count_tile_rows, micro_kernels, multiply_rows, pack_rows
+from ppserve.model.cpu.kernels.products import PackedRows, count_tile_rows, micro_kernels, multiply_rows, pack_rows
 from ppserve.model.cpu.kernels.tile_code import MicroKernel
 from ppserve.model.cpu.kernels.variants import choose, features
 from ppserve.model.cpu.kernels.weights import PackedWeights
@@ -47,7 +47,7 @@ def ours(kind: MicroKernel, precision: str, num_rows: int, layers: list[list[Pac
     y = aligned((padded, 3072), np.float32)
 
     def multiply_all() -> None:
-        rows = Rows(address(words), address(scales), num_rows, tile_rows)
+        rows = PackedRows(address(words), address(scales), num_rows, tile_rows)
         for layer in layers:
             for packed in layer:
                 weights = packed.seen_by_kernels

@@ -84,6 +84,13 @@ def modules() -> Iterator[tuple[str, Path]]:
         yield ".".join(parts[:-1] if parts[-1] == "__init__" else parts), path
 
 
+def tour_modules() -> Iterator[tuple[str, Path]]:
+    """The tour obeys no row, but some of the rules."""
+    yield "demo", ROOT / "demo.py"
+    for path in sorted((ROOT / "tour").glob("*.py")):
+        yield f"tour.{path.stem}" if path.stem != "__init__" else "tour", path
+
+
 def imports(path: Path) -> Iterator[str]:
     """Full names of what a file imports, wherever in the file."""
     for node in ast.walk(ast.parse(path.read_text())):
@@ -211,6 +218,29 @@ def test_the_readme_draws_the_arrows_that_there_are() -> None:
         for target in targets.split(", "):
             assert arrow(source, target), f"{source} does not import {target}"
             assert not arrow(target, source), f"{target} imports {source}"
+
+
+def test_no_module_imports_itself_by_a_detour() -> None:
+    """Not even for types: what a circle of modules means can be understood only all at once."""
+    files = {**dict(modules()), **dict(tour_modules())}
+    arrows = {}
+    for module, path in files.items():
+        named = {part for name in imports(path) for part in (name, name.rpartition(".")[0])}
+        # A folder imports what it gathers; its modules may ask it for what it had before: `__version__`.
+        arrows[module] = {own for own in named & set(files) if not is_within(module, {own})}
+    while leaves := {module for module, found in arrows.items() if not found & set(arrows)}:
+        arrows = {module: found for module, found in arrows.items() if module not in leaves}
+    assert not arrows, f"each of these imports another of them: {sorted(arrows)}"
+
+
+def test_a_class_name_has_one_meaning() -> None:
+    homes: dict[str, list[str]] = {}
+    for module, path in [*modules(), *tour_modules()]:
+        if not module.startswith("ppserve.v1."):
+            for node in ast.walk(ast.parse(path.read_text())):
+                if isinstance(node, ast.ClassDef):
+                    homes.setdefault(node.name.lstrip("_"), []).append(module)
+    assert not {name: found for name, found in homes.items() if len(found) > 1}
 
 
 def test_files_stay_small() -> None:

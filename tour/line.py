@@ -77,7 +77,7 @@ class RandomWeights:
         return shapes.get(part, (rows, d))
 
 
-class Line:
+class TourStage:
     """One stage of a bare pipeline: its layers, its keys and values, and its wires to the neighbours."""
 
     def __init__(
@@ -93,13 +93,13 @@ class Line:
         self._stage = Stage(self.model, cache, wires)
 
     @classmethod
-    def of(cls, tour: Tour, checkpoint: Checkpoint, split: Split) -> Line:
+    def of(cls, tour: Tour, checkpoint: Checkpoint, split: Split) -> TourStage:
         """This rank's stage of the model, connected to its neighbours."""
         wires = tour.wires(checkpoint.architecture.width)
         return cls(checkpoint, stage_layouts(split)[tour.rank], tour.device, wires)
 
     @classmethod
-    def whole(cls, tour: Tour, checkpoint: Checkpoint) -> Line:
+    def whole(cls, tour: Tour, checkpoint: Checkpoint) -> TourStage:
         """The same model in this process alone."""
         arch = checkpoint.architecture
         (wires,) = connect((Frames(arch.width, torch.float32),))

@@ -21,7 +21,7 @@ import torch
 import torch.distributed as dist
 
 from ppserve.parts import Frames, Slice, StepPlan, Transport, connect
-from tour.line import Line, microbatches, slice_of
+from tour.line import TourStage, microbatches, slice_of
 from tour.ranks import Tour
 from tour.schedule import Schedule
 
@@ -36,7 +36,7 @@ def practice_prompts(num_sequences: int, num_tokens: int, vocab_size: int) -> li
 
 
 def run_microbatches(
-    tour: Tour, line: Line, prompts: list[list[int]], m: int
+    tour: Tour, line: TourStage, prompts: list[list[int]], m: int
 ) -> tuple[Schedule, torch.Tensor | None]:
     """The quickest of a few runs, and the last stage's hidden states of all tokens (T, D)."""
     plans = microbatches(prompts, m)
@@ -67,7 +67,7 @@ class Decoding:
     busy: list[float]
 
 
-def decode(tour: Tour, line: Line, num_sequences: int, in_flight: int, rounds: int) -> Decoding:
+def decode(tour: Tour, line: TourStage, num_sequences: int, in_flight: int, rounds: int) -> Decoding:
     """Greedy decoding of B sequences in lanes: a lane's next step begins when its tokens have come back.
 
     Tokens return from the last rank to the first outside the wires between stages.

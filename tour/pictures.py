@@ -5,13 +5,11 @@ from __future__ import annotations
 import json
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from tour.errors import TourError
-
-if TYPE_CHECKING:
-    from tour.schedule import Schedule
-    from tour.server import Stream
+from tour.schedule import Schedule
+from tour.server import WatchedStream
 
 _WIDE = (9.0, 4.5)
 _STRETCH_US = 40_000
@@ -92,7 +90,7 @@ class Pictures:
         right.set_title(f"decoding on {schedules[0].num_stages} stages", loc="left", fontsize=10)
         return self._save(figure, "efficiency.png")
 
-    def timeline(self, streams: dict[str, Stream], trace: Path) -> Path:
+    def timeline(self, streams: dict[str, WatchedStream], trace: Path) -> Path:
         """Tokens as they arrived, undisturbed and with a stage killed; and the schedule around them."""
         figure, [top, bottom] = self._figure(2, (9.0, 6.0))
         for (label, stream), colour in zip(streams.items(), (_COLOURS[7], _COLOURS[3]), strict=True):

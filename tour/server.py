@@ -112,7 +112,7 @@ def _words(path: Path) -> list[str]:
 
 
 @dataclass(slots=True)
-class Stream:
+class WatchedStream:
     """One stream as its reader saw it. arrivals: seconds from the request to each token."""
 
     text: str
@@ -130,10 +130,10 @@ class Stream:
 
 def read_stream(
     client: Client, prompt: str, seen: Callable[[str, int], object] | None = None, **options: Unpack[Options]
-) -> Stream:
+) -> WatchedStream:
     """Reads a stream to its end; `seen` gets every piece of text with the number of tokens so far."""
     started = time.monotonic()
-    stream = Stream("", [])
+    stream = WatchedStream("", [])
     for chunk in client.stream(prompt, **options):
         stream.text += chunk.text
         stream.arrivals += [time.monotonic() - started] * chunk.num_tokens

@@ -26,7 +26,7 @@ from ppserve.head.engine.members import Members
 from ppserve.head.engine.replica import Replica
 from ppserve.head.handle import PipelineHandle, describe_model
 from ppserve.head.observe.banner import StartProgress, banner
-from ppserve.head.observe.live import Schedule, describe_costs, read_state, serve_page
+from ppserve.head.observe.live import RecentSpans, describe_costs, read_state, serve_page
 from ppserve.head.observe.metrics import Metrics
 from ppserve.head.observe.observer import Observer
 from ppserve.head.observe.trace import Trace
@@ -90,7 +90,7 @@ class HeadProcess:
         self._keeper = Keeper(config, 0, world_size, (control_host, control.port, token))
         self._keeper_thread = threading.Thread(target=self._keeper.run, name="keeper", daemon=True)
         self._metrics = Metrics(world_size)
-        self._observer = Observer(self._metrics, Trace(world_size, config.server.trace), Schedule(world_size))
+        self._observer = Observer(self._metrics, Trace(world_size, config.server.trace), RecentSpans(world_size))
         self._members = Members(range(world_size), this_machine(), Layout(config), control)
         replica = Replica(self._members, control, self._observer, time.monotonic_ns)
         loop = asyncio.get_running_loop()

@@ -112,7 +112,7 @@ class StockCache:
 
 
 @dataclass(frozen=True, slots=True)
-class _Slice:
+class _SliceRows:
     """A slice's rows, the position of its first, and the blocks of all its positions so far."""
 
     first_row: int
@@ -144,7 +144,8 @@ class StockAttention:
         self._slices = []
         for first_row, count, start, begin in (map(int, of) for of in each):
             num_blocks = -(-(start + count) // cache.block_size)
-            self._slices.append(_Slice(first_row, first_row + count, start, tables[begin : begin + num_blocks]))
+            table = tables[begin : begin + num_blocks]
+            self._slices.append(_SliceRows(first_row, first_row + count, start, table))
 
     def __call__(self, layer: int, qkv_TE: torch.Tensor, scale: float) -> torch.Tensor:
         keys_BpHd, values_BpHd = self._cache.keys_LBpHd[layer], self._cache.values_LBpHd[layer]
@@ -160,7 +161,7 @@ class StockAttention:
             mixed_THd[rows] = self._attend(query_THd[rows], key_HPd, value_HPd, s.start, scale)
         return mixed_THd.flatten(1)
 
-    def _gather(self, numbers_BpHd: torch.Tensor, s: _Slice) -> torch.Tensor:
+    def _gather(self, numbers_BpHd: torch.Tensor, s: _SliceRows) -> torch.Tensor:
         """A sequence's keys or values as (H, P, d): its own, then zeros up to a multiple of `keys_multiple`."""
         in_order_HPd = numbers_BpHd[s.table].flatten(0, 1)[: s.end].transpose(0, 1)
         return pad(in_order_HPd, (0, 0, 0, -s.end % self._keys_multiple)).contiguous()

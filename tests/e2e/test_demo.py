@@ -12,9 +12,9 @@ from pathlib import Path
 import pytest
 
 import demo
-from tour.measure import Schedule
 from tour.pictures import read_trace
 from tour.ranks import start_ranks
+from tour.schedule import Schedule
 
 ROOT = Path(demo.__file__).parent
 TITLES = [f"{number}. {title}" for number, (title, _) in demo.PARTS.items()]

@@ -87,7 +87,7 @@ class Asked:
 _FLOATS = tuple(f.name for f in fields(Asked) if f.type == "float")
 
 
-class _Findings:
+class _Mistakes:
     """The mistakes found so far. A request may have thousands; eight are enough to tell."""
 
     MAX_TOLD = 8
@@ -128,42 +128,42 @@ class _Findings:
 
 def check(asked: Asked, card: ModelCard) -> None:
     """Raise InvalidRequest, naming every field that is outside the limits of `card`."""
-    findings = _Findings()
-    _check_request_id(asked.request_id, card, findings)
-    findings.within("priority", asked.priority, -MAX_PRIORITY - 1, MAX_PRIORITY)
-    _check_prompt(asked.prompt, card, findings)
-    _check_sampling(asked, card, findings)
-    _check_stop(asked, card, findings)
-    _check_output(asked, card, findings)
+    mistakes = _Mistakes()
+    _check_request_id(asked.request_id, card, mistakes)
+    mistakes.within("priority", asked.priority, -MAX_PRIORITY - 1, MAX_PRIORITY)
+    _check_prompt(asked.prompt, card, mistakes)
+    _check_sampling(asked, card, mistakes)
+    _check_stop(asked, card, mistakes)
+    _check_output(asked, card, mistakes)
     if asked.resume is not None:
-        _check_resume(asked.resume, asked, card, findings)
-    findings.raise_any()
+        _check_resume(asked.resume, asked, card, mistakes)
+    mistakes.raise_any()
 
 
 def check_text(field: str, text: str, card: ModelCard) -> None:
     """Raise InvalidRequest when `text` cannot be tokenized here."""
-    findings = _Findings()
+    mistakes = _Mistakes()
     if not card.has_tokenizer:
-        findings.add(field, "this model has no tokenizer")
-    findings.text(field, text, card.limits.max_prompt_bytes)
-    findings.raise_any()
+        mistakes.add(field, "this model has no tokenizer")
+    mistakes.text(field, text, card.limits.max_prompt_bytes)
+    mistakes.raise_any()
 
 
 def check_ids(field: str, ids: Sequence[int], card: ModelCard) -> None:
     """Raise InvalidRequest when `ids` cannot be turned into text here."""
-    findings = _Findings()
+    mistakes = _Mistakes()
     if not card.has_tokenizer:
-        findings.add(field, "this model has no tokenizer")
-    elif findings.at_most(field, len(ids), card.limits.max_prompt_bytes, "tokens"):
-        findings.ids(field, ids, card.architecture.vocab_size)
-    findings.raise_any()
+        mistakes.add(field, "this model has no tokenizer")
+    elif mistakes.at_most(field, len(ids), card.limits.max_prompt_bytes, "tokens"):
+        mistakes.ids(field, ids, card.architecture.vocab_size)
+    mistakes.raise_any()
 
 
 def is_fit_for_logs(request_id: str, card: ModelCard) -> bool:
     """Whether a caller's name for its request may go into logs and headers."""
-    findings = _Findings()
-    _check_request_id(request_id, card, findings)
-    return not findings.violations
+    mistakes = _Mistakes()
+    _check_request_id(request_id, card, mistakes)
+    return not mistakes.violations
 
 
 def to_request(asked: Asked, prompt_ids: Sequence[int], card: ModelCard, call: Call) -> Request:
@@ -175,15 +175,15 @@ def to_request(asked: Asked, prompt_ids: Sequence[int], card: ModelCard, call: C
         prompt_ids = [card.eos_id]
     resume_ids = () if asked.resume is None else tuple(asked.resume.ids)
     room, held = card.max_context - len(prompt_ids), len(resume_ids)
-    findings = _Findings()
+    mistakes = _Mistakes()
     if not prompt_ids:
-        findings.add("prompt", "empty, and this model has no end-of-text token to start from")
+        mistakes.add("prompt", "empty, and this model has no end-of-text token to start from")
     elif problem := context_problem(len(prompt_ids), int(asked.max_tokens != 0), card.max_context):
-        findings.add("prompt", problem)
+        mistakes.add("prompt", problem)
     elif held > room:
         problem = f"{held} tokens do not fit the context of {card.max_context} after the prompt"
-        findings.add("resume.generated_token_ids", problem)
-    findings.raise_any()
+        mistakes.add("resume.generated_token_ids", problem)
+    mistakes.raise_any()
     return Request(
         id=call.id,
         prompt_ids=tuple(prompt_ids),
@@ -210,85 +210,85 @@ def to_request(asked: Asked, prompt_ids: Sequence[int], card: ModelCard, call: C
     )
 
 
-def _check_request_id(request_id: str, card: ModelCard, findings: _Findings) -> None:
-    findings.text("request_id", request_id, card.limits.max_request_id_bytes)
+def _check_request_id(request_id: str, card: ModelCard, mistakes: _Mistakes) -> None:
+    mistakes.text("request_id", request_id, card.limits.max_request_id_bytes)
     if not (request_id.isascii() and request_id.isprintable()):
-        findings.add("request_id", "holds characters that are not printable ASCII")
+        mistakes.add("request_id", "holds characters that are not printable ASCII")
 
 
-def _check_prompt(prompt: str | Sequence[int], card: ModelCard, findings: _Findings) -> None:
+def _check_prompt(prompt: str | Sequence[int], card: ModelCard, mistakes: _Mistakes) -> None:
     if isinstance(prompt, str):
         if prompt and not card.has_tokenizer:
-            findings.add("prompt", "this model has no tokenizer: send token_ids")
-        findings.text("prompt", prompt, card.limits.max_prompt_bytes)
-    elif findings.at_most("prompt", len(prompt), card.max_context, "tokens"):
-        findings.ids("token_ids.ids", prompt, card.architecture.vocab_size)
+            mistakes.add("prompt", "this model has no tokenizer: send token_ids")
+        mistakes.text("prompt", prompt, card.limits.max_prompt_bytes)
+    elif mistakes.at_most("prompt", len(prompt), card.max_context, "tokens"):
+        mistakes.ids("token_ids.ids", prompt, card.architecture.vocab_size)
 
 
-def _check_sampling(asked: Asked, card: ModelCard, findings: _Findings) -> None:
+def _check_sampling(asked: Asked, card: ModelCard, mistakes: _Mistakes) -> None:
     limits, vocab_size = card.limits, card.architecture.vocab_size
     if asked.temperature != 0:
         range_ends = _float32(MIN_TEMPERATURE), MAX_TEMPERATURE
-        findings.within("sampling.temperature", asked.temperature, *range_ends, or_else="0 (greedy) or ")
-    findings.within("sampling.top_k", asked.top_k, 0, MAX_COUNT)
+        mistakes.within("sampling.temperature", asked.temperature, *range_ends, or_else="0 (greedy) or ")
+    mistakes.within("sampling.top_k", asked.top_k, 0, MAX_COUNT)
     if not 0 < asked.top_p <= 1:
-        findings.add("sampling.top_p", f"{asked.top_p:g} is not above 0 and at most 1")
-    findings.within("sampling.min_p", asked.min_p, 0, 1)
+        mistakes.add("sampling.top_p", f"{asked.top_p:g} is not above 0 and at most 1")
+    mistakes.within("sampling.min_p", asked.min_p, 0, 1)
     range_ends = _float32(MIN_REPETITION_PENALTY), MAX_REPETITION_PENALTY
-    findings.within("sampling.repetition_penalty", asked.repetition_penalty, *range_ends)
-    findings.within("sampling.frequency_penalty", asked.frequency_penalty, -MAX_PENALTY, MAX_PENALTY)
-    findings.within("sampling.presence_penalty", asked.presence_penalty, -MAX_PENALTY, MAX_PENALTY)
+    mistakes.within("sampling.repetition_penalty", asked.repetition_penalty, *range_ends)
+    mistakes.within("sampling.frequency_penalty", asked.frequency_penalty, -MAX_PENALTY, MAX_PENALTY)
+    mistakes.within("sampling.presence_penalty", asked.presence_penalty, -MAX_PENALTY, MAX_PENALTY)
     if asked.seed is not None:
-        findings.within("sampling.seed", asked.seed, 0, MAX_SEED)
+        mistakes.within("sampling.seed", asked.seed, 0, MAX_SEED)
     if asked.n < 1:
-        findings.add("sampling.n", f"{asked.n} sequences; ask for at least one")
-    findings.at_most("sampling.n", asked.n, limits.max_n, "sequences")
-    if findings.at_most("sampling.logit_bias", len(asked.logit_bias), limits.max_logit_bias, "entries"):
+        mistakes.add("sampling.n", f"{asked.n} sequences; ask for at least one")
+    mistakes.at_most("sampling.n", asked.n, limits.max_n, "sequences")
+    if mistakes.at_most("sampling.logit_bias", len(asked.logit_bias), limits.max_logit_bias, "entries"):
         for token_id, bias in asked.logit_bias.items():
             field = f"sampling.logit_bias[{token_id}]"
             if not 0 <= token_id < vocab_size:
-                findings.add(field, f"outside the vocabulary of {vocab_size}")
-            findings.within(field, bias, -MAX_BIAS, MAX_BIAS)
+                mistakes.add(field, f"outside the vocabulary of {vocab_size}")
+            mistakes.within(field, bias, -MAX_BIAS, MAX_BIAS)
 
 
-def _check_stop(asked: Asked, card: ModelCard, findings: _Findings) -> None:
+def _check_stop(asked: Asked, card: ModelCard, mistakes: _Mistakes) -> None:
     limits = card.limits
-    findings.within("stop.min_tokens", asked.min_tokens, 0, MAX_COUNT)
+    mistakes.within("stop.min_tokens", asked.min_tokens, 0, MAX_COUNT)
     if asked.max_tokens is not None:
-        findings.within("stop.max_tokens", asked.max_tokens, 0, MAX_COUNT)
+        mistakes.within("stop.max_tokens", asked.max_tokens, 0, MAX_COUNT)
         if asked.min_tokens > asked.max_tokens:
-            findings.add("stop.min_tokens", f"{asked.min_tokens} is more than max_tokens, {asked.max_tokens}")
+            mistakes.add("stop.min_tokens", f"{asked.min_tokens} is more than max_tokens, {asked.max_tokens}")
     if asked.stop and not card.has_tokenizer:
-        findings.add("stop.stop", "this model has no tokenizer, so there is no text to match")
-    if findings.at_most("stop.stop", len(asked.stop), limits.max_stop, "strings"):
+        mistakes.add("stop.stop", "this model has no tokenizer, so there is no text to match")
+    if mistakes.at_most("stop.stop", len(asked.stop), limits.max_stop, "strings"):
         for place, string in enumerate(asked.stop):
             if not string:
-                findings.add(f"stop.stop[{place}]", "empty")
-            findings.text(f"stop.stop[{place}]", string, limits.max_stop_bytes)
-    if findings.at_most("stop.stop_token_ids", len(asked.stop_token_ids), limits.max_stop_token_ids, "tokens"):
-        findings.ids("stop.stop_token_ids", asked.stop_token_ids, card.architecture.vocab_size)
+                mistakes.add(f"stop.stop[{place}]", "empty")
+            mistakes.text(f"stop.stop[{place}]", string, limits.max_stop_bytes)
+    if mistakes.at_most("stop.stop_token_ids", len(asked.stop_token_ids), limits.max_stop_token_ids, "tokens"):
+        mistakes.ids("stop.stop_token_ids", asked.stop_token_ids, card.architecture.vocab_size)
 
 
-def _check_output(asked: Asked, card: ModelCard, findings: _Findings) -> None:
+def _check_output(asked: Asked, card: ModelCard, mistakes: _Mistakes) -> None:
     limit = card.limits.max_logprobs
     for name, count in (("logprobs", asked.logprobs), ("prompt_logprobs", asked.prompt_logprobs)):
-        if count is not None and findings.at_most(f"output.{name}", count, limit, "alternatives"):
-            findings.within(f"output.{name}", count, 0, limit)
+        if count is not None and mistakes.at_most(f"output.{name}", count, limit, "alternatives"):
+            mistakes.within(f"output.{name}", count, 0, limit)
     if asked.echo and not card.has_tokenizer:
-        findings.add("output.echo", "this model has no tokenizer, so there is no text to send back")
-    findings.within("output.stream_interval", asked.stream_interval, 1, MAX_COUNT)
+        mistakes.add("output.echo", "this model has no tokenizer, so there is no text to send back")
+    mistakes.within("output.stream_interval", asked.stream_interval, 1, MAX_COUNT)
 
 
-def _check_resume(resume: Resume, asked: Asked, card: ModelCard, findings: _Findings) -> None:
+def _check_resume(resume: Resume, asked: Asked, card: ModelCard, mistakes: _Mistakes) -> None:
     if not 0 <= resume.index < asked.n:
-        findings.add("resume.index", f"{resume.index}, but the request has {asked.n} sequences")
+        mistakes.add("resume.index", f"{resume.index}, but the request has {asked.n} sequences")
     ids = resume.ids
-    if findings.at_most("resume.generated_token_ids", len(ids), card.max_context, "tokens"):
-        findings.ids("resume.generated_token_ids", ids, card.architecture.vocab_size)
+    if mistakes.at_most("resume.generated_token_ids", len(ids), card.max_context, "tokens"):
+        mistakes.ids("resume.generated_token_ids", ids, card.architecture.vocab_size)
     if asked.max_tokens is not None and len(ids) > asked.max_tokens:
-        findings.add("resume.generated_token_ids", f"{len(ids)} tokens, but max_tokens is {asked.max_tokens}")
+        mistakes.add("resume.generated_token_ids", f"{len(ids)} tokens, but max_tokens is {asked.max_tokens}")
     if ids and asked.temperature != 0 and asked.seed is None:
-        findings.add("sampling.seed", "needed to resume: send the seed that came back with the first stream")
+        mistakes.add("sampling.seed", "needed to resume: send the seed that came back with the first stream")
 
 
 def _record(kind: type[R], asked: Asked, **resolved: Any) -> R:

@@ -30,7 +30,7 @@ WINDOW_S = 10.0
 _KIND_NUMBERS = {kind: number for number, kind in enumerate(KINDS)}
 
 
-class Schedule:
+class RecentSpans:
     """The latest MAX_SPANS spans of every stage. Written by the engine's thread."""
 
     def __init__(self, num_stages: int) -> None:

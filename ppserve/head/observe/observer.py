@@ -8,7 +8,7 @@ from ppserve.errors import RequestError
 from ppserve.head.engine.open_request import OpenRequest
 from ppserve.head.engine.output import TokenOutput
 from ppserve.head.engine.watcher import Watcher
-from ppserve.head.observe.live import Schedule
+from ppserve.head.observe.live import RecentSpans
 from ppserve.head.observe.metrics import Metrics
 from ppserve.head.observe.trace import Trace
 
@@ -16,7 +16,7 @@ from ppserve.head.observe.trace import Trace
 class Observer(Watcher):
     """See the module. trace: off until it is started."""
 
-    def __init__(self, metrics: Metrics, trace: Trace, schedule: Schedule) -> None:
+    def __init__(self, metrics: Metrics, trace: Trace, schedule: RecentSpans) -> None:
         self.metrics = metrics
         self.trace = trace
         self.schedule = schedule

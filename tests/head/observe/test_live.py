@@ -11,7 +11,14 @@ from importlib import resources
 
 from ppserve.core.ledger.account import Settled
 from ppserve.core.ledger.causes import HOST, IDLE, KINDS, Span
-from ppserve.head.observe.live import MAX_SPANS, WINDOW_S, Schedule, content_policy, describe_schedule, serve_page
+from ppserve.head.observe.live import (
+    MAX_SPANS,
+    WINDOW_S,
+    RecentSpans,
+    content_policy,
+    describe_schedule,
+    serve_page,
+)
 from ppserve.head.observe.metrics import Metrics
 
 HTML = resources.files("ppserve").joinpath("head/observe/web/index.html").read_text("utf-8")
@@ -19,7 +26,7 @@ SECOND = 1_000_000_000
 
 
 def test_the_schedule_keeps_the_latest_and_no_more() -> None:
-    schedule = Schedule(2)
+    schedule = RecentSpans(2)
     for step in range(3 * MAX_SPANS):
         schedule.settled(Settled(1, Span(step, step + 1, "decode"), step))
     first, second = schedule.recent()
@@ -28,7 +35,7 @@ def test_the_schedule_keeps_the_latest_and_no_more() -> None:
 
 
 def test_idle_time_is_not_drawn_and_bubbles_are() -> None:
-    schedule = Schedule(1)
+    schedule = RecentSpans(1)
     schedule.settled(Settled(0, Span(0, 5, IDLE), None))
     schedule.settled(Settled(0, Span(5, 9, HOST), 7))
     assert [s.span.kind for s in schedule.recent()[0]] == [HOST]

@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 
 from ppserve.model.cpu.kernels.memory import address, aligned
 from ppserve.model.cpu.kernels.operations import OPERATIONS
-from ppserve.model.cpu.kernels.products import Rows, count_tile_rows, multiply_rows, pack_rows
+from ppserve.model.cpu.kernels.products import PackedRows, count_tile_rows, multiply_rows, pack_rows
 from ppserve.model.cpu.kernels.tile_code import MicroKernel
 from ppserve.model.cpu.kernels.weights import PackedWeights
 
@@ -35,7 +35,7 @@ class Product:
             aligned(weights.chunks * 16 * inputs, np.float32),
             aligned((padded, weights.outputs), np.float32),
         )
-        rows = Rows(address(words), address(scales), count, tile_rows)
+        rows = PackedRows(address(words), address(scales), count, tile_rows)
         x = np.ascontiguousarray(x)
         pack_rows(kind, address(x), depth, rows, weights.chunks, address(values), 0, count)
         bounds = (0, *cuts, weights.outputs // 16)

@@ -78,7 +78,7 @@ class Weights(NamedTuple):
     outputs: int
 
 
-class Rows(NamedTuple):
+class PackedRows(NamedTuple):
     """Packed rows as kernels see them. words, scales: addresses."""
 
     words: int

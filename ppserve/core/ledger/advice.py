@@ -15,7 +15,7 @@ _WORTHWHILE_GAIN = 0.01
 
 _REMEDIES = {
     FILL_DRAIN: "fewer sequences are ready than there are stages; more concurrent requests would fill them",
-    TRANSFER: "stages wait for hidden states on the wire; stages on one host (--transport shm) or fewer of them"
+    TRANSFER: "stages wait for hidden states to arrive; stages on one host (--transport shm) or fewer of them"
     " would help",
     HOST: "stages wait for the head or for their inputs; a free core for the head, or fewer and larger steps"
     " (more concurrent requests) would help",

@@ -27,12 +27,13 @@ from pathlib import Path
 import torch
 
 import parallel_state
-from ppserve import Client, PpserveError
-from ppserve.parts import (
+from ppserve import (
     BUSY,
     CAUSES,
     IDLE,
     Architecture,
+    Client,
+    PpserveError,
     StageSeconds,
     StepPlan,
     balance,

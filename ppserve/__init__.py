@@ -5,13 +5,17 @@
     with Pipeline("tiny", stages=2) as pipeline:
         print(pipeline.complete("Once upon a time", max_tokens=40, seed=1).text)
 
-`Pipeline` runs a model in this process; `Client` and `AsyncClient` ask a server. A name is imported when it is
-first used: asking a server needs no torch.
+`Pipeline` runs a model in this process; `Client` and `AsyncClient` ask a server. The rest are the parts of a
+pipeline, for those who take one apart: `demo.py` is built from these names alone. A name is imported when it is
+first used, so asking a server needs no torch.
 """
+
+# mypy: implicit_reexport=True
+# ruff: noqa: F401
 
 from __future__ import annotations
 
-from importlib import import_module
+from importlib import import_module, metadata
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -19,39 +23,58 @@ if TYPE_CHECKING:
     from ppserve.client import AsyncClient, CallFailed, Client, RetryPolicy, Tls
     from ppserve.errors import ConfigError, InvalidRequest, PpserveError, RequestError, UsageError
     from ppserve.library.ledger import Ledger
+    from ppserve.library.parts import (
+        BUSY,
+        CAUSES,
+        IDLE,
+        Architecture,
+        Checkpoint,
+        Compute,
+        Computed,
+        Draw,
+        Frames,
+        GPT2Stage,
+        SamplingParams,
+        Slice,
+        Split,
+        Stage,
+        StageLayout,
+        StageSeconds,
+        StepPlan,
+        Transport,
+        balance,
+        between,
+        connect,
+        create_transport,
+        decode_parts,
+        load_tokenizer,
+        open_checkpoint,
+        read_architecture,
+        read_ledger,
+        shares,
+        split_by_weight,
+        stage_layouts,
+        stage_params,
+    )
     from ppserve.library.pipeline import Pipeline
     from ppserve.library.stream import Stream
 
-__version__ = "0.1.0"
-
-_HOMES = {
-    "ppserve.answers": ("Chunk", "Completion", "Options"),
-    "ppserve.client": ("AsyncClient", "CallFailed", "Client", "RetryPolicy", "Tls"),
-    "ppserve.errors": ("ConfigError", "InvalidRequest", "PpserveError", "RequestError", "UsageError"),
-    "ppserve.library.ledger": ("Ledger",),
-    "ppserve.library.pipeline": ("Pipeline",),
-    "ppserve.library.stream": ("Stream",),
+_NAMES = {
+    "ppserve.answers": "Chunk Completion Options",
+    "ppserve.client": "AsyncClient CallFailed Client RetryPolicy Tls",
+    "ppserve.errors": "ConfigError InvalidRequest PpserveError RequestError UsageError",
+    "ppserve.library.ledger": "Ledger",
+    "ppserve.library.pipeline": "Pipeline",
+    "ppserve.library.stream": "Stream",
+    "ppserve.library.parts": """BUSY CAUSES IDLE Architecture Checkpoint Compute Computed Draw Frames GPT2Stage
+        SamplingParams Slice Split Stage StageLayout StageSeconds StepPlan Transport balance between connect
+        create_transport decode_parts load_tokenizer open_checkpoint read_architecture read_ledger shares
+        split_by_weight stage_layouts stage_params""",
 }
-_HOME_OF = {name: home for home, names in _HOMES.items() for name in names}
+_HOME_OF = {name: home for home, names in _NAMES.items() for name in names.split()}
 
-__all__ = [
-    "AsyncClient",
-    "CallFailed",
-    "Chunk",
-    "Client",
-    "Completion",
-    "ConfigError",
-    "InvalidRequest",
-    "Ledger",
-    "Options",
-    "Pipeline",
-    "PpserveError",
-    "RequestError",
-    "RetryPolicy",
-    "Stream",
-    "Tls",
-    "UsageError",
-]
+__all__ = sorted(_HOME_OF)
+__version__ = metadata.version("ppserve")
 
 
 def __getattr__(name: str) -> Any:

@@ -41,27 +41,26 @@ MAY_IMPORT: dict[str, set[str]] = {
     },
     "ppserve.head": {
         *("ppserve.head", "ppserve.core", "ppserve.tokenizer", "ppserve.config", "ppserve.errors"),
-        "ppserve.__version__",
     },
     "ppserve.head.app": {"ppserve.process"},
     "ppserve.head.engine": {"ppserve.wire", "ppserve.process.environment"},
     "ppserve.head.api.grpc": {"ppserve.v1", "grpc", "google", "grpc_health", "grpc_reflection"},
     "ppserve.head.observe.metrics": {"prometheus_client"},
-    "ppserve.parts": {"ppserve.bench", "ppserve.core", "ppserve.model", "ppserve.stage", "ppserve.tokenizer"},
     "ppserve.library": {
-        *("ppserve.library", "ppserve.head", "ppserve.stage", "ppserve.model.checkpoint", "ppserve.core"),
+        *("ppserve.library", "ppserve.head", "ppserve.stage", "ppserve.core"),
         *("ppserve.answers", "ppserve.wire", "ppserve.config", "ppserve.errors", "ppserve.process.environment"),
         "ppserve.tokenizer",
     },
+    "ppserve.library.parts": {"ppserve.bench", "ppserve.model"},
     "ppserve.client": {
         *("ppserve.client", "ppserve.answers", "ppserve.v1", "ppserve.errors"),
         *("grpc", "google", "grpc_health"),
     },
     "ppserve.bench": {"ppserve.bench", "ppserve.client", "ppserve.v1", "ppserve.errors", "grpc", "matplotlib"},
     "ppserve.cli": {
-        *("ppserve.cli", "ppserve.answers", "ppserve.bench", "ppserve.client", "ppserve.config", "ppserve.core"),
+        *("ppserve.cli", "ppserve.bench", "ppserve.client", "ppserve.config", "ppserve.core"),
         *("ppserve.errors", "ppserve.head", "ppserve.model.checkpoint", "ppserve.planning", "ppserve.process"),
-        *("ppserve.__version__", "click"),
+        "click",
     },
     "parallel_state": {"torch"},
 }
@@ -251,20 +250,6 @@ def test_files_stay_small() -> None:
 @pytest.mark.parametrize("path", [ROOT / "demo.py", *sorted((ROOT / "tour").glob("*.py"))], ids=str)
 def test_the_tour_uses_public_names_only(path: Path) -> None:
     import ppserve
-    from ppserve import parts
 
-    public = {f"ppserve.{name}" for name in ppserve.__all__} | {f"ppserve.parts.{name}" for name in parts.__all__}
+    public = {f"ppserve.{name}" for name in ppserve.__all__}
     assert {name for name in imports(path) if name.startswith("ppserve")} <= public
-
-
-def test_the_public_names_of_parts_are_these() -> None:
-    from ppserve import parts
-
-    assert sorted(parts.__all__) == sorted(name for name in vars(parts) if not name.startswith("_"))
-    assert sorted(parts.__all__) == [
-        *("Architecture", "BUSY", "CAUSES", "Checkpoint", "Compute", "Computed", "Draw", "Frames", "GPT2Stage"),
-        *("IDLE", "SamplingParams", "Slice", "Split", "Stage", "StageLayout", "StageSeconds", "StepPlan"),
-        *("Transport", "balance", "between", "connect", "create_transport", "decode_parts", "load_tokenizer"),
-        *("open_checkpoint", "read_architecture", "read_ledger", "shares", "split_by_weight", "stage_layouts"),
-        "stage_params",
-    ]

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import torch
 
-from ppserve.parts import (
+from ppserve import (
     Architecture,
     Checkpoint,
     Compute,

@@ -20,7 +20,7 @@ from dataclasses import dataclass
 import torch
 import torch.distributed as dist
 
-from ppserve.parts import Frames, Slice, StepPlan, Transport, connect
+from ppserve import Frames, Slice, StepPlan, Transport, connect
 from tour.line import TourStage, microbatches, slice_of
 from tour.ranks import Tour
 from tour.schedule import Schedule

@@ -19,7 +19,7 @@ import torch
 import torch.distributed as dist
 
 import parallel_state
-from ppserve.parts import Frames, Transport, create_transport
+from ppserve import Frames, Transport, create_transport
 from tour.pictures import Pictures
 
 _TIMEOUT = timedelta(seconds=300)

@@ -14,10 +14,9 @@ from typing import Any, cast
 
 import click
 
-from ppserve.answers import Options, completion_of
 from ppserve.cli.connection import connection, connection_options
 from ppserve.cli.types import Text, Whole
-from ppserve.client import AsyncClient, CallFailed, Chunk, Client, RetryPolicy
+from ppserve.client import AsyncClient, CallFailed, Chunk, Client, Options, RetryPolicy, completion_of
 from ppserve.errors import ConfigError, PpserveError
 
 # What the proto's uint32 holds.

@@ -9,7 +9,6 @@ from typing import Any, ClassVar
 
 import click
 
-from ppserve import __version__
 from ppserve.errors import PpserveError, UsageError
 from ppserve.process.environment import EXIT_USAGE
 
@@ -48,7 +47,7 @@ class _ServeByDefault(click.Group):
 
 
 @click.group(cls=_ServeByDefault, context_settings={"help_option_names": ["--help"]})
-@click.version_option(__version__, prog_name="ppserve")
+@click.version_option(package_name="ppserve", prog_name="ppserve")
 def cli() -> None:
     """Pipeline-parallel text generation for the GPT-2 family."""
 

@@ -12,7 +12,7 @@ cannot be reached or is full, and continue a stream that broke where it broke: t
 the text of an undisturbed stream. `RetryPolicy` bounds this; `CallFailed` is raised when it is over.
 """
 
-from ppserve.answers import Chunk, Completion, Finish, Options, Timings, Token, Usage
+from ppserve.answers import Chunk, Completion, Finish, Options, Timings, Token, Usage, completion_of
 from ppserve.answers import CompletedSequence as Sequence
 from ppserve.client.asynchronous import AsyncClient
 from ppserve.client.connection import Tls
@@ -34,4 +34,5 @@ __all__ = [
     "Tls",
     "Token",
     "Usage",
+    "completion_of",
 ]

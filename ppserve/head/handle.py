@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import asyncio
 from dataclasses import replace
+from importlib import metadata
 from pathlib import Path
 
-from ppserve import __version__
 from ppserve.config import ServeConfig
 from ppserve.core.ledger.account import StageTimes
 from ppserve.core.ledger.advice import advise
@@ -136,6 +136,6 @@ def describe_model(
         has_tokenizer=tokenizer is not None,
         deterministic=not reasons,
         why_not="; ".join(reasons),
-        version=__version__,
+        version=metadata.version("ppserve"),
         limits=replace(limits, max_n=min(limits.max_n, config.scheduling.max_num_seqs)),
     )

@@ -28,9 +28,7 @@ from ppserve.head.handle import describe_model, topology_of
 from ppserve.library.ledger import Ledger, ledger_of
 from ppserve.library.local import LocalControlPlane, LocalLink
 from ppserve.library.stream import Stream
-from ppserve.model.checkpoint.opening import open_checkpoint
 from ppserve.process.environment import RankEnvironment, this_machine
-from ppserve.stage import device
 from ppserve.stage.loop import Findings, StageLoop
 from ppserve.stage.wiring import ThreadWiring
 from ppserve.tokenizer import Tokenizer, load_tokenizer
@@ -84,7 +82,7 @@ class Pipeline:
         self._engine = Engine(replica, self._control, watcher, lambda call: call())
         self._tokenizer: Tokenizer | None = None
         wiring = ThreadWiring()
-        found = [_find(config, rank, stages) for rank in range(stages)]
+        found = [Findings.of(config, RankEnvironment(rank, stages, rank, stages, 0)) for rank in range(stages)]
         self._stages = [
             threading.Thread(
                 target=_live,
@@ -226,13 +224,6 @@ def _config_of(model: str, settings: Settings) -> cfg.ServeConfig:
             for part in _PARTS
         }
     )
-
-
-def _find(config: cfg.ServeConfig, rank: int, stages: int) -> Findings:
-    """What a stage of this process computes, and on what. Raises UsageError."""
-    checkpoint = open_checkpoint(config.model.path)
-    here = RankEnvironment(rank, stages, rank, stages, restart=0)
-    return Findings(checkpoint, device.choose(config, here, checkpoint.stored_dtype), costs=None)
 
 
 def _live(start: wire.Start, found: Findings, link: LocalLink, wiring: ThreadWiring) -> None:

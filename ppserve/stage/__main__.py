@@ -14,6 +14,7 @@ import socket
 import sys
 import threading
 import time
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from ppserve import wire
@@ -77,15 +78,13 @@ def main() -> int:
 
 def _prepare(start: wire.Start, environment: RankEnvironment) -> Findings:
     """Opens the checkpoint (headers only), takes the device, measures the parts. Raises UsageError."""
-    from ppserve.model.checkpoint.opening import open_checkpoint
-    from ppserve.stage import calibrate, device
+    from ppserve.stage import calibrate
     from ppserve.stage.loop import Findings
 
-    checkpoint = open_checkpoint(start.config.model.path)
-    compute = device.choose(start.config, environment, checkpoint.stored_dtype)
-    compute.occupy()
-    costs = calibrate.costs_for_split(start.config, start.num_stages, checkpoint, compute)
-    return Findings(checkpoint, compute, costs)
+    found = Findings.of(start.config, environment)
+    found.compute.occupy()
+    costs = calibrate.costs_for_split(start.config, start.num_stages, found.checkpoint, found.compute)
+    return replace(found, costs=costs)
 
 
 def _read_start() -> wire.Start:

@@ -19,15 +19,17 @@ from dataclasses import dataclass
 import torch
 
 from ppserve import wire
+from ppserve.config import ServeConfig
 from ppserve.core.partition import Parts
 from ppserve.core.plan import StepPlan
 from ppserve.errors import CheckpointError, ConfigError, TransportError
 from ppserve.model.backend import KVCache
 from ppserve.model.checkpoint import Checkpoint
+from ppserve.model.checkpoint.opening import open_checkpoint
 from ppserve.model.gpt2 import GPT2Stage
 from ppserve.model.selftest import check_determinism
-from ppserve.process.environment import this_machine
-from ppserve.stage.device import Compute
+from ppserve.process.environment import RankEnvironment, this_machine
+from ppserve.stage.device import Compute, choose
 from ppserve.stage.link import Link, OnAbandon, Stamped
 from ppserve.stage.step import Stage
 from ppserve.stage.transport import Frames
@@ -42,7 +44,13 @@ class Findings:
 
     checkpoint: Checkpoint
     compute: Compute
-    costs: Parts | None
+    costs: Parts | None = None
+
+    @classmethod
+    def of(cls, config: ServeConfig, environment: RankEnvironment) -> Findings:
+        """Opens the checkpoint (headers only) and chooses the device. Raises UsageError."""
+        checkpoint = open_checkpoint(config.model.path)
+        return cls(checkpoint, choose(config, environment, checkpoint.stored_dtype))
 
 
 @dataclass(slots=True)

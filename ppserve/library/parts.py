@@ -1,0 +1,18 @@
+"""The parts of a pipeline that are public names (`ppserve.__init__` lists them)."""
+
+# mypy: implicit_reexport=True
+# ruff: noqa: F401
+
+from ppserve.bench.ledger import CAUSES, StageSeconds, between, read_ledger
+from ppserve.bench.screen import BUSY, IDLE, shares
+from ppserve.core.architecture import Architecture, Split, StageLayout, stage_layouts, stage_params
+from ppserve.core.partition import balance, decode_parts, split_by_weight
+from ppserve.core.plan import Draw, Slice, StepPlan
+from ppserve.core.request import SamplingParams
+from ppserve.model.checkpoint import Checkpoint
+from ppserve.model.checkpoint.opening import open_checkpoint, read_architecture
+from ppserve.model.gpt2 import GPT2Stage
+from ppserve.stage.device import Compute
+from ppserve.stage.step import Computed, Stage
+from ppserve.stage.transport import Frames, Transport, connect, create_transport
+from ppserve.tokenizer import load_tokenizer

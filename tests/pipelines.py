@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import gc
 import os
+import threading
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
@@ -54,7 +55,11 @@ class Threads:
     def run(self, play: Play, *args: Any, dtype: torch.dtype = torch.float32) -> list[Any]:
         transports = connect((Frames(WIDTH, dtype, depth=DEPTH),) * STAGES)
         with ThreadPoolExecutor(STAGES) as threads:
-            running = [threads.submit(play, transport, i, *args) for i, transport in enumerate(transports)]
+            barrier = threading.Barrier(STAGES, timeout=60)
+            running = [
+                threads.submit(in_thread, barrier, play, transport, i, *args)
+                for i, transport in enumerate(transports)
+            ]
         return [future.result() for future in running]
 
     def count_descriptors(self) -> list[int]:
@@ -123,14 +128,24 @@ def relay(transport: Transport, stage: int, dtype: torch.dtype, post_ahead: int)
         if stage < STAGES - 1:
             num_bytes = transport.send(plan, hidden_TD + 1)
             right.append(num_bytes == plan.num_tokens * WIDTH * dtype.itemsize)
-    flush(transport, stage)
+    meet()
     return right
 
 
-def flush(transport: Transport, stage: int) -> None:
-    """Nobody goes on before everybody is here: agreed outside the wires. Threads share their end anyway."""
+_thread = threading.local()
+
+
+def in_thread(barrier: threading.Barrier, play: Play, *args: Any) -> Any:
+    _thread.barrier = barrier
+    return play(*args)
+
+
+def meet() -> None:
+    """Nobody goes on before everybody is here: agreed outside the wires."""
     if parallel_state.model_parallel_is_initialized():
         dist.barrier()
+    else:
+        _thread.barrier.wait()
 
 
 def count_descriptors(rank: int) -> int:

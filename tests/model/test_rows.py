@@ -42,7 +42,7 @@ def _onednn(weight: torch.Tensor, bias: torch.Tensor) -> Linear:
 
 
 CASES = [(_panels, "float32"), (_panels, "bfloat16"), (_panels_on_three_threads, "float32"), (_onednn, "float32")]
-if torch.ops.mkldnn._is_mkldnn_bf16_supported():
+if torch.ops.mkldnn._is_mkldnn_bf16_supported() and not torch.cpu._is_amx_tile_supported():
     CASES.append((_onednn, "bfloat16"))
 
 

@@ -11,6 +11,8 @@ import json
 import platform
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from functools import partial
+from itertools import product
 
 from prometheus_client import (
     CollectorRegistry,
@@ -88,7 +90,6 @@ class Metrics:
     """Written by the engine's thread, read by HTTP threads. Routes may be added while it serves."""
 
     def __init__(self, num_stages: int) -> None:
-        self._num_stages = num_stages
         self.registry = CollectorRegistry(auto_describe=False)
         self.routes: dict[str, Route] = {"/metrics": self._render}
         self._server: HttpServer | None = None
@@ -151,7 +152,7 @@ class Metrics:
         self._pipeline.kv_usage.set(kv_usage)
 
     def stage_restarted(self, stage: int, cause: str) -> None:
-        self._pipeline.restarted(stage, cause)
+        self._pipeline.restarts.labels(str(stage), cause).inc()
 
     def output(self, opened: OpenRequest, output: TokenOutput, now_s: float) -> None:
         self._requests.output(opened, output, now_s)
@@ -171,55 +172,28 @@ def _latency(histogram: Histogram) -> Latency:
 
 class _PipelineMetrics:
     def __init__(self, registry: CollectorRegistry, num_stages: int) -> None:
+        counter, gauge = partial(Counter, registry=registry), partial(Gauge, registry=registry)
+        histogram = partial(Histogram, registry=registry)
         stages = [str(stage) for stage in range(num_stages)]
-        step = Histogram(
-            "ppserve_stage_step_seconds",
-            "Compute time of one step on one stage.",
-            ["stage", "phase"],
-            buckets=STEP_BUCKETS,
-            registry=registry,
-        )
+        step_text = "Compute time of one step on one stage."
+        step = histogram("ppserve_stage_step_seconds", step_text, ["stage", "phase"], buckets=STEP_BUCKETS)
         self.step = [{phase: step.labels(stage, phase) for phase in BUSY} for stage in stages]
-        transfer = Histogram(
-            "ppserve_transfer_seconds",
-            "From computed on this stage, or from when the next was ready for it, to received there.",
-            ["stage"],
-            buckets=STEP_BUCKETS,
-            registry=registry,
-        )
+        transfer_text = "From computed on this stage, or from when the next was ready for it, to received there."
+        transfer = histogram("ppserve_transfer_seconds", transfer_text, ["stage"], buckets=STEP_BUCKETS)
         self.transfer = [transfer.labels(stage) for stage in stages[:-1]]
-        transfer_bytes = Counter(
-            "ppserve_transfer_bytes", "Hidden states sent by this stage.", ["stage"], registry=registry
-        )
+        transfer_bytes = counter("ppserve_transfer_bytes", "Hidden states sent by this stage.", ["stage"])
         self.transfer_bytes = [transfer_bytes.labels(stage) for stage in stages[:-1]]
-        tokens = Histogram(
-            "ppserve_microbatch_tokens",
-            "Rows of a step.",
-            ["phase"],
-            buckets=ROWS_BUCKETS,
-            registry=registry,
-        )
+        tokens = histogram("ppserve_microbatch_tokens", "Rows of a step.", ["phase"], buckets=ROWS_BUCKETS)
         self.tokens = {phase: tokens.labels(phase) for phase in BUSY}
-        self.in_flight = Gauge("ppserve_microbatches_in_flight", "Steps in the pipeline.", registry=registry)
-        self.kv_usage = Gauge("ppserve_kv_usage_ratio", "Share of KV blocks in use.", registry=registry)
-        self._restarts = Counter(
-            "ppserve_stage_restarts", "Stages that died, by how.", ["stage", "cause"], registry=registry
-        )
-        for stage in stages:
-            for cause in RESTART_CAUSES:
-                self._restarts.labels(stage, cause)
-        self._stage_info = Gauge(
-            "ppserve_stage_info",
-            "What runs where; the value is 1.",
-            ["stage", "rank", "host", "device", "layers", "params"],
-            registry=registry,
-        )
-        self._build_info = Gauge(
-            "ppserve_build_info",
-            "What is served by what; the value is 1.",
-            ["version", "python", "model", "dtype"],
-            registry=registry,
-        )
+        self.in_flight = gauge("ppserve_microbatches_in_flight", "Steps in the pipeline.")
+        self.kv_usage = gauge("ppserve_kv_usage_ratio", "Share of KV blocks in use.")
+        self.restarts = counter("ppserve_stage_restarts", "Stages that died, by how.", ["stage", "cause"])
+        for stage, cause in product(stages, RESTART_CAUSES):
+            self.restarts.labels(stage, cause)
+        where = ["stage", "rank", "host", "device", "layers", "params"]
+        self._stage_info = gauge("ppserve_stage_info", "What runs where; the value is 1.", where)
+        what = ["version", "python", "model", "dtype"]
+        self._build_info = gauge("ppserve_build_info", "What is served by what; the value is 1.", what)
 
     def describe(self, card: ModelCard, topology: Topology) -> None:
         for stage in topology.stages:
@@ -235,31 +209,27 @@ class _PipelineMetrics:
             self.transfer[transfer.sender].observe(transfer.waited_ns / 1e9)
             self.transfer_bytes[transfer.sender].inc(transfer.num_bytes)
 
-    def restarted(self, stage: int, cause: str) -> None:
-        self._restarts.labels(str(stage), cause).inc()
-
 
 class _RequestMetrics:
     def __init__(self, registry: CollectorRegistry) -> None:
+        counter, gauge = partial(Counter, registry=registry), partial(Gauge, registry=registry)
+
         def histogram(name: str, text: str, buckets: tuple[float, ...]) -> Histogram:
             return Histogram(f"ppserve_{name}_seconds", text, buckets=buckets, registry=registry)
 
         self.ttft = histogram("time_to_first_token", "From arrival to a request's first token.", TTFT_BUCKETS)
         self.itl = histogram("inter_token_latency", "Between two tokens of a sequence.", TOKEN_BUCKETS)
-        self.tpot = histogram(
-            "time_per_output_token", "Mean over a sequence's tokens after its first.", TOKEN_BUCKETS
-        )
+        tpot_text = "Mean over a sequence's tokens after its first."
+        self.tpot = histogram("time_per_output_token", tpot_text, TOKEN_BUCKETS)
         self.duration = histogram("request_duration", "From arrival to a request's end.", DURATION_BUCKETS)
         self.queue = histogram("request_queue", "From arrival to admission.", QUEUE_BUCKETS)
-        ended = Counter("ppserve_requests", "Requests that ended, by how.", ["reason"], registry=registry)
+        ended = counter("ppserve_requests", "Requests that ended, by how.", ["reason"])
         self.ended = {reason: ended.labels(reason) for reason in (*(r.value for r in FinishReason), *STATUSES)}
-        self.prompt = Counter("ppserve_prompt_tokens", "Prompt tokens of admitted requests.", registry=registry)
-        self.cached = Counter(
-            "ppserve_cached_prompt_tokens", "Prompt tokens found in the prefix cache.", registry=registry
-        )
-        self.generated = Counter("ppserve_generated_tokens", "Tokens generated.", registry=registry)
-        self.running = Gauge("ppserve_requests_running", "Admitted sequences.", registry=registry)
-        self.waiting = Gauge("ppserve_requests_waiting", "Requests in the queue.", registry=registry)
+        self.prompt = counter("ppserve_prompt_tokens", "Prompt tokens of admitted requests.")
+        self.cached = counter("ppserve_cached_prompt_tokens", "Prompt tokens found in the prefix cache.")
+        self.generated = counter("ppserve_generated_tokens", "Tokens generated.")
+        self.running = gauge("ppserve_requests_running", "Admitted sequences.")
+        self.waiting = gauge("ppserve_requests_waiting", "Requests in the queue.")
         # Of every open request that has had an output: when the last token of each sequence came, by index.
         self._last_token_s: dict[str, dict[int, float]] = {}
 

@@ -63,7 +63,7 @@ def test_pure_decode_predicts_decode_although_rows_and_sampled_cannot_be_told_ap
     assert worst_error(cost, [StepSize(64, 64 * 100, 64)]) < 0.05
 
 
-def test_hours_of_decodes_leave_the_memory_of_prompts():
+def test_many_decodes_do_not_change_the_fit_of_prompts():
     cost = fitted(DECODE + PREFILL)
     for _ in range(200):
         for load in DECODE:
@@ -91,7 +91,7 @@ def test_no_term_is_negative_whatever_was_measured():
         assert min(terms.step, terms.row, terms.key, terms.sample) >= 0
 
 
-def test_times_that_say_nothing_are_ignored():
+def test_times_of_zero_or_less_are_ignored():
     cost = StageCost()
     cost.observe(DECODE[0], 0.0)
     cost.observe(DECODE[0], -1.0)

@@ -249,7 +249,7 @@ def test_demand_that_arrives_while_the_pipeline_is_down_waits_for_the_host():
     assert bubbles(account.settled()[0]) == {"host": 20}
 
 
-def test_stamps_that_contradict_each_other_still_sum_up():
+def test_stamps_that_contradict_each_other_still_sum_to_the_wall():
     """Clocks of hosts agree only to microseconds, so a stamp may be earlier than its cause, or later than now."""
     account = account_of(2)
     send(account, plan(0), 100, 90)

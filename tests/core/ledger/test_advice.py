@@ -23,13 +23,13 @@ def test_an_even_split_of_gpt2_is_told_the_better_one():
     )
 
 
-def test_an_imbalance_that_half_a_layer_mends():
+def test_an_imbalance_that_moving_half_a_layer_removes():
     stages = measured(ArtificialPipeline((2 * MS, 1 * MS), lanes=2), 2000)
     advice = advise(stages, stage_layouts(Split.parse("2,1")), 2)
     assert advice.endswith("--layers 1.5,1.5 predicts 90% instead of 75%")
 
 
-def test_an_imbalance_that_no_split_can_mend():
+def test_an_imbalance_that_no_split_removes():
     stages = measured(ArtificialPipeline((1 * MS, 2 * MS), lanes=2), 2000)
     assert advise(stages, stage_layouts(Split.parse("2,1")), 2).endswith(
         "stage 1 is 100% slower than the others; no other split would be better"

@@ -65,7 +65,7 @@ def test_a_configured_chunk_is_exact() -> None:
     assert sizes(composer.compose(decodes(2), 2, [sequence_of(20)], 1)) == [1, 1, 7]
 
 
-def test_chunks_shrink_so_that_every_lane_gets_some_but_never_to_crumbs() -> None:
+def test_chunks_shrink_so_that_every_lane_gets_some_but_not_below_the_minimum() -> None:
     composer = Composer(StepLimits())
     sequence = sequence_of(1000)
     chunks = []
@@ -108,13 +108,13 @@ def test_beside_decodes_a_prompt_is_spread_over_turns_so_that_steps_stay_alike()
     assert sizes(picks)[10:] == [MIN_SPREAD_CHUNK]
 
 
-def test_what_costs_next_to_nothing_is_not_spread() -> None:
+def test_a_prompt_that_hardly_lengthens_the_step_is_not_spread() -> None:
     composer = Composer(StepLimits(), LinearCosts(row=1e-6, sample=0.001))
     picks = composer.compose(decodes(10), 20, [sequence_of(120)], 2)
     assert sizes(picks)[10:] == [120]
 
 
-def test_a_single_lane_has_no_neighbour_to_be_like() -> None:
+def test_with_one_lane_prompts_are_not_spread() -> None:
     composer = Composer(StepLimits(seconds_beside_decodes=10.0), LinearCosts(row=0.001))
     picks = composer.compose(decodes(10), 10, [sequence_of(120)], 1)
     assert sizes(picks)[10:] == [120]

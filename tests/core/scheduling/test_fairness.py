@@ -37,7 +37,7 @@ def test_one_caller_is_served_in_order_of_arrival() -> None:
     assert queue.first(0.0) is None
 
 
-def test_a_flood_does_not_delay_a_light_caller() -> None:
+def test_many_requests_of_one_caller_do_not_delay_another() -> None:
     queue: FairQueue[Entry] = FairQueue()
     for i in range(100):
         queue.push(Entry(f"flood{i}", "flood"))
@@ -57,7 +57,7 @@ def test_two_busy_callers_share_by_tokens_not_by_requests() -> None:
     assert num_small == 30
 
 
-def test_idleness_saves_nothing_up() -> None:
+def test_being_idle_earns_no_advantage() -> None:
     queue: FairQueue[Entry] = FairQueue()
     for i in range(50):
         queue.push(Entry(f"busy{i}", "busy"))
@@ -123,7 +123,7 @@ def test_tokens_are_counted_as_they_come_and_go() -> None:
     assert len(queue) == 1
 
 
-def test_callers_who_left_are_forgotten_in_the_end() -> None:
+def test_idle_callers_are_forgotten() -> None:
     queue: FairQueue[Entry] = FairQueue()
     for i in range(3 * fairness.MAX_IDLE_CALLERS):
         queue.push(Entry("r", f"caller{i}"))

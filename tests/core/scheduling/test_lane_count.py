@@ -62,7 +62,7 @@ def test_it_comes_back_when_the_load_becomes_small() -> None:
     assert pipeline.run(wait_share=0.10) == 4
 
 
-def test_it_looks_again_after_a_while() -> None:
+def test_waiting_is_measured_again_after_many_steps() -> None:
     pipeline = Pipeline(2, fixed_s=0.001, row_s=0.001, rows=64)
     assert pipeline.run(wait_share=0.10) == 3
     assert pipeline.run(wait_share=0.0, num_steps=PROBE_STEPS + MIN_STEPS) == 2

@@ -180,7 +180,7 @@ def test_priority_and_fairness_decide_who_is_next() -> None:
     assert len(admitted) == 8
 
 
-def test_under_a_steady_flood_a_light_caller_waits_for_one_request() -> None:
+def test_while_one_caller_keeps_submitting_another_waits_for_one_request() -> None:
     rig = a_rig(max_num_seqs=2, max_queue=10_000, num_blocks=1000)
     for i in range(200):
         rig.submit(a_request(f"flood{i}", caller="flood"))
@@ -211,7 +211,7 @@ def test_long_answers_count_for_more_than_short_ones() -> None:
 # ---- deadlines and cancellation ----
 
 
-def test_the_late_are_dropped_before_they_cost_a_step() -> None:
+def test_overdue_requests_end_before_they_cost_a_step() -> None:
     rig = a_rig(max_num_seqs=1)
     rig.submit(a_request("running", max_tokens=20))
     rig.submit(a_request("late", deadline_s=5.0))

@@ -160,7 +160,7 @@ def test_the_number_of_lanes_follows_live() -> None:
     rig.check_answers()
 
 
-def test_prompts_ride_with_decodes() -> None:
+def test_prompts_and_decodes_share_steps() -> None:
     rig = a_rig(num_stages=1, prefill_chunk=8)
     rig.submit(a_request("first", num_prompt=4, max_tokens=20))
     fill(rig)

@@ -42,7 +42,7 @@ def test_results_of_an_older_epoch_are_ignored() -> None:
     assert {p.epoch for p in rig.pipeline.plans} == {1}
 
 
-def test_what_was_told_is_not_told_again() -> None:
+def test_events_are_not_repeated_after_a_loss() -> None:
     rig = a_rig(num_stages=1)
     rig.submit(a_request("r", num_prompt=9, max_tokens=8, output=OutputOptions(prompt_logprobs=0)))
     for _ in range(4):
@@ -67,7 +67,7 @@ def test_a_prompt_half_scored_is_scored_again() -> None:
     rig.check_answers()
 
 
-def test_the_ended_are_released_with_the_loss() -> None:
+def test_ended_sequences_are_released_at_a_loss() -> None:
     rig = a_rig(num_stages=2)
     rig.submit(a_request("r"))
     fill(rig)
@@ -135,7 +135,7 @@ def test_only_the_request_that_kills_stages_fails(num_stages: int, at_token: int
     for i in range(16):
         rig.submit(a_request(f"r{i}", num_prompt=5 + i, max_tokens=12))
     losses = run_with_poison(rig, "r7", at_token)
-    assert losses == 3, "in company, replayed in company, replayed alone"
+    assert losses == 3, "with others, replayed with others, replayed alone"
     (poisoned,) = [events for (name, _), events in rig.events.items() if name == "r7"]
     assert isinstance(poisoned[-1].error, RequestFailed)
     assert len([e for e in poisoned if e.token_id is not None]) == at_token
@@ -143,7 +143,7 @@ def test_only_the_request_that_kills_stages_fails(num_stages: int, at_token: int
     rig.check_answers()
 
 
-def test_a_poisonous_request_without_company_fails_too() -> None:
+def test_a_request_that_kills_stages_alone_fails_too() -> None:
     rig = a_rig(2)
     rig.submit(a_request("r", num_sequences=3))
     assert run_with_poison(rig, "r", 0) == 3

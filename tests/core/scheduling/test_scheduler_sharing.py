@@ -66,7 +66,7 @@ def test_the_first_answer_may_end_before_its_siblings_begin() -> None:
     rig.check_answers()
 
 
-def test_all_siblings_go_with_their_request() -> None:
+def test_all_siblings_end_with_their_request() -> None:
     rig = a_rig(num_stages=2, prefill_chunk=2)
     rig.submit(a_request("r", num_prompt=9, num_sequences=5))
     fill(rig)

@@ -56,7 +56,7 @@ def random_request(rng: random.Random, name: str, now: float, shared_prompt: tup
     return request
 
 
-class WhimsicalCosts:
+class RandomCosts:
     """Random predictions: they may make steps slow, but no token wrong."""
 
     def __init__(self, seed: int) -> None:
@@ -81,7 +81,7 @@ def walk(seed: int, num_stages: int, prefill_chunk: int | None, prefix_cache: bo
         eos_id=EOS_ID,
         aging_s=20.0,
     )
-    costs = WhimsicalCosts(seed) if seed % 2 else None
+    costs = RandomCosts(seed) if seed % 2 else None
     rig = SchedulerRig(config, num_blocks=2 * 3 * 80 // config.block_size, costs=costs)
     shared_prompt = tuple(rng.randrange(VOCAB_SIZE) for _ in range(24))
     for i in range(400):
@@ -121,7 +121,7 @@ def test_any_walk_gives_everybody_the_tokens_of_an_undisturbed_run(
         assert len(rig.requests) > 20
 
 
-def test_the_walks_go_everywhere() -> None:
+def test_the_walks_reach_every_feature() -> None:
     """The walks reach every feature; otherwise their success would prove nothing."""
     seen: set[str] = set()
     for seed in range(12):

@@ -154,7 +154,7 @@ def test_a_lost_stage_begins_a_new_epoch_when_it_is_back() -> None:
     assert len(pipeline.say(0, result(2))) == 1
 
 
-def test_a_complaint_waits_for_the_death_that_caused_it() -> None:
+def test_an_epoch_does_not_form_before_the_death_behind_a_broken_transport_is_known() -> None:
     pipeline = MembersRig(2)
     pipeline.start()
     assert pipeline.say(0, wire.Broken(1, "reset")) == [EpochLost(1, "reset")]
@@ -165,7 +165,7 @@ def test_a_complaint_waits_for_the_death_that_caused_it() -> None:
     assert pipeline.forms() == {}
 
 
-def test_a_broken_wire_alone_re_forms_with_the_same_stages() -> None:
+def test_after_a_broken_transport_alone_the_same_stages_form_again() -> None:
     pipeline = MembersRig(2)
     pipeline.start()
     pipeline.say(0, wire.Broken(1, "reset"))
@@ -235,7 +235,7 @@ def test_a_death_while_forming_starts_over() -> None:
     assert pipeline.join() == [Formed(2, 10)]
 
 
-def test_late_words_of_an_old_epoch_are_ignored() -> None:
+def test_messages_of_an_old_epoch_are_ignored() -> None:
     pipeline = MembersRig(2)
     pipeline.start()
     pipeline.members.gone(1, "exit", pipeline.now_ns)
@@ -249,7 +249,7 @@ def test_late_words_of_an_old_epoch_are_ignored() -> None:
     assert pipeline.join() == [Formed(2, 10)]
 
 
-def test_the_silent_are_dropped_the_answering_are_not() -> None:
+def test_silent_ranks_are_dropped_and_answering_ones_are_not() -> None:
     pipeline = MembersRig(2)
     pipeline.start()
     for _ in range(10):

@@ -25,7 +25,7 @@ from numba.extending import intrinsic, models, overload, register_model
 from ppserve.model.cpu.jit import inlined
 
 WIDTH = 16
-I16, I32, F32 = ir.IntType(16), ir.IntType(32), ir.FloatType()
+I16, I32, I64, F32 = ir.IntType(16), ir.IntType(32), ir.IntType(64), ir.FloatType()
 LANES, BITS, HALVES = (ir.VectorType(kind, WIDTH) for kind in (F32, I32, I16))
 
 
@@ -178,6 +178,32 @@ def load_one(typing, array, index):
         return value
 
     return types.float32(array, types.intp), generate
+
+
+@intrinsic
+def load_int(typing, address, index):
+    """int64 number `index` behind an address."""
+
+    def generate(context, builder, signature, arguments):
+        return builder.load(_int_at(builder, *arguments))
+
+    return types.int64(types.intp, types.intp), generate
+
+
+@intrinsic
+def store_int(typing, address, index, value):
+    """Write int64 number `index` behind an address."""
+
+    def generate(context, builder, signature, arguments):
+        address, index, value = arguments
+        builder.store(value, _int_at(builder, address, index))
+        return context.get_dummy_value()
+
+    return types.void(types.intp, types.intp, types.int64), generate
+
+
+def _int_at(builder, address, index):
+    return builder.gep(builder.inttoptr(address, I64.as_pointer()), [index])
 
 
 @intrinsic

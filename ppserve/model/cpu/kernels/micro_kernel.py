@@ -18,63 +18,19 @@ T rows, N outputs, W words of a row. Addresses and strides are in bytes.
 from __future__ import annotations
 
 from numba import types
-from numba.core.pythonapi import NativeValue
-from numba.extending import (
-    intrinsic,
-    models,
-    overload_attribute,
-    overload_method,
-    register_model,
-    typeof_impl,
-    unbox,
-)
+from numba.extending import intrinsic, overload_method
 
 from ppserve.model.cpu.kernels.amx_tile import AmxTile
+from ppserve.model.cpu.kernels.kinds import KindType
 from ppserve.model.cpu.kernels.operations import I64, OPERATIONS
-from ppserve.model.cpu.kernels.tile_code import MicroKernel, TileArguments
+from ppserve.model.cpu.kernels.tile_code import TileArguments
 from ppserve.model.cpu.kernels.vector_tile import VectorTile
 from ppserve.model.cpu.vector import lanes
 
 TILE_CODES = dict.fromkeys(OPERATIONS, VectorTile) | {"bf16_tiles": AmxTile, "int8_tiles": AmxTile}
 
 
-class MicroKernelType(types.Type):
-    """numba's type of one micro-kernel, so that what takes it as an argument is compiled for each."""
-
-    def __init__(self, kind: MicroKernel) -> None:
-        self.kind = kind
-        super().__init__(repr(kind))
-
-
-register_model(MicroKernelType)(models.OpaqueModel)
-
-
-@typeof_impl.register(MicroKernel)
-def _typeof(kind, _context):
-    return MicroKernelType(kind)
-
-
-@unbox(MicroKernelType)
-def _unbox(_kind, _value, c):
-    return NativeValue(c.context.get_dummy_value())
-
-
-def _constant(name, value_of) -> None:
-    """Let kernels read `kind.name`."""
-
-    @overload_attribute(MicroKernelType, name)
-    def constant(kind):
-        value = value_of(kind.kind)
-        return lambda kind: value
-
-
-for _name in ("panels", "rows_at_once", "chunks_at_once"):
-    _constant(_name, lambda kind, name=_name: getattr(kind, name))
-for _name in ("steps", "inputs"):
-    _constant(_name, lambda kind, name=_name: getattr(OPERATIONS[kind.operation], name))
-
-
-@overload_method(MicroKernelType, "tile_rows")
+@overload_method(KindType, "tile_rows")
 def _tile_rows(kind, num_rows):
     """Rows of each of the fewest tiles that hold `num_rows`, about equally many in each."""
     sizes = kind.kind.rows

@@ -14,6 +14,7 @@ from ppserve.model.cpu.kernels.memory import LINE_BYTES
 from ppserve.model.cpu.kernels.micro_kernel import pack
 from ppserve.model.cpu.vector import (
     fma,
+    keep_first,
     load,
     load_one,
     max_lanes,
@@ -30,14 +31,17 @@ _SMALLEST_ROW = np.float32(1e-30)
 
 
 @inlined
-def _find_scale(values, count):
-    """What int8 values of a row are multiplied by, and what its values are multiplied by to become them.
+def scale_for_int8(values, count):
+    """(what int8 numbers are multiplied by to become `count` values, what the values are multiplied by to become
+    them).
 
-    A row of nothing but numbers below 1e-30 counts as zeros. A number that is not finite makes the whole row NaN.
+    Values all below 1e-30 count as zeros. One that is not finite makes them all NaN.
     """
     most, not_finite = splat(_ZERO), splat(_ZERO)
     for i in range(0, count, 16):
         here = load(values, i)
+        if i + 16 > count:
+            here = keep_first(here, count - i, splat(_ZERO))
         size = where_greater(splat(_ZERO), here, splat(_ZERO) - here, here)
         most = where_greater(size, most, size, most)
         not_finite = fma(here, splat(_ZERO), not_finite)
@@ -55,7 +59,7 @@ def pack_row(kind, values, rows, chunks, row):
     place = rows.words + (tile * chunks * rows.tile_rows + r) * row_bytes
     inputs = 16 * kind.inputs
     if kind.inputs == 4:
-        scale, inverse = _find_scale(values, chunks * inputs)
+        scale, inverse = scale_for_int8(values, chunks * inputs)
         store_one(rows.scales, row, scale)
     for chunk in range(chunks):
         for part in range(kind.inputs):

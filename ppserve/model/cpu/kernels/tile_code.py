@@ -10,6 +10,7 @@ from typing import NamedTuple
 from llvmlite import ir
 from numba.core import cgutils
 
+from ppserve.model.cpu.kernels.kinds import setting
 from ppserve.model.cpu.kernels.memory import LINE_BYTES
 from ppserve.model.cpu.kernels.operations import F32, I8, I32, I64, OPERATIONS, call, splat, vector
 
@@ -20,6 +21,7 @@ CHUNK_BYTES = PANEL * LINE_BYTES
 """16 words of 16 outputs, or of 16 rows."""
 
 
+@setting
 @dataclass(frozen=True)
 class MicroKernel:
     """operation: a key of OPERATIONS. lanes: elements of a vector register, 8 or 16. panels: those of a tile.
@@ -32,6 +34,15 @@ class MicroKernel:
     rows: tuple[int, ...]
     rows_at_once: int = 192
     chunks_at_once: int = 64
+
+    @property
+    def steps(self) -> int:
+        return OPERATIONS[self.operation].steps
+
+    @property
+    def inputs(self) -> int:
+        """Inputs in a word."""
+        return OPERATIONS[self.operation].inputs
 
 
 class TileArguments(NamedTuple):

@@ -1,0 +1,346 @@
+"""Attention over blocks of keys and values, in which a row's result depends on that row alone.
+
+For each row and head: a score per key; the greatest score; the exponentials and their sum, in lanes of 16
+positions; and the output, a weighted sum of the values in order of position, divided by the sum. Nothing in that
+order depends on anything but the row's own position, so prompts, chunks and decodes agree bit for bit. Rows of a
+tile share the loads of keys and values, nothing else. int8 keys and values have a scale for each position and
+head: that of a key multiplies its score, that of a value its weight.
+
+A thread computes some of the heads, for all rows, and reads no keys and values but those that it wrote itself.
+T rows, S slices, d features of a head. Addresses and strides are in bytes.
+"""
+# mypy: ignore-errors
+# (numba types these functions from their arguments; mypy cannot see through its intrinsics)
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import numpy as np
+
+from ppserve.model.cpu.jit import inlined
+from ppserve.model.cpu.kernels.attention_tile import (
+    GROUP,
+    keep_one,
+    keep_panel,
+    keep_transposed,
+    mix_panel,
+    mix_panels,
+    score,
+)
+from ppserve.model.cpu.kernels.rows import scale_for_int8
+from ppserve.model.cpu.vector import (
+    exp,
+    keep_first,
+    load,
+    load_int,
+    load_one,
+    max_lanes,
+    splat,
+    store,
+    store_int,
+    store_one,
+    sum_lanes,
+    where_greater,
+)
+
+_ZERO, _ONE, _LEAST = np.float32(0), np.float32(1), np.float32(-np.inf)
+
+
+class Cache(NamedTuple):
+    """One layer's keys and values. keys, values: addresses. key_cell, value_cell: bytes of one block and head.
+    scale: the factor on Q·K."""
+
+    keys: int
+    values: int
+    num_heads: int
+    head_size: int
+    block_size: int
+    key_cell: int
+    value_cell: int
+    scale: np.float32
+
+
+class Slices(NamedTuple):
+    """The rows of a step: addresses of int64 arrays, as `model.backend.Rows` has them."""
+
+    num_rows: int
+    num_slices: int
+    slots: int
+    first_row: int
+    rows: int
+    start: int
+    tables: int
+    table_begin: int
+
+
+class Heads(NamedTuple):
+    """The heads first .. end of all rows: qkv holds their queries, keys and values, mixed gets their outputs."""
+
+    qkv: int
+    qkv_stride: int
+    mixed: int
+    mixed_stride: int
+    first: int
+    end: int
+
+
+class Scratch(NamedTuple):
+    """What a thread writes while it attends; addresses. scores_stride: of a row of scores."""
+
+    groups: int
+    room: int
+    queries: int
+    scores: int
+    scores_stride: int
+    sums: int
+
+
+@inlined
+def panels_of(cache):
+    """Panels of 16 features of one head."""
+    return -(-cache.head_size // GROUP)
+
+
+@inlined
+def _write_keys(kind, cache, scratch, source, stride, count, cell, offset):
+    """Keys of one head of `count` rows: 16 that fill a group, or one."""
+    size, elements = cache.head_size, kind.element_bytes
+    positions = -(-cache.block_size // GROUP) * GROUP
+    group = offset // GROUP * GROUP
+    place = cell + (group * size + offset % GROUP) * elements
+    if elements == 1:
+        for r in range(count):
+            scale, factor = scale_for_int8(source + r * stride, size)
+            store_one(cell + positions * size, offset + r, scale)
+            store_one(scratch.queries, r, factor)
+    if count == GROUP:
+        for d in range(0, size, GROUP):
+            at = place + d * GROUP * elements
+            keep_transposed(kind, at, size - d, source + 4 * d, stride, scratch.queries)
+        return
+    factor = load_one(scratch.queries, 0) if elements == 1 else _ONE
+    for d in range(size):
+        keep_one(kind, place + d * GROUP * elements, load_one(source, d) * factor)
+
+
+@inlined
+def _write_value(kind, cache, source, cell, offset):
+    """The value of one row and head."""
+    size, elements = cache.head_size, kind.element_bytes
+    factor = _ONE
+    if elements == 1:
+        scale, factor = scale_for_int8(source, size)
+        store_one(cell + panels_of(cache) * GROUP * cache.block_size, offset, scale)
+    place = cell + offset * GROUP * elements
+    for d in range(0, size, GROUP):
+        keep_panel(kind, place + d * cache.block_size * elements, load(source, d) * splat(factor))
+
+
+@inlined
+def write_heads(kind, cache, slices, scratch, heads):
+    """Put each row's key and value of some heads into its slot."""
+    width = 4 * cache.num_heads * cache.head_size
+    for head in range(heads.first, heads.end):
+        row = 0
+        while row < slices.num_rows:
+            slot = load_int(slices.slots, row)
+            block, offset = slot // cache.block_size, slot % cache.block_size
+            whole = offset % GROUP == 0 and offset + GROUP <= cache.block_size and row + GROUP <= slices.num_rows
+            count = GROUP if whole and load_int(slices.slots, row + GROUP - 1) == slot + GROUP - 1 else 1
+            cell = block * cache.num_heads + head
+            key_cell, value_cell = cache.keys + cell * cache.key_cell, cache.values + cell * cache.value_cell
+            source = heads.qkv + row * heads.qkv_stride + width + 4 * head * cache.head_size
+            _write_keys(kind, cache, scratch, source, heads.qkv_stride, count, key_cell, offset)
+            for r in range(count):
+                _write_value(kind, cache, source + r * heads.qkv_stride + width, value_cell, offset + r)
+            row += count
+
+
+@inlined
+def _find_groups(kind, cache, scratch, table, count):
+    """Lists the groups of a sequence's first `count` positions: where head 0 of their keys and values lies, and
+    the scales; the position that they begin at, in bytes of scores; how many they have. Returns their number."""
+    number = 0
+    elements, size = kind.element_bytes, cache.head_size
+    keys, values = scratch.groups, scratch.groups + 8 * scratch.room
+    positions, counts = values + 8 * scratch.room, values + 16 * scratch.room
+    key_scales, value_scales = values + 24 * scratch.room, values + 32 * scratch.room
+    key_numbers = -(-cache.block_size // GROUP) * GROUP * size
+    value_numbers = panels_of(cache) * GROUP * cache.block_size
+    for begin in range(0, count, cache.block_size):
+        cell = load_int(table, begin // cache.block_size) * cache.num_heads
+        key_cell, value_cell = cache.keys + cell * cache.key_cell, cache.values + cell * cache.value_cell
+        for offset in range(0, min(cache.block_size, count - begin), GROUP):
+            store_int(keys, number, key_cell + offset * size * elements)
+            store_int(values, number, value_cell + offset * GROUP * elements)
+            store_int(positions, number, 4 * (begin + offset))
+            store_int(counts, number, min(GROUP, min(cache.block_size - offset, count - begin - offset)))
+            store_int(key_scales, number, key_cell + key_numbers * elements + 4 * offset)
+            store_int(value_scales, number, value_cell + value_numbers * elements + 4 * offset)
+            number += 1
+    for more in range(number, number + kind.groups_ahead):
+        # Behind the last values of a head, the first of the next head are wanted.
+        store_int(values, more, load_int(values, (more - number) % number) + cache.value_cell)
+    for more in range(number, number + kind.panels):
+        # A tile takes several groups of keys: the last again.
+        store_int(keys, more, load_int(keys, number - 1))
+        store_int(positions, more, load_int(positions, number - 1))
+        store_int(key_scales, more, load_int(key_scales, number - 1))
+    return number
+
+
+@inlined
+def _score_groups(kind, cache, scratch, group, num_rows, queries, head, scores):
+    """Scores of some rows against a tile's groups, of which the first is `group`."""
+    at, room = scratch.groups + 8 * group, 8 * scratch.room
+    score(
+        kind, num_rows, queries, 4 * cache.head_size, cache.head_size, (at, at + 2 * room, at + 4 * room),
+        head * cache.key_cell, cache.key_cell, scores, scratch.scores_stride,
+    )  # fmt: skip
+
+
+@inlined
+def _weigh(scores, count, end):
+    """Turn the first `count` scores into exponentials relative to the greatest, and those up to `end` into 0;
+    returns the sum."""
+    last = (count - 1) // 16 * 16
+    store(scores, last, keep_first(load(scores, last), count - last, splat(_LEAST)))
+    most = splat(_LEAST)
+    for i in range(0, last + 1, 16):
+        here = load(scores, i)
+        most = where_greater(here, most, here, most)
+    greatest = splat(max_lanes(most))
+    total = splat(_ZERO)
+    for i in range(0, last + 1, 16):
+        weight = exp(load(scores, i) - greatest)
+        store(scores, i, weight)
+        total = total + weight
+    for i in range(last + 16, end, 16):
+        store(scores, i, splat(_ZERO))
+    return sum_lanes(total)
+
+
+@inlined
+def _scale_weights(scratch, num_groups, head_at, weights):
+    """Multiply the weights of int8 values by the values' scales."""
+    positions, counts = scratch.groups + 16 * scratch.room, scratch.groups + 24 * scratch.room
+    scales = scratch.groups + 40 * scratch.room
+    for group in range(num_groups):
+        at, scale = weights + load_int(positions, group), load_int(scales, group) + head_at
+        if load_int(counts, group) == GROUP:
+            store(at, 0, load(at, 0) * load(scale, 0))
+        else:
+            for i in range(load_int(counts, group)):
+                store_one(at, i, load_one(at, i) * load_one(scale, i))
+
+
+@inlined
+def _mix_head(kind, cache, scratch, num_groups, num_rows, head, weights):
+    """The weighted sums of a head's values for some rows, into `scratch.sums`."""
+    at, room = scratch.groups, 8 * scratch.room
+    groups = (at + room, at + 2 * room, at + 3 * room)
+    panel_bytes = cache.block_size * GROUP * kind.element_bytes
+    panels, panel = panels_of(cache), 0
+    while panel < panels:
+        place = head * cache.value_cell + panel * panel_bytes
+        to, stride = scratch.sums + 4 * GROUP * panel, 4 * GROUP * panels
+        if panels - panel >= kind.panels:
+            mix_panels(
+                kind, num_rows, weights, scratch.scores_stride, num_groups, groups, place, panel_bytes, to, stride
+            )  # fmt: skip
+            panel += kind.panels
+        else:
+            mix_panel(
+                kind, num_rows, weights, scratch.scores_stride, num_groups, groups, place, panel_bytes, to, stride
+            )  # fmt: skip
+            panel += 1
+
+
+@inlined
+def _write_mixed(cache, sums, total, mixed):
+    """A row's output of one head."""
+    size = cache.head_size
+    whole = size // GROUP * GROUP
+    for d in range(0, whole, GROUP):
+        store(mixed, d, load(sums, d) / splat(total))
+    for d in range(whole, size):
+        store_one(mixed, d, load_one(sums, d) / total)
+
+
+@inlined
+def _load_query(source, size, scale, query):
+    for d in range(size):
+        store_one(query, d, load_one(source, d) * scale)
+
+
+@inlined
+def _attend_row(kind, cache, scratch, heads, row, count, num_groups):
+    """One row over its `count` positions: block after block, all heads of a block while it streams past."""
+    size, stride = cache.head_size, scratch.scores_stride
+    query, mixed = heads.qkv + row * heads.qkv_stride, heads.mixed + row * heads.mixed_stride
+    for head in range(heads.first, heads.end):
+        _load_query(query + 4 * head * size, size, cache.scale, scratch.queries + 4 * (head - heads.first) * size)
+    for group in range(0, num_groups, kind.panels):
+        for head in range(heads.first, heads.end):
+            number = head - heads.first
+            queries, scores = scratch.queries + 4 * number * size, scratch.scores + number * stride
+            _score_groups(kind, cache, scratch, group, 1, queries, head, scores)
+    for head in range(heads.first, heads.end):
+        scores = scratch.scores + (head - heads.first) * stride
+        total = _weigh(scores, count, count)
+        if kind.element_bytes == 1:
+            _scale_weights(scratch, num_groups, head * cache.value_cell, scores)
+        _mix_head(kind, cache, scratch, num_groups, 1, head, scores)
+        _write_mixed(cache, scratch.sums, total, mixed + 4 * head * size)
+
+
+@inlined
+def _attend_tile(kind, cache, scratch, heads, head, first_row, num_rows, position, num_groups):
+    """One head of some consecutive rows, of which the first stands at `position`."""
+    size, panels = cache.head_size, panels_of(cache)
+    for r in range(num_rows):
+        query = heads.qkv + (first_row + r) * heads.qkv_stride + 4 * head * size
+        _load_query(query, size, cache.scale, scratch.queries + 4 * r * size)
+    for group in range(0, num_groups, kind.panels):
+        _score_groups(kind, cache, scratch, group, num_rows, scratch.queries, head, scratch.scores)
+    totals = scratch.sums + 4 * kind.most_rows * GROUP * panels
+    for r in range(num_rows):
+        scores = scratch.scores + r * scratch.scores_stride
+        store_one(totals, r, _weigh(scores, position + r + 1, position + num_rows))
+        if kind.element_bytes == 1:
+            _scale_weights(scratch, num_groups, head * cache.value_cell, scores)
+    _mix_head(kind, cache, scratch, num_groups, num_rows, head, scratch.scores)
+    for r in range(num_rows):
+        mixed = heads.mixed + (first_row + r) * heads.mixed_stride + 4 * head * size
+        _write_mixed(cache, scratch.sums + 4 * r * GROUP * panels, load_one(totals, r), mixed)
+
+
+@inlined
+def _groups_before(scratch, num_groups, end):
+    """How many groups begin before position `end`; the last of them loses what is not before it."""
+    positions, counts = scratch.groups + 16 * scratch.room, scratch.groups + 24 * scratch.room
+    while num_groups > 0 and load_int(positions, num_groups - 1) >= 4 * end:
+        num_groups -= 1
+    begin = load_int(positions, num_groups - 1) // 4
+    store_int(counts, num_groups - 1, min(load_int(counts, num_groups - 1), end - begin))
+    return num_groups
+
+
+@inlined
+def attend(kind, cache, slices, scratch, heads):
+    """Attention of some heads for all rows. Their keys and values have been written."""
+    for s in range(slices.num_slices):
+        first_row, num_rows = load_int(slices.first_row, s), load_int(slices.rows, s)
+        start, table = load_int(slices.start, s), slices.tables + 8 * load_int(slices.table_begin, s)
+        if num_rows == 1:
+            num_groups = _find_groups(kind, cache, scratch, table, start + 1)
+            _attend_row(kind, cache, scratch, heads, first_row, start + 1, num_groups)
+            continue
+        for head in range(heads.first, heads.end):
+            # From the last rows to the first: the list of groups gets shorter.
+            num_groups = _find_groups(kind, cache, scratch, table, start + num_rows)
+            for row in range((num_rows - 1) // kind.most_rows * kind.most_rows, -1, -kind.most_rows):
+                rows, position = min(kind.most_rows, num_rows - row), start + row
+                num_groups = _groups_before(scratch, num_groups, position + rows)
+                _attend_tile(kind, cache, scratch, heads, head, first_row + row, rows, position, num_groups)

@@ -1,0 +1,314 @@
+"""The code of attention's two products, over groups of keys and values that lie anywhere in memory.
+
+A group is up to 16 consecutive positions of one KV block. Its keys are (d, 16) numbers, feature after feature; its
+values are panels of 16 features, each (positions, 16). Both are kept as float32, bfloat16 or int8 and become
+float32 when they are loaded, so each score is one chain of fused multiply-adds over the features, and each output
+one over the positions, in order: the same bits on every CPU, however many rows are computed at once.
+
+d features of a head. Addresses and strides are in bytes.
+"""
+# mypy: ignore-errors
+# (numba types these functions from their arguments; mypy cannot see through its intrinsics)
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from llvmlite import ir
+from numba import types
+from numba.core import cgutils
+from numba.extending import intrinsic
+
+from ppserve.model.cpu.kernels.kinds import setting
+from ppserve.model.cpu.kernels.memory import LINE_BYTES
+from ppserve.model.cpu.kernels.operations import F32, I8, I16, I32, I64, call, constant, splat, vector
+from ppserve.model.cpu.vector import emit_bfloat16, lanes
+
+GROUP = 16
+"""Positions in a group, and features in a panel of values."""
+
+ELEMENT_BYTES = {"float32": 4, "bfloat16": 2, "int8": 1}
+
+
+@setting
+@dataclass(frozen=True)
+class AttentionKernel:
+    """storage: how keys and values are kept, a key of ELEMENT_BYTES. lanes: elements of a vector register, 8 or
+    16. panels: groups of keys, or panels of values, of a tile. rows: the numbers of rows that a tile may have,
+    ascending."""
+
+    storage: str
+    lanes: int
+    panels: int
+    rows: tuple[int, ...]
+
+    @property
+    def element_bytes(self) -> int:
+        return ELEMENT_BYTES[self.storage]
+
+    @property
+    def groups_ahead(self) -> int:
+        """How far ahead values are fetched: a few KiB, which is what memory delivers in its latency."""
+        return 8 // self.element_bytes
+
+    @property
+    def most_rows(self) -> int:
+        return self.rows[-1]
+
+
+class _Code:
+    """Emits tiles of one kind."""
+
+    def __init__(self, builder, kind: AttentionKernel, panels: int) -> None:
+        self.builder, self.kind, self.panels = builder, kind, panels
+        self.parts = GROUP // kind.lanes
+        self.part_bytes = kind.lanes * kind.element_bytes
+        self.floats = vector(F32, kind.lanes)
+
+    def pointer(self, address, kind: ir.Type):
+        return self.builder.inttoptr(address, kind.as_pointer())
+
+    def number(self, table, index):
+        """table[index] of int64 at an address."""
+        place = self.builder.add(table, self.builder.mul(index, I64(8)))
+        return self.builder.load(self.pointer(place, I64))
+
+    def floats_at(self, address, offset: int):
+        return self.builder.load(self.pointer(self.builder.add(address, I64(offset)), self.floats), align=4)
+
+    def stored_at(self, address, offset: int):
+        """Keys or values at an address as float32."""
+        builder, lanes, storage = self.builder, self.kind.lanes, self.kind.storage
+        if storage == "float32":
+            return self.floats_at(address, offset)
+        element = I16 if storage == "bfloat16" else I8
+        place = self.pointer(builder.add(address, I64(offset)), vector(element, lanes))
+        loaded = builder.load(place, align=1)
+        if storage == "int8":
+            return builder.sitofp(builder.sext(loaded, vector(I32, lanes)), self.floats)
+        bits = builder.shl(builder.zext(loaded, vector(I32, lanes)), constant(I32, lanes, 16))
+        return builder.bitcast(bits, self.floats)
+
+    def fetch(self, address) -> None:
+        """Ask for the 16 numbers at an address."""
+        call(self.builder, "llvm.prefetch.p0i8", ir.VoidType(), self.pointer(address, I8), I32(0), I32(3), I32(1))
+
+    def zeros(self, rows: int):
+        zero = ir.Constant(self.floats, [0.0] * self.kind.lanes)
+        return [
+            [cgutils.alloca_once_value(self.builder, zero) for _ in range(self.panels * self.parts)]
+            for _ in range(rows)
+        ]
+
+    def step(self, totals, x, x_stride, panels) -> None:
+        """One number of each row, the first at x, into 16 numbers of each panel."""
+        builder = self.builder
+        columns = [self.stored_at(place, part * self.part_bytes) for place in panels for part in range(self.parts)]
+        for r, row in enumerate(totals):
+            place = builder.add(x, builder.mul(x_stride, I64(r)))
+            value = splat(builder, builder.load(self.pointer(place, F32), align=4), self.kind.lanes)
+            for total, column in zip(row, columns, strict=True):
+                name, addend = f"llvm.fma.v{self.kind.lanes}f32", builder.load(total)
+                builder.store(call(builder, name, self.floats, value, column, addend), total)
+
+    def store(self, totals, address_of) -> None:
+        """address_of: where a row's panel goes, from the row and the panel."""
+        for r, row in enumerate(totals):
+            for column, total in enumerate(row):
+                panel, part = divmod(column, self.parts)
+                place = self.builder.add(address_of(r, panel), I64(4 * part * self.kind.lanes))
+                self.builder.store(self.builder.load(total), self.pointer(place, self.floats), align=4)
+
+
+def _for_each_size(builder, sizes, size, emit) -> None:
+    """Code for each of `sizes`, of which the first that is at least `size` is taken."""
+    done = builder.append_basic_block("done")
+    for rows in sizes:
+        here, more = builder.append_basic_block(f"{rows}_rows"), builder.append_basic_block("more")
+        builder.cbranch(builder.icmp_signed("<=", size, I64(rows)), here, more)
+        builder.position_at_end(here)
+        emit(rows)
+        builder.branch(done)
+        builder.position_at_end(more)
+    builder.branch(done)
+    builder.position_at_end(done)
+
+
+@intrinsic
+def score(typing, kind, num_rows, queries, stride, size, groups, head, ahead, scores, scores_stride):
+    """For rows r and the kind's number of groups g: scores[r] at g's position = Σ_d queries[r, d] · keys[g, d].
+
+    queries: float32 rows, `stride` bytes apart. size: d. groups: the addresses of three int64 arrays: where the
+    groups' keys lie, which positions they begin at (times 4, in bytes), where the scales of int8 keys lie; `head`
+    is added to the first and the last. ahead: from keys to those that are wanted next, which are fetched.
+    """
+
+    def generate(context, builder, signature, arguments):
+        _, num_rows, queries, stride, size, groups, head, ahead, scores, scores_stride = arguments
+        kind = signature.args[0].kind
+        code = _Code(builder, kind, kind.panels)
+        keys, positions, scales = (builder.extract_value(groups, i) for i in range(3))
+
+        def emit(rows):
+            totals = code.zeros(rows)
+            panels = [builder.add(code.number(keys, I64(panel)), head) for panel in range(kind.panels)]
+            with cgutils.for_range(builder, size) as loop:
+                offset = builder.mul(loop.index, I64(GROUP * kind.element_bytes))
+                here = [builder.add(panel, offset) for panel in panels]
+                for place in here:
+                    code.fetch(builder.add(place, ahead))
+                x = builder.add(queries, builder.mul(loop.index, I64(4)))
+                code.step(totals, x, stride, here)
+            if kind.storage == "int8":
+                for panel in range(kind.panels):
+                    place = builder.add(code.number(scales, I64(panel)), head)
+                    for part in range(code.parts):
+                        scale = code.floats_at(place, 4 * part * kind.lanes)
+                        for row in totals:
+                            total = row[panel * code.parts + part]
+                            builder.store(builder.fmul(builder.load(total), scale), total)
+            at = [builder.add(scores, code.number(positions, I64(panel))) for panel in range(kind.panels)]
+            code.store(totals, lambda r, panel: builder.add(at[panel], builder.mul(scores_stride, I64(r))))
+
+        _for_each_size(builder, kind.rows, num_rows, emit)
+        return context.get_dummy_value()
+
+    at = types.intp
+    return types.void(kind, at, at, at, at, types.UniTuple(at, 3), at, at, at, at), generate
+
+
+def _mixing(name: str, panels_of):
+    """An intrinsic that mixes the values of as many panels as `panels_of` says."""
+
+    def mix(typing, kind, num_rows, weights, stride, num_groups, groups, panel, panel_bytes, mixed, mixed_stride):
+        def generate(context, builder, signature, arguments):
+            _, num_rows, weights, stride, num_groups, groups, panel, panel_bytes, mixed, mixed_stride = arguments
+            kind = signature.args[0].kind
+            code = _Code(builder, kind, panels_of(kind))
+            values, positions, counts = (builder.extract_value(groups, i) for i in range(3))
+
+            def emit(rows):
+                totals = code.zeros(rows)
+                with cgutils.for_range(builder, num_groups) as group:
+                    first = builder.add(code.number(values, group.index), panel)
+                    later = builder.add(group.index, I64(kind.groups_ahead))
+                    ahead = builder.add(code.number(values, later), panel)
+                    x_first = builder.add(weights, code.number(positions, group.index))
+                    with cgutils.for_range(builder, code.number(counts, group.index)) as loop:
+                        offset = builder.mul(loop.index, I64(GROUP * kind.element_bytes))
+                        at = builder.add(first, offset)
+                        here = [builder.add(at, builder.mul(panel_bytes, I64(p))) for p in range(code.panels)]
+                        lines = -(-code.panels * GROUP * kind.element_bytes // LINE_BYTES)
+                        wanted = builder.add(ahead, builder.mul(loop.index, I64(lines * LINE_BYTES)))
+                        for line in range(lines):
+                            code.fetch(builder.add(wanted, I64(line * LINE_BYTES)))
+                        code.step(totals, builder.add(x_first, builder.mul(loop.index, I64(4))), stride, here)
+
+                def address_of(r, p):
+                    row = builder.add(mixed, builder.mul(mixed_stride, I64(r)))
+                    return builder.add(row, I64(4 * GROUP * p))
+
+                code.store(totals, address_of)
+
+            _for_each_size(builder, kind.rows, num_rows, emit)
+            return context.get_dummy_value()
+
+        at = types.intp
+        return types.void(kind, at, at, at, at, types.UniTuple(at, 3), at, at, at, at), generate
+
+    mix.__name__ = name
+    mix.__doc__ = """For rows r and the features f of some panels: mixed[r, f] = Σ_p weights[r, p] · values[p, f].
+
+    weights: float32 rows, `stride` bytes apart. groups: the addresses of three int64 arrays: where the groups'
+    values lie (and one more address, of what is wanted next), which positions they begin at (times 4, in bytes),
+    how many they have. panel: what is added to the first. panel_bytes: from a panel to the next.
+    """
+    return intrinsic(mix)
+
+
+mix_panels = _mixing("mix_panels", lambda kind: kind.panels)
+mix_panel = _mixing("mix_panel", lambda kind: 1)
+
+
+def _as_stored(builder, storage: str, value, integer):
+    """A float32, or several, in the form of storage; integer: the int32 of the same shape. int8: 1.5 * 2**23 is
+    added to what lies within ±127, which leaves it rounded in the low bits."""
+
+    def like(element):
+        return vector(element, integer.count) if isinstance(integer, ir.VectorType) else element
+
+    if storage == "float32":
+        return value
+    if storage == "bfloat16":
+        return emit_bfloat16(builder, value, integer, like(I16))
+    whole = ir.Constant(F32, 1.5 * 2**23)
+    shifted = builder.fadd(value, splat(builder, whole, integer.count) if like(F32) is not F32 else whole)
+    return builder.trunc(builder.bitcast(shifted, integer), like(I8))
+
+
+def _storing(value_type, integer):
+    def generate(context, builder, signature, arguments):
+        _, address, value = arguments
+        stored = _as_stored(builder, signature.args[0].kind.storage, value, integer)
+        builder.store(stored, builder.inttoptr(address, stored.type.as_pointer()), align=1)
+        return context.get_dummy_value()
+
+    return value_type, generate
+
+
+@intrinsic
+def keep_one(typing, kind, address, value):
+    """Write one float32 in the form of the kind's keys and values."""
+    value_type, generate = _storing(types.float32, I32)
+    return types.void(kind, types.intp, value_type), generate
+
+
+@intrinsic
+def keep_panel(typing, kind, address, values):
+    """Write 16 float32 side by side in the form of the kind's keys and values."""
+    value_type, generate = _storing(lanes, vector(I32, GROUP))
+    return types.void(kind, types.intp, value_type), generate
+
+
+@intrinsic
+def keep_transposed(typing, kind, place, count, source, stride, factors):
+    """Turn 16 numbers of each of 16 rows into 16 positions of each of `count` features, as keys are kept.
+
+    source: the first row; the others lie `stride` bytes apart. factors: what each row is multiplied by, for int8.
+    """
+
+    def generate(context, builder, signature, arguments):
+        _, place, count, source, stride, factors = arguments
+        kind, floats = signature.args[0].kind, vector(F32, GROUP)
+
+        def floats_at(address):
+            return builder.load(builder.inttoptr(address, floats.as_pointer()), align=4)
+
+        rows = [floats_at(builder.add(source, builder.mul(stride, I64(r)))) for r in range(GROUP)]
+        by_row = floats_at(factors) if kind.storage == "int8" else None
+        for feature, value in enumerate(_transposed(builder, rows)):
+            if by_row is not None:
+                value = builder.fmul(value, by_row)
+            with builder.if_then(builder.icmp_signed("<", I64(feature), count)):
+                stored = _as_stored(builder, kind.storage, value, vector(I32, GROUP))
+                at = builder.add(place, I64(feature * GROUP * kind.element_bytes))
+                builder.store(stored, builder.inttoptr(at, stored.type.as_pointer()), align=1)
+        return context.get_dummy_value()
+
+    return types.void(kind, *[types.intp] * 5), generate
+
+
+def _transposed(builder, rows):
+    """16 vectors of 16: in each of four rounds two vectors exchange blocks of 1, 2, 4, then 8 elements."""
+    size = 1
+    while size < GROUP:
+        low = [i if not i & size else GROUP + i - size for i in range(GROUP)]
+        high = [i + size if not i & size else GROUP + i for i in range(GROUP)]
+        exchanged = list(rows)
+        for i in range(GROUP):
+            if not i & size:
+                mask_low, mask_high = (ir.Constant(vector(I32, GROUP), indices) for indices in (low, high))
+                exchanged[i] = builder.shuffle_vector(rows[i], rows[i + size], mask_low)
+                exchanged[i + size] = builder.shuffle_vector(rows[i], rows[i + size], mask_high)
+        rows, size = exchanged, 2 * size
+    return rows

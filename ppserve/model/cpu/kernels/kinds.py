@@ -1,0 +1,51 @@
+"""Settings that kernels are compiled for: frozen records of Python that numba sees as types.
+
+A kernel takes such a record as an argument, reads its fields as constants and hands it to intrinsics, which emit
+the code that it asks for. Each record gets machine code of its own, in one process and in one cache.
+"""
+# mypy: ignore-errors
+# (numba types these functions from their arguments; mypy cannot see through its intrinsics)
+
+from __future__ import annotations
+
+from dataclasses import fields
+
+from numba import types
+from numba.core.pythonapi import NativeValue
+from numba.extending import models, overload_attribute, register_model, typeof_impl, unbox
+
+
+class KindType(types.Type):
+    """numba's type of one record."""
+
+    def __init__(self, kind: object) -> None:
+        self.kind = kind
+        super().__init__(repr(kind))
+
+
+register_model(KindType)(models.OpaqueModel)
+
+
+@unbox(KindType)
+def _unbox(_type, _value, c):
+    return NativeValue(c.context.get_dummy_value())
+
+
+_readable: set[str] = set()
+
+
+def setting(record: type) -> type:
+    """Let kernels take instances of this dataclass and read its fields and properties that are numbers."""
+    typeof_impl.register(record)(lambda value, context: KindType(value))
+    properties = {name for name, value in vars(record).items() if isinstance(value, property)}
+    for name in ({field.name for field in fields(record)} | properties) - _readable:
+        _readable.add(name)
+        _let_read(name)
+    return record
+
+
+def _let_read(name: str) -> None:
+    @overload_attribute(KindType, name)
+    def read(of):
+        value = getattr(of.kind, name)
+        return lambda of: value

@@ -1,0 +1,91 @@
+"""Attention by the kernels, for tests: a cache of one layer and steps over it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from ppserve.model.cpu.jit import kernel
+from ppserve.model.cpu.kernels.attention import Cache, Heads, Scratch, Slices, attend, write_heads
+from ppserve.model.cpu.kernels.attention_tile import AttentionKernel
+from ppserve.model.cpu.kernels.memory import address, aligned
+
+Floats = NDArray[np.float32]
+
+
+@kernel
+def run(kind, cache, slices, scratch, heads) -> None:  # type: ignore[no-untyped-def]
+    write_heads(kind, cache, slices, scratch, heads)
+    attend(kind, cache, slices, scratch, heads)
+
+
+@dataclass(frozen=True)
+class Part:
+    """Consecutive rows of one sequence in a step."""
+
+    table: tuple[int, ...]
+    start: int
+    qkv: Floats
+
+
+class Layer:
+    def __init__(
+        self, kind: AttentionKernel, num_heads: int, head_size: int, num_blocks: int, block_size: int = 16
+    ) -> None:
+        self.kind, self.num_heads, self.head_size, self.block_size = kind, num_heads, head_size, block_size
+        positions, panels = -(-block_size // 16) * 16, -(-head_size // 16)
+        scales = 4 * positions if kind.element_bytes == 1 else 0
+        self.key_cell = positions * head_size * kind.element_bytes + scales
+        self.value_cell = panels * 16 * block_size * kind.element_bytes + scales
+        self.keys = aligned(num_blocks * num_heads * self.key_cell, np.uint8)
+        self.values = aligned(num_blocks * num_heads * self.value_cell, np.uint8)
+
+    def fill(self, byte: int) -> None:
+        self.keys[:], self.values[:] = byte, byte
+
+    def step(self, parts: list[Part], cuts: tuple[int, ...] = ()) -> list[Floats]:
+        """The outputs of each part's rows. cuts: where the heads are cut into calls, as threads would."""
+        width = self.num_heads * self.head_size
+        qkv = np.concatenate([part.qkv for part in parts] + [np.zeros((1, 3 * width), np.float32)])
+        counts = np.array([len(part.qkv) for part in parts])
+        starts = np.array([part.start for part in parts])
+        tables = np.concatenate([part.table for part in parts]).astype(np.int64)
+        slots = np.concatenate([self._slots(part) for part in parts])
+        first_rows = np.cumsum(counts) - counts
+        table_begins = np.cumsum([0, *(len(part.table) for part in parts[:-1])])
+        cache = Cache(
+            address(self.keys), address(self.values), self.num_heads, self.head_size, self.block_size,
+            self.key_cell, self.value_cell, np.float32(self.head_size**-0.5),
+        )  # fmt: skip
+        arrays = (slots, first_rows, counts, starts, tables, table_begins)
+        slices = Slices(len(slots), len(parts), *(address(array) for array in arrays))
+        scratch, kept = self._scratch(int((starts + counts).max()))
+        mixed = aligned((len(slots), width), np.float32)
+        for first, end in pairwise((0, *cuts, self.num_heads)):
+            heads = Heads(address(qkv), 12 * width, address(mixed), 4 * width, first, end)
+            run(self.kind, cache, slices, scratch, heads)
+        del kept
+        return np.split(mixed, np.cumsum(counts)[:-1])
+
+    def _scratch(self, most_positions: int) -> tuple[Scratch, list[NDArray[Any]]]:
+        """Room for a step, and the arrays that it is in."""
+        kind, rows = self.kind, max(self.num_heads, self.kind.most_rows)
+        room = -(-most_positions // self.block_size) * -(-self.block_size // 16)
+        room += max(kind.panels, kind.groups_ahead)
+        stride = most_positions + 64
+        arrays = [
+            aligned((6, room), np.int64),
+            aligned(rows * self.head_size + 16, np.float32),
+            aligned(rows * stride, np.float32),
+            aligned(rows * (self.head_size + 32), np.float32),
+        ]
+        groups, queries, scores, sums = (address(array) for array in arrays)
+        return Scratch(groups, room, queries, scores, 4 * stride, sums), arrays
+
+    def _slots(self, part: Part) -> NDArray[np.int64]:
+        positions = part.start + np.arange(len(part.qkv))
+        return np.array(part.table)[positions // self.block_size] * self.block_size + positions % self.block_size

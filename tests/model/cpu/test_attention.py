@@ -1,0 +1,108 @@
+"""Attention: a row's bits depend on its own position alone: not on chunks, company, blocks or threads."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+
+from ppserve.model.cpu.kernels.attention_kernels import ELEMENT_BYTES, attention_kernels
+from ppserve.model.cpu.kernels.attention_tile import AttentionKernel
+from ppserve.model.cpu.kernels.variants import choose, features
+from tests.model.cpu.attention import Floats, Layer, Part
+
+KINDS = [kind for storage in ELEMENT_BYTES for kind in attention_kernels(storage, choose({}, features()))]
+# (heads, features of a head, positions of a block)
+SHAPES = [(4, 64, 16), (3, 12, 16), (2, 80, 16), (2, 20, 5), (3, 16, 24), (3, 64, 32), (1, 33, 1)]
+LENGTH = 101
+Shape = tuple[int, int, int]
+TOLERANCES = {"float32": 2e-6, "bfloat16": 2e-2, "int8": 5e-2}
+
+
+def rows(num_heads: int, head_size: int, count: int = LENGTH, seed: int = 0) -> Floats:
+    return np.random.default_rng(seed).standard_normal((count, 3 * num_heads * head_size)).astype(np.float32)
+
+
+def plain(qkv: Floats, num_heads: int) -> Floats:
+    """A whole sequence in float64."""
+    count = len(qkv)
+    query, key, value = torch.from_numpy(qkv).double().view(count, 3, num_heads, -1).permute(1, 2, 0, 3)
+    future = torch.ones(count, count, dtype=torch.bool).triu(1)
+    scores = (query @ key.mT * key.shape[-1] ** -0.5).masked_fill(future, -torch.inf)
+    return (scores.softmax(-1) @ value).transpose(0, 1).reshape(count, -1).numpy()
+
+
+def same(one: Floats, other: Floats) -> bool:
+    """The same bits."""
+    return np.array_equal(one.view(np.uint32), other.view(np.uint32))
+
+
+def make(kind: AttentionKernel, shape: Shape, sequences: int = 1) -> tuple[Layer, list[tuple[int, ...]]]:
+    """A cache full of NaN, and block tables in which blocks stand in reverse order."""
+    num_heads, head_size, block_size = shape
+    blocks = -(-LENGTH // block_size)
+    layer = Layer(kind, num_heads, head_size, sequences * blocks, block_size)
+    layer.fill(0xFF)
+    return layer, [tuple(range((s + 1) * blocks - 1, s * blocks - 1, -1)) for s in range(sequences)]
+
+
+def whole(kind: AttentionKernel, shape: Shape, qkv: Floats) -> Floats:
+    layer, (table,) = make(kind, shape)
+    return layer.step([Part(table, 0, qkv)])[0]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("shape", SHAPES)
+def test_a_prompt_at_once_in_chunks_and_token_by_token(shape: Shape, kind: AttentionKernel) -> None:
+    qkv = rows(*shape[:2])
+    at_once = whole(kind, shape, qkv)
+    np.testing.assert_allclose(at_once, plain(qkv, shape[0]), atol=TOLERANCES[kind.storage])
+    for chunk in (1, 2, 7, 16, 50):
+        layer, (table,) = make(kind, shape)
+        pieces = [layer.step([Part(table, i, qkv[i : i + chunk])])[0] for i in range(0, LENGTH, chunk)]
+        assert same(np.concatenate(pieces), at_once), f"chunks of {chunk}"
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("shape", SHAPES[:4])
+def test_in_a_step_with_others(shape: Shape, kind: AttentionKernel) -> None:
+    prompts = [rows(*shape[:2], count, seed) for seed, count in enumerate((LENGTH, 40, 7))]
+    alone = [whole(kind, shape, qkv) for qkv in prompts]
+    layer, tables = make(kind, shape, len(prompts))
+    starts = (60, 39, 6)
+    layer.step([Part(table, 0, qkv[:n]) for table, qkv, n in zip(tables, prompts, starts, strict=True)])
+    parts = [Part(table, n, qkv[n:]) for table, qkv, n in zip(tables, prompts, starts, strict=True)]
+    for rest, expected, start in zip(layer.step(parts), alone, starts, strict=True):
+        assert same(rest, expected[start:])
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_cutting_the_heads_changes_no_bit(kind: AttentionKernel) -> None:
+    qkv = rows(4, 20)
+    layer, (table,) = make(kind, (4, 20, 16))
+    assert same(layer.step([Part(table, 0, qkv)], cuts=(1, 3))[0], whole(kind, (4, 20, 16), qkv))
+
+
+@pytest.mark.parametrize("storage", ELEMENT_BYTES)
+@pytest.mark.parametrize("shape", SHAPES)
+def test_all_kernels_and_block_sizes_give_the_same_bits(shape: Shape, storage: str) -> None:
+    qkv = rows(*shape[:2])
+    kinds = [kind for kind in KINDS if kind.storage == storage]
+    first = whole(kinds[0], shape, qkv)
+    for kind in kinds:
+        assert same(whole(kind, shape, qkv), first)
+        for block_size in (3, 16, 48):
+            assert same(whole(kind, (*shape[:2], block_size), qkv), first)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_key_that_is_not_finite_spoils_those_who_see_it(kind: AttentionKernel) -> None:
+    """And nobody before it in an earlier step; int8 hides nothing."""
+    qkv = rows(2, 16)
+    clean = whole(kind, (2, 16, 16), qkv)
+    qkv[50, 32 + 3] = np.nan
+    layer, (table,) = make(kind, (2, 16, 16))
+    before, after = (layer.step([Part(table, start, qkv[start:end])])[0] for start, end in ((0, 50), (50, LENGTH)))
+    assert same(before, clean[:50])
+    assert np.isnan(after[:, :16]).all()
+    assert same(after[:, 16:], clean[50:, 16:])

@@ -2,13 +2,15 @@
 
 Never anything of the server.
 
-    workload    what is asked: lengths, prompts, arrival times; seeded, no clock
-    caller      one connection; one request and the times of what came back
-    load        who asks when: closed loop, open loop
+    workload    requests: lengths, prompts, arrival times; from a seed, no clock
+    caller      one connection; one request and when its tokens arrived
+    load        when requests are sent: closed loop, open loop
+    measure     one run: warm-up, load, and what the server counted meanwhile
     summary     measurements into the figures that people compare
     report      figures as a table, JSON, CSV
     ledger      where the stages' time went, over an interval
-    scrape      the server's /metrics page, read without a client library
+    scrape      reads the server's /metrics page
     plot        pictures (needs matplotlib)
-    top         the live view
+    progress    one line on the terminal during a run
+    top         what `ppserve top` shows; screen draws it
 """

@@ -1,4 +1,4 @@
-"""One connection to a server; one request, and when its tokens came.
+"""One connection to a server; one request, and when its tokens arrived.
 
 Requests go through the generated stub and not through the client's `stream`: a load generator must not retry or
 resume without saying so, and it shares the machine with the server, so every microsecond per token counts.
@@ -25,8 +25,8 @@ _ENDS = frozenset((pb.Finish.MAX_TOKENS, pb.Finish.CONTEXT_LENGTH))
 class Answer:
     """How one request went. Times are seconds on this process's clock.
 
-    intended_s: when it should have been sent, which is when its latency begins; sent_s: when it was.
-    arrivals: for every message that brought tokens, (when, how many). status: OK or the name of a gRPC status.
+    intended_s: when it was due, from which its latency counts; sent_s: when it was sent. arrivals: for every
+    message with tokens, (when, how many). status: OK, the name of a gRPC status, or how the answer fell short.
     """
 
     question: Question
@@ -47,7 +47,7 @@ class Answer:
 
     @property
     def ttft_s(self) -> float:
-        """Until the first token; of an answer that has one."""
+        """From when it was due to its first token; only for answers with tokens."""
         return self.arrivals[0][0] - self.intended_s
 
     @property
@@ -56,27 +56,27 @@ class Answer:
 
     @property
     def tpot_s(self) -> float | None:
-        """Mean time of a token after the first; None where there is but one."""
+        """Mean time of a token after the first message; None when nothing followed it."""
         later = self.num_tokens - self.arrivals[0][1]
         return (self.arrivals[-1][0] - self.arrivals[0][0]) / later if later else None
 
     @property
     def itls_s(self) -> list[float]:
-        """Gaps between messages, which are those between tokens unless the server merged some."""
+        """Gaps between messages: those between tokens, unless the server merged several tokens into a message."""
         times = [at for at, _ in self.arrivals]
         return [after - before for before, after in pairwise(times)]
 
 
 @dataclass(frozen=True, slots=True)
 class Asking:
-    """How requests are asked. timeout_s: the deadline of each, counted from when it is sent."""
+    """Parameters of every request. timeout_s: its deadline, from when it is sent."""
 
     temperature: float = 0.0
     timeout_s: float | None = None
 
 
 class Caller(AsyncClient):
-    """One HTTP/2 connection for all requests, as a client library would hold. For one event loop."""
+    """One HTTP/2 connection for all requests, as a client library has. For one event loop. Never retries."""
 
     def __init__(
         self, target: str, *, api_key: str | None = None, tls: Tls | None = None, asking: Asking | None = None
@@ -85,7 +85,7 @@ class Caller(AsyncClient):
         self._asking = asking or Asking()
 
     async def ask(self, question: Question, intended_s: float) -> Answer:
-        """Send a request now, and wait for its end. Never raises for what a server can do."""
+        """Sends a request and waits for its end. No behaviour of the server raises: the answer has it."""
         request = pb.GenerateRequest(
             token_ids=pb.TokenIds(ids=question.prompt_ids),
             sampling=pb.SamplingParams(temperature=self._asking.temperature, seed=question.number % 2**64),
@@ -111,7 +111,7 @@ class Caller(AsyncClient):
 
 
 def _ending(message: pb.GenerateResponse, num_received: int) -> tuple[str, str]:
-    """(status, problem) of an answer by its last message: what was asked for must have come, all of it."""
+    """(status, problem) by the last message: OK only when all tokens that were asked for have arrived."""
     if message.finish.reason not in _ENDS:
         return pb.Finish.Reason.Name(message.finish.reason), "ended before max_tokens"
     if message.usage.completion_tokens != num_received:

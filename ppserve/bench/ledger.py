@@ -21,7 +21,7 @@ class StageTime:
 
     @property
     def demand_s(self) -> float:
-        """Time in which the server had work."""
+        """Time in which the server had work, in seconds."""
         return self.busy_s + sum(self.bubble_s.values())
 
     @property
@@ -30,27 +30,27 @@ class StageTime:
 
     @property
     def busy_share(self) -> float:
-        """Of demand; 0 where there was none."""
+        """Share of demand time; 0 without demand."""
         return self.busy_s / self.demand_s if self.demand_s else 0.0
 
     @property
     def idle_share(self) -> float:
-        """Of wall time."""
+        """Share of wall time."""
         return self.idle_s / self.wall_s if self.wall_s else 0.0
 
     def bubble_share(self, cause: str | None = None) -> float:
-        """Of demand; all causes together when none is named."""
+        """Share of demand time; of all causes together when none is named."""
         if not self.demand_s:
             return 0.0
         seconds = sum(self.bubble_s.values()) if cause is None else self.bubble_s.get(cause, 0.0)
         return seconds / self.demand_s
 
     def since(self, earlier: StageTime) -> StageTime:
-        """What was added between two readings. A ledger that began anew in between counts from its beginning."""
+        """The time added since an earlier reading. If the server restarted in between: since its start."""
         if self.wall_s < earlier.wall_s:
             return self
         causes = {*self.bubble_s, *earlier.bubble_s}
-        # Readings of running clocks are settled later; a cause may lose a microsecond to another.
+        # Recent time is attributed provisionally, so a cause may lose a microsecond to another.
         return StageTime(
             self.stage,
             max(0.0, self.busy_s - earlier.busy_s),
@@ -72,7 +72,7 @@ def read_ledger(topology: pb.GetTopologyResponse) -> StageSeconds:
 
 
 def between(earlier: StageSeconds, later: StageSeconds) -> StageSeconds:
-    """What was added from one reading to the next; empty when the readings are not of the same pipeline."""
+    """The time added from one reading to the next; empty when their numbers of stages differ."""
     if len(earlier) != len(later):
         return ()
     return tuple(after.since(before) for before, after in zip(earlier, later, strict=True))

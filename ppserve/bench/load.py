@@ -1,7 +1,7 @@
-"""Who asks when: a closed loop of callers, or an open loop that asks on time whatever the server does.
+"""When requests are sent: by a closed loop of callers, or by an open loop, on time whatever the server does.
 
-In an open loop latency counts from when a request should have been sent. A generator that waits for a slow
-server and counts from when it sent hides exactly the requests that had to wait ("coordinated omission").
+In an open loop latency counts from when a request was due. A generator that waits for a slow server and counts
+from when it sent the request hides the waiting that the slow server causes ("coordinated omission").
 """
 
 from __future__ import annotations
@@ -17,12 +17,12 @@ from ppserve.bench.caller import Answer
 from ppserve.bench.workload import Question
 
 Ask = Callable[[Question, float], Awaitable[Answer]]
-"""Sends a question; the second argument is when it should have been sent (perf_counter seconds)."""
+"""Sends a question; the second argument is when it was due (perf_counter, in seconds)."""
 
 
 @dataclass(frozen=True, slots=True)
 class Until:
-    """When no further request is sent; those on their way are waited for. At least one of the two."""
+    """When sending stops; requests in flight are then waited for. At least one of the two is set."""
 
     num_requests: int | None = None
     duration_s: float | None = None
@@ -30,15 +30,15 @@ class Until:
 
 @dataclass(frozen=True, slots=True)
 class ClosedLoop:
-    """So many callers, each with one request at a time."""
+    """`concurrency` callers, each with one request at a time."""
 
     concurrency: int
 
 
 @dataclass(frozen=True, slots=True)
 class OpenLoop:
-    """Requests at given times (seconds after the start, rising). max_in_flight: more wait here, and their
-    waiting counts."""
+    """Requests at given times (seconds after the start, ascending). max_in_flight: further requests wait in the
+    load generator, and their latency includes it."""
 
     arrivals_s: Iterable[float]
     max_in_flight: int | None = None
@@ -48,10 +48,10 @@ Load = ClosedLoop | OpenLoop
 
 
 class Watch:
-    """Told what happens while it happens; draws nothing itself."""
+    """Is told of every event of a run; this one ignores them."""
 
     def sent(self) -> None:
-        """A request is on its way."""
+        """A request was sent."""
 
     def answered(self, answer: Answer) -> None:
         """A request ended."""
@@ -96,10 +96,10 @@ class _Run:
             for at_s, number in zip(load.arrivals_s, self._numbers, strict=False):
                 if self._is_over(at_s):
                     return
-                # Made before its time comes, so that making it costs no latency.
+                # Made before it is due, so that making it adds no latency.
                 question = self._question(number)
                 intended_s = self._begun_s + at_s
-                # Also when late: a loop that never pauses would not read what comes back.
+                # Also when late, for 0 s: without a pause the event loop would read no answers.
                 await asyncio.sleep(max(0.0, intended_s - time.perf_counter()))
                 calls.create_task(self._answer_within(room, question, intended_s))
 

@@ -1,4 +1,4 @@
-"""One run against a server: warm up, read the ledger, load, read it again."""
+"""One run against a server: warm-up, then the load between two readings of the server's ledger."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from ppserve.client import CallFailed
 
 @dataclass(frozen=True, slots=True)
 class Served:
-    """What answers: its address, and what it said about itself. metrics: HOST:PORT of its page, or None."""
+    """A server and what it says about itself. metrics: HOST:PORT of its metrics page, or None."""
 
     target: str
     metrics: str | None
@@ -29,14 +29,14 @@ class Served:
     microbatches: int
 
     def setting(self, *, concurrency: int | None, rate: float, seed: int) -> Setting:
-        """How a run against this server is labelled."""
+        """The label of a run against this server."""
         return Setting(
             self.target, self.model, self.dtype, self.num_stages, self.microbatches, concurrency, rate, seed
         )
 
 
 async def introduce(caller: Caller, target: str, metrics: str | None) -> Served:
-    """Ask the server what it is. Raises CallFailed, or ScrapeFailed when its metrics are wanted and not there."""
+    """Asks the server for its model and stages. Raises CallFailed; ScrapeFailed when `metrics` cannot be read."""
     if metrics is not None:
         await asyncio.to_thread(fetch_metrics, metrics)
     told, topology = await caller.model_info(), await caller.topology()
@@ -53,7 +53,7 @@ async def introduce(caller: Caller, target: str, metrics: str | None) -> Served:
 
 
 async def warm_up(caller: Caller, workload: Workload, num_requests: int, concurrency: int) -> None:
-    """Requests that are not counted. Raises CallFailed for the first that fails: so would all others."""
+    """Sends requests that are not counted. Raises CallFailed if one fails: the others would fail as well."""
 
     def question(number: int) -> Question:
         return workload.question(-1 - number)
@@ -67,9 +67,9 @@ async def warm_up(caller: Caller, workload: Workload, num_requests: int, concurr
 async def measure(
     caller: Caller, served: Served, workload: Workload, load: Load, until: Until, watch: Watch, setting: Setting
 ) -> Measurement:
-    """Raises CallFailed when the server is gone before or after, not when requests fail.
+    """One run. Raises CallFailed when the server does not answer before or after it, not when requests fail.
 
-    When this task is cancelled (Ctrl-C), what was answered until then is measured; what was not is left out.
+    If this task is cancelled (Ctrl-C), the measurement has the requests that were answered until then.
     """
     metrics_before = await _metrics(served)
     before = read_ledger(await caller.topology())
@@ -100,7 +100,7 @@ async def measure(
 
 
 class _Collected(Watch):
-    """Keeps answers as they come, so that they survive an interruption; passes the news on."""
+    """Keeps answers as they arrive, so that an interruption does not lose them; passes every event on."""
 
     def __init__(self, watch: Watch) -> None:
         self._watch = watch
@@ -120,11 +120,11 @@ async def _metrics(served: Served) -> MetricsReading | None:
     try:
         return await asyncio.to_thread(fetch_metrics, served.metrics)
     except ScrapeFailed:
-        return None  # what the clients saw is worth having without it
+        return None  # the figures of the clients are useful without it
 
 
 def _server_side(before: MetricsReading | None, after: MetricsReading | None) -> dict[str, float]:
-    """What the server itself counted in between; what it took longer for clients is the way there and back."""
+    """What the server counted between the readings. Clients measure more: the network's time comes on top."""
     if before is None or after is None:
         return {}
 

@@ -21,14 +21,14 @@ _MOST_SPANS = 600
 
 
 def require_matplotlib() -> None:
-    """Raises ConfigError where there is none: before a long run, not after it."""
+    """Raises ConfigError without matplotlib: called before a long run, not after it."""
     if find_spec("matplotlib") is None:
         raise ConfigError("--plot", "needs matplotlib: pip install 'ppserve[plot]'")
 
 
 def draw(path: Path, summaries: Sequence[Summary], measured: Sequence[Measurement], trace: Path | None) -> None:
-    """One picture: a sweep against concurrency, or one run over its time. trace: a Chrome trace, for a row of
-    stages over time. Raises OSError, and ConfigError for a trace that is none."""
+    """One picture: a sweep against concurrency, or one run over time. trace: a Chrome trace of the server, drawn
+    as stages over time. Raises OSError, and ConfigError for a file that is no trace."""
     spans = read_spans(trace) if trace is not None else []
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
@@ -57,7 +57,7 @@ def draw(path: Path, summaries: Sequence[Summary], measured: Sequence[Measuremen
 
 @dataclass(frozen=True, slots=True)
 class TraceSpan:
-    """A stretch of a stage's time on the trace's clock. kind: a phase (busy) or a cause (bubble)."""
+    """An interval of a stage's time, on the trace's clock. kind: a phase (busy) or a cause (bubble)."""
 
     stage: int
     start_s: float
@@ -66,9 +66,9 @@ class TraceSpan:
 
 
 def read_spans(path: Path) -> list[TraceSpan]:
-    """What the stages did in the middle of a trace, as much of it as a picture can show.
+    """The middle of a trace: as many intervals as a picture can show.
 
-    A trace that is still written has no closing bracket yet. Raises OSError, ConfigError.
+    A trace that the server is still writing has no closing bracket yet. Raises OSError, ConfigError.
     """
     text = path.read_text(errors="replace").rstrip().rstrip(",")
     try:

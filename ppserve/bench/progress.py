@@ -1,4 +1,4 @@
-"""One line that says how far a run is, on a terminal; nothing anywhere else."""
+"""The line that shows the progress of a run. Only on a terminal."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ _EVERY_S = 0.1
 
 
 class ProgressLine(Watch):
-    """Draws on standard error, so that what is printed can be piped. Draws at most ten times a second."""
+    """Writes to standard error, so that standard output holds the report alone; at most ten times a second."""
 
     def __init__(self, title: str, until: Until) -> None:
         self._title = title
@@ -35,7 +35,7 @@ class ProgressLine(Watch):
         self._draw()
 
     def close(self) -> None:
-        """Leave the line as it was found."""
+        """Erases the line."""
         if self._draws:
             sys.stderr.write("\r\x1b[K")
             sys.stderr.flush()

@@ -23,7 +23,7 @@ _LATE_MS = 1.0
 
 
 def render_table(summary: Summary) -> str:
-    """The table of vLLM's serving benchmark, with its labels, which tools parse; below it the stages' time."""
+    """The table of vLLM's serving benchmark with its labels, which tools parse; then the stages' time."""
     lines = [" Serving Benchmark Result ".center(_WIDTH, "=")]
     lines += [_row(label, value) for label, value in _counts(summary)]
     for title, name, attribute in _LATENCIES:
@@ -115,7 +115,7 @@ def _row(label: str, value: float | str) -> str:
 
 
 def _remarks(summary: Summary) -> Iterator[str]:
-    """What a reader must know to trust the figures."""
+    """What a reader must know to judge the figures: failures, clipped requests, delays of the load generator."""
     total = summary.completed + summary.failed
     if summary.clipped:
         yield f"\n{summary.clipped} of {total} requests were longer than the context and clipped to it."

@@ -1,6 +1,6 @@
-"""The server's /metrics page: fetched, parsed, and subtracted from an earlier one.
+"""Fetches and parses the server's /metrics page, and subtracts readings.
 
-Reads the part of Prometheus's text format that a ppserve server writes: samples with labels, no timestamps.
+Parses the part of Prometheus's text format that a ppserve server writes: samples with labels, no timestamps.
 """
 
 from __future__ import annotations
@@ -23,12 +23,12 @@ Labels = frozenset[tuple[str, str]]
 
 
 class ScrapeFailed(PpserveError):
-    """The page could not be fetched, or is not what it should be."""
+    """The page could not be fetched, or is no metrics page."""
 
 
 @dataclass(frozen=True, slots=True)
 class Histogram:
-    """Observations by upper bound, cumulative, the last bound infinite. total: their sum."""
+    """Cumulative counts by upper bound; the last bound is infinite. total: the sum of all observations."""
 
     bounds: tuple[float, ...] = ()
     counts: tuple[float, ...] = ()
@@ -71,7 +71,7 @@ class MetricsReading:
         self._samples = samples
 
     def value(self, name: str, **labels: str) -> float:
-        """The sum of a metric's samples that carry these labels; 0 where there are none."""
+        """The sum of a metric's samples that have these labels; 0 without any."""
         wanted = set(labels.items())
         return sum(value for found, value in self._samples.get(name, {}).items() if wanted <= found)
 
@@ -85,7 +85,7 @@ class MetricsReading:
 
 
 def parse_metrics(text: str) -> MetricsReading:
-    """Raises ScrapeFailed naming the line that is none."""
+    """Raises ScrapeFailed with the first line that cannot be parsed."""
     samples: dict[str, dict[Labels, float]] = {}
     for line in text.splitlines():
         if not line or line.startswith("#"):

@@ -7,11 +7,12 @@ from collections.abc import Iterator
 from itertools import groupby
 
 from ppserve.bench.ledger import CAUSES, StageTime
-from ppserve.bench.top import LatencyQuantiles, StageLine, Traffic, View
+from ppserve.bench.top import LatencyQuantiles, Traffic, View
+from ppserve.v1 import generation_pb2 as pb
 
 BUSY = "busy"
 IDLE = "idle"
-# A letter for every cause, so that the bars say the same without colours.
+# A letter for every cause, so that bars can be read without colours.
 _GLYPHS = {BUSY: "█", **dict(zip(CAUSES, "fixrh", strict=True)), IDLE: "·"}
 _COLOURS = {BUSY: 32, **dict(zip(CAUSES, (33, 31, 35, 95, 36), strict=True)), IDLE: 90}
 _LOST_COLOUR = 31
@@ -20,41 +21,42 @@ _VISIBLE = 0.0005
 
 
 def render_screen(view: View, target: str, width: int, colours: bool) -> list[str]:
-    """The whole view, no line wider than `width` characters."""
+    """The whole view; no line is wider than `width` characters."""
+    topology = view.topology
     lines = [
-        f"ppserve {target}   {len(view.stages)} stages over {view.transport}, up to {view.microbatches}"
-        f" microbatches, epoch {view.epoch}",
+        f"ppserve {target}   {len(topology.stages)} stages over {topology.transport},"
+        f" up to {topology.microbatches} microbatches, epoch {topology.epoch}",
         *_traffic_or_problem(view),
         "",
     ]
     lines = [line[:width] for line in lines]
-    for line, times in zip(view.stages, view.ledger, strict=True):
-        lines += list(_stage_lines(line, times, width, colours))
+    for stage, times in zip(topology.stages, view.ledger, strict=True):
+        lines += list(_stage_lines(stage, times, width, colours))
     lines += ["", _legend(colours)]
-    if view.advice:
-        lines += ["", *_wrapped(view.advice, width)]
+    if topology.advice:
+        lines += ["", *_wrapped(topology.advice, width)]
     return lines
 
 
 def render_line(view: View, clock: str) -> str:
-    """The view in one line, for logs and pipes. clock: what to put first."""
+    """The view in one line, for logs and pipes. clock: the time of day, which comes first."""
     parts = [clock]
-    for line, times in zip(view.stages, view.ledger, strict=True):
+    for stage, times in zip(view.topology.stages, view.ledger, strict=True):
         causes = "".join(f" {cause} {100 * share:.1f}%" for cause, share in _bubbles(times) if share >= _VISIBLE)
-        state = "" if line.live else " LOST"
-        parts.append(f"stage {line.stage}{state}: busy {100 * _busy(times):.1f}%{causes} idle {_idle(times):.1f}%")
+        name = f"stage {stage.stage}" + ("" if stage.live else " LOST")
+        parts.append(f"{name}: busy {100 * _busy(times):.1f}%{causes} idle {_idle(times):.1f}%")
     if traffic := _traffic_or_problem(view):
         parts.append("; ".join(traffic))
     return " | ".join(parts)
 
 
 def shares(times: StageTime) -> list[tuple[str, float]]:
-    """A stage's wall time by kind, busy first, idle last; they sum to 1. A stage without time is idle."""
+    """Shares of a stage's wall time by kind, busy first, idle last, which sum to 1. Without time, all is idle."""
     return [(BUSY, _busy(times)), *_bubbles(times), (IDLE, times.idle_share if times.wall_s else 1.0)]
 
 
 def bar(times: StageTime, width: int, colours: bool) -> str:
-    """`width` cells, each of the kind that fills most of it: rounding where shares meet, never losing a cell."""
+    """`width` cells. The ends of the shares are rounded, not the shares, so that the number of cells is exact."""
     kinds: list[str] = []
     reached = 0.0
     for kind, share in shares(times):
@@ -66,16 +68,17 @@ def bar(times: StageTime, width: int, colours: bool) -> str:
     return "".join(_coloured(_GLYPHS[kind] * len(list(run)), _COLOURS[kind]) for kind, run in groupby(kinds))
 
 
-def _stage_lines(line: StageLine, times: StageTime, width: int, colours: bool) -> Iterator[str]:
-    name = f"stage {line.stage:<3}"
+def _stage_lines(stage: pb.Stage, times: StageTime, width: int, colours: bool) -> Iterator[str]:
+    name = f"stage {stage.stage:<3}"
     percent = f" {100 * _busy(times):5.1f}% busy"
     yield name + bar(times, max(_SMALLEST_BAR, width - len(name) - len(percent) - 1), colours) + percent
     facts = [f"{cause} {100 * share:.1f}%" for cause, share in _bubbles(times) if share >= _VISIBLE]
-    facts += [f"idle {_idle(times):.1f}%", f"layers {line.layers} on {line.device}"]
-    if line.restarts:
-        facts.append(f"started again {line.restarts} x")
+    facts += [f"idle {_idle(times):.1f}%", f"layers {stage.blocks} on {stage.device}"]
+    if stage.restarts:
+        facts.append(f"started again {stage.restarts} x")
     text = (" " * len(name) + "  ".join(facts))[:width]
-    yield text if line.live else _coloured(f"{' ' * len(name)}LOST  {text.strip()}"[:width], _LOST_COLOUR, colours)
+    lost = f"{' ' * len(name)}LOST  {text.strip()}"[:width]
+    yield text if stage.live else _coloured(lost, _LOST_COLOUR, colours)
 
 
 def _traffic_or_problem(view: View) -> list[str]:

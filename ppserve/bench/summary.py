@@ -1,4 +1,4 @@
-"""From measurements to the figures that people compare. Pure."""
+"""Computes the figures that people compare from measurements. Pure."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ OBJECTIVES = ("ttft", "tpot", "e2el")
 
 @dataclass(frozen=True, slots=True)
 class Setting:
-    """What was measured, for the record. request_rate: a second; inf for a closed loop."""
+    """What was measured, for the record. request_rate: requests per second; inf for a closed loop."""
 
     target: str
     model: str
@@ -30,8 +30,8 @@ class Setting:
 
 @dataclass(frozen=True, slots=True)
 class Measurement:
-    """What was seen: answers, wall time from the first request to the last answer, the stages' time in it, and
-    this process's own computing time (all in seconds). was_interrupted: it ended before its time."""
+    """One run, as measured. duration_s: from the first request to the last answer. ledger: the stages' time
+    meanwhile. client_cpu_s: the load generator's own CPU time. was_interrupted: Ctrl-C ended it early."""
 
     setting: Setting
     answers: Sequence[Answer]
@@ -44,7 +44,7 @@ class Measurement:
 
 @dataclass(frozen=True, slots=True)
 class Distribution:
-    """Of one latency, in milliseconds; all zero where nothing was observed."""
+    """Statistics of one latency, in milliseconds; all zero without observations."""
 
     mean: float = 0.0
     median: float = 0.0
@@ -64,7 +64,7 @@ class Distribution:
 
 
 def percentile(ordered: Sequence[float], percent: float) -> float:
-    """Of sorted values, linear between the two nearest."""
+    """Of sorted values; linear between the two nearest ones."""
     place = (len(ordered) - 1) * percent / 100
     low = math.floor(place)
     high = min(low + 1, len(ordered) - 1)
@@ -100,7 +100,7 @@ class Summary:
     server_side: Mapping[str, float]
 
     def to_json(self) -> dict[str, Any]:
-        """Flat, with the keys of vLLM's serving benchmark where it has the same figure."""
+        """A flat object; figures that vLLM's serving benchmark has as well have its keys."""
         latencies = {
             f"{statistic}_{name}_ms": value
             for name in ("ttft", "tpot", "itl", "e2el", "start_delay")
@@ -135,7 +135,7 @@ class Summary:
 
 
 def summarize(measured: Measurement, objectives: Mapping[str, float] | None = None) -> Summary:
-    """objectives: milliseconds by name (of OBJECTIVES); a request is good when it keeps all of them."""
+    """objectives: limits in milliseconds by name (of OBJECTIVES); a request that keeps all counts for goodput."""
     good = [answer for answer in measured.answers if answer.is_ok]
     bad = [answer for answer in measured.answers if not answer.is_ok]
     with_tokens = [answer for answer in good if answer.arrivals]
@@ -184,13 +184,13 @@ def parse_objectives(texts: Sequence[str]) -> dict[str, float]:
 
 
 def _keeps(answer: Answer, objectives: Mapping[str, float]) -> bool:
-    # One token has no time between tokens, and so keeps every limit on it.
+    # An answer of one token has no time between tokens: it keeps every limit on that.
     took_s = {"ttft": answer.ttft_s, "tpot": answer.tpot_s or 0.0, "e2el": answer.e2e_s}
     return all(1e3 * took_s[name] <= limit for name, limit in objectives.items())
 
 
 def _peak_tokens_per_s(answers: Sequence[Answer]) -> float:
-    """Tokens of the fullest second, counted in whole seconds from the first request on."""
+    """Tokens of the second with most of them; seconds are counted from the first request on."""
     if not answers:
         return 0.0
     begun_s = min(answer.intended_s for answer in answers)
@@ -202,7 +202,7 @@ def _peak_tokens_per_s(answers: Sequence[Answer]) -> float:
 
 
 def _peak_concurrency(answers: Sequence[Answer]) -> int:
-    """Most requests at the server at any moment; one that ends as another begins does not overlap it."""
+    """The most requests at the server at any moment; one that ends when another begins does not overlap it."""
     changes = sorted([(a.sent_s, 1) for a in answers] + [(a.ended_s, -1) for a in answers])
     now = most = 0
     for _, change in changes:
@@ -212,7 +212,7 @@ def _peak_concurrency(answers: Sequence[Answer]) -> int:
 
 
 def _stage_json(ledger: StageSeconds, place: int) -> dict[str, Any]:
-    """Seconds, and shares: busy and bubble of demand, idle of wall time."""
+    """Seconds, and shares: busy and bubble of demand time, idle of wall time."""
     times = ledger[place]
     return {
         "stage": times.stage,

@@ -1,4 +1,4 @@
-"""What `ppserve top` shows: the difference of two readings of a server. Pure, but for `read`."""
+"""What `ppserve top` shows: the difference of two readings of a server. All but `read` is pure."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from ppserve.v1 import generation_pb2 as pb
 
 @dataclass(frozen=True, slots=True)
 class ServerReading:
-    """A server at one moment. metrics: None where nobody asked for its page, or where there was a problem."""
+    """A server at one moment. metrics: None when not wanted, or when `problem` says why they could not be read."""
 
     at_s: float
     topology: pb.GetTopologyResponse
@@ -22,7 +22,7 @@ class ServerReading:
 
 
 def read(client: Client, metrics: str | None) -> ServerReading:
-    """metrics: HOST:PORT of the page, None to do without. Raises CallFailed when the server is gone."""
+    """metrics: HOST:PORT of the page, None: not wanted. Raises CallFailed when the server does not answer."""
     topology = client.topology()
     found, problem = None, ""
     if metrics is not None:
@@ -35,7 +35,7 @@ def read(client: Client, metrics: str | None) -> ServerReading:
 
 @dataclass(frozen=True, slots=True)
 class LatencyQuantiles:
-    """Over the interval, in seconds; None where nothing was observed."""
+    """Over the interval, in seconds; None without observations."""
 
     p50_s: float | None
     p99_s: float | None
@@ -43,7 +43,7 @@ class LatencyQuantiles:
 
 @dataclass(frozen=True, slots=True)
 class Traffic:
-    """What the metrics page adds. Rates are per second over the interval; the rest is of now."""
+    """Figures of the metrics page. Rates are per second over the interval; the others are current values."""
 
     running: int
     waiting: int
@@ -57,58 +57,29 @@ class Traffic:
 
 
 @dataclass(frozen=True, slots=True)
-class StageLine:
-    """What a stage is; its time is in the ledger at the same place."""
-
-    stage: int
-    device: str
-    layers: str
-    live: bool
-    restarts: int
-
-
-@dataclass(frozen=True, slots=True)
 class View:
-    """One screen. ledger: over the interval, one entry per stage. problem: why there is no traffic."""
+    """One screen. topology: at the end of the interval. ledger: over the interval. problem: why there is no
+    traffic."""
 
     interval_s: float
-    stages: tuple[StageLine, ...]
+    topology: pb.GetTopologyResponse
     ledger: StageSeconds
-    transport: str
-    microbatches: int
-    epoch: int
-    advice: str
     traffic: Traffic | None
     problem: str = ""
 
 
 def view_of(before: ServerReading, after: ServerReading) -> View:
-    """What happened from one reading to the next."""
-    topology = after.topology
+    """The view of the time between two readings."""
     interval_s = max(after.at_s - before.at_s, 1e-9)
-    lines = tuple(
-        StageLine(
-            stage.stage,
-            stage.device,
-            stage.blocks,
-            stage.live,
-            stage.restarts,
-        )
-        for stage in topology.stages
-    )
-    later = read_ledger(topology)
+    later = read_ledger(after.topology)
     ledger = between(read_ledger(before.topology), later) or later
     traffic = None
     if before.metrics is not None and after.metrics is not None:
         traffic = _traffic(before.metrics, after.metrics, interval_s)
     return View(
         interval_s=interval_s,
-        stages=lines,
+        topology=after.topology,
         ledger=ledger,
-        transport=topology.transport,
-        microbatches=topology.microbatches,
-        epoch=topology.epoch,
-        advice=topology.advice,
         traffic=traffic,
         problem=after.problem or before.problem,
     )
@@ -116,7 +87,7 @@ def view_of(before: ServerReading, after: ServerReading) -> View:
 
 def _traffic(before: MetricsReading, after: MetricsReading, interval_s: float) -> Traffic:
     def rate(name: str) -> float:
-        # A head that was started again counts from zero.
+        # A head that restarted in between counts from zero again.
         return max(0.0, after.value(name) - before.value(name)) / interval_s
 
     def latency(name: str) -> LatencyQuantiles:

@@ -1,7 +1,7 @@
-"""What is asked: lengths of prompts and answers, their tokens, and when they arrive.
+"""The requests of a load: lengths of prompts and answers, tokens, and when they are due.
 
-Everything follows from the seed and a request's number, whatever the order in which requests are sent. Prompts
-are random tokens, so that no two share anything that a prefix cache could find, but for the prefix asked for.
+A request depends on the seed and its number alone, not on the order in which requests are sent. Prompts are
+random tokens: no two share a prefix that the server could have cached, except that of `shared_prefix`.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ class Uniform:
 
 @dataclass(frozen=True, slots=True)
 class LogNormal:
-    """Many short, few very long: half lie below the median; sigma is the spread of the logarithm."""
+    """Many short ones, few very long ones. sigma: standard deviation of the logarithm."""
 
     median: float
     sigma: float
@@ -130,10 +130,10 @@ def read_trace(path: Path, num_requests: int | None = None, time_scale: float = 
 
 
 def poisson_arrivals(rate: float, seed: int, burstiness: float = 1.0) -> Iterator[float]:
-    """Seconds after the start at which requests arrive, without end; `rate` a second on average.
+    """Endless arrival times, in seconds after the start; `rate` a second on average.
 
-    burstiness 1 is a Poisson process; below 1 requests come in clumps, above 1 more evenly (the gaps follow a
-    gamma distribution of that shape). An infinite rate sends everything at once.
+    The gaps follow a gamma distribution of shape `burstiness`: 1 is a Poisson process, below 1 requests come in
+    bursts, above 1 more evenly. With an infinite rate all arrive at once.
     """
     rng = random.Random(f"arrivals {seed}")
     at_s = 0.0
@@ -156,7 +156,7 @@ class Sizes(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class DrawnSizes:
-    """Independent draws from two distributions."""
+    """Both drawn independently."""
 
     prompt: Lengths
     new: Lengths
@@ -167,7 +167,7 @@ class DrawnSizes:
 
 @dataclass(frozen=True, slots=True)
 class RecordedSizes:
-    """Those of recorded traffic, in its order, over and over."""
+    """Those of recorded traffic, in its order, repeated without end."""
 
     rows: tuple[TraceRow, ...]
 
@@ -178,7 +178,7 @@ class RecordedSizes:
 
 @dataclass(frozen=True, slots=True)
 class Question:
-    """What one request asks. was_clipped: it was longer than the context."""
+    """One request. was_clipped: it was longer than the context."""
 
     number: int
     prompt_ids: tuple[int, ...]
@@ -188,9 +188,9 @@ class Question:
 
 @dataclass(frozen=True, slots=True)
 class Workload:
-    """An endless supply of requests that fit a model.
+    """Endless requests that fit a model.
 
-    shared_prefix: tokens that precede every prompt, the same for all (with num_prefixes above 1, one of so many).
+    shared_prefix: how many tokens precede every prompt: the same ones, or one of `num_prefixes` such prefixes.
     """
 
     sizes: Sizes
@@ -201,7 +201,7 @@ class Workload:
     num_prefixes: int = 1
 
     def question(self, number: int) -> Question:
-        """The same for the same number, always. Numbers below 0 are for warming up."""
+        """The request of a number, always the same. Numbers below 0 are for the warm-up."""
         rng = random.Random(f"question {self.seed} {number}")
         own, new = self.sizes.of(number, rng)
         prompt_tokens, new_tokens = clip(self.shared_prefix + own, new, self.max_context)
@@ -216,9 +216,9 @@ class Workload:
 
 
 def clip(prompt_tokens: int, new_tokens: int, max_context: int) -> tuple[int, int]:
-    """Lengths that fit the context together: the answer up to half of it, the prompt what is left then.
+    """Lengths that fit the context together: the answer keeps up to half of it, the prompt what is left.
 
-    Cutting the prompt first keeps what decides the load, the share of generated tokens.
+    The prompt is cut first because the number of generated tokens decides most of the load.
     """
     new = max(1, min(new_tokens, max_context // 2)) if prompt_tokens + new_tokens > max_context else new_tokens
     return max(1, min(prompt_tokens, max_context - new)), new

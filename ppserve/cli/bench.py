@@ -1,4 +1,4 @@
-"""`ppserve bench`: load a server and say what it did."""
+"""`ppserve bench`: load a server, and report throughput, latencies and its stages' time."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ DEFAULT_OPEN_REQUESTS = 100
 
 
 class _Parsed(click.ParamType[Any]):
-    """What a function makes of a text; its ValueError is the user's mistake."""
+    """The value that a function makes of a text. Its ValueError is a mistake of the user."""
 
     def __init__(self, name: str, parse: Callable[[str], Any]) -> None:
         self.name = name
@@ -140,7 +140,7 @@ def _objectives(first: Sequence[str], more: Sequence[str]) -> dict[str, float]:
 
 
 def _check(flags: dict[str, Any]) -> None:
-    """What no single flag can know."""
+    """Raises UsageError for flags that do not go together, ConfigError for a directory that does not exist."""
     if flags["sweep"] and (flags["rate"] or flags["trace"] or flags["concurrency"]):
         raise click.UsageError("--sweep goes over closed loops: leave out --concurrency, --rate and --trace")
     if flags["stage_trace"] and not flags["plot_path"]:
@@ -164,7 +164,7 @@ async def _run_all(flags: dict[str, Any]) -> list[Measurement]:
             return [await _run(flags, caller, served, workload, flags["concurrency"], rows)]
         measured = []
         for place, concurrency in enumerate(flags["sweep"]):
-            # Prompts of its own for every point, or the prefix cache would answer for the pipeline.
+            # Other prompts for every point: the server's prefix cache has those of the points before.
             own = replace(workload, seed=workload.seed + place)
             measured.append(await _run(flags, caller, served, own, concurrency, rows))
             if measured[-1].was_interrupted:
@@ -212,7 +212,7 @@ async def _run(
 
 
 def _load(flags: dict[str, Any], concurrency: int | None, rows: tuple[TraceRow, ...]) -> tuple[Load, float]:
-    """The load, and its requests a second (infinite where nothing holds callers back)."""
+    """The load, and its requests per second (infinite for a closed loop)."""
     if flags["rate"]:
         arrivals_s = poisson_arrivals(flags["rate"], flags["seed"], flags["burstiness"])
         return OpenLoop(arrivals_s, concurrency), flags["rate"]
@@ -247,7 +247,7 @@ def _write(flags: dict[str, Any], summaries: list[Summary], measured: list[Measu
 
 
 def _details(measured: Measurement) -> dict[str, Any]:
-    """Request by request, in the order of their numbers; times in seconds."""
+    """One entry per request, in the order of their numbers; times in seconds."""
     answers = measured.answers
     return {
         "input_lens": [len(answer.question.prompt_ids) for answer in answers],

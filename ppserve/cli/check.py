@@ -1,6 +1,6 @@
-"""What can be known to be wrong with a server's flags before any process is started.
+"""Finds mistakes in a server's flags before any process is started.
 
-No torch here: a mistake is told in a blink, not after the ranks have come up and gone down again.
+Without torch, whose import takes seconds: a mistake is reported at once, and no rank has to start and end for it.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from ppserve.model.checkpoint.opening import read_architecture
 
 
 def check(config: ServeConfig, num_stages: int) -> None:
-    """Raises UsageError. What it lets pass may still be found wrong by the stages, on their hosts."""
+    """Raises UsageError. Stages on their hosts may find further mistakes."""
     _check_ports(config.server)
     _check_secrets(config.server)
     check_microbatches(config, num_stages)
@@ -35,7 +35,7 @@ def check(config: ServeConfig, num_stages: int) -> None:
 
 
 def _architecture(path: str) -> Architecture | None:
-    """None for what only a download or torch's own files would tell: the stages will."""
+    """None when only a download or torch could read it: then the stages check the flags that depend on it."""
     place = Path(path).expanduser()
     if place.suffix in {".pt", ".pth"} or (place / "ckpt.pt").exists():
         return None
@@ -45,7 +45,7 @@ def _architecture(path: str) -> Architecture | None:
 
 
 def _check_ports(server: ServerSettings) -> None:
-    """A port in use is the commonest mistake of all."""
+    """Raises ConfigError for a port that is in use, the most frequent mistake."""
     for flag, port in (("--port", server.port), ("--metrics-port", server.metrics_port)):
         family = socket.AF_INET6 if ":" in server.host else socket.AF_INET
         with socket.socket(family, socket.SOCK_STREAM) as probe:

@@ -1,4 +1,4 @@
-"""`ppserve generate` and `ppserve health`: a server from the terminal."""
+"""`ppserve generate` and `ppserve health`: clients of a running server."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ from ppserve.cli.types import Text, Whole
 from ppserve.client import AsyncClient, CallFailed, Chunk, Client, Options, RetryPolicy, completion_of
 from ppserve.errors import ConfigError, PpserveError
 
-# What the proto's uint32 holds.
+# The proto's uint32.
 _COUNT = Whole(32)
 
-# Option of a request, its type (bool: a flag; a tuple: may be given several times), and what it does.
+# Name of a request's option, its type (bool: a flag; a tuple: may be repeated), and its help.
 _REQUEST_OPTIONS: tuple[tuple[str, Any, str], ...] = (
     ("max_tokens", _COUNT, "Tokens to generate at most. Default: as many as fit the context."),
     ("min_tokens", _COUNT, "Tokens before anything may end the text."),
@@ -56,7 +56,7 @@ def _flag(name: str) -> str:
 
 
 def _request_options(command: Callable[..., Any]) -> Callable[..., Any]:
-    """One flag for each thing a request can say."""
+    """Adds one flag for each option of a request."""
     for name, kind, text in reversed(_REQUEST_OPTIONS):
         if kind is bool:
             option = click.option(_flag(name), name, is_flag=True, help=text)
@@ -112,14 +112,14 @@ def health(service: str, timeout_s: float, **flags: Any) -> None:
 
 @dataclasses.dataclass(frozen=True)
 class _Prompt:
-    """origin: where it was read, to put before what went wrong with it."""
+    """origin: where it was read, the beginning of messages about it."""
 
     text: str
     origin: str = ""
 
 
 class _Printer:
-    """Puts answers on standard output: text or JSON, as it comes or complete, in the order of the prompts."""
+    """Writes answers to standard output: as text or JSON, as they arrive or complete, in the prompts' order."""
 
     def __init__(self, as_json: bool, stream: bool, numbered: bool) -> None:
         self._as_json = as_json
@@ -128,7 +128,7 @@ class _Printer:
         self._in_line = False
 
     def takes_chunks(self, options: Options) -> bool:
-        """Whether to print chunks one by one; texts of several sequences would come out mixed."""
+        """Whether to print chunks as they arrive; not where texts of several sequences would be mixed."""
         return self._stream and (self._as_json or (options.get("n", 1) == 1 and not self._numbered))
 
     def chunk(self, place: int, chunk: Chunk) -> None:
@@ -171,7 +171,7 @@ async def _answer_all(
 ) -> None:
     room = asyncio.Semaphore(concurrency)
     async with AsyncClient(**connection(flags), retry=RetryPolicy(on_retry=_tell)) as client:
-        await client.is_serving()  # nobody there is told at once, not after all retries
+        await client.is_serving()  # without a server this fails at once, not after all retries
 
         async def answer(place: int, prompt: _Prompt) -> list[Chunk]:
             async with room:
@@ -224,7 +224,7 @@ def _text(line: bytes, origin: str) -> str:
 
 
 def _options(flags: dict[str, Any]) -> Options:
-    """What was asked for, without what was not mentioned."""
+    """The options that were given."""
     options: dict[str, Any] = {}
     for name, _, _ in _REQUEST_OPTIONS:
         value = flags.pop(name)
@@ -245,7 +245,7 @@ def _bias(text: str) -> tuple[int, float]:
 
 
 def _plain(value: Any) -> Any:
-    """A value as JSON can hold it: bytes in base64, nothing that is absent."""
+    """A value as JSON holds it: bytes in base64; None and empty tuples are left out."""
     if dataclasses.is_dataclass(value):
         named = ((field.name, getattr(value, field.name)) for field in dataclasses.fields(value))
         return {name: _plain(part) for name, part in named if part is not None and part != ()}

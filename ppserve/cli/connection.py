@@ -1,4 +1,4 @@
-"""How the commands that talk to a server reach it: address, key, TLS."""
+"""The flags by which commands reach a server: address, key, TLS."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from ppserve.errors import ConfigError
 
 
 def connection_options(command: Callable[..., Any]) -> Callable[..., Any]:
-    """How to reach a server. The key comes from a file or the environment: arguments are seen by everybody."""
+    """Adds the flags. None holds the key itself: every user of a machine sees the arguments of processes."""
     path = click.Path(path_type=Path)
     options = (
         click.option("--target", default="127.0.0.1:50051", envvar="PPSERVE_TARGET", show_default=True,
@@ -31,7 +31,7 @@ def connection_options(command: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def connection(flags: dict[str, Any]) -> dict[str, Any]:
-    """Arguments of a client."""
+    """The arguments of `Client` and `AsyncClient`. Raises ConfigError."""
     tls = None
     if flags["tls"] or flags["tls_ca"] or flags["tls_cert"]:
         tls = Tls(flags["tls_ca"], flags["tls_cert"], flags["tls_key"])
@@ -56,7 +56,7 @@ def _api_key(file: Path | None) -> str | None:
 
 
 def _sendable(key: str | None, name: str) -> str | None:
-    """gRPC takes no other characters in metadata. Raises ConfigError."""
+    """The key, if gRPC's metadata can hold it. Raises ConfigError."""
     if key is not None and not (key.isascii() and key.isprintable()):
         raise ConfigError(name, "the key may only have printable ASCII characters")
     return key

@@ -1,4 +1,4 @@
-"""The command line: `ppserve` = `python -m ppserve`. `serve` is what runs when no command is named."""
+"""The command line: `ppserve`, or `python -m ppserve`. Without the name of a command, `serve` runs."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ import click
 from ppserve.errors import PpserveError, UsageError
 from ppserve.process.environment import EXIT_USAGE
 
-_OTHERS_SPEAK_WITHIN_S = 2.0
+_RANK_0_REPORTS_WITHIN_S = 2.0
 
 
 class _ServeByDefault(click.Group):
-    """Hands arguments that name no command to `serve`, and loads commands only when they are asked for."""
+    """Passes arguments without a command's name to `serve`, and imports the module of a command only to run it."""
 
-    _HOMES: ClassVar = {
+    _MODULES: ClassVar = {
         "serve": "serve",
         "generate": "client",
         "health": "client",
@@ -33,15 +33,15 @@ class _ServeByDefault(click.Group):
         return super().parse_args(ctx, args)
 
     def list_commands(self, ctx: click.Context) -> list[str]:
-        return list(self._HOMES)
+        return list(self._MODULES)
 
     def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
-        home = self._HOMES.get(cmd_name)
-        if home is None:
+        module = self._MODULES.get(cmd_name)
+        if module is None:
             return None
         from importlib import import_module
 
-        command = getattr(import_module(f"ppserve.cli.{home}"), cmd_name)
+        command = getattr(import_module(f"ppserve.cli.{module}"), cmd_name)
         assert isinstance(command, click.Command)
         return command
 
@@ -53,32 +53,32 @@ def cli() -> None:
 
 
 def main() -> None:
-    """Runs a command; every mistake of the operator is one line on standard error and exit code 2."""
-    # All ranks parse the same flags: one of them complains.
-    speaks = os.environ.get("RANK", "0") == "0"
+    """Runs a command. A mistake of the operator is one line on standard error and exit code 2."""
+    # All ranks parse the same flags and find the same mistakes: rank 0 reports them.
+    reports = os.environ.get("RANK", "0") == "0"
     try:
         code: Any = cli.main(prog_name="ppserve", standalone_mode=False)
         sys.exit(code if isinstance(code, int) else 0)
     except click.ClickException as error:
-        _complain(error.format_message(), speaks)
+        _report(error.format_message(), reports)
         sys.exit(EXIT_USAGE)
     except UsageError as error:
-        _complain(str(error), speaks)
+        _report(str(error), reports)
         sys.exit(EXIT_USAGE)
     except UnicodeEncodeError:
-        # The shell's bytes that are not UTF-8 arrive as lone surrogates.
-        _complain("an argument is not UTF-8 text", speaks)
+        # Bytes of an argument that are not UTF-8 arrive as lone surrogates.
+        _report("an argument is not UTF-8 text", reports)
         sys.exit(EXIT_USAGE)
     except PpserveError as error:
-        _complain(str(error), speaks)
+        _report(str(error), reports)
         sys.exit(1)
     except (click.Abort, KeyboardInterrupt):
         sys.exit(130)
 
 
-def _complain(problem: str, speaks: bool) -> None:
-    if speaks:
+def _report(problem: str, reports: bool) -> None:
+    if reports:
         print(f"ppserve: error: {' '.join(problem.split())}", file=sys.stderr, flush=True)
     else:
-        # torchrun ends all ranks when one has ended: this one lets the one that speaks be the first.
-        time.sleep(_OTHERS_SPEAK_WITHIN_S)
+        # torchrun ends all ranks when one has ended, so this one waits until rank 0 has written its line.
+        time.sleep(_RANK_0_REPORTS_WITHIN_S)

@@ -1,4 +1,4 @@
-"""`ppserve plan`: what would run where, and with --simulate how well, without reading weights."""
+"""`ppserve plan`: what would run where, and with --simulate how fast, without reading weights."""
 
 from __future__ import annotations
 
@@ -115,7 +115,7 @@ def plan(**flags: Any) -> None:
 
 
 def _other(intent: Intent, num_stages: int) -> Intent:
-    """The same model and memory on another number of stages, split automatically."""
+    """The same model and memory on another number of stages, with the automatic split."""
     return replace(intent, num_stages=num_stages, layers=None)
 
 

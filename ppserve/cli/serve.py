@@ -1,4 +1,4 @@
-"""`ppserve serve`: flags to a frozen config, then this rank's part of the pipeline."""
+"""`ppserve serve`: turns flags into a frozen config, and runs this rank's part of the pipeline."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ _PORT = click.IntRange(0, 65535)
 
 
 def _load_config_file(ctx: click.Context, _param: click.Parameter, path: Path | None) -> None:
-    """Entries of `--config` become defaults: a flag or an environment variable still wins."""
+    """Entries of the `--config` file become defaults, which flags and environment variables override."""
     if path is None:
         return
     try:
@@ -95,7 +95,7 @@ def serve(stages: int | None, **flags: Any) -> None:
 
 
 def build_config(flags: dict[str, Any]) -> cfg.ServeConfig:
-    """The frozen config of all flags. Raises ConfigError for what no single flag can know."""
+    """The frozen config of all flags. Raises ConfigError for flags that do not go together."""
     if bool(flags["tls_cert"]) != bool(flags["tls_key"]):
         raise ConfigError("--tls-cert", "needs --tls-key, and the other way round")
     if flags["tls_client_ca"] and not flags["tls_cert"]:

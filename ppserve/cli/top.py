@@ -1,4 +1,4 @@
-"""`ppserve top`: what a server does right now, in the terminal."""
+"""`ppserve top`: the stages' time and the load of a running server, in the terminal."""
 
 from __future__ import annotations
 
@@ -56,9 +56,10 @@ def top(metrics: str, interval_s: float, once: bool, **flags: Any) -> None:
 
 
 def _views(client: Client, metrics: str | None, interval_s: float) -> Iterator[View]:
-    """One view per interval, without end. Intervals do not add up the time that reading takes.
+    """Endless views, one per interval; the time that a reading takes does not lengthen the intervals.
 
-    Raises ScrapeFailed when there is no metrics page. One that goes away later may come back; views say so.
+    Raises ScrapeFailed when there is no metrics page at the start. If it fails later, the views say so until it is
+    back.
     """
     before = read(client, metrics)
     if before.problem:
@@ -88,7 +89,7 @@ def _show(view: View, target: str, live: bool) -> None:
 
 @contextmanager
 def _screen() -> Iterator[None]:
-    """The terminal's other screen, so that what was on it comes back."""
+    """The terminal's alternate screen: afterwards the terminal shows what it showed before."""
     sys.stdout.write(_ENTER)
     try:
         yield

@@ -1,4 +1,4 @@
-"""Flag types that click does not have: sizes, layer splits, `auto` or a number, text, numbers of some bits."""
+"""Types of flags that click lacks: sizes, layer splits, `auto` or a number, text, numbers of some bits."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ class ByteSize(click.ParamType[Any]):
 
 
 class Text(click.ParamType[Any]):
-    """Text. Bytes that are not UTF-8 reach a program as lone surrogates, which no message can hold."""
+    """Text. Bytes that are not UTF-8 reach Python as lone surrogates, which no message can hold."""
 
     name = "text"
 
@@ -40,7 +40,7 @@ class Text(click.ParamType[Any]):
 
 
 class Whole(click.ParamType[Any]):
-    """A whole number that `bits` bits hold."""
+    """A whole number of at most `bits` bits."""
 
     name = "integer"
 
@@ -59,7 +59,7 @@ class Whole(click.ParamType[Any]):
 
 
 class AutoOr(click.ParamType[Any]):
-    """`auto` (None) or what another type accepts."""
+    """`auto` (None), or a value of another type."""
 
     def __init__(self, inner: click.ParamType[Any]) -> None:
         self.inner = inner

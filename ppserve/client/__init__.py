@@ -7,9 +7,9 @@
         for chunk in client.stream("Once upon a time", seed=7):
             print(chunk.text, end="", flush=True)
 
-`AsyncClient` has the same methods as coroutines and asynchronous iterators. Both try again when the server
-cannot be reached or is full, and continue a stream that broke where it broke: the caller sees the tokens and
-the text of an undisturbed stream. `RetryPolicy` bounds this; `CallFailed` is raised when it is over.
+`AsyncClient` has the same methods as coroutines and asynchronous iterators. Both clients retry when the server
+cannot be reached or its queue is full. When a stream breaks, they resume it: the caller sees the tokens and the
+text of an undisturbed stream. `RetryPolicy` bounds the retries; after the last one `CallFailed` is raised.
 """
 
 from ppserve.answers import Chunk, Completion, Finish, Options, Timings, Token, Usage, completion_of

@@ -1,4 +1,4 @@
-"""Where the server is and how to prove who calls: what both clients need to open a channel."""
+"""Opens channels: address, TLS, keys, and the time limit of a call."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from typing import Any, TypeVar
 import grpc
 
 CHANNEL_OPTIONS: list[tuple[str, Any]] = [
-    # Look again soon for a server that restarts; gRPC's own first pause is a second.
+    # Reconnect soon to a server that restarts; gRPC's own first pause is a second.
     ("grpc.initial_reconnect_backoff_ms", 100),
     ("grpc.max_reconnect_backoff_ms", 2_000),
     ("grpc.keepalive_time_ms", 30_000),
@@ -26,8 +26,8 @@ C = TypeVar("C")
 
 @dataclass(frozen=True, slots=True)
 class Tls:
-    """Speak TLS. ca: PEM file of the authority to trust, None for the system's. cert and key: PEM files that
-    prove who calls, where the server asks for that."""
+    """Encrypts the connection. ca: PEM file of the authority to trust, None: the system's. cert, key: PEM files of
+    the client's own certificate, for servers that ask for one."""
 
     ca: Path | None = None
     cert: Path | None = None
@@ -39,19 +39,19 @@ class Tls:
 
 
 def open_channel(insecure: Callable[..., C], secure: Callable[..., C], target: str, tls: Tls | None) -> C:
-    """A channel; `insecure` and `secure` are what gRPC, or its part for asyncio, makes one with."""
+    """A channel. `insecure` and `secure` make one: functions of grpc, or of grpc.aio."""
     if tls is None:
         return insecure(target, CHANNEL_OPTIONS)
     return secure(target, tls.credentials(), CHANNEL_OPTIONS)
 
 
 def call_metadata(api_key: str | None) -> tuple[tuple[str, str], ...]:
-    """What every call carries."""
+    """The metadata of every call."""
     return () if api_key is None else (("authorization", f"Bearer {api_key}"),)
 
 
 class TimeLimit:
-    """Seconds that a call may take, over all its attempts; None: no limit."""
+    """The deadline of a call over all its attempts. timeout_s None: no deadline."""
 
     def __init__(self, timeout_s: float | None) -> None:
         self._deadline_s = None if timeout_s is None else time.monotonic() + timeout_s
@@ -61,8 +61,8 @@ class TimeLimit:
         return None if self._deadline_s is None else max(0.0, self._deadline_s - time.monotonic())
 
     def pause(self, wanted_s: float) -> float:
-        """`wanted_s` a little longer, by chance, so that clients who were cut off together come back apart;
-        never beyond the limit."""
+        """`wanted_s` and up to 25% more, at random, so that clients that lost a server together do not all return
+        at the same moment; never beyond the deadline."""
         chosen_s = wanted_s * random.uniform(1.0, 1.25)
         left_s = self.left_s
         return chosen_s if left_s is None else min(chosen_s, left_s)

@@ -1,9 +1,9 @@
 """One request until it is answered, over as many calls as that takes. Pure: no sockets, no clock, no sleep.
 
-The two clients drive it: send `next_request`, hand every message to `take`, report how the call ended.
-What was received is sent back when a stream broke, and the server goes on from there (`ResumeFrom`). Text
-may lag behind tokens, but tokens and the text they completed always come in the same message; so the tokens
-held say exactly which text is held, and nothing is lost or repeated.
+`Calls` drives it: it sends `next_request`, hands every message to `take`, and reports how the call ended. After a
+stream broke, the next request holds the token ids that were received (`ResumeFrom`), and the server continues from
+there. Text may lag behind tokens, but a message that completes text also holds the tokens that complete it. So the
+tokens received determine the text received, and nothing is lost or repeated.
 """
 
 from __future__ import annotations
@@ -19,10 +19,10 @@ from ppserve.v1 import generation_pb2 as pb
 
 @dataclass(frozen=True, slots=True)
 class RetryPolicy:
-    """How often to try before giving up, and how long to wait in between (seconds, doubling).
+    """How often to try, and how long to wait in between: seconds, doubling from the first pause to the longest.
 
-    max_attempts: calls in a row that bring nothing new. resume: whether to continue a stream that broke;
-    costs a few bytes per token, for the tokens' ids. on_retry: told of every failure that is not the last.
+    max_attempts: calls in a row that bring no token. resume: whether to continue a stream that broke; the server
+    then sends the ids of tokens, a few bytes each. on_retry: called with every failure that is retried.
     """
 
     max_attempts: int = 8
@@ -33,7 +33,7 @@ class RetryPolicy:
 
 
 class Retries:
-    """Counts failures in a row, and remembers what they began with."""
+    """Counts failures in a row, and remembers the first of them."""
 
     def __init__(self, policy: RetryPolicy) -> None:
         self._policy = policy
@@ -41,18 +41,20 @@ class Retries:
         self._first: CallFailed | None = None
 
     def progress(self) -> None:
-        """Something came: what failed before does not count any more."""
+        """A message came: earlier failures do not count any more."""
         self._failures = 0
         self._first = None
 
     def pause_after(self, failure: CallFailed) -> float:
-        """Seconds to wait before trying again: at least what the server asks for. Raises `failure`, with what it
-        began with, when it is no use (only nobody there, or a queue that says when it has room, pass with time)
-        or was tried enough."""
+        """Seconds to wait before the next attempt, at least what the server asks for.
+
+        Raises `failure`, with the first of its row, after the last attempt, and when a retry cannot help: it can
+        where no server answers (UNAVAILABLE) and where a full queue says when it will have room.
+        """
         self._failures += 1
         first = self._first
         if first is None or (failure.reason and not first.reason):
-            self._first = failure  # what a server says tells more than that none is there
+            self._first = failure  # what a server explains tells more than that none answered
         is_full = failure.code == "RESOURCE_EXHAUSTED" and failure.retry_after_s is not None
         if self._failures >= self._policy.max_attempts or not (is_full or failure.code == "UNAVAILABLE"):
             raise failure if first is None or str(first) == str(failure) else failure.after(first)
@@ -64,7 +66,7 @@ class Retries:
 
 @dataclass(slots=True)
 class _Held:
-    """What was received of one sequence."""
+    """What was received of one sequence. ids: its tokens so far."""
 
     ids: list[int] = field(default_factory=list)
     has_begun: bool = False
@@ -72,7 +74,7 @@ class _Held:
 
 
 class Conversation:
-    """Asks for `request` until every sequence has ended. The seed of the first message fixes the rest."""
+    """Repeats `request` until every sequence has ended, with the seed that the first message told."""
 
     def __init__(self, request: pb.GenerateRequest, policy: RetryPolicy) -> None:
         self._request = pb.GenerateRequest()
@@ -87,14 +89,14 @@ class Conversation:
         self._retries = Retries(policy)
 
     def next_request(self) -> pb.GenerateRequest | None:
-        """What to send now; None when everything was received."""
+        """The request of the next call; None when every sequence has ended."""
         if not any(held.has_begun for held in self._held.values()):
             return self._request
         index = next((index for index, held in self._held.items() if not held.has_ended), None)
         return None if index is None else self._rest_of(index)
 
     def take(self, message: pb.GenerateResponse) -> Chunk:
-        """Remember what came."""
+        """Records a message, and returns it as a chunk."""
         self._retries.progress()
         held = self._held[message.index]
         held.has_begun = True
@@ -108,13 +110,13 @@ class Conversation:
         return chunk_of(message)
 
     def check_end(self, request: pb.GenerateRequest) -> None:
-        """The call for `request` ended well. Raises CallFailed if it left sequences without an end."""
+        """The call for `request` ended with status OK. Raises CallFailed if sequences have no end yet."""
         wanted = [request.resume.index] if request.HasField("resume") else list(self._held)
         if not all(self._held[index].has_ended for index in wanted):
             raise CallFailed("INTERNAL", "the server closed the stream before its end")
 
     def pause_after(self, failure: CallFailed) -> float:
-        """Seconds to wait before the next call. Raises `failure` when there is to be none."""
+        """Seconds to wait before the next call. Raises `failure` when there is no next call."""
         if not self._policy.resume and any(held.has_begun for held in self._held.values()):
             raise failure
         return self._retries.pause_after(failure)
@@ -126,7 +128,7 @@ class Conversation:
         request.resume.index = index
         del request.resume.generated_token_ids[:]
         request.resume.generated_token_ids.extend(held.ids)
-        if held.has_begun:  # the prompt's text came with the first message
+        if held.has_begun:  # the first message held the prompt's text
             request.output.echo = False
         if self._has_scores:
             request.output.ClearField("prompt_logprobs")

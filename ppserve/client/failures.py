@@ -1,4 +1,4 @@
-"""A failed call as one exception that says what is wrong."""
+"""A failed call as one exception, with all details that the server sent."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ _DETAILS_KEY = "grpc-status-details-bin"
 class CallFailed(PpserveError):
     """A call that did not succeed.
 
-    code: name of the gRPC status, such as INVALID_ARGUMENT. reason: the server's stable name for it, empty when
-    it did not answer. violations: the fields that are wrong. retry_after_s: what the server asks to wait.
-    first: of a call that was tried several times, what it began with: the first failure, or the first that the
-    server itself explained; None when it was the same.
+    code: name of the gRPC status, such as INVALID_ARGUMENT. reason: the server's stable name for the failure,
+    empty when no server answered. violations: the wrong fields of the request. retry_after_s: how long the server
+    asks the client to wait, in seconds. first: when a call was retried and its failures differed, the first one,
+    or the first that a server explained; else None.
     """
 
     def __init__(
@@ -37,7 +37,7 @@ class CallFailed(PpserveError):
         self.first: CallFailed | None = None
 
     def after(self, first: CallFailed) -> CallFailed:
-        """The same failure, as the end of what began with `first`."""
+        """The same failure, with the one that the retries began with."""
         problem = f"{self.problem} (at first: {first})"
         failure = CallFailed(self.code, problem, self.reason, self.violations, self.retry_after_s)
         failure.first = first
@@ -45,7 +45,7 @@ class CallFailed(PpserveError):
 
 
 def failure_of(error: grpc.RpcError) -> CallFailed:
-    """What a call ended with, synchronous or not."""
+    """The exception for a call that gRPC ended with an error, blocking or not."""
     assert isinstance(error, grpc.Call | grpc.aio.AioRpcError)
     code, problem = error.code(), error.details() or ""
     reason, retry_after_s = "", None

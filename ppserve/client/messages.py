@@ -1,4 +1,4 @@
-"""Between the values of `ppserve.answers` and messages."""
+"""Converts between the values of `ppserve.answers` and the messages of the proto."""
 
 from __future__ import annotations
 
@@ -21,10 +21,10 @@ def request_of(prompt: Prompt, options: Options) -> pb.GenerateRequest:
         request.text = prompt
     else:
         request.token_ids.ids.extend(prompt)
+    # The request comes last: its own fields `stop` and `token_ids` are messages, not the options of these names.
     homes = (request.sampling, request.stop, request.output, request)
     for name, value in asked.items():
         home = next((home for home in homes if name in home.DESCRIPTOR.fields_by_name and name in _OPTIONS), None)
-        # `stop` is also the name of the message that holds it, as `token_ids` is that of the prompt.
         if home is None:
             raise TypeError(f"there is no option {name!r}")
         try:

@@ -21,10 +21,11 @@ ELEMENT_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 
 @dataclass(frozen=True, slots=True)
 class Intent:
-    """What the operator has in mind. layers None: by weight. max_model_len None: what the model allows.
+    """What the operator wants to run.
 
-    stage_memory: bytes per stage for weights and KV cache. kv_cache_memory: bytes per stage, None: what the
-    weights leave of stage_memory. expect_prompt, expect_new: tokens of a typical request.
+    layers None: split by weight. max_model_len None: all positions of the model. stage_memory: bytes of a stage
+    for weights and KV cache. kv_cache_memory: bytes of a stage's KV cache, None: what the weights leave of
+    stage_memory. expect_prompt, expect_new: tokens of a typical request.
     """
 
     num_stages: int
@@ -40,7 +41,7 @@ class Intent:
 
 @dataclass(frozen=True, slots=True)
 class StageForecast:
-    """One stage. Sizes in bytes; kv_memory: for keys and values, 0 when the weights do not even fit."""
+    """One stage; sizes in bytes. kv_memory: for keys and values, 0 when not even the weights fit."""
 
     layout: StageLayout
     num_parameters: int
@@ -56,7 +57,7 @@ class StageForecast:
 
 @dataclass(frozen=True, slots=True)
 class Forecast:
-    """The pipeline. The balances are efficiencies of a full pipeline, 1.0 = no stage waits for another."""
+    """The pipeline. The balances are shares of time in which stages compute; at 1.0 no stage waits for another."""
 
     arch: Architecture
     dtype: str
@@ -73,7 +74,7 @@ class Forecast:
 
     @property
     def tightest(self) -> StageForecast:
-        """The stage that limits how many tokens the pipeline can hold."""
+        """The stage with the fewest tokens: it limits the pipeline."""
         return min(self.stages, key=lambda stage: stage.max_tokens)
 
 
@@ -129,7 +130,7 @@ def _stage(arch: Architecture, layout: StageLayout, intent: Intent) -> StageFore
 
 
 def render(model: str, plan: Forecast) -> str:
-    """The forecast as a table for people."""
+    """The forecast as a table of text."""
     arch = plan.arch
     lines = [
         f"{model}: {arch.num_params / 1e6:,.1f} M parameters, {arch.num_layers} layers of width {arch.width},"

@@ -1,4 +1,4 @@
-"""Simulated runs for `ppserve plan --simulate`: devices from their speeds or from measured costs, and reports."""
+"""Simulated runs for `ppserve plan --simulate`: devices by their speeds or by measured costs, and reports."""
 
 from __future__ import annotations
 
@@ -39,9 +39,9 @@ from ppserve.planning.simulator import (
 
 @dataclass(frozen=True, slots=True)
 class Device:
-    """One stage's device: operations and bytes per second, seconds that a step costs however small it is.
+    """The device of a stage: operations and bytes per second. launch_s: what the smallest step takes.
 
-    spread, max_chunk: as of `MeasuredCosts`.
+    spread, max_chunk: as in `MeasuredCosts`.
     """
 
     flops: float
@@ -63,8 +63,8 @@ class SimulatedLoad:
 class MeasuredCosts:
     """Coefficients of one layer and of the head, and what surrounds them, learnt from a running server.
 
-    spread: how far its steps were from that, as a share of it (root mean square). max_chunk: prompt tokens that
-    it put into a step at most; None where it did not say.
+    spread: root mean square of the steps' relative deviation from the coefficients. max_chunk: prompt tokens that
+    the server puts into a step at most; None: unknown.
     """
 
     layer: Coefficients
@@ -75,7 +75,7 @@ class MeasuredCosts:
 
     @property
     def wires(self) -> Wires | None:
-        """What surrounded computing there; None when the sheet does not say. Links of any bandwidth."""
+        """The overheads around computing; None when the sheet has none. The bandwidth of links is unlimited."""
         o = self.overheads
         if o is None:
             return None
@@ -130,7 +130,7 @@ def simulate(
 
 
 def _scattered(spread: float) -> Callable[[float], float]:
-    """The same on average, off by `spread` (log-normal: never below zero); the same in every run."""
+    """Scatters times by `spread` around the same mean (log-normal: never negative); from a fixed seed."""
     rng = random.Random(0)
     return lambda seconds: seconds * math.exp(rng.gauss(-spread * spread / 2, spread))
 
@@ -158,11 +158,11 @@ def _stage_speed(plan: Forecast, stage: int, speed: Device | MeasuredCosts) -> S
 
 
 def read_costs(path: Path) -> MeasuredCosts:
-    """What a server measured: its /costs.json, or its topology as JSON. Raises ConfigError.
+    """The costs that a server measured, from its /costs.json or its topology as JSON. Raises ConfigError.
 
     /costs.json: {"stages": [{"layers": 9, "step_s": ..., "row_s": ..., "key_s": ..., "sample_s": ...,
     "spread": 0.1}, ...], "max_chunk": 128, "overheads": {"head_s": ..., ...}}. A topology knows only the mean
-    time of a step, so a simulation from it has steps of constant time.
+    time of a step: then all simulated steps of a stage take the same time.
     """
     try:
         sheet = json.loads(path.read_text())
@@ -188,7 +188,7 @@ def read_costs(path: Path) -> MeasuredCosts:
 def _num_sublayers(entry: dict[str, Any]) -> int:
     if "layers" in entry:
         return count_sublayers(float(entry["layers"]))
-    # Of a topology: layers of which a stage has any part, and how it says that it has only one (`0-7a`).
+    # A topology counts layers of which the stage has any part; `blocks` marks half ones (`0-7a`, `7m-11`).
     parts = entry["numLayers"] if "numLayers" in entry else entry["num_layers"]
     cut = sum(half in entry.get("blocks", "") for half in "am")
     return count_sublayers(float(parts)) - cut
@@ -202,7 +202,7 @@ def _coefficients(entry: dict[str, Any]) -> Coefficients:
 
 
 def _parts(stages: list[Coefficients], layouts: tuple[StageLayout, ...]) -> MeasuredCosts:
-    """Layers cost what the stages before the last say; what the last needs beyond its layers is the head."""
+    """All stages but the last give the cost of a layer; what the last takes beyond its layers is the head."""
     without_head = range(max(1, len(stages) - 1))
     num_layers = sum(layouts[i].layer_weights for i in without_head)
     num_attentions = sum(len(layouts[i].attentions) for i in without_head)
@@ -210,7 +210,7 @@ def _parts(stages: list[Coefficients], layouts: tuple[StageLayout, ...]) -> Meas
     def total(of: Callable[[Coefficients], float]) -> float:
         return sum(of(stages[i]) for i in without_head)
 
-    # A sampled row and a row cannot be told apart in decode, so before the last stage they count together.
+    # In decode every row is sampled, so the fit cannot separate the two; before the last stage they are added.
     layer = Coefficients(
         total(lambda c: c.step) / num_layers,
         total(lambda c: c.row + (c.sample if len(stages) > 1 else 0)) / num_layers,
@@ -229,7 +229,7 @@ def _parts(stages: list[Coefficients], layouts: tuple[StageLayout, ...]) -> Meas
 
 
 def summary(outcome: Outcome) -> dict[str, Any]:
-    """The outcome in numbers: seconds, per second, and shares of the time in which there was work."""
+    """The outcome in numbers: seconds, rates per second, and shares of the time with work."""
     stages = []
     for times in outcome.stages:
         demand = times.demand_ns or 1

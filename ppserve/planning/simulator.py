@@ -1,7 +1,7 @@
-"""What a pipeline would do: the real scheduler and the real ledger, driven by costs instead of stages.
+"""Simulates a pipeline: the real scheduler and the real ledger, with predicted times instead of stages.
 
-Stages run steps in the order in which they were sent, so a step's whole way can be computed when it is
-dispatched; only arrivals and returns are events. The head is one thread: what it does delays what comes after.
+Stages run steps in the order in which these are sent, so all times of a step are known when it is sent; the only
+events are arrivals of requests and returns of steps. The head is one thread: each event waits for the one before.
 """
 
 from __future__ import annotations
@@ -28,17 +28,17 @@ _NS = 1_000_000_000
 
 
 class StageSpeed(Protocol):
-    """How long a stage computes a step. See `core.cost_model` for the terms."""
+    """How long a stage computes a step."""
 
     def seconds(self, size: StepSize) -> float: ...
 
 
 @dataclass(frozen=True, slots=True)
 class Roofline:
-    """A stage by its sizes and its device: every step reads the weights once, or computes for longer.
+    """A stage by its sizes and its device: a step takes as long as reading the weights or, if longer, computing.
 
-    head_bytes: the LM head's matrix, only on the last stage, only read when something is sampled.
-    launch_s: what a step costs however little it does.
+    head_bytes: of the LM head's matrix, 0 but on the last stage; read only in steps that sample. launch_s: what
+    the smallest step takes.
     """
 
     weight_bytes: float
@@ -61,11 +61,11 @@ class Roofline:
 
 @dataclass(frozen=True, slots=True)
 class Wires:
-    """What surrounds computing, in seconds and bytes.
+    """Times around computing, in seconds; bandwidth in bytes per second.
 
-    latency_s, bandwidth: of one link between neighbours; bytes_per_row: hidden states of one token.
-    control_s: a plan's way to a stage; return_s: a result's way back. head_s: the head's work per step.
-    prepare_s: a stage's work per step before it can take hidden states; sending_s: after computing.
+    latency_s, bandwidth: of the link between two neighbours; bytes_per_row: hidden states of one token. control_s:
+    from the head to a stage, for a plan; return_s: from a stage to the head, for a result. head_s: the head's work
+    per step. prepare_s: a stage's work per step before it receives hidden states; sending_s: after computing.
     """
 
     latency_s: float = 50e-6
@@ -85,8 +85,8 @@ class Wires:
 class Machine:
     """A pipeline to simulate. num_blocks: KV blocks of every stage.
 
-    delayed: what a step takes that should take so many seconds: other programs on a core, and all that no model
-    knows.
+    delayed: from the predicted to the simulated seconds of a step: adds what no cost model predicts, such as other
+    programs on a core.
     """
 
     stages: tuple[StageSpeed, ...]
@@ -95,17 +95,17 @@ class Machine:
     delayed: Callable[[float], float] = field(default=lambda seconds: seconds)
 
     def fixed_s(self, stage: int) -> float:
-        """What a step costs on a stage however small it is."""
+        """What the smallest step takes on a stage."""
         return self.stages[stage].seconds(StepSize(1, 1, int(stage == len(self.stages) - 1)))
 
     def predict(self, size: StepSize) -> float:
-        """The scheduler's cost model: the slowest stage."""
+        """Seconds on the slowest stage: the cost model that the scheduler gets."""
         return max(stage.seconds(size) for stage in self.stages)
 
 
 @dataclass(frozen=True, slots=True)
 class SimulatedRequest:
-    """arrival_s: since the start; prompt_tokens and new_tokens: at least 1 each."""
+    """arrival_s: after the start. prompt_tokens, new_tokens: at least 1 each."""
 
     arrival_s: float
     prompt_tokens: int
@@ -114,7 +114,7 @@ class SimulatedRequest:
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """What happened. Per request, in order of their ends: ttft_s, duration_s. itl_s: every gap between tokens."""
+    """What happened. ttft_s, duration_s: per request, in order of their ends. itl_s: all gaps between tokens."""
 
     wall_s: float
     num_steps: int
@@ -135,7 +135,7 @@ class Outcome:
 
 
 def percentile(values: Iterable[float], percent: float) -> float:
-    """Linear between ranks; 0 for no values."""
+    """Linear between the two nearest values; 0 without values."""
     ordered = sorted(values)
     if not ordered:
         return 0.0
@@ -162,7 +162,7 @@ class _Tally:
 
 
 class Simulator:
-    """One run. costs: what the scheduler knows about step times; None = it fills steps by tokens only."""
+    """One run. costs: the scheduler's predictions; None: it fills steps by tokens only."""
 
     def __init__(self, machine: Machine, config: SchedulerConfig, costs: CostModel | None = None) -> None:
         self._machine = machine
@@ -180,7 +180,7 @@ class Simulator:
         self._lanes = None if config.microbatches else LaneCount(len(machine.stages), machine.fixed_s)
 
     def run(self, requests: Iterable[SimulatedRequest], concurrency: int | None = None) -> Outcome:
-        """Plays `requests` to the end: at their arrivals or, with `concurrency`, that many at any time."""
+        """Simulates all requests: each at its arrival or, with `concurrency`, that many at any time."""
         if concurrency is None:
             for request in requests:
                 self._push(request.arrival_s, request)
@@ -209,7 +209,7 @@ class Simulator:
         heapq.heappush(self._events, (at_s, next(self._order), what))
 
     def _turn(self, now_s: float, happened_s: float, what: SimulatedRequest | _Return) -> None:
-        """The engine's turn: take in what happened, then refill the pipeline."""
+        """A turn of the engine: handles an event, then fills the pipeline."""
         woken_ns = round(now_s * _NS)
         if isinstance(what, _Return):
             self._commit(what, now_s)
@@ -260,7 +260,7 @@ class Simulator:
                 self._push(now_s, self._backlog.pop())
 
     def _pass_through(self, plan: StepPlan, sent_s: float) -> tuple[float, _Return]:
-        """The step's way through all stages; when its last result is back, and all results."""
+        """Simulates a step on all stages: (when its last result is back, all results)."""
         wires, size = self._machine.wires, StepSize.of(plan)
         planned_s = sent_s + wires.control_s
         transfer_s = wires.transfer_s(size.rows)

@@ -1,4 +1,4 @@
-"""Who this process is among those that torchrun started, and with whom it dies."""
+"""This process among those that torchrun started: its rank, its exit codes, and which parent's death ends it."""
 
 from __future__ import annotations
 
@@ -12,19 +12,19 @@ from dataclasses import dataclass
 from pathlib import Path
 
 EXIT_USAGE = 2
-# A stage that was told to end because the server fails: not to be started again.
+# The head told the stage to end because the server fails: its keeper does not restart it.
 EXIT_FAILED = 76
-# A stage that lost its head, or was told to go by a closed connection: worth starting again.
+# The stage lost its connection to the head: its keeper restarts it.
 EXIT_HEAD_GONE = 75
 
-# torchrun's own variable: seconds from its SIGTERM to the ranks until it kills them.
+# torchrun's own variable: seconds between its SIGTERM and its SIGKILL to the ranks.
 LAUNCHER_GRACE = "TORCH_ELASTIC_SHUTDOWN_TIMEOUT"
 _LAUNCHER_GRACE_S = 30.0
 
 
 @dataclass(frozen=True, slots=True)
 class RankEnvironment:
-    """This process among those that torchrun started. restart: how often torchrun restarted the group."""
+    """What torchrun tells a rank. restart: how often it has restarted the group."""
 
     rank: int
     world_size: int
@@ -52,9 +52,10 @@ class RankEnvironment:
 
 
 def die_with_parent(parent_pid: int | None = None) -> None:
-    """Ask the kernel to kill this process when its parent (thread) ends, so that none is orphaned.
+    """Asks the kernel to kill this process when its parent ends, so that none is orphaned. Only on Linux.
 
-    `parent_pid`: who the parent should be; if it is gone already, this process ends at once.
+    Strictly when the thread ends that started it. parent_pid: if the parent is another process by now, this
+    process ends at once.
     """
     if sys.platform == "linux":
         pr_set_pdeathsig = 1
@@ -64,15 +65,15 @@ def die_with_parent(parent_pid: int | None = None) -> None:
 
 
 def die_with_launcher() -> None:
-    """In a rank: torchrun's death, even by SIGKILL, is this process's death."""
+    """In a rank: when torchrun dies, even by SIGKILL, the kernel kills this process."""
     if "TORCHELASTIC_RUN_ID" in os.environ:
         die_with_parent()
 
 
 def launcher_grace_s() -> float | None:
-    """How long torchrun lets ranks go on after it was told to end; None when it is not the launcher.
+    """Seconds that torchrun gives its ranks to end; None when another launcher started this process.
 
-    Its flag of the same meaning is not shown to ranks; the variable is.
+    Read from the environment variable: ranks cannot see torchrun's flag of the same meaning.
     """
     if "TORCHELASTIC_RUN_ID" not in os.environ:
         return None
@@ -80,9 +81,9 @@ def launcher_grace_s() -> float | None:
 
 
 def this_machine() -> str:
-    """Equal for processes that share memory, clock and loopback: the same start of the same kernel, and the
-    same network. Machines and containers may bear each other's names, so those alone do not tell."""
+    """Equal for processes that share memory, clock and loopback: made of the kernel's boot id, the network
+    namespace and the host's name. Names alone do not tell machines and containers apart."""
     parts = [socket.gethostname()]
-    with contextlib.suppress(OSError):  # only Linux says
+    with contextlib.suppress(OSError):  # only Linux has these files
         parts += [Path("/proc/sys/kernel/random/boot_id").read_text().strip(), os.readlink("/proc/self/ns/net")]
     return "/".join(parts)

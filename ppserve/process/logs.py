@@ -1,4 +1,4 @@
-"""Log lines on standard error: plain text, or one JSON object a line."""
+"""Log lines on standard error: plain text, or one JSON object per line."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ _OWN = frozenset(logging.makeLogRecord({}).__dict__) | {"message", "asctime", "t
 
 
 class JsonFormatter(logging.Formatter):
-    """One object a line; what a call gives as `extra` (a request id, a traceparent) becomes a key."""
+    """One object per line; entries of `extra` (a request id, a traceparent) become keys."""
 
     def format(self, record: logging.LogRecord) -> str:
         stamp = time.strftime("%Y-%m-%dT%H:%M:%S", time.gmtime(record.created))
@@ -29,7 +29,7 @@ class JsonFormatter(logging.Formatter):
 
 
 def set_up_logging(settings: LogSettings, who: str = "head") -> None:
-    """Level and format of everything this process logs. who: `head` or `stage N`."""
+    """Sets level and format of all logs of this process. who: `head` or `stage N`."""
     handler = logging.StreamHandler()
     if settings.format == "json":
         handler.setFormatter(JsonFormatter())

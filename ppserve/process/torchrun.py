@@ -1,7 +1,7 @@
-"""`ppserve serve --stages N` from a plain shell: torchrun's own agent, without its command line.
+"""`ppserve serve --stages N` from a plain shell: runs torchrun's agent in this process, without its command line.
 
-What torchrun would print about a rank that failed is left out: the rank has said what is wrong in one
-line, and its exit code becomes ours.
+torchrun's own report of a failed rank is not printed: the rank has written one line that says what is wrong, and
+its exit code becomes the command's.
 """
 
 from __future__ import annotations
@@ -14,17 +14,17 @@ from collections.abc import Sequence
 
 from ppserve.process.environment import LAUNCHER_GRACE
 
-# Stages that hang at the end are killed by their keepers before this.
+# Longer than keepers wait before they kill a stage that does not end.
 _ENDING_S = 15
 
 
 def run_ranks(num_ranks: int, arguments: Sequence[str], shutdown_timeout_s: float) -> int:
     """Starts this same command once per rank on this host, waits, and returns an exit code.
 
-    shutdown_timeout_s: what streams are given after a SIGTERM, and so the ranks.
+    shutdown_timeout_s: how long streams may finish after a SIGTERM; ranks get a little more.
     """
     os.environ.setdefault(LAUNCHER_GRACE, str(math.ceil(shutdown_timeout_s) + _ENDING_S))
-    # torchrun would announce, loudly, that it sets this; stages set their number of threads themselves.
+    # Otherwise torchrun sets it and prints a warning; stages choose their number of threads themselves.
     os.environ.setdefault("OMP_NUM_THREADS", "1")
     from torch.distributed.elastic.multiprocessing.api import SignalException
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
@@ -39,7 +39,7 @@ def run_ranks(num_ranks: int, arguments: Sequence[str], shutdown_timeout_s: floa
         _, failure = error.get_first_failure()
         return failure.exitcode if failure.exitcode > 0 else 1
     except SignalException:
-        # The ranks were told and have ended: streams were finished or timed out, as asked.
+        # A signal to this process: the ranks got it too and have ended, their streams finished or timed out.
         return 0
     finally:
         sys.stderr.flush()

@@ -3,7 +3,7 @@
     load_tokenizer(path)         what lies beside the weights, as a Tokenizer; None when nothing does
     Tokenizer                    encode, decode, the bytes of each token
     Detokenizer                  one per stream: whole characters, stop strings across token boundaries
-    Piece                        what one token adds to a stream's text
+    Piece                        the text that one token adds to a stream
 """
 
 from ppserve.tokenizer.detokenizer import Detokenizer, Piece

@@ -1,8 +1,7 @@
-"""Token ids of one stream into text, as early as possible and never to be taken back.
+"""Decodes the token ids of one stream. Text is given out as early as possible and never taken back.
 
-Two things delay text: a character whose bytes are not all there, and an end of text that may still become a
-stop string. Both delays end as soon as they can; joined, the pieces are the one-shot decode of all ids, cut at
-the first stop string.
+Text waits in two cases: a character's bytes are not all there, or the end of the text may be the beginning of a
+stop string. The pieces joined are what decoding all ids at once gives, cut at the first stop string.
 """
 
 from __future__ import annotations
@@ -15,7 +14,7 @@ from ppserve.tokenizer.tokenizer import Tokenizer
 
 @dataclass(frozen=True, slots=True)
 class Piece:
-    """What was added to a stream: text, possibly empty, and the stop string that ended it, if one did."""
+    """Text added to a stream, possibly empty. matched: the stop string that ended the stream, if one did."""
 
     text: str
     matched: str | None = None
@@ -24,7 +23,7 @@ class Piece:
 class StopString:
     """Finds one string in text that arrives character by character (Knuth, Morris and Pratt).
 
-    length: how many of the last characters seen are the beginning of the stop string.
+    length: how many of the last characters equal the beginning of the stop string.
     """
 
     def __init__(self, text: str) -> None:
@@ -37,7 +36,7 @@ class StopString:
             self._fallback[end + 1] = self._extend(self._fallback[end], text[end])
 
     def see(self, character: str) -> bool:
-        """Takes the next character; whether the stop string is complete with it."""
+        """Reads the next character. Returns whether it completes the stop string."""
         self.length = self._extend(self.length, character)
         return self.length == len(self.text)
 
@@ -50,10 +49,10 @@ class StopString:
 class Detokenizer:
     """Undecoded bytes and held-back text of one stream.
 
-    The stop string that is complete first ends the stream; of several complete at the same character, the
-    longest, which began first. So where a stream stops depends on its text alone, not on where tokens end.
-    With `include_stop` the matched string is the end of the text, otherwise it is left out. Stop strings are
-    not looked for in the text of the first `min_tokens` tokens.
+    The stop string that is complete first ends the stream; if one character completes several, the longest,
+    because it began first. So where a stream stops depends on its text, not on how tokens divide the text. With
+    `include_stop` the text ends with the matched string, otherwise before it. The text of the first `min_tokens`
+    tokens is not searched for stop strings.
     """
 
     def __init__(
@@ -63,23 +62,23 @@ class Detokenizer:
         self._stops = sorted((StopString(text) for text in set(stop)), key=lambda s: (-len(s.text), s.text))
         self._first_characters = frozenset(stop.text[0] for stop in self._stops)
         self._include_stop = include_stop
-        self._immune = min_tokens
+        self._num_unsearched = min_tokens
         self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
         self._held = ""
         self._ended = False
 
     def push(self, token_id: int) -> Piece:
-        """The text that this token sets free. After a match, or `finish`, always empty."""
+        """The text that is certain with this token. After a match, and after `finish`, always empty."""
         if self._ended:
             return Piece("")
         text = self._decoder.decode(self._tokenizer.text_bytes(token_id))
-        if self._immune:
-            self._immune -= 1
+        if self._num_unsearched:
+            self._num_unsearched -= 1
             return Piece(text)
         return self._release(text)
 
     def finish(self) -> str:
-        """Whatever was held back, with U+FFFD for a character that never became whole."""
+        """The text that was held back, with U+FFFD for an incomplete character."""
         if self._ended:
             return ""
         text = self._release(self._decoder.decode(b"", final=True)).text + self._held
@@ -92,7 +91,7 @@ class Detokenizer:
             return Piece(text)
         seen = self._held + text
         for at in range(len(self._held), len(seen)):
-            # Every stop string sees the character; the list begins with the longest.
+            # A list, not `any`: every stop string must read the character. The first one complete is the longest.
             complete = [stop for stop in self._stops if stop.see(seen[at])]
             if complete:
                 self._ended = True

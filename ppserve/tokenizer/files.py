@@ -1,6 +1,6 @@
-"""Readers of the four vocabulary formats: bytes of a file in, a `Vocabulary` out, or CheckpointError.
+"""Readers of the four vocabulary formats. Each returns a `Vocabulary` or raises CheckpointError.
 
-We parse them ourselves because tiktoken's own loaders cache by path, so that an edited file comes back stale.
+tiktoken's own loaders cache by path, so an edited file would be read as it was before; hence our own.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ def read_tokenizer_json(path: Path) -> Vocabulary:
 
 
 def read_vocab_json(path: Path) -> Vocabulary:
-    """`vocab.json`; with `merges.txt`, `added_tokens.json`, `tokenizer_config.json` where they lie beside it."""
+    """`vocab.json`, and `merges.txt`, `added_tokens.json` and `tokenizer_config.json` if they lie beside it."""
     merges_file = path.with_name("merges.txt")
     merges = _merge_pairs(merges_file, _merge_lines(merges_file)) if merges_file.exists() else None
     config_file = path.with_name("tokenizer_config.json")
@@ -87,7 +87,7 @@ def read_llmc_bin(path: Path) -> Vocabulary:
     if not 0 < count <= MAX_TOKENS:
         raise CheckpointError(path, f"{count} tokens are not within 1 to {MAX_TOKENS}", "vocab_size")
     tokens = _length_prefixed(path, content, count)
-    if version == 1:  # written for GPT-2's own vocabulary only, so its header does not say
+    if version == 1:  # only written for GPT-2's own vocabulary; the header does not name the end of text
         end_of_text = tokens.index(END_OF_TEXT.encode()) if END_OF_TEXT.encode() in tokens else 50256
     ids = {token: token_id for token_id, token in enumerate(tokens) if token_id != end_of_text}
     if len(ids) != count - (end_of_text < count):
@@ -97,7 +97,7 @@ def read_llmc_bin(path: Path) -> Vocabulary:
 
 
 def read_tiktoken(path: Path) -> Vocabulary:
-    """tiktoken's own format: lines of base64 token and rank. `<|endoftext|>` takes the lowest id left free."""
+    """tiktoken's own format: lines of base64 token and rank. `<|endoftext|>` gets the lowest unused id."""
     ids: dict[bytes, int] = {}
     for number, line in enumerate(read_bounded(path).splitlines(), 1):
         if not line:

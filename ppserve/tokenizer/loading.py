@@ -1,4 +1,4 @@
-"""Finds the vocabulary of a model: what lies beside the weights, else GPT-2's own from tiktoken's cache."""
+"""Finds the vocabulary of a model: a file beside the weights, else GPT-2's own from tiktoken."""
 
 from __future__ import annotations
 
@@ -30,10 +30,10 @@ def load_tokenizer(
 ) -> Tokenizer | None:
     """The tokenizer of the model at `path` (a directory, a file in it, or `tiny`); None when there is none.
 
-    Beside the weights, the first of tokenizer.json, vocab.json with merges.txt, gpt2_tokenizer.bin and
-    *.tiktoken counts. With none of them, tiktoken's own GPT-2 encoding is used if it can be had and the model's
-    `vocab_size`, where given, is GPT-2's. Says in the log why there is none. Raises CheckpointError for a file
-    that is there but cannot be used.
+    It is read from the first of these files beside the weights: tokenizer.json, vocab.json (with merges.txt),
+    gpt2_tokenizer.bin, *.tiktoken. Without any, tiktoken's GPT-2 encoding is used, if it is cached or can be
+    downloaded and the model's `vocab_size`, where given, is GPT-2's. If there is no tokenizer, the log says why.
+    Raises CheckpointError for a file that exists and cannot be used.
     """
     directory = model_directory(path)
     vocabulary = find_vocabulary(directory)
@@ -49,13 +49,13 @@ def load_tokenizer(
         return None
     try:
         return Tokenizer(_within(DOWNLOAD_TIMEOUT_S, lambda: _gpt2_vocabulary(get_encoding)))
-    except Exception as error:  # no network, no cache, a hash that does not fit: all mean that there is none
+    except Exception as error:  # no network, no cache, a wrong hash: in each case there is no tokenizer
         logger.warning("no tokenizer, token ids only: %s, and GPT-2's own cannot be had (%s)", problem, error)
         return None
 
 
 def model_directory(path: str) -> Path:
-    """Where the files beside the weights lie."""
+    """The directory of the weights and of the files beside them."""
     if path == "tiny":
         return Path(str(importlib.resources.files("ppserve"))) / "assets" / "tiny"
     given = Path(path).expanduser()
@@ -75,7 +75,7 @@ def find_vocabulary(directory: Path) -> Vocabulary | None:
 
 
 def _within(seconds: float, fetch: Callable[[], Vocabulary]) -> Vocabulary:
-    """What `fetch` returns or raises, but TimeoutError when it takes longer: tiktoken's download has no limit."""
+    """What `fetch` returns or raises; TimeoutError after `seconds`, because tiktoken's download has no limit."""
     outcome: Future[Vocabulary] = Future()
 
     def run() -> None:

@@ -1,4 +1,4 @@
-"""Encoding and decoding: tiktoken behind a surface that never surprises a server."""
+"""Encoding and decoding with tiktoken. Any text encodes or raises ValueError; any ids decode."""
 
 from __future__ import annotations
 
@@ -29,8 +29,8 @@ class Tokenizer:
         self.eos_id = next((token.id for token in vocabulary.added if token.content == END_OF_TEXT), None)
         self._prefix_space = vocabulary.prefix_space
         self._normal_form = vocabulary.normal_form
-        # Added tokens that are ordinary text are matched before anything is split, as Hugging Face does;
-        # tiktoken calls them special and wants ids of its own for them, beyond all ranks.
+        # Added tokens that are ordinary text are matched before the text is split, as Hugging Face's tokenizers
+        # do. tiktoken calls such tokens special, and needs numbers for them above all ranks.
         plain = [token for token in vocabulary.added if not token.special]
         self._plain_added = {token.content for token in plain}
         numbers = {token.content: max(ranks.values()) + 1 + i for i, token in enumerate(plain)}
@@ -42,7 +42,7 @@ class Tokenizer:
         self._id_of_rank = None if all(rank == token_id for rank, token_id in pairs) else dict(pairs)
 
     def encode(self, text: str) -> list[int]:
-        """Token ids of plain text: a literal `<|endoftext|>` is spelled out. Raises ValueError, nothing else."""
+        """Token ids of plain text, in which `<|endoftext|>` is ordinary characters. Raises only ValueError."""
         if self._normal_form is not None:
             text = unicodedata.normalize(self._normal_form, text)
         if self._prefix_space and text and not text.startswith(" "):
@@ -50,7 +50,7 @@ class Tokenizer:
         try:
             ranks = self._encoding.encode(text, allowed_special=self._plain_added, disallowed_special=())
         except BaseException as error:
-            # A panic inside tiktoken arrives as a BaseException that is no Exception.
+            # A panic in tiktoken's Rust code is a BaseException, but no Exception.
             if isinstance(error, Exception) or type(error).__name__ == "PanicException":
                 raise ValueError(f"this text cannot be tokenized: {error}") from None
             raise
@@ -61,13 +61,13 @@ class Tokenizer:
         return self._token_bytes.get(token_id, b"")
 
     def is_special(self, token_id: int) -> bool:
-        """Whether the token is a mark such as `<|endoftext|>`, which text does not show."""
+        """Whether the token is a control token such as `<|endoftext|>`, which decoded text leaves out."""
         return token_id in self._special
 
     def text_bytes(self, token_id: int) -> bytes:
-        """What the token adds to decoded text: its bytes, nothing for special and unknown tokens."""
+        """The bytes that the token adds to decoded text; none for special and unknown tokens."""
         return b"" if token_id in self._special else self._token_bytes.get(token_id, b"")
 
     def decode(self, ids: Iterable[int]) -> str:
-        """The text of `ids`: invalid UTF-8 becomes U+FFFD; special and unknown tokens show nothing."""
+        """The text of `ids`. Invalid UTF-8 becomes U+FFFD; special and unknown tokens are left out."""
         return b"".join(map(self.text_bytes, ids)).decode("utf-8", "replace")

@@ -1,4 +1,4 @@
-"""A byte-level BPE vocabulary as its files declare it, checked, before tiktoken sees it."""
+"""A byte-level BPE vocabulary as its files declare it, checked before tiktoken gets it."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ MAX_TOKEN_BYTES = 2**16
 
 @dataclass(frozen=True, slots=True)
 class AddedToken:
-    """A token that is no merge. special: never part of decoded text, and never read out of plain text."""
+    """A token that no merge makes. special: left out of decoded text, and never found in plain text."""
 
     content: str
     id: int
@@ -27,12 +27,12 @@ class AddedToken:
 
 @dataclass(frozen=True, slots=True)
 class Vocabulary:
-    """Token bytes -> id; the order in which pairs merge; added tokens; where all this came from.
+    """The tokens of a model and how text is made of them.
 
-    merge_order: tokens of two and more bytes in the order of their merges. None means that the ids are that
-    order, which is so for GPT-2 and for what its trainers write; `check_id_order` makes sure.
-    prefix_space: text that does not begin with a space is encoded as if it did.
-    normal_form: Unicode's form that text is brought to before it is encoded.
+    source: the file, for messages. ids: token bytes -> id. merge_order: tokens of two and more bytes in the order
+    of their merges; None: that is the order of their ids, as in GPT-2's vocabulary (`check_id_order` checks it).
+    added: tokens beside these. prefix_space: text that does not begin with a space is encoded as if it did.
+    normal_form: the Unicode normal form that text is converted to before it is encoded.
     """
 
     source: str
@@ -43,7 +43,7 @@ class Vocabulary:
     normal_form: NormalForm | None = None
 
     def ranks(self) -> dict[bytes, int]:
-        """Token bytes -> merge rank, as tiktoken wants it: 0, 1, 2, … with single bytes first."""
+        """Token bytes -> merge rank, as tiktoken needs it: 0, 1, 2, … with single bytes first."""
         if self.merge_order is None:
             return dict(self.ids)
         singles = sorted((token for token in self.ids if len(token) == 1), key=self.ids.__getitem__)
@@ -77,9 +77,9 @@ def _check_distinct(source: str, ids: Iterable[int]) -> None:
 
 
 def check_id_order(source: str, ids: Mapping[bytes, int]) -> None:
-    """Raises CheckpointError unless every token can be merged from two tokens of lower id.
+    """Raises CheckpointError unless every token can be merged from two tokens with lower ids.
 
-    Single bytes are never merged, so their ids may lie anywhere.
+    No merge makes single bytes, so their ids may be any.
     """
     for token, token_id in ids.items():
         cuts = range(1, len(token))

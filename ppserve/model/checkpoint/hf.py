@@ -20,7 +20,7 @@ from ppserve.errors import CheckpointError
 from ppserve.model.checkpoint.config_json import read_config
 from ppserve.model.checkpoint.files import file_size, is_file, read_json_object, shown
 from ppserve.model.checkpoint.names import LAYER_NAME, is_linear_weight, tensor_shapes
-from ppserve.model.checkpoint.stored import Located, Scratch, Stored, StoredCheckpoint, TensorFile
+from ppserve.model.checkpoint.stored import Located, ScratchTensor, Stored, StoredCheckpoint, TensorFile
 from ppserve.model.checkpoint.torch_bin import TorchFile, load_objects
 
 WEIGHT_FILES = (
@@ -57,7 +57,7 @@ class SafetensorsFile:
         file_size(path)
         self.tensors: Mapping[str, Stored] = self._header()
 
-    def rows(self, name: str, start: int, stop: int, scratch: Scratch) -> torch.Tensor:
+    def rows(self, name: str, start: int, stop: int, scratch: ScratchTensor) -> torch.Tensor:
         try:
             with safe_open(self.path, framework="pt") as file:
                 rows: torch.Tensor = file.get_slice(name)[start:stop]

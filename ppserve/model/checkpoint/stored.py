@@ -40,7 +40,7 @@ class TensorFile(Protocol):
     path: Path
     tensors: Mapping[str, Stored]
 
-    def rows(self, name: str, start: int, stop: int, scratch: Scratch) -> torch.Tensor:
+    def rows(self, name: str, start: int, stop: int, scratch: ScratchTensor) -> torch.Tensor:
         """Rows start..stop of a tensor of one or two dimensions, valid until `scratch` is used again.
 
         Raises CheckpointError.
@@ -72,7 +72,7 @@ class Located:
         step = max(1, PIECE_BYTES // row_bytes)
         return [(start, min(start + step, num_rows)) for start in range(0, num_rows, step)]
 
-    def read(self, dtype: str, pieces: Scratch, turned: Scratch) -> torch.Tensor:
+    def read(self, dtype: str, pieces: ScratchTensor, turned: ScratchTensor) -> torch.Tensor:
         """A new tensor that shares nothing with the file. Pieces are read and transposed in the scratches."""
         out = _memory(self.shape, DTYPES[dtype])
         for start, stop in self.pieces():
@@ -87,7 +87,7 @@ class Located:
         """Whether two tensors hold the same bits; reads both, piece by piece, up to the first difference."""
         if self.stored != other.stored or self.transposed != other.transposed:
             return False
-        mine, theirs = Scratch(), Scratch()
+        mine, theirs = ScratchTensor(), ScratchTensor()
         return all(
             torch.equal(
                 self.file.rows(self.name, start, stop, mine).view(torch.uint8),
@@ -109,7 +109,7 @@ def _memory(shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
     return torch.frombuffer(mmap.mmap(-1, num_bytes), dtype=dtype).view(tuple(shape))
 
 
-class Scratch:
+class ScratchTensor:
     """Memory for one piece, used again and again: fresh pages cost more than what is read into them."""
 
     def __init__(self) -> None:
@@ -130,7 +130,7 @@ class StoredCheckpoint:
         """located: canonical name to place. Raises CheckpointError where one is missing or does not fit."""
         self.path = path
         self.architecture = architecture
-        self._pieces, self._turned = Scratch(), Scratch()
+        self._pieces, self._turned = ScratchTensor(), ScratchTensor()
         self._rounded_to: str | None = None
         self._located = {name: located.get(name) for name in tensor_shapes(architecture)}
         dtypes: Counter[str] = Counter()
@@ -196,7 +196,7 @@ class RawFile:
     def offset(self, name: str) -> int:
         return self._layouts[name].offset
 
-    def rows(self, name: str, start: int, stop: int, scratch: Scratch) -> torch.Tensor:
+    def rows(self, name: str, start: int, stop: int, scratch: ScratchTensor) -> torch.Tensor:
         stored, layout = self.tensors[name], self._layouts[name]
         dtype = DTYPES[stored.dtype]
         shape = (stop - start, *stored.shape[1:])

@@ -18,7 +18,7 @@ import torch
 
 from ppserve.errors import CheckpointError
 from ppserve.model.checkpoint.files import file_size, shown
-from ppserve.model.checkpoint.stored import RawFile, Scratch, Stored, Strided
+from ppserve.model.checkpoint.stored import RawFile, ScratchTensor, Stored, Strided
 
 MAX_PICKLE_BYTES = 16 << 20
 LEGACY_PICKLES = 5
@@ -86,7 +86,7 @@ class TorchFile(RawFile):
         """Whether two names are one tensor, saved once."""
         return self.tensors[name] == self.tensors[other] and self._place(name) == self._place(other)
 
-    def rows(self, name: str, start: int, stop: int, scratch: Scratch) -> torch.Tensor:
+    def rows(self, name: str, start: int, stop: int, scratch: ScratchTensor) -> torch.Tensor:
         if name in self._in_memory:
             return self._in_memory[name][start:stop]
         return super().rows(name, start, stop, scratch)

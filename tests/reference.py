@@ -8,8 +8,8 @@ from __future__ import annotations
 import torch
 from torch.nn.functional import layer_norm, linear, softmax
 
-from ppserve.model.activations import ACTIVATIONS
 from ppserve.model.checkpoint import Checkpoint
+from ppserve.model.stock import ACTIVATIONS
 
 
 class Reference:

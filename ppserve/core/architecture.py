@@ -17,7 +17,7 @@ class Architecture:
     """A GPT-2 family model, resolved: nothing here is None that arithmetic needs.
 
     vocab_size: real tokens; ids at or above it are never drawn. padded_vocab_size: rows of the
-    embedding as stored. activation: a key of `model.activations` (Hugging Face's names).
+    embedding as stored. activation: a key of `model.stock.ACTIVATIONS` (Hugging Face's names).
     biases: whether linears and layer norms have biases (nanoGPT's `bias`).
     """
 

@@ -68,7 +68,6 @@ class Linear(Protocol):
 
     def __call__(self, x_TK: torch.Tensor) -> torch.Tensor:
         """(T, K), contiguous → (T, N), a new tensor; both in the computing dtype."""
-        ...
 
 
 class Attend(Protocol):
@@ -79,7 +78,6 @@ class Attend(Protocol):
 
         layer: of those whose attention is on this stage, counted from 0. scale: the factor on Q·K.
         """
-        ...
 
 
 class KVCache(Protocol):
@@ -94,19 +92,15 @@ class KVCache(Protocol):
 
     def attention(self, rows: StepRows) -> Attend:
         """Prepares a step. Reads and writes no block, so it can run ahead of the step before."""
-        ...
 
     def begin(self, rows: StepRows) -> None:
         """The step begins: its copies are made."""
-        ...
 
     def fill(self, value: float) -> None:
         """Sets every number in the cache."""
-        ...
 
     def close(self) -> None:
         """Ends what runs beside it; the memory goes with the last reference."""
-        ...
 
 
 class Backend(Protocol):
@@ -117,44 +111,31 @@ class Backend(Protocol):
 
     def stored(self, tensor: torch.Tensor) -> torch.Tensor:
         """An embedding, a bias or a norm's weight: rounded as weights are, on the device."""
-        ...
 
     def linear(self, weight_NK: torch.Tensor, bias_N: torch.Tensor | None) -> Linear:
         """Packs a weight as the checkpoint has it, which can be released afterwards. bias_N: as `stored`."""
-        ...
 
     def norm(self, weight_D: torch.Tensor, bias_D: torch.Tensor | None, epsilon: float) -> Operator:
         """A layer norm over D. weight_D, bias_D: as `stored`."""
-        ...
 
     def activation(self, name: str) -> Operator:
-        """One of `model.activations`."""
-        ...
+        """One of `stock.ACTIVATIONS`."""
 
     def block_bytes(self, arch: Architecture, layout: StageLayout, block_size: int) -> int:
         """Bytes that one KV block takes on a stage."""
-        ...
 
     def make_cache(
         self, arch: Architecture, layout: StageLayout, num_blocks: int, block_size: int, *, serves: bool = False
     ) -> KVCache:
         """serves: for a server that stays; it may have memory ready before blocks are used."""
-        ...
 
     def read_logits(
         self, plan: StepPlan, pieces_RV: Iterator[torch.Tensor]
     ) -> tuple[tuple[Drawn, ...], tuple[Scored, ...]]:
         """Draws from and scores a plan's logits: float32 rows in the order of `StepInputs.read_rows`."""
-        ...
-
-    def warm_up(self) -> None:
-        """Has ready whatever `read_logits` needs, so that no request waits for it."""
-        ...
 
     def synchronize(self) -> None:
         """Waits for the device, so that time stamps mean what they say."""
-        ...
 
     def describe(self) -> str:
         """What it computes with. Where two stages' descriptions differ, so may their bits."""
-        ...

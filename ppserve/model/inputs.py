@@ -53,7 +53,7 @@ def build_inputs(plan: StepPlan, layout: StageLayout, cache: KVCache) -> StepInp
     slice_T = np.repeat(np.arange(count), num_rows_S)
     positions_T = np.arange(len(slice_T)) - first_row_S[slice_T] + start_S[slice_T]
     blocks_T = tables[table_begin_S[slice_T] + positions_T // block_size]
-    token_ids_T = _token_ids(plan) if layout.is_first else np.empty(0, np.int64)
+    token_ids_T = np.fromiter(chain.from_iterable(s.token_ids for s in slices if layout.is_first), np.int64)
     mentioned = max((block for copy in plan.copies for block in copy), default=-1)
     rows = StepRows(
         slots_T=blocks_T * block_size + positions_T % block_size,
@@ -78,10 +78,6 @@ def build_inputs(plan: StepPlan, layout: StageLayout, cache: KVCache) -> StepInp
 def _starts(sizes: Ints) -> Ints:
     """Where each of several consecutive runs begins."""
     return np.cumsum(sizes) - sizes
-
-
-def _token_ids(plan: StepPlan) -> Ints:
-    return np.fromiter(chain.from_iterable(s.token_ids for s in plan.slices), np.int64, plan.num_tokens)
 
 
 def _read_rows(plan: StepPlan, first_row_S: Ints) -> Ints:

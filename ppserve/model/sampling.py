@@ -42,13 +42,6 @@ def read_logits(plan: StepPlan, pieces_RV: Iterator[torch.Tensor]) -> tuple[tupl
     return drawn, scored
 
 
-def warm_up() -> None:
-    """Compile what drawing and scoring need, so that no request has to wait for it."""
-    logits_V = np.zeros(2, np.float32)
-    draw_token(0, Draw(SamplingParams(top_k=1, top_p=0.5), num_logprobs=1), 0, logits_V)
-    draw_token(0, Draw(SamplingParams(temperature=0)), 0, logits_V)
-
-
 def _score(s: Slice, rows: Iterator[Floats]) -> Scored:
     logprobs = tuple(token_logprobs(next(rows), target, s.num_prompt_logprobs) for target in s.targets)
     return Scored(s.sequence_id, s.start, logprobs)

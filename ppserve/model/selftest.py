@@ -12,7 +12,8 @@ from collections.abc import Iterable, Sequence
 
 import torch
 
-from ppserve.core.plan import Slice, StepPlan
+from ppserve.core.plan import Draw, Slice, StepPlan
+from ppserve.core.request import SamplingParams
 from ppserve.model.backend import Linear
 from ppserve.model.gpt2 import GPT2Stage
 from ppserve.model.inputs import build_inputs
@@ -56,9 +57,11 @@ def check_determinism(stage: GPT2Stage) -> str | None:
     """
     generator = torch.Generator().manual_seed(0)
     if stage.head is not None:
-        stage.backend.warm_up()
-    if stage.head is not None and (reason := _check_linear(stage, stage.head.linear, _HEAD_ROW_COUNTS, generator)):
-        return f"the LM head: {reason}"
+        draws = Draw(SamplingParams(top_k=1, top_p=0.5), num_logprobs=1), Draw(SamplingParams(temperature=0))
+        plan = StepPlan(0, 0, 0, tuple(Slice(0, 0, (0,), (), draw) for draw in draws))
+        stage.backend.read_logits(plan, iter([torch.zeros(2, 2, device=stage.backend.device)]))
+        if reason := _check_linear(stage, stage.head.linear, _HEAD_ROW_COUNTS, generator):
+            return f"the LM head: {reason}"
     for linear in _linears(stage):
         if reason := _check_linear(stage, linear, _ROW_COUNTS, generator):
             return f"a linear layer of {linear.num_inputs} inputs: {reason}"

@@ -6,17 +6,27 @@ T rows, D width, E = 3D, H heads, d head size, B blocks, p positions of a block,
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
 from functools import partial
 
 import torch
-from torch.nn.functional import layer_norm, pad, scaled_dot_product_attention
+from torch.nn.functional import gelu, layer_norm, linear, pad, relu, scaled_dot_product_attention, silu
 
 from ppserve.core.architecture import Architecture, StageLayout
 from ppserve.core.plan import Drawn, Scored, StepPlan
 from ppserve.model import sampling
-from ppserve.model.activations import ACTIVATIONS
 from ppserve.model.backend import Attend, Linear, Operator, Precision, StepRows
+
+ACTIVATIONS: dict[str, Operator] = {
+    "gelu_new": partial(gelu, approximate="tanh"),
+    "gelu_fast": partial(gelu, approximate="tanh"),
+    "gelu_pytorch_tanh": partial(gelu, approximate="tanh"),
+    "gelu": gelu,
+    "quick_gelu": lambda x: x * torch.sigmoid(1.702 * x),
+    "relu": relu,
+    "silu": silu,
+    "tanh": torch.tanh,
+}
+"""The activations of the GPT-2 family by Hugging Face's names, and what each of them means."""
 
 
 class StockBackend:
@@ -54,9 +64,6 @@ class StockBackend:
     ) -> tuple[tuple[Drawn, ...], tuple[Scored, ...]]:
         return sampling.read_logits(plan, pieces_RV)
 
-    def warm_up(self) -> None:
-        sampling.warm_up()
-
     def synchronize(self) -> None:
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)
@@ -76,7 +83,7 @@ class PlainLinear:
         self.num_bytes = weight_NK.nbytes
 
     def __call__(self, x_TK: torch.Tensor) -> torch.Tensor:
-        return torch.nn.functional.linear(x_TK, self._weight_NK, self._bias_N)
+        return linear(x_TK, self._weight_NK, self._bias_N)
 
 
 class StockCache:
@@ -111,20 +118,6 @@ class StockCache:
         pass
 
 
-@dataclass(frozen=True, slots=True)
-class _SliceRows:
-    """A slice's rows, the position of its first, and the blocks of all its positions so far."""
-
-    first_row: int
-    end_row: int
-    start: int
-    table: torch.Tensor
-
-    @property
-    def end(self) -> int:
-        return self.start + self.end_row - self.first_row
-
-
 class StockAttention:
     """One step. Each slice's blocks are gathered, then torch's scaled dot product.
 
@@ -141,11 +134,11 @@ class StockAttention:
         self._block_T, self._offset_T = slots_T // cache.block_size, slots_T % cache.block_size
         tables = torch.from_numpy(rows.tables).to(cache.device)
         each = zip(rows.first_row_S, rows.num_rows_S, rows.start_S, rows.table_begin_S, strict=True)
-        self._slices = []
-        for first_row, count, start, begin in (map(int, of) for of in each):
-            num_blocks = -(-(start + count) // cache.block_size)
-            table = tables[begin : begin + num_blocks]
-            self._slices.append(_SliceRows(first_row, first_row + count, start, table))
+        # Of every slice: its rows, the position of the first, and the blocks of all positions so far.
+        self._slices = [
+            (slice(first, first + count), start, tables[begin : begin - (-(start + count) // cache.block_size)])
+            for first, count, start, begin in (map(int, of) for of in each)
+        ]
 
     def __call__(self, layer: int, qkv_TE: torch.Tensor, scale: float) -> torch.Tensor:
         keys_BpHd, values_BpHd = self._cache.keys_LBpHd[layer], self._cache.values_LBpHd[layer]
@@ -154,17 +147,19 @@ class StockAttention:
         keys_BpHd[self._block_T, self._offset_T] = key_THd.to(keys_BpHd.dtype)
         values_BpHd[self._block_T, self._offset_T] = value_THd.to(values_BpHd.dtype)
         mixed_THd = torch.empty_like(query_THd, memory_format=torch.contiguous_format)
-        for s in self._slices:
-            key_HPd = self._gather(keys_BpHd, s).to(query_THd.dtype)
-            value_HPd = self._gather(values_BpHd, s).to(query_THd.dtype)
-            rows = slice(s.first_row, s.end_row)
-            mixed_THd[rows] = self._attend(query_THd[rows], key_HPd, value_HPd, s.start, scale)
+        for rows, start, table in self._slices:
+            query_tHd = query_THd[rows]
+            key_HPd, value_HPd = (
+                self._gather(numbers_BpHd[table], start + len(query_tHd)).to(query_tHd.dtype)
+                for numbers_BpHd in (keys_BpHd, values_BpHd)
+            )
+            mixed_THd[rows] = self._attend(query_tHd, key_HPd, value_HPd, start, scale)
         return mixed_THd.flatten(1)
 
-    def _gather(self, numbers_BpHd: torch.Tensor, s: _SliceRows) -> torch.Tensor:
-        """A sequence's keys or values as (H, P, d): its own, then zeros up to a multiple of `keys_multiple`."""
-        in_order_HPd = numbers_BpHd[s.table].flatten(0, 1)[: s.end].transpose(0, 1)
-        return pad(in_order_HPd, (0, 0, 0, -s.end % self._keys_multiple)).contiguous()
+    def _gather(self, numbers_npHd: torch.Tensor, count: int) -> torch.Tensor:
+        """The first `count` positions of a sequence's n blocks as (H, P, d), then zeros to a multiple."""
+        in_order_HPd = numbers_npHd.flatten(0, 1)[:count].transpose(0, 1)
+        return pad(in_order_HPd, (0, 0, 0, -count % self._keys_multiple)).contiguous()
 
     def _attend(
         self, query_tHd: torch.Tensor, key_HPd: torch.Tensor, value_HPd: torch.Tensor, start: int, scale: float

@@ -50,7 +50,8 @@ class Findings:
     def of(cls, config: ServeConfig, environment: RankEnvironment) -> Findings:
         """Opens the checkpoint (headers only) and chooses the device. Raises UsageError."""
         checkpoint = open_checkpoint(config.model.path)
-        return cls(checkpoint, choose(config, environment, checkpoint.stored_dtype))
+        compute = choose(config, environment, checkpoint.stored_dtype)
+        return cls(checkpoint.rounded_to(compute.dtype), compute)
 
 
 @dataclass(slots=True)

@@ -7,10 +7,10 @@ import torch
 from transformers import GPT2Config, GPT2LMHeadModel
 
 from ppserve.core.architecture import Architecture, Split, stage_layouts, stage_params
-from ppserve.model.activations import ACTIVATIONS
 from ppserve.model.backend import Backend
 from ppserve.model.cpu.backend import CpuBackend
 from ppserve.model.gpt2 import GPT2Stage
+from ppserve.model.stock import ACTIVATIONS
 from tests.model.pipelines import BACKENDS, Pipeline, prompt
 from tests.model.random_checkpoint import RandomCheckpoint, architecture
 from tests.reference import Reference

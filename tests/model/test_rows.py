@@ -10,7 +10,6 @@ import torch
 
 from ppserve.core.architecture import Architecture, StageLayout
 from ppserve.core.plan import Draw
-from ppserve.model.activations import ACTIVATIONS
 from ppserve.model.backend import Attend, Backend, Linear, StepRows
 from ppserve.model.cpu.activations import activation_for
 from ppserve.model.cpu.backend import CpuBackend
@@ -18,7 +17,7 @@ from ppserve.model.cpu.kv_cache import CpuCache
 from ppserve.model.cpu.linear import PackedLinear, PanelLinear
 from ppserve.model.cpu.threads import Threads
 from ppserve.model.selftest import check_determinism
-from ppserve.model.stock import StockBackend, StockCache
+from ppserve.model.stock import ACTIVATIONS, StockBackend, StockCache
 from tests.model.pipelines import BACKENDS, CPU, GREEDY, Pipeline, prompt
 from tests.model.random_checkpoint import RandomCheckpoint, architecture
 

@@ -29,7 +29,7 @@ ACTIVATIONS = {
     "swish": "silu",
     "tanh": "tanh",
 }
-"""Names in config.json to the key in `model.activations`; several names are one function."""
+"""Names in config.json to the key in `model.stock.ACTIVATIONS`; several names are one function."""
 
 USED = frozenset(
     """

@@ -73,9 +73,6 @@ class CpuBackend:
     ) -> tuple[tuple[Drawn, ...], tuple[Scored, ...]]:
         return sampling.read_logits(plan, pieces_RV)
 
-    def warm_up(self) -> None:
-        sampling.warm_up()
-
     def synchronize(self) -> None:
         """Nothing to wait for: every operator returns when it is done."""
 

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from itertools import pairwise, starmap
+from itertools import pairwise
 from queue import SimpleQueue
 
 import torch
@@ -16,18 +15,14 @@ from ppserve.stage.transport.frames import Frames, ReceiveOrder
 _Frames = SimpleQueue[tuple[int, torch.Tensor] | None]
 
 
-@dataclass(frozen=True, slots=True)
-class Ends:
-    """Of one stage: frames from the previous stage (None: this is the first), and to the next (None: the last)."""
-
-    incoming: _Frames | None
-    outgoing: _Frames | None
+Ends = tuple[_Frames | None, _Frames | None]
+"""Of one stage: frames from the previous stage (None: this is the first), and to the next (None: the last)."""
 
 
 def make_ends(num_stages: int) -> tuple[Ends, ...]:
     """A queue between each two neighbours, as every stage sees them."""
     links: list[_Frames] = [SimpleQueue() for _ in range(num_stages - 1)]
-    return tuple(starmap(Ends, pairwise([None, *links, None])))
+    return tuple(pairwise([None, *links, None]))
 
 
 class LocalTransport:
@@ -37,7 +32,7 @@ class LocalTransport:
 
     def __init__(self, frames: Frames, ends: Ends) -> None:
         self._frames = frames
-        self._incoming, self._outgoing = ends.incoming, ends.outgoing
+        self._incoming, self._outgoing = ends
         self._order = ReceiveOrder()
         self._closed = False
 

@@ -259,7 +259,7 @@ def generation(tour: Tour) -> None:
 def show_generation(tour: Tour, trace: Path) -> None:
     options = tour.options
     arguments = [f"--stages={tour.size}", f"--model={options.model}", f"--port={options.port}", f"--trace={trace}"]
-    arguments += ["--metrics-port=0", "--log-level=error"] + ["--force-cpu"] * options.force_cpu
+    arguments += ["--http-port=0", "--metrics-port=0", "--log-level=error"] + ["--force-cpu"] * options.force_cpu
     tour.explain(f"A server of its own: ppserve serve {' '.join(arguments[:2])}. It continues {PROMPT!r}:")
     killed_at = 0
     with serving(arguments) as server, Client(server.target) as client:

@@ -13,23 +13,25 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 
-READY = re.compile(r"^ppserve ready grpc=(\S+) metrics=(\S+) stages=(\d+)$", re.MULTILINE)
+READY = re.compile(r"^ppserve ready grpc=(\S+) metrics=(\S+) stages=(\d+) http=(\S+)$", re.MULTILINE)
+FREE_PORTS = ("--port", "0", "--http-port", "0", "--metrics-port", "0")
 START_WITHIN_S = 300.0
 END_WITHIN_S = 60.0
 
 
 @dataclass(frozen=True, slots=True)
 class Address:
-    """Where a server listens: HOST:PORT of gRPC and of its metrics page."""
+    """Where a server listens: HOST:PORT of gRPC, of its metrics page and of HTTP."""
 
     grpc: str
     metrics: str
+    http: str
 
 
 @contextmanager
 def running(flags: Sequence[str]) -> Iterator[Address]:
     """A ready server with these flags of `ppserve serve`, and none of its processes afterwards."""
-    command = [sys.executable, "-m", "ppserve", "serve", "--port", "0", "--metrics-port", "0", *flags]
+    command = [sys.executable, "-m", "ppserve", "serve", *FREE_PORTS, *flags]
     process = subprocess.Popen(
         command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, stdin=subprocess.DEVNULL,
         env={**os.environ, "PYTHONUNBUFFERED": "1"},
@@ -57,4 +59,4 @@ def _wait_ready(process: subprocess.Popen[bytes], command: Sequence[str]) -> Add
             seen += (process.stdout.read() or b"").decode(errors="replace")
             if process.poll() is not None or time.monotonic() > until_s:
                 raise SystemExit(f"no server: {' '.join(command)}\n{seen}")
-    return Address(match[1], match[2])
+    return Address(match[1], match[2], match[4])

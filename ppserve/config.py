@@ -66,6 +66,7 @@ class ServerSettings:
     host: str = "127.0.0.1"
     port: int = 50051
     metrics_port: int = 9400
+    http_port: int = 8000
     shutdown_timeout_s: float = 25.0
     tls_cert: Path | None = None
     tls_key: Path | None = None

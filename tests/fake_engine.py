@@ -59,6 +59,8 @@ class ByteCodec:
     def token_bytes(self, token_id: int) -> bytes:
         return b"<eos>" if token_id == EOS else bytes([token_id])
 
+    text_bytes = token_bytes
+
 
 def drawn_token(request: Request, index: int, offset: int) -> int:
     """A lower-case letter that depends on seed, index, prompt and offset, as a real draw does."""

@@ -45,6 +45,8 @@ MAY_IMPORT: dict[str, set[str]] = {
     "ppserve.head.app": {"ppserve.process"},
     "ppserve.head.engine": {"ppserve.wire", "ppserve.process.environment"},
     "ppserve.head.api.grpc": {"ppserve.v1", "grpc", "google", "grpc_health", "grpc_reflection"},
+    "ppserve.head.api.http": {"msgspec", "starlette"},
+    "ppserve.head.listener": {"uvicorn"},
     "ppserve.head.observe.metrics": {"prometheus_client"},
     "ppserve.library": {
         *("ppserve.library", "ppserve.head", "ppserve.stage", "ppserve.core"),

@@ -221,6 +221,7 @@ def test_the_readme_s_tree_is_checked() -> None:
 def samples() -> Iterator[dict[str, list[dict[str, str]]]]:
     """Labels of every series of a server of two stages, by name."""
     metrics = Metrics(2)
+    metrics.http_expected("/v1/completions", [200])
     metrics.start_http("127.0.0.1", 0, lambda: account_of(2).snapshot(1))
     # Set where a pipeline has formed.
     found: dict[str, list[dict[str, str]]] = {"ppserve_stage_info": [{}], "ppserve_build_info": [{}]}

@@ -170,7 +170,7 @@ class Build:
 
 def try_out(build: Build, image: Stage) -> None:
     """Starts what the image starts, on free ports, and asks it."""
-    command = [*image.entrypoint, *image.command, "--port", "0", "--metrics-port", "0"]
+    command = [*image.entrypoint, *image.command, "--port", "0", "--http-port", "0", "--metrics-port", "0"]
     command = ["127.0.0.1" if word == "0.0.0.0" else word for word in command]
     print(f"--> starting {shlex.join(command)} as user {image.user}", flush=True)
     log = image.root.parent / "server.log"

@@ -46,7 +46,9 @@ def _architecture(path: str) -> Architecture | None:
 
 def _check_ports(server: ServerSettings) -> None:
     """Raises ConfigError for a port that is in use, the most frequent mistake."""
-    for flag, port in (("--port", server.port), ("--metrics-port", server.metrics_port)):
+    flags = {"--port": server.port, "--metrics-port": server.metrics_port, "--http-port": server.http_port}
+    taken: dict[int, str] = {}
+    for flag, port in flags.items():
         family = socket.AF_INET6 if ":" in server.host else socket.AF_INET
         with socket.socket(family, socket.SOCK_STREAM) as probe:
             probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
@@ -54,8 +56,9 @@ def _check_ports(server: ServerSettings) -> None:
                 probe.bind((server.host, port))
             except OSError as error:
                 raise ConfigError(flag, f"cannot listen on {server.host}:{port}: {error.strerror}") from None
-    if server.port and server.port == server.metrics_port:
-        raise ConfigError("--metrics-port", f"{server.port} is taken by --port")
+        if port and port in taken:
+            raise ConfigError(flag, f"{port} is taken by {taken[port]}")
+        taken[port] = flag
 
 
 def _check_secrets(server: ServerSettings) -> None:

@@ -58,6 +58,7 @@ def _load_config_file(ctx: click.Context, _param: click.Parameter, path: Path | 
 @click.option("--force-cpu", is_flag=True, help="Leave GPUs alone.")
 @click.option("--host", default="127.0.0.1", help="Address to listen on.")
 @click.option("--port", type=_PORT, default=50051, help="gRPC; 0 picks a free one.")
+@click.option("--http-port", type=_PORT, default=8000, help="HTTP with OpenAI's paths; 0 picks a free one.")
 @click.option("--metrics-port", type=_PORT, default=9400, help="HTTP /metrics; 0 picks a free one.")
 @click.option("--max-num-seqs", type=_COUNT, default=256, help="Sequences running at once.")
 @click.option("--max-model-len", type=_COUNT, help="Longest prompt + answer; unset = what the model allows.")
@@ -76,7 +77,7 @@ def _load_config_file(ctx: click.Context, _param: click.Parameter, path: Path | 
 @click.option("--log-format", type=click.Choice(["text", "json"]), default="text")
 @click.option("--trace", type=click.Path(dir_okay=False, path_type=Path), help="Chrome trace for Perfetto.")
 def serve(stages: int | None, **flags: Any) -> None:
-    """Serve a model: one pipeline stage per torchrun rank, gRPC on rank 0."""
+    """Serve a model: one pipeline stage per torchrun rank, gRPC and HTTP on rank 0."""
     config = build_config(flags)
     environment = RankEnvironment.from_environ()
     if environment is None:
@@ -120,7 +121,8 @@ def build_config(flags: dict[str, Any]) -> cfg.ServeConfig:
         ),
         server=pick(
             cfg.ServerSettings,
-            *("host", "port", "metrics_port", "tls_cert", "tls_key", "tls_client_ca", "api_key_file", "trace"),
+            *("host", "port", "http_port", "metrics_port", "trace"),
+            *("tls_cert", "tls_key", "tls_client_ca", "api_key_file"),
             shutdown_timeout_s=flags["shutdown_timeout"],
         ),
         log=cfg.LogSettings(flags["log_level"], flags["log_format"]),

@@ -18,6 +18,7 @@ from ppserve.errors import ConfigError, UsageError
 from ppserve.head.api.auth import ApiKeys
 from ppserve.head.api.desk import FrontDesk
 from ppserve.head.api.grpc.server import GrpcServer
+from ppserve.head.api.http.server import HttpServer
 from ppserve.head.engine.control import SocketControlPlane
 from ppserve.head.engine.layout import Layout
 from ppserve.head.engine.loop import Engine
@@ -43,6 +44,8 @@ from ppserve.process.logs import set_up_logging
 from ppserve.tokenizer import Tokenizer, load_tokenizer
 
 log = logging.getLogger("ppserve.head")
+
+Doors = tuple[GrpcServer, HttpServer]
 
 _HEALTH_EVERY_S = 0.1
 _STAGES_END_WITHIN_S = 5.0
@@ -125,22 +128,25 @@ class HeadProcess:
         )
         key_file = self._config.server.api_key_file
         desk = FrontDesk(handle, tokenizer, ApiKeys(key_file) if key_file else None)
-        door = GrpcServer(self._config.server, desk)
+        doors = (
+            GrpcServer(self._config.server, desk),
+            HttpServer(self._config.server, desk, self._metrics),
+        )
         metrics, schedule = self._metrics, self._observer.schedule
         serve_page(metrics, lambda: read_state(handle, metrics.reading(), schedule.recent()))
         metrics.serve_json("/costs.json", lambda: describe_costs(handle.look()))
         metrics_port = await asyncio.to_thread(self._start_metrics, handle)
-        port = await door.start()
-        await door.set_serving(True)
+        port, http_port = [await door.start() for door in doors]
+        for door in doors:
+            await door.set_serving(True)
         self._on_reload(desk)
         host = self._config.server.host
         topology = await asyncio.to_thread(handle.topology)
-        about = banner(handle.model_card(), topology, host, port, metrics_port)
+        about = banner(handle.model_card(), topology, host, port, http_port, metrics_port)
         print(about, file=sys.stderr, flush=True)
-        print(
-            f"ppserve ready grpc={host}:{port} metrics={host}:{metrics_port} stages={self._num_stages}", flush=True
-        )
-        health = asyncio.create_task(self._report_health(door))
+        places = f"grpc={host}:{port} metrics={host}:{metrics_port} stages={self._num_stages}"
+        print(f"ppserve ready {places} http={host}:{http_port}", flush=True)
+        health = asyncio.create_task(self._report_health(doors))
         try:
             await self._first(self._wait(self._stop), self._failed)
             if not self._failed.done():
@@ -148,7 +154,7 @@ class HeadProcess:
                 self._engine.drain()
         finally:
             health.cancel()
-        return await self._close(door)
+        return await self._close(doors)
 
     async def _wait_for_pipeline(self) -> int | None:
         """None when it has formed; an exit code if it will not, or if a signal came first."""
@@ -158,16 +164,16 @@ class HeadProcess:
             return self._complain(self._failed.result())
         return None if self._formed.done() else 0
 
-    async def _close(self, door: GrpcServer) -> int:
+    async def _close(self, doors: Doors) -> int:
         """Until all streams have finished, --shutdown-timeout has passed, or a second signal came."""
         timeout_s = 0.0 if self._failed.done() else self._config.server.shutdown_timeout_s
-        closing = asyncio.ensure_future(door.stop(timeout_s))
+        closing = asyncio.gather(*(door.stop(timeout_s) for door in doors))
         await self._first(closing, self._wait(self._stop_now))
         if not closing.done():
             closing.cancel()
             with contextlib.suppress(asyncio.CancelledError):
                 await closing
-            await door.stop(0.0)
+            await asyncio.gather(*(door.stop(0.0) for door in doors))
         return self._complain(self._failed.result()) if self._failed.done() else 0
 
     async def _end_stages(self) -> None:
@@ -199,7 +205,7 @@ class HeadProcess:
         self._metrics.describe(handle.model_card(), handle.topology())
         return port
 
-    async def _report_health(self, door: GrpcServer) -> None:
+    async def _report_health(self, doors: Doors) -> None:
         """Health is SERVING only while `Members.healthy`."""
         serving = True
         while True:
@@ -207,7 +213,8 @@ class HeadProcess:
             healthy = self._members.healthy(time.monotonic_ns())
             if healthy != serving:
                 serving = healthy
-                await door.set_serving(serving)
+                for door in doors:
+                    await door.set_serving(serving)
 
     # ---- signals --------------------------------------------------------------------------------------
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 from dataclasses import dataclass, field
 
 from ppserve.core.architecture import Architecture
@@ -13,7 +14,7 @@ class ModelCard:
     """The model as served.
 
     dtype: resolved, never `auto`. max_context: tokens of prompt and output together. eos_id: None where the
-    model has no end-of-text token. why_not: empty when `deterministic`.
+    model has no end-of-text token. why_not: empty when `deterministic`. kernels: those of all stages, in words.
     """
 
     name: str
@@ -28,6 +29,13 @@ class ModelCard:
     why_not: str
     version: str
     limits: Limits = field(default_factory=Limits)
+    kernels: str = ""
+
+    @property
+    def fingerprint(self) -> str:
+        """Where it is the same, so are the tokens and log-probabilities of the same request and seed."""
+        kernels = hashlib.sha256(self.kernels.encode()).hexdigest()[:8]
+        return f"{self.name}-{self.dtype}-{kernels}-ppserve-{self.version}"
 
 
 @dataclass(frozen=True, slots=True)

@@ -138,4 +138,5 @@ def describe_model(
         why_not="; ".join(reasons),
         version=metadata.version("ppserve"),
         limits=replace(limits, max_n=min(limits.max_n, config.scheduling.max_num_seqs)),
+        kernels="; ".join(dict.fromkeys(member.loaded.kernels for member in members if member.loaded is not None)),
     )

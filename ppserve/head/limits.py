@@ -15,8 +15,8 @@ class Limits:
 
     max_prompt_bytes: int = 128 << 10
     max_n: int = 16
-    max_stop: int = 4
-    max_stop_bytes: int = 64
+    max_stop: int = 32
+    max_stop_bytes: int = 256
     max_stop_token_ids: int = 64
     max_logprobs: int = 20
     max_logit_bias: int = 1024

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 
 from ppserve.bench.scrape import ScrapeFailed, fetch_metrics, parse_metrics
-from ppserve.head.observe.http import HttpServer
+from ppserve.head.observe.http import RouteServer
 
 
 def test_values_and_labels() -> None:
@@ -77,7 +77,7 @@ def test_pages_that_are_none() -> None:
 
 
 def test_a_page_over_http() -> None:
-    server = HttpServer("127.0.0.1", 0, {"/metrics": lambda: ("text/plain", b"up 1\n")})
+    server = RouteServer("127.0.0.1", 0, {"/metrics": lambda: ("text/plain", b"up 1\n")})
     try:
         assert fetch_metrics(f"127.0.0.1:{server.port}").value("up") == 1
     finally:

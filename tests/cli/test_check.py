@@ -16,7 +16,7 @@ from ppserve.core.architecture import Split
 from ppserve.errors import UsageError
 from ppserve.head.app import warn_of_short_grace
 
-FREE = ServerSettings(port=0, metrics_port=0)
+FREE = ServerSettings(port=0, http_port=0, metrics_port=0)
 FINE = ServeConfig(server=FREE)
 
 
@@ -66,7 +66,10 @@ def test_certificates_and_keys_that_cannot_be_used(tmp_path: Path) -> None:
             check(ServeConfig(server=settings), 1)
 
 
-@pytest.mark.parametrize(("field", "flag"), [("port", "--port"), ("metrics_port", "--metrics-port")])
+@pytest.mark.parametrize(
+    ("field", "flag"),
+    [("port", "--port"), ("metrics_port", "--metrics-port"), ("http_port", "--http-port")],
+)
 def test_a_port_in_use(field: str, flag: str) -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]

@@ -18,7 +18,7 @@ import psutil
 
 from tests.slow import require_slow_test
 
-READY = re.compile(r"^ppserve ready grpc=(\S+) metrics=(\S+) stages=(\d+)$", re.MULTILINE)
+READY = re.compile(r"^ppserve ready grpc=(\S+) metrics=(\S+) stages=(\d+) http=(\S+)$", re.MULTILINE)
 START_WITHIN_S = 90.0
 END_WITHIN_S = 30.0
 
@@ -31,6 +31,7 @@ class Server:
     log_path: Path
     grpc: str = ""
     metrics: str = ""
+    http: str = ""
     seen: set[int] = field(default_factory=set)
 
     @property
@@ -108,6 +109,7 @@ def launch(stages: int, arguments: Sequence[str], log_path: Path, env: dict[str,
     command = [
         *(sys.executable, "-m", "torch.distributed.run", "--standalone", "--local-addr=127.0.0.1"),
         *(f"--nproc-per-node={stages}", "-m", "ppserve", "--force-cpu", "--port", "0", "--metrics-port", "0"),
+        *("--http-port", "0"),
         *("--dtype", "float32", *arguments),
     ]
     environment = {**os.environ, "OMP_NUM_THREADS": "1", **(env or {})}
@@ -125,7 +127,7 @@ def wait_ready(server: Server) -> Server:
         assert server.process.poll() is None, f"the server ended with {server.process.poll()}\n{server.log}"
         assert time.monotonic() < until_s, f"not ready in time\n{server.log}"
         time.sleep(0.05)
-    server.grpc, server.metrics = match[1], match[2]
+    server.grpc, server.metrics, server.http = match[1], match[2], match[4]
     server.processes()
     return server
 

@@ -7,7 +7,7 @@ import logging
 import re
 import secrets
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from ppserve.errors import InvalidRequest, RequestError
 
@@ -48,13 +48,20 @@ class Call:
     def begin(cls, caller: str, timeout_s: float | None, traceparent: str | None) -> Call:
         """A call that comes in now, under a name of ours. traceparent: dropped when it only claims to be one.
         timeout_s: how long its caller waits."""
-        deadline_s = None
-        if timeout_s is not None:
-            deadline_s = time.monotonic() + timeout_s - min(DEADLINE_MARGIN_S, timeout_s / 10)
         if traceparent is not None and not _TRACEPARENT.fullmatch(traceparent):
             traceparent = None
         name = f"req-{secrets.token_hex(8)}"
-        return cls(name, next(_serials), secrets.randbits(64), caller, deadline_s, traceparent)
+        call = cls(name, next(_serials), secrets.randbits(64), caller, None, traceparent)
+        return call if timeout_s is None else call.within(timeout_s)
+
+    def within(self, timeout_s: float) -> Call:
+        """The same call, whose caller waits so long from now."""
+        deadline_s = time.monotonic() + timeout_s - min(DEADLINE_MARGIN_S, timeout_s / 10)
+        return replace(self, deadline_s=deadline_s)
+
+    def another(self) -> Call:
+        """A further request of the same call, with the same seed."""
+        return replace(self, serial=next(_serials))
 
     @property
     def id(self) -> str:

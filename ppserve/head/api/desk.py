@@ -57,6 +57,9 @@ class TextCodec(Protocol):
     def token_bytes(self, token_id: int) -> bytes:
         """What one token stands for; special tokens too."""
 
+    def text_bytes(self, token_id: int) -> bytes:
+        """What one token adds to a text; nothing, where it is special."""
+
 
 class FrontDesk:
     """Serves the calls of all protocols, from one engine.
@@ -157,6 +160,10 @@ class FrontDesk:
     def token_bytes(self, token_id: int) -> bytes:
         """What one token stands for; nothing without a tokenizer."""
         return b"" if self._tokenizer is None else self._tokenizer.token_bytes(token_id)
+
+    def text_bytes(self, token_id: int) -> bytes:
+        """What one token adds to a text; nothing without a tokenizer."""
+        return b"" if self._tokenizer is None else self._tokenizer.text_bytes(token_id)
 
     # ---- parts --------------------------------------------------------------------------------------
 

@@ -86,17 +86,24 @@ class Pending:
     def take(self) -> Iterator[Delta]:
         """Everything that is due, a delta for each sequence. Raises the request's error after what came before
         it."""
-        for index in [index for index in self._outputs if self._is_due(index)]:
-            yield self._take(index)
+        for index in list(self._outputs):
+            if self._is_due(index):
+                yield self._take(index)
         if self._error is not None and self._outputs and not any(self._outputs.values()):
             raise self._error
 
     def _is_due(self, index: int) -> bool:
         pending = self._outputs[index]
-        if not pending:
+        if not pending or self._is_before_the_prompt_s(index):
             return False
         enough = len(pending) >= self._interval or index not in self._begun
         return enough or pending[-1].finish is not None or self._error is not None
+
+    def _is_before_the_prompt_s(self, index: int) -> bool:
+        """Whether a delta would come before the one with the prompt's scores, which each sequence may follow. That
+        one's sequence is the first of the request."""
+        scored = self._scored_index
+        return scored is not None and index != scored and scored not in self._begun and self._error is None
 
     def _take(self, index: int) -> Delta:
         """All that is pending of a sequence, including what came while deltas of others were written."""

@@ -12,11 +12,13 @@ from ppserve.errors import ConfigError
 
 @dataclass(frozen=True, slots=True)
 class Certificates:
-    """PEM files' contents. client_ca: what clients' certificates are checked with; None when they need none."""
+    """PEM files' contents, and as servers that use Python's `ssl` want them. client_ca: what clients' certificates
+    are checked with; None when they need none."""
 
     chain: bytes
     key: bytes = field(repr=False)
     client_ca: bytes | None
+    context: ssl.SSLContext
 
 
 def read_certificates(settings: ServerSettings) -> Certificates | None:
@@ -36,13 +38,14 @@ def read_certificates(settings: ServerSettings) -> Certificates | None:
     except (ssl.SSLError, ValueError) as error:
         raise ConfigError("--tls-cert", f"{cert} and {key} are not a PEM certificate with its key") from error
     if client_ca is None:
-        return Certificates(chain, secret, None)
+        return Certificates(chain, secret, None, context)
     authority = _read("--tls-client-ca", client_ca)
     try:
         context.load_verify_locations(client_ca)
     except ssl.SSLError as error:
         raise ConfigError("--tls-client-ca", f"{client_ca} holds no PEM certificate") from error
-    return Certificates(chain, secret, authority)
+    context.verify_mode = ssl.CERT_REQUIRED
+    return Certificates(chain, secret, authority, context)
 
 
 def _read(flag: str, path: Path) -> bytes:

@@ -15,7 +15,7 @@ _REDRAW_S = 0.2
 _BAR = 24
 
 
-def banner(card: ModelCard, topology: Topology, host: str, port: int, metrics_port: int) -> str:
+def banner(card: ModelCard, topology: Topology, host: str, port: int, http_port: int, metrics_port: int) -> str:
     """A table of the stages, the addresses, and a command to try."""
     arch = card.architecture
     lines = [
@@ -38,7 +38,8 @@ def banner(card: ModelCard, topology: Topology, host: str, port: int, metrics_po
     ]
     if not card.deterministic:
         lines.append(f"  not deterministic here: {card.why_not}")
-    lines += [f"  gRPC     {host}:{port}", f"  metrics  http://{host}:{metrics_port}/metrics", "", "Try:"]
+    lines += [f"  gRPC     {host}:{port}", f"  HTTP     http://{host}:{http_port}/v1"]
+    lines += [f"  metrics  http://{host}:{metrics_port}/metrics", "", "Try:"]
     if card.has_tokenizer:
         lines.append(f'  ppserve generate --target {host}:{port} "Once upon a time"')
     else:

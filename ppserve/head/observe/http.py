@@ -40,7 +40,7 @@ _MAX_CONNECTIONS = 32
 _SILENT_CONNECTION_S = 10.0
 
 
-class HttpServer:
+class RouteServer:
     """Serves `routes` (path to Route; may grow while serving) in daemon threads until closed.
 
     Raises OSError when the address cannot be bound.

@@ -34,7 +34,7 @@ from ppserve.errors import RequestError
 from ppserve.head.cards import ModelCard, Topology
 from ppserve.head.engine.open_request import OpenRequest
 from ppserve.head.engine.output import TokenOutput
-from ppserve.head.observe.http import HttpServer, Route
+from ppserve.head.observe.http import Route, RouteServer
 
 # Without this, every counter has a second series with the time at which it was created.
 disable_created_metrics()  # type: ignore[no-untyped-call]
@@ -92,9 +92,15 @@ class Metrics:
     def __init__(self, num_stages: int) -> None:
         self.registry = CollectorRegistry(auto_describe=False)
         self.routes: dict[str, Route] = {"/metrics": self._render}
-        self._server: HttpServer | None = None
+        self._server: RouteServer | None = None
         self._pipeline = _PipelineMetrics(self.registry, num_stages)
         self._requests = _RequestMetrics(self.registry)
+        self._http = Counter(
+            "ppserve_http_requests",
+            "Answers over HTTP, by path and status.",
+            ["path", "status"],
+            registry=self.registry,
+        )
 
     # ---- the HTTP side --------------------------------------------------------------------------------
 
@@ -104,7 +110,7 @@ class Metrics:
         Raises OSError if the address cannot be bound.
         """
         self.registry.register(_LedgerCollector(stage_times))
-        self._server = HttpServer(host, port, self.routes)
+        self._server = RouteServer(host, port, self.routes)
         return self._server.port
 
     def serve_json(self, path: str, ask: Callable[[], object]) -> None:
@@ -159,6 +165,13 @@ class Metrics:
 
     def refused(self, error: RequestError) -> None:
         self._requests.ended[error.status].inc()
+
+    def http_expected(self, path: str, statuses: Iterable[int]) -> None:
+        for status in statuses:
+            self._http.labels(path, str(status))
+
+    def http_answered(self, path: str, status: int) -> None:
+        self._http.labels(path, str(status)).inc()
 
 
 def _value(metric: Counter | Gauge) -> float:

@@ -54,9 +54,9 @@ REFUSED = [
     (Asked(max_tokens=2**32), "stop.max_tokens"),
     (Asked(max_tokens=2, min_tokens=3), "stop.min_tokens"),
     (Asked(stop=["a", ""]), "stop.stop[1]"),
-    (Asked(stop=["x" * 65]), "stop.stop[0]"),
+    (Asked(stop=["x" * 257]), "stop.stop[0]"),
     (Asked(stop=["\ud800"]), "stop.stop[0]"),
-    (Asked(stop=["a"] * 5), "stop.stop"),
+    (Asked(stop=["a"] * 33), "stop.stop"),
     (Asked(stop=["a"] * 500_000), "stop.stop"),
     (Asked(stop_token_ids=[1, 300]), "stop.stop_token_ids[1]"),
     (Asked(stop_token_ids=[1] * 65), "stop.stop_token_ids"),
@@ -102,7 +102,7 @@ def test_refused_without_tokenizer(asked: Asked, field: str) -> None:
 
 def test_mistakes_are_reported_together() -> None:
     with pytest.raises(InvalidRequest) as refusal:
-        check(Asked(temperature=-1, top_p=2, n=0, stop=["a"] * 9), CARD)
+        check(Asked(temperature=-1, top_p=2, n=0, stop=["a"] * 33), CARD)
     fields = [violation.field for violation in refusal.value.violations]
     assert fields == ["sampling.temperature", "sampling.top_p", "sampling.n", "stop.stop"]
 
@@ -135,7 +135,7 @@ def test_limits_themselves_are_accepted() -> None:
     check(Asked(temperature=0, top_p=1, min_p=1, repetition_penalty=10), CARD)
     check(Asked(temperature=1e-4, repetition_penalty=0.01), CARD)
     check(Asked(n=16, seed=2**64 - 1, top_k=2**32 - 1, priority=-(2**31)), CARD)
-    check(Asked(stop=["x" * 64] * 4, stop_token_ids=[256] * 64, max_tokens=2**32 - 1), CARD)
+    check(Asked(stop=["x" * 256] * 32, stop_token_ids=[256] * 64, max_tokens=2**32 - 1), CARD)
     check(Asked(logprobs=20, prompt_logprobs=20, stream_interval=2**32 - 1), CARD)
     check(Asked(prompt="x" * 128 * 1024), CARD)
 

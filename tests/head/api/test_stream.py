@@ -186,3 +186,34 @@ def test_a_reader_that_waits_for_tokens_is_not_cancelled() -> None:
         stream.close()
 
     asyncio.run(main())
+
+
+def test_no_sequence_begins_before_the_prompt_s_scores() -> None:
+    async def scenario(stream: RequestStream) -> list[Delta]:
+        stream.push([a_token(0, index=1), a_token(1, index=1, finish=END)])
+        reader = stream.deltas()
+        waiting = asyncio.ensure_future(anext(reader))
+        await asyncio.sleep(0)
+        assert not waiting.done()
+        scores = (TokenLogprobs(-1.0), TokenLogprobs(-2.0))
+        stream.push([a_token(0, prompt_logprobs=scores, finish=END)])
+        return [await waiting, *[delta async for delta in reader]]
+
+    request = a_request(num_sequences=2, output=OutputOptions(prompt_logprobs=0))
+    first, second = read(request, scenario)
+    assert (first.index, len(first.prompt_scores)) == (0, 3)
+    assert (second.index, len(second.tokens)) == (1, 2)
+
+
+def test_an_error_does_not_wait_for_the_prompt_s_scores() -> None:
+    async def scenario(stream: RequestStream) -> int:
+        stream.push([a_token(0, index=1)])
+        stream.fail(StagesLost("gone"))
+        reader = stream.deltas()
+        first = await anext(reader)
+        with pytest.raises(StagesLost):
+            await anext(reader)
+        return first.index
+
+    request = a_request(num_sequences=2, output=OutputOptions(prompt_logprobs=0))
+    assert read(request, scenario) == 1

@@ -41,6 +41,7 @@ CONTRACT = {
     "ppserve_requests_waiting": "gauge",
     "ppserve_kv_usage_ratio": "gauge",
     "ppserve_stage_restarts_total": "counter",
+    "ppserve_http_requests_total": "counter",
     "ppserve_stage_info": "gauge",
     "ppserve_build_info": "gauge",
 }

@@ -1,0 +1,201 @@
+"""From deltas to the JSON of completions: whole, or as one event per delta. `chat` makes chats of the same."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import Any, ClassVar
+
+import msgspec
+from msgspec import UNSET, UnsetType
+
+from ppserve.core.request import FinishReason, Request
+from ppserve.head.api.call import Call
+from ppserve.head.api.desk import FrontDesk
+from ppserve.head.api.http.fields import Sampling, StreamOptions
+from ppserve.head.api.http.logprobs import LogprobsJson, LogprobWriter, Scored
+from ppserve.head.api.stream import Delta, Score
+
+# `abort` is vLLM's word for what OpenAI's interface does not foresee: the sequence ended before its time.
+_FINISH_REASONS = {
+    FinishReason.EOS: "stop",
+    FinishReason.STOP_TOKEN: "stop",
+    FinishReason.STOP_STRING: "stop",
+    FinishReason.MAX_TOKENS: "length",
+    FinishReason.CONTEXT_LENGTH: "length",
+    FinishReason.CANCELLED: "abort",
+    FinishReason.DEADLINE: "abort",
+}
+
+_encode = msgspec.json.Encoder().encode
+
+
+class CachedTokensJson(msgspec.Struct):
+    cached_tokens: int
+
+
+class UsageJson(msgspec.Struct):
+    """Tokens of all prompts, and of all sequences."""
+
+    prompt_tokens: int
+    completion_tokens: int
+    total_tokens: int
+    prompt_tokens_details: CachedTokensJson
+
+
+class ChoiceJson(msgspec.Struct, kw_only=True):
+    """One sequence, or what is new of it. stop_reason: the stop string or token that ended it (vLLM's). token_ids,
+    prompt_token_ids: only where they were asked for."""
+
+    index: int
+    text: str
+    logprobs: LogprobsJson | None
+    finish_reason: str | None
+    stop_reason: int | str | None
+    token_ids: list[int] | UnsetType = UNSET
+    prompt_token_ids: Sequence[int] | UnsetType = UNSET
+
+
+class AnswerJson(msgspec.Struct):
+    """An answer, or one event of it. seed: the one in use. system_fingerprint: see `ModelCard.fingerprint`."""
+
+    id: str
+    object: str
+    created: int
+    model: str
+    system_fingerprint: str
+    seed: int
+    choices: Sequence[Any]
+    usage: UsageJson | UnsetType | None = UNSET
+
+
+class Answers:
+    """Makes the answers to one call. requests: one for each of its prompts, in order."""
+
+    objects: ClassVar[tuple[str, str]] = ("text_completion", "text_completion")
+    id_prefix: ClassVar[str] = "cmpl-"
+
+    def __init__(self, call: Call, body: Sampling, requests: Sequence[Request], desk: FrontDesk) -> None:
+        card = desk.card
+        self._options = body.stream_options or StreamOptions()
+        self._head = (self.id_prefix + call.request_id, int(time.time()), card.name, card.fingerprint)
+        self._seed = requests[0].sampling.seed if body.seed is None else body.seed
+        as_ids = bool(body.return_tokens_as_token_ids)
+
+        def new_writer() -> LogprobWriter:
+            return LogprobWriter(desk.token_bytes, desk.text_bytes, as_ids)
+
+        self._prompts = [_PromptProgress(place, request, new_writer) for place, request in enumerate(requests)]
+
+    def whole(self, deltas: Sequence[Sequence[Delta]]) -> bytes:
+        """All of every prompt's deltas as one answer."""
+        choices = []
+        for prompt, of_prompt in zip(self._prompts, deltas, strict=True):
+            for delta in _merged(of_prompt):
+                choices.append(self._choice(prompt, delta, is_whole=True))
+        choices.sort(key=lambda choice: choice.index)
+        return _encode(self._record(self.objects[0], choices, self._usage(self._prompts)))
+
+    def event(self, place: int, delta: Delta) -> bytes:
+        """What is new of a sequence of the prompt at `place`."""
+        prompt = self._prompts[place]
+        choice = self._choice(prompt, delta, is_whole=False)
+        usage: UsageJson | UnsetType | None = UNSET
+        if self._options.include_usage:
+            usage = self._usage([prompt]) if self._options.continuous_usage_stats else None
+        return _encode(self._record(self.objects[1], (choice,), usage))
+
+    def last_event(self) -> bytes | None:
+        """The usage of all, where it is asked for."""
+        if not self._options.include_usage:
+            return None
+        return _encode(self._record(self.objects[1], (), self._usage(self._prompts)))
+
+    def _record(self, kind: str, choices: Sequence[Any], usage: UsageJson | UnsetType | None) -> AnswerJson:
+        name, created, model, fingerprint = self._head
+        return AnswerJson(name, kind, created, model, fingerprint, self._seed, choices, usage)
+
+    def _choice(self, prompt: _PromptProgress, delta: Delta, is_whole: bool) -> Any:
+        """One choice of an answer, or of an event."""
+        prompt.note(delta)
+        return ChoiceJson(
+            index=prompt.choice_index(delta),
+            text=delta.text,
+            logprobs=prompt.writer(delta.index).completion(prompt.scored(delta)) if prompt.has_scores else None,
+            token_ids=prompt.ids(delta),
+            prompt_token_ids=prompt.prompt_ids(delta),
+            **finish_of(delta),
+        )
+
+    def _usage(self, prompts: Sequence[_PromptProgress]) -> UsageJson:
+        num_prompt = sum(len(prompt.request.prompt_ids) for prompt in prompts)
+        num_generated = sum(sum(prompt.num_generated.values()) for prompt in prompts)
+        cached = CachedTokensJson(sum(prompt.num_cached for prompt in prompts))
+        return UsageJson(num_prompt, num_generated, num_prompt + num_generated, cached)
+
+
+class _PromptProgress:
+    """What was seen of one prompt's sequences, and how their tokens are shown. place: among the call's prompts."""
+
+    def __init__(self, place: int, request: Request, new_writer: Callable[[], LogprobWriter]) -> None:
+        self.request = request
+        self._place = place
+        self.num_generated: dict[int, int] = {}
+        self.num_cached = 0
+        output = request.output
+        self.has_scores = output.logprobs is not None
+        self._new_writer = new_writer
+        self._writers: dict[int, LogprobWriter] = {}
+        self._prompt_scores: Sequence[Score] = ()
+
+    def note(self, delta: Delta) -> None:
+        self.num_generated[delta.index] = delta.num_generated
+        self.num_cached = max(self.num_cached, delta.last.cached_tokens)
+        self._prompt_scores = delta.prompt_scores or self._prompt_scores
+
+    def choice_index(self, delta: Delta) -> int:
+        return self._place * self.request.num_sequences + delta.index
+
+    def writer(self, index: int) -> LogprobWriter:
+        """That of a sequence, which counts its characters."""
+        if index not in self._writers:
+            self._writers[index] = self._new_writer()
+        return self._writers[index]
+
+    def scored(self, delta: Delta) -> Sequence[Scored]:
+        """The tokens of a delta; after those of the prompt where these were asked for and come first."""
+        if not delta.is_first or not self._prompt_scores:
+            return delta.tokens
+        return [*zip(self.request.prompt_ids, self._prompt_scores, strict=True), *delta.tokens]
+
+    def ids(self, delta: Delta) -> list[int] | UnsetType:
+        return [token_id for token_id, _ in delta.tokens] if self.request.output.token_ids else UNSET
+
+    def prompt_ids(self, delta: Delta) -> Sequence[int] | UnsetType:
+        return self.request.prompt_ids if self.request.output.token_ids and delta.is_first else UNSET
+
+
+def finish_of(delta: Delta) -> dict[str, Any]:
+    """How the sequence ended, if it did, as fields of a choice."""
+    reason, matched = delta.last.finish, delta.last.matched
+    if reason is None:
+        return {"finish_reason": None, "stop_reason": None}
+    stop_reason = None if reason is FinishReason.EOS else matched
+    return {"finish_reason": _FINISH_REASONS[reason], "stop_reason": stop_reason}
+
+
+def _merged(deltas: Sequence[Delta]) -> list[Delta]:
+    """All deltas of a request as one for each of its sequences."""
+    by_index: dict[int, list[Delta]] = {}
+    for delta in deltas:
+        by_index.setdefault(delta.index, []).append(delta)
+    return [
+        replace(
+            parts[0],
+            tokens=tuple(token for part in parts for token in part.tokens),
+            text="".join(part.text for part in parts),
+            last=parts[-1].last,
+        )
+        for parts in by_index.values()
+    ]

@@ -1,0 +1,108 @@
+"""Errors as statuses and as `{"error": {...}}`, as clients of OpenAI's interface read them."""
+
+from __future__ import annotations
+
+import math
+
+import msgspec
+
+from ppserve.errors import (
+    DeadlinePassed,
+    InvalidRequest,
+    NotImplementedYet,
+    Overloaded,
+    RequestError,
+    RequestFailed,
+    Unauthenticated,
+)
+
+_STATUSES = {
+    "INVALID_ARGUMENT": 400,
+    "UNIMPLEMENTED": 400,
+    "UNAUTHENTICATED": 401,
+    "RESOURCE_EXHAUSTED": 429,
+    "INTERNAL": 500,
+    "UNAVAILABLE": 503,
+    "DEADLINE_EXCEEDED": 504,
+}
+# A server that drains, or has lost its stages, is replaced; nobody knows when.
+_RETRY_UNAVAILABLE_S = 5.0
+# What the proto calls it -> what callers of HTTP call it, where that is not the part after the dot.
+_HTTP_NAMES = {
+    "token_ids.ids": "prompt",
+    "output.prompt_logprobs": "logprobs",
+    "stop.include_stop": "include_stop_str_in_output",
+    "resume.generated_token_ids": "resume.token_ids",
+    "resume.index": "resume.index",
+}
+
+
+class HttpError(RequestError):
+    """An error that only HTTP has. code: the HTTP status. param: the field that is wrong."""
+
+    status = "INVALID_ARGUMENT"
+
+    def __init__(self, code: int, reason: str, message: str, param: str | None = None) -> None:
+        super().__init__(message)
+        self.code = code
+        self.reason = reason
+        self.param = param
+
+
+class ErrorJson(msgspec.Struct):
+    """The inside of `{"error": ...}`. code: stable, for programs; our `reason` in lower case."""
+
+    message: str
+    type: str
+    param: str | None
+    code: str
+
+
+def status_of(error: RequestError) -> int:
+    """The HTTP status of an error."""
+    return error.code if isinstance(error, HttpError) else _STATUSES[error.status]
+
+
+def content_of(error: RequestError) -> bytes:
+    """The error as JSON. Fields have the names that callers of HTTP know."""
+    message, param = str(error), None
+    if isinstance(error, InvalidRequest):
+        named = [(_http_name(violation.field), violation.problem) for violation in error.violations]
+        message, param = "; ".join(f"{name}: {problem}" for name, problem in named), named[0][0]
+    elif isinstance(error, HttpError):
+        param = error.param
+    elif isinstance(error, NotImplementedYet):
+        param = error.field
+    status = status_of(error)
+    kind = "server_error" if status >= 500 else "rate_limit_error" if status == 429 else "invalid_request_error"
+    return msgspec.json.encode({"error": ErrorJson(message, kind, param, error.reason.lower())})
+
+
+def headers_of(error: RequestError) -> list[tuple[bytes, bytes]]:
+    """Whether and when to try again, and what to bring."""
+    match error:
+        case Unauthenticated():
+            return [(b"www-authenticate", b"Bearer")]
+        case RequestFailed() | DeadlinePassed():
+            # Again it would fail again, and openai-python repeats every 5xx unless told not to.
+            return [(b"x-should-retry", b"false")]
+        case Overloaded(retry_after_s=retry_after_s):
+            return _retry_after(retry_after_s)
+    return _retry_after(_RETRY_UNAVAILABLE_S) if status_of(error) == 503 else []
+
+
+def _retry_after(seconds: float) -> list[tuple[bytes, bytes]]:
+    """In whole seconds, as the standard has it, and exactly, as openai-python also reads it."""
+    return [
+        (b"retry-after", str(math.ceil(seconds)).encode()),
+        (b"retry-after-ms", str(math.ceil(seconds * 1000)).encode()),
+    ]
+
+
+def _http_name(field: str) -> str:
+    name, bracket, rest = field.partition("[")
+    if name in _HTTP_NAMES:
+        name = _HTTP_NAMES[name]
+    elif name.startswith(("sampling.", "stop.", "output.")):
+        name = name.partition(".")[2]
+    return name + bracket + rest

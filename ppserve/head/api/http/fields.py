@@ -1,0 +1,147 @@
+"""What bodies may hold, and what it asks for. Fields that are not named here are ignored, as clients expect.
+
+Only what has no counterpart in `Asked` is judged here; see `ppserve.head.api.requests`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, cast
+
+import msgspec
+
+from ppserve.errors import InvalidRequest, Violation
+from ppserve.head.api.http.failures import HttpError
+from ppserve.head.api.requests import Asked, Resume
+
+MAX_PROMPTS = 256
+# OpenAI's default for completions; those of a chat may take what is left of the context.
+DEFAULT_MAX_TOKENS = 16
+# More than any caller means, so that a whole answer is one piece.
+_ALL = 2**32 - 1
+
+Prompt = str | Sequence[int]
+
+
+class StreamOptions(msgspec.Struct):
+    """include_usage: a last event with it. continuous_usage_stats: on every event."""
+
+    include_usage: bool | None = None
+    continuous_usage_stats: bool | None = None
+
+
+class ResumeBody(msgspec.Struct):
+    """A sequence whose stream broke: its index, and the token ids of it that the caller holds."""
+
+    index: int = 0
+    token_ids: list[int] = []
+
+
+class Sampling(msgspec.Struct, kw_only=True):
+    """What completions and chats have in common. null is the same as absent."""
+
+    model: str | None = None
+    temperature: float | None = None
+    top_k: int | None = None
+    top_p: float | None = None
+    min_p: float | None = None
+    repetition_penalty: float | None = None
+    frequency_penalty: float | None = None
+    presence_penalty: float | None = None
+    seed: int | None = None
+    n: int | None = None
+    logit_bias: dict[str, float] | None = None
+    max_tokens: int | None = None
+    min_tokens: int | None = None
+    stop: str | list[str] | None = None
+    stop_token_ids: list[int] | None = None
+    ignore_eos: bool | None = None
+    include_stop_str_in_output: bool | None = None
+    return_token_ids: bool | None = None
+    return_tokens_as_token_ids: bool | None = None
+    stream: bool | None = None
+    stream_options: StreamOptions | None = None
+    stream_interval: int | None = None
+    priority: int | None = None
+    request_id: str | None = None
+    resume: ResumeBody | None = None
+
+
+class CompletionBody(Sampling, kw_only=True):
+    """Of /v1/completions. prompt: a text, token ids, or a list of texts or of lists of token ids."""
+
+    prompt: str | list[str | int | list[int]] | None = None
+    echo: bool | None = None
+    logprobs: int | None = None
+    suffix: str | None = None
+    best_of: int | None = None
+
+
+_SAME_NAMES = (
+    *("temperature", "top_p", "min_p", "repetition_penalty", "frequency_penalty", "presence_penalty", "n"),
+    *("max_tokens", "min_tokens", "stop_token_ids", "ignore_eos", "stream_interval", "priority"),
+)
+
+
+def check_model(name: str | None, served: str) -> None:
+    """Raises HttpError for a model that is not `served`. Who names none means the one that there is."""
+    if name is not None and name != served:
+        raise HttpError(404, "MODEL_NOT_FOUND", f"this model is not served; {served!r} is", "model")
+
+
+def asked_from(body: Sampling, prompt: Prompt, **more: Any) -> Asked:
+    """What the body asks for, from one prompt; `more` as in `Asked`. Raises InvalidRequest."""
+    if body.stream_options is not None and not body.stream:
+        raise InvalidRequest([Violation("stream_options", "only with stream")])
+    given = {name: getattr(body, name) for name in _SAME_NAMES}
+    given["include_stop"] = body.include_stop_str_in_output
+    given["token_ids"] = body.return_token_ids
+    given["top_k"] = 0 if body.top_k == -1 else body.top_k
+    # OpenAI's seeds are signed; ours are the same 64 bits.
+    given["seed"] = body.seed + 2**64 if body.seed is not None and -(2**63) <= body.seed < 0 else body.seed
+    given["stop"] = [body.stop] if isinstance(body.stop, str) else body.stop
+    given["logit_bias"] = None if body.logit_bias is None else _bias_from(body.logit_bias)
+    if not body.stream:
+        given["stream_interval"] = _ALL
+    if body.resume is not None:
+        given["resume"] = Resume(body.resume.index, body.resume.token_ids)
+    given |= more
+    return Asked(prompt=prompt, **{name: value for name, value in given.items() if value is not None})
+
+
+def completions_from(body: CompletionBody) -> list[Asked]:
+    """What the body asks for, of each of its prompts. Raises InvalidRequest."""
+    prompts = _prompts_from(body.prompt)
+    wrong = []
+    if body.suffix:
+        wrong.append(Violation("suffix", "not served: these models only continue a text"))
+    if body.best_of not in (None, 1):
+        wrong.append(Violation("best_of", "not served: ask for n, and choose"))
+    if body.resume is not None and len(prompts) > 1:
+        wrong.append(Violation("resume", "with one prompt only"))
+    if wrong:
+        raise InvalidRequest(wrong)
+    max_tokens = DEFAULT_MAX_TOKENS if body.max_tokens is None else body.max_tokens
+    scored = body.logprobs if body.echo else None
+    more = {"max_tokens": max_tokens, "echo": body.echo, "logprobs": body.logprobs, "prompt_logprobs": scored}
+    return [asked_from(body, prompt, **more) for prompt in prompts]
+
+
+def _prompts_from(given: str | list[str | int | list[int]] | None) -> list[Prompt]:
+    if given is None or isinstance(given, str):
+        return [given or ""]
+    kinds = {type(part) for part in given}
+    if len(kinds) > 1:
+        raise InvalidRequest([Violation("prompt", "mixes texts, token ids and lists of them")])
+    if kinds == {int}:
+        return [cast(Sequence[int], given)]
+    if not 1 <= len(given) <= MAX_PROMPTS:
+        raise InvalidRequest([Violation("prompt", f"{len(given)} prompts; 1 to {MAX_PROMPTS} are allowed")])
+    return cast("list[Prompt]", given)
+
+
+def _bias_from(given: dict[str, float]) -> dict[int, float]:
+    try:
+        return {int(token_id): bias for token_id, bias in given.items()}
+    except ValueError:
+        raise InvalidRequest([Violation("logit_bias", "names of entries are token ids")]) from None

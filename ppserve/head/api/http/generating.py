@@ -1,0 +1,63 @@
+"""The paths that generate: from a body to the desk's streams, and from their deltas to the answer."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+from contextlib import AsyncExitStack
+
+import msgspec
+
+from ppserve.head.api.desk import FrontDesk, aside
+from ppserve.head.api.http.answers import Answers
+from ppserve.head.api.http.exchange import Exchange
+from ppserve.head.api.http.fields import CompletionBody, Sampling, check_model, completions_from
+from ppserve.head.api.requests import Asked
+from ppserve.head.api.stream import RequestStream
+
+_completion_body = msgspec.json.Decoder(CompletionBody)
+
+
+async def completions(exchange: Exchange, desk: FrontDesk) -> None:
+    """POST /v1/completions."""
+    body = await exchange.read(_completion_body)
+    check_model(body.model, desk.card.name)
+    await generate(exchange, desk, body, completions_from(body), Answers)
+
+
+async def generate(
+    exchange: Exchange, desk: FrontDesk, body: Sampling, prompts: Sequence[Asked], kind: type[Answers]
+) -> None:
+    """Answers with what `prompts` bring: all of it, or as events. All of them run, or none."""
+    exchange.call = desk.name(exchange.call, body.request_id or "")
+    async with exchange.attended(), AsyncExitStack() as stack:
+        streams = [
+            await stack.enter_async_context(desk.generate(asked, exchange.call.another())) for asked in prompts
+        ]
+        answers = kind(exchange.call, body, [stream.request for stream in streams], desk)
+        if body.stream:
+            await _send_events(exchange, answers, streams)
+        else:
+            deltas = [[delta async for delta in stream.deltas()] for stream in streams]
+            num_tokens = sum(len(delta.tokens) + len(delta.prompt_scores) for part in deltas for delta in part)
+            await exchange.answer(await aside(num_tokens, lambda: answers.whole(deltas)))
+
+
+async def _send_events(exchange: Exchange, answers: Answers, streams: Sequence[RequestStream]) -> None:
+    async def send(place: int, stream: RequestStream) -> None:
+        async for delta in stream.deltas():
+            await exchange.event(answers.event(place, delta))
+
+    await exchange.begin_events()
+    if len(streams) == 1:
+        await send(0, streams[0])
+    else:
+        try:
+            async with asyncio.TaskGroup() as group:
+                for place, stream in enumerate(streams):
+                    group.create_task(send(place, stream))
+        except ExceptionGroup as errors:
+            raise errors.exceptions[0] from None
+    if (last := answers.last_event()) is not None:
+        await exchange.event(last)
+    await exchange.end_events()

@@ -1,0 +1,153 @@
+"""The HTTP server: paths, keys, time limits, and errors as answers."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Awaitable, Callable, Iterable
+from http import HTTPStatus
+from typing import Protocol
+
+from starlette.applications import Starlette
+from starlette.exceptions import HTTPException
+from starlette.middleware import Middleware
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.routing import Route
+from starlette.types import ASGIApp, Receive, Scope, Send
+
+from ppserve.config import ServerSettings
+from ppserve.errors import DeadlinePassed, Draining
+from ppserve.head.api.desk import FrontDesk
+from ppserve.head.api.http import describing
+from ppserve.head.api.http.exchange import Exchange
+from ppserve.head.api.http.failures import HttpError, content_of, status_of
+from ppserve.head.api.http.generating import completions
+from ppserve.head.api.tls import read_certificates
+from ppserve.head.listener import Listener
+
+log = logging.getLogger(__name__)
+
+OPEN_PATHS = ("/health",)
+# The caller hung up before it was answered: nginx's number.
+_CALLER_GONE = 499
+
+STATUSES = (200, 400, 401, 404, 405, 408, 413, 429, _CALLER_GONE, 500, 503, 504)
+OTHER_PATHS = "other"
+
+Endpoint = Callable[[Exchange, FrontDesk], Awaitable[None]]
+
+
+class AnswerCounts(Protocol):
+    """Is told of every answer. path: one of those that are served, or OTHER_PATHS."""
+
+    def http_expected(self, path: str, statuses: Iterable[int]) -> None:
+        """Such answers may come."""
+
+    def http_answered(self, path: str, status: int) -> None:
+        """One did."""
+
+
+class HttpServer:
+    """Serves until `stop`. Not healthy until told that it is serving."""
+
+    def __init__(self, settings: ServerSettings, desk: FrontDesk, counts: AnswerCounts) -> None:
+        """Raises ConfigError for certificates that cannot be used."""
+        self._settings = settings
+        self._desk = desk
+        self._is_serving = False
+        endpoints: list[tuple[str, str, Endpoint]] = [
+            ("POST", "/v1/completions", completions),
+            ("GET", "/v1/models", describing.models),
+            ("GET", "/v1/models/{name}", describing.model),
+            ("GET", "/health", self._health),
+            ("GET", "/version", describing.version),
+            ("GET", "/tokenizer_info", describing.tokenizer_info),
+            ("POST", "/tokenize", describing.tokenize),
+            ("POST", "/detokenize", describing.detokenize),
+        ]
+        paths = frozenset(path for _, path, _ in endpoints if "{" not in path)
+        for path in (*paths, OTHER_PATHS):
+            counts.http_expected(path, STATUSES)
+        routes = [Route(path, _Serving(endpoint, desk), methods=[method]) for method, path, endpoint in endpoints]
+        app = Starlette(
+            routes=routes,
+            middleware=[Middleware(_Gate, desk, counts, paths)],
+            exception_handlers={HTTPException: _no_such_path},
+        )
+        certificates = read_certificates(settings)
+        self._listener = Listener(app, tls=certificates.context if certificates else None)
+
+    async def start(self) -> int:
+        """Bind and listen; return the port. Raises ConfigError when the address cannot be bound."""
+        return await self._listener.start(self._settings.host, self._settings.http_port, "--http-port")
+
+    async def set_serving(self, serving: bool) -> None:
+        """What /health says."""
+        self._is_serving = serving
+
+    async def stop(self, timeout_s: float) -> None:
+        """Turn unhealthy at once, refuse new requests, let running ones finish for `timeout_s`, then close."""
+        self._is_serving = False
+        await self._desk.drain(timeout_s)
+        await self._listener.stop()
+
+    async def _health(self, exchange: Exchange, _desk: FrontDesk) -> None:
+        if not self._is_serving:
+            raise Draining("not serving: a stage is away, or the server is shutting down")
+        await exchange.answer(b"{}")
+
+
+class _Serving:
+    """An endpoint as ASGI."""
+
+    def __init__(self, endpoint: Endpoint, desk: FrontDesk) -> None:
+        self._endpoint = endpoint
+        self._desk = desk
+
+    async def __call__(self, scope: Scope, _receive: Receive, _send: Send) -> None:
+        await self._endpoint(scope["state"]["exchange"], self._desk)
+
+
+class _Gate:
+    """Stands before every path, also those that there are not: whoever has no key does not learn which."""
+
+    def __init__(self, app: ASGIApp, desk: FrontDesk, counts: AnswerCounts, paths: frozenset[str]) -> None:
+        self._app = app
+        self._desk = desk
+        self._counts = counts
+        self._paths = paths
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        exchange = Exchange(scope, receive, send, self._desk)
+        scope["state"]["exchange"] = exchange
+        try:
+            await self._answer(exchange, scope, receive)
+        except asyncio.CancelledError:
+            # The caller hung up, stopped reading, or the server closes: nobody reads the rest.
+            log.debug("request %s: ended before its answer", exchange.call.request_id, extra=exchange.call.trace)
+            exchange.abort()
+        path = scope["path"] if scope["path"] in self._paths else OTHER_PATHS
+        self._counts.http_answered(path, exchange.status or _CALLER_GONE)
+
+    async def _answer(self, exchange: Exchange, scope: Scope, receive: Receive) -> None:
+        try:
+            if self._desk.keys is not None and scope["path"] not in OPEN_PATHS:
+                self._desk.keys.check(exchange.key)
+            try:
+                async with exchange.limited() as limit:
+                    await self._app(scope, receive, exchange.send)
+            except TimeoutError:
+                if not limit.expired():
+                    raise
+                raise DeadlinePassed("the caller's time limit passed") from None
+        except Exception as error:
+            await exchange.fail(exchange.call.refusal(error))
+
+
+async def _no_such_path(_request: Request, error: Exception) -> Response:
+    """What the router says, in the form of all errors."""
+    assert isinstance(error, HTTPException)
+    phrase = HTTPStatus(error.status_code).phrase
+    told = HttpError(error.status_code, phrase.upper().replace(" ", "_"), f"{phrase.lower()} on this server")
+    return Response(content_of(told), status_of(told), error.headers, "application/json")

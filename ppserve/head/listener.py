@@ -1,0 +1,167 @@
+"""HTTP on one port: uvicorn's protocol in the event loop that runs already, with the bounds that it lacks.
+
+uvicorn bounds the size of a request's head, but neither how many connections there are nor how long one may take
+to send a head. Bodies, and readers of answers that stall, are the application's to bound.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import math
+import resource
+import socket
+import ssl
+from dataclasses import dataclass
+from email.utils import formatdate
+from typing import Any
+
+from uvicorn import Config
+from uvicorn.protocols.http.h11_impl import H11Protocol
+from uvicorn.server import ServerState
+
+from ppserve.errors import ConfigError
+
+_BACKLOG = 1024
+_TLS_WITHIN_S = 10.0
+_CLOSING_S = 1.0
+
+
+@dataclass(frozen=True, slots=True)
+class Bounds:
+    """Of one listener. connections: when there are more, the one that has waited longest without a request is
+    closed. head_within_s: from the connection to the end of its first request's head. idle_s: from one answer to
+    the end of the next request's head."""
+
+    connections: int = 2048
+    head_bytes: int = 16 << 10
+    head_within_s: float = 10.0
+    idle_s: float = 75.0
+
+
+class Listener:
+    """Serves an ASGI application. Its `scope["state"]` holds `certificate`, the client's in DER or b"", and
+    `abort`, which ends the connection without waiting for its reader."""
+
+    def __init__(self, app: Any, bounds: Bounds | None = None, tls: ssl.SSLContext | None = None) -> None:
+        bounds = bounds or Bounds()
+        self._config = Config(
+            app,
+            interface="asgi3",
+            lifespan="off",
+            ws="none",
+            log_config=None,
+            log_level="error",
+            access_log=False,
+            proxy_headers=False,
+            server_header=False,
+            h11_max_incomplete_event_size=bounds.head_bytes,
+        )
+        self._config.load()
+        self._state = _State(bounds)
+        self._tls = tls
+        self._server: asyncio.Server | None = None
+
+    async def start(self, host: str, port: int, flag: str) -> int:
+        """Bind and listen; return the port. Raises ConfigError for `flag` when the address cannot be bound."""
+        sock = _bound(host, port, flag)
+        self._server = await asyncio.get_running_loop().create_server(
+            lambda: _Connection(self._config, self._state),
+            sock=sock,
+            backlog=_BACKLOG,
+            ssl=self._tls,
+            ssl_handshake_timeout=_TLS_WITHIN_S if self._tls else None,
+        )
+        return int(sock.getsockname()[1])
+
+    async def stop(self) -> None:
+        """Accept nothing more, let answers that are complete leave, and end all connections."""
+        if self._server is None:
+            return
+        self._server.close()
+        for connection in list(self._state.connections):
+            connection.shutdown()
+        if self._state.tasks:
+            await asyncio.wait(list(self._state.tasks), timeout=_CLOSING_S)
+        for task in list(self._state.tasks):
+            task.cancel()
+        if self._state.tasks:
+            await asyncio.wait(list(self._state.tasks))
+        for connection in list(self._state.connections):
+            connection.transport.abort()
+
+
+class _State(ServerState):
+    """What all connections of a listener share. waiting: those without a request, longest first."""
+
+    def __init__(self, bounds: Bounds) -> None:
+        super().__init__()
+        self.bounds = bounds
+        # Half of the files that may be open are left to everything else.
+        files, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+        self.max_connections = min(bounds.connections, files // 2)
+        self.waiting: dict[_Connection, None] = {}
+
+
+class _Connection(H11Protocol):
+    """uvicorn's connection, which waits for a request only so long."""
+
+    def __init__(self, config: Config, state: _State) -> None:
+        super().__init__(config, state, {})
+        # uvicorn's own timer stops at the first byte of a request; this one at the end of its head.
+        self.timeout_keep_alive = 2 * math.ceil(state.bounds.idle_s)
+        self._state = state
+        self._timer: asyncio.TimerHandle | None = None
+
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+        super().connection_made(transport)
+        tls = transport.get_extra_info("ssl_object")
+        certificate = tls.getpeercert(binary_form=True) if tls is not None else None
+        self.app_state = {"certificate": certificate or b"", "abort": transport.abort}
+        self._wait(self._state.bounds.head_within_s)
+        if len(self.connections) > self._state.max_connections:
+            next(iter(self._state.waiting))._end()
+
+    def data_received(self, data: bytes) -> None:
+        self._state.default_headers = [(b"date", formatdate(usegmt=True).encode())]
+        super().data_received(data)
+        self._stop_waiting_if_asked()
+
+    def on_response_complete(self) -> None:
+        self._wait(self._state.bounds.idle_s)  # also bounds how long the end of the answer may take to leave
+        super().on_response_complete()
+        self._stop_waiting_if_asked()  # a request may have come before the last one was answered
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self._stop_waiting()
+        super().connection_lost(exc)
+
+    def _wait(self, seconds: float) -> None:
+        self._stop_waiting()
+        self._state.waiting[self] = None
+        self._timer = self.loop.call_later(seconds, self._end)
+
+    def _end(self) -> None:
+        self._stop_waiting()
+        self.transport.abort()
+
+    def _stop_waiting_if_asked(self) -> None:
+        if self.cycle is not None and not self.cycle.response_complete:
+            self._stop_waiting()
+
+    def _stop_waiting(self) -> None:
+        self._state.waiting.pop(self, None)
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
+
+
+def _bound(host: str, port: int, flag: str) -> socket.socket:
+    sock = socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET, socket.SOCK_STREAM)
+    try:
+        sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        sock.bind((host, port))
+    except OSError as error:
+        sock.close()
+        why = (error.strerror or "").lower()
+        raise ConfigError(flag, f"cannot listen on {host}:{port}: {why}") from error
+    return sock

@@ -1,0 +1,112 @@
+"""A real HTTP server in the test's event loop, with the fake engine, and a client that sees bytes."""
+
+from __future__ import annotations
+
+import asyncio
+import http.client
+import json
+from collections import Counter
+from collections.abc import AsyncIterator, Iterable, Mapping
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+from ppserve.config import ServerSettings
+from ppserve.head.api.http.server import HttpServer
+from tests.fake_engine import FakeEngine, desk_of
+
+
+@dataclass
+class Counted:
+    """What the server said of its answers."""
+
+    answers: Counter[tuple[str, int]] = field(default_factory=Counter)
+    expected: set[tuple[str, int]] = field(default_factory=set)
+
+    def http_expected(self, path: str, statuses: Iterable[int]) -> None:
+        self.expected |= {(path, status) for status in statuses}
+
+    def http_answered(self, path: str, status: int) -> None:
+        assert (path, status) in self.expected
+        self.answers[path, status] += 1
+
+
+@dataclass(frozen=True)
+class Answer:
+    status: int
+    headers: Mapping[str, str]
+    body: bytes
+
+    @property
+    def json(self) -> Any:
+        return json.loads(self.body)
+
+    @property
+    def events(self) -> list[Any]:
+        """What the server-sent events hold; the stream's end is checked."""
+        assert self.headers["content-type"].startswith("text/event-stream")
+        parts = self.body.decode().split("\n\n")
+        assert parts[-2:] == ["data: [DONE]", ""]
+        assert all(part.startswith("data: {") for part in parts[:-2])
+        return [json.loads(part.removeprefix("data: ")) for part in parts[:-2]]
+
+
+@dataclass
+class Served:
+    """A running server."""
+
+    engine: FakeEngine
+    server: HttpServer
+    port: int
+    counted: Counted
+
+    async def ask(self, path: str, body: object = None, method: str = "", **headers: str) -> Answer:
+        """One request on a connection of its own. body: bytes as they are, anything else as JSON; None for GET."""
+        content = body if isinstance(body, bytes) else None if body is None else json.dumps(body).encode()
+        method = method or ("GET" if body is None else "POST")
+        named = {name.replace("_", "-"): value for name, value in headers.items()}
+        return await asyncio.to_thread(self._ask, method, path, content, named)
+
+    def _ask(self, method: str, path: str, content: bytes | None, headers: dict[str, str]) -> Answer:
+        connection = http.client.HTTPConnection("127.0.0.1", self.port, timeout=20)
+        try:
+            connection.request(method, path, content, headers)
+            answer = connection.getresponse()
+            return Answer(answer.status, {k.lower(): v for k, v in answer.getheaders()}, answer.read())
+        finally:
+            connection.close()
+
+    async def complete(self, **body: object) -> Any:
+        """The JSON of an answer that must be 200."""
+        answer = await self.ask("/v1/completions", body)
+        assert answer.status == 200, answer.body
+        return answer.json
+
+    async def stream(self, **body: object) -> list[Any]:
+        """The events of a streamed answer."""
+        answer = await self.ask("/v1/completions", {**body, "stream": True})
+        assert answer.status == 200, answer.body
+        return answer.events
+
+    async def refusal(self, path: str = "/v1/completions", /, **body: object) -> tuple[int, str | None, str]:
+        """(status, param, message) of an answer that must be an error."""
+        answer = await self.ask(path, body)
+        error = answer.json["error"]
+        assert set(error) == {"message", "type", "param", "code"}
+        return answer.status, error["param"], error["message"]
+
+
+@asynccontextmanager
+async def served_http(engine: FakeEngine | None = None, **settings: Any) -> AsyncIterator[Served]:
+    """A server on a free port that says that it is healthy."""
+    engine = engine or FakeEngine()
+    asked = ServerSettings(http_port=0, **settings)
+    counted = Counted()
+    server = HttpServer(asked, desk_of(engine, asked), counted)
+    port = await server.start()
+    await server.set_serving(True)
+    try:
+        async with asyncio.timeout(60):
+            yield Served(engine, server, port, counted)
+    finally:
+        await server.stop(0)

@@ -1,0 +1,379 @@
+"""/v1/completions over a real server in this process, with an engine that has no model."""
+
+from __future__ import annotations
+
+import asyncio
+import math
+from collections.abc import Awaitable, Callable
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from ppserve.core.plan import TokenLogprobs
+from ppserve.core.request import FinishReason, OutputOptions, SamplingParams, StopConditions
+from ppserve.errors import Overloaded, RequestFailed, StagesLost
+from ppserve.head.api.http.logprobs import LogprobWriter
+from ppserve.head.engine.output import TokenOutput
+from tests.fake_engine import CARD, EOS, ByteCodec, FakeEngine, drawn_token
+from tests.head.api.http.asking import Served, served_http
+
+
+def run(scenario: Callable[[Served], Awaitable[None]], **engine: Any) -> None:
+    async def main() -> None:
+        async with served_http(FakeEngine(**engine)) as served:
+            await scenario(served)
+
+    asyncio.run(main())
+
+
+def drawn(served: Served, place: int = 0, index: int = 0, count: int = 5) -> list[int]:
+    """What the engine drew for its request number `place`."""
+    return [drawn_token(served.engine.requests[place], index, offset) for offset in range(count)]
+
+
+# ---- what comes back ----------------------------------------------------------------------------------
+
+
+def test_a_completion_is_what_openai_s_clients_expect() -> None:
+    async def scenario(served: Served) -> None:
+        answer = await served.complete(model="fake", prompt="hello", max_tokens=5, seed=7, request_id="mine")
+        text = ByteCodec().decode(drawn(served))
+        created = answer.pop("created")
+        assert isinstance(created, int)
+        assert answer == {
+            "id": "cmpl-mine", "object": "text_completion", "model": "fake", "seed": 7,
+            "system_fingerprint": CARD.fingerprint,
+            "choices": [
+                {"index": 0, "text": text, "logprobs": None, "finish_reason": "length", "stop_reason": None}
+            ],
+            "usage": {
+                "prompt_tokens": 5, "completion_tokens": 5, "total_tokens": 10,
+                "prompt_tokens_details": {"cached_tokens": 3},
+            },
+        }  # fmt: skip
+
+    run(scenario)
+
+
+def test_events_say_what_a_whole_answer_says() -> None:
+    async def scenario(served: Served) -> None:
+        asked = {"prompt": ["hello", "you"], "n": 2, "seed": 7, "logprobs": 2, "echo": True, "max_tokens": 6,
+                 "return_token_ids": True}  # fmt: skip
+        whole = await served.complete(**asked)
+        events = await served.stream(**asked, stream_options={"include_usage": True})
+        assert [event["choices"] for event in events[-1:]] == [[]]
+        assert events[-1]["usage"] == whole["usage"]
+        assert all(event["usage"] is None for event in events[:-1])
+        assert {(event["id"], event["object"]) for event in events} == {(events[0]["id"], "text_completion")}
+        assert {event["seed"] for event in events} == {7}
+        for choice in whole["choices"]:
+            mine = [c for event in events for c in event["choices"] if c["index"] == choice["index"]]
+            assert "".join(part["text"] for part in mine) == choice["text"]
+            assert [i for part in mine for i in part["token_ids"]] == choice["token_ids"]
+            assert [part["prompt_token_ids"] for part in mine[:1]] == [choice["prompt_token_ids"]]
+            assert not any("prompt_token_ids" in part for part in mine[1:])
+            for name, values in choice["logprobs"].items():
+                assert [value for part in mine for value in part["logprobs"][name]] == values, name
+            assert [part["finish_reason"] for part in mine] == [None] * (len(mine) - 1) + ["length"]
+            assert len(mine) >= 4, "hardly a stream"
+
+    run(scenario)
+
+
+def test_usage_on_every_event() -> None:
+    async def scenario(served: Served) -> None:
+        options = {"include_usage": True, "continuous_usage_stats": True}
+        events = await served.stream(prompt="hello", max_tokens=4, stream_options=options)
+        counts = [event["usage"]["completion_tokens"] for event in events]
+        assert counts == sorted(counts)
+        assert counts[0] < counts[-1] == 4
+
+    run(scenario)
+
+
+def test_without_stream_options_no_event_has_usage() -> None:
+    async def scenario(served: Served) -> None:
+        events = await served.stream(prompt="hello", max_tokens=2)
+        assert not any("usage" in event for event in events)
+        assert all(event["choices"] for event in events)
+
+    run(scenario)
+
+
+@pytest.mark.parametrize(
+    ("prompt", "expected"),
+    [
+        ("hello", [b"hello"]),
+        ([104, 105], [b"hi"]),
+        (["a", "b", "c"], [b"a", b"b", b"c"]),
+        ([[104, 105], [106]], [b"hi", b"j"]),
+        ("", [[EOS]]),
+        (None, [[EOS]]),
+    ],
+)
+def test_every_form_of_prompt(prompt: object, expected: list[object]) -> None:
+    async def scenario(served: Served) -> None:
+        answer = await served.complete(prompt=prompt, max_tokens=1)
+        assert [list(request.prompt_ids) for request in served.engine.requests] == [list(p) for p in expected]
+        assert [choice["index"] for choice in answer["choices"]] == list(range(len(expected)))
+        assert answer["usage"]["prompt_tokens"] == sum(map(len, expected))
+
+    run(scenario)
+
+
+def test_choices_of_many_prompts_are_in_order_and_as_if_alone() -> None:
+    async def scenario(served: Served) -> None:
+        together = await served.complete(prompt=["one", "two", "one"], n=2, seed=5)
+        texts = [choice["text"] for choice in together["choices"]]
+        assert [choice["index"] for choice in together["choices"]] == [0, 1, 2, 3, 4, 5]
+        assert texts[:2] == texts[4:] != texts[2:4]
+        alone = await served.complete(prompt="one", n=2, seed=5)
+        assert [choice["text"] for choice in alone["choices"]] == texts[:2]
+
+    run(scenario)
+
+
+def test_scoring_as_the_evaluation_harness_reads_it() -> None:
+    async def scenario(served: Served) -> None:
+        asked = {"model": "fake", "prompt": [[104, 105, 106]], "temperature": 0, "max_tokens": 1, "logprobs": 1,
+                 "seed": 1234, "echo": True}  # fmt: skip
+        answer = await served.complete(**asked)
+        (choice,) = answer["choices"]
+        (token,) = drawn(served, count=1)
+        assert choice["text"] == "hij" + chr(token)
+        logprobs = choice["logprobs"]
+        assert logprobs["tokens"] == ["h", "i", "j", chr(token)]
+        assert logprobs["token_logprobs"] == [None, -105.0, -106.0, -0.5]
+        assert logprobs["top_logprobs"] == [None, {"i": -105.0}, {"j": -106.0}, {chr(token): -0.5}]
+        assert logprobs["text_offset"] == [0, 1, 2, 3]
+        scored = await served.complete(prompt=[104, 105], max_tokens=0, logprobs=0, echo=True)
+        assert scored["choices"][0]["logprobs"]["token_logprobs"] == [None, -105.0]
+        assert scored["choices"][0]["text"] == "hi"
+
+    run(scenario)
+
+
+def test_top_logprobs_hold_the_drawn_token_besides() -> None:
+    words = {1: b"the", 2: b"\xe2\x80", 3: b"\xe2\x81", 4: "ä".encode()}
+    writer = LogprobWriter(words.__getitem__, words.__getitem__, as_ids=False)
+    score = TokenLogprobs(-math.inf, ((2, -0.5), (3, -0.75)))
+    lists = writer.completion([(1, score), (4, TokenLogprobs(-1.1)), (2, TokenLogprobs(-1.0))])
+    assert lists.top_logprobs[0] == {"bytes:\\xe2\\x80": -0.5, "bytes:\\xe2\\x81": -0.75, "the": -9999.0}
+    assert lists.token_logprobs[1] == lists.top_logprobs[1]["ä"] == pytest.approx(-1.1)
+    assert lists.text_offset == [0, 3, 4]
+    named = LogprobWriter(words.__getitem__, words.__getitem__, as_ids=True).completion([(1, score)])
+    assert named.tokens == ["token_id:1"]
+    assert list(named.top_logprobs[0]) == ["token_id:2", "token_id:3", "token_id:1"]
+
+
+@pytest.mark.parametrize(
+    ("finish", "matched", "expected"),
+    [
+        (FinishReason.EOS, EOS, ("stop", None)),
+        (FinishReason.STOP_TOKEN, 65, ("stop", 65)),
+        (FinishReason.STOP_STRING, "\n\n", ("stop", "\n\n")),
+        (FinishReason.CONTEXT_LENGTH, None, ("length", None)),
+        (FinishReason.DEADLINE, None, ("abort", None)),
+    ],
+)
+def test_how_a_sequence_ended(finish: FinishReason, matched: int | str | None, expected: object) -> None:
+    async def scenario(served: Served) -> None:
+        asking = asyncio.create_task(served.complete(prompt="hello"))
+        await served.engine.until(lambda engine: bool(engine.sinks))
+        end = TokenOutput(0, 0, 65, "A", finish=finish, matched=matched)
+        next(iter(served.engine.sinks.values())).push([end])
+        (choice,) = (await asking)["choices"]
+        assert (choice["finish_reason"], choice["stop_reason"]) == expected
+
+    run(scenario, by_hand=True)
+
+
+# ---- what is asked for --------------------------------------------------------------------------------
+
+
+def test_every_parameter_reaches_the_request() -> None:
+    async def scenario(served: Served) -> None:
+        await served.complete(
+            prompt="hello", max_tokens=9, temperature=0.5, top_k=4, top_p=0.25, min_p=0.125, n=2, seed=3,
+            repetition_penalty=1.5, frequency_penalty=-0.5, presence_penalty=0.5,
+            logit_bias={"65": -100, "66": 2.5}, min_tokens=2, stop=["x", "\n\n"],
+            stop_token_ids=[7, 5], ignore_eos=True, logprobs=3, echo=True,
+            include_stop_str_in_output=True, return_token_ids=True, priority=-5, user="me", best_of=1, suffix="",
+            stream_interval=3, skip_special_tokens=True, something_else={"deep": [1]},
+        )  # fmt: skip
+        (request,) = served.engine.requests
+        bias = ((65, -100.0), (66, 2.5))
+        assert request.sampling == SamplingParams(3, 0.5, 4, 0.25, 0.125, 1.5, -0.5, 0.5, bias)
+        assert request.stop == StopConditions(9, 2, ("x", "\n\n"), (5, 7), True, True)
+        expected = OutputOptions(echo=True, logprobs=3, prompt_logprobs=3, token_ids=True)
+        assert replace(request.output, stream_interval=1) == expected
+        assert (request.num_sequences, request.priority) == (2, -5)
+        await served.stream(prompt="hello", stream_interval=3, stop="one")
+        assert served.engine.requests[1].output.stream_interval == 3
+        assert served.engine.requests[1].stop.stop == ("one",)
+
+    run(scenario)
+
+
+def test_defaults_are_openai_s_and_null_is_absent() -> None:
+    async def scenario(served: Served) -> None:
+        nulls = dict.fromkeys(["max_tokens", "temperature", "n", "stop", "logit_bias", "seed", "logprobs", "user"])
+        for body in ({}, nulls):
+            await served.complete(prompt="hello", **body)
+        for request in served.engine.requests:
+            assert request.stop == StopConditions(16)
+            assert request.sampling == SamplingParams(request.sampling.seed)
+        await served.complete(prompt="hello", top_k=-1)
+        assert served.engine.requests[-1].sampling.top_k == 0
+
+    run(scenario)
+
+
+def test_the_seed_in_use_comes_back_and_is_one_for_all_prompts() -> None:
+    async def scenario(served: Served) -> None:
+        seeds = [(await served.complete(prompt=["a", "b"]))["seed"] for _ in range(3)]
+        assert len(set(seeds)) == 3
+        assert max(seeds) < 2**53
+        assert [request.sampling.seed for request in served.engine.requests] == [s for s in seeds for _ in "ab"]
+        signed = await served.complete(prompt="a", seed=-2)
+        assert (signed["seed"], served.engine.requests[-1].sampling.seed) == (-2, 2**64 - 2)
+
+    run(scenario)
+
+
+def test_a_stream_that_broke_is_resumed() -> None:
+    async def scenario(served: Served) -> None:
+        asked = {"prompt": "hello", "max_tokens": 8, "return_token_ids": True, "echo": True, "n": 2}
+        (first, *_) = events = await served.stream(**asked)
+        seed = first["seed"]
+        mine = [c for event in events for c in event["choices"] if c["index"] == 1]
+        held, rest = mine[:2], mine[2:]
+        ids = [token_id for part in held for token_id in part["token_ids"]]
+        more = await served.stream(**asked, seed=seed, resume={"index": 1, "token_ids": ids})
+        parts = [choice for event in more for choice in event["choices"]]
+        assert {part["index"] for part in parts} == {1}
+        assert "".join(part["text"] for part in parts) == "".join(part["text"] for part in rest)
+        assert [i for part in parts for i in part["token_ids"]] == [i for part in rest for i in part["token_ids"]]
+
+    run(scenario)
+
+
+# ---- what is refused ----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("body", "param"),
+    [
+        ({"top_p": 7}, "top_p"),
+        ({"temperature": -1}, "temperature"),
+        ({"n": 0}, "n"),
+        ({"n": 99}, "n"),
+        ({"max_tokens": -1}, "max_tokens"),
+        ({"logprobs": 99}, "logprobs"),
+        ({"logprobs": 99, "echo": True}, "logprobs"),
+        ({"logprobs": True}, "logprobs"),
+        ({"max_tokens": "many"}, "max_tokens"),
+        ({"stop": ["x"] * 33}, "stop"),
+        ({"stop": ["", "x"]}, "stop[0]"),
+        ({"stop_token_ids": [999]}, "stop_token_ids[0]"),
+        ({"logit_bias": {"x": 1}}, "logit_bias"),
+        ({"logit_bias": {"999": 1}}, "logit_bias[999]"),
+        ({"prompt": [104, 999]}, "prompt[1]"),
+        ({"prompt": []}, "prompt"),
+        ({"prompt": ["a"] * 257}, "prompt"),
+        ({"prompt": ["a", 1]}, "prompt"),
+        ({"prompt": "x" * 65}, "prompt"),
+        ({"prompt": 5}, "prompt"),
+        ({"suffix": "end"}, "suffix"),
+        ({"best_of": 2}, "best_of"),
+        ({"stream_options": {"include_usage": True}}, "stream_options"),
+        ({"request_id": "two\nlines"}, None),
+        ({"resume": {"token_ids": [1, 2]}}, "seed"),
+        ({"resume": {"index": 5}}, "resume.index"),
+        ({"seed": 2**64}, "seed"),
+        ({"seed": -(2**63) - 1}, "seed"),
+    ],
+)
+def test_a_refusal_names_the_field_as_callers_know_it(body: dict[str, Any], param: str | None) -> None:
+    async def scenario(served: Served) -> None:
+        if param is None:  # a name that is not fit for logs is ours instead
+            answer = await served.complete(prompt="hello", **body)
+            assert answer["id"].startswith("cmpl-req-")
+            return
+        status, named, message = await served.refusal(**{"prompt": "hello", **body})
+        assert (status, named) == (400, param), message
+        assert "sampling." not in message
+        assert served.engine.requests == []
+        assert served.counted.answers == {("/v1/completions", 400): 1}
+
+    run(scenario)
+
+
+def test_all_mistakes_are_told_together() -> None:
+    async def scenario(served: Served) -> None:
+        _, _, message = await served.refusal(prompt="hello", top_p=7, n=99, stop=[""])
+        assert all(name in message for name in ("top_p: ", "n: ", "stop[0]: "))
+
+    run(scenario)
+
+
+@pytest.mark.parametrize(
+    "body", [b"", b"[]", b"{", b"\xff", b'{"prompt": "\\ud800"}', b"[" * 100_000, b'{"x": ' + b"[" * 100_000]
+)
+def test_bodies_that_are_not_json(body: bytes) -> None:
+    async def scenario(served: Served) -> None:
+        answer = await served.ask("/v1/completions", body)
+        assert (answer.status, answer.json["error"]["param"]) == (400, "body")
+
+    run(scenario)
+
+
+def test_another_model_is_not_found() -> None:
+    async def scenario(served: Served) -> None:
+        assert (await served.refusal(model="gpt-4", prompt="hello"))[:2] == (404, "model")
+
+    run(scenario)
+
+
+def test_a_full_queue_says_when_to_come_back() -> None:
+    async def scenario(served: Served) -> None:
+        for stream in (False, True):
+            answer = await served.ask("/v1/completions", {"prompt": ["a", "b"], "stream": stream})
+            assert answer.status == 429
+            assert (answer.headers["retry-after"], answer.headers["retry-after-ms"]) == ("2", "1500")
+            assert answer.json["error"]["code"] == "queue_full"
+
+    run(scenario, refusal=Overloaded("the queue is full", 1.5))
+
+
+@pytest.mark.parametrize(
+    ("error", "status", "headers"),
+    [
+        (StagesLost("stage 1 is gone"), 503, {"retry-after": "5"}),
+        (RequestFailed("logits are not finite"), 500, {"x-should-retry": "false"}),
+    ],
+)
+def test_an_error_after_some_tokens(error: Exception, status: int, headers: dict[str, str]) -> None:
+    async def scenario(served: Served) -> None:
+        for prompt in ("hello", ["hello", "you"]):
+            served.engine.num_breaks = 2
+            events = await served.stream(prompt=prompt, max_tokens=6)
+            assert events[-1]["error"]["message"] == str(error)
+            assert 3 <= len("".join(c["text"] for event in events[:-1] for c in event["choices"])) <= 6
+        served.engine.num_breaks = 1
+        answer = await served.ask("/v1/completions", {"prompt": "hello"})
+        assert answer.status == status
+        assert headers.items() <= answer.headers.items()
+
+    run(scenario, break_error=error, break_after=3)
+
+
+def test_unforeseen_errors_tell_callers_nothing() -> None:
+    async def scenario(served: Served) -> None:
+        answer = await served.ask("/v1/completions", {"prompt": "hello"}, x_request_id="mine")
+        assert answer.status == 500
+        assert b"secret" not in answer.body
+        assert answer.headers["x-request-id"] == "mine"
+
+    run(scenario, crash=ValueError("secret"))

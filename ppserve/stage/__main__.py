@@ -15,15 +15,11 @@ import sys
 import threading
 import time
 from dataclasses import replace
-from typing import TYPE_CHECKING
 
 from ppserve import wire
 from ppserve.errors import UsageError
 from ppserve.process.environment import EXIT_HEAD_GONE, EXIT_USAGE, RankEnvironment, die_with_parent
 from ppserve.process.logs import set_up_logging
-
-if TYPE_CHECKING:
-    from ppserve.stage.loop import Findings
 
 log = logging.getLogger("ppserve.stage")
 
@@ -39,8 +35,9 @@ def main() -> int:
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     threading.Thread(target=_show_life, args=(life_fd,), name="life", daemon=True).start()
     # Slow (torch), which is why a spare process does it while it waits for its start.
+    from ppserve.stage import calibrate
     from ppserve.stage.link import HeadLink
-    from ppserve.stage.loop import StageLoop
+    from ppserve.stage.loop import Findings, StageLoop
     from ppserve.stage.wiring import ProcessGroupWiring
 
     start = _read_start()
@@ -56,7 +53,10 @@ def main() -> int:
     mistake = ""
     try:
         # Before connecting, because it may take long (a download, a measurement), and the head is waiting.
-        found = _prepare(start, environment)
+        found = Findings.of(start.config, environment)
+        found.compute.occupy()
+        costs = calibrate.costs_for_split(start.config, start.num_stages, found.checkpoint, found.compute)
+        found = replace(found, costs=costs)
     except UsageError as error:
         mistake = str(error)
     try:
@@ -74,17 +74,6 @@ def main() -> int:
     open_link = functools.partial(HeadLink, connection, on_lost=lambda: os._exit(EXIT_HEAD_GONE))
     stage = StageLoop(start, found, open_link, ProcessGroupWiring())
     return stage.run(on_served=lambda: os.write(life_fd, b"served\n"))
-
-
-def _prepare(start: wire.Start, environment: RankEnvironment) -> Findings:
-    """Opens the checkpoint (headers only), takes the device, measures the parts. Raises UsageError."""
-    from ppserve.stage import calibrate
-    from ppserve.stage.loop import Findings
-
-    found = Findings.of(start.config, environment)
-    found.compute.occupy()
-    costs = calibrate.costs_for_split(start.config, start.num_stages, found.checkpoint, found.compute)
-    return replace(found, costs=costs)
 
 
 def _read_start() -> wire.Start:

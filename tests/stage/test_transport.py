@@ -17,9 +17,8 @@ import parallel_state
 from parallel_state import ParallelGroup
 from ppserve.errors import ConfigError, TransportError
 from ppserve.stage.transport import Frames, Transport, create_transport
-from ppserve.stage.transport.gloo import HostPassage
 from ppserve.stage.transport.nccl import StreamPassage
-from ppserve.stage.transport.point_to_point import PointToPoint
+from ppserve.stage.transport.point_to_point import Passage, PointToPoint
 from tests.pipelines import DEPTH, SHAPES, STAGES, WIDTH, Pipeline, Processes, Threads, frame, meet, relay, step
 from tests.worlds import World
 
@@ -207,7 +206,7 @@ def test_an_interrupt_ends_ones_own_wait(pipeline: Pipeline) -> None:
     assert pipeline.run(interrupt_from_outside)[-1].endswith(("closed", "gone"))
 
 
-class RecordingPassage(HostPassage):
+class RecordingPassage(Passage):
     """Stands where a GPU's streams would, and writes down what was done with which buffer.
 
     It copies on both sides as the passage through pinned memory does, and soils what it was done with, so
@@ -285,7 +284,7 @@ class Abortable(dist.Work):
         return self._group.aborted.wait(30)
 
 
-class AbortingPassage(HostPassage):
+class AbortingPassage(Passage):
     """Stands where a GPU's streams would, and ends waits as they do."""
 
     def interrupt(self, group: dist.ProcessGroup) -> None:

@@ -9,39 +9,14 @@ on waiting until the neighbour leaves the group or is killed, or for the group's
 
 from __future__ import annotations
 
-from contextlib import AbstractContextManager, nullcontext
-
 import torch
-import torch.distributed as dist
 
 from parallel_state import ParallelGroup
 from ppserve.stage.transport.frames import Frames, Transport
 from ppserve.stage.transport.point_to_point import Passage, PointToPoint
 
 
-class HostPassage:
-    """The stage computes in host memory: nothing to do."""
-
-    def buffer(self, frames: Frames) -> torch.Tensor:
-        return frames.empty()
-
-    def posting(self, buffer: torch.Tensor) -> AbstractContextManager[object]:
-        return nullcontext()
-
-    def leave(self, hidden_TD: torch.Tensor) -> torch.Tensor:
-        return hidden_TD
-
-    def enter(self, buffer_TD: torch.Tensor) -> torch.Tensor:
-        return buffer_TD
-
-    def release(self, buffer: torch.Tensor) -> None:
-        pass
-
-    def interrupt(self, group: dist.ProcessGroup) -> None:
-        pass
-
-
-class PinnedPassage(HostPassage):
+class PinnedPassage(Passage):
     """The stage computes on a GPU: frames are copied through pinned host memory."""
 
     def __init__(self, device: torch.device) -> None:
@@ -60,5 +35,5 @@ class PinnedPassage(HostPassage):
 
 
 def gloo_transport(frames: Frames, group: ParallelGroup) -> Transport:
-    passage: Passage = HostPassage() if frames.device.type == "cpu" else PinnedPassage(frames.device)
+    passage = Passage() if frames.device.type == "cpu" else PinnedPassage(frames.device)
     return PointToPoint("gloo", frames, group, passage)

@@ -23,10 +23,10 @@ import torch.distributed as dist
 
 from parallel_state import ParallelGroup
 from ppserve.stage.transport.frames import Frames, Transport
-from ppserve.stage.transport.point_to_point import PointToPoint
+from ppserve.stage.transport.point_to_point import Passage, PointToPoint
 
 
-class StreamPassage:
+class StreamPassage(Passage):
     """Frames stay on the GPU; the compute stream and the transfer stream take turns with each buffer."""
 
     def __init__(self, device: torch.device) -> None:
@@ -34,9 +34,6 @@ class StreamPassage:
         self._transfers = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
         # Per buffer, the stage's last use of it, which the next transfer into it must not overtake.
         self._last_use: dict[int, torch.cuda.Event] = {}
-
-    def buffer(self, frames: Frames) -> torch.Tensor:
-        return frames.empty()
 
     def posting(self, buffer: torch.Tensor) -> AbstractContextManager[object]:
         last_use = self._last_use.pop(buffer.data_ptr(), None)
@@ -49,9 +46,6 @@ class StreamPassage:
         # the send is done: the handle is waited for on the compute stream before the tensor is let go.
         self.release(hidden_TD)
         return hidden_TD
-
-    def enter(self, buffer_TD: torch.Tensor) -> torch.Tensor:
-        return buffer_TD
 
     def release(self, buffer: torch.Tensor) -> None:
         self._last_use[buffer.data_ptr()] = torch.cuda.current_stream(self._device).record_event()

@@ -8,9 +8,8 @@ kind: gloo's `is_completed()` stays False after a peer's death, while its `wait(
 from __future__ import annotations
 
 from collections import deque
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
-from typing import Protocol
 
 import torch
 import torch.distributed as dist
@@ -21,26 +20,30 @@ from ppserve.errors import TransportError
 from ppserve.stage.transport.frames import Frames, ReceiveOrder
 
 
-class Passage(Protocol):
-    """How a backend's tensors get in and out of the stage's device."""
+class Passage:
+    """How tensors get from the stage to the backend and back. Here both use host memory: nothing to do."""
 
     def buffer(self, frames: Frames) -> torch.Tensor:
         """A receive buffer (max_rows, D) where the backend can write."""
+        return frames.empty()
 
     def posting(self, buffer: torch.Tensor) -> AbstractContextManager[object]:
         """The context in which a send or receive of this buffer is posted."""
+        return nullcontext()
 
     def leave(self, hidden_TD: torch.Tensor) -> torch.Tensor:
         """The tensor to send: hidden_TD, or a copy where the backend can read."""
+        return hidden_TD
 
     def enter(self, buffer_TD: torch.Tensor) -> torch.Tensor:
         """The tensor for the stage, from a buffer that has been received."""
+        return buffer_TD
 
     def release(self, buffer: torch.Tensor) -> None:
         """The stage has enqueued its last use of this buffer."""
 
     def interrupt(self, group: dist.ProcessGroup) -> None:
-        """From another thread: end what is under way in the group, where the end of a neighbour does not."""
+        """Called from another thread: ends what is under way in the group, where a neighbour's end does not."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -10,7 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ppserve.model.cpu.jit import kernel
-from ppserve.model.cpu.kernels.attention import Cache, Heads, Scratch, Slices, attend, write_heads
+from ppserve.model.cpu.kernels.attention import AttentionRoom, CacheLayer, Heads, StepSlices, attend, write_heads
 from ppserve.model.cpu.kernels.attention_tile import AttentionKernel
 from ppserve.model.cpu.kernels.memory import address, aligned
 
@@ -57,12 +57,12 @@ class Layer:
         slots = np.concatenate([self._slots(part) for part in parts])
         first_rows = np.cumsum(counts) - counts
         table_begins = np.cumsum([0, *(len(part.table) for part in parts[:-1])])
-        cache = Cache(
+        cache = CacheLayer(
             address(self.keys), address(self.values), self.num_heads, self.head_size, self.block_size,
             self.key_cell, self.value_cell, np.float32(self.head_size**-0.5),
         )  # fmt: skip
         arrays = (slots, first_rows, counts, starts, tables, table_begins)
-        slices = Slices(len(slots), len(parts), *(address(array) for array in arrays))
+        slices = StepSlices(len(slots), len(parts), *(address(array) for array in arrays))
         scratch, kept = self._scratch(int((starts + counts).max()))
         mixed = aligned((len(slots), width), np.float32)
         for first, end in pairwise((0, *cuts, self.num_heads)):
@@ -71,7 +71,7 @@ class Layer:
         del kept
         return np.split(mixed, np.cumsum(counts)[:-1])
 
-    def _scratch(self, most_positions: int) -> tuple[Scratch, list[NDArray[Any]]]:
+    def _scratch(self, most_positions: int) -> tuple[AttentionRoom, list[NDArray[Any]]]:
         """Room for a step, and the arrays that it is in."""
         kind, rows = self.kind, max(self.num_heads, self.kind.most_rows)
         room = -(-most_positions // self.block_size) * -(-self.block_size // 16)
@@ -84,7 +84,7 @@ class Layer:
             aligned(rows * (self.head_size + 32), np.float32),
         ]
         groups, queries, scores, sums = (address(array) for array in arrays)
-        return Scratch(groups, room, queries, scores, 4 * stride, sums), arrays
+        return AttentionRoom(groups, room, queries, scores, 4 * stride, sums), arrays
 
     def _slots(self, part: Part) -> NDArray[np.int64]:
         positions = part.start + np.arange(len(part.qkv))

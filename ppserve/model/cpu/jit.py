@@ -50,7 +50,10 @@ def _cache_directory() -> Path:
 if "NUMBA_CACHE_DIR" not in os.environ:
     os.environ["NUMBA_CACHE_DIR"] = str(_cache_directory())
 
-import numba  # noqa: E402  (reads NUMBA_CACHE_DIR when imported)
+import numba  # noqa: E402
+
+# Who imported numba before this file gave it no directory.
+numba.config.reload_config()
 
 
 def kernel(function: Kernel) -> Kernel:

@@ -138,5 +138,5 @@ def multiply_rows(kind, weights, rows, y, first_panel, end_panel):
 
 @kernel
 def count_tile_rows(kind, num_rows):
-    """PackedRows of a tile where `num_rows` are multiplied at once."""
+    """Rows of a tile where `num_rows` are multiplied at once."""
     return kind.tile_rows(num_rows)

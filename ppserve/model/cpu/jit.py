@@ -53,7 +53,7 @@ if "NUMBA_CACHE_DIR" not in os.environ:
 import numba  # noqa: E402
 
 # Who imported numba before this file gave it no directory.
-numba.config.reload_config()
+numba.config.reload_config()  # type: ignore[no-untyped-call]
 
 
 def kernel(function: Kernel) -> Kernel:

@@ -35,6 +35,7 @@ class Answer:
     matched: int | str | None = None
     logprobs: tuple[Logprob, ...] = ()
     prompt_logprobs: tuple[Logprob, ...] = ()
+    prompt_ids: tuple[int, ...] = ()
 
 
 def mixed_requests(count: int, seed: int, max_new: int = 48) -> list[pb.GenerateRequest]:
@@ -121,7 +122,9 @@ def _answers_of(pipeline: Pipeline, request: pb.GenerateRequest) -> tuple[Answer
     for sequence in pipeline.complete(request.text, **options).sequences:
         ids = tuple(token.id for token in sequence.tokens)
         scores = tuple(map(_as_sent, sequence.tokens)), tuple(map(_as_sent, sequence.prompt_tokens))
-        answers.append(Answer(ids, sequence.text, sequence.finish.reason, sequence.finish.matched, *scores))
+        prompt_ids = tuple(token.id for token in sequence.prompt_tokens)
+        end = sequence.finish
+        answers.append(Answer(ids, sequence.text, end.reason, end.matched, *scores, prompt_ids))
     return tuple(answers)
 
 
@@ -161,6 +164,7 @@ class _Heard:
     matched: int | str | None = None
     logprobs: list[Logprob] = field(default_factory=list)
     prompt_logprobs: list[Logprob] = field(default_factory=list)
+    prompt_ids: list[int] = field(default_factory=list)
 
     def take(self, message: pb.GenerateResponse) -> None:
         assert message.first_token == self.count, "a token was lost or came twice"
@@ -170,6 +174,7 @@ class _Heard:
         self.text += message.text
         self.logprobs += [_logprob(token) for token in message.tokens]
         self.prompt_logprobs += [_logprob(token) for token in message.prompt_tokens]
+        self.prompt_ids += [token.id for token in message.prompt_tokens]
         if message.HasField("finish"):
             self.end = pb.Finish.Reason.Name(message.finish.reason)
             which = message.finish.WhichOneof("matched")
@@ -177,7 +182,7 @@ class _Heard:
 
     def answer(self) -> Answer:
         scores = tuple(self.logprobs), tuple(self.prompt_logprobs)
-        return Answer(tuple(self.ids), self.text, self.end, self.matched, *scores)
+        return Answer(tuple(self.ids), self.text, self.end, self.matched, *scores, tuple(self.prompt_ids))
 
 
 def _logprob(token: pb.TokenInfo) -> Logprob:

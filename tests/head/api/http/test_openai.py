@@ -1,0 +1,169 @@
+"""The client that most people have, openai-python, as it is, against a server with an engine without a model."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import openai
+import pytest
+from openai import AsyncOpenAI, OpenAI
+
+from ppserve.core.request import Request
+from ppserve.errors import DeadlinePassed, Overloaded, StagesLost
+from ppserve.head.engine.output import Sink
+from tests.fake_engine import ByteCodec, FakeEngine, drawn_token
+from tests.head.api.grpc.test_server import KEYS
+from tests.head.api.http.asking import Served, served_http
+
+Scenario = Callable[[Served, AsyncOpenAI], Awaitable[None]]
+
+
+@dataclass
+class BusyAtFirst(FakeEngine):
+    """Refuses as often as it is told, then serves."""
+
+    times: int = 0
+
+    async def submit(self, request: Request, sink: Sink) -> None:
+        self.times -= 1
+        if self.times >= 0:
+            assert self.refusal is not None
+            raise self.refusal
+        self.refusal = None
+        await super().submit(request, sink)
+
+
+def run(scenario: Scenario, engine: FakeEngine | None = None, **client: Any) -> None:
+    async def main() -> None:
+        async with served_http(engine) as served, client_of(served, **client) as asking:
+            await scenario(served, asking)
+
+    asyncio.run(main())
+
+
+def client_of(served: Served, **settings: Any) -> AsyncOpenAI:
+    return AsyncOpenAI(**{"base_url": f"http://127.0.0.1:{served.port}/v1", "api_key": "none", **settings})
+
+
+def test_a_completion_and_its_stream() -> None:
+    async def scenario(served: Served, client: AsyncOpenAI) -> None:
+        asked: Any = {"model": "fake", "prompt": ["hello", "you"], "n": 2, "seed": 3, "logprobs": 2}
+        asked["max_tokens"] = 6
+        whole = await client.completions.create(**asked)
+        assert whole.usage is not None
+        assert (whole.usage.prompt_tokens, whole.usage.completion_tokens) == (8, 24)
+        text = ByteCodec().decode([drawn_token(served.engine.requests[1], 1, offset) for offset in range(6)])
+        assert (whole.choices[3].text, whole.choices[3].finish_reason) == (text, "length")
+        stream = await client.completions.create(**asked, stream=True, stream_options={"include_usage": True})
+        chunks = [chunk async for chunk in stream]
+        assert chunks[-1].usage == whole.usage
+        for choice in whole.choices:
+            mine = [c for chunk in chunks for c in chunk.choices if c.index == choice.index]
+            assert "".join(c.text for c in mine) == choice.text
+            assert choice.logprobs is not None
+            logprobs = [value for c in mine if c.logprobs for value in c.logprobs.token_logprobs or ()]
+            assert logprobs == choice.logprobs.token_logprobs
+
+    run(scenario)
+
+
+def test_the_blocking_client_and_further_fields() -> None:
+    async def scenario(served: Served, _: AsyncOpenAI) -> None:
+        def ask() -> None:
+            with OpenAI(base_url=f"http://127.0.0.1:{served.port}/v1", api_key="none") as client:
+                assert [model.id for model in client.models.list()] == ["fake"]
+                more = {"top_k": 5, "return_token_ids": True, "min_tokens": 2}
+                whole = client.completions.create(model="fake", prompt=[104, 105], max_tokens=3, extra_body=more)
+                stream = client.completions.create(model="fake", prompt="hi", max_tokens=3, stream=True)
+                assert len(list(stream)) == 3
+                extra = whole.choices[0].model_extra
+                assert extra is not None
+                assert extra["prompt_token_ids"] == [104, 105]
+                assert whole.model_extra is not None
+                assert isinstance(whole.model_extra["seed"], int)
+
+        await asyncio.to_thread(ask)
+        assert served.engine.requests[0].sampling.top_k == 5
+
+    run(scenario)
+
+
+def test_leaving_a_stream_cancels_it() -> None:
+    async def scenario(served: Served, client: AsyncOpenAI) -> None:
+        async with await client.completions.create(model="fake", prompt="a", max_tokens=40, stream=True) as stream:
+            await anext(aiter(stream))
+        await served.engine.until(lambda engine: bool(engine.cancelled))
+
+    run(scenario, FakeEngine(halt_after=5))
+
+
+def test_errors_are_its_classes() -> None:
+    async def scenario(served: Served, client: AsyncOpenAI) -> None:
+        with pytest.raises(openai.BadRequestError) as wrong:
+            await client.completions.create(model="fake", prompt="a", top_p=7)
+        assert (wrong.value.param, wrong.value.code, wrong.value.type) == (
+            "top_p", "invalid_request", "invalid_request_error",
+        )  # fmt: skip
+        with pytest.raises(openai.NotFoundError):
+            await client.completions.create(model="gpt-4", prompt="a")
+        with pytest.raises(openai.NotFoundError):
+            await client.embeddings.create(model="fake", input="a")
+        served.engine.refusal = Overloaded("the queue is full", 0.01)
+        with pytest.raises(openai.RateLimitError):
+            await client.completions.create(model="fake", prompt="a")
+        served.engine.refusal = StagesLost("stage 1 is gone")
+        with pytest.raises(openai.InternalServerError):
+            await client.completions.create(model="fake", prompt="a")
+        assert set(served.counted.answers.values()) == {1}, "something was asked again"
+
+    run(scenario, max_retries=0)
+
+
+def test_an_error_in_mid_stream_raises() -> None:
+    async def scenario(served: Served, client: AsyncOpenAI) -> None:
+        stream = await client.completions.create(model="fake", prompt="a", max_tokens=6, stream=True)
+        reader = aiter(stream)
+        await anext(reader)
+        with pytest.raises(openai.APIError, match="stage 1 is gone"):
+            [chunk async for chunk in reader]
+
+    run(scenario, FakeEngine(break_error=StagesLost("stage 1 is gone"), break_after=3, num_breaks=1))
+
+
+def test_a_wrong_key(tmp_path: Path) -> None:
+    keys = tmp_path / "keys"
+    keys.write_text(KEYS)
+
+    async def main() -> None:
+        async with served_http(api_key_file=keys) as served:
+            async with client_of(served) as stranger:
+                with pytest.raises(openai.AuthenticationError):
+                    await stranger.models.list()
+            async with client_of(served, api_key="0123456789abcdef") as known:
+                await known.completions.create(model="fake", prompt="a")
+
+    asyncio.run(main())
+
+
+def test_it_comes_back_when_it_was_told_to(caplog: pytest.LogCaptureFixture) -> None:
+    async def scenario(served: Served, client: AsyncOpenAI) -> None:
+        await client.completions.create(model="fake", prompt="a")
+        assert served.counted.answers == {("/v1/completions", 429): 2, ("/v1/completions", 200): 1}
+
+    with caplog.at_level(logging.INFO, "openai"):
+        run(scenario, BusyAtFirst(refusal=Overloaded("the queue is full", 0.023), times=2))
+    assert caplog.text.count("Retrying request in 0.023000 seconds") == 2
+
+
+def test_it_does_not_come_back_when_that_cannot_help() -> None:
+    async def scenario(served: Served, client: AsyncOpenAI) -> None:
+        with pytest.raises(openai.InternalServerError):
+            await client.completions.create(model="fake", prompt="a")
+        assert served.counted.answers == {("/v1/completions", 504): 1}
+
+    run(scenario, FakeEngine(refusal=DeadlinePassed("too late")))

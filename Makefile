@@ -19,8 +19,9 @@ $(VENV)/.ready: pyproject.toml constraints.txt
 serve: setup
 	$(BIN)/ppserve serve --stages $(STAGES) $(ARGS)
 
+# Two workers: one has all tests that start servers, one after the other, the other has the rest.
 test: setup
-	$(BIN)/python -m pytest $(ARGS)
+	$(BIN)/python -m pytest -n 2 --dist loadgroup $(ARGS)
 
 # For every save: no servers, no ranks, no long computations. What takes longer than its limit is to be marked slow.
 test-fast: setup

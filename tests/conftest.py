@@ -27,6 +27,9 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
         if E2E in item.path.parents or "two_stages" in getattr(item, "fixturenames", ()):
             item.add_marker(pytest.mark.slow)
+            item.add_marker(pytest.mark.xdist_group("servers"))
+        else:
+            item.add_marker(pytest.mark.xdist_group(str(item.path)))
         if item.get_closest_marker("slow"):
             slow.marked.add(item.nodeid)
 

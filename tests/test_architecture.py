@@ -47,6 +47,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "ppserve.head.api.grpc": {"ppserve.v1", "grpc", "google", "grpc_health", "grpc_reflection"},
     "ppserve.head.api.http": {"msgspec", "starlette"},
     "ppserve.head.listener": {"uvicorn"},
+    "ppserve.head.observe.pages": {"starlette"},
     "ppserve.head.observe.metrics": {"prometheus_client"},
     "ppserve.library": {
         *("ppserve.library", "ppserve.head", "ppserve.stage", "ppserve.core"),

@@ -222,14 +222,12 @@ def samples() -> Iterator[dict[str, list[dict[str, str]]]]:
     """Labels of every series of a server of two stages, by name."""
     metrics = Metrics(2)
     metrics.http_expected("/v1/completions", [200])
-    metrics.start_http("127.0.0.1", 0, lambda: account_of(2).snapshot(1))
+    metrics.read_ledger(lambda: account_of(2).snapshot(1))
     # Set where a pipeline has formed.
     found: dict[str, list[dict[str, str]]] = {"ppserve_stage_info": [{}], "ppserve_build_info": [{}]}
-    _, page = metrics.routes["/metrics"]()[:2]
-    for family in text_string_to_metric_families(page.decode()):
+    for family in text_string_to_metric_families(metrics.page().body.decode()):
         for sample in family.samples:
             found.setdefault(sample.name, []).append(sample.labels)
-    metrics.close()
     return found
 
 

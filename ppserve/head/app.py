@@ -14,11 +14,10 @@ import threading
 import time
 
 from ppserve.config import ServeConfig
-from ppserve.errors import ConfigError, UsageError
+from ppserve.errors import UsageError
 from ppserve.head.api.auth import ApiKeys
 from ppserve.head.api.desk import FrontDesk
-from ppserve.head.api.grpc.server import GrpcServer
-from ppserve.head.api.http.server import HttpServer
+from ppserve.head.doors import Doors
 from ppserve.head.engine.control import SocketControlPlane
 from ppserve.head.engine.layout import Layout
 from ppserve.head.engine.loop import Engine
@@ -27,9 +26,10 @@ from ppserve.head.engine.members import Members
 from ppserve.head.engine.replica import Replica
 from ppserve.head.handle import PipelineHandle, describe_model
 from ppserve.head.observe.banner import StartProgress, banner
-from ppserve.head.observe.live import RecentSpans, describe_costs, read_state, serve_page
+from ppserve.head.observe.live import RecentSpans, describe_costs, live_pages, read_state
 from ppserve.head.observe.metrics import Metrics
 from ppserve.head.observe.observer import Observer
+from ppserve.head.observe.pages import MakePage, json_page
 from ppserve.head.observe.trace import Trace
 from ppserve.process.environment import (
     EXIT_USAGE,
@@ -44,8 +44,6 @@ from ppserve.process.logs import set_up_logging
 from ppserve.tokenizer import Tokenizer, load_tokenizer
 
 log = logging.getLogger("ppserve.head")
-
-Doors = tuple[GrpcServer, HttpServer]
 
 _HEALTH_EVERY_S = 0.1
 _STAGES_END_WITHIN_S = 5.0
@@ -128,24 +126,16 @@ class HeadProcess:
         )
         key_file = self._config.server.api_key_file
         desk = FrontDesk(handle, tokenizer, ApiKeys(key_file) if key_file else None)
-        doors = (
-            GrpcServer(self._config.server, desk),
-            HttpServer(self._config.server, desk, self._metrics),
-        )
-        metrics, schedule = self._metrics, self._observer.schedule
-        serve_page(metrics, lambda: read_state(handle, metrics.reading(), schedule.recent()))
-        metrics.serve_json("/costs.json", lambda: describe_costs(handle.look()))
-        metrics_port = await asyncio.to_thread(self._start_metrics, handle)
-        port, http_port = [await door.start() for door in doors]
-        for door in doors:
-            await door.set_serving(True)
+        doors = Doors(self._config.server, desk, self._metrics, self._pages(handle))
+        topology = await asyncio.to_thread(handle.topology)
+        self._metrics.describe(handle.model_card(), topology)
+        ports = await doors.open()
+        await doors.set_serving(True)
         self._on_reload(desk)
         host = self._config.server.host
-        topology = await asyncio.to_thread(handle.topology)
-        about = banner(handle.model_card(), topology, host, port, http_port, metrics_port)
-        print(about, file=sys.stderr, flush=True)
-        places = f"grpc={host}:{port} metrics={host}:{metrics_port} stages={self._num_stages}"
-        print(f"ppserve ready {places} http={host}:{http_port}", flush=True)
+        print(banner(handle.model_card(), topology, host, ports), file=sys.stderr, flush=True)
+        places = f"grpc={host}:{ports.grpc} metrics={host}:{ports.metrics} stages={self._num_stages}"
+        print(f"ppserve ready {places} http={host}:{ports.http}", flush=True)
         health = asyncio.create_task(self._report_health(doors))
         try:
             await self._first(self._wait(self._stop), self._failed)
@@ -167,13 +157,13 @@ class HeadProcess:
     async def _close(self, doors: Doors) -> int:
         """Until all streams have finished, --shutdown-timeout has passed, or a second signal came."""
         timeout_s = 0.0 if self._failed.done() else self._config.server.shutdown_timeout_s
-        closing = asyncio.gather(*(door.stop(timeout_s) for door in doors))
+        closing = asyncio.ensure_future(doors.close(timeout_s))
         await self._first(closing, self._wait(self._stop_now))
         if not closing.done():
             closing.cancel()
             with contextlib.suppress(asyncio.CancelledError):
                 await closing
-            await asyncio.gather(*(door.stop(0.0) for door in doors))
+            await doors.close(0.0)
         return self._complain(self._failed.result()) if self._failed.done() else 0
 
     async def _end_stages(self) -> None:
@@ -193,17 +183,12 @@ class HeadProcess:
             log.warning("no tokenizer beside %s: only token ids are served", self._config.model.path)
         return tokenizer
 
-    def _start_metrics(self, handle: PipelineHandle) -> int:
-        """Returns the port. Waits for the engine: do not call it in the event loop. Raises ConfigError."""
-        server = self._config.server
-        try:
-            port = self._metrics.start_http(server.host, server.metrics_port, handle.stage_times)
-        except OSError as error:
-            # The port was free when the flags were checked.
-            where = f"{server.host}:{server.metrics_port}"
-            raise ConfigError("--metrics-port", f"cannot listen on {where}: {error.strerror}") from None
-        self._metrics.describe(handle.model_card(), handle.topology())
-        return port
+    def _pages(self, handle: PipelineHandle) -> dict[str, MakePage]:
+        metrics, schedule = self._metrics, self._observer.schedule
+        metrics.read_ledger(handle.stage_times)
+        live = live_pages(lambda: read_state(handle, metrics.reading(), schedule.recent()))
+        costs = json_page(lambda: describe_costs(handle.look()))
+        return {"/metrics": metrics.page, "/costs.json": costs, **live}
 
     async def _report_health(self, doors: Doors) -> None:
         """Health is SERVING only while `Members.healthy`."""
@@ -213,8 +198,7 @@ class HeadProcess:
             healthy = self._members.healthy(time.monotonic_ns())
             if healthy != serving:
                 serving = healthy
-                for door in doors:
-                    await door.set_serving(serving)
+                await doors.set_serving(serving)
 
     # ---- signals --------------------------------------------------------------------------------------
 

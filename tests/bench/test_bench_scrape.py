@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from itertools import pairwise
 
 import pytest
@@ -10,7 +11,7 @@ from hypothesis import strategies as st
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 
 from ppserve.bench.scrape import ScrapeFailed, fetch_metrics, parse_metrics
-from ppserve.head.observe.http import RouteServer
+from ppserve.head.observe.pages import Page, PageServer
 
 
 def test_values_and_labels() -> None:
@@ -77,10 +78,14 @@ def test_pages_that_are_none() -> None:
 
 
 def test_a_page_over_http() -> None:
-    server = RouteServer("127.0.0.1", 0, {"/metrics": lambda: ("text/plain", b"up 1\n")})
-    try:
-        assert fetch_metrics(f"127.0.0.1:{server.port}").value("up") == 1
-    finally:
-        server.close()
+    async def main() -> int:
+        server = PageServer({"/metrics": lambda: Page("text/plain", b"up 1\n")})
+        port = await server.start("127.0.0.1", 0)
+        found = await asyncio.to_thread(fetch_metrics, f"127.0.0.1:{port}")
+        assert found.value("up") == 1
+        await server.stop()
+        return port
+
+    port = asyncio.run(main())
     with pytest.raises(ScrapeFailed):
-        fetch_metrics(f"127.0.0.1:{server.port}")
+        fetch_metrics(f"127.0.0.1:{port}")

@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from types import TracebackType
 
 from ppserve.head.cards import ModelCard, Topology
+from ppserve.head.doors import Ports
 from ppserve.head.engine.member import StageState
 from ppserve.head.engine.members import Members
 
@@ -15,7 +16,7 @@ _REDRAW_S = 0.2
 _BAR = 24
 
 
-def banner(card: ModelCard, topology: Topology, host: str, port: int, http_port: int, metrics_port: int) -> str:
+def banner(card: ModelCard, topology: Topology, host: str, ports: Ports) -> str:
     """A table of the stages, the addresses, and a command to try."""
     arch = card.architecture
     lines = [
@@ -38,12 +39,12 @@ def banner(card: ModelCard, topology: Topology, host: str, port: int, http_port:
     ]
     if not card.deterministic:
         lines.append(f"  not deterministic here: {card.why_not}")
-    lines += [f"  gRPC     {host}:{port}", f"  HTTP     http://{host}:{http_port}/v1"]
-    lines += [f"  metrics  http://{host}:{metrics_port}/metrics", "", "Try:"]
+    lines += [f"  gRPC     {host}:{ports.grpc}", f"  HTTP     http://{host}:{ports.http}/v1"]
+    lines += [f"  metrics  http://{host}:{ports.metrics}/metrics", "", "Try:"]
     if card.has_tokenizer:
-        lines.append(f'  ppserve generate --target {host}:{port} "Once upon a time"')
+        lines.append(f'  ppserve generate --target {host}:{ports.grpc} "Once upon a time"')
     else:
-        lines.append(f"  ppserve health --target {host}:{port}    (no tokenizer: send token ids)")
+        lines.append(f"  ppserve health --target {host}:{ports.grpc}    (no tokenizer: send token ids)")
     return "\n".join([*lines, ""])
 
 

@@ -20,8 +20,8 @@ from ppserve.core.ledger.causes import IDLE, KINDS
 from ppserve.head.cards import ModelCard, Topology
 from ppserve.head.engine.replica import Reading
 from ppserve.head.handle import PipelineHandle, topology_of
-from ppserve.head.observe.http import HttpAnswer
-from ppserve.head.observe.metrics import Latency, Load, Metrics
+from ppserve.head.observe.metrics import Latency, Load
+from ppserve.head.observe.pages import MakePage, Page, json_page
 
 MAX_SPANS = 1500
 """Per stage: as many as a picture can show, and few enough to be sent every second."""
@@ -118,13 +118,12 @@ def read_state(handle: PipelineHandle, load: Load, spans: list[list[Settled]]) -
     return state
 
 
-def serve_page(metrics: Metrics, ask_state: Callable[[], dict[str, Any]]) -> None:
-    """Adds `/` and `/state.json` to the metrics port."""
+def live_pages(ask_state: Callable[[], dict[str, Any]]) -> dict[str, MakePage]:
+    """`/` and `/state.json`."""
     html = resources.files("ppserve").joinpath("head/observe/web/index.html").read_text("utf-8")
     policy = {"Content-Security-Policy": content_policy(html)}
-    answer = HttpAnswer("text/html; charset=utf-8", html.encode(), policy)
-    metrics.routes["/"] = lambda: answer
-    metrics.serve_json("/state.json", ask_state)
+    page = Page("text/html; charset=utf-8", html.encode(), policy)
+    return {"/": lambda: page, "/state.json": json_page(ask_state)}
 
 
 def describe_costs(reading: Reading) -> dict[str, Any]:

@@ -7,7 +7,6 @@ from the first event on.
 
 from __future__ import annotations
 
-import json
 import platform
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
@@ -34,7 +33,7 @@ from ppserve.errors import RequestError
 from ppserve.head.cards import ModelCard, Topology
 from ppserve.head.engine.open_request import OpenRequest
 from ppserve.head.engine.output import TokenOutput
-from ppserve.head.observe.http import Route, RouteServer
+from ppserve.head.observe.pages import Page
 
 # Without this, every counter has a second series with the time at which it was created.
 disable_created_metrics()  # type: ignore[no-untyped-call]
@@ -87,12 +86,10 @@ class Load:
 
 
 class Metrics:
-    """Written by the engine's thread, read by HTTP threads. Routes may be added while it serves."""
+    """Written by the engine's thread and the event loop, read by the threads that make pages."""
 
     def __init__(self, num_stages: int) -> None:
         self.registry = CollectorRegistry(auto_describe=False)
-        self.routes: dict[str, Route] = {"/metrics": self._render}
-        self._server: RouteServer | None = None
         self._pipeline = _PipelineMetrics(self.registry, num_stages)
         self._requests = _RequestMetrics(self.registry)
         self._http = Counter(
@@ -102,20 +99,15 @@ class Metrics:
             registry=self.registry,
         )
 
-    # ---- the HTTP side --------------------------------------------------------------------------------
+    # ---- what is read ---------------------------------------------------------------------------------
 
-    def start_http(self, host: str, port: int, stage_times: Callable[[], tuple[StageTimes, ...]]) -> int:
-        """Starts serving; returns the port. stage_times: called at every scrape; all stages at one moment.
-
-        Raises OSError if the address cannot be bound.
-        """
+    def read_ledger(self, stage_times: Callable[[], tuple[StageTimes, ...]]) -> None:
+        """Show the ledger too. stage_times: called at every scrape; all stages at one moment."""
         self.registry.register(_LedgerCollector(stage_times))
-        self._server = RouteServer(host, port, self.routes)
-        return self._server.port
 
-    def serve_json(self, path: str, ask: Callable[[], object]) -> None:
-        """Answer GETs of `path` with what `ask` returns at that moment."""
-        self.routes[path] = lambda: ("application/json", json.dumps(ask()).encode())
+    def page(self) -> Page:
+        """All metrics now, as Prometheus reads them."""
+        return Page(CONTENT_TYPE_LATEST, generate_latest(self.registry))
 
     def reading(self) -> Load:
         """The figures that the live page shows."""
@@ -131,13 +123,6 @@ class Metrics:
             ttft=_latency(requests.ttft),
             itl=_latency(requests.itl),
         )
-
-    def close(self) -> None:
-        if self._server is not None:
-            self._server.close()
-
-    def _render(self) -> tuple[str, bytes]:
-        return CONTENT_TYPE_LATEST, generate_latest(self.registry)
 
     # ---- what is served -------------------------------------------------------------------------------
 

@@ -6,7 +6,6 @@ import base64
 import hashlib
 import json
 import re
-import urllib.request
 from importlib import resources
 
 from ppserve.core.ledger.account import Settled
@@ -17,9 +16,8 @@ from ppserve.head.observe.live import (
     RecentSpans,
     content_policy,
     describe_schedule,
-    serve_page,
+    live_pages,
 )
-from ppserve.head.observe.metrics import Metrics
 
 HTML = resources.files("ppserve").joinpath("head/observe/web/index.html").read_text("utf-8")
 SECOND = 1_000_000_000
@@ -52,24 +50,16 @@ def test_spans_are_told_as_microseconds_before_now_within_the_window() -> None:
 
 
 def test_the_page_comes_with_a_policy_that_allows_its_own_script_and_style_only() -> None:
-    metrics = Metrics(1)
-    try:
-        serve_page(metrics, lambda: {"now_s": 1.5})
-        port = metrics.start_http("127.0.0.1", 0, tuple)
-        with urllib.request.urlopen(f"http://127.0.0.1:{port}/", timeout=10) as answer:
-            assert answer.headers["Content-Type"] == "text/html; charset=utf-8"
-            assert answer.read().decode() == HTML
-            policies = answer.headers.get_all("Content-Security-Policy")
-        with urllib.request.urlopen(f"http://127.0.0.1:{port}/state.json", timeout=10) as answer:
-            assert json.load(answer) == {"now_s": 1.5}
-            assert answer.headers["Content-Security-Policy"].startswith("default-src 'none'")
-    finally:
-        metrics.close()
-    assert policies == [content_policy(HTML)]
+    pages = live_pages(lambda: {"now_s": 1.5})
+    page, state = pages["/"](), pages["/state.json"]()
+    assert (page.content_type, page.body.decode()) == ("text/html; charset=utf-8", HTML)
+    assert (state.content_type, json.loads(state.body)) == ("application/json", {"now_s": 1.5})
+    policy = page.headers["Content-Security-Policy"]
+    assert policy == content_policy(HTML)
     (script,) = re.findall(r"<script>(.*?)</script>", HTML, re.DOTALL)
     digest = base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
-    assert f"script-src 'sha256-{digest}';" in policies[0]
-    assert "unsafe" not in policies[0]
+    assert f"script-src 'sha256-{digest}';" in policy
+    assert "unsafe" not in policy
 
 
 def test_the_page_needs_nothing_from_elsewhere_and_makes_no_markup_of_what_it_hears() -> None:

@@ -1,8 +1,4 @@
-import http.client
 import re
-import socket
-import urllib.error
-import urllib.request
 
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
@@ -66,20 +62,20 @@ class Scrape:
 
 @pytest.fixture
 def metrics():
-    served = Metrics(2)
-    yield served
-    served.close()
+    return Metrics(2)
 
 
-def start(metrics: Metrics, account: TimeAccount | None = None, now_ns: int = 0) -> int:
+def scrape(metrics: Metrics, account: TimeAccount | None = None, now_ns: int = 0) -> Scrape:
+    """What the metrics say, with the ledger of an account."""
     account = account or account_of(2)
-    return metrics.start_http("127.0.0.1", 0, lambda: account.snapshot(now_ns))
+    metrics.read_ledger(lambda: account.snapshot(now_ns))
+    return read(metrics)
 
 
-def scrape(port: int) -> Scrape:
-    with urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics", timeout=10) as answer:
-        assert answer.headers["Content-Type"].startswith("text/plain")
-        return Scrape(answer.read().decode())
+def read(metrics: Metrics) -> Scrape:
+    page = metrics.page()
+    assert page.content_type.startswith("text/plain")
+    return Scrape(page.body.decode())
 
 
 def card() -> ModelCard:
@@ -109,7 +105,7 @@ def hear(metrics: Metrics, request: OpenRequest, event: SequenceEvent, now_s: fl
 
 def test_every_name_of_the_contract_has_its_type_and_a_zero(metrics):
     metrics.describe(card(), topology())
-    seen = scrape(start(metrics))
+    seen = scrape(metrics)
     types = dict(re.findall(r"^# TYPE (\S+) (\S+)$", seen.text, re.MULTILINE))
     assert types.items() >= CONTRACT.items()
     assert len(re.findall("^# HELP", seen.text, re.MULTILINE)) == len(types)
@@ -130,7 +126,7 @@ def test_every_name_of_the_contract_has_its_type_and_a_zero(metrics):
 
 
 def test_buckets_reach_below_a_millisecond(metrics):
-    seen = scrape(start(metrics))
+    seen = scrape(metrics)
     for name, kind in CONTRACT.items():
         if kind == "histogram" and name.endswith("_seconds"):
             bounds = [float(dict(ls)["le"]) for (n, ls) in seen.values if n == f"{name}_bucket"]
@@ -139,7 +135,7 @@ def test_buckets_reach_below_a_millisecond(metrics):
 
 def test_what_runs_where(metrics):
     metrics.describe(card(), topology())
-    seen = scrape(start(metrics))
+    seen = scrape(metrics)
     labels = {"stage": "1", "rank": "1", "host": "two", "device": "cuda:0", "layers": "3", "params": "300"}
     assert seen("ppserve_stage_info", **labels) == 1
     assert seen.total("ppserve_stage_info") == 2
@@ -153,7 +149,7 @@ def test_a_scrape_sums_to_the_wall_on_every_stage(metrics):
     account = account_of(2)
     account.demand_began(1_000_000_000)
     account.demand_ended(3_000_000_000)
-    seen = scrape(start(metrics, account, now_ns=7_500_000_000))
+    seen = scrape(metrics, account, now_ns=7_500_000_000)
     for stage in "01":
         assert seen("ppserve_stage_idle_seconds_total", stage=stage) == 5.5
         total = sum(
@@ -169,10 +165,10 @@ def test_one_reading_of_the_ledger_per_scrape(metrics):
         readings.append(1)
         return account_of(2).snapshot(0)
 
-    port = metrics.start_http("127.0.0.1", 0, stage_times)
+    metrics.read_ledger(stage_times)
     assert readings == []
-    scrape(port)
-    scrape(port)
+    read(metrics)
+    read(metrics)
     assert len(readings) == 2
 
 
@@ -190,7 +186,7 @@ def test_a_step_in_either_order_of_reports(metrics):
             assert steps.reported(result, 7_000_000) is step
             metrics.reported(step, result.stage)
     metrics.load(running=4, waiting=3, in_flight=2, kv_usage=0.25)
-    seen = scrape(start(metrics))
+    seen = scrape(metrics)
     assert seen("ppserve_stage_step_seconds_count", stage="0", phase="decode") == 2
     assert seen("ppserve_stage_step_seconds_sum", stage="0", phase="decode") == pytest.approx(0.006)
     assert seen("ppserve_transfer_seconds_count", stage="0") == 2
@@ -206,7 +202,7 @@ def test_a_step_in_either_order_of_reports(metrics):
 def test_a_restarted_stage_is_counted_by_cause(metrics):
     metrics.stage_restarted(1, "exit")
     metrics.stage_restarted(1, "did not join")
-    seen = scrape(start(metrics))
+    seen = scrape(metrics)
     assert seen("ppserve_stage_restarts_total", stage="1", cause="exit") == 1
     assert seen("ppserve_stage_restarts_total", stage="1", cause="did not join") == 1
     assert seen("ppserve_stage_restarts_total", stage="0", cause="exit") == 0
@@ -221,7 +217,7 @@ def test_the_life_of_a_request(metrics):
     hear(metrics, request, SequenceEvent("r1", 0, 0, 1, 6), 10.75)
     end = SequenceEvent("r1", 0, 0, 2, 7, finish=FinishReason.EOS, cached_tokens=2)
     hear(metrics, request, end, 11.25)
-    seen = scrape(start(metrics))
+    seen = scrape(metrics)
     for name, count, total in (
         ("time_to_first_token", 1, 0.5),
         ("inter_token_latency", 2, 0.75),
@@ -242,7 +238,7 @@ def test_a_request_of_two_sequences_is_one_request(metrics):
     for index, now_s in ((0, 11.0), (1, 11.0), (0, 12.0), (1, 13.0)):
         finish = FinishReason.MAX_TOKENS if now_s > 11 else None
         hear(metrics, request, SequenceEvent("r1", index, index, 0, 5, finish=finish, admitted_s=10.0), now_s)
-    seen = scrape(start(metrics))
+    seen = scrape(metrics)
     assert seen("ppserve_time_to_first_token_seconds_count") == 1
     assert seen("ppserve_inter_token_latency_seconds_sum") == 3
     assert seen("ppserve_requests_total", reason="MAX_TOKENS") == 1
@@ -252,47 +248,7 @@ def test_a_request_of_two_sequences_is_one_request(metrics):
 def test_a_request_that_fails_and_one_that_is_refused(metrics):
     hear(metrics, opened(), SequenceEvent("r1", 0, 0, 0, error=RequestFailed("not finite")), 12.0)
     metrics.refused(Overloaded("the queue is full", 1.0))
-    seen = scrape(start(metrics))
+    seen = scrape(metrics)
     assert seen("ppserve_requests_total", reason="INTERNAL") == 1
     assert seen("ppserve_requests_total", reason="RESOURCE_EXHAUSTED") == 1
     assert seen("ppserve_request_queue_seconds_count") == 0
-
-
-# ---- the server -------------------------------------------------------------------------------------------
-
-
-def test_a_port_in_use_is_an_error():
-    with socket.socket() as taken:
-        taken.bind(("127.0.0.1", 0))
-        taken.listen()
-        with pytest.raises(OSError, match="in use"):
-            Metrics(1).start_http("127.0.0.1", taken.getsockname()[1], lambda: ())
-
-
-def test_routes_can_be_added_and_unknown_ones_say_what_there_is(metrics):
-    port = start(metrics)
-    metrics.serve_json("/state.json", dict)
-    with urllib.request.urlopen(f"http://127.0.0.1:{port}/state.json?x=1", timeout=10) as answer:
-        assert (answer.headers["Content-Type"], answer.read()) == ("application/json", b"{}")
-    with pytest.raises(urllib.error.HTTPError) as missing:
-        urllib.request.urlopen(f"http://127.0.0.1:{port}/nothing", timeout=10)
-    with missing.value as error:
-        assert (error.code, error.read()) == (404, b"try /metrics, /state.json\n")
-
-
-def test_a_failing_route_fails_alone(metrics):
-    port = start(metrics)
-
-    def broken() -> tuple[str, bytes]:
-        raise RuntimeError("no")
-
-    metrics.routes["/broken"] = broken
-    connection = http.client.HTTPConnection("127.0.0.1", port, timeout=10)
-    connection.request("GET", "/broken")
-    assert connection.getresponse().status == 500
-    connection.close()
-    connection.request("HEAD", "/metrics")
-    answer = connection.getresponse()
-    assert (answer.status, answer.read()) == (200, b"")
-    connection.close()
-    scrape(port)

@@ -1,0 +1,49 @@
+"""All that the server listens on: gRPC, HTTP and the pages of the metrics port, opened and closed as one."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from ppserve.config import ServerSettings
+from ppserve.head.api.desk import FrontDesk
+from ppserve.head.api.grpc.server import GrpcServer
+from ppserve.head.api.http.server import AnswerCounts, HttpServer
+from ppserve.head.observe.pages import MakePage, PageServer
+
+
+@dataclass(frozen=True, slots=True)
+class Ports:
+    """Where it listens."""
+
+    grpc: int
+    http: int
+    metrics: int
+
+
+class Doors:
+    """Not serving, for all protocols' health checks, until told that it is."""
+
+    def __init__(
+        self, settings: ServerSettings, desk: FrontDesk, counts: AnswerCounts, pages: Mapping[str, MakePage]
+    ) -> None:
+        """Raises ConfigError for certificates that cannot be used. Call inside the event loop."""
+        self._settings = settings
+        self._grpc = GrpcServer(settings, desk)
+        self._http = HttpServer(settings, desk, counts)
+        self._pages = PageServer(pages)
+
+    async def open(self) -> Ports:
+        """Bind and listen. Raises ConfigError for an address that cannot be bound."""
+        metrics = await self._pages.start(self._settings.host, self._settings.metrics_port)
+        return Ports(await self._grpc.start(), await self._http.start(), metrics)
+
+    async def set_serving(self, serving: bool) -> None:
+        await self._grpc.set_serving(serving)
+        await self._http.set_serving(serving)
+
+    async def close(self, timeout_s: float) -> None:
+        """Refuse new requests, let running ones finish for `timeout_s`, then close; the pages last."""
+        await asyncio.gather(self._grpc.stop(timeout_s), self._http.stop(timeout_s))
+        await self._pages.stop()

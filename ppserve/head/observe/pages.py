@@ -1,0 +1,83 @@
+"""The pages of the metrics port, by path: GET and HEAD only.
+
+Each page is made in a thread, because it may wait for the engine's, for which the event loop may not.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import logging
+from collections.abc import Awaitable, Callable, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from typing import NamedTuple
+
+from starlette.applications import Starlette
+from starlette.exceptions import HTTPException
+from starlette.requests import Request
+from starlette.responses import PlainTextResponse, Response
+from starlette.routing import Route
+
+from ppserve.head.listener import Bounds, Listener
+
+log = logging.getLogger(__name__)
+
+_BOUNDS = Bounds(connections=32)
+# Few enough that many readers of slow pages take little from everything else.
+_NUM_THREADS = 2
+_HEADERS = {
+    "Cache-Control": "no-store",
+    "Content-Security-Policy": "default-src 'none'; frame-ancestors 'none'",
+    "Referrer-Policy": "no-referrer",
+    "X-Content-Type-Options": "nosniff",
+}
+
+
+class Page(NamedTuple):
+    """headers: added to `_HEADERS`, or replacing them."""
+
+    content_type: str
+    body: bytes
+    headers: Mapping[str, str] = {}
+
+
+MakePage = Callable[[], Page]
+
+
+def json_page(ask: Callable[[], object]) -> MakePage:
+    """A page with what `ask` returns at that moment."""
+    return lambda: Page("application/json", json.dumps(ask()).encode())
+
+
+class PageServer:
+    """Serves `pages` until `stop`."""
+
+    def __init__(self, pages: Mapping[str, MakePage]) -> None:
+        self._threads = ThreadPoolExecutor(_NUM_THREADS, thread_name_prefix="page")
+        known = ", ".join(sorted(pages))
+
+        def missing(_request: Request, error: Exception) -> Response:
+            assert isinstance(error, HTTPException)
+            return PlainTextResponse(f"try {known}\n", error.status_code, {**_HEADERS, **(error.headers or {})})
+
+        routes = [Route(path, self._endpoint(path, make), methods=["GET"]) for path, make in pages.items()]
+        self._listener = Listener(Starlette(routes=routes, exception_handlers={HTTPException: missing}), _BOUNDS)
+
+    async def start(self, host: str, port: int) -> int:
+        """Bind and listen; return the port. Raises ConfigError when the address cannot be bound."""
+        return await self._listener.start(host, port, "--metrics-port")
+
+    async def stop(self) -> None:
+        await self._listener.stop()
+        self._threads.shutdown(wait=False)
+
+    def _endpoint(self, path: str, make: MakePage) -> Callable[[Request], Awaitable[Response]]:
+        async def answer(_request: Request) -> Response:
+            try:
+                page = await asyncio.get_running_loop().run_in_executor(self._threads, make)
+            except Exception:
+                log.exception("%s failed", path)
+                return PlainTextResponse("see the server's log\n", 500, _HEADERS)
+            return Response(page.body, headers={**_HEADERS, **page.headers, "Content-Type": page.content_type})
+
+        return answer

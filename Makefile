@@ -23,9 +23,9 @@ serve: setup
 test: setup
 	$(BIN)/python -m pytest -n 2 --dist loadgroup $(ARGS)
 
-# For every save: no servers, no ranks, no long computations. What takes longer than its limit is to be marked slow.
+# For every save: no servers, no ranks, no long computations. A test that reaches the limit is to be marked slow.
 test-fast: setup
-	$(BIN)/python -m pytest -m "not slow" --timeout 20 $(ARGS)
+	$(BIN)/python -m pytest -m "not slow" --timeout 60 $(ARGS)
 
 check: setup
 	$(BIN)/ruff check .

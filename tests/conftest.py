@@ -25,7 +25,7 @@ E2E = Path(__file__).parent / "e2e"
 @pytest.hookimpl(tryfirst=True)  # before `-m` selects by marks
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
-        if E2E in item.path.parents or "two_stages" in getattr(item, "fixturenames", ()):
+        if E2E in item.path.parents or "shared_server" in getattr(item, "fixturenames", ()):
             item.add_marker(pytest.mark.slow)
             item.add_marker(pytest.mark.xdist_group("servers"))
         else:
@@ -35,7 +35,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 
 @pytest.fixture(scope="session")
-def two_stages() -> Iterator[Server]:
+def shared_server() -> Iterator[Server]:
     """A server of two stages over gloo, for tests that only talk to it."""
     with serving(2, "--layers", "4,4", "--transport", "gloo") as server:
         yield server

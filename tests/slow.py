@@ -1,6 +1,6 @@
 """Which tests are slow: those that start servers or ranks, or compute for many seconds.
 
-A test is slow when it lies in tests/e2e, uses the server that all tests share (`two_stages`), or says so with
+A test is slow when it lies in tests/e2e, uses the server that all tests share (`shared_server`), or says so with
 `pytest.mark.slow`. What starts processes that import torch refuses to do so in any other test, so a mark cannot be
 forgotten; `make test-fast` leaves slow tests out.
 """

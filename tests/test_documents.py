@@ -133,11 +133,11 @@ def test_a_wrong_command_would_be_noticed(line: str) -> None:
 
 
 @pytest.mark.parametrize("block", [pytest.param(block, id=block.place) for block in TO_RUN])
-def test_a_block_runs_as_it_stands(block: Block, two_stages: Server, tmp_path: Path) -> None:
-    environment = {**os.environ, "PPSERVE_TARGET": two_stages.grpc}
+def test_a_block_runs_as_it_stands(block: Block, shared_server: Server, tmp_path: Path) -> None:
+    environment = {**os.environ, "PPSERVE_TARGET": shared_server.grpc}
     environment["PATH"] = f"{Path(sys.executable).parent}:{environment['PATH']}"
     for line in commands(block):
-        line = line.replace("localhost:9400", two_stages.metrics).replace(".venv/bin/", "")
+        line = line.replace("localhost:9400", shared_server.metrics).replace(".venv/bin/", "")
         done = subprocess.run(
             ["bash", "-o", "pipefail", "-c", line],
             cwd=tmp_path,

@@ -191,10 +191,10 @@ def test_a_trace_that_is_being_written_can_be_read(tmp_path: Path) -> None:
 # ---- two real stages -------------------------------------------------------------------------------------------
 
 
-def test_against_two_real_stages(two_stages: Server, tmp_path: Path) -> None:
+def test_against_two_real_stages(shared_server: Server, tmp_path: Path) -> None:
     out = tmp_path / "out.json"
     done = bench(
-        two_stages.grpc, "--metrics", two_stages.metrics, "--concurrency", "4", "--requests", "12",
+        shared_server.grpc, "--metrics", shared_server.metrics, "--concurrency", "4", "--requests", "12",
         "--warm-up", "2", "--prompt-tokens", "16", "--shared-prefix", "32", "--new-tokens", "uniform:3:8",
         "--details", "--json", str(out),
     )  # fmt: skip
@@ -218,9 +218,9 @@ def test_against_two_real_stages(two_stages: Server, tmp_path: Path) -> None:
         assert wall_s > 0.9 * found["duration"]  # the readings embrace the run
 
 
-def test_top_of_two_real_stages(two_stages: Server) -> None:
+def test_top_of_two_real_stages(shared_server: Server) -> None:
     command = [sys.executable, "-m", "ppserve", "top", "--once", "--interval", "0.2"]
-    command += ["--target", two_stages.grpc, "--metrics", two_stages.metrics]
+    command += ["--target", shared_server.grpc, "--metrics", shared_server.metrics]
     done = subprocess.run(command, capture_output=True, text=True, timeout=60)
     assert (done.returncode, done.stderr) == (0, "")
     assert "stage 0: busy" in done.stdout

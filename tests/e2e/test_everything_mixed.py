@@ -9,9 +9,9 @@ from tests.e2e.serving import Server
 
 
 @pytest.mark.timeout(300)
-def test_all_parameters_mixed_equal_each_request_alone(two_stages: Server) -> None:
+def test_all_parameters_mixed_equal_each_request_alone(shared_server: Server) -> None:
     requests = requests_with_everything(64, seed=2)
-    together = ask_all(two_stages.grpc, requests, at_once=64)
+    together = ask_all(shared_server.grpc, requests, at_once=64)
     alone = answers_alone(requests)
     for request, one, other in zip(requests, together, alone, strict=True):
         assert one == other, request

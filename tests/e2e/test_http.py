@@ -101,19 +101,19 @@ def shown(score: Logprob, token_id: int) -> tuple[float, dict[str, float]]:
     return logprob, {**named, f"token_id:{token_id}": logprob}
 
 
-def test_http_says_what_grpc_says_whole_and_streamed(two_stages: Server) -> None:
+def test_http_says_what_grpc_says_whole_and_streamed(shared_server: Server) -> None:
     requests = both_ways(24, seed=15)
-    by_grpc = ask_all(two_stages.grpc, requests, at_once=8)
+    by_grpc = ask_all(shared_server.grpc, requests, at_once=8)
     spoken = list(map(expected, requests, by_grpc))
-    with client_of(two_stages) as client, ThreadPoolExecutor(8) as pool:
+    with client_of(shared_server) as client, ThreadPoolExecutor(8) as pool:
         assert list(pool.map(lambda request: ask_whole(client, request), requests)) == spoken
         assert list(pool.map(lambda request: ask_streamed(client, request), requests)) == spoken
 
 
-def test_many_prompts_in_one_body_answer_as_if_alone(two_stages: Server) -> None:
+def test_many_prompts_in_one_body_answer_as_if_alone(shared_server: Server) -> None:
     prompts = ["Once upon a time", "The quiet stage", "A lamp", "Two small boats"] * 4
     asked: dict[str, Any] = {"model": "tiny", "max_tokens": 20, "seed": 4, "logprobs": 2, "echo": True}
-    with client_of(two_stages) as client:
+    with client_of(shared_server) as client:
         together = client.completions.create(prompt=prompts, **asked).choices
         alone = [client.completions.create(prompt=prompt, **asked).choices[0] for prompt in prompts[:4]]
     assert [choice.index for choice in together] == list(range(16))

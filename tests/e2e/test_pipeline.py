@@ -27,8 +27,8 @@ CONTRACT_METRICS = {
 
 
 @pytest.fixture(scope="module")
-def stub(two_stages: Server) -> Iterator[GenerationServiceStub]:
-    with grpc.insecure_channel(two_stages.grpc) as channel:
+def stub(shared_server: Server) -> Iterator[GenerationServiceStub]:
+    with grpc.insecure_channel(shared_server.grpc) as channel:
         yield GenerationServiceStub(channel)
 
 
@@ -66,23 +66,23 @@ def test_streams_sentences(stub: GenerationServiceStub) -> None:
 
 
 @pytest.mark.timeout(300)
-def test_64_mixed_requests_equal_each_alone_on_one_stage(two_stages: Server) -> None:
+def test_64_mixed_requests_equal_each_alone_on_one_stage(shared_server: Server) -> None:
     requests = mixed_requests(64, seed=11)
-    together = ask(two_stages.grpc, requests, at_once=64)
+    together = ask(shared_server.grpc, requests, at_once=64)
     assert together == [answers[0] for answers in answers_alone(requests)]
     assert len({answer.token_ids for answer in together}) > 32, "the answers hardly differ: proves nothing"
 
 
-def test_metrics_have_all_names_of_the_contract(two_stages: Server) -> None:
-    with urllib.request.urlopen(f"http://{two_stages.metrics}/metrics", timeout=10) as response:
+def test_metrics_have_all_names_of_the_contract(shared_server: Server) -> None:
+    with urllib.request.urlopen(f"http://{shared_server.metrics}/metrics", timeout=10) as response:
         families = {family.name for family in text_string_to_metric_families(response.read().decode())}
     assert {f"ppserve_{name}" for name in CONTRACT_METRICS} <= families
 
 
-def test_busy_bubbles_and_idle_sum_to_the_wall(two_stages: Server, stub: GenerationServiceStub) -> None:
+def test_busy_bubbles_and_idle_sum_to_the_wall(shared_server: Server, stub: GenerationServiceStub) -> None:
     def totals() -> tuple[float, list[float]]:
         before_s = time.monotonic()
-        samples = scrape(two_stages)
+        samples = scrape(shared_server)
         now_s = (before_s + time.monotonic()) / 2
         per_stage = [0.0, 0.0]
         for kind in ("busy", "bubble", "idle"):
@@ -92,23 +92,23 @@ def test_busy_bubbles_and_idle_sum_to_the_wall(two_stages: Server, stub: Generat
 
     for at_once in (1, 8):
         began_s, began = totals()
-        ask(two_stages.grpc, mixed_requests(24, seed=at_once), at_once)
+        ask(shared_server.grpc, mixed_requests(24, seed=at_once), at_once)
         ended_s, ended = totals()
         for stage in range(2):
             assert ended[stage] - began[stage] == pytest.approx(ended_s - began_s, rel=0.01, abs=0.02)
 
 
-def test_a_cancelled_call_frees_its_blocks(two_stages: Server, stub: GenerationServiceStub) -> None:
+def test_a_cancelled_call_frees_its_blocks(shared_server: Server, stub: GenerationServiceStub) -> None:
     request = pb.GenerateRequest(text="Once upon a time")
     request.stop.max_tokens = 900
     request.stop.ignore_eos = True
     call = stub.Generate(request)
     next(iter(call))
-    wait_for(lambda: gauge(two_stages, "kv_usage_ratio") > 0, "blocks in use")
+    wait_for(lambda: gauge(shared_server, "kv_usage_ratio") > 0, "blocks in use")
     call.cancel()
-    wait_for(lambda: gauge(two_stages, "kv_usage_ratio") == 0, "blocks free again")
-    assert gauge(two_stages, "requests_running") == 0
-    assert gauge(two_stages, "microbatches_in_flight") == 0
+    wait_for(lambda: gauge(shared_server, "kv_usage_ratio") == 0, "blocks free again")
+    assert gauge(shared_server, "requests_running") == 0
+    assert gauge(shared_server, "microbatches_in_flight") == 0
 
 
 @pytest.mark.parametrize(
@@ -144,9 +144,9 @@ def test_bad_fields_are_named_and_others_go_on(
     assert tuple(t.id for m in running for t in m.tokens) == undisturbed.token_ids
 
 
-def test_invalid_utf8_is_refused(two_stages: Server) -> None:
+def test_invalid_utf8_is_refused(shared_server: Server) -> None:
     raw = b"\x12\x04\xff\xfe\xfd\xfc"  # field 2, text
-    with grpc.insecure_channel(two_stages.grpc) as channel:
+    with grpc.insecure_channel(shared_server.grpc) as channel:
         call = channel.unary_stream("/ppserve.v1.GenerationService/Generate")
         with pytest.raises(grpc.RpcError) as error:
             list(call(raw))
@@ -171,8 +171,8 @@ def test_model_and_topology(stub: GenerationServiceStub) -> None:
     assert all(stage.live for stage in topology.stages)
 
 
-def test_health_and_reflection(two_stages: Server) -> None:
-    with grpc.insecure_channel(two_stages.grpc) as channel:
+def test_health_and_reflection(shared_server: Server) -> None:
+    with grpc.insecure_channel(shared_server.grpc) as channel:
         health = health_pb2_grpc.HealthStub(channel)
         for name in ("", "ppserve.v1.GenerationService"):
             status = health.Check(health_pb2.HealthCheckRequest(service=name)).status

@@ -14,6 +14,7 @@ PAGE = Path(__file__).resolve().parent.parent.parent / "docs" / "library.md"
 EXAMPLES = re.findall(r"```python\n(.*?)```", PAGE.read_text(), re.DOTALL)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("number", range(len(EXAMPLES)))
 def test_an_example_runs_as_it_stands(number: int, capsys: pytest.CaptureFixture[str]) -> None:
     names: dict[str, Any] = {}

@@ -76,6 +76,7 @@ def alone(one_stage: Pipeline) -> list[Completion]:
     return [one_stage.complete(prompt, **options) for prompt, options in mixed_requests(48)]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("stages", "settings"),
     [

@@ -16,7 +16,12 @@ VOCABULARIES = {
 }
 
 
-@pytest.fixture(scope="session", params=[name for name, path in VOCABULARIES.items() if path.exists()])
+# GPT-2's has 50,000 tokens: seconds instead of milliseconds.
+SLOW = {"gpt2": pytest.mark.slow}
+AT_HAND = [pytest.param(name, marks=SLOW.get(name, ())) for name, path in VOCABULARIES.items() if path.exists()]
+
+
+@pytest.fixture(scope="session", params=AT_HAND)
 def vocabulary_file(request: pytest.FixtureRequest) -> Path:
     return VOCABULARIES[request.param]
 

@@ -51,6 +51,7 @@ def whole(kind: AttentionKernel, shape: Shape, qkv: Floats) -> Floats:
     return layer.step([Part(table, 0, qkv)])[0]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("shape", SHAPES)
 def test_a_prompt_at_once_in_chunks_and_token_by_token(shape: Shape, kind: AttentionKernel) -> None:
@@ -63,6 +64,7 @@ def test_a_prompt_at_once_in_chunks_and_token_by_token(shape: Shape, kind: Atten
         assert same(np.concatenate(pieces), at_once), f"chunks of {chunk}"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("shape", SHAPES[:4])
 def test_in_a_step_with_others(shape: Shape, kind: AttentionKernel) -> None:

@@ -1,6 +1,6 @@
 """Times one stage's step by hand: a 124M-shaped GPT-2 with random weights, all layers in one stage.
 
-    OMP_NUM_THREADS=1 python benchmarks/stage_step.py [--dtype bfloat16] [--threads 1] [--linear onednn]
+    OMP_NUM_THREADS=1 python benchmarks/stage_step.py [--dtype bfloat16] [--threads 1]
 
 For several numbers of decode rows and prefill tokens it prints milliseconds per step, split into linears,
 attention, head and sampling, and the rest, and tokens per second. With one thread the clock is the thread's
@@ -121,14 +121,11 @@ def measure(stage: GPT2Stage, cache: KVCache, plan: StepPlan, watch: Watch, seco
 @click.command()
 @click.option("--dtype", default="float32", type=click.Choice(["float32", "bfloat16"]))
 @click.option("--threads", default=1)
-@click.option("--linear", "kind", default="auto", type=click.Choice(["auto", "panels", "onednn"]))
 @click.option("--context", default=160, help="Positions before each decoded row.")
 @click.option("--seconds", default=2.0, help="Time for each line.")
-def main(dtype: str, threads: int, kind: str, context: int, seconds: float) -> None:
+def main(dtype: str, threads: int, context: int, seconds: float) -> None:
     torch.set_num_threads(threads)
     backend = CpuBackend(dtype, threads)
-    if kind != "auto":
-        backend._uses_onednn = kind == "onednn"  # by hand: to compare the two
     layout = StageLayout(0, 1, 0, 2 * GPT2.num_layers)
     stage = GPT2Stage.load(RandomWeights(GPT2), layout, backend)
     watch = Watch(time.thread_time if threads == 1 else time.perf_counter)

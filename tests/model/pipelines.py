@@ -9,11 +9,9 @@ import torch
 from ppserve.core.architecture import Split, stage_layouts
 from ppserve.core.plan import Draw, Drawn, Scored, Slice, StepPlan
 from ppserve.core.request import SamplingParams
-from ppserve.model.backend import Backend, Linear
+from ppserve.model.backend import Backend
 from ppserve.model.checkpoint import Checkpoint
 from ppserve.model.cpu.backend import CpuBackend
-from ppserve.model.cpu.linear import PanelLinear
-from ppserve.model.cpu.threads import Threads
 from ppserve.model.gpt2 import GPT2Stage
 from ppserve.model.inputs import build_inputs
 from ppserve.model.stock import StockBackend
@@ -22,13 +20,6 @@ CPU = torch.device("cpu")
 GREEDY = SamplingParams(temperature=0)
 GREEDY_DRAW = Draw(GREEDY)
 BACKENDS: dict[str, Backend] = {"kernels": CpuBackend("float32"), "stock": StockBackend(CPU, "float32")}
-
-
-class OwnProducts(CpuBackend):
-    """Never oneDNN's: its bfloat16 is not batch-invariant on CPUs with AMX, so tests would depend on the CPU."""
-
-    def linear(self, weight_NK: torch.Tensor, bias_N: torch.Tensor | None) -> Linear:
-        return PanelLinear(self.stored(weight_NK), bias_N, Threads(1))
 
 
 class Pipeline:
@@ -43,7 +34,7 @@ class Pipeline:
         block_size: int = 16,
         num_sequences: int = 12,
     ) -> None:
-        backend = backend or (CpuBackend(dtype) if dtype == "float32" else OwnProducts(dtype))
+        backend = backend or CpuBackend(dtype)
         self.table_size = -(-checkpoint.architecture.max_positions // block_size)
         self.layouts = stage_layouts(Split.parse(split))
         self.stages = [GPT2Stage.load(checkpoint, at, backend) for at in self.layouts]

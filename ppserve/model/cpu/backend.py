@@ -1,8 +1,7 @@
 """The CPU: kernels for which a row's result depends on that row alone, not on chunks, other rows or threads.
 
-Whatever the dtype, everything between two accesses to the cache or to weights is float32: `bfloat16` says how
-weights, keys, values and hidden states are stored. Where oneDNN's bfloat16 kernels are used (CPUs with AVX-512
-BF16 or AMX) every linear layer also rounds its inputs, its bias and its outputs, logits included, to bfloat16.
+Whatever the dtype, results are float32. `bfloat16` says how weights, keys, values and hidden states are stored,
+and linear layers round their inputs to it; sums, biases, norms, activations and attention are float32.
 """
 
 from __future__ import annotations
@@ -19,9 +18,11 @@ from ppserve.errors import ConfigError
 from ppserve.model import sampling
 from ppserve.model.backend import Linear, Operator, Precision
 from ppserve.model.cpu.activations import activation_for
-from ppserve.model.cpu.attention import BlockAttention
+from ppserve.model.cpu.kernels import variants
+from ppserve.model.cpu.kernels.operations import OPERATIONS
+from ppserve.model.cpu.kernels.products import micro_kernels
 from ppserve.model.cpu.kv_cache import CpuCache, block_bytes
-from ppserve.model.cpu.linear import PackedLinear, PanelLinear, onednn_is_faster
+from ppserve.model.cpu.linear import PackedLinear
 from ppserve.model.cpu.threads import Threads
 
 
@@ -41,17 +42,15 @@ class CpuBackend:
     def __init__(self, dtype: str, num_threads: int = 1) -> None:
         self.precision = cpu_precision(dtype)
         self._threads = Threads(num_threads)
+        self._product = dtype
         # Decided by what the CPU is, never by timing, so that a restarted stage computes the same bits.
-        self._uses_onednn = onednn_is_faster(self.precision.weights)
+        self._kind = micro_kernels(self._product, variants.in_use(), variants.features())[0]
 
     def stored(self, tensor: torch.Tensor) -> torch.Tensor:
         return tensor.to(self.precision.weights)
 
     def linear(self, weight_NK: torch.Tensor, bias_N: torch.Tensor | None) -> Linear:
-        weight_NK = self.stored(weight_NK)
-        if self._uses_onednn:
-            return PackedLinear(weight_NK, bias_N)
-        return PanelLinear(weight_NK, bias_N, self._threads)
+        return PackedLinear(weight_NK, bias_N, self._product, self._kind, self._threads)
 
     def norm(self, weight_D: torch.Tensor, bias_D: torch.Tensor | None, epsilon: float) -> Operator:
         weight_D, bias_D = weight_D.float(), None if bias_D is None else bias_D.float()
@@ -77,7 +76,6 @@ class CpuBackend:
         """Nothing to wait for: every operator returns when it is done."""
 
     def describe(self) -> str:
-        linear = PackedLinear if self._uses_onednn else PanelLinear
         # The norms are torch's own.
-        norms = f"torch for {torch.backends.cpu.get_cpu_capability()}"
-        return f"{linear.__name__}, {BlockAttention.__name__}, {norms}"
+        norms = f"norms by torch for {torch.backends.cpu.get_cpu_capability()}"
+        return f"{OPERATIONS[self._kind.operation].arithmetic}, {norms}"

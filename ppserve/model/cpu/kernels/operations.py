@@ -79,8 +79,10 @@ def rounded_to_bfloat16(builder, values):
 
 class Operation:
     """steps: how many steps one word takes; a row's tile has a word for each of them. sums: what they add up in.
-    inputs: in a word. raised: what is added to a row's values before they are multiplied."""
+    inputs: in a word. raised: what is added to a row's values before they are multiplied. arithmetic: operations
+    with the same name for it give the same bits."""
 
+    arithmetic: str
     steps = 1
     sums: ir.Type = F32
     inputs = 1
@@ -122,6 +124,8 @@ class VectorOperation(Operation):
 
 
 class Fma(VectorOperation):
+    arithmetic = "float32"
+
     def weights(self, builder, column, step):
         return builder.bitcast(column, vector(F32, self.lanes))
 
@@ -135,6 +139,7 @@ class Fma(VectorOperation):
 class BFloat16Fma(Fma):
     """The rows' values come as float32."""
 
+    arithmetic = "bfloat16 pairs"
     steps = 2
     inputs = 2
 
@@ -155,6 +160,7 @@ class BFloat16Fma(Fma):
 
 
 class BFloat16Dot(VectorOperation):
+    arithmetic = "bfloat16 pairs"
     inputs = 2
 
     @staticmethod
@@ -175,6 +181,7 @@ class BFloat16Dot(VectorOperation):
 class Int8Pairs(VectorOperation):
     """The rows' values come as int16: a word with the first and the third of four, then one with the others."""
 
+    arithmetic = "int8"
     unroll = 1
     steps = 2
     sums = I32
@@ -205,6 +212,7 @@ class Int8Pairs(VectorOperation):
 class Int8Dot(VectorOperation):
     """The rows' values come as uint8, raised by 128; a sum begins at -128 times that of the output's weights."""
 
+    arithmetic = "int8"
     sums = I32
     inputs = 4
     raised = 128
@@ -231,12 +239,14 @@ class TileOperation(Operation):
 
 
 class BFloat16Tiles(TileOperation):
+    arithmetic = "bfloat16 pairs by AMX"
     inputs = 2
     packed = BFloat16Dot.packed
     instruction = "tdpbf16ps"
 
 
 class Int8Tiles(TileOperation):
+    arithmetic = "int8"
     sums = I32
     inputs = 4
     instruction = "tdpbssd"

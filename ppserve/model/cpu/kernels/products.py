@@ -122,7 +122,7 @@ def multiply(kind, weights, rows, y, first_panel, end_panel):
 
 
 @kernel
-def pack_rows(kind, x, depth, rows, chunks, values, first_row, end_row):
+def pack_rows(kind, x, depth, rows, chunks, values, first_row, end_row) -> None:
     """Pack rows first_row .. end_row of (T, depth) float32 at `x`. values: room for one row of so many chunks."""
     padded = chunks * kind.inputs * PANEL
     for row in range(first_row, end_row):
@@ -131,12 +131,12 @@ def pack_rows(kind, x, depth, rows, chunks, values, first_row, end_row):
 
 
 @kernel
-def multiply_rows(kind, weights, rows, y, first_panel, end_panel):
+def multiply_rows(kind, weights, rows, y, first_panel, end_panel) -> None:
     """`multiply`, for those who have only a product to make."""
     multiply(kind, weights, rows, y, first_panel, end_panel)
 
 
 @kernel
-def count_tile_rows(kind, num_rows):
+def count_tile_rows(kind, num_rows) -> int:
     """Rows of a tile where `num_rows` are multiplied at once."""
     return kind.tile_rows(num_rows)

@@ -46,6 +46,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "ppserve.head.engine": {"ppserve.wire", "ppserve.process.environment"},
     "ppserve.head.api.grpc": {"ppserve.v1", "grpc", "google", "grpc_health", "grpc_reflection"},
     "ppserve.head.api.http": {"msgspec", "starlette"},
+    "ppserve.head.api.http.chat": {"jinja2"},
     "ppserve.head.listener": {"uvicorn"},
     "ppserve.head.observe.pages": {"starlette"},
     "ppserve.head.observe.metrics": {"prometheus_client"},

@@ -13,6 +13,7 @@ from ppserve.core.architecture import Architecture
 from ppserve.core.partition import check_split, split_by_weight
 from ppserve.errors import ConfigError
 from ppserve.head.api.auth import ApiKeys
+from ppserve.head.api.http.chat import ChatTemplate
 from ppserve.head.api.tls import read_certificates
 from ppserve.head.engine.layout import check_microbatches, max_context
 from ppserve.model.checkpoint.hub import is_hub_id
@@ -23,6 +24,8 @@ def check(config: ServeConfig, num_stages: int) -> None:
     """Raises UsageError. Stages on their hosts may find further mistakes."""
     _check_ports(config.server)
     _check_secrets(config.server)
+    if config.server.chat_template is not None:
+        ChatTemplate(config.server.chat_template)
     check_microbatches(config, num_stages)
     arch = _architecture(config.model.path)
     if arch is None:

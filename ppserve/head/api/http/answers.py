@@ -86,7 +86,7 @@ class Answers:
         def new_writer() -> LogprobWriter:
             return LogprobWriter(desk.token_bytes, desk.text_bytes, as_ids)
 
-        self._prompts = [_PromptProgress(place, request, new_writer) for place, request in enumerate(requests)]
+        self._prompts = [PromptProgress(place, request, new_writer) for place, request in enumerate(requests)]
 
     def whole(self, deltas: Sequence[Sequence[Delta]]) -> bytes:
         """All of every prompt's deltas as one answer."""
@@ -116,7 +116,7 @@ class Answers:
         name, created, model, fingerprint = self._head
         return AnswerJson(name, kind, created, model, fingerprint, self._seed, choices, usage)
 
-    def _choice(self, prompt: _PromptProgress, delta: Delta, is_whole: bool) -> Any:
+    def _choice(self, prompt: PromptProgress, delta: Delta, is_whole: bool) -> Any:
         """One choice of an answer, or of an event."""
         prompt.note(delta)
         return ChoiceJson(
@@ -128,14 +128,14 @@ class Answers:
             **finish_of(delta),
         )
 
-    def _usage(self, prompts: Sequence[_PromptProgress]) -> UsageJson:
+    def _usage(self, prompts: Sequence[PromptProgress]) -> UsageJson:
         num_prompt = sum(len(prompt.request.prompt_ids) for prompt in prompts)
         num_generated = sum(sum(prompt.num_generated.values()) for prompt in prompts)
         cached = CachedTokensJson(sum(prompt.num_cached for prompt in prompts))
         return UsageJson(num_prompt, num_generated, num_prompt + num_generated, cached)
 
 
-class _PromptProgress:
+class PromptProgress:
     """What was seen of one prompt's sequences, and how their tokens are shown. place: among the call's prompts."""
 
     def __init__(self, place: int, request: Request, new_writer: Callable[[], LogprobWriter]) -> None:

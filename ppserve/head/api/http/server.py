@@ -20,6 +20,7 @@ from ppserve.config import ServerSettings
 from ppserve.errors import DeadlinePassed, Draining
 from ppserve.head.api.desk import FrontDesk
 from ppserve.head.api.http import describing
+from ppserve.head.api.http.chat import Chats, ChatTemplate
 from ppserve.head.api.http.exchange import Exchange
 from ppserve.head.api.http.failures import HttpError, content_of, status_of
 from ppserve.head.api.http.generating import completions
@@ -52,17 +53,19 @@ class HttpServer:
     """Serves until `stop`. Not healthy until told that it is serving."""
 
     def __init__(self, settings: ServerSettings, desk: FrontDesk, counts: AnswerCounts) -> None:
-        """Raises ConfigError for certificates that cannot be used."""
+        """Raises ConfigError for certificates and a chat template that cannot be used."""
         self._settings = settings
+        template = ChatTemplate(settings.chat_template) if settings.chat_template else None
         self._desk = desk
         self._is_serving = False
         endpoints: list[tuple[str, str, Endpoint]] = [
             ("POST", "/v1/completions", completions),
+            ("POST", "/v1/chat/completions", Chats(template).answer),
             ("GET", "/v1/models", describing.models),
             ("GET", "/v1/models/{name}", describing.model),
             ("GET", "/health", self._health),
             ("GET", "/version", describing.version),
-            ("GET", "/tokenizer_info", describing.tokenizer_info),
+            ("GET", "/tokenizer_info", describing.TokenizerInfo(template.source if template else None).answer),
             ("POST", "/tokenize", describing.tokenize),
             ("POST", "/detokenize", describing.detokenize),
         ]

@@ -1,0 +1,141 @@
+"""/v1/chat/completions: templates, what they may not do, and answers as clients of chats read them."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from openai import AsyncOpenAI
+
+from ppserve.errors import ConfigError
+from ppserve.head.api.http.chat import ChatTemplate
+from tests.fake_engine import EOS, ByteCodec, drawn_token
+from tests.head.api.http.asking import Served, served_http
+
+CHAT = "/v1/chat/completions"
+TEMPLATE = """\
+{% for message in messages %}
+{% if message.role == 'robot' %}{{ raise_exception('no robots') }}{% endif %}
+{{ message.role[0] }}:{{ message.content }}{{ eos_token }}
+{% endfor %}
+{% if add_generation_prompt %}a:{% endif %}"""
+HELLO = [{"role": "user", "content": "hi"}]
+
+
+@pytest.fixture
+def template(tmp_path: Path) -> Path:
+    path = tmp_path / "chat.jinja"
+    path.write_text(TEMPLATE)
+    return path
+
+
+def run(template: Path | None, scenario: Callable[[Served], Awaitable[None]]) -> None:
+    async def main() -> None:
+        async with served_http(chat_template=template) as served:
+            await scenario(served)
+
+    asyncio.run(main())
+
+
+def test_a_chat_whole_and_streamed_for_openai_s_client(template: Path) -> None:
+    async def scenario(served: Served) -> None:
+        asked: Any = {"model": "fake", "messages": HELLO, "seed": 3, "max_completion_tokens": 6, "n": 2}
+        asked |= {"logprobs": True, "top_logprobs": 2}
+        async with AsyncOpenAI(base_url=f"http://127.0.0.1:{served.port}/v1", api_key="none") as client:
+            whole = await client.chat.completions.create(**asked)
+            chunks = [chunk async for chunk in await client.chat.completions.create(**asked, stream=True)]
+        assert (whole.object, chunks[0].object) == ("chat.completion", "chat.completion.chunk")
+        for choice in whole.choices:
+            ids = [drawn_token(served.engine.requests[0], choice.index, offset) for offset in range(6)]
+            assert (choice.message.role, choice.message.content) == ("assistant", ByteCodec().decode(ids))
+            mine = [c for chunk in chunks for c in chunk.choices if c.index == choice.index]
+            assert "".join(part.delta.content or "" for part in mine) == choice.message.content
+            assert [part.delta.role for part in mine] == ["assistant"] + [None] * (len(mine) - 1)
+            assert choice.logprobs is not None
+            content = choice.logprobs.content
+            assert content is not None
+            assert [bytes(entry.bytes or ()) for entry in content] == [bytes([token_id]) for token_id in ids]
+            assert [len(entry.top_logprobs) for entry in content] == [2] * 6
+            assert [e for part in mine if part.logprobs for e in part.logprobs.content or ()] == content
+            assert (mine[-1].finish_reason, choice.finish_reason) == ("length", "length")
+
+    run(template, scenario)
+
+
+def test_the_template_s_end_of_text_is_a_token_and_a_message_s_is_text(template: Path) -> None:
+    async def scenario(served: Served) -> None:
+        parts = [{"type": "text", "text": "a"}, {"type": "text", "text": "<eos>"}]
+        messages = [{"role": "user", "content": parts}]
+        answer = await served.ask(CHAT, {"messages": messages, "max_tokens": 1})
+        assert answer.status == 200, answer.body
+        assert list(served.engine.requests[0].prompt_ids) == [*b"u:a<eos>", EOS, *b"\na:"]
+        await served.ask(CHAT, {"messages": HELLO, "max_tokens": 1, "add_generation_prompt": False})
+        assert list(served.engine.requests[1].prompt_ids) == [*b"u:hi", EOS, *b"\n"]
+
+    run(template, scenario)
+
+
+@pytest.mark.parametrize(
+    ("body", "param"),
+    [
+        ({"messages": []}, "messages"),
+        ({"messages": "hi"}, "messages"),
+        ({"messages": [{"role": "robot", "content": "hi"}]}, "messages"),
+        ({"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, "messages[0].content"),
+        ({"messages": HELLO, "tools": [{"type": "function"}]}, "tools"),
+        ({"messages": HELLO, "response_format": {"type": "json_object"}}, "response_format"),
+        ({"messages": HELLO, "top_logprobs": 2}, "top_logprobs"),
+        ({"messages": HELLO, "top_p": 7}, "top_p"),
+    ],
+)
+def test_a_refusal_names_the_field(template: Path, body: dict[str, Any], param: str) -> None:
+    async def scenario(served: Served) -> None:
+        status, named, message = await served.refusal(CHAT, **body)
+        assert (status, named) == (400, param), message
+        assert served.engine.requests == []
+
+    run(template, scenario)
+
+
+def test_without_a_template_the_reason_is_told() -> None:
+    async def scenario(served: Served) -> None:
+        answer = await served.ask(CHAT, {"messages": HELLO})
+        assert (answer.status, answer.json["error"]["code"]) == (400, "no_chat_template")
+        assert "--chat-template" in answer.json["error"]["message"]
+        assert (await served.ask("/tokenizer_info")).json["chat_template"] is None
+
+    run(None, scenario)
+
+
+def test_the_template_can_be_asked_for(template: Path) -> None:
+    async def scenario(served: Served) -> None:
+        assert (await served.ask("/tokenizer_info")).json["chat_template"] == TEMPLATE
+
+    run(template, scenario)
+
+
+@pytest.mark.parametrize(
+    "source",
+    ["{{ ''.__class__.__mro__ }}", "{{ messages.append(1) }}", "{{ range(10**9) | list }}", "{{ 1 / 0 }}"],
+)
+def test_a_template_is_confined(tmp_path: Path, source: str) -> None:
+    path = tmp_path / "chat.jinja"
+    path.write_text(source)
+
+    async def scenario(served: Served) -> None:
+        assert (await served.refusal(CHAT, messages=HELLO))[:2] == (400, "messages")
+
+    run(path, scenario)
+
+
+@pytest.mark.parametrize("content", [b"{% for %}", b"\xff\xfe", None])
+def test_files_that_are_no_template(tmp_path: Path, content: bytes | None) -> None:
+    path = tmp_path / "chat.jinja"
+    if content is not None:
+        path.write_bytes(content)
+    with pytest.raises(ConfigError) as refusal:
+        ChatTemplate(path)
+    assert refusal.value.name == "--chat-template"

@@ -18,7 +18,7 @@ from ppserve.model.backend import Attend, Ints, KVCache, StepRows
 
 @dataclass(frozen=True, slots=True)
 class StepInputs:
-    """StepRows are the slices' tokens one after the other.
+    """Rows are the slices' tokens one after the other.
 
     token_ids_T, positions_T: on the stage's device. read_rows: the rows that go through the head: first those that
     are drawn from, in slice order, then those that are scored. attend: the attention of this step.
@@ -81,7 +81,7 @@ def _starts(sizes: Ints) -> Ints:
 
 
 def _read_rows(plan: StepPlan, first_row_S: Ints) -> Ints:
-    """StepRows of hidden states that the head reads: the drawn ones, then the scored ones."""
+    """Rows of hidden states that the head reads: the drawn ones, then the scored ones."""
     drawn = [first + len(s.token_ids) - 1 for s, first in zip(plan.slices, first_row_S, strict=True) if s.draw]
     scored = [
         np.arange(first, first + len(s.targets))

@@ -19,7 +19,7 @@ from ppserve.config import ServeConfig
 from ppserve.process.environment import EXIT_FAILED, EXIT_HEAD_GONE, EXIT_USAGE, RankEnvironment, die_with_launcher
 from ppserve.process.stage_process import StageProcess
 
-# The keeper gives up after so many deaths within the window, if none of these lives computed a step.
+# The keeper gives up after so many deaths within the window. A life that computed a step ends the count before it.
 MAX_DEATHS = 4
 DEATH_WINDOW_S = 60.0
 # A stage sends a sign of life at least every half second; after this long without one it is killed as frozen.

@@ -26,8 +26,9 @@ class Transfer:
     """The hidden states of one step between two stages. sender: the stage that computed them.
 
     sending_ns: how long the sender was occupied with handing them on. waited_ns: from computed, or from the
-    receiver being ready for them if that was later, to received; the ledger's `transfer`. latency_ns: from sent to
-    received; None where the receiver was not waiting, because then the time of arrival is not known.
+    receiver being ready for them if that was later, to received (the ledger's `transfer` on the receiver; what
+    the sender itself loses is sending_ns). latency_ns: from sent to received; None where the receiver was not
+    waiting, because then the time of arrival is not known.
     """
 
     sender: int
@@ -146,8 +147,8 @@ class Steps:
         self._progress_ns = now_ns
 
     def stuck_stage(self, now_ns: int) -> int | None:
-        """The stage that owes the oldest step when no stage has reported within that step's deadline; else
-        None."""
+        """The first stage that owes the oldest step, if no stage has reported anything for that step's
+        deadline."""
         oldest = next(iter(self._steps.values()), None)
         if oldest is None or now_ns - self._progress_ns <= self._deadline_ns(oldest.plan):
             return None

@@ -8,8 +8,8 @@ step up to a budget:
 - 1/(2m) of the pending tokens (guided self-scheduling, Polychronopoulos and Kuck 1987), so that one long prompt
   makes enough chunks for every stage, and many short ones are not all put into the first lane;
 - beside decodes and with a cost model only 1/(3m) of them, in smaller chunks: when steps take unequal times,
-stages
-  wait for each other (simulated with 2 equal CPU-like stages: 6% more tokens per second than with chunks of 64);
+  stages wait for each other (simulated with 2 equal CPU-like stages: 6% more tokens per second than with chunks
+  of 64);
 - never more than the predicted time allows, so that decodes in the same step are not delayed for long.
 """
 
@@ -33,7 +33,7 @@ MIN_TIMED_CHUNK = 8
 # spread.
 MIN_SPREAD_CHUNK = 8
 SPREAD_ROUNDS = 3
-# How many times as long a step may take before it delays the steps after it noticeably.
+# How many times as long as its decodes alone a step may take before it delays the steps after it noticeably.
 MAX_STEP_STRETCH = 1.25
 
 
@@ -45,10 +45,11 @@ class CostModel(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class StepLimits:
-    """prefill_chunk: prompt tokens per step, None = automatic, up to max_auto_chunk. The others need a cost model.
+    """prefill_chunk: prompt tokens per step, None = automatic, up to max_auto_chunk.
 
-    They bound the predicted time of a step with prompt tokens: by seconds_alone when nothing decodes; else by
-    seconds_beside_decodes or by `stretch` times the predicted time of the decodes alone, whichever is longer.
+    The other three need a cost model. They bound the predicted time of a step with prompt tokens: by seconds_alone
+    when nothing decodes; else by seconds_beside_decodes or by `stretch` times the predicted time of the decodes
+    alone, whichever is longer.
     """
 
     prefill_chunk: int | None = None

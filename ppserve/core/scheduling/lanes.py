@@ -1,4 +1,4 @@
-"""The sequences of the steps in flight. A lane is a slot for one step; the next step takes the lowest free lane.
+"""The sequences of the steps in flight. A lane is a place for one step; the next step takes the lowest free lane.
 
 How many steps are in flight, and in which lanes, is recorded in the book of steps alone (`core.ledger.steps`).
 """

@@ -3,6 +3,7 @@
     filling   tokens of its prompt (or, after a loss, of its replay) are left to schedule
     returned  its latest token has returned and can be scheduled
     siblings  for n > 1: it waits until the leader, another sequence of its request, has scheduled their prompt
+              up to its last token
     (none)    all its known tokens are in flight
 """
 
@@ -88,7 +89,7 @@ class Roster:
                 del self._siblings[leader_id]
 
     def restart(self) -> None:
-        """All sequences compute from their first token, each for itself, in order of admission."""
+        """All sequences compute from their first token, in order of admission; none waits for a leader."""
         self._returned.clear()
         self._siblings.clear()
         self._filling = dict(self._running)

@@ -4,13 +4,12 @@ There is one scheduler per pipeline. It runs on the head and is told everything:
 time. It reads no clock and does no I/O.
 
 Laws
-- A sequence's next token is scheduled only after the token before it has returned. So no step follows an end, and
-  no placeholder is sent.
+- A drawn token is scheduled only after it has returned to the head. So no step follows an end, and no placeholder
+  is sent.
 - Stages run steps in order. Hence a prompt's next chunk may be scheduled while the chunk before is in flight, a
   block may be shared as soon as the step that fills it is scheduled, and a freed block may be reused at once.
 - The most blocks that a request can need are reserved at admission; an admitted sequence is never preempted. When
-a
-  stage is lost, every sequence keeps its tokens and its block table and is computed again.
+  a stage is lost, every sequence keeps its tokens and its block table and is computed again.
 - Every sequence causes exactly one terminal event, except one that the engine ends (`finish`).
 
 The replica calls `expire(now)`, then `schedule(now)` until it returns None, and enters each plan in the book of

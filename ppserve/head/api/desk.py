@@ -99,7 +99,8 @@ class FrontDesk:
     async def generate(self, asked: Asked, call: Call) -> AsyncIterator[RequestStream]:
         """The stream of a new request, to be read in the block; leaving the block early ends the request.
 
-        Raises RequestError when it is refused. The task is cancelled when it stops reading.
+        Raises RequestError when it is refused. The calling task is cancelled if it keeps one delta for longer
+        than the stall timeout.
         """
         check(asked, self.card)
         prompt = asked.prompt

@@ -1,4 +1,5 @@
-"""From what a caller asks for to the core's `Request`: every limit is checked here and every default resolved.
+"""From what a caller asks for to the core's `Request`: every limit is checked here and every default resolved
+(that the KV cache can hold it, the scheduler checks).
 
 In two steps, because tokenizing is work: `check` looks at everything that can be judged without the
 prompt's tokens and reports all mistakes together; `to_request` then takes the tokens and builds the

@@ -29,10 +29,10 @@ class Delta:
     """What is new of one sequence: the merged outputs of one or more steps.
 
     offset: of its first token among the generated tokens. tokens: with their log-probabilities, if asked for.
-    text: what these tokens complete; on the first delta after the prompt, if `echo` asks for it. is_first:
-    of its sequence. prompt_scores: for each token of the prompt (None for the first), if asked for; on one
-    delta of the request. last: the newest output; its finish, matched, cached_tokens and timings hold for
-    the sequence.
+    text: what these tokens complete; on a sequence's first delta it begins with the prompt's text, if `echo`
+    asks for it. is_first: of its sequence. prompt_scores: for each token of the prompt (None for the first), if
+    asked for; on one delta of the request. last: the newest output; its finish, matched, cached_tokens and
+    timings hold for the sequence.
     """
 
     index: int
@@ -100,8 +100,7 @@ class Pending:
         return enough or pending[-1].finish is not None or self._error is not None
 
     def _is_before_the_prompt_s(self, index: int) -> bool:
-        """Whether a delta would come before the one with the prompt's scores, which each sequence may follow. That
-        one's sequence is the first of the request."""
+        """Whether this sequence must wait until the first sequence's delta with the prompt's scores was taken."""
         scored = self._scored_index
         return scored is not None and index != scored and scored not in self._begun and self._error is None
 

@@ -7,7 +7,8 @@ The states of a rank's stage process, and the changes between them (`_NEXT`):
        │                                    │                                    ▼
        └── connection ends (any state)      └─────────────Broken───────────── LEAVING
 
-A message that asks for any other change is an error of the rank that sent it.
+A rank that finds its transport broken leaves by itself: from FORMING or READY to LOADED. A message that asks
+for any other change is an error of the rank that sent it.
 """
 
 from __future__ import annotations

@@ -3,7 +3,7 @@
 For each row and head the kernel computes the scores of all keys, in order, then their maximum, their exponentials
 and the sum of these, then the weighted sum of the values, in order. Which rows share the call, how the prompt was
 chunked and how many threads there are decides which rows are computed when, never what is added to what: prefill,
-chunk and decode agree bit for bit. StepRows of a tile share the loads of keys and values, nothing else.
+chunk and decode agree bit for bit. Rows of a tile share the loads of keys and values, nothing else.
 
 T rows, D width, E = 3D, L layers, B blocks, H heads, d head size, p positions of a block.
 """

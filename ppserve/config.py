@@ -77,6 +77,15 @@ class ServerSettings:
 
 
 @dataclass(frozen=True, slots=True)
+class NetworkSettings:
+    """How head and stages on several hosts find and trust each other. control_port: the head's, for its stages;
+    None = the one after MASTER_PORT."""
+
+    secret_file: Path | None = None
+    control_port: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
 class LogSettings:
     level: str = "info"
     format: str = "text"
@@ -89,4 +98,5 @@ class ServeConfig:
     cache: CacheSettings = field(default_factory=CacheSettings)
     scheduling: SchedulingSettings = field(default_factory=SchedulingSettings)
     server: ServerSettings = field(default_factory=ServerSettings)
+    network: NetworkSettings = field(default_factory=NetworkSettings)
     log: LogSettings = field(default_factory=LogSettings)

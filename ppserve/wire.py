@@ -1,8 +1,8 @@
 """The messages of the control plane, and their encoding in frames. Nothing is pickled.
 
 A frame is a 4-byte little-endian length and that many bytes of MessagePack, decoded against the types below. An
-unknown tag, a missing field or a wrong type raises `WireError`. So does a length above MAX_FRAME_BYTES, before the
-frame is received.
+unknown tag, a missing field or a wrong type raises `WireError`. So does a length above the limit, before the frame
+is received: MAX_FRAME_BYTES, and for whoever has not yet proved to know the secret MAX_GREETING_BYTES.
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ from ppserve.core.plan import StepPlan, StepResult
 from ppserve.errors import WireError
 
 MAX_FRAME_BYTES = 64 << 20
+MAX_GREETING_BYTES = 4096
 _LENGTH = struct.Struct("<I")
 
 
@@ -27,19 +28,48 @@ class _Message(msgspec.Struct, frozen=True, tag=True):
     pass
 
 
+# ---- before anything else ---------------------------------------------------------------------------
+
+
+class Challenge(_Message, frozen=True, tag=True):
+    """The head's first frame: prove that you know the secret. nonce: a random number, never used before."""
+
+    nonce: bytes
+
+
+class Proof(_Message, frozen=True, tag=True):
+    """A rank's answer, and its own challenge to the head. See `process.proof`."""
+
+    rank: int
+    proof: bytes
+    nonce: bytes
+
+
+class Welcome(_Message, frozen=True, tag=True):
+    """The head's answer: now each knows that the other knows the secret."""
+
+    proof: bytes
+
+
+class Refused(_Message, frozen=True, tag=True):
+    """The head's last word on a connection. may_retry: the reason may pass."""
+
+    reason: str
+    may_retry: bool
+
+
 # ---- stage → head ---------------------------------------------------------------------------------
 
 
 class Hello(_Message, frozen=True, tag=True):
-    """First message of a stage process: its rank, its host, and the model that it found.
+    """A stage process after the Welcome: its rank, its host, and the model that it found.
 
-    token: the secret of this start; the head refuses connections without it. checkpoint: the file or directory
-    that `--model` means on its host. dtype: never "auto". gpu: index of the device that the stage would use, None
-    for the CPU. shares_gpu: other stages of this host use the same one. costs: measured for `--layers auto`, else
-    None. machine: equal for processes that share memory, clock and loopback; host names do not show that.
+    checkpoint: the file or directory that `--model` means on its host. dtype: never "auto". gpu: index of the
+    device that the stage would use, None for the CPU. shares_gpu: other stages of this host use the same one.
+    costs: measured for `--layers auto`, else None. machine: equal for processes that share memory, clock and
+    loopback; host names do not show that.
     """
 
-    token: str
     rank: int
     world_size: int
     host: str
@@ -118,23 +148,50 @@ class Failed(_Message, frozen=True, tag=True):
 class GaveUp(_Message, frozen=True, tag=True):
     """From a keeper, as the only message of its connection: its stage process keeps dying."""
 
-    token: str
-    rank: int
     reason: str
 
 
 # ---- keeper → stage ---------------------------------------------------------------------------------
 
 
+class UnixAddress(_Message, frozen=True, tag=True):
+    """A socket in the file system of one host."""
+
+    path: str
+
+    def __str__(self) -> str:
+        return self.path
+
+
+class TcpAddress(_Message, frozen=True, tag=True):
+    """host: a name or an address."""
+
+    host: str
+    port: int
+
+    def __str__(self) -> str:
+        return f"[{self.host}]:{self.port}" if ":" in self.host else f"{self.host}:{self.port}"
+
+
+Address = UnixAddress | TcpAddress
+
+
+class Meeting(_Message, frozen=True, tag=True):
+    """Where a server's head listens, and the file with the secret that it shares with its ranks. is_ours: the head
+    makes the file."""
+
+    address: Address
+    secret_file: Path
+    is_ours: bool
+
+
 class Start(_Message, frozen=True, tag=True):
-    """The only frame on a stage process's standard input. control_host empty: torchrun's store has the address."""
+    """The only frame on a stage process's standard input. meeting: None in the head's own process."""
 
     config: ServeConfig
     stage: int
     num_stages: int
-    control_host: str
-    control_port: int
-    token: str
+    meeting: Meeting | None = None
 
 
 # ---- head → stage ---------------------------------------------------------------------------------
@@ -182,8 +239,12 @@ class Shutdown(_Message, frozen=True, tag=True):
 
 
 FromStage = Hello | Loading | Loaded | StoreOpened | Ready | Result | Heartbeat | Broken | Failed | GaveUp
+FromStranger = Proof
 FromKeeper = Start
-FromHead = Assign | Form | Abandon | Plan | Ping | Shutdown
+FromHead = Challenge | Welcome | Refused | Assign | Form | Abandon | Plan | Ping | Shutdown
+
+Outgoing = FromStage | FromStranger | FromKeeper | FromHead
+
 
 def _encode_path(value: object) -> str:
     """Paths in the configuration are encoded as strings. All other types msgspec encodes itself."""
@@ -200,11 +261,12 @@ def _decode_path(kind: type, value: object) -> Path:
 
 _encoder = msgspec.msgpack.Encoder(enc_hook=_encode_path)
 _decoders = {
-    kind: msgspec.msgpack.Decoder(kind, dec_hook=_decode_path) for kind in (FromStage, FromKeeper, FromHead)
+    kind: msgspec.msgpack.Decoder(kind, dec_hook=_decode_path)
+    for kind in (FromStage, FromStranger, FromKeeper, FromHead)
 }
 
 
-def encode(message: FromStage | FromKeeper | FromHead) -> bytes:
+def encode(message: Outgoing) -> bytes:
     """The frame of a message, length prefix included."""
     frame = bytearray(_LENGTH.size)
     _encoder.encode_into(message, frame, _LENGTH.size)
@@ -215,9 +277,15 @@ def encode(message: FromStage | FromKeeper | FromHead) -> bytes:
 class FrameReader:
     """Decodes the messages of one direction from a byte stream."""
 
-    def __init__(self, direction: object) -> None:
+    def __init__(self, direction: object, max_bytes: int = MAX_FRAME_BYTES) -> None:
         self._decoder = _decoders[direction]  # type: ignore[index]
+        self._max_bytes = max_bytes
         self._buffer = bytearray()
+
+    @property
+    def is_empty(self) -> bool:
+        """Whether everything that was fed has been decoded."""
+        return not self._buffer
 
     def feed(self, received: bytes) -> list[Any]:
         """The messages completed by `received`. Raises WireError; then the connection cannot be used any more."""
@@ -226,8 +294,8 @@ class FrameReader:
         at = 0
         while len(self._buffer) - at >= _LENGTH.size:
             (length,) = _LENGTH.unpack_from(self._buffer, at)
-            if length > MAX_FRAME_BYTES:
-                raise WireError(f"a frame of {length} bytes is beyond the limit of {MAX_FRAME_BYTES}")
+            if length > self._max_bytes:
+                raise WireError(f"a frame of {length} bytes is beyond the limit of {self._max_bytes}")
             if len(self._buffer) - at - _LENGTH.size < length:
                 break
             begin = at + _LENGTH.size

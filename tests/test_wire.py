@@ -47,7 +47,7 @@ RESULT = StepResult(
     scored=(Scored(8, 0, (TokenLogprobs(-1.5),)),),
 )
 FROM_STAGE = [
-    wire.Hello("t", 1, 2, "host", "/m", ARCH, "float32", None, False, COSTS),
+    wire.Hello(1, 2, "host", "/m", ARCH, "float32", None, False, COSTS),
     wire.Loading(1, 2),
     wire.Loaded("cpu", 10, 40, 100, 2**40, ""),
     wire.StoreOpened(1, 5),
@@ -56,9 +56,13 @@ FROM_STAGE = [
     wire.Heartbeat(1, 2),
     wire.Broken(1, "gone"),
     wire.Failed("no"),
-    wire.GaveUp("t", 1, "no"),
+    wire.GaveUp("no"),
 ]
+FROM_STRANGER = [wire.Proof(3, b"\0\1", b"\xff")]
 FROM_HEAD = [
+    wire.Challenge(b"\0\xff"),
+    wire.Welcome(b"\0\xff"),
+    wire.Refused("no", True),
     wire.Assign(StageLayout(1, 2, 4, 4), "bfloat16"),
     wire.Form(1, "gloo", 100, 768, "127.0.0.1", 0),
     wire.Abandon(3),
@@ -67,14 +71,21 @@ FROM_HEAD = [
     wire.Shutdown(2),
 ]
 FROM_KEEPER = [
-    wire.Start(ServeConfig(), 1, 2, "h", 3, "t"),
-    wire.Start(ServeConfig(server=ServerSettings(trace=Path("a/trace.json"))), 1, 2, "h", 3, "t"),
+    wire.Start(ServeConfig(), 1, 2),
+    wire.Start(ServeConfig(), 1, 2, wire.Meeting(wire.UnixAddress("/run/head"), Path("/run/secret"), True)),
+    wire.Start(ServeConfig(), 1, 2, wire.Meeting(wire.TcpAddress("h", 3), Path("s"), False)),
+    wire.Start(ServeConfig(server=ServerSettings(trace=Path("trace.json"))), 1, 2),
 ]
 
 
 @pytest.mark.parametrize(
     ("direction", "messages"),
-    [(wire.FromStage, FROM_STAGE), (wire.FromHead, FROM_HEAD), (wire.FromKeeper, FROM_KEEPER)],
+    [
+        (wire.FromStage, FROM_STAGE),
+        (wire.FromStranger, FROM_STRANGER),
+        (wire.FromHead, FROM_HEAD),
+        (wire.FromKeeper, FROM_KEEPER),
+    ],
 )
 def test_every_message_survives_any_cut(direction: object, messages: list[object]) -> None:
     stream = b"".join(wire.encode(message) for message in messages)  # type: ignore[arg-type]
@@ -89,10 +100,11 @@ def test_every_message_survives_any_cut(direction: object, messages: list[object
 
 
 def test_all_messages_are_covered() -> None:
-    covered = {type(message) for message in (*FROM_STAGE, *FROM_HEAD, *FROM_KEEPER)}
+    covered = {type(message) for message in (*FROM_STAGE, *FROM_STRANGER, *FROM_HEAD, *FROM_KEEPER)}
     assert covered == {
         *wire.FromStage.__args__,
         *wire.FromHead.__args__,
+        wire.FromStranger,
         wire.FromKeeper,
     }
 
@@ -100,6 +112,13 @@ def test_all_messages_are_covered() -> None:
 def test_a_huge_frame_is_refused_before_it_is_read() -> None:
     with pytest.raises(WireError, match="beyond the limit"):
         wire.FrameReader(wire.FromHead).feed(struct.pack("<I", wire.MAX_FRAME_BYTES + 1))
+
+
+def test_a_stranger_has_four_kilobytes() -> None:
+    reader = wire.FrameReader(wire.FromStranger, wire.MAX_GREETING_BYTES)
+    assert reader.feed(wire.encode(FROM_STRANGER[0])) == FROM_STRANGER
+    with pytest.raises(WireError, match="beyond the limit of 4096"):
+        reader.feed(struct.pack("<I", 4097))
 
 
 def test_the_other_direction_is_refused() -> None:

@@ -73,6 +73,8 @@ def _load_config_file(ctx: click.Context, _param: click.Parameter, path: Path | 
 @click.option("--tls-cert", type=_FILE)
 @click.option("--tls-key", type=_FILE)
 @click.option("--tls-client-ca", type=_FILE, help="Demand client certificates of this authority.")
+@click.option("--secret-file", type=_FILE, help="What stages on several hosts prove to know; same on every host.")
+@click.option("--control-port", type=click.IntRange(1, 65535), help="Of the head on several hosts, for stages.")
 @click.option("--api-key-file", type=_FILE, help="One key a line; reloaded on SIGHUP.")
 @click.option("--log-level", type=click.Choice(["debug", "info", "warning", "error"]), default="info")
 @click.option("--log-format", type=click.Choice(["text", "json"]), default="text")
@@ -126,6 +128,7 @@ def build_config(flags: dict[str, Any]) -> cfg.ServeConfig:
             *("tls_cert", "tls_key", "tls_client_ca", "api_key_file"),
             shutdown_timeout_s=flags["shutdown_timeout"],
         ),
+        network=pick(cfg.NetworkSettings, "secret_file", "control_port"),
         log=cfg.LogSettings(flags["log_level"], flags["log_format"]),
     )
 

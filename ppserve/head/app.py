@@ -6,8 +6,6 @@ import asyncio
 import contextlib
 import logging
 import math
-import os
-import secrets
 import signal
 import sys
 import threading
@@ -31,6 +29,7 @@ from ppserve.head.observe.metrics import Metrics
 from ppserve.head.observe.observer import Observer
 from ppserve.head.observe.pages import MakePage, json_page
 from ppserve.head.observe.trace import Trace
+from ppserve.process import meeting
 from ppserve.process.environment import (
     EXIT_USAGE,
     LAUNCHER_GRACE,
@@ -84,11 +83,10 @@ class HeadProcess:
     def __init__(self, config: ServeConfig, environment: RankEnvironment) -> None:
         self._config = config
         self._num_stages = world_size = environment.world_size
-        one_host = environment.local_world_size == world_size
-        token = secrets.token_hex(16)
-        control = SocketControlPlane("127.0.0.1" if one_host else "0.0.0.0", world_size, token)
-        control_host = "127.0.0.1" if one_host else os.environ.get("MASTER_ADDR", "127.0.0.1")
-        self._keeper = Keeper(config, 0, world_size, (control_host, control.port, token))
+        self._meeting = meeting.find_meeting(config, environment)
+        listener, secret = meeting.begin(self._meeting)
+        control = SocketControlPlane(listener, world_size, secret)
+        self._keeper = Keeper(config, 0, world_size, self._meeting)
         self._keeper_thread = threading.Thread(target=self._keeper.run, name="keeper", daemon=True)
         self._metrics = Metrics(world_size)
         self._observer = Observer(self._metrics, Trace(world_size, config.server.trace), RecentSpans(world_size))
@@ -113,6 +111,7 @@ class HeadProcess:
             self._engine.stop()
             await self._end_stages()
             self._observer.trace.close()
+            meeting.end(self._meeting)
 
     async def _serve(self) -> int:
         code = await self._wait_for_pipeline()

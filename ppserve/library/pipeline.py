@@ -82,11 +82,11 @@ class Pipeline:
         self._engine = Engine(replica, self._control, watcher, lambda call: call())
         self._tokenizer: Tokenizer | None = None
         wiring = ThreadWiring()
-        found = [Findings.of(config, RankEnvironment(rank, stages, rank, stages, 0)) for rank in range(stages)]
+        found = [Findings.of(config, RankEnvironment(rank, stages, rank, stages)) for rank in range(stages)]
         self._stages = [
             threading.Thread(
                 target=_live,
-                args=(wire.Start(config, rank, stages, "", 0, ""), found[rank], link, wiring),
+                args=(wire.Start(config, rank, stages), found[rank], link, wiring),
                 name=f"stage {rank}",
                 daemon=True,
             )

@@ -24,13 +24,12 @@ _LAUNCHER_GRACE_S = 30.0
 
 @dataclass(frozen=True, slots=True)
 class RankEnvironment:
-    """What torchrun tells a rank. restart: how often it has restarted the group."""
+    """What torchrun tells a rank."""
 
     rank: int
     world_size: int
     local_rank: int
     local_world_size: int
-    restart: int
 
     @classmethod
     def from_environ(cls) -> RankEnvironment | None:
@@ -47,7 +46,6 @@ class RankEnvironment:
             world_size,
             number("LOCAL_RANK", rank),
             number("LOCAL_WORLD_SIZE", world_size),
-            number("TORCHELASTIC_RESTART_COUNT", 0),
         )
 
 

@@ -7,7 +7,6 @@ this keeper, which never imports torch; its stage is a child process that it rep
 from __future__ import annotations
 
 import signal
-import socket
 import sys
 import time
 from collections import deque
@@ -16,7 +15,10 @@ from typing import Protocol
 
 from ppserve import wire
 from ppserve.config import ServeConfig
+from ppserve.errors import UsageError
 from ppserve.process.environment import EXIT_FAILED, EXIT_HEAD_GONE, EXIT_USAGE, RankEnvironment, die_with_launcher
+from ppserve.process.greeting import connect_to_head
+from ppserve.process.meeting import find_meeting
 from ppserve.process.stage_process import StageProcess
 
 # The keeper gives up after so many deaths within the window. A life that computed a step ends the count before it.
@@ -26,6 +28,8 @@ DEATH_WINDOW_S = 60.0
 FROZEN_AFTER_S = 4.0
 # The limit while it imports: loading one library from a cold disk can hold up all its threads.
 FROZEN_WHILE_IMPORTING_S = 30.0
+# For telling the head that the stage keeps dying.
+_TELL_WITHIN_S = 2.0
 # How often the keeper looks whether a stage is frozen or a stop is overdue.
 _LOOK_EVERY_S = 0.5
 
@@ -46,8 +50,7 @@ class Keeper:
     """Keeps one stage process alive. Owns that process and a spare: a process that has imported already, so
     that a replacement takes a second and not many.
 
-    control: host, port and token of the head. Ranks other than 0 do not know them at first (port 0); their
-    stage asks the launcher's store and tells its keeper. spawn: starts a process. clock: seconds, monotonic.
+    spawn: starts a process. clock: seconds, monotonic.
     """
 
     def __init__(
@@ -55,14 +58,15 @@ class Keeper:
         config: ServeConfig,
         stage: int,
         num_stages: int,
-        control: tuple[str, int, str] = ("", 0, ""),
+        meeting: wire.Meeting,
         spawn: Callable[[], Child] = StageProcess,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._config = config
         self._stage = stage
         self._num_stages = num_stages
-        self._control = control
+        self._meeting = meeting
+        self._found_head = False
         self._spawn = spawn
         self._clock = clock
         self._child: Child | None = None
@@ -85,19 +89,15 @@ class Keeper:
         at_s = self._clock() + grace_s
         self._kill_at_s = at_s if self._kill_at_s is None else min(at_s, self._kill_at_s)
         self._stopping = True
-        if self._child is not None and not self._knows_head:
+        if self._child is not None and not self._found_head:
             # It has not found the head and never will.
             self._child.kill()
-
-    @property
-    def _knows_head(self) -> bool:
-        return self._control[1] != 0
 
     def _is_overdue(self) -> bool:
         """Whether a stop has lasted longer than its grace; at once, where the head was never found."""
         if not self._stopping:
             return False
-        return not self._knows_head or (self._kill_at_s is not None and self._clock() > self._kill_at_s)
+        return not self._found_head or (self._kill_at_s is not None and self._clock() > self._kill_at_s)
 
     def _keep(self) -> int:
         deaths: deque[float] = deque(maxlen=MAX_DEATHS)
@@ -121,7 +121,7 @@ class Keeper:
         """Starts a stage and waits for its end: (whether it computed a step, exit code)."""
         child, self._spare = self._spare or self._spawn(), None
         self._child = child
-        child.start(wire.Start(self._config, self._stage, self._num_stages, *self._control))
+        child.start(wire.Start(self._config, self._stage, self._num_stages, self._meeting))
         served = self._watch(child)
         code = child.end()
         self._child = None
@@ -140,10 +140,10 @@ class Keeper:
             if lines:
                 last_sign_s = self._clock()
             for line in lines:
-                if line.startswith("control "):
-                    host, port, token = line.split()[1:]
-                    self._control = (host, int(port), token)
+                if line == "started":
                     imported = True
+                elif line == "connected":
+                    self._found_head = True
                 elif line == "served":
                     served = True
                     if self._spare is None and not self._stopping:
@@ -155,19 +155,18 @@ class Keeper:
 
     def _give_up(self, reason: str) -> int:
         """Tells the head why, so that streams end with a status instead of waiting."""
-        host, port, token = self._control
         try:
-            with socket.create_connection((host, port), timeout=2.0) as connection:
-                connection.sendall(wire.encode(wire.GaveUp(token, self._stage, reason)))
-        except OSError:
+            with connect_to_head(self._meeting, self._stage, _TELL_WITHIN_S) as connection:
+                connection.sendall(wire.encode(wire.GaveUp(reason)))
+        except (OSError, UsageError):
             print(f"ppserve: {reason}", file=sys.stderr, flush=True)
         return 1
 
 
 def run_keeper(config: ServeConfig, environment: RankEnvironment) -> int:
-    """The whole life of a rank other than 0."""
+    """The whole life of a rank other than 0. Raises UsageError."""
     die_with_launcher()
-    keeper = Keeper(config, environment.rank, environment.world_size)
+    keeper = Keeper(config, environment.rank, environment.world_size, find_meeting(config, environment))
     grace_s = config.server.shutdown_timeout_s + 2.0
 
     def on_signal(_signum: int, _frame: object) -> None:

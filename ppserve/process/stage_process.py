@@ -18,8 +18,9 @@ class StageProcess:
     """One child process. It imports torch first (seconds), then waits for `start`: until then it is a spare.
 
     The child gets two arguments: the file descriptor of a pipe to this process, and this process's id. It writes
-    lines to the pipe: an empty one at least every half second, `control HOST PORT TOKEN` when it knows where the
-    head listens, `served` when it has computed its first step. The pipe's end is the child's end.
+    lines to the pipe: an empty one at least every half second, `started` when it has read its configuration,
+    `connected` when it has found the head, `served` when it has computed its first step. The pipe's end is the
+    child's end.
     """
 
     def __init__(self, command: Sequence[str] = STAGE_COMMAND) -> None:

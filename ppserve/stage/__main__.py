@@ -1,6 +1,6 @@
 """A stage process, as its keeper starts it: `python -m ppserve.stage LIFE_FD KEEPER_PID` < Start frame.
 
-What belongs to the process and not to the stage is here: signals, torch's threads, exit codes, the head's address.
+What belongs to the process and not to the stage is here: signals, torch's threads, exit codes, finding the head.
 """
 
 from __future__ import annotations
@@ -10,7 +10,6 @@ import functools
 import logging
 import os
 import signal
-import socket
 import sys
 import threading
 import time
@@ -19,12 +18,13 @@ from dataclasses import replace
 from ppserve import wire
 from ppserve.errors import UsageError
 from ppserve.process.environment import EXIT_HEAD_GONE, EXIT_USAGE, RankEnvironment, die_with_parent
+from ppserve.process.greeting import connect_to_head
 from ppserve.process.logs import set_up_logging
 
 log = logging.getLogger("ppserve.stage")
 
 _SIGN_OF_LIFE_S = 0.5
-_CONNECT_TIMEOUT_S = 60.0
+_CONNECT_WITHIN_S = 60.0
 
 
 def main() -> int:
@@ -43,13 +43,9 @@ def main() -> int:
     start = _read_start()
     set_up_logging(start.config.log, f"stage {start.stage}")
     log.info("process %d", os.getpid())
-    environment = RankEnvironment.from_environ() or RankEnvironment(start.stage, start.num_stages, 0, 1, 0)
-    try:
-        start = _find_head(start, environment)
-    except (OSError, RuntimeError) as error:
-        log.error("cannot find the head: %s", error)
-        return EXIT_HEAD_GONE
-    os.write(life_fd, f"control {start.control_host} {start.control_port} {start.token}\n".encode())
+    assert start.meeting is not None
+    os.write(life_fd, b"started\n")
+    environment = RankEnvironment.from_environ() or RankEnvironment(start.stage, start.num_stages, 0, 1)
     mistake = ""
     try:
         # Before connecting, because it may take long (a download, a measurement), and the head is waiting.
@@ -60,16 +56,19 @@ def main() -> int:
     except UsageError as error:
         mistake = str(error)
     try:
-        connection = socket.create_connection((start.control_host, start.control_port), timeout=_CONNECT_TIMEOUT_S)
-    except OSError:
+        connection = connect_to_head(start.meeting, start.stage, _CONNECT_WITHIN_S)
+    except OSError as error:
+        log.error("cannot reach the head: %s", error)
         return EXIT_HEAD_GONE
-    connection.settimeout(None)
+    except UsageError as error:
+        log.error("%s", error)
+        return EXIT_USAGE
+    os.write(life_fd, b"connected\n")
     if mistake:
         # A closed connection means the head has heard of the mistake from another stage already.
         with contextlib.suppress(OSError):
-            connection.sendall(wire.encode(wire.GaveUp(start.token, start.stage, mistake)))
+            connection.sendall(wire.encode(wire.GaveUp(mistake)))
         return EXIT_USAGE
-    connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     # When the head is gone nothing is left to do.
     open_link = functools.partial(HeadLink, connection, on_lost=lambda: os._exit(EXIT_HEAD_GONE))
     stage = StageLoop(start, found, open_link, ProcessGroupWiring())
@@ -96,15 +95,6 @@ def _show_life(life_fd: int) -> None:
         except OSError:
             os._exit(EXIT_HEAD_GONE)
         time.sleep(_SIGN_OF_LIFE_S)
-
-
-def _find_head(start: wire.Start, environment: RankEnvironment) -> wire.Start:
-    """With the head's address and token. Stage 0 is told by its keeper and tells the others."""
-    if start.num_stages == 1 or (start.control_port and start.stage > 0):
-        return start  # there are no others; or it was learned in an earlier life
-    from ppserve.stage import rendezvous
-
-    return wire.Start(start.config, start.stage, start.num_stages, *rendezvous.exchange(start, environment))
 
 
 if __name__ == "__main__":

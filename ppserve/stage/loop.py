@@ -107,7 +107,6 @@ class StageLoop:
     def _hello(self) -> wire.Hello:
         start, compute, checkpoint = self._start, self._found.compute, self._found.checkpoint
         return wire.Hello(
-            token=start.token,
             rank=start.stage,
             world_size=start.num_stages,
             host=socket.gethostname(),

@@ -1,12 +1,7 @@
-"""How stages find the head, and each other: the launcher's store once, then one store per epoch.
-
-torchrun keeps a TCPStore for its ranks. Stage 0 writes the head's control address there; everything
-else, each epoch's own store included, is arranged over the control plane.
-"""
+"""How stages find each other: in one store per epoch, whose place the head tells them."""
 
 from __future__ import annotations
 
-import os
 import socket
 import time
 from collections.abc import Callable
@@ -14,30 +9,9 @@ from datetime import timedelta
 
 import torch.distributed as dist
 
-from ppserve import wire
 from ppserve.errors import TransportError
-from ppserve.process.environment import RankEnvironment
 
-_LAUNCHER_TIMEOUT = timedelta(seconds=120)
 _LOOK_EVERY_S = 0.005
-
-
-def exchange(start: wire.Start, environment: RankEnvironment) -> tuple[str, int, str]:
-    """Stage 0 publishes the control address it was given; the others wait for it: (host, port, token)."""
-    launcher_hosts_it = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
-    store = dist.TCPStore(
-        os.environ["MASTER_ADDR"],
-        int(os.environ["MASTER_PORT"]),
-        is_master=start.stage == 0 and not launcher_hosts_it,
-        timeout=_LAUNCHER_TIMEOUT,
-        wait_for_workers=False,
-    )
-    scoped = dist.PrefixStore(f"ppserve/{environment.restart}", store)
-    if start.stage == 0:
-        scoped.set("control", f"{start.control_host} {start.control_port} {start.token}")
-        return start.control_host, start.control_port, start.token
-    host, port, token = scoped.get("control").decode().split()
-    return host, int(port), token
 
 
 def open_epoch_store(host: str, timeout: timedelta) -> tuple[dist.TCPStore, int]:

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import socket
 from collections.abc import Callable, Iterable, Iterator
+from pathlib import Path
 
 import pytest
 
@@ -17,10 +17,13 @@ from ppserve.process.keeper import (
     MAX_DEATHS,
     Keeper,
 )
+from tests.process.heads import head
 
 KILLED = -9
 CRASHED = -11
-KNOWS_HEAD = "control 10.0.0.1 4242 secret"
+MEETING = wire.Meeting(wire.UnixAddress("/nobody/listens"), Path("/nobody/knows"), is_ours=False)
+START = wire.Start(ServeConfig(), 1, 2, MEETING)
+KNOWS_HEAD = "started\nconnected"
 FOREVER = float("inf")
 
 # Seconds after the event before it, and a line that the stage writes or something that happens meanwhile.
@@ -61,7 +64,7 @@ class ScriptedStage:
         self._clock.now_s += after_s
         del self._events[0]
         if isinstance(event, str):
-            return [event]
+            return event.split("\n")
         event()
         return []
 
@@ -78,12 +81,12 @@ class ScriptedStage:
 class Scene:
     """A keeper of stage 1 of 2 and the stages that it will start, in this order."""
 
-    def __init__(self, control: tuple[str, int, str] = ("", 0, "")) -> None:
+    def __init__(self, meeting: wire.Meeting = MEETING) -> None:
         self.clock = Clock()
         self.stages: list[ScriptedStage] = []
         self._next: Iterator[ScriptedStage] = iter(())
         self.num_spawned = 0
-        self.keeper = Keeper(ServeConfig(), 1, 2, control, spawn=self._spawn, clock=self.clock)
+        self.keeper = Keeper(ServeConfig(), 1, 2, meeting, spawn=self._spawn, clock=self.clock)
 
     def stage(self, *events: Event, code: int = CRASHED) -> ScriptedStage:
         self.stages.append(ScriptedStage(self.clock, events, code))
@@ -106,7 +109,7 @@ def scene() -> Scene:
 def test_a_stage_that_ends_well_ends_the_rank_well(scene: Scene) -> None:
     stage = scene.stage((1, KNOWS_HEAD), (1, ""), code=0)
     assert scene.run() == 0
-    assert stage.started == wire.Start(ServeConfig(), 1, 2, "", 0, "")
+    assert stage.started == START
     assert stage.has_ended
 
 
@@ -122,8 +125,7 @@ def test_other_ends_are_followed_by_another_life(scene: Scene, code: int) -> Non
     scene.stage((1, KNOWS_HEAD), code=code)
     second = scene.stage(code=0)
     assert scene.run() == 0
-    # What the first life learned about the head, the second is told.
-    assert second.started == wire.Start(ServeConfig(), 1, 2, "10.0.0.1", 4242, "secret")
+    assert second.started == START
 
 
 # ---- a frozen stage ----------------------------------------------------------------------------------------
@@ -179,19 +181,16 @@ def test_a_keeper_that_was_held_up_itself_listens_before_it_judges(scene: Scene)
 # ---- a stage that keeps dying ------------------------------------------------------------------------------
 
 
-def test_the_head_is_told_when_a_stage_keeps_dying() -> None:
-    with socket.create_server(("127.0.0.1", 0)) as head:
-        scene = Scene(control=("127.0.0.1", head.getsockname()[1], "secret"))
+def test_the_head_is_told_when_a_stage_keeps_dying(tmp_path: Path) -> None:
+    with head(tmp_path) as listening:
+        scene = Scene(listening.meeting)
         for _ in range(MAX_DEATHS):
             scene.stage((1, ""))
         assert scene.run() == 1
-        head.settimeout(10)
-        connection, _ = head.accept()
-        with connection:
-            received = b"".join(iter(lambda: connection.recv(4096), b""))
+        told = listening.next_event()
     assert scene.num_spawned == MAX_DEATHS
     reason = f"stage 1 died {MAX_DEATHS} times in a row (last code {CRASHED})"
-    assert wire.FrameReader(wire.FromStage).feed(received) == [wire.GaveUp("secret", 1, reason)]
+    assert (told.rank, told.message) == (1, wire.GaveUp(reason))
 
 
 def test_a_keeper_that_cannot_reach_the_head_says_why_itself(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from pathlib import Path
 
 import pytest
 
@@ -10,16 +11,17 @@ from ppserve import wire
 from ppserve.config import ServeConfig
 from ppserve.process.stage_process import StageProcess
 
-START = wire.Start(ServeConfig(), 1, 2, "127.0.0.1", 4242, "secret")
+MEETING = wire.Meeting(wire.TcpAddress("127.0.0.1", 4242), Path("secret"), is_ours=False)
+START = wire.Start(ServeConfig(), 1, 2, MEETING)
 # Of the pipe the child has only the number; what it writes comes in pieces that do not respect lines.
 STAGE = """
 import os, sys
 from ppserve import wire
 life, keeper = int(sys.argv[1]), int(sys.argv[2])
 assert keeper == os.getppid()
-os.write(life, b"\\ncontrol 127.0.0")
+os.write(life, b"\\nstar")
 (start,) = wire.FrameReader(wire.FromKeeper).feed(os.read(0, 1 << 16)) or sys.exit(75)
-os.write(life, f".1 {start.control_port} {start.token}\\nserved\\n".encode())
+os.write(life, f"ted\\n{start.meeting.address} {start.meeting.secret_file}\\nserved\\n".encode())
 sys.exit(start.stage + 10)
 """
 SPARE = "import os, sys; os.write(int(sys.argv[1]), b'\\n'); sys.exit(5 if os.read(0, 1) == b'' else 6)"
@@ -43,7 +45,7 @@ def test_a_stage_is_told_what_to_do_and_its_lines_arrive_whole() -> None:
     process = child(STAGE)
     assert process.listen(30) == [""]
     process.start(START)
-    assert lines_of(process) == ["control 127.0.0.1 4242 secret", "served"]
+    assert lines_of(process) == ["started", "127.0.0.1:4242 secret", "served"]
     assert process.end() == 11
 
 

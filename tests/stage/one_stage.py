@@ -111,7 +111,7 @@ def start(
     """A stage that has just begun; its Hello is to be heard yet."""
     said: queue.SimpleQueue[Heard | Gone | None] = queue.SimpleQueue()
     link = LocalLink(stage, said)
-    order = wire.Start(CONFIG, stage, num_stages, "", 0, "token")
+    order = wire.Start(CONFIG, stage, num_stages)
     loop = StageLoop(order, Findings(checkpoint, CPU, None), link.opened, wiring)
     served: list[None] = []
     return OneStage(link, said, threads.submit(loop.run, lambda: served.append(None)), served)

@@ -7,22 +7,31 @@ connections are accepted.
 from __future__ import annotations
 
 import contextlib
-import hmac
+import errno
 import logging
 import selectors
 import socket
 import time
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 from ppserve import wire
 from ppserve.errors import WireError
+from ppserve.process import proof
+from ppserve.process.sockets import send_at_once
 
 log = logging.getLogger("ppserve.control")
 
-# A stage opens its checkpoint and measures before it connects, so it sends `Hello` at once.
+# A stage opens its checkpoint and measures before it connects, so it answers and sends `Hello` at once.
 _GREETING_TIMEOUT_S = 10.0
+# Connections that have not said Hello, beyond one for each rank. A further one takes the place of the oldest.
+_MAX_STRANGERS = 16
+# Without a free file descriptor a connection cannot be accepted, and the listener stays readable.
+_ACCEPT_AGAIN_S = 0.5
+_EXHAUSTED = (errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM)
+# The log has at most one line about refused connections in this time.
+_COMPLAIN_EVERY_S = 5.0
 # Frames are much smaller than a socket's buffer, so a send that blocks this long means that the stage does not
 # read.
 _SEND_TIMEOUT_S = 2.0
@@ -69,37 +78,41 @@ class ControlPlane(Protocol):
 
 @dataclass(slots=True, eq=False)
 class _Peer:
-    """One connection. rank: None until its greeting was accepted."""
+    """One connection. challenge: what it must answer to. rank: None until it has proved to know the secret."""
 
     connection: socket.socket
-    reader: wire.FrameReader
     since_s: float
+    reader: wire.FrameReader
+    challenge: bytes = field(default_factory=proof.new_nonce)
     rank: int | None = None
 
 
 class SocketControlPlane:
     """Accepts connections from ranks, and exchanges frames with them.
 
-    A connection whose first message lacks the secret token, or names a rank that does not exist, is refused.
+    A connection is a stranger's until it has said Hello. To do so it proves to know the secret, and names a rank
+    that exists and is not connected. Strangers are few, and their frames short.
     """
 
     def __init__(
         self,
-        host: str,
+        listener: socket.socket,
         world_size: int,
-        token: str,
+        secret: bytes,
         greeting_timeout_s: float = _GREETING_TIMEOUT_S,
         send_timeout_s: float = _SEND_TIMEOUT_S,
     ) -> None:
         self._greeting_timeout_s = greeting_timeout_s
         self._send_timeout_s = send_timeout_s
         self._world_size = world_size
-        self._token = token.encode()
-        self._listener = socket.create_server((host, 0))
+        self._secret = secret
+        self._listener = listener
         self._listener.setblocking(False)
-        self.port: int = self._listener.getsockname()[1]
+        self._accepts_from_s = 0.0
+        self._complained_s = -_COMPLAIN_EVERY_S
         self._peers: dict[int, _Peer] = {}
-        self._strangers: set[_Peer] = set()
+        # In order of arrival.
+        self._strangers: dict[_Peer, None] = {}
         self._lost: list[Heard | Gone] = []
         self._wake_in, self._wake_out = socket.socketpair()
         self._wake_in.setblocking(False)
@@ -119,11 +132,12 @@ class SocketControlPlane:
                 self._accept()
             elif key.fileobj is self._wake_out:
                 self._wake_out.recv(4096)
-            elif key.data.connection.fileno() >= 0:  # else a new connection of its rank has just replaced it
+            elif key.data.connection.fileno() >= 0:  # else it was ended meanwhile, by another's greeting
                 heard += self._read(key.data)
         heard += self._lost
         self._lost = []
         self._refuse_silent_strangers()
+        self._accept_again()
         return heard
 
     def send(self, rank: int, message: wire.FromHead) -> None:
@@ -136,12 +150,8 @@ class SocketControlPlane:
 
     def _send_frame(self, rank: int, frame: bytes) -> None:
         peer = self._peers.get(rank)
-        if peer is None:
-            return
-        try:
-            peer.connection.sendall(frame)
-        except OSError as error:
-            self.drop(rank, "timeout" if isinstance(error, TimeoutError) else "exit")
+        if peer is not None:
+            self._lost += self._send_to(peer, frame)
 
     def drop(self, rank: int, cause: str) -> None:
         peer = self._peers.get(rank)
@@ -160,65 +170,135 @@ class SocketControlPlane:
         self._wake_in.close()
         self._wake_out.close()
 
+    # ---- connections ----------------------------------------------------------------------------------
+
     def _accept(self) -> None:
         try:
             connection, _ = self._listener.accept()
-        except OSError:
+        except OSError as error:
+            if error.errno in _EXHAUSTED:
+                log.warning("cannot accept a connection: %s", error.strerror)
+                self._selector.unregister(self._listener)
+                self._accepts_from_s = time.monotonic() + _ACCEPT_AGAIN_S
             return
         connection.settimeout(self._send_timeout_s)
-        connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-        peer = _Peer(connection, wire.FrameReader(wire.FromStage), time.monotonic())
-        self._strangers.add(peer)
+        send_at_once(connection)
+        reader = wire.FrameReader(wire.FromStranger, wire.MAX_GREETING_BYTES)
+        peer = _Peer(connection, time.monotonic(), reader)
+        self._strangers[peer] = None
         self._selector.register(connection, selectors.EVENT_READ, peer)
+        if len(self._strangers) > self._world_size + _MAX_STRANGERS:
+            self._end(next(iter(self._strangers)), "too many")
+        self._send_to(peer, wire.encode(wire.Challenge(peer.challenge)))
+
+    def _accept_again(self) -> None:
+        if self._accepts_from_s and time.monotonic() > self._accepts_from_s:
+            self._accepts_from_s = 0.0
+            self._selector.register(self._listener, selectors.EVENT_READ, None)
 
     def _read(self, peer: _Peer) -> list[Heard | Gone]:
         try:
-            received = peer.connection.recv(1 << 16)
+            received = peer.connection.recv(1 << 16 if peer.rank is not None else wire.MAX_GREETING_BYTES)
             arrived_ns = time.monotonic_ns()
             messages = peer.reader.feed(received)
         except OSError:
             received, messages = b"", []
         except WireError as error:
-            log.warning("a message on the control plane does not fit the schema: %s", error)
+            self._complain(f"a message on the control plane does not fit the schema: {error}")
             return self._end(peer, "protocol")
         if not received:
             return self._end(peer, "exit")
         heard: list[Heard | Gone] = []
         for message in messages:
-            if peer.rank is None and not self._admit(peer, message, heard):
-                return heard + self._end(peer, "not admitted")
-            assert peer.rank is not None
-            heard.append(Heard(peer.rank, arrived_ns, message))
+            if isinstance(message, wire.Proof):
+                heard += self._judge(peer, message)
+            elif peer not in self._strangers or self._admit(peer, message):
+                assert peer.rank is not None
+                heard.append(Heard(peer.rank, arrived_ns, message))
+                if self._peers.get(peer.rank) is not peer:
+                    self._end(peer, "a keeper has said what it had to say")
+            if peer.connection.fileno() < 0:
+                break
         return heard
 
-    def _admit(self, peer: _Peer, message: Any, heard: list[Heard | Gone]) -> bool:
-        """Whether a connection is accepted after its first message. Ends an older connection of the rank."""
-        if not isinstance(message, wire.Hello | wire.GaveUp):
-            return False
-        if not hmac.compare_digest(message.token.encode(), self._token):
-            return False
-        if not 0 <= message.rank < self._world_size:
-            return False
-        before = self._peers.get(message.rank)
-        if before is not None and isinstance(message, wire.Hello):
-            heard += self._end(before, "replaced")
-        peer.rank = message.rank
-        self._strangers.discard(peer)
-        if isinstance(message, wire.Hello):
-            self._peers[message.rank] = peer
-        return True
+    def _send_to(self, peer: _Peer, frame: bytes) -> list[Heard | Gone]:
+        """Sends. Returns the end of the connection, if this is how it is found out."""
+        try:
+            peer.connection.sendall(frame)
+        except OSError as error:
+            return self._end(peer, "timeout" if isinstance(error, TimeoutError) else "exit")
+        return []
 
     def _end(self, peer: _Peer, cause: str) -> list[Heard | Gone]:
         """Closes a connection. Its rank is gone, unless the connection was not the rank's current one."""
         self._selector.unregister(peer.connection)
         peer.connection.close()
-        self._strangers.discard(peer)
+        self._strangers.pop(peer, None)
         if peer.rank is None or self._peers.get(peer.rank) is not peer:
             return []
         del self._peers[peer.rank]
         return [Gone(peer.rank, cause)]
 
+    # ---- who gets in ----------------------------------------------------------------------------------
+
+    def _judge(self, peer: _Peer, said: wire.Proof) -> list[Heard | Gone]:
+        """A stranger's proof: the head answers with its own, or refuses. Returns what its rank said before."""
+        expected = proof.rank_proof(self._secret, said.rank, peer.challenge, said.nonce)
+        if not proof.is_same(said.proof, expected):
+            self._refuse(peer, "the head has another secret than this stage")
+        elif not 0 <= said.rank < self._world_size:
+            self._refuse(peer, f"there is no rank {said.rank}")
+        elif not peer.reader.is_empty or peer.rank is not None:
+            self._refuse(peer, "a proof is one frame, sent once")
+        else:
+            heard = self._read_what_is_there(said.rank)
+            if said.rank in self._peers:
+                self._refuse(peer, f"rank {said.rank} is connected already", may_retry=True)
+                return heard
+            peer.rank = said.rank
+            peer.reader = wire.FrameReader(wire.FromStage)
+            answer = proof.head_proof(self._secret, said.rank, peer.challenge, said.nonce)
+            self._send_to(peer, wire.encode(wire.Welcome(answer)))
+            return heard
+        return []
+
+    def _admit(self, peer: _Peer, message: Any) -> bool:
+        """Whether the first message after the Welcome is a greeting, of a rank that is not connected meanwhile."""
+        assert peer.rank is not None
+        is_stage = isinstance(message, wire.Hello) and message.rank == peer.rank
+        if not (is_stage or isinstance(message, wire.GaveUp)) or peer.rank in self._peers:
+            self._refuse(peer, "no greeting, or too late a one")
+            return False
+        del self._strangers[peer]
+        if is_stage:
+            self._peers[peer.rank] = peer
+        return True
+
+    def _read_what_is_there(self, rank: int) -> list[Heard | Gone]:
+        """Everything that arrived on a rank's connection, the end included: its next process may be at the door
+        before the end of the last one was read."""
+        peer, heard = self._peers.get(rank), list[Heard | Gone]()
+        if peer is None:
+            return heard
+        with selectors.DefaultSelector() as selector:
+            selector.register(peer.connection, selectors.EVENT_READ)
+            while peer.connection.fileno() >= 0 and selector.select(0):
+                heard += self._read(peer)
+        return heard
+
+    def _refuse(self, peer: _Peer, reason: str, may_retry: bool = False) -> None:
+        self._complain(f"refused a connection: {reason}")
+        self._send_to(peer, wire.encode(wire.Refused(reason, may_retry)))
+        if peer.connection.fileno() >= 0:
+            self._end(peer, "refused")
+
     def _refuse_silent_strangers(self) -> None:
         silent_since_s = time.monotonic() - self._greeting_timeout_s
         for peer in [stranger for stranger in self._strangers if stranger.since_s < silent_since_s]:
             self._end(peer, "said nothing")
+
+    def _complain(self, problem: str) -> None:
+        now_s = time.monotonic()
+        if now_s - self._complained_s >= _COMPLAIN_EVERY_S:
+            self._complained_s = now_s
+            log.warning("%s", problem)

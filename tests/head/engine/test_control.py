@@ -2,38 +2,70 @@
 
 from __future__ import annotations
 
+import resource
+import select
 import socket
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import closing, contextmanager
+from contextlib import ExitStack, closing, contextmanager
+from typing import Any
 
 import pytest
+from msgspec.structs import replace
 
 from ppserve import wire
 from ppserve.core.architecture import Architecture
 from ppserve.head.engine.control import Gone, Heard, SocketControlPlane
+from ppserve.process.proof import head_proof, rank_proof
 
 ARCH = Architecture(4, 64, 4, 128, 300, 300, 256)
-SECRET = "the secret of this start"
+SECRET = b"the secret of this server"
 WITHIN_S = 20.0
 AGES_S = 3600.0
 Events = list[Heard | Gone]
 
 
-class Rank:
-    """A rank's end of a connection. It can send anything."""
+class Plane(SocketControlPlane):
+    """The head's end, on a free port of this host. It has two ranks."""
 
-    def __init__(self, control: SocketControlPlane) -> None:
+    def __init__(self, **timeouts: float) -> None:
+        listener = socket.create_server(("127.0.0.1", 0))
+        self.port = listener.getsockname()[1]
+        super().__init__(listener, 2, SECRET, **timeouts)
+
+
+class Rank:
+    """The other end of a connection, whoever that may be."""
+
+    def __init__(self, control: Plane) -> None:
         self.connection = socket.create_connection(("127.0.0.1", control.port), timeout=WITHIN_S)
         self._reader = wire.FrameReader(wire.FromHead)
+        while not self._is_readable():
+            control.poll(0.01)
+        (self.challenge,) = self.hear()
 
-    def say(self, *messages: wire.FromStage) -> None:
+    def _is_readable(self) -> bool:
+        return bool(select.select([self.connection], [], [], 0)[0])
+
+    def say(self, *messages: wire.Outgoing) -> None:
         self.connection.sendall(b"".join(map(wire.encode, messages)))
 
-    def hear(self) -> list[object]:
-        """Waits for messages and returns them; empty when the head has closed the connection."""
-        messages: list[object] = []
+    def proof(self, rank: int, secret: bytes = SECRET) -> wire.Proof:
+        """What is right to answer to the head's challenge."""
+        return wire.Proof(rank, rank_proof(secret, rank, self.challenge.nonce, b"mine"), b"mine")
+
+    def prove(self, control: Plane, rank: int) -> Rank:
+        """Up to the head's Welcome."""
+        self.say(self.proof(rank))
+        while not self._is_readable():
+            control.poll(0.01)
+        assert self.hear() == [wire.Welcome(head_proof(SECRET, rank, self.challenge.nonce, b"mine"))]
+        return self
+
+    def hear(self) -> list[Any]:
+        """Messages that arrived; waits for one. None at all when the head has hung up."""
+        messages: list[Any] = []
         while not messages:
             received = self.connection.recv(1 << 16)
             if not received:
@@ -43,19 +75,20 @@ class Rank:
 
     @property
     def is_cut_off(self) -> bool:
+        """Whether nothing comes but, perhaps, a refusal."""
         try:
-            return self.hear() == []
+            return all(isinstance(message, wire.Refused) for message in self.hear()) and self.hear() == []
         except ConnectionResetError:  # what it had said was not read
             return True
 
 
-def hello(rank: int, token: str = SECRET) -> wire.Hello:
-    return wire.Hello(token, rank, 2, "here", "/m", ARCH, "float32", None, False, None)
+def hello(rank: int) -> wire.Hello:
+    return wire.Hello(rank, 2, "here", "/m", ARCH, "float32", None, False, None)
 
 
 @contextmanager
-def listening(**timeouts: float) -> Iterator[SocketControlPlane]:
-    control = SocketControlPlane("127.0.0.1", 2, SECRET, **timeouts)
+def listening(**timeouts: float) -> Iterator[Plane]:
+    control = Plane(**timeouts)
     try:
         yield control
     finally:
@@ -63,21 +96,27 @@ def listening(**timeouts: float) -> Iterator[SocketControlPlane]:
 
 
 @contextmanager
-def greeted(control: SocketControlPlane, rank: int) -> Iterator[Rank]:
-    with connected(control) as peer:
+def greeted(control: Plane, rank: int) -> Iterator[Rank]:
+    with proven(control, rank) as peer:
         peer.say(hello(rank))
         until(control, lambda events: [event.rank for event in events if isinstance(event, Heard)] == [rank])
         yield peer
 
 
 @contextmanager
-def connected(control: SocketControlPlane) -> Iterator[Rank]:
+def proven(control: Plane, rank: int) -> Iterator[Rank]:
+    with connected(control) as peer:
+        yield peer.prove(control, rank)
+
+
+@contextmanager
+def connected(control: Plane) -> Iterator[Rank]:
     peer = Rank(control)
     with closing(peer.connection):
         yield peer
 
 
-def until(control: SocketControlPlane, condition: Callable[[Events], bool]) -> Events:
+def until(control: Plane, condition: Callable[[Events], bool]) -> Events:
     """What the head receives, until the condition holds."""
     events: Events = []
     deadline_s = time.monotonic() + WITHIN_S
@@ -108,9 +147,13 @@ def has_ended(thread: threading.Thread) -> bool:
 
 def test_messages_come_in_order_with_their_rank_however_they_are_cut() -> None:
     said = [hello(1), wire.Loading(1, 2), wire.Failed("no memory")]
-    stream = b"".join(map(wire.encode, said))
     with listening() as control, connected(control) as peer:
-        events: Events = []
+        stream = wire.encode(peer.proof(1))
+        for at in range(0, len(stream), 7):
+            peer.connection.sendall(stream[at : at + 7])
+            assert control.poll(0) == []
+        assert [type(answer) for answer in peer.hear()] == [wire.Welcome]
+        stream, events = b"".join(map(wire.encode, said)), list[Heard | Gone]()
         for at in range(0, len(stream), 7):
             peer.connection.sendall(stream[at : at + 7])
             events += control.poll(0)
@@ -120,51 +163,99 @@ def test_messages_come_in_order_with_their_rank_however_they_are_cut() -> None:
         assert times == sorted(times)
 
 
-REFUSED = {
-    "a wrong secret": wire.encode(hello(0, "another secret")),
-    "a secret that begins well": wire.encode(hello(0, SECRET[:-1])),
-    "a keeper with a wrong secret": wire.encode(wire.GaveUp("another secret", 0, "its stage dies")),
-    "a rank below all": wire.encode(hello(-1)),
-    "a rank beyond all": wire.encode(hello(2)),
-    "no greeting": wire.encode(wire.Heartbeat(1, 2)),
-    "a greeting after something else": wire.encode(wire.Heartbeat(1, 2)) + wire.encode(hello(0)),
-    "no message": b"GET / HTTP/1.1\r\n\r\n",
-    "too long a message": (wire.MAX_FRAME_BYTES + 1).to_bytes(4, "little") + b"x",
+Says = Callable[[Rank], bytes]
+REFUSED: dict[str, Says] = {
+    "a wrong secret": lambda peer: wire.encode(peer.proof(0, b"another secret")),
+    "a secret that begins well": lambda peer: wire.encode(peer.proof(0, SECRET[:-1])),
+    "another rank's proof": lambda peer: wire.encode(replace(peer.proof(0), rank=1)),
+    "a proof for another number": lambda peer: wire.encode(replace(peer.proof(0), nonce=b"yours")),
+    "a rank below all": lambda peer: wire.encode(peer.proof(-1)),
+    "a rank beyond all": lambda peer: wire.encode(peer.proof(2)),
+    "a rank beyond all numbers": lambda peer: wire.encode(peer.proof(2**63 - 1)),
+    "a greeting without a proof": lambda peer: wire.encode(hello(0)),
+    "a greeting right behind the proof": lambda peer: wire.encode(peer.proof(0)) + wire.encode(hello(0)),
+    "two proofs": lambda peer: 2 * wire.encode(peer.proof(0)),
+    "no message": lambda peer: b"GET / HTTP/1.1\r\n\r\n",
+    "too long a message": lambda peer: (wire.MAX_GREETING_BYTES + 1).to_bytes(4, "little") + b"x",
 }
 
 
-@pytest.mark.parametrize("words", REFUSED.values(), ids=REFUSED)
-def test_strangers_are_cut_off_and_ranks_stay(words: bytes) -> None:
-    with listening() as control, greeted(control, 0) as known, connected(control) as stranger:
-        stranger.connection.sendall(words)
-        waiting = in_thread(lambda: stranger.is_cut_off)
-        events: Events = []
-        while waiting.is_alive():
-            events += control.poll(0.1)
-        assert events == []
+def cut_off(control: Plane, stranger: Rank) -> Events:
+    """What the head hears until it has ended the stranger's connection."""
+    waiting, events = in_thread(lambda: stranger.is_cut_off), list[Heard | Gone]()
+    while waiting.is_alive():
+        events += control.poll(0.1)
+    return events
+
+
+@pytest.mark.parametrize("says", REFUSED.values(), ids=REFUSED)
+def test_strangers_are_cut_off_and_ranks_stay(says: Says) -> None:
+    with listening() as control, greeted(control, 1) as known, connected(control) as stranger:
+        stranger.connection.sendall(says(stranger))
+        assert cut_off(control, stranger) == []
         known.say(wire.Heartbeat(1, 2))
-        assert told(until(control, bool)) == [(0, wire.Heartbeat(1, 2))]
+        assert told(until(control, bool)) == [(1, wire.Heartbeat(1, 2))]
+
+
+@pytest.mark.parametrize("words", [wire.Heartbeat(1, 2), hello(1)], ids=["no greeting", "another rank's"])
+def test_after_the_proof_only_the_ranks_own_greeting_will_do(words: wire.FromStage) -> None:
+    with listening() as control, proven(control, 0) as stranger:
+        stranger.say(words)
+        assert cut_off(control, stranger) == []
 
 
 @pytest.mark.parametrize("words", [b"", wire.encode(hello(0))[:-1]])
 def test_a_stranger_that_never_finishes_its_greeting_is_cut_off(words: bytes) -> None:
-    with listening(greeting_timeout_s=0.05) as control:
-        with greeted(control, 1) as silent, connected(control) as stranger:
+    with listening(greeting_timeout_s=0.05) as control, greeted(control, 1) as silent:
+        with connected(control) as unproven:
+            unproven.connection.sendall(words)
+            assert cut_off(control, unproven) == []
+        with listening(greeting_timeout_s=0.5) as patient, proven(patient, 0) as stranger:
             stranger.connection.sendall(words)
-            waiting = in_thread(lambda: stranger.is_cut_off)
-            while waiting.is_alive():
-                assert control.poll(0.1) == []
-            # The control: a rank that says nothing has been admitted, and stays.
-            silent.say(wire.Heartbeat(1, 2))
-            assert told(until(control, bool)) == [(1, wire.Heartbeat(1, 2))]
+            assert cut_off(patient, stranger) == []
+        # The control: a rank that says nothing has been admitted, and stays.
+        silent.say(wire.Heartbeat(1, 2))
+        assert told(until(control, bool)) == [(1, wire.Heartbeat(1, 2))]
 
 
 def test_a_stranger_has_the_whole_greeting_timeout() -> None:
     with listening(greeting_timeout_s=AGES_S) as control, connected(control) as stranger:
         for _ in range(3):
             assert control.poll(0.01) == []
-        stranger.say(hello(0))
+        stranger.prove(control, 0).say(hello(0))
         assert told(until(control, bool)) == [(0, hello(0))]
+
+
+def test_of_too_many_strangers_the_oldest_go_and_a_rank_still_gets_in() -> None:
+    with listening(greeting_timeout_s=AGES_S) as control, ExitStack() as crowd:
+        strangers = [crowd.enter_context(connected(control)) for _ in range(40)]
+        with greeted(control, 0) as rank:
+            assert strangers[0].is_cut_off
+            assert strangers[-19].is_cut_off
+            strangers[-1].prove(control, 1).say(hello(1))
+            assert told(until(control, bool)) == [(1, hello(1))]
+            rank.say(wire.Heartbeat(1, 2))
+            assert told(until(control, bool)) == [(0, wire.Heartbeat(1, 2))]
+
+
+def test_without_free_descriptors_ranks_are_served_and_nothing_spins() -> None:
+    """Once there are descriptors again, whoever waited gets in."""
+    with listening() as control, greeted(control, 0) as rank:
+        soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+        with socket.socket() as late:
+            late.settimeout(WITHIN_S)
+            resource.setrlimit(resource.RLIMIT_NOFILE, (late.fileno(), hard))
+            try:
+                late.connect(("127.0.0.1", control.port))
+                assert control.poll(WITHIN_S) == []
+                assert has_ended(in_thread(lambda: control.poll(0.05))), "the listener is not asked again at once"
+                rank.say(wire.Heartbeat(1, 2))
+                assert told(until(control, bool)) == [(0, wire.Heartbeat(1, 2))]
+            finally:
+                resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+            waiting = in_thread(lambda: late.recv(1))
+            while waiting.is_alive():
+                assert control.poll(0.05) == []
 
 
 # ---- who is gone ----
@@ -181,35 +272,48 @@ def test_the_end_of_a_connection_is_an_event() -> None:
 
 
 @pytest.mark.parametrize("end_first", [True, False])
-def test_a_new_hello_and_the_old_connections_end_in_one_poll(end_first: bool) -> None:
+def test_a_new_process_and_the_old_ones_end_in_one_poll(end_first: bool) -> None:
+    """What the old one said last comes first, then its end; the new one is not refused."""
+    last_words = wire.Broken(1, "reset")
     with listening() as control, greeted(control, 0) as old, connected(control) as new:
-        assert control.poll(WITHIN_S) == []  # `new` is accepted
-        steps = [old.connection.close, lambda: new.say(hello(0))]
+
+        def end() -> None:
+            old.say(last_words)
+            old.connection.close()
+
+        steps = [end, lambda: new.say(new.proof(0))]
         for step in steps if end_first else reversed(steps):
             step()
-        events = until(control, lambda events: len(events) == 2)
-        assert told(events) == [(0, "exit" if end_first else "replaced"), (0, hello(0))]
-        new.say(wire.Heartbeat(1, 2))
-        assert told(until(control, bool)) == [(0, wire.Heartbeat(1, 2))]
-
-
-def test_a_new_hello_ends_an_old_connection_that_is_still_open() -> None:
-    with listening() as control, greeted(control, 0) as old, connected(control) as new:
+        assert told(until(control, lambda events: len(events) == 2)) == [(0, last_words), (0, "exit")]
+        assert [type(answer) for answer in new.hear()] == [wire.Welcome]
         new.say(hello(0))
-        assert told(until(control, lambda events: len(events) == 2)) == [(0, "replaced"), (0, hello(0))]
-        assert old.is_cut_off
+        assert told(until(control, bool)) == [(0, hello(0))]
+
+
+def test_a_second_process_of_a_living_rank_is_refused() -> None:
+    with listening() as control, greeted(control, 0) as living, connected(control) as second:
+        second.say(second.proof(0))
+        assert cut_off(control, second) == []
         control.send(0, wire.Ping(7))
-        assert new.hear() == [wire.Ping(7)]
+        assert living.hear() == [wire.Ping(7)]
 
 
-def test_a_keeper_that_gives_up_is_heard_and_replaces_nobody() -> None:
-    given_up = wire.GaveUp(SECRET, 0, "its stage dies at once")
-    with listening() as control, greeted(control, 0) as peer:
-        with connected(control) as keeper:
-            keeper.say(given_up)
+def test_of_two_processes_with_the_same_rank_the_first_to_greet_is_it() -> None:
+    with listening() as control, proven(control, 0) as slow, proven(control, 0) as quick:
+        quick.say(hello(0))
+        assert told(until(control, bool)) == [(0, hello(0))]
+        slow.say(hello(0))
+        assert cut_off(control, slow) == []
+        control.send(0, wire.Ping(7))
+        assert quick.hear() == [wire.Ping(7)]
+
+
+def test_a_keeper_that_gives_up_is_heard_and_then_has_said_everything() -> None:
+    given_up = wire.GaveUp("its stage dies at once")
+    with listening() as control, proven(control, 0) as keeper:
+        keeper.say(given_up, wire.Failed("and more"))
         assert told(until(control, bool)) == [(0, given_up)]
-        control.send(0, wire.Ping(7))
-        assert peer.hear() == [wire.Ping(7)]
+        assert keeper.is_cut_off
         assert control.poll(0) == []
 
 
@@ -280,7 +384,7 @@ def test_any_number_of_wakes_before_a_poll_do_not_block() -> None:
 
 
 def test_closing_waits_for_ranks_that_hang_up() -> None:
-    control = SocketControlPlane("127.0.0.1", 2, SECRET)
+    control = Plane()
     with greeted(control, 0) as first, greeted(control, 1) as second:
         control.broadcast((0, 1), wire.Shutdown(3))
         closing_down = in_thread(lambda: control.close(AGES_S))
@@ -292,12 +396,10 @@ def test_closing_waits_for_ranks_that_hang_up() -> None:
 
 
 def test_closing_cuts_off_whoever_does_not_hang_up() -> None:
-    control = SocketControlPlane("127.0.0.1", 2, SECRET)
-    with greeted(control, 0) as peer, connected(control) as stranger, connected(control) as keeper:
-        keeper.say(wire.GaveUp(SECRET, 1, "its stage dies"))
-        until(control, bool)
+    control = Plane()
+    with greeted(control, 0) as peer, connected(control) as stranger, proven(control, 1) as silent:
         control.close(0.01)
-        assert all(end.is_cut_off for end in (peer, stranger, keeper))
+        assert all(end.is_cut_off for end in (peer, stranger, silent))
         with pytest.raises(ConnectionRefusedError):
             Rank(control)
 

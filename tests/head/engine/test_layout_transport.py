@@ -17,7 +17,7 @@ SAME_HOST = "shm" if sys.platform == "linux" else "gloo"
 
 
 def hello(stage: int, host: str = "a", gpu: int | None = None, shares_gpu: bool = False) -> wire.Hello:
-    return wire.Hello("token", stage, 2, host, "/m", ARCH, "float32", gpu, shares_gpu, None, host)
+    return wire.Hello(stage, 2, host, "/m", ARCH, "float32", gpu, shares_gpu, None, host)
 
 
 @pytest.mark.parametrize(

@@ -62,7 +62,7 @@ class MembersRig:
         return self.members.heard(stage, self.now_ns, message)
 
     def hello(self, stage: int, machine: str = "here", arch: Architecture = ARCH) -> list[MemberEvent]:
-        about = ("t", stage, self.num_stages, "same name", "/m", arch, "float32", None, False, None)
+        about = (stage, self.num_stages, "same name", "/m", arch, "float32", None, False, None)
         return self.say(stage, wire.Hello(*about, machine))
 
     def loaded(self, stage: int) -> list[MemberEvent]:
@@ -293,7 +293,7 @@ def test_a_drain_does_not_wait_for_a_stage_whose_keeper_died_too() -> None:
 def test_mistakes_before_the_first_epoch_are_the_operators() -> None:
     pipeline = MembersRig(1, mistake=ConfigError("--layers", "no"))
     assert pipeline.hello(0) == [Hopeless("--layers: no", usage=True)]
-    assert pipeline.say(0, wire.GaveUp("t", 0, "bad file")) == [Hopeless("bad file", usage=True)]
+    assert pipeline.say(0, wire.GaveUp("bad file")) == [Hopeless("bad file", usage=True)]
 
 
 def test_another_model_after_a_restart_is_refused() -> None:

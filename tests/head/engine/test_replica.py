@@ -91,7 +91,7 @@ class Rig:
     def greet(self, rank: int) -> None:
         """A stage process of this rank connects and loads its weights."""
         about = (len(self.ranks), "host", "/m", ARCH, "float32", None, False, None, "here")
-        self.say(rank, wire.Hello("t", rank, *about))
+        self.say(rank, wire.Hello(rank, *about))
         self.say(rank, wire.Loaded("cpu", 1, 1, 10, 10 * NUM_BLOCKS, ""))
 
     def join(self) -> list[ReplicaEvent]:

@@ -74,7 +74,7 @@ class Stages:
         assert not self._thread.is_alive()
 
     def greet(self, rank: int) -> None:
-        hello = wire.Hello("t", rank, len(self.links), "host", "/m", ARCH, "float32", None, False, None, "here")
+        hello = wire.Hello(rank, len(self.links), "host", "/m", ARCH, "float32", None, False, None, "here")
         self.links[rank].send(hello)
 
     def die(self, rank: int) -> None:

@@ -1,0 +1,78 @@
+"""Sockets of the control plane: where the head listens, and how a rank reaches it."""
+
+from __future__ import annotations
+
+import contextlib
+import ipaddress
+import os
+import socket
+
+from ppserve.wire import Address, TcpAddress
+
+
+def listen(address: Address) -> socket.socket:
+    """Raises OSError. A path is taken over: it may be a killed head's."""
+    if isinstance(address, TcpAddress):
+        return _listen_to_hosts(address)
+    with contextlib.suppress(FileNotFoundError):
+        os.unlink(address.path)
+    listener = socket.socket(socket.AF_UNIX)
+    listener.bind(address.path)
+    listener.listen()
+    return listener
+
+
+def connect(address: Address, timeout_s: float) -> socket.socket:
+    """Raises OSError."""
+    if isinstance(address, TcpAddress):
+        connection = socket.create_connection((address.host, address.port), timeout=timeout_s)
+        send_at_once(connection)
+        return connection
+    connection = socket.socket(socket.AF_UNIX)
+    connection.settimeout(timeout_s)
+    try:
+        connection.connect(address.path)
+    except OSError:
+        connection.close()
+        raise
+    return connection
+
+
+def send_at_once(connection: socket.socket) -> None:
+    """Plans and results are small, and somebody waits for each."""
+    if connection.family != socket.AF_UNIX:
+        connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+
+
+def answers(address: Address) -> bool:
+    """Whether anybody listens there."""
+    try:
+        connect(address, timeout_s=1.0).close()
+    except OSError:
+        return False
+    return True
+
+
+def _listen_to_hosts(address: TcpAddress) -> socket.socket:
+    """On the one address that the host's name means here; on all, where it means none that others could reach."""
+    for family, _, _, _, where in socket.getaddrinfo(address.host, address.port, type=socket.SOCK_STREAM):
+        # A host's own name often means 127.0.0.1 or 127.0.1.1 to the host itself, and to nobody else.
+        if _is_loopback(str(where[0])) and not _is_address(address.host) and address.host != "localhost":
+            continue
+        with contextlib.suppress(OSError):
+            return socket.create_server(where, family=family)
+    if socket.has_dualstack_ipv6():
+        return socket.create_server(("::", address.port), family=socket.AF_INET6, dualstack_ipv6=True)
+    return socket.create_server(("", address.port))
+
+
+def _is_address(host: str) -> bool:
+    try:
+        ipaddress.ip_address(host)
+    except ValueError:
+        return False
+    return True
+
+
+def _is_loopback(address: str) -> bool:
+    return ipaddress.ip_address(address.partition("%")[0]).is_loopback

@@ -1,0 +1,60 @@
+"""A head's end of the control plane, polled by a thread, for tests of those who connect to it."""
+
+from __future__ import annotations
+
+import queue
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from ppserve import wire
+from ppserve.head.engine.control import SocketControlPlane
+from ppserve.process.sockets import listen
+
+SECRET = b"the secret of this server"
+WITHIN_S = 20.0
+
+
+@dataclass
+class Head:
+    meeting: wire.Meeting
+    control: SocketControlPlane
+    _events: queue.SimpleQueue[Any] = field(default_factory=queue.SimpleQueue)
+    _over: threading.Event = field(default_factory=threading.Event)
+
+    def next_event(self) -> Any:
+        return self._events.get(timeout=WITHIN_S)
+
+    def run(self) -> None:
+        while not self._over.is_set():
+            for event in self.control.poll(WITHIN_S):
+                self._events.put(event)
+
+    def end(self) -> None:
+        self._over.set()
+        self.control.wake()
+
+
+def place(directory: Path, secret: bytes = SECRET) -> wire.Meeting:
+    """Where a head may listen."""
+    secret_file = directory / f"secret-{secret.hex()}"
+    secret_file.write_bytes(secret)
+    return wire.Meeting(wire.UnixAddress(str(directory / "head")), secret_file, is_ours=False)
+
+
+@contextmanager
+def head(directory: Path, secret: bytes = SECRET, num_ranks: int = 2) -> Iterator[Head]:
+    """A head that listens in `directory`."""
+    meeting = place(directory, secret)
+    running = Head(meeting, SocketControlPlane(listen(meeting.address), num_ranks, secret))
+    thread = threading.Thread(target=running.run, daemon=True)
+    thread.start()
+    try:
+        yield running
+    finally:
+        running.end()
+        thread.join(WITHIN_S)
+        running.control.close(0)

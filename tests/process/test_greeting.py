@@ -1,0 +1,153 @@
+"""Who may speak with whom: head and ranks that share a secret, and others in the place of either."""
+
+from __future__ import annotations
+
+import select
+import socket
+import threading
+from pathlib import Path
+
+import pytest
+from msgspec.structs import replace
+
+from ppserve import wire
+from ppserve.core.architecture import Architecture
+from ppserve.errors import UsageError
+from ppserve.process import proof
+from ppserve.process.greeting import connect_to_head
+from ppserve.process.sockets import connect, listen
+from tests.process.heads import SECRET, WITHIN_S, head, place
+
+pytestmark = pytest.mark.timeout(60)
+
+ARCH = Architecture(4, 64, 4, 128, 300, 300, 256)
+
+
+def hello(rank: int) -> bytes:
+    return wire.encode(wire.Hello(rank, 2, "here", "/m", ARCH, "float32", None, False, None))
+
+
+def test_with_the_same_secret_a_rank_is_heard(tmp_path: Path) -> None:
+    with head(tmp_path) as listening, connect_to_head(listening.meeting, 1, WITHIN_S) as connection:
+        connection.sendall(hello(1))
+        assert listening.next_event().rank == 1
+
+
+def test_with_another_secret_it_is_told_why_it_is_not(tmp_path: Path) -> None:
+    with head(tmp_path), pytest.raises(UsageError, match="another secret"):
+        connect_to_head(place(tmp_path, b"one more secret of a server"), 1, WITHIN_S)
+
+
+def test_a_head_that_comes_later_is_found(tmp_path: Path) -> None:
+    meeting, connections = place(tmp_path), []
+    with pytest.raises(ConnectionError, match="head"):
+        connect_to_head(meeting, 0, within_s=0)
+    waiting = threading.Thread(
+        target=lambda: connections.append(connect_to_head(meeting, 0, WITHIN_S)), daemon=True
+    )
+    waiting.start()
+    with head(tmp_path):
+        waiting.join(WITHIN_S)
+    (connection,) = connections
+    connection.close()
+
+
+def test_a_rank_that_is_connected_already_keeps_its_place(tmp_path: Path) -> None:
+    """A second process of the same rank tries until its time is over, and the first hears nothing of it."""
+    with head(tmp_path) as listening, connect_to_head(listening.meeting, 1, WITHIN_S) as first:
+        first.sendall(hello(1))
+        listening.next_event()
+        with pytest.raises(ConnectionError, match="rank 1 is connected already"):
+            connect_to_head(listening.meeting, 1, within_s=0)
+        listening.control.send(1, wire.Ping(7))
+        assert wire.FrameReader(wire.FromHead).feed(first.recv(4096)) == [wire.Ping(7)]
+
+
+@pytest.mark.parametrize("recorded", [False, True], ids=["made up", "the rank's own proof, sent back"])
+def test_whoever_listens_without_the_secret_is_found_out(tmp_path: Path, recorded: bool) -> None:
+    meeting = place(tmp_path)
+    listener = listen(meeting.address)
+
+    def speak() -> None:
+        with listener, listener.accept()[0] as connection:
+            connection.sendall(wire.encode(wire.Challenge(b"c" * 32)))
+            (answer,) = wire.FrameReader(wire.FromStranger).feed(connection.recv(4096))
+            connection.sendall(wire.encode(wire.Welcome(answer.proof if recorded else b"p" * 32)))
+            connection.recv(1)
+
+    impostor = threading.Thread(target=speak, daemon=True)
+    impostor.start()
+    with pytest.raises(UsageError, match="does not know this server's secret"):
+        connect_to_head(meeting, 1, WITHIN_S)
+    impostor.join(WITHIN_S)
+
+
+@pytest.mark.parametrize("said", [b"", b"HTTP/1.1 400 Bad Request\r\n", wire.encode(wire.Ping(1)), b"\xff" * 5000])
+def test_what_is_no_greeting_is_tried_again_until_the_time_is_over(tmp_path: Path, said: bytes) -> None:
+    meeting = place(tmp_path)
+    with listen(meeting.address) as listener:
+
+        def speak() -> None:
+            with listener.accept()[0] as connection:
+                connection.sendall(said)
+
+        speaking = threading.Thread(target=speak, daemon=True)
+        speaking.start()
+        with pytest.raises(ConnectionError):
+            connect_to_head(meeting, 1, within_s=0)
+        speaking.join(WITHIN_S)
+
+
+def test_proofs_differ_by_everything_that_goes_into_them() -> None:
+    inputs = [(SECRET, 1, b"c", b"n"), (b"x", 1, b"c", b"n"), (SECRET, 2, b"c", b"n"), (SECRET, 1, b"d", b"n")]
+    inputs += [(SECRET, 1, b"c", b"m"), (SECRET, 1, b"cn", b""), (SECRET, 1, b"", b"cn")]
+    proofs = [make(*values) for values in inputs for make in (proof.rank_proof, proof.head_proof)]
+    assert len(set(proofs)) == len(proofs)
+    assert proof.is_same(proof.rank_proof(*inputs[0]), proofs[0])
+
+
+class Tap:
+    """Stands between a rank and the head, passes everything on, and keeps it."""
+
+    def __init__(self, directory: Path, beyond: wire.Address) -> None:
+        self.address = wire.UnixAddress(str(directory / "tap"))
+        self.up, self.down = b"", b""
+        self._beyond = beyond
+        self._thread = threading.Thread(target=self._relay, args=(listen(self.address),), daemon=True)
+        self._thread.start()
+
+    def join(self) -> None:
+        self._thread.join(WITHIN_S)
+
+    def _relay(self, listener: socket.socket) -> None:
+        with listener, listener.accept()[0] as rank, connect(self._beyond, WITHIN_S) as head:
+            while True:
+                readable, _, _ = select.select([rank, head], [], [])
+                if rank in readable:
+                    self.up += (said := rank.recv(4096))
+                    head.sendall(said)
+                    if not said:
+                        return
+                if head in readable:
+                    self.down += (said := head.recv(4096))
+                    rank.sendall(said)
+
+
+def test_whoever_records_a_greeting_learns_no_secret_and_cannot_use_it_again(tmp_path: Path) -> None:
+    with head(tmp_path) as listening:
+        tap = Tap(tmp_path, listening.meeting.address)
+        with connect_to_head(replace(listening.meeting, address=tap.address), 1, WITHIN_S) as connection:
+            connection.sendall(hello(1))
+            assert isinstance(listening.next_event().message, wire.Hello)
+        tap.join()
+        assert listening.next_event().cause == "exit"
+        assert hello(1) in tap.up, "the tap has heard nothing"
+        assert SECRET not in tap.up + tap.down
+        with connect(listening.meeting.address, WITHIN_S) as replay:
+            replay.sendall(tap.up[: tap.up.index(hello(1))])
+            heard = b"".join(iter(lambda: replay.recv(4096), b""))
+        answers = wire.FrameReader(wire.FromHead).feed(heard)
+        assert [type(answer) for answer in answers] == [wire.Challenge, wire.Refused]
+        with connect_to_head(listening.meeting, 0, WITHIN_S) as other:
+            other.sendall(hello(0))
+            assert listening.next_event().rank == 0, "the replayed greeting was heard before"

@@ -1,0 +1,56 @@
+"""Where the head listens, and whether it can be reached there."""
+
+from __future__ import annotations
+
+import socket
+from pathlib import Path
+
+import pytest
+
+from ppserve import wire
+from ppserve.process.sockets import answers, connect, listen
+
+WITHIN_S = 20.0
+
+
+def free_port(host: str) -> int:
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    with socket.create_server((host, 0), family=family) as taken:
+        return int(taken.getsockname()[1])
+
+
+def test_a_path_that_a_killed_head_left_is_taken_over(tmp_path: Path) -> None:
+    address = wire.UnixAddress(str(tmp_path / "head"))
+    listen(address).close()
+    with pytest.raises(ConnectionRefusedError):
+        connect(address, WITHIN_S)
+    with listen(address), connect(address, WITHIN_S):
+        pass
+
+
+def test_whether_anybody_listens(tmp_path: Path) -> None:
+    address = wire.UnixAddress(str(tmp_path / "head"))
+    assert not answers(address)
+    with listen(address):
+        assert answers(address)
+    assert not answers(address)
+
+
+@pytest.mark.parametrize("host", ["127.0.0.1", "localhost", "::1"])
+def test_an_address_is_listened_to_and_no_other(host: str) -> None:
+    address = wire.TcpAddress(host, free_port(host))
+    with listen(address) as listener, connect(address, WITHIN_S):
+        assert listener.getsockname()[0] in ("127.0.0.1", "::1")
+
+
+def test_a_host_whose_address_is_not_known_to_itself_listens_to_all() -> None:
+    """As behind a load balancer: 192.0.2.1 is nobody's."""
+    port = free_port("127.0.0.1")
+    with listen(wire.TcpAddress("192.0.2.1", port)):
+        for host in ("127.0.0.1", "::1"):
+            connect(wire.TcpAddress(host, port), WITHIN_S).close()
+
+
+def test_a_taken_port_is_an_error(tmp_path: Path) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken, pytest.raises(OSError, match="in use"):
+        listen(wire.TcpAddress("127.0.0.1", taken.getsockname()[1]))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import shutil
+import socket
 import ssl
 from collections.abc import Awaitable, Callable
 from contextlib import suppress
@@ -342,6 +343,29 @@ def test_when_there_are_too_many_the_one_that_has_waited_longest_goes() -> None:
         await listener.stop()
 
     asyncio.run(main())
+
+
+def test_small_events_do_not_wait_for_each_other() -> None:
+    """asyncio switches Nagle's algorithm off only for sockets that name their protocol."""
+    delays = []
+
+    async def app(scope: Any, _receive: object, send: Any) -> None:
+        connection = scope["state"]["abort"].__self__.get_extra_info("socket")
+        delays.append(not connection.getsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY))
+        await send({"type": "http.response.start", "status": 200, "headers": [(b"content-length", b"0")]})
+        await send({"type": "http.response.body"})
+
+    async def main() -> None:
+        listener = Listener(app)
+        port = await listener.start("127.0.0.1", 0, "--http-port")
+        reader, writer = await asyncio.open_connection("127.0.0.1", port)
+        writer.write(b"GET / HTTP/1.1\r\nhost: here\r\n\r\n")
+        assert b"200 OK" in await reader.readline()
+        writer.close()
+        await listener.stop()
+
+    asyncio.run(main())
+    assert delays == [False]
 
 
 def test_an_address_that_cannot_be_bound() -> None:

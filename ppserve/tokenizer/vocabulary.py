@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Literal
 
 from ppserve.errors import CheckpointError
+from ppserve.files import shown
 
 NormalForm = Literal["NFC", "NFD", "NFKC", "NFKD"]
-NORMAL_FORMS: tuple[NormalForm, ...] = ("NFC", "NFD", "NFKC", "NFKD")
 
 END_OF_TEXT = "<|endoftext|>"
 MAX_TOKENS = 2**20
@@ -22,7 +22,7 @@ class AddedToken:
 
     content: str
     id: int
-    special: bool
+    special: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,6 +33,8 @@ class Vocabulary:
     of their merges; None: that is the order of their ids, as in GPT-2's vocabulary (`check_id_order` checks it).
     added: tokens beside these. prefix_space: text that does not begin with a space is encoded as if it did.
     normal_form: the Unicode normal form that text is converted to before it is encoded.
+
+    All bytes are there, ids are distinct and sizes are within bounds, or CheckpointError is raised.
     """
 
     source: str
@@ -42,38 +44,35 @@ class Vocabulary:
     prefix_space: bool = False
     normal_form: NormalForm | None = None
 
+    def __post_init__(self) -> None:
+        if len(self.ids) + len(self.added) > MAX_TOKENS:
+            raise CheckpointError(self.source, f"more than {MAX_TOKENS} tokens")
+        if any(len(token) > MAX_TOKEN_BYTES for token in self.ids):
+            raise CheckpointError(self.source, f"a token is longer than {MAX_TOKEN_BYTES} bytes")
+        missing = sum(bytes([b]) not in self.ids for b in range(256))
+        if missing:
+            problem = f"not a byte-level vocabulary: {missing} of the 256 bytes are missing"
+            raise CheckpointError(self.source, problem)
+        for token in self.added:
+            # JSON can spell half a surrogate pair, UTF-8 cannot.
+            if not token.content or any("\ud800" <= character <= "\udfff" for character in token.content):
+                raise CheckpointError(self.source, f"{shown(token.content)} is no text", "added_tokens")
+        seen: set[int] = set()
+        for token_id in (*self.ids.values(), *(token.id for token in self.added)):
+            if not 0 <= token_id < MAX_TOKENS:
+                raise CheckpointError(self.source, f"token id {token_id} is not within 0 to {MAX_TOKENS - 1}")
+            if token_id in seen:
+                raise CheckpointError(self.source, f"token id {token_id} is given to two tokens")
+            seen.add(token_id)
+        if self.merge_order is None:
+            check_id_order(self.source, self.ids)
+
     def ranks(self) -> dict[bytes, int]:
         """Token bytes -> merge rank, as tiktoken needs it: 0, 1, 2, … with single bytes first."""
         if self.merge_order is None:
             return dict(self.ids)
         singles = sorted((token for token in self.ids if len(token) == 1), key=self.ids.__getitem__)
         return {token: rank for rank, token in enumerate((*singles, *self.merge_order))}
-
-
-def check_vocabulary(vocabulary: Vocabulary) -> Vocabulary:
-    """The same vocabulary, or CheckpointError: all bytes present, ids distinct, sizes within bounds."""
-    source, ids = vocabulary.source, vocabulary.ids
-    if len(ids) + len(vocabulary.added) > MAX_TOKENS:
-        raise CheckpointError(source, f"more than {MAX_TOKENS} tokens")
-    if any(len(token) > MAX_TOKEN_BYTES for token in ids):
-        raise CheckpointError(source, f"a token is longer than {MAX_TOKEN_BYTES} bytes")
-    missing = [b for b in range(256) if bytes([b]) not in ids]
-    if missing:
-        raise CheckpointError(source, f"not a byte-level vocabulary: {len(missing)} of the 256 bytes are missing")
-    _check_distinct(source, [*ids.values(), *(token.id for token in vocabulary.added)])
-    if vocabulary.merge_order is None:
-        check_id_order(source, ids)
-    return vocabulary
-
-
-def _check_distinct(source: str, ids: Iterable[int]) -> None:
-    seen: set[int] = set()
-    for token_id in ids:
-        if not 0 <= token_id < MAX_TOKENS:
-            raise CheckpointError(source, f"token id {token_id} is not within 0 to {MAX_TOKENS - 1}")
-        if token_id in seen:
-            raise CheckpointError(source, f"token id {token_id} is given to two tokens")
-        seen.add(token_id)
 
 
 def check_id_order(source: str, ids: Mapping[bytes, int]) -> None:
@@ -93,12 +92,6 @@ def check_id_order(source: str, ids: Mapping[bytes, int]) -> None:
 
 def _rank(ids: Mapping[bytes, int], token: bytes) -> int:
     return -1 if len(token) == 1 else ids.get(token, MAX_TOKENS)
-
-
-def shown(value: object) -> str:
-    """A value from a file, for a message of one line: escaped, and cut when it is long."""
-    text = repr(value)
-    return text if len(text) <= 60 else text[:60] + "…"
 
 
 def spelling() -> dict[str, int]:

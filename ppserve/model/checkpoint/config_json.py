@@ -7,13 +7,25 @@ know, and that we do not know to be harmless, is refused: a model that needs it 
 from __future__ import annotations
 
 import re
-from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any, TypedDict
+
+import msgspec
+from msgspec import Meta
 
 from ppserve.core.architecture import Architecture
-from ppserve.model.checkpoint.fields import LIMITS, Fields, check_heads, ending_id
-from ppserve.model.checkpoint.files import is_file, read_json_object, shown
+from ppserve.errors import CheckpointError
+from ppserve.files import checked, is_file, read_json, shown
+from ppserve.model.checkpoint.fields import (
+    END_OF_TEXT,
+    InnerWidth,
+    Layers,
+    Positions,
+    Rows,
+    Width,
+    check_heads,
+    known_id,
+)
 from ppserve.model.checkpoint.vocabulary import real_vocabulary
 
 ACTIVATIONS = {
@@ -31,14 +43,43 @@ ACTIVATIONS = {
 }
 """Names in config.json to the key in `model.stock.ACTIVATIONS`; several names are one function."""
 
-USED = frozenset(
-    """
-    model_type architectures vocab_size n_positions max_position_embeddings n_ctx n_embd hidden_size n_layer
-    num_hidden_layers n_head num_attention_heads n_inner activation_function layer_norm_epsilon
-    scale_attn_weights scale_attn_by_inverse_layer_idx reorder_and_upcast_attn tie_word_embeddings
-    eos_token_id bos_token_id
-    """.split()  # noqa: SIM905 (a list of words reads better as one)
-)
+_Ids = int | Annotated[list[int], Meta(min_length=1)] | None
+
+
+class SpecialIds(TypedDict, total=False):
+    """null: none. Of several, the first ends or begins a text."""
+
+    eos_token_id: _Ids
+    bos_token_id: _Ids
+
+
+class Config(msgspec.Struct, frozen=True):
+    """What is read beside `SpecialIds`. What is absent has GPT-2 small's value, as in transformers."""
+
+    model_type: str = "gpt2"
+    architectures: list[str] = []
+    vocab_size: Rows = 50257
+    n_positions: Positions = 1024
+    n_embd: Width = 768
+    n_layer: Layers = 12
+    n_head: Width = 12
+    n_inner: InnerWidth | None = None
+    activation_function: str = "gelu_new"
+    layer_norm_epsilon: Annotated[float, Meta(gt=0, le=1)] = 1e-5
+    scale_attn_weights: bool = True
+    scale_attn_by_inverse_layer_idx: bool = False
+    # It only moves the scale and the precision of the scores, which are always computed in float32 here.
+    reorder_and_upcast_attn: bool = False
+    tie_word_embeddings: bool = True
+
+
+SYNONYMS = {
+    "hidden_size": "n_embd",
+    "num_hidden_layers": "n_layer",
+    "num_attention_heads": "n_head",
+    "max_position_embeddings": "n_positions",
+}
+"""Generic names of what transformers' GPT-2 reads, and its own."""
 
 HARMLESS = frozenset(
     """
@@ -60,23 +101,13 @@ HARMLESS = frozenset(
 
 HARMLESS_PATTERN = re.compile(r"_.*|summary_.*|tf_legacy_.*|.*_dropout|.*dropout_prob")
 
-NEUTRAL: dict[str, tuple[Any, ...]] = {
-    "add_cross_attention": (False,),
-    "is_encoder_decoder": (False,),
-    "tie_encoder_decoder": (False,),
-    "cross_attention_hidden_size": (),
-    "pruned_heads": ({}, []),
-    "position_embedding_type": ("absolute",),
-    "attention_bias": (True,),
-    "use_bias": (True,),
-    "bias": (True,),
-}
-"""Keys that may only say what a GPT-2 does anyway; null, false and empty are accepted where sensible."""
-
 MODEL_CLASS = re.compile(
     r"(TF|Flax)?GPT2(LMHeadModel|LMHead|Model|DoubleHeadsModel|PreTrainedModel"
     r"|ForSequenceClassification|ForTokenClassification|ForQuestionAnswering)"
 )
+
+
+_MAX_BYTES = 16 << 20
 
 
 def read_config(directory: Path) -> Architecture:
@@ -86,113 +117,104 @@ def read_config(directory: Path) -> Architecture:
     beside it (see `vocabulary`). `tied_embeddings` is what the config says; the weights may overrule it.
     """
     path = directory / "config.json"
-    fields = Fields(path, read_json_object(path, limit=16 << 20))
-    _check_family(fields)
-    _check_keys(fields)
-    width = fields.integer("n_embd", "hidden_size", limit=LIMITS["width"], default=768)
-    num_rows = fields.integer("vocab_size", limit=LIMITS["vocabulary"], default=50257)
-    eos_id, bos_id = _special_ids(directory, fields)
-    vocab_size = real_vocabulary(directory, num_rows, eos_id)
+    values = read_json(path, dict[str, Any], limit=_MAX_BYTES)
+    given = _given(path, values)
+    config = _config(path, given)
+    eos_id, bos_id = _special_ids(path, values)
+    vocab_size = real_vocabulary(directory, config.vocab_size, eos_id)
     arch = Architecture(
-        num_layers=fields.integer("n_layer", "num_hidden_layers", limit=LIMITS["layers"], default=12),
-        width=width,
-        num_heads=fields.integer("n_head", "num_attention_heads", limit=width, default=12),
-        max_positions=_positions(fields),
+        num_layers=config.n_layer,
+        width=config.n_embd,
+        num_heads=config.n_head,
+        max_positions=config.n_positions,
         vocab_size=vocab_size,
-        padded_vocab_size=num_rows,
-        inner_width=fields.integer("n_inner", limit=LIMITS["inner width"], default=4 * width),
-        activation=_activation(fields),
-        layer_norm_epsilon=fields.positive("layer_norm_epsilon", default=1e-5),
-        scale_attn_weights=fields.boolean("scale_attn_weights", default=True),
-        scale_attn_by_inverse_layer_idx=fields.boolean("scale_attn_by_inverse_layer_idx", default=False),
-        tied_embeddings=fields.boolean("tie_word_embeddings", default=True),
-        eos_id=ending_id(eos_id, vocab_size),
-        bos_id=ending_id(bos_id, vocab_size),
+        padded_vocab_size=config.vocab_size,
+        inner_width=config.n_inner or 4 * config.n_embd,
+        activation=_activation(path, config.activation_function),
+        layer_norm_epsilon=config.layer_norm_epsilon,
+        scale_attn_weights=config.scale_attn_weights,
+        scale_attn_by_inverse_layer_idx=config.scale_attn_by_inverse_layer_idx,
+        tied_embeddings=config.tie_word_embeddings,
+        eos_id=known_id(eos_id, vocab_size),
+        bos_id=known_id(bos_id, vocab_size),
     )
-    # It only moves the scale and the precision of the scores, which are always computed in float32 here.
-    fields.boolean("reorder_and_upcast_attn", default=False)
-    check_heads(arch, fields, "n_head")
-    _check_synonyms(fields, arch)
+    check_heads(path, arch, "n_head")
+    _check_others(path, given, arch)
     return arch
 
 
-def _check_family(fields: Fields) -> None:
-    values = fields.values
-    model_type = values.get("model_type")
-    if model_type is None and not {"n_embd", "n_layer", "architectures"} & values.keys():
-        raise fields.error("model_type", "is missing; only gpt2 is served")
-    if model_type not in (None, "gpt2"):
-        raise fields.error("model_type", f"is {shown(model_type)}; only gpt2 is served")
-    classes = values.get("architectures") or []
-    if not isinstance(classes, list):
-        raise fields.error("architectures", f"is {shown(classes)}, not a list")
-    for name in classes:
-        if not (isinstance(name, str) and MODEL_CLASS.fullmatch(name)):
-            raise fields.error("architectures", f"names {shown(name)}, which is not a GPT-2 of transformers")
+def _given(path: Path, values: dict[str, Any]) -> dict[str, Any]:
+    """What is set, under GPT-2's own names. null counts as absent, as it does for transformers."""
+    given = {name: value for name, value in values.items() if value is not None}
+    for name, own in SYNONYMS.items():
+        if name in given:
+            value = given.pop(name)
+            if given.setdefault(own, value) != value:
+                raise CheckpointError(path, f"is {shown(value)}, but {own} is {shown(given[own])}", field=name)
+    if "n_ctx" in given:  # what very old files have instead
+        given.setdefault("n_positions", given.pop("n_ctx"))
+    return given
 
 
-def _check_keys(fields: Fields) -> None:
-    for name, value in fields.values.items():
-        if name in USED or name in HARMLESS or name in SYNONYMS or HARMLESS_PATTERN.fullmatch(name):
+def _config(path: Path, given: dict[str, Any]) -> Config:
+    """Raises CheckpointError for a model of another family as well."""
+    if not {"model_type", "architectures", "n_embd", "n_layer"} & given.keys():
+        raise CheckpointError(path, "is missing; only gpt2 is served", field="model_type")
+    if given.get("model_type", "gpt2") != "gpt2":
+        raise CheckpointError(path, f"is {shown(given['model_type'])}; only gpt2 is served", field="model_type")
+    config = checked(path, given, Config)
+    for name in config.architectures:
+        if not MODEL_CLASS.fullmatch(name):
+            problem = f"names {shown(name)}, which is not a GPT-2 of transformers"
+            raise CheckpointError(path, problem, field="architectures")
+    return config
+
+
+def _check_others(path: Path, given: dict[str, Any], arch: Architecture) -> None:
+    """Keys that are not read may only say what is so anyway."""
+    so_anyway: dict[str, Any] = {
+        "add_cross_attention": False,
+        "is_encoder_decoder": False,
+        "tie_encoder_decoder": False,
+        "cross_attention_hidden_size": None,
+        "pruned_heads": {},
+        "position_embedding_type": "absolute",
+        "attention_bias": True,
+        "use_bias": True,
+        "bias": True,
+        # Names that other families use.
+        "hidden_act": arch.activation,
+        "intermediate_size": arch.inner_width,
+        "layer_norm_eps": arch.layer_norm_epsilon,
+        "head_dim": arch.head_size,
+        "num_key_value_heads": arch.num_heads,
+    }
+    known = {*Config.__struct_fields__, *SpecialIds.__annotations__, *HARMLESS}
+    for name, value in given.items():
+        if name in known or HARMLESS_PATTERN.fullmatch(name) or value in ([], {}, ""):
             continue
-        if value is None or value in NEUTRAL.get(name, (False, [], {}, "")):
-            continue
-        if name in NEUTRAL:
-            raise fields.error(name, f"is {shown(value)}: a model computed that way is not served")
-        raise fields.error(
-            name, f"is {shown(value)}: an unknown key that may change what is computed; remove it if it does not"
-        )
+        if name in so_anyway:
+            if value != so_anyway[name]:
+                problem = f"is {shown(value)}, but only {shown(so_anyway[name])} is served with the other fields"
+                raise CheckpointError(path, problem, field=name)
+        elif value is not False:
+            problem = "an unknown key that may change what is computed; remove it if it does not"
+            raise CheckpointError(path, f"is {shown(value)}: {problem}", field=shown(name))
 
 
-SYNONYMS: dict[str, Callable[[Architecture], object]] = {
-    "hidden_act": lambda arch: arch.activation,
-    "intermediate_size": lambda arch: arch.inner_width,
-    "layer_norm_eps": lambda arch: arch.layer_norm_epsilon,
-    "head_dim": lambda arch: arch.head_size,
-    "num_key_value_heads": lambda arch: arch.num_heads,
-}
-"""Names that other families use and transformers' GPT-2 does not read: accepted while they agree."""
-
-
-def _check_synonyms(fields: Fields, arch: Architecture) -> None:
-    for name, resolved in SYNONYMS.items():
-        value = fields.values.get(name)
-        if value is not None and value != resolved(arch):
-            raise fields.error(name, f"is {shown(value)}, but the fields that GPT-2 reads say {resolved(arch)}")
-
-
-def _positions(fields: Fields) -> int:
-    """n_positions sizes the embedding; n_ctx is what very old files have instead."""
-    names = ["n_positions", "max_position_embeddings"]
-    if fields.given(*names) is None:
-        names = ["n_ctx"]
-    return fields.integer(*names, limit=LIMITS["positions"], default=1024)
-
-
-def _activation(fields: Fields) -> str:
-    _, name = fields.given("activation_function") or ("", "gelu_new")
-    if not isinstance(name, str) or name not in ACTIVATIONS:
-        raise fields.error("activation_function", f"is {shown(name)}, not one of {', '.join(ACTIVATIONS)}")
+def _activation(path: Path, name: str) -> str:
+    if name not in ACTIVATIONS:
+        problem = f"is {shown(name)}, not one of {', '.join(ACTIVATIONS)}"
+        raise CheckpointError(path, problem, field="activation_function")
     return ACTIVATIONS[name]
 
 
-def _special_ids(directory: Path, fields: Fields) -> tuple[int, int]:
-    """eos and bos; -1 for none. generation_config.json overrules, as it does in transformers' generate."""
-    sources = [fields]
-    generation = directory / "generation_config.json"
-    if is_file(generation):
-        sources.insert(0, Fields(generation, read_json_object(generation, limit=16 << 20)))
-    return _special_id(sources, "eos_token_id"), _special_id(sources, "bos_token_id")
-
-
-def _special_id(sources: list[Fields], name: str) -> int:
-    for fields in sources:
-        given = fields.given(name)
-        if given is None:
-            continue
-        value = given[1]
-        first = value[0] if isinstance(value, list) and value else value
-        if isinstance(first, bool) or not isinstance(first, int):
-            raise fields.error(name, f"is {shown(value)}, not a token id")
-        return first
-    return -1 if name in sources[-1].values else 50256
+def _special_ids(config: Path, values: dict[str, Any]) -> tuple[int | None, int | None]:
+    """eos and bos. generation_config.json overrules, as it does in transformers' generate."""
+    ids = SpecialIds(eos_token_id=END_OF_TEXT, bos_token_id=END_OF_TEXT) | checked(config, values, SpecialIds)
+    path = config.with_name("generation_config.json")
+    if is_file(path):
+        overruling = read_json(path, dict[str, Any], limit=_MAX_BYTES)
+        ids |= checked(path, {name: value for name, value in overruling.items() if value is not None}, SpecialIds)
+    eos, bos = ids["eos_token_id"], ids["bos_token_id"]
+    return eos[0] if isinstance(eos, list) else eos, bos[0] if isinstance(bos, list) else bos

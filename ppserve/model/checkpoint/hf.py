@@ -10,26 +10,25 @@ import re
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import torch
 from safetensors import SafetensorError, safe_open
 
 from ppserve.core.architecture import Architecture
 from ppserve.errors import CheckpointError
+from ppserve.files import file_size, is_file, reason, shown
 from ppserve.model.checkpoint.config_json import read_config
-from ppserve.model.checkpoint.files import file_size, is_file, read_json_object, shown
-from ppserve.model.checkpoint.names import LAYER_NAME, is_linear_weight, tensor_shapes
-from ppserve.model.checkpoint.stored import Located, ScratchTensor, Stored, StoredCheckpoint, TensorFile
-from ppserve.model.checkpoint.torch_bin import TorchFile, load_objects
-
-WEIGHT_FILES = (
-    "model.safetensors",
-    "model.safetensors.index.json",
-    "pytorch_model.bin",
-    "pytorch_model.bin.index.json",
+from ppserve.model.checkpoint.hub import WEIGHT_FILES, read_index
+from ppserve.model.checkpoint.names import LAYER_NAME
+from ppserve.model.checkpoint.stored import (
+    Located,
+    ScratchTensor,
+    Stored,
+    StoredCheckpoint,
+    TensorFile,
+    locate,
 )
-"""In the order in which transformers looks for them."""
+from ppserve.model.checkpoint.torch_bin import TorchFile, load_objects
 
 SAFETENSORS_DTYPES = {"F32": "float32", "BF16": "bfloat16", "F16": "float16"}
 
@@ -45,7 +44,7 @@ def open_directory(directory: Path) -> StoredCheckpoint:
         raise CheckpointError(directory, f"holds none of {', '.join(WEIGHT_FILES)}")
     path = directory / name
     files = _indexed_files(path) if name.endswith(".json") else [_open_file(path)]
-    arch, located = _settle_head(path, arch, _locate(path, arch, files))
+    arch, located = _settle_head(arch, locate(files, arch, _canonical, in_out=True))
     return StoredCheckpoint(path, arch, located)
 
 
@@ -57,13 +56,16 @@ class SafetensorsFile:
         file_size(path)
         self.tensors: Mapping[str, Stored] = self._header()
 
+    def is_one(self, name: str, other: str) -> bool:
+        return name == other
+
     def rows(self, name: str, start: int, stop: int, scratch: ScratchTensor) -> torch.Tensor:
         try:
             with safe_open(self.path, framework="pt") as file:
                 rows: torch.Tensor = file.get_slice(name)[start:stop]
                 return rows
         except (SafetensorError, OSError, RuntimeError, ValueError) as error:
-            raise CheckpointError(self.path, f"cannot be read ({shown(str(error))})", field=name) from error
+            raise CheckpointError(self.path, f"cannot be read ({reason(error)})", field=name) from error
 
     def _header(self) -> dict[str, Stored]:
         tensors: dict[str, Stored] = {}
@@ -74,7 +76,7 @@ class SafetensorsFile:
                     dtype = str(part.get_dtype())
                     tensors[name] = Stored(tuple(part.get_shape()), SAFETENSORS_DTYPES.get(dtype, dtype))
         except (SafetensorError, OSError, RuntimeError, ValueError) as error:
-            raise CheckpointError(self.path, f"is not a safetensors file ({shown(str(error))})") from error
+            raise CheckpointError(self.path, f"is not a safetensors file ({reason(error)})") from error
         return tensors
 
 
@@ -86,13 +88,10 @@ def _open_file(path: Path) -> TensorFile:
 
 def _indexed_files(index: Path) -> list[TensorFile]:
     """The files that an index names, each opened once; what it says of each tensor must be true."""
-    weight_map = read_json_object(index).get("weight_map")
-    if not isinstance(weight_map, dict) or not weight_map:
-        raise CheckpointError(index, "is not an object of tensors and files", field="weight_map")
     suffix = ".safetensors" if index.name.startswith("model.safetensors") else ".bin"
     files: dict[str, TensorFile] = {}
-    for tensor, name in weight_map.items():
-        if name not in files if isinstance(name, str) else True:
+    for tensor, name in read_index(index).items():
+        if name not in files:
             files[name] = _open_file(_beside(index, name, suffix, tensor))
         if tensor not in files[name].tensors:
             problem = f"lacks this tensor, which {index.name} places in it"
@@ -100,12 +99,12 @@ def _indexed_files(index: Path) -> list[TensorFile]:
     return list(files.values())
 
 
-def _beside(index: Path, name: Any, suffix: str, tensor: str) -> Path:
+def _beside(index: Path, name: str, suffix: str, tensor: str) -> Path:
     """The file of an index entry: a plain name, and no way out of the directory.
 
     A link is followed within the directory, and from a snapshot of the hub's cache to that model's blobs.
     """
-    if not isinstance(name, str) or not re.fullmatch(r"[\w][\w.+-]{0,254}", name) or not name.endswith(suffix):
+    if not re.fullmatch(r"[\w][\w.+-]{0,254}", name) or not name.endswith(suffix):
         raise CheckpointError(index, f"{shown(name)} is not the plain name of a {suffix} file", shown(tensor))
     path = index.parent / name
     try:
@@ -119,41 +118,14 @@ def _beside(index: Path, name: Any, suffix: str, tensor: str) -> Path:
     return path
 
 
-def _locate(path: Path, arch: Architecture, files: list[TensorFile]) -> dict[str, Located]:
-    """Canonical names to places. Every stored tensor must be one that we know."""
-    expected = tensor_shapes(arch)
-    located: dict[str, Located] = {}
-    for file in files:
-        for stored_name in file.tensors:
-            name = stored_name.removeprefix("transformer.")
-            if _is_ignored(name):
-                continue
-            if name not in expected:
-                raise CheckpointError(file.path, _unexpected(name, arch), field=shown(stored_name))
-            if name in located:
-                problem = f"is given twice: also in {located[name].file.path.name}"
-                raise CheckpointError(file.path, problem, field=stored_name)
-            located[name] = Located(file, stored_name, transposed=is_linear_weight(name))
-    return located
-
-
-def _is_ignored(name: str) -> bool:
+def _canonical(stored_name: str) -> str | None:
+    name = stored_name.removeprefix("transformer.")
     match = LAYER_NAME.fullmatch(name)
-    return bool(MASK_BUFFER.fullmatch(match[2]) if match else TASK_HEAD.fullmatch(name))
+    is_ignored = MASK_BUFFER.fullmatch(match[2]) if match else TASK_HEAD.fullmatch(name)
+    return None if is_ignored else name
 
 
-def _unexpected(name: str, arch: Architecture) -> str:
-    match = LAYER_NAME.fullmatch(name)
-    if match and int(match[1]) >= arch.num_layers:
-        return f"belongs to a layer that the config, with {arch.num_layers}, does not have"
-    if "cross" in name or "q_attn" in name:
-        return "belongs to cross attention, which is not served"
-    return "is no tensor of a GPT-2"
-
-
-def _settle_head(
-    path: Path, arch: Architecture, located: dict[str, Located]
-) -> tuple[Architecture, dict[str, Located]]:
+def _settle_head(arch: Architecture, located: dict[str, Located]) -> tuple[Architecture, dict[str, Located]]:
     """Which matrix is the LM head, decided as transformers does.
 
     Untied: the stored one. Tied: the embedding, or the head where only that is stored; and where both are
@@ -167,13 +139,6 @@ def _settle_head(
         assert only is not None
         return arch, located | {"wte.weight": only, "lm_head.weight": only}
     shape = (arch.padded_vocab_size, arch.width)
-    if embedding.shape == head.shape == shape and not _is_one_tensor(embedding, head):
+    if embedding.shape == head.shape == shape and not embedding.equals(head):
         return replace(arch, tied_embeddings=False), located
     return arch, located | {"lm_head.weight": embedding}
-
-
-def _is_one_tensor(first: Located, second: Located) -> bool:
-    file = first.file
-    if isinstance(file, TorchFile) and file is second.file and file.same_place(first.name, second.name):
-        return True
-    return first.equals(second)

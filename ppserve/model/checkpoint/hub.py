@@ -7,22 +7,37 @@ configuration and the tokenizer are fetched, with huggingface-hub's own progress
 from __future__ import annotations
 
 import re
+from collections.abc import Callable
 from pathlib import Path
-from types import ModuleType
+
+import msgspec
 
 from ppserve.errors import CheckpointError
-from ppserve.model.checkpoint.files import read_json_object
+from ppserve.files import read_json, reason
 
 HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]{0,95}(/[A-Za-z0-9][\w.-]{0,95})?")
 
 REQUIRED = "config.json"
 OPTIONAL = ("generation_config.json", "tokenizer.json", "vocab.json", "merges.txt", "added_tokens.json")
-WEIGHTS = (
+WEIGHT_FILES = (
     "model.safetensors",
     "model.safetensors.index.json",
     "pytorch_model.bin",
     "pytorch_model.bin.index.json",
 )
+"""In the order in which transformers looks for them."""
+
+
+class _Index(msgspec.Struct, frozen=True):
+    weight_map: dict[str, str]
+
+
+def read_index(path: Path) -> dict[str, str]:
+    """Which file holds each tensor, as an index says. Raises CheckpointError."""
+    weight_map = read_json(path, _Index).weight_map
+    if not weight_map:
+        raise CheckpointError(path, "names no tensors", field="weight_map")
+    return weight_map
 
 
 def is_hub_id(name: str) -> bool:
@@ -36,55 +51,27 @@ def fetch(model: str, cache_dir: Path | None = None, weights: bool = True) -> Pa
     Raises CheckpointError when the model cannot be had: not installed, offline, or no such model.
     """
     try:
-        import huggingface_hub
+        import huggingface_hub as hub
+        from huggingface_hub import errors
     except ImportError as error:
         problem = "no such file or directory, and hub ids need the hub extra: pip install 'ppserve[hub]'"
         raise CheckpointError(model, problem) from error
-    hub = huggingface_hub
-    return _cached(hub, model, cache_dir, weights) or _download(hub, model, cache_dir, weights)
 
-
-def _cached(hub: ModuleType, model: str, cache_dir: Path | None, weights: bool) -> Path | None:
-    """The cached snapshot, if it is complete: nothing is asked of the network then."""
-
-    def find(name: str) -> Path | None:
+    def cached(name: str, required: bool) -> Path | None:
         found = hub.try_to_load_from_cache(model, name, cache_dir=cache_dir)
         return Path(found) if isinstance(found, str) else None
 
-    try:
-        config = find(REQUIRED)
-        if config is None or not weights:
-            return config and config.parent
-        main = next(filter(None, map(find, WEIGHTS)), None)
-        if main is None or (main.suffix == ".json" and not all(map(find, _indexed(main)))):
-            return None
-    except (OSError, ValueError) as error:
-        raise CheckpointError(model, f"is not a usable hub id ({error})") from error
-    return config.parent
-
-
-def _download(hub: ModuleType, model: str, cache_dir: Path | None, weights: bool) -> Path:
-    errors = hub.errors
-
-    def get(name: str) -> Path:
-        return Path(hub.hf_hub_download(model, name, cache_dir=cache_dir))
-
-    def get_if_there(name: str) -> Path | None:
+    def downloaded(name: str, required: bool) -> Path | None:
         try:
-            return get(name)
-        except errors.LocalEntryNotFoundError:
-            raise
-        except errors.EntryNotFoundError:
+            return Path(hub.hf_hub_download(model, name, cache_dir=cache_dir))
+        except errors.EntryNotFoundError as error:
+            if required or isinstance(error, errors.LocalEntryNotFoundError):
+                raise
             return None
 
     try:
-        directory = get(REQUIRED).parent
-        for name in OPTIONAL:
-            get_if_there(name)
-        if weights:
-            main = next(filter(None, map(get_if_there, WEIGHTS)), None)
-            for name in _indexed(main) if main and main.suffix == ".json" else ():
-                get(name)
+        # If all is in the cache, nothing is asked of the network.
+        directory = _collect(cached, weights) or _collect(downloaded, weights)
     except errors.RepositoryNotFoundError as error:
         problem = "no such file or directory, and no such model on the hub, or no access to it"
         raise CheckpointError(model, problem) from error
@@ -92,19 +79,27 @@ def _download(hub: ModuleType, model: str, cache_dir: Path | None, weights: bool
         problem = "no such file or directory, not in the local hub cache, and the hub cannot be reached (offline?)"
         raise CheckpointError(model, problem) from error
     except errors.EntryNotFoundError as error:
-        raise CheckpointError(model, f"the hub's model lacks a file: {_first_line(error)}") from error
+        raise CheckpointError(model, f"the hub's model lacks a file: {reason(error)}") from error
     except (errors.HfHubHTTPError, OSError, ValueError) as error:
-        raise CheckpointError(model, f"cannot be downloaded from the hub ({_first_line(error)})") from error
+        raise CheckpointError(model, f"cannot be had from the hub ({reason(error)})") from error
+    if directory is None:
+        raise CheckpointError(model, f"the hub's model has none of {', '.join(WEIGHT_FILES)}")
     return directory
 
 
-def _indexed(index: Path) -> list[str]:
-    """The files that an index names (their names are checked when the directory is opened)."""
-    weight_map = read_json_object(index).get("weight_map")
-    if not isinstance(weight_map, dict) or not all(isinstance(name, str) for name in weight_map.values()):
-        raise CheckpointError(index, "is not an object of tensors and files", field="weight_map")
-    return sorted(set(weight_map.values()))
+def _collect(get: Callable[[str, bool], Path | None], weights: bool) -> Path | None:
+    """The directory in which a model's files were found; None where one is missing.
 
-
-def _first_line(error: Exception) -> str:
-    return (str(error).strip() or type(error).__name__).splitlines()[0][:160]
+    get: from a file's name, and whether it must be there, to where it is now.
+    """
+    config = get(REQUIRED, True)
+    if config is None:
+        return None
+    for name in OPTIONAL:
+        get(name, False)
+    if weights:
+        main = next((path for name in WEIGHT_FILES if (path := get(name, False))), None)
+        parts = set(read_index(main).values()) if main and main.suffix == ".json" else set()
+        if main is None or not all(get(name, True) for name in sorted(parts)):
+            return None
+    return config.parent

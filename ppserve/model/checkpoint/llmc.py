@@ -11,12 +11,14 @@ import math
 import struct
 from pathlib import Path
 
+import msgspec
+
 from ppserve.core.architecture import Architecture
 from ppserve.errors import CheckpointError
-from ppserve.model.checkpoint.fields import LIMITS, Fields, check_heads, ending_id
-from ppserve.model.checkpoint.files import file_size
-from ppserve.model.checkpoint.names import block_shapes
-from ppserve.model.checkpoint.stored import DTYPES, Located, RawFile, Stored, StoredCheckpoint, Strided, contiguous
+from ppserve.files import checked, file_size, read_start
+from ppserve.model.checkpoint.fields import END_OF_TEXT, Layers, Positions, Rows, Width, check_heads, known_id
+from ppserve.model.checkpoint.names import layer_shapes
+from ppserve.model.checkpoint.stored import DTYPES, Located, Placed, RawFile, StoredCheckpoint, contiguous
 
 MAGIC = 20240326
 HEADER_BYTES = 256 * 4
@@ -27,38 +29,34 @@ REFUSED = {
     4: "bfloat16 with layer norms in float32, which llm.c itself no longer reads",
 }
 
-STACKED = (
-    "ln_1.weight",
-    "ln_1.bias",
-    "attn.c_attn.weight",
-    "attn.c_attn.bias",
-    "attn.c_proj.weight",
-    "attn.c_proj.bias",
-    "ln_2.weight",
-    "ln_2.bias",
-    "mlp.c_fc.weight",
-    "mlp.c_fc.bias",
-    "mlp.c_proj.weight",
-    "mlp.c_proj.bias",
-)
-"""The layers' tensors in the order of the file, between the embeddings and the final norm."""
+
+class Header(msgspec.Struct, frozen=True):
+    """The integers of the header that are used, in their order; V: real tokens, Vp: rows of the embedding."""
+
+    magic: int
+    version: int
+    maxT: Positions
+    V: Rows
+    L: Layers
+    NH: Width
+    C: Width
+    Vp: Rows
 
 
 def read_header(path: Path) -> tuple[Architecture, str]:
     """The architecture and the stored dtype. Raises CheckpointError naming the header's field."""
-    file_size(path)
-    try:
-        with path.open("rb") as file:
-            header = file.read(HEADER_BYTES)
-    except OSError as error:
-        raise CheckpointError(path, f"cannot be read ({error.strerror})") from error
-    if len(header) < HEADER_BYTES:
+    content = read_start(path, HEADER_BYTES)
+    if len(content) < HEADER_BYTES:
         raise CheckpointError(path, f"is shorter than the header's {HEADER_BYTES} bytes", field="header")
-    names = ("magic", "version", "maxT", "V", "L", "NH", "C", "Vp")
-    fields = Fields(path, dict(zip(names, struct.unpack("<8i", header[:32]), strict=True)))
-    if fields.values["magic"] != MAGIC:
-        raise fields.error("magic", f"is {fields.values['magic']}, not {MAGIC}: not a GPT-2 of llm.c")
-    return _architecture(fields), _stored_dtype(fields)
+    numbers = dict(zip(Header.__struct_fields__, struct.unpack_from("<8i", content), strict=True))
+    magic, version = numbers["magic"], numbers["version"]
+    if magic != MAGIC:
+        raise CheckpointError(path, f"is {magic}, not {MAGIC}: not a GPT-2 of llm.c", field="magic")
+    if version not in STORED_DTYPES:
+        why = REFUSED.get(version, "unknown")
+        problem = f"is {version} ({why}); 3 (float32) and 5 (bfloat16) are served"
+        raise CheckpointError(path, problem, field="version")
+    return _architecture(path, checked(path, numbers, Header)), STORED_DTYPES[version]
 
 
 def open_llmc(path: Path) -> StoredCheckpoint:
@@ -70,49 +68,39 @@ def open_llmc(path: Path) -> StoredCheckpoint:
     return StoredCheckpoint(path, arch, located)
 
 
-def _stored_dtype(fields: Fields) -> str:
-    version = fields.values["version"]
-    if version not in STORED_DTYPES:
-        why = REFUSED.get(version, "unknown")
-        raise fields.error("version", f"is {version} ({why}); 3 (float32) and 5 (bfloat16) are served")
-    return STORED_DTYPES[version]
-
-
-def _architecture(fields: Fields) -> Architecture:
-    width = fields.integer("C", limit=LIMITS["width"])
-    vocab_size = fields.integer("V", limit=LIMITS["vocabulary"])
-    end_of_text = 50256
+def _architecture(path: Path, header: Header) -> Architecture:
+    if header.Vp < header.V:
+        raise CheckpointError(path, f"is {header.Vp}, less than the {header.V} of V", field="Vp")
     arch = Architecture(
-        num_layers=fields.integer("L", limit=LIMITS["layers"]),
-        width=width,
-        num_heads=fields.integer("NH", limit=width),
-        max_positions=fields.integer("maxT", limit=LIMITS["positions"]),
-        vocab_size=vocab_size,
-        padded_vocab_size=fields.integer("Vp", limit=LIMITS["vocabulary"], least=vocab_size),
-        inner_width=4 * width,
+        num_layers=header.L,
+        width=header.C,
+        num_heads=header.NH,
+        max_positions=header.maxT,
+        vocab_size=header.V,
+        padded_vocab_size=header.Vp,
+        inner_width=4 * header.C,
         activation="gelu_new",
-        eos_id=ending_id(end_of_text, vocab_size),
-        bos_id=ending_id(end_of_text, vocab_size),
+        eos_id=known_id(END_OF_TEXT, header.V),
+        bos_id=known_id(END_OF_TEXT, header.V),
     )
-    check_heads(arch, fields, "NH")
+    check_heads(path, arch, "NH")
     return arch
 
 
 def _lay_out(path: Path, arch: Architecture, dtype: str) -> RawFile:
     """Every tensor's place, in closed form; the last one must end where the file ends."""
-    width, itemsize = arch.width, DTYPES[dtype].itemsize
-    shapes = block_shapes(arch)
-    order: list[tuple[str, tuple[int, ...]]] = [
-        ("wte.weight", (arch.padded_vocab_size, width)),
-        ("wpe.weight", (arch.max_positions, width)),
-    ]
-    order += [(f"h.{i}.{name}", shapes[name]) for name in STACKED for i in range(arch.num_layers)]
-    order += [("ln_f.weight", (width,)), ("ln_f.bias", (width,))]
-    tensors, layouts, offset = {}, {}, HEADER_BYTES
-    for name, shape in order:
-        tensors[name], layouts[name] = Stored(shape, dtype), Strided(offset, contiguous(shape))
-        offset += math.prod(shape) * itemsize
+    width = arch.width
+    order: dict[str, tuple[int, ...]] = {
+        "wte.weight": (arch.padded_vocab_size, width),
+        "wpe.weight": (arch.max_positions, width),
+    }
+    order |= {f"h.{i}.{name}": s for name, s in layer_shapes(arch).items() for i in range(arch.num_layers)}
+    order |= {"ln_f.weight": (width,), "ln_f.bias": (width,)}
+    tensors, offset = {}, HEADER_BYTES
+    for name, shape in order.items():
+        tensors[name] = Placed(shape, dtype, offset, contiguous(shape))
+        offset += math.prod(shape) * DTYPES[dtype].itemsize
     size = file_size(path)
     if size != offset:
         raise CheckpointError(path, f"is {size} bytes long; its header asks for {offset}", field="size")
-    return RawFile(path, tensors, layouts)
+    return RawFile(path, tensors)

@@ -6,9 +6,6 @@ import re
 
 from ppserve.core.architecture import Architecture
 
-LINEARS = ("attn.c_attn", "attn.c_proj", "mlp.c_fc", "mlp.c_proj")
-NORMS = ("ln_1", "ln_2")
-
 LAYER_NAME = re.compile(r"h\.(0|[1-9][0-9]{0,5})\.(.+)")
 """The tensor of a layer. Layer numbers have no leading zeros, so that h.01 is never taken for h.1."""
 
@@ -16,42 +13,28 @@ LAYER_NAME = re.compile(r"h\.(0|[1-9][0-9]{0,5})\.(.+)")
 def tensor_shapes(arch: Architecture) -> dict[str, tuple[int, ...]]:
     """Every canonical name with its shape; linear weights are (out, in)."""
     width = arch.width
-    shapes: dict[str, tuple[int, ...]] = {
+    return {
         "wte.weight": (arch.padded_vocab_size, width),
         "wpe.weight": (arch.max_positions, width),
+        **{f"h.{i}.{name}": shape for i in range(arch.num_layers) for name, shape in layer_shapes(arch).items()},
+        **_with_bias(arch, "ln_f", (width,)),
+        "lm_head.weight": (arch.padded_vocab_size, width),
     }
-    for layer in range(arch.num_layers):
-        for name, shape in block_shapes(arch).items():
-            shapes[f"h.{layer}.{name}"] = shape
-    shapes["ln_f.weight"] = (width,)
-    if arch.biases:
-        shapes["ln_f.bias"] = (width,)
-    shapes["lm_head.weight"] = (arch.padded_vocab_size, width)
-    return shapes
 
 
-def block_shapes(arch: Architecture) -> dict[str, tuple[int, ...]]:
-    """The tensors of one layer, without the `h.{i}.` in front."""
+def layer_shapes(arch: Architecture) -> dict[str, tuple[int, ...]]:
+    """The tensors of one layer, without the `h.{i}.` in front, in the order in which they are used."""
     width, inner = arch.width, arch.inner_width
-    out_in = {
-        "attn.c_attn": (3 * width, width),
-        "attn.c_proj": (width, width),
-        "mlp.c_fc": (inner, width),
-        "mlp.c_proj": (width, inner),
+    return {
+        **_with_bias(arch, "ln_1", (width,)),
+        **_with_bias(arch, "attn.c_attn", (3 * width, width)),
+        **_with_bias(arch, "attn.c_proj", (width, width)),
+        **_with_bias(arch, "ln_2", (width,)),
+        **_with_bias(arch, "mlp.c_fc", (inner, width)),
+        **_with_bias(arch, "mlp.c_proj", (width, inner)),
     }
-    shapes: dict[str, tuple[int, ...]] = {}
-    for name in NORMS:
-        shapes[f"{name}.weight"] = (width,)
-        if arch.biases:
-            shapes[f"{name}.bias"] = (width,)
-    for name in LINEARS:
-        shapes[f"{name}.weight"] = out_in[name]
-        if arch.biases:
-            shapes[f"{name}.bias"] = out_in[name][:1]
-    return shapes
 
 
-def is_linear_weight(name: str) -> bool:
-    """Whether a canonical name is that of a linear's weight inside a layer."""
-    match = LAYER_NAME.fullmatch(name)
-    return match is not None and match[2] in {f"{linear}.weight" for linear in LINEARS}
+def _with_bias(arch: Architecture, name: str, shape: tuple[int, ...]) -> dict[str, tuple[int, ...]]:
+    weight = {f"{name}.weight": shape}
+    return {**weight, f"{name}.bias": shape[:1]} if arch.biases else weight

@@ -13,8 +13,8 @@ from typing import TYPE_CHECKING
 
 from ppserve.core.architecture import Architecture
 from ppserve.errors import CheckpointError
+from ppserve.files import file_size, is_file, read_start, shown
 from ppserve.model.checkpoint import hub
-from ppserve.model.checkpoint.files import file_size, is_file, shown
 
 if TYPE_CHECKING:
     from ppserve.model.checkpoint.stored import StoredCheckpoint
@@ -46,7 +46,7 @@ def read_architecture(path: str) -> Architecture:
         from ppserve.model.checkpoint.config_json import read_config
 
         return read_config(place)
-    if _starts_with(place, LLMC_MAGIC):
+    if read_start(place, len(LLMC_MAGIC)) == LLMC_MAGIC:
         from ppserve.model.checkpoint.llmc import read_header
 
         return read_header(place)[0]
@@ -78,7 +78,8 @@ def _only_file(directory: Path) -> Path:
     """The one checkpoint file of a directory without config.json."""
     if is_file(directory / "ckpt.pt"):
         return directory / "ckpt.pt"
-    found = [p for p in sorted(directory.glob("*.bin")) if p.is_file() and _starts_with(p, LLMC_MAGIC)]
+    files = [path for path in sorted(directory.glob("*.bin")) if path.is_file()]
+    found = [path for path in files if read_start(path, len(LLMC_MAGIC)) == LLMC_MAGIC]
     if len(found) == 1:
         return found[0]
     if found:
@@ -98,12 +99,3 @@ def _open_file(path: Path) -> StoredCheckpoint:
     from ppserve.model.checkpoint.llmc import open_llmc
 
     return open_llmc(path)
-
-
-def _starts_with(path: Path, magic: bytes) -> bool:
-    file_size(path)
-    try:
-        with path.open("rb") as file:
-            return file.read(len(magic)) == magic
-    except OSError as error:
-        raise CheckpointError(path, f"cannot be read ({error.strerror})") from error

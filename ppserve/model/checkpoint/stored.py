@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 import mmap
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from copy import copy
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,8 +19,8 @@ import torch
 
 from ppserve.core.architecture import Architecture
 from ppserve.errors import CheckpointError
-from ppserve.model.checkpoint.files import shown
-from ppserve.model.checkpoint.names import tensor_shapes
+from ppserve.files import reason, shown
+from ppserve.model.checkpoint.names import LAYER_NAME, tensor_shapes
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 PIECE_BYTES = 2 << 20
@@ -38,7 +38,15 @@ class TensorFile(Protocol):
     """A file of named tensors of which only the headers have been read."""
 
     path: Path
-    tensors: Mapping[str, Stored]
+
+    @property
+    def tensors(self) -> Mapping[str, Stored]:
+        """By the names that the file gives them."""
+        ...
+
+    def is_one(self, name: str, other: str) -> bool:
+        """Whether two names are known to be one tensor, stored once."""
+        ...
 
     def rows(self, name: str, start: int, stop: int, scratch: ScratchTensor) -> torch.Tensor:
         """Rows start..stop of a tensor of one or two dimensions, valid until `scratch` is used again.
@@ -87,6 +95,8 @@ class Located:
         """Whether two tensors hold the same bits; reads both, piece by piece, up to the first difference."""
         if self.stored != other.stored or self.transposed != other.transposed:
             return False
+        if self.file is other.file and self.file.is_one(self.name, other.name):
+            return True
         mine, theirs = ScratchTensor(), ScratchTensor()
         return all(
             torch.equal(
@@ -132,17 +142,18 @@ class StoredCheckpoint:
         self.architecture = architecture
         self._pieces, self._turned = ScratchTensor(), ScratchTensor()
         self._rounded_to: str | None = None
-        self._located = {name: located.get(name) for name in tensor_shapes(architecture)}
+        self._located = located
         dtypes: Counter[str] = Counter()
         for name, shape in tensor_shapes(architecture).items():
-            place = self._place(name)
-            _check(place, shape)
-            dtypes[place.stored.dtype] += math.prod(shape)
+            if name not in located:
+                raise CheckpointError(path, "this tensor is missing", field=name)
+            _check(located[name], shape)
+            dtypes[located[name].stored.dtype] += math.prod(shape)
         self.stored_dtype = dtypes.most_common(1)[0][0]
 
     def tensor(self, name: str) -> torch.Tensor:
         """One tensor on the CPU, in memory of its own."""
-        place = self._place(name)
+        place = self._located[name]
         return place.read(self._rounded_to or place.stored.dtype, self._pieces, self._turned)
 
     def rounded_to(self, dtype: str) -> StoredCheckpoint:
@@ -154,31 +165,56 @@ class StoredCheckpoint:
         rounded._rounded_to = rounded.stored_dtype = dtype
         return rounded
 
-    def _place(self, name: str) -> Located:
-        place = self._located.get(name)
-        if place is None:
-            raise CheckpointError(self.path, "this tensor is missing", field=name)
-        return place
+
+def locate(
+    files: Iterable[TensorFile], arch: Architecture, canonical: Callable[[str], str | None], in_out: bool = False
+) -> dict[str, Located]:
+    """Canonical names to places. Raises CheckpointError for a tensor that a GPT-2 does not have.
+
+    canonical: from the name that a file gives a tensor; None for what is passed over. in_out: the files hold the
+    layers' linears as (in, out).
+    """
+    expected = tensor_shapes(arch)
+    located: dict[str, Located] = {}
+    for file in files:
+        for stored_name in file.tensors:
+            name = canonical(stored_name)
+            if name is None:
+                continue
+            if name not in expected:
+                raise CheckpointError(file.path, _unexpected(name, arch), field=shown(stored_name))
+            if name in located:
+                problem = f"is given twice: also as {located[name].name} in {located[name].file.path.name}"
+                raise CheckpointError(file.path, problem, field=stored_name)
+            is_linear = name.startswith("h.") and len(expected[name]) == 2
+            located[name] = Located(file, stored_name, transposed=in_out and is_linear)
+    return located
+
+
+def _unexpected(name: str, arch: Architecture) -> str:
+    match = LAYER_NAME.fullmatch(name)
+    if match and int(match[1]) >= arch.num_layers:
+        return f"belongs to a layer that the config, with {arch.num_layers}, does not have"
+    if "cross" in name or "q_attn" in name:
+        return "belongs to cross attention, which is not served"
+    return "is no tensor of a GPT-2 with this configuration"
 
 
 def _check(place: Located, shape: tuple[int, ...]) -> None:
     stored = place.stored
     if stored.dtype not in DTYPES:
-        raise CheckpointError(
-            place.file.path, f"is stored as {shown(stored.dtype)}, not as {', '.join(DTYPES)}", field=place.name
-        )
-    if place.shape != shape:
+        problem = f"is stored as {shown(stored.dtype)}, not as {', '.join(DTYPES)}"
+    elif place.shape != shape:
         expected = shape[::-1] if place.transposed else shape
-        raise CheckpointError(
-            place.file.path,
-            f"has the shape {shown(stored.shape)}; the architecture asks for {expected}",
-            field=place.name,
-        )
+        problem = f"has the shape {shown(stored.shape)}; the architecture asks for {expected}"
+    else:
+        return
+    raise CheckpointError(place.file.path, problem, field=place.name)
 
 
 @dataclass(frozen=True, slots=True)
-class Strided:
-    """Where a tensor lies in a raw file. offset: bytes; stride: elements, one per dimension."""
+class Placed(Stored):
+    """A tensor of a raw file. offset: bytes (of memory, if the file was read whole); stride: elements."""
 
     offset: int
     stride: tuple[int, ...]
@@ -187,28 +223,28 @@ class Strided:
 class RawFile:
     """Tensors at known offsets of an uncompressed little-endian file. Implements `TensorFile`."""
 
-    def __init__(self, path: Path, tensors: Mapping[str, Stored], layouts: Mapping[str, Strided]) -> None:
-        """The caller has checked that every layout lies inside the file."""
+    def __init__(self, path: Path, tensors: Mapping[str, Placed]) -> None:
+        """The caller has checked that every tensor lies inside the file."""
         self.path = path
         self.tensors = tensors
-        self._layouts = layouts
 
-    def offset(self, name: str) -> int:
-        return self._layouts[name].offset
+    def is_one(self, name: str, other: str) -> bool:
+        return self.tensors[name] == self.tensors[other]
 
     def rows(self, name: str, start: int, stop: int, scratch: ScratchTensor) -> torch.Tensor:
-        stored, layout = self.tensors[name], self._layouts[name]
-        dtype = DTYPES[stored.dtype]
-        shape = (stop - start, *stored.shape[1:])
-        num_elements = 1 + sum((n - 1) * s for n, s in zip(shape, layout.stride, strict=True))
+        placed = self.tensors[name]
+        dtype = DTYPES[placed.dtype]
+        shape = (stop - start, *placed.shape[1:])
+        num_elements = 1 + sum((n - 1) * s for n, s in zip(shape, placed.stride, strict=True))
         buffer = scratch.take((num_elements,), dtype)
-        self._read_into(buffer.view(torch.uint8).numpy().data, layout, start * layout.stride[0], dtype.itemsize)
-        return buffer.as_strided(shape, layout.stride)
+        begin = placed.offset + start * placed.stride[0] * dtype.itemsize
+        self._read_into(buffer.view(torch.uint8).numpy().data, begin)
+        return buffer.as_strided(shape, placed.stride)
 
-    def _read_into(self, memory: memoryview, layout: Strided, element: int, itemsize: int) -> None:
+    def _read_into(self, memory: memoryview, begin: int) -> None:
         try:
             with self.path.open("rb", buffering=0) as file:
-                file.seek(layout.offset + element * itemsize)
+                file.seek(begin)
                 done = 0
                 while done < len(memory):
                     count = file.readinto(memory[done:])
@@ -216,7 +252,7 @@ class RawFile:
                         raise CheckpointError(self.path, "ended early: it was truncated while it was being read")
                     done += count
         except OSError as error:
-            raise CheckpointError(self.path, f"cannot be read ({error.strerror})") from error
+            raise CheckpointError(self.path, f"cannot be read ({reason(error)})") from error
 
 
 def contiguous(shape: tuple[int, ...]) -> tuple[int, ...]:

@@ -17,8 +17,8 @@ from typing import IO, Any
 import torch
 
 from ppserve.errors import CheckpointError
-from ppserve.model.checkpoint.files import file_size, shown
-from ppserve.model.checkpoint.stored import RawFile, ScratchTensor, Stored, Strided
+from ppserve.files import file_size, reason, shown
+from ppserve.model.checkpoint.stored import Placed, RawFile, ScratchTensor
 
 MAX_PICKLE_BYTES = 16 << 20
 LEGACY_PICKLES = 5
@@ -56,7 +56,7 @@ def load_objects(path: Path) -> Any:
     except CheckpointError:
         raise
     except Exception as error:  # a damaged pickle can raise anything: its opcodes are a program
-        raise CheckpointError(path, f"cannot be read as a file of torch.save ({_first_line(error)})") from error
+        raise CheckpointError(path, f"cannot be read as a file of torch.save ({reason(error)})") from error
 
 
 class TorchFile(RawFile):
@@ -67,36 +67,29 @@ class TorchFile(RawFile):
         size = file_size(path)
         if not isinstance(state, dict):
             raise CheckpointError(path, f"holds a {type(state).__name__}, not a dict of tensors", field=field)
-        tensors: dict[str, Stored] = {}
-        layouts: dict[str, Strided] = {}
+        tensors: dict[str, Placed] = {}
         self._in_memory: dict[str, torch.Tensor] = {}
         for name, tensor in state.items():
             if not isinstance(name, str):
                 raise CheckpointError(path, f"a tensor's name is {shown(name)}, not text", field=field)
             if not isinstance(tensor, torch.Tensor) or tensor.layout != torch.strided or tensor.is_quantized:
                 raise CheckpointError(path, "is not a plain tensor", field=shown(name))
-            tensors[name] = Stored(tuple(tensor.shape), str(tensor.dtype).removeprefix("torch."))
             if tensor.device.type == "meta":
-                layouts[name] = _layout(path, size, name, tensor)
+                offset = _offset(path, size, name, tensor)
             else:
                 self._in_memory[name] = tensor.detach()
-        super().__init__(path, tensors, layouts)
-
-    def same_place(self, name: str, other: str) -> bool:
-        """Whether two names are one tensor, saved once."""
-        return self.tensors[name] == self.tensors[other] and self._place(name) == self._place(other)
+                offset = tensor.data_ptr()
+            dtype = str(tensor.dtype).removeprefix("torch.")
+            tensors[name] = Placed(tuple(tensor.shape), dtype, offset, tuple(tensor.stride()))
+        super().__init__(path, tensors)
 
     def rows(self, name: str, start: int, stop: int, scratch: ScratchTensor) -> torch.Tensor:
         if name in self._in_memory:
             return self._in_memory[name][start:stop]
         return super().rows(name, start, stop, scratch)
 
-    def _place(self, name: str) -> object:
-        tensor = self._in_memory.get(name)
-        return self._layouts[name] if tensor is None else (tensor.data_ptr(), tensor.stride())
 
-
-def _layout(path: Path, size: int, name: str, tensor: torch.Tensor) -> Strided:
+def _offset(path: Path, size: int, name: str, tensor: torch.Tensor) -> int:
     """Where a meta tensor lies in the file; its storage must lie inside, and it inside its storage."""
     storage = tensor.untyped_storage()
     begin = getattr(storage, "_checkpoint_offset", None)
@@ -109,7 +102,7 @@ def _layout(path: Path, size: int, name: str, tensor: torch.Tensor) -> Strided:
     # A tensor must not claim more elements than it has bytes (stride 0), nor bytes beyond its file.
     if tensor.numel() * itemsize > storage.nbytes() or not 0 <= begin <= first <= end <= size:
         raise CheckpointError(path, "reaches beyond what is stored", field=shown(name))
-    return Strided(int(first), tuple(tensor.stride()))
+    return int(first)
 
 
 def _check_archive(path: Path, archive: zipfile.ZipFile) -> None:
@@ -145,8 +138,3 @@ def _check_pickle(path: Path, stream: IO[bytes]) -> None:
         if opcode.name == "GLOBAL" and not ALLOWED_GLOBAL.fullmatch(str(argument)):
             wanted = shown(str(argument).replace(" ", "."))
             raise CheckpointError(path, f"its pickle asks for {wanted}, which is no part of a checkpoint: refused")
-
-
-def _first_line(error: Exception) -> str:
-    text = str(error).strip() or type(error).__name__
-    return shown(text.splitlines()[0], 120)

@@ -9,14 +9,34 @@ the padding of GPT-2's 50257 (what nanoGPT and llm.c do), and any other number a
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
+
+import msgspec
 
 from ppserve.errors import CheckpointError
-from ppserve.model.checkpoint.files import is_file, read_bytes, read_json_object
+from ppserve.files import is_file, read_bytes, read_json
 
 GPT2_VOCABULARY = 50257
 GPT2_PADDED = 50304
 LLMC_TOKENIZER_MAGIC = 20240328
+
+
+_Id = Annotated[int, msgspec.Meta(ge=0)]
+
+
+class _ListedToken(msgspec.Struct, frozen=True):
+    id: _Id
+
+
+class _Model(msgspec.Struct, frozen=True):
+    """Lists its tokens in the order of their ids, or maps them to ids."""
+
+    vocab: dict[str, _Id] | list[Any]
+
+
+class _TokenizerJson(msgspec.Struct, frozen=True):
+    model: _Model
+    added_tokens: list[_ListedToken] | None = None
 
 
 def real_vocabulary(directory: Path, num_rows: int, eos_id: int | None) -> int:
@@ -29,36 +49,17 @@ def real_vocabulary(directory: Path, num_rows: int, eos_id: int | None) -> int:
 
 def _json_vocabulary(directory: Path) -> int | None:
     """One past the highest id in tokenizer.json, vocab.json and added_tokens.json together."""
-    ids: list[Any] = []
+    ids: list[int] = []
     path = directory / "tokenizer.json"
     if is_file(path):
-        ids += _tokenizer_ids(path)
-        _check_ids(path, ids)
+        tokenizer = read_json(path, _TokenizerJson)
+        vocab = tokenizer.model.vocab
+        ids += vocab.values() if isinstance(vocab, dict) else range(len(vocab))
+        ids += (token.id for token in tokenizer.added_tokens or ())
     for name in ("vocab.json", "added_tokens.json"):
-        path = directory / name
-        if is_file(path):
-            more = list(read_json_object(path).values())
-            _check_ids(path, more)
-            ids += more
+        if is_file(directory / name):
+            ids += read_json(directory / name, dict[str, _Id]).values()
     return max(ids) + 1 if ids else None
-
-
-def _tokenizer_ids(path: Path) -> list[Any]:
-    """The ids in tokenizer.json: the model's, listed by id or mapped to ids, and those added to it."""
-    tokenizer = read_json_object(path)
-    model, added = tokenizer.get("model"), tokenizer.get("added_tokens") or []
-    vocab = model.get("vocab") if isinstance(model, dict) else None
-    if not isinstance(vocab, dict | list):
-        raise CheckpointError(path, "is neither an object nor a list of tokens", field="model.vocab")
-    if not isinstance(added, list):
-        raise CheckpointError(path, "is not a list", field="added_tokens")
-    ids: list[Any] = list(vocab.values()) if isinstance(vocab, dict) else list(range(len(vocab)))
-    return ids + [token.get("id") if isinstance(token, dict) else None for token in added]
-
-
-def _check_ids(path: Path, ids: list[Any]) -> None:
-    if not all(type(token_id) is int and token_id >= 0 for token_id in ids):
-        raise CheckpointError(path, "a token's id is not a whole number")
 
 
 def _ranked_vocabulary(directory: Path, eos_id: int | None) -> int | None:

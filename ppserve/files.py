@@ -4,11 +4,16 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import stat
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
+
+import msgspec
 
 from ppserve.errors import CheckpointError
+
+T = TypeVar("T")
 
 MAX_JSON_BYTES = 256 << 20
 """Larger than any tokenizer.json in use; a bound, so that a wrong file cannot fill the memory."""
@@ -19,7 +24,7 @@ def file_size(path: Path) -> int:
     try:
         status = path.stat()
     except (OSError, ValueError) as error:
-        raise CheckpointError(path, f"cannot be read ({_reason(error)})") from error
+        raise CheckpointError(path, f"cannot be read ({reason(error)})") from error
     if not stat.S_ISREG(status.st_mode):
         raise CheckpointError(path, "is not a regular file")
     if not os.access(path, os.R_OK):
@@ -37,17 +42,26 @@ def is_file(path: Path) -> bool:
 
 def read_bytes(path: Path, limit: int) -> bytes:
     """A whole small file. Raises CheckpointError when it is larger than `limit` bytes."""
-    size = file_size(path)
-    if size > limit:
-        raise CheckpointError(path, f"is {size} bytes long, more than the {limit} that such a file may have")
+    if file_size(path) > limit:
+        raise CheckpointError(path, f"is larger than {limit >> 20} MiB, the most that such a file may have")
+    return read_start(path, limit)
+
+
+def read_start(path: Path, num_bytes: int) -> bytes:
+    """The first bytes of a file, fewer where it is shorter. Raises CheckpointError."""
+    file_size(path)
     try:
-        return path.read_bytes()
+        with path.open("rb") as file:
+            return file.read(num_bytes)
     except OSError as error:
-        raise CheckpointError(path, f"cannot be read ({_reason(error)})") from error
+        raise CheckpointError(path, f"cannot be read ({reason(error)})") from error
 
 
-def read_json_object(path: Path, limit: int = MAX_JSON_BYTES) -> dict[str, Any]:
-    """A JSON file that holds an object; a name given twice in an object is refused, not silently resolved."""
+def read_json(path: Path, schema: type[T], limit: int = MAX_JSON_BYTES) -> T:
+    """A JSON file as a msgspec schema wants it; a name given twice in an object is refused, not silently resolved.
+
+    Raises CheckpointError.
+    """
 
     def unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
         members = dict(pairs)
@@ -60,10 +74,22 @@ def read_json_object(path: Path, limit: int = MAX_JSON_BYTES) -> dict[str, Any]:
     try:
         value = json.loads(read_bytes(path, limit), object_pairs_hook=unique)
     except (ValueError, RecursionError) as error:  # bad UTF-8, bad JSON, endless digits, endless nesting
-        raise CheckpointError(path, f"is not valid JSON ({_reason(error)})") from error
-    if not isinstance(value, dict):
-        raise CheckpointError(path, f"holds a JSON {type(value).__name__}, not an object")
-    return value
+        raise CheckpointError(path, f"is not valid JSON ({reason(error)})") from error
+    return checked(path, value, schema)
+
+
+def checked(path: Path, value: object, schema: type[T]) -> T:
+    """A value from a file as a msgspec schema wants it. Raises CheckpointError."""
+    try:
+        return msgspec.convert(value, schema, str_keys=True)
+    except (msgspec.ValidationError, UnicodeEncodeError) as error:  # JSON can spell half a surrogate pair
+        problem, _, place = str(error).replace("Invalid enum value", "not supported:").partition(" - at ")
+        # `$.a.b[0]` is where it is; a field that is missing or too many is named by the problem instead.
+        field = re.sub(r"^\$\.?|\[.*", "", place.strip("`"))
+        if named := re.search(r" field `(.*)`$", problem, re.DOTALL):
+            problem = problem[: named.start()].removeprefix("Object ")
+            field = f"{field}.{named[1]}".lstrip(".")
+        raise CheckpointError(path, shown(problem), field=shown(field) or None) from error
 
 
 def shown(value: object, limit: int = 80) -> str:
@@ -76,6 +102,7 @@ def shown(value: object, limit: int = 80) -> str:
     return text if len(text) <= limit else text[: limit - 1] + "…"
 
 
-def _reason(error: BaseException) -> str:
-    text = error.strerror if isinstance(error, OSError) and error.strerror else str(error)
-    return shown(text or type(error).__name__, 120)
+def reason(error: BaseException) -> str:
+    """What went wrong, in one line."""
+    text = error.strerror if isinstance(error, OSError) and error.strerror else str(error).strip()
+    return shown((text or type(error).__name__).splitlines()[0], 120)

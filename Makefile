@@ -25,7 +25,7 @@ test: setup
 
 # For every save: no servers, no ranks, no long computations. A test that reaches the limit is to be marked slow.
 test-fast: setup
-	$(BIN)/python -m pytest -m "not slow" --timeout 60 $(ARGS)
+	$(BIN)/python -m pytest -n 2 --dist loadgroup -m "not slow" --timeout 60 $(ARGS)
 
 check: setup
 	$(BIN)/ruff check .

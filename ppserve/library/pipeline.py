@@ -5,11 +5,15 @@ from __future__ import annotations
 import logging
 import threading
 import time
+import weakref
 from collections.abc import Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, wait
 from dataclasses import fields
+from numbers import Integral
 from types import TracebackType
 from typing import Any, Self, TypedDict, Unpack, cast
+
+import torch
 
 from ppserve import config as cfg
 from ppserve import wire
@@ -92,6 +96,8 @@ class Pipeline:
             )
             for rank, link in self._control.links.items()
         ]
+        # Also when nobody holds the pipeline any more, and before the interpreter ends.
+        self._end = weakref.finalize(self, _end, self._engine, tuple(self._stages), torch.get_num_threads())
         for thread in (self._engine, *self._stages):
             thread.start()
         try:
@@ -106,19 +112,26 @@ class Pipeline:
         """Pieces of text, as they are made. Options are those of the Python client.
 
         prompt: a text, token ids, or a list of such, which run together; `piece.request_id` then is the prompt's
-        place in the list. Closing the stream early ends its requests. Raises InvalidRequest, naming what is wrong,
-        or Overloaded, before anything runs.
+        place in the list (after your own `request_id` and a dash, if you give one). Closing the stream early ends
+        its requests. Raises InvalidRequest, naming what is wrong, or TypeError before anything runs; Overloaded
+        ends those that were queued.
         """
-        prompts, name = _prompts_of(prompt), options.pop("request_id", "")
-        stream = Stream(self._engine, self._tokenizer)
-        timeout_s = options.pop("timeout_s", None)
+        return self._submit(_prompts_of(prompt), options)
+
+    def _submit(self, prompts: Sequence[Prompt], options: Options) -> Stream:
+        name, timeout_s = options.pop("request_id", ""), options.pop("timeout_s", None)
+        requests = []
+        for prompt in prompts:
+            asked = Asked(prompt=prompt, **cast(Any, options))
+            check(asked, self._card)
+            call = Call.begin("", timeout_s, None)
+            requests.append(to_request(asked, self._ids_of(prompt), self._card, call))
+        several = len(prompts) > 1
+        stream = Stream(self, self._engine, self._tokenizer)
         try:
-            for place, one in enumerate(prompts):
-                asked = Asked(prompt=one, **cast(Any, options))
-                check(asked, self._card)
-                call = Call.begin("", timeout_s, None)
-                request = to_request(asked, self._ids_of(one), self._card, call)
-                stream.submit(request, name or str(place), self._text_of(one) if request.output.echo else "")
+            for place, (prompt, request) in enumerate(zip(prompts, requests, strict=True)):
+                own = f"{name}-{place}" if name and several else name or str(place)
+                stream.submit(request, own, self._text_of(prompt) if request.output.echo else "")
         except BaseException:
             stream.close()
             raise
@@ -130,7 +143,7 @@ class Pipeline:
 
     def complete_all(self, prompts: Sequence[Prompt], **options: Unpack[Options]) -> list[Completion]:
         """All of these together, in their order."""
-        with self.generate(list(prompts), **options) as stream:
+        with self._submit(prompts, options) as stream:
             return stream.completions()
 
     def _ids_of(self, prompt: Prompt) -> Sequence[int]:
@@ -166,9 +179,7 @@ class Pipeline:
 
     def close(self) -> None:
         """Ends every stream that is open, and all threads. May be called twice."""
-        self._engine.stop()
-        for thread in (self._engine, *self._stages):
-            thread.join(_END_WITHIN_S)
+        self._end()
 
     def __enter__(self) -> Self:
         return self
@@ -238,8 +249,17 @@ def _live(start: wire.Start, found: Findings, link: LocalLink, wiring: ThreadWir
         link.hang_up("exit")
 
 
+def _end(engine: Engine, stages: Sequence[threading.Thread], torch_threads: int) -> None:
+    """Ends all threads, and gives torch back the number of threads that it had. Does not hold the pipeline, which
+    would live for ever."""
+    engine.stop()
+    for thread in (engine, *stages):
+        thread.join(_END_WITHIN_S)
+    torch.set_num_threads(torch_threads)
+
+
 def _prompts_of(prompt: Prompt | Sequence[Prompt]) -> Sequence[Prompt]:
     """A list of prompts, also of one. Token ids are a list as well, but of numbers."""
-    if isinstance(prompt, str) or all(isinstance(part, int) for part in prompt):
+    if isinstance(prompt, str) or all(isinstance(part, Integral) for part in prompt):
         return [cast(Prompt, prompt)]
     return cast(Sequence[Prompt], prompt)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import queue
+from collections import deque
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from types import TracebackType
@@ -10,13 +11,16 @@ from typing import Self
 
 from ppserve.answers import Chunk, Completion, Finish, Timings, Token, Usage, completion_of
 from ppserve.core.request import FinishReason, Request
+from ppserve.errors import RequestError, StagesLost
 from ppserve.head.api.stream import Delta, Pending, Score
 from ppserve.head.engine.loop import Engine
 from ppserve.head.engine.output import TokenOutput
 from ppserve.tokenizer import Tokenizer
 
+_REASON_WITHIN_S = 5.0
 
-@dataclass(frozen=True, slots=True)
+
+@dataclass(frozen=True, slots=True, eq=False)
 class _Entry:
     """One request of a stream. name: as its reader knows it."""
 
@@ -39,27 +43,29 @@ class _Mailbox:
 class Stream:
     """An iterator over `Chunk`s. Reading it waits; closing it, or leaving its block, ends what still runs.
 
-    Raises a request's error where its next piece would be.
+    Raises a request's error where its next piece would be; the other requests can be read on.
     """
 
-    def __init__(self, engine: Engine, tokenizer: Tokenizer | None) -> None:
+    def __init__(self, owner: object, engine: Engine, tokenizer: Tokenizer | None) -> None:
+        """owner: the pipeline, which must not end before its streams."""
+        self._owner = owner
         self._engine = engine
         self._tokenizer = tokenizer
         self._entries: list[_Entry] = []
         self._news: queue.SimpleQueue[tuple[_Entry, Sequence[TokenOutput]]] = queue.SimpleQueue()
-        self._chunks = self._read()
+        self._ready: deque[tuple[_Entry, Chunk | RequestError]] = deque()
 
     def submit(self, request: Request, name: str, echo: str) -> None:
         """One more request. echo: its prompt, where it is to be sent back. Raises RequestError."""
         entry = _Entry(name, request, Pending(request, echo))
+        self._entries.append(entry)  # before it is queued, so that `close` ends it whatever happens meanwhile
         self._engine.submit(request, _Mailbox(entry, self._news), self._tokenizer).result()
-        self._entries.append(entry)
 
     def completions(self) -> list[Completion]:
         """Reads to the end: one for each request, in their order."""
-        chunks: dict[str, list[Chunk]] = {entry.name: [] for entry in self._entries}
-        for chunk in self:
-            chunks[chunk.request_id].append(chunk)
+        chunks: dict[str, list[Chunk]] = {entry.request.id: [] for entry in self._entries}
+        while (item := self._next()) is not None:
+            chunks[item[0].request.id].append(item[1])
         return [completion_of(of_one) for of_one in chunks.values()]
 
     def close(self) -> None:
@@ -68,12 +74,16 @@ class Stream:
             if not entry.pending.is_complete:
                 self._engine.cancel(entry.request.id, FinishReason.CANCELLED)
         self._entries.clear()
+        self._ready.clear()
 
     def __iter__(self) -> Iterator[Chunk]:
         return self
 
     def __next__(self) -> Chunk:
-        return next(self._chunks)
+        item = self._next()
+        if item is None:
+            raise StopIteration
+        return item[1]
 
     def __enter__(self) -> Self:
         return self
@@ -86,12 +96,32 @@ class Stream:
     def __del__(self) -> None:
         self.close()
 
-    def _read(self) -> Iterator[Chunk]:
-        while any(not entry.pending.is_complete for entry in self._entries):
-            entry, outputs = self._news.get()
-            entry.pending.push(outputs)
+    def _next(self) -> tuple[_Entry, Chunk] | None:
+        """The next piece, and of which request; None when all have ended. Raises RequestError."""
+        while not self._ready:
+            self._entries = [entry for entry in self._entries if not entry.pending.is_complete]
+            if not self._entries:
+                return None
+            self._take(*self._news.get())
+        entry, piece = self._ready.popleft()
+        if isinstance(piece, RequestError):
+            raise self._explained(piece)
+        return entry, piece
+
+    def _take(self, entry: _Entry, outputs: Sequence[TokenOutput]) -> None:
+        entry.pending.push(outputs)
+        try:
             for delta in entry.pending.take():
-                yield self._chunk(entry, delta)
+                self._ready.append((entry, self._chunk(entry, delta)))
+        except RequestError as error:
+            self._ready.append((entry, error))
+            self._entries.remove(entry)
+
+    def _explained(self, error: RequestError) -> RequestError:
+        """A server does not tell its callers why a stage was lost; a program may know."""
+        if isinstance(error, StagesLost):
+            return StagesLost(self._engine.failed.result(_REASON_WITHIN_S).reason)
+        return error
 
     def _chunk(self, entry: _Entry, delta: Delta) -> Chunk:
         output = entry.request.output

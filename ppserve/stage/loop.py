@@ -81,6 +81,13 @@ class StageLoop:
     @torch.inference_mode()
     def run(self, on_served: Callable[[], object] = lambda: None) -> int:
         """Until the head says Shutdown; the exit code that it asks for. on_served: called after the first step."""
+        try:
+            return self._run(on_served)
+        finally:
+            if self._cache is not None:
+                self._cache.close()
+
+    def _run(self, on_served: Callable[[], object]) -> int:
         self._link.send(self._hello())
         has_served = False
         while True:
@@ -100,8 +107,6 @@ class StageLoop:
                     self._abandon(epoch)
                 case wire.Shutdown(code):
                     self._leave_epoch()
-                    if self._cache is not None:
-                        self._cache.close()
                     return code
 
     def _hello(self) -> wire.Hello:
@@ -164,8 +169,9 @@ class StageLoop:
         """Joins the others; `Ready` or `Broken`."""
         self._leave_epoch()
         log.debug("epoch %d: entering", form.epoch)
+        model, cache = self._model_and_cache(form.num_blocks)
         try:
-            self._join(form)
+            self._join(form, model, cache)
         except (TransportError, RuntimeError) as error:
             log.warning("epoch %d could not form: %s", form.epoch, error)
             self._leave_epoch()
@@ -173,19 +179,24 @@ class StageLoop:
             return
         self._link.send(wire.Ready(form.epoch))
 
-    def _join(self, form: wire.Form) -> None:
+    def _model_and_cache(self, num_blocks: int) -> tuple[GPT2Stage, KVCache]:
+        """One cache serves all epochs: each overwrites what the one before left.
+
+        Where there is no memory for it, the error ends this stage, and the keeper counts that: another epoch would
+        fail in the same way.
+        """
         model = self._model
         assert model is not None, "the head forms an epoch of stages that are loaded"
-        # One cache for all epochs: each overwrites what the one before left.
         if self._cache is None:
             block_size = self._start.config.cache.block_size
-            self._cache = model.backend.make_cache(
-                model.arch, model.layout, form.num_blocks, block_size, serves=True
-            )
+            self._cache = model.backend.make_cache(model.arch, model.layout, num_blocks, block_size, serves=True)
+        return model, self._cache
+
+    def _join(self, form: wire.Form, model: GPT2Stage, cache: KVCache) -> None:
         depth, dtype = self._start.num_stages + 1, model.backend.precision.hidden
         frames = Frames(model.arch.width, dtype, form.max_rows, depth, model.backend.device)
         transport = self._wiring.open_transport(form, model.layout, frames, self._link)
-        self._epoch = Epoch(form.epoch, Stage(model, self._cache, transport))
+        self._epoch = Epoch(form.epoch, Stage(model, cache, transport))
         if self._link.abandoned >= form.epoch:
             # The link's thread may have looked before there was a transport to interrupt.
             raise TransportError("the epoch was lost while it formed")

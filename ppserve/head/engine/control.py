@@ -127,7 +127,9 @@ class SocketControlPlane:
 
     def poll(self, timeout_s: float) -> list[Heard | Gone]:
         heard: list[Heard | Gone] = []
-        for key, _ in self._selector.select(timeout_s if not self._lost else 0):
+        ready = self._selector.select(timeout_s if not self._lost else 0)
+        # Strangers last: judging one reads what is there of the rank that it claims to be.
+        for key, _ in sorted(ready, key=lambda event: event[0].data in self._strangers):
             if key.fileobj is self._listener:
                 self._accept()
             elif key.fileobj is self._wake_out:

@@ -103,7 +103,6 @@ class Engine(threading.Thread):
     # ---- the loop -------------------------------------------------------------------------------------
 
     def run(self) -> None:
-        hopeless: Hopeless | None = None
         try:
             self._replica.start()
             while not self._stopping:
@@ -112,8 +111,7 @@ class Engine(threading.Thread):
             log.exception("the engine failed")
             self._give_up(Hopeless(f"internal error: {type(error).__name__}", usage=False))
         self._end_streams(_shutting_down())
-        if self.failed.done():
-            hopeless = self.failed.result()
+        hopeless = self.failed.result() if self.failed.done() else None
         code = 0 if hopeless is None else EXIT_USAGE if hopeless.usage else EXIT_FAILED
         for rank in self._replica.members.ranks:
             self._control.send(rank, wire.Shutdown(code))
@@ -130,6 +128,7 @@ class Engine(threading.Thread):
             self._take(self._inbox.popleft())
         self._happened(self._replica.tick())
         self._replica.refill(woken_ns)
+        self._replica.report_load()
         self._deliver()
 
     def _take(self, message: Message) -> None:
@@ -166,15 +165,21 @@ class Engine(threading.Thread):
                 return
             match message:
                 case Submit(accepted=waiting) | Look(seen=waiting):
-                    waiting.set_exception(_shutting_down())
+                    if waiting.set_running_or_notify_cancel():
+                        waiting.set_exception(_shutting_down())
 
     # ---- requests -------------------------------------------------------------------------------------
 
     def _submit(self, asked: Submit) -> None:
+        if not asked.accepted.set_running_or_notify_cancel():
+            return  # its caller left before the request was queued
         try:
             self._admit(asked)
         except RequestError as error:
             self._watcher.refused(error)
+            asked.accepted.set_exception(error)
+        except Exception as error:
+            log.exception("request %s could not be queued", asked.request.id)
             asked.accepted.set_exception(error)
         else:
             asked.accepted.set_result(None)
@@ -225,17 +230,21 @@ class Engine(threading.Thread):
 
     def _give_up(self, hopeless: Hopeless) -> None:
         """Ends every open stream with a status. `failed` tells the reason."""
-        self._end_streams(StagesLost("a pipeline stage was lost and does not come back"))
         self._stopping = True
+        self._end_streams(StagesLost("a pipeline stage was lost and does not come back"))
         if not self.failed.done():
             self.failed.set_result(hopeless)
 
     def _end_streams(self, error: RequestError) -> None:
-        now_s = self._clock() / 1e9
-        for opened in self._open.values():
-            self._tell(opened, opened.fail(error), now_s)
+        """Never raises: the stages must still be told to end."""
+        try:
+            now_s = self._clock() / 1e9
+            for opened in self._open.values():
+                self._tell(opened, opened.fail(error), now_s)
+            self._deliver()
+        except Exception:
+            log.exception("streams could not be told of their end")
         self._open.clear()
-        self._deliver()
 
 
 def _shutting_down() -> Draining:
@@ -244,9 +253,11 @@ def _shutting_down() -> Draining:
 
 def _settle(future: Future[Reading], answer: Callable[[], Reading]) -> None:
     try:
-        future.set_result(answer())
-    except Draining as error:
+        reading = answer()
+    except Exception as error:
         future.set_exception(error)
+    else:
+        future.set_result(reading)
 
 
 def _push(outputs: dict[Sink, list[TokenOutput]]) -> None:

@@ -153,9 +153,12 @@ class Replica:
             self._account.dispatched(step)
             self._overheads.dispatched(step)
             self._watcher.dispatched(step)
-        self._watcher.load(
-            scheduler.num_running, scheduler.num_waiting, self.steps.num_in_flight, scheduler.kv_usage
-        )
+
+    def report_load(self) -> None:
+        """Tells the watcher how full everything is, also while the pipeline is lost."""
+        if (scheduler := self.scheduler) is not None:
+            in_flight = self.steps.num_in_flight
+            self._watcher.load(scheduler.num_running, scheduler.num_waiting, in_flight, scheduler.kv_usage)
 
     def _happened(self, member_events: list[MemberEvent]) -> list[ReplicaEvent]:
         events: list[ReplicaEvent] = []

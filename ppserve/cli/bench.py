@@ -6,7 +6,7 @@ import asyncio
 import math
 import secrets
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, TypeVar
@@ -30,7 +30,7 @@ from ppserve.bench.workload import (
     read_trace,
 )
 from ppserve.cli.connection import connection, connection_options
-from ppserve.cli.types import Counts
+from ppserve.cli.types import COUNTS, Parsed
 from ppserve.errors import ConfigError
 
 T = TypeVar("T")
@@ -43,29 +43,13 @@ DEFAULT_CONCURRENCY = 16
 DEFAULT_OPEN_REQUESTS = 100
 
 
-class _Parsed(click.ParamType[Any]):
-    """The value that a function makes of a text. Its ValueError is a mistake of the user."""
-
-    def __init__(self, name: str, parse: Callable[[str], Any]) -> None:
-        self.name = name
-        self._parse = parse
-
-    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
-        if not isinstance(value, str):
-            return value
-        try:
-            return self._parse(value)
-        except ValueError as error:
-            self.fail(str(error), param, ctx)
-
-
-_LENGTHS = _Parsed("lengths", parse_lengths)
+_LENGTHS = Parsed("lengths", parse_lengths)
 
 
 @click.command(short_help="Load a server and say what it did.")
 @click.option("--concurrency", type=_COUNT, help="Callers with one request each at a time. With --rate or --trace:"
               f" requests in flight at most.  [default: {DEFAULT_CONCURRENCY}; with those, no limit]")
-@click.option("--sweep", type=Counts(), help="One run for each of these concurrencies, such as 1,2,4,8.")
+@click.option("--sweep", type=COUNTS, help="One run for each of these concurrencies, such as 1,2,4,8.")
 @click.option("--rate", type=_POSITIVE, help="Open loop: so many requests a second, at random; inf = all at once.")
 @click.option("--burstiness", type=_POSITIVE, default=1.0, show_default=True,
               help="Of --rate: 1 = Poisson, below 1 in clumps, above 1 more even.")

@@ -15,12 +15,12 @@ from typing import Any, cast
 import click
 
 from ppserve.cli.connection import connection, connection_options
-from ppserve.cli.types import Text, Whole
+from ppserve.cli.types import TEXT, whole
 from ppserve.client import AsyncClient, CallFailed, Chunk, Client, Options, RetryPolicy, completion_of
 from ppserve.errors import ConfigError, PpserveError
 
 # The proto's uint32.
-_COUNT = Whole(32)
+_COUNT = whole(32)
 
 # Name of a request's option, its type (bool: a flag; a tuple: may be repeated), and its help.
 _REQUEST_OPTIONS: tuple[tuple[str, Any, str], ...] = (
@@ -33,9 +33,9 @@ _REQUEST_OPTIONS: tuple[tuple[str, Any, str], ...] = (
     ("repetition_penalty", float, "Above 1 makes tokens that occurred less likely."),
     ("frequency_penalty", float, "Taken off a token's logit for each time it was generated."),
     ("presence_penalty", float, "Taken off a token's logit once it was generated."),
-    ("seed", Whole(64), "Makes the answer reproducible. Default: random, and told with --json."),
+    ("seed", whole(64), "Makes the answer reproducible. Default: random, and told with --json."),
     ("n", _COUNT, "Sequences to generate."),
-    ("stop", (Text(),), "A string that ends the text. May be repeated."),
+    ("stop", (TEXT,), "A string that ends the text. May be repeated."),
     ("stop_token_ids", (_COUNT,), "A token that ends the text. May be repeated."),
     ("ignore_eos", bool, "Go on when the model ends its text."),
     ("include_stop", bool, "Keep the stop string that matched."),
@@ -45,8 +45,8 @@ _REQUEST_OPTIONS: tuple[tuple[str, Any, str], ...] = (
     ("token_ids", bool, "Ids and bytes of tokens (with --json)."),
     ("timings", bool, "Where the time went (with --json)."),
     ("stream_interval", _COUNT, "Tokens per message."),
-    ("priority", Whole(32, signed=True), "Higher is admitted first."),
-    ("request_id", Text(), "A name for the server's log."),
+    ("priority", whole(32, signed=True), "Higher is admitted first."),
+    ("request_id", TEXT, "A name for the server's log."),
     ("timeout_s", click.FloatRange(min=0, min_open=True), "Seconds to wait for the answer."),
 )
 
@@ -69,7 +69,7 @@ def _request_options(command: Callable[..., Any]) -> Callable[..., Any]:
 
 
 @click.command()
-@click.argument("prompt", required=False, type=Text())
+@click.argument("prompt", required=False, type=TEXT)
 @click.option("--prompts", type=click.Path(path_type=Path), metavar="FILE",
               help="Answer every line of a file instead, several at once, in the file's order.")
 @click.option("--concurrency", type=click.IntRange(1), default=16, show_default=True, help="How many at once.")

@@ -11,7 +11,7 @@ from typing import Any
 import click
 
 from ppserve.bench.workload import clip, read_trace
-from ppserve.cli.types import AutoOr, ByteSize, Counts, LayerSplit
+from ppserve.cli.types import COUNTS, LAYERS, SIZE, AutoOr, Parsed
 from ppserve.config import DTYPES
 from ppserve.model.checkpoint.opening import read_architecture
 from ppserve.planning.forecast import Forecast, Intent, forecast, render
@@ -34,40 +34,37 @@ _FILE = click.Path(exists=True, dir_okay=False, path_type=Path)
 _PREFIXES = {"n": 1e-9, "u": 1e-6, "m": 1e-3, "": 1.0, "K": 1e3, "M": 1e6, "G": 1e9, "T": 1e12, "P": 1e15}
 
 
-class _Quantity(click.ParamType[Any]):
+def _quantity(what: str, unit: str, prefixes: str) -> Parsed:
     """A number with a decimal prefix and an optional unit: 312T, 900GB/s, 50us."""
+    pattern = re.compile(rf"(\d+(?:\.\d+)?(?:[eE][+-]?\d+)?)([{prefixes}]?)(?:{unit})?")
 
-    def __init__(self, name: str, unit: str, prefixes: str) -> None:
-        self.name = name
-        self._pattern = re.compile(rf"(\d+(?:\.\d+)?(?:[eE][+-]?\d+)?)([{prefixes}]?)(?:{unit})?")
-
-    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> float:
-        if isinstance(value, float):
-            return value
-        match = self._pattern.fullmatch(str(value).strip().replace("µ", "u"))
+    def parse(text: str) -> float:
+        match = pattern.fullmatch(text.strip().replace("µ", "u"))
         if match is None:
-            self.fail(f"{value!r} is not a {self.name}", param, ctx)
+            raise ValueError(f"{text!r} is not a {what}")
         return float(match[1]) * _PREFIXES[match[2]]
 
+    return Parsed(what, parse)
 
-_SPEED = _Quantity("rate, such as 312T", r"(?:FLOPS|FLOP/s|B/s|/s)", "KMGTP")
-_TIME = _Quantity("time, such as 50us", "s", "num")
+
+_SPEED = _quantity("rate, such as 312T", r"(?:FLOPS|FLOP/s|B/s|/s)", "KMGTP")
+_TIME = _quantity("time, such as 50us", "s", "num")
 
 
 @click.command(context_settings={"show_default": True})
 @click.option("--model", default="tiny", help="As for serve; of a directory only config.json is read.")
 @click.option("--stages", type=_COUNT, default=1)
-@click.option("--layers", type=AutoOr(LayerSplit()), default="auto", help="Layers per stage, as 9,3 or 7.5,4.5.")
+@click.option("--layers", type=AutoOr(LAYERS), default="auto", help="Layers per stage, as 9,3 or 7.5,4.5.")
 @click.option("--dtype", type=click.Choice(DTYPES), default="auto", help="auto = float32.")
 @click.option("--max-model-len", type=_COUNT, help="Longest prompt + answer; unset = what the model allows.")
 @click.option("--block-size", type=click.IntRange(1, 256), default=16, help="Tokens per KV block.")
-@click.option("--stage-memory", type=ByteSize(), default="16G", help="Of one stage, for weights and KV cache.")
-@click.option("--kv-cache-memory", type=ByteSize(), help="Per stage; unset = what the weights leave.")
+@click.option("--stage-memory", type=SIZE, default="16G", help="Of one stage, for weights and KV cache.")
+@click.option("--kv-cache-memory", type=SIZE, help="Per stage; unset = what the weights leave.")
 @click.option("--expect-prompt", type=_COUNT, default=128, help="Typical prompt tokens.")
 @click.option("--expect-new", type=_COUNT, default=128, help="Typical new tokens.")
 @click.option("--json", "as_json", is_flag=True, help="One JSON object instead of tables.")
 @click.option("--simulate", "wants_simulation", is_flag=True, help="Predict throughput, latency and bubbles.")
-@click.option("--compare", type=Counts(), help="Simulate these numbers of stages as well, such as 1,2,4.")
+@click.option("--compare", type=COUNTS, help="Simulate these numbers of stages as well, such as 1,2,4.")
 @click.option("--requests", type=_COUNT, default=200, help="How many to simulate.")
 @click.option("--concurrency", type=_COUNT, default=32, help="Callers with one request at a time.")
 @click.option("--trace", type=_FILE, help="CSV with TIMESTAMP, ContextTokens, GeneratedTokens.")

@@ -12,7 +12,7 @@ import click
 
 from ppserve import config as cfg
 from ppserve.cli.check import check
-from ppserve.cli.types import AutoOr, ByteSize, LayerSplit
+from ppserve.cli.types import LAYERS, SIZE, AutoOr
 from ppserve.errors import ConfigError
 from ppserve.process.environment import RankEnvironment
 from ppserve.process.keeper import run_keeper
@@ -51,7 +51,7 @@ def _load_config_file(ctx: click.Context, _param: click.Parameter, path: Path | 
 @click.option(
     "--quantization", type=click.Choice(cfg.QUANTIZATIONS), default="none", help="int8: not available yet."
 )
-@click.option("--layers", type=AutoOr(LayerSplit()), default="auto", help="Layers per stage, as 9,3 or 7.5,4.5.")
+@click.option("--layers", type=AutoOr(LAYERS), default="auto", help="Layers per stage, as 9,3 or 7.5,4.5.")
 @click.option("--microbatches", type=AutoOr(_COUNT), default="auto", help="In flight; auto = stages, or one more.")
 @click.option("--transport", type=click.Choice(cfg.TRANSPORTS), default="auto")
 @click.option("--threads", type=_COUNT, help="Computing threads per stage; unset = this host's cores, shared.")
@@ -65,7 +65,7 @@ def _load_config_file(ctx: click.Context, _param: click.Parameter, path: Path | 
 @click.option("--max-model-len", type=_COUNT, help="Longest prompt + answer; unset = what the model allows.")
 @click.option("--max-queue", type=_COUNT, default=1024, help="Requests waiting before new ones are refused.")
 @click.option("--block-size", type=click.IntRange(1, 256), default=16, help="Tokens per KV block.")
-@click.option("--kv-cache-memory", type=ByteSize(), help="Per stage, such as 2G; unset = from free memory.")
+@click.option("--kv-cache-memory", type=SIZE, help="Per stage, such as 2G; unset = from free memory.")
 @click.option("--prefill-chunk", type=AutoOr(_COUNT), default="auto", help="Most prompt tokens in one step.")
 @click.option("--expect-prompt", type=_COUNT, default=128, help="Typical prompt tokens, for --layers auto.")
 @click.option("--expect-new", type=_COUNT, default=128, help="Typical new tokens, for --layers auto.")

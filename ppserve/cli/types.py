@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Callable
 from typing import Any
 
 import click
@@ -12,50 +13,20 @@ from ppserve.core.architecture import Split
 _UNITS = {"": 1, "K": 1 << 10, "M": 1 << 20, "G": 1 << 30, "T": 1 << 40}
 
 
-class ByteSize(click.ParamType[Any]):
-    """Bytes as a number or with a unit: 1073741824, 1G, 512MiB."""
+class Parsed(click.ParamType[Any]):
+    """The value that a function makes of a text. Its ValueError is a mistake of the user."""
 
-    name = "size"
+    def __init__(self, name: str, parse: Callable[[str], Any]) -> None:
+        self.name = name
+        self._parse = parse
 
-    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> int:
-        if isinstance(value, int):
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
+        if not isinstance(value, str | int):  # it was parsed before, or is the default
             return value
-        match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([KMGT]?)(?:i?B)?", str(value).strip(), re.IGNORECASE)
-        if match is None or float(match[1]) == 0:
-            self.fail(f"{value!r} is not a size such as 512M or 2GiB", param, ctx)
-        return int(float(match[1]) * _UNITS[match[2].upper()])
-
-
-class Text(click.ParamType[Any]):
-    """Text. Bytes that are not UTF-8 reach Python as lone surrogates, which no message can hold."""
-
-    name = "text"
-
-    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> str:
         try:
-            str(value).encode()
-        except UnicodeEncodeError:
-            self.fail("not UTF-8 text", param, ctx)
-        return str(value)
-
-
-class Whole(click.ParamType[Any]):
-    """A whole number of at most `bits` bits."""
-
-    name = "integer"
-
-    def __init__(self, bits: int, signed: bool = False) -> None:
-        self._low = -(1 << (bits - 1)) if signed else 0
-        self._high = self._low + (1 << bits) - 1
-
-    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> int:
-        try:
-            number = int(value)
-        except ValueError:
-            self.fail(f"{value!r} is not a whole number", param, ctx)
-        if not self._low <= number <= self._high:
-            self.fail(f"{number} is outside {self._low} to {self._high}", param, ctx)
-        return number
+            return self._parse(str(value))
+        except ValueError as error:
+            self.fail(str(error), param, ctx)
 
 
 class AutoOr(click.ParamType[Any]):
@@ -69,26 +40,52 @@ class AutoOr(click.ParamType[Any]):
         return None if value is None or value == "auto" else self.inner.convert(value, param, ctx)
 
 
-class Counts(click.ParamType[Any]):
-    """Several numbers from 1, such as 1,2,4."""
+def whole(bits: int, signed: bool = False) -> Parsed:
+    """A whole number of at most `bits` bits."""
+    low = -(1 << (bits - 1)) if signed else 0
+    high = low + (1 << bits) - 1
 
-    name = "n,n,..."
+    def parse(text: str) -> int:
+        if not re.fullmatch(r"-?\d+", text) or not low <= int(text) <= high:
+            raise ValueError(f"{text!r} is not a whole number from {low} to {high}")
+        return int(text)
 
-    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> tuple[int, ...]:
-        if isinstance(value, tuple):
-            return value
-        if not re.fullmatch(r"\s*[1-9]\d*(\s*,\s*[1-9]\d*)*\s*", str(value)):
-            self.fail(f"{value!r} is not a list such as 1,2,4,8", param, ctx)
-        return tuple(map(int, str(value).split(",")))
+    return Parsed("integer", parse)
 
 
-class LayerSplit(click.ParamType[Any]):
-    """Layers per stage, such as 9,3 or 7.5,4.5."""
+def _size(text: str) -> int:
+    match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([KMGT]?)(?:i?B)?", text.strip(), re.IGNORECASE)
+    if match is None or float(match[1]) == 0:
+        raise ValueError(f"{text!r} is not a size such as 512M or 2GiB")
+    return int(float(match[1]) * _UNITS[match[2].upper()])
 
-    name = "n,n,..."
 
-    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Split:
-        try:
-            return value if isinstance(value, Split) else Split.parse(value)
-        except ValueError:
-            self.fail(f"{value!r} is not a list of layers per stage such as 9,3 or 7.5,4.5", param, ctx)
+def _text(text: str) -> str:
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        raise ValueError("not UTF-8 text") from None
+    return text
+
+
+def _counts(text: str) -> tuple[int, ...]:
+    if not re.fullmatch(r"\s*[1-9]\d*(\s*,\s*[1-9]\d*)*\s*", text):
+        raise ValueError(f"{text!r} is not a list such as 1,2,4,8")
+    return tuple(map(int, text.split(",")))
+
+
+def _layers(text: str) -> Split:
+    try:
+        return Split.parse(text)
+    except ValueError:
+        raise ValueError(f"{text!r} is not a list of layers per stage such as 9,3 or 7.5,4.5") from None
+
+
+SIZE = Parsed("size", _size)
+"""Bytes as a number or with a unit: 1073741824, 1G, 512MiB."""
+TEXT = Parsed("text", _text)
+"""Bytes that are not UTF-8 reach Python as lone surrogates, which no message can hold."""
+COUNTS = Parsed("n,n,...", _counts)
+"""Several numbers from 1, such as 1,2,4."""
+LAYERS = Parsed("n,n,...", _layers)
+"""Layers per stage, such as 9,3 or 7.5,4.5."""

@@ -68,6 +68,7 @@ MAY_IMPORT: dict[str, set[str]] = {
         *("grpc", "google", "grpc_health"),
     },
     "ppserve.bench": {"ppserve.bench", "ppserve.client", "ppserve.v1", "ppserve.errors", "grpc", "matplotlib"},
+    "ppserve.bench.scrape": {"prometheus_client"},
     "ppserve.cli": {
         *("ppserve.cli", "ppserve.bench", "ppserve.client", "ppserve.config", "ppserve.core"),
         *("ppserve.errors", "ppserve.head", "ppserve.model.checkpoint", "ppserve.planning", "ppserve.process"),

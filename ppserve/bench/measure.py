@@ -74,16 +74,22 @@ async def measure(
     metrics_before = await _metrics(served)
     before = read_ledger(await caller.topology())
     cpu_s, begun_s = time.process_time(), time.perf_counter()
-    collected = _Collected(watch)
+    answers: list[Answer] = []
     was_interrupted = False
+
+    async def ask(question: Question, intended_s: float) -> Answer:
+        answer = await caller.ask(question, intended_s)
+        answers.append(answer)
+        return answer
+
     try:
-        await run_load(caller.ask, workload.question, load, until, collected)
+        await run_load(ask, workload.question, load, until, watch)
     except asyncio.CancelledError:
         was_interrupted = True
         task = asyncio.current_task()
         assert task is not None
         task.uncancel()
-    answers = sorted(collected.answers, key=lambda answer: answer.question.number)
+    answers.sort(key=lambda answer: answer.question.number)
     ended_s = max((answer.ended_s for answer in answers), default=begun_s)
     cpu_s = time.process_time() - cpu_s
     after = read_ledger(await caller.topology())
@@ -99,21 +105,6 @@ async def measure(
     )
 
 
-class _Collected(Watch):
-    """Keeps answers as they arrive, so that an interruption does not lose them; passes every event on."""
-
-    def __init__(self, watch: Watch) -> None:
-        self._watch = watch
-        self.answers: list[Answer] = []
-
-    def sent(self) -> None:
-        self._watch.sent()
-
-    def answered(self, answer: Answer) -> None:
-        self.answers.append(answer)
-        self._watch.answered(answer)
-
-
 async def _metrics(served: Served) -> MetricsReading | None:
     if served.metrics is None:
         return None
@@ -127,12 +118,6 @@ def _server_side(before: MetricsReading | None, after: MetricsReading | None) ->
     """What the server counted between the readings. Clients measure more: the network's time comes on top."""
     if before is None or after is None:
         return {}
-
-    def added(name: str) -> float:
-        assert before is not None
-        assert after is not None
-        return after.value(f"ppserve_{name}") - before.value(f"ppserve_{name}")
-
     figures: dict[str, float] = {}
     for name, metric in (
         ("queue", "request_queue_seconds"),
@@ -142,7 +127,6 @@ def _server_side(before: MetricsReading | None, after: MetricsReading | None) ->
     ):
         seen = after.histogram(f"ppserve_{metric}").since(before.histogram(f"ppserve_{metric}"))
         figures[f"mean_{name}_ms"] = 1e3 * (seen.mean or 0.0)
-    figures["generated_tokens"] = added("generated_tokens_total")
-    figures["cached_prompt_tokens"] = added("cached_prompt_tokens_total")
-    figures["stage_restarts"] = added("stage_restarts_total")
+    for name in ("generated_tokens", "cached_prompt_tokens", "stage_restarts"):
+        figures[name] = after.value(f"ppserve_{name}_total") - before.value(f"ppserve_{name}_total")
     return figures

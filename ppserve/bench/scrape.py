@@ -1,23 +1,17 @@
-"""Fetches and parses the server's /metrics page, and subtracts readings.
-
-Parses the part of Prometheus's text format that a ppserve server writes: samples with labels, no timestamps.
-"""
+"""Fetches and parses the server's /metrics page, and subtracts readings."""
 
 from __future__ import annotations
 
 import http.client
 import math
-import re
 import urllib.error
 import urllib.request
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from ppserve.errors import PpserveError
+from prometheus_client.parser import text_string_to_metric_families
 
-_SAMPLE = re.compile(r"^([A-Za-z_:][\w:]*)(?:\{(.*)\})? (\S+)$")
-_LABEL = re.compile(r'([A-Za-z_]\w*)="((?:[^"\\]|\\.)*)"')
-_UNESCAPED = {r"\\": "\\", r"\"": '"', r"\n": "\n"}
+from ppserve.errors import PpserveError
 
 Labels = frozenset[tuple[str, str]]
 
@@ -88,14 +82,9 @@ def parse_metrics(text: str) -> MetricsReading:
     """Raises ScrapeFailed with the first line that cannot be parsed."""
     samples: dict[str, dict[Labels, float]] = {}
     for line in text.splitlines():
-        if not line or line.startswith("#"):
-            continue
-        match = _SAMPLE.match(line)
         try:
-            if match is None:
-                raise ValueError
-            labels = frozenset((name, _unescape(value)) for name, value in _LABEL.findall(match[2] or ""))
-            samples.setdefault(match[1], {})[labels] = float(match[3])
+            for sample in (sample for family in text_string_to_metric_families(line) for sample in family.samples):
+                samples.setdefault(sample.name, {})[frozenset(sample.labels.items())] = sample.value
         except ValueError:
             raise ScrapeFailed(f"not a line of metrics: {line[:80]!r}") from None
     return MetricsReading(samples)
@@ -111,7 +100,3 @@ def fetch_metrics(address: str, timeout_s: float = 5.0) -> MetricsReading:
         raise ScrapeFailed(f"{url}: {error.reason}") from None
     except (OSError, http.client.HTTPException, ValueError) as error:
         raise ScrapeFailed(f"{url}: {error}") from None
-
-
-def _unescape(value: str) -> str:
-    return re.sub(r"\\.", lambda found: _UNESCAPED.get(found[0], found[0]), value)

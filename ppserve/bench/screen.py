@@ -7,7 +7,8 @@ from collections.abc import Iterator
 from itertools import groupby
 
 from ppserve.bench.ledger import CAUSES, StageTime
-from ppserve.bench.top import LatencyQuantiles, Traffic, View
+from ppserve.bench.scrape import Histogram
+from ppserve.bench.top import Traffic, View
 from ppserve.v1 import generation_pb2 as pb
 
 BUSY = "busy"
@@ -96,10 +97,9 @@ def _traffic_lines(traffic: Traffic) -> list[str]:
     ]
 
 
-def _latency(latency: LatencyQuantiles) -> str:
-    if latency.p50_s is None or latency.p99_s is None:
-        return "-"
-    return f"p50 {1e3 * latency.p50_s:.1f} p99 {1e3 * latency.p99_s:.1f} ms"
+def _latency(seconds: Histogram) -> str:
+    p50_s, p99_s = seconds.quantile(0.5), seconds.quantile(0.99)
+    return "-" if p50_s is None or p99_s is None else f"p50 {1e3 * p50_s:.1f} p99 {1e3 * p99_s:.1f} ms"
 
 
 def _legend(colours: bool) -> str:

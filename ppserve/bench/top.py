@@ -6,7 +6,7 @@ import time
 from dataclasses import dataclass
 
 from ppserve.bench.ledger import StageSeconds, between, read_ledger
-from ppserve.bench.scrape import MetricsReading, ScrapeFailed, fetch_metrics
+from ppserve.bench.scrape import Histogram, MetricsReading, ScrapeFailed, fetch_metrics
 from ppserve.client import Client
 from ppserve.v1 import generation_pb2 as pb
 
@@ -34,23 +34,15 @@ def read(client: Client, metrics: str | None) -> ServerReading:
 
 
 @dataclass(frozen=True, slots=True)
-class LatencyQuantiles:
-    """Over the interval, in seconds; None without observations."""
-
-    p50_s: float | None
-    p99_s: float | None
-
-
-@dataclass(frozen=True, slots=True)
 class Traffic:
-    """Figures of the metrics page. Rates are per second over the interval; the others are current values."""
+    """Figures of the metrics page. Latencies and rates (per second) are over the interval; the others are current values."""
 
     running: int
     waiting: int
     in_flight: int
     kv_usage: float
-    ttft: LatencyQuantiles
-    itl: LatencyQuantiles
+    ttft: Histogram
+    itl: Histogram
     requests_per_s: float
     prompt_tokens_per_s: float
     generated_tokens_per_s: float
@@ -61,7 +53,6 @@ class View:
     """One screen. topology: at the end of the interval. ledger: over the interval. problem: why there is no
     traffic."""
 
-    interval_s: float
     topology: pb.GetTopologyResponse
     ledger: StageSeconds
     traffic: Traffic | None
@@ -76,13 +67,7 @@ def view_of(before: ServerReading, after: ServerReading) -> View:
     traffic = None
     if before.metrics is not None and after.metrics is not None:
         traffic = _traffic(before.metrics, after.metrics, interval_s)
-    return View(
-        interval_s=interval_s,
-        topology=after.topology,
-        ledger=ledger,
-        traffic=traffic,
-        problem=after.problem or before.problem,
-    )
+    return View(after.topology, ledger, traffic, after.problem or before.problem)
 
 
 def _traffic(before: MetricsReading, after: MetricsReading, interval_s: float) -> Traffic:
@@ -90,9 +75,8 @@ def _traffic(before: MetricsReading, after: MetricsReading, interval_s: float) -
         # A head that restarted in between counts from zero again.
         return max(0.0, after.value(name) - before.value(name)) / interval_s
 
-    def latency(name: str) -> LatencyQuantiles:
-        seen = after.histogram(name).since(before.histogram(name))
-        return LatencyQuantiles(seen.quantile(0.5), seen.quantile(0.99))
+    def latency(name: str) -> Histogram:
+        return after.histogram(name).since(before.histogram(name))
 
     return Traffic(
         running=int(after.value("ppserve_requests_running")),

@@ -9,73 +9,35 @@ from __future__ import annotations
 import csv
 import math
 import random
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from datetime import datetime
 from pathlib import Path
-from typing import Protocol
 
 from ppserve.errors import ConfigError
 
-
-class Lengths(Protocol):
-    """A distribution of token counts."""
-
-    def draw(self, rng: random.Random) -> int:
-        """A number of tokens, at least 1."""
-        ...
-
-
-@dataclass(frozen=True, slots=True)
-class Fixed:
-    """Always the same."""
-
-    num_tokens: int
-
-    def draw(self, rng: random.Random) -> int:
-        return self.num_tokens
-
-
-@dataclass(frozen=True, slots=True)
-class Uniform:
-    """Every whole number from low to high, both included, equally likely."""
-
-    low: int
-    high: int
-
-    def draw(self, rng: random.Random) -> int:
-        return rng.randint(self.low, self.high)
-
-
-@dataclass(frozen=True, slots=True)
-class LogNormal:
-    """Many short ones, few very long ones. sigma: standard deviation of the logarithm."""
-
-    median: float
-    sigma: float
-
-    def draw(self, rng: random.Random) -> int:
-        return max(1, round(rng.lognormvariate(math.log(self.median), self.sigma)))
+Lengths = Callable[[random.Random], int]
+"""Draws a number of tokens, at least 1."""
 
 
 def parse_lengths(text: str) -> Lengths:
-    """`128`, `uniform:64:256` or `lognormal:MEDIAN:SIGMA`. Raises ValueError."""
-    kind, *numbers = text.strip().split(":")
-    if not numbers:
-        kind, numbers = "fixed", [kind]
-    lengths: Lengths | None = None
-    match kind, numbers:
-        case "fixed", [count]:
-            lengths = Fixed(_count(count))
-        case "uniform", [low, high]:
-            lengths = Uniform(_count(low), _count(high))
-            if lengths.low > lengths.high:
+    """`128`, `uniform:64:256` (both included) or `lognormal:MEDIAN:SIGMA`. Raises ValueError.
+
+    Log-normal: many short ones, few very long ones. SIGMA is the standard deviation of the logarithm.
+    """
+    match text.strip().split(":"):
+        case [count] | ["fixed", count]:
+            always = _count(count)
+            return lambda rng: always
+        case ["uniform", low, high]:
+            least, most = _count(low), _count(high)
+            if least > most:
                 raise ValueError(f"{text!r}: {low} is above {high}")
-        case "lognormal", [median, sigma]:
-            lengths = LogNormal(_positive(median), _positive(sigma))
-    if lengths is None:
-        raise ValueError(f"{text!r} is not a length such as 128, uniform:64:256 or lognormal:128:0.8")
-    return lengths
+            return lambda rng: rng.randint(least, most)
+        case ["lognormal", median, sigma]:
+            mean_log, spread = math.log(_positive(median)), _positive(sigma)
+            return lambda rng: max(1, round(rng.lognormvariate(mean_log, spread)))
+    raise ValueError(f"{text!r} is not a length such as 128, uniform:64:256 or lognormal:128:0.8")
 
 
 def _count(text: str) -> int:
@@ -146,23 +108,15 @@ def poisson_arrivals(rate: float, seed: int, burstiness: float = 1.0) -> Iterato
 # ---- questions ---------------------------------------------------------------------------------------------
 
 
-class Sizes(Protocol):
-    """How long a prompt and its answer are."""
-
-    def of(self, number: int, rng: random.Random) -> tuple[int, int]:
-        """(prompt tokens, new tokens) of a request."""
-        ...
-
-
 @dataclass(frozen=True, slots=True)
 class DrawnSizes:
-    """Both drawn independently."""
+    """How long a prompt and its answer are: both drawn independently."""
 
     prompt: Lengths
     new: Lengths
 
     def of(self, number: int, rng: random.Random) -> tuple[int, int]:
-        return self.prompt.draw(rng), self.new.draw(rng)
+        return self.prompt(rng), self.new(rng)
 
 
 @dataclass(frozen=True, slots=True)
@@ -193,7 +147,7 @@ class Workload:
     shared_prefix: how many tokens precede every prompt: the same ones, or one of `num_prefixes` such prefixes.
     """
 
-    sizes: Sizes
+    sizes: DrawnSizes | RecordedSizes
     vocab_size: int
     max_context: int
     seed: int = 0

@@ -61,8 +61,8 @@ def test_a_view_is_the_difference_of_two_readings() -> None:
     assert view.traffic is not None
     assert view.traffic.generated_tokens_per_s == 100
     assert (view.traffic.running, view.traffic.kv_usage) == (3, 0.125)
-    assert view.traffic.ttft.p50_s == pytest.approx(0.15)
-    assert view.traffic.itl.p50_s is None
+    assert view.traffic.ttft.quantile(0.5) == pytest.approx(0.15)
+    assert view.traffic.itl.quantile(0.5) is None
 
 
 def test_a_server_that_began_anew_has_no_negative_rates() -> None:

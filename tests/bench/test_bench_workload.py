@@ -13,7 +13,6 @@ from hypothesis import strategies as st
 
 from ppserve.bench.workload import (
     DrawnSizes,
-    Fixed,
     RecordedSizes,
     TraceRow,
     Workload,
@@ -29,12 +28,12 @@ SIZES = DrawnSizes(parse_lengths("uniform:4:40"), parse_lengths("lognormal:8:0.5
 
 def test_lengths_are_what_they_say() -> None:
     rng = random.Random(0)
-    assert [parse_lengths("128").draw(rng) for _ in range(3)] == [128] * 3
-    uniform = [parse_lengths("uniform:2:5").draw(rng) for _ in range(200)]
+    assert [parse_lengths("128")(rng) for _ in range(3)] == [128] * 3
+    uniform = [parse_lengths("uniform:2:5")(rng) for _ in range(200)]
     assert set(uniform) == {2, 3, 4, 5}
-    drawn = [parse_lengths("lognormal:100:0.5").draw(rng) for _ in range(2000)]
+    drawn = [parse_lengths("lognormal:100:0.5")(rng) for _ in range(2000)]
     assert statistics.median(drawn) == pytest.approx(100, rel=0.1)
-    assert min(parse_lengths("lognormal:1:3").draw(rng) for _ in range(500)) == 1
+    assert min(parse_lengths("lognormal:1:3")(rng) for _ in range(500)) == 1
 
 
 @pytest.mark.parametrize(
@@ -57,7 +56,7 @@ def test_a_question_depends_on_seed_and_number_alone() -> None:
 
 
 def test_prefixes_are_shared_and_nothing_else() -> None:
-    sizes = DrawnSizes(Fixed(8), Fixed(4))
+    sizes = DrawnSizes(parse_lengths("8"), parse_lengths("4"))
     one = [Workload(sizes, 1000, 64, shared_prefix=16).question(n).prompt_ids for n in range(20)]
     assert {len(prompt) for prompt in one} == {24}
     assert len({prompt[:16] for prompt in one}) == 1

@@ -35,7 +35,7 @@ def read(client: Client, metrics: str | None) -> ServerReading:
 
 @dataclass(frozen=True, slots=True)
 class Traffic:
-    """Figures of the metrics page. Latencies and rates (per second) are over the interval; the others are current values."""
+    """Figures of the metrics page. Latencies, and rates per second, are over the interval; the others of now."""
 
     running: int
     waiting: int

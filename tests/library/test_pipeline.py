@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import random
 import subprocess
 import sys
@@ -10,6 +11,7 @@ from collections.abc import Iterator
 from typing import Any
 
 import pytest
+import torch
 
 import ppserve
 from ppserve import Completion, InvalidRequest, Ledger, Pipeline, UsageError
@@ -173,6 +175,34 @@ def test_many_threads_may_ask_at_once(two_stages: Pipeline) -> None:
     assert len(set(texts.values())) > 1
 
 
+def test_several_prompts_with_a_name_keep_their_own_answers(two_stages: Pipeline) -> None:
+    named = two_stages.complete_all(PROMPTS[:3], request_id="x", max_tokens=8, seed=1)
+    plain = two_stages.complete_all(PROMPTS[:3], max_tokens=8, seed=1)
+    assert [c.text for c in named] == [c.text for c in plain]
+    assert [c.request_id for c in named] == ["x-0", "x-1", "x-2"]
+    assert two_stages.complete_all([]) == []
+
+
+def test_a_stream_that_nobody_holds_ends(two_stages: Pipeline) -> None:
+    next(two_stages.generate("Once upon a time", max_tokens=200, ignore_eos=True, seed=1))
+    two_stages.complete("The miller", max_tokens=2)
+    before = two_stages.ledger()
+    assert all(stage.steps == 0 for stage in two_stages.ledger().since(before).stages)
+
+
+def test_a_pipeline_that_nobody_holds_ends_and_gives_torch_its_threads_back() -> None:
+    threads, torch_threads = set(threading.enumerate()), torch.get_num_threads()
+    pipeline = tiny(2)
+    assert set(threading.enumerate()) > threads
+    stream = pipeline.generate("Once", max_tokens=5, seed=1)
+    del pipeline
+    assert [piece.finish is None for piece in stream][-1] is False, "a stream keeps its pipeline"
+    del stream
+    gc.collect()
+    assert {thread.name for thread in set(threading.enumerate()) - threads} == set()
+    assert torch.get_num_threads() == torch_threads
+
+
 # ---- refusals ---------------------------------------------------------------------------------------------
 
 
@@ -198,6 +228,13 @@ def test_what_the_server_refuses_is_refused_by_name(
 def test_one_bad_prompt_of_several_leaves_nothing_running(two_stages: Pipeline) -> None:
     with pytest.raises(InvalidRequest, match="vocabulary"):
         two_stages.complete_all([[1, 2], [10**9]], max_tokens=100)
+    assert two_stages.complete("Once", max_tokens=3, seed=1).text
+
+
+@pytest.mark.parametrize("option", ["max_tokens", "seed", "top_k", "logprobs", "n"])
+def test_a_number_that_is_not_whole_is_refused_before_anything_runs(two_stages: Pipeline, option: str) -> None:
+    with pytest.raises(TypeError, match=f"{option}: 2.5 is not a whole number"):
+        two_stages.generate("Once", **{option: 2.5})  # type: ignore[misc]
     assert two_stages.complete("Once", max_tokens=3, seed=1).text
 
 
@@ -228,7 +265,7 @@ def test_a_pipeline_that_cannot_be_says_why_and_ends_its_threads(
     before = set(threading.enumerate())
     with pytest.raises(UsageError, match=problem):
         tiny(stages, **settings)
-    assert not {thread.name for thread in set(threading.enumerate()) - before if "stage" in thread.name}
+    assert not {thread.name for thread in set(threading.enumerate()) - before}
 
 
 def test_a_model_that_is_not_there_is_named() -> None:

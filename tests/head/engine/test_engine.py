@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
 from ppserve import wire
@@ -12,7 +14,7 @@ from ppserve.head.engine.watcher import Watcher
 from ppserve.process.environment import EXIT_FAILED
 from tests.core.scheduling.rig import prompt_of
 from tests.core.toy_pipeline import expected_answer
-from tests.head.engine.toy_ranks import WITHIN_S, Running, running
+from tests.head.engine.toy_ranks import WITHIN_S, Reader, Running, running
 
 
 def a_request(name: str, num_prompt: int = 9, max_tokens: int = 12, seed: int = 0) -> Request:
@@ -148,5 +150,46 @@ def test_a_plan_of_a_lost_epoch_never_reaches_the_next_one() -> None:
         lose(run, 0)
         run.stages.hold.set()
         assert tokens(reader.rest()) == expected_answer(a_request("a", max_tokens=20)).token_ids
-        epochs = [plan.epoch for plan in run.stages.plans]
-        assert epochs == sorted(epochs)
+        assert {epoch for epoch, _ in run.stages.arrived} == {1, 2}
+        assert all(epoch == newest for epoch, newest in run.stages.arrived)
+
+
+def test_a_caller_that_leaves_before_it_is_queued_harms_nobody() -> None:
+    with running(2) as run:
+        leaving = run.engine.submit(a_request("a"), Reader(), None)
+        leaving.cancel()
+        run.engine.cancel("a", FinishReason.CANCELLED)
+        assert tokens(run.submit(a_request("b")).rest()) == expected_answer(a_request("b")).token_ids
+        assert not run.engine.failed.done()
+
+
+def test_a_request_that_nobody_foresaw_fails_alone() -> None:
+    strange = replace(a_request("a"), stop=None)  # type: ignore[arg-type]
+    with running(2) as run:
+        with pytest.raises(AttributeError):
+            run.submit(strange)
+        assert tokens(run.submit(a_request("b")).rest()) == expected_answer(a_request("b")).token_ids
+
+
+def test_the_load_is_told_while_the_pipeline_is_lost() -> None:
+    class Loads(Watcher):
+        def __init__(self) -> None:
+            self.in_flight: list[int] = []
+
+        def load(self, running: int, waiting: int, in_flight: int, kv_usage: float) -> None:
+            self.in_flight.append(in_flight)
+
+    loads = Loads()
+    with running(2, watcher=loads) as run:
+        run.stages.hold.clear()
+        reader = run.submit(a_request("a"))
+        run.stages.links[1].hang_up("exit")
+        run.engine.look()
+        seen = len(loads.in_flight)
+        run.engine.look()
+        run.engine.look()
+        assert loads.in_flight[seen:], "nothing was told during the loss"
+        assert loads.in_flight[-1] == 0, "what was in flight is lost"
+        run.stages.hold.set()
+        run.stages.greet(1)
+        assert tokens(reader.rest()) == expected_answer(a_request("a")).token_ids

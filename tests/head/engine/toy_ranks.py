@@ -56,6 +56,7 @@ class Stages:
     def __init__(self, control: LocalControlPlane, clock: Callable[[], int]) -> None:
         self.links = control.links
         self.plans: list[StepPlan] = []
+        self.arrived: list[tuple[int, int]] = []  # of each plan its epoch, and the newest that stage 0 was told to form
         self.shutdown_codes: dict[int, int] = {}
         self.hold = threading.Event()
         self.hold.set()
@@ -103,6 +104,7 @@ class Stages:
             case wire.Abandon(epoch):
                 link.send(wire.Broken(epoch, "told"))
             case wire.Plan(plan) if rank == 0:
+                self.arrived.append((plan.epoch, self._epoch))
                 self._compute(plan)
             case wire.Shutdown(code):
                 self.shutdown_codes[rank] = code

@@ -61,6 +61,7 @@ MAY_IMPORT: dict[str, set[str]] = {
         *("ppserve.library", "ppserve.head", "ppserve.stage", "ppserve.core"),
         *("ppserve.answers", "ppserve.wire", "ppserve.config", "ppserve.errors", "ppserve.process.environment"),
         "ppserve.tokenizer",
+        "torch",
     },
     "ppserve.library.parts": {"ppserve.bench", "ppserve.model"},
     "ppserve.client": {

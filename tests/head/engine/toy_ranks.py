@@ -56,7 +56,8 @@ class Stages:
     def __init__(self, control: LocalControlPlane, clock: Callable[[], int]) -> None:
         self.links = control.links
         self.plans: list[StepPlan] = []
-        self.arrived: list[tuple[int, int]] = []  # of each plan its epoch, and the newest that stage 0 was told to form
+        # Of each plan its epoch, and the newest epoch that stage 0 was told to form.
+        self.arrived: list[tuple[int, int]] = []
         self.shutdown_codes: dict[int, int] = {}
         self.hold = threading.Event()
         self.hold.set()

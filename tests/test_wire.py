@@ -64,7 +64,7 @@ FROM_HEAD = [
     wire.Welcome(b"\0\xff"),
     wire.Refused("no", True),
     wire.Assign(StageLayout(1, 2, 4, 4), "bfloat16"),
-    wire.Form(1, "gloo", 100, 768, "127.0.0.1", 0),
+    wire.Form(1, "gloo", 100, 768, "127.0.0.1", 0, "::1"),
     wire.Abandon(3),
     wire.Plan(PLAN),
     wire.Ping(2**60),

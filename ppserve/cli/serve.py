@@ -74,6 +74,8 @@ def _load_config_file(ctx: click.Context, _param: click.Parameter, path: Path | 
 @click.option("--tls-key", type=_FILE)
 @click.option("--tls-client-ca", type=_FILE, help="Demand client certificates of this authority.")
 @click.option("--secret-file", type=_FILE, help="What stages on several hosts prove to know; same on every host.")
+@click.option("--interface", help="Of this host, for other stages; unset = the one that leads to the head.")
+@click.option("--advertise", help="This host's address for other stages; unset = found as --interface is.")
 @click.option("--control-port", type=click.IntRange(1, 65535), help="Of the head on several hosts, for stages.")
 @click.option("--api-key-file", type=_FILE, help="One key a line; reloaded on SIGHUP.")
 @click.option("--log-level", type=click.Choice(["debug", "info", "warning", "error"]), default="info")
@@ -106,11 +108,11 @@ def build_config(flags: dict[str, Any]) -> cfg.ServeConfig:
         raise ConfigError("--tls-client-ca", "needs --tls-cert and --tls-key")
     if flags["quantization"] != "none":
         raise ConfigError("--quantization", f"{flags['quantization']} is not available in this version")
-    if flags["host"] != "localhost":
+    for name in ("host", "advertise"):
         try:
-            ipaddress.ip_address(flags["host"])
+            ipaddress.ip_address(flags[name] if flags[name] not in (None, "localhost") else "127.0.0.1")
         except ValueError:
-            raise ConfigError("--host", f"{flags['host']!r} is not an IP address") from None
+            raise ConfigError(f"--{name}", f"{flags[name]!r} is not an IP address") from None
 
     def pick(kind: type[Any], *names: str, **others: Any) -> Any:
         return kind(**{name: flags[name] for name in names}, **others)
@@ -128,7 +130,7 @@ def build_config(flags: dict[str, Any]) -> cfg.ServeConfig:
             *("tls_cert", "tls_key", "tls_client_ca", "api_key_file"),
             shutdown_timeout_s=flags["shutdown_timeout"],
         ),
-        network=pick(cfg.NetworkSettings, "secret_file", "control_port"),
+        network=pick(cfg.NetworkSettings, "secret_file", "control_port", "interface", "advertise"),
         log=cfg.LogSettings(flags["log_level"], flags["log_format"]),
     )
 

@@ -7,6 +7,7 @@ import ipaddress
 import os
 import socket
 
+from ppserve.process.interfaces import is_loopback
 from ppserve.wire import Address, TcpAddress
 
 
@@ -57,7 +58,7 @@ def _listen_to_hosts(address: TcpAddress) -> socket.socket:
     """On the one address that the host's name means here; on all, where it means none that others could reach."""
     for family, _, _, _, where in socket.getaddrinfo(address.host, address.port, type=socket.SOCK_STREAM):
         # A host's own name often means 127.0.0.1 or 127.0.1.1 to the host itself, and to nobody else.
-        if _is_loopback(str(where[0])) and not _is_address(address.host) and address.host != "localhost":
+        if is_loopback(str(where[0]).partition("%")[0]) and not _means_this_host_alone(address.host):
             continue
         with contextlib.suppress(OSError):
             return socket.create_server(where, family=family)
@@ -66,13 +67,8 @@ def _listen_to_hosts(address: TcpAddress) -> socket.socket:
     return socket.create_server(("", address.port))
 
 
-def _is_address(host: str) -> bool:
+def _means_this_host_alone(name: str) -> bool:
     try:
-        ipaddress.ip_address(host)
+        return ipaddress.ip_address(name).is_loopback
     except ValueError:
-        return False
-    return True
-
-
-def _is_loopback(address: str) -> bool:
-    return ipaddress.ip_address(address.partition("%")[0]).is_loopback
+        return name == "localhost"

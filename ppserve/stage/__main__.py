@@ -19,6 +19,7 @@ from ppserve import wire
 from ppserve.errors import UsageError
 from ppserve.process.environment import EXIT_HEAD_GONE, EXIT_USAGE, RankEnvironment, die_with_parent
 from ppserve.process.greeting import connect_to_head
+from ppserve.process.interfaces import find_route
 from ppserve.process.logs import set_up_logging
 
 log = logging.getLogger("ppserve.stage")
@@ -64,6 +65,10 @@ def main() -> int:
         log.error("%s", error)
         return EXIT_USAGE
     os.write(life_fd, b"connected\n")
+    try:
+        route = find_route(connection, start.config.network)
+    except UsageError as error:
+        mistake = mistake or str(error)
     if mistake:
         # A closed connection means the head has heard of the mistake from another stage already.
         with contextlib.suppress(OSError):
@@ -71,7 +76,7 @@ def main() -> int:
         return EXIT_USAGE
     # When the head is gone nothing is left to do.
     open_link = functools.partial(HeadLink, connection, on_lost=lambda: os._exit(EXIT_HEAD_GONE))
-    stage = StageLoop(start, found, open_link, ProcessGroupWiring())
+    stage = StageLoop(start, found, open_link, ProcessGroupWiring(), route)
     return stage.run(on_served=lambda: os.write(life_fd, b"served\n"))
 
 

@@ -29,6 +29,7 @@ from ppserve.model.checkpoint.opening import open_checkpoint
 from ppserve.model.gpt2 import GPT2Stage
 from ppserve.model.selftest import check_determinism
 from ppserve.process.environment import RankEnvironment, this_machine
+from ppserve.process.interfaces import ONE_HOST, Route
 from ppserve.stage.device import Compute, choose
 from ppserve.stage.link import Link, OnAbandon, Stamped
 from ppserve.stage.step import Stage
@@ -67,11 +68,17 @@ class StageLoop:
     """Takes the head's messages in order. Everything happens in the thread of `run`, but for `_end_waits`."""
 
     def __init__(
-        self, start: wire.Start, found: Findings, open_link: Callable[[OnAbandon], Link], wiring: Wiring
+        self,
+        start: wire.Start,
+        found: Findings,
+        open_link: Callable[[OnAbandon], Link],
+        wiring: Wiring,
+        route: Route = ONE_HOST,
     ) -> None:
         self._start = start
         self._found = found
         self._wiring = wiring
+        self._route = route
         self._model: GPT2Stage | None = None
         self._cache: KVCache | None = None
         self._epoch: Epoch | None = None
@@ -117,6 +124,8 @@ class StageLoop:
             shares_gpu=compute.shares_gpu,
             costs=self._found.costs,
             machine=this_machine(),
+            address=self._route.own,
+            head_address=self._route.head,
         )
 
     def _take_arrived(self) -> None:

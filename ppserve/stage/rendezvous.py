@@ -16,7 +16,8 @@ _LOOK_EVERY_S = 0.005
 
 def open_epoch_store(host: str, timeout: timedelta) -> tuple[dist.TCPStore, int]:
     """Stage 0: a store for one epoch on a free port of `host` and nowhere else; the port."""
-    listener = socket.create_server((host, 0))
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    listener = socket.create_server((host, 0), family=family)
     port = listener.getsockname()[1]
     store = dist.TCPStore(
         host, port, is_master=True, timeout=timeout, wait_for_workers=False, master_listen_fd=listener.detach()

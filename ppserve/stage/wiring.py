@@ -12,6 +12,7 @@ import torch.distributed as dist
 import parallel_state
 from ppserve import wire
 from ppserve.core.architecture import StageLayout
+from ppserve.process.interfaces import interface_of, interfaces
 from ppserve.stage import rendezvous
 from ppserve.stage.link import Link
 from ppserve.stage.transport import Frames, Transport, create_transport
@@ -49,8 +50,7 @@ class ProcessGroupWiring:
         else:
             store = rendezvous.join_epoch_store(form.store_host, form.store_port, _FORM_TIMEOUT)
         rendezvous.meet(store, layout.stage, layout.num_stages, lambda: link.abandoned >= form.epoch)
-        if form.store_host == "127.0.0.1":
-            os.environ["GLOO_SOCKET_IFNAME"] = "lo"
+        _say_interface(form.address)
         dist.init_process_group(
             "nccl" if form.transport == "nccl" else "gloo",
             store=store,
@@ -65,6 +65,15 @@ class ProcessGroupWiring:
         parallel_state.destroy_model_parallel()
         if dist.is_initialized():
             dist.destroy_process_group()
+
+
+def _say_interface(address: str) -> None:
+    """To gloo and NCCL, which would take what this host's own name means: a loopback address, on many. What the
+    operator says to them wins."""
+    name = interface_of(address, interfaces())
+    if name is not None:
+        os.environ.setdefault("GLOO_SOCKET_IFNAME", name)
+        os.environ.setdefault("NCCL_SOCKET_IFNAME", f"={name}")
 
 
 class ThreadWiring:

@@ -69,7 +69,7 @@ class OneStage:
         return message
 
     def form(self, epoch: int) -> None:
-        self.tell(wire.Form(epoch, "local", NUM_BLOCKS, MAX_ROWS, "", store_port=1))
+        self.tell(wire.Form(epoch, "local", NUM_BLOCKS, MAX_ROWS, "", store_port=1, address=""))
 
     def enter(self, epoch: int) -> None:
         self.form(epoch)

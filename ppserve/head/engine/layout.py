@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import logging
-import os
 import sys
+from collections.abc import Sequence
 
 from ppserve import wire
 from ppserve.config import ServeConfig
@@ -19,6 +19,7 @@ from ppserve.core.partition import (
 from ppserve.core.scheduling.config import MAX_PROMPT_TOKENS_PER_STEP, SchedulerConfig
 from ppserve.errors import ConfigError
 from ppserve.head.engine.member import Decision
+from ppserve.process.interfaces import LOOPBACK, is_loopback
 
 log = logging.getLogger("ppserve.head")
 
@@ -47,13 +48,13 @@ class Layout:
         arch = first.architecture
         split = config.pipeline.layers or choose_split(config, arch, hellos)
         check_split(split, arch, len(hellos))
+        stage_addresses(hellos)
         one_host = len({hello.machine for hello in hellos}) == 1
         return Decision(
             architecture=arch,
             layouts=stage_layouts(split),
             dtype=first.dtype,
             transport="local" if self._in_process else _transport(config.pipeline.transport, hellos, one_host),
-            store_host="127.0.0.1" if one_host else os.environ.get("MASTER_ADDR", first.host),
             scheduling=scheduler_config(config, arch, hellos),
         )
 
@@ -75,6 +76,25 @@ class Layout:
                 f" ({needed * loaded[tightest].block_bytes} bytes); lower --max-model-len or give it more",
             )
         return min(num_blocks, needed * scheduling.max_num_seqs)
+
+
+def stage_addresses(hellos: Sequence[wire.Hello]) -> tuple[str, ...]:
+    """Of each stage, the address by which the other stages reach it. Raises ConfigError.
+
+    A stage on the head's host may have found the head by a loopback address, which is of no use to other hosts.
+    Those reach it by the address at which they found the head.
+    """
+    if len({hello.machine for hello in hellos}) == 1:
+        return (LOOPBACK,) * len(hellos)
+    heads = [hello.head_address for hello in hellos if not is_loopback(hello.head_address)]
+    addresses = []
+    for hello in hellos:
+        own = heads[0] if is_loopback(hello.address) and heads else hello.address
+        if is_loopback(own):
+            where = f"stage {hello.rank} on {hello.host} at {own}"
+            raise ConfigError("--interface", f"other hosts cannot reach {where}")
+        addresses.append(own)
+    return tuple(addresses)
 
 
 def choose_split(config: ServeConfig, arch: Architecture, hellos: tuple[wire.Hello, ...]) -> Split:

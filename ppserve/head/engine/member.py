@@ -50,16 +50,12 @@ class InvalidMove(Exception):
 
 @dataclass(frozen=True, slots=True)
 class Decision:
-    """The head's decisions once every rank has connected: which layers each loads, and which transport they use.
-
-    store_host: where stage 0 opens each epoch's store.
-    """
+    """The head's decisions once every rank has connected: which layers each loads, which transport they use."""
 
     architecture: Architecture
     layouts: tuple[StageLayout, ...]
     dtype: str
     transport: str
-    store_host: str
     scheduling: SchedulerConfig
 
 

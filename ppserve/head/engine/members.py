@@ -19,6 +19,7 @@ from ppserve import wire
 from ppserve.core.ledger.account import in_head_clock
 from ppserve.core.plan import StepResult
 from ppserve.errors import UsageError
+from ppserve.head.engine.layout import stage_addresses
 from ppserve.head.engine.member import (
     Decision,
     EpochLost,
@@ -99,6 +100,7 @@ class Members:
         self._rules = rules
         self._control = control
         self._pinged_ns = self._ticked_ns = self._settled_ns = 0
+        self._addresses: tuple[str, ...] = ()
 
     def __getitem__(self, rank: int) -> Member:
         return self.all[self._place[rank]]
@@ -257,13 +259,15 @@ class Members:
         is_complete = all(member.state is StageState.LOADED for member in self.all)
         if now_ns < self._settled_ns or decision is None or not is_complete:
             return []
-        if not self.num_blocks:
-            # Fixed for the life of the server: block tables that exist must fit a stage that was replaced.
-            loaded = tuple(member.loaded for member in self.all if member.loaded is not None)
-            try:
+        try:
+            # Anew for each epoch: a stage that was replaced may have another address.
+            self._addresses = stage_addresses([member.hello for member in self.all if member.hello is not None])
+            if not self.num_blocks:
+                # Fixed for the life of the server: block tables that exist must fit a stage that was replaced.
+                loaded = tuple(member.loaded for member in self.all if member.loaded is not None)
                 self.num_blocks = self._rules.num_blocks(decision, loaded)
-            except UsageError as error:
-                return [Hopeless(str(error), usage=True)]
+        except UsageError as error:
+            return [Hopeless(str(error), usage=True)]
         self.epoch += 1
         self._send_form(self.first, 0, now_ns)
         return []
@@ -282,8 +286,9 @@ class Members:
             transport=decision.transport,
             num_blocks=self.num_blocks,
             max_rows=decision.scheduling.max_step_tokens,
-            store_host=decision.store_host,
+            store_host=self._addresses[0],
             store_port=store_port,
+            address=self._addresses[member.stage],
         )
         self._control.send(member.rank, form)
 

@@ -353,7 +353,7 @@ def test_everybody_gets_what_is_broadcast() -> None:
 
 
 def test_a_rank_that_does_not_read_is_gone_and_others_are_served() -> None:
-    long = wire.Form(1, "x" * (1 << 20), 1, 1, "here", 1)
+    long = wire.Form(1, "x" * (1 << 20), 1, 1, "here", 1, "here")
     with listening(send_timeout_s=0.05) as control, greeted(control, 0), greeted(control, 1) as reader:
         for _ in range(64):
             control.send(0, long)

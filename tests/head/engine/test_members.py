@@ -47,7 +47,7 @@ class MembersRig:
         if self.mistake is not None:
             raise self.mistake
         layouts = stage_layouts(self.split or Split((2,) * self.num_stages))
-        return Decision(ARCH, layouts, "float32", "gloo", "127.0.0.1", SchedulerConfig(self.num_stages))
+        return Decision(ARCH, layouts, "float32", "gloo", SchedulerConfig(self.num_stages))
 
     def num_blocks(self, decision: Decision, loaded: tuple[wire.Loaded, ...]) -> int:
         return min(x.kv_bytes // x.block_bytes for x in loaded)
@@ -63,7 +63,7 @@ class MembersRig:
 
     def hello(self, stage: int, machine: str = "here", arch: Architecture = ARCH) -> list[MemberEvent]:
         about = (stage, self.num_stages, "same name", "/m", arch, "float32", None, False, None)
-        return self.say(stage, wire.Hello(*about, machine))
+        return self.say(stage, wire.Hello(*about, machine, "10.0.0.1", "10.0.0.1"))
 
     def loaded(self, stage: int) -> list[MemberEvent]:
         return self.say(stage, wire.Loaded("cpu", 1, 1, 100, 1000 + stage * 100, ""))

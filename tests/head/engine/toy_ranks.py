@@ -149,7 +149,7 @@ class ToyRules:
 
     def decide(self, hellos: tuple[wire.Hello, ...]) -> Decision:
         layouts = stage_layouts(Split((8 // self._num_stages,) * self._num_stages))
-        return Decision(ARCH, layouts, "float32", "shm", "127.0.0.1", self._config)
+        return Decision(ARCH, layouts, "float32", "shm", self._config)
 
     def num_blocks(self, decision: Decision, loaded: tuple[wire.Loaded, ...]) -> int:
         return min(stage.kv_bytes // stage.block_bytes for stage in loaded)

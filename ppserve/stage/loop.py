@@ -173,8 +173,12 @@ class StageLoop:
         """Joins the others; `Ready` or `Broken`."""
         self._leave_epoch()
         log.debug("epoch %d: entering", form.epoch)
+        # What fails here ends the process, as a failed device does: only a new process may have the memory.
+        cache = self._open_cache(form.num_blocks)
         try:
-            self._join(form)
+            self._join(form, cache)
+        except (torch.AcceleratorError, torch.OutOfMemoryError):
+            raise
         except (TransportError, RuntimeError) as error:
             log.warning("epoch %d could not form: %s", form.epoch, error)
             self._leave_epoch()
@@ -182,19 +186,22 @@ class StageLoop:
             return
         self._link.send(wire.Ready(form.epoch))
 
-    def _join(self, form: wire.Form) -> None:
+    def _open_cache(self, num_blocks: int) -> KVCache:
+        """One for all epochs: each overwrites what the one before left."""
         model = self._model
         assert model is not None, "the head forms an epoch of stages that are loaded"
-        # One cache for all epochs: each overwrites what the one before left.
         if self._cache is None:
             block_size = self._start.config.cache.block_size
-            self._cache = model.backend.make_cache(
-                model.arch, model.layout, form.num_blocks, block_size, serves=True
-            )
+            self._cache = model.backend.make_cache(model.arch, model.layout, num_blocks, block_size, serves=True)
+        return self._cache
+
+    def _join(self, form: wire.Form, cache: KVCache) -> None:
+        model = self._model
+        assert model is not None
         depth, dtype = self._start.num_stages + 1, model.backend.precision.hidden
         frames = Frames(model.arch.width, dtype, form.max_rows, depth, model.backend.device)
         transport = self._wiring.open_transport(form, model.layout, frames, self._link)
-        self._epoch = Epoch(form.epoch, Stage(model, self._cache, transport))
+        self._epoch = Epoch(form.epoch, Stage(model, cache, transport))
         if self._link.abandoned >= form.epoch:
             # The link's thread may have looked before there was a transport to interrupt.
             raise TransportError("the epoch was lost while it formed")
@@ -255,6 +262,8 @@ class StageLoop:
             return False
         try:
             computed = epoch.stage.step(plan, planned_ns)
+        except torch.AcceleratorError:
+            raise  # every later call to the device would fail as well
         except (TransportError, RuntimeError) as error:
             self._break_epoch(epoch, plan, error)
             return False

@@ -41,7 +41,8 @@ class Head:
 def place(directory: Path, secret: bytes = SECRET) -> wire.Meeting:
     """Where a head may listen."""
     secret_file = directory / f"secret-{secret.hex()}"
-    secret_file.write_bytes(secret)
+    if not secret_file.exists():  # who reads it meanwhile must not see it empty
+        secret_file.write_bytes(secret)
     return wire.Meeting(wire.UnixAddress(str(directory / "head")), secret_file, is_ours=False)
 
 

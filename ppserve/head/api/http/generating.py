@@ -29,7 +29,8 @@ async def generate(
     exchange: Exchange, desk: FrontDesk, body: Sampling, prompts: Sequence[Asked], kind: type[Answers]
 ) -> None:
     """Answers with what `prompts` bring: all of it, or as events. All of them run, or none."""
-    exchange.call = desk.name(exchange.call, body.request_id or "")
+    # A header's value, as which the name goes back, has no spaces at its ends.
+    exchange.call = desk.name(exchange.call, (body.request_id or "").strip())
     async with exchange.attended(), AsyncExitStack() as stack:
         streams = [
             await stack.enter_async_context(desk.generate(asked, exchange.call.another())) for asked in prompts

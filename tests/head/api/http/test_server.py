@@ -135,6 +135,12 @@ def test_names_come_back() -> None:
         answer = await served.ask("/v1/completions", {"prompt": "a"}, x_request_id="mine", traceparent=parent)
         assert (answer.headers["x-request-id"], answer.headers["traceparent"]) == ("mine", parent)
         assert answer.json["id"] == "cmpl-mine"
+        for name, expected in ((" mine, ", "mine,"), ("mine\t", "mine")):
+            spaced = await served.ask("/v1/completions", {"prompt": "a", "request_id": name})
+            assert (spaced.status, spaced.headers["x-request-id"]) == (200, expected)
+        for name in ("  ", "two\nlines", "naïve"):
+            unfit = await served.ask("/v1/completions", {"prompt": "a", "request_id": name})
+            assert unfit.headers["x-request-id"].startswith("req-")
         other = await served.ask("/version", x_request_id="x" * 200, traceparent="nonsense")
         assert other.headers["x-request-id"].startswith("req-")
         assert "traceparent" not in other.headers

@@ -88,6 +88,7 @@ def test_every_second_is_accounted_for(tmp_path: Path) -> None:
         for load in loads:
             load.start()
         readings.append(read(server))
+        killed_us = time.monotonic() * 1e6
         os.kill(server.stage_pid(1), signal.SIGKILL)
         while any(load.is_alive() for load in loads):
             readings.append(read(server))
@@ -103,7 +104,14 @@ def test_every_second_is_accounted_for(tmp_path: Path) -> None:
         check_topology(server, readings[-1])
         server.terminate()
     check_trace(trace)
-    check_picture(trace, tmp_path / "out.png")
+    check_picture(until(trace, killed_us, tmp_path / "calm.json"), tmp_path / "out.png")
+
+
+def until(trace: Path, end_us: float, calm: Path) -> Path:
+    """The trace up to a moment. The middle of the whole may be the recovery, in which no stage computes."""
+    events = json.loads(trace.read_text())
+    calm.write_text(json.dumps([event for event in events if event.get("ts", 0) < end_us]))
+    return calm
 
 
 def check_costs(server: Server) -> None:
@@ -137,9 +145,7 @@ def check_trace(path: Path) -> None:
 
 def check_picture(trace: Path, picture: Path) -> None:
     """What `ppserve bench --plot --stage-trace` draws of it."""
-    spans = read_spans(trace)  # the middle of the trace: on a slow machine that is the recovery from the loss
-    assert {span.stage for span in spans} == {0, 1}
-    assert {span.kind for span in spans} <= set(KINDS)
+    assert {(span.stage, span.kind) for span in read_spans(trace)} >= {(0, "decode"), (1, "decode")}
     measured = Measurement(SETTING, (answer(0, 1.0, [(1.5, 1)]),), 10.0, LEDGER)
     draw(picture, [summarize(measured)], [measured], trace)
     assert picture.read_bytes().startswith(b"\x89PNG\r\n\x1a\n")

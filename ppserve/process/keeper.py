@@ -9,7 +9,6 @@ from __future__ import annotations
 import signal
 import sys
 import time
-from collections import deque
 from collections.abc import Callable
 from typing import Protocol
 
@@ -21,9 +20,10 @@ from ppserve.process.greeting import connect_to_head
 from ppserve.process.meeting import find_meeting
 from ppserve.process.stage_process import StageProcess
 
-# The keeper gives up after so many deaths within the window. A life that computed a step ends the count before it.
+# The keeper gives up after so many deaths in a row without a computed step, however slowly they follow each other.
 MAX_DEATHS = 4
-DEATH_WINDOW_S = 60.0
+# A stage that ends because there is no head is not to blame. The keeper gives up after so long without a head.
+HEADLESS_FOR_S = 900.0
 # A stage sends a sign of life at least every half second; after this long without one it is killed as frozen.
 FROZEN_AFTER_S = 4.0
 # The limit while it imports: loading one library from a cold disk can hold up all its threads.
@@ -66,7 +66,7 @@ class Keeper:
         self._stage = stage
         self._num_stages = num_stages
         self._meeting = meeting
-        self._found_head = False
+        self._found_head = self._connected = False
         self._spawn = spawn
         self._clock = clock
         self._child: Child | None = None
@@ -100,7 +100,7 @@ class Keeper:
         return not self._found_head or (self._kill_at_s is not None and self._clock() > self._kill_at_s)
 
     def _keep(self) -> int:
-        deaths: deque[float] = deque(maxlen=MAX_DEATHS)
+        deaths, had_head_s = 0, self._clock()
         while True:
             served, code = self._one_life()
             if code == 0:
@@ -111,16 +111,19 @@ class Keeper:
                 return EXIT_USAGE
             if code == EXIT_FAILED:
                 return 1
-            if served:
-                deaths.clear()
-            deaths.append(self._clock())
-            if len(deaths) == MAX_DEATHS and deaths[-1] - deaths[0] < DEATH_WINDOW_S:
+            if self._connected or code != EXIT_HEAD_GONE:
+                deaths = 1 if served else deaths + 1
+            if self._connected:
+                had_head_s = self._clock()
+            if deaths == MAX_DEATHS:
                 return self._give_up(f"stage {self._stage} died {MAX_DEATHS} times in a row (last code {code})")
+            if self._clock() - had_head_s > HEADLESS_FOR_S:
+                return self._give_up(f"stage {self._stage} found no head for {HEADLESS_FOR_S:.0f} s")
 
     def _one_life(self) -> tuple[bool, int]:
         """Starts a stage and waits for its end: (whether it computed a step, exit code)."""
         child, self._spare = self._spare or self._spawn(), None
-        self._child = child
+        self._child, self._connected = child, False
         child.start(wire.Start(self._config, self._stage, self._num_stages, self._meeting))
         served = self._watch(child)
         code = child.end()
@@ -143,7 +146,7 @@ class Keeper:
                 if line == "started":
                     imported = True
                 elif line == "connected":
-                    self._found_head = True
+                    self._found_head = self._connected = True
                 elif line == "served":
                     served = True
                     if self._spare is None and not self._stopping:

@@ -181,6 +181,8 @@ class StageLoop:
         model, cache = self._model_and_cache(form.num_blocks)
         try:
             self._join(form, model, cache)
+        except (torch.AcceleratorError, torch.OutOfMemoryError):
+            raise  # as a failed step: only a new process may have the device, or the memory
         except (TransportError, RuntimeError) as error:
             log.warning("epoch %d could not form: %s", form.epoch, error)
             self._leave_epoch()
@@ -266,6 +268,8 @@ class StageLoop:
             return False
         try:
             computed = epoch.stage.step(plan, planned_ns)
+        except torch.AcceleratorError:
+            raise  # every later call to the device would fail as well
         except (TransportError, RuntimeError) as error:
             self._break_epoch(epoch, plan, error)
             return False

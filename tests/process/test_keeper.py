@@ -11,9 +11,9 @@ from ppserve import wire
 from ppserve.config import ServeConfig
 from ppserve.process.environment import EXIT_FAILED, EXIT_HEAD_GONE, EXIT_USAGE
 from ppserve.process.keeper import (
-    DEATH_WINDOW_S,
     FROZEN_AFTER_S,
     FROZEN_WHILE_IMPORTING_S,
+    HEADLESS_FOR_S,
     MAX_DEATHS,
     Keeper,
 )
@@ -202,12 +202,30 @@ def test_a_keeper_that_cannot_reach_the_head_says_why_itself(
     assert "stage 1 died 4 times in a row (last code -9)" in capfd.readouterr().err
 
 
-def test_deaths_that_lie_far_apart_do_not_count_together(scene: Scene) -> None:
-    life_s = DEATH_WINDOW_S / (MAX_DEATHS - 1)
-    for _ in range(5 * MAX_DEATHS):
-        scene.stage((1, KNOWS_HEAD), *[(1, "")] * int(life_s), code=KILLED)
+def test_slow_deaths_without_a_step_count_as_quick_ones_do(scene: Scene) -> None:
+    for _ in range(MAX_DEATHS):
+        scene.stage((1, KNOWS_HEAD), *[(1, "")] * 3600, code=KILLED)
     scene.stage(code=0)
-    assert scene.run() == 0
+    assert scene.run() == 1
+    assert scene.num_spawned == MAX_DEATHS
+
+
+def test_a_stage_without_a_head_is_not_to_blame_but_is_not_started_for_ever(
+    scene: Scene, capfd: pytest.CaptureFixture[str]
+) -> None:
+    life_s = 60
+    for _ in range(100):
+        scene.stage((1, "started"), *[(1, "")] * (life_s - 1), code=EXIT_HEAD_GONE)
+    assert scene.run() == 1
+    assert scene.num_spawned == HEADLESS_FOR_S // life_s + 1
+    assert "stage 1 found no head for 900 s" in capfd.readouterr().err
+
+
+def test_a_head_that_ends_its_stage_every_time_is_not_tried_for_ever(scene: Scene) -> None:
+    for _ in range(MAX_DEATHS):
+        scene.stage((1, KNOWS_HEAD), code=EXIT_HEAD_GONE)
+    assert scene.run() == 1
+    assert scene.num_spawned == MAX_DEATHS
 
 
 def test_a_life_that_computed_starts_the_count_anew(scene: Scene) -> None:

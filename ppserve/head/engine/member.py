@@ -102,6 +102,7 @@ class Member:
 
     progress: (bytes loaded, of how many). since_ns: when this state began. leave_by_ns: when a rank that is
     LEAVING is cut off. clock_offset_ns: its clock minus the head's, measured in a round trip of best_rtt_ns.
+    complaints: epochs in a row that could not form because of an error at this stage.
     """
 
     rank: int
@@ -115,6 +116,7 @@ class Member:
     clock_offset_ns: int = 0
     best_rtt_ns: int = 1 << 62
     restarts: int = 0
+    complaints: int = 0
 
     def moved(self, state: StageState, now_ns: int) -> Member:
         """This rank in another state from now on. Raises InvalidMove where `_NEXT` has no such change."""

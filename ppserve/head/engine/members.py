@@ -50,6 +50,10 @@ _LEAVE_FORMING_WITHIN_NS = 2_000_000_000
 # Time between a loss and the next epoch: a network that fails at once is not retried without a pause, and the end
 # of a dead stage's connection arrives before the epoch forms.
 _SETTLE_NS = 200_000_000
+# A stage whose errors kept so many epochs in a row from forming is replaced; after so many that did not form, for
+# whatever reason, the server ends.
+_MAX_COMPLAINTS = 3
+_MAX_ATTEMPTS = 10
 # A longer time between two ticks means that the head itself did not run.
 _PAUSE_NS = 1_000_000_000
 _HEALTHY_WITHIN_NS = 2_000_000_000
@@ -101,6 +105,8 @@ class Members:
         self._control = control
         self._pinged_ns = self._ticked_ns = self._settled_ns = 0
         self._addresses: tuple[str, ...] = ()
+        self._forming = False
+        self._attempts = 0
 
     def __getitem__(self, rank: int) -> Member:
         return self.all[self._place[rank]]
@@ -234,8 +240,9 @@ class Members:
         self._move(member.rank, StageState.LOADING, now_ns)
         self._update(member.rank, hello=hello, clock_offset_ns=0, best_rtt_ns=1 << 62)
         if self.decision is not None:
-            if before is not None and before.architecture != hello.architecture:
-                return [Hopeless(f"stage {member.stage} came back with another model", usage=True)]
+            change = _what_changed(before, hello, self.decision.transport) if before is not None else None
+            if change is not None:
+                return [Hopeless(f"stage {member.stage} came back with {change}", usage=True)]
             self._assign(member, self.decision)
             return []
         hellos = [m.hello for m in self.all if m.hello is not None]
@@ -269,6 +276,7 @@ class Members:
         except UsageError as error:
             return [Hopeless(str(error), usage=True)]
         self.epoch += 1
+        self._forming = True
         self._send_form(self.first, 0, now_ns)
         return []
 
@@ -298,7 +306,9 @@ class Members:
         self._move(member.rank, StageState.READY, now_ns)
         if any(other.state is not StageState.READY for other in self.all):
             return []
-        self.formed = True
+        self.formed, self._forming, self._attempts = True, False, 0
+        for other in self.all:
+            self._update(other.rank, complaints=0)
         return [Formed(self.epoch, self.num_blocks)]
 
     def _left(self, member: Member, broken: wire.Broken, now_ns: int) -> list[MemberEvent]:
@@ -307,6 +317,8 @@ class Members:
             return []
         self._move(member.rank, StageState.LOADED, now_ns)
         if member.state is not StageState.LEAVING:
+            if self._forming:
+                self._complained(member)
             return self._lose_epoch(broken.reason, now_ns)
         return self._form_if_complete(now_ns)
 
@@ -320,10 +332,24 @@ class Members:
                 within_ns = _LEAVE_WITHIN_NS if was_formed else _LEAVE_FORMING_WITHIN_NS
                 self._move(member.rank, StageState.LEAVING, now_ns)
                 self._update(member.rank, leave_by_ns=now_ns + within_ns)
-        if not was_formed:
-            log.warning("epoch %d did not form: %s", self.epoch, cause)
+        if was_formed:
+            return [EpochLost(self.epoch, cause)]
+        if not self._forming:
             return []
-        return [EpochLost(self.epoch, cause)]
+        log.warning("epoch %d did not form: %s", self.epoch, cause)
+        self._forming = False
+        self._attempts += 1
+        if self._attempts < _MAX_ATTEMPTS:
+            return []
+        reason = f"the pipeline did not form in {_MAX_ATTEMPTS} attempts; the last one: {cause}"
+        return [Hopeless(reason, usage=False)]
+
+    def _complained(self, member: Member) -> None:
+        """Its transport or its cache failed while the epoch formed. If it keeps failing, a new process may not."""
+        complaints = member.complaints + 1
+        self._update(member.rank, complaints=complaints % _MAX_COMPLAINTS)
+        if complaints == _MAX_COMPLAINTS:
+            self._control.drop(member.rank, "cannot form")
 
     def _align_clock(self, member: Member, beat: wire.Heartbeat, now_ns: int) -> None:
         """Keeps the offset of the shortest round trip. Processes of the head's machine have its clock."""
@@ -332,6 +358,21 @@ class Members:
         if not same_clock and rtt_ns < member.best_rtt_ns:
             offset_ns = beat.clock_ns - (beat.echo_ns + now_ns) // 2
             self._update(member.rank, best_rtt_ns=rtt_ns, clock_offset_ns=offset_ns)
+
+
+def _what_changed(before: wire.Hello, now: wire.Hello, transport: str) -> str | None:
+    """What a stage has now that the pipeline was not decided for; None if it may take its old place."""
+    if now.architecture != before.architecture:
+        return "another model"
+    if now.dtype != before.dtype:
+        return f"{now.dtype} instead of {before.dtype}"
+    if (now.gpu is None) != (before.gpu is None):
+        return "a CPU instead of a GPU" if now.gpu is None else "a GPU instead of a CPU"
+    if now.host != before.host:
+        return f"another machine, {now.host} instead of {before.host}"
+    if transport == "shm" and now.machine != before.machine:
+        return "another machine of the same name; shm needs all stages on one"
+    return None
 
 
 def _on_head_clock(member: Member, result: StepResult) -> StepResult:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
+import msgspec
 import pytest
 
 from ppserve import wire
@@ -303,6 +304,95 @@ def test_another_model_after_a_restart_is_refused() -> None:
     other = Architecture(6, 64, 4, 128, 300, 300, 256)
     (event,) = pipeline.hello(1, arch=other)
     assert isinstance(event, Hopeless)
+
+
+# ---- nothing is tried for ever ------------------------------------------------------------------------------
+
+
+def fail_to_form(pipeline: MembersRig, complainer: int) -> list[MemberEvent]:
+    """An epoch that one stage's transport keeps from forming; both leave it."""
+    pipeline.tick(1)
+    epoch = pipeline.members.epoch
+    pipeline.say(0, wire.StoreOpened(epoch, 4000))
+    events = pipeline.say(complainer, wire.Broken(epoch, "no route to host"))
+    return events + pipeline.say(1 - complainer, wire.Broken(epoch, "told"))
+
+
+def loaded_pipeline() -> MembersRig:
+    pipeline = MembersRig(2)
+    for stage in range(2):
+        pipeline.hello(stage)
+    for stage in range(2):
+        pipeline.loaded(stage)
+    return pipeline
+
+
+def test_a_stage_that_keeps_epochs_from_forming_is_replaced_at_the_third() -> None:
+    pipeline = loaded_pipeline()
+    for _ in range(2):
+        assert fail_to_form(pipeline, 1) == []
+        assert pipeline.dropped == []
+    fail_to_form(pipeline, 1)
+    assert pipeline.dropped == [(1, "cannot form")]
+
+
+def test_after_ten_epochs_that_did_not_form_the_server_ends_with_the_reason() -> None:
+    pipeline, events = loaded_pipeline(), list[MemberEvent]()
+    for attempt in range(10):
+        assert events == [], f"after {attempt}"
+        events = fail_to_form(pipeline, attempt % 2)
+        for stage, cause in pipeline.dropped:
+            assert cause == "cannot form"
+            pipeline.members.gone(stage, cause, pipeline.now_ns)
+            pipeline.hello(stage)
+            pipeline.loaded(stage)
+        pipeline.dropped.clear()
+    reason = "the pipeline did not form in 10 attempts; the last one: no route to host"
+    assert events == [Hopeless(reason, usage=False)]
+
+
+def test_an_epoch_that_forms_ends_the_count() -> None:
+    pipeline = loaded_pipeline()
+    for _ in range(5):
+        for _ in range(2):
+            assert fail_to_form(pipeline, 1) == []
+        pipeline.sent.clear()
+        pipeline.tick(1)
+        assert pipeline.join() == [Formed(pipeline.members.epoch, 10)]
+        for stage in range(2):
+            pipeline.say(stage, wire.Broken(pipeline.members.epoch, "reset"))
+    assert pipeline.dropped == []
+
+
+def test_deaths_between_epochs_are_no_attempts() -> None:
+    """A keeper counts those; the head waits for the stage."""
+    pipeline = MembersRig(2)
+    pipeline.start()
+    for _ in range(20):
+        events = pipeline.members.gone(1, "exit", pipeline.now_ns)
+        assert not any(isinstance(event, Hopeless) for event in events)
+        pipeline.hello(1)
+
+
+@pytest.mark.parametrize(
+    ("changes", "named"),
+    [
+        ({"gpu": 0}, "stage 1 came back with a GPU instead of a CPU"),
+        ({"dtype": "bfloat16"}, "stage 1 came back with bfloat16 instead of float32"),
+        ({"host": "elsewhere"}, "stage 1 came back with another machine, elsewhere instead of same name"),
+        ({"architecture": Architecture(6, 64, 4, 128, 300, 300, 256)}, "stage 1 came back with another model"),
+        ({"machine": "started anew"}, None),
+        ({}, None),
+    ],
+)
+def test_a_stage_that_comes_back_different_is_refused(changes: dict[str, object], named: str | None) -> None:
+    pipeline = MembersRig(2)
+    pipeline.start()
+    before = pipeline.members[1].hello
+    assert before is not None
+    pipeline.members.gone(1, "exit", pipeline.now_ns)
+    events = pipeline.say(1, msgspec.structs.replace(before, **changes))
+    assert events == ([] if named is None else [Hopeless(named, usage=True)])
 
 
 def test_clocks_of_other_hosts_are_aligned_by_the_quickest_round_trip() -> None:

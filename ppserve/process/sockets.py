@@ -27,7 +27,7 @@ def connect(address: Address, timeout_s: float) -> socket.socket:
     """Raises OSError."""
     if isinstance(address, TcpAddress):
         connection = socket.create_connection((address.host, address.port), timeout=timeout_s)
-        send_at_once(connection)
+        prepare(connection)
         return connection
     connection = socket.socket(socket.AF_UNIX)
     connection.settimeout(timeout_s)
@@ -39,10 +39,17 @@ def connect(address: Address, timeout_s: float) -> socket.socket:
     return connection
 
 
-def send_at_once(connection: socket.socket) -> None:
-    """Plans and results are small, and somebody waits for each."""
-    if connection.family != socket.AF_UNIX:
-        connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+def prepare(connection: socket.socket) -> None:
+    """For the control plane. Frames are small, and somebody waits for each. A host that is gone without a word is
+    found out by the kernel as well: after 20 s without an answer, whether data or nothing was to be sent."""
+    if connection.family == socket.AF_UNIX:
+        return
+    connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+    connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+    options = {"TCP_KEEPIDLE": 8, "TCP_KEEPINTVL": 4, "TCP_KEEPCNT": 3, "TCP_USER_TIMEOUT": 20_000}
+    for name, value in options.items():
+        if hasattr(socket, name):  # not every system has them all
+            connection.setsockopt(socket.IPPROTO_TCP, getattr(socket, name), value)
 
 
 def answers(address: Address) -> bool:

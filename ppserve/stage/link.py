@@ -12,6 +12,9 @@ from typing import Any, Protocol
 from ppserve import wire
 from ppserve.errors import WireError
 
+# Longer than the head waits for a silent stage, so that it is the head who decides.
+_SILENCE_S = 15.0
+
 Stamped = tuple[int, Any]
 """When a message arrived (monotonic ns), and the message."""
 
@@ -41,12 +44,20 @@ class HeadLink:
     """One socket to the head, read by a thread of its own.
 
     That thread stamps each message as it arrives, so that a plan which came during compute is known as such.
-    on_lost: called, perhaps by both threads, when the head is gone or sends what is not in the schema.
+    on_lost: called, perhaps by both threads, when the head is gone, has said nothing for `silence_s`, or sends
+    what is not in the schema. The head pings twice a second, so a head that is silent is gone, or cut off.
     """
 
-    def __init__(self, connection: socket.socket, on_abandon: OnAbandon, on_lost: Callable[[], object]) -> None:
+    def __init__(
+        self,
+        connection: socket.socket,
+        on_abandon: OnAbandon,
+        on_lost: Callable[[], object],
+        silence_s: float = _SILENCE_S,
+    ) -> None:
         self.inbox: queue.SimpleQueue[Stamped] = queue.SimpleQueue()
         self.abandoned = 0
+        connection.settimeout(silence_s)
         self._connection = connection
         self._on_abandon = on_abandon
         self._on_lost = on_lost

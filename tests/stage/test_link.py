@@ -131,3 +131,15 @@ def test_a_send_that_blocks_does_not_keep_messages_from_arriving(ends: Ends) -> 
     blocked.join(WITHIN_S)
     assert [message for message in heard if isinstance(message, wire.Broken)] == [result] * count
     assert not ends.lost.is_set()
+
+
+def test_a_head_that_falls_silent_is_lost_and_one_that_speaks_is_not() -> None:
+    head, stage = socket.socketpair()
+    lost = threading.Event()
+    with head, stage:
+        link = HeadLink(stage, lambda epoch: None, lost.set, silence_s=0.3)
+        head.sendall(wire.encode(wire.Abandon(1)))
+        assert link.inbox.get(timeout=WITHIN_S)[1] == wire.Abandon(1)
+        assert lost.wait(WITHIN_S)
+    with pytest.raises(queue.Empty):
+        link.inbox.get_nowait()

@@ -19,7 +19,7 @@ from typing import Any, Protocol
 from ppserve import wire
 from ppserve.errors import WireError
 from ppserve.process import proof
-from ppserve.process.sockets import send_at_once
+from ppserve.process.sockets import prepare
 
 log = logging.getLogger("ppserve.control")
 
@@ -184,7 +184,7 @@ class SocketControlPlane:
                 self._accepts_from_s = time.monotonic() + _ACCEPT_AGAIN_S
             return
         connection.settimeout(self._send_timeout_s)
-        send_at_once(connection)
+        prepare(connection)
         reader = wire.FrameReader(wire.FromStranger, wire.MAX_GREETING_BYTES)
         peer = _Peer(connection, time.monotonic(), reader)
         self._strangers[peer] = None

@@ -101,7 +101,7 @@ class Member:
     """The head's record of one rank.
 
     progress: (bytes loaded, of how many). since_ns: when this state began. leave_by_ns: when a rank that is
-    LEAVING is cut off. clock_offset_ns: its clock minus the head's, measured in a round trip of best_rtt_ns.
+    LEAVING is cut off. round_trips: of its latest pings, each with its clock minus the head's as measured by it.
     complaints: epochs in a row that could not form because of an error at this stage.
     """
 
@@ -113,10 +113,14 @@ class Member:
     progress: tuple[int, int] = (0, 0)
     since_ns: int = 0
     leave_by_ns: int = 0
-    clock_offset_ns: int = 0
-    best_rtt_ns: int = 1 << 62
+    round_trips: tuple[tuple[int, int], ...] = ()
     restarts: int = 0
     complaints: int = 0
+
+    @property
+    def clock_offset_ns(self) -> int:
+        """By the shortest of the round trips. Older ones are forgotten, because clocks drift."""
+        return min(self.round_trips)[1] if self.round_trips else 0
 
     def moved(self, state: StageState, now_ns: int) -> Member:
         """This rank in another state from now on. Raises InvalidMove where `_NEXT` has no such change."""

@@ -35,11 +35,15 @@ from ppserve.head.engine.member import (
 log = logging.getLogger("ppserve.members")
 
 _PING_EVERY_NS = 500_000_000
-_SILENT_WHEN_READY_NS = 3_000_000_000
-# While it compiles kernels or reads weights, a stage may not answer for seconds.
+# A silent stage ends the epoch, so that health says so and the others are free. It keeps its connection, and so
+# its weights, for longer: a link that comes back, or a process that goes on, costs no loading.
+_SILENT_NS = 2_500_000_000
+_CUT_OFF_NS = 10_000_000_000
+# While it compiles kernels, reads weights or opens its cache, a stage may not answer for seconds.
 _SILENT_BEFORE_NS = 30_000_000_000
 _FORM_WITHIN_NS = 30_000_000_000
-_REJOIN_WITHIN_NS = 120_000_000_000
+# Long enough for a host that restarts. Streams with a deadline end by it.
+_REJOIN_WITHIN_NS = 600_000_000_000
 # When a keeper dies, torchrun sends SIGTERM to all ranks, so the head drains; the dead keeper's stage never
 # returns.
 _REJOIN_WHILE_DRAINING_NS = 10_000_000_000
@@ -57,6 +61,8 @@ _MAX_ATTEMPTS = 10
 # A longer time between two ticks means that the head itself did not run.
 _PAUSE_NS = 1_000_000_000
 _HEALTHY_WITHIN_NS = 2_000_000_000
+# Pings whose round trips align a clock: those of 10 s, in which clocks drift apart by less than a millisecond.
+_NUM_ROUND_TRIPS = 20
 
 
 # In these states a stage answers within milliseconds.
@@ -199,7 +205,7 @@ class Members:
                     return [Hopeless(f"stage {member.stage} did not come back in time", usage=False)]
             elif cause := self._overdue(member, now_ns):
                 self._control.drop(member.rank, cause)
-        return self._form_if_complete(now_ns)
+        return [*self._lose_silent(now_ns), *self._form_if_complete(now_ns)]
 
     def head_paused(self, now_ns: int) -> bool:
         """Whether the head itself did not run since the last tick, so that silence says nothing about ranks."""
@@ -223,9 +229,7 @@ class Members:
 
     def _overdue(self, member: Member, now_ns: int) -> str | None:
         """Why a connected rank must be cut off, in one word; None if it need not be."""
-        if now_ns - self._heard_ns[member.rank] > (
-            _SILENT_WHEN_READY_NS if member.state in _QUICK else _SILENT_BEFORE_NS
-        ):
+        if now_ns - self._heard_ns[member.rank] > (_CUT_OFF_NS if member.state in _QUICK else _SILENT_BEFORE_NS):
             return "frozen"
         if member.state is StageState.FORMING and now_ns - member.since_ns > _FORM_WITHIN_NS:
             return "late"
@@ -233,12 +237,22 @@ class Members:
             return "stuck"
         return None
 
+    def _lose_silent(self, now_ns: int) -> list[MemberEvent]:
+        """Ends an epoch of which a stage has been silent for too long. No other forms until it has spoken."""
+        for member in self.all:
+            heard_ns = self._heard_ns[member.rank]
+            if member.state is StageState.READY and now_ns - heard_ns > _SILENT_NS:
+                lost = self._lose_epoch(f"stage {member.stage}: silent", now_ns)
+                self._update(member.rank, leave_by_ns=heard_ns + _CUT_OFF_NS)
+                return lost
+        return []
+
     def _greet(self, member: Member, hello: wire.Hello, now_ns: int) -> list[MemberEvent]:
         if hello.world_size != self.num_stages:
             return [Hopeless(f"stage {member.stage} belongs to {hello.world_size} stages", usage=True)]
         before = member.hello
         self._move(member.rank, StageState.LOADING, now_ns)
-        self._update(member.rank, hello=hello, clock_offset_ns=0, best_rtt_ns=1 << 62)
+        self._update(member.rank, hello=hello, round_trips=())
         if self.decision is not None:
             change = _what_changed(before, hello, self.decision.transport) if before is not None else None
             if change is not None:
@@ -349,15 +363,13 @@ class Members:
         complaints = member.complaints + 1
         self._update(member.rank, complaints=complaints % _MAX_COMPLAINTS)
         if complaints == _MAX_COMPLAINTS:
-            self._control.drop(member.rank, "cannot form")
+            self._control.drop(member.rank, "forming")
 
     def _align_clock(self, member: Member, beat: wire.Heartbeat, now_ns: int) -> None:
-        """Keeps the offset of the shortest round trip. Processes of the head's machine have its clock."""
-        rtt_ns = now_ns - beat.echo_ns
-        same_clock = member.hello is not None and member.hello.machine == self._machine
-        if not same_clock and rtt_ns < member.best_rtt_ns:
-            offset_ns = beat.clock_ns - (beat.echo_ns + now_ns) // 2
-            self._update(member.rank, best_rtt_ns=rtt_ns, clock_offset_ns=offset_ns)
+        """Keeps what this round trip says of the rank's clock. Processes of the head's machine have its clock."""
+        if member.hello is not None and member.hello.machine != self._machine:
+            measured = (now_ns - beat.echo_ns, beat.clock_ns - (beat.echo_ns + now_ns) // 2)
+            self._update(member.rank, round_trips=(*member.round_trips, measured)[-_NUM_ROUND_TRIPS:])
 
 
 def _what_changed(before: wire.Hello, now: wire.Hello, transport: str) -> str | None:

@@ -47,7 +47,7 @@ STATUSES = (
     "UNAUTHENTICATED",
     "INTERNAL",
 )
-RESTART_CAUSES = ("exit", "frozen", "stuck", "late", "timeout", "protocol", "replaced")
+RESTART_CAUSES = ("exit", "frozen", "stuck", "late", "timeout", "protocol", "forming")
 
 STEP_BUCKETS = tuple(50e-6 * 2**k for k in range(16))
 TTFT_BUCKETS = (

@@ -34,7 +34,7 @@ from ppserve import (
     Architecture,
     Client,
     PpserveError,
-    StageSeconds,
+    StageTimes,
     StepPlan,
     balance,
     between,
@@ -313,9 +313,9 @@ def show_generation(tour: Tour, trace: Path) -> None:
     )
 
 
-def show_times(label: str, ledger: StageSeconds) -> float:
+def show_times(label: str, ledger: tuple[StageTimes, ...]) -> float:
     """One line per stage; returns the bubbles' share of all stages' time."""
-    all_shares = [dict(shares(times)) for times in ledger]
+    all_shares = [shares(times) for times in ledger]
     for stage, parts in enumerate(all_shares):
         causes = ", ".join(f"{cause} {parts[cause]:.0%}" for cause in CAUSES if parts[cause] >= 0.005)
         bubble = sum(parts[cause] for cause in CAUSES)

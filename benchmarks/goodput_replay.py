@@ -56,9 +56,9 @@ async def run(target: str, replay: Replay, load: Load) -> Summary:
         concurrency = load.concurrency if isinstance(load, ClosedLoop) else None
         span_s = replay.rows[-1].at_s
         rate = float("inf") if concurrency else (len(replay.rows) - 1) / span_s
-        setting = served.setting(concurrency=concurrency, rate=rate, seed=replay.seed)
+        served = served.under(concurrency, rate, replay.seed)
         until = Until(len(replay.rows))
-        return summarize(await measure(caller, served, workload, load, until, Watch(), setting), replay.objectives)
+        return summarize(await measure(caller, served, workload, load, until, Watch()), replay.objectives)
 
 
 def even_split(model: str, num_stages: int) -> str:
@@ -87,7 +87,7 @@ def show(name: str, runs: list[Summary]) -> None:
         f"  TPOT p50={median('tpot', 'median'):.1f} p99={median('tpot', 'p99'):.1f} ms"
         f"  failed={sum(one.failed for one in runs)} runs={len(runs)}"
     )
-    print("\n".join(render_ledger(runs[-1].ledger)), flush=True)
+    print("\n".join(render_ledger(runs[-1].stages)), flush=True)
 
 
 def main() -> None:

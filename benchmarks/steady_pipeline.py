@@ -24,11 +24,13 @@ from dataclasses import dataclass
 from local_server import Address, running
 
 from ppserve.bench.caller import Caller
-from ppserve.bench.ledger import CAUSES, StageSeconds, between, read_ledger
+from ppserve.bench.ledger import between, read_ledger
 from ppserve.bench.load import ClosedLoop, Until, Watch, run_load
 from ppserve.bench.measure import introduce
 from ppserve.bench.scrape import fetch_metrics
 from ppserve.bench.workload import DrawnSizes, Workload, parse_lengths
+from ppserve.core.ledger.account import StageTimes
+from ppserve.core.ledger.causes import CAUSES
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,7 +49,7 @@ class Window:
 
     output_tokens_per_s: float
     prompt_tokens_per_s: float
-    ledger: StageSeconds
+    ledger: tuple[StageTimes, ...]
 
 
 async def watch_window(address: Address, concurrency: int, flags: Flags, seed: int) -> Window:

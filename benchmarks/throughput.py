@@ -20,12 +20,12 @@ from dataclasses import dataclass
 from local_server import running
 
 from ppserve.bench.caller import Caller
-from ppserve.bench.ledger import StageSeconds
 from ppserve.bench.load import ClosedLoop, Until, Watch
 from ppserve.bench.measure import Served, introduce, measure, warm_up
 from ppserve.bench.report import render_ledger
 from ppserve.bench.summary import Summary, summarize
 from ppserve.bench.workload import DrawnSizes, Workload
+from ppserve.core.ledger.account import StageTimes
 
 TWO_CORES = ("--stages 1 --threads 1", "--stages 1 --threads 2", "--stages 2 --threads 1")
 
@@ -48,7 +48,7 @@ class Run:
     total_s: float
     tokens_per_s: float
     client_cores: float
-    ledger: StageSeconds
+    ledger: tuple[StageTimes, ...]
 
 
 async def run_once(target: str, shape: Shape, seed: int) -> Run:
@@ -60,7 +60,7 @@ async def run_once(target: str, shape: Shape, seed: int) -> Run:
         prefill = await _timed(caller, served, _workload(served, shape, 1, 2 * seed + 1), shape)
         whole = await _timed(caller, served, _workload(served, shape, shape.new_tokens, 2 * seed + 2), shape)
     return Run(
-        served, prefill.duration_s, whole.duration_s, whole.output_throughput, whole.client_cores, whole.ledger
+        served, prefill.duration, whole.duration, whole.output_throughput, whole.client_cores, whole.stages
     )
 
 
@@ -70,9 +70,9 @@ def _workload(served: Served, shape: Shape, new_tokens: int, seed: int) -> Workl
 
 
 async def _timed(caller: Caller, served: Served, workload: Workload, shape: Shape) -> Summary:
-    setting = served.setting(concurrency=shape.num_requests, rate=float("inf"), seed=workload.seed)
+    served = served.under(shape.num_requests, float("inf"), workload.seed)
     load, until = ClosedLoop(shape.num_requests), Until(shape.num_requests)
-    summary = summarize(await measure(caller, served, workload, load, until, Watch(), setting))
+    summary = summarize(await measure(caller, served, workload, load, until, Watch()))
     if summary.failed:
         raise SystemExit(f"{summary.failed} requests failed: {dict(summary.problems)}")
     return summary
@@ -83,7 +83,7 @@ def line(flags: str, shape: Shape, runs: list[Run]) -> str:
     served = runs[0].served
     rates = [run.tokens_per_s for run in runs]
     return (
-        f"PEER ppserve {served.dtype} {' '.join(_named(flags, served))} batch={shape.num_requests}"
+        f"PEER ppserve {served.setting.dtype} {' '.join(_named(flags, served))} batch={shape.num_requests}"
         f" prompt={shape.prompt_tokens} new={shape.new_tokens}"
         f" prefill_s={statistics.median(run.prefill_s for run in runs):.2f}"
         f" total_s={statistics.median(run.total_s for run in runs):.2f}"
@@ -96,7 +96,7 @@ def line(flags: str, shape: Shape, runs: list[Run]) -> str:
 def _named(flags: str, served: Served) -> list[str]:
     """`--threads 1 --force-cpu` as threads=1 force-cpu."""
     words = shlex.split(flags)
-    named = [f"stages={served.num_stages}"]
+    named = [f"stages={served.setting.num_stages}"]
     for place, word in enumerate(words):
         if word.startswith("--") and word not in ("--stages", "--dtype"):
             has_value = place + 1 < len(words) and not words[place + 1].startswith("--")

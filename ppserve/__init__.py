@@ -11,7 +11,7 @@ first used, so asking a server needs no torch.
 """
 
 # mypy: implicit_reexport=True
-# ruff: noqa: F401
+# ruff: noqa: F401, F403
 
 from __future__ import annotations
 
@@ -23,39 +23,7 @@ if TYPE_CHECKING:
     from ppserve.client import AsyncClient, CallFailed, Client, RetryPolicy, Tls
     from ppserve.errors import ConfigError, InvalidRequest, PpserveError, RequestError, UsageError
     from ppserve.library.ledger import Ledger
-    from ppserve.library.parts import (
-        BUSY,
-        CAUSES,
-        IDLE,
-        Architecture,
-        Checkpoint,
-        Compute,
-        Computed,
-        Draw,
-        Frames,
-        GPT2Stage,
-        SamplingParams,
-        Slice,
-        Split,
-        Stage,
-        StageLayout,
-        StageSeconds,
-        StepPlan,
-        Transport,
-        balance,
-        between,
-        connect,
-        create_transport,
-        decode_parts,
-        load_tokenizer,
-        open_checkpoint,
-        read_architecture,
-        read_ledger,
-        shares,
-        split_by_weight,
-        stage_layouts,
-        stage_params,
-    )
+    from ppserve.library.parts import *
     from ppserve.library.pipeline import Pipeline
     from ppserve.library.stream import Stream
 
@@ -67,7 +35,7 @@ _NAMES = {
     "ppserve.library.pipeline": "Pipeline",
     "ppserve.library.stream": "Stream",
     "ppserve.library.parts": """BUSY CAUSES IDLE Architecture Checkpoint Compute Computed Draw Frames GPT2Stage
-        SamplingParams Slice Split Stage StageLayout StageSeconds StepPlan Transport balance between connect
+        SamplingParams Slice Split Stage StageLayout StageTimes StepPlan Transport balance between connect
         create_transport decode_parts load_tokenizer open_checkpoint read_architecture read_ledger shares
         split_by_weight stage_layouts stage_params""",
 }

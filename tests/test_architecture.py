@@ -68,7 +68,10 @@ MAY_IMPORT: dict[str, set[str]] = {
         *("ppserve.client", "ppserve.answers", "ppserve.v1", "ppserve.errors"),
         *("grpc", "google", "grpc_health"),
     },
-    "ppserve.bench": {"ppserve.bench", "ppserve.client", "ppserve.v1", "ppserve.errors", "grpc", "matplotlib"},
+    "ppserve.bench": {
+        *("ppserve.bench", "ppserve.client", "ppserve.core", "ppserve.v1", "ppserve.errors"),
+        *("grpc", "matplotlib"),
+    },
     "ppserve.bench.scrape": {"prometheus_client"},
     "ppserve.cli": {
         *("ppserve.cli", "ppserve.bench", "ppserve.client", "ppserve.config", "ppserve.core"),

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from ppserve.bench.caller import Answer, Caller
 from ppserve.bench.ledger import between, read_ledger
@@ -17,21 +17,18 @@ from ppserve.client import CallFailed
 
 @dataclass(frozen=True, slots=True)
 class Served:
-    """A server and what it says about itself. metrics: HOST:PORT of its metrics page, or None."""
+    """A server and what it says about itself. setting: the label of runs against it. metrics: HOST:PORT of its
+    metrics page, or None."""
 
-    target: str
+    setting: Setting
     metrics: str | None
-    model: str
-    dtype: str
     vocab_size: int
     max_context: int
-    num_stages: int
-    microbatches: int
 
-    def setting(self, *, concurrency: int | None, rate: float, seed: int) -> Setting:
-        """The label of a run against this server."""
-        return Setting(
-            self.target, self.model, self.dtype, self.num_stages, self.microbatches, concurrency, rate, seed
+    def under(self, concurrency: int | None, rate: float, seed: int) -> Served:
+        """The same, labelled with a load."""
+        return replace(
+            self, setting=replace(self.setting, max_concurrency=concurrency, request_rate=rate, seed=seed)
         )
 
 
@@ -40,16 +37,8 @@ async def introduce(caller: Caller, target: str, metrics: str | None) -> Served:
     if metrics is not None:
         await asyncio.to_thread(fetch_metrics, metrics)
     told, topology = await caller.model_info(), await caller.topology()
-    return Served(
-        target=target,
-        metrics=metrics,
-        model=told.model,
-        dtype=told.dtype,
-        vocab_size=told.architecture.vocab_size,
-        max_context=told.max_context,
-        num_stages=len(topology.stages),
-        microbatches=topology.microbatches,
-    )
+    setting = Setting(target, told.model, told.dtype, len(topology.stages), topology.microbatches)
+    return Served(setting, metrics, told.architecture.vocab_size, told.max_context)
 
 
 async def warm_up(caller: Caller, workload: Workload, num_requests: int, concurrency: int) -> None:
@@ -65,7 +54,7 @@ async def warm_up(caller: Caller, workload: Workload, num_requests: int, concurr
 
 
 async def measure(
-    caller: Caller, served: Served, workload: Workload, load: Load, until: Until, watch: Watch, setting: Setting
+    caller: Caller, served: Served, workload: Workload, load: Load, until: Until, watch: Watch
 ) -> Measurement:
     """One run. Raises CallFailed when the server does not answer before or after it, not when requests fail.
 
@@ -95,7 +84,7 @@ async def measure(
     after = read_ledger(await caller.topology())
     metrics_after = await _metrics(served)
     return Measurement(
-        setting=setting,
+        setting=served.setting,
         answers=answers,
         duration_s=ended_s - begun_s,
         ledger=between(before, after),

@@ -3,16 +3,15 @@
 from __future__ import annotations
 
 import json
-import math
-from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-from ppserve.bench.ledger import CAUSES, StageSeconds
-from ppserve.bench.summary import Measurement, Summary
+from ppserve.bench.summary import Measurement, Summary, tokens_by_second
+from ppserve.core.ledger.account import StageTimes
+from ppserve.core.ledger.causes import CAUSES
 from ppserve.errors import ConfigError
 
 _BUSY_COLOURS = {"prefill": "#2f6f9f", "mixed": "#4f97c4", "decode": "#8fc1dd"}
@@ -44,11 +43,11 @@ def draw(path: Path, summaries: Sequence[Summary], measured: Sequence[Measuremen
     else:
         _draw_tokens_over_time(throughput, measured[0])
         _draw_latency_shares(latency, measured[0])
-    _draw_bubbles(bubbles, summaries[-1].ledger)
+    _draw_bubbles(bubbles, summaries[-1].stages)
     if spans:
         _draw_stages(figure.add_subplot(grid[1, :]), spans)
     setting = summaries[0].setting
-    figure.suptitle(f"{setting.model}, {setting.dtype}, {setting.num_stages} stages")
+    figure.suptitle(f"{setting.model_id}, {setting.dtype}, {setting.num_stages} stages")
     figure.savefig(path, dpi=120)
 
 
@@ -140,13 +139,9 @@ def _octaves(axes: Any, concurrency: Sequence[int | None]) -> None:
 
 
 def _draw_tokens_over_time(axes: Any, measured: Measurement) -> None:
-    begun_s = min((answer.intended_s for answer in measured.answers), default=0.0)
-    tokens: Counter[int] = Counter()
-    for answer in measured.answers:
-        for at_s, num_tokens in answer.arrivals:
-            tokens[math.floor(at_s - begun_s)] += num_tokens
+    tokens = tokens_by_second(measured.answers)
     seconds = range(max(tokens, default=0) + 1)
-    axes.stairs([tokens[second] for second in seconds], range(len(seconds) + 1), fill=True, alpha=0.7)
+    axes.stairs([tokens.get(second, 0) for second in seconds], range(len(seconds) + 1), fill=True, alpha=0.7)
     axes.set(title="throughput over time", xlabel="s", ylabel="output tokens/s")
     axes.grid(alpha=0.3)
 
@@ -167,9 +162,9 @@ def _draw_latency_shares(axes: Any, measured: Measurement) -> None:
         axes.legend(fontsize="small")
 
 
-def _draw_bubbles(axes: Any, ledger: StageSeconds) -> None:
+def _draw_bubbles(axes: Any, ledger: tuple[StageTimes, ...]) -> None:
     """Bubbles of the (last) run, stacked by cause."""
-    stages = [str(times.stage) for times in ledger]
+    stages = [str(stage) for stage in range(len(ledger))]
     bottoms = [0.0] * len(ledger)
     for cause in CAUSES:
         shares = [100 * times.bubble_share(cause) for times in ledger]

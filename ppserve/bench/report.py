@@ -9,8 +9,10 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from ppserve.bench.ledger import CAUSES, StageSeconds
 from ppserve.bench.summary import Distribution, Summary
+from ppserve.core.figures import table
+from ppserve.core.ledger.account import StageTimes
+from ppserve.core.ledger.causes import CAUSES
 
 _WIDTH = 50
 _LATENCIES = (
@@ -32,44 +34,35 @@ def render_table(summary: Summary) -> str:
         lines.append(_row(f"Mean {name} (ms):", distribution.mean))
         lines.append(_row(f"Median {name} (ms):", distribution.median))
         lines.append(_row(f"P99 {name} (ms):", distribution.p99))
-    if summary.server_side:
+    if summary.server:
         lines.append("Seen by the Server".center(_WIDTH, "-"))
-        lines += [_row(f"{name}:", value) for name, value in summary.server_side.items()]
+        lines += [_row(f"{name}:", value) for name, value in summary.server.items()]
     lines.append("=" * _WIDTH)
-    if summary.ledger:
-        lines += ["", *render_ledger(summary.ledger)]
+    if summary.stages:
+        lines += ["", *render_ledger(summary.stages)]
     return "\n".join([*lines, *_remarks(summary)])
 
 
-def render_ledger(ledger: StageSeconds) -> list[str]:
+def render_ledger(ledger: tuple[StageTimes, ...]) -> list[str]:
     """One line per stage: busy and bubble in percent of the time with work, idle in percent of all time."""
-    causes = "  ".join(f"{cause:>12}" for cause in CAUSES)
-    lines = [f"stage   busy %  bubble %  {causes}   idle % (of all time)"]
-    for times in ledger:
-        causes = "  ".join(f"{100 * times.bubble_share(cause):12.2f}" for cause in CAUSES)
-        lines.append(
-            f"{times.stage:>5}  {100 * times.busy_share:7.2f}  {100 * times.bubble_share():8.2f}  {causes}"
-            f"  {100 * times.idle_share:7.2f}"
-        )
-    return lines
+    rows = [["stage", "busy %", "bubble %", *CAUSES, "idle % (of all time)"]]
+    for stage, times in enumerate(ledger):
+        shares = (times.busy_share, times.bubble_share(), *map(times.bubble_share, CAUSES), times.idle_share)
+        rows.append([str(stage), *(f"{100 * share:.2f}" for share in shares)])
+    return table(*rows)
 
 
 def render_sweep(summaries: Sequence[Summary]) -> str:
     """One line per concurrency."""
-    head = (
-        f"{'concurrency':>11}  {'req/s':>8}  {'tok/s':>9}  {'mean TTFT':>10}  {'P99 TTFT':>10}  {'mean ITL':>9}"
-        f"  {'P99 ITL':>9}  {'failed':>6}  worst bubble %"
-    )
-    lines = [head]
+    heads = ("req/s", "tok/s", "mean TTFT", "P99 TTFT", "mean ITL", "P99 ITL")
+    rows = [["concurrency", *heads, "failed", "worst bubble %"]]
     for one in summaries:
-        bubble = max((times.bubble_share() for times in one.ledger), default=0.0)
-        lines.append(
-            f"{one.setting.max_concurrency or 0:>11}"
-            f"  {one.request_throughput:>8.2f}  {one.output_throughput:>9.1f}"
-            f"  {one.ttft.mean:>10.1f}  {one.ttft.p99:>10.1f}  {one.itl.mean:>9.2f}  {one.itl.p99:>9.2f}"
-            f"  {one.failed:>6}  {100 * bubble:.2f}"
-        )
-    return "\n".join(lines)
+        latencies = (one.ttft.mean, one.ttft.p99, one.itl.mean, one.itl.p99)
+        figures = (one.request_throughput, one.output_throughput, *latencies)
+        bubble = max((times.bubble_share() for times in one.stages), default=0.0)
+        concurrency = str(one.setting.max_concurrency or 0)
+        rows.append([concurrency, *(f"{n:.2f}" for n in figures), str(one.failed), f"{100 * bubble:.2f}"])
+    return "\n".join(table(*rows))
 
 
 def write_json(path: Path, summaries: Sequence[Summary], extra: Sequence[dict[str, Any]] | None = None) -> None:
@@ -97,15 +90,15 @@ def _counts(summary: Summary) -> Iterator[tuple[str, float | str]]:
         yield "Maximum request concurrency:", setting.max_concurrency
     if not math.isinf(setting.request_rate):
         yield "Request rate configured (RPS):", setting.request_rate
-    yield "Benchmark duration (s):", summary.duration_s
-    yield "Total input tokens:", summary.input_tokens
-    yield "Total generated tokens:", summary.output_tokens
+    yield "Benchmark duration (s):", summary.duration
+    yield "Total input tokens:", summary.total_input_tokens
+    yield "Total generated tokens:", summary.total_output_tokens
     yield "Request throughput (req/s):", summary.request_throughput
     if summary.request_goodput is not None:
         yield "Request goodput (req/s):", summary.request_goodput
     yield "Output token throughput (tok/s):", summary.output_throughput
-    yield "Peak output token throughput (tok/s):", summary.peak_output_throughput
-    yield "Peak concurrent requests:", float(summary.peak_concurrency)
+    yield "Peak output token throughput (tok/s):", summary.max_output_tokens_per_s
+    yield "Peak concurrent requests:", float(summary.max_concurrent_requests)
     yield "Total token throughput (tok/s):", summary.total_token_throughput
 
 
@@ -116,10 +109,10 @@ def _row(label: str, value: float | str) -> str:
 
 def _remarks(summary: Summary) -> Iterator[str]:
     """What a reader must know to judge the figures: failures, clipped requests, delays of the load generator."""
-    total = summary.completed + summary.failed
+    total = summary.num_prompts
     if summary.clipped:
         yield f"\n{summary.clipped} of {total} requests were longer than the context and clipped to it."
-    for status, number in summary.statuses.items():
+    for status, number in summary.errors_by_status.items():
         yield f"\n{number} of {total} requests failed with {status}: {summary.problems[status]}"
     if summary.start_delay.p99 > _LATE_MS:
         yield (

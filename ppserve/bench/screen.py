@@ -6,13 +6,13 @@ import textwrap
 from collections.abc import Iterator
 from itertools import groupby
 
-from ppserve.bench.ledger import CAUSES, StageTime
 from ppserve.bench.scrape import Histogram
 from ppserve.bench.top import Traffic, View
+from ppserve.core.ledger.account import StageTimes
+from ppserve.core.ledger.causes import CAUSES, IDLE
 from ppserve.v1 import generation_pb2 as pb
 
 BUSY = "busy"
-IDLE = "idle"
 # A letter for every cause, so that bars can be read without colours.
 _GLYPHS = {BUSY: "█", **dict(zip(CAUSES, "fixrh", strict=True)), IDLE: "·"}
 _COLOURS = {BUSY: 32, **dict(zip(CAUSES, (33, 31, 35, 95, 36), strict=True)), IDLE: 90}
@@ -35,7 +35,7 @@ def render_screen(view: View, target: str, width: int, colours: bool) -> list[st
         lines += list(_stage_lines(stage, times, width, colours))
     lines += ["", _legend(colours)]
     if topology.advice:
-        lines += ["", *_wrapped(topology.advice, width)]
+        lines += ["", *textwrap.wrap(topology.advice, max(width, _SMALLEST_BAR))]
     return lines
 
 
@@ -43,24 +43,24 @@ def render_line(view: View, clock: str) -> str:
     """The view in one line, for logs and pipes. clock: the time of day, which comes first."""
     parts = [clock]
     for stage, times in zip(view.topology.stages, view.ledger, strict=True):
-        causes = "".join(f" {cause} {100 * share:.1f}%" for cause, share in _bubbles(times) if share >= _VISIBLE)
         name = f"stage {stage.stage}" + ("" if stage.live else " LOST")
-        parts.append(f"{name}: busy {100 * _busy(times):.1f}%{causes} idle {_idle(times):.1f}%")
+        parts.append(f"{name}: busy {shares(times)[BUSY]:.1%} {' '.join(_waits(times))}")
     if traffic := _traffic_or_problem(view):
         parts.append("; ".join(traffic))
     return " | ".join(parts)
 
 
-def shares(times: StageTime) -> list[tuple[str, float]]:
+def shares(times: StageTimes) -> dict[str, float]:
     """Shares of a stage's wall time by kind, busy first, idle last, which sum to 1. Without time, all is idle."""
-    return [(BUSY, _busy(times)), *_bubbles(times), (IDLE, times.idle_share if times.wall_s else 1.0)]
+    spent_ns = {BUSY: times.computed_ns, **times.bubble_ns, IDLE: times.idle_ns if times.wall_ns else 1}
+    return {kind: ns / (times.wall_ns or 1) for kind, ns in spent_ns.items()}
 
 
-def bar(times: StageTime, width: int, colours: bool) -> str:
+def bar(times: StageTimes, width: int, colours: bool) -> str:
     """`width` cells. The ends of the shares are rounded, not the shares, so that the number of cells is exact."""
     kinds: list[str] = []
     reached = 0.0
-    for kind, share in shares(times):
+    for kind, share in shares(times).items():
         reached += share
         kinds += [kind] * (round(reached * width) - len(kinds))
     kinds += [IDLE] * (width - len(kinds))
@@ -69,12 +69,11 @@ def bar(times: StageTime, width: int, colours: bool) -> str:
     return "".join(_coloured(_GLYPHS[kind] * len(list(run)), _COLOURS[kind]) for kind, run in groupby(kinds))
 
 
-def _stage_lines(stage: pb.Stage, times: StageTime, width: int, colours: bool) -> Iterator[str]:
+def _stage_lines(stage: pb.Stage, times: StageTimes, width: int, colours: bool) -> Iterator[str]:
     name = f"stage {stage.stage:<3}"
-    percent = f" {100 * _busy(times):5.1f}% busy"
+    percent = f" {shares(times)[BUSY]:6.1%} busy"
     yield name + bar(times, max(_SMALLEST_BAR, width - len(name) - len(percent) - 1), colours) + percent
-    facts = [f"{cause} {100 * share:.1f}%" for cause, share in _bubbles(times) if share >= _VISIBLE]
-    facts += [f"idle {_idle(times):.1f}%", f"layers {stage.blocks} on {stage.device}"]
+    facts = [*_waits(times), f"layers {stage.blocks} on {stage.device}"]
     if stage.restarts:
         facts.append(f"started again {stage.restarts} x")
     text = (" " * len(name) + "  ".join(facts))[:width]
@@ -106,24 +105,11 @@ def _legend(colours: bool) -> str:
     return "  ".join(f"{_coloured(glyph, _COLOURS[kind], colours)} {kind}" for kind, glyph in _GLYPHS.items())
 
 
-def _bubbles(times: StageTime) -> list[tuple[str, float]]:
-    """Shares of wall time."""
-    wall_s = times.wall_s or 1.0
-    return [(cause, times.bubble_s.get(cause, 0.0) / wall_s) for cause in CAUSES]
-
-
-def _busy(times: StageTime) -> float:
-    return times.busy_s / times.wall_s if times.wall_s else 0.0
-
-
-def _idle(times: StageTime) -> float:
-    """In percent."""
-    return 100 * (times.idle_share if times.wall_s else 1.0)
+def _waits(times: StageTimes) -> list[str]:
+    """Bubbles that are large enough to be seen, and the idle time, as shares of wall time."""
+    waits = {kind: share for kind, share in shares(times).items() if kind != BUSY}
+    return [f"{kind} {share:.1%}" for kind, share in waits.items() if share >= _VISIBLE or kind == IDLE]
 
 
 def _coloured(text: str, colour: int, colours: bool = True) -> str:
     return f"\x1b[{colour}m{text}\x1b[0m" if colours else text
-
-
-def _wrapped(text: str, width: int) -> list[str]:
-    return textwrap.wrap(text, max(width, _SMALLEST_BAR))

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import math
+import statistics
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, fields
 from typing import Any
 
 from ppserve.bench.caller import Answer
-from ppserve.bench.ledger import CAUSES, StageSeconds
+from ppserve.core.figures import percentile
+from ppserve.core.ledger.account import StageTimes
+from ppserve.core.ledger.causes import CAUSES
 
 OBJECTIVES = ("ttft", "tpot", "e2el")
 
@@ -19,13 +22,13 @@ class Setting:
     """What was measured, for the record. request_rate: requests per second; inf for a closed loop."""
 
     target: str
-    model: str
+    model_id: str
     dtype: str
     num_stages: int
     microbatches: int
-    max_concurrency: int | None
-    request_rate: float
-    seed: int
+    max_concurrency: int | None = None
+    request_rate: float = math.inf
+    seed: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,7 +39,7 @@ class Measurement:
     setting: Setting
     answers: Sequence[Answer]
     duration_s: float
-    ledger: StageSeconds = ()
+    ledger: tuple[StageTimes, ...] = ()
     client_cpu_s: float = 0.0
     server_side: Mapping[str, float] | None = None
     was_interrupted: bool = False
@@ -58,80 +61,52 @@ class Distribution:
         if not seconds:
             return cls()
         ordered = sorted(1e3 * value for value in seconds)
-        mean = math.fsum(ordered) / len(ordered)
-        std = math.sqrt(math.fsum((value - mean) ** 2 for value in ordered) / len(ordered))
-        return cls(mean, percentile(ordered, 50), std, *(percentile(ordered, p) for p in (90, 95, 99)))
-
-
-def percentile(ordered: Sequence[float], percent: float) -> float:
-    """Of sorted values; linear between the two nearest ones."""
-    place = (len(ordered) - 1) * percent / 100
-    low = math.floor(place)
-    high = min(low + 1, len(ordered) - 1)
-    return ordered[low] + (ordered[high] - ordered[low]) * (place - low)
+        median, *tail = (percentile(ordered, p) for p in (50, 90, 95, 99))
+        return cls(statistics.fmean(ordered), median, statistics.pstdev(ordered), *tail)
 
 
 @dataclass(frozen=True, slots=True)
 class Summary:
-    """The figures of one run. Throughputs are per second; latencies are of successful requests."""
+    """The figures of one run, named as in vLLM's serving benchmark if that has them. duration: seconds.
+    Throughputs are per second; latencies are of successful requests. problems: one message for each status."""
 
     setting: Setting
-    duration_s: float
+    num_prompts: int
+    duration: float
     completed: int
     failed: int
     clipped: int
-    statuses: Mapping[str, int]
+    errors_by_status: Mapping[str, int]
     problems: Mapping[str, str]
-    input_tokens: int
-    output_tokens: int
+    total_input_tokens: int
+    total_output_tokens: int
     request_throughput: float
     request_goodput: float | None
     output_throughput: float
     total_token_throughput: float
-    peak_output_throughput: float
-    peak_concurrency: int
+    max_output_tokens_per_s: float
+    max_concurrent_requests: int
     ttft: Distribution
     tpot: Distribution
     itl: Distribution
     e2el: Distribution
     start_delay: Distribution
     client_cores: float
-    ledger: StageSeconds
-    server_side: Mapping[str, float]
+    stages: tuple[StageTimes, ...]
+    server: Mapping[str, float]
 
     def to_json(self) -> dict[str, Any]:
-        """A flat object; figures that vLLM's serving benchmark has as well have its keys."""
-        latencies = {
-            f"{statistic}_{name}_ms": value
-            for name in ("ttft", "tpot", "itl", "e2el", "start_delay")
-            for statistic, value in asdict(getattr(self, name)).items()
-        }
-        setting = asdict(self.setting)
-        rate = self.setting.request_rate
-        return {
-            "backend": "ppserve",
-            "model_id": setting.pop("model"),
-            **setting,
-            "request_rate": "inf" if math.isinf(rate) else rate,
-            "num_prompts": self.completed + self.failed,
-            "duration": self.duration_s,
-            "completed": self.completed,
-            "failed": self.failed,
-            "clipped": self.clipped,
-            "errors_by_status": dict(self.statuses),
-            "total_input_tokens": self.input_tokens,
-            "total_output_tokens": self.output_tokens,
-            "request_throughput": self.request_throughput,
-            "request_goodput": self.request_goodput,
-            "output_throughput": self.output_throughput,
-            "total_token_throughput": self.total_token_throughput,
-            "max_output_tokens_per_s": self.peak_output_throughput,
-            "max_concurrent_requests": self.peak_concurrency,
-            **latencies,
-            "client_cores": self.client_cores,
-            "stages": [_stage_json(self.ledger, place) for place in range(len(self.ledger))],
-            "server": dict(self.server_side),
-        }
+        """A flat object."""
+        flat: dict[str, Any] = {"backend": "ppserve", **asdict(self.setting)}
+        if math.isinf(self.setting.request_rate):
+            flat["request_rate"] = "inf"
+        for field in fields(self):
+            value = getattr(self, field.name)
+            if isinstance(value, Distribution):
+                flat |= {f"{statistic}_{field.name}_ms": ms for statistic, ms in asdict(value).items()}
+            elif field.name not in ("setting", "problems"):
+                flat[field.name] = value
+        return flat | {"stages": [_stage_json(stage, times) for stage, times in enumerate(self.stages)]}
 
 
 def summarize(measured: Measurement, objectives: Mapping[str, float] | None = None) -> Summary:
@@ -145,28 +120,29 @@ def summarize(measured: Measurement, objectives: Mapping[str, float] | None = No
     kept = sum(_keeps(answer, objectives) for answer in with_tokens) if objectives else None
     return Summary(
         setting=measured.setting,
-        duration_s=measured.duration_s,
+        num_prompts=len(measured.answers),
+        duration=measured.duration_s,
         completed=len(good),
         failed=len(bad),
         clipped=sum(answer.question.was_clipped for answer in measured.answers),
-        statuses=dict(Counter(answer.status for answer in bad).most_common()),
+        errors_by_status=dict(Counter(answer.status for answer in bad).most_common()),
         problems={answer.status: answer.problem for answer in reversed(bad)},
-        input_tokens=input_tokens,
-        output_tokens=output_tokens,
+        total_input_tokens=input_tokens,
+        total_output_tokens=output_tokens,
         request_throughput=len(good) / duration_s,
         request_goodput=None if kept is None else kept / duration_s,
         output_throughput=output_tokens / duration_s,
         total_token_throughput=(input_tokens + output_tokens) / duration_s,
-        peak_output_throughput=_peak_tokens_per_s(with_tokens),
-        peak_concurrency=_peak_concurrency(measured.answers),
+        max_output_tokens_per_s=max(tokens_by_second(with_tokens).values(), default=0.0),
+        max_concurrent_requests=_peak_concurrency(measured.answers),
         ttft=Distribution.of([answer.ttft_s for answer in with_tokens]),
         tpot=Distribution.of([tpot for answer in with_tokens if (tpot := answer.tpot_s) is not None]),
         itl=Distribution.of([gap for answer in with_tokens for gap in answer.itls_s]),
         e2el=Distribution.of([answer.e2e_s for answer in good]),
         start_delay=Distribution.of([answer.sent_s - answer.intended_s for answer in measured.answers]),
         client_cores=measured.client_cpu_s / duration_s,
-        ledger=measured.ledger,
-        server_side=dict(measured.server_side or {}),
+        stages=measured.ledger,
+        server=dict(measured.server_side or {}),
     )
 
 
@@ -189,16 +165,15 @@ def _keeps(answer: Answer, objectives: Mapping[str, float]) -> bool:
     return all(1e3 * took_s[name] <= limit for name, limit in objectives.items())
 
 
-def _peak_tokens_per_s(answers: Sequence[Answer]) -> float:
-    """Tokens of the second with most of them; seconds are counted from the first request on."""
-    if not answers:
-        return 0.0
-    begun_s = min(answer.intended_s for answer in answers)
-    seconds: Counter[int] = Counter()
+def tokens_by_second(answers: Sequence[Answer]) -> dict[int, float]:
+    """Tokens that arrived in each second from the first request on; seconds without any are left out."""
+    begun_s = min((answer.intended_s for answer in answers), default=0.0)
+    tokens: dict[int, float] = {}
     for answer in answers:
         for at_s, num_tokens in answer.arrivals:
-            seconds[int(at_s - begun_s)] += num_tokens
-    return float(max(seconds.values(), default=0))
+            second = int(at_s - begun_s)
+            tokens[second] = tokens.get(second, 0.0) + num_tokens
+    return tokens
 
 
 def _peak_concurrency(answers: Sequence[Answer]) -> int:
@@ -211,14 +186,13 @@ def _peak_concurrency(answers: Sequence[Answer]) -> int:
     return most
 
 
-def _stage_json(ledger: StageSeconds, place: int) -> dict[str, Any]:
+def _stage_json(stage: int, times: StageTimes) -> dict[str, Any]:
     """Seconds, and shares: busy and bubble of demand time, idle of wall time."""
-    times = ledger[place]
     return {
-        "stage": times.stage,
-        "busy_seconds": times.busy_s,
-        "idle_seconds": times.idle_s,
-        "bubble_seconds": dict(times.bubble_s),
+        "stage": stage,
+        "busy_seconds": times.computed_ns / 1e9,
+        "idle_seconds": times.idle_ns / 1e9,
+        "bubble_seconds": {cause: ns / 1e9 for cause, ns in times.bubble_ns.items()},
         "busy_share": times.busy_share,
         "idle_share": times.idle_share,
         "bubble_share": times.bubble_share(),

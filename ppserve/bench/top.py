@@ -5,9 +5,10 @@ from __future__ import annotations
 import time
 from dataclasses import dataclass
 
-from ppserve.bench.ledger import StageSeconds, between, read_ledger
+from ppserve.bench.ledger import between, read_ledger
 from ppserve.bench.scrape import Histogram, MetricsReading, ScrapeFailed, fetch_metrics
 from ppserve.client import Client
+from ppserve.core.ledger.account import StageTimes
 from ppserve.v1 import generation_pb2 as pb
 
 
@@ -54,7 +55,7 @@ class View:
     traffic."""
 
     topology: pb.GetTopologyResponse
-    ledger: StageSeconds
+    ledger: tuple[StageTimes, ...]
     traffic: Traffic | None
     problem: str = ""
 

@@ -187,10 +187,10 @@ async def _run(
         num_warm_up = callers or 1
     if num_warm_up:
         await warm_up(caller, workload, num_warm_up, callers or 1)
-    setting = served.setting(concurrency=callers, rate=rate, seed=workload.seed)
+    served = served.under(callers, rate, workload.seed)
     progress = ProgressLine(f"{callers} callers" if isinstance(load, ClosedLoop) else "open loop", until)
     try:
-        return await measure(caller, served, workload, load, until, progress, setting)
+        return await measure(caller, served, workload, load, until, progress)
     finally:
         progress.close()
 

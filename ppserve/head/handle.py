@@ -71,7 +71,7 @@ def _stage_card(reading: Reading, stage: StageReading, predicted_s: tuple[float,
     hello, loaded = member.hello, member.loaded
     assert hello is not None and loaded is not None  # noqa: PT018
     layout = reading.decision.layouts[member.stage]
-    busy_s = sum(times.busy_ns.values()) / 1e9
+    busy_s = times.computed_ns / 1e9
     return StageCard(
         stage=member.stage,
         rank=member.rank,

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from html import escape
 
+from ppserve.core.figures import table
 from ppserve.core.ledger.account import StageTimes
 from ppserve.core.ledger.advice import advise
 from ppserve.core.ledger.causes import CAUSES
@@ -25,7 +26,7 @@ class StageLedger:
     @property
     def busy_s(self) -> float:
         """Seconds in which it computed."""
-        return sum(self.times.busy_ns.values()) / 1e9
+        return self.times.computed_ns / 1e9
 
     @property
     def bubble_s(self) -> dict[str, float]:
@@ -63,9 +64,7 @@ class Ledger:
         return replace(self, stages=stages)
 
     def __repr__(self) -> str:
-        rows = [_HEADINGS, *map(_row, self.stages)]
-        widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-        lines = ["  ".join(cell.rjust(width) for cell, width in zip(row, widths, strict=True)) for row in rows]
+        lines = table(_HEADINGS, *map(_row, self.stages))
         return "\n".join([*lines, f"{self.wall_s:.3f} s", *([self.advice] if self.advice else [])])
 
     def _repr_html_(self) -> str:
@@ -87,13 +86,8 @@ def ledger_of(reading: Reading) -> Ledger:
 
 
 def _row(stage: StageLedger) -> tuple[str, ...]:
-    demand_ns, wall_ns = stage.times.demand_ns, stage.times.wall_ns
-    kinds_ns = [sum(stage.times.busy_ns.values()), *(stage.times.bubble_ns[cause] for cause in CAUSES)]
-    shares = [_percent(ns, demand_ns) for ns in kinds_ns]
+    times = stage.times
+    of_demand = (times.busy_share, *map(times.bubble_share, CAUSES))
+    shares = [f"{share:.1%}" if times.demand_ns else "-" for share in of_demand]
     step = f"{1e3 * stage.busy_s / stage.steps:.2f}" if stage.steps else "-"
-    idle = _percent(stage.times.idle_ns, wall_ns)
-    return (str(stage.stage), stage.layers, *shares, idle, str(stage.steps), step)
-
-
-def _percent(part: int, whole: int) -> str:
-    return f"{100 * part / whole:.1f}%" if whole else "-"
+    return (str(stage.stage), stage.layers, *shares, f"{times.idle_share:.1%}", str(stage.steps), step)

@@ -3,9 +3,11 @@
 # mypy: implicit_reexport=True
 # ruff: noqa: F401
 
-from ppserve.bench.ledger import CAUSES, StageSeconds, between, read_ledger
-from ppserve.bench.screen import BUSY, IDLE, shares
+from ppserve.bench.ledger import between, read_ledger
+from ppserve.bench.screen import BUSY, shares
 from ppserve.core.architecture import Architecture, Split, StageLayout, stage_layouts, stage_params
+from ppserve.core.ledger.account import StageTimes
+from ppserve.core.ledger.causes import CAUSES, IDLE
 from ppserve.core.partition import balance, decode_parts, split_by_weight
 from ppserve.core.plan import Draw, Slice, StepPlan
 from ppserve.core.request import SamplingParams

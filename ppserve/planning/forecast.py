@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from ppserve.core.architecture import Architecture, Split, StageLayout, stage_layouts, stage_params
+from ppserve.core.figures import size, table
 from ppserve.core.partition import (
-    Parts,
     balance,
     check_split,
     decode_parts,
@@ -88,19 +88,15 @@ def forecast(arch: Architecture, intent: Intent) -> Forecast:
     stages = tuple(_stage(arch, layout, intent) for layout in stage_layouts(split))
     blocks_per_sequence = -(-max_model_len // intent.block_size)
     num_blocks = min(stage.max_tokens // intent.block_size for stage in stages)
-
-    def balance_of(parts: Parts) -> float:
-        return balance(parts.costs(split))
-
     return Forecast(
         arch=arch,
         dtype=intent.dtype,
         max_model_len=max_model_len,
         stages=stages,
         max_sequences=num_blocks // blocks_per_sequence,
-        decode_balance=balance_of(decode),
-        prefill_balance=balance_of(prefill),
-        mixed_balance=balance_of(mix),
+        decode_balance=balance(decode.costs(split)),
+        prefill_balance=balance(prefill.costs(split)),
+        mixed_balance=balance(mix.costs(split)),
     )
 
 
@@ -136,9 +132,9 @@ def render(model: str, plan: Forecast) -> str:
         f"{model}: {arch.num_params / 1e6:,.1f} M parameters, {arch.num_layers} layers of width {arch.width},"
         f" {plan.dtype}, context {plan.max_model_len}",
         "",
-        *_table(
+        *table(
             ("stage", "layers", "also", "parameters", "weights", "KV/token", "KV memory", "tokens"),
-            [_row(stage) for stage in plan.stages],
+            *(_row(stage) for stage in plan.stages),
         ),
         "",
         _capacity(plan),
@@ -169,19 +165,3 @@ def _capacity(plan: Forecast) -> str:
         return f"does not fit: the weights of stage {tightest.layout.stage} alone fill its memory"
     what = f"{plan.max_sequences:,} sequences of {plan.max_model_len} tokens fit at once"
     return what if len(plan.stages) == 1 else f"{what}, limited by stage {tightest.layout.stage}"
-
-
-def _table(header: tuple[str, ...], rows: list[tuple[str, ...]]) -> list[str]:
-    widths = [max(len(row[i]) for row in (header, *rows)) for i in range(len(header))]
-    return [
-        "  ".join(cell.rjust(width) for cell, width in zip(row, widths, strict=True)) for row in (header, *rows)
-    ]
-
-
-def size(num_bytes: float) -> str:
-    """Bytes for people: 1536 is `1.5 KiB`."""
-    for unit in ("B", "KiB", "MiB", "GiB"):
-        if num_bytes < 1024:
-            return f"{num_bytes:.4g} {unit}"
-        num_bytes /= 1024
-    return f"{num_bytes:.4g} TiB"

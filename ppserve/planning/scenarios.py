@@ -20,6 +20,7 @@ from ppserve.core.architecture import (
     sublayer_params,
 )
 from ppserve.core.cost_model import Coefficients
+from ppserve.core.figures import percentile, table
 from ppserve.core.ledger.causes import CAUSES
 from ppserve.core.ledger.overheads import OverheadTimes
 from ppserve.core.scheduling.config import MAX_PROMPT_TOKENS_PER_STEP, SchedulerConfig
@@ -33,7 +34,6 @@ from ppserve.planning.simulator import (
     Simulator,
     StageSpeed,
     Wires,
-    percentile,
 )
 
 
@@ -230,11 +230,10 @@ def _parts(stages: list[Coefficients], layouts: tuple[StageLayout, ...]) -> Meas
 
 def summary(outcome: Outcome) -> dict[str, Any]:
     """The outcome in numbers: seconds, rates per second, and shares of the time with work."""
-    stages = []
-    for times in outcome.stages:
-        demand = times.demand_ns or 1
-        shares = {cause: times.bubble_ns[cause] / demand for cause in CAUSES}
-        stages.append({"busy": sum(times.busy_ns.values()) / demand, **shares})
+    stages = [
+        {"busy": times.busy_share, **{cause: times.bubble_share(cause) for cause in CAUSES}}
+        for times in outcome.stages
+    ]
     latencies = {"ttft_s": outcome.ttft_s, "itl_s": outcome.itl_s, "e2e_s": outcome.duration_s}
     return {
         "requests": len(outcome.duration_s),
@@ -260,12 +259,7 @@ def render_outcomes(outcomes: dict[int, Outcome]) -> str:
     ]
     for what in ("busy", *CAUSES):
         rows.append((f"{what} %", *(_range(n["stages"], what) for n in numbers.values())))
-    widths = [max(len(row[i]) for row in rows) for i in range(len(numbers) + 1)]
-    lines = [
-        "  ".join([row[0].ljust(widths[0]), *(c.rjust(w) for c, w in zip(row[1:], widths[1:], strict=True))])
-        for row in rows
-    ]
-    return "\n".join([*lines, "(shares of the time with work; a range spans the stages)"])
+    return "\n".join([*table(*rows, left=1), "(shares of the time with work; a range spans the stages)"])
 
 
 def _numbers(numbers: dict[int, dict[str, Any]], *wanted: tuple[str, str, float]) -> list[tuple[str, ...]]:

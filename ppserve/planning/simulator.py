@@ -134,17 +134,6 @@ class Outcome:
         return len(self.duration_s) / self.wall_s
 
 
-def percentile(values: Iterable[float], percent: float) -> float:
-    """Linear between the two nearest values; 0 without values."""
-    ordered = sorted(values)
-    if not ordered:
-        return 0.0
-    at = (len(ordered) - 1) * percent / 100
-    low = int(at)
-    high = min(low + 1, len(ordered) - 1)
-    return ordered[low] + (ordered[high] - ordered[low]) * (at - low)
-
-
 @dataclass(slots=True)
 class _Running:
     arrived_s: float

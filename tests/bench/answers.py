@@ -3,17 +3,25 @@
 from __future__ import annotations
 
 from ppserve.bench.caller import OK, Answer
-from ppserve.bench.ledger import StageTime
 from ppserve.bench.summary import Measurement, Setting
 from ppserve.bench.workload import Question
+from ppserve.core.ledger.account import StageTimes
+from ppserve.core.ledger.causes import CAUSES
 
 SETTING = Setting(
-    target="here:1", model="m", dtype="float32", num_stages=2, microbatches=2,
+    target="here:1", model_id="m", dtype="float32", num_stages=2, microbatches=2,
     max_concurrency=2, request_rate=float("inf"), seed=0,
 )
+
+
+def times_of(busy_s: float, bubble_s: dict[str, float], idle_s: float) -> StageTimes:
+    bubble_ns = {cause: round(bubble_s.get(cause, 0.0) * 1e9) for cause in CAUSES}
+    return StageTimes({"busy": round(busy_s * 1e9)}, bubble_ns, round(idle_s * 1e9))
+
+
 LEDGER = (
-    StageTime(0, 6.0, {"fill_drain": 1.0, "host": 1.0}, 2.0),
-    StageTime(1, 4.0, {"fill_drain": 1.0, "imbalance": 3.0}, 2.0),
+    times_of(6.0, {"fill_drain": 1.0, "host": 1.0}, 2.0),
+    times_of(4.0, {"fill_drain": 1.0, "imbalance": 3.0}, 2.0),
 )
 
 

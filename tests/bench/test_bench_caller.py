@@ -98,7 +98,7 @@ def test_the_model_and_the_ledger() -> None:
         async with served(FakeEngine()) as (_, target), Caller(target) as caller:
             assert (await caller.model_info()).architecture.vocab_size == 257
             (stage,) = read_ledger(await caller.topology())
-            assert (stage.busy_s, stage.bubble_s["host"], stage.idle_s) == (1.0, 0.5, 2.0)
+            assert (stage.computed_ns, stage.bubble_ns["host"], stage.idle_ns) == (10**9, 10**9 // 2, 2 * 10**9)
 
     asyncio.run(main())
 

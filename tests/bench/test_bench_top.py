@@ -14,12 +14,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 
-from ppserve.bench.ledger import CAUSES, StageTime
 from ppserve.bench.scrape import MetricsReading, parse_metrics
 from ppserve.bench.screen import bar, render_line, render_screen, shares
 from ppserve.bench.top import ServerReading, View, view_of
+from ppserve.core.ledger.account import StageTimes
+from ppserve.core.ledger.causes import CAUSES
 from ppserve.v1 import generation_pb2 as pb
-from tests.bench.answers import LEDGER
+from tests.bench.answers import LEDGER, times_of
 from tests.bench.terminal import Terminal
 from tests.fake_engine import FakeEngine, served_in_thread
 
@@ -56,8 +57,7 @@ def example() -> View:
 
 def test_a_view_is_the_difference_of_two_readings() -> None:
     view = example()
-    assert [times.busy_s for times in view.ledger] == [1.0, 1.0]
-    assert view.ledger[0].bubble_s == {"host": 0.5}
+    assert view.ledger == (times_of(1.0, {"host": 0.5}, 0.5),) * 2
     assert view.traffic is not None
     assert view.traffic.generated_tokens_per_s == 100
     assert (view.traffic.running, view.traffic.kv_usage) == (3, 0.125)
@@ -70,7 +70,7 @@ def test_a_server_that_began_anew_has_no_negative_rates() -> None:
     view = view_of(before, ServerReading(11.0, topology(1, 0, 0), page(2, [])))
     assert view.traffic is not None
     assert view.traffic.generated_tokens_per_s == 0
-    assert view.ledger[0].busy_s == 1.0
+    assert view.ledger[0].computed_ns == 10**9
 
 
 def test_the_screen_says_it_all_and_fits() -> None:
@@ -119,24 +119,24 @@ def test_a_metrics_page_that_went_away_is_visible_until_it_is_back() -> None:
 
 
 times = st.builds(
-    lambda busy, bubbles, idle: StageTime(0, busy, dict(zip(CAUSES, bubbles, strict=True)), idle),
+    lambda busy, bubbles, idle: times_of(busy, dict(zip(CAUSES, bubbles, strict=True)), idle),
     st.floats(0, 100), st.lists(st.floats(0, 100), min_size=5, max_size=5), st.floats(0, 100),
 )  # fmt: skip
 
 
 @given(times, st.integers(1, 200))
-def test_a_bar_is_as_wide_as_asked_and_true_to_a_cell(stage: StageTime, width: int) -> None:
+def test_a_bar_is_as_wide_as_asked_and_true_to_a_cell(stage: StageTimes, width: int) -> None:
     drawn = bar(stage, width, colours=False)
     assert len(drawn) == width
     assert ESCAPES.sub("", bar(stage, width, colours=True)) == drawn
     glyphs = dict(zip(("busy", *CAUSES, "idle"), "█fixrh·", strict=True))
-    assert sum(share for _, share in shares(stage)) == pytest.approx(1)
-    for kind, share in shares(stage):
+    assert sum(share for _, share in shares(stage).items()) == pytest.approx(1)
+    for kind, share in shares(stage).items():
         assert abs(drawn.count(glyphs[kind]) - share * width) <= 1 + 1e-6
 
 
 def test_a_stage_without_time_is_idle() -> None:
-    assert bar(StageTime(0, 0, {}, 0), 5, colours=False) == "·····"
+    assert bar(times_of(0, {}, 0), 5, colours=False) == "·····"
     assert bar(LEDGER[0], 10, colours=False) == "██████fh··"
 
 

@@ -2,7 +2,7 @@ import pytest
 
 from ppserve.core.architecture import Architecture, Split
 from ppserve.errors import ConfigError
-from ppserve.planning.forecast import Forecast, Intent, forecast, render, size
+from ppserve.planning.forecast import Forecast, Intent, forecast, render
 
 GPT2 = Architecture(12, 768, 12, 1024, 50257, 50257, 3072)
 CEREBRAS_13B = Architecture(40, 5120, 40, 2048, 50257, 50257, 20480, activation="gelu")
@@ -62,7 +62,3 @@ def test_the_table():
     assert " ".join(lines[3]) == "0 9 (0-8) embedding 103.2 M 393.6 MiB 54 KiB 1 GiB 19,418"
     assert lines[4][:4] == ["1", "3", "(9-11)", "head"]
     assert " ".join(lines[6]) == "18 sequences of 1024 tokens fit at once, limited by stage 0"
-
-
-def test_sizes_for_people():
-    assert [size(n) for n in (0, 512, 1536, 3 << 30, 5 << 40)] == ["0 B", "512 B", "1.5 KiB", "3 GiB", "5 TiB"]

@@ -6,7 +6,7 @@ import pytest
 
 from ppserve.core.cost_model import Coefficients, StepSize
 from ppserve.core.scheduling.config import SchedulerConfig
-from ppserve.planning.simulator import Machine, Outcome, Roofline, SimulatedRequest, Simulator, Wires, percentile
+from ppserve.planning.simulator import Machine, Outcome, Roofline, SimulatedRequest, Simulator, Wires
 
 FREE = Wires(latency_s=0, bandwidth=1e30, control_s=0, return_s=0, head_s=0, prepare_s=0)
 S = 0.01
@@ -117,13 +117,6 @@ def test_a_roofline_reads_weights_or_computes_for_longer():
     assert stage.seconds(StepSize(1, 0, 0)) == pytest.approx(1e-4 + 0.01)
     assert stage.seconds(StepSize(100, 0, 0)) == pytest.approx(1e-4 + 0.1)
     assert stage.seconds(StepSize(1, 1000, 1)) == pytest.approx(1e-4 + 0.01 + 1e-4 + 0.005)
-
-
-def test_percentiles():
-    assert percentile([], 50) == 0
-    assert percentile([3.0, 1.0, 2.0], 50) == 2
-    assert percentile(range(101), 99) == 99
-    assert percentile([0.0, 1.0], 25) == 0.25
 
 
 def test_steps_that_take_unequal_time_make_stages_wait_and_one_more_lane_catches_it():

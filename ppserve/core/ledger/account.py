@@ -14,7 +14,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import astuple, dataclass
 
 from ppserve.core.ledger.causes import (
     BUSY,
@@ -45,13 +45,32 @@ class StageTimes:
     idle_ns: int
 
     @property
-    def wall_ns(self) -> int:
-        return sum(self.busy_ns.values()) + sum(self.bubble_ns.values()) + self.idle_ns
+    def computed_ns(self) -> int:
+        return sum(self.busy_ns.values())
 
     @property
     def demand_ns(self) -> int:
         """Time during which the server had work."""
-        return self.wall_ns - self.idle_ns
+        return self.computed_ns + sum(self.bubble_ns.values())
+
+    @property
+    def wall_ns(self) -> int:
+        return self.demand_ns + self.idle_ns
+
+    @property
+    def busy_share(self) -> float:
+        """Of the time with work, as `bubble_share` is; 0 without any."""
+        return self.computed_ns / (self.demand_ns or 1)
+
+    @property
+    def idle_share(self) -> float:
+        """Of all time."""
+        return self.idle_ns / (self.wall_ns or 1)
+
+    def bubble_share(self, cause: str | None = None) -> float:
+        """Of one cause, or of all together."""
+        lost_ns = sum(self.bubble_ns.values()) if cause is None else self.bubble_ns[cause]
+        return lost_ns / (self.demand_ns or 1)
 
     def since(self, earlier: StageTimes) -> StageTimes:
         """What was added after `earlier`."""
@@ -73,15 +92,7 @@ class Settled:
 
 def in_head_clock(stamps: StepStamps, offset_ns: int) -> StepStamps:
     """Stamps of a stage whose clock shows `offset_ns` more than the head's."""
-    return replace(
-        stamps,
-        planned=stamps.planned - offset_ns,
-        awaited=stamps.awaited - offset_ns,
-        received=stamps.received - offset_ns,
-        begun=stamps.begun - offset_ns,
-        ended=stamps.ended - offset_ns,
-        sent=stamps.sent - offset_ns,
-    )
+    return StepStamps(*(at - offset_ns for at in astuple(stamps)))
 
 
 class _Unsettled:

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import sys
 import threading
-from collections.abc import Sequence
-from types import TracebackType
 
+from ppserve.core.figures import count, size, table
 from ppserve.head.cards import ModelCard, Topology
 from ppserve.head.doors import Ports
 from ppserve.head.engine.member import StageState
@@ -21,17 +20,16 @@ def banner(card: ModelCard, topology: Topology, host: str, ports: Ports) -> str:
     arch = card.architecture
     lines = [
         "",
-        f"ppserve {card.version}: {card.name}, {_count(card.num_parameters)} parameters, {card.dtype},"
+        f"ppserve {card.version}: {card.name}, {count(card.num_parameters)} parameters, {card.dtype},"
         f" context {card.max_context}",
-        f"  {'stage':<6} {'layers':<10} {'params':>8} {'weights':>9} {'KV':>9}  device",
     ]
+    rows = [("stage", "layers", "device", "params", "weights", "KV")]
     for stage in topology.stages:
         parts = ["wte"] * (stage.stage == 0) + [stage.blocks]
         parts += ["head"] * (stage.stage == len(topology.stages) - 1)
-        lines.append(
-            f"  {stage.stage:<6} {'+'.join(parts):<10} {_count(stage.num_parameters):>8}"
-            f" {_size(stage.weight_bytes):>9} {_size(stage.kv_bytes):>9}  {stage.device} on {stage.host}"
-        )
+        sizes = (count(stage.num_parameters), size(stage.weight_bytes), size(stage.kv_bytes))
+        rows.append((str(stage.stage), "+".join(parts), f"{stage.device} on {stage.host}", *sizes))
+    lines += [f"  {line}" for line in table(*rows, left=3)]
     lines += [
         f"  {arch.num_layers} blocks over {len(topology.stages)} stage{'s' * (len(topology.stages) > 1)},"
         f" {topology.transport} transport, {topology.microbatches} microbatch{'es' * (topology.microbatches > 1)}"
@@ -60,9 +58,7 @@ class StartProgress:
         if sys.stderr.isatty():
             self._thread.start()
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_error: object) -> None:
         self._done.set()
         if self._thread.is_alive():
             self._thread.join()
@@ -78,7 +74,7 @@ class StartProgress:
             done, total = member.progress
             if member.state is StageState.LOADING and total:
                 filled = _BAR * done // total
-                words.append(f"stage {member.stage} [{'#' * filled}{'.' * (_BAR - filled)}] {_size(done)}")
+                words.append(f"stage {member.stage} [{'#' * filled}{'.' * (_BAR - filled)}] {size(done)}")
             else:
                 words.append(f"stage {member.stage} {_WORDS[member.state]}")
         return words
@@ -92,20 +88,3 @@ _WORDS = {
     StageState.READY: "ready",
     StageState.LEAVING: "leaving",
 }
-
-
-def _count(number: int) -> str:
-    return "{:.3g}{}".format(*_scaled(number, 1000, ("", "K", "M", "B")))
-
-
-def _size(num_bytes: int) -> str:
-    return "{:.4g} {}".format(*_scaled(num_bytes, 1024, ("B", "KiB", "MiB", "GiB")))
-
-
-def _scaled(number: float, base: int, units: Sequence[str]) -> tuple[float, str]:
-    """In the first unit in which it is below `base`, else in the last."""
-    for unit in units[:-1]:
-        if number < base:
-            return number, unit
-        number /= base
-    return number, units[-1]

@@ -1,0 +1,45 @@
+"""Figures as people read them: percentiles, sizes, tables of text."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+
+def percentile(values: Iterable[float], percent: float) -> float:
+    """Linear between the two nearest values; 0 without values."""
+    ordered = sorted(values)
+    if not ordered:
+        return 0.0
+    place = (len(ordered) - 1) * percent / 100
+    low = int(place)
+    high = min(low + 1, len(ordered) - 1)
+    return ordered[low] + (ordered[high] - ordered[low]) * (place - low)
+
+
+def size(num_bytes: float) -> str:
+    """1536 bytes are `1.5 KiB`."""
+    return "{:.4g} {}".format(*_scaled(num_bytes, 1024, ("B", "KiB", "MiB", "GiB", "TiB")))
+
+
+def count(number: float) -> str:
+    """124439808 is `124M`."""
+    return "{:.3g}{}".format(*_scaled(number, 1000, ("", "K", "M", "B")))
+
+
+def _scaled(number: float, base: int, units: Sequence[str]) -> tuple[float, str]:
+    """In the first unit in which it is below `base`, else in the last."""
+    for unit in units[:-1]:
+        if number < base:
+            return number, unit
+        number /= base
+    return number, units[-1]
+
+
+def table(*rows: Sequence[str], left: int = 0) -> list[str]:
+    """One line per row, in columns as wide as their widest cell; the first `left` are aligned to the left."""
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    aligned = [
+        [cell.rjust(width) if place >= left else cell.ljust(width) for place, (cell, width) in enumerate(cells)]
+        for cells in (zip(row, widths, strict=True) for row in rows)
+    ]
+    return ["  ".join(cells) for cells in aligned]

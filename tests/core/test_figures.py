@@ -1,0 +1,27 @@
+"""Figures for people: percentiles as numpy has them, sizes in the right unit, tables whose columns are aligned."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from ppserve.core.figures import count, percentile, size, table
+
+
+def test_percentiles_are_numpy_s() -> None:
+    values = np.random.default_rng(0).lognormal(size=37).tolist()
+    for percent in (0, 1, 50, 90, 99, 100):
+        assert percentile(values, percent) == pytest.approx(np.percentile(values, percent))
+    assert percentile([], 50) == 0
+    assert percentile([3.0, 1.0, 2.0], 50) == 2
+    assert percentile(range(101), 99) == 99
+
+
+def test_sizes_and_counts() -> None:
+    assert [size(n) for n in (0, 512, 1536, 3 << 30, 5 << 40)] == ["0 B", "512 B", "1.5 KiB", "3 GiB", "5 TiB"]
+    assert [count(n) for n in (7, 1500, 124_439_808, 13e9, 5e12)] == ["7", "1.5K", "124M", "13B", "5e+03B"]
+
+
+def test_a_table_is_as_wide_as_its_cells() -> None:
+    assert table(("a", "b"), ("10", "word")) == [" a     b", "10  word"]
+    assert table(("a", "b"), ("10", "word"), left=1) == ["a      b", "10  word"]

@@ -68,6 +68,7 @@ class ServerSettings:
     metrics_port: int = 9400
     http_port: int = 8000
     chat_template: Path | None = None
+    vllm_grpc: bool = False
     shutdown_timeout_s: float = 25.0
     tls_cert: Path | None = None
     tls_key: Path | None = None

@@ -37,5 +37,5 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 @pytest.fixture(scope="session")
 def shared_server() -> Iterator[Server]:
     """A server of two stages over gloo, for tests that only talk to it."""
-    with serving(2, "--layers", "4,4", "--transport", "gloo") as server:
+    with serving(2, "--layers", "4,4", "--transport", "gloo", "--vllm-grpc") as server:
         yield server

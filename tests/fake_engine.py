@@ -20,7 +20,7 @@ from ppserve.errors import RequestError
 from ppserve.head.api.auth import ApiKeys
 from ppserve.head.api.desk import FrontDesk
 from ppserve.head.api.grpc.server import GrpcServer
-from ppserve.head.cards import ModelCard, StageCard, Topology
+from ppserve.head.cards import LoadCard, ModelCard, StageCard, Topology
 from ppserve.head.engine.output import Sink, TimingsOutput, TokenOutput
 from ppserve.v1.generation_pb2_grpc import GenerationServiceStub
 
@@ -60,6 +60,9 @@ class ByteCodec:
         return b"<eos>" if token_id == EOS else bytes([token_id])
 
     text_bytes = token_bytes
+
+    def to_json(self) -> bytes:
+        return b"{}"
 
 
 def drawn_token(request: Request, index: int, offset: int) -> int:
@@ -139,6 +142,9 @@ class FakeEngine:
 
     def topology(self) -> Topology:
         return Topology((STAGE,), transport="local", epoch=1, microbatches=1)
+
+    def load(self) -> LoadCard:
+        return LoadCard(running=2, waiting=1, max_running=8, kv_tokens=1024, kv_usage=0.25)
 
     async def until(self, condition: Callable[[FakeEngine], bool], timeout_s: float = 10) -> None:
         """Wait for the engine to have been told something."""

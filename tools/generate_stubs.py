@@ -1,9 +1,9 @@
-"""Generate ppserve/v1 from protos/, with the pinned grpcio-tools.
+"""Generate ppserve/v1 and ppserve/vllm from protos/, with the pinned grpcio-tools.
 
-    python tools/generate_stubs.py            # writes ppserve/v1/*_pb2.py, .pyi and *_pb2_grpc.py
+    python tools/generate_stubs.py            # writes *_pb2.py, .pyi and *_pb2_grpc.py
     python tools/generate_stubs.py --check    # writes nothing; fails when they are out of date
 
-The proto lies under protos/ppserve/v1, so the imports in the generated files are right as they come:
+The protos lie in folders of the packages' names, so the imports in the generated files are right as they come:
 nothing is patched, and the checked-in files can be compared byte by byte.
 """
 
@@ -18,6 +18,7 @@ from grpc_tools import protoc
 
 ROOT = Path(__file__).resolve().parent.parent
 PROTOS = ROOT / "protos"
+PACKAGES = ("v1", "vllm")
 # Newer releases emit code that refuses to load beside clients that hold protobuf below 7.
 PINNED = "1.81.1"
 
@@ -45,13 +46,14 @@ def out_of_date() -> list[str]:
     """Names of checked-in stubs that are not what the protos make, or lack."""
     with tempfile.TemporaryDirectory() as folder:
         generate(Path(folder))
-        made = _contents(Path(folder) / "ppserve" / "v1")
-    kept = _contents(ROOT / "ppserve" / "v1")
+        made = _contents(Path(folder))
+    kept = _contents(ROOT)
     return sorted(name for name in made | kept if made.get(name) != kept.get(name))
 
 
-def _contents(folder: Path) -> dict[str, bytes]:
-    return {path.name: path.read_bytes() for path in folder.glob("*_pb2*.py*")}
+def _contents(root: Path) -> dict[str, bytes]:
+    paths = [path for package in PACKAGES for path in (root / "ppserve" / package).glob("*_pb2*.py*")]
+    return {str(path.relative_to(root)): path.read_bytes() for path in paths}
 
 
 def main() -> None:

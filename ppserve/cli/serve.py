@@ -60,6 +60,7 @@ def _load_config_file(ctx: click.Context, _param: click.Parameter, path: Path | 
 @click.option("--port", type=_PORT, default=50051, help="gRPC; 0 picks a free one.")
 @click.option("--http-port", type=_PORT, default=8000, help="HTTP with OpenAI's paths; 0 picks a free one.")
 @click.option("--chat-template", type=_FILE, help="Jinja template that makes one prompt of a chat's messages.")
+@click.option("--vllm-grpc", is_flag=True, help="Serve vllm.grpc.engine too, on the gRPC port, for routers.")
 @click.option("--metrics-port", type=_PORT, default=9400, help="HTTP /metrics; 0 picks a free one.")
 @click.option("--max-num-seqs", type=_COUNT, default=256, help="Sequences running at once.")
 @click.option("--max-model-len", type=_COUNT, help="Longest prompt + answer; unset = what the model allows.")
@@ -126,7 +127,7 @@ def build_config(flags: dict[str, Any]) -> cfg.ServeConfig:
         ),
         server=pick(
             cfg.ServerSettings,
-            *("host", "port", "http_port", "chat_template", "metrics_port", "trace"),
+            *("host", "port", "http_port", "chat_template", "vllm_grpc", "metrics_port", "trace"),
             *("tls_cert", "tls_key", "tls_client_ca", "api_key_file"),
             shutdown_timeout_s=flags["shutdown_timeout"],
         ),

@@ -65,6 +65,21 @@ class StageCard:
 
 
 @dataclass(frozen=True, slots=True)
+class LoadCard:
+    """How full the pipeline is.
+
+    running: sequences that are computed, at most max_running. waiting: requests in the queue. kv_usage: share of
+    the KV cache's kv_tokens that is held, 0 to 1.
+    """
+
+    running: int
+    waiting: int
+    max_running: int
+    kv_tokens: int
+    kv_usage: float
+
+
+@dataclass(frozen=True, slots=True)
 class Topology:
     """The pipeline as it stands. advice: empty when nothing would help."""
 

@@ -12,7 +12,7 @@ from ppserve.core.ledger.account import StageTimes
 from ppserve.core.ledger.advice import advise
 from ppserve.core.partition import mean
 from ppserve.core.request import FinishReason, Request
-from ppserve.head.cards import ModelCard, StageCard, Topology
+from ppserve.head.cards import LoadCard, ModelCard, StageCard, Topology
 from ppserve.head.engine.loop import Engine
 from ppserve.head.engine.member import Decision, Member, StageState
 from ppserve.head.engine.output import Sink
@@ -46,6 +46,18 @@ class PipelineHandle:
     def topology(self) -> Topology:
         """`look`, as a card."""
         return topology_of(self.look())
+
+    def load(self) -> LoadCard:
+        """How full it is now. Waits for the engine's thread."""
+        reading = self.look()
+        scheduling = reading.decision.scheduling
+        return LoadCard(
+            running=reading.num_running,
+            waiting=reading.num_waiting,
+            max_running=scheduling.max_num_seqs,
+            kv_tokens=reading.num_blocks * scheduling.block_size,
+            kv_usage=reading.kv_usage,
+        )
 
     def stage_times(self) -> tuple[StageTimes, ...]:
         """Every stage's time up to one moment."""

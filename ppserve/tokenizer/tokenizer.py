@@ -8,6 +8,7 @@ from collections.abc import Iterable
 import tiktoken
 from tiktoken_ext.openai_public import r50k_pat_str
 
+from ppserve.tokenizer.tokenizer_json import tokenizer_json
 from ppserve.tokenizer.vocabulary import END_OF_TEXT, Vocabulary
 
 
@@ -19,6 +20,7 @@ class Tokenizer:
     """
 
     def __init__(self, vocabulary: Vocabulary) -> None:
+        self._vocabulary = vocabulary
         self.source = vocabulary.source
         ranks = vocabulary.ranks()
         ids = vocabulary.ids
@@ -67,6 +69,10 @@ class Tokenizer:
     def text_bytes(self, token_id: int) -> bytes:
         """The bytes that the token adds to decoded text; none for special and unknown tokens."""
         return b"" if token_id in self._special else self._token_bytes.get(token_id, b"")
+
+    def to_json(self) -> bytes:
+        """The same tokenizer as a `tokenizer.json`. Takes a second for GPT-2's 50,257 tokens."""
+        return tokenizer_json(self._vocabulary)
 
     def decode(self, ids: Iterable[int]) -> str:
         """The text of `ids`. Invalid UTF-8 becomes U+FFFD; special and unknown tokens are left out."""

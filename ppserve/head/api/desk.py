@@ -7,7 +7,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Collection, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import replace
 from typing import Protocol, TypeVar
@@ -18,7 +18,7 @@ from ppserve.head.api.auth import ApiKeys
 from ppserve.head.api.call import Call
 from ppserve.head.api.requests import Asked, check, check_ids, check_text, is_fit_for_logs, to_request
 from ppserve.head.api.stream import RequestStream
-from ppserve.head.cards import ModelCard, Topology
+from ppserve.head.cards import LoadCard, ModelCard, Topology
 from ppserve.head.engine.output import Sink
 
 log = logging.getLogger(__name__)
@@ -44,6 +44,9 @@ class EngineHandle(Protocol):
     def topology(self) -> Topology:
         """Where it runs. May wait for the engine's thread; called in a thread of its own."""
 
+    def load(self) -> LoadCard:
+        """How full it is. As `topology`."""
+
 
 class TextCodec(Protocol):
     """What the desk needs of the tokenizer."""
@@ -59,6 +62,9 @@ class TextCodec(Protocol):
 
     def text_bytes(self, token_id: int) -> bytes:
         """What one token adds to a text; nothing, where it is special."""
+
+    def to_json(self) -> bytes:
+        """The tokenizer as Hugging Face's `tokenizer.json`. May take a second."""
 
 
 class FrontDesk:
@@ -78,7 +84,7 @@ class FrontDesk:
         self._engine = engine
         self._tokenizer = tokenizer
         self._stall_timeout_s = stall_timeout_s
-        self._streams: set[RequestStream] = set()
+        self._streams: dict[RequestStream, Call] = {}
         self._idle = asyncio.Event()
         self._idle.set()
         self._draining = False
@@ -109,7 +115,7 @@ class FrontDesk:
         if self._draining:
             raise Draining("the server is shutting down")
         stream = RequestStream(request, self._echo(prompt, request), self._stall_timeout_s)
-        self._enter(stream)
+        self._enter(stream, call)
         try:
             await self._engine.submit(request, stream)
             yield stream
@@ -118,6 +124,12 @@ class FrontDesk:
             if not stream.is_complete:
                 self._engine.cancel(request.id, _why_gone(request))
         log.info("request %s: answered", call.request_id, extra=call.trace | {"caller": call.caller})
+
+    def abort(self, request_ids: Collection[str], caller: str) -> None:
+        """End the open requests of these names; those of `caller` alone, for names are no secret."""
+        for stream, call in self._streams.items():
+            if call.request_id in request_ids and call.caller == caller:
+                self._engine.cancel(stream.request.id, FinishReason.CANCELLED)
 
     @property
     def num_open_streams(self) -> int:
@@ -145,6 +157,14 @@ class FrontDesk:
     async def topology(self) -> Topology:
         """Where it runs."""
         return await asyncio.to_thread(self._engine.topology)
+
+    async def load(self) -> LoadCard:
+        """How full it is."""
+        return await asyncio.to_thread(self._engine.load)
+
+    async def tokenizer_json(self) -> bytes | None:
+        """The tokenizer, for those who tokenize by themselves; None without one."""
+        return None if self._tokenizer is None else await asyncio.to_thread(self._tokenizer.to_json)
 
     async def tokenize(self, field: str, text: str) -> list[int]:
         """field: what the protocol calls `text`. Raises InvalidRequest."""
@@ -183,13 +203,13 @@ class FrontDesk:
             return ""
         return prompt if isinstance(prompt, str) else self._tokenizer.decode(prompt)
 
-    def _enter(self, stream: RequestStream) -> None:
-        self._streams.add(stream)
+    def _enter(self, stream: RequestStream, call: Call) -> None:
+        self._streams[stream] = call
         self._idle.clear()
 
     def _leave(self, stream: RequestStream) -> None:
         stream.close()
-        self._streams.discard(stream)
+        del self._streams[stream]
         if not self._streams:
             self._idle.set()
 

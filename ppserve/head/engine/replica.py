@@ -54,7 +54,7 @@ class StageReading:
 
 @dataclass(frozen=True, slots=True)
 class Reading:
-    """A pipeline at one moment, on the engine's clock. Frozen."""
+    """A pipeline at one moment, on the engine's clock. Frozen. kv_usage: 0 to 1."""
 
     now_ns: int
     decision: Decision
@@ -63,6 +63,9 @@ class Reading:
     microbatches: int
     overheads: OverheadTimes
     stages: tuple[StageReading, ...]
+    num_running: int
+    num_waiting: int
+    kv_usage: float
 
 
 class Replica:
@@ -234,6 +237,9 @@ class Replica:
                 StageReading(member, times, cost.num_observed, cost.mean, cost.spread)
                 for member, times, cost in every
             ),
+            num_running=scheduler.num_running,
+            num_waiting=scheduler.num_waiting,
+            kv_usage=scheduler.kv_usage,
         )
 
     def prove_idle(self) -> None:

@@ -19,6 +19,7 @@ from ppserve.head.api.desk import FrontDesk
 from ppserve.head.api.grpc.calls import KeyCheck
 from ppserve.head.api.grpc.service import SERVICE_NAME, GrpcService
 from ppserve.head.api.tls import read_certificates
+from ppserve.head.api.vllm_grpc.service import VLLM_SERVICE_NAME, VllmService
 from ppserve.head.limits import Limits
 from ppserve.v1 import generation_pb2 as _registered  # noqa: F401  reflection serves what is registered
 
@@ -40,8 +41,13 @@ class GrpcServer:
         self._server = aio.server(interceptors=guards, options=server_options(desk.card.limits))
         self._health = health.aio.HealthServicer()
         self._server.add_generic_rpc_handlers((GrpcService(desk).handlers(),))
+        self._services = [SERVICE_NAME]
+        self._vllm = VllmService(desk, settings.chat_template) if settings.vllm_grpc else None
+        if self._vllm is not None:
+            self._server.add_generic_rpc_handlers((self._vllm.handlers(),))
+            self._services.append(VLLM_SERVICE_NAME)
         health_pb2_grpc.add_HealthServicer_to_server(self._health, self._server)
-        names = (SERVICE_NAME, health.SERVICE_NAME, reflection.SERVICE_NAME)
+        names = (*self._services, health.SERVICE_NAME, reflection.SERVICE_NAME)
         reflection.enable_server_reflection(names, self._server)
 
     async def start(self) -> int:
@@ -62,14 +68,18 @@ class GrpcServer:
         return port
 
     async def set_serving(self, serving: bool) -> None:
-        """What health checks are told, for the server and for the service by name."""
+        """What health checks are told, for the server and for its services by name."""
         state = health_pb2.HealthCheckResponse.SERVING if serving else health_pb2.HealthCheckResponse.NOT_SERVING
-        for name in ("", SERVICE_NAME):
+        for name in ("", *self._services):
             await self._health.set(name, state)
+        if self._vllm is not None:
+            self._vllm.is_serving = serving
 
     async def stop(self, timeout_s: float) -> None:
         """Say NOT_SERVING at once, refuse new requests, let running ones finish for `timeout_s`, then close."""
         await self._health.enter_graceful_shutdown()
+        if self._vllm is not None:
+            self._vllm.is_serving = False
         await self.desk.drain(timeout_s)
         await self._server.stop(CLOSING_S)
 

@@ -1,0 +1,160 @@
+"""The methods of `vllm.grpc.engine.VllmEngine`.
+
+Embed and SubscribeKvEvents are missing on purpose: gRPC answers them with UNIMPLEMENTED, as routers expect."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from datetime import UTC, datetime
+from pathlib import Path
+
+import grpc
+from grpc import aio
+
+from ppserve.errors import InvalidRequest, Violation
+from ppserve.head.api.call import Call
+from ppserve.head.api.desk import FrontDesk
+from ppserve.head.api.grpc.calls import call_from
+from ppserve.head.api.grpc.methods import Context, parse, returned, unary
+from ppserve.head.api.grpc.status import abort
+from ppserve.head.api.vllm_grpc.convert import asked_from, renamed
+from ppserve.head.api.vllm_grpc.messages import SequenceMessages
+from ppserve.head.api.vllm_grpc.tokenizer_files import archive, chunks
+from ppserve.vllm import engine_pb2 as pb
+
+log = logging.getLogger(__name__)
+
+VLLM_SERVICE_NAME = "vllm.grpc.engine.VllmEngine"
+# Routers take what is here for a directory or the name of a model on a hub, whose tokenizer may be another one. No
+# path and no name, it makes them call GetTokenizer.
+TOKENIZER_PLACE = "grpc:GetTokenizer"
+
+
+class VllmService:
+    """Answers calls with what the desk says. is_serving: what HealthCheck says; set from outside."""
+
+    def __init__(self, desk: FrontDesk, chat_template: Path | None) -> None:
+        self.is_serving = False
+        self._desk = desk
+        self._chat_template = None if chat_template is None else chat_template.read_text()
+        self._started_s = time.monotonic()
+        self._archive: bytes | None = None
+
+    def handlers(self) -> grpc.GenericRpcHandler:
+        """What a server registers."""
+        stream = grpc.unary_stream_rpc_method_handler
+        answers = {
+            "HealthCheck": self._health_check,
+            "Abort": self._abort,
+            "GetModelInfo": self._get_model_info,
+            "GetServerInfo": self._get_server_info,
+            "GetLoads": self._get_loads,
+        }
+        keys_are_checked = self._desk.keys is not None
+        return grpc.method_handlers_generic_handler(
+            VLLM_SERVICE_NAME,
+            {
+                "Generate": stream(self._generate, response_serializer=pb.GenerateResponse.SerializeToString),
+                "GetTokenizer": stream(
+                    self._get_tokenizer, response_serializer=pb.GetTokenizerChunk.SerializeToString
+                ),
+                **{name: unary(answer, keys_are_checked) for name, answer in answers.items()},
+            },
+        )
+
+    async def _generate(self, raw: bytes, context: Context) -> None:
+        call = call_from(context, keys_are_checked=self._desk.keys is not None)
+        message = pb.GenerateRequest()
+        try:
+            message = parse(pb.GenerateRequest, raw)
+            call = self._desk.name(call, message.request_id)
+            context.set_trailing_metadata(returned(call))
+            async with self._desk.generate(asked_from(message), call) as stream:
+                messages = SequenceMessages(stream.request, message.stream)
+                async for delta in stream.deltas():
+                    for answer in messages.of(delta):
+                        await context.write(answer)
+        except aio.BaseError:
+            log.debug("the caller went away in the middle of a write", extra=call.trace)
+            raise asyncio.CancelledError from None
+        except InvalidRequest as error:
+            await abort(context, call.refusal(renamed(error, message)))
+        except Exception as error:
+            await abort(context, call.refusal(error))
+
+    async def _get_tokenizer(self, raw: bytes, context: Context) -> None:
+        call = call_from(context, keys_are_checked=self._desk.keys is not None)
+        try:
+            parse(pb.GetTokenizerRequest, raw)
+            for chunk in chunks(await self._tokenizer_archive()):
+                await context.write(chunk)
+        except aio.BaseError:
+            raise asyncio.CancelledError from None
+        except Exception as error:
+            await abort(context, call.refusal(error))
+
+    async def _tokenizer_archive(self) -> bytes:
+        """Made when it is first asked for. Raises InvalidRequest without a tokenizer."""
+        if self._archive is None:
+            content = await self._desk.tokenizer_json()
+            if content is None:
+                raise InvalidRequest([Violation("", "this model has no tokenizer: send tokenized.input_ids")])
+            card = self._desk.card
+            special = b"" if card.eos_id is None else self._desk.token_bytes(card.eos_id)
+            end_of_text = special.decode("utf-8", "replace")
+            self._archive = archive(card, content, end_of_text, self._chat_template)
+        return self._archive
+
+    async def _health_check(self, raw: bytes, _call: Call) -> pb.HealthCheckResponse:
+        parse(pb.HealthCheckRequest, raw)
+        problem = "a stage is away, or the server is shutting down"
+        return pb.HealthCheckResponse(healthy=self.is_serving, message="" if self.is_serving else problem)
+
+    async def _abort(self, raw: bytes, call: Call) -> pb.AbortResponse:
+        self._desk.abort(frozenset(parse(pb.AbortRequest, raw).request_ids), call.caller)
+        return pb.AbortResponse()
+
+    async def _get_model_info(self, raw: bytes, _call: Call) -> pb.GetModelInfoResponse:
+        parse(pb.GetModelInfoRequest, raw)
+        card = self._desk.card
+        return pb.GetModelInfoResponse(
+            model_path=card.name,
+            is_generation=True,
+            max_context_length=card.max_context,
+            vocab_size=card.architecture.vocab_size,
+            served_model_name=card.name,
+            tokenizer_path=TOKENIZER_PLACE if card.has_tokenizer else "",
+            model_type="gpt2",
+            architectures=["GPT2LMHeadModel"],
+            eos_token_ids=[] if card.eos_id is None else [card.eos_id],
+            bos_token_id=card.eos_id or 0,
+            max_req_input_len=card.max_context,
+        )
+
+    async def _get_server_info(self, raw: bytes, _call: Call) -> pb.GetServerInfoResponse:
+        parse(pb.GetServerInfoRequest, raw)
+        return pb.GetServerInfoResponse(
+            active_requests=self._desk.num_open_streams,
+            uptime_seconds=time.monotonic() - self._started_s,
+            server_type="vllm-grpc",
+            data_parallel_size=1,
+        )
+
+    async def _get_loads(self, raw: bytes, _call: Call) -> pb.GetLoadsResponse:
+        parse(pb.GetLoadsRequest, raw)
+        load = await self._desk.load()
+        scheduler = pb.SchedulerLoad(
+            num_running_reqs=load.running,
+            num_waiting_reqs=load.waiting,
+            num_total_reqs=load.running + load.waiting,
+            num_used_tokens=round(load.kv_usage * load.kv_tokens),
+            max_total_num_tokens=load.kv_tokens,
+            token_usage=load.kv_usage,
+            max_running_requests=load.max_running,
+        )
+        now = datetime.now(UTC).isoformat()
+        return pb.GetLoadsResponse(
+            timestamp=now, version=self._desk.card.version, dp_rank_count=1, loads=[scheduler]
+        )

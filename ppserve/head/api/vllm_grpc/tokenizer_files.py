@@ -1,0 +1,40 @@
+"""The tokenizer as an archive of the files that Hugging Face's programs read; a router makes its own of them."""
+
+from __future__ import annotations
+
+import hashlib
+import io
+import json
+import zipfile
+from collections.abc import Iterator
+
+from ppserve.head.cards import ModelCard
+from ppserve.vllm import engine_pb2 as pb
+
+CHUNK_BYTES = 256 << 10
+
+
+def archive(card: ModelCard, tokenizer_json: bytes, end_of_text: str, chat_template: str | None) -> bytes:
+    """A zip file. end_of_text: the text of the token `card.eos_id`, "" without one."""
+    special = dict.fromkeys(("bos_token", "eos_token"), end_of_text) if end_of_text else {}
+    described = {"tokenizer_class": "GPT2Tokenizer", "model_max_length": card.max_context, **special}
+    if chat_template is not None:
+        described["chat_template"] = chat_template
+    config = {"model_type": "gpt2", "vocab_size": card.architecture.vocab_size, "eos_token_id": card.eos_id}
+    content = io.BytesIO()
+    with zipfile.ZipFile(content, "w", zipfile.ZIP_DEFLATED) as zipped:
+        zipped.writestr("tokenizer.json", tokenizer_json)
+        zipped.writestr("tokenizer_config.json", json.dumps(described))
+        zipped.writestr("config.json", json.dumps(config))
+        if chat_template is not None:
+            zipped.writestr("chat_template.jinja", chat_template)
+    return content.getvalue()
+
+
+def chunks(content: bytes) -> Iterator[pb.GetTokenizerChunk]:
+    """An archive in parts; the last one has the digest of all."""
+    digest = hashlib.sha256(content).hexdigest()
+    for offset in range(0, len(content), CHUNK_BYTES):
+        is_last = offset + CHUNK_BYTES >= len(content)
+        part = content[offset : offset + CHUNK_BYTES]
+        yield pb.GetTokenizerChunk(data=part, sha256=digest if is_last else "")

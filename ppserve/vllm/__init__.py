@@ -1,0 +1,1 @@
+"""Generated from protos/ppserve/vllm by tools/generate_stubs.py; never edited by hand."""

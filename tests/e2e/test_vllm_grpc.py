@@ -1,0 +1,141 @@
+"""`vllm.grpc.engine` of a real server: token for token, and score for score, what our own gRPC says."""
+
+from __future__ import annotations
+
+import io
+import time
+import zipfile
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import grpc
+import pytest
+from tokenizers import Tokenizer
+
+from ppserve.v1 import generation_pb2 as v1
+from ppserve.v1.generation_pb2_grpc import GenerationServiceStub
+from ppserve.vllm import engine_pb2 as pb
+from ppserve.vllm.engine_pb2_grpc import VllmEngineStub
+from tests.e2e.asking import Answer, Logprob, ask_all, requests_with_everything
+from tests.e2e.serving import Server
+
+ENDS = {"EOS": "stop", "STOP_TOKEN": "stop", "STOP_STRING": "stop", "MAX_TOKENS": "length"}
+# All numbers of a sequence: its tokens, scores of them and of the prompt, its end.
+Said = tuple[list[int], list[Logprob], list[Logprob], str, int | str | None]
+
+
+@pytest.fixture(scope="module")
+def channel(shared_server: Server) -> Iterator[grpc.Channel]:
+    with grpc.insecure_channel(shared_server.grpc) as opened:
+        yield opened
+
+
+def as_vllm(request: v1.GenerateRequest, stream: bool) -> pb.GenerateRequest:
+    """The same request; what it lacks (echo) changes no number."""
+    parts = (request.sampling, request.stop, request.output)
+    given: dict[str, Any] = {field.name: value for part in parts for field, value in part.ListFields()}
+    names = {"include_stop": "include_stop_str_in_output"}
+    message = pb.GenerateRequest(text=request.text, stream=stream)
+    known = message.sampling_params.DESCRIPTOR.fields_by_name
+    for name, value in given.items():
+        field = names.get(name, name)
+        if field in known:
+            message.sampling_params.MergeFrom(pb.SamplingParams(**{field: value}))
+    return message
+
+
+def ask_vllm(stub: VllmEngineStub, request: pb.GenerateRequest) -> list[Said]:
+    """Of every sequence; from the chunks where it streams, which must say what its end says."""
+    heard: dict[int, list[pb.GenerateStreamChunk]] = {}
+    said: dict[int, Said] = {}
+    for answer in stub.Generate(request, timeout=100):
+        if answer.HasField("chunk"):
+            heard.setdefault(answer.chunk.index, []).append(answer.chunk)
+            continue
+        end = answer.complete
+        which = end.WhichOneof("matched_stop")
+        matched = getattr(end, which) if which else None
+        scores, prompt = outputs(end.output_logprobs), inputs(end.input_logprobs)
+        said[end.index] = (list(end.output_ids), scores, prompt, end.finish_reason, matched)
+        if request.stream:
+            chunks = heard[end.index]
+            assert [token_id for chunk in chunks for token_id in chunk.token_ids] == list(end.output_ids)
+            assert [score for chunk in chunks for score in outputs(chunk.output_logprobs)] == scores
+            assert inputs(chunks[0].input_logprobs) == prompt
+    return [said[index] for index in sorted(said)]
+
+
+def outputs(lists: pb.OutputLogProbs) -> list[Logprob]:
+    return scored(list(lists.token_logprobs), lists.top_logprobs)
+
+
+def inputs(lists: pb.InputLogProbs) -> list[Logprob]:
+    return scored([score.value for score in lists.token_logprobs], lists.top_logprobs)
+
+
+def scored(logprobs: list[float], tops: Sequence[pb.TopLogProbs]) -> list[Logprob]:
+    pairs = [tuple(zip(top.token_ids, top.values, strict=True)) for top in tops] or [()] * len(logprobs)
+    return list(zip(logprobs, pairs, strict=True))
+
+
+def expected(request: v1.GenerateRequest, answers: Sequence[Answer]) -> list[Said]:
+    """What our own protocol said. There, only the first sequence has the prompt's scores."""
+    prompt = list(answers[0].prompt_logprobs)
+    return [
+        (
+            list(answer.token_ids),
+            list(answer.logprobs) if request.output.HasField("logprobs") else [],
+            prompt,
+            ENDS[answer.end],
+            None if answer.end == "EOS" else answer.matched,
+        )
+        for answer in answers
+    ]
+
+
+def test_it_says_what_our_own_protocol_says(shared_server: Server, channel: grpc.Channel) -> None:
+    requests = requests_with_everything(48, seed=15)
+    by_ours = ask_all(shared_server.grpc, requests, at_once=8)
+    spoken = list(map(expected, requests, by_ours))
+    stub = VllmEngineStub(channel)
+    with ThreadPoolExecutor(8) as pool:
+        for stream in (True, False):
+            asked = [as_vllm(request, stream) for request in requests]
+            assert list(pool.map(lambda request: ask_vllm(stub, request), asked)) == spoken
+
+
+def test_a_running_request_is_aborted_by_its_name(channel: grpc.Channel) -> None:
+    stub = VllmEngineStub(channel)
+    params = pb.SamplingParams(max_tokens=900, ignore_eos=True)
+    asked = pb.GenerateRequest(text="Once upon a time", sampling_params=params, stream=True, request_id="mine")
+    answers = []
+    for answer in stub.Generate(asked, timeout=100):
+        answers.append(answer)
+        if len(answers) == 3:
+            assert stub.GetServerInfo(pb.GetServerInfoRequest()).active_requests == 1
+            (load,) = stub.GetLoads(pb.GetLoadsRequest()).loads
+            assert (load.num_running_reqs, load.num_total_reqs) == (1, 1)
+            assert 0 < load.num_used_tokens < load.max_total_num_tokens
+            stub.Abort(pb.AbortRequest(request_ids=["mine"]))
+    assert answers[-1].complete.finish_reason == "abort"
+    assert len(answers[-1].complete.output_ids) < 900
+    until_s = time.monotonic() + 10
+    while stub.GetLoads(pb.GetLoadsRequest()).loads[0].token_usage > 0:  # a step may still be under way
+        assert time.monotonic() < until_s, "its blocks were not freed"
+
+
+def test_a_router_tokenizes_as_the_server_does(channel: grpc.Channel) -> None:
+    stub = VllmEngineStub(channel)
+    content = b"".join(part.data for part in stub.GetTokenizer(pb.GetTokenizerRequest()))
+    with zipfile.ZipFile(io.BytesIO(content)) as archive:
+        tokenizer = Tokenizer.from_str(archive.read("tokenizer.json").decode())
+    text = "Once upon a time, in Alder Bridge — there’s 1 lamp.\n"
+    ids = [token.id for token in GenerationServiceStub(channel).Tokenize(v1.TokenizeRequest(text=text)).tokens]
+    assert tokenizer.encode(text).ids == ids
+    params = pb.SamplingParams(max_tokens=8, seed=5)
+    tokenized = pb.TokenizedInput(original_text=text, input_ids=tokenizer.encode(text).ids)
+    both = [pb.GenerateRequest(text=text), pb.GenerateRequest(tokenized=tokenized)]
+    for asked in both:
+        asked.sampling_params.CopyFrom(params)
+    assert ask_vllm(stub, both[0]) == ask_vllm(stub, both[1])

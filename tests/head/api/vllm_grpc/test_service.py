@@ -1,0 +1,324 @@
+"""`vllm.grpc.engine` over a real gRPC server in this process, with an engine that has no model."""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import io
+import json
+import zipfile
+from collections.abc import Awaitable, Callable
+from dataclasses import replace
+from pathlib import Path
+
+import grpc
+import pytest
+from grpc import aio
+from grpc_health.v1 import health_pb2, health_pb2_grpc
+from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
+
+from ppserve.config import ServerSettings
+from ppserve.core.request import FinishReason
+from ppserve.errors import Overloaded
+from ppserve.head.api.grpc.server import GrpcServer
+from ppserve.head.engine.output import TokenOutput
+from ppserve.vllm import engine_pb2 as pb
+from ppserve.vllm.engine_pb2_grpc import VllmEngineStub
+from tests.fake_engine import CARD, EOS, FakeEngine, code_of, drawn_token, served
+
+SERVICE = "vllm.grpc.engine.VllmEngine"
+OK, NOTHING = grpc.StatusCode.OK, grpc.StatusCode.UNIMPLEMENTED
+Scenario = Callable[[FakeEngine, VllmEngineStub, GrpcServer], Awaitable[None]]
+
+
+def run(scenario: Scenario, engine: FakeEngine | None = None, **settings: object) -> None:
+    """Run a scenario against a server of its own."""
+
+    async def main() -> None:
+        fake = engine or FakeEngine()
+        async with asyncio.timeout(30), served(fake, ServerSettings(port=0, vllm_grpc=True, **settings)) as opened:
+            door, target = opened
+            async with aio.insecure_channel(target) as channel:
+                await scenario(fake, VllmEngineStub(channel), door)
+
+    asyncio.run(main())
+
+
+def ask(stream: bool, text: str = "hello", request_id: str = "", **params: object) -> pb.GenerateRequest:
+    params.setdefault("max_tokens", 5)
+    sampling = pb.SamplingParams(**params)
+    return pb.GenerateRequest(text=text, sampling_params=sampling, stream=stream, request_id=request_id)
+
+
+async def answers_to(stub: VllmEngineStub, message: pb.GenerateRequest) -> list[pb.GenerateResponse]:
+    return [answer async for answer in stub.Generate(message)]
+
+
+def of_index(answers: list[pb.GenerateResponse], index: int) -> tuple[list[pb.GenerateStreamChunk], object]:
+    chunks = [answer.chunk for answer in answers if answer.HasField("chunk") and answer.chunk.index == index]
+    (end,) = [a.complete for a in answers if a.HasField("complete") and a.complete.index == index]
+    return chunks, end
+
+
+def test_a_stream_has_chunks_of_what_is_new_and_one_end_for_each_sequence() -> None:
+    async def scenario(engine: FakeEngine, stub: VllmEngineStub, _door: GrpcServer) -> None:
+        answers = await answers_to(stub, ask(True, n=3, seed=7, logprobs=2))
+        for index in range(3):
+            chunks, end = of_index(answers, index)
+            expected = [drawn_token(engine.requests[0], index, offset) for offset in range(5)]
+            assert [token_id for chunk in chunks for token_id in chunk.token_ids] == expected
+            assert all(chunk.completion_tokens == len(chunk.token_ids) for chunk in chunks)
+            assert list(end.output_ids) == expected
+            assert (end.finish_reason, end.prompt_tokens, end.completion_tokens) == ("length", 5, 5)
+            assert end.cached_tokens == 3
+            scored = [pair for chunk in chunks for pair in zip(chunk.output_logprobs.token_ids,
+                      chunk.output_logprobs.token_logprobs, strict=True)]  # fmt: skip
+            assert scored == [(token_id, -0.5) for token_id in expected]
+            top = end.output_logprobs.top_logprobs[0]
+            assert (list(top.token_ids), list(top.values)) == ([expected[0], expected[0] + 1], [-0.5, -1.5])
+
+    run(scenario)
+
+
+def test_without_stream_only_the_ends_come_with_all_of_it() -> None:
+    async def scenario(engine: FakeEngine, stub: VllmEngineStub, _door: GrpcServer) -> None:
+        answers = await answers_to(stub, ask(False, n=2, seed=7, logprobs=0))
+        assert not [answer for answer in answers if answer.HasField("chunk")]
+        for index in range(2):
+            _, end = of_index(answers, index)
+            expected = [drawn_token(engine.requests[0], index, offset) for offset in range(5)]
+            assert list(end.output_ids) == list(end.output_logprobs.token_ids) == expected
+            assert not end.output_logprobs.top_logprobs
+            assert not end.HasField("input_logprobs")
+
+    run(scenario)
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_the_prompts_scores_are_in_every_first_chunk_and_every_end(stream: bool) -> None:
+    async def scenario(engine: FakeEngine, stub: VllmEngineStub, _door: GrpcServer) -> None:
+        answers = await answers_to(stub, ask(stream, n=2, prompt_logprobs=0))
+        for index in range(2):
+            chunks, end = of_index(answers, index)
+            for scores in [end.input_logprobs, *(chunk.input_logprobs for chunk in chunks[:1])]:
+                assert list(scores.token_ids) == list(b"hello")
+                assert not scores.token_logprobs[0].HasField("value")
+                assert [score.value for score in scores.token_logprobs[1:]] == [-float(c) for c in b"ello"]
+            assert not any(chunk.HasField("input_logprobs") for chunk in chunks[1:])
+
+    run(scenario)
+
+
+def test_zeros_mean_nothing_special_and_what_is_unset_has_its_default() -> None:
+    async def scenario(engine: FakeEngine, stub: VllmEngineStub, _door: GrpcServer) -> None:
+        tokenized = pb.TokenizedInput(original_text="ignored", input_ids=[72, 73])
+        await answers_to(stub, pb.GenerateRequest(tokenized=tokenized))
+        await answers_to(stub, ask(False, temperature=0, seed=-1, top_p=0.5, repetition_penalty=1.5, stop=["x"]))
+        bare, given = engine.requests
+        assert bare.prompt_ids == (72, 73)
+        assert (bare.sampling.temperature, bare.sampling.top_p, bare.sampling.repetition_penalty) == (1, 1, 1)
+        assert (bare.sampling.top_k, bare.sampling.min_p, bare.num_sequences) == (0, 0, 1)
+        assert (bare.stop.max_tokens, bare.limited_by_context) == (CARD.max_context - 2, True)
+        drawn = given.sampling
+        assert (drawn.temperature, drawn.top_p, drawn.repetition_penalty) == (0, 0.5, 1.5)
+        assert (given.sampling.seed, given.stop.stop) == (2**64 - 1, ("x",))
+
+    run(scenario)
+
+
+@pytest.mark.parametrize(
+    ("reason", "matched", "said"),
+    [
+        (FinishReason.EOS, EOS, ("stop", None)),
+        (FinishReason.STOP_TOKEN, 7, ("stop", 7)),
+        (FinishReason.STOP_STRING, "end", ("stop", "end")),
+        (FinishReason.CONTEXT_LENGTH, None, ("length", None)),
+        (FinishReason.CANCELLED, None, ("abort", None)),
+    ],
+)
+def test_ends_have_the_protocols_words(reason: FinishReason, matched: int | str | None, said: object) -> None:
+    async def scenario(engine: FakeEngine, stub: VllmEngineStub, _door: GrpcServer) -> None:
+        call = stub.Generate(ask(False))
+        await engine.until(lambda engine: bool(engine.requests))
+        engine.sinks[engine.requests[0].id].push([TokenOutput(0, 0, finish=reason, matched=matched)])
+        (answer,) = [answer async for answer in call]
+        end = answer.complete
+        which = end.WhichOneof("matched_stop")
+        assert (end.finish_reason, getattr(end, which) if which else None) == said
+
+    run(scenario, FakeEngine(by_hand=True))
+
+
+@pytest.mark.parametrize(
+    ("wrong", "field"),
+    [
+        ({"top_p": 2}, "sampling_params.top_p"),
+        ({"logprobs": -1}, "sampling_params.logprobs"),
+        ({"max_tokens": 1, "min_tokens": 2}, "sampling_params.min_tokens"),
+        ({"regex": "a*"}, "sampling_params.regex"),
+        ({"truncate_prompt_tokens": -1}, "sampling_params.truncate_prompt_tokens"),
+        ({"logit_bias": {-1: 1.0}}, "sampling_params.logit_bias[-1]"),
+        ({"text": "x" * 65}, "text"),
+        ({"request_id": "\u00fc"}, None),
+    ],
+)
+def test_what_is_wrong_is_named_as_the_protocol_names_it(wrong: dict[str, object], field: str | None) -> None:
+    async def scenario(_engine: FakeEngine, stub: VllmEngineStub, _door: GrpcServer) -> None:
+        if field is None:
+            assert await code_of(stub.Generate(ask(True, **wrong))) is OK  # logged under a name of ours instead
+            return
+        with pytest.raises(aio.AioRpcError) as failure:
+            await answers_to(stub, ask(True, **wrong))
+        assert failure.value.code() is grpc.StatusCode.INVALID_ARGUMENT
+        assert failure.value.details().startswith(f"{field}: ")
+
+    run(scenario)
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        pb.GenerateRequest(),
+        pb.GenerateRequest(tokenized=pb.TokenizedInput(input_ids=[999])),
+        pb.GenerateRequest(text="a", mm_inputs=pb.MultimodalInputs()),
+        pb.GenerateRequest(text="a", kv_transfer_params_json="{}"),
+        pb.GenerateRequest(text="a", kv_transfer_params=pb.KvTransferParams()),
+        pb.GenerateRequest(text="a", data_parallel_rank=1),
+    ],
+)
+def test_what_cannot_be_served_is_refused(wrong: pb.GenerateRequest) -> None:
+    async def scenario(_engine: FakeEngine, stub: VllmEngineStub, _door: GrpcServer) -> None:
+        assert await code_of(stub.Generate(wrong)) is grpc.StatusCode.INVALID_ARGUMENT
+
+    run(scenario)
+
+
+def test_bytes_that_are_no_message_and_a_full_queue() -> None:
+    async def main() -> None:
+        engine = FakeEngine(refusal=Overloaded("full", 1.0))
+        async with served(engine, ServerSettings(port=0, vllm_grpc=True)) as (_, target):
+            async with aio.insecure_channel(target) as channel:
+                raw = channel.unary_stream(f"/{SERVICE}/Generate")(b"\xff\xff")
+                assert await code_of(raw) is grpc.StatusCode.INVALID_ARGUMENT
+                full = VllmEngineStub(channel).Generate(ask(True))
+                assert await code_of(full) is grpc.StatusCode.RESOURCE_EXHAUSTED
+
+    asyncio.run(main())
+
+
+def test_abort_ends_the_requests_of_that_name_and_no_others() -> None:
+    async def scenario(engine: FakeEngine, stub: VllmEngineStub, _door: GrpcServer) -> None:
+        calls = [stub.Generate(ask(True, request_id=name)) for name in ("one", "two")]
+        await engine.until(lambda engine: len(engine.requests) == 2)
+        await stub.Abort(pb.AbortRequest(request_ids=["one", "nobody"]))
+        await engine.until(lambda engine: bool(engine.cancelled))
+        assert [name.partition("/")[0] for name in engine.cancelled] == ["one"]
+        assert set(engine.cancelled.values()) == {FinishReason.CANCELLED}
+        for call in calls:
+            call.cancel()
+
+    run(scenario, FakeEngine(by_hand=True))
+
+
+def test_abort_does_not_reach_other_callers_requests(tmp_path: Path) -> None:
+    keys = tmp_path / "keys"
+    keys.write_text("0123456789abcdef\nfedcba9876543210\n")
+
+    async def scenario(engine: FakeEngine, stub: VllmEngineStub, _door: GrpcServer) -> None:
+        mine, others = ((("authorization", f"Bearer {key}"),) for key in keys.read_text().split())
+        call = stub.Generate(ask(True, request_id="one"), metadata=mine)
+        await engine.until(lambda engine: len(engine.requests) == 1)
+        await stub.Abort(pb.AbortRequest(request_ids=["one"]), metadata=others)
+        assert not engine.cancelled
+        await stub.Abort(pb.AbortRequest(request_ids=["one"]), metadata=mine)
+        await engine.until(lambda engine: bool(engine.cancelled))
+        call.cancel()
+        assert await code_of(stub.HealthCheck(pb.HealthCheckRequest())) is grpc.StatusCode.UNAUTHENTICATED
+
+    run(scenario, FakeEngine(by_hand=True), api_key_file=keys)
+
+
+def test_what_the_engine_is_and_how_full() -> None:
+    async def scenario(engine: FakeEngine, stub: VllmEngineStub, _door: GrpcServer) -> None:
+        model = await stub.GetModelInfo(pb.GetModelInfoRequest())
+        assert (model.model_path, model.served_model_name, model.is_generation) == ("fake", "fake", True)
+        assert (model.max_context_length, model.max_req_input_len, model.vocab_size) == (64, 64, 257)
+        assert (list(model.eos_token_ids), list(model.architectures)) == ([EOS], ["GPT2LMHeadModel"])
+        server = await stub.GetServerInfo(pb.GetServerInfoRequest())
+        assert (server.active_requests, server.server_type, server.data_parallel_size) == (0, "vllm-grpc", 1)
+        (load,) = (await stub.GetLoads(pb.GetLoadsRequest(include=["core"]))).loads
+        assert (load.num_running_reqs, load.num_waiting_reqs, load.num_total_reqs) == (2, 1, 3)
+        assert (load.token_usage, load.num_used_tokens, load.max_total_num_tokens) == (0.25, 256, 1024)
+
+    run(scenario)
+
+
+def test_the_tokenizer_comes_as_an_archive_with_its_digest(tmp_path: Path) -> None:
+    template = tmp_path / "template.jinja"
+    template.write_text("{{ messages }}")
+
+    async def scenario(_engine: FakeEngine, stub: VllmEngineStub, _door: GrpcServer) -> None:
+        parts = [part async for part in stub.GetTokenizer(pb.GetTokenizerRequest())]
+        content = b"".join(part.data for part in parts)
+        assert [part.sha256 for part in parts] == [""] * (len(parts) - 1) + [hashlib.sha256(content).hexdigest()]
+        with zipfile.ZipFile(io.BytesIO(content)) as archive:
+            assert archive.read("tokenizer.json") == b"{}"
+            assert archive.read("chat_template.jinja") == b"{{ messages }}"
+            assert json.loads(archive.read("tokenizer_config.json"))["eos_token"] == "<eos>"
+            assert json.loads(archive.read("config.json"))["eos_token_id"] == EOS
+
+    run(scenario, chat_template=template)
+
+
+def test_without_a_tokenizer_there_is_no_archive() -> None:
+    async def scenario(_engine: FakeEngine, stub: VllmEngineStub, _door: GrpcServer) -> None:
+        assert await code_of(stub.GetTokenizer(pb.GetTokenizerRequest())) is grpc.StatusCode.INVALID_ARGUMENT
+        assert (await stub.GetModelInfo(pb.GetModelInfoRequest())).tokenizer_path == ""
+
+    run(scenario, FakeEngine(card=replace(CARD, has_tokenizer=False)))
+
+
+def test_health_follows_the_server_under_both_names() -> None:
+    async def scenario(_engine: FakeEngine, stub: VllmEngineStub, door: GrpcServer) -> None:
+        assert (await stub.HealthCheck(pb.HealthCheckRequest())).healthy
+        await door.set_serving(False)
+        answer = await stub.HealthCheck(pb.HealthCheckRequest())
+        assert not answer.healthy
+        assert answer.message
+
+    run(scenario)
+
+
+async def listed(channel: aio.Channel) -> set[str]:
+    asked = reflection_pb2.ServerReflectionRequest(list_services="")
+    reflection = reflection_pb2_grpc.ServerReflectionStub(channel)
+    (answer,) = [answer async for answer in reflection.ServerReflectionInfo(iter([asked]))]
+    return {service.name for service in answer.list_services_response.service}
+
+
+@pytest.mark.parametrize("is_on", [False, True])
+def test_it_is_there_only_where_it_is_asked_for(is_on: bool) -> None:
+    """Routers find out who they speak to by asking: others' services, and what we lack, must be UNIMPLEMENTED."""
+
+    async def main() -> None:
+        async with served(FakeEngine(), ServerSettings(port=0, vllm_grpc=is_on)) as (_, target):
+            async with aio.insecure_channel(target) as channel:
+                assert (SERVICE in await listed(channel)) is is_on
+                stub = VllmEngineStub(channel)
+                assert await code_of(stub.HealthCheck(pb.HealthCheckRequest())) is (OK if is_on else NOTHING)
+                for method in (f"{SERVICE}/Embed", f"{SERVICE}/SubscribeKvEvents",
+                               "sglang.grpc.scheduler.SglangScheduler/HealthCheck"):  # fmt: skip
+                    assert await code_of(channel.unary_unary(f"/{method}")(b"")) is NOTHING
+                health = health_pb2_grpc.HealthStub(channel).Check(health_pb2.HealthCheckRequest(service=SERVICE))
+                assert await code_of(health) is (OK if is_on else grpc.StatusCode.NOT_FOUND)
+
+    asyncio.run(main())
+
+
+def test_pings_of_idle_routers_are_welcome() -> None:
+    """Their keepalive: every 30 s, also without calls; the defaults of gRPC answer it with GOAWAY."""
+    from ppserve.head.api.grpc.server import server_options
+
+    options = dict(server_options(CARD.limits))
+    assert options["grpc.keepalive_permit_without_calls"] == 1
+    assert options["grpc.http2.min_ping_interval_without_data_ms"] <= 30_000

@@ -5,10 +5,13 @@ Sizes are bytes, times are seconds. None means `auto`: decided at start-up or wh
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from collections.abc import Mapping
+from dataclasses import dataclass, field, fields
 from pathlib import Path
+from typing import Any
 
 from ppserve.core.architecture import Split
+from ppserve.errors import ConfigError
 
 DTYPES = ("auto", "float32", "bfloat16", "float16")
 TRANSPORTS = ("auto", "nccl", "gloo", "shm", "local")
@@ -97,6 +100,8 @@ class LogSettings:
 
 @dataclass(frozen=True, slots=True)
 class ServeConfig:
+    """All parts. No two parts have a field of the same name."""
+
     model: ModelSettings = field(default_factory=ModelSettings)
     pipeline: PipelineSettings = field(default_factory=PipelineSettings)
     cache: CacheSettings = field(default_factory=CacheSettings)
@@ -104,3 +109,12 @@ class ServeConfig:
     server: ServerSettings = field(default_factory=ServerSettings)
     network: NetworkSettings = field(default_factory=NetworkSettings)
     log: LogSettings = field(default_factory=LogSettings)
+
+    @classmethod
+    def of(cls, values: Mapping[str, Any]) -> ServeConfig:
+        """Each value in the part that has a field of its name. Raises ConfigError for what cannot be served."""
+        if values.get("quantization", "none") != "none":
+            raise ConfigError("--quantization", f"{values['quantization']} is not available in this version")
+        defaults = {part.name: getattr(cls(), part.name) for part in fields(cls)}
+        own = {part: [f.name for f in fields(default) if f.name in values] for part, default in defaults.items()}
+        return cls(**{part: type(defaults[part])(**{n: values[n] for n in own[part]}) for part in own})

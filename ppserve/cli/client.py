@@ -15,12 +15,13 @@ from typing import Any, cast
 import click
 
 from ppserve.cli.connection import connection, connection_options
-from ppserve.cli.types import TEXT, whole
+from ppserve.cli.types import TEXT
 from ppserve.client import AsyncClient, CallFailed, Chunk, Client, Options, RetryPolicy, completion_of
 from ppserve.errors import ConfigError, PpserveError
 
-# The proto's uint32.
-_COUNT = whole(32)
+# The proto's uint32 and uint64.
+_COUNT = click.IntRange(0, 2**32 - 1)
+_SEED = click.IntRange(0, 2**64 - 1)
 
 # Name of a request's option, its type (bool: a flag; a tuple: may be repeated), and its help.
 _REQUEST_OPTIONS: tuple[tuple[str, Any, str], ...] = (
@@ -33,7 +34,7 @@ _REQUEST_OPTIONS: tuple[tuple[str, Any, str], ...] = (
     ("repetition_penalty", float, "Above 1 makes tokens that occurred less likely."),
     ("frequency_penalty", float, "Taken off a token's logit for each time it was generated."),
     ("presence_penalty", float, "Taken off a token's logit once it was generated."),
-    ("seed", whole(64), "Makes the answer reproducible. Default: random, and told with --json."),
+    ("seed", _SEED, "Makes the answer reproducible. Default: random, and told with --json."),
     ("n", _COUNT, "Sequences to generate."),
     ("stop", (TEXT,), "A string that ends the text. May be repeated."),
     ("stop_token_ids", (_COUNT,), "A token that ends the text. May be repeated."),
@@ -45,7 +46,7 @@ _REQUEST_OPTIONS: tuple[tuple[str, Any, str], ...] = (
     ("token_ids", bool, "Ids and bytes of tokens (with --json)."),
     ("timings", bool, "Where the time went (with --json)."),
     ("stream_interval", _COUNT, "Tokens per message."),
-    ("priority", whole(32, signed=True), "Higher is admitted first."),
+    ("priority", click.IntRange(-(2**31), 2**31 - 1), "Higher is admitted first."),
     ("request_id", TEXT, "A name for the server's log."),
     ("timeout_s", click.FloatRange(min=0, min_open=True), "Seconds to wait for the answer."),
 )
@@ -58,13 +59,9 @@ def _flag(name: str) -> str:
 def _request_options(command: Callable[..., Any]) -> Callable[..., Any]:
     """Adds one flag for each option of a request."""
     for name, kind, text in reversed(_REQUEST_OPTIONS):
-        if kind is bool:
-            option = click.option(_flag(name), name, is_flag=True, help=text)
-        elif isinstance(kind, tuple):
-            option = click.option(_flag(name), name, type=kind[0], multiple=True, help=text)
-        else:
-            option = click.option(_flag(name), name, type=kind, help=text)
-        command = option(command)
+        several = isinstance(kind, tuple)
+        parsed = {"is_flag": True} if kind is bool else {"type": kind[0] if several else kind, "multiple": several}
+        command = click.option(_flag(name), name, help=text, **parsed)(command)
     return command
 
 
@@ -158,8 +155,9 @@ class _Printer:
         return f"--- prompt {place}, answer {index} ---\n" if self._numbered else f"--- answer {index} ---\n"
 
     def _object(self, place: int, value: Any) -> None:
-        fields = _plain(value)
-        self._write(json.dumps({"prompt": place, **fields} if self._numbered else fields) + "\n")
+        fields = {"prompt": place} if self._numbered else {}
+        fields |= dataclasses.asdict(value, dict_factory=_present)
+        self._write(json.dumps(fields, default=_base64) + "\n")
 
     def _write(self, text: str) -> None:
         sys.stdout.write(text)
@@ -239,16 +237,14 @@ def _options(flags: dict[str, Any]) -> Options:
 def _bias(text: str) -> tuple[int, float]:
     token_id, _, bias = text.partition("=")
     try:
-        return _COUNT.convert(token_id, None, None), float(bias)
+        return int(_COUNT(token_id)), float(bias)
     except (ValueError, click.BadParameter):
         raise click.BadParameter(f"{text!r} is not ID=BIAS", param_hint="--logit-bias") from None
 
 
-def _plain(value: Any) -> Any:
-    """A value as JSON holds it: bytes in base64; None and empty tuples are left out."""
-    if dataclasses.is_dataclass(value):
-        named = ((field.name, getattr(value, field.name)) for field in dataclasses.fields(value))
-        return {name: _plain(part) for name, part in named if part is not None and part != ()}
-    if isinstance(value, tuple):
-        return [_plain(part) for part in value]
-    return base64.b64encode(value).decode() if isinstance(value, bytes) else value
+def _present(fields: list[tuple[str, Any]]) -> dict[str, Any]:
+    return {name: value for name, value in fields if value is not None and value != ()}
+
+
+def _base64(value: bytes) -> str:
+    return base64.b64encode(value).decode()

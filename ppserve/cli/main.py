@@ -61,19 +61,15 @@ def main() -> None:
         sys.exit(code if isinstance(code, int) else 0)
     except click.ClickException as error:
         _report(error.format_message(), reports)
-        sys.exit(EXIT_USAGE)
-    except UsageError as error:
-        _report(str(error), reports)
-        sys.exit(EXIT_USAGE)
     except UnicodeEncodeError:
         # Bytes of an argument that are not UTF-8 arrive as lone surrogates.
         _report("an argument is not UTF-8 text", reports)
-        sys.exit(EXIT_USAGE)
     except PpserveError as error:
         _report(str(error), reports)
-        sys.exit(1)
+        sys.exit(EXIT_USAGE if isinstance(error, UsageError) else 1)
     except (click.Abort, KeyboardInterrupt):
         sys.exit(130)
+    sys.exit(EXIT_USAGE)
 
 
 def _report(problem: str, reports: bool) -> None:

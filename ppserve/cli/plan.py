@@ -98,10 +98,10 @@ def plan(**flags: Any) -> None:
     layout = forecast(arch, intent)
     outcomes: dict[int, Outcome] = {}
     if flags["wants_simulation"]:
-        counts = sorted({flags["stages"], *(flags["compare"] or ())})
-        for count in counts:
-            wanted = layout if count == flags["stages"] else forecast(arch, _other(intent, count))
-            outcomes[count] = _simulate(wanted, flags)
+        for count in sorted({flags["stages"], *(flags["compare"] or ())}):
+            # Another number of stages has the same model and memory, and the automatic split.
+            other = intent if count == flags["stages"] else replace(intent, num_stages=count, layers=None)
+            outcomes[count] = _simulate(forecast(arch, other), flags)
     if flags["as_json"]:
         simulated = {str(count): summary(outcome) for count, outcome in outcomes.items()}
         click.echo(json.dumps(_as_json(flags["model"], layout) | ({"simulated": simulated} if simulated else {})))
@@ -109,11 +109,6 @@ def plan(**flags: Any) -> None:
     click.echo(render(flags["model"], layout))
     if outcomes:
         click.echo("\nsimulated:\n" + render_outcomes(outcomes))
-
-
-def _other(intent: Intent, num_stages: int) -> Intent:
-    """The same model and memory on another number of stages, with the automatic split."""
-    return replace(intent, num_stages=num_stages, layers=None)
 
 
 def _simulate(layout: Forecast, flags: dict[str, Any]) -> Outcome:

@@ -107,31 +107,11 @@ def build_config(flags: dict[str, Any]) -> cfg.ServeConfig:
         raise ConfigError("--tls-cert", "needs --tls-key, and the other way round")
     if flags["tls_client_ca"] and not flags["tls_cert"]:
         raise ConfigError("--tls-client-ca", "needs --tls-cert and --tls-key")
-    if flags["quantization"] != "none":
-        raise ConfigError("--quantization", f"{flags['quantization']} is not available in this version")
     for name in ("host", "advertise"):
         try:
             ipaddress.ip_address(flags[name] if flags[name] not in (None, "localhost") else "127.0.0.1")
         except ValueError:
             raise ConfigError(f"--{name}", f"{flags[name]!r} is not an IP address") from None
-
-    def pick(kind: type[Any], *names: str, **others: Any) -> Any:
-        return kind(**{name: flags[name] for name in names}, **others)
-
-    return cfg.ServeConfig(
-        model=pick(cfg.ModelSettings, "dtype", "quantization", "force_cpu", "max_model_len", path=flags["model"]),
-        pipeline=pick(cfg.PipelineSettings, "layers", "microbatches", "transport", "threads"),
-        cache=pick(cfg.CacheSettings, "block_size", "kv_cache_memory"),
-        scheduling=pick(
-            cfg.SchedulingSettings, "max_num_seqs", "max_queue", "prefill_chunk", "expect_prompt", "expect_new"
-        ),
-        server=pick(
-            cfg.ServerSettings,
-            *("host", "port", "http_port", "chat_template", "vllm_grpc", "metrics_port", "trace"),
-            *("tls_cert", "tls_key", "tls_client_ca", "api_key_file"),
-            shutdown_timeout_s=flags["shutdown_timeout"],
-        ),
-        network=pick(cfg.NetworkSettings, "secret_file", "control_port", "interface", "advertise"),
-        log=cfg.LogSettings(flags["log_level"], flags["log_format"]),
-    )
-
+    fields = {"model": "path", "shutdown_timeout": "shutdown_timeout_s", "log_level": "level"}
+    fields["log_format"] = "format"
+    return cfg.ServeConfig.of({fields.get(name, name): value for name, value in flags.items()})

@@ -7,7 +7,7 @@ import shutil
 import sys
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import click
@@ -41,7 +41,7 @@ def top(metrics: str, interval_s: float, once: bool, **flags: Any) -> None:
     gone: CallFailed | None = None
     with client:
         try:
-            with _screen() if live else _no_screen():
+            with _screen() if live else nullcontext():
                 for view in _views(client, None if metrics == "none" else metrics, interval_s):
                     _show(view, flags["target"], live)
                     if once:
@@ -96,8 +96,3 @@ def _screen() -> Iterator[None]:
     finally:
         sys.stdout.write(_LEAVE)
         sys.stdout.flush()
-
-
-@contextmanager
-def _no_screen() -> Iterator[None]:
-    yield

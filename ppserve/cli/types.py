@@ -1,4 +1,4 @@
-"""Types of flags that click lacks: sizes, layer splits, `auto` or a number, text, numbers of some bits."""
+"""Types of flags that click lacks: sizes, layer splits, `auto` or a number, text."""
 
 from __future__ import annotations
 
@@ -38,19 +38,6 @@ class AutoOr(click.ParamType[Any]):
 
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
         return None if value is None or value == "auto" else self.inner.convert(value, param, ctx)
-
-
-def whole(bits: int, signed: bool = False) -> Parsed:
-    """A whole number of at most `bits` bits."""
-    low = -(1 << (bits - 1)) if signed else 0
-    high = low + (1 << bits) - 1
-
-    def parse(text: str) -> int:
-        if not re.fullmatch(r"-?\d+", text) or not low <= int(text) <= high:
-            raise ValueError(f"{text!r} is not a whole number from {low} to {high}")
-        return int(text)
-
-    return Parsed("integer", parse)
 
 
 def _size(text: str) -> int:

@@ -8,7 +8,6 @@ import time
 import weakref
 from collections.abc import Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, wait
-from dataclasses import fields
 from numbers import Integral
 from typing import Any, Self, TypedDict, Unpack, cast
 
@@ -39,7 +38,6 @@ from ppserve.tokenizer import Tokenizer, load_tokenizer
 log = logging.getLogger("ppserve.library")
 
 _END_WITHIN_S = 10.0
-_PARTS = ("model", "pipeline", "cache", "scheduling")
 
 
 class Settings(TypedDict, total=False):
@@ -212,8 +210,6 @@ def _config_of(model: str, settings: Settings) -> cfg.ServeConfig:
         raise ConfigError(min(unknown), "there is no such setting")
     if given.get("dtype", "auto") not in cfg.DTYPES:
         raise ConfigError("dtype", f"{given['dtype']!r} is none of {', '.join(cfg.DTYPES)}")
-    if given.get("quantization", "none") != "none":
-        raise ConfigError("quantization", f"{given['quantization']} is not available in this version")
     if "layers" in given:
         try:
             given["layers"] = Split.parse(given["layers"])
@@ -223,15 +219,7 @@ def _config_of(model: str, settings: Settings) -> cfg.ServeConfig:
     for name, value in given.items():
         if isinstance(value, int) and not isinstance(value, bool) and value < 1:
             raise ConfigError(name, f"{value} is not positive")
-    defaults = cfg.ServeConfig()
-    parts = {part: getattr(defaults, part) for part in _PARTS}
-    homes = {field.name: part for part in _PARTS for field in fields(parts[part])}
-    return cfg.ServeConfig(
-        **{
-            part: type(parts[part])(**{name: value for name, value in given.items() if homes[name] == part})
-            for part in _PARTS
-        }
-    )
+    return cfg.ServeConfig.of(given)
 
 
 def _live(start: wire.Start, found: Findings, link: LocalLink, wiring: ThreadWiring) -> None:

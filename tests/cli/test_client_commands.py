@@ -80,11 +80,11 @@ def test_prompts_from_a_file_in_its_order(target: str, tmp_path: Path) -> None:
     ("arguments", "code", "words"),
     [
         (("hello", "--top-p", "3", "--n", "99"), 1, ("INVALID_ARGUMENT", "sampling.top_p", "sampling.n")),
-        (("hello", "--max-tokens", "-3"), 2, ("--max-tokens", "-3", "0 to 4294967295")),
+        (("hello", "--max-tokens", "-3"), 2, ("--max-tokens", "-3", "0<=x<=4294967295")),
         (("hello", "--top-k", "4294967296"), 2, ("--top-k", "4294967296")),
         (("hello", "--stop-token-id", "1", "--stop-token-id", "-1"), 2, ("--stop-token-id", "-1")),
         (("hello", "--seed", "18446744073709551616"), 2, ("--seed", "18446744073709551615")),
-        (("hello", "--priority", "2147483648"), 2, ("--priority", "-2147483648 to 2147483647")),
+        (("hello", "--priority", "2147483648"), 2, ("--priority", "-2147483648<=x<=2147483647")),
         (("hello", "--logit-bias", "-1=2"), 2, ("--logit-bias", "-1=2")),
         (("hello", "--timeout", "0"), 2, ("--timeout", "0")),
         (("\udcff",), 2, ("PROMPT", "UTF-8")),

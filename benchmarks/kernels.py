@@ -21,12 +21,13 @@ import torch
 
 from ppserve.model.cpu.jit import kernel
 from ppserve.model.cpu.kernels.memory import address, aligned
-from ppserve.model.cpu.kernels.operations import OPERATIONS
-from ppserve.model.cpu.kernels.products import PackedRows, count_tile_rows, micro_kernels, multiply_rows, pack_rows
+from ppserve.model.cpu.kernels.products import PackedRows, micro_kernels
+from ppserve.model.cpu.kernels.storage import Storage
 from ppserve.model.cpu.kernels.tile_code import MicroKernel
 from ppserve.model.cpu.kernels.variants import choose, features
 from ppserve.model.cpu.kernels.weights import PackedWeights
 from ppserve.model.cpu.vector import load, splat, sum_lanes
+from tests.model.cpu.products import count_tile_rows, multiply_rows, pack_rows
 
 LAYERS = 12
 SHAPES = ((768, 2304), (768, 768), (768, 3072), (3072, 768))
@@ -38,7 +39,7 @@ Contender = Callable[[], None]
 
 def ours(kind: MicroKernel, precision: str, num_rows: int, layers: list[list[PackedWeights]]) -> Contender:
     """Packing the rows and multiplying them, for every matrix."""
-    steps, inputs = OPERATIONS[kind.operation].steps, OPERATIONS[kind.operation].inputs
+    steps, inputs = kind.steps, kind.inputs
     tile_rows = count_tile_rows(kind, num_rows)
     padded = -(-num_rows // tile_rows) * tile_rows
     x, values = aligned((num_rows, 3072), np.float32), aligned(3072, np.float32)
@@ -51,9 +52,8 @@ def ours(kind: MicroKernel, precision: str, num_rows: int, layers: list[list[Pac
         for layer in layers:
             for packed in layer:
                 weights = packed.seen_by_kernels
-                pack_rows(
-                    kind, address(x), packed.num_inputs, rows, weights.chunks, address(values), 0, num_rows
-                )  # fmt: skip
+                depth, chunks = packed.num_inputs, weights.chunks
+                pack_rows(kind, Storage("float32"), address(x), depth, rows, chunks, address(values))
                 multiply_rows(kind, weights, rows, address(y), 0, weights.outputs // 16)
 
     return multiply_all
@@ -83,10 +83,10 @@ def onednn(dtype: torch.dtype, num_rows: int) -> Contender:
 
 
 @kernel
-def read_all(values) -> float:  # type: ignore[no-untyped-def]
-    """The sum of all values, in four chains."""
+def read_all(values, count) -> float:  # type: ignore[no-untyped-def]
+    """The sum of `count` values at an address, in four chains."""
     a = b = c = d = splat(np.float32(0))
-    for i in range(0, len(values), 64):
+    for i in range(0, count, 64):
         a = a + load(values, i)
         b = b + load(values, i + 16)
         c = c + load(values, i + 32)
@@ -111,7 +111,7 @@ def limits(rounds: int) -> dict[str, float]:
     """GB/s of reading, GFLOP/s of torch's product of 2048 x 2048 matrices."""
     memory = aligned(WEIGHTS, np.float32)
     memory[:] = 1.0
-    contenders: dict[str, Contender] = {"read GB/s": lambda: read_all(memory)}
+    contenders: dict[str, Contender] = {"read GB/s": lambda: read_all(address(memory), memory.size)}
     for name, dtype in (("float32", torch.float32), ("bfloat16", torch.bfloat16)):
         a, b = torch.randn(2048, 2048).to(dtype), torch.randn(2048, 2048).to(dtype)
         contenders[f"torch {name} GFLOP/s"] = lambda a=a, b=b: torch.matmul(a, b)  # type: ignore[misc]

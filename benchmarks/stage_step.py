@@ -1,10 +1,10 @@
 """Times one stage's step by hand: a 124M-shaped GPT-2 with random weights, all layers in one stage.
 
-    OMP_NUM_THREADS=1 python benchmarks/stage_step.py [--dtype bfloat16] [--threads 1]
+    OMP_NUM_THREADS=1 python benchmarks/stage_step.py [--dtype bfloat16] [--threads 1,2]
 
-For several numbers of decode rows and prefill tokens it prints milliseconds per step, split into linears,
-attention, head and sampling, and the rest, and tokens per second. With one thread the clock is the thread's
-own CPU time, so that a busy machine disturbs it less.
+For several numbers of decode rows and prefill tokens it prints milliseconds per step, split into sublayers,
+head and sampling, and the rest, tokens per second, and how often as fast as with the first number of threads that
+is. With one thread alone the clock is the thread's own CPU time, so that a busy machine disturbs it less.
 """
 
 from __future__ import annotations
@@ -14,7 +14,6 @@ from collections import defaultdict
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import click
 import torch
@@ -22,10 +21,9 @@ import torch
 from ppserve.core.architecture import Architecture, StageLayout
 from ppserve.core.plan import Draw, Slice, StepPlan
 from ppserve.core.request import SamplingParams
-from ppserve.model.backend import Attend, KVCache, StepRows
+from ppserve.model.backend import Attend, Sublayer
 from ppserve.model.cpu.backend import CpuBackend
-from ppserve.model.cpu.kv_cache import CpuCache
-from ppserve.model.gpt2 import GPT2Stage
+from ppserve.model.gpt2 import MLP, GPT2Stage
 from ppserve.model.inputs import build_inputs
 
 GPT2 = Architecture(12, 768, 12, 1024, 50257, 50257, 3072)
@@ -54,33 +52,51 @@ class RandomWeights:
 
 
 class Watch:
-    """Sums the time spent inside the callables that it wraps."""
+    """Sums the time spent inside the sublayers that it wraps."""
 
     def __init__(self, clock: Callable[[], float]) -> None:
         self.clock = clock
         self.spent: defaultdict[str, float] = defaultdict(float)
 
-    def wrap(self, name: str, function: Callable[..., Any]) -> Callable[..., Any]:
-        def timed(*arguments: Any) -> Any:
+    def wrap(self, name: str, sublayer: Sublayer) -> Sublayer:
+        def timed(hidden_TD: torch.Tensor, attend: Attend) -> torch.Tensor:
             begun = self.clock()
             try:
-                return function(*arguments)
+                return sublayer(hidden_TD, attend)
             finally:
                 self.spent[name] += self.clock() - begun
 
         return timed
 
 
-class WatchedCache:
-    """A cache whose attention is timed."""
+class Bench:
+    """A whole model in one stage with a number of threads."""
 
-    def __init__(self, cache: CpuCache, watch: Watch) -> None:
-        self.num_blocks, self.block_size, self.device = cache.num_blocks, cache.block_size, cache.device
-        self.begin, self.fill, self.close = cache.begin, cache.fill, cache.close
-        self._cache, self._watch = cache, watch
+    def __init__(self, dtype: str, threads: int, num_blocks: int, clock: Callable[[], float]) -> None:
+        backend = CpuBackend(dtype, threads)
+        self.threads = threads
+        self.layout = StageLayout(0, 1, 0, 2 * GPT2.num_layers)
+        self.stage = GPT2Stage.load(RandomWeights(GPT2), self.layout, backend)
+        self.cache = backend.make_cache(GPT2, self.layout, num_blocks, BLOCK_SIZE)
+        self.watch = Watch(clock)
+        self.stage.sublayers = [
+            self.watch.wrap("MLP" if isinstance(each, MLP) else "attention", each)  # type: ignore[misc]
+            for each in self.stage.sublayers
+        ]
 
-    def attention(self, rows: StepRows) -> Attend:
-        return self._watch.wrap("attention", self._cache.attention(rows))
+    def step(self, plan: StepPlan) -> dict[str, float]:
+        """Seconds by part."""
+        watch = self.watch
+        watch.spent.clear()
+        begun = watch.clock()
+        inputs = build_inputs(plan, self.layout, self.cache)
+        built = watch.clock()
+        hidden = self.stage.forward(inputs, None, self.cache)
+        forwarded = watch.clock()
+        self.stage.read_out(plan, inputs, hidden)
+        ended = watch.clock()
+        parts = {"step": ended - begun, "inputs": built - begun, "read out": ended - forwarded, **watch.spent}
+        return parts | {"rest": forwarded - built - sum(watch.spent.values())}
 
 
 def decode_plan(num_rows: int, context: int, sampling: SamplingParams) -> StepPlan:
@@ -96,57 +112,44 @@ def prefill_plan(num_tokens: int, context: int) -> StepPlan:
     return StepPlan(0, 0, 0, (Slice(0, context, ids, table, Draw(SamplingParams(temperature=0))),))
 
 
-def measure(stage: GPT2Stage, cache: KVCache, plan: StepPlan, watch: Watch, seconds: float) -> dict[str, float]:
-    """The fastest of the steps that fit into `seconds`: milliseconds by part."""
-    best: dict[str, float] = {"step": float("inf")}
+def measure(benches: list[Bench], plan: StepPlan, seconds: float) -> list[dict[str, float]]:
+    """The fastest step of each, of those that fit into `seconds` in turns: milliseconds by part."""
+    best = [{"step": float("inf")} for _ in benches]
     until = time.monotonic() + seconds
     rounds = 0
     while rounds < 3 or time.monotonic() < until:
         rounds += 1
-        watch.spent.clear()
-        begun = watch.clock()
-        inputs = build_inputs(plan, stage.layout, cache)
-        built = watch.clock()
-        hidden = stage.forward(inputs, None, cache)
-        forwarded = watch.clock()
-        stage.read_out(plan, inputs, hidden)
-        ended = watch.clock()
-        if 1e3 * (ended - begun) < best["step"]:
-            parts = {"step": ended - begun, "inputs": built - begun, "read out": ended - forwarded, **watch.spent}
-            parts["rest"] = forwarded - built - sum(watch.spent.values())
-            best = {name: 1e3 * spent for name, spent in parts.items()}
-    return best
+        for number, bench in enumerate(benches):
+            found = bench.step(plan)
+            if found["step"] < best[number]["step"]:
+                best[number] = found
+    return [{name: 1e3 * spent for name, spent in parts.items()} for parts in best]
 
 
 @click.command()
 @click.option("--dtype", default="float32", type=click.Choice(["float32", "bfloat16"]))
-@click.option("--threads", default=1)
+@click.option("--threads", default="1", help="Numbers of threads, with commas; they take turns.")
 @click.option("--context", default=160, help="Positions before each decoded row.")
 @click.option("--seconds", default=2.0, help="Time for each line.")
-def main(dtype: str, threads: int, context: int, seconds: float) -> None:
-    torch.set_num_threads(threads)
-    backend = CpuBackend(dtype, threads)
-    layout = StageLayout(0, 1, 0, 2 * GPT2.num_layers)
-    stage = GPT2Stage.load(RandomWeights(GPT2), layout, backend)
-    watch = Watch(time.thread_time if threads == 1 else time.perf_counter)
+def main(dtype: str, threads: str, context: int, seconds: float) -> None:
+    counts = [int(count) for count in threads.split(",")]
+    torch.set_num_threads(1)
     num_blocks = 64 * (-(-(context + 1) // BLOCK_SIZE)) + 64
-    cache = WatchedCache(backend.make_cache(GPT2, layout, num_blocks, BLOCK_SIZE), watch)
-    for part in stage.attentions:
-        part._qkv, part._proj = (watch.wrap("linears", each) for each in part.linears)
-    for part in stage.mlps:
-        part._expand, part._contract = (watch.wrap("linears", each) for each in part.linears)
-        part._activate = watch.wrap("activation", part._activate)
-    columns = ("step", "linears", "attention", "activation", "rest", "inputs", "read out")
-    print(f"{dtype}, {threads} threads; milliseconds".ljust(34), *(c.rjust(10) for c in columns), "  tokens/s")
+    clock = time.thread_time if counts == [1] else time.perf_counter
+    benches = [Bench(dtype, count, num_blocks, clock) for count in counts]
+    columns = ("step", "attention", "MLP", "rest", "inputs", "read out")
+    print(f"{dtype}; milliseconds".ljust(30), "threads", *(c.rjust(10) for c in columns), "  tokens/s   × first")
     greedy, nucleus = SamplingParams(temperature=0), SamplingParams(temperature=0.8, top_p=0.95, seed=1)
     plans = {f"decode {n} rows at {context}": decode_plan(n, context, greedy) for n in (1, 2, 4, 8, 16, 32, 64)}
     plans |= {f"decode {n} rows, top_p 0.95": decode_plan(n, context, nucleus) for n in (8,)}
     plans |= {f"prefill {n} tokens": prefill_plan(n, 0) for n in (64, 128, 256, 512)}
     plans |= {"prefill 128 tokens after 896": prefill_plan(128, 896)}
     for name, plan in plans.items():
-        found = measure(stage, cache, plan, watch, seconds)
-        figures = (f"{found.get(column, 0):10.3f}" for column in columns)
-        print(name.ljust(34), *figures, f"{1e3 * plan.num_tokens / found['step']:10.0f}", flush=True)
+        all_found = measure(benches, plan, seconds)
+        for bench, found in zip(benches, all_found, strict=True):
+            figures = (f"{found.get(column, 0):10.3f}" for column in columns)
+            rate, ratio = 1e3 * plan.num_tokens / found["step"], all_found[0]["step"] / found["step"]
+            print(name.ljust(30), f"{bench.threads:7}", *figures, f"{rate:10.0f} {ratio:9.2f}", flush=True)
 
 
 if __name__ == "__main__":

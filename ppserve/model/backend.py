@@ -80,6 +80,29 @@ class Attend(Protocol):
         """
 
 
+Sublayer = Callable[[torch.Tensor, Attend], torch.Tensor]
+"""(T, D) hidden states to (T, D), as `Precision.hidden` has them: attention or MLP with the residual."""
+
+
+class AttentionParts(Protocol):
+    """What an attention sublayer is made of. own: its number among the stage's attentions."""
+
+    own: int
+    scale: float
+    norm: Operator
+    qkv: Linear
+    proj: Linear
+
+
+class MLPParts(Protocol):
+    """What an MLP sublayer is made of."""
+
+    norm: Operator
+    expand: Linear
+    activate: Operator
+    contract: Linear
+
+
 class KVCache(Protocol):
     """The keys and values of one stage: preallocated blocks, addressed by id, owned by nobody else.
 
@@ -120,6 +143,12 @@ class Backend(Protocol):
 
     def activation(self, name: str) -> Operator:
         """One of `stock.ACTIVATIONS`."""
+
+    def fused_attention(self, parts: AttentionParts) -> Sublayer | None:
+        """The sublayer in one call, with the bits of its parts; None where the parts are as good."""
+
+    def fused_mlp(self, parts: MLPParts) -> Sublayer | None:
+        """Likewise."""
 
     def block_bytes(self, arch: Architecture, layout: StageLayout, block_size: int) -> int:
         """Bytes that one KV block takes on a stage."""

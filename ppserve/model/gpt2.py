@@ -38,27 +38,36 @@ class SelfAttention:
     """The first sublayer of layer `layer`; `own` is its number among the stage's attentions."""
 
     def __init__(self, read: WeightReader, layer: int, own: int) -> None:
-        self._own = own
-        self.scale = read.arch.attention_scale(layer)
-        self._norm = read.norm(f"h.{layer}.ln_1")
-        self._qkv, self._proj = read.linear(f"h.{layer}.attn.c_attn"), read.linear(f"h.{layer}.attn.c_proj")
-        self.linears = (self._qkv, self._proj)
+        self.own, self.scale = own, read.arch.attention_scale(layer)
+        self.norm = read.norm(f"h.{layer}.ln_1")
+        self.qkv, self.proj = read.linear(f"h.{layer}.attn.c_attn"), read.linear(f"h.{layer}.attn.c_proj")
+        self._precision = read.backend.precision
+        self._fused = read.backend.fused_attention(self)
 
-    def __call__(self, x_TD: torch.Tensor, attend: Attend) -> torch.Tensor:
-        return x_TD + self._proj(attend(self._own, self._qkv(self._norm(x_TD)), self.scale))
+    def __call__(self, hidden_TD: torch.Tensor, attend: Attend) -> torch.Tensor:
+        if self._fused is not None:
+            return self._fused(hidden_TD, attend)
+        x_TD = hidden_TD.to(self._precision.compute)
+        x_TD = x_TD + self.proj(attend(self.own, self.qkv(self.norm(x_TD)), self.scale))
+        return x_TD.to(self._precision.hidden)
 
 
 class MLP:
     """The second sublayer of layer `layer`."""
 
     def __init__(self, read: WeightReader, layer: int) -> None:
-        self._norm = read.norm(f"h.{layer}.ln_2")
-        self._expand, self._contract = read.linear(f"h.{layer}.mlp.c_fc"), read.linear(f"h.{layer}.mlp.c_proj")
-        self._activate = read.backend.activation(read.arch.activation)
-        self.linears = (self._expand, self._contract)
+        self.norm = read.norm(f"h.{layer}.ln_2")
+        self.expand, self.contract = read.linear(f"h.{layer}.mlp.c_fc"), read.linear(f"h.{layer}.mlp.c_proj")
+        self.activate = read.backend.activation(read.arch.activation)
+        self._precision = read.backend.precision
+        self._fused = read.backend.fused_mlp(self)
 
-    def __call__(self, x_TD: torch.Tensor, attend: Attend) -> torch.Tensor:
-        return x_TD + self._contract(self._activate(self._expand(self._norm(x_TD))))
+    def __call__(self, hidden_TD: torch.Tensor, attend: Attend) -> torch.Tensor:
+        if self._fused is not None:
+            return self._fused(hidden_TD, attend)
+        x_TD = hidden_TD.to(self._precision.compute)
+        x_TD = x_TD + self.contract(self.activate(self.expand(self.norm(x_TD))))
+        return x_TD.to(self._precision.hidden)
 
 
 class Head:
@@ -111,13 +120,12 @@ class GPT2Stage:
     def forward(self, inputs: StepInputs, hidden_TD: torch.Tensor | None, cache: KVCache) -> torch.Tensor:
         """(T, D) hidden states after this stage's sublayers. hidden_TD: those of the stage before, None on the
         first. Writes the rows' keys and values to `cache`, for which the inputs were built."""
-        precision = self.backend.precision
         cache.begin(inputs.rows)
         x_TD = hidden_TD if self._embed is None else self._embed(inputs)
         assert x_TD is not None, "only the first stage has no stage before it"
         assert x_TD.shape == (inputs.num_rows, self.arch.width)
         for sublayer in self.sublayers:
-            x_TD = sublayer(x_TD.to(precision.compute), inputs.attend).to(precision.hidden)
+            x_TD = sublayer(x_TD, inputs.attend)
         return x_TD
 
     @torch.inference_mode()

@@ -70,7 +70,8 @@ def check_determinism(stage: GPT2Stage) -> str | None:
 
 def _linears(stage: GPT2Stage) -> tuple[Linear, ...]:
     """One of each shape: those of the first attention and the first MLP."""
-    return (*stage.attentions[0].linears, *stage.mlps[0].linears)
+    attention, mlp = stage.attentions[0], stage.mlps[0]
+    return attention.qkv, attention.proj, mlp.expand, mlp.contract
 
 
 def _check_linear(
@@ -90,7 +91,7 @@ def _check_linear(
 
 def _check_layer(stage: GPT2Stage, generator: torch.Generator) -> str | None:
     """Whether attention and MLP give prompts the same hidden states however they are cut, whoever is beside."""
-    device, dtype = stage.backend.device, stage.backend.precision.compute
+    device, dtype = stage.backend.device, stage.backend.precision.hidden
     prompts_TD = [
         torch.randn(length, stage.arch.width, generator=generator).to(device, dtype) for length in _LENGTHS
     ]

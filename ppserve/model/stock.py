@@ -14,7 +14,16 @@ from torch.nn.functional import gelu, layer_norm, linear, pad, relu, scaled_dot_
 from ppserve.core.architecture import Architecture, StageLayout
 from ppserve.core.plan import Drawn, Scored, StepPlan
 from ppserve.model import sampling
-from ppserve.model.backend import Attend, Linear, Operator, Precision, StepRows
+from ppserve.model.backend import (
+    Attend,
+    AttentionParts,
+    Linear,
+    MLPParts,
+    Operator,
+    Precision,
+    StepRows,
+    Sublayer,
+)
 
 ACTIVATIONS: dict[str, Operator] = {
     "gelu_new": partial(gelu, approximate="tanh"),
@@ -48,6 +57,12 @@ class StockBackend:
 
     def activation(self, name: str) -> Operator:
         return ACTIVATIONS[name]
+
+    def fused_attention(self, parts: AttentionParts) -> Sublayer | None:
+        return None
+
+    def fused_mlp(self, parts: MLPParts) -> Sublayer | None:
+        return None
 
     def block_bytes(self, arch: Architecture, layout: StageLayout, block_size: int) -> int:
         return block_size * arch.kv_bytes_per_token(len(layout.attentions), self.precision.kv.itemsize)

@@ -9,7 +9,7 @@ import torch
 from ppserve.core.architecture import Split, stage_layouts
 from ppserve.core.plan import Draw, Drawn, Scored, Slice, StepPlan
 from ppserve.core.request import SamplingParams
-from ppserve.model.backend import Backend
+from ppserve.model.backend import AttentionParts, Backend, MLPParts
 from ppserve.model.checkpoint import Checkpoint
 from ppserve.model.cpu.backend import CpuBackend
 from ppserve.model.gpt2 import GPT2Stage
@@ -20,6 +20,16 @@ CPU = torch.device("cpu")
 GREEDY = SamplingParams(temperature=0)
 GREEDY_DRAW = Draw(GREEDY)
 BACKENDS: dict[str, Backend] = {"kernels": CpuBackend("float32"), "stock": StockBackend(CPU, "float32")}
+
+
+class Unfused(CpuBackend):
+    """Every operator in a call of its own."""
+
+    def fused_attention(self, parts: AttentionParts) -> None:
+        pass
+
+    def fused_mlp(self, parts: MLPParts) -> None:
+        pass
 
 
 class Pipeline:

@@ -11,7 +11,7 @@ from ppserve.model.backend import Backend
 from ppserve.model.cpu.backend import CpuBackend
 from ppserve.model.gpt2 import GPT2Stage
 from ppserve.model.stock import ACTIVATIONS
-from tests.model.pipelines import BACKENDS, Pipeline, prompt
+from tests.model.pipelines import BACKENDS, Pipeline, Unfused, prompt
 from tests.model.random_checkpoint import RandomCheckpoint, architecture
 from tests.reference import Reference
 
@@ -117,8 +117,11 @@ def test_where_the_stages_are_cut_changes_no_bit(split: str, dtype: str) -> None
 def test_layer_scaling_follows_the_global_index() -> None:
     """The control of the test above: were the index the stage's own, the cut would show."""
     arch = architecture(num_layers=4, scale_attn_by_inverse_layer_idx=True)
-    whole = Pipeline(RandomCheckpoint(arch), "4", num_sequences=1)
-    cut = Pipeline(RandomCheckpoint(arch), "2,2", num_sequences=1)
+    whole, cut = (
+        Pipeline(RandomCheckpoint(arch), split, backend=Unfused("float32"), num_sequences=1)
+        for split in ("4", "2,2")
+    )
+    assert torch.equal(whole.hidden(prompt(30), 30), cut.hidden(prompt(30), 30))
     for own, part in enumerate(cut.stages[1].attentions):
         part.scale = arch.attention_scale(own)
     assert not torch.equal(whole.hidden(prompt(30), 30), cut.hidden(prompt(30), 30))

@@ -11,13 +11,12 @@ import torch
 from ppserve.core.architecture import Architecture, StageLayout
 from ppserve.core.plan import Draw
 from ppserve.model.backend import Attend, Backend, StepRows
-from ppserve.model.cpu.activations import activation_for
+from ppserve.model.cpu.activations import CpuActivation
 from ppserve.model.cpu.backend import CpuBackend
 from ppserve.model.cpu.kv_cache import CpuCache
-from ppserve.model.cpu.threads import Threads
 from ppserve.model.selftest import check_determinism
 from ppserve.model.stock import ACTIVATIONS, StockBackend, StockCache
-from tests.model.pipelines import BACKENDS, CPU, GREEDY, Pipeline, prompt
+from tests.model.pipelines import BACKENDS, CPU, GREEDY, Pipeline, Unfused, prompt
 from tests.model.random_checkpoint import RandomCheckpoint, architecture
 
 pytestmark = pytest.mark.slow
@@ -57,7 +56,7 @@ def test_plain_linear_rows_do_not_stand_alone() -> None:
 @pytest.mark.parametrize("width", [16, 48, 61, 200])
 def test_activations_treat_every_element_alike(name: str, width: int) -> None:
     torch.manual_seed(0)
-    activate = activation_for(name)
+    activate = CpuActivation(name)
     x = 4 * torch.randn(33, width)
     whole = activate(x.clone())
     torch.testing.assert_close(whole, ACTIVATIONS[name](x), atol=2e-6, rtol=1e-5)
@@ -87,7 +86,7 @@ def test_block_sizes_change_no_bit(block_size: int) -> None:
         assert torch.equal(pipeline.hidden(ids, chunk, sequence=1), usual)
 
 
-class StockAttending(CpuBackend):
+class StockAttending(Unfused):
     """Attention by torch's operator, all else by the kernels."""
 
     def __init__(self, **padding: int) -> None:
@@ -143,6 +142,15 @@ def test_alone_and_among_others(dtype: str) -> None:
         assert steps[2][s] == expected[s][0]
 
 
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("width", [48, 100, 256])
+def test_fused_sublayers_have_the_bits_of_their_parts(width: int, dtype: str) -> None:
+    checkpoint, ids = RandomCheckpoint(architecture(width=width)), prompt(101)
+    fused, parts = (Pipeline(checkpoint, "2", backend=kind(dtype)) for kind in (CpuBackend, Unfused))
+    for chunk in (1, 30, 101):
+        assert torch.equal(fused.hidden(ids, chunk), parts.hidden(ids, chunk, sequence=1))
+
+
 def test_threads_change_no_bit() -> None:
     checkpoint = RandomCheckpoint(architecture(width=64))
     ids = prompt(128)
@@ -176,7 +184,7 @@ def test_copied_blocks_hold_the_same_keys() -> None:
 def test_selftest_passes_and_can_fail(dtype: str) -> None:
     stage = Pipeline(RandomCheckpoint(architecture(width=200)), "1,1", dtype).stages[1]
     assert check_determinism(stage) is None
-    exact = stage.mlps[0].linears[0]
+    exact = stage.mlps[0].expand
 
     class FeelsNeighbours:
         num_inputs, num_bytes = exact.num_inputs, 0
@@ -184,11 +192,11 @@ def test_selftest_passes_and_can_fail(dtype: str) -> None:
         def __call__(self, x_TK: torch.Tensor) -> torch.Tensor:
             return exact(x_TK) + 1e-6 * len(x_TK)
 
-    stage.mlps[0].linears = (FeelsNeighbours(),)
+    stage.mlps[0].expand = FeelsNeighbours()
     assert check_determinism(stage) == "a linear layer of 200 inputs: rows differ between 1 and 128 rows at once"
 
 
-class Sensitive(CpuBackend):
+class Sensitive(Unfused):
     """Attention gives other numbers in some steps."""
 
     def __init__(self, feels: Callable[[StepRows], bool]) -> None:
@@ -196,14 +204,17 @@ class Sensitive(CpuBackend):
         self._feels = feels
 
     def make_cache(self, *shape: Any, serves: bool = False) -> CpuCache:
-        feels = self._feels
+        feels, cache = self._feels, super().make_cache(*shape)
 
-        class SensitiveCache(CpuCache):
-            def attention(self, rows: StepRows) -> Attend:
-                exact = super().attention(rows)
-                return lambda layer, qkv_TE, scale: exact(layer, qkv_TE, scale) + 1e-6 * feels(rows)
+        exact = cache.attention
 
-        return SensitiveCache(*shape, torch.float32, Threads(1))
+        def attention(rows: StepRows) -> Attend:
+            attend = exact(rows)
+
+            return lambda layer, qkv_TE, scale: attend(layer, qkv_TE, scale) + 1e-6 * feels(rows)
+
+        cache.attention = attention  # type: ignore[method-assign]
+        return cache
 
 
 @pytest.mark.parametrize(

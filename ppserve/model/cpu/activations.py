@@ -7,40 +7,35 @@ treat every element alike.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
 
 import numpy as np
 import torch
 
-from ppserve.model.backend import Operator
-from ppserve.model.cpu.activation_kernel import exact_gelu, gate
+from ppserve.model.cpu.kernels.activation import EXACT_GELU, GATE, RELU, TANH, Activation, activate_all
 
 _ROOT = 2 * math.sqrt(2 / math.pi)
 
-_GATES = {
-    "gelu_new": (_ROOT, 0.044715 * _ROOT),
-    "gelu_fast": (_ROOT, 0.044715 * _ROOT),
-    "gelu_pytorch_tanh": (_ROOT, 0.044715 * _ROOT),
-    "quick_gelu": (1.702, 0.0),
-    "silu": (1.0, 0.0),
-    "tanh": (1.0, 0.0),
+_FORMS = {
+    "gelu_new": (GATE, _ROOT, 0.044715 * _ROOT),
+    "gelu_fast": (GATE, _ROOT, 0.044715 * _ROOT),
+    "gelu_pytorch_tanh": (GATE, _ROOT, 0.044715 * _ROOT),
+    "quick_gelu": (GATE, 1.702, 0.0),
+    "silu": (GATE, 1.0, 0.0),
+    "tanh": (TANH, 0.0, 0.0),
+    "relu": (RELU, 0.0, 0.0),
+    "gelu": (EXACT_GELU, 0.0, 0.0),
 }
-"""Those that are x sigmoid(ax + bx³), or for tanh 2 sigmoid(2x) - 1, and their a and b."""
 
 
-def activation_for(name: str) -> Operator:
-    """The activation called `name`, in place on contiguous float32."""
-    if name == "relu":
-        return torch.relu_  # exact, hence alike whichever code takes the end of a tensor
-    if name == "gelu":
-        return _in_place(exact_gelu)
-    linear, cubic = _GATES[name]
-    return _in_place(gate, np.float32(linear), np.float32(cubic), name == "tanh")
+class CpuActivation:
+    """One of the names in `stock.ACTIVATIONS`. seen_by_kernels: what a fused sublayer needs of it."""
 
+    def __init__(self, name: str) -> None:
+        form, linear, cubic = _FORMS[name]
+        self.seen_by_kernels = Activation(form, np.float32(linear), np.float32(cubic))
 
-def _in_place(kernel: Callable[..., None], *settings: object) -> Operator:
-    def activate(x: torch.Tensor) -> torch.Tensor:
-        kernel(x.view(-1).numpy(), *settings)
-        return x
-
-    return activate
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        flat = x.reshape(-1)
+        padded = torch.nn.functional.pad(flat, (0, -flat.numel() % 16))
+        activate_all(self.seen_by_kernels, padded.data_ptr(), padded.numel())
+        return padded[: flat.numel()].view(x.shape)

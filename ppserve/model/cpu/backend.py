@@ -7,23 +7,28 @@ and linear layers round their inputs to it; sums, biases, norms, activations and
 from __future__ import annotations
 
 from collections.abc import Iterator
-from functools import partial
 
+import numpy as np
 import torch
-from torch.nn.functional import layer_norm
 
 from ppserve.core.architecture import Architecture, StageLayout
 from ppserve.core.plan import Drawn, Scored, StepPlan
 from ppserve.errors import ConfigError
 from ppserve.model import sampling
-from ppserve.model.backend import Linear, Operator, Precision
-from ppserve.model.cpu.activations import activation_for
+from ppserve.model.backend import AttentionParts, Linear, MLPParts, Operator, Precision, Sublayer
+from ppserve.model.cpu.activations import CpuActivation
 from ppserve.model.cpu.kernels import variants
+from ppserve.model.cpu.kernels.attention_tile import attention_kernels
 from ppserve.model.cpu.kernels.operations import OPERATIONS
 from ppserve.model.cpu.kernels.products import micro_kernels
+from ppserve.model.cpu.kernels.storage import Storage
+from ppserve.model.cpu.kernels.work import ATTENTION, MLP, as_table, work
 from ppserve.model.cpu.kv_cache import CpuCache, block_bytes
 from ppserve.model.cpu.linear import PackedLinear
-from ppserve.model.cpu.threads import Threads
+from ppserve.model.cpu.norm import CpuNorm
+from ppserve.model.cpu.rooms import Rooms
+from ppserve.model.cpu.sublayers import FusedSublayer
+from ppserve.model.cpu.team import Team
 
 
 def cpu_precision(dtype: str) -> Precision:
@@ -34,6 +39,10 @@ def cpu_precision(dtype: str) -> Precision:
     return Precision(weights=stored, kv=stored, compute=torch.float32, hidden=stored)
 
 
+def _name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
 class CpuBackend:
     """num_threads: how many compute at once, the calling thread included. Raises ConfigError."""
 
@@ -41,23 +50,45 @@ class CpuBackend:
 
     def __init__(self, dtype: str, num_threads: int = 1) -> None:
         self.precision = cpu_precision(dtype)
-        self._threads = Threads(num_threads)
-        self._product = dtype
+        variant = variants.in_use()
         # Decided by what the CPU is, never by timing, so that a restarted stage computes the same bits.
-        self._kind = micro_kernels(self._product, variants.in_use(), variants.features())[0]
+        self._product = micro_kernels(_name(self.precision.weights), variant, variants.features())[0]
+        self._attention = attention_kernels(_name(self.precision.kv), variant)[0]
+        kinds = (self._product, self._attention, Storage(_name(self.precision.hidden)), Storage("float32"))
+        self._team = Team(num_threads, lambda *arguments: work(*kinds, *arguments))
+        self._rooms = Rooms(self._product, num_threads)
 
     def stored(self, tensor: torch.Tensor) -> torch.Tensor:
         return tensor.to(self.precision.weights)
 
     def linear(self, weight_NK: torch.Tensor, bias_N: torch.Tensor | None) -> Linear:
-        return PackedLinear(weight_NK, bias_N, self._product, self._kind, self._threads)
+        precision = _name(self.precision.weights)
+        return PackedLinear(weight_NK, bias_N, precision, self._product, self._team, self._rooms)
 
     def norm(self, weight_D: torch.Tensor, bias_D: torch.Tensor | None, epsilon: float) -> Operator:
-        weight_D, bias_D = weight_D.float(), None if bias_D is None else bias_D.float()
-        return partial(layer_norm, normalized_shape=weight_D.shape, weight=weight_D, bias=bias_D, eps=epsilon)
+        return CpuNorm(weight_D, bias_D, epsilon)
 
     def activation(self, name: str) -> Operator:
-        return activation_for(name)
+        return CpuActivation(name)
+
+    def fused_attention(self, parts: AttentionParts) -> Sublayer | None:
+        norm, qkv, proj = parts.norm, parts.qkv, parts.proj
+        assert isinstance(norm, CpuNorm)
+        assert isinstance(qkv, PackedLinear)
+        assert isinstance(proj, PackedLinear)
+        weights = qkv.packed.seen_by_kernels, proj.packed.seen_by_kernels
+        table = as_table(norm.seen_by_kernels, *weights, (parts.own, np.float32(parts.scale)))
+        return FusedSublayer(ATTENTION, table, (norm, qkv, proj), self._team)
+
+    def fused_mlp(self, parts: MLPParts) -> Sublayer | None:
+        norm, expand, contract, activate = parts.norm, parts.expand, parts.contract, parts.activate
+        assert isinstance(norm, CpuNorm)
+        assert isinstance(expand, PackedLinear)
+        assert isinstance(contract, PackedLinear)
+        assert isinstance(activate, CpuActivation)
+        weights = expand.packed.seen_by_kernels, contract.packed.seen_by_kernels
+        table = as_table(norm.seen_by_kernels, *weights, activate.seen_by_kernels)
+        return FusedSublayer(MLP, table, (norm, expand, contract), self._team)
 
     def block_bytes(self, arch: Architecture, layout: StageLayout, block_size: int) -> int:
         return block_bytes(arch, layout, block_size, self.precision.kv)
@@ -65,7 +96,8 @@ class CpuBackend:
     def make_cache(
         self, arch: Architecture, layout: StageLayout, num_blocks: int, block_size: int, *, serves: bool = False
     ) -> CpuCache:
-        return CpuCache(arch, layout, num_blocks, block_size, self.precision.kv, self._threads, prefaults=serves)
+        workers = self._team, self._rooms
+        return CpuCache(arch, layout, num_blocks, block_size, self._attention, workers, prefaults=serves)
 
     def read_logits(
         self, plan: StepPlan, pieces_RV: Iterator[torch.Tensor]
@@ -76,6 +108,5 @@ class CpuBackend:
         """Nothing to wait for: every operator returns when it is done."""
 
     def describe(self) -> str:
-        # The norms are torch's own.
-        norms = f"norms by torch for {torch.backends.cpu.get_cpu_capability()}"
-        return f"{OPERATIONS[self._kind.operation].arithmetic}, {norms}"
+        """The arithmetic; kernel variants that share it give the same bits."""
+        return f"{OPERATIONS[self._product.operation].arithmetic}, own kernels"

@@ -1,55 +1,52 @@
-"""Keys and values in main memory, laid out for the attention kernel.
+"""Keys and values in main memory, laid out for the attention kernels.
 
-L layers whose attention is on this stage, B blocks, H heads, d features, p positions of a block. Within a block
-and head, keys lie with the position innermost and values with the feature innermost, so that the kernel reads both
-in whole vectors:
+L layers whose attention is on this stage, B blocks, H heads, d features, p positions of a block. Each block and
+head has a cell of keys, groups of 16 positions as (d, 16), and a cell of values, panels of 16 features as (p, 16);
+in int8 both end with a float32 scale for each position:
 
-    keys_LBHdp    (L, B, H, head_size,            padded block size)
-    values_LBHpd  (L, B, H, block size, padded head size)
+    keys_LBHc    (L, B, H, bytes of a cell of keys)
+    values_LBHc  (L, B, H, bytes of a cell of values)
 
 Padding to a multiple of 16 is never read as a key and its results are never used as features.
 """
 
 from __future__ import annotations
 
-import math
-
-import numpy
 import torch
 
 from ppserve.core.architecture import Architecture, StageLayout
 from ppserve.model.backend import Attend, StepRows
 from ppserve.model.cpu.attention import BlockAttention
+from ppserve.model.cpu.kernels.attention_tile import GROUP, AttentionKernel
+from ppserve.model.cpu.kernels.memory import aligned
+from ppserve.model.cpu.kernels.work import CacheShape
 from ppserve.model.cpu.prefault import Prefaulter
-from ppserve.model.cpu.threads import Threads
-from ppserve.model.cpu.vector import WIDTH
+from ppserve.model.cpu.rooms import Rooms
+from ppserve.model.cpu.team import Team
 
-_ALIGNMENT = 64
 # What a server that has just started has memory ready for.
 _TOKENS_AHEAD = 2048
 
 
 def padded(size: int) -> int:
-    """`size` rounded up to whole vectors."""
-    return -(-size // WIDTH) * WIDTH
+    """`size` rounded up to whole groups or panels."""
+    return -(-size // GROUP) * GROUP
+
+
+def cell_bytes(head_size: int, block_size: int, element_bytes: int) -> tuple[int, int]:
+    """Bytes of one block and head: of its keys, of its values."""
+    scales = 4 * padded(block_size) if element_bytes == 1 else 0
+    keys, values = padded(block_size) * head_size, padded(head_size) * block_size
+    return keys * element_bytes + scales, values * element_bytes + scales
 
 
 def block_bytes(arch: Architecture, layout: StageLayout, block_size: int, dtype: torch.dtype) -> int:
     """Bytes that one block takes on this stage, padding included."""
-    numbers = arch.head_size * padded(block_size) + block_size * padded(arch.head_size)
-    return len(layout.attentions) * arch.num_heads * numbers * dtype.itemsize
-
-
-def _zeros(shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
-    """Zeros whose memory is taken from the system only as blocks are written."""
-    num_bytes = math.prod(shape) * dtype.itemsize
-    memory = numpy.zeros(num_bytes + _ALIGNMENT, numpy.uint8)  # calloc, where torch.zeros would write
-    start = -memory.ctypes.data % _ALIGNMENT
-    return torch.from_numpy(memory[start : start + num_bytes]).view(dtype).view(shape)
+    return len(layout.attentions) * arch.num_heads * sum(cell_bytes(arch.head_size, block_size, dtype.itemsize))
 
 
 class CpuCache:
-    """A `KVCache` of float32 or bfloat16. prefaults: have memory ready before blocks are used."""
+    """A `KVCache`. prefaults: have memory ready before blocks are used."""
 
     device = torch.device("cpu")
 
@@ -59,35 +56,47 @@ class CpuCache:
         layout: StageLayout,
         num_blocks: int,
         block_size: int,
-        dtype: torch.dtype,
-        threads: Threads,
+        kind: AttentionKernel,
+        workers: tuple[Team, Rooms],
         *,
         prefaults: bool = False,
     ) -> None:
         self.num_blocks = num_blocks
         self.block_size = block_size
-        self._threads = threads
+        self._kind, self._workers = kind, workers
+        cells = cell_bytes(arch.head_size, block_size, kind.element_bytes)
         shape = (len(layout.attentions), num_blocks, arch.num_heads)
-        self.keys_LBHdp = _zeros((*shape, arch.head_size, padded(block_size)), dtype)
-        self.values_LBHpd = _zeros((*shape, block_size, padded(arch.head_size)), dtype)
+        self.keys_LBHc, self.values_LBHc = (torch.from_numpy(aligned((*shape, cell), "uint8")) for cell in cells)
+        self._shape = CacheShape(
+            keys=self.keys_LBHc.data_ptr(),
+            values=self.values_LBHc.data_ptr(),
+            key_layer=num_blocks * arch.num_heads * cells[0],
+            value_layer=num_blocks * arch.num_heads * cells[1],
+            num_heads=arch.num_heads,
+            head_size=arch.head_size,
+            block_size=block_size,
+            key_cell=cells[0],
+            value_cell=cells[1],
+        )
         least_ahead = -(-_TOKENS_AHEAD // block_size)
         self.prefaulter = (
-            Prefaulter(self.keys_LBHdp, self.values_LBHpd, least_ahead=least_ahead) if prefaults else None
+            Prefaulter(self.keys_LBHc, self.values_LBHc, least_ahead=least_ahead) if prefaults else None
         )
 
     def attention(self, rows: StepRows) -> Attend:
-        return BlockAttention(self.keys_LBHdp, self.values_LBHpd, rows, self._threads)
+        return BlockAttention(rows, self._shape, self._kind, *self._workers)
 
     def begin(self, rows: StepRows) -> None:
         if self.prefaulter is not None:
             self.prefaulter.mark_used(rows.highest_block + 1)
         for source, destination in rows.copies:
-            self.keys_LBHdp[:, destination] = self.keys_LBHdp[:, source]
-            self.values_LBHpd[:, destination] = self.values_LBHpd[:, source]
+            self.keys_LBHc[:, destination] = self.keys_LBHc[:, source]
+            self.values_LBHc[:, destination] = self.values_LBHc[:, source]
 
     def fill(self, value: float) -> None:
-        self.keys_LBHdp.fill_(value)
-        self.values_LBHpd.fill_(value)
+        number = getattr(torch, {1: "float32", 2: "bfloat16", 4: "float32"}[self._kind.element_bytes])
+        for cells_LBHc in (self.keys_LBHc, self.values_LBHc):
+            cells_LBHc.view(number).fill_(value)
 
     def close(self) -> None:
         if self.prefaulter is not None:

@@ -319,16 +319,6 @@ def max_lanes(typing, value):
 
 
 @intrinsic
-def first_lane(typing, value):
-    """Lane 0 as a float32."""
-
-    def generate(context, builder, signature, arguments):
-        return builder.extract_element(arguments[0], ir.Constant(I32, 0))
-
-    return types.float32(lanes), generate
-
-
-@intrinsic
 def _times_power_of_two(typing, value, shifted):
     """value * 2**n, where `shifted` is n + 1.5 * 2**23: its low bits are n, -126 <= n <= 127."""
 

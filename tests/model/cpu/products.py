@@ -8,13 +8,32 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from ppserve.model.cpu.jit import kernel
 from ppserve.model.cpu.kernels.memory import address, aligned
-from ppserve.model.cpu.kernels.operations import OPERATIONS
-from ppserve.model.cpu.kernels.products import PackedRows, count_tile_rows, multiply_rows, pack_rows
-from ppserve.model.cpu.kernels.tile_code import MicroKernel
+from ppserve.model.cpu.kernels.products import PackedRows, multiply
+from ppserve.model.cpu.kernels.rows import pack_row, read_row
+from ppserve.model.cpu.kernels.storage import Storage
+from ppserve.model.cpu.kernels.tile_code import PANEL, MicroKernel
 from ppserve.model.cpu.kernels.weights import PackedWeights
 
 Floats = NDArray[np.float32]
+
+
+@kernel
+def pack_rows(kind, stored, x, depth, rows, chunks, values) -> None:  # type: ignore[no-untyped-def]
+    for row in range(rows.count):
+        read_row(stored, x + 4 * row * depth, depth, values, chunks * kind.inputs * PANEL)
+        pack_row(kind, values, rows, chunks, row)
+
+
+@kernel
+def multiply_rows(kind, weights, rows, y, first_panel, end_panel) -> None:  # type: ignore[no-untyped-def]
+    multiply(kind, weights, rows, y, first_panel, end_panel)
+
+
+@kernel
+def count_tile_rows(kind, num_rows) -> int:  # type: ignore[no-untyped-def]
+    return kind.tile_rows(num_rows)
 
 
 class Product:
@@ -29,16 +48,15 @@ class Product:
         count, depth = x.shape
         tile_rows = count_tile_rows(kind, count)
         padded = -(-count // tile_rows) * tile_rows
-        steps, inputs = OPERATIONS[kind.operation].steps, OPERATIONS[kind.operation].inputs
-        words, scales = aligned(padded * weights.chunks * 16 * steps, np.int32), aligned(padded, np.float32)
-        values, y = (
-            aligned(weights.chunks * 16 * inputs, np.float32),
-            aligned((padded, weights.outputs), np.float32),
+        words, scales = (
+            aligned(padded * weights.chunks * PANEL * kind.steps, np.int32),
+            aligned(padded, np.float32),
         )
+        values = aligned(weights.chunks * PANEL * kind.inputs, np.float32)
+        y = aligned((padded, weights.outputs), np.float32)
         rows = PackedRows(address(words), address(scales), count, tile_rows)
         x = np.ascontiguousarray(x)
-        pack_rows(kind, address(x), depth, rows, weights.chunks, address(values), 0, count)
-        bounds = (0, *cuts, weights.outputs // 16)
-        for first, end in pairwise(bounds):
+        pack_rows(kind, Storage("float32"), address(x), depth, rows, weights.chunks, address(values))
+        for first, end in pairwise((0, *cuts, weights.outputs // PANEL)):
             multiply_rows(kind, weights, rows, address(y), first, end)
         return y[:count, : self.packed.num_outputs]

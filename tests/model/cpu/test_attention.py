@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 import torch
 
-from ppserve.model.cpu.kernels.attention_kernels import ELEMENT_BYTES, attention_kernels
-from ppserve.model.cpu.kernels.attention_tile import AttentionKernel
+from ppserve.model.cpu.kernels.attention_tile import AttentionKernel, attention_kernels
+from ppserve.model.cpu.kernels.storage import ELEMENT_BYTES
 from ppserve.model.cpu.kernels.variants import choose, features
 from tests.model.cpu.attention import Floats, Layer, Part
 

@@ -21,14 +21,13 @@ import numpy as np
 from ppserve.model.cpu.jit import inlined
 from ppserve.model.cpu.kernels.attention_tile import (
     GROUP,
-    keep_one,
-    keep_panel,
     keep_transposed,
     mix_panel,
     mix_panels,
     score,
 )
 from ppserve.model.cpu.kernels.rows import scale_for_int8
+from ppserve.model.cpu.kernels.storage import keep_one, keep_panel
 from ppserve.model.cpu.vector import (
     exp,
     keep_first,

@@ -21,13 +21,12 @@ from numba.extending import intrinsic
 
 from ppserve.model.cpu.kernels.kinds import setting
 from ppserve.model.cpu.kernels.memory import LINE_BYTES
-from ppserve.model.cpu.kernels.operations import F32, I8, I16, I32, I64, call, constant, splat, vector
-from ppserve.model.cpu.vector import emit_bfloat16, lanes
+from ppserve.model.cpu.kernels.operations import F32, I8, I32, I64, call, splat, vector
+from ppserve.model.cpu.kernels.storage import ELEMENT_BYTES, as_stored, load_stored
+from ppserve.model.cpu.kernels.variants import NEEDS
 
 GROUP = 16
 """Positions in a group, and features in a panel of values."""
-
-ELEMENT_BYTES = {"float32": 4, "bfloat16": 2, "int8": 1}
 
 
 @setting
@@ -56,6 +55,16 @@ class AttentionKernel:
         return self.rows[-1]
 
 
+# As many sums as the registers hold: 16 registers of AVX2, 32 of AVX-512.
+_SHAPES = {"avx512": (16, 4, (1, 3, 6)), "portable": (8, 1, (1, 3, 6))}
+
+
+def attention_kernels(storage: str, variant: str) -> list[AttentionKernel]:
+    """Those that `variant` includes, the best first."""
+    included = list(NEEDS)[: list(NEEDS).index(variant) + 1]
+    return [AttentionKernel(storage, *shape) for name, shape in _SHAPES.items() if name in included]
+
+
 class _Code:
     """Emits tiles of one kind."""
 
@@ -78,16 +87,8 @@ class _Code:
 
     def stored_at(self, address, offset: int):
         """Keys or values at an address as float32."""
-        builder, lanes, storage = self.builder, self.kind.lanes, self.kind.storage
-        if storage == "float32":
-            return self.floats_at(address, offset)
-        element = I16 if storage == "bfloat16" else I8
-        place = self.pointer(builder.add(address, I64(offset)), vector(element, lanes))
-        loaded = builder.load(place, align=1)
-        if storage == "int8":
-            return builder.sitofp(builder.sext(loaded, vector(I32, lanes)), self.floats)
-        bits = builder.shl(builder.zext(loaded, vector(I32, lanes)), constant(I32, lanes, 16))
-        return builder.bitcast(bits, self.floats)
+        place = self.builder.add(address, I64(offset))
+        return load_stored(self.builder, self.kind.storage, place, self.kind.lanes)
 
     def fetch(self, address) -> None:
         """Ask for the 16 numbers at an address."""
@@ -230,46 +231,6 @@ mix_panels = _mixing("mix_panels", lambda kind: kind.panels)
 mix_panel = _mixing("mix_panel", lambda kind: 1)
 
 
-def _as_stored(builder, storage: str, value, integer):
-    """A float32, or several, in the form of storage; integer: the int32 of the same shape. int8: 1.5 * 2**23 is
-    added to what lies within ±127, which leaves it rounded in the low bits."""
-
-    def like(element):
-        return vector(element, integer.count) if isinstance(integer, ir.VectorType) else element
-
-    if storage == "float32":
-        return value
-    if storage == "bfloat16":
-        return emit_bfloat16(builder, value, integer, like(I16))
-    whole = ir.Constant(F32, 1.5 * 2**23)
-    shifted = builder.fadd(value, splat(builder, whole, integer.count) if like(F32) is not F32 else whole)
-    return builder.trunc(builder.bitcast(shifted, integer), like(I8))
-
-
-def _storing(value_type, integer):
-    def generate(context, builder, signature, arguments):
-        _, address, value = arguments
-        stored = _as_stored(builder, signature.args[0].kind.storage, value, integer)
-        builder.store(stored, builder.inttoptr(address, stored.type.as_pointer()), align=1)
-        return context.get_dummy_value()
-
-    return value_type, generate
-
-
-@intrinsic
-def keep_one(typing, kind, address, value):
-    """Write one float32 in the form of the kind's keys and values."""
-    value_type, generate = _storing(types.float32, I32)
-    return types.void(kind, types.intp, value_type), generate
-
-
-@intrinsic
-def keep_panel(typing, kind, address, values):
-    """Write 16 float32 side by side in the form of the kind's keys and values."""
-    value_type, generate = _storing(lanes, vector(I32, GROUP))
-    return types.void(kind, types.intp, value_type), generate
-
-
 @intrinsic
 def keep_transposed(typing, kind, place, count, source, stride, factors):
     """Turn 16 numbers of each of 16 rows into 16 positions of each of `count` features, as keys are kept.
@@ -290,7 +251,7 @@ def keep_transposed(typing, kind, place, count, source, stride, factors):
             if by_row is not None:
                 value = builder.fmul(value, by_row)
             with builder.if_then(builder.icmp_signed("<", I64(feature), count)):
-                stored = _as_stored(builder, kind.storage, value, vector(I32, GROUP))
+                stored = as_stored(builder, kind.storage, value, vector(I32, GROUP))
                 at = builder.add(place, I64(feature * GROUP * kind.element_bytes))
                 builder.store(stored, builder.inttoptr(at, stored.type.as_pointer()), align=1)
         return context.get_dummy_value()

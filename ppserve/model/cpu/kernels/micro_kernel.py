@@ -6,7 +6,7 @@ of such steps over its words, in order. So its bits depend on its own inputs alo
 size of the tile, the threads or where the work was cut. (The micro-kernel of BLIS: Van Zee and van de Geijn,
 2015.)
 
-    weights  (N / 16, W, 16) words: panels of 16 outputs; N padded with zeros to a multiple of 32, W to one of 16
+    weights  (N / 16, W, 16) words: panels of 16 outputs; N padded with zeros to a multiple of 64, W to one of 16
     rows     tiles of R rows, each (W / 16, R, 16) words: 16 words of one row, then of the next
     sums     (T, N) float32 or int32, row after row, with memory for whole tiles
 

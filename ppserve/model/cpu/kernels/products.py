@@ -14,10 +14,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from ppserve.model.cpu.jit import inlined, kernel
+from ppserve.model.cpu.jit import inlined
 from ppserve.model.cpu.kernels.memory import LINE_BYTES
 from ppserve.model.cpu.kernels.micro_kernel import configure, multiply_tile, release
-from ppserve.model.cpu.kernels.rows import copy_row, pack_row
 from ppserve.model.cpu.kernels.tile_code import CHUNK_BYTES, PANEL, MicroKernel
 from ppserve.model.cpu.kernels.variants import NEEDS, Features
 
@@ -119,24 +118,3 @@ def multiply(kind, weights, rows, y, first_panel, end_panel):
                         bias + at if bias else 0, weights.scales + at, rows.scales + 4 * row, fetch, fetch_step,
                     )  # fmt: skip
     release(kind)
-
-
-@kernel
-def pack_rows(kind, x, depth, rows, chunks, values, first_row, end_row) -> None:
-    """Pack rows first_row .. end_row of (T, depth) float32 at `x`. values: room for one row of so many chunks."""
-    padded = chunks * kind.inputs * PANEL
-    for row in range(first_row, end_row):
-        copy_row(x + 4 * row * depth, depth, values, padded)
-        pack_row(kind, values, rows, chunks, row)
-
-
-@kernel
-def multiply_rows(kind, weights, rows, y, first_panel, end_panel) -> None:
-    """`multiply`, for those who have only a product to make."""
-    multiply(kind, weights, rows, y, first_panel, end_panel)
-
-
-@kernel
-def count_tile_rows(kind, num_rows) -> int:
-    """Rows of a tile where `num_rows` are multiplied at once."""
-    return kind.tile_rows(num_rows)

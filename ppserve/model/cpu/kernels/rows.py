@@ -7,11 +7,14 @@ T rows, K inputs.
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import numpy as np
 
-from ppserve.model.cpu.jit import inlined
+from ppserve.model.cpu.jit import inlined, kernel
 from ppserve.model.cpu.kernels.memory import LINE_BYTES
 from ppserve.model.cpu.kernels.micro_kernel import pack
+from ppserve.model.cpu.kernels.storage import keep_one, keep_panel, read_one, read_panel
 from ppserve.model.cpu.vector import (
     fma,
     keep_first,
@@ -25,7 +28,7 @@ from ppserve.model.cpu.vector import (
     where_greater,
 )
 
-_ZERO, _MOST_INT8 = np.float32(0), np.float32(127)
+_ZERO, _ONE, _MOST_INT8 = np.float32(0), np.float32(1), np.float32(127)
 _WHOLE = np.float32(1.5 * 2**23)
 _SMALLEST_ROW = np.float32(1e-30)
 
@@ -71,12 +74,57 @@ def pack_row(kind, values, rows, chunks, row):
 
 
 @inlined
-def copy_row(source, count, values, padded):
-    """Copy `count` float32 from one address to another, with zeros up to `padded`, a multiple of 16."""
+def read_row(stored, source, count, values, padded):
+    """`count` numbers at an address as float32 at another, with zeros up to `padded`, a multiple of 16."""
     whole = count // 16 * 16
     for i in range(0, whole, 16):
-        store(values, i, load(source, i))
+        store(values, i, read_panel(stored, source + i * stored.element_bytes))
     for i in range(whole, padded, 16):
         store(values, i, splat(_ZERO))
     for i in range(whole, count):
-        store_one(values, i, load_one(source, i))
+        store_one(values, i, read_one(stored, source + i * stored.element_bytes))
+
+
+@inlined
+def add_row(stored, source, count, values, to):
+    """Write the `count` numbers at `source` plus float32 values."""
+    whole, size = count // 16 * 16, stored.element_bytes
+    for i in range(0, whole, 16):
+        keep_panel(stored, to + i * size, read_panel(stored, source + i * size) + load(values, i))
+    for i in range(whole, count):
+        keep_one(stored, to + i * size, read_one(stored, source + i * size) + load_one(values, i))
+
+
+class Norm(NamedTuple):
+    """A layer norm. weight, bias: addresses of float32, with zeros up to whole lines."""
+
+    weight: int
+    bias: int
+    width: int
+    epsilon: np.float32
+
+
+@inlined
+def normalise(norm, values):
+    """Layer norm of one row, in place: sums in 16 lanes, then by halves."""
+    total = splat(_ZERO)
+    for i in range(0, norm.width, 16):
+        total = total + load(values, i)
+    size = np.float32(norm.width)
+    mean = splat(sum_lanes(total) / size)
+    squares = splat(_ZERO)
+    for i in range(0, norm.width, 16):
+        apart = load(values, i) - mean
+        if i + 16 > norm.width:
+            apart = keep_first(apart, norm.width - i, splat(_ZERO))
+        squares = fma(apart, apart, squares)
+    factor = splat(_ONE / np.sqrt(sum_lanes(squares) / size + norm.epsilon))
+    for i in range(0, norm.width, 16):
+        store(values, i, fma((load(values, i) - mean) * factor, load(norm.weight, i), load(norm.bias, i)))
+
+
+@kernel
+def normalise_rows(norm, values, num_rows, stride) -> None:
+    """`normalise`, for those who have only that to do. stride: numbers from a row to the next."""
+    for row in range(num_rows):
+        normalise(norm, values + 4 * row * stride)

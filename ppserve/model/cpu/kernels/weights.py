@@ -16,6 +16,9 @@ from ppserve.model.cpu.kernels.operations import OPERATIONS, SMALLEST_BF16
 from ppserve.model.cpu.kernels.products import Weights
 from ppserve.model.cpu.kernels.tile_code import PANEL, MicroKernel
 
+OUTPUTS_MULTIPLE = 64
+"""Outputs are padded to it, so that a row of results can be packed as the next row of inputs."""
+
 _OUTPUTS_AT_ONCE = 1024
 _MOST_INT8 = 127
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "int8": torch.int8}
@@ -36,7 +39,7 @@ class PackedWeights:
         self._dtype = _DTYPES[precision]
         per_word = 4 // self._dtype.itemsize
         self._chunks = -(-self.num_inputs // (per_word * PANEL))
-        self._outputs = -(-self.num_outputs // (2 * PANEL)) * 2 * PANEL
+        self._outputs = -(-self.num_outputs // OUTPUTS_MULTIPLE) * OUTPUTS_MULTIPLE
         self._panels = aligned((self._outputs // PANEL, self._chunks * PANEL, PANEL), np.int32)
         self._bias, self._scales = aligned(self._outputs, np.float32), aligned(self._outputs, np.float32)
         self._sums_of_weights = aligned(self._outputs, np.int32)

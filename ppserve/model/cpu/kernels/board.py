@@ -1,0 +1,73 @@
+"""How the threads of a stage find their work and wait for each other, without the interpreter.
+
+The board is a few int64 numbers in shared memory, each on cache lines of its own. A job is published by counting
+up JOBS; its arguments stand on the board. Threads that work on a job meet as often as it needs: each counts up
+ARRIVED and waits until all have. A thread that finds no job for a while marks itself in ASLEEP and leaves; whoever
+publishes then wakes it (`team.Team`).
+"""
+# mypy: ignore-errors
+# (numba types these functions from their arguments; mypy cannot see through its intrinsics)
+
+from __future__ import annotations
+
+from ppserve.model.cpu.jit import inlined, kernel
+from ppserve.model.cpu.kernels.atomics import add_shared, load_shared, pause, yield_core
+from ppserve.model.cpu.vector import load_int, store_int
+
+_NUMBERS_APART = 16
+JOBS, ARRIVED, ASLEEP, ARGUMENTS = (i * _NUMBERS_APART for i in range(4))
+_GOALS = 5 * _NUMBERS_APART
+"""Each thread's own: what ARRIVED will be when all have arrived."""
+
+_SPINS_BEFORE_YIELD = 2_000
+_SPINS_BEFORE_SLEEP = 4_000
+
+
+def board_size(num_threads: int) -> int:
+    """Numbers of a board."""
+    return _GOALS + num_threads * _NUMBERS_APART
+
+
+@inlined
+def meet(board, thread, num_threads):
+    """Wait until all threads are here; what they wrote before is then visible."""
+    if num_threads == 1:
+        return
+    own = _GOALS + thread * _NUMBERS_APART
+    goal = load_int(board, own) + num_threads
+    store_int(board, own, goal)
+    add_shared(board + 8 * ARRIVED, 1)
+    spins = 0
+    while load_shared(board + 8 * ARRIVED) < goal:
+        pause()
+        spins += 1
+        if spins > _SPINS_BEFORE_YIELD:
+            # More threads than cores: the one that is awaited may need this core.
+            yield_core()
+
+
+@inlined
+def await_job(board, done):
+    """Whether a job beyond the `done` first has been published; after some microseconds False, marked as asleep.
+    """
+    for _ in range(_SPINS_BEFORE_SLEEP):
+        if load_shared(board + 8 * JOBS) != done:
+            return True
+        pause()
+    add_shared(board + 8 * ASLEEP, 1)
+    if load_shared(board + 8 * JOBS) != done:
+        add_shared(board + 8 * ASLEEP, -1)
+        return True
+    return False
+
+
+@kernel
+def publish(board) -> bool:
+    """Publish what stands on the board as the next job; whether threads are asleep."""
+    add_shared(board + 8 * JOBS, 1)
+    return load_shared(board + 8 * ASLEEP) > 0
+
+
+@kernel
+def woke_up(board) -> None:
+    add_shared(board + 8 * ASLEEP, -1)

@@ -1,0 +1,272 @@
+"""What the threads of a stage do together: attention and MLP sublayers, linear layers, each in one call.
+
+    attention   rows: norm, pack | product | heads: keep keys and values, attend | rows: pack | product | rows: add
+    MLP         rows: norm, pack | product | rows: activate, pack | product | rows: add
+
+At each bar the threads meet. Rows, outputs and heads are shared out evenly. What a job works on stands in tables
+of int64 numbers, which Python fills with `as_table`: one for each sublayer, for ever, and one for each step.
+
+T rows, D width.
+"""
+# mypy: ignore-errors
+# (numba types these functions from their arguments; mypy cannot see through its intrinsics)
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from ppserve.model.cpu.jit import inlined, kernel
+from ppserve.model.cpu.kernels.activation import Activation, activate
+from ppserve.model.cpu.kernels.attention import AttentionRoom, CacheLayer, Heads, StepSlices, attend, write_heads
+from ppserve.model.cpu.kernels.board import ARGUMENTS, await_job, meet
+from ppserve.model.cpu.kernels.memory import aligned
+from ppserve.model.cpu.kernels.products import PackedRows, Weights, multiply
+from ppserve.model.cpu.kernels.rows import Norm, add_row, normalise, pack_row, read_row
+from ppserve.model.cpu.kernels.tile_code import PANEL
+from ppserve.model.cpu.vector import load_int, load_one
+
+ATTENTION, MLP, LINEAR, ATTEND = 1, 2, 3, 4
+"""Kinds of jobs. A job's arguments: its kind, the sublayer's table, the step's table, where the rows come from and
+where they go."""
+
+
+class Room(NamedTuple):
+    """What the threads of a stage write while they work; addresses, of a step's size. num_rows: of the step.
+
+    words, scales: packed rows. y: results of products. mixed: those of attention, `mixed_stride` bytes a row.
+    values: a row for each thread, `values_stride` bytes apart.
+    """
+
+    num_rows: int
+    words: int
+    scales: int
+    y: int
+    mixed: int
+    mixed_stride: int
+    values: int
+    values_stride: int
+
+
+class CacheShape(NamedTuple):
+    """The keys and values of a stage; addresses, and bytes of one layer."""
+
+    keys: int
+    values: int
+    key_layer: int
+    value_layer: int
+    num_heads: int
+    head_size: int
+    block_size: int
+    key_cell: int
+    value_cell: int
+
+
+def as_table(*records: tuple[int | np.float32, ...]) -> NDArray[np.int64]:
+    """The fields of all records one after the other; a float32 in the low half of its number."""
+    fields = [field for record in records for field in record]
+    table = aligned(len(fields), np.int64)
+    for i, field in enumerate(fields):
+        if isinstance(field, np.float32):
+            table[i : i + 1].view(np.float32)[0] = field
+        else:
+            table[i] = field
+    return table
+
+
+_NORM, _WEIGHTS, _ROOM, _SLICES, _CACHE, _ATTENTION_ROOM = (
+    8 * len(record._fields) for record in (Norm, Weights, Room, StepSlices, CacheShape, AttentionRoom)
+)
+"""Bytes of records in a table."""
+
+
+@inlined
+def _float(table, index):
+    return load_one(table + 8 * index, 0)
+
+
+@inlined
+def _norm_at(t):
+    return Norm(load_int(t, 0), load_int(t, 1), load_int(t, 2), _float(t, 3))
+
+
+@inlined
+def _weights_at(t):
+    return Weights(
+        load_int(t, 0), load_int(t, 1), load_int(t, 2), load_int(t, 3), load_int(t, 4), load_int(t, 5)
+    )  # fmt: skip
+
+
+@inlined
+def _room_at(t):
+    return Room(
+        load_int(t, 0), load_int(t, 1), load_int(t, 2), load_int(t, 3), load_int(t, 4), load_int(t, 5),
+        load_int(t, 6), load_int(t, 7),
+    )  # fmt: skip
+
+
+@inlined
+def _slices_at(t):
+    return StepSlices(
+        load_int(t, 0), load_int(t, 1), load_int(t, 2), load_int(t, 3), load_int(t, 4), load_int(t, 5),
+        load_int(t, 6), load_int(t, 7),
+    )  # fmt: skip
+
+
+@inlined
+def _layer_at(t, layer, scale):
+    return CacheLayer(
+        load_int(t, 0) + layer * load_int(t, 2), load_int(t, 1) + layer * load_int(t, 3), load_int(t, 4),
+        load_int(t, 5), load_int(t, 6), load_int(t, 7), load_int(t, 8), scale,
+    )  # fmt: skip
+
+
+@inlined
+def _attention_room_at(t, thread):
+    """Each thread has its own, one after the other."""
+    t += _ATTENTION_ROOM * thread
+    return AttentionRoom(
+        load_int(t, 0), load_int(t, 1), load_int(t, 2), load_int(t, 3), load_int(t, 4), load_int(t, 5)
+    )  # fmt: skip
+
+
+class Crew(NamedTuple):
+    """A thread, and how many there are."""
+
+    board: int
+    thread: int
+    count: int
+
+
+@inlined
+def _share(crew, size, least):
+    """This thread's part of `size`, in multiples of `least`."""
+    parts = size // least
+    return parts * crew.thread // crew.count * least, parts * (crew.thread + 1) // crew.count * least
+
+
+@inlined
+def _packed(product, room):
+    return PackedRows(room.words, room.scales, room.num_rows, product.tile_rows(room.num_rows))
+
+
+@inlined
+def _values(room, crew):
+    return room.values + crew.thread * room.values_stride
+
+
+@inlined
+def _multiply(product, weights, room, y, crew):
+    """The threads' common product of the packed rows."""
+    meet(crew.board, crew.thread, crew.count)
+    first, end = _share(crew, weights.outputs // PANEL, 4)
+    multiply(product, weights, _packed(product, room), y, first, end)
+    meet(crew.board, crew.thread, crew.count)
+
+
+@inlined
+def _norm_rows(product, stored, norm, weights, room, x, crew):
+    """Norm and pack this thread's rows."""
+    first, end = _share(crew, room.num_rows, 1)
+    values, padded = _values(room, crew), weights.chunks * PANEL * product.inputs
+    for row in range(first, end):
+        read_row(stored, x + row * norm.width * stored.element_bytes, norm.width, values, padded)
+        normalise(norm, values)
+        pack_row(product, values, _packed(product, room), weights.chunks, row)
+
+
+@inlined
+def _add_rows(stored, width, room, x, stride, out, crew):
+    """out = x + y for this thread's rows."""
+    first, end = _share(crew, room.num_rows, 1)
+    for row in range(first, end):
+        at = row * width * stored.element_bytes
+        add_row(stored, x + at, width, room.y + row * stride, out + at)
+
+
+@inlined
+def _attend_heads(attention, cache, step, qkv, qkv_stride, mixed, mixed_stride, crew):
+    """Attention of this thread's heads."""
+    first, end = _share(crew, cache.num_heads, 1)
+    heads = Heads(qkv, qkv_stride, mixed, mixed_stride, first, end)
+    slices = _slices_at(step + _ROOM)
+    own = _attention_room_at(step + _ROOM + _SLICES + _CACHE, crew.thread)
+    write_heads(attention, cache, slices, own, heads)
+    attend(attention, cache, slices, own, heads)
+
+
+@inlined
+def _attention(product, attention, stored, table, step, x, out, crew):
+    norm, qkv, proj = _norm_at(table), _weights_at(table + _NORM), _weights_at(table + _NORM + _WEIGHTS)
+    table += _NORM + 2 * _WEIGHTS
+    room, cache = _room_at(step), _layer_at(step + _ROOM + _SLICES, load_int(table, 0), _float(table, 1))
+    _norm_rows(product, stored, norm, qkv, room, x, crew)
+    _multiply(product, qkv, room, room.y, crew)
+    _attend_heads(attention, cache, step, room.y, 4 * qkv.outputs, room.mixed, room.mixed_stride, crew)
+    meet(crew.board, crew.thread, crew.count)
+    first, end = _share(crew, room.num_rows, 1)
+    for row in range(first, end):
+        pack_row(product, room.mixed + row * room.mixed_stride, _packed(product, room), proj.chunks, row)
+    _multiply(product, proj, room, room.y, crew)
+    _add_rows(stored, norm.width, room, x, 4 * proj.outputs, out, crew)
+
+
+@inlined
+def _mlp(product, stored, table, step, x, out, crew):
+    norm, expand, contract = _norm_at(table), _weights_at(table + _NORM), _weights_at(table + _NORM + _WEIGHTS)
+    table += _NORM + 2 * _WEIGHTS
+    activation = Activation(load_int(table, 0), _float(table, 1), _float(table, 2))
+    room = _room_at(step)
+    _norm_rows(product, stored, norm, expand, room, x, crew)
+    _multiply(product, expand, room, room.y, crew)
+    first, end = _share(crew, room.num_rows, 1)
+    for row in range(first, end):
+        values = room.y + 4 * row * expand.outputs
+        activate(activation, values, expand.outputs)
+        pack_row(product, values, _packed(product, room), contract.chunks, row)
+    _multiply(product, contract, room, room.y, crew)
+    _add_rows(stored, norm.width, room, x, 4 * contract.outputs, out, crew)
+
+
+@inlined
+def _linear(product, single, table, step, x, y, crew):
+    """Packs float32 rows and multiplies them; table: the weights, then the number of inputs."""
+    weights, depth, room = _weights_at(table), load_int(table + _WEIGHTS, 0), _room_at(step)
+    first, end = _share(crew, room.num_rows, 1)
+    values, padded = _values(room, crew), weights.chunks * PANEL * product.inputs
+    for row in range(first, end):
+        read_row(single, x + 4 * row * depth, depth, values, padded)
+        pack_row(product, values, _packed(product, room), weights.chunks, row)
+    _multiply(product, weights, room, y, crew)
+
+
+@kernel
+def work(product, attention, stored, single, board, thread, num_threads, done) -> int:
+    """As `team.Work`. stored: of hidden states. single: float32."""
+    crew = Crew(board, thread, num_threads)
+    while True:
+        if thread > 0:
+            if not await_job(board, done):
+                return done
+            done += 1
+        job, arguments = load_int(board, ARGUMENTS), board + 8 * ARGUMENTS
+        table, step, x, out = (
+            load_int(arguments, 1), load_int(arguments, 2), load_int(arguments, 3), load_int(arguments, 4)
+        )  # fmt: skip
+        if job == ATTENTION:
+            _attention(product, attention, stored, table, step, x, out, crew)
+        elif job == MLP:
+            _mlp(product, stored, table, step, x, out, crew)
+        elif job == LINEAR:
+            _linear(product, single, table, step, x, out, crew)
+        elif job == ATTEND:
+            cache = _layer_at(step + _ROOM + _SLICES, load_int(table, 0), _float(table, 1))
+            width = 4 * cache.num_heads * cache.head_size
+            _attend_heads(attention, cache, step, x, 3 * width, out, width, crew)
+        else:
+            return -1
+        meet(board, thread, num_threads)
+        if thread == 0:
+            return done

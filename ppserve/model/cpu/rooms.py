@@ -1,0 +1,79 @@
+"""The memory that the threads of a stage write while they work: taken once, and again when a step needs more.
+
+T rows.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from ppserve.model.cpu.kernels.attention import AttentionRoom
+from ppserve.model.cpu.kernels.attention_tile import GROUP, AttentionKernel
+from ppserve.model.cpu.kernels.memory import LINE_BYTES, address, aligned
+from ppserve.model.cpu.kernels.products import Weights
+from ppserve.model.cpu.kernels.tile_code import PANEL, MicroKernel
+from ppserve.model.cpu.kernels.work import CacheShape, Room
+
+_ROWS_AT_FIRST = 64
+
+
+class Rooms:
+    """kind: of the products. Nothing in a room outlives a job, so all steps share one; a step that was prepared
+    keeps the arrays that it was prepared with."""
+
+    def __init__(self, kind: MicroKernel, num_threads: int) -> None:
+        self._kind, self._num_threads = kind, num_threads
+        self._chunks = self._outputs = 0
+        self._arrays: dict[str, NDArray[Any]] = {}
+
+    def fit(self, weights: Weights) -> None:
+        """Products with these weights will be made."""
+        self._chunks = max(self._chunks, weights.chunks)
+        self._outputs = max(self._outputs, weights.outputs)
+
+    def room(self, num_rows: int) -> tuple[Room, list[NDArray[Any]]]:
+        """For a step, and what must be kept as long as it is used."""
+        kind = self._kind
+        # Tiles are whole; the rows behind the last are computed and never read.
+        rows = max(num_rows, _ROWS_AT_FIRST) + kind.rows[-1]
+        width = self._chunks * PANEL * kind.inputs + GROUP
+        arrays = [
+            self._array("words", rows * self._chunks * PANEL * kind.steps, np.int32),
+            self._array("scales", rows, np.float32),
+            self._array("y", rows * self._outputs + LINE_BYTES, np.float32),
+            self._array("mixed", rows * width, np.float32),
+            self._array("values", self._num_threads * width, np.float32),
+        ]
+        words, scales, y, mixed, values = (address(array) for array in arrays)
+        return Room(num_rows, words, scales, y, mixed, 4 * width, values, 4 * width), arrays
+
+    def attention_rooms(
+        self, kind: AttentionKernel, cache: CacheShape, most_positions: int
+    ) -> tuple[list[AttentionRoom], NDArray[Any]]:
+        """One for each thread."""
+        rows = max(cache.num_heads, kind.rows[-1])
+        most_groups = -(-most_positions // cache.block_size) * -(-cache.block_size // GROUP)
+        most_groups += max(kind.panels, kind.groups_ahead)
+        # A tile writes whole groups, also behind the last position.
+        stride = 4 * (-(-most_positions // GROUP) + kind.panels + 1) * GROUP
+        panels = -(-cache.head_size // GROUP)
+        groups, queries = 6 * 8 * most_groups, 4 * (rows * cache.head_size + GROUP)
+        scores, sums = rows * stride, 4 * (kind.rows[-1] * panels + 1) * GROUP
+        sizes = [-(-size // LINE_BYTES) * LINE_BYTES for size in (groups, queries, scores, sums)]
+        memory = self._array("attention", self._num_threads * sum(sizes), np.uint8)
+        rooms = []
+        for thread in range(self._num_threads):
+            begin = address(memory) + thread * sum(sizes)
+            at = [begin + sum(sizes[:i]) for i in range(len(sizes))]
+            rooms.append(AttentionRoom(at[0], most_groups, at[1], at[2], stride, at[3]))
+        return rooms, memory
+
+    def _array(self, name: str, size: int, dtype: type) -> NDArray[Any]:
+        """At least so many numbers; half as many again when more are needed than there are."""
+        held = self._arrays.get(name)
+        if held is None or held.size < size:
+            self._arrays[name] = held = aligned(size if held is None else size * 3 // 2, dtype)
+        return held

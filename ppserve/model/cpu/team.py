@@ -1,0 +1,68 @@
+"""The threads of a stage: they wait for jobs by spinning briefly, then asleep, and compute each job together.
+
+Nothing here decides what is added to what, so no bit depends on the number of threads.
+"""
+
+from __future__ import annotations
+
+import threading
+import weakref
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from ppserve.model.cpu.kernels.board import ARGUMENTS, JOBS, board_size, publish, woke_up
+from ppserve.model.cpu.kernels.memory import address, aligned
+
+Work = Callable[[int, int, int, int], int]
+"""(board, thread, number of threads, jobs done) → jobs done. Thread 0 does the published job; the others do jobs
+until they find none, or one without arguments, which ends them (-1). In every job all threads meet at the end, so
+that none misses the next."""
+
+
+class Team:
+    """num_threads: how many compute at once, the calling thread included. work: a kernel that holds the
+    interpreter lock no longer than it takes to call it."""
+
+    def __init__(self, num_threads: int, work: Work) -> None:
+        self.num_threads = num_threads
+        self._work = work
+        self._board = aligned(board_size(num_threads), np.int64)
+        self._changed = threading.Condition()
+        self._calls = threading.Lock()
+        own = (self._board, self._changed, work, num_threads)
+        threads = [
+            threading.Thread(target=_serve, args=(*own, number), name=f"kernel {number}", daemon=True)
+            for number in range(1, num_threads)
+        ]
+        for thread in threads:
+            thread.start()
+        self._end = weakref.finalize(self, _publish, self._board, self._changed, ())
+
+    def run(self, *arguments: int) -> None:
+        """Have a job done; returns when it is. Calls of several threads follow each other."""
+        with self._calls:
+            _publish(self._board, self._changed, arguments)
+            self._work(address(self._board), 0, self.num_threads, 0)
+
+    def close(self) -> None:
+        """Ends the threads."""
+        self._end()
+
+
+def _publish(board: NDArray[Any], changed: threading.Condition, arguments: Sequence[int]) -> None:
+    board[ARGUMENTS] = 0
+    board[ARGUMENTS : ARGUMENTS + len(arguments)] = arguments
+    if publish(address(board)):
+        with changed:
+            changed.notify_all()
+
+
+def _serve(board: NDArray[Any], changed: threading.Condition, work: Work, num_threads: int, thread: int) -> None:
+    done = 0
+    while (done := work(address(board), thread, num_threads, done)) >= 0:
+        with changed:
+            changed.wait_for(lambda: board[JOBS] != done)
+        woke_up(address(board))

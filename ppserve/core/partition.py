@@ -7,7 +7,7 @@ thirds of its weights: either way the same hidden states cross.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import astuple, dataclass
 from statistics import fmean
 
 from ppserve.core.architecture import Architecture, Split, StageLayout, stage_layouts
@@ -53,8 +53,7 @@ class Parts:
 
 def mean(parts: tuple[Parts, ...]) -> Parts:
     """Of what several stages measured."""
-    columns = zip(*((p.attention, p.mlp, p.embedding, p.head) for p in parts), strict=True)
-    return Parts(*map(fmean, columns))
+    return Parts(*map(fmean, zip(*map(astuple, parts), strict=True)))
 
 
 def decode_parts(arch: Architecture) -> Parts:
@@ -72,16 +71,8 @@ def prefill_parts(arch: Architecture, prompt_tokens: int) -> Parts:
 
 def mixed_parts(prefill: Parts, decode: Parts, expect_prompt: int, expect_new: int) -> Parts:
     """Cost of one expected request: `prefill` per prompt token and `decode` per generated token."""
-
-    def total(per_prompt_token: float, per_new_token: float) -> float:
-        return expect_prompt * per_prompt_token + expect_new * per_new_token
-
-    return Parts(
-        total(prefill.attention, decode.attention),
-        total(prefill.mlp, decode.mlp),
-        total(prefill.embedding, decode.embedding),
-        total(prefill.head, decode.head),
-    )
+    per_token = zip(astuple(prefill), astuple(decode), strict=True)
+    return Parts(*(expect_prompt * prompt + expect_new * new for prompt, new in per_token))
 
 
 def split_by_weight(arch: Architecture, num_stages: int) -> Split:

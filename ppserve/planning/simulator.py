@@ -112,18 +112,18 @@ class SimulatedRequest:
     new_tokens: int
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Outcome:
     """What happened. ttft_s, duration_s: per request, in order of their ends. itl_s: all gaps between tokens."""
 
-    wall_s: float
-    num_steps: int
-    prompt_tokens: int
-    new_tokens: int
-    ttft_s: tuple[float, ...]
-    itl_s: tuple[float, ...]
-    duration_s: tuple[float, ...]
-    stages: tuple[StageTimes, ...]
+    wall_s: float = 0.0
+    num_steps: int = 0
+    prompt_tokens: int = 0
+    new_tokens: int = 0
+    ttft_s: list[float] = field(default_factory=list)
+    itl_s: list[float] = field(default_factory=list)
+    duration_s: list[float] = field(default_factory=list)
+    stages: tuple[StageTimes, ...] = ()
 
     @property
     def output_tokens_per_s(self) -> float:
@@ -138,16 +138,6 @@ class Outcome:
 class _Running:
     arrived_s: float
     last_token_s: float | None = None
-
-
-@dataclass(slots=True)
-class _Tally:
-    ttft_s: list[float] = field(default_factory=list)
-    itl_s: list[float] = field(default_factory=list)
-    duration_s: list[float] = field(default_factory=list)
-    num_steps: int = 0
-    prompt_tokens: int = 0
-    new_tokens: int = 0
 
 
 class Simulator:
@@ -165,7 +155,7 @@ class Simulator:
         self._order = itertools.count()
         self._running: dict[str, _Running] = {}
         self._backlog: list[SimulatedRequest] = []
-        self._tally = _Tally()
+        self._outcome = Outcome()
         self._lanes = None if config.microbatches else LaneCount(len(machine.stages), machine.fixed_s)
 
     def run(self, requests: Iterable[SimulatedRequest], concurrency: int | None = None) -> Outcome:
@@ -180,19 +170,9 @@ class Simulator:
         while self._events:
             at_s, _, what = heapq.heappop(self._events)
             self._turn(max(at_s, self._head_free_s), at_s, what)
-        end_s = self._head_free_s
-        self._account.demand_ended(round(end_s * _NS))
-        tally = self._tally
-        return Outcome(
-            wall_s=end_s,
-            num_steps=tally.num_steps,
-            prompt_tokens=tally.prompt_tokens,
-            new_tokens=tally.new_tokens,
-            ttft_s=tuple(tally.ttft_s),
-            itl_s=tuple(tally.itl_s),
-            duration_s=tuple(tally.duration_s),
-            stages=self._account.settled(),
-        )
+        self._account.demand_ended(round(self._head_free_s * _NS))
+        self._outcome.wall_s, self._outcome.stages = self._head_free_s, self._account.settled()
+        return self._outcome
 
     def _push(self, at_s: float, what: SimulatedRequest | _Return) -> None:
         heapq.heappush(self._events, (at_s, next(self._order), what))
@@ -208,7 +188,7 @@ class Simulator:
         while (plan := scheduler.schedule(now_s)) is not None:
             now_s += self._machine.wires.head_s
             self._account.dispatched(self._steps.sent(plan, woken_ns, round(now_s * _NS), scheduler.microbatches))
-            self._tally.num_steps += 1
+            self._outcome.num_steps += 1
             self._push(*self._pass_through(plan, now_s))
         self._head_free_s = now_s
         if not scheduler.has_work:
@@ -218,7 +198,7 @@ class Simulator:
         name = str(next(self._order))
         stop = StopConditions(asked.new_tokens, ignore_eos=True)
         self._running[name] = _Running(arrived_s)
-        self._tally.prompt_tokens += asked.prompt_tokens
+        self._outcome.prompt_tokens += asked.prompt_tokens
         self._account.demand_began(round(now_s * _NS))
         self._scheduler.submit(Request(name, (0,) * asked.prompt_tokens, stop), now_s)
 
@@ -234,16 +214,16 @@ class Simulator:
             self._heard(event, now_s)
 
     def _heard(self, event: SequenceEvent, now_s: float) -> None:
-        running, tally = self._running[event.request_id], self._tally
+        running, outcome = self._running[event.request_id], self._outcome
         if event.token_id is not None:
-            tally.new_tokens += 1
+            outcome.new_tokens += 1
             if running.last_token_s is None:
-                tally.ttft_s.append(now_s - running.arrived_s)
+                outcome.ttft_s.append(now_s - running.arrived_s)
             else:
-                tally.itl_s.append(now_s - running.last_token_s)
+                outcome.itl_s.append(now_s - running.last_token_s)
             running.last_token_s = now_s
         if event.is_terminal:
-            tally.duration_s.append(now_s - running.arrived_s)
+            outcome.duration_s.append(now_s - running.arrived_s)
             del self._running[event.request_id]
             if self._backlog:
                 self._push(now_s, self._backlog.pop())

@@ -62,10 +62,6 @@ class Tokenizer:
         """The bytes of one token, also of a special one; empty for an id that no token has."""
         return self._token_bytes.get(token_id, b"")
 
-    def is_special(self, token_id: int) -> bool:
-        """Whether the token is a control token such as `<|endoftext|>`, which decoded text leaves out."""
-        return token_id in self._special
-
     def text_bytes(self, token_id: int) -> bytes:
         """The bytes that the token adds to decoded text; none for special and unknown tokens."""
         return b"" if token_id in self._special else self._token_bytes.get(token_id, b"")

@@ -12,7 +12,7 @@ from ppserve.tokenizer import Detokenizer, Piece, Tokenizer, load_tokenizer
 
 TINY = load_tokenizer("tiny")
 assert TINY is not None
-ID_OF = {TINY.token_bytes(i): i for i in range(TINY.vocab_size) if not TINY.is_special(i)}
+ID_OF = {TINY.token_bytes(i): i for i in range(TINY.vocab_size) if TINY.text_bytes(i)}
 
 any_id = st.one_of(st.integers(0, 1279), st.integers(-3, 1500), st.just(1279))
 # Few letters, so that stop strings overlap; one of them of two bytes, so that tokens split it.

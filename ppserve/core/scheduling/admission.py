@@ -51,7 +51,7 @@ def refuse_impossible(request: Request, config: SchedulerConfig, num_blocks: int
 
 def refuse_overload(
     group: SequenceGroup,
-    queue: FairQueue[SequenceGroup],
+    queue: FairQueue,
     throughput: Throughput,
     config: SchedulerConfig,
     now: float,

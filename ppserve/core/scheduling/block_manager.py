@@ -51,11 +51,6 @@ class BlockManager:
         return len(self._free) + len(self._cached)
 
     @property
-    def num_cached(self) -> int:
-        """Blocks that no sequence holds and that can be found by their digest."""
-        return len(self._cached)
-
-    @property
     def num_held(self) -> int:
         return self.num_blocks - self.num_free
 
@@ -155,22 +150,3 @@ class BlockManager:
                 self._cached[block] = None
             else:
                 self._free.append(block)
-
-    def check_invariants(self) -> None:
-        """Every block is in one state, and references agree with tables and pins. Raises AssertionError."""
-        counted = [0] * self.num_blocks
-        for table in self._tables.values():
-            assert len(set(table)) == len(table), table
-            for block in table:
-                counted[block] += 1
-        for block in self._pins.values():
-            counted[block] += 1
-        assert counted == self._references
-        free, cached = set(self._free), set(self._cached)
-        assert len(free) == len(self._free)
-        assert not free & cached
-        held = {block for block, count in enumerate(counted) if count}
-        assert not held & (free | cached)
-        assert len(free) + len(cached) + len(held) == self.num_blocks
-        assert cached <= set(self._digest_of)
-        assert {digest: block for block, digest in self._digest_of.items()} == self._block_of

@@ -13,27 +13,10 @@ from __future__ import annotations
 
 from collections import Counter, OrderedDict
 from dataclasses import dataclass, field
-from typing import Generic, Protocol, TypeVar
+
+from ppserve.core.scheduling.sequence import SequenceGroup
 
 MAX_IDLE_CALLERS = 1024
-
-
-class Waiting(Protocol):
-    """An entry of the queue. num_tokens: the most tokens that it can have, prompts included."""
-
-    @property
-    def key(self) -> str: ...
-    @property
-    def caller(self) -> str: ...
-    @property
-    def priority(self) -> int: ...
-    @property
-    def num_tokens(self) -> int: ...
-    @property
-    def submitted_s(self) -> float: ...
-
-
-E = TypeVar("E", bound=Waiting)
 
 
 @dataclass(slots=True)
@@ -45,21 +28,21 @@ class _Account:
 
 
 @dataclass(slots=True)
-class _Line(Generic[E]):
+class _Line:
     """The waiting requests of one caller in one priority class, oldest first."""
 
     priority: int
     caller: str
-    entries: OrderedDict[str, tuple[int, E]] = field(default_factory=OrderedDict)
+    entries: OrderedDict[str, tuple[int, SequenceGroup]] = field(default_factory=OrderedDict)
 
 
-class FairQueue(Generic[E]):
+class FairQueue:
     """Waiting requests in the module's order. `now` is in seconds."""
 
     def __init__(self, aging_s: float = 10.0) -> None:
         self.aging_s = aging_s
         self.num_tokens = 0
-        self._lines: dict[tuple[int, str], _Line[E]] = {}
+        self._lines: dict[tuple[int, str], _Line] = {}
         self._where: dict[str, tuple[int, str]] = {}
         self._accounts: dict[str, _Account] = {}
         self._idle: OrderedDict[str, None] = OrderedDict()
@@ -73,7 +56,7 @@ class FairQueue(Generic[E]):
     def __contains__(self, key: str) -> bool:
         return key in self._where
 
-    def push(self, entry: E) -> None:
+    def push(self, entry: SequenceGroup) -> None:
         """Append a request to the line of its caller and priority."""
         account = self._accounts.setdefault(entry.caller, _Account())
         if account.num_live == 0:
@@ -89,9 +72,9 @@ class FairQueue(Generic[E]):
         self.num_tokens += entry.num_tokens
         self._tokens_of_priority[entry.priority] += entry.num_tokens
 
-    def first(self, now: float) -> E | None:
+    def first(self, now: float) -> SequenceGroup | None:
         """The request to admit next. It stays in the queue until `remove`."""
-        best: tuple[tuple[float, float, int], E] | None = None
+        best: tuple[tuple[float, float, int], SequenceGroup] | None = None
         for line in self._lines.values():
             arrival, entry = next(iter(line.entries.values()))
             aged = line.priority + max(0.0, now - entry.submitted_s) // self.aging_s
@@ -100,7 +83,7 @@ class FairQueue(Generic[E]):
                 best = (rank, entry)
         return best[1] if best else None
 
-    def remove(self, key: str) -> E:
+    def remove(self, key: str) -> SequenceGroup:
         """Take a request out of the queue. It counts as live for its caller until `leave`."""
         where = self._where.pop(key)
         line = self._lines[where]
@@ -136,8 +119,3 @@ class FairQueue(Generic[E]):
     def tokens_ahead(self, priority: int) -> int:
         """The most tokens that the waiting requests before a new one of `priority` can have."""
         return sum(tokens for p, tokens in self._tokens_of_priority.items() if p >= priority)
-
-    def entries(self) -> list[E]:
-        """All waiting requests, oldest first."""
-        waiting = [pair for line in self._lines.values() for pair in line.entries.values()]
-        return [entry for _, entry in sorted(waiting, key=lambda pair: pair[0])]

@@ -56,22 +56,3 @@ class Lanes:
 
     def holds_others_than(self, request_id: str) -> bool:
         return any(sequence.request.id != request_id for parts in self._parts.values() for sequence, _ in parts)
-
-    def check_invariants(self, sequences: Seq[Sequence]) -> None:
-        """A sequence is in one step, or in several with consecutive chunks. Raises AssertionError."""
-        in_flight: dict[int, list[Slice]] = {}
-        for parts in self._parts.values():
-            assert len({s.id for s, _ in parts}) == len(parts), "a sequence twice in one step"
-            for sequence, piece in parts:
-                in_flight.setdefault(sequence.id, []).append(piece)
-        for sequence in sequences:
-            pieces = in_flight.pop(sequence.id, [])
-            assert len(pieces) == sequence.steps_in_flight
-            assert 0 <= sequence.computed <= sequence.scheduled <= len(sequence.token_ids)
-            position = sequence.computed
-            for piece in pieces:
-                assert piece.start == position, "slices in flight must follow one another"
-                assert piece is pieces[-1] or piece.draw is None, "nothing follows a draw that is in flight"
-                position = piece.end
-            assert position == sequence.scheduled
-        assert not in_flight, "an ended sequence is still in flight"

@@ -93,12 +93,3 @@ class Roster:
         self._returned.clear()
         self._siblings.clear()
         self._filling = dict(self._running)
-
-    def check_invariants(self) -> None:
-        """Raises AssertionError."""
-        waiting = {s.id for siblings in self._siblings.values() for s in siblings}
-        for i, sequence in self._running.items():
-            assert sequence.is_live
-            places = (i in self._returned) + (i in self._filling) + (i in waiting)
-            assert places == (sequence.remaining > 0), (i, places, sequence.remaining)
-        assert waiting | set(self._filling) | set(self._returned) <= set(self._running)

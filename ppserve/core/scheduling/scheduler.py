@@ -52,7 +52,7 @@ class Scheduler:
         self._prefix_cache = PrefixCache(blocks, config.prefix_cache)
         self._blocks = blocks
         self._composer = Composer(StepLimits(config.prefill_chunk, config.max_auto_chunk), costs)
-        self._queue: FairQueue[SequenceGroup] = FairQueue(config.aging_s)
+        self._queue = FairQueue(config.aging_s)
         self._quarantine = Quarantine()
         self._throughput = Throughput()
         self._groups: dict[str, SequenceGroup] = {}
@@ -358,18 +358,3 @@ class Scheduler:
 
     def _fail(self, group: SequenceGroup, problem: str) -> list[SequenceEvent]:
         return [self._end(s, group, error=RequestFailed(problem)) for s in group.live]
-
-    def check_invariants(self) -> None:
-        """What must hold between any two calls. Raises AssertionError."""
-        self._blocks.check_invariants()
-        assert len(self._lanes) <= self.config.max_microbatches
-        self._roster.check_invariants()
-        admitted = [*self._roster.running, *self._ending.values()]
-        self._lanes.check_invariants(admitted)
-        for sequence in admitted:
-            assert sequence.block_table == self._blocks.table(sequence.id)
-        live = [s.id for g in self._groups.values() for s in g.live]
-        queued = [s.id for g in self._queue.entries() for s in g.live]
-        assert sorted(live) == sorted([*queued, *(s.id for s in self._roster.running)])
-        if not self.has_work:
-            assert self._blocks.num_held == 0, "idle, yet blocks are held"

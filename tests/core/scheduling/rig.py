@@ -14,6 +14,7 @@ from ppserve.core.scheduling.config import SchedulerConfig
 from ppserve.core.scheduling.scheduler import Scheduler
 from ppserve.core.scheduling.sequence import SequenceEvent
 from ppserve.errors import Overloaded
+from tests.core.scheduling.invariants import check_scheduler
 from tests.core.toy_pipeline import EOS_ID, VOCAB_SIZE, ToyPipeline, expected_answer, mix
 
 CUT_SHORT = (FinishReason.CANCELLED, FinishReason.DEADLINE, FinishReason.STOP_STRING)
@@ -73,12 +74,12 @@ class SchedulerRig:
     def drain(self) -> None:
         while self.scheduler.has_work:
             while self.schedule_one() is not None:
-                self.scheduler.check_invariants()
+                check_scheduler(self.scheduler)
             if self.pipeline.num_in_flight:
                 self.commit_one()
             else:
                 assert not self.scheduler.has_work, "work, but nothing to do"
-            self.scheduler.check_invariants()
+            check_scheduler(self.scheduler)
 
     def check_answers(self) -> None:
         """Every sequence had exactly one terminal event, and the tokens that it has when it runs alone."""

@@ -7,6 +7,7 @@ import random
 import pytest
 
 from ppserve.core.scheduling.block_manager import BlockManager, block_digest
+from tests.core.scheduling.invariants import check_blocks
 
 
 def chain(*blocks: tuple[int, ...]) -> list[bytes]:
@@ -21,7 +22,7 @@ def test_a_table_that_does_not_fit_takes_nothing() -> None:
     assert blocks.try_allocate(1, 3) is not None
     assert blocks.try_allocate(2, 2) is None
     assert blocks.num_free == 1
-    blocks.check_invariants()
+    check_blocks(blocks)
     assert blocks.try_allocate(2, 1) is not None
 
 
@@ -39,18 +40,18 @@ def test_a_released_prefix_is_found_again_and_shared() -> None:
     blocks.publish(table[1], b)
     assert blocks.match([a, b]) == table[:2]
     blocks.release(1)
-    assert (blocks.num_held, blocks.num_cached, blocks.num_free) == (0, 2, 8)
+    assert (blocks.num_held, len(blocks._cached), blocks.num_free) == (0, 2, 8)
     first = blocks.try_allocate(2, 3, blocks.match([a, b]))
     second = blocks.try_allocate(3, 3, blocks.match([a, b]))
     assert first is not None
     assert second is not None
     assert first[:2] == second[:2] == table[:2]
     assert first[2] != second[2]
-    blocks.check_invariants()
+    check_blocks(blocks)
     blocks.release(2)
-    assert blocks.num_cached == 0, "the other still holds it"
+    assert len(blocks._cached) == 0, "the other still holds it"
     blocks.release(3)
-    assert blocks.num_cached == 2
+    assert len(blocks._cached) == 2
 
 
 def test_a_digest_names_everything_before_it_too() -> None:
@@ -84,7 +85,7 @@ def test_the_least_recently_used_goes_first_and_the_end_of_a_prefix_before_its_b
     assert blocks.try_allocate(4, 2) is not None
     assert len(blocks.match(old)) == 0
     assert len(blocks.match(new)) == 1
-    blocks.check_invariants()
+    check_blocks(blocks)
 
 
 def test_taking_up_cached_blocks_leaves_fewer_for_others() -> None:
@@ -100,7 +101,7 @@ def test_taking_up_cached_blocks_leaves_fewer_for_others() -> None:
     assert blocks.fits(1, shared)
     assert not blocks.fits(2, shared)
     assert blocks.try_allocate(2, 4, shared) is None
-    blocks.check_invariants()
+    check_blocks(blocks)
 
 
 def test_a_pinned_block_outlives_its_table() -> None:
@@ -114,7 +115,7 @@ def test_a_pinned_block_outlives_its_table() -> None:
     blocks.unpin(2)
     assert blocks.num_held == 1
     blocks.unpin(2)
-    blocks.check_invariants()
+    check_blocks(blocks)
 
 
 def test_a_lost_stage_makes_every_content_unknown_and_keeps_tables() -> None:
@@ -127,8 +128,8 @@ def test_a_lost_stage_makes_every_content_unknown_and_keeps_tables() -> None:
     blocks.release(1)
     blocks.forget_contents()
     assert blocks.match(digests) == ()
-    assert (blocks.num_cached, blocks.num_free, blocks.num_held) == (0, 3, 1)
-    blocks.check_invariants()
+    assert (len(blocks._cached), blocks.num_free, blocks.num_held) == (0, 3, 1)
+    check_blocks(blocks)
 
 
 def test_the_content_of_one_table_can_be_forgotten() -> None:
@@ -141,8 +142,8 @@ def test_the_content_of_one_table_can_be_forgotten() -> None:
     blocks.forget_contents_of(1)
     assert blocks.match(digests) == ()
     blocks.release(1)
-    assert blocks.num_cached == 0
-    blocks.check_invariants()
+    assert len(blocks._cached) == 0
+    check_blocks(blocks)
 
 
 def test_sizes_must_be_positive() -> None:
@@ -171,7 +172,7 @@ def test_a_random_walk_keeps_every_block_in_one_state(seed: int) -> None:
             table = ()
         if rng.random() < 0.01:
             blocks.forget_contents()
-        blocks.check_invariants()
+        check_blocks(blocks)
 
 
 def test_the_invariants_notice_a_leak() -> None:
@@ -179,4 +180,4 @@ def test_the_invariants_notice_a_leak() -> None:
     blocks.try_allocate(1, 2)
     blocks._tables.clear()  # the control: a table dropped without giving its blocks back
     with pytest.raises(AssertionError):
-        blocks.check_invariants()
+        check_blocks(blocks)

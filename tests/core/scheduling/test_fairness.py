@@ -17,7 +17,7 @@ class Entry:
     submitted_s: float = 0.0
 
 
-def served_order(queue: FairQueue[Entry], count: int, now: float = 0.0) -> list[str]:
+def served_order(queue: FairQueue, count: int, now: float = 0.0) -> list[str]:
     """Admits `count` requests, and charges the tokens of each at once."""
     order = []
     for _ in range(count):
@@ -30,7 +30,7 @@ def served_order(queue: FairQueue[Entry], count: int, now: float = 0.0) -> list[
 
 
 def test_one_caller_is_served_in_order_of_arrival() -> None:
-    queue: FairQueue[Entry] = FairQueue()
+    queue: FairQueue = FairQueue()
     for key in "abc":
         queue.push(Entry(key))
     assert served_order(queue, 3) == ["a", "b", "c"]
@@ -38,7 +38,7 @@ def test_one_caller_is_served_in_order_of_arrival() -> None:
 
 
 def test_many_requests_of_one_caller_do_not_delay_another() -> None:
-    queue: FairQueue[Entry] = FairQueue()
+    queue: FairQueue = FairQueue()
     for i in range(100):
         queue.push(Entry(f"flood{i}", "flood"))
     assert served_order(queue, 10) == [f"flood{i}" for i in range(10)]
@@ -48,7 +48,7 @@ def test_many_requests_of_one_caller_do_not_delay_another() -> None:
 
 
 def test_two_busy_callers_share_by_tokens_not_by_requests() -> None:
-    queue: FairQueue[Entry] = FairQueue()
+    queue: FairQueue = FairQueue()
     for i in range(100):
         queue.push(Entry(f"big{i}", "big", num_tokens=30))
         queue.push(Entry(f"small{i}", "small", num_tokens=10))
@@ -58,7 +58,7 @@ def test_two_busy_callers_share_by_tokens_not_by_requests() -> None:
 
 
 def test_being_idle_earns_no_advantage() -> None:
-    queue: FairQueue[Entry] = FairQueue()
+    queue: FairQueue = FairQueue()
     for i in range(50):
         queue.push(Entry(f"busy{i}", "busy"))
     served_order(queue, 40)
@@ -69,7 +69,7 @@ def test_being_idle_earns_no_advantage() -> None:
 
 
 def test_a_heavy_caller_is_not_punished_for_having_been_alone() -> None:
-    queue: FairQueue[Entry] = FairQueue()
+    queue: FairQueue = FairQueue()
     queue.push(Entry("h", "heavy"))
     queue.charge("heavy", 1_000_000)
     served_order(queue, 1)
@@ -81,7 +81,7 @@ def test_a_heavy_caller_is_not_punished_for_having_been_alone() -> None:
 
 
 def test_priority_goes_first() -> None:
-    queue: FairQueue[Entry] = FairQueue()
+    queue: FairQueue = FairQueue()
     queue.push(Entry("low", priority=-1))
     queue.push(Entry("normal"))
     queue.push(Entry("high", priority=5))
@@ -89,7 +89,7 @@ def test_priority_goes_first() -> None:
 
 
 def test_waiting_makes_up_for_low_priority() -> None:
-    queue: FairQueue[Entry] = FairQueue(aging_s=10.0)
+    queue: FairQueue = FairQueue(aging_s=10.0)
     queue.push(Entry("old", priority=0, submitted_s=0.0))
     served = []
     for i in range(100):
@@ -101,7 +101,7 @@ def test_waiting_makes_up_for_low_priority() -> None:
 
 
 def test_the_control_without_ageing_starves() -> None:
-    queue: FairQueue[Entry] = FairQueue(aging_s=1e12)
+    queue: FairQueue = FairQueue(aging_s=1e12)
     queue.push(Entry("old", priority=0))
     served = []
     for i in range(100):
@@ -111,7 +111,7 @@ def test_the_control_without_ageing_starves() -> None:
 
 
 def test_tokens_are_counted_as_they_come_and_go() -> None:
-    queue: FairQueue[Entry] = FairQueue()
+    queue: FairQueue = FairQueue()
     queue.push(Entry("a", num_tokens=5, priority=1))
     queue.push(Entry("b", num_tokens=7))
     assert queue.num_tokens == 12
@@ -124,7 +124,7 @@ def test_tokens_are_counted_as_they_come_and_go() -> None:
 
 
 def test_idle_callers_are_forgotten() -> None:
-    queue: FairQueue[Entry] = FairQueue()
+    queue: FairQueue = FairQueue()
     for i in range(3 * fairness.MAX_IDLE_CALLERS):
         queue.push(Entry("r", f"caller{i}"))
         served_order(queue, 1)

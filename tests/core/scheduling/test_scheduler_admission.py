@@ -8,6 +8,7 @@ from ppserve.core.request import FinishReason, OutputOptions
 from ppserve.core.scheduling.config import SchedulerConfig
 from ppserve.core.scheduling.scheduler import Scheduler
 from ppserve.errors import InvalidRequest, Overloaded
+from tests.core.scheduling.invariants import check_scheduler
 from tests.core.scheduling.rig import SchedulerRig, a_request, a_rig, fill
 
 # ---- requests that could never run ----
@@ -96,7 +97,7 @@ def test_the_queue_is_bounded_by_requests_that_really_wait() -> None:
         rig.scheduler.submit(a_request("r5"), 0.0)
     assert refusal.value.retry_after_s > 0
     assert (rig.scheduler.num_running, rig.scheduler.num_waiting) == (2, 3)
-    rig.scheduler.check_invariants()
+    check_scheduler(rig.scheduler)
 
 
 def test_no_queue_at_all_still_serves_what_fits() -> None:
@@ -124,7 +125,7 @@ def test_a_refused_request_leaves_nothing_behind() -> None:
         rig.submit(a_request(f"r{i}"))
     for i in range(50):
         assert not rig.submit(a_request(f"refused{i}", deadline_s=1e9, caller=f"c{i}"))
-    rig.scheduler.check_invariants()
+    check_scheduler(rig.scheduler)
     assert rig.scheduler.expire(2e9) == []
     rig.drain()
     rig.check_answers()

@@ -7,6 +7,7 @@ import pytest
 from ppserve.core.plan import StepResult
 from ppserve.core.request import FinishReason, OutputOptions, SamplingParams, StopConditions
 from ppserve.errors import RequestFailed
+from tests.core.scheduling.invariants import check_scheduler
 from tests.core.scheduling.rig import a_request, a_rig, fill
 from tests.core.toy_pipeline import EOS_ID, STAMPS, expected_answer, mix
 
@@ -58,7 +59,7 @@ def test_the_engine_may_end_a_sequence_itself() -> None:
         if event.request_id == "r":
             rig.scheduler.finish(event.sequence_id, FinishReason.STOP_STRING, 0.0)
             rig.ended_by_engine.add(("r", 0))
-    rig.scheduler.check_invariants()
+    check_scheduler(rig.scheduler)
     rig.drain()
     rig.check_answers()
     assert ("r", 0) in rig.ended_by_engine

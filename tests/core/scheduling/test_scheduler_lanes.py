@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 
+from tests.core.scheduling.invariants import check_scheduler
 from tests.core.scheduling.rig import SchedulerRig, a_request, a_rig, fill
 
 
@@ -85,7 +86,7 @@ def decode_sizes(rig: SchedulerRig, num_steps: int) -> list[int]:
         plans = fill(rig)
         sizes += [len(plan.slices) for plan in plans if plan.phase == "decode"]
         rig.commit_one()
-        rig.scheduler.check_invariants()
+        check_scheduler(rig.scheduler)
     return sizes[2 * rig.scheduler.microbatches :]
 
 

@@ -9,6 +9,7 @@ import pytest
 from ppserve.core.cost_model import StepSize
 from ppserve.core.request import FinishReason, OutputOptions, Request, SamplingParams, StopConditions
 from ppserve.core.scheduling.config import SchedulerConfig
+from tests.core.scheduling.invariants import check_scheduler
 from tests.core.scheduling.rig import SchedulerRig
 from tests.core.toy_pipeline import EOS_ID, VOCAB_SIZE, expected_answer
 
@@ -103,7 +104,7 @@ def walk(seed: int, num_stages: int, prefill_chunk: int | None, prefix_cache: bo
                 if not event.is_terminal and rng.random() < 0.01:
                     rig.scheduler.finish(event.sequence_id, FinishReason.STOP_STRING, rig.now)
                     rig.ended_by_engine.add((event.request_id, event.index))
-        rig.scheduler.check_invariants()
+        check_scheduler(rig.scheduler)
     rig.drain()
     return rig
 

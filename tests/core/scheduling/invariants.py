@@ -1,0 +1,78 @@
+"""What must hold between any two calls of the scheduler and of what it owns. All raise AssertionError."""
+
+from __future__ import annotations
+
+from ppserve.core.plan import Slice
+from ppserve.core.scheduling.block_manager import BlockManager
+from ppserve.core.scheduling.lanes import Lanes
+from ppserve.core.scheduling.roster import Roster
+from ppserve.core.scheduling.scheduler import Scheduler
+from ppserve.core.scheduling.sequence import Sequence
+
+
+def check_blocks(blocks: BlockManager) -> None:
+    """Every block is in one state, and references agree with tables and pins."""
+    counted = [0] * blocks.num_blocks
+    for table in blocks._tables.values():
+        assert len(set(table)) == len(table), table
+        for block in table:
+            counted[block] += 1
+    for block in blocks._pins.values():
+        counted[block] += 1
+    assert counted == blocks._references
+    free, cached = set(blocks._free), set(blocks._cached)
+    assert len(free) == len(blocks._free)
+    assert not free & cached
+    held = {block for block, count in enumerate(counted) if count}
+    assert not held & (free | cached)
+    assert len(free) + len(cached) + len(held) == blocks.num_blocks
+    assert cached <= set(blocks._digest_of)
+    assert {digest: block for block, digest in blocks._digest_of.items()} == blocks._block_of
+
+
+def check_scheduler(scheduler: Scheduler) -> None:
+    """Blocks, roster and lanes agree with the sequences; nothing is held without work."""
+    check_blocks(scheduler._blocks)
+    assert len(scheduler._lanes) <= scheduler.config.max_microbatches
+    check_roster(scheduler._roster)
+    admitted = [*scheduler._roster.running, *scheduler._ending.values()]
+    check_lanes(scheduler._lanes, admitted)
+    for sequence in admitted:
+        assert sequence.block_table == scheduler._blocks.table(sequence.id)
+    live = [s.id for group in scheduler._groups.values() for s in group.live]
+    waiting = [group for key, group in scheduler._groups.items() if key in scheduler._queue]
+    assert len(waiting) == scheduler.num_waiting
+    queued = [s.id for group in waiting for s in group.live]
+    assert sorted(live) == sorted([*queued, *(s.id for s in scheduler._roster.running)])
+    if not scheduler.has_work:
+        assert scheduler._blocks.num_held == 0, "idle, yet blocks are held"
+
+
+def check_roster(roster: Roster) -> None:
+    """A sequence that has something to schedule is in one place, any other in none."""
+    waiting = {s.id for siblings in roster._siblings.values() for s in siblings}
+    for i, sequence in roster._running.items():
+        assert sequence.is_live
+        places = (i in roster._returned) + (i in roster._filling) + (i in waiting)
+        assert places == (sequence.remaining > 0), (i, places, sequence.remaining)
+    assert waiting | set(roster._filling) | set(roster._returned) <= set(roster._running)
+
+
+def check_lanes(lanes: Lanes, sequences: list[Sequence]) -> None:
+    """A sequence is in one step, or in several with consecutive chunks."""
+    in_flight: dict[int, list[Slice]] = {}
+    for parts in lanes._parts.values():
+        assert len({s.id for s, _ in parts}) == len(parts), "a sequence twice in one step"
+        for sequence, piece in parts:
+            in_flight.setdefault(sequence.id, []).append(piece)
+    for sequence in sequences:
+        pieces = in_flight.pop(sequence.id, [])
+        assert len(pieces) == sequence.steps_in_flight
+        assert 0 <= sequence.computed <= sequence.scheduled <= len(sequence.token_ids)
+        position = sequence.computed
+        for piece in pieces:
+            assert piece.start == position, "slices in flight must follow one another"
+            assert piece is pieces[-1] or piece.draw is None, "nothing follows a draw that is in flight"
+            position = piece.end
+        assert position == sequence.scheduled
+    assert not in_flight, "an ended sequence is still in flight"

@@ -14,7 +14,7 @@ text of an undisturbed stream. `RetryPolicy` bounds the retries; after the last 
 
 from ppserve.answers import Chunk, Completion, Finish, Options, Timings, Token, Usage, completion_of
 from ppserve.answers import CompletedSequence as Sequence
-from ppserve.client.asynchronous import AsyncClient
+from ppserve.client.calls import AsyncClient
 from ppserve.client.connection import Tls
 from ppserve.client.conversation import RetryPolicy
 from ppserve.client.failures import CallFailed

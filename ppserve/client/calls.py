@@ -1,30 +1,32 @@
 """What a client does, written once as coroutines: requests, retries, streams that resume.
 
-Both clients run this code. `AsyncClient` awaits it. `Client` gives it calls that block (`CallStyle`), so that no
+Both clients run this code. `AsyncClient` is awaited. `Client` gives it calls that block (`CallStyle`), so that no
 coroutine ever waits for an event loop: each runs to its end, or to its next chunk, in one go.
 """
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import AsyncGenerator, Callable
-from typing import Any, Protocol, TypeVar, Unpack
+from typing import Any, Protocol, Self, Unpack
 
 import grpc
+from grpc import aio
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from ppserve.answers import Chunk, Completion, Options, Prompt, Token, completion_of
-from ppserve.client.connection import TimeLimit, call_metadata
+from ppserve.client.connection import TimeLimit, Tls, call_metadata, open_channel
 from ppserve.client.conversation import Conversation, Retries, RetryPolicy
 from ppserve.client.failures import failure_of
 from ppserve.client.messages import request_of, tokens_of
 from ppserve.v1 import generation_pb2 as pb
 from ppserve.v1.generation_pb2_grpc import GenerationServiceStub
 
-R = TypeVar("R")
-
 
 class CallStyle(Protocol):
-    """How gRPC is called: through its blocking interface or the one for asyncio."""
+    """How gRPC is called: through its blocking interface or the one for asyncio. library: grpc, or grpc.aio."""
+
+    library: Any
 
     async def result(self, call: Any) -> Any:
         """The answer of a unary call. Raises grpc.RpcError."""
@@ -35,12 +37,36 @@ class CallStyle(Protocol):
     async def sleep(self, seconds: float) -> None: ...
 
 
-class Calls:
-    """One connection to a server, and every call that a client can make."""
+class Awaiting:
+    """gRPC's interface for asyncio."""
 
-    def __init__(self, channel: Any, style: CallStyle, api_key: str | None, retry: RetryPolicy | None) -> None:
-        self._channel = channel
-        self._style = style
+    library: Any = aio
+
+    async def result(self, call: Any) -> Any:
+        return await call
+
+    async def next_message(self, call: Any) -> Any:
+        message = await call.read()
+        return None if message is aio.EOF else message
+
+    async def sleep(self, seconds: float) -> None:
+        await asyncio.sleep(seconds)
+
+
+class AsyncClient:
+    """One connection to a server, for one event loop. target: `host:port`. api_key: sent with every call."""
+
+    _style: CallStyle = Awaiting()
+
+    def __init__(
+        self,
+        target: str = "127.0.0.1:50051",
+        *,
+        api_key: str | None = None,
+        tls: Tls | None = None,
+        retry: RetryPolicy | None = None,
+    ) -> None:
+        self._channel = channel = open_channel(self._style.library, target, tls)
         self._metadata = call_metadata(api_key)
         self._retry = retry or RetryPolicy()
         self._stub = GenerationServiceStub(channel)  # type: ignore[no-untyped-call]
@@ -97,6 +123,12 @@ class Calls:
     async def close(self) -> None:
         """Cancel what runs and close the connection."""
         await self._style.result(self._channel.close())
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(self, *_error: object) -> None:
+        await self.close()
 
     async def _ask(self, method: Callable[..., Any], request: object) -> Any:
         """A unary call, tried again as the policy says."""

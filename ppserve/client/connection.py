@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import random
 import time
-from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import grpc
 
@@ -21,9 +20,6 @@ CHANNEL_OPTIONS: list[tuple[str, Any]] = [
 ]
 
 
-C = TypeVar("C")
-
-
 @dataclass(frozen=True, slots=True)
 class Tls:
     """Encrypts the connection. ca: PEM file of the authority to trust, None: the system's. cert, key: PEM files of
@@ -35,18 +31,18 @@ class Tls:
 
     def credentials(self) -> grpc.ChannelCredentials:
         """Raises OSError when a file cannot be read."""
-        return grpc.ssl_channel_credentials(_read(self.ca), _read(self.key), _read(self.cert))
+        paths = (self.ca, self.key, self.cert)
+        return grpc.ssl_channel_credentials(*(None if path is None else path.read_bytes() for path in paths))
 
 
-def open_channel(insecure: Callable[..., C], secure: Callable[..., C], target: str, tls: Tls | None) -> C:
-    """A channel. `insecure` and `secure` make one: functions of grpc, or of grpc.aio."""
+def open_channel(library: Any, target: str, tls: Tls | None) -> Any:
+    """A channel of the library: grpc, or grpc.aio."""
     if tls is None:
-        return insecure(target, CHANNEL_OPTIONS)
-    return secure(target, tls.credentials(), CHANNEL_OPTIONS)
+        return library.insecure_channel(target, CHANNEL_OPTIONS)
+    return library.secure_channel(target, tls.credentials(), CHANNEL_OPTIONS)
 
 
 def call_metadata(api_key: str | None) -> tuple[tuple[str, str], ...]:
-    """The metadata of every call."""
     return () if api_key is None else (("authorization", f"Bearer {api_key}"),)
 
 
@@ -66,7 +62,3 @@ class TimeLimit:
         chosen_s = wanted_s * random.uniform(1.0, 1.25)
         left_s = self.left_s
         return chosen_s if left_s is None else min(chosen_s, left_s)
-
-
-def _read(path: Path | None) -> bytes | None:
-    return None if path is None else path.read_bytes()

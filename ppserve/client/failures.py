@@ -47,24 +47,13 @@ class CallFailed(PpserveError):
 def failure_of(error: grpc.RpcError) -> CallFailed:
     """The exception for a call that gRPC ended with an error, blocking or not."""
     assert isinstance(error, grpc.Call | grpc.aio.AioRpcError)
-    code, problem = error.code(), error.details() or ""
-    reason, retry_after_s = "", None
-    violations: tuple[Violation, ...] = ()
+    named, wrong, pause = ErrorInfo(), BadRequest(), RetryInfo()
     for name, value in error.trailing_metadata() or ():
         if name == _DETAILS_KEY and isinstance(value, bytes):
-            reason, violations, retry_after_s = _details(Status.FromString(value))
-    return CallFailed(code.name if code is not None else "UNKNOWN", problem, reason, violations, retry_after_s)
-
-
-def _details(status: Status) -> tuple[str, tuple[Violation, ...], float | None]:
-    reason, retry_after_s = "", None
-    violations: tuple[Violation, ...] = ()
-    named, wrong, pause = ErrorInfo(), BadRequest(), RetryInfo()
-    for detail in status.details:
-        if detail.Unpack(named):
-            reason = named.reason
-        elif detail.Unpack(wrong):
-            violations = tuple(Violation(v.field, v.description) for v in wrong.field_violations)
-        elif detail.Unpack(pause):
-            retry_after_s = pause.retry_delay.ToNanoseconds() / 1e9
-    return reason, violations, retry_after_s
+            for detail in Status.FromString(value).details:
+                any(detail.Unpack(kind) for kind in (named, wrong, pause))
+    violations = tuple(Violation(v.field, v.description) for v in wrong.field_violations)
+    retry_after_s = pause.retry_delay.ToNanoseconds() / 1e9 if pause.HasField("retry_delay") else None
+    code = error.code()
+    name = code.name if code is not None else "UNKNOWN"
+    return CallFailed(name, error.details() or "", named.reason, violations, retry_after_s)

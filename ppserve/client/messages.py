@@ -50,8 +50,7 @@ _OPTIONS = frozenset(Options.__annotations__)
 
 
 def chunk_of(message: pb.GenerateResponse) -> Chunk:
-    """A message as a chunk."""
-    ended = message.HasField("finish")
+    ended, usage = message.HasField("finish"), message.usage
     return Chunk(
         request_id=message.request_id,
         index=message.index,
@@ -62,13 +61,12 @@ def chunk_of(message: pb.GenerateResponse) -> Chunk:
         prompt_tokens=tuple(_token(token) for token in message.prompt_tokens),
         seed=message.seed if message.HasField("seed") else None,
         finish=_finish(message.finish) if ended else None,
-        usage=_usage(message.usage) if ended else None,
+        usage=Usage(usage.prompt_tokens, usage.completion_tokens, usage.cached_tokens) if ended else None,
         timings=_timings(message.timings) if message.HasField("timings") else None,
     )
 
 
 def tokens_of(response: pb.TokenizeResponse) -> tuple[Token, ...]:
-    """The tokens of a text."""
     return tuple(_token(token) for token in response.tokens)
 
 
@@ -80,10 +78,6 @@ def _token(token: pb.TokenInfo) -> Token:
 def _finish(finish: pb.Finish) -> Finish:
     kind = finish.WhichOneof("matched")
     return Finish(pb.Finish.Reason.Name(finish.reason), None if kind is None else getattr(finish, kind))
-
-
-def _usage(usage: pb.Usage) -> Usage:
-    return Usage(usage.prompt_tokens, usage.completion_tokens, usage.cached_tokens)
 
 
 def _timings(timings: pb.Timings) -> Timings:

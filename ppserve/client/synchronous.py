@@ -10,8 +10,8 @@ from typing import Any, Concatenate, ParamSpec, Self, TypeVar, Unpack
 import grpc
 
 from ppserve.answers import Chunk, Options, Prompt
-from ppserve.client.calls import Calls
-from ppserve.client.connection import Tls, open_channel
+from ppserve.client.calls import AsyncClient, CallStyle
+from ppserve.client.connection import Tls
 from ppserve.client.conversation import RetryPolicy
 
 P = ParamSpec("P")
@@ -21,6 +21,8 @@ R = TypeVar("R")
 class _Blocking:
     """gRPC's blocking interface: these coroutines never suspend."""
 
+    library: Any = grpc
+
     async def result(self, call: Any) -> Any:
         return call  # it was made when it returned
 
@@ -29,6 +31,10 @@ class _Blocking:
 
     async def sleep(self, seconds: float) -> None:
         time.sleep(seconds)
+
+
+class _BlockingCalls(AsyncClient):
+    _style: CallStyle = _Blocking()
 
 
 def _run(awaitable: Awaitable[R]) -> R:
@@ -42,7 +48,7 @@ def _run(awaitable: Awaitable[R]) -> R:
 
 
 def _blocking(
-    method: Callable[Concatenate[Calls, P], Coroutine[Any, Any, R]],
+    method: Callable[Concatenate[AsyncClient, P], Coroutine[Any, Any, R]],
 ) -> Callable[Concatenate[Client, P], R]:
     @wraps(method)
     def blocking(client: Client, /, *args: P.args, **kwargs: P.kwargs) -> R:
@@ -62,16 +68,15 @@ class Client:
         tls: Tls | None = None,
         retry: RetryPolicy | None = None,
     ) -> None:
-        channel = open_channel(grpc.insecure_channel, grpc.secure_channel, target, tls)
-        self._calls = Calls(channel, _Blocking(), api_key, retry)
+        self._calls = _BlockingCalls(target, api_key=api_key, tls=tls, retry=retry)
 
-    generate = _blocking(Calls.generate)
-    tokenize = _blocking(Calls.tokenize)
-    detokenize = _blocking(Calls.detokenize)
-    model_info = _blocking(Calls.model_info)
-    topology = _blocking(Calls.topology)
-    is_serving = _blocking(Calls.is_serving)
-    close = _blocking(Calls.close)
+    generate = _blocking(AsyncClient.generate)
+    tokenize = _blocking(AsyncClient.tokenize)
+    detokenize = _blocking(AsyncClient.detokenize)
+    model_info = _blocking(AsyncClient.model_info)
+    topology = _blocking(AsyncClient.topology)
+    is_serving = _blocking(AsyncClient.is_serving)
+    close = _blocking(AsyncClient.close)
 
     def stream(self, prompt: Prompt, **options: Unpack[Options]) -> Iterator[Chunk]:
         """The answer as it is generated. Closing the iterator cancels the request. Raises CallFailed."""

@@ -11,16 +11,17 @@ from pathlib import Path
 from typing import Any
 
 from ppserve.core.architecture import Split
-from ppserve.errors import ConfigError
 
 DTYPES = ("auto", "float32", "bfloat16", "float16")
 TRANSPORTS = ("auto", "nccl", "gloo", "shm", "local")
 QUANTIZATIONS = ("none", "int8")
+KV_DTYPES = ("auto", "float32", "bfloat16", "int8")
 
 
 @dataclass(frozen=True, slots=True)
 class ModelSettings:
-    """Which weights, and their dtype. path: `tiny`, a directory, a file or a hub id."""
+    """Which weights, and how they are kept. path: `tiny`, a directory, a file or a hub id. quantization: of the
+    linear layers and the LM head."""
 
     path: str = "tiny"
     dtype: str = "auto"
@@ -44,10 +45,12 @@ class PipelineSettings:
 
 @dataclass(frozen=True, slots=True)
 class CacheSettings:
-    """block_size: tokens per KV block. kv_cache_memory: bytes per stage, None = from free memory."""
+    """block_size: tokens per KV block. kv_cache_memory: bytes per stage, None = from free memory. kv_dtype: of
+    keys and values; `auto` is the model's."""
 
     block_size: int = 16
     kv_cache_memory: int | None = None
+    kv_dtype: str = "auto"
 
 
 @dataclass(frozen=True, slots=True)
@@ -112,9 +115,7 @@ class ServeConfig:
 
     @classmethod
     def of(cls, values: Mapping[str, Any]) -> ServeConfig:
-        """Each value in the part that has a field of its name. Raises ConfigError for what cannot be served."""
-        if values.get("quantization", "none") != "none":
-            raise ConfigError("--quantization", f"{values['quantization']} is not available in this version")
+        """Each value in the part that has a field of its name."""
         defaults = {part.name: getattr(cls(), part.name) for part in fields(cls)}
         own = {part: [f.name for f in fields(default) if f.name in values] for part, default in defaults.items()}
         return cls(**{part: type(defaults[part])(**{n: values[n] for n in own[part]}) for part in own})

@@ -68,7 +68,7 @@ class Hello(_Message, frozen=True, tag=True):
     device that the stage would use, None for the CPU. shares_gpu: other stages of this host use the same one.
     costs: measured for `--layers auto`, else None. machine: equal for processes that share memory, clock and
     loopback; host names do not show that. address: by which other stages reach it. head_address: by which it
-    reached the head.
+    reached the head. quantization: of the weights. kv_dtype: of keys and values, never "auto".
     """
 
     rank: int
@@ -83,6 +83,8 @@ class Hello(_Message, frozen=True, tag=True):
     machine: str = ""
     address: str = "127.0.0.1"
     head_address: str = "127.0.0.1"
+    quantization: str = "none"
+    kv_dtype: str = "float32"
 
 
 class Loading(_Message, frozen=True, tag=True):

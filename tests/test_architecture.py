@@ -23,7 +23,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "ppserve.__main__": {"ppserve.cli"},
     "ppserve.errors": set(),
     "ppserve.answers": set(),
-    "ppserve.config": {"ppserve.core", "ppserve.errors"},
+    "ppserve.config": {"ppserve.core"},
     "ppserve.wire": {"ppserve.config", "ppserve.core", "ppserve.errors", "msgspec"},
     "ppserve.core": {"ppserve.core", "ppserve.errors"},
     "ppserve.files": {"ppserve.errors", "msgspec"},

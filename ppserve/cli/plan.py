@@ -12,7 +12,7 @@ import click
 
 from ppserve.bench.workload import clip, read_trace
 from ppserve.cli.types import COUNTS, LAYERS, SIZE, AutoOr, Parsed
-from ppserve.config import DTYPES
+from ppserve.config import DTYPES, KV_DTYPES, QUANTIZATIONS
 from ppserve.model.checkpoint.opening import read_architecture
 from ppserve.planning.forecast import Forecast, Intent, forecast, render
 from ppserve.planning.scenarios import (
@@ -56,6 +56,8 @@ _TIME = _quantity("time, such as 50us", "s", "num")
 @click.option("--stages", type=_COUNT, default=1)
 @click.option("--layers", type=AutoOr(LAYERS), default="auto", help="Layers per stage, as 9,3 or 7.5,4.5.")
 @click.option("--dtype", type=click.Choice(DTYPES), default="auto", help="auto = float32.")
+@click.option("--quantization", type=click.Choice(QUANTIZATIONS), default="none", help="As for serve.")
+@click.option("--kv-dtype", type=click.Choice(KV_DTYPES), default="auto", help="Of keys and values.")
 @click.option("--max-model-len", type=_COUNT, help="Longest prompt + answer; unset = what the model allows.")
 @click.option("--block-size", type=click.IntRange(1, 256), default=16, help="Tokens per KV block.")
 @click.option("--stage-memory", type=SIZE, default="16G", help="Of one stage, for weights and KV cache.")
@@ -91,7 +93,8 @@ def plan(**flags: Any) -> None:
         **{
             name: flags[name]
             for name in (
-                "max_model_len", "block_size", "stage_memory", "kv_cache_memory", "expect_prompt", "expect_new",
+                "quantization", "kv_dtype", "max_model_len", "block_size", "stage_memory", "kv_cache_memory",
+                "expect_prompt", "expect_new",
             )
         },
     )  # fmt: skip
@@ -143,6 +146,8 @@ def _as_json(model: str, layout: Forecast) -> dict[str, Any]:
     return {
         "model": model,
         "dtype": layout.dtype,
+        "quantization": layout.quantization,
+        "kv_dtype": layout.kv_dtype,
         "parameters": layout.arch.num_params,
         "max_model_len": layout.max_model_len,
         "max_sequences": layout.max_sequences,

@@ -49,7 +49,11 @@ def _load_config_file(ctx: click.Context, _param: click.Parameter, path: Path | 
 @click.option("--model", default="tiny", help="`tiny`, a directory, a .bin or .pt file, or a hub id.")
 @click.option("--dtype", type=click.Choice(cfg.DTYPES), default="auto")
 @click.option(
-    "--quantization", type=click.Choice(cfg.QUANTIZATIONS), default="none", help="int8: not available yet."
+    "--quantization", type=click.Choice(cfg.QUANTIZATIONS), default="none",
+    help="int8: weights of linear layers and LM head, while loading. CPUs only.",
+)  # fmt: skip
+@click.option(
+    "--kv-dtype", type=click.Choice(cfg.KV_DTYPES), default="auto", help="Of keys and values; auto = --dtype."
 )
 @click.option("--layers", type=AutoOr(LAYERS), default="auto", help="Layers per stage, as 9,3 or 7.5,4.5.")
 @click.option("--microbatches", type=AutoOr(_COUNT), default="auto", help="In flight; auto = stages, or one more.")

@@ -15,6 +15,7 @@ class ModelCard:
 
     dtype: resolved, never `auto`. max_context: tokens of prompt and output together. eos_id: None where the
     model has no end-of-text token. why_not: empty when `deterministic`. kernels: those of all stages, in words.
+    kv_dtype: of keys and values.
     """
 
     name: str
@@ -30,11 +31,20 @@ class ModelCard:
     version: str
     limits: Limits = field(default_factory=Limits)
     kernels: str = ""
+    kv_dtype: str = "float32"
+
+    @property
+    def numbers(self) -> str:
+        """How numbers are kept, in words."""
+        words = [self.dtype]
+        words += [f"{self.quantization} weights"] * (self.quantization != "none")
+        words += [f"{self.kv_dtype} keys and values"] * (self.kv_dtype != self.dtype)
+        return ", ".join(words)
 
     @property
     def fingerprint(self) -> str:
         """Where it is the same, so are the tokens and log-probabilities of the same request and seed."""
-        kernels = hashlib.sha256(self.kernels.encode()).hexdigest()[:8]
+        kernels = hashlib.sha256(f"{self.numbers}, {self.kernels}".encode()).hexdigest()[:8]
         return f"{self.name}-{self.dtype}-{kernels}-ppserve-{self.version}"
 
 

@@ -151,4 +151,5 @@ def describe_model(
         version=metadata.version("ppserve"),
         limits=replace(limits, max_n=min(limits.max_n, config.scheduling.max_num_seqs)),
         kernels="; ".join(dict.fromkeys(member.loaded.kernels for member in members if member.loaded is not None)),
+        kv_dtype=next((member.hello.kv_dtype for member in members if member.hello is not None), decision.dtype),
     )

@@ -38,6 +38,7 @@ from ppserve.tokenizer import Tokenizer, load_tokenizer
 log = logging.getLogger("ppserve.library")
 
 _END_WITHIN_S = 10.0
+_CHOICES = {"dtype": cfg.DTYPES, "quantization": cfg.QUANTIZATIONS, "kv_dtype": cfg.KV_DTYPES}
 
 
 class Settings(TypedDict, total=False):
@@ -48,6 +49,7 @@ class Settings(TypedDict, total=False):
 
     dtype: str
     quantization: str
+    kv_dtype: str
     force_cpu: bool
     max_model_len: int
     layers: str
@@ -208,8 +210,9 @@ def _config_of(model: str, settings: Settings) -> cfg.ServeConfig:
     given: dict[str, Any] = {"path": model, **settings}
     if unknown := set(given) - {"path", *Settings.__annotations__}:
         raise ConfigError(min(unknown), "there is no such setting")
-    if given.get("dtype", "auto") not in cfg.DTYPES:
-        raise ConfigError("dtype", f"{given['dtype']!r} is none of {', '.join(cfg.DTYPES)}")
+    for name, known in _CHOICES.items():
+        if name in given and given[name] not in known:
+            raise ConfigError(name, f"{given[name]!r} is none of {', '.join(known)}")
     if "layers" in given:
         try:
             given["layers"] = Split.parse(given["layers"])

@@ -28,7 +28,8 @@ Operator = Callable[[torch.Tensor], torch.Tensor]
 
 @dataclass(frozen=True, slots=True)
 class Precision:
-    """How numbers are kept. weights: in memory (biases and norms may be wider). kv: keys and values.
+    """How numbers are kept. weights: those of linear layers and the LM head; embeddings, biases and norms are
+    kept as `hidden` or wider. kv: keys and values.
 
     compute: what operators take and give. hidden: what hidden states are rounded to after every attention and MLP,
     so that where the stages are cut changes nothing; in this form they cross to the next stage.
@@ -133,7 +134,7 @@ class Backend(Protocol):
     precision: Precision
 
     def stored(self, tensor: torch.Tensor) -> torch.Tensor:
-        """An embedding, a bias or a norm's weight: rounded as weights are, on the device."""
+        """An embedding, a bias or a norm's weight: rounded as hidden states are, on the device."""
 
     def linear(self, weight_NK: torch.Tensor, bias_N: torch.Tensor | None) -> Linear:
         """Packs a weight as the checkpoint has it, which can be released afterwards. bias_N: as `stored`."""

@@ -39,12 +39,12 @@ ACTIVATIONS: dict[str, Operator] = {
 
 
 class StockBackend:
-    """Everything in one dtype: weights, keys and values, arithmetic and hidden states."""
+    """Weights, arithmetic and hidden states in one dtype; keys and values in it or, if asked for, another."""
 
-    def __init__(self, device: torch.device, dtype: str) -> None:
+    def __init__(self, device: torch.device, dtype: str, kv_dtype: str | None = None) -> None:
         self.device = device
         one: torch.dtype = getattr(torch, dtype)
-        self.precision = Precision(one, one, one, one)
+        self.precision = Precision(one, getattr(torch, kv_dtype or dtype), one, one)
 
     def stored(self, tensor: torch.Tensor) -> torch.Tensor:
         return tensor.to(self.precision.weights).to(self.device)

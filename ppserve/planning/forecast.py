@@ -16,7 +16,8 @@ from ppserve.core.partition import (
 )
 from ppserve.errors import ConfigError
 
-ELEMENT_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
+ELEMENT_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2, "int8": 1}
+_SCALE_BYTES = 4
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,12 +26,15 @@ class Intent:
 
     layers None: split by weight. max_model_len None: all positions of the model. stage_memory: bytes of a stage
     for weights and KV cache. kv_cache_memory: bytes of a stage's KV cache, None: what the weights leave of
-    stage_memory. expect_prompt, expect_new: tokens of a typical request.
+    stage_memory. kv_dtype: of keys and values, `auto` is dtype. expect_prompt, expect_new: tokens of a typical
+    request.
     """
 
     num_stages: int
     layers: Split | None = None
     dtype: str = "float32"
+    quantization: str = "none"
+    kv_dtype: str = "auto"
     max_model_len: int | None = None
     block_size: int = 16
     stage_memory: int = 16 << 30
@@ -61,6 +65,8 @@ class Forecast:
 
     arch: Architecture
     dtype: str
+    quantization: str
+    kv_dtype: str
     max_model_len: int
     stages: tuple[StageForecast, ...]
     max_sequences: int
@@ -91,6 +97,8 @@ def forecast(arch: Architecture, intent: Intent) -> Forecast:
     return Forecast(
         arch=arch,
         dtype=intent.dtype,
+        quantization=intent.quantization,
+        kv_dtype=intent.dtype if intent.kv_dtype == "auto" else intent.kv_dtype,
         max_model_len=max_model_len,
         stages=stages,
         max_sequences=num_blocks // blocks_per_sequence,
@@ -108,18 +116,39 @@ def resolve_max_model_len(arch: Architecture, asked: int | None) -> int:
 
 
 def _stage(arch: Architecture, layout: StageLayout, intent: Intent) -> StageForecast:
-    element = ELEMENT_BYTES[intent.dtype]
     params = stage_params(arch, layout)
     if layout.is_first and layout.is_last:
         params -= arch.shared_params
-    left = max(0, intent.stage_memory - params * element)
+    weight_bytes = _weight_bytes(arch, layout, intent, params)
+    left = max(0, intent.stage_memory - weight_bytes)
     return StageForecast(
         layout=layout,
         num_parameters=params,
-        weight_bytes=params * element,
-        kv_bytes_per_token=arch.kv_bytes_per_token(len(layout.attentions), element),
+        weight_bytes=weight_bytes,
+        kv_bytes_per_token=_kv_bytes_per_token(arch, layout, intent),
         kv_memory=left if intent.kv_cache_memory is None else intent.kv_cache_memory,
     )
+
+
+def _weight_bytes(arch: Architecture, layout: StageLayout, intent: Intent, params: int) -> int:
+    """int8 matrices have a scale for each output; a head in int8 shares nothing with the embedding."""
+    element = ELEMENT_BYTES[intent.dtype]
+    if intent.quantization == "none":
+        return params * element
+    d, f, v = arch.width, arch.inner_width, arch.padded_vocab_size
+    attentions, mlps, heads = len(layout.attentions), len(layout.mlps), int(layout.is_last)
+    matrices = attentions * 4 * d * d + mlps * 2 * d * f + heads * v * d
+    outputs = attentions * 4 * d + mlps * (f + d) + heads * v
+    others = stage_params(arch, layout) - matrices
+    return others * element + matrices * ELEMENT_BYTES["int8"] + outputs * _SCALE_BYTES
+
+
+def _kv_bytes_per_token(arch: Architecture, layout: StageLayout, intent: Intent) -> int:
+    """int8 keys and values have a scale for each head."""
+    dtype = intent.dtype if intent.kv_dtype == "auto" else intent.kv_dtype
+    count = len(layout.attentions)
+    scales = 2 * count * arch.num_heads * _SCALE_BYTES if dtype == "int8" else 0
+    return arch.kv_bytes_per_token(count, ELEMENT_BYTES[dtype]) + scales
 
 
 # ---- as text -----------------------------------------------------------------------------------------------
@@ -130,7 +159,7 @@ def render(model: str, plan: Forecast) -> str:
     arch = plan.arch
     lines = [
         f"{model}: {arch.num_params / 1e6:,.1f} M parameters, {arch.num_layers} layers of width {arch.width},"
-        f" {plan.dtype}, context {plan.max_model_len}",
+        f" {_numbers(plan)}, context {plan.max_model_len}",
         "",
         *table(
             ("stage", "layers", "also", "parameters", "weights", "KV/token", "KV memory", "tokens"),
@@ -142,6 +171,13 @@ def render(model: str, plan: Forecast) -> str:
         f" expected mix {plan.mixed_balance:.0%}  (100% = no stage waits for another)",
     ]
     return "\n".join(lines)
+
+
+def _numbers(plan: Forecast) -> str:
+    words = [plan.dtype]
+    words += [f"{plan.quantization} weights"] * (plan.quantization != "none")
+    words += [f"{plan.kv_dtype} keys and values"] * (plan.kv_dtype != plan.dtype)
+    return ", ".join(words)
 
 
 def _row(stage: StageForecast) -> tuple[str, ...]:

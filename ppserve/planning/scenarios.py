@@ -139,7 +139,7 @@ def _stage_speed(plan: Forecast, stage: int, speed: Device | MeasuredCosts) -> S
     layout, arch = plan.stages[stage].layout, plan.arch
     if isinstance(speed, MeasuredCosts):
         return speed.stage(layout)
-    element = ELEMENT_BYTES[plan.dtype]
+    element = ELEMENT_BYTES[plan.dtype if plan.quantization == "none" else plan.quantization]
     params = sublayer_params(arch, layout)
     head = arch.head_params if layout.is_last else 0
     return Roofline(

@@ -92,7 +92,8 @@ def step_costs(checkpoint: Checkpoint, compute: Compute, mix: Mix) -> Parts:
 
 def _memory_path(arch: Architecture, compute: Compute, mix: Mix) -> Path:
     """One file per machine, model shape, arithmetic and number of threads."""
-    what = (_VERSION, arch, compute.dtype, compute.name, platform.processor(), torch.__version__, mix)
+    numbers = compute.dtype, compute.quantization, compute.kv_dtype
+    what = (_VERSION, arch, numbers, compute.name, platform.processor(), torch.__version__, mix)
     cache = os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")
     return Path(cache) / "ppserve" / f"costs-{hashlib.sha256(repr(what).encode()).hexdigest()[:16]}.json"
 

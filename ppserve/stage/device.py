@@ -11,6 +11,7 @@ from pathlib import Path
 import torch
 
 from ppserve.config import ServeConfig
+from ppserve.errors import ConfigError
 from ppserve.model.backend import Backend
 from ppserve.model.cpu.backend import CpuBackend, cpu_precision
 from ppserve.model.stock import StockBackend
@@ -24,13 +25,16 @@ _GPU_SHARE = 0.85
 
 @dataclass(frozen=True, slots=True)
 class Compute:
-    """The device and dtype of one stage. stages_here: stages on this host. threads: its own, on the CPU."""
+    """The device and arithmetic of one stage. stages_here: stages on this host. threads: its own, on the CPU.
+    kv_dtype: of keys and values."""
 
     device: torch.device
     dtype: str
     shares_gpu: bool
     stages_here: int
     threads: int = 1
+    quantization: str = "none"
+    kv_dtype: str = "float32"
 
     @property
     def name(self) -> str:
@@ -40,7 +44,9 @@ class Compute:
 
     def backend(self, dtype: str) -> Backend:
         """Raises ConfigError for a dtype that the device does not have."""
-        return CpuBackend(dtype, self.threads) if self.device.type == "cpu" else StockBackend(self.device, dtype)
+        if self.device.type == "cpu":
+            return CpuBackend(dtype, self.threads, self.quantization, self.kv_dtype)
+        return StockBackend(self.device, dtype, self.kv_dtype)
 
     def occupy(self) -> None:
         """For the process or thread that is this stage: torch takes over its GPU and its number of threads."""
@@ -64,7 +70,14 @@ def choose(config: ServeConfig, environment: RankEnvironment, stored_dtype: str)
     device = torch.device("cuda", environment.local_rank % num_gpus) if num_gpus else torch.device("cpu")
     dtype = _resolve_dtype(config.model.dtype, stored_dtype, device)
     threads = config.pipeline.threads or max(1, len(os.sched_getaffinity(0)) // stages_here)
-    return Compute(device, dtype, 0 < num_gpus < stages_here, stages_here, threads)
+    quantization, kv_dtype = config.model.quantization, config.cache.kv_dtype
+    if num_gpus and quantization != "none":
+        raise ConfigError("--quantization", f"{quantization} needs a CPU; add --force-cpu or leave it out")
+    if num_gpus and kv_dtype == "int8":
+        raise ConfigError("--kv-dtype", "int8 needs a CPU; add --force-cpu or choose another")
+    if kv_dtype == "auto":
+        kv_dtype = dtype
+    return Compute(device, dtype, 0 < num_gpus < stages_here, stages_here, threads, quantization, kv_dtype)
 
 
 def _resolve_dtype(asked: str, stored: str, device: torch.device) -> str:

@@ -131,6 +131,8 @@ class StageLoop:
             machine=this_machine(),
             address=self._route.own,
             head_address=self._route.head,
+            quantization=compute.quantization,
+            kv_dtype=compute.kv_dtype,
         )
 
     def _take_arrived(self) -> None:

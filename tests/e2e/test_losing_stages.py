@@ -163,3 +163,14 @@ def test_a_stage_that_cannot_come_back_ends_streams_and_server(tmp_path: Path) -
         assert server.wait_exit() != 0
         assert "ppserve: error:" in server.log
         assert "model.safetensors" in server.log
+
+
+@pytest.mark.timeout(240)
+def test_int8_tokens_are_the_same_across_a_loss() -> None:
+    with serving(2, "--quantization", "int8", "--kv-dtype", "int8") as server:
+        with grpc.insecure_channel(server.grpc) as channel:
+            told = GenerationServiceStub(channel).GetModelInfo(pb.GetModelInfoRequest())
+        assert (told.quantization, told.deterministic) == ("int8", True), told.nondeterministic_reason
+        undisturbed = ask(server.grpc, long_requests(16), at_once=3)
+        for stage in range(2):
+            assert ask_and_hurt(server, stage, signal.SIGKILL) == undisturbed

@@ -25,4 +25,4 @@ def test_an_example_runs_as_it_stands(number: int, capsys: pytest.CaptureFixture
 def test_every_setting_is_in_the_table() -> None:
     rows = re.findall(r"^\| (`.*?) \|", PAGE.read_text(), re.MULTILINE)
     named = {name.strip("`") for row in rows for name in row.split(", ")}
-    assert named == set(Settings.__annotations__) - {"quantization"}
+    assert named == set(Settings.__annotations__)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import gc
-import random
 import subprocess
 import sys
 import threading
@@ -16,18 +15,7 @@ import torch
 import ppserve
 from ppserve import Completion, InvalidRequest, Ledger, Pipeline, UsageError
 from ppserve.errors import Draining
-
-PROMPTS = (
-    "Once upon a time",
-    "The miller",
-    "One cold morning",
-    "I like trains",
-    "Every Sunday Ben went to the market",
-)
-
-
-def tiny(stages: int = 1, **settings: Any) -> Pipeline:
-    return Pipeline("tiny", stages, **{"dtype": "float32", "threads": 1, "max_model_len": 256, **settings})
+from tests.library.mixed import PROMPTS, assert_same, mixed_requests, tiny, together
 
 
 @pytest.fixture(scope="module")
@@ -40,37 +28,6 @@ def one_stage() -> Iterator[Pipeline]:
 def two_stages() -> Iterator[Pipeline]:
     with tiny(2) as pipeline:
         yield pipeline
-
-
-def mixed_requests(count: int) -> list[tuple[str, dict[str, Any]]]:
-    """Requests with every option that changes what is drawn or told, in all combinations that chance makes."""
-    chance = random.Random(7)
-    requests: list[tuple[str, dict[str, Any]]] = []
-    for number in range(count):
-        options: dict[str, Any] = {"seed": number, "max_tokens": chance.randrange(1, 40)}
-        choices: tuple[dict[str, Any], ...] = (
-            {"temperature": 0},
-            {"temperature": 0.7, "top_k": 20},
-            {"top_p": 0.9, "min_p": 0.02},
-            {"repetition_penalty": 1.3, "frequency_penalty": 0.5, "presence_penalty": 0.1},
-            {"logit_bias": {number % 500: 5.0, 13: -100.0}},
-            {"stop": [".", "the"], "include_stop": bool(number % 2)},
-            {"n": 3},
-            {"logprobs": 3, "prompt_logprobs": 2},
-            {"min_tokens": 5, "ignore_eos": True},
-            {"echo": True, "token_ids": True},
-        )
-        for choice in chance.sample(choices, 3):
-            options |= choice
-        options["min_tokens"] = min(options.get("min_tokens", 0), options["max_tokens"])
-        requests.append((chance.choice(PROMPTS) * chance.randrange(1, 4), options))
-    return requests
-
-
-def together(pipeline: Pipeline, requests: list[tuple[str, dict[str, Any]]]) -> list[Completion]:
-    """All at once: every request has been submitted before the first is read."""
-    streams = [pipeline.generate(prompt, **options) for prompt, options in requests]
-    return [stream.completions()[0] for stream in streams]
 
 
 @pytest.fixture(scope="module")
@@ -97,9 +54,7 @@ def test_any_pipeline_among_others_answers_as_one_stage_alone(
     """Tokens, text and log-probabilities, bit for bit."""
     with tiny(stages, **settings) as pipeline:
         for mixed, by_itself in zip(together(pipeline, mixed_requests(48)), alone, strict=True):
-            assert [s.finish for s in mixed.sequences] == [s.finish for s in by_itself.sequences]
-            for one, other in zip(mixed.sequences, by_itself.sequences, strict=True):
-                assert (one.text, one.tokens, one.prompt_tokens) == (other.text, other.tokens, other.prompt_tokens)
+            assert_same(mixed, by_itself)
 
 
 def test_another_seed_gives_another_answer(one_stage: Pipeline) -> None:
@@ -253,7 +208,8 @@ def test_an_option_that_does_not_exist_is_named(two_stages: Pipeline) -> None:
         (2, {"layers": "a,b"}, "layers"),
         (2, {"block_sise": 3}, "block_sise"),
         (2, {"threads": 0}, "threads"),
-        (2, {"quantization": "int8"}, "quantization"),
+        (2, {"quantization": "int4"}, "quantization"),
+        (2, {"kv_dtype": "float16"}, "kv_dtype"),
         (2, {"max_model_len": 100_000}, "max-model-len"),
         (2, {"kv_cache_memory": 1}, "kv-cache-memory"),
         (2, {"microbatches": 9}, "microbatches"),

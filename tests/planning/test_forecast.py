@@ -38,6 +38,20 @@ def test_13b_on_eight_stages():
     assert 50 <= plan.max_sequences <= 60
 
 
+def test_int8_weights_and_keys_and_values():
+    """GPT-2 124M: 85 M weights of layers and 38.6 M of the head in a byte each, a scale for each output."""
+    plan = forecast(GPT2, Intent(1, quantization="int8", kv_dtype="int8"))
+    layers, outputs = 12 * 12 * 768**2, 12 * (4 * 768 + 3072 + 768)
+    head, positions = 50257 * 768, 1024 * 768
+    biases_and_norms = 12 * (9 * 768 + 4 * 768) + 2 * 768
+    expected = layers + head + 4 * (outputs + 50257) + 4 * (head + positions + biases_and_norms)
+    assert plan.stages[0].weight_bytes == expected
+    assert plan.stages[0].kv_bytes_per_token == 12 * 2 * (768 + 4 * 12)
+    assert plan.stages[0].num_parameters == 124_439_808
+    first = render("gpt2", plan).splitlines()[0]
+    assert first.endswith("float32, int8 weights, int8 keys and values, context 1024")
+
+
 def test_weights_that_do_not_fit():
     plan = forecast(CEREBRAS_13B, Intent(2, dtype="float32", stage_memory=16 * GiB))
     assert plan.max_sequences == 0

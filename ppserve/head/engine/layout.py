@@ -43,8 +43,11 @@ class Layout:
             if hello.architecture != first.architecture:
                 where = f"stage {hello.rank} on {hello.host}"
                 raise ConfigError("--model", f"{where} found another model than stage 0")
-            if hello.dtype != first.dtype:
-                raise ConfigError("--dtype", f"stage {hello.rank} would use {hello.dtype}, stage 0 {first.dtype}")
+            for name in ("dtype", "quantization", "kv_dtype"):
+                theirs, ours = getattr(hello, name), getattr(first, name)
+                if theirs != ours:
+                    flag = f"--{name.replace('_', '-')}"
+                    raise ConfigError(flag, f"stage {hello.rank} would use {theirs}, stage 0 {ours}")
         arch = first.architecture
         split = config.pipeline.layers or choose_split(config, arch, hellos)
         check_split(split, arch, len(hellos))

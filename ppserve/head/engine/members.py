@@ -376,8 +376,9 @@ def _what_changed(before: wire.Hello, now: wire.Hello, transport: str) -> str | 
     """What a stage has now that the pipeline was not decided for; None if it may take its old place."""
     if now.architecture != before.architecture:
         return "another model"
-    if now.dtype != before.dtype:
-        return f"{now.dtype} instead of {before.dtype}"
+    for name in ("dtype", "quantization", "kv_dtype"):
+        if (has := getattr(now, name)) != (had := getattr(before, name)):
+            return f"{name.replace('_', '-')} {has} instead of {had}"
     if (now.gpu is None) != (before.gpu is None):
         return "a CPU instead of a GPU" if now.gpu is None else "a GPU instead of a CPU"
     if now.host != before.host:

@@ -20,7 +20,7 @@ def banner(card: ModelCard, topology: Topology, host: str, ports: Ports) -> str:
     arch = card.architecture
     lines = [
         "",
-        f"ppserve {card.version}: {card.name}, {count(card.num_parameters)} parameters, {card.dtype},"
+        f"ppserve {card.version}: {card.name}, {count(card.num_parameters)} parameters, {card.numbers},"
         f" context {card.max_context}",
     ]
     rows = [("stage", "layers", "device", "params", "weights", "KV")]

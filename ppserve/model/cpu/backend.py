@@ -1,7 +1,8 @@
 """The CPU: kernels for which a row's result depends on that row alone, not on chunks, other rows or threads.
 
 Whatever the dtype, results are float32. `bfloat16` says how weights, keys, values and hidden states are stored,
-and linear layers round their inputs to it; sums, biases, norms, activations and attention are float32.
+and linear layers round their inputs to it; sums, biases, norms, activations and attention are float32. With `int8`
+weights each output has a scale, each row of inputs has one of its own, and sums are exact integers.
 """
 
 from __future__ import annotations
@@ -31,12 +32,13 @@ from ppserve.model.cpu.sublayers import FusedSublayer
 from ppserve.model.cpu.team import Team
 
 
-def cpu_precision(dtype: str) -> Precision:
-    """Raises ConfigError for a dtype that CPUs do not have."""
+def cpu_precision(dtype: str, quantization: str = "none", kv_dtype: str | None = None) -> Precision:
+    """kv_dtype: None for `dtype`. Raises ConfigError for a dtype that CPUs do not have."""
     if dtype not in ("float32", "bfloat16"):
         raise ConfigError("--dtype", f"{dtype} needs a GPU; use bfloat16 or float32 on CPUs")
-    stored: torch.dtype = getattr(torch, dtype)
-    return Precision(weights=stored, kv=stored, compute=torch.float32, hidden=stored)
+    hidden: torch.dtype = getattr(torch, dtype)
+    weights = torch.int8 if quantization == "int8" else hidden
+    return Precision(weights, getattr(torch, kv_dtype or dtype), compute=torch.float32, hidden=hidden)
 
 
 def _name(dtype: torch.dtype) -> str:
@@ -48,8 +50,10 @@ class CpuBackend:
 
     device = torch.device("cpu")
 
-    def __init__(self, dtype: str, num_threads: int = 1) -> None:
-        self.precision = cpu_precision(dtype)
+    def __init__(
+        self, dtype: str, num_threads: int = 1, quantization: str = "none", kv_dtype: str | None = None
+    ) -> None:
+        self.precision = cpu_precision(dtype, quantization, kv_dtype)
         variant = variants.in_use()
         # Decided by what the CPU is, never by timing, so that a restarted stage computes the same bits.
         self._product = micro_kernels(_name(self.precision.weights), variant, variants.features())[0]
@@ -59,7 +63,7 @@ class CpuBackend:
         self._rooms = Rooms(self._product, num_threads)
 
     def stored(self, tensor: torch.Tensor) -> torch.Tensor:
-        return tensor.to(self.precision.weights)
+        return tensor.to(self.precision.hidden)
 
     def linear(self, weight_NK: torch.Tensor, bias_N: torch.Tensor | None) -> Linear:
         precision = _name(self.precision.weights)

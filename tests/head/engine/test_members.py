@@ -407,7 +407,9 @@ def test_deaths_between_epochs_are_no_attempts() -> None:
     ("changes", "named"),
     [
         ({"gpu": 0}, "stage 1 came back with a GPU instead of a CPU"),
-        ({"dtype": "bfloat16"}, "stage 1 came back with bfloat16 instead of float32"),
+        ({"dtype": "bfloat16"}, "stage 1 came back with dtype bfloat16 instead of float32"),
+        ({"quantization": "int8"}, "stage 1 came back with quantization int8 instead of none"),
+        ({"kv_dtype": "int8"}, "stage 1 came back with kv-dtype int8 instead of float32"),
         ({"host": "elsewhere"}, "stage 1 came back with another machine, elsewhere instead of same name"),
         ({"architecture": Architecture(6, 64, 4, 128, 300, 300, 256)}, "stage 1 came back with another model"),
         ({"machine": "started anew"}, None),

@@ -1,0 +1,25 @@
+"""Stages that would keep numbers differently are refused, by the flag's name."""
+
+from __future__ import annotations
+
+import pytest
+from msgspec.structs import replace
+
+from ppserve import wire
+from ppserve.config import ServeConfig
+from ppserve.errors import ConfigError
+from ppserve.head.engine.layout import Layout
+from tests.head.engine.test_layout_transport import hello
+
+
+@pytest.mark.parametrize(
+    ("second", "says"),
+    [
+        (replace(hello(1), dtype="bfloat16"), "--dtype: stage 1 would use bfloat16, stage 0 float32"),
+        (replace(hello(1), quantization="int8"), "--quantization: stage 1 would use int8, stage 0 none"),
+        (replace(hello(1), kv_dtype="int8"), "--kv-dtype: stage 1 would use int8, stage 0 float32"),
+    ],
+)
+def test_stages_that_differ_are_refused(second: wire.Hello, says: str) -> None:
+    with pytest.raises(ConfigError, match=says):
+        Layout(ServeConfig()).decide((hello(0), second))

@@ -1,0 +1,86 @@
+"""int8 weights, and keys and values in another dtype: the same answers over any pipeline and any kernels."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import subprocess
+import sys
+from typing import Any
+
+import pytest
+
+from ppserve.model.cpu.kernels.variants import VARIABLE, available, features
+from tests.library.mixed import assert_same, mixed_requests, tiny, together
+
+INT8 = {"quantization": "int8", "kv_dtype": "int8"}
+SHAPES: list[tuple[int, dict[str, Any]]] = [
+    (2, {}),
+    (3, {"layers": "1.5,5,1.5", "block_size": 8, "prefill_chunk": 5}),
+    (4, {"threads": 2}),
+]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "numbers",
+    [
+        {"quantization": "int8"},
+        INT8,
+        INT8 | {"dtype": "bfloat16"},
+        {"kv_dtype": "bfloat16"},
+        {"kv_dtype": "float32", "dtype": "bfloat16"},
+    ],
+    ids=lambda numbers: " ".join(numbers.values()),
+)
+def test_any_pipeline_among_others_answers_as_one_stage_alone(numbers: dict[str, Any]) -> None:
+    """Tokens, text and log-probabilities, bit for bit."""
+    requests = mixed_requests(24)
+    with tiny(**numbers) as pipeline:
+        assert pipeline.model.deterministic, pipeline.model.why_not
+        alone = [pipeline.complete(prompt, **options) for prompt, options in requests]
+    for stages, settings in SHAPES:
+        with tiny(stages, **numbers, **settings) as pipeline:
+            for mixed, by_itself in zip(together(pipeline, requests), alone, strict=True):
+                assert_same(mixed, by_itself)
+
+
+def test_other_numbers_have_other_log_probabilities() -> None:
+    """The control: int8 weights, and int8 keys and values, do reach the arithmetic."""
+    said = set()
+    for numbers in ({}, {"quantization": "int8"}, {"kv_dtype": "int8"}, INT8):
+        with tiny(**numbers) as pipeline:
+            answer = pipeline.complete("Once upon a time", seed=1, max_tokens=8, ignore_eos=True, logprobs=1)
+            said.add(answer.sequences[0].tokens)
+    assert len(said) == 4
+
+
+def digest_of_answers() -> str:
+    """Of float32's and int8's answers on two stages: what a process with other kernels is to print as well."""
+    digest = hashlib.sha256()
+    for numbers in ({}, INT8):
+        with tiny(2, **numbers) as pipeline:
+            assert pipeline.model.deterministic
+            for answer in together(pipeline, mixed_requests(12)):
+                for one in answer.sequences:
+                    digest.update(repr((one.finish, one.text, one.tokens, one.prompt_tokens)).encode())
+    return digest.hexdigest()
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+def test_every_kernel_variant_gives_the_same_answers() -> None:
+    """float32 and int8: pipelines whose hosts differ keep the promise."""
+    script = "from tests.library.test_numbers import digest_of_answers; print(digest_of_answers())"
+    digests = {}
+    for variant in available(features()):
+        ran = subprocess.run(
+            [sys.executable, "-c", script],
+            env=os.environ | {VARIABLE: variant},
+            capture_output=True,
+            text=True,
+            check=False,
+        )
+        assert ran.returncode == 0, ran.stderr
+        digests[variant] = ran.stdout.strip()
+    assert len(set(digests.values())) == 1, digests

@@ -1,0 +1,101 @@
+"""int8 weights: from any checkpoint format the same, as large as `plan` says, and close to what they stand for."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from ppserve.core.architecture import Split, stage_layouts
+from ppserve.errors import ConfigError
+from ppserve.model.checkpoint import Checkpoint
+from ppserve.model.checkpoint.opening import open_checkpoint
+from ppserve.model.cpu.backend import CpuBackend
+from ppserve.model.gpt2 import GPT2Stage
+from ppserve.planning.forecast import Intent, forecast
+from tests.model.checkpoint import writers
+from tests.model.pipelines import Pipeline, prompt
+from tests.model.random_checkpoint import RandomCheckpoint, architecture
+
+
+def int8(dtype: str = "float32") -> CpuBackend:
+    return CpuBackend(dtype, quantization="int8")
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_int8_is_the_same_from_every_format_and_split(tmp_path: Path, dtype: str) -> None:
+    arch = writers.architecture(activation="gelu")
+    tensors = writers.random_tensors(arch)
+    places = [
+        writers.write_hf(tmp_path / "safetensors", arch, tensors, parts=2),
+        writers.write_hf(tmp_path / "bin", arch, tensors, container="bin"),
+        writers.write_nanogpt(tmp_path / "nanogpt" / "ckpt.pt", arch, tensors),
+    ]
+    ids = prompt(20, vocab_size=arch.vocab_size)
+    first = None
+    for place in places:
+        checkpoint: Checkpoint = open_checkpoint(str(place)).rounded_to(dtype)
+        for split in ("3", "1.5,1.5"):
+            pipeline = Pipeline(checkpoint, split, backend=int8(dtype), num_sequences=1)
+            logits = pipeline.logits(pipeline.hidden(ids, 20))
+            first = logits if first is None else first
+            assert torch.equal(logits, first), (place, split)
+
+
+def test_llmc_in_int8_is_hugging_face_in_int8(tmp_path: Path) -> None:
+    arch = writers.architecture()
+    tensors = writers.random_tensors(arch)
+    ids = prompt(20, vocab_size=arch.vocab_size)
+    places = (
+        writers.write_hf(tmp_path / "hf", arch, tensors),
+        writers.write_llmc(tmp_path / "m.bin", arch, tensors),
+    )
+    pipelines = [Pipeline(open_checkpoint(str(place)), "3", backend=int8(), num_sequences=1) for place in places]
+    one, other = (pipeline.logits(pipeline.hidden(ids, 20)) for pipeline in pipelines)
+    assert torch.equal(one, other)
+
+
+def test_int8_is_close_to_what_it_stands_for() -> None:
+    checkpoint, ids = RandomCheckpoint(architecture(width=96)), prompt(60)
+    exact, rounded = (Pipeline(checkpoint, "2", backend=of) for of in (CpuBackend("float32"), int8()))
+    theirs, ours = (pipeline.logits(pipeline.hidden(ids, 60)) for pipeline in (exact, rounded))
+    error = (ours - theirs).square().mean().sqrt() / theirs.square().mean().sqrt()
+    assert 1e-4 < error < 0.05
+
+
+@pytest.mark.parametrize("split", ["3", "1.5,1.5"])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_a_stage_takes_the_bytes_that_were_planned(split: str, dtype: str) -> None:
+    """But for the padding of outputs and inputs to whole panels, and biases that are always float32."""
+    arch = architecture(num_layers=3, width=256, vocab_size=2048)
+    intent = Intent(len(Split.parse(split).sublayers), Split.parse(split), dtype, "int8")
+    plan = forecast(arch, intent)
+    for layout, planned in zip(stage_layouts(Split.parse(split)), plan.stages, strict=True):
+        stage = GPT2Stage.load(RandomCheckpoint(arch), layout, int8(dtype))
+        assert planned.weight_bytes <= stage.weight_bytes <= 1.03 * planned.weight_bytes
+
+
+@pytest.mark.parametrize("kv_dtype", ["float32", "bfloat16", "int8"])
+def test_a_block_takes_the_bytes_that_were_planned(kv_dtype: str) -> None:
+    arch, layout = architecture(width=64), stage_layouts(Split.parse("2"))[0]
+    (planned,) = forecast(arch, Intent(1, kv_dtype=kv_dtype)).stages
+    backend = CpuBackend("float32", kv_dtype=kv_dtype)
+    assert backend.block_bytes(arch, layout, 16) == 16 * planned.kv_bytes_per_token
+
+
+@pytest.mark.parametrize("kv_dtype", ["bfloat16", "int8"])
+def test_keys_and_values_in_another_dtype_change_no_bit_by_chunking(kv_dtype: str) -> None:
+    backend = CpuBackend("float32", kv_dtype=kv_dtype)
+    pipeline = Pipeline(RandomCheckpoint(architecture()), "2", backend=backend, num_sequences=3)
+    plain = Pipeline(RandomCheckpoint(architecture()), "2", num_sequences=1).hidden(prompt(90), 90)
+    whole = pipeline.hidden(prompt(90), 90)
+    for chunk in (1, 7, 33):
+        assert torch.equal(pipeline.hidden(prompt(90), chunk, sequence=1), whole)
+    assert not torch.equal(whole, plain)
+    assert (whole - plain).square().mean().sqrt() < 0.05 * plain.square().mean().sqrt()
+
+
+def test_float16_is_refused_with_int8_as_well() -> None:
+    with pytest.raises(ConfigError, match="--dtype: float16 needs a GPU"):
+        CpuBackend("float16", quantization="int8")

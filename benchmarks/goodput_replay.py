@@ -27,7 +27,7 @@ from ppserve.bench.load import ClosedLoop, Load, OpenLoop, Until, Watch
 from ppserve.bench.measure import introduce, measure, warm_up
 from ppserve.bench.report import render_ledger, write_json
 from ppserve.bench.summary import Summary, parse_objectives, summarize
-from ppserve.bench.workload import RecordedSizes, TraceRow, Workload, read_trace
+from ppserve.bench.workload import TraceRow, Workload, read_trace, recorded_sizes
 
 WARM_UP = 8
 HUGE_CHUNK = 1 << 20
@@ -51,7 +51,7 @@ async def run(target: str, replay: Replay, load: Load) -> Summary:
     """One run against a running server."""
     async with Caller(target) as caller:
         served = await introduce(caller, target, None)
-        workload = Workload(RecordedSizes(replay.rows), served.vocab_size, served.max_context, replay.seed)
+        workload = Workload(recorded_sizes(replay.rows), served.vocab_size, served.max_context, replay.seed)
         await warm_up(caller, workload, WARM_UP, WARM_UP)
         concurrency = load.concurrency if isinstance(load, ClosedLoop) else None
         span_s = replay.rows[-1].at_s

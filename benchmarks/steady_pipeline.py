@@ -28,7 +28,7 @@ from ppserve.bench.ledger import between, read_ledger
 from ppserve.bench.load import ClosedLoop, Until, Watch, run_load
 from ppserve.bench.measure import introduce
 from ppserve.bench.scrape import fetch_metrics
-from ppserve.bench.workload import DrawnSizes, Workload, parse_lengths
+from ppserve.bench.workload import Workload, drawn_sizes, parse_lengths
 from ppserve.core.ledger.account import StageTimes
 from ppserve.core.ledger.causes import CAUSES
 
@@ -56,7 +56,7 @@ async def watch_window(address: Address, concurrency: int, flags: Flags, seed: i
     """Callers keep on asking during the ramp and the window; those under way at its end are let go."""
     async with Caller(address.grpc) as caller:
         served = await introduce(caller, address.grpc, address.metrics)
-        sizes = DrawnSizes(parse_lengths(flags.prompt), parse_lengths(flags.new))
+        sizes = drawn_sizes(parse_lengths(flags.prompt), parse_lengths(flags.new))
         workload = Workload(sizes, served.vocab_size, served.max_context, seed)
         load = asyncio.create_task(
             run_load(caller.ask, workload.question, ClosedLoop(concurrency), Until(duration_s=3600.0), Watch())

@@ -24,7 +24,7 @@ from ppserve.bench.load import ClosedLoop, Until, Watch
 from ppserve.bench.measure import Served, introduce, measure, warm_up
 from ppserve.bench.report import render_ledger
 from ppserve.bench.summary import Summary, summarize
-from ppserve.bench.workload import DrawnSizes, Workload
+from ppserve.bench.workload import Workload, drawn_sizes
 from ppserve.core.ledger.account import StageTimes
 
 TWO_CORES = ("--stages 1 --threads 1", "--stages 1 --threads 2", "--stages 2 --threads 1")
@@ -65,7 +65,7 @@ async def run_once(target: str, shape: Shape, seed: int) -> Run:
 
 
 def _workload(served: Served, shape: Shape, new_tokens: int, seed: int) -> Workload:
-    sizes = DrawnSizes(lambda _: shape.prompt_tokens, lambda _: new_tokens)
+    sizes = drawn_sizes(lambda _: shape.prompt_tokens, lambda _: new_tokens)
     return Workload(sizes, served.vocab_size, served.max_context, seed)
 
 

@@ -9,11 +9,12 @@ from __future__ import annotations
 import time
 from dataclasses import dataclass
 from itertools import pairwise
+from typing import Any
 
 from grpc import aio
 
 from ppserve.bench.workload import Question
-from ppserve.client import AsyncClient, CallFailed, RetryPolicy, Tls
+from ppserve.client import AsyncClient, CallFailed, RetryPolicy
 from ppserve.client.failures import failure_of
 from ppserve.v1 import generation_pb2 as pb
 
@@ -67,34 +68,30 @@ class Answer:
         return [after - before for before, after in pairwise(times)]
 
 
-@dataclass(frozen=True, slots=True)
-class Asking:
-    """Parameters of every request. timeout_s: its deadline, from when it is sent."""
-
-    temperature: float = 0.0
-    timeout_s: float | None = None
-
-
 class Caller(AsyncClient):
-    """One HTTP/2 connection for all requests, as a client library has. For one event loop. Never retries."""
+    """One HTTP/2 connection for all requests, as a client library has. For one event loop. Never retries.
+
+    temperature, timeout_s: of every request; its deadline counts from when it is sent.
+    """
 
     def __init__(
-        self, target: str, *, api_key: str | None = None, tls: Tls | None = None, asking: Asking | None = None
+        self, target: str, temperature: float = 0.0, timeout_s: float | None = None, **connection: Any
     ) -> None:
-        super().__init__(target, api_key=api_key, tls=tls, retry=RetryPolicy(max_attempts=1))
-        self._asking = asking or Asking()
+        super().__init__(target, retry=RetryPolicy(max_attempts=1), **connection)
+        self._temperature = temperature
+        self._timeout_s = timeout_s
 
     async def ask(self, question: Question, intended_s: float) -> Answer:
         """Sends a request and waits for its end. No behaviour of the server raises: the answer has it."""
         request = pb.GenerateRequest(
             token_ids=pb.TokenIds(ids=question.prompt_ids),
-            sampling=pb.SamplingParams(temperature=self._asking.temperature, seed=question.number % 2**64),
+            sampling=pb.SamplingParams(temperature=self._temperature, seed=question.number % 2**64),
             stop=pb.StopConditions(max_tokens=question.max_tokens, ignore_eos=True),
         )
         arrivals: list[tuple[float, int]] = []
         sent_s = time.perf_counter()
         status, problem = "INCOMPLETE", "the stream ended before its last message"
-        call = self._stub.Generate(request, timeout=self._asking.timeout_s, metadata=self._metadata)
+        call = self._stub.Generate(request, timeout=self._timeout_s, metadata=self._metadata)
         try:
             while (message := await call.read()) is not aio.EOF:
                 if message.num_tokens:

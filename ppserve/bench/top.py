@@ -61,7 +61,6 @@ class View:
 
 
 def view_of(before: ServerReading, after: ServerReading) -> View:
-    """The view of the time between two readings."""
     interval_s = max(after.at_s - before.at_s, 1e-9)
     later = read_ledger(after.topology)
     ledger = between(read_ledger(before.topology), later) or later

@@ -108,26 +108,19 @@ def poisson_arrivals(rate: float, seed: int, burstiness: float = 1.0) -> Iterato
 # ---- questions ---------------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True, slots=True)
-class DrawnSizes:
-    """How long a prompt and its answer are: both drawn independently."""
-
-    prompt: Lengths
-    new: Lengths
-
-    def of(self, number: int, rng: random.Random) -> tuple[int, int]:
-        return self.prompt(rng), self.new(rng)
+Sizes = Callable[[int, random.Random], tuple[int, int]]
+"""How long the prompt and the answer of the request of a number are, in tokens."""
 
 
-@dataclass(frozen=True, slots=True)
-class RecordedSizes:
+def drawn_sizes(prompt: Lengths, new: Lengths) -> Sizes:
+    """Both drawn independently."""
+    return lambda number, rng: (prompt(rng), new(rng))
+
+
+def recorded_sizes(rows: tuple[TraceRow, ...]) -> Sizes:
     """Those of recorded traffic, in its order, repeated without end."""
-
-    rows: tuple[TraceRow, ...]
-
-    def of(self, number: int, rng: random.Random) -> tuple[int, int]:
-        row = self.rows[number % len(self.rows)]
-        return row.prompt_tokens, row.new_tokens
+    sizes = [(row.prompt_tokens, row.new_tokens) for row in rows]
+    return lambda number, rng: sizes[number % len(sizes)]
 
 
 @dataclass(frozen=True, slots=True)
@@ -147,7 +140,7 @@ class Workload:
     shared_prefix: how many tokens precede every prompt: the same ones, or one of `num_prefixes` such prefixes.
     """
 
-    sizes: DrawnSizes | RecordedSizes
+    sizes: Sizes
     vocab_size: int
     max_context: int
     seed: int = 0
@@ -157,7 +150,7 @@ class Workload:
     def question(self, number: int) -> Question:
         """The request of a number, always the same. Numbers below 0 are for the warm-up."""
         rng = random.Random(f"question {self.seed} {number}")
-        own, new = self.sizes.of(number, rng)
+        own, new = self.sizes(number, rng)
         prompt_tokens, new_tokens = clip(self.shared_prefix + own, new, self.max_context)
         prefix = self._prefix(rng.randrange(self.num_prefixes))[:prompt_tokens]
         prompt_ids = (*prefix, *rng.choices(range(self.vocab_size), k=prompt_tokens - len(prefix)))

@@ -13,21 +13,21 @@ from typing import Any, TypeVar
 
 import click
 
-from ppserve.bench.caller import Asking, Caller
+from ppserve.bench.caller import Caller
 from ppserve.bench.load import ClosedLoop, Load, OpenLoop, Until
 from ppserve.bench.measure import Served, introduce, measure, warm_up
 from ppserve.bench.progress import ProgressLine
 from ppserve.bench.report import render_sweep, render_table, write_csv, write_json
 from ppserve.bench.summary import Measurement, Summary, parse_objectives, summarize
 from ppserve.bench.workload import (
-    DrawnSizes,
     Lengths,
-    RecordedSizes,
     TraceRow,
     Workload,
+    drawn_sizes,
     parse_lengths,
     poisson_arrivals,
     read_trace,
+    recorded_sizes,
 )
 from ppserve.cli.connection import connection, connection_options
 from ppserve.cli.types import COUNTS, Parsed
@@ -140,8 +140,8 @@ def _check(flags: dict[str, Any]) -> None:
 async def _run_all(flags: dict[str, Any]) -> list[Measurement]:
     """One measurement, or one for each point of a sweep."""
     rows = _trace_rows(flags)
-    asking = Asking(flags["temperature"], flags["timeout_s"])
-    async with Caller(**connection(flags), asking=asking) as caller:
+    asking = {name: flags[name] for name in ("temperature", "timeout_s")}
+    async with Caller(**connection(flags), **asking) as caller:
         served = await introduce(caller, flags["target"], flags["metrics"])
         workload = _workload(flags, served, rows)
         if not flags["sweep"]:
@@ -165,7 +165,7 @@ def _trace_rows(flags: dict[str, Any]) -> tuple[TraceRow, ...]:
 
 def _workload(flags: dict[str, Any], served: Served, rows: tuple[TraceRow, ...]) -> Workload:
     prompt: Lengths = flags["prompt_tokens"]
-    sizes = RecordedSizes(rows) if rows else DrawnSizes(prompt, flags["new_tokens"])
+    sizes = recorded_sizes(rows) if rows else drawn_sizes(prompt, flags["new_tokens"])
     return Workload(
         sizes, served.vocab_size, served.max_context, flags["seed"], flags["shared_prefix"], flags["num_prefixes"]
     )

@@ -57,7 +57,6 @@ def _flag(name: str) -> str:
 
 
 def _request_options(command: Callable[..., Any]) -> Callable[..., Any]:
-    """Adds one flag for each option of a request."""
     for name, kind, text in reversed(_REQUEST_OPTIONS):
         several = isinstance(kind, tuple)
         parsed = {"is_flag": True} if kind is bool else {"type": kind[0] if several else kind, "multiple": several}
@@ -222,7 +221,6 @@ def _text(line: bytes, origin: str) -> str:
 
 
 def _options(flags: dict[str, Any]) -> Options:
-    """The options that were given."""
     options: dict[str, Any] = {}
     for name, _, _ in _REQUEST_OPTIONS:
         value = flags.pop(name)

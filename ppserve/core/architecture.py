@@ -168,13 +168,11 @@ class StageLayout:
 
 
 def stage_layouts(split: Split) -> tuple[StageLayout, ...]:
-    """Layouts of all stages."""
     counts = split.sublayers
     return tuple(StageLayout(i, len(counts), sum(counts[:i]), count) for i, count in enumerate(counts))
 
 
 def sublayer_params(arch: Architecture, layout: StageLayout) -> int:
-    """Parameters of a stage's attentions and MLPs."""
     return len(layout.attentions) * arch.attention_params + len(layout.mlps) * arch.mlp_params
 
 

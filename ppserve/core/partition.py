@@ -38,7 +38,6 @@ class Parts:
         return self.attention + self.mlp
 
     def stage_cost(self, layout: StageLayout) -> float:
-        """Cost of a stage."""
         cost = len(layout.attentions) * self.attention + len(layout.mlps) * self.mlp
         if layout.is_first:
             cost += self.embedding
@@ -47,7 +46,6 @@ class Parts:
         return cost
 
     def costs(self, split: Split) -> tuple[float, ...]:
-        """Cost of every stage under `split`."""
         return tuple(map(self.stage_cost, stage_layouts(split)))
 
 

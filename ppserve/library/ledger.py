@@ -75,7 +75,6 @@ class Ledger:
 
 
 def ledger_of(reading: Reading) -> Ledger:
-    """A reading's ledger."""
     layouts = reading.decision.layouts
     stages = tuple(
         StageLedger(stage.member.stage, layouts[stage.member.stage].span, stage.times, stage.steps)

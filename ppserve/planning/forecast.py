@@ -155,7 +155,6 @@ def _kv_bytes_per_token(arch: Architecture, layout: StageLayout, intent: Intent)
 
 
 def render(model: str, plan: Forecast) -> str:
-    """The forecast as a table of text."""
     arch = plan.arch
     lines = [
         f"{model}: {arch.num_params / 1e6:,.1f} M parameters, {arch.num_layers} layers of width {arch.width},"

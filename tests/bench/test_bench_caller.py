@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from ppserve.bench.caller import Answer, Asking, Caller
+from ppserve.bench.caller import Answer, Caller
 from ppserve.bench.ledger import read_ledger
 from ppserve.bench.workload import Question
 from ppserve.client import CallFailed
@@ -20,9 +20,9 @@ from tests.fake_engine import FakeEngine, served
 QUESTION = Question(7, tuple(range(10)), 6)
 
 
-def ask(engine: FakeEngine, question: Question = QUESTION, asking: Asking | None = None) -> Answer:
+def ask(engine: FakeEngine, question: Question = QUESTION, timeout_s: float | None = None) -> Answer:
     async def main() -> Answer:
-        async with served(engine) as (_, target), Caller(target, asking=asking) as caller:
+        async with served(engine) as (_, target), Caller(target, timeout_s=timeout_s) as caller:
             return await caller.ask(question, 0.0)
 
     return asyncio.run(main())
@@ -61,10 +61,10 @@ def test_too_long_for_the_model() -> None:
     assert ask(FakeEngine(), Question(0, (1,) * 100, 6)).status == "INVALID_ARGUMENT"
 
 
-def by_hand(outputs: list[TokenOutput], asking: Asking | None = None) -> Answer:
+def by_hand(outputs: list[TokenOutput], timeout_s: float | None = None) -> Answer:
     async def main() -> Answer:
         engine = FakeEngine(by_hand=True)
-        async with served(engine) as (_, target), Caller(target, asking=asking) as caller:
+        async with served(engine) as (_, target), Caller(target, timeout_s=timeout_s) as caller:
             asked = asyncio.create_task(caller.ask(QUESTION, 0.0))
             await engine.until(lambda engine: bool(engine.sinks))
             (sink,) = engine.sinks.values()
@@ -90,7 +90,7 @@ def test_an_end_that_nobody_asked_for_is_a_failure() -> None:
 
 
 def test_a_deadline_is_a_failure() -> None:
-    assert by_hand([], Asking(timeout_s=0.2)).status in ("DEADLINE", "DEADLINE_EXCEEDED")
+    assert by_hand([], timeout_s=0.2).status in ("DEADLINE", "DEADLINE_EXCEEDED")
 
 
 def test_the_model_and_the_ledger() -> None:

@@ -12,18 +12,18 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ppserve.bench.workload import (
-    DrawnSizes,
-    RecordedSizes,
     TraceRow,
     Workload,
     clip,
+    drawn_sizes,
     parse_lengths,
     poisson_arrivals,
     read_trace,
+    recorded_sizes,
 )
 from ppserve.errors import ConfigError
 
-SIZES = DrawnSizes(parse_lengths("uniform:4:40"), parse_lengths("lognormal:8:0.5"))
+SIZES = drawn_sizes(parse_lengths("uniform:4:40"), parse_lengths("lognormal:8:0.5"))
 
 
 def test_lengths_are_what_they_say() -> None:
@@ -56,7 +56,7 @@ def test_a_question_depends_on_seed_and_number_alone() -> None:
 
 
 def test_prefixes_are_shared_and_nothing_else() -> None:
-    sizes = DrawnSizes(parse_lengths("8"), parse_lengths("4"))
+    sizes = drawn_sizes(parse_lengths("8"), parse_lengths("4"))
     one = [Workload(sizes, 1000, 64, shared_prefix=16).question(n).prompt_ids for n in range(20)]
     assert {len(prompt) for prompt in one} == {24}
     assert len({prompt[:16] for prompt in one}) == 1
@@ -78,7 +78,7 @@ def test_clipped_lengths_fit_and_others_stay(prompt: int, new: int, context: int
 
 def test_what_was_clipped_is_said() -> None:
     rows = (TraceRow(0, 2000, 10), TraceRow(1, 20, 10))
-    questions = [Workload(RecordedSizes(rows), 50, 64).question(number) for number in range(3)]
+    questions = [Workload(recorded_sizes(rows), 50, 64).question(number) for number in range(3)]
     assert [(len(q.prompt_ids), q.max_tokens) for q in questions] == [(54, 10), (20, 10), (54, 10)]
     assert [q.was_clipped for q in questions] == [True, False, True]
     assert all(0 <= token < 50 for token in questions[0].prompt_ids)

@@ -44,12 +44,10 @@ class Overheads:
         )
 
     def dispatched(self, step: Step) -> None:
-        """A step was sent."""
         self._head.append(step.sent_ns - max(step.woken_ns, self._last_sent_ns or step.woken_ns))
         self._last_sent_ns = step.sent_ns
 
     def reported(self, step: Step, stage: int) -> None:
-        """A stage's result of a step is in the book."""
         stamps = step.stamps(stage)
         assert stamps is not None
         self._prepare.append(max(0, stamps.awaited - max(stamps.planned, self._free_ns[stage])))

@@ -17,10 +17,9 @@ from typing import Any
 
 from ppserve.core.ledger.account import Settled, StageTimes
 from ppserve.core.ledger.causes import IDLE, KINDS
-from ppserve.head.cards import ModelCard, Topology
 from ppserve.head.engine.replica import Reading
 from ppserve.head.handle import PipelineHandle, topology_of
-from ppserve.head.observe.metrics import Latency, Load
+from ppserve.head.observe.metrics import Load
 from ppserve.head.observe.pages import MakePage, Page, json_page
 
 MAX_SPANS = 1500
@@ -46,50 +45,6 @@ class RecentSpans:
         return [list(spans) for spans in self._spans]
 
 
-def describe_state(
-    card: ModelCard, topology: Topology, times: tuple[StageTimes, ...], load: Load, now_ns: int
-) -> dict[str, Any]:
-    """What the page shows, except the schedule. Durations are seconds; counters run since the start."""
-    return {
-        "now_s": now_ns / 1e9,
-        "model": {
-            "name": card.name,
-            "params": card.num_parameters,
-            "dtype": card.dtype,
-            "deterministic": card.deterministic,
-            "version": card.version,
-        },
-        "transport": topology.transport,
-        "epoch": topology.epoch,
-        "microbatches": topology.microbatches,
-        "advice": topology.advice,
-        "running": load.running,
-        "waiting": load.waiting,
-        "in_flight": load.in_flight,
-        "kv_usage": load.kv_usage,
-        "requests": load.requests,
-        "prompt_tokens": load.prompt_tokens,
-        "generated_tokens": load.generated_tokens,
-        "ttft": _latency(load.ttft),
-        "itl": _latency(load.itl),
-        "kinds": KINDS,
-        "stages": [
-            {
-                "stage": stage.stage,
-                "rank": stage.rank,
-                "host": stage.host,
-                "device": stage.device,
-                "blocks": stage.blocks,
-                "params": stage.num_parameters,
-                "live": stage.live,
-                "restarts": stage.restarts,
-                "time_s": _seconds(stage_times),
-            }
-            for stage, stage_times in zip(topology.stages, times, strict=True)
-        ],
-    }
-
-
 def describe_schedule(spans: Iterable[list[Settled]], now_ns: int) -> list[list[list[int]]]:
     """Per stage, for each span: [number of its kind, start in µs before now, duration in µs, step or -1]."""
     oldest_ns = now_ns - int(WINDOW_S * 1e9)
@@ -109,17 +64,30 @@ def describe_schedule(spans: Iterable[list[Settled]], now_ns: int) -> list[list[
 
 
 def read_state(handle: PipelineHandle, load: Load, spans: list[list[Settled]]) -> dict[str, Any]:
-    """What the page shows now. Waits for the engine's thread."""
-    reading = handle.look()
-    times = tuple(stage.times for stage in reading.stages)
-    state = describe_state(handle.model_card(), topology_of(reading), times, load, reading.now_ns)
-    for stage, of_stage in zip(state["stages"], describe_schedule(spans, reading.now_ns), strict=True):
-        stage["spans"] = of_stage
-    return state
+    """What the page shows now. Durations are seconds; counters run since the start. Waits for the engine."""
+    reading, card = handle.look(), handle.model_card()
+    topology = topology_of(reading)
+    of_stages = zip(topology.stages, reading.stages, describe_schedule(spans, reading.now_ns), strict=True)
+    return {
+        "now_s": reading.now_ns / 1e9,
+        "model": {
+            "name": card.name,
+            "params": card.num_parameters,
+            "dtype": card.dtype,
+            "deterministic": card.deterministic,
+            "version": card.version,
+        },
+        **asdict(load),
+        **asdict(topology),
+        "kinds": KINDS,
+        "stages": [
+            {**asdict(stage), "time_s": _seconds(measured.times), "spans": drawn}
+            for stage, measured, drawn in of_stages
+        ],
+    }
 
 
 def live_pages(ask_state: Callable[[], dict[str, Any]]) -> dict[str, MakePage]:
-    """`/` and `/state.json`."""
     html = resources.files("ppserve").joinpath("head/observe/web/index.html").read_text("utf-8")
     policy = {"Content-Security-Policy": content_policy(html)}
     page = Page("text/html; charset=utf-8", html.encode(), policy)
@@ -133,10 +101,7 @@ def describe_costs(reading: Reading) -> dict[str, Any]:
         {
             "layers": layout.num_sublayers / 2,
             "steps": stage.steps,
-            "step_s": stage.cost.step,
-            "row_s": stage.cost.row,
-            "key_s": stage.cost.key,
-            "sample_s": stage.cost.sample,
+            **{f"{term}_s": seconds for term, seconds in asdict(stage.cost).items()},
             "spread": stage.spread,
         }
         for layout, stage in zip(reading.decision.layouts, reading.stages, strict=True)
@@ -162,7 +127,3 @@ def content_policy(html: str) -> str:
 def _seconds(times: StageTimes) -> dict[str, float]:
     spent_ns = {**times.busy_ns, **times.bubble_ns, IDLE: times.idle_ns}
     return {kind: spent_ns[kind] / 1e9 for kind in KINDS}
-
-
-def _latency(latency: Latency) -> dict[str, list[float]]:
-    return {"bounds_s": list(latency.bounds_s), "counts": list(latency.counts)}

@@ -88,7 +88,6 @@ class Trace:
     # ---- events ---------------------------------------------------------------------------------------
 
     def reported(self, step: Step, stage: int) -> None:
-        """A stage's result of a step is in the book."""
         plan, stamps = step.plan, step.stamps(stage)
         if self._file is None or stamps is None:
             return
@@ -122,7 +121,6 @@ class Trace:
         self._write([event | waited_for])
 
     def load(self, running: int, waiting: int, kv_usage: float) -> None:
-        """The counters now."""
         if self._file is None:
             return
         now = {"pid": self._num_stages, **_at(time.monotonic_ns())}

@@ -65,6 +65,7 @@ class Linear(Protocol):
     """y = x Wᵀ + b. num_bytes: of the weight, as it is kept."""
 
     num_inputs: int
+    num_outputs: int
     num_bytes: int
 
     def __call__(self, x_TK: torch.Tensor) -> torch.Tensor:

@@ -94,7 +94,7 @@ class PlainLinear:
 
     def __init__(self, weight_NK: torch.Tensor, bias_N: torch.Tensor | None) -> None:
         self._weight_NK, self._bias_N = weight_NK, bias_N
-        self.num_inputs = weight_NK.shape[1]
+        self.num_outputs, self.num_inputs = weight_NK.shape
         self.num_bytes = weight_NK.nbytes
 
     def __call__(self, x_TK: torch.Tensor) -> torch.Tensor:

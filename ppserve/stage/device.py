@@ -14,6 +14,8 @@ from ppserve.config import ServeConfig
 from ppserve.errors import ConfigError
 from ppserve.model.backend import Backend
 from ppserve.model.cpu.backend import CpuBackend, cpu_precision
+from ppserve.model.cpu.kernels import variants
+from ppserve.model.cpu.kernels.products import multiplies_bfloat16
 from ppserve.model.stock import StockBackend
 from ppserve.process.environment import RankEnvironment
 
@@ -90,7 +92,8 @@ def _resolve_dtype(asked: str, stored: str, device: torch.device) -> str:
     if asked != "auto":
         cpu_precision(asked)
         return asked
-    return "bfloat16" if stored == "bfloat16" and torch.ops.mkldnn._is_mkldnn_bf16_supported() else "float32"
+    has_units = multiplies_bfloat16(variants.in_use(), variants.features())
+    return "bfloat16" if stored == "bfloat16" and has_units else "float32"
 
 
 def _available_bytes() -> int:

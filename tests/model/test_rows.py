@@ -10,7 +10,7 @@ import torch
 
 from ppserve.core.architecture import Architecture, StageLayout
 from ppserve.core.plan import Draw
-from ppserve.model.backend import Attend, Backend, StepRows
+from ppserve.model.backend import Attend, Backend, Linear, StepRows
 from ppserve.model.cpu.activations import CpuActivation
 from ppserve.model.cpu.backend import CpuBackend
 from ppserve.model.cpu.kv_cache import CpuCache
@@ -161,7 +161,9 @@ def test_threads_change_no_bit() -> None:
 
 
 @pytest.mark.parametrize("stale", [float("nan"), float("inf")])
-@pytest.mark.parametrize("backend", BACKENDS.values(), ids=BACKENDS.keys())
+@pytest.mark.parametrize(
+    "backend", [*BACKENDS.values(), CpuBackend("float32", kv_dtype="int8")], ids=[*BACKENDS, "int8"]
+)
 def test_stale_blocks_are_never_read(backend: Backend, stale: float) -> None:
     """What a sequence with non-finite numbers left behind does not reach the next owner of its blocks."""
     pipeline = Pipeline(RandomCheckpoint(architecture()), "2", backend=backend)
@@ -187,13 +189,41 @@ def test_selftest_passes_and_can_fail(dtype: str) -> None:
     exact = stage.mlps[0].expand
 
     class FeelsNeighbours:
-        num_inputs, num_bytes = exact.num_inputs, 0
+        num_inputs, num_outputs, num_bytes = exact.num_inputs, exact.num_outputs, 0
 
         def __call__(self, x_TK: torch.Tensor) -> torch.Tensor:
             return exact(x_TK) + 1e-6 * len(x_TK)
 
     stage.mlps[0].expand = FeelsNeighbours()
     assert check_determinism(stage) == "a linear layer of 200 inputs: rows differ between 1 and 128 rows at once"
+
+
+class InTwoHalves(Unfused):
+    """From 128 rows on, products are summed in two halves; what comes out is rounded to bfloat16, as a library's
+    bfloat16 products are, so that with usual weights hardly a number differs."""
+
+    def linear(self, weight_NK: torch.Tensor, bias_N: torch.Tensor | None) -> Linear:
+        half = weight_NK.shape[1] // 2
+        whole = super().linear(weight_NK, bias_N)
+        low, high = super().linear(weight_NK[:, :half], None), super().linear(weight_NK[:, half:], bias_N)
+
+        class Halves:
+            num_inputs, num_outputs, num_bytes = whole.num_inputs, whole.num_outputs, 0
+
+            def __call__(self, x_TK: torch.Tensor) -> torch.Tensor:
+                y_TN = whole(x_TK)
+                if len(x_TK) >= 128:
+                    y_TN = low(x_TK[:, :half].contiguous()) + high(x_TK[:, half:].contiguous())
+                return y_TN.bfloat16().float()
+
+        return Halves()
+
+
+def test_selftest_sees_any_change_of_order() -> None:
+    stage = Pipeline(RandomCheckpoint(architecture()), "1,1", backend=InTwoHalves("float32")).stages[0]
+    said = check_determinism(stage)
+    assert said is not None
+    assert said.startswith("a linear layer of 48 inputs: rows differ between 1 and 128 rows")
 
 
 class Sensitive(Unfused):

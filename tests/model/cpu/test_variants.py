@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from ppserve.errors import ConfigError
-from ppserve.model.cpu.kernels.products import CHOICES, micro_kernels
+from ppserve.model.cpu.kernels.products import CHOICES, micro_kernels, multiplies_bfloat16
 from ppserve.model.cpu.kernels.variants import NEEDS, available, choose, features
 
 HASWELL = frozenset({"sse2", "avx2", "fma"})
@@ -70,6 +70,22 @@ def test_a_variant_that_the_cpu_lacks_is_refused() -> None:
 )
 def test_micro_kernels_by_variant(precision: str, variant: str, found: frozenset[str], operation: str) -> None:
     assert micro_kernels(precision, variant, found)[0].operation == operation
+
+
+@pytest.mark.parametrize(
+    ("variant", "found", "has"),
+    [
+        ("amx", SAPPHIRE_RAPIDS, True),
+        ("avx512_bf16", ZEN_5, True),
+        ("avx512", ZEN_5, False),
+        ("avx2", HASWELL, False),
+        ("portable", NEON, False),
+    ],
+)
+def test_auto_takes_bfloat16_only_where_the_kernels_multiply_it(
+    variant: str, found: frozenset[str], has: bool
+) -> None:
+    assert multiplies_bfloat16(variant, found) == has
 
 
 def test_every_precision_runs_everywhere() -> None:

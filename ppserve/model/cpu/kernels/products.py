@@ -65,6 +65,11 @@ def micro_kernels(precision: str, variant: str, found: Features) -> list[MicroKe
     ]
 
 
+def multiplies_bfloat16(variant: str, found: Features) -> bool:
+    """Whether a variant's kernels multiply bfloat16 numbers as such, rather than as float32."""
+    return micro_kernels("bfloat16", variant, found)[0].operation != "bf16_fma"
+
+
 class Weights(NamedTuple):
     """Packed weights as kernels see them. panels, start, bias, scales: addresses; bias: 0 where sums are results
     already. chunks: of one output. outputs: with padding."""

@@ -88,11 +88,13 @@ def _traffic_or_problem(view: View) -> list[str]:
 
 
 def _traffic_lines(traffic: Traffic) -> list[str]:
+    now, per_s = traffic.now, traffic.per_s
     return [
-        f"running {traffic.running}  waiting {traffic.waiting}  microbatches in flight {traffic.in_flight}"
-        f"  KV {100 * traffic.kv_usage:.1f}%",
-        f"{traffic.generated_tokens_per_s:.1f} tok/s  {traffic.prompt_tokens_per_s:.1f} prompt tok/s"
-        f"  {traffic.requests_per_s:.2f} req/s  TTFT {_latency(traffic.ttft)}  ITL {_latency(traffic.itl)}",
+        f"running {now('requests_running'):.0f}  waiting {now('requests_waiting'):.0f}"
+        f"  microbatches in flight {now('microbatches_in_flight'):.0f}  KV {now('kv_usage_ratio'):.1%}",
+        f"{per_s('generated_tokens_total'):.1f} tok/s  {per_s('prompt_tokens_total'):.1f} prompt tok/s"
+        f"  {per_s('requests_total'):.2f} req/s  TTFT {_latency(traffic.latency('time_to_first_token'))}"
+        f"  ITL {_latency(traffic.latency('inter_token_latency'))}",
     ]
 
 

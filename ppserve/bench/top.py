@@ -36,17 +36,23 @@ def read(client: Client, metrics: str | None) -> ServerReading:
 
 @dataclass(frozen=True, slots=True)
 class Traffic:
-    """Figures of the metrics page. Latencies, and rates per second, are over the interval; the others of now."""
+    """The metrics page at both ends of an interval. Metrics are named without `ppserve_`."""
 
-    running: int
-    waiting: int
-    in_flight: int
-    kv_usage: float
-    ttft: Histogram
-    itl: Histogram
-    requests_per_s: float
-    prompt_tokens_per_s: float
-    generated_tokens_per_s: float
+    before: MetricsReading
+    after: MetricsReading
+    interval_s: float
+
+    def now(self, name: str) -> float:
+        return self.after.value(f"ppserve_{name}")
+
+    def per_s(self, name: str) -> float:
+        # A head that restarted in between counts from zero again.
+        return max(0.0, self.now(name) - self.before.value(f"ppserve_{name}")) / self.interval_s
+
+    def latency(self, name: str) -> Histogram:
+        """Of the interval."""
+        before, after = (page.histogram(f"ppserve_{name}_seconds") for page in (self.before, self.after))
+        return after.since(before)
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,26 +72,5 @@ def view_of(before: ServerReading, after: ServerReading) -> View:
     ledger = between(read_ledger(before.topology), later) or later
     traffic = None
     if before.metrics is not None and after.metrics is not None:
-        traffic = _traffic(before.metrics, after.metrics, interval_s)
+        traffic = Traffic(before.metrics, after.metrics, interval_s)
     return View(after.topology, ledger, traffic, after.problem or before.problem)
-
-
-def _traffic(before: MetricsReading, after: MetricsReading, interval_s: float) -> Traffic:
-    def rate(name: str) -> float:
-        # A head that restarted in between counts from zero again.
-        return max(0.0, after.value(name) - before.value(name)) / interval_s
-
-    def latency(name: str) -> Histogram:
-        return after.histogram(name).since(before.histogram(name))
-
-    return Traffic(
-        running=int(after.value("ppserve_requests_running")),
-        waiting=int(after.value("ppserve_requests_waiting")),
-        in_flight=int(after.value("ppserve_microbatches_in_flight")),
-        kv_usage=after.value("ppserve_kv_usage_ratio"),
-        ttft=latency("ppserve_time_to_first_token_seconds"),
-        itl=latency("ppserve_inter_token_latency_seconds"),
-        requests_per_s=rate("ppserve_requests_total"),
-        prompt_tokens_per_s=rate("ppserve_prompt_tokens_total"),
-        generated_tokens_per_s=rate("ppserve_generated_tokens_total"),
-    )

@@ -59,17 +59,17 @@ def test_a_view_is_the_difference_of_two_readings() -> None:
     view = example()
     assert view.ledger == (times_of(1.0, {"host": 0.5}, 0.5),) * 2
     assert view.traffic is not None
-    assert view.traffic.generated_tokens_per_s == 100
-    assert (view.traffic.running, view.traffic.kv_usage) == (3, 0.125)
-    assert view.traffic.ttft.quantile(0.5) == pytest.approx(0.15)
-    assert view.traffic.itl.quantile(0.5) is None
+    assert view.traffic.per_s("generated_tokens_total") == 100
+    assert (view.traffic.now("requests_running"), view.traffic.now("kv_usage_ratio")) == (3, 0.125)
+    assert view.traffic.latency("time_to_first_token").quantile(0.5) == pytest.approx(0.15)
+    assert view.traffic.latency("inter_token_latency").quantile(0.5) is None
 
 
 def test_a_server_that_began_anew_has_no_negative_rates() -> None:
     before = ServerReading(10.0, topology(100, 50, 0), page(500, [0.3] * 9))
     view = view_of(before, ServerReading(11.0, topology(1, 0, 0), page(2, [])))
     assert view.traffic is not None
-    assert view.traffic.generated_tokens_per_s == 0
+    assert view.traffic.per_s("generated_tokens_total") == 0
     assert view.ledger[0].computed_ns == 10**9
 
 

@@ -1,4 +1,4 @@
-"""Which requests are refused, and which have passed their deadline.
+"""Which requests are refused.
 
 A request is refused when it is submitted: with InvalidRequest if it could not run on an empty server; with
 Overloaded, which says after how many seconds to try again, if too much is waiting already or if its deadline would
@@ -6,8 +6,6 @@ pass while it waits.
 """
 
 from __future__ import annotations
-
-import heapq
 
 from ppserve.core.request import Request, context_problem
 from ppserve.core.scheduling.config import SchedulerConfig
@@ -72,40 +70,3 @@ def refuse_overload(
         wait_s = throughput.seconds_for(queue.tokens_ahead(group.priority) - group.num_tokens) or 0.0
         if now + wait_s > deadline_s:
             raise Overloaded(f"the wait is about {wait_s:.1f} s, longer than the deadline", retry_after_s)
-
-
-class Deadlines:
-    """The deadlines of open requests. Those of ended ones stay in the heap until they are half of it."""
-
-    def __init__(self) -> None:
-        self._heap: list[tuple[float, str]] = []
-        self._current: dict[str, float] = {}
-
-    def add(self, request_id: str, deadline_s: float) -> None:
-        self._current[request_id] = deadline_s
-        heapq.heappush(self._heap, (deadline_s, request_id))
-        if len(self._heap) > 2 * len(self._current) + 64:
-            self._heap = [entry for entry in self._heap if not self._is_stale(entry)]
-            heapq.heapify(self._heap)
-
-    def remove(self, request_id: str) -> None:
-        """The request ended. Nothing happens if it has no deadline."""
-        self._current.pop(request_id, None)
-
-    def next(self) -> float | None:
-        """The earliest deadline; None when there is none."""
-        while self._heap and self._is_stale(self._heap[0]):
-            heapq.heappop(self._heap)
-        return self._heap[0][0] if self._heap else None
-
-    def passed(self, now: float) -> list[str]:
-        """Requests whose deadline is not in the future, earliest first."""
-        overdue = []
-        while (deadline_s := self.next()) is not None and deadline_s <= now:
-            _, request_id = heapq.heappop(self._heap)
-            del self._current[request_id]
-            overdue.append(request_id)
-        return overdue
-
-    def _is_stale(self, entry: tuple[float, str]) -> bool:
-        return self._current.get(entry[1]) != entry[0]

@@ -1,8 +1,7 @@
 """The queue: which waiting request is admitted next. The order is by
 
 1. priority, higher first; every `aging_s` seconds of waiting raise a request by one class, so that the lowest
-class
-   is served too;
+   class is served too;
 2. the tokens served to its caller, fewest first (virtual token counters, Sheng et al., "Fairness in Serving Large
    Language Models", arXiv 2401.00588); a caller that was idle starts at the smallest counter of the callers with
    requests, so being idle earns no advantage;
@@ -12,7 +11,7 @@ class
 from __future__ import annotations
 
 from collections import Counter, OrderedDict
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 from ppserve.core.scheduling.sequence import SequenceGroup
 
@@ -27,23 +26,13 @@ class _Account:
     num_live: int = 0
 
 
-@dataclass(slots=True)
-class _Line:
-    """The waiting requests of one caller in one priority class, oldest first."""
-
-    priority: int
-    caller: str
-    entries: OrderedDict[str, tuple[int, SequenceGroup]] = field(default_factory=OrderedDict)
-
-
 class FairQueue:
     """Waiting requests in the module's order. `now` is in seconds."""
 
     def __init__(self, aging_s: float = 10.0) -> None:
         self.aging_s = aging_s
-        self.num_tokens = 0
-        self._lines: dict[tuple[int, str], _Line] = {}
-        self._where: dict[str, tuple[int, str]] = {}
+        # The waiting requests of one caller in one priority class, oldest first, with the number of their arrival.
+        self._lines: dict[tuple[int, str], dict[str, tuple[int, SequenceGroup]]] = {}
         self._accounts: dict[str, _Account] = {}
         self._idle: OrderedDict[str, None] = OrderedDict()
         self._tokens_of_priority: Counter[int] = Counter()
@@ -51,10 +40,14 @@ class FairQueue:
         self._arrivals = 0
 
     def __len__(self) -> int:
-        return len(self._where)
+        return sum(map(len, self._lines.values()))
 
-    def __contains__(self, key: str) -> bool:
-        return key in self._where
+    def __contains__(self, entry: SequenceGroup) -> bool:
+        return entry.key in self._lines.get((entry.priority, entry.caller), ())
+
+    @property
+    def num_tokens(self) -> int:
+        return self._tokens_of_priority.total()
 
     def push(self, entry: SequenceGroup) -> None:
         """Append a request to the line of its caller and priority."""
@@ -64,37 +57,31 @@ class FairQueue:
             self._raise_floor()
             account.served = max(account.served, self._floor)
         account.num_live += 1
-        where = (entry.priority, entry.caller)
-        line = self._lines.setdefault(where, _Line(entry.priority, entry.caller))
-        line.entries[entry.key] = (self._arrivals, entry)
+        line = self._lines.setdefault((entry.priority, entry.caller), {})
+        line[entry.key] = (self._arrivals, entry)
         self._arrivals += 1
-        self._where[entry.key] = where
-        self.num_tokens += entry.num_tokens
         self._tokens_of_priority[entry.priority] += entry.num_tokens
 
     def first(self, now: float) -> SequenceGroup | None:
         """The request to admit next. It stays in the queue until `remove`."""
         best: tuple[tuple[float, float, int], SequenceGroup] | None = None
-        for line in self._lines.values():
-            arrival, entry = next(iter(line.entries.values()))
-            aged = line.priority + max(0.0, now - entry.submitted_s) // self.aging_s
-            rank = (-aged, self._accounts[line.caller].served, arrival)
+        for (priority, caller), line in self._lines.items():
+            arrival, entry = next(iter(line.values()))
+            aged = priority + max(0.0, now - entry.submitted_s) // self.aging_s
+            rank = (-aged, self._accounts[caller].served, arrival)
             if best is None or rank < best[0]:
                 best = (rank, entry)
         return best[1] if best else None
 
-    def remove(self, key: str) -> SequenceGroup:
+    def remove(self, entry: SequenceGroup) -> None:
         """Take a request out of the queue. It counts as live for its caller until `leave`."""
-        where = self._where.pop(key)
-        line = self._lines[where]
-        _, entry = line.entries.pop(key)
-        if not line.entries:
+        where = (entry.priority, entry.caller)
+        del self._lines[where][entry.key]
+        if not self._lines[where]:
             del self._lines[where]
-        self.num_tokens -= entry.num_tokens
         self._tokens_of_priority[entry.priority] -= entry.num_tokens
         if not self._tokens_of_priority[entry.priority]:
             del self._tokens_of_priority[entry.priority]
-        return entry
 
     def charge(self, caller: str, num_tokens: int) -> None:
         """Add tokens to the counter of a caller with live requests."""

@@ -18,10 +18,12 @@ steps before it asks for the next. It calls `commit` for every result of the las
 
 from __future__ import annotations
 
+import math
+
 from ppserve.core.ledger.steps import Steps
 from ppserve.core.plan import Drawn, Scored, Slice, StepPlan, StepResult
 from ppserve.core.request import FinishReason, Request
-from ppserve.core.scheduling.admission import Deadlines, refuse_impossible, refuse_overload, worst_case_blocks
+from ppserve.core.scheduling.admission import refuse_impossible, refuse_overload, worst_case_blocks
 from ppserve.core.scheduling.block_manager import BlockManager
 from ppserve.core.scheduling.composer import Composer, CostModel, StepLimits
 from ppserve.core.scheduling.config import SchedulerConfig
@@ -59,7 +61,7 @@ class Scheduler:
         self._roster = Roster()
         self._ending: dict[int, Sequence] = {}
         self._lanes = Lanes(steps, config.microbatches or config.num_stages, epoch)
-        self._deadlines = Deadlines()
+        self._next_deadline_s = math.inf  # no open request has an earlier one
         self._queue_may_move = True
         self._next_sequence_id = 0
 
@@ -123,7 +125,7 @@ class Scheduler:
                 raise
         self._next_sequence_id += len(sequences)
         if request.deadline_s is not None:
-            self._deadlines.add(request.id, request.deadline_s)
+            self._next_deadline_s = min(self._next_deadline_s, request.deadline_s)
 
     def abort(self, request_id: str, reason: FinishReason) -> list[SequenceEvent]:
         """End a request now, whatever its state. Nothing happens if it is unknown or has ended."""
@@ -140,8 +142,13 @@ class Scheduler:
 
     def expire(self, now: float) -> list[SequenceEvent]:
         """End every request whose deadline has passed."""
-        overdue = self._deadlines.passed(now)
-        return [event for request_id in overdue for event in self.abort(request_id, FinishReason.DEADLINE)]
+        if now < self._next_deadline_s:
+            return []
+        requests = [g.request for g in self._groups.values()]
+        deadlines = sorted((r.deadline_s, r.id) for r in requests if r.deadline_s is not None)
+        overdue = [key for deadline_s, key in deadlines if deadline_s <= now]
+        self._next_deadline_s = deadlines[len(overdue)][0] if len(overdue) < len(deadlines) else math.inf
+        return [event for key in overdue for event in self.abort(key, FinishReason.DEADLINE)]
 
     def _end(
         self,
@@ -174,11 +181,10 @@ class Scheduler:
         """All sequences of a request have ended."""
         if group.admitted_s is not None:
             self._throughput.request_ended(group.num_tokens, group.num_known_tokens)
-        if group.key in self._queue:
-            self._queue.remove(group.key)
+        if group in self._queue:
+            self._queue.remove(group)
         self._queue.leave(group.caller)
         self._quarantine.cleared(group.key)
-        self._deadlines.remove(group.key)
         del self._groups[group.key]
 
     def _release(self, sequence: Sequence) -> None:
@@ -205,7 +211,7 @@ class Scheduler:
         needed = worst_case_blocks(num_prompt, leader.max_positions, len(group.sequences), size)
         if not self._blocks.fits(needed - len(known), known):
             return False
-        self._queue.remove(group.key)
+        self._queue.remove(group)
         group.admitted_s = now
         self._start(leader, known)
         leader.scheduled = leader.computed = len(known) * size

@@ -90,14 +90,30 @@ class Metrics:
 
     def __init__(self, num_stages: int) -> None:
         self.registry = CollectorRegistry(auto_describe=False)
-        self._pipeline = _PipelineMetrics(self.registry, num_stages)
         self._requests = _RequestMetrics(self.registry)
-        self._http = Counter(
-            "ppserve_http_requests",
-            "Answers over HTTP, by path and status.",
-            ["path", "status"],
-            registry=self.registry,
-        )
+        counter, gauge = partial(Counter, registry=self.registry), partial(Gauge, registry=self.registry)
+        histogram = partial(Histogram, registry=self.registry)
+        stages = [str(stage) for stage in range(num_stages)]
+        step_text = "Compute time of one step on one stage."
+        step = histogram("ppserve_stage_step_seconds", step_text, ["stage", "phase"], buckets=STEP_BUCKETS)
+        self._step = [{phase: step.labels(stage, phase) for phase in BUSY} for stage in stages]
+        transfer_text = "From computed on this stage, or from when the next was ready for it, to received there."
+        transfer = histogram("ppserve_transfer_seconds", transfer_text, ["stage"], buckets=STEP_BUCKETS)
+        self._transfer = [transfer.labels(stage) for stage in stages[:-1]]
+        transfer_bytes = counter("ppserve_transfer_bytes", "Hidden states sent by this stage.", ["stage"])
+        self._transfer_bytes = [transfer_bytes.labels(stage) for stage in stages[:-1]]
+        tokens = histogram("ppserve_microbatch_tokens", "Rows of a step.", ["phase"], buckets=ROWS_BUCKETS)
+        self._tokens = {phase: tokens.labels(phase) for phase in BUSY}
+        self._in_flight = gauge("ppserve_microbatches_in_flight", "Steps in the pipeline.")
+        self._kv_usage = gauge("ppserve_kv_usage_ratio", "Share of KV blocks in use.")
+        self._restarts = counter("ppserve_stage_restarts", "Stages that died, by how.", ["stage", "cause"])
+        for stage, cause in product(stages, RESTART_CAUSES):
+            self._restarts.labels(stage, cause)
+        where = ["stage", "rank", "host", "device", "layers", "params"]
+        self._stage_info = gauge("ppserve_stage_info", "What runs where; the value is 1.", where)
+        what = ["version", "python", "model", "dtype"]
+        self._build_info = gauge("ppserve_build_info", "What is served by what; the value is 1.", what)
+        self._http = counter("ppserve_http_requests", "Answers over HTTP, by path and status.", ["path", "status"])
 
     # ---- what is read ---------------------------------------------------------------------------------
 
@@ -111,12 +127,12 @@ class Metrics:
 
     def reading(self) -> Load:
         """The figures that the live page shows."""
-        requests, pipeline = self._requests, self._pipeline
+        requests = self._requests
         return Load(
             running=int(_value(requests.running)),
             waiting=int(_value(requests.waiting)),
-            in_flight=int(_value(pipeline.in_flight)),
-            kv_usage=_value(pipeline.kv_usage),
+            in_flight=int(_value(self._in_flight)),
+            kv_usage=_value(self._kv_usage),
             requests=int(sum(_value(ended) for ended in requests.ended.values())),
             prompt_tokens=int(_value(requests.prompt)),
             generated_tokens=int(_value(requests.generated)),
@@ -128,22 +144,30 @@ class Metrics:
 
     def describe(self, card: ModelCard, topology: Topology) -> None:
         """Sets the info metrics: which stage runs where, and what is served."""
-        self._pipeline.describe(card, topology)
+        for stage in topology.stages:
+            where = (stage.stage, stage.rank, stage.host, stage.device, stage.blocks, stage.num_parameters)
+            self._stage_info.labels(*map(str, where)).set(1)
+        self._build_info.labels(card.version, platform.python_version(), card.name, card.dtype).set(1)
 
     def dispatched(self, step: Step) -> None:
-        self._pipeline.tokens[step.plan.phase].observe(step.plan.num_tokens)
+        self._tokens[step.plan.phase].observe(step.plan.num_tokens)
 
     def reported(self, step: Step, stage: int) -> None:
-        self._pipeline.reported(step, stage)
+        stamps = step.stamps(stage)
+        assert stamps is not None
+        self._step[stage][step.plan.phase].observe((stamps.ended - stamps.begun) / 1e9)
+        for transfer in step.transfers(stage):
+            self._transfer[transfer.sender].observe(transfer.waited_ns / 1e9)
+            self._transfer_bytes[transfer.sender].inc(transfer.num_bytes)
 
     def load(self, running: int, waiting: int, in_flight: int, kv_usage: float) -> None:
         self._requests.running.set(running)
         self._requests.waiting.set(waiting)
-        self._pipeline.in_flight.set(in_flight)
-        self._pipeline.kv_usage.set(kv_usage)
+        self._in_flight.set(in_flight)
+        self._kv_usage.set(kv_usage)
 
     def stage_restarted(self, stage: int, cause: str) -> None:
-        self._pipeline.restarts.labels(str(stage), cause).inc()
+        self._restarts.labels(str(stage), cause).inc()
 
     def output(self, opened: OpenRequest, output: TokenOutput, now_s: float) -> None:
         self._requests.output(opened, output, now_s)
@@ -166,46 +190,6 @@ def _value(metric: Counter | Gauge) -> float:
 def _latency(histogram: Histogram) -> Latency:
     buckets = [s for family in histogram.collect() for s in family.samples if s.name.endswith("_bucket")]
     return Latency(tuple(float(s.labels["le"]) for s in buckets[:-1]), tuple(int(s.value) for s in buckets))
-
-
-class _PipelineMetrics:
-    def __init__(self, registry: CollectorRegistry, num_stages: int) -> None:
-        counter, gauge = partial(Counter, registry=registry), partial(Gauge, registry=registry)
-        histogram = partial(Histogram, registry=registry)
-        stages = [str(stage) for stage in range(num_stages)]
-        step_text = "Compute time of one step on one stage."
-        step = histogram("ppserve_stage_step_seconds", step_text, ["stage", "phase"], buckets=STEP_BUCKETS)
-        self.step = [{phase: step.labels(stage, phase) for phase in BUSY} for stage in stages]
-        transfer_text = "From computed on this stage, or from when the next was ready for it, to received there."
-        transfer = histogram("ppserve_transfer_seconds", transfer_text, ["stage"], buckets=STEP_BUCKETS)
-        self.transfer = [transfer.labels(stage) for stage in stages[:-1]]
-        transfer_bytes = counter("ppserve_transfer_bytes", "Hidden states sent by this stage.", ["stage"])
-        self.transfer_bytes = [transfer_bytes.labels(stage) for stage in stages[:-1]]
-        tokens = histogram("ppserve_microbatch_tokens", "Rows of a step.", ["phase"], buckets=ROWS_BUCKETS)
-        self.tokens = {phase: tokens.labels(phase) for phase in BUSY}
-        self.in_flight = gauge("ppserve_microbatches_in_flight", "Steps in the pipeline.")
-        self.kv_usage = gauge("ppserve_kv_usage_ratio", "Share of KV blocks in use.")
-        self.restarts = counter("ppserve_stage_restarts", "Stages that died, by how.", ["stage", "cause"])
-        for stage, cause in product(stages, RESTART_CAUSES):
-            self.restarts.labels(stage, cause)
-        where = ["stage", "rank", "host", "device", "layers", "params"]
-        self._stage_info = gauge("ppserve_stage_info", "What runs where; the value is 1.", where)
-        what = ["version", "python", "model", "dtype"]
-        self._build_info = gauge("ppserve_build_info", "What is served by what; the value is 1.", what)
-
-    def describe(self, card: ModelCard, topology: Topology) -> None:
-        for stage in topology.stages:
-            where = (stage.stage, stage.rank, stage.host, stage.device, stage.blocks, stage.num_parameters)
-            self._stage_info.labels(*map(str, where)).set(1)
-        self._build_info.labels(card.version, platform.python_version(), card.name, card.dtype).set(1)
-
-    def reported(self, step: Step, stage: int) -> None:
-        stamps = step.stamps(stage)
-        assert stamps is not None
-        self.step[stage][step.plan.phase].observe((stamps.ended - stamps.begun) / 1e9)
-        for transfer in step.transfers(stage):
-            self.transfer[transfer.sender].observe(transfer.waited_ns / 1e9)
-            self.transfer_bytes[transfer.sender].inc(transfer.num_bytes)
 
 
 class _RequestMetrics:

@@ -40,7 +40,7 @@ def check_scheduler(scheduler: Scheduler) -> None:
     for sequence in admitted:
         assert sequence.block_table == scheduler._blocks.table(sequence.id)
     live = [s.id for group in scheduler._groups.values() for s in group.live]
-    waiting = [group for key, group in scheduler._groups.items() if key in scheduler._queue]
+    waiting = [group for group in scheduler._groups.values() if group in scheduler._queue]
     assert len(waiting) == scheduler.num_waiting
     queued = [s.id for group in waiting for s in group.live]
     assert sorted(live) == sorted([*queued, *(s.id for s in scheduler._roster.running)])

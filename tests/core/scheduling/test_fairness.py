@@ -23,7 +23,7 @@ def served_order(queue: FairQueue, count: int, now: float = 0.0) -> list[str]:
     for _ in range(count):
         entry = queue.first(now)
         assert entry is not None
-        queue.remove(entry.key)
+        queue.remove(entry)
         queue.charge(entry.caller, entry.num_tokens)
         order.append(entry.key)
     return order
@@ -112,14 +112,15 @@ def test_the_control_without_ageing_starves() -> None:
 
 def test_tokens_are_counted_as_they_come_and_go() -> None:
     queue: FairQueue = FairQueue()
-    queue.push(Entry("a", num_tokens=5, priority=1))
-    queue.push(Entry("b", num_tokens=7))
+    a, b = Entry("a", num_tokens=5, priority=1), Entry("b", num_tokens=7)
+    queue.push(a)
+    queue.push(b)
     assert queue.num_tokens == 12
     assert [queue.tokens_ahead(priority) for priority in (0, 1, 2)] == [12, 5, 0]
-    queue.remove("a")
+    queue.remove(a)
     assert (queue.num_tokens, queue.tokens_ahead(0), queue.tokens_ahead(1)) == (7, 7, 0)
-    assert "a" not in queue
-    assert "b" in queue
+    assert a not in queue
+    assert b in queue
     assert len(queue) == 1
 
 

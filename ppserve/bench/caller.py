@@ -77,7 +77,7 @@ class Caller(AsyncClient):
     def __init__(
         self, target: str, temperature: float = 0.0, timeout_s: float | None = None, **connection: Any
     ) -> None:
-        super().__init__(target, retry=RetryPolicy(max_attempts=1), **connection)
+        super().__init__(target, retry=RetryPolicy(max_attempts=1, resume=False), **connection)
         self._temperature = temperature
         self._timeout_s = timeout_s
 

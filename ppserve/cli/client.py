@@ -72,6 +72,8 @@ def _request_options(command: Callable[..., Any]) -> Callable[..., Any]:
 @click.option("--json", "as_json", is_flag=True, help="One JSON object per message; per answer with --no-stream.")
 @click.option("--stream/--no-stream", default=True, help="Print text as it comes, or when it is complete.")
 @click.option("--logit-bias", metavar="ID=BIAS", multiple=True, help="Added to a token's logit. May be repeated.")
+@click.option("--resume-timeout", type=click.FloatRange(0), default=120.0, show_default=True,
+              help="Seconds to try for, when a stream has begun and broke.")
 @_request_options
 @connection_options
 def generate(
@@ -167,7 +169,8 @@ async def _answer_all(
     prompts: list[_Prompt], options: Options, flags: dict[str, Any], printer: _Printer, concurrency: int
 ) -> None:
     room = asyncio.Semaphore(concurrency)
-    async with AsyncClient(**connection(flags), retry=RetryPolicy(on_retry=_tell)) as client:
+    policy = RetryPolicy(resume_timeout_s=flags["resume_timeout"], on_retry=_tell)
+    async with AsyncClient(**connection(flags), retry=policy) as client:
         await client.is_serving()  # without a server this fails at once, not after all retries
 
         async def answer(place: int, prompt: _Prompt) -> list[Chunk]:

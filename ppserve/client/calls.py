@@ -7,6 +7,7 @@ coroutine ever waits for an event loop: each runs to its end, or to its next chu
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import AsyncGenerator, Callable
 from typing import Any, Protocol, Self, Unpack
 
@@ -86,7 +87,7 @@ class AsyncClient:
                     yield conversation.take(message)
                 conversation.check_end(request)
             except grpc.RpcError as error:
-                await self._style.sleep(limit.pause(conversation.pause_after(failure_of(error))))
+                await self._style.sleep(limit.pause(conversation.pause_after(failure_of(error), time.monotonic())))
             finally:
                 call.cancel()
 
@@ -137,4 +138,4 @@ class AsyncClient:
             try:
                 return await self._style.result(method(request, metadata=self._metadata))
             except grpc.RpcError as error:
-                await self._style.sleep(retries.pause_after(failure_of(error)))
+                await self._style.sleep(retries.pause_after(failure_of(error), time.monotonic()))

@@ -21,11 +21,13 @@ from ppserve.v1 import generation_pb2 as pb
 class RetryPolicy:
     """How often to try, and how long to wait in between: seconds, doubling from the first pause to the longest.
 
-    max_attempts: calls in a row that bring no token. resume: whether to continue a stream that broke; the server
-    then sends the ids of tokens, a few bytes each. on_retry: called with every failure that is retried.
+    max_attempts: calls in a row that fail. A stream that has begun and broke is tried for resume_timeout_s instead,
+    because a server that restarts may need minutes to read its weights. resume: whether to continue such a stream; the
+    server then sends the ids of tokens, a few bytes each. on_retry: called with every failure that is retried.
     """
 
     max_attempts: int = 8
+    resume_timeout_s: float = 120.0
     first_pause_s: float = 0.1
     max_pause_s: float = 5.0
     resume: bool = True
@@ -38,6 +40,7 @@ class Retries:
     def __init__(self, policy: RetryPolicy) -> None:
         self._policy = policy
         self._failures = 0
+        self._since_s = 0.0
         self._first: CallFailed | None = None
 
     def progress(self) -> None:
@@ -45,22 +48,28 @@ class Retries:
         self._failures = 0
         self._first = None
 
-    def pause_after(self, failure: CallFailed) -> float:
-        """Seconds to wait before the next attempt, at least what the server asks for.
+    def pause_after(self, failure: CallFailed, now_s: float, has_begun: bool = False) -> float:
+        """Seconds to wait before the next attempt, at least what the server asks for. has_begun: a stream that broke.
 
         Raises `failure`, with the first of its row, after the last attempt, and when a retry cannot help: it can
         where no server answers (UNAVAILABLE) and where a full queue says when it will have room.
         """
         self._failures += 1
         first = self._first
+        if first is None:
+            self._since_s = now_s
         if first is None or (failure.reason and not first.reason):
             self._first = failure  # what a server explains tells more than that none answered
         is_full = failure.code == "RESOURCE_EXHAUSTED" and failure.retry_after_s is not None
-        if self._failures >= self._policy.max_attempts or not (is_full or failure.code == "UNAVAILABLE"):
+        policy = self._policy
+        waited_s = now_s - self._since_s
+        is_over = waited_s >= policy.resume_timeout_s if has_begun else self._failures >= policy.max_attempts
+        if is_over or not (is_full or failure.code == "UNAVAILABLE"):
             raise failure if first is None or str(first) == str(failure) else failure.after(first)
-        if self._policy.on_retry is not None:
-            self._policy.on_retry(failure)
-        own_s = min(self._policy.max_pause_s, self._policy.first_pause_s * 2.0 ** (self._failures - 1))
+        if policy.on_retry is not None:
+            policy.on_retry(failure)
+        # Bounded, because a float's exponent is.
+        own_s = min(policy.max_pause_s, policy.first_pause_s * 2.0 ** min(self._failures - 1, 64))
         return max(own_s, failure.retry_after_s or 0.0)
 
 
@@ -115,11 +124,12 @@ class Conversation:
         if not all(self._held[index].has_ended for index in wanted):
             raise CallFailed("INTERNAL", "the server closed the stream before its end")
 
-    def pause_after(self, failure: CallFailed) -> float:
+    def pause_after(self, failure: CallFailed, now_s: float) -> float:
         """Seconds to wait before the next call. Raises `failure` when there is no next call."""
-        if not self._policy.resume and any(held.has_begun for held in self._held.values()):
+        has_begun = any(held.has_begun for held in self._held.values())
+        if has_begun and not self._policy.resume:
             raise failure
-        return self._retries.pause_after(failure)
+        return self._retries.pause_after(failure, now_s, has_begun)
 
     def _rest_of(self, index: int) -> pb.GenerateRequest:
         held = self._held[index]

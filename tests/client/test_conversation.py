@@ -52,7 +52,7 @@ def converse(request: pb.GenerateRequest, breaks: set[int]) -> str:
         for message in answer(asked):
             if count in breaks:
                 breaks.remove(count)
-                conversation.pause_after(GONE)
+                conversation.pause_after(GONE, now_s=0.0)
                 break
             text += conversation.take(message).text
             count += 1
@@ -81,18 +81,38 @@ def test_the_caller_s_request_is_not_touched() -> None:
 def test_pauses_double_up_to_the_longest_and_obey_the_server() -> None:
     policy = RetryPolicy(max_attempts=6, first_pause_s=1.0, max_pause_s=3.0)
     conversation = Conversation(pb.GenerateRequest(), policy)
-    assert [conversation.pause_after(GONE) for _ in range(3)] == [1.0, 2.0, 3.0]
+    assert [conversation.pause_after(GONE, now_s=0.0) for _ in range(3)] == [1.0, 2.0, 3.0]
     full = CallFailed("RESOURCE_EXHAUSTED", "full", retry_after_s=9.0)
-    assert conversation.pause_after(full) == 9.0
-    assert conversation.pause_after(GONE) == 3.0
+    assert conversation.pause_after(full, now_s=0.0) == 9.0
+    assert conversation.pause_after(GONE, now_s=0.0) == 3.0
     with pytest.raises(CallFailed):
-        conversation.pause_after(GONE)
+        conversation.pause_after(GONE, now_s=0.0)
+
+
+def test_a_stream_that_has_begun_is_tried_for_a_time_and_not_a_number_of_times() -> None:
+    policy = RetryPolicy(max_attempts=2, resume_timeout_s=120.0, max_pause_s=1.0)
+    conversation = Conversation(pb.GenerateRequest(), policy)
+    news = answer(pb.GenerateRequest())
+    for begin_s in (0.0, 1000.0):
+        conversation.take(next(news))
+        for second in range(120):
+            assert conversation.pause_after(GONE, begin_s + second) <= 1.0
+    with pytest.raises(CallFailed):
+        conversation.pause_after(GONE, 1120.0)
+
+
+def test_a_call_that_brought_nothing_is_tried_a_number_of_times() -> None:
+    conversation = Conversation(pb.GenerateRequest(), RetryPolicy(max_attempts=3))
+    for second in (0.0, 10_000.0):
+        conversation.pause_after(GONE, second)
+    with pytest.raises(CallFailed):
+        conversation.pause_after(GONE, 10_001.0)
 
 
 def test_news_start_the_count_afresh() -> None:
     conversation = Conversation(pb.GenerateRequest(), RetryPolicy(max_attempts=2))
     for message in answer(pb.GenerateRequest()):
-        conversation.pause_after(GONE)
+        conversation.pause_after(GONE, now_s=0.0)
         conversation.take(message)
 
 
@@ -102,9 +122,9 @@ def test_who_gives_up_says_what_it_began_with() -> None:
     draining = CallFailed("UNAVAILABLE", "shutting down", "DRAINING")
     refused = CallFailed("UNAVAILABLE", "connection refused")
     for failure in (GONE, draining, refused):
-        retries.pause_after(failure)
+        retries.pause_after(failure, now_s=0.0)
     with pytest.raises(CallFailed) as end:
-        retries.pause_after(refused)
+        retries.pause_after(refused, now_s=0.0)
     assert heard == [GONE, draining, refused]
     assert str(end.value) == "UNAVAILABLE: connection refused (at first: UNAVAILABLE: shutting down)"
     assert (end.value.code, end.value.first) == ("UNAVAILABLE", draining)
@@ -112,18 +132,18 @@ def test_who_gives_up_says_what_it_began_with() -> None:
 
 def test_what_does_not_change_is_said_once() -> None:
     retries = Retries(RetryPolicy(max_attempts=2))
-    retries.pause_after(GONE)
+    retries.pause_after(GONE, now_s=0.0)
     retries.progress()
-    retries.pause_after(CallFailed("UNAVAILABLE", "socket closed"))
+    retries.pause_after(CallFailed("UNAVAILABLE", "socket closed"), now_s=0.0)
     with pytest.raises(CallFailed) as end:
-        retries.pause_after(CallFailed("UNAVAILABLE", "socket closed"))
+        retries.pause_after(CallFailed("UNAVAILABLE", "socket closed"), now_s=0.0)
     assert (str(end.value), end.value.first) == ("UNAVAILABLE: socket closed", None)
 
 
 @pytest.mark.parametrize("code", ["INVALID_ARGUMENT", "INTERNAL", "UNAUTHENTICATED", "RESOURCE_EXHAUSTED"])
 def test_what_time_does_not_heal_is_final(code: str) -> None:
     with pytest.raises(CallFailed, match=code):
-        Conversation(pb.GenerateRequest(), RetryPolicy()).pause_after(CallFailed(code, "no"))
+        Conversation(pb.GenerateRequest(), RetryPolicy()).pause_after(CallFailed(code, "no"), now_s=0.0)
 
 
 def test_a_stream_closed_before_its_end_is_an_error() -> None:

@@ -1,0 +1,122 @@
+"""Two agents of torchrun on one machine: each starts one rank, as two hosts would."""
+
+from __future__ import annotations
+
+import os
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import psutil
+
+from tests.e2e.serving import READY, START_WITHIN_S
+from tests.hosts.two_hosts import Agent
+from tests.slow import require_slow_test
+
+# Without it, c10d's rendezvous of torch 2.13 never tells an agent that joins later where rank 0 is: it waits for a key
+# that rank 0's agent writes once in its life (`DynamicRendezvousHandler.next_rendezvous`).
+_AGENTS_MAY_JOIN_LATER = {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
+
+
+def free_port() -> int:
+    """Free a moment ago, as was the next one: the head takes the port after the launcher's."""
+    while True:
+        with socket.create_server(("127.0.0.1", 0)) as first:
+            port = first.getsockname()[1]
+            try:
+                socket.create_server(("127.0.0.1", port + 1)).close()
+            except OSError:
+                continue
+        return int(port)
+
+
+@dataclass
+class TwoAgents:
+    """A pipeline of two ranks, each of an agent of its own. rendezvous: `static` or `c10d`."""
+
+    rendezvous: str
+    directory: Path
+    agents: dict[int, Agent] = field(default_factory=dict)
+    master_port: int = field(default_factory=free_port)
+    grpc_port: int = field(default_factory=free_port)
+    num_started: int = 0
+
+    @property
+    def target(self) -> str:
+        return f"127.0.0.1:{self.grpc_port}"
+
+    def start(self, node: int) -> Agent:
+        """The same command, also for an agent that is started again."""
+        where = f"127.0.0.1:{self.master_port}"
+        if self.rendezvous == "static":
+            launcher = [f"--node-rank={node}", "--master-addr=127.0.0.1", f"--master-port={self.master_port}"]
+        else:
+            is_host = f"is_host={int(node == 0)}"
+            launcher = ["--rdzv-backend=c10d", f"--rdzv-endpoint={where}", "--rdzv-id=two", f"--rdzv-conf={is_host}"]
+        secret = self.directory / "secret"
+        secret.write_text("the secret of two agents in a test\n")
+        command = [
+            *(sys.executable, "-m", "torch.distributed.run", "--nnodes=2", "--nproc-per-node=1", "--max-restarts=3"),
+            *("--monitor-interval=0.2", "--local-addr=127.0.0.1", *launcher),
+            *("-m", "ppserve", "--force-cpu", "--dtype", "float32", "--port", str(self.grpc_port)),
+            *("--metrics-port", "0", "--http-port", "0", "--secret-file", str(secret), "--shutdown-timeout", "5"),
+        ]
+        log_path = self.directory / f"{self.num_started}-agent{node}.log"
+        self.num_started += 1
+        with log_path.open("wb") as log:
+            process = subprocess.Popen(
+                command, stdin=subprocess.DEVNULL, stdout=log, stderr=subprocess.STDOUT,
+                env={**os.environ, "OMP_NUM_THREADS": "1", **_AGENTS_MAY_JOIN_LATER},
+            )  # fmt: skip
+        if node in self.agents:
+            self.agents[node].end()
+        self.agents[node] = Agent(process, log_path)
+        return self.agents[node]
+
+    def rank_pid(self, rank: int) -> int:
+        """The process that torchrun started as this rank."""
+        for agent in self.agents.values():
+            if agent.process.poll() is None:
+                for process in psutil.Process(agent.process.pid).children():
+                    if process.environ().get("RANK") == str(rank):
+                        return process.pid
+        raise AssertionError(f"no rank {rank}\n{self.logs}")
+
+    @property
+    def logs(self) -> str:
+        paths = sorted(self.directory.glob("*.log"))
+        return "\n".join(f"--- {path.name}\n{path.read_text(errors='replace')[-4000:]}" for path in paths)
+
+    def wait_ready(self, times: int = 1) -> None:
+        """Until that many heads in all have said that they serve."""
+        until_s = time.monotonic() + START_WITHIN_S
+        while len(READY.findall(self.everything())) < times:
+            assert time.monotonic() < until_s, f"not ready in time\n{self.logs}"
+            time.sleep(0.05)
+
+    def everything(self) -> str:
+        return "\n".join(path.read_text(errors="replace") for path in sorted(self.directory.glob("*.log")))
+
+
+@contextmanager
+def two_agents(rendezvous: str) -> Iterator[TwoAgents]:
+    require_slow_test("agents of torchrun")
+    with tempfile.TemporaryDirectory(prefix="ppserve-agents-") as directory:
+        agents = TwoAgents(rendezvous, Path(directory))
+        try:
+            agents.start(0)
+            agents.start(1)
+            agents.wait_ready()
+            yield agents
+        except BaseException:
+            print(agents.logs, file=sys.stderr)
+            raise
+        finally:
+            for agent in agents.agents.values():
+                agent.end()

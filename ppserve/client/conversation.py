@@ -21,8 +21,8 @@ from ppserve.v1 import generation_pb2 as pb
 class RetryPolicy:
     """How often to try, and how long to wait in between: seconds, doubling from the first pause to the longest.
 
-    max_attempts: calls in a row that fail. A stream that has begun and broke is tried for resume_timeout_s instead,
-    because a server that restarts may need minutes to read its weights. resume: whether to continue such a stream; the
+    max_attempts: calls in a row that fail. A stream that has begun and broke is tried for resume_timeout_s:
+    a server that restarts may need minutes to read its weights. resume: whether to continue such a stream; the
     server then sends the ids of tokens, a few bytes each. on_retry: called with every failure that is retried.
     """
 
@@ -49,7 +49,7 @@ class Retries:
         self._first = None
 
     def pause_after(self, failure: CallFailed, now_s: float, has_begun: bool = False) -> float:
-        """Seconds to wait before the next attempt, at least what the server asks for. has_begun: a stream that broke.
+        """Seconds to wait before the next attempt, at least what the server asks for. has_begun: a stream broke.
 
         Raises `failure`, with the first of its row, after the last attempt, and when a retry cannot help: it can
         where no server answers (UNAVAILABLE) and where a full queue says when it will have room.

@@ -53,18 +53,12 @@ def test_with_static_rendezvous_a_restarted_head_is_found_again() -> None:
     with two_agents("static") as agents, Client(agents.target) as client:
         undisturbed = stream(client)
         worker = agents.rank_pid(1)
-        for _ in range(2):
-            assert stream(client, lambda: kill_rank(agents, 0)) == undisturbed
+        assert stream(client, lambda: kill_rank(agents, 0)) == undisturbed
         assert agents.rank_pid(1) == worker, "a worker was restarted for the head"
 
 
-@pytest.mark.parametrize(
-    "hurt",
-    [lambda agents: kill_rank(agents, 0), lambda agents: kill_rank(agents, 1), lambda agents: replace_agent(agents, 1)],
-    ids=["head killed", "worker killed", "worker's agent started afresh"],
-)
-def test_with_c10d_rendezvous_all_ranks_are_restarted_and_streams_resume(hurt: Callable[[TwoAgents], None]) -> None:
+def test_with_c10d_rendezvous_a_workers_agent_joins_again_and_streams_resume() -> None:
     with two_agents("c10d") as agents, Client(agents.target) as client:
         undisturbed = stream(client)
-        assert stream(client, lambda: hurt(agents)) == undisturbed
-        agents.wait_ready(times=2)
+        assert stream(client, lambda: replace_agent(agents, 1)) == undisturbed
+        agents.wait_ready(times=2)  # all ranks were restarted: that is how this rendezvous admits an agent

@@ -19,8 +19,8 @@ from tests.e2e.serving import READY, START_WITHIN_S
 from tests.hosts.two_hosts import Agent
 from tests.slow import require_slow_test
 
-# Without it, c10d's rendezvous of torch 2.13 never tells an agent that joins later where rank 0 is: it waits for a key
-# that rank 0's agent writes once in its life (`DynamicRendezvousHandler.next_rendezvous`).
+# Without it, c10d's rendezvous of torch 2.13 never tells an agent that joins later where rank 0 is: it waits for a
+# key that rank 0's agent writes once in its life (`DynamicRendezvousHandler.next_rendezvous`).
 _AGENTS_MAY_JOIN_LATER = {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
 
 
@@ -57,13 +57,13 @@ class TwoAgents:
         if self.rendezvous == "static":
             launcher = [f"--node-rank={node}", "--master-addr=127.0.0.1", f"--master-port={self.master_port}"]
         else:
-            is_host = f"is_host={int(node == 0)}"
-            launcher = ["--rdzv-backend=c10d", f"--rdzv-endpoint={where}", "--rdzv-id=two", f"--rdzv-conf={is_host}"]
+            launcher = ["--rdzv-backend=c10d", f"--rdzv-endpoint={where}", "--rdzv-id=two"]
+            launcher.append(f"--rdzv-conf=is_host={int(node == 0)}")
         secret = self.directory / "secret"
         secret.write_text("the secret of two agents in a test\n")
         command = [
-            *(sys.executable, "-m", "torch.distributed.run", "--nnodes=2", "--nproc-per-node=1", "--max-restarts=3"),
-            *("--monitor-interval=0.2", "--local-addr=127.0.0.1", *launcher),
+            *(sys.executable, "-m", "torch.distributed.run", "--nnodes=2", "--nproc-per-node=1"),
+            *("--max-restarts=3", "--monitor-interval=0.2", "--local-addr=127.0.0.1", *launcher),
             *("-m", "ppserve", "--force-cpu", "--dtype", "float32", "--port", str(self.grpc_port)),
             *("--metrics-port", "0", "--http-port", "0", "--secret-file", str(secret), "--shutdown-timeout", "5"),
         ]

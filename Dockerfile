@@ -37,7 +37,7 @@ COPY --from=build /opt/ppserve /opt/ppserve
 ENV PATH=/opt/ppserve/bin:/usr/local/bin:/usr/bin:/bin PYTHONUNBUFFERED=1
 USER 10001
 WORKDIR /var/lib/ppserve
-EXPOSE 50051 9400
+EXPOSE 50051 8000 9400
 STOPSIGNAL SIGTERM
 HEALTHCHECK --interval=10s --timeout=10s --start-period=90s CMD ["ppserve", "health"]
 # The command re-executes itself under torchrun, one rank per stage; tini hands signals on and reaps.

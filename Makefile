@@ -5,7 +5,7 @@ BIN := $(VENV)/bin
 STAGES ?= 2
 ARGS ?=
 
-.PHONY: setup serve test test-fast check demo stubs clean
+.PHONY: setup serve test test-fast check demo clients stubs clean
 
 setup: $(VENV)/.ready
 
@@ -34,6 +34,10 @@ check: setup
 
 demo: setup
 	$(BIN)/python demo.py --force-cpu $(ARGS)
+
+# Other people's clients, in environments of their own outside the tree; ARGS=--help says more.
+clients: setup
+	$(BIN)/python -m benchmarks.clients.run $(ARGS)
 
 stubs: setup
 	$(BIN)/python tools/generate_stubs.py

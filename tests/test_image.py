@@ -52,7 +52,7 @@ def test_the_image_starts_the_server_as_nobody_in_particular() -> None:
     context = serve.make_context("serve", json.loads(last["CMD"]))
     assert context.params["host"] == "0.0.0.0"
     assert json.loads(last["HEALTHCHECK"].partition("CMD ")[2]) == ["ppserve", "health"]
-    assert last["EXPOSE"].split() == [str(serve_default("port")), str(serve_default("metrics_port"))]
+    assert last["EXPOSE"].split() == [str(serve_default(name)) for name in ("port", "http_port", "metrics_port")]
 
 
 def serve_default(name: str) -> object:

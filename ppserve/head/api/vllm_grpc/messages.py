@@ -20,23 +20,32 @@ _FINISH_REASONS = {
 
 
 class SequenceMessages:
-    """streams: whether chunks are sent before the end."""
+    """streams: whether chunks, and ends, are sent as they come. Otherwise the ends are sent together, by index:
+    there, routers number a request's answers as they arrive.
+    """
 
     def __init__(self, request: Request, streams: bool) -> None:
         self._request = request
         self._streams = streams
         self._tokens: dict[int, list[tuple[int, Score]]] = {}
         self._prompt_scores: Sequence[Score] = ()
+        self._ends: dict[int, pb.GenerateResponse] = {}
 
     def of(self, delta: Delta) -> Iterator[pb.GenerateResponse]:
-        """What a delta brings: a chunk, an end, both or nothing."""
+        """What a delta brings: a chunk, ends, both or nothing."""
         self._prompt_scores = delta.prompt_scores or self._prompt_scores
         tokens = self._tokens.setdefault(delta.index, [])
         tokens += delta.tokens
         if self._streams:
             yield pb.GenerateResponse(chunk=self._chunk(delta))
         if delta.last.finish is not None:
-            yield pb.GenerateResponse(complete=self._complete(delta, delta.last.finish, tokens))
+            end = pb.GenerateResponse(complete=self._complete(delta, delta.last.finish, tokens))
+            if self._streams:
+                yield end
+                return
+            self._ends[delta.index] = end
+            if len(self._ends) == self._request.num_sequences:
+                yield from (self._ends[index] for index in sorted(self._ends))
 
     def _chunk(self, delta: Delta) -> pb.GenerateStreamChunk:
         return pb.GenerateStreamChunk(

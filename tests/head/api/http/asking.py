@@ -5,9 +5,10 @@ from __future__ import annotations
 import asyncio
 import http.client
 import json
+import threading
 from collections import Counter
-from collections.abc import AsyncIterator, Iterable, Mapping
-from contextlib import asynccontextmanager
+from collections.abc import AsyncIterator, Iterable, Iterator, Mapping
+from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -110,3 +111,27 @@ async def served_http(engine: FakeEngine | None = None, **settings: Any) -> Asyn
             yield Served(engine, server, port, counted)
     finally:
         await server.stop(0)
+
+
+@contextmanager
+def http_in_thread(engine: FakeEngine) -> Iterator[str]:
+    """A server whose event loop runs in a thread of its own, for clients that block; yields its HOST:PORT."""
+    ready, over = threading.Event(), asyncio.Event()
+    found: list[str] = []
+    loop = asyncio.new_event_loop()
+
+    async def main() -> None:
+        async with served_http(engine) as served:
+            found.append(f"127.0.0.1:{served.port}")
+            ready.set()
+            await over.wait()
+
+    thread = threading.Thread(target=loop.run_until_complete, args=(main(),))
+    thread.start()
+    try:
+        assert ready.wait(10)
+        yield found[0]
+    finally:
+        loop.call_soon_threadsafe(over.set)
+        thread.join(10)
+        loop.close()

@@ -94,6 +94,22 @@ def test_without_stream_only_the_ends_come_with_all_of_it() -> None:
     run(scenario)
 
 
+def test_without_stream_the_ends_come_by_index_whichever_is_first() -> None:
+    """smg numbers a request's choices as their ends arrive."""
+
+    async def scenario(engine: FakeEngine, stub: VllmEngineStub, _door: GrpcServer) -> None:
+        call = stub.Generate(ask(False, n=3))
+        await engine.until(lambda engine: bool(engine.requests))
+        sink = engine.sinks[engine.requests[0].id]
+        for index in (2, 0, 1):
+            sink.push([TokenOutput(index, 0, 100 + index, finish=FinishReason.MAX_TOKENS)])
+            await asyncio.sleep(0)
+        ends = [answer.complete async for answer in call]
+        assert [(end.index, list(end.output_ids)) for end in ends] == [(0, [100]), (1, [101]), (2, [102])]
+
+    run(scenario, FakeEngine(by_hand=True))
+
+
 @pytest.mark.parametrize("stream", [False, True])
 def test_the_prompts_scores_are_in_every_first_chunk_and_every_end(stream: bool) -> None:
     async def scenario(engine: FakeEngine, stub: VllmEngineStub, _door: GrpcServer) -> None:

@@ -1,0 +1,57 @@
+"""The manifests in deploy/kubernetes name flags, ports, paths and gauges that there are."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import Any
+
+import yaml
+from prometheus_client.parser import text_string_to_metric_families
+
+from ppserve.cli.serve import serve
+from ppserve.config import ServerSettings
+from ppserve.head.api.http.server import OPEN_PATHS
+from ppserve.head.observe.metrics import Metrics
+
+FOLDER = Path(__file__).resolve().parent.parent / "deploy/kubernetes"
+SETTINGS = ServerSettings()
+PORTS = {"grpc": SETTINGS.port, "http": SETTINGS.http_port, "metrics": SETTINGS.metrics_port}
+
+
+def documents(name: str) -> dict[str, Any]:
+    return {document["kind"]: document for document in yaml.safe_load_all((FOLDER / name).read_text())}
+
+
+def test_the_pipeline_s_command_ports_and_probes(tmp_path: Path) -> None:
+    found = documents("pipeline.yaml")
+    template = found["LeaderWorkerSet"]["spec"]["leaderWorkerTemplate"]
+    (leader,) = template["leaderTemplate"]["spec"]["containers"]
+    (worker,) = template["workerTemplate"]["spec"]["containers"]
+    assert leader["command"] == worker["command"]
+    secret = tmp_path / "secret"
+    secret.write_text("0123456789abcdef")
+    flags = leader["command"][-1].partition("-m ppserve ")[2].replace("/run/secrets/ppserve/secret", str(secret))
+    serve.make_context("serve", flags.split())
+    assert {port["name"]: port["containerPort"] for port in leader["ports"]} == PORTS
+    assert {port["name"]: port["port"] for port in found["Service"]["spec"]["ports"]} == PORTS
+    for probe in ("startupProbe", "readinessProbe"):
+        assert leader[probe]["httpGet"]["port"] in PORTS
+        assert leader[probe]["httpGet"]["path"] in OPEN_PATHS
+    assert "httpGet" not in leader["livenessProbe"], "a head that replaces a stage must not be killed"
+    grace_s = template["leaderTemplate"]["spec"]["terminationGracePeriodSeconds"]
+    assert grace_s > leader["lifecycle"]["preStop"]["sleep"]["seconds"] + SETTINGS.shutdown_timeout_s
+
+
+def test_the_endpoint_picker_reads_gauges_that_there_are() -> None:
+    found = documents("endpoint-picker.yaml")
+    assert found["InferencePool"]["spec"]["targetPorts"] == [{"number": PORTS["http"]}]
+    (page,) = found["ConfigMap"]["data"].values()
+    specs = re.findall(r"(?:Spec|metricSpec): (\w+)", page)
+    families = text_string_to_metric_families(Metrics(1).page().body.decode())
+    gauges = {family.name for family in families if family.type == "gauge"}
+    assert len(specs) == 4
+    assert set(specs) <= gauges
+    label = documents("pipeline.yaml")["LeaderWorkerSet"]["spec"]["leaderWorkerTemplate"]["leaderTemplate"]
+    (engine,) = yaml.safe_load(page)["plugins"][0]["parameters"]["engineConfigs"]
+    assert engine["name"] == label["metadata"]["labels"]["llm-d.ai/engine-type"]

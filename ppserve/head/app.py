@@ -15,7 +15,7 @@ from ppserve.config import ServeConfig
 from ppserve.errors import UsageError
 from ppserve.head.api.auth import ApiKeys
 from ppserve.head.api.desk import FrontDesk
-from ppserve.head.doors import Doors
+from ppserve.head.doors import Doors, Ports
 from ppserve.head.engine.control import SocketControlPlane
 from ppserve.head.engine.layout import Layout
 from ppserve.head.engine.loop import Engine
@@ -39,6 +39,7 @@ from ppserve.process.environment import (
     this_machine,
 )
 from ppserve.process.keeper import Keeper
+from ppserve.process.listening import OpenPort, refuse_unmeant
 from ppserve.process.logs import set_up_logging
 from ppserve.tokenizer import Tokenizer, load_tokenizer
 
@@ -129,6 +130,7 @@ class HeadProcess:
         topology = await asyncio.to_thread(handle.topology)
         self._metrics.describe(handle.model_card(), topology)
         ports = await doors.open()
+        self._check_listeners(ports)
         await doors.set_serving(True)
         self._on_reload(desk)
         host = self._config.server.host
@@ -181,6 +183,16 @@ class HeadProcess:
         if tokenizer is None:
             log.warning("no tokenizer beside %s: only token ids are served", self._config.model.path)
         return tokenizer
+
+    def _check_listeners(self, ports: Ports) -> None:
+        """Raises UsageError where this process listens on anything else than the operator asked for."""
+        host = self._config.server.host
+        is_open = host != "localhost" and not OpenPort(host, ports.grpc).is_local
+        meant = dict.fromkeys((ports.grpc, ports.http, ports.metrics), is_open)
+        port = meeting.port_of(self._meeting)
+        if port is not None:
+            meant[port] = True
+        log.info("the head listens on %s", ", ".join(map(str, refuse_unmeant(meant))))
 
     def _pages(self, handle: PipelineHandle) -> dict[str, MakePage]:
         metrics, schedule = self._metrics, self._observer.schedule

@@ -21,7 +21,8 @@ from ppserve.process.meeting import find_meeting
 from ppserve.process.stage_process import StageProcess
 
 # The keeper gives up after so many deaths in a row without a computed step, however slowly they follow each other.
-MAX_DEATHS = 4
+# A request that kills its stage is found out at the fourth (`core.scheduling.quarantine`).
+MAX_DEATHS = 6
 # A stage that ends because there is no head is not to blame. The keeper gives up after so long without a head.
 HEADLESS_FOR_S = 900.0
 # A stage sends a sign of life at least every half second; after this long without one it is killed as frozen.

@@ -10,12 +10,52 @@ import logging
 import math
 import os
 import sys
+import uuid
 from collections.abc import Sequence
+from typing import Any
 
 from ppserve.process.environment import LAUNCHER_GRACE
 
 # Longer than keepers wait before they kill a stage that does not end.
 _ENDING_S = 15
+# No port: ranks of one host meet at a Unix socket (`process.meeting`), and nobody listens here.
+_NO_PORT = 0
+
+
+class AloneRendezvous:
+    """A torch `RendezvousHandler` for one agent. Its store is memory of this process.
+
+    torchrun's `--standalone` would open a store to the network, on all interfaces, that anyone may read and write.
+    """
+
+    use_agent_store = False
+
+    def __init__(self, run_id: str) -> None:
+        self._run_id = run_id
+
+    def get_backend(self) -> str:
+        return "ppserve"
+
+    def next_rendezvous(self) -> Any:
+        from torch.distributed import HashStore
+        from torch.distributed.elastic.rendezvous.api import RendezvousInfo, RendezvousStoreInfo
+
+        return RendezvousInfo(HashStore(), 0, 1, RendezvousStoreInfo("127.0.0.1", _NO_PORT))
+
+    def is_closed(self) -> bool:
+        return False
+
+    def set_closed(self) -> None:
+        """Nobody else could join."""
+
+    def num_nodes_waiting(self) -> int:
+        return 0
+
+    def get_run_id(self) -> str:
+        return self._run_id
+
+    def shutdown(self) -> bool:
+        return True
 
 
 def run_ranks(num_ranks: int, arguments: Sequence[str], shutdown_timeout_s: float) -> int:
@@ -28,11 +68,17 @@ def run_ranks(num_ranks: int, arguments: Sequence[str], shutdown_timeout_s: floa
     os.environ.setdefault("OMP_NUM_THREADS", "1")
     from torch.distributed.elastic.multiprocessing.api import SignalException
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+    from torch.distributed.elastic.rendezvous import rendezvous_handler_registry
     from torch.distributed.run import parse_args, run
 
     logging.disable(logging.CRITICAL)
     command = ["serve", *arguments] if arguments[:1] != ["serve"] else list(arguments)
-    launcher = ["--standalone", "--local-addr=127.0.0.1", f"--nproc-per-node={num_ranks}", "-m", "ppserve"]
+    make: Any = lambda parameters: AloneRendezvous(parameters.run_id)  # noqa: E731
+    rendezvous_handler_registry.register("ppserve", make)
+    launcher = [
+        *("--nnodes=1", f"--nproc-per-node={num_ranks}", "--rdzv-backend=ppserve", f"--rdzv-id={uuid.uuid4()}"),
+        *("--rdzv-endpoint=127.0.0.1:0", "--local-addr=127.0.0.1", "-m", "ppserve"),
+    ]
     try:
         run(parse_args([*launcher, *command]))  # type: ignore[no-untyped-call]
     except ChildFailedError as error:

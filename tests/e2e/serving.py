@@ -9,7 +9,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -103,13 +103,24 @@ def _alive(pid: int) -> bool:
         return False
 
 
-def launch(stages: int, arguments: Sequence[str], log_path: Path, env: dict[str, str] | None = None) -> Server:
-    """Starts torchrun with a server on free ports; does not wait. `--dtype auto` depends on the CPU: not here."""
+def torchrun(stages: int) -> list[str]:
+    """The command that starts so many ranks of a server; its flags follow."""
+    launcher = ["torch.distributed.run", "--standalone", "--local-addr=127.0.0.1", f"--nproc-per-node={stages}"]
+    return [sys.executable, "-m", *launcher, "-m", "ppserve"]
+
+
+def plain_shell(stages: int) -> list[str]:
+    """The same without torchrun's command line."""
+    return [sys.executable, "-m", "ppserve", "serve", "--stages", str(stages)]
+
+
+def launch(
+    command: Sequence[str], arguments: Sequence[str], log_path: Path, env: dict[str, str] | None = None
+) -> Server:
+    """Starts a server on free ports; does not wait. `--dtype auto` depends on the CPU: not here."""
     require_slow_test("a server")
     command = [
-        *(sys.executable, "-m", "torch.distributed.run", "--standalone", "--local-addr=127.0.0.1"),
-        *(f"--nproc-per-node={stages}", "-m", "ppserve", "--force-cpu", "--port", "0", "--metrics-port", "0"),
-        *("--http-port", "0"),
+        *(*command, "--force-cpu", "--port", "0", "--metrics-port", "0", "--http-port", "0"),
         *("--dtype", "float32", *arguments),
     ]
     environment = {**os.environ, "OMP_NUM_THREADS": "1", **(env or {})}
@@ -133,10 +144,12 @@ def wait_ready(server: Server) -> Server:
 
 
 @contextmanager
-def serving(stages: int = 2, *arguments: str, env: dict[str, str] | None = None) -> Iterator[Server]:
-    """A server that is ready, and gone afterwards."""
+def serving(
+    stages: int = 2, *arguments: str, env: dict[str, str] | None = None, by: Callable[[int], list[str]] = torchrun
+) -> Iterator[Server]:
+    """A server that is ready, and gone afterwards. by: `torchrun` or `plain_shell`."""
     with tempfile.TemporaryDirectory(prefix="ppserve-test-") as directory:
-        server = launch(stages, arguments, Path(directory) / "server.log", env)
+        server = launch(by(stages), arguments, Path(directory) / "server.log", env)
         try:
             yield wait_ready(server)
         except BaseException:

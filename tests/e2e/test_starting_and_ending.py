@@ -10,6 +10,7 @@ import time
 from pathlib import Path
 
 import grpc
+import psutil
 import pytest
 
 import ppserve
@@ -18,7 +19,7 @@ from ppserve.client import CallFailed, Client, RetryPolicy
 from ppserve.v1 import generation_pb2 as pb
 from ppserve.v1.generation_pb2_grpc import GenerationServiceStub
 from tests.e2e.asking import answers_alone, ask, mixed_requests
-from tests.e2e.serving import Server, launch, serving
+from tests.e2e.serving import Server, launch, plain_shell, serving, torchrun
 from tools.make_random_gpt2 import Shape, write_checkpoint
 
 PROMPT = "Once upon a time"
@@ -30,6 +31,19 @@ def no_process_left(server: Server) -> None:
     while left := server.left_over():
         assert time.monotonic() < until_s, f"left over: {left}"
         time.sleep(0.05)
+
+
+def test_from_a_plain_shell_only_this_host_can_reach_any_process() -> None:
+    def listening(process: psutil.Process) -> set[tuple[str, str]]:
+        found = [one.laddr for one in process.net_connections("inet") if one.status == psutil.CONN_LISTEN]
+        return {(address.ip.removeprefix("::ffff:"), str(address.port)) for address in found}
+
+    with serving(2, by=plain_shell) as server:
+        everywhere = set().union(*(listening(process) for process in server.processes()))
+        assert {host for host, _ in everywhere} == {"127.0.0.1"}
+        assert listening(psutil.Process(server.process.pid)) == set(), "the launcher has a store"
+        asked = {address.rpartition(":")[2] for address in (server.grpc, server.http, server.metrics)}
+        assert {port for _, port in listening(psutil.Process(server.head_pid()))} == asked
 
 
 @pytest.mark.timeout(200)
@@ -91,7 +105,7 @@ def test_killing_the_launcher_leaves_no_orphans() -> None:
 
 def refused(tmp_path: Path, stages: int, *arguments: str) -> str:
     """The one line of a server that does not start; all its ranks end with a non-zero code."""
-    server = launch(stages, arguments, tmp_path / "log")
+    server = launch(torchrun(stages), arguments, tmp_path / "log")
     try:
         assert server.wait_exit(90) != 0
     finally:

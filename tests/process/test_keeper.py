@@ -199,7 +199,7 @@ def test_a_keeper_that_cannot_reach_the_head_says_why_itself(
     for _ in range(MAX_DEATHS):
         scene.stage((1, ""), code=KILLED)
     assert scene.run() == 1
-    assert "stage 1 died 4 times in a row (last code -9)" in capfd.readouterr().err
+    assert f"stage 1 died {MAX_DEATHS} times in a row (last code -9)" in capfd.readouterr().err
 
 
 def test_slow_deaths_without_a_step_count_as_quick_ones_do(scene: Scene) -> None:

@@ -2,9 +2,9 @@
 
 The loss of a stage does not show which request caused it, so everything in flight is replayed. A request that was
 in flight at two losses, and gained no token between them, becomes a suspect. Suspects are replayed alone, one
-after the other, while all other requests wait. A suspect that gains a token is cleared. A suspect whose stage dies
-while it is alone in the pipeline is the culprit and fails. So a request fails at its third loss at the earliest,
-because another request may have caused the first two.
+after the other, while all other requests wait. A suspect that gains a token is cleared. A suspect that was alone
+in the pipeline at two losses is the culprit and fails. So a request fails at its fourth loss at the earliest:
+others may have caused the first two, and the first one alone may be chance.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ from collections import deque
 from collections.abc import Iterable
 
 SUSPICIOUS_LOSSES = 2
+CONVICTING_LOSSES = 2
 
 
 class Quarantine:
@@ -21,6 +22,7 @@ class Quarantine:
     def __init__(self) -> None:
         self._losses: dict[str, int] = {}
         self._suspects: deque[str] = deque()
+        self._lost_alone = 0
 
     @property
     def lone(self) -> str | None:
@@ -38,6 +40,9 @@ class Quarantine:
             lone = self._suspects[0]
             if lone not in present:
                 return None
+            self._lost_alone += 1
+            if self._lost_alone < CONVICTING_LOSSES:
+                return None
             self.cleared(lone)
             return lone
         self._losses = {request: self._losses.get(request, 0) + 1 for request in sorted(present)}
@@ -47,5 +52,7 @@ class Quarantine:
     def cleared(self, request_id: str) -> None:
         """The request gained a token since its last loss, or ended."""
         self._losses.pop(request_id, None)
+        if request_id == self.lone:
+            self._lost_alone = 0
         if request_id in self._suspects:
             self._suspects.remove(request_id)

@@ -30,15 +30,17 @@ def test_progress_between_losses_starts_the_count_again() -> None:
     assert quarantine.lone is None
 
 
-def test_only_a_suspect_that_dies_alone_is_the_culprit() -> None:
+def test_only_a_suspect_that_is_lost_alone_twice_is_the_culprit() -> None:
     quarantine = Quarantine()
     quarantine.lost({"a", "b", "c"})
     assert quarantine.lost({"a", "b", "c"}) is None
     assert quarantine.lone == "a"
     quarantine.cleared("a")
     assert quarantine.lone == "b"
+    assert quarantine.lost({"b"}) is None, "one loss alone may be chance"
     assert quarantine.lost({"b"}) == "b"
     assert quarantine.lone == "c"
+    assert quarantine.lost({"c"}) is None, "each suspect has its own count"
     quarantine.cleared("c")
     assert quarantine.lone is None
 

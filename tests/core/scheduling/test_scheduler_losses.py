@@ -136,7 +136,7 @@ def test_only_the_request_that_kills_stages_fails(num_stages: int, at_token: int
     for i in range(16):
         rig.submit(a_request(f"r{i}", num_prompt=5 + i, max_tokens=12))
     losses = run_with_poison(rig, "r7", at_token)
-    assert losses == 3, "with others, replayed with others, replayed alone"
+    assert losses == 4, "with others, replayed with others, replayed alone twice"
     (poisoned,) = [events for (name, _), events in rig.events.items() if name == "r7"]
     assert isinstance(poisoned[-1].error, RequestFailed)
     assert len([e for e in poisoned if e.token_id is not None]) == at_token
@@ -147,7 +147,7 @@ def test_only_the_request_that_kills_stages_fails(num_stages: int, at_token: int
 def test_a_request_that_kills_stages_alone_fails_too() -> None:
     rig = a_rig(2)
     rig.submit(a_request("r", num_sequences=3))
-    assert run_with_poison(rig, "r", 0) == 3
+    assert run_with_poison(rig, "r", 0) == 4
     assert all(isinstance(events[-1].error, RequestFailed) for events in rig.events.values())
     assert len(rig.events) == 3
 

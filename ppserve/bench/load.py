@@ -88,7 +88,7 @@ class _Run:
             if number is None:
                 return
             question = self._question(number)
-            await self._answer(question, time.perf_counter())
+            await self._answer(question, time.perf_counter(), nullcontext())
 
     async def open(self, load: OpenLoop) -> None:
         room = asyncio.Semaphore(load.max_in_flight) if load.max_in_flight else nullcontext()
@@ -101,19 +101,16 @@ class _Run:
                 intended_s = self._begun_s + at_s
                 # Also when late, for 0 s: without a pause the event loop would read no answers.
                 await asyncio.sleep(max(0.0, intended_s - time.perf_counter()))
-                calls.create_task(self._answer_within(room, question, intended_s))
+                calls.create_task(self._answer(question, intended_s, room))
 
     def _is_over(self, elapsed_s: float) -> bool:
         return self._until.duration_s is not None and elapsed_s >= self._until.duration_s
 
-    async def _answer_within(
-        self, room: AbstractAsyncContextManager[None], question: Question, intended_s: float
+    async def _answer(
+        self, question: Question, intended_s: float, room: AbstractAsyncContextManager[None]
     ) -> None:
         async with room:
-            await self._answer(question, intended_s)
-
-    async def _answer(self, question: Question, intended_s: float) -> None:
-        self._watch.sent()
-        answer = await self._ask(question, intended_s)
-        self.answers.append(answer)
-        self._watch.answered(answer)
+            self._watch.sent()
+            answer = await self._ask(question, intended_s)
+            self.answers.append(answer)
+            self._watch.answered(answer)

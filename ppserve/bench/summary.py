@@ -7,6 +7,7 @@ import statistics
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, fields
+from itertools import accumulate
 from typing import Any
 
 from ppserve.bench.caller import Answer
@@ -179,11 +180,7 @@ def tokens_by_second(answers: Sequence[Answer]) -> dict[int, float]:
 def _peak_concurrency(answers: Sequence[Answer]) -> int:
     """The most requests at the server at any moment; one that ends when another begins does not overlap it."""
     changes = sorted([(a.sent_s, 1) for a in answers] + [(a.ended_s, -1) for a in answers])
-    now = most = 0
-    for _, change in changes:
-        now += change
-        most = max(most, now)
-    return most
+    return max(accumulate(change for _, change in changes), default=0)
 
 
 def _stage_json(stage: int, times: StageTimes) -> dict[str, Any]:

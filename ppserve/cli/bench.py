@@ -102,10 +102,7 @@ def bench(more_goodput: tuple[str, ...], **flags: Any) -> None:
         require_matplotlib()
     measured = asyncio.run(_run_all(flags))
     summaries = [summarize(one, objectives) for one in measured]
-    for one in summaries if len(summaries) == 1 else ():
-        click.echo(render_table(one))
-    if len(summaries) > 1:
-        click.echo(render_sweep(summaries))
+    click.echo(render_sweep(summaries) if len(summaries) > 1 else render_table(summaries[0]))
     _write(flags, summaries, measured)
     if measured[-1].was_interrupted:
         click.echo("\nInterrupted: requests on their way were cancelled and not counted.")
@@ -144,10 +141,8 @@ async def _run_all(flags: dict[str, Any]) -> list[Measurement]:
     async with Caller(**connection(flags), **asking) as caller:
         served = await introduce(caller, flags["target"], flags["metrics"])
         workload = _workload(flags, served, rows)
-        if not flags["sweep"]:
-            return [await _run(flags, caller, served, workload, flags["concurrency"], rows)]
         measured = []
-        for place, concurrency in enumerate(flags["sweep"]):
+        for place, concurrency in enumerate(flags["sweep"] or [flags["concurrency"]]):
             # Other prompts for every point: the server's prefix cache has those of the points before.
             own = replace(workload, seed=workload.seed + place)
             measured.append(await _run(flags, caller, served, own, concurrency, rows))

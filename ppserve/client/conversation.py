@@ -135,9 +135,7 @@ class Conversation:
         held = self._held[index]
         request = pb.GenerateRequest()
         request.CopyFrom(self._request)
-        request.resume.index = index
-        del request.resume.generated_token_ids[:]
-        request.resume.generated_token_ids.extend(held.ids)
+        request.resume.CopyFrom(pb.ResumeFrom(index=index, generated_token_ids=held.ids))
         if held.has_begun:  # the first message held the prompt's text
             request.output.echo = False
         if self._has_scores:

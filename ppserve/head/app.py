@@ -139,7 +139,7 @@ class HeadProcess:
         print(f"ppserve ready {places} http={host}:{ports.http}", flush=True)
         health = asyncio.create_task(self._report_health(doors))
         try:
-            await self._first(self._wait(self._stop), self._failed)
+            await self._first(self._stop.wait(), self._failed)
             if not self._failed.done():
                 log.info("draining: running streams have %g s", self._config.server.shutdown_timeout_s)
                 self._engine.drain()
@@ -150,7 +150,7 @@ class HeadProcess:
     async def _wait_for_pipeline(self) -> int | None:
         """None when it has formed; an exit code if it will not, or if a signal came first."""
         with StartProgress(self._members):
-            await self._first(self._wait(self._stop), self._formed, self._failed)
+            await self._first(self._stop.wait(), self._formed, self._failed)
         if self._failed.done():
             return self._complain(self._failed.result())
         return None if self._formed.done() else 0
@@ -159,7 +159,7 @@ class HeadProcess:
         """Until all streams have finished, --shutdown-timeout has passed, or a second signal came."""
         timeout_s = 0.0 if self._failed.done() else self._config.server.shutdown_timeout_s
         closing = asyncio.ensure_future(doors.close(timeout_s))
-        await self._first(closing, self._wait(self._stop_now))
+        await self._first(closing, self._stop_now.wait())
         if not closing.done():
             closing.cancel()
             with contextlib.suppress(asyncio.CancelledError):
@@ -227,10 +227,6 @@ class HeadProcess:
         loop = asyncio.get_running_loop()
         loop.add_signal_handler(signal.SIGHUP, desk.reload_keys)
         loop.add_signal_handler(signal.SIGUSR1, self._observer.trace.toggle)
-
-    @staticmethod
-    async def _wait(event: asyncio.Event) -> None:
-        await event.wait()
 
     @staticmethod
     async def _first(*waits: object) -> None:

@@ -155,15 +155,11 @@ class TimeAccount:
 
     def demand_began(self, now_ns: int) -> None:
         """The server has work. Idempotent."""
-        if not self._demand:
-            self._demand = True
-            self._change(now_ns)
+        self._change(now_ns, True, self._live)
 
     def demand_ended(self, now_ns: int) -> None:
         """The server has no unfinished request and no step in flight. Idempotent."""
-        if self._demand:
-            self._demand = False
-            self._change(now_ns)
+        self._change(now_ns, False, self._live)
 
     def dispatched(self, step: Step) -> None:
         """The head sent a step."""
@@ -195,14 +191,11 @@ class TimeAccount:
                     self._settle_step(stage, item, stamps)
         self._unsettled.clear()
         self._last_returned = None
-        self._live = False
-        self._change(now_ns)
+        self._change(now_ns, self._demand, False)
 
     def formed(self, now_ns: int) -> None:
         """All stages are ready again. Idempotent."""
-        if not self._live:
-            self._live = True
-            self._change(now_ns)
+        self._change(now_ns, self._demand, True)
 
     # ---- figures ------------------------------------------------------------------------------------
 
@@ -255,7 +248,10 @@ class TimeAccount:
 
     # ---- settling -----------------------------------------------------------------------------------
 
-    def _change(self, at: int) -> None:
+    def _change(self, at: int, demand: bool, live: bool) -> None:
+        if (demand, live) == (self._demand, self._live):
+            return
+        self._demand, self._live = demand, live
         change = _Change(at, self._demand, self._live, self._last_returned)
         for timeline in self._timelines:
             timeline.queue.append(change)

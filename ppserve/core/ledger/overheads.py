@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Collection
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from statistics import fmean
 
 from ppserve.core.ledger.steps import Step, Steps
@@ -39,33 +39,30 @@ class Overheads:
         self._last_stage = steps.num_stages - 1
         self._last_sent_ns: int | None = None
         self._free_ns = [0] * steps.num_stages
-        self._head, self._control, self._prepare, self._sending, self._transfer, self._return = (
-            deque[int](maxlen=_REMEMBERED) for _ in range(6)
-        )
+        self._ns = {field.name: deque[int](maxlen=_REMEMBERED) for field in fields(OverheadTimes)}
 
     def dispatched(self, step: Step) -> None:
-        self._head.append(step.sent_ns - max(step.woken_ns, self._last_sent_ns or step.woken_ns))
+        self._ns["head_s"].append(step.sent_ns - max(step.woken_ns, self._last_sent_ns or step.woken_ns))
         self._last_sent_ns = step.sent_ns
 
     def reported(self, step: Step, stage: int) -> None:
         stamps = step.stamps(stage)
         assert stamps is not None
-        self._prepare.append(max(0, stamps.awaited - max(stamps.planned, self._free_ns[stage])))
+        self._ns["prepare_s"].append(max(0, stamps.awaited - max(stamps.planned, self._free_ns[stage])))
         self._free_ns[stage] = stamps.sent
         if stage == 0:
-            self._control.append(stamps.planned - step.sent_ns)
+            self._ns["control_s"].append(stamps.planned - step.sent_ns)
         if stage == self._last_stage and step.returned_ns is not None:
-            self._return.append(step.returned_ns - stamps.ended)
+            self._ns["return_s"].append(step.returned_ns - stamps.ended)
         for transfer in step.transfers(stage):
-            self._sending.append(transfer.sending_ns)
+            self._ns["sending_s"].append(transfer.sending_ns)
             if transfer.latency_ns is not None:
-                self._transfer.append(transfer.latency_ns)
+                self._ns["transfer_s"].append(transfer.latency_ns)
 
     @property
     def times(self) -> OverheadTimes:
         """Zero where nothing has been measured."""
-        measured = (self._head, self._control, self._prepare, self._sending, self._transfer, self._return)
-        return OverheadTimes(*(_trimmed_mean_s(times_ns) for times_ns in measured))
+        return OverheadTimes(**{name: _trimmed_mean_s(times_ns) for name, times_ns in self._ns.items()})
 
 
 def _trimmed_mean_s(times_ns: Collection[int]) -> float:

@@ -253,8 +253,3 @@ class RawFile:
                     done += count
         except OSError as error:
             raise CheckpointError(self.path, f"cannot be read ({reason(error)})") from error
-
-
-def contiguous(shape: tuple[int, ...]) -> tuple[int, ...]:
-    """The strides, in elements, of a tensor stored row after row."""
-    return tuple(math.prod(shape[i + 1 :]) for i in range(len(shape)))

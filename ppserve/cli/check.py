@@ -15,7 +15,7 @@ from ppserve.errors import ConfigError
 from ppserve.head.api.auth import ApiKeys
 from ppserve.head.api.http.chat import ChatTemplate
 from ppserve.head.api.tls import read_certificates
-from ppserve.head.engine.layout import check_microbatches, max_context
+from ppserve.head.engine.layout import check_microbatches
 from ppserve.model.checkpoint.hub import is_hub_id
 from ppserve.model.checkpoint.opening import read_architecture
 
@@ -30,7 +30,7 @@ def check(config: ServeConfig, num_stages: int) -> None:
     arch = _architecture(config.model.path)
     if arch is None:
         return
-    max_context(config, arch)
+    arch.context(config.model.max_model_len)
     if config.pipeline.layers is None:
         split_by_weight(arch, num_stages)
     else:

@@ -16,7 +16,6 @@ from ppserve.config import DTYPES, KV_DTYPES, QUANTIZATIONS
 from ppserve.model.checkpoint.opening import read_architecture
 from ppserve.planning.forecast import Forecast, Intent, forecast, render
 from ppserve.planning.scenarios import (
-    Device,
     SimulatedLoad,
     fixed_load,
     read_costs,
@@ -24,7 +23,7 @@ from ppserve.planning.scenarios import (
     simulate,
     summary,
 )
-from ppserve.planning.simulator import Outcome, SimulatedRequest, Wires
+from ppserve.planning.simulator import Device, Outcome, SimulatedRequest, Wires
 
 _COUNT = click.IntRange(min=1)
 _POSITIVE = click.FloatRange(min=0, min_open=True)

@@ -8,6 +8,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from ppserve.errors import ConfigError
+
 # No model is taken for real beyond this, whatever a file says.
 MAX_LAYERS = 4096
 
@@ -81,6 +83,12 @@ class Architecture:
     def num_params(self) -> int:
         """Of the whole model: a tied embedding counts once, however many stages hold a copy."""
         return self.num_layers * self.layer_params + self.embedding_params + self.head_params - self.shared_params
+
+    def context(self, asked: int | None) -> int:
+        """The most tokens of prompt and answer together. Raises ConfigError for more than the model has."""
+        if asked is not None and asked > self.max_positions:
+            raise ConfigError("--max-model-len", f"{asked} is beyond the model's {self.max_positions} positions")
+        return asked or self.max_positions
 
     def kv_bytes_per_token(self, num_layers: int, element_bytes: int) -> int:
         """Bytes of keys and values that one token occupies in `num_layers` layers."""
@@ -178,9 +186,5 @@ def sublayer_params(arch: Architecture, layout: StageLayout) -> int:
 
 def stage_params(arch: Architecture, layout: StageLayout) -> int:
     """Parameters that a stage holds, its own copy of a tied embedding included."""
-    count = sublayer_params(arch, layout)
-    if layout.is_first:
-        count += arch.embedding_params
-    if layout.is_last:
-        count += arch.head_params
-    return count
+    ends = layout.is_first * arch.embedding_params + layout.is_last * arch.head_params
+    return sublayer_params(arch, layout) + ends

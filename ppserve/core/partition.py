@@ -38,12 +38,8 @@ class Parts:
         return self.attention + self.mlp
 
     def stage_cost(self, layout: StageLayout) -> float:
-        cost = len(layout.attentions) * self.attention + len(layout.mlps) * self.mlp
-        if layout.is_first:
-            cost += self.embedding
-        if layout.is_last:
-            cost += self.head
-        return cost
+        ends = layout.is_first * self.embedding + layout.is_last * self.head
+        return len(layout.attentions) * self.attention + len(layout.mlps) * self.mlp + ends
 
     def costs(self, split: Split) -> tuple[float, ...]:
         return tuple(map(self.stage_cost, stage_layouts(split)))

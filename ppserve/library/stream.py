@@ -5,7 +5,7 @@ from __future__ import annotations
 import queue
 from collections import deque
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import astuple, dataclass
 from typing import Self
 
 from ppserve.answers import Chunk, Completion, Finish, Timings, Token, Usage, completion_of
@@ -21,22 +21,16 @@ _REASON_WITHIN_S = 5.0
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Entry:
-    """One request of a stream. name: as its reader knows it."""
+    """One request of a stream. name: as its reader knows it. Implements `Sink`: the engine leaves in `news`
+    what is new of the request."""
 
     name: str
     request: Request
     pending: Pending
-
-
-class _Mailbox:
-    """Where the engine's thread leaves what is new of one request. Implements `Sink`."""
-
-    def __init__(self, entry: _Entry, news: queue.SimpleQueue[tuple[_Entry, Sequence[TokenOutput]]]) -> None:
-        self._entry = entry
-        self._news = news
+    news: queue.SimpleQueue[tuple[_Entry, Sequence[TokenOutput]]]
 
     def push(self, outputs: Sequence[TokenOutput]) -> None:
-        self._news.put((self._entry, outputs))
+        self.news.put((self, outputs))
 
 
 class Stream:
@@ -56,9 +50,9 @@ class Stream:
 
     def submit(self, request: Request, name: str, echo: str) -> None:
         """One more request. echo: its prompt, where it is to be sent back. Raises RequestError."""
-        entry = _Entry(name, request, Pending(request, echo))
+        entry = _Entry(name, request, Pending(request, echo), self._news)
         self._entries.append(entry)  # before it is queued, so that `close` ends it whatever happens meanwhile
-        self._engine.submit(request, _Mailbox(entry, self._news), self._tokenizer).result()
+        self._engine.submit(request, entry, self._tokenizer).result()
 
     def completions(self) -> list[Completion]:
         """Reads to the end: one for each request, in their order."""
@@ -124,7 +118,7 @@ class Stream:
         output = entry.request.output
         lists_tokens = output.token_ids or output.logprobs is not None
         prompt = zip(entry.request.prompt_ids, delta.prompt_scores, strict=False)
-        last = delta.last
+        last, times, num_prompt = delta.last, delta.last.timings, len(entry.request.prompt_ids)
         return Chunk(
             request_id=entry.name,
             index=delta.index,
@@ -135,8 +129,8 @@ class Stream:
             prompt_tokens=tuple(self._token(*token) for token in prompt),
             seed=entry.request.sampling.seed if delta.is_first or last.finish is not None else None,
             finish=None if last.finish is None else Finish(last.finish.value, last.matched),
-            usage=None if last.finish is None else _usage(entry.request, delta),
-            timings=_timings(last) if output.timings else None,
+            usage=None if last.finish is None else Usage(num_prompt, delta.num_generated, last.cached_tokens),
+            timings=None if times is None or not output.timings else Timings(*astuple(times)),
         )
 
     def _token(self, token_id: int, score: Score) -> Token:
@@ -147,14 +141,3 @@ class Stream:
 
     def _bytes(self, token_id: int) -> bytes:
         return b"" if self._tokenizer is None else self._tokenizer.token_bytes(token_id)
-
-
-def _usage(request: Request, delta: Delta) -> Usage:
-    return Usage(len(request.prompt_ids), delta.num_generated, delta.last.cached_tokens)
-
-
-def _timings(last: TokenOutput) -> Timings | None:
-    times = last.timings
-    if times is None:
-        return None
-    return Timings(times.queue_s, times.prefill_s, times.ttft_s, times.decode_s, times.stage_busy_s)

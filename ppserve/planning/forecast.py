@@ -14,7 +14,6 @@ from ppserve.core.partition import (
     prefill_parts,
     split_by_cost,
 )
-from ppserve.errors import ConfigError
 
 ELEMENT_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2, "int8": 1}
 _SCALE_BYTES = 4
@@ -90,7 +89,7 @@ def forecast(arch: Architecture, intent: Intent) -> Forecast:
     mix = mixed_parts(prefill, decode, intent.expect_prompt, intent.expect_new)
     split = intent.layers or split_by_cost(decode, arch.num_layers, intent.num_stages)
     check_split(split, arch, intent.num_stages)
-    max_model_len = resolve_max_model_len(arch, intent.max_model_len)
+    max_model_len = arch.context(intent.max_model_len)
     stages = tuple(_stage(arch, layout, intent) for layout in stage_layouts(split))
     blocks_per_sequence = -(-max_model_len // intent.block_size)
     num_blocks = min(stage.max_tokens // intent.block_size for stage in stages)
@@ -106,13 +105,6 @@ def forecast(arch: Architecture, intent: Intent) -> Forecast:
         prefill_balance=balance(prefill.costs(split)),
         mixed_balance=balance(mix.costs(split)),
     )
-
-
-def resolve_max_model_len(arch: Architecture, asked: int | None) -> int:
-    """The longest context. Raises ConfigError when more is asked for than the model has positions."""
-    if asked is not None and asked > arch.max_positions:
-        raise ConfigError("--max-model-len", f"{asked} is beyond the model's {arch.max_positions} positions")
-    return asked or arch.max_positions
 
 
 def _stage(arch: Architecture, layout: StageLayout, intent: Intent) -> StageForecast:

@@ -27,6 +27,7 @@ from ppserve.core.scheduling.config import MAX_PROMPT_TOKENS_PER_STEP, Scheduler
 from ppserve.errors import ConfigError
 from ppserve.planning.forecast import ELEMENT_BYTES, Forecast
 from ppserve.planning.simulator import (
+    Device,
     Machine,
     Outcome,
     Roofline,
@@ -35,20 +36,6 @@ from ppserve.planning.simulator import (
     StageSpeed,
     Wires,
 )
-
-
-@dataclass(frozen=True, slots=True)
-class Device:
-    """The device of a stage: operations and bytes per second. launch_s: what the smallest step takes.
-
-    spread, max_chunk: as in `MeasuredCosts`.
-    """
-
-    flops: float
-    memory_bandwidth: float
-    launch_s: float
-    spread: float = 0.0
-    max_chunk: int | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -111,11 +98,12 @@ def simulate(
     if plan.max_sequences < 1:
         raise ConfigError("--kv-cache-memory", f"not one sequence of {plan.max_model_len} tokens fits")
     blocks_per_sequence = -(-plan.max_model_len // 16)
+    spread, max_chunk = (speed.spread, speed.max_chunk) if isinstance(speed, MeasuredCosts) else (0.0, None)
     machine = Machine(
         stages=tuple(_stage_speed(plan, i, speed) for i in range(len(plan.stages))),
         wires=replace(wires, bytes_per_row=plan.arch.width * ELEMENT_BYTES[plan.dtype]),
         num_blocks=min(plan.max_sequences, num_seqs) * blocks_per_sequence,
-        delayed=_scattered(speed.spread),
+        delayed=_scattered(spread),
     )
     config = SchedulerConfig(
         num_stages=len(plan.stages),
@@ -123,7 +111,7 @@ def simulate(
         max_queue=len(load.requests) + 1,
         max_queue_tokens=len(load.requests) * plan.max_model_len + 1,
         max_model_len=plan.max_model_len,
-        max_auto_chunk=speed.max_chunk or MAX_PROMPT_TOKENS_PER_STEP,
+        max_auto_chunk=max_chunk or MAX_PROMPT_TOKENS_PER_STEP,
         prefix_cache=False,
     )
     return Simulator(machine, config, machine).run(load.requests, load.concurrency)
@@ -143,14 +131,12 @@ def _stage_speed(plan: Forecast, stage: int, speed: Device | MeasuredCosts) -> S
     params = sublayer_params(arch, layout)
     head = arch.head_params if layout.is_last else 0
     return Roofline(
+        device=speed,
         weight_bytes=params * element,
         flops_per_row=2 * params,
         kv_bytes_per_token=plan.stages[stage].kv_bytes_per_token,
         head_bytes=head * element,
         head_flops=2 * head,
-        flops=speed.flops,
-        memory_bandwidth=speed.memory_bandwidth,
-        launch_s=speed.launch_s,
     )
 
 

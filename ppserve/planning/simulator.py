@@ -34,29 +34,34 @@ class StageSpeed(Protocol):
 
 
 @dataclass(frozen=True, slots=True)
+class Device:
+    """Of a stage: operations and bytes per second. launch_s: what the smallest step takes."""
+
+    flops: float
+    memory_bandwidth: float
+    launch_s: float
+
+
+@dataclass(frozen=True, slots=True)
 class Roofline:
     """A stage by its sizes and its device: a step takes as long as reading the weights or, if longer, computing.
 
-    head_bytes: of the LM head's matrix, 0 but on the last stage; read only in steps that sample. launch_s: what
-    the smallest step takes.
+    head_bytes: of the LM head's matrix, 0 but on the last stage; read only in steps that sample.
     """
 
+    device: Device
     weight_bytes: float
     flops_per_row: float
     kv_bytes_per_token: float
     head_bytes: float
     head_flops: float
-    flops: float
-    memory_bandwidth: float
-    launch_s: float
 
     def seconds(self, size: StepSize) -> float:
-        layers_s = max(self.weight_bytes / self.memory_bandwidth, size.rows * self.flops_per_row / self.flops)
-        keys_s = size.context * self.kv_bytes_per_token / self.memory_bandwidth
-        head_s = 0.0
-        if size.sampled:
-            head_s = max(self.head_bytes / self.memory_bandwidth, size.sampled * self.head_flops / self.flops)
-        return self.launch_s + layers_s + keys_s + head_s
+        on = self.device
+        layers_s = max(self.weight_bytes / on.memory_bandwidth, size.rows * self.flops_per_row / on.flops)
+        keys_s = size.context * self.kv_bytes_per_token / on.memory_bandwidth
+        head_s = max(self.head_bytes / on.memory_bandwidth, size.sampled * self.head_flops / on.flops)
+        return on.launch_s + layers_s + keys_s + (head_s if size.sampled else 0.0)
 
 
 @dataclass(frozen=True, slots=True)

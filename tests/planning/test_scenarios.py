@@ -9,7 +9,6 @@ from ppserve.core.ledger.overheads import OverheadTimes
 from ppserve.errors import ConfigError
 from ppserve.planning.forecast import Intent, forecast
 from ppserve.planning.scenarios import (
-    Device,
     MeasuredCosts,
     fixed_load,
     read_costs,
@@ -17,7 +16,7 @@ from ppserve.planning.scenarios import (
     simulate,
     summary,
 )
-from ppserve.planning.simulator import Wires
+from ppserve.planning.simulator import Device, Wires
 
 SMALL = Architecture(12, 768, 12, 1024, 50257, 50257, 3072)
 CORE = Device(flops=50e9, memory_bandwidth=10e9, launch_s=1e-4)

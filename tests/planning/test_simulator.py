@@ -6,7 +6,7 @@ import pytest
 
 from ppserve.core.cost_model import Coefficients, StepSize
 from ppserve.core.scheduling.config import SchedulerConfig
-from ppserve.planning.simulator import Machine, Outcome, Roofline, SimulatedRequest, Simulator, Wires
+from ppserve.planning.simulator import Device, Machine, Outcome, Roofline, SimulatedRequest, Simulator, Wires
 
 FREE = Wires(latency_s=0, bandwidth=1e30, control_s=0, return_s=0, head_s=0, prepare_s=0)
 S = 0.01
@@ -110,10 +110,10 @@ def test_long_prompts_are_cut_into_chunks_that_fill_the_pipeline():
 
 
 def test_a_roofline_reads_weights_or_computes_for_longer():
+    device = Device(flops=1e12, memory_bandwidth=1e11, launch_s=1e-4)
     stage = Roofline(
-        weight_bytes=1e9, flops_per_row=1e9, kv_bytes_per_token=1e4, head_bytes=5e8, head_flops=5e8,
-        flops=1e12, memory_bandwidth=1e11, launch_s=1e-4,
-    )  # fmt: skip
+        device, weight_bytes=1e9, flops_per_row=1e9, kv_bytes_per_token=1e4, head_bytes=5e8, head_flops=5e8
+    )
     assert stage.seconds(StepSize(1, 0, 0)) == pytest.approx(1e-4 + 0.01)
     assert stage.seconds(StepSize(100, 0, 0)) == pytest.approx(1e-4 + 0.1)
     assert stage.seconds(StepSize(1, 1000, 1)) == pytest.approx(1e-4 + 0.01 + 1e-4 + 0.005)

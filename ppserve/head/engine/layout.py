@@ -125,7 +125,7 @@ def scheduler_config(config: ServeConfig, arch: Architecture, hellos: tuple[wire
         microbatches=config.pipeline.microbatches,
         max_num_seqs=config.scheduling.max_num_seqs,
         max_queue=config.scheduling.max_queue,
-        max_model_len=max_context(config, arch),
+        max_model_len=arch.context(config.model.max_model_len),
         block_size=config.cache.block_size,
         prefill_chunk=config.scheduling.prefill_chunk,
         max_auto_chunk=CPU_CHUNK if any(hello.gpu is None for hello in hellos) else MAX_PROMPT_TOKENS_PER_STEP,
@@ -138,14 +138,6 @@ def check_microbatches(config: ServeConfig, num_stages: int) -> None:
     asked = config.pipeline.microbatches
     if asked is not None and asked > num_stages + 1:
         raise ConfigError("--microbatches", f"{asked} is more than {num_stages} stages + 1 can use")
-
-
-def max_context(config: ServeConfig, arch: Architecture) -> int:
-    """The most tokens of prompt and answer together. Raises ConfigError if --max-model-len exceeds the model's."""
-    asked = config.model.max_model_len
-    if asked is not None and asked > arch.max_positions:
-        raise ConfigError("--max-model-len", f"{asked} is beyond the model's {arch.max_positions} positions")
-    return asked or arch.max_positions
 
 
 def _transport(asked: str, hellos: tuple[wire.Hello, ...], one_host: bool) -> str:

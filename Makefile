@@ -3,9 +3,11 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 STAGES ?= 2
+PEERS ?=
+PEER_SCRIPT ?= ../shared/peers/peer.py
 ARGS ?=
 
-.PHONY: setup serve test test-fast check demo clients stubs clean
+.PHONY: setup serve test test-fast check demo clients race stubs clean
 
 setup: $(VENV)/.ready
 
@@ -38,6 +40,10 @@ demo: setup
 # Other people's clients, in environments of their own outside the tree; ARGS=--help says more.
 clients: setup
 	$(BIN)/python -m benchmarks.clients.run $(ARGS)
+
+# Ours beside the programs built in PEERS by the script's own instructions; without PEERS ours alone.
+race: setup
+	PYTHONPATH=. $(BIN)/python benchmarks/race.py $(if $(PEERS),--peers $(PEERS) --peer-script $(PEER_SCRIPT)) $(ARGS)
 
 stubs: setup
 	$(BIN)/python tools/generate_stubs.py

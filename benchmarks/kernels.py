@@ -1,10 +1,12 @@
 """The matrix products of GPT-2 124M's layers, ours beside oneDNN's, per precision, kernel and number of rows.
 
-    OMP_NUM_THREADS=1 python benchmarks/kernels.py [--rows 1,8,16] [--precision int8] [--rounds 15] [--json FILE]
+    OMP_NUM_THREADS=1 python benchmarks/kernels.py [--rows 1,8,16] [--precision int8] [--best] [--rounds 15]
 
 Contenders take turns and the table has the least time of all rounds, in milliseconds for the 48 products of 12
-layers, with what that is in GFLOP/s and in GB/s of weights. Above it stand the machine's own limits: reading
-memory, and torch's best large product. One thread, on its own CPU time, so that a busy machine disturbs it less.
+layers, with what that is in GFLOP/s and in GB/s of weights, and the time that each of the machine's limits allows:
+reading the weights once at the speed of memory, and the arithmetic at the speed of torch's best large product (of
+int8 twice bfloat16's, of float32 at least half of it). The last column is the greater limit's share of the time.
+One thread, on its own CPU time, so that a busy machine disturbs it less.
 """
 
 from __future__ import annotations
@@ -119,6 +121,14 @@ def limits(rounds: int) -> dict[str, float]:
     return {name: (memory.nbytes if "GB" in name else 2 * 2048**3) / best[name] / 1e9 for name in best}
 
 
+def limits_of(machine: dict[str, float], precision: str, num_rows: int) -> tuple[float, float]:
+    """Seconds to read the weights once, and to do the arithmetic."""
+    bfloat16, float32 = machine["torch bfloat16 GFLOP/s"], machine["torch float32 GFLOP/s"]
+    gflops = {"int8": 2 * bfloat16, "bfloat16": bfloat16, "float32": max(float32, bfloat16 / 2)}[precision]
+    gbytes = WEIGHTS * WEIGHT_BYTES[precision] / 1e9
+    return gbytes / machine["read GB/s"], 2 * WEIGHTS * num_rows / 1e9 / gflops
+
+
 def name_of(kind: MicroKernel) -> str:
     return f"{kind.operation} {kind.rows[-1]}x{kind.panels}, {kind.lanes} lanes"
 
@@ -126,27 +136,34 @@ def name_of(kind: MicroKernel) -> str:
 @click.command()
 @click.option("--rows", default="1,2,4,8,16,32,64,128,512", help="numbers of rows, with commas")
 @click.option("--precision", multiple=True, default=list(WEIGHT_BYTES))
+@click.option("--best", is_flag=True, help="only the kernels that serving would use, without the others")
 @click.option("--rounds", default=15)
 @click.option("--json", "json_file", type=click.Path(path_type=Path))
-def main(rows: str, precision: tuple[str, ...], rounds: int, json_file: Path | None) -> None:
+def main(rows: str, precision: tuple[str, ...], best: bool, rounds: int, json_file: Path | None) -> None:
     torch.set_num_threads(1)
     machine = limits(rounds)
     print(", ".join(f"{name} {value:.0f}" for name, value in machine.items()))
+    print(f"{'':45} ms  GFLOP/s   GB/s   by bytes  by arithmetic  reached")
     records = []
     for name in precision:
-        kinds = {name_of(kind): kind for kind in micro_kernels(name, choose({}, features()), features())}
+        able = micro_kernels(name, choose({}, features()), features())
+        kinds = {name_of(kind): kind for kind in (able[:1] if best else able)}
         layers = {label: packed_layers(kind, name) for label, kind in kinds.items()}
         for num_rows in (int(count) for count in rows.split(",")):
             contenders = {label: ours(kind, name, num_rows, layers[label]) for label, kind in kinds.items()}
-            if name != "int8":
+            if name != "int8" and not best:
                 contenders["oneDNN"] = onednn(getattr(torch, name), num_rows)
             for label, seconds in best_of(contenders, rounds).items():
                 gflops, gbytes = (
                     2 * WEIGHTS * num_rows / seconds / 1e9,
                     WEIGHTS * WEIGHT_BYTES[name] / seconds / 1e9,
                 )
+                by_bytes, by_arithmetic = limits_of(machine, name, num_rows)
+                reached = max(by_bytes, by_arithmetic) / seconds
                 print(
-                    f"{name:9} {num_rows:4} rows  {label:28} {1e3 * seconds:7.2f} ms {gflops:7.0f} {gbytes:6.1f}"
+                    f"{name:9} {num_rows:5}  {label:28} {1e3 * seconds:7.2f} {gflops:8.0f} {gbytes:6.1f}"
+                    f" {1e3 * by_bytes:10.2f} {1e3 * by_arithmetic:14.2f} {reached:8.0%}",
+                    flush=True,
                 )
                 records.append(
                     {"precision": name, "rows": num_rows, "kernel": label, "milliseconds": 1e3 * seconds}

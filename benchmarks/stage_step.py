@@ -1,6 +1,6 @@
 """Times one stage's step by hand: a 124M-shaped GPT-2 with random weights, all layers in one stage.
 
-    OMP_NUM_THREADS=1 python benchmarks/stage_step.py [--dtype bfloat16] [--threads 1,2]
+    OMP_NUM_THREADS=1 python benchmarks/stage_step.py [--dtype bfloat16] [--quantization int8] [--threads 1,2]
 
 For several numbers of decode rows and prefill tokens it prints milliseconds per step, split into sublayers,
 head and sampling, and the rest, tokens per second, and how often as fast as with the first number of threads that
@@ -72,8 +72,10 @@ class Watch:
 class Bench:
     """A whole model in one stage with a number of threads."""
 
-    def __init__(self, dtype: str, threads: int, num_blocks: int, clock: Callable[[], float]) -> None:
-        backend = CpuBackend(dtype, threads)
+    def __init__(
+        self, dtype: str, quantization: str, threads: int, num_blocks: int, clock: Callable[[], float]
+    ) -> None:
+        backend = CpuBackend(dtype, threads, quantization)
         self.threads = threads
         self.layout = StageLayout(0, 1, 0, 2 * GPT2.num_layers)
         self.stage = GPT2Stage.load(RandomWeights(GPT2), self.layout, backend)
@@ -128,15 +130,16 @@ def measure(benches: list[Bench], plan: StepPlan, seconds: float) -> list[dict[s
 
 @click.command()
 @click.option("--dtype", default="float32", type=click.Choice(["float32", "bfloat16"]))
+@click.option("--quantization", default="none", type=click.Choice(["none", "int8"]))
 @click.option("--threads", default="1", help="Numbers of threads, with commas; they take turns.")
 @click.option("--context", default=160, help="Positions before each decoded row.")
 @click.option("--seconds", default=2.0, help="Time for each line.")
-def main(dtype: str, threads: str, context: int, seconds: float) -> None:
+def main(dtype: str, quantization: str, threads: str, context: int, seconds: float) -> None:
     counts = [int(count) for count in threads.split(",")]
     torch.set_num_threads(1)
     num_blocks = 64 * (-(-(context + 1) // BLOCK_SIZE)) + 64
     clock = time.thread_time if counts == [1] else time.perf_counter
-    benches = [Bench(dtype, count, num_blocks, clock) for count in counts]
+    benches = [Bench(dtype, quantization, count, num_blocks, clock) for count in counts]
     columns = ("step", "attention", "MLP", "rest", "inputs", "read out")
     print(f"{dtype}; milliseconds".ljust(30), "threads", *(c.rjust(10) for c in columns), "  tokens/s   × first")
     greedy, nucleus = SamplingParams(temperature=0), SamplingParams(temperature=0.8, top_p=0.95, seed=1)

@@ -1,11 +1,16 @@
-"""smg in front of `vllm.grpc.engine`, with openai-python in front of that: the same texts as over our own HTTP."""
+"""smg in front of `vllm.grpc.engine`, with openai-python in front of that: the same texts as over our own HTTP.
+
+smg gets the tokenizer and the chat template from the server (GetTokenizer).
+"""
 
 from __future__ import annotations
 
+import re
 import socket
 import subprocess
 import tempfile
 import time
+import urllib.request
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -24,11 +29,22 @@ ASKED: tuple[dict[str, Any], ...] = (
     {"max_tokens": 60, "seed": 8, "stop": [".", "\n"], "presence_penalty": 0.5, "frequency_penalty": 0.3},
     {"max_tokens": 20, "seed": 9, "n": 3},
 )
+TEMPLATE = "{% for part in messages %}{{ part.role }}: {{ part.content }}\n{% endfor %}assistant:"
+MESSAGES: Any = [{"role": "user", "content": "Tell me of the old mill."}]
+FREED_WITHIN_S = 10.0
 
 
 def show(programs: Path) -> str:
-    """Raises AssertionError where a text differs."""
-    with running(["--stages", "2", "--force-cpu", "--dtype", "float32", "--vllm-grpc"]) as server:
+    """Raises AssertionError where a text differs, or a caller who left is still served."""
+    with tempfile.NamedTemporaryFile("w", suffix=".jinja") as file:
+        file.write(TEMPLATE)
+        file.flush()
+        flags = ["--stages", "2", "--force-cpu", "--dtype", "float32", "--chat-template", file.name]
+        return _compared(programs, flags)
+
+
+def _compared(programs: Path, flags: list[str]) -> str:
+    with running([*flags, "--vllm-grpc"]) as server:
         direct = _client(server.http)
         with _routed(programs, server.grpc) as address:
             routed = _client(address)
@@ -39,7 +55,39 @@ def show(programs: Path) -> str:
                     assert _whole(routed, prompt, asked) == expected, (prompt, asked)
                     assert _streamed(routed, prompt, asked) == expected, (prompt, asked)
                     count += 2
-    return f"{count} answers, whole and streamed, have the texts and ends that our own HTTP gives"
+            assert _chat(routed) == _chat(direct)
+            freed_s = _leave(routed, server.metrics)
+    return (
+        f"{count} answers, whole and streamed, and a chat have the texts and ends that our own HTTP gives;"
+        f" a caller who leaves is gone here {freed_s:.2f} s later"
+    )
+
+
+def _chat(client: openai.OpenAI) -> tuple[str | None, str]:
+    choice = client.chat.completions.create(model="tiny", messages=MESSAGES, max_tokens=20, seed=4).choices[0]
+    return choice.message.content, choice.finish_reason
+
+
+def _leave(client: openai.OpenAI, metrics: str) -> float:
+    """Seconds from leaving a stream until nothing runs any more."""
+    stream = client.completions.create(
+        model="tiny", prompt="Once", max_tokens=900, stream=True, extra_body={"ignore_eos": True}
+    )
+    next(iter(stream))
+    assert _num_running(metrics) == 1
+    stream.close()
+    begun_s = time.monotonic()
+    while _num_running(metrics):
+        assert time.monotonic() - begun_s < FREED_WITHIN_S, "what nobody reads is still computed"
+        time.sleep(0.02)
+    return time.monotonic() - begun_s
+
+
+def _num_running(metrics: str) -> float:
+    page = urllib.request.urlopen(f"http://{metrics}/metrics", timeout=10).read().decode()
+    found = re.search(r"^ppserve_requests_running (\S+)$", page, re.MULTILINE)
+    assert found is not None
+    return float(found[1])
 
 
 def _client(address: str) -> openai.OpenAI:

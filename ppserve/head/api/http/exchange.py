@@ -72,14 +72,14 @@ class Exchange:
 
     # ---- what comes in --------------------------------------------------------------------------------
 
-    async def read(self, decoder: msgspec.json.Decoder[B]) -> B:
+    async def read(self, decoder: msgspec.json.Decoder[B], within_s: float = BODY_WITHIN_S) -> B:
         """The body. Raises InvalidRequest, or HttpError for one that is too long or too slow."""
         announced = self.header("content-length")
         if announced.isdecimal() and int(announced) > MAX_BODY_BYTES:
             raise _too_long()
         body = bytearray()
         try:
-            async with asyncio.timeout(BODY_WITHIN_S) as limit:
+            async with asyncio.timeout(within_s) as limit:
                 more = True
                 while more:
                     message = await self._receive()
@@ -92,7 +92,7 @@ class Exchange:
         except TimeoutError:
             if not limit.expired():
                 raise
-            raise HttpError(408, "BODY_TIMEOUT", f"the body did not come within {BODY_WITHIN_S:g} s") from None
+            raise HttpError(408, "BODY_TIMEOUT", f"the body did not come within {within_s:g} s") from None
         # Decoding is faster than the tokenizing that `aside` has in mind.
         return await aside(len(body) // 16, lambda: _decoded(decoder, bytes(body)))
 

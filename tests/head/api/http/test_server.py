@@ -12,6 +12,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 
 from ppserve.config import ServerSettings
@@ -19,6 +20,7 @@ from ppserve.core.request import FinishReason
 from ppserve.errors import ConfigError
 from ppserve.head.api.desk import FrontDesk
 from ppserve.head.api.http import exchange
+from ppserve.head.api.http.failures import HttpError, status_of
 from ppserve.head.api.http.server import HttpServer
 from ppserve.head.engine.output import TokenOutput
 from ppserve.head.listener import Bounds, Listener
@@ -290,6 +292,24 @@ def test_bodies_have_a_limit() -> None:
         assert (await served.ask("/health")).status == 200
 
     run(scenario)
+
+
+def test_a_body_that_dribbles_in_is_given_up() -> None:
+    async def dribble() -> dict[str, object]:
+        await asyncio.sleep(0)
+        return {"type": "http.request", "body": b" ", "more_body": True}
+
+    async def main() -> None:
+        scope = {"headers": [], "client": None, "state": {"certificate": b""}}
+        asking = exchange.Exchange(scope, dribble, never_sent, desk_of(FakeEngine()))
+        with pytest.raises(HttpError, match="did not come within") as failure:
+            await asking.read(msgspec.json.Decoder(dict), within_s=0.05)
+        assert status_of(failure.value) == 408
+
+    async def never_sent(_message: object) -> None:
+        raise AssertionError("reading sends nothing")
+
+    asyncio.run(main())
 
 
 def test_heads_have_a_limit() -> None:

@@ -61,18 +61,11 @@ def _counts(text: str) -> tuple[int, ...]:
     return tuple(map(int, text.split(",")))
 
 
-def _layers(text: str) -> Split:
-    try:
-        return Split.parse(text)
-    except ValueError:
-        raise ValueError(f"{text!r} is not a list of layers per stage such as 9,3 or 7.5,4.5") from None
-
-
 SIZE = Parsed("size", _size)
 """Bytes as a number or with a unit: 1073741824, 1G, 512MiB."""
 TEXT = Parsed("text", _text)
 """Bytes that are not UTF-8 reach Python as lone surrogates, which no message can hold."""
 COUNTS = Parsed("n,n,...", _counts)
 """Several numbers from 1, such as 1,2,4."""
-LAYERS = Parsed("n,n,...", _layers)
+LAYERS = Parsed("n,n,...", Split.parse)
 """Layers per stage, such as 9,3 or 7.5,4.5."""

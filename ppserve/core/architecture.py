@@ -108,7 +108,10 @@ class Split:
     @classmethod
     def parse(cls, text: str) -> Split:
         """From layers per stage, `9,3` or `7.5,4.5`. Raises ValueError."""
-        return cls(tuple(count_sublayers(float(part)) for part in text.split(",")))
+        try:
+            return cls(tuple(count_sublayers(float(part)) for part in text.split(",")))
+        except ValueError:
+            raise ValueError(f"{text!r} is not a list of layers per stage such as 9,3 or 7.5,4.5") from None
 
     def __str__(self) -> str:
         return ",".join(f"{count / 2:g}" for count in self.sublayers)

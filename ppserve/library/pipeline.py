@@ -216,9 +216,8 @@ def _config_of(model: str, settings: Settings) -> cfg.ServeConfig:
     if "layers" in given:
         try:
             given["layers"] = Split.parse(given["layers"])
-        except ValueError:
-            problem = f"{given['layers']!r} is not layers per stage such as '9,3' or '7.5,4.5'"
-            raise ConfigError("layers", problem) from None
+        except ValueError as error:
+            raise ConfigError("layers", str(error)) from None
     for name, value in given.items():
         if isinstance(value, int) and not isinstance(value, bool) and value < 1:
             raise ConfigError(name, f"{value} is not positive")

@@ -233,23 +233,23 @@ def summary(outcome: Outcome) -> dict[str, Any]:
     }
 
 
+_LATENCIES = (("TTFT", "ttft_s"), ("ITL", "itl_s"), ("E2E", "e2e_s"))
+_FIGURES = (
+    *(("requests/s", "requests_per_s", 1.0), ("output tokens/s", "output_tokens_per_s", 1.0)),
+    *((f"{name} p{p} (ms)", f"{key}_p{p}", 1e3) for name, key in _LATENCIES for p in (50, 99)),
+)
+
+
 def render_outcomes(outcomes: dict[int, Outcome]) -> str:
     """One column per number of stages, then where the stages' time went."""
     numbers = {stages: summary(outcome) for stages, outcome in outcomes.items()}
     rows = [
         ("stages", *(str(stages) for stages in numbers)),
-        *_numbers(numbers, ("requests/s", "requests_per_s", 1), ("output tokens/s", "output_tokens_per_s", 1)),
-        *_numbers(numbers, ("TTFT p50 (ms)", "ttft_s_p50", 1e3), ("TTFT p99 (ms)", "ttft_s_p99", 1e3)),
-        *_numbers(numbers, ("ITL p50 (ms)", "itl_s_p50", 1e3), ("ITL p99 (ms)", "itl_s_p99", 1e3)),
-        *_numbers(numbers, ("E2E p50 (ms)", "e2e_s_p50", 1e3), ("E2E p99 (ms)", "e2e_s_p99", 1e3)),
+        *((title, *(f"{n[key] * scale:.4g}" for n in numbers.values())) for title, key, scale in _FIGURES),
     ]
     for what in ("busy", *CAUSES):
         rows.append((f"{what} %", *(_range(n["stages"], what) for n in numbers.values())))
     return "\n".join([*table(*rows, left=1), "(shares of the time with work; a range spans the stages)"])
-
-
-def _numbers(numbers: dict[int, dict[str, Any]], *wanted: tuple[str, str, float]) -> list[tuple[str, ...]]:
-    return [(title, *(f"{n[key] * scale:.4g}" for n in numbers.values())) for title, key, scale in wanted]
 
 
 def _range(stages: list[dict[str, float]], what: str) -> str:

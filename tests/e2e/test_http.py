@@ -3,6 +3,7 @@ and when a stage is killed."""
 
 from __future__ import annotations
 
+import asyncio
 import os
 import signal
 from collections.abc import Sequence
@@ -10,7 +11,7 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
-from openai import OpenAI
+from openai import AsyncOpenAI, OpenAI
 from openai.types import CompletionChoice
 
 from ppserve.v1 import generation_pb2 as pb
@@ -67,6 +68,27 @@ def ask_streamed(client: OpenAI, request: pb.GenerateRequest) -> list[Any]:
     return [comparable(parts[index]) for index in sorted(parts)]
 
 
+async def ask_asynchronously(server: Server, requests: list[pb.GenerateRequest]) -> tuple[list[Any], list[Any]]:
+    """Whole and streamed, by the asynchronous client."""
+    async with AsyncOpenAI(base_url=f"http://{server.http}/v1", api_key="none", max_retries=0) as client:
+
+        async def whole(request: pb.GenerateRequest) -> list[Any]:
+            answer = await client.completions.create(**as_http(request))
+            return [comparable([choice]) for choice in answer.choices]
+
+        async def streamed(request: pb.GenerateRequest) -> list[Any]:
+            parts: dict[int, list[CompletionChoice]] = {}
+            async for chunk in await client.completions.create(**as_http(request), stream=True):
+                for choice in chunk.choices:
+                    parts.setdefault(choice.index, []).append(choice)
+            return [comparable(parts[index]) for index in sorted(parts)]
+
+        return (
+            list(await asyncio.gather(*map(whole, requests))),
+            list(await asyncio.gather(*map(streamed, requests))),
+        )
+
+
 def comparable(parts: list[CompletionChoice]) -> Any:
     """All that the parts of one choice say."""
     ids, logprobs, tops = [], [], []
@@ -108,6 +130,30 @@ def test_http_says_what_grpc_says_whole_and_streamed(shared_server: Server) -> N
     with client_of(shared_server) as client, ThreadPoolExecutor(8) as pool:
         assert list(pool.map(lambda request: ask_whole(client, request), requests)) == spoken
         assert list(pool.map(lambda request: ask_streamed(client, request), requests)) == spoken
+    whole, streamed = asyncio.run(ask_asynchronously(shared_server, requests))
+    assert whole == streamed == spoken
+
+
+def test_a_stream_is_resumed_with_the_rest_of_it(shared_server: Server) -> None:
+    """By what docs/http.md says, with any client; the first stream is left in the middle of an answer."""
+    asked: dict[str, Any] = {"model": "tiny", "prompt": "Once upon a time", "max_tokens": 60, "logprobs": 1}
+    asked["n"] = 2
+    more = {"ignore_eos": True, "return_token_ids": True}
+    with client_of(shared_server) as client:
+        stream = client.completions.create(**asked, extra_body=more, stream=True)
+        held: list[CompletionChoice] = []
+        for chunk in stream:
+            held += [choice for choice in chunk.choices if choice.index == 1]
+            if len(held) == 20:
+                break
+        stream.close()
+        seed = (chunk.model_extra or {})["seed"]
+        ids = [token_id for part in held for token_id in (part.model_extra or {})["token_ids"]]
+        resume = {**more, "resume": {"index": 1, "token_ids": ids}}
+        rest = client.completions.create(**asked, seed=seed, extra_body=resume).choices
+        undisturbed = client.completions.create(**asked, seed=seed, extra_body=more).choices
+    assert [choice.index for choice in rest] == [1]
+    assert comparable([*held, *rest]) == comparable([undisturbed[1]])
 
 
 def test_many_prompts_in_one_body_answer_as_if_alone(shared_server: Server) -> None:

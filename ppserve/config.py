@@ -44,6 +44,15 @@ class PipelineSettings:
 
 
 @dataclass(frozen=True, slots=True)
+class DeviceSettings:
+    """Of GPUs. batch_invariant: tokens that do not depend on what else is computed, for some of the speed.
+    cuda_graphs: record the steps of decodes when serving begins."""
+
+    batch_invariant: bool = False
+    cuda_graphs: bool = True
+
+
+@dataclass(frozen=True, slots=True)
 class CacheSettings:
     """block_size: tokens per KV block. kv_cache_memory: bytes per stage, None = from free memory. kv_dtype: of
     keys and values; `auto` is the model's."""
@@ -107,6 +116,7 @@ class ServeConfig:
 
     model: ModelSettings = field(default_factory=ModelSettings)
     pipeline: PipelineSettings = field(default_factory=PipelineSettings)
+    device: DeviceSettings = field(default_factory=DeviceSettings)
     cache: CacheSettings = field(default_factory=CacheSettings)
     scheduling: SchedulingSettings = field(default_factory=SchedulingSettings)
     server: ServerSettings = field(default_factory=ServerSettings)

@@ -38,6 +38,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "ppserve.planning": {"ppserve.planning", "ppserve.core", "ppserve.errors"},
     "ppserve.model": {"ppserve.model", "ppserve.core", "ppserve.errors", "torch", "numpy"},
     "ppserve.model.cpu": {"numba", "llvmlite"},
+    "ppserve.model.cuda.triton_operators": {"triton"},
     "ppserve.model.checkpoint": {"ppserve.files", "msgspec"},
     "ppserve.model.checkpoint.hf": {"safetensors"},
     "ppserve.model.checkpoint.hub": {"huggingface_hub"},

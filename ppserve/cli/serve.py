@@ -12,7 +12,7 @@ import click
 
 from ppserve import config as cfg
 from ppserve.cli.check import check
-from ppserve.cli.types import LAYERS, SIZE, AutoOr
+from ppserve.cli.types import LAYERS, ON_OFF, SIZE, AutoOr
 from ppserve.errors import ConfigError
 from ppserve.process.environment import RankEnvironment
 from ppserve.process.keeper import run_keeper
@@ -60,6 +60,8 @@ def _load_config_file(ctx: click.Context, _param: click.Parameter, path: Path | 
 @click.option("--transport", type=click.Choice(cfg.TRANSPORTS), default="auto")
 @click.option("--threads", type=_COUNT, help="Computing threads per stage; unset = this host's cores, shared.")
 @click.option("--force-cpu", is_flag=True, help="Leave GPUs alone.")
+@click.option("--batch-invariant", is_flag=True, help="GPUs: tokens that do not depend on what else is computed.")
+@click.option("--cuda-graphs", type=ON_OFF, default="on", help="Record decoding steps when serving begins.")
 @click.option("--host", default="127.0.0.1", help="Address to listen on.")
 @click.option("--port", type=_PORT, default=50051, help="gRPC; 0 picks a free one.")
 @click.option("--http-port", type=_PORT, default=8000, help="HTTP with OpenAI's paths; 0 picks a free one.")

@@ -61,10 +61,17 @@ def _counts(text: str) -> tuple[int, ...]:
     return tuple(map(int, text.split(",")))
 
 
+def _on_or_off(text: str) -> bool:
+    if text not in ("on", "off"):
+        raise ValueError(f"{text!r} is neither on nor off")
+    return text == "on"
+
+
 SIZE = Parsed("size", _size)
 """Bytes as a number or with a unit: 1073741824, 1G, 512MiB."""
 TEXT = Parsed("text", _text)
 """Bytes that are not UTF-8 reach Python as lone surrogates, which no message can hold."""
+ON_OFF = Parsed("on|off", _on_or_off)
 COUNTS = Parsed("n,n,...", _counts)
 """Several numbers from 1, such as 1,2,4."""
 LAYERS = Parsed("n,n,...", Split.parse)

@@ -60,6 +60,8 @@ class Settings(TypedDict, total=False):
     max_num_seqs: int
     max_queue: int
     prefill_chunk: int
+    batch_invariant: bool
+    cuda_graphs: bool
 
 
 class Pipeline:

@@ -1,8 +1,8 @@
 """What the model asks of a kind of device.
 
 The model knows which tensors go through which operator in which order; a backend knows how. It owns the layout of
-weights, keys and values in memory, and the arithmetic on them. `cpu` has kernels of its own; `stock` has torch's
-operators, for GPUs and, on the CPU, as the oracle for the kernels.
+weights, keys and values in memory, and the arithmetic on them. `cpu` and `cuda` have kernels of their own; `stock`
+has torch's operators, the oracle for the kernels.
 
 T rows, D width, E = 3D, K inputs, N outputs, V vocabulary, R rows read out, S slices.
 """
@@ -43,20 +43,26 @@ class Precision:
 
 @dataclass(frozen=True, slots=True)
 class StepRows:
-    """Where the rows of a step stand: in their sequences, and in the KV blocks. On the host.
+    """A plan as arrays: where its rows stand in their sequences, and in the KV blocks. On the host.
 
-    slots_T: where a row's key and value go, as block * block_size + offset. first_row_S, num_rows_S, start_S: each
-    slice's rows and the position of its first. tables, table_begin_S: all block tables one after the other, and
-    where each slice's begins. copies: (source, destination) blocks, to copy first. highest_block: the greatest
-    block id mentioned anywhere, -1 for none.
+    token_ids_T: empty but on the first stage. slots_T: where a row's key and value go, as block * block_size +
+    offset. first_row_S, num_rows_S, start_S: each slice's rows and the position of its first. tables,
+    table_begin_S: all block tables one after the other, and where each slice's begins. read_rows: the rows that go
+    through the head: first those that are drawn from, in slice order, then those that are scored; empty but on the
+    last stage. copies: (source, destination) blocks, to copy first. highest_block: the greatest block id mentioned
+    anywhere, -1 for none.
     """
 
+    plan: StepPlan
+    token_ids_T: Ints
+    positions_T: Ints
     slots_T: Ints
     first_row_S: Ints
     num_rows_S: Ints
     start_S: Ints
     tables: Ints
     table_begin_S: Ints
+    read_rows: Ints
     copies: tuple[tuple[int, int], ...]
     highest_block: int
 
@@ -105,6 +111,30 @@ class MLPParts(Protocol):
     contract: Linear
 
 
+@dataclass(frozen=True, slots=True)
+class StepInputs:
+    """What all layers of a stage share in one step. Rows are the slices' tokens one after the other.
+
+    token_ids_T, positions_T, read_rows_R: as in `rows`, on the stage's device. attend: the attention of this step.
+    """
+
+    rows: StepRows
+    token_ids_T: torch.Tensor
+    positions_T: torch.Tensor
+    read_rows_R: torch.Tensor
+    attend: Attend
+
+    @property
+    def num_rows(self) -> int:
+        return len(self.rows.slots_T)
+
+    @classmethod
+    def in_host_memory(cls, rows: StepRows, attend: Attend) -> StepInputs:
+        """For a device that computes in host memory: nothing is copied."""
+        here = torch.from_numpy
+        return cls(rows, here(rows.token_ids_T), here(rows.positions_T), here(rows.read_rows), attend)
+
+
 class KVCache(Protocol):
     """The keys and values of one stage: preallocated blocks, addressed by id, owned by nobody else.
 
@@ -115,7 +145,7 @@ class KVCache(Protocol):
     block_size: int
     device: torch.device
 
-    def attention(self, rows: StepRows) -> Attend:
+    def inputs(self, rows: StepRows) -> StepInputs:
         """Prepares a step. Reads and writes no block, so it can run ahead of the step before."""
 
     def begin(self, rows: StepRows) -> None:
@@ -128,11 +158,56 @@ class KVCache(Protocol):
         """Ends what runs beside it; the memory goes with the last reference."""
 
 
+@dataclass(frozen=True, slots=True)
+class Busy:
+    """When a device computed: nanoseconds of the host's monotonic clock."""
+
+    begun_ns: int
+    ended_ns: int
+
+
+class Timing(Protocol):
+    """The time that one step's computation takes."""
+
+    def computed(self) -> None:
+        """All work of the step has been given to the device."""
+
+    def busy(self) -> Busy:
+        """Waits until the device has done that work, and for nothing else that it does."""
+
+
+Results = tuple[tuple[Drawn, ...], tuple[Scored, ...]]
+
+Reading = Callable[[], Results]
+"""Waits for what a step draws and scores; the device was given all work for it before."""
+
+
+class StageModel(Protocol):
+    """What computes a stage's steps: a `GPT2Stage`, or one whose work was recorded."""
+
+    @property
+    def arch(self) -> Architecture: ...
+
+    @property
+    def layout(self) -> StageLayout: ...
+
+    @property
+    def backend(self) -> Backend: ...
+
+    def forward(self, inputs: StepInputs, hidden_TD: torch.Tensor | None, cache: KVCache) -> torch.Tensor:
+        """(T, D) hidden states after this stage's sublayers. hidden_TD: those of the stage before, None on the
+        first. Writes the rows' keys and values to `cache`, for which the inputs were built."""
+
+    def read_out(self, inputs: StepInputs, hidden_TD: torch.Tensor) -> Reading:
+        """Draw and score what the plan asks for; no row, no head. Last stage only."""
+
+
 class Backend(Protocol):
-    """A device in one precision."""
+    """A device in one precision. read_rows_at_once: rows of logits that are in memory at a time."""
 
     device: torch.device
     precision: Precision
+    read_rows_at_once: int
 
     def stored(self, tensor: torch.Tensor) -> torch.Tensor:
         """An embedding, a bias or a norm's weight: rounded as hidden states are, on the device."""
@@ -160,13 +235,17 @@ class Backend(Protocol):
     ) -> KVCache:
         """serves: for a server that stays; it may have memory ready before blocks are used."""
 
-    def read_logits(
-        self, plan: StepPlan, pieces_RV: Iterator[torch.Tensor]
-    ) -> tuple[tuple[Drawn, ...], tuple[Scored, ...]]:
-        """Draws from and scores a plan's logits: float32 rows in the order of `StepInputs.read_rows`."""
+    def recorded(self, model: StageModel, cache: KVCache) -> StageModel:
+        """The model with what a server computes all the time recorded, if this device can; else the model.
 
-    def synchronize(self) -> None:
-        """Waits for the device, so that time stamps mean what they say."""
+        The cache is written to. Takes seconds.
+        """
+
+    def read_logits(self, inputs: StepInputs, pieces_RV: Iterator[torch.Tensor]) -> Reading:
+        """Draws from and scores a step's logits: float32 rows in the order of `StepRows.read_rows`."""
+
+    def timing(self) -> Timing:
+        """A step's computation begins now."""
 
     def describe(self) -> str:
         """What it computes with. Where two stages' descriptions differ, so may their bits."""

@@ -13,14 +13,9 @@ from collections.abc import Iterator
 import torch
 
 from ppserve.core.architecture import StageLayout
-from ppserve.core.plan import Drawn, Scored, StepPlan
-from ppserve.model.backend import Attend, Backend, KVCache
+from ppserve.model.backend import Attend, Backend, KVCache, Reading, StepInputs
 from ppserve.model.checkpoint import Checkpoint
-from ppserve.model.inputs import StepInputs
 from ppserve.model.weights import Progress, WeightReader
-
-_READ_ROWS_AT_ONCE = 64
-"""Rows of logits in memory at a time: 64 rows of GPT-2's vocabulary are 13 MB."""
 
 
 class Embedding:
@@ -129,18 +124,16 @@ class GPT2Stage:
         return x_TD
 
     @torch.inference_mode()
-    def read_out(
-        self, plan: StepPlan, inputs: StepInputs, hidden_TD: torch.Tensor
-    ) -> tuple[tuple[Drawn, ...], tuple[Scored, ...]]:
+    def read_out(self, inputs: StepInputs, hidden_TD: torch.Tensor) -> Reading:
         """Draw and score what the plan asks for; no row, no head. Last stage only."""
-        return self.backend.read_logits(plan, self._logits(inputs, hidden_TD))
+        return self.backend.read_logits(inputs, self._logits(inputs, hidden_TD))
 
     def _logits(self, inputs: StepInputs, hidden_TD: torch.Tensor) -> Iterator[torch.Tensor]:
         """Logits of the rows to read out, a few at a time."""
         assert self.head is not None, "only the last stage reads out"
-        for begin in range(0, len(inputs.read_rows), _READ_ROWS_AT_ONCE):
-            rows = torch.from_numpy(inputs.read_rows[begin : begin + _READ_ROWS_AT_ONCE]).to(hidden_TD.device)
-            yield self.head(hidden_TD[rows].to(self.backend.precision.compute))
+        for rows_R in torch.split(inputs.read_rows_R, self.backend.read_rows_at_once):
+            if len(rows_R):
+                yield self.head(hidden_TD.index_select(0, rows_R).to(self.backend.precision.compute))
 
 
 def _sublayer(read: WeightReader, layout: StageLayout, number: int) -> SelfAttention | MLP:

@@ -5,34 +5,13 @@ T rows (tokens of all slices, packed), S slices.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from itertools import chain
 
 import numpy as np
-import torch
 
 from ppserve.core.architecture import StageLayout
 from ppserve.core.plan import StepPlan
-from ppserve.model.backend import Attend, Ints, KVCache, StepRows
-
-
-@dataclass(frozen=True, slots=True)
-class StepInputs:
-    """Rows are the slices' tokens one after the other.
-
-    token_ids_T, positions_T: on the stage's device. read_rows: the rows that go through the head: first those that
-    are drawn from, in slice order, then those that are scored. attend: the attention of this step.
-    """
-
-    token_ids_T: torch.Tensor
-    positions_T: torch.Tensor
-    rows: StepRows
-    read_rows: Ints
-    attend: Attend
-
-    @property
-    def num_rows(self) -> int:
-        return len(self.rows.slots_T)
+from ppserve.model.backend import Ints, KVCache, StepInputs, StepRows
 
 
 def build_inputs(plan: StepPlan, layout: StageLayout, cache: KVCache) -> StepInputs:
@@ -56,23 +35,21 @@ def build_inputs(plan: StepPlan, layout: StageLayout, cache: KVCache) -> StepInp
     token_ids_T = np.fromiter(chain.from_iterable(s.token_ids for s in slices if layout.is_first), np.int64)
     mentioned = max((block for copy in plan.copies for block in copy), default=-1)
     rows = StepRows(
+        plan=plan,
+        token_ids_T=token_ids_T,
+        positions_T=positions_T,
         slots_T=blocks_T * block_size + positions_T % block_size,
         first_row_S=first_row_S,
         num_rows_S=num_rows_S,
         start_S=start_S,
         tables=tables,
         table_begin_S=table_begin_S,
+        read_rows=_read_rows(plan, first_row_S) if layout.is_last else np.empty(0, np.int64),
         copies=plan.copies,
         highest_block=max(mentioned, int(tables.max(initial=-1))),
     )
     assert rows.highest_block < cache.num_blocks, "a plan names a block that the cache does not have"
-    return StepInputs(
-        token_ids_T=torch.from_numpy(token_ids_T).to(cache.device),
-        positions_T=torch.from_numpy(positions_T).to(cache.device),
-        rows=rows,
-        read_rows=_read_rows(plan, first_row_S) if layout.is_last else np.empty(0, np.int64),
-        attend=cache.attention(rows),
-    )
+    return cache.inputs(rows)
 
 
 def _starts(sizes: Ints) -> Ints:

@@ -16,7 +16,7 @@ import torch
 
 from ppserve.core.plan import Draw, Slice, StepPlan
 from ppserve.core.request import SamplingParams
-from ppserve.model.backend import Linear
+from ppserve.model.backend import KVCache, Linear
 from ppserve.model.gpt2 import GPT2Stage
 from ppserve.model.inputs import build_inputs
 
@@ -62,8 +62,9 @@ def check_determinism(stage: GPT2Stage) -> str | None:
     generator = torch.Generator().manual_seed(0)
     if stage.head is not None:
         draws = Draw(SamplingParams(top_k=1, top_p=0.5), num_logprobs=1), Draw(SamplingParams(temperature=0))
-        plan = StepPlan(0, 0, 0, tuple(Slice(0, 0, (0,), (), draw) for draw in draws))
-        stage.backend.read_logits(plan, iter([torch.zeros(2, 2, device=stage.backend.device)]))
+        plan = StepPlan(0, 0, 0, tuple(Slice(0, 0, (0,), (0,), draw) for draw in draws))
+        inputs = build_inputs(plan, stage.layout, _cache(stage, 1))
+        stage.backend.read_logits(inputs, iter([torch.zeros(2, 2, device=stage.backend.device)]))
         if reason := _check_linear(stage, stage.head.linear, _HEAD_ROW_COUNTS, generator):
             return f"the LM head: {reason}"
     for linear in _linears(stage):
@@ -129,7 +130,7 @@ def _through_layer(
         needed = -(-length // _BLOCK_SIZE)
         tables.append(tuple(reversed(range(num_blocks, num_blocks + needed))))
         num_blocks += needed
-    cache = stage.backend.make_cache(stage.arch, stage.layout, num_blocks, _BLOCK_SIZE)
+    cache = _cache(stage, num_blocks)
     done: dict[int, list[torch.Tensor]] = {}
     for parts in steps:
         rows_TD = torch.cat([prompts_TD[number][start : start + count] for number, start, count in parts])
@@ -140,3 +141,7 @@ def _through_layer(
         for (number, _, _), part_TD in zip(parts, each_TD, strict=True):
             done.setdefault(number, []).append(part_TD)
     return {number: torch.cat(parts_TD) for number, parts_TD in done.items()}
+
+
+def _cache(stage: GPT2Stage, num_blocks: int) -> KVCache:
+    return stage.backend.make_cache(stage.arch, stage.layout, num_blocks, _BLOCK_SIZE)

@@ -1,4 +1,4 @@
-"""torch's own operators: the backend for GPUs, and on the CPU the oracle for the kernels.
+"""torch's own operators on the CPU: the oracle for the kernels.
 
 T rows, D width, E = 3D, H heads, d head size, B blocks, p positions of a block, P positions of a sequence.
 """
@@ -12,18 +12,22 @@ import torch
 from torch.nn.functional import gelu, layer_norm, linear, pad, relu, scaled_dot_product_attention, silu
 
 from ppserve.core.architecture import Architecture, StageLayout
-from ppserve.core.plan import Drawn, Scored, StepPlan
 from ppserve.model import sampling
 from ppserve.model.backend import (
-    Attend,
     AttentionParts,
+    KVCache,
     Linear,
     MLPParts,
     Operator,
     Precision,
+    Reading,
+    StageModel,
+    StepInputs,
     StepRows,
     Sublayer,
+    Timing,
 )
+from ppserve.model.timing import HostTiming
 
 ACTIVATIONS: dict[str, Operator] = {
     "gelu_new": partial(gelu, approximate="tanh"),
@@ -41,13 +45,15 @@ ACTIVATIONS: dict[str, Operator] = {
 class StockBackend:
     """Weights, arithmetic and hidden states in one dtype; keys and values in it or, if asked for, another."""
 
-    def __init__(self, device: torch.device, dtype: str, kv_dtype: str | None = None) -> None:
-        self.device = device
+    device = torch.device("cpu")
+    read_rows_at_once = 64
+
+    def __init__(self, dtype: str, kv_dtype: str | None = None) -> None:
         one: torch.dtype = getattr(torch, dtype)
         self.precision = Precision(one, getattr(torch, kv_dtype or dtype), one, one)
 
     def stored(self, tensor: torch.Tensor) -> torch.Tensor:
-        return tensor.to(self.precision.weights).to(self.device)
+        return tensor.to(self.precision.weights)
 
     def linear(self, weight_NK: torch.Tensor, bias_N: torch.Tensor | None) -> Linear:
         return PlainLinear(self.stored(weight_NK), bias_N)
@@ -74,18 +80,17 @@ class StockBackend:
         keys_LBpHd, values_LBpHd = (torch.zeros(shape, dtype=self.precision.kv, device=self.device) for _ in "kv")
         return StockCache(keys_LBpHd, values_LBpHd)
 
-    def read_logits(
-        self, plan: StepPlan, pieces_RV: Iterator[torch.Tensor]
-    ) -> tuple[tuple[Drawn, ...], tuple[Scored, ...]]:
-        return sampling.read_logits(plan, pieces_RV)
+    def recorded(self, model: StageModel, cache: KVCache) -> StageModel:
+        return model
 
-    def synchronize(self) -> None:
-        if self.device.type == "cuda":
-            torch.cuda.synchronize(self.device)
+    def read_logits(self, inputs: StepInputs, pieces_RV: Iterator[torch.Tensor]) -> Reading:
+        results = sampling.read_logits(inputs.rows.plan, pieces_RV)
+        return lambda: results
+
+    def timing(self) -> Timing:
+        return HostTiming()
 
     def describe(self) -> str:
-        if self.device.type == "cuda":
-            return f"torch for {torch.cuda.get_device_name(self.device)}"
         return f"torch for {torch.backends.cpu.get_cpu_capability()}"
 
 
@@ -117,8 +122,8 @@ class StockCache:
         self.device = keys_LBpHd.device
         self._padding = keys_multiple, least_rows
 
-    def attention(self, rows: StepRows) -> Attend:
-        return StockAttention(self, rows, *self._padding)
+    def inputs(self, rows: StepRows) -> StepInputs:
+        return StepInputs.in_host_memory(rows, StockAttention(self, rows, *self._padding))
 
     def begin(self, rows: StepRows) -> None:
         for source, destination in rows.copies:
@@ -145,9 +150,9 @@ class StockAttention:
         self._cache = cache
         self._keys_multiple = keys_multiple
         self._least_rows = least_rows
-        slots_T = torch.from_numpy(rows.slots_T).to(cache.device)
+        slots_T = torch.from_numpy(rows.slots_T)
         self._block_T, self._offset_T = slots_T // cache.block_size, slots_T % cache.block_size
-        tables = torch.from_numpy(rows.tables).to(cache.device)
+        tables = torch.from_numpy(rows.tables)
         each = zip(rows.first_row_S, rows.num_rows_S, rows.start_S, rows.table_begin_S, strict=True)
         # Of every slice: its rows, the position of the first, and the blocks of all positions so far.
         self._slices = [

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 import platform
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import torch
@@ -16,7 +16,7 @@ from ppserve.model.backend import Backend
 from ppserve.model.cpu.backend import CpuBackend, cpu_precision
 from ppserve.model.cpu.kernels import variants
 from ppserve.model.cpu.kernels.products import multiplies_bfloat16
-from ppserve.model.stock import StockBackend
+from ppserve.model.cuda.backend import CudaBackend, DeviceOptions
 from ppserve.process.environment import RankEnvironment
 
 # Of what is free, what the cache may take: weights are loaded by then, activations are small.
@@ -24,11 +24,16 @@ _CPU_SHARE = 0.25
 _CPU_LIMIT_BYTES = 2 << 30
 _GPU_SHARE = 0.85
 
+REFERENCE = "PPSERVE_GPU_REFERENCE"
+"""Set to 1: CPUs compute as GPUs do, by reference operators. For tests of all that is not a kernel; slow."""
+
 
 @dataclass(frozen=True, slots=True)
 class Compute:
     """The device and arithmetic of one stage. stages_here: stages on this host. threads: its own, on the CPU.
-    kv_dtype: of keys and values."""
+
+    kv_dtype: of keys and values. reference: the CPU takes a GPU's place, and computes by the reference operators.
+    """
 
     device: torch.device
     dtype: str
@@ -37,6 +42,8 @@ class Compute:
     threads: int = 1
     quantization: str = "none"
     kv_dtype: str = "float32"
+    options: DeviceOptions = field(default_factory=DeviceOptions)
+    reference: bool = False
 
     @property
     def name(self) -> str:
@@ -46,9 +53,9 @@ class Compute:
 
     def backend(self, dtype: str) -> Backend:
         """Raises ConfigError for a dtype that the device does not have."""
-        if self.device.type == "cpu":
+        if self.device.type == "cpu" and not self.reference:
             return CpuBackend(dtype, self.threads, self.quantization, self.kv_dtype)
-        return StockBackend(self.device, dtype, self.kv_dtype)
+        return CudaBackend(self.device, dtype, self.options)
 
     def occupy(self) -> None:
         """For the process or thread that is this stage: torch takes over its GPU and its number of threads."""
@@ -73,13 +80,18 @@ def choose(config: ServeConfig, environment: RankEnvironment, stored_dtype: str)
     dtype = _resolve_dtype(config.model.dtype, stored_dtype, device)
     threads = config.pipeline.threads or max(1, len(os.sched_getaffinity(0)) // stages_here)
     quantization, kv_dtype = config.model.quantization, config.cache.kv_dtype
-    if num_gpus and quantization != "none":
+    reference = not num_gpus and os.environ.get(REFERENCE) == "1"
+    if (num_gpus or reference) and quantization != "none":
         raise ConfigError("--quantization", f"{quantization} needs a CPU; add --force-cpu or leave it out")
-    if num_gpus and kv_dtype == "int8":
+    if (num_gpus or reference) and kv_dtype == "int8":
         raise ConfigError("--kv-dtype", "int8 needs a CPU; add --force-cpu or choose another")
     if kv_dtype == "auto":
         kv_dtype = dtype
-    return Compute(device, dtype, 0 < num_gpus < stages_here, stages_here, threads, quantization, kv_dtype)
+    asked, shares_gpu = config.device, 0 < num_gpus < stages_here
+    options = DeviceOptions(asked.batch_invariant, asked.cuda_graphs, config.scheduling.max_num_seqs, kv_dtype)
+    return Compute(
+        device, dtype, shares_gpu, stages_here, threads, quantization, kv_dtype, options, reference
+    )
 
 
 def _resolve_dtype(asked: str, stored: str, device: torch.device) -> str:

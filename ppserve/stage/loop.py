@@ -23,7 +23,7 @@ from ppserve.config import ServeConfig
 from ppserve.core.partition import Parts
 from ppserve.core.plan import StepPlan
 from ppserve.errors import CheckpointError, ConfigError, TransportError
-from ppserve.model.backend import KVCache
+from ppserve.model.backend import KVCache, StageModel
 from ppserve.model.checkpoint import Checkpoint
 from ppserve.model.checkpoint.opening import open_checkpoint
 from ppserve.model.gpt2 import GPT2Stage
@@ -79,7 +79,7 @@ class StageLoop:
         self._found = found
         self._wiring = wiring
         self._route = route
-        self._model: GPT2Stage | None = None
+        self._model: StageModel | None = None
         self._cache: KVCache | None = None
         self._epoch: Epoch | None = None
         self._arrived: deque[Stamped] = deque()
@@ -192,7 +192,7 @@ class StageLoop:
             return
         self._link.send(wire.Ready(form.epoch))
 
-    def _model_and_cache(self, num_blocks: int) -> tuple[GPT2Stage, KVCache]:
+    def _model_and_cache(self, num_blocks: int) -> tuple[StageModel, KVCache]:
         """One cache serves all epochs: each overwrites what the one before left.
 
         Where there is no memory for it, the error ends this stage, and the keeper counts that: another epoch would
@@ -203,9 +203,10 @@ class StageLoop:
         if self._cache is None:
             block_size = self._start.config.cache.block_size
             self._cache = model.backend.make_cache(model.arch, model.layout, num_blocks, block_size, serves=True)
+            model = self._model = model.backend.recorded(model, self._cache)
         return model, self._cache
 
-    def _join(self, form: wire.Form, model: GPT2Stage, cache: KVCache) -> None:
+    def _join(self, form: wire.Form, model: StageModel, cache: KVCache) -> None:
         depth, dtype = self._start.num_stages + 1, model.backend.precision.hidden
         frames = Frames(model.arch.width, dtype, form.max_rows, depth, model.backend.device)
         transport = self._wiring.open_transport(form, model.layout, frames, self._link)

@@ -10,9 +10,8 @@ from dataclasses import dataclass
 
 import torch
 
-from ppserve.core.plan import Drawn, Scored, StepPlan, StepResult, StepStamps
-from ppserve.model.backend import KVCache
-from ppserve.model.gpt2 import GPT2Stage
+from ppserve.core.plan import StepPlan, StepResult, StepStamps
+from ppserve.model.backend import KVCache, StageModel
 from ppserve.model.inputs import build_inputs
 from ppserve.stage.transport import Transport
 
@@ -31,7 +30,7 @@ class Stage:
     It lives as long as the transport: one epoch. Model and cache may outlive it.
     """
 
-    def __init__(self, model: GPT2Stage, cache: KVCache, transport: Transport) -> None:
+    def __init__(self, model: StageModel, cache: KVCache, transport: Transport) -> None:
         self.model = model
         self.layout = model.layout
         self.transport = transport
@@ -52,15 +51,17 @@ class Stage:
         awaited_ns = clock()
         received_TD = None if layout.is_first else self.transport.receive(plan)
         received_ns = clock()
-        begun_ns = clock()
+        timing = model.backend.timing()
         hidden_TD = model.forward(inputs, received_TD, self._cache)
-        drawn: tuple[Drawn, ...] = ()
-        scored: tuple[Scored, ...] = ()
-        if layout.is_last:
-            drawn, scored = model.read_out(plan, inputs, hidden_TD)
-        model.backend.synchronize()
-        ended_ns = clock()
+        reading = model.read_out(inputs, hidden_TD) if layout.is_last else None
+        timing.computed()
+        # Before the wait for the device: what goes from device to device follows the computation there.
         bytes_sent = 0 if layout.is_last else self.transport.send(plan, hidden_TD)
-        stamps = StepStamps(planned_ns, awaited_ns, received_ns, begun_ns, ended_ns, sent=clock())
+        busy = timing.busy()
+        drawn, scored = reading() if reading is not None else ((), ())
+        if not layout.is_first:
+            # On a device, hidden states arrive after `receive` has returned: when the computation begins, at last.
+            received_ns = max(received_ns, busy.begun_ns)
+        stamps = StepStamps(planned_ns, awaited_ns, received_ns, busy.begun_ns, busy.ended_ns, sent=clock())
         result = StepResult(plan.epoch, plan.step_id, layout.stage, stamps, bytes_sent, drawn, scored)
         return Computed(result, hidden_TD)

@@ -12,6 +12,7 @@ from ppserve.core.request import SamplingParams
 from ppserve.model.backend import AttentionParts, Backend, MLPParts
 from ppserve.model.checkpoint import Checkpoint
 from ppserve.model.cpu.backend import CpuBackend
+from ppserve.model.cuda.backend import CudaBackend
 from ppserve.model.gpt2 import GPT2Stage
 from ppserve.model.inputs import build_inputs
 from ppserve.model.stock import StockBackend
@@ -19,7 +20,11 @@ from ppserve.model.stock import StockBackend
 CPU = torch.device("cpu")
 GREEDY = SamplingParams(temperature=0)
 GREEDY_DRAW = Draw(GREEDY)
-BACKENDS: dict[str, Backend] = {"kernels": CpuBackend("float32"), "stock": StockBackend(CPU, "float32")}
+BACKENDS: dict[str, Backend] = {
+    "kernels": CpuBackend("float32"),
+    "stock": StockBackend("float32"),
+    "gpu reference": CudaBackend(CPU, "float32"),
+}
 
 
 class Unfused(CpuBackend):
@@ -73,7 +78,7 @@ class Pipeline:
             inputs = build_inputs(plan, layout, cache)
             hidden = stage.forward(inputs, hidden, cache)
         assert hidden is not None
-        return hidden, *self.stages[-1].read_out(plan, inputs, hidden)
+        return hidden, *self.stages[-1].read_out(inputs, hidden)()
 
     def hidden(self, ids: tuple[int, ...], chunk: int, sequence: int = 0) -> torch.Tensor:
         """Hidden states of a whole prompt, computed `chunk` tokens at a time."""

@@ -16,7 +16,7 @@ from ppserve.model.cpu.backend import CpuBackend
 from ppserve.model.cpu.kv_cache import CpuCache
 from ppserve.model.selftest import check_determinism
 from ppserve.model.stock import ACTIVATIONS, StockBackend, StockCache
-from tests.model.pipelines import BACKENDS, CPU, GREEDY, Pipeline, Unfused, prompt
+from tests.model.pipelines import BACKENDS, GREEDY, Pipeline, Unfused, prompt
 from tests.model.random_checkpoint import RandomCheckpoint, architecture
 
 pytestmark = pytest.mark.slow
@@ -96,7 +96,7 @@ class StockAttending(Unfused):
     def make_cache(  # type: ignore[override]
         self, arch: Architecture, layout: StageLayout, num_blocks: int, block_size: int, *, serves: bool = False
     ) -> StockCache:
-        stock = StockBackend(CPU, "float32").make_cache(arch, layout, num_blocks, block_size)
+        stock = StockBackend("float32").make_cache(arch, layout, num_blocks, block_size)
         return StockCache(stock.keys_LBpHd, stock.values_LBpHd, **self._padding)
 
 
@@ -269,4 +269,4 @@ def test_kernels_have_names() -> None:
     assert said.startswith("float32")
     assert said == CpuBackend("float32").describe()
     assert said != CpuBackend("bfloat16").describe()
-    assert said != StockBackend(CPU, "float32").describe()
+    assert said != StockBackend("float32").describe()

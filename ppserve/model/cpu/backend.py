@@ -13,10 +13,21 @@ import numpy as np
 import torch
 
 from ppserve.core.architecture import Architecture, StageLayout
-from ppserve.core.plan import Drawn, Scored, StepPlan
 from ppserve.errors import ConfigError
 from ppserve.model import sampling
-from ppserve.model.backend import AttentionParts, Linear, MLPParts, Operator, Precision, Sublayer
+from ppserve.model.backend import (
+    AttentionParts,
+    KVCache,
+    Linear,
+    MLPParts,
+    Operator,
+    Precision,
+    Reading,
+    StageModel,
+    StepInputs,
+    Sublayer,
+    Timing,
+)
 from ppserve.model.cpu.activations import CpuActivation
 from ppserve.model.cpu.kernels import variants
 from ppserve.model.cpu.kernels.attention_tile import attention_kernels
@@ -30,6 +41,7 @@ from ppserve.model.cpu.norm import CpuNorm
 from ppserve.model.cpu.rooms import Rooms
 from ppserve.model.cpu.sublayers import FusedSublayer
 from ppserve.model.cpu.team import Team
+from ppserve.model.timing import HostTiming
 
 
 def cpu_precision(dtype: str, quantization: str = "none", kv_dtype: str | None = None) -> Precision:
@@ -49,6 +61,7 @@ class CpuBackend:
     """num_threads: how many compute at once, the calling thread included. Raises ConfigError."""
 
     device = torch.device("cpu")
+    read_rows_at_once = 64  # of GPT-2's vocabulary 13 MB
 
     def __init__(
         self, dtype: str, num_threads: int = 1, quantization: str = "none", kv_dtype: str | None = None
@@ -103,13 +116,15 @@ class CpuBackend:
         workers = self._team, self._rooms
         return CpuCache(arch, layout, num_blocks, block_size, self._attention, workers, prefaults=serves)
 
-    def read_logits(
-        self, plan: StepPlan, pieces_RV: Iterator[torch.Tensor]
-    ) -> tuple[tuple[Drawn, ...], tuple[Scored, ...]]:
-        return sampling.read_logits(plan, pieces_RV)
+    def recorded(self, model: StageModel, cache: KVCache) -> StageModel:
+        return model
 
-    def synchronize(self) -> None:
-        """Nothing to wait for: every operator returns when it is done."""
+    def read_logits(self, inputs: StepInputs, pieces_RV: Iterator[torch.Tensor]) -> Reading:
+        results = sampling.read_logits(inputs.rows.plan, pieces_RV)
+        return lambda: results
+
+    def timing(self) -> Timing:
+        return HostTiming()
 
     def describe(self) -> str:
         """The arithmetic; kernel variants that share it give the same bits."""

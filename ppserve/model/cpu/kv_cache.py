@@ -15,7 +15,7 @@ from __future__ import annotations
 import torch
 
 from ppserve.core.architecture import Architecture, StageLayout
-from ppserve.model.backend import Attend, StepRows
+from ppserve.model.backend import Attend, StepInputs, StepRows
 from ppserve.model.cpu.attention import BlockAttention
 from ppserve.model.cpu.kernels.attention_tile import GROUP, AttentionKernel
 from ppserve.model.cpu.kernels.memory import aligned
@@ -82,6 +82,9 @@ class CpuCache:
         self.prefaulter = (
             Prefaulter(self.keys_LBHc, self.values_LBHc, least_ahead=least_ahead) if prefaults else None
         )
+
+    def inputs(self, rows: StepRows) -> StepInputs:
+        return StepInputs.in_host_memory(rows, self.attention(rows))
 
     def attention(self, rows: StepRows) -> Attend:
         return BlockAttention(rows, self._shape, self._kind, *self._workers)

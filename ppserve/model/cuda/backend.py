@@ -1,0 +1,155 @@
+"""The GPU: steps without a loop over sequences, recorded where they repeat, with nothing to wait for but tokens.
+
+Weights, results of operators and hidden states are in one dtype, keys and values in it or, if asked for, in
+another. Sums are float32.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import partial
+
+import torch
+from torch.nn.functional import layer_norm
+
+from ppserve.core.architecture import Architecture, StageLayout
+from ppserve.model.backend import (
+    AttentionParts,
+    KVCache,
+    Linear,
+    MLPParts,
+    Operator,
+    Precision,
+    Reading,
+    StageModel,
+    StepInputs,
+    Sublayer,
+    Timing,
+)
+from ppserve.model.cuda.buckets import bucket_sizes
+from ppserve.model.cuda.device import Accelerator, CudaDevice, HostDevice
+from ppserve.model.cuda.kv_cache import DeviceCache, DeviceInputs
+from ppserve.model.cuda.operators import Operators
+from ppserve.model.cuda.readback import Readback
+from ppserve.model.cuda.recorded import RecordedStage
+from ppserve.model.cuda.reference import ReferenceOperators
+from ppserve.model.cuda.sampling import read_rows
+from ppserve.model.cuda.staging import Staging
+from ppserve.model.gpt2 import GPT2Stage
+from ppserve.model.stock import ACTIVATIONS, PlainLinear
+
+log = logging.getLogger("ppserve.stage")
+
+
+@dataclass(frozen=True, slots=True)
+class DeviceOptions:
+    """batch_invariant: linears whose rows do not depend on the other rows, which torch's own do not promise.
+    graphs: record steps of single rows. max_rows: of the largest recorded step. kv_dtype: of keys and values,
+    None for that of all else."""
+
+    batch_invariant: bool = False
+    graphs: bool = True
+    max_rows: int = 256
+    kv_dtype: str | None = None
+
+
+class CudaBackend:
+    """device: a GPU; or the CPU, which then computes by the reference operators. operators: others than the
+    device's own, for tests."""
+
+    read_rows_at_once = 256  # of GPT-2's vocabulary 51 MB
+
+    def __init__(
+        self,
+        device: torch.device,
+        dtype: str,
+        options: DeviceOptions | None = None,
+        operators: Operators | None = None,
+    ) -> None:
+        self.device = device
+        self.options = options or DeviceOptions()
+        one: torch.dtype = getattr(torch, dtype)
+        self.precision = Precision(one, getattr(torch, self.options.kv_dtype or dtype), one, one)
+        self.beside: Accelerator = CudaDevice(device) if device.type == "cuda" else HostDevice()
+        self.operators = operators or _own_operators(device)
+        self.staging = Staging(self.beside)
+        self.readback = Readback(self.beside)
+
+    def stored(self, tensor: torch.Tensor) -> torch.Tensor:
+        return tensor.to(self.precision.weights).to(self.device)
+
+    def linear(self, weight_NK: torch.Tensor, bias_N: torch.Tensor | None) -> Linear:
+        weight_NK = self.stored(weight_NK)
+        if self.options.batch_invariant:
+            return InvariantLinear(self.operators, weight_NK, bias_N)
+        return PlainLinear(weight_NK, bias_N)
+
+    def norm(self, weight_D: torch.Tensor, bias_D: torch.Tensor | None, epsilon: float) -> Operator:
+        return partial(layer_norm, normalized_shape=weight_D.shape, weight=weight_D, bias=bias_D, eps=epsilon)
+
+    def activation(self, name: str) -> Operator:
+        return ACTIVATIONS[name]
+
+    def fused_attention(self, parts: AttentionParts) -> Sublayer | None:
+        return None
+
+    def fused_mlp(self, parts: MLPParts) -> Sublayer | None:
+        return None
+
+    def block_bytes(self, arch: Architecture, layout: StageLayout, block_size: int) -> int:
+        return block_size * arch.kv_bytes_per_token(len(layout.attentions), self.precision.kv.itemsize)
+
+    def make_cache(
+        self, arch: Architecture, layout: StageLayout, num_blocks: int, block_size: int, *, serves: bool = False
+    ) -> DeviceCache:
+        blocks = num_blocks, block_size
+        return DeviceCache(arch, layout, blocks, self.precision.kv, self.operators, self.staging)
+
+    def recorded(self, model: StageModel, cache: KVCache) -> StageModel:
+        if not self.options.graphs:
+            return model
+        assert isinstance(model, GPT2Stage)
+        assert isinstance(cache, DeviceCache)
+        held_bytes = self.beside.allocated_bytes()
+        stage = RecordedStage(model, cache, bucket_sizes(self.options.max_rows), self.beside, self.readback)
+        held_bytes = self.beside.allocated_bytes() - held_bytes
+        log.info("recorded steps of %s rows, in %.0f MB", ", ".join(map(str, stage.sizes)), held_bytes / 1e6)
+        return stage
+
+    def read_logits(self, inputs: StepInputs, pieces_RV: Iterator[torch.Tensor]) -> Reading:
+        assert isinstance(inputs, DeviceInputs)
+        first, columns = 0, []
+        for logits_RV in pieces_RV:
+            columns.append(read_rows(self.operators, logits_RV, inputs.draws, inputs.arrays, first))
+            first += len(logits_RV)
+        return self.readback.reading(inputs.rows.plan, torch.cat(columns) if columns else None)
+
+    def timing(self) -> Timing:
+        return self.beside.timing()
+
+    def describe(self) -> str:
+        linears = self.operators.name if self.options.batch_invariant else "torch"
+        return f"{self.beside.name}; attention by {self.operators.name}, linears by {linears}"
+
+
+class InvariantLinear:
+    """A product with fixed tiles: the number of rows changes which tiles are computed, not how."""
+
+    def __init__(self, operators: Operators, weight_NK: torch.Tensor, bias_N: torch.Tensor | None) -> None:
+        self._operators, self._weight_NK, self._bias_N = operators, weight_NK, bias_N
+        self.num_outputs, self.num_inputs = weight_NK.shape
+        self.num_bytes = weight_NK.nbytes
+
+    def __call__(self, x_TK: torch.Tensor) -> torch.Tensor:
+        return self._operators.product(x_TK, self._weight_NK, self._bias_N)
+
+
+def _own_operators(device: torch.device) -> Operators:
+    if device.type != "cuda":
+        return ReferenceOperators()
+    # Triton comes with torch for CUDA, and is missing where torch is for the CPU.
+    from ppserve.model.cuda.triton_operators import TritonOperators
+
+    return TritonOperators()

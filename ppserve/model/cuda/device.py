@@ -1,0 +1,163 @@
+"""What a device that computes beside the host can do: copies that are not waited for, events, graphs.
+
+`CudaDevice` is a GPU. `HostDevice` is the CPU in its place, for tests: it does at once what a GPU does later, and
+its graphs run again what was recorded. Work is given to the calling thread's current stream.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from typing import Protocol
+
+import torch
+
+from ppserve.model.backend import Busy, Timing
+from ppserve.model.timing import HostTiming
+
+
+class Mark(Protocol):
+    """A point in the work that was given to a device."""
+
+    def is_reached(self) -> bool: ...
+
+    def wait(self) -> None:
+        """Until the device has come so far; later work goes on."""
+
+
+class Accelerator(Protocol):
+    """num_waits: how often the host has waited for the device."""
+
+    device: torch.device
+    num_waits: int
+
+    @property
+    def name(self) -> str: ...
+
+    def host_buffer(self, num_bytes: int) -> torch.Tensor:
+        """Bytes of host memory that the device can copy from and to by itself."""
+
+    def mark(self) -> Mark: ...
+
+    def timing(self) -> Timing: ...
+
+    def record(self, work: Callable[[], None]) -> Callable[[], None]:
+        """Records a function's work, which must use the same memory every time; what comes back repeats it.
+
+        The function is called several times.
+        """
+
+    def allocated_bytes(self) -> int:
+        """Memory that the device holds for this process."""
+
+
+class HostDevice:
+    """The CPU in a GPU's place."""
+
+    def __init__(self) -> None:
+        self.device = torch.device("cpu")
+        self.num_waits = 0
+
+    @property
+    def name(self) -> str:
+        return f"torch for {torch.backends.cpu.get_cpu_capability()}, as a GPU's reference"
+
+    def host_buffer(self, num_bytes: int) -> torch.Tensor:
+        return torch.empty(num_bytes, dtype=torch.uint8)
+
+    def mark(self) -> Mark:
+        return self
+
+    def is_reached(self) -> bool:
+        return True
+
+    def wait(self) -> None:
+        self.num_waits += 1
+
+    def timing(self) -> Timing:
+        return HostTiming()
+
+    def record(self, work: Callable[[], None]) -> Callable[[], None]:
+        work()
+        return work
+
+    def allocated_bytes(self) -> int:
+        return 0
+
+
+class CudaDevice:
+    """A GPU. Graphs share one pool of memory: they never run at the same time."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+        self.num_waits = 0
+        self._pool: object | None = None
+
+    @property
+    def name(self) -> str:
+        return f"torch {torch.__version__} for {torch.cuda.get_device_name(self.device)}"
+
+    def host_buffer(self, num_bytes: int) -> torch.Tensor:
+        return torch.empty(num_bytes, dtype=torch.uint8, pin_memory=True)
+
+    def mark(self) -> Mark:
+        return _CudaMark(self, torch.cuda.current_stream(self.device).record_event())
+
+    def timing(self) -> Timing:
+        return CudaTiming(self)
+
+    def record(self, work: Callable[[], None]) -> Callable[[], None]:
+        # Compiling, and whatever an operator sets up when it is first called, must not be recorded.
+        beside = torch.cuda.Stream(self.device)  # type: ignore[no-untyped-call]
+        beside.wait_stream(torch.cuda.current_stream(self.device))
+        with torch.cuda.stream(beside):
+            for _ in range(2):
+                work()
+        torch.cuda.current_stream(self.device).wait_stream(beside)
+        graph = torch.cuda.CUDAGraph()
+        # Other threads of this process may be at work on the device.
+        with torch.cuda.graph(graph, pool=self._pool, capture_error_mode="thread_local"):  # type: ignore[arg-type]
+            work()
+        self._pool = self._pool or graph.pool()
+        return graph.replay
+
+    def allocated_bytes(self) -> int:
+        return torch.cuda.memory_reserved(self.device)
+
+
+class _CudaMark:
+    def __init__(self, device: CudaDevice, event: torch.cuda.Event) -> None:
+        self._device, self._event = device, event
+
+    def is_reached(self) -> bool:
+        return bool(self._event.query())  # type: ignore[no-untyped-call]
+
+    def wait(self) -> None:
+        self._device.num_waits += 1
+        self._event.synchronize()
+
+
+def _timed_event() -> torch.cuda.Event:
+    return torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
+
+
+class CudaTiming:
+    """A step's time on the GPU itself: from when it reached the step's first work to when the last was done.
+
+    Events know the time between them, not the time of day: the end is when the host saw it.
+    """
+
+    def __init__(self, device: CudaDevice) -> None:
+        self._device = device
+        stream = torch.cuda.current_stream(device.device)
+        self._begun = stream.record_event(_timed_event())
+        self._ended = self._begun
+
+    def computed(self) -> None:
+        stream = torch.cuda.current_stream(self._device.device)
+        self._ended = stream.record_event(_timed_event())
+
+    def busy(self) -> Busy:
+        _CudaMark(self._device, self._ended).wait()
+        ended_ns = time.monotonic_ns()
+        return Busy(ended_ns - int(self._begun.elapsed_time(self._ended) * 1e6), ended_ns)

@@ -1,0 +1,147 @@
+"""What a step draws and scores, as arrays for the device.
+
+Every row that is read out gets the same numbers: one to draw with, one target, or both unused. R rows read out.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from ppserve.core.plan import Draw, StepPlan
+from ppserve.core.request import SamplingParams
+
+NO_TARGET = -1
+
+PER_ROW = ("points", "top_p", "min_p", "temperature", "top_k", "targets")
+"""The arrays with one number for every row."""
+
+ADJUSTMENTS = ("bias", "repeat", "count", "ban")
+"""Of scores before drawing, in this order: added biases, the repetition penalty, the penalties that count a
+token's occurrences, banned ids."""
+
+
+@dataclass(frozen=True, slots=True)
+class ReadRow:
+    """One row that is read out. draw: None for a row that is scored, or not of interest. position: of the token
+    that is drawn. target: the token whose log-probability is asked for, or NO_TARGET. num_top: how many of the
+    most likely are asked for; None where no log-probability is."""
+
+    draw: Draw | None = None
+    position: int = 0
+    target: int = NO_TARGET
+    num_top: int | None = None
+
+
+def rows_read(plan: StepPlan) -> list[ReadRow]:
+    """In the order of `StepRows.read_rows`."""
+    drawn = [ReadRow(s.draw, s.end, num_top=s.draw.num_logprobs) for s in plan.slices if s.draw is not None]
+    scored = [ReadRow(target=t, num_top=s.num_prompt_logprobs) for s in plan.slices for t in s.targets]
+    return drawn + scored
+
+
+def rows_of_slices(plan: StepPlan, count: int) -> list[ReadRow]:
+    """One per slice, in order, and as many more as make `count`: the rows of a recorded step."""
+    of_slices = [
+        ReadRow() if s.draw is None else ReadRow(s.draw, s.end, num_top=s.draw.num_logprobs) for s in plan.slices
+    ]
+    return of_slices + [ReadRow()] * (count - len(of_slices))
+
+
+@dataclass(frozen=True, slots=True)
+class Draws:
+    """rows: what they ask for. filters: whether any draw leaves ids out by top_k, top_p or min_p. adjustments: of
+    scores before drawing (see `_adjustments`). num_top: the most that any row asks for, None where no
+    log-probability is."""
+
+    rows: Sequence[ReadRow]
+    filters: bool
+    adjustments: dict[str, NDArray[Any]]
+    num_top: int | None
+
+    @classmethod
+    def of(cls, rows: Sequence[ReadRow], vocab_size: int) -> Draws:
+        asked = [row.num_top for row in rows if row.num_top is not None]
+        return cls(
+            rows=rows,
+            filters=any(row.draw is not None and _filters(row.draw.params) for row in rows),
+            adjustments=_adjustments(rows, vocab_size),
+            num_top=max(asked, default=None),
+        )
+
+    @property
+    def is_plain(self) -> bool:
+        """Whether nothing is asked for but a draw from all ids."""
+        return not self.filters and not self.adjustments and self.num_top is None
+
+    def entries(self, kind: str, rows: slice) -> slice:
+        """Which adjustments of a kind belong to these rows."""
+        return slice(*np.searchsorted(self.adjustments[f"{kind}.rows"], (rows.start, rows.stop)).tolist())
+
+    def arrays(self) -> dict[str, NDArray[Any]]:
+        """For every row: where to draw, and within which limits. Greedy: temperature 0."""
+        params = [_ANY if row.draw is None else row.draw.params for row in self.rows]
+        seeds = np.array([of.seed & _MASK for of in params], np.uint64)
+        index = np.array([0 if row.draw is None else row.draw.index for row in self.rows], np.uint64)
+        position = np.array([row.position for row in self.rows], np.uint64)
+        return {
+            "points": uniforms(seeds, index, position),
+            "top_p": np.array([of.top_p for of in params], np.float64),
+            "min_p": np.array([of.min_p for of in params], np.float64),
+            "temperature": np.array([of.temperature for of in params], np.float32),
+            "top_k": np.array([min(of.top_k, _NO_LIMIT) or _NO_LIMIT for of in params], np.int32),
+            "targets": np.array([row.target for row in self.rows], np.int32),
+        }
+
+
+_ANY = SamplingParams(temperature=0.0)
+_MASK = (1 << 64) - 1
+_NO_LIMIT = (1 << 31) - 1
+
+
+def uniforms(seed: NDArray[np.uint64], index: NDArray[np.uint64], position: NDArray[np.uint64]) -> NDArray[Any]:
+    """`sampling.uniform` of many keys."""
+    state = np.zeros(len(seed), np.uint64)
+    for part in (seed, index, position):
+        z = state + part + np.uint64(0x9E3779B97F4A7C15)  # modulo 2**64, as unsigned numbers are
+        z = (z ^ (z >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+        z = (z ^ (z >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+        state = z ^ (z >> np.uint64(31))
+    return (state >> np.uint64(11)).astype(np.float64) * 2.0**-53
+
+
+def _filters(params: SamplingParams) -> bool:
+    return params.temperature != 0 and (params.top_k > 0 or params.top_p < 1 or params.min_p > 0)
+
+
+def _adjustments(rows: Sequence[ReadRow], vocab_size: int) -> dict[str, NDArray[Any]]:
+    """What is done to scores, one kind after the other, as entries (row, id, numbers), rows ascending. Arrays are
+    called `bias.rows`, `bias.ids`, `bias.0` and so on; a kind without entries has none."""
+    entries: dict[str, list[tuple[float, ...]]] = {kind: [] for kind in ADJUSTMENTS}
+    for number, row in enumerate(rows):
+        if row.draw is None:
+            continue
+        params, prompt_ids, output_ids = row.draw.params, row.draw.prompt_ids, row.draw.output_ids
+        entries["bias"] += [(number, token_id, bias) for token_id, bias in params.logit_bias]
+        entries["ban"] += [(number, token_id) for token_id in row.draw.banned]
+        if params.needs_history:
+            if params.repetition_penalty != 1.0:
+                seen = sorted({*prompt_ids, *output_ids})
+                entries["repeat"] += [(number, token_id, params.repetition_penalty) for token_id in seen]
+            entries["count"] += [
+                (number, token_id, params.frequency_penalty, times, params.presence_penalty)
+                for token_id, times in Counter(output_ids).items()
+            ]
+    arrays: dict[str, NDArray[Any]] = {}
+    for kind, found in entries.items():
+        known = [entry for entry in found if entry[1] < vocab_size]
+        if known:
+            columns = np.array(known, np.float64).T
+            arrays[f"{kind}.rows"], arrays[f"{kind}.ids"] = columns[:2].astype(np.int32)
+            arrays |= {f"{kind}.{i}": column.astype(np.float32) for i, column in enumerate(columns[2:])}
+    return arrays

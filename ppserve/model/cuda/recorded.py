@@ -1,0 +1,87 @@
+"""A stage whose steps of single rows are recorded: a step is then one call, whatever it is made of.
+
+For every bucket the stage's own `forward`, and on the last stage the head and plain draws, are recorded over
+inputs that keep their place. Steps of several rows per slice are computed as they come. What a request asks for
+beside a plain draw is computed from the recorded step's logits.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+
+from ppserve.core.architecture import Architecture, StageLayout
+from ppserve.model.backend import KVCache, Reading, StepInputs
+from ppserve.model.cuda.device import Accelerator
+from ppserve.model.cuda.kv_cache import DeviceCache, DeviceInputs
+from ppserve.model.cuda.readback import Readback
+from ppserve.model.cuda.sampling import draw_plain, read_rows
+from ppserve.model.gpt2 import GPT2Stage
+
+
+class RecordedStage:
+    """A `StageModel`. sizes: the rows of the recorded steps. replays: what repeats each. num_replays: how often
+    one was repeated."""
+
+    @torch.inference_mode()
+    def __init__(
+        self, model: GPT2Stage, cache: DeviceCache, sizes: tuple[int, ...], device: Accelerator, readback: Readback
+    ) -> None:
+        self.arch: Architecture = model.arch
+        self.layout: StageLayout = model.layout
+        self.backend, self.sizes = model.backend, sizes
+        self.num_replays = 0
+        self._model, self._operators, self._readback = model, cache.operators, readback
+        most, dtype = sizes[-1], self.backend.precision.hidden
+        # In and out, shared by all buckets: their steps never overlap.
+        self._received_TD = torch.zeros(most, model.arch.width, dtype=dtype, device=cache.device)
+        self._hidden_TD = torch.zeros_like(self._received_TD)
+        vocabulary = model.arch.vocab_size if model.layout.is_last else 0
+        self._logits_RV = torch.zeros(most, vocabulary, device=cache.device)
+        self._tokens_R1 = torch.zeros(most, 1, dtype=torch.float64, device=cache.device)
+        # The largest first: smaller ones then find memory for theirs.
+        inputs = cache.use_buckets(sizes)
+        self.replays = {size: device.record(self._step(inputs[size], cache)) for size in reversed(sizes)}
+
+    @torch.inference_mode()
+    def forward(self, inputs: StepInputs, hidden_TD: torch.Tensor | None, cache: KVCache) -> torch.Tensor:
+        assert isinstance(inputs, DeviceInputs)
+        if inputs.bucket is None:
+            return self._model.forward(inputs, hidden_TD, cache)
+        cache.begin(inputs.rows)
+        if hidden_TD is not None:
+            self._received_TD[: inputs.num_rows].copy_(hidden_TD)
+        self.replays[inputs.bucket]()
+        self.num_replays += 1
+        hidden_TD = self._hidden_TD[: inputs.num_rows]
+        # A copy to send away: the next step may be computed before it has left.
+        return hidden_TD if self.layout.is_last else hidden_TD.clone()
+
+    @torch.inference_mode()
+    def read_out(self, inputs: StepInputs, hidden_TD: torch.Tensor) -> Reading:
+        assert isinstance(inputs, DeviceInputs)
+        if inputs.bucket is None:
+            return self._model.read_out(inputs, hidden_TD)
+        rows, draws = slice(0, inputs.num_rows), inputs.draws
+        if draws.is_plain:
+            columns_RC = self._tokens_R1[rows]
+        else:
+            columns_RC = read_rows(self._operators, self._logits_RV[rows], draws, inputs.arrays, 0)
+        drawn = [number for number, s in enumerate(inputs.rows.plan.slices) if s.draw is not None]
+        return self._readback.reading(inputs.rows.plan, columns_RC, drawn)
+
+    def _step(self, inputs: DeviceInputs, cache: DeviceCache) -> Callable[[], None]:
+        """What is recorded of a bucket."""
+        size = inputs.num_rows
+        received_TD = None if self.layout.is_first else self._received_TD[:size]
+
+        def step() -> None:
+            hidden_TD = self._model.forward(inputs, received_TD, cache)
+            self._hidden_TD[:size].copy_(hidden_TD)
+            if self._model.head is not None:
+                self._logits_RV[:size].copy_(self._model.head(hidden_TD))
+                tokens_R1 = draw_plain(self._operators, self._logits_RV[:size], inputs.arrays)
+                self._tokens_R1[:size].copy_(tokens_R1)
+
+        return step

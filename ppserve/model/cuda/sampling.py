@@ -1,0 +1,157 @@
+"""Drawing and scoring on the device: `model.sampling`'s rules, draw for draw, without a loop over rows.
+
+The same logits give the same tokens as on the CPU: the same points, and weights with the same bits. Only sums over
+the vocabulary may be rounded in another order; they are float64, so a draw whose point lies within 1e-15 of the
+border between two ids may fall to the other side. Only tokens, and log-probabilities that were asked for, go back
+to the host, in one copy.
+
+R rows, V vocabulary, n adjustments.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from ppserve.core.plan import Draw, Drawn, Scored, StepPlan, TokenLogprobs
+from ppserve.model.backend import Results
+from ppserve.model.cuda.draws import ADJUSTMENTS, PER_ROW, Draws
+from ppserve.model.cuda.operators import Operators
+
+Arrays = Mapping[str, torch.Tensor]
+
+_NOTHING = -1
+"""In place of a token that could not be drawn."""
+
+
+def draw_plain(operators: Operators, logits_RV: torch.Tensor, arrays: Arrays) -> torch.Tensor:
+    """(R, 1) float64: a token per row, drawn from all ids."""
+    return _draw(operators, logits_RV, logits_RV, arrays, filters=False)[:, None].double()
+
+
+def read_rows(
+    operators: Operators, logits_RV: torch.Tensor, draws: Draws, arrays: Arrays, first: int
+) -> torch.Tensor:
+    """(R, columns) float64 of the rows from `first` on: the token, and if any log-probability is asked for: the
+    log of the sum of exponentials, the token's logit, the greatest logits, their ids."""
+    rows = slice(first, first + len(logits_RV))
+    own = {name: array[rows] for name, array in arrays.items() if name in PER_ROW}
+    tokens_R = targets_R = own["targets"].long()
+    if any(row.draw is not None for row in draws.rows[rows]):
+        scores_RV = _adjusted(logits_RV, arrays, draws, rows)
+        drawn_R = _draw(operators, logits_RV, scores_RV, own, draws.filters)
+        tokens_R = torch.where(targets_R < 0, drawn_R, targets_R)
+    columns = [tokens_R[:, None].double()]
+    if draws.num_top is not None:
+        columns += _logprobs(operators, logits_RV, tokens_R, draws.num_top)
+    return torch.cat(columns, 1)
+
+
+def results_of(plan: StepPlan, columns_RC: NDArray[np.float64]) -> Results:
+    """What was drawn and scored, from the columns of `read_rows` or `draw_plain`; rows as in
+    `StepRows.read_rows`."""
+    lines = iter(columns_RC.tolist())
+    drawn = tuple(_drawn(s.sequence_id, s.draw, next(lines)) for s in plan.slices if s.draw is not None)
+    scored = tuple(
+        Scored(s.sequence_id, s.start, tuple(_told(next(lines), s.num_prompt_logprobs) for _ in s.targets))
+        for s in plan.slices
+        if s.targets
+    )
+    return drawn, scored
+
+
+def _drawn(sequence_id: int, wanted: Draw, line: list[float]) -> Drawn:
+    token_id = int(line[0])
+    if token_id == _NOTHING:
+        return Drawn(sequence_id, None)
+    return Drawn(sequence_id, token_id, None if wanted.num_logprobs is None else _told(line, wanted.num_logprobs))
+
+
+def _told(line: list[float], num_top: int) -> TokenLogprobs:
+    """The log-probabilities of one row."""
+    _, normalizer, logit, *top = line
+    most = len(top) // 2
+    logits, ids = top[: min(num_top, most)], top[most:]
+    alternatives = tuple((int(i), of - normalizer) for i, of in zip(ids, logits, strict=False))
+    return TokenLogprobs(logit - normalizer, alternatives)
+
+
+def _draw(
+    operators: Operators, logits_RV: torch.Tensor, scores_RV: torch.Tensor, arrays: Arrays, filters: bool
+) -> torch.Tensor:
+    """(R,) ids; _NOTHING where logits are not finite or no id is left."""
+    most_R, best_R = scores_RV.max(1)
+    is_greedy_R = arrays["temperature"] == 0
+    weights_RV = operators.weights(scores_RV, most_R, torch.where(is_greedy_R, 1.0, arrays["temperature"]))
+    if filters:
+        weights_RV = torch.where(_survivors(scores_RV, weights_RV, arrays), weights_RV, 0.0)
+    reached_RV = weights_RV.cumsum(1, dtype=torch.float64)
+    total_R1 = reached_RV[:, -1:].contiguous()
+    drawn_R1 = torch.searchsorted(reached_RV, arrays["points"][:, None] * total_R1, right=True)
+    # Where rounding puts the point at the very end: the last id that has any weight.
+    drawn_R = torch.minimum(drawn_R1, torch.searchsorted(reached_RV, total_R1))[:, 0]
+    is_drawn_R = torch.isfinite(logits_RV).all(1) & (most_R > -torch.inf)
+    return torch.where(is_drawn_R, torch.where(is_greedy_R, best_R, drawn_R), _NOTHING)
+
+
+def _survivors(scores_RV: torch.Tensor, weights_RV: torch.Tensor, arrays: Arrays) -> torch.Tensor:
+    """(R, V) bool: which ids top_k, then top_p, then min_p leave. Ranks are by score, greatest first, then by
+    id."""
+    vocabulary = scores_RV.shape[1]
+    ranked_RV, ids_RV = scores_RV.sort(dim=1, descending=True, stable=True)
+    least_R1 = ranked_RV.gather(1, arrays["top_k"].long().clamp(max=vocabulary)[:, None] - 1)
+    allowed_RV = (ranked_RV >= least_R1) & (ranked_RV > -torch.inf)
+    ranked_weights_RV = torch.where(allowed_RV, weights_RV.gather(1, ids_RV), 0.0).double()
+    top_p_R1 = arrays["top_p"][:, None]
+    before_RV = ranked_weights_RV.cumsum(1) - ranked_weights_RV
+    in_nucleus_RV = allowed_RV & (before_RV < top_p_R1 * ranked_weights_RV.sum(1, keepdim=True))
+    last_R1 = in_nucleus_RV.sum(1, keepdim=True).clamp(min=1) - 1  # the first stays, whatever the limit
+    least_R1 = torch.where(top_p_R1 < 1, ranked_RV.gather(1, last_R1), least_R1)
+    last_id_R1 = torch.where(top_p_R1 < 1, ids_RV.gather(1, last_R1), vocabulary)
+    ids_V = torch.arange(vocabulary, device=scores_RV.device)
+    is_left_RV = (scores_RV > least_R1) | ((scores_RV == least_R1) & (ids_V <= last_id_R1))
+    return is_left_RV & (weights_RV.double() >= arrays["min_p"][:, None])
+
+
+def _adjusted(logits_RV: torch.Tensor, arrays: Arrays, draws: Draws, rows: slice) -> torch.Tensor:
+    """Scores after biases, penalties and bans; the logits themselves where there are none."""
+    if not draws.adjustments:
+        return logits_RV
+    scores_RV = logits_RV.clone()
+    for kind in ADJUSTMENTS:
+        if f"{kind}.rows" in draws.adjustments:
+            of = draws.entries(kind, rows)
+            at = arrays[f"{kind}.rows"][of].long() - rows.start, arrays[f"{kind}.ids"][of].long()
+            numbers = [arrays[name][of] for i in range(3) if (name := f"{kind}.{i}") in arrays]
+            scores_RV[at] = _adjust(kind, scores_RV[at], numbers)
+    return scores_RV
+
+
+def _adjust(kind: str, scores_n: torch.Tensor, numbers: list[torch.Tensor]) -> torch.Tensor:
+    if kind == "bias":
+        return scores_n + numbers[0]
+    if kind == "repeat":
+        return torch.where(scores_n < 0, scores_n * numbers[0], scores_n / numbers[0])
+    if kind == "count":
+        frequency_n, times_n, presence_n = numbers
+        return scores_n - frequency_n * times_n - presence_n
+    return torch.full_like(scores_n, -torch.inf)
+
+
+def _logprobs(
+    operators: Operators, logits_RV: torch.Tensor, tokens_R: torch.Tensor, num_top: int
+) -> list[torch.Tensor]:
+    """What log-probabilities are made of, in columns."""
+    most_R = logits_RV.amax(1)
+    sums_R = operators.weights(logits_RV, most_R, torch.ones_like(most_R)).sum(1, dtype=torch.float64)
+    normalizer_R = most_R.double() + sums_R.log()
+    own_R1 = logits_RV.gather(1, tokens_R.clamp(min=0)[:, None])
+    columns = [normalizer_R[:, None], own_R1.double()]
+    if num_top:
+        # Equal logits rank by id, which `topk` does not promise.
+        ranked_RV, ids_RV = logits_RV.sort(dim=1, descending=True, stable=True)
+        columns += [ranked_RV[:, :num_top].double(), ids_RV[:, :num_top].double()]
+    return columns

@@ -1,0 +1,226 @@
+"""The operators as Triton kernels: for GPUs, and with TRITON_INTERPRET=1 for tests on the CPU.
+
+No kernel looks at how many rows there are: tiles have the same shape in every step, keys are taken in the same
+order, and no sum is split. So a row's result depends on that row alone. Tile sizes were chosen, not tuned.
+"""
+# mypy: ignore-errors
+# (Triton types these functions from their arguments)
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+
+from ppserve.model.cuda import operators as of
+from ppserve.model.cuda.operators import KEYS_PER_TILE, ROWS_PER_TILE, Tiles
+
+# Of a product: rows, outputs and inputs that one program takes at a time.
+_TILE_ROWS, _TILE_OUTPUTS, _TILE_INPUTS = 64, 64, 64
+_WEIGHTS_AT_ONCE = 1024
+
+LEAST, MOST = tl.constexpr(of.EXP_LEAST), tl.constexpr(of.EXP_MOST)
+ROUND, LOG2_E = tl.constexpr(of.EXP_ROUND), tl.constexpr(of.EXP_LOG2_E)
+LN2_HIGH, LN2_LOW = tl.constexpr(of.EXP_LN2_HIGH), tl.constexpr(of.EXP_LN2_LOW)
+C6, C5, C4 = tl.constexpr(of.EXP_C6), tl.constexpr(of.EXP_C5), tl.constexpr(of.EXP_C4)
+C3, C2, C1 = tl.constexpr(of.EXP_C3), tl.constexpr(of.EXP_C2), tl.constexpr(of.EXP_C1)
+
+
+class TritonOperators:
+    """See `operators.Operators`. Tensors are contiguous, and on one GPU."""
+
+    name = f"Triton {triton.__version__}"
+
+    def write(
+        self, qkv_TE: torch.Tensor, keys_BpHd: torch.Tensor, values_BpHd: torch.Tensor, slots_T: torch.Tensor
+    ) -> None:
+        num_rows, width = qkv_TE.shape[0], qkv_TE.shape[1] // 3
+        _write[(num_rows,)](
+            qkv_TE, keys_BpHd, values_BpHd, slots_T, width, COLUMNS=triton.next_power_of_2(width)
+        )
+
+    def attend(
+        self, qkv_TE: torch.Tensor, keys_BpHd: torch.Tensor, values_BpHd: torch.Tensor, at: Tiles, scale: float
+    ) -> torch.Tensor:
+        _, block_size, num_heads, head_size = keys_BpHd.shape
+        mixed_TD = qkv_TE.new_empty(qkv_TE.shape[0], num_heads * head_size)
+        _attend[(len(at.tiles_n4), num_heads)](
+            *(qkv_TE, keys_BpHd, values_BpHd, at.tiles_n4, at.tables, mixed_TD, scale),
+            HEADS=num_heads,
+            HEAD=head_size,
+            BLOCK=block_size,
+            ROWS=ROWS_PER_TILE,
+            KEYS=KEYS_PER_TILE,
+            FEATURES=max(16, triton.next_power_of_2(head_size)),
+            INTERPRETED=triton.knobs.runtime.interpret,
+        )
+        return mixed_TD
+
+    def product(self, x_TK: torch.Tensor, weight_NK: torch.Tensor, bias_N: torch.Tensor | None) -> torch.Tensor:
+        (num_rows, num_inputs), num_outputs = x_TK.shape, weight_NK.shape[0]
+        y_TN = x_TK.new_empty(num_rows, num_outputs)
+        grid = triton.cdiv(num_outputs, _TILE_OUTPUTS), triton.cdiv(num_rows, _TILE_ROWS)
+        _product[grid](
+            *(x_TK, weight_NK, weight_NK if bias_N is None else bias_N, y_TN, num_rows, num_inputs, num_outputs),
+            HAS_BIAS=bias_N is not None,
+            ROWS=_TILE_ROWS,
+            OUTPUTS=_TILE_OUTPUTS,
+            INPUTS=_TILE_INPUTS,
+            INTERPRETED=triton.knobs.runtime.interpret,
+        )
+        return y_TN
+
+    def weights(self, scores_RV: torch.Tensor, most_R: torch.Tensor, temperature_R: torch.Tensor) -> torch.Tensor:
+        num_rows, vocabulary = scores_RV.shape
+        weights_RV = torch.empty_like(scores_RV)
+        grid = num_rows, triton.cdiv(vocabulary, _WEIGHTS_AT_ONCE)
+        _weights[grid](scores_RV, most_R, temperature_R, weights_RV, vocabulary, COUNT=_WEIGHTS_AT_ONCE)
+        return weights_RV
+
+
+@triton.jit
+def _dot(left, right, INTERPRETED: tl.constexpr):
+    """The product of two tiles, in float32 of float32 numbers, on tensor cores of others."""
+    if INTERPRETED:
+        # numpy's product depends on a row's place within the tile, and of bfloat16 it multiplies the bits.
+        return tl.sum(left.to(tl.float32)[:, :, None] * right.to(tl.float32)[None, :, :], 1)
+    return tl.dot(left, right, input_precision="ieee")
+
+
+@triton.jit
+def _write(qkv, keys, values, slots, width, COLUMNS: tl.constexpr):
+    """One row: its key and value to their slot."""
+    row = tl.program_id(0).to(tl.int64)
+    slot = tl.load(slots + row).to(tl.int64)
+    if slot >= 0:
+        column = tl.arange(0, COLUMNS)
+        inside = column < width
+        own = qkv + row * 3 * width + column
+        tl.store(keys + slot * width + column, tl.load(own + width, mask=inside), mask=inside)
+        tl.store(values + slot * width + column, tl.load(own + 2 * width, mask=inside), mask=inside)
+
+
+@triton.jit
+def _attend(
+    qkv,
+    keys,
+    values,
+    tiles,
+    tables,
+    mixed,
+    scale,
+    HEADS: tl.constexpr,
+    HEAD: tl.constexpr,
+    BLOCK: tl.constexpr,
+    ROWS: tl.constexpr,
+    KEYS: tl.constexpr,
+    FEATURES: tl.constexpr,
+    INTERPRETED: tl.constexpr,
+):
+    """One tile of rows, one head: keys from position 0 to the tile's last, so many at a time."""
+    tile, head = tl.program_id(0), tl.program_id(1)
+    first, count = tl.load(tiles + tile * 4), tl.load(tiles + tile * 4 + 1)
+    start, begin = tl.load(tiles + tile * 4 + 2), tl.load(tiles + tile * 4 + 3)
+    row, feature = tl.arange(0, ROWS), tl.arange(0, FEATURES)
+    width: tl.constexpr = HEADS * HEAD
+    is_own = (row < count)[:, None] & (feature < HEAD)[None, :]
+    own_rows = (first + row).to(tl.int64)[:, None]
+    column = (head * HEAD + feature)[None, :]
+    query = tl.load(qkv + own_rows * (3 * width) + column, mask=is_own, other=0.0)
+    most = tl.full([ROWS], float("-inf"), tl.float32)
+    total = tl.zeros([ROWS], tl.float32)
+    mix = tl.zeros([ROWS, FEATURES], tl.float32)
+    end = start + count
+    for first_key in range(0, end, KEYS):
+        position = first_key + tl.arange(0, KEYS)
+        is_key = position < end
+        block = tl.load(tables + begin + position // BLOCK, mask=is_key, other=0).to(tl.int64)
+        at = (block * BLOCK + position % BLOCK)[:, None] * width + column
+        # What stands behind the sequence is somebody else's and may be no number: it is not loaded.
+        inside = is_key[:, None] & (feature < HEAD)[None, :]
+        key = tl.load(keys + at, mask=inside, other=0.0).to(query.dtype)
+        value = tl.load(values + at, mask=inside, other=0.0).to(query.dtype)
+        scores = _dot(query, tl.trans(key), INTERPRETED) * scale
+        scores = tl.where(position[None, :] <= (start + row)[:, None], scores, float("-inf"))
+        new_most = tl.maximum(most, tl.max(scores, 1))
+        reference = tl.where(new_most == float("-inf"), 0.0, new_most)
+        weights = tl.exp(scores - reference[:, None])
+        # Keys that a row does not see change nothing: e**0 is 1, and its weights are 0.
+        fading = tl.exp(most - reference)
+        total = total * fading + tl.sum(weights, 1)
+        mix = mix * fading[:, None] + _dot(weights.to(value.dtype), value, INTERPRETED)
+        most = new_most
+    mix = mix / tl.where(total == 0.0, 1.0, total)[:, None]
+    tl.store(mixed + own_rows * width + column, mix.to(mixed.dtype.element_ty), mask=is_own)
+
+
+@triton.jit
+def _product(
+    x,
+    weight,
+    bias,
+    y,
+    num_rows,
+    num_inputs,
+    num_outputs,
+    HAS_BIAS: tl.constexpr,
+    ROWS: tl.constexpr,
+    OUTPUTS: tl.constexpr,
+    INPUTS: tl.constexpr,
+    INTERPRETED: tl.constexpr,
+):
+    """One tile of y = x Wᵀ + b: a sum over inputs in their order, in float32, rounded once."""
+    output = tl.program_id(0) * OUTPUTS + tl.arange(0, OUTPUTS)
+    row = tl.program_id(1) * ROWS + tl.arange(0, ROWS)
+    is_row, is_output = row < num_rows, output < num_outputs
+    own_rows, own_outputs = row.to(tl.int64), output.to(tl.int64)
+    total = tl.zeros([ROWS, OUTPUTS], tl.float32)
+    for first in range(0, num_inputs, INPUTS):
+        column = first + tl.arange(0, INPUTS)
+        is_input = (column < num_inputs)[None, :]
+        inside = is_row[:, None] & is_input
+        left = tl.load(x + own_rows[:, None] * num_inputs + column[None, :], mask=inside, other=0.0)
+        right = tl.load(
+            weight + own_outputs[:, None] * num_inputs + column[None, :],
+            mask=is_output[:, None] & is_input,
+            other=0.0,
+        )
+        total += _dot(left, tl.trans(right), INTERPRETED)
+    if HAS_BIAS:
+        total += tl.load(bias + output, mask=is_output, other=0.0).to(tl.float32)[None, :]
+    to = y + own_rows[:, None] * num_outputs + own_outputs[None, :]
+    tl.store(to, total.to(y.dtype.element_ty), mask=is_row[:, None] & is_output[None, :])
+
+
+@triton.jit
+def _weights(scores, most, temperature, weights, vocabulary, COUNT: tl.constexpr):
+    """exp((score - most) / temperature) of one row."""
+    row = tl.program_id(0).to(tl.int64)
+    number = tl.program_id(1) * COUNT + tl.arange(0, COUNT)
+    inside = number < vocabulary
+    score = tl.load(scores + row * vocabulary + number, mask=inside, other=0.0)
+    x = tl.div_rn(score - tl.load(most + row), tl.load(temperature + row) + tl.zeros_like(score))
+    tl.store(weights + row * vocabulary + number, _exp(x), mask=inside)
+
+
+@triton.jit
+def _exp(x):
+    zero = tl.zeros_like(x)
+    clamped = tl.where(x < LEAST, LEAST, tl.where(x > MOST, MOST, x))
+    shifted = _multiply_add(clamped, zero + LOG2_E, zero + ROUND)
+    n = shifted - ROUND
+    r = _multiply_add(n, zero + LN2_LOW, _multiply_add(n, zero + LN2_HIGH, clamped))
+    p = _multiply_add(r, zero + C6, zero + C5)
+    p = _multiply_add(p, r, zero + C4)
+    p = _multiply_add(p, r, zero + C3)
+    p = _multiply_add(p, r, zero + C2)
+    p = _multiply_add(p, r, zero + C1)
+    p = _multiply_add(p, r * r, r) + 1.0
+    power = ((shifted.to(tl.int32, bitcast=True) + 127) << 23).to(tl.float32, bitcast=True)
+    return tl.where(x < LEAST, 0.0, p * power)
+
+
+@triton.jit
+def _multiply_add(a, b, c):
+    """a * b + c of float32 numbers, nearly always as if rounded once: their product is exact in float64."""
+    return (a.to(tl.float64) * b.to(tl.float64) + c.to(tl.float64)).to(tl.float32)

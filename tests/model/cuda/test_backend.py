@@ -1,0 +1,174 @@
+"""The GPU's backend: what it says of itself, and how often it launches, copies and waits."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from ppserve.core.plan import Slice
+from ppserve.model.cuda.backend import CudaBackend, DeviceOptions
+from ppserve.model.cuda.operators import Operators
+from ppserve.model.cuda.recorded import RecordedStage
+from ppserve.model.cuda.reference import ReferenceOperators
+from ppserve.model.selftest import check_determinism
+from tests.model.cuda.here import DEVICE, KINDS, operators_of
+from tests.model.pipelines import CPU, GREEDY_DRAW, Pipeline, prompt
+from tests.model.random_checkpoint import RandomCheckpoint, architecture
+
+LAYERS = 4
+
+
+def backend_of(operators: Operators | None = None, **options: Any) -> CudaBackend:
+    return CudaBackend(DEVICE, "float32", DeviceOptions(**options), operators)
+
+
+class FeelsRows(ReferenceOperators):
+    """A product that does not keep the promise."""
+
+    def product(self, x_TK: torch.Tensor, *weights: Any) -> torch.Tensor:
+        return super().product(x_TK, *weights) + 1e-6 * (len(x_TK) > 3)
+
+
+def test_the_selftest_tells_the_truth() -> None:
+    """With the choice it passes on every stage. A product that is not what it should be is found."""
+    checkpoint = RandomCheckpoint(architecture(width=64))
+    for stage in Pipeline(checkpoint, "1,1", backend=backend_of(batch_invariant=True)).stages:
+        assert check_determinism(stage) is None
+    false = backend_of(FeelsRows(), batch_invariant=True)
+    (stage,) = Pipeline(checkpoint, "2", backend=false).stages
+    assert check_determinism(stage) == "the LM head: rows differ between 1 and 64 rows at once"
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_descriptions_name_what_decides_the_bits(kind: str) -> None:
+    operators = operators_of(kind)
+    plain, invariant = backend_of(operators), backend_of(operators, batch_invariant=True)
+    assert operators.name in plain.describe()
+    assert plain.describe() != invariant.describe()
+
+
+# ---- launches ---------------------------------------------------------------------------------------------
+
+# What only looks at a tensor in another way, or makes room for one, launches nothing.
+VIEWS = {
+    *("view", "_unsafe_view", "slice", "select", "split", "unbind", "expand", "transpose", "t", "permute"),
+    *("detach", "alias", "unsqueeze", "squeeze", "flatten", "reshape", "as_strided"),
+    *("empty", "new_empty", "empty_like", "new_empty_strided"),
+    *("resolve_conj", "resolve_neg"),  # numpy asks for them
+}
+# What makes the host wait for the device.
+WAITS = {"_local_scalar_dense", "nonzero", "item", "equal", "is_nonzero", "unique", "masked_select"}
+
+
+class Launches(TorchDispatchMode):
+    """Counts operators. Those of `Operators` count as one each, as the kernels in their place are."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.counts: Counter[str] = Counter()
+        self.within_operator = False
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        name, result = func.overloadpacket.__name__, func(*args, **kwargs or {})
+        changes_nothing = args and result is args[0] and not name.endswith("_")
+        if not self.within_operator and name not in VIEWS and not changes_nothing:
+            self.counts[name] += 1
+        return result
+
+    @property
+    def total(self) -> int:
+        return sum(self.counts.values())
+
+    @property
+    def waits(self) -> set[str]:
+        return WAITS & set(self.counts)
+
+
+class CountedOperators:
+    """One launch per operator, whatever it is made of here."""
+
+    name = "counted"
+
+    def __init__(self) -> None:
+        self.launches: Launches | None = None
+        self._inner = ReferenceOperators()
+
+    def __getattr__(self, name: str) -> Callable[..., Any]:
+        operator = getattr(self._inner, name)
+
+        def counted(*args: Any) -> Any:
+            launches = self.launches
+            if launches is None:
+                return operator(*args)
+            launches.counts[name] += 1
+            launches.within_operator = True
+            try:
+                return operator(*args)
+            finally:
+                launches.within_operator = False
+
+        return counted
+
+
+def decodes(pipeline: Pipeline, count: int) -> list[Slice]:
+    for i in range(count):
+        pipeline.step([pipeline.slice(i, prompt(20 + i), 0)])
+    return [pipeline.slice(i, (7,), 20 + i, GREEDY_DRAW) for i in range(count)]
+
+
+@pytest.mark.parametrize("batch_invariant", [False, True])
+def test_a_decode_takes_few_launches_a_layer_and_no_wait(batch_invariant: bool) -> None:
+    """At most 12 a layer without graphs, whatever the number of sequences."""
+    operators = CountedOperators()
+    options = DeviceOptions(batch_invariant, graphs=False)
+    backend = CudaBackend(CPU, "float32", options, operators)  # type: ignore[arg-type]
+    totals = {}
+    for layers in (1, LAYERS):
+        for count in (2, 9):
+            pipeline = Pipeline(RandomCheckpoint(architecture(num_layers=layers)), str(layers), backend=backend)
+            slices = decodes(pipeline, count)
+            copies, back, waits = backend.staging.num_copies, backend.readback.num_copies, backend.beside.num_waits
+            with Launches() as launches:
+                operators.launches = launches
+                pipeline.step(slices)
+            operators.launches = None
+            assert not launches.waits
+            assert (backend.staging.num_copies - copies, backend.readback.num_copies - back) == (1, 1)
+            assert backend.beside.num_waits == waits
+            assert launches.counts["write"] == launches.counts["attend"] == layers
+            totals[layers, count] = launches.total
+    assert totals[1, 2] == totals[1, 9], "launches must not depend on the number of sequences"
+    assert (totals[LAYERS, 2] - totals[1, 2]) / (LAYERS - 1) <= 12
+    assert totals[1, 2] <= 12 + 36, "embedding, head and drawing"
+
+
+def test_a_recorded_decode_is_one_replay_and_two_copies() -> None:
+    backend = CudaBackend(CPU, "float32", DeviceOptions(max_rows=8))
+    pipeline = Pipeline(RandomCheckpoint(architecture(num_layers=2)), "2", backend=backend)
+    recorded = backend.recorded(pipeline.stages[0], pipeline.caches[0])
+    assert isinstance(recorded, RecordedStage)
+    pipeline.stages = [recorded]  # type: ignore[list-item]
+    slices = decodes(pipeline, 5)
+    replayed: list[int] = []
+    for size, replay in recorded.replays.items():
+        # What a replay does on a GPU is no launch of the host's.
+        recorded.replays[size] = lambda size=size, replay=replay: replayed.append(size)  # type: ignore[misc]
+    copies = backend.staging.num_copies
+    with Launches() as launches:
+        pipeline.step(slices)
+    assert replayed == [8]
+    assert backend.staging.num_copies == copies + 1
+    assert launches.counts == {"copy_": 2}, "the inputs, and the tokens"
+
+
+def test_the_counter_can_count() -> None:
+    """The control: what the test above calls a wait is seen."""
+    with Launches() as launches:
+        (torch.ones(3) + 1).sum().item()
+    assert launches.waits == {"_local_scalar_dense"}
+    assert launches.counts["add"] == 1

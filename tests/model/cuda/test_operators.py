@@ -1,0 +1,184 @@
+"""The GPU's operators, kernels and reference: plain results, and rows that stand alone."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+import pytest
+import torch
+
+from ppserve.core.plan import StepPlan
+from ppserve.model.backend import StepRows
+from ppserve.model.cpu.sampling_kernels import draw
+from ppserve.model.cuda.arrays import padded_arrays, step_arrays
+from ppserve.model.cuda.operators import Operators, Tiles
+from tests.model.cuda.here import DEVICE, KINDS, operators_of
+
+DTYPES = [torch.float32, torch.bfloat16, torch.float16]
+CLOSE = {torch.float32: 2e-5, torch.bfloat16: 2e-2, torch.float16: 3e-3}
+
+
+@dataclass
+class Sequences:
+    """Keys and values of several sequences in shuffled blocks; slices of them make a step."""
+
+    num_heads: int
+    head_size: int
+    block_size: int
+    dtype: torch.dtype
+    lengths: tuple[int, ...]
+
+    def __post_init__(self) -> None:
+        torch.manual_seed(self.head_size)
+        width = 3 * self.num_heads * self.head_size
+        self.qkv = [torch.randn(length, width).to(self.dtype).to(DEVICE) for length in self.lengths]
+        needed = [-(-length // self.block_size) for length in self.lengths]
+        order = np.random.default_rng(0).permutation(sum(needed) + 3)
+        self.tables = [order[sum(needed[:i]) : sum(needed[: i + 1])] for i in range(len(needed))]
+        shape = (len(order), self.block_size, self.num_heads, self.head_size)
+        # What nobody wrote is no number: reading it would show.
+        self.keys = torch.full(shape, torch.nan, dtype=self.dtype, device=DEVICE)
+        self.values = self.keys.clone()
+
+    def rows(self, parts: list[tuple[int, int, int]]) -> StepRows:
+        """Of a step with these (sequence, first position, rows)."""
+        sequence, start, count = (np.array(column) for column in zip(*parts, strict=True))
+        tables = [self.tables[i] for i in sequence]
+        sizes = np.array([len(table) for table in tables])
+        positions = np.concatenate([np.arange(s, s + n) for s, n in zip(start, count, strict=True)])
+        blocks = np.concatenate(
+            [table[np.arange(s, s + n) // self.block_size] for table, s, n in zip(tables, start, count,
+            strict=True)]
+        )
+        return StepRows(
+            plan=StepPlan(0, 0, 0, ()),
+            token_ids_T=np.zeros(len(positions), np.int64),
+            positions_T=positions,
+            slots_T=blocks * self.block_size + positions % self.block_size,
+            first_row_S=np.cumsum(count) - count,
+            num_rows_S=count,
+            start_S=start,
+            tables=np.concatenate(tables),
+            table_begin_S=np.cumsum(sizes) - sizes,
+            read_rows=np.empty(0, np.int64),
+            copies=(),
+            highest_block=0,
+        )
+
+    def step(self, operators: Operators, parts: list[tuple[int, int, int]], pad_to: int = 0) -> torch.Tensor:
+        """The rows' results; keys and values are kept."""
+        rows = self.rows(parts)
+        arrays = padded_arrays(rows, pad_to) if pad_to else step_arrays(rows)
+        on_device = {name: torch.from_numpy(array).to(DEVICE) for name, array in arrays.items()}
+        qkv = torch.cat([self.qkv[i][start : start + count] for i, start, count in parts])
+        more = len(arrays["slots"]) - len(qkv)
+        qkv = torch.cat([qkv, torch.full((more, qkv.shape[1]), 7.0, dtype=self.dtype, device=DEVICE)])
+        operators.write(qkv, self.keys, self.values, on_device["slots"])
+        tiles = Tiles(on_device["tiles"].view(-1, 4), on_device["tables"], max(self.lengths))
+        mixed = operators.attend(qkv, self.keys, self.values, tiles, self.head_size**-0.5)
+        assert not mixed[len(qkv) - more :].any(), "padding is zeros"
+        return mixed[: len(qkv) - more]
+
+    def plain(self, sequence: int) -> torch.Tensor:
+        """torch's attention over a whole sequence, in float64."""
+        query, key, value = self.qkv[sequence].double().view(-1, 3, self.num_heads, self.head_size).unbind(1)
+        mixed = torch.nn.functional.scaled_dot_product_attention(
+            *(part.transpose(0, 1)[None] for part in (query, key, value)), is_causal=True
+        )
+        return mixed[0].transpose(0, 1).flatten(1)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize(("num_heads", "head_size"), [(2, 5), (4, 12), (2, 16), (1, 64), (2, 80), (1, 128)])
+def test_attention_is_plain(num_heads: int, head_size: int, dtype: torch.dtype, kind: str) -> None:
+    """Prompts whole and in chunks, decodes; blocks that end within a tile of keys and the other way round."""
+    sequences = Sequences(num_heads, head_size, 16, dtype, (70, 33, 5))
+    operators = operators_of(kind)
+    first = sequences.step(operators, [(0, 0, 40), (1, 0, 32), (2, 0, 3)])
+    second = sequences.step(operators, [(2, 3, 1), (0, 40, 30), (1, 32, 1)])
+    last = sequences.step(operators, [(2, 4, 1)])
+    found = [
+        torch.cat([first[:40], second[1:31]]),
+        torch.cat([first[40:72], second[31:]]),
+        torch.cat([first[72:], second[:1], last]),
+    ]
+    for sequence, rows in enumerate(found):
+        expected = sequences.plain(sequence)
+        torch.testing.assert_close(rows.double(), expected, atol=CLOSE[dtype], rtol=CLOSE[dtype])
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("block_size", [1, 7, 16, 64, 100])
+def test_attention_takes_any_block_size_and_rows_stand_alone(block_size: int, kind: str) -> None:
+    """Bit for bit: whole prompts, chunks that begin anywhere in a tile, decodes alone and among others."""
+    operators = operators_of(kind)
+
+    def fresh() -> Sequences:
+        return Sequences(2, 24, block_size, torch.float32, (90, 41, 20))
+
+    whole = fresh().step(operators, [(0, 0, 90)])
+    torch.testing.assert_close(whole.double(), fresh().plain(0), atol=2e-5, rtol=2e-5)
+    for chunk in (7, 16, 33):
+        sequences = fresh()
+        cut = [sequences.step(operators, [(0, i, min(chunk, 90 - i))]) for i in range(0, 90, chunk)]
+        assert torch.equal(torch.cat(cut), whole), f"chunks of {chunk}"
+    sequences = fresh()
+    sequences.step(operators, [(1, 0, 40), (0, 0, 89), (2, 0, 19)])
+    together = sequences.step(operators, [(2, 19, 1), (0, 89, 1), (1, 40, 1)])
+    assert torch.equal(together[1], whole[89])
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_padding_changes_nothing(kind: str) -> None:
+    operators = operators_of(kind)
+    sequences = Sequences(2, 12, 16, torch.float32, (40, 17, 66))
+    sequences.step(operators, [(0, 0, 39), (1, 0, 16), (2, 0, 65)])
+    decodes = [(0, 39, 1), (1, 16, 1), (2, 65, 1)]
+    exact = sequences.step(operators, decodes)
+    kept = sequences.keys.clone()
+    for bucket in (4, 16):
+        assert torch.equal(sequences.step(operators, decodes, pad_to=bucket), exact)
+        assert torch.equal(sequences.keys.nan_to_num(), kept.nan_to_num()), "padding was kept"
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize(("num_inputs", "num_outputs"), [(48, 144), (100, 70), (192, 64)])
+def test_product_is_plain_and_its_rows_stand_alone(
+    num_inputs: int, num_outputs: int, dtype: torch.dtype, kind: str
+) -> None:
+    torch.manual_seed(num_inputs)
+    operators = operators_of(kind)
+    weight = (torch.randn(num_outputs, num_inputs) / num_inputs**0.5).to(dtype).to(DEVICE)
+    bias, x = (torch.randn(*shape).to(dtype).to(DEVICE) for shape in ((num_outputs,), (130, num_inputs)))
+    for added in (bias, None):
+        whole = operators.product(x, weight, added)
+        plain = torch.nn.functional.linear(x.double(), weight.double(), None if added is None else added.double())
+        torch.testing.assert_close(whole.double(), plain, atol=CLOSE[dtype], rtol=CLOSE[dtype])
+        for count in (1, 2, 15, 16, 17, 64, 65):
+            assert torch.equal(operators.product(x[:count], weight, added), whole[:count]), f"{count} rows"
+            assert torch.equal(operators.product(x[-count:], weight, added), whole[-count:]), f"the last {count}"
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_weights_have_the_bits_of_the_cpu(kind: str) -> None:
+    """The CPU's kernel shows its weights only by what it draws; the border between two ids gives them away."""
+    scores = torch.tensor(np.random.default_rng(1).standard_normal((3, 1009)) * 20 - 70, dtype=torch.float32)
+    scores[0, 5], scores[1, 6] = -torch.inf, 1e30
+    temperatures = torch.tensor([1.0, 0.7, 1.3e-3])
+    most = scores.amax(1)
+    found = operators_of(kind).weights(*(of.to(DEVICE) for of in (scores, most, temperatures))).cpu().double()
+    assert (found.amax(1) == 1).all()
+    assert found[0, 5] == 0
+    for row in range(3):
+        reached = found[row].cumsum(0)
+        for number in np.flatnonzero(found[row].numpy() > 1e-9):
+            border = float(reached[number] / reached[-1])
+            limits = (np.float32(temperatures[row]), 0, 1.0, 0.0)
+            below, above = (
+                int(draw(scores[row].numpy(), *limits, border * (1 + side * 1e-13))) for side in (-1, 1)
+            )
+            assert below <= number
+            assert above > number or number == np.flatnonzero(found[row].numpy())[-1]

@@ -1,0 +1,145 @@
+"""Recorded steps: the tokens of steps that are computed as they come, whatever bucket a step is padded to."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from ppserve.core.plan import Draw, Slice, StepPlan
+from ppserve.core.request import SamplingParams
+from ppserve.model.cuda.backend import CudaBackend, DeviceOptions
+from ppserve.model.cuda.buckets import bucket_sizes
+from ppserve.model.cuda.recorded import RecordedStage
+from ppserve.model.inputs import build_inputs
+from tests.model.cuda.here import DEVICE
+from tests.model.pipelines import GREEDY_DRAW, Pipeline, prompt
+from tests.model.random_checkpoint import RandomCheckpoint, architecture
+
+CHECKPOINT = RandomCheckpoint(architecture(num_layers=3))
+DRAWS = [
+    GREEDY_DRAW,
+    Draw(SamplingParams(seed=5, temperature=0.9)),
+    Draw(SamplingParams(seed=6, top_k=9, top_p=0.8), num_logprobs=2),
+    Draw(SamplingParams(seed=7, logit_bias=((3, 4.0),)), banned=(5, 6)),
+]
+
+
+class Recorded(Pipeline):
+    """A pipeline whose stages are recorded after they are loaded."""
+
+    def __init__(self, max_rows: int, split: str = "3", dtype: str = "float32") -> None:
+        backend = CudaBackend(DEVICE, dtype, DeviceOptions(batch_invariant=True, max_rows=max_rows))
+        super().__init__(CHECKPOINT, split, backend=backend)
+        both = zip(self.stages, self.caches, strict=True)
+        self.recorded = [backend.recorded(stage, cache) for stage, cache in both]
+        self.stages = self.recorded  # type: ignore[assignment]
+
+    @property
+    def replays(self) -> list[int]:
+        return [stage.num_replays for stage in self.recorded if isinstance(stage, RecordedStage)]
+
+
+def plain(split: str = "3", dtype: str = "float32") -> Pipeline:
+    backend = CudaBackend(DEVICE, dtype, DeviceOptions(batch_invariant=True, graphs=False))
+    return Pipeline(CHECKPOINT, split, backend=backend)
+
+
+def conversation(pipeline: Pipeline, count: int) -> list[object]:
+    """Prompts of `count` sequences, then decodes of fewer and fewer of them, then a chunk among decodes."""
+    prompts = {i: prompt(5 + 7 * i, seed=i) for i in range(count)}
+    last, told = {}, []
+    for i, ids in prompts.items():
+        (drawn,) = pipeline.step([pipeline.slice(i, ids, 0, DRAWS[i % 4])])[1]
+        last[i] = drawn.token_id
+    for round_number in range(6):
+        slices = [
+            pipeline.slice(i, (last[i],), len(prompts[i]) + round_number, DRAWS[i % 4])
+            for i in range(round_number % 2, count - round_number // 2)
+            if len(prompts[i]) + round_number < 120
+        ]
+        if round_number == 4:
+            slices.append(pipeline.slice(11, prompt(6, seed=9), 0, GREEDY_DRAW))
+        hidden, drawn, _ = pipeline.step(slices)
+        told.append((hidden.clone(), drawn))
+        last |= {of.sequence_id: of.token_id or 0 for of in drawn}
+        last = {i: last.get(i, 0) for i in range(count)}
+    return told
+
+
+@pytest.mark.parametrize(("max_rows", "split"), [(1, "3"), (3, "1,2"), (8, "1.5,1.5"), (16, "3")])
+def test_padding_to_a_bucket_changes_no_token(max_rows: int, split: str) -> None:
+    """Nor a bit of the hidden states. Buckets hold all, some or none of the steps."""
+    recorded = Recorded(max_rows, split)
+    for ours, theirs in zip(conversation(recorded, 8), conversation(plain(split), 8), strict=True):
+        assert torch.equal(ours[0], theirs[0])
+        assert ours[1] == theirs[1]
+    assert all(count == (5 if max_rows >= 8 else 0) for count in recorded.replays)
+
+
+def test_bfloat16_and_float16_are_recorded_too() -> None:
+    for dtype in ("bfloat16", "float16"):
+        ours, theirs = conversation(Recorded(8, dtype=dtype), 4), conversation(plain(dtype=dtype), 4)
+        assert [drawn for _, drawn in ours] == [drawn for _, drawn in theirs]
+
+
+def test_a_decode_without_a_draw_and_an_empty_bucket() -> None:
+    """A slice of one token that draws nothing is computed like the others; the smallest bucket may be all padding
+    but one row."""
+    recorded, exact = Recorded(8), plain()
+    for pipeline in (recorded, exact):
+        for i in range(3):
+            pipeline.step([pipeline.slice(i, prompt(10, seed=i), 0)])
+    def slices(pipeline: Pipeline) -> list[Slice]:
+        return [pipeline.slice(i, (7,), 10, GREEDY_DRAW if i != 1 else None) for i in range(3)]
+
+    assert recorded.step(slices(recorded))[1] == exact.step(slices(exact))[1]
+    assert recorded.step([recorded.slice(0, (9,), 11)])[1] == ()
+    assert recorded.replays == [2]
+
+
+def test_copied_blocks_are_there_before_a_recorded_step() -> None:
+    recorded, ids = Recorded(4), prompt(40)
+    recorded.hidden(ids[:39], 39, sequence=0)
+    copies = tuple(zip(recorded.table(0), recorded.table(1), strict=True))
+    copied, _, _ = recorded.step([recorded.slice(1, ids[39:], 39)], copies)
+    assert torch.equal(copied, recorded.hidden(ids, 40, sequence=2)[39:])
+
+
+def test_scored_prompts_are_computed_as_they_come() -> None:
+    recorded = Recorded(4)
+    scored = recorded.slice(0, (3,), 0, targets=(4,), num_prompt_logprobs=1)
+    assert recorded.step([scored])[2] == plain().step([scored])[2]
+    assert recorded.replays == [0]
+
+
+def test_a_recorded_step_leaves_no_trace_in_blocks() -> None:
+    """Recording runs the stage, but keeps no key; so does every padded row."""
+    recorded = Recorded(8)
+    for cache in recorded.caches:
+        assert not cache.keys_LBpHd.any()
+    recorded.step([recorded.slice(0, (3,), 0, GREEDY_DRAW)])
+    written = [cache.keys_LBpHd.flatten(3).any(3).sum().item() for cache in recorded.caches]
+    assert written == [3], "one position in each layer"
+
+
+def test_hidden_states_that_are_sent_are_not_overwritten() -> None:
+    """What a stage hands on stays as it is while the next step is computed."""
+    recorded = Recorded(4, "1,2")
+    stage, cache, layout = recorded.stages[0], recorded.caches[0], recorded.layouts[0]
+
+    def forward(token_id: int) -> torch.Tensor:
+        plan = StepPlan(0, 0, 0, (recorded.slice(0, (token_id,), 0),))
+        return stage.forward(build_inputs(plan, layout, cache), None, cache)
+
+    first = forward(3)
+    kept = first.clone()
+    second = forward(4)
+    assert torch.equal(first, kept)
+    assert not torch.equal(first, second)
+
+
+def test_buckets_are_powers_of_two_and_the_most() -> None:
+    assert bucket_sizes(1) == (1,)
+    assert bucket_sizes(2) == (1, 2)
+    assert bucket_sizes(7) == (1, 2, 4, 7)
+    assert bucket_sizes(256) == (1, 2, 4, 8, 16, 32, 64, 128, 256)

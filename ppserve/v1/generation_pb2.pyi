@@ -235,7 +235,7 @@ class GetModelInfoRequest(_message.Message):
     def __init__(self) -> None: ...
 
 class GetModelInfoResponse(_message.Message):
-    __slots__ = ("model", "architecture", "dtype", "quantization", "max_context", "eos_token_id", "has_tokenizer", "limits", "deterministic", "nondeterministic_reason", "version")
+    __slots__ = ("model", "architecture", "dtype", "quantization", "max_context", "eos_token_id", "has_tokenizer", "limits", "deterministic", "nondeterministic_reason", "version", "kernels", "kv_dtype")
     MODEL_FIELD_NUMBER: _ClassVar[int]
     ARCHITECTURE_FIELD_NUMBER: _ClassVar[int]
     DTYPE_FIELD_NUMBER: _ClassVar[int]
@@ -247,6 +247,8 @@ class GetModelInfoResponse(_message.Message):
     DETERMINISTIC_FIELD_NUMBER: _ClassVar[int]
     NONDETERMINISTIC_REASON_FIELD_NUMBER: _ClassVar[int]
     VERSION_FIELD_NUMBER: _ClassVar[int]
+    KERNELS_FIELD_NUMBER: _ClassVar[int]
+    KV_DTYPE_FIELD_NUMBER: _ClassVar[int]
     model: str
     architecture: Architecture
     dtype: str
@@ -258,7 +260,9 @@ class GetModelInfoResponse(_message.Message):
     deterministic: bool
     nondeterministic_reason: str
     version: str
-    def __init__(self, model: _Optional[str] = ..., architecture: _Optional[_Union[Architecture, _Mapping]] = ..., dtype: _Optional[str] = ..., quantization: _Optional[str] = ..., max_context: _Optional[int] = ..., eos_token_id: _Optional[int] = ..., has_tokenizer: _Optional[bool] = ..., limits: _Optional[_Union[Limits, _Mapping]] = ..., deterministic: _Optional[bool] = ..., nondeterministic_reason: _Optional[str] = ..., version: _Optional[str] = ...) -> None: ...
+    kernels: str
+    kv_dtype: str
+    def __init__(self, model: _Optional[str] = ..., architecture: _Optional[_Union[Architecture, _Mapping]] = ..., dtype: _Optional[str] = ..., quantization: _Optional[str] = ..., max_context: _Optional[int] = ..., eos_token_id: _Optional[int] = ..., has_tokenizer: _Optional[bool] = ..., limits: _Optional[_Union[Limits, _Mapping]] = ..., deterministic: _Optional[bool] = ..., nondeterministic_reason: _Optional[str] = ..., version: _Optional[str] = ..., kernels: _Optional[str] = ..., kv_dtype: _Optional[str] = ...) -> None: ...
 
 class Architecture(_message.Message):
     __slots__ = ("num_layers", "width", "num_heads", "inner_width", "vocab_size", "max_positions", "num_parameters")

@@ -170,7 +170,8 @@ def test_int8_tokens_are_the_same_across_a_loss() -> None:
     with serving(2, "--quantization", "int8", "--kv-dtype", "int8") as server:
         with grpc.insecure_channel(server.grpc) as channel:
             told = GenerationServiceStub(channel).GetModelInfo(pb.GetModelInfoRequest())
-        assert (told.quantization, told.deterministic) == ("int8", True), told.nondeterministic_reason
+        assert told.deterministic, told.nondeterministic_reason
+        assert (told.quantization, told.kv_dtype, told.kernels) == ("int8", "int8", "int8, own kernels")
         undisturbed = ask(server.grpc, long_requests(16), at_once=3)
         for stage in range(2):
             assert ask_and_hurt(server, stage, signal.SIGKILL) == undisturbed

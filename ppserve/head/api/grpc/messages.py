@@ -106,6 +106,8 @@ def model_message(card: ModelCard) -> pb.GetModelInfoResponse:
         ),
         deterministic=card.deterministic,
         nondeterministic_reason=card.why_not,
+        kernels=card.kernels,
+        kv_dtype=card.kv_dtype,
         version=card.version,
     )
 

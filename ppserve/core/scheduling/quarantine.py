@@ -3,17 +3,19 @@
 The loss of a stage does not show which request caused it, so everything in flight is replayed. A request that was
 in flight at two losses, and gained no token between them, becomes a suspect. Suspects are replayed alone, one
 after the other, while all other requests wait. A suspect that gains a token is cleared. A suspect that was alone
-in the pipeline at two losses is the culprit and fails. So a request fails at its fourth loss at the earliest:
-others may have caused the first two, and the first one alone may be chance.
+in the pipeline when the same stage failed twice, or stages failed four times, is the culprit and fails. So a
+request fails at its fourth loss at the earliest: others may have caused the first two, and the first one alone may
+be chance. A loss at which no stage failed, as when a network is cut, blames nobody.
 """
 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterable
+from collections.abc import Iterable, Set
 
 SUSPICIOUS_LOSSES = 2
-CONVICTING_LOSSES = 2
+_CONVICTING_LOSSES_OF_ONE_STAGE = 2
+_CONVICTING_LOSSES = 4
 
 
 class Quarantine:
@@ -22,7 +24,8 @@ class Quarantine:
     def __init__(self) -> None:
         self._losses: dict[str, int] = {}
         self._suspects: deque[str] = deque()
-        self._lost_alone = 0
+        # Of the lone request: the stages that failed, at each loss.
+        self._failures: list[Set[int]] = []
 
     @property
     def lone(self) -> str | None:
@@ -33,15 +36,18 @@ class Quarantine:
         """Whether a request was in flight at a loss and is not cleared."""
         return request_id in self._losses
 
-    def lost(self, in_flight: Iterable[str]) -> str | None:
-        """A stage died with these requests in flight. Returns the culprit if it is certain, else None."""
+    def lost(self, in_flight: Iterable[str], failed: Set[int]) -> str | None:
+        """Stages failed with these requests in flight. Returns the culprit if it is certain, else None."""
+        if not failed:
+            return None
         present = set(in_flight)
         if self._suspects:
             lone = self._suspects[0]
             if lone not in present:
                 return None
-            self._lost_alone += 1
-            if self._lost_alone < CONVICTING_LOSSES:
+            self._failures.append(failed)
+            times = max(sum(stage in each for each in self._failures) for stage in failed)
+            if times < _CONVICTING_LOSSES_OF_ONE_STAGE and len(self._failures) < _CONVICTING_LOSSES:
                 return None
             self.cleared(lone)
             return lone
@@ -53,6 +59,6 @@ class Quarantine:
         """The request gained a token since its last loss, or ended."""
         self._losses.pop(request_id, None)
         if request_id == self.lone:
-            self._lost_alone = 0
+            self._failures = []
         if request_id in self._suspects:
             self._suspects.remove(request_id)

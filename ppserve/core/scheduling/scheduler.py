@@ -19,6 +19,7 @@ steps before it asks for the next. It calls `commit` for every result of the las
 from __future__ import annotations
 
 import math
+from collections.abc import Set
 
 from ppserve.core.ledger.steps import Steps
 from ppserve.core.plan import Drawn, Scored, Slice, StepPlan, StepResult
@@ -344,13 +345,14 @@ class Scheduler:
         ):
             self._quarantine.cleared(group.key)
 
-    def lose_stage(self, epoch: int, now: float) -> list[SequenceEvent]:
+    def lose_stage(self, epoch: int, failed: Set[int], now: float) -> list[SequenceEvent]:
         """Begin a new epoch: steps in flight are discarded, and every sequence is computed again.
 
+        failed: the stages whose failure ended the last epoch; none where no request can be blamed.
         No token is lost, so there are no events, except for a request that is certain to have killed the stage:
         it fails.
         """
-        culprit = self._quarantine.lost(self._lanes.lose(epoch))
+        culprit = self._quarantine.lost(self._lanes.lose(epoch), failed)
         self._blocks.forget_contents()
         for sequence in list(self._ending.values()):
             self._release(sequence)

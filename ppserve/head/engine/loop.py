@@ -65,6 +65,7 @@ class Engine(threading.Thread):
         self._outputs: dict[Sink, list[TokenOutput]] = {}
         self._stopping = False
         self._ended = False
+        self._is_unbalanced = False
 
     # ---- for other threads ----------------------------------------------------------------------------
 
@@ -106,7 +107,7 @@ class Engine(threading.Thread):
         try:
             self._replica.start()
             while not self._stopping:
-                self._turn()
+                self.turn()
         except Exception as error:
             log.exception("the engine failed")
             self._give_up(Hopeless(f"internal error: {type(error).__name__}", usage=False))
@@ -119,7 +120,8 @@ class Engine(threading.Thread):
         self._refuse_the_rest()
         self._control.close(_GOODBYE_S)
 
-    def _turn(self) -> None:
+    def turn(self) -> None:
+        """Handles all that has happened since the last turn. Public for those who drive an engine by hand."""
         heard = self._control.poll(_TICK_S if not self._inbox else 0.0)
         woken_ns = self._clock()
         for message in heard:
@@ -127,6 +129,7 @@ class Engine(threading.Thread):
         while self._inbox and not self._stopping:
             self._take(self._inbox.popleft())
         self._happened(self._replica.tick())
+        self._note_demand()
         self._replica.refill(woken_ns)
         self._replica.report_load()
         self._deliver()
@@ -154,7 +157,6 @@ class Engine(threading.Thread):
                     self.formed.set_result(None)
                 case Hopeless():
                     self._give_up(event)
-        self._note_demand()
 
     def _refuse_the_rest(self) -> None:
         """Refuses messages that arrived after the last turn. Safe in any thread."""
@@ -183,7 +185,6 @@ class Engine(threading.Thread):
             asked.accepted.set_exception(error)
         else:
             asked.accepted.set_result(None)
-        self._note_demand()
 
     def _admit(self, asked: Submit) -> None:
         """Raises RequestError."""
@@ -221,11 +222,12 @@ class Engine(threading.Thread):
             self._hand_over(lambda: _push(outputs))
 
     def _note_demand(self) -> None:
-        if self._replica.demand(bool(self._open)):
+        if self._replica.demand(bool(self._open)) or self._is_unbalanced:
             return
         try:
             self._replica.prove_idle()
         except AssertionError:
+            self._is_unbalanced = True  # it stays so: once in the log is enough
             log.exception("KV blocks are not balanced")
 
     def _give_up(self, hopeless: Hopeless) -> None:

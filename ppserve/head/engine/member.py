@@ -70,10 +70,14 @@ class StageDied:
 
 @dataclass(frozen=True, slots=True)
 class EpochLost:
-    """The epoch is lost: results of steps in flight will not arrive."""
+    """The epoch is lost: results of steps in flight will not arrive.
+
+    stage: which failed, or said that it cannot go on; None if one was only silent, as when a network is cut.
+    """
 
     epoch: int
     cause: str
+    stage: int | None
 
 
 @dataclass(frozen=True, slots=True)

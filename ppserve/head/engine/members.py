@@ -54,6 +54,8 @@ _LEAVE_FORMING_WITHIN_NS = 2_000_000_000
 # Time between a loss and the next epoch: a network that fails at once is not retried without a pause, and the end
 # of a dead stage's connection arrives before the epoch forms.
 _SETTLE_NS = 200_000_000
+# Each attempt that fails doubles it up to this, so that ten attempts outlast a link that is down for a minute.
+_SETTLE_AT_MOST_NS = 20_000_000_000
 # A stage whose errors kept so many epochs in a row from forming is replaced; after so many that did not form, for
 # whatever reason, the server ends.
 _MAX_COMPLAINTS = 3
@@ -161,6 +163,8 @@ class Members:
                 self._update(rank, progress=(message.done_bytes, message.total_bytes), since_ns=now_ns)
                 return []
             case wire.Loaded():
+                if member.state is not StageState.LOADING:  # from FORMING only `Broken` leads to LOADED
+                    raise InvalidMove(rank, member.state, StageState.LOADED)
                 self._move(rank, StageState.LOADED, now_ns)
                 self._update(rank, loaded=message)
                 return self._form_if_complete(now_ns)
@@ -183,7 +187,7 @@ class Members:
             return []
         member = self[rank]
         self._update(rank, restarts=member.restarts + 1)
-        lost = self._lose_epoch(f"stage {member.stage}: {cause}", now_ns)
+        lost = self._lose_epoch(f"stage {member.stage}: {cause}", member.stage, now_ns)
         return [StageDied(rank, member.stage, cause), *lost]
 
     def tick(self, now_ns: int) -> list[MemberEvent]:
@@ -242,7 +246,7 @@ class Members:
         for member in self.all:
             heard_ns = self._heard_ns[member.rank]
             if member.state is StageState.READY and now_ns - heard_ns > _SILENT_NS:
-                lost = self._lose_epoch(f"stage {member.stage}: silent", now_ns)
+                lost = self._lose_epoch(f"stage {member.stage}: silent", None, now_ns)
                 self._update(member.rank, leave_by_ns=heard_ns + _CUT_OFF_NS)
                 return lost
         return []
@@ -333,12 +337,12 @@ class Members:
         if member.state is not StageState.LEAVING:
             if self._forming:
                 self._complained(member)
-            return self._lose_epoch(broken.reason, now_ns)
+            return self._lose_epoch(broken.reason, member.stage, now_ns)
         return self._form_if_complete(now_ns)
 
-    def _lose_epoch(self, cause: str, now_ns: int) -> list[MemberEvent]:
-        """Tells the surviving ranks to leave the epoch."""
-        self._settled_ns = now_ns + _SETTLE_NS
+    def _lose_epoch(self, cause: str, stage: int | None, now_ns: int) -> list[MemberEvent]:
+        """Tells the surviving ranks to leave the epoch. stage: as in `EpochLost`."""
+        self._settled_ns = now_ns + min(_SETTLE_NS << self._attempts, _SETTLE_AT_MOST_NS)
         was_formed, self.formed = self.formed, False
         for member in self.all:
             if member.state in (StageState.FORMING, StageState.READY):
@@ -347,7 +351,7 @@ class Members:
                 self._move(member.rank, StageState.LEAVING, now_ns)
                 self._update(member.rank, leave_by_ns=now_ns + within_ns)
         if was_formed:
-            return [EpochLost(self.epoch, cause)]
+            return [EpochLost(self.epoch, cause, stage)]
         if not self._forming:
             return []
         log.warning("epoch %d did not form: %s", self.epoch, cause)

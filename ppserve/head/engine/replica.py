@@ -82,6 +82,9 @@ class Replica:
         self._overheads = Overheads(self.steps)
         self._costs = PipelineCosts(num_stages)
         self._lanes = LaneCount(num_stages, self._costs.fixed_s)
+        # Since the last epoch formed. A death is told by neighbours, whose transport breaks, as well.
+        self._died: set[int] = set()
+        self._broke: set[int] = set()
         self._control = control
         self._watcher = watcher
         self._clock = clock
@@ -174,6 +177,7 @@ class Replica:
                 case EpochLost():
                     self._epoch_lost(event)
                 case StageDied():
+                    self._died.add(event.stage)
                     log.warning("stage %d died (%s)", event.stage, event.cause)
                     self._watcher.stage_died(event.stage, event.cause)
                 case Hopeless():
@@ -200,7 +204,8 @@ class Replica:
         if self.scheduler is not None:
             # All sequences are computed again; steps that were in flight when the last epoch was lost do not
             # count.
-            return [*self.scheduler.lose_stage(formed.epoch, self._now_s())]
+            failed, self._died, self._broke = self._died or self._broke, set(), set()
+            return [*self.scheduler.lose_stage(formed.epoch, failed, self._now_s())]
         decision = self.members.decision
         assert decision is not None
         blocks = BlockManager(formed.num_blocks, decision.scheduling.block_size)
@@ -210,6 +215,8 @@ class Replica:
     def _epoch_lost(self, lost: EpochLost) -> None:
         """Steps in flight will not return. The scheduler is told when the next epoch has formed."""
         log.warning("epoch %d lost: %s", lost.epoch, lost.cause)
+        if lost.stage is not None:
+            self._broke.add(lost.stage)
         self.steps.lost()
         self._lanes.lost()
         self._account.stage_lost(self._clock())

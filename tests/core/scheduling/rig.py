@@ -69,7 +69,7 @@ class SchedulerRig:
     def lose_stage(self) -> None:
         self.pipeline.lose()
         self.steps.lost()
-        self.tell(self.scheduler.lose_stage(self.scheduler.epoch + 1, self.now))
+        self.tell(self.scheduler.lose_stage(self.scheduler.epoch + 1, {0}, self.now))
 
     def drain(self) -> None:
         while self.scheduler.has_work:

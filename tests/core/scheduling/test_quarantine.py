@@ -7,7 +7,7 @@ from ppserve.core.scheduling.quarantine import Quarantine
 
 def test_one_loss_makes_nobody_a_suspect() -> None:
     quarantine = Quarantine()
-    assert quarantine.lost({"a", "b"}) is None
+    assert quarantine.lost({"a", "b"}, {0}) is None
     assert quarantine.lone is None
     assert quarantine.watches("a")
     assert not quarantine.watches("c")
@@ -15,8 +15,8 @@ def test_one_loss_makes_nobody_a_suspect() -> None:
 
 def test_two_losses_in_a_row_isolate_those_in_flight_at_both() -> None:
     quarantine = Quarantine()
-    quarantine.lost({"a", "b"})
-    quarantine.lost({"b", "c"})
+    quarantine.lost({"a", "b"}, {0})
+    quarantine.lost({"b", "c"}, {0})
     assert quarantine.lone == "b"
     quarantine.cleared("b")
     assert quarantine.lone is None
@@ -24,39 +24,61 @@ def test_two_losses_in_a_row_isolate_those_in_flight_at_both() -> None:
 
 def test_progress_between_losses_starts_the_count_again() -> None:
     quarantine = Quarantine()
-    quarantine.lost({"a"})
+    quarantine.lost({"a"}, {0})
     quarantine.cleared("a")
-    quarantine.lost({"a"})
+    quarantine.lost({"a"}, {0})
     assert quarantine.lone is None
 
 
 def test_only_a_suspect_that_is_lost_alone_twice_is_the_culprit() -> None:
     quarantine = Quarantine()
-    quarantine.lost({"a", "b", "c"})
-    assert quarantine.lost({"a", "b", "c"}) is None
+    quarantine.lost({"a", "b", "c"}, {0})
+    assert quarantine.lost({"a", "b", "c"}, {0}) is None
     assert quarantine.lone == "a"
     quarantine.cleared("a")
     assert quarantine.lone == "b"
-    assert quarantine.lost({"b"}) is None, "one loss alone may be chance"
-    assert quarantine.lost({"b"}) == "b"
+    assert quarantine.lost({"b"}, {0}) is None, "one loss alone may be chance"
+    assert quarantine.lost({"b"}, {0}) == "b"
     assert quarantine.lone == "c"
-    assert quarantine.lost({"c"}) is None, "each suspect has its own count"
+    assert quarantine.lost({"c"}, {0}) is None, "each suspect has its own count"
     quarantine.cleared("c")
     assert quarantine.lone is None
 
 
 def test_a_loss_while_nothing_ran_blames_nobody() -> None:
     quarantine = Quarantine()
-    quarantine.lost({"a"})
-    quarantine.lost({"a"})
-    assert quarantine.lost(set()) is None
+    quarantine.lost({"a"}, {0})
+    quarantine.lost({"a"}, {0})
+    assert quarantine.lost(set(), {0}) is None
     assert quarantine.lone == "a"
 
 
 def test_a_request_that_ends_leaves_no_trace() -> None:
     quarantine = Quarantine()
-    quarantine.lost({"a"})
-    quarantine.lost({"a"})
+    quarantine.lost({"a"}, {0})
+    quarantine.lost({"a"}, {0})
     quarantine.cleared("a")
     assert quarantine.lone is None
     assert not quarantine.watches("a")
+
+
+def test_a_loss_at_which_no_stage_failed_blames_nobody() -> None:
+    quarantine = Quarantine()
+    for _ in range(9):
+        assert quarantine.lost({"a"}, set()) is None
+    assert quarantine.lone is None
+    for _ in range(2):
+        quarantine.lost({"a"}, {0})
+    for _ in range(9):
+        assert quarantine.lost({"a"}, set()) is None
+    assert quarantine.lone == "a"
+
+
+def test_other_stages_failing_in_turn_are_chance_for_longer() -> None:
+    quarantine = Quarantine()
+    for stage in range(2):
+        quarantine.lost({"a"}, {stage})
+    assert [quarantine.lost({"a"}, {stage}) for stage in range(4)] == [None, None, None, "a"], "nothing for ever"
+    for stage in range(2):
+        quarantine.lost({"b"}, {stage})
+    assert [quarantine.lost({"b"}, failed) for failed in ({0, 1}, {2}, {1})] == [None, None, "b"]

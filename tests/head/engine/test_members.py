@@ -142,7 +142,7 @@ def test_a_lost_stage_begins_a_new_epoch_when_it_is_back() -> None:
     pipeline = MembersRig(3)
     pipeline.start()
     events = pipeline.members.gone(1, "exit", pipeline.now_ns)
-    assert events == [StageDied(1, 1, "exit"), EpochLost(1, "stage 1: exit")]
+    assert events == [StageDied(1, 1, "exit"), EpochLost(1, "stage 1: exit", 1)]
     assert not pipeline.members.formed
     assert pipeline.say(0, result(1)) == [], "a result of a lost epoch counts for nothing"
     assert pipeline.leave(0, 2) == []
@@ -158,7 +158,7 @@ def test_a_lost_stage_begins_a_new_epoch_when_it_is_back() -> None:
 def test_an_epoch_does_not_form_before_the_death_behind_a_broken_transport_is_known() -> None:
     pipeline = MembersRig(2)
     pipeline.start()
-    assert pipeline.say(0, wire.Broken(1, "reset")) == [EpochLost(1, "reset")]
+    assert pipeline.say(0, wire.Broken(1, "reset")) == [EpochLost(1, "reset", 0)]
     pipeline.tick(1)
     assert pipeline.forms() == {}, "stage 1 has not said that it left: the epoch would form around a corpse"
     assert pipeline.members.gone(1, "exit", pipeline.now_ns) == [StageDied(1, 1, "exit")]
@@ -273,7 +273,7 @@ def test_a_pause_of_a_stage_costs_an_epoch_and_no_loading(silent_s: int) -> None
     for _ in range(2 * silent_s):
         answer(pipeline, 0)
         events += pipeline.tick(0.5)
-    assert events == [EpochLost(1, "stage 1: silent")]
+    assert events == [EpochLost(1, "stage 1: silent", None)]
     assert pipeline.dropped == []
     pipeline.sent.clear()
     for stage in range(2):
@@ -340,7 +340,7 @@ def test_another_model_after_a_restart_is_refused() -> None:
 
 def fail_to_form(pipeline: MembersRig, complainer: int) -> list[MemberEvent]:
     """An epoch that one stage's transport keeps from forming; both leave it."""
-    pipeline.tick(1)
+    pipeline.tick(21)
     epoch = pipeline.members.epoch
     pipeline.say(0, wire.StoreOpened(epoch, 4000))
     events = pipeline.say(complainer, wire.Broken(epoch, "no route to host"))
@@ -491,7 +491,16 @@ def test_a_message_at_the_wrong_time_ends_the_connection_and_changes_nothing() -
     assert pipeline.hello(1) == [], "a second greeting on the same connection"
     assert pipeline.dropped[1:] == [(1, "protocol")]
     assert pipeline.members.formed, "the epoch is lost when the connection is gone, not before"
-    assert pipeline.members.gone(1, "protocol", pipeline.now_ns)[1] == EpochLost(1, "stage 1: protocol")
+    assert pipeline.members.gone(1, "protocol", pipeline.now_ns)[1] == EpochLost(1, "stage 1: protocol", 1)
+
+
+def test_weights_that_are_loaded_twice_end_the_connection_and_not_the_epoch() -> None:
+    pipeline = loaded_pipeline()
+    pipeline.say(0, wire.StoreOpened(1, 4000))
+    assert pipeline.members[1].state is StageState.FORMING
+    assert pipeline.loaded(1) == []
+    assert pipeline.dropped == [(1, "protocol")]
+    assert pipeline.members[1].state is StageState.FORMING, "else it would wait for ever, and the others for it"
 
 
 def test_a_rank_cannot_report_another_stages_step() -> None:

@@ -1,0 +1,287 @@
+"""A history: the real engine, replica, members, scheduler and ledger in a simulated world where much goes wrong.
+
+After every turn of the engine all invariants are checked. When the faults are over, everything must be served.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from functools import partial
+
+from ppserve.core.request import FinishReason, Request, SamplingParams, StopConditions
+from ppserve.errors import Overloaded, RequestFailed
+from ppserve.head.engine.loop import Engine
+from ppserve.head.engine.member import StageState
+from ppserve.head.engine.members import Members
+from ppserve.head.engine.output import TokenOutput
+from ppserve.head.engine.replica import Replica
+from ppserve.head.engine.watcher import Watcher
+from tests.core.scheduling.invariants import check_scheduler
+from tests.core.scheduling.rig import prompt_of
+from tests.core.toy_pipeline import expected_answer
+from tests.head.engine.simulated_stages import POISON_SEED, Host, StageProcess
+from tests.head.engine.simulated_world import SECOND, Network, SimulatedControl, World
+from tests.head.engine.toy_ranks import ToyRules
+
+# The head looks at least every 0.1 s; that one which is busy looks less often is part of the simulation.
+_TICK_S = 0.4
+# When the faults are over, everything is served within this time.
+_SERVED_WITHIN_S = 150.0
+_EPOCHS_PER_LOSS = 3
+_CUT_SHORT = (FinishReason.CANCELLED, FinishReason.DEADLINE)
+
+
+@dataclass(eq=False)
+class Caller:
+    """A sink: what a stream brought, checked as it comes."""
+
+    request: Request
+    world: World
+    tokens: dict[int, list[int]] = field(default_factory=lambda: defaultdict(list))
+    ends: dict[int, str] = field(default_factory=dict)
+    is_refused: bool = False
+
+    def push(self, outputs: Sequence[TokenOutput]) -> None:
+        for output in outputs:
+            self._take(output)
+
+    def _take(self, output: TokenOutput) -> None:
+        name, index = f"{self.request.id}/{output.index}", output.index
+        assert index not in self.ends, f"{name}: something after its end"
+        if output.token_id is not None:
+            assert output.offset == len(self.tokens[index]), f"{name}: a token twice, or one is missing"
+            self.tokens[index].append(output.token_id)
+        if output.error is not None:
+            self.ends[index] = type(output.error).__name__
+            assert isinstance(output.error, RequestFailed), f"{name}: {output.error!r}"
+            assert self.request.sampling.seed == POISON_SEED, f"{name}: convicted, and innocent"
+        elif output.finish is not None:
+            self._check_end(name, index, output.finish)
+        self.world.note(f"{name} {output.token_id} {self.ends.get(index, '')}")
+
+    def _check_end(self, name: str, index: int, finish: FinishReason) -> None:
+        self.ends[index] = finish.name
+        expected = expected_answer(self.request, index)
+        brought = tuple(self.tokens[index])
+        if finish in _CUT_SHORT:
+            assert brought == expected.token_ids[: len(brought)], f"{name}: other tokens than alone"
+        else:
+            assert (brought, finish) == (expected.token_ids, expected.finish), f"{name}: another answer than alone"
+
+    @property
+    def is_over(self) -> bool:
+        return self.is_refused or len(self.ends) == self.request.num_sequences
+
+
+class History:
+    """One seed, one history. members, replica: subclasses, to plant a defect."""
+
+    def __init__(self, seed: int, members: type[Members] = Members, replica: type[Replica] = Replica) -> None:
+        self.world = world = World(seed)
+        self.random = world.random
+        self.network = Network()
+        self.num_stages = self.random.choice((1, 2, 2, 3))
+        self.control = SimulatedControl(world, self.network)
+        self.control.on_news = self._wake
+        rules = ToyRules(self.num_stages, {"max_num_seqs": self.random.choice((3, 16)), "max_queue": 8})
+        self.members = members(range(self.num_stages), "here", rules, self.control)
+        self._began_ns = world.now_ns
+        self.replica = replica(self.members, self.control, Watcher(), lambda: world.now_ns)
+        self.engine = Engine(
+            self.replica, self.control, Watcher(), lambda call: call(), lambda: self.world.now_ns
+        )
+        self.host = Host(world, self.network, self.control, self.num_stages)
+        self.callers: list[Caller] = []
+        self.num_faults = 0
+        self._turn_is_due = False
+        self._head_sleeps_until_ns = 0
+
+    def run(self) -> list[str]:
+        """To its end. Returns what happened; raises AssertionError with that where an invariant does not hold."""
+        try:
+            self._live()
+        except Exception as error:
+            raise AssertionError(f"{error!r}\n" + "\n".join(self.world.trace[-60:])) from error
+        return self.world.trace
+
+    def run_without_a_way(self) -> str:
+        """Stages can never reach each other. Returns the reason with which the server ends."""
+        self.network.stages_are_cut = True
+        self.replica.start()
+        self._tick()
+        while not self.engine.failed.done():
+            self._step(_SERVED_WITHIN_S)
+        return self.engine.failed.result().reason
+
+    def _live(self) -> None:
+        self.replica.start()
+        self._tick()
+        while not self.members.formed:
+            self._step(60.0)
+        until_s = self._plan_what_happens()
+        over_ns = self.world.now_ns + int(until_s * SECOND)
+        while self.world.now_ns < over_ns:
+            self.world.step()
+        self._heal()
+        while not (all(caller.is_over for caller in self.callers) and self._is_quiet()):
+            self._step((over_ns - self._began_ns) / SECOND + _SERVED_WITHIN_S)
+        self._check_the_end()
+
+    def _step(self, within_s: float) -> None:
+        waited_s = (self.world.now_ns - self._began_ns) / SECOND
+        states = [member.state.name for member in self.members.all]
+        assert waited_s < within_s, f"not served after {waited_s:.0f} s: {states}"
+        self.world.step()
+
+    def _is_quiet(self) -> bool:
+        return self.members.formed and not len(self.replica.steps)
+
+    # ---- the engine -----------------------------------------------------------------------------------
+
+    def _wake(self) -> None:
+        if not self._turn_is_due:
+            self._turn_is_due = True
+            self.world.after(self.world.between(0.0001, 0.001), self._turn)
+
+    def _tick(self) -> None:
+        self._wake()
+        self.world.after(_TICK_S, self._tick)
+
+    def _turn(self) -> None:
+        if self.world.now_ns < self._head_sleeps_until_ns:
+            self.world.after((self._head_sleeps_until_ns - self.world.now_ns) / SECOND, self._turn)
+            return
+        self._turn_is_due = False
+        self.engine.turn()
+        if not self.network.stages_are_cut or self.callers:
+            self._check()
+
+    # ---- what happens ---------------------------------------------------------------------------------
+
+    def _plan_what_happens(self) -> float:
+        """Requests, cancellations and faults. Returns when the last fault is over."""
+        random, over_s = self.random, 1.0
+        has_poison = random.random() < 0.15
+        for number in range(random.randint(3, 7)):
+            request = self._some_request(number, is_poison=has_poison and number == 1)
+            at_s = random.uniform(0.0, 0.5)
+            self.world.after(at_s, partial(self._submit, request))
+            if random.random() < 0.1:
+                self.world.after(at_s + random.uniform(0.0, 0.3), partial(self._cancel, request.id))
+        at_s = 0.0
+        for _ in range(random.randint(0, 5)):
+            # Often while the last fault is not over: that is where histories are interesting.
+            at_s += random.choice((random.uniform(0.0, 0.2), random.uniform(0.0, 2.0), random.uniform(0.0, 12.0)))
+            fault = random.choice((self._kill, self._kill, self._freeze, self._pause, self._spin, self._slow,
+                                   self._cut, self._cut_stages, self._head_sleeps))  # fmt: skip
+            rank, lasts_s = random.randrange(self.num_stages), random.choice((0.3, 2.0, 6.0, 11.0, 20.0))
+            self.num_faults += 1
+            self.world.after(at_s, partial(fault, rank, lasts_s))
+            over_s = max(over_s, at_s + lasts_s)
+        return over_s
+
+    def _some_request(self, number: int, is_poison: bool) -> Request:
+        random = self.random
+        stop = StopConditions(random.randint(1, 14), ignore_eos=random.random() < 0.7)
+        deadline_s = self.world.now_ns / SECOND + random.uniform(0.05, 20.0) if random.random() < 0.15 else None
+        return Request(
+            id=f"r{number}",
+            prompt_ids=prompt_of(random.choice((1, 3, 9, 30)), random.randint(0, 2)),
+            stop=stop,
+            sampling=SamplingParams(seed=POISON_SEED if is_poison else number),
+            num_sequences=random.choice((1, 1, 1, 2)),
+            deadline_s=deadline_s,
+        )
+
+    def _submit(self, request: Request) -> None:
+        caller = Caller(request, self.world)
+        self.callers.append(caller)
+        accepted = self.engine.submit(request, caller, None)
+
+        def answered(_future: object) -> None:
+            problem = accepted.exception()
+            caller.is_refused = problem is not None
+            assert problem is None or isinstance(problem, Overloaded), problem
+
+        accepted.add_done_callback(answered)
+
+    def _cancel(self, key: str) -> None:
+        self.world.note(f"cancel {key}")
+        self.engine.cancel(key, FinishReason.CANCELLED)
+
+    def _process(self, rank: int, what: str) -> StageProcess:
+        self.world.note(f"{what} rank {rank}")
+        return self.host.processes[rank]
+
+    def _kill(self, rank: int, _lasts_s: float) -> None:
+        self._process(rank, "kill").end("killed")
+
+    def _freeze(self, rank: int, lasts_s: float) -> None:
+        self._process(rank, f"freeze for {lasts_s} s").freeze(lasts_s, with_its_host=False)
+
+    def _pause(self, rank: int, lasts_s: float) -> None:
+        self._process(rank, f"pause for {lasts_s} s the host of").freeze(lasts_s, with_its_host=True)
+
+    def _spin(self, rank: int, _lasts_s: float) -> None:
+        self._process(rank, "spin").spins = True
+
+    def _slow(self, rank: int, lasts_s: float) -> None:
+        process = self._process(rank, f"slow for {lasts_s} s")
+        process.slowness = 30.0
+        self.world.after(lasts_s, lambda: setattr(process, "slowness", 1.0))
+
+    def _cut(self, rank: int, lasts_s: float) -> None:
+        self.world.note(f"cut for {lasts_s} s rank {rank}")
+        for direction in self.random.choice((("up",), ("down",), ("up", "down"))):
+            self.network.cut.add((rank, direction))
+        self.world.after(lasts_s, lambda: self.network.heal(rank))
+
+    def _cut_stages(self, _rank: int, lasts_s: float) -> None:
+        self.world.note(f"cut the stages from each other for {lasts_s} s")
+        self.network.stages_are_cut = True
+        self.world.after(lasts_s, self._join_stages)
+
+    def _join_stages(self) -> None:
+        self.network.stages_are_cut = False
+
+    def _head_sleeps(self, _rank: int, lasts_s: float) -> None:
+        self.world.note(f"the head sleeps for {lasts_s} s")
+        self._head_sleeps_until_ns = self.world.now_ns + int(lasts_s * SECOND)
+
+    def _heal(self) -> None:
+        self.world.note("the faults are over")
+        self._join_stages()
+        for rank in range(self.num_stages):
+            self.network.heal(rank)
+
+    # ---- what must hold -------------------------------------------------------------------------------
+
+    def _check(self) -> None:
+        """After every turn."""
+        assert not self.engine.failed.done(), f"the server ends: {self.engine.failed.result().reason}"
+        members, steps = self.members, self.replica.steps
+        assert members.formed == all(member.state is StageState.READY for member in members.all)
+        if not members.formed:
+            assert len(steps) == 0, "a step is awaited of an epoch that is lost"
+        scheduler = self.replica.scheduler
+        if scheduler is not None:
+            check_scheduler(scheduler)
+            assert steps.num_in_flight <= scheduler.config.max_microbatches
+        losses = self.num_faults + self.host.num_deaths
+        assert members.epoch <= 1 + _EPOCHS_PER_LOSS * losses + 10, "epochs without end"
+
+    def _check_the_end(self) -> None:
+        self.replica.prove_idle()
+        reading = self.replica.reading()
+        for stage in reading.stages:
+            times = stage.times
+            accounted = sum(times.busy_ns.values()) + sum(times.bubble_ns.values()) + times.idle_ns
+            assert accounted == self.world.now_ns - self._began_ns, "the ledger's times are not the wall's"
+        for caller in self.callers:
+            if caller.request.sampling.seed == POISON_SEED and not caller.is_refused:
+                ends = set(caller.ends.values())
+                assert ends & {"RequestFailed", *(finish.name for finish in _CUT_SHORT)}, f"the culprit got {ends}"
+        for member in self.members.all:
+            assert not member.round_trips, "one machine has one clock"

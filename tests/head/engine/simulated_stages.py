@@ -1,0 +1,253 @@
+"""Stage processes and their keepers in a simulated world. They speak as `stage.loop` does; the last one computes.
+
+A process may end, stand still, be paused with its whole host, or compute for ever. Its keeper starts another,
+unless the host is paused.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+from ppserve import wire
+from ppserve.core.plan import StepPlan, StepResult, StepStamps
+from tests.core.toy_pipeline import ToyPipeline
+from tests.head.engine.simulated_world import SECOND, Connection, Network, SimulatedControl, World
+from tests.head.engine.toy_ranks import ARCH, BLOCK_SIZE, NUM_BLOCKS
+
+POISON_SEED = 666
+_HEAD_SILENT_S = 15.0
+_FROZEN_S = 4.0
+_JOIN_WITHIN_S = 25.0
+_RETRY_S = 0.2
+
+
+class Host:
+    """All ranks of one pipeline. neighbours_notice: a stage whose neighbour is gone finds its transport broken;
+    else it waits for the head's word."""
+
+    def __init__(self, world: World, network: Network, control: SimulatedControl, num_stages: int) -> None:
+        self.world = world
+        self.network = network
+        self.control = control
+        self.num_stages = num_stages
+        self.neighbours_notice = world.random.random() < 0.5
+        self.num_deaths = 0
+        self.groups: dict[int, dict[int, StageProcess]] = {}
+        self.processes = {rank: StageProcess(self, rank) for rank in range(num_stages)}
+        for process in self.processes.values():
+            world.after(world.between(0.0, 0.5), process.connect)
+
+    def replace(self, rank: int) -> None:
+        """What a keeper does when its stage has ended."""
+        self.num_deaths += 1
+        self.processes[rank] = StageProcess(self, rank)
+        self.world.after(self.world.between(0.2, 1.5), self.processes[rank].connect)
+
+
+class StageProcess:
+    """One life of a stage."""
+
+    def __init__(self, host: Host, rank: int) -> None:
+        self.rank = rank
+        self.is_alive = True
+        self.is_frozen = False
+        self.spins = False
+        self.slowness = 1.0
+        self._host = host
+        self._world = host.world
+        self._waiting: deque[Callable[[], None]] = deque()
+        self._connection: Connection | None = None
+        self._heard_ns = 0
+        self._toy = ToyPipeline(BLOCK_SIZE)
+        self._epoch = 0
+        self._forget()
+
+    def _forget(self) -> None:
+        self._is_ready = self._computes = False
+        self._plans: deque[StepPlan] = deque()
+        self._arrived: set[int] = set()
+
+    # ---- life -----------------------------------------------------------------------------------------
+
+    def do(self, action: Callable[[], None]) -> None:
+        """Now; when it goes on, if it stands still; never, if it has ended."""
+        if self.is_frozen:
+            self._waiting.append(action)
+        elif self.is_alive:
+            action()
+
+    def later(self, seconds: float, action: Callable[[], None]) -> None:
+        self._world.after(seconds, lambda: self.do(action))
+
+    def end(self, why: str) -> None:
+        if not self.is_alive:
+            return
+        self._world.note(f"process of rank {self.rank} ends: {why}")
+        self.is_alive = self.is_frozen = False
+        if self._connection is not None:
+            self._connection.up.send(None)
+        self._leave()
+        self._host.replace(self.rank)
+
+    def freeze(self, seconds: float, with_its_host: bool) -> None:
+        """A keeper that runs kills a stage that stands still."""
+        self.is_frozen = True
+        if not with_its_host and seconds > _FROZEN_S:
+            self._world.after(_FROZEN_S, lambda: self.end("frozen"))
+        self._world.after(seconds, self._thaw)
+
+    def _thaw(self) -> None:
+        self.is_frozen = False
+        while self._waiting and not self.is_frozen:
+            self.do(self._waiting.popleft())
+
+    # ---- the head -------------------------------------------------------------------------------------
+
+    def connect(self) -> None:
+        if not self.is_alive:
+            return
+        cut = self._host.network.cut
+        if self.is_frozen or (self.rank, "up") in cut or (self.rank, "down") in cut:
+            self._world.after(_RETRY_S, self.connect)
+            return
+        self._connection = connection = Connection(self._host.control, self.rank, self._hear)
+        self._heard_ns = self._world.now_ns
+        connection.up.send(wire.Proof(self.rank, b"", b""))
+        self.later(_HEAD_SILENT_S, self._watch_head)
+
+    def _hear(self, message: Any) -> None:
+        self.do(partial(self._take, message))
+
+    def _watch_head(self) -> None:
+        silent_s = (self._world.now_ns - self._heard_ns) / SECOND
+        if silent_s >= _HEAD_SILENT_S:
+            self.end("nothing of the head")
+        else:
+            self.later(_HEAD_SILENT_S - silent_s, self._watch_head)
+
+    def _say(self, message: wire.FromStage) -> None:
+        assert self._connection is not None
+        self._connection.up.send(message)
+
+    def _take(self, message: Any) -> None:
+        self._heard_ns = self._world.now_ns
+        match message:
+            case None:
+                self.end("the head ended the connection")
+            case wire.Welcome():
+                place, model = (self.rank, self._host.num_stages, "host"), ("/m", ARCH, "float32")
+                self._say(wire.Hello(*place, *model, None, False, None, "here"))
+            case wire.Refused():
+                self._world.after(_RETRY_S, self.connect)
+            case wire.Ping(sent_ns):
+                self._say(wire.Heartbeat(sent_ns, self._world.now_ns))
+            case wire.Assign():
+                loaded = wire.Loaded("cpu", 1, 1, 10, 10 * NUM_BLOCKS, "")
+                self.later(self._world.between(0.05, 0.4), lambda: self._say(loaded))
+            case wire.Form(epoch):
+                self._enter(epoch)
+            case wire.Abandon(epoch) if epoch == self._epoch:
+                self._break("told by the head")
+            case wire.Plan(plan) if plan.epoch == self._epoch:
+                self._plans.append(plan)
+                self._compute()
+
+    # ---- epochs ---------------------------------------------------------------------------------------
+
+    def _enter(self, epoch: int) -> None:
+        self._leave()
+        self._epoch = epoch
+        self._toy.lose()
+        if self.rank == 0:
+            self._say(wire.StoreOpened(epoch, 1))
+        group = self._host.groups.setdefault(epoch, {})
+        group[self.rank] = self
+        if len(group) == self._host.num_stages:
+            for process in group.values():
+                process.later(self._world.between(0.01, 0.1), partial(process.joined, epoch))
+        self.later(_JOIN_WITHIN_S, lambda: self._give_up_joining(epoch))
+
+    def joined(self, epoch: int) -> None:
+        if epoch != self._epoch:
+            return
+        if self._host.network.stages_are_cut:
+            self.later(1.0, lambda: self._give_up_joining(epoch))
+            return
+        self._is_ready = True
+        self._say(wire.Ready(epoch))
+        self._compute()
+
+    def _give_up_joining(self, epoch: int) -> None:
+        if epoch == self._epoch and not self._is_ready:
+            self._break("no route to a neighbour")
+
+    def neighbour_left(self, epoch: int) -> None:
+        if epoch == self._epoch:
+            self._break("connection reset by a neighbour")
+
+    def _break(self, reason: str) -> None:
+        epoch = self._epoch
+        self._leave()
+        self._say(wire.Broken(epoch, reason))
+
+    def _leave(self) -> None:
+        epoch, self._epoch = self._epoch, 0
+        self._forget()
+        others = [p for p in self._host.groups.get(epoch, {}).values() if p is not self]
+        if self._host.neighbours_notice:
+            for process in others:
+                process.later(self._world.between(0.001, 0.05), partial(process.neighbour_left, epoch))
+
+    # ---- steps ----------------------------------------------------------------------------------------
+
+    def arrived(self, epoch: int, step_id: int) -> None:
+        """Hidden states of a step, from the stage before."""
+        if epoch == self._epoch:
+            self._arrived.add(step_id)
+            self._compute()
+
+    def _compute(self) -> None:
+        if self._computes or not self._is_ready or not self._plans:
+            return
+        if self.rank and self._plans[0].step_id not in self._arrived:
+            return
+        plan = self._plans.popleft()
+        if self._is_last and any(piece.draw and piece.draw.params.seed == POISON_SEED for piece in plan.slices):
+            self.end("poison")
+            return
+        self._computes = True
+        if not self.spins:
+            begun_ns = self._world.now_ns
+            seconds = self._world.between(0.5, 1.5) * self.slowness * (0.002 + 0.0001 * plan.num_tokens)
+            self.later(seconds, lambda: self._computed(plan, begun_ns))
+
+    @property
+    def _is_last(self) -> bool:
+        return self.rank == self._host.num_stages - 1
+
+    def _computed(self, plan: StepPlan, begun_ns: int) -> None:
+        if plan.epoch != self._epoch:
+            return
+        self._computes = False
+        now_ns = self._world.now_ns
+        stamps = StepStamps(begun_ns, begun_ns, begun_ns, begun_ns, now_ns, now_ns)
+        if self._is_last:
+            self._toy.send(plan)
+            self._say(wire.Result(replace(self._toy.run_one(), stage=self.rank, stamps=stamps)))
+        else:
+            self._say(wire.Result(StepResult(plan.epoch, plan.step_id, self.rank, stamps)))
+            self._hand_on(plan.epoch, plan.step_id)
+        self._compute()
+
+    def _hand_on(self, epoch: int, step_id: int) -> None:
+        if epoch != self._epoch:
+            return
+        if self._host.network.stages_are_cut:
+            self.later(0.05, lambda: self._hand_on(epoch, step_id))
+            return
+        after = self._host.groups[epoch][self.rank + 1]
+        after.later(self._world.between(0.0001, 0.002), lambda: after.arrived(epoch, step_id))

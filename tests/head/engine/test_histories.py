@@ -1,0 +1,111 @@
+"""Simulated histories: 2,000 seeds, and defects that they must find.
+
+A seed that fails prints what happened; `History(seed).run()` replays it.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+from ppserve import wire
+from ppserve.head.engine.member import EpochLost, MemberEvent, StageState
+from ppserve.head.engine.members import Members
+from ppserve.head.engine.replica import Replica
+from tests.head.engine.history import History
+
+NUM_HISTORIES = 2_000
+AT_ONCE = 250
+
+
+@pytest.fixture(autouse=True)
+def quiet() -> Iterator[None]:
+    logging.disable(logging.CRITICAL)
+    yield
+    logging.disable(logging.NOTSET)
+
+
+@pytest.mark.parametrize("first", range(0, NUM_HISTORIES, AT_ONCE))
+def test_everything_is_served_whatever_happens(first: int) -> None:
+    for seed in range(first, first + AT_ONCE):
+        try:
+            History(seed).run()
+        except AssertionError as error:
+            raise AssertionError(f"history {seed}: {error}") from None
+
+
+def test_a_seed_replays_its_history_exactly() -> None:
+    for seed in (2, 7, 31):
+        assert History(seed).run() == History(seed).run()
+    assert History(2).run() != History(3).run()
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_what_cannot_be_is_not_tried_for_ever(seed: int) -> None:
+    history = History(seed)
+    if history.num_stages > 1:
+        assert "did not form in 10 attempts" in history.run_without_a_way()
+
+
+class LoadsAtAnyTime(Members):
+    """Takes weights that were loaded again for the word of a stage that has left its epoch."""
+
+    def _take(self, rank: int, now_ns: int, message: wire.FromStage) -> list[MemberEvent]:
+        if isinstance(message, wire.Ready) and self[rank].stage == 0:
+            self._move(rank, StageState.LOADED, now_ns)
+            return []
+        return super()._take(rank, now_ns, message)
+
+
+class HasNoPatience(Members):
+    """The server ends when the first epoch after a loss does not form."""
+
+    def _lose_epoch(self, cause: str, stage: int | None, now_ns: int) -> list[MemberEvent]:
+        if self._forming:
+            self._attempts = 9
+        return super()._lose_epoch(cause, stage, now_ns)
+
+
+class TriesForEver(Members):
+    """Counts no attempts."""
+
+    def _lose_epoch(self, cause: str, stage: int | None, now_ns: int) -> list[MemberEvent]:
+        self._attempts = 0
+        return super()._lose_epoch(cause, stage, now_ns)
+
+
+class RemembersLostSteps(Replica):
+    """Waits for the results of an epoch that is lost."""
+
+    def _epoch_lost(self, lost: EpochLost) -> None:
+        self._account.stage_lost(self._clock())
+
+
+@pytest.mark.parametrize(
+    ("kind", "within"),
+    [
+        ({"members": LoadsAtAnyTime}, 1),
+        ({"members": HasNoPatience}, 100),
+        ({"replica": RemembersLostSteps}, 20),
+    ],
+)
+def test_a_planted_defect_is_found(kind: dict[str, Any], within: int) -> None:
+    assert histories_to_find(within, **kind) <= within
+
+
+def test_endless_attempts_are_found() -> None:
+    with pytest.raises(AssertionError, match="not served after"):
+        next(h for h in (History(seed, TriesForEver) for seed in range(9)) if h.num_stages > 1).run_without_a_way()
+
+
+def histories_to_find(at_most: int, **kind: Any) -> int:
+    """How many histories find a defect."""
+    for seed in range(at_most):
+        try:
+            History(seed, **kind).run()
+        except AssertionError:
+            return seed + 1
+    return at_most + 1

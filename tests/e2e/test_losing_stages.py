@@ -166,12 +166,22 @@ def test_a_stage_that_cannot_come_back_ends_streams_and_server(tmp_path: Path) -
 
 
 @pytest.mark.timeout(240)
-def test_int8_tokens_are_the_same_across_a_loss() -> None:
-    with serving(2, "--quantization", "int8", "--kv-dtype", "int8") as server:
+@pytest.mark.parametrize(
+    ("flags", "told_of_it"),
+    [
+        (("--quantization", "int8", "--kv-dtype", "int8"), ("int8", "int8", "int8")),
+        (("--dtype", "bfloat16"), ("none", "bfloat16", "bfloat16")),
+    ],
+    ids=["int8", "bfloat16"],
+)
+def test_tokens_of_other_precisions_are_the_same_across_a_loss(
+    flags: tuple[str, ...], told_of_it: tuple[str, str, str]
+) -> None:
+    with serving(2, *flags) as server:
         with grpc.insecure_channel(server.grpc) as channel:
             told = GenerationServiceStub(channel).GetModelInfo(pb.GetModelInfoRequest())
         assert told.deterministic, told.nondeterministic_reason
-        assert (told.quantization, told.kv_dtype, told.kernels) == ("int8", "int8", "int8, own kernels")
+        assert (told.quantization, told.kv_dtype, told.kernels.split()[0].strip(",")) == told_of_it
         undisturbed = ask(server.grpc, long_requests(16), at_once=3)
         for stage in range(2):
             assert ask_and_hurt(server, stage, signal.SIGKILL) == undisturbed

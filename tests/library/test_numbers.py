@@ -25,6 +25,7 @@ SHAPES: list[tuple[int, dict[str, Any]]] = [
 @pytest.mark.parametrize(
     "numbers",
     [
+        {"dtype": "bfloat16"},
         {"quantization": "int8"},
         INT8,
         INT8 | {"dtype": "bfloat16"},

@@ -32,7 +32,7 @@ from ppserve.model.cpu.activations import CpuActivation
 from ppserve.model.cpu.kernels import variants
 from ppserve.model.cpu.kernels.attention_tile import attention_kernels
 from ppserve.model.cpu.kernels.operations import OPERATIONS
-from ppserve.model.cpu.kernels.products import micro_kernels
+from ppserve.model.cpu.kernels.products import Weights, micro_kernels
 from ppserve.model.cpu.kernels.storage import Storage
 from ppserve.model.cpu.kernels.work import ATTENTION, MLP, as_table, work
 from ppserve.model.cpu.kv_cache import CpuCache, block_bytes
@@ -93,7 +93,7 @@ class CpuBackend:
         assert isinstance(norm, CpuNorm)
         assert isinstance(qkv, PackedLinear)
         assert isinstance(proj, PackedLinear)
-        weights = qkv.packed.seen_by_kernels, proj.packed.seen_by_kernels
+        weights = self._weights(qkv, proj)
         table = as_table(norm.seen_by_kernels, *weights, (parts.own, np.float32(parts.scale)))
         return FusedSublayer(ATTENTION, table, (norm, qkv, proj), self._team)
 
@@ -103,9 +103,16 @@ class CpuBackend:
         assert isinstance(expand, PackedLinear)
         assert isinstance(contract, PackedLinear)
         assert isinstance(activate, CpuActivation)
-        weights = expand.packed.seen_by_kernels, contract.packed.seen_by_kernels
+        weights = self._weights(expand, contract)
         table = as_table(norm.seen_by_kernels, *weights, activate.seen_by_kernels)
         return FusedSublayer(MLP, table, (norm, expand, contract), self._team)
+
+    def _weights(self, *linears: PackedLinear) -> list[Weights]:
+        """Of a fused sublayer's linear layers, for whose results there is room."""
+        weights = [linear.packed.seen_by_kernels for linear in linears]
+        for each in weights:
+            self._rooms.fit_results(each)
+        return weights
 
     def block_bytes(self, arch: Architecture, layout: StageLayout, block_size: int) -> int:
         return block_bytes(arch, layout, block_size, self.precision.kv)

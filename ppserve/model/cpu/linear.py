@@ -31,7 +31,7 @@ class PackedLinear:
         self.num_bytes = self.packed.num_bytes
         self._most_rows, self._team, self._rooms = kind.rows[-1], team, rooms
         self._table = as_table(self.packed.seen_by_kernels, (self.num_inputs,))
-        rooms.fit(self.packed.seen_by_kernels)
+        rooms.fit_rows(self.packed.seen_by_kernels)
 
     def __call__(self, x_TK: torch.Tensor) -> torch.Tensor:
         num_rows = x_TK.shape[0]
@@ -41,4 +41,4 @@ class PackedLinear:
         y_TN = torch.empty(num_rows + self._most_rows, self.packed.seen_by_kernels.outputs)
         self._team.run(LINEAR, self._table.ctypes.data, step.ctypes.data, x_TK.data_ptr(), y_TN.data_ptr())
         del kept
-        return y_TN[:num_rows, : self.num_outputs].contiguous()
+        return y_TN[:num_rows, : self.num_outputs]

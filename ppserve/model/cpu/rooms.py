@@ -29,9 +29,12 @@ class Rooms:
         self._chunks = self._outputs = 0
         self._arrays: dict[str, NDArray[Any]] = {}
 
-    def fit(self, weights: Weights) -> None:
-        """Products with these weights will be made."""
+    def fit_rows(self, weights: Weights) -> None:
+        """Rows for these weights will be packed."""
         self._chunks = max(self._chunks, weights.chunks)
+
+    def fit_results(self, weights: Weights) -> None:
+        """Products with these weights will be kept here."""
         self._outputs = max(self._outputs, weights.outputs)
 
     def room(self, num_rows: int) -> tuple[Room, list[NDArray[Any]]]:

@@ -65,11 +65,13 @@ class CacheSettings:
 @dataclass(frozen=True, slots=True)
 class SchedulingSettings:
     """max_queue: how many requests may wait. prefill_chunk: prompt tokens per step. expect_prompt and expect_new:
-    tokens of a typical prompt and answer, for which `--layers auto` balances the stages."""
+    tokens of a typical prompt and answer, for which `--layers auto` balances the stages. speculate: guesses per
+    step and sequence, 0 = none, None = where they pay."""
 
     max_num_seqs: int = 256
     max_queue: int = 1024
     prefill_chunk: int | None = None
+    speculate: int | None = 0
     expect_prompt: int = 128
     expect_new: int = 128
 

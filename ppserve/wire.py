@@ -234,6 +234,13 @@ class Plan(_Message, frozen=True, tag=True):
     plan: StepPlan
 
 
+class Cancel(_Message, frozen=True, tag=True):
+    """These steps need not be computed: what they were sent on was a wrong guess. They still travel, and every
+    stage reports them, so that the order of steps is the same everywhere."""
+
+    step_ids: tuple[int, ...]
+
+
 class Ping(_Message, frozen=True, tag=True):
     sent_ns: int
 
@@ -247,7 +254,7 @@ class Shutdown(_Message, frozen=True, tag=True):
 FromStage = Hello | Loading | Loaded | StoreOpened | Ready | Result | Heartbeat | Broken | Failed | GaveUp
 FromStranger = Proof
 FromKeeper = Start
-FromHead = Challenge | Welcome | Refused | Assign | Form | Abandon | Plan | Ping | Shutdown
+FromHead = Challenge | Welcome | Refused | Assign | Form | Abandon | Plan | Cancel | Ping | Shutdown
 
 Outgoing = FromStage | FromStranger | FromKeeper | FromHead
 

@@ -32,7 +32,8 @@ PLAN = StepPlan(
     step_id=2**40,
     lane=1,
     slices=(
-        Slice(7, 100, (5,), (1, 2, 3), Draw(SamplingParams(2**64 - 1, logit_bias=((3, -100.0),)), 2, 5, (9,))),
+        Slice(7, 100, (5,), (1, 2), Draw(SamplingParams(2**64 - 1, logit_bias=((3, -100.0),)), 2, 5, (9,), 99)),
+        Slice(9, 50, (5, 6), (5, 6, 7, 8), Draw(SamplingParams(1)), num_guesses=2),
         Slice(8, 0, (1, 2, 3), (4,), None, targets=(2, 3), num_prompt_logprobs=1),
     ),
     copies=((1, 2),),
@@ -67,6 +68,7 @@ FROM_HEAD = [
     wire.Form(1, "gloo", 100, 768, "127.0.0.1", 0, "::1"),
     wire.Abandon(3),
     wire.Plan(PLAN),
+    wire.Cancel((2**40, 7)),
     wire.Ping(2**60),
     wire.Shutdown(2),
 ]

@@ -12,7 +12,7 @@ import click
 
 from ppserve import config as cfg
 from ppserve.cli.check import check
-from ppserve.cli.types import LAYERS, ON_OFF, SIZE, AutoOr
+from ppserve.cli.types import GUESSES, LAYERS, ON_OFF, SIZE, AutoOr
 from ppserve.errors import ConfigError
 from ppserve.process.environment import RankEnvironment
 from ppserve.process.keeper import run_keeper
@@ -74,6 +74,7 @@ def _load_config_file(ctx: click.Context, _param: click.Parameter, path: Path | 
 @click.option("--block-size", type=click.IntRange(1, 256), default=16, help="Tokens per KV block.")
 @click.option("--kv-cache-memory", type=SIZE, help="Per stage, such as 2G; unset = from free memory.")
 @click.option("--prefill-chunk", type=AutoOr(_COUNT), default="auto", help="Most prompt tokens in one step.")
+@click.option("--speculate", type=AutoOr(GUESSES), default="off", help="Guesses per step; auto = where they pay.")
 @click.option("--expect-prompt", type=_COUNT, default=128, help="Typical prompt tokens, for --layers auto.")
 @click.option("--expect-new", type=_COUNT, default=128, help="Typical new tokens, for --layers auto.")
 @click.option("--shutdown-timeout", type=click.FloatRange(0, 86400), default=25, help="Seconds that streams have.")

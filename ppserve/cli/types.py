@@ -67,6 +67,12 @@ def _on_or_off(text: str) -> bool:
     return text == "on"
 
 
+def _guesses(text: str) -> int:
+    if text != "off" and not re.fullmatch(r"\d{1,3}", text):
+        raise ValueError(f"{text!r} is neither auto nor off nor a number of guesses")
+    return 0 if text == "off" else int(text)
+
+
 SIZE = Parsed("size", _size)
 """Bytes as a number or with a unit: 1073741824, 1G, 512MiB."""
 TEXT = Parsed("text", _text)
@@ -74,5 +80,7 @@ TEXT = Parsed("text", _text)
 ON_OFF = Parsed("on|off", _on_or_off)
 COUNTS = Parsed("n,n,...", _counts)
 """Several numbers from 1, such as 1,2,4."""
+GUESSES = Parsed("off|n", _guesses)
+"""Guesses per step: off (0) or a number."""
 LAYERS = Parsed("n,n,...", Split.parse)
 """Layers per stage, such as 9,3 or 7.5,4.5."""

@@ -44,7 +44,7 @@ class StepSize:
         context = sampled = 0
         for piece in plan.slices:
             context += _keys_read(piece.start, len(piece.token_ids))
-            sampled += len(piece.targets) + (piece.draw is not None)
+            sampled += len(piece.targets) + piece.num_draws
         return cls(plan.num_tokens, context, sampled)
 
     def with_slice(self, start: int, num_tokens: int, sampled: int) -> StepSize:
@@ -156,9 +156,13 @@ class PipelineCosts:
         """Seconds of a step on a stage that do not depend on its size."""
         return self.stages[stage].coefficients.step
 
+    def predict_each(self, size: StepSize) -> tuple[float, ...]:
+        """Seconds on every stage; zero before the first observation."""
+        return tuple(stage.predict(size) for stage in self.stages)
+
     def predict(self, size: StepSize) -> float:
-        """Seconds on the slowest stage; zero before the first observation."""
-        return max(stage.predict(size) for stage in self.stages)
+        """Seconds on the slowest stage."""
+        return max(self.predict_each(size))
 
 
 def _solve_non_negative(products: Matrix, targets: list[float]) -> list[float]:

@@ -6,24 +6,31 @@ holds everything that a stage must know: a stage has no state about sequences ex
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
 
 from ppserve.core.request import SamplingParams
+
+SPECULATIVE = "speculative"
+"""The phase of a step that has nothing but guesses."""
+EVERYWHERE = 1 << 31
+"""Beyond any position."""
 
 
 @dataclass(frozen=True, slots=True)
 class Draw:
-    """Draw the token that follows a slice's last token.
+    """How to draw the token that follows a row of a slice.
 
     index: which of the request's sequences (part of the random key). num_logprobs: None = none, 0 = of the drawn
-    token, k = also of the k most likely. banned: ids that must not be drawn before `min_tokens`. prompt_ids and
-    output_ids: the sequence so far, only if `params.needs_history`.
+    token, k = also of the k most likely. banned: ids that must not be drawn at positions before `banned_before`.
+    prompt_ids and output_ids: the sequence up to that row, only if `params.needs_history`.
     """
 
     params: SamplingParams
     index: int = 0
     num_logprobs: int | None = None
     banned: tuple[int, ...] = ()
+    banned_before: int = EVERYWHERE
     prompt_ids: tuple[int, ...] = ()
     output_ids: tuple[int, ...] = ()
 
@@ -35,7 +42,8 @@ class Slice:
     start: position of the first token. block_table: the KV blocks of positions 0 to start + len(token_ids) - 1, in
     order; entry i holds the positions from i * block_size on. draw: None for a chunk that is not the prompt's
     last. targets: when the prompt is scored, the token after each position of the slice (at the prompt's end one
-    fewer than token_ids). num_prompt_logprobs: how many alternatives are scored per target.
+    fewer than token_ids). num_prompt_logprobs: how many alternatives are scored per target. num_guesses: how many
+    of the last token_ids were guesses when the step was sent; then there is a draw, see `draws`.
     """
 
     sequence_id: int
@@ -45,10 +53,33 @@ class Slice:
     draw: Draw | None = None
     targets: tuple[int, ...] = ()
     num_prompt_logprobs: int = 0
+    num_guesses: int = 0
 
     @property
     def end(self) -> int:
         return self.start + len(self.token_ids)
+
+    @property
+    def is_guessed(self) -> bool:
+        """Whether all its tokens were guesses. If the first was wrong, nobody needs any of it."""
+        return self.num_guesses == len(self.token_ids)
+
+    @property
+    def num_draws(self) -> int:
+        """How many of the last rows are drawn from: those of the guesses, and the last before them."""
+        return 0 if self.draw is None else min(self.num_guesses + 1, len(self.token_ids))
+
+    @property
+    def draws(self) -> Iterator[tuple[int, Draw]]:
+        """Each draw with the position of its token. It takes the guesses up to its row for what was drawn."""
+        if self.draw is None:
+            return
+        first = len(self.token_ids) - self.num_draws
+        for row in range(first, len(self.token_ids)):
+            draw = self.draw
+            if row > first and draw.params.needs_history:
+                draw = replace(draw, output_ids=draw.output_ids + self.token_ids[first + 1 : row + 1])
+            yield self.start + row + 1, draw
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,8 +99,11 @@ class StepPlan:
 
     @property
     def phase(self) -> str:
-        """`prefill`, `decode` or `mixed`. For metrics and the ledger; all three are computed alike."""
-        decodes = sum(len(s.token_ids) == 1 and s.draw is not None for s in self.slices)
+        """`prefill`, `decode`, `mixed`, or `speculative` (guesses alone). For metrics and the ledger; all four are
+        computed alike."""
+        if all(s.is_guessed for s in self.slices):
+            return SPECULATIVE
+        decodes = sum(s.num_draws == len(s.token_ids) for s in self.slices)
         return "decode" if decodes == len(self.slices) else "mixed" if decodes else "prefill"
 
 
@@ -83,7 +117,7 @@ class TokenLogprobs:
 
 @dataclass(frozen=True, slots=True)
 class Drawn:
-    """The token drawn after a slice. token_id None: the logits were not finite."""
+    """A token drawn for a sequence; those of one slice in order. token_id None: the logits were not finite."""
 
     sequence_id: int
     token_id: int | None
@@ -118,7 +152,10 @@ class StepStamps:
 
 @dataclass(frozen=True, slots=True)
 class StepResult:
-    """One stage's result of one step. Every stage sends one for every step; only the last draws and scores."""
+    """One stage's result of one step. Every stage sends one for every step; only the last draws and scores.
+
+    skipped: the stage computed nothing, because the head had cancelled the step.
+    """
 
     epoch: int
     step_id: int
@@ -127,3 +164,4 @@ class StepResult:
     bytes_sent: int = 0
     drawn: tuple[Drawn, ...] = ()
     scored: tuple[Scored, ...] = ()
+    skipped: bool = False

@@ -34,6 +34,11 @@ class StageLedger:
         return {cause: ns / 1e9 for cause, ns in self.times.bubble_ns.items()}
 
     @property
+    def wasted_s(self) -> float:
+        """Of `busy_s`, the steps on guesses that were wrong."""
+        return self.times.wasted_ns / 1e9
+
+    @property
     def idle_s(self) -> float:
         """Seconds without any work."""
         return self.times.idle_ns / 1e9
@@ -65,7 +70,9 @@ class Ledger:
 
     def __repr__(self) -> str:
         lines = table(_HEADINGS, *map(_row, self.stages))
-        return "\n".join([*lines, f"{self.wall_s:.3f} s", *([self.advice] if self.advice else [])])
+        guessing = [stage for stage in self.stages if stage.wasted_s]
+        wasted = [f"stage {stage.stage} computed wrong guesses for {stage.wasted_s:.3f} s" for stage in guessing]
+        return "\n".join([*lines, f"{self.wall_s:.3f} s", *wasted, *([self.advice] if self.advice else [])])
 
     def _repr_html_(self) -> str:
         """For notebooks."""

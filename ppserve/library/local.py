@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import queue
 import time
+from collections import deque
 from collections.abc import Callable, Iterable
 from typing import Any
 
 from ppserve import wire
 from ppserve.head.engine.control import Gone, Heard
+from ppserve.stage.link import NUM_CANCELLED
 
 
 class LocalLink:
@@ -17,6 +19,7 @@ class LocalLink:
     def __init__(self, rank: int, head: queue.SimpleQueue[Heard | Gone | None]) -> None:
         self.inbox: queue.SimpleQueue[tuple[int, Any]] = queue.SimpleQueue()
         self.abandoned = 0
+        self.cancelled: deque[int] = deque(maxlen=NUM_CANCELLED)
         self._rank = rank
         self._head = head
         self._on_abandon: Callable[[int], None] = lambda _epoch: None
@@ -42,6 +45,9 @@ class LocalLink:
         if isinstance(message, wire.Abandon):
             self.abandoned = message.epoch
             self._on_abandon(message.epoch)
+        if isinstance(message, wire.Cancel):
+            self.cancelled.extend(message.step_ids)
+            return
         self.inbox.put((now_ns, message))
 
 

@@ -17,6 +17,7 @@ from ppserve import config as cfg
 from ppserve import wire
 from ppserve.answers import Completion, Options, Prompt
 from ppserve.core.architecture import Split
+from ppserve.core.scheduling.drafter import NewDrafter, look_up_prompts
 from ppserve.errors import ConfigError, InvalidRequest, StagesLost, UsageError, Violation
 from ppserve.head.api.call import Call
 from ppserve.head.api.requests import Asked, check, to_request
@@ -45,6 +46,7 @@ class Settings(TypedDict, total=False):
     """What a pipeline may be told beside its model; each is the flag of `ppserve serve` of that name.
 
     layers: of each stage, such as "7.5,4.5" (unset: equal weights). threads: of each stage. Sizes are bytes.
+    speculate: guesses per step and sequence, None = where they pay (unset: none).
     """
 
     dtype: str
@@ -60,6 +62,7 @@ class Settings(TypedDict, total=False):
     max_num_seqs: int
     max_queue: int
     prefill_chunk: int
+    speculate: int | None
     batch_invariant: bool
     cuda_graphs: bool
 
@@ -74,16 +77,24 @@ class Pipeline:
 
     model: as for `--model` of the server. The same request gives the same tokens here and there, over any number
     of stages. Any thread may use it. Raises UsageError (ConfigError, CheckpointError) for what cannot be run.
+    new_drafter: makes the drafter of an answer, which guesses its next tokens; no drafter changes a token.
     """
 
-    def __init__(self, model: str = "tiny", stages: int = 1, **settings: Unpack[Settings]) -> None:
+    def __init__(
+        self,
+        model: str = "tiny",
+        stages: int = 1,
+        *,
+        new_drafter: NewDrafter = look_up_prompts,
+        **settings: Unpack[Settings],
+    ) -> None:
         if stages < 1:
             raise ConfigError("stages", f"{stages} is not a number of stages; at least 1")
         config = _config_of(model, settings)
         self._control = LocalControlPlane(range(stages))
         self._members = Members(range(stages), this_machine(), Layout(config, in_process=True), self._control)
         watcher = Watcher()
-        replica = Replica(self._members, self._control, watcher, time.monotonic_ns)
+        replica = Replica(self._members, self._control, watcher, time.monotonic_ns, new_drafter)
         self._engine = Engine(replica, self._control, watcher, lambda call: call())
         self._tokenizer: Tokenizer | None = None
         wiring = ThreadWiring()
@@ -221,7 +232,7 @@ def _config_of(model: str, settings: Settings) -> cfg.ServeConfig:
         except ValueError as error:
             raise ConfigError("layers", str(error)) from None
     for name, value in given.items():
-        if isinstance(value, int) and not isinstance(value, bool) and value < 1:
+        if isinstance(value, int) and not isinstance(value, bool) and value < (name != "speculate"):
             raise ConfigError(name, f"{value} is not positive")
     return cfg.ServeConfig.of(given)
 

@@ -59,10 +59,13 @@ def _starts(sizes: Ints) -> Ints:
 
 def _read_rows(plan: StepPlan, first_row_S: Ints) -> Ints:
     """Rows of hidden states that the head reads: the drawn ones, then the scored ones."""
-    drawn = [first + len(s.token_ids) - 1 for s, first in zip(plan.slices, first_row_S, strict=True) if s.draw]
+    drawn = [
+        np.arange(first + len(s.token_ids) - s.num_draws, first + len(s.token_ids))
+        for s, first in zip(plan.slices, first_row_S, strict=True)
+    ]
     scored = [
         np.arange(first, first + len(s.targets))
         for s, first in zip(plan.slices, first_row_S, strict=True)
         if s.targets
     ]
-    return np.concatenate([np.asarray(drawn, np.int64), *scored])
+    return np.concatenate([*drawn, *scored])

@@ -36,7 +36,7 @@ def read_logits(plan: StepPlan, pieces_RV: Iterator[torch.Tensor]) -> tuple[tupl
     in pieces of any size."""
     rows = (row_V for piece_RV in pieces_RV for row_V in piece_RV.cpu().numpy())
     drawn = tuple(
-        draw_token(s.sequence_id, s.draw, s.end, next(rows)) for s in plan.slices if s.draw is not None
+        draw_token(s.sequence_id, draw, position, next(rows)) for s in plan.slices for position, draw in s.draws
     )
     scored = tuple(_score(s, rows) for s in plan.slices if s.targets)
     return drawn, scored
@@ -51,7 +51,7 @@ def draw_token(sequence_id: int, wanted: Draw, position: int, logits_V: Floats) 
     """Draw the token at absolute `position` of a sequence."""
     if not is_finite(logits_V):
         return Drawn(sequence_id, None)
-    scores_V = _adjusted(logits_V, wanted)
+    scores_V = _adjusted(logits_V, wanted, position)
     params = wanted.params
     if params.temperature == 0:
         token_id = int(greatest(scores_V))
@@ -88,10 +88,11 @@ def _mix(z: int) -> int:
     return z ^ (z >> 31)
 
 
-def _adjusted(logits_V: Floats, wanted: Draw) -> Floats:
+def _adjusted(logits_V: Floats, wanted: Draw, position: int) -> Floats:
     """The scores to draw from: bias, penalties and bans applied; the logits themselves when there are none."""
     params = wanted.params
-    if not (params.logit_bias or params.needs_history or wanted.banned):
+    banned = wanted.banned if position < wanted.banned_before else ()
+    if not (params.logit_bias or params.needs_history or banned):
         return logits_V
     scores_V = logits_V.copy()
     for token_id, bias in params.logit_bias:
@@ -99,7 +100,7 @@ def _adjusted(logits_V: Floats, wanted: Draw) -> Floats:
             scores_V[token_id] += np.float32(bias)
     if params.needs_history:
         _penalize(scores_V, params, wanted.prompt_ids, wanted.output_ids)
-    scores_V[[token_id for token_id in wanted.banned if token_id < len(scores_V)]] = -math.inf
+    scores_V[[token_id for token_id in banned if token_id < len(scores_V)]] = -math.inf
     return scores_V
 
 

@@ -104,8 +104,12 @@ class Machine:
         return self.stages[stage].seconds(StepSize(1, 1, int(stage == len(self.stages) - 1)))
 
     def predict(self, size: StepSize) -> float:
-        """Seconds on the slowest stage: the cost model that the scheduler gets."""
-        return max(stage.seconds(size) for stage in self.stages)
+        """Seconds on the slowest stage: with `predict_each` the cost model that the scheduler gets."""
+        return max(self.predict_each(size))
+
+    def predict_each(self, size: StepSize) -> tuple[float, ...]:
+        """Seconds on every stage."""
+        return tuple(stage.seconds(size) for stage in self.stages)
 
 
 @dataclass(frozen=True, slots=True)
@@ -239,7 +243,7 @@ class Simulator:
         planned_s = sent_s + wires.control_s
         transfer_s = wires.transfer_s(size.rows)
         arrives_s = planned_s
-        drawn = tuple(Drawn(piece.sequence_id, 0) for piece in plan.slices if piece.draw is not None)
+        drawn = tuple(Drawn(piece.sequence_id, 0) for piece in plan.slices for _ in piece.draws)
         results: list[StepResult] = []
         for stage, speed in enumerate(self._machine.stages):
             awaited_s = max(planned_s, self._free_s[stage]) + wires.prepare_s

@@ -6,7 +6,8 @@ import queue
 import socket
 import threading
 import time
-from collections.abc import Callable
+from collections import deque
+from collections.abc import Callable, Container
 from typing import Any, Protocol
 
 from ppserve import wire
@@ -18,6 +19,9 @@ _SILENCE_S = 15.0
 Stamped = tuple[int, Any]
 """When a message arrived (monotonic ns), and the message."""
 
+NUM_CANCELLED = 256
+"""How many cancelled steps are remembered: more than can be in flight."""
+
 OnAbandon = Callable[[int], None]
 """Called with an epoch that the head has given up, in whichever thread hears of it first."""
 
@@ -28,7 +32,8 @@ class Link(Protocol):
     inbox: the head's messages in order; pings are answered by the link and never get here, so that the head can
     tell a busy stage from a frozen one. abandoned: the newest epoch that the head has given up. The stage may be
     waiting for a neighbour that never answers: so an Abandon sets `abandoned`, then calls the OnAbandon that the
-    link was made with, and only then enters the inbox.
+    link was made with, and only then enters the inbox. cancelled: the latest steps that need not be computed; a
+    Cancel changes it at once and does not enter the inbox, so that it overtakes the plans there.
     """
 
     @property
@@ -36,6 +41,9 @@ class Link(Protocol):
 
     @property
     def abandoned(self) -> int: ...
+
+    @property
+    def cancelled(self) -> Container[int]: ...
 
     def send(self, message: wire.FromStage) -> None: ...
 
@@ -57,6 +65,7 @@ class HeadLink:
     ) -> None:
         self.inbox: queue.SimpleQueue[Stamped] = queue.SimpleQueue()
         self.abandoned = 0
+        self.cancelled: deque[int] = deque(maxlen=NUM_CANCELLED)
         connection.settimeout(silence_s)
         self._connection = connection
         self._on_abandon = on_abandon
@@ -93,4 +102,7 @@ class HeadLink:
         if isinstance(message, wire.Abandon):
             self.abandoned = message.epoch
             self._on_abandon(message.epoch)
+        if isinstance(message, wire.Cancel):
+            self.cancelled.extend(message.step_ids)
+            return
         self.inbox.put((now_ns, message))

@@ -270,7 +270,7 @@ class StageLoop:
         if epoch is None or plan.epoch != epoch.number:
             return False
         try:
-            computed = epoch.stage.step(plan, planned_ns)
+            computed = epoch.stage.step(plan, planned_ns, self._link.cancelled)
         except torch.AcceleratorError:
             raise  # every later call to the device would fail as well
         except (TransportError, RuntimeError) as error:

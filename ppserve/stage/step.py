@@ -6,6 +6,7 @@ T tokens, D width.
 from __future__ import annotations
 
 import time
+from collections.abc import Container
 from dataclasses import dataclass
 
 import torch
@@ -44,16 +45,25 @@ class Stage:
         if not self.layout.is_first:
             self.transport.post_receive(plan)
 
-    def step(self, plan: StepPlan, planned_ns: int) -> Computed:
-        """Receive, compute, hand on. planned_ns: when the plan came, for the stamps. Raises TransportError."""
+    def step(self, plan: StepPlan, planned_ns: int, cancelled: Container[int] = ()) -> Computed:
+        """Receive, compute, hand on. planned_ns: when the plan came, for the stamps. Raises TransportError.
+
+        cancelled: steps that need not be computed. Zeros are handed on for them, because the next stage may not
+        have heard of it; what it computes from them is used by nobody.
+        """
         clock, layout, model = time.monotonic_ns, self.layout, self.model
         inputs = build_inputs(plan, layout, self._cache)
         awaited_ns = clock()
         received_TD = None if layout.is_first else self.transport.receive(plan)
         received_ns = clock()
         timing = model.backend.timing()
-        hidden_TD = model.forward(inputs, received_TD, self._cache)
-        reading = model.read_out(inputs, hidden_TD) if layout.is_last else None
+        skipped = plan.step_id in cancelled
+        if skipped:
+            precision, device = model.backend.precision, model.backend.device
+            hidden_TD = torch.zeros(plan.num_tokens, model.arch.width, dtype=precision.hidden, device=device)
+        else:
+            hidden_TD = model.forward(inputs, received_TD, self._cache)
+        reading = model.read_out(inputs, hidden_TD) if layout.is_last and not skipped else None
         timing.computed()
         # Before the wait for the device: what goes from device to device follows the computation there.
         bytes_sent = 0 if layout.is_last else self.transport.send(plan, hidden_TD)
@@ -63,5 +73,5 @@ class Stage:
             # On a device, hidden states arrive after `receive` has returned: when the computation begins, at last.
             received_ns = max(received_ns, busy.begun_ns)
         stamps = StepStamps(planned_ns, awaited_ns, received_ns, busy.begun_ns, busy.ended_ns, sent=clock())
-        result = StepResult(plan.epoch, plan.step_id, layout.stage, stamps, bytes_sent, drawn, scored)
+        result = StepResult(plan.epoch, plan.step_id, layout.stage, stamps, bytes_sent, drawn, scored, skipped)
         return Computed(result, hidden_TD)

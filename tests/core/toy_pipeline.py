@@ -37,7 +37,7 @@ def draw_token(digest: int, position: int, draw: Draw) -> int:
     ids."""
     history = mix(*draw.prompt_ids, 1, *draw.output_ids) if draw.params.needs_history else 0
     token = mix(digest, draw.params.seed, draw.index, position, history) % VOCAB_SIZE
-    while token in draw.banned:
+    while position < draw.banned_before and token in draw.banned:
         token = (token + 1) % VOCAB_SIZE
     return token
 
@@ -73,7 +73,8 @@ def expected_answer(request: Request, index: int = 0, eos_id: int | None = EOS_I
                 banned = (eos_id, *banned)
         history = (request.prompt_ids, tuple(output)) if request.sampling.needs_history else ((), ())
         position = len(request.prompt_ids) + len(output)
-        token_id = draw_token(digest, position, Draw(request.sampling, index, None, banned, *history))
+        draw = Draw(request.sampling, index, None, banned, position + 1, *history)
+        token_id = draw_token(digest, position, draw)
         output.append(token_id)
         if token_id == eos_id and not stop.ignore_eos:
             finish = FinishReason.EOS
@@ -89,13 +90,15 @@ def expected_answer(request: Request, index: int = 0, eos_id: int | None = EOS_I
 class ToyPipeline:
     """Takes plans and returns the last stage's results, in order.
 
-    not_finite: ids of sequences whose logits are not finite. plans: those executed so far.
+    not_finite: ids of sequences whose logits are not finite. plans: those executed so far. skipped: ids of steps
+    that are not to be computed.
     """
 
     def __init__(self, block_size: int) -> None:
         self.block_size = block_size
         self.plans: list[StepPlan] = []
         self.not_finite: set[int] = set()
+        self.skipped: set[int] = set()
         self._queue: deque[StepPlan] = deque()
         self._slots: dict[tuple[int, int], int] = {}
 
@@ -114,6 +117,9 @@ class ToyPipeline:
     def run_one(self) -> StepResult:
         """Execute the oldest plan."""
         plan = self._queue.popleft()
+        if plan.step_id in self.skipped:
+            self._leave_unwritten(plan)
+            return StepResult(plan.epoch, plan.step_id, 0, STAMPS, skipped=True)
         self.plans.append(plan)
         for source, destination in plan.copies:
             for offset in range(self.block_size):
@@ -124,15 +130,22 @@ class ToyPipeline:
             digests, written = self._compute(piece)
             for slot, value in written.items():
                 assert writes.setdefault(slot, value) == value, f"two slices of a step disagree about slot {slot}"
-            if piece.draw is not None:
+            for position, draw in piece.draws:
                 finite = piece.sequence_id not in self.not_finite
-                token_id = draw_token(digests[-1], piece.end, piece.draw) if finite else None
+                token_id = draw_token(digests[position - piece.end - 1], position, draw) if finite else None
                 drawn.append(Drawn(piece.sequence_id, token_id))
             if piece.targets:
                 logprobs = [logprob_of(d, t) for d, t in zip(digests, piece.targets, strict=False)]
                 scored.append(Scored(piece.sequence_id, piece.start, tuple(TokenLogprobs(p) for p in logprobs)))
         self._slots.update(writes)
         return StepResult(plan.epoch, plan.step_id, 0, STAMPS, 0, tuple(drawn), tuple(scored))
+
+    def _leave_unwritten(self, plan: StepPlan) -> None:
+        """What a skipped step would have written is whatever was there: it may be read, but must decide
+        nothing."""
+        for piece in plan.slices:
+            for i in range(piece.start, piece.end):
+                self._slots.setdefault((piece.block_table[i // self.block_size], i % self.block_size), -1)
 
     def _compute(self, piece: Slice) -> tuple[list[int], dict[tuple[int, int], int]]:
         """For each row of the slice the hash of all numbers up to it, and the numbers that the slice writes."""

@@ -8,6 +8,7 @@ import shutil
 import signal
 import threading
 import time
+import urllib.request
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -163,6 +164,24 @@ def test_a_stage_that_cannot_come_back_ends_streams_and_server(tmp_path: Path) -
         assert server.wait_exit() != 0
         assert "ppserve: error:" in server.log
         assert "model.safetensors" in server.log
+
+
+@pytest.mark.timeout(240)
+def test_stages_killed_in_mid_guess_change_no_token(undisturbed: list[Answer]) -> None:
+    """Guesses forced into every step, most of them wrong; the drafter knows the answers' own repetitions only."""
+    with serving(2, "--speculate", "4") as server:
+        for stage in (0, 1):
+            assert ask_and_hurt(server, stage, signal.SIGKILL) == undisturbed
+        outcomes = draft_tokens(server)
+        assert outcomes["accepted"] > 0
+        assert outcomes["rejected"] + outcomes["cancelled"] > 0
+
+
+def draft_tokens(server: Server) -> dict[str, float]:
+    """Guessed tokens by what became of them."""
+    with urllib.request.urlopen(f"http://{server.metrics}/metrics") as page:
+        found = re.findall(r'ppserve_draft_tokens_total\{outcome="(\w+)"\} (\S+)', page.read().decode())
+    return {outcome: float(count) for outcome, count in found}
 
 
 @pytest.mark.timeout(240)

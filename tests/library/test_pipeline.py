@@ -20,7 +20,8 @@ from tests.library.mixed import PROMPTS, assert_same, mixed_requests, tiny, toge
 
 @pytest.fixture(scope="module")
 def one_stage() -> Iterator[Pipeline]:
-    with tiny() as pipeline:
+    """The yardstick: one stage, no guesses."""
+    with tiny(speculate=0) as pipeline:
         yield pipeline
 
 

@@ -77,6 +77,17 @@ def test_an_abandoned_epoch_is_known_before_the_message_is_taken(ends: Ends) -> 
     assert ends.abandoned.get(timeout=WITHIN_S) == (3, 3, True)
 
 
+def test_a_cancel_overtakes_the_plans_before_it_and_is_never_seen(ends: Ends) -> None:
+    ends.tell(wire.Plan(plan(1, 7)))
+    ends.tell(wire.Cancel((7, 8)))
+    ends.tell(wire.Plan(plan(1, 9)))
+    first, second = ends.inbox(), ends.inbox()
+    assert (first.plan.step_id, second.plan.step_id) == (7, 9)
+    assert 7 in ends.link.cancelled
+    assert 8 in ends.link.cancelled
+    assert 9 not in ends.link.cancelled
+
+
 @pytest.mark.parametrize(
     "frame",
     [

@@ -105,6 +105,34 @@ def test_plans_that_are_known_are_expected_before_they_are_computed(last: OneSta
     assert transport.log == order
 
 
+def test_a_cancelled_step_is_received_and_reported_but_not_computed(last: OneStage, wiring: ByHand) -> None:
+    """Also if the Cancel comes while the stage waits for that step's hidden states. Its neighbours need the
+    order."""
+    last.tell(wire.Plan(plan(1, 0)))
+    assert wiring.opened[0].waiting.wait(WITHIN_S)
+    last.tell(wire.Cancel((0, 2)))
+    for step_id in (1, 2):
+        last.tell(wire.Plan(plan(1, step_id)))
+    results = []
+    for _ in range(3):
+        wiring.opened[0].arrived.release()
+        results.append(last.hear(wire.Result).result)
+    assert [(result.step_id, result.skipped, len(result.drawn)) for result in results] == [
+        (0, True, 0),
+        (1, False, 1),
+        (2, True, 0),
+    ]
+
+
+def test_a_cancelled_step_is_sent_on(first: OneStage, wiring: ByHand) -> None:
+    """The next stage may not have heard of it."""
+    wiring.opened[0].taken.release()
+    first.tell(wire.Cancel((0,)))
+    first.tell(wire.Plan(plan(1, 0)))
+    result = first.hear(wire.Result).result
+    assert (result.skipped, result.bytes_sent > 0) == (True, True)
+
+
 def test_abandon_ends_the_wait_for_a_neighbour(last: OneStage, wiring: ByHand) -> None:
     last.tell(wire.Plan(plan(1, 0)))
     assert wiring.opened[0].waiting.wait(WITHIN_S)

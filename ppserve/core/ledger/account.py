@@ -38,11 +38,15 @@ from ppserve.core.plan import StepStamps
 
 @dataclass(frozen=True, slots=True)
 class StageTimes:
-    """One stage's wall time so far, in nanoseconds: busy by phase, bubble by cause, idle."""
+    """One stage's wall time so far, in nanoseconds: busy by phase, bubble by cause, idle.
+
+    wasted_ns: of the busy time, that of steps which turned out to be sent on wrong guesses.
+    """
 
     busy_ns: dict[str, int]
     bubble_ns: dict[str, int]
     idle_ns: int
+    wasted_ns: int = 0
 
     @property
     def computed_ns(self) -> int:
@@ -78,6 +82,7 @@ class StageTimes:
             {k: v - earlier.busy_ns[k] for k, v in self.busy_ns.items()},
             {k: v - earlier.bubble_ns[k] for k, v in self.bubble_ns.items()},
             self.idle_ns - earlier.idle_ns,
+            self.wasted_ns - earlier.wasted_ns,
         )
 
 
@@ -210,7 +215,8 @@ class TimeAccount:
         and later time is counted elsewhere until the two agree. So a figure differs from the truth by at most
         the time that was not settled at earlier snapshots, usually the length of a step.
         """
-        return tuple(_times(self._export(i, now_ns)) for i in range(self.num_stages))
+        wasted_ns = self.steps.wasted_ns
+        return tuple(_times(self._export(i, now_ns), wasted_ns[i]) for i in range(self.num_stages))
 
     def _export(self, stage: int, now_ns: int) -> dict[str, int]:
         timeline = self._timelines[stage]
@@ -348,5 +354,5 @@ def _end(spans: list[Span], start: int) -> int:
     return spans[-1].end if spans else start
 
 
-def _times(ns: dict[str, int]) -> StageTimes:
-    return StageTimes({k: ns[k] for k in BUSY}, {k: ns[k] for k in CAUSES}, ns[IDLE])
+def _times(ns: dict[str, int], wasted_ns: int = 0) -> StageTimes:
+    return StageTimes({k: ns[k] for k in BUSY}, {k: ns[k] for k in CAUSES}, ns[IDLE], wasted_ns)

@@ -27,7 +27,9 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
-BUSY = ("prefill", "decode", "mixed")
+from ppserve.core.plan import SPECULATIVE
+
+BUSY = ("prefill", "decode", "mixed", SPECULATIVE)
 FILL_DRAIN = "fill_drain"
 IMBALANCE = "imbalance"
 TRANSFER = "transfer"

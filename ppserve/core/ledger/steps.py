@@ -12,7 +12,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from ppserve.core.plan import StepPlan, StepResult, StepStamps
+from ppserve.core.plan import SPECULATIVE, StepPlan, StepResult, StepStamps
 
 STEP_DEADLINE_NS = 60_000_000_000
 _LEAST_DEADLINE_NS = 10_000_000_000
@@ -43,7 +43,8 @@ class Step:
 
     woken_ns: when the engine's turn that made it began. sent_ns: when its plan had been sent to all stages.
     fills_pipeline: with this step, at least as many steps were in flight as there are stages. fills_lanes: at
-    least as many as there are lanes. returned_ns: when the head had the last stage's result.
+    least as many as there are lanes. returned_ns: when the head had the last stage's result. is_doomed: it was
+    sent on guesses that were wrong, so nobody needs it.
     """
 
     def __init__(
@@ -55,6 +56,7 @@ class Step:
         self.fills_pipeline = fills_pipeline
         self.fills_lanes = fills_lanes
         self.returned_ns: int | None = None
+        self.is_doomed = False
         self._results: list[StepResult | None] = [None] * num_stages
 
     @property
@@ -92,11 +94,17 @@ class Step:
 
 
 class Steps:
-    """The steps of one pipeline. See the module for who writes and who reads."""
+    """The steps of one pipeline. See the module for who writes and who reads.
+
+    num_speculative: of those in flight, the steps on guesses alone. wasted_ns: what each stage computed for steps
+    that are doomed.
+    """
 
     def __init__(self, num_stages: int) -> None:
         self.num_stages = num_stages
         self.num_in_flight = 0
+        self.num_speculative = 0
+        self.wasted_ns = [0] * num_stages
         self._steps: dict[int, Step] = {}
         self._progress_ns = 0  # when a stage last reported, or a step was sent while the book was empty
         self._row_ns = 0.0  # the highest time per row that any stage has taken in a step
@@ -114,6 +122,7 @@ class Steps:
         if not self._steps:
             self._progress_ns = sent_ns
         self.num_in_flight += 1
+        self.num_speculative += plan.phase == SPECULATIVE
         fills_pipeline, fills_lanes = self.num_in_flight >= self.num_stages, self.num_in_flight >= num_lanes
         step = Step(plan, self.num_stages, woken_ns, sent_ns, fills_pipeline, fills_lanes)
         self._steps[plan.step_id] = step
@@ -131,16 +140,29 @@ class Steps:
         self._progress_ns = now_ns
         if result.stage == self.num_stages - 1:
             self.num_in_flight -= 1
+            self.num_speculative -= step.plan.phase == SPECULATIVE
         if step.is_complete:
             del self._steps[result.step_id]
         computed_ns = result.stamps.ended - result.stamps.begun
         self._row_ns = max(self._row_ns, computed_ns / step.plan.num_tokens)
+        if step.is_doomed:
+            self.wasted_ns[result.stage] += computed_ns
         return step
+
+    def doom(self, step_id: int) -> None:
+        """A step is needed by nobody any more. Nothing happens if it is not in the book."""
+        step = self._steps.get(step_id)
+        if step is None:
+            return
+        step.is_doomed = True
+        for stage in range(self.num_stages):
+            if (stamps := step.stamps(stage)) is not None:
+                self.wasted_ns[stage] += stamps.ended - stamps.begun
 
     def lost(self) -> None:
         """The epoch is lost: no step in the book will be reported."""
         self._steps.clear()
-        self.num_in_flight = 0
+        self.num_in_flight = self.num_speculative = 0
 
     def head_paused(self, now_ns: int) -> None:
         """The head itself did not run until now, so deadlines start anew."""

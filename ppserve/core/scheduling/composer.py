@@ -16,6 +16,7 @@ step up to a budget:
 from __future__ import annotations
 
 from collections.abc import Iterable
+from collections.abc import Sequence as Seq
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -38,9 +39,15 @@ MAX_STEP_STRETCH = 1.25
 
 
 class CostModel(Protocol):
-    """Predicts what a step costs on its slowest stage, in seconds."""
+    """Predicts what a step costs, in seconds. Zero before anything was observed."""
 
-    def predict(self, size: StepSize) -> float: ...
+    def predict(self, size: StepSize) -> float:
+        """On the slowest stage."""
+        ...
+
+    def predict_each(self, size: StepSize) -> Seq[float]:
+        """On every stage."""
+        ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,12 +66,13 @@ class StepLimits:
     stretch: float = 2.0
 
 
-def _joined(size: StepSize, sequence: Sequence, num_tokens: int) -> StepSize:
+def joined(size: StepSize, sequence: Sequence, num_tokens: int) -> StepSize:
     """The size of the step with the next `num_tokens` tokens of a sequence.
 
-    The LM head computes every row of a scored prompt, otherwise only the row of the last known token.
+    The LM head computes every row of a scored prompt, otherwise only the row of the last known token and of
+    guesses.
     """
-    sampled = num_tokens if sequence.wants_scores else int(num_tokens == sequence.remaining)
+    sampled = num_tokens if sequence.wants_scores else max(0, 1 + num_tokens - max(1, sequence.remaining))
     return size.with_slice(sequence.scheduled, num_tokens, sampled)
 
 
@@ -129,7 +137,7 @@ class Composer:
             return None
         size = StepSize()
         for sequence, num_tokens in picks:
-            size = _joined(size, sequence, num_tokens)
+            size = joined(size, sequence, num_tokens)
         allowed_s = self.limits.seconds_alone
         if beside_decodes:
             allowed_s = self.limits.seconds_beside_decodes
@@ -159,7 +167,7 @@ class _TimeBudget:
         at_least: added even if the step takes too long, so that prompts progress beside any number of decodes.
         """
         num_tokens = max(self._most(sequence, most, self._allowed_s), min(at_least, most))
-        self._size = _joined(self._size, sequence, num_tokens)
+        self._size = joined(self._size, sequence, num_tokens)
         self.used = True
         return num_tokens
 
@@ -167,7 +175,7 @@ class _TimeBudget:
         """The most tokens, 0 to `most`, with which the step is predicted to take at most `limit_s`."""
 
         def fits(num_tokens: int) -> bool:
-            return self._costs.predict(_joined(self._size, sequence, num_tokens)) <= limit_s
+            return self._costs.predict(joined(self._size, sequence, num_tokens)) <= limit_s
 
         if fits(most):
             return most

@@ -12,7 +12,8 @@ class SchedulerConfig:
     """microbatches: steps in flight, None = chosen while serving. max_num_seqs: sequences running at once.
     max_queue and max_queue_tokens: how many requests, and how many of their tokens (prompt + max_tokens, times n),
     may wait. prefill_chunk: prompt tokens per step, None = automatic, up to max_auto_chunk. eos_id: None where the
-    model has none. aging_s: seconds of waiting that raise a request by one priority class.
+    model has none. aging_s: seconds of waiting that raise a request by one priority class. speculate: up to so
+    many guesses in every slice that decodes, 0 = none, None = as many as pay by the cost model.
     """
 
     num_stages: int
@@ -27,6 +28,7 @@ class SchedulerConfig:
     prefix_cache: bool = True
     eos_id: int | None = None
     aging_s: float = 10.0
+    speculate: int | None = 0
 
     @property
     def max_microbatches(self) -> int:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence as Seq
 
-from ppserve.core.ledger.steps import Steps
+from ppserve.core.ledger.steps import Step, Steps
 from ppserve.core.plan import Slice, StepPlan, StepResult
 from ppserve.core.scheduling.sequence import Sequence
 
@@ -15,14 +15,24 @@ Parts = tuple[tuple[Sequence, Slice], ...]
 """The slices of a step, each with its sequence."""
 
 
+OUTCOMES = ("accepted", "rejected", "cancelled")
+"""What becomes of a guess: its token was drawn; it was computed in vain; it was dropped before it was computed."""
+
+
 class Lanes:
-    """Numbers steps, and keeps the sequences of each step until its result is committed."""
+    """Numbers steps, and keeps the sequences of each step until its result is committed.
+
+    guesses: how many have had each of the OUTCOMES so far.
+    """
 
     def __init__(self, steps: Steps, num_lanes: int, epoch: int) -> None:
         self.num_lanes = num_lanes
         self.epoch = epoch
         self._steps = steps
         self._parts: dict[int, Parts] = {}
+        self._void: dict[int, set[int]] = {}  # by step: the sequences whose slice was sent on wrong guesses
+        self._doomed: list[int] = []
+        self.guesses = dict.fromkeys(OUTCOMES, 0)
         self._next_step_id = 0
 
     def __len__(self) -> int:
@@ -31,7 +41,30 @@ class Lanes:
 
     @property
     def full(self) -> bool:
-        return self._steps.num_in_flight >= self.num_lanes
+        """Whether no step of known tokens may be sent. Steps on guesses do not count: they must not delay
+        others."""
+        steps = self._steps
+        most = max(self.num_lanes, steps.num_stages + 1)
+        return steps.num_in_flight - steps.num_speculative >= self.num_lanes or steps.num_in_flight >= most
+
+    @property
+    def have_gap(self) -> bool:
+        """Whether a stage would stand idle although a step on guesses could be sent."""
+        return self._steps.num_in_flight < min(self.num_lanes, self._steps.num_stages)
+
+    @property
+    def num_before_first_stage(self) -> int:
+        """Steps that stage 0 has not reported."""
+        return sum(step.first_owing() == 0 for step in self._steps.in_flight)
+
+    def stage_of(self, sequence: Sequence) -> int:
+        """The stage at which the step is that draws the sequence's next token."""
+        known = len(sequence.token_ids)
+        for step in self._steps.in_flight:
+            for owner, piece in self._parts.get(step.plan.step_id, ()):
+                if owner is sequence and piece.start < known <= piece.end and not self._is_void(step, sequence):
+                    return step.first_owing()
+        return 0
 
     def plan(self, parts: Parts, copies: Seq[tuple[int, int]]) -> StepPlan:
         """A new step in the lowest free lane."""
@@ -42,16 +75,57 @@ class Lanes:
         self._next_step_id += 1
         return plan
 
-    def take(self, result: StepResult) -> Parts | None:
-        """The slices and sequences of the step that returned; None if unknown or of an older epoch."""
-        return self._parts.pop(result.step_id, None) if result.epoch == self.epoch else None
+    def take(self, result: StepResult) -> tuple[Parts, set[int]] | None:
+        """The slices and sequences of the step that returned, and the ids of the sequences whose slice is void;
+        None if the step is unknown or of an older epoch."""
+        if result.epoch != self.epoch or result.step_id not in self._parts:
+            return None
+        parts, void = self._parts.pop(result.step_id), self._void.pop(result.step_id, set())
+        num_void = sum(piece.num_guesses for sequence, piece in parts if sequence.id in void)
+        self.guesses["cancelled" if result.skipped else "rejected"] += num_void
+        return parts, void
+
+    def drawn(self, sequence: Sequence, token_id: int) -> None:
+        """A sequence's next token. If it is not the one that was guessed, the guesses are dropped."""
+        was_guessed = bool(sequence.guesses)
+        num_dropped = sequence.append(token_id)
+        self.drop_guesses(sequence, num_dropped, sequence.scheduled)
+        self.guesses["accepted"] += was_guessed and not num_dropped
+
+    def drop_guesses(self, sequence: Sequence, num_dropped: int, start: int) -> None:
+        """So many guesses are dropped: one was wrong, or the sequence has ended. Slices of guesses alone from
+        position `start` on are void. A step that has nothing else is doomed: it need not be computed."""
+        if not num_dropped:
+            return
+        for step_id, parts in self._parts.items():
+            for owner, piece in parts:
+                if owner is sequence and piece.is_guessed and piece.start >= start:
+                    void = self._void.setdefault(step_id, set())
+                    void.add(sequence.id)
+                    num_dropped -= piece.num_guesses
+                    if len(void) == len(parts):
+                        self._doomed.append(step_id)
+        self.guesses["rejected"] += num_dropped
+
+    def take_doomed(self) -> tuple[int, ...]:
+        """Steps that became doomed since the last call."""
+        doomed, self._doomed = tuple(self._doomed), []
+        return doomed
+
+    def _is_void(self, step: Step, sequence: Sequence) -> bool:
+        return sequence.id in self._void.get(step.plan.step_id, ())
 
     def lose(self, epoch: int) -> frozenset[str]:
         """Forget the steps in flight. Returns the ids of their requests."""
         assert epoch > self.epoch, (epoch, self.epoch)
         self.epoch = epoch
         requests = frozenset(s.request.id for parts in self._parts.values() for s, _ in parts if s.is_live)
+        for step_id, parts in self._parts.items():
+            void = self._void.get(step_id, set())
+            self.guesses["cancelled"] += sum(piece.num_guesses for s, piece in parts if s.id in void)
         self._parts.clear()
+        self._void.clear()
+        self._doomed.clear()
         return requests
 
     def holds_others_than(self, request_id: str) -> bool:

@@ -34,8 +34,8 @@ class PrefixCache:
         return self._blocks.match(sequence.digests[:num_blocks])
 
     def offer(self, sequence: Sequence) -> None:
-        """Publish the blocks that will be full when the steps scheduled so far have run."""
-        num_full = sequence.scheduled // self._blocks.block_size
+        """Publish the blocks that will be full of known tokens when the steps scheduled so far have run."""
+        num_full = min(sequence.scheduled, len(sequence.token_ids)) // self._blocks.block_size
         if num_full == sequence.num_published or not self._enabled:
             return
         self._name(sequence, num_full)

@@ -4,8 +4,9 @@ There is one scheduler per pipeline. It runs on the head and is told everything:
 time. It reads no clock and does no I/O.
 
 Laws
-- A drawn token is scheduled only after it has returned to the head. So no step follows an end, and no placeholder
-  is sent.
+- A drawn token is scheduled only after it has returned to the head. So no placeholder is sent. A guess may be
+  scheduled before, but what was computed from a wrong guess is dropped: nobody sees it, and the right token's step
+  writes its keys and values anew.
 - Stages run steps in order. Hence a prompt's next chunk may be scheduled while the chunk before is in flight, a
   block may be shared as soon as the step that fills it is scheduled, and a freed block may be reused at once.
 - The most blocks that a request can need are reserved at admission; an admitted sequence is never preempted. When
@@ -19,7 +20,8 @@ steps before it asks for the next. It calls `commit` for every result of the las
 from __future__ import annotations
 
 import math
-from collections.abc import Set
+from collections import defaultdict
+from collections.abc import Iterator, Set
 
 from ppserve.core.ledger.steps import Steps
 from ppserve.core.plan import Drawn, Scored, Slice, StepPlan, StepResult
@@ -28,12 +30,14 @@ from ppserve.core.scheduling.admission import refuse_impossible, refuse_overload
 from ppserve.core.scheduling.block_manager import BlockManager
 from ppserve.core.scheduling.composer import Composer, CostModel, StepLimits
 from ppserve.core.scheduling.config import SchedulerConfig
+from ppserve.core.scheduling.drafter import NewDrafter, look_up_prompts
 from ppserve.core.scheduling.fairness import FairQueue
 from ppserve.core.scheduling.lanes import Lanes
 from ppserve.core.scheduling.prefix_cache import PrefixCache
 from ppserve.core.scheduling.quarantine import Quarantine
 from ppserve.core.scheduling.roster import Roster
 from ppserve.core.scheduling.sequence import Sequence, SequenceEvent, SequenceGroup, SequenceStatus
+from ppserve.core.scheduling.speculation import Pick, Speculation
 from ppserve.core.scheduling.throughput import Throughput
 from ppserve.errors import InvalidRequest, RequestError, RequestFailed, Violation
 
@@ -48,6 +52,7 @@ class Scheduler:
         steps: Steps,
         costs: CostModel | None = None,
         epoch: int = 0,
+        new_drafter: NewDrafter = look_up_prompts,
     ) -> None:
         if blocks.block_size != config.block_size:
             raise ValueError(f"block_size: {config.block_size} here, {blocks.block_size} in the block manager")
@@ -61,7 +66,8 @@ class Scheduler:
         self._groups: dict[str, SequenceGroup] = {}
         self._roster = Roster()
         self._ending: dict[int, Sequence] = {}
-        self._lanes = Lanes(steps, config.microbatches or config.num_stages, epoch)
+        self.lanes = Lanes(steps, config.microbatches or config.num_stages, epoch)
+        self._speculation = Speculation(config, self.lanes, costs, new_drafter)
         self._next_deadline_s = math.inf  # no open request has an earlier one
         self._queue_may_move = True
         self._next_sequence_id = 0
@@ -80,7 +86,7 @@ class Scheduler:
 
     @property
     def has_work(self) -> bool:
-        return bool(self._groups or len(self._lanes))
+        return bool(self._groups or len(self.lanes))
 
     @property
     def kv_usage(self) -> float:
@@ -90,17 +96,17 @@ class Scheduler:
     @property
     def epoch(self) -> int:
         """The current epoch. Plans carry it, and results of older epochs are ignored."""
-        return self._lanes.epoch
+        return self.lanes.epoch
 
     @property
     def microbatches(self) -> int:
-        return self._lanes.num_lanes
+        return self.lanes.num_lanes
 
     def set_microbatches(self, microbatches: int) -> None:
         """Change how many steps may be in flight. Steps above the new number finish."""
         if not 1 <= microbatches <= self.config.max_microbatches:
             raise ValueError(f"microbatches: {microbatches} is not within 1 .. {self.config.max_microbatches}")
-        self._lanes.num_lanes = microbatches
+        self.lanes.num_lanes = microbatches
 
     # Requests
 
@@ -169,6 +175,7 @@ class Scheduler:
             sequence.move_to(SequenceStatus.ENDED)
         else:
             self._roster.remove(sequence)
+            self.lanes.drop_guesses(sequence, len(sequence.guesses), len(sequence.token_ids))
             if sequence.steps_in_flight:
                 sequence.move_to(SequenceStatus.ENDING)
                 self._ending[sequence.id] = sequence
@@ -240,21 +247,26 @@ class Scheduler:
 
     def schedule(self, now: float) -> StepPlan | None:
         """The next step; None when the pipeline is full or nothing is ready."""
-        if self._lanes.full:
+        if self.lanes.full:
             return None
         lone = self._quarantine.lone
         if lone is None:
             self._admit(now)
             self._skip_refilled()
-            roster = self._roster
-            picks = self._composer.compose(roster.returned, roster.num_decoding, roster.filling, self.microbatches)
+            picks = self._compose()
         else:
             picks = self._compose_alone(lone)
-        if not picks:
-            return None
-        if not len(self._lanes):
+        if picks and not len(self.lanes):
             self._throughput.started(now)
-        return self._build(picks)
+        return self._build(picks) if picks else None
+
+    def _compose(self) -> list[Pick]:
+        """Known tokens first; guesses beside them or, where stages would stand idle, alone."""
+        roster, speculation = self._roster, self._speculation
+        picks = self._composer.compose(roster.returned, roster.num_decoding, roster.filling, self.microbatches)
+        if picks:
+            return speculation.widen(picks)
+        return speculation.deepen(roster.running) if self.lanes.have_gap else []
 
     def _skip_refilled(self) -> None:
         """After a loss, compute a prefix that several sequences share only once."""
@@ -264,14 +276,14 @@ class Scheduler:
                 sequence.scheduled = sequence.computed = num_blocks * self.config.block_size
                 sequence.num_published = num_blocks
 
-    def _compose_alone(self, lone: str) -> list[tuple[Sequence, int]]:
-        if self._lanes.holds_others_than(lone):
+    def _compose_alone(self, lone: str) -> list[Pick]:
+        if self.lanes.holds_others_than(lone):
             return []
         returned = [s for s in self._roster.returned if s.request.id == lone]
         filling = [s for s in self._roster.filling if s.request.id == lone]
         return self._composer.compose(returned, len(returned), filling, 1)
 
-    def _build(self, picks: list[tuple[Sequence, int]]) -> StepPlan:
+    def _build(self, picks: list[Pick]) -> StepPlan:
         parts: list[tuple[Sequence, Slice]] = []
         copies: list[tuple[int, int]] = []
         for sequence, num_tokens in picks:
@@ -285,65 +297,74 @@ class Scheduler:
         for sequence in sequences:
             self._prefix_cache.offer(sequence)
         self._roster.slices_taken(sequences)
-        return self._lanes.plan(tuple(parts), copies)
+        return self.lanes.plan(tuple(parts), copies)
 
     def commit(self, result: StepResult, now: float) -> list[SequenceEvent]:
         """Apply the last stage's result of a step. A result of an older epoch or an unknown step is ignored."""
-        parts = self._lanes.take(result)
-        if parts is None:
+        taken = self.lanes.take(result)
+        if taken is None:
             return []
-        num_tokens = sum(len(piece.token_ids) for _, piece in parts)
-        self._throughput.committed(num_tokens, now, pipeline_empty=not len(self._lanes))
-        drawn = {d.sequence_id: d for d in result.drawn}
+        parts, void = taken
+        accepted = self.lanes.guesses["accepted"]
+        drawn: dict[int, list[Drawn]] = defaultdict(list)
+        for of in result.drawn:
+            drawn[of.sequence_id].append(of)
         scored = {s.sequence_id: s for s in result.scored}
         events: list[SequenceEvent] = []
         for sequence, piece in parts:
             sequence.steps_in_flight -= 1
-            sequence.computed = max(sequence.computed, piece.end)
             if sequence.status is SequenceStatus.ENDING:
                 if sequence.steps_in_flight == 0:
                     self._release(sequence)
-            else:
-                self._apply(sequence, piece, drawn.get(sequence.id), scored.get(sequence.id), events)
+            elif sequence.id not in void:
+                events += self._apply(sequence, piece, drawn[sequence.id], scored.get(sequence.id))
+        num_tokens = sum(len(piece.token_ids) - piece.num_guesses for _, piece in parts)
+        num_tokens += self.lanes.guesses["accepted"] - accepted
+        self._throughput.committed(num_tokens, now, pipeline_empty=not len(self.lanes))
         return events
 
     def _apply(
-        self,
-        sequence: Sequence,
-        piece: Slice,
-        drawn: Drawn | None,
-        scored: Scored | None,
-        events: list[SequenceEvent],
-    ) -> None:
+        self, sequence: Sequence, piece: Slice, drawn: list[Drawn], scored: Scored | None
+    ) -> Iterator[SequenceEvent]:
         group = self._groups[sequence.request.id]
         if piece.targets:
             if scored is None or len(scored.logprobs) != len(piece.targets):
-                events += self._fail(group, "the prompt could not be scored")
+                yield from self._fail(group, "the prompt could not be scored")
                 return
             sequence.scores.extend(scored.logprobs)
-        if piece.draw is None:
-            if sequence.known_end is not None and sequence.computed == len(sequence.token_ids):
-                events.append(self._end(sequence, group, finish=sequence.known_end))
+        sequence.computed = piece.end - piece.num_guesses + piece.is_guessed
+        if piece.draw is None and sequence.known_end and sequence.computed == len(sequence.token_ids):
+            yield self._end(sequence, group, finish=sequence.known_end)
             return
+        for row in range(piece.num_draws):
+            if row:
+                if sequence.token_ids[sequence.computed] != piece.token_ids[row - piece.num_draws]:
+                    break
+                sequence.computed += 1
+            event = self._drawn(sequence, group, drawn[row] if row < len(drawn) else None)
+            yield event
+            if event.is_terminal:
+                return
+        if piece.draw is None:
+            return
+        if sequence.remaining:
+            self._roster.token_returned(sequence)
+        if self._quarantine.watches(group.key) and all(len(s.token_ids) > s.loss_mark for s in group.live):
+            self._quarantine.cleared(group.key)
+
+    def _drawn(self, sequence: Sequence, group: SequenceGroup, drawn: Drawn | None) -> SequenceEvent:
+        """The sequence's next token, or its end because there is none."""
         if drawn is None or drawn.token_id is None:
             self._blocks.forget_contents_of(sequence.id)  # their KV may hold non-finite values: never share them
-            events.append(self._end(sequence, group, error=RequestFailed("the model's output is not finite")))
-            return
-        sequence.token_ids.append(drawn.token_id)
+            return self._end(sequence, group, error=RequestFailed("the model's output is not finite"))
+        self.lanes.drawn(sequence, drawn.token_id)
         self._queue.charge(group.caller, 1)
         end = sequence.end_after(drawn.token_id, self.config.eos_id)
-        event = sequence.event(
-            token_id=drawn.token_id, logprobs=drawn.logprobs, finish=end, admitted_s=group.admitted_s
-        )
-        events.append(event)
+        token_id, logprobs = drawn.token_id, drawn.logprobs
+        event = sequence.event(token_id=token_id, logprobs=logprobs, finish=end, admitted_s=group.admitted_s)
         if end is not None:
             self._retire(sequence, group)
-            return
-        self._roster.token_returned(sequence)
-        if self._quarantine.watches(group.key) and not any(
-            len(s.token_ids) <= s.loss_mark for s in group.live
-        ):
-            self._quarantine.cleared(group.key)
+        return event
 
     def lose_stage(self, epoch: int, failed: Set[int], now: float) -> list[SequenceEvent]:
         """Begin a new epoch: steps in flight are discarded, and every sequence is computed again.
@@ -352,11 +373,12 @@ class Scheduler:
         No token is lost, so there are no events, except for a request that is certain to have killed the stage:
         it fails.
         """
-        culprit = self._quarantine.lost(self._lanes.lose(epoch), failed)
+        culprit = self._quarantine.lost(self.lanes.lose(epoch), failed)
         self._blocks.forget_contents()
         for sequence in list(self._ending.values()):
             self._release(sequence)
         for sequence in self._roster.running:
+            self.lanes.guesses["cancelled"] += len(sequence.guesses)
             sequence.rewind()
             self._blocks.unpin(sequence.id)
         self._roster.restart()

@@ -1,23 +1,29 @@
 """A sequence: the progress of one of a request's answers, and the events it causes.
 
-A sequence knows its tokens (prompt, resumed and drawn), how many of them were put into steps (`scheduled`), and
+A sequence knows its tokens (prompt, resumed and drawn), how many positions were put into steps (`scheduled`), and
 for how many of these the result has returned (`computed`). It is ready when `known > scheduled`. Whether that
 means a prompt, a chunk, a decode or a replay makes no difference.
+
+Guesses are tokens that may follow the known ones. Steps may take them as if they were known: then
+`scheduled > known`. When the next token is drawn, the first guess is either the same, and becomes known, or all
+guesses are dropped and `scheduled` goes back to that token.
 
     WAITING ──admit──▶ RUNNING ──end──▶ ENDED
        └────────end──────┼──▶ ENDED       ▲
                          └─end in flight─▶ ENDING (its terminal event was sent; a step still writes its blocks)
 
-0 <= computed <= scheduled <= known, always.
+0 <= computed <= scheduled <= known + guesses, and computed <= known, always.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import math
+from dataclasses import dataclass, replace
 from enum import StrEnum
 
 from ppserve.core.plan import Draw, Slice, TokenLogprobs
 from ppserve.core.request import FinishReason, Request
+from ppserve.core.scheduling.drafter import Drafter, Guess
 from ppserve.errors import RequestError
 
 
@@ -76,7 +82,8 @@ class Sequence:
 
     known_end: set when the sequence ends without a draw (only scored, or resumed complete). fork_block: for n > 1,
     the leader's partly filled prompt block, copied before this sequence's first slice. loss_mark: the number of
-    known tokens when a stage was last lost.
+    known tokens when a stage was last lost. guesses: assumed to follow the known tokens; those before `scheduled`
+    are in steps. drafter: makes the guesses; None until the first is wanted.
     """
 
     def __init__(self, sequence_id: int, request: Request, index: int, eos_id: int | None) -> None:
@@ -85,6 +92,8 @@ class Sequence:
         self.index = index
         self.status = SequenceStatus.WAITING
         self.token_ids = [*request.prompt_ids, *request.resume_ids]
+        self.guesses: list[Guess] = []
+        self.drafter: Drafter | None = None
         self.scheduled = 0
         self.computed = 0
         self.steps_in_flight = 0
@@ -97,13 +106,7 @@ class Sequence:
         self.scores: list[TokenLogprobs] = []
         self.wants_scores = False
         self._table_part: tuple[int, ...] = ()
-        self._draw = Draw(request.sampling, index, request.output.logprobs)
-        self._banned_draw = self._draw
-        if request.stop.min_tokens:
-            banned = request.stop.stop_token_ids
-            if eos_id is not None and not request.stop.ignore_eos:
-                banned = (eos_id, *banned)
-            self._banned_draw = Draw(request.sampling, index, request.output.logprobs, tuple(sorted(set(banned))))
+        self._draw = Draw(request.sampling, index, request.output.logprobs, *_bans(request, eos_id))
         self.known_end = self.end_after(self.token_ids[-1], eos_id) if request.resume_ids else None
         if request.stop.max_tokens == 0:
             self.known_end = _length_end(request)
@@ -116,7 +119,17 @@ class Sequence:
     @property
     def remaining(self) -> int:
         """Known tokens that are in no step yet."""
-        return len(self.token_ids) - self.scheduled
+        return max(0, len(self.token_ids) - self.scheduled)
+
+    @property
+    def certainty(self) -> float:
+        """The probability that all guesses so far are right."""
+        return math.prod(guess.probability for guess in self.guesses)
+
+    @property
+    def guess_room(self) -> int:
+        """How many further guesses may be made: each needs a position for its keys and values."""
+        return self.max_positions - len(self.token_ids) - len(self.guesses)
 
     @property
     def is_live(self) -> bool:
@@ -135,10 +148,11 @@ class Sequence:
         self.status = status
 
     def take(self, num_tokens: int, block_size: int) -> Slice:
-        """Put the next `num_tokens` known tokens into a step. The scheduler must commit the step later."""
+        """Put the next `num_tokens` tokens, guesses included, into a step. The scheduler must commit it later."""
         start, end = self.scheduled, self.scheduled + num_tokens
         known = len(self.token_ids)
-        assert 0 < num_tokens <= known - start, (self.id, num_tokens, start, known)
+        assert 0 < num_tokens <= known + len(self.guesses) - start, (self.id, num_tokens, start, known)
+        draws = end >= known and self.known_end is None
         num_blocks = -(-end // block_size)
         if len(self._table_part) != num_blocks:
             self._table_part = self.block_table[:num_blocks]
@@ -150,21 +164,40 @@ class Sequence:
         return Slice(
             self.id,
             start,
-            tuple(self.token_ids[start:end]),
+            self._assumed(start, end),
             self._table_part,
-            self._next_draw() if end == known and self.known_end is None else None,
+            self._draw_after(max(start + 1, known)) if draws else None,
             targets,
             self.request.output.prompt_logprobs or 0,
+            max(0, end - max(start, known)),
         )
 
-    def _next_draw(self) -> Draw:
-        """The draw of the token after the last known one; the same object while its parameters do not change."""
-        prompt_ids = self.request.prompt_ids
-        draw = self._banned_draw if self.num_generated < self.request.stop.min_tokens else self._draw
+    def append(self, token_id: int) -> int:
+        """The next token was drawn. If a guess was wrong, all are dropped, and none of them is scheduled: how
+        many."""
+        self.token_ids.append(token_id)
+        num_guesses = len(self.guesses)
+        if not num_guesses:
+            return 0
+        if self.guesses[0].token_id == token_id:
+            del self.guesses[0]
+            return 0
+        self.guesses.clear()
+        self.scheduled = len(self.token_ids) - 1
+        return num_guesses
+
+    def _draw_after(self, row_end: int) -> Draw:
+        """The draw of the token at position `row_end`; always the same object where it needs no history."""
         if not self.request.sampling.needs_history:
-            return draw
-        output_ids = tuple(self.token_ids[len(prompt_ids) :])
-        return Draw(draw.params, draw.index, draw.num_logprobs, draw.banned, prompt_ids, output_ids)
+            return self._draw
+        prompt_ids = self.request.prompt_ids
+        return replace(self._draw, prompt_ids=prompt_ids, output_ids=self._assumed(len(prompt_ids), row_end))
+
+    def _assumed(self, start: int, end: int) -> tuple[int, ...]:
+        """The tokens at positions [start, end), guesses included."""
+        known = len(self.token_ids)
+        guesses = self.guesses[max(0, start - known) : max(0, end - known)]
+        return (*self.token_ids[start:end], *(guess.token_id for guess in guesses))
 
     def end_after(self, token_id: int, eos_id: int | None) -> FinishReason | None:
         """Why the answer ends with `token_id`, its latest token; None when it does not end."""
@@ -174,6 +207,7 @@ class Sequence:
         """Back to nothing computed, with all tokens known: a stage was lost."""
         self.scheduled = self.computed = self.steps_in_flight = self.num_published = 0
         self.fork_block = None
+        self.guesses.clear()
         self.scores.clear()
         self.loss_mark = len(self.token_ids)
 
@@ -218,6 +252,17 @@ def end_with(request: Request, num_generated: int, token_id: int, eos_id: int | 
         if token_id in stop.stop_token_ids:
             return FinishReason.STOP_TOKEN
     return _length_end(request) if num_generated >= stop.max_tokens else None
+
+
+def _bans(request: Request, eos_id: int | None) -> tuple[tuple[int, ...], int]:
+    """`Draw.banned` and `Draw.banned_before`: what would end the answer before it has `min_tokens`."""
+    stop = request.stop
+    if not stop.min_tokens:
+        return (), 0
+    banned = set(stop.stop_token_ids)
+    if eos_id is not None and not stop.ignore_eos:
+        banned.add(eos_id)
+    return tuple(sorted(banned)), len(request.prompt_ids) + stop.min_tokens
 
 
 def _length_end(request: Request) -> FinishReason:

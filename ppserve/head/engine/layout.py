@@ -130,6 +130,7 @@ def scheduler_config(config: ServeConfig, arch: Architecture, hellos: tuple[wire
         prefill_chunk=config.scheduling.prefill_chunk,
         max_auto_chunk=CPU_CHUNK if any(hello.gpu is None for hello in hellos) else MAX_PROMPT_TOKENS_PER_STEP,
         eos_id=arch.eos_id,
+        speculate=config.scheduling.speculate,
     )
 
 

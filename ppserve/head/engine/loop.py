@@ -201,8 +201,8 @@ class Engine(threading.Thread):
     def _publish(self, event: SequenceEvent) -> None:
         """Turns an event of the scheduler into an output of its stream."""
         opened = self._open.get(event.request_id)
-        if opened is None:
-            return
+        if opened is None or opened.has_ended(event.index):
+            return  # one step may bring several tokens, and a stop string may end the answer at the first
         now_s = self._clock() / 1e9
         output = opened.output(event, now_s)
         if output.finish is FinishReason.STOP_STRING and event.finish is None:

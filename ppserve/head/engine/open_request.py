@@ -23,6 +23,7 @@ class _SequenceText:
     first_token_s: float | None = None
     last_token_s: float | None = None
     num_tokens: int = 0
+    has_ended: bool = False
 
 
 @dataclass(slots=True)
@@ -88,6 +89,7 @@ class OpenRequest:
             finish, matched, text = self._read(progress, event.finish, event.token_id)
         if finish is not None:
             self._num_ended += 1
+            progress.has_ended = True
             if progress.detokenizer is not None and finish is not FinishReason.STOP_STRING:
                 text += progress.detokenizer.finish()
         return TokenOutput(
@@ -102,6 +104,11 @@ class OpenRequest:
             cached_tokens=event.cached_tokens,
             timings=self._timings(progress, now_s) if finish is not None else None,
         )
+
+    def has_ended(self, index: int) -> bool:
+        """Whether this sequence has had its last output."""
+        progress = self._sequences.get(index)
+        return progress is not None and progress.has_ended
 
     def fail(self, error: RequestError) -> TokenOutput:
         """The whole request ends with `error`."""

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from ppserve import wire
 from ppserve.core.cost_model import Coefficients, PipelineCosts
@@ -18,6 +18,7 @@ from ppserve.core.ledger.steps import Steps
 from ppserve.core.plan import StepResult
 from ppserve.core.request import FinishReason, Request
 from ppserve.core.scheduling.block_manager import BlockManager
+from ppserve.core.scheduling.drafter import NewDrafter, look_up_prompts
 from ppserve.core.scheduling.lane_count import LaneCount
 from ppserve.core.scheduling.scheduler import Scheduler
 from ppserve.core.scheduling.sequence import SequenceEvent
@@ -72,7 +73,12 @@ class Replica:
     """See the module. clock: monotonic, in nanoseconds. scheduler: None until the first epoch has formed."""
 
     def __init__(
-        self, members: Members, control: ControlPlane, watcher: Watcher, clock: Callable[[], int]
+        self,
+        members: Members,
+        control: ControlPlane,
+        watcher: Watcher,
+        clock: Callable[[], int],
+        new_drafter: NewDrafter = look_up_prompts,
     ) -> None:
         num_stages = members.num_stages
         self.members = members
@@ -87,6 +93,7 @@ class Replica:
         self._broke: set[int] = set()
         self._control = control
         self._watcher = watcher
+        self._new_drafter = new_drafter
         self._clock = clock
 
     # ---- requests -------------------------------------------------------------------------------------
@@ -153,6 +160,7 @@ class Replica:
         scheduler = self.scheduler
         if scheduler is None or not self.members.formed:
             return
+        self._cancel_doomed(scheduler)
         while (plan := scheduler.schedule(self._now_s())) is not None:
             self._control.broadcast(self.members.ranks, wire.Plan(plan))
             step = self.steps.sent(plan, woken_ns, self._clock(), scheduler.microbatches)
@@ -160,10 +168,19 @@ class Replica:
             self._overheads.dispatched(step)
             self._watcher.dispatched(step)
 
+    def _cancel_doomed(self, scheduler: Scheduler) -> None:
+        """Tells all stages of steps on wrong guesses, at once: a stage that has not begun such a step skips it."""
+        doomed = scheduler.lanes.take_doomed()
+        for step_id in doomed:
+            self.steps.doom(step_id)
+        if doomed:
+            self._control.broadcast(self.members.ranks, wire.Cancel(doomed))
+
     def report_load(self) -> None:
         """Tells the watcher how full everything is, also while the pipeline is lost."""
         if (scheduler := self.scheduler) is not None:
             in_flight = self.steps.num_in_flight
+            self._watcher.guessed(scheduler.lanes.guesses)
             self._watcher.load(scheduler.num_running, scheduler.num_waiting, in_flight, scheduler.kv_usage)
 
     def _happened(self, member_events: list[MemberEvent]) -> list[ReplicaEvent]:
@@ -190,13 +207,16 @@ class Replica:
             return []
         self._account.reported(step, result.stage)
         self._overheads.reported(step, result.stage)
-        self._costs.observe(result.stage, step.plan, (result.stamps.ended - result.stamps.begun) / 1e9)
+        if not result.skipped:
+            self._costs.observe(result.stage, step.plan, (result.stamps.ended - result.stamps.begun) / 1e9)
         self._watcher.reported(step, result.stage)
         if self.scheduler.config.microbatches is None:
             self.scheduler.set_microbatches(self._lanes.observe(result.stage, result.stamps, step.fills_lanes))
         if result.stage < self.members.num_stages - 1:
             return []
-        return self.scheduler.commit(result, self._now_s())
+        events = self.scheduler.commit(result, self._now_s())
+        self._cancel_doomed(self.scheduler)
+        return events
 
     def _formed(self, formed: Formed) -> list[ReplicaEvent]:
         log.info("epoch %d formed", formed.epoch)
@@ -208,8 +228,14 @@ class Replica:
             return [*self.scheduler.lose_stage(formed.epoch, failed, self._now_s())]
         decision = self.members.decision
         assert decision is not None
-        blocks = BlockManager(formed.num_blocks, decision.scheduling.block_size)
-        self.scheduler = Scheduler(decision.scheduling, blocks, self.steps, self._costs, formed.epoch)
+        config = decision.scheduling
+        if any(member.loaded is not None and member.loaded.why_not for member in self.members.all):
+            # Beside a guess, a row may differ from the same row alone.
+            config = replace(config, speculate=0)
+        blocks = BlockManager(formed.num_blocks, config.block_size)
+        self.scheduler = Scheduler(
+            config, blocks, self.steps, self._costs, formed.epoch, new_drafter=self._new_drafter
+        )
         return [formed]
 
     def _epoch_lost(self, lost: EpochLost) -> None:

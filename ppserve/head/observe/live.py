@@ -81,7 +81,12 @@ def read_state(handle: PipelineHandle, load: Load, spans: list[list[Settled]]) -
         **asdict(topology),
         "kinds": KINDS,
         "stages": [
-            {**asdict(stage), "time_s": _seconds(measured.times), "spans": drawn}
+            {
+                **asdict(stage),
+                "time_s": _seconds(measured.times),
+                "wasted_s": measured.times.wasted_ns / 1e9,
+                "spans": drawn,
+            }
             for stage, measured, drawn in of_stages
         ],
     }

@@ -8,7 +8,7 @@ from the first event on.
 from __future__ import annotations
 
 import platform
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from functools import partial
 from itertools import product
@@ -29,6 +29,7 @@ from ppserve.core.ledger.account import StageTimes
 from ppserve.core.ledger.causes import BUSY
 from ppserve.core.ledger.steps import Step
 from ppserve.core.request import FinishReason
+from ppserve.core.scheduling.lanes import OUTCOMES
 from ppserve.errors import RequestError
 from ppserve.head.cards import ModelCard, Topology
 from ppserve.head.engine.open_request import OpenRequest
@@ -106,6 +107,9 @@ class Metrics:
         self._tokens = {phase: tokens.labels(phase) for phase in BUSY}
         self._in_flight = gauge("ppserve_microbatches_in_flight", "Steps in the pipeline.")
         self._kv_usage = gauge("ppserve_kv_usage_ratio", "Share of KV blocks in use.")
+        guesses = counter("ppserve_draft_tokens", "Guessed tokens, by what became of them.", ["outcome"])
+        self._guesses = {outcome: guesses.labels(outcome) for outcome in OUTCOMES}
+        self._num_guesses = dict.fromkeys(OUTCOMES, 0)
         self._restarts = counter("ppserve_stage_restarts", "Stages that died, by how.", ["stage", "cause"])
         for stage, cause in product(stages, RESTART_CAUSES):
             self._restarts.labels(stage, cause)
@@ -165,6 +169,13 @@ class Metrics:
         self._requests.waiting.set(waiting)
         self._in_flight.set(in_flight)
         self._kv_usage.set(kv_usage)
+
+    def guessed(self, outcomes: Mapping[str, int]) -> None:
+        """outcomes: guessed tokens so far, by what became of them."""
+        if outcomes != self._num_guesses:
+            for outcome, count in outcomes.items():
+                self._guesses[outcome].inc(count - self._num_guesses[outcome])
+            self._num_guesses = dict(outcomes)
 
     def stage_restarted(self, stage: int, cause: str) -> None:
         self._restarts.labels(str(stage), cause).inc()
@@ -275,11 +286,15 @@ class _LedgerCollector(Collector):
         idle = CounterMetricFamily(
             "ppserve_stage_idle_seconds", "Time the server had no work at all.", labels=["stage"]
         )
+        wasted = CounterMetricFamily(
+            "ppserve_stage_wasted_seconds", "Of the busy time, that of steps on wrong guesses.", labels=["stage"]
+        )
         for number, times in enumerate(stages):
             stage = str(number)
+            wasted.add_metric([stage], times.wasted_ns / 1e9)
             for phase, ns in times.busy_ns.items():
                 busy.add_metric([stage, phase], ns / 1e9)
             for cause, ns in times.bubble_ns.items():
                 bubble.add_metric([stage, cause], ns / 1e9)
             idle.add_metric([stage], times.idle_ns / 1e9)
-        return busy, bubble, idle
+        return busy, bubble, idle, wasted

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 from ppserve.core.ledger.account import Settled
 from ppserve.core.ledger.steps import Step
 from ppserve.errors import RequestError
@@ -38,6 +40,9 @@ class Observer(Watcher):
     def load(self, running: int, waiting: int, in_flight: int, kv_usage: float) -> None:
         self.metrics.load(running, waiting, in_flight, kv_usage)
         self.trace.load(running, waiting, kv_usage)
+
+    def guessed(self, outcomes: Mapping[str, int]) -> None:
+        self.metrics.guessed(outcomes)
 
     def refused(self, error: RequestError) -> None:
         self.metrics.refused(error)

@@ -40,7 +40,7 @@ class ReadRow:
 
 def rows_read(plan: StepPlan) -> list[ReadRow]:
     """In the order of `StepRows.read_rows`."""
-    drawn = [ReadRow(s.draw, s.end, num_top=s.draw.num_logprobs) for s in plan.slices if s.draw is not None]
+    drawn = [ReadRow(draw, at, num_top=draw.num_logprobs) for s in plan.slices for at, draw in s.draws]
     scored = [ReadRow(target=t, num_top=s.num_prompt_logprobs) for s in plan.slices for t in s.targets]
     return drawn + scored
 
@@ -48,7 +48,8 @@ def rows_read(plan: StepPlan) -> list[ReadRow]:
 def rows_of_slices(plan: StepPlan, count: int) -> list[ReadRow]:
     """One per slice, in order, and as many more as make `count`: the rows of a recorded step."""
     of_slices = [
-        ReadRow() if s.draw is None else ReadRow(s.draw, s.end, num_top=s.draw.num_logprobs) for s in plan.slices
+        next((ReadRow(draw, at, num_top=draw.num_logprobs) for at, draw in s.draws), ReadRow())
+        for s in plan.slices
     ]
     return of_slices + [ReadRow()] * (count - len(of_slices))
 
@@ -128,7 +129,8 @@ def _adjustments(rows: Sequence[ReadRow], vocab_size: int) -> dict[str, NDArray[
             continue
         params, prompt_ids, output_ids = row.draw.params, row.draw.prompt_ids, row.draw.output_ids
         entries["bias"] += [(number, token_id, bias) for token_id, bias in params.logit_bias]
-        entries["ban"] += [(number, token_id) for token_id in row.draw.banned]
+        if row.position < row.draw.banned_before:
+            entries["ban"] += [(number, token_id) for token_id in row.draw.banned]
         if params.needs_history:
             if params.repetition_penalty != 1.0:
                 seen = sorted({*prompt_ids, *output_ids})

@@ -54,7 +54,7 @@ def results_of(plan: StepPlan, columns_RC: NDArray[np.float64]) -> Results:
     """What was drawn and scored, from the columns of `read_rows` or `draw_plain`; rows as in
     `StepRows.read_rows`."""
     lines = iter(columns_RC.tolist())
-    drawn = tuple(_drawn(s.sequence_id, s.draw, next(lines)) for s in plan.slices if s.draw is not None)
+    drawn = tuple(_drawn(s.sequence_id, draw, next(lines)) for s in plan.slices for _, draw in s.draws)
     scored = tuple(
         Scored(s.sequence_id, s.start, tuple(_told(next(lines), s.num_prompt_logprobs) for _ in s.targets))
         for s in plan.slices

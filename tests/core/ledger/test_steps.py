@@ -47,6 +47,19 @@ def test_a_step_knows_whether_it_fills_the_pipeline_and_the_lanes() -> None:
     assert [step.fills_lanes for step in sent] == [False, False, True]
 
 
+def test_what_is_computed_for_a_doomed_step_is_wasted_before_and_after_it_is_known() -> None:
+    steps = Steps(3)
+    for step_id in range(2):
+        steps.sent(plan(step_id), 0, 0, num_lanes=3)
+    steps.reported(result(1, 0, 10, 14), 20)
+    steps.doom(1)
+    steps.reported(result(0, 0, 1, 9), 21)
+    steps.reported(result(1, 1, 20, 23), 24)
+    assert steps.wasted_ns == [4, 3, 0]
+    steps.doom(7)
+    assert steps.wasted_ns == [4, 3, 0], "not in the book"
+
+
 def test_a_transfer_is_known_once_both_ends_have_reported_whichever_is_first() -> None:
     sender = StepResult(1, 0, 0, StepStamps(0, 0, 0, 0, 10, 13), 64)
     for waiting, expected in (

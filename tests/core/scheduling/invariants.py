@@ -33,10 +33,10 @@ def check_blocks(blocks: BlockManager) -> None:
 def check_scheduler(scheduler: Scheduler) -> None:
     """Blocks, roster and lanes agree with the sequences; nothing is held without work."""
     check_blocks(scheduler._blocks)
-    assert len(scheduler._lanes) <= scheduler.config.max_microbatches
+    assert len(scheduler.lanes) <= scheduler.config.max_microbatches
     check_roster(scheduler._roster)
     admitted = [*scheduler._roster.running, *scheduler._ending.values()]
-    check_lanes(scheduler._lanes, admitted)
+    check_lanes(scheduler.lanes, admitted)
     for sequence in admitted:
         assert sequence.block_table == scheduler._blocks.table(sequence.id)
     live = [s.id for group in scheduler._groups.values() for s in group.live]
@@ -59,20 +59,27 @@ def check_roster(roster: Roster) -> None:
 
 
 def check_lanes(lanes: Lanes, sequences: list[Sequence]) -> None:
-    """A sequence is in one step, or in several with consecutive chunks."""
-    in_flight: dict[int, list[Slice]] = {}
-    for parts in lanes._parts.values():
+    """A sequence is in one step, or in several with consecutive slices, apart from those on wrong guesses."""
+    in_flight: dict[int, list[tuple[int, Slice]]] = {}
+    for step_id, parts in lanes._parts.items():
         assert len({s.id for s, _ in parts}) == len(parts), "a sequence twice in one step"
         for sequence, piece in parts:
-            in_flight.setdefault(sequence.id, []).append(piece)
+            in_flight.setdefault(sequence.id, []).append((step_id, piece))
     for sequence in sequences:
         pieces = in_flight.pop(sequence.id, [])
+        known = len(sequence.token_ids)
         assert len(pieces) == sequence.steps_in_flight
-        assert 0 <= sequence.computed <= sequence.scheduled <= len(sequence.token_ids)
+        assert 0 <= sequence.computed <= sequence.scheduled <= known + len(sequence.guesses)
+        assert sequence.computed <= known
+        if not sequence.is_live:
+            continue
         position = sequence.computed
-        for piece in pieces:
+        for step_id, piece in pieces:
+            if sequence.id in lanes._void.get(step_id, ()):
+                continue
             assert piece.start == position, "slices in flight must follow one another"
-            assert piece is pieces[-1] or piece.draw is None, "nothing follows a draw that is in flight"
+            if position < known:
+                assert piece.token_ids[0] == sequence.token_ids[position], "a wrong guess is computed"
             position = piece.end
         assert position == sequence.scheduled
     assert not in_flight, "an ended sequence is still in flight"

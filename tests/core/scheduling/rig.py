@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 
 from ppserve.core.ledger.steps import Steps
@@ -11,6 +12,7 @@ from ppserve.core.request import FinishReason, Request, StopConditions
 from ppserve.core.scheduling.block_manager import BlockManager
 from ppserve.core.scheduling.composer import CostModel
 from ppserve.core.scheduling.config import SchedulerConfig
+from ppserve.core.scheduling.drafter import NewDrafter, look_up_prompts
 from ppserve.core.scheduling.scheduler import Scheduler
 from ppserve.core.scheduling.sequence import SequenceEvent
 from ppserve.errors import Overloaded
@@ -22,11 +24,14 @@ CUT_SHORT = (FinishReason.CANCELLED, FinishReason.DEADLINE, FinishReason.STOP_ST
 
 @dataclass
 class SchedulerRig:
-    """See the module. ended_by_engine: sequences ended with `finish`, which has no event."""
+    """See the module. ended_by_engine: sequences ended with `finish`, which has no event. skips: whether the
+    pipeline hears in time that a step need not be computed."""
 
     config: SchedulerConfig
     num_blocks: int = 48
     costs: CostModel | None = None
+    new_drafter: NewDrafter = look_up_prompts
+    skips: Callable[[], bool] = lambda: True
     now: float = 0.0
     requests: dict[str, Request] = field(default_factory=dict)
     events: dict[tuple[str, int], list[SequenceEvent]] = field(default_factory=lambda: defaultdict(list))
@@ -35,7 +40,7 @@ class SchedulerRig:
     def __post_init__(self) -> None:
         self.blocks = BlockManager(self.num_blocks, self.config.block_size)
         self.steps = Steps(self.config.num_stages)
-        self.scheduler = Scheduler(self.config, self.blocks, self.steps, self.costs)
+        self.scheduler = Scheduler(self.config, self.blocks, self.steps, self.costs, new_drafter=self.new_drafter)
         self.pipeline = ToyPipeline(self.config.block_size)
 
     def tell(self, events: list[SequenceEvent]) -> list[SequenceEvent]:
@@ -61,6 +66,7 @@ class SchedulerRig:
         return plan
 
     def commit_one(self) -> list[SequenceEvent]:
+        self.pipeline.skipped |= {step for step in self.scheduler.lanes.take_doomed() if self.skips()}
         result = self.pipeline.run_one()
         for stage in range(self.config.num_stages):
             self.steps.reported(replace(result, stage=stage), 0)

@@ -31,6 +31,9 @@ class LinearCosts:
     def predict(self, size: StepSize) -> float:
         return self.row * size.rows + self.key * size.context + self.sample * size.sampled
 
+    def predict_each(self, size: StepSize) -> tuple[float, ...]:
+        return tuple(self.predict(size) for _ in range(4))
+
 
 def sequence_of(num_tokens: int, scheduled: int = 0, scored: bool = False) -> Sequence:
     output = OutputOptions(prompt_logprobs=0 if scored else None)

@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import random
+from collections import Counter
+from collections.abc import Sequence as Seq
+from functools import partial
 
 import pytest
 
 from ppserve.core.cost_model import StepSize
 from ppserve.core.request import FinishReason, OutputOptions, Request, SamplingParams, StopConditions
 from ppserve.core.scheduling.config import SchedulerConfig
+from ppserve.core.scheduling.drafter import Guess, look_up_prompts
 from tests.core.scheduling.invariants import check_scheduler
 from tests.core.scheduling.rig import SchedulerRig
 from tests.core.toy_pipeline import EOS_ID, VOCAB_SIZE, expected_answer
@@ -66,8 +70,34 @@ class RandomCosts:
     def predict(self, size: StepSize) -> float:
         return self._rng.choice((0.0, 1e-6, 0.01, 0.2)) * (size.rows + size.context + size.sampled)
 
+    def predict_each(self, size: StepSize) -> tuple[float, ...]:
+        return tuple(self.predict(size) for _ in range(4))
 
-def walk(seed: int, num_stages: int, prefill_chunk: int | None, prefix_cache: bool) -> SchedulerRig:
+
+class Oracle:
+    """Guesses from the undisturbed run: each is right as often as `rate` says. None of them may change a token."""
+
+    def __init__(self, request: Request, index: int, rate: float) -> None:
+        self._first = len(request.prompt_ids)
+        self._answer = expected_answer(request, index).token_ids
+        self._rng = random.Random(index)
+        self._rate = rate
+
+    def guess(self, token_ids: Seq[int], guesses: Seq[int]) -> Guess | None:
+        place = len(token_ids) + len(guesses) - self._first
+        right = self._answer[place] if place < len(self._answer) else EOS_ID
+        return Guess(right if self._rng.random() < self._rate else (right + 1) % VOCAB_SIZE, self._rate)
+
+
+def walk(
+    seed: int,
+    num_stages: int,
+    prefill_chunk: int | None,
+    prefix_cache: bool,
+    speculate: int | None = None,
+    rate: float | None = None,
+) -> SchedulerRig:
+    """rate: of the oracle; None for the product's own drafter."""
     rng = random.Random(seed)
     losses = 0
     config = SchedulerConfig(
@@ -81,9 +111,13 @@ def walk(seed: int, num_stages: int, prefill_chunk: int | None, prefix_cache: bo
         prefix_cache=prefix_cache,
         eos_id=EOS_ID,
         aging_s=20.0,
+        speculate=speculate,
     )
     costs = RandomCosts(seed) if seed % 2 else None
-    rig = SchedulerRig(config, num_blocks=2 * 3 * 80 // config.block_size, costs=costs)
+    new_drafter = look_up_prompts if rate is None else partial(Oracle, rate=rate)
+    rig = SchedulerRig(
+        config, 2 * 3 * 80 // config.block_size, costs, new_drafter, skips=lambda: rng.random() < 0.5
+    )
     shared_prompt = tuple(rng.randrange(VOCAB_SIZE) for _ in range(24))
     for i in range(400):
         rig.now += rng.choice((0.0, 0.01, 1.0))
@@ -100,7 +134,8 @@ def walk(seed: int, num_stages: int, prefill_chunk: int | None, prefix_cache: bo
         elif action < 0.62:
             rig.schedule_one()
         elif rig.pipeline.num_in_flight:
-            for event in rig.commit_one():
+            last = {(event.request_id, event.index): event for event in rig.commit_one()}
+            for event in last.values():
                 if not event.is_terminal and rng.random() < 0.01:
                     rig.scheduler.finish(event.sequence_id, FinishReason.STOP_STRING, rig.now)
                     rig.ended_by_engine.add((event.request_id, event.index))
@@ -122,11 +157,29 @@ def test_any_walk_gives_everybody_the_tokens_of_an_undisturbed_run(
         assert len(rig.requests) > 20
 
 
+@pytest.mark.parametrize("num_stages", [1, 2, 4])
+@pytest.mark.parametrize("speculate", [1, 5])
+@pytest.mark.parametrize("rate", [0.0, 0.3, 0.8, 1.0, None])
+def test_no_guess_changes_a_token(num_stages: int, speculate: int, rate: float | None) -> None:
+    """Guesses forced into every step that decodes, and into every gap: always wrong, sometimes right, always
+    right, and the product's own."""
+    outcomes: Counter[str] = Counter()
+    for seed in range(4):
+        rig = walk(seed, num_stages, None if seed % 2 else 5, bool(seed % 3), speculate, rate)
+        rig.check_answers()
+        assert rig.scheduler.kv_usage == 0
+        outcomes.update(rig.scheduler.lanes.guesses)
+        guessed = sum(piece.num_guesses for plan in rig.pipeline.plans for piece in plan.slices)
+        assert outcomes["accepted"] + outcomes["rejected"] >= guessed - outcomes["cancelled"]
+    assert (outcomes["accepted"] > 0) == (rate != 0.0)
+    assert (outcomes["rejected"] > 0) or rate == 1.0
+
+
 def test_the_walks_reach_every_feature() -> None:
     """The walks reach every feature; otherwise their success would prove nothing."""
     seen: set[str] = set()
     for seed in range(12):
-        rig = walk(seed, 1 + seed % 4, None, True)
+        rig = walk(seed, 1 + seed % 4, None, True, speculate=seed % 3)
         seen |= {str(event.finish) for events in rig.events.values() for event in events}
         seen |= {"cached" for events in rig.events.values() for event in events if event.cached_tokens}
         seen |= {"scored" for events in rig.events.values() for event in events if event.prompt_logprobs}
@@ -137,4 +190,12 @@ def test_the_walks_reach_every_feature() -> None:
         seen |= {"resumed" for request in rig.requests.values() if request.resume_ids}
     reasons = {str(reason) for reason in FinishReason} - {"STOP_STRING"}
     features = {"cached", "scored", "ended by engine", "copied", "resumed"}
-    assert seen >= reasons | features | {"prefill", "decode", "mixed", "epoch 0", "epoch 1", "epoch 2"}
+    assert seen >= reasons | features | {
+        "prefill",
+        "decode",
+        "mixed",
+        "speculative",
+        "epoch 0",
+        "epoch 1",
+        "epoch 2",
+    }

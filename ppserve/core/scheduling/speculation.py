@@ -1,0 +1,128 @@
+"""Which guesses are computed: those that cost less than the time that they are likely to save.
+
+Width: a step that decodes takes guesses as further rows of a sequence. A step of few rows takes hardly longer with
+one row more, because most of its time goes into reading weights.
+
+Depth: where no sequence is ready and stages would stand idle, a step is sent on guesses alone, while the step that
+draws the true token is still on its way. A right guess has its next token that much earlier. A wrong one is
+cancelled, and delays the right step by what stage 0 has still to do for it.
+
+A guess is made only where it pays by the times that the cost model predicts and by the drafter's experience with
+the sequence. So with many sequences in a step nothing is guessed.
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Iterable
+
+from ppserve.core.cost_model import StepSize
+from ppserve.core.scheduling.composer import CostModel, joined
+from ppserve.core.scheduling.config import SchedulerConfig
+from ppserve.core.scheduling.drafter import Guess, NewDrafter
+from ppserve.core.scheduling.lanes import Lanes
+from ppserve.core.scheduling.sequence import Sequence
+
+Pick = tuple[Sequence, int]
+"""A sequence, and how many of its tokens a step takes."""
+
+# Predicted savings must be this many times the predicted cost.
+MARGIN = 1.5
+# The most rows of one sequence in a step that decodes.
+MAX_WIDTH = 16
+# Steps on guesses that are less likely right are not sent, though they cost nothing by the prediction: stages that
+# share a processor with others, or a battery, do better things.
+LEAST_PROBABILITY = 0.15
+
+
+class Speculation:
+    """Extends the composer's picks."""
+
+    def __init__(
+        self,
+        config: SchedulerConfig,
+        lanes: Lanes,
+        costs: CostModel | None,
+        new_drafter: NewDrafter,
+    ) -> None:
+        self._forced = config.speculate
+        self._max_rows = config.max_step_tokens
+        self._num_stages = config.num_stages
+        self._lanes = lanes
+        self._costs = costs
+        self._new_drafter = new_drafter
+
+    def widen(self, picks: list[Pick]) -> list[Pick]:
+        """The picks of a step, with guesses; unchanged where the step has tokens of prompts."""
+        if self._forced == 0 or any(num_tokens > 1 or sequence.known_end for sequence, num_tokens in picks):
+            return picks
+        return self._with_guesses(picks)
+
+    def deepen(self, running: Iterable[Sequence]) -> list[Pick]:
+        """Picks of guesses alone, of sequences whose known tokens are all in steps."""
+        if self._forced == 0:
+            return []
+        picks = []
+        for sequence in running:
+            if sequence.remaining or sequence.known_end or (guess := self._next_guess(sequence)) is None:
+                continue
+            if self._forced or self._pays_deep(sequence, sequence.certainty * guess.probability):
+                sequence.guesses.append(guess)
+                picks.append((sequence, 1))
+        return self._with_guesses(picks)
+
+    def _next_guess(self, sequence: Sequence) -> Guess | None:
+        if sequence.guess_room <= 0:
+            return None
+        if sequence.drafter is None:
+            sequence.drafter = self._new_drafter(sequence.request, sequence.index)
+        return sequence.drafter.guess(sequence.token_ids, [guess.token_id for guess in sequence.guesses])
+
+    def _pays_deep(self, sequence: Sequence, probability: float) -> bool:
+        """Whether a step on a guess, sent now, is likely to gain more time than it is likely to cost."""
+        if self._costs is None or probability < LEAST_PROBABILITY:
+            return False
+        each_s = self._costs.predict_each(StepSize().with_slice(sequence.scheduled, 1, 1))
+        begins_s = self._lanes.num_before_first_stage * each_s[0]
+        token_due_s = sum(each_s[self._lanes.stage_of(sequence) :])
+        gained_s, lost_s = token_due_s - begins_s, begins_s + each_s[0] - token_due_s
+        return probability * gained_s > (1 - probability) * max(0.0, lost_s)
+
+    def _with_guesses(self, picks: list[Pick]) -> list[Pick]:
+        """Adds guesses as rows, the likeliest first, as long as they pay."""
+        if not picks:
+            return picks
+        size = StepSize()
+        for sequence, num_tokens in picks:
+            size = joined(size, sequence, num_tokens)
+        token_s = self._seconds(size) / len(picks)
+        if not self._pays_wide(token_s, size, picks[0][0]):
+            return picks
+        widths = [num_tokens for _, num_tokens in picks]
+        likeliest: list[tuple[float, int, Guess]] = []
+        for place, (sequence, _) in enumerate(picks):
+            self._consider(likeliest, place, sequence)
+        while likeliest and size.rows < self._max_rows:
+            improbability, place, guess = heapq.heappop(likeliest)
+            sequence = picks[place][0]
+            if not self._pays_wide(-improbability * token_s, size, sequence):
+                break
+            size = size.with_slice(sequence.scheduled + widths[place], 1, 1)
+            sequence.guesses.append(guess)
+            widths[place] += 1
+            if widths[place] <= (self._forced or MAX_WIDTH - 1):
+                self._consider(likeliest, place, sequence)
+        return [(sequence, width) for (sequence, _), width in zip(picks, widths, strict=True)]
+
+    def _consider(self, likeliest: list[tuple[float, int, Guess]], place: int, sequence: Sequence) -> None:
+        if (guess := self._next_guess(sequence)) is not None:
+            heapq.heappush(likeliest, (-sequence.certainty * guess.probability, place, guess))
+
+    def _pays_wide(self, saved_s: float, size: StepSize, sequence: Sequence) -> bool:
+        """Whether a further row of a sequence costs less than it is likely to save."""
+        if self._forced:
+            return True
+        return saved_s > MARGIN * (self._seconds(size.with_slice(sequence.scheduled, 1, 1)) - self._seconds(size))
+
+    def _seconds(self, size: StepSize) -> float:
+        return 0.0 if self._costs is None else self._costs.predict(size)

@@ -1,0 +1,91 @@
+"""Guesses over real stages: whatever is guessed, every answer stays as it is without guesses, bit for bit."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Iterator
+from collections.abc import Sequence as Seq
+
+import pytest
+
+from ppserve import Completion, Pipeline
+from ppserve.core.request import Request
+from ppserve.core.scheduling.drafter import Drafter, Guess
+from tests.library.mixed import assert_same, mixed_requests, tiny, together
+
+pytestmark = pytest.mark.slow
+
+COUNT = 16
+VOCABULARY = 1280
+
+
+class Fixed:
+    """Guesses a token that a function of the place in the answer names."""
+
+    def __init__(self, token_at: Callable[[int], int | None], first: int) -> None:
+        self._token_at, self._first = token_at, first
+
+    def guess(self, token_ids: Seq[int], guesses: Seq[int]) -> Guess | None:
+        token_id = self._token_at(len(token_ids) + len(guesses) - self._first)
+        return None if token_id is None else Guess(token_id, 0.9)
+
+
+@pytest.fixture(scope="module")
+def plain() -> Iterator[Pipeline]:
+    with tiny(speculate=0) as pipeline:
+        yield pipeline
+
+
+@pytest.fixture(scope="module")
+def alone(plain: Pipeline) -> list[Completion]:
+    return [plain.complete(prompt, **options) for prompt, options in requests()]
+
+
+def requests() -> list[tuple[str, dict]]:
+    """The mixed ones, which tell the ids of their tokens, so that a drafter can know them."""
+    return [(prompt, options | {"token_ids": True}) for prompt, options in mixed_requests(COUNT)]
+
+
+def answers(alone: list[Completion]) -> dict[tuple[int, int], list[int]]:
+    """The tokens of each answer, by the request's seed and the sequence's index."""
+    return {
+        (number, s.index): [token.id for token in s.tokens]
+        for number, completion in enumerate(alone)
+        for s in completion.sequences
+    }
+
+
+@pytest.mark.parametrize("drafter", ["wrong", "random", "mixed", "own"])
+@pytest.mark.parametrize(("stages", "guesses"), [(1, 3), (2, 1), (4, 5)])
+def test_no_guess_changes_an_answer(drafter: str, stages: int, guesses: int, alone: list[Completion]) -> None:
+    known, chance = answers(alone), random.Random(stages)
+
+    def new_drafter(request: Request, index: int) -> Drafter:
+        answer = known[request.sampling.seed, index]
+
+        def token_at(place: int) -> int | None:
+            right = answer[place] if place < len(answer) else 0
+            if drafter == "random":
+                return chance.choice((None, chance.randrange(VOCABULARY)))
+            is_right = drafter == "mixed" and chance.random() < 0.8
+            return right if is_right else (right + 1) % VOCABULARY
+
+        return Fixed(token_at, len(request.prompt_ids))
+
+    own = {} if drafter == "own" else {"new_drafter": new_drafter}
+    with tiny(stages, speculate=guesses, **own) as pipeline:
+        for guessed, plain in zip(together(pipeline, requests()), alone, strict=True):
+            assert_same(guessed, plain)
+        for number, (prompt, options) in enumerate(requests()[:6]):
+            assert_same(pipeline.complete(prompt, **options), alone[number])
+        busy = [stage.times.busy_ns["speculative"] for stage in pipeline.ledger().stages]
+        assert all(busy) == (stages > 1), "a lone caller leaves gaps, and they were filled"
+
+
+def test_a_drafter_that_declines_costs_no_step(alone: list[Completion]) -> None:
+    declines = Fixed(lambda _place: None, 0)
+    with tiny(2, speculate=4, new_drafter=lambda _request, _index: declines) as pipeline:
+        prompt, options = requests()[0]
+        assert pipeline.complete(prompt, **options).sequences == alone[0].sequences
+        assert all(stage.times.busy_ns["speculative"] == 0 for stage in pipeline.ledger().stages)
+        assert all(stage.wasted_s == 0 for stage in pipeline.ledger().stages)

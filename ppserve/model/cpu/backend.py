@@ -13,7 +13,6 @@ import numpy as np
 import torch
 
 from ppserve.core.architecture import Architecture, StageLayout
-from ppserve.errors import ConfigError
 from ppserve.model import sampling
 from ppserve.model.backend import (
     AttentionParts,
@@ -21,7 +20,6 @@ from ppserve.model.backend import (
     Linear,
     MLPParts,
     Operator,
-    Precision,
     Reading,
     StageModel,
     StepInputs,
@@ -38,23 +36,11 @@ from ppserve.model.cpu.kernels.work import ATTENTION, MLP, as_table, work
 from ppserve.model.cpu.kv_cache import CpuCache, block_bytes
 from ppserve.model.cpu.linear import PackedLinear
 from ppserve.model.cpu.norm import CpuNorm
+from ppserve.model.cpu.precision import cpu_precision, dtype_name
 from ppserve.model.cpu.rooms import Rooms
 from ppserve.model.cpu.sublayers import FusedSublayer
 from ppserve.model.cpu.team import Team
 from ppserve.model.timing import HostTiming
-
-
-def cpu_precision(dtype: str, quantization: str = "none", kv_dtype: str | None = None) -> Precision:
-    """kv_dtype: None for `dtype`. Raises ConfigError for a dtype that CPUs do not have."""
-    if dtype not in ("float32", "bfloat16"):
-        raise ConfigError("--dtype", f"{dtype} needs a GPU; use bfloat16 or float32 on CPUs")
-    hidden: torch.dtype = getattr(torch, dtype)
-    weights = torch.int8 if quantization == "int8" else hidden
-    return Precision(weights, getattr(torch, kv_dtype or dtype), compute=torch.float32, hidden=hidden)
-
-
-def _name(dtype: torch.dtype) -> str:
-    return str(dtype).removeprefix("torch.")
 
 
 class CpuBackend:
@@ -69,9 +55,9 @@ class CpuBackend:
         self.precision = cpu_precision(dtype, quantization, kv_dtype)
         variant = variants.in_use()
         # Decided by what the CPU is, never by timing, so that a restarted stage computes the same bits.
-        self._product = micro_kernels(_name(self.precision.weights), variant, variants.features())[0]
-        self._attention = attention_kernels(_name(self.precision.kv), variant)[0]
-        kinds = (self._product, self._attention, Storage(_name(self.precision.hidden)), Storage("float32"))
+        self._product = micro_kernels(dtype_name(self.precision.weights), variant, variants.features())[0]
+        self._attention = attention_kernels(dtype_name(self.precision.kv), variant)[0]
+        kinds = (self._product, self._attention, Storage(dtype_name(self.precision.hidden)), Storage("float32"))
         self._team = Team(num_threads, lambda *arguments: work(*kinds, *arguments))
         self._rooms = Rooms(self._product, num_threads)
 
@@ -79,7 +65,7 @@ class CpuBackend:
         return tensor.to(self.precision.hidden)
 
     def linear(self, weight_NK: torch.Tensor, bias_N: torch.Tensor | None) -> Linear:
-        precision = _name(self.precision.weights)
+        precision = dtype_name(self.precision.weights)
         return PackedLinear(weight_NK, bias_N, precision, self._product, self._team, self._rooms)
 
     def norm(self, weight_D: torch.Tensor, bias_D: torch.Tensor | None, epsilon: float) -> Operator:

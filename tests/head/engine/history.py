@@ -85,7 +85,9 @@ class History:
         self.num_stages = self.random.choice((1, 2, 2, 3))
         self.control = SimulatedControl(world, self.network)
         self.control.on_news = self._wake
-        rules = ToyRules(self.num_stages, {"max_num_seqs": self.random.choice((3, 16)), "max_queue": 8})
+        speculate = self.random.choice((0, 0, None, 1, 4))
+        settings = {"max_num_seqs": self.random.choice((3, 16)), "max_queue": 8, "speculate": speculate}
+        rules = ToyRules(self.num_stages, settings)
         self.members = members(range(self.num_stages), "here", rules, self.control)
         self._began_ns = world.now_ns
         self.replica = replica(self.members, self.control, Watcher(), lambda: world.now_ns)

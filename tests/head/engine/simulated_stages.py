@@ -152,6 +152,8 @@ class StageProcess:
                 self._enter(epoch)
             case wire.Abandon(epoch) if epoch == self._epoch:
                 self._break("told by the head")
+            case wire.Cancel(step_ids):
+                self._toy.skipped.update(step_ids)
             case wire.Plan(plan) if plan.epoch == self._epoch:
                 self._plans.append(plan)
                 self._compute()
@@ -216,20 +218,22 @@ class StageProcess:
         if self.rank and self._plans[0].step_id not in self._arrived:
             return
         plan = self._plans.popleft()
-        if self._is_last and any(piece.draw and piece.draw.params.seed == POISON_SEED for piece in plan.slices):
+        skipped = plan.step_id in self._toy.skipped
+        poisoned = any(piece.draw and piece.draw.params.seed == POISON_SEED for piece in plan.slices)
+        if self._is_last and poisoned and not skipped:
             self.end("poison")
             return
         self._computes = True
         if not self.spins:
             begun_ns = self._world.now_ns
             seconds = self._world.between(0.5, 1.5) * self.slowness * (0.002 + 0.0001 * plan.num_tokens)
-            self.later(seconds, lambda: self._computed(plan, begun_ns))
+            self.later(0.0001 if skipped else seconds, lambda: self._computed(plan, begun_ns, skipped))
 
     @property
     def _is_last(self) -> bool:
         return self.rank == self._host.num_stages - 1
 
-    def _computed(self, plan: StepPlan, begun_ns: int) -> None:
+    def _computed(self, plan: StepPlan, begun_ns: int, skipped: bool) -> None:
         if plan.epoch != self._epoch:
             return
         self._computes = False
@@ -239,7 +243,7 @@ class StageProcess:
             self._toy.send(plan)
             self._say(wire.Result(replace(self._toy.run_one(), stage=self.rank, stamps=stamps)))
         else:
-            self._say(wire.Result(StepResult(plan.epoch, plan.step_id, self.rank, stamps)))
+            self._say(wire.Result(StepResult(plan.epoch, plan.step_id, self.rank, stamps, skipped=skipped)))
             self._hand_on(plan.epoch, plan.step_id)
         self._compute()
 

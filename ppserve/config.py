@@ -46,10 +46,12 @@ class PipelineSettings:
 @dataclass(frozen=True, slots=True)
 class DeviceSettings:
     """Of GPUs. batch_invariant: tokens that do not depend on what else is computed, for some of the speed.
-    cuda_graphs: record the steps of decodes when serving begins."""
+    cuda_graphs: record the steps of decodes when serving begins. devices: of each stage on this host, None = GPUs
+    in turn, or the CPU."""
 
     batch_invariant: bool = False
     cuda_graphs: bool = True
+    devices: tuple[str, ...] | None = None
 
 
 @dataclass(frozen=True, slots=True)

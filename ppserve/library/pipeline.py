@@ -45,8 +45,9 @@ _CHOICES = {"dtype": cfg.DTYPES, "quantization": cfg.QUANTIZATIONS, "kv_dtype": 
 class Settings(TypedDict, total=False):
     """What a pipeline may be told beside its model; each is the flag of `ppserve serve` of that name.
 
-    layers: of each stage, such as "7.5,4.5" (unset: equal weights). threads: of each stage. Sizes are bytes.
-    speculate: guesses per step and sequence, None = where they pay (unset: none).
+    devices: of each stage, such as ["cuda:0", "cuda:1"]. layers: of each stage, such as "7.5,4.5" (unset: equal
+    weights). threads: of each stage. Sizes are bytes. speculate: guesses per step and sequence, None = where they
+    pay (unset: none).
     """
 
     dtype: str
@@ -65,6 +66,7 @@ class Settings(TypedDict, total=False):
     speculate: int | None
     batch_invariant: bool
     cuda_graphs: bool
+    devices: Sequence[str]
 
 
 class Pipeline:
@@ -75,19 +77,22 @@ class Pipeline:
                 print(piece.text, end="")
             print(pipeline.ledger())
 
-    model: as for `--model` of the server. The same request gives the same tokens here and there, over any number
-    of stages. Any thread may use it. Raises UsageError (ConfigError, CheckpointError) for what cannot be run.
+    model: as for `--model` of the server. stages: one, or one for each of `devices`, unless told. The same request
+    gives the same tokens here and there, over any number of stages. Any thread may use it. Raises UsageError
+    (ConfigError, CheckpointError) for what cannot be run.
     new_drafter: makes the drafter of an answer, which guesses its next tokens; no drafter changes a token.
     """
 
     def __init__(
         self,
         model: str = "tiny",
-        stages: int = 1,
+        stages: int | None = None,
         *,
         new_drafter: NewDrafter = look_up_prompts,
         **settings: Unpack[Settings],
     ) -> None:
+        if stages is None:
+            stages = len(settings.get("devices", "1"))
         if stages < 1:
             raise ConfigError("stages", f"{stages} is not a number of stages; at least 1")
         config = _config_of(model, settings)
@@ -226,6 +231,8 @@ def _config_of(model: str, settings: Settings) -> cfg.ServeConfig:
     for name, known in _CHOICES.items():
         if name in given and given[name] not in known:
             raise ConfigError(name, f"{given[name]!r} is none of {', '.join(known)}")
+    if "devices" in given:
+        given["devices"] = tuple(given["devices"])
     if "layers" in given:
         try:
             given["layers"] = Split.parse(given["layers"])

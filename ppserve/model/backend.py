@@ -19,6 +19,7 @@ from numpy.typing import NDArray
 
 from ppserve.core.architecture import Architecture, StageLayout
 from ppserve.core.plan import Drawn, Scored, StepPlan
+from ppserve.model.timing import Timing
 
 Ints = NDArray[np.int64]
 
@@ -156,24 +157,6 @@ class KVCache(Protocol):
 
     def close(self) -> None:
         """Ends what runs beside it; the memory goes with the last reference."""
-
-
-@dataclass(frozen=True, slots=True)
-class Busy:
-    """When a device computed: nanoseconds of the host's monotonic clock."""
-
-    begun_ns: int
-    ended_ns: int
-
-
-class Timing(Protocol):
-    """The time that one step's computation takes."""
-
-    def computed(self) -> None:
-        """All work of the step has been given to the device."""
-
-    def busy(self) -> Busy:
-        """Waits until the device has done that work, and for nothing else that it does."""
 
 
 Results = tuple[tuple[Drawn, ...], tuple[Scored, ...]]

@@ -25,9 +25,8 @@ from ppserve.model.backend import (
     StepInputs,
     StepRows,
     Sublayer,
-    Timing,
 )
-from ppserve.model.timing import HostTiming
+from ppserve.model.timing import HostTiming, Timing
 
 ACTIVATIONS: dict[str, Operator] = {
     "gelu_new": partial(gelu, approximate="tanh"),

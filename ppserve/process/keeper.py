@@ -27,8 +27,9 @@ MAX_DEATHS = 6
 HEADLESS_FOR_S = 900.0
 # A stage sends a sign of life at least every half second; after this long without one it is killed as frozen.
 FROZEN_AFTER_S = 4.0
-# The limit while it imports: loading one library from a cold disk can hold up all its threads.
-FROZEN_WHILE_IMPORTING_S = 30.0
+# The limit until it knows the head: loading one library from a cold disk, or making a GPU's context, can hold up
+# all its threads.
+FROZEN_WHILE_PREPARING_S = 30.0
 # For telling the head that the stage keeps dying.
 _TELL_WITHIN_S = 2.0
 # How often the keeper looks whether a stage is frozen or a stop is overdue.
@@ -133,7 +134,7 @@ class Keeper:
 
     def _watch(self, child: Child) -> bool:
         """Listens to the stage until it has ended; kills a frozen one. True if it computed a step."""
-        served = imported = False
+        served = prepared = False
         last_sign_s = self._clock()
         while True:
             # Before listening: if this process was held up itself, the signs of life are in the pipe by now.
@@ -144,16 +145,15 @@ class Keeper:
             if lines:
                 last_sign_s = self._clock()
             for line in lines:
-                if line == "started":
-                    imported = True
-                elif line == "connected":
+                if line == "connected":
+                    prepared = True
                     self._found_head = self._connected = True
                 elif line == "served":
                     served = True
                     if self._spare is None and not self._stopping:
                         # Not earlier: its imports would slow down the stage's own start.
                         self._spare = self._spawn()
-            frozen = now_s - last_sign_s > (FROZEN_AFTER_S if imported else FROZEN_WHILE_IMPORTING_S)
+            frozen = now_s - last_sign_s > (FROZEN_AFTER_S if prepared else FROZEN_WHILE_PREPARING_S)
             if frozen or self._is_overdue():
                 child.kill()
 

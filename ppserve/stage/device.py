@@ -34,6 +34,7 @@ class Compute:
     """The device and arithmetic of one stage. stages_here: stages on this host. threads: its own, on the CPU.
 
     kv_dtype: of keys and values. reference: the CPU takes a GPU's place, and computes by the reference operators.
+    stages_on_gpu: how many share its memory.
     """
 
     device: torch.device
@@ -45,6 +46,7 @@ class Compute:
     kv_dtype: str = "float32"
     options: DeviceOptions = field(default_factory=DeviceOptions)
     reference: bool = False
+    stages_on_gpu: int = 1
 
     @property
     def name(self) -> str:
@@ -59,40 +61,76 @@ class Compute:
         return CudaBackend(self.device, dtype, self.options)
 
     def occupy(self) -> None:
-        """For the process or thread that is this stage: torch takes over its GPU and its number of threads."""
+        """For the process or thread that is this stage: torch takes over its GPU and its number of threads.
+
+        The GPU's context is made here, which can hold up all threads for seconds: before anybody waits for signs
+        of life from this one.
+        """
         if self.device.type == "cuda":
             torch.cuda.set_device(self.device)
+            torch.zeros(1, device=self.device)
         else:
             torch.set_num_threads(self.threads)
 
     def kv_budget_bytes(self) -> int:
         """What the KV cache may take, measured after the weights are in memory."""
         if self.device.type == "cuda":
-            free_bytes, _ = torch.cuda.mem_get_info(self.device)
-            return int(free_bytes * _GPU_SHARE / (self.stages_here if self.shares_gpu else 1))
+            free_bytes, total_bytes = torch.cuda.mem_get_info(self.device)
+            return gpu_share(free_bytes, total_bytes, torch.cuda.memory_reserved(self.device), self.stages_on_gpu)
         return min(int(_available_bytes() * _CPU_SHARE) // self.stages_here, _CPU_LIMIT_BYTES)
 
 
 def choose(config: ServeConfig, environment: RankEnvironment, stored_dtype: str) -> Compute:
-    """The device and dtype of this stage. Raises ConfigError."""
+    """The device and dtype of this stage: its place among `devices_here`. Raises ConfigError."""
     stages_here = environment.local_world_size
-    num_gpus = 0 if config.model.force_cpu else torch.cuda.device_count()
-    device = torch.device("cuda", environment.local_rank % num_gpus) if num_gpus else torch.device("cpu")
+    devices = devices_here(config, stages_here)
+    device = devices[environment.local_rank]
+    stages_on_gpu, on_gpu = devices.count(device), device.type == "cuda"
     dtype = _resolve_dtype(config.model.dtype, stored_dtype, device)
     threads = config.pipeline.threads or max(1, len(os.sched_getaffinity(0)) // stages_here)
     quantization, kv_dtype = config.model.quantization, config.cache.kv_dtype
-    reference = not num_gpus and os.environ.get(REFERENCE) == "1"
-    if (num_gpus or reference) and quantization != "none":
+    reference = not on_gpu and os.environ.get(REFERENCE) == "1"
+    if (on_gpu or reference) and quantization != "none":
         raise ConfigError("--quantization", f"{quantization} needs a CPU; add --force-cpu or leave it out")
-    if (num_gpus or reference) and kv_dtype == "int8":
+    if (on_gpu or reference) and kv_dtype == "int8":
         raise ConfigError("--kv-dtype", "int8 needs a CPU; add --force-cpu or choose another")
     if kv_dtype == "auto":
         kv_dtype = dtype
-    asked, shares_gpu = config.device, 0 < num_gpus < stages_here
+    asked, shares_gpu = config.device, on_gpu and stages_on_gpu > 1
     options = DeviceOptions(asked.batch_invariant, asked.cuda_graphs, config.scheduling.max_num_seqs, kv_dtype)
-    return Compute(
-        device, dtype, shares_gpu, stages_here, threads, quantization, kv_dtype, options, reference
-    )
+    arithmetic = dtype, shares_gpu, stages_here, threads, quantization, kv_dtype
+    return Compute(device, *arithmetic, options, reference, stages_on_gpu)
+
+
+def devices_here(config: ServeConfig, count: int) -> tuple[torch.device, ...]:
+    """The devices of this host's stages: as asked for, else every GPU in turn, else CPUs. Raises ConfigError."""
+    asked, num_gpus = config.device.devices, torch.cuda.device_count()
+    if asked is None:
+        num_gpus = 0 if config.model.force_cpu else num_gpus
+        return tuple(torch.device("cuda", i % num_gpus) if num_gpus else torch.device("cpu") for i in range(count))
+    if len(asked) != count:
+        raise ConfigError("devices", f"{len(asked)} devices for {count} stages")
+    return tuple(_device(name, num_gpus) for name in asked)
+
+
+def _device(name: str, num_gpus: int) -> torch.device:
+    try:
+        device = torch.device(name)
+    except RuntimeError:
+        raise ConfigError("devices", f"{name!r} is not a device such as 'cuda:0' or 'cpu'") from None
+    if device.type == "cpu":
+        return torch.device("cpu")
+    if device.type != "cuda" or (device.index or 0) >= num_gpus:
+        raise ConfigError("devices", f"{name!r} is not here: {num_gpus} GPUs are, and 'cpu'")
+    return torch.device("cuda", device.index or 0)
+
+
+def gpu_share(free_bytes: int, total_bytes: int, own_bytes: int, stages: int) -> int:
+    """What the KV cache of one of several stages on a GPU may take. own_bytes: what this stage has there already.
+
+    Of its part of the whole, since others may not have loaded their weights yet; and never more than is free.
+    """
+    return max(0, int(min(free_bytes, total_bytes // stages - own_bytes) * _GPU_SHARE))
 
 
 def _resolve_dtype(asked: str, stored: str, device: torch.device) -> str:

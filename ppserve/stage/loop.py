@@ -244,8 +244,11 @@ class StageLoop:
     def _break_epoch(self, epoch: Epoch, plan: StepPlan, error: Exception) -> None:
         """A wire or a computation failed: keep the weights, wait for the next epoch."""
         log.warning("step %d of epoch %d failed: %s", plan.step_id, epoch.number, error)
-        self._leave_epoch()
+        # First, so that the others hear of it from the head: ending a group may take long. What the head answers
+        # is read when this epoch has been left.
         self._link.send(wire.Broken(epoch.number, f"{type(error).__name__}: {error}"))
+        self._end_waits(epoch.number)
+        self._leave_epoch()
         log.debug("epoch %d: left", epoch.number)
 
     # ---- steps ----------------------------------------------------------------------------------------

@@ -12,7 +12,7 @@ from ppserve.config import ServeConfig
 from ppserve.process.environment import EXIT_FAILED, EXIT_HEAD_GONE, EXIT_USAGE
 from ppserve.process.keeper import (
     FROZEN_AFTER_S,
-    FROZEN_WHILE_IMPORTING_S,
+    FROZEN_WHILE_PREPARING_S,
     HEADLESS_FOR_S,
     MAX_DEATHS,
     Keeper,
@@ -137,11 +137,11 @@ def test_a_stage_that_freezes_while_it_imports_has_thirty_seconds(scene: Scene) 
     assert scene.run() == 0
     assert frozen.killed_at_s is not None
     silent_s = frozen.killed_at_s - 1001
-    assert FROZEN_WHILE_IMPORTING_S < silent_s <= FROZEN_WHILE_IMPORTING_S + 1
+    assert FROZEN_WHILE_PREPARING_S < silent_s <= FROZEN_WHILE_PREPARING_S + 1
 
 
 def test_a_long_import_is_not_a_freeze(scene: Scene) -> None:
-    slow = scene.stage((FROZEN_WHILE_IMPORTING_S - 1, ""), (FROZEN_WHILE_IMPORTING_S - 1, KNOWS_HEAD), code=0)
+    slow = scene.stage((FROZEN_WHILE_PREPARING_S - 1, ""), (FROZEN_WHILE_PREPARING_S - 1, KNOWS_HEAD), code=0)
     assert scene.run() == 0
     assert slow.killed_at_s is None
 
@@ -171,7 +171,7 @@ def test_the_replacement_has_the_long_limit_again(scene: Scene) -> None:
 
 def test_a_keeper_that_was_held_up_itself_listens_before_it_judges(scene: Scene) -> None:
     def hold_up() -> None:
-        scene.clock.now_s += 10 * FROZEN_WHILE_IMPORTING_S
+        scene.clock.now_s += 10 * FROZEN_WHILE_PREPARING_S
 
     alive = scene.stage((1, KNOWS_HEAD), (0, hold_up), (0, ""), (1, ""), code=0)
     assert scene.run() == 0

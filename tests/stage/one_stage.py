@@ -135,6 +135,8 @@ class Obedient:
         self.waiting = threading.Event()
         self.breaks = False
         self.closed = False
+        self.may_close = threading.Event()
+        self.may_close.set()
         self._interrupted = False
 
     def post_receive(self, plan: StepPlan) -> None:
@@ -166,6 +168,7 @@ class Obedient:
         self.taken.release()
 
     def close(self) -> None:
+        assert self.may_close.wait(WITHIN_S)
         self.closed = True
 
 

@@ -133,6 +133,20 @@ def test_a_cancelled_step_is_sent_on(first: OneStage, wiring: ByHand) -> None:
     assert (result.skipped, result.bytes_sent > 0) == (True, True)
 
 
+def test_a_broken_epoch_is_reported_before_it_is_left(last: OneStage, wiring: ByHand) -> None:
+    """The neighbours' waits are ended by the head, which must hear of it while a group takes its time to end."""
+    last.tell(wire.Plan(plan(1, 0)))
+    transport = wiring.opened[0]
+    transport.may_close.clear()
+    transport.breaks = True
+    transport.arrived.release()
+    assert last.hear(wire.Broken).epoch == 1
+    assert not transport.closed
+    transport.may_close.set()
+    last.enter(2)
+    assert transport.closed
+
+
 def test_abandon_ends_the_wait_for_a_neighbour(last: OneStage, wiring: ByHand) -> None:
     last.tell(wire.Plan(plan(1, 0)))
     assert wiring.opened[0].waiting.wait(WITHIN_S)

@@ -17,7 +17,7 @@ import parallel_state
 from parallel_state import ParallelGroup
 from ppserve.errors import ConfigError, TransportError
 from ppserve.stage.transport import Frames, Transport, create_transport
-from ppserve.stage.transport.nccl import StreamPassage
+from ppserve.stage.transport.nccl import AbortedPassage
 from ppserve.stage.transport.point_to_point import Passage, PointToPoint
 from tests.pipelines import DEPTH, SHAPES, STAGES, WIDTH, Pipeline, Processes, Threads, frame, meet, relay, step
 from tests.worlds import World
@@ -284,13 +284,6 @@ class Abortable(dist.Work):
         return self._group.aborted.wait(30)
 
 
-class AbortingPassage(Passage):
-    """Stands where a GPU's streams would, and ends waits as they do."""
-
-    def interrupt(self, group: dist.ProcessGroup) -> None:
-        StreamPassage.interrupt(self, group)  # type: ignore[arg-type]
-
-
 def interrupt_an_abortable_wait(rank: int) -> tuple[str, bool]:
     """What a stage is told that waits over an `AbortableGroup`, and whether the group was aborted."""
     group = AbortableGroup(1, 2)
@@ -299,7 +292,7 @@ def interrupt_an_abortable_wait(rank: int) -> tuple[str, bool]:
     try:
         neighbours = ParallelGroup((0, 1), 1, group)
         frames = Frames(WIDTH, torch.float32, 512, DEPTH)
-        transport = PointToPoint("nccl", frames, neighbours, AbortingPassage())
+        transport = PointToPoint("nccl", frames, neighbours, AbortedPassage())
         transport.post_receive(step(0, 4))
         link = threading.Thread(target=lambda: (group.waiting.wait(), transport.interrupt()))
         link.start()
@@ -315,6 +308,30 @@ def test_an_aborted_wait_that_ends_well_is_an_error_nonetheless(world: World) ->
     """What NCCL's `abort` needs, shown without a GPU."""
     world.start(0, interrupt_an_abortable_wait)
     assert world.finish(0) == ("nccl: the transport is closed", True)
+
+
+def test_a_group_is_aborted_before_it_may_be_destroyed() -> None:
+    begun, may_end, ended = threading.Event(), threading.Event(), threading.Event()
+
+    class SlowGroup:
+        def abort(self) -> None:
+            begun.set()
+            assert may_end.wait(30)
+            ended.set()
+
+    passage = AbortedPassage()
+    passage.close()  # nothing was aborted: nothing to wait for
+    passage.interrupt(SlowGroup())  # type: ignore[arg-type]
+    passage.interrupt(SlowGroup())  # type: ignore[arg-type]
+    assert begun.wait(30)
+    closing = threading.Thread(target=passage.close)
+    closing.start()
+    assert closing.is_alive()
+    assert not ended.is_set()
+    may_end.set()
+    closing.join(30)
+    assert ended.is_set()
+    assert not closing.is_alive()
 
 
 def test_a_single_stage_has_a_transport_without_ends() -> None:

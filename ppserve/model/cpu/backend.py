@@ -24,7 +24,6 @@ from ppserve.model.backend import (
     StageModel,
     StepInputs,
     Sublayer,
-    Timing,
 )
 from ppserve.model.cpu.activations import CpuActivation
 from ppserve.model.cpu.kernels import variants
@@ -40,7 +39,7 @@ from ppserve.model.cpu.precision import cpu_precision, dtype_name
 from ppserve.model.cpu.rooms import Rooms
 from ppserve.model.cpu.sublayers import FusedSublayer
 from ppserve.model.cpu.team import Team
-from ppserve.model.timing import HostTiming
+from ppserve.model.timing import HostTiming, Timing
 
 
 class CpuBackend:

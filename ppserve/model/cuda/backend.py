@@ -26,7 +26,6 @@ from ppserve.model.backend import (
     StageModel,
     StepInputs,
     Sublayer,
-    Timing,
 )
 from ppserve.model.cuda.buckets import bucket_sizes
 from ppserve.model.cuda.device import Accelerator, CudaDevice, HostDevice
@@ -39,6 +38,7 @@ from ppserve.model.cuda.sampling import read_rows
 from ppserve.model.cuda.staging import Staging
 from ppserve.model.gpt2 import GPT2Stage
 from ppserve.model.stock import ACTIVATIONS, PlainLinear
+from ppserve.model.timing import Timing
 
 log = logging.getLogger("ppserve.stage")
 

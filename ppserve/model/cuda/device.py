@@ -12,8 +12,7 @@ from typing import Protocol
 
 import torch
 
-from ppserve.model.backend import Busy, Timing
-from ppserve.model.timing import HostTiming
+from ppserve.model.timing import Busy, HostTiming, Timing
 
 
 class Mark(Protocol):

@@ -25,8 +25,27 @@ from parallel_state import ParallelGroup
 from ppserve.stage.transport.frames import Frames, Transport
 from ppserve.stage.transport.point_to_point import Passage, PointToPoint
 
+_ABORT_WITHIN_S = 10.0
 
-class StreamPassage(Passage):
+
+class AbortedPassage(Passage):
+    """Waits are ended by aborting the group, which is finished before the group may be destroyed."""
+
+    _aborting: threading.Thread | None = None
+
+    def interrupt(self, group: dist.ProcessGroup) -> None:
+        # In a thread of its own: it blocks in some versions of NCCL, and the caller reads the head's messages.
+        if self._aborting is None:
+            self._aborting = threading.Thread(target=group.abort, name="nccl-abort", daemon=True)
+            self._aborting.start()
+
+    def close(self) -> None:
+        # To destroy a group while it is being aborted blocks or crashes.
+        if self._aborting is not None:
+            self._aborting.join(_ABORT_WITHIN_S)
+
+
+class StreamPassage(AbortedPassage):
     """Frames stay on the GPU; the compute stream and the transfer stream take turns with each buffer."""
 
     def __init__(self, device: torch.device) -> None:
@@ -49,10 +68,6 @@ class StreamPassage(Passage):
 
     def release(self, buffer: torch.Tensor) -> None:
         self._last_use[buffer.data_ptr()] = torch.cuda.current_stream(self._device).record_event()
-
-    def interrupt(self, group: dist.ProcessGroup) -> None:
-        # In a thread of its own: it blocks in some versions of NCCL, and the caller reads the head's messages.
-        threading.Thread(target=group.abort, name="nccl-abort", daemon=True).start()
 
 
 def nccl_transport(frames: Frames, group: ParallelGroup) -> Transport:

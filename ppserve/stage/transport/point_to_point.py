@@ -45,6 +45,9 @@ class Passage:
     def interrupt(self, group: dist.ProcessGroup) -> None:
         """Called from another thread: ends what is under way in the group, where a neighbour's end does not."""
 
+    def close(self) -> None:
+        """Waits for an `interrupt` that has begun: the group is destroyed next."""
+
 
 @dataclass(frozen=True, slots=True)
 class _Arriving:
@@ -109,6 +112,7 @@ class PointToPoint:
     def close(self) -> None:
         """Forget handles and buffers. What is under way ends when the group does (`destroy_model_parallel`)."""
         self._closed = True
+        self._passage.close()
         self._planned.clear()
         self._arriving.clear()
         self._sending.clear()

@@ -1,0 +1,327 @@
+"""Checks and times a stage on a GPU, in one call: what docs/gpu.md lists as unverified.
+
+    python benchmarks/gpu_stage.py [SECTION ...] [--dtype bfloat16] [--json FILE]
+
+Sections: tests, waits, steps, prompts, invariance, served. Without any, all of them; one that fails says why and
+the others go on. Weights are random. Steps are timed by the host, over many in a row, and by the device's own
+events; the floor is bytes over bandwidth. `--device cpu --small` tries the script itself, by reference operators.
+"""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+import tempfile
+import time
+import traceback
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import click
+import torch
+
+from benchmarks.stage_step import GPT2, RandomWeights
+from ppserve.core.architecture import Architecture, StageLayout, sublayer_params
+from ppserve.core.plan import Draw, Slice, StepPlan
+from ppserve.core.request import SamplingParams
+from ppserve.model.backend import KVCache, StageModel
+from ppserve.model.cuda.backend import CudaBackend, DeviceOptions
+from ppserve.model.gpt2 import GPT2Stage
+from ppserve.model.inputs import build_inputs
+from ppserve.model.selftest import check_determinism
+
+XL = Architecture(48, 1600, 25, 1024, 50257, 50257, 6400)
+SMALL = Architecture(2, 64, 4, 128, 211, 211, 256)
+BYTES_PER_S = 4.8e12  # an H200's memory, by its datasheet
+BLOCK = 16
+
+
+@dataclass
+class Bench:
+    """What all sections share; `figures` become the JSON file."""
+
+    device: torch.device
+    dtype: str
+    small: bool
+    figures: dict[str, list[dict[str, Any]]] = field(default_factory=dict)
+
+    def note(self, section: str, **figures: Any) -> None:
+        self.figures.setdefault(section, []).append(figures)
+        told = (f"{k}={v:.4g}" if isinstance(v, float) else f"{k}={v}" for k, v in figures.items())
+        print(section, *told, flush=True)
+
+    @property
+    def models(self) -> dict[str, Architecture]:
+        return {"small": SMALL} if self.small else {"124M": GPT2, "1.5B": XL}
+
+    @property
+    def context(self) -> int:
+        return 30 if self.small else 300
+
+    @property
+    def rows(self) -> tuple[int, ...]:
+        return (1, 4) if self.small else (1, 16, 64, 256)
+
+    def wait(self) -> None:
+        if self.device.type == "cuda":
+            torch.cuda.synchronize()
+
+
+@dataclass
+class Alone:
+    """A whole model as one stage."""
+
+    bench: Bench
+    arch: Architecture
+    max_rows: int
+    batch_invariant: bool = False
+    graphs: bool = False
+    positions: int = 512
+
+    def __post_init__(self) -> None:
+        options = DeviceOptions(self.batch_invariant, self.graphs, self.max_rows)
+        self.backend = CudaBackend(self.bench.device, self.bench.dtype, options)
+        self.layout = StageLayout(0, 1, 0, 2 * self.arch.num_layers)
+        self.plain = GPT2Stage.load(RandomWeights(self.arch), self.layout, self.backend)
+        self.table_size = -(-min(self.positions, self.arch.max_positions) // BLOCK)
+        blocks = self.max_rows * self.table_size
+        self.cache: KVCache = self.backend.make_cache(self.arch, self.layout, blocks, BLOCK)
+        self.cache.fill(0.01)
+        begun = time.monotonic()
+        self.model: StageModel = self.backend.recorded(self.plain, self.cache)
+        self.bench.wait()
+        self.recording_s = time.monotonic() - begun
+
+    def piece(self, number: int, start: int, count: int, draws: bool = True) -> Slice:
+        table = range(number * self.table_size, (number + 1) * self.table_size)
+        ids = tuple((7 * number + 3 * at) % self.arch.vocab_size for at in range(start, start + count))
+        draw = Draw(SamplingParams(seed=number, temperature=0.8)) if draws else None
+        return Slice(number, start, ids, tuple(table)[: -(-(start + count) // BLOCK)], draw)
+
+    def step(self, slices: list[Slice]) -> tuple[torch.Tensor, Any, float]:
+        """Hidden states, results, and the milliseconds for which the device was busy."""
+        inputs = build_inputs(StepPlan(0, 0, 0, tuple(slices)), self.layout, self.cache)
+        timing = self.backend.timing()
+        hidden_TD = self.model.forward(inputs, None, self.cache)
+        reading = self.model.read_out(inputs, hidden_TD)
+        timing.computed()
+        busy = timing.busy()
+        return hidden_TD, reading(), (busy.ended_ns - busy.begun_ns) / 1e6
+
+    def time(self, slices: list[Slice], repeats: int) -> tuple[float, float]:
+        """Milliseconds per step: by the host's clock, all in a row, and the median of what the device says."""
+        for _ in range(3):
+            self.step(slices)
+        self.bench.wait()
+        begun = time.monotonic()
+        busy = sorted(self.step(slices)[2] for _ in range(repeats))
+        return (time.monotonic() - begun) * 1e3 / repeats, busy[repeats // 2]
+
+
+def tests(bench: Bench) -> None:
+    """The operators, buckets and drawing, on this machine's device."""
+    options = ("-q", "--noconftest", "-c", "/dev/null", "--rootdir=.", "-p", "no:cacheprovider")
+    done = subprocess.run(
+        [sys.executable, "-m", "pytest", *options, "tests/model/cuda"], capture_output=True, text=True
+    )
+    bench.note("tests", code=done.returncode)
+    print(done.stdout[-6000:], done.stderr[-2000:])
+
+
+def waits(bench: Bench) -> None:
+    """torch raises where anything but reading the tokens waits for the device."""
+    arch = next(iter(bench.models.values()))
+    for graphs in (False, True):
+        stage = Alone(bench, arch, 4, graphs=graphs)
+        decodes = [stage.piece(i, bench.context, 1) for i in range(4)]
+        stage.step(decodes)
+        waited = stage.backend.beside.num_waits
+        inputs = build_inputs(StepPlan(0, 0, 0, tuple(decodes)), stage.layout, stage.cache)
+        if bench.device.type == "cuda":
+            torch.cuda.set_sync_debug_mode("error")
+        try:
+            hidden_TD = stage.model.forward(inputs, None, stage.cache)
+            reading = stage.model.read_out(inputs, hidden_TD)
+        finally:
+            if bench.device.type == "cuda":
+                torch.cuda.set_sync_debug_mode("default")
+        reading()
+        bench.note("waits", graphs=graphs, waits=stage.backend.beside.num_waits - waited)
+
+
+def steps(bench: Bench) -> None:
+    """Decoding steps against the bytes that they must read. Goals: 2.5 times the floor at 256 rows, 4 at 16."""
+    itemsize = getattr(torch, bench.dtype).itemsize
+    for name, arch in bench.models.items():
+        for invariant, graphs in ((False, True), (False, False), (True, True)):
+            stage = Alone(bench, arch, max(bench.rows), invariant, graphs)
+            weights = sublayer_params(arch, stage.layout) + arch.head_params
+            for rows in bench.rows:
+                decodes = [stage.piece(i, bench.context, 1) for i in range(rows)]
+                ms, busy_ms = stage.time(decodes, 5 if bench.small else 50)
+                keys = rows * bench.context * 2 * arch.num_layers * arch.width
+                floor_ms = (weights + keys) * itemsize / BYTES_PER_S * 1e3
+                bench.note(
+                    "steps", model=name, rows=rows, invariant=invariant, graphs=graphs, host_ms=ms,
+                    device_ms=busy_ms, floor_ms=floor_ms, times_floor=ms / floor_ms, recording_s=stage.recording_s,
+                )  # fmt: skip
+            del stage
+
+
+def prompts(bench: Bench) -> None:
+    """Prompt tokens against the rate of one large product on this device."""
+    peak = _peak_flops(bench)
+    for name, arch in bench.models.items():
+        for invariant in (False, True):
+            stage = Alone(bench, arch, 4, invariant, positions=1024)
+            for count in (16, 100) if bench.small else (128, 512, 1000):
+                ms, busy_ms = stage.time([stage.piece(0, 0, count, draws=False)], 3 if bench.small else 20)
+                flops = 2 * count * sublayer_params(arch, stage.layout)
+                bench.note(
+                    "prompts", model=name, tokens=count, invariant=invariant, host_ms=ms, device_ms=busy_ms,
+                    share_of_peak=flops / (busy_ms / 1e3) / peak,
+                )  # fmt: skip
+            del stage
+
+
+def _peak_flops(bench: Bench) -> float:
+    side = 256 if bench.small else 8192
+    x = torch.randn(side, side, device=bench.device).to(getattr(torch, bench.dtype))
+    for _ in range(3):
+        x @ x
+    bench.wait()
+    begun = time.monotonic()
+    for _ in range(10):
+        x @ x
+    bench.wait()
+    return 10 * 2 * side**3 / (time.monotonic() - begun)
+
+
+def invariance(bench: Bench) -> None:
+    """What the self-test says in both modes; and rows in a crowd, in chunks and replayed, bit for bit."""
+    arch = next(iter(bench.models.values()))
+    length = bench.context
+    for invariant in (False, True):
+        stage = Alone(bench, arch, 33 if not bench.small else 5, invariant)
+        said = check_determinism(stage.plain)
+        others = range(1, stage.max_rows)
+        whole = stage.step([stage.piece(0, 0, length, draws=False)])[0].clone()
+        for i in others:
+            stage.step([stage.piece(i, 0, length - i % 7, draws=False)])
+        crowd = [stage.piece(i, length - i % 7, 1) for i in others]
+        alone, drawn_alone = stage.step([stage.piece(0, length, 1)])[:2]
+        alone = alone.clone()
+        among, drawn_among = stage.step([*crowd, stage.piece(0, length, 1)])[:2]
+        pieces = [stage.piece(0, i, min(23, length - i), draws=False) for i in range(0, length, 23)]
+        chunks = [stage.step([piece])[0] for piece in pieces]
+        bench.note(
+            "invariance",
+            invariant=invariant,
+            selftest=said or "passed",
+            decode_in_a_crowd=torch.equal(among[-1], alone[0]),
+            token_in_a_crowd=drawn_among[0][-1] == drawn_alone[0][0],
+            prompt_in_chunks=torch.equal(torch.cat(chunks), whole),
+        )
+
+
+def served(bench: Bench) -> None:
+    """Tokens per second of whole pipelines on one GPU, the ledger's sums, and transformers beside them."""
+    from transformers import GPT2Config, GPT2LMHeadModel
+
+    from ppserve import Pipeline
+
+    count, new = (4, 8) if bench.small else (256, 128)
+    arch = next(iter(bench.models.values()))
+    config = GPT2Config(
+        vocab_size=arch.vocab_size, n_positions=arch.max_positions, n_embd=arch.width, n_layer=arch.num_layers,
+        n_head=arch.num_heads, bos_token_id=0, eos_token_id=arch.vocab_size - 1,
+    )  # fmt: skip
+    prompts = [[(5 * i + j) % (arch.vocab_size - 1) for j in range(20 + i % 30)] for i in range(count)]
+    with tempfile.TemporaryDirectory() as folder:
+        model = GPT2LMHeadModel(config).to(getattr(torch, bench.dtype))
+        model.save_pretrained(folder)
+        answers = {}
+        for stages, invariant in ((1, False), (1, True), (2, True)):
+            settings: Any = {"dtype": bench.dtype, "max_num_seqs": count, "batch_invariant": invariant}
+            with Pipeline(folder, stages, **settings) as pipeline:
+                pipeline.complete_all(prompts[:2], max_tokens=4, ignore_eos=True)
+                before, begun = pipeline.ledger(), time.monotonic()
+                done = pipeline.complete_all(prompts, max_tokens=new, ignore_eos=True, seed=1, token_ids=True)
+                seconds, spent = time.monotonic() - begun, pipeline.ledger().since(before)
+                answers[stages, invariant] = [[t.id for t in c.sequences[0].tokens] for c in done]
+                sums = (s.busy_s + sum(s.bubble_s.values()) + s.idle_s for s in spent.stages)
+                gap_s = max(abs(whole_s - spent.wall_s) for whole_s in sums)
+                bench.note(
+                    "served", by="ppserve", stages=stages, invariant=invariant, tokens_per_s=count * new / seconds,
+                    busy_share=spent.stages[0].busy_s / spent.wall_s, ledger_gap_s=gap_s,
+                    deterministic=pipeline.model.deterministic,
+                )  # fmt: skip
+        bench.note("served", two_stages_say_the_same=answers[1, True] == answers[2, True])
+        _transformers(bench, model.to(bench.device).eval(), prompts, new)
+
+
+def _transformers(bench: Bench, model: Any, prompts: list[list[int]], new: int) -> None:
+    from transformers import GenerationConfig
+
+    asked = GenerationConfig(
+        max_new_tokens=new, min_new_tokens=new, do_sample=True, pad_token_id=0,
+        eos_token_id=model.config.eos_token_id,
+    )
+
+    def eager() -> None:
+        longest = max(map(len, prompts))
+        ids = torch.tensor([[0] * (longest - len(p)) + p for p in prompts], device=bench.device)
+        model.generate(ids, generation_config=asked, attention_mask=(ids != 0).long())
+
+    ways: dict[str, Callable[[], object]] = {"eager": eager}
+    if hasattr(model, "generate_batch"):
+        ways["continuous batching"] = lambda: model.generate_batch(inputs=prompts, generation_config=asked)
+    for name, run in ways.items():
+        try:
+            run()
+            bench.wait()
+            begun = time.monotonic()
+            run()
+            bench.wait()
+            per_s = len(prompts) * new / (time.monotonic() - begun)
+            bench.note("served", by=f"transformers, {name}", tokens_per_s=per_s)
+        except Exception as error:
+            bench.note("served", by=f"transformers, {name}", failed=repr(error)[:200])
+
+
+SECTIONS: dict[str, Callable[[Bench], None]] = {
+    of.__name__: of for of in (tests, waits, invariance, steps, prompts, served)
+}
+
+
+def run_all(bench: Bench, names: tuple[str, ...]) -> Iterator[str]:
+    """The names of sections that failed."""
+    for name in names or tuple(SECTIONS):
+        begun = time.monotonic()
+        try:
+            SECTIONS[name](bench)
+        except Exception:
+            traceback.print_exc()
+            yield name
+        print(f"-- {name}: {time.monotonic() - begun:.0f} s", flush=True)
+
+
+@click.command()
+@click.argument("sections", nargs=-1, type=click.Choice(list(SECTIONS)))
+@click.option("--device", default="cuda:0")
+@click.option("--dtype", type=click.Choice(["float32", "bfloat16", "float16"]), default="bfloat16")
+@click.option("--small", is_flag=True, help="A tiny model: to try this script.")
+@click.option("--json", "path", type=click.Path(path_type=Path))
+def main(sections: tuple[str, ...], device: str, dtype: str, small: bool, path: Path | None) -> None:
+    bench = Bench(torch.device(device), dtype, small)
+    failed = list(run_all(bench, sections))
+    if path is not None:
+        path.write_text(json.dumps(bench.figures, indent=1))
+    sys.exit(f"failed: {', '.join(failed)}" if failed else 0)
+
+
+if __name__ == "__main__":
+    main()

@@ -42,8 +42,9 @@ class Prefaulter:
         self.thread.start()
 
     def close(self) -> None:
-        """Nothing more is wanted: the thread ends."""
+        """Nothing more is wanted: ends the thread, after the pages that it is asking for."""
         self.mark_used(self._num_blocks)
+        self.thread.join()
 
     def mark_used(self, num_blocks: int) -> None:
         """Blocks below `num_blocks` are in use. Once all are, the thread ends."""

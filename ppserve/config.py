@@ -16,6 +16,7 @@ DTYPES = ("auto", "float32", "bfloat16", "float16")
 TRANSPORTS = ("auto", "nccl", "gloo", "shm", "local")
 QUANTIZATIONS = ("none", "int8")
 KV_DTYPES = ("auto", "float32", "bfloat16", "int8")
+PREFIX_CACHES = ("shared", "per-key", "off")
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,11 +58,12 @@ class DeviceSettings:
 @dataclass(frozen=True, slots=True)
 class CacheSettings:
     """block_size: tokens per KV block. kv_cache_memory: bytes per stage, None = from free memory. kv_dtype: of
-    keys and values; `auto` is the model's."""
+    keys and values; `auto` is the model's. prefix_cache: who shares equal prefixes."""
 
     block_size: int = 16
     kv_cache_memory: int | None = None
     kv_dtype: str = "auto"
+    prefix_cache: str = "per-key"
 
 
 @dataclass(frozen=True, slots=True)

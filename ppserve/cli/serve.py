@@ -73,6 +73,9 @@ def _load_config_file(ctx: click.Context, _param: click.Parameter, path: Path | 
 @click.option("--max-queue", type=_COUNT, default=1024, help="Requests waiting before new ones are refused.")
 @click.option("--block-size", type=click.IntRange(1, 256), default=16, help="Tokens per KV block.")
 @click.option("--kv-cache-memory", type=SIZE, help="Per stage, such as 2G; unset = from free memory.")
+@click.option(
+    "--prefix-cache", type=click.Choice(cfg.PREFIX_CACHES), default="per-key", help="Who shares equal prefixes."
+)
 @click.option("--prefill-chunk", type=AutoOr(_COUNT), default="auto", help="Most prompt tokens in one step.")
 @click.option("--speculate", type=AutoOr(GUESSES), default="off", help="Guesses per step; auto = where they pay.")
 @click.option("--expect-prompt", type=_COUNT, default=128, help="Typical prompt tokens, for --layers auto.")

@@ -4,25 +4,20 @@ from __future__ import annotations
 
 import queue
 import time
-from collections import deque
 from collections.abc import Callable, Iterable
-from typing import Any
 
 from ppserve import wire
 from ppserve.head.engine.control import Gone, Heard
-from ppserve.stage.link import NUM_CANCELLED
+from ppserve.stage.link import Link
 
 
-class LocalLink:
-    """A rank's end (`stage.link.Link`). Messages are handed over as they are: all of them are frozen."""
+class LocalLink(Link):
+    """A rank's end. Messages are handed over as they are: all of them are frozen."""
 
     def __init__(self, rank: int, head: queue.SimpleQueue[Heard | Gone | None]) -> None:
-        self.inbox: queue.SimpleQueue[tuple[int, Any]] = queue.SimpleQueue()
-        self.abandoned = 0
-        self.cancelled: deque[int] = deque(maxlen=NUM_CANCELLED)
+        super().__init__(lambda _epoch: None)
         self._rank = rank
         self._head = head
-        self._on_abandon: Callable[[int], None] = lambda _epoch: None
 
     def opened(self, on_abandon: Callable[[int], None]) -> LocalLink:
         """The link, for the stage that will be told of abandoned epochs in this way."""
@@ -37,18 +32,8 @@ class LocalLink:
         self._head.put(Gone(self._rank, cause))
 
     def deliver(self, message: wire.FromHead) -> None:
-        """From the head, in the engine's thread. A ping is answered at once, also while the stage computes."""
-        now_ns = time.monotonic_ns()
-        if isinstance(message, wire.Ping):
-            self.send(wire.Heartbeat(message.sent_ns, now_ns))
-            return
-        if isinstance(message, wire.Abandon):
-            self.abandoned = message.epoch
-            self._on_abandon(message.epoch)
-        if isinstance(message, wire.Cancel):
-            self.cancelled.extend(message.step_ids)
-            return
-        self.inbox.put((now_ns, message))
+        """From the head, in the engine's thread."""
+        self.take(time.monotonic_ns(), message)
 
 
 class LocalControlPlane:

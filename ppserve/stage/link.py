@@ -7,8 +7,8 @@ import socket
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Container
-from typing import Any, Protocol
+from collections.abc import Callable
+from typing import Any
 
 from ppserve import wire
 from ppserve.errors import WireError
@@ -19,15 +19,15 @@ _SILENCE_S = 15.0
 Stamped = tuple[int, Any]
 """When a message arrived (monotonic ns), and the message."""
 
-NUM_CANCELLED = 256
+_NUM_CANCELLED = 256
 """How many cancelled steps are remembered: more than can be in flight."""
 
 OnAbandon = Callable[[int], None]
 """Called with an epoch that the head has given up, in whichever thread hears of it first."""
 
 
-class Link(Protocol):
-    """Messages to the head and from it.
+class Link:
+    """Messages to the head and from it. This class is what all links do with the head's messages.
 
     inbox: the head's messages in order; pings are answered by the link and never get here, so that the head can
     tell a busy stage from a frozen one. abandoned: the newest epoch that the head has given up. The stage may be
@@ -36,19 +36,31 @@ class Link(Protocol):
     Cancel changes it at once and does not enter the inbox, so that it overtakes the plans there.
     """
 
-    @property
-    def inbox(self) -> queue.SimpleQueue[Stamped]: ...
+    def __init__(self, on_abandon: OnAbandon) -> None:
+        self.inbox: queue.SimpleQueue[Stamped] = queue.SimpleQueue()
+        self.abandoned = 0
+        self.cancelled: deque[int] = deque(maxlen=_NUM_CANCELLED)
+        self._on_abandon = on_abandon
 
-    @property
-    def abandoned(self) -> int: ...
+    def send(self, message: wire.FromStage) -> None:
+        raise NotImplementedError
 
-    @property
-    def cancelled(self) -> Container[int]: ...
+    def take(self, now_ns: int, message: Any) -> None:
+        """A message of the head arrived."""
+        match message:
+            case wire.Ping(sent_ns):
+                self.send(wire.Heartbeat(sent_ns, now_ns))
+                return
+            case wire.Cancel(step_ids):
+                self.cancelled.extend(step_ids)
+                return
+            case wire.Abandon(epoch):
+                self.abandoned = epoch
+                self._on_abandon(epoch)
+        self.inbox.put((now_ns, message))
 
-    def send(self, message: wire.FromStage) -> None: ...
 
-
-class HeadLink:
+class HeadLink(Link):
     """One socket to the head, read by a thread of its own.
 
     That thread stamps each message as it arrives, so that a plan which came during compute is known as such.
@@ -63,12 +75,9 @@ class HeadLink:
         on_lost: Callable[[], object],
         silence_s: float = _SILENCE_S,
     ) -> None:
-        self.inbox: queue.SimpleQueue[Stamped] = queue.SimpleQueue()
-        self.abandoned = 0
-        self.cancelled: deque[int] = deque(maxlen=NUM_CANCELLED)
+        super().__init__(on_abandon)
         connection.settimeout(silence_s)
         self._connection = connection
-        self._on_abandon = on_abandon
         self._on_lost = on_lost
         self._sending = threading.Lock()  # the loop sends results, the reader answers pings
         threading.Thread(target=self._read, name="head-link", daemon=True).start()
@@ -88,21 +97,9 @@ class HeadLink:
             while received := self._connection.recv(1 << 16):
                 now_ns = time.monotonic_ns()
                 for message in reader.feed(received):
-                    self._take(now_ns, message)
+                    self.take(now_ns, message)
                     if isinstance(message, wire.Shutdown):
                         return
         except (OSError, WireError):
             pass
         self._on_lost()
-
-    def _take(self, now_ns: int, message: Any) -> None:
-        if isinstance(message, wire.Ping):
-            self.send(wire.Heartbeat(message.sent_ns, now_ns))
-            return
-        if isinstance(message, wire.Abandon):
-            self.abandoned = message.epoch
-            self._on_abandon(message.epoch)
-        if isinstance(message, wire.Cancel):
-            self.cancelled.extend(message.step_ids)
-            return
-        self.inbox.put((now_ns, message))

@@ -13,7 +13,8 @@ class SchedulerConfig:
     max_queue and max_queue_tokens: how many requests, and how many of their tokens (prompt + max_tokens, times n),
     may wait. prefill_chunk: prompt tokens per step, None = automatic, up to max_auto_chunk. eos_id: None where the
     model has none. aging_s: seconds of waiting that raise a request by one priority class. speculate: up to so
-    many guesses in every slice that decodes, 0 = none, None = as many as pay by the cost model.
+    many guesses in every slice that decodes, 0 = none, None = as many as pay by the cost model. per_caller:
+    callers do not share prefixes, because what is found in the cache tells what others have asked.
     """
 
     num_stages: int
@@ -26,6 +27,7 @@ class SchedulerConfig:
     prefill_chunk: int | None = None
     max_auto_chunk: int = MAX_PROMPT_TOKENS_PER_STEP
     prefix_cache: bool = True
+    per_caller: bool = False
     eos_id: int | None = None
     aging_s: float = 10.0
     speculate: int | None = 0

@@ -6,6 +6,7 @@ of many equal prompts that arrive together, the second already shares blocks of 
 
 A digest names the whole prefix, so a shared block holds exactly the keys and values that the sequence would have
 computed. Blocks of generated tokens are shared like those of prompts: the next turn of a conversation finds both.
+Where prefixes are shared per caller, the digest names the caller as well.
 """
 
 from __future__ import annotations
@@ -17,9 +18,10 @@ from ppserve.core.scheduling.sequence import Sequence
 class PrefixCache:
     """Computes the digests of sequences' full blocks, and finds and publishes the blocks by them."""
 
-    def __init__(self, blocks: BlockManager, enabled: bool) -> None:
+    def __init__(self, blocks: BlockManager, enabled: bool, per_caller: bool) -> None:
         self._blocks = blocks
         self._enabled = enabled
+        self._per_caller = per_caller
 
     def find(self, sequence: Sequence) -> BlockTable:
         """Cached blocks that a sequence may begin with.
@@ -55,6 +57,8 @@ class PrefixCache:
 
     def _name(self, sequence: Sequence, num_blocks: int) -> None:
         size, digests = self._blocks.block_size, sequence.digests
+        before = sequence.request.caller.encode() if self._per_caller else b""
         while len(digests) < num_blocks:
             start = len(digests) * size
-            digests.append(block_digest(digests[-1] if digests else b"", sequence.token_ids[start : start + size]))
+            before = digests[-1] if digests else before
+            digests.append(block_digest(before, sequence.token_ids[start : start + size]))

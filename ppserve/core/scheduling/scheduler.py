@@ -57,7 +57,7 @@ class Scheduler:
         if blocks.block_size != config.block_size:
             raise ValueError(f"block_size: {config.block_size} here, {blocks.block_size} in the block manager")
         self.config = config
-        self._prefix_cache = PrefixCache(blocks, config.prefix_cache)
+        self._prefix_cache = PrefixCache(blocks, config.prefix_cache, config.per_caller)
         self._blocks = blocks
         self._composer = Composer(StepLimits(config.prefill_chunk, config.max_auto_chunk), costs)
         self._queue = FairQueue(config.aging_s)

@@ -127,6 +127,8 @@ def scheduler_config(config: ServeConfig, arch: Architecture, hellos: tuple[wire
         max_queue=config.scheduling.max_queue,
         max_model_len=arch.context(config.model.max_model_len),
         block_size=config.cache.block_size,
+        prefix_cache=config.cache.prefix_cache != "off",
+        per_caller=config.cache.prefix_cache == "per-key",
         prefill_chunk=config.scheduling.prefill_chunk,
         max_auto_chunk=CPU_CHUNK if any(hello.gpu is None for hello in hellos) else MAX_PROMPT_TOKENS_PER_STEP,
         eos_id=arch.eos_id,
@@ -155,3 +157,19 @@ def _transport(asked: str, hellos: tuple[wire.Hello, ...], one_host: bool) -> st
     if asked == "local":
         raise ConfigError("--transport", "local connects stages within one process; these are several")
     return asked
+
+
+def what_changed(before: wire.Hello, now: wire.Hello, transport: str) -> str | None:
+    """What a stage has now that the pipeline was not decided for; None if it may take its old place."""
+    if now.architecture != before.architecture:
+        return "another model"
+    for name in ("dtype", "quantization", "kv_dtype"):
+        if (has := getattr(now, name)) != (had := getattr(before, name)):
+            return f"{name.replace('_', '-')} {has} instead of {had}"
+    if (now.gpu is None) != (before.gpu is None):
+        return "a CPU instead of a GPU" if now.gpu is None else "a GPU instead of a CPU"
+    if now.host != before.host:
+        return f"another machine, {now.host} instead of {before.host}"
+    if transport == "shm" and now.machine != before.machine:
+        return "another machine of the same name; shm needs all stages on one"
+    return None

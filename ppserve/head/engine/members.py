@@ -19,7 +19,7 @@ from ppserve import wire
 from ppserve.core.ledger.account import in_head_clock
 from ppserve.core.plan import StepResult
 from ppserve.errors import UsageError
-from ppserve.head.engine.layout import stage_addresses
+from ppserve.head.engine.layout import stage_addresses, what_changed
 from ppserve.head.engine.member import (
     Decision,
     EpochLost,
@@ -258,7 +258,7 @@ class Members:
         self._move(member.rank, StageState.LOADING, now_ns)
         self._update(member.rank, hello=hello, round_trips=())
         if self.decision is not None:
-            change = _what_changed(before, hello, self.decision.transport) if before is not None else None
+            change = what_changed(before, hello, self.decision.transport) if before is not None else None
             if change is not None:
                 return [Hopeless(f"stage {member.stage} came back with {change}", usage=True)]
             self._assign(member, self.decision)
@@ -374,22 +374,6 @@ class Members:
         if member.hello is not None and member.hello.machine != self._machine:
             measured = (now_ns - beat.echo_ns, beat.clock_ns - (beat.echo_ns + now_ns) // 2)
             self._update(member.rank, round_trips=(*member.round_trips, measured)[-_NUM_ROUND_TRIPS:])
-
-
-def _what_changed(before: wire.Hello, now: wire.Hello, transport: str) -> str | None:
-    """What a stage has now that the pipeline was not decided for; None if it may take its old place."""
-    if now.architecture != before.architecture:
-        return "another model"
-    for name in ("dtype", "quantization", "kv_dtype"):
-        if (has := getattr(now, name)) != (had := getattr(before, name)):
-            return f"{name.replace('_', '-')} {has} instead of {had}"
-    if (now.gpu is None) != (before.gpu is None):
-        return "a CPU instead of a GPU" if now.gpu is None else "a GPU instead of a CPU"
-    if now.host != before.host:
-        return f"another machine, {now.host} instead of {before.host}"
-    if transport == "shm" and now.machine != before.machine:
-        return "another machine of the same name; shm needs all stages on one"
-    return None
 
 
 def _on_head_clock(member: Member, result: StepResult) -> StepResult:

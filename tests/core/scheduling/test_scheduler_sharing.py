@@ -66,6 +66,18 @@ def test_the_first_answer_may_end_before_its_siblings_begin() -> None:
     rig.check_answers()
 
 
+@pytest.mark.parametrize(("per_caller", "cached"), [(False, [0, 8, 8]), (True, [0, 8, 0])])
+def test_callers_share_prefixes_only_if_told(per_caller: bool, cached: list[int]) -> None:
+    """Else the number of cached tokens tells one caller what another has asked."""
+    rig = a_rig(num_stages=1, block_size=4, per_caller=per_caller)
+    names = {"first": "key:a", "again": "key:a", "curious": "key:b"}
+    for name, caller in names.items():
+        rig.submit(a_request(name, num_prompt=9, salt=1, caller=caller))
+        rig.drain()
+    rig.check_answers()
+    assert [next(e.cached_tokens for e in rig.events[name, 0] if e.finish) for name in names] == cached
+
+
 def test_all_siblings_end_with_their_request() -> None:
     rig = a_rig(num_stages=2, prefill_chunk=2)
     rig.submit(a_request("r", num_prompt=9, num_sequences=5))

@@ -16,6 +16,7 @@ from ppserve.config import DTYPES, KV_DTYPES, QUANTIZATIONS
 from ppserve.model.checkpoint.opening import read_architecture
 from ppserve.planning.forecast import Forecast, Intent, forecast, render
 from ppserve.planning.scenarios import (
+    MeasuredCosts,
     SimulatedLoad,
     fixed_load,
     read_costs,
@@ -71,6 +72,7 @@ _TIME = _quantity("time, such as 50us", "s", "num")
 @click.option("--trace", type=_FILE, help="CSV with TIMESTAMP, ContextTokens, GeneratedTokens.")
 @click.option("--time-scale", type=_POSITIVE, default=1.0, help="2 = the trace twice as fast as recorded.")
 @click.option("--max-num-seqs", type=_COUNT, default=256, help="Sequences running at once.")
+@click.option("--acceptance", type=click.FloatRange(0, 1), default=0.0, help="Right guesses, as with --speculate.")
 @click.option("--costs", type=_FILE, help="A server's /costs.json, in place of what follows.")
 @click.option("--flops", type=_SPEED, default="50G", help="Of one stage; the default is about one CPU core.")
 @click.option("--memory-bandwidth", type=_SPEED, default="10GB/s", help="Of one stage.")
@@ -122,11 +124,11 @@ def _simulate(layout: Forecast, flags: dict[str, Any]) -> Outcome:
         return_s=flags["control_latency"],
         head_s=flags["head_time"],
     )
-    if flags["costs"] is None:
-        device = Device(flags["flops"], flags["memory_bandwidth"], flags["launch_time"])
-        return simulate(layout, device, wires, load, flags["max_num_seqs"])
-    costs = read_costs(flags["costs"])
-    return simulate(layout, costs, costs.wires or wires, load, flags["max_num_seqs"])
+    speed: Device | MeasuredCosts = Device(flags["flops"], flags["memory_bandwidth"], flags["launch_time"])
+    if flags["costs"] is not None:
+        speed = read_costs(flags["costs"])
+        wires = speed.wires or wires
+    return simulate(layout, speed, wires, load, flags["max_num_seqs"], flags["acceptance"])
 
 
 def load_of(max_model_len: int, flags: dict[str, Any]) -> SimulatedLoad:

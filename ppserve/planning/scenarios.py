@@ -92,9 +92,15 @@ def fixed_load(num_requests: int, prompt: int, new: int, concurrency: int) -> Si
 
 
 def simulate(
-    plan: Forecast, speed: Device | MeasuredCosts, wires: Wires, load: SimulatedLoad, num_seqs: int
+    plan: Forecast,
+    speed: Device | MeasuredCosts,
+    wires: Wires,
+    load: SimulatedLoad,
+    num_seqs: int,
+    acceptance: float = 0.0,
 ) -> Outcome:
-    """Runs `load` through the pipeline of `plan`. Raises ConfigError when nothing fits into its memory."""
+    """Runs `load` through the pipeline of `plan`; acceptance: the share of guessed tokens that are right, 0 = no
+    guesses. Raises ConfigError when nothing fits into its memory."""
     if plan.max_sequences < 1:
         raise ConfigError("--kv-cache-memory", f"not one sequence of {plan.max_model_len} tokens fits")
     blocks_per_sequence = -(-plan.max_model_len // 16)
@@ -114,7 +120,7 @@ def simulate(
         max_auto_chunk=max_chunk or MAX_PROMPT_TOKENS_PER_STEP,
         prefix_cache=False,
     )
-    return Simulator(machine, config, machine).run(load.requests, load.concurrency)
+    return Simulator(machine, config, machine, acceptance).run(load.requests, load.concurrency)
 
 
 def _scattered(spread: float) -> Callable[[float], float]:

@@ -8,7 +8,9 @@ from __future__ import annotations
 
 import heapq
 import itertools
+import random
 from collections.abc import Callable, Iterable
+from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field, replace
 from typing import Protocol
 
@@ -20,6 +22,7 @@ from ppserve.core.request import Request, StopConditions
 from ppserve.core.scheduling.block_manager import BlockManager
 from ppserve.core.scheduling.composer import CostModel
 from ppserve.core.scheduling.config import SchedulerConfig
+from ppserve.core.scheduling.drafter import Guess
 from ppserve.core.scheduling.lane_count import LaneCount
 from ppserve.core.scheduling.scheduler import Scheduler
 from ppserve.core.scheduling.sequence import SequenceEvent
@@ -149,14 +152,33 @@ class _Running:
     last_token_s: float | None = None
 
 
-class Simulator:
-    """One run. costs: the scheduler's predictions; None: it fills steps by tokens only."""
+class _Guesser:
+    """Guesses the simulated token 0, as often as it is told to be right."""
 
-    def __init__(self, machine: Machine, config: SchedulerConfig, costs: CostModel | None = None) -> None:
+    def __init__(self, rate: float) -> None:
+        self._rate, self._chance = rate, random.Random(0)
+
+    def guess(self, token_ids: Seq[int], guesses: Seq[int]) -> Guess | None:
+        return Guess(int(self._chance.random() >= self._rate), self._rate)
+
+
+class Simulator:
+    """One run. costs: the scheduler's predictions; None: it fills steps by tokens only. acceptance: the share of
+    guesses that are right; 0: none are made."""
+
+    def __init__(
+        self,
+        machine: Machine,
+        config: SchedulerConfig,
+        costs: CostModel | None = None,
+        acceptance: float = 0.0,
+    ) -> None:
         self._machine = machine
         self._steps = Steps(len(machine.stages))
         blocks = BlockManager(machine.num_blocks, config.block_size)
-        self._scheduler = Scheduler(config, blocks, self._steps, costs)
+        config = replace(config, speculate=None if acceptance else 0)
+        drafter = _Guesser(acceptance)
+        self._scheduler = Scheduler(config, blocks, self._steps, costs, new_drafter=lambda *_answer: drafter)
         self._account = TimeAccount(self._steps, 0)
         self._free_s = [0.0] * len(machine.stages)
         self._head_free_s = 0.0
@@ -221,6 +243,8 @@ class Simulator:
                 self._scheduler.set_microbatches(lanes)
         for event in self._scheduler.commit(returned.results[-1], now_s):
             self._heard(event, now_s)
+        for step_id in self._scheduler.lanes.take_doomed():
+            self._steps.doom(step_id)
 
     def _heard(self, event: SequenceEvent, now_s: float) -> None:
         running, outcome = self._running[event.request_id], self._outcome

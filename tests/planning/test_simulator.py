@@ -17,11 +17,13 @@ def simulate(
     requests: list[SimulatedRequest],
     concurrency: int | None = None,
     wires: Wires = FREE,
+    acceptance: float = 0.0,
     **scheduling: int,
 ) -> Outcome:
     limits = {"max_queue": 10**6, "max_queue_tokens": 10**9}
     config = SchedulerConfig(len(stages), prefix_cache=False, **limits, **scheduling)
-    return Simulator(Machine(stages, wires, 100_000), config).run(requests, concurrency)
+    machine = Machine(stages, wires, 100_000)
+    return Simulator(machine, config, machine if acceptance else None, acceptance).run(requests, concurrency)
 
 
 def in_turn(factors: tuple[float, ...]) -> Callable[[float], float]:
@@ -146,3 +148,33 @@ def test_a_stages_own_work_brings_no_further_lane(num_stages):
     load = one_token_prompts(6 * num_stages, 300)
     fixed, chosen = (simulate(stages, load, wires=wires, **lanes) for lanes in ({"microbatches": num_stages}, {}))
     assert chosen.wall_s == pytest.approx(fixed.wall_s)
+
+
+@pytest.mark.parametrize("num_stages", [2, 4])
+@pytest.mark.parametrize("rate", [0.2, 0.5, 0.7, 0.9, 1.0])
+def test_one_caller_gains_by_depth_what_the_arithmetic_says(num_stages, rate):
+    """Every row costs a whole step, so width never pays."""
+    stages, requests = (Coefficients(row=S),) * num_stages, one_token_prompts(1, 800)
+    plain, guessed = simulate(stages, requests), simulate(stages, requests, acceptance=rate)
+    ideal = num_stages / (num_stages - (num_stages - 1) * rate)
+    assert plain.wall_s / guessed.wall_s == pytest.approx(ideal, rel=0.1)
+
+
+def test_one_stage_gains_by_width_alone():
+    stages, requests = (Coefficients(step=S, row=S / 50),), one_token_prompts(1, 400)
+    plain, guessed = simulate(stages, requests), simulate(stages, requests, acceptance=0.8)
+    assert plain.wall_s / guessed.wall_s > 3
+    assert guessed.stages[0].busy_ns["speculative"] == 0, "there was a gap to fill"
+
+
+@pytest.mark.parametrize("rate", [0.3, 0.9])
+def test_many_callers_lose_nothing_to_guesses(rate):
+    stages, requests = (Coefficients(step=S, row=S / 8, sample=S / 100),) * 2, one_token_prompts(64, 30)
+    plain, guessed = simulate(stages, requests), simulate(stages, requests, acceptance=rate)
+    assert guessed.wall_s <= 1.01 * plain.wall_s
+
+
+def test_wasted_time_is_told_and_part_of_the_busy_time():
+    outcome = simulate((Coefficients(row=S),) * 2, one_token_prompts(1, 100), acceptance=0.5)
+    for times in outcome.stages:
+        assert 0 < times.wasted_ns <= times.busy_ns["speculative"]

@@ -206,7 +206,8 @@ class TimeAccount:
 
     def settled(self) -> tuple[StageTimes, ...]:
         """Every stage's settled time. Stages may be settled up to different moments."""
-        return tuple(_times(t.settled) for t in self._timelines)
+        wasted_ns = self.steps.wasted_ns
+        return tuple(_times(t.settled, ns) for t, ns in zip(self._timelines, wasted_ns, strict=True))
 
     def snapshot(self, now_ns: int) -> tuple[StageTimes, ...]:
         """Every stage's time up to now. It sums to the wall exactly, and no figure is less than in an earlier one.
@@ -354,5 +355,5 @@ def _end(spans: list[Span], start: int) -> int:
     return spans[-1].end if spans else start
 
 
-def _times(ns: dict[str, int], wasted_ns: int = 0) -> StageTimes:
+def _times(ns: dict[str, int], wasted_ns: int) -> StageTimes:
     return StageTimes({k: ns[k] for k in BUSY}, {k: ns[k] for k in CAUSES}, ns[IDLE], wasted_ns)

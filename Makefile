@@ -7,7 +7,7 @@ PEERS ?=
 PEER_SCRIPT ?= ../shared/peers/peer.py
 ARGS ?=
 
-.PHONY: setup serve test test-fast check demo clients race stubs clean
+.PHONY: setup serve test test-fast check demo clients race chaos stubs clean
 
 setup: $(VENV)/.ready
 
@@ -44,6 +44,10 @@ clients: setup
 # Ours beside the programs built in PEERS by the script's own instructions; without PEERS ours alone.
 race: setup
 	PYTHONPATH=. $(BIN)/python benchmarks/race.py $(if $(PEERS),--peers $(PEERS) --peer-script $(PEER_SCRIPT)) $(ARGS)
+
+# `make chaos ARGS="--kills 20"` is short.
+chaos: setup
+	PYTHONPATH=. $(BIN)/python benchmarks/chaos.py $(ARGS)
 
 stubs: setup
 	$(BIN)/python tools/generate_stubs.py

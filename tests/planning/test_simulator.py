@@ -153,17 +153,18 @@ def test_a_stages_own_work_brings_no_further_lane(num_stages):
 @pytest.mark.parametrize("num_stages", [2, 4])
 @pytest.mark.parametrize("rate", [0.2, 0.5, 0.7, 0.9, 1.0])
 def test_one_caller_gains_by_depth_what_the_arithmetic_says(num_stages, rate):
-    """Every row costs a whole step, so width never pays."""
-    stages, requests = (Coefficients(row=S),) * num_stages, one_token_prompts(1, 800)
-    plain, guessed = simulate(stages, requests), simulate(stages, requests, acceptance=rate)
+    """Every row costs a whole step, so width never pays. Turns without guesses are a few percent of all."""
+    stages, requests = (Coefficients(row=S),) * num_stages, one_token_prompts(1, 3000)
+    plain = simulate(stages, requests, max_model_len=4096)
+    guessed = simulate(stages, requests, acceptance=rate, max_model_len=4096)
     ideal = num_stages / (num_stages - (num_stages - 1) * rate)
     assert plain.wall_s / guessed.wall_s == pytest.approx(ideal, rel=0.1)
 
 
 def test_one_stage_gains_by_width_alone():
-    stages, requests = (Coefficients(step=S, row=S / 50),), one_token_prompts(1, 400)
+    stages, requests = (Coefficients(step=S, row=S / 50),), one_token_prompts(1, 800)
     plain, guessed = simulate(stages, requests), simulate(stages, requests, acceptance=0.8)
-    assert plain.wall_s / guessed.wall_s > 3
+    assert plain.wall_s / guessed.wall_s > 2.5
     assert guessed.stages[0].busy_ns["speculative"] == 0, "there was a gap to fill"
 
 

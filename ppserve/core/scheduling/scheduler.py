@@ -317,7 +317,10 @@ class Scheduler:
                 if sequence.steps_in_flight == 0:
                     self._release(sequence)
             elif sequence.id not in void:
+                num_before = len(sequence.token_ids)
                 events += self._apply(sequence, piece, drawn[sequence.id], scored.get(sequence.id))
+                if num_new := len(sequence.token_ids) - num_before:
+                    self._speculation.token_returned(sequence, num_new, len(self._roster), now)
         num_tokens = sum(len(piece.token_ids) - piece.num_guesses for _, piece in parts)
         num_tokens += self.lanes.guesses["accepted"] - accepted
         self._throughput.committed(num_tokens, now, pipeline_empty=not len(self.lanes))

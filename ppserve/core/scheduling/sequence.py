@@ -83,7 +83,8 @@ class Sequence:
     known_end: set when the sequence ends without a draw (only scored, or resumed complete). fork_block: for n > 1,
     the leader's partly filled prompt block, copied before this sequence's first slice. loss_mark: the number of
     known tokens when a stage was last lost. guesses: assumed to follow the known tokens; those before `scheduled`
-    are in steps. drafter: makes the guesses; None until the first is wanted.
+    are in steps. drafter: makes the guesses; None until the first is wanted. returned_s: when its latest tokens
+    came, on the head's clock.
     """
 
     def __init__(self, sequence_id: int, request: Request, index: int, eos_id: int | None) -> None:
@@ -94,6 +95,7 @@ class Sequence:
         self.token_ids = [*request.prompt_ids, *request.resume_ids]
         self.guesses: list[Guess] = []
         self.drafter: Drafter | None = None
+        self.returned_s: float | None = None
         self.scheduled = 0
         self.computed = 0
         self.steps_in_flight = 0
@@ -208,6 +210,7 @@ class Sequence:
         self.scheduled = self.computed = self.steps_in_flight = self.num_published = 0
         self.fork_block = None
         self.guesses.clear()
+        self.returned_s = None
         self.scores.clear()
         self.loss_mark = len(self.token_ids)
 

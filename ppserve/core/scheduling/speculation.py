@@ -8,7 +8,8 @@ draws the true token is still on its way. A right guess has its next token that 
 cancelled, and delays the right step by what stage 0 has still to do for it.
 
 A guess is made only where it pays by the times that the cost model predicts and by the drafter's experience with
-the sequence. So with many sequences in a step nothing is guessed.
+the sequence. So with many sequences in a step nothing is guessed. And nothing is guessed where the measured time
+from token to token shows that guesses do not pay (`guess_trial`).
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ from ppserve.core.cost_model import StepSize
 from ppserve.core.scheduling.composer import CostModel, joined
 from ppserve.core.scheduling.config import SchedulerConfig
 from ppserve.core.scheduling.drafter import Guess, NewDrafter
+from ppserve.core.scheduling.guess_trial import GuessTrial
 from ppserve.core.scheduling.lanes import Lanes
 from ppserve.core.scheduling.sequence import Sequence
 
@@ -51,16 +53,27 @@ class Speculation:
         self._lanes = lanes
         self._costs = costs
         self._new_drafter = new_drafter
+        self._trial = GuessTrial()
+
+    @property
+    def _guesses_now(self) -> bool:
+        return self._trial.guessing if self._forced is None else self._forced > 0
+
+    def token_returned(self, sequence: Sequence, num_tokens: int, num_running: int, now: float) -> None:
+        """A step brought tokens of a sequence."""
+        if self._forced is None and sequence.returned_s is not None:
+            self._trial.observe(num_running, sequence.returned_s, now, num_tokens)
+        sequence.returned_s = now
 
     def widen(self, picks: list[Pick]) -> list[Pick]:
         """The picks of a step, with guesses; unchanged where the step has tokens of prompts."""
-        if self._forced == 0 or any(num_tokens > 1 or sequence.known_end for sequence, num_tokens in picks):
+        if not self._guesses_now or any(count > 1 or sequence.known_end for sequence, count in picks):
             return picks
         return self._with_guesses(picks)
 
     def deepen(self, running: Iterable[Sequence]) -> list[Pick]:
         """Picks of guesses alone, of sequences whose known tokens are all in steps."""
-        if self._forced == 0:
+        if not self._guesses_now:
             return []
         picks = []
         for sequence in running:

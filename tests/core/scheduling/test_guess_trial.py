@@ -1,0 +1,69 @@
+"""Whether guesses pay, found by turns with and without them."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+
+import pytest
+
+from ppserve.core.scheduling.guess_trial import GuessTrial
+
+
+def live(
+    trial: GuessTrial, num_tokens: int, pace: Callable[[bool], float], num_sequences: int = 1, now: float = 0.0
+) -> tuple[float, float]:
+    """(share of tokens that came while guesses were made, seconds per token and sequence)."""
+    guessed, began = 0, now
+    last = [now] * num_sequences
+    for number in range(num_tokens):
+        guessed += trial.guessing
+        now += pace(trial.guessing) / num_sequences
+        mine = number % num_sequences
+        trial.observe(num_sequences, last[mine], now, 1)
+        last[mine] = now
+    return guessed / num_tokens, (now - began) * num_sequences / num_tokens
+
+
+@pytest.mark.parametrize("num_sequences", [1, 2, 7])
+def test_where_guesses_pay_they_are_made(num_sequences: int) -> None:
+    trial = GuessTrial()
+    share, pace = live(trial, 4000, lambda guesses: 0.5 if guesses else 1.0, num_sequences)
+    assert share > 0.9
+    assert pace < 0.55
+
+
+@pytest.mark.parametrize("worse", [1.0, 1.05, 1.5, 4.0])
+def test_where_they_do_not_nobody_is_slower_for_it(worse: float) -> None:
+    """Within 3%, the turns of trying included."""
+    share, pace = live(GuessTrial(), 20_000, lambda guesses: worse if guesses else 1.0)
+    assert share < 0.05
+    assert pace <= 1.03
+
+
+def test_nothing_is_guessed_before_the_time_without_is_known() -> None:
+    share, _ = live(GuessTrial(), 16, lambda _guesses: 1.0)
+    assert share == 0
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_noise_does_not_decide(seed: int) -> None:
+    chance = random.Random(seed)
+    share, _ = live(GuessTrial(), 6000, lambda guesses: chance.expovariate(1.0) * (0.6 if guesses else 1.0))
+    assert share > 0.75
+
+
+def test_a_change_is_noticed_in_both_directions() -> None:
+    trial = GuessTrial()
+    assert live(trial, 3000, lambda guesses: 0.5 if guesses else 1.0)[0] > 0.9
+    live(trial, 500, lambda guesses: 2.0 if guesses else 1.0, now=1e4)
+    assert live(trial, 3000, lambda guesses: 2.0 if guesses else 1.0, now=2e4)[0] < 0.1
+    live(trial, 8000, lambda guesses: 0.5 if guesses else 1.0, now=3e4)
+    assert live(trial, 3000, lambda guesses: 0.5 if guesses else 1.0, now=4e4)[0] > 0.9
+
+
+def test_other_numbers_of_sequences_are_other_trials() -> None:
+    trial = GuessTrial()
+    live(trial, 3000, lambda guesses: 0.5 if guesses else 1.0)
+    share, _ = live(trial, 12_000, lambda guesses: 2.0 if guesses else 1.0, num_sequences=16, now=1e4)
+    assert share < 0.1

@@ -41,8 +41,8 @@ class Rated:
         if place >= len(self._answer):
             return None
         if place not in self._guessed:
-            wrong = self._chance.random() >= self._rate
-            self._guessed[place] = (self._answer[place] + wrong) % 1000
+            right = self._chance.random() < self._rate
+            self._guessed[place] = self._answer[place] if right else 1 - min(1, self._answer[place])
         return Guess(self._guessed[place], self._rate)
 
 

@@ -2,15 +2,21 @@
 
 from __future__ import annotations
 
+import os
 import signal
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+import torch
 from hypothesis import settings
 
 from tests import slow
 from tests.e2e.serving import Server, serving
+
+# Triton reads it when it is first imported, by whichever test: without a GPU its kernels are interpreted.
+if not torch.cuda.is_available():
+    os.environ["TRITON_INTERPRET"] = "1"
 
 # No deadline: a slow moment of a shared machine is not a defect.
 settings.register_profile("ppserve", deadline=None)

@@ -10,6 +10,7 @@ import threading
 import time
 import urllib.request
 from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 
 import grpc
@@ -122,7 +123,8 @@ def test_a_second_stage_dies_while_the_epoch_forms(three_stages: Server, undistu
         os.kill(second, signal.SIGSTOP)
         wait_for_line(server, f"stage 0 .*epoch {lost + 1}: entering", so_far)
         wait_for_line(server, f"stage 1 .*epoch {lost + 1}: entering", so_far)
-        os.kill(second, signal.SIGKILL)
+        with suppress(ProcessLookupError):  # on a loaded machine the head has cut it off before
+            os.kill(second, signal.SIGKILL)
     asking.join()
     assert answers == undisturbed[:8]
     assert f"epoch {lost + 1} formed" not in server.log, "the second stage died too late"

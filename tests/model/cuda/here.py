@@ -1,10 +1,9 @@
 """Where the GPU's operators can be tested: on a GPU if there is one, else on the CPU, kernels in Triton's
-interpreter."""
+interpreter (see `tests/conftest.py`)."""
 
 from __future__ import annotations
 
 import importlib.util
-import os
 
 import pytest
 import torch
@@ -13,9 +12,6 @@ from ppserve.model.cuda.operators import Operators
 from ppserve.model.cuda.reference import ReferenceOperators
 
 DEVICE = torch.device("cuda", 0) if torch.cuda.is_available() else torch.device("cpu")
-if DEVICE.type == "cpu":
-    os.environ["TRITON_INTERPRET"] = "1"
-
 HAS_TRITON = importlib.util.find_spec("triton") is not None
 needs_triton = pytest.mark.skipif(not HAS_TRITON, reason="triton is not installed")
 

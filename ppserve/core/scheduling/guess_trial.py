@@ -8,36 +8,39 @@ sequences, with guesses and without. Other numbers of sequences are other trials
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections import deque
+from statistics import median_low
 
 # Tokens in a turn.
 TURN = 16
-# Weight of a turn's measurements when the next of its kind ends.
-FADE = 0.5
+# The middle one of so many turns counts, so that one stall (a kernel that is loaded at its first use) decides
+# nothing.
+REMEMBERED = 3
 # The slower way gets one turn in so many; twice as many each time that it is slower again.
 FIRST_PROBE, LAST_PROBE = 8, 128
 # Guesses must be faster by this factor.
 MARGIN = 1.02
 
 
-@dataclass(slots=True)
 class _Way:
-    """Seconds per token of one way of running, as fading sums."""
+    """One way of running: seconds per token in its latest turns."""
 
-    seconds: float = 0.0
-    tokens: float = 0.0
+    def __init__(self) -> None:
+        self._turns: deque[float] = deque(maxlen=REMEMBERED)
+        self._seconds, self._tokens = 0.0, 0
 
     @property
     def pace(self) -> float | None:
-        return self.seconds / self.tokens if self.tokens else None
+        return median_low(self._turns) if self._turns else None
 
     def add(self, seconds: float, tokens: int) -> None:
-        self.seconds += seconds
-        self.tokens += tokens
+        self._seconds += seconds
+        self._tokens += tokens
 
-    def fade(self) -> None:
-        self.seconds *= FADE
-        self.tokens *= FADE
+    def end_turn(self) -> None:
+        if self._tokens:
+            self._turns.append(self._seconds / self._tokens)
+        self._seconds, self._tokens = 0.0, 0
 
 
 class _Trial:
@@ -50,7 +53,7 @@ class _Trial:
 
     def next_way(self, ended: bool) -> bool:
         """Whether the next turn has guesses. ended: whether the last one had."""
-        self.ways[ended].fade()
+        self.ways[ended].end_turn()
         plain, guessing = (way.pace for way in self.ways)
         if plain is None or guessing is None:
             return plain is not None

@@ -67,3 +67,14 @@ def test_other_numbers_of_sequences_are_other_trials() -> None:
     live(trial, 3000, lambda guesses: 0.5 if guesses else 1.0)
     share, _ = live(trial, 12_000, lambda guesses: 2.0 if guesses else 1.0, num_sequences=16, now=1e4)
     assert share < 0.1
+
+
+def test_one_stall_decides_nothing() -> None:
+    """The first turn with guesses loads kernels."""
+    trial, stalls = GuessTrial(), [50.0]
+
+    def pace(guesses: bool) -> float:
+        return stalls.pop() if guesses and stalls else 0.5 if guesses else 1.0
+
+    live(trial, 400, pace)
+    assert live(trial, 1000, pace, now=1e4)[0] > 0.8

@@ -8,10 +8,11 @@ from typing import Any
 import msgspec
 
 from ppserve.errors import InvalidRequest, Violation
-from ppserve.head.api.desk import FrontDesk
+from ppserve.head.api.desk import FrontDesk, aside
 from ppserve.head.api.http.exchange import Exchange
 from ppserve.head.api.http.fields import check_model
 from ppserve.head.api.http.logprobs import token_name
+from ppserve.head.api.requests import check_text
 
 _encode = msgspec.json.Encoder().encode
 _STARTED_S = int(time.time())
@@ -58,6 +59,7 @@ async def tokenize(exchange: Exchange, desk: FrontDesk) -> None:
     evaluation harnesses ask for its number."""
     body = await exchange.read(_tokenize_body)
     check_model(body.model, desk.card.name)
+    check_text("prompt", body.prompt, desk.card)
     ids: list[int] = []
     special = _end_of_text(desk)
     for place, part in enumerate(body.prompt.split(special) if special else [body.prompt]):
@@ -65,7 +67,7 @@ async def tokenize(exchange: Exchange, desk: FrontDesk) -> None:
         ids += await desk.tokenize("prompt", part)
     answer: dict[str, Any] = {"count": len(ids), "max_model_len": desk.card.max_context, "tokens": ids}
     if body.return_token_strs:
-        answer["token_strs"] = [token_name(desk.token_bytes(token_id)) for token_id in ids]
+        answer["token_strs"] = await aside(len(ids), lambda: [token_name(desk.token_bytes(i)) for i in ids])
     await exchange.answer(_encode(answer))
 
 

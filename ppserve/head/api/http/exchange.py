@@ -52,7 +52,7 @@ class Exchange:
         if not text:
             return asyncio.timeout(None)
         try:
-            seconds = float(text)
+            seconds = math.nan if "_" in text else float(text)
         except ValueError:
             seconds = math.nan
         if not 0 < seconds <= MAX_TIMEOUT_S:

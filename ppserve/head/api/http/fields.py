@@ -5,6 +5,7 @@ Only what has no counterpart in `Asked` is judged here; see `ppserve.head.api.re
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from typing import Any, cast
 
@@ -19,6 +20,7 @@ MAX_PROMPTS = 256
 DEFAULT_MAX_TOKENS = 16
 # More than any caller means, so that a whole answer is one piece.
 _ALL = 2**32 - 1
+_TOKEN_ID = re.compile(r"0|-?[1-9][0-9]{0,18}")
 
 Prompt = str | Sequence[int]
 
@@ -30,11 +32,12 @@ class StreamOptions(msgspec.Struct):
     continuous_usage_stats: bool | None = None
 
 
-class ResumeBody(msgspec.Struct):
-    """A sequence whose stream broke: its index, and the token ids of it that the caller holds."""
+class ResumeBody(msgspec.Struct, forbid_unknown_fields=True):
+    """A sequence whose stream broke: its index, and the token ids of it that the caller holds. Other names are
+    refused: an answer that began anew would give the caller its text twice."""
 
+    token_ids: list[int]
     index: int = 0
-    token_ids: list[int] = []
 
 
 class Sampling(msgspec.Struct, kw_only=True):
@@ -141,7 +144,6 @@ def _prompts_from(given: str | list[str | int | list[int]] | None) -> list[Promp
 
 
 def _bias_from(given: dict[str, float]) -> dict[int, float]:
-    try:
-        return {int(token_id): bias for token_id, bias in given.items()}
-    except ValueError:
-        raise InvalidRequest([Violation("logit_bias", "names of entries are token ids")]) from None
+    if not all(_TOKEN_ID.fullmatch(name) for name in given):
+        raise InvalidRequest([Violation("logit_bias", "names of entries are token ids")])
+    return {int(token_id): bias for token_id, bias in given.items()}

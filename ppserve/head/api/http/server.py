@@ -78,6 +78,8 @@ class HttpServer:
             middleware=[Middleware(_Gate, desk, counts, paths)],
             exception_handlers={HTTPException: _no_such_path},
         )
+        # Not sent elsewhere: an address made of the caller's own Host header may be anybody's.
+        app.router.redirect_slashes = False
         certificates = read_certificates(settings)
         self._listener = Listener(app, tls=certificates.context if certificates else None)
 

@@ -79,10 +79,12 @@ def test_paths_and_methods_that_there_are_not() -> None:
     async def scenario(served: Served) -> None:
         missing = await served.ask("/v1/embeddings", {})
         assert (missing.status, missing.json["error"]["code"]) == (404, "not_found")
+        slash = await served.ask("/v1/completions/", {"prompt": "a"})
+        assert slash.status == 404, "nobody is sent to an address made of the caller's own Host"
         wrong = await served.ask("/v1/completions")
         assert (wrong.status, wrong.headers["allow"]) == (405, "POST")
         assert wrong.json["error"]["code"] == "method_not_allowed"
-        assert served.counted.answers == {("other", 404): 1, ("/v1/completions", 405): 1}
+        assert served.counted.answers == {("other", 404): 2, ("/v1/completions", 405): 1}
 
     run(scenario)
 

@@ -14,7 +14,6 @@ from ppserve.core.scheduling.sequence import Sequence
 Parts = tuple[tuple[Sequence, Slice], ...]
 """The slices of a step, each with its sequence."""
 
-
 OUTCOMES = ("accepted", "rejected", "cancelled")
 """What becomes of a guess: its token was drawn; it was computed in vain; it was dropped before it was computed."""
 

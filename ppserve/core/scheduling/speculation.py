@@ -49,7 +49,6 @@ class Speculation:
     ) -> None:
         self._forced = config.speculate
         self._max_rows = config.max_step_tokens
-        self._num_stages = config.num_stages
         self._lanes = lanes
         self._costs = costs
         self._new_drafter = new_drafter

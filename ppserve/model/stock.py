@@ -41,18 +41,17 @@ ACTIVATIONS: dict[str, Operator] = {
 """The activations of the GPT-2 family by Hugging Face's names, and what each of them means."""
 
 
-class StockBackend:
-    """Weights, arithmetic and hidden states in one dtype; keys and values in it or, if asked for, another."""
+class TorchBackend:
+    """What a backend has whose norms, activations and plain linears are torch's. Weights, arithmetic and hidden
+    states in one dtype; keys and values in it or, if asked for, another."""
 
-    device = torch.device("cpu")
-    read_rows_at_once = 64
-
-    def __init__(self, dtype: str, kv_dtype: str | None = None) -> None:
+    def __init__(self, device: torch.device, dtype: str, kv_dtype: str | None = None) -> None:
         one: torch.dtype = getattr(torch, dtype)
+        self.device = device
         self.precision = Precision(one, getattr(torch, kv_dtype or dtype), one, one)
 
     def stored(self, tensor: torch.Tensor) -> torch.Tensor:
-        return tensor.to(self.precision.weights)
+        return tensor.to(self.precision.weights).to(self.device)
 
     def linear(self, weight_NK: torch.Tensor, bias_N: torch.Tensor | None) -> Linear:
         return PlainLinear(self.stored(weight_NK), bias_N)
@@ -71,6 +70,15 @@ class StockBackend:
 
     def block_bytes(self, arch: Architecture, layout: StageLayout, block_size: int) -> int:
         return block_size * arch.kv_bytes_per_token(len(layout.attentions), self.precision.kv.itemsize)
+
+
+class StockBackend(TorchBackend):
+    """All of it torch's, in host memory."""
+
+    read_rows_at_once = 64
+
+    def __init__(self, dtype: str, kv_dtype: str | None = None) -> None:
+        super().__init__(torch.device("cpu"), dtype, kv_dtype)
 
     def make_cache(
         self, arch: Architecture, layout: StageLayout, num_blocks: int, block_size: int, *, serves: bool = False

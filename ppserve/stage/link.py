@@ -6,6 +6,7 @@ import queue
 import socket
 import threading
 import time
+from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Callable
 from typing import Any
@@ -26,7 +27,7 @@ OnAbandon = Callable[[int], None]
 """Called with an epoch that the head has given up, in whichever thread hears of it first."""
 
 
-class Link:
+class Link(ABC):
     """Messages to the head and from it. This class is what all links do with the head's messages.
 
     inbox: the head's messages in order; pings are answered by the link and never get here, so that the head can
@@ -42,8 +43,8 @@ class Link:
         self.cancelled: deque[int] = deque(maxlen=_NUM_CANCELLED)
         self._on_abandon = on_abandon
 
-    def send(self, message: wire.FromStage) -> None:
-        raise NotImplementedError
+    @abstractmethod
+    def send(self, message: wire.FromStage) -> None: ...
 
     def take(self, now_ns: int, message: Any) -> None:
         """A message of the head arrived."""

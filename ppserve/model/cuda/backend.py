@@ -9,23 +9,16 @@ from __future__ import annotations
 import logging
 from collections.abc import Iterator
 from dataclasses import dataclass
-from functools import partial
 
 import torch
-from torch.nn.functional import layer_norm
 
 from ppserve.core.architecture import Architecture, StageLayout
 from ppserve.model.backend import (
-    AttentionParts,
     KVCache,
     Linear,
-    MLPParts,
-    Operator,
-    Precision,
     Reading,
     StageModel,
     StepInputs,
-    Sublayer,
 )
 from ppserve.model.cuda.buckets import bucket_sizes
 from ppserve.model.cuda.device import Accelerator, CudaDevice, HostDevice
@@ -37,7 +30,7 @@ from ppserve.model.cuda.reference import ReferenceOperators
 from ppserve.model.cuda.sampling import read_rows
 from ppserve.model.cuda.staging import Staging
 from ppserve.model.gpt2 import GPT2Stage
-from ppserve.model.stock import ACTIVATIONS, PlainLinear
+from ppserve.model.stock import TorchBackend
 from ppserve.model.timing import Timing
 
 log = logging.getLogger("ppserve.stage")
@@ -55,7 +48,7 @@ class DeviceOptions:
     kv_dtype: str | None = None
 
 
-class CudaBackend:
+class CudaBackend(TorchBackend):
     """device: a GPU; or the CPU, which then computes by the reference operators. operators: others than the
     device's own, for tests."""
 
@@ -68,38 +61,17 @@ class CudaBackend:
         options: DeviceOptions | None = None,
         operators: Operators | None = None,
     ) -> None:
-        self.device = device
         self.options = options or DeviceOptions()
-        one: torch.dtype = getattr(torch, dtype)
-        self.precision = Precision(one, getattr(torch, self.options.kv_dtype or dtype), one, one)
+        super().__init__(device, dtype, self.options.kv_dtype)
         self.beside: Accelerator = CudaDevice(device) if device.type == "cuda" else HostDevice()
         self.operators = operators or _own_operators(device)
         self.staging = Staging(self.beside)
         self.readback = Readback(self.beside)
 
-    def stored(self, tensor: torch.Tensor) -> torch.Tensor:
-        return tensor.to(self.precision.weights).to(self.device)
-
     def linear(self, weight_NK: torch.Tensor, bias_N: torch.Tensor | None) -> Linear:
-        weight_NK = self.stored(weight_NK)
         if self.options.batch_invariant:
-            return InvariantLinear(self.operators, weight_NK, bias_N)
-        return PlainLinear(weight_NK, bias_N)
-
-    def norm(self, weight_D: torch.Tensor, bias_D: torch.Tensor | None, epsilon: float) -> Operator:
-        return partial(layer_norm, normalized_shape=weight_D.shape, weight=weight_D, bias=bias_D, eps=epsilon)
-
-    def activation(self, name: str) -> Operator:
-        return ACTIVATIONS[name]
-
-    def fused_attention(self, parts: AttentionParts) -> Sublayer | None:
-        return None
-
-    def fused_mlp(self, parts: MLPParts) -> Sublayer | None:
-        return None
-
-    def block_bytes(self, arch: Architecture, layout: StageLayout, block_size: int) -> int:
-        return block_size * arch.kv_bytes_per_token(len(layout.attentions), self.precision.kv.itemsize)
+            return InvariantLinear(self.operators, self.stored(weight_NK), bias_N)
+        return super().linear(weight_NK, bias_N)
 
     def make_cache(
         self, arch: Architecture, layout: StageLayout, num_blocks: int, block_size: int, *, serves: bool = False

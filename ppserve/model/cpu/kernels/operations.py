@@ -19,6 +19,8 @@ zeros): what rounds to bfloat16 for them drops what is below SMALLEST_BF16, so t
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
+
 from llvmlite import ir
 from numba.core import cgutils
 
@@ -98,7 +100,7 @@ class Operation:
         return values
 
 
-class VectorOperation(Operation):
+class VectorOperation(Operation, ABC):
     """For registers of `lanes` elements of 32 bits.
 
     weights: what a step multiplies, made once from <lanes x i32> and used for all rows. row: its counterpart, from
@@ -108,14 +110,14 @@ class VectorOperation(Operation):
 
     unroll = 4
 
-    def weights(self, builder, column, step: int):
-        raise NotImplementedError
+    @abstractmethod
+    def weights(self, builder, column, step: int): ...
 
-    def row(self, builder, pointer, step: int):
-        raise NotImplementedError
+    @abstractmethod
+    def row(self, builder, pointer, step: int): ...
 
-    def step(self, builder, total, row, weights):
-        raise NotImplementedError
+    @abstractmethod
+    def step(self, builder, total, row, weights): ...
 
     def _word(self, builder, pointer, offset: int, kind: ir.Type):
         """The word `offset` words behind a pointer, in every element."""

@@ -4,6 +4,7 @@
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -64,7 +65,7 @@ class TileArguments(NamedTuple):
     fetch_step: ir.Value
 
 
-class TileCode:
+class TileCode(ABC):
     """Emits the code of one micro-kernel's tiles. Columns: the vector registers beside each other in a row of
     sums.
     """
@@ -76,9 +77,9 @@ class TileCode:
         self.columns_of_panel = PANEL // kind.lanes
         self.columns = range(kind.panels * self.columns_of_panel)
 
+    @abstractmethod
     def tile(self, num_rows: int) -> None:
         """The code of a tile of so many rows, where the builder stands."""
-        raise NotImplementedError
 
     def nth(self, address, stride, number: int):
         return self.builder.add(address, self.builder.mul(stride, I64(number)))

@@ -17,6 +17,7 @@ from ppserve.config import ServeConfig
 from ppserve.core.architecture import Architecture, StageLayout
 from ppserve.core.partition import Parts
 from ppserve.core.plan import StepPlan, StepResult
+from ppserve.core.telling import NOTHING, Told
 from ppserve.errors import WireError
 
 MAX_FRAME_BYTES = 64 << 20
@@ -231,7 +232,10 @@ class Abandon(_Message, frozen=True, tag=True):
 
 
 class Plan(_Message, frozen=True, tag=True):
+    """A step. told: long draws, which its slices lack, and which the last stage alone must know."""
+
     plan: StepPlan
+    told: Told = NOTHING
 
 
 class Cancel(_Message, frozen=True, tag=True):

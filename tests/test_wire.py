@@ -23,6 +23,7 @@ from ppserve.core.plan import (
     TokenLogprobs,
 )
 from ppserve.core.request import SamplingParams
+from ppserve.core.telling import Told
 from ppserve.errors import WireError
 
 ARCH = Architecture(8, 160, 5, 1024, 1500, 1504, 640)
@@ -68,6 +69,7 @@ FROM_HEAD = [
     wire.Form(1, "gloo", 100, 768, "127.0.0.1", 0, "::1"),
     wire.Abandon(3),
     wire.Plan(PLAN),
+    wire.Plan(PLAN, Told(((0, PLAN.slices[0].draw), (1, None)), (7, 2**40))),
     wire.Cancel((2**40, 7)),
     wire.Ping(2**60),
     wire.Shutdown(2),

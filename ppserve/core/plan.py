@@ -1,7 +1,8 @@
 """Plans, which the head sends to every stage, and results, which every stage sends back. All are frozen.
 
 step: one pass of one microbatch through all stages. slice: one sequence's consecutive tokens in a step. A plan
-holds everything that a stage must know: a stage has no state about sequences except their keys and values.
+holds everything that a stage must know: a stage has no state about sequences except their keys and values, and
+their long draws (`core.telling`).
 """
 
 from __future__ import annotations
@@ -33,6 +34,11 @@ class Draw:
     banned_before: int = EVERYWHERE
     prompt_ids: tuple[int, ...] = ()
     output_ids: tuple[int, ...] = ()
+
+    @property
+    def is_long(self) -> bool:
+        """Whether it holds much that is the same for all tokens of the sequence."""
+        return bool(self.banned or self.params.logit_bias or self.params.needs_history)
 
 
 @dataclass(frozen=True, slots=True)

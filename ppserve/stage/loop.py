@@ -14,7 +14,7 @@ import queue
 import socket
 from collections import deque
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 
@@ -22,6 +22,7 @@ from ppserve import wire
 from ppserve.config import ServeConfig
 from ppserve.core.partition import Parts
 from ppserve.core.plan import StepPlan
+from ppserve.core.telling import DrawMemory, Told
 from ppserve.errors import CheckpointError, ConfigError, TransportError
 from ppserve.model.backend import KVCache, StageModel
 from ppserve.model.checkpoint import Checkpoint
@@ -57,10 +58,12 @@ class Findings:
 
 @dataclass(slots=True)
 class Epoch:
-    """One life of the pipeline, as seen from this stage. newest_expected: the step of the last `expect`."""
+    """One life of the pipeline, as seen from this stage. draws: the long ones, on the last stage.
+    newest_expected: the step of the last `expect`."""
 
     number: int
     stage: Stage
+    draws: DrawMemory = field(default_factory=DrawMemory)
     newest_expected: int = -1
 
 
@@ -102,8 +105,8 @@ class StageLoop:
             self._expect_plans()
             arrived_ns, message = self._arrived.popleft()
             match message:
-                case wire.Plan(plan):
-                    if self._step(plan, arrived_ns) and not has_served:
+                case wire.Plan(plan, told):
+                    if self._step(plan, told, arrived_ns) and not has_served:
                         has_served = True
                         on_served()
                 case wire.Assign():
@@ -267,11 +270,13 @@ class StageLoop:
                 except (TransportError, RuntimeError) as error:
                     self._break_epoch(epoch, plan, error)
 
-    def _step(self, plan: StepPlan, planned_ns: int) -> bool:
+    def _step(self, plan: StepPlan, told: Told, planned_ns: int) -> bool:
         """One step, and its result; whether there is one. A plan of an epoch that was left is dropped."""
         epoch = self._epoch
         if epoch is None or plan.epoch != epoch.number:
             return False
+        if epoch.stage.layout.is_last:
+            plan = epoch.draws.restore(plan, told)
         try:
             computed = epoch.stage.step(plan, planned_ns, self._link.cancelled)
         except torch.AcceleratorError:

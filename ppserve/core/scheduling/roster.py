@@ -9,7 +9,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, ValuesView
+from collections.abc import Iterable, KeysView, ValuesView
 from collections.abc import Sequence as Seq
 
 from ppserve.core.scheduling.sequence import Sequence
@@ -29,6 +29,10 @@ class Roster:
 
     def get(self, sequence_id: int) -> Sequence | None:
         return self._running.get(sequence_id)
+
+    @property
+    def ids(self) -> KeysView[int]:
+        return self._running.keys()
 
     @property
     def running(self) -> ValuesView[Sequence]:

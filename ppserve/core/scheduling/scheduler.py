@@ -21,7 +21,7 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict
-from collections.abc import Iterator, Set
+from collections.abc import Iterator, KeysView, Set
 
 from ppserve.core.ledger.steps import Steps
 from ppserve.core.plan import Drawn, Scored, Slice, StepPlan, StepResult
@@ -83,6 +83,11 @@ class Scheduler:
     def num_waiting(self) -> int:
         """Requests in the queue."""
         return len(self._queue)
+
+    @property
+    def running_ids(self) -> KeysView[int]:
+        """Ids of the admitted sequences that have not ended."""
+        return self._roster.ids
 
     @property
     def has_work(self) -> bool:

@@ -15,13 +15,14 @@ from ppserve.core.cost_model import Coefficients, PipelineCosts
 from ppserve.core.ledger.account import StageTimes, TimeAccount
 from ppserve.core.ledger.overheads import Overheads, OverheadTimes
 from ppserve.core.ledger.steps import Steps
-from ppserve.core.plan import StepResult
+from ppserve.core.plan import StepPlan, StepResult
 from ppserve.core.request import FinishReason, Request
 from ppserve.core.scheduling.block_manager import BlockManager
 from ppserve.core.scheduling.drafter import NewDrafter, look_up_prompts
 from ppserve.core.scheduling.lane_count import LaneCount
 from ppserve.core.scheduling.scheduler import Scheduler
 from ppserve.core.scheduling.sequence import SequenceEvent
+from ppserve.core.telling import NOTHING, DrawTeller
 from ppserve.errors import Draining
 from ppserve.head.engine.control import ControlPlane, Gone, Heard
 from ppserve.head.engine.member import (
@@ -91,6 +92,7 @@ class Replica:
         # Since the last epoch formed. A death is told by neighbours, whose transport breaks, as well.
         self._died: set[int] = set()
         self._broke: set[int] = set()
+        self._teller = DrawTeller()
         self._control = control
         self._watcher = watcher
         self._new_drafter = new_drafter
@@ -162,11 +164,20 @@ class Replica:
             return
         self._cancel_doomed(scheduler)
         while (plan := scheduler.schedule(self._now_s())) is not None:
-            self._control.broadcast(self.members.ranks, wire.Plan(plan))
+            self._send(plan, scheduler)
             step = self.steps.sent(plan, woken_ns, self._clock(), scheduler.microbatches)
             self._account.dispatched(step)
             self._overheads.dispatched(step)
             self._watcher.dispatched(step)
+
+    def _send(self, plan: StepPlan, scheduler: Scheduler) -> None:
+        """To every stage; long draws to the last alone, for no other needs them."""
+        bare, told = self._teller.tell(plan, scheduler.running_ids)
+        ranks = self.members.ranks
+        if told is not NOTHING:
+            self._control.send(ranks[-1], wire.Plan(bare, told))
+            ranks = ranks[:-1]
+        self._control.broadcast(ranks, wire.Plan(bare))
 
     def _cancel_doomed(self, scheduler: Scheduler) -> None:
         """Tells all stages of steps on wrong guesses, at once: a stage that has not begun such a step skips it."""
@@ -221,6 +232,7 @@ class Replica:
     def _formed(self, formed: Formed) -> list[ReplicaEvent]:
         log.info("epoch %d formed", formed.epoch)
         self._account.formed(self._clock())
+        self._teller = DrawTeller()
         if self.scheduler is not None:
             # All sequences are computed again; steps that were in flight when the last epoch was lost do not
             # count.

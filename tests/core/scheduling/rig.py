@@ -15,6 +15,7 @@ from ppserve.core.scheduling.config import SchedulerConfig
 from ppserve.core.scheduling.drafter import NewDrafter, look_up_prompts
 from ppserve.core.scheduling.scheduler import Scheduler
 from ppserve.core.scheduling.sequence import SequenceEvent
+from ppserve.core.telling import DrawMemory, DrawTeller
 from ppserve.errors import Overloaded
 from tests.core.scheduling.invariants import check_scheduler
 from tests.core.toy_pipeline import EOS_ID, VOCAB_SIZE, ToyPipeline, expected_answer, mix
@@ -42,6 +43,7 @@ class SchedulerRig:
         self.steps = Steps(self.config.num_stages)
         self.scheduler = Scheduler(self.config, self.blocks, self.steps, self.costs, new_drafter=self.new_drafter)
         self.pipeline = ToyPipeline(self.config.block_size)
+        self.teller, self.memory = DrawTeller(), DrawMemory()
 
     def tell(self, events: list[SequenceEvent]) -> list[SequenceEvent]:
         for event in events:
@@ -62,8 +64,17 @@ class SchedulerRig:
         if plan is not None:
             assert plan.slices, "a step is never empty"
             self.steps.sent(plan, 0, 0, self.scheduler.microbatches)
-            self.pipeline.send(plan)
+            self.pipeline.send(self._sent(plan))
         return plan
+
+    def _sent(self, plan: StepPlan) -> StepPlan:
+        """As the last stage has it: the draws travel apart, and only once."""
+        bare, told = self.teller.tell(plan, self.scheduler.running_ids)
+        assert not any(piece.draw and piece.draw.is_long for piece in bare.slices)
+        arrived = self.memory.restore(bare, told)
+        assert arrived == plan
+        assert len(self.memory) <= 2 * len(self.scheduler.running_ids) + len(plan.slices) + 64
+        return arrived
 
     def commit_one(self) -> list[SequenceEvent]:
         self.pipeline.skipped |= {step for step in self.scheduler.lanes.take_doomed() if self.skips()}
@@ -74,6 +85,7 @@ class SchedulerRig:
 
     def lose_stage(self) -> None:
         self.pipeline.lose()
+        self.teller, self.memory = DrawTeller(), DrawMemory()
         self.steps.lost()
         self.tell(self.scheduler.lose_stage(self.scheduler.epoch + 1, {0}, self.now))
 

@@ -14,6 +14,7 @@ from typing import Any
 
 from ppserve import wire
 from ppserve.core.plan import StepPlan, StepResult, StepStamps
+from ppserve.core.telling import DrawMemory
 from tests.core.toy_pipeline import ToyPipeline
 from tests.head.engine.simulated_world import SECOND, Connection, Network, SimulatedControl, World
 from tests.head.engine.toy_ranks import ARCH, BLOCK_SIZE, NUM_BLOCKS
@@ -69,6 +70,7 @@ class StageProcess:
     def _forget(self) -> None:
         self._is_ready = self._computes = False
         self._plans: deque[StepPlan] = deque()
+        self._draws = DrawMemory()
         self._arrived: set[int] = set()
 
     # ---- life -----------------------------------------------------------------------------------------
@@ -154,8 +156,8 @@ class StageProcess:
                 self._break("told by the head")
             case wire.Cancel(step_ids):
                 self._toy.skipped.update(step_ids)
-            case wire.Plan(plan) if plan.epoch == self._epoch:
-                self._plans.append(plan)
+            case wire.Plan(plan, told) if plan.epoch == self._epoch:
+                self._plans.append(self._draws.restore(plan, told))
                 self._compute()
 
     # ---- epochs ---------------------------------------------------------------------------------------

@@ -14,6 +14,7 @@ from ppserve.core.ledger.steps import STEP_DEADLINE_NS, Step
 from ppserve.core.plan import Drawn, StepPlan, StepResult, StepStamps
 from ppserve.core.request import FinishReason, Request, SamplingParams, StopConditions
 from ppserve.core.scheduling.sequence import SequenceEvent
+from ppserve.core.telling import DrawMemory, Told
 from ppserve.errors import Draining
 from ppserve.head.engine.control import Gone, Heard
 from ppserve.head.engine.member import Formed, Hopeless
@@ -96,6 +97,7 @@ class Rig:
 
     def join(self) -> list[ReplicaEvent]:
         """All ranks join the epoch that the first was invited to."""
+        self.draws = DrawMemory()
         epoch = self.replica.members.epoch
         self.say(self.ranks[0], wire.StoreOpened(epoch, 1))
         return [event for rank in self.ranks for event in self.say(rank, wire.Ready(epoch))]
@@ -113,13 +115,14 @@ class Rig:
         self.replica.demand(True)
 
     def refill(self) -> list[StepPlan]:
-        """The plans of a turn; every rank was sent each of them, in the same order."""
+        """The plans of a turn; every rank was sent each of them, in order, the last one with long draws."""
         self.control.sent.clear()
         self.replica.refill(self.now_ns)
-        plans = {rank: [m.plan for r, m in self.control.sent if r == rank and isinstance(m, wire.Plan)]
-                 for rank in self.ranks}  # fmt: skip
-        assert all(sent == plans[10] for sent in plans.values())
-        return plans[10]
+        sent = {rank: [m for r, m in self.control.sent if r == rank and isinstance(m, wire.Plan)]
+                for rank in self.ranks}  # fmt: skip
+        assert all([m.plan for m in sent[rank]] == [m.plan for m in sent[10]] for rank in self.ranks)
+        assert all(m.told == Told() for rank in self.ranks[:-1] for m in sent[rank])
+        return [self.draws.restore(m.plan, m.told) for m in sent[self.ranks[-1]]]
 
     def result(self, plan: StepPlan, stage: int, compute_ns: int = MS) -> wire.Result:
         """A stage's result of a step that it computed until now."""

@@ -14,6 +14,7 @@ from ppserve.core.architecture import Architecture, Split, stage_layouts
 from ppserve.core.plan import StepPlan, StepResult, StepStamps
 from ppserve.core.request import Request
 from ppserve.core.scheduling.config import SchedulerConfig
+from ppserve.core.telling import DrawMemory
 from ppserve.head.engine.loop import Engine
 from ppserve.head.engine.member import Decision
 from ppserve.head.engine.members import Members
@@ -62,6 +63,7 @@ class Stages:
         self.hold = threading.Event()
         self.hold.set()
         self._toy = ToyPipeline(BLOCK_SIZE)
+        self._draws = DrawMemory()
         self._thread = threading.Thread(target=self._run, daemon=True)
         self._epoch = 0
         self._clock = clock
@@ -99,14 +101,15 @@ class Stages:
             case wire.Form(epoch):
                 if rank == 0:
                     self._epoch = epoch
+                    self._draws = DrawMemory()
                     self._toy.lose()  # what earlier epochs wrote is worth nothing
                     link.send(wire.StoreOpened(epoch, 1))
                 link.send(wire.Ready(epoch))
             case wire.Abandon(epoch):
                 link.send(wire.Broken(epoch, "told"))
-            case wire.Plan(plan) if rank == 0:
+            case wire.Plan(plan, told) if rank == len(self.links) - 1:
                 self.arrived.append((plan.epoch, self._epoch))
-                self._compute(plan)
+                self._compute(self._draws.restore(plan, told))
             case wire.Shutdown(code):
                 self.shutdown_codes[rank] = code
                 link.hang_up("exit")

@@ -6,7 +6,7 @@ from ppserve.core.plan import Draw, Slice, StepPlan
 from ppserve.core.request import SamplingParams
 from ppserve.core.telling import NOTHING, DrawMemory, DrawTeller
 
-LONG = Draw(SamplingParams(logit_bias=tuple((i, 1.0) for i in range(1000)), repetition_penalty=1.1))
+LONG = Draw(SamplingParams(logit_bias=tuple((i, 1.0) for i in range(1000))))
 
 
 def decode(sequence_id: int, end: int, draw: Draw = LONG) -> StepPlan:

@@ -57,7 +57,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "ppserve.head.api.vllm_grpc": {"ppserve.vllm", "grpc"},
     "ppserve.head.api.http": {"msgspec", "starlette"},
     "ppserve.head.api.http.chat": {"jinja2"},
-    "ppserve.head.listener": {"uvicorn"},
+    "ppserve.head.listener": {"h11", "uvicorn"},
     "ppserve.head.observe.pages": {"starlette"},
     "ppserve.head.observe.metrics": {"prometheus_client"},
     "ppserve.library": {

@@ -47,11 +47,20 @@ def test_the_endpoint_picker_reads_gauges_that_there_are() -> None:
     found = documents("endpoint-picker.yaml")
     assert found["InferencePool"]["spec"]["targetPorts"] == [{"number": PORTS["http"]}]
     (page,) = found["ConfigMap"]["data"].values()
+    picker = yaml.safe_load(page)
+    # What the router's schema calls for (apix/config/v1alpha1 in llm-d/llm-d-router, August 2026).
+    assert (picker["apiVersion"], picker["kind"]) == ("llm-d.ai/v1alpha1", "EndpointPickerConfig")
     specs = re.findall(r"(?:Spec|metricSpec): (\w+)", page)
     families = text_string_to_metric_families(Metrics(1).page().body.decode())
     gauges = {family.name for family in families if family.type == "gauge"}
     assert len(specs) == 4
     assert set(specs) <= gauges
     label = documents("pipeline.yaml")["LeaderWorkerSet"]["spec"]["leaderWorkerTemplate"]["leaderTemplate"]
-    (engine,) = yaml.safe_load(page)["plugins"][0]["parameters"]["engineConfigs"]
+    plugins = {plugin.get("name", plugin["type"]): plugin.get("parameters", {}) for plugin in picker["plugins"]}
+    (engine,) = plugins["core-metrics-extractor"]["engineConfigs"]
     assert engine["name"] == label["metadata"]["labels"]["llm-d.ai/engine-type"]
+    assert plugins["metrics-data-source"]["port"] == PORTS["metrics"]
+    (source,) = picker["dataLayer"]["sources"]
+    (profile,) = picker["schedulingProfiles"]
+    used = [source["pluginRef"], *(each["pluginRef"] for each in (*source["extractors"], *profile["plugins"]))]
+    assert sorted(used) == sorted(plugins), "a plugin that is not there, or that nobody uses"

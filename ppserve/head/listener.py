@@ -11,10 +11,14 @@ import math
 import resource
 import socket
 import ssl
+import sys
+from collections.abc import Callable
 from dataclasses import dataclass
 from email.utils import formatdate
+from http import HTTPStatus
 from typing import Any
 
+import h11
 from uvicorn import Config
 from uvicorn.protocols.http.h11_impl import H11Protocol
 from uvicorn.server import ServerState
@@ -24,6 +28,16 @@ from ppserve.errors import ConfigError
 _BACKLOG = 1024
 _TLS_WITHIN_S = 10.0
 _CLOSING_S = 1.0
+
+Headers = list[tuple[bytes, bytes]]
+Refuse = Callable[[int], tuple[Headers, bytes]]
+"""The headers and the body of the answer to bytes that are no request; given its status, 400 or 431."""
+
+
+def refuse_plainly(status: int) -> tuple[Headers, bytes]:
+    """For those who look at pages."""
+    why = b"the head of this request is too long\n" if status == 431 else b"this is no HTTP request\n"
+    return [(b"content-type", b"text/plain; charset=utf-8")], why
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,7 +56,13 @@ class Listener:
     """Serves an ASGI application. Its `scope["state"]` holds `certificate`, the client's in DER or b"", and
     `abort`, which ends the connection without waiting for its reader."""
 
-    def __init__(self, app: Any, bounds: Bounds | None = None, tls: ssl.SSLContext | None = None) -> None:
+    def __init__(
+        self,
+        app: Any,
+        bounds: Bounds | None = None,
+        tls: ssl.SSLContext | None = None,
+        refuse: Refuse = refuse_plainly,
+    ) -> None:
         bounds = bounds or Bounds()
         self._config = Config(
             app,
@@ -57,7 +77,7 @@ class Listener:
             h11_max_incomplete_event_size=bounds.head_bytes,
         )
         self._config.load()
-        self._state = _State(bounds)
+        self._state = _State(bounds, refuse)
         self._tls = tls
         self._server: asyncio.Server | None = None
 
@@ -93,9 +113,10 @@ class Listener:
 class _State(ServerState):
     """What all connections of a listener share. waiting: those without a request, longest first."""
 
-    def __init__(self, bounds: Bounds) -> None:
+    def __init__(self, bounds: Bounds, refuse: Refuse) -> None:
         super().__init__()
         self.bounds = bounds
+        self.refuse = refuse
         # Half of the files that may be open are left to everything else.
         files, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
         self.max_connections = min(bounds.connections, files // 2)
@@ -125,6 +146,23 @@ class _Connection(H11Protocol):
         self._state.default_headers = [(b"date", formatdate(usegmt=True).encode())]
         super().data_received(data)
         self._stop_waiting_if_asked()
+
+    def send_400_response(self, msg: str) -> None:
+        """uvicorn calls this where it meets bytes that are no request, or no body."""
+        if self.conn.our_state not in (h11.IDLE, h11.SEND_RESPONSE):
+            self.transport.abort()  # the body of a request that has its answer already
+            return
+        status = 431 if getattr(sys.exception(), "error_status_hint", 400) == 431 else 400
+        headers, body = self._state.refuse(status)
+        lengths = [(b"content-length", str(len(body)).encode()), (b"connection", b"close")]
+        reason = HTTPStatus(status).phrase.encode()
+        for event in (
+            h11.Response(status_code=status, headers=[*headers, *lengths], reason=reason),
+            h11.Data(data=body),
+            h11.EndOfMessage(),
+        ):
+            self.transport.write(self.conn.send(event) or b"")
+        self.transport.close()
 
     def on_response_complete(self) -> None:
         self._wait(self._state.bounds.idle_s)  # also bounds how long the end of the answer may take to leave

@@ -74,6 +74,12 @@ class Call:
         trace = {"request_id": self.request_id}
         return trace if self.traceparent is None else trace | {"traceparent": self.traceparent}
 
+    @property
+    def names(self) -> list[tuple[str, str]]:
+        """The headers, or metadata, by which an answer or a refusal is found in the log."""
+        named = {"x-request-id": self.request_id, "traceparent": self.traceparent}
+        return [(name, value) for name, value in named.items() if value is not None]
+
     def refusal(self, error: Exception) -> RequestError:
         """What its caller is told of `error`, which is logged: without anything that the caller wrote."""
         if not isinstance(error, RequestError):

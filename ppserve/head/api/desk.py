@@ -27,7 +27,11 @@ STALL_TIMEOUT_S = 30.0
 # Work on this many characters or tokens takes some milliseconds; the event loop may not stand still for longer.
 LONG_TEXT = 4096
 
+# Beginning a further text takes as long as so many characters of it.
+_PART_COSTS = 8
+
 T = TypeVar("T")
+
 
 class EngineHandle(Protocol):
     """What the desk needs of the engine."""
@@ -166,10 +170,11 @@ class FrontDesk:
         """The tokenizer, for those who tokenize by themselves; None without one."""
         return None if self._tokenizer is None else await asyncio.to_thread(self._tokenizer.to_json)
 
-    async def tokenize(self, field: str, text: str) -> list[int]:
-        """field: what the protocol calls `text`. Raises InvalidRequest."""
-        check_text(field, text, self.card)
-        return await self._encode(field, text)
+    async def tokenize(self, field: str, *texts: str) -> list[int]:
+        """The tokens of a text; of several, with the end-of-text token between them. field: what the protocol
+        calls them. Raises InvalidRequest."""
+        check_text(field, "".join(texts), self.card)
+        return await self._encode(field, *texts)
 
     async def detokenize(self, field: str, ids: Sequence[int]) -> tuple[str, bytes]:
         """The text and the exact bytes of `ids`. field: what the protocol calls them. Raises InvalidRequest."""
@@ -188,13 +193,21 @@ class FrontDesk:
 
     # ---- parts --------------------------------------------------------------------------------------
 
-    async def _encode(self, field: str, text: str) -> list[int]:
-        if not text:
+    async def _encode(self, field: str, *texts: str) -> list[int]:
+        if texts == ("",):
             return []
-        tokenizer = self._tokenizer
+        tokenizer, end = self._tokenizer, self.card.eos_id
         assert tokenizer is not None, "checked before"
+
+        def encode() -> list[int]:
+            ids: list[int] = []
+            for place, text in enumerate(texts):
+                ids += [end] if place and end is not None else []
+                ids += tokenizer.encode(text)
+            return ids
+
         try:
-            return await aside(len(text), lambda: tokenizer.encode(text))
+            return await aside(sum(map(len, texts)) + _PART_COSTS * len(texts), encode)
         except ValueError as error:
             raise InvalidRequest([Violation(field, "this text cannot be tokenized")]) from error
 

@@ -12,11 +12,11 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import AsyncIterator, Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from ppserve.core.plan import TokenLogprobs
-from ppserve.core.request import Request
-from ppserve.errors import RequestError
+from ppserve.core.request import FinishReason, Request
+from ppserve.errors import DeadlinePassed, RequestError
 from ppserve.head.engine.output import TokenOutput
 
 log = logging.getLogger(__name__)
@@ -167,6 +167,20 @@ class RequestStream:
                 self._watch.handed_out()
                 yield delta
                 self._watch.came_back()
+
+    async def deltas_in_time(self) -> AsyncIterator[Delta]:
+        """As `deltas`, for protocols that have no word for a sequence that ended at its deadline. Raises
+        DeadlinePassed after what came before it."""
+        is_late = False
+        async for delta in self.deltas():
+            if delta.last.finish is not FinishReason.DEADLINE:
+                yield delta
+                continue
+            is_late = True  # and so are the request's other sequences, whose last tokens may be yet to come
+            if delta.tokens:
+                yield replace(delta, last=replace(delta.last, finish=None))
+        if is_late:
+            raise DeadlinePassed("the caller's time limit passed")
 
     def close(self) -> None:
         """Nobody reads any more."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import threading
 import time
 from collections.abc import Awaitable, Callable
 from dataclasses import replace
@@ -18,7 +19,7 @@ from ppserve.head.api.call import Call, Unexpected
 from ppserve.head.api.desk import LONG_TEXT, FrontDesk
 from ppserve.head.api.requests import Asked
 from ppserve.head.engine.output import TokenOutput
-from tests.fake_engine import CARD, ByteCodec, FakeEngine, desk_of, drawn_token
+from tests.fake_engine import CARD, EOS, ByteCodec, FakeEngine, desk_of, drawn_token
 
 PARENT = "00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-01"
 
@@ -123,8 +124,27 @@ def test_long_texts_are_tokenized_and_back() -> None:
             assert await desk.detokenize("tokens", ids) == (text, text.encode())
         with pytest.raises(InvalidRequest, match=r"^tokens\[0\]: "):
             await desk.detokenize("tokens", [5000])
+        assert await desk.tokenize("prompt", "a", "", "b") == [*b"a", EOS, EOS, *b"b"]
+        with pytest.raises(InvalidRequest, match="the limit is"):
+            await desk.tokenize("prompt", *["x" * LONG_TEXT] * (CARD.limits.max_prompt_bytes // LONG_TEXT + 1))
 
     run(scenario)
+
+
+def test_many_short_texts_are_tokenized_aside_as_a_long_one_is() -> None:
+    threads = set()
+
+    class Codec(ByteCodec):
+        def encode(self, text: str) -> list[int]:
+            threads.add(threading.get_ident())
+            return super().encode(text)
+
+    async def main() -> None:
+        await FrontDesk(FakeEngine(), Codec()).tokenize("prompt", *["hello "] * 1000)
+
+    asyncio.run(main())
+    assert threads
+    assert threading.get_ident() not in threads
 
 
 def test_without_a_tokenizer_nothing_is_text() -> None:

@@ -40,9 +40,3 @@ def unary(
             await abort(context, call.refusal(error))
 
     return grpc.unary_unary_rpc_method_handler(method)
-
-
-def returned(call: Call) -> tuple[tuple[str, str], ...]:
-    """The metadata that goes back with every answer."""
-    named = {"x-request-id": call.request_id, "traceparent": call.traceparent}
-    return tuple((name, value) for name, value in named.items() if value is not None)

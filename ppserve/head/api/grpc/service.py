@@ -13,7 +13,7 @@ from ppserve.head.api.desk import FrontDesk, aside
 from ppserve.head.api.grpc.calls import call_from
 from ppserve.head.api.grpc.convert import asked_from
 from ppserve.head.api.grpc.messages import GenerateMessages, model_message, topology_message
-from ppserve.head.api.grpc.methods import Context, parse, returned, unary
+from ppserve.head.api.grpc.methods import Context, parse, unary
 from ppserve.head.api.grpc.status import abort
 from ppserve.v1 import generation_pb2 as pb
 
@@ -51,7 +51,7 @@ class GrpcService:
         try:
             message = parse(pb.GenerateRequest, raw)
             call = self._desk.name(call, message.request_id)
-            context.set_trailing_metadata(returned(call))
+            context.set_trailing_metadata(tuple(call.names))
             async with self._desk.generate(asked_from(message), call) as stream:
                 messages = GenerateMessages(stream.request, call.request_id, self._desk.token_bytes)
                 async for delta in stream.deltas():

@@ -25,7 +25,6 @@ _FINISH_REASONS = {
     FinishReason.MAX_TOKENS: "length",
     FinishReason.CONTEXT_LENGTH: "length",
     FinishReason.CANCELLED: "abort",
-    FinishReason.DEADLINE: "abort",
 }
 
 _encode = msgspec.json.Encoder().encode

@@ -5,12 +5,15 @@ from __future__ import annotations
 import asyncio
 import json
 import secrets
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
+from datetime import datetime
 from pathlib import Path
 from typing import Any, ClassVar, NoReturn
 
 import msgspec
-from jinja2 import TemplateError
+from jinja2 import TemplateError, nodes
+from jinja2.ext import Extension
+from jinja2.parser import Parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 from msgspec import UNSET, UnsetType
 
@@ -19,12 +22,14 @@ from ppserve.head.api.desk import FrontDesk
 from ppserve.head.api.http.answers import Answers, PromptProgress, finish_of
 from ppserve.head.api.http.exchange import Exchange
 from ppserve.head.api.http.failures import HttpError
-from ppserve.head.api.http.fields import Sampling, asked_from, check_model
+from ppserve.head.api.http.fields import Sampling, Unserved, asked_from, check_model, check_served
 from ppserve.head.api.http.generating import generate
 from ppserve.head.api.http.logprobs import ChatLogprobsJson
 from ppserve.head.api.stream import Delta
 
 MAX_MESSAGES = 1024
+# What templates are given by other fields than `chat_template_kwargs`.
+_OTHER_FIELDS = {"messages", "add_generation_prompt", "continue_final_message", "eos_token", "bos_token"}
 
 
 class TextPart(msgspec.Struct, kw_only=True):
@@ -39,17 +44,34 @@ class ChatMessage(msgspec.Struct, kw_only=True):
     content: str | list[TextPart] | None = None
     name: str | None = None
 
+    tool_calls: Unserved = None
+    function_call: Unserved = None
+    audio: Unserved = None
+
 
 class ChatBody(Sampling, kw_only=True):
-    """Of /v1/chat/completions. max_completion_tokens: OpenAI's newer name of max_tokens."""
+    """Of /v1/chat/completions. max_completion_tokens: OpenAI's newer name of max_tokens. chat_template_kwargs,
+    documents, reasoning_effort: for the template. continue_final_message: the answer is the rest of it."""
 
     messages: list[ChatMessage]
     max_completion_tokens: int | None = None
     logprobs: bool | None = None
     top_logprobs: int | None = None
     add_generation_prompt: bool | None = None
-    tools: list[Any] | None = None
-    response_format: dict[str, Any] | None = None
+    continue_final_message: bool | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
+    documents: list[Any] | None = None
+    reasoning_effort: str | None = None
+
+    audio: Unserved = None
+    chat_template: Unserved = None
+    echo: Unserved = None
+    function_call: Unserved = None
+    functions: Unserved = None
+    modalities: Unserved = None
+    tool_choice: Unserved = None
+    tools: Unserved = None
+    web_search_options: Unserved = None
 
 
 class MessageJson(msgspec.Struct):
@@ -92,16 +114,28 @@ class ChatAnswers(Answers):
         )
 
 
+class GenerationBlock(Extension):
+    """`{% generation %}`: transformers marks with it what a model is trained to say. Here it is its content."""
+
+    tags = {"generation"}  # noqa: RUF012
+
+    def parse(self, parser: Parser) -> nodes.Node:
+        line = next(parser.stream).lineno
+        return nodes.Scope(parser.parse_statements(("name:endgeneration",), drop_needle=True), lineno=line)
+
+
 class ChatTemplate:
-    """A Jinja template as Hugging Face's tokenizers have them, in Jinja's sandbox."""
+    """A Jinja template as Hugging Face's tokenizers have them, in Jinja's sandbox. It may name the day
+    (`strftime_now`): then the same messages are another prompt tomorrow."""
 
     def __init__(self, path: Path) -> None:
         """Raises ConfigError for a file that is no template."""
         environment = ImmutableSandboxedEnvironment(
-            trim_blocks=True, lstrip_blocks=True, extensions=["jinja2.ext.loopcontrols"]
+            trim_blocks=True, lstrip_blocks=True, extensions=["jinja2.ext.loopcontrols", GenerationBlock]
         )
         environment.globals["raise_exception"] = _refuse
-        environment.filters["tojson"] = lambda value, **more: json.dumps(value, ensure_ascii=False, **more)
+        environment.globals["strftime_now"] = lambda form: datetime.now().strftime(form)
+        environment.filters["tojson"] = lambda value, **more: json.dumps(value, **{"ensure_ascii": False, **more})
         try:
             self.source = path.read_text("utf-8")
             self._template = environment.from_string(self.source)
@@ -113,18 +147,28 @@ class ChatTemplate:
     def render(self, body: ChatBody, end_of_text: str) -> str:
         """The messages as one text. end_of_text: what the template's `eos_token` and `bos_token` stand for. Raises
         InvalidRequest for messages that the template does not take."""
-        opens = body.add_generation_prompt is not False
+        continues = bool(body.continue_final_message)
+        opens = not continues if body.add_generation_prompt is None else body.add_generation_prompt
+        messages = [_shown(message) for message in body.messages]
+        # With a space, as transformers has it: a template that strips messages shows itself.
+        mark = secrets.token_hex(16) + " "
+        if continues:
+            messages[-1]["content"] += mark
+        more = {"documents": body.documents, "reasoning_effort": body.reasoning_effort}
+        given = {
+            **(body.chat_template_kwargs or {}),
+            **{name: value for name, value in more.items() if value is not None},
+            "messages": messages,
+            "add_generation_prompt": opens,
+            **dict.fromkeys(("eos_token", "bos_token"), end_of_text),
+        }
         try:
-            return self._template.render(
-                messages=[_shown(message) for message in body.messages],
-                add_generation_prompt=opens,
-                eos_token=end_of_text,
-                bos_token=end_of_text,
-            )
+            text = self._template.render(given)
         except Exception as error:
             # A template may fail in any way on messages that its author did not think of.
             why = str(error) if isinstance(error, TemplateError) else type(error).__name__
             raise InvalidRequest([Violation("messages", f"the chat template refuses them: {why}")]) from error
+        return _until(mark, text) if continues else text
 
 
 class Chats:
@@ -153,11 +197,7 @@ class Chats:
         """Where the template says end-of-text that token stands; where a message says so it is only text."""
         mark = secrets.token_hex(16)
         text = await asyncio.to_thread(template.render, body, mark)
-        ids: list[int] = []
-        for place, part in enumerate(text.split(mark)):
-            ids += [desk.card.eos_id] if place and desk.card.eos_id is not None else []
-            ids += await desk.tokenize("messages", part)
-        return ids
+        return await desk.tokenize("messages", *text.split(mark))
 
 
 _chat_body = msgspec.json.Decoder(ChatBody)
@@ -173,15 +213,25 @@ def _check(body: ChatBody) -> None:
             break
     if body.top_logprobs is not None and not body.logprobs:
         wrong.append(Violation("top_logprobs", "only with logprobs"))
-    if body.tools:
-        wrong.append(Violation("tools", "not served"))
-    if body.response_format is not None and body.response_format.get("type") != "text":
-        wrong.append(Violation("response_format", "not served, other than text"))
+    if body.continue_final_message and body.add_generation_prompt:
+        wrong.append(Violation("continue_final_message", "not together with add_generation_prompt"))
+    if taken := sorted(_OTHER_FIELDS & (body.chat_template_kwargs or {}).keys()):
+        wrong.append(Violation(f"chat_template_kwargs.{taken[0]}", "is given by another field"))
     if wrong:
         raise InvalidRequest(wrong)
+    places = ((f"messages[{place}].", message) for place, message in enumerate(body.messages))
+    check_served(("", body), *places)
 
 
-def _shown(message: ChatMessage) -> Mapping[str, str]:
+def _until(mark: str, text: str) -> str:
+    """What stands before the last message's end. Raises InvalidRequest for a template that does not show it."""
+    before, found, after = text.rpartition(mark.rstrip())
+    if not found:
+        raise InvalidRequest([Violation("continue_final_message", "the chat template does not show that message")])
+    return before if after.startswith(" ") else before.rstrip()
+
+
+def _shown(message: ChatMessage) -> dict[str, str]:
     content = message.content or ""
     if not isinstance(content, str):
         content = "".join(part.text for part in content)

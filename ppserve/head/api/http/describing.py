@@ -60,11 +60,8 @@ async def tokenize(exchange: Exchange, desk: FrontDesk) -> None:
     body = await exchange.read(_tokenize_body)
     check_model(body.model, desk.card.name)
     check_text("prompt", body.prompt, desk.card)
-    ids: list[int] = []
     special = _end_of_text(desk)
-    for place, part in enumerate(body.prompt.split(special) if special else [body.prompt]):
-        ids += [desk.card.eos_id] if place and desk.card.eos_id is not None else []
-        ids += await desk.tokenize("prompt", part)
+    ids = await desk.tokenize("prompt", *(body.prompt.split(special) if special else [body.prompt]))
     answer: dict[str, Any] = {"count": len(ids), "max_model_len": desk.card.max_context, "tokens": ids}
     if body.return_token_strs:
         answer["token_strs"] = await aside(len(ids), lambda: [token_name(desk.token_bytes(i)) for i in ids])

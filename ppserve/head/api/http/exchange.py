@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import math
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager, suppress
 from dataclasses import replace
 from typing import TypeVar
@@ -16,7 +16,7 @@ from ppserve.errors import InvalidRequest, RequestError, Violation
 from ppserve.head.api.auth import bearer_key, caller_name
 from ppserve.head.api.call import Call
 from ppserve.head.api.desk import FrontDesk, aside
-from ppserve.head.api.http.failures import HttpError, content_of, headers_of, status_of
+from ppserve.head.api.http.failures import Headers, HttpError, content_of, headers_of, status_of
 
 MAX_BODY_BYTES = 1 << 20
 BODY_WITHIN_S = 30.0
@@ -24,7 +24,6 @@ BODY_WITHIN_S = 30.0
 ERROR_WITHIN_S = 1.0
 MAX_TIMEOUT_S = 86_400.0
 
-Headers = Sequence[tuple[bytes, bytes]]
 B = TypeVar("B")
 
 
@@ -128,15 +127,14 @@ class Exchange:
         await self._begin(status, [*own, *headers])
         await self._send({"type": "http.response.body", "body": content})
 
-    async def begin_events(self) -> None:
-        """The answer is a stream of server-sent events."""
-        self._is_stream = True
-        own = [(b"content-type", b"text/event-stream; charset=utf-8"), (b"cache-control", b"no-cache")]
-        # Asks nginx not to wait for more before it hands an event on.
-        await self._begin(200, [*own, (b"x-accel-buffering", b"no")])
-
     async def event(self, content: bytes) -> None:
-        """One event. Waits while the connection's buffer is full."""
+        """One server-sent event; the first begins the answer: until then, errors can be told by a status. Waits
+        while the connection's buffer is full."""
+        if self.status is None:
+            self._is_stream = True
+            own = [(b"content-type", b"text/event-stream; charset=utf-8"), (b"cache-control", b"no-cache")]
+            # Asks nginx not to wait for more before it hands an event on.
+            await self._begin(200, [*own, (b"x-accel-buffering", b"no")])
         await self._send({"type": "http.response.body", "body": b"data: %b\n\n" % content, "more_body": True})
 
     async def end_events(self) -> None:
@@ -161,9 +159,7 @@ class Exchange:
         self._scope["state"]["abort"]()
 
     async def _begin(self, status: int, headers: Headers) -> None:
-        names = [(b"x-request-id", self.call.request_id.encode())]
-        if self.call.traceparent is not None:
-            names.append((b"traceparent", self.call.traceparent.encode()))
+        names = [(name.encode(), value.encode()) for name, value in self.call.names]
         await self.send({"type": "http.response.start", "status": status, "headers": [*headers, *names]})
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 
 import msgspec
 
@@ -36,17 +37,22 @@ _HTTP_NAMES = {
     "resume.index": "resume.index",
 }
 
+Headers = Sequence[tuple[bytes, bytes]]
+
 
 class HttpError(RequestError):
-    """An error that only HTTP has. code: the HTTP status. param: the field that is wrong."""
+    """An error that only HTTP has. code: the HTTP status. param: the wrong field. headers: of the answer."""
 
     status = "INVALID_ARGUMENT"
 
-    def __init__(self, code: int, reason: str, message: str, param: str | None = None) -> None:
+    def __init__(
+        self, code: int, reason: str, message: str, param: str | None = None, headers: Headers = ()
+    ) -> None:
         super().__init__(message)
         self.code = code
         self.reason = reason
         self.param = param
+        self.headers = headers
 
 
 class ErrorJson(msgspec.Struct):
@@ -81,6 +87,8 @@ def content_of(error: RequestError) -> bytes:
 def headers_of(error: RequestError) -> list[tuple[bytes, bytes]]:
     """Whether and when to try again, and what to bring."""
     match error:
+        case HttpError(headers=headers):
+            return list(headers)
         case Unauthenticated():
             return [(b"www-authenticate", b"Bearer")]
         case RequestFailed() | DeadlinePassed():

@@ -1,4 +1,5 @@
-"""What bodies may hold, and what it asks for. Fields that are not named here are ignored, as clients expect.
+"""What bodies may hold, and what it asks for. Fields that are not named here are ignored, as clients expect; those
+that would change the answer, if they were served, are of the type `Unserved` and refused by their names.
 
 Only what has no counterpart in `Asked` is judged here; see `ppserve.head.api.requests`.
 """
@@ -7,6 +8,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Sequence
+from functools import cache
 from typing import Any, cast
 
 import msgspec
@@ -14,6 +16,7 @@ import msgspec
 from ppserve.errors import InvalidRequest, Violation
 from ppserve.head.api.http.failures import HttpError
 from ppserve.head.api.requests import Asked, Resume
+from ppserve.head.limits import MAX_PRIORITY
 
 MAX_PROMPTS = 256
 # OpenAI's default for completions; those of a chat may take what is left of the context.
@@ -23,6 +26,8 @@ _ALL = 2**32 - 1
 _TOKEN_ID = re.compile(r"0|-?[1-9][0-9]{0,18}")
 
 Prompt = str | Sequence[int]
+# The type of fields that are refused where they ask for something: see `check_served`.
+Unserved = Any
 
 
 class StreamOptions(msgspec.Struct):
@@ -38,6 +43,17 @@ class ResumeBody(msgspec.Struct, forbid_unknown_fields=True):
 
     token_ids: list[int]
     index: int = 0
+
+
+# What asks for nothing of a field that is not served, where that is not null, false, or an empty text or list.
+_NEUTRAL: dict[str, Any] = {
+    "best_of": 1,
+    "function_call": "none",
+    "modalities": ["text"],
+    "response_format": {"type": "text"},
+    "skip_special_tokens": True,
+    "tool_choice": "none",
+}
 
 
 class Sampling(msgspec.Struct, kw_only=True):
@@ -69,6 +85,25 @@ class Sampling(msgspec.Struct, kw_only=True):
     request_id: str | None = None
     resume: ResumeBody | None = None
 
+    allowed_token_ids: Unserved = None
+    bad_words: Unserved = None
+    best_of: Unserved = None
+    guided_choice: Unserved = None
+    guided_grammar: Unserved = None
+    guided_json: Unserved = None
+    guided_regex: Unserved = None
+    kv_transfer_params: Unserved = None
+    logprob_token_ids: Unserved = None
+    logits_processors: Unserved = None
+    prompt_logprobs: Unserved = None
+    repetition_detection: Unserved = None
+    response_format: Unserved = None
+    skip_special_tokens: Unserved = None
+    structured_outputs: Unserved = None
+    truncate_prompt_tokens: Unserved = None
+    use_beam_search: Unserved = None
+    vllm_xargs: Unserved = None
+
 
 class CompletionBody(Sampling, kw_only=True):
     """Of /v1/completions. prompt: a text, token ids, or a list of texts or of lists of token ids."""
@@ -76,13 +111,13 @@ class CompletionBody(Sampling, kw_only=True):
     prompt: str | list[str | int | list[int]] | None = None
     echo: bool | None = None
     logprobs: int | None = None
-    suffix: str | None = None
-    best_of: int | None = None
+    suffix: Unserved = None
+    prompt_embeds: Unserved = None
 
 
 _SAME_NAMES = (
     *("temperature", "top_p", "min_p", "repetition_penalty", "frequency_penalty", "presence_penalty", "n"),
-    *("max_tokens", "min_tokens", "stop_token_ids", "ignore_eos", "stream_interval", "priority"),
+    *("max_tokens", "min_tokens", "stop_token_ids", "ignore_eos", "stream_interval"),
 )
 
 
@@ -90,6 +125,30 @@ def check_model(name: str | None, served: str) -> None:
     """Raises HttpError for a model that is not `served`. Who names none means the one that there is."""
     if name is not None and name != served:
         raise HttpError(404, "MODEL_NOT_FOUND", f"this model is not served; {served!r} is", "model")
+
+
+def check_served(*parts: tuple[str, msgspec.Struct]) -> None:
+    """Raises InvalidRequest for fields that are not served and ask for something. parts: of a body, each with what
+    stands before the names of its fields."""
+    wrong = [
+        Violation(f"{place}{name}", "not served")
+        for place, part in parts
+        for name in _unserved(type(part))
+        if _asks_for_something(name, getattr(part, name))
+    ]
+    if wrong:
+        raise InvalidRequest(wrong)
+
+
+@cache
+def _unserved(kind: type[msgspec.Struct]) -> tuple[str, ...]:
+    return tuple(field.name for field in msgspec.structs.fields(kind) if field.type is Unserved)
+
+
+def _asks_for_something(name: str, value: Any) -> bool:
+    if value is None or name in _NEUTRAL:
+        return value is not None and value != _NEUTRAL[name]
+    return value is not False and value not in ("", [])
 
 
 def asked_from(body: Sampling, prompt: Prompt, **more: Any) -> Asked:
@@ -102,6 +161,7 @@ def asked_from(body: Sampling, prompt: Prompt, **more: Any) -> Asked:
     given["top_k"] = 0 if body.top_k == -1 else body.top_k
     # OpenAI's seeds are signed; ours are the same 64 bits.
     given["seed"] = body.seed + 2**64 if body.seed is not None and -(2**63) <= body.seed < 0 else body.seed
+    given["priority"] = None if body.priority is None else _priority_from(body.priority)
     given["stop"] = [body.stop] if isinstance(body.stop, str) else body.stop
     given["logit_bias"] = None if body.logit_bias is None else _bias_from(body.logit_bias)
     if not body.stream:
@@ -115,15 +175,9 @@ def asked_from(body: Sampling, prompt: Prompt, **more: Any) -> Asked:
 def completions_from(body: CompletionBody) -> list[Asked]:
     """What the body asks for, of each of its prompts. Raises InvalidRequest."""
     prompts = _prompts_from(body.prompt)
-    wrong = []
-    if body.suffix:
-        wrong.append(Violation("suffix", "not served: these models only continue a text"))
-    if body.best_of not in (None, 1):
-        wrong.append(Violation("best_of", "not served: ask for n, and choose"))
+    check_served(("", body))
     if body.resume is not None and len(prompts) > 1:
-        wrong.append(Violation("resume", "with one prompt only"))
-    if wrong:
-        raise InvalidRequest(wrong)
+        raise InvalidRequest([Violation("resume", "with one prompt only")])
     max_tokens = DEFAULT_MAX_TOKENS if body.max_tokens is None else body.max_tokens
     scored = body.logprobs if body.echo else None
     more = {"max_tokens": max_tokens, "echo": body.echo, "logprobs": body.logprobs, "prompt_logprobs": scored}
@@ -141,6 +195,13 @@ def _prompts_from(given: str | list[str | int | list[int]] | None) -> list[Promp
     if not 1 <= len(given) <= MAX_PROMPTS:
         raise InvalidRequest([Violation("prompt", f"{len(given)} prompts; 1 to {MAX_PROMPTS} are allowed")])
     return cast("list[Prompt]", given)
+
+
+def _priority_from(given: int) -> int:
+    """In vLLM's interface the lowest comes first, in ours the highest."""
+    if abs(given) > MAX_PRIORITY:
+        raise InvalidRequest([Violation("priority", f"{given} is outside {-MAX_PRIORITY} to {MAX_PRIORITY}")])
+    return -given
 
 
 def _bias_from(given: dict[str, float]) -> dict[int, float]:

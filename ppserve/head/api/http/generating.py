@@ -39,17 +39,16 @@ async def generate(
         if body.stream:
             await _send_events(exchange, answers, streams)
         else:
-            deltas = [[delta async for delta in stream.deltas()] for stream in streams]
+            deltas = [[delta async for delta in stream.deltas_in_time()] for stream in streams]
             num_tokens = sum(len(delta.tokens) + len(delta.prompt_scores) for part in deltas for delta in part)
             await exchange.answer(await aside(num_tokens, lambda: answers.whole(deltas)))
 
 
 async def _send_events(exchange: Exchange, answers: Answers, streams: Sequence[RequestStream]) -> None:
     async def send(place: int, stream: RequestStream) -> None:
-        async for delta in stream.deltas():
+        async for delta in stream.deltas_in_time():
             await exchange.event(answers.event(place, delta))
 
-    await exchange.begin_events()
     if len(streams) == 1:
         await send(0, streams[0])
     else:

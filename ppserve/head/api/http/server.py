@@ -6,26 +6,26 @@ import asyncio
 import logging
 from collections.abc import Awaitable, Callable, Iterable
 from http import HTTPStatus
-from typing import Protocol
+from typing import NoReturn, Protocol
 
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
 from starlette.middleware import Middleware
 from starlette.requests import Request
-from starlette.responses import Response
 from starlette.routing import Route
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from ppserve.config import ServerSettings
 from ppserve.errors import DeadlinePassed, Draining
+from ppserve.head.api.call import Call
 from ppserve.head.api.desk import FrontDesk
 from ppserve.head.api.http import describing
 from ppserve.head.api.http.chat import Chats, ChatTemplate
 from ppserve.head.api.http.exchange import Exchange
-from ppserve.head.api.http.failures import HttpError, content_of, status_of
+from ppserve.head.api.http.failures import HttpError, content_of
 from ppserve.head.api.http.generating import completions
 from ppserve.head.api.tls import read_certificates
-from ppserve.head.listener import Listener
+from ppserve.head.listener import Bounds, Headers, Listener
 
 log = logging.getLogger(__name__)
 
@@ -33,7 +33,7 @@ OPEN_PATHS = ("/health",)
 # The caller hung up before it was answered: nginx's number.
 _CALLER_GONE = 499
 
-STATUSES = (200, 400, 401, 404, 405, 408, 413, 429, _CALLER_GONE, 500, 503, 504)
+STATUSES = (200, 400, 401, 404, 405, 408, 413, 429, 431, _CALLER_GONE, 500, 503, 504)
 OTHER_PATHS = "other"
 
 Endpoint = Callable[[Exchange, FrontDesk], Awaitable[None]]
@@ -81,7 +81,10 @@ class HttpServer:
         # Not sent elsewhere: an address made of the caller's own Host header may be anybody's.
         app.router.redirect_slashes = False
         certificates = read_certificates(settings)
-        self._listener = Listener(app, tls=certificates.context if certificates else None)
+        self._counts = counts
+        self._bounds = Bounds()
+        tls = certificates.context if certificates else None
+        self._listener = Listener(app, self._bounds, tls, self._refuse)
 
     async def start(self) -> int:
         """Bind and listen; return the port. Raises ConfigError when the address cannot be bound."""
@@ -101,6 +104,17 @@ class HttpServer:
         if not self._is_serving:
             raise Draining("not serving: a stage is away, or the server is shutting down")
         await exchange.answer(b"{}")
+
+    def _refuse(self, status: int) -> tuple[Headers, bytes]:
+        """The answer to bytes that are no request, so that nobody knows whose they are."""
+        error = HttpError(400, "NO_HTTP", "this is no HTTP request, or one whose headers contradict each other")
+        if status == 431:
+            error = HttpError(431, "HEAD_TOO_LONG", f"the head has more than {self._bounds.head_bytes} bytes")
+        call = Call.begin("", None, None)
+        call.refusal(error)
+        self._counts.http_answered(OTHER_PATHS, error.code)
+        names = [(name.encode(), value.encode()) for name, value in call.names]
+        return [(b"content-type", b"application/json"), *names], content_of(error)
 
 
 class _Serving:
@@ -150,9 +164,10 @@ class _Gate:
             await exchange.fail(exchange.call.refusal(error))
 
 
-async def _no_such_path(_request: Request, error: Exception) -> Response:
-    """What the router says, in the form of all errors."""
+async def _no_such_path(_request: Request, error: Exception) -> NoReturn:
+    """What the router says, as one of our errors, which the gate answers."""
     assert isinstance(error, HTTPException)
     phrase = HTTPStatus(error.status_code).phrase
-    told = HttpError(error.status_code, phrase.upper().replace(" ", "_"), f"{phrase.lower()} on this server")
-    return Response(content_of(told), status_of(told), error.headers, "application/json")
+    headers = [(name.lower().encode(), value.encode()) for name, value in (error.headers or {}).items()]
+    reason, message = phrase.upper().replace(" ", "_"), f"{phrase.lower()} on this server"
+    raise HttpError(error.status_code, reason, message, headers=headers)

@@ -15,7 +15,6 @@ _FINISH_REASONS = {
     FinishReason.MAX_TOKENS: "length",
     FinishReason.CONTEXT_LENGTH: "length",
     FinishReason.CANCELLED: "abort",
-    FinishReason.DEADLINE: "abort",
 }
 
 

@@ -17,7 +17,7 @@ from ppserve.errors import InvalidRequest, Violation
 from ppserve.head.api.call import Call
 from ppserve.head.api.desk import FrontDesk
 from ppserve.head.api.grpc.calls import call_from
-from ppserve.head.api.grpc.methods import Context, parse, returned, unary
+from ppserve.head.api.grpc.methods import Context, parse, unary
 from ppserve.head.api.grpc.status import abort
 from ppserve.head.api.vllm_grpc.convert import asked_from, renamed
 from ppserve.head.api.vllm_grpc.messages import SequenceMessages
@@ -70,10 +70,10 @@ class VllmService:
         try:
             message = parse(pb.GenerateRequest, raw)
             call = self._desk.name(call, message.request_id)
-            context.set_trailing_metadata(returned(call))
+            context.set_trailing_metadata(tuple(call.names))
             async with self._desk.generate(asked_from(message), call) as stream:
                 messages = SequenceMessages(stream.request, message.stream)
-                async for delta in stream.deltas():
+                async for delta in stream.deltas_in_time():
                     for answer in messages.of(delta):
                         await context.write(answer)
         except aio.BaseError:

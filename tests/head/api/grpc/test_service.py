@@ -221,6 +221,17 @@ def test_deadline_reaches_the_engine() -> None:
     run(scenario, by_hand=True)
 
 
+def test_an_end_at_the_deadline_is_told_with_what_was_made() -> None:
+    async def scenario(engine: FakeEngine, stub: GenerationServiceStub) -> None:
+        call = stub.Generate(ask())
+        await engine.until(lambda engine: bool(engine.requests))
+        engine.sinks[engine.requests[0].id].push([TokenOutput(0, 0, 65, "A", finish=FinishReason.DEADLINE)])
+        (answer,) = [message async for message in call]
+        assert (answer.text, answer.finish.reason) == ("A", pb.Finish.DEADLINE)
+
+    run(scenario, by_hand=True)
+
+
 def test_finished_streams_are_not_cancelled() -> None:
     async def scenario(engine: FakeEngine, stub: GenerationServiceStub) -> None:
         [message async for message in stub.Generate(ask())]

@@ -4,15 +4,17 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Awaitable, Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 from openai import AsyncOpenAI
+from transformers.utils.chat_template_utils import render_jinja_template
 
 from ppserve.errors import ConfigError
 from ppserve.head.api.http.chat import ChatTemplate
-from tests.fake_engine import EOS, ByteCodec, drawn_token
+from tests.fake_engine import CARD, EOS, ByteCodec, FakeEngine, drawn_token
 from tests.head.api.http.asking import Served, served_http
 
 CHAT = "/v1/chat/completions"
@@ -23,6 +25,14 @@ TEMPLATE = """\
 {% endfor %}
 {% if add_generation_prompt %}a:{% endif %}"""
 HELLO = [{"role": "user", "content": "hi"}]
+
+
+UNSERVED: dict[str, object] = {
+    "tools": [{"type": "function"}], "tool_choice": "auto", "functions": [{}], "function_call": "auto",
+    "response_format": {"type": "json_object"}, "guided_json": {"type": "object"}, "modalities": ["audio"],
+    "audio": {"voice": "a"}, "web_search_options": {"a": 1}, "chat_template": "{{ messages }}", "echo": True,
+    "best_of": 2, "bad_words": ["no"],
+}  # fmt: skip
 
 
 @pytest.fixture
@@ -85,8 +95,13 @@ def test_the_template_s_end_of_text_is_a_token_and_a_message_s_is_text(template:
         ({"messages": "hi"}, "messages"),
         ({"messages": [{"role": "robot", "content": "hi"}]}, "messages"),
         ({"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, "messages[0].content"),
-        ({"messages": HELLO, "tools": [{"type": "function"}]}, "tools"),
-        ({"messages": HELLO, "response_format": {"type": "json_object"}}, "response_format"),
+        *(({"messages": HELLO, name: value}, name) for name, value in UNSERVED.items()),
+        ({"messages": [{"role": "assistant", "tool_calls": [{"id": "a"}]}]}, "messages[0].tool_calls"),
+        ({"messages": HELLO, "chat_template_kwargs": {"messages": []}}, "chat_template_kwargs.messages"),
+        (
+            {"messages": HELLO, "continue_final_message": True, "add_generation_prompt": True},
+            "continue_final_message",
+        ),
         ({"messages": HELLO, "top_logprobs": 2}, "top_logprobs"),
         ({"messages": HELLO, "top_p": 7}, "top_p"),
     ],
@@ -96,6 +111,71 @@ def test_a_refusal_names_the_field(template: Path, body: dict[str, Any], param: 
         status, named, message = await served.refusal(CHAT, **body)
         assert (status, named) == (400, param), message
         assert served.engine.requests == []
+
+    run(template, scenario)
+
+
+def test_what_asks_for_nothing_is_no_reason_to_refuse(template: Path) -> None:
+    async def scenario(served: Served) -> None:
+        nothing = {"tools": [], "tool_choice": "none", "modalities": ["text"], "response_format": {"type": "text"}}
+        messages = [{"role": "user", "content": "hi", "tool_calls": None}]
+        more = {"store": True, "metadata": {"a": "b"}, "parallel_tool_calls": False, "service_tier": "auto"}
+        answer = await served.ask(CHAT, {"messages": messages, "max_tokens": 1, **nothing, **more})
+        assert answer.status == 200, answer.body
+
+    run(template, scenario)
+
+
+ELABORATE = """\
+{{ strftime_now('%Y') }} {{ mood }} {{ documents | default([]) | tojson(ensure_ascii=True) }}
+{%- for message in messages %}
+{% generation %}
+<{{ message.role }}>{{ message.content SHOWN }}{{ eos_token }}
+{% endgeneration %}
+{% if loop.index == 3 %}{% break %}{% endif %}
+{% endfor %}
+{% if add_generation_prompt %}<assistant>{% endif %}"""
+
+
+@pytest.mark.parametrize("shown", ["", "| trim"])
+@pytest.mark.parametrize("continues", [False, True])
+def test_templates_bring_the_prompt_that_transformers_makes_of_them(
+    tmp_path: Path, shown: str, continues: bool
+) -> None:
+    path = tmp_path / "chat.jinja"
+    path.write_text(ELABORATE.replace("SHOWN", shown))
+    messages = [{"role": "user", "content": "hi "}, {"role": "assistant", "content": "Once upon a "}]
+    kwargs = {"mood": "blue"}
+    documents = [{"title": "ä"}]
+    ((expected,), _) = render_jinja_template(
+        [messages], documents=documents, chat_template=path.read_text(), continue_final_message=continues,
+        add_generation_prompt=not continues, eos_token="<|end|>", **kwargs,
+    )  # fmt: skip
+    first, *more = expected.split("<|end|>")
+    ids = [*first.encode(), *(token_id for part in more for token_id in (EOS, *part.encode()))]
+
+    async def scenario(served: Served) -> None:
+        asked = {"messages": messages, "max_tokens": 1, "chat_template_kwargs": kwargs, "documents": documents}
+        answer = await served.ask(CHAT, {**asked, "continue_final_message": continues})
+        assert answer.status == 200, answer.body
+        assert list(served.engine.requests[0].prompt_ids) == ids
+
+    async def main() -> None:
+        card = replace(CARD, max_context=400)
+        async with served_http(FakeEngine(card=card), chat_template=path) as served:
+            await scenario(served)
+
+    asyncio.run(main())
+
+
+def test_a_chat_as_a_whole_is_bounded(template: Path) -> None:
+    """Each message by itself would not be too long."""
+
+    async def scenario(served: Served) -> None:
+        half = CARD.limits.max_prompt_bytes // 2
+        status, param, message = await served.refusal(CHAT, messages=[{"role": "user", "content": "x" * half}] * 2)
+        assert (status, param) == (400, "messages")
+        assert f"the limit is {CARD.limits.max_prompt_bytes}" in message
 
     run(template, scenario)
 

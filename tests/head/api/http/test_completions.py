@@ -18,6 +18,16 @@ from ppserve.head.engine.output import TokenOutput
 from tests.fake_engine import CARD, EOS, ByteCodec, FakeEngine, drawn_token
 from tests.head.api.http.asking import Served, served_http
 
+# Of OpenAI's and vLLM's interfaces: each of them would change the answer.
+UNSERVED: dict[str, object] = {
+    "suffix": "end", "best_of": 2, "use_beam_search": True, "truncate_prompt_tokens": 0, "prompt_logprobs": 0,
+    "allowed_token_ids": [65], "bad_words": ["no"], "logprob_token_ids": [65], "skip_special_tokens": False,
+    "response_format": {"type": "json_object"}, "structured_outputs": {"regex": "a"}, "guided_json": {},
+    "guided_regex": "a*", "guided_choice": ["a"], "guided_grammar": "a", "logits_processors": ["x"],
+    "repetition_detection": {"max_pattern_size": 3}, "kv_transfer_params": {"do_remote_decode": True},
+    "vllm_xargs": {"x": 1}, "prompt_embeds": "AAAA",
+}  # fmt: skip
+
 
 def run(scenario: Callable[[Served], Awaitable[None]], **engine: Any) -> None:
     async def main() -> None:
@@ -174,7 +184,7 @@ def test_top_logprobs_hold_the_drawn_token_besides() -> None:
         (FinishReason.STOP_TOKEN, 65, ("stop", 65)),
         (FinishReason.STOP_STRING, "\n\n", ("stop", "\n\n")),
         (FinishReason.CONTEXT_LENGTH, None, ("length", None)),
-        (FinishReason.DEADLINE, None, ("abort", None)),
+        (FinishReason.CANCELLED, None, ("abort", None)),
     ],
 )
 def test_how_a_sequence_ended(finish: FinishReason, matched: int | str | None, expected: object) -> None:
@@ -201,6 +211,7 @@ def test_every_parameter_reaches_the_request() -> None:
             stop_token_ids=[7, 5], ignore_eos=True, logprobs=3, echo=True,
             include_stop_str_in_output=True, return_token_ids=True, priority=-5, user="me", best_of=1, suffix="",
             stream_interval=3, skip_special_tokens=True, something_else={"deep": [1]},
+            response_format={"type": "text"}, use_beam_search=False, bad_words=[], prompt_logprobs=None,
         )  # fmt: skip
         (request,) = served.engine.requests
         bias = ((65, -100.0), (66, 2.5))
@@ -208,7 +219,7 @@ def test_every_parameter_reaches_the_request() -> None:
         assert request.stop == StopConditions(9, 2, ("x", "\n\n"), (5, 7), True, True)
         expected = OutputOptions(echo=True, logprobs=3, prompt_logprobs=3, token_ids=True)
         assert replace(request.output, stream_interval=1) == expected
-        assert (request.num_sequences, request.priority) == (2, -5)
+        assert (request.num_sequences, request.priority) == (2, 5), "in vLLM's interface the lowest comes first"
         await served.stream(prompt="hello", stream_interval=3, stop="one")
         assert served.engine.requests[1].output.stream_interval == 3
         assert served.engine.requests[1].stop.stop == ("one",)
@@ -287,8 +298,8 @@ def test_a_stream_that_broke_is_resumed() -> None:
         ({"prompt": ["a", 1]}, "prompt"),
         ({"prompt": "x" * 65}, "prompt"),
         ({"prompt": 5}, "prompt"),
-        ({"suffix": "end"}, "suffix"),
-        ({"best_of": 2}, "best_of"),
+        *(({name: value}, name) for name, value in UNSERVED.items()),
+        ({"priority": 2**31}, "priority"),
         ({"stream_options": {"include_usage": True}}, "stream_options"),
         ({"request_id": "two\nlines"}, None),
         ({"resume": {"token_ids": [1, 2]}}, "seed"),
@@ -371,6 +382,42 @@ def test_an_error_after_some_tokens(error: Exception, status: int, headers: dict
         assert headers.items() <= answer.headers.items()
 
     run(scenario, break_error=error, break_after=3)
+
+
+@pytest.mark.parametrize("pushed", [[], [TokenOutput(0, 0, 65, "A")]])
+def test_an_end_at_the_deadline_is_an_error(pushed: list[TokenOutput]) -> None:
+    """By its status until something was sent; afterwards by an event, after all that was made in time."""
+
+    async def scenario(served: Served) -> None:
+        for stream in (False, True):
+            body = {"prompt": "hello", "n": 2, "stream": stream}
+            asking = asyncio.create_task(served.ask("/v1/completions", body))
+            await served.engine.until(lambda engine: bool(engine.sinks))
+            _, sink = served.engine.sinks.popitem()
+            sink.push(pushed)
+            sink.push([TokenOutput(index, len(pushed), finish=FinishReason.DEADLINE) for index in (0, 1)])
+            answer = await asking
+            if stream and pushed:
+                assert [choice["text"] for event in answer.events[:-1] for choice in event["choices"]] == ["A"]
+                assert answer.events[-1]["error"]["code"] == "deadline_exceeded"
+            else:
+                assert (answer.status, answer.json["error"]["code"]) == (504, "deadline_exceeded")
+                assert answer.headers["x-should-retry"] == "false"
+        assert served.engine.cancelled == {}
+
+    run(scenario, by_hand=True)
+
+
+def test_a_stream_s_error_before_its_first_token_is_a_status() -> None:
+    """So that clients repeat what can be repeated."""
+
+    async def scenario(served: Served) -> None:
+        for prompt in ("hello", ["hello", "you"]):
+            served.engine.num_breaks = 2
+            answer = await served.ask("/v1/completions", {"prompt": prompt, "stream": True})
+            assert (answer.status, answer.headers["retry-after"]) == (503, "5")
+
+    run(scenario, break_error=StagesLost("stage 1 is gone"), break_after=0)
 
 
 def test_unforeseen_errors_tell_callers_nothing() -> None:

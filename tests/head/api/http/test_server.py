@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import http.client
+import io
 import json
 import shutil
 import socket
@@ -27,6 +29,7 @@ from ppserve.head.listener import Bounds, Listener
 from tests.fake_engine import CARD, EOS, ByteCodec, FakeEngine, desk_of
 from tests.head.api.grpc.test_server import KEYS, make_certificates
 from tests.head.api.http.asking import Counted, Served, served_http
+from tests.head.api.test_desk import PARENT
 
 needs_openssl = pytest.mark.skipif(shutil.which("openssl") is None, reason="no openssl to make certificates with")
 
@@ -85,6 +88,9 @@ def test_paths_and_methods_that_there_are_not() -> None:
         assert (wrong.status, wrong.headers["allow"]) == (405, "POST")
         assert wrong.json["error"]["code"] == "method_not_allowed"
         assert served.counted.answers == {("other", 404): 2, ("/v1/completions", 405): 1}
+        assert all(answer.headers["x-request-id"].startswith("req-") for answer in (missing, slash, wrong))
+        named = await served.ask("/nothing", x_request_id="mine", traceparent=PARENT)
+        assert (named.headers["x-request-id"], named.headers["traceparent"]) == ("mine", PARENT)
 
     run(scenario)
 
@@ -135,9 +141,8 @@ def test_inventing_keys_does_not_make_many_callers() -> None:
 
 def test_names_come_back() -> None:
     async def scenario(served: Served) -> None:
-        parent = "00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-01"
-        answer = await served.ask("/v1/completions", {"prompt": "a"}, x_request_id="mine", traceparent=parent)
-        assert (answer.headers["x-request-id"], answer.headers["traceparent"]) == ("mine", parent)
+        answer = await served.ask("/v1/completions", {"prompt": "a"}, x_request_id="mine", traceparent=PARENT)
+        assert (answer.headers["x-request-id"], answer.headers["traceparent"]) == ("mine", PARENT)
         assert answer.json["id"] == "cmpl-mine"
         for name, expected in ((" mine, ", "mine,"), ("mine\t", "mine")):
             spaced = await served.ask("/v1/completions", {"prompt": "a", "request_id": name})
@@ -194,7 +199,7 @@ def test_the_caller_s_time_limit() -> None:
         assert request.deadline_s is not None
         assert served.engine.cancelled == {request.id: FinishReason.DEADLINE}
         stream = await served.ask("/v1/completions", {"prompt": "a", "stream": True}, x_request_timeout="0.3")
-        assert stream.events[-1]["error"]["code"] == "deadline_exceeded"
+        assert (stream.status, stream.json["error"]["code"]) == (504, "deadline_exceeded")
         for wrong in ("soon", "-1", "0", "nan", "1e9"):
             answer = await served.ask("/v1/completions", {"prompt": "a"}, x_request_timeout=wrong)
             assert (answer.status, answer.json["error"]["param"]) == (400, "x-request-timeout")
@@ -314,14 +319,53 @@ def test_a_body_that_dribbles_in_is_given_up() -> None:
     asyncio.run(main())
 
 
-def test_heads_have_a_limit() -> None:
+@pytest.mark.parametrize(
+    ("sent", "status", "code"),
+    [
+        (b"GET /health HTTP/1.1\r\nx: " + b"y" * (32 << 10), 431, "head_too_long"),
+        (b"GET /health HTTP/1.1\r\nhost: a\r\nhost: b\r\n\r\n", 400, "no_http"),
+        (b"POST /tokenize HTTP/1.1\r\nhost: a\r\ntransfer-encoding: gzip\r\n\r\n", 400, "no_http"),
+        (b"POST /tokenize HTTP/1.1\r\nhost: a\r\ntransfer-encoding: chunked\r\n\r\nx\r\n", 400, "no_http"),
+        (b"\x16\x03\x01\x02", 400, "no_http"),
+    ],
+)
+def test_bytes_that_are_no_request_are_refused_in_the_form_of_all_errors(
+    sent: bytes, status: int, code: str
+) -> None:
     async def scenario(served: Served) -> None:
         reader, writer = await asyncio.open_connection("127.0.0.1", served.port)
-        writer.write(b"GET /health HTTP/1.1\r\nx: " + b"y" * (32 << 10))
-        assert b" 400 " in await reader.readline()
+        writer.write(sent)
+        answer = http.client.HTTPResponse(_Heard(await reader.read()))  # type: ignore[arg-type]
+        answer.begin()
+        assert (answer.status, json.load(answer)["error"]["code"]) == (status, code)
+        assert (answer.headers["x-request-id"] or "").startswith("req-")
+        assert served.counted.answers["other", status] == 1
         writer.close()
 
     run(scenario)
+
+
+def test_a_body_that_goes_wrong_after_its_answer_ends_the_connection(caplog: pytest.LogCaptureFixture) -> None:
+    async def scenario(served: Served) -> None:
+        reader, writer = await asyncio.open_connection("127.0.0.1", served.port)
+        writer.write(b"POST /nothing HTTP/1.1\r\nhost: here\r\ntransfer-encoding: chunked\r\n\r\n")
+        assert b" 404 " in await reader.readline()
+        writer.write(b"x\r\n")
+        await until_closed(reader)
+        writer.close()
+
+    run(scenario)
+    assert "Fatal error" not in caplog.text
+
+
+class _Heard:
+    """What came over a connection, for the parser of the standard library."""
+
+    def __init__(self, content: bytes) -> None:
+        self._content = content
+
+    def makefile(self, _mode: str) -> io.BytesIO:
+        return io.BytesIO(self._content)
 
 
 async def until_closed(reader: asyncio.StreamReader) -> None:

@@ -165,6 +165,21 @@ def test_ends_have_the_protocols_words(reason: FinishReason, matched: int | str 
     run(scenario, FakeEngine(by_hand=True))
 
 
+@pytest.mark.parametrize("stream", [False, True])
+def test_an_end_at_the_deadline_is_a_status(stream: bool) -> None:
+    """`abort` would say that somebody asked for it. A stream has had what was made in time."""
+
+    async def scenario(engine: FakeEngine, stub: VllmEngineStub, _door: GrpcServer) -> None:
+        call = stub.Generate(ask(stream))
+        await engine.until(lambda engine: bool(engine.requests))
+        engine.sinks[engine.requests[0].id].push([TokenOutput(0, 0, 65, finish=FinishReason.DEADLINE)])
+        if stream:
+            assert list((await anext(aiter(call))).chunk.token_ids) == [65]
+        assert await code_of(call) is grpc.StatusCode.DEADLINE_EXCEEDED
+
+    run(scenario, FakeEngine(by_hand=True))
+
+
 @pytest.mark.parametrize(
     ("wrong", "field"),
     [

@@ -20,8 +20,9 @@ from ppserve.core.plan import StepPlan
 _TERMS = 4
 # Weight of older steps of a group per new one: about the last 100 steps count.
 _FADE = 0.99
-# Ridge term: in pure decoding, rows and samples are collinear.
-_RIDGE = 1e-6
+# Ridge terms: in pure decoding, rows and samples are collinear. That of the constant is the least: as long as all
+# steps had the same size, a further row is predicted to cost nothing, so that it is tried and its cost is learnt.
+_RIDGE = (1e-9, 1e-6, 1e-6, 1e-6)
 # Typical values of the four terms; the fit is scaled by them.
 _TYPICAL = (1.0, 8.0, 1024.0, 8.0)
 _MOST_STEPS_BETWEEN_FITS = 16
@@ -172,7 +173,7 @@ def _solve_non_negative(products: Matrix, targets: list[float]) -> list[float]:
     while kept:
         matrix = [[products[i][j] for j in kept] for i in kept]
         for i, row in enumerate(matrix):
-            row[i] += _RIDGE * row[i] + floor
+            row[i] += _RIDGE[kept[i]] * row[i] + floor
         found = _solve(matrix, [targets[i] for i in kept])
         worst = min(range(len(kept)), key=found.__getitem__)
         if found[worst] >= 0:

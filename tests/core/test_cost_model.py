@@ -63,6 +63,16 @@ def test_pure_decode_predicts_decode_although_rows_and_sampled_cannot_be_told_ap
     assert worst_error(cost, [StepSize(64, 64 * 100, 64)]) < 0.05
 
 
+def test_a_further_row_costs_nothing_until_one_was_seen():
+    """Else steps of one row each, a lone caller's, would say that a guess is too expensive to be tried."""
+    one_row, two_rows = StepSize(1, 400, 1), StepSize(2, 800, 2)
+    cost = fitted([one_row])
+    assert cost.predict(two_rows) == pytest.approx(truth(one_row), rel=0.005)
+    for size in [two_rows] * 3 + [one_row] * 16:
+        cost.observe(size, truth(size))
+    assert cost.predict(two_rows) == pytest.approx(truth(two_rows), rel=1e-3)
+
+
 def test_many_decodes_do_not_change_the_fit_of_prompts():
     cost = fitted(DECODE + PREFILL)
     for _ in range(200):

@@ -1,14 +1,14 @@
-"""Whether guesses pay, by measurement: both ways of running take turns, and the faster one gets nearly all the
-turns.
+"""Which guesses pay, by measurement: the ways of running take turns, and the fastest gets nearly all the turns.
 
-The cost model cannot know everything that a guess costs: stages that share cores, or Python's lock, take time from
-each other also where a step on a guess fills a gap. So what counts is the time from token to token of the running
-sequences, with guesses and without. Other numbers of sequences are other trials.
+The cost model cannot know everything that a guess costs: stages that share cores, memory or Python's lock slow
+each other down, so that a step on a guess is not free although it fills a gap. So what counts is the time from
+token to token of the running sequences. Other numbers of sequences are other trials.
 """
 
 from __future__ import annotations
 
 from collections import deque
+from enum import IntEnum
 from statistics import median_low
 
 # Tokens in a turn.
@@ -16,63 +16,78 @@ TURN = 16
 # The middle one of so many turns counts, so that one stall (a kernel that is loaded at its first use) decides
 # nothing.
 REMEMBERED = 3
-# The slower way gets one turn in so many; twice as many each time that it is slower again.
+# A slower way gets one turn in so many; twice as many each time that it is slower again, and more if much slower.
 FIRST_PROBE, LAST_PROBE = 8, 128
-# Guesses must be faster by this factor.
+# A way with more guesses must be faster by this factor.
 MARGIN = 1.02
 
 
-class _Way:
-    """One way of running: seconds per token in its latest turns."""
+class Way(IntEnum):
+    """PLAIN: no guesses. WIDE: as further rows in steps of known tokens. DEEP: in steps of their own as well."""
+
+    PLAIN = 0
+    WIDE = 1
+    DEEP = 2
+
+
+class _Turns:
+    """The latest turns of one way: seconds per token."""
 
     def __init__(self) -> None:
-        self._turns: deque[float] = deque(maxlen=REMEMBERED)
+        self._ended: deque[float] = deque(maxlen=REMEMBERED)
         self._seconds, self._tokens = 0.0, 0
 
     @property
     def pace(self) -> float | None:
-        return median_low(self._turns) if self._turns else None
+        return median_low(self._ended) if self._ended else None
 
     def add(self, seconds: float, tokens: int) -> None:
         self._seconds += seconds
         self._tokens += tokens
 
-    def end_turn(self) -> None:
+    def end(self) -> None:
         if self._tokens:
-            self._turns.append(self._seconds / self._tokens)
+            self._ended.append(self._seconds / self._tokens)
         self._seconds, self._tokens = 0.0, 0
 
 
 class _Trial:
-    """Of one number of sequences. ways: without guesses, with guesses."""
+    """Of one number of sequences. best: the way that was fastest so far."""
 
     def __init__(self) -> None:
-        self.ways = (_Way(), _Way())
-        self._guesses_pay = False
+        self.turns = {way: _Turns() for way in Way}
+        self._best = self._probed = Way.PLAIN
         self._probe_in = self._interval = FIRST_PROBE
 
-    def next_way(self, ended: bool) -> bool:
-        """Whether the next turn has guesses. ended: whether the last one had."""
-        self.ways[ended].end_turn()
-        plain, guessing = (way.pace for way in self.ways)
-        if plain is None or guessing is None:
-            return plain is not None
-        pay = guessing * MARGIN < plain
-        if pay != self._guesses_pay:
-            self._guesses_pay = pay
+    def next_way(self, ended: Way) -> Way:
+        """The way of the next turn. ended: that of the last one."""
+        self.turns[ended].end()
+        paces: dict[Way, float] = {}
+        for way, turns in self.turns.items():
+            if turns.pace is None:
+                return way
+            paces[way] = turns.pace * MARGIN**way
+        best = min(paces, key=paces.__getitem__)
+        if best != self._best:
+            self._best = best
             self._probe_in = self._interval = FIRST_PROBE
-        elif ended != pay:  # a probe, which was slower again
-            self._probe_in = self._interval = min(2 * self._interval, LAST_PROBE)
+        elif ended != best:  # a probe, which was slower again
+            longer = int(2 * self._interval * paces[ended] / paces[best])
+            self._probe_in = self._interval = min(longer, LAST_PROBE)
         else:
             self._probe_in -= 1
-        return pay if self._probe_in else not pay
+        if self._probe_in:
+            return best
+        others = [way for way in Way if way != best]
+        self._probed = next((way for way in others if way > self._probed), others[0])
+        return self._probed
 
 
 class GuessTrial:
-    """guessing: whether guesses are made now."""
+    """way: of running now."""
 
     def __init__(self) -> None:
-        self.guessing = False
+        self.way = Way.PLAIN
         self._trials: dict[int, _Trial] = {}
         self._since_s = 0.0
         self._tokens_left = TURN
@@ -82,11 +97,11 @@ class GuessTrial:
         running."""
         trial = self._trials.setdefault(num_sequences.bit_length(), _Trial())
         if began_s >= self._since_s:
-            trial.ways[self.guessing].add(ended_s - began_s, num_tokens)
+            trial.turns[self.way].add(ended_s - began_s, num_tokens)
         self._tokens_left -= num_tokens
         if self._tokens_left <= 0:
-            was = self.guessing
-            self.guessing = trial.next_way(was)
+            was = self.way
+            self.way = trial.next_way(was)
             self._tokens_left = TURN * num_sequences
-            if self.guessing != was:
+            if self.way != was:
                 self._since_s = ended_s

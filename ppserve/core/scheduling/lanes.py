@@ -9,6 +9,7 @@ from collections.abc import Sequence as Seq
 
 from ppserve.core.ledger.steps import Step, Steps
 from ppserve.core.plan import Slice, StepPlan, StepResult
+from ppserve.core.scheduling.config import SchedulerConfig
 from ppserve.core.scheduling.sequence import Sequence
 
 Parts = tuple[tuple[Sequence, Slice], ...]
@@ -24,8 +25,9 @@ class Lanes:
     guesses: how many have had each of the OUTCOMES so far.
     """
 
-    def __init__(self, steps: Steps, num_lanes: int, epoch: int) -> None:
-        self.num_lanes = num_lanes
+    def __init__(self, steps: Steps, config: SchedulerConfig, epoch: int) -> None:
+        self.num_lanes = config.microbatches or config.num_stages
+        self._max_in_flight = config.max_microbatches
         self.epoch = epoch
         self._steps = steps
         self._parts: dict[int, Parts] = {}
@@ -42,9 +44,9 @@ class Lanes:
     def full(self) -> bool:
         """Whether no step of known tokens may be sent. Steps on guesses do not count: they must not delay
         others."""
-        steps = self._steps
-        most = max(self.num_lanes, steps.num_stages + 1)
-        return steps.num_in_flight - steps.num_speculative >= self.num_lanes or steps.num_in_flight >= most
+        num_in_flight = self._steps.num_in_flight
+        num_known = num_in_flight - self._steps.num_speculative
+        return num_known >= self.num_lanes or num_in_flight >= self._max_in_flight
 
     @property
     def have_gap(self) -> bool:

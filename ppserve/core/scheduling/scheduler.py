@@ -66,7 +66,7 @@ class Scheduler:
         self._groups: dict[str, SequenceGroup] = {}
         self._roster = Roster()
         self._ending: dict[int, Sequence] = {}
-        self.lanes = Lanes(steps, config.microbatches or config.num_stages, epoch)
+        self.lanes = Lanes(steps, config, epoch)
         self._speculation = Speculation(config, self.lanes, costs, new_drafter)
         self._next_deadline_s = math.inf  # no open request has an earlier one
         self._queue_may_move = True

@@ -8,8 +8,8 @@ draws the true token is still on its way. A right guess has its next token that 
 cancelled, and delays the right step by what stage 0 has still to do for it.
 
 A guess is made only where it pays by the times that the cost model predicts and by the drafter's experience with
-the sequence. So with many sequences in a step nothing is guessed. And nothing is guessed where the measured time
-from token to token shows that guesses do not pay (`guess_trial`).
+the sequence. So with many sequences in a step nothing is guessed. And whether there are guesses of either kind
+is decided by the measured time from token to token (`guess_trial`).
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from ppserve.core.cost_model import StepSize
 from ppserve.core.scheduling.composer import CostModel, joined
 from ppserve.core.scheduling.config import SchedulerConfig
 from ppserve.core.scheduling.drafter import Guess, NewDrafter
-from ppserve.core.scheduling.guess_trial import GuessTrial
+from ppserve.core.scheduling.guess_trial import GuessTrial, Way
 from ppserve.core.scheduling.lanes import Lanes
 from ppserve.core.scheduling.sequence import Sequence
 
@@ -32,9 +32,9 @@ Pick = tuple[Sequence, int]
 MARGIN = 1.5
 # The most rows of one sequence in a step that decodes.
 MAX_WIDTH = 16
-# Steps on guesses that are less likely right are not sent, though they cost nothing by the prediction: stages that
-# share a processor with others, or a battery, do better things.
-LEAST_PROBABILITY = 0.15
+# Guesses that are less likely right are not made, though they cost nothing by the prediction: stages that share a
+# processor with others, or a battery, do better things.
+LEAST_PROBABILITY = 0.1
 
 
 class Speculation:
@@ -55,8 +55,10 @@ class Speculation:
         self._trial = GuessTrial()
 
     @property
-    def _guesses_now(self) -> bool:
-        return self._trial.guessing if self._forced is None else self._forced > 0
+    def _way(self) -> Way:
+        if self._forced is None:
+            return self._trial.way
+        return Way.DEEP if self._forced else Way.PLAIN
 
     def token_returned(self, sequence: Sequence, num_tokens: int, num_running: int, now: float) -> None:
         """A step brought tokens of a sequence."""
@@ -66,13 +68,13 @@ class Speculation:
 
     def widen(self, picks: list[Pick]) -> list[Pick]:
         """The picks of a step, with guesses; unchanged where the step has tokens of prompts."""
-        if not self._guesses_now or any(count > 1 or sequence.known_end for sequence, count in picks):
+        if self._way is Way.PLAIN or any(count > 1 or sequence.known_end for sequence, count in picks):
             return picks
         return self._with_guesses(picks)
 
     def deepen(self, running: Iterable[Sequence]) -> list[Pick]:
         """Picks of guesses alone, of sequences whose known tokens are all in steps."""
-        if not self._guesses_now:
+        if self._way is not Way.DEEP:
             return []
         picks = []
         for sequence in running:
@@ -107,9 +109,11 @@ class Speculation:
         size = StepSize()
         for sequence, num_tokens in picks:
             size = joined(size, sequence, num_tokens)
-        token_s = self._seconds(size) / len(picks)
-        if not self._pays_wide(token_s, size, picks[0][0]):
-            return picks
+        step_s = self._seconds(size)
+        token_s = step_s / len(picks)
+        wider_s = self._seconds(size.with_slice(picks[0][0].scheduled, 1, 1))
+        if not self._pays_wide(1.0, token_s, wider_s - step_s):
+            return picks  # not even a guess that is surely right
         widths = [num_tokens for _, num_tokens in picks]
         likeliest: list[tuple[float, int, Guess]] = []
         for place, (sequence, _) in enumerate(picks):
@@ -117,9 +121,11 @@ class Speculation:
         while likeliest and size.rows < self._max_rows:
             improbability, place, guess = heapq.heappop(likeliest)
             sequence = picks[place][0]
-            if not self._pays_wide(-improbability * token_s, size, sequence):
+            wider = size.with_slice(sequence.scheduled + widths[place], 1, 1)
+            wider_s = self._seconds(wider)
+            if not self._pays_wide(-improbability, token_s, wider_s - step_s):
                 break
-            size = size.with_slice(sequence.scheduled + widths[place], 1, 1)
+            size, step_s = wider, wider_s
             sequence.guesses.append(guess)
             widths[place] += 1
             if widths[place] <= (self._forced or MAX_WIDTH - 1):
@@ -130,11 +136,11 @@ class Speculation:
         if (guess := self._next_guess(sequence)) is not None:
             heapq.heappush(likeliest, (-sequence.certainty * guess.probability, place, guess))
 
-    def _pays_wide(self, saved_s: float, size: StepSize, sequence: Sequence) -> bool:
-        """Whether a further row of a sequence costs less than it is likely to save."""
+    def _pays_wide(self, probability: float, token_s: float, row_s: float) -> bool:
+        """Whether a row is likely to save more than `row_s`, which it takes. token_s: what a right guess saves."""
         if self._forced:
             return True
-        return saved_s > MARGIN * (self._seconds(size.with_slice(sequence.scheduled, 1, 1)) - self._seconds(size))
+        return probability >= LEAST_PROBABILITY and probability * token_s > MARGIN * row_s
 
     def _seconds(self, size: StepSize) -> float:
         return 0.0 if self._costs is None else self._costs.predict(size)

@@ -171,7 +171,8 @@ def test_no_guess_changes_a_token(num_stages: int, speculate: int, rate: float |
         outcomes.update(rig.scheduler.lanes.guesses)
         guessed = sum(piece.num_guesses for plan in rig.pipeline.plans for piece in plan.slices)
         assert outcomes["accepted"] + outcomes["rejected"] >= guessed - outcomes["cancelled"]
-    assert (outcomes["accepted"] > 0) == (rate != 0.0)
+    if rate is not None:  # the product's own drafter is right by chance only, among random tokens
+        assert (outcomes["accepted"] > 0) == (rate > 0)
     assert (outcomes["rejected"] > 0) or rate == 1.0
 
 

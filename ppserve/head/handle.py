@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import functools
 from dataclasses import replace
 from importlib import metadata
 from pathlib import Path
@@ -15,10 +16,14 @@ from ppserve.core.request import FinishReason, Request
 from ppserve.head.cards import LoadCard, ModelCard, StageCard, Topology
 from ppserve.head.engine.loop import Engine
 from ppserve.head.engine.member import Decision, Member, StageState
+from ppserve.head.engine.open_request import read_held
 from ppserve.head.engine.output import Sink
 from ppserve.head.engine.replica import Reading, StageReading
 from ppserve.head.limits import Limits
 from ppserve.tokenizer import Tokenizer
+
+# Reading so many tokens of a resumed answer takes a millisecond, in which the event loop would stand still.
+_MANY_HELD = 256
 
 
 class PipelineHandle:
@@ -31,7 +36,9 @@ class PipelineHandle:
 
     async def submit(self, request: Request, sink: Sink) -> None:
         """Queue a request. Raises RequestError when it is refused."""
-        await asyncio.wrap_future(self._engine.submit(request, sink, self._tokenizer))
+        read = functools.partial(read_held, request, self._tokenizer, self._card.eos_id)
+        held = await asyncio.to_thread(read) if len(request.resume_ids) > _MANY_HELD else read()
+        await asyncio.wrap_future(self._engine.submit(request, sink, self._tokenizer, held))
 
     def cancel(self, request_id: str, reason: FinishReason) -> None:
         self._engine.cancel(request_id, reason)

@@ -23,7 +23,7 @@ from ppserve.errors import Draining, RequestError, StagesLost
 from ppserve.head.engine.control import ControlPlane
 from ppserve.head.engine.member import Formed, Hopeless
 from ppserve.head.engine.messages import Abort, Drain, Look, Message, Stop, Submit
-from ppserve.head.engine.open_request import OpenRequest
+from ppserve.head.engine.open_request import Held, OpenRequest
 from ppserve.head.engine.output import Sink, TokenOutput
 from ppserve.head.engine.replica import Reading, Replica, ReplicaEvent
 from ppserve.head.engine.watcher import Watcher
@@ -69,10 +69,12 @@ class Engine(threading.Thread):
 
     # ---- for other threads ----------------------------------------------------------------------------
 
-    def submit(self, request: Request, sink: Sink, tokenizer: Tokenizer | None) -> Future[None]:
-        """Queue a request. Its outputs go to `sink`. The future is done when it is queued, or has a
-        RequestError."""
-        message = Submit(request, sink, tokenizer)
+    def submit(
+        self, request: Request, sink: Sink, tokenizer: Tokenizer | None, held: Held | None = None
+    ) -> Future[None]:
+        """Queue a request. Its outputs go to `sink`. held: of a request that resumes an answer (`read_held`). The
+        future is done when it is queued, or has a RequestError."""
+        message = Submit(request, sink, tokenizer, held)
         self._post(message)
         return message.accepted
 
@@ -188,10 +190,9 @@ class Engine(threading.Thread):
 
     def _admit(self, asked: Submit) -> None:
         """Raises RequestError."""
-        eos_id = self._replica.formed_scheduler.config.eos_id
         now_s = self._clock() / 1e9
         opened = OpenRequest(asked.request, asked.sink, asked.tokenizer, now_s, self._replica.busy_s)
-        end = opened.resume(eos_id, now_s)
+        end = None if asked.held is None else opened.resume(asked.held, now_s)
         if end is not None:
             self._tell(opened, end, now_s)
             return

@@ -1,6 +1,6 @@
 """The engine's record of one open request: turns its events into text, finds stop strings, measures its times.
 
-Used in the engine's thread alone.
+Used in the engine's thread alone, but for `read_held`.
 """
 
 from __future__ import annotations
@@ -24,6 +24,52 @@ class _SequenceText:
     last_token_s: float | None = None
     num_tokens: int = 0
     has_ended: bool = False
+
+    def read(
+        self, request: Request, finish: FinishReason | None, token_id: int
+    ) -> tuple[FinishReason | None, int | str | None, str]:
+        """Detokenizes a token: (finish, matched, text). finish: why the token ends the sequence, text aside."""
+        ends_by_token = finish in (FinishReason.EOS, FinishReason.STOP_TOKEN)
+        if self.detokenizer is None:
+            return finish, token_id if ends_by_token else None, ""
+        if ends_by_token and not (finish is FinishReason.STOP_TOKEN and request.stop.include_stop):
+            return finish, token_id, ""
+        piece = self.detokenizer.push(token_id)
+        if piece.matched is not None:
+            return FinishReason.STOP_STRING, piece.matched, piece.text
+        return finish, token_id if ends_by_token else None, piece.text
+
+
+def _new_text(request: Request, tokenizer: Tokenizer | None) -> _SequenceText:
+    if tokenizer is None:
+        return _SequenceText(None)
+    stop = request.stop
+    return _SequenceText(Detokenizer(tokenizer, stop.stop, stop.include_stop, stop.min_tokens))
+
+
+@dataclass(slots=True)
+class Held:
+    """What the caller of a resumed answer has, as text: where the next text begins. finish and matched: why these
+    tokens end the answer; None if they do not. The engine owns it once the request is submitted."""
+
+    text: _SequenceText
+    finish: FinishReason | None = None
+    matched: int | str | None = None
+
+
+def read_held(request: Request, tokenizer: Tokenizer | None, eos_id: int | None) -> Held | None:
+    """Detokenizes the tokens that the caller already has; None if the request resumes nothing. It may take
+    milliseconds, so it is not for the engine's thread. Raises InvalidRequest if tokens follow the end."""
+    if not request.resume_ids:
+        return None
+    held, num_held = Held(_new_text(request, tokenizer)), len(request.resume_ids)
+    for count, token_id in enumerate(request.resume_ids, 1):
+        finish = end_with(request, count, token_id, eos_id)
+        held.finish, held.matched, _ = held.text.read(request, finish, token_id)
+        if held.finish is not None and count < num_held:
+            problem = f"token {count - 1} of these ends the answer: nothing can follow it"
+            raise InvalidRequest([Violation("resume.generated_token_ids", problem)])
+    return held
 
 
 @dataclass(slots=True)
@@ -51,26 +97,17 @@ class OpenRequest:
     def is_complete(self) -> bool:
         return self._num_ended >= self.request.num_sequences
 
-    def resume(self, eos_id: int | None, now_s: float) -> TokenOutput | None:
-        """Detokenizes the tokens that the caller already has, so that the next text continues theirs.
-
-        Returns the answer's end if those tokens contain it; then there is nothing to compute. Raises
-        InvalidRequest if tokens follow the end.
-        """
-        index, held = self.request.resume_index or 0, self.request.resume_ids
-        progress = self._progress(index)
-        for count, token_id in enumerate(held, 1):
-            finish = end_with(self.request, count, token_id, eos_id)
-            finish, matched, _ = self._read(progress, finish, token_id)
-            if finish is None:
-                continue
-            if count < len(held):
-                problem = f"token {count - 1} of these ends the answer: nothing can follow it"
-                raise InvalidRequest([Violation("resume.generated_token_ids", problem)])
-            self._num_ended += 1
-            timings = self._timings(progress, now_s)
-            return TokenOutput(index, count, finish=finish, matched=matched, timings=timings)
-        return None
+    def resume(self, held: Held, now_s: float) -> TokenOutput | None:
+        """The next text continues what the caller holds. Returns the answer's end if that contains it; then there
+        is nothing to compute."""
+        index = self.request.resume_index or 0
+        self._sequences[index] = held.text
+        if held.finish is None:
+            return None
+        self._num_ended += 1
+        timings = self._timings(held.text, now_s)
+        count = len(self.request.resume_ids)
+        return TokenOutput(index, count, finish=held.finish, matched=held.matched, timings=timings)
 
     def output(self, event: SequenceEvent, now_s: float) -> TokenOutput:
         """The output for an event. Its `finish` is STOP_STRING if the text ends the sequence; then the engine must
@@ -86,7 +123,7 @@ class OpenRequest:
             progress.num_tokens += 1
             progress.first_token_s = progress.first_token_s or now_s
             progress.last_token_s = now_s
-            finish, matched, text = self._read(progress, event.finish, event.token_id)
+            finish, matched, text = progress.read(self.request, event.finish, event.token_id)
         if finish is not None:
             self._num_ended += 1
             progress.has_ended = True
@@ -118,28 +155,8 @@ class OpenRequest:
     def _progress(self, index: int) -> _SequenceText:
         progress = self._sequences.get(index)
         if progress is None:
-            progress = self._sequences[index] = _SequenceText(self._new_detokenizer())
+            progress = self._sequences[index] = _new_text(self.request, self.tokenizer)
         return progress
-
-    def _new_detokenizer(self) -> Detokenizer | None:
-        if self.tokenizer is None:
-            return None
-        stop = self.request.stop
-        return Detokenizer(self.tokenizer, stop.stop, stop.include_stop, stop.min_tokens)
-
-    def _read(
-        self, progress: _SequenceText, finish: FinishReason | None, token_id: int
-    ) -> tuple[FinishReason | None, int | str | None, str]:
-        """Detokenizes a token: (finish, matched, text). finish: why the token ends the sequence, text aside."""
-        ends_by_token = finish in (FinishReason.EOS, FinishReason.STOP_TOKEN)
-        if progress.detokenizer is None:
-            return finish, token_id if ends_by_token else None, ""
-        if ends_by_token and not (finish is FinishReason.STOP_TOKEN and self.request.stop.include_stop):
-            return finish, token_id, ""
-        piece = progress.detokenizer.push(token_id)
-        if piece.matched is not None:
-            return FinishReason.STOP_STRING, piece.matched, piece.text
-        return finish, token_id if ends_by_token else None, piece.text
 
     def _timings(self, progress: _SequenceText, now_s: float) -> TimingsOutput:
         admitted_s = self.admitted_s if self.admitted_s is not None else now_s

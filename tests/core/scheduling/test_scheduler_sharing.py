@@ -99,6 +99,14 @@ def test_only_the_resumed_index_runs() -> None:
     assert [e.offset for e in rig.events["r", 2]] == [4, 5]
 
 
+def test_resumed_tokens_are_charged_as_a_prompt_is() -> None:
+    answer = expected_answer(a_request("r", num_prompt=6, max_tokens=60)).token_ids
+    rig = a_rig(max_num_seqs=1)
+    rig.submit(a_request("r", num_prompt=6, max_tokens=60, resume_index=0, resume_ids=answer[:50], caller="a"))
+    rig.drain()
+    assert rig.scheduler._queue._accounts["a"].served == 6 + 60
+
+
 def test_a_complete_answer_can_be_resumed() -> None:
     rig = a_rig()
     answer = expected_answer(a_request("r")).token_ids

@@ -23,7 +23,7 @@ from ppserve.errors import Draining, RequestError, StagesLost
 from ppserve.head.engine.control import ControlPlane
 from ppserve.head.engine.member import Formed, Hopeless
 from ppserve.head.engine.messages import Abort, Drain, Look, Message, Stop, Submit
-from ppserve.head.engine.open_request import Held, OpenRequest
+from ppserve.head.engine.open_request import HeldAnswer, OpenRequest
 from ppserve.head.engine.output import Sink, TokenOutput
 from ppserve.head.engine.replica import Reading, Replica, ReplicaEvent
 from ppserve.head.engine.watcher import Watcher
@@ -70,7 +70,7 @@ class Engine(threading.Thread):
     # ---- for other threads ----------------------------------------------------------------------------
 
     def submit(
-        self, request: Request, sink: Sink, tokenizer: Tokenizer | None, held: Held | None = None
+        self, request: Request, sink: Sink, tokenizer: Tokenizer | None, held: HeldAnswer | None = None
     ) -> Future[None]:
         """Queue a request. Its outputs go to `sink`. held: of a request that resumes an answer (`read_held`). The
         future is done when it is queued, or has a RequestError."""

@@ -9,7 +9,7 @@ from concurrent.futures import Future
 from dataclasses import dataclass, field
 
 from ppserve.core.request import FinishReason, Request
-from ppserve.head.engine.open_request import Held
+from ppserve.head.engine.open_request import HeldAnswer
 from ppserve.head.engine.output import Sink
 from ppserve.head.engine.replica import Reading
 from ppserve.tokenizer import Tokenizer
@@ -17,8 +17,8 @@ from ppserve.tokenizer import Tokenizer
 
 @dataclass(frozen=True, slots=True)
 class Submit:
-    """Queue a request. Its outputs go to `sink`. tokenizer: None where only token ids are served. held: None
-    an answer is resumed.
+    """Queue a request. Its outputs go to `sink`. tokenizer: None where only token ids are served. held: of a
+    request that resumes an answer.
 
     accepted: done when the request is queued; a RequestError if it is refused.
     """
@@ -26,7 +26,7 @@ class Submit:
     request: Request
     sink: Sink
     tokenizer: Tokenizer | None
-    held: Held | None = None
+    held: HeldAnswer | None = None
     accepted: Future[None] = field(default_factory=Future, repr=False, compare=False)
 
 

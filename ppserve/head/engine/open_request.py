@@ -48,7 +48,7 @@ def _new_text(request: Request, tokenizer: Tokenizer | None) -> _SequenceText:
 
 
 @dataclass(slots=True)
-class Held:
+class HeldAnswer:
     """What the caller of a resumed answer has, as text: where the next text begins. finish and matched: why these
     tokens end the answer; None if they do not. The engine owns it once the request is submitted."""
 
@@ -57,12 +57,12 @@ class Held:
     matched: int | str | None = None
 
 
-def read_held(request: Request, tokenizer: Tokenizer | None, eos_id: int | None) -> Held | None:
+def read_held(request: Request, tokenizer: Tokenizer | None, eos_id: int | None) -> HeldAnswer | None:
     """Detokenizes the tokens that the caller already has; None if the request resumes nothing. It may take
     milliseconds, so it is not for the engine's thread. Raises InvalidRequest if tokens follow the end."""
     if not request.resume_ids:
         return None
-    held, num_held = Held(_new_text(request, tokenizer)), len(request.resume_ids)
+    held, num_held = HeldAnswer(_new_text(request, tokenizer)), len(request.resume_ids)
     for count, token_id in enumerate(request.resume_ids, 1):
         finish = end_with(request, count, token_id, eos_id)
         held.finish, held.matched, _ = held.text.read(request, finish, token_id)
@@ -97,7 +97,7 @@ class OpenRequest:
     def is_complete(self) -> bool:
         return self._num_ended >= self.request.num_sequences
 
-    def resume(self, held: Held, now_s: float) -> TokenOutput | None:
+    def resume(self, held: HeldAnswer, now_s: float) -> TokenOutput | None:
         """The next text continues what the caller holds. Returns the answer's end if that contains it; then there
         is nothing to compute."""
         index = self.request.resume_index or 0

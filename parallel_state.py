@@ -14,7 +14,7 @@ rank and the last stage's next rank are None, so nobody can talk backwards by ac
 one frozen object in one variable, replaced as a whole by `initialize_model_parallel` and
 `destroy_model_parallel`, so a process can leave a broken pipeline and join the next one.
 
-Tensor-parallel groups exist at any size, but ppserve's model does not split tensors: run it with T = 1.
+The arithmetic of ranks alone, without processes, is `RankGrid` (ppserve/core/grid.py).
 """
 
 from __future__ import annotations
@@ -24,64 +24,11 @@ from datetime import timedelta
 
 import torch.distributed as dist
 
+from ppserve.core.grid import RankGrid
+
 
 class ParallelStateError(RuntimeError):
     """The groups are asked for before they exist, or made while they exist."""
-
-
-@dataclass(frozen=True, slots=True)
-class RankGrid:
-    """The arithmetic of ranks, without processes: a grid of tensor x data x pipeline ranks."""
-
-    tensor: int
-    data: int
-    pipeline: int
-
-    def __post_init__(self) -> None:
-        for name in ("tensor", "data", "pipeline"):
-            size = getattr(self, name)
-            if size < 1:
-                raise ValueError(f"the {name}-parallel size is {size}; it must be at least 1")
-
-    @classmethod
-    def fit(cls, world_size: int, tensor: int, pipeline: int, data: int | None = None) -> RankGrid:
-        """The grid that fills a world. data None: as many copies as fit. Raises ValueError if none does."""
-        grid = cls(tensor, 1 if data is None else data, pipeline)
-        if data is None:
-            grid = cls(tensor, max(1, world_size // grid.size), pipeline)
-        if grid.size != world_size:
-            sizes = f"tensor {tensor} x pipeline {pipeline}" + (f" x data {data}" if data is not None else "")
-            raise ValueError(f"{sizes} does not fill a world of {world_size} ranks")
-        return grid
-
-    @property
-    def size(self) -> int:
-        return self.tensor * self.data * self.pipeline
-
-    def rank(self, tensor: int, data: int, pipeline: int) -> int:
-        return tensor + self.tensor * (data + self.data * pipeline)
-
-    def tensor_groups(self) -> tuple[tuple[int, ...], ...]:
-        """Ranks that hold pieces of the same layers, one tuple per group; so the other two."""
-        return tuple(
-            tuple(self.rank(t, d, p) for t in range(self.tensor))
-            for p in range(self.pipeline)
-            for d in range(self.data)
-        )
-
-    def data_groups(self) -> tuple[tuple[int, ...], ...]:
-        return tuple(
-            tuple(self.rank(t, d, p) for d in range(self.data))
-            for p in range(self.pipeline)
-            for t in range(self.tensor)
-        )
-
-    def pipeline_groups(self) -> tuple[tuple[int, ...], ...]:
-        return tuple(
-            tuple(self.rank(t, d, p) for p in range(self.pipeline))
-            for d in range(self.data)
-            for t in range(self.tensor)
-        )
 
 
 @dataclass(frozen=True, slots=True)

@@ -11,6 +11,8 @@ from pathlib import Path
 from typing import Any
 
 from ppserve.core.architecture import Split
+from ppserve.core.grid import RankGrid
+from ppserve.errors import ConfigError
 
 DTYPES = ("auto", "float32", "bfloat16", "float16")
 TRANSPORTS = ("auto", "nccl", "gloo", "shm", "local")
@@ -36,12 +38,23 @@ class PipelineSettings:
     """How the model is cut, and how stages exchange hidden states. layers: per stage, None = balanced.
 
     threads: computing threads per stage, None = the host's cores divided evenly among its stages.
+    tensor_parallel: ranks that share the layers of a stage. replicas: pipelines with all layers, behind one head.
     """
 
     layers: Split | None = None
     microbatches: int | None = None
     transport: str = "auto"
     threads: int | None = None
+    tensor_parallel: int = 1
+    replicas: int = 1
+
+    def grid(self, world_size: int) -> RankGrid:
+        """How so many ranks divide: what tensor ranks and replicas leave are stages. Raises ConfigError."""
+        each = self.tensor_parallel * self.replicas
+        if world_size % each:
+            sizes = f"{self.tensor_parallel} tensor ranks x {self.replicas} replicas"
+            raise ConfigError("--tensor-parallel", f"{sizes} do not divide {world_size} ranks into stages")
+        return RankGrid(self.tensor_parallel, self.replicas, world_size // each)
 
 
 @dataclass(frozen=True, slots=True)

@@ -192,11 +192,13 @@ class Meeting(_Message, frozen=True, tag=True):
 
 
 class Start(_Message, frozen=True, tag=True):
-    """The only frame on a stage process's standard input. meeting: None in the head's own process."""
+    """The only frame on a stage process's standard input. meeting: None in the head's own process.
+
+    What the rank computes it learns from `Assign`."""
 
     config: ServeConfig
-    stage: int
-    num_stages: int
+    rank: int
+    world_size: int
     meeting: Meeting | None = None
 
 
@@ -204,7 +206,7 @@ class Start(_Message, frozen=True, tag=True):
 
 
 class Assign(_Message, frozen=True, tag=True):
-    """Load these layers."""
+    """Load these layers: of a stage with several tensor ranks, this one's part."""
 
     layout: StageLayout
     dtype: str

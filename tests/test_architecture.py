@@ -23,7 +23,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "ppserve.__main__": {"ppserve.cli"},
     "ppserve.errors": set(),
     "ppserve.answers": set(),
-    "ppserve.config": {"ppserve.core"},
+    "ppserve.config": {"ppserve.core", "ppserve.errors"},
     "ppserve.wire": {"ppserve.config", "ppserve.core", "ppserve.errors", "msgspec"},
     "ppserve.core": {"ppserve.core", "ppserve.errors"},
     "ppserve.files": {"ppserve.errors", "msgspec"},
@@ -81,7 +81,7 @@ MAY_IMPORT: dict[str, set[str]] = {
         *("ppserve.errors", "ppserve.head", "ppserve.model.checkpoint", "ppserve.planning", "ppserve.process"),
         "click",
     },
-    "parallel_state": {"torch"},
+    "parallel_state": {"ppserve.core.grid", "torch"},
 }
 
 GENERATED = {"ppserve.v1", "ppserve.vllm"}

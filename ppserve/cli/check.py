@@ -10,7 +10,8 @@ from pathlib import Path
 
 from ppserve.config import ServeConfig, ServerSettings
 from ppserve.core.architecture import Architecture
-from ppserve.core.partition import check_split, split_by_weight
+from ppserve.core.grid import RankGrid
+from ppserve.core.partition import check_split, check_tensor_ranks, split_by_weight
 from ppserve.errors import ConfigError
 from ppserve.head.api.auth import ApiKeys
 from ppserve.head.api.http.chat import ChatTemplate
@@ -20,21 +21,29 @@ from ppserve.model.checkpoint.hub import is_hub_id
 from ppserve.model.checkpoint.opening import read_architecture
 
 
-def check(config: ServeConfig, num_stages: int) -> None:
+def check(config: ServeConfig, world_size: int) -> None:
     """Raises UsageError. Stages on their hosts may find further mistakes."""
+    grid = config.pipeline.grid(world_size)
     _check_ports(config.server)
     _check_secrets(config.server)
     if config.server.chat_template is not None:
         ChatTemplate(config.server.chat_template)
-    check_microbatches(config, num_stages)
+    check_microbatches(config, grid.pipeline)
     arch = _architecture(config.model.path)
-    if arch is None:
-        return
+    if arch is not None:
+        _check_shape(config, arch, grid)
+    for flag, size in (("--tensor-parallel", grid.tensor), ("--replicas", grid.data)):
+        if size > 1:
+            raise ConfigError(flag, f"{size}: this version serves 1")
+
+
+def _check_shape(config: ServeConfig, arch: Architecture, grid: RankGrid) -> None:
     arch.context(config.model.max_model_len)
+    check_tensor_ranks(arch, grid.tensor)
     if config.pipeline.layers is None:
-        split_by_weight(arch, num_stages)
+        split_by_weight(arch, grid.pipeline)
     else:
-        check_split(config.pipeline.layers, arch, num_stages)
+        check_split(config.pipeline.layers, arch, grid.pipeline)
 
 
 def _architecture(path: str) -> Architecture | None:

@@ -46,6 +46,8 @@ def _load_config_file(ctx: click.Context, _param: click.Parameter, path: Path | 
     help="TOML file with any of these flags as entries.",
 )  # fmt: skip
 @click.option("--stages", type=_COUNT, help="From a plain shell: start this many stages under torchrun.")
+@click.option("--tensor-parallel", type=_COUNT, default=1, help="Ranks that share each stage's layers.")
+@click.option("--replicas", type=_COUNT, default=1, help="Pipelines behind one head; stages x this are started.")
 @click.option("--model", default="tiny", help="`tiny`, a directory, a .bin or .pt file, or a hub id.")
 @click.option("--dtype", type=click.Choice(cfg.DTYPES), default="auto")
 @click.option(
@@ -93,16 +95,21 @@ def _load_config_file(ctx: click.Context, _param: click.Parameter, path: Path | 
 @click.option("--log-format", type=click.Choice(["text", "json"]), default="text")
 @click.option("--trace", type=click.Path(dir_okay=False, path_type=Path), help="Chrome trace for Perfetto.")
 def serve(stages: int | None, **flags: Any) -> None:
-    """Serve a model: one pipeline stage per torchrun rank, gRPC and HTTP on rank 0."""
+    """Serve a model: one pipeline stage per torchrun rank, gRPC and HTTP on rank 0.
+
+    The ranks are tensor ranks x replicas x stages.
+    """
     config = build_config(flags)
     environment = RankEnvironment.from_environ()
+    asked = (stages or 1) * config.pipeline.tensor_parallel * config.pipeline.replicas
     if environment is None:
         from ppserve.process.torchrun import run_ranks
 
-        check(config, stages or 1)
-        sys.exit(run_ranks(stages or 1, sys.argv[1:], config.server.shutdown_timeout_s))
-    if stages is not None and stages != environment.world_size:
-        raise ConfigError("--stages", f"is {stages}, but torchrun started {environment.world_size} ranks")
+        check(config, asked)
+        sys.exit(run_ranks(asked, sys.argv[1:], config.server.shutdown_timeout_s))
+    if stages is not None and asked != environment.world_size:
+        problem = f"{stages} stages need {asked} ranks, but torchrun started {environment.world_size}"
+        raise ConfigError("--stages", problem)
     if environment.rank > 0:
         sys.exit(run_keeper(config, environment))
     check(config, environment.world_size)

@@ -130,12 +130,24 @@ class StageLayout:
 
     A stage may begin with an MLP whose attention the stage before it computes: what crosses is the hidden
     states either way. The first stage also embeds; the last also holds the final norm and the head.
+    tensor, num_tensor: which of the ranks that share the stage this is, of how many.
     """
 
     stage: int
     num_stages: int
     first_sublayer: int
     num_sublayers: int
+    tensor: int = 0
+    num_tensor: int = 1
+
+    @property
+    def place(self) -> int:
+        """Among the ranks of its replica: in order of stages, then of tensor ranks."""
+        return self.stage * self.num_tensor + self.tensor
+
+    @property
+    def num_places(self) -> int:
+        return self.num_stages * self.num_tensor
 
     @property
     def is_first(self) -> bool:

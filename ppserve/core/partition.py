@@ -128,6 +128,13 @@ def _cut_layers(parts: Parts, num_layers: int, num_stages: int, limit: float) ->
     return Split(best[0][3])
 
 
+def check_tensor_ranks(arch: Architecture, num_tensor: int) -> None:
+    """Raises ConfigError where some of the ranks that share a stage would have no head."""
+    if num_tensor > arch.num_heads:
+        heads = _count(arch.num_heads, "head")
+        raise ConfigError("--tensor-parallel", f"{num_tensor} is more than the model's {heads}")
+
+
 def check_split(split: Split, arch: Architecture, num_stages: int) -> None:
     """Raises ConfigError, naming --layers, unless `split` deals out every layer to `num_stages` stages."""
     _check_room(arch.num_layers, num_stages)

@@ -83,15 +83,17 @@ class HeadProcess:
 
     def __init__(self, config: ServeConfig, environment: RankEnvironment) -> None:
         self._config = config
-        self._num_stages = world_size = environment.world_size
+        world_size = environment.world_size
+        grid = config.pipeline.grid(world_size)
+        self._num_stages = num_stages = grid.pipeline
         self._meeting = meeting.find_meeting(config, environment)
         listener, secret = meeting.begin(self._meeting)
         control = SocketControlPlane(listener, world_size, secret)
         self._keeper = Keeper(config, 0, world_size, self._meeting)
         self._keeper_thread = threading.Thread(target=self._keeper.run, name="keeper", daemon=True)
-        self._metrics = Metrics(world_size)
-        self._observer = Observer(self._metrics, Trace(world_size, config.server.trace), RecentSpans(world_size))
-        self._members = Members(range(world_size), this_machine(), Layout(config), control)
+        self._metrics = Metrics(num_stages)
+        self._observer = Observer(self._metrics, Trace(num_stages, config.server.trace), RecentSpans(num_stages))
+        self._members = Members(grid, this_machine(), Layout(config), control)
         replica = Replica(self._members, control, self._observer, time.monotonic_ns)
         loop = asyncio.get_running_loop()
         self._engine = Engine(replica, control, self._observer, loop.call_soon_threadsafe)

@@ -58,15 +58,15 @@ class Keeper:
     def __init__(
         self,
         config: ServeConfig,
-        stage: int,
-        num_stages: int,
+        rank: int,
+        world_size: int,
         meeting: wire.Meeting,
         spawn: Callable[[], Child] = StageProcess,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._config = config
-        self._stage = stage
-        self._num_stages = num_stages
+        self._rank = rank
+        self._world_size = world_size
         self._meeting = meeting
         self._found_head = self._connected = False
         self._spawn = spawn
@@ -118,15 +118,15 @@ class Keeper:
             if self._connected:
                 had_head_s = self._clock()
             if deaths == MAX_DEATHS:
-                return self._give_up(f"stage {self._stage} died {MAX_DEATHS} times in a row (last code {code})")
+                return self._give_up(f"{self._name} died {MAX_DEATHS} times in a row (last code {code})")
             if self._clock() - had_head_s > HEADLESS_FOR_S:
-                return self._give_up(f"stage {self._stage} found no head for {HEADLESS_FOR_S:.0f} s")
+                return self._give_up(f"{self._name} found no head for {HEADLESS_FOR_S:.0f} s")
 
     def _one_life(self) -> tuple[bool, int]:
         """Starts a stage and waits for its end: (whether it computed a step, exit code)."""
         child, self._spare = self._spare or self._spawn(), None
         self._child, self._connected = child, False
-        child.start(wire.Start(self._config, self._stage, self._num_stages, self._meeting))
+        child.start(wire.Start(self._config, self._rank, self._world_size, self._meeting))
         served = self._watch(child)
         code = child.end()
         self._child = None
@@ -157,10 +157,14 @@ class Keeper:
             if frozen or self._is_overdue():
                 child.kill()
 
+    @property
+    def _name(self) -> str:
+        return self._config.pipeline.grid(self._world_size).name(self._rank)
+
     def _give_up(self, reason: str) -> int:
         """Tells the head why, so that streams end with a status instead of waiting."""
         try:
-            with connect_to_head(self._meeting, self._stage, _TELL_WITHIN_S) as connection:
+            with connect_to_head(self._meeting, self._rank, _TELL_WITHIN_S) as connection:
                 connection.sendall(wire.encode(wire.GaveUp(reason)))
         except (OSError, UsageError):
             print(f"ppserve: {reason}", file=sys.stderr, flush=True)

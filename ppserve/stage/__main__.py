@@ -42,22 +42,23 @@ def main() -> int:
     from ppserve.stage.wiring import ProcessGroupWiring
 
     start = _read_start()
-    set_up_logging(start.config.log, f"stage {start.stage}")
+    grid = start.config.pipeline.grid(start.world_size)
+    set_up_logging(start.config.log, grid.name(start.rank))
     log.info("process %d", os.getpid())
     assert start.meeting is not None
     os.write(life_fd, b"started\n")
-    environment = RankEnvironment.from_environ() or RankEnvironment(start.stage, start.num_stages, 0, 1)
+    environment = RankEnvironment.from_environ() or RankEnvironment(start.rank, start.world_size, 0, 1)
     mistake = ""
     try:
         # Before connecting, because it may take long (a download, a measurement), and the head is waiting.
         found = Findings.of(start.config, environment)
         found.compute.occupy()
-        costs = calibrate.costs_for_split(start.config, start.num_stages, found.checkpoint, found.compute)
+        costs = calibrate.costs_for_split(start.config, grid.pipeline, found.checkpoint, found.compute)
         found = replace(found, costs=costs)
     except UsageError as error:
         mistake = str(error)
     try:
-        connection = connect_to_head(start.meeting, start.stage, _CONNECT_WITHIN_S)
+        connection = connect_to_head(start.meeting, start.rank, _CONNECT_WITHIN_S)
     except OSError as error:
         log.error("cannot reach the head: %s", error)
         return EXIT_HEAD_GONE

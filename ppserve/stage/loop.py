@@ -122,8 +122,8 @@ class StageLoop:
     def _hello(self) -> wire.Hello:
         start, compute, checkpoint = self._start, self._found.compute, self._found.checkpoint
         return wire.Hello(
-            rank=start.stage,
-            world_size=start.num_stages,
+            rank=start.rank,
+            world_size=start.world_size,
             host=socket.gethostname(),
             checkpoint=str(checkpoint.path),
             architecture=checkpoint.architecture,
@@ -210,7 +210,7 @@ class StageLoop:
         return model, self._cache
 
     def _join(self, form: wire.Form, model: StageModel, cache: KVCache) -> None:
-        depth, dtype = self._start.num_stages + 1, model.backend.precision.hidden
+        depth, dtype = model.layout.num_stages + 1, model.backend.precision.hidden
         frames = Frames(model.arch.width, dtype, form.max_rows, depth, model.backend.device)
         transport = self._wiring.open_transport(form, model.layout, frames, self._link)
         self._epoch = Epoch(form.epoch, Stage(model, cache, transport))

@@ -33,15 +33,17 @@ def join_epoch_store(host: str, port: int, timeout: timedelta) -> dist.TCPStore:
         raise TransportError(f"cannot reach the epoch's store at {host}:{port}: {error}") from error
 
 
-def meet(store: dist.Store, stage: int, num_stages: int, is_over: Callable[[], bool]) -> None:
-    """Waits until every stage has come to the epoch's store. Raises TransportError when the epoch is over first.
+def meet(store: dist.Store, place: int, num_places: int, is_over: Callable[[], bool]) -> None:
+    """Waits until every rank of the replica has come to the epoch's store.
+
+    Raises TransportError when the epoch is over first.
 
     Connecting a group afterwards takes milliseconds and cannot be interrupted. This wait can, so a stage that dies
     or freezes before it comes does not hold up the others. It polls, as the store's own wait sees nothing else.
     """
-    everyone = [f"here/{other}" for other in range(num_stages)]
+    everyone = [f"here/{other}" for other in range(num_places)]
     try:
-        store.set(everyone[stage], "")
+        store.set(everyone[place], "")
         while not store.check(everyone):
             if is_over():
                 raise TransportError("the epoch was lost before every stage had come")

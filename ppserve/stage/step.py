@@ -73,5 +73,5 @@ class Stage:
             # On a device, hidden states arrive after `receive` has returned: when the computation begins, at last.
             received_ns = max(received_ns, busy.begun_ns)
         stamps = StepStamps(planned_ns, awaited_ns, received_ns, busy.begun_ns, busy.ended_ns, sent=clock())
-        result = StepResult(plan.epoch, plan.step_id, layout.stage, stamps, bytes_sent, drawn, scored, skipped)
+        result = StepResult(plan.epoch, plan.step_id, layout.place, stamps, bytes_sent, drawn, scored, skipped)
         return Computed(result, hidden_TD)

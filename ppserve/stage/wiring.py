@@ -39,7 +39,7 @@ class ProcessGroupWiring:
     """A stage that is a process: it meets the others in the epoch's store, and they form groups."""
 
     def open_transport(self, form: wire.Form, layout: StageLayout, frames: Frames, link: Link) -> Transport:
-        if layout.num_stages > 1:
+        if layout.num_places > 1:
             self._join(form, layout, link)
         return create_transport(form.transport, frames)
 
@@ -49,16 +49,16 @@ class ProcessGroupWiring:
             link.send(wire.StoreOpened(form.epoch, port))
         else:
             store = rendezvous.join_epoch_store(form.store_host, form.store_port, _FORM_TIMEOUT)
-        rendezvous.meet(store, layout.stage, layout.num_stages, lambda: link.abandoned >= form.epoch)
+        rendezvous.meet(store, layout.place, layout.num_places, lambda: link.abandoned >= form.epoch)
         _say_interface(form.address)
         dist.init_process_group(
             "nccl" if form.transport == "nccl" else "gloo",
             store=store,
-            rank=layout.stage,
-            world_size=layout.num_stages,
+            rank=layout.place,
+            world_size=layout.num_places,
             timeout=_FORM_TIMEOUT,
         )
-        parallel_state.initialize_model_parallel(pipeline_model_parallel_size=layout.num_stages)
+        parallel_state.initialize_model_parallel(layout.num_tensor, layout.num_stages)
 
     def leave(self) -> None:
         """Stages further on, blocked on this one, wake up as its connections end."""
@@ -77,12 +77,13 @@ def _say_interface(address: str) -> None:
 
 
 class ThreadWiring:
-    """Stages that are threads of one process: one object for all, which hands each stage its two ends."""
+    """Stages that are threads of one process: one object for a whole replica, which hands each rank its two
+    ends."""
 
     def __init__(self) -> None:
         self._opening = threading.Lock()
         self._epoch = 0
-        self._ends: tuple[Ends, ...] = ()
+        self._columns: tuple[tuple[Ends, ...], ...] = ()
 
     def open_transport(self, form: wire.Form, layout: StageLayout, frames: Frames, link: Link) -> Transport:
         if form.store_port == 0:
@@ -90,8 +91,9 @@ class ThreadWiring:
             link.send(wire.StoreOpened(form.epoch, port=1))
         with self._opening:
             if form.epoch != self._epoch:
-                self._epoch, self._ends = form.epoch, make_ends(layout.num_stages)
-            return LocalTransport(frames, self._ends[layout.stage])
+                self._epoch = form.epoch
+                self._columns = tuple(make_ends(layout.num_stages) for _ in range(layout.num_tensor))
+            return LocalTransport(frames, self._columns[layout.tensor][layout.stage])
 
     def leave(self) -> None:
         """Nothing to do: queues go with the transports that use them."""

@@ -32,6 +32,8 @@ def test_the_defaults_are_fine() -> None:
         ({"pipeline": PipelineSettings(layers=Split.parse("4,5"))}, "--layers: 4,5 adds up to 9"),
         ({"pipeline": PipelineSettings(layers=Split.parse("8"))}, "--layers: 8 names 1 stage, but 2"),
         ({"pipeline": PipelineSettings(microbatches=4)}, "--microbatches: 4 is more than 2 stages"),
+        ({"pipeline": PipelineSettings(tensor_parallel=3)}, "3 tensor ranks x 1 replicas do not divide 2 ranks"),
+        ({"pipeline": PipelineSettings(replicas=4)}, "1 tensor ranks x 4 replicas do not divide 2 ranks"),
     ],
 )
 def test_what_the_model_cannot_do(change: dict[str, object], says: str) -> None:
@@ -42,6 +44,12 @@ def test_what_the_model_cannot_do(change: dict[str, object], says: str) -> None:
 def test_more_stages_than_layers() -> None:
     with pytest.raises(UsageError, match="9 stages"):
         check(FINE, 9)
+
+
+def test_more_tensor_ranks_than_heads() -> None:
+    many = dataclasses.replace(FINE, pipeline=PipelineSettings(tensor_parallel=64))
+    with pytest.raises(UsageError, match="--tensor-parallel: 64 is more than the model's"):
+        check(many, 64)
 
 
 def test_a_broken_configuration(tmp_path: Path) -> None:

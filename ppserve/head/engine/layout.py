@@ -12,6 +12,7 @@ from ppserve.core.architecture import Architecture, Split, stage_layouts
 from ppserve.core.partition import (
     balance,
     check_split,
+    check_tensor_ranks,
     mean,
     split_by_cost,
     split_by_weight,
@@ -39,18 +40,20 @@ class Layout:
     def decide(self, hellos: tuple[wire.Hello, ...]) -> Decision:
         """Layouts, dtype and transport for these ranks. Raises ConfigError."""
         config, first = self._config, hellos[0]
+        grid = config.pipeline.grid(first.world_size)
         for hello in hellos[1:]:
             if hello.architecture != first.architecture:
-                where = f"stage {hello.rank} on {hello.host}"
+                where = f"{grid.name(hello.rank)} on {hello.host}"
                 raise ConfigError("--model", f"{where} found another model than stage 0")
             for name in ("dtype", "quantization", "kv_dtype"):
                 theirs, ours = getattr(hello, name), getattr(first, name)
                 if theirs != ours:
                     flag = f"--{name.replace('_', '-')}"
-                    raise ConfigError(flag, f"stage {hello.rank} would use {theirs}, stage 0 {ours}")
+                    raise ConfigError(flag, f"{grid.name(hello.rank)} would use {theirs}, stage 0 {ours}")
         arch = first.architecture
-        split = config.pipeline.layers or choose_split(config, arch, hellos)
-        check_split(split, arch, len(hellos))
+        check_tensor_ranks(arch, grid.tensor)
+        split = config.pipeline.layers or choose_split(config, arch, hellos, grid.pipeline)
+        check_split(split, arch, grid.pipeline)
         stage_addresses(hellos)
         one_host = len({hello.machine for hello in hellos}) == 1
         return Decision(
@@ -58,7 +61,7 @@ class Layout:
             layouts=stage_layouts(split),
             dtype=first.dtype,
             transport="local" if self._in_process else _transport(config.pipeline.transport, hellos, one_host),
-            scheduling=scheduler_config(config, arch, hellos),
+            scheduling=scheduler_config(config, arch, hellos, grid.pipeline),
         )
 
     def num_blocks(self, decision: Decision, loaded: tuple[wire.Loaded, ...]) -> int:
@@ -100,13 +103,15 @@ def stage_addresses(hellos: Sequence[wire.Hello]) -> tuple[str, ...]:
     return tuple(addresses)
 
 
-def choose_split(config: ServeConfig, arch: Architecture, hellos: tuple[wire.Hello, ...]) -> Split:
+def choose_split(
+    config: ServeConfig, arch: Architecture, hellos: tuple[wire.Hello, ...], num_stages: int
+) -> Split:
     """The split for the expected prompts and answers: by costs that the stages measured, or else by parameters."""
     measured = tuple(hello.costs for hello in hellos if hello.costs is not None)
     if len(measured) < len(hellos):
-        return split_by_weight(arch, len(hellos))
+        return split_by_weight(arch, num_stages)
     parts = mean(measured)
-    split = split_by_cost(parts, arch.num_layers, len(hellos))
+    split = split_by_cost(parts, arch.num_layers, num_stages)
     log.info(
         "--layers auto: %s, predicted balance %.0f%% for prompts of %d tokens and answers of %d",
         split,
@@ -117,11 +122,13 @@ def choose_split(config: ServeConfig, arch: Architecture, hellos: tuple[wire.Hel
     return split
 
 
-def scheduler_config(config: ServeConfig, arch: Architecture, hellos: tuple[wire.Hello, ...]) -> SchedulerConfig:
+def scheduler_config(
+    config: ServeConfig, arch: Architecture, hellos: tuple[wire.Hello, ...], num_stages: int
+) -> SchedulerConfig:
     """The scheduler's configuration for this model. Raises ConfigError."""
-    check_microbatches(config, len(hellos))
+    check_microbatches(config, num_stages)
     return SchedulerConfig(
-        num_stages=len(hellos),
+        num_stages=num_stages,
         microbatches=config.pipeline.microbatches,
         max_num_seqs=config.scheduling.max_num_seqs,
         max_queue=config.scheduling.max_queue,

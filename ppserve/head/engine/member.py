@@ -102,7 +102,7 @@ MemberEvent = StepResult | StageDied | EpochLost | Formed | Hopeless
 
 @dataclass(frozen=True, slots=True)
 class Member:
-    """The head's record of one rank.
+    """The head's record of one rank. stage, tensor: which of a stage's tensor ranks it is.
 
     progress: (bytes loaded, of how many). since_ns: when this state began. leave_by_ns: when a rank that is
     LEAVING is cut off. round_trips: of its latest pings, each with its clock minus the head's as measured by it.
@@ -111,6 +111,7 @@ class Member:
 
     rank: int
     stage: int
+    tensor: int = 0
     state: StageState = StageState.ABSENT
     hello: wire.Hello | None = None
     loaded: wire.Loaded | None = None

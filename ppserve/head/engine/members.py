@@ -11,11 +11,11 @@ The connection of a rank whose message asks for a change of state that `member` 
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any, Protocol
 
 from ppserve import wire
+from ppserve.core.grid import RankGrid
 from ppserve.core.ledger.account import in_head_clock
 from ppserve.core.plan import StepResult
 from ppserve.errors import UsageError
@@ -76,10 +76,10 @@ class Rules(Protocol):
     """The decisions that depend on the operator's configuration. Both raise UsageError if none is possible."""
 
     def decide(self, hellos: tuple[wire.Hello, ...]) -> Decision:
-        """hellos: of every rank, in order of stages."""
+        """hellos: of every rank of the replica, in order of stages, then of tensor ranks."""
 
     def num_blocks(self, decision: Decision, loaded: tuple[wire.Loaded, ...]) -> int:
-        """KV blocks on every stage. loaded: of every rank, in order of stages."""
+        """KV blocks on every stage. loaded: of every rank, in the order of `decide`."""
 
 
 class Sender(Protocol):
@@ -97,17 +97,21 @@ class Members:
     `healthy`.
     """
 
-    def __init__(self, ranks: Sequence[int], machine: str, rules: Rules, control: Sender) -> None:
-        """ranks: in order of stages. machine: the head's; ranks on the same machine have the same clock."""
-        self.num_stages = len(ranks)
-        self.all = tuple(Member(rank, stage) for stage, rank in enumerate(ranks))
+    def __init__(self, grid: RankGrid, machine: str, rules: Rules, control: Sender, replica: int = 0) -> None:
+        """grid: of the whole world; the members are the ranks of `replica` in it. machine: the head's; ranks on
+        the same machine have the same clock."""
+        self.grid = grid
+        self.replica = replica
+        self.num_stages = grid.pipeline
+        # A rank's place in the replica: in order of stages, then of tensor ranks.
+        self._place = {rank: place for place, rank in enumerate(grid.ranks_of(replica))}
+        self.all = tuple(Member(rank, at.stage, at.tensor) for rank in self._place for at in (grid.place(rank),))
         self.epoch = 0
         self.formed = False
         self.decision: Decision | None = None
         self.num_blocks = 0
         self.draining = False
-        self._heard_ns = dict.fromkeys(ranks, 0)
-        self._place = {rank: place for place, rank in enumerate(ranks)}
+        self._heard_ns = dict.fromkeys(self.ranks, 0)
         self._machine = machine
         self._rules = rules
         self._control = control
@@ -121,8 +125,12 @@ class Members:
 
     @property
     def ranks(self) -> tuple[int, ...]:
-        """In order of stages."""
+        """In order of stages, then of tensor ranks."""
         return tuple(self._place)
+
+    def name(self, member: Member) -> str:
+        """For people."""
+        return self.grid.name(member.rank)
 
     @property
     def first(self) -> Member:
@@ -152,7 +160,7 @@ class Members:
         member = self[rank]
         match message:
             case wire.Result(result):
-                current = self.formed and result.epoch == self.epoch and result.stage == member.stage
+                current = self.formed and result.epoch == self.epoch and result.stage == self._place[rank]
                 return [_on_head_clock(member, result)] if current else []
             case wire.Heartbeat():
                 self._align_clock(member, message, now_ns)
@@ -187,7 +195,7 @@ class Members:
             return []
         member = self[rank]
         self._update(rank, restarts=member.restarts + 1)
-        lost = self._lose_epoch(f"stage {member.stage}: {cause}", member.stage, now_ns)
+        lost = self._lose_epoch(f"{self.name(member)}: {cause}", member.stage, now_ns)
         return [StageDied(rank, member.stage, cause), *lost]
 
     def tick(self, now_ns: int) -> list[MemberEvent]:
@@ -206,7 +214,7 @@ class Members:
                 # so.
                 patience_ns = _REJOIN_WHILE_DRAINING_NS if self.draining else _REJOIN_WITHIN_NS
                 if self.epoch and now_ns - member.since_ns > patience_ns:
-                    return [Hopeless(f"stage {member.stage} did not come back in time", usage=False)]
+                    return [Hopeless(f"{self.name(member)} did not come back in time", usage=False)]
             elif cause := self._overdue(member, now_ns):
                 self._control.drop(member.rank, cause)
         return [*self._lose_silent(now_ns), *self._form_if_complete(now_ns)]
@@ -246,25 +254,25 @@ class Members:
         for member in self.all:
             heard_ns = self._heard_ns[member.rank]
             if member.state is StageState.READY and now_ns - heard_ns > _SILENT_NS:
-                lost = self._lose_epoch(f"stage {member.stage}: silent", None, now_ns)
+                lost = self._lose_epoch(f"{self.name(member)}: silent", None, now_ns)
                 self._update(member.rank, leave_by_ns=heard_ns + _CUT_OFF_NS)
                 return lost
         return []
 
     def _greet(self, member: Member, hello: wire.Hello, now_ns: int) -> list[MemberEvent]:
-        if hello.world_size != self.num_stages:
-            return [Hopeless(f"stage {member.stage} belongs to {hello.world_size} stages", usage=True)]
+        if hello.world_size != self.grid.size:
+            return [Hopeless(f"{self.name(member)} belongs to {hello.world_size} ranks", usage=True)]
         before = member.hello
         self._move(member.rank, StageState.LOADING, now_ns)
         self._update(member.rank, hello=hello, round_trips=())
         if self.decision is not None:
             change = what_changed(before, hello, self.decision.transport) if before is not None else None
             if change is not None:
-                return [Hopeless(f"stage {member.stage} came back with {change}", usage=True)]
+                return [Hopeless(f"{self.name(member)} came back with {change}", usage=True)]
             self._assign(member, self.decision)
             return []
         hellos = [m.hello for m in self.all if m.hello is not None]
-        if len(hellos) < self.num_stages:
+        if len(hellos) < len(self.all):
             return []
         try:
             self.decision = self._rules.decide(tuple(hellos))
@@ -275,7 +283,9 @@ class Members:
         return []
 
     def _assign(self, member: Member, decision: Decision) -> None:
-        self._control.send(member.rank, wire.Assign(decision.layouts[member.stage], decision.dtype))
+        part = {"tensor": member.tensor, "num_tensor": self.grid.tensor}
+        layout = replace(decision.layouts[member.stage], **part)
+        self._control.send(member.rank, wire.Assign(layout, decision.dtype))
 
     def _form_if_complete(self, now_ns: int) -> list[MemberEvent]:
         """Begins the next epoch when every rank is LOADED. The rank of the first stage is invited before the
@@ -314,7 +324,7 @@ class Members:
             max_rows=decision.scheduling.max_step_tokens,
             store_host=self._addresses[0],
             store_port=store_port,
-            address=self._addresses[member.stage],
+            address=self._addresses[self._place[member.rank]],
         )
         self._control.send(member.rank, form)
 

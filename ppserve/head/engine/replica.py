@@ -175,8 +175,9 @@ class Replica:
         bare, told = self._teller.tell(plan, scheduler.running_ids)
         ranks = self.members.ranks
         if told is not NOTHING:
-            self._control.send(ranks[-1], wire.Plan(bare, told))
-            ranks = ranks[:-1]
+            num_others = len(ranks) - self.members.grid.tensor
+            self._control.broadcast(ranks[num_others:], wire.Plan(bare, told))
+            ranks = ranks[:num_others]
         self._control.broadcast(ranks, wire.Plan(bare))
 
     def _cancel_doomed(self, scheduler: Scheduler) -> None:

@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import partial
 
+from ppserve.core.grid import RankGrid
 from ppserve.core.request import FinishReason, Request, SamplingParams, StopConditions
 from ppserve.errors import Overloaded, RequestFailed
 from ppserve.head.engine.loop import Engine
@@ -88,7 +89,7 @@ class History:
         speculate = self.random.choice((0, 0, None, 1, 4))
         settings = {"max_num_seqs": self.random.choice((3, 16)), "max_queue": 8, "speculate": speculate}
         rules = ToyRules(self.num_stages, settings)
-        self.members = members(range(self.num_stages), "here", rules, self.control)
+        self.members = members(RankGrid(1, 1, self.num_stages), "here", rules, self.control)
         self._began_ns = world.now_ns
         self.replica = replica(self.members, self.control, Watcher(), lambda: world.now_ns)
         self.engine = Engine(

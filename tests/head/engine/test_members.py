@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import msgspec
 import pytest
 
 from ppserve import wire
 from ppserve.core.architecture import Architecture, Split, stage_layouts
+from ppserve.core.grid import RankGrid
 from ppserve.core.plan import StepResult, StepStamps
 from ppserve.core.scheduling.config import SchedulerConfig
 from ppserve.errors import ConfigError
@@ -41,7 +42,7 @@ class MembersRig:
     now_ns: int = SECOND
 
     def __post_init__(self) -> None:
-        self.members = Members(range(self.num_stages), "here", self, self)
+        self.members = Members(RankGrid(1, 1, self.num_stages), "here", self, self)
         self.members.start(self.now_ns)
 
     def decide(self, hellos: tuple[wire.Hello, ...]) -> Decision:
@@ -508,3 +509,32 @@ def test_a_rank_cannot_report_another_stages_step() -> None:
     pipeline.start()
     assert pipeline.say(1, result(1)) == [], "the result names stage 0"
     assert len(pipeline.say(0, result(1))) == 1
+
+
+def test_tensor_ranks_load_the_same_stage_and_the_epoch_has_all_of_them() -> None:
+    """Four ranks of the second of two replicas, two for each of two stages."""
+    rig = MembersRig(2)
+    grid = RankGrid(2, 2, 2)
+    rig.members = members = Members(grid, "here", rig, rig, replica=1)
+    ranks = (2, 3, 6, 7)
+    assert members.ranks == ranks
+    assert [(member.stage, member.tensor) for member in members.all] == [(0, 0), (0, 1), (1, 0), (1, 1)]
+    members.start(0)
+    about = (8, "h", "/m", ARCH, "float32", None, False, None, "here", "10.0.0.1", "10.0.0.1")
+    for rank in ranks:
+        rig.say(rank, wire.Hello(rank, *about))
+    layouts = {rank: message.layout for rank, message in rig.sent if isinstance(message, wire.Assign)}
+    assert [layouts[rank].place for rank in ranks] == [0, 1, 2, 3]
+    assert layouts[7] == replace(layouts[6], tensor=1)
+    assert (layouts[6].stage, layouts[6].num_tensor, layouts[6].num_places) == (1, 2, 4)
+    for rank in ranks:
+        rig.say(rank, wire.Loaded("cpu", 1, 1, 100, 1000, ""))
+    assert list(rig.forms()) == [2]
+    rig.say(2, wire.StoreOpened(1, 1))
+    assert list(rig.forms()) == [3, 6, 7]
+    formed = [event for rank in ranks for event in rig.say(rank, wire.Ready(1))]
+    assert formed == [Formed(1, 10)]
+    died, lost = members.gone(7, "exit", rig.now_ns)
+    assert (died, lost) == (StageDied(7, 1, "exit"), EpochLost(1, "replica 1 stage 1 tensor 1: exit", 1))
+    left = {rank for rank, message in rig.sent if isinstance(message, wire.Abandon)}
+    assert left == {2, 3, 6}, "the others keep their weights"

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from ppserve import wire
+from ppserve.core.grid import RankGrid
 from ppserve.core.ledger.account import StageTimes
 from ppserve.core.ledger.steps import STEP_DEADLINE_NS, Step
 from ppserve.core.plan import Drawn, StepPlan, StepResult, StepStamps
@@ -75,14 +76,15 @@ class Notes(Watcher):
 
 
 class Rig:
-    """A replica whose time, ranks and stages are the test's. Ranks are not stages: the first has number 10."""
+    """The second of two replicas, so ranks are not stages. Its time, ranks and stages are the test's."""
 
     def __init__(self, num_stages: int = 2, **config: Any) -> None:
         self.now_ns = SECOND
-        self.ranks = range(10, 10 + num_stages)
+        self.grid = RankGrid(1, 2, num_stages)
+        self.ranks = self.grid.ranks_of(1)
         self.control = ScriptedControl()
         self.notes = Notes()
-        members = Members(self.ranks, "here", ToyRules(num_stages, config), self.control)
+        members = Members(self.grid, "here", ToyRules(num_stages, config), self.control, replica=1)
         self.replica = Replica(members, self.control, self.notes, lambda: self.now_ns)
         self.replica.start()
 
@@ -91,7 +93,7 @@ class Rig:
 
     def greet(self, rank: int) -> None:
         """A stage process of this rank connects and loads its weights."""
-        about = (len(self.ranks), "host", "/m", ARCH, "float32", None, False, None, "here")
+        about = (self.grid.size, "host", "/m", ARCH, "float32", None, False, None, "here")
         self.say(rank, wire.Hello(rank, *about))
         self.say(rank, wire.Loaded("cpu", 1, 1, 10, 10 * NUM_BLOCKS, ""))
 
@@ -120,7 +122,7 @@ class Rig:
         self.replica.refill(self.now_ns)
         sent = {rank: [m for r, m in self.control.sent if r == rank and isinstance(m, wire.Plan)]
                 for rank in self.ranks}  # fmt: skip
-        assert all([m.plan for m in sent[rank]] == [m.plan for m in sent[10]] for rank in self.ranks)
+        assert all([m.plan for m in sent[rank]] == [m.plan for m in sent[self.ranks[0]]] for rank in self.ranks)
         assert all(m.told == Told() for rank in self.ranks[:-1] for m in sent[rank])
         return [self.draws.restore(m.plan, m.told) for m in sent[self.ranks[-1]]]
 
@@ -197,9 +199,9 @@ def test_a_step_is_committed_when_the_last_stage_reports_it_whoever_else_owes_it
     rig = formed(microbatches=1)
     rig.submit("a", max_tokens=1)
     (plan,) = rig.refill()
-    assert finished(rig.say(11, rig.result(plan, 1))) == ["a"]
+    assert finished(rig.say(3, rig.result(plan, 1))) == ["a"]
     assert rig.replica.demand(exists=False), "stage 0 has not reported: the server has work"
-    assert rig.say(10, rig.result(plan, 0)) == []
+    assert rig.say(1, rig.result(plan, 0)) == []
     assert not rig.replica.demand(exists=False)
 
 
@@ -211,14 +213,14 @@ def test_a_result_of_an_unknown_step_or_a_repeated_one_is_ignored() -> None:
     rig.submit("a")
     (plan,) = rig.refill()
     unknown = StepPlan(plan.epoch, 99, 0, plan.slices)
-    assert rig.say(11, rig.result(unknown, 1)) == []
-    assert rig.say(11, wire.Result(StepResult(0, plan.step_id, 1, StepStamps(1, 1, 1, 1, 1, 1)))) == []
-    assert rig.say(11, rig.result(plan, 0)) == [], "of a stage that is not this rank's"
+    assert rig.say(3, rig.result(unknown, 1)) == []
+    assert rig.say(3, wire.Result(StepResult(0, plan.step_id, 1, StepStamps(1, 1, 1, 1, 1, 1)))) == []
+    assert rig.say(3, rig.result(plan, 0)) == [], "of a stage that is not this rank's"
     assert rig.refill() == [], "the step is still in flight"
-    (event,) = rig.say(11, rig.result(plan, 1))
+    (event,) = rig.say(3, rig.result(plan, 1))
     assert isinstance(event, SequenceEvent)
     assert event.token_id == 3
-    assert rig.say(11, rig.result(plan, 1)) == []
+    assert rig.say(3, rig.result(plan, 1)) == []
     assert [call for call in rig.notes.called if call[0] == "reported"] == [("reported", plan.step_id, 1)]
     assert [stage.steps for stage in rig.replica.reading().stages] == [0, 1]
 
@@ -227,14 +229,14 @@ def test_a_result_of_a_lost_epoch_is_ignored_and_its_tokens_are_computed_again()
     rig = formed(microbatches=1)
     rig.submit("a", max_tokens=1)
     (plan,) = rig.refill()
-    rig.lose(10)
-    assert rig.say(11, rig.result(plan, 1)) == []
+    rig.lose(1)
+    assert rig.say(3, rig.result(plan, 1)) == []
     rig.submit("bb", max_tokens=1)
     assert rig.refill() == [], "no plan is sent while there is no epoch"
     rig.now_ns += SECOND
-    rig.greet(10)
+    rig.greet(1)
     assert rig.join() == []
-    assert rig.say(11, rig.result(plan, 1)) == [], "still of the lost epoch"
+    assert rig.say(3, rig.result(plan, 1)) == [], "still of the lost epoch"
     (again,) = rig.refill()
     assert (again.epoch, again.slices[:1]) == (2, plan.slices)
     assert finished(rig.compute(again)) == ["a", "bb"]
@@ -243,7 +245,7 @@ def test_a_result_of_a_lost_epoch_is_ignored_and_its_tokens_are_computed_again()
 # ---- a stage that does not report ---------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(("reported", "stuck"), [((), 10), ((0,), 11), ((0, 1), 12)])
+@pytest.mark.parametrize(("reported", "stuck"), [((), 1), ((0,), 3), ((0, 1), 5)])
 def test_the_rank_that_owes_a_step_past_its_deadline_is_dropped(reported: tuple[int, ...], stuck: int) -> None:
     rig = formed(3, microbatches=1)
     rig.submit("a")
@@ -267,17 +269,17 @@ def test_a_pause_of_the_head_starts_the_deadline_anew() -> None:
     rig.wait(STEP_DEADLINE_NS / SECOND)
     assert rig.control.dropped == []
     rig.wait(1)
-    assert set(rig.control.dropped) == {(10, "stuck")}
+    assert set(rig.control.dropped) == {(1, "stuck")}
 
 
 def test_a_silent_rank_ends_the_epoch_long_before_its_step_is_overdue_and_is_cut_off_later() -> None:
     rig = formed(2)
     rig.submit("a")
     rig.refill()
-    rig.wait(4, silent=(11,))
+    rig.wait(4, silent=(3,))
     assert (rig.replica.members.formed, rig.control.dropped) == (False, [])
-    rig.wait(7, silent=(11,))
-    assert {rank for rank, _ in rig.control.dropped} == {11}
+    rig.wait(7, silent=(3,))
+    assert {rank for rank, _ in rig.control.dropped} == {3}
 
 
 # ---- starting and ending ------------------------------------------------------------------------------
@@ -300,10 +302,10 @@ def test_a_lost_stage_is_waited_for_less_long_while_draining(draining: bool, pat
     rig.submit("a")
     rig.refill()
     rig.replica.members.draining = draining
-    assert rig.lose(11) == []
+    assert rig.lose(3) == []
     assert rig.notes.called[-2:] == [("died", 1, "exit"), ("epoch lost",)]
-    assert rig.wait(patience_s, silent=(11,)) == []
-    (event, *_) = rig.wait(1, silent=(11,))
+    assert rig.wait(patience_s, silent=(3,)) == []
+    (event, *_) = rig.wait(1, silent=(3,))
     assert isinstance(event, Hopeless)
     assert not event.usage
 
@@ -330,9 +332,9 @@ def test_time_without_demand_is_idle_and_time_without_a_stage_is_host() -> None:
     rig.submit("a", max_tokens=1)
     (plan,) = rig.refill()
     rig.now_ns += MS
-    rig.lose(10)
+    rig.lose(1)
     rig.now_ns += 3 * SECOND  # down, and a request is open
-    rig.greet(10)
+    rig.greet(1)
     rig.join()
     (again,) = rig.refill()
     rig.compute(again)
@@ -350,9 +352,9 @@ def test_time_without_demand_is_idle_and_time_without_a_stage_is_host() -> None:
 def test_a_stage_lost_without_demand_leaves_idle_time_only() -> None:
     rig = formed()
     rig.now_ns += SECOND
-    rig.lose(11)
+    rig.lose(3)
     rig.now_ns += 2 * SECOND
-    rig.greet(11)
+    rig.greet(3)
     rig.join()
     rig.now_ns += SECOND
     assert [times.idle_ns for times in rig.times()] == [4 * SECOND] * 2

@@ -11,6 +11,7 @@ from typing import Any
 
 from ppserve import wire
 from ppserve.core.architecture import Architecture, Split, stage_layouts
+from ppserve.core.grid import RankGrid
 from ppserve.core.plan import StepPlan, StepResult, StepStamps
 from ppserve.core.request import Request
 from ppserve.core.scheduling.config import SchedulerConfig
@@ -165,7 +166,7 @@ class ToyRules:
 def running(num_stages: int = 2, watcher: Watcher | None = None, **config: Any) -> Iterator[Running]:
     """A formed pipeline of toy ranks; stopped at the end."""
     control, watcher = LocalControlPlane(range(num_stages)), watcher or Watcher()
-    members = Members(range(num_stages), "here", ToyRules(num_stages, config), control)
+    members = Members(RankGrid(1, 1, num_stages), "here", ToyRules(num_stages, config), control)
     clock_ns = _Clock()
     replica = Replica(members, control, watcher, clock_ns)
     engine = Engine(replica, control, watcher, lambda call: call(), clock_ns)

@@ -1,0 +1,94 @@
+"""The arithmetic of ranks: how a world of processes divides into tensor ranks, replicas and stages.
+
+The order is Megatron-LM's: tensor ranks vary fastest, then replicas (its data axis), and stages are farthest
+apart. Rank r of a world of tensor x data x pipeline ranks sits at
+
+    r = tensor + T * (data + D * pipeline)        T, D: sizes of the tensor and data axes
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True)
+class RankPlace:
+    """Where a rank sits: in which replica, at which stage of it, and which of the stage's tensor ranks it is."""
+
+    replica: int
+    stage: int
+    tensor: int
+
+
+@dataclass(frozen=True, slots=True)
+class RankGrid:
+    """A grid of tensor x data x pipeline ranks."""
+
+    tensor: int
+    data: int
+    pipeline: int
+
+    def __post_init__(self) -> None:
+        for name in ("tensor", "data", "pipeline"):
+            size = getattr(self, name)
+            if size < 1:
+                raise ValueError(f"the {name}-parallel size is {size}; it must be at least 1")
+
+    @classmethod
+    def fit(cls, world_size: int, tensor: int, pipeline: int, data: int | None = None) -> RankGrid:
+        """The grid that fills a world. data None: as many copies as fit. Raises ValueError if none does."""
+        grid = cls(tensor, 1 if data is None else data, pipeline)
+        if data is None:
+            grid = cls(tensor, max(1, world_size // grid.size), pipeline)
+        if grid.size != world_size:
+            sizes = f"tensor {tensor} x pipeline {pipeline}" + (f" x data {data}" if data is not None else "")
+            raise ValueError(f"{sizes} does not fill a world of {world_size} ranks")
+        return grid
+
+    @property
+    def size(self) -> int:
+        return self.tensor * self.data * self.pipeline
+
+    def rank(self, tensor: int, data: int, pipeline: int) -> int:
+        return tensor + self.tensor * (data + self.data * pipeline)
+
+    def place(self, rank: int) -> RankPlace:
+        """Where a rank sits."""
+        assert 0 <= rank < self.size, rank
+        replica, stage = rank // self.tensor % self.data, rank // (self.tensor * self.data)
+        return RankPlace(replica, stage, rank % self.tensor)
+
+    def rank_at(self, place: RankPlace) -> int:
+        return self.rank(place.tensor, place.replica, place.stage)
+
+    def ranks_of(self, replica: int) -> tuple[int, ...]:
+        """The ranks of one replica, in order of stages, then of tensor ranks."""
+        return tuple(self.rank(t, replica, p) for p in range(self.pipeline) for t in range(self.tensor))
+
+    def name(self, rank: int) -> str:
+        """A rank in words, without what there is only one of: `stage 1`, `replica 0 stage 1 tensor 0`."""
+        place = self.place(rank)
+        words = [f"replica {place.replica}"] * (self.data > 1) + [f"stage {place.stage}"]
+        return " ".join(words + [f"tensor {place.tensor}"] * (self.tensor > 1))
+
+    def tensor_groups(self) -> tuple[tuple[int, ...], ...]:
+        """Ranks that hold pieces of the same layers, one tuple per group; so the other two."""
+        return tuple(
+            tuple(self.rank(t, d, p) for t in range(self.tensor))
+            for p in range(self.pipeline)
+            for d in range(self.data)
+        )
+
+    def data_groups(self) -> tuple[tuple[int, ...], ...]:
+        return tuple(
+            tuple(self.rank(t, d, p) for d in range(self.data))
+            for p in range(self.pipeline)
+            for t in range(self.tensor)
+        )
+
+    def pipeline_groups(self) -> tuple[tuple[int, ...], ...]:
+        return tuple(
+            tuple(self.rank(t, d, p) for p in range(self.pipeline))
+            for d in range(self.data)
+            for t in range(self.tensor)
+        )

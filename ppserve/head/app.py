@@ -134,7 +134,7 @@ class HeadProcess:
         ports = await doors.open()
         self._check_listeners(ports)
         await doors.set_serving(True)
-        self._on_reload(desk)
+        self._on_reload(desk, doors)
         host = self._config.server.host
         print(banner(handle.model_card(), topology, host, ports), file=sys.stderr, flush=True)
         places = f"grpc={host}:{ports.grpc} metrics={host}:{ports.metrics} stages={self._num_stages}"
@@ -225,9 +225,13 @@ class HeadProcess:
         for signum in (signal.SIGTERM, signal.SIGINT):
             loop.add_signal_handler(signum, on_stop)
 
-    def _on_reload(self, desk: FrontDesk) -> None:
+    def _on_reload(self, desk: FrontDesk, doors: Doors) -> None:
+        def reload() -> None:
+            desk.reload_keys()
+            doors.reload_certificates()
+
         loop = asyncio.get_running_loop()
-        loop.add_signal_handler(signal.SIGHUP, desk.reload_keys)
+        loop.add_signal_handler(signal.SIGHUP, reload)
         loop.add_signal_handler(signal.SIGUSR1, self._observer.trace.toggle)
 
     @staticmethod

@@ -3,14 +3,19 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 from collections.abc import Mapping
 from dataclasses import dataclass
 
 from ppserve.config import ServerSettings
+from ppserve.errors import ConfigError
 from ppserve.head.api.desk import FrontDesk
 from ppserve.head.api.grpc.server import GrpcServer
 from ppserve.head.api.http.server import AnswerCounts, HttpServer
+from ppserve.head.api.tls import read_certificates
 from ppserve.head.observe.pages import MakePage, PageServer
+
+log = logging.getLogger("ppserve.head")
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,6 +43,18 @@ class Doors:
         """Bind and listen. Raises ConfigError for an address that cannot be bound."""
         metrics = await self._pages.start(self._settings.host, self._settings.metrics_port)
         return Ports(await self._grpc.start(), await self._http.start(), metrics)
+
+    def reload_certificates(self) -> None:
+        """Shows what the files hold now to new connections; files that cannot be used change nothing."""
+        try:
+            certificates = read_certificates(self._settings)
+        except ConfigError as error:
+            log.error("the certificates stay as they are: %s", error)
+            return
+        if certificates is not None:
+            self._grpc.show(certificates)
+            self._http.show(certificates)
+            log.info("certificates read again")
 
     async def set_serving(self, serving: bool) -> None:
         await self._grpc.set_serving(serving)

@@ -21,6 +21,22 @@ class Certificates:
     context: ssl.SSLContext
 
 
+class LiveContext:
+    """A server's TLS context whose certificates can be replaced. Connections that stand keep theirs."""
+
+    def __init__(self, of: Certificates) -> None:
+        self.context = of.context
+        self._newest = of.context
+        self.context.sni_callback = self._choose  # called in every handshake, also of clients that name nothing
+
+    def show(self, of: Certificates) -> None:
+        """To new connections, from now on."""
+        self._newest = of.context
+
+    def _choose(self, connection: ssl.SSLObject, _name: str | None, _context: ssl.SSLContext) -> None:
+        connection.context = self._newest
+
+
 def read_certificates(settings: ServerSettings) -> Certificates | None:
     """None where connections are to be in the clear. Raises ConfigError for files that cannot be used."""
     cert, key, client_ca = settings.tls_cert, settings.tls_key, settings.tls_client_ca
@@ -33,6 +49,8 @@ def read_certificates(settings: ServerSettings) -> Certificates | None:
         raise ConfigError(missing, f"needed beside {given}")
     chain, secret = _read("--tls-cert", cert), _read("--tls-key", key)
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    # A session that is taken up again would go by certificates that may have been replaced since.
+    context.num_tickets, context.options = 0, context.options | ssl.OP_NO_TICKET
     try:  # a server would only log what is wrong, and refuse every handshake
         context.load_cert_chain(cert, key, password=lambda: "")
     except (ssl.SSLError, ValueError) as error:

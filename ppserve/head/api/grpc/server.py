@@ -18,7 +18,7 @@ from ppserve.errors import ConfigError
 from ppserve.head.api.desk import FrontDesk
 from ppserve.head.api.grpc.calls import KeyCheck
 from ppserve.head.api.grpc.service import SERVICE_NAME, GrpcService
-from ppserve.head.api.tls import read_certificates
+from ppserve.head.api.tls import Certificates, read_certificates
 from ppserve.head.api.vllm_grpc.service import VLLM_SERVICE_NAME, VllmService
 from ppserve.head.limits import Limits
 from ppserve.v1 import generation_pb2 as _registered  # noqa: F401  reflection serves what is registered
@@ -36,7 +36,7 @@ class GrpcServer:
         """Raises ConfigError for certificates that cannot be used. Call inside the event loop."""
         self._settings = settings
         self.desk = desk
-        self._credentials = _credentials(settings)
+        self._tls = read_certificates(settings)
         guards = [KeyCheck(desk.keys)] if desk.keys else []
         self._server = aio.server(interceptors=guards, options=server_options(desk.card.limits))
         self._health = health.aio.HealthServicer()
@@ -56,14 +56,14 @@ class GrpcServer:
         await self.set_serving(False)
         address = _address(settings.host, settings.port)
         try:
-            if self._credentials is None:
+            if self._tls is None:
                 port = self._server.add_insecure_port(address)
             else:
-                port = self._server.add_secure_port(address, self._credentials)
+                port = self._server.add_secure_port(address, self._credentials(self._tls))
         except RuntimeError as error:
             raise _bind_error(settings.host, settings.port) from error
         await self._server.start()
-        if self._credentials is None and not _is_loopback(settings.host):
+        if self._tls is None and not _is_loopback(settings.host):
             log.warning("listening on %s without TLS: prompts and keys cross the network in the clear", address)
         return port
 
@@ -74,6 +74,16 @@ class GrpcServer:
             await self._health.set(name, state)
         if self._vllm is not None:
             self._vllm.is_serving = serving
+
+    def show(self, certificates: Certificates) -> None:
+        """To new connections, from now on; those that stand keep theirs."""
+        self._tls = certificates
+
+    def _credentials(self, tls: Certificates) -> grpc.ServerCredentials:
+        """Asked for in every handshake, in a thread of gRPC's."""
+        return grpc.dynamic_ssl_server_credentials(
+            _for_grpc(tls), lambda: self._tls and _for_grpc(self._tls), tls.client_ca is not None
+        )
 
     async def stop(self, timeout_s: float) -> None:
         """Say NOT_SERVING at once, refuse new requests, let running ones finish for `timeout_s`, then close."""
@@ -104,12 +114,8 @@ def server_options(limits: Limits) -> list[tuple[str, Any]]:
     ]
 
 
-def _credentials(settings: ServerSettings) -> grpc.ServerCredentials | None:
-    of = read_certificates(settings)
-    if of is None:
-        return None
-    wants_client = of.client_ca is not None
-    return grpc.ssl_server_credentials([(of.key, of.chain)], of.client_ca, require_client_auth=wants_client)
+def _for_grpc(of: Certificates) -> grpc.ServerCertificateConfiguration:
+    return grpc.ssl_server_certificate_configuration([(of.key, of.chain)], of.client_ca)
 
 
 def _address(host: str, port: int) -> str:

@@ -24,7 +24,7 @@ from ppserve.head.api.http.chat import Chats, ChatTemplate
 from ppserve.head.api.http.exchange import Exchange
 from ppserve.head.api.http.failures import HttpError, content_of
 from ppserve.head.api.http.generating import completions
-from ppserve.head.api.tls import read_certificates
+from ppserve.head.api.tls import Certificates, LiveContext, read_certificates
 from ppserve.head.listener import Bounds, Headers, Listener
 
 log = logging.getLogger(__name__)
@@ -83,12 +83,18 @@ class HttpServer:
         certificates = read_certificates(settings)
         self._counts = counts
         self._bounds = Bounds()
-        tls = certificates.context if certificates else None
-        self._listener = Listener(app, self._bounds, tls, self._refuse)
+        self._tls = LiveContext(certificates) if certificates else None
+        context = self._tls.context if self._tls else None
+        self._listener = Listener(app, self._bounds, context, self._refuse)
 
     async def start(self) -> int:
         """Bind and listen; return the port. Raises ConfigError when the address cannot be bound."""
         return await self._listener.start(self._settings.host, self._settings.http_port, "--http-port")
+
+    def show(self, certificates: Certificates) -> None:
+        """To new connections, from now on; those that stand keep theirs."""
+        if self._tls is not None:
+            self._tls.show(certificates)
 
     async def set_serving(self, serving: bool) -> None:
         """What /health says."""

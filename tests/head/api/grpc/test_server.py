@@ -19,11 +19,12 @@ from ppserve.client.connection import CHANNEL_OPTIONS
 from ppserve.config import ServerSettings
 from ppserve.errors import ConfigError
 from ppserve.head.api.grpc.server import GrpcServer, server_options
+from ppserve.head.api.tls import read_certificates
 from ppserve.head.engine.output import TokenOutput
 from ppserve.head.limits import Limits
 from ppserve.v1 import generation_pb2 as pb
 from ppserve.v1.generation_pb2_grpc import GenerationServiceStub
-from tests.fake_engine import FakeEngine, code_of, desk_of, served, stub_of, texts_until_failure
+from tests.fake_engine import FakeEngine, code_of, desk_of, generation, served, stub_of, texts_until_failure
 
 SERVING = health_pb2.HealthCheckResponse.SERVING
 NOT_SERVING = health_pb2.HealthCheckResponse.NOT_SERVING
@@ -166,6 +167,43 @@ def make_certificates(folder: Path) -> None:
     (folder / "names").write_text("subjectAltName=IP:127.0.0.1\n")
     signed = ["-CA", "ca.pem", "-CAkey", "ca.key", "-CAcreateserial", "-days", "2", "-extfile", "names"]
     openssl("x509", "-req", "-in", "leaf.csr", *signed, "-out", "leaf.pem")
+
+
+@needs_openssl
+def test_certificates_are_replaced_under_a_stream(tmp_path: Path) -> None:
+    """The stream goes on by the old ones; a new connection must know the new authority, and be known to it."""
+    (tmp_path / "new").mkdir()
+    make_certificates(tmp_path)
+    make_certificates(tmp_path / "new")
+    names = ("ca.pem", "leaf.key", "leaf.pem")
+    old, new = (
+        grpc.ssl_channel_credentials(*((folder / name).read_bytes() for name in names))
+        for folder in (tmp_path, tmp_path / "new")
+    )
+    settings = ServerSettings(
+        port=0, tls_cert=tmp_path / "leaf.pem", tls_key=tmp_path / "leaf.key", tls_client_ca=tmp_path / "ca.pem"
+    )
+
+    async def main() -> None:
+        engine = FakeEngine(by_hand=True)
+        async with served(engine, settings) as (door, target), aio.secure_channel(target, old) as channel:
+            call = GenerationServiceStub(channel).Generate(pb.GenerateRequest())
+            await engine.until(lambda engine: len(engine.requests) == 1)
+            for name in names:
+                shutil.copy(tmp_path / "new" / name, tmp_path / name)
+            certificates = read_certificates(settings)
+            assert certificates is not None
+            door.show(certificates)
+            async with aio.secure_channel(target, new) as later:
+                assert await health_of(later) == SERVING
+            apart = [("grpc.use_local_subchannel_pool", 1)]
+            async with aio.secure_channel(target, old, apart) as late:
+                assert await code_of(health_of(late, timeout=5)) is grpc.StatusCode.UNAVAILABLE
+            request = engine.requests[0]
+            engine.sinks[request.id].push(generation(request, 0))
+            assert await code_of(call) is grpc.StatusCode.OK
+
+    asyncio.run(main())
 
 
 @needs_openssl

@@ -24,6 +24,7 @@ from ppserve.head.api.desk import FrontDesk
 from ppserve.head.api.http import exchange
 from ppserve.head.api.http.failures import HttpError, status_of
 from ppserve.head.api.http.server import HttpServer
+from ppserve.head.api.tls import read_certificates
 from ppserve.head.engine.output import TokenOutput
 from ppserve.head.listener import Bounds, Listener
 from tests.fake_engine import CARD, EOS, ByteCodec, FakeEngine, desk_of
@@ -184,6 +185,21 @@ def test_tls_and_mutual_tls(tmp_path: Path) -> None:
             assert served.engine.requests[0].caller.startswith("certificate:")
             assert await ask(served, anonymous) == b""
             assert len(served.engine.requests) == 1
+
+            stays = await asyncio.open_connection("127.0.0.1", served.port, ssl=known)
+            (tmp_path / "new").mkdir()
+            make_certificates(tmp_path / "new")
+            of_new = [tmp_path / "new" / name for name in ("leaf.pem", "leaf.key", "ca.pem")]
+            certificates = read_certificates(ServerSettings(**dict(zip(mutual, of_new, strict=True))))
+            assert certificates is not None
+            served.server.show(certificates)
+            newly_known = ssl.create_default_context(cafile=str(of_new[2]))
+            newly_known.load_cert_chain(*of_new[:2])
+            assert b"200 OK" in await ask(served, newly_known)
+            assert await ask(served, known) == b""
+            stays[1].write(request)
+            assert b"200 OK" in await stays[0].read()
+            stays[1].close()
 
     asyncio.run(main())
 

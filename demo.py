@@ -195,7 +195,7 @@ def fullest_stage_gib(arch: Architecture, num_stages: int) -> float:
     """Weights and caches, two bytes per number, of the stage that needs most."""
     return (
         max(
-            2 * stage_params(arch, layout) + 32 * 1024 * arch.kv_bytes_per_token(len(layout.attentions), 2)
+            2 * stage_params(arch, layout) + 32 * 1024 * layout.kv_bytes_per_token(arch, 2)
             for layout in stage_layouts(split_by_weight(arch, num_stages))
         )
         / GIB

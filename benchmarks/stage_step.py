@@ -21,9 +21,10 @@ import torch
 from ppserve.core.architecture import Architecture, StageLayout
 from ppserve.core.plan import Draw, Slice, StepPlan
 from ppserve.core.request import SamplingParams
-from ppserve.model.backend import Attend, Sublayer
+from ppserve.model.backend import StepInputs
+from ppserve.model.checkpoint import WHOLE, Part
 from ppserve.model.cpu.backend import CpuBackend
-from ppserve.model.gpt2 import MLP, GPT2Stage
+from ppserve.model.gpt2 import MLP, GPT2Stage, SelfAttention
 from ppserve.model.inputs import build_inputs
 
 GPT2 = Architecture(12, 768, 12, 1024, 50257, 50257, 3072)
@@ -38,7 +39,10 @@ class RandomWeights:
     path: Path = Path("random")
     stored_dtype: str = "float32"
 
-    def tensor(self, name: str) -> torch.Tensor:
+    def tensor(self, name: str, part: Part = WHOLE) -> torch.Tensor:
+        return part.of(self._whole(name))
+
+    def _whole(self, name: str) -> torch.Tensor:
         arch = self.architecture
         width, inner = arch.width, arch.inner_width
         part, kind = name.split(".")[-2:]
@@ -58,11 +62,11 @@ class Watch:
         self.clock = clock
         self.spent: defaultdict[str, float] = defaultdict(float)
 
-    def wrap(self, name: str, sublayer: Sublayer) -> Sublayer:
-        def timed(hidden_TD: torch.Tensor, attend: Attend) -> torch.Tensor:
+    def wrap(self, name: str, sublayer: SelfAttention | MLP) -> Callable[..., torch.Tensor]:
+        def timed(hidden_TD: torch.Tensor, inputs: StepInputs) -> torch.Tensor:
             begun = self.clock()
             try:
-                return sublayer(hidden_TD, attend)
+                return sublayer(hidden_TD, inputs)
             finally:
                 self.spent[name] += self.clock() - begun
 
@@ -95,7 +99,7 @@ class Bench:
         built = watch.clock()
         hidden = self.stage.forward(inputs, None, self.cache)
         forwarded = watch.clock()
-        self.stage.read_out(plan, inputs, hidden)
+        self.stage.read_out(inputs, hidden)()
         ended = watch.clock()
         parts = {"step": ended - begun, "inputs": built - begun, "read out": ended - forwarded, **watch.spent}
         return parts | {"rest": forwarded - built - sum(watch.spent.values())}

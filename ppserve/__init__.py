@@ -35,7 +35,7 @@ _NAMES = {
     "ppserve.library.pipeline": "Pipeline",
     "ppserve.library.stream": "Stream",
     "ppserve.library.parts": """BUSY CAUSES IDLE Architecture Checkpoint Compute Computed Draw Frames GPT2Stage
-        SamplingParams Slice Split Stage StageLayout StageTimes StepPlan Transport balance between connect
+        Part SamplingParams Slice Split Stage StageLayout StageTimes StepPlan Transport balance between connect
         create_transport decode_parts load_tokenizer open_checkpoint read_architecture read_ledger shares
         split_by_weight stage_layouts stage_params""",
 }

@@ -21,6 +21,7 @@ from ppserve import (
     Draw,
     Frames,
     GPT2Stage,
+    Part,
     SamplingParams,
     Slice,
     Split,
@@ -58,7 +59,11 @@ class RandomWeights:
     path: Path = Path("random weights")
     stored_dtype: str = "float32"
 
-    def tensor(self, name: str) -> torch.Tensor:
+    def tensor(self, name: str, part: Part | None = None) -> torch.Tensor:
+        whole = self._whole(name)
+        return whole if part is None else part.of(whole)
+
+    def _whole(self, name: str) -> torch.Tensor:
         part, kind = name.removeprefix("h.").lstrip("0123456789.").rsplit(".", 1)
         if part.startswith("ln_"):
             return torch.full((self.architecture.width,), float(kind == "weight"))

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from ppserve.core.cut import Cut
 from ppserve.errors import ConfigError
 
 # No model is taken for real beyond this, whatever a file says.
@@ -49,6 +50,10 @@ class Architecture:
         return scale / (layer + 1) if self.scale_attn_by_inverse_layer_idx else scale
 
     @property
+    def norm_params(self) -> int:
+        return self.width * (1 + self.biases)
+
+    @property
     def attention_params(self) -> int:
         """Parameters of a layer's attention, with the norm before it."""
         d = self.width
@@ -71,13 +76,13 @@ class Architecture:
 
     @property
     def head_params(self) -> int:
-        """Final layer norm and the LM head (its own copy of the embedding when tied)."""
-        return self.padded_vocab_size * self.width + self.width * (2 if self.biases else 1)
+        """Final layer norm and the LM head (its own copy of the embedding when tied), which has no padding."""
+        return self.vocab_size * self.width + self.norm_params
 
     @property
     def shared_params(self) -> int:
         """Parameters that embedding and LM head have in common: the token embedding where they are tied."""
-        return self.padded_vocab_size * self.width if self.tied_embeddings else 0
+        return self.vocab_size * self.width if self.tied_embeddings else 0
 
     @property
     def num_params(self) -> int:
@@ -89,10 +94,6 @@ class Architecture:
         if asked is not None and asked > self.max_positions:
             raise ConfigError("--max-model-len", f"{asked} is beyond the model's {self.max_positions} positions")
         return asked or self.max_positions
-
-    def kv_bytes_per_token(self, num_layers: int, element_bytes: int) -> int:
-        """Bytes of keys and values that one token occupies in `num_layers` layers."""
-        return 2 * num_layers * self.width * element_bytes
 
 
 ATTENTION_SHARE = 1 / 3
@@ -126,11 +127,12 @@ def count_sublayers(num_layers: float) -> int:
 
 @dataclass(frozen=True, slots=True)
 class StageLayout:
-    """Which part of the model a stage owns, in sublayers: layer k's attention is number 2k, its MLP 2k + 1.
+    """Which part of the model a rank owns, in sublayers: layer k's attention is number 2k, its MLP 2k + 1.
 
     A stage may begin with an MLP whose attention the stage before it computes: what crosses is the hidden
     states either way. The first stage also embeds; the last also holds the final norm and the head.
-    tensor, num_tensor: which of the ranks that share the stage this is, of how many.
+    tensor, num_tensor: which of the ranks that share the stage this is, of how many. Each has some heads of every
+    attention, and some outputs of every other matrix.
     """
 
     stage: int
@@ -148,6 +150,18 @@ class StageLayout:
     @property
     def num_places(self) -> int:
         return self.num_stages * self.num_tensor
+
+    def cut(self, size: int) -> Cut:
+        """`size` outputs, among the tensor ranks."""
+        return Cut.of(size, self.tensor, self.num_tensor)
+
+    def heads(self, arch: Architecture) -> Cut:
+        """The heads of every attention."""
+        return self.cut(arch.num_heads)
+
+    def kv_bytes_per_token(self, arch: Architecture, element_bytes: int) -> int:
+        """Bytes of keys and values that one token occupies on this rank: those of its own heads."""
+        return 2 * len(self.attentions) * self.heads(arch).width * arch.head_size * element_bytes
 
     @property
     def is_first(self) -> bool:
@@ -196,10 +210,18 @@ def stage_layouts(split: Split) -> tuple[StageLayout, ...]:
 
 
 def sublayer_params(arch: Architecture, layout: StageLayout) -> int:
-    return len(layout.attentions) * arch.attention_params + len(layout.mlps) * arch.mlp_params
+    """Parameters of its sublayers that a rank holds: own outputs of every matrix, and all of the norms."""
+    width, inner = layout.cut(arch.width).width, layout.cut(arch.inner_width).width
+    context = layout.heads(arch).width * arch.head_size
+    # The inputs of an output's weights, and its bias.
+    into, into_contract = arch.width + arch.biases, arch.inner_width + arch.biases
+    attention = (3 * context + width) * into + arch.norm_params
+    mlp = inner * into + width * into_contract + arch.norm_params
+    return len(layout.attentions) * attention + len(layout.mlps) * mlp
 
 
 def stage_params(arch: Architecture, layout: StageLayout) -> int:
-    """Parameters that a stage holds, its own copy of a tied embedding included."""
-    ends = layout.is_first * arch.embedding_params + layout.is_last * arch.head_params
-    return sublayer_params(arch, layout) + ends
+    """Parameters that a rank holds, its own copy of a tied embedding included; of padding, the embedding's."""
+    embedding = (arch.padded_vocab_size + arch.max_positions) * layout.cut(arch.width).width
+    head = layout.cut(arch.vocab_size).width * arch.width + arch.norm_params
+    return sublayer_params(arch, layout) + layout.is_first * embedding + layout.is_last * head

@@ -10,7 +10,7 @@ T rows, D width, E = 3D, K inputs, N outputs, V vocabulary, R rows read out, S s
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Protocol
 
 import numpy as np
@@ -18,7 +18,9 @@ import torch
 from numpy.typing import NDArray
 
 from ppserve.core.architecture import Architecture, StageLayout
+from ppserve.core.cut import Cut
 from ppserve.core.plan import Drawn, Scored, StepPlan
+from ppserve.model.gather import ALONE, Gather
 from ppserve.model.timing import Timing
 
 Ints = NDArray[np.int64]
@@ -83,7 +85,8 @@ class Attend(Protocol):
     """The attention of one step, for any of a stage's layers."""
 
     def __call__(self, layer: int, qkv_TE: torch.Tensor, scale: float) -> torch.Tensor:
-        """(T, D). Keeps the rows' keys and values, then attends to them and to all before them.
+        """(T, D), of the rank's own heads. Keeps the rows' keys and values, then attends to them and to all before
+        them.
 
         layer: of those whose attention is on this stage, counted from 0. scale: the factor on Q·K.
         """
@@ -117,6 +120,7 @@ class StepInputs:
     """What all layers of a stage share in one step. Rows are the slices' tokens one after the other.
 
     token_ids_T, positions_T, read_rows_R: as in `rows`, on the stage's device. attend: the attention of this step.
+    gather: to the other tensor ranks of the stage.
     """
 
     rows: StepRows
@@ -124,6 +128,7 @@ class StepInputs:
     positions_T: torch.Tensor
     read_rows_R: torch.Tensor
     attend: Attend
+    gather: Gather = field(default=ALONE, kw_only=True)
 
     @property
     def num_rows(self) -> int:
@@ -211,7 +216,7 @@ class Backend(Protocol):
         """Likewise."""
 
     def block_bytes(self, arch: Architecture, layout: StageLayout, block_size: int) -> int:
-        """Bytes that one KV block takes on a stage."""
+        """Bytes that one KV block takes on a rank."""
 
     def make_cache(
         self, arch: Architecture, layout: StageLayout, num_blocks: int, block_size: int, *, serves: bool = False
@@ -224,8 +229,9 @@ class Backend(Protocol):
         The cache is written to. Takes seconds.
         """
 
-    def read_logits(self, inputs: StepInputs, pieces_RV: Iterator[torch.Tensor]) -> Reading:
-        """Draws from and scores a step's logits: float32 rows in the order of `StepRows.read_rows`."""
+    def read_logits(self, inputs: StepInputs, pieces_Rv: Iterator[torch.Tensor], vocabulary: Cut) -> Reading:
+        """Draws from and scores a step's logits: float32 rows in the order of `StepRows.read_rows`, of this rank's
+        own ids. Of several tensor ranks the first has the results."""
 
     def timing(self) -> Timing:
         """A step's computation begins now."""

@@ -1,9 +1,13 @@
 """One stage of a GPT-2: the whole model, or the same class with parts missing.
 
+Where several tensor ranks compute a stage together, each has some outputs of every matrix, and what it computed is
+gathered before anything sums over it. So every sum is that of one rank, in the same order.
+
 A layer is two residual lines: `SelfAttention.__call__` and `MLP.__call__`. How the operators compute is the
 backend's (`model/backend.py`).
 
-T rows (tokens of all slices, packed), D width, V vocabulary, R rows read out.
+T rows (tokens of all slices, packed), D width, d a rank's own of it, V vocabulary, v a rank's own of it, R rows
+read out.
 """
 
 from __future__ import annotations
@@ -13,67 +17,86 @@ from collections.abc import Iterator
 import torch
 
 from ppserve.core.architecture import StageLayout
-from ppserve.model.backend import Attend, Backend, KVCache, Reading, StepInputs
+from ppserve.model.backend import Backend, KVCache, Reading, StepInputs
 from ppserve.model.checkpoint import Checkpoint
 from ppserve.model.weights import Progress, WeightReader
 
 
 class Embedding:
-    """Token plus position."""
+    """Token plus position. A tensor rank has some of the columns."""
 
     def __init__(self, read: WeightReader) -> None:
-        self._tokens_VD = read.stored("wte.weight")
-        self._positions_PD = read.stored("wpe.weight")
+        self._columns = read.layout.cut(read.arch.width)
+        self._tokens_Vd, self._positions_Pd = (
+            read.embedding(name, self._columns.own) for name in ("wte.weight", "wpe.weight")
+        )
 
     def __call__(self, inputs: StepInputs) -> torch.Tensor:
-        return self._tokens_VD[inputs.token_ids_T].add_(self._positions_PD[inputs.positions_T])
+        own_Td = self._tokens_Vd[inputs.token_ids_T].add_(self._positions_Pd[inputs.positions_T])
+        return inputs.gather.all(own_Td, self._columns)
 
 
 class SelfAttention:
-    """The first sublayer of layer `layer`; `own` is its number among the stage's attentions."""
+    """The first sublayer of layer `layer`; `own` is its number among the stage's attentions.
+
+    A tensor rank has some of the heads, and some outputs of the projection behind them.
+    """
 
     def __init__(self, read: WeightReader, layer: int, own: int) -> None:
-        self.own, self.scale = own, read.arch.attention_scale(layer)
+        arch, layout = read.arch, read.layout
+        self.own, self.scale = own, arch.attention_scale(layer)
         self.norm = read.norm(f"h.{layer}.ln_1")
-        self.qkv, self.proj = read.linear(f"h.{layer}.attn.c_attn"), read.linear(f"h.{layer}.attn.c_proj")
+        self._context, self._columns = layout.cut(arch.num_heads).times(arch.head_size), layout.cut(arch.width)
+        heads = self._context.own
+        qkv = (slice(heads.start + i * arch.width, heads.stop + i * arch.width) for i in range(3))
+        self.qkv = read.linear(f"h.{layer}.attn.c_attn", *qkv)
+        self.proj = read.linear(f"h.{layer}.attn.c_proj", self._columns.own)
         self._precision = read.backend.precision
-        self._fused = read.backend.fused_attention(self)
+        self._fused = read.backend.fused_attention(self) if layout.num_tensor == 1 else None
 
-    def __call__(self, hidden_TD: torch.Tensor, attend: Attend) -> torch.Tensor:
+    def __call__(self, hidden_TD: torch.Tensor, inputs: StepInputs) -> torch.Tensor:
         if self._fused is not None:
-            return self._fused(hidden_TD, attend)
-        x_TD = hidden_TD.to(self._precision.compute)
-        x_TD = x_TD + self.proj(attend(self.own, self.qkv(self.norm(x_TD)), self.scale))
-        return x_TD.to(self._precision.hidden)
+            return self._fused(hidden_TD, inputs.attend)
+        gather, precision = inputs.gather, self._precision
+        x_TD = hidden_TD.to(precision.compute)
+        own_heads = inputs.attend(self.own, self.qkv(self.norm(x_TD)), self.scale)
+        own_Td = x_TD[:, self._columns.own] + self.proj(gather.all(own_heads, self._context))
+        return gather.all(own_Td.to(precision.hidden), self._columns)
 
 
 class MLP:
-    """The second sublayer of layer `layer`."""
+    """The second sublayer of layer `layer`. A tensor rank has some outputs of both matrices."""
 
     def __init__(self, read: WeightReader, layer: int) -> None:
+        arch, layout = read.arch, read.layout
         self.norm = read.norm(f"h.{layer}.ln_2")
-        self.expand, self.contract = read.linear(f"h.{layer}.mlp.c_fc"), read.linear(f"h.{layer}.mlp.c_proj")
-        self.activate = read.backend.activation(read.arch.activation)
+        self._inner, self._columns = layout.cut(arch.inner_width), layout.cut(arch.width)
+        self.expand = read.linear(f"h.{layer}.mlp.c_fc", self._inner.own)
+        self.contract = read.linear(f"h.{layer}.mlp.c_proj", self._columns.own)
+        self.activate = read.backend.activation(arch.activation)
         self._precision = read.backend.precision
-        self._fused = read.backend.fused_mlp(self)
+        self._fused = read.backend.fused_mlp(self) if layout.num_tensor == 1 else None
 
-    def __call__(self, hidden_TD: torch.Tensor, attend: Attend) -> torch.Tensor:
+    def __call__(self, hidden_TD: torch.Tensor, inputs: StepInputs) -> torch.Tensor:
         if self._fused is not None:
-            return self._fused(hidden_TD, attend)
-        x_TD = hidden_TD.to(self._precision.compute)
-        x_TD = x_TD + self.contract(self.activate(self.expand(self.norm(x_TD))))
-        return x_TD.to(self._precision.hidden)
+            return self._fused(hidden_TD, inputs.attend)
+        gather, precision = inputs.gather, self._precision
+        x_TD = hidden_TD.to(precision.compute)
+        own_inner = self.activate(self.expand(self.norm(x_TD)))
+        own_Td = x_TD[:, self._columns.own] + self.contract(gather.all(own_inner, self._inner))
+        return gather.all(own_Td.to(precision.hidden), self._columns)
 
 
 class Head:
-    """Final norm and logits."""
+    """Final norm and logits, of a tensor rank's part of the vocabulary. Ids that only pad it have none: they can
+    never be drawn."""
 
     def __init__(self, read: WeightReader) -> None:
         self._ln_f = read.norm("ln_f")
-        self.linear = read.lm_head()
+        self.linear = read.lm_head(read.layout.cut(read.arch.vocab_size).own)
 
     def __call__(self, hidden_RD: torch.Tensor) -> torch.Tensor:
-        """(R, D) → float32 logits (R, V)."""
+        """(R, D) → float32 logits (R, v) of the rank's own ids."""
         return self.linear(self._ln_f(hidden_RD)).float()
 
 
@@ -120,20 +143,21 @@ class GPT2Stage:
         assert x_TD is not None, "only the first stage has no stage before it"
         assert x_TD.shape == (inputs.num_rows, self.arch.width)
         for sublayer in self.sublayers:
-            x_TD = sublayer(x_TD, inputs.attend)
+            x_TD = sublayer(x_TD, inputs)
         return x_TD
 
     @torch.inference_mode()
     def read_out(self, inputs: StepInputs, hidden_TD: torch.Tensor) -> Reading:
         """Draw and score what the plan asks for; no row, no head. Last stage only."""
-        return self.backend.read_logits(inputs, self._logits(inputs, hidden_TD))
-
-    def _logits(self, inputs: StepInputs, hidden_TD: torch.Tensor) -> Iterator[torch.Tensor]:
-        """Logits of the rows to read out, a few at a time."""
         assert self.head is not None, "only the last stage reads out"
+        vocabulary = self.layout.cut(self.arch.vocab_size)
+        return self.backend.read_logits(inputs, self._logits(self.head, inputs, hidden_TD), vocabulary)
+
+    def _logits(self, head: Head, inputs: StepInputs, hidden_TD: torch.Tensor) -> Iterator[torch.Tensor]:
+        """Logits of the rows to read out, a few at a time."""
         for rows_R in torch.split(inputs.read_rows_R, self.backend.read_rows_at_once):
             if len(rows_R):
-                yield self.head(hidden_TD.index_select(0, rows_R).to(self.backend.precision.compute))
+                yield head(hidden_TD.index_select(0, rows_R).to(self.backend.precision.compute))
 
 
 def _sublayer(read: WeightReader, layout: StageLayout, number: int) -> SelfAttention | MLP:

@@ -5,6 +5,7 @@ T rows (tokens of all slices, packed), S slices.
 
 from __future__ import annotations
 
+from dataclasses import replace
 from itertools import chain
 
 import numpy as np
@@ -12,10 +13,15 @@ import numpy as np
 from ppserve.core.architecture import StageLayout
 from ppserve.core.plan import StepPlan
 from ppserve.model.backend import Ints, KVCache, StepInputs, StepRows
+from ppserve.model.gather import Gather
 
 
-def build_inputs(plan: StepPlan, layout: StageLayout, cache: KVCache) -> StepInputs:
+def build_inputs(
+    plan: StepPlan, layout: StageLayout, cache: KVCache, gather: Gather | None = None
+) -> StepInputs:
     """The step's inputs, for this cache. Needs nothing but the plan, so it can run ahead of the data.
+
+    gather: to the stage's other tensor ranks, if there are any.
 
     Only the first stage gets token ids and only the last gets rows to read out; elsewhere they are empty.
     """
@@ -49,7 +55,8 @@ def build_inputs(plan: StepPlan, layout: StageLayout, cache: KVCache) -> StepInp
         highest_block=max(mentioned, int(tables.max(initial=-1))),
     )
     assert rows.highest_block < cache.num_blocks, "a plan names a block that the cache does not have"
-    return cache.inputs(rows)
+    inputs = cache.inputs(rows)
+    return inputs if gather is None else replace(inputs, gather=gather)
 
 
 def _starts(sizes: Ints) -> Ints:

@@ -9,13 +9,12 @@ top_k; top_p; min_p. The surviving set is that of transformers' logits processor
 at the edge of top_p, and for greedy, the lower id wins (transformers leaves that to its sort).
 Log-probabilities are the model's own: of the raw logits, before any of the above.
 
-V vocabulary, R rows.
+V vocabulary, v consecutive ids of it, R rows.
 """
 
 from __future__ import annotations
 
 import math
-from collections import Counter
 from collections.abc import Iterator
 
 import numpy as np
@@ -38,11 +37,11 @@ def read_logits(plan: StepPlan, pieces_RV: Iterator[torch.Tensor]) -> tuple[tupl
     drawn = tuple(
         draw_token(s.sequence_id, draw, position, next(rows)) for s in plan.slices for position, draw in s.draws
     )
-    scored = tuple(_score(s, rows) for s in plan.slices if s.targets)
+    scored = tuple(score(s, rows) for s in plan.slices if s.targets)
     return drawn, scored
 
 
-def _score(s: Slice, rows: Iterator[Floats]) -> Scored:
+def score(s: Slice, rows: Iterator[Floats]) -> Scored:
     logprobs = tuple(token_logprobs(next(rows), target, s.num_prompt_logprobs) for target in s.targets)
     return Scored(s.sequence_id, s.start, logprobs)
 
@@ -51,19 +50,21 @@ def draw_token(sequence_id: int, wanted: Draw, position: int, logits_V: Floats) 
     """Draw the token at absolute `position` of a sequence."""
     if not is_finite(logits_V):
         return Drawn(sequence_id, None)
-    scores_V = _adjusted(logits_V, wanted, position)
-    params = wanted.params
-    if params.temperature == 0:
-        token_id = int(greatest(scores_V))
-    else:
-        where = uniform(params.seed, wanted.index, position)
-        limits = (np.float32(params.temperature), params.top_k, params.top_p, params.min_p)
-        token_id = int(draw(scores_V, *limits, where))
+    token_id = draw_from(adjusted(logits_V, wanted, position), wanted, position)
     if token_id < 0:
         return Drawn(sequence_id, None)
     if wanted.num_logprobs is None:
         return Drawn(sequence_id, token_id)
     return Drawn(sequence_id, token_id, token_logprobs(logits_V, token_id, wanted.num_logprobs))
+
+
+def draw_from(scores_V: Floats, wanted: Draw, position: int) -> int:
+    """An id by its score; -1 where none is left."""
+    params = wanted.params
+    if params.temperature == 0:
+        return int(greatest(scores_V))
+    where = uniform(params.seed, wanted.index, position)
+    return int(draw(scores_V, np.float32(params.temperature), params.top_k, params.top_p, params.min_p, where))
 
 
 def token_logprobs(logits_V: Floats, token_id: int, num_top: int) -> TokenLogprobs:
@@ -88,32 +89,40 @@ def _mix(z: int) -> int:
     return z ^ (z >> 31)
 
 
-def _adjusted(logits_V: Floats, wanted: Draw, position: int) -> Floats:
-    """The scores to draw from: bias, penalties and bans applied; the logits themselves when there are none."""
+def adjusted(logits_v: Floats, wanted: Draw, position: int, first: int = 0) -> Floats:
+    """The scores to draw from: bias, penalties and bans applied; the logits themselves when there are none.
+
+    logits_v: of consecutive ids, of which `first` is the first.
+    """
     params = wanted.params
     banned = wanted.banned if position < wanted.banned_before else ()
     if not (params.logit_bias or params.needs_history or banned):
-        return logits_V
-    scores_V = logits_V.copy()
+        return logits_v
+    scores_v, size = logits_v.copy(), len(logits_v)
     for token_id, bias in params.logit_bias:
-        if token_id < len(scores_V):
-            scores_V[token_id] += np.float32(bias)
+        if 0 <= token_id - first < size:
+            scores_v[token_id - first] += np.float32(bias)
     if params.needs_history:
-        _penalize(scores_V, params, wanted.prompt_ids, wanted.output_ids)
-    scores_V[[token_id for token_id in banned if token_id < len(scores_V)]] = -math.inf
-    return scores_V
+        prompt, output = (_within(ids, first, size) for ids in (wanted.prompt_ids, wanted.output_ids))
+        _penalize(scores_v, params, prompt, output)
+    scores_v[_within(banned, first, size)] = -math.inf
+    return scores_v
+
+
+def _within(token_ids: tuple[int, ...], first: int, size: int) -> NDArray[np.int64]:
+    """Those of `size` ids from `first` on, counted from there."""
+    places = np.asarray(token_ids, np.int64) - first
+    return places[(places >= 0) & (places < size)]
 
 
 def _penalize(
-    scores_V: Floats, params: SamplingParams, prompt_ids: tuple[int, ...], output_ids: tuple[int, ...]
+    scores_v: Floats, params: SamplingParams, prompt: NDArray[np.int64], output: NDArray[np.int64]
 ) -> None:
     """Repetition looks at prompt and output, frequency and presence at the output alone."""
     if params.repetition_penalty != 1.0:
-        seen = np.unique(np.asarray(prompt_ids + output_ids, np.int64))
+        seen = np.unique(np.concatenate([prompt, output]))
         penalty = np.float32(params.repetition_penalty)
-        scores_V[seen] = np.where(scores_V[seen] < 0, scores_V[seen] * penalty, scores_V[seen] / penalty)
-    counts = Counter(output_ids)
-    ids = np.fromiter(counts, np.int64, len(counts))
-    times = np.fromiter(counts.values(), np.float32, len(counts))
-    scores_V[ids] -= np.float32(params.frequency_penalty) * times
-    scores_V[ids] -= np.float32(params.presence_penalty)
+        scores_v[seen] = np.where(scores_v[seen] < 0, scores_v[seen] * penalty, scores_v[seen] / penalty)
+    ids, times = np.unique(output, return_counts=True)
+    scores_v[ids] -= np.float32(params.frequency_penalty) * times.astype(np.float32)
+    scores_v[ids] -= np.float32(params.presence_penalty)

@@ -14,9 +14,11 @@ from collections.abc import Iterable, Sequence
 
 import torch
 
+from ppserve.core.cut import Cut
 from ppserve.core.plan import Draw, Slice, StepPlan
 from ppserve.core.request import SamplingParams
 from ppserve.model.backend import KVCache, Linear
+from ppserve.model.gather import Echo, Gather
 from ppserve.model.gpt2 import GPT2Stage
 from ppserve.model.inputs import build_inputs
 
@@ -63,8 +65,8 @@ def check_determinism(stage: GPT2Stage) -> str | None:
     if stage.head is not None:
         draws = Draw(SamplingParams(top_k=1, top_p=0.5), num_logprobs=1), Draw(SamplingParams(temperature=0))
         plan = StepPlan(0, 0, 0, tuple(Slice(0, 0, (0,), (0,), draw) for draw in draws))
-        inputs = build_inputs(plan, stage.layout, _cache(stage, 1))
-        stage.backend.read_logits(inputs, iter([torch.zeros(2, 2, device=stage.backend.device)]))
+        inputs = build_inputs(plan, stage.layout, _cache(stage, 1), _gather(stage))
+        stage.backend.read_logits(inputs, iter([torch.zeros(2, 2, device=stage.backend.device)]), Cut((2,), 0))
         if reason := _check_linear(stage, stage.head.linear, _HEAD_ROW_COUNTS, generator):
             return f"the LM head: {reason}"
     for linear in _linears(stage):
@@ -135,8 +137,8 @@ def _through_layer(
     for parts in steps:
         rows_TD = torch.cat([prompts_TD[number][start : start + count] for number, start, count in parts])
         slices = tuple(Slice(number, start, (0,) * count, tables[number]) for number, start, count in parts)
-        attend = build_inputs(StepPlan(0, 0, 0, slices), stage.layout, cache).attend
-        mixed_TD = stage.mlps[0](stage.attentions[0](rows_TD, attend), attend)
+        inputs = build_inputs(StepPlan(0, 0, 0, slices), stage.layout, cache, _gather(stage))
+        mixed_TD = stage.mlps[0](stage.attentions[0](rows_TD, inputs), inputs)
         each_TD = torch.split(mixed_TD, [count for _, _, count in parts])
         for (number, _, _), part_TD in zip(parts, each_TD, strict=True):
             done.setdefault(number, []).append(part_TD)
@@ -145,3 +147,8 @@ def _through_layer(
 
 def _cache(stage: GPT2Stage, num_blocks: int) -> KVCache:
     return stage.backend.make_cache(stage.arch, stage.layout, num_blocks, _BLOCK_SIZE)
+
+
+def _gather(stage: GPT2Stage) -> Gather | None:
+    """Ranks load at their own pace: the others are not there yet."""
+    return Echo() if stage.layout.num_tensor > 1 else None

@@ -12,6 +12,7 @@ import torch
 from torch.nn.functional import gelu, layer_norm, linear, pad, relu, scaled_dot_product_attention, silu
 
 from ppserve.core.architecture import Architecture, StageLayout
+from ppserve.core.cut import Cut
 from ppserve.model import sampling
 from ppserve.model.backend import (
     AttentionParts,
@@ -26,6 +27,7 @@ from ppserve.model.backend import (
     StepRows,
     Sublayer,
 )
+from ppserve.model.gather import whole_rows
 from ppserve.model.timing import HostTiming, Timing
 
 ACTIVATIONS: dict[str, Operator] = {
@@ -69,7 +71,7 @@ class TorchBackend:
         return None
 
     def block_bytes(self, arch: Architecture, layout: StageLayout, block_size: int) -> int:
-        return block_size * arch.kv_bytes_per_token(len(layout.attentions), self.precision.kv.itemsize)
+        return block_size * layout.kv_bytes_per_token(arch, self.precision.kv.itemsize)
 
 
 class StockBackend(TorchBackend):
@@ -83,15 +85,16 @@ class StockBackend(TorchBackend):
     def make_cache(
         self, arch: Architecture, layout: StageLayout, num_blocks: int, block_size: int, *, serves: bool = False
     ) -> StockCache:
-        shape = (len(layout.attentions), num_blocks, block_size, arch.num_heads, arch.head_size)
+        heads = layout.heads(arch).width
+        shape = (len(layout.attentions), num_blocks, block_size, heads, arch.head_size)
         keys_LBpHd, values_LBpHd = (torch.zeros(shape, dtype=self.precision.kv, device=self.device) for _ in "kv")
         return StockCache(keys_LBpHd, values_LBpHd)
 
     def recorded(self, model: StageModel, cache: KVCache) -> StageModel:
         return model
 
-    def read_logits(self, inputs: StepInputs, pieces_RV: Iterator[torch.Tensor]) -> Reading:
-        results = sampling.read_logits(inputs.rows.plan, pieces_RV)
+    def read_logits(self, inputs: StepInputs, pieces_Rv: Iterator[torch.Tensor], vocabulary: Cut) -> Reading:
+        results = sampling.read_logits(inputs.rows.plan, whole_rows(inputs.gather, pieces_Rv, vocabulary))
         return lambda: results
 
     def timing(self) -> Timing:

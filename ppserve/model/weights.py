@@ -11,7 +11,7 @@ import torch
 
 from ppserve.core.architecture import StageLayout, stage_params
 from ppserve.model.backend import Backend, Linear, Operator
-from ppserve.model.checkpoint import Checkpoint
+from ppserve.model.checkpoint import WHOLE, Checkpoint, Part
 
 Progress = Callable[[int, int], None]
 """Called with the bytes read so far and in all."""
@@ -20,13 +20,14 @@ Progress = Callable[[int, int], None]
 class WeightReader:
     """Takes tensors one at a time, by their canonical names, and counts what it took.
 
-    num_params: numbers read. weight_bytes: what they occupy in the form in which they are kept.
+    Of a matrix it takes the outputs that are asked for: those of a tensor rank. num_params: numbers read.
+    weight_bytes: what they occupy in the form in which they are kept.
     """
 
     def __init__(
         self, checkpoint: Checkpoint, layout: StageLayout, backend: Backend, progress: Progress
     ) -> None:
-        self.arch = checkpoint.architecture
+        self.arch, self.layout = checkpoint.architecture, layout
         self.backend = backend
         self.num_params = self.weight_bytes = 0
         self._checkpoint = checkpoint
@@ -35,34 +36,35 @@ class WeightReader:
         stored: torch.dtype = getattr(torch, checkpoint.stored_dtype)
         self._total_bytes = stage_params(self.arch, layout) * stored.itemsize
 
-    def stored(self, name: str) -> torch.Tensor:
-        """A tensor as the backend stores it."""
-        tensor = self.backend.stored(self._tensor(name))
-        self.weight_bytes += tensor.nbytes
-        return tensor
+    def embedding(self, name: str, columns: slice) -> torch.Tensor:
+        """These columns of an embedding."""
+        return self._stored(name, Part(columns=columns))
 
     def norm(self, name: str) -> Operator:
-        weight_D = self.stored(f"{name}.weight")
-        return self.backend.norm(weight_D, self._bias(name), self.arch.layer_norm_epsilon)
+        weight_D = self._stored(f"{name}.weight")
+        bias_D = self._stored(f"{name}.bias") if self.arch.biases else None
+        return self.backend.norm(weight_D, bias_D, self.arch.layer_norm_epsilon)
 
-    def linear(self, name: str) -> Linear:
-        bias_N = self._bias(name)
-        return self._linear(self._tensor(f"{name}.weight"), bias_N)
+    def linear(self, name: str, *outputs: slice) -> Linear:
+        bias_N = self._stored(f"{name}.bias", Part(outputs)) if self.arch.biases else None
+        return self._linear(f"{name}.weight", Part(outputs), bias_N)
 
-    def lm_head(self) -> Linear:
-        """Without the rows of the padded vocabulary: their ids can never be drawn."""
-        return self._linear(self._tensor("lm_head.weight")[: self.arch.vocab_size], None)
+    def lm_head(self, outputs: slice) -> Linear:
+        return self._linear("lm_head.weight", Part((outputs,)), None)
 
-    def _linear(self, weight_NK: torch.Tensor, bias_N: torch.Tensor | None) -> Linear:
-        linear = self.backend.linear(weight_NK, bias_N)
+    def _linear(self, name: str, part: Part, bias_N: torch.Tensor | None) -> Linear:
+        linear = self.backend.linear(self._tensor(name, part), bias_N)
         self.weight_bytes += linear.num_bytes
         return linear
 
-    def _bias(self, name: str) -> torch.Tensor | None:
-        return self.stored(f"{name}.bias") if self.arch.biases else None
+    def _stored(self, name: str, part: Part = WHOLE) -> torch.Tensor:
+        """A tensor as the backend stores it."""
+        tensor = self.backend.stored(self._tensor(name, part))
+        self.weight_bytes += tensor.nbytes
+        return tensor
 
-    def _tensor(self, name: str) -> torch.Tensor:
-        tensor = self._checkpoint.tensor(name)
+    def _tensor(self, name: str, part: Part) -> torch.Tensor:
+        tensor = self._checkpoint.tensor(name, part)
         self.num_params += tensor.numel()
         self._done_bytes += tensor.nbytes
         self._progress(self._done_bytes, max(self._done_bytes, self._total_bytes))

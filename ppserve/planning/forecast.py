@@ -127,10 +127,11 @@ def _weight_bytes(arch: Architecture, layout: StageLayout, intent: Intent, param
     element = ELEMENT_BYTES[intent.dtype]
     if intent.quantization == "none":
         return params * element
-    d, f, v = arch.width, arch.inner_width, arch.padded_vocab_size
     attentions, mlps, heads = len(layout.attentions), len(layout.mlps), int(layout.is_last)
-    matrices = attentions * 4 * d * d + mlps * 2 * d * f + heads * v * d
-    outputs = attentions * 4 * d + mlps * (f + d) + heads * v
+    d, f, v = (layout.cut(size).width for size in (arch.width, arch.inner_width, arch.vocab_size))
+    qkv_and_proj = 3 * layout.heads(arch).width * arch.head_size + d
+    outputs = attentions * qkv_and_proj + mlps * (f + d) + heads * v
+    matrices = outputs * arch.width + mlps * d * (arch.inner_width - arch.width)
     others = stage_params(arch, layout) - matrices
     return others * element + matrices * ELEMENT_BYTES["int8"] + outputs * _SCALE_BYTES
 
@@ -139,8 +140,8 @@ def _kv_bytes_per_token(arch: Architecture, layout: StageLayout, intent: Intent)
     """int8 keys and values have a scale for each head."""
     dtype = intent.dtype if intent.kv_dtype == "auto" else intent.kv_dtype
     count = len(layout.attentions)
-    scales = 2 * count * arch.num_heads * _SCALE_BYTES if dtype == "int8" else 0
-    return arch.kv_bytes_per_token(count, ELEMENT_BYTES[dtype]) + scales
+    scales = 2 * count * layout.heads(arch).width * _SCALE_BYTES if dtype == "int8" else 0
+    return layout.kv_bytes_per_token(arch, ELEMENT_BYTES[dtype]) + scales
 
 
 # ---- as text -----------------------------------------------------------------------------------------------

@@ -8,6 +8,7 @@ from pathlib import Path
 import torch
 
 from ppserve.core.architecture import Architecture
+from ppserve.model.checkpoint import WHOLE, Part
 
 
 def architecture(
@@ -33,9 +34,12 @@ class RandomCheckpoint:
         self._seed = seed
         self.asked: list[str] = []
 
-    def tensor(self, name: str) -> torch.Tensor:
+    def tensor(self, name: str, part: Part = WHOLE) -> torch.Tensor:
         """The tensor called `name` (see `ppserve.model.checkpoint`)."""
         self.asked.append(name)
+        return part.of(self._whole(name)).clone()
+
+    def _whole(self, name: str) -> torch.Tensor:
         if name == "lm_head.weight" and self.architecture.tied_embeddings:
             name = "wte.weight"
         generator = torch.Generator().manual_seed(zlib.crc32(f"{self._seed} {name}".encode()))

@@ -139,8 +139,8 @@ def test_padded_vocabulary_is_never_drawn() -> None:
     """A padding row that would win by far."""
 
     class Tempting(RandomCheckpoint):
-        def tensor(self, name: str) -> torch.Tensor:
-            tensor = super().tensor(name)
+        def _whole(self, name: str) -> torch.Tensor:
+            tensor = super()._whole(name)
             if name in ("wte.weight", "lm_head.weight"):
                 tensor[self.architecture.vocab_size :] = 1e6
             return tensor

@@ -40,7 +40,7 @@ def token(logits: np.ndarray, wanted: Draw, position: int = 7) -> int | None:
 
 def survivors(logits: np.ndarray, params: SamplingParams, wanted: Draw | None = None) -> set[int]:
     """Every id that some point of the distribution leads to."""
-    adjusted = sampling._adjusted(logits, wanted or Draw(params), 0)
+    adjusted = sampling.adjusted(logits, wanted or Draw(params), 0)
     limits = (np.float32(params.temperature), params.top_k, params.top_p, params.min_p)
     points = np.concatenate([np.linspace(0, 1, 40_000, endpoint=False), [np.nextafter(1, 0)]])
     return {int(draw(adjusted, *limits, point)) for point in points}

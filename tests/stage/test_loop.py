@@ -11,6 +11,7 @@ import torch
 from ppserve import wire
 from ppserve.core.architecture import StageLayout
 from ppserve.errors import CheckpointError, TransportError
+from ppserve.model.checkpoint import WHOLE, Part
 from ppserve.stage.link import Link
 from ppserve.stage.transport import Frames, Transport
 from ppserve.stage.wiring import ThreadWiring
@@ -237,7 +238,7 @@ def test_pings_are_answered_while_the_stage_waits(last: OneStage, wiring: ByHand
 
 
 class Damaged(RandomCheckpoint):
-    def tensor(self, name: str) -> torch.Tensor:
+    def tensor(self, name: str, part: Part = WHOLE) -> torch.Tensor:
         raise CheckpointError(self.path, f"{name}: truncated")
 
 

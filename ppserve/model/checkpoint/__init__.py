@@ -7,11 +7,12 @@ Canonical names (global layer index i), linear weights always as (out, in), V' =
     h.{i}.ln_2.weight|bias (D)      h.{i}.mlp.c_fc.weight (F, D) |bias        h.{i}.mlp.c_proj.weight (D, F) |bias
     ln_f.weight|bias (D)            lm_head.weight (V', D): the stored one, or wte when tied
 
-Opening reads headers only; `tensor` reads one tensor from the file and keeps no copy.
+Opening reads headers only; `tensor` reads one tensor, or a part of it, from the file and keeps no copy.
 """
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Protocol
 
@@ -21,6 +22,26 @@ if TYPE_CHECKING:
     import torch
 
 
+@dataclass(frozen=True, slots=True)
+class Part:
+    """Some of a tensor. rows: ranges of its first dimension, which are put together. columns: one of the last.
+    None is all of them."""
+
+    rows: tuple[slice, ...] | None = None
+    columns: slice | None = None
+
+    def of(self, tensor: torch.Tensor) -> torch.Tensor:
+        """This part of a tensor that is in memory."""
+        import torch
+
+        if self.rows is not None:
+            tensor = torch.cat([tensor[rows] for rows in self.rows])
+        return tensor if self.columns is None else tensor[..., self.columns]
+
+
+WHOLE = Part()
+
+
 class Checkpoint(Protocol):
     """An opened checkpoint. stored_dtype: `float32`, `bfloat16` or `float16`, as most weights are stored."""
 
@@ -28,6 +49,7 @@ class Checkpoint(Protocol):
     architecture: Architecture
     stored_dtype: str
 
-    def tensor(self, name: str) -> torch.Tensor:
-        """One tensor on the CPU in its stored dtype, shape checked. Raises CheckpointError."""
+    def tensor(self, name: str, part: Part = WHOLE) -> torch.Tensor:
+        """One tensor on the CPU in its stored dtype, shape checked; only this part is ever in memory, but for a
+        piece of the file. Raises CheckpointError."""
         ...

@@ -20,6 +20,7 @@ import torch
 from ppserve.core.architecture import Architecture
 from ppserve.errors import CheckpointError
 from ppserve.files import reason, shown
+from ppserve.model.checkpoint import WHOLE, Part
 from ppserve.model.checkpoint.names import LAYER_NAME, tensor_shapes
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
@@ -73,23 +74,44 @@ class Located:
         """The shape after `transposed` has been undone."""
         return self.stored.shape[::-1] if self.transposed else self.stored.shape
 
-    def pieces(self) -> list[tuple[int, int]]:
-        """The row ranges in which the tensor is read."""
+    def pieces(self, rows: slice | None = None) -> list[tuple[int, int]]:
+        """The row ranges in which the tensor, or these of its stored rows, are read."""
         num_rows, *rest = self.stored.shape
         row_bytes = math.prod(rest) * DTYPES[self.stored.dtype].itemsize
         step = max(1, PIECE_BYTES // row_bytes)
-        return [(start, min(start + step, num_rows)) for start in range(0, num_rows, step)]
+        rows = rows or slice(0, num_rows)
+        return [(start, min(start + step, rows.stop)) for start in range(rows.start, rows.stop, step)]
 
-    def read(self, dtype: str, pieces: ScratchTensor, turned: ScratchTensor) -> torch.Tensor:
+    def read(self, dtype: str, part: Part, pieces: ScratchTensor, turned: ScratchTensor) -> torch.Tensor:
         """A new tensor that shares nothing with the file. Pieces are read and transposed in the scratches."""
-        out = _memory(self.shape, DTYPES[dtype])
-        for start, stop in self.pieces():
-            rows = self.file.rows(self.name, start, stop, pieces)
-            if self.transposed:  # in the scratch: twice as fast as into the larger tensor
-                out[:, start:stop] = turned.take(rows.shape[::-1], rows.dtype).copy_(rows.T)
-            else:
-                out[start:stop] = rows
+        outputs = part.rows or (slice(0, self.shape[0]),)
+        inputs = part.columns or slice(0, self.shape[-1])
+        depth = self.shape[1:] and (inputs.stop - inputs.start,)
+        out = _memory((sum(rows.stop - rows.start for rows in outputs), *depth), DTYPES[dtype])
+        if self.transposed:
+            self._read_turned(out, outputs, inputs, (pieces, turned))
+            return out
+        at = 0
+        for rows in outputs:
+            for start, stop in self.pieces(rows):
+                piece = self.file.rows(self.name, start, stop, pieces)
+                out[at : at + stop - start] = piece[:, inputs] if depth else piece
+                at += stop - start
         return out
+
+    def _read_turned(
+        self, out: torch.Tensor, outputs: Iterable[slice], inputs: slice, scratches: tuple[ScratchTensor, ...]
+    ) -> None:
+        """Outputs are columns in the file, inputs are rows."""
+        pieces, turned = scratches
+        for start, stop in self.pieces(inputs):
+            piece = self.file.rows(self.name, start, stop, pieces)
+            at = 0
+            for rows in outputs:  # in the scratch: twice as fast as into the larger tensor
+                own = piece[:, rows].T
+                where = slice(start - inputs.start, stop - inputs.start)
+                out[at : at + len(own), where] = turned.take(own.shape, own.dtype).copy_(own)
+                at += len(own)
 
     def equals(self, other: Located) -> bool:
         """Whether two tensors hold the same bits; reads both, piece by piece, up to the first difference."""
@@ -151,10 +173,10 @@ class StoredCheckpoint:
             dtypes[located[name].stored.dtype] += math.prod(shape)
         self.stored_dtype = dtypes.most_common(1)[0][0]
 
-    def tensor(self, name: str) -> torch.Tensor:
-        """One tensor on the CPU, in memory of its own."""
+    def tensor(self, name: str, part: Part = WHOLE) -> torch.Tensor:
+        """One tensor, or a part of it, on the CPU, in memory of its own."""
         place = self._located[name]
-        return place.read(self._rounded_to or place.stored.dtype, self._pieces, self._turned)
+        return place.read(self._rounded_to or place.stored.dtype, part, self._pieces, self._turned)
 
     def rounded_to(self, dtype: str) -> StoredCheckpoint:
         """The same checkpoint as if it were stored in `dtype`: rounded piece by piece while it is read.

@@ -13,7 +13,7 @@ import numpy as np
 import torch
 
 from ppserve.core.architecture import Architecture, StageLayout
-from ppserve.model import sampling
+from ppserve.core.cut import Cut
 from ppserve.model.backend import (
     AttentionParts,
     KVCache,
@@ -39,6 +39,7 @@ from ppserve.model.cpu.precision import cpu_precision, dtype_name
 from ppserve.model.cpu.rooms import Rooms
 from ppserve.model.cpu.sublayers import FusedSublayer
 from ppserve.model.cpu.team import Team
+from ppserve.model.sampling_slices import read_slices
 from ppserve.model.timing import HostTiming, Timing
 
 
@@ -111,8 +112,8 @@ class CpuBackend:
     def recorded(self, model: StageModel, cache: KVCache) -> StageModel:
         return model
 
-    def read_logits(self, inputs: StepInputs, pieces_RV: Iterator[torch.Tensor]) -> Reading:
-        results = sampling.read_logits(inputs.rows.plan, pieces_RV)
+    def read_logits(self, inputs: StepInputs, pieces_Rv: Iterator[torch.Tensor], vocabulary: Cut) -> Reading:
+        results = read_slices(inputs.rows.plan, pieces_Rv, inputs.gather, vocabulary)
         return lambda: results
 
     def timing(self) -> Timing:

@@ -1,8 +1,8 @@
 """Keys and values in main memory, laid out for the attention kernels.
 
-L layers whose attention is on this stage, B blocks, H heads, d features, p positions of a block. Each block and
-head has a cell of keys, groups of 16 positions as (d, 16), and a cell of values, panels of 16 features as (p, 16);
-in int8 both end with a float32 scale for each position:
+L layers whose attention is on this stage, B blocks, H heads of this rank, d features, p positions of a block. Each
+block and head has a cell of keys, groups of 16 positions as (d, 16), and a cell of values, panels of 16 features
+as (p, 16); in int8 both end with a float32 scale for each position:
 
     keys_LBHc    (L, B, H, bytes of a cell of keys)
     values_LBHc  (L, B, H, bytes of a cell of values)
@@ -41,8 +41,9 @@ def cell_bytes(head_size: int, block_size: int, element_bytes: int) -> tuple[int
 
 
 def block_bytes(arch: Architecture, layout: StageLayout, block_size: int, dtype: torch.dtype) -> int:
-    """Bytes that one block takes on this stage, padding included."""
-    return len(layout.attentions) * arch.num_heads * sum(cell_bytes(arch.head_size, block_size, dtype.itemsize))
+    """Bytes that one block takes on this rank, padding included."""
+    heads = layout.heads(arch).width
+    return len(layout.attentions) * heads * sum(cell_bytes(arch.head_size, block_size, dtype.itemsize))
 
 
 class CpuCache:
@@ -65,14 +66,15 @@ class CpuCache:
         self.block_size = block_size
         self._kind, self._workers = kind, workers
         cells = cell_bytes(arch.head_size, block_size, kind.element_bytes)
-        shape = (len(layout.attentions), num_blocks, arch.num_heads)
+        num_heads = layout.heads(arch).width
+        shape = (len(layout.attentions), num_blocks, num_heads)
         self.keys_LBHc, self.values_LBHc = (torch.from_numpy(aligned((*shape, cell), "uint8")) for cell in cells)
         self._shape = CacheShape(
             keys=self.keys_LBHc.data_ptr(),
             values=self.values_LBHc.data_ptr(),
-            key_layer=num_blocks * arch.num_heads * cells[0],
-            value_layer=num_blocks * arch.num_heads * cells[1],
-            num_heads=arch.num_heads,
+            key_layer=num_blocks * num_heads * cells[0],
+            value_layer=num_blocks * num_heads * cells[1],
+            num_heads=num_heads,
             head_size=arch.head_size,
             block_size=block_size,
             key_cell=cells[0],

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 import torch
 
 from ppserve.core.architecture import Architecture, StageLayout
+from ppserve.core.cut import Cut
 from ppserve.model.backend import (
     KVCache,
     Linear,
@@ -29,6 +30,7 @@ from ppserve.model.cuda.recorded import RecordedStage
 from ppserve.model.cuda.reference import ReferenceOperators
 from ppserve.model.cuda.sampling import read_rows
 from ppserve.model.cuda.staging import Staging
+from ppserve.model.gather import whole_rows
 from ppserve.model.gpt2 import GPT2Stage
 from ppserve.model.stock import TorchBackend
 from ppserve.model.timing import Timing
@@ -80,7 +82,8 @@ class CudaBackend(TorchBackend):
         return DeviceCache(arch, layout, blocks, self.precision.kv, self.operators, self.staging)
 
     def recorded(self, model: StageModel, cache: KVCache) -> StageModel:
-        if not self.options.graphs:
+        # What is recorded cannot wait for other ranks, whose connections are new in every epoch.
+        if not self.options.graphs or model.layout.num_tensor > 1:
             return model
         assert isinstance(model, GPT2Stage)
         assert isinstance(cache, DeviceCache)
@@ -90,10 +93,10 @@ class CudaBackend(TorchBackend):
         log.info("recorded steps of %s rows, in %.0f MB", ", ".join(map(str, stage.sizes)), held_bytes / 1e6)
         return stage
 
-    def read_logits(self, inputs: StepInputs, pieces_RV: Iterator[torch.Tensor]) -> Reading:
+    def read_logits(self, inputs: StepInputs, pieces_Rv: Iterator[torch.Tensor], vocabulary: Cut) -> Reading:
         assert isinstance(inputs, DeviceInputs)
         first, columns = 0, []
-        for logits_RV in pieces_RV:
+        for logits_RV in whole_rows(inputs.gather, pieces_Rv, vocabulary):
             columns.append(read_rows(self.operators, logits_RV, inputs.draws, inputs.arrays, first))
             first += len(logits_RV)
         return self.readback.reading(inputs.rows.plan, torch.cat(columns) if columns else None)

@@ -64,7 +64,7 @@ class DeviceCache:
         self._arch, self._layout = arch, layout
         self._buckets: Buckets | None = None
         self._views: dict[int, dict[str, torch.Tensor]] = {}
-        shape = (len(layout.attentions), *blocks, arch.num_heads, arch.head_size)
+        shape = (len(layout.attentions), *blocks, layout.heads(arch).width, arch.head_size)
         self.keys_LBpHd = torch.zeros(shape, dtype=dtype, device=self.device)
         self.values_LBpHd = torch.zeros(shape, dtype=dtype, device=self.device)
 

@@ -15,6 +15,7 @@ import torch
 from transformers import GPT2Config, GPT2LMHeadModel
 
 from ppserve.core.architecture import Architecture
+from ppserve.model.checkpoint import WHOLE, Part
 from ppserve.model.checkpoint.opening import open_checkpoint
 from tests.model.checkpoint.writers import (
     Tensors,
@@ -51,8 +52,8 @@ class MemoryCheckpoint:
         self.architecture = arch
         self._tensors = tensors
 
-    def tensor(self, name: str) -> torch.Tensor:
-        return self._tensors[name]
+    def tensor(self, name: str, part: Part = WHOLE) -> torch.Tensor:
+        return part.of(self._tensors[name])
 
 
 def hugging_face(directory: Path, container: str = "safetensors", parts: int = 1, **changes: Any) -> Authored:

@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from ppserve.core.architecture import Split, stage_layouts
+from ppserve.core.cut import Cut
 from ppserve.core.plan import Draw, Drawn, Scored, Slice, StepPlan
 from ppserve.core.request import SamplingParams
 from ppserve.model import sampling
@@ -29,7 +30,7 @@ def results(plan: StepPlan, logits: torch.Tensor, kind: str, at_once: int = 256)
     backend = CudaBackend(DEVICE, "float32", operators=operators_of(kind))
     (layout,) = stage_layouts(Split.parse("2"))
     inputs = build_inputs(plan, layout, backend.make_cache(ARCHITECTURE, layout, 4, 16))
-    return backend.read_logits(inputs, iter(logits.to(DEVICE).split(at_once)))()
+    return backend.read_logits(inputs, iter(logits.to(DEVICE).split(at_once)), Cut((logits.shape[1],), 0))()
 
 
 def scores(count: int, seed: int) -> torch.Tensor:
@@ -161,5 +162,7 @@ def test_only_what_was_asked_for_goes_back() -> None:
     for num_logprobs, columns in ((None, 1), (0, 3), (4, 11)):
         draw = Draw(SamplingParams(), num_logprobs=num_logprobs)
         plan = StepPlan(0, 0, 0, (Slice(0, 0, (1,), (0,), draw), Slice(1, 0, (1,), (1,), Draw(SamplingParams()))))
-        backend.read_logits(build_inputs(plan, layout, cache), iter([scores(2, 0).to(DEVICE)]))()
+        logits = scores(2, 0).to(DEVICE)
+        vocabulary = Cut((logits.shape[1],), 0)
+        backend.read_logits(build_inputs(plan, layout, cache), iter([logits]), vocabulary)()
         assert copied.pop() == (2, columns)

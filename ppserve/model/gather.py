@@ -1,0 +1,58 @@
+"""How tensor ranks complete each other's rows: every one has some columns, and all need all.
+
+No sum is ever divided among ranks, so this is all that they exchange (docs/decisions/tensor-parallelism.md).
+
+T rows, N columns, n those of one rank.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from typing import Protocol
+
+import torch
+
+from ppserve.core.cut import Cut
+
+
+class Gather(Protocol):
+    """Between the tensor ranks of one stage, all of which make the same calls in the same order.
+
+    waited_ns: how long this rank has waited for others, so far.
+    """
+
+    waited_ns: int
+
+    def all(self, own_Tn: torch.Tensor, cut: Cut) -> torch.Tensor:
+        """(T, N), contiguous: the columns of all ranks next to each other, for every rank. Raises TransportError.
+
+        cut: of the columns. own_Tn: this rank's; may be written to again afterwards.
+        """
+
+
+class Alone:
+    """The only tensor rank of its stage."""
+
+    waited_ns = 0
+
+    def all(self, own_Tn: torch.Tensor, cut: Cut) -> torch.Tensor:
+        return own_Tn
+
+
+class Echo:
+    """One of several, without the others: its own columns stand for theirs. For what is tried before ranks meet;
+    a row of it still depends on that row alone."""
+
+    waited_ns = 0
+
+    def all(self, own_Tn: torch.Tensor, cut: Cut) -> torch.Tensor:
+        times = -(-cut.size // cut.width)
+        return own_Tn.repeat(1, times)[:, : cut.size].contiguous()
+
+
+ALONE = Alone()
+
+
+def whole_rows(gather: Gather, pieces_Rn: Iterable[torch.Tensor], cut: Cut) -> Iterator[torch.Tensor]:
+    """The same pieces with the columns of all ranks."""
+    return (gather.all(own_Rn, cut) for own_Rn in pieces_Rn)

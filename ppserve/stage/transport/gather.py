@@ -1,0 +1,147 @@
+"""Slices of rows between the tensor ranks of a stage: a transport of its own kind, to `model.gather.Gather`.
+
+    local   threads of one process: shared memory of that process
+    shm     processes of one host (Linux): the same in anonymous memory that they share
+    gloo    processes anywhere
+    nccl    one GPU per rank
+
+T rows, N columns, n those of one rank.
+"""
+
+from __future__ import annotations
+
+import time
+from typing import Protocol
+
+import torch
+
+from ppserve.core.cut import Cut
+from ppserve.errors import TransportError
+from ppserve.model.cpu.kernels.exchange import LINE_BYTES, arrive, await_ranks
+from ppserve.model.gather import ALONE, Gather
+
+ROOM_BYTES = 4 << 20
+"""What a rank has at a time; more rows follow in further pieces."""
+_SLEEP_S = 50e-6
+_MOST_VIEWS = 256
+
+
+class TensorLink(Gather, Protocol):
+    """A stage's gather for one epoch. Used by one thread, except `interrupt`. After a TransportError only `close`
+    is of use."""
+
+    @property
+    def name(self) -> str: ...
+
+    def interrupt(self) -> None:
+        """Called from another thread: this wait and all later ones end with TransportError. `close` is still due.
+        Does nothing after `close`."""
+
+    def close(self) -> None:
+        """Ends the waits of the other ranks as well. May be called twice."""
+
+
+class NoTensorLink:
+    """Of a rank that is its whole stage."""
+
+    name = "none"
+    waited_ns = 0
+    all = ALONE.all
+
+    def interrupt(self) -> None:
+        pass
+
+    def close(self) -> None:
+        pass
+
+
+def memory_bytes(num_ranks: int) -> int:
+    """Of the memory that ranks share: a number of each, then two rooms of each."""
+    return num_ranks * (LINE_BYTES + 2 * ROOM_BYTES)
+
+
+class Company:
+    """What a rank knows of the others while it waits; here they are threads of this process, and share this."""
+
+    def __init__(self) -> None:
+        self.is_over = False
+
+    def look(self) -> None:
+        """Lets a moment pass. Raises TransportError where waiting is of no use."""
+        if self.is_over:
+            raise TransportError("local: a tensor rank of this stage is gone")
+        time.sleep(_SLEEP_S)
+
+    def end(self) -> None:
+        """The others' waits are to end as well."""
+        self.is_over = True
+
+    def close(self) -> None:
+        self.end()
+
+
+class MemoryGather:
+    """Rows are put into shared memory, and a number says that they are there: put-with-signal, without a copy but
+    the reader's.
+
+    A wait spins for some microseconds, without the interpreter's lock, then sleeps and looks whether it still
+    makes sense. The two rooms of a rank take turns: nobody is more than one exchange ahead, so the one before the
+    last has been read by all.
+    """
+
+    def __init__(self, name: str, memory: torch.Tensor, place: tuple[int, int], company: Company) -> None:
+        """memory: `memory_bytes` bytes, zeros at first. place: this rank, and how many there are."""
+        self.name = name
+        self.waited_ns = 0
+        self._memory, self._company = memory, company
+        self._rank, self._count = place
+        self._step = 0
+        self._views: dict[tuple[object, ...], list[torch.Tensor]] = {}
+
+    def all(self, own_Tn: torch.Tensor, cut: Cut) -> torch.Tensor:
+        rows_at_once = ROOM_BYTES // (max(cut.widths) * own_Tn.itemsize)
+        assert rows_at_once, f"a row of {max(cut.widths)} numbers does not fit"
+        if len(own_Tn) <= rows_at_once:
+            return self._exchange(own_Tn, cut)
+        return torch.cat([self._exchange(piece, cut) for piece in torch.split(own_Tn, rows_at_once)])
+
+    def interrupt(self) -> None:
+        self._company.end()
+
+    def close(self) -> None:
+        self._company.close()
+
+    def _exchange(self, own_Tn: torch.Tensor, cut: Cut) -> torch.Tensor:
+        self._step += 1
+        rooms = self._rooms(len(own_Tn), own_Tn.dtype, cut)
+        rooms[self._rank].copy_(own_Tn)
+        board = self._memory.data_ptr()
+        arrive(board, self._rank)
+        begun_ns = time.monotonic_ns()
+        while not await_ranks(board, self._count, self._step):
+            self._company.look()
+        self.waited_ns += time.monotonic_ns() - begun_ns
+        return torch.cat(rooms, 1).to(own_Tn.device)
+
+    def _rooms(self, num_rows: int, dtype: torch.dtype, cut: Cut) -> list[torch.Tensor]:
+        """Every rank's room of this turn as (T, n)."""
+        turn = self._step % 2
+        key = num_rows, dtype, cut.widths, turn
+        if key not in self._views:
+            if len(self._views) >= _MOST_VIEWS:
+                self._views.clear()
+            self._views[key] = [
+                self._room(rank, turn)[: num_rows * width * dtype.itemsize].view(dtype).view(num_rows, width)
+                for rank, width in enumerate(cut.widths)
+            ]
+        return self._views[key]
+
+    def _room(self, rank: int, turn: int) -> torch.Tensor:
+        at = self._count * LINE_BYTES + (2 * rank + turn) * ROOM_BYTES
+        return self._memory[at : at + ROOM_BYTES]
+
+
+def connect_ranks(count: int) -> tuple[MemoryGather, ...]:
+    """The tensor ranks of one stage, for threads of this process."""
+    memory, company = torch.zeros(memory_bytes(count), dtype=torch.uint8), Company()
+    return tuple(MemoryGather("local", memory, (rank, count), company) for rank in range(count))

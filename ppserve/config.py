@@ -83,12 +83,14 @@ class CacheSettings:
 class SchedulingSettings:
     """max_queue: how many requests may wait. prefill_chunk: prompt tokens per step. expect_prompt and expect_new:
     tokens of a typical prompt and answer, for which `--layers auto` balances the stages. speculate: guesses per
-    step and sequence, 0 = none, None = where they pay."""
+    step and sequence, 0 = none, None = where they pay. draft_model: whose guesses they are, None = the sequence's
+    own repetitions."""
 
     max_num_seqs: int = 256
     max_queue: int = 1024
     prefill_chunk: int | None = None
     speculate: int | None = 0
+    draft_model: str | None = None
     expect_prompt: int = 128
     expect_new: int = 128
 

@@ -16,7 +16,7 @@ import msgspec
 from ppserve.config import ServeConfig
 from ppserve.core.architecture import Architecture, StageLayout
 from ppserve.core.partition import Parts
-from ppserve.core.plan import StepPlan, StepResult
+from ppserve.core.plan import Slice, StepPlan, StepResult
 from ppserve.core.telling import NOTHING, Told
 from ppserve.errors import WireError
 
@@ -257,12 +257,42 @@ class Shutdown(_Message, frozen=True, tag=True):
     code: int = 0
 
 
+# ---- head ↔ draft model ---------------------------------------------------------------------------------
+
+
+class DraftStart(_Message, frozen=True, tag=True):
+    """The first frame. path: of the draft model, or `builtin`. of: of the model whose tokens it guesses."""
+
+    path: str
+    of: str
+
+
+class DraftReady(_Message, frozen=True, tag=True):
+    """It is loaded; its context."""
+
+    max_positions: int
+
+
+class DraftQuestion(_Message, frozen=True, tag=True):
+    """Which `count` tokens follow those of the slice? See `core.scheduling.draft_model.DraftChannel`."""
+
+    piece: Slice
+    count: int
+
+
+class Drafted(_Message, frozen=True, tag=True):
+    token_ids: tuple[int, ...]
+
+
 FromStage = Hello | Loading | Loaded | StoreOpened | Ready | Result | Heartbeat | Broken | Failed | GaveUp
 FromStranger = Proof
 FromKeeper = Start
 FromHead = Challenge | Welcome | Refused | Assign | Form | Abandon | Plan | Cancel | Ping | Shutdown
 
-Outgoing = FromStage | FromStranger | FromKeeper | FromHead
+ToDraft = DraftStart | DraftQuestion
+FromDraft = DraftReady | Drafted
+
+Outgoing = FromStage | FromStranger | FromKeeper | FromHead | ToDraft | FromDraft
 
 
 def _encode_path(value: object) -> str:
@@ -281,7 +311,7 @@ def _decode_path(kind: type, value: object) -> Path:
 _encoder = msgspec.msgpack.Encoder(enc_hook=_encode_path)
 _decoders = {
     kind: msgspec.msgpack.Decoder(kind, dec_hook=_decode_path)
-    for kind in (FromStage, FromStranger, FromKeeper, FromHead)
+    for kind in (FromStage, FromStranger, FromKeeper, FromHead, ToDraft, FromDraft)
 }
 
 

@@ -80,6 +80,7 @@ def _load_config_file(ctx: click.Context, _param: click.Parameter, path: Path | 
 )
 @click.option("--prefill-chunk", type=AutoOr(_COUNT), default="auto", help="Most prompt tokens in one step.")
 @click.option("--speculate", type=AutoOr(GUESSES), default="off", help="Guesses per step; auto = where they pay.")
+@click.option("--draft-model", help="A smaller model of the same vocabulary that guesses: `builtin` or a path.")
 @click.option("--expect-prompt", type=_COUNT, default=128, help="Typical prompt tokens, for --layers auto.")
 @click.option("--expect-new", type=_COUNT, default=128, help="Typical new tokens, for --layers auto.")
 @click.option("--shutdown-timeout", type=click.FloatRange(0, 86400), default=25, help="Seconds that streams have.")

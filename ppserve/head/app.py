@@ -12,11 +12,14 @@ import threading
 import time
 
 from ppserve.config import ServeConfig
+from ppserve.core.scheduling.draft_model import DraftModel
+from ppserve.core.scheduling.drafter import look_up_prompts
 from ppserve.errors import UsageError
 from ppserve.head.api.auth import ApiKeys
 from ppserve.head.api.desk import FrontDesk
 from ppserve.head.doors import Doors, Ports
 from ppserve.head.engine.control import SocketControlPlane
+from ppserve.head.engine.draft_process import DraftProcess
 from ppserve.head.engine.layout import Layout
 from ppserve.head.engine.loop import Engine
 from ppserve.head.engine.member import Hopeless
@@ -94,7 +97,10 @@ class HeadProcess:
         self._metrics = Metrics(num_stages)
         self._observer = Observer(self._metrics, Trace(num_stages, config.server.trace), RecentSpans(num_stages))
         self._members = Members(grid, this_machine(), Layout(config), control)
-        replica = Replica(self._members, control, self._observer, time.monotonic_ns)
+        path, draft_path = config.model.path, config.scheduling.draft_model
+        self._draft = DraftProcess(draft_path, path) if draft_path else None
+        new_drafter = DraftModel(self._draft).drafter if self._draft else look_up_prompts
+        replica = Replica(self._members, control, self._observer, time.monotonic_ns, new_drafter)
         loop = asyncio.get_running_loop()
         self._engine = Engine(replica, control, self._observer, loop.call_soon_threadsafe)
         self._formed = asyncio.wrap_future(self._engine.formed)
@@ -113,6 +119,8 @@ class HeadProcess:
         finally:
             self._engine.stop()
             await self._end_stages()
+            if self._draft:
+                self._draft.end()
             self._observer.trace.close()
             meeting.end(self._meeting)
 

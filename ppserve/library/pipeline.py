@@ -17,6 +17,7 @@ from ppserve import config as cfg
 from ppserve import wire
 from ppserve.answers import Completion, Options, Prompt
 from ppserve.core.architecture import Split
+from ppserve.core.scheduling.draft_model import DraftModel
 from ppserve.core.scheduling.drafter import NewDrafter, look_up_prompts
 from ppserve.errors import ConfigError, InvalidRequest, StagesLost, UsageError, Violation
 from ppserve.head.api.call import Call
@@ -32,6 +33,7 @@ from ppserve.library.ledger import Ledger, ledger_of
 from ppserve.library.local import LocalControlPlane, LocalLink
 from ppserve.library.stream import Stream
 from ppserve.process.environment import RankEnvironment, this_machine
+from ppserve.stage.draft import Draft
 from ppserve.stage.loop import Findings, StageLoop
 from ppserve.stage.wiring import ThreadWiring
 from ppserve.tokenizer import Tokenizer, load_tokenizer
@@ -47,7 +49,7 @@ class Settings(TypedDict, total=False):
 
     devices: of each stage, such as ["cuda:0", "cuda:1"]. layers: of each stage, such as "7.5,4.5" (unset: equal
     weights). threads: of each stage. Sizes are bytes. speculate: guesses per step and sequence, None = where they
-    pay (unset: none).
+    pay (unset: none). draft_model: a model of the same vocabulary that guesses, "builtin" or as the model.
     """
 
     dtype: str
@@ -64,6 +66,7 @@ class Settings(TypedDict, total=False):
     max_queue: int
     prefill_chunk: int
     speculate: int | None
+    draft_model: str
     batch_invariant: bool
     cuda_graphs: bool
     devices: Sequence[str]
@@ -80,7 +83,8 @@ class Pipeline:
     model: as for `--model` of the server. stages: one, or one for each of `devices`, unless told. The same request
     gives the same tokens here and there, over any number of stages. Any thread may use it. Raises UsageError
     (ConfigError, CheckpointError) for what cannot be run.
-    new_drafter: makes the drafter of an answer, which guesses its next tokens; no drafter changes a token.
+    new_drafter: makes the drafter of an answer, which guesses its next tokens; no drafter changes a token. Unset:
+    the draft_model's, else one that looks for repetitions.
     """
 
     def __init__(
@@ -88,7 +92,7 @@ class Pipeline:
         model: str = "tiny",
         stages: int | None = None,
         *,
-        new_drafter: NewDrafter = look_up_prompts,
+        new_drafter: NewDrafter | None = None,
         **settings: Unpack[Settings],
     ) -> None:
         if stages is None:
@@ -100,6 +104,7 @@ class Pipeline:
         grid = config.pipeline.grid(stages)
         self._members = Members(grid, this_machine(), Layout(config, in_process=True), self._control)
         watcher = Watcher()
+        new_drafter = new_drafter or _drafter_of(config)
         replica = Replica(self._members, self._control, watcher, time.monotonic_ns, new_drafter)
         self._engine = Engine(replica, self._control, watcher, lambda call: call())
         self._tokenizer: Tokenizer | None = None
@@ -243,6 +248,12 @@ def _config_of(model: str, settings: Settings) -> cfg.ServeConfig:
         if isinstance(value, int) and not isinstance(value, bool) and value < (name != "speculate"):
             raise ConfigError(name, f"{value} is not positive")
     return cfg.ServeConfig.of(given)
+
+
+def _drafter_of(config: cfg.ServeConfig) -> NewDrafter:
+    """Raises UsageError."""
+    draft_model = config.scheduling.draft_model
+    return look_up_prompts if draft_model is None else DraftModel(Draft(draft_model, config.model.path)).drafter
 
 
 def _live(start: wire.Start, found: Findings, link: LocalLink, wiring: ThreadWiring) -> None:

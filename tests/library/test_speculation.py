@@ -5,13 +5,16 @@ from __future__ import annotations
 import random
 from collections.abc import Callable, Iterator
 from collections.abc import Sequence as Seq
+from pathlib import Path
 
 import pytest
 
 from ppserve import Completion, Pipeline
 from ppserve.core.request import Request
 from ppserve.core.scheduling.drafter import Drafter, Guess
+from ppserve.errors import ConfigError
 from tests.library.mixed import assert_same, mixed_requests, tiny, together
+from tools.make_random_gpt2 import Shape, write_checkpoint
 
 pytestmark = pytest.mark.slow
 
@@ -80,6 +83,21 @@ def test_no_guess_changes_an_answer(drafter: str, stages: int, guesses: int, alo
             assert_same(pipeline.complete(prompt, **options), alone[number])
         busy = [stage.times.busy_ns["speculative"] for stage in pipeline.ledger().stages]
         assert all(busy) == (stages > 1), "a lone caller leaves gaps, and they were filled"
+
+
+def test_a_draft_model_changes_no_answer(alone: list[Completion]) -> None:
+    """With the model itself as draft model, every guess that it makes is right: the draws are the same."""
+    with tiny(2, speculate=3, draft_model="builtin") as pipeline:
+        for guessed, plain in zip(together(pipeline, requests()), alone, strict=True):
+            assert_same(guessed, plain)
+        lanes = pipeline._engine._replica.formed_scheduler.lanes
+        assert lanes.guesses["accepted"] > 0
+
+
+def test_a_draft_model_of_another_vocabulary_is_refused(tmp_path: Path) -> None:
+    write_checkpoint(tmp_path, Shape(num_layers=1, width=16, num_heads=1, max_positions=32, vocab_size=300))
+    with pytest.raises(ConfigError, match=r"--draft-model: knows 300 tokens, and the model 1280"):
+        tiny(2, speculate=3, draft_model=str(tmp_path))
 
 
 def test_a_drafter_that_declines_costs_no_step(alone: list[Completion]) -> None:

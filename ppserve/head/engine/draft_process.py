@@ -1,0 +1,91 @@
+"""The draft model's process as the head sees it. When it is gone, nothing is guessed, and nothing else changes."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import select
+import subprocess
+import sys
+from collections.abc import Sequence
+
+from ppserve import wire
+from ppserve.core.plan import Slice
+from ppserve.errors import WireError
+
+log = logging.getLogger("ppserve.head")
+
+DRAFT_COMMAND = (sys.executable, "-m", "ppserve.stage.draft")
+WAIT_S = 0.02
+"""The longest time for which the engine waits for an answer. All requests wait with it."""
+
+
+class DraftProcess:
+    """A `DraftChannel` to a child process; used by one thread, but for `end`.
+
+    max_positions: 0, so that nothing is asked, until the model is loaded and after the process is lost.
+    """
+
+    def __init__(self, path: str, of: str, command: Sequence[str] = DRAFT_COMMAND) -> None:
+        self._max_positions = 0
+        self._answers: list[tuple[int, ...]] = []
+        self._reader = wire.FrameReader(wire.FromDraft)
+        self._is_lost = False
+        self._process = subprocess.Popen(
+            [*command, str(os.getpid())], stdin=subprocess.PIPE, stdout=subprocess.PIPE, bufsize=0
+        )
+        assert self._process.stdin is not None and self._process.stdout is not None  # noqa: PT018
+        self._questions, self._frames = self._process.stdin, self._process.stdout
+        self._send(wire.DraftStart(path, of))
+
+    @property
+    def max_positions(self) -> int:
+        if not self._max_positions:
+            self._listen(0.0)
+        return 0 if self._is_lost else self._max_positions
+
+    def ask(self, piece: Slice, count: int) -> None:
+        self._send(wire.DraftQuestion(piece, count))
+
+    def answer(self, *, wait: bool) -> tuple[int, ...] | None:
+        if not self._answers:
+            self._listen(WAIT_S if wait else 0.0)
+        return self._answers.pop() if self._answers else None
+
+    def end(self) -> None:
+        """Ends the process."""
+        self._is_lost = True
+        self._process.kill()
+        self._process.wait()
+        self._questions.close()
+        self._frames.close()
+
+    def _send(self, message: wire.DraftStart | wire.DraftQuestion) -> None:
+        """A question is far smaller than what a pipe holds, and only one is open, so this never waits."""
+        if self._is_lost:
+            return
+        try:
+            self._questions.write(wire.encode(message))
+        except OSError:
+            self._lose()
+
+    def _listen(self, timeout_s: float) -> None:
+        """Takes what has arrived, waiting for it that long."""
+        if self._is_lost or not select.select([self._frames], [], [], timeout_s)[0]:
+            return
+        with contextlib.suppress(OSError, WireError):
+            if received := os.read(self._frames.fileno(), 1 << 16):
+                for message in self._reader.feed(received):
+                    match message:
+                        case wire.DraftReady(max_positions):
+                            self._max_positions = max_positions
+                        case wire.Drafted(token_ids):
+                            self._answers.append(token_ids)
+                return
+        self._lose()
+
+    def _lose(self) -> None:
+        if not self._is_lost:
+            log.warning("the draft model's process is gone: nothing is guessed any more")
+        self._is_lost = True

@@ -43,5 +43,6 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 @pytest.fixture(scope="session")
 def shared_server() -> Iterator[Server]:
     """A server of two stages over gloo, for tests that only talk to it."""
-    with serving(2, "--layers", "4,4", "--transport", "gloo", "--vllm-grpc") as server:
+    chats = ("--chat-template", str(E2E / "chat.jinja"))
+    with serving(2, "--layers", "4,4", "--transport", "gloo", "--vllm-grpc", *chats) as server:
         yield server

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import io
-import os
-import signal
 import time
 import zipfile
 from collections.abc import Iterator, Sequence
@@ -20,7 +18,7 @@ from ppserve.v1.generation_pb2_grpc import GenerationServiceStub
 from ppserve.vllm import engine_pb2 as pb
 from ppserve.vllm.engine_pb2_grpc import VllmEngineStub
 from tests.e2e.asking import Answer, Logprob, ask_all, requests_with_everything
-from tests.e2e.serving import Server, serving
+from tests.e2e.serving import Server
 
 ENDS = {"EOS": "stop", "STOP_TOKEN": "stop", "STOP_STRING": "stop", "MAX_TOKENS": "length"}
 # All numbers of a sequence: its tokens, scores of them and of the prompt, its end.
@@ -141,21 +139,3 @@ def test_a_router_tokenizes_as_the_server_does(channel: grpc.Channel) -> None:
     for asked in both:
         asked.sampling_params.CopyFrom(params)
     assert ask_vllm(stub, both[0]) == ask_vllm(stub, both[1])
-
-
-@pytest.mark.timeout(180)
-def test_a_router_s_stream_goes_on_when_a_stage_is_killed() -> None:
-    params = pb.SamplingParams(max_tokens=150, seed=3, ignore_eos=True, logprobs=1)
-    asked = pb.GenerateRequest(text="Once upon a time", sampling_params=params, stream=True)
-    with serving(2, "--vllm-grpc") as server, grpc.insecure_channel(server.grpc) as channel:
-        stub = VllmEngineStub(channel)
-        undisturbed = ask_vllm(stub, asked)
-        ids: list[int] = []
-        for number, answer in enumerate(stub.Generate(asked, timeout=100)):
-            ids += answer.chunk.token_ids
-            if number == 20:
-                os.kill(server.stage_pid(1), signal.SIGKILL)
-        assert "stage 1 died" in server.log
-        end = answer.complete
-        assert (ids, outputs(end.output_logprobs)) == undisturbed[0][:2]
-        assert list(end.output_ids) == ids

@@ -160,6 +160,18 @@ def test_it_comes_back_when_it_was_told_to(caplog: pytest.LogCaptureFixture) -> 
     assert caplog.text.count("Retrying request in 0.023000 seconds") == 2
 
 
+def test_it_waits_as_long_as_a_503_says(caplog: pytest.LogCaptureFixture) -> None:
+    async def scenario(_served: Served, client: AsyncOpenAI) -> None:
+        asking = asyncio.create_task(client.completions.create(model="fake", prompt="a"))
+        while "Retrying request" not in caplog.text:
+            await asyncio.sleep(0.01)
+        asking.cancel()
+
+    with caplog.at_level(logging.INFO, "openai"):
+        run(scenario, BusyAtFirst(refusal=StagesLost("stage 1 is gone"), times=1))
+    assert "Retrying request in 5.000000 seconds" in caplog.text
+
+
 def test_it_does_not_come_back_when_that_cannot_help() -> None:
     async def scenario(served: Served, client: AsyncOpenAI) -> None:
         with pytest.raises(openai.InternalServerError):

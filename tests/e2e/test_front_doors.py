@@ -1,0 +1,163 @@
+"""What a client meets when a server of two stages has too much to do, loses a stage, or is told to end. The tests
+share one server and leave it well; the last one ends it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import http.client
+import json
+import logging
+import os
+import re
+import signal
+import threading
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from typing import Any
+
+import grpc
+import pytest
+from openai import AsyncOpenAI, OpenAI
+
+from ppserve.vllm import engine_pb2 as pb
+from ppserve.vllm.engine_pb2_grpc import VllmEngineStub
+from tests.e2e.serving import Server, serving
+from tests.e2e.test_http import client_of, comparable
+from tests.e2e.test_vllm_grpc import ask_vllm, outputs
+
+ASKED: dict[str, Any] = {"model": "tiny", "prompt": "Once upon a time", "seed": 3, "logprobs": 1}
+MORE = {"ignore_eos": True, "return_token_ids": True}
+
+
+@pytest.fixture(scope="module")
+def server() -> Iterator[Server]:
+    with serving(2, "--vllm-grpc", "--max-num-seqs", "16", "--max-queue", "1") as started:
+        yield started
+
+
+def answer_of(server: Server, method: str, path: str, body: object = None) -> tuple[int, dict[str, str], Any]:
+    """Status, headers and JSON."""
+    connection = http.client.HTTPConnection(server.http, timeout=60)
+    try:
+        connection.request(method, path, None if body is None else json.dumps(body))
+        answer = connection.getresponse()
+        headers = {name.lower(): value for name, value in answer.getheaders()}
+        return answer.status, headers, json.load(answer)
+    finally:
+        connection.close()
+
+
+@contextmanager
+def everything_taken(server: Server) -> Iterator[None]:
+    """As many long sequences as may run, and a short request that waits; left at the end."""
+    long = {"prompt": "Once upon a time", "max_tokens": 900, "ignore_eos": True, "n": 16}
+    connections = [http.client.HTTPConnection(server.http, timeout=60) for _ in "ab"]
+    try:
+        with grpc.insecure_channel(server.grpc) as channel:
+            stub = VllmEngineStub(channel)
+
+            def loads() -> pb.SchedulerLoad:
+                return stub.GetLoads(pb.GetLoadsRequest()).loads[0]
+
+            connections[0].request("POST", "/v1/completions", json.dumps(long))
+            until(lambda: loads().num_running_reqs == 16)
+            connections[1].request("POST", "/v1/completions", json.dumps({"prompt": "a"}))
+            until(lambda: loads().num_waiting_reqs == 1)
+        yield
+    finally:
+        for connection in connections:
+            connection.close()
+
+
+def until(condition: Callable[[], bool]) -> None:
+    until_s = time.monotonic() + 60
+    while not condition():
+        assert time.monotonic() < until_s
+        time.sleep(0.01)
+
+
+def test_a_full_queue_says_when_to_come_back_and_openai_s_client_does(
+    server: Server, caplog: pytest.LogCaptureFixture
+) -> None:
+    with client_of(server) as client, caplog.at_level(logging.INFO, "openai"), ThreadPoolExecutor(1) as pool:
+        alone = client.completions.create(**ASKED, max_tokens=8)
+        with everything_taken(server):
+            status, headers, said = answer_of(server, "POST", "/v1/completions", {"prompt": "a"})
+            assert (status, said["error"]["code"]) == (429, "queue_full")
+            assert int(headers["retry-after"]) >= int(headers["retry-after-ms"]) / 1000 > 0
+            patient = client.with_options(max_retries=20)
+            asking = pool.submit(patient.completions.create, **ASKED, max_tokens=8)
+            until(lambda: "Retrying request" in caplog.text)
+        assert asking.result().choices == alone.choices
+    waits_s = [float(found) for found in re.findall(r"Retrying request .*?in ([0-9.]+) seconds", caplog.text)]
+    assert waits_s[0] == pytest.approx(int(headers["retry-after-ms"]) / 1000, rel=0.5), caplog.text
+
+
+@pytest.mark.timeout(180)
+def test_streams_of_every_door_go_on_when_a_stage_is_killed(server: Server) -> None:
+    params = pb.SamplingParams(max_tokens=150, seed=3, ignore_eos=True, logprobs=1)
+    by_router = pb.GenerateRequest(text=ASKED["prompt"], sampling_params=params, stream=True)
+    asked = {**ASKED, "max_tokens": 150, "extra_body": MORE}
+    begun = threading.Barrier(4, timeout=60)
+
+    def by_http(client: OpenAI) -> Any:
+        parts = []
+        for number, chunk in enumerate(client.completions.create(**asked, stream=True)):
+            parts += chunk.choices
+            if number == 10:
+                begun.wait()
+        return comparable(parts)
+
+    async def by_http_asynchronously() -> Any:
+        async with AsyncOpenAI(base_url=f"http://{server.http}/v1", api_key="none", max_retries=0) as client:
+            parts = []
+            async for chunk in await client.completions.create(**asked, stream=True):
+                parts += chunk.choices
+                if len(parts) == 10:
+                    await asyncio.to_thread(begun.wait)
+            return comparable(parts)
+
+    def by_vllm(stub: VllmEngineStub) -> Any:
+        ids: list[int] = []
+        for number, answer in enumerate(stub.Generate(by_router, timeout=100)):
+            ids += answer.chunk.token_ids
+            if number == 10:
+                begun.wait()
+        return ids, outputs(answer.complete.output_logprobs)
+
+    with client_of(server) as client, grpc.insecure_channel(server.grpc) as channel, ThreadPoolExecutor(3) as pool:
+        stub = VllmEngineStub(channel)
+        undisturbed = comparable(client.completions.create(**asked).choices)
+        undisturbed_router = ask_vllm(stub, by_router)[0][:2]
+        streams = [
+            pool.submit(by_http, client),
+            pool.submit(lambda: asyncio.run(by_http_asynchronously())),
+            pool.submit(by_vllm, stub),
+        ]
+        begun.wait()
+        os.kill(server.stage_pid(1), signal.SIGKILL)
+        until(lambda: answer_of(server, "GET", "/health")[0] == 503)
+        status, headers, said = answer_of(server, "GET", "/health")
+        if status == 503:
+            assert (headers["retry-after"], said["error"]["code"]) == ("5", "draining")
+        assert [stream.result() for stream in streams] == [undisturbed, undisturbed, undisturbed_router]
+    assert "stage 1 died" in server.log
+    until(lambda: answer_of(server, "GET", "/health")[0] == 200)
+
+
+def test_a_server_that_ends_says_when_to_come_back(server: Server) -> None:
+    asked = {**ASKED, "max_tokens": 900, "extra_body": MORE}
+    with client_of(server) as client:
+        stream = client.completions.create(**asked, stream=True)
+        parts = list(next(stream).choices)
+        server.processes()
+        server.process.send_signal(signal.SIGTERM)
+        until(lambda: answer_of(server, "GET", "/health")[0] == 503)
+        status, headers, said = answer_of(server, "POST", "/v1/completions", {"prompt": "a"})
+        assert (status, headers["retry-after"], said["error"]["code"]) == (503, "5", "draining")
+        parts += [choice for chunk in stream for choice in chunk.choices]
+        assert len(comparable(parts)[0]) == 900
+    assert server.wait_exit() in (0, 1)

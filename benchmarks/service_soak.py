@@ -4,11 +4,10 @@
     python benchmarks/service_soak.py cancel --count 20000
     python benchmarks/service_soak.py crowd --count 1000
     python benchmarks/service_soak.py fuzz --count 10000
-    python benchmarks/service_soak.py fuzz-http --count 10000
-    python benchmarks/service_soak.py idle --count 1000
 
 Each ends with one line of figures, or with an AssertionError. The server's processes are those that hold its
-metrics port and their children; a canary request is asked alone before and after, and must answer the same.
+metrics port and their children; a canary request is asked alone before and after, and must answer the same. HTTP's
+hardship is benchmarks/fuzz_http.py.
 """
 
 from __future__ import annotations
@@ -16,8 +15,6 @@ from __future__ import annotations
 import argparse
 import asyncio
 import collections
-import contextlib
-import http.client
 import random
 import re
 import sys
@@ -187,65 +184,11 @@ def collected(strategy: object, count: int) -> list[Any]:
     return found
 
 
-async def fuzz_http(http_target: str, server: Server, count: int) -> str:
-    """Structured bodies, then twice as many damaged ones: 2xx and 4xx only."""
-    sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
-    from tests.head.api.http.strange_bodies import bodies, damaged
-
-    asked = [*collected(bodies(), count), *collected(damaged(), 2 * count)]
-    statuses: collections.Counter[int] = collections.Counter()
-
-    def ask(some: list[tuple[str, bytes]]) -> list[int]:
-        connection = http.client.HTTPConnection(http_target, timeout=60)
-        answers = []
-        for path, body in some:
-            connection.request("POST", path, body)
-            answer = connection.getresponse()
-            answer.read()
-            answers.append(answer.status)
-        connection.close()
-        return answers
-
-    callers = 16
-    for answers in await asyncio.gather(*[asyncio.to_thread(ask, asked[k::callers]) for k in range(callers)]):
-        statuses.update(answers)
-    assert all(status < 300 or 400 <= status < 500 for status in statuses), statuses
-    await server.until_empty()
-    return f"{len(asked)} strange bodies: " + ", ".join(f"{status} {n}" for status, n in sorted(statuses.items()))
-
-
-async def idle(http_target: str, server: Server, count: int) -> str:
-    """Connections that ask nothing, or dribble a head, while others are served."""
-    host, _, port = http_target.rpartition(":")
-    rss_bytes = server.rss_bytes()
-    open_ones = [await asyncio.open_connection(host, int(port)) for _ in range(count)]
-    for _, writer in open_ones[::2]:
-        writer.write(b"GET /health HTTP/1.1\r\nx: ")
-    grown = (server.rss_bytes() - rss_bytes) / count
-
-    def ask() -> int:
-        connection = http.client.HTTPConnection(http_target, timeout=60)
-        connection.request("POST", "/v1/completions", b'{"prompt": "Once upon a time"}')
-        status = connection.getresponse().status
-        connection.close()
-        return status
-
-    assert await asyncio.to_thread(ask) == 200
-    begun = time.monotonic()
-    for reader, writer in open_ones:
-        with contextlib.suppress(ConnectionError):
-            await reader.read()
-        writer.close()
-    closed_s = time.monotonic() - begun
-    return f"{count} idle connections: {grown:.0f} B each, others served, all closed {closed_s:.1f} s later"
-
-
 async def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    parser.add_argument("hardship", choices=("cancel", "crowd", "fuzz", "fuzz-http", "idle"))
+    parser.add_argument("hardship", choices=("cancel", "crowd", "fuzz"))
     parser.add_argument("--count", type=int, default=1000)
     parser.add_argument("--target", default="127.0.0.1:50051")
-    parser.add_argument("--http", default="127.0.0.1:8000")
     parser.add_argument("--metrics", default="127.0.0.1:9400")
     asked = parser.parse_args()
     server = Server(asked.metrics)
@@ -260,10 +203,6 @@ async def main() -> None:
                 print(await crowd(stub, server, asked.count))
             case "fuzz":
                 print(await fuzz(channel, server, asked.count))
-            case "fuzz-http":
-                print(await fuzz_http(asked.http, server, asked.count))
-            case "idle":
-                print(await idle(asked.http, server, asked.count))
         assert (await answer(stub, song(99)))[0] == canary, "the canary sings differently"
     assert processes <= server.processes(), "processes died"
 

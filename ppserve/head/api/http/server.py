@@ -29,6 +29,7 @@ from ppserve.head.listener import Bounds, Headers, Listener
 
 log = logging.getLogger(__name__)
 
+BOUNDS = Bounds()
 OPEN_PATHS = ("/health",)
 # The caller hung up before it was answered: nginx's number.
 _CALLER_GONE = 499
@@ -82,10 +83,9 @@ class HttpServer:
         app.router.redirect_slashes = False
         certificates = read_certificates(settings)
         self._counts = counts
-        self._bounds = Bounds()
         self._tls = LiveContext(certificates) if certificates else None
         context = self._tls.context if self._tls else None
-        self._listener = Listener(app, self._bounds, context, self._refuse)
+        self._listener = Listener(app, BOUNDS, context, self._refuse)
 
     async def start(self) -> int:
         """Bind and listen; return the port. Raises ConfigError when the address cannot be bound."""
@@ -115,7 +115,7 @@ class HttpServer:
         """The answer to bytes that are no request, so that nobody knows whose they are."""
         error = HttpError(400, "NO_HTTP", "this is no HTTP request, or one whose headers contradict each other")
         if status == 431:
-            error = HttpError(431, "HEAD_TOO_LONG", f"the head has more than {self._bounds.head_bytes} bytes")
+            error = _head_too_long()
         call = Call.begin("", None, None)
         call.refusal(error)
         self._counts.http_answered(OTHER_PATHS, error.code)
@@ -157,6 +157,9 @@ class _Gate:
 
     async def _answer(self, exchange: Exchange, scope: Scope, receive: Receive) -> None:
         try:
+            # The listener has refused it unless all of it came at once.
+            if sum(len(name) + len(value) for name, value in scope["headers"]) > BOUNDS.head_bytes:
+                raise _head_too_long()
             if self._desk.keys is not None and scope["path"] not in OPEN_PATHS:
                 self._desk.keys.check(exchange.key)
             try:
@@ -168,6 +171,10 @@ class _Gate:
                 raise DeadlinePassed("the caller's time limit passed") from None
         except Exception as error:
             await exchange.fail(exchange.call.refusal(error))
+
+
+def _head_too_long() -> HttpError:
+    return HttpError(431, "HEAD_TOO_LONG", f"the head has more than {BOUNDS.head_bytes} bytes")
 
 
 async def _no_such_path(_request: Request, error: Exception) -> NoReturn:

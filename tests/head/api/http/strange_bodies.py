@@ -39,6 +39,8 @@ sampling: dict[str, st.SearchStrategy[Any]] = {
     "request_id": texts,
     "resume": st.fixed_dictionaries({}, optional={"index": small, "token_ids": st.lists(ids, max_size=70)}),
 }
+UNSERVED = ("response_format", "guided_json", "bad_words", "prompt_logprobs", "skip_special_tokens")
+sampling |= dict.fromkeys(UNSERVED, st.none() | st.booleans() | anything)
 completion = {"echo": st.booleans(), "logprobs": small, "suffix": texts, "best_of": small}
 message = st.fixed_dictionaries({"role": texts}, optional={"content": texts | anything})
 chat = {
@@ -46,6 +48,11 @@ chat = {
     "logprobs": st.booleans(),
     "top_logprobs": small,
     "max_completion_tokens": counts,
+    **dict.fromkeys(("continue_final_message", "add_generation_prompt"), st.booleans()),
+    "chat_template_kwargs": st.dictionaries(texts, anything, max_size=3),
+    "documents": st.lists(anything, max_size=2),
+    "tools": st.lists(anything, max_size=1),
+    "tool_choice": st.sampled_from(["none", "auto"]),
 }
 
 

@@ -1,4 +1,4 @@
-"""Strange bodies get 2xx or 4xx, and harm nobody else."""
+"""Strange requests get 2xx or 4xx, and harm nobody else. benchmarks/fuzz_http.py is the long form."""
 
 from __future__ import annotations
 
@@ -7,12 +7,16 @@ import http.client
 import os
 from collections.abc import Sequence
 from pathlib import Path
+from typing import TypeVar
 
 from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
 
 from tests.head.api.http.asking import served_http
 from tests.head.api.http.strange_bodies import bodies, damaged
+from tests.head.api.http.strange_heads import heads, statuses_of_head
+
+Example = TypeVar("Example")
 
 EXAMPLES = int(os.environ.get("PPSERVE_FUZZ_EXAMPLES", "200"))
 TEMPLATE = "{% for m in messages %}{{ m.role }}: {{ m.content }}{{ eos_token }}{% endfor %}"
@@ -69,35 +73,45 @@ def test_bytes_that_may_be_no_body(tmp_path_factory: object, asked: list[tuple[s
 
 def test_the_fuzz_sees_both_outcomes(tmp_path: Path) -> None:
     """The control: strange bodies are neither all refused nor all accepted."""
-    collected: list[tuple[str, bytes]] = []
-
-    @settings(max_examples=200, database=None, phases=[Phase.generate], suppress_health_check=list(HealthCheck))
-    @given(bodies())
-    def collect(body: tuple[str, bytes]) -> None:
-        collected.append(body)
-
-    collect()
     template = tmp_path / "chat.jinja"
     template.write_text(TEMPLATE)
-    statuses = statuses_of(collected, template)
+    statuses = statuses_of(collected(bodies(), 200), template)
     assert {200, 400} <= set(statuses)
 
 
-@given(asked=st.lists(st.binary(min_size=1, max_size=300), min_size=1, max_size=10))
-@served_each
-def test_bytes_that_are_no_http(asked: list[bytes]) -> None:
-    async def main() -> None:
-        async with served_http() as served:
-            for raw in asked:
-                reader, writer = await asyncio.open_connection("127.0.0.1", served.port)
-                writer.write(raw + b"\r\n\r\n")
-                writer.write_eof()
-                answer = await reader.read()
-                assert not answer or is_fine(int(answer.split(b" ")[1])), (raw, answer)
-                writer.close()
-            assert (await served.ask("/health")).status == 200
+def collected(strategy: st.SearchStrategy[Example], count: int) -> list[Example]:
+    """So many examples."""
+    found: list[Example] = []
 
-    asyncio.run(main())
+    @settings(max_examples=count, database=None, phases=[Phase.generate], suppress_health_check=list(HealthCheck))
+    @given(strategy)
+    def collect(example: Example) -> None:
+        found.append(example)
+
+    collect()
+    return found
+
+
+@given(asked=st.lists(heads() | st.binary(min_size=1, max_size=300), min_size=5, max_size=20))
+@served_each
+def test_strange_heads(asked: list[bytes]) -> None:
+    assert all(map(is_fine, statuses_of_heads(asked)))
+
+
+def statuses_of_heads(asked: Sequence[bytes]) -> list[int]:
+    async def main() -> list[int]:
+        async with served_http() as served:
+            asking = (asyncio.to_thread(statuses_of_head, served.port, raw, 0.2) for raw in asked)
+            said = await asyncio.gather(*asking)
+            await asyncio.to_thread(ask_all, served.port, [("/v1/completions", CANARY)])
+            return [status for statuses in said for status in statuses]
+
+    return asyncio.run(main())
+
+
+def test_the_fuzz_of_heads_sees_all_outcomes() -> None:
+    """The control: strange heads are answered, refused for what they are, and refused for what they ask."""
+    assert {200, 400, 404, 405, 431} <= set(statuses_of_heads(collected(heads(), 300)))
 
 
 def _template(factory: object) -> Path:

@@ -339,6 +339,11 @@ def test_a_body_that_dribbles_in_is_given_up() -> None:
     ("sent", "status", "code"),
     [
         (b"GET /health HTTP/1.1\r\nx: " + b"y" * (32 << 10), 431, "head_too_long"),
+        (
+            b"GET /a HTTP/1.1\r\nhost: a\r\nconnection: close\r\nx: " + b"y" * (32 << 10) + b"\r\n\r\n",
+            431,
+            "head_too_long",
+        ),
         (b"GET /health HTTP/1.1\r\nhost: a\r\nhost: b\r\n\r\n", 400, "no_http"),
         (b"POST /tokenize HTTP/1.1\r\nhost: a\r\ntransfer-encoding: gzip\r\n\r\n", 400, "no_http"),
         (b"POST /tokenize HTTP/1.1\r\nhost: a\r\ntransfer-encoding: chunked\r\n\r\nx\r\n", 400, "no_http"),

@@ -10,8 +10,8 @@
     idle        1,000 connections that ask nothing, until they are closed
 
 Only 2xx and 4xx are answered, without the words "internal error". All the while a canary is asked the same
-question, whose answer must stay the same; at the end no request and no KV block may be held, and no process may have
-died.
+question, whose answer must stay the same; at the end no request and no KV block may be held, and no process may
+have died.
 """
 
 from __future__ import annotations

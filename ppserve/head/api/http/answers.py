@@ -57,7 +57,8 @@ class ChoiceJson(msgspec.Struct, kw_only=True):
 
 
 class AnswerJson(msgspec.Struct):
-    """An answer, or one event of it. seed: the one in use. system_fingerprint: see `ModelCard.fingerprint`."""
+    """An answer, or one event of it. seed: the one in use. system_fingerprint: see `ModelCard.fingerprint`.
+    prompt_token_ids: of a chat, whose choices have one prompt."""
 
     id: str
     object: str
@@ -67,6 +68,7 @@ class AnswerJson(msgspec.Struct):
     seed: int
     choices: Sequence[Any]
     usage: UsageJson | UnsetType | None = UNSET
+    prompt_token_ids: Sequence[int] | UnsetType = UNSET
 
 
 class Answers:
@@ -171,8 +173,12 @@ class PromptProgress:
     def ids(self, delta: Delta) -> list[int] | UnsetType:
         return [token_id for token_id, _ in delta.tokens] if self.request.output.token_ids else UNSET
 
+    @property
+    def all_prompt_ids(self) -> Sequence[int] | UnsetType:
+        return self.request.prompt_ids if self.request.output.token_ids else UNSET
+
     def prompt_ids(self, delta: Delta) -> Sequence[int] | UnsetType:
-        return self.request.prompt_ids if self.request.output.token_ids and delta.is_first else UNSET
+        return self.all_prompt_ids if delta.is_first else UNSET
 
 
 def finish_of(delta: Delta) -> dict[str, Any]:

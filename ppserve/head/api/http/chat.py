@@ -19,7 +19,7 @@ from msgspec import UNSET, UnsetType
 
 from ppserve.errors import ConfigError, InvalidRequest, Violation
 from ppserve.head.api.desk import FrontDesk
-from ppserve.head.api.http.answers import Answers, PromptProgress, finish_of
+from ppserve.head.api.http.answers import AnswerJson, Answers, PromptProgress, UsageJson, finish_of
 from ppserve.head.api.http.exchange import Exchange
 from ppserve.head.api.http.failures import HttpError
 from ppserve.head.api.http.fields import Sampling, Unserved, asked_from, check_model, check_served
@@ -91,7 +91,6 @@ class ChatChoiceJson(msgspec.Struct, kw_only=True):
     finish_reason: str | None
     stop_reason: int | str | None
     token_ids: list[int] | UnsetType = UNSET
-    prompt_token_ids: Sequence[int] | UnsetType = UNSET
 
 
 class ChatAnswers(Answers):
@@ -99,6 +98,7 @@ class ChatAnswers(Answers):
 
     objects: ClassVar[tuple[str, str]] = ("chat.completion", "chat.completion.chunk")
     id_prefix: ClassVar[str] = "chatcmpl-"
+    _is_first = True
 
     def _choice(self, prompt: PromptProgress, delta: Delta, is_whole: bool) -> ChatChoiceJson:
         prompt.note(delta)
@@ -109,9 +109,16 @@ class ChatAnswers(Answers):
             delta=UNSET if is_whole else said,
             logprobs=prompt.writer(delta.index).chat(delta.tokens) if prompt.has_scores else None,
             token_ids=prompt.ids(delta),
-            prompt_token_ids=prompt.prompt_ids(delta),
             **finish_of(delta),
         )
+
+    def _record(self, kind: str, choices: Sequence[Any], usage: UsageJson | UnsetType | None) -> AnswerJson:
+        """As vLLM has it: the prompt's tokens are on whole answers, and on a stream's first event."""
+        record = super()._record(kind, choices, usage)
+        if self._is_first:
+            record.prompt_token_ids = self._prompts[0].all_prompt_ids
+        self._is_first = False
+        return record
 
 
 class GenerationBlock(Extension):

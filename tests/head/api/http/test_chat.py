@@ -82,6 +82,12 @@ def test_the_template_s_end_of_text_is_a_token_and_a_message_s_is_text(template:
         answer = await served.ask(CHAT, {"messages": messages, "max_tokens": 1})
         assert answer.status == 200, answer.body
         assert list(served.engine.requests[0].prompt_ids) == [*b"u:a<eos>", EOS, *b"\na:"]
+        asked = {"messages": HELLO, "max_tokens": 2, "return_token_ids": True, "n": 2}
+        whole = (await served.ask(CHAT, asked)).json
+        first, *others = (await served.ask(CHAT, {**asked, "stream": True})).events
+        assert whole["prompt_token_ids"] == first["prompt_token_ids"] == [*b"u:hi", EOS, *b"\na:"]
+        assert not any("prompt_token_ids" in part for part in (*others, *whole["choices"]))
+        served.engine.requests[1:] = []
         await served.ask(CHAT, {"messages": HELLO, "max_tokens": 1, "add_generation_prompt": False})
         assert list(served.engine.requests[1].prompt_ids) == [*b"u:hi", EOS, *b"\n"]
 

@@ -82,7 +82,7 @@ class GrpcServer:
     def _credentials(self, tls: Certificates) -> grpc.ServerCredentials:
         """Asked for in every handshake, in a thread of gRPC's."""
         return grpc.dynamic_ssl_server_credentials(
-            _for_grpc(tls), lambda: self._tls and _for_grpc(self._tls), tls.client_ca is not None
+            _for_grpc(tls), lambda: _for_grpc(self._tls or tls), tls.client_ca is not None
         )
 
     async def stop(self, timeout_s: float) -> None:

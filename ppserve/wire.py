@@ -182,13 +182,22 @@ class TcpAddress(_Message, frozen=True, tag=True):
 Address = UnixAddress | TcpAddress
 
 
+class StageTls(_Message, frozen=True, tag=True):
+    """Files of the certificate that a rank shows the others, and of the authority that signs for all of them."""
+
+    cert: Path
+    key: Path
+    ca: Path
+
+
 class Meeting(_Message, frozen=True, tag=True):
     """Where a server's head listens, and the file with the secret that it shares with its ranks. is_ours: the head
-    makes the file."""
+    makes the file. tls: None in the clear."""
 
     address: Address
     secret_file: Path
     is_ours: bool
+    tls: StageTls | None = None
 
 
 class Start(_Message, frozen=True, tag=True):

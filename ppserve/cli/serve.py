@@ -88,6 +88,9 @@ def _load_config_file(ctx: click.Context, _param: click.Parameter, path: Path | 
 @click.option("--tls-key", type=_FILE)
 @click.option("--tls-client-ca", type=_FILE, help="Demand client certificates of this authority.")
 @click.option("--secret-file", type=_FILE, help="What stages on several hosts prove to know; same on every host.")
+@click.option("--stage-tls-cert", type=_FILE, help="Of this host's ranks on several hosts; with the next two.")
+@click.option("--stage-tls-key", type=_FILE)
+@click.option("--stage-tls-ca", type=_FILE, help="Authority that signs for the ranks of this server alone.")
 @click.option("--interface", help="Of this host, for other stages; unset = the one that leads to the head.")
 @click.option("--advertise", help="This host's address for other stages; unset = found as --interface is.")
 @click.option("--control-port", type=click.IntRange(1, 65535), help="Of the head on several hosts, for stages.")
@@ -125,6 +128,8 @@ def build_config(flags: dict[str, Any]) -> cfg.ServeConfig:
         raise ConfigError("--tls-cert", "needs --tls-key, and the other way round")
     if flags["tls_client_ca"] and not flags["tls_cert"]:
         raise ConfigError("--tls-client-ca", "needs --tls-cert and --tls-key")
+    if len({bool(flags[f"stage_tls_{part}"]) for part in ("cert", "key", "ca")}) > 1:
+        raise ConfigError("--stage-tls-cert", "needs --stage-tls-key and --stage-tls-ca, and the other way round")
     for name in ("host", "advertise"):
         try:
             ipaddress.ip_address(flags[name] if flags[name] not in (None, "localhost") else "127.0.0.1")

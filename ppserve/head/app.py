@@ -14,7 +14,7 @@ import time
 from ppserve.config import ServeConfig
 from ppserve.core.scheduling.draft_model import DraftModel
 from ppserve.core.scheduling.drafter import look_up_prompts
-from ppserve.errors import UsageError
+from ppserve.errors import ConfigError, UsageError
 from ppserve.head.api.auth import ApiKeys
 from ppserve.head.api.desk import FrontDesk
 from ppserve.head.doors import Doors, Ports
@@ -44,6 +44,7 @@ from ppserve.process.environment import (
 from ppserve.process.keeper import Keeper
 from ppserve.process.listening import OpenPort, refuse_unmeant
 from ppserve.process.logs import set_up_logging
+from ppserve.process.tls import stage_context
 from ppserve.tokenizer import Tokenizer, load_tokenizer
 
 log = logging.getLogger("ppserve.head")
@@ -91,7 +92,8 @@ class HeadProcess:
         self._num_stages = num_stages = grid.pipeline
         self._meeting = meeting.find_meeting(config, environment)
         listener, secret = meeting.begin(self._meeting)
-        control = SocketControlPlane(listener, world_size, secret)
+        tls = stage_context(self._meeting.tls, serves=True) if self._meeting.tls else None
+        self._control = control = SocketControlPlane(listener, world_size, secret, tls)
         self._keeper = Keeper(config, 0, world_size, self._meeting)
         self._keeper_thread = threading.Thread(target=self._keeper.run, name="keeper", daemon=True)
         self._metrics = Metrics(num_stages)
@@ -237,10 +239,19 @@ class HeadProcess:
         def reload() -> None:
             desk.reload_keys()
             doors.reload_certificates()
+            self._reload_stage_tls()
 
         loop = asyncio.get_running_loop()
         loop.add_signal_handler(signal.SIGHUP, reload)
         loop.add_signal_handler(signal.SIGUSR1, self._observer.trace.toggle)
+
+    def _reload_stage_tls(self) -> None:
+        """As for clients: stages that are connected stay so. They read their own files when they connect."""
+        if self._meeting.tls is not None:
+            try:
+                self._control.show(stage_context(self._meeting.tls, serves=True))
+            except ConfigError as error:
+                log.error("the control plane's certificate stays as it is: %s", error)
 
     @staticmethod
     async def _first(*waits: object) -> None:

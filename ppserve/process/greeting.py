@@ -10,6 +10,7 @@ from ppserve import wire
 from ppserve.errors import UsageError, WireError
 from ppserve.process import proof, sockets
 from ppserve.process.meeting import read_secret
+from ppserve.process.tls import TlsConnection, stage_context
 
 _RETRY_EVERY_S = 0.2
 # The head answers within a turn of its engine.
@@ -37,6 +38,8 @@ def _connect(meeting: wire.Meeting, rank: int, timeout_s: float) -> socket.socke
     connection = sockets.connect(meeting.address, timeout_s)
     try:
         connection.settimeout(_ANSWER_WITHIN_S)
+        if meeting.tls is not None:
+            connection = TlsConnection(connection, stage_context(meeting.tls, serves=False), serves=False)
         _greet(connection, secret, rank)
         connection.settimeout(None)
     except BaseException:

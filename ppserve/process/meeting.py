@@ -17,11 +17,11 @@ import stat
 import tempfile
 from pathlib import Path
 
-from ppserve.config import ServeConfig
+from ppserve.config import NetworkSettings, ServeConfig
 from ppserve.errors import ConfigError, UsageError
 from ppserve.process import sockets
 from ppserve.process.environment import RankEnvironment
-from ppserve.wire import Meeting, TcpAddress, UnixAddress
+from ppserve.wire import Meeting, StageTls, TcpAddress, UnixAddress
 
 MIN_SECRET_BYTES = 16
 # A Unix socket's path may have 103 bytes on some systems. Directory and name within take 45 of them.
@@ -39,7 +39,8 @@ def find_meeting(config: ServeConfig, environment: RankEnvironment) -> Meeting:
     port = config.network.control_port or int(os.environ.get("MASTER_PORT", "0")) + 1
     if config.network.secret_file is None:
         raise ConfigError("--secret-file", "stages on several hosts need one, the same on every host")
-    return Meeting(TcpAddress(host, port), config.network.secret_file, is_ours=False)
+    tls = _stage_tls(config.network)
+    return Meeting(TcpAddress(host, port), config.network.secret_file, is_ours=False, tls=tls)
 
 
 def port_of(meeting: Meeting) -> int | None:
@@ -94,6 +95,13 @@ def read_secret(meeting: Meeting) -> bytes:
     if len(secret) < MIN_SECRET_BYTES:
         raise ConfigError("--secret-file", f"{path}: needs at least {MIN_SECRET_BYTES} characters")
     return secret
+
+
+def _stage_tls(network: NetworkSettings) -> StageTls | None:
+    cert, key, ca = network.stage_tls_cert, network.stage_tls_key, network.stage_tls_ca
+    if cert is None or key is None or ca is None:
+        return None
+    return StageTls(cert, key, ca)
 
 
 def _directory_of_launcher() -> Path:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 import socket
 import subprocess
 import sys
@@ -15,6 +16,7 @@ from pathlib import Path
 
 import psutil
 
+from tests.certificates import make_certificates
 from tests.e2e.serving import READY, START_WITHIN_S
 from tests.hosts.two_hosts import Agent
 from tests.slow import require_slow_test
@@ -66,6 +68,7 @@ class TwoAgents:
             *("--max-restarts=3", "--monitor-interval=0.2", "--local-addr=127.0.0.1", *launcher),
             *("-m", "ppserve", "--force-cpu", "--dtype", "float32", "--port", str(self.grpc_port)),
             *("--metrics-port", "0", "--http-port", "0", "--secret-file", str(secret), "--shutdown-timeout", "5"),
+            *self._tls(),
         ]
         log_path = self.directory / f"{self.num_started}-agent{node}.log"
         self.num_started += 1
@@ -78,6 +81,15 @@ class TwoAgents:
             self.agents[node].end()
         self.agents[node] = Agent(process, log_path)
         return self.agents[node]
+
+    def _tls(self) -> list[str]:
+        """Of the control plane, with one of the two kinds of rendezvous."""
+        if self.rendezvous != "static" or shutil.which("openssl") is None:
+            return []
+        if not (self.directory / "ca.pem").exists():
+            make_certificates(self.directory)
+        files = {"cert": "leaf.pem", "key": "leaf.key", "ca": "ca.pem"}
+        return [f"--stage-tls-{part}={self.directory / name}" for part, name in files.items()]
 
     def rank_pid(self, rank: int) -> int:
         """The process that torchrun started as this rank."""

@@ -13,6 +13,7 @@ from typing import Any
 from ppserve import wire
 from ppserve.head.engine.control import SocketControlPlane
 from ppserve.process.sockets import listen
+from ppserve.process.tls import stage_context
 
 SECRET = b"the secret of this server"
 WITHIN_S = 20.0
@@ -38,19 +39,22 @@ class Head:
         self.control.wake()
 
 
-def place(directory: Path, secret: bytes = SECRET) -> wire.Meeting:
+def place(directory: Path, secret: bytes = SECRET, tls: wire.StageTls | None = None) -> wire.Meeting:
     """Where a head may listen."""
     secret_file = directory / f"secret-{secret.hex()}"
     if not secret_file.exists():  # who reads it meanwhile must not see it empty
         secret_file.write_bytes(secret)
-    return wire.Meeting(wire.UnixAddress(str(directory / "head")), secret_file, is_ours=False)
+    return wire.Meeting(wire.UnixAddress(str(directory / "head")), secret_file, is_ours=False, tls=tls)
 
 
 @contextmanager
-def head(directory: Path, secret: bytes = SECRET, num_ranks: int = 2) -> Iterator[Head]:
+def head(
+    directory: Path, secret: bytes = SECRET, num_ranks: int = 2, tls: wire.StageTls | None = None
+) -> Iterator[Head]:
     """A head that listens in `directory`."""
-    meeting = place(directory, secret)
-    running = Head(meeting, SocketControlPlane(listen(meeting.address), num_ranks, secret))
+    meeting = place(directory, secret, tls)
+    context = stage_context(tls, serves=True) if tls else None
+    running = Head(meeting, SocketControlPlane(listen(meeting.address), num_ranks, secret, context))
     thread = threading.Thread(target=running.run, daemon=True)
     thread.start()
     try:

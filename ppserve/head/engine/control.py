@@ -11,6 +11,7 @@ import errno
 import logging
 import selectors
 import socket
+import ssl
 import time
 from collections.abc import Iterable
 from dataclasses import dataclass, field
@@ -20,6 +21,7 @@ from ppserve import wire
 from ppserve.errors import WireError
 from ppserve.process import proof
 from ppserve.process.sockets import prepare
+from ppserve.process.tls import TlsConnection
 
 log = logging.getLogger("ppserve.control")
 
@@ -91,7 +93,7 @@ class SocketControlPlane:
     """Accepts connections from ranks, and exchanges frames with them.
 
     A connection is a stranger's until it has said Hello. To do so it proves to know the secret, and names a rank
-    that exists and is not connected. Strangers are few, and their frames short.
+    that exists and is not connected. Strangers are few, and their frames short. tls: None in the clear.
     """
 
     def __init__(
@@ -99,6 +101,7 @@ class SocketControlPlane:
         listener: socket.socket,
         world_size: int,
         secret: bytes,
+        tls: ssl.SSLContext | None = None,
         greeting_timeout_s: float = _GREETING_TIMEOUT_S,
         send_timeout_s: float = _SEND_TIMEOUT_S,
     ) -> None:
@@ -106,6 +109,7 @@ class SocketControlPlane:
         self._send_timeout_s = send_timeout_s
         self._world_size = world_size
         self._secret = secret
+        self._tls = tls
         self._listener = listener
         self._listener.setblocking(False)
         self._accepts_from_s = 0.0
@@ -120,6 +124,10 @@ class SocketControlPlane:
         self._selector = selectors.DefaultSelector()
         self._selector.register(self._listener, selectors.EVENT_READ, None)
         self._selector.register(self._wake_out, selectors.EVENT_READ, None)
+
+    def show(self, tls: ssl.SSLContext) -> None:
+        """This certificate to new connections. Safe in any thread."""
+        self._tls = tls
 
     def wake(self) -> None:
         with contextlib.suppress(OSError):  # unread wakes fill the buffer, or everything is closed
@@ -185,6 +193,8 @@ class SocketControlPlane:
             return
         connection.settimeout(self._send_timeout_s)
         prepare(connection)
+        if self._tls is not None:
+            connection = TlsConnection(connection, self._tls, serves=True)
         reader = wire.FrameReader(wire.FromStranger, wire.MAX_GREETING_BYTES)
         peer = _Peer(connection, time.monotonic(), reader)
         self._strangers[peer] = None
@@ -203,7 +213,11 @@ class SocketControlPlane:
             received = peer.connection.recv(1 << 16 if peer.rank is not None else wire.MAX_GREETING_BYTES)
             arrived_ns = time.monotonic_ns()
             messages = peer.reader.feed(received)
-        except OSError:
+        except BlockingIOError:  # a part of something encrypted
+            return []
+        except OSError as error:
+            if isinstance(error, ssl.SSLError):
+                self._complain(f"refused a connection: {error.reason}")
             received, messages = b"", []
         except WireError as error:
             self._complain(f"a message on the control plane does not fit the schema: {error}")

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import shutil
 import socket
-import subprocess
 from pathlib import Path
 
 import grpc
@@ -24,13 +23,13 @@ from ppserve.head.engine.output import TokenOutput
 from ppserve.head.limits import Limits
 from ppserve.v1 import generation_pb2 as pb
 from ppserve.v1.generation_pb2_grpc import GenerationServiceStub
+from tests.certificates import make_certificates, needs_openssl
 from tests.fake_engine import FakeEngine, code_of, desk_of, generation, served, stub_of, texts_until_failure
 
 SERVING = health_pb2.HealthCheckResponse.SERVING
 NOT_SERVING = health_pb2.HealthCheckResponse.NOT_SERVING
 NAMES = ("", "ppserve.v1.GenerationService")
 KEYS = "# two people\n0123456789abcdef\n\nfedcba9876543210\n"
-needs_openssl = pytest.mark.skipif(shutil.which("openssl") is None, reason="no openssl to make certificates with")
 
 
 async def health_of(channel: aio.Channel, name: str = "", **call: object) -> int:
@@ -153,20 +152,6 @@ def test_key_files_that_cannot_be_used(tmp_path: Path, content: bytes | None, pr
         assert refusal.value.name == "--api-key-file"
 
     asyncio.run(main())
-
-
-def make_certificates(folder: Path) -> None:
-    """An authority (ca), and a certificate by it for 127.0.0.1 (leaf), as PEM files."""
-
-    def openssl(*arguments: str) -> None:
-        subprocess.run(["openssl", *arguments], cwd=folder, check=True, capture_output=True, timeout=30)
-
-    key = ["-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:prime256v1", "-nodes", "-days", "2"]
-    openssl("req", "-x509", *key, "-keyout", "ca.key", "-out", "ca.pem", "-subj", "/CN=test authority")
-    openssl("req", *key[:-2], "-keyout", "leaf.key", "-out", "leaf.csr", "-subj", "/CN=leaf")
-    (folder / "names").write_text("subjectAltName=IP:127.0.0.1\n")
-    signed = ["-CA", "ca.pem", "-CAkey", "ca.key", "-CAcreateserial", "-days", "2", "-extfile", "names"]
-    openssl("x509", "-req", "-in", "leaf.csr", *signed, "-out", "leaf.pem")
 
 
 @needs_openssl

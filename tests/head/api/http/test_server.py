@@ -6,7 +6,6 @@ import asyncio
 import http.client
 import io
 import json
-import shutil
 import socket
 import ssl
 from collections.abc import Awaitable, Callable
@@ -27,12 +26,11 @@ from ppserve.head.api.http.server import HttpServer
 from ppserve.head.api.tls import read_certificates
 from ppserve.head.engine.output import TokenOutput
 from ppserve.head.listener import Bounds, Listener
+from tests.certificates import make_certificates, needs_openssl
 from tests.fake_engine import CARD, EOS, ByteCodec, FakeEngine, desk_of
-from tests.head.api.grpc.test_server import KEYS, make_certificates
+from tests.head.api.grpc.test_server import KEYS
 from tests.head.api.http.asking import Counted, Served, served_http
 from tests.head.api.test_desk import PARENT
-
-needs_openssl = pytest.mark.skipif(shutil.which("openssl") is None, reason="no openssl to make certificates with")
 
 
 def run(scenario: Callable[[Served], Awaitable[None]], **engine: Any) -> None:

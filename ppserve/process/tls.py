@@ -1,0 +1,133 @@
+"""TLS of the control plane between hosts.
+
+Each end shows a certificate of one authority, which signs for the ranks of this server alone. So names are not
+compared, and ranks may move.
+"""
+
+from __future__ import annotations
+
+import socket
+import ssl
+import threading
+from pathlib import Path
+
+from ppserve.errors import ConfigError
+from ppserve.wire import StageTls
+
+_PIECE = 1 << 16
+
+
+def stage_context(files: StageTls, *, serves: bool) -> ssl.SSLContext:
+    """serves: for the head, which is connected to. Raises ConfigError for files that cannot be used."""
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER if serves else ssl.PROTOCOL_TLS_CLIENT)
+    context.minimum_version = ssl.TLSVersion.TLSv1_3
+    context.check_hostname = False
+    context.verify_mode = ssl.CERT_REQUIRED
+    try:
+        context.load_verify_locations(files.ca)
+    except (OSError, ssl.SSLError) as error:
+        raise _unusable("--stage-tls-ca", files.ca, error) from error
+    try:
+        context.load_cert_chain(files.cert, files.key, password=lambda: "")
+    except (OSError, ValueError) as error:
+        raise _unusable("--stage-tls-cert", files.cert, error) from error
+    return context
+
+
+def _unusable(flag: str, path: Path, error: Exception) -> ConfigError:
+    why = error.strerror if isinstance(error, FileNotFoundError) else "not PEM, or not the certificate's key"
+    return ConfigError(flag, f"{path}: {why}")
+
+
+class TlsConnection(socket.socket):
+    """A connected socket whose bytes are encrypted. One thread may receive while another sends, and `recv` waits
+    for bytes once: `ssl.SSLSocket` promises neither.
+
+    What is sent before both ends know each other is kept, and leaves when they do.
+    """
+
+    def __init__(self, raw: socket.socket, context: ssl.SSLContext, *, serves: bool) -> None:
+        timeout_s = raw.gettimeout()
+        super().__init__(fileno=raw.detach())
+        self.settimeout(timeout_s)
+        self._serves = serves
+        self._arrived, self._leaving = ssl.MemoryBIO(), ssl.MemoryBIO()
+        self._tls = context.wrap_bio(self._arrived, self._leaving, server_side=serves)
+        self._is_open = False
+        self._early = bytearray()
+        self._state = threading.Lock()  # of all above
+        self._order = threading.Lock()  # of what leaves; taken first
+        if not serves:
+            self._greet()
+
+    def _greet(self) -> None:
+        with self._state:
+            self._shake_hands()
+        self._flush()
+
+    def recv(self, size: int, flags: int = 0) -> bytes:
+        """Empty at the end. Where the bytes that came complete nothing, the head raises BlockingIOError, since
+        others wait for it; a stage goes on waiting. Raises OSError, which ssl.SSLError is."""
+        while received := super().recv(size, flags):
+            try:
+                with self._state:
+                    self._arrived.write(received)
+                    text, has_ended = self._decrypt()
+            finally:
+                self._flush()
+            if text or has_ended:
+                return text
+            if self._serves:
+                raise BlockingIOError
+        return b""
+
+    def sendall(self, frame: bytes, flags: int = 0) -> None:  # type: ignore[override]
+        """Raises OSError."""
+        with self._order:
+            with self._state:
+                if self._is_open:
+                    self._encrypt(frame)
+                else:
+                    self._early += frame
+                leaving = self._leaving.read()
+            super().sendall(leaving, flags)
+
+    def _flush(self) -> None:
+        """What a handshake has to say. Rarely anything: else the receiver would wait for a sender that waits for
+        the other end to receive."""
+        with self._state:
+            if not self._leaving.pending:
+                return
+        with self._order:
+            with self._state:
+                leaving = self._leaving.read()
+            if leaving:
+                super().sendall(leaving)
+
+    def _decrypt(self) -> tuple[bytes, bool]:
+        """All that can be read, and whether the other end has said that nothing follows."""
+        text = bytearray()
+        if self._is_open or self._shake_hands():
+            try:
+                while piece := self._tls.read(_PIECE):
+                    text += piece
+            except ssl.SSLWantReadError:
+                return bytes(text), False
+            return bytes(text), True
+        return b"", False
+
+    def _shake_hands(self) -> bool:
+        """Whether both ends know each other now."""
+        try:
+            self._tls.do_handshake()
+        except ssl.SSLWantReadError:
+            return False
+        self._is_open = True
+        self._encrypt(bytes(self._early))
+        self._early.clear()
+        return True
+
+    def _encrypt(self, frame: bytes) -> None:
+        rest = memoryview(frame)
+        while rest:
+            rest = rest[self._tls.write(rest) :]

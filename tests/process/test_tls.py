@@ -1,0 +1,124 @@
+"""Mutual TLS of the control plane: who gets in, and that frames pass both ways at once."""
+
+from __future__ import annotations
+
+import socket
+import threading
+from functools import partial
+from pathlib import Path
+
+import pytest
+
+from ppserve import wire
+from ppserve.core.architecture import StageLayout
+from ppserve.errors import ConfigError
+from ppserve.head.engine.control import Gone, Heard
+from ppserve.process.greeting import connect_to_head
+from ppserve.process.tls import stage_context
+from ppserve.stage.link import HeadLink
+from tests.certificates import make_certificates, needs_openssl
+from tests.head.engine.test_control import hello
+from tests.process.heads import WITHIN_S, head, place
+
+pytestmark = needs_openssl
+
+LARGE = wire.Broken(1, "x" * 3_000_000)
+ASSIGN = wire.Assign(StageLayout(1, 2, 4, 4), "d" * 3_000_000)
+
+
+def files(folder: Path) -> wire.StageTls:
+    folder.mkdir(exist_ok=True)
+    make_certificates(folder)
+    return wire.StageTls(folder / "leaf.pem", folder / "leaf.key", folder / "ca.pem")
+
+
+@pytest.fixture(scope="module")
+def tls(tmp_path_factory: pytest.TempPathFactory) -> wire.StageTls:
+    return files(tmp_path_factory.mktemp("tls"))
+
+
+def test_frames_longer_than_any_buffer_pass_both_ways_at_once(tmp_path: Path, tls: wire.StageTls) -> None:
+    with head(tmp_path, tls=tls) as running, connect_to_head(running.meeting, 1, WITHIN_S) as connection:
+        link = HeadLink(connection, lambda _: None, lambda: None)
+        link.send(hello(1))
+        assert running.next_event().message == hello(1)
+        says = threading.Thread(target=lambda: [link.send(LARGE) for _ in range(5)])
+        says.start()
+        for _ in range(5):
+            running.control.send(1, ASSIGN)
+        assert [link.inbox.get(timeout=WITHIN_S)[1] for _ in range(5)] == [ASSIGN] * 5
+        assert [running.next_event().message for _ in range(5)] == [LARGE] * 5
+        says.join(WITHIN_S)
+        running.control.send(1, wire.Shutdown())
+        assert isinstance(link.inbox.get(timeout=WITHIN_S)[1], wire.Shutdown)
+
+
+def test_what_passes_cannot_be_read(tmp_path: Path, tls: wire.StageTls) -> None:
+    """By a wiretap between both: the same frames in the clear are found, as a control."""
+    for secured in (None, tls):
+        assert (b"said in confidence" in overheard(tmp_path, secured)) == (secured is None)
+
+
+def overheard(directory: Path, tls: wire.StageTls | None) -> bytes:
+    heard = bytearray()
+    with head(directory, tls=tls) as running, socket.create_server(("127.0.0.1", 0)) as tap:
+        threading.Thread(target=relay, args=(tap, running.meeting.address.path, heard), daemon=True).start()
+        meeting = place(directory, tls=tls)
+        where = wire.TcpAddress("127.0.0.1", tap.getsockname()[1])
+        with connect_to_head(wire.Meeting(where, meeting.secret_file, False, tls), 0, WITHIN_S) as connection:
+            connection.sendall(wire.encode(hello(0)) + wire.encode(wire.Broken(1, "said in confidence")))
+            assert [running.next_event().message.__class__ for _ in "ab"] == [wire.Hello, wire.Broken]
+        assert running.next_event() == Gone(0, "exit")
+    return bytes(heard)
+
+
+def relay(tap: socket.socket, path: str, heard: bytearray) -> None:
+    here, _ = tap.accept()
+    there = socket.socket(socket.AF_UNIX)
+    there.connect(path)
+
+    def pump(source: socket.socket, sink: socket.socket) -> None:
+        for received in iter(partial(source.recv, 1 << 16), b""):
+            heard.extend(received)
+            sink.sendall(received)
+        sink.shutdown(socket.SHUT_WR)
+
+    back = threading.Thread(target=pump, args=(there, here), daemon=True)
+    back.start()
+    pump(here, there)
+    back.join(WITHIN_S)
+    here.close()
+    there.close()
+
+
+def test_another_authority_nothing_and_garbage_do_not_get_in(tmp_path: Path, tls: wire.StageTls) -> None:
+    other = files(tmp_path / "other")
+    with head(tmp_path, tls=tls) as running:
+        meeting = running.meeting
+        for wrong in (other, wire.StageTls(other.cert, other.key, tls.ca)):
+            with pytest.raises(ConnectionError):
+                connect_to_head(wire.Meeting(meeting.address, meeting.secret_file, False, wrong), 0, 0.0)
+        for garbage in (b"GET / HTTP/1.1\r\n\r\n", b"\x16\x03\x01" + b"\xff" * 4000, wire.encode(hello(0))):
+            with socket.socket(socket.AF_UNIX) as stranger:
+                stranger.connect(meeting.address.path)
+                stranger.settimeout(WITHIN_S)
+                stranger.sendall(garbage)
+                try:
+                    while stranger.recv(4096):
+                        pass
+                except ConnectionResetError:
+                    pass
+        with connect_to_head(meeting, 0, WITHIN_S) as connection:
+            connection.sendall(wire.encode(hello(0)))
+            assert isinstance(running.next_event(), Heard)
+
+
+def test_files_that_cannot_be_used(tls: wire.StageTls, tmp_path: Path) -> None:
+    for wrong, flag in [
+        (wire.StageTls(tls.cert, tls.ca, tls.ca), "--stage-tls-cert"),
+        (wire.StageTls(tls.cert, tls.key, tls.key), "--stage-tls-ca"),
+        (wire.StageTls(tls.cert, tls.key, tmp_path / "none"), "--stage-tls-ca"),
+    ]:
+        with pytest.raises(ConfigError) as refusal:
+            stage_context(wrong, serves=True)
+        assert refusal.value.name == flag

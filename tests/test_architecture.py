@@ -52,7 +52,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "ppserve.head.app": {"ppserve.process"},
     "ppserve.head.engine": {"ppserve.wire", "ppserve.process.environment"},
     "ppserve.head.engine.layout": {"ppserve.process.interfaces"},
-    "ppserve.head.engine.control": {"ppserve.process.proof", "ppserve.process.sockets"},
+    "ppserve.head.engine.control": {"ppserve.process.proof", "ppserve.process.sockets", "ppserve.process.tls"},
     "ppserve.head.api.grpc": {"ppserve.v1", "grpc", "google", "grpc_health", "grpc_reflection"},
     "ppserve.head.api.vllm_grpc": {"ppserve.vllm", "grpc"},
     "ppserve.head.api.http": {"msgspec", "starlette"},

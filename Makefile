@@ -6,8 +6,9 @@ STAGES ?= 2
 PEERS ?=
 PEER_SCRIPT ?= ../shared/peers/peer.py
 ARGS ?=
+N ?= 100000
 
-.PHONY: setup serve test test-fast check demo clients race chaos stubs clean
+.PHONY: setup serve test test-fast check demo clients race chaos histories stubs clean
 
 setup: $(VENV)/.ready
 
@@ -48,6 +49,10 @@ race: setup
 # `make chaos ARGS="--kills 20"` is short.
 chaos: setup
 	PYTHONPATH=. $(BIN)/python benchmarks/chaos.py $(ARGS)
+
+# 2,000 of them are in `make test`; `make histories N=100000` is hours of one core.
+histories: setup
+	PYTHONPATH=. $(BIN)/python benchmarks/histories.py --number $(N) $(ARGS)
 
 stubs: setup
 	$(BIN)/python tools/generate_stubs.py

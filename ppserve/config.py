@@ -118,12 +118,13 @@ class NetworkSettings:
     """How head and stages on several hosts find and trust each other. control_port: the head's, for its stages;
     None = the one after MASTER_PORT. interface, advertise: the name of a stage's interface, or its address, for
     the other stages; None = found from its connection to the head. stage_tls_*: of the control plane, all
-    or none."""
+    or none. stage_ports: first and last on which stages listen, as far as that can be told."""
 
     secret_file: Path | None = None
     stage_tls_cert: Path | None = None
     stage_tls_key: Path | None = None
     stage_tls_ca: Path | None = None
+    stage_ports: tuple[int, int] | None = None
     control_port: int | None = None
     interface: str | None = None
     advertise: str | None = None

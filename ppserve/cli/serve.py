@@ -12,7 +12,7 @@ import click
 
 from ppserve import config as cfg
 from ppserve.cli.check import check
-from ppserve.cli.types import GUESSES, LAYERS, ON_OFF, SIZE, AutoOr
+from ppserve.cli.types import GUESSES, LAYERS, ON_OFF, PORTS, SIZE, AutoOr
 from ppserve.errors import ConfigError
 from ppserve.process.environment import RankEnvironment
 from ppserve.process.keeper import run_keeper
@@ -94,6 +94,7 @@ def _load_config_file(ctx: click.Context, _param: click.Parameter, path: Path | 
 @click.option("--interface", help="Of this host, for other stages; unset = the one that leads to the head.")
 @click.option("--advertise", help="This host's address for other stages; unset = found as --interface is.")
 @click.option("--control-port", type=click.IntRange(1, 65535), help="Of the head on several hosts, for stages.")
+@click.option("--stage-ports", type=PORTS, help="Where stages listen for each other: 29600-29699; unset = any.")
 @click.option("--api-key-file", type=_FILE, help="One key a line; reloaded on SIGHUP.")
 @click.option("--log-level", type=click.Choice(["debug", "info", "warning", "error"]), default="info")
 @click.option("--log-format", type=click.Choice(["text", "json"]), default="text")

@@ -73,6 +73,14 @@ def _guesses(text: str) -> int:
     return 0 if text == "off" else int(text)
 
 
+def _ports(text: str) -> tuple[int, int]:
+    match = re.fullmatch(r"\s*(\d{1,5})\s*-\s*(\d{1,5})\s*", text)
+    ports = (int(match[1]), int(match[2])) if match else (0, 0)
+    if not 0 < ports[0] <= ports[1] < 1 << 16:
+        raise ValueError(f"{text!r} is not a range of ports such as 29600-29699")
+    return ports
+
+
 SIZE = Parsed("size", _size)
 """Bytes as a number or with a unit: 1073741824, 1G, 512MiB."""
 TEXT = Parsed("text", _text)
@@ -82,5 +90,7 @@ COUNTS = Parsed("n,n,...", _counts)
 """Several numbers from 1, such as 1,2,4."""
 GUESSES = Parsed("off|n", _guesses)
 """Guesses per step: off (0) or a number."""
+PORTS = Parsed("A-B", _ports)
+"""First and last of a range of ports."""
 LAYERS = Parsed("n,n,...", Split.parse)
 """Layers per stage, such as 9,3 or 7.5,4.5."""

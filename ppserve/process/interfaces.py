@@ -9,11 +9,14 @@ import struct
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
 from ppserve.config import NetworkSettings
 from ppserve.errors import ConfigError
 
 LOOPBACK = "127.0.0.1"
+# The first and the last of the ports that the system gives those who ask for any.
+_LOCAL_PORTS = "/proc/sys/net/ipv4/ip_local_port_range"
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,6 +51,20 @@ def find_route(connection: socket.socket, settings: NetworkSettings) -> Route:
     elif settings.interface is not None:
         own = address_of(settings.interface, interfaces(), ipaddress.ip_address(own).version)
     return Route(own, head)
+
+
+def other_ports(ports: tuple[int, int] | None) -> str | None:
+    """Why stages will listen on others than --stage-ports; None if they will not. gloo and NCCL take ports from
+    the system and cannot be told which."""
+    if ports is None:
+        return None
+    try:
+        first, last = map(int, Path(_LOCAL_PORTS).read_text().split())
+    except (OSError, ValueError):
+        return "--stage-ports: gloo and NCCL take any port"
+    if ports[0] <= first and last <= ports[1]:
+        return None
+    return f"--stage-ports: gloo and NCCL take any of {first}-{last}; set net.ipv4.ip_local_port_range"
 
 
 def is_loopback(address: str) -> bool:

@@ -19,7 +19,7 @@ from ppserve import wire
 from ppserve.errors import UsageError
 from ppserve.process.environment import EXIT_HEAD_GONE, EXIT_USAGE, RankEnvironment, die_with_parent
 from ppserve.process.greeting import connect_to_head
-from ppserve.process.interfaces import find_route
+from ppserve.process.interfaces import ONE_HOST, find_route, other_ports
 from ppserve.process.logs import set_up_logging
 
 log = logging.getLogger("ppserve.stage")
@@ -77,7 +77,10 @@ def main() -> int:
         return EXIT_USAGE
     # When the head is gone nothing is left to do.
     open_link = functools.partial(HeadLink, connection, on_lost=lambda: os._exit(EXIT_HEAD_GONE))
-    stage = StageLoop(start, found, open_link, ProcessGroupWiring(), route)
+    ports = start.config.network.stage_ports
+    if route != ONE_HOST and (problem := other_ports(ports)):
+        log.warning("%s", problem)
+    stage = StageLoop(start, found, open_link, ProcessGroupWiring(ports), route)
     return stage.run(on_served=lambda: os.write(life_fd, b"served\n"))
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import socket
 import time
 from collections.abc import Callable
@@ -14,15 +15,30 @@ from ppserve.errors import TransportError
 _LOOK_EVERY_S = 0.005
 
 
-def open_epoch_store(host: str, timeout: timedelta) -> tuple[dist.TCPStore, int]:
-    """Stage 0: a store for one epoch on a free port of `host` and nowhere else; the port."""
-    family = socket.AF_INET6 if ":" in host else socket.AF_INET
-    listener = socket.create_server((host, 0), family=family)
+def open_epoch_store(
+    host: str, timeout: timedelta, ports: tuple[int, int] | None = None
+) -> tuple[dist.TCPStore, int]:
+    """Stage 0: a store for one epoch on a free port of `host` and nowhere else; the port. ports: the first and the
+    last that it may be. Raises TransportError if none of them is free."""
+    listener = _listener(host, ports)
     port = listener.getsockname()[1]
     store = dist.TCPStore(
         host, port, is_master=True, timeout=timeout, wait_for_workers=False, master_listen_fd=listener.detach()
     )
     return store, port
+
+
+def _listener(host: str, ports: tuple[int, int] | None) -> socket.socket:
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    if ports is None:
+        return socket.create_server((host, 0), family=family)
+    for port in range(ports[0], ports[1] + 1):
+        try:
+            return socket.create_server((host, port), family=family)
+        except OSError as error:
+            if error.errno != errno.EADDRINUSE:
+                raise
+    raise TransportError(f"--stage-ports: none of {ports[0]} to {ports[1]} is free on {host}")
 
 
 def join_epoch_store(host: str, port: int, timeout: timedelta) -> dist.TCPStore:

@@ -36,7 +36,11 @@ class Wiring(Protocol):
 
 
 class ProcessGroupWiring:
-    """A stage that is a process: it meets the others in the epoch's store, and they form groups."""
+    """A stage that is a process: it meets the others in the epoch's store, and they form groups. ports: of the
+    store, the first and the last."""
+
+    def __init__(self, ports: tuple[int, int] | None = None) -> None:
+        self._ports = ports
 
     def open_transport(self, form: wire.Form, layout: StageLayout, frames: Frames, link: Link) -> Transport:
         if layout.num_places > 1:
@@ -45,7 +49,7 @@ class ProcessGroupWiring:
 
     def _join(self, form: wire.Form, layout: StageLayout, link: Link) -> None:
         if form.store_port == 0:
-            store, port = rendezvous.open_epoch_store(form.store_host, _FORM_TIMEOUT)
+            store, port = rendezvous.open_epoch_store(form.store_host, _FORM_TIMEOUT, self._ports)
             link.send(wire.StoreOpened(form.epoch, port))
         else:
             store = rendezvous.join_epoch_store(form.store_host, form.store_port, _FORM_TIMEOUT)

@@ -9,7 +9,16 @@ import pytest
 
 from ppserve.config import NetworkSettings
 from ppserve.errors import ConfigError
-from ppserve.process.interfaces import ONE_HOST, Interface, Route, address_of, find_route, interface_of, interfaces
+from ppserve.process.interfaces import (
+    ONE_HOST,
+    Interface,
+    Route,
+    address_of,
+    find_route,
+    interface_of,
+    interfaces,
+    other_ports,
+)
 
 KNOWN = (
     Interface("lo", "127.0.0.1"),
@@ -57,3 +66,9 @@ def test_over_a_unix_socket_all_are_on_one_host() -> None:
 def test_the_address_that_reaches_the_head_is_the_stages_own(settings: NetworkSettings, own: str) -> None:
     with socket.create_server(("127.0.0.1", 0)) as head, socket.create_connection(head.getsockname()) as stage:
         assert find_route(stage, settings) == Route(own, "127.0.0.1")
+
+
+def test_ports_that_gloo_takes_from_the_system_are_told() -> None:
+    assert other_ports(None) is None
+    assert other_ports((1, 65535)) is None
+    assert "ip_local_port_range" in str(other_ports((29600, 29601)))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import socket
 import threading
 from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
@@ -56,3 +57,13 @@ def test_a_store_whose_host_died_ends_the_meeting() -> None:
     del store
     with pytest.raises(TransportError, match="store is gone"):
         meet(guest, 1, 2, lambda: False)
+
+
+@pytest.mark.timeout(60)
+def test_the_store_keeps_to_the_ports_that_it_may_have() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        with pytest.raises(TransportError, match=f"none of {port} to {port} is free"):
+            open_epoch_store("127.0.0.1", TIMEOUT, (port, port))
+        _store, found = open_epoch_store("127.0.0.1", TIMEOUT, (port, min(port + 50, 65535)))
+        assert port < found <= port + 50

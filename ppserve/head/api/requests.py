@@ -30,6 +30,9 @@ from ppserve.head.limits import (
     MIN_TEMPERATURE,
 )
 
+# A request may have thousands of mistakes; so many are enough to tell.
+MAX_TOLD = 8
+
 R = TypeVar("R", SamplingParams, StopConditions, OutputOptions)
 
 
@@ -103,15 +106,13 @@ def _whole(name: str, value: Any) -> int:
 
 
 class _Mistakes:
-    """The mistakes found so far. A request may have thousands; eight are enough to tell."""
-
-    MAX_TOLD = 8
+    """The mistakes found so far."""
 
     def __init__(self) -> None:
         self.violations: list[Violation] = []
 
     def add(self, field: str, problem: str) -> None:
-        if len(self.violations) < self.MAX_TOLD:
+        if len(self.violations) < MAX_TOLD:
             self.violations.append(Violation(field, problem))
 
     def at_most(self, field: str, value: int, limit: int, what: str) -> bool:

@@ -9,13 +9,14 @@ from __future__ import annotations
 import re
 from collections.abc import Sequence
 from functools import cache
+from itertools import islice
 from typing import Any, cast
 
 import msgspec
 
 from ppserve.errors import InvalidRequest, Violation
 from ppserve.head.api.http.failures import HttpError
-from ppserve.head.api.requests import Asked, Resume
+from ppserve.head.api.requests import MAX_TOLD, Asked, Resume
 from ppserve.head.limits import MAX_PRIORITY
 
 MAX_PROMPTS = 256
@@ -130,14 +131,14 @@ def check_model(name: str | None, served: str) -> None:
 def check_served(*parts: tuple[str, msgspec.Struct]) -> None:
     """Raises InvalidRequest for fields that are not served and ask for something. parts: of a body, each with what
     stands before the names of its fields."""
-    wrong = [
+    wrong = (
         Violation(f"{place}{name}", "not served")
         for place, part in parts
         for name in _unserved(type(part))
         if _asks_for_something(name, getattr(part, name))
-    ]
-    if wrong:
-        raise InvalidRequest(wrong)
+    )
+    if told := list(islice(wrong, MAX_TOLD)):
+        raise InvalidRequest(told)
 
 
 @cache

@@ -72,6 +72,18 @@ def everything_taken(server: Server) -> Iterator[None]:
             connection.close()
 
 
+def health_with(server: Server, status: int) -> tuple[dict[str, str], Any]:
+    """Headers and JSON of the first answer that has this status."""
+    answers = []
+
+    def has_it() -> bool:
+        answers.append(answer_of(server, "GET", "/health"))
+        return answers[-1][0] == status
+
+    until(has_it)
+    return answers[-1][1:]
+
+
 def until(condition: Callable[[], bool]) -> None:
     until_s = time.monotonic() + 60
     while not condition():
@@ -139,13 +151,11 @@ def test_streams_of_every_door_go_on_when_a_stage_is_killed(server: Server) -> N
         ]
         begun.wait()
         os.kill(server.stage_pid(1), signal.SIGKILL)
-        until(lambda: answer_of(server, "GET", "/health")[0] == 503)
-        status, headers, said = answer_of(server, "GET", "/health")
-        if status == 503:
-            assert (headers["retry-after"], said["error"]["code"]) == ("5", "draining")
+        headers, said = health_with(server, 503)
+        assert (headers["retry-after"], said["error"]["code"]) == ("5", "draining")
         assert [stream.result() for stream in streams] == [undisturbed, undisturbed, undisturbed_router]
     assert "stage 1 died" in server.log
-    until(lambda: answer_of(server, "GET", "/health")[0] == 200)
+    health_with(server, 200)
 
 
 def test_a_server_that_ends_says_when_to_come_back(server: Server) -> None:
@@ -155,7 +165,7 @@ def test_a_server_that_ends_says_when_to_come_back(server: Server) -> None:
         parts = list(next(stream).choices)
         server.processes()
         server.process.send_signal(signal.SIGTERM)
-        until(lambda: answer_of(server, "GET", "/health")[0] == 503)
+        health_with(server, 503)
         status, headers, said = answer_of(server, "POST", "/v1/completions", {"prompt": "a"})
         assert (status, headers["retry-after"], said["error"]["code"]) == (503, "5", "draining")
         parts += [choice for chunk in stream for choice in chunk.choices]

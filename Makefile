@@ -22,9 +22,9 @@ $(VENV)/.ready: pyproject.toml constraints.txt
 serve: setup
 	$(BIN)/ppserve serve --stages $(STAGES) $(ARGS)
 
-# Two workers: one has all tests that start servers, one after the other, the other has the rest.
+# Two workers. In the files' order, so that those with long tests are not left to one worker at the end.
 test: setup
-	$(BIN)/python -m pytest -n 2 --dist loadgroup $(ARGS)
+	$(BIN)/python -m pytest -n 2 --dist loadgroup --no-loadscope-reorder $(ARGS)
 
 # For every save: no servers, no ranks, no long computations. A test that reaches the limit is to be marked slow.
 test-fast: setup

@@ -31,11 +31,11 @@ E2E = Path(__file__).parent / "e2e"
 @pytest.hookimpl(tryfirst=True)  # before `-m` selects by marks
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
-        if E2E in item.path.parents or "shared_server" in getattr(item, "fixturenames", ()):
+        shares = "shared_server" in getattr(item, "fixturenames", ())
+        if shares or E2E in item.path.parents:
             item.add_marker(pytest.mark.slow)
-            item.add_marker(pytest.mark.xdist_group("servers"))
-        else:
-            item.add_marker(pytest.mark.xdist_group(str(item.path)))
+        # One worker has the shared server. The rest of a file stays together, for the sake of its fixtures.
+        item.add_marker(pytest.mark.xdist_group("shared server" if shares else str(item.path)))
         if item.get_closest_marker("slow"):
             slow.marked.add(item.nodeid)
 

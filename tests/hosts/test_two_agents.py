@@ -12,7 +12,7 @@ from ppserve.answers import Token
 from ppserve.client import Client, RetryPolicy
 from tests.hosts.two_agents import TwoAgents, two_agents
 
-pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("servers"), pytest.mark.timeout(240)]
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(240)]
 
 NUM_TOKENS = 250
 

@@ -13,6 +13,9 @@ import click
 from ppserve.bench.workload import clip, read_trace
 from ppserve.cli.types import COUNTS, LAYERS, SIZE, AutoOr, Parsed
 from ppserve.config import DTYPES, KV_DTYPES, QUANTIZATIONS
+from ppserve.core.architecture import Architecture
+from ppserve.core.grid import RankGrid
+from ppserve.errors import ConfigError
 from ppserve.model.checkpoint.opening import read_architecture
 from ppserve.planning.forecast import Forecast, Intent, forecast, render
 from ppserve.planning.scenarios import (
@@ -21,10 +24,9 @@ from ppserve.planning.scenarios import (
     fixed_load,
     read_costs,
     render_outcomes,
-    simulate,
-    summary,
 )
-from ppserve.planning.simulator import Device, Outcome, SimulatedRequest, Wires
+from ppserve.planning.shapes import Conditions, prospect, prospects, render_prospects
+from ppserve.planning.simulator import Device, SimulatedRequest, Wires
 
 _COUNT = click.IntRange(min=1)
 _POSITIVE = click.FloatRange(min=0, min_open=True)
@@ -54,6 +56,9 @@ _TIME = _quantity("time, such as 50us", "s", "num")
 @click.command(context_settings={"show_default": True})
 @click.option("--model", default="tiny", help="As for serve; of a directory only config.json is read.")
 @click.option("--stages", type=_COUNT, default=1)
+@click.option("--tensor-parallel", type=_COUNT, default=1, help="Ranks that compute each stage together.")
+@click.option("--replicas", type=_COUNT, default=1, help="Whole pipelines behind one head.")
+@click.option("--world", type=_COUNT, help="Compare all shapes of so many ranks: implies --simulate.")
 @click.option("--layers", type=AutoOr(LAYERS), default="auto", help="Layers per stage, as 9,3 or 7.5,4.5.")
 @click.option("--dtype", type=click.Choice(DTYPES), default="auto", help="auto = float32.")
 @click.option("--quantization", type=click.Choice(QUANTIZATIONS), default="none", help="As for serve.")
@@ -79,6 +84,7 @@ _TIME = _quantity("time, such as 50us", "s", "num")
 @click.option("--launch-time", type=_TIME, default="200us", help="Of a step, however small.")
 @click.option("--link-latency", type=_TIME, default="50us", help="Between neighbours.")
 @click.option("--link-bandwidth", type=_SPEED, default="10GB/s", help="Between neighbours.")
+@click.option("--gather-latency", type=_TIME, default="20us", help="Between the tensor ranks of a stage.")
 @click.option("--control-latency", type=_TIME, default="100us", help="Between head and stages, one way.")
 @click.option("--head-time", type=_TIME, default="200us", help="The head's work per step.")
 def plan(**flags: Any) -> None:
@@ -89,6 +95,7 @@ def plan(**flags: Any) -> None:
     arch = read_architecture(flags["model"])
     intent = Intent(
         num_stages=flags["stages"],
+        num_tensor=flags["tensor_parallel"],
         layers=flags["layers"],
         dtype="float32" if flags["dtype"] == "auto" else flags["dtype"],
         **{
@@ -99,36 +106,48 @@ def plan(**flags: Any) -> None:
             )
         },
     )  # fmt: skip
+    if flags["world"] is not None:
+        found = prospects(arch, intent, flags["world"], _conditions(arch, intent, flags))
+        click.echo(json.dumps([each.figures for each in found]) if flags["as_json"] else render_prospects(found))
+        return
     layout = forecast(arch, intent)
-    outcomes: dict[int, Outcome] = {}
+    simulated: dict[int, dict[str, Any]] = {}
     if flags["wants_simulation"]:
         for count in sorted({flags["stages"], *(flags["compare"] or ())}):
             # Another number of stages has the same model and memory, and the automatic split.
-            other = intent if count == flags["stages"] else replace(intent, num_stages=count, layers=None)
-            outcomes[count] = _simulate(forecast(arch, other), flags)
+            own = intent if count == flags["stages"] else replace(intent, layers=None)
+            simulated[count] = _simulate(arch, own, count, flags)
     if flags["as_json"]:
-        simulated = {str(count): summary(outcome) for count, outcome in outcomes.items()}
         click.echo(json.dumps(_as_json(flags["model"], layout) | ({"simulated": simulated} if simulated else {})))
         return
     click.echo(render(flags["model"], layout))
-    if outcomes:
-        click.echo("\nsimulated:\n" + render_outcomes(outcomes))
+    if simulated:
+        click.echo("\nsimulated:\n" + render_outcomes(simulated))
 
 
-def _simulate(layout: Forecast, flags: dict[str, Any]) -> Outcome:
-    load = load_of(layout.max_model_len, flags)
+def _simulate(arch: Architecture, intent: Intent, num_stages: int, flags: dict[str, Any]) -> dict[str, Any]:
+    grid = RankGrid(flags["tensor_parallel"], flags["replicas"], num_stages)
+    found = prospect(arch, intent, grid, _conditions(arch, intent, flags))
+    if found.outcome is None:
+        raise ConfigError("--kv-cache-memory", f"not one sequence of {found.plan.max_model_len} tokens fits")
+    return found.figures
+
+
+def _conditions(arch: Architecture, intent: Intent, flags: dict[str, Any]) -> Conditions:
+    load = load_of(arch.context(intent.max_model_len), flags)
     wires = Wires(
         latency_s=flags["link_latency"],
         bandwidth=flags["link_bandwidth"],
         control_s=flags["control_latency"],
         return_s=flags["control_latency"],
         head_s=flags["head_time"],
+        gather_s=flags["gather_latency"],
     )
     speed: Device | MeasuredCosts = Device(flags["flops"], flags["memory_bandwidth"], flags["launch_time"])
     if flags["costs"] is not None:
         speed = read_costs(flags["costs"])
         wires = speed.wires or wires
-    return simulate(layout, speed, wires, load, flags["max_num_seqs"], flags["acceptance"])
+    return Conditions(speed, wires, load, flags["max_num_seqs"], flags["acceptance"])
 
 
 def load_of(max_model_len: int, flags: dict[str, Any]) -> SimulatedLoad:

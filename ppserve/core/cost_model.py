@@ -15,6 +15,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
+from ppserve.core.architecture import StageLayout
 from ppserve.core.plan import StepPlan
 
 _TERMS = 4
@@ -73,6 +74,24 @@ class Coefficients:
 
     def seconds(self, size: StepSize) -> float:
         return self.step + self.row * size.rows + self.key * size.context + self.sample * size.sampled
+
+
+@dataclass(frozen=True, slots=True)
+class LayerCosts:
+    """What a model's parts cost on one rank. head: final norm, LM head and drawing, besides the layers."""
+
+    layer: Coefficients
+    head: Coefficients
+
+    def stage(self, layout: StageLayout) -> Coefficients:
+        """Of a stage that one rank computes."""
+        head = self.head if layout.is_last else Coefficients()
+        return Coefficients(
+            self.layer.step * layout.layer_weights + head.step,
+            self.layer.row * layout.layer_weights + head.row,
+            self.layer.key * len(layout.attentions),
+            head.sample,
+        )
 
 
 class StageCost:

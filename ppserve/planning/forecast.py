@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from ppserve.core.architecture import Architecture, Split, StageLayout, stage_layouts, stage_params
 from ppserve.core.figures import size, table
@@ -23,14 +23,15 @@ _SCALE_BYTES = 4
 class Intent:
     """What the operator wants to run.
 
-    layers None: split by weight. max_model_len None: all positions of the model. stage_memory: bytes of a stage
-    for weights and KV cache. kv_cache_memory: bytes of a stage's KV cache, None: what the weights leave of
-    stage_memory. kv_dtype: of keys and values, `auto` is dtype. expect_prompt, expect_new: tokens of a typical
-    request.
+    num_tensor: ranks that compute each stage together. layers None: split by weight. max_model_len None: all
+    positions of the model. stage_memory: bytes of a rank for weights and KV cache. kv_cache_memory: bytes of its
+    KV cache, None: what the weights leave of stage_memory. kv_dtype: of keys and values, `auto` is dtype.
+    expect_prompt, expect_new: tokens of a typical request.
     """
 
     num_stages: int
     layers: Split | None = None
+    num_tensor: int = 1
     dtype: str = "float32"
     quantization: str = "none"
     kv_dtype: str = "auto"
@@ -90,7 +91,9 @@ def forecast(arch: Architecture, intent: Intent) -> Forecast:
     split = intent.layers or split_by_cost(decode, arch.num_layers, intent.num_stages)
     check_split(split, arch, intent.num_stages)
     max_model_len = arch.context(intent.max_model_len)
-    stages = tuple(_stage(arch, layout, intent) for layout in stage_layouts(split))
+    # Of each stage the first tensor rank, which no other has more than.
+    layouts = (replace(layout, num_tensor=intent.num_tensor) for layout in stage_layouts(split))
+    stages = tuple(_stage(arch, layout, intent) for layout in layouts)
     blocks_per_sequence = -(-max_model_len // intent.block_size)
     num_blocks = min(stage.max_tokens // intent.block_size for stage in stages)
     return Forecast(

@@ -19,7 +19,7 @@ from ppserve.core.architecture import (
     stage_layouts,
     sublayer_params,
 )
-from ppserve.core.cost_model import Coefficients
+from ppserve.core.cost_model import Coefficients, LayerCosts
 from ppserve.core.figures import percentile, table
 from ppserve.core.ledger.causes import CAUSES
 from ppserve.core.ledger.overheads import OverheadTimes
@@ -34,6 +34,7 @@ from ppserve.planning.simulator import (
     SimulatedRequest,
     Simulator,
     StageSpeed,
+    TensorRank,
     Wires,
 )
 
@@ -48,14 +49,13 @@ class SimulatedLoad:
 
 @dataclass(frozen=True, slots=True)
 class MeasuredCosts:
-    """Coefficients of one layer and of the head, and what surrounds them, learnt from a running server.
+    """Of one rank, learnt from a running server or measured before it runs. overheads: around computing.
 
     spread: root mean square of the steps' relative deviation from the coefficients. max_chunk: prompt tokens that
     the server puts into a step at most; None: unknown.
     """
 
-    layer: Coefficients
-    head: Coefficients
+    parts: LayerCosts
     overheads: OverheadTimes | None = None
     spread: float = 0.0
     max_chunk: int | None = None
@@ -74,15 +74,6 @@ class MeasuredCosts:
             head_s=o.head_s,
             prepare_s=o.prepare_s,
             sending_s=o.sending_s,
-        )
-
-    def stage(self, layout: StageLayout) -> Coefficients:
-        head = self.head if layout.is_last else Coefficients()
-        return Coefficients(
-            self.layer.step * layout.layer_weights + head.step,
-            self.layer.row * layout.layer_weights + head.row,
-            self.layer.key * len(layout.attentions),
-            head.sample,
         )
 
 
@@ -106,7 +97,7 @@ def simulate(
     blocks_per_sequence = -(-plan.max_model_len // 16)
     spread, max_chunk = (speed.spread, speed.max_chunk) if isinstance(speed, MeasuredCosts) else (0.0, None)
     machine = Machine(
-        stages=tuple(_stage_speed(plan, i, speed) for i in range(len(plan.stages))),
+        stages=tuple(_stage_speed(plan, i, speed, wires) for i in range(len(plan.stages))),
         wires=replace(wires, bytes_per_row=plan.arch.width * ELEMENT_BYTES[plan.dtype]),
         num_blocks=min(plan.max_sequences, num_seqs) * blocks_per_sequence,
         delayed=_scattered(spread),
@@ -129,13 +120,26 @@ def _scattered(spread: float) -> Callable[[float], float]:
     return lambda seconds: seconds * math.exp(rng.gauss(-spread * spread / 2, spread))
 
 
-def _stage_speed(plan: Forecast, stage: int, speed: Device | MeasuredCosts) -> StageSpeed:
+def _stage_speed(plan: Forecast, stage: int, speed: Device | MeasuredCosts, wires: Wires) -> StageSpeed:
     layout, arch = plan.stages[stage].layout, plan.arch
-    if isinstance(speed, MeasuredCosts):
-        return speed.stage(layout)
-    element = ELEMENT_BYTES[plan.dtype if plan.quantization == "none" else plan.quantization]
+    own = _own_speed(plan, stage, speed)
+    if layout.num_tensor == 1:
+        return own
+    # Each attention gathers its heads and its result, each MLP its inner rows and its result, the head its draws.
+    gathers = 2 * layout.num_sublayers + layout.is_last
+    gathered = 2 * arch.width * len(layout.attentions) + (arch.inner_width + arch.width) * len(layout.mlps)
+    others = 1 - 1 / layout.num_tensor
+    row_s = others * gathered * ELEMENT_BYTES[plan.dtype] / wires.bandwidth
+    return TensorRank(own, gathers * wires.gather_s, row_s)
+
+
+def _own_speed(plan: Forecast, stage: int, speed: Device | MeasuredCosts) -> StageSpeed:
+    layout, arch = plan.stages[stage].layout, plan.arch
     params = sublayer_params(arch, layout)
-    head = arch.head_params if layout.is_last else 0
+    if isinstance(speed, MeasuredCosts):
+        return speed.parts.stage(layout).times(params / sublayer_params(arch, replace(layout, num_tensor=1)))
+    element = ELEMENT_BYTES[plan.dtype if plan.quantization == "none" else plan.quantization]
+    head = layout.cut(arch.vocab_size).width * arch.width if layout.is_last else 0
     return Roofline(
         device=speed,
         weight_bytes=params * element,
@@ -173,8 +177,7 @@ def read_costs(path: Path) -> MeasuredCosts:
         raise ConfigError("--costs", f"{path} is no cost sheet: {type(error).__name__}: {error}") from None
     if not 0 <= spread < math.inf or (max_chunk is not None and max_chunk < 1):
         raise ConfigError("--costs", f"{path} is no cost sheet: spread {spread}, max_chunk {max_chunk}")
-    parts = _parts(stages, layouts)
-    return replace(parts, overheads=overheads, spread=spread, max_chunk=max_chunk)
+    return MeasuredCosts(_parts(stages, layouts), overheads, spread, max_chunk)
 
 
 def _num_sublayers(entry: dict[str, Any]) -> int:
@@ -193,7 +196,7 @@ def _coefficients(entry: dict[str, Any]) -> Coefficients:
     return Coefficients(float(measured))
 
 
-def _parts(stages: list[Coefficients], layouts: tuple[StageLayout, ...]) -> MeasuredCosts:
+def _parts(stages: list[Coefficients], layouts: tuple[StageLayout, ...]) -> LayerCosts:
     """All stages but the last give the cost of a layer; what the last takes beyond its layers is the head."""
     without_head = range(max(1, len(stages) - 1))
     num_layers = sum(layouts[i].layer_weights for i in without_head)
@@ -214,7 +217,7 @@ def _parts(stages: list[Coefficients], layouts: tuple[StageLayout, ...]) -> Meas
         step=max(0.0, last.step - layer.step * own),
         sample=max(0.0, last.sample + beyond_row) if len(stages) > 1 else last.sample,
     )
-    return MeasuredCosts(layer, head)
+    return LayerCosts(layer, head)
 
 
 # ---- as text -----------------------------------------------------------------------------------------------
@@ -246,9 +249,8 @@ _FIGURES = (
 )
 
 
-def render_outcomes(outcomes: dict[int, Outcome]) -> str:
-    """One column per number of stages, then where the stages' time went."""
-    numbers = {stages: summary(outcome) for stages, outcome in outcomes.items()}
+def render_outcomes(numbers: dict[int, dict[str, Any]]) -> str:
+    """One column per number of stages, then where the stages' time went. numbers: as `summary` gives them."""
     rows = [
         ("stages", *(str(stages) for stages in numbers)),
         *((title, *(f"{n[key] * scale:.4g}" for n in numbers.values())) for title, key, scale in _FIGURES),

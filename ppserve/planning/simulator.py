@@ -68,12 +68,26 @@ class Roofline:
 
 
 @dataclass(frozen=True, slots=True)
+class TensorRank:
+    """One of the ranks that compute a stage together. own: its share of the work. gathers_s, row_s: what it waits
+    for the other ranks' results, in a step and for each of its rows."""
+
+    own: StageSpeed
+    gathers_s: float
+    row_s: float
+
+    def seconds(self, size: StepSize) -> float:
+        return self.own.seconds(size) + self.gathers_s + size.rows * self.row_s
+
+
+@dataclass(frozen=True, slots=True)
 class Wires:
     """Times around computing, in seconds; bandwidth in bytes per second.
 
     latency_s, bandwidth: of the link between two neighbours; bytes_per_row: hidden states of one token. control_s:
     from the head to a stage, for a plan; return_s: from a stage to the head, for a result. head_s: the head's work
     per step. prepare_s: a stage's work per step before it receives hidden states; sending_s: after computing.
+    gather_s: for tensor ranks to have each other's results, however small.
     """
 
     latency_s: float = 50e-6
@@ -84,6 +98,7 @@ class Wires:
     head_s: float = 200e-6
     prepare_s: float = 100e-6
     sending_s: float = 0.0
+    gather_s: float = 20e-6
 
     def transfer_s(self, rows: int) -> float:
         return self.latency_s + rows * self.bytes_per_row / self.bandwidth

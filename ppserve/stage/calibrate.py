@@ -1,4 +1,7 @@
-"""What the parts of a model cost on this machine, measured before it is cut: for `--layers auto`.
+"""What the parts of a model cost on this machine, measured before it is cut.
+
+For `--parallel auto`, which compares shapes of the whole pipeline, steps of several sizes are measured and fitted.
+For `--layers auto` one step is enough.
 
 What is measured is the step that a busy server computes all the time: sequences decoding, and beside them as many
 prompt tokens as new requests bring meanwhile. (Prompts and decodes measured apart and added up count the reading
@@ -10,16 +13,20 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
-import json
 import os
 import platform
-from dataclasses import asdict, dataclass, replace
+from collections.abc import Callable
+from dataclasses import dataclass, replace
 from pathlib import Path
+from statistics import median
+from typing import TypeVar
 
+import msgspec
 import torch
 
 from ppserve.config import ServeConfig
 from ppserve.core.architecture import Architecture, StageLayout
+from ppserve.core.cost_model import LayerCosts, StageCost, StepSize
 from ppserve.core.partition import Parts
 from ppserve.core.plan import Draw, Slice, StepPlan
 from ppserve.core.request import SamplingParams
@@ -33,7 +40,10 @@ DECODES = 16
 _BLOCK_SIZE = 16
 _MAX_PROMPT_TOKENS = 128
 _REPEATS = 7
-_VERSION = 6
+_VERSION = 7
+# Sizes of the steps that `layer_costs` measures: sequences that decode, and tokens of one prompt.
+_DECODES = (1, 4, 16, 64)
+_PROMPTS = (32, 128)
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,32 +88,52 @@ def costs_for_split(
 
 def step_costs(checkpoint: Checkpoint, compute: Compute, mix: Mix) -> Parts:
     """Seconds of each part in one step of this mix; from memory if known."""
-    path = _memory_path(checkpoint.architecture, compute, mix)
-    with contextlib.suppress(OSError, ValueError, TypeError):
-        return Parts(**json.loads(path.read_text()))
-    costs = _measure(checkpoint, compute, mix)
+    return _remembered(Parts, checkpoint, compute, mix, lambda: _measure(checkpoint, compute, mix))
+
+
+def layer_costs(checkpoint: Checkpoint, compute: Compute, mix: Mix) -> LayerCosts:
+    """Seconds of a layer and of the head by the step's size; from memory if known.
+
+    All ranks of a host measure at the same time, and are remembered as so many: what they take from each other is
+    part of the costs.
+    """
+    what = (mix, compute.stages_here)
+    return _remembered(LayerCosts, checkpoint, compute, what, lambda: _fit(checkpoint, compute, mix))
+
+
+Costs = TypeVar("Costs")
+
+
+def _remembered(
+    kind: type[Costs], checkpoint: Checkpoint, compute: Compute, what: object, measure: Callable[[], Costs]
+) -> Costs:
+    path = _memory_path(checkpoint.architecture, compute, (kind.__name__, what))
+    with contextlib.suppress(OSError, msgspec.MsgspecError):
+        return msgspec.json.decode(path.read_bytes(), type=kind)
+    costs = measure()
     with contextlib.suppress(OSError):  # a cache that cannot be written costs seconds, not service
         path.parent.mkdir(parents=True, exist_ok=True)
         scratch = path.with_suffix(f".{os.getpid()}")
-        scratch.write_text(json.dumps(asdict(costs)))
+        scratch.write_bytes(msgspec.json.encode(costs))
         scratch.replace(path)
     return costs
 
 
-def _memory_path(arch: Architecture, compute: Compute, mix: Mix) -> Path:
+def _memory_path(arch: Architecture, compute: Compute, what: object) -> Path:
     """One file per machine, model shape, arithmetic and number of threads."""
     numbers = compute.dtype, compute.quantization, compute.kv_dtype
-    what = (_VERSION, arch, numbers, compute.name, platform.processor(), torch.__version__, mix)
+    of = (_VERSION, arch, numbers, compute.name, platform.processor(), torch.__version__, what)
     cache = os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")
-    return Path(cache) / "ppserve" / f"costs-{hashlib.sha256(repr(what).encode()).hexdigest()[:16]}.json"
+    return Path(cache) / "ppserve" / f"costs-{hashlib.sha256(repr(of).encode()).hexdigest()[:16]}.json"
 
 
 def _measure(checkpoint: Checkpoint, compute: Compute, mix: Mix) -> Parts:
     plan, share = mix.step(checkpoint.architecture.max_positions)
-    silent = replace(plan, slices=tuple(replace(piece, draw=None) for piece in plan.slices))
-    bare = _stage(checkpoint, compute, 0, plan)
-    embed_and_draw_s, embed_s = _time(bare, plan), _time(bare, silent)
-    attend_s, whole_layer_s = (_time(_stage(checkpoint, compute, count, plan), silent) for count in (1, 2))
+    silent = _silent(plan)
+    bare, attention, layer = (_stage(checkpoint, compute, count, plan) for count in (0, 1, 2))
+    # The fastest of several, which others on the machine disturbed least.
+    embed_and_draw_s, embed_s = min(_times(bare, plan)), min(_times(bare, silent))
+    attend_s, whole_layer_s = (min(_times(stage, silent)) for stage in (attention, layer))
     # Noise may make a part that costs next to nothing seem to cost less.
     return Parts(
         attention=max(attend_s - embed_s, 1e-9),
@@ -111,6 +141,22 @@ def _measure(checkpoint: Checkpoint, compute: Compute, mix: Mix) -> Parts:
         embedding=embed_s,
         head=share * max(embed_and_draw_s - embed_s, 0.0),
     )
+
+
+def _fit(checkpoint: Checkpoint, compute: Compute, mix: Mix) -> LayerCosts:
+    longest = checkpoint.architecture.max_positions - 1
+    context = min(mix.prompt + mix.new // 2, longest)
+    decodes = [_plan([(context, 1)] * count) for count in _DECODES]
+    prompts = [_plan([(0, min(tokens, longest))]) for tokens in _PROMPTS]
+    bare, whole = (_stage(checkpoint, compute, count, *decodes, *prompts) for count in (0, 2))
+    layer, head = StageCost(), StageCost()
+    for plan in decodes + prompts:
+        silent = _silent(plan)
+        embed_s = median(_times(bare, silent))
+        layer.observe(StepSize.of(silent), median(_times(whole, silent)) - embed_s)
+        if num_drawn := StepSize.of(plan).sampled:
+            head.observe(StepSize(sampled=num_drawn), median(_times(bare, plan)) - embed_s)
+    return LayerCosts(layer.coefficients, head.coefficients)
 
 
 def _plan(rows: list[tuple[int, int]]) -> StepPlan:
@@ -125,11 +171,16 @@ def _plan(rows: list[tuple[int, int]]) -> StepPlan:
     return StepPlan(0, 0, 0, tuple(slices))
 
 
-def _stage(checkpoint: Checkpoint, compute: Compute, num_sublayers: int, plan: StepPlan) -> Stage:
-    """A whole pipeline with the first sublayers only, as if the model had no others."""
+def _silent(plan: StepPlan) -> StepPlan:
+    """The step without drawing: no row goes through the head."""
+    return replace(plan, slices=tuple(replace(piece, draw=None) for piece in plan.slices))
+
+
+def _stage(checkpoint: Checkpoint, compute: Compute, num_sublayers: int, *plans: StepPlan) -> Stage:
+    """A whole pipeline with the first sublayers only, as if the model had no others, with room for these plans."""
     layout = StageLayout(0, 1, 0, num_sublayers)
     model = GPT2Stage.load(checkpoint, layout, compute.backend(compute.dtype))
-    num_blocks = 1 + max(block for piece in plan.slices for block in piece.block_table)
+    num_blocks = 1 + max(block for plan in plans for piece in plan.slices for block in piece.block_table)
     cache = model.backend.make_cache(model.arch, layout, num_blocks, _BLOCK_SIZE)
     # Memory that was never written reads as one page of zeros, from the nearest cache.
     cache.fill(0.01)
@@ -137,8 +188,8 @@ def _stage(checkpoint: Checkpoint, compute: Compute, num_sublayers: int, plan: S
     return Stage(model, cache, alone)
 
 
-def _time(stage: Stage, plan: StepPlan) -> float:
-    """Seconds of a step: the fastest of several, which others on the machine disturbed least."""
+def _times(stage: Stage, plan: StepPlan) -> list[float]:
+    """Seconds of a step, several times, after one that does not count."""
     stage.step(plan, 0)
     stamps = [stage.step(plan, 0).result.stamps for _ in range(_REPEATS)]
-    return min(times.ended - times.begun for times in stamps) / 1e9
+    return [(times.ended - times.begun) / 1e9 for times in stamps]

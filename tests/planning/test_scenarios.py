@@ -4,12 +4,11 @@ from dataclasses import asdict
 import pytest
 
 from ppserve.core.architecture import Architecture, Split, stage_layouts
-from ppserve.core.cost_model import Coefficients, StepSize
+from ppserve.core.cost_model import Coefficients, LayerCosts, StepSize
 from ppserve.core.ledger.overheads import OverheadTimes
 from ppserve.errors import ConfigError
 from ppserve.planning.forecast import Intent, forecast
 from ppserve.planning.scenarios import (
-    MeasuredCosts,
     fixed_load,
     read_costs,
     render_outcomes,
@@ -54,7 +53,7 @@ def test_nothing_fits():
 
 LAYER = Coefficients(1e-3, 1e-4, 1e-8)
 HEAD = Coefficients(5e-3, 0.0, 0.0, 4e-4)
-TRUTH = MeasuredCosts(LAYER, HEAD)
+TRUTH = LayerCosts(LAYER, HEAD)
 
 
 def sheet(split: str, unsplit: float = 0.0) -> str:
@@ -77,7 +76,7 @@ def test_costs_of_layers_and_head_are_told_apart(tmp_path, split, unsplit):
         for rows, context, sampled in ((1, 10, 1), (8, 800, 8)):
             drawn = sampled if layout.is_last else 0
             expected = TRUTH.stage(layout).seconds(StepSize(rows, context, drawn))
-            assert found.stage(layout).seconds(StepSize(rows, context, drawn)) == pytest.approx(expected)
+            assert found.parts.stage(layout).seconds(StepSize(rows, context, drawn)) == pytest.approx(expected)
 
 
 def test_what_surrounds_computing_is_read_too(tmp_path):
@@ -110,7 +109,7 @@ def test_the_costs_of_a_single_stage(tmp_path):
     found = read_costs(tmp_path / "costs.json")
     (whole,) = stage_layouts(Split.parse("12"))
     size = StepSize(8, 100, 8)
-    assert found.stage(whole).seconds(size) == pytest.approx(TRUTH.stage(whole).seconds(size))
+    assert found.parts.stage(whole).seconds(size) == pytest.approx(TRUTH.stage(whole).seconds(size))
 
 
 @pytest.mark.parametrize("name", ["measuredStepSeconds", "measured_step_seconds"])
@@ -120,8 +119,8 @@ def test_a_topology_gives_steps_of_constant_time(tmp_path, name):
     (tmp_path / "topology.json").write_text(json.dumps({"stages": stages}))
     found = read_costs(tmp_path / "topology.json")
     first, last = stage_layouts(Split.parse("6,6"))
-    assert found.stage(first).seconds(StepSize(50, 0, 0)) == pytest.approx(0.006)
-    assert found.stage(last).seconds(StepSize(1, 0, 1)) == pytest.approx(0.006 + 0.005)
+    assert found.parts.stage(first).seconds(StepSize(50, 0, 0)) == pytest.approx(0.006)
+    assert found.parts.stage(last).seconds(StepSize(1, 0, 1)) == pytest.approx(0.006 + 0.005)
 
 
 def test_a_topology_whose_stages_share_a_layer(tmp_path):
@@ -133,8 +132,8 @@ def test_a_topology_whose_stages_share_a_layer(tmp_path):
     (tmp_path / "topology.json").write_text(json.dumps({"stages": stages}))
     found = read_costs(tmp_path / "topology.json")
     first, last = stage_layouts(Split.parse("6,6"))
-    assert found.stage(first).seconds(StepSize(1, 0, 0)) == pytest.approx(0.0018)
-    assert found.stage(last).seconds(StepSize(1, 0, 1)) == pytest.approx(0.0018 + 0.0024 - 0.0003 * 14 / 3)
+    assert found.parts.stage(first).seconds(StepSize(1, 0, 0)) == pytest.approx(0.0018)
+    assert found.parts.stage(last).seconds(StepSize(1, 0, 1)) == pytest.approx(0.0018 + 0.0024 - 0.0003 * 14 / 3)
 
 
 def test_a_sheet_of_a_server_that_computed_nothing(tmp_path):

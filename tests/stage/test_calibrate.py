@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
 
+from ppserve.core.cost_model import StepSize
 from ppserve.core.partition import Parts
 from ppserve.model.checkpoint.opening import open_checkpoint
-from ppserve.stage.calibrate import Mix, step_costs
+from ppserve.stage.calibrate import Mix, layer_costs, step_costs
 from ppserve.stage.device import Compute
 
 pytestmark = pytest.mark.slow
@@ -38,6 +40,17 @@ def test_every_part_costs_something_and_is_remembered(cache: Path) -> None:
     step_costs(open_checkpoint("tiny"), COMPUTE, Mix(64, 16))
     assert len(list(cache.glob("costs-*.json"))) == 2
     assert remembered.exists()
+
+
+def test_a_layer_and_the_head_cost_more_in_larger_steps(cache: Path) -> None:
+    costs = layer_costs(open_checkpoint("tiny"), COMPUTE, MIX)
+    one, many = (costs.layer.seconds(StepSize(rows, 48 * rows)) for rows in (1, 128))
+    assert 0 < one < many
+    assert 0 < costs.head.seconds(StepSize(sampled=1)) < costs.head.seconds(StepSize(sampled=64))
+    assert layer_costs(open_checkpoint("tiny"), COMPUTE, MIX) == costs
+    among_four = replace(COMPUTE, stages_here=4)
+    assert layer_costs(open_checkpoint("tiny"), among_four, MIX) != costs
+    assert len(list(cache.glob("costs-*.json"))) == 2
 
 
 @pytest.mark.parametrize("damage", ["", "{}", "[1, 2]", '{"attention": 1}'])

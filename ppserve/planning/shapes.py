@@ -1,0 +1,135 @@
+"""Every shape that a world of ranks can take, tensor ranks x stages x replicas, and what each would be worth."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import Any
+
+from ppserve.core.architecture import Architecture
+from ppserve.core.figures import size, table
+from ppserve.core.grid import RankGrid
+from ppserve.errors import ConfigError
+from ppserve.planning.forecast import Forecast, Intent, forecast
+from ppserve.planning.scenarios import MeasuredCosts, SimulatedLoad, simulate, summary
+from ppserve.planning.simulator import Device, Outcome, Wires
+
+# Between shapes whose throughput is that close, what a caller waits for each token decides.
+_AS_FAST = 0.97
+
+
+@dataclass(frozen=True, slots=True)
+class Conditions:
+    """What every shape is asked: on ranks of this speed, under this load. num_seqs: at once in a replica.
+    acceptance: as in `simulate`."""
+
+    speed: Device | MeasuredCosts
+    wires: Wires
+    load: SimulatedLoad
+    num_seqs: int = 256
+    acceptance: float = 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class Prospect:
+    """What one shape promises. outcome: of one replica under its share of the load; None: it does not fit.
+    num_working: replicas that have work under this load."""
+
+    grid: RankGrid
+    plan: Forecast
+    outcome: Outcome | None
+    num_working: int
+
+    @property
+    def output_tokens_per_s(self) -> float:
+        return self.outcome.output_tokens_per_s * self.num_working if self.outcome is not None else 0.0
+
+    @property
+    def figures(self) -> dict[str, Any]:
+        """As numbers: the sizes, and `scenarios.summary` with the rates of all replicas together."""
+        shape = {"tensor": self.grid.tensor, "stages": self.grid.pipeline, "replicas": self.grid.data}
+        if self.outcome is None:
+            return {**shape, "fits": False}
+        figures = summary(self.outcome)
+        rates = {name: value * self.num_working for name, value in figures.items() if name.endswith("_per_s")}
+        return {**shape, "fits": True, **figures, **rates}
+
+
+def shapes(world_size: int, arch: Architecture) -> list[RankGrid]:
+    """All grids of so many ranks in which every stage has a layer and every tensor rank a head."""
+    divisors = [n for n in range(1, world_size + 1) if world_size % n == 0]
+    grids = [
+        RankGrid(tensor, world_size // (tensor * stages), stages)
+        for stages in divisors
+        for tensor in divisors
+        if world_size % (tensor * stages) == 0
+    ]
+    return [g for g in grids if g.pipeline <= arch.num_layers and g.tensor <= arch.num_heads]
+
+
+def prospects(arch: Architecture, intent: Intent, world_size: int, under: Conditions) -> list[Prospect]:
+    """One of each shape, the best first; what does not fit comes last. intent: its number of stages, of tensor
+    ranks, and its split are not used. Raises ConfigError where no shape fits."""
+    anyhow = replace(intent, layers=None)
+    found = [prospect(arch, anyhow, grid, under) for grid in shapes(world_size, arch)]
+    fitting = [each for each in found if each.outcome is not None]
+    if not fitting:
+        raise ConfigError("--world", f"no shape of {world_size} ranks holds this model")
+    first = best(fitting)
+    rest = sorted((p for p in found if p is not first), key=lambda p: -p.output_tokens_per_s)
+    return [first, *rest]
+
+
+def best(fitting: list[Prospect]) -> Prospect:
+    """The most tokens per second; among those as fast, the one with the shortest time between tokens."""
+    limit = _AS_FAST * max(each.output_tokens_per_s for each in fitting)
+    return min(
+        (each for each in fitting if each.output_tokens_per_s >= limit),
+        key=lambda each: (each.figures["itl_s_p50"], each.grid.size - each.grid.data),
+    )
+
+
+def prospect(arch: Architecture, intent: Intent, grid: RankGrid, under: Conditions) -> Prospect:
+    """One shape's. Raises ConfigError where the intent names a split for another number of stages."""
+    plan = forecast(arch, replace(intent, num_stages=grid.pipeline, num_tensor=grid.tensor))
+    load = under.load
+    working = grid.data if load.concurrency is None else min(grid.data, load.concurrency)
+    if plan.max_sequences < 1:
+        return Prospect(grid, plan, None, working)
+    # The head is one thread: while it serves one replica, the others' events wait.
+    wires = replace(under.wires, head_s=under.wires.head_s * working)
+    own = share(load, working)
+    outcome = simulate(plan, under.speed, wires, own, under.num_seqs, under.acceptance)
+    return Prospect(grid, plan, outcome, working)
+
+
+def share(load: SimulatedLoad, replicas: int) -> SimulatedLoad:
+    """What one of so many replicas gets of a load: every so many-th request, and as many callers fewer."""
+    callers = None if load.concurrency is None else round(load.concurrency / replicas)
+    return SimulatedLoad(load.requests[::replicas], callers)
+
+
+# ---- as text -----------------------------------------------------------------------------------------------
+
+
+def render_prospects(found: list[Prospect]) -> str:
+    """A row per shape, the best first."""
+    heading = ("shape", "layers", "weights", "tokens/s", "TTFT p50", "ITL p50", "ITL p99", "busy")
+    rows = [heading, *(_row(each) for each in found)]
+    note = "(tensor ranks x stages x replicas; weights of the heaviest rank; busy: share of the time with work)"
+    return "\n".join([*table(*rows, left=2), note])
+
+
+def _row(each: Prospect) -> tuple[str, ...]:
+    weights = size(max(stage.weight_bytes for stage in each.plan.stages))
+    what = (shape_name(each.grid), str(each.plan.split), weights)
+    if each.outcome is None:
+        return (*what, "does not fit", "", "", "", "")
+    figures = each.figures
+    busy = [stage["busy"] for stage in figures["stages"]]
+    times = (f"{1e3 * figures[key]:.3g} ms" for key in ("ttft_s_p50", "itl_s_p50", "itl_s_p99"))
+    return (*what, f"{each.output_tokens_per_s:.4g}", *times, f"{sum(busy) / len(busy):.0%}")
+
+
+def shape_name(grid: RankGrid) -> str:
+    """tensor x stages x replicas, as everywhere in the documents."""
+    return f"{grid.tensor}x{grid.pipeline}x{grid.data}"

@@ -1,0 +1,86 @@
+"""Shapes of a world: which there are, what each promises, and which is taken."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from ppserve.core.architecture import Architecture
+from ppserve.core.grid import RankGrid
+from ppserve.errors import ConfigError
+from ppserve.planning.forecast import Intent
+from ppserve.planning.scenarios import fixed_load
+from ppserve.planning.shapes import Conditions, prospect, prospects, render_prospects, shape_name, shapes
+from ppserve.planning.simulator import Device, Wires
+
+GPT2 = Architecture(12, 768, 12, 1024, 50257, 50257, 3072)
+# Reading the weights takes nearly all of a step's time.
+READS = Device(flops=1e15, memory_bandwidth=10e9, launch_s=1e-5)
+FAST_WIRES = Wires(latency_s=1e-6, control_s=1e-6, return_s=1e-6, head_s=1e-6, prepare_s=1e-6, gather_s=1e-7)
+
+
+def under(callers: int, wires: Wires = FAST_WIRES) -> Conditions:
+    return Conditions(READS, wires, fixed_load(4 * callers, 16, 24, callers))
+
+
+def rate(tensor: int, stages: int, replicas: int, conditions: Conditions) -> float:
+    return prospect(GPT2, Intent(1), RankGrid(tensor, replicas, stages), conditions).output_tokens_per_s
+
+
+@pytest.mark.parametrize("world", [1, 2, 4, 6, 12])
+def test_every_shape_is_there_once(world: int) -> None:
+    found = [(g.tensor, g.pipeline, g.data) for g in shapes(world, GPT2)]
+    everything = range(1, world + 1)
+    wanted = {(t, p, d) for t in everything for p in everything for d in everything if t * p * d == world}
+    assert set(found) == wanted
+    assert len(found) == len(wanted)
+
+
+def test_no_stage_without_a_layer_and_no_rank_without_a_head() -> None:
+    small = Architecture(2, 48, 3, 64, 100, 100, 192)
+    assert {shape_name(g) for g in shapes(4, small)} == {"1x1x4", "1x2x2", "2x1x2", "2x2x1"}
+
+
+def test_tensor_ranks_read_the_weights_once_for_all_callers() -> None:
+    """Of two ranks, each reads its half once per step of all callers; two stages read theirs once for each half
+    of the callers, and so do replicas with the whole."""
+    conditions = under(16)
+    alone, tensor, stages, replicas = (rate(*s, conditions) for s in ((1, 1, 1), (2, 1, 1), (1, 2, 1), (1, 1, 2)))
+    assert tensor / alone == pytest.approx(2, rel=0.05)
+    assert stages / alone == pytest.approx(1, rel=0.1)
+    assert replicas / alone == pytest.approx(1, rel=0.05)
+
+
+def test_gathers_that_take_long_make_stages_better() -> None:
+    slow = replace(FAST_WIRES, gather_s=5e-3)
+    assert rate(2, 1, 1, under(16, slow)) < rate(1, 2, 1, under(16, slow))
+
+
+def test_one_caller_has_work_for_one_replica() -> None:
+    assert rate(1, 1, 2, under(1)) == pytest.approx(rate(1, 1, 1, under(1)), rel=1e-3)
+
+
+def test_the_best_comes_first_and_what_does_not_fit_last() -> None:
+    heavy = Intent(1, dtype="float32", stage_memory=700 << 20)  # the weights of 124M and 200 MB
+    found = prospects(GPT2, replace(heavy, stage_memory=400 << 20), 2, under(16))
+    assert [shape_name(each.grid) for each in found] == ["2x1x1", "1x2x1", "1x1x2"]
+    assert [each.outcome is not None for each in found] == [True, True, False]
+    assert found[-1].figures == {"tensor": 1, "stages": 1, "replicas": 2, "fits": False}
+    assert all(each.outcome is not None for each in prospects(GPT2, heavy, 2, under(16)))
+    lines = render_prospects(found).splitlines()
+    assert lines[1].startswith("2x1x1")
+    assert "does not fit" in lines[3]
+
+
+def test_nothing_fits() -> None:
+    with pytest.raises(ConfigError, match="no shape of 2 ranks holds this model"):
+        prospects(GPT2, Intent(1, stage_memory=1 << 20), 2, under(1))
+
+
+def test_among_shapes_as_fast_the_shorter_time_between_tokens_decides() -> None:
+    """Four ranks, one caller: stages add no speed, tensor ranks do."""
+    found = prospects(GPT2, Intent(1), 4, under(1))
+    assert shape_name(found[0].grid) == "4x1x1"
+    rates = [each.output_tokens_per_s for each in found]
+    assert rates == sorted(rates, reverse=True)

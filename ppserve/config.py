@@ -18,6 +18,7 @@ DTYPES = ("auto", "float32", "bfloat16", "float16")
 TRANSPORTS = ("auto", "nccl", "gloo", "shm", "local")
 QUANTIZATIONS = ("none", "int8")
 KV_DTYPES = ("auto", "float32", "bfloat16", "int8")
+PARALLEL = ("as told", "auto")
 PREFIX_CACHES = ("shared", "per-key", "off")
 
 
@@ -39,6 +40,7 @@ class PipelineSettings:
 
     threads: computing threads per stage, None = the host's cores divided evenly among its stages.
     tensor_parallel: ranks that share the layers of a stage. replicas: pipelines with all layers, behind one head.
+    parallel: `auto` divides the ranks in the way that is predicted to be best, whatever the two say.
     """
 
     layers: Split | None = None
@@ -47,6 +49,11 @@ class PipelineSettings:
     threads: int | None = None
     tensor_parallel: int = 1
     replicas: int = 1
+    parallel: str = "as told"
+
+    def rank_name(self, rank: int, world_size: int) -> str:
+        """For people."""
+        return f"rank {rank}" if self.parallel == "auto" else self.grid(world_size).name(rank)
 
     def grid(self, world_size: int) -> RankGrid:
         """How so many ranks divide: what tensor ranks and replicas leave are stages. Raises ConfigError."""
@@ -84,7 +91,7 @@ class SchedulingSettings:
     """max_queue: how many requests may wait. prefill_chunk: prompt tokens per step. expect_prompt and expect_new:
     tokens of a typical prompt and answer, for which `--layers auto` balances the stages. speculate: guesses per
     step and sequence, 0 = none, None = where they pay. draft_model: whose guesses they are, None = the sequence's
-    own repetitions."""
+    own repetitions. expect_callers: requests at once that `--parallel auto` chooses a shape for."""
 
     max_num_seqs: int = 256
     max_queue: int = 1024
@@ -93,6 +100,7 @@ class SchedulingSettings:
     draft_model: str | None = None
     expect_prompt: int = 128
     expect_new: int = 128
+    expect_callers: int = 16
 
 
 @dataclass(frozen=True, slots=True)

@@ -15,6 +15,7 @@ import msgspec
 
 from ppserve.config import ServeConfig
 from ppserve.core.architecture import Architecture, StageLayout
+from ppserve.core.cost_model import LayerCosts
 from ppserve.core.partition import Parts
 from ppserve.core.plan import Slice, StepPlan, StepResult
 from ppserve.core.telling import NOTHING, Told
@@ -67,7 +68,8 @@ class Hello(_Message, frozen=True, tag=True):
 
     checkpoint: the file or directory that `--model` means on its host. dtype: never "auto". gpu: index of the
     device that the stage would use, None for the CPU. shares_gpu: other stages of this host use the same one.
-    costs: measured for `--layers auto`, else None. machine: equal for processes that share memory, clock and
+    costs: measured for `--layers auto`, else None. speed: for `--parallel auto`. memory_bytes: for weights and KV
+    blocks together, 0 where that is unknown. machine: equal for processes that share memory, clock and
     loopback; host names do not show that. address: by which other stages reach it. head_address: by which it
     reached the head. quantization: of the weights. kv_dtype: of keys and values, never "auto".
     """
@@ -86,6 +88,8 @@ class Hello(_Message, frozen=True, tag=True):
     head_address: str = "127.0.0.1"
     quantization: str = "none"
     kv_dtype: str = "float32"
+    speed: LayerCosts | None = None
+    memory_bytes: int = 0
 
 
 class Loading(_Message, frozen=True, tag=True):

@@ -46,10 +46,12 @@ MAY_IMPORT: dict[str, set[str]] = {
         *("ppserve.stage", "ppserve.model", "ppserve.core", "ppserve.wire", "ppserve.config", "ppserve.errors"),
         *("ppserve.process", "parallel_state", "torch"),
     },
+    "ppserve.stage.calibrate": {"msgspec"},
     "ppserve.head": {
         *("ppserve.head", "ppserve.core", "ppserve.tokenizer", "ppserve.config", "ppserve.errors"),
     },
-    "ppserve.head.app": {"ppserve.process"},
+    "ppserve.head.app": {"ppserve.planning", "ppserve.process"},
+    "ppserve.head.shape": {"ppserve.planning", "ppserve.wire"},
     "ppserve.head.engine": {"ppserve.wire", "ppserve.process.environment"},
     "ppserve.head.engine.layout": {"ppserve.process.interfaces"},
     "ppserve.head.engine.control": {"ppserve.process.proof", "ppserve.process.sockets", "ppserve.process.tls"},

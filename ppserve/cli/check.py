@@ -19,6 +19,7 @@ from ppserve.head.api.tls import read_certificates
 from ppserve.head.engine.layout import check_microbatches
 from ppserve.model.checkpoint.hub import is_hub_id
 from ppserve.model.checkpoint.opening import read_architecture
+from ppserve.planning.shapes import shapes
 
 
 def check(config: ServeConfig, world_size: int) -> None:
@@ -28,14 +29,28 @@ def check(config: ServeConfig, world_size: int) -> None:
     _check_secrets(config.server)
     if config.server.chat_template is not None:
         ChatTemplate(config.server.chat_template)
-    check_microbatches(config, grid.pipeline)
     arch = _architecture(config.model.path)
+    if config.pipeline.parallel == "auto":
+        _check_any_shape(config, arch, world_size)
+    else:
+        check_microbatches(config, grid.pipeline)
+        if arch is not None:
+            _check_shape(config, arch, grid)
     if arch is not None:
-        _check_shape(config, arch, grid)
         _check_draft_model(config.scheduling, arch)
     for flag, size in (("--tensor-parallel", grid.tensor), ("--replicas", grid.data)):
-        if size > 1:
+        if size > 1 or config.pipeline.parallel == "auto":
             raise ConfigError(flag, f"{size}: this version serves 1")
+
+
+def _check_any_shape(config: ServeConfig, arch: Architecture | None, world_size: int) -> None:
+    for flag, value in (("--layers", config.pipeline.layers), ("--microbatches", config.pipeline.microbatches)):
+        if value is not None:
+            raise ConfigError(flag, "is for a number of stages that is known; --parallel auto chooses it")
+    if arch is not None:
+        arch.context(config.model.max_model_len)
+        if not shapes(world_size, arch):
+            raise ConfigError("--parallel", f"auto: {world_size} ranks are too many for this model")
 
 
 def _check_shape(config: ServeConfig, arch: Architecture, grid: RankGrid) -> None:

@@ -48,6 +48,10 @@ def _load_config_file(ctx: click.Context, _param: click.Parameter, path: Path | 
 @click.option("--stages", type=_COUNT, help="From a plain shell: start this many stages under torchrun.")
 @click.option("--tensor-parallel", type=_COUNT, default=1, help="Ranks that share each stage's layers.")
 @click.option("--replicas", type=_COUNT, default=1, help="Pipelines behind one head; stages x this are started.")
+@click.option(
+    "--parallel", type=click.Choice(cfg.PARALLEL), default="as told",
+    help="auto: measure, predict every shape that so many ranks can take, and take the best.",
+)  # fmt: skip
 @click.option("--model", default="tiny", help="`tiny`, a directory, a .bin or .pt file, or a hub id.")
 @click.option("--dtype", type=click.Choice(cfg.DTYPES), default="auto")
 @click.option(
@@ -83,6 +87,7 @@ def _load_config_file(ctx: click.Context, _param: click.Parameter, path: Path | 
 @click.option("--draft-model", help="A smaller model of the same vocabulary that guesses: `builtin` or a path.")
 @click.option("--expect-prompt", type=_COUNT, default=128, help="Typical prompt tokens, for --layers auto.")
 @click.option("--expect-new", type=_COUNT, default=128, help="Typical new tokens, for --layers auto.")
+@click.option("--expect-callers", type=_COUNT, default=16, help="Typical requests at once, for --parallel auto.")
 @click.option("--shutdown-timeout", type=click.FloatRange(0, 86400), default=25, help="Seconds that streams have.")
 @click.option("--tls-cert", type=_FILE)
 @click.option("--tls-key", type=_FILE)

@@ -13,7 +13,9 @@ fitted again, because negative coefficients extrapolate badly.
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import astuple, dataclass
+from statistics import fmean
 
 from ppserve.core.architecture import StageLayout
 from ppserve.core.plan import StepPlan
@@ -91,6 +93,19 @@ class LayerCosts:
             self.layer.row * layout.layer_weights + head.row,
             self.layer.key * len(layout.attentions),
             head.sample,
+        )
+
+    @classmethod
+    def mean(cls, costs: Sequence[LayerCosts]) -> LayerCosts:
+        """Of what several ranks measured."""
+        return cls(
+            *(
+                Coefficients(*map(fmean, zip(*map(astuple, part), strict=True)))
+                for part in (
+                    [each.layer for each in costs],
+                    [each.head for each in costs],
+                )
+            )
         )
 
 

@@ -10,6 +10,7 @@ import signal
 import sys
 import threading
 import time
+from dataclasses import replace
 
 from ppserve.config import ServeConfig
 from ppserve.core.scheduling.draft_model import DraftModel
@@ -21,6 +22,7 @@ from ppserve.head.doors import Doors, Ports
 from ppserve.head.engine.control import SocketControlPlane
 from ppserve.head.engine.draft_process import DraftProcess
 from ppserve.head.engine.layout import Layout
+from ppserve.head.engine.lobby import gather
 from ppserve.head.engine.loop import Engine
 from ppserve.head.engine.member import Hopeless
 from ppserve.head.engine.members import Members
@@ -32,6 +34,8 @@ from ppserve.head.observe.metrics import Metrics
 from ppserve.head.observe.observer import Observer
 from ppserve.head.observe.pages import MakePage, json_page
 from ppserve.head.observe.trace import Trace
+from ppserve.head.shape import compare_shapes
+from ppserve.planning.shapes import render_prospects, shape_name
 from ppserve.process import meeting
 from ppserve.process.environment import (
     EXIT_USAGE,
@@ -87,15 +91,21 @@ class HeadProcess:
 
     def __init__(self, config: ServeConfig, environment: RankEnvironment) -> None:
         self._config = config
-        world_size = environment.world_size
-        grid = config.pipeline.grid(world_size)
-        self._num_stages = num_stages = grid.pipeline
+        self._world_size = environment.world_size
         self._meeting = meeting.find_meeting(config, environment)
         listener, secret = meeting.begin(self._meeting)
         tls = stage_context(self._meeting.tls, serves=True) if self._meeting.tls else None
-        self._control = control = SocketControlPlane(listener, world_size, secret, tls)
-        self._keeper = Keeper(config, 0, world_size, self._meeting)
+        self._control = SocketControlPlane(listener, self._world_size, secret, tls)
+        self._keeper = Keeper(config, 0, self._world_size, self._meeting)
         self._keeper_thread = threading.Thread(target=self._keeper.run, name="keeper", daemon=True)
+        self._stop = asyncio.Event()
+        self._stop_now = asyncio.Event()
+
+    def _make_engine(self) -> None:
+        """For the shape of the configuration, which is final now."""
+        config, control = self._config, self._control
+        grid = config.pipeline.grid(self._world_size)
+        self._num_stages = num_stages = grid.pipeline
         self._metrics = Metrics(num_stages)
         self._observer = Observer(self._metrics, Trace(num_stages, config.server.trace), RecentSpans(num_stages))
         self._members = Members(grid, this_machine(), Layout(config), control)
@@ -107,17 +117,17 @@ class HeadProcess:
         self._engine = Engine(replica, control, self._observer, loop.call_soon_threadsafe)
         self._formed = asyncio.wrap_future(self._engine.formed)
         self._failed = asyncio.wrap_future(self._engine.failed)
-        self._stop = asyncio.Event()
-        self._stop_now = asyncio.Event()
 
     async def run(self) -> int:
         """Until a signal, or until the pipeline will not form again. Returns the exit code."""
         self._listen_to_signals()
         warn_of_short_grace(self._config)
         self._keeper_thread.start()
+        mistake = await self._choose_shape() if self._config.pipeline.parallel == "auto" else None
+        self._make_engine()
         self._engine.start()
         try:
-            return await self._serve()
+            return self._complain(mistake) if mistake is not None else await self._serve()
         finally:
             self._engine.stop()
             await self._end_stages()
@@ -125,6 +135,23 @@ class HeadProcess:
                 self._draft.end()
             self._observer.trace.close()
             meeting.end(self._meeting)
+
+    async def _choose_shape(self) -> Hopeless | None:
+        """Once every rank has measured. A rank that cannot serve, or a signal, is the engine's to handle."""
+        hellos = await asyncio.to_thread(gather, self._control, self._world_size, self._stop.is_set)
+        if hellos is None:
+            return None
+        try:
+            found = await asyncio.to_thread(compare_shapes, self._config, hellos)
+        except UsageError as error:
+            return Hopeless(str(error), usage=True)
+        grid = found[0].grid
+        shape = replace(self._config.pipeline, tensor_parallel=grid.tensor, replicas=grid.data)
+        self._config = replace(self._config, pipeline=shape)
+        callers = self._config.scheduling.expect_callers
+        print(f"predicted for {callers} callers:\n{render_prospects(found)}", file=sys.stderr, flush=True)
+        log.info("--parallel auto: %s", shape_name(grid))
+        return None
 
     async def _serve(self) -> int:
         code = await self._wait_for_pipeline()

@@ -159,7 +159,7 @@ class Keeper:
 
     @property
     def _name(self) -> str:
-        return self._config.pipeline.grid(self._world_size).name(self._rank)
+        return self._config.pipeline.rank_name(self._rank, self._world_size)
 
     def _give_up(self, reason: str) -> int:
         """Tells the head why, so that streams end with a status instead of waiting."""

@@ -43,7 +43,7 @@ def main() -> int:
 
     start = _read_start()
     grid = start.config.pipeline.grid(start.world_size)
-    set_up_logging(start.config.log, grid.name(start.rank))
+    set_up_logging(start.config.log, start.config.pipeline.rank_name(start.rank, start.world_size))
     log.info("process %d", os.getpid())
     assert start.meeting is not None
     os.write(life_fd, b"started\n")
@@ -54,7 +54,8 @@ def main() -> int:
         found = Findings.of(start.config, environment)
         found.compute.occupy()
         costs = calibrate.costs_for_split(start.config, grid.pipeline, found.checkpoint, found.compute)
-        found = replace(found, costs=costs)
+        speed = calibrate.costs_for_shape(start.config, found.checkpoint, found.compute)
+        found = replace(found, costs=costs, speed=speed)
     except UsageError as error:
         mistake = str(error)
     try:

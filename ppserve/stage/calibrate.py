@@ -86,6 +86,13 @@ def costs_for_split(
     return step_costs(checkpoint, compute, Mix(expected.expect_prompt, expected.expect_new))
 
 
+def costs_for_shape(config: ServeConfig, checkpoint: Checkpoint, compute: Compute) -> LayerCosts | None:
+    """What `--parallel auto` needs to know of this machine; None where nobody asks."""
+    if config.pipeline.parallel != "auto":
+        return None
+    return layer_costs(checkpoint, compute, Mix(config.scheduling.expect_prompt, config.scheduling.expect_new))
+
+
 def step_costs(checkpoint: Checkpoint, compute: Compute, mix: Mix) -> Parts:
     """Seconds of each part in one step of this mix; from memory if known."""
     return _remembered(Parts, checkpoint, compute, mix, lambda: _measure(checkpoint, compute, mix))

@@ -72,6 +72,12 @@ class Compute:
         else:
             torch.set_num_threads(self.threads)
 
+    def memory_bytes(self) -> int:
+        """What weights and KV cache may take together; 0 where that is unknown."""
+        if self.device.type == "cuda":
+            return int(torch.cuda.mem_get_info(self.device)[1] * _GPU_SHARE) // self.stages_on_gpu
+        return _available_bytes() // self.stages_here
+
     def kv_budget_bytes(self) -> int:
         """What the KV cache may take, measured after the weights are in memory."""
         if self.device.type == "cuda":

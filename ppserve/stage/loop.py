@@ -20,6 +20,7 @@ import torch
 
 from ppserve import wire
 from ppserve.config import ServeConfig
+from ppserve.core.cost_model import LayerCosts
 from ppserve.core.partition import Parts
 from ppserve.core.plan import StepPlan
 from ppserve.core.telling import DrawMemory, Told
@@ -42,11 +43,12 @@ log = logging.getLogger("ppserve.stage")
 
 @dataclass(frozen=True, slots=True)
 class Findings:
-    """What a stage finds out before it meets the head. costs: None where they decide nothing."""
+    """What a stage finds out before it meets the head. costs, speed: None where they decide nothing."""
 
     checkpoint: Checkpoint
     compute: Compute
     costs: Parts | None = None
+    speed: LayerCosts | None = None
 
     @classmethod
     def of(cls, config: ServeConfig, environment: RankEnvironment) -> Findings:
@@ -136,6 +138,8 @@ class StageLoop:
             head_address=self._route.head,
             quantization=compute.quantization,
             kv_dtype=compute.kv_dtype,
+            speed=self._found.speed,
+            memory_bytes=compute.memory_bytes(),
         )
 
     def _take_arrived(self) -> None:

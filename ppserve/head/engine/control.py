@@ -13,7 +13,7 @@ import selectors
 import socket
 import ssl
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -117,7 +117,7 @@ class SocketControlPlane:
         self._peers: dict[int, _Peer] = {}
         # In order of arrival.
         self._strangers: dict[_Peer, None] = {}
-        self._lost: list[Heard | Gone] = []
+        self._due: list[Heard | Gone] = []
         self._wake_in, self._wake_out = socket.socketpair()
         self._wake_in.setblocking(False)
         self._wake_out.setblocking(False)
@@ -133,9 +133,13 @@ class SocketControlPlane:
         with contextlib.suppress(OSError):  # unread wakes fill the buffer, or everything is closed
             self._wake_in.send(b"\0")
 
+    def put_back(self, heard: Sequence[Heard | Gone]) -> None:
+        """The next `poll` returns these first."""
+        self._due = [*heard, *self._due]
+
     def poll(self, timeout_s: float) -> list[Heard | Gone]:
-        heard: list[Heard | Gone] = []
-        ready = self._selector.select(timeout_s if not self._lost else 0)
+        ready = self._selector.select(timeout_s if not self._due else 0)
+        heard, self._due = self._due, []
         # Strangers last: judging one reads what is there of the rank that it claims to be.
         for key, _ in sorted(ready, key=lambda event: event[0].data in self._strangers):
             if key.fileobj is self._listener:
@@ -144,8 +148,8 @@ class SocketControlPlane:
                 self._wake_out.recv(4096)
             elif key.data.connection.fileno() >= 0:  # else it was ended meanwhile, by another's greeting
                 heard += self._read(key.data)
-        heard += self._lost
-        self._lost = []
+        heard += self._due
+        self._due = []
         self._refuse_silent_strangers()
         self._accept_again()
         return heard
@@ -161,12 +165,12 @@ class SocketControlPlane:
     def _send_frame(self, rank: int, frame: bytes) -> None:
         peer = self._peers.get(rank)
         if peer is not None:
-            self._lost += self._send_to(peer, frame)
+            self._due += self._send_to(peer, frame)
 
     def drop(self, rank: int, cause: str) -> None:
         peer = self._peers.get(rank)
         if peer is not None:
-            self._lost += self._end(peer, cause)
+            self._due += self._end(peer, cause)
 
     def close(self, goodbye_s: float) -> None:
         until_s = time.monotonic() + goodbye_s

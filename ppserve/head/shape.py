@@ -1,0 +1,55 @@
+"""`--parallel auto`: the shape of the ranks that are here, by what they measured and the simulator predicts."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from ppserve import wire
+from ppserve.config import ServeConfig
+from ppserve.core.cost_model import LayerCosts
+from ppserve.core.scheduling.config import MAX_PROMPT_TOKENS_PER_STEP
+from ppserve.errors import ConfigError
+from ppserve.head.engine.layout import CPU_CHUNK
+from ppserve.planning.forecast import Intent
+from ppserve.planning.scenarios import MeasuredCosts, fixed_load
+from ppserve.planning.shapes import Conditions, Prospect, prospects
+from ppserve.planning.simulator import Wires
+
+# Requests simulated for each caller: enough that the first and the last ones weigh little.
+_REQUESTS_PER_CALLER = 4
+_ONE_HOST = Wires(latency_s=50e-6, bandwidth=5e9)
+_SEVERAL_HOSTS = Wires(latency_s=200e-6, bandwidth=1e9, gather_s=200e-6)
+_ANY_MEMORY = 1 << 62
+
+
+def compare_shapes(config: ServeConfig, hellos: Sequence[wire.Hello]) -> list[Prospect]:
+    """What every shape of these ranks promises for the load that the operator expects, the best first. Raises
+    ConfigError where none fits."""
+    first, expected = hellos[0], config.scheduling
+    measured = [hello.speed for hello in hellos if hello.speed is not None]
+    if len(measured) < len(hellos):
+        raise ConfigError("--parallel", "auto: not every rank was started with it")
+    on_cpus = any(hello.gpu is None for hello in hellos)
+    speed = MeasuredCosts(
+        LayerCosts.mean(measured), max_chunk=CPU_CHUNK if on_cpus else MAX_PROMPT_TOKENS_PER_STEP
+    )
+    context = first.architecture.context(config.model.max_model_len)
+    prompt = min(expected.expect_prompt, context - 1)
+    new = min(expected.expect_new, context - prompt)
+    callers = expected.expect_callers
+    load = fixed_load(_REQUESTS_PER_CALLER * callers, prompt, new, callers)
+    wires = _ONE_HOST if len({hello.machine for hello in hellos}) == 1 else _SEVERAL_HOSTS
+    intent = Intent(
+        num_stages=1,
+        dtype=first.dtype,
+        quantization=first.quantization,
+        kv_dtype=first.kv_dtype,
+        max_model_len=context,
+        block_size=config.cache.block_size,
+        stage_memory=min(hello.memory_bytes or _ANY_MEMORY for hello in hellos),
+        kv_cache_memory=config.cache.kv_cache_memory,
+        expect_prompt=prompt,
+        expect_new=new,
+    )
+    under = Conditions(speed, wires, load, expected.max_num_seqs)
+    return prospects(first.architecture, intent, len(hellos), under)

@@ -1,0 +1,77 @@
+"""The lobby: all greetings, or none; and what was heard is heard again."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from ppserve import wire
+from ppserve.core.architecture import Architecture
+from ppserve.head.engine.control import Gone, Heard
+from ppserve.head.engine.lobby import gather
+
+ARCH = Architecture(4, 64, 4, 128, 300, 300, 256)
+
+
+def hello(rank: int, host: str = "here") -> Heard:
+    return Heard(rank, 1, wire.Hello(rank, 2, host, "/m", ARCH, "float32", None, False, None))
+
+
+@dataclass
+class Door:
+    """A control plane on which turns of messages arrive as written here."""
+
+    turns: deque[list[Heard | Gone]]
+    put: list[Heard | Gone] = field(default_factory=list)
+    sent: list[tuple[int, object]] = field(default_factory=list)
+
+    def poll(self, timeout_s: float) -> list[Heard | Gone]:
+        return self.turns.popleft()
+
+    def send(self, rank: int, message: wire.FromHead) -> None:
+        self.sent.append((rank, message))
+
+    def put_back(self, heard: Sequence[Heard | Gone]) -> None:
+        self.put = list(heard)
+
+
+def never() -> bool:
+    return False
+
+
+def test_everybodys_greeting_in_order_of_ranks() -> None:
+    beat = Heard(1, 2, wire.Heartbeat(1, 1))
+    door = Door(deque([[hello(1)], [], [beat], [hello(0)]]))
+    found = gather(door, 2, never)
+    assert found is not None
+    assert [each.rank for each in found] == [0, 1]
+    assert door.put == [hello(1), hello(0)], "the engine hears the greetings, and no answers to pings"
+
+
+def test_a_rank_that_died_and_came_back_counts_once() -> None:
+    door = Door(deque([[hello(0, "old")], [Gone(0, "exit")], [hello(1)], [hello(0, "new")]]))
+    found = gather(door, 2, never)
+    assert found is not None
+    assert [each.host for each in found] == ["new", "here"]
+    assert door.put == [hello(1), hello(0, "new")]
+
+
+def test_who_waits_is_told_that_the_head_lives() -> None:
+    door = Door(deque([[hello(0)], [], [hello(1)]]))
+    times = iter([10.0, 10.1, 10.9, 10.9, 11.0])
+    assert gather(door, 2, never, clock=lambda: next(times)) is not None
+    assert [(rank, type(message)) for rank, message in door.sent] == [(0, wire.Ping)]
+
+
+def test_a_rank_that_cannot_serve_ends_the_wait() -> None:
+    gave_up = Heard(1, 3, wire.GaveUp("no such file"))
+    door = Door(deque([[hello(0), gave_up]]))
+    assert gather(door, 2, never) is None
+    assert door.put == [hello(0), gave_up]
+
+
+def test_a_signal_ends_the_wait() -> None:
+    door = Door(deque([[hello(0)], []]))
+    assert gather(door, 2, lambda: not door.turns) is None
+    assert door.put == [hello(0)]

@@ -13,7 +13,7 @@ from typing import Any
 from urllib.request import urlopen
 
 import pytest
-from openai import AsyncOpenAI, OpenAI
+from openai import APIError, AsyncOpenAI, InternalServerError, OpenAI
 from openai.types import CompletionChoice
 from prometheus_client.parser import text_string_to_metric_families
 
@@ -243,6 +243,28 @@ def test_a_caller_who_hangs_up_is_gone_at_once(shared_server: Server, stream: bo
     until(0)
     further = reading("ppserve_generated_tokens_total") - generated
     assert further < 100, "it was not ended at once"
+
+
+def test_a_time_limit_is_a_504_or_a_stream_s_last_event(shared_server: Server) -> None:
+    asked: dict[str, Any] = {"model": "tiny", "prompt": "Once upon a time", "max_tokens": 900, "n": 16}
+    asked["extra_body"] = {"ignore_eos": True}
+    with OpenAI(base_url=f"http://{shared_server.http}/v1", api_key="none", max_retries=1) as client:
+        with pytest.raises(InternalServerError) as late:
+            client.completions.create(**asked, extra_headers={"x-request-timeout": "0.2"})
+        assert (late.value.status_code, late.value.code) == (504, "deadline_exceeded")
+        heard: list[CompletionChoice] = []
+
+        def listen(limit_s: float) -> None:
+            limit = {"x-request-timeout": str(limit_s)}
+            for chunk in client.completions.create(**asked, extra_headers=limit, stream=True):
+                heard.extend(chunk.choices)
+
+        limit_s = 0.2
+        while not heard:  # a busy machine may need longer for the first token
+            limit_s *= 2
+            with pytest.raises(APIError, match="time limit passed"):
+                listen(limit_s)
+    assert not any(choice.finish_reason for choice in heard)
 
 
 def test_a_stream_is_resumed_with_the_rest_of_it(shared_server: Server) -> None:

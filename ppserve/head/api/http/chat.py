@@ -218,7 +218,7 @@ def _check(body: ChatBody) -> None:
         if isinstance(message.content, list) and any(part.type != "text" for part in message.content):
             wrong.append(Violation(f"messages[{place}].content", "only text is served"))
             break
-    if body.top_logprobs is not None and not body.logprobs:
+    if body.top_logprobs and not body.logprobs:
         wrong.append(Violation("top_logprobs", "only with logprobs"))
     if body.continue_final_message and body.add_generation_prompt:
         wrong.append(Violation("continue_final_message", "not together with add_generation_prompt"))

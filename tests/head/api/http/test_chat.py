@@ -126,6 +126,7 @@ def test_what_asks_for_nothing_is_no_reason_to_refuse(template: Path) -> None:
         nothing = {"tools": [], "tool_choice": "none", "modalities": ["text"], "response_format": {"type": "text"}}
         messages = [{"role": "user", "content": "hi", "tool_calls": None}]
         more = {"store": True, "metadata": {"a": "b"}, "parallel_tool_calls": False, "service_tier": "auto"}
+        more |= {"top_logprobs": 0, "logprobs": False}
         answer = await served.ask(CHAT, {"messages": messages, "max_tokens": 1, **nothing, **more})
         assert answer.status == 200, answer.body
 

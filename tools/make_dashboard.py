@@ -25,6 +25,7 @@ COLOURS = {
     "transfer": "#7b5ea7",
     "token_return": "#d77fa1",
     "host": "#7c8794",
+    "gather": "#4f9d69",
     "idle": "#d0ccc5",
 }
 

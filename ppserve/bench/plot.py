@@ -15,7 +15,7 @@ from ppserve.core.ledger.causes import CAUSES
 from ppserve.errors import ConfigError
 
 _BUSY_COLOURS = {"prefill": "#2f6f9f", "mixed": "#4f97c4", "decode": "#8fc1dd"}
-_CAUSE_COLOURS = dict(zip(CAUSES, ("#e0a030", "#c04040", "#8050a0", "#d080b0", "#707070"), strict=True))
+_CAUSE_COLOURS = dict(zip(CAUSES, ("#e0a030", "#c04040", "#8050a0", "#d080b0", "#707070", "#4f9d69"), strict=True))
 _MOST_SPANS = 600
 
 

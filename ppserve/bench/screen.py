@@ -14,8 +14,8 @@ from ppserve.v1 import generation_pb2 as pb
 
 BUSY = "busy"
 # A letter for every cause, so that bars can be read without colours.
-_GLYPHS = {BUSY: "█", **dict(zip(CAUSES, "fixrh", strict=True)), IDLE: "·"}
-_COLOURS = {BUSY: 32, **dict(zip(CAUSES, (33, 31, 35, 95, 36), strict=True)), IDLE: 90}
+_GLYPHS = {BUSY: "█", **dict(zip(CAUSES, "fixrhg", strict=True)), IDLE: "·"}
+_COLOURS = {BUSY: 32, **dict(zip(CAUSES, (33, 31, 35, 95, 36, 34), strict=True)), IDLE: 90}
 _LOST_COLOUR = 31
 _SMALLEST_BAR = 10
 _VISIBLE = 0.0005

@@ -160,7 +160,8 @@ class StepStamps:
 class StepResult:
     """One stage's result of one step. Every stage sends one for every step; only the last draws and scores.
 
-    skipped: the stage computed nothing, because the head had cancelled the step.
+    skipped: the stage computed nothing, because the head had cancelled the step. gathered_ns: of the time from
+    begun to ended, what the rank waited for the other tensor ranks of its stage.
     """
 
     epoch: int
@@ -171,3 +172,8 @@ class StepResult:
     drawn: tuple[Drawn, ...] = ()
     scored: tuple[Scored, ...] = ()
     skipped: bool = False
+    gathered_ns: int = 0
+
+    @property
+    def computed_ns(self) -> int:
+        return self.stamps.ended - self.stamps.begun - self.gathered_ns

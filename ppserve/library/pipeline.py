@@ -47,9 +47,10 @@ _CHOICES = {"dtype": cfg.DTYPES, "quantization": cfg.QUANTIZATIONS, "kv_dtype": 
 class Settings(TypedDict, total=False):
     """What a pipeline may be told beside its model; each is the flag of `ppserve serve` of that name.
 
-    devices: of each stage, such as ["cuda:0", "cuda:1"]. layers: of each stage, such as "7.5,4.5" (unset: equal
-    weights). threads: of each stage. Sizes are bytes. speculate: guesses per step and sequence, None = where they
-    pay (unset: none). draft_model: a model of the same vocabulary that guesses, "builtin" or as the model.
+    tensor_parallel: how many ranks compute each stage together, each a thread. devices: of each rank, such as
+    ["cuda:0", "cuda:1"], in order of stages. layers: of each stage, such as "7.5,4.5" (unset: equal weights).
+    threads: of each rank. Sizes are bytes. speculate: guesses per step and sequence, None = where they pay (unset:
+    none). draft_model: a model of the same vocabulary that guesses, "builtin" or as the model.
     """
 
     dtype: str
@@ -60,6 +61,7 @@ class Settings(TypedDict, total=False):
     layers: str
     microbatches: int
     threads: int
+    tensor_parallel: int
     block_size: int
     kv_cache_memory: int
     max_num_seqs: int
@@ -73,7 +75,7 @@ class Settings(TypedDict, total=False):
 
 
 class Pipeline:
-    """A model over `stages` stages, each a thread of this process; hidden states are handed on as they are.
+    """A model over `stages` stages, threads of this process; hidden states are handed on as they are.
 
         with Pipeline("tiny", stages=2) as pipeline:
             for piece in pipeline.generate("Once upon a time", max_tokens=40, seed=1):
@@ -96,12 +98,13 @@ class Pipeline:
         **settings: Unpack[Settings],
     ) -> None:
         if stages is None:
-            stages = len(settings.get("devices", "1"))
+            stages = max(1, len(settings.get("devices", "1")) // settings.get("tensor_parallel", 1))
         if stages < 1:
             raise ConfigError("stages", f"{stages} is not a number of stages; at least 1")
         config = _config_of(model, settings)
-        self._control = LocalControlPlane(range(stages))
-        grid = config.pipeline.grid(stages)
+        world = stages * config.pipeline.tensor_parallel
+        self._control = LocalControlPlane(range(world))
+        grid = config.pipeline.grid(world)
         self._members = Members(grid, this_machine(), Layout(config, in_process=True), self._control)
         watcher = Watcher()
         new_drafter = new_drafter or _drafter_of(config)
@@ -109,12 +112,12 @@ class Pipeline:
         self._engine = Engine(replica, self._control, watcher, lambda call: call())
         self._tokenizer: Tokenizer | None = None
         wiring = ThreadWiring()
-        found = [Findings.of(config, RankEnvironment(rank, stages, rank, stages)) for rank in range(stages)]
+        found = [Findings.of(config, RankEnvironment(rank, world, rank, world)) for rank in range(world)]
         self._stages = [
             threading.Thread(
                 target=_live,
-                args=(wire.Start(config, rank, stages), found[rank], link, wiring),
-                name=f"stage {rank}",
+                args=(wire.Start(config, rank, world), found[rank], link, wiring),
+                name=grid.name(rank),
                 daemon=True,
             )
             for rank, link in self._control.links.items()

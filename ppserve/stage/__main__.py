@@ -53,7 +53,8 @@ def main() -> int:
         # Before connecting, because it may take long (a download, a measurement), and the head is waiting.
         found = Findings.of(start.config, environment)
         found.compute.occupy()
-        costs = calibrate.costs_for_split(start.config, grid.pipeline, found.checkpoint, found.compute)
+        tensor = grid.place(start.rank).tensor
+        costs = calibrate.costs_for_split(start.config, grid.pipeline, found.checkpoint, found.compute, tensor)
         speed = calibrate.costs_for_shape(start.config, found.checkpoint, found.compute)
         found = replace(found, costs=costs, speed=speed)
     except UsageError as error:

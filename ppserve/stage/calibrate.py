@@ -31,10 +31,12 @@ from ppserve.core.partition import Parts
 from ppserve.core.plan import Draw, Slice, StepPlan
 from ppserve.core.request import SamplingParams
 from ppserve.model.checkpoint import Checkpoint
+from ppserve.model.gather import ALONE, Echo
 from ppserve.model.gpt2 import GPT2Stage
 from ppserve.stage.device import Compute
 from ppserve.stage.step import Stage
 from ppserve.stage.transport import Frames, connect
+from ppserve.stage.transport.gather import NoTensorLink
 
 DECODES = 16
 _BLOCK_SIZE = 16
@@ -75,15 +77,17 @@ class Mix:
 
 
 def costs_for_split(
-    config: ServeConfig, num_stages: int, checkpoint: Checkpoint, compute: Compute
+    config: ServeConfig, num_stages: int, checkpoint: Checkpoint, compute: Compute, tensor: int = 0
 ) -> Parts | None:
-    """What `--layers auto` needs to know of this machine; None where there is nothing to decide."""
+    """What `--layers auto` needs to know of this machine; None where there is nothing to decide. tensor: which of
+    its stage's tensor ranks this is."""
     # Too many stages for the model: the head says so.
     cuts = 1 < num_stages <= checkpoint.architecture.num_layers
     if not cuts or config.pipeline.layers is not None:
         return None
     expected = config.scheduling
-    return step_costs(checkpoint, compute, Mix(expected.expect_prompt, expected.expect_new))
+    mix = Mix(expected.expect_prompt, expected.expect_new)
+    return step_costs(checkpoint, compute, mix, (tensor, config.pipeline.tensor_parallel))
 
 
 def costs_for_shape(config: ServeConfig, checkpoint: Checkpoint, compute: Compute) -> LayerCosts | None:
@@ -93,9 +97,10 @@ def costs_for_shape(config: ServeConfig, checkpoint: Checkpoint, compute: Comput
     return layer_costs(checkpoint, compute, Mix(config.scheduling.expect_prompt, config.scheduling.expect_new))
 
 
-def step_costs(checkpoint: Checkpoint, compute: Compute, mix: Mix) -> Parts:
-    """Seconds of each part in one step of this mix; from memory if known."""
-    return _remembered(Parts, checkpoint, compute, mix, lambda: _measure(checkpoint, compute, mix))
+def step_costs(checkpoint: Checkpoint, compute: Compute, mix: Mix, part: tuple[int, int] = (0, 1)) -> Parts:
+    """Seconds of each part in one step of this mix; from memory if known. part: which tensor rank of how many; the
+    others are not waited for."""
+    return _remembered(Parts, checkpoint, compute, (mix, part), lambda: _measure(checkpoint, compute, mix, part))
 
 
 def layer_costs(checkpoint: Checkpoint, compute: Compute, mix: Mix) -> LayerCosts:
@@ -134,10 +139,10 @@ def _memory_path(arch: Architecture, compute: Compute, what: object) -> Path:
     return Path(cache) / "ppserve" / f"costs-{hashlib.sha256(repr(of).encode()).hexdigest()[:16]}.json"
 
 
-def _measure(checkpoint: Checkpoint, compute: Compute, mix: Mix) -> Parts:
+def _measure(checkpoint: Checkpoint, compute: Compute, mix: Mix, part: tuple[int, int]) -> Parts:
     plan, share = mix.step(checkpoint.architecture.max_positions)
     silent = _silent(plan)
-    bare, attention, layer = (_stage(checkpoint, compute, count, plan) for count in (0, 1, 2))
+    bare, attention, layer = (_stage(checkpoint, compute, (count, *part), plan) for count in (0, 1, 2))
     # The fastest of several, which others on the machine disturbed least.
     embed_and_draw_s, embed_s = min(_times(bare, plan)), min(_times(bare, silent))
     attend_s, whole_layer_s = (min(_times(stage, silent)) for stage in (attention, layer))
@@ -155,7 +160,7 @@ def _fit(checkpoint: Checkpoint, compute: Compute, mix: Mix) -> LayerCosts:
     context = min(mix.prompt + mix.new // 2, longest)
     decodes = [_plan([(context, 1)] * count) for count in _DECODES]
     prompts = [_plan([(0, min(tokens, longest))]) for tokens in _PROMPTS]
-    bare, whole = (_stage(checkpoint, compute, count, *decodes, *prompts) for count in (0, 2))
+    bare, whole = (_stage(checkpoint, compute, (count, 0, 1), *decodes, *prompts) for count in (0, 2))
     layer, head = StageCost(), StageCost()
     for plan in decodes + prompts:
         silent = _silent(plan)
@@ -183,16 +188,17 @@ def _silent(plan: StepPlan) -> StepPlan:
     return replace(plan, slices=tuple(replace(piece, draw=None) for piece in plan.slices))
 
 
-def _stage(checkpoint: Checkpoint, compute: Compute, num_sublayers: int, *plans: StepPlan) -> Stage:
-    """A whole pipeline with the first sublayers only, as if the model had no others, with room for these plans."""
-    layout = StageLayout(0, 1, 0, num_sublayers)
+def _stage(checkpoint: Checkpoint, compute: Compute, what: tuple[int, int, int], *plans: StepPlan) -> Stage:
+    """A whole pipeline with the first sublayers only, as if the model had no others, with room for these plans.
+    what: the number of sublayers, and which tensor rank of how many."""
+    layout = StageLayout(0, 1, 0, *what)
     model = GPT2Stage.load(checkpoint, layout, compute.backend(compute.dtype))
     num_blocks = 1 + max(block for plan in plans for piece in plan.slices for block in piece.block_table)
     cache = model.backend.make_cache(model.arch, layout, num_blocks, _BLOCK_SIZE)
     # Memory that was never written reads as one page of zeros, from the nearest cache.
     cache.fill(0.01)
     (alone,) = connect((Frames(model.arch.width, model.backend.precision.hidden, device=compute.device),))
-    return Stage(model, cache, alone)
+    return Stage(model, cache, alone, NoTensorLink(Echo() if layout.num_tensor > 1 else ALONE))
 
 
 def _times(stage: Stage, plan: StepPlan) -> list[float]:

@@ -217,7 +217,8 @@ class StageLoop:
         depth, dtype = model.layout.num_stages + 1, model.backend.precision.hidden
         frames = Frames(model.arch.width, dtype, form.max_rows, depth, model.backend.device)
         transport = self._wiring.open_transport(form, model.layout, frames, self._link)
-        self._epoch = Epoch(form.epoch, Stage(model, cache, transport))
+        gather = self._wiring.open_gather(form, model.layout) if model.layout.num_tensor > 1 else None
+        self._epoch = Epoch(form.epoch, Stage(model, cache, transport, gather))
         if self._link.abandoned >= form.epoch:
             # The link's thread may have looked before there was a transport to interrupt.
             raise TransportError("the epoch was lost while it formed")
@@ -228,7 +229,7 @@ class StageLoop:
         epoch = self._epoch
         if epoch is not None and epoch.number == number:
             try:
-                epoch.stage.transport.interrupt()
+                epoch.stage.interrupt()
             except RuntimeError as error:
                 # A backend that cannot be interrupted: the head cuts a stage off that does not leave in time, and
                 # this thread must live to see that.
@@ -244,7 +245,7 @@ class StageLoop:
     def _leave_epoch(self) -> None:
         """Closes every wire to the neighbours, so that those blocked on this stage wake up as well."""
         if self._epoch is not None:
-            self._epoch.stage.transport.close()
+            self._epoch.stage.close()
         self._epoch = None
         self._wiring.leave()
 

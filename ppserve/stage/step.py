@@ -11,10 +11,11 @@ from dataclasses import dataclass
 
 import torch
 
-from ppserve.core.plan import StepPlan, StepResult, StepStamps
+from ppserve.core.plan import SPECULATIVE, StepPlan, StepResult, StepStamps
 from ppserve.model.backend import KVCache, StageModel
 from ppserve.model.inputs import build_inputs
 from ppserve.stage.transport import Transport
+from ppserve.stage.transport.gather import NoTensorLink, TensorLink
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,16 +27,30 @@ class Computed:
 
 
 class Stage:
-    """A part of the model with its cache, and the transport that joins it to its neighbours; used by one thread.
+    """A part of the model with its cache, and what joins it to others; used by one thread, except `interrupt`.
 
-    It lives as long as the transport: one epoch. Model and cache may outlive it.
+    transport: to the stages before and after. gather: to the other tensor ranks of this stage. It lives as long as
+    those: one epoch. Model and cache may outlive it.
     """
 
-    def __init__(self, model: StageModel, cache: KVCache, transport: Transport) -> None:
+    def __init__(
+        self, model: StageModel, cache: KVCache, transport: Transport, gather: TensorLink | None = None
+    ) -> None:
         self.model = model
         self.layout = model.layout
         self.transport = transport
+        self._gather = gather or NoTensorLink()
         self._cache = cache
+
+    def interrupt(self) -> None:
+        """Called from another thread: waits for neighbours end with TransportError. `close` is still due."""
+        self._gather.interrupt()
+        self.transport.interrupt()
+
+    def close(self) -> None:
+        """Those who wait for this stage wake up as well. May be called twice."""
+        self._gather.close()
+        self.transport.close()
 
     def expect(self, plan: StepPlan) -> None:
         """Once per plan, in order, before its `step`: hidden states can arrive while an earlier step is computed.
@@ -51,13 +66,13 @@ class Stage:
         cancelled: steps that need not be computed. Zeros are handed on for them, because the next stage may not
         have heard of it; what it computes from them is used by nobody.
         """
-        clock, layout, model = time.monotonic_ns, self.layout, self.model
-        inputs = build_inputs(plan, layout, self._cache)
+        clock, layout, model, gather = time.monotonic_ns, self.layout, self.model, self._gather
+        inputs = build_inputs(plan, layout, self._cache, gather)
         awaited_ns = clock()
         received_TD = None if layout.is_first else self.transport.receive(plan)
         received_ns = clock()
-        timing = model.backend.timing()
-        skipped = plan.step_id in cancelled
+        timing, waited_ns = model.backend.timing(), gather.waited_ns
+        skipped = self._is_skipped(plan, cancelled)
         if skipped:
             precision, device = model.backend.precision, model.backend.device
             hidden_TD = torch.zeros(plan.num_tokens, model.arch.width, dtype=precision.hidden, device=device)
@@ -69,9 +84,20 @@ class Stage:
         bytes_sent = 0 if layout.is_last else self.transport.send(plan, hidden_TD)
         busy = timing.busy()
         drawn, scored = reading() if reading is not None else ((), ())
+        gathered_ns = min(gather.waited_ns - waited_ns, busy.ended_ns - busy.begun_ns)
         if not layout.is_first:
             # On a device, hidden states arrive after `receive` has returned: when the computation begins, at last.
             received_ns = max(received_ns, busy.begun_ns)
         stamps = StepStamps(planned_ns, awaited_ns, received_ns, busy.begun_ns, busy.ended_ns, sent=clock())
-        result = StepResult(plan.epoch, plan.step_id, layout.place, stamps, bytes_sent, drawn, scored, skipped)
-        return Computed(result, hidden_TD)
+        made = bytes_sent, drawn, scored, skipped, gathered_ns
+        return Computed(StepResult(plan.epoch, plan.step_id, layout.place, stamps, *made), hidden_TD)
+
+    def _is_skipped(self, plan: StepPlan, cancelled: Container[int]) -> bool:
+        """Whether nobody needs this step. Tensor ranks hear of it at different times, and must do the same."""
+        is_cancelled = plan.step_id in cancelled
+        if self.layout.num_tensor == 1:
+            return is_cancelled
+        if plan.phase != SPECULATIVE:
+            return False
+        mine_11 = torch.tensor([[is_cancelled]], dtype=torch.uint8, device=self.model.backend.device)
+        return bool(self._gather.all(mine_11, self.layout.cut(self.layout.num_tensor)).all())

@@ -16,6 +16,8 @@ from ppserve.process.interfaces import interface_of, interfaces
 from ppserve.stage import rendezvous
 from ppserve.stage.link import Link
 from ppserve.stage.transport import Frames, Transport, create_transport
+from ppserve.stage.transport.gather import TensorLink, connect_ranks
+from ppserve.stage.transport.gather_group import create_gather
 from ppserve.stage.transport.local import Ends, LocalTransport, make_ends
 
 _FORM_TIMEOUT = timedelta(seconds=20)
@@ -30,6 +32,10 @@ class Wiring(Protocol):
         link: to tell the head where the epoch's store is, and to hear that the epoch is lost meanwhile. Raises
         TransportError or RuntimeError; `leave` is due even then.
         """
+
+    def open_gather(self, form: wire.Form, layout: StageLayout) -> TensorLink:
+        """To the other tensor ranks of the stage, after `open_transport`; every one of them calls it. Raises as
+        that does."""
 
     def leave(self) -> None:
         """Releases what the newest transport was made from. May be called twice."""
@@ -64,6 +70,9 @@ class ProcessGroupWiring:
         )
         parallel_state.initialize_model_parallel(layout.num_tensor, layout.num_stages)
 
+    def open_gather(self, form: wire.Form, layout: StageLayout) -> TensorLink:
+        return create_gather(form.transport)
+
     def leave(self) -> None:
         """Stages further on, blocked on this one, wake up as its connections end."""
         parallel_state.destroy_model_parallel()
@@ -88,6 +97,7 @@ class ThreadWiring:
         self._opening = threading.Lock()
         self._epoch = 0
         self._columns: tuple[tuple[Ends, ...], ...] = ()
+        self._gathers: tuple[tuple[TensorLink, ...], ...] = ()
 
     def open_transport(self, form: wire.Form, layout: StageLayout, frames: Frames, link: Link) -> Transport:
         if form.store_port == 0:
@@ -97,7 +107,11 @@ class ThreadWiring:
             if form.epoch != self._epoch:
                 self._epoch = form.epoch
                 self._columns = tuple(make_ends(layout.num_stages) for _ in range(layout.num_tensor))
+                self._gathers = tuple(connect_ranks(layout.num_tensor) for _ in range(layout.num_stages))
             return LocalTransport(frames, self._columns[layout.tensor][layout.stage])
+
+    def open_gather(self, form: wire.Form, layout: StageLayout) -> TensorLink:
+        return self._gathers[layout.stage][layout.tensor]
 
     def leave(self) -> None:
         """Nothing to do: queues go with the transports that use them."""

@@ -120,7 +120,7 @@ def test_a_metrics_page_that_went_away_is_visible_until_it_is_back() -> None:
 
 times = st.builds(
     lambda busy, bubbles, idle: times_of(busy, dict(zip(CAUSES, bubbles, strict=True)), idle),
-    st.floats(0, 100), st.lists(st.floats(0, 100), min_size=5, max_size=5), st.floats(0, 100),
+    st.floats(0, 100), st.lists(st.floats(0, 100), min_size=6, max_size=6), st.floats(0, 100),
 )  # fmt: skip
 
 
@@ -129,7 +129,7 @@ def test_a_bar_is_as_wide_as_asked_and_true_to_a_cell(stage: StageTimes, width: 
     drawn = bar(stage, width, colours=False)
     assert len(drawn) == width
     assert ESCAPES.sub("", bar(stage, width, colours=True)) == drawn
-    glyphs = dict(zip(("busy", *CAUSES, "idle"), "█fixrh·", strict=True))
+    glyphs = dict(zip(("busy", *CAUSES, "idle"), "█fixrhg·", strict=True))
     assert sum(share for _, share in shares(stage).items()) == pytest.approx(1)
     for kind, share in shares(stage).items():
         assert abs(drawn.count(glyphs[kind]) - share * width) <= 1 + 1e-6

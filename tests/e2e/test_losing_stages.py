@@ -19,7 +19,7 @@ import pytest
 import ppserve
 from ppserve.v1 import generation_pb2 as pb
 from ppserve.v1.generation_pb2_grpc import GenerationServiceStub
-from tests.e2e.asking import Answer, answers_alone, ask, mixed_requests
+from tests.e2e.asking import Answer, answers_alone, ask, ask_all, mixed_requests, requests_with_everything
 from tests.e2e.serving import Server, serving
 
 TINY = Path(ppserve.__file__).parent / "assets" / "tiny"
@@ -39,9 +39,10 @@ def long_requests(count: int) -> list[pb.GenerateRequest]:
     return requests
 
 
-def ask_and_hurt(server: Server, stage: int, signum: int) -> list[Answer]:
-    """The answers of 16 streams, during which a stage is sent a signal."""
+def ask_and_hurt(server: Server, rank: int, signum: int, num_tensor: int = 1) -> list[Answer]:
+    """The answers of 16 streams, during which a rank's stage is sent a signal."""
     answers: list[Answer] = []
+    stage = rank // num_tensor
     asking = threading.Thread(target=lambda: answers.extend(ask(server.grpc, long_requests(16), at_once=16)))
     restarts = server.log.count(f"stage {stage} died")
     asking.start()
@@ -51,7 +52,7 @@ def ask_and_hurt(server: Server, stage: int, signum: int) -> list[Answer]:
         witness = stub.Generate(long_requests(1)[0])
         for number, _ in enumerate(witness):
             if number == 20:
-                os.kill(server.stage_pid(stage), signum)
+                os.kill(server.stage_pid(rank), signum)
     asking.join()
     assert server.log.count(f"stage {stage} died") == restarts + 1, "the signal hit nobody"
     return answers
@@ -102,6 +103,21 @@ def test_kill_each_stage_in_turn(three_stages: Server, undisturbed: list[Answer]
         assert ask_and_hurt(three_stages, stage, signal.SIGKILL) == undisturbed
         assert survivors <= {p.pid for p in three_stages.processes()}, "a survivor lost its weights"
     assert ranks <= {p.pid for p in three_stages.processes()}, "a rank died with its stage"
+
+
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize(("transport", "victims"), [("shm", (0, 3)), ("gloo", (2,))])
+def test_two_tensor_ranks_in_each_of_two_stages(
+    transport: str, victims: tuple[int, ...], undisturbed: list[Answer]
+) -> None:
+    """They answer like one rank, and still do after one of them has been killed."""
+    with serving(4, "--tensor-parallel", "2", "--transport", transport) as server:
+        requests = requests_with_everything(24, seed=4)
+        assert ask_all(server.grpc, requests, at_once=12) == answers_alone(requests)
+        for rank in victims:
+            survivors = {server.stage_pid(other) for other in range(4) if other != rank}
+            assert ask_and_hurt(server, rank, signal.SIGKILL, num_tensor=2) == undisturbed
+            assert survivors <= {p.pid for p in server.processes()}, "a survivor lost its weights"
 
 
 @pytest.mark.timeout(240)

@@ -18,6 +18,8 @@ SHAPES: list[tuple[int, dict[str, Any]]] = [
     (2, {}),
     (3, {"layers": "1.5,5,1.5", "block_size": 8, "prefill_chunk": 5}),
     (4, {"threads": 2}),
+    (1, {"tensor_parallel": 4}),
+    (2, {"tensor_parallel": 2, "prefill_chunk": 7}),
 ]
 
 
@@ -25,6 +27,7 @@ SHAPES: list[tuple[int, dict[str, Any]]] = [
 @pytest.mark.parametrize(
     "numbers",
     [
+        {},
         {"dtype": "bfloat16"},
         {"quantization": "int8"},
         INT8,
@@ -32,7 +35,7 @@ SHAPES: list[tuple[int, dict[str, Any]]] = [
         {"kv_dtype": "bfloat16"},
         {"kv_dtype": "float32", "dtype": "bfloat16"},
     ],
-    ids=lambda numbers: " ".join(numbers.values()),
+    ids=lambda numbers: " ".join(numbers.values()) or "float32",
 )
 def test_any_pipeline_among_others_answers_as_one_stage_alone(numbers: dict[str, Any]) -> None:
     """Tokens, text and log-probabilities, bit for bit."""

@@ -264,8 +264,8 @@ def test_the_ledger_can_be_read_in_a_terminal_and_in_a_notebook(two_stages: Pipe
     ledger = two_stages.ledger()
     heading, *rows = repr(ledger).splitlines()
     assert heading.split() == [
-        *("stage", "layers", "busy", "fill_drain", "imbalance", "transfer", "token_return", "host", "idle"),
-        *("steps", "ms/step"),
+        *("stage", "layers", "busy", "fill_drain", "imbalance", "transfer", "token_return", "host", "gather"),
+        *("idle", "steps", "ms/step"),
     ]
     assert [row.split()[0] for row in rows[:2]] == ["0", "1"]
     html = ledger._repr_html_()

@@ -181,7 +181,8 @@ def test_reports():
         assert sum(stage.values()) == pytest.approx(1)
     lines = render_outcomes({n: summary(outcome) for n, outcome in outcomes.items()}).splitlines()
     assert lines[0].split() == ["stages", "1", "2"]
-    assert [line.split()[0] for line in lines[9:15]] == [
+    assert [line.split()[0] for line in lines[9:16]] == [
         "busy", "fill_drain", "imbalance", "transfer", "token_return", "host",
+        "gather",
     ]  # fmt: skip
     json.dumps(numbers)

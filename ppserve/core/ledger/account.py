@@ -20,6 +20,7 @@ from ppserve.core.ledger.causes import (
     BUSY,
     CAUSES,
     FILL_DRAIN,
+    GATHER,
     HOST,
     IDLE,
     IMBALANCE,
@@ -297,7 +298,9 @@ class TimeAccount:
         if stage == 0:
             unsettled.trigger = None  # else each step would keep all earlier ones in memory
         plan = unsettled.step.plan
-        for span in (*wait, Span(begun, ended, plan.phase)):
+        result = unsettled.step.result(stage)
+        computed = ended - (result.gathered_ns if result else 0)
+        for span in (*wait, *cut(begun, ended, [(computed, plan.phase), (ended, GATHER)])):
             self._settle(stage, span, plan.step_id)
         timeline.cursor = ended
         timeline.sent = stamps.sent

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from ppserve.core.architecture import ATTENTION_SHARE, StageLayout
 from ppserve.core.ledger.account import StageTimes
-from ppserve.core.ledger.causes import CAUSES, FILL_DRAIN, HOST, IMBALANCE, TOKEN_RETURN, TRANSFER
+from ppserve.core.ledger.causes import CAUSES, FILL_DRAIN, GATHER, HOST, IMBALANCE, TOKEN_RETURN, TRANSFER
 from ppserve.core.partition import Parts, balance, split_by_cost
 
 # Below these there is no advice: the largest cause's share of the time, the time measured per stage, and the gain
@@ -19,6 +19,8 @@ _REMEDIES = {
     " would help",
     HOST: "stages wait for the head or for their inputs; a free core for the head, or fewer and larger steps"
     " (more concurrent requests) would help",
+    GATHER: "tensor ranks wait for each other; a core of its own for each, or stages in place of tensor ranks,"
+    " would help",
 }
 
 

@@ -12,6 +12,8 @@ A stage waits for its next step b. The cause is decided by where b was at each m
     b was computed there, and this stage waited for its hidden states        transfer
     this stage was preparing the inputs of b                                 host
 
+Within a step, the tensor ranks of a stage wait for each other: `gather` (see `tensor_ranks`).
+
 As below: while the stage before has not computed b, the wait is `fill_drain` if fewer steps were in flight than
 there are stages when b was sent. In a full pipeline a delay keeps its cause as it moves from stage to stage
 with its step: if the stage before had itself waited for w ns, then w ns of this stage's wait have the same
@@ -35,7 +37,8 @@ IMBALANCE = "imbalance"
 TRANSFER = "transfer"
 TOKEN_RETURN = "token_return"
 HOST = "host"
-CAUSES = (FILL_DRAIN, IMBALANCE, TRANSFER, TOKEN_RETURN, HOST)
+GATHER = "gather"
+CAUSES = (FILL_DRAIN, IMBALANCE, TRANSFER, TOKEN_RETURN, HOST, GATHER)
 IDLE = "idle"
 KINDS = (*BUSY, *CAUSES, IDLE)
 

@@ -143,7 +143,7 @@ class Steps:
             self.num_speculative -= step.plan.phase == SPECULATIVE
         if step.is_complete:
             del self._steps[result.step_id]
-        computed_ns = result.stamps.ended - result.stamps.begun
+        computed_ns = result.computed_ns
         self._row_ns = max(self._row_ns, computed_ns / step.plan.num_tokens)
         if step.is_doomed:
             self.wasted_ns[result.stage] += computed_ns
@@ -156,8 +156,8 @@ class Steps:
             return
         step.is_doomed = True
         for stage in range(self.num_stages):
-            if (stamps := step.stamps(stage)) is not None:
-                self.wasted_ns[stage] += stamps.ended - stamps.begun
+            if (result := step.result(stage)) is not None:
+                self.wasted_ns[stage] += result.computed_ns
 
     def lost(self) -> None:
         """The epoch is lost: no step in the book will be reported."""
@@ -168,13 +168,13 @@ class Steps:
         """The head itself did not run until now, so deadlines start anew."""
         self._progress_ns = now_ns
 
-    def stuck_stage(self, now_ns: int) -> int | None:
-        """The first stage that owes the oldest step, if no stage has reported anything for that step's
+    def stuck(self, now_ns: int) -> tuple[int, int] | None:
+        """The oldest step, and the first stage that owes it, if no stage has reported anything for that step's
         deadline."""
         oldest = next(iter(self._steps.values()), None)
         if oldest is None or now_ns - self._progress_ns <= self._deadline_ns(oldest.plan):
             return None
-        return oldest.first_owing()
+        return oldest.plan.step_id, oldest.first_owing()
 
     def _deadline_ns(self, plan: StepPlan) -> float:
         """How long a stage may take for a step: the longest time while the cost of a row is not known."""

@@ -76,9 +76,10 @@ class Layout:
         num_blocks = min(can_hold)
         if num_blocks < needed:
             tightest = can_hold.index(num_blocks)
+            stage = tightest * len(decision.layouts) // len(loaded)
             raise ConfigError(
                 "--kv-cache-memory",
-                f"stage {tightest} has room for {num_blocks * block_size} tokens; one sequence may take {context}"
+                f"stage {stage} has room for {num_blocks * block_size} tokens; one sequence may take {context}"
                 f" ({needed * loaded[tightest].block_bytes} bytes); lower --max-model-len or give it more",
             )
         return min(num_blocks, needed * scheduling.max_num_seqs)

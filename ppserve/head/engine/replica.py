@@ -15,6 +15,7 @@ from ppserve.core.cost_model import Coefficients, PipelineCosts
 from ppserve.core.ledger.account import StageTimes, TimeAccount
 from ppserve.core.ledger.overheads import Overheads, OverheadTimes
 from ppserve.core.ledger.steps import Steps
+from ppserve.core.ledger.tensor_ranks import TensorRanks
 from ppserve.core.plan import StepPlan, StepResult
 from ppserve.core.request import FinishReason, Request
 from ppserve.core.scheduling.block_manager import BlockManager
@@ -85,6 +86,7 @@ class Replica:
         self.members = members
         self.scheduler: Scheduler | None = None
         self.steps = Steps(num_stages)
+        self._ranks = TensorRanks(num_stages, members.grid.tensor)
         self._account = TimeAccount(self.steps, clock(), watcher.settled)
         self._overheads = Overheads(self.steps)
         self._costs = PipelineCosts(num_stages)
@@ -152,9 +154,11 @@ class Replica:
         events = self._happened(self.members.tick(now_ns))
         if self.scheduler is not None:
             events += self.scheduler.expire(self._now_s())
-        stuck = self.steps.stuck_stage(now_ns)
+        stuck = self.steps.stuck(now_ns)
         if stuck is not None:
-            self._control.drop(self.members.all[stuck].rank, "stuck")
+            step_id, stage = stuck
+            place = stage * self.members.grid.tensor + self._ranks.first_owing(step_id, stage)
+            self._control.drop(self.members.ranks[place], "stuck")
         return events
 
     def refill(self, woken_ns: int) -> None:
@@ -213,7 +217,10 @@ class Replica:
                     events.append(event)
         return events
 
-    def _step_done(self, result: StepResult) -> list[SequenceEvent]:
+    def _step_done(self, of_rank: StepResult) -> list[SequenceEvent]:
+        result = self._ranks.take(of_rank)
+        if result is None:
+            return []
         step = self.steps.reported(result, self._clock())
         if step is None or self.scheduler is None:
             return []
@@ -257,6 +264,7 @@ class Replica:
         if lost.stage is not None:
             self._broke.add(lost.stage)
         self.steps.lost()
+        self._ranks.lost()
         self._lanes.lost()
         self._account.stage_lost(self._clock())
         self._watcher.epoch_lost()
@@ -271,7 +279,8 @@ class Replica:
         """The pipeline now. Raises Draining if no epoch has formed yet."""
         now_ns, scheduler, decision = self._clock(), self.formed_scheduler, self.members.decision
         assert decision is not None
-        every = zip(self.members.all, self._account.snapshot(now_ns), self._costs.stages, strict=True)
+        firsts = self.members.all[:: self.members.grid.tensor]
+        every = zip(firsts, self._account.snapshot(now_ns), self._costs.stages, strict=True)
         return Reading(
             now_ns=now_ns,
             decision=decision,

@@ -7,6 +7,8 @@ contiguous elements in the stages' dtype. T tokens, D width.
     shm     processes of one host (Linux): puts into shared memory, one byte on a socket per arrival
     gloo    processes anywhere, CPU or GPU (staged through host memory)
     nccl    one GPU per stage
+
+Tensor ranks of one stage exchange slices by a gather of the same name (`gather`, `gather_shm`, `gather_group`).
 """
 
 from __future__ import annotations

@@ -42,11 +42,13 @@ class TensorLink(Gather, Protocol):
 
 
 class NoTensorLink:
-    """Of a rank that is its whole stage."""
+    """To nobody: of a rank that is its whole stage, or that computes as if it were."""
 
     name = "none"
     waited_ns = 0
-    all = ALONE.all
+
+    def __init__(self, gather: Gather = ALONE) -> None:
+        self.all = gather.all
 
     def interrupt(self) -> None:
         pass
@@ -64,17 +66,17 @@ class Company:
     """What a rank knows of the others while it waits; here they are threads of this process, and share this."""
 
     def __init__(self) -> None:
-        self.is_over = False
+        self._is_over = False
 
     def look(self) -> None:
-        """Lets a moment pass. Raises TransportError where waiting is of no use."""
-        if self.is_over:
-            raise TransportError("local: a tensor rank of this stage is gone")
+        """Raises TransportError where waiting is of no use; else lets a moment pass."""
+        if self._is_over:
+            raise TransportError("a tensor rank of this stage is gone")
         time.sleep(_SLEEP_S)
 
     def end(self) -> None:
-        """The others' waits are to end as well."""
-        self.is_over = True
+        """Ends this rank's waits and the others'."""
+        self._is_over = True
 
     def close(self) -> None:
         self.end()

@@ -9,8 +9,8 @@ Frames flow one way, from each stage to the next, so no pair of ranks ever sends
 A dead neighbour does not end NCCL's wait: the head notices it by other means (end of file, heartbeat) and
 announces it, and the thread that hears so aborts the communicators. An aborted wait returns as if all were
 well, with anything in its buffer: see `PointToPoint.interrupt`. What is computed from such a buffer bears a
-lost epoch's number and is dropped. Of a rank's groups only the pipeline's has communicators, since the
-others carry nothing; so there is one abort, and no order among several to get wrong.
+lost epoch's number and is dropped. Each group that carries anything is aborted by whoever uses it: the
+pipeline's by its transport, that of tensor ranks by their gather.
 """
 
 from __future__ import annotations

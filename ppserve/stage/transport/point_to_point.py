@@ -130,7 +130,7 @@ class PointToPoint:
             with self._passage.posting(buffer_TD):
                 handle = dist.irecv(buffer_TD, self._group.prev_rank, group=self._group.process_group)
         except RuntimeError as error:
-            raise TransportError(_first_line(self.name, error)) from error
+            raise TransportError(first_line(self.name, error)) from error
         assert handle is not None
         return handle
 
@@ -144,7 +144,7 @@ class PointToPoint:
             with self._passage.posting(outgoing_TD):
                 handle = dist.isend(outgoing_TD, self._group.next_rank, group=self._group.process_group)
         except RuntimeError as error:
-            raise TransportError(_first_line(self.name, error)) from error
+            raise TransportError(first_line(self.name, error)) from error
         assert handle is not None
         self._sending.append((handle, outgoing_TD))
         return outgoing_TD.nbytes
@@ -153,7 +153,7 @@ class PointToPoint:
         try:
             handle.wait()
         except RuntimeError as error:
-            raise TransportError(_first_line(self.name, error)) from error
+            raise TransportError(first_line(self.name, error)) from error
         self._check_open()
 
     def _check_open(self) -> None:
@@ -161,7 +161,7 @@ class PointToPoint:
             raise TransportError(f"{self.name}: the transport is closed")
 
 
-def _first_line(name: str, error: RuntimeError) -> str:
+def first_line(name: str, error: RuntimeError) -> str:
     """The backend's own words without its stack trace and source path."""
     text = str(error).splitlines()[0] if str(error) else type(error).__name__
     return f"{name}: {text.rpartition('] ')[2] if text.startswith('[') else text}"

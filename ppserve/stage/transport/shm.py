@@ -160,7 +160,7 @@ class SharedMemoryTransport:
         self._closed = True
         for end in (self._incoming, self._outgoing):
             if end is not None:
-                _hang_up(end.connection)
+                hang_up(end.connection)
 
     def close(self) -> None:
         """Wakes both ends of both links; the memory goes with the last tensor that is a view of it."""
@@ -176,7 +176,7 @@ class SharedMemoryTransport:
             if group.prev_rank is not None:
                 self._incoming = _Incoming(self._frames, _find(group))
             if listener is not None:
-                self._outgoing = _Outgoing(self._frames, _accept(listener))
+                self._outgoing = _Outgoing(self._frames, accept(listener))
 
     def _take(self, incoming: _Incoming, rows: int) -> torch.Tensor:
         if self._reading:
@@ -196,36 +196,50 @@ class SharedMemoryTransport:
 
 
 def _announce(group: ParallelGroup) -> socket.socket:
-    """A listening socket under a random name, and the name on its way to the next stage."""
-    token = secrets.token_bytes(_TOKEN_BYTES)
-    listener = socket.socket(socket.AF_UNIX)
-    listener.settimeout(_MEET_TIMEOUT_S)
-    listener.bind(_address(token))
-    listener.listen(1)
-    name = torch.frombuffer(bytearray(token), dtype=torch.uint8)
+    """A listening socket, and its name on the way to the next stage."""
+    listener, name = listen()
     dist.send(name, group.next_rank, group=group.process_group)
     return listener
 
 
-def _accept(listener: socket.socket) -> socket.socket:
-    """The next stage's connection. Names in the abstract namespace can be listed by every user of the
-    host, so whoever connects must be the same user."""
+def _find(group: ParallelGroup) -> socket.socket:
+    """A connection to the previous stage, under the name that it sends."""
+    name = no_name()
+    dist.recv(name, group.prev_rank, group=group.process_group)
+    return dial(name)
+
+
+def listen(backlog: int = 1) -> tuple[socket.socket, torch.Tensor]:
+    """A listening socket under a random name, and the name, to be sent to whoever is to connect."""
+    token = secrets.token_bytes(_TOKEN_BYTES)
+    listener = socket.socket(socket.AF_UNIX)
+    listener.settimeout(_MEET_TIMEOUT_S)
+    listener.bind(_address(token))
+    listener.listen(backlog)
+    return listener, torch.frombuffer(bytearray(token), dtype=torch.uint8)
+
+
+def no_name() -> torch.Tensor:
+    """Room for a name."""
+    return torch.empty(_TOKEN_BYTES, dtype=torch.uint8)
+
+
+def dial(name: torch.Tensor) -> socket.socket:
+    connection = socket.socket(socket.AF_UNIX)
+    connection.settimeout(_MEET_TIMEOUT_S)
+    connection.connect(_address(bytes(name.tolist())))
+    return connection
+
+
+def accept(listener: socket.socket) -> socket.socket:
+    """The next connection. Names in the abstract namespace can be listed by every user of the host, so whoever
+    connects must be the same user."""
     while True:
         connection, _ = listener.accept()
         credentials = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, struct.calcsize("3i"))
         if struct.unpack("3i", credentials)[1] == os.getuid():
             return connection
         connection.close()
-
-
-def _find(group: ParallelGroup) -> socket.socket:
-    """A connection to the previous stage, under the name that it sends."""
-    name = torch.empty(_TOKEN_BYTES, dtype=torch.uint8)
-    dist.recv(name, group.prev_rank, group=group.process_group)
-    connection = socket.socket(socket.AF_UNIX)
-    connection.settimeout(_MEET_TIMEOUT_S)
-    connection.connect(_address(bytes(name.tolist())))
-    return connection
 
 
 def _address(token: bytes) -> bytes:
@@ -240,7 +254,7 @@ def _receive_bytes(connection: socket.socket, neighbour: str) -> int:
     return count
 
 
-def _hang_up(connection: socket.socket) -> None:
+def hang_up(connection: socket.socket) -> None:
     """Wakes a thread that waits here, which close() would not; the descriptor stays its owner's to close."""
     with contextlib.suppress(OSError):  # the neighbour, or the owner, was first
         connection.shutdown(socket.SHUT_RDWR)

@@ -79,15 +79,15 @@ def test_a_transfer_is_known_once_both_ends_have_reported_whichever_is_first() -
 
 def test_the_first_stage_that_owes_the_oldest_step_is_stuck_once_nothing_has_moved_for_too_long() -> None:
     steps = Steps(2)
-    assert steps.stuck_stage(10**18) is None, "nothing is owed"
+    assert steps.stuck(10**18) is None, "nothing is owed"
     steps.sent(plan(0), S, S, num_lanes=2)
-    assert steps.stuck_stage(S + STEP_DEADLINE_NS) is None
-    assert steps.stuck_stage(S + STEP_DEADLINE_NS + 1) == 0
+    assert steps.stuck(S + STEP_DEADLINE_NS) is None
+    assert steps.stuck(S + STEP_DEADLINE_NS + 1) == (0, 0)
     steps.reported(result(0, 0, S, 2 * S), 2 * S)
     # A row is known to take 1 s now, so the deadline is 10 s + 5 * 1 s.
-    assert steps.stuck_stage(17 * S) is None
-    assert steps.stuck_stage(17 * S + 1) == 1
+    assert steps.stuck(17 * S) is None
+    assert steps.stuck(17 * S + 1) == (0, 1)
     steps.head_paused(20 * S)
-    assert steps.stuck_stage(35 * S) is None
+    assert steps.stuck(35 * S) is None
     steps.lost()
-    assert steps.stuck_stage(10**18) is None
+    assert steps.stuck(10**18) is None

@@ -1,0 +1,56 @@
+"""The results of a stage's tensor ranks as one: the ledger, like the scheduler, knows stages.
+
+A stage computes a step from when its first rank begins to when its last has ended. What a rank does not compute
+of that time it waits for the others: inside gathers, before it begins or after it has ended. The stage waits as
+long as its ranks do on average, so computing and waiting are the whole step, for the stage and for each rank.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from ppserve.core.plan import StepResult
+
+
+class TensorRanks:
+    """gathered_ns: of each stage, how long each of its ranks has waited for the others."""
+
+    def __init__(self, num_stages: int, num_tensor: int) -> None:
+        self.gathered_ns = [[0] * num_tensor for _ in range(num_stages)]
+        self._num_tensor = num_tensor
+        self._came: dict[tuple[int, int], dict[int, StepResult]] = {}
+
+    def take(self, result: StepResult) -> StepResult | None:
+        """A rank's result, whose `stage` is the rank's place; the stage's, once all ranks of it have reported."""
+        stage, tensor = divmod(result.stage, self._num_tensor)
+        if self._num_tensor == 1:
+            return result
+        came = self._came.setdefault((result.step_id, stage), {})
+        came[tensor] = result
+        if len(came) < self._num_tensor:
+            return None
+        del self._came[result.step_id, stage]
+        return self._together(stage, [came[rank] for rank in range(self._num_tensor)])
+
+    def lost(self) -> None:
+        """The epoch is lost: what has not come will not come."""
+        self._came.clear()
+
+    def first_owing(self, step_id: int, stage: int) -> int:
+        """The first rank of a stage that has not reported a step."""
+        came = self._came.get((step_id, stage), {})
+        return next(rank for rank in range(self._num_tensor) if rank not in came)
+
+    def _together(self, stage: int, ranks: list[StepResult]) -> StepResult:
+        first = min(ranks, key=lambda rank: rank.stamps.begun).stamps
+        ended, sent = max(rank.stamps.ended for rank in ranks), max(rank.stamps.sent for rank in ranks)
+        waited_ns = [ended - first.begun - rank.computed_ns for rank in ranks]
+        for rank, ns in enumerate(waited_ns):
+            self.gathered_ns[stage][rank] += ns
+        return replace(
+            ranks[0],
+            stage=stage,
+            stamps=replace(first, ended=ended, sent=sent),
+            bytes_sent=sum(rank.bytes_sent for rank in ranks),
+            gathered_ns=sum(waited_ns) // len(ranks),
+        )

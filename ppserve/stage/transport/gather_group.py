@@ -1,0 +1,82 @@
+"""The gather over a group of torch.distributed: gloo between any processes, NCCL between GPUs.
+
+A group's all-gather wants parts of one size, so narrower ones are padded. Bytes are gathered, whatever they mean:
+gloo does not know all of torch's numbers.
+"""
+
+from __future__ import annotations
+
+import time
+
+import torch
+import torch.distributed as dist
+from torch.nn.functional import pad
+
+import parallel_state
+from parallel_state import ParallelGroup
+from ppserve.core.cut import Cut
+from ppserve.errors import ConfigError, TransportError
+from ppserve.stage.transport.gather import TensorLink
+from ppserve.stage.transport.gather_shm import shm_gather
+from ppserve.stage.transport.nccl import AbortedPassage
+from ppserve.stage.transport.point_to_point import Passage, first_line
+
+
+class GroupGather:
+    """waited_ns: with gloo, the time of the exchange as well; with NCCL nothing, since the GPU waits and not the
+    host. passage: how what is under way is ended."""
+
+    def __init__(self, name: str, group: ParallelGroup, passage: Passage) -> None:
+        self.name = name
+        self.waited_ns = 0
+        self._group, self._passage = group, passage
+        self._on_device = name == "nccl"
+        self._closed = False
+
+    def all(self, own_Tn: torch.Tensor, cut: Cut) -> torch.Tensor:
+        begun_ns = time.monotonic_ns()
+        of_host_Tn = own_Tn if self._on_device else own_Tn.cpu()
+        padded = pad(of_host_Tn, (0, max(cut.widths) - cut.width)).contiguous()
+        parts = [torch.empty_like(padded) for _ in cut.widths]
+        self._check_open()
+        try:
+            dist.all_gather(
+                [part.view(torch.uint8) for part in parts], padded.view(torch.uint8), self._group.process_group
+            )
+        except RuntimeError as error:
+            raise TransportError(first_line(self.name, error)) from error
+        self._check_open()
+        if not self._on_device:
+            self.waited_ns += time.monotonic_ns() - begun_ns
+        whole_TN = torch.cat([part[:, :width] for part, width in zip(parts, cut.widths, strict=True)], 1)
+        return whole_TN.to(own_Tn.device)
+
+    def interrupt(self) -> None:
+        # In this order: an aborted wait may return as if all were well, and is then found to be closed.
+        self._closed = True
+        self._passage.interrupt(self._group.process_group)
+
+    def close(self) -> None:
+        """What is under way ends when the group does (`destroy_model_parallel`)."""
+        self._closed = True
+        self._passage.close()
+
+    def _check_open(self) -> None:
+        if self._closed:
+            raise TransportError(f"{self.name}: the gather is closed")
+
+
+def create_gather(name: str) -> TensorLink:
+    """The gather that goes with the transport `shm`, `gloo` or `nccl`, in `parallel_state.get_tp_group()`.
+
+    A collective call: every tensor rank of the stage makes it. Raises ConfigError when the name does not connect
+    processes, TransportError when a rank is gone.
+    """
+    group = parallel_state.get_tp_group()
+    if name == "shm":
+        return shm_gather(group)
+    if name == "gloo":
+        return GroupGather(name, group, Passage())
+    if name == "nccl":
+        return GroupGather(name, group, AbortedPassage())
+    raise ConfigError("--transport", f"{name!r} does not connect processes; choose shm, gloo or nccl")

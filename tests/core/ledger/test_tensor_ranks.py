@@ -1,0 +1,40 @@
+"""One result of several tensor ranks: computing and waiting are the whole step, for the stage and each rank."""
+
+from __future__ import annotations
+
+from ppserve.core.ledger.tensor_ranks import TensorRanks
+from ppserve.core.plan import Drawn, StepResult, StepStamps
+
+
+def result(place: int, begun: int, ended: int, gathered: int, drawn: tuple[Drawn, ...] = ()) -> StepResult:
+    stamps = StepStamps(begun - 3, begun - 2, begun - 1, begun, ended, ended + 1)
+    return StepResult(1, 7, place, stamps, bytes_sent=10, drawn=drawn, gathered_ns=gathered)
+
+
+def test_a_stage_has_reported_when_all_its_ranks_have() -> None:
+    ranks = TensorRanks(2, 3)
+    assert ranks.take(result(4, 100, 200, 20)) is None
+    assert ranks.first_owing(7, 1) == 0
+    assert ranks.take(result(3, 90, 210, 30, (Drawn(1, 5),))) is None
+    assert ranks.first_owing(7, 1) == 2
+    stage = ranks.take(result(5, 110, 190, 0))
+    assert stage is not None
+    assert (stage.stage, stage.drawn, stage.bytes_sent) == (1, (Drawn(1, 5),), 30)
+    assert (stage.stamps.begun, stage.stamps.ended, stage.stamps.planned) == (90, 210, 87)
+    # Each rank computed 90, 80 and 80 of the stage's 120.
+    assert ranks.gathered_ns == [[0, 0, 0], [30, 40, 40]]
+    assert (stage.gathered_ns, stage.computed_ns) == (36, 84)
+
+
+def test_one_rank_is_its_stage() -> None:
+    ranks = TensorRanks(2, 1)
+    one = result(1, 100, 200, 0)
+    assert ranks.take(one) is one
+
+
+def test_what_a_lost_epoch_left_is_forgotten() -> None:
+    ranks = TensorRanks(1, 2)
+    assert ranks.take(result(0, 100, 200, 0)) is None
+    ranks.lost()
+    assert ranks.take(result(1, 100, 200, 0)) is None
+    assert ranks.take(result(0, 100, 200, 0)) is not None

@@ -1,0 +1,123 @@
+"""Gathers between tensor ranks: rows arrive whole, and nobody waits for a rank that is gone."""
+
+from __future__ import annotations
+
+import os
+import signal
+from concurrent.futures import Future, ThreadPoolExecutor
+from datetime import timedelta
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+
+import parallel_state
+from ppserve.core.cut import Cut
+from ppserve.errors import TransportError
+from ppserve.model.gather import Gather
+from ppserve.stage.transport.gather import ROOM_BYTES, NoTensorLink, TensorLink, connect_ranks
+from ppserve.stage.transport.gather_group import create_gather
+from tests.worlds import Died, World
+
+WITHIN_S = 20
+SHAPES = [(1, 5, torch.float32), (3, 7, torch.bfloat16), (130, 64, torch.float32), (2, 9, torch.float64)]
+
+
+def rows(count: int, width: int, dtype: torch.dtype, seed: int = 0) -> torch.Tensor:
+    return torch.randn(count, width, generator=torch.Generator().manual_seed(seed)).to(dtype)
+
+
+def gathers_whole(gather: Gather, rank: int, count: int) -> list[bool]:
+    """Rows of several shapes, often enough that rooms are used again."""
+    right = []
+    for turn in range(12):
+        num_rows, width, dtype = SHAPES[turn % len(SHAPES)]
+        whole_TN, cut = rows(num_rows, width, dtype, turn), Cut.of(width, rank, count)
+        gathered_TN = gather.all(whole_TN[:, cut.own], cut)
+        right.append(torch.equal(gathered_TN, whole_TN) and gathered_TN.is_contiguous())
+    return right
+
+
+def test_threads_gather_whole_rows() -> None:
+    count = 3
+    links = connect_ranks(count)
+    with ThreadPoolExecutor(count) as threads:
+        assert list(threads.map(gathers_whole, links, range(count), [count] * count)) == [[True] * 12] * count
+    assert all(link.waited_ns > 0 for link in links)
+
+
+def test_more_rows_than_fit_follow_in_pieces() -> None:
+    width = 1 << 14
+    whole_TN = rows(2 * ROOM_BYTES // (4 * width) + 3, 2 * width, torch.float32)
+    cuts = [Cut.of(2 * width, rank, 2) for rank in range(2)]
+    with ThreadPoolExecutor(2) as threads:
+        both = threads.map(lambda link, cut: link.all(whole_TN[:, cut.own], cut), connect_ranks(2), cuts)
+        assert all(torch.equal(gathered_TN, whole_TN) for gathered_TN in both)
+
+
+@pytest.mark.parametrize("by", ["its own interrupt", "the other's end"])
+def test_a_wait_ends(by: str) -> None:
+    """Also one that spins: the other thread needs the interpreter to end it."""
+    waiting, other = connect_ranks(2)
+    with ThreadPoolExecutor(1) as threads:
+        wait: Future[torch.Tensor] = threads.submit(waiting.all, torch.ones(1, 1), Cut.of(2, 0, 2))
+        (waiting.interrupt if by == "its own interrupt" else other.close)()
+        assert isinstance(wait.exception(WITHIN_S), TransportError)
+
+
+def test_a_rank_alone_gathers_what_it_has() -> None:
+    link: TensorLink = NoTensorLink()
+    own = torch.ones(2, 3)
+    assert link.all(own, Cut((3,), 0)) is own
+    link.interrupt()
+    link.close()
+
+
+# ---- processes ----------------------------------------------------------------------------------------------
+
+
+def meet(rank: int, kind: str, path: str, count: int) -> TensorLink:
+    store = dist.FileStore(path, count)
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=count, timeout=timedelta(seconds=WITHIN_S))
+    parallel_state.initialize_model_parallel(count, 1)
+    return create_gather(kind)
+
+
+def part(gather: TensorLink) -> None:
+    gather.close()
+    parallel_state.destroy_model_parallel()
+    dist.destroy_process_group()
+
+
+def gather_in_process(rank: int, kind: str, path: str, count: int) -> list[bool]:
+    gather = meet(rank, kind, path, count)
+    right = gathers_whole(gather, rank, count)
+    part(gather)
+    return right
+
+
+def lose_one(rank: int, kind: str, path: str, count: int) -> str:
+    """The last rank is killed while the others wait for it; what they are told."""
+    gather = meet(rank, kind, path, count)
+    gathers_whole(gather, rank, count)
+    if rank == count - 1:
+        os.kill(os.getpid(), signal.SIGKILL)
+    said = ""
+    try:
+        gather.all(torch.ones(1, 1), Cut.of(count, rank, count))
+    except TransportError as error:
+        said = str(error)
+    part(gather)
+    return said
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(200)
+def test_processes_gather_and_notice_a_death(tmp_path: Path) -> None:
+    with World(3) as world:
+        for kind in ("gloo", "shm"):
+            assert world.run(gather_in_process, kind, str(tmp_path / kind), 3) == [[True] * 12] * 3
+        *told, dead = world.run(lose_one, "shm", str(tmp_path / "lost"), 3)
+    assert dead == Died(-signal.SIGKILL)
+    assert told == ["a tensor rank of this stage is gone"] * 2

@@ -1,0 +1,64 @@
+"""Runs rows of the table of faults and prints the table.
+
+    PYTHONPATH=. python -m benchmarks.chaos --rows 1,2,7 --short --json FILE
+
+What clients saw is left in --records, one file a row, and judged from there.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import platform
+import sys
+import tempfile
+import time
+import traceback
+from pathlib import Path
+from typing import Any
+
+from benchmarks.chaos import host_rows, load_rows, server_rows, stage_rows
+from benchmarks.chaos.record import Record
+
+ROWS = {**stage_rows.ROWS, **server_rows.ROWS, **load_rows.ROWS, **host_rows.ROWS}
+ELSEWHERE = {13: "benchmarks/service_soak.py"}
+
+
+def machine() -> dict[str, Any]:
+    lines = Path("/proc/cpuinfo").read_text().splitlines() if Path("/proc/cpuinfo").exists() else []
+    name = next((line.partition(":")[2].strip() for line in lines if line.startswith("model name")), "")
+    return {"cpu": name or platform.processor(), "cores": os.cpu_count(), "load": round(os.getloadavg()[0], 1)}
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--rows", default="all", help="such as 3,7; 1 to 12")
+    parser.add_argument("--short", action="store_true", help="minutes instead of hours")
+    parser.add_argument("--json", type=Path)
+    parser.add_argument("--records", type=Path, default=Path(tempfile.gettempdir()) / "ppserve-chaos")
+    flags = parser.parse_args()
+    numbers = sorted(ROWS) if flags.rows == "all" else [int(number) for number in flags.rows.split(",")]
+    flags.records.mkdir(exist_ok=True)
+    results: dict[str, Any] = {"machine": machine(), "short": flags.short, "rows": {}}
+    for number in numbers:
+        if number in ELSEWHERE:
+            print(f"{number}: {ELSEWHERE[number]}")
+            continue
+        row, begun_s = ROWS[number], time.monotonic()
+        try:
+            figures = row(Record(flags.records / f"row{number}.jsonl"), flags.short)
+        except Exception as error:
+            traceback.print_exc()
+            figures = {"met": False, "error": f"{type(error).__name__}: {str(error)[:200]}"}
+        figures |= {"seconds": round(time.monotonic() - begun_s), "load": round(os.getloadavg()[0], 1)}
+        results["rows"][number] = figures
+        said = {True: "met", False: "NOT met", None: "skipped"}[figures.get("met")]
+        print(f"{number}: {said}  {json.dumps(figures)}", flush=True)
+        if flags.json:
+            flags.json.write_text(json.dumps(results, indent=2) + "\n")
+    return 0 if all(row.get("met") is not False for row in results["rows"].values()) else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())

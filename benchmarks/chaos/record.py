@@ -1,0 +1,148 @@
+"""What clients saw, written down outside the server, line by line; and its check, made from the file alone."""
+
+from __future__ import annotations
+
+import json
+import threading
+import time
+from collections import Counter, defaultdict
+from dataclasses import dataclass, field
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+from ppserve.answers import Options, Token
+from ppserve.client import CallFailed, Client, RetryPolicy
+
+PROMPT = "Once upon a time, {} small boats"
+ONE_CONNECTION = RetryPolicy(max_attempts=1, resume=False)
+
+
+class Record:
+    """Lines of JSON: when (monotonic seconds), what, and of which caller."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self._file = path.open("w")
+        self._writing = threading.Lock()
+
+    def note(self, what: str, **about: Any) -> float:
+        now_s = time.monotonic()
+        with self._writing:
+            self._file.write(json.dumps({"t": now_s, "what": what, **about}) + "\n")
+        return now_s
+
+    def close(self) -> None:
+        self._file.close()
+
+
+@dataclass
+class Crowd:
+    """Callers who ask for the same answer again and again, each for one of its own. policy: whether a broken
+    stream is resumed."""
+
+    target: str
+    record: Record
+    callers: int = 16
+    max_tokens: int = 300
+    policy: RetryPolicy = field(default_factory=lambda: ONE_CONNECTION)
+    _over: threading.Event = field(default_factory=threading.Event)
+    _threads: list[threading.Thread] = field(default_factory=list)
+
+    def ask_undisturbed(self) -> None:
+        """What each answer is to be."""
+        threads = [threading.Thread(target=self._ask, args=(c, "undisturbed")) for c in range(self.callers)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+
+    def start(self) -> None:
+        self._threads = [threading.Thread(target=self._run, args=(c,)) for c in range(self.callers)]
+        for thread in self._threads:
+            thread.start()
+
+    def finish(self, within_s: float = 180.0) -> None:
+        """Each to the end of its answer."""
+        self._over.set()
+        for thread in self._threads:
+            thread.join(within_s)
+            assert not thread.is_alive(), "a stream did not end"
+
+    def _run(self, caller: int) -> None:
+        while not self._over.is_set():
+            if not self._ask(caller, "answer"):
+                time.sleep(0.05)
+
+    def _ask(self, caller: int, kind: str) -> bool:
+        asked: Options = {"max_tokens": self.max_tokens, "ignore_eos": True, "logprobs": 1, "seed": caller}
+        self.record.note("begin", caller=caller, kind=kind)
+        try:
+            with Client(self.target, retry=self.policy) as client:
+                for chunk in client.stream(PROMPT.format(caller), **asked):
+                    self.record.note("tokens", caller=caller, tokens=[_plain(token) for token in chunk.tokens])
+        except CallFailed as failure:
+            self.record.note("failed", caller=caller, code=failure.code, reason=failure.reason)
+            return False
+        self.record.note("end", caller=caller, kind=kind)
+        return True
+
+
+def _plain(token: Token) -> list[Any]:
+    return [token.id, token.logprob]
+
+
+@dataclass
+class Verdict:
+    """answers: complete ones. wrong: those that differ from the undisturbed. failures: by status. pauses: seconds
+    without a token of a stream, the longest after each fault."""
+
+    answers: int = 0
+    wrong: int = 0
+    failures: Counter[str] = field(default_factory=Counter)
+    pauses: list[float] = field(default_factory=list)
+
+    @property
+    def is_clean(self) -> bool:
+        return self.answers > 0 and not self.wrong and not self.failures
+
+    def pause(self, share: float) -> float:
+        ordered = sorted(self.pauses)
+        return ordered[int(share * (len(ordered) - 1))] if ordered else 0.0
+
+    def figures(self) -> dict[str, Any]:
+        pauses = {f"pause_p{round(100 * s)}_s": round(self.pause(s), 2) for s in (0.5, 0.95, 1.0)}
+        told = {"answers": self.answers, "wrong": self.wrong, "failures": dict(self.failures)}
+        return {**told, **(pauses if self.pauses else {})}
+
+
+def check(path: Path) -> Verdict:
+    """Offline: from the recorder's file alone."""
+    verdict = Verdict()
+    expected: dict[int, list[Any]] = {}
+    so_far: dict[int, list[Any]] = {}
+    came: dict[int, list[float]] = defaultdict(list)
+    faults: list[float] = []
+    for line in path.read_text().splitlines():
+        event = json.loads(line)
+        match event:
+            case {"what": "begin", "caller": caller}:
+                so_far[caller] = []
+            case {"what": "tokens", "caller": caller, "tokens": tokens, "t": t}:
+                so_far[caller] += tokens
+                came[caller].append(t)
+            case {"what": "failed", "code": code}:
+                verdict.failures[code] += 1
+            case {"what": "end", "caller": caller, "kind": "undisturbed"}:
+                expected[caller] = so_far[caller]
+            case {"what": "end", "caller": caller}:
+                verdict.answers += 1
+                verdict.wrong += so_far[caller] != expected[caller]
+            case {"what": "fault", "t": t}:
+                faults.append(t)
+    for begun_s, over_s in pairwise([*faults, float("inf")]):
+        for times in came.values():
+            gaps = [b - a for a, b in pairwise(times) if b > begun_s and a < over_s]
+            if gaps:
+                verdict.pauses.append(max(gaps))
+    return verdict

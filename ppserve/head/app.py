@@ -47,7 +47,7 @@ from ppserve.process.environment import (
 )
 from ppserve.process.keeper import Keeper
 from ppserve.process.listening import OpenPort, refuse_unmeant
-from ppserve.process.logs import set_up_logging
+from ppserve.process.logs import set_up_logging, survive_full_disks
 from ppserve.process.tls import stage_context
 from ppserve.tokenizer import Tokenizer, load_tokenizer
 
@@ -62,6 +62,7 @@ _ENDING_S = 5.0
 def run_head(config: ServeConfig, environment: RankEnvironment) -> int:
     """Runs rank 0; returns its exit code."""
     die_with_launcher()
+    survive_full_disks()
     set_up_logging(config.log)
     # The engine's thread must not wait long for the interpreter's lock while streams are written.
     sys.setswitchinterval(0.0005)

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import io
 import json
 import logging
+import sys
 import time
+from typing import Any
 
 from ppserve.config import LogSettings
 
@@ -36,3 +39,19 @@ def set_up_logging(settings: LogSettings, who: str = "head") -> None:
     else:
         handler.setFormatter(logging.Formatter(f"%(asctime)s {who} %(levelname)s %(message)s", "%H:%M:%S"))
     logging.basicConfig(level=settings.level.upper(), handlers=[handler], force=True)
+
+
+def survive_full_disks() -> None:
+    """What this process writes on its standard output or error is lost where it cannot be written. Otherwise a log
+    on a full disk would end the server, at the next line."""
+    for fd, name in ((1, "stdout"), (2, "stderr")):
+        buffer = io.BufferedWriter(_Unfailing(fd, "w", closefd=False))
+        setattr(sys, name, io.TextIOWrapper(buffer, "utf-8", "backslashreplace", line_buffering=True))
+
+
+class _Unfailing(io.FileIO):
+    def write(self, data: Any) -> int:
+        try:
+            return super().write(data)
+        except OSError:
+            return memoryview(data).nbytes

@@ -20,7 +20,7 @@ from ppserve.errors import UsageError
 from ppserve.process.environment import EXIT_HEAD_GONE, EXIT_USAGE, RankEnvironment, die_with_parent
 from ppserve.process.greeting import connect_to_head
 from ppserve.process.interfaces import ONE_HOST, find_route, other_ports
-from ppserve.process.logs import set_up_logging
+from ppserve.process.logs import set_up_logging, survive_full_disks
 
 log = logging.getLogger("ppserve.stage")
 
@@ -42,6 +42,7 @@ def main() -> int:
     from ppserve.stage.wiring import ProcessGroupWiring
 
     start = _read_start()
+    survive_full_disks()
     grid = start.config.pipeline.grid(start.world_size)
     set_up_logging(start.config.log, start.config.pipeline.rank_name(start.rank, start.world_size))
     log.info("process %d", os.getpid())

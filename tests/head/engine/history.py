@@ -7,21 +7,22 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 
 from ppserve.core.grid import RankGrid
 from ppserve.core.request import FinishReason, Request, SamplingParams, StopConditions
-from ppserve.errors import Overloaded, RequestFailed
+from ppserve.errors import Draining, Overloaded, RequestFailed
 from ppserve.head.engine.loop import Engine
 from ppserve.head.engine.member import StageState
 from ppserve.head.engine.members import Members
+from ppserve.head.engine.open_request import read_held
 from ppserve.head.engine.output import TokenOutput
 from ppserve.head.engine.replica import Replica
 from ppserve.head.engine.watcher import Watcher
 from tests.core.scheduling.invariants import check_scheduler
 from tests.core.scheduling.rig import prompt_of
-from tests.core.toy_pipeline import expected_answer
+from tests.core.toy_pipeline import EOS_ID, expected_answer
 from tests.head.engine.simulated_stages import POISON_SEED, Host, StageProcess
 from tests.head.engine.simulated_world import SECOND, Network, SimulatedControl, World
 from tests.head.engine.toy_ranks import ToyRules
@@ -43,6 +44,7 @@ class Caller:
     tokens: dict[int, list[int]] = field(default_factory=lambda: defaultdict(list))
     ends: dict[int, str] = field(default_factory=dict)
     is_refused: bool = False
+    waits_for_server: bool = False
 
     def push(self, outputs: Sequence[TokenOutput]) -> None:
         for output in outputs:
@@ -84,22 +86,28 @@ class History:
         self.random = world.random
         self.network = Network()
         self.num_stages = self.random.choice((1, 2, 2, 3))
+        speculate = self.random.choice((0, 0, None, 1, 4))
+        self._settings = {"max_num_seqs": self.random.choice((3, 16)), "max_queue": 8, "speculate": speculate}
+        self._kinds = members, replica
+        self._turn_is_due = False
+        self._head_sleeps_until_ns = 0
+        self._start_head()
+        self.host = Host(world, self.network, self.control, self.num_stages)
+        self.callers: list[Caller] = []
+        self.num_faults = 0
+
+    def _start_head(self) -> None:
+        """The head's process begins: it knows of nothing."""
+        world, (members, replica) = self.world, self._kinds
+        self._head_began_ns = world.now_ns
         self.control = SimulatedControl(world, self.network)
         self.control.on_news = self._wake
-        speculate = self.random.choice((0, 0, None, 1, 4))
-        settings = {"max_num_seqs": self.random.choice((3, 16)), "max_queue": 8, "speculate": speculate}
-        rules = ToyRules(self.num_stages, settings)
+        rules = ToyRules(self.num_stages, self._settings)
         self.members = members(RankGrid(1, 1, self.num_stages), "here", rules, self.control)
-        self._began_ns = world.now_ns
         self.replica = replica(self.members, self.control, Watcher(), lambda: world.now_ns)
         self.engine = Engine(
             self.replica, self.control, Watcher(), lambda call: call(), lambda: self.world.now_ns
         )
-        self.host = Host(world, self.network, self.control, self.num_stages)
-        self.callers: list[Caller] = []
-        self.num_faults = 0
-        self._turn_is_due = False
-        self._head_sleeps_until_ns = 0
 
     def run(self) -> list[str]:
         """To its end. Returns what happened; raises AssertionError with that where an invariant does not hold."""
@@ -129,11 +137,11 @@ class History:
             self.world.step()
         self._heal()
         while not (all(caller.is_over for caller in self.callers) and self._is_quiet()):
-            self._step((over_ns - self._began_ns) / SECOND + _SERVED_WITHIN_S)
+            self._step((over_ns - SECOND) / SECOND + _SERVED_WITHIN_S)
         self._check_the_end()
 
     def _step(self, within_s: float) -> None:
-        waited_s = (self.world.now_ns - self._began_ns) / SECOND
+        waited_s = (self.world.now_ns - SECOND) / SECOND
         states = [member.state.name for member in self.members.all]
         assert waited_s < within_s, f"not served after {waited_s:.0f} s: {states}"
         self.world.step()
@@ -153,6 +161,9 @@ class History:
         self.world.after(_TICK_S, self._tick)
 
     def _turn(self) -> None:
+        if not self.control.is_up:
+            self._turn_is_due = False
+            return
         if self.world.now_ns < self._head_sleeps_until_ns:
             self.world.after((self._head_sleeps_until_ns - self.world.now_ns) / SECOND, self._turn)
             return
@@ -183,6 +194,12 @@ class History:
             self.num_faults += 1
             self.world.after(at_s, partial(fault, rank, lasts_s))
             over_s = max(over_s, at_s + lasts_s)
+        for fault in (self._restart_head, self._lose_agent):
+            if random.random() < 0.15:
+                at_s, lasts_s = random.uniform(0.0, 6.0), random.choice((0.3, 2.0, 11.0))
+                self.num_faults += 1
+                self.world.after(at_s, partial(fault, random.randrange(self.num_stages), lasts_s))
+                over_s = max(over_s, at_s + lasts_s)
         return over_s
 
     def _some_request(self, number: int, is_poison: bool) -> Request:
@@ -201,14 +218,36 @@ class History:
     def _submit(self, request: Request) -> None:
         caller = Caller(request, self.world)
         self.callers.append(caller)
-        accepted = self.engine.submit(request, caller, None)
+        self._ask(caller, request)
+
+    def _ask(self, caller: Caller, request: Request) -> None:
+        """As clients do: where no server serves, again; where the queue is full, not."""
+
+        def again() -> None:
+            caller.waits_for_server = True
+            self.world.after(0.5, lambda: self._ask(caller, request))
+
+        caller.waits_for_server = False
+        if not self.control.is_up:
+            again()
+            return
+        accepted = self.engine.submit(request, caller, None, read_held(request, None, EOS_ID))
 
         def answered(_future: object) -> None:
             problem = accepted.exception()
-            caller.is_refused = problem is not None
+            if isinstance(problem, Draining):
+                again()
+                return
+            caller.is_refused |= problem is not None
             assert problem is None or isinstance(problem, Overloaded), problem
 
         accepted.add_done_callback(answered)
+
+    def _resume(self, caller: Caller, index: int) -> None:
+        """With the tokens that it holds, under a name of its own."""
+        request, held = caller.request, tuple(caller.tokens[index])
+        name = f"{request.id}/{index} after {len(self.world.trace)}"
+        self._ask(caller, replace(request, id=name, resume_index=index, resume_ids=held))
 
     def _cancel(self, key: str) -> None:
         self.world.note(f"cancel {key}")
@@ -253,6 +292,29 @@ class History:
         self.world.note(f"the head sleeps for {lasts_s} s")
         self._head_sleeps_until_ns = self.world.now_ns + int(lasts_s * SECOND)
 
+    def _restart_head(self, _rank: int, lasts_s: float) -> None:
+        """Its memory is lost. Callers resume; stages find the next head, which may come at once or late."""
+        if not self.control.is_up:
+            return
+        self.world.note(f"the head dies; another comes after {lasts_s} s")
+        self.control.die()
+        self.world.after(lasts_s, self._next_head)
+
+    def _next_head(self) -> None:
+        self._start_head()
+        self.host.has_new_head(self.control)
+        self.replica.start()
+        self._wake()
+        for caller in self.callers:
+            if not caller.is_over and not caller.waits_for_server:
+                for index in range(caller.request.num_sequences):
+                    if index not in caller.ends:
+                        self._resume(caller, index)
+
+    def _lose_agent(self, rank: int, lasts_s: float) -> None:
+        """A rank's keeper ends with its stage, and its agent, or another host's, starts both again."""
+        self._process(rank, f"end for {lasts_s} s the agent of").end("its agent is gone", lasts_s)
+
     def _heal(self) -> None:
         self.world.note("the faults are over")
         self._join_stages()
@@ -281,7 +343,7 @@ class History:
         for stage in reading.stages:
             times = stage.times
             accounted = sum(times.busy_ns.values()) + sum(times.bubble_ns.values()) + times.idle_ns
-            assert accounted == self.world.now_ns - self._began_ns, "the ledger's times are not the wall's"
+            assert accounted == self.world.now_ns - self._head_began_ns, "the ledger's times are not the wall's"
         for caller in self.callers:
             if caller.request.sampling.seed == POISON_SEED and not caller.is_refused:
                 ends = set(caller.ends.values())

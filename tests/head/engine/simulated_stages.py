@@ -42,11 +42,16 @@ class Host:
         for process in self.processes.values():
             world.after(world.between(0.0, 0.5), process.connect)
 
-    def replace(self, rank: int) -> None:
-        """What a keeper does when its stage has ended."""
+    def replace(self, rank: int, after_s: float = 0.0) -> None:
+        """What a keeper does when its stage has ended. after_s: until there is a keeper again."""
         self.num_deaths += 1
         self.processes[rank] = StageProcess(self, rank)
-        self.world.after(self.world.between(0.2, 1.5), self.processes[rank].connect)
+        self.world.after(after_s + self.world.between(0.2, 1.5), self.processes[rank].connect)
+
+    def has_new_head(self, control: SimulatedControl) -> None:
+        """It counts its epochs anew; who is in the old ones' groups does not hear of it."""
+        self.control = control
+        self.groups = {}
 
 
 class StageProcess:
@@ -60,6 +65,7 @@ class StageProcess:
         self.slowness = 1.0
         self._host = host
         self._world = host.world
+        self._groups = host.groups
         self._waiting: deque[Callable[[], None]] = deque()
         self._connection: Connection | None = None
         self._heard_ns = 0
@@ -85,7 +91,7 @@ class StageProcess:
     def later(self, seconds: float, action: Callable[[], None]) -> None:
         self._world.after(seconds, lambda: self.do(action))
 
-    def end(self, why: str) -> None:
+    def end(self, why: str, back_after_s: float = 0.0) -> None:
         if not self.is_alive:
             return
         self._world.note(f"process of rank {self.rank} ends: {why}")
@@ -93,7 +99,7 @@ class StageProcess:
         if self._connection is not None:
             self._connection.up.send(None)
         self._leave()
-        self._host.replace(self.rank)
+        self._host.replace(self.rank, back_after_s)
 
     def freeze(self, seconds: float, with_its_host: bool) -> None:
         """A keeper that runs kills a stage that stands still."""
@@ -113,9 +119,11 @@ class StageProcess:
         if not self.is_alive:
             return
         cut = self._host.network.cut
-        if self.is_frozen or (self.rank, "up") in cut or (self.rank, "down") in cut:
+        is_cut = (self.rank, "up") in cut or (self.rank, "down") in cut
+        if self.is_frozen or is_cut or not self._host.control.is_up:
             self._world.after(_RETRY_S, self.connect)
             return
+        self._groups = self._host.groups
         self._connection = connection = Connection(self._host.control, self.rank, self._hear)
         self._heard_ns = self._world.now_ns
         connection.up.send(wire.Proof(self.rank, b"", b""))
@@ -168,7 +176,7 @@ class StageProcess:
         self._toy.lose()
         if self.rank == 0:
             self._say(wire.StoreOpened(epoch, 1))
-        group = self._host.groups.setdefault(epoch, {})
+        group = self._groups.setdefault(epoch, {})
         group[self.rank] = self
         if len(group) == self._host.num_stages:
             for process in group.values():
@@ -201,7 +209,7 @@ class StageProcess:
     def _leave(self) -> None:
         epoch, self._epoch = self._epoch, 0
         self._forget()
-        others = [p for p in self._host.groups.get(epoch, {}).values() if p is not self]
+        others = [p for p in self._groups.get(epoch, {}).values() if p is not self]
         if self._host.neighbours_notice:
             for process in others:
                 process.later(self._world.between(0.001, 0.05), partial(process.neighbour_left, epoch))
@@ -255,5 +263,5 @@ class StageProcess:
         if self._host.network.stages_are_cut:
             self.later(0.05, lambda: self._hand_on(epoch, step_id))
             return
-        after = self._host.groups[epoch][self.rank + 1]
+        after = self._groups[epoch][self.rank + 1]
         after.later(self._world.between(0.0001, 0.002), lambda: after.arrived(epoch, step_id))

@@ -105,6 +105,7 @@ class SimulatedControl:
         self.world = world
         self.network = network
         self.on_news: Callable[[], None] = lambda: None
+        self.is_up = True
         self._peers: dict[int, Connection] = {}
         self._inbox: list[Heard | Gone] = []
         self._knocking: list[Connection] = []
@@ -139,10 +140,21 @@ class SimulatedControl:
     def close(self, goodbye_s: float) -> None:
         """Nothing waits here."""
 
+    def die(self) -> None:
+        """The head's process ends: so do all connections, and new ones are refused."""
+        self.is_up = False
+        self.on_news = lambda: None
+        for connection in [*self._peers.values(), *self._knocking]:
+            connection.down.send(None)
+        self._peers.clear()
+
     # ---- what the network calls -----------------------------------------------------------------------
 
     def arrived(self, connection: Connection, message: Any) -> None:
         rank = connection.rank
+        if not self.is_up:
+            connection.down.send(None)
+            return
         if isinstance(message, wire.Proof):
             self._knocking.append(connection)
             self.on_news()

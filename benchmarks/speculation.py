@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import logging
 import random
 import shutil
 import statistics
@@ -148,11 +149,12 @@ class Bench:
 
     def rates(self) -> None:
         for name, model, new in ("built-in", "tiny", 96), ("124M", str(self._big()), 48):
-            self._flags.new = new
+            if name not in self._flags.models.split(","):
+                continue
             for rate in RATES:
-                self._rate(name, model, rate)
+                self._rate(name, model, rate, new)
 
-    def _rate(self, name: str, model: str, rate: float) -> None:
+    def _rate(self, name: str, model: str, rate: float, new: int) -> None:
         prompt = [7, 11, 13, 17, 19]
         known: list[int] = []
 
@@ -166,7 +168,14 @@ class Bench:
             )
             known += [token.id for token in right.sequences[0].tokens]
             ideal = stages / (stages - (stages - 1) * rate)
-            self.compare(f"{name}, right {rate:.1f}", in_process(off), in_process(auto), [prompt], temperature=0)
+            self.compare(
+                f"{name}, right {rate:.1f}",
+                in_process(off),
+                in_process(auto),
+                [prompt],
+                temperature=0,
+                max_tokens=new,
+            )
             print(f"    depth alone x{ideal:.2f}, simulated x{simulated(auto, rate):.2f}", flush=True)
 
     def texts(self) -> None:
@@ -225,7 +234,7 @@ class Bench:
     def _big(self) -> Path:
         folder = self._folder / "124M"
         if not folder.exists():
-            write_checkpoint(folder, Shape(vocab_size=50304))  # padded: nothing looks for GPT-2's tokenizer
+            write_checkpoint(folder, Shape())
         return folder
 
     def _deep(self, noise: float) -> Path:
@@ -297,9 +306,11 @@ def main() -> None:
     parser.add_argument("parts", nargs="*", choices=parts)
     parser.add_argument("--all", action="store_true")
     parser.add_argument("--stages", type=int, default=2)
+    parser.add_argument("--models", default="built-in,124M", help="Of `rates`.")
     parser.add_argument("--new", type=int, default=96)
     parser.add_argument("--repetitions", type=int, default=9)
     flags = parser.parse_args()
+    logging.basicConfig(level=logging.ERROR)  # the model of 124M has no tokenizer
     with tempfile.TemporaryDirectory() as folder:
         bench = Bench(flags, Path(folder))
         for part in parts if flags.all else flags.parts:

@@ -18,6 +18,8 @@ TURN = 16
 REMEMBERED = 3
 # A slower way gets one turn in so many; twice as many each time that it is slower again, and more if much slower.
 FIRST_PROBE, LAST_PROBE = 8, 128
+# Steps at the beginning of each turn of trying WIDE.
+EXPLORED = 3
 # A way with more guesses must be faster by this factor.
 MARGIN = 1.02
 
@@ -56,7 +58,7 @@ class _Trial:
 
     def __init__(self) -> None:
         self.turns = {way: _Turns() for way in Way}
-        self._best = self._probed = Way.PLAIN
+        self.best = self._probed = Way.PLAIN
         self._probe_in = self._interval = FIRST_PROBE
 
     def next_way(self, ended: Way) -> Way:
@@ -68,8 +70,8 @@ class _Trial:
                 return way
             paces[way] = turns.pace * MARGIN**way
         best = min(paces, key=paces.__getitem__)
-        if best != self._best:
-            self._best = best
+        if best != self.best:
+            self.best = best
             self._probe_in = self._interval = FIRST_PROBE
         elif ended != best:  # a probe, which was slower again
             longer = int(2 * self._interval * paces[ended] / paces[best])
@@ -88,20 +90,35 @@ class GuessTrial:
 
     def __init__(self) -> None:
         self.way = Way.PLAIN
+        self._num_to_explore = 0
+        self._is_exploring = False
         self._trials: dict[int, _Trial] = {}
         self._since_s = 0.0
         self._tokens_left = TURN
+
+    def explore(self) -> bool:
+        """Whether the next step takes guesses whatever a row costs, so that the cost model learns it.
+
+        The step's time does not count.
+        """
+        if not self._num_to_explore:
+            return False
+        self._num_to_explore -= 1
+        self._is_exploring = True
+        return True
 
     def observe(self, num_sequences: int, began_s: float, ended_s: float, num_tokens: int) -> None:
         """A sequence got tokens at `ended_s`, and its ones before at `began_s`. num_sequences: that are
         running."""
         trial = self._trials.setdefault(num_sequences.bit_length(), _Trial())
-        if began_s >= self._since_s:
+        if began_s >= self._since_s and not self._is_exploring:
             trial.turns[self.way].add(ended_s - began_s, num_tokens)
+        self._is_exploring = False
         self._tokens_left -= num_tokens
         if self._tokens_left <= 0:
             was = self.way
             self.way = trial.next_way(was)
+            self._num_to_explore = EXPLORED if self.way is Way.WIDE is not trial.best else 0
             self._tokens_left = TURN * num_sequences
             if self.way != was:
                 self._since_s = ended_s

@@ -32,6 +32,8 @@ Pick = tuple[Sequence, int]
 MARGIN = 1.5
 # The most rows of one sequence in a step that decodes.
 MAX_WIDTH = 16
+# Guesses in a step of a lone sequence that teaches the cost model what rows cost.
+EXPLORED_WIDTH = 3
 # Guesses that are less likely right are not made, though they cost nothing by the prediction: stages that share a
 # processor with others, or a battery, do better things.
 LEAST_PROBABILITY = 0.1
@@ -109,10 +111,11 @@ class Speculation:
         size = StepSize()
         for sequence, num_tokens in picks:
             size = joined(size, sequence, num_tokens)
+        explores = len(picks) == 1 and self._trial.explore()
         step_s = self._seconds(size)
         token_s = step_s / len(picks)
         wider_s = self._seconds(size.with_slice(picks[0][0].scheduled, 1, 1))
-        if not self._pays_wide(1.0, token_s, wider_s - step_s):
+        if not explores and not self._pays_wide(1.0, token_s, wider_s - step_s):
             return picks  # not even a guess that is surely right
         widths = [num_tokens for _, num_tokens in picks]
         likeliest: list[tuple[float, int, Guess]] = []
@@ -123,7 +126,8 @@ class Speculation:
             sequence = picks[place][0]
             wider = size.with_slice(sequence.scheduled + widths[place], 1, 1)
             wider_s = self._seconds(wider)
-            if not self._pays_wide(-improbability, token_s, wider_s - step_s):
+            row_s = 0.0 if explores and widths[place] <= EXPLORED_WIDTH else wider_s - step_s
+            if not self._pays_wide(-improbability, token_s, row_s):
                 break
             size, step_s = wider, wider_s
             sequence.guesses.append(guess)

@@ -7,7 +7,7 @@ from collections.abc import Callable
 
 import pytest
 
-from ppserve.core.scheduling.guess_trial import GuessTrial, Way
+from ppserve.core.scheduling.guess_trial import EXPLORED, GuessTrial, Way
 
 
 def live(
@@ -92,3 +92,16 @@ def test_steps_of_guesses_alone_are_judged_by_themselves(best: Way) -> None:
     live(trial, 8000, pace)
     assert taken[best] > 0.9 * 8000
     assert min(taken.values()) > 32, "each way is tried again now and then"
+
+
+def test_trying_width_begins_with_steps_that_explore_and_do_not_count() -> None:
+    trial, explored = GuessTrial(), dict.fromkeys(Way, 0)
+    now = 0.0
+    for _ in range(4000):
+        explores = trial.explore()
+        explored[trial.way] += explores
+        began, now = now, now + (50.0 if explores else 0.5 if trial.way is Way.WIDE else 1.0)
+        trial.observe(1, began, now, 1)
+    assert explored[Way.WIDE] == EXPLORED, "once it is the fastest way, all is known"
+    assert explored[Way.PLAIN] == explored[Way.DEEP] == 0
+    assert trial.way is Way.WIDE

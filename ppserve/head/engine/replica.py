@@ -210,7 +210,8 @@ class Replica:
                 case EpochLost():
                     self._epoch_lost(event)
                 case StageDied():
-                    self._died.add(event.stage)
+                    if not self._head_paused:
+                        self._died.add(event.stage)
                     log.warning("stage %d died (%s)", event.stage, event.cause)
                     self._watcher.stage_died(event.stage, event.cause)
                 case Hopeless():
@@ -261,7 +262,7 @@ class Replica:
     def _epoch_lost(self, lost: EpochLost) -> None:
         """Steps in flight will not return. The scheduler is told when the next epoch has formed."""
         log.warning("epoch %d lost: %s", lost.epoch, lost.cause)
-        if lost.stage is not None:
+        if lost.stage is not None and not self._head_paused:
             self._broke.add(lost.stage)
         self.steps.lost()
         self._ranks.lost()
@@ -301,6 +302,11 @@ class Replica:
         """Without requests and steps, no KV block may be held. Raises AssertionError."""
         if self.scheduler is not None and not self.scheduler.has_work:
             assert self.scheduler.kv_usage == 0, "idle, yet KV blocks are held"
+
+    @property
+    def _head_paused(self) -> bool:
+        """Stages end when they hear nothing of the head: then no request is to blame for it."""
+        return self.members.head_paused(self._clock())
 
     def _now_s(self) -> float:
         return self._clock() / 1e9

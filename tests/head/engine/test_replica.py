@@ -272,6 +272,22 @@ def test_a_pause_of_the_head_starts_the_deadline_anew() -> None:
     assert set(rig.control.dropped) == {(1, "stuck")}
 
 
+@pytest.mark.parametrize("pause_s", [0, 20])
+def test_stages_that_end_while_the_head_stands_still_convict_nobody(pause_s: int) -> None:
+    """They hear nothing of it. Without the pauses, as a control, the request in flight is convicted."""
+    rig = formed(2)
+    rig.submit("a")
+    convicted = []
+    for _ in range(5):
+        rig.refill()
+        rig.now_ns += pause_s * SECOND
+        rig.lose(3)
+        rig.greet(3)
+        rig.wait(1)
+        convicted += [event for event in rig.join() if isinstance(event, SequenceEvent) and event.error]
+    assert len(convicted) == (0 if pause_s else 1)
+
+
 def test_a_silent_rank_ends_the_epoch_long_before_its_step_is_overdue_and_is_cut_off_later() -> None:
     rig = formed(2)
     rig.submit("a")

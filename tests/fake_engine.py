@@ -16,7 +16,7 @@ from ppserve.config import ServerSettings
 from ppserve.core.architecture import Architecture
 from ppserve.core.plan import TokenLogprobs
 from ppserve.core.request import FinishReason, Request
-from ppserve.errors import RequestError
+from ppserve.errors import InvalidRequest, RequestError, Violation
 from ppserve.head.api.auth import ApiKeys
 from ppserve.head.api.desk import FrontDesk
 from ppserve.head.api.grpc.server import GrpcServer
@@ -115,6 +115,7 @@ class FakeEngine:
     requests: list[Request] = field(default_factory=list)
     sinks: dict[str, Sink] = field(default_factory=dict)
     cancelled: dict[str, FinishReason] = field(default_factory=dict)
+    restarts: list[tuple[int, bool]] = field(default_factory=list)
     news: asyncio.Condition = field(default_factory=asyncio.Condition)
     _runs: set[asyncio.Task[None]] = field(default_factory=set)
 
@@ -139,6 +140,11 @@ class FakeEngine:
 
     def model_card(self) -> ModelCard:
         return self.card
+
+    async def restart(self, replica: int, pauses: bool) -> None:
+        if replica:
+            raise InvalidRequest([Violation("replica", f"there is no replica {replica}")])
+        self.restarts.append((replica, pauses))
 
     def topology(self) -> Topology:
         return Topology((STAGE,), transport="local", epoch=1, microbatches=1)

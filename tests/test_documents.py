@@ -222,7 +222,7 @@ def samples() -> Iterator[dict[str, list[dict[str, str]]]]:
     """Labels of every series of a server of two stages, by name."""
     metrics = Metrics(2)
     metrics.http_expected("/v1/completions", [200])
-    metrics.read_ledger(lambda: account_of(2).snapshot(1))
+    metrics.read_ledger(lambda: (account_of(2).snapshot(1),))
     # Set where a pipeline has formed.
     found: dict[str, list[dict[str, str]]] = {"ppserve_stage_info": [{}], "ppserve_build_info": [{}]}
     for family in text_string_to_metric_families(metrics.page().body.decode()):

@@ -59,9 +59,9 @@ def quantiles(name: str) -> tuple[tuple[str, str], ...]:
     return tuple((f"histogram_quantile({q}, {buckets})", f"p{round(100 * q)}") for q in (0.5, 0.9, 0.99))
 
 
-STAGE = 'stage="$stage"'
+STAGE = 'replica="$replica", stage="$stage"'
 LEDGER = Panel(
-    "Stage $stage: where its time went",
+    "Stage $stage of replica $replica: where its time went",
     (
         (rate("ppserve_stage_busy_seconds_total", "phase", STAGE), "busy {{phase}}"),
         (rate("ppserve_stage_bubble_seconds_total", "cause", STAGE), "{{cause}}"),
@@ -110,11 +110,11 @@ PANELS = (
         "Mean step, per stage",
         (
             (
-                rate("ppserve_stage_step_seconds_sum", "stage")
+                rate("ppserve_stage_step_seconds_sum", "replica, stage")
                 + " / ("
-                + rate("ppserve_stage_step_seconds_count", "stage")
+                + rate("ppserve_stage_step_seconds_count", "replica, stage")
                 + " > 0)",
-                "stage {{stage}}",
+                "replica {{replica}}, stage {{stage}}",
             ),
         ),
         "s",
@@ -147,13 +147,18 @@ PANELS = (
         "Stages lost and replaced",
         (
             (
-                f"sum by (stage, cause) (increase(ppserve_stage_restarts_total{{{WHERE}}}[$__rate_interval]))",
-                "stage {{stage}}, {{cause}}",
+                "sum by (replica, stage, cause)"
+                f" (increase(ppserve_stage_restarts_total{{{WHERE}}}[$__rate_interval]))",
+                "replica {{replica}}, stage {{stage}}, {{cause}}",
             ),
         ),
     ),
     Panel("What runs where", ((f"ppserve_stage_info{{{WHERE}}}", ""),), kind="table"),
 )
+
+
+# A stack of times reaches 100% only for one replica.
+ONE = {"multi": False, "includeAll": False, "current": {"text": "0", "value": "0"}}
 
 
 def dashboard() -> dict[str, Any]:
@@ -178,6 +183,7 @@ def dashboard() -> dict[str, Any]:
             "list": [
                 {"name": "source", "label": "Source", "type": "datasource", "query": "prometheus", "hide": 2},
                 _variable("instance", "Server", "label_values(ppserve_build_info, instance)"),
+                _variable("replica", "Replica", f"label_values(ppserve_kv_usage_ratio{{{WHERE}}}, replica)") | ONE,
                 _variable("stage", "Stage", f"label_values(ppserve_stage_idle_seconds_total{{{WHERE}}}, stage)"),
             ]
         },

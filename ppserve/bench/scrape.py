@@ -70,10 +70,11 @@ class MetricsReading:
         return sum(value for found, value in self._samples.get(name, {}).items() if wanted <= found)
 
     def histogram(self, name: str) -> Histogram:
-        """A histogram without labels of its own."""
+        """Over all labels but its own."""
         buckets: dict[float, float] = {}
         for labels, value in self._samples.get(name + "_bucket", {}).items():
-            buckets[float(dict(labels)["le"])] = value
+            bound = float(dict(labels)["le"])
+            buckets[bound] = buckets.get(bound, 0.0) + value
         bounds = tuple(sorted(buckets))
         return Histogram(bounds, tuple(buckets[bound] for bound in bounds), self.value(name + "_sum"))
 

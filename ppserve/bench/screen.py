@@ -25,14 +25,14 @@ def render_screen(view: View, target: str, width: int, colours: bool) -> list[st
     """The whole view; no line is wider than `width` characters."""
     topology = view.topology
     lines = [
-        f"ppserve {target}   {len(topology.stages)} stages over {topology.transport},"
+        f"ppserve {target}   {_shape(topology)} over {topology.transport},"
         f" up to {topology.microbatches} microbatches, epoch {topology.epoch}",
         *_traffic_or_problem(view),
         "",
     ]
     lines = [line[:width] for line in lines]
     for stage, times in zip(topology.stages, view.ledger, strict=True):
-        lines += list(_stage_lines(stage, times, width, colours))
+        lines += list(_stage_lines(stage, _place(stage, topology), times, width, colours))
     lines += ["", _legend(colours)]
     if topology.advice:
         lines += ["", *textwrap.wrap(topology.advice, max(width, _SMALLEST_BAR))]
@@ -43,7 +43,7 @@ def render_line(view: View, clock: str) -> str:
     """The view in one line, for logs and pipes. clock: the time of day, which comes first."""
     parts = [clock]
     for stage, times in zip(view.topology.stages, view.ledger, strict=True):
-        name = f"stage {stage.stage}" + ("" if stage.live else " LOST")
+        name = f"stage {_place(stage, view.topology)}" + ("" if stage.live else " LOST")
         parts.append(f"{name}: busy {shares(times)[BUSY]:.1%} {' '.join(_waits(times))}")
     if traffic := _traffic_or_problem(view):
         parts.append("; ".join(traffic))
@@ -69,8 +69,19 @@ def bar(times: StageTimes, width: int, colours: bool) -> str:
     return "".join(_coloured(_GLYPHS[kind] * len(list(run)), _COLOURS[kind]) for kind, run in groupby(kinds))
 
 
-def _stage_lines(stage: pb.Stage, times: StageTimes, width: int, colours: bool) -> Iterator[str]:
-    name = f"stage {stage.stage:<3}"
+def _shape(topology: pb.GetTopologyResponse) -> str:
+    count = len(topology.replicas)
+    stages = f"{len(topology.stages) // max(1, count)} stages"
+    return f"{count} replicas of {stages}" if count > 1 else stages
+
+
+def _place(stage: pb.Stage, topology: pb.GetTopologyResponse) -> str:
+    """Its number; behind that of its replica, where there are several."""
+    return f"{stage.replica}.{stage.stage}" if len(topology.replicas) > 1 else str(stage.stage)
+
+
+def _stage_lines(stage: pb.Stage, place: str, times: StageTimes, width: int, colours: bool) -> Iterator[str]:
+    name = f"stage {place:<3}"
     percent = f" {shares(times)[BUSY]:6.1%} busy"
     yield name + bar(times, max(_SMALLEST_BAR, width - len(name) - len(percent) - 1), colours) + percent
     facts = [*_waits(times), f"layers {stage.blocks} on {stage.device}"]

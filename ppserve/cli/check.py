@@ -38,8 +38,6 @@ def check(config: ServeConfig, world_size: int) -> None:
             _check_shape(config, arch, grid)
     if arch is not None:
         _check_draft_model(config.scheduling, arch)
-    if grid.data > 1 or config.pipeline.parallel == "auto":
-        raise ConfigError("--replicas", f"{grid.data}: this version serves 1")
 
 
 def _check_any_shape(config: ServeConfig, arch: Architecture | None, world_size: int) -> None:

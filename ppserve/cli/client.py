@@ -108,6 +108,17 @@ def health(service: str, timeout_s: float, **flags: Any) -> None:
     sys.exit(0 if serving else 1)
 
 
+@click.command()
+@click.option("--replica", type=click.IntRange(0), required=True, help="Its number, from 0.")
+@click.option("--pause", is_flag=True, help="Also if no other replica serves: its streams wait until it is back.")
+@connection_options
+def restart(replica: int, pause: bool, **flags: Any) -> None:
+    """Restart a replica's stage processes, one after the other. Its streams go on at another replica at once."""
+    with Client(**connection(flags)) as client:
+        client.restart(replica, pause)
+    click.echo(f"replica {replica} serves again")
+
+
 @dataclasses.dataclass(frozen=True)
 class _Prompt:
     """origin: where it was read, the beginning of messages about it."""

@@ -22,6 +22,7 @@ class _ServeByDefault(click.Group):
         "serve": "serve",
         "generate": "client",
         "health": "client",
+        "restart": "client",
         "plan": "plan",
         "bench": "bench",
         "top": "top",

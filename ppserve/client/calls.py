@@ -111,6 +111,10 @@ class AsyncClient:
         answer: pb.GetTopologyResponse = await self._ask(self._stub.GetTopology, pb.GetTopologyRequest())
         return answer
 
+    async def restart(self, replica: int, pauses: bool = False) -> None:
+        """Restarts a replica's stage processes; returns when it serves again. Raises CallFailed."""
+        await self._ask(self._stub.RestartReplica, pb.RestartReplicaRequest(replica=replica, pauses=pauses))
+
     async def is_serving(self, service: str = "", timeout_s: float = 5.0) -> bool:
         """Whether the server answers that it serves. Raises CallFailed when there is no answer."""
         check = health_pb2_grpc.HealthStub(self._channel).Check

@@ -75,6 +75,7 @@ class Client:
     detokenize = _blocking(AsyncClient.detokenize)
     model_info = _blocking(AsyncClient.model_info)
     topology = _blocking(AsyncClient.topology)
+    restart = _blocking(AsyncClient.restart)
     is_serving = _blocking(AsyncClient.is_serving)
     close = _blocking(AsyncClient.close)
 

@@ -15,12 +15,14 @@ from dataclasses import replace
 from ppserve.config import ServeConfig
 from ppserve.core.scheduling.draft_model import DraftModel
 from ppserve.core.scheduling.drafter import look_up_prompts
+from ppserve.core.scheduling.intake import Intake
 from ppserve.errors import ConfigError, UsageError
 from ppserve.head.api.auth import ApiKeys
 from ppserve.head.api.desk import FrontDesk
 from ppserve.head.doors import Doors, Ports
 from ppserve.head.engine.control import SocketControlPlane
 from ppserve.head.engine.draft_process import DraftProcess
+from ppserve.head.engine.fleet import Fleet
 from ppserve.head.engine.layout import Layout
 from ppserve.head.engine.lobby import gather
 from ppserve.head.engine.loop import Engine
@@ -107,15 +109,24 @@ class HeadProcess:
         config, control = self._config, self._control
         grid = config.pipeline.grid(self._world_size)
         self._num_stages = num_stages = grid.pipeline
-        self._metrics = Metrics(num_stages)
-        self._observer = Observer(self._metrics, Trace(num_stages, config.server.trace), RecentSpans(num_stages))
-        self._members = Members(grid, this_machine(), Layout(config), control)
+        num_replicas = grid.data
+        self._metrics = Metrics(num_stages, num_replicas)
+        self._trace = Trace(num_stages, config.server.trace, num_replicas)
+        self._schedule = RecentSpans(num_stages, num_replicas)
+        machine, rules, intake, clock = this_machine(), Layout(config), Intake(), time.monotonic_ns
+        numbers = range(num_replicas)
+        observers = [Observer(self._metrics, self._trace, self._schedule, number) for number in numbers]
+        self._members = tuple(Members(grid, machine, rules, control, number) for number in numbers)
         path, draft_path = config.model.path, config.scheduling.draft_model
         self._draft = DraftProcess(draft_path, path) if draft_path else None
         new_drafter = DraftModel(self._draft).drafter if self._draft else look_up_prompts
-        replica = Replica(self._members, control, self._observer, time.monotonic_ns, new_drafter)
+        replicas = [
+            Replica(members, control, observer, clock, intake, new_drafter)
+            for members, observer in zip(self._members, observers, strict=True)
+        ]
+        self._fleet = Fleet(replicas, control, clock)
         loop = asyncio.get_running_loop()
-        self._engine = Engine(replica, control, self._observer, loop.call_soon_threadsafe)
+        self._engine = Engine(self._fleet, control, observers[0], loop.call_soon_threadsafe)
         self._formed = asyncio.wrap_future(self._engine.formed)
         self._failed = asyncio.wrap_future(self._engine.failed)
 
@@ -134,7 +145,7 @@ class HeadProcess:
             await self._end_stages()
             if self._draft:
                 self._draft.end()
-            self._observer.trace.close()
+            self._trace.close()
             meeting.end(self._meeting)
 
     async def _choose_shape(self) -> Hopeless | None:
@@ -158,11 +169,12 @@ class HeadProcess:
         code = await self._wait_for_pipeline()
         if code is not None:
             return code
-        decision = self._members.decision
+        decision = self._members[0].decision
         assert decision is not None
         tokenizer = self._load_tokenizer()
+        members = tuple(member for replica in self._members for member in replica.all)
         handle = PipelineHandle(
-            self._engine, describe_model(self._config, decision, self._members.all, tokenizer), tokenizer
+            self._engine, describe_model(self._config, decision, members, tokenizer), tokenizer
         )
         key_file = self._config.server.api_key_file
         desk = FrontDesk(handle, tokenizer, ApiKeys(key_file) if key_file else None)
@@ -216,7 +228,7 @@ class HeadProcess:
     # ---- parts ----------------------------------------------------------------------------------------
 
     def _load_tokenizer(self) -> Tokenizer | None:
-        hello = self._members.first.hello
+        hello = self._members[0].first.hello
         assert hello is not None
         # Beside the weights that stage 0, on this host, has opened: so a hub id is downloaded once.
         tokenizer = load_tokenizer(hello.checkpoint, hello.architecture.vocab_size)
@@ -235,18 +247,18 @@ class HeadProcess:
         log.info("the head listens on %s", ", ".join(map(str, refuse_unmeant(meant))))
 
     def _pages(self, handle: PipelineHandle) -> dict[str, MakePage]:
-        metrics, schedule = self._metrics, self._observer.schedule
+        metrics, schedule = self._metrics, self._schedule
         metrics.read_ledger(handle.stage_times)
         live = live_pages(lambda: read_state(handle, metrics.reading(), schedule.recent()))
         costs = json_page(lambda: describe_costs(handle.look()))
         return {"/metrics": metrics.page, "/costs.json": costs, **live}
 
     async def _report_health(self, doors: Doors) -> None:
-        """Health is SERVING only while `Members.healthy`."""
+        """Health is SERVING only while a replica is healthy."""
         serving = True
         while True:
             await asyncio.sleep(_HEALTH_EVERY_S)
-            healthy = self._members.healthy(time.monotonic_ns())
+            healthy = self._fleet.is_healthy(time.monotonic_ns())
             if healthy != serving:
                 serving = healthy
                 await doors.set_serving(serving)
@@ -271,7 +283,7 @@ class HeadProcess:
 
         loop = asyncio.get_running_loop()
         loop.add_signal_handler(signal.SIGHUP, reload)
-        loop.add_signal_handler(signal.SIGUSR1, self._observer.trace.toggle)
+        loop.add_signal_handler(signal.SIGUSR1, self._trace.toggle)
 
     def _reload_stage_tls(self) -> None:
         """As for clients: stages that are connected stay so. They read their own files when they connect."""

@@ -72,11 +72,13 @@ class StageCard:
     idle_s: float = 0.0
     live: bool = True
     restarts: int = 0
+    replica: int = 0
+    tensor: int = 0
 
 
 @dataclass(frozen=True, slots=True)
 class LoadCard:
-    """How full the pipeline is.
+    """How full all replicas together are.
 
     running: sequences that are computed, at most max_running. waiting: requests in the queue. kv_usage: share of
     the KV cache's kv_tokens that is held, 0 to 1.
@@ -90,11 +92,25 @@ class LoadCard:
 
 
 @dataclass(frozen=True, slots=True)
+class ReplicaCard:
+    """One of the replicas. serves: all its stages are there. running: sequences. kv_usage: 0 to 1."""
+
+    replica: int
+    serves: bool
+    epoch: int
+    microbatches: int
+    running: int = 0
+    kv_usage: float = 0.0
+
+
+@dataclass(frozen=True, slots=True)
 class Topology:
-    """The pipeline as it stands. advice: empty when nothing would help."""
+    """The pipelines as they stand. stages: of all replicas, in their order. epoch: one more than how often any was
+    lost. microbatches: of the first replica."""
 
     stages: tuple[StageCard, ...]
     transport: str
     epoch: int
     microbatches: int
     advice: str = ""
+    replicas: tuple[ReplicaCard, ...] = ()

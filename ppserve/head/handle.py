@@ -13,7 +13,7 @@ from ppserve.core.ledger.account import StageTimes
 from ppserve.core.ledger.advice import advise
 from ppserve.core.partition import mean
 from ppserve.core.request import FinishReason, Request
-from ppserve.head.cards import LoadCard, ModelCard, StageCard, Topology
+from ppserve.head.cards import LoadCard, ModelCard, ReplicaCard, StageCard, Topology
 from ppserve.head.engine.loop import Engine
 from ppserve.head.engine.member import Decision, Member, StageState
 from ppserve.head.engine.open_request import read_held
@@ -46,8 +46,12 @@ class PipelineHandle:
     def model_card(self) -> ModelCard:
         return self._card
 
-    def look(self) -> Reading:
-        """The pipeline now. Waits for the engine's thread: do not call it in the event loop."""
+    async def restart(self, replica: int, pauses: bool) -> None:
+        """Restart a replica's stage processes; returns when it serves again. Raises RequestError."""
+        await asyncio.wrap_future(self._engine.restart(replica, pauses))
+
+    def look(self) -> tuple[Reading, ...]:
+        """Every replica now. Waits for the engine's thread: do not call it in the event loop."""
         return self._engine.look()
 
     def topology(self) -> Topology:
@@ -55,34 +59,62 @@ class PipelineHandle:
         return topology_of(self.look())
 
     def load(self) -> LoadCard:
-        """How full it is now. Waits for the engine's thread."""
-        reading = self.look()
-        scheduling = reading.decision.scheduling
+        """How full all replicas together are now. Waits for the engine's thread."""
+        readings = self.look()
+        scheduling = readings[0].decision.scheduling
+        num_blocks = sum(reading.num_blocks for reading in readings)
         return LoadCard(
-            running=reading.num_running,
-            waiting=reading.num_waiting,
-            max_running=scheduling.max_num_seqs,
-            kv_tokens=reading.num_blocks * scheduling.block_size,
-            kv_usage=reading.kv_usage,
+            running=sum(reading.num_running for reading in readings),
+            waiting=readings[0].num_waiting,
+            max_running=len(readings) * scheduling.max_num_seqs,
+            kv_tokens=num_blocks * scheduling.block_size,
+            kv_usage=sum(reading.kv_usage * reading.num_blocks for reading in readings) / num_blocks,
         )
 
-    def stage_times(self) -> tuple[StageTimes, ...]:
-        """Every stage's time up to one moment."""
-        return tuple(stage.times for stage in self.look().stages)
+    def stage_times(self) -> tuple[tuple[StageTimes, ...], ...]:
+        """Every stage's time up to one moment, by replica."""
+        return tuple(tuple(stage.times for stage in reading.stages) for reading in self.look())
 
 
-def topology_of(reading: Reading) -> Topology:
-    """A reading as a card, with advice. It may search for a better split: not for the engine's thread."""
-    decision = reading.decision
-    predicted_s = _predicted_step_s(decision, reading.stages)
-    times = tuple(stage.times for stage in reading.stages)
+def topology_of(readings: tuple[Reading, ...]) -> Topology:
+    """A reading of every replica as a card, with advice. It may search for a better split: not for the engine's
+    thread."""
+    replicas = tuple(map(_replica_card, readings))
     return Topology(
-        stages=tuple(_stage_card(reading, stage, predicted_s) for stage in reading.stages),
-        transport=decision.transport,
+        stages=tuple(card for reading in readings for card in _stage_cards(reading)),
+        replicas=replicas,
+        transport=readings[0].decision.transport,
+        epoch=1 + sum(card.epoch - 1 for card in replicas),
+        microbatches=readings[0].microbatches,
+        advice=advice_of(readings),
+    )
+
+
+def advice_of(readings: tuple[Reading, ...]) -> str:
+    """What would help most; empty when nothing would."""
+    all_words = [(f"Replica {reading.replica}: " * (len(readings) > 1), _advice(reading)) for reading in readings]
+    return " ".join(whose + words for whose, words in all_words if words)
+
+
+def _advice(reading: Reading) -> str:
+    times = tuple(stage.times for stage in reading.stages)
+    return advise(times, reading.decision.layouts, reading.microbatches)
+
+
+def _replica_card(reading: Reading) -> ReplicaCard:
+    return ReplicaCard(
+        replica=reading.replica,
+        serves=reading.serves,
         epoch=reading.epoch,
         microbatches=reading.microbatches,
-        advice=advise(times, decision.layouts, reading.microbatches),
+        running=reading.num_running,
+        kv_usage=reading.kv_usage,
     )
+
+
+def _stage_cards(reading: Reading) -> tuple[StageCard, ...]:
+    predicted_s = _predicted_step_s(reading.decision, reading.stages)
+    return tuple(_stage_card(reading, stage, predicted_s) for stage in reading.stages)
 
 
 def _stage_card(reading: Reading, stage: StageReading, predicted_s: tuple[float, ...]) -> StageCard:
@@ -92,7 +124,9 @@ def _stage_card(reading: Reading, stage: StageReading, predicted_s: tuple[float,
     layout = reading.decision.layouts[member.stage]
     busy_s = times.computed_ns / 1e9
     return StageCard(
+        replica=reading.replica,
         stage=member.stage,
+        tensor=member.tensor,
         rank=member.rank,
         host=hello.host,
         device=loaded.device,

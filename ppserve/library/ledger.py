@@ -2,26 +2,33 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from html import escape
 
 from ppserve.core.figures import table
 from ppserve.core.ledger.account import StageTimes
-from ppserve.core.ledger.advice import advise
 from ppserve.core.ledger.causes import CAUSES
 from ppserve.head.engine.replica import Reading
+from ppserve.head.handle import advice_of
 
 _HEADINGS = ("stage", "layers", "busy", *CAUSES, "idle", "steps", "ms/step")
 
 
 @dataclass(frozen=True, slots=True)
 class StageLedger:
-    """One stage. layers: of the model, as `0-6`. times: its wall time, in nanoseconds by kind. steps: computed."""
+    """One stage. layers: of the model, as `0-6`. times: its wall time, in nanoseconds by kind. steps: computed.
+    replica: None where there is only one."""
 
     stage: int
     layers: str
     times: StageTimes
     steps: int
+    replica: int | None = None
+
+    @property
+    def name(self) -> str:
+        return str(self.stage) if self.replica is None else f"{self.replica}.{self.stage}"
 
     @property
     def busy_s(self) -> float:
@@ -57,7 +64,8 @@ class Ledger:
 
     @property
     def wall_s(self) -> float:
-        """Seconds since the pipeline was made, or between two ledgers: the same for every stage."""
+        """Seconds since the pipeline was made, or between two ledgers: the same for every stage of a replica, and
+        within microseconds for those of others."""
         return self.stages[0].times.wall_ns / 1e9
 
     def since(self, earlier: Ledger) -> Ledger:
@@ -71,7 +79,7 @@ class Ledger:
     def __repr__(self) -> str:
         lines = table(_HEADINGS, *map(_row, self.stages))
         guessing = [stage for stage in self.stages if stage.wasted_s]
-        wasted = [f"stage {stage.stage} computed wrong guesses for {stage.wasted_s:.3f} s" for stage in guessing]
+        wasted = [f"stage {stage.name} computed wrong guesses for {stage.wasted_s:.3f} s" for stage in guessing]
         return "\n".join([*lines, f"{self.wall_s:.3f} s", *wasted, *([self.advice] if self.advice else [])])
 
     def _repr_html_(self) -> str:
@@ -81,14 +89,16 @@ class Ledger:
         return f"<table><tr>{head}</tr>{rows}</table><p>{self.wall_s:.3f} s. {escape(self.advice)}</p>"
 
 
-def ledger_of(reading: Reading) -> Ledger:
-    layouts = reading.decision.layouts
-    stages = tuple(
-        StageLedger(stage.member.stage, layouts[stage.member.stage].span, stage.times, stage.steps)
-        for stage in reading.stages
-    )
-    advice = advise(tuple(stage.times for stage in stages), layouts, reading.microbatches)
-    return Ledger(stages, advice)
+def ledger_of(readings: tuple[Reading, ...]) -> Ledger:
+    stages = tuple(stage for reading in readings for stage in _stages(reading, readings))
+    return Ledger(stages, advice_of(readings))
+
+
+def _stages(reading: Reading, among: tuple[Reading, ...]) -> Iterator[StageLedger]:
+    replica = reading.replica if len(among) > 1 else None
+    for stage in reading.stages:
+        number = stage.member.stage
+        yield StageLedger(number, reading.decision.layouts[number].span, stage.times, stage.steps, replica)
 
 
 def _row(stage: StageLedger) -> tuple[str, ...]:
@@ -96,4 +106,4 @@ def _row(stage: StageLedger) -> tuple[str, ...]:
     of_demand = (times.busy_share, *map(times.bubble_share, CAUSES))
     shares = [f"{share:.1%}" if times.demand_ns else "-" for share in of_demand]
     step = f"{1e3 * stage.busy_s / stage.steps:.2f}" if stage.steps else "-"
-    return (str(stage.stage), stage.layers, *shares, f"{times.idle_share:.1%}", str(stage.steps), step)
+    return (stage.name, stage.layers, *shares, f"{times.idle_share:.1%}", str(stage.steps), step)

@@ -19,10 +19,12 @@ from ppserve.answers import Completion, Options, Prompt
 from ppserve.core.architecture import Split
 from ppserve.core.scheduling.draft_model import DraftModel
 from ppserve.core.scheduling.drafter import NewDrafter, look_up_prompts
+from ppserve.core.scheduling.intake import Intake
 from ppserve.errors import ConfigError, InvalidRequest, StagesLost, UsageError, Violation
 from ppserve.head.api.call import Call
 from ppserve.head.api.requests import Asked, check, to_request
 from ppserve.head.cards import ModelCard, Topology
+from ppserve.head.engine.fleet import Fleet
 from ppserve.head.engine.layout import Layout
 from ppserve.head.engine.loop import Engine
 from ppserve.head.engine.members import Members
@@ -69,6 +71,7 @@ class Settings(TypedDict, total=False):
     prefill_chunk: int
     speculate: int | None
     draft_model: str
+    replicas: int
     batch_invariant: bool
     cuda_graphs: bool
     devices: Sequence[str]
@@ -97,26 +100,34 @@ class Pipeline:
         new_drafter: NewDrafter | None = None,
         **settings: Unpack[Settings],
     ) -> None:
+        config = _config_of(model, settings)
+        num_replicas = config.pipeline.replicas
+        each = config.pipeline.tensor_parallel * num_replicas
         if stages is None:
-            stages = max(1, len(settings.get("devices", "1")) // settings.get("tensor_parallel", 1))
+            stages = max(1, len(settings.get("devices", "1")) // each)
         if stages < 1:
             raise ConfigError("stages", f"{stages} is not a number of stages; at least 1")
-        config = _config_of(model, settings)
-        world = stages * config.pipeline.tensor_parallel
-        self._control = LocalControlPlane(range(world))
-        grid = config.pipeline.grid(world)
-        self._members = Members(grid, this_machine(), Layout(config, in_process=True), self._control)
-        watcher = Watcher()
+        world_size = stages * each
+        grid = config.pipeline.grid(world_size)
+        self._control = LocalControlPlane(range(world_size))
+        machine, rules, watcher, intake = this_machine(), Layout(config, in_process=True), Watcher(), Intake()
+        self._members = tuple(
+            Members(grid, machine, rules, self._control, number) for number in range(num_replicas)
+        )
         new_drafter = new_drafter or _drafter_of(config)
-        replica = Replica(self._members, self._control, watcher, time.monotonic_ns, new_drafter)
-        self._engine = Engine(replica, self._control, watcher, lambda call: call())
+        replicas = [
+            Replica(members, self._control, watcher, time.monotonic_ns, intake, new_drafter)
+            for members in self._members
+        ]
+        fleet = Fleet(replicas, self._control, time.monotonic_ns)
+        self._engine = Engine(fleet, self._control, watcher, lambda call: call())
         self._tokenizer: Tokenizer | None = None
-        wiring = ThreadWiring()
-        found = [Findings.of(config, RankEnvironment(rank, world, rank, world)) for rank in range(world)]
+        wirings = [ThreadWiring() for _ in range(num_replicas)]
+        found = [Findings.of(config, RankEnvironment(r, world_size, r, world_size)) for r in range(world_size)]
         self._stages = [
             threading.Thread(
                 target=_live,
-                args=(wire.Start(config, rank, world), found[rank], link, wiring),
+                args=(wire.Start(config, rank, world_size), found[rank], link, wirings[grid.place(rank).replica]),
                 name=grid.name(rank),
                 daemon=True,
             )
@@ -214,7 +225,7 @@ class Pipeline:
         self.close()
 
     def __repr__(self) -> str:
-        decision = self._members.decision
+        decision = self._members[0].decision
         assert decision is not None
         spans = " | ".join(layout.span for layout in decision.layouts)
         return f"<Pipeline {self._card.name!r}, {self._card.dtype}, layers {spans}>"
@@ -226,10 +237,11 @@ class Pipeline:
         if engine.failed.done():
             hopeless = engine.failed.result()
             raise UsageError(hopeless.reason) if hopeless.usage else StagesLost(hopeless.reason)
-        decision, hello = self._members.decision, self._members.first.hello
+        decision, hello = self._members[0].decision, self._members[0].first.hello
         assert decision is not None and hello is not None  # noqa: PT018
         self._tokenizer = load_tokenizer(hello.checkpoint, decision.architecture.vocab_size)
-        return describe_model(config, decision, self._members.all, self._tokenizer)
+        members = tuple(member for replica in self._members for member in replica.all)
+        return describe_model(config, decision, members, self._tokenizer)
 
 
 def _config_of(model: str, settings: Settings) -> cfg.ServeConfig:

@@ -237,7 +237,7 @@ class Simulator:
             self._outcome.num_steps += 1
             self._push(*self._pass_through(plan, now_s))
         self._head_free_s = now_s
-        if not scheduler.has_work:
+        if not (scheduler.intake.groups or scheduler.is_busy):
             self._account.demand_ended(round(now_s * _NS))
 
     def _submit(self, asked: SimulatedRequest, now_s: float, arrived_s: float) -> None:
@@ -246,7 +246,7 @@ class Simulator:
         self._running[name] = _Running(arrived_s)
         self._outcome.prompt_tokens += asked.prompt_tokens
         self._account.demand_began(round(now_s * _NS))
-        self._scheduler.submit(Request(name, (0,) * asked.prompt_tokens, stop), now_s)
+        self._scheduler.intake.submit(Request(name, (0,) * asked.prompt_tokens, stop), now_s)
 
     def _commit(self, returned: _Return, now_s: float) -> None:
         for result in returned.results:

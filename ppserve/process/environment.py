@@ -17,6 +17,9 @@ EXIT_FAILED = 76
 # The stage lost its connection to the head: its keeper restarts it.
 EXIT_HEAD_GONE = 75
 
+# The head asked the stage for a new process: its keeper starts one, and counts no death.
+EXIT_RESTART = 77
+
 # torchrun's own variable: seconds between its SIGTERM and its SIGKILL to the ranks.
 LAUNCHER_GRACE = "TORCH_ELASTIC_SHUTDOWN_TIMEOUT"
 _LAUNCHER_GRACE_S = 30.0

@@ -15,7 +15,14 @@ from typing import Protocol
 from ppserve import wire
 from ppserve.config import ServeConfig
 from ppserve.errors import UsageError
-from ppserve.process.environment import EXIT_FAILED, EXIT_HEAD_GONE, EXIT_USAGE, RankEnvironment, die_with_launcher
+from ppserve.process.environment import (
+    EXIT_FAILED,
+    EXIT_HEAD_GONE,
+    EXIT_RESTART,
+    EXIT_USAGE,
+    RankEnvironment,
+    die_with_launcher,
+)
 from ppserve.process.greeting import connect_to_head
 from ppserve.process.meeting import find_meeting
 from ppserve.process.stage_process import StageProcess
@@ -68,7 +75,7 @@ class Keeper:
         self._rank = rank
         self._world_size = world_size
         self._meeting = meeting
-        self._found_head = self._connected = False
+        self._found_head = self._connected = self._has_served = False
         self._spawn = spawn
         self._clock = clock
         self._child: Child | None = None
@@ -109,8 +116,12 @@ class Keeper:
                 return 0
             if self._is_overdue() or (self._stopping and code == EXIT_HEAD_GONE):
                 return 1
+            if code == EXIT_RESTART:
+                deaths, had_head_s = 0, self._clock()
+                continue
+            self._has_served |= served
             if code == EXIT_USAGE:
-                return EXIT_USAGE
+                return self._for_good(EXIT_USAGE)
             if code == EXIT_FAILED:
                 return 1
             if self._connected or code != EXIT_HEAD_GONE:
@@ -168,7 +179,12 @@ class Keeper:
                 connection.sendall(wire.encode(wire.GaveUp(reason)))
         except (OSError, UsageError):
             print(f"ppserve: {reason}", file=sys.stderr, flush=True)
-        return 1
+        return self._for_good(1)
+
+    def _for_good(self, code: int) -> int:
+        """The exit code of a rank whose stage does not come back: 0 where other replicas go on without it, because
+        torchrun ends all ranks when one fails."""
+        return 0 if self._has_served and self._config.pipeline.replicas > 1 else code
 
 
 def run_keeper(config: ServeConfig, environment: RankEnvironment) -> int:

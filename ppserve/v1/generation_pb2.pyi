@@ -313,21 +313,51 @@ class GetTopologyRequest(_message.Message):
     def __init__(self) -> None: ...
 
 class GetTopologyResponse(_message.Message):
-    __slots__ = ("stages", "transport", "epoch", "microbatches", "advice")
+    __slots__ = ("stages", "transport", "epoch", "microbatches", "advice", "replicas")
     STAGES_FIELD_NUMBER: _ClassVar[int]
     TRANSPORT_FIELD_NUMBER: _ClassVar[int]
     EPOCH_FIELD_NUMBER: _ClassVar[int]
     MICROBATCHES_FIELD_NUMBER: _ClassVar[int]
     ADVICE_FIELD_NUMBER: _ClassVar[int]
+    REPLICAS_FIELD_NUMBER: _ClassVar[int]
     stages: _containers.RepeatedCompositeFieldContainer[Stage]
     transport: str
     epoch: int
     microbatches: int
     advice: str
-    def __init__(self, stages: _Optional[_Iterable[_Union[Stage, _Mapping]]] = ..., transport: _Optional[str] = ..., epoch: _Optional[int] = ..., microbatches: _Optional[int] = ..., advice: _Optional[str] = ...) -> None: ...
+    replicas: _containers.RepeatedCompositeFieldContainer[Replica]
+    def __init__(self, stages: _Optional[_Iterable[_Union[Stage, _Mapping]]] = ..., transport: _Optional[str] = ..., epoch: _Optional[int] = ..., microbatches: _Optional[int] = ..., advice: _Optional[str] = ..., replicas: _Optional[_Iterable[_Union[Replica, _Mapping]]] = ...) -> None: ...
+
+class Replica(_message.Message):
+    __slots__ = ("replica", "serves", "epoch", "microbatches", "running", "kv_usage")
+    REPLICA_FIELD_NUMBER: _ClassVar[int]
+    SERVES_FIELD_NUMBER: _ClassVar[int]
+    EPOCH_FIELD_NUMBER: _ClassVar[int]
+    MICROBATCHES_FIELD_NUMBER: _ClassVar[int]
+    RUNNING_FIELD_NUMBER: _ClassVar[int]
+    KV_USAGE_FIELD_NUMBER: _ClassVar[int]
+    replica: int
+    serves: bool
+    epoch: int
+    microbatches: int
+    running: int
+    kv_usage: float
+    def __init__(self, replica: _Optional[int] = ..., serves: _Optional[bool] = ..., epoch: _Optional[int] = ..., microbatches: _Optional[int] = ..., running: _Optional[int] = ..., kv_usage: _Optional[float] = ...) -> None: ...
+
+class RestartReplicaRequest(_message.Message):
+    __slots__ = ("replica", "pauses")
+    REPLICA_FIELD_NUMBER: _ClassVar[int]
+    PAUSES_FIELD_NUMBER: _ClassVar[int]
+    replica: int
+    pauses: bool
+    def __init__(self, replica: _Optional[int] = ..., pauses: _Optional[bool] = ...) -> None: ...
+
+class RestartReplicaResponse(_message.Message):
+    __slots__ = ()
+    def __init__(self) -> None: ...
 
 class Stage(_message.Message):
-    __slots__ = ("stage", "rank", "host", "device", "first_layer", "num_layers", "num_parameters", "weight_bytes", "kv_bytes", "predicted_step_seconds", "measured_step_seconds", "busy_seconds", "bubble_seconds", "idle_seconds", "live", "restarts", "blocks")
+    __slots__ = ("stage", "rank", "host", "device", "first_layer", "num_layers", "num_parameters", "weight_bytes", "kv_bytes", "predicted_step_seconds", "measured_step_seconds", "busy_seconds", "bubble_seconds", "idle_seconds", "live", "restarts", "blocks", "replica", "tensor")
     class BubbleSecondsEntry(_message.Message):
         __slots__ = ("key", "value")
         KEY_FIELD_NUMBER: _ClassVar[int]
@@ -352,6 +382,8 @@ class Stage(_message.Message):
     LIVE_FIELD_NUMBER: _ClassVar[int]
     RESTARTS_FIELD_NUMBER: _ClassVar[int]
     BLOCKS_FIELD_NUMBER: _ClassVar[int]
+    REPLICA_FIELD_NUMBER: _ClassVar[int]
+    TENSOR_FIELD_NUMBER: _ClassVar[int]
     stage: int
     rank: int
     host: str
@@ -369,4 +401,6 @@ class Stage(_message.Message):
     live: bool
     restarts: int
     blocks: str
-    def __init__(self, stage: _Optional[int] = ..., rank: _Optional[int] = ..., host: _Optional[str] = ..., device: _Optional[str] = ..., first_layer: _Optional[int] = ..., num_layers: _Optional[int] = ..., num_parameters: _Optional[int] = ..., weight_bytes: _Optional[int] = ..., kv_bytes: _Optional[int] = ..., predicted_step_seconds: _Optional[float] = ..., measured_step_seconds: _Optional[float] = ..., busy_seconds: _Optional[float] = ..., bubble_seconds: _Optional[_Mapping[str, float]] = ..., idle_seconds: _Optional[float] = ..., live: _Optional[bool] = ..., restarts: _Optional[int] = ..., blocks: _Optional[str] = ...) -> None: ...
+    replica: int
+    tensor: int
+    def __init__(self, stage: _Optional[int] = ..., rank: _Optional[int] = ..., host: _Optional[str] = ..., device: _Optional[str] = ..., first_layer: _Optional[int] = ..., num_layers: _Optional[int] = ..., num_parameters: _Optional[int] = ..., weight_bytes: _Optional[int] = ..., kv_bytes: _Optional[int] = ..., predicted_step_seconds: _Optional[float] = ..., measured_step_seconds: _Optional[float] = ..., busy_seconds: _Optional[float] = ..., bubble_seconds: _Optional[_Mapping[str, float]] = ..., idle_seconds: _Optional[float] = ..., live: _Optional[bool] = ..., restarts: _Optional[int] = ..., blocks: _Optional[str] = ..., replica: _Optional[int] = ..., tensor: _Optional[int] = ...) -> None: ...

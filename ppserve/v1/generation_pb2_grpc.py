@@ -60,6 +60,11 @@ class GenerationServiceStub:
                 request_serializer=ppserve_dot_v1_dot_generation__pb2.GetTopologyRequest.SerializeToString,
                 response_deserializer=ppserve_dot_v1_dot_generation__pb2.GetTopologyResponse.FromString,
                 _registered_method=True)
+        self.RestartReplica = channel.unary_unary(
+                '/ppserve.v1.GenerationService/RestartReplica',
+                request_serializer=ppserve_dot_v1_dot_generation__pb2.RestartReplicaRequest.SerializeToString,
+                response_deserializer=ppserve_dot_v1_dot_generation__pb2.RestartReplicaResponse.FromString,
+                _registered_method=True)
 
 
 class GenerationServiceServicer:
@@ -105,6 +110,14 @@ class GenerationServiceServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def RestartReplica(self, request, context):
+        """Restarts the stage processes of one replica, one after the other, and answers when it serves again. Its
+        streams go on at another replica at once. For operators: keys protect it as they protect every call.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
 
 def add_GenerationServiceServicer_to_server(servicer, server):
     rpc_method_handlers = {
@@ -132,6 +145,11 @@ def add_GenerationServiceServicer_to_server(servicer, server):
                     servicer.GetTopology,
                     request_deserializer=ppserve_dot_v1_dot_generation__pb2.GetTopologyRequest.FromString,
                     response_serializer=ppserve_dot_v1_dot_generation__pb2.GetTopologyResponse.SerializeToString,
+            ),
+            'RestartReplica': grpc.unary_unary_rpc_method_handler(
+                    servicer.RestartReplica,
+                    request_deserializer=ppserve_dot_v1_dot_generation__pb2.RestartReplicaRequest.FromString,
+                    response_serializer=ppserve_dot_v1_dot_generation__pb2.RestartReplicaResponse.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -270,6 +288,33 @@ class GenerationService:
             '/ppserve.v1.GenerationService/GetTopology',
             ppserve_dot_v1_dot_generation__pb2.GetTopologyRequest.SerializeToString,
             ppserve_dot_v1_dot_generation__pb2.GetTopologyResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def RestartReplica(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/ppserve.v1.GenerationService/RestartReplica',
+            ppserve_dot_v1_dot_generation__pb2.RestartReplicaRequest.SerializeToString,
+            ppserve_dot_v1_dot_generation__pb2.RestartReplicaResponse.FromString,
             options,
             channel_credentials,
             insecure,

@@ -200,7 +200,8 @@ def test_stages_killed_in_mid_guess_change_no_token(undisturbed: list[Answer]) -
 def draft_tokens(server: Server) -> dict[str, float]:
     """Guessed tokens by what became of them."""
     with urllib.request.urlopen(f"http://{server.metrics}/metrics") as page:
-        found = re.findall(r'ppserve_draft_tokens_total\{outcome="(\w+)"\} (\S+)', page.read().decode())
+        text = page.read().decode()
+    found = re.findall(r'ppserve_draft_tokens_total\{outcome="(\w+)",replica="0"\} (\S+)', text)
     return {outcome: float(count) for outcome, count in found}
 
 

@@ -11,7 +11,7 @@ be chance. A loss at which no stage failed, as when a network is cut, blames nob
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterable, Set
+from collections.abc import Container, Iterable, Set
 
 SUSPICIOUS_LOSSES = 2
 _CONVICTING_LOSSES_OF_ONE_STAGE = 2
@@ -36,8 +36,15 @@ class Quarantine:
         """Whether a request was in flight at a loss and is not cleared."""
         return request_id in self._losses
 
-    def lost(self, in_flight: Iterable[str], failed: Set[int]) -> str | None:
-        """Stages failed with these requests in flight. Returns the culprit if it is certain, else None."""
+    def suspects(self, request_id: str) -> bool:
+        """Whether a request may run only alone."""
+        return request_id in self._suspects
+
+    def lost(self, in_flight: Iterable[str], failed: Set[int], elsewhere: Container[str] = ()) -> str | None:
+        """Stages failed with these requests in flight. Returns the culprit if it is certain, else None.
+
+        elsewhere: requests that other pipelines compute, of which this loss says nothing.
+        """
         if not failed:
             return None
         present = set(in_flight)
@@ -51,7 +58,8 @@ class Quarantine:
                 return None
             self.cleared(lone)
             return lone
-        self._losses = {request: self._losses.get(request, 0) + 1 for request in sorted(present)}
+        others = {r: losses for r, losses in self._losses.items() if r in elsewhere and r not in present}
+        self._losses = others | {request: self._losses.get(request, 0) + 1 for request in sorted(present)}
         self._suspects.extend(r for r, losses in self._losses.items() if losses >= SUSPICIOUS_LOSSES)
         return None
 

@@ -63,6 +63,11 @@ class Roster:
             self._siblings[leader.id] = list(siblings)
             self._wake_siblings(leader)
 
+    def admit_again(self, sequences: Iterable[Sequence]) -> None:
+        """Sequences that ran elsewhere compute from their first token; none waits for a leader."""
+        for sequence in sequences:
+            self._running[sequence.id] = self._filling[sequence.id] = sequence
+
     def token_returned(self, sequence: Sequence) -> None:
         self._returned[sequence.id] = sequence
 

@@ -1,7 +1,7 @@
 """The scheduler: which tokens of which sequences go into the next step.
 
-There is one scheduler per pipeline. It runs on the head and is told everything: requests, results, losses and the
-time. It reads no clock and does no I/O.
+There is one scheduler per replica. It runs on the head and is told everything: results, losses and the time.
+Requests come from the intake, which all replicas share. It reads no clock and does no I/O.
 
 Laws
 - A drawn token is scheduled only after it has returned to the head. So no placeholder is sent. A guess may be
@@ -9,37 +9,34 @@ Laws
   writes its keys and values anew.
 - Stages run steps in order. Hence a prompt's next chunk may be scheduled while the chunk before is in flight, a
   block may be shared as soon as the step that fills it is scheduled, and a freed block may be reused at once.
-- The most blocks that a request can need are reserved at admission; an admitted sequence is never preempted. When
-  a stage is lost, every sequence keeps its tokens and its block table and is computed again.
-- Every sequence causes exactly one terminal event, except one that the engine ends (`finish`).
+- The most blocks that a request can need are reserved at admission; an admitted sequence is never preempted.
+  When a stage is lost, every sequence keeps its tokens and is computed again: by another replica (`give_back`) or,
+  where there is none, here, and then it keeps its block table too (`lose_stage`).
+- Every sequence causes exactly one terminal event, except one that the engine ends (`Intake.finish`).
 
-The replica calls `expire(now)`, then `schedule(now)` until it returns None, and enters each plan in the book of
-steps before it asks for the next. It calls `commit` for every result of the last stage that is in the book.
+The replica calls `schedule(now)` until it returns None, and enters each plan in the book of steps before it asks
+for the next. It calls `commit` for every result of the last stage that is in the book.
 """
 
 from __future__ import annotations
 
-import math
 from collections import defaultdict
 from collections.abc import Iterator, KeysView, Set
 
 from ppserve.core.ledger.steps import Steps
 from ppserve.core.plan import Drawn, Scored, Slice, StepPlan, StepResult
-from ppserve.core.request import FinishReason, Request
-from ppserve.core.scheduling.admission import refuse_impossible, refuse_overload, worst_case_blocks
-from ppserve.core.scheduling.block_manager import BlockManager
+from ppserve.core.scheduling.admission import worst_case_blocks
+from ppserve.core.scheduling.block_manager import BlockManager, BlockTable
 from ppserve.core.scheduling.composer import Composer, CostModel, StepLimits
 from ppserve.core.scheduling.config import SchedulerConfig
 from ppserve.core.scheduling.drafter import NewDrafter, look_up_prompts
-from ppserve.core.scheduling.fairness import FairQueue
+from ppserve.core.scheduling.intake import Intake
 from ppserve.core.scheduling.lanes import Lanes
 from ppserve.core.scheduling.prefix_cache import PrefixCache
-from ppserve.core.scheduling.quarantine import Quarantine
 from ppserve.core.scheduling.roster import Roster
 from ppserve.core.scheduling.sequence import Sequence, SequenceEvent, SequenceGroup, SequenceStatus
 from ppserve.core.scheduling.speculation import Pick, Speculation
-from ppserve.core.scheduling.throughput import Throughput
-from ppserve.errors import InvalidRequest, RequestError, RequestFailed, Violation
+from ppserve.errors import RequestFailed
 
 
 class Scheduler:
@@ -51,7 +48,7 @@ class Scheduler:
         blocks: BlockManager,
         steps: Steps,
         costs: CostModel | None = None,
-        epoch: int = 0,
+        intake: Intake | None = None,
         new_drafter: NewDrafter = look_up_prompts,
     ) -> None:
         if blocks.block_size != config.block_size:
@@ -60,17 +57,13 @@ class Scheduler:
         self._prefix_cache = PrefixCache(blocks, config.prefix_cache, config.per_caller)
         self._blocks = blocks
         self._composer = Composer(StepLimits(config.prefill_chunk, config.max_auto_chunk), costs)
-        self._queue = FairQueue(config.aging_s)
-        self._quarantine = Quarantine()
-        self._throughput = Throughput()
-        self._groups: dict[str, SequenceGroup] = {}
         self._roster = Roster()
         self._ending: dict[int, Sequence] = {}
-        self.lanes = Lanes(steps, config, epoch)
+        self.lanes = Lanes(steps, config, epoch=0)
         self._speculation = Speculation(config, self.lanes, costs, new_drafter)
-        self._next_deadline_s = math.inf  # no open request has an earlier one
-        self._queue_may_move = True
-        self._next_sequence_id = 0
+        self.is_open = True
+        self.intake = Intake() if intake is None else intake
+        self.intake.join(self)
 
     # State
 
@@ -80,9 +73,13 @@ class Scheduler:
         return len(self._roster)
 
     @property
-    def num_waiting(self) -> int:
-        """Requests in the queue."""
-        return len(self._queue)
+    def num_blocks(self) -> int:
+        return self._blocks.num_blocks
+
+    @property
+    def tokens_left(self) -> int:
+        """To compute until all running sequences have their longest answers."""
+        return sum(sequence.max_positions - sequence.computed for sequence in self._roster.running)
 
     @property
     def running_ids(self) -> KeysView[int]:
@@ -90,8 +87,9 @@ class Scheduler:
         return self._roster.ids
 
     @property
-    def has_work(self) -> bool:
-        return bool(self._groups or len(self.lanes))
+    def is_busy(self) -> bool:
+        """Whether steps are in flight."""
+        return len(self.lanes) > 0
 
     @property
     def kv_usage(self) -> float:
@@ -115,123 +113,33 @@ class Scheduler:
 
     # Requests
 
-    def submit(self, request: Request, now: float) -> None:
-        """Queue a request. Raises InvalidRequest (it can never run) or Overloaded (it cannot run now)."""
-        if request.id in self._groups:
-            raise InvalidRequest([Violation("request_id", "is in use by another request")])
-        refuse_impossible(request, self.config, self._blocks.num_blocks)
-        indices = range(request.num_sequences) if request.resume_index is None else [request.resume_index]
-        first_id = self._next_sequence_id
-        sequences = [Sequence(first_id + i, request, index, self.config.eos_id) for i, index in enumerate(indices)]
-        sequences[0].wants_scores = request.output.prompt_logprobs is not None and not request.resume_ids
-        group = SequenceGroup(request, sequences, now)
-        self._groups[request.id] = group
-        self._queue.push(group)
-        self._queue_may_move = True
-        self._admit(now)  # first, so that the queue's bounds hold for requests that do wait
-        if group.admitted_s is None:
-            try:
-                refuse_overload(group, self._queue, self._throughput, self.config, now)
-            except RequestError:
-                self._leave(group)
-                raise
-        self._next_sequence_id += len(sequences)
-        if request.deadline_s is not None:
-            self._next_deadline_s = min(self._next_deadline_s, request.deadline_s)
+    def running(self, sequence_id: int) -> Sequence | None:
+        return self._roster.get(sequence_id)
 
-    def abort(self, request_id: str, reason: FinishReason) -> list[SequenceEvent]:
-        """End a request now, whatever its state. Nothing happens if it is unknown or has ended."""
-        group = self._groups.get(request_id)
-        if group is None:
-            return []
-        return [self._end(s, group, finish=reason) for s in group.live]
+    def room_for(self, group: SequenceGroup) -> BlockTable | None:
+        """The cached blocks that a request would begin with; None if there is no room for it."""
+        live = group.live
+        if len(self._roster) + len(live) > self.config.max_num_seqs:
+            return None
+        num_prompt, num_positions = len(group.request.prompt_ids), live[0].max_positions
+        known = self._prefix_cache.find(live[0])
+        needed = worst_case_blocks(num_prompt, num_positions, len(live), self.config.block_size)
+        return known if self._blocks.fits(needed - len(known), known) else None
 
-    def finish(self, sequence_id: int, reason: FinishReason, now: float) -> None:
-        """End a sequence whose end the engine has found (a stop string): no event, no further step."""
-        sequence = self._roster.get(sequence_id)
-        if sequence is not None:
-            self._end(sequence, self._groups[sequence.request.id], finish=reason)
-
-    def expire(self, now: float) -> list[SequenceEvent]:
-        """End every request whose deadline has passed."""
-        if now < self._next_deadline_s:
-            return []
-        requests = [g.request for g in self._groups.values()]
-        deadlines = sorted((r.deadline_s, r.id) for r in requests if r.deadline_s is not None)
-        overdue = [key for deadline_s, key in deadlines if deadline_s <= now]
-        self._next_deadline_s = deadlines[len(overdue)][0] if len(overdue) < len(deadlines) else math.inf
-        return [event for key in overdue for event in self.abort(key, FinishReason.DEADLINE)]
-
-    def _end(
-        self,
-        sequence: Sequence,
-        group: SequenceGroup,
-        *,
-        finish: FinishReason | None = None,
-        error: RequestError | None = None,
-    ) -> SequenceEvent:
-        """End a live sequence. Steps in flight may still hold it; see `_retire`."""
-        event = sequence.event(finish=finish, error=error, admitted_s=group.admitted_s)
-        self._retire(sequence, group)
-        return event
-
-    def _retire(self, sequence: Sequence, group: SequenceGroup) -> None:
-        if sequence.status is SequenceStatus.WAITING:
-            sequence.move_to(SequenceStatus.ENDED)
-        else:
-            self._roster.remove(sequence)
-            self.lanes.drop_guesses(sequence, len(sequence.guesses), len(sequence.token_ids))
-            if sequence.steps_in_flight:
-                sequence.move_to(SequenceStatus.ENDING)
-                self._ending[sequence.id] = sequence
-            else:
-                self._release(sequence)
-        if not group.live:
-            self._leave(group)
-        self._queue_may_move = True
-
-    def _leave(self, group: SequenceGroup) -> None:
-        """All sequences of a request have ended."""
-        if group.admitted_s is not None:
-            self._throughput.request_ended(group.num_tokens, group.num_known_tokens)
-        if group in self._queue:
-            self._queue.remove(group)
-        self._queue.leave(group.caller)
-        self._quarantine.cleared(group.key)
-        del self._groups[group.key]
-
-    def _release(self, sequence: Sequence) -> None:
-        sequence.move_to(SequenceStatus.ENDED)
-        self._blocks.release(sequence.id)
-        self._ending.pop(sequence.id, None)
-        self._queue_may_move = True
-
-    # Admission
-
-    def _admit(self, now: float) -> None:
-        """Admit waiting requests, in the queue's order, until the first that does not fit."""
-        while self._queue_may_move and self._quarantine.lone is None:
-            group = self._queue.first(now)
-            if group is None or not self._try_admit(group, now):
-                self._queue_may_move = False
-
-    def _try_admit(self, group: SequenceGroup, now: float) -> bool:
-        leader, *siblings = group.sequences
-        if len(self._roster) + len(group.sequences) > self.config.max_num_seqs:
-            return False
+    def admit(self, group: SequenceGroup, known: BlockTable) -> None:
+        """There is room. known: what `room_for` said."""
+        leader, *siblings = group.live
         size, num_prompt = self.config.block_size, len(group.request.prompt_ids)
-        known = self._prefix_cache.find(leader)
-        needed = worst_case_blocks(num_prompt, leader.max_positions, len(group.sequences), size)
-        if not self._blocks.fits(needed - len(known), known):
-            return False
-        self._queue.remove(group)
-        group.admitted_s = now
         self._start(leader, known)
         leader.scheduled = leader.computed = len(known) * size
         leader.num_published = len(known)
         num_shared = (num_prompt - 1) // size
         for sibling in siblings:
             self._start(sibling, leader.block_table[:num_shared])
+        if leader.loss_mark:  # it ran before: as after a loss, each is computed from its first token
+            self._roster.admit_again((leader, *siblings))
+            return
+        for sibling in siblings:
             sibling.num_published = num_shared
             if (num_prompt - 1) % size:
                 sibling.fork_block = leader.block_table[num_shared]
@@ -239,14 +147,28 @@ class Scheduler:
         for sequence in group.sequences:
             sequence.cached_tokens = leader.scheduled
         self._roster.admit(leader, siblings)
-        self._queue.charge(group.caller, len(leader.token_ids) - leader.scheduled)
-        return True
 
-    def _start(self, sequence: Sequence, shared: tuple[int, ...]) -> None:
+    def _start(self, sequence: Sequence, shared: BlockTable) -> None:
         table = self._blocks.try_allocate(sequence.id, self._blocks.blocks_for(sequence.max_positions), shared)
         assert table is not None, "the fit was checked"
         sequence.block_table = table
         sequence.move_to(SequenceStatus.RUNNING)
+
+    def drop(self, sequence: Sequence) -> None:
+        """A running sequence has ended. Steps in flight may still hold it."""
+        self._roster.remove(sequence)
+        self.lanes.drop_guesses(sequence, len(sequence.guesses), len(sequence.token_ids))
+        if sequence.steps_in_flight:
+            sequence.move_to(SequenceStatus.ENDING)
+            self._ending[sequence.id] = sequence
+        else:
+            self._release(sequence)
+
+    def _release(self, sequence: Sequence) -> None:
+        sequence.move_to(SequenceStatus.ENDED)
+        self._blocks.release(sequence.id)
+        self._ending.pop(sequence.id, None)
+        self.intake.look_again()
 
     # Steps
 
@@ -254,15 +176,15 @@ class Scheduler:
         """The next step; None when the pipeline is full or nothing is ready."""
         if self.lanes.full:
             return None
-        lone = self._quarantine.lone
+        self.intake.admit(now)
+        lone = self.intake.lone_at(self)
         if lone is None:
-            self._admit(now)
             self._skip_refilled()
             picks = self._compose()
         else:
             picks = self._compose_alone(lone)
-        if picks and not len(self.lanes):
-            self._throughput.started(now)
+        if picks and not self.is_busy:
+            self.intake.step_scheduled(now)
         return self._build(picks) if picks else None
 
     def _compose(self) -> list[Pick]:
@@ -328,21 +250,21 @@ class Scheduler:
                     self._speculation.token_returned(sequence, num_new, len(self._roster), now)
         num_tokens = sum(len(piece.token_ids) - piece.num_guesses for _, piece in parts)
         num_tokens += self.lanes.guesses["accepted"] - accepted
-        self._throughput.committed(num_tokens, now, pipeline_empty=not len(self.lanes))
+        self.intake.step_committed(num_tokens, now)
         return events
 
     def _apply(
         self, sequence: Sequence, piece: Slice, drawn: list[Drawn], scored: Scored | None
     ) -> Iterator[SequenceEvent]:
-        group = self._groups[sequence.request.id]
+        group = self.intake.groups[sequence.request.id]
         if piece.targets:
             if scored is None or len(scored.logprobs) != len(piece.targets):
-                yield from self._fail(group, "the prompt could not be scored")
+                yield from self.intake.fail(group, "the prompt could not be scored")
                 return
             sequence.scores.extend(scored.logprobs)
         sequence.computed = piece.end - piece.num_guesses + piece.is_guessed
         if piece.draw is None and sequence.known_end and sequence.computed == len(sequence.token_ids):
-            yield self._end(sequence, group, finish=sequence.known_end)
+            yield self.intake.end(sequence, group, finish=sequence.known_end)
             return
         for row in range(piece.num_draws):
             if row:
@@ -357,42 +279,69 @@ class Scheduler:
             return
         if sequence.remaining:
             self._roster.token_returned(sequence)
-        if self._quarantine.watches(group.key) and all(len(s.token_ids) > s.loss_mark for s in group.live):
-            self._quarantine.cleared(group.key)
+        is_watched = self.intake.quarantine.watches(group.key)
+        if is_watched and all(len(s.token_ids) > s.loss_mark for s in group.live):
+            self.intake.clear(group)
 
     def _drawn(self, sequence: Sequence, group: SequenceGroup, drawn: Drawn | None) -> SequenceEvent:
         """The sequence's next token, or its end because there is none."""
         if drawn is None or drawn.token_id is None:
             self._blocks.forget_contents_of(sequence.id)  # their KV may hold non-finite values: never share them
-            return self._end(sequence, group, error=RequestFailed("the model's output is not finite"))
+            return self.intake.end(sequence, group, error=RequestFailed("the model's output is not finite"))
         self.lanes.drawn(sequence, drawn.token_id)
-        self._queue.charge(group.caller, 1)
+        self.intake.token_drawn(group)
         end = sequence.end_after(drawn.token_id, self.config.eos_id)
-        token_id, logprobs = drawn.token_id, drawn.logprobs
-        event = sequence.event(token_id=token_id, logprobs=logprobs, finish=end, admitted_s=group.admitted_s)
+        event = sequence.event(
+            token_id=drawn.token_id,
+            logprobs=drawn.logprobs,
+            finish=end,
+            admitted_s=group.admitted_s,
+            replica=group.replica,
+        )
         if end is not None:
-            self._retire(sequence, group)
+            self.intake.retire(sequence, group)
         return event
 
-    def lose_stage(self, epoch: int, failed: Set[int], now: float) -> list[SequenceEvent]:
+    def lose_stage(self, epoch: int, failed: Set[int]) -> list[SequenceEvent]:
         """Begin a new epoch: steps in flight are discarded, and every sequence is computed again.
 
         failed: the stages whose failure ended the last epoch; none where no request can be blamed.
         No token is lost, so there are no events, except for a request that is certain to have killed the stage:
         it fails.
         """
-        culprit = self._quarantine.lost(self.lanes.lose(epoch), failed)
+        in_flight = self._forget_steps(epoch)
+        for sequence in self._roster.running:
+            sequence.rewind()
+            self._blocks.unpin(sequence.id)
+        self._roster.restart()
+        return self.intake.blame(self, in_flight, failed)
+
+    def give_back(self) -> frozenset[str]:
+        """Close, and let other replicas go on with all requests. The ids of those that had steps in flight."""
+        self.is_open = False
+        in_flight = self._forget_steps(self.epoch + 1)
+        groups = {}
+        for sequence in self._roster.running:
+            self._blocks.release(sequence.id)
+            sequence.give_back()
+            groups[sequence.request.id] = self.intake.groups[sequence.request.id]
+        self._roster = Roster()
+        self.intake.give_back(groups.values())
+        return in_flight
+
+    def open(self, epoch: int) -> None:
+        """The first epoch, or the next one after `give_back`, has formed: requests may be admitted."""
+        assert epoch >= self.epoch, (epoch, self.epoch)
+        self.lanes.epoch = epoch
+        self.is_open = True
+        self.intake.look_again()
+
+    def _forget_steps(self, epoch: int) -> frozenset[str]:
+        """Of the steps in flight nothing will come. Returns the ids of their requests."""
+        in_flight = self.lanes.lose(epoch)
         self._blocks.forget_contents()
         for sequence in list(self._ending.values()):
             self._release(sequence)
         for sequence in self._roster.running:
             self.lanes.guesses["cancelled"] += len(sequence.guesses)
-            sequence.rewind()
-            self._blocks.unpin(sequence.id)
-        self._roster.restart()
-        if culprit is None:
-            return []
-        return self._fail(self._groups[culprit], "a stage died each time this request was computed")
-
-    def _fail(self, group: SequenceGroup, problem: str) -> list[SequenceEvent]:
-        return [self._end(s, group, error=RequestFailed(problem)) for s in group.live]
+        return in_flight

@@ -9,7 +9,8 @@ Guesses are tokens that may follow the known ones. Steps may take them as if the
 guesses are dropped and `scheduled` goes back to that token.
 
     WAITING ──admit──▶ RUNNING ──end──▶ ENDED
-       └────────end──────┼──▶ ENDED       ▲
+     ▲ └────────end──────┼──▶ ENDED       ▲
+     └──────give back────┤                │
                          └─end in flight─▶ ENDING (its terminal event was sent; a step still writes its blocks)
 
 0 <= computed <= scheduled <= known + guesses, and computed <= known, always.
@@ -36,7 +37,7 @@ class SequenceStatus(StrEnum):
 
 NEXT: dict[SequenceStatus, frozenset[SequenceStatus]] = {
     SequenceStatus.WAITING: frozenset({SequenceStatus.RUNNING, SequenceStatus.ENDED}),
-    SequenceStatus.RUNNING: frozenset({SequenceStatus.ENDING, SequenceStatus.ENDED}),
+    SequenceStatus.RUNNING: frozenset({SequenceStatus.ENDING, SequenceStatus.ENDED, SequenceStatus.WAITING}),
     SequenceStatus.ENDING: frozenset({SequenceStatus.ENDED}),
     SequenceStatus.ENDED: frozenset(),
 }
@@ -56,7 +57,8 @@ class SequenceEvent:
     offset: the index of the token in the whole answer (resumed tokens included); for an end without a token, the
     number of tokens in the answer. token_id None: no token. prompt_logprobs: of the prompt's tokens from the
     second on; only in the first event that is not an error. finish or error set: the sequence's last event.
-    admitted_s: when the request left the queue, on the head's clock; None if it never did.
+    admitted_s: when the request left the queue, on the head's clock; None if it never did. replica: the latest to
+    compute it.
     """
 
     request_id: str
@@ -70,6 +72,7 @@ class SequenceEvent:
     error: RequestError | None = None
     cached_tokens: int = 0
     admitted_s: float | None = None
+    replica: int | None = None
 
     @property
     def is_terminal(self) -> bool:
@@ -214,6 +217,12 @@ class Sequence:
         self.scores.clear()
         self.loss_mark = len(self.token_ids)
 
+    def give_back(self) -> None:
+        """Its replica is lost or drained: it waits for another, with all tokens known and no block."""
+        self.move_to(SequenceStatus.WAITING)
+        self.rewind()
+        self.block_table = self._table_part = ()
+
     def event(
         self,
         *,
@@ -222,6 +231,7 @@ class Sequence:
         finish: FinishReason | None = None,
         error: RequestError | None = None,
         admitted_s: float | None = None,
+        replica: int | None = None,
     ) -> SequenceEvent:
         """An event of this sequence. `token_id` must already be the last of `token_ids`."""
         prompt_logprobs: tuple[TokenLogprobs, ...] = ()
@@ -242,6 +252,7 @@ class Sequence:
             error,
             self.cached_tokens,
             admitted_s,
+            replica,
         )
 
 
@@ -273,13 +284,15 @@ def _length_end(request: Request) -> FinishReason:
 
 
 class SequenceGroup:
-    """The sequences of one request, and its place in the queue. admitted_s: None while it waits."""
+    """The sequences of one request, and its place in the queue. admitted_s, replica: when and where it was
+    admitted; None while it waits for the first time."""
 
     def __init__(self, request: Request, sequences: list[Sequence], submitted_s: float) -> None:
         self.request = request
         self.sequences = sequences
         self.submitted_s = submitted_s
         self.admitted_s: float | None = None
+        self.replica: int | None = None
         self.num_tokens = len(sequences) * (len(request.prompt_ids) + request.stop.max_tokens)
 
     @property

@@ -42,6 +42,12 @@ class EngineHandle(Protocol):
     def cancel(self, request_id: str, reason: FinishReason) -> None:
         """Nobody reads this request's outputs any more. Does nothing for ended and unknown requests."""
 
+    async def restart(self, replica: int, pauses: bool) -> None:
+        """Restart a replica's stage processes; returns when it serves again. Raises RequestError.
+
+        pauses: also if no other replica could go on with its streams, which then wait.
+        """
+
     def model_card(self) -> ModelCard:
         """What is served."""
 
@@ -157,6 +163,10 @@ class FrontDesk:
     def card(self) -> ModelCard:
         """What is served."""
         return self._engine.model_card()
+
+    async def restart(self, replica: int, pauses: bool) -> None:
+        """As the engine does. Raises RequestError."""
+        await self._engine.restart(replica, pauses)
 
     async def topology(self) -> Topology:
         """Where it runs."""

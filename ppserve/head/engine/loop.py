@@ -16,16 +16,16 @@ from collections import deque
 from collections.abc import Callable, Iterable
 from concurrent.futures import Future
 
-from ppserve import wire
 from ppserve.core.request import FinishReason, Request
 from ppserve.core.scheduling.sequence import SequenceEvent
 from ppserve.errors import Draining, RequestError, StagesLost
 from ppserve.head.engine.control import ControlPlane
+from ppserve.head.engine.fleet import Fleet
 from ppserve.head.engine.member import Formed, Hopeless
-from ppserve.head.engine.messages import Abort, Drain, Look, Message, Stop, Submit
+from ppserve.head.engine.messages import Abort, Drain, Look, Message, Restart, Stop, Submit
 from ppserve.head.engine.open_request import HeldAnswer, OpenRequest
 from ppserve.head.engine.output import Sink, TokenOutput
-from ppserve.head.engine.replica import Reading, Replica, ReplicaEvent
+from ppserve.head.engine.replica import Reading, ReplicaEvent
 from ppserve.head.engine.watcher import Watcher
 from ppserve.process.environment import EXIT_FAILED, EXIT_USAGE
 from ppserve.tokenizer import Tokenizer
@@ -38,15 +38,15 @@ _ANSWER_WITHIN_S = 5.0
 
 
 class Engine(threading.Thread):
-    """Owns the open requests and drives the replica.
+    """Owns the open requests and drives the replicas.
 
-    hand_over: runs a function in the thread of the sinks (`loop.call_soon_threadsafe`). formed: done when the
-    first epoch has formed. failed: done when the pipeline will not form again.
+    hand_over: runs a function in the thread of the sinks (`loop.call_soon_threadsafe`). formed: done when every
+    replica has formed for the first time. failed: done when none will form again.
     """
 
     def __init__(
         self,
-        replica: Replica,
+        fleet: Fleet,
         control: ControlPlane,
         watcher: Watcher,
         hand_over: Callable[[Callable[[], None]], object],
@@ -55,7 +55,7 @@ class Engine(threading.Thread):
         super().__init__(name="engine", daemon=True)
         self.formed: Future[None] = Future()
         self.failed: Future[Hopeless] = Future()
-        self._replica = replica
+        self._fleet = fleet
         self._control = control
         self._watcher = watcher
         self._hand_over = hand_over
@@ -82,11 +82,17 @@ class Engine(threading.Thread):
         """End a request. Nothing happens if it has ended."""
         self._post(Abort(request_id, reason))
 
-    def look(self) -> Reading:
-        """The state of the pipeline. Waits for the engine's thread. Raises Draining if the engine has ended."""
+    def look(self) -> tuple[Reading, ...]:
+        """The state of every replica. Waits for the engine's thread. Raises Draining if the engine has ended."""
         message = Look()
         self._post(message)
         return message.seen.result(_ANSWER_WITHIN_S)
+
+    def restart(self, replica: int, pauses: bool) -> Future[None]:
+        """Restart a replica's stage processes; see `messages.Restart`."""
+        message = Restart(replica, pauses)
+        self._post(message)
+        return message.done
 
     def drain(self) -> None:
         """The server is stopping; see `messages.Drain`."""
@@ -107,7 +113,7 @@ class Engine(threading.Thread):
 
     def run(self) -> None:
         try:
-            self._replica.start()
+            self._fleet.start()
             while not self._stopping:
                 self.turn()
         except Exception as error:
@@ -116,8 +122,7 @@ class Engine(threading.Thread):
         self._end_streams(_shutting_down())
         hopeless = self.failed.result() if self.failed.done() else None
         code = 0 if hopeless is None else EXIT_USAGE if hopeless.usage else EXIT_FAILED
-        for rank in self._replica.members.ranks:
-            self._control.send(rank, wire.Shutdown(code))
+        self._fleet.shut_down(code)
         self._ended = True
         self._refuse_the_rest()
         self._control.close(_GOODBYE_S)
@@ -127,13 +132,13 @@ class Engine(threading.Thread):
         heard = self._control.poll(_TICK_S if not self._inbox else 0.0)
         woken_ns = self._clock()
         for message in heard:
-            self._happened(self._replica.take(message))
+            self._happened(self._fleet.take(message))
         while self._inbox and not self._stopping:
             self._take(self._inbox.popleft())
-        self._happened(self._replica.tick())
+        self._happened(self._fleet.tick())
         self._note_demand()
-        self._replica.refill(woken_ns)
-        self._replica.report_load()
+        self._fleet.refill(woken_ns)
+        self._fleet.report_load()
         self._deliver()
 
     def _take(self, message: Message) -> None:
@@ -142,11 +147,14 @@ class Engine(threading.Thread):
                 self._submit(message)
             case Abort(request_id, reason):
                 if request_id in self._open:
-                    self._happened(self._replica.abort(request_id, reason))
+                    self._happened(self._fleet.abort(request_id, reason))
             case Look(seen):
-                _settle(seen, self._replica.reading)
+                _settle(seen, self._fleet.readings)
+            case Restart(replica, pauses, done):
+                if done.set_running_or_notify_cancel():
+                    self._restart(replica, pauses, done)
             case Drain():
-                self._replica.members.draining = True
+                self._fleet.drain()
             case Stop():
                 self._stopping = True
 
@@ -168,7 +176,7 @@ class Engine(threading.Thread):
             except IndexError:  # another thread refused it
                 return
             match message:
-                case Submit(accepted=waiting) | Look(seen=waiting):
+                case Submit(accepted=waiting) | Look(seen=waiting) | Restart(done=waiting):
                     if waiting.set_running_or_notify_cancel():
                         waiting.set_exception(_shutting_down())
 
@@ -191,13 +199,19 @@ class Engine(threading.Thread):
     def _admit(self, asked: Submit) -> None:
         """Raises RequestError."""
         now_s = self._clock() / 1e9
-        opened = OpenRequest(asked.request, asked.sink, asked.tokenizer, now_s, self._replica.busy_s)
+        opened = OpenRequest(asked.request, asked.sink, asked.tokenizer, now_s, self._fleet.busy_s)
         end = None if asked.held is None else opened.resume(asked.held, now_s)
         if end is not None:
             self._tell(opened, end, now_s)
             return
-        self._replica.submit(asked.request)
+        self._fleet.submit(asked.request)
         self._open[asked.request.id] = opened
+
+    def _restart(self, replica: int, pauses: bool, done: Future[None]) -> None:
+        try:
+            self._fleet.restart(replica, pauses, done)
+        except RequestError as error:
+            done.set_exception(error)
 
     def _publish(self, event: SequenceEvent) -> None:
         """Turns an event of the scheduler into an output of its stream."""
@@ -207,7 +221,7 @@ class Engine(threading.Thread):
         now_s = self._clock() / 1e9
         output = opened.output(event, now_s)
         if output.finish is FinishReason.STOP_STRING and event.finish is None:
-            self._replica.finish(event.sequence_id, FinishReason.STOP_STRING)
+            self._fleet.finish(event.sequence_id, FinishReason.STOP_STRING)
         self._tell(opened, output, now_s)
         if opened.is_complete:
             del self._open[event.request_id]
@@ -223,10 +237,10 @@ class Engine(threading.Thread):
             self._hand_over(lambda: _push(outputs))
 
     def _note_demand(self) -> None:
-        if self._replica.demand(bool(self._open)) or self._is_unbalanced:
+        if self._fleet.demand(bool(self._open)) or self._is_unbalanced:
             return
         try:
-            self._replica.prove_idle()
+            self._fleet.prove_idle()
         except AssertionError:
             self._is_unbalanced = True  # it stays so: once in the log is enough
             log.exception("KV blocks are not balanced")
@@ -254,7 +268,7 @@ def _shutting_down() -> Draining:
     return Draining("the server is shutting down")
 
 
-def _settle(future: Future[Reading], answer: Callable[[], Reading]) -> None:
+def _settle(future: Future[tuple[Reading, ...]], answer: Callable[[], tuple[Reading, ...]]) -> None:
     try:
         reading = answer()
     except Exception as error:

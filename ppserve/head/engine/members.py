@@ -111,6 +111,8 @@ class Members:
         self.decision: Decision | None = None
         self.num_blocks = 0
         self.draining = False
+        self.held = False  # no epoch forms
+        self.restarting: set[int] = set()  # ranks that were told to begin anew
         self._heard_ns = dict.fromkeys(self.ranks, 0)
         self._machine = machine
         self._rules = rules
@@ -191,6 +193,9 @@ class Members:
     def gone(self, rank: int, cause: str, now_ns: int) -> list[MemberEvent]:
         """A rank's connection ended: its stage process is dead, and its keeper starts another."""
         self._move(rank, StageState.ABSENT, now_ns)
+        if rank in self.restarting:
+            self.restarting.remove(rank)
+            cause = "restart"
         if not self.epoch:
             return []
         member = self[rank]
@@ -292,7 +297,7 @@ class Members:
         others, because it opens the store."""
         decision = self.decision
         is_complete = all(member.state is StageState.LOADED for member in self.all)
-        if now_ns < self._settled_ns or decision is None or not is_complete:
+        if now_ns < self._settled_ns or self.held or decision is None or not is_complete:
             return []
         try:
             # Anew for each epoch: a stage that was replaced may have another address.

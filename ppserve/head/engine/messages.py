@@ -40,9 +40,9 @@ class Abort:
 
 @dataclass(frozen=True, slots=True)
 class Look:
-    """Read the state of the pipeline."""
+    """Read the state of every replica."""
 
-    seen: Future[Reading] = field(default_factory=Future, repr=False, compare=False)
+    seen: Future[tuple[Reading, ...]] = field(default_factory=Future, repr=False, compare=False)
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,4 +55,16 @@ class Stop:
     """Shut the stages down, in order, and end the engine."""
 
 
-Message = Submit | Abort | Look | Drain | Stop
+@dataclass(frozen=True, slots=True)
+class Restart:
+    """Restart the stage processes of a replica. pauses: also if no other replica could go on with its streams.
+
+    done: when it serves again; a RequestError if it is refused, or the replica does not come back.
+    """
+
+    replica: int
+    pauses: bool
+    done: Future[None] = field(default_factory=Future, repr=False, compare=False)
+
+
+Message = Submit | Abort | Look | Restart | Drain | Stop

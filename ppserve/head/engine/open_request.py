@@ -85,6 +85,7 @@ class OpenRequest:
     arrived_s: float
     busy_s: Callable[[], tuple[float, ...]]
     admitted_s: float | None = None
+    replica: int | None = None
     _sequences: dict[int, _SequenceText] = field(default_factory=dict)
     _num_ended: int = 0
     _busy_at_arrival_s: tuple[float, ...] = ()
@@ -113,7 +114,7 @@ class OpenRequest:
         """The output for an event. Its `finish` is STOP_STRING if the text ends the sequence; then the engine must
         end it in the scheduler."""
         if event.admitted_s is not None:
-            self.admitted_s = event.admitted_s
+            self.admitted_s, self.replica = event.admitted_s, event.replica
         if event.error is not None:
             self._num_ended += 1
             return TokenOutput(event.index, event.offset, error=event.error)

@@ -17,9 +17,9 @@ from ppserve.core.ledger.overheads import Overheads, OverheadTimes
 from ppserve.core.ledger.steps import Steps
 from ppserve.core.ledger.tensor_ranks import TensorRanks
 from ppserve.core.plan import StepPlan, StepResult
-from ppserve.core.request import FinishReason, Request
 from ppserve.core.scheduling.block_manager import BlockManager
 from ppserve.core.scheduling.drafter import NewDrafter, look_up_prompts
+from ppserve.core.scheduling.intake import Intake
 from ppserve.core.scheduling.lane_count import LaneCount
 from ppserve.core.scheduling.scheduler import Scheduler
 from ppserve.core.scheduling.sequence import SequenceEvent
@@ -57,9 +57,12 @@ class StageReading:
 
 @dataclass(frozen=True, slots=True)
 class Reading:
-    """A pipeline at one moment, on the engine's clock. Frozen. kv_usage: 0 to 1."""
+    """A replica at one moment, on the engine's clock. Frozen. serves: all its stages are there. num_waiting:
+    requests that no replica computes. kv_usage: 0 to 1."""
 
     now_ns: int
+    replica: int
+    serves: bool
     decision: Decision
     epoch: int
     num_blocks: int
@@ -72,7 +75,8 @@ class Reading:
 
 
 class Replica:
-    """See the module. clock: monotonic, in nanoseconds. scheduler: None until the first epoch has formed."""
+    """See the module. clock: monotonic, in nanoseconds. intake: common to all replicas. scheduler: None until the
+    first epoch has formed."""
 
     def __init__(
         self,
@@ -80,10 +84,13 @@ class Replica:
         control: ControlPlane,
         watcher: Watcher,
         clock: Callable[[], int],
+        intake: Intake | None = None,
         new_drafter: NewDrafter = look_up_prompts,
     ) -> None:
         num_stages = members.num_stages
+        self.number = members.replica
         self.members = members
+        self.intake = Intake() if intake is None else intake
         self.scheduler: Scheduler | None = None
         self.steps = Steps(num_stages)
         self._ranks = TensorRanks(num_stages, members.grid.tensor)
@@ -94,6 +101,9 @@ class Replica:
         # Since the last epoch formed. A death is told by neighbours, whose transport breaks, as well.
         self._died: set[int] = set()
         self._broke: set[int] = set()
+        # Requests that were in flight at a loss for which no stage is known yet to have failed.
+        self._in_flight: frozenset[str] = frozenset()
+        self._prefix = f"replica {self.number}: " if members.grid.data > 1 else ""
         self._teller = DrawTeller()
         self._control = control
         self._watcher = watcher
@@ -103,36 +113,30 @@ class Replica:
     # ---- requests -------------------------------------------------------------------------------------
 
     @property
-    def formed_scheduler(self) -> Scheduler:
-        """Raises Draining if no epoch has formed yet."""
-        if self.scheduler is None:
-            raise Draining("the server is not serving")
-        return self.scheduler
+    def serves(self) -> bool:
+        """Whether it has formed, and takes requests."""
+        return self.members.formed and self.scheduler is not None and self.scheduler.is_open
 
-    def submit(self, request: Request) -> None:
-        """Queue a request. Raises RequestError."""
-        self.formed_scheduler.submit(request, self._now_s())
+    @property
+    def has_steps(self) -> bool:
+        """Whether some stage has not reported a step, also of a request that has ended."""
+        return len(self.steps) > 0
 
-    def abort(self, request_id: str, reason: FinishReason) -> list[SequenceEvent]:
-        """End a request now. Returns the terminal events of its sequences."""
-        return [] if self.scheduler is None else self.scheduler.abort(request_id, reason)
-
-    def finish(self, sequence_id: int, reason: FinishReason) -> None:
-        """End a sequence because of its text (a stop string): no event, no further step."""
-        if self.scheduler is not None:
-            self.scheduler.finish(sequence_id, reason, self._now_s())
-
-    def demand(self, exists: bool) -> bool:
-        """Whether the server has work: a request is open, or a step of a request that has ended is in flight.
-
-        exists: a request is open. While the server has work, waiting stages have bubbles; otherwise they are idle.
-        """
-        has_work = exists or len(self.steps) > 0
-        if has_work:
+    def demand(self, exists: bool) -> None:
+        """exists: the server has work. Then waiting stages have bubbles; otherwise they are idle."""
+        if exists:
             self._account.demand_began(self._clock())
         else:
             self._account.demand_ended(self._clock())
-        return has_work
+
+    def give_back(self) -> frozenset[str]:
+        """Other replicas go on with all requests, and no further one is admitted here until an epoch has formed.
+        Returns the ids of those that had steps in flight."""
+        if self.scheduler is None or not self.scheduler.is_open:
+            return frozenset()
+        if num_running := self.scheduler.num_running:
+            log.info("%s%d sequences go on at another replica", self._prefix, num_running)
+        return self.scheduler.give_back()
 
     # ---- events ---------------------------------------------------------------------------------------
 
@@ -147,13 +151,11 @@ class Replica:
         return self._happened(self.members.heard(heard.rank, heard.arrived_ns, heard.message))
 
     def tick(self) -> list[ReplicaEvent]:
-        """Checks what no message reports: silent ranks, passed deadlines of requests, overdue steps."""
+        """Checks what no message reports: silent ranks, overdue steps."""
         now_ns = self._clock()
         if self.members.head_paused(now_ns):
             self.steps.head_paused(now_ns)
         events = self._happened(self.members.tick(now_ns))
-        if self.scheduler is not None:
-            events += self.scheduler.expire(self._now_s())
         stuck = self.steps.stuck(now_ns)
         if stuck is not None:
             step_id, stage = stuck
@@ -197,7 +199,7 @@ class Replica:
         if (scheduler := self.scheduler) is not None:
             in_flight = self.steps.num_in_flight
             self._watcher.guessed(scheduler.lanes.guesses)
-            self._watcher.load(scheduler.num_running, scheduler.num_waiting, in_flight, scheduler.kv_usage)
+            self._watcher.load(scheduler.num_running, self.intake.num_waiting, in_flight, scheduler.kv_usage)
 
     def _happened(self, member_events: list[MemberEvent]) -> list[ReplicaEvent]:
         events: list[ReplicaEvent] = []
@@ -209,11 +211,13 @@ class Replica:
                     events += self._formed(event)
                 case EpochLost():
                     self._epoch_lost(event)
+                    events += self._blame()
                 case StageDied():
-                    if not self._head_paused:
+                    if self._may_blame:
                         self._died.add(event.stage)
-                    log.warning("stage %d died (%s)", event.stage, event.cause)
+                    log.warning("%s died (%s)", self.members.grid.name(event.rank), event.cause)
                     self._watcher.stage_died(event.stage, event.cause)
+                    events += self._blame()
                 case Hopeless():
                     events.append(event)
         return events
@@ -239,36 +243,55 @@ class Replica:
         return events
 
     def _formed(self, formed: Formed) -> list[ReplicaEvent]:
-        log.info("epoch %d formed", formed.epoch)
+        log.info("%sepoch %d formed", self._prefix, formed.epoch)
         self._account.formed(self._clock())
+        failed, self._died, self._broke = self._died or self._broke, set(), set()
+        self._in_flight = frozenset()
+        if self.scheduler is None:
+            self.scheduler = self._new_scheduler(formed)
+            return [formed]
+        # Steps that were in flight when the last epoch was lost do not count.
         self._teller = DrawTeller()
-        if self.scheduler is not None:
-            # All sequences are computed again; steps that were in flight when the last epoch was lost do not
-            # count.
-            failed, self._died, self._broke = self._died or self._broke, set(), set()
-            return [*self.scheduler.lose_stage(formed.epoch, failed, self._now_s())]
+        if self.scheduler.is_open:
+            return [*self.scheduler.lose_stage(formed.epoch, failed)]
+        self.scheduler.open(formed.epoch)
+        return []
+
+    def _new_scheduler(self, formed: Formed) -> Scheduler:
         decision = self.members.decision
         assert decision is not None
-        config = decision.scheduling
+        config = replace(decision.scheduling, replica=self.number)
         if any(member.loaded is not None and member.loaded.why_not for member in self.members.all):
             # Beside a guess, a row may differ from the same row alone.
             config = replace(config, speculate=0)
         blocks = BlockManager(formed.num_blocks, config.block_size)
-        self.scheduler = Scheduler(
-            config, blocks, self.steps, self._costs, formed.epoch, new_drafter=self._new_drafter
+        scheduler = Scheduler(
+            config, blocks, self.steps, self._costs, intake=self.intake, new_drafter=self._new_drafter
         )
-        return [formed]
+        scheduler.open(formed.epoch)
+        return scheduler
 
     def _epoch_lost(self, lost: EpochLost) -> None:
-        """Steps in flight will not return. The scheduler is told when the next epoch has formed."""
-        log.warning("epoch %d lost: %s", lost.epoch, lost.cause)
-        if lost.stage is not None and not self._head_paused:
+        """Steps in flight will not return. Requests go on at other replicas at once; if there are none, the
+        scheduler is told when the next epoch has formed."""
+        log.warning("%sepoch %d lost: %s", self._prefix, lost.epoch, lost.cause)
+        if lost.stage is not None and self._may_blame:
             self._broke.add(lost.stage)
         self.steps.lost()
         self._ranks.lost()
         self._lanes.lost()
         self._account.stage_lost(self._clock())
         self._watcher.epoch_lost()
+        if self.intake.has_several_hosts:
+            self._in_flight = self.give_back()
+
+    def _blame(self) -> list[SequenceEvent]:
+        """Requests that are computed elsewhere by now must not take the next replica with them as well."""
+        failed = self._died or self._broke
+        if not failed or not self._in_flight or self.scheduler is None:
+            return []
+        in_flight, self._in_flight = self._in_flight, frozenset()
+        return self.intake.blame(self.scheduler, in_flight, failed)
 
     # ---- state ----------------------------------------------------------------------------------------
 
@@ -276,14 +299,17 @@ class Replica:
         """Settled seconds of computation of every stage."""
         return tuple(sum(times.busy_ns.values()) / 1e9 for times in self._account.settled())
 
-    def reading(self) -> Reading:
+    def reading(self, now_ns: int) -> Reading:
         """The pipeline now. Raises Draining if no epoch has formed yet."""
-        now_ns, scheduler, decision = self._clock(), self.formed_scheduler, self.members.decision
-        assert decision is not None
+        scheduler, decision = self.scheduler, self.members.decision
+        if scheduler is None or decision is None:
+            raise Draining("the server is not serving")
         firsts = self.members.all[:: self.members.grid.tensor]
         every = zip(firsts, self._account.snapshot(now_ns), self._costs.stages, strict=True)
         return Reading(
             now_ns=now_ns,
+            replica=self.number,
+            serves=self.serves,
             decision=decision,
             epoch=self.members.epoch,
             num_blocks=self.members.num_blocks,
@@ -294,19 +320,20 @@ class Replica:
                 for member, times, cost in every
             ),
             num_running=scheduler.num_running,
-            num_waiting=scheduler.num_waiting,
+            num_waiting=self.intake.num_waiting,
             kv_usage=scheduler.kv_usage,
         )
 
     def prove_idle(self) -> None:
         """Without requests and steps, no KV block may be held. Raises AssertionError."""
-        if self.scheduler is not None and not self.scheduler.has_work:
+        if self.scheduler is not None and not self.scheduler.is_busy:
             assert self.scheduler.kv_usage == 0, "idle, yet KV blocks are held"
 
     @property
-    def _head_paused(self) -> bool:
-        """Stages end when they hear nothing of the head: then no request is to blame for it."""
-        return self.members.head_paused(self._clock())
+    def _may_blame(self) -> bool:
+        """Whether a request may be to blame for the end of a stage: not if the stage heard nothing of the head, or
+        was told to end."""
+        return not self.members.held and not self.members.head_paused(self._clock())
 
     def _now_s(self) -> float:
         return self._clock() / 1e9

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 import threading
+from collections.abc import Sequence
 
 from ppserve.core.figures import count, size, table
 from ppserve.head.cards import ModelCard, Topology
@@ -24,14 +25,18 @@ def banner(card: ModelCard, topology: Topology, host: str, ports: Ports) -> str:
         f" context {card.max_context}",
     ]
     rows = [("stage", "layers", "device", "params", "weights", "KV")]
+    num_stages = 1 + max(stage.stage for stage in topology.stages)
+    num_replicas = 1 + max(stage.replica for stage in topology.stages)
     for stage in topology.stages:
         parts = ["wte"] * (stage.stage == 0) + [stage.blocks]
-        parts += ["head"] * (stage.stage == len(topology.stages) - 1)
+        parts += ["head"] * (stage.stage == num_stages - 1)
         sizes = (count(stage.num_parameters), size(stage.weight_bytes), size(stage.kv_bytes))
-        rows.append((str(stage.stage), "+".join(parts), f"{stage.device} on {stage.host}", *sizes))
+        name = f"{stage.replica}.{stage.stage}" if num_replicas > 1 else str(stage.stage)
+        rows.append((name, "+".join(parts), f"{stage.device} on {stage.host}", *sizes))
     lines += [f"  {line}" for line in table(*rows, left=3)]
+    replicas = f" in each of {num_replicas} replicas," * (num_replicas > 1)
     lines += [
-        f"  {arch.num_layers} blocks over {len(topology.stages)} stage{'s' * (len(topology.stages) > 1)},"
+        f"  {arch.num_layers} blocks over {num_stages} stage{'s' * (num_stages > 1)},{replicas}"
         f" {topology.transport} transport, {topology.microbatches} microbatch{'es' * (topology.microbatches > 1)}"
         " in flight",
     ]
@@ -49,8 +54,8 @@ def banner(card: ModelCard, topology: Topology, host: str, ports: Ports) -> str:
 class StartProgress:
     """A context in which a terminal shows how far each stage has started. Silent if stderr is no terminal."""
 
-    def __init__(self, members: Members) -> None:
-        self._members = members
+    def __init__(self, replicas: Sequence[Members]) -> None:
+        self._replicas = replicas
         self._done = threading.Event()
         self._thread = threading.Thread(target=self._draw, name="progress", daemon=True)
 
@@ -70,13 +75,13 @@ class StartProgress:
 
     def _stages(self) -> list[str]:
         words = []
-        for member in self._members.all:
-            done, total = member.progress
+        for replica, member in ((r, member) for r in self._replicas for member in r.all):
+            name, (done, total) = replica.name(member), member.progress
             if member.state is StageState.LOADING and total:
                 filled = _BAR * done // total
-                words.append(f"stage {member.stage} [{'#' * filled}{'.' * (_BAR - filled)}] {size(done)}")
+                words.append(f"{name} [{'#' * filled}{'.' * (_BAR - filled)}] {size(done)}")
             else:
-                words.append(f"stage {member.stage} {_WORDS[member.state]}")
+                words.append(f"{name} {_WORDS[member.state]}")
         return words
 
 

@@ -30,15 +30,17 @@ _KIND_NUMBERS = {kind: number for number, kind in enumerate(KINDS)}
 
 
 class RecentSpans:
-    """The latest MAX_SPANS spans of every stage. Written by the engine's thread."""
+    """The latest MAX_SPANS spans of every stage of every replica. Written by the engine's thread."""
 
-    def __init__(self, num_stages: int) -> None:
-        self._spans: list[deque[Settled]] = [deque(maxlen=MAX_SPANS) for _ in range(num_stages)]
+    def __init__(self, num_stages: int, num_replicas: int = 1) -> None:
+        self._num_stages = num_stages
+        num_rows = num_replicas * num_stages
+        self._spans: list[deque[Settled]] = [deque(maxlen=MAX_SPANS) for _ in range(num_rows)]
 
-    def settled(self, settled: Settled) -> None:
+    def settled(self, settled: Settled, replica: int = 0) -> None:
         """The ledger attributed an interval of a stage's time. Idle time is not drawn."""
         if settled.span.kind != IDLE:
-            self._spans[settled.stage].append(settled)
+            self._spans[replica * self._num_stages + settled.stage].append(settled)
 
     def recent(self) -> list[list[Settled]]:
         """Every stage's spans, oldest first. Safe in any thread: copying a deque is atomic in CPython."""
@@ -65,11 +67,12 @@ def describe_schedule(spans: Iterable[list[Settled]], now_ns: int) -> list[list[
 
 def read_state(handle: PipelineHandle, load: Load, spans: list[list[Settled]]) -> dict[str, Any]:
     """What the page shows now. Durations are seconds; counters run since the start. Waits for the engine."""
-    reading, card = handle.look(), handle.model_card()
-    topology = topology_of(reading)
-    of_stages = zip(topology.stages, reading.stages, describe_schedule(spans, reading.now_ns), strict=True)
+    readings, card = handle.look(), handle.model_card()
+    topology, now_ns = topology_of(readings), readings[0].now_ns
+    measured_stages = [stage for reading in readings for stage in reading.stages]
+    of_stages = zip(topology.stages, measured_stages, describe_schedule(spans, now_ns), strict=True)
     return {
-        "now_s": reading.now_ns / 1e9,
+        "now_s": now_ns / 1e9,
         "model": {
             "name": card.name,
             "params": card.num_parameters,
@@ -99,8 +102,10 @@ def live_pages(ask_state: Callable[[], dict[str, Any]]) -> dict[str, MakePage]:
     return {"/": lambda: page, "/state.json": json_page(ask_state)}
 
 
-def describe_costs(reading: Reading) -> dict[str, Any]:
-    """The cost of steps on every stage, as `ppserve plan --costs` reads it. Zeros before the first step."""
+def describe_costs(readings: tuple[Reading, ...]) -> dict[str, Any]:
+    """The cost of steps on every stage of the first replica, as `ppserve plan --costs` reads it. Zeros before the
+    first step."""
+    reading = readings[0]
     scheduling = reading.decision.scheduling
     stages = [
         {

@@ -8,10 +8,11 @@ from the first event on.
 from __future__ import annotations
 
 import platform
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from itertools import product
+from typing import Any
 
 from prometheus_client import (
     CollectorRegistry,
@@ -48,7 +49,9 @@ STATUSES = (
     "UNAUTHENTICATED",
     "INTERNAL",
 )
-RESTART_CAUSES = ("exit", "frozen", "stuck", "late", "timeout", "protocol", "forming")
+Family = Counter | Gauge | Histogram
+StageTimesByReplica = Callable[[], tuple[tuple[StageTimes, ...], ...]]
+RESTART_CAUSES = ("exit", "frozen", "stuck", "late", "timeout", "protocol", "forming", "restart")
 
 STEP_BUCKETS = tuple(50e-6 * 2**k for k in range(16))
 TTFT_BUCKETS = (
@@ -86,72 +89,25 @@ class Load:
     itl: Latency
 
 
-class Metrics:
-    """Written by the engine's thread and the event loop, read by the threads that make pages."""
+class ReplicaMetrics:
+    """Those of one replica's steps. Made by `Metrics`."""
 
-    def __init__(self, num_stages: int) -> None:
-        self.registry = CollectorRegistry(auto_describe=False)
-        self._requests = _RequestMetrics(self.registry)
-        counter, gauge = partial(Counter, registry=self.registry), partial(Gauge, registry=self.registry)
-        histogram = partial(Histogram, registry=self.registry)
-        stages = [str(stage) for stage in range(num_stages)]
-        step_text = "Compute time of one step on one stage."
-        step = histogram("ppserve_stage_step_seconds", step_text, ["stage", "phase"], buckets=STEP_BUCKETS)
-        self._step = [{phase: step.labels(stage, phase) for phase in BUSY} for stage in stages]
-        transfer_text = "From computed on this stage, or from when the next was ready for it, to received there."
-        transfer = histogram("ppserve_transfer_seconds", transfer_text, ["stage"], buckets=STEP_BUCKETS)
-        self._transfer = [transfer.labels(stage) for stage in stages[:-1]]
-        transfer_bytes = counter("ppserve_transfer_bytes", "Hidden states sent by this stage.", ["stage"])
-        self._transfer_bytes = [transfer_bytes.labels(stage) for stage in stages[:-1]]
-        tokens = histogram("ppserve_microbatch_tokens", "Rows of a step.", ["phase"], buckets=ROWS_BUCKETS)
-        self._tokens = {phase: tokens.labels(phase) for phase in BUSY}
-        self._in_flight = gauge("ppserve_microbatches_in_flight", "Steps in the pipeline.")
-        self._kv_usage = gauge("ppserve_kv_usage_ratio", "Share of KV blocks in use.")
-        guesses = counter("ppserve_draft_tokens", "Guessed tokens, by what became of them.", ["outcome"])
-        self._guesses = {outcome: guesses.labels(outcome) for outcome in OUTCOMES}
+    def __init__(self, families: _StepFamilies, replica: str, stages: Sequence[str]) -> None:
+        def of_stages(family: Family, labels: Iterable[str]) -> list[dict[str, Any]]:
+            return [{label: family.labels(replica, stage, label) for label in labels} for stage in stages]
+
+        self._step = of_stages(families.step, BUSY)
+        of_stages(families.restarts, RESTART_CAUSES)
+        self._restarts, self._replica = families.restarts, replica
+        self._transfer = [families.transfer.labels(replica, stage) for stage in stages[:-1]]
+        self._transfer_bytes = [families.transfer_bytes.labels(replica, stage) for stage in stages[:-1]]
+        self._tokens = {phase: families.tokens.labels(replica, phase) for phase in BUSY}
+        self._guesses = {outcome: families.guesses.labels(replica, outcome) for outcome in OUTCOMES}
         self._num_guesses = dict.fromkeys(OUTCOMES, 0)
-        self._restarts = counter("ppserve_stage_restarts", "Stages that died, by how.", ["stage", "cause"])
-        for stage, cause in product(stages, RESTART_CAUSES):
-            self._restarts.labels(stage, cause)
-        where = ["stage", "rank", "host", "device", "layers", "params"]
-        self._stage_info = gauge("ppserve_stage_info", "What runs where; the value is 1.", where)
-        what = ["version", "python", "model", "dtype"]
-        self._build_info = gauge("ppserve_build_info", "What is served by what; the value is 1.", what)
-        self._http = counter("ppserve_http_requests", "Answers over HTTP, by path and status.", ["path", "status"])
-
-    # ---- what is read ---------------------------------------------------------------------------------
-
-    def read_ledger(self, stage_times: Callable[[], tuple[StageTimes, ...]]) -> None:
-        """Show the ledger too. stage_times: called at every scrape; all stages at one moment."""
-        self.registry.register(_LedgerCollector(stage_times))
-
-    def page(self) -> Page:
-        """All metrics now, as Prometheus reads them."""
-        return Page(CONTENT_TYPE_LATEST, generate_latest(self.registry))
-
-    def reading(self) -> Load:
-        """The figures that the live page shows."""
-        requests = self._requests
-        return Load(
-            running=int(_value(requests.running)),
-            waiting=int(_value(requests.waiting)),
-            in_flight=int(_value(self._in_flight)),
-            kv_usage=_value(self._kv_usage),
-            requests=int(sum(_value(ended) for ended in requests.ended.values())),
-            prompt_tokens=int(_value(requests.prompt)),
-            generated_tokens=int(_value(requests.generated)),
-            ttft=_latency(requests.ttft),
-            itl=_latency(requests.itl),
-        )
-
-    # ---- what is served -------------------------------------------------------------------------------
-
-    def describe(self, card: ModelCard, topology: Topology) -> None:
-        """Sets the info metrics: which stage runs where, and what is served."""
-        for stage in topology.stages:
-            where = (stage.stage, stage.rank, stage.host, stage.device, stage.blocks, stage.num_parameters)
-            self._stage_info.labels(*map(str, where)).set(1)
-        self._build_info.labels(card.version, platform.python_version(), card.name, card.dtype).set(1)
+        self._in_flight = families.in_flight.labels(replica)
+        self._kv_usage = families.kv_usage.labels(replica)
+        self._running = families.running.labels(replica)
+        self._waiting = families.waiting
 
     def dispatched(self, step: Step) -> None:
         self._tokens[step.plan.phase].observe(step.plan.num_tokens)
@@ -165,8 +121,8 @@ class Metrics:
             self._transfer_bytes[transfer.sender].inc(transfer.num_bytes)
 
     def load(self, running: int, waiting: int, in_flight: int, kv_usage: float) -> None:
-        self._requests.running.set(running)
-        self._requests.waiting.set(waiting)
+        self._running.set(running)
+        self._waiting.set(waiting)
         self._in_flight.set(in_flight)
         self._kv_usage.set(kv_usage)
 
@@ -178,13 +134,91 @@ class Metrics:
             self._num_guesses = dict(outcomes)
 
     def stage_restarted(self, stage: int, cause: str) -> None:
-        self._restarts.labels(str(stage), cause).inc()
+        self._restarts.labels(self._replica, str(stage), cause).inc()
+
+
+class _StepFamilies:
+    def __init__(self, registry: CollectorRegistry) -> None:
+        counter, gauge = partial(Counter, registry=registry), partial(Gauge, registry=registry)
+        histogram = partial(Histogram, registry=registry)
+        step_text = "Compute time of one step on one stage."
+        by_phase = ["replica", "stage", "phase"]
+        self.step = histogram("ppserve_stage_step_seconds", step_text, by_phase, buckets=STEP_BUCKETS)
+        transfer_text = "From computed on this stage, or from when the next was ready for it, to received there."
+        by_stage = ["replica", "stage"]
+        self.transfer = histogram("ppserve_transfer_seconds", transfer_text, by_stage, buckets=STEP_BUCKETS)
+        self.transfer_bytes = counter("ppserve_transfer_bytes", "Hidden states sent by this stage.", by_stage)
+        rows = ["replica", "phase"]
+        self.tokens = histogram("ppserve_microbatch_tokens", "Rows of a step.", rows, buckets=ROWS_BUCKETS)
+        guess_text = "Guessed tokens, by what became of them."
+        self.guesses = counter("ppserve_draft_tokens", guess_text, ["replica", "outcome"])
+        by_cause = ["replica", "stage", "cause"]
+        self.restarts = counter("ppserve_stage_restarts", "Stages that died, by how.", by_cause)
+        self.in_flight = gauge("ppserve_microbatches_in_flight", "Steps in the pipeline.", ["replica"])
+        self.kv_usage = gauge("ppserve_kv_usage_ratio", "Share of KV blocks in use.", ["replica"])
+        self.running = gauge("ppserve_requests_running", "Admitted sequences.", ["replica"])
+        self.waiting = gauge("ppserve_requests_waiting", "Requests in the queue of all replicas.")
+
+
+class Metrics:
+    """Written by the engine's thread and the event loop, read by the threads that make pages.
+
+    replicas: those of each replica's steps.
+    """
+
+    def __init__(self, num_stages: int, num_replicas: int = 1) -> None:
+        self.registry = CollectorRegistry(auto_describe=False)
+        replicas, stages = [str(i) for i in range(num_replicas)], [str(i) for i in range(num_stages)]
+        self._requests = _RequestMetrics(self.registry, replicas)
+        self._families = _StepFamilies(self.registry)
+        self.replicas = [ReplicaMetrics(self._families, replica, stages) for replica in replicas]
+        counter, gauge = partial(Counter, registry=self.registry), partial(Gauge, registry=self.registry)
+        where = ["replica", "stage", "rank", "host", "device", "layers", "params"]
+        self._stage_info = gauge("ppserve_stage_info", "What runs where; the value is 1.", where)
+        what = ["version", "python", "model", "dtype"]
+        self._build_info = gauge("ppserve_build_info", "What is served by what; the value is 1.", what)
+        self._http = counter("ppserve_http_requests", "Answers over HTTP, by path and status.", ["path", "status"])
+
+    # ---- what is read ---------------------------------------------------------------------------------
+
+    def read_ledger(self, stage_times: StageTimesByReplica) -> None:
+        """Show the ledger too. stage_times: called at every scrape; all stages of all replicas at one moment."""
+        self.registry.register(_LedgerCollector(stage_times))
+
+    def page(self) -> Page:
+        """All metrics now, as Prometheus reads them."""
+        return Page(CONTENT_TYPE_LATEST, generate_latest(self.registry))
+
+    def reading(self) -> Load:
+        """The figures that the live page shows."""
+        requests, steps = self._requests, self._families
+        return Load(
+            running=int(_total(steps.running)),
+            waiting=int(_total(steps.waiting)),
+            in_flight=int(_total(steps.in_flight)),
+            kv_usage=_total(steps.kv_usage) / len(self.replicas),
+            requests=int(_total(requests.ended)),
+            prompt_tokens=int(_total(requests.prompt.family)),
+            generated_tokens=int(_total(requests.generated.family)),
+            ttft=_latency(requests.ttft.family),
+            itl=_latency(requests.itl.family),
+        )
+
+    # ---- what is served -------------------------------------------------------------------------------
+
+    def describe(self, card: ModelCard, topology: Topology) -> None:
+        """Sets the info metrics: which stage runs where, and what is served."""
+        for stage in topology.stages:
+            place = (stage.replica, stage.stage, stage.rank)
+            what = (stage.host, stage.device, stage.blocks, stage.num_parameters)
+            self._stage_info.labels(*map(str, (*place, *what))).set(1)
+        self._build_info.labels(card.version, platform.python_version(), card.name, card.dtype).set(1)
 
     def output(self, opened: OpenRequest, output: TokenOutput, now_s: float) -> None:
         self._requests.output(opened, output, now_s)
 
     def refused(self, error: RequestError) -> None:
-        self._requests.ended[error.status].inc()
+        self._requests.ended.labels("", error.status).inc()
 
     def http_expected(self, path: str, statuses: Iterable[int]) -> None:
         for status in statuses:
@@ -194,21 +228,43 @@ class Metrics:
         self._http.labels(path, str(status)).inc()
 
 
-def _value(metric: Counter | Gauge) -> float:
-    return next(sample.value for family in metric.collect() for sample in family.samples)
+def _total(metric: Family) -> float:
+    """Over all labels."""
+    return sum(sample.value for family in metric.collect() for sample in family.samples)
 
 
 def _latency(histogram: Histogram) -> Latency:
-    buckets = [s for family in histogram.collect() for s in family.samples if s.name.endswith("_bucket")]
-    return Latency(tuple(float(s.labels["le"]) for s in buckets[:-1]), tuple(int(s.value) for s in buckets))
+    counts: dict[float, int] = {}
+    for sample in (sample for family in histogram.collect() for sample in family.samples):
+        if sample.name.endswith("_bucket"):
+            bound = float(sample.labels["le"])
+            counts[bound] = counts.get(bound, 0) + int(sample.value)
+    return Latency(tuple(sorted(counts))[:-1], tuple(counts[bound] for bound in sorted(counts)))
+
+
+class _OfReplicas:
+    """A metric of one label, which finds its children faster than `labels` does."""
+
+    def __init__(self, family: Any, replicas: Sequence[str]) -> None:
+        self.family = family
+        self._children = {replica: family.labels(replica) for replica in replicas}
+
+    def __getitem__(self, replica: str) -> Any:
+        return self._children[replica] if replica in self._children else self.family.labels(replica)
 
 
 class _RequestMetrics:
-    def __init__(self, registry: CollectorRegistry) -> None:
-        counter, gauge = partial(Counter, registry=registry), partial(Gauge, registry=registry)
+    """Of the replica that computed a request last; without the label's value for one that none has computed."""
 
-        def histogram(name: str, text: str, buckets: tuple[float, ...]) -> Histogram:
-            return Histogram(f"ppserve_{name}_seconds", text, buckets=buckets, registry=registry)
+    def __init__(self, registry: CollectorRegistry, replicas: Sequence[str]) -> None:
+        counter = partial(Counter, registry=registry)
+
+        def histogram(name: str, text: str, buckets: tuple[float, ...]) -> _OfReplicas:
+            name = f"ppserve_{name}_seconds"
+            return _OfReplicas(Histogram(name, text, ["replica"], buckets=buckets, registry=registry), replicas)
+
+        def count(name: str, text: str) -> _OfReplicas:
+            return _OfReplicas(counter(name, text, ["replica"]), replicas)
 
         self.ttft = histogram("time_to_first_token", "From arrival to a request's first token.", TTFT_BUCKETS)
         self.itl = histogram("inter_token_latency", "Between two tokens of a sequence.", TOKEN_BUCKETS)
@@ -216,13 +272,12 @@ class _RequestMetrics:
         self.tpot = histogram("time_per_output_token", tpot_text, TOKEN_BUCKETS)
         self.duration = histogram("request_duration", "From arrival to a request's end.", DURATION_BUCKETS)
         self.queue = histogram("request_queue", "From arrival to admission.", QUEUE_BUCKETS)
-        ended = counter("ppserve_requests", "Requests that ended, by how.", ["reason"])
-        self.ended = {reason: ended.labels(reason) for reason in (*(r.value for r in FinishReason), *STATUSES)}
-        self.prompt = counter("ppserve_prompt_tokens", "Prompt tokens of admitted requests.")
-        self.cached = counter("ppserve_cached_prompt_tokens", "Prompt tokens found in the prefix cache.")
-        self.generated = counter("ppserve_generated_tokens", "Tokens generated.")
-        self.running = gauge("ppserve_requests_running", "Admitted sequences.")
-        self.waiting = gauge("ppserve_requests_waiting", "Requests in the queue.")
+        self.ended = counter("ppserve_requests", "Requests that ended, by how.", ["replica", "reason"])
+        for replica, reason in product(("", *replicas), (*(r.value for r in FinishReason), *STATUSES)):
+            self.ended.labels(replica, reason)
+        self.prompt = count("ppserve_prompt_tokens", "Prompt tokens of admitted requests.")
+        self.cached = count("ppserve_cached_prompt_tokens", "Prompt tokens found in the prefix cache.")
+        self.generated = count("ppserve_generated_tokens", "Tokens generated.")
         # Of every open request that has had an output: when the last token of each sequence came, by index.
         self._last_token_s: dict[str, dict[int, float]] = {}
 
@@ -237,35 +292,40 @@ class _RequestMetrics:
             self._sequence_ended(opened, output)
         if opened.is_complete:
             del self._last_token_s[request_id]
-            self.duration.observe(now_s - opened.arrived_s)
+            self.duration[_replica(opened)].observe(now_s - opened.arrived_s)
             reason = output.finish or (output.error.status if output.error else "INTERNAL")
-            self.ended[reason].inc()
+            self.ended.labels(_replica(opened), reason).inc()
 
     def _admitted(self, opened: OpenRequest) -> None:
         if opened.admitted_s is not None:
-            self.queue.observe(max(0.0, opened.admitted_s - opened.arrived_s))
-            self.prompt.inc(len(opened.request.prompt_ids))
+            self.queue[_replica(opened)].observe(max(0.0, opened.admitted_s - opened.arrived_s))
+            self.prompt[_replica(opened)].inc(len(opened.request.prompt_ids))
 
     def _token(self, opened: OpenRequest, index: int, now_s: float) -> None:
-        last_token_s = self._last_token_s[opened.request.id]
-        self.generated.inc()
+        last_token_s, replica = self._last_token_s[opened.request.id], _replica(opened)
+        self.generated[replica].inc()
         if not last_token_s:
-            self.ttft.observe(now_s - opened.arrived_s)
+            self.ttft[replica].observe(now_s - opened.arrived_s)
         elif index in last_token_s:
-            self.itl.observe(now_s - last_token_s[index])
+            self.itl[replica].observe(now_s - last_token_s[index])
         last_token_s[index] = now_s
 
     def _sequence_ended(self, opened: OpenRequest, output: TokenOutput) -> None:
-        self.cached.inc(output.cached_tokens)
+        if output.cached_tokens:
+            self.cached[_replica(opened)].inc(output.cached_tokens)
         first_s, last_s, num_tokens = opened.token_times(output.index)
         if first_s is not None and last_s is not None and num_tokens > 1:
-            self.tpot.observe((last_s - first_s) / (num_tokens - 1))
+            self.tpot[_replica(opened)].observe((last_s - first_s) / (num_tokens - 1))
+
+
+def _replica(opened: OpenRequest) -> str:
+    return "" if opened.replica is None else str(opened.replica)
 
 
 class _LedgerCollector(Collector):
     """The ledger of all stages, from one reading per scrape."""
 
-    def __init__(self, stage_times: Callable[[], tuple[StageTimes, ...]]) -> None:
+    def __init__(self, stage_times: StageTimesByReplica) -> None:
         self._stage_times = stage_times
 
     def describe(self) -> Iterable[Metric]:
@@ -274,27 +334,22 @@ class _LedgerCollector(Collector):
     def collect(self) -> Iterable[Metric]:
         return self._families(self._stage_times())
 
-    def _families(self, stages: tuple[StageTimes, ...]) -> tuple[Metric, ...]:
-        busy = CounterMetricFamily(
-            "ppserve_stage_busy_seconds", "Time a stage computed.", labels=["stage", "phase"]
-        )
-        bubble = CounterMetricFamily(
-            "ppserve_stage_bubble_seconds",
-            "Time a stage waited while the server had work, by cause.",
-            labels=["stage", "cause"],
-        )
-        idle = CounterMetricFamily(
-            "ppserve_stage_idle_seconds", "Time the server had no work at all.", labels=["stage"]
-        )
-        wasted = CounterMetricFamily(
-            "ppserve_stage_wasted_seconds", "Of the busy time, that of steps on wrong guesses.", labels=["stage"]
-        )
-        for number, times in enumerate(stages):
-            stage = str(number)
-            wasted.add_metric([stage], times.wasted_ns / 1e9)
-            for phase, ns in times.busy_ns.items():
-                busy.add_metric([stage, phase], ns / 1e9)
-            for cause, ns in times.bubble_ns.items():
-                bubble.add_metric([stage, cause], ns / 1e9)
-            idle.add_metric([stage], times.idle_ns / 1e9)
+    def _families(self, replicas: tuple[tuple[StageTimes, ...], ...]) -> tuple[Metric, ...]:
+        def family(name: str, text: str, *labels: str) -> CounterMetricFamily:
+            return CounterMetricFamily(f"ppserve_stage_{name}", text, labels=["replica", "stage", *labels])
+
+        busy = family("busy_seconds", "Time a stage computed.", "phase")
+        bubble_text = "Time a stage waited while the server had work, by cause."
+        bubble = family("bubble_seconds", bubble_text, "cause")
+        idle = family("idle_seconds", "Time the server had no work at all.")
+        wasted = family("wasted_seconds", "Of the busy time, that of steps on wrong guesses.")
+        for replica, stages in enumerate(replicas):
+            for stage, times in enumerate(stages):
+                place = [str(replica), str(stage)]
+                wasted.add_metric(place, times.wasted_ns / 1e9)
+                for phase, ns in times.busy_ns.items():
+                    busy.add_metric([*place, phase], ns / 1e9)
+                for cause, ns in times.bubble_ns.items():
+                    bubble.add_metric([*place, cause], ns / 1e9)
+                idle.add_metric(place, times.idle_ns / 1e9)
         return busy, bubble, idle, wasted

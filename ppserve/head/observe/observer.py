@@ -16,33 +16,35 @@ from ppserve.head.observe.trace import Trace
 
 
 class Observer(Watcher):
-    """See the module. trace: off until it is started."""
+    """See the module. Of one replica, and of all requests. trace: off until it is started."""
 
-    def __init__(self, metrics: Metrics, trace: Trace, schedule: RecentSpans) -> None:
+    def __init__(self, metrics: Metrics, trace: Trace, schedule: RecentSpans, replica: int = 0) -> None:
         self.metrics = metrics
         self.trace = trace
         self.schedule = schedule
+        self._replica = replica
+        self._steps = metrics.replicas[replica]
 
     def dispatched(self, step: Step) -> None:
-        self.metrics.dispatched(step)
+        self._steps.dispatched(step)
 
     def reported(self, step: Step, stage: int) -> None:
-        self.metrics.reported(step, stage)
-        self.trace.reported(step, stage)
+        self._steps.reported(step, stage)
+        self.trace.reported(step, stage, self._replica)
 
     def settled(self, settled: Settled) -> None:
-        self.schedule.settled(settled)
-        self.trace.settled(settled)
+        self.schedule.settled(settled, self._replica)
+        self.trace.settled(settled, self._replica)
 
     def stage_died(self, stage: int, cause: str) -> None:
-        self.metrics.stage_restarted(stage, cause)
+        self._steps.stage_restarted(stage, cause)
 
     def load(self, running: int, waiting: int, in_flight: int, kv_usage: float) -> None:
-        self.metrics.load(running, waiting, in_flight, kv_usage)
-        self.trace.load(running, waiting, kv_usage)
+        self._steps.load(running, waiting, in_flight, kv_usage)
+        self.trace.load(running, waiting, kv_usage, self._replica)
 
     def guessed(self, outcomes: Mapping[str, int]) -> None:
-        self.metrics.guessed(outcomes)
+        self._steps.guessed(outcomes)
 
     def refused(self, error: RequestError) -> None:
         self.metrics.refused(error)

@@ -40,8 +40,11 @@ class Trace:
     `max_bytes` or cannot be written. Raises ConfigError if `path` cannot be written.
     """
 
-    def __init__(self, num_stages: int, path: Path | None, max_bytes: int = MAX_BYTES) -> None:
+    def __init__(
+        self, num_stages: int, path: Path | None, num_replicas: int = 1, max_bytes: int = MAX_BYTES
+    ) -> None:
         self._num_stages = num_stages
+        self._num_replicas = num_replicas
         self._path = path or Path(f"ppserve-trace-{os.getpid()}.json")
         self._max_bytes = max_bytes
         self._lock = threading.Lock()
@@ -87,11 +90,11 @@ class Trace:
 
     # ---- events ---------------------------------------------------------------------------------------
 
-    def reported(self, step: Step, stage: int) -> None:
+    def reported(self, step: Step, stage: int, replica: int = 0) -> None:
         plan, stamps = step.plan, step.stamps(stage)
         if self._file is None or stamps is None:
             return
-        row: Event = {"pid": stage, "tid": _STEPS}
+        row: Event = {"pid": self._process(replica, stage), "tid": _STEPS}
         duration_ns = max(stamps.ended - stamps.begun, 0)
         args = {"phase": plan.phase, "tokens": plan.num_tokens, "slices": len(plan.slices), "lane": plan.lane}
         name = f"{stage}F{plan.step_id}"
@@ -101,35 +104,40 @@ class Trace:
         ]
         # An arrow is drawn between the steps that enclose its two ends; its id names the step and the sender.
         arrow: Event = {"name": "hidden states", "cat": "activation"}
+        step_id = f"{replica}.{plan.step_id}"
         if stage < self._num_stages - 1:
             ended = stamps.begun + duration_ns
-            events.append({"ph": "s", **arrow, "id": f"{plan.step_id}.{stage}", **row, **_at(ended)})
+            events.append({"ph": "s", **arrow, "id": f"{step_id}.{stage}", **row, **_at(ended)})
         if stage > 0:
-            into = {"ph": "f", "bp": "e", "id": f"{plan.step_id}.{stage - 1}"}
+            into = {"ph": "f", "bp": "e", "id": f"{step_id}.{stage - 1}"}
             events.append({**into, **arrow, **row, **_at(stamps.begun)})
         self._write(events)
 
-    def settled(self, settled: Settled) -> None:
+    def settled(self, settled: Settled, replica: int = 0) -> None:
         """The ledger attributed an interval of a stage's time. Only waits: `reported` draws computations."""
         span = settled.span
         if self._file is None or span.kind in BUSY or span.kind == IDLE:
             return
-        row: Event = {"pid": settled.stage, "tid": _WAITS}
+        row: Event = {"pid": self._process(replica, settled.stage), "tid": _WAITS}
         duration = {"dur": (span.end - span.start) / 1e3}
         waited_for = {} if settled.step_id is None else {"args": {"for": f"{settled.stage}F{settled.step_id}"}}
         event: Event = {"ph": "X", "name": span.kind, "cat": "bubble", **row, **_at(span.start), **duration}
         self._write([event | waited_for])
 
-    def load(self, running: int, waiting: int, kv_usage: float) -> None:
+    def load(self, running: int, waiting: int, kv_usage: float, replica: int = 0) -> None:
         if self._file is None:
             return
-        now = {"pid": self._num_stages, **_at(time.monotonic_ns())}
+        now = {"pid": self._num_replicas * self._num_stages, **_at(time.monotonic_ns())}
+        which = f" of replica {replica}" * (self._num_replicas > 1)
         self._write(
             [
-                {"ph": "C", "name": "sequences", **now, "args": {"running": running, "waiting": waiting}},
-                {"ph": "C", "name": "KV use", **now, "args": {"ratio": round(kv_usage, 4)}},
+                {"ph": "C", "name": f"sequences{which}", **now, "args": {"running": running, "waiting": waiting}},
+                {"ph": "C", "name": f"KV use{which}", **now, "args": {"ratio": round(kv_usage, 4)}},
             ]
         )
+
+    def _process(self, replica: int, stage: int) -> int:
+        return replica * self._num_stages + stage
 
     # ---- files ----------------------------------------------------------------------------------------
 
@@ -143,12 +151,13 @@ class Trace:
         return next(path for path in numbered if not path.exists())
 
     def _name_rows(self, file: _EventFile) -> None:
-        for stage in range(self._num_stages + 1):
-            title = f"stage {stage}" if stage < self._num_stages else "head"
-            of_stage: Event = {"ph": "M", "pid": stage}
+        places = [(replica, stage) for replica in range(self._num_replicas) for stage in range(self._num_stages)]
+        titles = [f"replica {r} " * (self._num_replicas > 1) + f"stage {stage}" for r, stage in places]
+        for process, title in enumerate([*titles, "head"]):
+            of_stage: Event = {"ph": "M", "pid": process}
             file.write({**of_stage, "name": "process_name", "args": {"name": title}})
-            file.write({**of_stage, "name": "process_sort_index", "args": {"sort_index": stage}})
-            for tid, row in ((_STEPS, "steps"), (_WAITS, "waits")) if stage < self._num_stages else ():
+            file.write({**of_stage, "name": "process_sort_index", "args": {"sort_index": process}})
+            for tid, row in ((_STEPS, "steps"), (_WAITS, "waits")) if process < len(titles) else ():
                 file.write({**of_stage, "tid": tid, "name": "thread_name", "args": {"name": row}})
 
     def _write(self, events: list[Event]) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from ppserve.core.plan import Slice
 from ppserve.core.scheduling.block_manager import BlockManager
+from ppserve.core.scheduling.intake import Intake
 from ppserve.core.scheduling.lanes import Lanes
 from ppserve.core.scheduling.roster import Roster
 from ppserve.core.scheduling.scheduler import Scheduler
@@ -31,7 +32,12 @@ def check_blocks(blocks: BlockManager) -> None:
 
 
 def check_scheduler(scheduler: Scheduler) -> None:
-    """Blocks, roster and lanes agree with the sequences; nothing is held without work."""
+    """Blocks, roster and lanes agree with the sequences; nothing is held without work. Alone with its intake."""
+    check_one_of_several(scheduler)
+    check_intake(scheduler.intake, [scheduler])
+
+
+def check_one_of_several(scheduler: Scheduler) -> None:
     check_blocks(scheduler._blocks)
     assert len(scheduler.lanes) <= scheduler.config.max_microbatches
     check_roster(scheduler._roster)
@@ -39,13 +45,21 @@ def check_scheduler(scheduler: Scheduler) -> None:
     check_lanes(scheduler.lanes, admitted)
     for sequence in admitted:
         assert sequence.block_table == scheduler._blocks.table(sequence.id)
-    live = [s.id for group in scheduler._groups.values() for s in group.live]
-    waiting = [group for group in scheduler._groups.values() if group in scheduler._queue]
-    assert len(waiting) == scheduler.num_waiting
-    queued = [s.id for group in waiting for s in group.live]
-    assert sorted(live) == sorted([*queued, *(s.id for s in scheduler._roster.running)])
-    if not scheduler.has_work:
+    if not scheduler.num_running and not scheduler.is_busy:
         assert scheduler._blocks.num_held == 0, "idle, yet blocks are held"
+
+
+def check_intake(intake: Intake, schedulers: list[Scheduler]) -> None:
+    """Every live sequence waits, or is in the roster of its home."""
+    live = [s.id for group in intake.groups.values() for s in group.live]
+    waiting = [g for g in intake.groups.values() if g in intake.queue or g.key in intake._returned]
+    assert len(waiting) == intake.num_waiting
+    assert not {group.key for group in waiting} & set(intake._homes)
+    queued = [s.id for group in waiting for s in group.live]
+    running = [s.id for scheduler in schedulers for s in scheduler._roster.running]
+    assert sorted(live) == sorted([*queued, *running])
+    for scheduler in schedulers:
+        assert all(intake._homes[s.request.id] is scheduler for s in scheduler._roster.running)
 
 
 def check_roster(roster: Roster) -> None:

@@ -13,6 +13,7 @@ from ppserve.core.scheduling.block_manager import BlockManager
 from ppserve.core.scheduling.composer import CostModel
 from ppserve.core.scheduling.config import SchedulerConfig
 from ppserve.core.scheduling.drafter import NewDrafter, look_up_prompts
+from ppserve.core.scheduling.intake import Intake
 from ppserve.core.scheduling.scheduler import Scheduler
 from ppserve.core.scheduling.sequence import SequenceEvent
 from ppserve.core.telling import DrawMemory, DrawTeller
@@ -33,6 +34,7 @@ class SchedulerRig:
     costs: CostModel | None = None
     new_drafter: NewDrafter = look_up_prompts
     skips: Callable[[], bool] = lambda: True
+    intake: Intake | None = None
     now: float = 0.0
     requests: dict[str, Request] = field(default_factory=dict)
     events: dict[tuple[str, int], list[SequenceEvent]] = field(default_factory=lambda: defaultdict(list))
@@ -41,9 +43,15 @@ class SchedulerRig:
     def __post_init__(self) -> None:
         self.blocks = BlockManager(self.num_blocks, self.config.block_size)
         self.steps = Steps(self.config.num_stages)
-        self.scheduler = Scheduler(self.config, self.blocks, self.steps, self.costs, new_drafter=self.new_drafter)
+        self.scheduler = Scheduler(
+            self.config, self.blocks, self.steps, self.costs, self.intake, new_drafter=self.new_drafter
+        )
         self.pipeline = ToyPipeline(self.config.block_size)
         self.teller, self.memory = DrawTeller(), DrawMemory()
+
+    @property
+    def has_work(self) -> bool:
+        return bool(self.scheduler.intake.groups) or self.scheduler.is_busy
 
     def tell(self, events: list[SequenceEvent]) -> list[SequenceEvent]:
         for event in events:
@@ -52,14 +60,14 @@ class SchedulerRig:
 
     def submit(self, request: Request) -> bool:
         try:
-            self.scheduler.submit(request, self.now)
+            self.scheduler.intake.submit(request, self.now)
         except Overloaded:
             return False
         self.requests[request.id] = request
         return True
 
     def schedule_one(self) -> StepPlan | None:
-        self.tell(self.scheduler.expire(self.now))
+        self.tell(self.scheduler.intake.expire(self.now))
         plan = self.scheduler.schedule(self.now)
         if plan is not None:
             assert plan.slices, "a step is never empty"
@@ -87,16 +95,16 @@ class SchedulerRig:
         self.pipeline.lose()
         self.teller, self.memory = DrawTeller(), DrawMemory()
         self.steps.lost()
-        self.tell(self.scheduler.lose_stage(self.scheduler.epoch + 1, {0}, self.now))
+        self.tell(self.scheduler.lose_stage(self.scheduler.epoch + 1, {0}))
 
     def drain(self) -> None:
-        while self.scheduler.has_work:
+        while self.has_work:
             while self.schedule_one() is not None:
                 check_scheduler(self.scheduler)
             if self.pipeline.num_in_flight:
                 self.commit_one()
             else:
-                assert not self.scheduler.has_work, "work, but nothing to do"
+                assert not self.has_work, "work, but nothing to do"
             check_scheduler(self.scheduler)
 
     def check_answers(self) -> None:

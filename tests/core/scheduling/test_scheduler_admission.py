@@ -31,7 +31,7 @@ def test_what_can_never_run_is_refused_by_name(fields: dict[str, int], named: st
     with pytest.raises(InvalidRequest) as refusal:
         rig.submit(a_request("r", **fields))  # type: ignore[arg-type]
     assert [v.field for v in refusal.value.violations] == [named]
-    assert not rig.scheduler.has_work
+    assert not rig.has_work
 
 
 def test_several_mistakes_are_reported_together() -> None:
@@ -70,7 +70,7 @@ def test_worst_case_blocks_are_reserved_so_nobody_is_ever_preempted() -> None:
     for i in range(4):
         rig.submit(a_request(f"r{i}", num_prompt=5, max_tokens=12))
     assert rig.scheduler.num_running == 2
-    assert rig.scheduler.num_waiting == 2
+    assert rig.scheduler.intake.num_waiting == 2
     rig.drain()
     rig.check_answers()
     steps_of: dict[int, list[int]] = {}
@@ -92,11 +92,11 @@ def test_no_more_sequences_than_allowed() -> None:
 def test_the_queue_is_bounded_by_requests_that_really_wait() -> None:
     rig = a_rig(max_num_seqs=2, max_queue=3)
     for i in range(5):
-        rig.scheduler.submit(a_request(f"r{i}"), 0.0)
+        rig.scheduler.intake.submit(a_request(f"r{i}"), 0.0)
     with pytest.raises(Overloaded) as refusal:
-        rig.scheduler.submit(a_request("r5"), 0.0)
+        rig.scheduler.intake.submit(a_request("r5"), 0.0)
     assert refusal.value.retry_after_s > 0
-    assert (rig.scheduler.num_running, rig.scheduler.num_waiting) == (2, 3)
+    assert (rig.scheduler.num_running, rig.scheduler.intake.num_waiting) == (2, 3)
     check_scheduler(rig.scheduler)
 
 
@@ -113,10 +113,10 @@ def test_no_queue_at_all_still_serves_what_fits() -> None:
 def test_the_queue_is_bounded_by_tokens() -> None:
     rig = a_rig(max_num_seqs=1, max_queue_tokens=40)
     for i in range(3):
-        rig.scheduler.submit(a_request(f"r{i}", num_prompt=10, max_tokens=10), 0.0)
+        rig.scheduler.intake.submit(a_request(f"r{i}", num_prompt=10, max_tokens=10), 0.0)
     with pytest.raises(Overloaded):
-        rig.scheduler.submit(a_request("r3", num_prompt=10, max_tokens=10), 0.0)
-    assert rig.scheduler.num_waiting == 2
+        rig.scheduler.intake.submit(a_request("r3", num_prompt=10, max_tokens=10), 0.0)
+    assert rig.scheduler.intake.num_waiting == 2
 
 
 def test_a_refused_request_leaves_nothing_behind() -> None:
@@ -126,7 +126,7 @@ def test_a_refused_request_leaves_nothing_behind() -> None:
     for i in range(50):
         assert not rig.submit(a_request(f"refused{i}", deadline_s=1e9, caller=f"c{i}"))
     check_scheduler(rig.scheduler)
-    assert rig.scheduler.expire(2e9) == []
+    assert rig.scheduler.intake.expire(2e9) == []
     rig.drain()
     rig.check_answers()
 
@@ -135,7 +135,7 @@ def measured(rig: SchedulerRig, tokens_per_s: float) -> None:
     """Lets the scheduler measure a throughput, from which it predicts waiting times."""
     for i in range(20):
         rig.submit(a_request(f"warm{i}", num_prompt=50, max_tokens=1))
-        while rig.scheduler.has_work:
+        while rig.has_work:
             plan = rig.schedule_one()
             if plan is not None:
                 rig.now += plan.num_tokens / tokens_per_s
@@ -148,7 +148,7 @@ def test_a_wait_longer_than_the_deadline_is_refused_at_once() -> None:
     rig.submit(a_request("running", max_tokens=200))
     rig.submit(a_request("waiting", num_prompt=100, max_tokens=200))
     with pytest.raises(Overloaded, match="longer than the deadline"):
-        rig.scheduler.submit(a_request("hurried", deadline_s=rig.now + 1.0), rig.now)
+        rig.scheduler.intake.submit(a_request("hurried", deadline_s=rig.now + 1.0), rig.now)
     assert rig.submit(a_request("patient", deadline_s=rig.now + 10.0))
     assert rig.submit(a_request("important", priority=1, deadline_s=rig.now + 1.0)), "nothing is ahead of it"
 
@@ -160,7 +160,7 @@ def test_the_prediction_learns_that_requests_end_before_their_limit() -> None:
         fill(rig)
         rig.now += 0.1
         (event,) = rig.commit_one()
-        rig.scheduler.finish(event.sequence_id, FinishReason.STOP_STRING, rig.now)
+        rig.scheduler.intake.finish(event.sequence_id, FinishReason.STOP_STRING)
     rig.submit(a_request("running", num_prompt=10, max_tokens=500))
     rig.submit(a_request("waiting", num_prompt=10, max_tokens=500))
     # By max_tokens the request before it would take about 5 s; as measured, it takes a fraction of a second.
@@ -216,7 +216,7 @@ def test_overdue_requests_end_before_they_cost_a_step() -> None:
     rig = a_rig(max_num_seqs=1)
     rig.submit(a_request("running", max_tokens=20))
     rig.submit(a_request("late", deadline_s=5.0))
-    assert rig.scheduler.expire(4.9) == []
+    assert rig.scheduler.intake.expire(4.9) == []
     fill(rig)
     rig.now = 5.0
     rig.drain()
@@ -254,8 +254,9 @@ def test_each_deadline_is_kept_whatever_ended_before() -> None:
     rig = a_rig(max_num_seqs=1)
     for name, deadline_s in (("runs", None), ("late", 9.0), ("early", 3.0), ("gone", 2.0), ("later", 9.5)):
         rig.submit(a_request(name, max_tokens=30, deadline_s=deadline_s))
-    rig.tell(rig.scheduler.abort("gone", FinishReason.CANCELLED))
-    overdue = {now: [event.request_id for event in rig.scheduler.expire(now)] for now in (2.5, 3.5, 4.0, 10.0)}
+    rig.tell(rig.scheduler.intake.abort("gone", FinishReason.CANCELLED))
+    expire = rig.scheduler.intake.expire
+    overdue = {now: [event.request_id for event in expire(now)] for now in (2.5, 3.5, 4.0, 10.0)}
     assert overdue == {2.5: [], 3.5: ["early"], 4.0: [], 10.0: ["late", "later"]}
 
 
@@ -263,9 +264,9 @@ def test_cancelling_while_waiting() -> None:
     rig = a_rig(max_num_seqs=1)
     rig.submit(a_request("running"))
     rig.submit(a_request("waiting"))
-    (event,) = rig.tell(rig.scheduler.abort("waiting", FinishReason.CANCELLED))
+    (event,) = rig.tell(rig.scheduler.intake.abort("waiting", FinishReason.CANCELLED))
     assert event.finish is FinishReason.CANCELLED
-    assert rig.scheduler.num_waiting == 0
+    assert rig.scheduler.intake.num_waiting == 0
     rig.drain()
     rig.check_answers()
 
@@ -275,31 +276,31 @@ def test_cancelling_between_steps_frees_the_blocks_at_once() -> None:
     rig.submit(a_request("r", max_tokens=50))
     fill(rig)
     rig.commit_one()
-    rig.tell(rig.scheduler.abort("r", FinishReason.CANCELLED))
+    rig.tell(rig.scheduler.intake.abort("r", FinishReason.CANCELLED))
     assert rig.scheduler.kv_usage == 0
-    assert not rig.scheduler.has_work
+    assert not rig.has_work
 
 
 def test_cancelling_in_flight_frees_the_blocks_at_the_commit() -> None:
     rig = a_rig(num_stages=2, prefill_chunk=4)
     rig.submit(a_request("r", num_prompt=8, max_tokens=50))
     assert len(fill(rig)) == 2
-    assert len(rig.tell(rig.scheduler.abort("r", FinishReason.CANCELLED))) == 1
+    assert len(rig.tell(rig.scheduler.intake.abort("r", FinishReason.CANCELLED))) == 1
     assert rig.scheduler.num_running == 0
     rig.commit_one()
     assert rig.scheduler.kv_usage > 0, "the second chunk is still being written"
     assert rig.commit_one() == []
     assert rig.scheduler.kv_usage == 0
-    assert not rig.scheduler.has_work
+    assert not rig.has_work
 
 
 def test_cancelling_twice_or_for_nobody_is_nothing() -> None:
     rig = a_rig()
     rig.submit(a_request("r"))
     fill(rig)
-    assert len(rig.scheduler.abort("r", FinishReason.CANCELLED)) == 1
-    assert rig.scheduler.abort("r", FinishReason.CANCELLED) == []
-    assert rig.scheduler.abort("nobody", FinishReason.CANCELLED) == []
+    assert len(rig.scheduler.intake.abort("r", FinishReason.CANCELLED)) == 1
+    assert rig.scheduler.intake.abort("r", FinishReason.CANCELLED) == []
+    assert rig.scheduler.intake.abort("nobody", FinishReason.CANCELLED) == []
 
 
 def test_room_that_an_end_makes_is_used_in_the_next_step() -> None:
@@ -308,7 +309,7 @@ def test_room_that_an_end_makes_is_used_in_the_next_step() -> None:
     rig.submit(a_request("second"))
     fill(rig)
     rig.commit_one()
-    rig.tell(rig.scheduler.abort("first", FinishReason.CANCELLED))
+    rig.tell(rig.scheduler.intake.abort("first", FinishReason.CANCELLED))
     (plan,) = fill(rig)
     assert [s.sequence_id for s in plan.slices] == [1]
 
@@ -318,7 +319,7 @@ def test_half_scored_prompts_are_not_delivered() -> None:
     rig.submit(a_request("r", num_prompt=12, output=OutputOptions(prompt_logprobs=0)))
     fill(rig)
     rig.commit_one()
-    (event,) = rig.tell(rig.scheduler.abort("r", FinishReason.CANCELLED))
+    (event,) = rig.tell(rig.scheduler.intake.abort("r", FinishReason.CANCELLED))
     assert event.prompt_logprobs == ()
 
 

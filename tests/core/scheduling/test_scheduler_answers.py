@@ -57,7 +57,7 @@ def test_the_engine_may_end_a_sequence_itself() -> None:
     fill(rig)
     for event in rig.commit_one():
         if event.request_id == "r":
-            rig.scheduler.finish(event.sequence_id, FinishReason.STOP_STRING, 0.0)
+            rig.scheduler.intake.finish(event.sequence_id, FinishReason.STOP_STRING)
             rig.ended_by_engine.add(("r", 0))
     check_scheduler(rig.scheduler)
     rig.drain()
@@ -90,7 +90,7 @@ def test_a_result_without_the_promised_token_or_score_fails_the_request() -> Non
     assert plan is not None
     events = rig.scheduler.commit(StepResult(plan.epoch, plan.step_id, 0, STAMPS), 0.0)
     assert [type(e.error) for e in events] == [RequestFailed, RequestFailed]
-    assert not rig.scheduler.has_work
+    assert not rig.has_work
 
 
 # ---- scoring ----

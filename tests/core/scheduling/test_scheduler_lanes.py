@@ -11,7 +11,7 @@ from tests.core.scheduling.rig import SchedulerRig, a_request, a_rig, fill
 def test_nothing_to_do_is_no_step() -> None:
     rig = a_rig()
     assert rig.schedule_one() is None
-    assert not rig.scheduler.has_work
+    assert not rig.has_work
 
 
 def test_as_many_steps_in_flight_as_stages() -> None:

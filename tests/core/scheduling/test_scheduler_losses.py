@@ -72,11 +72,11 @@ def test_ended_sequences_are_released_at_a_loss() -> None:
     rig = a_rig(num_stages=2)
     rig.submit(a_request("r"))
     fill(rig)
-    rig.tell(rig.scheduler.abort("r", FinishReason.CANCELLED))
+    rig.tell(rig.scheduler.intake.abort("r", FinishReason.CANCELLED))
     assert rig.scheduler.kv_usage > 0
     rig.lose_stage()
     assert rig.scheduler.kv_usage == 0
-    assert not rig.scheduler.has_work
+    assert not rig.has_work
 
 
 def test_a_common_beginning_is_replayed_once() -> None:
@@ -114,9 +114,9 @@ def test_siblings_that_have_not_begun_survive_the_loss_of_their_source() -> None
 def run_with_poison(rig: SchedulerRig, poison: str, at_token: int) -> int:
     """Loses a stage whenever a step would compute token number `at_token` of `poison`; counts losses."""
     losses = 0
-    ids = {s.id for s in rig.scheduler._groups[poison].sequences}
+    ids = {s.id for s in rig.scheduler.intake.groups[poison].sequences}
     deadly = len(rig.requests[poison].prompt_ids) + at_token
-    while rig.scheduler.has_work:
+    while rig.has_work:
         fill(rig)
         step = rig.pipeline._queue[0]
         if any(s.sequence_id in ids and s.end >= deadly for s in step.slices):
@@ -160,7 +160,7 @@ def test_suspects_run_alone_and_everybody_else_waits() -> None:
         fill(rig)
         rig.lose_stage()
     rig.submit(a_request("newcomer"))
-    assert rig.scheduler.num_waiting == 1, "nobody is admitted meanwhile"
+    assert rig.scheduler.intake.num_waiting == 1, "nobody is admitted meanwhile"
     alone = fill(rig)
     assert {s.sequence_id for plan in alone for s in plan.slices} == {0}
     while {s.sequence_id for plan in alone for s in plan.slices} == {0}:
@@ -179,11 +179,11 @@ def test_the_next_suspect_waits_until_the_last_step_of_the_one_before_is_back() 
     for _ in range(2):
         fill(rig)
         rig.lose_stage()
-    assert rig.scheduler._quarantine.lone == "first"
-    while rig.scheduler.has_work:
+    assert rig.scheduler.intake.quarantine.lone == "first"
+    while rig.has_work:
         fill(rig)
         in_flight = {s.sequence_id for plan in rig.pipeline._queue for s in plan.slices}
-        if rig.scheduler._quarantine.lone is not None:
+        if rig.scheduler.intake.quarantine.lone is not None:
             assert in_flight <= {0, 1} or in_flight == {2}, "two requests at once"
         rig.commit_one()
     rig.check_answers()
@@ -212,7 +212,7 @@ def test_a_suspect_that_is_cancelled_lets_the_others_go_on() -> None:
     for _ in range(2):
         fill(rig)
         rig.lose_stage()
-    rig.tell(rig.scheduler.abort("r0", FinishReason.CANCELLED))
+    rig.tell(rig.scheduler.intake.abort("r0", FinishReason.CANCELLED))
     rig.drain()
     rig.check_answers()
 

@@ -125,7 +125,7 @@ def walk(
         if action < 0.16:
             rig.submit(random_request(rng, f"r{i}", rig.now, shared_prompt))
         elif action < 0.20 and rig.requests:
-            rig.tell(rig.scheduler.abort(rng.choice(list(rig.requests)), FinishReason.CANCELLED))
+            rig.tell(rig.scheduler.intake.abort(rng.choice(list(rig.requests)), FinishReason.CANCELLED))
         elif action < 0.21 and losses < 2:  # a third in a row would fail the request in flight, rightly
             rig.lose_stage()
             losses += 1
@@ -137,7 +137,7 @@ def walk(
             last = {(event.request_id, event.index): event for event in rig.commit_one()}
             for event in last.values():
                 if not event.is_terminal and rng.random() < 0.01:
-                    rig.scheduler.finish(event.sequence_id, FinishReason.STOP_STRING, rig.now)
+                    rig.scheduler.intake.finish(event.sequence_id, FinishReason.STOP_STRING)
                     rig.ended_by_engine.add((event.request_id, event.index))
         check_scheduler(rig.scheduler)
     rig.drain()

@@ -12,7 +12,9 @@ from functools import partial
 
 from ppserve.core.grid import RankGrid
 from ppserve.core.request import FinishReason, Request, SamplingParams, StopConditions
+from ppserve.core.scheduling.intake import Intake
 from ppserve.errors import Draining, Overloaded, RequestFailed
+from ppserve.head.engine.fleet import Fleet
 from ppserve.head.engine.loop import Engine
 from ppserve.head.engine.member import StageState
 from ppserve.head.engine.members import Members
@@ -20,7 +22,7 @@ from ppserve.head.engine.open_request import read_held
 from ppserve.head.engine.output import TokenOutput
 from ppserve.head.engine.replica import Replica
 from ppserve.head.engine.watcher import Watcher
-from tests.core.scheduling.invariants import check_scheduler
+from tests.core.scheduling.invariants import check_intake, check_one_of_several
 from tests.core.scheduling.rig import prompt_of
 from tests.core.toy_pipeline import EOS_ID, expected_answer
 from tests.head.engine.simulated_stages import POISON_SEED, Host, StageProcess
@@ -79,20 +81,30 @@ class Caller:
 
 
 class History:
-    """One seed, one history. members, replica: subclasses, to plant a defect."""
+    """One seed, one history. members, replica: subclasses, to plant a defect. num_replicas: None = by the seed."""
 
-    def __init__(self, seed: int, members: type[Members] = Members, replica: type[Replica] = Replica) -> None:
+    def __init__(
+        self,
+        seed: int,
+        members: type[Members] = Members,
+        replica: type[Replica] = Replica,
+        num_replicas: int | None = None,
+    ) -> None:
         self.world = world = World(seed)
         self.random = world.random
         self.network = Network()
         self.num_stages = self.random.choice((1, 2, 2, 3))
+        # Not by chance, so that histories of one replica are what they were.
+        self.num_replicas = num_replicas or (2 if seed % 4 == 3 else 1)
+        self.grid = RankGrid(1, self.num_replicas, self.num_stages)
         speculate = self.random.choice((0, 0, None, 1, 4))
         self._settings = {"max_num_seqs": self.random.choice((3, 16)), "max_queue": 8, "speculate": speculate}
         self._kinds = members, replica
         self._turn_is_due = False
         self._head_sleeps_until_ns = 0
         self._start_head()
-        self.host = Host(world, self.network, self.control, self.num_stages)
+        numbers = range(self.num_replicas)
+        self.hosts = [Host(world, self.network, self.control, self.grid, number) for number in numbers]
         self.callers: list[Caller] = []
         self.num_faults = 0
 
@@ -102,12 +114,14 @@ class History:
         self._head_began_ns = world.now_ns
         self.control = SimulatedControl(world, self.network)
         self.control.on_news = self._wake
-        rules = ToyRules(self.num_stages, self._settings)
-        self.members = members(RankGrid(1, 1, self.num_stages), "here", rules, self.control)
-        self.replica = replica(self.members, self.control, Watcher(), lambda: world.now_ns)
-        self.engine = Engine(
-            self.replica, self.control, Watcher(), lambda call: call(), lambda: self.world.now_ns
-        )
+        rules, numbers = ToyRules(self.num_stages, self._settings), range(self.num_replicas)
+        self.members = [members(self.grid, "here", rules, self.control, number) for number in numbers]
+        self.intake = Intake()
+        self.replicas = [
+            replica(each, self.control, Watcher(), lambda: world.now_ns, self.intake) for each in self.members
+        ]
+        self.fleet = Fleet(self.replicas, self.control, lambda: world.now_ns)
+        self.engine = Engine(self.fleet, self.control, Watcher(), lambda call: call(), lambda: world.now_ns)
 
     def run(self) -> list[str]:
         """To its end. Returns what happened; raises AssertionError with that where an invariant does not hold."""
@@ -120,16 +134,16 @@ class History:
     def run_without_a_way(self) -> str:
         """Stages can never reach each other. Returns the reason with which the server ends."""
         self.network.stages_are_cut = True
-        self.replica.start()
+        self.fleet.start()
         self._tick()
         while not self.engine.failed.done():
             self._step(_SERVED_WITHIN_S)
         return self.engine.failed.result().reason
 
     def _live(self) -> None:
-        self.replica.start()
+        self.fleet.start()
         self._tick()
-        while not self.members.formed:
+        while not self.engine.formed.done():
             self._step(60.0)
         until_s = self._plan_what_happens()
         over_ns = self.world.now_ns + int(until_s * SECOND)
@@ -142,12 +156,12 @@ class History:
 
     def _step(self, within_s: float) -> None:
         waited_s = (self.world.now_ns - SECOND) / SECOND
-        states = [member.state.name for member in self.members.all]
+        states = [member.state.name for members in self.members for member in members.all]
         assert waited_s < within_s, f"not served after {waited_s:.0f} s: {states}"
         self.world.step()
 
     def _is_quiet(self) -> bool:
-        return self.members.formed and not len(self.replica.steps)
+        return all(members.formed for members in self.members) and not any(r.has_steps for r in self.replicas)
 
     # ---- the engine -----------------------------------------------------------------------------------
 
@@ -188,9 +202,10 @@ class History:
         for _ in range(random.randint(0, 5)):
             # Often while the last fault is not over: that is where histories are interesting.
             at_s += random.choice((random.uniform(0.0, 0.2), random.uniform(0.0, 2.0), random.uniform(0.0, 12.0)))
-            fault = random.choice((self._kill, self._kill, self._freeze, self._pause, self._spin, self._slow,
-                                   self._cut, self._cut_stages, self._head_sleeps))  # fmt: skip
-            rank, lasts_s = random.randrange(self.num_stages), random.choice((0.3, 2.0, 6.0, 11.0, 20.0))
+            faults = [self._kill, self._kill, self._freeze, self._pause, self._spin, self._slow,
+                      self._cut, self._cut_stages, self._head_sleeps]  # fmt: skip
+            fault = random.choice(faults if self.num_replicas == 1 else [*faults, self._restart, self._restart])
+            rank, lasts_s = random.randrange(self.grid.size), random.choice((0.3, 2.0, 6.0, 11.0, 20.0))
             self.num_faults += 1
             self.world.after(at_s, partial(fault, rank, lasts_s))
             over_s = max(over_s, at_s + lasts_s)
@@ -198,7 +213,7 @@ class History:
             if random.random() < 0.15:
                 at_s, lasts_s = random.uniform(0.0, 6.0), random.choice((0.3, 2.0, 11.0))
                 self.num_faults += 1
-                self.world.after(at_s, partial(fault, random.randrange(self.num_stages), lasts_s))
+                self.world.after(at_s, partial(fault, random.randrange(self.grid.size), lasts_s))
                 over_s = max(over_s, at_s + lasts_s)
         return over_s
 
@@ -255,10 +270,14 @@ class History:
 
     def _process(self, rank: int, what: str) -> StageProcess:
         self.world.note(f"{what} rank {rank}")
-        return self.host.processes[rank]
+        return self.hosts[self.grid.place(rank).replica].processes[rank]
 
     def _kill(self, rank: int, _lasts_s: float) -> None:
         self._process(rank, "kill").end("killed")
+
+    def _restart(self, rank: int, _lasts_s: float) -> None:
+        self.world.note(f"restart the replica of rank {rank}")
+        self.engine.restart(self.grid.place(rank).replica, pauses=True)
 
     def _freeze(self, rank: int, lasts_s: float) -> None:
         self._process(rank, f"freeze for {lasts_s} s").freeze(lasts_s, with_its_host=False)
@@ -302,8 +321,9 @@ class History:
 
     def _next_head(self) -> None:
         self._start_head()
-        self.host.has_new_head(self.control)
-        self.replica.start()
+        for host in self.hosts:
+            host.has_new_head(self.control)
+        self.fleet.start()
         self._wake()
         for caller in self.callers:
             if not caller.is_over and not caller.waits_for_server:
@@ -318,7 +338,7 @@ class History:
     def _heal(self) -> None:
         self.world.note("the faults are over")
         self._join_stages()
-        for rank in range(self.num_stages):
+        for rank in range(self.grid.size):
             self.network.heal(rank)
 
     # ---- what must hold -------------------------------------------------------------------------------
@@ -326,21 +346,25 @@ class History:
     def _check(self) -> None:
         """After every turn."""
         assert not self.engine.failed.done(), f"the server ends: {self.engine.failed.result().reason}"
-        members, steps = self.members, self.replica.steps
+        for replica in self.replicas:
+            self._check_replica(replica)
+        schedulers = [replica.scheduler for replica in self.replicas if replica.scheduler is not None]
+        check_intake(self.intake, schedulers)
+
+    def _check_replica(self, replica: Replica) -> None:
+        members, steps = replica.members, replica.steps
         assert members.formed == all(member.state is StageState.READY for member in members.all)
         if not members.formed:
             assert len(steps) == 0, "a step is awaited of an epoch that is lost"
-        scheduler = self.replica.scheduler
-        if scheduler is not None:
-            check_scheduler(scheduler)
-            assert steps.num_in_flight <= scheduler.config.max_microbatches
-        losses = self.num_faults + self.host.num_deaths
+        if replica.scheduler is not None:
+            check_one_of_several(replica.scheduler)
+            assert steps.num_in_flight <= replica.scheduler.config.max_microbatches
+        losses = self.num_faults + self.hosts[replica.number].num_deaths
         assert members.epoch <= 1 + _EPOCHS_PER_LOSS * losses + 10, "epochs without end"
 
     def _check_the_end(self) -> None:
-        self.replica.prove_idle()
-        reading = self.replica.reading()
-        for stage in reading.stages:
+        self.fleet.prove_idle()
+        for stage in [stage for reading in self.fleet.readings() for stage in reading.stages]:
             times = stage.times
             accounted = sum(times.busy_ns.values()) + sum(times.bubble_ns.values()) + times.idle_ns
             assert accounted == self.world.now_ns - self._head_began_ns, "the ledger's times are not the wall's"
@@ -348,5 +372,5 @@ class History:
             if caller.request.sampling.seed == POISON_SEED and not caller.is_refused:
                 ends = set(caller.ends.values())
                 assert ends & {"RequestFailed", *(finish.name for finish in _CUT_SHORT)}, f"the culprit got {ends}"
-        for member in self.members.all:
+        for member in [member for members in self.members for member in members.all]:
             assert not member.round_trips, "one machine has one clock"

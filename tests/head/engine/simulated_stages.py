@@ -13,6 +13,7 @@ from functools import partial
 from typing import Any
 
 from ppserve import wire
+from ppserve.core.grid import RankGrid
 from ppserve.core.plan import StepPlan, StepResult, StepStamps
 from ppserve.core.telling import DrawMemory
 from tests.core.toy_pipeline import ToyPipeline
@@ -27,18 +28,21 @@ _RETRY_S = 0.2
 
 
 class Host:
-    """All ranks of one pipeline. neighbours_notice: a stage whose neighbour is gone finds its transport broken;
+    """All ranks of one replica. neighbours_notice: a stage whose neighbour is gone finds its transport broken;
     else it waits for the head's word."""
 
-    def __init__(self, world: World, network: Network, control: SimulatedControl, num_stages: int) -> None:
+    def __init__(
+        self, world: World, network: Network, control: SimulatedControl, grid: RankGrid, replica: int = 0
+    ) -> None:
         self.world = world
         self.network = network
         self.control = control
-        self.num_stages = num_stages
+        self.grid = grid
+        self.num_stages = grid.pipeline
         self.neighbours_notice = world.random.random() < 0.5
         self.num_deaths = 0
         self.groups: dict[int, dict[int, StageProcess]] = {}
-        self.processes = {rank: StageProcess(self, rank) for rank in range(num_stages)}
+        self.processes = {rank: StageProcess(self, rank) for rank in grid.ranks_of(replica)}
         for process in self.processes.values():
             world.after(world.between(0.0, 0.5), process.connect)
 
@@ -59,6 +63,7 @@ class StageProcess:
 
     def __init__(self, host: Host, rank: int) -> None:
         self.rank = rank
+        self.stage = host.grid.place(rank).stage
         self.is_alive = True
         self.is_frozen = False
         self.spins = False
@@ -149,8 +154,10 @@ class StageProcess:
             case None:
                 self.end("the head ended the connection")
             case wire.Welcome():
-                place, model = (self.rank, self._host.num_stages, "host"), ("/m", ARCH, "float32")
+                place, model = (self.rank, self._host.grid.size, "host"), ("/m", ARCH, "float32")
                 self._say(wire.Hello(*place, *model, None, False, None, "here"))
+            case wire.Shutdown():
+                self.end("told to begin anew")
             case wire.Refused():
                 self._world.after(_RETRY_S, self.connect)
             case wire.Ping(sent_ns):
@@ -174,10 +181,10 @@ class StageProcess:
         self._leave()
         self._epoch = epoch
         self._toy.lose()
-        if self.rank == 0:
+        if self.stage == 0:
             self._say(wire.StoreOpened(epoch, 1))
         group = self._groups.setdefault(epoch, {})
-        group[self.rank] = self
+        group[self.stage] = self
         if len(group) == self._host.num_stages:
             for process in group.values():
                 process.later(self._world.between(0.01, 0.1), partial(process.joined, epoch))
@@ -225,7 +232,7 @@ class StageProcess:
     def _compute(self) -> None:
         if self._computes or not self._is_ready or not self._plans:
             return
-        if self.rank and self._plans[0].step_id not in self._arrived:
+        if self.stage and self._plans[0].step_id not in self._arrived:
             return
         plan = self._plans.popleft()
         skipped = plan.step_id in self._toy.skipped
@@ -241,7 +248,7 @@ class StageProcess:
 
     @property
     def _is_last(self) -> bool:
-        return self.rank == self._host.num_stages - 1
+        return self.stage == self._host.num_stages - 1
 
     def _computed(self, plan: StepPlan, begun_ns: int, skipped: bool) -> None:
         if plan.epoch != self._epoch:
@@ -251,9 +258,9 @@ class StageProcess:
         stamps = StepStamps(begun_ns, begun_ns, begun_ns, begun_ns, now_ns, now_ns)
         if self._is_last:
             self._toy.send(plan)
-            self._say(wire.Result(replace(self._toy.run_one(), stage=self.rank, stamps=stamps)))
+            self._say(wire.Result(replace(self._toy.run_one(), stage=self.stage, stamps=stamps)))
         else:
-            self._say(wire.Result(StepResult(plan.epoch, plan.step_id, self.rank, stamps, skipped=skipped)))
+            self._say(wire.Result(StepResult(plan.epoch, plan.step_id, self.stage, stamps, skipped=skipped)))
             self._hand_on(plan.epoch, plan.step_id)
         self._compute()
 
@@ -263,5 +270,5 @@ class StageProcess:
         if self._host.network.stages_are_cut:
             self.later(0.05, lambda: self._hand_on(epoch, step_id))
             return
-        after = self._groups[epoch][self.rank + 1]
+        after = self._groups[epoch][self.stage + 1]
         after.later(self._world.between(0.0001, 0.002), lambda: after.arrived(epoch, step_id))

@@ -93,8 +93,8 @@ def test_streams_go_on_with_the_same_tokens_after_a_stage_was_lost() -> None:
             assert tokens(outputs) == expected_answer(a_request(name, seed=i, max_tokens=30)).token_ids
             assert [output.offset for output in outputs if output.token_id is not None] == list(range(30))
         assert notes.said == ["1 exit", "lost"]
-        assert run.engine.look().epoch == 2
-        assert [stage.member.restarts for stage in run.engine.look().stages] == [0, 1, 0]
+        assert run.engine.look()[0].epoch == 2
+        assert [stage.member.restarts for stage in run.engine.look()[0].stages] == [0, 1, 0]
 
 
 def lose(run: Running, rank: int) -> None:
@@ -133,9 +133,9 @@ def test_stopping_shuts_every_stage_down_and_refuses_what_comes_later() -> None:
 
 def test_a_reading_is_of_one_moment_and_its_times_sum_to_the_wall() -> None:
     with running(2) as run:
-        before = run.engine.look()
+        (before,) = run.engine.look()
         run.submit(a_request("a")).rest()
-        after = run.engine.look()
+        (after,) = run.engine.look()
         for early, late in zip(before.stages, after.stages, strict=True):
             assert late.times.wall_ns - early.times.wall_ns == after.now_ns - before.now_ns
             assert sum(late.times.busy_ns.values()) > sum(early.times.busy_ns.values()) == 0

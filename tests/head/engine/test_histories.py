@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 
 from ppserve import wire
+from ppserve.core.scheduling.sequence import SequenceEvent
 from ppserve.head.engine.member import EpochLost, MemberEvent, StageState
 from ppserve.head.engine.members import Members
 from ppserve.head.engine.replica import Replica
@@ -97,15 +98,29 @@ def test_a_planted_defect_is_found(kind: dict[str, Any], within: int) -> None:
 
 
 def test_endless_attempts_are_found() -> None:
+    histories = (History(seed, TriesForEver, num_replicas=1) for seed in range(9))
+    history = next(history for history in histories if history.num_stages > 1)
     with pytest.raises(AssertionError, match="not served after"):
-        next(h for h in (History(seed, TriesForEver) for seed in range(9)) if h.num_stages > 1).run_without_a_way()
+        history.run_without_a_way()
+
+
+class BlamesNobody(Replica):
+    """A request that kills its stage is handed from replica to replica."""
+
+    def _blame(self) -> list[SequenceEvent]:
+        return []
+
+
+def test_a_request_that_goes_from_replica_to_replica_is_found_out() -> None:
+    """The control of the histories with two replicas."""
+    assert histories_to_find(100, replica=BlamesNobody, num_replicas=2) <= 100
 
 
 def histories_to_find(at_most: int, **kind: Any) -> int:
     """How many histories find a defect."""
     for seed in range(at_most):
         try:
-            History(seed, **kind).run()
+            History(seed, **{"num_replicas": 1, **kind}).run()
         except AssertionError:
             return seed + 1
     return at_most + 1

@@ -18,6 +18,7 @@ from ppserve.core.scheduling.sequence import SequenceEvent
 from ppserve.core.telling import DrawMemory, Told
 from ppserve.errors import Draining
 from ppserve.head.engine.control import Gone, Heard
+from ppserve.head.engine.fleet import Fleet
 from ppserve.head.engine.member import Formed, Hopeless
 from ppserve.head.engine.members import Members
 from ppserve.head.engine.replica import Replica, ReplicaEvent
@@ -86,10 +87,11 @@ class Rig:
         self.notes = Notes()
         members = Members(self.grid, "here", ToyRules(num_stages, config), self.control, replica=1)
         self.replica = Replica(members, self.control, self.notes, lambda: self.now_ns)
-        self.replica.start()
+        self.fleet = Fleet((self.replica,), self.control, lambda: self.now_ns)
+        self.fleet.start()
 
     def say(self, rank: int, message: wire.FromStage) -> list[ReplicaEvent]:
-        return self.replica.take(Heard(rank, self.now_ns, message))
+        return self.fleet.take(Heard(rank, self.now_ns, message))
 
     def greet(self, rank: int) -> None:
         """A stage process of this rank connects and loads its weights."""
@@ -113,13 +115,13 @@ class Rig:
     def submit(self, *names: str, num_prompt: int = 4, max_tokens: int = 6) -> None:
         for name in names:
             stop = StopConditions(max_tokens, ignore_eos=True)
-            self.replica.submit(Request(name, prompt_of(num_prompt, len(name)), stop, SamplingParams()))
-        self.replica.demand(True)
+            self.fleet.submit(Request(name, prompt_of(num_prompt, len(name)), stop, SamplingParams()))
+        self.fleet.demand(True)
 
     def refill(self) -> list[StepPlan]:
         """The plans of a turn; every rank was sent each of them, in order, the last one with long draws."""
         self.control.sent.clear()
-        self.replica.refill(self.now_ns)
+        self.fleet.refill(self.now_ns)
         sent = {rank: [m for r, m in self.control.sent if r == rank and isinstance(m, wire.Plan)]
                 for rank in self.ranks}  # fmt: skip
         assert all([m.plan for m in sent[rank]] == [m.plan for m in sent[self.ranks[0]]] for rank in self.ranks)
@@ -150,20 +152,20 @@ class Rig:
             for rank in self.ranks:
                 if rank not in silent:
                     self.say(rank, wire.Heartbeat(self.now_ns, self.now_ns))
-            events += self.replica.tick()
+            events += self.fleet.tick()
         return events
 
     def lose(self, rank: int) -> list[ReplicaEvent]:
         """A rank's process dies; the others leave the epoch."""
         epoch = self.replica.members.epoch
-        events = self.replica.take(Gone(rank, "exit"))
+        events = self.fleet.take(Gone(rank, "exit"))
         for other in self.ranks:
             if other != rank:
                 events += self.say(other, wire.Broken(epoch, "told"))
         return events
 
     def times(self) -> tuple[StageTimes, ...]:
-        return tuple(stage.times for stage in self.replica.reading().stages)
+        return tuple(stage.times for stage in self.replica.reading(self.now_ns).stages)
 
 
 def formed(num_stages: int = 2, **config: Any) -> Rig:
@@ -200,9 +202,9 @@ def test_a_step_is_committed_when_the_last_stage_reports_it_whoever_else_owes_it
     rig.submit("a", max_tokens=1)
     (plan,) = rig.refill()
     assert finished(rig.say(3, rig.result(plan, 1))) == ["a"]
-    assert rig.replica.demand(exists=False), "stage 0 has not reported: the server has work"
+    assert rig.fleet.demand(exists=False), "stage 0 has not reported: the server has work"
     assert rig.say(1, rig.result(plan, 0)) == []
-    assert not rig.replica.demand(exists=False)
+    assert not rig.fleet.demand(exists=False)
 
 
 # ---- results that count for nothing -------------------------------------------------------------------
@@ -222,7 +224,7 @@ def test_a_result_of_an_unknown_step_or_a_repeated_one_is_ignored() -> None:
     assert event.token_id == 3
     assert rig.say(3, rig.result(plan, 1)) == []
     assert [call for call in rig.notes.called if call[0] == "reported"] == [("reported", plan.step_id, 1)]
-    assert [stage.steps for stage in rig.replica.reading().stages] == [0, 1]
+    assert [stage.steps for stage in rig.replica.reading(rig.now_ns).stages] == [0, 1]
 
 
 def test_a_result_of_a_lost_epoch_is_ignored_and_its_tokens_are_computed_again() -> None:
@@ -265,7 +267,7 @@ def test_a_pause_of_the_head_starts_the_deadline_anew() -> None:
     rig.refill()
     rig.wait(STEP_DEADLINE_NS / SECOND - 1)
     rig.now_ns += 2 * SECOND  # no tick meanwhile, and no message was read
-    rig.replica.tick()
+    rig.fleet.tick()
     rig.wait(STEP_DEADLINE_NS / SECOND)
     assert rig.control.dropped == []
     rig.wait(1)
@@ -306,10 +308,10 @@ def test_before_the_first_epoch_nothing_is_served() -> None:
     with pytest.raises(Draining):
         rig.submit("a")
     with pytest.raises(Draining):
-        rig.replica.reading()
+        rig.replica.reading(rig.now_ns)
     assert rig.refill() == []
-    assert rig.replica.abort("a", FinishReason.CANCELLED) == []
-    rig.replica.prove_idle()
+    assert rig.fleet.abort("a", FinishReason.CANCELLED) == []
+    rig.fleet.prove_idle()
 
 
 @pytest.mark.parametrize(("draining", "patience_s"), [(False, 600), (True, 10)])
@@ -330,13 +332,13 @@ def test_a_block_that_is_held_without_work_is_noticed() -> None:
     rig = formed(microbatches=1)
     rig.submit("a", max_tokens=2)
     while plans := rig.refill():
-        rig.replica.prove_idle()  # says nothing while there is work
+        rig.fleet.prove_idle()  # says nothing while there is work
         rig.compute(plans[0])
-    rig.replica.prove_idle()
+    rig.fleet.prove_idle()
     assert rig.replica.scheduler is not None
     rig.replica.scheduler._blocks.try_allocate(99, 1)
     with pytest.raises(AssertionError, match="KV blocks are held"):
-        rig.replica.prove_idle()
+        rig.fleet.prove_idle()
 
 
 # ---- the ledger ---------------------------------------------------------------------------------------
@@ -354,7 +356,7 @@ def test_time_without_demand_is_idle_and_time_without_a_stage_is_host() -> None:
     rig.join()
     (again,) = rig.refill()
     rig.compute(again)
-    assert not rig.replica.demand(exists=False)
+    assert not rig.fleet.demand(exists=False)
     rig.now_ns += 7 * SECOND  # idle again
     for times in rig.times():
         assert times.wall_ns == rig.now_ns - SECOND

@@ -16,6 +16,7 @@ from ppserve.core.plan import StepPlan, StepResult, StepStamps
 from ppserve.core.request import Request
 from ppserve.core.scheduling.config import SchedulerConfig
 from ppserve.core.telling import DrawMemory
+from ppserve.head.engine.fleet import Fleet
 from ppserve.head.engine.loop import Engine
 from ppserve.head.engine.member import Decision
 from ppserve.head.engine.members import Members
@@ -169,7 +170,7 @@ def running(num_stages: int = 2, watcher: Watcher | None = None, **config: Any) 
     members = Members(RankGrid(1, 1, num_stages), "here", ToyRules(num_stages, config), control)
     clock_ns = _Clock()
     replica = Replica(members, control, watcher, clock_ns)
-    engine = Engine(replica, control, watcher, lambda call: call(), clock_ns)
+    engine = Engine(Fleet((replica,), control, clock_ns), control, watcher, lambda call: call(), clock_ns)
     stages = Stages(control, clock_ns)
     engine.start()
     stages.start()

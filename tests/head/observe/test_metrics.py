@@ -43,6 +43,9 @@ CONTRACT = {
 }
 
 
+COMMON = {"ppserve_requests_waiting", "ppserve_build_info", "ppserve_http_requests_total"}
+
+
 class Scrape:
     """What one GET of /metrics said: values by (sample name, labels)."""
 
@@ -54,7 +57,8 @@ class Scrape:
         assert len(self.values) == len(samples), "a series appears twice"
 
     def __call__(self, name: str, **labels: str) -> float:
-        return self.values[name, frozenset(labels.items())]
+        """Of the first replica, or of what is common to all."""
+        return self.values[name, frozenset((labels if name in COMMON else {"replica": "0", **labels}).items())]
 
     def total(self, name: str, **labels: str) -> float:
         return sum(v for (n, ls), v in self.values.items() if n == name and ls >= set(labels.items()))
@@ -68,7 +72,7 @@ def metrics():
 def scrape(metrics: Metrics, account: TimeAccount | None = None, now_ns: int = 0) -> Scrape:
     """What the metrics say, with the ledger of an account."""
     account = account or account_of(2)
-    metrics.read_ledger(lambda: account.snapshot(now_ns))
+    metrics.read_ledger(lambda: (account.snapshot(now_ns),))
     return read(metrics)
 
 
@@ -161,9 +165,9 @@ def test_a_scrape_sums_to_the_wall_on_every_stage(metrics):
 def test_one_reading_of_the_ledger_per_scrape(metrics):
     readings: list[int] = []
 
-    def stage_times() -> tuple[StageTimes, ...]:
+    def stage_times() -> tuple[tuple[StageTimes, ...], ...]:
         readings.append(1)
-        return account_of(2).snapshot(0)
+        return (account_of(2).snapshot(0),)
 
     metrics.read_ledger(stage_times)
     assert readings == []
@@ -181,11 +185,11 @@ def test_a_step_in_either_order_of_reports(metrics):
     steps = Steps(2)
     for order in ((first, second), (second, first)):
         step = steps.sent(plan(7), 0, 0, num_lanes=2)
-        metrics.dispatched(step)
+        metrics.replicas[0].dispatched(step)
         for result in order:
             assert steps.reported(result, 7_000_000) is step
-            metrics.reported(step, result.stage)
-    metrics.load(running=4, waiting=3, in_flight=2, kv_usage=0.25)
+            metrics.replicas[0].reported(step, result.stage)
+    metrics.replicas[0].load(running=4, waiting=3, in_flight=2, kv_usage=0.25)
     seen = scrape(metrics)
     assert seen("ppserve_stage_step_seconds_count", stage="0", phase="decode") == 2
     assert seen("ppserve_stage_step_seconds_sum", stage="0", phase="decode") == pytest.approx(0.006)
@@ -200,8 +204,8 @@ def test_a_step_in_either_order_of_reports(metrics):
 
 
 def test_a_restarted_stage_is_counted_by_cause(metrics):
-    metrics.stage_restarted(1, "exit")
-    metrics.stage_restarted(1, "did not join")
+    metrics.replicas[0].stage_restarted(1, "exit")
+    metrics.replicas[0].stage_restarted(1, "did not join")
     seen = scrape(metrics)
     assert seen("ppserve_stage_restarts_total", stage="1", cause="exit") == 1
     assert seen("ppserve_stage_restarts_total", stage="1", cause="did not join") == 1
@@ -213,7 +217,7 @@ def test_a_restarted_stage_is_counted_by_cause(metrics):
 
 def test_the_life_of_a_request(metrics):
     request = opened()
-    hear(metrics, request, SequenceEvent("r1", 0, 0, 0, 5, admitted_s=10.25), 10.5)
+    hear(metrics, request, SequenceEvent("r1", 0, 0, 0, 5, admitted_s=10.25, replica=0), 10.5)
     hear(metrics, request, SequenceEvent("r1", 0, 0, 1, 6), 10.75)
     end = SequenceEvent("r1", 0, 0, 2, 7, finish=FinishReason.EOS, cached_tokens=2)
     hear(metrics, request, end, 11.25)
@@ -237,7 +241,8 @@ def test_a_request_of_two_sequences_is_one_request(metrics):
     request = opened(num_sequences=2)
     for index, now_s in ((0, 11.0), (1, 11.0), (0, 12.0), (1, 13.0)):
         finish = FinishReason.MAX_TOKENS if now_s > 11 else None
-        hear(metrics, request, SequenceEvent("r1", index, index, 0, 5, finish=finish, admitted_s=10.0), now_s)
+        event = SequenceEvent("r1", index, index, 0, 5, finish=finish, admitted_s=10.0, replica=0)
+        hear(metrics, request, event, now_s)
     seen = scrape(metrics)
     assert seen("ppserve_time_to_first_token_seconds_count") == 1
     assert seen("ppserve_inter_token_latency_seconds_sum") == 3
@@ -249,6 +254,6 @@ def test_a_request_that_fails_and_one_that_is_refused(metrics):
     hear(metrics, opened(), SequenceEvent("r1", 0, 0, 0, error=RequestFailed("not finite")), 12.0)
     metrics.refused(Overloaded("the queue is full", 1.0))
     seen = scrape(metrics)
-    assert seen("ppserve_requests_total", reason="INTERNAL") == 1
-    assert seen("ppserve_requests_total", reason="RESOURCE_EXHAUSTED") == 1
+    assert seen("ppserve_requests_total", replica="", reason="INTERNAL") == 1
+    assert seen("ppserve_requests_total", replica="", reason="RESOURCE_EXHAUSTED") == 1
     assert seen("ppserve_request_queue_seconds_count") == 0

@@ -45,7 +45,7 @@ def test_steps_arrows_waits_and_counters(tmp_path):
     assert [(e["name"], e["dur"]) for e in events if e.get("cat") == "bubble"] == [("imbalance", 50)]
     begins = {e["id"]: e for e in events if e["ph"] == "s"}
     ends = {e["id"]: e for e in events if e["ph"] == "f"}
-    assert set(begins) == set(ends) == {"7.0", "7.1"}
+    assert set(begins) == set(ends) == {"0.7.0", "0.7.1"}
     for link, begin in begins.items():
         assert ends[link]["pid"] == begin["pid"] + 1
         assert ends[link]["ts"] >= begin["ts"]

@@ -120,6 +120,17 @@ def topology_message(topology: Topology) -> pb.GetTopologyResponse:
         epoch=topology.epoch,
         microbatches=topology.microbatches,
         advice=topology.advice,
+        replicas=[
+            pb.Replica(
+                replica=of.replica,
+                serves=of.serves,
+                epoch=of.epoch,
+                microbatches=of.microbatches,
+                running=of.running,
+                kv_usage=of.kv_usage,
+            )
+            for of in topology.replicas
+        ],
     )
 
 
@@ -142,4 +153,6 @@ def _stage_message(card: StageCard) -> pb.Stage:
         idle_seconds=card.idle_s,
         live=card.live,
         restarts=card.restarts,
+        replica=card.replica,
+        tensor=card.tensor,
     )

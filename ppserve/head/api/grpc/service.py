@@ -36,6 +36,7 @@ class GrpcService:
             "Detokenize": self._detokenize,
             "GetModelInfo": self._get_model_info,
             "GetTopology": self._get_topology,
+            "RestartReplica": self._restart_replica,
         }
         to_bytes = pb.GenerateResponse.SerializeToString
         return grpc.method_handlers_generic_handler(
@@ -83,3 +84,8 @@ class GrpcService:
     async def _get_topology(self, raw: bytes, _call: Call) -> pb.GetTopologyResponse:
         parse(pb.GetTopologyRequest, raw)
         return topology_message(await self._desk.topology())
+
+    async def _restart_replica(self, raw: bytes, _call: Call) -> pb.RestartReplicaResponse:
+        asked = parse(pb.RestartReplicaRequest, raw)
+        await self._desk.restart(asked.replica, asked.pauses)
+        return pb.RestartReplicaResponse()

@@ -1,0 +1,284 @@
+"""The intake: the requests of all replicas, those that wait, and which replica takes the next one.
+
+Queue, fairness, refusals, deadlines and quarantine are common to all replicas; blocks, lanes and steps are each
+replica's own (`scheduler`). Laws
+
+- Requests are admitted in the queue's order, until the first that fits nowhere.
+- Of the replicas with room, a request goes to the one where fewest tokens are left to compute: of all its
+  requests, and of this one without the prefix that is cached there. So a cached prefix counts for as much as it
+  saves, and a replica that is much busier than another does not get every request with a common prefix.
+- Requests that a replica gives back, because it is lost or drained, go before all waiting ones, in the order of
+  their first admission. They keep their tokens and are computed again. With one replica none is given back: its
+  requests keep their blocks, and wait for it.
+- A suspect of the quarantine runs alone in its replica; the other replicas go on with all but suspects.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Set
+from typing import Protocol
+
+from ppserve.core.request import FinishReason, Request
+from ppserve.core.scheduling.admission import refuse_impossible, refuse_overload
+from ppserve.core.scheduling.block_manager import BlockTable
+from ppserve.core.scheduling.config import SchedulerConfig
+from ppserve.core.scheduling.fairness import FairQueue
+from ppserve.core.scheduling.quarantine import Quarantine
+from ppserve.core.scheduling.sequence import Sequence, SequenceEvent, SequenceGroup, SequenceStatus
+from ppserve.core.scheduling.throughput import Throughput
+from ppserve.errors import InvalidRequest, RequestError, RequestFailed, Violation
+
+
+class Host(Protocol):
+    """A replica's scheduler, as the intake needs it.
+
+    is_open: requests may be admitted. is_busy: steps are in flight. tokens_left: to compute for all its requests,
+    at most.
+    """
+
+    @property
+    def config(self) -> SchedulerConfig: ...
+
+    @property
+    def num_blocks(self) -> int: ...
+
+    @property
+    def is_open(self) -> bool: ...
+
+    @property
+    def is_busy(self) -> bool: ...
+
+    @property
+    def tokens_left(self) -> int: ...
+
+    def running(self, sequence_id: int) -> Sequence | None: ...
+
+    def room_for(self, group: SequenceGroup) -> BlockTable | None:
+        """The cached blocks that a request would begin with; None if there is no room for it."""
+
+    def admit(self, group: SequenceGroup, known: BlockTable) -> None:
+        """There is room. known: what `room_for` said."""
+
+    def drop(self, sequence: Sequence) -> None:
+        """A running sequence has ended."""
+
+
+class Intake:
+    """See the module. `now` is the head's monotonic clock, in seconds. groups: the open requests, by id."""
+
+    def __init__(self) -> None:
+        self.groups: dict[str, SequenceGroup] = {}
+        self.queue = FairQueue()
+        self.quarantine = Quarantine()
+        self._throughput = Throughput()
+        self._hosts: list[Host] = []
+        self._homes: dict[str, Host] = {}
+        self._returned: dict[str, SequenceGroup] = {}
+        self._next_deadline_s = math.inf  # no open request has an earlier one
+        self._may_move = True
+        self._next_sequence_id = 0
+
+    # Replicas
+
+    def join(self, host: Host) -> None:
+        self._hosts.append(host)
+        self.queue.aging_s = host.config.aging_s
+        self.look_again()
+
+    def leave(self, host: Host) -> None:
+        """A replica is gone for good, and has given its requests back."""
+        self._hosts.remove(host)
+
+    @property
+    def has_several_hosts(self) -> bool:
+        return len(self._hosts) > 1
+
+    @property
+    def num_waiting(self) -> int:
+        """Requests that no replica computes."""
+        return len(self.queue) + len(self._returned)
+
+    def look_again(self) -> None:
+        """Room was made, or a replica opened: the next waiting request may fit now."""
+        self._may_move = True
+
+    # Requests
+
+    def submit(self, request: Request, now: float) -> None:
+        """Queue a request. Raises InvalidRequest (it can never run) or Overloaded (it cannot run now)."""
+        if request.id in self.groups:
+            raise InvalidRequest([Violation("request_id", "is in use by another request")])
+        config = self._hosts[0].config
+        refuse_impossible(request, config, min(host.num_blocks for host in self._hosts))
+        indices = range(request.num_sequences) if request.resume_index is None else [request.resume_index]
+        first_id = self._next_sequence_id
+        sequences = [Sequence(first_id + i, request, index, config.eos_id) for i, index in enumerate(indices)]
+        sequences[0].wants_scores = request.output.prompt_logprobs is not None and not request.resume_ids
+        group = SequenceGroup(request, sequences, now)
+        self.groups[request.id] = group
+        self.queue.push(group)
+        self._may_move = True
+        self.admit(now)  # first, so that the queue's bounds hold for requests that do wait
+        if group.admitted_s is None:
+            try:
+                refuse_overload(group, self.queue, self._throughput, config, now)
+            except RequestError:
+                self._leave(group)
+                raise
+        self._next_sequence_id += len(sequences)
+        if request.deadline_s is not None:
+            self._next_deadline_s = min(self._next_deadline_s, request.deadline_s)
+
+    def abort(self, request_id: str, reason: FinishReason) -> list[SequenceEvent]:
+        """End a request now, whatever its state. Nothing happens if it is unknown or has ended."""
+        group = self.groups.get(request_id)
+        if group is None:
+            return []
+        return [self.end(s, group, finish=reason) for s in group.live]
+
+    def finish(self, sequence_id: int, reason: FinishReason) -> None:
+        """End a sequence whose end the engine has found (a stop string): no event, no further step."""
+        for host in self._hosts:
+            sequence = host.running(sequence_id)
+            if sequence is not None:
+                self.end(sequence, self.groups[sequence.request.id], finish=reason)
+                return
+
+    def expire(self, now: float) -> list[SequenceEvent]:
+        """End every request whose deadline has passed."""
+        if now < self._next_deadline_s:
+            return []
+        requests = [g.request for g in self.groups.values()]
+        deadlines = sorted((r.deadline_s, r.id) for r in requests if r.deadline_s is not None)
+        overdue = [key for deadline_s, key in deadlines if deadline_s <= now]
+        self._next_deadline_s = deadlines[len(overdue)][0] if len(overdue) < len(deadlines) else math.inf
+        return [event for key in overdue for event in self.abort(key, FinishReason.DEADLINE)]
+
+    def end(
+        self,
+        sequence: Sequence,
+        group: SequenceGroup,
+        *,
+        finish: FinishReason | None = None,
+        error: RequestError | None = None,
+    ) -> SequenceEvent:
+        """End a live sequence. Steps in flight may still hold it."""
+        event = sequence.event(finish=finish, error=error, admitted_s=group.admitted_s, replica=group.replica)
+        self.retire(sequence, group)
+        return event
+
+    def fail(self, group: SequenceGroup, problem: str) -> list[SequenceEvent]:
+        return [self.end(s, group, error=RequestFailed(problem)) for s in group.live]
+
+    def retire(self, sequence: Sequence, group: SequenceGroup) -> None:
+        """A live sequence has had its last event."""
+        if sequence.status is SequenceStatus.WAITING:
+            sequence.move_to(SequenceStatus.ENDED)
+        else:
+            self._homes[group.key].drop(sequence)
+        if not group.live:
+            self._leave(group)
+        self._may_move = True
+
+    def _leave(self, group: SequenceGroup) -> None:
+        """All sequences of a request have ended."""
+        if group.admitted_s is not None:
+            self._throughput.request_ended(group.num_tokens, group.num_known_tokens)
+        if group in self.queue:
+            self.queue.remove(group)
+        self._returned.pop(group.key, None)
+        self._homes.pop(group.key, None)
+        self.queue.leave(group.caller)
+        self.quarantine.cleared(group.key)
+        del self.groups[group.key]
+
+    # Admission
+
+    def lone_at(self, host: Host) -> str | None:
+        """The only request that this replica may compute now; None = all of its own."""
+        lone = self.quarantine.lone
+        return lone if lone is not None and self._homes.get(lone) is host else None
+
+    def admit(self, now: float) -> None:
+        """Admit waiting requests, in their order, until the first that fits nowhere."""
+        while self._may_move:
+            hosts = [host for host in self._hosts if host.is_open and self.lone_at(host) is None]
+            if not hosts:
+                return
+            group = self._first(now)
+            if group is None or not self._place(group, hosts, now):
+                self._may_move = False
+
+    def _first(self, now: float) -> SequenceGroup | None:
+        """The next to be admitted: a lone suspect, then what was given back, then the queue's first."""
+        lone = self.quarantine.lone
+        if lone is not None and lone in self._returned:
+            return self._returned[lone]
+        innocent = (group for group in self._returned.values() if not self.quarantine.suspects(group.key))
+        return next(innocent, None) or self.queue.first(now)
+
+    def _place(self, group: SequenceGroup, hosts: list[Host], now: float) -> bool:
+        """Whether a replica had room."""
+        rooms = [(host, known) for host in hosts if (known := host.room_for(group)) is not None]
+        if not rooms:
+            return False
+        host, known = rooms[0]
+        if len(rooms) > 1:
+            host, known = min(rooms, key=lambda room: _tokens_left(room[0], room[1], group))
+        self._homes[group.key] = host
+        group.replica = host.config.replica
+        if group.admitted_s is not None:
+            del self._returned[group.key]
+            host.admit(group, known)
+            return True
+        self.queue.remove(group)
+        group.admitted_s = now
+        host.admit(group, known)
+        leader = group.sequences[0]
+        self.queue.charge(group.caller, len(leader.token_ids) - leader.scheduled)
+        return True
+
+    def give_back(self, groups: Iterable[SequenceGroup]) -> None:
+        """A replica is lost or drained: these, with no sequence admitted any more, go on at another."""
+        self._returned |= {group.key: group for group in groups}
+        for key in self._returned:
+            self._homes.pop(key, None)
+        in_order = sorted(self._returned.values(), key=lambda group: group.admitted_s or 0.0)
+        self._returned = {group.key: group for group in in_order}
+        self.look_again()
+
+    # Computing
+
+    def step_scheduled(self, now: float) -> None:
+        """A replica schedules a step while it has none in flight."""
+        if not any(host.is_busy for host in self._hosts):
+            self._throughput.started(now)
+
+    def step_committed(self, num_tokens: int, now: float) -> None:
+        is_empty = not any(host.is_busy for host in self._hosts)
+        self._throughput.committed(num_tokens, now, pipeline_empty=is_empty)
+
+    def token_drawn(self, group: SequenceGroup) -> None:
+        self.queue.charge(group.caller, 1)
+
+    def clear(self, group: SequenceGroup) -> None:
+        """It gained a token since its last loss: it did not cause that."""
+        self.quarantine.cleared(group.key)
+        self.look_again()
+
+    def blame(self, host: Host, in_flight: Iterable[str], failed: Set[int]) -> list[SequenceEvent]:
+        """Stages of a replica failed with steps of these requests in flight. A request that is certain to have
+        killed them fails."""
+        elsewhere = {key for key, home in self._homes.items() if home is not host}
+        culprit = self.quarantine.lost([key for key in in_flight if key in self.groups], failed, elsewhere)
+        self.look_again()
+        if culprit is None:
+            return []
+        return self.fail(self.groups[culprit], "a stage died each time this request was computed")
+
+
+def _tokens_left(host: Host, known: BlockTable, group: SequenceGroup) -> int:
+    """At a replica, with this request there."""
+    cached = len(known) * host.config.block_size
+    return host.tokens_left + sum(len(s.token_ids) for s in group.live) - cached

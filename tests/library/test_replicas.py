@@ -1,0 +1,83 @@
+"""`Pipeline(replicas=N)`: the same answers from any number of replicas, also when one is lost in mid-stream."""
+
+from __future__ import annotations
+
+import pytest
+
+from ppserve import Pipeline, wire
+from ppserve.errors import ConfigError, StagesLost
+from tests.library.mixed import assert_same, mixed_requests, tiny, together
+
+LONG = {"max_tokens": 120, "ignore_eos": True}
+
+
+def lose(pipeline: Pipeline, replica: int) -> None:
+    """Its first stage says that it cannot go on. A thread does not come back."""
+    rank = pipeline._members[replica].first.rank
+    pipeline._control.links[rank].send(wire.Failed("as the test wants"))
+
+
+@pytest.mark.parametrize(("stages", "replicas"), [(1, 2), (1, 3), (2, 2)])
+def test_any_number_of_replicas_answers_as_one_stage_alone(stages: int, replicas: int) -> None:
+    """Tokens, text and log-probabilities, bit for bit; among the requests are some of three sequences."""
+    requests = mixed_requests(24)
+    with tiny(speculate=0) as alone, tiny(stages, replicas=replicas) as all_of:
+        for mixed, (prompt, options) in zip(together(all_of, requests), requests, strict=True):
+            assert_same(mixed, alone.complete(prompt, **options))
+        busy = [stage.replica for stage in all_of.ledger().stages if stage.steps]
+        assert busy == [replica for replica in range(replicas) for _ in range(stages)]
+
+
+@pytest.mark.parametrize("lost", [0, 1])
+def test_a_lost_replica_s_streams_go_on_at_the_other_with_the_same_tokens(lost: int) -> None:
+    requests = [(f"Once upon a time {number}", {**LONG, "seed": number, "logprobs": 1}) for number in range(6)]
+    with tiny(replicas=2) as pipeline:
+        undisturbed = together(pipeline, requests)
+        streams = [pipeline.generate(prompt, **options) for prompt, options in requests]
+        begun = [[next(stream) for _ in range(5)] for stream in streams]
+        lose(pipeline, lost)
+        for pieces, stream, whole in zip(begun, streams, undisturbed, strict=True):
+            pieces += list(stream)
+            assert "".join(piece.text for piece in pieces) == whole.text
+            assert [token for piece in pieces for token in piece.tokens] == list(whole.sequences[0].tokens)
+        assert [replica.serves for replica in pipeline.topology().replicas] == [lost == 1, lost == 0]
+        again = pipeline.complete(requests[0][0], **requests[0][1])
+        assert_same(again, undisturbed[0])
+
+
+def test_the_last_replica_that_is_lost_ends_the_pipeline() -> None:
+    with tiny(replicas=2) as pipeline:
+        lose(pipeline, 1)
+        stream = pipeline.generate("Once upon a time", **LONG)
+        next(stream)
+        lose(pipeline, 0)
+        with pytest.raises(StagesLost, match="as the test wants"):
+            list(stream)
+
+
+def test_a_conversation_stays_where_its_beginning_is_cached() -> None:
+    with tiny(replicas=2) as pipeline:
+        turns = []
+        for text in ("The miller had a mill. " * 6, "One cold morning the sun rose. " * 5):
+            turns.append(text + pipeline.complete(text, max_tokens=8).text)
+        for text in reversed(turns):
+            *_, last = pipeline.generate(text, max_tokens=4)
+            assert last.usage is not None
+            assert last.usage.cached_tokens >= 32
+
+
+def test_a_ledger_of_replicas_sums_to_the_wall_for_each_stage_of_each() -> None:
+    with tiny(2, replicas=2) as pipeline:
+        together(pipeline, [("Once upon a time", {"max_tokens": 20, "seed": seed}) for seed in range(8)])
+        ledger = pipeline.ledger()
+        assert [stage.name for stage in ledger.stages] == ["0.0", "0.1", "1.0", "1.1"]
+        walls_ns = [stage.times.wall_ns for stage in ledger.stages]
+        assert (walls_ns[0], walls_ns[2]) == (walls_ns[1], walls_ns[3])
+        assert "1.1" in repr(ledger)
+        places = [(card.replica, card.stage, card.rank) for card in pipeline.topology().stages]
+        assert places == [(0, 0, 0), (0, 1, 2), (1, 0, 1), (1, 1, 3)]
+
+
+def test_a_number_of_replicas_that_cannot_be_meant() -> None:
+    with pytest.raises(ConfigError, match="replicas"):
+        tiny(replicas=0)

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import re
 import socket
 import tempfile
 import time
+import urllib.request
 from collections import Counter
 from contextlib import suppress
 from itertools import pairwise
@@ -147,13 +149,14 @@ async def _stalled(server: Server, stalled: int, live: int) -> dict[str, Any]:
         stub = GenerationServiceStub(channel)
         gaps = [await _gaps(server, live)]
         request = pb.GenerateRequest(text="Once")
-        request.stop.max_tokens, request.stop.ignore_eos = 900, True
+        request.stop.max_tokens, request.stop.ignore_eos = 150, True
         request.output.logprobs = 20
         calls = [stub.Generate(request) for _ in range(stalled)]
         for call in calls:
             await call.read()
-        # What they were sent is in buffers; whoever has not read for 30 s is ended.
-        await asyncio.sleep(1.0)
+        # Until all is computed: what not reading costs others is measured. After 30 s they are ended.
+        while await asyncio.to_thread(num_running, server):
+            await asyncio.sleep(0.2)
         gaps.append(await _gaps(server, live))
         for call in calls:
             call.cancel()
@@ -163,6 +166,13 @@ async def _stalled(server: Server, stalled: int, live: int) -> dict[str, Any]:
         "live_itl_p99_ms": [round(1e3 * quiet), round(1e3 * beside)],
         "live_itl_ratio": round(beside / quiet, 2),
     }
+
+
+def num_running(server: Server) -> int:
+    with urllib.request.urlopen(f"http://{server.metrics}/metrics") as page:
+        found = re.search(r"^ppserve_requests_running (\S+)$", page.read().decode(), re.MULTILINE)
+    assert found is not None
+    return int(float(found[1]))
 
 
 async def _gaps(server: Server, live: int) -> list[float]:

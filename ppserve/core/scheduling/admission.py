@@ -2,19 +2,22 @@
 
 A request is refused when it is submitted: with InvalidRequest if it could not run on an empty server; with
 Overloaded, which says after how many seconds to try again, if too much is waiting already or if its deadline would
-pass while it waits.
+pass before its answer is complete.
 """
 
 from __future__ import annotations
 
+from collections.abc import Collection
+
 from ppserve.core.request import Request, context_problem
 from ppserve.core.scheduling.config import SchedulerConfig
 from ppserve.core.scheduling.fairness import FairQueue
-from ppserve.core.scheduling.sequence import SequenceGroup
+from ppserve.core.scheduling.sequence import Sequence, SequenceGroup
 from ppserve.core.scheduling.throughput import Throughput
 from ppserve.errors import InvalidRequest, Overloaded, Violation
 
 MIN_RETRY_S, MAX_RETRY_S = 0.1, 30.0
+_MANY_RUNNING = 8
 
 
 def worst_case_blocks(num_prompt: int, num_positions: int, num_sequences: int, block_size: int) -> int:
@@ -45,6 +48,25 @@ def refuse_impossible(request: Request, config: SchedulerConfig, num_blocks: int
             violations.append(Violation("stop.max_tokens", problem))
     if violations:
         raise InvalidRequest(violations)
+
+
+def refuse_late(
+    request: Request, running: Collection[Sequence], queue: FairQueue, throughput: Throughput, now: float
+) -> None:
+    """Raises Overloaded for a request whose answer would not be complete by its deadline.
+
+    All that run get a token a step, so until the request has its own, each of them gets at most as many. Where few
+    run, one more makes all of them together faster, and the prediction would be too long: then it is not made.
+    """
+    if request.deadline_s is None or len(running) < _MANY_RUNNING:
+        return
+    new = request.stop.max_tokens
+    own = request.num_sequences * (len(request.prompt_ids) + new)
+    beside = sum(min(new, max(0, s.max_positions - s.computed)) for s in running)
+    answer_s = throughput.seconds_for(own + beside + queue.tokens_ahead(request.priority))
+    if answer_s is not None and now + answer_s > request.deadline_s:
+        retry_after_s = min(MAX_RETRY_S, max(MIN_RETRY_S, answer_s / 2))
+        raise Overloaded(f"the answer would take about {answer_s:.1f} s, longer than its deadline", retry_after_s)
 
 
 def refuse_overload(

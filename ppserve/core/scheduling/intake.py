@@ -20,7 +20,7 @@ from collections.abc import Iterable, Set
 from typing import Protocol
 
 from ppserve.core.request import FinishReason, Request
-from ppserve.core.scheduling.admission import refuse_impossible, refuse_overload
+from ppserve.core.scheduling.admission import refuse_impossible, refuse_late, refuse_overload
 from ppserve.core.scheduling.block_manager import BlockTable
 from ppserve.core.scheduling.config import SchedulerConfig
 from ppserve.core.scheduling.fairness import FairQueue
@@ -111,6 +111,8 @@ class Intake:
             raise InvalidRequest([Violation("request_id", "is in use by another request")])
         config = self._hosts[0].config
         refuse_impossible(request, config, min(host.num_blocks for host in self._hosts))
+        running = [s for g in self.groups.values() if g.admitted_s is not None for s in g.live]
+        refuse_late(request, running, self.queue, self._throughput, now)
         indices = range(request.num_sequences) if request.resume_index is None else [request.resume_index]
         first_id = self._next_sequence_id
         sequences = [Sequence(first_id + i, request, index, config.eos_id) for i, index in enumerate(indices)]

@@ -209,6 +209,28 @@ def test_long_answers_count_for_more_than_short_ones() -> None:
     assert sum(name.startswith("short") for name in first) == 20
 
 
+@pytest.mark.parametrize("num_running", [4, 16])
+def test_an_answer_that_would_be_late_is_refused_although_it_could_begin_at_once(num_running: int) -> None:
+    """One token a step for each, a second a step. Where few run, nothing is predicted."""
+    rig = a_rig(num_blocks=4000, max_num_seqs=64)
+    for i in range(num_running):
+        rig.submit(a_request(f"r{i}", num_prompt=1, max_tokens=100))
+    for _ in range(40):
+        rig.schedule_one()
+        rig.now += 1.0
+        if rig.pipeline.num_in_flight:
+            rig.commit_one()
+    assert rig.submit(a_request("patient", num_prompt=1, max_tokens=5, deadline_s=rig.now + 100.0))
+    hurried = a_request("hurried", num_prompt=1, max_tokens=20, deadline_s=rig.now + 3.0)
+    if num_running < 8:
+        assert rig.submit(hurried)
+    else:
+        with pytest.raises(Overloaded, match="longer than its deadline"):
+            rig.scheduler.submit(hurried, rig.now)
+    assert rig.submit(a_request("without", num_prompt=1, max_tokens=20))
+    rig.drain()
+
+
 # ---- deadlines and cancellation ----
 
 

@@ -111,8 +111,9 @@ class Intake:
             raise InvalidRequest([Violation("request_id", "is in use by another request")])
         config = self._hosts[0].config
         refuse_impossible(request, config, min(host.num_blocks for host in self._hosts))
-        running = [s for g in self.groups.values() if g.admitted_s is not None for s in g.live]
-        refuse_late(request, running, self.queue, self._throughput, now)
+        if request.deadline_s is not None:
+            running = [s for g in self.groups.values() if g.admitted_s is not None for s in g.live]
+            refuse_late(request, running, self.queue, self._throughput, now)
         indices = range(request.num_sequences) if request.resume_index is None else [request.resume_index]
         first_id = self._next_sequence_id
         sequences = [Sequence(first_id + i, request, index, config.eos_id) for i, index in enumerate(indices)]

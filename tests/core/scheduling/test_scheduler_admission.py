@@ -226,7 +226,7 @@ def test_an_answer_that_would_be_late_is_refused_although_it_could_begin_at_once
         assert rig.submit(hurried)
     else:
         with pytest.raises(Overloaded, match="longer than its deadline"):
-            rig.scheduler.submit(hurried, rig.now)
+            rig.scheduler.intake.submit(hurried, rig.now)
     assert rig.submit(a_request("without", num_prompt=1, max_tokens=20))
     rig.drain()
 

@@ -2,11 +2,21 @@
 
 from __future__ import annotations
 
+import json
 import sys
 
 import pytest
 
-from tests.hosts.two_hosts import ADDRESSES, ADDRESSES_6, NAMES, needs_hosts, two_hosts
+from tests.hosts.two_hosts import (
+    ADDRESSES,
+    ADDRESSES_6,
+    MASTER_PORT,
+    NAMES,
+    Agent,
+    TwoHosts,
+    needs_hosts,
+    two_hosts,
+)
 
 pytestmark = [needs_hosts, pytest.mark.timeout(150)]
 
@@ -21,6 +31,19 @@ def test_two_hosts_serve(master: str, names_are_loopback: bool) -> None:
         head = hosts.torchrun(0, master)
         hosts.torchrun(1, master)
         target = hosts.wait_ready(head)
+        if master == ADDRESSES[0]:
+            a_stranger_on_the_link(hosts, head)
         ask = ("generate", "--target", target, "--seed", "7", "--max-tokens", "12", "Once upon a time")
         assert hosts.run(0, sys.executable, "-m", "ppserve", *ask).startswith(" there was a careful boy")
         assert "did not form" not in head.log
+
+
+def a_stranger_on_the_link(hosts: TwoHosts, head: Agent) -> None:
+    """It gets no Welcome; nothing that it says, or writes to the store, which is open to all, ends anything."""
+    ports = (str(MASTER_PORT + 1), str(MASTER_PORT))
+    found = json.loads(hosts.run(1, sys.executable, "-m", "tests.hosts.stranger", ADDRESSES[0], *ports))
+    assert found.pop("the store has keys") > 0
+    assert set(found.values()) <= {"refused", "closed"}
+    assert found["a wrong proof"] == "refused"
+    assert "a message on the control plane does not fit the schema" in head.log
+    assert " died" not in head.log

@@ -18,17 +18,25 @@ _HEADINGS = ("stage", "layers", "busy", *CAUSES, "idle", "steps", "ms/step")
 @dataclass(frozen=True, slots=True)
 class StageLedger:
     """One stage. layers: of the model, as `0-6`. times: its wall time, in nanoseconds by kind. steps: computed.
-    replica: None where there is only one."""
+    replica: None where there is only one. gathered_ns: of each of its tensor ranks, how long it has waited for the
+    others; the stage's `gather` is the average of these.
+    """
 
     stage: int
     layers: str
     times: StageTimes
     steps: int
     replica: int | None = None
+    gathered_ns: tuple[int, ...] = (0,)
 
     @property
     def name(self) -> str:
         return str(self.stage) if self.replica is None else f"{self.replica}.{self.stage}"
+
+    @property
+    def gathered_s(self) -> tuple[float, ...]:
+        """Seconds in which each tensor rank waited for the others."""
+        return tuple(ns / 1e9 for ns in self.gathered_ns)
 
     @property
     def busy_s(self) -> float:
@@ -70,17 +78,21 @@ class Ledger:
 
     def since(self, earlier: Ledger) -> Ledger:
         """What was added after an earlier ledger of the same pipeline."""
-        stages = tuple(
-            replace(stage, times=stage.times.since(before.times), steps=stage.steps - before.steps)
-            for stage, before in zip(self.stages, earlier.stages, strict=True)
-        )
+        stages = tuple(map(_since, self.stages, earlier.stages))
         return replace(self, stages=stages)
 
     def __repr__(self) -> str:
         lines = table(_HEADINGS, *map(_row, self.stages))
         guessing = [stage for stage in self.stages if stage.wasted_s]
+        ranks = [
+            f"tensor ranks of stage {stage.name} waited for each other for"
+            f" {', '.join(f'{seconds:.3f}' for seconds in stage.gathered_s)} s"
+            for stage in self.stages
+            if any(stage.gathered_ns)
+        ]
         wasted = [f"stage {stage.name} computed wrong guesses for {stage.wasted_s:.3f} s" for stage in guessing]
-        return "\n".join([*lines, f"{self.wall_s:.3f} s", *wasted, *([self.advice] if self.advice else [])])
+        advice = [self.advice] if self.advice else []
+        return "\n".join([*lines, f"{self.wall_s:.3f} s", *ranks, *wasted, *advice])
 
     def _repr_html_(self) -> str:
         """For notebooks."""
@@ -98,7 +110,14 @@ def _stages(reading: Reading, among: tuple[Reading, ...]) -> Iterator[StageLedge
     replica = reading.replica if len(among) > 1 else None
     for stage in reading.stages:
         number = stage.member.stage
-        yield StageLedger(number, reading.decision.layouts[number].span, stage.times, stage.steps, replica)
+        span = reading.decision.layouts[number].span
+        yield StageLedger(number, span, stage.times, stage.steps, replica, stage.gathered_ns)
+
+
+def _since(now: StageLedger, before: StageLedger) -> StageLedger:
+    gathered_ns = tuple(ns - was for ns, was in zip(now.gathered_ns, before.gathered_ns, strict=True))
+    times, steps = now.times.since(before.times), now.steps - before.steps
+    return replace(now, times=times, steps=steps, gathered_ns=gathered_ns)
 
 
 def _row(stage: StageLedger) -> tuple[str, ...]:

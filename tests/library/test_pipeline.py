@@ -259,6 +259,20 @@ def test_every_second_of_every_stage_is_in_the_ledger(two_stages: Pipeline) -> N
     assert {stage.layers for stage in ledger.stages} == {stage.blocks for stage in two_stages.topology().stages}
 
 
+def test_tensor_ranks_waits_are_in_the_ledger() -> None:
+    with tiny(2, tensor_parallel=2) as pipeline:
+        before = pipeline.ledger()
+        pipeline.complete_all(list(PROMPTS), max_tokens=20, ignore_eos=True)
+        ledger = pipeline.ledger().since(before)
+    for stage in ledger.stages:
+        # Every rank computes and waits as long as its stage; the stage waits as its ranks do on average.
+        assert len(stage.gathered_s) == 2
+        assert sum(stage.gathered_s) / 2 == pytest.approx(stage.bubble_s["gather"], abs=1e-6 * stage.steps)
+        assert 0 < stage.bubble_s["gather"] < ledger.wall_s
+        assert stage.busy_s + sum(stage.bubble_s.values()) + stage.idle_s == pytest.approx(ledger.wall_s, abs=1e-9)
+    assert repr(ledger).count("waited for each other") == 2
+
+
 def test_the_ledger_can_be_read_in_a_terminal_and_in_a_notebook(two_stages: Pipeline) -> None:
     two_stages.complete("Once", max_tokens=3)
     ledger = two_stages.ledger()

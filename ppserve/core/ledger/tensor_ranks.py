@@ -18,6 +18,7 @@ class TensorRanks:
     def __init__(self, num_stages: int, num_tensor: int) -> None:
         self.gathered_ns = [[0] * num_tensor for _ in range(num_stages)]
         self._num_tensor = num_tensor
+        self._ended = [0] * num_stages
         self._came: dict[tuple[int, int], dict[int, StepResult]] = {}
 
     def take(self, result: StepResult) -> StepResult | None:
@@ -44,13 +45,16 @@ class TensorRanks:
     def _together(self, stage: int, ranks: list[StepResult]) -> StepResult:
         first = min(ranks, key=lambda rank: rank.stamps.begun).stamps
         ended, sent = max(rank.stamps.ended for rank in ranks), max(rank.stamps.sent for rank in ranks)
-        waited_ns = [ended - first.begun - rank.computed_ns for rank in ranks]
+        # A rank may begin before another has ended the step before: that time is that step's.
+        begun = max(first.begun, self._ended[stage])
+        self._ended[stage] = ended
+        waited_ns = [ended - begun - rank.computed_ns for rank in ranks]
         for rank, ns in enumerate(waited_ns):
             self.gathered_ns[stage][rank] += ns
         return replace(
             ranks[0],
             stage=stage,
-            stamps=replace(first, ended=ended, sent=sent),
+            stamps=replace(first, begun=begun, ended=ended, sent=sent),
             bytes_sent=sum(rank.bytes_sent for rank in ranks),
-            gathered_ns=sum(waited_ns) // len(ranks),
+            gathered_ns=max(0, sum(waited_ns) // len(ranks)),
         )

@@ -46,13 +46,14 @@ ReplicaEvent = SequenceEvent | Formed | Hopeless
 @dataclass(frozen=True, slots=True)
 class StageReading:
     """One stage at one moment. steps: computed since the start. cost: of a step, on average. spread: standard
-    deviation from that, as a share of it."""
+    deviation from that, as a share of it. gathered_ns: how long each tensor rank has waited for the others."""
 
     member: Member
     times: StageTimes
     steps: int
     cost: Coefficients
     spread: float
+    gathered_ns: tuple[int, ...] = (0,)
 
 
 @dataclass(frozen=True, slots=True)
@@ -305,7 +306,8 @@ class Replica:
         if scheduler is None or decision is None:
             raise Draining("the server is not serving")
         firsts = self.members.all[:: self.members.grid.tensor]
-        every = zip(firsts, self._account.snapshot(now_ns), self._costs.stages, strict=True)
+        gathered = map(tuple, self._ranks.gathered_ns)
+        every = zip(firsts, self._account.snapshot(now_ns), self._costs.stages, gathered, strict=True)
         return Reading(
             now_ns=now_ns,
             replica=self.number,
@@ -316,8 +318,8 @@ class Replica:
             microbatches=scheduler.microbatches,
             overheads=self._overheads.times,
             stages=tuple(
-                StageReading(member, times, cost.num_observed, cost.mean, cost.spread)
-                for member, times, cost in every
+                StageReading(member, times, cost.num_observed, cost.mean, cost.spread, gathered_ns)
+                for member, times, cost, gathered_ns in every
             ),
             num_running=scheduler.num_running,
             num_waiting=self.intake.num_waiting,

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from ppserve.core.ledger.tensor_ranks import TensorRanks
 from ppserve.core.plan import Drawn, StepResult, StepStamps
 
@@ -24,6 +26,18 @@ def test_a_stage_has_reported_when_all_its_ranks_have() -> None:
     # Each rank computed 90, 80 and 80 of the stage's 120.
     assert ranks.gathered_ns == [[0, 0, 0], [30, 40, 40]]
     assert (stage.gathered_ns, stage.computed_ns) == (36, 84)
+
+
+def test_ranks_that_overtake_each_other_are_not_counted_twice() -> None:
+    """The second rank begins its next step at 160, while the first computes until 200."""
+    ranks = TensorRanks(1, 2)
+    for step_id, first, second in ((1, (100, 200), (100, 150)), (2, (210, 300), (160, 300))):
+        for place, (begun, ended) in enumerate((first, second)):
+            stage = ranks.take(replace(result(place, begun, ended, 0), step_id=step_id))
+    assert stage is not None
+    assert (stage.stamps.begun, stage.stamps.ended) == (200, 300)
+    # Of the 200 from 100 to 300 the first rank computed 190, the second as much: 50 and 140.
+    assert ranks.gathered_ns == [[10, 10]]
 
 
 def test_one_rank_is_its_stage() -> None:

@@ -1,0 +1,75 @@
+"""The same load on several shapes, tensor ranks x stages, in one run: throughput, latencies, where the time went.
+
+    python benchmarks/shapes.py MODEL_DIR
+    python benchmarks/shapes.py MODEL_DIR --callers 1,16 --new 32
+
+Shapes: one rank with one thread and with two, two tensor ranks, two stages. Each gets a fresh server, is warmed
+up, and then has so many callers, each with one request after the other. Prompts are random and of one length,
+greedy, end-of-text ignored. The load generator runs on the same machine; the load is printed, since tensor ranks
+wait for each other whenever one of them is not running. Compare only figures of one run.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import os
+import shlex
+
+from local_server import running
+
+from ppserve.bench.caller import Caller
+from ppserve.bench.load import ClosedLoop, Until, Watch
+from ppserve.bench.measure import introduce, measure, warm_up
+from ppserve.bench.report import render_ledger
+from ppserve.bench.summary import Summary, summarize
+from ppserve.bench.workload import Workload, drawn_sizes
+
+SHAPES = {
+    "1x1 1 thread": "--stages 1 --threads 1",
+    "1x1 2 threads": "--stages 1 --threads 2",
+    "2x1": "--stages 1 --tensor-parallel 2 --threads 1",
+    "1x2": "--stages 2 --threads 1",
+}
+
+
+async def loads(target: str, callers: list[int], sizes: tuple[int, int], rounds: int) -> list[Summary]:
+    """One summary for each number of callers. sizes: tokens of a prompt and of an answer."""
+    found = []
+    async with Caller(target) as caller:
+        served = await introduce(caller, target, None)
+        for number, at_once in enumerate(callers):
+            drawn = drawn_sizes(lambda _: sizes[0], lambda _: sizes[1])
+            workload = Workload(drawn, served.vocab_size, served.max_context, number)
+            await warm_up(caller, workload, at_once, at_once)
+            under = served.under(at_once, float("inf"), workload.seed)
+            load, until = ClosedLoop(at_once), Until(rounds * at_once)
+            found.append(summarize(await measure(caller, under, workload, load, until, Watch())))
+    return found
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("model", help="as for `ppserve serve --model`")
+    parser.add_argument("--callers", default="1,16,64")
+    parser.add_argument("--prompt", type=int, default=64)
+    parser.add_argument("--new", type=int, default=32)
+    parser.add_argument("--rounds", type=int, default=1, help="requests of each caller")
+    parser.add_argument("--dtype", default="float32")
+    flags = parser.parse_args()
+    callers = [int(count) for count in flags.callers.split(",")]
+    for name, serve in SHAPES.items():
+        with running(["--model", flags.model, "--dtype", flags.dtype, *shlex.split(serve)]) as address:
+            every = asyncio.run(loads(address.grpc, callers, (flags.prompt, flags.new), flags.rounds))
+        for at_once, summary in zip(callers, every, strict=True):
+            print(
+                f"{name}: {at_once} callers: {summary.output_throughput:.1f} tok/s,"
+                f" ttft {summary.ttft.median:.0f} ms, itl {summary.itl.median:.1f} ms (medians);"
+                f" load {os.getloadavg()[0]:.1f}",
+                flush=True,
+            )
+            print("\n".join(render_ledger(summary.stages)), flush=True)
+
+
+if __name__ == "__main__":
+    main()

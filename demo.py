@@ -19,42 +19,33 @@ import sys
 import tempfile
 import time
 from collections.abc import Sequence
-from concurrent.futures import ThreadPoolExecutor
 from functools import cache
-from itertools import pairwise
 from pathlib import Path
 
 import torch
 
 import parallel_state
 from ppserve import (
-    BUSY,
-    CAUSES,
-    IDLE,
     Architecture,
-    Client,
     PpserveError,
-    StageTimes,
     StepPlan,
     balance,
-    between,
     decode_parts,
     load_tokenizer,
     open_checkpoint,
     read_architecture,
-    read_ledger,
-    shares,
     split_by_weight,
     stage_layouts,
     stage_params,
 )
+from tour.dimensions import SHAPES, Travels, run_shape
 from tour.errors import TourError, require
+from tour.generation import show_generation
 from tour.line import PRACTICE_MODEL, RandomWeights, TourStage, even_split, slice_of
 from tour.measure import decode, decode_guessed, measure_hop, practice_prompts, resident_bytes, run_microbatches
 from tour.pictures import Pictures
 from tour.ranks import Tour, num_cores, start_ranks
 from tour.schedule import Schedule
-from tour.server import read_stream, serving
 
 PROMPT = "Once upon a time"
 NUM_PROMPTS, PROMPT_TOKENS = 8, 32
@@ -259,76 +250,8 @@ def efficiency(tour: Tour) -> None:
 def generation(tour: Tour) -> None:
     if tour.rank == 0:
         with tempfile.TemporaryDirectory() as folder:
-            show_generation(tour, Path(folder) / "trace.json")
+            show_generation(tour, PROMPT, Path(folder) / "trace.json")
     tour.tell("the server is gone")
-
-
-def show_generation(tour: Tour, trace: Path) -> None:
-    options = tour.options
-    arguments = [f"--stages={tour.size}", f"--model={options.model}", f"--port={options.port}", f"--trace={trace}"]
-    arguments += ["--http-port=0", "--metrics-port=0", "--log-level=error"] + ["--force-cpu"] * options.force_cpu
-    tour.explain(f"A server of its own: ppserve serve {' '.join(arguments[:2])}. It continues {PROMPT!r}:")
-    killed_at = 0
-    with serving(arguments) as server, Client(server.target) as client:
-
-        def show(text: str, num_tokens: int) -> None:
-            print(text.replace("\n", "\n  "), end="", flush=True)
-
-        def show_and_kill(text: str, num_tokens: int) -> None:
-            nonlocal killed_at
-            show(text, num_tokens)
-            if killed_at == 0 and num_tokens >= 40:
-                killed_at = num_tokens
-                server.kill_stage(tour.size - 1)
-                print(f" [kill -9 stage {tour.size - 1}] ", end="", flush=True)
-
-        read_stream(client, PROMPT, max_tokens=8)  # a warm-up
-        looks = [read_ledger(client.topology())]
-        print(f"  {PROMPT}", end="", flush=True)
-        calm = read_stream(client, PROMPT, show, max_tokens=100, seed=7, ignore_eos=True)
-        looks.append(read_ledger(client.topology()))
-        speed = f"first token after {calm.arrivals[0] * 1e3:.1f} ms, then {calm.tokens_per_s:.0f} tokens/s"
-        print(f"\n\n  {speed}\n")
-        many, started = 4 * tour.size, time.monotonic()
-        with ThreadPoolExecutor(many) as readers:
-            for seed in range(many):
-                readers.submit(read_stream, client, PROMPT, None, max_tokens=100, seed=seed, ignore_eos=True)
-        together_per_s = many * 100 / (time.monotonic() - started)
-        looks.append(read_ledger(client.topology()))
-        tour.explain(
-            """Where the stages' time went. In a bubble a stage waits while there is work: for steps in flight
-            (fill_drain), the stage before (imbalance), hidden states on their way (transfer), tokens on their way
-            back (token_return), or the head and its own preparations (host, which weighs most in short steps):"""
-        )
-        bubbles = [
-            show_times(label, between(before, after))
-            for label, (before, after) in zip(("one stream", f"{many} streams"), pairwise(looks), strict=True)
-        ]
-
-        tour.explain(f"The same request again; this time stage {tour.size - 1} is killed while it streams:")
-        print(f"  {PROMPT}", end="", flush=True)
-        hurt = read_stream(client, PROMPT, show_and_kill, max_tokens=100, seed=7, ignore_eos=True)
-        print(f"\n\n  longest pause {hurt.longest_pause:.2f} s; epoch {client.topology().epoch} of the pipeline")
-        require(killed_at > 0, "the stream was over before a stage could be killed")
-        require(hurt.text == calm.text, "the stream went on with other text than without the loss")
-    if tour.pictures is not None:
-        print(f"  {tour.pictures.timeline({'undisturbed': calm, 'a stage killed': hurt}, trace)}")
-    tour.explain(
-        f"""Seen: one stream had its {speed}, with bubbles for {bubbles[0]:.0%} of the stages' time; {many}
-        together had {together_per_s:.0f} tokens/s, with {bubbles[1]:.0%}; and the stage that died cost a pause of
-        {hurt.longest_pause:.1f} seconds, but not a character."""
-    )
-
-
-def show_times(label: str, ledger: tuple[StageTimes, ...]) -> float:
-    """One line per stage; returns the bubbles' share of all stages' time."""
-    all_shares = [shares(times) for times in ledger]
-    for stage, parts in enumerate(all_shares):
-        causes = ", ".join(f"{cause} {parts[cause]:.0%}" for cause in CAUSES if parts[cause] >= 0.005)
-        bubble = sum(parts[cause] for cause in CAUSES)
-        times = f"busy {parts[BUSY]:4.0%}, idle {parts[IDLE]:4.0%}, bubble {bubble:4.0%} ({causes})"
-        print(f"  {label:>10}, stage {stage}: {times}")
-    return sum(parts[cause] for parts in all_shares for cause in CAUSES) / len(ledger)
 
 
 def transports(tour: Tour) -> None:
@@ -354,6 +277,47 @@ def transports(tour: Tour) -> None:
     )
 
 
+def three_dimensions(tour: Tour) -> None:
+    if tour.rank == 0:
+        show_shapes(tour)
+    tour.tell("all shapes were shown")
+
+
+def show_shapes(tour: Tour) -> None:
+    arch = read_architecture(tour.options.model)
+    tokenizer = load_tokenizer(tour.options.model, arch.vocab_size)
+    prompt = tokenizer.encode(PROMPT) if tokenizer is not None else list(range(8))
+    tour.explain(
+        """Stages are one of three ways to divide a model's work. Tensor ranks share every layer of a stage: each
+        has some heads, and some outputs of every matrix, and they wait for each other four times a layer.
+        Replicas are whole pipelines, and share the callers. Four ranks, here threads of one process, in every
+        way; messages and bytes are those of one token of one sequence:"""
+    )
+    tour.say("  tensor x stages x replicas   messages      KiB   gathers   ms per token   tokens/s of 8 callers")
+    runs, travels = {}, {}
+    for shape in SHAPES:
+        tensor, stages, _ = shape
+        travels[shape] = Travels.of(arch, tensor, stages)
+        runs[shape] = run_shape(tour.options.model, prompt, *shape)
+        sent, run = travels[shape], runs[shape]
+        name = " x ".join(map(str, shape))
+        tour.say(
+            f"  {name:>26}{sent.messages:11}{sent.num_bytes / 1024:9.1f}{sent.gathers:10}"
+            f"{run.itl_ms:15.2f}{run.tokens_per_s:24.0f}"
+        )
+    equal = len({run.token_ids for run in runs.values()}) == 1
+    tour.say(f"\n  The same tokens in all shapes: {'yes' if equal else 'no'}")
+    require(equal, "the tokens depend on the shape")
+    deep, wide = travels[1, 4, 1], travels[4, 1, 1]
+    tour.explain(
+        f"""Seen: a token crosses between four stages in {deep.messages} messages of
+        {deep.num_bytes / deep.messages / 1024:.1f} KiB, and between four tensor ranks in {wide.messages}, with
+        {wide.num_bytes / deep.num_bytes:.0f} times the bytes; replicas send nothing to each other. Tensor ranks
+        are for fast links and few callers, stages for slow links, replicas for models that fit. No sum is ever
+        divided among ranks, so all of them draw the same tokens. `ppserve plan --world 4` predicts all shapes."""
+    )
+
+
 PARTS = {
     1: ("Forward pass through the stages", forward_pass),
     2: ("Microbatches", microbatches),
@@ -361,6 +325,7 @@ PARTS = {
     4: ("Efficiency", efficiency),
     5: ("Generation", generation),
     6: ("Transports", transports),
+    7: ("Three dimensions", three_dimensions),
 }
 
 

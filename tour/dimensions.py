@@ -10,7 +10,7 @@ from tour.errors import require
 
 # Tensor ranks, stages, replicas.
 SHAPES = ((1, 1, 1), (1, 4, 1), (2, 2, 1), (4, 1, 1), (1, 2, 2))
-_NUM_TOKENS = 40
+_NUM_TOKENS = 16
 _CALLERS = 8
 _FLOAT32_BYTES = 4
 

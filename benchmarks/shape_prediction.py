@@ -1,0 +1,137 @@
+"""Predicted against measured, for every shape of a world: what `--parallel auto` promised, and what it gives.
+
+    python benchmarks/shape_prediction.py [--world 2,4] [--callers 16] [--model tiny] [--json FILE]
+
+A server with `--parallel auto` prints its table and is ended; then every shape of it is served with its own flags,
+under the load that was predicted for, in turns (`--rounds`), and the best round counts. A prediction is good when
+it is within 15% of the figure, and when shapes that differ by more than 10% are in the right order. Wants an
+otherwise quiet machine; it prints the load it found.
+"""
+
+from __future__ import annotations
+
+import itertools
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+import click
+import local_server
+from simulator_against_server import Run, drive
+
+from ppserve.client import Client
+from ppserve.core.figures import table
+
+ROW = re.compile(
+    r"^(\d+)x(\d+)x(\d+) .*? ([\d.]+(?:e\+\d+)?) +[\d.]+ ms +([\d.]+) ms +[\d.]+ ms +\d+%$", re.MULTILINE
+)
+WITHIN, APART = 0.15, 0.10
+
+
+@dataclass
+class Shape:
+    """tokens_per_s, itl_s: as predicted; measured_per_s, measured_itl_s: of its best round."""
+
+    tensor: int
+    stages: int
+    replicas: int
+    tokens_per_s: float
+    itl_s: float
+    measured_per_s: float = 0.0
+    measured_itl_s: float = 0.0
+
+    @property
+    def name(self) -> str:
+        return f"{self.tensor}x{self.stages}x{self.replicas}"
+
+    @property
+    def flags(self) -> list[str]:
+        return [f"--stages={self.stages}", f"--tensor-parallel={self.tensor}", f"--replicas={self.replicas}"]
+
+    @property
+    def error(self) -> float:
+        return self.tokens_per_s / self.measured_per_s - 1
+
+
+def predicted(world: int, flags: list[str]) -> list[Shape]:
+    """The table that a server prints before it serves."""
+    command = [sys.executable, "-m", "ppserve", "serve", *local_server.FREE_PORTS, f"--stages={world}"]
+    process = subprocess.Popen(
+        [*command, "--parallel=auto", *flags], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    )
+    try:
+        assert process.stderr is not None
+        said = ""
+        for line in process.stderr:
+            said += line
+            if line.startswith("(tensor ranks x"):
+                break
+    finally:
+        process.send_signal(signal.SIGTERM)
+        process.communicate(timeout=local_server.END_WITHIN_S)
+    found = [
+        Shape(int(tensor), int(stages), int(replicas), float(rate), float(itl_ms) / 1e3)
+        for tensor, stages, replicas, rate, _, itl_ms, _ in ROW.findall(said)
+    ]
+    if not found:
+        raise click.ClickException(f"no table in what the server said:\n{said}")
+    return found
+
+
+def measure(shape: Shape, run: Run, flags: list[str]) -> None:
+    with local_server.running([*shape.flags, *flags]) as server, Client(server.grpc) as client:
+        drive(client, run, range(-2 * run.concurrency, 0))
+        per_s, _, itl_s = drive(client, run, range(run.requests))
+    if per_s > shape.measured_per_s:
+        shape.measured_per_s, shape.measured_itl_s = per_s, itl_s
+
+
+def wrong_order(shapes: list[Shape]) -> list[str]:
+    """Pairs that differ by more than APART as measured, and are predicted the other way round."""
+    pairs = itertools.permutations(shapes, 2)
+    return [
+        f"{a.name} before {b.name}"
+        for a, b in pairs
+        if a.measured_per_s < (1 - APART) * b.measured_per_s and a.tokens_per_s > b.tokens_per_s
+    ]
+
+
+@click.command()
+@click.option("--world", default="2,4", help="Numbers of ranks.")
+@click.option("--model", default="tiny")
+@click.option("--callers", default=16)
+@click.option("--prompt", default=64, help="Tokens of each prompt.")
+@click.option("--new", default=64, help="Tokens of each answer.")
+@click.option("--rounds", default=2)
+@click.option("--json", "path", type=click.Path(path_type=Path))
+def main(world: str, model: str, callers: int, prompt: int, new: int, rounds: int, path: Path | None) -> None:
+    print(f"load before: {os.getloadavg()[0]:.1f} on {os.cpu_count()} cores")
+    flags = ["--force-cpu", "--threads=1", "--dtype=float32", f"--model={model}"]
+    expected = [f"--expect-prompt={prompt}", f"--expect-new={new}", f"--expect-callers={callers}"]
+    run = Run(model, prompt, new, callers, requests=6 * callers)
+    every: dict[str, list[Shape]] = {}
+    for count in map(int, world.split(",")):
+        shapes = every[str(count)] = predicted(count, [*flags, *expected])
+        for _ in range(rounds):
+            for shape in shapes:
+                measure(shape, run, flags)
+        rows = [("shape", "predicted/s", "measured/s", "error", "predicted ITL", "measured ITL")]
+        for each in shapes:
+            rates = (f"{each.tokens_per_s:.0f}", f"{each.measured_per_s:.0f}", f"{each.error:+.0%}")
+            rows.append((each.name, *rates, f"{1e3 * each.itl_s:.2f} ms", f"{1e3 * each.measured_itl_s:.2f} ms"))
+        print("\n".join(table(*rows, left=1)))
+        good = sum(abs(each.error) <= WITHIN for each in shapes)
+        order = wrong_order(shapes)
+        print(f"{good} of {len(shapes)} within {WITHIN:.0%}; order: {', '.join(order) or 'right'}", flush=True)
+    if path is not None:
+        found = {count: [asdict(each) for each in shapes] for count, shapes in every.items()}
+        path.write_text(json.dumps(found, indent=1))
+
+
+if __name__ == "__main__":
+    main()

@@ -38,6 +38,7 @@ def test_the_whole_tour_with_its_own_ranks(tmp_path: Path) -> None:
     assert "Largest difference between the outputs for any two m: 0.0\n" in told
     assert told.count("\nSeen: ") == len(TITLES)
     assert re.search(r"^  1 guessed +\d+ +\d", told, re.M)
+    assert "The same tokens in all shapes: yes\n" in told
     assert "[kill -9 stage 1]" in told
     assert "epoch 2 of the pipeline" in told
     pictures = sorted(path.name for path in tmp_path.iterdir())

@@ -39,6 +39,8 @@ def set_up_logging(settings: LogSettings, who: str = "head") -> None:
     else:
         handler.setFormatter(logging.Formatter(f"%(asctime)s {who} %(levelname)s %(message)s", "%H:%M:%S"))
     logging.basicConfig(level=settings.level.upper(), handlers=[handler], force=True)
+    # At `debug` it logs every instruction that it compiles: tens of thousands of lines.
+    logging.getLogger("numba").setLevel(max(logging.INFO, logging.getLogger().level))
 
 
 def survive_full_disks() -> None:

@@ -26,3 +26,17 @@ def test_what_can_be_written_is() -> None:
     program = f"import logging, sys\nfrom ppserve.process import logs; logs.survive_full_disks()\n{SPEAKS}"
     ended = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60)
     assert (ended.stdout, ended.stderr) == ("said\n", "said\nWARNING:root:said\n")
+
+
+def test_debug_is_ours_and_not_the_compilers() -> None:
+    program = """if True:
+        import logging
+        from ppserve.config import LogSettings
+        from ppserve.process.logs import set_up_logging
+        set_up_logging(LogSettings(level="debug"), "stage 0")
+        logging.getLogger("numba.core").debug("an instruction")
+        logging.getLogger("ppserve.stage").debug("a step")
+    """
+    ended = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60)
+    assert "a step" in ended.stderr
+    assert "an instruction" not in ended.stderr

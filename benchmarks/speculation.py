@@ -2,6 +2,7 @@
 
     python benchmarks/speculation.py --all        everything; ends with a verdict
     python benchmarks/speculation.py equal        1,000 mixed requests with guesses forced: answers alone, no times
+    python benchmarks/speculation.py kills        stages killed in mid-guess: answers alone, no times
     python benchmarks/speculation.py rates        `Pipeline`, a drafter that is right as often as it is told
     python benchmarks/speculation.py texts        `Pipeline`, the product's drafter on texts of several kinds
     python benchmarks/speculation.py servers      the same over servers
@@ -19,13 +20,16 @@ from __future__ import annotations
 import argparse
 import asyncio
 import logging
+import os
 import random
 import shutil
+import signal
 import statistics
 import tempfile
 import time
 from collections.abc import Callable, Iterator
 from collections.abc import Sequence as Seq
+from concurrent.futures import ThreadPoolExecutor, wait
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -33,12 +37,14 @@ from pathlib import Path
 from local_server import running
 from safetensors.torch import load_file, save_file
 
-from ppserve import AsyncClient, Pipeline
+from ppserve import AsyncClient, Client, Pipeline
 from ppserve.core.request import Request
 from ppserve.core.scheduling.config import SchedulerConfig
 from ppserve.core.scheduling.drafter import Drafter, Guess
 from ppserve.model.checkpoint.opening import TINY
 from ppserve.planning.simulator import Machine, SimulatedRequest, Simulator, Wires
+from tests.e2e.serving import serving
+from tests.e2e.test_losing_stages import draft_tokens
 from tests.library.mixed import assert_same, mixed_requests, tiny, together
 from tools.make_random_gpt2 import Shape, write_checkpoint
 
@@ -144,6 +150,25 @@ class Bench:
                             assert_same(guessed, answer)
                     made = pipeline._engine._replica.formed_scheduler.lanes.guesses
                 print(f"{len(requests)} answers equal: {stages} stages, {kind}, {made}", flush=True)
+
+    def kills(self) -> None:
+        """Stages killed in turn under two long streams, with guesses forced."""
+        killed = compared = 0
+        with serving(2) as calm, serving(2, "--speculate", "4") as server:
+            with Client(calm.grpc) as plain, Client(server.grpc) as guessed, ThreadPoolExecutor(2) as pool:
+                while killed < self._flags.kills:
+                    seeds = compared, compared + 1
+                    right = [told(plain, seed) for seed in seeds]
+                    answers = [pool.submit(told, guessed, seed) for seed in seeds]
+                    while wait(answers, 0.25).not_done and killed < self._flags.kills:
+                        if guessed.topology().epoch > killed:
+                            os.kill(server.stage_pid(killed % 2), signal.SIGKILL)
+                            killed += 1
+                    if [answer.result() for answer in answers] != right:
+                        raise SystemExit("an answer differs after a loss")
+                    compared += 2
+            made = draft_tokens(server)
+        print(f"{killed} stages killed in mid-guess: {compared} answers equal, {made}", flush=True)
 
     # ---- in one process -------------------------------------------------------------------------------
 
@@ -254,6 +279,10 @@ class Bench:
         return folder
 
 
+def told(client: Client, seed: int) -> str:
+    return client.generate(TEXTS["story"], max_tokens=900, ignore_eos=True, seed=seed).text
+
+
 def in_process(pipeline: Pipeline) -> Run:
     def run(prompts: Prompts, options: dict[str, object]) -> tuple[float, float, list[str]]:
         began = time.perf_counter()
@@ -302,12 +331,13 @@ def simulated(pipeline: Pipeline, rate: float) -> float:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parts = ("equal", "rates", "texts", "servers", "callers", "draft")
+    parts = ("equal", "kills", "rates", "texts", "servers", "callers", "draft")
     parser.add_argument("parts", nargs="*", choices=parts)
     parser.add_argument("--all", action="store_true")
     parser.add_argument("--stages", type=int, default=2)
     parser.add_argument("--models", default="built-in,124M", help="Of `rates`.")
     parser.add_argument("--new", type=int, default=96)
+    parser.add_argument("--kills", type=int, default=20)
     parser.add_argument("--repetitions", type=int, default=9)
     flags = parser.parse_args()
     logging.basicConfig(level=logging.ERROR)  # the model of 124M has no tokenizer

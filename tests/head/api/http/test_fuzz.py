@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import http.client
+import json
 import os
 from collections.abc import Sequence
 from pathlib import Path
@@ -38,13 +39,25 @@ def ask_all(port: int, asked: Sequence[tuple[str, bytes]]) -> list[int]:
         answer = connection.getresponse()
         content = answer.read()
         assert b"internal error" not in content, (path, body)
+        assert answer.getheader("x-request-id"), (path, body)
+        assert answer.status < 300 or json.loads(content)["error"]["message"], (path, body)
         statuses.append(answer.status)
         if number % 10 == 0:
-            connection.request("POST", "/v1/completions", CANARY)
-            songs.add(connection.getresponse().read().partition(b'"choices"')[2])
+            songs.add(song(port))
     connection.close()
+    songs.add(song(port))
     assert len(songs) == 1
     return statuses
+
+
+def song(port: int) -> bytes:
+    """The canary's, on a connection of its own."""
+    connection = http.client.HTTPConnection("127.0.0.1", port, timeout=20)
+    connection.request("POST", "/v1/completions", CANARY)
+    content = connection.getresponse().read()
+    connection.close()
+    assert b'"choices"' in content, content
+    return content.partition(b'"choices"')[2]
 
 
 def statuses_of(asked: Sequence[tuple[str, bytes]], template: Path) -> list[int]:
@@ -105,8 +118,9 @@ def statuses_of_heads(asked: Sequence[bytes]) -> list[int]:
     async def main() -> list[int]:
         async with served_http() as served:
             asking = (asyncio.to_thread(statuses_of_head, served.port, raw, 0.2) for raw in asked)
+            before = await asyncio.to_thread(song, served.port)
             said = await asyncio.gather(*asking)
-            await asyncio.to_thread(ask_all, served.port, [("/v1/completions", CANARY)])
+            assert await asyncio.to_thread(song, served.port) == before
             return [status for statuses in said for status in statuses]
 
     return asyncio.run(main())

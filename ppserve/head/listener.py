@@ -154,6 +154,11 @@ class _Connection(H11Protocol):
             return
         status = 431 if getattr(sys.exception(), "error_status_hint", 400) == 431 else 400
         headers, body = self._state.refuse(status)
+        if self.cycle is not None and not self.cycle.response_complete:
+            # The application was asked already, with the bytes before: nobody hears its answer.
+            self.cycle.disconnected = True
+            self.cycle.message_event.set()
+            body = b"" if self.cycle.scope["method"] == "HEAD" else body
         lengths = [(b"content-length", str(len(body)).encode()), (b"connection", b"close")]
         reason = HTTPStatus(status).phrase.encode()
         for event in (

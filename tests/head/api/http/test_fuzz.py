@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TypeVar
 
+import pytest
 from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
 
@@ -110,8 +111,9 @@ def collected(strategy: st.SearchStrategy[Example], count: int) -> list[Example]
 
 @given(asked=st.lists(heads() | st.binary(min_size=1, max_size=300), min_size=5, max_size=20))
 @served_each
-def test_strange_heads(asked: list[bytes]) -> None:
+def test_strange_heads(caplog: pytest.LogCaptureFixture, asked: list[bytes]) -> None:
     assert all(map(is_fine, statuses_of_heads(asked)))
+    assert [record for record in caplog.records if record.levelname == "ERROR"] == []
 
 
 def statuses_of_heads(asked: Sequence[bytes], patience_s: float = 0.1) -> list[int]:
@@ -126,11 +128,12 @@ def statuses_of_heads(asked: Sequence[bytes], patience_s: float = 0.1) -> list[i
     return asyncio.run(main())
 
 
-def test_the_fuzz_of_heads_sees_all_outcomes() -> None:
+def test_the_fuzz_of_heads_sees_all_outcomes(caplog: pytest.LogCaptureFixture) -> None:
     """The control: strange heads are answered, refused for what they are, and refused for what they ask."""
     too_long = b"GET /health HTTP/1.1\r\nhost: here\r\n" + b"x: y\r\n" * 9000 + b"\r\n"  # seldom among the others
-    asked = [*collected(heads(), 200), too_long]
+    asked = [*collected(heads(), 300), too_long]
     assert {200, 400, 404, 405, 431} <= set(statuses_of_heads(asked, patience_s=1.0))
+    assert [record for record in caplog.records if record.levelname == "ERROR"] == []
 
 
 def _template(factory: object) -> Path:

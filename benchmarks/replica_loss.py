@@ -23,6 +23,8 @@ from local_server import running
 
 from ppserve.client import AsyncClient
 
+# A stage that computes its first step gets a spare process, whose imports take both cores for seconds.
+SPARE_READY_S = 6.0
 TOKENS = 300
 UNDER_WAY = 30
 
@@ -68,14 +70,18 @@ def stage_pid(rank: int) -> int:
 
 
 async def all_serve(target: str) -> None:
+    """As a server that has served for a while: every replica has a spare."""
     async with AsyncClient(target) as client:
         while not all(replica.serves for replica in (await client.topology()).replicas):
             await asyncio.sleep(0.05)
+        await asyncio.gather(*(client.generate("Once", seed=seed, max_tokens=20) for seed in range(8)))
+    await asyncio.sleep(SPARE_READY_S)
 
 
 async def measure(target: str, rounds: int, count: int, replicas: int) -> None:
     calm = Streams(target, count)
     await calm.run()
+    await all_serve(target)
     control = Streams(target, count)
     control.killed_s = time.monotonic()  # by nobody
     await control.run()

@@ -172,7 +172,7 @@ class HeadProcess:
         decision = self._members[0].decision
         assert decision is not None
         tokenizer = self._load_tokenizer()
-        members = tuple(member for replica in self._members for member in replica.all)
+        members = [replica.all for replica in self._members]
         handle = PipelineHandle(
             self._engine, describe_model(self._config, decision, members, tokenizer), tokenizer
         )

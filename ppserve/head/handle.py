@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import functools
+from collections.abc import Sequence
 from dataclasses import replace
 from importlib import metadata
 from pathlib import Path
@@ -156,8 +157,17 @@ def _predicted_step_s(decision: Decision, stages: tuple[StageReading, ...]) -> t
     return tuple(parts.stage_cost(layout) for layout in decision.layouts)
 
 
-def why_not_deterministic(members: tuple[Member, ...]) -> list[str]:
-    """Why tokens may depend on more than the request; empty if they do not."""
+def why_not_deterministic(*replicas: tuple[Member, ...]) -> list[str]:
+    """Why tokens may depend on more than the request; empty if they do not. replicas: the members of each."""
+    reasons = dict.fromkeys(reason for members in replicas for reason in _why_not(members))
+    kernels = {tuple(member.loaded and member.loaded.kernels for member in members) for members in replicas}
+    if len(kernels) > 1:
+        problem = "replicas compute with other kernels: a request may get other tokens at one than at another"
+        reasons[f"{problem}, and in the middle of its answer if one is lost"] = None
+    return list(reasons)
+
+
+def _why_not(members: tuple[Member, ...]) -> list[str]:
     loaded = [(member.stage, member.loaded) for member in members if member.loaded is not None]
     reasons = [f"stage {stage}: {of.why_not}" for stage, of in loaded if of.why_not]
     first = loaded[0][1].kernels
@@ -172,11 +182,12 @@ def why_not_deterministic(members: tuple[Member, ...]) -> list[str]:
 
 
 def describe_model(
-    config: ServeConfig, decision: Decision, members: tuple[Member, ...], tokenizer: Tokenizer | None
+    config: ServeConfig, decision: Decision, replicas: Sequence[tuple[Member, ...]], tokenizer: Tokenizer | None
 ) -> ModelCard:
-    """The model as served. Every rank has loaded its part."""
+    """The model as served. Every rank has loaded its part. replicas: the members of each."""
     arch, limits = decision.architecture, Limits()
-    reasons = why_not_deterministic(members)
+    reasons = why_not_deterministic(*replicas)
+    members = [member for replica in replicas for member in replica]
     return ModelCard(
         # Not the whole path: callers need not know the server's directories.
         name=Path(config.model.path).name,

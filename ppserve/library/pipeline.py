@@ -240,8 +240,7 @@ class Pipeline:
         decision, hello = self._members[0].decision, self._members[0].first.hello
         assert decision is not None and hello is not None  # noqa: PT018
         self._tokenizer = load_tokenizer(hello.checkpoint, decision.architecture.vocab_size)
-        members = tuple(member for replica in self._members for member in replica.all)
-        return describe_model(config, decision, members, self._tokenizer)
+        return describe_model(config, decision, [replica.all for replica in self._members], self._tokenizer)
 
 
 def _config_of(model: str, settings: Settings) -> cfg.ServeConfig:

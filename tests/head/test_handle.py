@@ -27,3 +27,9 @@ def test_every_failed_test_is_told() -> None:
 def test_kernels_that_differ_are_told_once() -> None:
     (reason,) = why_not_deterministic(members(("a", ""), ("b", ""), ("c", "")))
     assert "stage 0 computes with a, stage 1 with b" in reason
+
+
+def test_replicas_with_kernels_of_their_own_are_told() -> None:
+    assert why_not_deterministic(members(("a", "")), members(("a", ""))) == []
+    (reason,) = why_not_deterministic(members(("a", "")), members(("b", "")))
+    assert "replicas compute with other kernels" in reason

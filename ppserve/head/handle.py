@@ -119,9 +119,11 @@ def _stage_cards(reading: Reading) -> tuple[StageCard, ...]:
 
 
 def _stage_card(reading: Reading, stage: StageReading, predicted_s: tuple[float, ...]) -> StageCard:
-    member, times = stage.member, stage.times
-    hello, loaded = member.hello, member.loaded
-    assert hello is not None and loaded is not None  # noqa: PT018
+    member, times, num_ranks = stage.member, stage.times, len(stage.ranks)
+    loaded = [rank.loaded for rank in stage.ranks if rank.loaded is not None]
+    hello = member.hello
+    assert hello is not None
+    assert len(loaded) == num_ranks
     layout = reading.decision.layouts[member.stage]
     busy_s = times.computed_ns / 1e9
     return StageCard(
@@ -130,20 +132,20 @@ def _stage_card(reading: Reading, stage: StageReading, predicted_s: tuple[float,
         tensor=member.tensor,
         rank=member.rank,
         host=hello.host,
-        device=loaded.device,
+        device=f"{num_ranks} x " * (num_ranks > 1) + loaded[0].device,
         first_layer=layout.layers.start,
         num_layers=len(layout.layers),
         blocks=layout.span,
-        num_parameters=loaded.params,
-        weight_bytes=loaded.weight_bytes,
-        kv_bytes=reading.num_blocks * loaded.block_bytes,
+        num_parameters=sum(rank.params for rank in loaded),
+        weight_bytes=sum(rank.weight_bytes for rank in loaded),
+        kv_bytes=sum(reading.num_blocks * rank.block_bytes for rank in loaded),
         predicted_step_s=predicted_s[member.stage] if predicted_s else None,
         measured_step_s=busy_s / stage.steps if stage.steps else None,
         busy_s=busy_s,
         bubble_s=tuple((cause, ns / 1e9) for cause, ns in times.bubble_ns.items()),
         idle_s=times.idle_ns / 1e9,
-        live=member.state is StageState.READY,
-        restarts=member.restarts,
+        live=all(rank.state is StageState.READY for rank in stage.ranks),
+        restarts=sum(rank.restarts for rank in stage.ranks),
     )
 
 

@@ -42,9 +42,10 @@ def long_requests(count: int) -> list[pb.GenerateRequest]:
 def ask_and_hurt(server: Server, rank: int, signum: int, num_tensor: int = 1) -> list[Answer]:
     """The answers of 16 streams, during which a rank's stage is sent a signal."""
     answers: list[Answer] = []
-    stage = rank // num_tensor
+    stage, tensor = divmod(rank, num_tensor)
+    died = f"stage {stage}{f' tensor {tensor}' * (num_tensor > 1)} died"
     asking = threading.Thread(target=lambda: answers.extend(ask(server.grpc, long_requests(16), at_once=16)))
-    restarts = server.log.count(f"stage {stage} died")
+    restarts = server.log.count(died)
     asking.start()
     with grpc.insecure_channel(server.grpc) as channel:
         stub = GenerationServiceStub(channel)
@@ -54,7 +55,7 @@ def ask_and_hurt(server: Server, rank: int, signum: int, num_tensor: int = 1) ->
             if number == 20:
                 os.kill(server.stage_pid(rank), signum)
     asking.join()
-    assert server.log.count(f"stage {stage} died") == restarts + 1, "the signal hit nobody"
+    assert server.log.count(died) == restarts + 1, "the signal hit nobody"
     return answers
 
 

@@ -264,6 +264,12 @@ def test_tensor_ranks_waits_are_in_the_ledger() -> None:
         before = pipeline.ledger()
         pipeline.complete_all(list(PROMPTS), max_tokens=20, ignore_eos=True)
         ledger = pipeline.ledger().since(before)
+        cards = pipeline.topology().stages
+    assert all(card.device.startswith("2 x cpu") for card in cards)
+    # Of all ranks together; both have all norms, two of each layer and the last.
+    arch = ppserve.read_architecture("tiny")
+    held_twice = arch.shared_params + (2 * arch.num_layers + 1) * arch.norm_params
+    assert sum(card.num_parameters for card in cards) == arch.num_params + held_twice
     for stage in ledger.stages:
         # Every rank computes and waits as long as its stage; the stage waits as its ranks do on average.
         assert len(stage.gathered_s) == 2

@@ -46,14 +46,20 @@ ReplicaEvent = SequenceEvent | Formed | Hopeless
 @dataclass(frozen=True, slots=True)
 class StageReading:
     """One stage at one moment. steps: computed since the start. cost: of a step, on average. spread: standard
-    deviation from that, as a share of it. gathered_ns: how long each tensor rank has waited for the others."""
+    deviation from that, as a share of it. ranks: of the stage. gathered_ns: what each has waited for the others.
+    """
 
-    member: Member
     times: StageTimes
     steps: int
     cost: Coefficients
     spread: float
-    gathered_ns: tuple[int, ...] = (0,)
+    ranks: tuple[Member, ...]
+    gathered_ns: tuple[int, ...]
+
+    @property
+    def member(self) -> Member:
+        """Its first rank."""
+        return self.ranks[0]
 
 
 @dataclass(frozen=True, slots=True)
@@ -305,9 +311,10 @@ class Replica:
         scheduler, decision = self.scheduler, self.members.decision
         if scheduler is None or decision is None:
             raise Draining("the server is not serving")
-        firsts = self.members.all[:: self.members.grid.tensor]
+        each = self.members.grid.tensor
+        ranks = (self.members.all[place : place + each] for place in range(0, len(self.members.all), each))
         gathered = map(tuple, self._ranks.gathered_ns)
-        every = zip(firsts, self._account.snapshot(now_ns), self._costs.stages, gathered, strict=True)
+        every = zip(self._account.snapshot(now_ns), self._costs.stages, ranks, gathered, strict=True)
         return Reading(
             now_ns=now_ns,
             replica=self.number,
@@ -318,8 +325,8 @@ class Replica:
             microbatches=scheduler.microbatches,
             overheads=self._overheads.times,
             stages=tuple(
-                StageReading(member, times, cost.num_observed, cost.mean, cost.spread, gathered_ns)
-                for member, times, cost, gathered_ns in every
+                StageReading(times, cost.num_observed, cost.mean, cost.spread, ranks, gathered_ns)
+                for times, cost, ranks, gathered_ns in every
             ),
             num_running=scheduler.num_running,
             num_waiting=self.intake.num_waiting,

@@ -45,7 +45,7 @@ from ppserve.model.checkpoint.opening import TINY
 from ppserve.planning.simulator import Machine, SimulatedRequest, Simulator, Wires
 from tests.e2e.serving import serving
 from tests.e2e.test_losing_stages import draft_tokens
-from tests.library.mixed import assert_same, mixed_requests, tiny, together
+from tests.library.mixed import assert_same, guesses_of, mixed_requests, tiny, together
 from tools.make_random_gpt2 import Shape, write_checkpoint
 
 TEXTS = {
@@ -148,7 +148,7 @@ class Bench:
                         answers = together(pipeline, requests[first : first + WAVE])
                         for guessed, answer in zip(answers, right[first:], strict=False):
                             assert_same(guessed, answer)
-                    made = pipeline._engine._replica.formed_scheduler.lanes.guesses
+                    made = guesses_of(pipeline)
                 print(f"{len(requests)} answers equal: {stages} stages, {kind}, {made}", flush=True)
 
     def kills(self) -> None:
@@ -319,7 +319,8 @@ def over_grpc(target: str) -> Run:
 
 def simulated(pipeline: Pipeline, rate: float) -> float:
     """What the simulator says, from this pipeline's measured costs of steps."""
-    stages = tuple(card.cost for card in pipeline._engine.look().stages)
+    (reading,) = pipeline._engine.look()
+    stages = tuple(card.cost for card in reading.stages)
     config = SchedulerConfig(len(stages))
     machine = Machine(stages, Wires(), 10_000)
     walls = []

@@ -13,7 +13,7 @@ from ppserve import Completion, Pipeline
 from ppserve.core.request import Request
 from ppserve.core.scheduling.drafter import Drafter, Guess
 from ppserve.errors import ConfigError
-from tests.library.mixed import assert_same, mixed_requests, tiny, together
+from tests.library.mixed import assert_same, guesses_of, mixed_requests, tiny, together
 from tools.make_random_gpt2 import Shape, write_checkpoint
 
 pytestmark = pytest.mark.slow
@@ -90,8 +90,7 @@ def test_a_draft_model_changes_no_answer(alone: list[Completion]) -> None:
     with tiny(2, speculate=3, draft_model="builtin") as pipeline:
         for guessed, plain in zip(together(pipeline, requests()), alone, strict=True):
             assert_same(guessed, plain)
-        lanes = pipeline._engine._replica.formed_scheduler.lanes
-        assert lanes.guesses["accepted"] > 0
+        assert guesses_of(pipeline)["accepted"] > 0
 
 
 def test_a_draft_model_of_another_vocabulary_is_refused(tmp_path: Path) -> None:

@@ -193,7 +193,9 @@ class Scheduler:
         picks = self._composer.compose(roster.returned, roster.num_decoding, roster.filling, self.microbatches)
         if picks:
             return speculation.widen(picks)
-        return speculation.deepen(roster.running) if self.lanes.have_gap else []
+        # With as many sequences as stages a gap is over before a guess could fill it.
+        has_gap = self.lanes.have_gap and len(roster) < self.config.num_stages
+        return speculation.deepen(roster.running) if has_gap else []
 
     def _skip_refilled(self) -> None:
         """After a loss, compute a prefix that several sequences share only once."""

@@ -123,6 +123,13 @@ class DeadlinePassed(RequestError):
     reason = "DEADLINE_EXCEEDED"
 
 
+class Forbidden(RequestError):
+    """The call may not do what it asks for, whoever makes it."""
+
+    status = "PERMISSION_DENIED"
+    reason = "FORBIDDEN"
+
+
 class Unauthenticated(RequestError):
     """The call carries no accepted API key."""
 

@@ -24,7 +24,7 @@ from ppserve.head.engine.control import SocketControlPlane
 from ppserve.head.engine.draft_process import DraftProcess
 from ppserve.head.engine.fleet import Fleet
 from ppserve.head.engine.layout import Layout
-from ppserve.head.engine.lobby import gather
+from ppserve.head.engine.lobby import Lobby
 from ppserve.head.engine.loop import Engine
 from ppserve.head.engine.member import Hopeless
 from ppserve.head.engine.members import Members
@@ -150,11 +150,17 @@ class HeadProcess:
 
     async def _choose_shape(self) -> Hopeless | None:
         """Once every rank has measured. A rank that cannot serve, or a signal, is the engine's to handle."""
-        hellos = await asyncio.to_thread(gather, self._control, self._world_size, self._stop.is_set)
+        lobby = Lobby(self._control, self._world_size)
+        await asyncio.to_thread(lobby.wait, lambda: lobby.hellos is not None or self._stop.is_set())
+        hellos = lobby.hellos
         if hellos is None:
+            lobby.close()
             return None
+        comparing = asyncio.ensure_future(asyncio.to_thread(compare_shapes, self._config, hellos))
+        await asyncio.to_thread(lobby.wait, comparing.done)
+        lobby.close()
         try:
-            found = await asyncio.to_thread(compare_shapes, self._config, hellos)
+            found = await comparing
         except UsageError as error:
             return Hopeless(str(error), usage=True)
         grid = found[0].grid

@@ -47,7 +47,7 @@ def compare_shapes(config: ServeConfig, hellos: Sequence[wire.Hello]) -> list[Pr
         max_model_len=context,
         block_size=config.cache.block_size,
         stage_memory=min(hello.memory_bytes or _ANY_MEMORY for hello in hellos),
-        kv_cache_memory=config.cache.kv_cache_memory,
+        kv_cache_memory=min(hello.kv_bytes for hello in hellos),
         expect_prompt=prompt,
         expect_new=new,
     )

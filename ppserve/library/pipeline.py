@@ -274,7 +274,11 @@ def _live(start: wire.Start, found: Findings, link: LocalLink, wiring: ThreadWir
     """The life of a stage's thread. What ends it unforeseen ends the pipeline, with the reason."""
     try:
         found.compute.occupy()
-        StageLoop(start, found, link.opened, wiring).run()
+        stage = StageLoop(start, found, link.opened, wiring)
+        try:
+            stage.run()
+        finally:
+            stage.leave_epoch()  # which ends the waits of neighbours for this stage
     except Exception as error:
         log.exception("a stage failed")
         link.send(wire.Failed(f"{type(error).__name__}: {error}"))

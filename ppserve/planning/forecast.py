@@ -23,15 +23,14 @@ _SCALE_BYTES = 4
 class Intent:
     """What the operator wants to run.
 
-    num_tensor: ranks that compute each stage together. layers None: split by weight. max_model_len None: all
-    positions of the model. stage_memory: bytes of a rank for weights and KV cache. kv_cache_memory: bytes of its
-    KV cache, None: what the weights leave of stage_memory. kv_dtype: of keys and values, `auto` is dtype.
-    expect_prompt, expect_new: tokens of a typical request.
+    layers None: split by weight. max_model_len None: all positions of the model. stage_memory: bytes of a rank for
+    weights and KV cache. kv_cache_memory: the most of it that its KV cache may take, None: all that the weights
+    leave. kv_dtype: of keys and values, `auto` is dtype. expect_prompt, expect_new: tokens of a typical request.
+    num_tensor: ranks that compute each stage together.
     """
 
     num_stages: int
     layers: Split | None = None
-    num_tensor: int = 1
     dtype: str = "float32"
     quantization: str = "none"
     kv_dtype: str = "auto"
@@ -41,6 +40,7 @@ class Intent:
     kv_cache_memory: int | None = None
     expect_prompt: int = 128
     expect_new: int = 128
+    num_tensor: int = 1
 
 
 @dataclass(frozen=True, slots=True)
@@ -112,7 +112,8 @@ def forecast(arch: Architecture, intent: Intent) -> Forecast:
 
 def _stage(arch: Architecture, layout: StageLayout, intent: Intent) -> StageForecast:
     params = stage_params(arch, layout)
-    if layout.is_first and layout.is_last:
+    if layout.is_first and layout.is_last and layout.num_tensor == 1:
+        # Tensor ranks read the embedding by columns and the head by rows: they have no part in common.
         params -= arch.shared_params
     weight_bytes = _weight_bytes(arch, layout, intent, params)
     left = max(0, intent.stage_memory - weight_bytes)
@@ -121,7 +122,7 @@ def _stage(arch: Architecture, layout: StageLayout, intent: Intent) -> StageFore
         num_parameters=params,
         weight_bytes=weight_bytes,
         kv_bytes_per_token=_kv_bytes_per_token(arch, layout, intent),
-        kv_memory=left if intent.kv_cache_memory is None else intent.kv_cache_memory,
+        kv_memory=left if intent.kv_cache_memory is None else min(left, intent.kv_cache_memory),
     )
 
 

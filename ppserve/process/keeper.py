@@ -116,10 +116,10 @@ class Keeper:
                 return 0
             if self._is_overdue() or (self._stopping and code == EXIT_HEAD_GONE):
                 return 1
+            self._has_served |= served
             if code == EXIT_RESTART:
                 deaths, had_head_s = 0, self._clock()
                 continue
-            self._has_served |= served
             if code == EXIT_USAGE:
                 return self._for_good(EXIT_USAGE)
             if code == EXIT_FAILED:
@@ -182,9 +182,10 @@ class Keeper:
         return self._for_good(1)
 
     def _for_good(self, code: int) -> int:
-        """The exit code of a rank whose stage does not come back: 0 where other replicas go on without it, because
-        torchrun ends all ranks when one fails."""
-        return 0 if self._has_served and self._config.pipeline.replicas > 1 else code
+        """The exit code of a rank whose stage does not come back: 0 where other replicas may go on without it,
+        because torchrun ends all ranks when one fails. Where none does, the head fails."""
+        pipeline = self._config.pipeline
+        return 0 if self._has_served and (pipeline.replicas > 1 or pipeline.parallel == "auto") else code
 
 
 def run_keeper(config: ServeConfig, environment: RankEnvironment) -> int:

@@ -118,7 +118,7 @@ class StageLoop:
                 case wire.Abandon(epoch):
                     self._abandon(epoch)
                 case wire.Shutdown(code):
-                    self._leave_epoch()
+                    self.leave_epoch()
                     return code
 
     def _hello(self) -> wire.Hello:
@@ -140,6 +140,7 @@ class StageLoop:
             kv_dtype=compute.kv_dtype,
             speed=self._found.speed,
             memory_bytes=compute.memory_bytes(),
+            kv_bytes=self._start.config.cache.kv_cache_memory or compute.kv_budget_bytes(),
         )
 
     def _take_arrived(self) -> None:
@@ -185,7 +186,7 @@ class StageLoop:
 
     def _enter_epoch(self, form: wire.Form) -> None:
         """Joins the others; `Ready` or `Broken`."""
-        self._leave_epoch()
+        self.leave_epoch()
         log.debug("epoch %d: entering", form.epoch)
         model, cache = self._model_and_cache(form.num_blocks)
         try:
@@ -194,7 +195,7 @@ class StageLoop:
             raise  # as a failed step: only a new process may have the device, or the memory
         except (TransportError, RuntimeError) as error:
             log.warning("epoch %d could not form: %s", form.epoch, error)
-            self._leave_epoch()
+            self.leave_epoch()
             self._link.send(wire.Broken(form.epoch, str(error)))
             return
         self._link.send(wire.Ready(form.epoch))
@@ -238,11 +239,11 @@ class StageLoop:
     def _abandon(self, number: int) -> None:
         """Leaves an epoch that the head has given up. One that broke here was left, and reported, before."""
         if self._epoch is not None and self._epoch.number == number:
-            self._leave_epoch()
+            self.leave_epoch()
             self._link.send(wire.Broken(number, "given up by the head"))
             log.debug("epoch %d: left", number)
 
-    def _leave_epoch(self) -> None:
+    def leave_epoch(self) -> None:
         """Closes every wire to the neighbours, so that those blocked on this stage wake up as well."""
         if self._epoch is not None:
             self._epoch.stage.close()
@@ -256,7 +257,7 @@ class StageLoop:
         # is read when this epoch has been left.
         self._link.send(wire.Broken(epoch.number, f"{type(error).__name__}: {error}"))
         self._end_waits(epoch.number)
-        self._leave_epoch()
+        self.leave_epoch()
         log.debug("epoch %d: left", epoch.number)
 
     # ---- steps ----------------------------------------------------------------------------------------

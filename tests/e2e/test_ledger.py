@@ -77,7 +77,7 @@ def cancel_some(server: Server) -> None:
 @pytest.mark.timeout(200)
 def test_every_second_is_accounted_for(tmp_path: Path) -> None:
     trace = tmp_path / "trace.json"
-    with serving(2, "--trace", str(trace)) as server:
+    with serving(2, "--layers", "4,4", "--trace", str(trace)) as server:
         readings = [read(server)]
         assert ask(server.grpc, mixed_requests(12, seed=1), at_once=6)
         readings.append(read(server))

@@ -22,7 +22,7 @@ READS = LayerCosts(Coefficients(step=2.5e-3, row=1e-5, key=1e-8), Coefficients(s
 
 
 def hellos(count: int, **about: Any) -> list[wire.Hello]:
-    said: dict[str, Any] = {"speed": READS, "memory_bytes": 4 << 30, "machine": "one"} | about
+    said: dict[str, Any] = {"speed": READS, "memory_bytes": 4 << 30, "kv_bytes": 2 << 30, "machine": "one"} | about
     return [
         wire.Hello(rank, count, "here", "/m", GPT2, "float32", None, False, None, **said) for rank in range(count)
     ]

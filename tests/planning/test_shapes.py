@@ -9,7 +9,7 @@ import pytest
 from ppserve.core.architecture import Architecture
 from ppserve.core.grid import RankGrid
 from ppserve.errors import ConfigError
-from ppserve.planning.forecast import Intent
+from ppserve.planning.forecast import Intent, forecast
 from ppserve.planning.scenarios import fixed_load
 from ppserve.planning.shapes import Conditions, prospect, prospects, render_prospects, shape_name, shapes
 from ppserve.planning.simulator import Device, Wires
@@ -84,3 +84,13 @@ def test_among_shapes_as_fast_the_shorter_time_between_tokens_decides() -> None:
     assert shape_name(found[0].grid) == "4x1x1"
     rates = [each.output_tokens_per_s for each in found]
     assert rates == sorted(rates, reverse=True)
+
+
+@pytest.mark.parametrize("tensor", [2, 3, 4])
+def test_tensor_ranks_share_the_weights(tensor: int) -> None:
+    """Each has its part of both copies of the embedding and of all matrices; norms and positions are everybody's."""
+    whole = forecast(GPT2, Intent(1)).stages[0].weight_bytes
+    stage = forecast(GPT2, Intent(1, num_tensor=tensor, kv_cache_memory=1 << 40)).stages[0]
+    copy = 4 * GPT2.vocab_size * GPT2.width
+    assert stage.weight_bytes == pytest.approx((whole + copy) / tensor, rel=0.02)
+    assert stage.kv_memory == Intent(1).stage_memory - stage.weight_bytes, "no more than there is"

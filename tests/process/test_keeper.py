@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 
 from ppserve import wire
-from ppserve.config import ServeConfig
-from ppserve.process.environment import EXIT_FAILED, EXIT_HEAD_GONE, EXIT_USAGE
+from ppserve.config import PipelineSettings, ServeConfig
+from ppserve.process.environment import EXIT_FAILED, EXIT_HEAD_GONE, EXIT_RESTART, EXIT_USAGE
 from ppserve.process.keeper import (
     FROZEN_AFTER_S,
     FROZEN_WHILE_PREPARING_S,
@@ -81,12 +81,13 @@ class ScriptedStage:
 class Scene:
     """A keeper of stage 1 of 2 and the stages that it will start, in this order."""
 
-    def __init__(self, meeting: wire.Meeting = MEETING) -> None:
+    def __init__(self, meeting: wire.Meeting = MEETING, pipeline: PipelineSettings | None = None) -> None:
         self.clock = Clock()
         self.stages: list[ScriptedStage] = []
         self._next: Iterator[ScriptedStage] = iter(())
         self.num_spawned = 0
-        self.keeper = Keeper(ServeConfig(), 1, 2, meeting, spawn=self._spawn, clock=self.clock)
+        config = ServeConfig(pipeline=pipeline or PipelineSettings())
+        self.keeper = Keeper(config, 1, 2, meeting, spawn=self._spawn, clock=self.clock)
 
     def stage(self, *events: Event, code: int = CRASHED) -> ScriptedStage:
         self.stages.append(ScriptedStage(self.clock, events, code))
@@ -126,6 +127,24 @@ def test_other_ends_are_followed_by_another_life(scene: Scene, code: int) -> Non
     second = scene.stage(code=0)
     assert scene.run() == 0
     assert second.started == START
+
+
+@pytest.mark.parametrize(
+    ("pipeline", "exit_code"),
+    [
+        (PipelineSettings(replicas=2), 0),
+        (PipelineSettings(parallel="auto"), 0),  # how many replicas there are, only the head knows
+        (PipelineSettings(), EXIT_USAGE),
+    ],
+)
+@pytest.mark.parametrize("code", [EXIT_RESTART, KILLED])
+def test_a_rank_that_served_and_cannot_come_back_leaves_other_replicas_alone(
+    pipeline: PipelineSettings, exit_code: int, code: int
+) -> None:
+    scene = Scene(pipeline=pipeline)
+    scene.stage((1, KNOWS_HEAD), (1, "served"), code=code)
+    scene.stage((1, KNOWS_HEAD), code=EXIT_USAGE)
+    assert scene.run() == exit_code
 
 
 # ---- a frozen stage ----------------------------------------------------------------------------------------

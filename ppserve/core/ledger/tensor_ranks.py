@@ -37,10 +37,10 @@ class TensorRanks:
         """The epoch is lost: what has not come will not come."""
         self._came.clear()
 
-    def first_owing(self, step_id: int, stage: int) -> int:
-        """The first rank of a stage that has not reported a step."""
+    def owing(self, step_id: int, stage: int) -> tuple[int, ...]:
+        """The ranks of a stage that have not reported a step. Which of them the others wait for is not known."""
         came = self._came.get((step_id, stage), {})
-        return next(rank for rank in range(self._num_tensor) if rank not in came)
+        return tuple(rank for rank in range(self._num_tensor) if rank not in came)
 
     def _together(self, stage: int, ranks: list[StepResult]) -> StepResult:
         first = min(ranks, key=lambda rank: rank.stamps.begun).stamps

@@ -273,7 +273,7 @@ class Intake:
     def blame(self, host: Host, in_flight: Iterable[str], failed: Set[int]) -> list[SequenceEvent]:
         """Stages of a replica failed with steps of these requests in flight. A request that is certain to have
         killed them fails."""
-        elsewhere = {key for key, home in self._homes.items() if home is not host}
+        elsewhere = {key for key, home in self._homes.items() if home is not host} | self._returned.keys()
         culprit = self.quarantine.lost([key for key in in_flight if key in self.groups], failed, elsewhere)
         self.look_again()
         if culprit is None:

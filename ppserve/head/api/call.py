@@ -34,7 +34,7 @@ class Call:
 
     request_id: its name in logs and answers. serial: its number in this process. seed: used when the request
     names none. caller: whom fairness counts it for. deadline_s: on the monotonic clock. traceparent: as the
-    W3C defines it.
+    W3C defines it. is_local: it comes from the head's own host.
     """
 
     request_id: str
@@ -43,6 +43,7 @@ class Call:
     caller: str = ""
     deadline_s: float | None = None
     traceparent: str | None = None
+    is_local: bool = False
 
     @classmethod
     def begin(cls, caller: str, timeout_s: float | None, traceparent: str | None) -> Call:

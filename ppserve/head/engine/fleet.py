@@ -94,6 +94,8 @@ class Fleet:
         """The server is stopping: a lost stage must come back sooner than usual."""
         for replica in self.replicas:
             replica.members.draining = True
+        if self._restart is not None:
+            self._restart.cut_short()
 
     def restart(self, number: int, pauses: bool, done: Future[None]) -> None:
         """Other replicas go on with the requests of this one, and then its stage processes are restarted.
@@ -140,12 +142,11 @@ class Fleet:
 
     def _what_differs(self) -> str | None:
         """Whether a replica on other hosts found something else to serve, in words."""
-        decisions = [replica.members.decision for replica in self.replicas]
-        for number, decision in enumerate(decisions):
-            first = decisions[0]
-            assert decision is not None and first is not None  # noqa: PT018
-            if (decision.architecture, decision.dtype) != (first.architecture, first.dtype):
-                return f"--model: replica {number} found another model, or another dtype, than replica 0"
+        hellos = [replica.members.first.hello for replica in self.replicas]
+        for number, hello in enumerate(hellos):
+            for name in ("architecture", "dtype", "quantization", "kv_dtype"):
+                if getattr(hello, name) != getattr(hellos[0], name):
+                    return f"replica {number} has another {name.replace('_', '-')} than replica 0"
         return None
 
     def _end(self, replica: Replica, hopeless: Hopeless) -> None:

@@ -23,31 +23,38 @@ class Entrance(Protocol):
     def put_back(self, heard: Sequence[Heard | Gone]) -> None: ...
 
 
-def gather(
-    control: Entrance, world_size: int, is_over: Callable[[], bool], clock: Callable[[], float] = time.monotonic
-) -> tuple[wire.Hello, ...] | None:
-    """Waits until every rank has said Hello; their greetings, in order of ranks.
+class Lobby:
+    """Who is here. Used by one thread at a time. clock: monotonic, in seconds."""
 
-    None when `is_over` says so, or when a rank cannot serve. Either way the messages are put back, for whoever
-    polls next: to them it is as if nobody had waited here.
-    """
-    greeted: dict[int, Heard] = {}
-    hellos: dict[int, wire.Hello] = {}
-    last_words: list[Heard | Gone] = []
-    pinged_s = clock()
-    while len(hellos) < world_size and not last_words and not is_over():
-        if clock() - pinged_s > _PING_EVERY_S:
-            # A stage that hears nothing ends itself.
-            pinged_s = clock()
-            for rank in hellos:
-                control.send(rank, wire.Ping(round(pinged_s * 1e9)))
-        for event in control.poll(_TICK_S):
-            if isinstance(event, Gone):
-                del greeted[event.rank], hellos[event.rank]
-            elif isinstance(event.message, wire.Hello):
-                greeted[event.rank], hellos[event.rank] = event, event.message
-            elif isinstance(event.message, wire.GaveUp | wire.Failed):
-                last_words.append(event)
-    control.put_back([*greeted.values(), *last_words])
-    is_complete = len(hellos) == world_size and not last_words
-    return tuple(hellos[rank] for rank in sorted(hellos)) if is_complete else None
+    def __init__(self, control: Entrance, world_size: int, clock: Callable[[], float] = time.monotonic) -> None:
+        self._control, self._world_size, self._clock = control, world_size, clock
+        self._greeted: dict[int, tuple[Heard, wire.Hello]] = {}
+        self._last_words: list[Heard | Gone] = []
+        self._pinged_s = clock()
+
+    @property
+    def hellos(self) -> tuple[wire.Hello, ...] | None:
+        """The greetings of all ranks, in their order; None while one is missing, or cannot serve."""
+        if len(self._greeted) < self._world_size or self._last_words:
+            return None
+        return tuple(hello for _, (_, hello) in sorted(self._greeted.items()))
+
+    def wait(self, is_over: Callable[[], bool]) -> None:
+        """Hears what ranks say until `is_over`, or until one has said that it cannot serve."""
+        while not self._last_words and not is_over():
+            if self._clock() - self._pinged_s > _PING_EVERY_S:
+                # A stage that hears nothing ends itself.
+                self._pinged_s = self._clock()
+                for rank in self._greeted:
+                    self._control.send(rank, wire.Ping(round(self._pinged_s * 1e9)))
+            for event in self._control.poll(_TICK_S):
+                if isinstance(event, Gone):
+                    self._greeted.pop(event.rank, None)
+                elif isinstance(event.message, wire.Hello):
+                    self._greeted[event.rank] = event, event.message
+                elif isinstance(event.message, wire.GaveUp | wire.Failed):
+                    self._last_words.append(event)
+
+    def close(self) -> None:
+        """What was heard is put back for whoever polls next: to them it is as if nobody had waited here."""
+        self._control.put_back([*(heard for heard, _ in self._greeted.values()), *self._last_words])

@@ -166,8 +166,8 @@ class Replica:
         stuck = self.steps.stuck(now_ns)
         if stuck is not None:
             step_id, stage = stuck
-            place = stage * self.members.grid.tensor + self._ranks.first_owing(step_id, stage)
-            self._control.drop(self.members.ranks[place], "stuck")
+            for tensor in self._ranks.owing(step_id, stage):
+                self._control.drop(self.members.ranks[stage * self.members.grid.tensor + tensor], "stuck")
         return events
 
     def refill(self, woken_ns: int) -> None:

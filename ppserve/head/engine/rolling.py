@@ -53,6 +53,10 @@ class RollingRestart:
         self.replica.members.restarting.add(rank)
         self._control.send(rank, wire.Shutdown(EXIT_RESTART))
 
+    def cut_short(self) -> None:
+        """The server is stopping: what is not restarted yet goes on as it is."""
+        self._ranks.clear()
+
     def fail(self, error: Exception) -> None:
         self.replica.members.held = False
         self.done.set_exception(error)

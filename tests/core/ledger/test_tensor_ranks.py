@@ -16,9 +16,9 @@ def result(place: int, begun: int, ended: int, gathered: int, drawn: tuple[Drawn
 def test_a_stage_has_reported_when_all_its_ranks_have() -> None:
     ranks = TensorRanks(2, 3)
     assert ranks.take(result(4, 100, 200, 20)) is None
-    assert ranks.first_owing(7, 1) == 0
+    assert ranks.owing(7, 1) == (0, 2)
     assert ranks.take(result(3, 90, 210, 30, (Drawn(1, 5),))) is None
-    assert ranks.first_owing(7, 1) == 2
+    assert ranks.owing(7, 1) == (2,)
     stage = ranks.take(result(5, 110, 190, 0))
     assert stage is not None
     assert (stage.stage, stage.drawn, stage.bytes_sent) == (1, (Drawn(1, 5),), 30)

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from ppserve import wire
 from ppserve.core.architecture import Architecture
 from ppserve.head.engine.control import Gone, Heard
-from ppserve.head.engine.lobby import gather
+from ppserve.head.engine.lobby import Lobby
 
 ARCH = Architecture(4, 64, 4, 128, 300, 300, 256)
 
@@ -40,38 +40,57 @@ def never() -> bool:
     return False
 
 
+def lobby_of(*turns: list[Heard | Gone]) -> tuple[Door, Lobby]:
+    door = Door(deque(turns))
+    return door, Lobby(door, 2)
+
+
 def test_everybodys_greeting_in_order_of_ranks() -> None:
-    beat = Heard(1, 2, wire.Heartbeat(1, 1))
-    door = Door(deque([[hello(1)], [], [beat], [hello(0)]]))
-    found = gather(door, 2, never)
-    assert found is not None
-    assert [each.rank for each in found] == [0, 1]
+    door, lobby = lobby_of([hello(1)], [], [Heard(1, 2, wire.Heartbeat(1, 1))], [hello(0)])
+    lobby.wait(lambda: lobby.hellos is not None)
+    assert lobby.hellos is not None
+    assert [each.rank for each in lobby.hellos] == [0, 1]
+    lobby.close()
     assert door.put == [hello(1), hello(0)], "the engine hears the greetings, and no answers to pings"
 
 
 def test_a_rank_that_died_and_came_back_counts_once() -> None:
-    door = Door(deque([[hello(0, "old")], [Gone(0, "exit")], [hello(1)], [hello(0, "new")]]))
-    found = gather(door, 2, never)
-    assert found is not None
-    assert [each.host for each in found] == ["new", "here"]
+    door, lobby = lobby_of([hello(0, "old")], [Gone(0, "exit")], [hello(1)], [hello(0, "new")])
+    lobby.wait(lambda: lobby.hellos is not None)
+    assert lobby.hellos is not None
+    assert [each.host for each in lobby.hellos] == ["new", "here"]
+    lobby.close()
     assert door.put == [hello(1), hello(0, "new")]
+
+
+def test_a_rank_that_dies_while_shapes_are_compared_is_not_put_back() -> None:
+    door, lobby = lobby_of([hello(0), hello(1)], [], [Gone(1, "exit")])
+    lobby.wait(lambda: lobby.hellos is not None)
+    lobby.wait(lambda: not door.turns)
+    lobby.close()
+    assert door.put == [hello(0)]
 
 
 def test_who_waits_is_told_that_the_head_lives() -> None:
     door = Door(deque([[hello(0)], [], [hello(1)]]))
     times = iter([10.0, 10.1, 10.9, 10.9, 11.0])
-    assert gather(door, 2, never, clock=lambda: next(times)) is not None
+    lobby = Lobby(door, 2, clock=lambda: next(times))
+    lobby.wait(lambda: lobby.hellos is not None)
     assert [(rank, type(message)) for rank, message in door.sent] == [(0, wire.Ping)]
 
 
 def test_a_rank_that_cannot_serve_ends_the_wait() -> None:
     gave_up = Heard(1, 3, wire.GaveUp("no such file"))
-    door = Door(deque([[hello(0), gave_up]]))
-    assert gather(door, 2, never) is None
+    door, lobby = lobby_of([hello(0), gave_up])
+    lobby.wait(never)
+    assert lobby.hellos is None
+    lobby.close()
     assert door.put == [hello(0), gave_up]
 
 
 def test_a_signal_ends_the_wait() -> None:
-    door = Door(deque([[hello(0)], []]))
-    assert gather(door, 2, lambda: not door.turns) is None
+    door, lobby = lobby_of([hello(0)], [])
+    lobby.wait(lambda: not door.turns)
+    assert lobby.hellos is None
+    lobby.close()
     assert door.put == [hello(0)]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Awaitable, Callable, Iterable, Iterator
+from dataclasses import replace
 from typing import Any
 
 import grpc
@@ -16,6 +17,9 @@ from ppserve.head.api.grpc.status import abort
 Metadata = Iterable[tuple[str, str | bytes]] | None
 
 OPEN_SERVICES = ("/grpc.health.v1.Health/",)
+
+
+_LOCAL_PEERS = ("ipv4:127.", "ipv6:[::1]", "ipv6:%5B::1%5D", "ipv6:[::ffff:127.", "ipv6:%5B::ffff:127.", "unix:")
 
 
 class KeyCheck(aio.ServerInterceptor):
@@ -46,7 +50,8 @@ def call_from(context: aio.ServicerContext[Any, Any], keys_are_checked: bool) ->
     key = _key(metadata) if keys_are_checked else None
     certificate = b",".join(context.peer_identities() or ())
     caller = caller_name(key, certificate, context.peer().rpartition(":")[0])
-    return Call.begin(caller, context.time_remaining(), next(_texts(metadata, "traceparent"), None))
+    call = Call.begin(caller, context.time_remaining(), next(_texts(metadata, "traceparent"), None))
+    return replace(call, is_local=context.peer().startswith(_LOCAL_PEERS))
 
 
 def _key(metadata: Metadata) -> str | None:

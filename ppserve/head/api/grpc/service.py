@@ -8,6 +8,7 @@ import logging
 import grpc
 from grpc import aio
 
+from ppserve.errors import Forbidden
 from ppserve.head.api.call import Call
 from ppserve.head.api.desk import FrontDesk, aside
 from ppserve.head.api.grpc.calls import call_from
@@ -85,7 +86,9 @@ class GrpcService:
         parse(pb.GetTopologyRequest, raw)
         return topology_message(await self._desk.topology())
 
-    async def _restart_replica(self, raw: bytes, _call: Call) -> pb.RestartReplicaResponse:
+    async def _restart_replica(self, raw: bytes, call: Call) -> pb.RestartReplicaResponse:
         asked = parse(pb.RestartReplicaRequest, raw)
+        if not call.is_local:
+            raise Forbidden("only callers on the head's own host may restart a replica")
         await self._desk.restart(asked.replica, asked.pauses)
         return pb.RestartReplicaResponse()

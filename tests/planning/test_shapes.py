@@ -88,7 +88,7 @@ def test_among_shapes_as_fast_the_shorter_time_between_tokens_decides() -> None:
 
 @pytest.mark.parametrize("tensor", [2, 3, 4])
 def test_tensor_ranks_share_the_weights(tensor: int) -> None:
-    """Each has its part of both copies of the embedding and of all matrices; norms and positions are everybody's."""
+    """Each has its part of both copies of the embedding and of all matrices; norms are everybody's."""
     whole = forecast(GPT2, Intent(1)).stages[0].weight_bytes
     stage = forecast(GPT2, Intent(1, num_tensor=tensor, kv_cache_memory=1 << 40)).stages[0]
     copy = 4 * GPT2.vocab_size * GPT2.width

@@ -60,16 +60,18 @@ class PipelineHandle:
         return topology_of(self.look())
 
     def load(self) -> LoadCard:
-        """How full all replicas together are now. Waits for the engine's thread."""
+        """How full all replicas together are now, of what those that serve can hold. Waits for the engine's
+        thread."""
         readings = self.look()
         scheduling = readings[0].decision.scheduling
-        num_blocks = sum(reading.num_blocks for reading in readings)
+        there = [reading for reading in readings if reading.serves] or readings
+        num_blocks = sum(reading.num_blocks for reading in there)
         return LoadCard(
             running=sum(reading.num_running for reading in readings),
             waiting=readings[0].num_waiting,
-            max_running=len(readings) * scheduling.max_num_seqs,
+            max_running=len(there) * scheduling.max_num_seqs,
             kv_tokens=num_blocks * scheduling.block_size,
-            kv_usage=sum(reading.kv_usage * reading.num_blocks for reading in readings) / num_blocks,
+            kv_usage=sum(reading.kv_usage * reading.num_blocks for reading in there) / num_blocks,
         )
 
     def stage_times(self) -> tuple[tuple[StageTimes, ...], ...]:

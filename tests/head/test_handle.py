@@ -1,35 +1,35 @@
-"""What the head says of the whole model, from what its stages said of themselves."""
+"""What the API learns of all replicas together."""
 
 from __future__ import annotations
 
-from ppserve import wire
-from ppserve.head.engine.member import Member
-from ppserve.head.handle import why_not_deterministic
+from types import SimpleNamespace
+from typing import Any
+
+from ppserve.head.handle import PipelineHandle
 
 
-def members(*loaded: tuple[str, str]) -> tuple[Member, ...]:
-    """Members that have loaded; of each its kernels, and which check failed."""
-    return tuple(
-        Member(stage, stage, loaded=wire.Loaded("cpu", 1, 1, 100, 1000, why_not, kernels))
-        for stage, (kernels, why_not) in enumerate(loaded)
+def reading(serves: bool, running: int, kv_usage: float) -> Any:
+    scheduling = SimpleNamespace(max_num_seqs=8, block_size=16)
+    decision = SimpleNamespace(scheduling=scheduling)
+    return SimpleNamespace(
+        serves=serves, num_running=running, num_waiting=3, num_blocks=100, kv_usage=kv_usage, decision=decision
     )
 
 
-def test_equal_kernels_and_passed_tests_are_deterministic() -> None:
-    assert why_not_deterministic(members(("a", ""), ("a", ""))) == []
+def load_of(*readings: Any) -> Any:
+    engine: Any = SimpleNamespace(look=lambda: readings)
+    card: Any = None
+    return PipelineHandle(engine, card, None).load()
 
 
-def test_every_failed_test_is_told() -> None:
-    reasons = why_not_deterministic(members(("a", "rows differ"), ("a", ""), ("a", "chunks differ")))
-    assert reasons == ["stage 0: rows differ", "stage 2: chunks differ"]
+def test_a_replica_that_does_not_serve_holds_nothing() -> None:
+    both = load_of(reading(True, 2, 0.5), reading(True, 4, 0.25))
+    assert (both.running, both.waiting, both.max_running, both.kv_tokens) == (6, 3, 16, 3200)
+    assert both.kv_usage == 0.375
+    one = load_of(reading(True, 6, 0.75), reading(False, 0, 0.0))
+    assert (one.running, one.waiting, one.max_running, one.kv_tokens) == (6, 3, 8, 1600)
+    assert one.kv_usage == 0.75
 
 
-def test_kernels_that_differ_are_told_once() -> None:
-    (reason,) = why_not_deterministic(members(("a", ""), ("b", ""), ("c", "")))
-    assert "stage 0 computes with a, stage 1 with b" in reason
-
-
-def test_replicas_with_kernels_of_their_own_are_told() -> None:
-    assert why_not_deterministic(members(("a", "")), members(("a", ""))) == []
-    (reason,) = why_not_deterministic(members(("a", "")), members(("b", "")))
-    assert "replicas compute with other kernels" in reason
+def test_the_only_replica_counts_while_it_is_lost() -> None:
+    assert load_of(reading(False, 2, 0.5)).max_running == 8

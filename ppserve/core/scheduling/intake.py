@@ -10,7 +10,8 @@ replica's own (`scheduler`). Laws
 - Requests that a replica gives back, because it is lost or drained, go before all waiting ones, in the order of
   their first admission. They keep their tokens and are computed again. With one replica none is given back: its
   requests keep their blocks, and wait for it.
-- A suspect of the quarantine runs alone in its replica; the other replicas go on with all but suspects.
+- A suspect of the quarantine runs alone in the replica that died with it; the other replicas go on with all but
+  suspects.
 """
 
 from __future__ import annotations
@@ -209,17 +210,25 @@ class Intake:
             hosts = [host for host in self._hosts if host.is_open and self.lone_at(host) is None]
             if not hosts:
                 return
-            group = self._first(now)
-            if group is None or not self._place(group, hosts, now):
+            group = self._first(hosts, now)
+            if group is None or not self._place(group, self._hosts_for(group, hosts), now):
                 self._may_move = False
 
-    def _first(self, now: float) -> SequenceGroup | None:
+    def _first(self, hosts: list[Host], now: float) -> SequenceGroup | None:
         """The next to be admitted: a lone suspect, then what was given back, then the queue's first."""
-        lone = self.quarantine.lone
-        if lone is not None and lone in self._returned:
-            return self._returned[lone]
+        lone = self._returned.get(self.quarantine.lone or "")
+        if lone is not None and self._hosts_for(lone, hosts):
+            return lone
         innocent = (group for group in self._returned.values() if not self.quarantine.suspects(group.key))
         return next(innocent, None) or self.queue.first(now)
+
+    def _hosts_for(self, group: SequenceGroup, hosts: list[Host]) -> list[Host]:
+        """Of these, where the request may run. A lone suspect waits for the replica that died with it, unless that
+        is gone for good, or another has nothing to lose."""
+        own = group.replica
+        if group.key != self.quarantine.lone or all(host.config.replica != own for host in self._hosts):
+            return hosts
+        return [host for host in hosts if host.config.replica == own or host.tokens_left == 0]
 
     def _place(self, group: SequenceGroup, hosts: list[Host], now: float) -> bool:
         """Whether a replica had room."""

@@ -191,6 +191,7 @@ def test_the_request_that_kills_is_convicted_across_replicas_and_nobody_else() -
     for number in range(6):
         replicas.submit(f"r{number}", max_tokens=30, sampling=SamplingParams(seed=number))
     convicted: list[str] = []
+    tried_at: list[int] = []
     while replicas.intake.groups:
         turns += 1
         assert turns < 500
@@ -201,10 +202,13 @@ def test_the_request_that_kills_is_convicted_across_replicas_and_nobody_else() -
             while rig.schedule_one() is not None:
                 pass
             if poison in {s.request.id for parts in rig.scheduler.lanes._parts.values() for s, _ in parts}:
+                tried_at += [number] * (replicas.intake.quarantine.lone == poison)
                 convicted += [event.request_id for event in replicas.lose(number)]
             elif rig.pipeline.num_in_flight:
                 rig.commit_one()
     assert convicted == [poison]
+    assert len(tried_at) > 1
+    assert len(set(tried_at)) == 1, "once it is suspected, it takes no second replica down"
     del replicas.first.requests[poison]
     replicas.first.check_answers()
 

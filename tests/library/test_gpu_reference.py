@@ -14,7 +14,7 @@ from tests.library.test_pipeline import mixed_requests, tiny, together
 
 pytestmark = pytest.mark.slow
 
-COUNT = 12
+COUNT = 8
 
 
 @pytest.fixture(scope="module")

@@ -76,7 +76,7 @@ def predicted(world: int, flags: list[str]) -> list[Shape]:
         process.communicate(timeout=local_server.END_WITHIN_S)
     found = [
         Shape(int(tensor), int(stages), int(replicas), float(rate), float(itl_ms) / 1e3)
-        for tensor, stages, replicas, rate, _, itl_ms, _ in ROW.findall(said)
+        for tensor, stages, replicas, rate, itl_ms in ROW.findall(said)
     ]
     if not found:
         raise click.ClickException(f"no table in what the server said:\n{said}")

@@ -17,8 +17,10 @@ from ppserve.planning.simulator import Wires
 
 # Requests simulated for each caller: enough that the first and the last ones weigh little.
 _REQUESTS_PER_CALLER = 4
-_ONE_HOST = Wires(latency_s=50e-6, bandwidth=5e9)
-_SEVERAL_HOSTS = Wires(latency_s=200e-6, bandwidth=1e9, gather_s=200e-6)
+# Of a head that writes 2,300 messages of one token a second with 64% of a core (docs/performance.md).
+_TOKEN_S = 280e-6
+_ONE_HOST = Wires(latency_s=50e-6, bandwidth=5e9, token_s=_TOKEN_S)
+_SEVERAL_HOSTS = Wires(latency_s=200e-6, bandwidth=1e9, gather_s=200e-6, token_s=_TOKEN_S)
 _ANY_MEMORY = 1 << 62
 
 

@@ -96,7 +96,8 @@ def prospect(arch: Architecture, intent: Intent, grid: RankGrid, under: Conditio
     if plan.max_sequences < 1:
         return Prospect(grid, plan, None, working)
     # The head is one thread: while it serves one replica, the others' events wait.
-    wires = replace(under.wires, head_s=under.wires.head_s * working)
+    head = under.wires
+    wires = replace(head, head_s=head.head_s * working, token_s=head.token_s * working)
     own = share(load, working)
     outcome = simulate(plan, under.speed, wires, own, under.num_seqs, under.acceptance)
     return Prospect(grid, plan, outcome, working)

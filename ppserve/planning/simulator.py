@@ -85,9 +85,10 @@ class Wires:
     """Times around computing, in seconds; bandwidth in bytes per second.
 
     latency_s, bandwidth: of the link between two neighbours; bytes_per_row: hidden states of one token. control_s:
-    from the head to a stage, for a plan; return_s: from a stage to the head, for a result. head_s: the head's work
-    per step. prepare_s: a stage's work per step before it receives hidden states; sending_s: after computing.
-    gather_s: for tensor ranks to have each other's results, however small.
+    from the head to a stage, for a plan; return_s: from a stage to the head, for a result. head_s, token_s: the
+    head's work per step, and for each token that it sends to a caller. prepare_s: a stage's work per step before
+    it receives hidden states; sending_s: after computing. gather_s: for tensor ranks to have each other's results,
+    however small.
     """
 
     latency_s: float = 50e-6
@@ -99,6 +100,7 @@ class Wires:
     prepare_s: float = 100e-6
     sending_s: float = 0.0
     gather_s: float = 20e-6
+    token_s: float = 0.0
 
     def transfer_s(self, rows: int) -> float:
         return self.latency_s + rows * self.bytes_per_row / self.bandwidth
@@ -228,6 +230,7 @@ class Simulator:
         woken_ns = round(now_s * _NS)
         if isinstance(what, _Return):
             self._commit(what, now_s)
+            now_s += len(what.results[-1].drawn) * self._machine.wires.token_s
         else:
             self._submit(what, now_s, happened_s)
         scheduler = self._scheduler

@@ -94,3 +94,11 @@ def test_tensor_ranks_share_the_weights(tensor: int) -> None:
     copy = 4 * GPT2.vocab_size * GPT2.width
     assert stage.weight_bytes == pytest.approx((whole + copy) / tensor, rel=0.02)
     assert stage.kv_memory == Intent(1).stage_memory - stage.weight_bytes, "no more than there is"
+
+
+def test_the_heads_work_for_each_token_limits_what_all_replicas_give() -> None:
+    """A millisecond for each token: at most 1,000 a second, however many replicas there are."""
+    busy = under(16, replace(FAST_WIRES, token_s=1e-3))
+    fast = Conditions(Device(1e15, 1e13, 1e-6), busy.wires, busy.load)
+    for replicas in (1, 2):
+        assert rate(1, 1, replicas, fast) == pytest.approx(1000, rel=0.1)

@@ -47,11 +47,11 @@ class Server:
         self.stages = self.head.children(recursive=True)
 
     def gauge(self, name: str) -> float:
-        """A metric without labels."""
+        """A metric, of all replicas together."""
         with urllib.request.urlopen(f"http://{self._metrics}/metrics", timeout=10) as answer:
-            match = re.search(rf"^{name} (\S+)$", answer.read().decode(), re.MULTILINE)
-        assert match is not None, f"no metric {name}"
-        return float(match[1])
+            found = re.findall(rf"^{name}(?:{{.*?}})? (\S+)$", answer.read().decode(), re.MULTILINE)
+        assert found, f"no metric {name}"
+        return sum(map(float, found))
 
     def rss_bytes(self) -> int:
         return int(self.head.memory_info().rss)

@@ -15,6 +15,7 @@ from ppserve.core.request import FinishReason, Request
 from ppserve.core.scheduling.sequence import SequenceEvent
 from ppserve.errors import Draining, InvalidRequest, RequestFailed, Violation
 from ppserve.head.engine.control import ControlPlane, Gone, Heard
+from ppserve.head.engine.layout import first_difference
 from ppserve.head.engine.member import Formed, Hopeless
 from ppserve.head.engine.replica import Reading, Replica, ReplicaEvent
 from ppserve.head.engine.rolling import RollingRestart
@@ -142,11 +143,10 @@ class Fleet:
 
     def _what_differs(self) -> str | None:
         """Whether a replica on other hosts found something else to serve, in words."""
-        hellos = [replica.members.first.hello for replica in self.replicas]
+        hellos = [hello for replica in self.replicas if (hello := replica.members.first.hello) is not None]
         for number, hello in enumerate(hellos):
-            for name in ("architecture", "dtype", "quantization", "kv_dtype"):
-                if getattr(hello, name) != getattr(hellos[0], name):
-                    return f"replica {number} has another {name.replace('_', '-')} than replica 0"
+            if name := first_difference(hellos[0], hello):
+                return f"replica {number} has another {name.replace('_', '-')} than replica 0"
         return None
 
     def _end(self, replica: Replica, hopeless: Hopeless) -> None:

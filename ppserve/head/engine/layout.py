@@ -42,14 +42,14 @@ class Layout:
         config, first = self._config, hellos[0]
         grid = config.pipeline.grid(first.world_size)
         for hello in hellos[1:]:
-            if hello.architecture != first.architecture:
+            name = first_difference(first, hello)
+            if name == "architecture":
                 where = f"{grid.name(hello.rank)} on {hello.host}"
                 raise ConfigError("--model", f"{where} found another model than stage 0")
-            for name in ("dtype", "quantization", "kv_dtype"):
+            if name is not None:
                 theirs, ours = getattr(hello, name), getattr(first, name)
-                if theirs != ours:
-                    flag = f"--{name.replace('_', '-')}"
-                    raise ConfigError(flag, f"{grid.name(hello.rank)} would use {theirs}, stage 0 {ours}")
+                flag = f"--{name.replace('_', '-')}"
+                raise ConfigError(flag, f"{grid.name(hello.rank)} would use {theirs}, stage 0 {ours}")
         arch = first.architecture
         check_tensor_ranks(arch, grid.tensor)
         split = config.pipeline.layers or choose_split(config, arch, hellos, grid.pipeline)
@@ -167,13 +167,19 @@ def _transport(asked: str, hellos: tuple[wire.Hello, ...], one_host: bool) -> st
     return asked
 
 
+def first_difference(one: wire.Hello, other: wire.Hello) -> str | None:
+    """The first field that decides which tokens are drawn and differs between two ranks; None if they agree."""
+    decisive = ("architecture", "dtype", "quantization", "kv_dtype")
+    return next((name for name in decisive if getattr(one, name) != getattr(other, name)), None)
+
+
 def what_changed(before: wire.Hello, now: wire.Hello, transport: str) -> str | None:
     """What a stage has now that the pipeline was not decided for; None if it may take its old place."""
-    if now.architecture != before.architecture:
+    name = first_difference(before, now)
+    if name == "architecture":
         return "another model"
-    for name in ("dtype", "quantization", "kv_dtype"):
-        if (has := getattr(now, name)) != (had := getattr(before, name)):
-            return f"{name.replace('_', '-')} {has} instead of {had}"
+    if name is not None:
+        return f"{name.replace('_', '-')} {getattr(now, name)} instead of {getattr(before, name)}"
     if (now.gpu is None) != (before.gpu is None):
         return "a CPU instead of a GPU" if now.gpu is None else "a GPU instead of a CPU"
     if now.host != before.host:

@@ -1,6 +1,6 @@
 """Guesses for few callers: tokens per second with `--speculate auto` beside `off`, in turns, with equal answers.
 
-    python benchmarks/speculation.py --all        everything; ends with a verdict
+    python benchmarks/speculation.py all          everything; ends with a verdict
     python benchmarks/speculation.py equal        1,000 mixed requests with guesses forced: answers alone, no times
     python benchmarks/speculation.py kills        stages killed in mid-guess: answers alone, no times
     python benchmarks/speculation.py rates        `Pipeline`, a drafter that is right as often as it is told
@@ -333,8 +333,7 @@ def simulated(pipeline: Pipeline, rate: float) -> float:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parts = ("equal", "kills", "rates", "texts", "servers", "callers", "draft")
-    parser.add_argument("parts", nargs="*", choices=parts)
-    parser.add_argument("--all", action="store_true")
+    parser.add_argument("parts", nargs="*", choices=(*parts, "all"), default="all")
     parser.add_argument("--stages", type=int, default=2)
     parser.add_argument("--models", default="built-in,124M", help="Of `rates`.")
     parser.add_argument("--new", type=int, default=96)
@@ -344,7 +343,7 @@ def main() -> None:
     logging.basicConfig(level=logging.ERROR)  # the model of 124M has no tokenizer
     with tempfile.TemporaryDirectory() as folder:
         bench = Bench(flags, Path(folder))
-        for part in parts if flags.all else flags.parts:
+        for part in parts if "all" in flags.parts else flags.parts:
             getattr(bench, part)()
     if bench.lowest is not None:
         ratio, name = bench.lowest

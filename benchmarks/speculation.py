@@ -9,10 +9,10 @@
     python benchmarks/speculation.py callers      2 to 64 callers over servers, sampled
     python benchmarks/speculation.py draft        over servers, the built-in model guesses for a deeper one
 
-Ratios are medians over --repetitions of pairs, one after the other, the two quartiles beside them; `at best`
-compares the fastest turn of each, which other programs on the machine disturb least. With the rates
-stands what equal stages without overheads would gain by depth alone, P / (P - (P - 1) a), and the simulator's
-prediction from the times that were measured in this run. Run it on an otherwise idle machine.
+Ratios are medians over --repetitions, with the two quartiles beside them; `off beside off` is what the machine
+does by itself; `at best` compares the fastest turn of each, which other programs on the machine disturb least.
+With the rates stands what equal stages without overheads would gain by depth alone, P / (P - (P - 1) a), and the
+simulator's prediction from the times that were measured in this run. Run it on an otherwise idle machine.
 """
 
 from __future__ import annotations
@@ -107,26 +107,26 @@ class Bench:
         self.lowest: tuple[float, str] | None = None
 
     def compare(self, name: str, off: Run, auto: Run, prompts: Prompts, **options: object) -> None:
-        """Both in turns; prints the ratios."""
+        """`auto` between two turns of `off`, so that a machine that grows slower favours neither; the two beside
+        each other say how much the machine does by itself. Prints the ratios."""
         options = {"max_tokens": self._flags.new, "ignore_eos": True, **options}
-        speeds, firsts, best_plain, best_guessed = [], [], 0.0, 0.0
+        speeds, firsts, controls, best_plain, best_guessed = [], [], [], 0.0, 0.0
         for repetition in range(self._flags.repetitions + 1):
-            if repetition % 2:  # neither is always the second, which finds the caches as the first left them
-                plain, plain_first_s, right = off(prompts, options)
-                guessed, guessed_first_s, texts = auto(prompts, options)
-            else:
-                guessed, guessed_first_s, texts = auto(prompts, options)
-                plain, plain_first_s, right = off(prompts, options)
+            before, before_first_s, right = off(prompts, options)
+            guessed, guessed_first_s, texts = auto(prompts, options)
+            after, after_first_s, _ = off(prompts, options)
             if texts != right:
                 raise SystemExit(f"{name}: an answer differs")
             if repetition:
-                speeds.append(guessed / plain)
-                firsts.append(guessed_first_s / plain_first_s)
-                best_plain, best_guessed = max(best_plain, plain), max(best_guessed, guessed)
+                speeds.append(guessed * (1 / before + 1 / after) / 2)
+                firsts.append(2 * guessed_first_s / (before_first_s + after_first_s))
+                controls.append(after / before)
+                best_plain, best_guessed = max(best_plain, before, after), max(best_guessed, guessed)
         ratio = Ratio.of(speeds)
         self.lowest = min(self.lowest or (ratio.middle, name), (ratio.middle, name))
         best = f"at best x{best_guessed / best_plain:.2f} of {best_plain:.0f} tokens/s"
-        print(f"{name}: {ratio}, {best}; first token {Ratio.of(firsts)}", flush=True)
+        beside = f"first token {Ratio.of(firsts)}; off beside off {Ratio.of(controls)}"
+        print(f"{name}: {ratio}, {best}; {beside}", flush=True)
 
     def equal(self) -> None:
         """Every option, guesses forced into every step and gap, by every kind of drafter."""

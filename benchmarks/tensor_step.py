@@ -1,10 +1,11 @@
-"""Times a step of a 124M-shaped GPT-2 by one thread, by two threads, and by two tensor ranks that are threads.
+"""Times a step of a 124M-shaped GPT-2 by one thread, by two threads, and by two tensor ranks that are threads:
+with two calls of a kernel for each sublayer, as served, and with one for each operator.
 
     OMP_NUM_THREADS=1 python benchmarks/tensor_step.py [--dtype float32] [--seconds 4]
 
-The three take turns, and the fastest step of each counts, which others on the machine disturbed least. Tensor
-ranks gather through memory with the kernel that processes use. Of them it also prints what their waits for each
-other add up to in that step, on average over the two.
+They take turns, and the fastest step of each counts, which others on the machine disturbed least. Tensor ranks
+gather through memory with the kernel that processes use. Of them it also prints what their waits for each other
+add up to in that step, on average over the two.
 """
 
 from __future__ import annotations
@@ -20,13 +21,23 @@ from stage_step import BLOCK_SIZE, GPT2, RandomWeights, decode_plan
 from ppserve.core.architecture import StageLayout
 from ppserve.core.plan import StepPlan
 from ppserve.core.request import SamplingParams
-from ppserve.model.backend import KVCache
+from ppserve.model.backend import AttentionParts, KVCache, MLPParts
 from ppserve.model.cpu.backend import CpuBackend
 from ppserve.model.gpt2 import GPT2Stage
 from ppserve.model.inputs import build_inputs
 from ppserve.stage.transport.gather import NoTensorLink, TensorLink, connect_ranks
 
 MOST_ROWS, CONTEXT = 64, 96
+
+
+class ByOperators(CpuBackend):
+    """Nothing is fused."""
+
+    def fused_attention(self, parts: AttentionParts) -> None:
+        return None
+
+    def fused_mlp(self, parts: MLPParts) -> None:
+        return None
 
 
 @dataclass(frozen=True)
@@ -41,11 +52,11 @@ class Rank:
             self.stage.read_out(inputs, self.stage.forward(inputs, None, self.cache))()
 
 
-def ranks(dtype: str, threads: int, count: int) -> list[Rank]:
+def ranks(dtype: str, threads: int, count: int, kind: type[CpuBackend]) -> list[Rank]:
     links: tuple[TensorLink, ...] = connect_ranks(count) if count > 1 else (NoTensorLink(),)
     made = []
     for rank, link in enumerate(links):
-        layout, backend = StageLayout(0, 1, 0, 2 * GPT2.num_layers, rank, count), CpuBackend(dtype, threads)
+        layout, backend = StageLayout(0, 1, 0, 2 * GPT2.num_layers, rank, count), kind(dtype, threads)
         num_blocks = MOST_ROWS * -(-(CONTEXT + 1) // BLOCK_SIZE)
         stage = GPT2Stage.load(RandomWeights(GPT2), layout, backend)
         made.append(Rank(stage, backend.make_cache(GPT2, layout, num_blocks, BLOCK_SIZE), link))
@@ -57,14 +68,19 @@ def ranks(dtype: str, threads: int, count: int) -> list[Rank]:
 @click.option("--seconds", default=4.0, help="Time for each number of rows.")
 def main(dtype: str, seconds: float) -> None:
     torch.set_num_threads(1)
-    kinds = {"1 thread": (1, 1), "2 threads": (2, 1), "2 tensor ranks": (1, 2)}
+    kinds = {
+        "1 thread": (1, 1, CpuBackend),
+        "2 threads": (2, 1, CpuBackend),
+        "2 tensor ranks": (1, 2, CpuBackend),
+        "by operators": (1, 2, ByOperators),
+    }
     stages = {name: ranks(dtype, *how) for name, how in kinds.items()}
     with ThreadPoolExecutor(2) as pool:
         for num_rows in (1, 8, 16, MOST_ROWS):
             plan = decode_plan(num_rows, CONTEXT, SamplingParams(temperature=0))
             best, waited = dict.fromkeys(stages, float("inf")), dict.fromkeys(stages, 0.0)
             until = time.monotonic() + seconds
-            while time.monotonic() < until or best["2 tensor ranks"] == float("inf"):
+            while time.monotonic() < until or float("inf") in best.values():
                 for name, of in stages.items():
                     before_ns, begun = sum(rank.gather.waited_ns for rank in of), time.perf_counter()
                     list(pool.map(Rank.step, of, [plan] * len(of)))
@@ -72,8 +88,11 @@ def main(dtype: str, seconds: float) -> None:
                     if took < best[name]:
                         best[name] = took
                         waited[name] = (sum(rank.gather.waited_ns for rank in of) - before_ns) / len(of) / 1e9
-            figures = ", ".join(f"{name} {1e3 * took:.1f} ms" for name, took in best.items())
-            print(f"{num_rows:3} rows: {figures} (waiting {1e3 * waited['2 tensor ranks']:.1f})", flush=True)
+            figures = (
+                f"{name} {1e3 * took:.1f} ms" + f" (waiting {1e3 * waited[name]:.1f})" * (waited[name] > 0)
+                for name, took in best.items()
+            )
+            print(f"{num_rows:3} rows: {', '.join(figures)}", flush=True)
 
 
 if __name__ == "__main__":

@@ -92,27 +92,29 @@ class Attend(Protocol):
         """
 
 
-Sublayer = Callable[[torch.Tensor, Attend], torch.Tensor]
-"""(T, D) hidden states to (T, D), as `Precision.hidden` has them: attention or MLP with the residual."""
-
-
 class AttentionParts(Protocol):
-    """What an attention sublayer is made of. own: its number among the stage's attentions."""
+    """What an attention sublayer is made of. own: its number among the stage's attentions. context, columns: how
+    tensor ranks share out what the heads give, and the results."""
 
     own: int
     scale: float
     norm: Operator
     qkv: Linear
     proj: Linear
+    context: Cut
+    columns: Cut
 
 
 class MLPParts(Protocol):
-    """What an MLP sublayer is made of."""
+    """What an MLP sublayer is made of. inner, columns: how tensor ranks share out the inner rows and the results.
+    """
 
     norm: Operator
     expand: Linear
     activate: Operator
     contract: Linear
+    inner: Cut
+    columns: Cut
 
 
 @dataclass(frozen=True, slots=True)
@@ -139,6 +141,10 @@ class StepInputs:
         """For a device that computes in host memory: nothing is copied."""
         here = torch.from_numpy
         return cls(rows, here(rows.token_ids_T), here(rows.positions_T), here(rows.read_rows), attend)
+
+
+Sublayer = Callable[[torch.Tensor, StepInputs], torch.Tensor]
+"""(T, D) hidden states to (T, D), as `Precision.hidden` has them: attention or MLP with the residual."""
 
 
 class KVCache(Protocol):
@@ -210,7 +216,7 @@ class Backend(Protocol):
         """One of `stock.ACTIVATIONS`."""
 
     def fused_attention(self, parts: AttentionParts) -> Sublayer | None:
-        """The sublayer in one call, with the bits of its parts; None where the parts are as good."""
+        """The sublayer with the bits of its parts in as few calls as can be; None where the parts are as good."""
 
     def fused_mlp(self, parts: MLPParts) -> Sublayer | None:
         """Likewise."""

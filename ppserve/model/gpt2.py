@@ -46,22 +46,22 @@ class SelfAttention:
         arch, layout = read.arch, read.layout
         self.own, self.scale = own, arch.attention_scale(layer)
         self.norm = read.norm(f"h.{layer}.ln_1")
-        self._context, self._columns = layout.cut(arch.num_heads).times(arch.head_size), layout.cut(arch.width)
-        heads = self._context.own
+        self.context, self.columns = layout.cut(arch.num_heads).times(arch.head_size), layout.cut(arch.width)
+        heads = self.context.own
         qkv = (slice(heads.start + i * arch.width, heads.stop + i * arch.width) for i in range(3))
         self.qkv = read.linear(f"h.{layer}.attn.c_attn", *qkv)
-        self.proj = read.linear(f"h.{layer}.attn.c_proj", self._columns.own)
+        self.proj = read.linear(f"h.{layer}.attn.c_proj", self.columns.own)
         self._precision = read.backend.precision
-        self._fused = read.backend.fused_attention(self) if layout.num_tensor == 1 else None
+        self._fused = read.backend.fused_attention(self)
 
     def __call__(self, hidden_TD: torch.Tensor, inputs: StepInputs) -> torch.Tensor:
         if self._fused is not None:
-            return self._fused(hidden_TD, inputs.attend)
+            return self._fused(hidden_TD, inputs)
         gather, precision = inputs.gather, self._precision
         x_TD = hidden_TD.to(precision.compute)
         own_heads = inputs.attend(self.own, self.qkv(self.norm(x_TD)), self.scale)
-        own_Td = x_TD[:, self._columns.own] + self.proj(gather.all(own_heads, self._context))
-        return gather.all(own_Td.to(precision.hidden), self._columns)
+        own_Td = x_TD[:, self.columns.own] + self.proj(gather.all(own_heads, self.context))
+        return gather.all(own_Td.to(precision.hidden), self.columns)
 
 
 class MLP:
@@ -70,21 +70,21 @@ class MLP:
     def __init__(self, read: WeightReader, layer: int) -> None:
         arch, layout = read.arch, read.layout
         self.norm = read.norm(f"h.{layer}.ln_2")
-        self._inner, self._columns = layout.cut(arch.inner_width), layout.cut(arch.width)
-        self.expand = read.linear(f"h.{layer}.mlp.c_fc", self._inner.own)
-        self.contract = read.linear(f"h.{layer}.mlp.c_proj", self._columns.own)
+        self.inner, self.columns = layout.cut(arch.inner_width), layout.cut(arch.width)
+        self.expand = read.linear(f"h.{layer}.mlp.c_fc", self.inner.own)
+        self.contract = read.linear(f"h.{layer}.mlp.c_proj", self.columns.own)
         self.activate = read.backend.activation(arch.activation)
         self._precision = read.backend.precision
-        self._fused = read.backend.fused_mlp(self) if layout.num_tensor == 1 else None
+        self._fused = read.backend.fused_mlp(self)
 
     def __call__(self, hidden_TD: torch.Tensor, inputs: StepInputs) -> torch.Tensor:
         if self._fused is not None:
-            return self._fused(hidden_TD, inputs.attend)
+            return self._fused(hidden_TD, inputs)
         gather, precision = inputs.gather, self._precision
         x_TD = hidden_TD.to(precision.compute)
         own_inner = self.activate(self.expand(self.norm(x_TD)))
-        own_Td = x_TD[:, self._columns.own] + self.contract(gather.all(own_inner, self._inner))
-        return gather.all(own_Td.to(precision.hidden), self._columns)
+        own_Td = x_TD[:, self.columns.own] + self.contract(gather.all(own_inner, self.inner))
+        return gather.all(own_Td.to(precision.hidden), self.columns)
 
 
 class Head:

@@ -18,7 +18,7 @@ from ppserve.model.cpu.team import Team
 
 
 class BlockAttention:
-    """One step. table: what the kernels read of it, kept as long as this object is."""
+    """One step. seen_by_kernels: the address of what they read of it, kept as long as this object is."""
 
     def __init__(self, rows: StepRows, shape: CacheShape, kind: AttentionKernel, team: Team, rooms: Rooms) -> None:
         self._team = team
@@ -29,8 +29,9 @@ class BlockAttention:
         most_positions = int((rows.start_S + rows.num_rows_S).max())
         own, memory = rooms.attention_rooms(kind, shape, most_positions)
         room, room_arrays = rooms.room(self.num_rows)
-        self._kept = (arrays, memory, room_arrays)
-        self.table = as_table(room, slices, shape, *own)
+        table = as_table(room, slices, shape, *own)
+        self._kept = (arrays, memory, room_arrays, table)
+        self.seen_by_kernels = address(table)
 
     def __call__(self, layer: int, qkv_TE: torch.Tensor, scale: float) -> torch.Tensor:
         """By itself; a fused sublayer has it inside."""
@@ -38,5 +39,5 @@ class BlockAttention:
         # One row more: whole vectors are loaded, also at the end of the last row.
         padded_TE = torch.nn.functional.pad(qkv_TE, (0, 0, 0, 1))
         mixed_TD = torch.empty(self.num_rows, self._width)
-        self._team.run(ATTEND, address(table), address(self.table), padded_TE.data_ptr(), mixed_TD.data_ptr())
+        self._team.run(ATTEND, address(table), self.seen_by_kernels, padded_TE.data_ptr(), mixed_TD.data_ptr())
         return mixed_TD

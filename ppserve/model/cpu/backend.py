@@ -31,12 +31,13 @@ from ppserve.model.cpu.kernels.attention_tile import attention_kernels
 from ppserve.model.cpu.kernels.operations import OPERATIONS
 from ppserve.model.cpu.kernels.products import Weights, micro_kernels
 from ppserve.model.cpu.kernels.storage import Storage
-from ppserve.model.cpu.kernels.work import ATTENTION, MLP, as_table, work
+from ppserve.model.cpu.kernels.work import ATTENTION, EXPAND, HEADS, MLP, as_table, work
 from ppserve.model.cpu.kv_cache import CpuCache, block_bytes
 from ppserve.model.cpu.linear import PackedLinear
 from ppserve.model.cpu.norm import CpuNorm
 from ppserve.model.cpu.precision import cpu_precision, dtype_name
 from ppserve.model.cpu.rooms import Rooms
+from ppserve.model.cpu.shared_sublayers import SharedSublayer
 from ppserve.model.cpu.sublayers import FusedSublayer
 from ppserve.model.cpu.team import Team
 from ppserve.model.sampling_slices import read_slices
@@ -79,9 +80,13 @@ class CpuBackend:
         assert isinstance(norm, CpuNorm)
         assert isinstance(qkv, PackedLinear)
         assert isinstance(proj, PackedLinear)
-        weights = self._weights(qkv, proj)
-        table = as_table(norm.seen_by_kernels, *weights, (parts.own, np.float32(parts.scale)))
-        return FusedSublayer(ATTENTION, table, (norm, qkv, proj), self._team)
+        first, second = self._weights(qkv, proj)
+        layer, kept = (parts.own, np.float32(parts.scale)), (norm, qkv, proj)
+        if len(parts.columns.widths) == 1:
+            table = as_table(norm.seen_by_kernels, first, second, layer)
+            return FusedSublayer(ATTENTION, table, kept, self._team)
+        table = as_table(norm.seen_by_kernels, first, layer)
+        return SharedSublayer(HEADS, table, second, (parts.context, parts.columns), kept, self._team)
 
     def fused_mlp(self, parts: MLPParts) -> Sublayer | None:
         norm, expand, contract, activate = parts.norm, parts.expand, parts.contract, parts.activate
@@ -89,9 +94,13 @@ class CpuBackend:
         assert isinstance(expand, PackedLinear)
         assert isinstance(contract, PackedLinear)
         assert isinstance(activate, CpuActivation)
-        weights = self._weights(expand, contract)
-        table = as_table(norm.seen_by_kernels, *weights, activate.seen_by_kernels)
-        return FusedSublayer(MLP, table, (norm, expand, contract), self._team)
+        first, second = self._weights(expand, contract)
+        kept = norm, expand, contract
+        if len(parts.columns.widths) == 1:
+            table = as_table(norm.seen_by_kernels, first, second, activate.seen_by_kernels)
+            return FusedSublayer(MLP, table, kept, self._team)
+        table = as_table(norm.seen_by_kernels, first, activate.seen_by_kernels, (parts.inner.width,))
+        return SharedSublayer(EXPAND, table, second, (parts.inner, parts.columns), kept, self._team)
 
     def _weights(self, *linears: PackedLinear) -> list[Weights]:
         """Of a fused sublayer's linear layers, for whose results there is room."""

@@ -9,7 +9,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from ppserve.model.backend import Attend
+from ppserve.model.backend import StepInputs
 from ppserve.model.cpu.attention import BlockAttention
 from ppserve.model.cpu.kernels.memory import address
 from ppserve.model.cpu.team import Team
@@ -22,12 +22,17 @@ class FusedSublayer:
     """
 
     def __init__(self, job: int, table: NDArray[np.int64], parts: tuple[object, ...], team: Team) -> None:
-        self._job, self._table, self._parts, self._team = job, table, parts, team
+        self._job, self._kept, self._team = job, (table, parts), team
+        self._table = address(table)
 
-    def __call__(self, hidden_TD: torch.Tensor, attend: Attend) -> torch.Tensor:
-        assert isinstance(attend, BlockAttention), "inputs are built for the cache of this backend"
+    def __call__(self, hidden_TD: torch.Tensor, inputs: StepInputs) -> torch.Tensor:
         hidden_TD = hidden_TD.contiguous()
         out_TD = torch.empty_like(hidden_TD)
-        tables = address(self._table), address(attend.table)
-        self._team.run(self._job, *tables, hidden_TD.data_ptr(), out_TD.data_ptr())
+        self._team.run(self._job, self._table, table_of(inputs), hidden_TD.data_ptr(), out_TD.data_ptr())
         return out_TD
+
+
+def table_of(inputs: StepInputs) -> int:
+    """The address of the step's table."""
+    assert isinstance(inputs.attend, BlockAttention), "inputs are built for the cache of this backend"
+    return inputs.attend.seen_by_kernels

@@ -17,13 +17,12 @@ import torch
 
 from ppserve.core.cut import Cut
 from ppserve.errors import TransportError
-from ppserve.model.cpu.kernels.exchange import LINE_BYTES, arrive, await_ranks
+from ppserve.model.cpu.kernels.exchange import LINE_BYTES, await_ranks, put, take
 from ppserve.model.gather import ALONE, Gather
 
 ROOM_BYTES = 4 << 20
 """What a rank has at a time; more rows follow in further pieces."""
 _SLEEP_S = 50e-6
-_MOST_VIEWS = 256
 
 
 class TensorLink(Gather, Protocol):
@@ -98,7 +97,7 @@ class MemoryGather:
         self._memory, self._company = memory, company
         self._rank, self._count = place
         self._step = 0
-        self._views: dict[tuple[object, ...], list[torch.Tensor]] = {}
+        self._width_bytes: dict[tuple[tuple[int, ...], int], torch.Tensor] = {}
 
     def all(self, own_Tn: torch.Tensor, cut: Cut) -> torch.Tensor:
         rows_at_once = ROOM_BYTES // (max(cut.widths) * own_Tn.itemsize)
@@ -115,32 +114,25 @@ class MemoryGather:
 
     def _exchange(self, own_Tn: torch.Tensor, cut: Cut) -> torch.Tensor:
         self._step += 1
-        rooms = self._rooms(len(own_Tn), own_Tn.dtype, cut)
-        rooms[self._rank].copy_(own_Tn)
+        own_Tn, device = own_Tn.cpu().contiguous(), own_Tn.device
+        whole_TN = torch.empty(len(own_Tn), cut.size, dtype=own_Tn.dtype)
         board = self._memory.data_ptr()
-        arrive(board, self._rank)
+        rooms = board + self._count * LINE_BYTES + self._step % 2 * ROOM_BYTES
+        put(board, self._rank, rooms + 2 * ROOM_BYTES * self._rank, own_Tn.data_ptr(), own_Tn.nbytes)
         begun_ns = time.monotonic_ns()
         while not await_ranks(board, self._count, self._step):
             self._company.look()
         self.waited_ns += time.monotonic_ns() - begun_ns
-        return torch.cat(rooms, 1).to(own_Tn.device)
+        widths = self._widths(cut, own_Tn.itemsize).data_ptr()
+        take(rooms, 2 * ROOM_BYTES, widths, self._count, len(own_Tn), whole_TN.data_ptr())
+        return whole_TN.to(device)
 
-    def _rooms(self, num_rows: int, dtype: torch.dtype, cut: Cut) -> list[torch.Tensor]:
-        """Every rank's room of this turn as (T, n)."""
-        turn = self._step % 2
-        key = num_rows, dtype, cut.widths, turn
-        if key not in self._views:
-            if len(self._views) >= _MOST_VIEWS:
-                self._views.clear()
-            self._views[key] = [
-                self._room(rank, turn)[: num_rows * width * dtype.itemsize].view(dtype).view(num_rows, width)
-                for rank, width in enumerate(cut.widths)
-            ]
-        return self._views[key]
-
-    def _room(self, rank: int, turn: int) -> torch.Tensor:
-        at = self._count * LINE_BYTES + (2 * rank + turn) * ROOM_BYTES
-        return self._memory[at : at + ROOM_BYTES]
+    def _widths(self, cut: Cut, element_bytes: int) -> torch.Tensor:
+        """Bytes that each rank has of a row, kept for ever."""
+        key = cut.widths, element_bytes
+        if key not in self._width_bytes:
+            self._width_bytes[key] = torch.tensor([width * element_bytes for width in cut.widths])
+        return self._width_bytes[key]
 
 
 def connect_ranks(count: int) -> tuple[MemoryGather, ...]:

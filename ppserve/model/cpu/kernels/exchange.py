@@ -1,25 +1,57 @@
 """How ranks that share memory wait for each other: each counts up its own number, and looks at the others'.
 
 The numbers are int64, on cache lines of their own. What a rank wrote before it counted is visible to those who see
-the count.
+the count. Between the two it puts its rows where all see them, and takes those of all.
 """
 # mypy: ignore-errors
 # (numba types these functions from their arguments; mypy cannot see through its intrinsics)
 
 from __future__ import annotations
 
+from numba import types
+from numba.core import cgutils
+from numba.extending import intrinsic
+
 from ppserve.model.cpu.jit import kernel
 from ppserve.model.cpu.kernels.atomics import add_shared, load_shared, pause, yield_core
+from ppserve.model.cpu.vector import load_int
 
 LINE_BYTES = 128
 """Of a number: two lines, because CPUs fetch them in pairs."""
 _SPINS, _YIELDS = 1_000, 100
 
 
+@intrinsic
+def _copy_bytes(typing, to, source, count):
+    """From one address to another."""
+
+    def generate(context, builder, signature, arguments):
+        to, source = (builder.inttoptr(place, cgutils.voidptr_t) for place in arguments[:2])
+        cgutils.raw_memcpy(builder, to, source, arguments[2], 1)
+        return context.get_dummy_value()
+
+    return types.void(types.intp, types.intp, types.intp), generate
+
+
 @kernel
-def arrive(board, rank) -> None:
-    """This rank's number goes up by one."""
+def put(board, rank, room, rows, num_bytes) -> None:
+    """Copies rows to the rank's room; then its number goes up by one."""
+    _copy_bytes(room, rows, num_bytes)
     add_shared(board + LINE_BYTES * rank, 1)
+
+
+@kernel
+def take(rooms, apart, widths, count, num_rows, whole) -> None:
+    """Rows of all ranks next to each other. rooms: the first rank's, those of the others `apart` bytes further.
+    widths: the address of the bytes that a row of each rank has. whole: where the rows go."""
+    row_bytes = 0
+    for rank in range(count):
+        row_bytes += load_int(widths, rank)
+    for rank in range(count):
+        width = load_int(widths, rank)
+        for row in range(num_rows):
+            _copy_bytes(whole + row * row_bytes, rooms + row * width, width)
+        whole, rooms = whole + width, rooms + apart
 
 
 @kernel

@@ -3,6 +3,9 @@
     attention   rows: norm, pack | product | heads: keep keys and values, attend | rows: pack | product | rows: add
     MLP         rows: norm, pack | product | rows: activate, pack | product | rows: add
 
+A tensor rank's sublayers end where the rows of all ranks are needed: HEADS and EXPAND are the above up to `rows:
+pack` before the second product, PROJECT is the rest.
+
 At each bar the threads meet. Rows, outputs and heads are shared out evenly. What a job works on stands in tables
 of int64 numbers, which Python fills with `as_table`: one for each sublayer, for ever, and one for each step.
 
@@ -28,9 +31,9 @@ from ppserve.model.cpu.kernels.rows import Norm, add_row, normalise, pack_row, r
 from ppserve.model.cpu.kernels.tile_code import PANEL
 from ppserve.model.cpu.vector import load_int, load_one
 
-ATTENTION, MLP, LINEAR, ATTEND = 1, 2, 3, 4
+ATTENTION, MLP, LINEAR, ATTEND, HEADS, EXPAND, PROJECT = range(1, 8)
 """Kinds of jobs. A job's arguments: its kind, the sublayer's table, the step's table, where the rows come from and
-where they go."""
+where they go; of PROJECT also where the rows of all ranks are."""
 
 
 class Room(NamedTuple):
@@ -177,13 +180,22 @@ def _norm_rows(product, stored, norm, weights, room, x, crew):
         pack_row(product, values, _packed(product, room), weights.chunks, row)
 
 
+class Columns(NamedTuple):
+    """Those of a row that are computed here. width: of the whole row."""
+
+    width: int
+    first: int
+    own: int
+
+
 @inlined
-def _add_rows(stored, width, room, x, stride, out, crew):
-    """out = x + y for this thread's rows."""
+def _add_rows(stored, columns, room, x, stride, out, crew):
+    """out = x + y for this thread's rows. x: whole rows; out: the columns."""
     first, end = _share(crew, room.num_rows, 1)
+    size = stored.element_bytes
     for row in range(first, end):
-        at = row * width * stored.element_bytes
-        add_row(stored, x + at, width, room.y + row * stride, out + at)
+        source, to = x + (row * columns.width + columns.first) * size, out + row * columns.own * size
+        add_row(stored, source, columns.own, room.y + row * stride, to)
 
 
 @inlined
@@ -210,7 +222,7 @@ def _attention(product, attention, stored, table, step, x, out, crew):
     for row in range(first, end):
         pack_row(product, room.mixed + row * room.mixed_stride, _packed(product, room), proj.chunks, row)
     _multiply(product, proj, room, room.y, crew)
-    _add_rows(stored, norm.width, room, x, 4 * proj.outputs, out, crew)
+    _add_rows(stored, Columns(norm.width, 0, norm.width), room, x, 4 * proj.outputs, out, crew)
 
 
 @inlined
@@ -227,7 +239,34 @@ def _mlp(product, stored, table, step, x, out, crew):
         activate(activation, values, expand.outputs)
         pack_row(product, values, _packed(product, room), contract.chunks, row)
     _multiply(product, contract, room, room.y, crew)
-    _add_rows(stored, norm.width, room, x, 4 * contract.outputs, out, crew)
+    _add_rows(stored, Columns(norm.width, 0, norm.width), room, x, 4 * contract.outputs, out, crew)
+
+
+@inlined
+def _heads(product, attention, stored, table, step, x, out, crew):
+    """Attention of a rank's own heads; out: float32."""
+    norm, qkv, room = _norm_at(table), _weights_at(table + _NORM), _room_at(step)
+    table += _NORM + _WEIGHTS
+    cache = _layer_at(step + _ROOM + _SLICES, load_int(table, 0), _float(table, 1))
+    _norm_rows(product, stored, norm, qkv, room, x, crew)
+    _multiply(product, qkv, room, room.y, crew)
+    width = 4 * cache.num_heads * cache.head_size
+    _attend_heads(attention, cache, step, room.y, 4 * qkv.outputs, out, width, crew)
+
+
+@inlined
+def _expand(product, stored, single, table, step, x, out, crew):
+    """A rank's own part of the inner rows; out: float32."""
+    norm, weights, room = _norm_at(table), _weights_at(table + _NORM), _room_at(step)
+    table += _NORM + _WEIGHTS
+    activation, own = Activation(load_int(table, 0), _float(table, 1), _float(table, 2)), load_int(table, 3)
+    _norm_rows(product, stored, norm, weights, room, x, crew)
+    _multiply(product, weights, room, room.y, crew)
+    first, end = _share(crew, room.num_rows, 1)
+    for row in range(first, end):
+        values = room.y + 4 * row * weights.outputs
+        activate(activation, values, weights.outputs)
+        read_row(single, values, own, out + 4 * row * own, 0)
 
 
 @inlined
@@ -242,6 +281,16 @@ def _linear(product, single, table, step, x, y, crew):
     _multiply(product, weights, room, y, crew)
 
 
+@inlined
+def _project(product, stored, single, table, step, x, out, rows, crew):
+    """The second product and the residual, of a rank's own columns. rows: float32 of all ranks."""
+    weights = _weights_at(table)
+    _linear(product, single, table, step, rows, _room_at(step).y, crew)
+    table += _WEIGHTS
+    columns = Columns(load_int(table, 1), load_int(table, 2), load_int(table, 3))
+    _add_rows(stored, columns, _room_at(step), x, 4 * weights.outputs, out, crew)
+
+
 @kernel
 def work(product, attention, stored, single, board, thread, num_threads, done) -> int:
     """As `team.Work`. stored: of hidden states. single: float32."""
@@ -252,8 +301,9 @@ def work(product, attention, stored, single, board, thread, num_threads, done) -
                 return done
             done += 1
         job, arguments = load_int(board, ARGUMENTS), board + 8 * ARGUMENTS
-        table, step, x, out = (
-            load_int(arguments, 1), load_int(arguments, 2), load_int(arguments, 3), load_int(arguments, 4)
+        table, step, x, out, rows = (
+            load_int(arguments, 1), load_int(arguments, 2), load_int(arguments, 3), load_int(arguments, 4),
+            load_int(arguments, 5),
         )  # fmt: skip
         if job == ATTENTION:
             _attention(product, attention, stored, table, step, x, out, crew)
@@ -265,6 +315,12 @@ def work(product, attention, stored, single, board, thread, num_threads, done) -
             cache = _layer_at(step + _ROOM + _SLICES, load_int(table, 0), _float(table, 1))
             width = 4 * cache.num_heads * cache.head_size
             _attend_heads(attention, cache, step, x, 3 * width, out, width, crew)
+        elif job == HEADS:
+            _heads(product, attention, stored, table, step, x, out, crew)
+        elif job == EXPAND:
+            _expand(product, stored, single, table, step, x, out, crew)
+        elif job == PROJECT:
+            _project(product, stored, single, table, step, x, out, rows, crew)
         else:
             return -1
         meet(board, thread, num_threads)

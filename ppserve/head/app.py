@@ -132,6 +132,12 @@ class HeadProcess:
 
     async def run(self) -> int:
         """Until a signal, or until the pipeline will not form again. Returns the exit code."""
+        try:
+            return await self._run()
+        finally:
+            meeting.end(self._meeting)
+
+    async def _run(self) -> int:
         self._listen_to_signals()
         warn_of_short_grace(self._config)
         self._keeper_thread.start()
@@ -146,7 +152,6 @@ class HeadProcess:
             if self._draft:
                 self._draft.end()
             self._trace.close()
-            meeting.end(self._meeting)
 
     async def _choose_shape(self) -> Hopeless | None:
         """Once every rank has measured. A rank that cannot serve, or a signal, is the engine's to handle."""

@@ -116,7 +116,7 @@ def _replica_card(reading: Reading) -> ReplicaCard:
 
 
 def _stage_cards(reading: Reading) -> tuple[StageCard, ...]:
-    predicted_s = _predicted_step_s(reading.decision, reading.stages)
+    predicted_s = predicted_step_s(reading.decision, reading.stages)
     return tuple(_stage_card(reading, stage, predicted_s) for stage in reading.stages)
 
 
@@ -151,14 +151,17 @@ def _stage_card(reading: Reading, stage: StageReading, predicted_s: tuple[float,
     )
 
 
-def _predicted_step_s(decision: Decision, stages: tuple[StageReading, ...]) -> tuple[float, ...]:
-    """Of every stage, from what `--layers auto` measured; () if it did not measure."""
-    hellos = [stage.member.hello for stage in stages]
-    measured = tuple(hello.costs for hello in hellos if hello is not None and hello.costs is not None)
-    if len(measured) < len(stages):
-        return ()
-    parts = mean(measured)
-    return tuple(parts.stage_cost(layout) for layout in decision.layouts)
+def predicted_step_s(decision: Decision, stages: tuple[StageReading, ...]) -> tuple[float, ...]:
+    """Of every stage, from what `--layers auto` measured; () if it did not measure. A tensor rank measures its own
+    part: a stage is as fast as its slowest."""
+    parts = []
+    for ranks in zip(*(stage.ranks for stage in stages), strict=True):
+        hellos = [rank.hello for rank in ranks if rank.hello is not None]
+        costs = tuple(hello.costs for hello in hellos if hello.costs is not None)
+        if len(costs) < len(stages):
+            return ()
+        parts.append(mean(costs))
+    return tuple(max(each.stage_cost(layout) for each in parts) for layout in decision.layouts)
 
 
 def why_not_deterministic(*replicas: tuple[Member, ...]) -> list[str]:

@@ -5,7 +5,9 @@ from __future__ import annotations
 from types import SimpleNamespace
 from typing import Any
 
-from ppserve.head.handle import PipelineHandle
+from ppserve.core.architecture import Split, stage_layouts
+from ppserve.core.partition import Parts
+from ppserve.head.handle import PipelineHandle, predicted_step_s
 
 
 def reading(serves: bool, running: int, kv_usage: float) -> Any:
@@ -33,3 +35,15 @@ def test_a_replica_that_does_not_serve_holds_nothing() -> None:
 
 def test_the_only_replica_counts_while_it_is_lost() -> None:
     assert load_of(reading(False, 2, 0.5)).max_running == 8
+
+
+def test_a_stage_is_predicted_to_be_as_fast_as_its_slowest_tensor_rank() -> None:
+    decision: Any = SimpleNamespace(layouts=stage_layouts(Split.parse("2,1")))
+
+    def stage(*attention_s: float | None) -> Any:
+        costs = [None if seconds is None else Parts(seconds, 0.0, 0.0, 0.0) for seconds in attention_s]
+        return SimpleNamespace(ranks=[SimpleNamespace(hello=SimpleNamespace(costs=each)) for each in costs])
+
+    assert predicted_step_s(decision, (stage(1.0, 2.0), stage(1.0, 4.0))) == (6.0, 3.0)
+    assert predicted_step_s(decision, (stage(1.0), stage(3.0))) == (4.0, 2.0)
+    assert predicted_step_s(decision, (stage(1.0, 2.0), stage(1.0, None))) == ()

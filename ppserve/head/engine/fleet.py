@@ -70,7 +70,12 @@ class Fleet:
     def take(self, heard: Heard | Gone) -> list[ReplicaEvent]:
         """A rank sent a message, or its connection ended."""
         replica = self._of_rank[heard.rank]
-        return self._sift(replica, replica.take(heard)) if replica in self._living else []
+        if replica in self._living:
+            return self._sift(replica, replica.take(heard))
+        if isinstance(heard, Heard) and isinstance(heard.message, wire.Hello):
+            # It was away when the others of its replica were told to end.
+            self._control.send(heard.rank, wire.Shutdown())
+        return []
 
     def tick(self) -> list[ReplicaEvent]:
         """Checks what no message reports: silent ranks, overdue steps, passed deadlines of requests."""

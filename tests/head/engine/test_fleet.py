@@ -1,0 +1,48 @@
+"""The fleet: what becomes of the ranks of a replica that is gone for good. Time and ranks are scripted."""
+
+from __future__ import annotations
+
+from ppserve import wire
+from ppserve.core.grid import RankGrid
+from ppserve.core.scheduling.intake import Intake
+from ppserve.head.engine.control import Gone, Heard
+from ppserve.head.engine.fleet import Fleet
+from ppserve.head.engine.members import Members
+from ppserve.head.engine.replica import Replica
+from ppserve.head.engine.watcher import Watcher
+from tests.head.engine.test_replica import SECOND, ScriptedControl
+from tests.head.engine.toy_ranks import ARCH, NUM_BLOCKS, ToyRules
+
+GRID = RankGrid(1, 2, 1)
+
+
+def hello(rank: int) -> wire.Hello:
+    return wire.Hello(rank, GRID.size, "host", "/m", ARCH, "float32", None, False, None, "here")
+
+
+def two_replicas(control: ScriptedControl) -> Fleet:
+    """Both serve."""
+    intake, rules = Intake(), ToyRules(1, {})
+    members = [Members(GRID, "here", rules, control, number) for number in range(2)]
+    replicas = [Replica(each, control, Watcher(), lambda: SECOND, intake) for each in members]
+    fleet = Fleet(replicas, control, lambda: SECOND)
+    fleet.start()
+    for rank in range(2):
+        loaded = wire.Loaded("cpu", 1, 1, 10, 10 * NUM_BLOCKS, "")
+        for message in (hello(rank), loaded, wire.StoreOpened(1, 1), wire.Ready(1)):
+            fleet.take(Heard(rank, SECOND, message))
+    assert [replica.serves for replica in fleet.replicas] == [True, True]
+    return fleet
+
+
+def test_a_stage_that_comes_back_to_a_replica_that_is_gone_for_good_is_told_to_end() -> None:
+    control = ScriptedControl()
+    fleet = two_replicas(control)
+    assert fleet.take(Gone(1, "exit")) == []
+    assert fleet.take(Heard(1, SECOND, hello(1))) == []
+    assert fleet.take(Heard(1, SECOND, wire.Failed("no memory"))) == [], "the other replica goes on"
+    control.sent.clear()
+    assert fleet.take(Gone(1, "exit")) == []
+    assert fleet.take(Heard(1, SECOND, hello(1))) == []
+    assert control.sent == [(1, wire.Shutdown())]
+    assert [replica.serves for replica in fleet.replicas] == [True, False]

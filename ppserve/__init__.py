@@ -15,7 +15,7 @@ first used, so asking a server needs no torch.
 
 from __future__ import annotations
 
-from importlib import import_module, metadata
+from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -26,6 +26,8 @@ if TYPE_CHECKING:
     from ppserve.library.parts import *
     from ppserve.library.pipeline import Pipeline
     from ppserve.library.stream import Stream
+
+    __version__: str
 
 _NAMES = {
     "ppserve.answers": "Chunk Completion Options",
@@ -42,10 +44,13 @@ _NAMES = {
 _HOME_OF = {name: home for home, names in _NAMES.items() for name in names.split()}
 
 __all__ = sorted(_HOME_OF)
-__version__ = metadata.version("ppserve")
 
 
 def __getattr__(name: str) -> Any:
+    if name == "__version__":
+        from importlib import metadata
+
+        return metadata.version("ppserve")
     home = _HOME_OF.get(name)
     if home is None:
         raise AttributeError(f"module 'ppserve' has no attribute {name!r}")

@@ -11,11 +11,11 @@ from typing import Any
 import click
 
 from ppserve import config as cfg
-from ppserve.cli.check import check
 from ppserve.cli.types import GUESSES, LAYERS, ON_OFF, PORTS, SIZE, AutoOr
 from ppserve.errors import ConfigError
 from ppserve.process.environment import RankEnvironment
 from ppserve.process.keeper import run_keeper
+from ppserve.process.stage_process import StageProcess
 
 _FILE = click.Path(exists=True, dir_okay=False, readable=True, path_type=Path)
 _COUNT = click.IntRange(min=1)
@@ -113,6 +113,7 @@ def serve(stages: int | None, **flags: Any) -> None:
     environment = RankEnvironment.from_environ()
     asked = (stages or 1) * config.pipeline.tensor_parallel * config.pipeline.replicas
     if environment is None:
+        from ppserve.cli.check import check
         from ppserve.process.torchrun import run_ranks
 
         check(config, asked)
@@ -122,10 +123,14 @@ def serve(stages: int | None, **flags: Any) -> None:
         raise ConfigError("--stages", problem)
     if environment.rank > 0:
         sys.exit(run_keeper(config, environment))
+    from ppserve.cli.check import check
+
     check(config, environment.world_size)
+    # It imports torch, and this process the head, at the same time.
+    stage_process = StageProcess()
     from ppserve.head.app import run_head
 
-    sys.exit(run_head(config, environment))
+    sys.exit(run_head(config, environment, stage_process))
 
 
 def build_config(flags: dict[str, Any]) -> cfg.ServeConfig:

@@ -59,7 +59,7 @@ class Keeper:
     """Keeps one stage process alive. Owns that process and a spare: a process that has imported already, so
     that a replacement takes a second and not many.
 
-    spawn: starts a process. clock: seconds, monotonic.
+    spawn: starts a process. clock: seconds, monotonic. spare: the first one, where it has been started.
     """
 
     def __init__(
@@ -70,6 +70,7 @@ class Keeper:
         meeting: wire.Meeting,
         spawn: Callable[[], Child] = StageProcess,
         clock: Callable[[], float] = time.monotonic,
+        spare: Child | None = None,
     ) -> None:
         self._config = config
         self._rank = rank
@@ -79,7 +80,7 @@ class Keeper:
         self._spawn = spawn
         self._clock = clock
         self._child: Child | None = None
-        self._spare: Child | None = None
+        self._spare = spare
         self._stopping = False
         self._kill_at_s: float | None = None
 

@@ -6,6 +6,7 @@ its exit code becomes the command's.
 
 from __future__ import annotations
 
+import gc
 import logging
 import math
 import os
@@ -66,11 +67,14 @@ def run_ranks(num_ranks: int, arguments: Sequence[str], shutdown_timeout_s: floa
     os.environ.setdefault(LAUNCHER_GRACE, str(math.ceil(shutdown_timeout_s) + _ENDING_S))
     # Otherwise torchrun sets it and prints a warning; stages choose their number of threads themselves.
     os.environ.setdefault("OMP_NUM_THREADS", "1")
+    # What is imported stays: the collector, which takes a tenth of the time, would find nothing.
+    gc.disable()
     from torch.distributed.elastic.multiprocessing.api import SignalException
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
     from torch.distributed.elastic.rendezvous import rendezvous_handler_registry
     from torch.distributed.run import parse_args, run
 
+    gc.enable()
     logging.disable(logging.CRITICAL)
     command = ["serve", *arguments] if arguments[:1] != ["serve"] else list(arguments)
     make: Any = lambda parameters: AloneRendezvous(parameters.run_id)  # noqa: E731

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import gc
 import logging
 import os
 import signal
@@ -35,12 +36,16 @@ def main() -> int:
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     threading.Thread(target=_show_life, args=(life_fd,), name="life", daemon=True).start()
-    # Slow (torch), which is why a spare process does it while it waits for its start.
+    # Slow (torch), which is why a spare process does it while it waits for its start. What is imported stays, so
+    # the collector need not look at it, now or during a step.
+    gc.disable()
     from ppserve.stage import calibrate
     from ppserve.stage.link import HeadLink
     from ppserve.stage.loop import Findings, StageLoop
     from ppserve.stage.wiring import ProcessGroupWiring
 
+    gc.freeze()
+    gc.enable()
     start = _read_start()
     survive_full_disks()
     grid = start.config.pipeline.grid(start.world_size)

@@ -13,7 +13,7 @@ import stat
 import tempfile
 from collections.abc import Callable
 from pathlib import Path
-from typing import TypeVar, cast
+from typing import Any, TypeVar, cast
 
 Kernel = TypeVar("Kernel", bound=Callable[..., object])
 
@@ -52,6 +52,8 @@ if "NUMBA_CACHE_DIR" not in os.environ:
 
 import numba  # noqa: E402
 
+from ppserve.model.cpu.compiling import PartCompiler, SharedCache  # noqa: E402
+
 # Who imported numba before this file gave it no directory.
 numba.config.reload_config()  # type: ignore[no-untyped-call]
 
@@ -61,9 +63,12 @@ def kernel(function: Kernel) -> Kernel:
 
     No fast-math anywhere: it is what makes a result independent of how the compiler vectorised it.
     """
-    return cast(Kernel, numba.njit(cache=True, nogil=True, error_model="numpy")(function))
+    dispatcher: Any = numba.njit(nogil=True, error_model="numpy")(function)
+    dispatcher._cache = SharedCache(function)  # type: ignore[no-untyped-call]
+    return cast(Kernel, dispatcher)
 
 
 def inlined(function: Kernel) -> Kernel:
-    """Compile a part of kernels; it lives in the cache of those that call it."""
-    return cast(Kernel, numba.njit(error_model="numpy")(function))
+    """Compile a part of kernels; it lives in the cache of those that call it, and Python cannot call it."""
+    options: dict[str, Any] = {"no_cpython_wrapper": True, "no_cfunc_wrapper": True}
+    return cast(Kernel, numba.njit(error_model="numpy", pipeline_class=PartCompiler, **options)(function))

@@ -87,19 +87,26 @@ class Peers:
         ]
 
     def run(self, name: str, environment: str, dtype: str, count: int) -> Timing | None:
-        """None where it fails."""
+        """None where it fails, which is told."""
         told = {"BATCH": count, "PROMPT": PROMPT, "NEW": NEW, "THREADS": THREADS}
         python = self.directory / environment / "bin" / "python"
+        # Without our modules: one of them may have the name of a package that the peer imports.
+        inherited = {key: value for key, value in os.environ.items() if key != "PYTHONPATH"}
         try:
             ran = subprocess.run(
                 [python, self.script, name, self.directory, dtype],
-                env=os.environ | {key: str(value) for key, value in told.items()},
+                env=inherited | {key: str(value) for key, value in told.items()},
                 capture_output=True, text=True, check=False, timeout=PEER_WITHIN_S,
             )  # fmt: skip
         except subprocess.TimeoutExpired:
+            print(f"{name} {dtype} {count} at once: not within {PEER_WITHIN_S} s", flush=True)
             return None
         found = dict(re.findall(r"(prefill_s|total_s)=([\d.]+)", ran.stdout))
-        return Timing(float(found["prefill_s"]), float(found["total_s"])) if len(found) == 2 else None
+        if len(found) < 2:
+            why = ran.stderr.strip().rpartition("\n")[2]
+            print(f"{name} {dtype} {count} at once failed: {why}", flush=True)
+            return None
+        return Timing(float(found["prefill_s"]), float(found["total_s"]))
 
 
 def race(

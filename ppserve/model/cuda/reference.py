@@ -22,11 +22,14 @@ class ReferenceOperators:
         self, qkv_TE: torch.Tensor, keys_BpHd: torch.Tensor, values_BpHd: torch.Tensor, slots_T: torch.Tensor
     ) -> None:
         _, keys_THd, values_THd = _heads(qkv_TE, keys_BpHd)
-        # Rows that only pad the step write what is there already: a mask would make the host wait for its sum.
-        held_T, slots_T = (slots_T >= 0)[:, None, None], slots_T.clamp(min=0)
+        # Rows that only pad the step write once more what the first of the others writes, or where there is none
+        # what is there already: a mask would make the host wait for its sum.
+        held_T = slots_T >= 0
+        row_T = torch.where(held_T, torch.arange(len(slots_T), device=slots_T.device), held_T.byte().argmax())
+        slots_T = slots_T[row_T].clamp(min=0)
         for new_THd, numbers_BpHd in ((keys_THd, keys_BpHd), (values_THd, values_BpHd)):
             slots_nHd = numbers_BpHd.flatten(0, 1)
-            slots_nHd[slots_T] = torch.where(held_T, new_THd.to(slots_nHd.dtype), slots_nHd[slots_T[-1:]])
+            slots_nHd[slots_T] = torch.where(held_T.any(), new_THd[row_T].to(slots_nHd.dtype), slots_nHd[:1])
 
     def attend(
         self, qkv_TE: torch.Tensor, keys_BpHd: torch.Tensor, values_BpHd: torch.Tensor, at: Tiles, scale: float

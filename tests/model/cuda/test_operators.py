@@ -144,6 +144,23 @@ def test_padding_changes_nothing(kind: str) -> None:
 
 
 @pytest.mark.parametrize("kind", KINDS)
+def test_padding_takes_nothing_from_any_slot(kind: str) -> None:
+    """Not from the very first either, which a row of the same step may fill."""
+    operators = operators_of(kind)
+    qkv = torch.randn(5, 3 * 2 * 4, device=DEVICE)
+    for slots in ([3, 0, 7, -1, -1], [0, -1, -1, -1, -1], [-1, 2, -1, 0, -1], [-1] * 5):
+        keys = torch.full((3, 4, 2, 4), torch.nan, device=DEVICE)
+        values = keys.clone()
+        operators.write(qkv, keys, values, torch.tensor(slots, dtype=torch.int32, device=DEVICE))
+        for part, kept in ((1, keys), (2, values)):
+            expected = torch.full((12, 8), torch.nan, device=DEVICE)
+            for row, slot in enumerate(slots):
+                if slot >= 0:
+                    expected[slot] = qkv[row, part * 8 : part * 8 + 8]
+            assert torch.equal(kept.view(12, 8).nan_to_num(7.0), expected.nan_to_num(7.0)), slots
+
+
+@pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize(("num_inputs", "num_outputs"), [(48, 144), (100, 70), (192, 64)])
 def test_product_is_plain_and_its_rows_stand_alone(

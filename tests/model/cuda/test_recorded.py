@@ -112,6 +112,19 @@ def test_scored_prompts_are_computed_as_they_come() -> None:
     assert recorded.replays == [0]
 
 
+def test_a_padded_step_may_write_into_the_first_block_of_all() -> None:
+    """Its first position is where padding would write, if it wrote."""
+    recorded, exact, length = Recorded(4), plain(), 16 * 7
+    for pipeline in (recorded, exact):
+        assert pipeline.table(0)[7] == 0
+        for i in range(3):
+            pipeline.step([pipeline.slice(i, prompt(length, seed=i), 0)])
+    for position in range(length, length + 3):
+        both = [of.step([of.slice(i, (7,), position, GREEDY_DRAW) for i in range(3)]) for of in (recorded, exact)]
+        assert torch.equal(both[0][0], both[1][0])
+    assert recorded.replays == [3]
+
+
 def test_a_recorded_step_leaves_no_trace_in_blocks() -> None:
     """Recording runs the stage, but keeps no key; so does every padded row."""
     recorded = Recorded(8)

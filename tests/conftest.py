@@ -11,12 +11,15 @@ import pytest
 import torch
 from hypothesis import settings
 
-from tests import slow
+from tests import as_gpu, slow
 from tests.e2e.serving import Server, serving
 
 # Triton reads it when it is first imported, by whichever test: without a GPU its kernels are interpreted.
 if not torch.cuda.is_available():
     os.environ["TRITON_INTERPRET"] = "1"
+
+# Workers share the cores: threads of torch's own would spend more time waiting for each other than they save.
+torch.set_num_threads(1)
 
 # No deadline: a slow moment of a shared machine is not a defect.
 settings.register_profile("ppserve", deadline=None)
@@ -26,6 +29,15 @@ settings.load_profile("ppserve")
 signal.signal(signal.SIGINT, signal.default_int_handler)
 
 E2E = Path(__file__).parent / "e2e"
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--as-gpu", action="store_true", help="stages compute as GPUs do; for tests/e2e")
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    if config.getoption("--as-gpu"):
+        as_gpu.choose()
 
 
 @pytest.hookimpl(tryfirst=True)  # before `-m` selects by marks

@@ -15,6 +15,7 @@ from ppserve import Pipeline
 from ppserve.answers import Token
 from ppserve.v1 import generation_pb2 as pb
 from ppserve.v1.generation_pb2_grpc import GenerationServiceStub
+from tests import as_gpu
 
 WORDS = [
     *("the", "quiet", "stage", "in", "front", "of", "every", "harbour", "held", "a", "lamp"),
@@ -111,7 +112,7 @@ def ask_all(
 
 def answers_alone(requests: Sequence[pb.GenerateRequest]) -> list[tuple[Answer, ...]]:
     """Of each request alone, on one stage, by `Pipeline`: what a server must answer, whatever else it does."""
-    with Pipeline("tiny", dtype="float32", threads=1) as pipeline:
+    with Pipeline("tiny", dtype="float32", threads=1, **as_gpu.settings()) as pipeline:
         return [_answers_of(pipeline, request) for request in requests]
 
 

@@ -16,6 +16,7 @@ from pathlib import Path
 
 import psutil
 
+from tests import as_gpu
 from tests.slow import require_slow_test
 
 READY = re.compile(r"^ppserve ready grpc=(\S+) metrics=(\S+) stages=(\d+) http=(\S+)$", re.MULTILINE)
@@ -120,7 +121,7 @@ def launch(
     """Starts a server on free ports; does not wait. `--dtype auto` depends on the CPU: not here."""
     require_slow_test("a server")
     command = [
-        *(*command, "--force-cpu", "--port", "0", "--metrics-port", "0", "--http-port", "0"),
+        *(*command, *as_gpu.flags(arguments), "--port", "0", "--metrics-port", "0", "--http-port", "0"),
         *("--dtype", "float32", *arguments),
     ]
     environment = {**os.environ, "OMP_NUM_THREADS": "1", **(env or {})}

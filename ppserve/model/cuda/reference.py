@@ -87,7 +87,9 @@ def _mix(
     most_nHm = torch.full(queries_nHmd.shape[:3], -torch.inf, device=queries_nHmd.device)
     total_nHm = torch.zeros_like(most_nHm)
     mixed_nHmd = torch.zeros_like(queries_nHmd)
-    for first in range(0, at.max_keys, KEYS_PER_TILE):
+    # Keys that no row sees change nothing. A device would have to be waited for to know which those are.
+    num_keys = at.max_keys if last_nm.device.type != "cpu" else int(last_nm.max()) + 1
+    for first in range(0, num_keys, KEYS_PER_TILE):
         keys_k = torch.arange(first, first + KEYS_PER_TILE, device=begin_n.device)
         places_nk = (begin_n[:, None] + keys_k // block_size).clamp(max=len(at.tables) - 1)
         blocks_nk, offsets_k = at.tables[places_nk], keys_k % block_size

@@ -19,10 +19,12 @@ import pytest
 import ppserve
 from ppserve.v1 import generation_pb2 as pb
 from ppserve.v1.generation_pb2_grpc import GenerationServiceStub
+from tests import as_gpu
 from tests.e2e.asking import Answer, answers_alone, ask, ask_all, mixed_requests, requests_with_everything
 from tests.e2e.serving import Server, serving
 
 TINY = Path(ppserve.__file__).parent / "assets" / "tiny"
+NUM_STREAMS = 8
 
 
 def long_requests(count: int) -> list[pb.GenerateRequest]:
@@ -39,12 +41,16 @@ def long_requests(count: int) -> list[pb.GenerateRequest]:
     return requests
 
 
+def ask_streams(server: Server) -> list[Answer]:
+    return ask(server.grpc, long_requests(NUM_STREAMS), at_once=NUM_STREAMS)
+
+
 def ask_and_hurt(server: Server, rank: int, signum: int, num_tensor: int = 1) -> list[Answer]:
-    """The answers of 16 streams, during which a rank's stage is sent a signal."""
+    """The answers of all streams, during which a rank's stage is sent a signal."""
     answers: list[Answer] = []
     stage, tensor = divmod(rank, num_tensor)
     died = f"stage {stage}{f' tensor {tensor}' * (num_tensor > 1)} died"
-    asking = threading.Thread(target=lambda: answers.extend(ask(server.grpc, long_requests(16), at_once=16)))
+    asking = threading.Thread(target=lambda: answers.extend(ask_streams(server)))
     restarts = server.log.count(died)
     asking.start()
     with grpc.insecure_channel(server.grpc) as channel:
@@ -74,17 +80,14 @@ def three_stages(request: pytest.FixtureRequest) -> Iterator[Server]:
         yield server
 
 
-@pytest.fixture(scope="module")
-def hurt_stages() -> Iterator[Server]:
-    """The same with two stages, over whatever transport is chosen."""
-    with serving(2) as server:
-        yield server
+over_shm = pytest.mark.parametrize("three_stages", ["shm"], indirect=True)
+"""For what does not depend on the transport."""
 
 
 @pytest.fixture(scope="module")
 def undisturbed() -> list[Answer]:
-    """What 16 streams are to bring."""
-    answers = [sequences[0] for sequences in answers_alone(long_requests(16))]
+    """What all streams are to bring."""
+    answers = [sequences[0] for sequences in answers_alone(long_requests(NUM_STREAMS))]
     assert {answer.end for answer in answers} == {"MAX_TOKENS"}
     return answers
 
@@ -97,7 +100,7 @@ def test_three_stages_answer_like_one(three_stages: Server) -> None:
 
 @pytest.mark.timeout(240)
 def test_kill_each_stage_in_turn(three_stages: Server, undisturbed: list[Answer]) -> None:
-    assert ask(three_stages.grpc, long_requests(16), at_once=16) == undisturbed
+    assert ask_streams(three_stages) == undisturbed
     ranks = {p.pid for p in three_stages.processes() if "ppserve.stage" not in p.cmdline()}
     for stage in range(3):
         survivors = {three_stages.stage_pid(other) for other in range(3) if other != stage}
@@ -113,7 +116,7 @@ def test_two_tensor_ranks_in_each_of_two_stages(
 ) -> None:
     """They answer like one rank, and still do after one of them has been killed."""
     with serving(4, "--tensor-parallel", "2", "--transport", transport) as server:
-        requests = requests_with_everything(24, seed=4)
+        requests = requests_with_everything(12, seed=4)
         assert ask_all(server.grpc, requests, at_once=12) == answers_alone(requests)
         for rank in victims:
             survivors = {server.stage_pid(other) for other in range(4) if other != rank}
@@ -129,7 +132,7 @@ def test_a_second_stage_dies_while_the_epoch_forms(three_stages: Server, undistu
         stub = GenerationServiceStub(channel)
         lost = stub.GetTopology(pb.GetTopologyRequest()).epoch
         answers: list[Answer] = []
-        asking = threading.Thread(target=lambda: answers.extend(ask(server.grpc, long_requests(8), at_once=8)))
+        asking = threading.Thread(target=lambda: answers.extend(ask_streams(server)))
         asking.start()
         witness = stub.Generate(long_requests(1)[0])
         for _ in range(20):
@@ -145,25 +148,27 @@ def test_a_second_stage_dies_while_the_epoch_forms(three_stages: Server, undistu
         with suppress(ProcessLookupError):  # on a loaded machine the head has cut it off before
             os.kill(second, signal.SIGKILL)
     asking.join()
-    assert answers == undisturbed[:8]
+    assert answers == undisturbed
     assert f"epoch {lost + 1} formed" not in server.log, "the second stage died too late"
     assert f"epoch {lost + 2} formed" in server.log
     assert server.stage_pid(0) == survivor, "a survivor lost its weights"
 
 
+@over_shm
 @pytest.mark.timeout(180)
-def test_a_frozen_stage_is_replaced(hurt_stages: Server, undisturbed: list[Answer]) -> None:
-    assert ask_and_hurt(hurt_stages, 1, signal.SIGSTOP) == undisturbed
+def test_a_frozen_stage_is_replaced(three_stages: Server, undisturbed: list[Answer]) -> None:
+    assert ask_and_hurt(three_stages, 1, signal.SIGSTOP) == undisturbed
 
 
+@over_shm
 @pytest.mark.timeout(180)
 def test_requests_that_arrive_while_a_stage_is_away_are_served(
-    hurt_stages: Server, undisturbed: list[Answer]
+    three_stages: Server, undisturbed: list[Answer]
 ) -> None:
-    so_far = len(hurt_stages.log)
-    os.kill(hurt_stages.stage_pid(0), signal.SIGKILL)
-    wait_for_line(hurt_stages, "stage 0 died", so_far)
-    assert ask(hurt_stages.grpc, long_requests(1), at_once=1) == undisturbed[:1]
+    so_far = len(three_stages.log)
+    os.kill(three_stages.stage_pid(0), signal.SIGKILL)
+    wait_for_line(three_stages, "stage 0 died", so_far)
+    assert ask(three_stages.grpc, long_requests(1), at_once=1) == undisturbed[:1]
 
 
 @pytest.mark.timeout(180)
@@ -222,7 +227,8 @@ def test_tokens_of_other_precisions_are_the_same_across_a_loss(
         with grpc.insecure_channel(server.grpc) as channel:
             told = GenerationServiceStub(channel).GetModelInfo(pb.GetModelInfoRequest())
         assert told.deterministic, told.nondeterministic_reason
-        assert (told.quantization, told.kv_dtype, told.kernels.split()[0].strip(",")) == told_of_it
-        undisturbed = ask(server.grpc, long_requests(16), at_once=3)
+        kernels = told_of_it[2] if as_gpu.settings() else told.kernels.split()[0].strip(",")
+        assert (told.quantization, told.kv_dtype, kernels) == told_of_it
+        undisturbed = ask(server.grpc, long_requests(NUM_STREAMS), at_once=3)
         for stage in range(2):
             assert ask_and_hurt(server, stage, signal.SIGKILL) == undisturbed

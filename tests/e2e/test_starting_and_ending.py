@@ -33,7 +33,7 @@ def no_process_left(server: Server) -> None:
         time.sleep(0.05)
 
 
-def test_from_a_plain_shell_only_this_host_can_reach_any_process() -> None:
+def test_from_a_plain_shell_only_this_host_can_reach_any_process_and_none_outlives_the_launcher() -> None:
     def listening(process: psutil.Process) -> set[tuple[str, str]]:
         found = [one.laddr for one in process.net_connections("inet") if one.status == psutil.CONN_LISTEN]
         return {(address.ip.removeprefix("::ffff:"), str(address.port)) for address in found}
@@ -44,6 +44,9 @@ def test_from_a_plain_shell_only_this_host_can_reach_any_process() -> None:
         assert listening(psutil.Process(server.process.pid)) == set(), "the launcher has a store"
         asked = {address.rpartition(":")[2] for address in (server.grpc, server.http, server.metrics)}
         assert {port for _, port in listening(psutil.Process(server.head_pid()))} == asked
+        os.kill(server.process.pid, signal.SIGKILL)
+        server.process.wait()
+        no_process_left(server)
 
 
 @pytest.mark.timeout(200)
@@ -94,14 +97,6 @@ def test_a_second_sigterm_ends_at_once() -> None:
             time.sleep(0.01)
         os.kill(head, signal.SIGTERM)
         server.wait_exit()
-        no_process_left(server)
-
-
-def test_killing_the_launcher_leaves_no_orphans() -> None:
-    with serving(2) as server:
-        server.processes()
-        os.kill(server.process.pid, signal.SIGKILL)
-        server.process.wait()
         no_process_left(server)
 
 

@@ -18,6 +18,8 @@ from ppserve.errors import InvalidRequest, Overloaded, Violation
 
 MIN_RETRY_S, MAX_RETRY_S = 0.1, 30.0
 _MANY_RUNNING = 8
+# Under overload all who are admitted are as late as the prediction allows. So it must allow for its error.
+_MARGIN = 1.25
 
 
 def worst_case_blocks(num_prompt: int, num_positions: int, num_sequences: int, block_size: int) -> int:
@@ -55,18 +57,25 @@ def refuse_late(
 ) -> None:
     """Raises Overloaded for a request whose answer would not be complete by its deadline.
 
-    All that run get a token a step, so until the request has its own, each of them gets at most as many. Where few
-    run, one more makes all of them together faster, and the prediction would be too long: then it is not made.
+    All that run get a token a step, so until the request has its own, each of them gets at most as many, after
+    what is left of its prompt. Where few run, one more makes all of them together faster, and the prediction would
+    be too long: then it is not made.
     """
     if request.deadline_s is None or len(running) < _MANY_RUNNING:
         return
     new = request.stop.max_tokens
     own = request.num_sequences * (len(request.prompt_ids) + new)
-    beside = sum(min(new, max(0, s.max_positions - s.computed)) for s in running)
-    answer_s = throughput.seconds_for(own + beside + queue.tokens_ahead(request.priority))
-    if answer_s is not None and now + answer_s > request.deadline_s:
+    beside = sum(_beside(s, new) for s in running)
+    answer_s = throughput.seconds_to_end(own + beside + queue.tokens_ahead(request.priority), new)
+    if answer_s is not None and now + _MARGIN * answer_s > request.deadline_s:
         retry_after_s = min(MAX_RETRY_S, max(MIN_RETRY_S, answer_s / 2))
         raise Overloaded(f"the answer would take about {answer_s:.1f} s, longer than its deadline", retry_after_s)
+
+
+def _beside(running: Sequence, new: int) -> int:
+    """The tokens that it computes while another computes `new`."""
+    known = max(0, len(running.token_ids) - running.computed)
+    return known + min(new, max(0, running.max_positions - len(running.token_ids)))
 
 
 def refuse_overload(

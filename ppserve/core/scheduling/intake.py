@@ -169,25 +169,26 @@ class Intake:
     ) -> SequenceEvent:
         """End a live sequence. Steps in flight may still hold it."""
         event = sequence.event(finish=finish, error=error, admitted_s=group.admitted_s, replica=group.replica)
-        self.retire(sequence, group)
+        self.retire(sequence, group, was_late=finish is FinishReason.DEADLINE)
         return event
 
     def fail(self, group: SequenceGroup, problem: str) -> list[SequenceEvent]:
         return [self.end(s, group, error=RequestFailed(problem)) for s in group.live]
 
-    def retire(self, sequence: Sequence, group: SequenceGroup) -> None:
-        """A live sequence has had its last event."""
+    def retire(self, sequence: Sequence, group: SequenceGroup, was_late: bool = False) -> None:
+        """A live sequence has had its last event. was_late: its deadline passed."""
         if sequence.status is SequenceStatus.WAITING:
             sequence.move_to(SequenceStatus.ENDED)
         else:
             self._homes[group.key].drop(sequence)
         if not group.live:
-            self._leave(group)
+            self._leave(group, was_late)
         self._may_move = True
 
-    def _leave(self, group: SequenceGroup) -> None:
-        """All sequences of a request have ended."""
-        if group.admitted_s is not None:
+    def _leave(self, group: SequenceGroup, was_late: bool = False) -> None:
+        """All sequences of a request have ended. How little a late one has used says nothing of what the next one
+        will need: if it counted, overload would look like short answers, and ever more would be admitted."""
+        if group.admitted_s is not None and not was_late:
             self._throughput.request_ended(group.num_tokens, group.num_known_tokens)
         if group in self.queue:
             self.queue.remove(group)
@@ -248,7 +249,9 @@ class Intake:
         group.admitted_s = now
         host.admit(group, known)
         leader = group.sequences[0]
-        self.queue.charge(group.caller, len(leader.token_ids) - leader.scheduled)
+        prompt_tokens = len(leader.token_ids) - leader.scheduled
+        self._throughput.request_admitted(prompt_tokens)
+        self.queue.charge(group.caller, prompt_tokens)
         return True
 
     def give_back(self, groups: Iterable[SequenceGroup]) -> None:

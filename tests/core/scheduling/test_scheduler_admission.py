@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import random
+from collections import deque
+
 import pytest
 
 from ppserve.core.request import FinishReason, OutputOptions
@@ -229,6 +232,36 @@ def test_an_answer_that_would_be_late_is_refused_although_it_could_begin_at_once
             rig.scheduler.intake.submit(hurried, rig.now)
     assert rig.submit(a_request("without", num_prompt=1, max_tokens=20))
     rig.drain()
+
+
+def overloaded(rig: SchedulerRig, times: float, limit_s: float, seconds: float) -> tuple[int, int]:
+    """So many times the requests that can be served, each with a time limit: (answers, admitted but late). A step
+    takes 4 ms and 0.4 ms for each row."""
+    dice, sent, good, late, due_s = random.Random(0), 0, 0, 0, 0.0
+    rows: deque[int] = deque()
+    while rig.now < seconds:
+        while due_s < rig.now:
+            due_s += dice.expovariate(50.0 * times)
+            sent += 1
+            rig.submit(a_request(f"r{sent}", num_prompt=8, max_tokens=24, deadline_s=rig.now + limit_s))
+        late += len(rig.scheduler.intake.expire(rig.now))
+        while (plan := rig.schedule_one()) is not None:
+            rows.append(plan.num_tokens)
+        if rows:
+            rig.now += 0.004 + 0.0004 * rows.popleft()
+            good += sum(event.is_terminal for event in rig.commit_one())
+        else:
+            rig.now = due_s + 1e-6
+    return good, late
+
+
+@pytest.mark.parametrize("limit_s", [1.0, 3.0])
+def test_under_overload_those_who_are_admitted_end_in_time(limit_s: float) -> None:
+    """Answers cut off by their deadline taught that answers are short, and ever more were admitted."""
+    usual, _ = overloaded(a_rig(num_blocks=9000, max_num_seqs=256), 0.8, 100.0, seconds=6.0)
+    good, late = overloaded(a_rig(num_blocks=9000, max_num_seqs=256), 10.0, limit_s, seconds=6.0)
+    assert good >= 0.9 * usual
+    assert late <= 0.01 * good
 
 
 # ---- deadlines and cancellation ----

@@ -2,17 +2,14 @@
 
 from __future__ import annotations
 
-import json
 import subprocess
-import sys
-import threading
 import time
 from typing import Any
 
 from benchmarks.chaos.record import Record
 from tests.hosts.two_hosts import ADDRESSES, TwoHosts, two_hosts, why_not
 
-_ANSWER = ("--seed", "7", "--max-tokens", "600", "--ignore-eos", "--json", "Once upon a time")
+_NUM_TOKENS = 600
 
 
 def hosts_lost(record: Record, short: bool) -> dict[str, Any]:
@@ -25,14 +22,15 @@ def hosts_lost(record: Record, short: bool) -> dict[str, Any]:
         head = hosts.torchrun(0, ADDRESSES[0])
         worker = hosts.torchrun(1, ADDRESSES[0])
         target = hosts.wait_ready(head)
-        whole = ask(hosts, target, lambda: None)[0]
+        whole = hosts.stream(target, _NUM_TOKENS).text
         wrong = 0
 
         def hurt_by(name: str, fault: Any) -> None:
             nonlocal wrong
             record.note("fault", name=name)
-            text, pauses_s[name] = ask(hosts, target, fault)
-            wrong += text != whole
+            seen = hosts.stream(target, _NUM_TOKENS, fault)
+            pauses_s[name] = seen.longest_pause_s
+            wrong += seen.text != whole
 
         for seconds in away_s:
 
@@ -43,7 +41,7 @@ def hosts_lost(record: Record, short: bool) -> dict[str, Any]:
                 worker = hosts.torchrun(1, ADDRESSES[0])
 
             hurt_by(f"host away {seconds:g} s", lose_it)
-        hurt_by("cable out 20 s", lambda: pull(hosts, 20.0))
+        hurt_by("cable out 20 s", lambda: hosts.pull_cable(20.0))
         deaths = head.log.count(" died")
         slow = hurt_link(hosts)
         if slow is None:
@@ -58,30 +56,6 @@ def hosts_lost(record: Record, short: bool) -> dict[str, Any]:
         "slow_link": slow or f"{head.log.count(' died') - deaths} deaths",
         "met": not wrong and same_head,
     }
-
-
-def ask(hosts: TwoHosts, target: str, fault: Any) -> tuple[str, float]:
-    """A stream on the head's host, hurt when it is under way: its text, and its longest pause in seconds."""
-    words = [sys.executable, "-m", "ppserve", "generate", "--target", target, *_ANSWER]
-    command, out = hosts.command(0, words), subprocess.PIPE
-    process = subprocess.Popen(command, stdout=out, stderr=subprocess.STDOUT, text=True)
-    assert process.stdout is not None
-    text, last_s, pause_s, hurting = "", None, 0.0, threading.Thread(target=fault)
-    for number, line in enumerate(process.stdout):
-        now_s = time.monotonic()
-        pause_s, last_s = max(pause_s, now_s - (last_s or now_s)), now_s
-        text += str(json.loads(line).get("text", "")) if line.startswith("{") else line
-        if number == 20:
-            hurting.start()
-    if hurting.ident is not None:
-        hurting.join()
-    return text if process.wait() == 0 else f"failed: {text[-200:]}", pause_s
-
-
-def pull(hosts: TwoHosts, seconds: float) -> None:
-    hosts.cable(connected=False)
-    time.sleep(seconds)
-    hosts.cable(connected=True)
 
 
 def hurt_link(hosts: TwoHosts) -> str | None:

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import re
 import socket
+import subprocess
+import sys
 import tempfile
 import time
 import urllib.request
@@ -33,66 +36,56 @@ def percentile(values: list[float], share: float) -> float:
 
 # ---- 9 --------------------------------------------------------------------------------------------------
 
+# Each in a process of its own, so that what is measured is the server and not its callers.
+PROCESSES = 2
+CLOSED = 24
+
 
 def overload(record: Record, short: bool) -> dict[str, Any]:
     """9: ten times the requests that can be served, each with a time limit."""
     record.close()
+    seconds = 15.0 if short else 60.0
     with serving(2) as server:
-        return asyncio.run(_overload(server, 15.0 if short else 60.0))
-
-
-async def _overload(server: Server, seconds: float) -> dict[str, Any]:
-    limit_s, tokens = 4.0, 24
-
-    async def ask(client: AsyncClient, seed: int) -> float:
-        """Seconds to its end. Raises CallFailed."""
-        begun_s = time.monotonic()
-        await client.generate("Once upon", seed=seed, max_tokens=tokens, ignore_eos=True, timeout_s=limit_s)
-        return time.monotonic() - begun_s
-
-    async with AsyncClient(server.grpc, retry=ONE_CONNECTION) as client:
-        over_s, served = time.monotonic() + seconds / 2, 0
-
-        async def closed(seed: int) -> None:
-            nonlocal served
-            while time.monotonic() < over_s:
-                with suppress(CallFailed):
-                    await ask(client, seed)
-                    served += 1
-
-        await asyncio.gather(*(closed(seed) for seed in range(24)))
-        peak = served / (seconds / 2)
-        good, refused_s, failures, late = 0, list[float](), Counter[str](), 0
-
-        async def one(seed: int) -> None:
-            nonlocal good, late
-            begun_s = time.monotonic()
-            try:
-                took_s = await ask(client, seed)
-                good += 1
-                late += took_s > limit_s
-            except CallFailed as failure:
-                failures[failure.code] += 1
-                if failure.code == "RESOURCE_EXHAUSTED":
-                    refused_s.append(time.monotonic() - begun_s)
-
-        tasks, begun_s, sent = set[asyncio.Task[None]](), time.monotonic(), 0
-        while (passed_s := time.monotonic() - begun_s) < seconds:
-            while sent < 10 * peak * passed_s:
-                tasks.add(asyncio.create_task(one(sent)))
-                sent += 1
-            await asyncio.sleep(0.005)
-        await asyncio.gather(*tasks)
-        goodput, p99_s = good / (time.monotonic() - begun_s), percentile(refused_s, 0.99)
+        ask(server, seconds / 3, "--closed", str(CLOSED // PROCESSES))  # the server learns its own speed
+        calm = ask(server, seconds / 2, "--closed", str(CLOSED // PROCESSES))
+        peak = total(calm, "good") / max(one["seconds"] for one in calm)
+        crowd = ask(server, seconds, "--rate", str(10 * peak / PROCESSES))
+    goodput = total(crowd, "good") / max(one["seconds"] for one in crowd)
+    failures = sum((Counter(one["failures"]) for one in crowd), Counter[str]())
+    refused_s, behind_s = ([s for one in crowd for s in one[what]] for what in ("refused_s", "behind_s"))
+    late = failures["DEADLINE_EXCEEDED"] + total(crowd, "late")
+    p99_s = percentile(refused_s, 0.99)
     return {
         "peak_requests_per_s": round(peak, 1),
-        "offered_per_s": round(sent / seconds, 1),
+        "offered_per_s": round(total(crowd, "sent") / seconds, 1),
         "goodput_share": round(goodput / peak, 2),
-        "refusal_p99_ms": round(1e3 * p99_s),
+        "good": total(crowd, "good"),
+        "refusal_p50_p99_ms": [round(1e3 * percentile(refused_s, share)) for share in (0.5, 0.99)],
+        "callers_sent_late_p99_ms": round(1e3 * percentile(behind_s, 0.99)),
+        "callers_busy": [round(one["busy"], 2) for one in crowd],
         "failures": dict(failures),
-        "admitted_but_late": failures["DEADLINE_EXCEEDED"] + late,
-        "met": goodput >= 0.9 * peak and p99_s <= 0.05 and not failures["DEADLINE_EXCEEDED"],
+        "admitted_but_late": late,
+        "met": goodput >= 0.9 * peak and p99_s <= 0.05 and not late,
     }
+
+
+def ask(server: Server, seconds: float, *flags: str) -> list[dict[str, Any]]:
+    """What each of the processes of callers saw."""
+    words = [sys.executable, "-m", "benchmarks.chaos.callers", "--target", server.grpc, "--seconds", str(seconds)]
+    asking = [subprocess.Popen([*words, *flags], stdout=subprocess.PIPE, text=True) for _ in range(PROCESSES)]
+    seen = []
+    try:
+        for one in asking:
+            seen.append(json.loads(one.communicate(timeout=seconds + 60.0)[0]))
+    finally:
+        for one in asking:
+            one.kill()
+            one.wait()
+    return seen
+
+
+def total(seen: list[dict[str, Any]], what: str) -> int:
+    return sum(one[what] for one in seen)
 
 
 # ---- 10 -------------------------------------------------------------------------------------------------
@@ -151,13 +144,15 @@ async def _stalled(server: Server, stalled: int, live: int) -> dict[str, Any]:
         request = pb.GenerateRequest(text="Once")
         request.stop.max_tokens, request.stop.ignore_eos = 150, True
         request.output.logprobs = 20
-        calls = [stub.Generate(request) for _ in range(stalled)]
+        calls, begun_s = [stub.Generate(request) for _ in range(stalled)], time.monotonic()
         for call in calls:
             await call.read()
-        # Until all is computed: what not reading costs others is measured. After 30 s they are ended.
+        # Until all is computed: what not reading costs others is measured. Who has not read for 30 s is ended; the
+        # time since they began is told, so that a measurement after that is not taken for one beside them.
         while await asyncio.to_thread(num_running, server):
             await asyncio.sleep(0.2)
         gaps.append(await _gaps(server, live))
+        stalled_for_s = time.monotonic() - begun_s
         for call in calls:
             call.cancel()
         await asyncio.sleep(1.0)
@@ -166,6 +161,8 @@ async def _stalled(server: Server, stalled: int, live: int) -> dict[str, Any]:
     before, beside, after = (percentile(of, 0.99) for of in gaps)
     return {
         "stalled": stalled,
+        "stalled_for_s": round(stalled_for_s, 1),
+        "live": live,
         "live_itl_p99_ms": [round(1e3 * p99_s) for p99_s in (before, beside, after)],
         "live_itl_ratio": round(beside / max(before, after), 2),
     }
@@ -204,12 +201,12 @@ def strangers(record: Record, short: bool) -> dict[str, Any]:
         canaries.ask_undisturbed()
         head = psutil.Process(server.head_pid())
         before, files = head.memory_info().rss, head.num_fds()
-        canaries.start()
-        record.note("fault")
-        held = [open_one(port, kind) for port in ports_of(server) for kind in range(3) for _ in range(number // 3)]
-        during = head.memory_info().rss
-        time.sleep(2.0)
-        canaries.finish()
+        ports = ports_of(server)
+        with canaries.asking():
+            record.note("fault")
+            held = [open_one(port, kind) for port in ports for kind in range(3) for _ in range(number // 3)]
+            during = head.memory_info().rss
+            time.sleep(2.0)
         for connection in held:
             with suppress(OSError):
                 connection.close()

@@ -5,7 +5,10 @@ from __future__ import annotations
 import json
 import threading
 import time
+from bisect import bisect_left, bisect_right
 from collections import Counter, defaultdict
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from itertools import pairwise
 from pathlib import Path
@@ -39,15 +42,15 @@ class Record:
 @dataclass
 class Crowd:
     """Callers who ask for the same answer again and again, each for one of its own. policy: whether a broken
-    stream is resumed."""
+    stream is resumed. latest_s: when each had its latest token."""
 
     target: str
     record: Record
     callers: int = 16
     max_tokens: int = 300
     policy: RetryPolicy = field(default_factory=lambda: ONE_CONNECTION)
+    latest_s: dict[int, float] = field(default_factory=dict)
     _over: threading.Event = field(default_factory=threading.Event)
-    _threads: list[threading.Thread] = field(default_factory=list)
 
     def ask_undisturbed(self) -> None:
         """What each answer is to be."""
@@ -57,15 +60,17 @@ class Crowd:
         for thread in threads:
             thread.join()
 
-    def start(self) -> None:
-        self._threads = [threading.Thread(target=self._run, args=(c,)) for c in range(self.callers)]
-        for thread in self._threads:
+    @contextmanager
+    def asking(self, within_s: float = 180.0) -> Iterator[None]:
+        """All the time; afterwards each to the end of its answer."""
+        threads = [threading.Thread(target=self._run, args=(c,), daemon=True) for c in range(self.callers)]
+        for thread in threads:
             thread.start()
-
-    def finish(self, within_s: float = 180.0) -> None:
-        """Each to the end of its answer."""
-        self._over.set()
-        for thread in self._threads:
+        try:
+            yield
+        finally:
+            self._over.set()
+        for thread in threads:
             thread.join(within_s)
             assert not thread.is_alive(), "a stream did not end"
 
@@ -80,7 +85,8 @@ class Crowd:
         try:
             with Client(self.target, retry=self.policy) as client:
                 for chunk in client.stream(PROMPT.format(caller), **asked):
-                    self.record.note("tokens", caller=caller, tokens=[_plain(token) for token in chunk.tokens])
+                    tokens = [_plain(token) for token in chunk.tokens]
+                    self.latest_s[caller] = self.record.note("tokens", caller=caller, tokens=tokens)
         except CallFailed as failure:
             self.record.note("failed", caller=caller, code=failure.code, reason=failure.reason)
             return False
@@ -123,8 +129,7 @@ def check(path: Path) -> Verdict:
     so_far: dict[int, list[Any]] = {}
     came: dict[int, list[float]] = defaultdict(list)
     faults: list[float] = []
-    for line in path.read_text().splitlines():
-        event = json.loads(line)
+    for event in events_of(path):
         match event:
             case {"what": "begin", "caller": caller}:
                 so_far[caller] = []
@@ -142,7 +147,13 @@ def check(path: Path) -> Verdict:
                 faults.append(t)
     for begun_s, over_s in pairwise([*faults, float("inf")]):
         for times in came.values():
-            gaps = [b - a for a, b in pairwise(times) if b > begun_s and a < over_s]
-            if gaps:
-                verdict.pauses.append(max(gaps))
+            # From the last token before the fault to the first after the next.
+            meanwhile = times[max(0, bisect_right(times, begun_s) - 1) : bisect_left(times, over_s) + 1]
+            if len(meanwhile) > 1:
+                verdict.pauses.append(max(b - a for a, b in pairwise(meanwhile)))
     return verdict
+
+
+def events_of(path: Path) -> Iterator[Any]:
+    with path.open() as lines:
+        yield from map(json.loads, lines)

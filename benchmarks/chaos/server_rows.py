@@ -28,14 +28,13 @@ def head_killed(record: Record, short: bool) -> dict[str, Any]:
     with serving(2, "--port", str(free_port()), by=lambda n: torchrun_again(n, number)) as server:
         people = Crowd(server.grpc, record, 8, policy=RetryPolicy())
         people.ask_undisturbed()
-        people.start()
-        for _ in range(number):
-            time.sleep(2.0)
-            record.note("fault")
-            so_far = len(READY.findall(server.log))
-            kill([server.head_pid()])
-            back_s.append(wait_for(lambda so_far=so_far: len(READY.findall(server.log)) > so_far, "a new head"))
-        people.finish()
+        with people.asking():
+            for _ in range(number):
+                time.sleep(2.0)
+                record.note("fault")
+                heads = len(READY.findall(server.log))
+                kill([server.head_pid()])
+                back_s.append(wait_for(lambda heads=heads: len(READY.findall(server.log)) > heads, "a new head"))
     verdict = judged(record)
     told = {"restarts": number, "back_after_s": round(max(back_s), 1), **verdict.figures()}
     return {**told, "met": verdict.is_clean}
@@ -54,14 +53,13 @@ def launcher_killed(record: Record, short: bool) -> dict[str, Any]:
         shared = set(os.listdir("/dev/shm"))
         with serving(2) as server:
             people = Crowd(server.grpc, record, 4)
-            people.start()
-            time.sleep(1.0)
-            server.processes()
-            ports = [int(where.rpartition(":")[2]) for where in (server.grpc, server.http, server.metrics)]
-            server.process.kill()
-            server.process.wait()
-            gone_s.append(wait_for(lambda server=server: not server.left_over(), "the end of all processes"))
-            people.finish()
+            with people.asking():
+                time.sleep(1.0)
+                server.processes()
+                ports = [int(where.rpartition(":")[2]) for where in (server.grpc, server.http, server.metrics)]
+                server.process.kill()
+                server.process.wait()
+                gone_s.append(wait_for(lambda server=server: not server.left_over(), "the end of all processes"))
             taken += sum(not is_free(port) for port in ports)
         left += len(set(os.listdir("/dev/shm")) - shared)
     record.close()
@@ -81,22 +79,22 @@ def told_to_end(record: Record, short: bool) -> dict[str, Any]:
     """8: SIGTERM under load, again and again; then twice in a row."""
     number, said_s, out_s = 2 if short else 30, list[float](), list[float]()
     truncated = 0
-    for _ in range(number):
+    for done in range(number):
         with serving(2, "--shutdown-timeout", "60") as server:
             open_then, ended = under_sigterm(server, said_s, out_s)
             truncated += open_then - ended
+        print(f"8: {done + 1} of {number}, {truncated} truncated", flush=True)
     with serving(2, "--shutdown-timeout", "600") as server:
         people = Crowd(server.grpc, record, 8, _LONG)
-        people.start()
-        time.sleep(2.0)
-        head = server.head_pid()
-        kill([head], signal.SIGTERM)
-        time.sleep(0.5)
-        kill([head], signal.SIGTERM)
-        begun_s = time.monotonic()
-        server.wait_exit(60)
-        at_once_s = time.monotonic() - begun_s
-        people.finish()
+        with people.asking():
+            time.sleep(2.0)
+            head = server.head_pid()
+            kill([head], signal.SIGTERM)
+            time.sleep(0.5)
+            kill([head], signal.SIGTERM)
+            begun_s = time.monotonic()
+            server.wait_exit(60)
+            at_once_s = time.monotonic() - begun_s
     record.close()
     return {
         "times": number,
@@ -121,11 +119,11 @@ def under_sigterm(server: Server, said_s: list[float], out_s: list[float]) -> tu
                 count += chunk.num_tokens
             ended.append(count)
 
-    threads = [threading.Thread(target=ask, args=(seed,)) for seed in range(16)]
+    threads = [threading.Thread(target=ask, args=(seed,), daemon=True) for seed in range(16)]
     for thread in threads:
         thread.start()
     for _ in threads:
-        begun.acquire()
+        assert begun.acquire(timeout=60.0), "a stream did not begin"
     with Client(server.grpc) as client:
         # A watcher of its own: every call costs it as long as the server takes to answer.
         server.processes()

@@ -29,13 +29,31 @@ pytestmark = [needs_hosts, pytest.mark.timeout(150)]
 def test_two_hosts_serve(master: str, names_are_loopback: bool) -> None:
     with two_hosts(names_are_loopback) as hosts:
         head = hosts.torchrun(0, master)
-        hosts.torchrun(1, master)
+        worker = hosts.torchrun(1, master)
         target = hosts.wait_ready(head)
         if master == ADDRESSES[0]:
             a_stranger_on_the_link(hosts, head)
         ask = ("generate", "--target", target, "--seed", "7", "--max-tokens", "12", "Once upon a time")
         assert hosts.run(0, sys.executable, "-m", "ppserve", *ask).startswith(" there was a careful boy")
         assert "did not form" not in head.log
+        if master == NAMES[0]:
+            a_cut_cable_and_a_host_that_comes_back(hosts, head, worker, target)
+
+
+def a_cut_cable_and_a_host_that_comes_back(hosts: TwoHosts, head: Agent, worker: Agent, target: str) -> None:
+    """One answer meets both, and has the same text; the head stays."""
+
+    def lose_host() -> None:
+        worker.end()
+        hosts.torchrun(1, NAMES[0])
+
+    whole = hosts.stream(target, 250)
+    # Longer than a silence after which the head gives the epoch up.
+    hurt = hosts.stream(target, 250, lambda: hosts.pull_cable(3.5), lose_host)
+    assert hurt.text == whole.text
+    assert "stage 1: silent" in head.log
+    assert "stage 1 died (exit)" in head.log
+    assert head.log.count("ppserve ready") == 1
 
 
 def a_stranger_on_the_link(hosts: TwoHosts, head: Agent) -> None:

@@ -5,14 +5,16 @@ Each has its own loopback, routes and host name, so what works here by 127.0.0.1
 
 from __future__ import annotations
 
+import json
 import os
 import shutil
 import signal
 import subprocess
 import sys
 import tempfile
+import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -25,6 +27,7 @@ ADDRESSES = ("10.77.0.1", "10.77.0.2")
 ADDRESSES_6 = ("fd77::1", "fd77::2")
 NAMES = ("host0", "host1")
 MASTER_PORT = 29500
+_TOKENS_BEFORE_FAULTS = 20
 
 
 def why_not() -> str | None:
@@ -60,6 +63,21 @@ class Agent:
         if self.process.poll() is None:
             self.process.send_signal(signal.SIGKILL)
         self.process.wait()
+
+
+@dataclass
+class Streamed:
+    """What a client printed."""
+
+    text: str = ""
+    longest_pause_s: float = 0.0
+    _last_s: float | None = None
+
+    def take(self, line: str) -> None:
+        now_s = time.monotonic()
+        self.longest_pause_s = max(self.longest_pause_s, now_s - (self._last_s or now_s))
+        self._last_s = now_s
+        self.text += str(json.loads(line).get("text", "")) if line.startswith("{") else line
 
 
 @dataclass
@@ -108,6 +126,31 @@ class TwoHosts:
             assert all(agent.process.poll() is None for agent in self.agents), f"an agent ended\n{logs}"
             time.sleep(0.05)
         return match[1]
+
+    def stream(self, target: str, num_tokens: int, *faults: Callable[[], None]) -> Streamed:
+        """An answer on the head's host, the same every time. Each fault begins when the stream goes on after the
+        one before, beside it. Raises AssertionError if the stream fails, or ends before all faults."""
+        asked = ("--target", target, "--seed", "7", "--max-tokens", str(num_tokens), "--ignore-eos", "--json")
+        command = self.command(0, [sys.executable, "-m", "ppserve", "generate", *asked, "Once upon a time"])
+        left, doing, seen = list(faults), threading.Thread(), Streamed()
+        with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True) as process:
+            assert process.stdout is not None
+            for number, line in enumerate(process.stdout):
+                seen.take(line)
+                if number >= _TOKENS_BEFORE_FAULTS and left and not doing.is_alive():
+                    doing = threading.Thread(target=left.pop(0))
+                    doing.start()
+        if doing.ident is not None:
+            doing.join()
+        assert process.returncode == 0, seen.text[-1000:]
+        assert not left, f"the stream ended before {len(left)} of the faults"
+        return seen
+
+    def pull_cable(self, seconds: float) -> None:
+        """Out for so long."""
+        self.cable(connected=False)
+        time.sleep(seconds)
+        self.cable(connected=True)
 
     def cable(self, connected: bool) -> None:
         """Plugs the cable in at host 1, or pulls it out."""

@@ -1,0 +1,75 @@
+"""The judges of `benchmarks/chaos`: what they must find, and what they must not."""
+
+from __future__ import annotations
+
+import random
+from pathlib import Path
+
+import pytest
+
+from benchmarks.chaos.flatness import growth
+from benchmarks.chaos.record import Record, check
+
+LIMIT = 512.0
+
+
+def memory_of(bytes_per_request: float, seed: int) -> list[tuple[int, float]]:
+    """As an allocator shows it: in pages, with a buffer that comes and goes."""
+    dice, found = random.Random(seed), []
+    for served in range(1000, 3000, 25):
+        buffer = dice.choice([0, 0, 65536])
+        found.append((served, (60e6 + bytes_per_request * served + buffer) // 4096 * 4096))
+    return found
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_a_leak_of_a_kilobyte_is_found_and_none_is_seen_where_none_is(seed: int) -> None:
+    leaking, flat = growth(memory_of(1024.0, seed)), growth(memory_of(0.0, seed))
+    assert leaking is not None
+    assert leaking.plainly_above(LIMIT)
+    assert flat is not None
+    assert flat.surely_below(LIMIT)
+
+
+def wandering(seed: int) -> list[tuple[int, float]]:
+    """Without a trend; to a straight line's eye it has one."""
+    dice, found, value = random.Random(seed), [], 60e6
+    for served in range(1000, 3000, 25):
+        value += dice.gauss(0.0, 2e5)
+        found.append((served, value))
+    return found
+
+
+def test_a_memory_that_wanders_is_hardly_ever_taken_for_a_leak_or_for_flat() -> None:
+    verdicts = [found for seed in range(40) if (found := growth(wandering(seed))) is not None]
+    assert len(verdicts) == 40
+    assert sum(found.plainly_above(LIMIT) for found in verdicts) <= 3
+    assert sum(found.surely_below(LIMIT) for found in verdicts) <= 6
+    assert growth(wandering(0)[:5]) is None
+
+
+def recorded(path: Path, second_answer: list[int]) -> Path:
+    record = Record(path)
+    for kind, ids in (("undisturbed", [1, 2, 3]), ("answer", second_answer)):
+        record.note("begin", caller=0, kind=kind)
+        for token in ids:
+            record.note("tokens", caller=0, tokens=[[token, -1.0]])
+        record.note("end", caller=0, kind=kind)
+    record.close()
+    return path
+
+
+@pytest.mark.parametrize("ids", [[1, 2, 4], [1, 2], [1, 2, 2, 3], [1, 2, 3, 4]])
+def test_a_token_that_is_wrong_missing_or_there_twice_is_found(ids: list[int], tmp_path: Path) -> None:
+    assert check(recorded(tmp_path / "wrong", ids)).wrong == 1
+    assert check(recorded(tmp_path / "right", [1, 2, 3])).is_clean
+
+
+def test_the_pause_is_the_longest_after_each_fault(tmp_path: Path) -> None:
+    lines = ['{"t": 0, "what": "begin", "caller": 0, "kind": "undisturbed"}']
+    times = [0.0, 1.0, 1.5, 5.5, 6.0, 8.0]
+    lines += [f'{{"t": {t}, "what": "tokens", "caller": 0, "tokens": []}}' for t in times]
+    lines[4:4] = ['{"t": 2.0, "what": "fault"}']
+    lines[7:7] = ['{"t": 7.0, "what": "fault"}']
+    (tmp_path / "record").write_text("\n".join(lines) + "\n")
+    assert check(tmp_path / "record").pauses == [4.0, 2.0]

@@ -36,7 +36,7 @@ def main() -> int:
             print(f"history {seed} failed: {error}", flush=True)
         number += 1
         num_faults += history.num_faults
-        num_deaths += history.host.num_deaths
+        num_deaths += sum(host.num_deaths for host in history.hosts)
         simulated_s += history.world.now_ns / 1e9
         now_s = time.monotonic()
         if now_s - reported_s > _REPORT_EVERY_S or now_s - begun_s > asked.seconds:

@@ -100,13 +100,15 @@ def generation(request: Request, index: int) -> list[TokenOutput]:
 class FakeEngine:
     """Delivers every sequence's tokens, one step a loop turn, or what a test pushes by hand.
 
-    by_hand: submitted requests wait for the test. refusal: raised by submit. break_after: streams end
-    with this error after so many tokens of their own, this many times. halt_after: streams stand still there.
+    by_hand: submitted requests wait for the test. refusal: raised by submit. full: raised before. break_after:
+    streams end with this error after so many tokens of their own, this many times. halt_after: streams stand still
+    there.
     """
 
     card: ModelCard = CARD
     by_hand: bool = False
     refusal: RequestError | None = None
+    full: RequestError | None = None
     crash: Exception | None = None
     break_error: RequestError | None = None
     break_after: int = 0
@@ -118,6 +120,10 @@ class FakeEngine:
     restarts: list[tuple[int, bool]] = field(default_factory=list)
     news: asyncio.Condition = field(default_factory=asyncio.Condition)
     _runs: set[asyncio.Task[None]] = field(default_factory=set)
+
+    def refuse_if_full(self) -> None:
+        if self.full is not None:
+            raise self.full
 
     async def submit(self, request: Request, sink: Sink) -> None:
         if self.crash is not None:

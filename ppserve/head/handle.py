@@ -41,6 +41,10 @@ class PipelineHandle:
         held = await asyncio.to_thread(read) if len(request.resume_ids) > _MANY_HELD else read()
         await asyncio.wrap_future(self._engine.submit(request, sink, self._tokenizer, held))
 
+    def refuse_if_full(self) -> None:
+        """Raises Overloaded where every request would be refused now."""
+        self._engine.refuse_if_full()
+
     def cancel(self, request_id: str, reason: FinishReason) -> None:
         self._engine.cancel(request_id, reason)
 

@@ -72,6 +72,21 @@ def refuse_late(
         raise Overloaded(f"the answer would take about {answer_s:.1f} s, longer than its deadline", retry_after_s)
 
 
+def refusal_by_number(
+    num_waiting: int, num_tokens: int, throughput: Throughput, config: SchedulerConfig
+) -> Overloaded | None:
+    """The refusal where so many requests wait, with so many tokens; None if one more may."""
+    if num_waiting < config.max_queue:
+        return None
+    return Overloaded(f"{num_waiting} requests are waiting", _retry_after_s(num_tokens, throughput))
+
+
+def _retry_after_s(num_tokens: int, throughput: Throughput) -> float:
+    """When half of what waits is computed."""
+    retry_s = throughput.seconds_for(num_tokens // 2)
+    return min(MAX_RETRY_S, max(MIN_RETRY_S, 1.0 if retry_s is None else retry_s))
+
+
 def _beside(running: Sequence, new: int) -> int:
     """The tokens that it computes while another computes `new`."""
     known = max(0, len(running.token_ids) - running.computed)
@@ -90,10 +105,9 @@ def refuse_overload(
     The bound on tokens does not apply to a request that is alone in the queue, however long it is.
     """
     num_before, tokens_before = len(queue) - 1, queue.num_tokens - group.num_tokens
-    retry_s = throughput.seconds_for(tokens_before // 2)
-    retry_after_s = min(MAX_RETRY_S, max(MIN_RETRY_S, 1.0 if retry_s is None else retry_s))
-    if num_before >= config.max_queue:
-        raise Overloaded(f"{num_before} requests are waiting", retry_after_s)
+    if refusal := refusal_by_number(num_before, tokens_before, throughput, config):
+        raise refusal
+    retry_after_s = _retry_after_s(tokens_before, throughput)
     if num_before and queue.num_tokens > config.max_queue_tokens:
         raise Overloaded(f"{tokens_before} tokens are waiting", retry_after_s)
     deadline_s = group.request.deadline_s

@@ -21,21 +21,21 @@ from collections.abc import Iterable, Set
 from typing import Protocol
 
 from ppserve.core.request import FinishReason, Request
-from ppserve.core.scheduling.admission import refuse_impossible, refuse_late, refuse_overload
+from ppserve.core.scheduling.admission import refusal_by_number, refuse_impossible, refuse_late, refuse_overload
 from ppserve.core.scheduling.block_manager import BlockTable
 from ppserve.core.scheduling.config import SchedulerConfig
 from ppserve.core.scheduling.fairness import FairQueue
 from ppserve.core.scheduling.quarantine import Quarantine
 from ppserve.core.scheduling.sequence import Sequence, SequenceEvent, SequenceGroup, SequenceStatus
 from ppserve.core.scheduling.throughput import Throughput
-from ppserve.errors import InvalidRequest, RequestError, RequestFailed, Violation
+from ppserve.errors import InvalidRequest, Overloaded, RequestError, RequestFailed, Violation
 
 
 class Host(Protocol):
     """A replica's scheduler, as the intake needs it.
 
-    is_open: requests may be admitted. is_busy: steps are in flight. tokens_left: to compute for all its requests,
-    at most.
+    may_admit: there may be room for a request. is_busy: steps are in flight. tokens_left: to compute for all its
+    requests, at most.
     """
 
     @property
@@ -45,7 +45,7 @@ class Host(Protocol):
     def num_blocks(self) -> int: ...
 
     @property
-    def is_open(self) -> bool: ...
+    def may_admit(self) -> bool: ...
 
     @property
     def is_busy(self) -> bool: ...
@@ -134,6 +134,12 @@ class Intake:
         if request.deadline_s is not None:
             self._next_deadline_s = min(self._next_deadline_s, request.deadline_s)
 
+    def refusal(self) -> Overloaded | None:
+        """What any request would be refused with now; None if one may be admitted, or may wait."""
+        if not self._hosts or any(host.may_admit for host in self._hosts):
+            return None
+        return refusal_by_number(len(self.queue), self.queue.num_tokens, self._throughput, self._hosts[0].config)
+
     def abort(self, request_id: str, reason: FinishReason) -> list[SequenceEvent]:
         """End a request now, whatever its state. Nothing happens if it is unknown or has ended."""
         group = self.groups.get(request_id)
@@ -208,7 +214,7 @@ class Intake:
     def admit(self, now: float) -> None:
         """Admit waiting requests, in their order, until the first that fits nowhere."""
         while self._may_move:
-            hosts = [host for host in self._hosts if host.is_open and self.lone_at(host) is None]
+            hosts = [host for host in self._hosts if host.may_admit and self.lone_at(host) is None]
             if not hosts:
                 return
             group = self._first(hosts, now)

@@ -77,6 +77,11 @@ class Scheduler:
         return self._blocks.num_blocks
 
     @property
+    def may_admit(self) -> bool:
+        """Whether there may be room for a request: it needs a place, and a block."""
+        return self.is_open and len(self._roster) < self.config.max_num_seqs and self._blocks.num_free > 0
+
+    @property
     def tokens_left(self) -> int:
         """To compute until all running sequences have their longest answers."""
         return sum(sequence.max_positions - sequence.computed for sequence in self._roster.running)

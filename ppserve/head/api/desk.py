@@ -13,7 +13,7 @@ from dataclasses import replace
 from typing import Protocol, TypeVar
 
 from ppserve.core.request import FinishReason, Request
-from ppserve.errors import Draining, InvalidRequest, Violation
+from ppserve.errors import Draining, InvalidRequest, Overloaded, Violation
 from ppserve.head.api.auth import ApiKeys
 from ppserve.head.api.call import Call
 from ppserve.head.api.requests import Asked, check, check_ids, check_text, is_fit_for_logs, to_request
@@ -38,6 +38,9 @@ class EngineHandle(Protocol):
 
     async def submit(self, request: Request, sink: Sink) -> None:
         """Begin a request, whose outputs go to `sink`. Raises RequestError (Overloaded, Draining, ...)."""
+
+    def refuse_if_full(self) -> None:
+        """Raises Overloaded where every request would be refused now: before any work on it."""
 
     def cancel(self, request_id: str, reason: FinishReason) -> None:
         """Nobody reads this request's outputs any more. Does nothing for ended and unknown requests."""
@@ -119,6 +122,8 @@ class FrontDesk:
         than the stall timeout.
         """
         check(asked, self.card)
+        if not self._draining:
+            self._engine.refuse_if_full()
         prompt = asked.prompt
         prompt_ids = await self._encode("prompt", prompt) if isinstance(prompt, str) else prompt
         request = to_request(asked, prompt_ids, self.card, call)
@@ -126,12 +131,16 @@ class FrontDesk:
             raise Draining("the server is shutting down")
         stream = RequestStream(request, self._echo(prompt, request), self._stall_timeout_s)
         self._enter(stream, call)
+        was_refused = False
         try:
             await self._engine.submit(request, stream)
             yield stream
+        except Overloaded:  # by the engine alone, which then knows of no request to cancel
+            was_refused = True
+            raise
         finally:
             self._leave(stream)
-            if not stream.is_complete:
+            if not was_refused and not stream.is_complete:
                 self._engine.cancel(request.id, _why_gone(request))
         log.info("request %s: answered", call.request_id, extra=call.trace | {"caller": call.caller})
 

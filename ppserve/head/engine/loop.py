@@ -18,7 +18,7 @@ from concurrent.futures import Future
 
 from ppserve.core.request import FinishReason, Request
 from ppserve.core.scheduling.sequence import SequenceEvent
-from ppserve.errors import Draining, RequestError, StagesLost
+from ppserve.errors import Draining, Overloaded, RequestError, StagesLost
 from ppserve.head.engine.control import ControlPlane
 from ppserve.head.engine.fleet import Fleet
 from ppserve.head.engine.member import Formed, Hopeless
@@ -63,9 +63,9 @@ class Engine(threading.Thread):
         self._inbox: deque[Message] = deque()
         self._open: dict[str, OpenRequest] = {}
         self._outputs: dict[Sink, list[TokenOutput]] = {}
-        self._stopping = False
-        self._ended = False
-        self._is_unbalanced = False
+        self._stopping = self._ended = self._is_unbalanced = False
+        # What any request would be refused with, as of the latest turn. Replaced as a whole.
+        self._refusal: Overloaded | None = None
 
     # ---- for other threads ----------------------------------------------------------------------------
 
@@ -77,6 +77,12 @@ class Engine(threading.Thread):
         message = Submit(request, sink, tokenizer, held)
         self._post(message)
         return message.accepted
+
+    def refuse_if_full(self) -> None:
+        """Raises Overloaded where any request would be refused, without waiting for the engine's thread."""
+        if (refusal := self._refusal) is not None:
+            self._watcher.refused(refusal)
+            raise refusal.with_traceback(None)
 
     def cancel(self, request_id: str, reason: FinishReason) -> None:
         """End a request. Nothing happens if it has ended."""
@@ -123,7 +129,7 @@ class Engine(threading.Thread):
         hopeless = self.failed.result() if self.failed.done() else None
         code = 0 if hopeless is None else EXIT_USAGE if hopeless.usage else EXIT_FAILED
         self._fleet.shut_down(code)
-        self._ended = True
+        self._ended, self._refusal = True, None
         self._refuse_the_rest()
         self._control.close(_GOODBYE_S)
 
@@ -139,6 +145,7 @@ class Engine(threading.Thread):
         self._note_demand()
         self._fleet.refill(woken_ns)
         self._fleet.report_load()
+        self._refusal = self._fleet.intake.refusal()
         self._deliver()
 
     def _take(self, message: Message) -> None:
@@ -270,11 +277,9 @@ def _shutting_down() -> Draining:
 
 def _settle(future: Future[tuple[Reading, ...]], answer: Callable[[], tuple[Reading, ...]]) -> None:
     try:
-        reading = answer()
+        future.set_result(answer())
     except Exception as error:
         future.set_exception(error)
-    else:
-        future.set_result(reading)
 
 
 def _push(outputs: dict[Sink, list[TokenOutput]]) -> None:

@@ -36,7 +36,7 @@ class Watcher:
         """At the end of a turn. outcomes: guessed tokens so far, by what became of them."""
 
     def refused(self, error: RequestError) -> None:
-        """A request was refused."""
+        """A request was refused. Called in any thread."""
 
     def output(self, opened: OpenRequest, output: TokenOutput, now_s: float) -> None:
         """A stream gets a token, an end, or both. `opened` is already up to date."""

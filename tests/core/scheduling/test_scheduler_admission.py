@@ -103,6 +103,24 @@ def test_the_queue_is_bounded_by_requests_that_really_wait() -> None:
     check_scheduler(rig.scheduler)
 
 
+@pytest.mark.parametrize("max_queue", [0, 2])
+def test_who_is_refused_without_looking_would_be_refused_in_any_case(max_queue: int) -> None:
+    """And the other way round, where no request is so short that it fits beside what is there."""
+    rig, dice, num_refused = a_rig(max_num_seqs=2, max_queue=max_queue, num_blocks=60), random.Random(0), 0
+    for i in range(200):
+        refusal = rig.scheduler.intake.refusal()
+        asked = a_request(f"r{i}", priority=dice.randrange(3), caller=dice.choice("ab"))
+        assert rig.submit(asked) == (refusal is None)
+        num_refused += refusal is not None
+        for _ in range(dice.randrange(4)):
+            fill(rig)
+            if rig.pipeline.num_in_flight:
+                rig.commit_one()
+    assert num_refused > 20
+    rig.drain()
+    assert rig.scheduler.intake.refusal() is None
+
+
 def test_no_queue_at_all_still_serves_what_fits() -> None:
     rig = a_rig(max_num_seqs=1, max_queue=0)
     assert rig.submit(a_request("a"))

@@ -69,8 +69,25 @@ def test_the_engines_refusal_comes_through() -> None:
         with pytest.raises(Overloaded):
             await text_of(desk, Asked())
         assert desk.num_open_streams == 0
+        assert engine.cancelled == {}, "it was never open"
 
     run(scenario, refusal=Overloaded("the queue is full", 1.5))
+
+
+def test_a_full_server_refuses_before_it_tokenizes() -> None:
+    class NoWork(ByteCodec):
+        def encode(self, text: str) -> list[int]:
+            raise AssertionError("tokenized in vain")
+
+    async def main() -> None:
+        engine = FakeEngine(full=Overloaded("3 requests are waiting", 1.5))
+        desk = FrontDesk(engine, NoWork())
+        with pytest.raises(Overloaded):
+            await text_of(desk, Asked(prompt="hello"))
+        with pytest.raises(InvalidRequest):
+            await text_of(desk, Asked(prompt="hello", top_p=7))
+
+    asyncio.run(main())
 
 
 @pytest.mark.parametrize(

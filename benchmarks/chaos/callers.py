@@ -95,8 +95,8 @@ def main() -> None:
     parser.add_argument("--closed", type=int, default=0, help="callers, each with one request at a time")
     parser.add_argument("--rate", type=float, default=1.0, help="requests per second, answered or not")
     parser.add_argument("--seconds", type=float, required=True)
-    parser.add_argument("--tokens", type=int, default=48)
-    parser.add_argument("--limit", type=float, default=4.0, help="seconds that a caller waits")
+    parser.add_argument("--tokens", type=int, default=96)
+    parser.add_argument("--limit", type=float, default=8.0, help="seconds that a caller waits")
     print(json.dumps(asyncio.run(run(parser.parse_args()))))
 
 

@@ -42,10 +42,15 @@ def _listener(host: str, ports: tuple[int, int] | None) -> socket.socket:
 
 
 def join_epoch_store(host: str, port: int, timeout: timedelta) -> dist.TCPStore:
-    """The other stages: connect to it. Raises TransportError."""
+    """The other stages: connect to it. Raises TransportError.
+
+    It listens since before anyone was told of it. So if nobody does, its stage is gone. torch would try again for
+    longer than `timeout`, and cannot be interrupted meanwhile.
+    """
     try:
+        socket.create_connection((host, port), timeout.total_seconds()).close()
         return dist.TCPStore(host, port, is_master=False, timeout=timeout, wait_for_workers=False)
-    except (dist.DistError, RuntimeError) as error:
+    except (OSError, dist.DistError, RuntimeError) as error:
         raise TransportError(f"cannot reach the epoch's store at {host}:{port}: {error}") from error
 
 

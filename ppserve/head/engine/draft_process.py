@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import logging
 import os
 import select
@@ -19,6 +20,7 @@ log = logging.getLogger("ppserve.head")
 DRAFT_COMMAND = (sys.executable, "-m", "ppserve.stage.draft")
 WAIT_S = 0.02
 """The longest time for which the engine waits for an answer. All requests wait with it."""
+_PIPE_BYTES = 1 << 20
 
 
 class DraftProcess:
@@ -37,6 +39,10 @@ class DraftProcess:
         )
         assert self._process.stdin is not None and self._process.stdout is not None  # noqa: PT018
         self._questions, self._frames = self._process.stdin, self._process.stdout
+        # The engine's thread never waits for a process that does not read.
+        os.set_blocking(self._questions.fileno(), False)
+        with contextlib.suppress(OSError, AttributeError):  # not every system lets a pipe hold more
+            fcntl.fcntl(self._questions, fcntl.F_SETPIPE_SZ, _PIPE_BYTES)
         self._send(wire.DraftStart(path, of))
 
     @property
@@ -62,11 +68,14 @@ class DraftProcess:
         self._frames.close()
 
     def _send(self, message: wire.DraftStart | wire.DraftQuestion) -> None:
-        """A question is far smaller than what a pipe holds, and only one is open, so this never waits."""
+        """A question is smaller than what the pipe holds, unless the context has tens of thousands of tokens, and
+        only one is open. What does not fit would be half a frame."""
         if self._is_lost:
             return
+        frame = wire.encode(message)
         try:
-            self._questions.write(wire.encode(message))
+            if self._questions.write(frame) != len(frame):
+                self._lose()
         except OSError:
             self._lose()
 

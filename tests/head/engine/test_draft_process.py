@@ -50,6 +50,14 @@ def test_it_answers_until_it_is_gone(process: DraftProcess) -> None:
     assert process.max_positions == 0
 
 
+def test_one_that_does_not_read_is_not_waited_for() -> None:
+    process = DraftProcess("builtin", "tiny", (sys.executable, "-c", "import time; time.sleep(600)"))
+    process.ask(Slice(1, 0, tuple(range(30_000, 530_000)), (), QUESTION.draw), 4)
+    assert process.answer(wait=True) is None
+    assert process.max_positions == 0
+    process.end()
+
+
 def test_one_that_cannot_start_only_means_no_guesses() -> None:
     process = DraftProcess("builtin", "tiny", (sys.executable, "-c", "raise SystemExit(2)"))
     process._process.wait()

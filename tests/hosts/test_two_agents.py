@@ -38,20 +38,16 @@ def replace_agent(agents: TwoAgents, node: int) -> None:
     agents.start(node)
 
 
-def test_with_static_rendezvous_a_worker_joins_again_and_the_head_goes_on() -> None:
-    with two_agents("static") as agents, Client(agents.target, retry=RetryPolicy(resume=False)) as client:
-        undisturbed = stream(client)
-        head = agents.rank_pid(0)
-        # Restarted by its own agent, whose count of restarts differs from the other's from now on.
-        assert stream(client, lambda: kill_rank(agents, 1)) == undisturbed
-        # Started afresh, with the command that it was started with.
-        assert stream(client, lambda: replace_agent(agents, 1)) == undisturbed
-        assert agents.rank_pid(0) == head, "the head was restarted for a worker"
-
-
-def test_with_static_rendezvous_a_restarted_head_is_found_again() -> None:
+def test_with_static_rendezvous_a_worker_joins_again_and_a_restarted_head_is_found_again() -> None:
     with two_agents("static") as agents, Client(agents.target) as client:
         undisturbed = stream(client)
+        head = agents.rank_pid(0)
+        with Client(agents.target, retry=RetryPolicy(resume=False)) as impatient:
+            # Restarted by its own agent, whose count of restarts differs from the other's from now on.
+            assert stream(impatient, lambda: kill_rank(agents, 1)) == undisturbed
+            # Started afresh, with the command that it was started with.
+            assert stream(impatient, lambda: replace_agent(agents, 1)) == undisturbed
+        assert agents.rank_pid(0) == head, "the head was restarted for a worker"
         worker = agents.rank_pid(1)
         assert stream(client, lambda: kill_rank(agents, 0)) == undisturbed
         assert agents.rank_pid(1) == worker, "a worker was restarted for the head"

@@ -60,7 +60,9 @@ class TwoAgents:
             launcher = [f"--node-rank={node}", "--master-addr=127.0.0.1", f"--master-port={self.master_port}"]
         else:
             launcher = ["--rdzv-backend=c10d", f"--rdzv-endpoint={where}", "--rdzv-id=two"]
-            launcher.append(f"--rdzv-conf=is_host={int(node == 0)}")
+            # An agent is dead after five seconds of silence, and not torch's fifteen.
+            silence = "keep_alive_interval=1,keep_alive_max_attempt=5"
+            launcher.append(f"--rdzv-conf=is_host={int(node == 0)},{silence}")
         secret = self.directory / "secret"
         secret.write_text("the secret of two agents in a test\n")
         command = [

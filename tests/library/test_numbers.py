@@ -43,7 +43,7 @@ FURTHER_SHAPES: list[tuple[int, dict[str, Any]]] = [
 )
 def test_any_pipeline_among_others_answers_as_one_stage_alone(numbers: dict[str, Any]) -> None:
     """Tokens, text and log-probabilities, bit for bit."""
-    requests = mixed_requests(24)
+    requests = mixed_requests(16)
     with tiny(**numbers) as pipeline:
         assert pipeline.model.deterministic, pipeline.model.why_not
         alone = [pipeline.complete(prompt, **options) for prompt, options in requests]

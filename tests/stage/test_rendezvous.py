@@ -1,33 +1,78 @@
-"""Where stages find each other, without stages."""
+"""Meeting in an epoch's store: together, or not at all."""
 
 from __future__ import annotations
 
 import socket
+import threading
+from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
+from functools import partial
 
 import pytest
+import torch.distributed as dist
 
 from ppserve.errors import TransportError
 from ppserve.stage.rendezvous import join_epoch_store, meet, open_epoch_store
 
-# Longer than any test may take.
-FOR_EVER = timedelta(hours=1)
+TIMEOUT = timedelta(seconds=20)
+
+
+def open_stores(count: int) -> list[dist.Store]:
+    store, port = open_epoch_store("127.0.0.1", TIMEOUT)
+    return [store, *(join_epoch_store("127.0.0.1", port, TIMEOUT) for _ in range(count - 1))]
+
+
+@pytest.mark.timeout(60)
+def test_everybody_waits_for_the_last() -> None:
+    stores, asked = open_stores(3), [threading.Event() for _ in range(2)]
+
+    def is_over(stage: int) -> bool:
+        """Only who waits asks."""
+        asked[stage].set()
+        return False
+
+    with ThreadPoolExecutor(2) as threads:
+        early = [threads.submit(meet, stores[stage], stage, 3, partial(is_over, stage)) for stage in (0, 1)]
+        assert all(event.wait(30) for event in asked)
+        assert not any(meeting.done() for meeting in early)
+        meet(stores[2], 2, 3, lambda: False)
+        for meeting in early:
+            meeting.result()
+
+
+@pytest.mark.timeout(60)
+def test_a_lost_epoch_is_not_waited_for() -> None:
+    stores, over = open_stores(2), threading.Event()
+    with ThreadPoolExecutor(1) as threads:
+        meeting = threads.submit(meet, stores[0], 0, 2, over.is_set)
+        over.set()
+        with pytest.raises(TransportError, match="was lost"):
+            meeting.result()
+
+
+@pytest.mark.timeout(60)
+def test_a_store_whose_host_died_ends_the_meeting() -> None:
+    store, port = open_epoch_store("127.0.0.1", TIMEOUT)
+    guest = join_epoch_store("127.0.0.1", port, TIMEOUT)
+    del store
+    with pytest.raises(TransportError, match="store is gone"):
+        meet(guest, 1, 2, lambda: False)
+
+
+@pytest.mark.timeout(60)
+def test_the_store_keeps_to_the_ports_that_it_may_have() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        with pytest.raises(TransportError, match=f"none of {port} to {port} is free"):
+            open_epoch_store("127.0.0.1", TIMEOUT, (port, port))
+        _store, found = open_epoch_store("127.0.0.1", TIMEOUT, (port, min(port + 50, 65535)))
+        assert port < found <= port + 50
 
 
 @pytest.mark.timeout(60)
 def test_a_store_whose_stage_is_gone_is_not_waited_for() -> None:
+    """torch would try for longer than the time-out: here, longer than any test may take."""
     with socket.create_server(("127.0.0.1", 0)) as gone:
         port = gone.getsockname()[1]
     with pytest.raises(TransportError, match="cannot reach the epoch's store"):
-        join_epoch_store("127.0.0.1", port, FOR_EVER)
-
-
-@pytest.mark.timeout(60)
-def test_two_meet_and_one_alone_waits_until_the_epoch_is_over() -> None:
-    store, port = open_epoch_store("127.0.0.1", FOR_EVER)
-    looks = iter([False, False, True])
-    with pytest.raises(TransportError, match="before every stage had come"):
-        meet(store, 0, 2, lambda: next(looks))
-    other = join_epoch_store("127.0.0.1", port, FOR_EVER)
-    meet(other, 1, 2, lambda: False)
-    meet(store, 0, 2, lambda: False)
+        join_epoch_store("127.0.0.1", port, timedelta(hours=1))

@@ -134,6 +134,7 @@ class Obedient:
         self.taken = threading.Semaphore(0)
         self.waiting = threading.Event()
         self.breaks = False
+        self.error: Exception = TransportError("obedient: broken")
         self.closed = False
         self.may_close = threading.Event()
         self.may_close.set()
@@ -157,7 +158,7 @@ class Obedient:
         assert turn.acquire(timeout=WITHIN_S)
         self.waiting.clear()
         if self.breaks or self._interrupted:
-            raise TransportError("obedient: broken")
+            raise self.error
 
     def warm_up(self) -> None:
         self.log.append("warm up")

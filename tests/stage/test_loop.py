@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from ppserve import wire
-from ppserve.core.architecture import StageLayout
+from ppserve.core.architecture import Split, StageLayout, stage_layouts
 from ppserve.errors import CheckpointError, TransportError
 from ppserve.model.checkpoint import WHOLE, Part
 from ppserve.stage.link import Link
@@ -173,6 +173,20 @@ def test_abandon_between_steps(last: OneStage, wiring: ByHand) -> None:
     assert last.hear(wire.Broken).reason == "given up by the head"
     last.tell(wire.Abandon(1))  # said again: it has left, and says nothing more
     last.enter(2)
+
+
+def test_an_error_that_has_poisoned_the_device_ends_the_stage(wiring: ByHand) -> None:
+    """Its process ends with it, and the keeper starts another; only leaving the epoch would not help."""
+    with ThreadPoolExecutor(1) as threads:
+        stage = start(threads, 1, 2, wiring, RandomCheckpoint(architecture(num_layers=2)))
+        stage.hear(wire.Hello)
+        stage.load(stage_layouts(Split.parse("1,1"))[1])
+        stage.enter(1)
+        wiring.opened[0].breaks, wiring.opened[0].error = True, torch.AcceleratorError("an illegal address")
+        wiring.opened[0].arrived.release()
+        stage.tell(wire.Plan(plan(1, 0)))
+        with pytest.raises(torch.AcceleratorError):
+            stage.exit_code.result(WITHIN_S)
 
 
 def test_a_neighbour_that_is_gone_breaks_the_epoch_once(last: OneStage, wiring: ByHand) -> None:

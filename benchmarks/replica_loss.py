@@ -1,11 +1,12 @@
-"""How long streams pause when the stage of one replica of two is killed, and whether their tokens stay the same.
+"""How long streams pause when a rank of a shape is killed, and whether their tokens stay the same.
 
-    python benchmarks/replica_loss.py [--rounds 20] [--streams 8] [--replicas 2]
+    python benchmarks/replica_loss.py [--shape 1x1x2] [--rounds 20] [--streams 8]
+    python benchmarks/replica_loss.py --shape 2x2x1 --rounds 80       # each rank of 2 x 2 is killed 20 times
 
-Each round: so many streams of the built-in model in float32 from a server of one stage per replica; when all are
-well under way, `kill -9` of a replica's stage, by turns. A pause is the longest time between two messages of a
-stream after the kill; beside it stands the longest of a round without a kill. With `--replicas 1` the streams wait
-until the stage is back.
+A shape is tensor ranks x stages x replicas. Each round: so many streams of the built-in model in float32; when
+all are well under way, `kill -9` of the process that computes as one of the ranks, by turns. A pause is the
+longest time between two messages of a stream after the kill; beside it stands the longest of a round without a
+kill. With one replica the streams wait until the rank is back. Ends with an error where a token differs.
 """
 
 from __future__ import annotations
@@ -60,13 +61,16 @@ class Streams:
 
 
 def stage_pid(rank: int) -> int:
-    """Of the one server that this process has started."""
+    """Of the one server that this process has started; the oldest, since the younger one is a spare."""
+    found = []
     for process in psutil.Process().children(recursive=True):
         with suppress(psutil.NoSuchProcess, psutil.ZombieProcess):
             parent = process.parent()
             if "ppserve.stage" in process.cmdline() and parent and parent.environ().get("RANK") == str(rank):
-                return process.pid
-    raise SystemExit(f"no stage of rank {rank}")
+                found.append((process.create_time(), process.pid))
+    if not found:
+        raise SystemExit(f"no stage of rank {rank}")
+    return min(found)[1]
 
 
 async def all_serve(target: str) -> None:
@@ -78,7 +82,7 @@ async def all_serve(target: str) -> None:
     await asyncio.sleep(SPARE_READY_S)
 
 
-async def measure(target: str, rounds: int, count: int, replicas: int) -> None:
+async def measure(target: str, rounds: int, count: int, ranks: int) -> None:
     calm = Streams(target, count)
     await calm.run()
     await all_serve(target)
@@ -86,18 +90,19 @@ async def measure(target: str, rounds: int, count: int, replicas: int) -> None:
     control.killed_s = time.monotonic()  # by nobody
     await control.run()
     print(f"without a kill: longest pause {1e3 * max(control.pauses_s):.0f} ms", flush=True)
-    longest_s = []
+    longest_s: list[float] = []
     for number in range(rounds):
         await all_serve(target)
         streams = Streams(target, count)
         running_streams = asyncio.create_task(streams.run())
         await streams.are_under_way()
         streams.killed_s = time.monotonic()
-        os.kill(stage_pid(number % replicas), signal.SIGKILL)
+        os.kill(stage_pid(number % ranks), signal.SIGKILL)
         await running_streams
-        assert streams.tokens == calm.tokens, "other tokens than undisturbed"
+        if streams.tokens != calm.tokens:
+            raise SystemExit(f"{number}: rank {number % ranks} killed, and other tokens than undisturbed")
         longest_s.append(max(streams.pauses_s))
-        print(f"{number}: longest pause {1e3 * longest_s[-1]:.0f} ms", flush=True)
+        print(f"{number}: rank {number % ranks} killed, longest pause {1e3 * longest_s[-1]:.0f} ms", flush=True)
     middle, worst = (f"{1e3 * seconds:.0f} ms" for seconds in (statistics.median(longest_s), max(longest_s)))
     print(f"{rounds} kills, all tokens the same; longest pause of a round: median {middle}, worst {worst}")
 
@@ -106,11 +111,12 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rounds", type=int, default=20)
     parser.add_argument("--streams", type=int, default=8)
-    parser.add_argument("--replicas", type=int, default=2)
+    parser.add_argument("--shape", default="1x1x2")
     asked = parser.parse_args()
-    flags = ["--stages", "1", "--replicas", str(asked.replicas), "--dtype", "float32", "--threads", "1"]
-    with running([*flags, "--force-cpu"]) as address:
-        asyncio.run(measure(address.grpc, asked.rounds, asked.streams, asked.replicas))
+    tensor, stages, replicas = map(int, asked.shape.split("x"))
+    shape = [f"--tensor-parallel={tensor}", f"--stages={stages}", f"--replicas={replicas}"]
+    with running([*shape, "--dtype=float32", "--threads=1", "--force-cpu"]) as address:
+        asyncio.run(measure(address.grpc, asked.rounds, asked.streams, tensor * stages * replicas))
 
 
 if __name__ == "__main__":

@@ -4,12 +4,14 @@
 
 A server with `--parallel auto` prints its table and is ended; then every shape of it is served with its own flags,
 under the load that was predicted for, in turns (`--rounds`), and the best round counts. A prediction is good when
-it is within 15% of the figure, and when shapes that differ by more than 10% are in the right order. Wants an
-otherwise quiet machine; it prints the load it found.
+it is within 15% of the figure, and when shapes that differ by more than 10% are in the right order. Beside each
+stands what ranks, head and callers computed for a token, in CPU time. Wants an otherwise quiet machine; it prints
+the load it found.
 """
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import json
 import os
@@ -17,11 +19,13 @@ import re
 import signal
 import subprocess
 import sys
+import time
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
 import click
 import local_server
+import psutil
 from simulator_against_server import Run, drive
 
 from ppserve.client import Client
@@ -35,7 +39,7 @@ WITHIN, APART = 0.15, 0.10
 
 @dataclass
 class Shape:
-    """tokens_per_s, itl_s: as predicted; measured_per_s, measured_itl_s: of its best round."""
+    """tokens_per_s, itl_s: as predicted; measured_per_s, measured_itl_s, cpu_us: of its best round."""
 
     tensor: int
     stages: int
@@ -44,6 +48,7 @@ class Shape:
     itl_s: float
     measured_per_s: float = 0.0
     measured_itl_s: float = 0.0
+    cpu_us: tuple[float, ...] = ()
 
     @property
     def name(self) -> str:
@@ -83,12 +88,36 @@ def predicted(world: int, flags: list[str]) -> list[Shape]:
     return found
 
 
+def cpu_s() -> tuple[float, ...]:
+    """CPU time so far of this process' server, its ranks and the rest of it, and of this process."""
+    ranks = rest = 0.0
+    for process in psutil.Process().children(recursive=True):
+        with contextlib.suppress(psutil.NoSuchProcess, psutil.ZombieProcess):
+            times, is_rank = process.cpu_times(), "ppserve.stage" in process.cmdline()
+            ranks += is_rank * (times.user + times.system)
+            rest += (not is_rank) * (times.user + times.system)
+    return ranks, rest, time.process_time()
+
+
+def come_to_rest() -> None:
+    """A rank that has computed its first step gets a spare process, whose imports take a core for seconds."""
+    while True:
+        before_s = cpu_s()
+        time.sleep(1.0)
+        if sum(cpu_s()[:2]) - sum(before_s[:2]) < 0.1:
+            return
+
+
 def measure(shape: Shape, run: Run, flags: list[str]) -> None:
     with local_server.running([*shape.flags, *flags]) as server, Client(server.grpc) as client:
         drive(client, run, range(-2 * run.concurrency, 0))
+        come_to_rest()
+        before_s = cpu_s()
         per_s, _, itl_s = drive(client, run, range(run.requests))
+        spent_s = [after - before for after, before in zip(cpu_s(), before_s, strict=True)]
     if per_s > shape.measured_per_s:
         shape.measured_per_s, shape.measured_itl_s = per_s, itl_s
+        shape.cpu_us = tuple(1e6 * seconds / (run.requests * run.new) for seconds in spent_s)
 
 
 def wrong_order(shapes: list[Shape]) -> list[str]:
@@ -120,10 +149,12 @@ def main(world: str, model: str, callers: int, prompt: int, new: int, rounds: in
         for _ in range(rounds):
             for shape in shapes:
                 measure(shape, run, flags)
-        rows = [("shape", "predicted/s", "measured/s", "error", "predicted ITL", "measured ITL")]
+        spent = ("ranks' us/token", "head's", "callers'")
+        rows = [("shape", "predicted/s", "measured/s", "error", "predicted ITL", "measured ITL", *spent)]
         for each in shapes:
             rates = (f"{each.tokens_per_s:.0f}", f"{each.measured_per_s:.0f}", f"{each.error:+.0%}")
-            rows.append((each.name, *rates, f"{1e3 * each.itl_s:.2f} ms", f"{1e3 * each.measured_itl_s:.2f} ms"))
+            times = (f"{1e3 * each.itl_s:.2f} ms", f"{1e3 * each.measured_itl_s:.2f} ms")
+            rows.append((each.name, *rates, *times, *(f"{us:.0f}" for us in each.cpu_us)))
         print("\n".join(table(*rows, left=1)))
         good = sum(abs(each.error) <= WITHIN for each in shapes)
         order = wrong_order(shapes)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 from ppserve import wire
 from ppserve.config import ServeConfig
@@ -10,6 +11,7 @@ from ppserve.core.cost_model import LayerCosts
 from ppserve.core.scheduling.config import MAX_PROMPT_TOKENS_PER_STEP
 from ppserve.errors import ConfigError
 from ppserve.head.engine.layout import CPU_CHUNK
+from ppserve.planning.cores import SharedCores
 from ppserve.planning.forecast import Intent
 from ppserve.planning.scenarios import MeasuredCosts, fixed_load
 from ppserve.planning.shapes import Conditions, Prospect, prospects
@@ -17,10 +19,15 @@ from ppserve.planning.simulator import Wires
 
 # Requests simulated for each caller: enough that the first and the last ones weigh little.
 _REQUESTS_PER_CALLER = 4
-# Of a head that writes 2,300 messages of one token a second with 64% of a core (docs/performance.md).
-_TOKEN_S = 280e-6
-_ONE_HOST = Wires(latency_s=50e-6, bandwidth=5e9, token_s=_TOKEN_S)
-_SEVERAL_HOSTS = Wires(latency_s=200e-6, bandwidth=1e9, gather_s=200e-6, token_s=_TOKEN_S)
+# CPU times of processes that served the built-in model (docs/performance/shapes.md): the head's for each step and
+# token, a rank's around each step.
+_ONE_HOST = Wires(
+    latency_s=50e-6, bandwidth=5e9, head_s=250e-6, token_s=230e-6, prepare_s=150e-6, sending_s=150e-6
+)
+_SEVERAL_HOSTS = replace(_ONE_HOST, latency_s=200e-6, bandwidth=1e9, gather_s=200e-6)
+# Of a caller in Python that reads one message for each token.
+_CALLER_S = 150e-6
+_LOCAL = ("localhost", "127.0.0.1", "::1")
 _ANY_MEMORY = 1 << 62
 
 
@@ -28,13 +35,13 @@ def compare_shapes(config: ServeConfig, hellos: Sequence[wire.Hello]) -> list[Pr
     """What every shape of these ranks promises for the load that the operator expects, the best first. Raises
     ConfigError where none fits."""
     first, expected = hellos[0], config.scheduling
-    measured = [hello.speed for hello in hellos if hello.speed is not None]
+    measured = [hello.speed for hello in hellos if hello.speed]
     if len(measured) < len(hellos):
         raise ConfigError("--parallel", "auto: not every rank was started with it")
     on_cpus = any(hello.gpu is None for hello in hellos)
-    speed = MeasuredCosts(
-        LayerCosts.mean(measured), max_chunk=CPU_CHUNK if on_cpus else MAX_PROMPT_TOKENS_PER_STEP
-    )
+    means = {count: LayerCosts.mean([speed[count] for speed in measured]) for count in measured[0]}
+    chunk = CPU_CHUNK if on_cpus else MAX_PROMPT_TOKENS_PER_STEP
+    speed = MeasuredCosts(means[1], max_chunk=chunk, shared=means)
     context = first.architecture.context(config.model.max_model_len)
     prompt = min(expected.expect_prompt, context - 1)
     new = min(expected.expect_new, context - prompt)
@@ -53,5 +60,20 @@ def compare_shapes(config: ServeConfig, hellos: Sequence[wire.Hello]) -> list[Pr
         expect_prompt=prompt,
         expect_new=new,
     )
-    under = Conditions(speed, wires, load, expected.max_num_seqs)
+    under = Conditions(speed, wires, load, expected.max_num_seqs, hosts=_hosts(config, hellos))
     return prospects(first.architecture, intent, len(hellos), under)
+
+
+def _hosts(config: ServeConfig, hellos: Sequence[wire.Hello]) -> tuple[SharedCores, ...]:
+    """Whose cores the ranks share; none where GPUs compute."""
+    if any(hello.gpu is not None or not hello.cores for hello in hellos):
+        return ()
+    found = []
+    for machine in dict.fromkeys(hello.machine for hello in hellos):
+        here = [hello for hello in hellos if hello.machine == machine]
+        ranks = tuple(hello.rank for hello in here)
+        threads = config.pipeline.threads or max(1, here[0].cores // len(here))
+        # A server that only its own host can reach has its callers there.
+        has_callers = 0 in ranks and config.server.host in _LOCAL
+        found.append(SharedCores(here[0].cores, ranks, threads, _CALLER_S if has_callers else 0.0))
+    return tuple(found)

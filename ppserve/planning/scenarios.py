@@ -6,7 +6,7 @@ import json
 import math
 import random
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from statistics import fmean
 from typing import Any
@@ -49,7 +49,8 @@ class SimulatedLoad:
 
 @dataclass(frozen=True, slots=True)
 class MeasuredCosts:
-    """Of one rank, learnt from a running server or measured before it runs. overheads: around computing.
+    """Of one rank, learnt from a running server or measured before it runs. overheads: around computing. shared:
+    of one of so many tensor ranks, where it was measured; elsewhere its share is taken from `parts`.
 
     spread: root mean square of the steps' relative deviation from the coefficients. max_chunk: prompt tokens that
     the server puts into a step at most; None: unknown.
@@ -59,6 +60,7 @@ class MeasuredCosts:
     overheads: OverheadTimes | None = None
     spread: float = 0.0
     max_chunk: int | None = None
+    shared: dict[int, LayerCosts] = field(default_factory=dict)
 
     @property
     def wires(self) -> Wires | None:
@@ -137,6 +139,8 @@ def _own_speed(plan: Forecast, stage: int, speed: Device | MeasuredCosts) -> Sta
     layout, arch = plan.stages[stage].layout, plan.arch
     params = sublayer_params(arch, layout)
     if isinstance(speed, MeasuredCosts):
+        if (own := speed.shared.get(layout.num_tensor)) is not None:
+            return own.stage(layout)
         return speed.parts.stage(layout).times(params / sublayer_params(arch, replace(layout, num_tensor=1)))
     element = ELEMENT_BYTES[plan.dtype if plan.quantization == "none" else plan.quantization]
     head = layout.cut(arch.vocab_size).width * arch.width if layout.is_last else 0

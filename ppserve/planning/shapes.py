@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import Any
 
 from ppserve.core.architecture import Architecture
 from ppserve.core.figures import size, table
 from ppserve.core.grid import RankGrid
 from ppserve.errors import ConfigError
+from ppserve.planning.cores import SharedCores, slowdown
 from ppserve.planning.forecast import Forecast, Intent, forecast
 from ppserve.planning.scenarios import MeasuredCosts, SimulatedLoad, simulate, summary
 from ppserve.planning.simulator import Device, Outcome, Wires
@@ -20,38 +22,45 @@ _AS_FAST = 0.97
 @dataclass(frozen=True, slots=True)
 class Conditions:
     """What every shape is asked: on ranks of this speed, under this load. num_seqs: at once in a replica.
-    acceptance: as in `simulate`."""
+    acceptance: as in `simulate`. hosts: whose cores are shared; none: every rank has its own."""
 
     speed: Device | MeasuredCosts
     wires: Wires
     load: SimulatedLoad
     num_seqs: int = 256
     acceptance: float = 0.0
+    hosts: tuple[SharedCores, ...] = ()
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Prospect:
-    """What one shape promises. outcome: of one replica under its share of the load; None: it does not fit.
-    num_working: replicas that have work under this load."""
+    """What one shape promises. outcome: of one replica under its share of the load, on cores of its own; None: it
+    does not fit. num_working: replicas that have work under this load. slowdown: by others on the same cores."""
 
     grid: RankGrid
     plan: Forecast
     outcome: Outcome | None
     num_working: int
+    slowdown: float = 1.0
 
     @property
     def output_tokens_per_s(self) -> float:
-        return self.outcome.output_tokens_per_s * self.num_working if self.outcome is not None else 0.0
+        return float(self.figures.get("output_tokens_per_s", 0.0))
 
-    @property
+    @cached_property
     def figures(self) -> dict[str, Any]:
         """As numbers: the sizes, and `scenarios.summary` with the rates of all replicas together."""
         shape = {"tensor": self.grid.tensor, "stages": self.grid.pipeline, "replicas": self.grid.data}
         if self.outcome is None:
             return {**shape, "fits": False}
-        figures = summary(self.outcome)
-        rates = {name: value * self.num_working for name, value in figures.items() if name.endswith("_per_s")}
-        return {**shape, "fits": True, **figures, **rates}
+        figures = {name: self._slowed(name, value) for name, value in summary(self.outcome).items()}
+        return {**shape, "fits": True, **figures}
+
+    def _slowed(self, name: str, value: Any) -> Any:
+        """Rates fall and times grow; shares and numbers stay."""
+        if name.endswith("_per_s"):
+            return value * self.num_working / self.slowdown
+        return value * self.slowdown if "_s_p" in name or name == "duration_s" else value
 
 
 def shapes(world_size: int, arch: Architecture) -> list[RankGrid]:
@@ -100,7 +109,7 @@ def prospect(arch: Architecture, intent: Intent, grid: RankGrid, under: Conditio
     wires = replace(head, head_s=head.head_s * working, token_s=head.token_s * working)
     own = share(load, working)
     outcome = simulate(plan, under.speed, wires, own, under.num_seqs, under.acceptance)
-    return Prospect(grid, plan, outcome, working)
+    return Prospect(grid, plan, outcome, working, slowdown(outcome, grid, working, head, under.hosts))
 
 
 def share(load: SimulatedLoad, replicas: int) -> SimulatedLoad:

@@ -61,7 +61,7 @@ def main() -> int:
         found.compute.occupy()
         tensor = grid.place(start.rank).tensor
         costs = calibrate.costs_for_split(start.config, grid.pipeline, found.checkpoint, found.compute, tensor)
-        speed = calibrate.costs_for_shape(start.config, found.checkpoint, found.compute)
+        speed = calibrate.costs_for_shape(start.config, start.world_size, found.checkpoint, found.compute)
         found = replace(found, costs=costs, speed=speed)
     except UsageError as error:
         mistake = str(error)

@@ -15,8 +15,10 @@ import contextlib
 import hashlib
 import os
 import platform
+import time
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from itertools import pairwise
 from pathlib import Path
 from statistics import median
 from typing import TypeVar
@@ -42,7 +44,10 @@ DECODES = 16
 _BLOCK_SIZE = 16
 _MAX_PROMPT_TOKENS = 128
 _REPEATS = 7
-_VERSION = 7
+_VERSION = 9
+# Of the layers that `layer_costs` measures, if there are as many. One layer would be computed from a cache, from
+# which a model's layers throw each other out.
+_PARAMS_BEYOND_CACHES = 32 << 20
 # Sizes of the steps that `layer_costs` measures: sequences that decode, and tokens of one prompt.
 _DECODES = (1, 4, 16, 64)
 _PROMPTS = (32, 128)
@@ -90,11 +95,16 @@ def costs_for_split(
     return step_costs(checkpoint, compute, mix, (tensor, config.pipeline.tensor_parallel))
 
 
-def costs_for_shape(config: ServeConfig, checkpoint: Checkpoint, compute: Compute) -> LayerCosts | None:
-    """What `--parallel auto` needs to know of this machine; None where nobody asks."""
+def costs_for_shape(
+    config: ServeConfig, world_size: int, checkpoint: Checkpoint, compute: Compute
+) -> dict[int, LayerCosts] | None:
+    """What `--parallel auto` needs to know of this machine, by the number of tensor ranks; None: nobody asks."""
     if config.pipeline.parallel != "auto":
         return None
-    return layer_costs(checkpoint, compute, Mix(config.scheduling.expect_prompt, config.scheduling.expect_new))
+    mix = Mix(config.scheduling.expect_prompt, config.scheduling.expect_new)
+    most = min(world_size, checkpoint.architecture.num_heads)
+    counts = [count for count in range(1, most + 1) if world_size % count == 0]
+    return {count: layer_costs(checkpoint, compute, mix, count) for count in counts}
 
 
 def step_costs(checkpoint: Checkpoint, compute: Compute, mix: Mix, part: tuple[int, int] = (0, 1)) -> Parts:
@@ -103,14 +113,15 @@ def step_costs(checkpoint: Checkpoint, compute: Compute, mix: Mix, part: tuple[i
     return _remembered(Parts, checkpoint, compute, (mix, part), lambda: _measure(checkpoint, compute, mix, part))
 
 
-def layer_costs(checkpoint: Checkpoint, compute: Compute, mix: Mix) -> LayerCosts:
-    """Seconds of a layer and of the head by the step's size; from memory if known.
+def layer_costs(checkpoint: Checkpoint, compute: Compute, mix: Mix, num_tensor: int = 1) -> LayerCosts:
+    """Seconds of a layer and of the head by the step's size; from memory if known. num_tensor: on the first of so
+    many tensor ranks, which does not wait for the others.
 
     All ranks of a host measure at the same time, and are remembered as so many: what they take from each other is
-    part of the costs.
+    part of the costs. Not the waits for a core where ranks are more than cores: those depend on the shape.
     """
-    what = (mix, compute.stages_here)
-    return _remembered(LayerCosts, checkpoint, compute, what, lambda: _fit(checkpoint, compute, mix))
+    what = (mix, compute.stages_here, num_tensor)
+    return _remembered(LayerCosts, checkpoint, compute, what, lambda: _fit(checkpoint, compute, mix, num_tensor))
 
 
 Costs = TypeVar("Costs")
@@ -155,19 +166,25 @@ def _measure(checkpoint: Checkpoint, compute: Compute, mix: Mix, part: tuple[int
     )
 
 
-def _fit(checkpoint: Checkpoint, compute: Compute, mix: Mix) -> LayerCosts:
+def _fit(checkpoint: Checkpoint, compute: Compute, mix: Mix, num_tensor: int) -> LayerCosts:
     longest = checkpoint.architecture.max_positions - 1
     context = min(mix.prompt + mix.new // 2, longest)
     decodes = [_plan([(context, 1)] * count) for count in _DECODES]
     prompts = [_plan([(0, min(tokens, longest))]) for tokens in _PROMPTS]
-    bare, whole = (_stage(checkpoint, compute, (count, 0, 1), *decodes, *prompts) for count in (0, 2))
+    arch = checkpoint.architecture
+    num_layers = min(arch.num_layers, -(-_PARAMS_BEYOND_CACHES // (arch.attention_params + arch.mlp_params)))
+    bare, whole = (
+        _stage(checkpoint, compute, (2 * count, 0, num_tensor), *decodes, *prompts) for count in (0, num_layers)
+    )
+    # One thread's own time, where it computes alone: whatever else runs, waits for a core are not in it.
+    times = _thread_times if compute.device.type == "cpu" and compute.threads == 1 else _times
     layer, head = StageCost(), StageCost()
     for plan in decodes + prompts:
         silent = _silent(plan)
-        embed_s = median(_times(bare, silent))
-        layer.observe(StepSize.of(silent), median(_times(whole, silent)) - embed_s)
+        embed_s = median(times(bare, silent))
+        layer.observe(StepSize.of(silent), (median(times(whole, silent)) - embed_s) / num_layers)
         if num_drawn := StepSize.of(plan).sampled:
-            head.observe(StepSize(sampled=num_drawn), median(_times(bare, plan)) - embed_s)
+            head.observe(StepSize(sampled=num_drawn), median(times(bare, plan)) - embed_s)
     return LayerCosts(layer.coefficients, head.coefficients)
 
 
@@ -206,3 +223,13 @@ def _times(stage: Stage, plan: StepPlan) -> list[float]:
     stage.step(plan, 0)
     stamps = [stage.step(plan, 0).result.stamps for _ in range(_REPEATS)]
     return [(times.ended - times.begun) / 1e9 for times in stamps]
+
+
+def _thread_times(stage: Stage, plan: StepPlan) -> list[float]:
+    """Likewise, of this thread."""
+    stage.step(plan, 0)
+    times = [time.thread_time()]
+    for _ in range(_REPEATS):
+        stage.step(plan, 0)
+        times.append(time.thread_time())
+    return [end - begin for begin, end in pairwise(times)]

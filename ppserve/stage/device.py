@@ -93,7 +93,7 @@ def choose(config: ServeConfig, environment: RankEnvironment, stored_dtype: str)
     device = devices[environment.local_rank]
     stages_on_gpu, on_gpu = devices.count(device), device.type == "cuda"
     dtype = _resolve_dtype(config.model.dtype, stored_dtype, device)
-    threads = config.pipeline.threads or max(1, len(os.sched_getaffinity(0)) // stages_here)
+    threads = config.pipeline.threads or max(1, cores_here() // stages_here)
     quantization, kv_dtype = config.model.quantization, config.cache.kv_dtype
     reference = not on_gpu and os.environ.get(REFERENCE) == "1"
     if (on_gpu or reference) and quantization != "none":
@@ -106,6 +106,11 @@ def choose(config: ServeConfig, environment: RankEnvironment, stored_dtype: str)
     options = DeviceOptions(asked.batch_invariant, asked.cuda_graphs, config.scheduling.max_num_seqs, kv_dtype)
     arithmetic = dtype, shares_gpu, stages_here, threads, quantization, kv_dtype
     return Compute(device, *arithmetic, options, reference, stages_on_gpu)
+
+
+def cores_here() -> int:
+    """That this process may use."""
+    return len(os.sched_getaffinity(0))
 
 
 def devices_here(config: ServeConfig, count: int) -> tuple[torch.device, ...]:

@@ -32,7 +32,7 @@ from ppserve.model.gpt2 import GPT2Stage
 from ppserve.model.selftest import check_determinism
 from ppserve.process.environment import RankEnvironment, this_machine
 from ppserve.process.interfaces import ONE_HOST, Route
-from ppserve.stage.device import Compute, choose
+from ppserve.stage.device import Compute, choose, cores_here
 from ppserve.stage.link import Link, OnAbandon, Stamped
 from ppserve.stage.step import Stage
 from ppserve.stage.transport import Frames
@@ -48,7 +48,7 @@ class Findings:
     checkpoint: Checkpoint
     compute: Compute
     costs: Parts | None = None
-    speed: LayerCosts | None = None
+    speed: dict[int, LayerCosts] | None = None
 
     @classmethod
     def of(cls, config: ServeConfig, environment: RankEnvironment) -> Findings:
@@ -141,6 +141,7 @@ class StageLoop:
             speed=self._found.speed,
             memory_bytes=compute.memory_bytes(),
             kv_bytes=self._start.config.cache.kv_cache_memory or compute.kv_budget_bytes(),
+            cores=cores_here(),
         )
 
     def _take_arrived(self) -> None:

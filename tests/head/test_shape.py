@@ -9,7 +9,7 @@ import msgspec
 import pytest
 
 from ppserve import wire
-from ppserve.config import PipelineSettings, SchedulingSettings, ServeConfig
+from ppserve.config import PipelineSettings, SchedulingSettings, ServeConfig, ServerSettings
 from ppserve.core.architecture import Architecture
 from ppserve.core.cost_model import Coefficients, LayerCosts
 from ppserve.errors import ConfigError
@@ -19,10 +19,12 @@ from ppserve.planning.shapes import shape_name
 GPT2 = Architecture(12, 768, 12, 1024, 50257, 50257, 3072)
 # As on a core where reading the weights takes most of a step.
 READS = LayerCosts(Coefficients(step=2.5e-3, row=1e-5, key=1e-8), Coefficients(step=13e-3, sample=1e-4))
+HALF = LayerCosts(READS.layer.times(0.5), READS.head.times(0.5))
 
 
 def hellos(count: int, **about: Any) -> list[wire.Hello]:
-    said: dict[str, Any] = {"speed": READS, "memory_bytes": 4 << 30, "kv_bytes": 2 << 30, "machine": "one"} | about
+    said: dict[str, Any] = {"memory_bytes": 4 << 30, "kv_bytes": 2 << 30, "machine": "one"}
+    said |= {"speed": {1: READS, 2: HALF}} | about
     return [
         wire.Hello(rank, count, "here", "/m", GPT2, "float32", None, False, None, **said) for rank in range(count)
     ]
@@ -37,11 +39,33 @@ def test_the_shape_follows_from_the_load_and_the_network() -> None:
     one_host = compare_shapes(config(), hellos(2))
     assert {shape_name(each.grid) for each in one_host} == {"2x1x1", "1x2x1", "1x1x2"}
     assert shape_name(one_host[0].grid) == "2x1x1", "weights are read once for all callers"
-    apart = hellos(2, speed=READS)
+    apart = hellos(2)
     apart[1] = replace_machine(apart[1], "another")
     tensor = {shape_name(p.grid): p.output_tokens_per_s for p in compare_shapes(config(), apart)}
     together = {shape_name(p.grid): p.output_tokens_per_s for p in one_host}
     assert tensor["2x1x1"] < together["2x1x1"], "gathers between hosts take longer"
+
+
+def test_tensor_ranks_are_predicted_by_what_they_measured_as_such() -> None:
+    """Not as their share of the whole model: the small operators are not shared out."""
+    slow = {1: READS, 2: LayerCosts(READS.layer.times(0.9), READS.head)}
+    assert shape_name(compare_shapes(config(), hellos(2, speed=slow))[0].grid) != "2x1x1"
+
+
+def test_cores_are_shared_with_the_head_and_its_callers() -> None:
+    """As many ranks as cores: what head and callers compute is missing to the ranks."""
+
+    def rates(cores: int, host: str = "localhost") -> dict[str, float]:
+        settings = PipelineSettings(parallel="auto", threads=1)
+        asked = replace(config(), pipeline=settings, server=ServerSettings(host=host))
+        return {shape_name(p.grid): p.output_tokens_per_s for p in compare_shapes(asked, hellos(2, cores=cores))}
+
+    alone, scarce, one = rates(0), rates(2), rates(1)
+    assert rates(8) == alone
+    assert all(0.5 * alone[name] < scarce[name] < alone[name] for name in alone)
+    assert all(one[name] < 0.6 * alone[name] for name in alone)
+    elsewhere = rates(2, host="0.0.0.0")
+    assert all(scarce[name] < elsewhere[name] < alone[name] for name in alone), "callers are on other machines"
 
 
 def test_what_does_not_fit_is_not_chosen() -> None:

@@ -9,6 +9,7 @@ import pytest
 from ppserve.core.architecture import Architecture
 from ppserve.core.grid import RankGrid
 from ppserve.errors import ConfigError
+from ppserve.planning.cores import SharedCores
 from ppserve.planning.forecast import Intent, forecast
 from ppserve.planning.scenarios import fixed_load
 from ppserve.planning.shapes import Conditions, prospect, prospects, render_prospects, shape_name, shapes
@@ -102,3 +103,38 @@ def test_the_heads_work_for_each_token_limits_what_all_replicas_give() -> None:
     fast = Conditions(Device(1e15, 1e13, 1e-6), busy.wires, busy.load)
     for replicas in (1, 2):
         assert rate(1, 1, replicas, fast) == pytest.approx(1000, rel=0.1)
+
+
+@pytest.mark.parametrize("shape", [(1, 1, 4), (1, 2, 2), (1, 4, 1), (4, 1, 1), (2, 2, 1)])
+def test_cores_compute_no_more_than_their_work_for_a_token_allows(shape: tuple[int, int, int]) -> None:
+    """Four ranks that compute all the time: on two cores each has half of one, on four its own."""
+    callers = under(64)
+    ranks = (0, 1, 2, 3)
+    found = {}
+    for cores in (1, 2, 4):
+        conditions = replace(callers, hosts=(SharedCores(cores, ranks),))
+        found[cores] = prospect(GPT2, Intent(1), RankGrid(shape[0], shape[2], shape[1]), conditions)
+    own = prospect(GPT2, Intent(1), RankGrid(shape[0], shape[2], shape[1]), callers)
+    busy = sum(stage["busy"] for stage in own.figures["stages"]) * shape[0] * shape[2]
+    for cores, each in found.items():
+        expected = own.output_tokens_per_s * min(1.0, cores / busy)
+        assert each.output_tokens_per_s == pytest.approx(expected, rel=0.02)
+        times = each.figures["itl_s_p50"] * each.output_tokens_per_s
+        assert times == pytest.approx(own.figures["itl_s_p50"] * own.output_tokens_per_s)
+
+
+def test_an_interrupted_rank_keeps_its_replica_waiting() -> None:
+    """A tenth of two cores is taken: from one of two replicas half of that, from both stages of one all of it."""
+    alone = {shape: rate(*shape, under(64)) for shape in ((1, 1, 2), (1, 2, 1))}
+    for shape, share in (((1, 1, 2), 0.1), ((1, 2, 1), 0.2)):
+        host = SharedCores(2, (0, 1), caller_s=0.2 / alone[shape])
+        slowed = rate(*shape, replace(under(64), hosts=(host,)))
+        assert alone[shape] / slowed == pytest.approx(1 + share, rel=0.03)
+
+
+def test_cores_of_another_host_are_not_taken_by_the_head() -> None:
+    heavy = under(64, replace(FAST_WIRES, token_s=1e-3))
+    apart = replace(heavy, hosts=(SharedCores(2, (0,)), SharedCores(1, (1,))))
+    assert rate(1, 1, 2, apart) == pytest.approx(rate(1, 1, 2, heavy), rel=0.1)
+    together = replace(heavy, hosts=(SharedCores(2, (0, 1)),))
+    assert rate(1, 1, 2, together) < rate(1, 1, 2, apart)

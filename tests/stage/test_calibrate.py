@@ -50,7 +50,9 @@ def test_a_layer_and_the_head_cost_more_in_larger_steps(cache: Path) -> None:
     assert layer_costs(open_checkpoint("tiny"), COMPUTE, MIX) == costs
     among_four = replace(COMPUTE, stages_here=4)
     assert layer_costs(open_checkpoint("tiny"), among_four, MIX) != costs
-    assert len(list(cache.glob("costs-*.json"))) == 2
+    shared = layer_costs(open_checkpoint("tiny"), COMPUTE, MIX, 2)
+    assert shared.layer.seconds(StepSize(1, 48)) > 0
+    assert len(list(cache.glob("costs-*.json"))) == 3
 
 
 @pytest.mark.parametrize("damage", ["", "{}", "[1, 2]", '{"attention": 1}'])

@@ -26,6 +26,7 @@ from ppserve.model.backend import (
     Sublayer,
 )
 from ppserve.model.cpu.activations import CpuActivation
+from ppserve.model.cpu.jit import ForSettings
 from ppserve.model.cpu.kernels import variants
 from ppserve.model.cpu.kernels.attention_tile import attention_kernels
 from ppserve.model.cpu.kernels.operations import OPERATIONS
@@ -59,7 +60,7 @@ class CpuBackend:
         self._product = micro_kernels(dtype_name(self.precision.weights), variant, variants.features())[0]
         self._attention = attention_kernels(dtype_name(self.precision.kv), variant)[0]
         kinds = (self._product, self._attention, Storage(dtype_name(self.precision.hidden)), Storage("float32"))
-        self._team = Team(num_threads, lambda *arguments: work(*kinds, *arguments))
+        self._team = Team(num_threads, ForSettings(work, *kinds))
         self._rooms = Rooms(self._product, num_threads)
 
     def stored(self, tensor: torch.Tensor) -> torch.Tensor:

@@ -12,6 +12,7 @@ import os
 import stat
 import tempfile
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar, cast
 
@@ -66,6 +67,24 @@ def kernel(function: Kernel) -> Kernel:
     dispatcher: Any = numba.njit(nogil=True, error_model="numpy")(function)
     dispatcher._cache = SharedCache(function)  # type: ignore[no-untyped-call]
     return cast(Kernel, dispatcher)
+
+
+class ForSettings:
+    """A kernel for these settings (`kernels.kinds`), compiled or loaded when it is first called; its further
+    arguments are integers. numba looks at the types of settings in Python, which would take longer than the call.
+    """
+
+    def __init__(self, function: Callable[..., int], *settings: object) -> None:
+        self._function, self._settings = function, settings
+        self._call: Callable[..., int] | None = None
+
+    def __call__(self, *numbers: int) -> int:
+        if self._call is None:
+            function: Any = self._function
+            signature = *map(numba.typeof, self._settings), *(numba.int64,) * len(numbers)
+            function.compile(signature)
+            self._call = partial(function.get_overload(signature), *self._settings)
+        return self._call(*numbers)
 
 
 def inlined(function: Kernel) -> Kernel:

@@ -30,6 +30,7 @@ class Team:
         self.num_threads = num_threads
         self._work = work
         self._board = aligned(board_size(num_threads), np.int64)
+        self._place = address(self._board)
         self._changed = threading.Condition()
         self._calls = threading.Lock()
         own = (self._board, self._changed, work, num_threads)
@@ -45,7 +46,7 @@ class Team:
         """Have a job done; returns when it is. Calls of several threads follow each other."""
         with self._calls:
             _publish(self._board, self._changed, arguments)
-            self._work(address(self._board), 0, self.num_threads, 0)
+            self._work(self._place, 0, self.num_threads, 0)
 
     def close(self) -> None:
         """Ends the threads."""

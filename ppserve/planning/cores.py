@@ -1,0 +1,47 @@
+"""Cores are shared: ranks, the head and callers on one host take them from each other.
+
+A simulation gives every rank a core of its own. Two things are missing. The cores of a host cannot compute more
+tokens than all their work for one token allows. And what the head and callers take from the ranks' cores comes in
+the middle of steps: a rank that is interrupted keeps all ranks of its replica waiting.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from ppserve.core.grid import RankGrid
+from ppserve.planning.simulator import Outcome, Wires
+
+
+@dataclass(frozen=True, slots=True)
+class SharedCores:
+    """A host's. cores: that its processes may use. ranks: those on it; with rank 0 comes the head. threads: of
+    each rank. caller_s: what callers on it compute for each token that they get."""
+
+    cores: int
+    ranks: tuple[int, ...]
+    threads: int = 1
+    caller_s: float = 0.0
+
+
+def slowdown(outcome: Outcome, grid: RankGrid, working: int, wires: Wires, hosts: Sequence[SharedCores]) -> float:
+    """How many times as long everything takes as in the simulation of one replica, at least 1. working: replicas
+    that have work. hosts: of all ranks; none: cores are not scarce."""
+    return max((_of_host(outcome, grid, working, wires, host) for host in hosts), default=1.0)
+
+
+def _of_host(outcome: Outcome, grid: RankGrid, working: int, wires: Wires, host: SharedCores) -> float:
+    """In seconds of cores per second that all replicas serve."""
+    seconds = outcome.wall_s
+    places = [place for rank in host.ranks for place in (grid.place(rank),) if place.replica < working]
+    around_s = outcome.num_steps * (wires.prepare_s + wires.sending_s)
+    computing = sum(outcome.stages[place.stage].computed_ns / 1e9 for place in places) * host.threads / seconds
+    beside = host.caller_s * outcome.new_tokens * working / seconds
+    if 0 in host.ranks:
+        beside += (wires.head_s * outcome.num_steps + wires.token_s * outcome.new_tokens) * working / seconds
+    work = computing + len(places) * around_s / seconds + beside
+    # What finds no idle core, and of that what meets one of a replica's ranks that computes.
+    taken = max(0.0, beside - max(0, host.cores - len(places) * host.threads))
+    met = computing / working / host.cores
+    return max(1.0, work / host.cores, 1.0 + taken * min(1.0, met))

@@ -1,18 +1,19 @@
 """Times a step of a 124M-shaped GPT-2 by one thread, by two threads, and by two tensor ranks that are threads:
 with two calls of a kernel for each sublayer, as served, and with one for each operator.
 
-    OMP_NUM_THREADS=1 python benchmarks/tensor_step.py [--dtype float32] [--seconds 4]
+    OMP_NUM_THREADS=1 python benchmarks/tensor_step.py [--dtype float32] [--seconds 4] [--layers 12] [--alone]
 
 They take turns, and the fastest step of each counts, which others on the machine disturbed least. Tensor ranks
 gather through memory with the kernel that processes use. Of them it also prints what their waits for each other
-add up to in that step, on average over the two.
+add up to in that step, on average over the two. With --alone one of two ranks computes by itself, its own
+columns in place of the other's, and the clock is the thread's own: for busy machines.
 """
 
 from __future__ import annotations
 
 import time
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import click
 import torch
@@ -23,6 +24,7 @@ from ppserve.core.plan import StepPlan
 from ppserve.core.request import SamplingParams
 from ppserve.model.backend import AttentionParts, KVCache, MLPParts
 from ppserve.model.cpu.backend import CpuBackend
+from ppserve.model.gather import Echo
 from ppserve.model.gpt2 import GPT2Stage
 from ppserve.model.inputs import build_inputs
 from ppserve.stage.transport.gather import NoTensorLink, TensorLink, connect_ranks
@@ -52,21 +54,28 @@ class Rank:
             self.stage.read_out(inputs, self.stage.forward(inputs, None, self.cache))()
 
 
-def ranks(dtype: str, threads: int, count: int, kind: type[CpuBackend]) -> list[Rank]:
+def ranks(
+    dtype: str, threads: int, count: int, kind: type[CpuBackend], num_layers: int, alone: bool
+) -> list[Rank]:
+    arch = replace(GPT2, num_layers=num_layers)
     links: tuple[TensorLink, ...] = connect_ranks(count) if count > 1 else (NoTensorLink(),)
+    if alone and count > 1:
+        links = (NoTensorLink(Echo()),)
     made = []
     for rank, link in enumerate(links):
-        layout, backend = StageLayout(0, 1, 0, 2 * GPT2.num_layers, rank, count), kind(dtype, threads)
+        layout, backend = StageLayout(0, 1, 0, 2 * num_layers, rank, count), kind(dtype, threads)
         num_blocks = MOST_ROWS * -(-(CONTEXT + 1) // BLOCK_SIZE)
-        stage = GPT2Stage.load(RandomWeights(GPT2), layout, backend)
-        made.append(Rank(stage, backend.make_cache(GPT2, layout, num_blocks, BLOCK_SIZE), link))
+        stage = GPT2Stage.load(RandomWeights(arch), layout, backend)
+        made.append(Rank(stage, backend.make_cache(arch, layout, num_blocks, BLOCK_SIZE), link))
     return made
 
 
 @click.command()
 @click.option("--dtype", default="float32", type=click.Choice(["float32", "bfloat16"]))
 @click.option("--seconds", default=4.0, help="Time for each number of rows.")
-def main(dtype: str, seconds: float) -> None:
+@click.option("--layers", default=GPT2.num_layers)
+@click.option("--alone", is_flag=True, help="One rank of two by itself, and its thread's own time.")
+def main(dtype: str, seconds: float, layers: int, alone: bool) -> None:
     torch.set_num_threads(1)
     kinds = {
         "1 thread": (1, 1, CpuBackend),
@@ -74,17 +83,21 @@ def main(dtype: str, seconds: float) -> None:
         "2 tensor ranks": (1, 2, CpuBackend),
         "by operators": (1, 2, ByOperators),
     }
-    stages = {name: ranks(dtype, *how) for name, how in kinds.items()}
+    if alone:
+        del kinds["2 threads"]
+    stages = {name: ranks(dtype, *how, layers, alone) for name, how in kinds.items()}
+    clock = time.thread_time if alone else time.perf_counter
     with ThreadPoolExecutor(2) as pool:
+        call = map if alone else pool.map
         for num_rows in (1, 8, 16, MOST_ROWS):
             plan = decode_plan(num_rows, CONTEXT, SamplingParams(temperature=0))
             best, waited = dict.fromkeys(stages, float("inf")), dict.fromkeys(stages, 0.0)
             until = time.monotonic() + seconds
             while time.monotonic() < until or float("inf") in best.values():
                 for name, of in stages.items():
-                    before_ns, begun = sum(rank.gather.waited_ns for rank in of), time.perf_counter()
-                    list(pool.map(Rank.step, of, [plan] * len(of)))
-                    took = time.perf_counter() - begun
+                    before_ns, begun = sum(rank.gather.waited_ns for rank in of), clock()
+                    list(call(Rank.step, of, [plan] * len(of)))
+                    took = clock() - begun
                     if took < best[name]:
                         best[name] = took
                         waited[name] = (sum(rank.gather.waited_ns for rank in of) - before_ns) / len(of) / 1e9

@@ -106,8 +106,7 @@ class AttentionParts(Protocol):
 
 
 class MLPParts(Protocol):
-    """What an MLP sublayer is made of. inner, columns: how tensor ranks share out the inner rows and the results.
-    """
+    """What an MLP sublayer is made of. inner, columns: how tensor ranks share out inner rows and results."""
 
     norm: Operator
     expand: Linear

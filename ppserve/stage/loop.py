@@ -140,7 +140,7 @@ class StageLoop:
             kv_dtype=compute.kv_dtype,
             speed=self._found.speed,
             memory_bytes=compute.memory_bytes(),
-            kv_bytes=self._start.config.cache.kv_cache_memory or compute.kv_budget_bytes(),
+            kv_bytes=start.config.cache.kv_cache_memory or compute.kv_budget_bytes(),
             cores=cores_here(),
         )
 

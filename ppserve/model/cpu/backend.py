@@ -95,8 +95,7 @@ class CpuBackend:
         assert isinstance(expand, PackedLinear)
         assert isinstance(contract, PackedLinear)
         assert isinstance(activate, CpuActivation)
-        first, second = self._weights(expand, contract)
-        kept = norm, expand, contract
+        (first, second), kept = self._weights(expand, contract), (norm, expand, contract)
         if len(parts.columns.widths) == 1:
             table = as_table(norm.seen_by_kernels, first, second, activate.seen_by_kernels)
             return FusedSublayer(MLP, table, kept, self._team)

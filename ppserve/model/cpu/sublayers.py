@@ -22,8 +22,7 @@ class FusedSublayer:
     """
 
     def __init__(self, job: int, table: NDArray[np.int64], parts: tuple[object, ...], team: Team) -> None:
-        self._job, self._kept, self._team = job, (table, parts), team
-        self._table = address(table)
+        self._job, self._table, self._kept, self._team = job, address(table), (table, parts), team
 
     def __call__(self, hidden_TD: torch.Tensor, inputs: StepInputs) -> torch.Tensor:
         hidden_TD = hidden_TD.contiguous()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import threading
+from typing import Any
 
 import pytest
 
@@ -17,7 +18,8 @@ class Faulty(HeadProcess):
     """No stage is started, and the engine cannot be made."""
 
     def __init__(self, environment: RankEnvironment) -> None:
-        super().__init__(ServeConfig(), environment)
+        nobody: Any = None
+        super().__init__(ServeConfig(), environment, nobody)
         self._keeper_thread = threading.Thread(target=str)
 
     def _make_engine(self) -> None:

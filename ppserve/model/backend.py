@@ -9,7 +9,7 @@ T rows, D width, E = 3D, K inputs, N outputs, V vocabulary, R rows read out, S s
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
@@ -68,6 +68,15 @@ class StepRows:
     read_rows: Ints
     copies: tuple[tuple[int, int], ...]
     highest_block: int
+
+
+class Matrix(Protocol):
+    """A weight (N, K) as the checkpoint has it: a tensor, or outputs that are read when they are asked for."""
+
+    @property
+    def shape(self) -> Sequence[int]: ...
+
+    def __getitem__(self, outputs: slice, /) -> torch.Tensor: ...
 
 
 class Linear(Protocol):
@@ -205,7 +214,7 @@ class Backend(Protocol):
     def stored(self, tensor: torch.Tensor) -> torch.Tensor:
         """An embedding, a bias or a norm's weight: rounded as hidden states are, on the device."""
 
-    def linear(self, weight_NK: torch.Tensor, bias_N: torch.Tensor | None) -> Linear:
+    def linear(self, weight_NK: Matrix, bias_N: torch.Tensor | None) -> Linear:
         """Packs a weight as the checkpoint has it, which can be released afterwards. bias_N: as `stored`."""
 
     def norm(self, weight_D: torch.Tensor, bias_D: torch.Tensor | None, epsilon: float) -> Operator:

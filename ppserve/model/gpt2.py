@@ -108,7 +108,7 @@ class GPT2Stage:
 
     def __init__(self, read: WeightReader, layout: StageLayout) -> None:
         self.arch, self.layout, self.backend = read.arch, layout, read.backend
-        # The head before all else: the largest matrix is twice in memory while it is being packed.
+        # The head before all else: on GPUs the largest matrix is twice in memory while it is being packed.
         self.head = Head(read) if layout.is_last else None
         self._embed = Embedding(read) if layout.is_first else None
         self.sublayers = [_sublayer(read, layout, number) for number in layout.sublayers]

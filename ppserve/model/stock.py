@@ -18,6 +18,7 @@ from ppserve.model.backend import (
     AttentionParts,
     KVCache,
     Linear,
+    Matrix,
     MLPParts,
     Operator,
     Precision,
@@ -55,8 +56,8 @@ class TorchBackend:
     def stored(self, tensor: torch.Tensor) -> torch.Tensor:
         return tensor.to(self.precision.weights).to(self.device)
 
-    def linear(self, weight_NK: torch.Tensor, bias_N: torch.Tensor | None) -> Linear:
-        return PlainLinear(self.stored(weight_NK), bias_N)
+    def linear(self, weight_NK: Matrix, bias_N: torch.Tensor | None) -> Linear:
+        return PlainLinear(self.stored(weight_NK[:]), bias_N)
 
     def norm(self, weight_D: torch.Tensor, bias_D: torch.Tensor | None, epsilon: float) -> Operator:
         return partial(layer_norm, normalized_shape=weight_D.shape, weight=weight_D, bias=bias_D, eps=epsilon)

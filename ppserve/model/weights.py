@@ -1,6 +1,6 @@
 """A stage's weights, from a checkpoint into the form in which a backend keeps them.
 
-V vocabulary, D width.
+V vocabulary, D width, N outputs.
 """
 
 from __future__ import annotations
@@ -12,9 +12,33 @@ import torch
 from ppserve.core.architecture import StageLayout, stage_params
 from ppserve.model.backend import Backend, Linear, Operator
 from ppserve.model.checkpoint import WHOLE, Checkpoint, Part
+from ppserve.model.checkpoint.names import tensor_shapes
 
 Progress = Callable[[int, int], None]
 """Called with the bytes read so far and in all."""
+
+
+class StoredMatrix:
+    """A `Matrix` of these outputs; each slice of it is read when it is asked for.
+
+    read: as `Checkpoint.tensor`.
+    """
+
+    def __init__(
+        self, read: Callable[[str, Part], torch.Tensor], name: str, outputs: tuple[slice, ...], num_inputs: int
+    ) -> None:
+        self._read, self._name, self._outputs = read, name, outputs
+        self.shape = sum(own.stop - own.start for own in outputs), num_inputs
+
+    def __getitem__(self, wanted: slice, /) -> torch.Tensor:
+        begin, end, _ = wanted.indices(self.shape[0])
+        rows, at = [], 0
+        for own in self._outputs:
+            first, last = max(own.start, own.start + begin - at), min(own.stop, own.start + end - at)
+            if first < last:
+                rows.append(slice(first, last))
+            at += own.stop - own.start
+        return self._read(self._name, Part(tuple(rows)))
 
 
 class WeightReader:
@@ -47,13 +71,14 @@ class WeightReader:
 
     def linear(self, name: str, *outputs: slice) -> Linear:
         bias_N = self._stored(f"{name}.bias", Part(outputs)) if self.arch.biases else None
-        return self._linear(f"{name}.weight", Part(outputs), bias_N)
+        return self._linear(f"{name}.weight", outputs, bias_N)
 
     def lm_head(self, outputs: slice) -> Linear:
-        return self._linear("lm_head.weight", Part((outputs,)), None)
+        return self._linear("lm_head.weight", (outputs,), None)
 
-    def _linear(self, name: str, part: Part, bias_N: torch.Tensor | None) -> Linear:
-        linear = self.backend.linear(self._tensor(name, part), bias_N)
+    def _linear(self, name: str, outputs: tuple[slice, ...], bias_N: torch.Tensor | None) -> Linear:
+        _, num_inputs = tensor_shapes(self.arch)[name]
+        linear = self.backend.linear(StoredMatrix(self._tensor, name, outputs, num_inputs), bias_N)
         self.weight_bytes += linear.num_bytes
         return linear
 

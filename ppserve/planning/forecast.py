@@ -115,7 +115,7 @@ def _stage(arch: Architecture, layout: StageLayout, intent: Intent) -> StageFore
     if layout.is_first and layout.is_last and layout.num_tensor == 1:
         # Tensor ranks read the embedding by columns and the head by rows: they have no part in common.
         params -= arch.shared_params
-    weight_bytes = _weight_bytes(arch, layout, intent, params)
+    weight_bytes = _weight_bytes(arch, layout, intent)
     left = max(0, intent.stage_memory - weight_bytes)
     return StageForecast(
         layout=layout,
@@ -126,11 +126,12 @@ def _stage(arch: Architecture, layout: StageLayout, intent: Intent) -> StageFore
     )
 
 
-def _weight_bytes(arch: Architecture, layout: StageLayout, intent: Intent, params: int) -> int:
-    """int8 matrices have a scale for each output; a head in int8 shares nothing with the embedding."""
+def _weight_bytes(arch: Architecture, layout: StageLayout, intent: Intent) -> int:
+    """The head is packed for products: a copy, also where it is the embedding. int8 matrices have a scale for each
+    output."""
     element = ELEMENT_BYTES[intent.dtype]
     if intent.quantization == "none":
-        return params * element
+        return stage_params(arch, layout) * element
     attentions, mlps, heads = len(layout.attentions), len(layout.mlps), int(layout.is_last)
     d, f, v = (layout.cut(size).width for size in (arch.width, arch.inner_width, arch.vocab_size))
     qkv_and_proj = 3 * layout.heads(arch).width * arch.head_size + d

@@ -7,11 +7,13 @@ from pathlib import Path
 import pytest
 import torch
 
-from ppserve.core.architecture import Split, stage_layouts
+from ppserve.core.architecture import Split, StageLayout, stage_layouts
 from ppserve.errors import ConfigError
-from ppserve.model.checkpoint import Checkpoint
+from ppserve.model.backend import Linear, Matrix
+from ppserve.model.checkpoint import WHOLE, Checkpoint, Part
 from ppserve.model.checkpoint.opening import open_checkpoint
 from ppserve.model.cpu.backend import CpuBackend
+from ppserve.model.cpu.kernels.weights import READ_BYTES
 from ppserve.model.gpt2 import GPT2Stage
 from ppserve.planning.forecast import Intent, forecast
 from tests.model.checkpoint import writers
@@ -64,15 +66,65 @@ def test_int8_is_close_to_what_it_stands_for() -> None:
     assert 1e-4 < error < 0.05
 
 
+class CountingReads:
+    """A checkpoint that remembers the largest piece of each linear's weight."""
+
+    def __init__(self, checkpoint: Checkpoint) -> None:
+        self._checkpoint, self.largest_bytes = checkpoint, 0
+        self.path, self.architecture = checkpoint.path, checkpoint.architecture
+        self.stored_dtype = checkpoint.stored_dtype
+
+    def tensor(self, name: str, part: Part = WHOLE) -> torch.Tensor:
+        tensor = self._checkpoint.tensor(name, part)
+        if ".c_" in name or name.startswith("lm_head"):
+            self.largest_bytes = max(self.largest_bytes, tensor.nbytes)
+        return tensor
+
+
+@pytest.mark.parametrize(("container", "num_tensor"), [("safetensors", 2), ("bin", 1), ("nanogpt", 1)])
+def test_no_large_matrix_is_whole_in_memory_while_it_is_quantised(
+    tmp_path: Path, container: str, num_tensor: int
+) -> None:
+    """The head has 20 MB, an MLP's matrices 17; of two tensor ranks each has half. The bits are the same."""
+    arch = writers.architecture(num_layers=1, width=1024, inner_width=4096, vocab_size=5000)
+    tensors = writers.random_tensors(arch)
+    if container == "nanogpt":
+        place = writers.write_nanogpt(tmp_path / "ckpt.pt", arch, tensors)
+    else:
+        place = writers.write_hf(tmp_path / "hf", arch, tensors, container=container)
+    checkpoint = CountingReads(open_checkpoint(str(place)))
+    layout = StageLayout(0, 1, 0, 2, num_tensor - 1, num_tensor)
+    stage = GPT2Stage.load(checkpoint, layout, int8())
+    assert READ_BYTES / 2 < checkpoint.largest_bytes <= READ_BYTES
+    whole = GPT2Stage.load(checkpoint, layout, WholeMatrices("float32", quantization="int8"))
+    assert checkpoint.largest_bytes > READ_BYTES
+    assert stage.head is not None
+    assert whole.head is not None
+    x_TD, x_TF = torch.randn(3, 1024), torch.randn(3, 4096)
+    assert torch.equal(stage.head(x_TD), whole.head(x_TD))
+    assert torch.equal(stage.attentions[0].qkv(x_TD), whole.attentions[0].qkv(x_TD))
+    assert torch.equal(stage.mlps[0].expand(x_TD), whole.mlps[0].expand(x_TD))
+    assert torch.equal(stage.mlps[0].contract(x_TF), whole.mlps[0].contract(x_TF))
+
+
+class WholeMatrices(CpuBackend):
+    """The control: asks for every matrix at once."""
+
+    def linear(self, weight_NK: Matrix, bias_N: torch.Tensor | None) -> Linear:
+        return super().linear(weight_NK[:], bias_N)
+
+
 @pytest.mark.parametrize("split", ["3", "1.5,1.5"])
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_a_stage_takes_the_bytes_that_were_planned(split: str, dtype: str) -> None:
+@pytest.mark.parametrize("quantization", ["none", "int8"])
+def test_a_stage_takes_the_bytes_that_were_planned(split: str, dtype: str, quantization: str) -> None:
     """But for the padding of outputs and inputs to whole panels, and biases that are always float32."""
     arch = architecture(num_layers=3, width=256, vocab_size=2048)
-    intent = Intent(len(Split.parse(split).sublayers), Split.parse(split), dtype, "int8")
+    intent = Intent(len(Split.parse(split).sublayers), Split.parse(split), dtype, quantization)
     plan = forecast(arch, intent)
     for layout, planned in zip(stage_layouts(Split.parse(split)), plan.stages, strict=True):
-        stage = GPT2Stage.load(RandomCheckpoint(arch), layout, int8(dtype))
+        backend = CpuBackend(dtype, quantization=quantization)
+        stage = GPT2Stage.load(RandomCheckpoint(arch), layout, backend)
         assert planned.weight_bytes <= stage.weight_bytes <= 1.03 * planned.weight_bytes
 
 

@@ -10,7 +10,7 @@ import torch
 
 from ppserve.core.architecture import Architecture, StageLayout
 from ppserve.core.plan import Draw
-from ppserve.model.backend import Attend, Backend, Linear, StepRows
+from ppserve.model.backend import Attend, Backend, Linear, Matrix, StepRows
 from ppserve.model.cpu.activations import CpuActivation
 from ppserve.model.cpu.backend import CpuBackend
 from ppserve.model.cpu.kv_cache import CpuCache
@@ -202,8 +202,8 @@ class InTwoHalves(Unfused):
     """From 128 rows on, products are summed in two halves; what comes out is rounded to bfloat16, as a library's
     bfloat16 products are, so that with usual weights hardly a number differs."""
 
-    def linear(self, weight_NK: torch.Tensor, bias_N: torch.Tensor | None) -> Linear:
-        half = weight_NK.shape[1] // 2
+    def linear(self, weight_NK: Matrix, bias_N: torch.Tensor | None) -> Linear:
+        weight_NK, half = weight_NK[:], weight_NK.shape[1] // 2
         whole = super().linear(weight_NK, bias_N)
         low, high = super().linear(weight_NK[:, :half], None), super().linear(weight_NK[:, half:], bias_N)
 

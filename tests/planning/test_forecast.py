@@ -21,8 +21,9 @@ def test_gpt2_on_two_stages():
     assert (plan.decode_balance, plan.prefill_balance) == pytest.approx((0.97, 0.67), abs=0.01)
 
 
-def test_one_stage_holds_a_tied_embedding_once():
+def test_one_stage_counts_a_tied_embedding_once_and_keeps_its_head_apart():
     plan = forecast(GPT2, Intent(1))
+    assert plan.stages[0].weight_bytes == 4 * (124_439_808 + 50257 * 768)
     assert plan.stages[0].num_parameters == plan.arch.num_params == 124_439_808
     untied = Architecture(12, 768, 12, 1024, 50257, 50257, 3072, tied_embeddings=False)
     assert forecast(untied, Intent(1)).stages[0].num_parameters == 124_439_808 + 50257 * 768

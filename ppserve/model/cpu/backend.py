@@ -18,6 +18,7 @@ from ppserve.model.backend import (
     AttentionParts,
     KVCache,
     Linear,
+    Matrix,
     MLPParts,
     Operator,
     Reading,
@@ -66,7 +67,7 @@ class CpuBackend:
     def stored(self, tensor: torch.Tensor) -> torch.Tensor:
         return tensor.to(self.precision.hidden)
 
-    def linear(self, weight_NK: torch.Tensor, bias_N: torch.Tensor | None) -> Linear:
+    def linear(self, weight_NK: Matrix, bias_N: torch.Tensor | None) -> Linear:
         precision = dtype_name(self.precision.weights)
         return PackedLinear(weight_NK, bias_N, precision, self._product, self._team, self._rooms)
 

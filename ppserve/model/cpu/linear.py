@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import torch
 
+from ppserve.model.backend import Matrix
 from ppserve.model.cpu.kernels.tile_code import MicroKernel
 from ppserve.model.cpu.kernels.weights import PackedWeights
 from ppserve.model.cpu.kernels.work import LINEAR, as_table
@@ -19,7 +20,7 @@ class PackedLinear:
 
     def __init__(
         self,
-        weight_NK: torch.Tensor,
+        weight_NK: Matrix,
         bias_N: torch.Tensor | None,
         precision: str,
         kind: MicroKernel,

@@ -17,6 +17,7 @@ from ppserve.core.cut import Cut
 from ppserve.model.backend import (
     KVCache,
     Linear,
+    Matrix,
     Reading,
     StageModel,
     StepInputs,
@@ -70,9 +71,9 @@ class CudaBackend(TorchBackend):
         self.staging = Staging(self.beside)
         self.readback = Readback(self.beside)
 
-    def linear(self, weight_NK: torch.Tensor, bias_N: torch.Tensor | None) -> Linear:
+    def linear(self, weight_NK: Matrix, bias_N: torch.Tensor | None) -> Linear:
         if self.options.batch_invariant:
-            return InvariantLinear(self.operators, self.stored(weight_NK), bias_N)
+            return InvariantLinear(self.operators, self.stored(weight_NK[:]), bias_N)
         return super().linear(weight_NK, bias_N)
 
     def make_cache(

@@ -11,6 +11,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from ppserve.model.backend import Matrix
 from ppserve.model.cpu.kernels.memory import address, aligned
 from ppserve.model.cpu.kernels.operations import OPERATIONS, SMALLEST_BF16
 from ppserve.model.cpu.kernels.products import Weights
@@ -19,9 +20,15 @@ from ppserve.model.cpu.kernels.tile_code import PANEL, MicroKernel
 OUTPUTS_MULTIPLE = 64
 """Outputs are padded to it, so that a row of results can be packed as the next row of inputs."""
 
-_OUTPUTS_AT_ONCE = 1024
+READ_BYTES = 8 << 20
+"""Of a matrix as float32: the most that is in memory beside the packed weights."""
+
 _MOST_INT8 = 127
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "int8": torch.int8}
+
+
+def outputs_at_once(num_inputs: int) -> int:
+    return max(PANEL, READ_BYTES // (4 * num_inputs) // PANEL * PANEL)
 
 
 class PackedWeights:
@@ -32,7 +39,7 @@ class PackedWeights:
     """
 
     def __init__(
-        self, weight_NK: torch.Tensor, bias_N: torch.Tensor | None, precision: str, kind: MicroKernel
+        self, weight_NK: Matrix, bias_N: torch.Tensor | None, precision: str, kind: MicroKernel
     ) -> None:
         self.num_outputs, self.num_inputs = weight_NK.shape
         self.kind = kind
@@ -45,8 +52,9 @@ class PackedWeights:
         self._sums_of_weights = aligned(self._outputs, np.int32)
         if bias_N is not None:
             self._bias[: self.num_outputs] = bias_N.float().numpy()
-        for begin in range(0, self.num_outputs, _OUTPUTS_AT_ONCE):
-            self._pack(begin, weight_NK[begin : begin + _OUTPUTS_AT_ONCE])
+        at_once = outputs_at_once(self.num_inputs)
+        for begin in range(0, self.num_outputs, at_once):
+            self._pack(begin, weight_NK[begin : begin + at_once])
         self._start: NDArray[Any] = aligned(self._outputs, np.int32)
         if precision == "float32":
             self._start = self._bias

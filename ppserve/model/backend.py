@@ -9,7 +9,7 @@ T rows, D width, E = 3D, K inputs, N outputs, V vocabulary, R rows read out, S s
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Protocol
 
@@ -20,6 +20,7 @@ from numpy.typing import NDArray
 from ppserve.core.architecture import Architecture, StageLayout
 from ppserve.core.cut import Cut
 from ppserve.core.plan import Drawn, Scored, StepPlan
+from ppserve.model.checkpoint import Matrix
 from ppserve.model.gather import ALONE, Gather
 from ppserve.model.timing import Timing
 
@@ -68,15 +69,6 @@ class StepRows:
     read_rows: Ints
     copies: tuple[tuple[int, int], ...]
     highest_block: int
-
-
-class Matrix(Protocol):
-    """A weight (N, K) as the checkpoint has it: a tensor, or outputs that are read when they are asked for."""
-
-    @property
-    def shape(self) -> Sequence[int]: ...
-
-    def __getitem__(self, outputs: slice, /) -> torch.Tensor: ...
 
 
 class Linear(Protocol):

@@ -18,7 +18,6 @@ from ppserve.model.backend import (
     AttentionParts,
     KVCache,
     Linear,
-    Matrix,
     MLPParts,
     Operator,
     Precision,
@@ -28,6 +27,7 @@ from ppserve.model.backend import (
     StepRows,
     Sublayer,
 )
+from ppserve.model.checkpoint import Matrix
 from ppserve.model.gather import whole_rows
 from ppserve.model.timing import HostTiming, Timing
 

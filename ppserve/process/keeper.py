@@ -73,12 +73,10 @@ class Keeper:
         spare: Child | None = None,
     ) -> None:
         self._config = config
-        self._rank = rank
-        self._world_size = world_size
+        self._rank, self._world_size = rank, world_size
         self._meeting = meeting
         self._found_head = self._connected = self._has_served = False
-        self._spawn = spawn
-        self._clock = clock
+        self._spawn, self._clock = spawn, clock
         self._child: Child | None = None
         self._spare = spare
         self._stopping = False

@@ -9,8 +9,8 @@ import torch
 
 from ppserve.core.architecture import Split, StageLayout, stage_layouts
 from ppserve.errors import ConfigError
-from ppserve.model.backend import Linear, Matrix
-from ppserve.model.checkpoint import WHOLE, Checkpoint, Part
+from ppserve.model.backend import Linear
+from ppserve.model.checkpoint import WHOLE, Checkpoint, Matrix, Part
 from ppserve.model.checkpoint.opening import open_checkpoint
 from ppserve.model.cpu.backend import CpuBackend
 from ppserve.model.cpu.kernels.weights import READ_BYTES

@@ -10,7 +10,8 @@ import torch
 
 from ppserve.core.architecture import Architecture, StageLayout
 from ppserve.core.plan import Draw
-from ppserve.model.backend import Attend, Backend, Linear, Matrix, StepRows
+from ppserve.model.backend import Attend, Backend, Linear, StepRows
+from ppserve.model.checkpoint import Matrix
 from ppserve.model.cpu.activations import CpuActivation
 from ppserve.model.cpu.backend import CpuBackend
 from ppserve.model.cpu.kv_cache import CpuCache

@@ -12,6 +12,7 @@ Opening reads headers only; `tensor` reads one tensor, or a part of it, from the
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Protocol
@@ -40,6 +41,15 @@ class Part:
 
 
 WHOLE = Part()
+
+
+class Matrix(Protocol):
+    """A weight (N, K) as the checkpoint has it: a tensor, or outputs that are read when they are asked for."""
+
+    @property
+    def shape(self) -> Sequence[int]: ...
+
+    def __getitem__(self, outputs: slice, /) -> torch.Tensor: ...
 
 
 class Checkpoint(Protocol):

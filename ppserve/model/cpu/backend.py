@@ -18,7 +18,6 @@ from ppserve.model.backend import (
     AttentionParts,
     KVCache,
     Linear,
-    Matrix,
     MLPParts,
     Operator,
     Reading,
@@ -26,6 +25,7 @@ from ppserve.model.backend import (
     StepInputs,
     Sublayer,
 )
+from ppserve.model.checkpoint import Matrix
 from ppserve.model.cpu.activations import CpuActivation
 from ppserve.model.cpu.jit import ForSettings
 from ppserve.model.cpu.kernels import variants

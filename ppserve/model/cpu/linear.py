@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import torch
 
-from ppserve.model.backend import Matrix
+from ppserve.model.checkpoint import Matrix
 from ppserve.model.cpu.kernels.tile_code import MicroKernel
 from ppserve.model.cpu.kernels.weights import PackedWeights
 from ppserve.model.cpu.kernels.work import LINEAR, as_table

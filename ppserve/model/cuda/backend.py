@@ -17,11 +17,11 @@ from ppserve.core.cut import Cut
 from ppserve.model.backend import (
     KVCache,
     Linear,
-    Matrix,
     Reading,
     StageModel,
     StepInputs,
 )
+from ppserve.model.checkpoint import Matrix
 from ppserve.model.cuda.buckets import bucket_sizes
 from ppserve.model.cuda.device import Accelerator, CudaDevice, HostDevice
 from ppserve.model.cuda.kv_cache import DeviceCache, DeviceInputs

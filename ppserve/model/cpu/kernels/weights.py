@@ -11,7 +11,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from ppserve.model.backend import Matrix
+from ppserve.model.checkpoint import Matrix
 from ppserve.model.cpu.kernels.memory import address, aligned
 from ppserve.model.cpu.kernels.operations import OPERATIONS, SMALLEST_BF16
 from ppserve.model.cpu.kernels.products import Weights

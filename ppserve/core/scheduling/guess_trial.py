@@ -20,9 +20,9 @@ REMEMBERED = 3
 FIRST_PROBE, LAST_PROBE = 8, 128
 # Steps at the beginning of each turn of trying WIDE.
 EXPLORED = 3
-# A way with more guesses must be faster by this factor: more than one turn differs from the next by chance. With
+# A way with guesses must be faster by this factor than the one without: by about what turns differ by chance. With
 # less, a way that is no better gets half of the turns.
-MARGIN = 1.05
+MARGIN = 1.04
 
 
 class Way(IntEnum):
@@ -69,7 +69,7 @@ class _Trial:
         for way, turns in self.turns.items():
             if turns.pace is None:
                 return way
-            paces[way] = turns.pace * MARGIN**way
+            paces[way] = turns.pace * (MARGIN if way else 1.0)
         best = min(paces, key=paces.__getitem__)
         if best != self.best:
             self.best = best

@@ -96,13 +96,19 @@ def requests_with_everything(count: int, seed: int) -> list[pb.GenerateRequest]:
     return requests
 
 
-def ask(target: str, requests: Sequence[pb.GenerateRequest], at_once: int, timeout_s: float = 100) -> list[Answer]:
+# No server refuses a request because it could not be answered by then.
+WITHIN_S = 1000
+
+
+def ask(
+    target: str, requests: Sequence[pb.GenerateRequest], at_once: int, timeout_s: float = WITHIN_S
+) -> list[Answer]:
     """The first sequence's answers, in the order of the requests; `at_once` of them are under way together."""
     return [answers[0] for answers in ask_all(target, requests, at_once, timeout_s)]
 
 
 def ask_all(
-    target: str, requests: Sequence[pb.GenerateRequest], at_once: int, timeout_s: float = 100
+    target: str, requests: Sequence[pb.GenerateRequest], at_once: int, timeout_s: float = WITHIN_S
 ) -> list[tuple[Answer, ...]]:
     """The answers of all sequences of each request."""
     with grpc.insecure_channel(target) as channel, ThreadPoolExecutor(at_once) as pool:
@@ -141,7 +147,7 @@ def ask_one(stub: GenerationServiceStub, request: pb.GenerateRequest, timeout_s:
 
 
 def ask_sequences(
-    stub: GenerationServiceStub, request: pb.GenerateRequest, timeout_s: float = 100
+    stub: GenerationServiceStub, request: pb.GenerateRequest, timeout_s: float = WITHIN_S
 ) -> tuple[Answer, ...]:
     """The answers of a request's `n` sequences, their stream read to the end."""
     heard = [_Heard() for _ in range(request.sampling.n or 1)]

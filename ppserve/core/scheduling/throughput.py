@@ -6,7 +6,8 @@ HALF_LIFE_S = 10.0
 MIN_EVIDENCE_S = 0.05
 MEMORY_OF_ENDS = 0.98
 # Of the tokens computed until a request ends, the largest share that those admitted after it are taken to have.
-MAX_LATER_SHARE = 0.75
+# While the load does not change, as many come after it as were there before. More would refuse bursts.
+MAX_LATER_SHARE = 0.5
 
 
 class Throughput:

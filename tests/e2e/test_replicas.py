@@ -32,7 +32,7 @@ def asking(server: Server) -> tuple[threading.Thread, list[Answer]]:
     with grpc.insecure_channel(server.grpc) as channel:
         # Not before the streams are well under way: the witness has had many tokens by then.
         for number, _ in enumerate(GenerationServiceStub(channel).Generate(long_requests(1)[0])):
-            if number == 20:
+            if number == 5:  # messages; of several tokens each where the head is busy
                 break
     return thread, answers
 

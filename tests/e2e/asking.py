@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from ctypes import c_float
 from dataclasses import dataclass, field
@@ -139,6 +139,14 @@ def _as_sent(token: Token) -> Logprob:
     """A message holds log-probabilities as float32."""
     tops = tuple((top.id, c_float(top.logprob or 0.0).value) for top in token.top)
     return c_float(token.logprob or 0.0).value, tops
+
+
+def await_tokens(stream: Iterator[pb.GenerateResponse], count: int = 20) -> None:
+    """Reads until more than `count` tokens have come. They are counted, not the messages: a busy head sends
+    several tokens in one."""
+    heard = 0
+    while heard <= count:
+        heard += next(stream).num_tokens
 
 
 def ask_one(stub: GenerationServiceStub, request: pb.GenerateRequest, timeout_s: float = 100) -> Answer:

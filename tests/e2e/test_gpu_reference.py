@@ -12,6 +12,7 @@ import pytest
 from ppserve.stage.device import REFERENCE
 from ppserve.v1 import generation_pb2 as pb
 from ppserve.v1.generation_pb2_grpc import GenerationServiceStub
+from tests.e2e.asking import await_tokens
 from tests.e2e.serving import serving
 from tests.e2e.test_losing_stages import ask, long_requests
 
@@ -31,9 +32,10 @@ def test_replay_is_exact_with_recorded_steps(monkeypatch: pytest.MonkeyPatch) ->
         asking.start()
         with grpc.insecure_channel(server.grpc) as channel:
             witness = GenerationServiceStub(channel).Generate(long_requests(1)[0])
-            for number, _ in enumerate(witness):
-                if number == 5:  # messages; of several tokens each where the head is busy
-                    os.kill(server.stage_pid(1), signal.SIGKILL)
+            await_tokens(witness)
+            os.kill(server.stage_pid(1), signal.SIGKILL)
+            for _ in witness:
+                pass
         asking.join()
         assert "stage 1 died" in server.log
         assert answers == alone

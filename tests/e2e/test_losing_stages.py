@@ -20,7 +20,15 @@ import ppserve
 from ppserve.v1 import generation_pb2 as pb
 from ppserve.v1.generation_pb2_grpc import GenerationServiceStub
 from tests import as_gpu
-from tests.e2e.asking import Answer, answers_alone, ask, ask_all, mixed_requests, requests_with_everything
+from tests.e2e.asking import (
+    Answer,
+    answers_alone,
+    ask,
+    ask_all,
+    await_tokens,
+    mixed_requests,
+    requests_with_everything,
+)
 from tests.e2e.serving import Server, serving
 
 TINY = Path(ppserve.__file__).parent / "assets" / "tiny"
@@ -57,13 +65,10 @@ def ask_and_hurt(server: Server, rank: int, signum: int, num_tensor: int = 1) ->
         stub = GenerationServiceStub(channel)
         # Not before the streams are well under way: the witness has had many tokens by then.
         witness = stub.Generate(long_requests(1)[0])
-        # A busy head sends several tokens in one message, so messages are fewer.
-        num_tokens, is_hurt = 0, False
-        for message in witness:
-            num_tokens += message.num_tokens
-            if num_tokens > 20 and not is_hurt:
-                is_hurt = True
-                os.kill(server.stage_pid(rank), signum)
+        await_tokens(witness)
+        os.kill(server.stage_pid(rank), signum)
+        for _ in witness:
+            pass
     asking.join()
     assert server.log.count(died) == restarts + 1, "the signal hit nobody"
     return answers
@@ -139,8 +144,7 @@ def test_a_second_stage_dies_while_the_epoch_forms(three_stages: Server, undistu
         asking = threading.Thread(target=lambda: answers.extend(ask_streams(server)))
         asking.start()
         witness = stub.Generate(long_requests(1)[0])
-        for _ in range(20):
-            next(iter(witness))
+        await_tokens(witness)
         os.kill(server.stage_pid(1), signal.SIGKILL)
         # Stage 2 has left the lost epoch, and comes no further: the others wait for it in the next one. Not
         # stopped before stage 1 is back, or the head cuts it off while the spare of stage 1 still imports.

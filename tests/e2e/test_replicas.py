@@ -14,7 +14,7 @@ import pytest
 
 from ppserve.v1 import generation_pb2 as pb
 from ppserve.v1.generation_pb2_grpc import GenerationServiceStub
-from tests.e2e.asking import Answer, ask
+from tests.e2e.asking import Answer, ask, await_tokens
 from tests.e2e.serving import Server, plain_shell, serving
 from tests.e2e.test_losing_stages import long_requests
 
@@ -31,9 +31,7 @@ def asking(server: Server) -> tuple[threading.Thread, list[Answer]]:
     thread.start()
     with grpc.insecure_channel(server.grpc) as channel:
         # Not before the streams are well under way: the witness has had many tokens by then.
-        for number, _ in enumerate(GenerationServiceStub(channel).Generate(long_requests(1)[0])):
-            if number == 5:  # messages; of several tokens each where the head is busy
-                break
+        await_tokens(GenerationServiceStub(channel).Generate(long_requests(1)[0]))
     return thread, answers
 
 

@@ -121,7 +121,7 @@ class FakeEngine:
     news: asyncio.Condition = field(default_factory=asyncio.Condition)
     _runs: set[asyncio.Task[None]] = field(default_factory=set)
 
-    def refuse_if_full(self) -> None:
+    def refuse_early(self, new_tokens: int, priority: int, deadline_s: float | None) -> None:
         if self.full is not None:
             raise self.full
 

@@ -41,9 +41,9 @@ class PipelineHandle:
         held = await asyncio.to_thread(read) if len(request.resume_ids) > _MANY_HELD else read()
         await asyncio.wrap_future(self._engine.submit(request, sink, self._tokenizer, held))
 
-    def refuse_if_full(self) -> None:
-        """Raises Overloaded where every request would be refused now."""
-        self._engine.refuse_if_full()
+    def refuse_early(self, new_tokens: int, priority: int, deadline_s: float | None) -> None:
+        """Raises Overloaded where every such request would be refused now."""
+        self._engine.refuse_early(new_tokens, priority, deadline_s)
 
     def cancel(self, request_id: str, reason: FinishReason) -> None:
         self._engine.cancel(request_id, reason)

@@ -6,6 +6,10 @@ import random
 from typing import Any
 
 from ppserve import Completion, Pipeline
+from ppserve.core.scheduling.intake import Intake
+from ppserve.head.api.call import Call
+from ppserve.head.api.requests import Asked, check, to_request
+from ppserve.library.stream import Stream
 
 PROMPTS = (
     "Once upon a time",
@@ -49,6 +53,21 @@ def together(pipeline: Pipeline, requests: list[tuple[str, dict[str, Any]]]) -> 
     """All at once: every request has been submitted before the first is read."""
     streams = [pipeline.generate(prompt, **options) for prompt, options in requests]
     return [stream.completions()[0] for stream in streams]
+
+
+def generate_as(caller: str, pipeline: Pipeline, prompt: str, **options: Any) -> Stream:
+    """As `pipeline.generate`, for one of several callers, as a server has them."""
+    asked = Asked(prompt=prompt, **options)
+    check(asked, pipeline.model)
+    assert pipeline._tokenizer is not None
+    request = to_request(asked, pipeline._tokenizer.encode(prompt), pipeline.model, Call.begin(caller, None, None))
+    stream = Stream(pipeline, pipeline._engine, pipeline._tokenizer)
+    stream.submit(request, "0", prompt if asked.echo else "")
+    return stream
+
+
+def intake_of(pipeline: Pipeline) -> Intake:
+    return pipeline._engine._fleet.intake
 
 
 def guesses_of(pipeline: Pipeline) -> dict[str, int]:

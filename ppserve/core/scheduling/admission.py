@@ -8,6 +8,7 @@ pass before its answer is complete.
 from __future__ import annotations
 
 from collections.abc import Collection
+from dataclasses import dataclass
 
 from ppserve.core.request import Request, context_problem
 from ppserve.core.scheduling.config import SchedulerConfig
@@ -20,6 +21,41 @@ MIN_RETRY_S, MAX_RETRY_S = 0.1, 30.0
 _MANY_RUNNING = 8
 # Under overload all who are admitted are as late as the prediction allows. So it must allow for its error.
 _MARGIN = 1.25
+# So long the reason why one request was too late holds for those that ask for as much.
+_HOLDS_S = 0.05
+
+
+class TooLate(Overloaded):
+    """The answer would not be complete by the request's deadline.
+
+    new_tokens, priority: the request's. end_s: when a request of as many new tokens or more, with the shortest
+    prompt and of no higher priority, would be complete. until_s: so long that holds. Both are on the head's clock.
+    """
+
+    def __init__(self, answer_s: float, request: Request, end_s: float, now: float) -> None:
+        problem = f"the answer would take about {answer_s:.1f} s, longer than its deadline"
+        super().__init__(problem, min(MAX_RETRY_S, max(MIN_RETRY_S, answer_s / 2)))
+        self.new_tokens = request.stop.max_tokens
+        self.priority = request.priority
+        self.end_s = end_s
+        self.until_s = now + _HOLDS_S
+
+
+@dataclass(frozen=True, slots=True)
+class Refusals:
+    """What can be told to requests whose prompts are not known yet. full: to any of them. late: to those that are
+    as late as the request that was told so."""
+
+    full: Overloaded | None = None
+    late: TooLate | None = None
+
+    def of(self, new_tokens: int, priority: int, deadline_s: float | None, now: float) -> Overloaded | None:
+        """Of a request of at least so many new tokens; None if it may be admitted, or may wait."""
+        late = self.late
+        if self.full is not None or late is None or deadline_s is None or now > late.until_s:
+            return self.full
+        too_late = new_tokens >= late.new_tokens and priority <= late.priority and late.end_s > deadline_s
+        return late if too_late else None
 
 
 def worst_case_blocks(num_prompt: int, num_positions: int, num_sequences: int, block_size: int) -> int:
@@ -55,7 +91,7 @@ def refuse_impossible(request: Request, config: SchedulerConfig, num_blocks: int
 def refuse_late(
     request: Request, running: Collection[Sequence], queue: FairQueue, throughput: Throughput, now: float
 ) -> None:
-    """Raises Overloaded for a request whose answer would not be complete by its deadline.
+    """Raises TooLate for a request whose answer would not be complete by its deadline.
 
     All that run get a token a step, so until the request has its own, each of them gets at most as many, after
     what is left of its prompt. Where few run, one more makes all of them together faster, and the prediction would
@@ -65,11 +101,11 @@ def refuse_late(
         return
     new = request.stop.max_tokens
     own = request.num_sequences * (len(request.prompt_ids) + new)
-    beside = sum(_beside(s, new) for s in running)
-    answer_s = throughput.seconds_to_end(own + beside + queue.tokens_ahead(request.priority), new)
+    others = sum(_beside(s, new) for s in running) + queue.tokens_ahead(request.priority)
+    answer_s = throughput.seconds_to_end(own + others, new)
     if answer_s is not None and now + _MARGIN * answer_s > request.deadline_s:
-        retry_after_s = min(MAX_RETRY_S, max(MIN_RETRY_S, answer_s / 2))
-        raise Overloaded(f"the answer would take about {answer_s:.1f} s, longer than its deadline", retry_after_s)
+        shortest_s = throughput.seconds_to_end(1 + new + others, new) or 0.0
+        raise TooLate(answer_s, request, now + _MARGIN * shortest_s, now)
 
 
 def refusal_by_number(

@@ -22,9 +22,10 @@ from typing import Protocol
 
 from ppserve.core.cost_model import StepSize
 from ppserve.core.scheduling.config import MAX_PROMPT_TOKENS_PER_STEP
+from ppserve.core.scheduling.fairness import in_turns
 from ppserve.core.scheduling.sequence import Sequence
 
-# Tokens. Smaller chunks are not worth a step of their own.
+# Tokens. Smaller chunks are not worth a step of their own, and prompts of at most so many are short.
 MIN_CHUNK = 64
 # Tokens. Without a cost model, the only bound on how long a prompt delays decodes.
 MAX_CHUNK_BESIDE_DECODES = 256
@@ -93,8 +94,7 @@ class Composer:
         """
         share = -(-num_decoding // microbatches)
         picks = [(sequence, 1) for sequence, _ in zip(returned, range(share), strict=False)]
-        prompts = list(filling)
-        if prompts:
+        if prompts := in_turns(filling, short=MIN_CHUNK):
             self._fill(picks, prompts, bool(num_decoding), microbatches)
         return picks
 

@@ -1,4 +1,4 @@
-"""The queue: which waiting request is admitted next. The order is by
+"""Whose turn it is. In the queue, to be admitted, the order is by
 
 1. priority, higher first; every `aging_s` seconds of waiting raise a request by one class, so that the lowest
    class is served too;
@@ -11,19 +11,22 @@
 from __future__ import annotations
 
 from collections import Counter, OrderedDict
+from collections.abc import Iterable
 from dataclasses import dataclass
+from operator import itemgetter
 
-from ppserve.core.scheduling.sequence import SequenceGroup
+from ppserve.core.scheduling.sequence import Sequence, SequenceGroup
 
 MAX_IDLE_CALLERS = 1024
 
 
 @dataclass(slots=True)
 class _Account:
-    """A caller: its virtual token counter, and how many requests it has waiting or running."""
+    """A caller: its virtual token counter, how many requests it has, and how many of these wait in the queue."""
 
     served: float = 0.0
     num_live: int = 0
+    num_waiting: int = 0
 
 
 class FairQueue:
@@ -57,6 +60,7 @@ class FairQueue:
             self._raise_floor()
             account.served = max(account.served, self._floor)
         account.num_live += 1
+        account.num_waiting += 1
         line = self._lines.setdefault((entry.priority, entry.caller), {})
         line[entry.key] = (self._arrivals, entry)
         self._arrivals += 1
@@ -73,10 +77,28 @@ class FairQueue:
                 best = (rank, entry)
         return best[1] if best else None
 
+    def first_of_those_without(self) -> SequenceGroup | None:
+        """Of the callers of whom no request was admitted, the next one's. However long others have waited: they
+        wait for their own answers."""
+        best: tuple[tuple[float, float, int], SequenceGroup] | None = None
+        for (priority, caller), line in self._lines.items():
+            account = self._accounts[caller]
+            if account.num_live == account.num_waiting:
+                arrival, entry = next(iter(line.values()))
+                rank = (-priority, account.served, arrival)
+                if best is None or rank < best[0]:
+                    best = (rank, entry)
+        return best[1] if best else None
+
+    def served(self, caller: str) -> float:
+        """The counter of a caller with live requests."""
+        return self._accounts[caller].served
+
     def remove(self, entry: SequenceGroup) -> None:
         """Take a request out of the queue. It counts as live for its caller until `leave`."""
         where = (entry.priority, entry.caller)
         del self._lines[where][entry.key]
+        self._accounts[entry.caller].num_waiting -= 1
         if not self._lines[where]:
             del self._lines[where]
         self._tokens_of_priority[entry.priority] -= entry.num_tokens
@@ -106,3 +128,16 @@ class FairQueue:
     def tokens_ahead(self, priority: int) -> int:
         """The most tokens that the waiting requests before a new one of `priority` can have."""
         return sum(tokens for p, tokens in self._tokens_of_priority.items() if p >= priority)
+
+
+def in_turns(filling: Iterable[Sequence], short: int) -> list[Sequence]:
+    """First one prompt of each caller, the short ones first, then the second of each, and so on. So however many
+    prompts others have, a caller's first one waits for one of each of them at most, and a short one for no long
+    one. Prompts of one caller keep their order. short: a prompt with at most so many tokens left."""
+    turns: Counter[str] = Counter()
+    ranked = []
+    for sequence in filling:
+        caller = sequence.request.caller
+        ranked.append(((turns[caller], sequence.remaining > short), sequence))
+        turns[caller] += 1
+    return [sequence for _, sequence in sorted(ranked, key=itemgetter(0))]

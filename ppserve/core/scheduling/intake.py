@@ -7,9 +7,9 @@ replica's own (`scheduler`). Laws
 - Of the replicas with room, a request goes to the one where fewest tokens are left to compute: of all its
   requests, and of this one without the prefix that is cached there. So a cached prefix counts for as much as it
   saves, and a replica that is much busier than another does not get every request with a common prefix.
-- Requests that a replica gives back, because it is lost or drained, go before all waiting ones, in the order of
-  their first admission. They keep their tokens and are computed again. With one replica none is given back: its
-  requests keep their blocks, and wait for it.
+- Requests that a replica gives back, because it is lost or drained, and those that are displaced go before all
+  waiting ones, in the order of their first admission. They keep their tokens and are computed again. Of a lost
+  replica that is the only one, requests keep their blocks, and wait for it.
 - A suspect of the quarantine runs alone in the replica that died with it; the other replicas go on with all but
   suspects.
 """
@@ -18,51 +18,24 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Set
-from typing import Protocol
 
 from ppserve.core.request import FinishReason, Request
-from ppserve.core.scheduling.admission import refusal_by_number, refuse_impossible, refuse_late, refuse_overload
+from ppserve.core.scheduling.admission import (
+    Refusals,
+    TooLate,
+    refusal_by_number,
+    refuse_impossible,
+    refuse_late,
+    refuse_overload,
+)
 from ppserve.core.scheduling.block_manager import BlockTable
-from ppserve.core.scheduling.config import SchedulerConfig
+from ppserve.core.scheduling.displacement import Displacement
 from ppserve.core.scheduling.fairness import FairQueue
+from ppserve.core.scheduling.host import Host
 from ppserve.core.scheduling.quarantine import Quarantine
 from ppserve.core.scheduling.sequence import Sequence, SequenceEvent, SequenceGroup, SequenceStatus
 from ppserve.core.scheduling.throughput import Throughput
-from ppserve.errors import InvalidRequest, Overloaded, RequestError, RequestFailed, Violation
-
-
-class Host(Protocol):
-    """A replica's scheduler, as the intake needs it.
-
-    may_admit: there may be room for a request. is_busy: steps are in flight. tokens_left: to compute for all its
-    requests, at most.
-    """
-
-    @property
-    def config(self) -> SchedulerConfig: ...
-
-    @property
-    def num_blocks(self) -> int: ...
-
-    @property
-    def may_admit(self) -> bool: ...
-
-    @property
-    def is_busy(self) -> bool: ...
-
-    @property
-    def tokens_left(self) -> int: ...
-
-    def running(self, sequence_id: int) -> Sequence | None: ...
-
-    def room_for(self, group: SequenceGroup) -> BlockTable | None:
-        """The cached blocks that a request would begin with; None if there is no room for it."""
-
-    def admit(self, group: SequenceGroup, known: BlockTable) -> None:
-        """There is room. known: what `room_for` said."""
-
-    def drop(self, sequence: Sequence) -> None:
-        """A running sequence has ended."""
+from ppserve.errors import InvalidRequest, RequestError, RequestFailed, Violation
 
 
 class Intake:
@@ -72,7 +45,9 @@ class Intake:
         self.groups: dict[str, SequenceGroup] = {}
         self.queue = FairQueue()
         self.quarantine = Quarantine()
+        self._displacement = Displacement(self.queue.served)
         self._throughput = Throughput()
+        self._late: TooLate | None = None  # the latest to be told so
         self._hosts: list[Host] = []
         self._homes: dict[str, Host] = {}
         self._returned: dict[str, SequenceGroup] = {}
@@ -112,9 +87,15 @@ class Intake:
             raise InvalidRequest([Violation("request_id", "is in use by another request")])
         config = self._hosts[0].config
         refuse_impossible(request, config, min(host.num_blocks for host in self._hosts))
+        if full := self.refusals.full:
+            raise full
         if request.deadline_s is not None:
             running = [s for g in self.groups.values() if g.admitted_s is not None for s in g.live]
-            refuse_late(request, running, self.queue, self._throughput, now)
+            try:
+                refuse_late(request, running, self.queue, self._throughput, now)
+            except TooLate as late:
+                self._late = late
+                raise
         indices = range(request.num_sequences) if request.resume_index is None else [request.resume_index]
         first_id = self._next_sequence_id
         sequences = [Sequence(first_id + i, request, index, config.eos_id) for i, index in enumerate(indices)]
@@ -134,11 +115,13 @@ class Intake:
         if request.deadline_s is not None:
             self._next_deadline_s = min(self._next_deadline_s, request.deadline_s)
 
-    def refusal(self) -> Overloaded | None:
-        """What any request would be refused with now; None if one may be admitted, or may wait."""
+    @property
+    def refusals(self) -> Refusals:
+        """What requests would be refused with now, whatever their prompts."""
         if not self._hosts or any(host.may_admit for host in self._hosts):
-            return None
-        return refusal_by_number(len(self.queue), self.queue.num_tokens, self._throughput, self._hosts[0].config)
+            return Refusals(late=self._late)
+        config, num_tokens = self._hosts[0].config, self.queue.num_tokens
+        return Refusals(refusal_by_number(len(self.queue), num_tokens, self._throughput, config), self._late)
 
     def abort(self, request_id: str, reason: FinishReason) -> list[SequenceEvent]:
         """End a request now, whatever its state. Nothing happens if it is unknown or has ended."""
@@ -216,10 +199,20 @@ class Intake:
         while self._may_move:
             hosts = [host for host in self._hosts if host.may_admit and self.lone_at(host) is None]
             if not hosts:
-                return
+                break
             group = self._first(hosts, now)
             if group is None or not self._place(group, self._hosts_for(group, hosts), now):
                 self._may_move = False
+        group = self.queue.first_of_those_without()
+        if group is None or self.quarantine.lone is not None:
+            return
+        for host in self._hosts:
+            running = [self.groups[key] for key, home in self._homes.items() if home is host]
+            if victims := self._displacement.make_room(group, host, running):
+                is_placed = self._place(group, [host], now)
+                assert is_placed, (group.key, [victim.key for victim in victims])
+                self.give_back(victims)
+                return
 
     def _first(self, hosts: list[Host], now: float) -> SequenceGroup | None:
         """The next to be admitted: a lone suspect, then what was given back, then the queue's first."""
@@ -261,7 +254,7 @@ class Intake:
         return True
 
     def give_back(self, groups: Iterable[SequenceGroup]) -> None:
-        """A replica is lost or drained: these, with no sequence admitted any more, go on at another."""
+        """These, with no sequence admitted any more, go on when there is room for them."""
         self._returned |= {group.key: group for group in groups}
         for key in self._returned:
             self._homes.pop(key, None)
@@ -279,6 +272,7 @@ class Intake:
     def step_committed(self, num_tokens: int, now: float) -> None:
         is_empty = not any(host.is_busy for host in self._hosts)
         self._throughput.committed(num_tokens, now, pipeline_empty=is_empty)
+        self._displacement.computed(num_tokens)
 
     def token_drawn(self, group: SequenceGroup) -> None:
         self.queue.charge(group.caller, 1)

@@ -9,9 +9,10 @@ Laws
   writes its keys and values anew.
 - Stages run steps in order. Hence a prompt's next chunk may be scheduled while the chunk before is in flight, a
   block may be shared as soon as the step that fills it is scheduled, and a freed block may be reused at once.
-- The most blocks that a request can need are reserved at admission; an admitted sequence is never preempted.
-  When a stage is lost, every sequence keeps its tokens and is computed again: by another replica (`give_back`) or,
-  where there is none, here, and then it keeps its block table too (`lose_stage`).
+- The most blocks that a request can need are reserved at admission, so no sequence ever waits for a block. It can
+  be displaced by a caller who has nothing (`displacement`), keeps its tokens, and is computed again.
+- So it is when a stage is lost: by another replica (`give_back`) or, where there is none, here, and then it keeps
+  its block table too (`lose_stage`).
 - Every sequence causes exactly one terminal event, except one that the engine ends (`Intake.finish`).
 
 The replica calls `schedule(now)` until it returns None, and enters each plan in the book of steps before it asks
@@ -21,7 +22,7 @@ for the next. It calls `commit` for every result of the last stage that is in th
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterator, KeysView, Set
+from collections.abc import Collection, Iterator, KeysView, Set
 
 from ppserve.core.ledger.steps import Steps
 from ppserve.core.plan import Drawn, Scored, Slice, StepPlan, StepResult
@@ -121,15 +122,17 @@ class Scheduler:
     def running(self, sequence_id: int) -> Sequence | None:
         return self._roster.get(sequence_id)
 
-    def room_for(self, group: SequenceGroup) -> BlockTable | None:
-        """The cached blocks that a request would begin with; None if there is no room for it."""
+    def room_for(self, group: SequenceGroup, without: Collection[Sequence] = ()) -> BlockTable | None:
+        """The cached blocks that a request would begin with; None if there is no room for it. without: running
+        ones that would be displaced."""
         live = group.live
-        if len(self._roster) + len(live) > self.config.max_num_seqs:
+        if len(self._roster) - len(without) + len(live) > self.config.max_num_seqs:
             return None
         num_prompt, num_positions = len(group.request.prompt_ids), live[0].max_positions
         known = self._prefix_cache.find(live[0])
         needed = worst_case_blocks(num_prompt, num_positions, len(live), self.config.block_size)
-        return known if self._blocks.fits(needed - len(known), known) else None
+        needed -= len(known) + self._blocks.num_freed([s.id for s in without], known)
+        return known if self._blocks.fits(needed, known) else None
 
     def admit(self, group: SequenceGroup, known: BlockTable) -> None:
         """There is room. known: what `room_for` said."""
@@ -152,6 +155,15 @@ class Scheduler:
         for sequence in group.sequences:
             sequence.cached_tokens = leader.scheduled
         self._roster.admit(leader, siblings)
+
+    def displace(self, group: SequenceGroup) -> int:
+        """It gives up places and blocks. Returns how many of its tokens are then in no cached block."""
+        for sequence in group.live:
+            self._roster.remove(sequence)
+            self._blocks.release(sequence.id)
+            sequence.give_back()
+        num_cached = len(self._prefix_cache.find(group.live[0])) * self.config.block_size
+        return sum(len(sequence.token_ids) for sequence in group.live) - num_cached
 
     def _start(self, sequence: Sequence, shared: BlockTable) -> None:
         table = self._blocks.try_allocate(sequence.id, self._blocks.blocks_for(sequence.max_positions), shared)
@@ -327,12 +339,9 @@ class Scheduler:
         """Close, and let other replicas go on with all requests. The ids of those that had steps in flight."""
         self.is_open = False
         in_flight = self._forget_steps(self.epoch + 1)
-        groups = {}
-        for sequence in self._roster.running:
-            self._blocks.release(sequence.id)
-            sequence.give_back()
-            groups[sequence.request.id] = self.intake.groups[sequence.request.id]
-        self._roster = Roster()
+        groups = {s.request.id: self.intake.groups[s.request.id] for s in self._roster.running}
+        for group in groups.values():
+            self.displace(group)
         self.intake.give_back(groups.values())
         return in_flight
 

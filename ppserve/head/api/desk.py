@@ -10,16 +10,24 @@ import time
 from collections.abc import AsyncIterator, Callable, Collection, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import replace
-from typing import Protocol, TypeVar
+from typing import TypeVar
 
 from ppserve.core.request import FinishReason, Request
 from ppserve.errors import Draining, InvalidRequest, Overloaded, Violation
 from ppserve.head.api.auth import ApiKeys
 from ppserve.head.api.call import Call
-from ppserve.head.api.requests import Asked, check, check_ids, check_text, is_fit_for_logs, to_request
+from ppserve.head.api.needs import EngineHandle, TextCodec
+from ppserve.head.api.requests import (
+    Asked,
+    check,
+    check_ids,
+    check_text,
+    is_fit_for_logs,
+    min_new_tokens,
+    to_request,
+)
 from ppserve.head.api.stream import RequestStream
 from ppserve.head.cards import LoadCard, ModelCard, Topology
-from ppserve.head.engine.output import Sink
 
 log = logging.getLogger(__name__)
 
@@ -31,53 +39,6 @@ LONG_TEXT = 4096
 _PART_COSTS = 8
 
 T = TypeVar("T")
-
-
-class EngineHandle(Protocol):
-    """What the desk needs of the engine."""
-
-    async def submit(self, request: Request, sink: Sink) -> None:
-        """Begin a request, whose outputs go to `sink`. Raises RequestError (Overloaded, Draining, ...)."""
-
-    def refuse_if_full(self) -> None:
-        """Raises Overloaded where every request would be refused now: before any work on it."""
-
-    def cancel(self, request_id: str, reason: FinishReason) -> None:
-        """Nobody reads this request's outputs any more. Does nothing for ended and unknown requests."""
-
-    async def restart(self, replica: int, pauses: bool) -> None:
-        """Restart a replica's stage processes; returns when it serves again. Raises RequestError.
-
-        pauses: also if no other replica could go on with its streams, which then wait.
-        """
-
-    def model_card(self) -> ModelCard:
-        """What is served."""
-
-    def topology(self) -> Topology:
-        """Where it runs. May wait for the engine's thread; called in a thread of its own."""
-
-    def load(self) -> LoadCard:
-        """How full it is. As `topology`."""
-
-
-class TextCodec(Protocol):
-    """What the desk needs of the tokenizer."""
-
-    def encode(self, text: str) -> list[int]:
-        """Raises ValueError, and nothing else."""
-
-    def decode(self, ids: Sequence[int]) -> str:
-        """The text that these tokens show."""
-
-    def token_bytes(self, token_id: int) -> bytes:
-        """What one token stands for; special tokens too."""
-
-    def text_bytes(self, token_id: int) -> bytes:
-        """What one token adds to a text; nothing, where it is special."""
-
-    def to_json(self) -> bytes:
-        """The tokenizer as Hugging Face's `tokenizer.json`. May take a second."""
 
 
 class FrontDesk:
@@ -123,7 +84,7 @@ class FrontDesk:
         """
         check(asked, self.card)
         if not self._draining:
-            self._engine.refuse_if_full()
+            self._engine.refuse_early(min_new_tokens(asked, self.card), asked.priority, call.deadline_s)
         prompt = asked.prompt
         prompt_ids = await self._encode("prompt", prompt) if isinstance(prompt, str) else prompt
         request = to_request(asked, prompt_ids, self.card, call)

@@ -182,6 +182,15 @@ def is_fit_for_logs(request_id: str, card: ModelCard) -> bool:
     return not mistakes.violations
 
 
+def min_new_tokens(asked: Asked, card: ModelCard) -> int:
+    """At least so many tokens the answer may have, whatever tokens the prompt turns out to be: one for each byte
+    at most. `asked` has passed `check`."""
+    if asked.max_tokens is None:
+        return 0
+    most = len(asked.prompt.encode()) if isinstance(asked.prompt, str) else len(asked.prompt)
+    return max(0, min(asked.max_tokens, card.max_context - max(1, most)))
+
+
 def to_request(asked: Asked, prompt_ids: Sequence[int], card: ModelCard, call: Call) -> Request:
     """The request that the core sees. `asked` has passed `check`; `prompt_ids`, its prompt, may be empty.
 

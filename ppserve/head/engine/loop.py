@@ -17,8 +17,9 @@ from collections.abc import Callable, Iterable
 from concurrent.futures import Future
 
 from ppserve.core.request import FinishReason, Request
+from ppserve.core.scheduling.admission import Refusals
 from ppserve.core.scheduling.sequence import SequenceEvent
-from ppserve.errors import Draining, Overloaded, RequestError, StagesLost
+from ppserve.errors import Draining, RequestError, StagesLost
 from ppserve.head.engine.control import ControlPlane
 from ppserve.head.engine.fleet import Fleet
 from ppserve.head.engine.member import Formed, Hopeless
@@ -64,8 +65,7 @@ class Engine(threading.Thread):
         self._open: dict[str, OpenRequest] = {}
         self._outputs: dict[Sink, list[TokenOutput]] = {}
         self._stopping = self._ended = self._is_unbalanced = False
-        # What any request would be refused with, as of the latest turn. Replaced as a whole.
-        self._refusal: Overloaded | None = None
+        self._refusals = Refusals()  # as of the latest turn; replaced as a whole
 
     # ---- for other threads ----------------------------------------------------------------------------
 
@@ -78,9 +78,11 @@ class Engine(threading.Thread):
         self._post(message)
         return message.accepted
 
-    def refuse_if_full(self) -> None:
-        """Raises Overloaded where any request would be refused, without waiting for the engine's thread."""
-        if (refusal := self._refusal) is not None:
+    def refuse_early(self, new_tokens: int, priority: int, deadline_s: float | None) -> None:
+        """Raises Overloaded where every such request would be refused, without waiting for the engine's thread.
+        new_tokens: at least so many."""
+        refusal = self._refusals.of(new_tokens, priority, deadline_s, self._clock() / 1e9)
+        if refusal is not None:
             self._watcher.refused(refusal)
             raise refusal.with_traceback(None)
 
@@ -129,7 +131,7 @@ class Engine(threading.Thread):
         hopeless = self.failed.result() if self.failed.done() else None
         code = 0 if hopeless is None else EXIT_USAGE if hopeless.usage else EXIT_FAILED
         self._fleet.shut_down(code)
-        self._ended, self._refusal = True, None
+        self._ended, self._refusals = True, Refusals()
         self._refuse_the_rest()
         self._control.close(_GOODBYE_S)
 
@@ -145,7 +147,7 @@ class Engine(threading.Thread):
         self._note_demand()
         self._fleet.refill(woken_ns)
         self._fleet.report_load()
-        self._refusal = self._fleet.intake.refusal()
+        self._refusals = self._fleet.intake.refusals
         self._deliver()
 
     def _take(self, message: Message) -> None:

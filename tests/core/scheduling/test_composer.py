@@ -17,6 +17,7 @@ from ppserve.core.scheduling.composer import (
     StepLimits,
 )
 from ppserve.core.scheduling.config import MAX_PROMPT_TOKENS_PER_STEP, SchedulerConfig
+from ppserve.core.scheduling.fairness import in_turns
 from ppserve.core.scheduling.sequence import Sequence
 
 
@@ -35,9 +36,9 @@ class LinearCosts:
         return tuple(self.predict(size) for _ in range(4))
 
 
-def sequence_of(num_tokens: int, scheduled: int = 0, scored: bool = False) -> Sequence:
+def sequence_of(num_tokens: int, scheduled: int = 0, scored: bool = False, caller: str = "") -> Sequence:
     output = OutputOptions(prompt_logprobs=0 if scored else None)
-    request = Request("r", tuple(range(num_tokens)), StopConditions(5), output=output)
+    request = Request("r", tuple(range(num_tokens)), StopConditions(5), output=output, caller=caller)
     sequence = Sequence(num_tokens, request, 0, None)
     sequence.scheduled = scheduled
     sequence.wants_scores = scored
@@ -163,3 +164,21 @@ def test_composing_changes_nothing() -> None:
     sequence = sequence_of(100)
     Composer(StepLimits(), LinearCosts()).compose(decodes(3), 3, [sequence], 2)
     assert (sequence.scheduled, sequence.steps_in_flight) == (0, 0)
+
+
+@pytest.mark.parametrize("greedy", [["g"] * 20, [f"g{number}" for number in range(20)]])
+def test_a_light_caller_s_prompt_does_not_wait_for_all_prompts_of_greedy_ones(greedy: list[str]) -> None:
+    """Of one greedy caller with many prompts, and of many callers with one each."""
+    prompts = [sequence_of(900, caller=caller) for caller in greedy]
+    light = sequence_of(3, caller="light")
+    picks = Composer(StepLimits()).compose([], 0, [*prompts, light], 2)
+    assert picks[0] == (light, 3)
+    assert [sequence for sequence, _ in picks[1:]] == prompts[: len(picks) - 1]
+
+
+def test_callers_take_turns_and_each_one_s_prompts_keep_their_order() -> None:
+    all_of = ((90, "a"), (5, "a"), (80, "b"), (7, "c"), (6, "b"))
+    a1, a2, b1, c1, b2 = (sequence_of(num_tokens, caller=caller) for num_tokens, caller in all_of)
+    assert in_turns([a1, a2, b1, c1, b2], 64) == [c1, a1, b1, a2, b2]
+    alone = [sequence_of(n) for n in (90, 5, 80, 7)]
+    assert in_turns(alone, 64) == alone

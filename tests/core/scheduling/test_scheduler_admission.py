@@ -105,12 +105,16 @@ def test_the_queue_is_bounded_by_requests_that_really_wait() -> None:
 
 @pytest.mark.parametrize("max_queue", [0, 2])
 def test_who_is_refused_without_looking_would_be_refused_in_any_case(max_queue: int) -> None:
-    """And the other way round, where no request is so short that it fits beside what is there."""
+    """And the other way round, where no request is so short that it fits beside what is there, and nobody was
+    displaced, who takes the next free place."""
     rig, dice, num_refused = a_rig(max_num_seqs=2, max_queue=max_queue, num_blocks=60), random.Random(0), 0
     for i in range(200):
-        refusal = rig.scheduler.intake.refusal()
+        refusal = rig.scheduler.intake.refusals.full
         asked = a_request(f"r{i}", priority=dice.randrange(3), caller=dice.choice("ab"))
-        assert rig.submit(asked) == (refusal is None)
+        nobody_displaced = rig.scheduler.intake.num_waiting == len(rig.scheduler.intake.queue)
+        is_in = rig.submit(asked)
+        assert not (is_in and refusal)
+        assert is_in or refusal or not nobody_displaced
         num_refused += refusal is not None
         for _ in range(dice.randrange(4)):
             fill(rig)
@@ -118,7 +122,7 @@ def test_who_is_refused_without_looking_would_be_refused_in_any_case(max_queue: 
                 rig.commit_one()
     assert num_refused > 20
     rig.drain()
-    assert rig.scheduler.intake.refusal() is None
+    assert rig.scheduler.intake.refusals.full is None
 
 
 def test_no_queue_at_all_still_serves_what_fits() -> None:
@@ -248,19 +252,29 @@ def test_an_answer_that_would_be_late_is_refused_although_it_could_begin_at_once
     else:
         with pytest.raises(Overloaded, match="longer than its deadline"):
             rig.scheduler.intake.submit(hurried, rig.now)
+        told = rig.scheduler.intake.refusals
+        late, in_s = told.late, rig.now + 3.0
+        assert told.of(20, 0, in_s, rig.now) is told.of(30, -1, in_s - 1.0, rig.now) is late is not None
+        assert told.of(19, 0, in_s, rig.now) is None, "a shorter answer may be in time"
+        assert told.of(20, 1, in_s, rig.now) is None, "a higher priority may be in time"
+        assert told.of(20, 0, in_s + 1000.0, rig.now) is told.of(20, 0, None, rig.now) is None
+        assert told.of(20, 0, in_s, rig.now + 0.1) is None, "by then much may have ended"
     assert rig.submit(a_request("without", num_prompt=1, max_tokens=20))
     rig.drain()
 
 
-def overloaded(rig: SchedulerRig, times: float, limit_s: float, seconds: float) -> tuple[int, int]:
-    """So many times the requests that can be served, each with a time limit: (answers, admitted but late). A step
-    takes 4 ms and 0.4 ms for each row."""
-    dice, sent, good, late, due_s = random.Random(0), 0, 0, 0, 0.0
+def overloaded(rig: SchedulerRig, times: float, limit_s: float, seconds: float, early: bool) -> tuple[int, ...]:
+    """So many times the requests that can be served, each with a time limit: (answers, admitted but late, those
+    of which the intake was asked). A step takes 4 ms, and 0.4 ms a row. early: refused unasked where possible."""
+    dice, sent, asked, good, late, due_s = random.Random(0), 0, 0, 0, 0, 0.0
     rows: deque[int] = deque()
     while rig.now < seconds:
         while due_s < rig.now:
             due_s += dice.expovariate(50.0 * times)
             sent += 1
+            if early and rig.scheduler.intake.refusals.of(24, 0, rig.now + limit_s, rig.now):
+                continue
+            asked += 1
             rig.submit(a_request(f"r{sent}", num_prompt=8, max_tokens=24, deadline_s=rig.now + limit_s))
         late += len(rig.scheduler.intake.expire(rig.now))
         while (plan := rig.schedule_one()) is not None:
@@ -270,16 +284,18 @@ def overloaded(rig: SchedulerRig, times: float, limit_s: float, seconds: float) 
             good += sum(event.is_terminal for event in rig.commit_one())
         else:
             rig.now = due_s + 1e-6
-    return good, late
+    return good, late, asked
 
 
 @pytest.mark.parametrize("limit_s", [1.0, 3.0])
 def test_under_overload_those_who_are_admitted_end_in_time(limit_s: float) -> None:
-    """Answers cut off by their deadline taught that answers are short, and ever more were admitted."""
-    usual, _ = overloaded(a_rig(num_blocks=9000, max_num_seqs=256), 0.8, 100.0, seconds=6.0)
-    good, late = overloaded(a_rig(num_blocks=9000, max_num_seqs=256), 10.0, limit_s, seconds=6.0)
+    """Answers cut off by their deadline taught that answers are short, and ever more were admitted. Most of those
+    who are refused are so before the intake is asked, for the reason that it told the one before."""
+    usual, _, _ = overloaded(a_rig(num_blocks=9000, max_num_seqs=256), 0.8, 100.0, 6.0, early=False)
+    good, late, asked = overloaded(a_rig(num_blocks=9000, max_num_seqs=256), 10.0, limit_s, 6.0, early=True)
     assert good >= 0.9 * usual
     assert late <= 0.01 * good
+    assert asked < 0.5 * 10 * 50 * 6
 
 
 # ---- deadlines and cancellation ----

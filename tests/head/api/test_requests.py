@@ -10,7 +10,16 @@ import pytest
 from ppserve.core.request import OutputOptions, SamplingParams, StopConditions
 from ppserve.errors import InvalidRequest
 from ppserve.head.api.call import Call
-from ppserve.head.api.requests import Asked, Resume, check, check_ids, check_text, is_fit_for_logs, to_request
+from ppserve.head.api.requests import (
+    Asked,
+    Resume,
+    check,
+    check_ids,
+    check_text,
+    is_fit_for_logs,
+    min_new_tokens,
+    to_request,
+)
 from tests.fake_engine import CARD, EOS
 
 CALL = Call("r", serial=0, seed=99, caller="somebody", deadline_s=5.0)
@@ -190,6 +199,18 @@ def test_prompt_beyond_context(prompt: int, asked: int | None, problem: str) -> 
     with pytest.raises(InvalidRequest) as refusal:
         to_request(Asked(max_tokens=asked), [1] * prompt, CARD, CALL)
     assert str(refusal.value) == f"prompt: {problem}"
+
+
+@pytest.mark.parametrize("asked", [None, 0, 5, 60, 1000])
+@pytest.mark.parametrize("prompt", ["", "ab", "äö" * 10, "a" * 60, "a" * 200])
+def test_what_is_known_of_an_answer_before_its_prompt_is_tokenized(prompt: str, asked: int | None) -> None:
+    """However few tokens the prompt turns out to be."""
+    wanted = Asked(prompt=prompt, max_tokens=asked)
+    known = min_new_tokens(wanted, CARD)
+    for num_tokens in range(1, min(len(prompt.encode()) + 1, CARD.max_context - 1)):
+        assert to_request(wanted, list(range(num_tokens)), CARD, CALL).stop.max_tokens >= known
+    assert known <= (asked or 0)
+    assert min_new_tokens(Asked(prompt="ab", max_tokens=5), CARD) == 5
 
 
 def test_empty_prompt_starts_from_end_of_text() -> None:

@@ -228,6 +228,7 @@ class History:
             sampling=SamplingParams(seed=POISON_SEED if is_poison else number),
             num_sequences=random.choice((1, 1, 1, 2)),
             deadline_s=deadline_s,
+            caller="greedy" if number % 2 else f"light {number}",
         )
 
     def _submit(self, request: Request) -> None:

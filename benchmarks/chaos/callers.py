@@ -14,6 +14,7 @@ from __future__ import annotations
 import argparse
 import asyncio
 import json
+import math
 import random
 import struct
 import time
@@ -96,7 +97,9 @@ class Connection(asyncio.Protocol):
         stream, self._next = self._next, self._next + 2
         self._calls[stream] = Call(time.monotonic(), done)
         body = request.SerializeToString()
-        headers = self._headers + header("grpc-timeout", f"{round(1e3 * limit_s)}m")
+        headers = self._headers
+        if limit_s < math.inf:
+            headers += header("grpc-timeout", f"{round(1e3 * limit_s)}m")
         message = b"\0" + struct.pack(">I", len(body)) + body
         assert self._transport is not None
         both = frame(HEADERS, END_HEADERS, stream, headers) + frame(DATA, END_STREAM, stream, message)
@@ -239,7 +242,7 @@ def main() -> None:
     parser.add_argument("--rate", type=float, default=1.0, help="requests per second, answered or not")
     parser.add_argument("--seconds", type=float, required=True)
     parser.add_argument("--tokens", type=int, default=96)
-    parser.add_argument("--limit", type=float, default=8.0, help="seconds that a caller waits")
+    parser.add_argument("--limit", type=float, default=8.0, help="seconds that a caller waits; inf")
     parser.add_argument("--keys", type=Path, help="a file of API keys, one of each caller")
     print(json.dumps(asyncio.run(run(parser.parse_args()))))
 

@@ -43,7 +43,7 @@ def overload(record: Record, short: bool) -> dict[str, Any]:
     """9: ten times the requests that can be served, each with a time limit."""
     record.close()
     seconds = 24.0 if short else 60.0
-    closed = ("--closed", str(CLOSED), "--limit", "60")
+    closed = ("--closed", str(CLOSED), "--limit", "inf")
     with serving(2) as server:
         seen_by(calling(server, seconds / 3, *closed))  # the server learns its own speed
         calm = seen_by(calling(server, seconds / 2, *closed))
@@ -132,7 +132,7 @@ async def _greedy(server: Server, light_key: str, keys: dict[str, Path], samples
         await _first_s(light)
         ttft_s["idle"] = [await _first_s(light) for _ in range(samples)]
         for whose in ("one", "each"):
-            flags = ("--closed", str(GREEDY), "--tokens", "200", "--limit", "60", "--keys", str(keys[whose]))
+            flags = ("--closed", str(GREEDY), "--tokens", "200", "--limit", "inf", "--keys", str(keys[whose]))
             rates[whose] = []
             for beside in (False, True):
                 before = generated(server)
@@ -143,7 +143,7 @@ async def _greedy(server: Server, light_key: str, keys: dict[str, Path], samples
                         ttft_s[whose] = [await _first_s(light) for _ in range(samples)]
                 finally:
                     seen = await asyncio.to_thread(seen_by, callers)
-                assert set(seen["failures"]) <= {"DEADLINE_EXCEEDED"}, seen["failures"]
+                assert not seen["failures"], seen["failures"]
                 rates[whose].append((generated(server) - before) / seen["seconds"])
     p99 = {name: percentile(found, 0.99) for name, found in ttft_s.items()}
     return {

@@ -9,15 +9,20 @@ from __future__ import annotations
 
 from collections import deque
 from enum import IntEnum
+from math import sqrt
 from statistics import median_low
 
 # Tokens in a turn.
 TURN = 16
-# The middle one of so many turns counts, so that one stall (a kernel that is loaded at its first use) decides
-# nothing.
+# The middle one of so many comparisons counts, so that one stall (a kernel that is loaded at its first use)
+# decides nothing.
 REMEMBERED = 3
-# A slower way gets one turn in so many; twice as many each time that it is slower again, and more if much slower.
-FIRST_PROBE, LAST_PROBE = 8, 128
+# A slower way is tried after so many turns; after twice as many each time that it is slower again, and more if
+# much slower.
+FIRST_TRIAL, LAST_TRIAL = 8, 128
+# The turns before and after a trial may differ by this factor. If they differ by more, the machine has changed
+# meanwhile, and the trial is repeated, up to so many times.
+UNSTEADY, MAX_UNSTEADY = 1.5, 2
 # Steps at the beginning of each turn of trying WIDE.
 EXPLORED = 3
 # A way with guesses must be faster by this factor than the one without: by about what turns differ by chance. With
@@ -33,57 +38,87 @@ class Way(IntEnum):
     DEEP = 2
 
 
-class _Turns:
-    """The latest turns of one way: seconds per token."""
+class _Trial:
+    """Of one number of sequences. best: the way that was fastest so far.
+
+    A machine with other work is at times several times as slow, and a text is at times easy to guess. So a way
+    that is tried is compared with the turns of the best way right before and after it, never with older ones; and
+    only such ratios are remembered.
+    """
 
     def __init__(self) -> None:
-        self._ended: deque[float] = deque(maxlen=REMEMBERED)
+        self.best = self._tried = Way.PLAIN
         self._seconds, self._tokens = 0.0, 0
-
-    @property
-    def pace(self) -> float | None:
-        return median_low(self._ended) if self._ended else None
+        # Times per token: of the latest turn of the best way, and of the turn between it and the next such one.
+        self._best_pace: float | None = None
+        self._tried_pace: float | None = None
+        self._judged_pace: float | None = None
+        self._num_unsteady = 0
+        # Times per token of the other ways, in those of the best one.
+        self._ratios: dict[Way, deque[float]] = {way: deque(maxlen=REMEMBERED) for way in Way}
+        self._try_in = self._interval = 0
 
     def add(self, seconds: float, tokens: int) -> None:
+        """Tokens of the turn that is running."""
         self._seconds += seconds
         self._tokens += tokens
 
-    def end(self) -> None:
-        if self._tokens:
-            self._ended.append(self._seconds / self._tokens)
-        self._seconds, self._tokens = 0.0, 0
-
-
-class _Trial:
-    """Of one number of sequences. best: the way that was fastest so far."""
-
-    def __init__(self) -> None:
-        self.turns = {way: _Turns() for way in Way}
-        self.best = self._probed = Way.PLAIN
-        self._probe_in = self._interval = FIRST_PROBE
-
     def next_way(self, ended: Way) -> Way:
         """The way of the next turn. ended: that of the last one."""
-        self.turns[ended].end()
-        paces: dict[Way, float] = {}
-        for way, turns in self.turns.items():
-            if turns.pace is None:
-                return way
-            paces[way] = turns.pace * (MARGIN if way else 1.0)
-        best = min(paces, key=paces.__getitem__)
-        if best != self.best:
-            self.best = best
-            self._probe_in = self._interval = FIRST_PROBE
-        elif ended != best:  # a probe, which was slower again
-            longer = int(2 * self._interval * paces[ended] / paces[best])
-            self._probe_in = self._interval = min(longer, LAST_PROBE)
+        pace = self._seconds / self._tokens if self._tokens else None
+        self._seconds, self._tokens = 0.0, 0
+        if ended is not self.best:
+            self._tried_pace = pace
+            return self.best
+        before, tried = self._best_pace, self._tried_pace
+        self._best_pace, self._tried_pace = pace, None
+        if pace is None:
+            return self.best
+        if before is not None and tried is not None:
+            if max(before, pace) > UNSTEADY * min(before, pace) and self._num_unsteady < MAX_UNSTEADY:
+                self._num_unsteady += 1
+                return self._tried
+            self._num_unsteady = 0
+            self._judged_pace = pace
+            return self._judge(tried / sqrt(before * pace))
+        if self.best and self._judged_pace is not None and pace > UNSTEADY * self._judged_pace:
+            # Perhaps it is guesses that have become slow, which nobody need bear.
+            self._judged_pace, self._tried = None, Way.DEEP
+            self._try_in = self._interval = 0
+        self._try_in -= 1
+        return self.best if self._try_in > 0 else self._next_to_try()
+
+    def _judge(self, ratio: float) -> Way:
+        """The way of the next turn. ratio: of the way that was tried to the best one."""
+        ratios = self._ratios[self._tried]
+        ratios.append(ratio)
+        usual = median_low(ratios)
+        margin = MARGIN ** ((self._tried is not Way.PLAIN) - (self.best is not Way.PLAIN))
+        if usual * margin < 1:
+            self._make_best(self._tried, usual)
+        elif ratio * margin < 1:
+            return self._tried  # once more, at once
+        elif any(not ratios for way, ratios in self._ratios.items() if way is not self.best):
+            self._try_in = 0
         else:
-            self._probe_in -= 1
-        if self._probe_in:
-            return best
-        others = [way for way in Way if way != best]
-        self._probed = next((way for way in others if way > self._probed), others[0])
-        return self._probed
+            self._interval = min(int(2 * max(self._interval, FIRST_TRIAL // 2) * max(1.0, usual)), LAST_TRIAL)
+            self._try_in = self._interval
+        return self.best
+
+    def _make_best(self, way: Way, ratio: float) -> None:
+        for ratios in self._ratios.values():
+            for place, other in enumerate(ratios):
+                ratios[place] = other / ratio
+        self._ratios[self.best].append(1 / ratio)
+        self._ratios[way].clear()
+        self.best, self._best_pace = way, None
+        self._try_in = self._interval = FIRST_TRIAL
+
+    def _next_to_try(self) -> Way:
+        others = [way for way in Way if way is not self.best]
+        unknown = [way for way in others if not self._ratios[way]]
+        self._tried = (unknown or [way for way in others if way > self._tried] or others)[0]
+        return self._tried
 
 
 class GuessTrial:
@@ -113,7 +148,7 @@ class GuessTrial:
         running."""
         trial = self._trials.setdefault(num_sequences.bit_length(), _Trial())
         if began_s >= self._since_s and not self._is_exploring:
-            trial.turns[self.way].add(ended_s - began_s, num_tokens)
+            trial.add(ended_s - began_s, num_tokens)
         self._is_exploring = False
         self._tokens_left -= num_tokens
         if self._tokens_left <= 0:

@@ -2,7 +2,7 @@
 
 The model knows which tensors go through which operator in which order; a backend knows how. It owns the layout of
 weights, keys and values in memory, and the arithmetic on them. `cpu` and `cuda` have kernels of their own; `stock`
-has torch's operators, the oracle for the kernels.
+has torch's operators, for what a backend has no kernel for.
 
 T rows, D width, E = 3D, K inputs, N outputs, V vocabulary, R rows read out, S slices.
 """

@@ -15,7 +15,7 @@ from ppserve.model.cpu.backend import CpuBackend
 from ppserve.model.cuda.backend import CudaBackend
 from ppserve.model.gpt2 import GPT2Stage
 from ppserve.model.inputs import build_inputs
-from ppserve.model.stock import StockBackend
+from tests.model.stock import StockBackend
 
 CPU = torch.device("cpu")
 GREEDY = SamplingParams(temperature=0)

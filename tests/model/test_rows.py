@@ -16,9 +16,10 @@ from ppserve.model.cpu.activations import CpuActivation
 from ppserve.model.cpu.backend import CpuBackend
 from ppserve.model.cpu.kv_cache import CpuCache
 from ppserve.model.selftest import check_determinism
-from ppserve.model.stock import ACTIVATIONS, StockBackend, StockCache
+from ppserve.model.stock import ACTIVATIONS
 from tests.model.pipelines import BACKENDS, GREEDY, Pipeline, Unfused, prompt
 from tests.model.random_checkpoint import RandomCheckpoint, architecture
+from tests.model.stock import StockBackend, StockCache
 
 pytestmark = pytest.mark.slow
 

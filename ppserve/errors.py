@@ -1,21 +1,5 @@
 """All exceptions that ppserve raises on purpose.
 
-PpserveError
-├── UsageError                 a person's mistake at start-up: one line, exit code 2
-│   ├── ConfigError            a flag, an environment variable or the config file
-│   └── CheckpointError        a model file: names the file and the field
-├── RequestError               one request is refused or ends; carries a gRPC status
-│   ├── InvalidRequest         INVALID_ARGUMENT      one or more fields, all reported together
-│   ├── NotImplementedYet      UNIMPLEMENTED         a field that this version does not serve
-│   ├── Overloaded             RESOURCE_EXHAUSTED    queue full; says when to retry
-│   ├── Draining               UNAVAILABLE           the server is shutting down
-│   ├── StagesLost             UNAVAILABLE           a stage died and does not come back
-│   ├── DeadlinePassed         DEADLINE_EXCEEDED
-│   ├── Unauthenticated        UNAUTHENTICATED
-│   └── RequestFailed          INTERNAL              this request, and only this one, cannot be served
-├── TransportError             a neighbour stage is gone; ends the epoch, not the process
-└── WireError                  a frame that does not fit the schema
-
 The gRPC status is a plain string, so that only the rooms that speak gRPC import grpc.
 """
 

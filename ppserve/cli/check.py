@@ -5,7 +5,6 @@ Without torch, whose import takes seconds: a mistake is reported at once, and no
 
 from __future__ import annotations
 
-import socket
 from pathlib import Path
 
 from ppserve.config import SchedulingSettings, ServeConfig, ServerSettings
@@ -16,6 +15,7 @@ from ppserve.errors import ConfigError
 from ppserve.head.api.auth import ApiKeys
 from ppserve.head.api.http.chat import ChatTemplate
 from ppserve.head.api.tls import read_certificates
+from ppserve.head.binding import bound
 from ppserve.head.engine.layout import check_microbatches
 from ppserve.model.checkpoint.hub import is_hub_id
 from ppserve.model.checkpoint.opening import read_architecture
@@ -85,13 +85,7 @@ def _check_ports(server: ServerSettings) -> None:
     flags = {"--port": server.port, "--metrics-port": server.metrics_port, "--http-port": server.http_port}
     taken: dict[int, str] = {}
     for flag, port in flags.items():
-        family = socket.AF_INET6 if ":" in server.host else socket.AF_INET
-        with socket.socket(family, socket.SOCK_STREAM) as probe:
-            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-            try:
-                probe.bind((server.host, port))
-            except OSError as error:
-                raise ConfigError(flag, f"cannot listen on {server.host}:{port}: {error.strerror}") from None
+        bound(server.host, port, flag).close()
         if port and port in taken:
             raise ConfigError(flag, f"{port} is taken by {taken[port]}")
         taken[port] = flag

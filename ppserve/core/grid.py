@@ -58,9 +58,6 @@ class RankGrid:
         replica, stage = rank // self.tensor % self.data, rank // (self.tensor * self.data)
         return RankPlace(replica, stage, rank % self.tensor)
 
-    def rank_at(self, place: RankPlace) -> int:
-        return self.rank(place.tensor, place.replica, place.stage)
-
     def ranks_of(self, replica: int) -> tuple[int, ...]:
         """The ranks of one replica, in order of stages, then of tensor ranks."""
         return tuple(self.rank(t, replica, p) for p in range(self.pipeline) for t in range(self.tensor))

@@ -9,7 +9,6 @@ from __future__ import annotations
 import asyncio
 import math
 import resource
-import socket
 import ssl
 import sys
 from collections.abc import Callable
@@ -23,7 +22,7 @@ from uvicorn import Config
 from uvicorn.protocols.http.h11_impl import H11Protocol
 from uvicorn.server import ServerState
 
-from ppserve.errors import ConfigError
+from ppserve.head.binding import bound
 
 _BACKLOG = 1024
 _TLS_WITHIN_S = 10.0
@@ -83,7 +82,7 @@ class Listener:
 
     async def start(self, host: str, port: int, flag: str) -> int:
         """Bind and listen; return the port. Raises ConfigError for `flag` when the address cannot be bound."""
-        sock = _bound(host, port, flag)
+        sock = bound(host, port, flag)
         self._server = await asyncio.get_running_loop().create_server(
             lambda: _Connection(self._config, self._state),
             sock=sock,
@@ -196,17 +195,3 @@ class _Connection(H11Protocol):
         if self._timer is not None:
             self._timer.cancel()
             self._timer = None
-
-
-def _bound(host: str, port: int, flag: str) -> socket.socket:
-    family = socket.AF_INET6 if ":" in host else socket.AF_INET
-    # With the protocol named: asyncio sends small writes at once (TCP_NODELAY) only then.
-    sock = socket.socket(family, socket.SOCK_STREAM, socket.IPPROTO_TCP)
-    try:
-        sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        sock.bind((host, port))
-    except OSError as error:
-        sock.close()
-        why = (error.strerror or "").lower()
-        raise ConfigError(flag, f"cannot listen on {host}:{port}: {why}") from error
-    return sock

@@ -10,7 +10,6 @@ import signal
 import sys
 import time
 from collections.abc import Callable
-from typing import Protocol
 
 from ppserve import wire
 from ppserve.config import ServeConfig
@@ -43,18 +42,6 @@ _TELL_WITHIN_S = 2.0
 _LOOK_EVERY_S = 0.5
 
 
-class Child(Protocol):
-    """What a keeper asks of a stage process; `StageProcess` says more."""
-
-    def start(self, start: wire.Start) -> None: ...
-
-    def listen(self, timeout_s: float) -> list[str] | None: ...
-
-    def kill(self) -> None: ...
-
-    def end(self) -> int: ...
-
-
 class Keeper:
     """Keeps one stage process alive. Owns that process and a spare: a process that has imported already, so
     that a replacement takes a second and not many.
@@ -68,16 +55,16 @@ class Keeper:
         rank: int,
         world_size: int,
         meeting: wire.Meeting,
-        spawn: Callable[[], Child] = StageProcess,
+        spawn: Callable[[], StageProcess] = StageProcess,
         clock: Callable[[], float] = time.monotonic,
-        spare: Child | None = None,
+        spare: StageProcess | None = None,
     ) -> None:
         self._config = config
         self._rank, self._world_size = rank, world_size
         self._meeting = meeting
         self._found_head = self._connected = self._has_served = False
         self._spawn, self._clock = spawn, clock
-        self._child: Child | None = None
+        self._child: StageProcess | None = None
         self._spare = spare
         self._stopping = False
         self._kill_at_s: float | None = None
@@ -142,7 +129,7 @@ class Keeper:
         self._child = None
         return served, code
 
-    def _watch(self, child: Child) -> bool:
+    def _watch(self, child: StageProcess) -> bool:
         """Listens to the stage until it has ended; kills a frozen one. True if it computed a step."""
         served = prepared = False
         last_sign_s = self._clock()

@@ -16,7 +16,7 @@ from ppserve.core.request import FinishReason, Request
 from ppserve.errors import Draining, InvalidRequest, Overloaded, Violation
 from ppserve.head.api.auth import ApiKeys
 from ppserve.head.api.call import Call
-from ppserve.head.api.needs import EngineHandle, TextCodec
+from ppserve.head.api.needs import EngineHandle
 from ppserve.head.api.requests import (
     Asked,
     check,
@@ -28,6 +28,7 @@ from ppserve.head.api.requests import (
 )
 from ppserve.head.api.stream import RequestStream
 from ppserve.head.cards import LoadCard, ModelCard, Topology
+from ppserve.tokenizer import Tokenizer
 
 log = logging.getLogger(__name__)
 
@@ -50,7 +51,7 @@ class FrontDesk:
     def __init__(
         self,
         engine: EngineHandle,
-        tokenizer: TextCodec | None,
+        tokenizer: Tokenizer | None,
         keys: ApiKeys | None = None,
         stall_timeout_s: float = STALL_TIMEOUT_S,
     ) -> None:

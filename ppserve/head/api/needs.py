@@ -1,8 +1,7 @@
-"""What the desk needs of the engine and of the tokenizer."""
+"""What the desk needs of the engine."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Protocol
 
 from ppserve.core.request import FinishReason, Request
@@ -37,22 +36,3 @@ class EngineHandle(Protocol):
 
     def load(self) -> LoadCard:
         """How full it is. As `topology`."""
-
-
-class TextCodec(Protocol):
-    """The tokenizer."""
-
-    def encode(self, text: str) -> list[int]:
-        """Raises ValueError, and nothing else."""
-
-    def decode(self, ids: Sequence[int]) -> str:
-        """The text that these tokens show."""
-
-    def token_bytes(self, token_id: int) -> bytes:
-        """What one token stands for; special tokens too."""
-
-    def text_bytes(self, token_id: int) -> bytes:
-        """What one token adds to a text; nothing, where it is special."""
-
-    def to_json(self) -> bytes:
-        """The tokenizer as Hugging Face's `tokenizer.json`. May take a second."""

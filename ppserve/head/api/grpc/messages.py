@@ -2,14 +2,20 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
+from dataclasses import fields
+from typing import Any
 
 from ppserve.core.request import FinishReason, Request
 from ppserve.head.api.stream import Delta, Score
-from ppserve.head.cards import ModelCard, StageCard, Topology
+from ppserve.head.cards import ModelCard, ReplicaCard, StageCard, Topology
+from ppserve.head.engine.output import TimingsOutput
+from ppserve.head.limits import Limits
 from ppserve.v1 import generation_pb2 as pb
 
 REASONS = {reason: pb.Finish.Reason.Value(reason.value) for reason in FinishReason}
+_SHAPE = ("num_layers", "width", "num_heads", "inner_width", "vocab_size", "max_positions")
 
 
 class GenerateMessages:
@@ -57,11 +63,7 @@ class GenerateMessages:
         message.usage.completion_tokens = delta.num_generated
         message.usage.cached_tokens = last.cached_tokens
         if self._request.output.timings and last.timings is not None:
-            message.timings.queue_seconds = last.timings.queue_s
-            message.timings.prefill_seconds = last.timings.prefill_s
-            message.timings.ttft_seconds = last.timings.ttft_s
-            message.timings.decode_seconds = last.timings.decode_s
-            message.timings.stage_busy_seconds.extend(last.timings.stage_busy_s)
+            message.timings.CopyFrom(pb.Timings(**_fields(last.timings)))
 
     def _token(self, token_id: int, score: Score) -> pb.TokenInfo:
         token = pb.TokenInfo(id=token_id, bytes=self._token_bytes(token_id))
@@ -74,36 +76,18 @@ class GenerateMessages:
 
 def model_message(card: ModelCard) -> pb.GetModelInfoResponse:
     """GetModelInfo's answer."""
-    arch, limits = card.architecture, card.limits
+    arch = card.architecture
     return pb.GetModelInfoResponse(
         model=card.name,
         architecture=pb.Architecture(
-            num_layers=arch.num_layers,
-            width=arch.width,
-            num_heads=arch.num_heads,
-            inner_width=arch.inner_width,
-            vocab_size=arch.vocab_size,
-            max_positions=arch.max_positions,
-            num_parameters=card.num_parameters,
+            **{name: getattr(arch, name) for name in _SHAPE}, num_parameters=card.num_parameters
         ),
         dtype=card.dtype,
         quantization=card.quantization,
         max_context=card.max_context,
         eos_token_id=card.eos_id,
         has_tokenizer=card.has_tokenizer,
-        limits=pb.Limits(
-            max_prompt_bytes=limits.max_prompt_bytes,
-            max_prompt_tokens=card.max_context,
-            max_n=limits.max_n,
-            max_stop=limits.max_stop,
-            max_stop_bytes=limits.max_stop_bytes,
-            max_stop_token_ids=limits.max_stop_token_ids,
-            max_logprobs=limits.max_logprobs,
-            max_logit_bias=limits.max_logit_bias,
-            max_request_id_bytes=limits.max_request_id_bytes,
-            max_message_bytes=limits.max_message_bytes,
-            max_metadata_bytes=limits.max_metadata_bytes,
-        ),
+        limits=pb.Limits(**_fields(card.limits), max_prompt_tokens=card.max_context),
         deterministic=card.deterministic,
         nondeterministic_reason=card.why_not,
         kernels=card.kernels,
@@ -115,44 +99,17 @@ def model_message(card: ModelCard) -> pb.GetModelInfoResponse:
 def topology_message(topology: Topology) -> pb.GetTopologyResponse:
     """GetTopology's answer."""
     return pb.GetTopologyResponse(
-        stages=[_stage_message(stage) for stage in topology.stages],
+        stages=[
+            pb.Stage(**{**_fields(stage), "bubble_seconds": dict(stage.bubble_s)}) for stage in topology.stages
+        ],
         transport=topology.transport,
         epoch=topology.epoch,
         microbatches=topology.microbatches,
         advice=topology.advice,
-        replicas=[
-            pb.Replica(
-                replica=of.replica,
-                serves=of.serves,
-                epoch=of.epoch,
-                microbatches=of.microbatches,
-                running=of.running,
-                kv_usage=of.kv_usage,
-            )
-            for of in topology.replicas
-        ],
+        replicas=[pb.Replica(**_fields(replica)) for replica in topology.replicas],
     )
 
 
-def _stage_message(card: StageCard) -> pb.Stage:
-    return pb.Stage(
-        stage=card.stage,
-        rank=card.rank,
-        host=card.host,
-        device=card.device,
-        first_layer=card.first_layer,
-        num_layers=card.num_layers,
-        blocks=card.blocks,
-        num_parameters=card.num_parameters,
-        weight_bytes=card.weight_bytes,
-        kv_bytes=card.kv_bytes,
-        predicted_step_seconds=card.predicted_step_s,
-        measured_step_seconds=card.measured_step_s,
-        busy_seconds=card.busy_s,
-        bubble_seconds=dict(card.bubble_s),
-        idle_seconds=card.idle_s,
-        live=card.live,
-        restarts=card.restarts,
-        replica=card.replica,
-        tensor=card.tensor,
-    )
+def _fields(card: StageCard | ReplicaCard | Limits | TimingsOutput) -> dict[str, Any]:
+    """Its fields under the proto's names, in which units are written out."""
+    return {re.sub("_s$", "_seconds", field.name): getattr(card, field.name) for field in fields(card)}

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import errno
 import ipaddress
 import logging
-import socket
 from typing import Any
 
 import grpc
@@ -20,6 +18,7 @@ from ppserve.head.api.grpc.calls import KeyCheck
 from ppserve.head.api.grpc.service import SERVICE_NAME, GrpcService
 from ppserve.head.api.tls import Certificates, read_certificates
 from ppserve.head.api.vllm_grpc.service import VLLM_SERVICE_NAME, VllmService
+from ppserve.head.binding import address_text, bound
 from ppserve.head.limits import Limits
 from ppserve.v1 import generation_pb2 as _registered  # noqa: F401  reflection serves what is registered
 
@@ -54,14 +53,15 @@ class GrpcServer:
         """Bind and listen; return the port. Raises ConfigError when the address cannot be bound."""
         settings = self._settings
         await self.set_serving(False)
-        address = _address(settings.host, settings.port)
+        address = address_text(settings.host, settings.port)
         try:
             if self._tls is None:
                 port = self._server.add_insecure_port(address)
             else:
                 port = self._server.add_secure_port(address, self._credentials(self._tls))
         except RuntimeError as error:
-            raise _bind_error(settings.host, settings.port) from error
+            bound(settings.host, settings.port, "--port").close()  # says why, which gRPC does not
+            raise ConfigError("--port", f"{settings.port} is in use") from error
         await self._server.start()
         if self._tls is None and not _is_loopback(settings.host):
             log.warning("listening on %s without TLS: prompts and keys cross the network in the clear", address)
@@ -116,25 +116,6 @@ def server_options(limits: Limits) -> list[tuple[str, Any]]:
 
 def _for_grpc(of: Certificates) -> grpc.ServerCertificateConfiguration:
     return grpc.ssl_server_certificate_configuration([(of.key, of.chain)], of.client_ca)
-
-
-def _address(host: str, port: int) -> str:
-    return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
-
-
-def _bind_error(host: str, port: int) -> ConfigError:
-    """Why the address cannot be bound: gRPC does not say, the socket does."""
-    try:
-        family, kind, protocol, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
-    except OSError:
-        return ConfigError("--host", f"{host!r} is not an address of this machine")
-    with socket.socket(family, kind, protocol) as probe:
-        try:
-            probe.bind(address)
-        except OSError as error:
-            flag = "--port" if error.errno in (errno.EADDRINUSE, errno.EACCES) else "--host"
-            return ConfigError(flag, f"cannot listen on {_address(host, port)}: {(error.strerror or '').lower()}")
-    return ConfigError("--port", f"{port} is in use")
 
 
 def _is_loopback(host: str) -> bool:

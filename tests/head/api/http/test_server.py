@@ -466,14 +466,14 @@ def test_small_events_do_not_wait_for_each_other() -> None:
 def test_an_address_that_cannot_be_bound() -> None:
     async def main() -> None:
         async with served_http() as served:
-            for settings, problem in (
-                (ServerSettings(http_port=served.port), "address already in use"),
-                (ServerSettings(host="192.0.2.1", http_port=0), "cannot assign"),
+            for settings, flag, problem in (
+                (ServerSettings(http_port=served.port), "--http-port", "address already in use"),
+                (ServerSettings(host="192.0.2.1", http_port=0), "--host", "cannot assign"),
             ):
                 second = HttpServer(settings, desk_of(FakeEngine()), Counted())
                 with pytest.raises(ConfigError, match=problem) as refusal:
                     await second.start()
-                assert refusal.value.name == "--http-port"
+                assert refusal.value.name == flag
                 await second.stop(0)
 
     asyncio.run(main())

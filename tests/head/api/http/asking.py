@@ -7,7 +7,7 @@ import http.client
 import json
 import threading
 from collections import Counter
-from collections.abc import AsyncIterator, Iterable, Iterator, Mapping
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Iterator, Mapping
 from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -111,6 +111,21 @@ async def served_http(engine: FakeEngine | None = None, **settings: Any) -> Asyn
             yield Served(engine, server, port, counted)
     finally:
         await server.stop(0)
+
+
+def run(scenario: Callable[[Served], Awaitable[None]], **engine: Any) -> None:
+    async def main() -> None:
+        async with served_http(FakeEngine(**engine)) as served:
+            await scenario(served)
+
+    asyncio.run(main())
+
+
+def raw(path: str, body: object, *headers: str) -> bytes:
+    """A request as bytes."""
+    content = json.dumps(body).encode()
+    head = [f"POST {path} HTTP/1.1", "host: here", f"content-length: {len(content)}", *headers]
+    return "\r\n".join([*head, "", ""]).encode() + content
 
 
 @contextmanager

@@ -1,0 +1,106 @@
+"""How an answer over HTTP ends before its time: deadlines, callers who hang up or stall, a server that stops."""
+
+from __future__ import annotations
+
+import asyncio
+
+import pytest
+
+from ppserve.config import ServerSettings
+from ppserve.core.request import FinishReason
+from ppserve.head.api.desk import FrontDesk
+from ppserve.head.api.http.server import HttpServer
+from ppserve.head.engine.output import TokenOutput
+from tests.fake_engine import ByteCodec, FakeEngine
+from tests.head.api.http.asking import Counted, Served, raw, run
+
+
+def test_the_caller_s_time_limit() -> None:
+    async def scenario(served: Served) -> None:
+        answer = await served.ask("/v1/completions", {"prompt": "a"}, x_request_timeout="0.3")
+        assert (answer.status, answer.headers["x-should-retry"]) == (504, "false")
+        (request,) = served.engine.requests
+        assert request.deadline_s is not None
+        assert served.engine.cancelled == {request.id: FinishReason.DEADLINE}
+        stream = await served.ask("/v1/completions", {"prompt": "a", "stream": True}, x_request_timeout="0.3")
+        assert (stream.status, stream.json["error"]["code"]) == (504, "deadline_exceeded")
+        for wrong in ("soon", "-1", "0", "nan", "1e9"):
+            answer = await served.ask("/v1/completions", {"prompt": "a"}, x_request_timeout=wrong)
+            assert (answer.status, answer.json["error"]["param"]) == (400, "x-request-timeout")
+
+    run(scenario, by_hand=True)
+
+
+@pytest.mark.parametrize("prompt", ["a", ["a", "b"]])
+@pytest.mark.parametrize("stream", [True, False])
+def test_hanging_up_reaches_the_engine(stream: bool, prompt: object) -> None:
+    async def scenario(served: Served) -> None:
+        _, writer = await asyncio.open_connection("127.0.0.1", served.port)
+        writer.write(raw("/v1/completions", {"prompt": prompt, "stream": stream}))
+        await served.engine.until(lambda engine: len(engine.sinks) == len(prompt))
+        writer.close()
+        await served.engine.until(lambda engine: len(engine.cancelled) == len(prompt))
+        assert set(served.engine.cancelled.values()) == {FinishReason.CANCELLED}
+
+    run(scenario, by_hand=True)
+
+
+def test_a_finished_answer_is_not_cancelled() -> None:
+    async def scenario(served: Served) -> None:
+        await served.complete(prompt="a")
+        assert served.engine.cancelled == {}
+
+    run(scenario)
+
+
+def test_a_reader_that_stalls_is_cut_off() -> None:
+    async def main() -> None:
+        engine = FakeEngine(by_hand=True)
+        desk = FrontDesk(engine, ByteCodec(), stall_timeout_s=0.1)
+        server = HttpServer(ServerSettings(http_port=0), desk, Counted())
+        port = await server.start()
+        _, writer = await asyncio.open_connection("127.0.0.1", port, limit=1)
+        writer.write(raw("/v1/completions", {"prompt": "a", "stream": True}))
+        await engine.until(lambda engine: bool(engine.sinks))
+        (sink,) = engine.sinks.values()
+        async with asyncio.timeout(20):
+            offset = 0
+            while not engine.cancelled:  # until all buffers between here and there are full
+                sink.push([TokenOutput(0, offset, 65, "A" * 100_000)])
+                offset += 1
+                await asyncio.sleep(0)
+        writer.close()
+        await server.stop(0)
+
+    asyncio.run(main())
+
+
+def test_draining_lets_answers_finish_and_refuses_new_ones() -> None:
+    async def scenario(served: Served) -> None:
+        running = asyncio.create_task(served.stream(prompt="a"))
+        await served.engine.until(lambda engine: bool(engine.sinks))
+        # A second caller, who keeps his connection: new ones are not accepted any more in the end.
+        async with asyncio.TaskGroup() as group:
+            stopping = group.create_task(served.server.stop(20))
+            await asyncio.sleep(0)
+            answer = await served.ask("/v1/completions", {"prompt": "b"})
+            assert (answer.status, answer.json["error"]["code"]) == (503, "draining")
+            assert (await served.ask("/health")).status == 503
+            assert not stopping.done()
+            next(iter(served.engine.sinks.values())).push([TokenOutput(0, 0, 65, "A", finish=FinishReason.EOS)])
+            assert [event["choices"][0]["text"] for event in await running] == ["A"]
+
+    run(scenario, by_hand=True)
+
+
+def test_the_shutdown_timeout_ends_answers_after_what_they_have() -> None:
+    async def scenario(served: Served) -> None:
+        running = asyncio.create_task(served.stream(prompt="a"))
+        await served.engine.until(lambda engine: bool(engine.sinks))
+        next(iter(served.engine.sinks.values())).push([TokenOutput(0, 0, 65, "A")])
+        await served.server.stop(0.05)
+        first, last = await running
+        assert first["choices"][0]["text"] == "A"
+        assert last["error"]["code"] == "draining"
+
+    run(scenario, by_hand=True)

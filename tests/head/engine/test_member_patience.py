@@ -1,0 +1,186 @@
+"""How long the head waits for whom: pauses, silence, epochs that do not form, clocks of other hosts."""
+
+from __future__ import annotations
+
+import pytest
+
+from ppserve import wire
+from ppserve.core.plan import StepResult, StepStamps
+from ppserve.head.engine.member import EpochLost, Formed, Hopeless, MemberEvent
+from tests.head.engine.members_rig import SECOND, MembersRig, answer, loaded_pipeline
+
+
+@pytest.mark.parametrize(("formed", "patience_s"), [(True, 25), (False, 2)])
+def test_a_survivor_that_cannot_leave_is_replaced(formed: bool, patience_s: int) -> None:
+    pipeline = MembersRig(3)
+    if formed:
+        pipeline.start()
+    else:
+        for stage in range(3):
+            pipeline.hello(stage)
+        for stage in range(3):
+            pipeline.loaded(stage)
+        pipeline.say(0, wire.StoreOpened(1, 4001))
+    pipeline.members.gone(2, "exit", pipeline.now_ns)
+    pipeline.say(0, wire.Broken(1, "told"))
+    for _ in range(2 * patience_s):
+        pipeline.tick(0.5)
+        pipeline.say(0, wire.Heartbeat(pipeline.now_ns, pipeline.now_ns))
+        pipeline.say(1, wire.Heartbeat(pipeline.now_ns, pipeline.now_ns))
+        assert pipeline.dropped == []
+    pipeline.tick(0.5)
+    assert pipeline.dropped == [(1, "stuck")]
+
+
+def test_a_pause_of_the_head_is_nobodys_fault() -> None:
+    pipeline = MembersRig(2)
+    pipeline.start()
+    assert pipeline.tick(5) == []
+    assert pipeline.members.formed
+    for _ in range(22):
+        pipeline.tick(0.5)
+    assert {stage for stage, _ in pipeline.dropped} == {0, 1}, "those who then stay silent are dropped"
+
+
+@pytest.mark.parametrize("silent_s", [3, 6, 9])
+def test_a_pause_of_a_stage_costs_an_epoch_and_no_loading(silent_s: int) -> None:
+    pipeline = MembersRig(2)
+    pipeline.start()
+    events: list[MemberEvent] = []
+    for _ in range(2 * silent_s):
+        answer(pipeline, 0)
+        events += pipeline.tick(0.5)
+    assert events == [EpochLost(1, "stage 1: silent", None)]
+    assert pipeline.dropped == []
+    pipeline.sent.clear()
+    for stage in range(2):
+        assert pipeline.say(stage, wire.Broken(1, "told")) == []
+    pipeline.tick(0.5)
+    assert pipeline.join() == [Formed(2, 10)]
+    assert [member.restarts for member in pipeline.members.all] == [0, 0]
+
+
+def test_a_silent_stage_is_noticed_within_three_seconds_and_cut_off_after_ten() -> None:
+    pipeline = MembersRig(2)
+    pipeline.start()
+    began_ns, lost_ns = pipeline.now_ns, 0
+    while not pipeline.dropped:
+        answer(pipeline, 0)
+        if pipeline.tick(0.1):
+            lost_ns = lost_ns or pipeline.now_ns
+            pipeline.say(0, wire.Broken(1, "told"))
+        assert pipeline.forms() == {}, "no epoch forms with a stage that is silent"
+    assert 2 * SECOND < lost_ns - began_ns <= 3 * SECOND
+    assert 10 * SECOND < pipeline.now_ns - began_ns < 11 * SECOND
+    assert [stage for stage, _ in pipeline.dropped] == [1]
+    assert not pipeline.members.healthy(pipeline.now_ns)
+
+
+def test_a_stage_that_stays_away_is_hopeless() -> None:
+    pipeline = MembersRig(2)
+    pipeline.start()
+    pipeline.members.gone(1, "exit", pipeline.now_ns)
+    pipeline.say(0, wire.Heartbeat(pipeline.now_ns, pipeline.now_ns))
+    answer(pipeline, 0)
+    assert pipeline.tick(300) == [], "a host may need minutes"
+    (event,) = pipeline.tick(301)
+    assert event == Hopeless("stage 1 did not come back in time", usage=False)
+
+
+def test_a_drain_does_not_wait_for_a_stage_whose_keeper_died_too() -> None:
+    pipeline = MembersRig(2)
+    pipeline.start()
+    pipeline.members.draining = True
+    pipeline.members.gone(1, "exit", pipeline.now_ns)
+    assert pipeline.tick(9) == []
+    (event,) = pipeline.tick(2)
+    assert isinstance(event, Hopeless)
+
+
+def fail_to_form(pipeline: MembersRig, complainer: int) -> list[MemberEvent]:
+    """An epoch that one stage's transport keeps from forming; both leave it."""
+    pipeline.tick(21)
+    epoch = pipeline.members.epoch
+    pipeline.say(0, wire.StoreOpened(epoch, 4000))
+    events = pipeline.say(complainer, wire.Broken(epoch, "no route to host"))
+    return events + pipeline.say(1 - complainer, wire.Broken(epoch, "told"))
+
+
+def test_a_stage_that_keeps_epochs_from_forming_is_replaced_at_the_third() -> None:
+    pipeline = loaded_pipeline()
+    for _ in range(2):
+        assert fail_to_form(pipeline, 1) == []
+        assert pipeline.dropped == []
+    fail_to_form(pipeline, 1)
+    assert pipeline.dropped == [(1, "forming")]
+
+
+def test_after_ten_epochs_that_did_not_form_the_server_ends_with_the_reason() -> None:
+    pipeline, events = loaded_pipeline(), list[MemberEvent]()
+    for attempt in range(10):
+        assert events == [], f"after {attempt}"
+        events = fail_to_form(pipeline, attempt % 2)
+        for stage, cause in pipeline.dropped:
+            assert cause == "forming"
+            pipeline.members.gone(stage, cause, pipeline.now_ns)
+            pipeline.hello(stage)
+            pipeline.loaded(stage)
+        pipeline.dropped.clear()
+    reason = "the pipeline did not form in 10 attempts; the last one: no route to host"
+    assert events == [Hopeless(reason, usage=False)]
+
+
+def test_an_epoch_that_forms_ends_the_count() -> None:
+    pipeline = loaded_pipeline()
+    for _ in range(5):
+        for _ in range(2):
+            assert fail_to_form(pipeline, 1) == []
+        pipeline.sent.clear()
+        pipeline.tick(1)
+        assert pipeline.join() == [Formed(pipeline.members.epoch, 10)]
+        for stage in range(2):
+            pipeline.say(stage, wire.Broken(pipeline.members.epoch, "reset"))
+    assert pipeline.dropped == []
+
+
+def test_deaths_between_epochs_are_no_attempts() -> None:
+    """A keeper counts those; the head waits for the stage."""
+    pipeline = MembersRig(2)
+    pipeline.start()
+    for _ in range(20):
+        events = pipeline.members.gone(1, "exit", pipeline.now_ns)
+        assert not any(isinstance(event, Hopeless) for event in events)
+        pipeline.hello(1)
+
+
+def test_clocks_of_other_hosts_are_aligned_by_the_quickest_round_trip() -> None:
+    pipeline = MembersRig(2)
+    pipeline.hello(0)
+    pipeline.hello(1, machine="there")
+    for stage in range(2):
+        pipeline.loaded(stage)
+    pipeline.join()
+    ahead_ns = 5_000_000_000
+    for rtt_ns in (4_000_000, 200_000, 9_000_000):
+        sent_ns = pipeline.now_ns
+        pipeline.now_ns += rtt_ns
+        pipeline.say(1, wire.Heartbeat(sent_ns, sent_ns + rtt_ns // 2 + ahead_ns + rtt_ns // 50))
+    stamps = StepStamps(*[ahead_ns + t for t in range(6)])
+    (done,) = pipeline.say(1, wire.Result(StepResult(1, 1, 1, stamps)))
+    assert isinstance(done, StepResult)
+    assert abs(done.stamps.planned) <= 4_000, "off by at most the quickest trip's asymmetry"
+
+
+def test_old_round_trips_are_forgotten_so_that_a_drifting_clock_stays_aligned() -> None:
+    pipeline = MembersRig(2)
+    pipeline.hello(0)
+    pipeline.hello(1, machine="there")
+    for minute in range(10):
+        for _ in range(120):
+            pipeline.now_ns += SECOND // 2
+            drift_ns = 50 * pipeline.now_ns // 1_000_000  # 50 ppm
+            # The best round trips of all are those of the first minute.
+            rtt_ns = 100_000 if minute == 0 else 300_000
+            sent_ns = pipeline.now_ns - rtt_ns
+            pipeline.say(1, wire.Heartbeat(sent_ns, sent_ns + rtt_ns // 2 + drift_ns))
+        assert abs(pipeline.members[1].clock_offset_ns - drift_ns) < 1_000_000

@@ -11,6 +11,7 @@ import click
 
 from ppserve.client import Tls
 from ppserve.errors import ConfigError
+from ppserve.head.api.auth import read_keys
 
 
 def connection_options(command: Callable[..., Any]) -> Callable[..., Any]:
@@ -45,13 +46,7 @@ def connection(flags: dict[str, Any]) -> dict[str, Any]:
 def _api_key(file: Path | None) -> str | None:
     if file is None:
         return _sendable(os.environ.get("PPSERVE_API_KEY") or None, "PPSERVE_API_KEY")
-    try:
-        lines = [line.strip() for line in file.read_text().splitlines()]
-    except (OSError, UnicodeDecodeError):
-        raise ConfigError("--api-key-file", f"cannot read {file}") from None
-    key = next((line for line in lines if line and not line.startswith("#")), None)
-    if key is None:
-        raise ConfigError("--api-key-file", f"{file} holds no key")
+    _, key = read_keys(file)[0]
     return _sendable(key, "--api-key-file")
 
 

@@ -135,10 +135,6 @@ def serve(stages: int | None, **flags: Any) -> None:
 
 def build_config(flags: dict[str, Any]) -> cfg.ServeConfig:
     """The frozen config of all flags. Raises ConfigError for flags that do not go together."""
-    if bool(flags["tls_cert"]) != bool(flags["tls_key"]):
-        raise ConfigError("--tls-cert", "needs --tls-key, and the other way round")
-    if flags["tls_client_ca"] and not flags["tls_cert"]:
-        raise ConfigError("--tls-client-ca", "needs --tls-cert and --tls-key")
     if len({bool(flags[f"stage_tls_{part}"]) for part in ("cert", "key", "ca")}) > 1:
         raise ConfigError("--stage-tls-cert", "needs --stage-tls-key and --stage-tls-ca, and the other way round")
     for name in ("host", "advertise"):

@@ -38,7 +38,6 @@ class Architecture:
     tied_embeddings: bool = True
     biases: bool = True
     eos_id: int | None = None
-    bos_id: int | None = None
 
     @property
     def head_size(self) -> int:

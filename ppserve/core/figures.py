@@ -26,6 +26,14 @@ def count(number: float) -> str:
     return "{:.3g}{}".format(*_scaled(number, 1000, ("", "K", "M", "B")))
 
 
+def numbers(dtype: str, quantization: str, kv_dtype: str) -> str:
+    """How a model's numbers are kept: `float32, int8 weights`."""
+    words = [dtype]
+    words += [f"{quantization} weights"] * (quantization != "none")
+    words += [f"{kv_dtype} keys and values"] * (kv_dtype != dtype)
+    return ", ".join(words)
+
+
 def _scaled(number: float, base: int, units: Sequence[str]) -> tuple[float, str]:
     """In the first unit in which it is below `base`, else in the last."""
     for unit in units[:-1]:

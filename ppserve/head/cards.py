@@ -6,6 +6,7 @@ import hashlib
 from dataclasses import dataclass, field
 
 from ppserve.core.architecture import Architecture
+from ppserve.core.figures import numbers
 from ppserve.head.limits import Limits
 
 
@@ -36,10 +37,7 @@ class ModelCard:
     @property
     def numbers(self) -> str:
         """How numbers are kept, in words."""
-        words = [self.dtype]
-        words += [f"{self.quantization} weights"] * (self.quantization != "none")
-        words += [f"{self.kv_dtype} keys and values"] * (self.kv_dtype != self.dtype)
-        return ", ".join(words)
+        return numbers(self.dtype, self.quantization, self.kv_dtype)
 
     @property
     def fingerprint(self) -> str:

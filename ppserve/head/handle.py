@@ -36,13 +36,11 @@ class PipelineHandle:
         self._tokenizer = tokenizer
 
     async def submit(self, request: Request, sink: Sink) -> None:
-        """Queue a request. Raises RequestError when it is refused."""
         read = functools.partial(read_held, request, self._tokenizer, self._card.eos_id)
         held = await asyncio.to_thread(read) if len(request.resume_ids) > _MANY_HELD else read()
         await asyncio.wrap_future(self._engine.submit(request, sink, self._tokenizer, held))
 
     def refuse_early(self, new_tokens: int, priority: int, deadline_s: float | None) -> None:
-        """Raises Overloaded where every such request would be refused now."""
         self._engine.refuse_early(new_tokens, priority, deadline_s)
 
     def cancel(self, request_id: str, reason: FinishReason) -> None:
@@ -52,7 +50,6 @@ class PipelineHandle:
         return self._card
 
     async def restart(self, replica: int, pauses: bool) -> None:
-        """Restart a replica's stage processes; returns when it serves again. Raises RequestError."""
         await asyncio.wrap_future(self._engine.restart(replica, pauses))
 
     def look(self) -> tuple[Reading, ...]:
@@ -60,12 +57,10 @@ class PipelineHandle:
         return self._engine.look()
 
     def topology(self) -> Topology:
-        """`look`, as a card."""
         return topology_of(self.look())
 
     def load(self) -> LoadCard:
-        """How full all replicas together are now, of what those that serve can hold. Waits for the engine's
-        thread."""
+        """Of what the replicas that serve can hold."""
         readings = self.look()
         scheduling = readings[0].decision.scheduling
         there = [reading for reading in readings if reading.serves] or readings

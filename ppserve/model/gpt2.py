@@ -101,7 +101,7 @@ class Head:
 
 
 class GPT2Stage:
-    """The sublayers of `layout`, the embeddings on the first stage, the head on the last.
+    """A `StageModel`: the sublayers of `layout`, the embeddings on the first stage, the head on the last.
 
     num_params, weight_bytes: what it holds.
     """
@@ -136,8 +136,6 @@ class GPT2Stage:
 
     @torch.inference_mode()
     def forward(self, inputs: StepInputs, hidden_TD: torch.Tensor | None, cache: KVCache) -> torch.Tensor:
-        """(T, D) hidden states after this stage's sublayers. hidden_TD: those of the stage before, None on the
-        first. Writes the rows' keys and values to `cache`, for which the inputs were built."""
         cache.begin(inputs.rows)
         x_TD = hidden_TD if self._embed is None else self._embed(inputs)
         assert x_TD is not None, "only the first stage has no stage before it"
@@ -148,7 +146,6 @@ class GPT2Stage:
 
     @torch.inference_mode()
     def read_out(self, inputs: StepInputs, hidden_TD: torch.Tensor) -> Reading:
-        """Draw and score what the plan asks for; no row, no head. Last stage only."""
         assert self.head is not None, "only the last stage reads out"
         vocabulary = self.layout.cut(self.arch.vocab_size)
         return self.backend.read_logits(inputs, self._logits(self.head, inputs, hidden_TD), vocabulary)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 from ppserve.core.architecture import Architecture, Split, StageLayout, stage_layouts, stage_params
-from ppserve.core.figures import size, table
+from ppserve.core.figures import numbers, size, table
 from ppserve.core.partition import (
     balance,
     check_split,
@@ -156,7 +156,7 @@ def render(model: str, plan: Forecast) -> str:
     arch = plan.arch
     lines = [
         f"{model}: {arch.num_params / 1e6:,.1f} M parameters, {arch.num_layers} layers of width {arch.width},"
-        f" {_numbers(plan)}, context {plan.max_model_len}",
+        f" {numbers(plan.dtype, plan.quantization, plan.kv_dtype)}, context {plan.max_model_len}",
         "",
         *table(
             ("stage", "layers", "also", "parameters", "weights", "KV/token", "KV memory", "tokens"),
@@ -168,13 +168,6 @@ def render(model: str, plan: Forecast) -> str:
         f" expected mix {plan.mixed_balance:.0%}  (100% = no stage waits for another)",
     ]
     return "\n".join(lines)
-
-
-def _numbers(plan: Forecast) -> str:
-    words = [plan.dtype]
-    words += [f"{plan.quantization} weights"] * (plan.quantization != "none")
-    words += [f"{plan.kv_dtype} keys and values"] * (plan.kv_dtype != plan.dtype)
-    return ", ".join(words)
 
 
 def _row(stage: StageForecast) -> tuple[str, ...]:

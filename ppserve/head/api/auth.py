@@ -66,24 +66,27 @@ def caller_name(key: str | None, certificate: bytes, host: str) -> str:
     return host
 
 
-def _read_digests(path: Path) -> tuple[bytes, ...]:
+def read_keys(path: Path) -> list[tuple[int, str]]:
+    """The keys of a file, each with the number of its line. Raises ConfigError for a file without any."""
     try:
         lines = path.read_text().splitlines()
     except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError("--api-key-file", f"cannot read {path}: {_why(error)}") from error
+        why = error.strerror if isinstance(error, OSError) else "not text"
+        raise ConfigError("--api-key-file", f"cannot read {path}: {why}") from error
     keys = [(number, line.strip()) for number, line in enumerate(lines, 1)]
     keys = [(number, key) for number, key in keys if key and not key.startswith("#")]
     if not keys:
         raise ConfigError("--api-key-file", f"{path} holds no key")
+    return keys
+
+
+def _read_digests(path: Path) -> tuple[bytes, ...]:
+    keys = read_keys(path)
     for number, key in keys:
         if len(key) < MIN_KEY_CHARS or not key.isascii() or not key.isprintable() or " " in key:
             problem = f"{path}, line {number}: a key has at least {MIN_KEY_CHARS} printable characters, no spaces"
             raise ConfigError("--api-key-file", problem)
     return tuple(_digest(key) for _, key in keys)
-
-
-def _why(error: Exception) -> str:
-    return error.strerror or "unreadable" if isinstance(error, OSError) else "not text"
 
 
 def _digest(key: str) -> bytes:

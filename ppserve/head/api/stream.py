@@ -23,6 +23,16 @@ log = logging.getLogger(__name__)
 
 Score = TokenLogprobs | None
 
+FINISH_WORDS = {
+    FinishReason.EOS: "stop",
+    FinishReason.STOP_TOKEN: "stop",
+    FinishReason.STOP_STRING: "stop",
+    FinishReason.MAX_TOKENS: "length",
+    FinishReason.CONTEXT_LENGTH: "length",
+    FinishReason.CANCELLED: "abort",
+}
+"""In the words of OpenAI's interface; `abort`, for an end before its time, is vLLM's."""
+
 
 @dataclass(frozen=True, slots=True)
 class Delta:
@@ -58,7 +68,7 @@ class Pending:
     def __init__(self, request: Request, echo: str) -> None:
         resumed = request.resume_index
         indices = range(request.num_sequences) if resumed is None else range(resumed, resumed + 1)
-        self._request = request
+        self.request = request
         self._echo = echo
         self._interval = request.output.stream_interval
         self._scored_index = None if request.output.prompt_logprobs is None else resumed or 0
@@ -127,35 +137,27 @@ class Pending:
     def _prompt_scores(self, outputs: Sequence[TokenOutput]) -> tuple[Score, ...]:
         """For every token of the prompt; none at all when the request ended before its prompt was scored."""
         scores = (None, *(score for output in outputs for score in output.prompt_logprobs))
-        return scores if len(scores) >= len(self._request.prompt_ids) else ()
+        return scores if len(scores) >= len(self.request.prompt_ids) else ()
 
 
-class RequestStream:
-    """`Pending`, with a reader who waits in the event loop. Implements `Sink`.
+class RequestStream(Pending):
+    """With a reader who waits in the event loop. Implements `Sink`.
 
     Made in the task that reads it, which is cancelled when it keeps one delta for `stall_timeout_s` before it asks
     for the next.
     """
 
     def __init__(self, request: Request, echo: str, stall_timeout_s: float) -> None:
-        self.request = request
-        self._pending = Pending(request, echo)
+        super().__init__(request, echo)
         self._has_news = asyncio.Event()
         self._watch = _StallWatch(stall_timeout_s)
 
-    @property
-    def is_complete(self) -> bool:
-        """Whether every sequence's end was taken."""
-        return self._pending.is_complete
-
-    def push(self, outputs: Sequence[TokenOutput]) -> None:
-        """Take one step's outputs."""
-        self._pending.push(outputs)
+    def push(self, outputs: Iterable[TokenOutput]) -> None:
+        super().push(outputs)
         self._has_news.set()
 
     def fail(self, error: RequestError) -> None:
-        """End the stream with `error` after what is pending."""
-        self._pending.fail(error)
+        super().fail(error)
         self._has_news.set()
 
     async def deltas(self) -> AsyncIterator[Delta]:
@@ -163,7 +165,7 @@ class RequestStream:
         while not self.is_complete:
             await self._has_news.wait()
             self._has_news.clear()
-            for delta in self._pending.take():
+            for delta in self.take():
                 self._watch.handed_out()
                 yield delta
                 self._watch.came_back()

@@ -43,18 +43,15 @@ ACTIVATIONS = {
 }
 """Names in config.json to the key in `model.stock.ACTIVATIONS`; several names are one function."""
 
-_Ids = int | Annotated[list[int], Meta(min_length=1)] | None
 
+class EndOfText(TypedDict, total=False):
+    """null: none. Of several, the first ends a text."""
 
-class SpecialIds(TypedDict, total=False):
-    """null: none. Of several, the first ends or begins a text."""
-
-    eos_token_id: _Ids
-    bos_token_id: _Ids
+    eos_token_id: int | Annotated[list[int], Meta(min_length=1)] | None
 
 
 class Config(msgspec.Struct, frozen=True):
-    """What is read beside `SpecialIds`. What is absent has GPT-2 small's value, as in transformers."""
+    """What is read beside `EndOfText`. What is absent has GPT-2 small's value, as in transformers."""
 
     model_type: str = "gpt2"
     architectures: list[str] = []
@@ -87,7 +84,7 @@ HARMLESS = frozenset(
     transformers_version torch_dtype dtype name_or_path torchscript use_bfloat16 return_dict
     return_dict_in_generate output_attentions output_hidden_states output_scores chunk_size_feed_forward
     problem_type finetuning_task id2label label2id num_labels task_specific_params n_special
-    predict_special_tokens tokenizer_class prefix pad_token_id sep_token_id cls_token_id mask_token_id
+    predict_special_tokens tokenizer_class prefix bos_token_id pad_token_id sep_token_id cls_token_id mask_token_id
     unk_token_id decoder_start_token_id max_length min_length max_new_tokens min_new_tokens do_sample
     early_stopping num_beams num_beam_groups diversity_penalty temperature top_k top_p typical_p min_p
     epsilon_cutoff eta_cutoff repetition_penalty length_penalty no_repeat_ngram_size
@@ -120,7 +117,7 @@ def read_config(directory: Path) -> Architecture:
     values = read_json(path, dict[str, Any], limit=_MAX_BYTES)
     given = _given(path, values)
     config = _config(path, given)
-    eos_id, bos_id = _special_ids(path, values)
+    eos_id = _eos_id(path, values)
     vocab_size = real_vocabulary(directory, config.vocab_size, eos_id)
     arch = Architecture(
         num_layers=config.n_layer,
@@ -136,7 +133,6 @@ def read_config(directory: Path) -> Architecture:
         scale_attn_by_inverse_layer_idx=config.scale_attn_by_inverse_layer_idx,
         tied_embeddings=config.tie_word_embeddings,
         eos_id=known_id(eos_id, vocab_size),
-        bos_id=known_id(bos_id, vocab_size),
     )
     check_heads(path, arch, "n_head")
     _check_others(path, given, arch)
@@ -189,7 +185,7 @@ def _check_others(path: Path, given: dict[str, Any], arch: Architecture) -> None
         "head_dim": arch.head_size,
         "num_key_value_heads": arch.num_heads,
     }
-    known = {*Config.__struct_fields__, *SpecialIds.__annotations__, *HARMLESS}
+    known = {*Config.__struct_fields__, *EndOfText.__annotations__, *HARMLESS}
     for name, value in given.items():
         if name in known or HARMLESS_PATTERN.fullmatch(name) or value in ([], {}, ""):
             continue
@@ -209,12 +205,12 @@ def _activation(path: Path, name: str) -> str:
     return ACTIVATIONS[name]
 
 
-def _special_ids(config: Path, values: dict[str, Any]) -> tuple[int | None, int | None]:
-    """eos and bos. generation_config.json overrules, as it does in transformers' generate."""
-    ids = SpecialIds(eos_token_id=END_OF_TEXT, bos_token_id=END_OF_TEXT) | checked(config, values, SpecialIds)
+def _eos_id(config: Path, values: dict[str, Any]) -> int | None:
+    """generation_config.json overrules, as it does in transformers' generate."""
+    ids = EndOfText(eos_token_id=END_OF_TEXT) | checked(config, values, EndOfText)
     path = config.with_name("generation_config.json")
     if is_file(path):
         overruling = read_json(path, dict[str, Any], limit=_MAX_BYTES)
-        ids |= checked(path, {name: value for name, value in overruling.items() if value is not None}, SpecialIds)
-    eos, bos = ids["eos_token_id"], ids["bos_token_id"]
-    return eos[0] if isinstance(eos, list) else eos, bos[0] if isinstance(bos, list) else bos
+        ids |= checked(path, {name: value for name, value in overruling.items() if value is not None}, EndOfText)
+    eos = ids["eos_token_id"]
+    return eos[0] if isinstance(eos, list) else eos

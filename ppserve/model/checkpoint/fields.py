@@ -21,7 +21,7 @@ Rows = Annotated[int, Meta(ge=1, le=1 << 23)]
 InnerWidth = Annotated[int, Meta(ge=1, le=1 << 20)]
 
 END_OF_TEXT = 50256
-"""The id of GPT-2's end of text, which also begins a text."""
+"""The id of GPT-2's end of text."""
 
 
 def check_heads(path: Path, arch: Architecture, name: str) -> None:

@@ -82,7 +82,6 @@ def _architecture(path: Path, header: Header) -> Architecture:
         inner_width=4 * header.C,
         activation="gelu_new",
         eos_id=known_id(END_OF_TEXT, header.V),
-        bos_id=known_id(END_OF_TEXT, header.V),
     )
     check_heads(path, arch, "NH")
     return arch

@@ -50,7 +50,6 @@ def open_nanogpt(path: Path) -> StoredCheckpoint:
 
 def _architecture(path: Path, args: ModelArgs) -> Architecture:
     vocab_size = real_vocabulary(path.parent, args.vocab_size, END_OF_TEXT)
-    end_of_text = known_id(END_OF_TEXT, vocab_size) if vocab_size == GPT2_VOCABULARY else None
     arch = Architecture(
         num_layers=args.n_layer,
         width=args.n_embd,
@@ -61,8 +60,7 @@ def _architecture(path: Path, args: ModelArgs) -> Architecture:
         inner_width=4 * args.n_embd,
         activation="gelu",
         biases=args.bias,
-        eos_id=end_of_text,
-        bos_id=end_of_text,
+        eos_id=known_id(END_OF_TEXT, vocab_size) if vocab_size == GPT2_VOCABULARY else None,
     )
     check_heads(path, arch, "model_args.n_head")
     return arch

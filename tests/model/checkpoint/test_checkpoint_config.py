@@ -50,7 +50,7 @@ def test_what_transformers_writes(read: Read) -> None:
         ({"scale_attn_by_inverse_layer_idx": True}, {"scale_attn_by_inverse_layer_idx": True}),
         ({"reorder_and_upcast_attn": True}, {}),
         ({"tie_word_embeddings": False}, {"tied_embeddings": False}),
-        ({"eos_token_id": 3, "bos_token_id": 4}, {"eos_id": 3, "bos_id": 4}),
+        ({"eos_token_id": 3, "bos_token_id": 4}, {"eos_id": 3}),
         ({"eos_token_id": [5, 6]}, {"eos_id": 5}),
         ({"eos_token_id": 50256}, {"eos_id": None}),
         ({"n_embd": ..., "hidden_size": 20}, {}),
@@ -89,7 +89,6 @@ def test_the_defaults_are_those_of_gpt2_small(tmp_path: Path) -> None:
         padded_vocab_size=50257,
         inner_width=3072,
         eos_id=50256,
-        bos_id=50256,
     )
 
 
@@ -182,7 +181,6 @@ def test_fields_that_change_nothing(read: Read, name: str, value: Any) -> None:
         ("tie_word_embeddings", "false"),
         ("eos_token_id", "<eos>"),
         ("eos_token_id", []),
-        ("bos_token_id", True),
         ("hidden_size", 24),
         ("num_hidden_layers", 4),
         ("max_position_embeddings", 25),
@@ -233,8 +231,8 @@ def test_bytes_that_are_no_text(tmp_path: Path) -> None:
 def test_generation_config_overrules_the_special_ids(read: Read, tmp_path: Path) -> None:
     path = tmp_path / "generation_config.json"
     path.write_text('{"eos_token_id": [9, 10], "temperature": 0.7}')
-    arch = read(eos_token_id=3, bos_token_id=4)
-    assert (arch.eos_id, arch.bos_id) == (9, 4)
+    arch = read(eos_token_id=3)
+    assert arch.eos_id == 9
     path.write_text('{"eos_token_id": "9"}')
     with pytest.raises(CheckpointError, match=r"generation_config\.json: eos_token_id"):
         read()

@@ -45,7 +45,7 @@ def check(checkpoint: Checkpoint, model: Any) -> None:
     assert arch.inner_width == (config.n_inner or 4 * config.n_embd)
     assert arch.activation == config.activation_function
     assert arch.layer_norm_epsilon == config.layer_norm_epsilon
-    assert (arch.eos_id, arch.bos_id) == (config.eos_token_id, config.bos_token_id)
+    assert arch.eos_id == config.eos_token_id
     body = getattr(model, "transformer", model)
     for i, block in enumerate(body.h):
         assert arch.attention_scale(i) == pytest.approx(block.attn.scaling, rel=1e-12)

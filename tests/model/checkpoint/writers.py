@@ -74,7 +74,7 @@ def hf_config(arch: Architecture) -> dict[str, Any]:
         "activation_function": arch.activation,
         "architectures": ["GPT2LMHeadModel"],
         "attn_pdrop": 0.1,
-        "bos_token_id": arch.bos_id,
+        "bos_token_id": arch.eos_id,
         "embd_pdrop": 0.1,
         "eos_token_id": arch.eos_id,
         "initializer_range": 0.02,

@@ -1,23 +1,29 @@
-"""What surrounds a gRPC call's message: whose call it is, whether it may enter, until when it waits."""
+"""What surrounds every gRPC service's messages: whose call it is, whether it may enter, errors as statuses."""
 
 from __future__ import annotations
 
+import asyncio
+import logging
 from collections.abc import Awaitable, Callable, Iterable, Iterator
 from dataclasses import replace
-from typing import Any
+from typing import Any, NoReturn, TypeVar
 
 import grpc
+from google.protobuf.message import DecodeError, Message
 from grpc import aio
 
-from ppserve.errors import Unauthenticated
+from ppserve.errors import InvalidRequest, Unauthenticated, Violation
 from ppserve.head.api.auth import ApiKeys, bearer_key, caller_name
 from ppserve.head.api.call import Call
 from ppserve.head.api.grpc.status import abort
 
+log = logging.getLogger(__name__)
+
+Context = aio.ServicerContext[Any, Any]
+M = TypeVar("M", bound=Message)
 Metadata = Iterable[tuple[str, str | bytes]] | None
 
 OPEN_SERVICES = ("/grpc.health.v1.Health/",)
-
 
 _LOCAL_PEERS = ("ipv4:127.", "ipv6:[::1]", "ipv6:%5B::1%5D", "ipv6:[::ffff:127.", "ipv6:%5B::ffff:127.", "unix:")
 
@@ -44,7 +50,7 @@ class KeyCheck(aio.ServerInterceptor):
         return await continuation(handler_call_details)
 
 
-def call_from(context: aio.ServicerContext[Any, Any], keys_are_checked: bool) -> Call:
+def call_from(context: Context, keys_are_checked: bool) -> Call:
     """The call as the desk sees it. Call this when it comes in: its deadline counts from now."""
     metadata = context.invocation_metadata()
     key = _key(metadata) if keys_are_checked else None
@@ -52,6 +58,38 @@ def call_from(context: aio.ServicerContext[Any, Any], keys_are_checked: bool) ->
     caller = caller_name(key, certificate, context.peer().rpartition(":")[0])
     call = Call.begin(caller, context.time_remaining(), next(_texts(metadata, "traceparent"), None))
     return replace(call, is_local=context.peer().startswith(_LOCAL_PEERS))
+
+
+def parse(kind: type[M], raw: bytes) -> M:
+    """The message. Raises InvalidRequest: services parse for themselves, so that bad bytes get a proper status."""
+    try:
+        return kind.FromString(raw)
+    except DecodeError as error:
+        problem = f"not a {kind.DESCRIPTOR.name}: malformed, or text that is not UTF-8"
+        raise InvalidRequest([Violation("", problem)]) from error
+
+
+def unary(
+    answer: Callable[[bytes, Call], Awaitable[Message]], keys_are_checked: bool
+) -> grpc.RpcMethodHandler[Any, Any]:
+    """A method with one answer: errors become statuses, messages become bytes."""
+
+    async def method(raw: bytes, context: Context) -> bytes:
+        call = call_from(context, keys_are_checked)
+        try:
+            return (await answer(raw, call)).SerializeToString()
+        except Exception as error:
+            await abort(context, call.refusal(error))
+
+    return grpc.unary_unary_rpc_method_handler(method)
+
+
+async def end_stream(context: Context, call: Call, error: Exception) -> NoReturn:
+    """Ends a method with many answers: with the status of what it raised, unless the caller has gone."""
+    if isinstance(error, aio.BaseError):
+        log.debug("the caller went away in the middle of a write", extra=call.trace)
+        raise asyncio.CancelledError from None
+    await abort(context, call.refusal(error))
 
 
 def _key(metadata: Metadata) -> str | None:
@@ -64,7 +102,7 @@ def _texts(metadata: Metadata, name: str) -> Iterator[str]:
 
 
 def _refusal(error: Unauthenticated) -> grpc.RpcMethodHandler[Any, Any]:
-    async def refuse(_request: bytes, context: aio.ServicerContext[Any, Any]) -> bytes:
+    async def refuse(_request: bytes, context: Context) -> bytes:
         await abort(context, error)
 
     return grpc.unary_unary_rpc_method_handler(refuse)

@@ -1,4 +1,4 @@
-"""From plain values to messages."""
+"""From messages to plain values, and back. Nothing is judged here; see `ppserve.head.api.requests`."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from dataclasses import fields
 from typing import Any
 
 from ppserve.core.request import FinishReason, Request
+from ppserve.head.api.requests import Asked, Resume
 from ppserve.head.api.stream import Delta, Score
 from ppserve.head.cards import ModelCard, ReplicaCard, StageCard, Topology
 from ppserve.head.engine.output import TimingsOutput
@@ -16,6 +17,17 @@ from ppserve.v1 import generation_pb2 as pb
 
 REASONS = {reason: pb.Finish.Reason.Value(reason.value) for reason in FinishReason}
 _SHAPE = ("num_layers", "width", "num_heads", "inner_width", "vocab_size", "max_positions")
+
+
+def asked_from(message: pb.GenerateRequest) -> Asked:
+    """What the message asks for: every field that it sets, under its own name."""
+    given: dict[str, Any] = {"request_id": message.request_id, "priority": message.priority}
+    for part in (message.sampling, message.stop, message.output):
+        given |= {field.name: value for field, value in part.ListFields()}
+    if message.HasField("resume"):
+        given["resume"] = Resume(message.resume.index, message.resume.generated_token_ids)
+    is_text = message.WhichOneof("prompt") == "text"
+    return Asked(prompt=message.text if is_text else message.token_ids.ids, **given)
 
 
 class GenerateMessages:

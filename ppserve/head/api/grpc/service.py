@@ -2,23 +2,14 @@
 
 from __future__ import annotations
 
-import asyncio
-import logging
-
 import grpc
-from grpc import aio
 
 from ppserve.errors import Forbidden
 from ppserve.head.api.call import Call
 from ppserve.head.api.desk import FrontDesk, aside
-from ppserve.head.api.grpc.calls import call_from
-from ppserve.head.api.grpc.convert import asked_from
-from ppserve.head.api.grpc.messages import GenerateMessages, model_message, topology_message
-from ppserve.head.api.grpc.methods import Context, parse, unary
-from ppserve.head.api.grpc.status import abort
+from ppserve.head.api.grpc.calls import Context, call_from, end_stream, parse, unary
+from ppserve.head.api.grpc.messages import GenerateMessages, asked_from, model_message, topology_message
 from ppserve.v1 import generation_pb2 as pb
-
-log = logging.getLogger(__name__)
 
 SERVICE_NAME = "ppserve.v1.GenerationService"
 
@@ -58,11 +49,8 @@ class GrpcService:
                 messages = GenerateMessages(stream.request, call.request_id, self._desk.token_bytes)
                 async for delta in stream.deltas():
                     await context.write(messages.message(delta))
-        except aio.BaseError:
-            log.debug("the caller went away in the middle of a write", extra=call.trace)
-            raise asyncio.CancelledError from None
         except Exception as error:
-            await abort(context, call.refusal(error))
+            await end_stream(context, call, error)
 
     async def _tokenize(self, raw: bytes, _call: Call) -> pb.TokenizeResponse:
         ids = await self._desk.tokenize("text", parse(pb.TokenizeRequest, raw).text)

@@ -15,17 +15,7 @@ from ppserve.head.api.call import Call
 from ppserve.head.api.desk import FrontDesk
 from ppserve.head.api.http.fields import Sampling, StreamOptions
 from ppserve.head.api.http.logprobs import LogprobsJson, LogprobWriter, Scored
-from ppserve.head.api.stream import Delta, Score
-
-# `abort` is vLLM's word for what OpenAI's interface does not foresee: the sequence ended before its time.
-_FINISH_REASONS = {
-    FinishReason.EOS: "stop",
-    FinishReason.STOP_TOKEN: "stop",
-    FinishReason.STOP_STRING: "stop",
-    FinishReason.MAX_TOKENS: "length",
-    FinishReason.CONTEXT_LENGTH: "length",
-    FinishReason.CANCELLED: "abort",
-}
+from ppserve.head.api.stream import FINISH_WORDS, Delta, Score
 
 _encode = msgspec.json.Encoder().encode
 
@@ -187,7 +177,7 @@ def finish_of(delta: Delta) -> dict[str, Any]:
     if reason is None:
         return {"finish_reason": None, "stop_reason": None}
     stop_reason = None if reason is FinishReason.EOS else matched
-    return {"finish_reason": _FINISH_REASONS[reason], "stop_reason": stop_reason}
+    return {"finish_reason": FINISH_WORDS[reason], "stop_reason": stop_reason}
 
 
 def _merged(deltas: Sequence[Delta]) -> list[Delta]:

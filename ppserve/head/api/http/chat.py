@@ -178,36 +178,30 @@ class ChatTemplate:
         return _until(mark, text) if continues else text
 
 
-class Chats:
-    """Serves the path. template: None where the operator gave none."""
-
-    def __init__(self, template: ChatTemplate | None) -> None:
-        self._template = template
-
-    async def answer(self, exchange: Exchange, desk: FrontDesk) -> None:
-        """POST /v1/chat/completions."""
-        body = await exchange.read(_chat_body)
-        check_model(body.model, desk.card.name)
-        if self._template is None:
-            problem = "this model has no chat template, and the server was given none: see --chat-template"
-            raise HttpError(400, "NO_CHAT_TEMPLATE", problem)
-        _check(body)
-        prompt = await self._prompt(self._template, body, desk)
-        logprobs = (body.top_logprobs or 0) if body.logprobs else None
-        more: dict[str, Any] = {"logprobs": logprobs}
-        if body.max_completion_tokens is not None:
-            more["max_tokens"] = body.max_completion_tokens
-        await generate(exchange, desk, body, [asked_from(body, prompt, **more)], ChatAnswers)
-
-    @staticmethod
-    async def _prompt(template: ChatTemplate, body: ChatBody, desk: FrontDesk) -> list[int]:
-        """Where the template says end-of-text that token stands; where a message says so it is only text."""
-        mark = secrets.token_hex(16)
-        text = await asyncio.to_thread(template.render, body, mark)
-        return await desk.tokenize("messages", *text.split(mark))
-
-
 _chat_body = msgspec.json.Decoder(ChatBody)
+
+
+async def chat_completions(template: ChatTemplate | None, exchange: Exchange, desk: FrontDesk) -> None:
+    """POST /v1/chat/completions. template: None where the operator gave none."""
+    body = await exchange.read(_chat_body)
+    check_model(body.model, desk.card.name)
+    if template is None:
+        problem = "this model has no chat template, and the server was given none: see --chat-template"
+        raise HttpError(400, "NO_CHAT_TEMPLATE", problem)
+    _check(body)
+    prompt = await _prompt(template, body, desk)
+    logprobs = (body.top_logprobs or 0) if body.logprobs else None
+    more: dict[str, Any] = {"logprobs": logprobs}
+    if body.max_completion_tokens is not None:
+        more["max_tokens"] = body.max_completion_tokens
+    await generate(exchange, desk, body, [asked_from(body, prompt, **more)], ChatAnswers)
+
+
+async def _prompt(template: ChatTemplate, body: ChatBody, desk: FrontDesk) -> list[int]:
+    """Where the template says end-of-text that token stands; where a message says so it is only text."""
+    mark = secrets.token_hex(16)
+    text = await asyncio.to_thread(template.render, body, mark)
+    return await desk.tokenize("messages", *text.split(mark))
 
 
 def _check(body: ChatBody) -> None:

@@ -76,20 +76,14 @@ async def detokenize(exchange: Exchange, desk: FrontDesk) -> None:
     await exchange.answer(_encode({"prompt": content.decode("utf-8", "replace")}))
 
 
-class TokenizerInfo:
-    """Serves the path. chat_template: its source, where there is one."""
-
-    def __init__(self, chat_template: str | None) -> None:
-        self._chat_template = chat_template
-
-    async def answer(self, exchange: Exchange, desk: FrontDesk) -> None:
-        """GET /tokenizer_info."""
-        if not desk.card.has_tokenizer:
-            raise InvalidRequest([Violation("model", "this model has no tokenizer")])
-        special = _end_of_text(desk) or None
-        info: dict[str, Any] = dict.fromkeys(("bos_token", "eos_token", "pad_token"), special)
-        info |= {"tokenizer_class": "ppserve", "model_max_length": desk.card.max_context}
-        await exchange.answer(_encode(info | {"chat_template": self._chat_template}))
+async def tokenizer_info(chat_template: str | None, exchange: Exchange, desk: FrontDesk) -> None:
+    """GET /tokenizer_info. chat_template: its source, where there is one."""
+    if not desk.card.has_tokenizer:
+        raise InvalidRequest([Violation("model", "this model has no tokenizer")])
+    special = _end_of_text(desk) or None
+    info: dict[str, Any] = dict.fromkeys(("bos_token", "eos_token", "pad_token"), special)
+    info |= {"tokenizer_class": "ppserve", "model_max_length": desk.card.max_context}
+    await exchange.answer(_encode(info | {"chat_template": chat_template}))
 
 
 def _model(desk: FrontDesk) -> dict[str, Any]:

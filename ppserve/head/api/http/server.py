@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Awaitable, Callable, Iterable
+from functools import partial
 from http import HTTPStatus
 from typing import NoReturn, Protocol
 
@@ -20,7 +21,7 @@ from ppserve.errors import DeadlinePassed, Draining
 from ppserve.head.api.call import Call
 from ppserve.head.api.desk import FrontDesk
 from ppserve.head.api.http import describing
-from ppserve.head.api.http.chat import Chats, ChatTemplate
+from ppserve.head.api.http.chat import ChatTemplate, chat_completions
 from ppserve.head.api.http.exchange import Exchange
 from ppserve.head.api.http.failures import HttpError, content_of
 from ppserve.head.api.http.generating import completions
@@ -61,12 +62,12 @@ class HttpServer:
         self._is_serving = False
         endpoints: list[tuple[str, str, Endpoint]] = [
             ("POST", "/v1/completions", completions),
-            ("POST", "/v1/chat/completions", Chats(template).answer),
+            ("POST", "/v1/chat/completions", partial(chat_completions, template)),
             ("GET", "/v1/models", describing.models),
             ("GET", "/v1/models/{name}", describing.model),
             ("GET", "/health", self._health),
             ("GET", "/version", describing.version),
-            ("GET", "/tokenizer_info", describing.TokenizerInfo(template.source if template else None).answer),
+            ("GET", "/tokenizer_info", partial(describing.tokenizer_info, template.source if template else None)),
             ("POST", "/tokenize", describing.tokenize),
             ("POST", "/detokenize", describing.detokenize),
         ]

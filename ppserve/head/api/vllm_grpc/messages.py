@@ -5,17 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 
 from ppserve.core.request import FinishReason, Request
-from ppserve.head.api.stream import Delta, Score
+from ppserve.head.api.stream import FINISH_WORDS, Delta, Score
 from ppserve.vllm import engine_pb2 as pb
-
-_FINISH_REASONS = {
-    FinishReason.EOS: "stop",
-    FinishReason.STOP_TOKEN: "stop",
-    FinishReason.STOP_STRING: "stop",
-    FinishReason.MAX_TOKENS: "length",
-    FinishReason.CONTEXT_LENGTH: "length",
-    FinishReason.CANCELLED: "abort",
-}
 
 
 class SequenceMessages:
@@ -62,7 +53,7 @@ class SequenceMessages:
     ) -> pb.GenerateComplete:
         message = pb.GenerateComplete(
             output_ids=[token_id for token_id, _ in tokens],
-            finish_reason=_FINISH_REASONS[reason],
+            finish_reason=FINISH_WORDS[reason],
             prompt_tokens=len(self._request.prompt_ids),
             completion_tokens=delta.num_generated,
             cached_tokens=delta.last.cached_tokens,

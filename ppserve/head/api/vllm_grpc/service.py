@@ -4,27 +4,20 @@ Embed and SubscribeKvEvents are missing on purpose: gRPC answers them with UNIMP
 
 from __future__ import annotations
 
-import asyncio
-import logging
 import time
 from datetime import UTC, datetime
 from pathlib import Path
 
 import grpc
-from grpc import aio
 
 from ppserve.errors import InvalidRequest, Violation
 from ppserve.head.api.call import Call
 from ppserve.head.api.desk import FrontDesk
-from ppserve.head.api.grpc.calls import call_from
-from ppserve.head.api.grpc.methods import Context, parse, unary
-from ppserve.head.api.grpc.status import abort
+from ppserve.head.api.grpc.calls import Context, call_from, end_stream, parse, unary
 from ppserve.head.api.vllm_grpc.convert import asked_from, renamed
 from ppserve.head.api.vllm_grpc.messages import SequenceMessages
 from ppserve.head.api.vllm_grpc.tokenizer_files import archive, chunks
 from ppserve.vllm import engine_pb2 as pb
-
-log = logging.getLogger(__name__)
 
 VLLM_SERVICE_NAME = "vllm.grpc.engine.VllmEngine"
 # Routers take what is here for a directory or the name of a model on a hub, whose tokenizer may be another one. No
@@ -76,13 +69,10 @@ class VllmService:
                 async for delta in stream.deltas_in_time():
                     for answer in messages.of(delta):
                         await context.write(answer)
-        except aio.BaseError:
-            log.debug("the caller went away in the middle of a write", extra=call.trace)
-            raise asyncio.CancelledError from None
         except InvalidRequest as error:
-            await abort(context, call.refusal(renamed(error, message)))
+            await end_stream(context, call, renamed(error, message))
         except Exception as error:
-            await abort(context, call.refusal(error))
+            await end_stream(context, call, error)
 
     async def _get_tokenizer(self, raw: bytes, context: Context) -> None:
         call = call_from(context, keys_are_checked=self._desk.keys is not None)
@@ -90,10 +80,8 @@ class VllmService:
             parse(pb.GetTokenizerRequest, raw)
             for chunk in chunks(await self._tokenizer_archive()):
                 await context.write(chunk)
-        except aio.BaseError:
-            raise asyncio.CancelledError from None
         except Exception as error:
-            await abort(context, call.refusal(error))
+            await end_stream(context, call, error)
 
     async def _tokenizer_archive(self) -> bytes:
         """Made when it is first asked for. Raises InvalidRequest without a tokenizer."""

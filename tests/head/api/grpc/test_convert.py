@@ -7,7 +7,7 @@ from dataclasses import fields
 import pytest
 
 from ppserve.errors import InvalidRequest
-from ppserve.head.api.grpc.convert import asked_from
+from ppserve.head.api.grpc.messages import asked_from
 from ppserve.head.api.requests import Asked, check
 from ppserve.v1 import generation_pb2 as pb
 from tests.fake_engine import CARD

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from ppserve.errors import InvalidRequest
 from ppserve.head.api.call import Call
-from ppserve.head.api.grpc.convert import asked_from
+from ppserve.head.api.grpc.messages import asked_from
 from ppserve.head.api.requests import check, to_request
 from ppserve.v1 import generation_pb2 as pb
 from tests.fake_engine import FakeEngine, served

@@ -3,18 +3,13 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable
 from dataclasses import replace
 
 import grpc
-import pytest
-from google.rpc.error_details_pb2 import BadRequest, ErrorInfo, RetryInfo
 from grpc import aio
-from grpc_status import rpc_status
 
 from ppserve.core.plan import TokenLogprobs
 from ppserve.core.request import FinishReason
-from ppserve.errors import Overloaded, RequestFailed, StagesLost
 from ppserve.head.api.desk import FrontDesk
 from ppserve.head.api.grpc.service import GrpcService
 from ppserve.head.engine.output import TokenOutput
@@ -26,40 +21,8 @@ from tests.fake_engine import (
     FakeEngine,
     code_of,
     drawn_token,
-    served,
-    stub_of,
-    texts_until_failure,
 )
-
-GENERATE = "/ppserve.v1.GenerationService/Generate"
-
-
-def run(scenario: Callable[[FakeEngine, GenerationServiceStub], Awaitable[None]], **engine: object) -> None:
-    """Run a scenario against a server of its own."""
-
-    async def main() -> None:
-        fake = FakeEngine(**engine)
-        async with asyncio.timeout(30), served(fake) as (_, target), stub_of(target) as stub:
-            await scenario(fake, stub)
-
-    asyncio.run(main())
-
-
-def ask(max_tokens: int = 5, text: str = "hello", **fields: object) -> pb.GenerateRequest:
-    return pb.GenerateRequest(text=text, stop=pb.StopConditions(max_tokens=max_tokens), **fields)
-
-
-def details(error: aio.AioRpcError) -> list[object]:
-    """The unpacked google.rpc details of a failed call."""
-    status = rpc_status.from_call(error)
-    assert status is not None
-    kinds = {kind.DESCRIPTOR.full_name: kind for kind in (BadRequest, ErrorInfo, RetryInfo)}
-    unpacked = []
-    for packed in status.details:
-        detail = kinds[packed.TypeName()]()
-        packed.Unpack(detail)
-        unpacked.append(detail)
-    return unpacked
+from tests.head.api.grpc.asking import ask, run
 
 
 def test_tokens_text_finish_usage_and_seed() -> None:
@@ -152,55 +115,6 @@ def test_what_matched_is_named() -> None:
     run(scenario, by_hand=True)
 
 
-def test_refusal_names_every_field() -> None:
-    async def scenario(engine: FakeEngine, stub: GenerationServiceStub) -> None:
-        wrong = ask(sampling=pb.SamplingParams(top_p=7, n=100))
-        with pytest.raises(aio.AioRpcError) as failure:
-            [message async for message in stub.Generate(wrong)]
-        assert failure.value.code() is grpc.StatusCode.INVALID_ARGUMENT
-        reason, bad = details(failure.value)
-        assert (reason.reason, reason.domain) == ("INVALID_REQUEST", "ppserve")
-        assert [violation.field for violation in bad.field_violations] == ["sampling.top_p", "sampling.n"]
-        assert engine.requests == []
-
-    run(scenario)
-
-
-def test_full_queue_says_when_to_retry() -> None:
-    async def scenario(engine: FakeEngine, stub: GenerationServiceStub) -> None:
-        with pytest.raises(aio.AioRpcError) as failure:
-            [message async for message in stub.Generate(ask())]
-        assert failure.value.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
-        reason, retry = details(failure.value)
-        assert (reason.reason, retry.retry_delay.ToTimedelta().total_seconds()) == ("QUEUE_FULL", 1.5)
-
-    run(scenario, refusal=Overloaded("the queue is full", 1.5))
-
-
-def test_unforeseen_errors_tell_clients_nothing() -> None:
-    async def scenario(engine: FakeEngine, stub: GenerationServiceStub) -> None:
-        with pytest.raises(aio.AioRpcError) as failure:
-            [message async for message in stub.Generate(ask())]
-        assert failure.value.code() is grpc.StatusCode.INTERNAL
-        assert "secret" not in str(failure.value.details())
-        assert "secret" not in str(failure.value.trailing_metadata())
-
-    run(scenario, crash=ValueError("secret"))
-
-
-@pytest.mark.parametrize(
-    ("error", "code"),
-    [(StagesLost("stage 1 is gone"), grpc.StatusCode.UNAVAILABLE),
-     (RequestFailed("logits are not finite"), grpc.StatusCode.INTERNAL)],
-)
-def test_error_in_mid_stream_comes_after_what_was_generated(error: Exception, code: grpc.StatusCode) -> None:
-    async def scenario(engine: FakeEngine, stub: GenerationServiceStub) -> None:
-        texts, failure = await texts_until_failure(stub.Generate(ask()))
-        assert (len("".join(texts)), failure) == (3, code)
-
-    run(scenario, break_error=error, break_after=3, num_breaks=1)
-
-
 def test_cancelling_reaches_the_engine() -> None:
     async def scenario(engine: FakeEngine, stub: GenerationServiceStub) -> None:
         call = stub.Generate(ask())
@@ -280,74 +194,6 @@ def test_id_and_traceparent_come_back_as_metadata() -> None:
     run(scenario)
 
 
-def test_a_refusal_is_logged_with_id_and_fields_and_nothing_the_client_wrote(
-    caplog: pytest.LogCaptureFixture,
-) -> None:
-    async def scenario(engine: FakeEngine, stub: GenerationServiceStub) -> None:
-        wrong = {"sampling": pb.SamplingParams(top_p=7, logit_bias={99999: 1, 88888: 1})}
-        calls = [stub.Generate(ask(request_id=name, **wrong)) for name in ("mine", "two\nlines", "")]
-        ids = []
-        for call in calls:
-            assert await code_of(call) is grpc.StatusCode.INVALID_ARGUMENT
-            ids.append(dict(await call.trailing_metadata())["x-request-id"])
-        assert ids[0] == "mine"
-        lines = {record.request_id: record for record in caplog.records if hasattr(record, "fields")}
-        assert set(lines) == set(ids)
-        assert lines["mine"].fields == "sampling.top_p, sampling.logit_bias"
-        named = "(sampling.top_p, sampling.logit_bias)"
-        assert lines["mine"].getMessage() == f"request mine: INVALID_REQUEST {named}"
-        assert lines[ids[1]].fields == "request_id, sampling.top_p, sampling.logit_bias"
-        assert not any(text in caplog.text for text in ("two", "99999", "hello"))
-
-    with caplog.at_level("INFO", "ppserve"):
-        run(scenario)
-
-
-def test_an_id_that_metadata_cannot_carry_is_refused_all_the_same() -> None:
-    async def scenario(engine: FakeEngine, stub: GenerationServiceStub) -> None:
-        for wrong in ("two\nlines", "naïve", "x" * 10_000):
-            assert await code_of(stub.Generate(ask(request_id=wrong))) is grpc.StatusCode.INVALID_ARGUMENT
-
-    run(scenario)
-
-
-def test_bytes_that_are_no_message() -> None:
-    async def main() -> None:
-        async with served(FakeEngine()) as (_, target), aio.insecure_channel(target) as channel:
-            generate = channel.unary_stream(GENERATE)
-            for raw in (b"\xff\xff\xff", b"\x12\x02\xff\xfe", b"\x0a\xff"):
-                assert await code_of(generate(raw)) is grpc.StatusCode.INVALID_ARGUMENT
-            assert await code_of(generate(b"\x00" * (600 << 10))) is grpc.StatusCode.RESOURCE_EXHAUSTED
-            assert await code_of(generate(ask().SerializeToString())) is grpc.StatusCode.OK
-
-    asyncio.run(main())
-
-
-def test_a_message_is_not_decompressed() -> None:
-    """A few kilobytes may hold megabytes; gRPC would make room for them before it looks at their size."""
-
-    async def main() -> None:
-        async with served(FakeEngine()) as (_, target), aio.insecure_channel(target) as channel:
-            generate = channel.unary_stream(GENERATE)
-            for raw in (ask().SerializeToString(), b"\x00" * (8 << 20)):
-                compressed = generate(raw, compression=grpc.Compression.Gzip)
-                assert await code_of(compressed) is grpc.StatusCode.UNIMPLEMENTED
-            assert await code_of(generate(ask().SerializeToString())) is grpc.StatusCode.OK
-
-    asyncio.run(main())
-
-
-def test_metadata_has_a_limit_and_is_told() -> None:
-    async def scenario(engine: FakeEngine, stub: GenerationServiceStub) -> None:
-        limit = (await stub.GetModelInfo(pb.GetModelInfoRequest())).limits.max_metadata_bytes
-        within, beyond = ((("x-padding", "x" * size),) for size in (limit - 1024, limit))
-        for _ in range(8):
-            assert await code_of(stub.Generate(ask(), metadata=within)) is grpc.StatusCode.OK
-            assert await code_of(stub.Generate(ask(), metadata=beyond)) is grpc.StatusCode.RESOURCE_EXHAUSTED
-
-    run(scenario)
-
-
 def test_tokenize_and_detokenize() -> None:
     async def scenario(engine: FakeEngine, stub: GenerationServiceStub) -> None:
         tokens = (await stub.Tokenize(pb.TokenizeRequest(text="é!"))).tokens
@@ -360,17 +206,6 @@ def test_tokenize_and_detokenize() -> None:
         assert len((await stub.Tokenize(pb.TokenizeRequest(text=long))).tokens) == 20_000
 
     run(scenario)
-
-
-def test_tokens_only_without_a_tokenizer() -> None:
-    async def scenario(engine: FakeEngine, stub: GenerationServiceStub) -> None:
-        assert await code_of(stub.Tokenize(pb.TokenizeRequest(text="a"))) is grpc.StatusCode.INVALID_ARGUMENT
-        assert await code_of(stub.Detokenize(pb.DetokenizeRequest())) is grpc.StatusCode.INVALID_ARGUMENT
-        asked = pb.GenerateRequest(token_ids=pb.TokenIds(ids=[1, 2]), output=pb.OutputOptions(token_ids=True))
-        messages = [message async for message in stub.Generate(asked)]
-        assert sum(len(message.tokens) for message in messages) == 62
-
-    run(scenario, card=replace(CARD, has_tokenizer=False))
 
 
 def test_model_and_topology() -> None:

@@ -1,40 +1,19 @@
-"""/v1/completions over a real server in this process, with an engine that has no model."""
+"""What /v1/completions answers, over a real server in this process, with an engine that has no model."""
 
 from __future__ import annotations
 
 import asyncio
 import math
-from collections.abc import Awaitable, Callable
 from dataclasses import replace
-from typing import Any
 
 import pytest
 
 from ppserve.core.plan import TokenLogprobs
 from ppserve.core.request import FinishReason, OutputOptions, SamplingParams, StopConditions
-from ppserve.errors import Overloaded, RequestFailed, StagesLost
 from ppserve.head.api.http.logprobs import LogprobWriter
 from ppserve.head.engine.output import TokenOutput
-from tests.fake_engine import CARD, EOS, ByteCodec, FakeEngine, drawn_token
-from tests.head.api.http.asking import Served, served_http
-
-# Of OpenAI's and vLLM's interfaces: each of them would change the answer.
-UNSERVED: dict[str, object] = {
-    "suffix": "end", "best_of": 2, "use_beam_search": True, "truncate_prompt_tokens": 0, "prompt_logprobs": 0,
-    "allowed_token_ids": [65], "bad_words": ["no"], "logprob_token_ids": [65], "skip_special_tokens": False,
-    "response_format": {"type": "json_object"}, "structured_outputs": {"regex": "a"}, "guided_json": {},
-    "guided_regex": "a*", "guided_choice": ["a"], "guided_grammar": "a", "logits_processors": ["x"],
-    "repetition_detection": {"max_pattern_size": 3}, "kv_transfer_params": {"do_remote_decode": True},
-    "vllm_xargs": {"x": 1}, "prompt_embeds": "AAAA",
-}  # fmt: skip
-
-
-def run(scenario: Callable[[Served], Awaitable[None]], **engine: Any) -> None:
-    async def main() -> None:
-        async with served_http(FakeEngine(**engine)) as served:
-            await scenario(served)
-
-    asyncio.run(main())
+from tests.fake_engine import CARD, EOS, ByteCodec, drawn_token
+from tests.head.api.http.asking import Served, run
 
 
 def drawn(served: Served, place: int = 0, index: int = 0, count: int = 5) -> list[int]:
@@ -268,163 +247,3 @@ def test_a_stream_that_broke_is_resumed() -> None:
         assert [i for part in parts for i in part["token_ids"]] == [i for part in rest for i in part["token_ids"]]
 
     run(scenario)
-
-
-# ---- what is refused ----------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(
-    ("body", "param"),
-    [
-        ({"top_p": 7}, "top_p"),
-        ({"temperature": -1}, "temperature"),
-        ({"n": 0}, "n"),
-        ({"n": 99}, "n"),
-        ({"max_tokens": -1}, "max_tokens"),
-        ({"logprobs": 99}, "logprobs"),
-        ({"logprobs": 99, "echo": True}, "logprobs"),
-        ({"logprobs": True}, "logprobs"),
-        ({"max_tokens": "many"}, "max_tokens"),
-        ({"stop": ["x"] * 33}, "stop"),
-        ({"stop": ["", "x"]}, "stop[0]"),
-        ({"stop_token_ids": [999]}, "stop_token_ids[0]"),
-        ({"logit_bias": {"x": 1}}, "logit_bias"),
-        ({"logit_bias": {"999": 1}}, "logit_bias[999]"),
-        ({"logit_bias": {"05": 1}}, "logit_bias"),
-        ({"logit_bias": {"1_0": 1}}, "logit_bias"),
-        ({"prompt": [104, 999]}, "prompt[1]"),
-        ({"prompt": []}, "prompt"),
-        ({"prompt": ["a"] * 257}, "prompt"),
-        ({"prompt": ["a", 1]}, "prompt"),
-        ({"prompt": "x" * 65}, "prompt"),
-        ({"prompt": 5}, "prompt"),
-        *(({name: value}, name) for name, value in UNSERVED.items()),
-        ({"priority": 2**31}, "priority"),
-        ({"stream_options": {"include_usage": True}}, "stream_options"),
-        ({"request_id": "two\nlines"}, None),
-        ({"resume": {"token_ids": [1, 2]}}, "seed"),
-        ({"resume": {"index": 5, "token_ids": []}}, "resume.index"),
-        ({"resume": {"index": 0}}, "resume"),
-        ({"resume": {"generated_token_ids": [1], "token_ids": [1]}}, "resume"),
-        ({"seed": 2**64}, "seed"),
-        ({"seed": -(2**63) - 1}, "seed"),
-    ],
-)
-def test_a_refusal_names_the_field_as_callers_know_it(body: dict[str, Any], param: str | None) -> None:
-    async def scenario(served: Served) -> None:
-        if param is None:  # a name that is not fit for logs is ours instead
-            answer = await served.complete(prompt="hello", **body)
-            assert answer["id"].startswith("cmpl-req-")
-            return
-        status, named, message = await served.refusal(**{"prompt": "hello", **body})
-        assert (status, named) == (400, param), message
-        assert "sampling." not in message
-        assert served.engine.requests == []
-        assert served.counted.answers == {("/v1/completions", 400): 1}
-
-    run(scenario)
-
-
-def test_all_mistakes_are_told_together() -> None:
-    async def scenario(served: Served) -> None:
-        _, _, message = await served.refusal(prompt="hello", top_p=7, n=99, stop=[""])
-        assert all(name in message for name in ("top_p: ", "n: ", "stop[0]: "))
-
-    run(scenario)
-
-
-@pytest.mark.parametrize(
-    "body", [b"", b"[]", b"{", b"\xff", b'{"prompt": "\\ud800"}', b"[" * 100_000, b'{"x": ' + b"[" * 100_000]
-)
-def test_bodies_that_are_not_json(body: bytes) -> None:
-    async def scenario(served: Served) -> None:
-        answer = await served.ask("/v1/completions", body)
-        assert (answer.status, answer.json["error"]["param"]) == (400, "body")
-
-    run(scenario)
-
-
-def test_another_model_is_not_found() -> None:
-    async def scenario(served: Served) -> None:
-        assert (await served.refusal(model="gpt-4", prompt="hello"))[:2] == (404, "model")
-
-    run(scenario)
-
-
-def test_a_full_queue_says_when_to_come_back() -> None:
-    async def scenario(served: Served) -> None:
-        for stream in (False, True):
-            answer = await served.ask("/v1/completions", {"prompt": ["a", "b"], "stream": stream})
-            assert answer.status == 429
-            assert (answer.headers["retry-after"], answer.headers["retry-after-ms"]) == ("2", "1500")
-            assert answer.json["error"]["code"] == "queue_full"
-
-    run(scenario, refusal=Overloaded("the queue is full", 1.5))
-
-
-@pytest.mark.parametrize(
-    ("error", "status", "headers"),
-    [
-        (StagesLost("stage 1 is gone"), 503, {"retry-after": "5"}),
-        (RequestFailed("logits are not finite"), 500, {"x-should-retry": "false"}),
-    ],
-)
-def test_an_error_after_some_tokens(error: Exception, status: int, headers: dict[str, str]) -> None:
-    async def scenario(served: Served) -> None:
-        for prompt in ("hello", ["hello", "you"]):
-            served.engine.num_breaks = 2
-            events = await served.stream(prompt=prompt, max_tokens=6)
-            assert events[-1]["error"]["message"] == str(error)
-            assert 3 <= len("".join(c["text"] for event in events[:-1] for c in event["choices"])) <= 6
-        served.engine.num_breaks = 1
-        answer = await served.ask("/v1/completions", {"prompt": "hello"})
-        assert answer.status == status
-        assert headers.items() <= answer.headers.items()
-
-    run(scenario, break_error=error, break_after=3)
-
-
-@pytest.mark.parametrize("pushed", [[], [TokenOutput(0, 0, 65, "A")]])
-def test_an_end_at_the_deadline_is_an_error(pushed: list[TokenOutput]) -> None:
-    """By its status until something was sent; afterwards by an event, after all that was made in time."""
-
-    async def scenario(served: Served) -> None:
-        for stream in (False, True):
-            body = {"prompt": "hello", "n": 2, "stream": stream}
-            asking = asyncio.create_task(served.ask("/v1/completions", body))
-            await served.engine.until(lambda engine: bool(engine.sinks))
-            _, sink = served.engine.sinks.popitem()
-            sink.push(pushed)
-            sink.push([TokenOutput(index, len(pushed), finish=FinishReason.DEADLINE) for index in (0, 1)])
-            answer = await asking
-            if stream and pushed:
-                assert [choice["text"] for event in answer.events[:-1] for choice in event["choices"]] == ["A"]
-                assert answer.events[-1]["error"]["code"] == "deadline_exceeded"
-            else:
-                assert (answer.status, answer.json["error"]["code"]) == (504, "deadline_exceeded")
-                assert answer.headers["x-should-retry"] == "false"
-        assert served.engine.cancelled == {}
-
-    run(scenario, by_hand=True)
-
-
-def test_a_stream_s_error_before_its_first_token_is_a_status() -> None:
-    """So that clients repeat what can be repeated."""
-
-    async def scenario(served: Served) -> None:
-        for prompt in ("hello", ["hello", "you"]):
-            served.engine.num_breaks = 2
-            answer = await served.ask("/v1/completions", {"prompt": prompt, "stream": True})
-            assert (answer.status, answer.headers["retry-after"]) == (503, "5")
-
-    run(scenario, break_error=StagesLost("stage 1 is gone"), break_after=0)
-
-
-def test_unforeseen_errors_tell_callers_nothing() -> None:
-    async def scenario(served: Served) -> None:
-        answer = await served.ask("/v1/completions", {"prompt": "hello"}, x_request_id="mine")
-        assert answer.status == 500
-        assert b"secret" not in answer.body
-        assert answer.headers["x-request-id"] == "mine"
-
-    run(scenario, crash=ValueError("secret"))

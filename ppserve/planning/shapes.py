@@ -65,14 +65,12 @@ class Prospect:
 
 def shapes(world_size: int, arch: Architecture) -> list[RankGrid]:
     """All grids of so many ranks in which every stage has a layer and every tensor rank a head."""
-    divisors = [n for n in range(1, world_size + 1) if world_size % n == 0]
-    grids = [
+    return [
         RankGrid(tensor, world_size // (tensor * stages), stages)
-        for stages in divisors
-        for tensor in divisors
+        for stages in range(1, min(world_size, arch.num_layers) + 1)
+        for tensor in range(1, min(world_size, arch.num_heads) + 1)
         if world_size % (tensor * stages) == 0
     ]
-    return [g for g in grids if g.pipeline <= arch.num_layers and g.tensor <= arch.num_heads]
 
 
 def prospects(arch: Architecture, intent: Intent, world_size: int, under: Conditions) -> list[Prospect]:

@@ -39,17 +39,9 @@ class RankEnvironment:
         """None when this process was not started by torchrun."""
         if "RANK" not in os.environ or "WORLD_SIZE" not in os.environ:
             return None
-
-        def number(name: str, default: int) -> int:
-            return int(os.environ.get(name, default))
-
-        rank, world_size = number("RANK", 0), number("WORLD_SIZE", 1)
-        return cls(
-            rank,
-            world_size,
-            number("LOCAL_RANK", rank),
-            number("LOCAL_WORLD_SIZE", world_size),
-        )
+        rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+        local_rank = int(os.environ.get("LOCAL_RANK", rank))
+        return cls(rank, world_size, local_rank, int(os.environ.get("LOCAL_WORLD_SIZE", world_size)))
 
 
 def die_with_parent(parent_pid: int | None = None) -> None:

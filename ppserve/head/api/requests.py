@@ -191,6 +191,17 @@ def min_new_tokens(asked: Asked, card: ModelCard) -> int:
     return max(0, min(asked.max_tokens, card.max_context - max(1, most)))
 
 
+def named_for(field: str, names: Mapping[str, str], home: str = "") -> str:
+    """A field of an error as another protocol calls it: by `names`, else the part after the dot, with `home` in
+    front."""
+    name, bracket, rest = field.partition("[")
+    if name in names:
+        name = names[name]
+    elif name.startswith(("sampling.", "stop.", "output.")):
+        name = home + name.partition(".")[2]
+    return name + bracket + rest
+
+
 def to_request(asked: Asked, prompt_ids: Sequence[int], card: ModelCard, call: Call) -> Request:
     """The request that the core sees. `asked` has passed `check`; `prompt_ids`, its prompt, may be empty.
 

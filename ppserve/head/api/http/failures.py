@@ -16,6 +16,7 @@ from ppserve.errors import (
     RequestFailed,
     Unauthenticated,
 )
+from ppserve.head.api.requests import named_for
 
 _STATUSES = {
     "INVALID_ARGUMENT": 400,
@@ -73,7 +74,7 @@ def content_of(error: RequestError) -> bytes:
     """The error as JSON. Fields have the names that callers of HTTP know."""
     message, param = str(error), None
     if isinstance(error, InvalidRequest):
-        named = [(_http_name(violation.field), violation.problem) for violation in error.violations]
+        named = [(named_for(violation.field, _HTTP_NAMES), violation.problem) for violation in error.violations]
         message, param = "; ".join(f"{name}: {problem}" for name, problem in named), named[0][0]
     elif isinstance(error, HttpError):
         param = error.param
@@ -105,12 +106,3 @@ def _retry_after(seconds: float) -> list[tuple[bytes, bytes]]:
         (b"retry-after", str(math.ceil(seconds)).encode()),
         (b"retry-after-ms", str(math.ceil(seconds * 1000)).encode()),
     ]
-
-
-def _http_name(field: str) -> str:
-    name, bracket, rest = field.partition("[")
-    if name in _HTTP_NAMES:
-        name = _HTTP_NAMES[name]
-    elif name.startswith(("sampling.", "stop.", "output.")):
-        name = name.partition(".")[2]
-    return name + bracket + rest

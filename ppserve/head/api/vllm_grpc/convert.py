@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from ppserve.errors import InvalidRequest, Violation
-from ppserve.head.api.requests import Asked
+from ppserve.head.api.requests import Asked, named_for
 from ppserve.head.limits import MAX_COUNT, MAX_SEED
 from ppserve.vllm import engine_pb2 as pb
 
@@ -59,16 +59,6 @@ def asked_from(message: pb.GenerateRequest) -> Asked:
 
 def renamed(error: InvalidRequest, message: pb.GenerateRequest) -> InvalidRequest:
     """The same error, with the names that this protocol's fields have."""
-    prompt = "text" if message.WhichOneof("input") == "text" else "tokenized"
-    return InvalidRequest([Violation(_name(v.field, prompt), v.problem) for v in error.violations])
-
-
-def _name(field: str, prompt: str) -> str:
-    name, bracket, rest = field.partition("[")
-    if name == "prompt":
-        name = prompt
-    elif name in _NAMES:
-        name = _NAMES[name]
-    elif name.startswith(("sampling.", "stop.", "output.")):
-        name = f"sampling_params.{name.partition('.')[2]}"
-    return name + bracket + rest
+    names = {**_NAMES, "prompt": "text" if message.WhichOneof("input") == "text" else "tokenized"}
+    home = "sampling_params."
+    return InvalidRequest([Violation(named_for(v.field, names, home), v.problem) for v in error.violations])

@@ -77,14 +77,18 @@ class Bench:
     """A whole model in one stage with a number of threads."""
 
     def __init__(
-        self, dtype: str, quantization: str, threads: int, num_blocks: int, clock: Callable[[], float]
+        self, precision: tuple[str, str], threads: int, num_blocks: int, clock: Callable[[], float], joined: bool
     ) -> None:
+        dtype, quantization = precision
         backend = CpuBackend(dtype, threads, quantization)
         self.threads = threads
         self.layout = StageLayout(0, 1, 0, 2 * GPT2.num_layers)
         self.stage = GPT2Stage.load(RandomWeights(GPT2), self.layout, backend)
         self.cache = backend.make_cache(GPT2, self.layout, num_blocks, BLOCK_SIZE)
         self.watch = Watch(clock)
+        if joined:
+            return
+        self.stage.joined = None
         self.stage.sublayers = [
             self.watch.wrap("MLP" if isinstance(each, MLP) else "attention", each)  # type: ignore[misc]
             for each in self.stage.sublayers
@@ -138,12 +142,14 @@ def measure(benches: list[Bench], plan: StepPlan, seconds: float) -> list[dict[s
 @click.option("--threads", default="1", help="Numbers of threads, with commas; they take turns.")
 @click.option("--context", default=160, help="Positions before each decoded row.")
 @click.option("--seconds", default=2.0, help="Time for each line.")
-def main(dtype: str, quantization: str, threads: str, context: int, seconds: float) -> None:
+@click.option("--joined", is_flag=True, help="All sublayers in one call, as served: they are `rest`.")
+def main(dtype: str, quantization: str, threads: str, context: int, seconds: float, joined: bool) -> None:
     counts = [int(count) for count in threads.split(",")]
     torch.set_num_threads(1)
     num_blocks = 64 * (-(-(context + 1) // BLOCK_SIZE)) + 64
     clock = time.thread_time if counts == [1] else time.perf_counter
-    benches = [Bench(dtype, quantization, count, num_blocks, clock) for count in counts]
+    precision = dtype, quantization
+    benches = [Bench(precision, count, num_blocks, clock, joined) for count in counts]
     columns = ("step", "attention", "MLP", "rest", "inputs", "read out")
     print(f"{dtype}; milliseconds".ljust(30), "threads", *(c.rjust(10) for c in columns), "  tokens/s   × first")
     greedy, nucleus = SamplingParams(temperature=0), SamplingParams(temperature=0.8, top_p=0.95, seed=1)

@@ -9,7 +9,7 @@ T rows, D width, E = 3D, K inputs, N outputs, V vocabulary, R rows read out, S s
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
@@ -220,6 +220,9 @@ class Backend(Protocol):
 
     def fused_mlp(self, parts: MLPParts) -> Sublayer | None:
         """Likewise."""
+
+    def joined(self, sublayers: Sequence[Sublayer | None]) -> Sublayer | None:
+        """All fused sublayers of a stage in one call; None where one by one is as good."""
 
     def block_bytes(self, arch: Architecture, layout: StageLayout, block_size: int) -> int:
         """Bytes that one KV block takes on a rank."""

@@ -52,11 +52,11 @@ class SelfAttention:
         self.qkv = read.linear(f"h.{layer}.attn.c_attn", *qkv)
         self.proj = read.linear(f"h.{layer}.attn.c_proj", self.columns.own)
         self._precision = read.backend.precision
-        self._fused = read.backend.fused_attention(self)
+        self.fused = read.backend.fused_attention(self)
 
     def __call__(self, hidden_TD: torch.Tensor, inputs: StepInputs) -> torch.Tensor:
-        if self._fused is not None:
-            return self._fused(hidden_TD, inputs)
+        if self.fused is not None:
+            return self.fused(hidden_TD, inputs)
         gather, precision = inputs.gather, self._precision
         x_TD = hidden_TD.to(precision.compute)
         own_heads = inputs.attend(self.own, self.qkv(self.norm(x_TD)), self.scale)
@@ -75,11 +75,11 @@ class MLP:
         self.contract = read.linear(f"h.{layer}.mlp.c_proj", self.columns.own)
         self.activate = read.backend.activation(arch.activation)
         self._precision = read.backend.precision
-        self._fused = read.backend.fused_mlp(self)
+        self.fused = read.backend.fused_mlp(self)
 
     def __call__(self, hidden_TD: torch.Tensor, inputs: StepInputs) -> torch.Tensor:
-        if self._fused is not None:
-            return self._fused(hidden_TD, inputs)
+        if self.fused is not None:
+            return self.fused(hidden_TD, inputs)
         gather, precision = inputs.gather, self._precision
         x_TD = hidden_TD.to(precision.compute)
         own_inner = self.activate(self.expand(self.norm(x_TD)))
@@ -112,6 +112,7 @@ class GPT2Stage:
         self.head = Head(read) if layout.is_last else None
         self._embed = Embedding(read) if layout.is_first else None
         self.sublayers = [_sublayer(read, layout, number) for number in layout.sublayers]
+        self.joined = read.backend.joined([sublayer.fused for sublayer in self.sublayers])
         self.num_params, self.weight_bytes = read.num_params, read.weight_bytes
 
     @classmethod
@@ -140,6 +141,8 @@ class GPT2Stage:
         x_TD = hidden_TD if self._embed is None else self._embed(inputs)
         assert x_TD is not None, "only the first stage has no stage before it"
         assert x_TD.shape == (inputs.num_rows, self.arch.width)
+        if self.joined is not None:
+            return self.joined(x_TD, inputs)
         for sublayer in self.sublayers:
             x_TD = sublayer(x_TD, inputs)
         return x_TD

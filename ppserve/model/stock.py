@@ -5,6 +5,7 @@ T rows, D width, K inputs, N outputs.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from functools import partial
 
 import torch
@@ -51,6 +52,9 @@ class TorchBackend:
         return None
 
     def fused_mlp(self, parts: MLPParts) -> Sublayer | None:
+        return None
+
+    def joined(self, sublayers: Sequence[Sublayer | None]) -> Sublayer | None:
         return None
 
     def block_bytes(self, arch: Architecture, layout: StageLayout, block_size: int) -> int:

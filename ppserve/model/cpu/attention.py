@@ -5,6 +5,8 @@ T rows, D width, E = 3D.
 
 from __future__ import annotations
 
+from itertools import accumulate
+
 import numpy as np
 import torch
 
@@ -12,7 +14,7 @@ from ppserve.model.backend import StepRows
 from ppserve.model.cpu.kernels.attention import StepSlices
 from ppserve.model.cpu.kernels.attention_tile import AttentionKernel
 from ppserve.model.cpu.kernels.memory import address
-from ppserve.model.cpu.kernels.work import ATTEND, CacheShape, as_table
+from ppserve.model.cpu.kernels.work import ATTEND, CacheShape, as_table, jobs_of
 from ppserve.model.cpu.rooms import Rooms
 from ppserve.model.cpu.team import Team
 
@@ -24,20 +26,23 @@ class BlockAttention:
         self._team = team
         self._width = shape.num_heads * shape.head_size
         self.num_rows = len(rows.slots_T)
-        arrays = (rows.slots_T, rows.first_row_S, rows.num_rows_S, rows.start_S, rows.tables, rows.table_begin_S)
-        slices = StepSlices(self.num_rows, len(rows.start_S), *(address(array) for array in arrays))
+        arrays = rows.slots_T, rows.first_row_S, rows.num_rows_S, rows.start_S, rows.tables, rows.table_begin_S
+        together = np.concatenate(arrays)
+        *places, _ = accumulate((array.nbytes for array in arrays), initial=address(together))
+        slices = StepSlices(self.num_rows, len(rows.start_S), *places)
         most_positions = int((rows.start_S + rows.num_rows_S).max())
         own, memory = rooms.attention_rooms(kind, shape, most_positions)
         room, room_arrays = rooms.room(self.num_rows)
         table = as_table(room, slices, shape, *own)
-        self._kept = (arrays, memory, room_arrays, table)
+        self._kept = (together, memory, room_arrays, table)
         self.seen_by_kernels = address(table)
 
     def __call__(self, layer: int, qkv_TE: torch.Tensor, scale: float) -> torch.Tensor:
         """By itself; a fused sublayer has it inside."""
         table = as_table((layer, np.float32(scale)))
+        jobs = jobs_of((ATTEND, table))
         # One row more: whole vectors are loaded, also at the end of the last row.
         padded_TE = torch.nn.functional.pad(qkv_TE, (0, 0, 0, 1))
         mixed_TD = torch.empty(self.num_rows, self._width)
-        self._team.run(ATTEND, address(table), self.seen_by_kernels, padded_TE.data_ptr(), mixed_TD.data_ptr())
+        self._team.run(address(jobs), 1, self.seen_by_kernels, padded_TE.data_ptr(), mixed_TD.data_ptr())
         return mixed_TD

@@ -7,9 +7,8 @@ weights each output has a scale, each row of inputs has one of its own, and sums
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
-import numpy as np
 import torch
 
 from ppserve.core.architecture import Architecture, StageLayout
@@ -27,20 +26,20 @@ from ppserve.model.backend import (
 )
 from ppserve.model.checkpoint import Matrix
 from ppserve.model.cpu.activations import CpuActivation
+from ppserve.model.cpu.fusing import attention_sublayer, mlp_sublayer
 from ppserve.model.cpu.jit import ForSettings
 from ppserve.model.cpu.kernels import variants
 from ppserve.model.cpu.kernels.attention_tile import attention_kernels
 from ppserve.model.cpu.kernels.operations import OPERATIONS
-from ppserve.model.cpu.kernels.products import Weights, micro_kernels
+from ppserve.model.cpu.kernels.products import micro_kernels
 from ppserve.model.cpu.kernels.storage import Storage
-from ppserve.model.cpu.kernels.work import ATTENTION, EXPAND, HEADS, MLP, as_table, work
+from ppserve.model.cpu.kernels.work import work
 from ppserve.model.cpu.kv_cache import CpuCache, block_bytes
 from ppserve.model.cpu.linear import PackedLinear
 from ppserve.model.cpu.norm import CpuNorm
 from ppserve.model.cpu.precision import cpu_precision, dtype_name
 from ppserve.model.cpu.rooms import Rooms
-from ppserve.model.cpu.shared_sublayers import SharedSublayer
-from ppserve.model.cpu.sublayers import FusedSublayer
+from ppserve.model.cpu.sublayers import FusedSublayers
 from ppserve.model.cpu.team import Team
 from ppserve.model.sampling_slices import read_slices
 from ppserve.model.timing import HostTiming, Timing
@@ -78,37 +77,14 @@ class CpuBackend:
         return CpuActivation(name)
 
     def fused_attention(self, parts: AttentionParts) -> Sublayer | None:
-        norm, qkv, proj = parts.norm, parts.qkv, parts.proj
-        assert isinstance(norm, CpuNorm)
-        assert isinstance(qkv, PackedLinear)
-        assert isinstance(proj, PackedLinear)
-        first, second = self._weights(qkv, proj)
-        layer, kept = (parts.own, np.float32(parts.scale)), (norm, qkv, proj)
-        if len(parts.columns.widths) == 1:
-            table = as_table(norm.seen_by_kernels, first, second, layer)
-            return FusedSublayer(ATTENTION, table, kept, self._team)
-        table = as_table(norm.seen_by_kernels, first, layer)
-        return SharedSublayer(HEADS, table, second, (parts.context, parts.columns), kept, self._team)
+        return attention_sublayer(parts, self._team, self._rooms)
 
     def fused_mlp(self, parts: MLPParts) -> Sublayer | None:
-        norm, expand, contract, activate = parts.norm, parts.expand, parts.contract, parts.activate
-        assert isinstance(norm, CpuNorm)
-        assert isinstance(expand, PackedLinear)
-        assert isinstance(contract, PackedLinear)
-        assert isinstance(activate, CpuActivation)
-        (first, second), kept = self._weights(expand, contract), (norm, expand, contract)
-        if len(parts.columns.widths) == 1:
-            table = as_table(norm.seen_by_kernels, first, second, activate.seen_by_kernels)
-            return FusedSublayer(MLP, table, kept, self._team)
-        table = as_table(norm.seen_by_kernels, first, activate.seen_by_kernels, (parts.inner.width,))
-        return SharedSublayer(EXPAND, table, second, (parts.inner, parts.columns), kept, self._team)
+        return mlp_sublayer(parts, self._team, self._rooms)
 
-    def _weights(self, *linears: PackedLinear) -> list[Weights]:
-        """Of a fused sublayer's linear layers, for whose results there is room."""
-        weights = [linear.packed.seen_by_kernels for linear in linears]
-        for each in weights:
-            self._rooms.fit_results(each)
-        return weights
+    def joined(self, sublayers: Sequence[Sublayer | None]) -> Sublayer | None:
+        fused = [each for each in sublayers if isinstance(each, FusedSublayers)]
+        return FusedSublayers.joined(fused) if fused and len(fused) == len(sublayers) else None
 
     def block_bytes(self, arch: Architecture, layout: StageLayout, block_size: int) -> int:
         return block_bytes(arch, layout, block_size, self.precision.kv)

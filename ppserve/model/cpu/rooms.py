@@ -5,6 +5,7 @@ T rows.
 
 from __future__ import annotations
 
+from itertools import accumulate
 from typing import Any
 
 import numpy as np
@@ -27,7 +28,8 @@ class Rooms:
     def __init__(self, kind: MicroKernel, num_threads: int) -> None:
         self._kind, self._num_threads = kind, num_threads
         self._chunks = self._outputs = 0
-        self._arrays: dict[str, NDArray[Any]] = {}
+        # Each with its address, which takes longer to ask for than to remember.
+        self._arrays: dict[str, tuple[NDArray[Any], int]] = {}
 
     def fit_rows(self, weights: Weights) -> None:
         """Rows for these weights will be packed."""
@@ -50,8 +52,9 @@ class Rooms:
             self._array("mixed", rows * width, np.float32),
             self._array("values", self._num_threads * width, np.float32),
         ]
-        words, scales, y, mixed, values = (address(array) for array in arrays)
-        return Room(num_rows, words, scales, y, mixed, 4 * width, values, 4 * width), arrays
+        words, scales, y, mixed, values = (place for _, place in arrays)
+        room = Room(num_rows, words, scales, y, mixed, 4 * width, values, 4 * width)
+        return room, [array for array, _ in arrays]
 
     def attention_rooms(
         self, kind: AttentionKernel, cache: CacheShape, most_positions: int
@@ -66,17 +69,18 @@ class Rooms:
         groups, queries = 6 * 8 * most_groups, 4 * (rows * cache.head_size + GROUP)
         scores, sums = rows * stride, 4 * (kind.rows[-1] * panels + 1) * GROUP
         sizes = [-(-size // LINE_BYTES) * LINE_BYTES for size in (groups, queries, scores, sums)]
-        memory = self._array("attention", self._num_threads * sum(sizes), np.uint8)
+        memory, begin = self._array("attention", self._num_threads * sum(sizes), np.uint8)
         rooms = []
-        for thread in range(self._num_threads):
-            begin = address(memory) + thread * sum(sizes)
-            at = [begin + sum(sizes[:i]) for i in range(len(sizes))]
+        for _ in range(self._num_threads):
+            at = [*accumulate(sizes, initial=begin)]
             rooms.append(AttentionRoom(at[0], most_groups, at[1], at[2], stride, at[3]))
+            begin = at[4]
         return rooms, memory
 
-    def _array(self, name: str, size: int, dtype: type) -> NDArray[Any]:
-        """At least so many numbers; half as many again when more are needed than there are."""
+    def _array(self, name: str, size: int, dtype: type) -> tuple[NDArray[Any], int]:
+        """At least so many numbers, and where; half as many again when more are needed than there are."""
         held = self._arrays.get(name)
-        if held is None or held.size < size:
-            self._arrays[name] = held = aligned(size if held is None else size * 3 // 2, dtype)
+        if held is None or held[0].size < size:
+            array = aligned(size if held is None else size * 3 // 2, dtype)
+            self._arrays[name] = held = array, address(array)
         return held

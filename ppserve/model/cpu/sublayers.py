@@ -1,9 +1,11 @@
-"""Attention and MLP sublayers in one call each: norms, products, attention, activation and the residual.
+"""Attention and MLP sublayers, one or several in a call: norms, products, attention, activation and the residual.
 
 T rows, D width.
 """
 
 from __future__ import annotations
+
+from collections.abc import Sequence
 
 import numpy as np
 import torch
@@ -12,22 +14,31 @@ from numpy.typing import NDArray
 from ppserve.model.backend import StepInputs
 from ppserve.model.cpu.attention import BlockAttention
 from ppserve.model.cpu.kernels.memory import address
+from ppserve.model.cpu.kernels.work import jobs_of
 from ppserve.model.cpu.team import Team
 
 
-class FusedSublayer:
-    """The bits of the operators that it is made of, without what torch needs to call them one by one.
+class FusedSublayers:
+    """The bits of the operators that they are made of, without what torch needs to call them one by one.
 
-    job: one of `kernels.work`. table: of the sublayer. parts: what the table has the addresses of.
+    jobs: of each its kind, one of `kernels.work`, and its table. parts: what the tables have the addresses of.
     """
 
-    def __init__(self, job: int, table: NDArray[np.int64], parts: tuple[object, ...], team: Team) -> None:
-        self._job, self._table, self._kept, self._team = job, address(table), (table, parts), team
+    def __init__(self, jobs: list[tuple[int, NDArray[np.int64]]], parts: tuple[object, ...], team: Team) -> None:
+        self.jobs, self._parts, self._team = jobs, parts, team
+        self._listed = jobs_of(*jobs)
+        self._address = address(self._listed)
+
+    @classmethod
+    def joined(cls, several: Sequence[FusedSublayers]) -> FusedSublayers:
+        """One after the other."""
+        return cls([job for each in several for job in each.jobs], tuple(several), several[0]._team)
 
     def __call__(self, hidden_TD: torch.Tensor, inputs: StepInputs) -> torch.Tensor:
         hidden_TD = hidden_TD.contiguous()
         out_TD = torch.empty_like(hidden_TD)
-        self._team.run(self._job, self._table, table_of(inputs), hidden_TD.data_ptr(), out_TD.data_ptr())
+        places = table_of(inputs), hidden_TD.data_ptr(), out_TD.data_ptr()
+        self._team.run(self._address, len(self.jobs), *places)
         return out_TD
 
 

@@ -28,7 +28,7 @@ def pack_rows(kind, stored, x, depth, rows, chunks, values) -> None:  # type: ig
 
 @kernel
 def multiply_rows(kind, weights, rows, y, first_panel, end_panel) -> None:  # type: ignore[no-untyped-def]
-    multiply(kind, weights, rows, y, first_panel, end_panel)
+    multiply(kind, weights, rows, y, first_panel, end_panel, 0)
 
 
 @kernel
@@ -46,8 +46,8 @@ class Product:
     def __call__(self, x: Floats, cuts: tuple[int, ...] = ()) -> Floats:
         kind, weights = self.kind, self.packed.seen_by_kernels
         count, depth = x.shape
-        tile_rows = count_tile_rows(kind, count)
-        padded = -(-count // tile_rows) * tile_rows
+        tile_rows, padded = count_tile_rows(kind, count), kind.padded_rows(count)
+        assert padded == -(-count // tile_rows) * tile_rows
         words, scales = (
             aligned(padded * weights.chunks * PANEL * kind.steps, np.int32),
             aligned(padded, np.float32),

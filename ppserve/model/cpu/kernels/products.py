@@ -92,9 +92,10 @@ class PackedRows(NamedTuple):
 
 
 @inlined
-def multiply(kind, weights, rows, y, first_panel, end_panel):
+def multiply(kind, weights, rows, y, first_panel, end_panel, following):
     """y = x Wᵀ + bias for the outputs of panels first_panel .. end_panel, both multiples of 2. y: the address of
-    (T and as many rows as make whole tiles, N) float32."""
+    (T and as many rows as make whole tiles, N) float32. following: the address of what is read next, 0: not known.
+    """
     tile_chunk_bytes = rows.tile_rows * LINE_BYTES * kind.steps
     tile_bytes = tile_chunk_bytes * weights.chunks
     panel_bytes = weights.chunks * CHUNK_BYTES
@@ -108,10 +109,16 @@ def multiply(kind, weights, rows, y, first_panel, end_panel):
         for chunk in range(0, weights.chunks, kind.chunks_at_once):
             chunks = min(kind.chunks_at_once, weights.chunks - chunk)
             bias = weights.bias if chunk + chunks == weights.chunks else 0
+            if chunk + chunks < weights.chunks:
+                then = weights.panels + first_panel * panel_bytes + (chunk + chunks) * CHUNK_BYTES
+            elif end_tile < num_tiles or following == 0:
+                then = weights.panels + first_panel * panel_bytes
+            else:
+                then = following
             for panel in range(first_panel, end_panel, kind.panels):
                 at = 4 * PANEL * panel
                 block = weights.panels + panel * panel_bytes + chunk * CHUNK_BYTES
-                after = block + (kind.panels * panel_bytes if panel + kind.panels < end_panel else 0)
+                after = block + kind.panels * panel_bytes if panel + kind.panels < end_panel else then
                 for tile in range(first_tile, end_tile):
                     row = tile * rows.tile_rows
                     y_at = y + row * y_stride + at

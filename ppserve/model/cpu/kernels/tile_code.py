@@ -40,6 +40,11 @@ class MicroKernel:
     def steps(self) -> int:
         return OPERATIONS[self.operation].steps
 
+    def padded_rows(self, num_rows: int) -> int:
+        """Those of the tiles that hold `num_rows`."""
+        num_tiles = -(-num_rows // self.rows[-1])
+        return num_tiles * min(size for size in self.rows if size * num_tiles >= num_rows)
+
     @property
     def inputs(self) -> int:
         """Inputs in a word."""

@@ -46,16 +46,16 @@ class PackedWeights:
         self._dtype = _DTYPES[precision]
         per_word = 4 // self._dtype.itemsize
         self._chunks = -(-self.num_inputs // (per_word * PANEL))
-        self._outputs = -(-self.num_outputs // OUTPUTS_MULTIPLE) * OUTPUTS_MULTIPLE
-        self._panels = aligned((self._outputs // PANEL, self._chunks * PANEL, PANEL), np.int32)
-        self._bias, self._scales = aligned(self._outputs, np.float32), aligned(self._outputs, np.float32)
-        self._sums_of_weights = aligned(self._outputs, np.int32)
+        self.num_padded_outputs = outputs = -(-self.num_outputs // OUTPUTS_MULTIPLE) * OUTPUTS_MULTIPLE
+        self._panels = aligned((outputs // PANEL, self._chunks * PANEL, PANEL), np.int32)
+        self._bias, self._scales = aligned(outputs, np.float32), aligned(outputs, np.float32)
+        self._sums_of_weights = aligned(outputs, np.int32)
         if bias_N is not None:
             self._bias[: self.num_outputs] = bias_N.float().numpy()
         at_once = outputs_at_once(self.num_inputs)
         for begin in range(0, self.num_outputs, at_once):
             self._pack(begin, weight_NK[begin : begin + at_once])
-        self._start: NDArray[Any] = aligned(self._outputs, np.int32)
+        self._start: NDArray[Any] = aligned(outputs, np.int32)
         if precision == "float32":
             self._start = self._bias
         elif raised := OPERATIONS[kind.operation].raised:
@@ -70,7 +70,7 @@ class PackedWeights:
             0 if self._start is self._bias else address(self._bias),
             address(self._scales),
             self._chunks,
-            self._outputs,
+            self.num_padded_outputs,
         )
 
     def _pack(self, begin: int, weight_nK: torch.Tensor) -> None:

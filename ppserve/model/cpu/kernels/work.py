@@ -1,4 +1,4 @@
-"""What the threads of a stage do together: attention and MLP sublayers, linear layers, each in one call.
+"""What the threads of a stage do together: attention and MLP sublayers, one or several in a call, linear layers.
 
     attention   rows: norm, pack | product | heads: keep keys and values, attend | rows: pack | product | rows: add
     MLP         rows: norm, pack | product | rows: activate, pack | product | rows: add
@@ -25,15 +25,14 @@ from ppserve.model.cpu.jit import inlined, kernel
 from ppserve.model.cpu.kernels.activation import Activation, activate
 from ppserve.model.cpu.kernels.attention import AttentionRoom, CacheLayer, Heads, StepSlices, attend, write_heads
 from ppserve.model.cpu.kernels.board import ARGUMENTS, await_job, meet
-from ppserve.model.cpu.kernels.memory import aligned
+from ppserve.model.cpu.kernels.memory import address, aligned
 from ppserve.model.cpu.kernels.products import PackedRows, Weights, multiply
 from ppserve.model.cpu.kernels.rows import Norm, add_row, normalise, pack_row, read_row
-from ppserve.model.cpu.kernels.tile_code import PANEL
+from ppserve.model.cpu.kernels.tile_code import CHUNK_BYTES, PANEL
 from ppserve.model.cpu.vector import load_int, load_one
 
 ATTENTION, MLP, LINEAR, ATTEND, HEADS, EXPAND, PROJECT = range(1, 8)
-"""Kinds of jobs. A job's arguments: its kind, the sublayer's table, the step's table, where the rows come from and
-where they go; of PROJECT also where the rows of all ranks are."""
+"""Kinds of jobs."""
 
 
 class Room(NamedTuple):
@@ -71,12 +70,13 @@ def as_table(*records: tuple[int | np.float32, ...]) -> NDArray[np.int64]:
     """The fields of all records one after the other; a float32 in the low half of its number."""
     fields = [field for record in records for field in record]
     table = aligned(len(fields), np.int64)
-    for i, field in enumerate(fields):
-        if isinstance(field, np.float32):
-            table[i : i + 1].view(np.float32)[0] = field
-        else:
-            table[i] = field
+    table[:] = [int(field.view(np.uint32)) if isinstance(field, np.float32) else field for field in fields]
     return table
+
+
+def jobs_of(*jobs: tuple[int, NDArray[np.int64]]) -> NDArray[np.int64]:
+    """Kinds of jobs and their tables, as `work` takes them; whoever uses them keeps the tables."""
+    return as_table(*((kind, address(table)) for kind, table in jobs))
 
 
 _NORM, _WEIGHTS, _ROOM, _SLICES, _CACHE, _ATTENTION_ROOM = (
@@ -161,11 +161,18 @@ def _values(room, crew):
 
 
 @inlined
-def _multiply(product, weights, room, y, crew):
+def _first_panel(weights, crew):
+    """Where this thread begins to read these weights."""
+    first, _ = _share(crew, weights.outputs // PANEL, 4)
+    return weights.panels + first * weights.chunks * CHUNK_BYTES
+
+
+@inlined
+def _multiply(product, weights, room, y, crew, following):
     """The threads' common product of the packed rows."""
     meet(crew.board, crew.thread, crew.count)
     first, end = _share(crew, weights.outputs // PANEL, 4)
-    multiply(product, weights, _packed(product, room), y, first, end)
+    multiply(product, weights, _packed(product, room), y, first, end, following)
     meet(crew.board, crew.thread, crew.count)
 
 
@@ -210,35 +217,35 @@ def _attend_heads(attention, cache, step, qkv, qkv_stride, mixed, mixed_stride, 
 
 
 @inlined
-def _attention(product, attention, stored, table, step, x, out, crew):
+def _attention(product, attention, stored, table, step, x, out, crew, following):
     norm, qkv, proj = _norm_at(table), _weights_at(table + _NORM), _weights_at(table + _NORM + _WEIGHTS)
     table += _NORM + 2 * _WEIGHTS
     room, cache = _room_at(step), _layer_at(step + _ROOM + _SLICES, load_int(table, 0), _float(table, 1))
     _norm_rows(product, stored, norm, qkv, room, x, crew)
-    _multiply(product, qkv, room, room.y, crew)
+    _multiply(product, qkv, room, room.y, crew, _first_panel(proj, crew))
     _attend_heads(attention, cache, step, room.y, 4 * qkv.outputs, room.mixed, room.mixed_stride, crew)
     meet(crew.board, crew.thread, crew.count)
     first, end = _share(crew, room.num_rows, 1)
     for row in range(first, end):
         pack_row(product, room.mixed + row * room.mixed_stride, _packed(product, room), proj.chunks, row)
-    _multiply(product, proj, room, room.y, crew)
+    _multiply(product, proj, room, room.y, crew, following)
     _add_rows(stored, Columns(norm.width, 0, norm.width), room, x, 4 * proj.outputs, out, crew)
 
 
 @inlined
-def _mlp(product, stored, table, step, x, out, crew):
+def _mlp(product, stored, table, step, x, out, crew, following):
     norm, expand, contract = _norm_at(table), _weights_at(table + _NORM), _weights_at(table + _NORM + _WEIGHTS)
     table += _NORM + 2 * _WEIGHTS
     activation = Activation(load_int(table, 0), _float(table, 1), _float(table, 2))
     room = _room_at(step)
     _norm_rows(product, stored, norm, expand, room, x, crew)
-    _multiply(product, expand, room, room.y, crew)
+    _multiply(product, expand, room, room.y, crew, _first_panel(contract, crew))
     first, end = _share(crew, room.num_rows, 1)
     for row in range(first, end):
         values = room.y + 4 * row * expand.outputs
         activate(activation, values, expand.outputs)
         pack_row(product, values, _packed(product, room), contract.chunks, row)
-    _multiply(product, contract, room, room.y, crew)
+    _multiply(product, contract, room, room.y, crew, following)
     _add_rows(stored, Columns(norm.width, 0, norm.width), room, x, 4 * contract.outputs, out, crew)
 
 
@@ -249,7 +256,7 @@ def _heads(product, attention, stored, table, step, x, out, crew):
     table += _NORM + _WEIGHTS
     cache = _layer_at(step + _ROOM + _SLICES, load_int(table, 0), _float(table, 1))
     _norm_rows(product, stored, norm, qkv, room, x, crew)
-    _multiply(product, qkv, room, room.y, crew)
+    _multiply(product, qkv, room, room.y, crew, 0)
     width = 4 * cache.num_heads * cache.head_size
     _attend_heads(attention, cache, step, room.y, 4 * qkv.outputs, out, width, crew)
 
@@ -261,7 +268,7 @@ def _expand(product, stored, single, table, step, x, out, crew):
     table += _NORM + _WEIGHTS
     activation, own = Activation(load_int(table, 0), _float(table, 1), _float(table, 2)), load_int(table, 3)
     _norm_rows(product, stored, norm, weights, room, x, crew)
-    _multiply(product, weights, room, room.y, crew)
+    _multiply(product, weights, room, room.y, crew, 0)
     first, end = _share(crew, room.num_rows, 1)
     for row in range(first, end):
         values = room.y + 4 * row * weights.outputs
@@ -278,7 +285,7 @@ def _linear(product, single, table, step, x, y, crew):
     for row in range(first, end):
         read_row(single, x + 4 * row * depth, depth, values, padded)
         pack_row(product, values, _packed(product, room), weights.chunks, row)
-    _multiply(product, weights, room, y, crew)
+    _multiply(product, weights, room, y, crew, 0)
 
 
 @inlined
@@ -293,36 +300,46 @@ def _project(product, stored, single, table, step, x, out, rows, crew):
 
 @kernel
 def work(product, attention, stored, single, board, thread, num_threads, done) -> int:
-    """As `team.Work`. stored: of hidden states. single: float32."""
+    """As `team.Work`. stored: of hidden states. single: float32.
+
+    Arguments: where pairs of a kind of job and a table are, and how many, to be done one after the other; the
+    step's table; where the rows come from and where they go, which each job but the first takes from there; of
+    PROJECT also where the rows of all ranks are.
+    """
     crew = Crew(board, thread, num_threads)
     while True:
         if thread > 0:
             if not await_job(board, done):
                 return done
             done += 1
-        job, arguments = load_int(board, ARGUMENTS), board + 8 * ARGUMENTS
-        table, step, x, out, rows = (
-            load_int(arguments, 1), load_int(arguments, 2), load_int(arguments, 3), load_int(arguments, 4),
-            load_int(arguments, 5),
+        arguments = board + 8 * ARGUMENTS
+        jobs, num_jobs, step, x, out, rows = (
+            load_int(arguments, 0), load_int(arguments, 1), load_int(arguments, 2), load_int(arguments, 3),
+            load_int(arguments, 4), load_int(arguments, 5),
         )  # fmt: skip
-        if job == ATTENTION:
-            _attention(product, attention, stored, table, step, x, out, crew)
-        elif job == MLP:
-            _mlp(product, stored, table, step, x, out, crew)
-        elif job == LINEAR:
-            _linear(product, single, table, step, x, out, crew)
-        elif job == ATTEND:
-            cache = _layer_at(step + _ROOM + _SLICES, load_int(table, 0), _float(table, 1))
-            width = 4 * cache.num_heads * cache.head_size
-            _attend_heads(attention, cache, step, x, 3 * width, out, width, crew)
-        elif job == HEADS:
-            _heads(product, attention, stored, table, step, x, out, crew)
-        elif job == EXPAND:
-            _expand(product, stored, single, table, step, x, out, crew)
-        elif job == PROJECT:
-            _project(product, stored, single, table, step, x, out, rows, crew)
-        else:
+        if jobs == 0:
             return -1
-        meet(board, thread, num_threads)
+        for number in range(num_jobs):
+            job, table, following = load_int(jobs, 2 * number), load_int(jobs, 2 * number + 1), 0
+            if number + 1 < num_jobs:
+                following = _first_panel(_weights_at(load_int(jobs, 2 * number + 3) + _NORM), crew)
+            if job == ATTENTION:
+                _attention(product, attention, stored, table, step, x, out, crew, following)
+            elif job == MLP:
+                _mlp(product, stored, table, step, x, out, crew, following)
+            elif job == LINEAR:
+                _linear(product, single, table, step, x, out, crew)
+            elif job == ATTEND:
+                cache = _layer_at(step + _ROOM + _SLICES, load_int(table, 0), _float(table, 1))
+                width = 4 * cache.num_heads * cache.head_size
+                _attend_heads(attention, cache, step, x, 3 * width, out, width, crew)
+            elif job == HEADS:
+                _heads(product, attention, stored, table, step, x, out, crew)
+            elif job == EXPAND:
+                _expand(product, stored, single, table, step, x, out, crew)
+            elif job == PROJECT:
+                _project(product, stored, single, table, step, x, out, rows, crew)
+            meet(board, thread, num_threads)
+            x = out
         if thread == 0:
             return done

@@ -1,0 +1,54 @@
+"""From the parts of an attention or MLP sublayer to the calls of kernels that compute it: one where the rank is
+alone, two where tensor ranks share it.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+
+from ppserve.model.backend import AttentionParts, MLPParts, Sublayer
+from ppserve.model.cpu.activations import CpuActivation
+from ppserve.model.cpu.kernels.products import Weights
+from ppserve.model.cpu.kernels.work import ATTENTION, EXPAND, HEADS, MLP, as_table
+from ppserve.model.cpu.linear import PackedLinear
+from ppserve.model.cpu.norm import CpuNorm
+from ppserve.model.cpu.rooms import Rooms
+from ppserve.model.cpu.shared_sublayers import SharedSublayer
+from ppserve.model.cpu.sublayers import FusedSublayers
+from ppserve.model.cpu.team import Team
+
+
+def attention_sublayer(parts: AttentionParts, team: Team, rooms: Rooms) -> Sublayer:
+    norm, qkv, proj = parts.norm, parts.qkv, parts.proj
+    assert isinstance(norm, CpuNorm)
+    assert isinstance(qkv, PackedLinear)
+    assert isinstance(proj, PackedLinear)
+    first, second = _weights(rooms, qkv, proj)
+    layer, kept = (parts.own, np.float32(parts.scale)), (norm, qkv, proj)
+    if len(parts.columns.widths) == 1:
+        table = as_table(norm.seen_by_kernels, first, second, layer)
+        return FusedSublayers([(ATTENTION, table)], kept, team)
+    table = as_table(norm.seen_by_kernels, first, layer)
+    return SharedSublayer(HEADS, table, second, (parts.context, parts.columns), kept, team)
+
+
+def mlp_sublayer(parts: MLPParts, team: Team, rooms: Rooms) -> Sublayer:
+    norm, expand, contract, activate = parts.norm, parts.expand, parts.contract, parts.activate
+    assert isinstance(norm, CpuNorm)
+    assert isinstance(expand, PackedLinear)
+    assert isinstance(contract, PackedLinear)
+    assert isinstance(activate, CpuActivation)
+    (first, second), kept = _weights(rooms, expand, contract), (norm, expand, contract)
+    if len(parts.columns.widths) == 1:
+        table = as_table(norm.seen_by_kernels, first, second, activate.seen_by_kernels)
+        return FusedSublayers([(MLP, table)], kept, team)
+    table = as_table(norm.seen_by_kernels, first, activate.seen_by_kernels, (parts.inner.width,))
+    return SharedSublayer(EXPAND, table, second, (parts.inner, parts.columns), kept, team)
+
+
+def _weights(rooms: Rooms, *linears: PackedLinear) -> list[Weights]:
+    """Of a sublayer's linear layers, for whose results there is room."""
+    weights = [linear.packed.seen_by_kernels for linear in linears]
+    for each in weights:
+        rooms.fit_results(each)
+    return weights

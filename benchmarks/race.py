@@ -3,11 +3,13 @@
     python benchmarks/race.py [--model DIR] [--peers DIR --peer-script FILE] [--at-once 1,16,64] [--rounds 3]
 
 Prompts of 128 random tokens, 64 new tokens each, greedy, end-of-text ignored. This server is asked over gRPC by a
-load generator on the same cores, as two stages of one thread and as one stage of two. A peer is a program of its
-own: `DIR/ENVIRONMENT/bin/python FILE NAME DIR DTYPE`, told BATCH, PROMPT, NEW and THREADS by its environment. It
-prints `prefill_s=` (the prompts and one token each) and `total_s=`. Those whose environment exists take part.
-Medians of all rounds; with one request at once the time to the first token and between two tokens. Without --model
-a GPT-2 124M with random weights is made. Figures of a machine that others use say little: the load is printed.
+load generator on the same cores, in three shapes: two stages of one thread, one stage of two, two tensor ranks of
+one. Which is best depends on the workload; whoever serves chooses, so each table ends with the best of ours beside
+the best of the others. A peer is a program of its own: `DIR/ENVIRONMENT/bin/python FILE NAME DIR DTYPE`, told
+BATCH, PROMPT, NEW and THREADS by its environment. It prints `prefill_s=` (the prompts and one token each) and
+`total_s=`. Those whose environment exists take part. Medians of all rounds; with one request at once the time to
+the first token and between two tokens. Without --model a GPT-2 124M with random weights is made. Figures of a
+machine that others use say little: the load is printed.
 """
 
 from __future__ import annotations
@@ -40,7 +42,12 @@ PRECISIONS = {
     "bfloat16": "--dtype bfloat16",
     "int8": "--dtype bfloat16 --quantization int8",
 }
-PIPELINES = {"ppserve, 2 stages": "--stages 2 --threads 1", "ppserve, 1 stage of 2": "--stages 1 --threads 2"}
+OURS = "ppserve, "
+PIPELINES = {
+    f"{OURS}2 stages": "--stages 2 --threads 1",
+    f"{OURS}1 stage of 2": "--stages 1 --threads 2",
+    f"{OURS}2 tensor ranks": "--stages 1 --tensor-parallel 2 --threads 1",
+}
 PEERS = (
     # name as the script has it, environment, names of the precisions
     ("ctranslate2", "base", {"float32": "float32", "int8": "int8"}),
@@ -134,6 +141,24 @@ def race(
     return timings
 
 
+def figure(timings: list[Timing], count: int) -> float:
+    """The better the greater: tokens per second, or of a single request 1 / the seconds after the first token."""
+    total_s = statistics.median(timing.total_s for timing in timings)
+    if count > 1:
+        return count * NEW / total_s
+    return 1 / (total_s - statistics.median(timing.prefill_s for timing in timings))
+
+
+def ratio(timings: Timings, precision: str, count: int) -> str:
+    """How often as fast as the best of the others the best of ours is."""
+    best: dict[bool, float] = defaultdict(float)
+    for (contender, of, at_once), runs in timings.items():
+        if (of, at_once) == (precision, count):
+            is_ours = contender.startswith(OURS)
+            best[is_ours] = max(best[is_ours], figure(runs, count))
+    return f"{best[True] / best[False]:.2f}" if len(best) == 2 else ""
+
+
 def cell(timings: list[Timing], count: int) -> str:
     """Tokens per second, or of a single request the milliseconds to the first token and between two."""
     if not timings:
@@ -157,6 +182,8 @@ def table(timings: Timings, counts: Sequence[int], precisions: Sequence[str]) ->
         for contender in contenders:
             cells = (cell(timings.get((contender, precision, count), []), count) for precision in precisions)
             lines.append(f"| {contender} | {' | '.join(cells)} |")
+        ratios = (ratio(timings, precision, count) for precision in precisions)
+        lines.append(f"| best of ours over best of the others | {' | '.join(ratios)} |")
     return "\n".join(lines)
 
 

@@ -17,7 +17,7 @@ from ppserve.process.greeting import connect_to_head
 from ppserve.process.tls import stage_context
 from ppserve.stage.link import HeadLink
 from tests.certificates import make_certificates, needs_openssl
-from tests.head.engine.test_control import hello
+from tests.head.engine.control_rig import hello
 from tests.process.heads import WITHIN_S, head, place
 
 pytestmark = needs_openssl

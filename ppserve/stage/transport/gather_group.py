@@ -19,19 +19,17 @@ from ppserve.errors import ConfigError, TransportError
 from ppserve.stage.transport.gather import TensorLink
 from ppserve.stage.transport.gather_shm import shm_gather
 from ppserve.stage.transport.nccl import AbortedPassage
-from ppserve.stage.transport.point_to_point import Passage, first_line
+from ppserve.stage.transport.point_to_point import GroupUser, Passage, first_line
 
 
-class GroupGather:
+class GroupGather(GroupUser):
     """waited_ns: with gloo, the time of the exchange as well; with NCCL nothing, since the GPU waits and not the
     host. passage: how what is under way is ended."""
 
     def __init__(self, name: str, group: ParallelGroup, passage: Passage) -> None:
-        self.name = name
+        super().__init__(name, group, passage)
         self.waited_ns = 0
-        self._group, self._passage = group, passage
         self._on_device = name == "nccl"
-        self._closed = False
 
     def all(self, own_Tn: torch.Tensor, cut: Cut) -> torch.Tensor:
         of_host_Tn = own_Tn if self._on_device else own_Tn.cpu()
@@ -50,20 +48,6 @@ class GroupGather:
             self.waited_ns += time.monotonic_ns() - begun_ns
         whole_TN = torch.cat([part[:, :width] for part, width in zip(parts, cut.widths, strict=True)], 1)
         return whole_TN.to(own_Tn.device)
-
-    def interrupt(self) -> None:
-        # In this order: an aborted wait may return as if all were well, and is then found to be closed.
-        self._closed = True
-        self._passage.interrupt(self._group.process_group)
-
-    def close(self) -> None:
-        """What is under way ends when the group does (`destroy_model_parallel`)."""
-        self._closed = True
-        self._passage.close()
-
-    def _check_open(self) -> None:
-        if self._closed:
-            raise TransportError(f"{self.name}: the gather is closed")
 
 
 def create_gather(name: str) -> TensorLink:

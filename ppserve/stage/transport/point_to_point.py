@@ -49,6 +49,30 @@ class Passage:
         """Waits for an `interrupt` that has begun: the group is destroyed next."""
 
 
+class GroupUser:
+    """What exchanges tensors in a group of `torch.distributed`, until it is interrupted or closed."""
+
+    def __init__(self, name: str, group: ParallelGroup, passage: Passage) -> None:
+        self.name = name
+        self._group = group
+        self._passage = passage
+        self._closed = False
+
+    def interrupt(self) -> None:
+        # In this order: an aborted wait may return as if all were well, and is then found to be closed.
+        self._closed = True
+        self._passage.interrupt(self._group.process_group)
+
+    def close(self) -> None:
+        """What is under way ends when the group does (`destroy_model_parallel`)."""
+        self._closed = True
+        self._passage.close()
+
+    def _check_open(self) -> None:
+        if self._closed:
+            raise TransportError(f"{self.name}: the transport is closed")
+
+
 @dataclass(frozen=True, slots=True)
 class _Arriving:
     handle: dist.Work
@@ -56,14 +80,12 @@ class _Arriving:
     rows: int
 
 
-class PointToPoint:
+class PointToPoint(GroupUser):
     """A `Transport` over one group of `torch.distributed`."""
 
     def __init__(self, name: str, frames: Frames, group: ParallelGroup, passage: Passage) -> None:
-        self.name = name
+        super().__init__(name, group, passage)
         self._frames = frames
-        self._group = group
-        self._passage = passage
         self._order = ReceiveOrder()
         self._planned: deque[int] = deque()  # rows of steps without a buffer yet
         self._arriving: deque[_Arriving] = deque()
@@ -72,7 +94,6 @@ class PointToPoint:
         self._free = deque(passage.buffer(frames) for _ in range(frames.depth + 1 if receives else 0))
         self._in_use: torch.Tensor | None = None
         self._sending: deque[tuple[dist.Work, torch.Tensor]] = deque()
-        self._closed = False
 
     def post_receive(self, plan: StepPlan) -> None:
         self._order.post(plan)
@@ -104,15 +125,9 @@ class PointToPoint:
         if self._sending:
             self._wait(self._sending.popleft()[0])
 
-    def interrupt(self) -> None:
-        # In this order: an aborted wait may return as if all were well, and is then found to be closed.
-        self._closed = True
-        self._passage.interrupt(self._group.process_group)
-
     def close(self) -> None:
-        """Forget handles and buffers. What is under way ends when the group does (`destroy_model_parallel`)."""
-        self._closed = True
-        self._passage.close()
+        """Forgets handles and buffers as well."""
+        super().close()
         self._planned.clear()
         self._arriving.clear()
         self._sending.clear()
@@ -155,10 +170,6 @@ class PointToPoint:
         except RuntimeError as error:
             raise TransportError(first_line(self.name, error)) from error
         self._check_open()
-
-    def _check_open(self) -> None:
-        if self._closed:
-            raise TransportError(f"{self.name}: the transport is closed")
 
 
 def first_line(name: str, error: RuntimeError) -> str:

@@ -31,14 +31,14 @@ def load_shared(typing, address):
 
 @intrinsic
 def add_shared(typing, address, value):
-    """Adds to the number; what this thread wrote before is visible to those who see the change."""
+    """Adds to the number, and gives what it was; what this thread wrote before is visible to those who see the
+    change."""
 
     def generate(context, builder, signature, arguments):
         address, value = arguments
-        builder.atomic_rmw("add", _number(builder, address), value, "seq_cst")
-        return context.get_dummy_value()
+        return builder.atomic_rmw("add", _number(builder, address), value, "seq_cst")
 
-    return types.void(types.intp, types.int64), generate
+    return types.int64(types.intp, types.int64), generate
 
 
 @intrinsic

@@ -17,7 +17,8 @@ from ppserve.model.cpu.vector import load_int, store_int
 _NUMBERS_APART = 16
 JOBS, ARRIVED, ASLEEP, ARGUMENTS = (i * _NUMBERS_APART for i in range(4))
 _GOALS = 5 * _NUMBERS_APART
-"""Each thread's own: what ARRIVED will be when all have arrived."""
+"""Each thread's own: what ARRIVED will be when all have arrived; then which of its two counts of pieces is in use.
+Behind these the counts: how many pieces of a thread's share have been taken, by whomever."""
 
 _SPINS_BEFORE_YIELD = 2_000
 _SPINS_BEFORE_SLEEP = 4_000
@@ -25,7 +26,7 @@ _SPINS_BEFORE_SLEEP = 4_000
 
 def board_size(num_threads: int) -> int:
     """Numbers of a board."""
-    return _GOALS + num_threads * _NUMBERS_APART
+    return _GOALS + 3 * num_threads * _NUMBERS_APART
 
 
 @inlined
@@ -44,6 +45,25 @@ def meet(board, thread, num_threads):
         if spins > _SPINS_BEFORE_YIELD:
             # More threads than cores: the one that is awaited may need this core.
             yield_core()
+
+
+@inlined
+def open_shares(board, thread, num_threads):
+    """Called by all threads after they have met, and to be followed by a meeting: no piece has been taken yet.
+    Returns where the counts are, for `take_piece`."""
+    own = _GOALS + thread * _NUMBERS_APART
+    turn = load_int(board, own + 1)
+    store_int(board, own + 1, 1 - turn)
+    counts = board + 8 * (_GOALS + num_threads * _NUMBERS_APART)
+    # Those of the next time: all have met since they were in use.
+    store_int(counts, (2 * thread + 1 - turn) * _NUMBERS_APART, 0)
+    return counts + 8 * turn * _NUMBERS_APART
+
+
+@inlined
+def take_piece(counts, thread):
+    """The number of the next piece of a thread's share: this thread's own, or that of one which is slower."""
+    return add_shared(counts + 16 * thread * _NUMBERS_APART, 1)
 
 
 @inlined

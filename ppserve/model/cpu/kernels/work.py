@@ -24,7 +24,7 @@ from numpy.typing import NDArray
 from ppserve.model.cpu.jit import inlined, kernel
 from ppserve.model.cpu.kernels.activation import Activation, activate
 from ppserve.model.cpu.kernels.attention import AttentionRoom, CacheLayer, Heads, StepSlices, attend, write_heads
-from ppserve.model.cpu.kernels.board import ARGUMENTS, await_job, meet
+from ppserve.model.cpu.kernels.board import ARGUMENTS, await_job, meet, open_shares, take_piece
 from ppserve.model.cpu.kernels.memory import address, aligned
 from ppserve.model.cpu.kernels.products import PackedRows, Weights, multiply
 from ppserve.model.cpu.kernels.rows import Norm, add_row, normalise, pack_row, read_row
@@ -33,6 +33,10 @@ from ppserve.model.cpu.vector import load_int, load_one
 
 ATTENTION, MLP, LINEAR, ATTEND, HEADS, EXPAND, PROJECT = range(1, 8)
 """Kinds of jobs."""
+
+
+_PIECE_BYTES = 256 << 10
+"""Of weights: what a thread multiplies before it looks for more work, for each tile of rows."""
 
 
 class Room(NamedTuple):
@@ -144,10 +148,15 @@ class Crew(NamedTuple):
 
 
 @inlined
-def _share(crew, size, least):
-    """This thread's part of `size`, in multiples of `least`."""
+def _share_of(crew, thread, size, least):
+    """A thread's part of `size`, in multiples of `least`."""
     parts = size // least
-    return parts * crew.thread // crew.count * least, parts * (crew.thread + 1) // crew.count * least
+    return parts * thread // crew.count * least, parts * (thread + 1) // crew.count * least
+
+
+@inlined
+def _share(crew, size, least):
+    return _share_of(crew, crew.thread, size, least)
 
 
 @inlined
@@ -169,10 +178,23 @@ def _first_panel(weights, crew):
 
 @inlined
 def _multiply(product, weights, room, y, crew, following):
-    """The threads' common product of the packed rows."""
+    """The threads' common product of the packed rows: each computes its share in pieces, then what is left of the
+    others'."""
     meet(crew.board, crew.thread, crew.count)
-    first, end = _share(crew, weights.outputs // PANEL, 4)
-    multiply(product, weights, _packed(product, room), y, first, end, following)
+    counts = open_shares(crew.board, crew.thread, crew.count)
+    rows, panels, panel_bytes = _packed(product, room), weights.outputs // PANEL, weights.chunks * CHUNK_BYTES
+    at_once = panels
+    if crew.count > 1:
+        at_once = _PIECE_BYTES * -(-rows.count // rows.tile_rows) // panel_bytes // 2 * 2 + 2
+    for i in range(crew.count):
+        thread = (crew.thread + i) % crew.count
+        first, end = _share_of(crew, thread, panels, 4)
+        panel = first + at_once * take_piece(counts, thread)
+        while panel < end:
+            last = min(end, panel + at_once)
+            then = weights.panels + last * panel_bytes if last < end else following
+            multiply(product, weights, rows, y, panel, last, then)
+            panel = first + at_once * take_piece(counts, thread)
     meet(crew.board, crew.thread, crew.count)
 
 

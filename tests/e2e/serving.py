@@ -73,6 +73,13 @@ class Server:
         """Process ids once seen below the launcher that are still alive (zombies do not count)."""
         return [pid for pid in self.seen if _alive(pid)]
 
+    def wait_gone(self) -> None:
+        """Until no process of this server is alive."""
+        until_s = time.monotonic() + 10
+        while left := self.left_over():
+            assert time.monotonic() < until_s, f"left over: {left}"
+            time.sleep(0.05)
+
     def wait_exit(self, timeout_s: float = END_WITHIN_S) -> int:
         return self.process.wait(timeout_s)
 
@@ -115,6 +122,11 @@ def plain_shell(stages: int) -> list[str]:
     return [sys.executable, "-m", "ppserve", "serve", "--stages", str(stages)]
 
 
+def bare(stages: int) -> list[str]:
+    """The same without torch in the launcher, which is a second's computing less."""
+    return [sys.executable, "-m", "tests.e2e.bare_launcher", str(stages)]
+
+
 def launch(
     command: Sequence[str], arguments: Sequence[str], log_path: Path, env: dict[str, str] | None = None
 ) -> Server:
@@ -148,7 +160,7 @@ def wait_ready(server: Server) -> Server:
 def serving(
     stages: int = 2, *arguments: str, env: dict[str, str] | None = None, by: Callable[[int], list[str]] = torchrun
 ) -> Iterator[Server]:
-    """A server that is ready, and gone afterwards. by: `torchrun` or `plain_shell`."""
+    """A server that is ready, and gone afterwards. by: `torchrun`, `plain_shell` or `bare`."""
     with tempfile.TemporaryDirectory(prefix="ppserve-test-") as directory:
         server = launch(by(stages), arguments, Path(directory) / "server.log", env)
         try:

@@ -22,6 +22,8 @@ import grpc
 import pytest
 from openai import AsyncOpenAI, OpenAI
 
+from ppserve.answers import completion_of
+from ppserve.client import CallFailed, Client, RetryPolicy
 from ppserve.vllm import engine_pb2 as pb
 from ppserve.vllm.engine_pb2_grpc import VllmEngineStub
 from tests.e2e.serving import Server, serving
@@ -158,16 +160,30 @@ def test_streams_of_every_door_go_on_when_a_stage_is_killed(server: Server) -> N
     health_with(server, 200)
 
 
-def test_a_server_that_ends_says_when_to_come_back(server: Server) -> None:
+def test_a_server_that_ends_lets_streams_finish_says_when_to_come_back_and_leaves_nothing(server: Server) -> None:
+    # Long enough to be under way when the server has heard of the signal, and said so.
     asked = {**ASKED, "max_tokens": 400, "extra_body": MORE}
-    with client_of(server) as client:
+    options = {"max_tokens": 400, "ignore_eos": True, "seed": 1, "n": 2, "token_ids": True}
+    once = RetryPolicy(max_attempts=1, resume=False)
+    with client_of(server) as client, Client(server.grpc, retry=once) as grpc_client:
+        undisturbed = grpc_client.generate(ASKED["prompt"], **options)
         stream = client.completions.create(**asked, stream=True)
         parts = list(next(stream).choices)
+        grpc_stream = grpc_client.stream(ASKED["prompt"], **options)
+        chunks = [next(grpc_stream)]
         server.processes()
         server.process.send_signal(signal.SIGTERM)
         health_with(server, 503)
+        until(lambda: not grpc_client.is_serving())
         status, headers, said = answer_of(server, "POST", "/v1/completions", {"prompt": "a"})
         assert (status, headers["retry-after"], said["error"]["code"]) == (503, "5", "draining")
+        with pytest.raises(CallFailed) as refusal:
+            grpc_client.generate(ASKED["prompt"], max_tokens=1)
+        assert (refusal.value.code, refusal.value.reason) == ("UNAVAILABLE", "DRAINING")
         parts += [choice for chunk in stream for choice in chunk.choices]
         assert len(comparable(parts)[0]) == 400
+        chunks += grpc_stream
+        for one, other in zip(completion_of(chunks).sequences, undisturbed.sequences, strict=True):
+            assert (one.tokens, one.text, one.finish) == (other.tokens, other.text, other.finish)
     assert server.wait_exit() in (0, 1)
+    server.wait_gone()

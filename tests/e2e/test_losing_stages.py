@@ -29,19 +29,19 @@ from tests.e2e.asking import (
     mixed_requests,
     requests_with_everything,
 )
-from tests.e2e.serving import Server, serving
+from tests.e2e.serving import Server, bare, serving, torchrun
 
 TINY = Path(ppserve.__file__).parent / "assets" / "tiny"
 NUM_STREAMS = 8
 
 
-def long_requests(count: int) -> list[pb.GenerateRequest]:
+def long_requests(count: int, max_tokens: int = 100) -> list[pb.GenerateRequest]:
     requests = []
     for number in range(count):
         request = pb.GenerateRequest(text=f"Once upon a time, {number} small boats")
         request.sampling.seed = number
         request.sampling.temperature = 0.9
-        request.stop.max_tokens = 100
+        request.stop.max_tokens = max_tokens
         request.stop.ignore_eos = True
         request.output.token_ids = True
         request.output.logprobs = 2
@@ -85,7 +85,9 @@ def wait_for_line(server: Server, pattern: str, since: int = 0) -> None:
 @pytest.fixture(scope="module", params=["shm", "gloo"])
 def three_stages(request: pytest.FixtureRequest) -> Iterator[Server]:
     """A server that several tests hurt; its stages are cut in the middle of layers."""
-    with serving(3, "--layers", "3,2.5,2.5", "--transport", request.param, "--log-level", "debug") as server:
+    by = torchrun if request.param == "shm" else bare
+    flags = ("--layers", "3,2.5,2.5", "--transport", request.param, "--log-level", "debug")
+    with serving(3, *flags, by=by) as server:
         yield server
 
 
@@ -124,7 +126,7 @@ def test_two_tensor_ranks_in_each_of_two_stages(
     transport: str, victims: tuple[int, ...], undisturbed: list[Answer]
 ) -> None:
     """They answer like one rank, and still do after one of them has been killed."""
-    with serving(4, "--tensor-parallel", "2", "--transport", transport) as server:
+    with serving(4, "--tensor-parallel", "2", "--transport", transport, by=bare) as server:
         requests = requests_with_everything(12, seed=4)
         assert ask_all(server.grpc, requests, at_once=12) == answers_alone(requests)
         for rank in victims:
@@ -179,17 +181,30 @@ def test_requests_that_arrive_while_a_stage_is_away_are_served(
     assert ask(three_stages.grpc, long_requests(1), at_once=1) == undisturbed[:1]
 
 
-@pytest.mark.timeout(180)
-def test_a_stage_that_cannot_come_back_ends_streams_and_server(tmp_path: Path) -> None:
+@pytest.mark.timeout(240)
+def test_stages_killed_in_mid_guess_change_no_token_and_one_that_cannot_come_back_ends_streams_and_server(
+    undisturbed: list[Answer], tmp_path: Path
+) -> None:
+    """Guesses forced into every step, most of them wrong; the drafter knows the answers' own repetitions only."""
     model = tmp_path / "model"
     shutil.copytree(TINY, model)
-    with serving(2, "--model", str(model)) as server, grpc.insecure_channel(server.grpc) as channel:
-        stub = GenerationServiceStub(channel)
+    with serving(2, "--model", str(model), "--speculate", "4") as server:
+        for stage in (0, 1):
+            assert ask_and_hurt(server, stage, signal.SIGKILL) == undisturbed
+        outcomes = draft_tokens(server)
+        assert outcomes["accepted"] > 0
+        assert outcomes["rejected"] + outcomes["cancelled"] > 0
+        lose_for_good(server, model / "model.safetensors")
+
+
+def lose_for_good(server: Server, weights: Path) -> None:
+    """Kills a stage whose weights are gone: the stream ends with a status, and the server with an error."""
+    with grpc.insecure_channel(server.grpc) as channel:
         request = long_requests(1)[0]
         request.stop.max_tokens = 900
-        stream = stub.Generate(request)
+        stream = GenerationServiceStub(channel).Generate(request)
         next(iter(stream))
-        (model / "model.safetensors").unlink()
+        weights.unlink()
         os.kill(server.stage_pid(1), signal.SIGKILL)
         with pytest.raises(grpc.RpcError) as error:
             for _ in stream:
@@ -197,18 +212,7 @@ def test_a_stage_that_cannot_come_back_ends_streams_and_server(tmp_path: Path) -
         assert error.value.code() is grpc.StatusCode.UNAVAILABLE
         assert server.wait_exit() != 0
         assert "ppserve: error:" in server.log
-        assert "model.safetensors" in server.log
-
-
-@pytest.mark.timeout(240)
-def test_stages_killed_in_mid_guess_change_no_token(undisturbed: list[Answer]) -> None:
-    """Guesses forced into every step, most of them wrong; the drafter knows the answers' own repetitions only."""
-    with serving(2, "--speculate", "4") as server:
-        for stage in (0, 1):
-            assert ask_and_hurt(server, stage, signal.SIGKILL) == undisturbed
-        outcomes = draft_tokens(server)
-        assert outcomes["accepted"] > 0
-        assert outcomes["rejected"] + outcomes["cancelled"] > 0
+        assert weights.name in server.log
 
 
 def draft_tokens(server: Server) -> dict[str, float]:
@@ -221,22 +225,21 @@ def draft_tokens(server: Server) -> dict[str, float]:
 
 @pytest.mark.timeout(240)
 @pytest.mark.parametrize(
-    ("flags", "told_of_it"),
+    ("flags", "told_of_it", "victim"),
     [
-        (("--quantization", "int8", "--kv-dtype", "int8"), ("int8", "int8", "int8")),
-        (("--dtype", "bfloat16"), ("none", "bfloat16", "bfloat16")),
+        (("--quantization", "int8", "--kv-dtype", "int8"), ("int8", "int8", "int8"), 0),
+        (("--dtype", "bfloat16"), ("none", "bfloat16", "bfloat16"), 1),
     ],
     ids=["int8", "bfloat16"],
 )
 def test_tokens_of_other_precisions_are_the_same_across_a_loss(
-    flags: tuple[str, ...], told_of_it: tuple[str, str, str]
+    flags: tuple[str, ...], told_of_it: tuple[str, str, str], victim: int
 ) -> None:
-    with serving(2, *flags) as server:
+    with serving(2, *flags, by=bare) as server:
         with grpc.insecure_channel(server.grpc) as channel:
             told = GenerationServiceStub(channel).GetModelInfo(pb.GetModelInfoRequest())
         assert told.deterministic, told.nondeterministic_reason
         kernels = told_of_it[2] if as_gpu.settings() else told.kernels.split()[0].strip(",")
         assert (told.quantization, told.kv_dtype, kernels) == told_of_it
         undisturbed = ask(server.grpc, long_requests(NUM_STREAMS), at_once=3)
-        for stage in range(2):
-            assert ask_and_hurt(server, stage, signal.SIGKILL) == undisturbed
+        assert ask_and_hurt(server, victim, signal.SIGKILL) == undisturbed

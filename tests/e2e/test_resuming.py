@@ -12,7 +12,7 @@ import pytest
 from ppserve.client import CallFailed, Chunk, Client, RetryPolicy
 from ppserve.v1 import generation_pb2 as pb
 from ppserve.v1.generation_pb2_grpc import GenerationServiceStub
-from tests.e2e.serving import Server, serving
+from tests.e2e.serving import Server, bare, serving
 
 PROMPT = "Once upon a time"
 
@@ -80,18 +80,18 @@ def test_a_sequence_that_had_ended_says_so_again(reason: str, stub: GenerationSe
 
 
 def test_a_client_goes_on_when_its_server_is_killed_and_comes_back(one_stage: Server) -> None:
+    """The last test: it kills the server that the others use."""
     options = {"max_tokens": 200, "ignore_eos": True, "seed": 5, "n": 2, "logprobs": 1}
-    with Client(one_stage.grpc) as client:
-        whole = client.generate(PROMPT, **options)
     failures: list[CallFailed] = []
     patient = RetryPolicy(first_pause_s=0.1, max_pause_s=0.5, max_attempts=300, on_retry=failures.append)
-    with serving(1) as killed, Client(killed.grpc, retry=patient) as client:
+    with Client(one_stage.grpc, retry=patient) as client:
+        whole = client.generate(PROMPT, **options)
         chunks: list[Chunk] = []
         stream = client.stream(PROMPT, **options)
         while sum(chunk.num_tokens for chunk in chunks) < 40:
             chunks.append(next(stream))
-        os.kill(killed.head_pid(), signal.SIGKILL)
-        with serving(1, "--port", killed.grpc.rpartition(":")[2]):
+        os.kill(one_stage.head_pid(), signal.SIGKILL)
+        with serving(1, "--port", one_stage.grpc.rpartition(":")[2], by=bare):
             chunks += stream
     for sequence in whole.sequences:
         mine = [chunk for chunk in chunks if chunk.index == sequence.index]

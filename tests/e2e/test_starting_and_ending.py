@@ -14,23 +14,13 @@ import psutil
 import pytest
 
 import ppserve
-from ppserve.answers import completion_of
-from ppserve.client import CallFailed, Client, RetryPolicy
 from ppserve.v1 import generation_pb2 as pb
 from ppserve.v1.generation_pb2_grpc import GenerationServiceStub
 from tests.e2e.asking import answers_alone, ask, mixed_requests
-from tests.e2e.serving import Server, launch, plain_shell, serving, torchrun
+from tests.e2e.serving import launch, plain_shell, serving, torchrun
 from tools.make_random_gpt2 import Shape, write_checkpoint
 
-PROMPT = "Once upon a time"
 TINY = Path(ppserve.__file__).parent / "assets" / "tiny"
-
-
-def no_process_left(server: Server) -> None:
-    until_s = time.monotonic() + 10
-    while left := server.left_over():
-        assert time.monotonic() < until_s, f"left over: {left}"
-        time.sleep(0.05)
 
 
 def test_from_a_plain_shell_only_this_host_can_reach_any_process_and_none_outlives_the_launcher() -> None:
@@ -46,7 +36,7 @@ def test_from_a_plain_shell_only_this_host_can_reach_any_process_and_none_outliv
         assert {port for _, port in listening(psutil.Process(server.head_pid()))} == asked
         os.kill(server.process.pid, signal.SIGKILL)
         server.process.wait()
-        no_process_left(server)
+        server.wait_gone()
 
 
 @pytest.mark.timeout(200)
@@ -57,28 +47,6 @@ def test_four_processes_in_the_predicted_shape_answer_like_one_thread() -> None:
         assert "predicted for 6 callers" in server.log
         assert all(f"\n{shape} " in server.log for shape in ("1x1x4", "1x2x2", "2x1x2", "1x4x1", "2x2x1", "4x1x1"))
     assert together == [answers[0] for answers in answers_alone(requests)]
-
-
-def test_sigterm_lets_streams_finish_and_leaves_nothing() -> None:
-    # Long enough to be under way when the server has heard of the signal, and said so.
-    options = {"max_tokens": 400, "ignore_eos": True, "seed": 1, "n": 2, "token_ids": True}
-    with serving(2) as server, Client(server.grpc, retry=RetryPolicy(max_attempts=1, resume=False)) as client:
-        undisturbed = client.generate(PROMPT, **options)
-        stream = client.stream(PROMPT, **options)
-        chunks = [next(stream)]
-        server.processes()
-        os.kill(server.process.pid, signal.SIGTERM)
-        until_s = time.monotonic() + 10
-        while client.is_serving():
-            assert time.monotonic() < until_s
-        with pytest.raises(CallFailed) as refusal:
-            client.generate(PROMPT, max_tokens=1)
-        assert (refusal.value.code, refusal.value.reason) == ("UNAVAILABLE", "DRAINING")
-        chunks += stream
-        for one, other in zip(completion_of(chunks).sequences, undisturbed.sequences, strict=True):
-            assert (one.tokens, one.text, one.finish) == (other.tokens, other.text, other.finish)
-        server.wait_exit()
-        no_process_left(server)
 
 
 def test_a_second_sigterm_ends_at_once() -> None:
@@ -97,7 +65,7 @@ def test_a_second_sigterm_ends_at_once() -> None:
             time.sleep(0.01)
         os.kill(head, signal.SIGTERM)
         server.wait_exit()
-        no_process_left(server)
+        server.wait_gone()
 
 
 def refused(tmp_path: Path, stages: int, *arguments: str) -> str:

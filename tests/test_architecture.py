@@ -7,6 +7,7 @@ import re
 import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -113,15 +114,23 @@ def tour_modules() -> Iterator[tuple[str, Path]]:
         yield f"tour.{path.stem}" if path.stem != "__init__" else "tour", path
 
 
-def imports(path: Path) -> Iterator[str]:
+@cache
+def parsed(path: Path) -> ast.Module:
+    return ast.parse(path.read_text())
+
+
+@cache
+def imports(path: Path) -> tuple[str, ...]:
     """Full names of what a file imports, wherever in the file."""
-    for node in ast.walk(ast.parse(path.read_text())):
+    found: list[str] = []
+    for node in ast.walk(parsed(path)):
         if isinstance(node, ast.Import):
-            yield from (alias.name for alias in node.names)
+            found += (alias.name for alias in node.names)
         elif isinstance(node, ast.ImportFrom):
             assert node.level == 0, f"{path}: relative import"
             assert node.module is not None
-            yield from (f"{node.module}.{alias.name}" for alias in node.names)
+            found += (f"{node.module}.{alias.name}" for alias in node.names)
+    return tuple(found)
 
 
 def is_within(name: str, packages: set[str]) -> bool:
@@ -199,7 +208,7 @@ def test_the_page_has_every_room_and_says_what_the_room_says() -> None:
     rooms = rooms_of_the_page()
     assert set(rooms) == folders - {".", "v1", "vllm"}
     for name, room in rooms.items():
-        said = " ".join((ast.get_docstring(ast.parse((PRODUCT / name / "__init__.py").read_text())) or "").split())
+        said = " ".join((ast.get_docstring(parsed(PRODUCT / name / "__init__.py")) or "").split())
         assert said.startswith(room.does), name
         assert f"Never {room.never}" in said, name
 
@@ -259,7 +268,7 @@ def test_a_class_name_has_one_meaning() -> None:
     homes: dict[str, list[str]] = {}
     for module, path in [*modules(), *tour_modules()]:
         if not is_within(module, GENERATED):
-            for node in ast.walk(ast.parse(path.read_text())):
+            for node in ast.walk(parsed(path)):
                 if isinstance(node, ast.ClassDef):
                     homes.setdefault(node.name.lstrip("_"), []).append(module)
     assert not {name: found for name, found in homes.items() if len(found) > 1}

@@ -78,14 +78,14 @@ class FairQueue:
         return best[1] if best else None
 
     def first_of_those_without(self) -> SequenceGroup | None:
-        """Of the callers of whom no request was admitted, the next one's. However long others have waited: they
-        wait for their own answers."""
+        """Of the callers of whom no request was admitted, that of who will have been served least after the answer.
+        So one who wants little is not held up by those who want as much as they who run."""
         best: tuple[tuple[float, float, int], SequenceGroup] | None = None
         for (priority, caller), line in self._lines.items():
             account = self._accounts[caller]
             if account.num_live == account.num_waiting:
                 arrival, entry = next(iter(line.values()))
-                rank = (-priority, account.served, arrival)
+                rank = (-priority, account.served + entry.num_tokens, arrival)
                 if best is None or rank < best[0]:
                     best = (rank, entry)
         return best[1] if best else None

@@ -118,6 +118,18 @@ def test_one_who_will_have_been_served_less_goes_before_callers_with_one_request
     rig.check_answers()
 
 
+def test_a_light_caller_is_not_held_up_by_greedy_ones_who_wait_with_nothing_running() -> None:
+    rig = a_full_rig("abcd", max_tokens=60)
+    for caller in "efg":
+        rig.submit(a_request(f"{caller}0", max_tokens=60, caller=caller))
+    rig.submit(a_request("light", num_prompt=1, max_tokens=3, caller="light"))
+    turn(rig)
+    assert "light" in running(rig)
+    assert all(waits(rig, f"{caller}0") for caller in "efg")
+    rig.drain()
+    rig.check_answers()
+
+
 def test_a_displaced_caller_displaces_nobody() -> None:
     rig = a_full_rig("abcd", max_tokens=60)
     rig.submit(a_request("light", num_prompt=1, max_tokens=4, caller="light"))

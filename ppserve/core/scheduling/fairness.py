@@ -78,8 +78,8 @@ class FairQueue:
         return best[1] if best else None
 
     def first_of_those_without(self) -> SequenceGroup | None:
-        """Of the callers of whom no request was admitted, that of who will have been served least after the answer.
-        So one who wants little is not held up by those who want as much as they who run."""
+        """Of the callers of whom no request was admitted, that of the one who will have been served least after
+        its answer. So who wants little is not held up by those who want as much as they who run."""
         best: tuple[tuple[float, float, int], SequenceGroup] | None = None
         for (priority, caller), line in self._lines.items():
             account = self._accounts[caller]

@@ -134,11 +134,13 @@ class Machine:
 
 @dataclass(frozen=True, slots=True)
 class SimulatedRequest:
-    """arrival_s: after the start. prompt_tokens, new_tokens: at least 1 each."""
+    """arrival_s: after the start. prompt_tokens, new_tokens: at least 1 each. acceptance: the share of guesses of
+    its tokens that are right; None: the simulator's."""
 
     arrival_s: float
     prompt_tokens: int
     new_tokens: int
+    acceptance: float | None = None
 
 
 @dataclass(slots=True)
@@ -165,6 +167,7 @@ class Outcome:
 
 @dataclass(slots=True)
 class _Running:
+    asked: SimulatedRequest
     arrived_s: float
     last_token_s: float | None = None
 
@@ -194,8 +197,8 @@ class Simulator:
         self._steps = Steps(len(machine.stages))
         blocks = BlockManager(machine.num_blocks, config.block_size)
         config = replace(config, speculate=None if acceptance else 0)
-        drafter = _Guesser(acceptance)
-        self._scheduler = Scheduler(config, blocks, self._steps, costs, new_drafter=lambda *_answer: drafter)
+        self._acceptance, self._guessers = acceptance, {acceptance: _Guesser(acceptance)}
+        self._scheduler = Scheduler(config, blocks, self._steps, costs, new_drafter=self._guesser_of)
         self._account = TimeAccount(self._steps, 0)
         self._free_s = [0.0] * len(machine.stages)
         self._head_free_s = 0.0
@@ -222,6 +225,11 @@ class Simulator:
         self._outcome.wall_s, self._outcome.stages = self._head_free_s, self._account.settled()
         return self._outcome
 
+    def _guesser_of(self, request: Request, _index: int) -> _Guesser:
+        own = self._running[request.id].asked.acceptance
+        rate = self._acceptance if own is None else own
+        return self._guessers.setdefault(rate, _Guesser(rate))
+
     def _push(self, at_s: float, what: SimulatedRequest | _Return) -> None:
         heapq.heappush(self._events, (at_s, next(self._order), what))
 
@@ -246,7 +254,7 @@ class Simulator:
     def _submit(self, asked: SimulatedRequest, now_s: float, arrived_s: float) -> None:
         name = str(next(self._order))
         stop = StopConditions(asked.new_tokens, ignore_eos=True)
-        self._running[name] = _Running(arrived_s)
+        self._running[name] = _Running(asked, arrived_s)
         self._outcome.prompt_tokens += asked.prompt_tokens
         self._account.demand_began(round(now_s * _NS))
         self._scheduler.intake.submit(Request(name, (0,) * asked.prompt_tokens, stop), now_s)

@@ -175,6 +175,19 @@ def test_many_callers_lose_nothing_to_guesses(rate):
     assert guessed.wall_s <= 1.01 * plain.wall_s
 
 
+@pytest.mark.parametrize("num_stages", [1, 2])
+@pytest.mark.parametrize("row_share", [0.01, 0.02, 0.05])
+def test_one_callers_guesses_hardly_slow_the_others(num_stages, row_share):
+    """The one whose guesses are right runs longer than the three others, so that they never are without it."""
+    lucky, other = SimulatedRequest(0.0, 1, 5000, acceptance=0.95), SimulatedRequest(0.0, 1, 400, acceptance=0.0)
+    stages, requests = (Coefficients(step=S, row=S * row_share),) * num_stages, [lucky, other, other, other]
+    plain = simulate(stages, requests, max_model_len=8192)
+    guessed = simulate(stages, requests, acceptance=0.5, max_model_len=8192)
+    for before, after in zip(sorted(plain.duration_s), sorted(guessed.duration_s), strict=True):
+        assert after <= before / 0.97
+    assert max(guessed.duration_s) < max(plain.duration_s) / 2
+
+
 def test_wasted_time_is_told_and_part_of_the_busy_time():
     outcome = simulate((Coefficients(row=S),) * 2, one_token_prompts(1, 100), acceptance=0.5)
     for times in outcome.stages:

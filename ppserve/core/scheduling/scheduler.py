@@ -209,7 +209,7 @@ class Scheduler:
         roster, speculation = self._roster, self._speculation
         picks = self._composer.compose(roster.returned, roster.num_decoding, roster.filling, self.microbatches)
         if picks:
-            return speculation.widen(picks)
+            return speculation.widen(picks, len(roster))
         # With as many sequences as stages a gap is over before a guess could fill it.
         has_gap = self.lanes.have_gap and len(roster) < self.config.num_stages
         return speculation.deepen(roster.running) if has_gap else []

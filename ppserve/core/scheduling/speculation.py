@@ -8,14 +8,16 @@ draws the true token is still on its way. A right guess has its next token that 
 cancelled, and delays the right step by what stage 0 has still to do for it.
 
 A guess is made only where it pays by the times that the cost model predicts and by the drafter's experience with
-the sequence. So with many sequences in a step nothing is guessed. And whether there are guesses of either kind
-is decided by the measured time from token to token (`guess_trial`).
+the sequence. So with many sequences in a step nothing is guessed. Rows of guesses lengthen a step for all who
+wait for it, so with several sequences running they may do so only a little. And whether there are guesses of
+either kind is decided by the measured time from token to token (`guess_trial`).
 """
 
 from __future__ import annotations
 
 import heapq
-from collections.abc import Iterable
+import math
+from collections.abc import Collection
 
 from ppserve.core.cost_model import StepSize
 from ppserve.core.scheduling.composer import CostModel, joined
@@ -29,7 +31,9 @@ Pick = tuple[Sequence, int]
 """A sequence, and how many of its tokens a step takes."""
 
 # Predicted savings must be this many times the predicted cost.
-MARGIN = 1.5
+WORTH = 1.5
+# With several sequences running, guesses may make a step this many times as long: others wait for it too.
+MOST_STRETCH = 1.025
 # The most rows of one sequence in a step that decodes.
 MAX_WIDTH = 16
 # Guesses in a step of a lone sequence that teaches the cost model what rows cost.
@@ -68,13 +72,13 @@ class Speculation:
             self._trial.observe(num_running, sequence.returned_s, now, num_tokens)
         sequence.returned_s = now
 
-    def widen(self, picks: list[Pick]) -> list[Pick]:
+    def widen(self, picks: list[Pick], num_running: int) -> list[Pick]:
         """The picks of a step, with guesses; unchanged where the step has tokens of prompts."""
         if self._way is Way.PLAIN or any(count > 1 or sequence.known_end for sequence, count in picks):
             return picks
-        return self._with_guesses(picks)
+        return self._with_guesses(picks, num_running)
 
-    def deepen(self, running: Iterable[Sequence]) -> list[Pick]:
+    def deepen(self, running: Collection[Sequence]) -> list[Pick]:
         """Picks of guesses alone, of sequences whose known tokens are all in steps."""
         if self._way is not Way.DEEP:
             return []
@@ -85,7 +89,7 @@ class Speculation:
             if self._forced or self._pays_deep(sequence, sequence.certainty * guess.probability):
                 sequence.guesses.append(guess)
                 picks.append((sequence, 1))
-        return self._with_guesses(picks)
+        return self._with_guesses(picks, len(running))
 
     def _next_guess(self, sequence: Sequence) -> Guess | None:
         if sequence.guess_room <= 0:
@@ -104,30 +108,31 @@ class Speculation:
         gained_s, lost_s = token_due_s - begins_s, begins_s + each_s[0] - token_due_s
         return probability * gained_s > (1 - probability) * max(0.0, lost_s)
 
-    def _with_guesses(self, picks: list[Pick]) -> list[Pick]:
+    def _with_guesses(self, picks: list[Pick], num_running: int) -> list[Pick]:
         """Adds guesses as rows, the likeliest first, as long as they pay."""
         if not picks:
             return picks
         size = StepSize()
         for sequence, num_tokens in picks:
             size = joined(size, sequence, num_tokens)
-        explores = len(picks) == 1 and self._trial.explore()
+        explores = num_running == 1 and self._trial.explore()
         step_s = self._seconds(size)
         token_s = step_s / len(picks)
+        most_s = math.inf if num_running == 1 or self._forced else MOST_STRETCH * step_s
         wider_s = self._seconds(size.with_slice(picks[0][0].scheduled, 1, 1))
         if not explores and not self._pays_wide(1.0, token_s, wider_s - step_s):
             return picks  # not even a guess that is surely right
         widths = [num_tokens for _, num_tokens in picks]
-        likeliest: list[tuple[float, int, Guess]] = []
+        likeliest: list[tuple[float, int, Guess]] = []  # the first number is the probability's negative
         for place, (sequence, _) in enumerate(picks):
             self._consider(likeliest, place, sequence)
         while likeliest and size.rows < self._max_rows:
-            improbability, place, guess = heapq.heappop(likeliest)
+            minus_probability, place, guess = heapq.heappop(likeliest)
             sequence = picks[place][0]
             wider = size.with_slice(sequence.scheduled + widths[place], 1, 1)
             wider_s = self._seconds(wider)
             row_s = 0.0 if explores and widths[place] <= EXPLORED_WIDTH else wider_s - step_s
-            if not self._pays_wide(-improbability, token_s, row_s):
+            if wider_s > most_s or not self._pays_wide(-minus_probability, token_s, row_s):
                 break
             size, step_s = wider, wider_s
             sequence.guesses.append(guess)
@@ -144,7 +149,7 @@ class Speculation:
         """Whether a row is likely to save more than `row_s`, which it takes. token_s: what a right guess saves."""
         if self._forced:
             return True
-        return probability >= LEAST_PROBABILITY and probability * token_s > MARGIN * row_s
+        return probability >= LEAST_PROBABILITY and probability * token_s > WORTH * row_s
 
     def _seconds(self, size: StepSize) -> float:
         return 0.0 if self._costs is None else self._costs.predict(size)

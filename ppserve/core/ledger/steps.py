@@ -150,9 +150,9 @@ class Steps:
         return step
 
     def doom(self, step_id: int) -> None:
-        """A step is needed by nobody any more. Nothing happens if it is not in the book."""
+        """A step is needed by nobody any more. Nothing happens if that is known, or it is not in the book."""
         step = self._steps.get(step_id)
-        if step is None:
+        if step is None or step.is_doomed:
             return
         step.is_doomed = True
         for stage in range(self.num_stages):

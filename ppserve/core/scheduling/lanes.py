@@ -99,9 +99,11 @@ class Lanes:
         if not num_dropped:
             return
         for step_id, parts in self._parts.items():
+            void = self._void.setdefault(step_id, set())
             for owner, piece in parts:
-                if owner is sequence and piece.is_guessed and piece.start >= start:
-                    void = self._void.setdefault(step_id, set())
+                # Void slices of an earlier wrong guess may still be in flight: they were told before.
+                is_new = owner is sequence and sequence.id not in void
+                if is_new and piece.is_guessed and piece.start >= start:
                     void.add(sequence.id)
                     num_dropped -= piece.num_guesses
                     if len(void) == len(parts):

@@ -74,7 +74,7 @@ class Speculation:
 
     def widen(self, picks: list[Pick], num_running: int) -> list[Pick]:
         """The picks of a step, with guesses; unchanged where the step has tokens of prompts."""
-        if self._way is Way.PLAIN or any(count > 1 or sequence.known_end for sequence, count in picks):
+        if self._way is Way.PLAIN or any(sequence.remaining > 1 or sequence.known_end for sequence, _ in picks):
             return picks
         return self._with_guesses(picks, num_running)
 

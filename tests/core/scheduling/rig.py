@@ -27,7 +27,7 @@ CUT_SHORT = (FinishReason.CANCELLED, FinishReason.DEADLINE, FinishReason.STOP_ST
 @dataclass
 class SchedulerRig:
     """See the module. ended_by_engine: sequences ended with `finish`, which has no event. skips: whether the
-    pipeline hears in time that a step need not be computed."""
+    pipeline hears in time that a step need not be computed. num_guesses: that were sent."""
 
     config: SchedulerConfig
     num_blocks: int = 48
@@ -39,6 +39,7 @@ class SchedulerRig:
     requests: dict[str, Request] = field(default_factory=dict)
     events: dict[tuple[str, int], list[SequenceEvent]] = field(default_factory=lambda: defaultdict(list))
     ended_by_engine: set[tuple[str, int]] = field(default_factory=set)
+    num_guesses: int = 0
 
     def __post_init__(self) -> None:
         self.blocks = BlockManager(self.num_blocks, self.config.block_size)
@@ -71,6 +72,7 @@ class SchedulerRig:
         plan = self.scheduler.schedule(self.now)
         if plan is not None:
             assert plan.slices, "a step is never empty"
+            self.num_guesses += sum(piece.num_guesses for piece in plan.slices)
             self.steps.sent(plan, 0, 0, self.scheduler.microbatches)
             self.pipeline.send(self._sent(plan))
         return plan

@@ -63,12 +63,15 @@ class _Trial:
         self._seconds += seconds
         self._tokens += tokens
 
-    def next_way(self, ended: Way) -> Way:
-        """The way of the next turn. ended: that of the last one."""
+    def next_way(self, ended: Way, has_guessed: bool) -> Way:
+        """The way of the next turn. ended: that of the last one. has_guessed: whether there were guesses in it; a
+        trial without says nothing, and costs nothing, so there may be another one soon."""
         pace = self._seconds / self._tokens if self._tokens else None
         self._seconds, self._tokens = 0.0, 0
         if ended is not self.best:
-            self._tried_pace = pace
+            # Another number of sequences may have begun the turn, to try another way.
+            is_trial = ended is self._tried and (has_guessed or ended is Way.PLAIN)
+            self._tried_pace = pace if is_trial else None
             return self.best
         before, tried = self._best_pace, self._tried_pace
         self._best_pace, self._tried_pace = pace, None
@@ -130,6 +133,7 @@ class GuessTrial:
         self._is_exploring = False
         self._trials: dict[int, _Trial] = {}
         self._since_s = 0.0
+        self._has_guessed = False
         self._tokens_left = TURN
 
     def explore(self) -> bool:
@@ -143,6 +147,10 @@ class GuessTrial:
         self._is_exploring = True
         return True
 
+    def guessed(self) -> None:
+        """A step takes guesses."""
+        self._has_guessed = True
+
     def observe(self, num_sequences: int, began_s: float, ended_s: float, num_tokens: int) -> None:
         """A sequence got tokens at `ended_s`, and its ones before at `began_s`. num_sequences: that are
         running."""
@@ -153,7 +161,8 @@ class GuessTrial:
         self._tokens_left -= num_tokens
         if self._tokens_left <= 0:
             was = self.way
-            self.way = trial.next_way(was)
+            self.way = trial.next_way(was, self._has_guessed)
+            self._has_guessed = False
             self._num_to_explore = EXPLORED if self.way is Way.WIDE is not trial.best else 0
             self._tokens_left = TURN * num_sequences
             if self.way != was:

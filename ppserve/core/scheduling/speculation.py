@@ -88,6 +88,7 @@ class Speculation:
                 continue
             if self._forced or self._pays_deep(sequence, sequence.certainty * guess.probability):
                 sequence.guesses.append(guess)
+                self._trial.guessed()
                 picks.append((sequence, 1))
         return self._with_guesses(picks, len(running))
 
@@ -136,6 +137,7 @@ class Speculation:
                 break
             size, step_s = wider, wider_s
             sequence.guesses.append(guess)
+            self._trial.guessed()
             widths[place] += 1
             if widths[place] <= (self._forced or MAX_WIDTH - 1):
                 self._consider(likeliest, place, sequence)

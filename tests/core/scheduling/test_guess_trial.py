@@ -18,7 +18,9 @@ def live(
     guessed, began = 0, now
     last = [now] * num_sequences
     for number in range(num_tokens):
-        guessed += trial.way is not Way.PLAIN
+        if trial.way is not Way.PLAIN:
+            trial.guessed()
+            guessed += 1
         now += pace(trial.way) / num_sequences
         mine = number % num_sequences
         trial.observe(num_sequences, last[mine], now, 1)
@@ -75,6 +77,7 @@ def restless(seed: int, costs: dict[Way, float], easy: float = 0.0) -> float:
             ease = easy * chance.random()
         seconds = slowness * chance.lognormvariate(0.0, 0.15)
         plain += seconds
+        trial.guessed()
         began, now = now, now + seconds * costs[trial.way] * (1 - ease if trial.way else 1.0)
         trial.observe(1, began, now, 1)
     return plain / now
@@ -95,6 +98,19 @@ def test_on_a_restless_machine_the_fastest_way_is_found_all_the_same(
 ) -> None:
     costs = {Way.PLAIN: 1.0, Way.WIDE: wide, Way.DEEP: deep}
     assert fmean(restless(seed, costs, easy) for seed in range(8)) > least
+
+
+def test_a_trial_without_guesses_is_repeated_soon() -> None:
+    """The drafter had none: its model was still loading, or the text has become easy to guess only now."""
+    trial, now = GuessTrial(), 0.0
+    for number in range(6000):
+        makes_guesses = number > 5000 and trial.way is not Way.PLAIN
+        if makes_guesses:
+            trial.guessed()
+        began, now = now, now + (0.5 if makes_guesses else 1.0)
+        trial.observe(1, began, now, 1)
+    assert now < 5000 + 600
+    assert trial.way is not Way.PLAIN
 
 
 def test_other_numbers_of_sequences_are_other_trials() -> None:
@@ -133,6 +149,7 @@ def test_trying_width_begins_with_steps_that_explore_and_do_not_count() -> None:
     trial, explored = GuessTrial(), dict.fromkeys(Way, 0)
     now = 0.0
     for _ in range(4000):
+        trial.guessed()
         explores = trial.explore()
         explored[trial.way] += explores
         began, now = now, now + (50.0 if explores else 0.5 if trial.way is Way.WIDE else 1.0)

@@ -14,7 +14,9 @@ import signal
 import sys
 import threading
 import time
+from collections.abc import Callable
 from dataclasses import replace
+from typing import NoReturn
 
 from ppserve import wire
 from ppserve.errors import UsageError
@@ -114,9 +116,21 @@ def _show_life(life_fd: int) -> None:
         time.sleep(_SIGN_OF_LIFE_S)
 
 
-if __name__ == "__main__":
-    code = main()
+def run_and_exit(run: Callable[[], int]) -> NoReturn:
+    """Ends this process with the code that `run` returns, or with 1 where it raises.
+
+    Never by way of the interpreter's own end: threads of torch, gloo and NCCL linger, and after an error some
+    would hold it up for ever.
+    """
+    try:
+        code = run()
+    except Exception:
+        log.exception("this stage ends")
+        code = 1
     logging.shutdown()
     sys.stderr.flush()
-    # Threads of torch and gloo may linger; nothing of theirs is worth waiting for.
     os._exit(code)
+
+
+if __name__ == "__main__":
+    run_and_exit(main)

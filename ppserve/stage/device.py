@@ -72,6 +72,12 @@ class Compute:
         else:
             torch.set_num_threads(self.threads)
 
+    def probe(self) -> None:
+        """Raises torch.AcceleratorError where an error has poisoned the device's context: then every later call of
+        this process fails as well. Waits for nothing, as what NCCL has posted may never end."""
+        if self.device.type == "cuda":
+            torch.cuda.current_stream(self.device).query()
+
     def memory_bytes(self) -> int:
         """What weights and KV cache may take together; 0 where that is unknown."""
         if self.device.type == "cuda":

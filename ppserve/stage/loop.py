@@ -9,6 +9,7 @@ Nothing here is about the process: a stage may as well be one of several threads
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import queue
 import socket
@@ -118,7 +119,9 @@ class StageLoop:
                 case wire.Abandon(epoch):
                     self._abandon(epoch)
                 case wire.Shutdown(code):
-                    self.leave_epoch()
+                    # A group that cannot be aborted ends with this process.
+                    with contextlib.suppress(TransportError):
+                        self.leave_epoch()
                     return code
 
     def _hello(self) -> wire.Hello:
@@ -192,12 +195,10 @@ class StageLoop:
         model, cache = self._model_and_cache(form.num_blocks)
         try:
             self._join(form, model, cache)
-        except (torch.AcceleratorError, torch.OutOfMemoryError):
-            raise  # as a failed step: only a new process may have the device, or the memory
+        except torch.OutOfMemoryError:
+            raise  # only a new process may have the memory
         except (TransportError, RuntimeError) as error:
-            log.warning("epoch %d could not form: %s", form.epoch, error)
-            self.leave_epoch()
-            self._link.send(wire.Broken(form.epoch, str(error)))
+            self._break_epoch(form.epoch, "it could not form", error)
             return
         self._link.send(wire.Ready(form.epoch))
 
@@ -219,8 +220,10 @@ class StageLoop:
         depth, dtype = model.layout.num_stages + 1, model.backend.precision.hidden
         frames = Frames(model.arch.width, dtype, form.max_rows, depth, model.backend.device)
         transport = self._wiring.open_transport(form, model.layout, frames, self._link)
-        gather = self._wiring.open_gather(form, model.layout) if model.layout.num_tensor > 1 else None
-        self._epoch = Epoch(form.epoch, Stage(model, cache, transport, gather))
+        # At once, so that the transport is interrupted and closed whatever fails from here on.
+        self._epoch = epoch = Epoch(form.epoch, Stage(model, cache, transport))
+        if model.layout.num_tensor > 1:
+            epoch.stage = Stage(model, cache, transport, self._wiring.open_gather(form, model.layout))
         if self._link.abandoned >= form.epoch:
             # The link's thread may have looked before there was a transport to interrupt.
             raise TransportError("the epoch was lost while it formed")
@@ -245,21 +248,28 @@ class StageLoop:
             log.debug("epoch %d: left", number)
 
     def leave_epoch(self) -> None:
-        """Closes every wire to the neighbours, so that those blocked on this stage wake up as well."""
+        """The one way out of an epoch: ends its waits, all at once, and closes every wire to the neighbours, so
+        that those blocked on this stage wake up as well. Raises TransportError where only a new process is rid of
+        it."""
         if self._epoch is not None:
+            self._end_waits(self._epoch.number)
             self._epoch.stage.close()
         self._epoch = None
         self._wiring.leave()
 
-    def _break_epoch(self, epoch: Epoch, plan: StepPlan, error: Exception) -> None:
-        """A wire or a computation failed: keep the weights, wait for the next epoch."""
-        log.warning("step %d of epoch %d failed: %s", plan.step_id, epoch.number, error)
+    def _break_epoch(self, number: int, what: str, error: Exception) -> None:
+        """A wire or a computation failed: keep the weights, wait for the next epoch. Raises where the device is
+        lost to this process: every later call to it would fail as well."""
+        if isinstance(error, torch.AcceleratorError):
+            raise error
+        # Not every library says what has become of the device: Triton's launcher raises a RuntimeError.
+        self._found.compute.probe()
+        log.warning("epoch %d: %s: %s", number, what, error)
         # First, so that the others hear of it from the head: ending a group may take long. What the head answers
         # is read when this epoch has been left.
-        self._link.send(wire.Broken(epoch.number, f"{type(error).__name__}: {error}"))
-        self._end_waits(epoch.number)
+        self._link.send(wire.Broken(number, f"{type(error).__name__}: {error}"))
         self.leave_epoch()
-        log.debug("epoch %d: left", epoch.number)
+        log.debug("epoch %d: left", number)
 
     # ---- steps ----------------------------------------------------------------------------------------
 
@@ -275,7 +285,7 @@ class StageLoop:
                     epoch.stage.expect(plan)
                     epoch.newest_expected = plan.step_id
                 except (TransportError, RuntimeError) as error:
-                    self._break_epoch(epoch, plan, error)
+                    self._break_epoch(epoch.number, f"step {plan.step_id} failed", error)
 
     def _step(self, plan: StepPlan, told: Told, planned_ns: int) -> bool:
         """One step, and its result; whether there is one. A plan of an epoch that was left is dropped."""
@@ -286,10 +296,8 @@ class StageLoop:
             plan = epoch.draws.restore(plan, told)
         try:
             computed = epoch.stage.step(plan, planned_ns, self._link.cancelled)
-        except torch.AcceleratorError:
-            raise  # every later call to the device would fail as well
         except (TransportError, RuntimeError) as error:
-            self._break_epoch(epoch, plan, error)
+            self._break_epoch(epoch.number, f"step {plan.step_id} failed", error)
             return False
         self._link.send(wire.Result(computed.result))
         return True

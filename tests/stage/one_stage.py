@@ -31,6 +31,15 @@ from tests.model.random_checkpoint import RandomCheckpoint, architecture
 WITHIN_S = 60.0
 BLOCK_SIZE, NUM_BLOCKS, MAX_ROWS = 16, 8, 64
 CPU = Compute(torch.device("cpu"), "float32", shares_gpu=False, stages_here=1)
+
+
+class Poisoned(Compute):
+    """A GPU whose context is lost to this process, in which everything else may still look well."""
+
+    def probe(self) -> None:
+        raise torch.AcceleratorError("an illegal address")
+
+
 CONFIG = ServeConfig(cache=CacheSettings(block_size=BLOCK_SIZE))
 GREEDY = Draw(SamplingParams(temperature=0.0))
 
@@ -106,13 +115,18 @@ def _start(threads: ThreadPoolExecutor, layout: StageLayout, wiring: Wiring, che
 
 
 def start(
-    threads: ThreadPoolExecutor, stage: int, num_stages: int, wiring: Wiring, checkpoint: Checkpoint
+    threads: ThreadPoolExecutor,
+    stage: int,
+    num_stages: int,
+    wiring: Wiring,
+    checkpoint: Checkpoint,
+    compute: Compute = CPU,
 ) -> OneStage:
     """A stage that has just begun; its Hello is to be heard yet."""
     said: queue.SimpleQueue[Heard | Gone | None] = queue.SimpleQueue()
     link = LocalLink(stage, said)
     order = wire.Start(CONFIG, stage, num_stages)
-    loop = StageLoop(order, Findings(checkpoint, CPU, None), link.opened, wiring)
+    loop = StageLoop(order, Findings(checkpoint, compute, None), link.opened, wiring)
     served: list[None] = []
     return OneStage(link, said, threads.submit(loop.run, lambda: served.append(None)), served)
 
@@ -123,13 +137,16 @@ def plan(epoch: int, step_id: int, token_ids: tuple[int, ...] = (1, 2, 3), start
 
 
 class Obedient:
-    """A transport that does what the test says. log: what the stage asked of it, in order."""
+    """A transport that does what the test says. log: what the stage asked of it, in order. ends: what was done to
+    end it. fails_at: what raises `error` at once, by its name in the log."""
 
     name = "obedient"
 
     def __init__(self, frames: Frames) -> None:
         self._frames = frames
         self.log: list[str] = []
+        self.ends: list[str] = []
+        self.fails_at = ""
         self.arrived = threading.Semaphore(0)
         self.taken = threading.Semaphore(0)
         self.waiting = threading.Event()
@@ -141,7 +158,7 @@ class Obedient:
         self._interrupted = False
 
     def post_receive(self, plan: StepPlan) -> None:
-        self.log.append(f"expect {plan.step_id}")
+        self._note(f"expect {plan.step_id}")
 
     def receive(self, plan: StepPlan) -> torch.Tensor:
         self.log.append(f"receive {plan.step_id}")
@@ -161,15 +178,22 @@ class Obedient:
             raise self.error
 
     def warm_up(self) -> None:
-        self.log.append("warm up")
+        self._note("warm up")
+
+    def _note(self, asked: str) -> None:
+        self.log.append(asked)
+        if asked == self.fails_at:
+            raise self.error
 
     def interrupt(self) -> None:
+        self.ends.append("interrupt")
         self._interrupted = True
         self.arrived.release()
         self.taken.release()
 
     def close(self) -> None:
         assert self.may_close.wait(WITHIN_S)
+        self.ends.append("close")
         self.closed = True
 
 

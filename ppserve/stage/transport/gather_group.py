@@ -15,11 +15,11 @@ from torch.nn.functional import pad
 import parallel_state
 from parallel_state import ParallelGroup
 from ppserve.core.cut import Cut
-from ppserve.errors import ConfigError, TransportError
+from ppserve.errors import ConfigError
 from ppserve.stage.transport.gather import TensorLink
 from ppserve.stage.transport.gather_shm import shm_gather
 from ppserve.stage.transport.nccl import AbortedPassage
-from ppserve.stage.transport.point_to_point import GroupUser, Passage, first_line
+from ppserve.stage.transport.point_to_point import GroupUser, Passage
 
 
 class GroupGather(GroupUser):
@@ -36,13 +36,10 @@ class GroupGather(GroupUser):
         begun_ns = time.monotonic_ns()  # from here on it waits for others, and no more for its own device
         padded = pad(of_host_Tn, (0, max(cut.widths) - cut.width)).contiguous()
         parts = [torch.empty_like(padded) for _ in cut.widths]
-        self._check_open()
-        try:
+        with self._exchange():
             dist.all_gather(
                 [part.view(torch.uint8) for part in parts], padded.view(torch.uint8), self._group.process_group
             )
-        except RuntimeError as error:
-            raise TransportError(first_line(self.name, error)) from error
         self._check_open()
         if not self._on_device:
             self.waited_ns += time.monotonic_ns() - begun_ns

@@ -22,33 +22,44 @@ import torch
 import torch.distributed as dist
 
 from parallel_state import ParallelGroup
+from ppserve.errors import TransportError
 from ppserve.stage.transport.frames import Frames, Transport
 from ppserve.stage.transport.point_to_point import Passage, PointToPoint
 
-_ABORT_WITHIN_S = 10.0
+_ABORT_WITHIN_S = 30.0
+"""An abort may take the group's timeout, which is 20 s."""
 
 
 class AbortedPassage(Passage):
-    """Waits are ended by aborting the group, which is finished before the group may be destroyed."""
+    """Waits are ended by aborting the group, once, and the group is never destroyed before that has ended."""
 
-    _aborting: threading.Thread | None = None
+    def __init__(self) -> None:
+        self._once = threading.Lock()
+        self._aborting: threading.Thread | None = None
 
     def interrupt(self, group: dist.ProcessGroup) -> None:
-        # In a thread of its own: it blocks in some versions of NCCL, and the caller reads the head's messages.
-        if self._aborting is None:
-            self._aborting = threading.Thread(target=group.abort, name="nccl-abort", daemon=True)
-            self._aborting.start()
+        # In a thread of its own: it blocks in some versions of NCCL, and the caller may read the head's messages.
+        with self._once:
+            if self._aborting is None:
+                self._aborting = threading.Thread(target=group.abort, name="nccl-abort", daemon=True)
+                self._aborting.start()
 
-    def close(self) -> None:
-        # To destroy a group while it is being aborted blocks or crashes.
-        if self._aborting is not None:
-            self._aborting.join(_ABORT_WITHIN_S)
+    def close(self, group: dist.ProcessGroup, within_s: float = _ABORT_WITHIN_S) -> None:
+        """Raises TransportError where the abort does not end: only a new process is rid of that group."""
+        # To destroy a group that was not aborted waits for its kernels, and a posted receive may never end. To
+        # destroy one that is being aborted blocks or crashes.
+        self.interrupt(group)
+        assert self._aborting is not None
+        self._aborting.join(within_s)
+        if self._aborting.is_alive():
+            raise TransportError(f"nccl: the group was not aborted within {within_s:.0f} s")
 
 
 class StreamPassage(AbortedPassage):
     """Frames stay on the GPU; the compute stream and the transfer stream take turns with each buffer."""
 
     def __init__(self, device: torch.device) -> None:
+        super().__init__()
         self._device = device
         self._transfers = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
         # Per buffer, the stage's last use of it, which the next transfer into it must not overtake.

@@ -8,7 +8,8 @@ kind: gloo's `is_completed()` stays False after a peer's death, while its `wait(
 from __future__ import annotations
 
 from collections import deque
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 
 import torch
@@ -45,8 +46,8 @@ class Passage:
     def interrupt(self, group: dist.ProcessGroup) -> None:
         """Called from another thread: ends what is under way in the group, where a neighbour's end does not."""
 
-    def close(self) -> None:
-        """Waits for an `interrupt` that has begun: the group is destroyed next."""
+    def close(self, group: dist.ProcessGroup) -> None:
+        """Whatever must have ended before the group is destroyed, which happens next. May be called twice."""
 
 
 class GroupUser:
@@ -66,11 +67,23 @@ class GroupUser:
     def close(self) -> None:
         """What is under way ends when the group does (`destroy_model_parallel`)."""
         self._closed = True
-        self._passage.close()
+        self._passage.close(self._group.process_group)
 
     def _check_open(self) -> None:
         if self._closed:
             raise TransportError(f"{self.name}: the transport is closed")
+
+    @contextmanager
+    def _exchange(self) -> Iterator[None]:
+        """What the backend raises is a TransportError, unless the device is lost to this process: no other epoch
+        would help then."""
+        self._check_open()
+        try:
+            yield
+        except torch.AcceleratorError:
+            raise
+        except RuntimeError as error:
+            raise TransportError(first_line(self.name, error)) from error
 
 
 @dataclass(frozen=True, slots=True)
@@ -140,35 +153,25 @@ class PointToPoint(GroupUser):
 
     def _receive_into(self, buffer_TD: torch.Tensor) -> dist.Work:
         assert self._group.prev_rank is not None, "the first stage receives nothing"
-        self._check_open()
-        try:
-            with self._passage.posting(buffer_TD):
-                handle = dist.irecv(buffer_TD, self._group.prev_rank, group=self._group.process_group)
-        except RuntimeError as error:
-            raise TransportError(first_line(self.name, error)) from error
+        with self._exchange(), self._passage.posting(buffer_TD):
+            handle = dist.irecv(buffer_TD, self._group.prev_rank, group=self._group.process_group)
         assert handle is not None
         return handle
 
     def _send(self, hidden_TD: torch.Tensor) -> int:
         assert self._group.next_rank is not None, "the last stage sends nothing"
-        self._check_open()
         if len(self._sending) == self._frames.depth:
             self._wait(self._sending.popleft()[0])
         outgoing_TD = self._passage.leave(hidden_TD)
-        try:
-            with self._passage.posting(outgoing_TD):
-                handle = dist.isend(outgoing_TD, self._group.next_rank, group=self._group.process_group)
-        except RuntimeError as error:
-            raise TransportError(first_line(self.name, error)) from error
+        with self._exchange(), self._passage.posting(outgoing_TD):
+            handle = dist.isend(outgoing_TD, self._group.next_rank, group=self._group.process_group)
         assert handle is not None
         self._sending.append((handle, outgoing_TD))
         return outgoing_TD.nbytes
 
     def _wait(self, handle: dist.Work) -> None:
-        try:
+        with self._exchange():
             handle.wait()
-        except RuntimeError as error:
-            raise TransportError(first_line(self.name, error)) from error
         self._check_open()
 
 

@@ -1,0 +1,160 @@
+"""How a stage leaves an epoch, and which errors only the end of its process can mend."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from dataclasses import fields
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from parallel_state import ParallelGroup
+from ppserve import wire
+from ppserve.core.architecture import Split, StageLayout, stage_layouts
+from ppserve.core.cut import Cut
+from ppserve.errors import TransportError
+from ppserve.stage.device import Compute
+from ppserve.stage.link import Link
+from ppserve.stage.transport import Frames, Transport
+from ppserve.stage.transport.gather_group import GroupGather
+from ppserve.stage.transport.point_to_point import Passage, PointToPoint
+from tests.model.random_checkpoint import RandomCheckpoint, architecture
+from tests.stage.one_stage import CPU, WITHIN_S, ByHand, OneStage, Poisoned, plan, start
+
+pytestmark = pytest.mark.timeout(120)
+
+ILLEGAL = torch.AcceleratorError("CUDA error: an illegal memory access was encountered")
+TRITON = RuntimeError("Triton Error [CUDA]: an illegal memory access was encountered")
+POISONED = Poisoned(**{field.name: getattr(CPU, field.name) for field in fields(CPU)})
+
+
+class FailsOnce(ByHand):
+    """The first transport fails at one of the things that it is asked for."""
+
+    def __init__(self, at: str, error: Exception) -> None:
+        super().__init__()
+        self._at, self._error = at, error
+
+    def open_transport(self, form: wire.Form, layout: StageLayout, frames: Frames, link: Link) -> Transport:
+        transport = super().open_transport(form, layout, frames, link)
+        if len(self.opened) == 1:
+            first = self.opened[0]
+            first.fails_at, first.error, first.breaks = self._at, self._error, True
+            first.arrived.release()
+        return transport
+
+
+@contextmanager
+def failing_stage(wiring: FailsOnce, compute: Compute) -> Iterator[OneStage]:
+    """The last of two stages, which has been asked to compute a step of epoch 1."""
+    with ThreadPoolExecutor(1) as threads:
+        stage = start(threads, 1, 2, wiring, RandomCheckpoint(architecture(num_layers=2)), compute)
+        stage.hear(wire.Hello)
+        stage.load(stage_layouts(Split.parse("1,1"))[1])
+        stage.form(1)
+        stage.tell(wire.Plan(plan(1, 0)))
+        try:
+            yield stage
+        finally:
+            stage.tell(wire.Shutdown())
+
+
+WHERE = pytest.mark.parametrize("at", ["warm up", "expect 0", "receive 0"])
+
+
+@WHERE
+def test_an_error_that_has_poisoned_the_device_ends_the_stage(at: str) -> None:
+    """Its process ends with it, and the keeper starts another; only leaving the epoch would not help."""
+    with failing_stage(FailsOnce(at, ILLEGAL), CPU) as stage, pytest.raises(torch.AcceleratorError):
+        stage.exit_code.result(WITHIN_S)
+
+
+@WHERE
+def test_an_error_that_does_not_say_so_is_asked_of_the_device(at: str) -> None:
+    with failing_stage(FailsOnce(at, TRITON), POISONED) as stage, pytest.raises(torch.AcceleratorError):
+        stage.exit_code.result(WITHIN_S)
+
+
+@WHERE
+def test_any_other_error_is_reported_and_the_epoch_left(at: str) -> None:
+    """The control, where the device is well. The wait of a group that is destroyed without an interrupt would have
+    no end."""
+    wiring = FailsOnce(at, TRITON)
+    with failing_stage(wiring, CPU) as stage:
+        if at != "warm up":
+            stage.hear(wire.Ready)
+        assert "Triton" in stage.hear(wire.Broken).reason
+        stage.enter(2)
+        assert wiring.opened[0].ends == ["interrupt", "close"]
+
+
+def test_a_new_epoch_ends_the_one_before_in_the_same_way() -> None:
+    wiring = FailsOnce("nothing", TRITON)
+    with failing_stage(wiring, CPU) as stage:
+        stage.hear(wire.Ready)
+        stage.hear(wire.Broken)
+        stage.enter(2)
+        stage.enter(3)
+        assert wiring.opened[1].ends == ["interrupt", "close"]
+
+
+# ---- what a group's errors become --------------------------------------------------------------------------
+
+
+class Failing(dist.Work):
+    def __init__(self, error: Exception) -> None:
+        super().__init__()
+        self._error = error
+
+    def wait(self, timeout: object = None) -> bool:
+        raise self._error
+
+
+def ways(monkeypatch: pytest.MonkeyPatch, error: Exception) -> dict[str, object]:
+    """Calls of each way to use a group of torch.distributed, which then raises."""
+
+    def fails(*args: object, **kwargs: object) -> None:
+        raise error
+
+    for name in ("isend", "irecv", "all_gather"):
+        monkeypatch.setattr(dist, name, fails)
+    group = ParallelGroup((0, 1, 2), 1, None)  # type: ignore[arg-type]
+    pipe = PointToPoint("nccl", Frames(4, torch.float32), group, Passage())
+    gather = GroupGather("nccl", group, Passage())
+    return {
+        "send": lambda: pipe.send(plan(1, 0), torch.zeros(3, 4)),
+        "post": lambda: pipe.post_receive(plan(1, 0)),
+        "wait": lambda: pipe._wait(Failing(error)),
+        "gather": lambda: gather.all(torch.zeros(2, 2), Cut((2, 2), 0)),
+    }
+
+
+@pytest.mark.parametrize("way", ["send", "post", "wait", "gather"])
+def test_a_lost_device_is_no_transport_error(monkeypatch: pytest.MonkeyPatch, way: str) -> None:
+    for error, becomes in ((ILLEGAL, torch.AcceleratorError), (TRITON, TransportError)):
+        with pytest.raises(becomes, match="illegal"):
+            ways(monkeypatch, error)[way]()  # type: ignore[operator]
+
+
+# ---- the process -------------------------------------------------------------------------------------------
+
+LINGERING = """
+import threading
+from ppserve.stage.__main__ import run_and_exit
+threading.Thread(target=threading.Event().wait).start()
+def run(): {ends}
+run_and_exit(run)
+"""
+
+
+@pytest.mark.parametrize(("ends", "code"), [("raise RuntimeError('poisoned')", 1), ("return 75", 75)])
+def test_a_process_ends_though_threads_of_libraries_linger(ends: str, code: int) -> None:
+    script = LINGERING.format(ends=ends)
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=WITHIN_S)
+    assert done.returncode == code
+    assert ("RuntimeError: poisoned" in done.stderr) == (code == 1)

@@ -61,6 +61,8 @@ class ProcessGroupWiring:
             store = rendezvous.join_epoch_store(form.store_host, form.store_port, _FORM_TIMEOUT)
         rendezvous.meet(store, layout.place, layout.num_places, lambda: link.abandoned >= form.epoch)
         _say_interface(form.address)
+        if form.transport == "nccl":
+            _keep_watchdog_from_ending_us()
         dist.init_process_group(
             "nccl" if form.transport == "nccl" else "gloo",
             store=store,
@@ -87,6 +89,15 @@ def _say_interface(address: str) -> None:
     if name is not None:
         os.environ.setdefault("GLOO_SOCKET_IFNAME", name)
         os.environ.setdefault("NCCL_SOCKET_IFNAME", f"={name}")
+
+
+def _keep_watchdog_from_ending_us() -> None:
+    """torch's thread beside NCCL ends the whole process when an exchange fails or is late, as after a neighbour's
+    death: it waits a minute for its dump and throws where nobody can catch it. Survivors would lose their weights.
+    Here the head notices losses, and the stage aborts its groups. What the operator says wins."""
+    os.environ.setdefault("TORCH_NCCL_ASYNC_ERROR_HANDLING", "0")
+    os.environ.setdefault("TORCH_NCCL_DUMP_ON_TIMEOUT", "0")
+    os.environ.setdefault("TORCH_NCCL_WAIT_TIMEOUT_DUMP_MILSEC", "0")
 
 
 class ThreadWiring:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import queue
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -18,11 +20,13 @@ from ppserve import wire
 from ppserve.core.architecture import Split, StageLayout, stage_layouts
 from ppserve.core.cut import Cut
 from ppserve.errors import TransportError
+from ppserve.library.local import LocalLink
 from ppserve.stage.device import Compute
 from ppserve.stage.link import Link
 from ppserve.stage.transport import Frames, Transport
 from ppserve.stage.transport.gather_group import GroupGather
 from ppserve.stage.transport.point_to_point import Passage, PointToPoint
+from ppserve.stage.wiring import ProcessGroupWiring
 from tests.model.random_checkpoint import RandomCheckpoint, architecture
 from tests.stage.one_stage import CPU, WITHIN_S, ByHand, OneStage, Poisoned, plan, start
 
@@ -139,6 +143,25 @@ def test_a_lost_device_is_no_transport_error(monkeypatch: pytest.MonkeyPatch, wa
     for error, becomes in ((ILLEGAL, torch.AcceleratorError), (TRITON, TransportError)):
         with pytest.raises(becomes, match="illegal"):
             ways(monkeypatch, error)[way]()  # type: ignore[operator]
+
+
+@pytest.mark.parametrize("transport", ["nccl", "gloo"])
+def test_the_watchdog_of_nccl_is_told_before_there_is_one(monkeypatch: pytest.MonkeyPatch, transport: str) -> None:
+    """Its default ends a process whose neighbour has died. What the operator says is kept."""
+    at_start: dict[str, str] = {}
+
+    def start_group(*args: object, **kwargs: object) -> None:
+        at_start.update((name, value) for name, value in os.environ.items() if name.startswith("TORCH_NCCL_"))
+        raise RuntimeError("no group here")
+
+    monkeypatch.setattr(dist, "init_process_group", start_group)
+    monkeypatch.setattr(os, "environ", {"TORCH_NCCL_DUMP_ON_TIMEOUT": "1"})
+    form = wire.Form(1, transport, 8, 64, "127.0.0.1", store_port=0, address="127.0.0.1")
+    link = LocalLink(0, queue.SimpleQueue())
+    with pytest.raises(RuntimeError, match="no group here"):
+        ProcessGroupWiring()._join(form, StageLayout(0, 1, 0, 4), link)
+    ours = {"TORCH_NCCL_ASYNC_ERROR_HANDLING": "0", "TORCH_NCCL_WAIT_TIMEOUT_DUMP_MILSEC": "0"}
+    assert at_start == {"TORCH_NCCL_DUMP_ON_TIMEOUT": "1", **(ours if transport == "nccl" else {})}
 
 
 # ---- the process -------------------------------------------------------------------------------------------

@@ -197,11 +197,15 @@ class StageModel(Protocol):
 
 
 class Backend(Protocol):
-    """A device in one precision. read_rows_at_once: rows of logits that are in memory at a time."""
+    """A device in one precision. read_rows_at_once: rows of logits that are in memory at a time. more_rows,
+    more_head_rows: for the self-test, numbers of rows above 128 that a linear layer and the LM head may be given,
+    where kernels may be chosen by that number; ascending."""
 
     device: torch.device
     precision: Precision
     read_rows_at_once: int
+    more_rows: tuple[int, ...]
+    more_head_rows: tuple[int, ...]
 
     def stored(self, tensor: torch.Tensor) -> torch.Tensor:
         """An embedding, a bias or a norm's weight: rounded as hidden states are, on the device."""

@@ -1,11 +1,11 @@
 """Is this machine batch-invariant: does a row's result not depend on the other rows? Asked once, at start-up.
 
 Our own kernels keep it by construction; a library's keep it where it was tried. So the question is put to
-the stage's own weights, shapes and threads: row counts up to the largest that are used, and one layer with
-prompts at once, in chunks, in company and token by token. Weights [w, -w] and inputs [r, r] of the same shapes are
-sharper: their true products are 0, so what comes out is the rounding of one order of summation, and any other
-order shows in nearly every number, whatever it is rounded to afterwards. On the way every kernel is compiled (or
-read from its cache), so that no request waits for that.
+the stage's own weights, shapes and threads: row counts up to the largest that take another way through the kernels
+(for a library's, up to the largest step), and one layer with prompts at once, in chunks, in company and token by
+token. Weights [w, -w] and inputs [r, r] of the same shapes are sharper: their true products are 0, so what comes
+out is the rounding of one order of summation, and any other order shows in nearly every number, whatever it is
+rounded to afterwards. On the way every kernel is compiled (or read from its cache), so that no request waits for that.
 """
 
 from __future__ import annotations
@@ -29,11 +29,10 @@ _HEAD_ROW_COUNTS = (1, 2, 3, 17, 64)
 _MOST_PROBE_OUTPUTS = 4096
 _BLOCK_SIZE = 16
 
-# Three sequences; the first is long enough to be shared among threads.
+# Sequences; the first is long enough to be shared among threads. A further one fills the largest step.
 _LENGTHS = (130, 41, 7)
 # (sequence, first position, rows): a slice of a step.
 _Part = tuple[int, int, int]
-_WHOLE: tuple[_Part, ...] = tuple((number, 0, length) for number, length in enumerate(_LENGTHS))
 
 
 def _in_chunks(sequence: int, chunk: int) -> list[list[_Part]]:
@@ -41,17 +40,18 @@ def _in_chunks(sequence: int, chunk: int) -> list[list[_Part]]:
     return [[(sequence, start, min(chunk, length - start))] for start in range(0, length, chunk)]
 
 
-# What must give every row the same numbers as each prompt computed at once and alone: lists of steps.
-_WAYS: dict[str, list[list[_Part]]] = {
-    "token by token": _in_chunks(1, 1),
-    "in chunks of 7": _in_chunks(0, 7),
-    "in chunks of 64": _in_chunks(0, 64),
-    "in one step with others": [list(_WHOLE)],
-    "ending in a step of decodes": [
-        [(number, 0, length - 1) for number, _, length in _WHOLE],
-        [(number, length - 1, 1) for number, _, length in _WHOLE],
-    ],
-}
+def _ways(whole: Sequence[_Part]) -> dict[str, list[list[_Part]]]:
+    """What must give every row the same numbers as each prompt computed at once and alone: lists of steps."""
+    return {
+        "token by token": _in_chunks(1, 1),
+        "in chunks of 7": _in_chunks(0, 7),
+        "in chunks of 64": _in_chunks(0, 64),
+        "in one step with others": [list(whole)],
+        "ending in a step of decodes": [
+            [(number, 0, length - 1) for number, _, length in whole],
+            [(number, length - 1, 1) for number, _, length in whole],
+        ],
+    }
 
 
 @torch.inference_mode()
@@ -67,10 +67,11 @@ def check_determinism(stage: GPT2Stage) -> str | None:
         plan = StepPlan(0, 0, 0, tuple(Slice(0, 0, (0,), (0,), draw) for draw in draws))
         inputs = build_inputs(plan, stage.layout, _cache(stage, 1), _gather(stage))
         stage.backend.read_logits(inputs, iter([torch.zeros(2, 2, device=stage.backend.device)]), Cut((2,), 0))
-        if reason := _check_linear(stage, stage.head.linear, _HEAD_ROW_COUNTS, generator):
+        row_counts = _HEAD_ROW_COUNTS + stage.backend.more_head_rows
+        if reason := _check_linear(stage, stage.head.linear, row_counts, generator):
             return f"the LM head: {reason}"
     for linear in _linears(stage):
-        if reason := _check_linear(stage, linear, _ROW_COUNTS, generator):
+        if reason := _check_linear(stage, linear, _ROW_COUNTS + stage.backend.more_rows, generator):
             return f"a linear layer of {linear.num_inputs} inputs: {reason}"
     return _check_layer(stage, generator)
 
@@ -112,11 +113,14 @@ def _compare_rows(
 def _check_layer(stage: GPT2Stage, generator: torch.Generator) -> str | None:
     """Whether attention and MLP give prompts the same hidden states however they are cut, whoever is beside."""
     device, dtype = stage.backend.device, stage.backend.precision.hidden
+    most = max(stage.backend.more_rows, default=0)
+    lengths = (*_LENGTHS, most - sum(_LENGTHS)) if most > sum(_LENGTHS) else _LENGTHS
     prompts_TD = [
-        torch.randn(length, stage.arch.width, generator=generator).to(device, dtype) for length in _LENGTHS
+        torch.randn(length, stage.arch.width, generator=generator).to(device, dtype) for length in lengths
     ]
-    alone_TD = [_through_layer(stage, prompts_TD, [[part]])[part[0]] for part in _WHOLE]
-    for way, steps in _WAYS.items():
+    whole = [(number, 0, length) for number, length in enumerate(lengths)]
+    alone_TD = [_through_layer(stage, prompts_TD, [[part]])[part[0]] for part in whole]
+    for way, steps in _ways(whole).items():
         for number, rows_TD in _through_layer(stage, prompts_TD, steps).items():
             if not torch.equal(rows_TD, alone_TD[number]):
                 return f"hidden states of a prompt {way} differ from the same prompt at once and alone"
@@ -128,8 +132,8 @@ def _through_layer(
 ) -> dict[int, torch.Tensor]:
     """The stage's first attention and MLP, step by step, on a cache of its own: sequence number → all rows."""
     tables, num_blocks = [], 0
-    for length in _LENGTHS:
-        needed = -(-length // _BLOCK_SIZE)
+    for prompt_TD in prompts_TD:
+        needed = -(-len(prompt_TD) // _BLOCK_SIZE)
         tables.append(tuple(reversed(range(num_blocks, num_blocks + needed))))
         num_blocks += needed
     cache = _cache(stage, num_blocks)

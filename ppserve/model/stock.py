@@ -31,6 +31,9 @@ ACTIVATIONS: dict[str, Operator] = {
 class TorchBackend:
     """Weights, arithmetic and hidden states in one dtype; keys and values in it or, if asked for, another."""
 
+    more_rows: tuple[int, ...] = ()
+    more_head_rows: tuple[int, ...] = ()
+
     def __init__(self, device: torch.device, dtype: str, kv_dtype: str | None = None) -> None:
         one: torch.dtype = getattr(torch, dtype)
         self.device = device

@@ -11,6 +11,7 @@ from pathlib import Path
 import torch
 
 from ppserve.config import ServeConfig
+from ppserve.core.scheduling.config import MAX_PROMPT_TOKENS_PER_STEP
 from ppserve.errors import ConfigError
 from ppserve.model.backend import Backend
 from ppserve.model.cpu.backend import CpuBackend
@@ -109,7 +110,10 @@ def choose(config: ServeConfig, environment: RankEnvironment, stored_dtype: str)
     if kv_dtype == "auto":
         kv_dtype = dtype
     asked, shares_gpu = config.device, on_gpu and stages_on_gpu > 1
-    options = DeviceOptions(asked.batch_invariant, asked.cuda_graphs, config.scheduling.max_num_seqs, kv_dtype)
+    scheduling = config.scheduling
+    max_rows = scheduling.max_num_seqs
+    max_step_rows = max_rows + (scheduling.prefill_chunk or MAX_PROMPT_TOKENS_PER_STEP)
+    options = DeviceOptions(asked.batch_invariant, asked.cuda_graphs, max_rows, kv_dtype, max_step_rows)
     arithmetic = dtype, shares_gpu, stages_here, threads, quantization, kv_dtype
     return Compute(device, *arithmetic, options, reference, stages_on_gpu)
 

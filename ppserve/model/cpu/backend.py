@@ -50,6 +50,9 @@ class CpuBackend:
 
     device = torch.device("cpu")
     read_rows_at_once = 64  # of GPT-2's vocabulary 13 MB
+    # Kernels of our own: more rows are more pieces of the same.
+    more_rows: tuple[int, ...] = ()
+    more_head_rows: tuple[int, ...] = ()
 
     def __init__(
         self, dtype: str, num_threads: int = 1, quantization: str = "none", kv_dtype: str | None = None

@@ -7,13 +7,14 @@ another. Sums are float32.
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
 import torch
 
 from ppserve.core.architecture import Architecture, StageLayout
 from ppserve.core.cut import Cut
+from ppserve.core.scheduling.config import MAX_PROMPT_TOKENS_PER_STEP
 from ppserve.model.backend import (
     KVCache,
     Linear,
@@ -43,12 +44,13 @@ log = logging.getLogger("ppserve.stage")
 class DeviceOptions:
     """batch_invariant: linears whose rows do not depend on the other rows, which torch's own do not promise.
     graphs: record steps of single rows. max_rows: of the largest recorded step. kv_dtype: of keys and values,
-    None for that of all else."""
+    None for that of all else. max_step_rows: of the largest step, recorded or not."""
 
     batch_invariant: bool = False
     graphs: bool = True
     max_rows: int = 256
     kv_dtype: str | None = None
+    max_step_rows: int = 256 + MAX_PROMPT_TOKENS_PER_STEP
 
 
 class CudaBackend(TorchBackend):
@@ -70,6 +72,11 @@ class CudaBackend(TorchBackend):
         self.operators = operators or _own_operators(device)
         self.staging = Staging(self.beside)
         self.readback = Readback(self.beside)
+        rows = {*bucket_sizes(self.options.max_step_rows), *bucket_sizes(self.options.max_rows)}
+        self.more_rows = _above_128(rows)
+        # A recorded step's rows are read all at once.
+        most = max(self.read_rows_at_once, self.options.max_rows)
+        self.more_head_rows = _above_128({min(count, most) for count in (*rows, most)})
 
     def linear(self, weight_NK: Matrix, bias_N: torch.Tensor | None) -> Linear:
         if self.options.batch_invariant:
@@ -120,6 +127,10 @@ class InvariantLinear:
 
     def __call__(self, x_TK: torch.Tensor) -> torch.Tensor:
         return self._operators.product(x_TK, self._weight_NK, self._bias_N)
+
+
+def _above_128(rows: Iterable[int]) -> tuple[int, ...]:
+    return tuple(sorted(count for count in rows if count > 128))
 
 
 def _own_operators(device: torch.device) -> Operators:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Callable
 from typing import Any
@@ -28,20 +29,49 @@ def backend_of(operators: Operators | None = None, **options: Any) -> CudaBacken
 
 
 class FeelsRows(ReferenceOperators):
-    """A product that does not keep the promise."""
+    """A product, or attention, that does not keep the promise in steps of more than so many rows."""
+
+    def __init__(self, product_above: float = math.inf, attention_above: float = math.inf) -> None:
+        self._product_above, self._attention_above = product_above, attention_above
 
     def product(self, x_TK: torch.Tensor, *weights: Any) -> torch.Tensor:
-        return super().product(x_TK, *weights) + 1e-6 * (len(x_TK) > 3)
+        return super().product(x_TK, *weights) + 1e-6 * (len(x_TK) > self._product_above)
+
+    def attend(self, qkv_TE: torch.Tensor, *rest: Any) -> torch.Tensor:
+        return super().attend(qkv_TE, *rest) + 1e-6 * (len(qkv_TE) > self._attention_above)
 
 
 def test_the_selftest_tells_the_truth() -> None:
-    """With the choice it passes on every stage. A product that is not what it should be is found."""
+    """With the choice it passes on every stage, with as many rows as the largest step has."""
     checkpoint = RandomCheckpoint(architecture(width=64))
     for stage in Pipeline(checkpoint, "1,1", backend=backend_of(batch_invariant=True)).stages:
         assert check_determinism(stage) is None
-    false = backend_of(FeelsRows(), batch_invariant=True)
-    (stage,) = Pipeline(checkpoint, "2", backend=false).stages
-    assert check_determinism(stage) == "the LM head: rows differ between 1 and 64 rows at once"
+
+
+@pytest.mark.parametrize(
+    ("operators", "said"),
+    [
+        (FeelsRows(product_above=3), "the LM head: rows differ between 1 and 256 rows at once"),
+        (FeelsRows(product_above=200), "the LM head: rows differ between 1 and 256 rows at once"),
+        (FeelsRows(product_above=700), "a linear layer of 64 inputs: rows differ between 1 and 768 rows at once"),
+        (
+            FeelsRows(attention_above=700),
+            "hidden states of a prompt in one step with others differ from the same prompt at once and alone",
+        ),
+    ],
+)
+def test_the_selftest_finds_what_feels_other_rows(operators: FeelsRows, said: str) -> None:
+    """Also where only the largest steps do."""
+    backend = backend_of(operators, batch_invariant=True)
+    (stage,) = Pipeline(RandomCheckpoint(architecture(width=64)), "2", backend=backend).stages
+    assert check_determinism(stage) == said
+
+
+def test_the_selftest_asks_for_what_the_options_allow() -> None:
+    assert backend_of(max_rows=300, max_step_rows=812).more_rows == (256, 300, 512, 812)
+    assert backend_of(max_rows=300, max_step_rows=812).more_head_rows == (256, 300)
+    assert backend_of(max_rows=4, max_step_rows=68).more_rows == ()
+    assert backend_of(max_rows=4, max_step_rows=68).more_head_rows == (256,)
 
 
 @pytest.mark.parametrize("kind", KINDS)

@@ -5,7 +5,7 @@ the stage's own weights, shapes and threads: row counts up to the largest that t
 (for a library's, up to the largest step), and one layer with prompts at once, in chunks, in company and token by
 token. Weights [w, -w] and inputs [r, r] of the same shapes are sharper: their true products are 0, so what comes
 out is the rounding of one order of summation, and any other order shows in nearly every number, whatever it is
-rounded to afterwards. On the way every kernel is compiled (or read from its cache), so that no request waits for that.
+rounded to afterwards. On the way every kernel is compiled (or read from its cache), so that no request waits.
 """
 
 from __future__ import annotations

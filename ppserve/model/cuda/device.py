@@ -6,6 +6,7 @@ its graphs run again what was recorded. Work is given to the calling thread's cu
 
 from __future__ import annotations
 
+import threading
 import time
 from collections.abc import Callable
 from typing import Protocol
@@ -84,6 +85,11 @@ class HostDevice:
         return 0
 
 
+_RECORDING = threading.Lock()
+"""Stages may be threads of one process, and begin to serve together. torch's bookkeeping of a graph that is being
+recorded (its synchronising, its random state, its collecting of garbage) is the process's."""
+
+
 class CudaDevice:
     """A GPU. Graphs share one pool of memory: they never run at the same time."""
 
@@ -91,6 +97,7 @@ class CudaDevice:
         self.device = device
         self.num_waits = 0
         self._pool: object | None = None
+        self._beside: torch.cuda.Stream | None = None
 
     @property
     def name(self) -> str:
@@ -106,16 +113,22 @@ class CudaDevice:
         return CudaTiming(self)
 
     def record(self, work: Callable[[], None]) -> Callable[[], None]:
-        # Compiling, and whatever an operator sets up when it is first called, must not be recorded.
-        beside = torch.cuda.Stream(self.device)  # type: ignore[no-untyped-call]
+        with _RECORDING:
+            return self._record(work)
+
+    def _record(self, work: Callable[[], None]) -> Callable[[], None]:
+        # A stream of this stage's own: torch's default is one for all threads.
+        beside = self._beside = self._beside or torch.cuda.Stream(self.device)  # type: ignore[no-untyped-call]
         beside.wait_stream(torch.cuda.current_stream(self.device))
+        # Compiling, and whatever an operator sets up when it is first called, must not be recorded.
         with torch.cuda.stream(beside):
             for _ in range(2):
                 work()
         torch.cuda.current_stream(self.device).wait_stream(beside)
         graph = torch.cuda.CUDAGraph()
         # Other threads of this process may be at work on the device.
-        with torch.cuda.graph(graph, pool=self._pool, capture_error_mode="thread_local"):  # type: ignore[arg-type]
+        mode = "thread_local"
+        with torch.cuda.graph(graph, pool=self._pool, stream=beside, capture_error_mode=mode):  # type: ignore[arg-type]
             work()
         self._pool = self._pool or graph.pool()
         return graph.replay

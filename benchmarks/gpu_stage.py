@@ -23,6 +23,8 @@ from typing import Any
 import click
 import torch
 
+sys.path.insert(0, str(Path(__file__).parents[1]))
+
 from benchmarks.stage_step import GPT2, RandomWeights
 from ppserve.core.architecture import Architecture, StageLayout, sublayer_params
 from ppserve.core.plan import Draw, Slice, StepPlan

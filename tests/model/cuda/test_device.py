@@ -1,17 +1,23 @@
-"""Recording on a GPU by several threads, with a stand-in for torch's part."""
+"""Recording on a GPU by several threads, with a stand-in for torch's part; and the script that is run on a GPU."""
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
 import threading
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
+from pathlib import Path
 from unittest.mock import MagicMock
 
 import pytest
 import torch
 
 from ppserve.model.cuda.device import CudaDevice
+
+ROOT = Path(__file__).parents[3]
 
 
 def test_stages_that_are_threads_record_one_after_the_other(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -46,3 +52,14 @@ def test_stages_that_are_threads_record_one_after_the_other(monkeypatch: pytest.
     first, second = (set(map(id, used)) for used in streams.values())
     assert len(first) == len(second) == 1
     assert first != second
+
+
+def test_the_script_runs_as_the_page_says() -> None:
+    """A lent GPU is there for minutes: what can fail before it is needed fails here."""
+    command = "benchmarks/gpu_stage.py", "waits", "--device", "cpu", "--small", "--dtype", "float32"
+    environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
+    done = subprocess.run(
+        [sys.executable, *command], cwd=ROOT, env=environment, capture_output=True, text=True, timeout=100
+    )
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.count("waits=0") == 2

@@ -1,7 +1,7 @@
 """Simulates a pipeline: the real scheduler and the real ledger, with predicted times instead of stages.
 
 Stages run steps in the order in which these are sent, so all times of a step are known when it is sent; the only
-events are arrivals of requests and returns of steps. The head is one thread: each event waits for the one before.
+events are arrivals of requests and results of stages. The head is one thread: each event waits for the one before.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ from __future__ import annotations
 import heapq
 import itertools
 import random
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field, replace
 from typing import Protocol
@@ -202,7 +202,7 @@ class Simulator:
         self._account = TimeAccount(self._steps, 0)
         self._free_s = [0.0] * len(machine.stages)
         self._head_free_s = 0.0
-        self._events: list[tuple[float, int, SimulatedRequest | _Return]] = []
+        self._events: list[tuple[float, int, SimulatedRequest | StepResult]] = []
         self._order = itertools.count()
         self._running: dict[str, _Running] = {}
         self._backlog: list[SimulatedRequest] = []
@@ -230,15 +230,15 @@ class Simulator:
         rate = self._acceptance if own is None else own
         return self._guessers.setdefault(rate, _Guesser(rate))
 
-    def _push(self, at_s: float, what: SimulatedRequest | _Return) -> None:
+    def _push(self, at_s: float, what: SimulatedRequest | StepResult) -> None:
         heapq.heappush(self._events, (at_s, next(self._order), what))
 
-    def _turn(self, now_s: float, happened_s: float, what: SimulatedRequest | _Return) -> None:
+    def _turn(self, now_s: float, happened_s: float, what: SimulatedRequest | StepResult) -> None:
         """A turn of the engine: handles an event, then fills the pipeline."""
         woken_ns = round(now_s * _NS)
-        if isinstance(what, _Return):
-            self._commit(what, now_s)
-            now_s += len(what.results[-1].drawn) * self._machine.wires.token_s
+        if isinstance(what, StepResult):
+            self._reported(what, now_s)
+            now_s += len(what.drawn) * self._machine.wires.token_s
         else:
             self._submit(what, now_s, happened_s)
         scheduler = self._scheduler
@@ -246,7 +246,8 @@ class Simulator:
             now_s += self._machine.wires.head_s
             self._account.dispatched(self._steps.sent(plan, woken_ns, round(now_s * _NS), scheduler.microbatches))
             self._outcome.num_steps += 1
-            self._push(*self._pass_through(plan, now_s))
+            for returned_s, result in self._pass_through(plan, now_s):
+                self._push(returned_s, result)
         self._head_free_s = now_s
         if not (scheduler.intake.groups or scheduler.is_busy):
             self._account.demand_ended(round(now_s * _NS))
@@ -259,15 +260,16 @@ class Simulator:
         self._account.demand_began(round(now_s * _NS))
         self._scheduler.intake.submit(Request(name, (0,) * asked.prompt_tokens, stop), now_s)
 
-    def _commit(self, returned: _Return, now_s: float) -> None:
-        for result in returned.results:
-            step = self._steps.reported(result, round(now_s * _NS))
-            assert step is not None
-            self._account.reported(step, result.stage)
-            if self._lanes is not None:
-                lanes = self._lanes.observe(result.stage, result.stamps, step.fills_lanes)
-                self._scheduler.set_microbatches(lanes)
-        for event in self._scheduler.commit(returned.results[-1], now_s):
+    def _reported(self, result: StepResult, now_s: float) -> None:
+        step = self._steps.reported(result, round(now_s * _NS))
+        assert step is not None
+        self._account.reported(step, result.stage)
+        if self._lanes is not None:
+            lanes = self._lanes.observe(result.stage, result.stamps, step.fills_lanes)
+            self._scheduler.set_microbatches(lanes)
+        if result.stage < len(self._free_s) - 1:
+            return
+        for event in self._scheduler.commit(result, now_s):
             self._heard(event, now_s)
         for step_id in self._scheduler.lanes.take_doomed():
             self._steps.doom(step_id)
@@ -287,14 +289,13 @@ class Simulator:
             if self._backlog:
                 self._push(now_s, self._backlog.pop())
 
-    def _pass_through(self, plan: StepPlan, sent_s: float) -> tuple[float, _Return]:
-        """Simulates a step on all stages: (when its last result is back, all results)."""
+    def _pass_through(self, plan: StepPlan, sent_s: float) -> Iterator[tuple[float, StepResult]]:
+        """Simulates a step on all stages: when the head has each one's result, and the result."""
         wires, size = self._machine.wires, StepSize.of(plan)
         planned_s = sent_s + wires.control_s
         transfer_s = wires.transfer_s(size.rows)
         arrives_s = planned_s
         drawn = tuple(Drawn(piece.sequence_id, 0) for piece in plan.slices for _ in piece.draws)
-        results: list[StepResult] = []
         for stage, speed in enumerate(self._machine.stages):
             awaited_s = max(planned_s, self._free_s[stage]) + wires.prepare_s
             received_s = max(awaited_s, arrives_s)
@@ -306,12 +307,5 @@ class Simulator:
             arrives_s = sent_s + transfer_s
             times_s = (planned_s, awaited_s, received_s, received_s, ended_s, sent_s)
             stamps = StepStamps(*(round(s * _NS) for s in times_s))
-            results.append(StepResult(plan.epoch, plan.step_id, stage, stamps, drawn=drawn if is_last else ()))
-        return ended_s + wires.return_s, _Return(tuple(results))
-
-
-@dataclass(frozen=True, slots=True)
-class _Return:
-    """A step's results, in order of the stages."""
-
-    results: tuple[StepResult, ...]
+            result = StepResult(plan.epoch, plan.step_id, stage, stamps, drawn=drawn if is_last else ())
+            yield sent_s + wires.return_s, result

@@ -36,7 +36,8 @@ class SchedulerConfig:
 
     @property
     def max_microbatches(self) -> int:
-        """The most steps that may ever be in flight. One more than stages hides the return of tokens."""
+        """The most steps of known tokens that may ever be in flight. One more than stages hides the return of
+        tokens."""
         return max(self.num_stages + 1, self.microbatches or 1)
 
     @property

@@ -27,7 +27,6 @@ class Lanes:
 
     def __init__(self, steps: Steps, config: SchedulerConfig, epoch: int) -> None:
         self.num_lanes = config.microbatches or config.num_stages
-        self._max_in_flight = config.max_microbatches
         self.epoch = epoch
         self._steps = steps
         self._parts: dict[int, Parts] = {}
@@ -43,10 +42,8 @@ class Lanes:
     @property
     def full(self) -> bool:
         """Whether no step of known tokens may be sent. Steps on guesses do not count: they must not delay
-        others."""
-        num_in_flight = self._steps.num_in_flight
-        num_known = num_in_flight - self._steps.num_speculative
-        return num_known >= self.num_lanes or num_in_flight >= self._max_in_flight
+        others. So at most as many steps are in flight as lanes and stages together."""
+        return self._steps.num_in_flight - self._steps.num_speculative >= self.num_lanes
 
     @property
     def have_gap(self) -> bool:

@@ -34,6 +34,9 @@ Pick = tuple[Sequence, int]
 WORTH = 1.5
 # With several sequences running, guesses may make a step this many times as long: others wait for it too.
 MOST_STRETCH = 1.025
+# A step on guesses is sent when stage 0 will have done what is before it within so many seconds. So it hardly
+# waits there, where a request that arrives would have to wait for it.
+MOST_WAIT_S = 0.0005
 # The most rows of one sequence in a step that decodes.
 MAX_WIDTH = 16
 # Guesses in a step of a lone sequence that teaches the cost model what rows cost.
@@ -80,7 +83,8 @@ class Speculation:
 
     def deepen(self, running: Collection[Sequence]) -> list[Pick]:
         """Picks of guesses alone, of sequences whose known tokens are all in steps."""
-        if self._way is not Way.DEEP:
+        wait_s = self._lanes.num_before_first_stage * self._seconds(StepSize().with_slice(0, 1, 1))
+        if self._way is not Way.DEEP or wait_s > MOST_WAIT_S:
             return []
         picks = []
         for sequence in running:

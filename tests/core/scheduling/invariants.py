@@ -39,7 +39,7 @@ def check_scheduler(scheduler: Scheduler) -> None:
 
 def check_one_of_several(scheduler: Scheduler) -> None:
     check_blocks(scheduler._blocks)
-    assert len(scheduler.lanes) <= scheduler.config.max_microbatches
+    assert len(scheduler.lanes) <= scheduler.config.max_microbatches + scheduler.config.num_stages
     check_roster(scheduler._roster)
     admitted = [*scheduler._roster.running, *scheduler._ending.values()]
     check_lanes(scheduler.lanes, admitted)

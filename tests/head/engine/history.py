@@ -359,7 +359,8 @@ class History:
             assert len(steps) == 0, "a step is awaited of an epoch that is lost"
         if replica.scheduler is not None:
             check_one_of_several(replica.scheduler)
-            assert steps.num_in_flight <= replica.scheduler.config.max_microbatches
+            num_known = steps.num_in_flight - steps.num_speculative
+            assert num_known <= replica.scheduler.config.max_microbatches
         losses = self.num_faults + self.hosts[replica.number].num_deaths
         assert members.epoch <= 1 + _EPOCHS_PER_LOSS * losses + 10, "epochs without end"
 

@@ -78,7 +78,9 @@ def _load_config_file(ctx: click.Context, _param: click.Parameter, path: Path | 
 @click.option("--max-model-len", type=_COUNT, help="Longest prompt + answer; unset = what the model allows.")
 @click.option("--max-queue", type=_COUNT, default=1024, help="Requests waiting before new ones are refused.")
 @click.option("--block-size", type=click.IntRange(1, 256), default=16, help="Tokens per KV block.")
-@click.option("--kv-cache-memory", type=SIZE, help="Per stage, such as 2G; unset = from free memory.")
+@click.option(
+    "--kv-cache-memory", type=SIZE, help="Per stage, such as 2G, taken at once; unset = from free memory, as used."
+)
 @click.option(
     "--prefix-cache", type=click.Choice(cfg.PREFIX_CACHES), default="per-key", help="Who shares equal prefixes."
 )

@@ -232,9 +232,9 @@ class Backend(Protocol):
         """Bytes that one KV block takes on a rank."""
 
     def make_cache(
-        self, arch: Architecture, layout: StageLayout, num_blocks: int, block_size: int, *, serves: bool = False
+        self, arch: Architecture, layout: StageLayout, num_blocks: int, block_size: int, *, num_ahead: int = 0
     ) -> KVCache:
-        """serves: for a server that stays; it may have memory ready before blocks are used."""
+        """num_ahead: for a server; the memory of so many blocks is to be ready before they are used."""
 
     def recorded(self, model: StageModel, cache: KVCache) -> StageModel:
         """The model with what a server computes all the time recorded, if this device can; else the model.

@@ -71,7 +71,8 @@ class Compute:
             torch.cuda.set_device(self.device)
             torch.zeros(1, device=self.device)
         else:
-            torch.set_num_threads(self.threads)
+            # Our kernels have threads of their own. Torch's would spin after each operator, on the same cores.
+            torch.set_num_threads(self.threads if self.reference else 1)
 
     def probe(self) -> None:
         """Raises torch.AcceleratorError where an error has poisoned the device's context: then every later call of

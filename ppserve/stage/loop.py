@@ -41,6 +41,9 @@ from ppserve.stage.wiring import Wiring
 
 log = logging.getLogger("ppserve.stage")
 
+# What a server that has just started has memory ready for.
+_TOKENS_AHEAD = 2048
+
 
 @dataclass(frozen=True, slots=True)
 class Findings:
@@ -211,8 +214,11 @@ class StageLoop:
         model = self._model
         assert model is not None, "the head forms an epoch of stages that are loaded"
         if self._cache is None:
-            block_size = self._start.config.cache.block_size
-            self._cache = model.backend.make_cache(model.arch, model.layout, num_blocks, block_size, serves=True)
+            config = self._start.config.cache
+            # Memory that the operator has set aside is taken at once, any other as the load grows.
+            num_ahead = num_blocks if config.kv_cache_memory else -(-_TOKENS_AHEAD // config.block_size)
+            shape = model.arch, model.layout, num_blocks, config.block_size
+            self._cache = model.backend.make_cache(*shape, num_ahead=num_ahead)
             model = self._model = model.backend.recorded(model, self._cache)
         return model, self._cache
 

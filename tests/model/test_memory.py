@@ -6,15 +6,18 @@ import mmap
 import resource
 import time
 from collections.abc import Callable
+from typing import Any
 
 import numpy
 import pytest
 import torch
 
+from ppserve import Pipeline
 from ppserve.core.architecture import Split, stage_layouts
 from ppserve.core.plan import Slice, StepPlan
 from ppserve.model.cpu import prefault as memory
 from ppserve.model.cpu.backend import CpuBackend
+from ppserve.model.cpu.kv_cache import CpuCache
 from ppserve.model.cpu.prefault import Prefaulter
 from ppserve.model.inputs import build_inputs
 from tests.model.random_checkpoint import architecture
@@ -85,11 +88,11 @@ def test_what_is_there_is_left_as_it_is() -> None:
 
 
 @needs_populate
-def test_a_cache_has_memory_for_2048_tokens_at_first() -> None:
+def test_a_cache_has_memory_for_what_it_is_told_at_first() -> None:
     (layout,) = stage_layouts(Split.parse("2"))
     backend = CpuBackend("float32")
     assert backend.make_cache(architecture(), layout, 400, 16).prefaulter is None
-    cache = backend.make_cache(architecture(), layout, 400, 16, serves=True)
+    cache = backend.make_cache(architecture(), layout, 400, 16, num_ahead=128)
     ahead = cache.prefaulter
     assert ahead is not None
     until(lambda: ahead.num_ready >= 128)
@@ -100,10 +103,29 @@ def test_a_cache_has_memory_for_2048_tokens_at_first() -> None:
     assert ahead.num_ready == 400
 
 
+def test_memory_that_was_set_aside_is_taken_at_once_and_other_memory_as_it_is_used(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    asked: list[tuple[int, int]] = []
+    make_cache = CpuBackend.make_cache
+
+    def noted(backend: CpuBackend, *shape: Any, num_ahead: int = 0) -> CpuCache:
+        if num_ahead:
+            asked.append((num_ahead, shape[2]))
+        return make_cache(backend, *shape, num_ahead=num_ahead)
+
+    monkeypatch.setattr(CpuBackend, "make_cache", noted)
+    with Pipeline("tiny", kv_cache_memory=16 << 20), Pipeline("tiny"):
+        pass
+    (all_ahead, num_blocks), (some_ahead, _) = asked
+    assert all_ahead == num_blocks
+    assert some_ahead * 16 == 2048
+
+
 @needs_populate
 def test_a_closed_cache_leaves_no_thread() -> None:
     (layout,) = stage_layouts(Split.parse("2"))
-    cache = CpuBackend("float32").make_cache(architecture(), layout, 400, 16, serves=True)
+    cache = CpuBackend("float32").make_cache(architecture(), layout, 400, 16, num_ahead=128)
     assert cache.prefaulter is not None
     cache.close()
     cache.prefaulter.thread.join(100)

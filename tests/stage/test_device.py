@@ -10,7 +10,7 @@ import torch
 from ppserve import Pipeline
 from ppserve.config import DeviceSettings, ServeConfig
 from ppserve.errors import ConfigError
-from ppserve.stage.device import devices_here, gpu_share
+from ppserve.stage.device import Compute, devices_here, gpu_share
 
 GIB = 1 << 30
 CPU = torch.device("cpu")
@@ -53,3 +53,14 @@ def test_a_pipeline_has_a_stage_for_each_device() -> None:
         assert pipeline.complete("Once upon a time", max_tokens=3, temperature=0).text
     with pytest.raises(ConfigError, match="2 devices for 3 stages"):
         Pipeline("tiny", 3, devices=["cpu", "cpu"])
+
+
+@pytest.mark.parametrize(("reference", "expected"), [(False, 1), (True, 2)])
+def test_torch_has_threads_only_where_it_computes(reference: bool, expected: int) -> None:
+    """Beside our kernels its threads would spin after each of its operators, on the same cores."""
+    num_threads = torch.get_num_threads()
+    try:
+        Compute(torch.device("cpu"), "float32", False, 1, threads=2, reference=reference).occupy()
+        assert torch.get_num_threads() == expected
+    finally:
+        torch.set_num_threads(num_threads)

@@ -93,10 +93,10 @@ class CpuBackend:
         return block_bytes(arch, layout, block_size, self.precision.kv)
 
     def make_cache(
-        self, arch: Architecture, layout: StageLayout, num_blocks: int, block_size: int, *, serves: bool = False
+        self, arch: Architecture, layout: StageLayout, num_blocks: int, block_size: int, *, num_ahead: int = 0
     ) -> CpuCache:
         workers = self._team, self._rooms
-        return CpuCache(arch, layout, num_blocks, block_size, self._attention, workers, prefaults=serves)
+        return CpuCache(arch, layout, num_blocks, block_size, self._attention, workers, num_ahead=num_ahead)
 
     def recorded(self, model: StageModel, cache: KVCache) -> StageModel:
         return model

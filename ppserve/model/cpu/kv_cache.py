@@ -24,9 +24,6 @@ from ppserve.model.cpu.prefault import Prefaulter
 from ppserve.model.cpu.rooms import Rooms
 from ppserve.model.cpu.team import Team
 
-# What a server that has just started has memory ready for.
-_TOKENS_AHEAD = 2048
-
 
 def padded(size: int) -> int:
     """`size` rounded up to whole groups or panels."""
@@ -47,7 +44,7 @@ def block_bytes(arch: Architecture, layout: StageLayout, block_size: int, dtype:
 
 
 class CpuCache:
-    """A `KVCache`. prefaults: have memory ready before blocks are used."""
+    """A `KVCache`. num_ahead: so many blocks have memory before they are used; 0 where it comes as they are."""
 
     device = torch.device("cpu")
 
@@ -60,7 +57,7 @@ class CpuCache:
         kind: AttentionKernel,
         workers: tuple[Team, Rooms],
         *,
-        prefaults: bool = False,
+        num_ahead: int = 0,
     ) -> None:
         self.num_blocks = num_blocks
         self.block_size = block_size
@@ -80,9 +77,8 @@ class CpuCache:
             key_cell=cells[0],
             value_cell=cells[1],
         )
-        least_ahead = -(-_TOKENS_AHEAD // block_size)
         self.prefaulter = (
-            Prefaulter(self.keys_LBHc, self.values_LBHc, least_ahead=least_ahead) if prefaults else None
+            Prefaulter(self.keys_LBHc, self.values_LBHc, least_ahead=num_ahead) if num_ahead else None
         )
 
     def inputs(self, rows: StepRows) -> StepInputs:

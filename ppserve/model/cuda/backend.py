@@ -84,7 +84,7 @@ class CudaBackend(TorchBackend):
         return super().linear(weight_NK, bias_N)
 
     def make_cache(
-        self, arch: Architecture, layout: StageLayout, num_blocks: int, block_size: int, *, serves: bool = False
+        self, arch: Architecture, layout: StageLayout, num_blocks: int, block_size: int, *, num_ahead: int = 0
     ) -> DeviceCache:
         blocks = num_blocks, block_size
         return DeviceCache(arch, layout, blocks, self.precision.kv, self.operators, self.staging)

@@ -8,10 +8,12 @@ import numpy as np
 import pytest
 import torch
 
+from ppserve.core.architecture import StageLayout
 from ppserve.core.plan import StepPlan
 from ppserve.model.backend import StepRows
 from ppserve.model.cpu.sampling_kernels import draw
 from ppserve.model.cuda.arrays import padded_arrays, step_arrays
+from ppserve.model.cuda.buckets import padding
 from ppserve.model.cuda.operators import Operators, Tiles
 from tests.model.cuda.here import DEVICE, KINDS, operators_of
 
@@ -21,13 +23,15 @@ CLOSE = {torch.float32: 2e-5, torch.bfloat16: 2e-2, torch.float16: 3e-3}
 
 @dataclass
 class Sequences:
-    """Keys and values of several sequences in shuffled blocks; slices of them make a step."""
+    """Keys and values of several sequences in shuffled blocks; slices of them make a step. kv_dtype: in which they
+    are kept, None for that of hidden states."""
 
     num_heads: int
     head_size: int
     block_size: int
     dtype: torch.dtype
     lengths: tuple[int, ...]
+    kv_dtype: torch.dtype | None = None
 
     def __post_init__(self) -> None:
         torch.manual_seed(self.head_size)
@@ -38,7 +42,7 @@ class Sequences:
         self.tables = [order[sum(needed[:i]) : sum(needed[: i + 1])] for i in range(len(needed))]
         shape = (len(order), self.block_size, self.num_heads, self.head_size)
         # What nobody wrote is no number: reading it would show.
-        self.keys = torch.full(shape, torch.nan, dtype=self.dtype, device=DEVICE)
+        self.keys = torch.full(shape, torch.nan, dtype=self.kv_dtype or self.dtype, device=DEVICE)
         self.values = self.keys.clone()
 
     def rows(self, parts: list[tuple[int, int, int]]) -> StepRows:
@@ -82,9 +86,10 @@ class Sequences:
 
     def plain(self, sequence: int) -> torch.Tensor:
         """torch's attention over a whole sequence, in float64."""
-        query, key, value = self.qkv[sequence].double().view(-1, 3, self.num_heads, self.head_size).unbind(1)
+        query, key, value = self.qkv[sequence].view(-1, 3, self.num_heads, self.head_size).unbind(1)
+        key, value = (part.to(self.keys.dtype).to(self.dtype) for part in (key, value))
         mixed = torch.nn.functional.scaled_dot_product_attention(
-            *(part.transpose(0, 1)[None] for part in (query, key, value)), is_causal=True
+            *(part.double().transpose(0, 1)[None] for part in (query, key, value)), is_causal=True
         )
         return mixed[0].transpose(0, 1).flatten(1)
 
@@ -107,6 +112,31 @@ def test_attention_is_plain(num_heads: int, head_size: int, dtype: torch.dtype, 
     for sequence, rows in enumerate(found):
         expected = sequences.plain(sequence)
         torch.testing.assert_close(rows.double(), expected, atol=CLOSE[dtype], rtol=CLOSE[dtype])
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(
+    ("dtype", "kv_dtype"),
+    [
+        (torch.float32, torch.bfloat16),
+        (torch.bfloat16, torch.float32),
+        (torch.float16, torch.float32),
+        (torch.float16, torch.bfloat16),
+    ],
+    ids=str,
+)
+def test_keys_and_values_may_be_in_another_dtype(dtype: torch.dtype, kv_dtype: torch.dtype, kind: str) -> None:
+    """`--kv-dtype`: kept in it, rounded, and computed with in the dtype of hidden states. Where a GPU rounds to
+    bfloat16, Triton's interpreter cuts: the limits leave room for that, not for a wrong dtype."""
+    sequences = Sequences(2, 12, 16, dtype, (70, 5), kv_dtype)
+    operators = operators_of(kind)
+    first = sequences.step(operators, [(0, 0, 40), (1, 0, 4)])
+    second = sequences.step(operators, [(1, 4, 1), (0, 40, 30)])
+    for sequence, parts in enumerate(([first[:40], second[1:]], [first[40:], second[:1]])):
+        expected, limit = sequences.plain(sequence), max(CLOSE[dtype], CLOSE[kv_dtype])
+        torch.testing.assert_close(torch.cat(parts).double(), expected, atol=limit, rtol=limit)
+    kept = sequences.keys.flatten(0, 1)[sequences.tables[1][0] * 16 : sequences.tables[1][0] * 16 + 5].flatten(1)
+    torch.testing.assert_close(kept, sequences.qkv[1][:, 24:48].to(kv_dtype), atol=0, rtol=2**-7)
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -141,6 +171,24 @@ def test_padding_changes_nothing(kind: str) -> None:
     for bucket in (4, 16):
         assert torch.equal(sequences.step(operators, decodes, pad_to=bucket), exact)
         assert torch.equal(sequences.keys.nan_to_num(), kept.nan_to_num()), "padding was kept"
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("size", [1, 4, 17])
+def test_a_step_of_padding_alone_is_zeros_and_keeps_nothing(size: int, kind: str) -> None:
+    """What a step is recorded with: no row has a key, and the block that its table names holds no numbers."""
+    operators, layout = operators_of(kind), StageLayout(0, 1, 0, 4)
+    sequences = Sequences(2, 12, 16, torch.float32, (40,))
+    arrays = padded_arrays(padding(size, layout), size)
+    on_device = {name: torch.from_numpy(array).to(DEVICE) for name, array in arrays.items()}
+    qkv = torch.full((size, 72), torch.nan, device=DEVICE)
+    operators.write(qkv, sequences.keys, sequences.values, on_device["slots"])
+    assert sequences.keys.isnan().all()
+    tiles = Tiles(on_device["tiles"].view(-1, 4), on_device["tables"], 40)
+    for numbers in (torch.nan, 7.0):
+        mixed = operators.attend(qkv.fill_(numbers), sequences.keys, sequences.values, tiles, 0.3)
+        assert mixed.shape == (size, 24)
+        assert not mixed.any()
 
 
 @pytest.mark.parametrize("kind", KINDS)

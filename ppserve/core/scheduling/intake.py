@@ -130,11 +130,13 @@ class Intake:
             return []
         return [self.end(s, group, finish=reason) for s in group.live]
 
-    def finish(self, sequence_id: int, reason: FinishReason) -> None:
-        """End a sequence whose end the engine has found (a stop string): no event, no further step."""
+    def finish(self, sequence_id: int, reason: FinishReason, num_generated: int) -> None:
+        """End a sequence whose end the engine has found (a stop string) after so many tokens of its answer: no
+        event, no further step. Tokens that guesses brought beyond it are charged to nobody."""
         for host in self._hosts:
             sequence = host.running(sequence_id)
             if sequence is not None:
+                self.queue.charge(sequence.request.caller, num_generated - sequence.num_generated)
                 self.end(sequence, self.groups[sequence.request.id], finish=reason)
                 return
 

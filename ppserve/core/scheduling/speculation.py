@@ -121,6 +121,7 @@ class Speculation:
         for sequence, num_tokens in picks:
             size = joined(size, sequence, num_tokens)
         explores = num_running == 1 and self._trial.explore()
+        most_rows = (self._forced or MAX_WIDTH - 1) + (picks[0][0].remaining > 0)
         step_s = self._seconds(size)
         token_s = step_s / len(picks)
         most_s = math.inf if num_running == 1 or self._forced else MOST_STRETCH * step_s
@@ -129,8 +130,9 @@ class Speculation:
             return picks  # not even a guess that is surely right
         widths = [num_tokens for _, num_tokens in picks]
         likeliest: list[tuple[float, int, Guess]] = []  # the first number is the probability's negative
-        for place, (sequence, _) in enumerate(picks):
-            self._consider(likeliest, place, sequence)
+        for place, (sequence, width) in enumerate(picks):
+            if width < most_rows:
+                self._consider(likeliest, place, sequence)
         while likeliest and size.rows < self._max_rows:
             minus_probability, place, guess = heapq.heappop(likeliest)
             sequence = picks[place][0]
@@ -143,7 +145,7 @@ class Speculation:
             sequence.guesses.append(guess)
             self._trial.guessed()
             widths[place] += 1
-            if widths[place] <= (self._forced or MAX_WIDTH - 1):
+            if widths[place] < most_rows:
                 self._consider(likeliest, place, sequence)
         return [(sequence, width) for (sequence, _), width in zip(picks, widths, strict=True)]
 

@@ -230,7 +230,7 @@ class Engine(threading.Thread):
         now_s = self._clock() / 1e9
         output = opened.output(event, now_s)
         if output.finish is FinishReason.STOP_STRING and event.finish is None:
-            self._fleet.finish(event.sequence_id, FinishReason.STOP_STRING)
+            self._fleet.finish(event.sequence_id, FinishReason.STOP_STRING, event.offset + 1)
         self._tell(opened, output, now_s)
         if opened.is_complete:
             del self._open[event.request_id]

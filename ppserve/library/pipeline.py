@@ -267,7 +267,11 @@ def _config_of(model: str, settings: Settings) -> cfg.ServeConfig:
 def _drafter_of(config: cfg.ServeConfig) -> NewDrafter:
     """Raises UsageError."""
     draft_model = config.scheduling.draft_model
-    return look_up_prompts if draft_model is None else DraftModel(Draft(draft_model, config.model.path)).drafter
+    if draft_model is None:
+        return look_up_prompts
+    if config.scheduling.speculate == 0:
+        raise ConfigError("draft_model", "needs speculate")
+    return DraftModel(Draft(draft_model, config.model.path)).drafter
 
 
 def _live(start: wire.Start, found: Findings, link: LocalLink, wiring: ThreadWiring) -> None:

@@ -99,6 +99,18 @@ def test_a_draft_model_of_another_vocabulary_is_refused(tmp_path: Path) -> None:
         tiny(2, speculate=3, draft_model=str(tmp_path))
 
 
+def test_a_draft_model_without_guesses_is_refused() -> None:
+    with pytest.raises(ConfigError, match="draft_model: needs speculate"):
+        tiny(2, draft_model="builtin")
+
+
+def test_tensor_ranks_guess_as_well(alone: list[Completion]) -> None:
+    with tiny(2, speculate=4, tensor_parallel=2) as pipeline:
+        for number, (prompt, options) in enumerate(requests()[:4]):
+            assert_same(pipeline.complete(prompt, **options), alone[number])
+        assert sum(guesses_of(pipeline).values()) > 0
+
+
 def test_a_drafter_that_declines_costs_no_step(alone: list[Completion]) -> None:
     declines = Fixed(lambda _place: None, 0)
     with tiny(2, speculate=4, new_drafter=lambda _request, _index: declines) as pipeline:

@@ -97,4 +97,5 @@ class DraftProcess:
     def _lose(self) -> None:
         if not self._is_lost:
             log.warning("the draft model's process is gone: nothing is guessed any more")
+            self._process.kill()
         self._is_lost = True

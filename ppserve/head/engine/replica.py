@@ -268,8 +268,11 @@ class Replica:
         decision = self.members.decision
         assert decision is not None
         config = replace(decision.scheduling, replica=self.number)
-        if any(member.loaded is not None and member.loaded.why_not for member in self.members.all):
+        loaded = [member.loaded for member in self.members.all if member.loaded is not None]
+        why_not = next((of_rank.why_not for of_rank in loaded if of_rank.why_not), None)
+        if why_not and config.speculate != 0:
             # Beside a guess, a row may differ from the same row alone.
+            log.warning("%snothing is guessed: %s", self._prefix, why_not)
             config = replace(config, speculate=0)
         blocks = BlockManager(formed.num_blocks, config.block_size)
         scheduler = Scheduler(

@@ -55,6 +55,7 @@ def test_one_that_does_not_read_is_not_waited_for() -> None:
     process.ask(Slice(1, 0, tuple(range(30_000, 530_000)), (), QUESTION.draw), 4)
     assert process.answer(wait=True) is None
     assert process.max_positions == 0
+    process._process.wait(timeout=60)  # it takes no memory any more
     process.end()
 
 

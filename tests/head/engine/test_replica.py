@@ -12,7 +12,7 @@ from ppserve import wire
 from ppserve.core.grid import RankGrid
 from ppserve.core.ledger.account import StageTimes
 from ppserve.core.ledger.steps import STEP_DEADLINE_NS, Step
-from ppserve.core.plan import Drawn, StepPlan, StepResult, StepStamps
+from ppserve.core.plan import SPECULATIVE, Drawn, StepPlan, StepResult, StepStamps
 from ppserve.core.request import FinishReason, Request, SamplingParams, StopConditions
 from ppserve.core.scheduling.sequence import SequenceEvent
 from ppserve.core.telling import DrawMemory, Told
@@ -93,11 +93,11 @@ class Rig:
     def say(self, rank: int, message: wire.FromStage) -> list[ReplicaEvent]:
         return self.fleet.take(Heard(rank, self.now_ns, message))
 
-    def greet(self, rank: int) -> None:
-        """A stage process of this rank connects and loads its weights."""
+    def greet(self, rank: int, why_not: str = "") -> None:
+        """A stage process of this rank connects and loads its weights. why_not: what its self-test found."""
         about = (self.grid.size, "host", "/m", ARCH, "float32", None, False, None, "here")
         self.say(rank, wire.Hello(rank, *about))
-        self.say(rank, wire.Loaded("cpu", 1, 1, 10, 10 * NUM_BLOCKS, ""))
+        self.say(rank, wire.Loaded("cpu", 1, 1, 10, 10 * NUM_BLOCKS, why_not))
 
     def join(self) -> list[ReplicaEvent]:
         """All ranks join the epoch that the first was invited to."""
@@ -106,10 +106,10 @@ class Rig:
         self.say(self.ranks[0], wire.StoreOpened(epoch, 1))
         return [event for rank in self.ranks for event in self.say(rank, wire.Ready(epoch))]
 
-    def form(self) -> list[ReplicaEvent]:
+    def form(self, why_not: str = "") -> list[ReplicaEvent]:
         """The first epoch."""
         for rank in self.ranks:
-            self.greet(rank)
+            self.greet(rank, why_not)
         return self.join()
 
     def submit(self, *names: str, num_prompt: int = 4, max_tokens: int = 6) -> None:
@@ -205,6 +205,37 @@ def test_a_step_is_committed_when_the_last_stage_reports_it_whoever_else_owes_it
     assert rig.fleet.demand(exists=False), "stage 0 has not reported: the server has work"
     assert rig.say(1, rig.result(plan, 0)) == []
     assert not rig.fleet.demand(exists=False)
+
+
+# ---- guesses ------------------------------------------------------------------------------------------
+
+
+def repeats(rig: Rig) -> None:
+    """Submits a prompt of one token several times, which is guessed to follow again."""
+    rig.fleet.submit(Request("r", (5,) * 6, StopConditions(6, ignore_eos=True), SamplingParams()))
+    rig.fleet.demand(True)
+
+
+def test_every_rank_hears_at_once_of_a_step_that_is_doomed() -> None:
+    rig = formed(speculate=1)
+    repeats(rig)
+    prompt, guessed = rig.refill()
+    assert guessed.phase == SPECULATIVE
+    rig.control.sent.clear()
+    rig.compute(prompt)  # it draws token 3
+    cancels = [(rank, message) for rank, message in rig.control.sent if isinstance(message, wire.Cancel)]
+    assert cancels == [(rank, wire.Cancel((guessed.step_id,))) for rank in rig.ranks]
+
+
+@pytest.mark.parametrize(("why_not", "num_steps"), [("", 2), ("rows differ", 1)])
+def test_nothing_is_guessed_where_the_self_test_failed(
+    why_not: str, num_steps: int, caplog: pytest.LogCaptureFixture
+) -> None:
+    rig = Rig(speculate=1)
+    rig.form(why_not)
+    repeats(rig)
+    assert len(rig.refill()) == num_steps
+    assert ("nothing is guessed: rows differ" in caplog.text) == bool(why_not)
 
 
 # ---- results that count for nothing -------------------------------------------------------------------

@@ -30,10 +30,10 @@ import time
 from collections import defaultdict
 from collections.abc import Callable, Iterator
 from collections.abc import Sequence as Seq
-from concurrent.futures import ThreadPoolExecutor, wait
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from local_server import running
 from safetensors.torch import load_file, save_file
@@ -157,23 +157,24 @@ class Bench:
                 print(f"{len(requests)} answers equal: {stages} stages, {kind}, {made}", flush=True)
 
     def kills(self) -> None:
-        """Stages killed in turn under two long streams, with guesses forced."""
-        killed = compared = 0
+        """A stage killed under each of many answers, with guesses forced. One caller at a time, because as many
+        callers as stages leave no gap for a step on guesses."""
         with serving(2) as calm, serving(2, "--speculate", "4") as server:
-            with Client(calm.grpc) as plain, Client(server.grpc) as guessed, ThreadPoolExecutor(2) as pool:
-                while killed < self._flags.kills:
-                    seeds = compared, compared + 1
-                    right = [told(plain, seed) for seed in seeds]
-                    answers = [pool.submit(told, guessed, seed) for seed in seeds]
-                    while wait(answers, 0.25).not_done and killed < self._flags.kills:
-                        if guessed.topology().epoch > killed:
-                            os.kill(server.stage_pid(killed % 2), signal.SIGKILL)
-                            killed += 1
-                    if [answer.result() for answer in answers] != right:
+            with Client(calm.grpc) as plain, Client(server.grpc) as guessed:
+                for number in range(self._flags.kills):
+                    options: dict[str, Any] = {"max_tokens": 600, "ignore_eos": True, "seed": number}
+                    right = plain.generate(TEXTS["story"], **options).text
+                    text, kill_at = "", 20 + 53 * number % 400
+                    for count, chunk in enumerate(guessed.stream(TEXTS["story"], **options), 1):
+                        text += chunk.text
+                        if count == kill_at:
+                            os.kill(server.stage_pid(number % 2), signal.SIGKILL)
+                    if text != right:
                         raise SystemExit("an answer differs after a loss")
-                    compared += 2
+                    if (epoch := guessed.topology().epoch) < number + 2:
+                        raise SystemExit(f"answer {number} was done before its stage was killed: epoch {epoch}")
             made = draft_tokens(server)
-        print(f"{killed} stages killed in mid-guess: {compared} answers equal, {made}", flush=True)
+        print(f"{self._flags.kills} stages killed in mid-guess: answers equal, {made}", flush=True)
 
     # ---- in one process -------------------------------------------------------------------------------
 
@@ -285,10 +286,6 @@ class Bench:
             save_file(tensors | load_file(TINY / "model.safetensors"), file, metadata={"format": "pt"})
             shutil.copy(TINY / "tokenizer.tiktoken", folder)
         return folder
-
-
-def told(client: Client, seed: int) -> str:
-    return client.generate(TEXTS["story"], max_tokens=900, ignore_eos=True, seed=seed).text
 
 
 def in_process(pipeline: Pipeline) -> Run:

@@ -59,18 +59,19 @@ def ask_and_hurt(server: Server, rank: int, signum: int, num_tensor: int = 1) ->
     stage, tensor = divmod(rank, num_tensor)
     died = f"stage {stage}{f' tensor {tensor}' * (num_tensor > 1)} died"
     asking = threading.Thread(target=lambda: answers.extend(ask_streams(server)))
-    restarts = server.log.count(died)
+    since = len(server.log)
     asking.start()
     with grpc.insecure_channel(server.grpc) as channel:
         stub = GenerationServiceStub(channel)
-        # Not before the streams are well under way: the witness has had many tokens by then.
-        witness = stub.Generate(long_requests(1)[0])
+        # Not before the streams are well under way: the witness has had many tokens by then. It is still under way
+        # when they have ended, so that the loss is noticed however slowly this process reads.
+        witness = stub.Generate(long_requests(1, max_tokens=900)[0])
         await_tokens(witness)
         os.kill(server.stage_pid(rank), signum)
-        for _ in witness:
-            pass
-    asking.join()
-    assert server.log.count(died) == restarts + 1, "the signal hit nobody"
+        wait_for_line(server, died, since)
+        asking.join()
+        witness.cancel()
+    assert server.log.count(died, since) == 1
     return answers
 
 

@@ -18,6 +18,9 @@ from tests.e2e.asking import Answer, ask, await_tokens
 from tests.e2e.serving import Server, plain_shell, serving
 from tests.e2e.test_losing_stages import long_requests
 
+# So long that they are under way when a stage is killed, however slowly this process reads.
+REQUESTS = long_requests(16, max_tokens=300)
+
 
 @pytest.fixture(scope="module")
 def server() -> Iterator[Server]:
@@ -27,7 +30,7 @@ def server() -> Iterator[Server]:
 
 def asking(server: Server) -> tuple[threading.Thread, list[Answer]]:
     answers: list[Answer] = []
-    thread = threading.Thread(target=lambda: answers.extend(ask(server.grpc, long_requests(16), at_once=16)))
+    thread = threading.Thread(target=lambda: answers.extend(ask(server.grpc, REQUESTS, at_once=16)))
     thread.start()
     with grpc.insecure_channel(server.grpc) as channel:
         # Not before the streams are well under way: the witness has had many tokens by then.
@@ -37,7 +40,7 @@ def asking(server: Server) -> tuple[threading.Thread, list[Answer]]:
 
 @pytest.mark.timeout(240)
 def test_streams_survive_the_kill_of_a_replica_and_the_restart_of_the_other(server: Server) -> None:
-    undisturbed = ask(server.grpc, long_requests(16), at_once=16)
+    undisturbed = ask(server.grpc, REQUESTS, at_once=16)
     assert {answer.end for answer in undisturbed} == {"MAX_TOKENS"}
 
     thread, answers = asking(server)

@@ -46,9 +46,10 @@ PRECISIONS = {
 }
 OURS = "ppserve, "
 PIPELINES = {
-    f"{OURS}2 stages": "--stages 2 --threads 1",
-    f"{OURS}1 stage of 2": "--stages 1 --threads 2",
-    f"{OURS}2 tensor ranks": "--stages 1 --tensor-parallel 2 --threads 1",
+    # how many ranks, which share the memory for keys and values; flags
+    f"{OURS}2 stages": (2, "--stages 2 --threads 1"),
+    f"{OURS}1 stage of 2": (1, "--stages 1 --threads 2"),
+    f"{OURS}2 tensor ranks": (2, "--stages 1 --tensor-parallel 2 --threads 1"),
 }
 PEERS = (
     # name as the script has it, environment, names of the precisions
@@ -73,10 +74,8 @@ Timings = dict[tuple[str, str, int], list[Timing]]
 """By contender, precision and requests at once."""
 
 
-def ours(model: str, kv_mib: int, flags: str, counts: Sequence[int], number: int) -> Iterator[tuple[int, Timing]]:
-    ranks = THREADS // int(flags.split("--threads ")[1].split()[0])
-    memory = f"--kv-cache-memory={kv_mib // ranks}M"
-    with running(["--model", model, "--force-cpu", memory, *shlex.split(flags)]) as address:
+def ours(model: str, flags: str, counts: Sequence[int], number: int) -> Iterator[tuple[int, Timing]]:
+    with running(["--model", model, "--force-cpu", *shlex.split(flags)]) as address:
         for count in counts:
             run = asyncio.run(run_once(address.grpc, Shape(count, PROMPT, NEW), 100 * number + count))
             yield count, Timing(run.prefill_s, run.total_s)
@@ -135,8 +134,9 @@ def race(
 
     for number in range(rounds):
         for precision in precisions:
-            for contender, flags in PIPELINES.items():
-                for count, timing in ours(model, kv_mib, f"{flags} {PRECISIONS[precision]}", counts, number):
+            for contender, (ranks, shape) in PIPELINES.items():
+                flags = f"{shape} {PRECISIONS[precision]} --kv-cache-memory={kv_mib // ranks}M"
+                for count, timing in ours(model, flags, counts, number):
                     note(contender, precision, count, timing)
             for name, environment, dtype in peers.built(precision) if peers else ():
                 for count in counts:

@@ -83,8 +83,9 @@ class Speculation:
 
     def deepen(self, running: Collection[Sequence]) -> list[Pick]:
         """Picks of guesses alone, of sequences whose known tokens are all in steps."""
-        wait_s = self._lanes.num_before_first_stage * self._seconds(StepSize().with_slice(0, 1, 1))
-        if self._way is not Way.DEEP or wait_s > MOST_WAIT_S:
+        if self._way is not Way.DEEP:
+            return []
+        if self._lanes.num_before_first_stage * self._seconds(StepSize().with_slice(0, 1, 1)) > MOST_WAIT_S:
             return []
         picks = []
         for sequence in running:

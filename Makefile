@@ -45,15 +45,15 @@ clients: setup
 
 # Ours beside the programs built in PEERS by the script's own instructions; without PEERS ours alone.
 race: setup
-	PYTHONPATH=. $(BIN)/python benchmarks/race.py $(if $(PEERS),--peers $(PEERS) --peer-script $(PEER_SCRIPT)) $(ARGS)
+	$(BIN)/python benchmarks/race.py $(if $(PEERS),--peers $(PEERS) --peer-script $(PEER_SCRIPT)) $(ARGS)
 
 # `make chaos ROWS=3,7 ARGS=--short` takes minutes; all of it, hours.
 chaos: setup
-	PYTHONPATH=. $(BIN)/python -m benchmarks.chaos --rows $(ROWS) $(ARGS)
+	$(BIN)/python -m benchmarks.chaos --rows $(ROWS) $(ARGS)
 
 # 2,000 of them are in `make test`; `make histories N=100000` is hours of one core.
 histories: setup
-	PYTHONPATH=. $(BIN)/python benchmarks/histories.py --number $(N) $(ARGS)
+	$(BIN)/python benchmarks/histories.py --number $(N) $(ARGS)
 
 stubs: setup
 	$(BIN)/python tools/generate_stubs.py

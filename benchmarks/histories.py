@@ -11,6 +11,9 @@ import argparse
 import logging
 import sys
 import time
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).parents[1]))  # tests and tools are no packages of the environment
 
 from tests.head.engine.history import History
 

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import json
 import platform
+import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -20,6 +21,8 @@ from pathlib import Path
 import click
 import numpy as np
 import torch
+
+sys.path.insert(0, str(Path(__file__).parents[1]))  # tests and tools are no packages of the environment
 
 from ppserve.model.cpu.jit import kernel
 from ppserve.model.cpu.kernels.memory import address, aligned

@@ -12,11 +12,14 @@ from __future__ import annotations
 import json
 import math
 import random
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 
 import click
 import torch
+
+sys.path.insert(0, str(Path(__file__).parents[1]))  # tests and tools are no packages of the environment
 
 import ppserve
 from ppserve.core.architecture import StageLayout

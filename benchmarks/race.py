@@ -23,6 +23,7 @@ import re
 import shlex
 import statistics
 import subprocess
+import sys
 import tempfile
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
@@ -33,6 +34,8 @@ from pathlib import Path
 import click
 from local_server import running
 from throughput import Shape, run_once
+
+sys.path.insert(0, str(Path(__file__).parents[1]))  # tests and tools are no packages of the environment
 
 from ppserve.model.cpu.kernels.variants import features, in_use
 from tools.make_random_gpt2 import Shape as ModelShape

@@ -25,6 +25,7 @@ import random
 import shutil
 import signal
 import statistics
+import sys
 import tempfile
 import time
 from collections import defaultdict
@@ -37,6 +38,8 @@ from typing import Any
 
 from local_server import running
 from safetensors.torch import load_file, save_file
+
+sys.path.insert(0, str(Path(__file__).parents[1]))  # tests and tools are no packages of the environment
 
 from ppserve import AsyncClient, Client, Pipeline
 from ppserve.core.request import Request

@@ -18,6 +18,7 @@ from ppserve.core.scheduling.config import MAX_PROMPT_TOKENS_PER_STEP
 from ppserve.model.backend import (
     KVCache,
     Linear,
+    Operator,
     Reading,
     StageModel,
     StepInputs,
@@ -82,6 +83,9 @@ class CudaBackend(TorchBackend):
         if self.options.batch_invariant:
             return InvariantLinear(self.operators, self.stored(weight_NK[:]), bias_N)
         return super().linear(weight_NK, bias_N)
+
+    def activation(self, name: str) -> Operator:
+        return self.operators.quick_gelu if name == "quick_gelu" else super().activation(name)
 
     def make_cache(
         self, arch: Architecture, layout: StageLayout, num_blocks: int, block_size: int, *, num_ahead: int = 0

@@ -64,5 +64,8 @@ class Operators(Protocol):
     def product(self, x_TK: torch.Tensor, weight_NK: torch.Tensor, bias_N: torch.Tensor | None) -> torch.Tensor:
         """x Wᵀ + b."""
 
+    def quick_gelu(self, x_TN: torch.Tensor) -> torch.Tensor:
+        """x sigmoid(1.702 x), computed in float32. Of torch's operators it would take three."""
+
     def weights(self, scores_RV: torch.Tensor, most_R: torch.Tensor, temperature_R: torch.Tensor) -> torch.Tensor:
         """exp((score - most) / temperature) in float32, as `cpu.vector.exp` computes it. All float32."""

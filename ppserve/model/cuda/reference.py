@@ -53,6 +53,10 @@ class ReferenceOperators:
         pieces_nmK = pad(x_TK, (0, 0, 0, -num_rows % ROWS_PER_TILE)).view(-1, ROWS_PER_TILE, x_TK.shape[1])
         return torch.cat([linear(piece_mK, weight_NK, bias_N) for piece_mK in pieces_nmK.unbind(0)])[:num_rows]
 
+    def quick_gelu(self, x_TN: torch.Tensor) -> torch.Tensor:
+        wide_TN = x_TN.float()
+        return (wide_TN * torch.sigmoid(1.702 * wide_TN)).to(x_TN.dtype)
+
     def weights(self, scores_RV: torch.Tensor, most_R: torch.Tensor, temperature_R: torch.Tensor) -> torch.Tensor:
         x_RV = (scores_RV - most_R[:, None]) / temperature_R[:, None]
         inside_RV = x_RV.clamp(of.EXP_LEAST, of.EXP_MOST)

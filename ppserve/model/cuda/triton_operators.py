@@ -17,7 +17,7 @@ from ppserve.model.cuda.operators import KEYS_PER_TILE, ROWS_PER_TILE, Tiles
 
 # Of a product: rows, outputs and inputs that one program takes at a time.
 _TILE_ROWS, _TILE_OUTPUTS, _TILE_INPUTS = 64, 64, 64
-_WEIGHTS_AT_ONCE = 1024
+_NUMBERS_AT_ONCE = 1024
 
 LEAST, MOST = tl.constexpr(of.EXP_LEAST), tl.constexpr(of.EXP_MOST)
 ROUND, LOG2_E = tl.constexpr(of.EXP_ROUND), tl.constexpr(of.EXP_LOG2_E)
@@ -70,11 +70,17 @@ class TritonOperators:
         )
         return y_TN
 
+    def quick_gelu(self, x_TN: torch.Tensor) -> torch.Tensor:
+        y_TN = torch.empty_like(x_TN)
+        grid = (triton.cdiv(x_TN.numel(), _NUMBERS_AT_ONCE),)
+        _quick_gelu[grid](x_TN, y_TN, x_TN.numel(), COUNT=_NUMBERS_AT_ONCE)
+        return y_TN
+
     def weights(self, scores_RV: torch.Tensor, most_R: torch.Tensor, temperature_R: torch.Tensor) -> torch.Tensor:
         num_rows, vocabulary = scores_RV.shape
         weights_RV = torch.empty_like(scores_RV)
-        grid = num_rows, triton.cdiv(vocabulary, _WEIGHTS_AT_ONCE)
-        _weights[grid](scores_RV, most_R, temperature_R, weights_RV, vocabulary, COUNT=_WEIGHTS_AT_ONCE)
+        grid = num_rows, triton.cdiv(vocabulary, _NUMBERS_AT_ONCE)
+        _weights[grid](scores_RV, most_R, temperature_R, weights_RV, vocabulary, COUNT=_NUMBERS_AT_ONCE)
         return weights_RV
 
 
@@ -190,6 +196,14 @@ def _product(
         total += tl.load(bias + output, mask=is_output, other=0.0).to(tl.float32)[None, :]
     to = y + own_rows[:, None] * num_outputs + own_outputs[None, :]
     tl.store(to, total.to(y.dtype.element_ty), mask=is_row[:, None] & is_output[None, :])
+
+
+@triton.jit
+def _quick_gelu(x, y, count, COUNT: tl.constexpr):
+    number = tl.program_id(0).to(tl.int64) * COUNT + tl.arange(0, COUNT)
+    inside = number < count
+    wide = tl.load(x + number, mask=inside, other=0.0).to(tl.float32)
+    tl.store(y + number, (wide * tl.sigmoid(1.702 * wide)).to(y.dtype.element_ty), mask=inside)
 
 
 @triton.jit

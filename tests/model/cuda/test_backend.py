@@ -20,6 +20,7 @@ from ppserve.model.cuda.operators import Operators
 from ppserve.model.cuda.recorded import RecordedStage
 from ppserve.model.cuda.reference import ReferenceOperators
 from ppserve.model.selftest import check_determinism
+from ppserve.model.stock import ACTIVATIONS
 from tests.model.cuda.here import DEVICE, KINDS, operators_of
 from tests.model.pipelines import CPU, GREEDY_DRAW, Pipeline, prompt
 from tests.model.random_checkpoint import RandomCheckpoint, architecture
@@ -188,15 +189,17 @@ def decodes(pipeline: Pipeline, count: int) -> list[Slice]:
 
 
 @pytest.mark.parametrize("batch_invariant", [False, True])
-def test_a_decode_takes_few_launches_a_layer_and_no_wait(batch_invariant: bool) -> None:
-    """At most 12 a layer without graphs, whatever the number of sequences."""
+@pytest.mark.parametrize("activation", ACTIVATIONS)
+def test_a_decode_takes_few_launches_a_layer_and_no_wait(activation: str, batch_invariant: bool) -> None:
+    """At most 12 a layer without graphs, whatever the number of sequences and the activation."""
     operators = CountedOperators()
     options = DeviceOptions(batch_invariant, graphs=False)
     backend = CudaBackend(CPU, "float32", options, operators)  # type: ignore[arg-type]
     totals = {}
     for layers in (1, LAYERS):
         for count in (2, 9):
-            pipeline = Pipeline(RandomCheckpoint(architecture(num_layers=layers)), str(layers), backend=backend)
+            arch = architecture(num_layers=layers, activation=activation)
+            pipeline = Pipeline(RandomCheckpoint(arch), str(layers), backend=backend)
             slices = decodes(pipeline, count)
             copies, back, waits = backend.staging.num_copies, backend.readback.num_copies, backend.beside.num_waits
             with Launches() as launches, Waits(launches) as waited:

@@ -228,6 +228,16 @@ def test_product_is_plain_and_its_rows_stand_alone(
 
 
 @pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_quick_gelu_is_plain(dtype: torch.dtype, kind: str) -> None:
+    x = (torch.randn(7, 301) * 4).to(dtype).to(DEVICE)
+    plain = x.double() * torch.sigmoid(1.702 * x.double())
+    found = operators_of(kind).quick_gelu(x)
+    assert found.dtype == dtype
+    torch.testing.assert_close(found.double(), plain, atol=CLOSE[dtype], rtol=CLOSE[dtype])
+
+
+@pytest.mark.parametrize("kind", KINDS)
 def test_weights_have_the_bits_of_the_cpu(kind: str) -> None:
     """The CPU's kernel shows its weights only by what it draws; the border between two ids gives them away."""
     scores = torch.tensor(np.random.default_rng(1).standard_normal((3, 1009)) * 20 - 70, dtype=torch.float32)

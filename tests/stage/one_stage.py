@@ -87,14 +87,18 @@ class OneStage:
 
 @contextmanager
 def stages(
-    split: str, wiring: Wiring, checkpoint: Checkpoint | None = None, only: int | None = None
+    split: str,
+    wiring: Wiring,
+    checkpoint: Checkpoint | None = None,
+    only: int | None = None,
+    compute: Compute = CPU,
 ) -> Iterator[list[OneStage]]:
     """Loaded stages of a pipeline, or one of them. All end with the test."""
     checkpoint = checkpoint or RandomCheckpoint(architecture())
     layouts = stage_layouts(Split.parse(split))
     wanted = layouts if only is None else (layouts[only],)
     with ThreadPoolExecutor(len(wanted)) as threads:
-        running = [_start(threads, layout, wiring, checkpoint) for layout in wanted]
+        running = [_start(threads, layout, wiring, checkpoint, compute) for layout in wanted]
         try:
             for stage, layout in zip(running, wanted, strict=True):
                 stage.load(layout)
@@ -108,8 +112,10 @@ def stages(
         stage.exit_code.result(WITHIN_S)
 
 
-def _start(threads: ThreadPoolExecutor, layout: StageLayout, wiring: Wiring, checkpoint: Checkpoint) -> OneStage:
-    started = start(threads, layout.stage, layout.num_stages, wiring, checkpoint)
+def _start(
+    threads: ThreadPoolExecutor, layout: StageLayout, wiring: Wiring, checkpoint: Checkpoint, compute: Compute
+) -> OneStage:
+    started = start(threads, layout.stage, layout.num_stages, wiring, checkpoint, compute)
     started.hear(wire.Hello)
     return started
 

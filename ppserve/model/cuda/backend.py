@@ -55,8 +55,8 @@ class DeviceOptions:
 
 
 class CudaBackend(TorchBackend):
-    """device: a GPU; or the CPU, which then computes by the reference operators. operators: others than the
-    device's own, for tests."""
+    """device: a GPU; or the CPU, which then computes by the reference operators. operators, beside: others than
+    the device's own, for tests."""
 
     read_rows_at_once = 256  # of GPT-2's vocabulary 51 MB
 
@@ -66,10 +66,11 @@ class CudaBackend(TorchBackend):
         dtype: str,
         options: DeviceOptions | None = None,
         operators: Operators | None = None,
+        beside: Accelerator | None = None,
     ) -> None:
         self.options = options or DeviceOptions()
         super().__init__(device, dtype, self.options.kv_dtype)
-        self.beside: Accelerator = CudaDevice(device) if device.type == "cuda" else HostDevice()
+        self.beside = beside or _own_accelerator(device)
         self.operators = operators or _own_operators(device)
         self.staging = Staging(self.beside)
         self.readback = Readback(self.beside)
@@ -135,6 +136,10 @@ class InvariantLinear:
 
 def _above_128(rows: Iterable[int]) -> tuple[int, ...]:
     return tuple(sorted(count for count in rows if count > 128))
+
+
+def _own_accelerator(device: torch.device) -> Accelerator:
+    return CudaDevice(device) if device.type == "cuda" else HostDevice()
 
 
 def _own_operators(device: torch.device) -> Operators:

@@ -37,6 +37,10 @@ class Accelerator(Protocol):
     def host_buffer(self, num_bytes: int) -> torch.Tensor:
         """Bytes of host memory that the device can copy from and to by itself."""
 
+    def copy(self, to: torch.Tensor, source: torch.Tensor) -> None:
+        """Between a host buffer and the device, behind all work that was given. Nobody waits: until a later mark
+        is reached, the host's side is neither to be read nor to be written."""
+
     def mark(self) -> Mark: ...
 
     def timing(self) -> Timing: ...
@@ -64,6 +68,9 @@ class HostDevice:
 
     def host_buffer(self, num_bytes: int) -> torch.Tensor:
         return torch.empty(num_bytes, dtype=torch.uint8)
+
+    def copy(self, to: torch.Tensor, source: torch.Tensor) -> None:
+        to.copy_(source)
 
     def mark(self) -> Mark:
         return self
@@ -105,6 +112,9 @@ class CudaDevice:
 
     def host_buffer(self, num_bytes: int) -> torch.Tensor:
         return torch.empty(num_bytes, dtype=torch.uint8, pin_memory=True)
+
+    def copy(self, to: torch.Tensor, source: torch.Tensor) -> None:
+        to.copy_(source, non_blocking=True)
 
     def mark(self) -> Mark:
         return _CudaMark(self, torch.cuda.current_stream(self.device).record_event())

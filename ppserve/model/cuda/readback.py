@@ -32,7 +32,7 @@ class Readback:
         if len(self._host) < columns_RC.nbytes:
             self._host = self._device.host_buffer(2 * columns_RC.nbytes)
         host_RC = self._host[: columns_RC.nbytes].view(torch.float64).view(columns_RC.shape)
-        host_RC.copy_(columns_RC, non_blocking=True)
+        self._device.copy(host_RC, columns_RC)
         self.num_copies += 1
         mark = self._device.mark()
 

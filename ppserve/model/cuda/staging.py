@@ -83,7 +83,7 @@ class Staging:
             numbers[at.offset : stop].view(at.dtype)[:] = array.reshape(-1)
             end = max(end, stop)
         if end:
-            buffer[:end].copy_(host[:end], non_blocking=True)
+            self._device.copy(buffer[:end], host[:end])
             self.num_copies += 1
         self._under_way.append((self._device.mark(), host))
 

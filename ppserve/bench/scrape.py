@@ -69,6 +69,10 @@ class MetricsReading:
         wanted = set(labels.items())
         return sum(value for found, value in self._samples.get(name, {}).items() if wanted <= found)
 
+    def num(self, name: str) -> int:
+        """How many samples a metric has."""
+        return len(self._samples.get(name, {}))
+
     def histogram(self, name: str) -> Histogram:
         """Over all labels but its own."""
         buckets: dict[float, float] = {}

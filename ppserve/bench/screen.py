@@ -100,9 +100,11 @@ def _traffic_or_problem(view: View) -> list[str]:
 
 def _traffic_lines(traffic: Traffic) -> list[str]:
     now, per_s = traffic.now, traffic.per_s
+    # The mean: each replica has its own.
+    kv_usage = now("kv_usage_ratio") / max(1, traffic.after.num("ppserve_kv_usage_ratio"))
     return [
         f"running {now('requests_running'):.0f}  waiting {now('requests_waiting'):.0f}"
-        f"  microbatches in flight {now('microbatches_in_flight'):.0f}  KV {now('kv_usage_ratio'):.1%}",
+        f"  microbatches in flight {now('microbatches_in_flight'):.0f}  KV {kv_usage:.1%}",
         f"{per_s('generated_tokens_total'):.1f} tok/s  {per_s('prompt_tokens_total'):.1f} prompt tok/s"
         f"  {per_s('requests_total'):.2f} req/s  TTFT {_latency(traffic.latency('time_to_first_token'))}"
         f"  ITL {_latency(traffic.latency('inter_token_latency'))}",

@@ -62,7 +62,7 @@ class Keeper:
         self._config = config
         self._rank, self._world_size = rank, world_size
         self._meeting = meeting
-        self._found_head = self._connected = self._has_served = False
+        self._found_head = self._connected = self._was_ready = False
         self._spawn, self._clock = spawn, clock
         self._child: StageProcess | None = None
         self._spare = spare
@@ -102,7 +102,6 @@ class Keeper:
                 return 0
             if self._is_overdue() or (self._stopping and code == EXIT_HEAD_GONE):
                 return 1
-            self._has_served |= served
             if code == EXIT_RESTART:
                 deaths, had_head_s = 0, self._clock()
                 continue
@@ -145,6 +144,8 @@ class Keeper:
                 if line == "connected":
                     prepared = True
                     self._found_head = self._connected = True
+                elif line == "ready":
+                    self._was_ready = True
                 elif line == "served":
                     served = True
                     if self._spare is None and not self._stopping:
@@ -169,9 +170,10 @@ class Keeper:
 
     def _for_good(self, code: int) -> int:
         """The exit code of a rank whose stage does not come back: 0 where other replicas may go on without it,
-        because torchrun ends all ranks when one fails. Where none does, the head fails."""
+        because torchrun ends all ranks when one fails. Where none does, and until all have formed, the head fails.
+        """
         pipeline = self._config.pipeline
-        return 0 if self._has_served and (pipeline.replicas > 1 or pipeline.parallel == "auto") else code
+        return 0 if self._was_ready and (pipeline.replicas > 1 or pipeline.parallel == "auto") else code
 
 
 def run_keeper(config: ServeConfig, environment: RankEnvironment) -> int:

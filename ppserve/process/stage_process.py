@@ -19,8 +19,8 @@ class StageProcess:
 
     The child gets two arguments: the file descriptor of a pipe to this process, and this process's id. It writes
     lines to the pipe: an empty one at least every half second, `started` when it has read its configuration,
-    `connected` when it has found the head, `served` when it has computed its first step. The pipe's end is the
-    child's end.
+    `connected` when it has found the head, `ready` when it has entered an epoch, `served` when it has computed
+    its first step. The pipe's end is the child's end.
     """
 
     def __init__(self, command: Sequence[str] = STAGE_COMMAND) -> None:

@@ -91,7 +91,7 @@ def main() -> int:
     if route != ONE_HOST and (problem := other_ports(ports)):
         log.warning("%s", problem)
     stage = StageLoop(start, found, open_link, ProcessGroupWiring(ports), route)
-    return stage.run(on_served=lambda: os.write(life_fd, b"served\n"))
+    return stage.run(tell=lambda what: os.write(life_fd, f"{what}\n".encode()))
 
 
 def _read_start() -> wire.Start:

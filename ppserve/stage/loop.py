@@ -95,15 +95,16 @@ class StageLoop:
         self._link = open_link(self._end_waits)
 
     @torch.inference_mode()
-    def run(self, on_served: Callable[[], object] = lambda: None) -> int:
-        """Until the head says Shutdown; the exit code that it asks for. on_served: called after the first step."""
+    def run(self, tell: Callable[[str], object] = lambda _: None) -> int:
+        """Until the head says Shutdown; the exit code that it asks for. tell: is told `ready` when this stage has
+        entered an epoch, and `served` after its first step."""
         try:
-            return self._run(on_served)
+            return self._run(tell)
         finally:
             if self._cache is not None:
                 self._cache.close()
 
-    def _run(self, on_served: Callable[[], object]) -> int:
+    def _run(self, tell: Callable[[str], object]) -> int:
         self._link.send(self._hello())
         has_served = False
         while True:
@@ -114,11 +115,12 @@ class StageLoop:
                 case wire.Plan(plan, told):
                     if self._step(plan, told, arrived_ns) and not has_served:
                         has_served = True
-                        on_served()
+                        tell("served")
                 case wire.Assign():
                     self._load(message)
                 case wire.Form():
-                    self._enter_epoch(message)
+                    if self._enter_epoch(message):
+                        tell("ready")
                 case wire.Abandon(epoch):
                     self._abandon(epoch)
                 case wire.Shutdown(code):
@@ -191,8 +193,8 @@ class StageLoop:
 
     # ---- epochs ---------------------------------------------------------------------------------------
 
-    def _enter_epoch(self, form: wire.Form) -> None:
-        """Joins the others; `Ready` or `Broken`."""
+    def _enter_epoch(self, form: wire.Form) -> bool:
+        """Joins the others; whether it could: `Ready` or `Broken`."""
         self.leave_epoch()
         log.debug("epoch %d: entering", form.epoch)
         model, cache = self._model_and_cache(form.num_blocks)
@@ -202,8 +204,9 @@ class StageLoop:
             raise  # only a new process may have the memory
         except (TransportError, RuntimeError) as error:
             self._break_epoch(form.epoch, "it could not form", error)
-            return
+            return False
         self._link.send(wire.Ready(form.epoch))
+        return True
 
     def _model_and_cache(self, num_blocks: int) -> tuple[StageModel, KVCache]:
         """One cache serves all epochs: each overwrites what the one before left.

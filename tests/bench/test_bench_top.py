@@ -73,6 +73,12 @@ def test_a_server_that_began_anew_has_no_negative_rates() -> None:
     assert view.ledger[0].computed_ns == 10**9
 
 
+def test_the_kv_use_of_replicas_is_their_mean() -> None:
+    shares = 'ppserve_kv_usage_ratio{replica="0"} 0.6\nppserve_kv_usage_ratio{replica="1"} 0.7\n'
+    readings = [ServerReading(at_s, topology(1, 1, 1), parse_metrics(shares)) for at_s in (1, 2)]
+    assert "KV 65.0%" in "\n".join(render_screen(view_of(*readings), "here:1", 120, colours=False))
+
+
 def test_the_screen_says_it_all_and_fits() -> None:
     for width in (40, 80, 200):
         for line in render_screen(example(), "here:1", width, colours=True):

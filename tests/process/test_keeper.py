@@ -138,13 +138,21 @@ def test_other_ends_are_followed_by_another_life(scene: Scene, code: int) -> Non
     ],
 )
 @pytest.mark.parametrize("code", [EXIT_RESTART, KILLED])
-def test_a_rank_that_served_and_cannot_come_back_leaves_other_replicas_alone(
+def test_a_rank_that_was_ready_and_cannot_come_back_leaves_other_replicas_alone(
     pipeline: PipelineSettings, exit_code: int, code: int
 ) -> None:
+    """Also one that no request has reached yet."""
     scene = Scene(pipeline=pipeline)
-    scene.stage((1, KNOWS_HEAD), (1, "served"), code=code)
+    scene.stage((1, KNOWS_HEAD), (1, "ready"), code=code)
     scene.stage((1, KNOWS_HEAD), code=EXIT_USAGE)
     assert scene.run() == exit_code
+
+
+def test_a_rank_that_never_was_ready_ends_all_replicas() -> None:
+    scene = Scene(pipeline=PipelineSettings(replicas=2))
+    scene.stage((1, KNOWS_HEAD))
+    scene.stage((1, KNOWS_HEAD), code=EXIT_USAGE)
+    assert scene.run() == EXIT_USAGE
 
 
 # ---- a frozen stage ----------------------------------------------------------------------------------------

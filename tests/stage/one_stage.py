@@ -48,12 +48,12 @@ _Message = TypeVar("_Message")
 
 @dataclass
 class OneStage:
-    """The head's side. served: how often the stage said that it has served."""
+    """The head's side. told: what the stage has told its keeper."""
 
     link: LocalLink
     said: queue.SimpleQueue[Heard | Gone | None]
     exit_code: Future[int]
-    served: list[None] = field(default_factory=list)
+    told: list[str] = field(default_factory=list)
 
     def tell(self, message: wire.FromHead) -> None:
         self.link.deliver(message)
@@ -133,8 +133,8 @@ def start(
     link = LocalLink(stage, said)
     order = wire.Start(CONFIG, stage, num_stages)
     loop = StageLoop(order, Findings(checkpoint, compute, None), link.opened, wiring)
-    served: list[None] = []
-    return OneStage(link, said, threads.submit(loop.run, lambda: served.append(None)), served)
+    told: list[str] = []
+    return OneStage(link, said, threads.submit(loop.run, told.append), told)
 
 
 def plan(epoch: int, step_id: int, token_ids: tuple[int, ...] = (1, 2, 3), start: int = 0) -> StepPlan:

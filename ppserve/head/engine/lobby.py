@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Protocol
 
 from ppserve import wire
@@ -29,7 +30,7 @@ class Lobby:
     def __init__(self, control: Entrance, world_size: int, clock: Callable[[], float] = time.monotonic) -> None:
         self._control, self._world_size, self._clock = control, world_size, clock
         self._greeted: dict[int, tuple[Heard, wire.Hello]] = {}
-        self._last_words: list[Heard | Gone] = []
+        self._last_words: list[Heard] = []
         self._pinged_s = clock()
 
     @property
@@ -56,5 +57,7 @@ class Lobby:
                     self._last_words.append(event)
 
     def close(self) -> None:
-        """What was heard is put back for whoever polls next: to them it is as if nobody had waited here."""
-        self._control.put_back([*(heard for heard, _ in self._greeted.values()), *self._last_words])
+        """What was heard is put back for whoever polls next: to them it is as if it arrived now. They would take
+        the time that a rank has waited here for its silence."""
+        heard = [*(heard for heard, _ in self._greeted.values()), *self._last_words]
+        self._control.put_back([replace(each, arrived_ns=round(self._clock() * 1e9)) for each in heard])

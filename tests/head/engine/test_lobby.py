@@ -41,8 +41,9 @@ def never() -> bool:
 
 
 def lobby_of(*turns: list[Heard | Gone]) -> tuple[Door, Lobby]:
+    """Its clock stands still, and says the moment at which `hello` is heard."""
     door = Door(deque(turns))
-    return door, Lobby(door, 2)
+    return door, Lobby(door, 2, clock=lambda: 1e-9)
 
 
 def test_everybodys_greeting_in_order_of_ranks() -> None:
@@ -80,7 +81,7 @@ def test_who_waits_is_told_that_the_head_lives() -> None:
 
 
 def test_a_rank_that_cannot_serve_ends_the_wait() -> None:
-    gave_up = Heard(1, 3, wire.GaveUp("no such file"))
+    gave_up = Heard(1, 1, wire.GaveUp("no such file"))
     door, lobby = lobby_of([hello(0), gave_up])
     lobby.wait(never)
     assert lobby.hellos is None
@@ -94,3 +95,13 @@ def test_a_signal_ends_the_wait() -> None:
     assert lobby.hellos is None
     lobby.close()
     assert door.put == [hello(0)]
+
+
+def test_the_time_that_a_rank_waited_here_is_no_silence() -> None:
+    """Else the engine would cut it off where the others took long to come."""
+    door, now_s = Door(deque([[hello(0)], [hello(1)]])), [0.0]
+    lobby = Lobby(door, 2, clock=lambda: now_s[0])
+    lobby.wait(lambda: lobby.hellos is not None)
+    now_s[0] = 100.0
+    lobby.close()
+    assert [heard.arrived_ns for heard in door.put if isinstance(heard, Heard)] == [100 * 10**9] * 2

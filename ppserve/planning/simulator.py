@@ -265,8 +265,7 @@ class Simulator:
         assert step is not None
         self._account.reported(step, result.stage)
         if self._lanes is not None:
-            lanes = self._lanes.observe(result.stage, result.stamps, step.fills_lanes)
-            self._scheduler.set_microbatches(lanes)
+            self._scheduler.set_microbatches(self._lanes.observe(step.plan, result, step.fills_lanes))
         if result.stage < len(self._free_s) - 1:
             return
         for event in self._scheduler.commit(result, now_s):

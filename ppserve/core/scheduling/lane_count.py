@@ -2,97 +2,137 @@
 
 With P lanes a step is sent only when an earlier one has returned, so whatever delays one stage (the return of
 tokens, a chunk of a prompt, another program on its core) delays all. With one lane more the stages have a step to
-compute meanwhile, but every step is smaller, and one more per round pays the fixed cost of a step.
+compute meanwhile. But every step is smaller, and one more per round pays the fixed cost of a step.
 
 Per step of the busiest stage, let s be its computation, c the part of s that does not depend on the step's size
 (mostly reading weights), o the stage's other work (inputs, sending) and w its waiting. The same tokens take
-P·(s + o + w) with P lanes, and P·s + c + (P + 1)·o with P + 1 lanes if nothing waits any more. So P + 1 is faster
-if
+P·(s + o + w) with P lanes, and P·s + c + (P + 1)·o with P + 1 lanes if nothing waits any more. So P + 1 can be
+faster only if
 
     w > (c + o) / P.
 
-If s does not depend on the size at all (c = s), w must exceed s / P. On CPUs, where the time of large steps is
-nearly proportional to their rows, waiting of a few percent is enough.
+Whether it is, only a trial tells. Where stages, head and callers share cores, one more step is more work for cores
+that are taken, and waiting is the time in which others compute. So where waiting is long enough both are tried in
+turns, and the time for a token decides.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
 
-from ppserve.core.plan import StepStamps
+from ppserve.core.plan import StepPlan, StepResult, StepStamps
+from ppserve.core.scheduling.trial import Trial
 
-FADE = 0.98
-MIN_STEPS = 64
-# P + 1 is chosen only where w exceeds the bound by this factor, and exceeds this share of the computation.
-MARGIN = 1.25
+# Steps in a turn that count.
+TURN = 64
+# By which P + 1 must be faster.
+MARGIN = 1.03
+# Waiting of a smaller share of the computation is no reason to try it.
 MIN_WAIT = 0.02
-# Waiting with P lanes can only be measured with P lanes: after so many steps with P + 1 it is measured again.
-PROBE_STEPS = 4096
+_FADE = 0.98
+
+
+@dataclass(slots=True)
+class _Kind:
+    """Steps of one kind. Of the turn that is running: their number, the time that they took, the tokens drawn."""
+
+    trial: Trial
+    num_steps: int = 0
+    seconds: float = 0.0
+    num_tokens: int = 0
 
 
 class LaneCount:
-    """Chooses P or P + 1 from the stamps of steps.
+    """choice: of P and P + 1, for now. fixed_s: seconds of a step on a stage that do not depend on its size, by
+    the current estimate.
 
-    fixed_s: seconds of a step on a stage that do not depend on its size, by the current estimate.
+    What counts is the time between steps that follow each other while all lanes are in use. Steps with tokens of
+    prompts and steps without are trials of their own, because they take other times; in each turn the kind with
+    more steps decides.
     """
 
     def __init__(self, num_stages: int, fixed_s: Callable[[int], float]) -> None:
-        self.num_stages = num_stages
-        self.choice = num_stages
-        self._fixed_s = fixed_s
-        self._sent_ns: list[int | None] = [None] * num_stages
-        self._waited_s = [0.0] * num_stages
-        self._own_s = [0.0] * num_stages
-        self._computed_s = [0.0] * num_stages
-        self._num_steps = 0
-        self._waiting = 0.0
+        self.choice = self._num_stages = num_stages
+        self._waits = _Waits(num_stages, fixed_s)
+        ways = (num_stages, num_stages + 1)
+        self._kinds = {phase: _Kind(Trial(ways, MARGIN)) for phase in ("mixed", "decode")}
+        # The step before on the last stage, where it counts: its phase, and when the stage was done with it.
+        self._before: tuple[str, int] | None = None
+        # Steps that were sent in the turn before.
+        self._num_older = 0
 
-    def observe(self, stage: int, at: StepStamps, was_full: bool) -> int:
+    def observe(self, plan: StepPlan, result: StepResult, was_full: bool) -> int:
         """A stage's next step; returns the choice. was_full: all lanes were in use when it was sent."""
+        self._waits.observe(result.stage, result.stamps, was_full)
+        if result.stage == self._num_stages - 1 > 0:
+            self._ended(plan.phase, result, was_full)
+        return self.choice
+
+    def lost(self) -> None:
+        """The epoch is lost: the next step of a stage does not follow its last one."""
+        self._before = None
+        self._waits.break_off()
+
+    def _ended(self, phase: str, result: StepResult, was_full: bool) -> None:
+        before, counts = self._before, was_full and phase in self._kinds and not self._num_older
+        self._before = (phase, result.stamps.sent) if counts else None
+        self._num_older = max(0, self._num_older - 1)
+        if counts and before is not None and before[0] == phase:
+            kind = self._kinds[phase]
+            kind.num_steps += 1
+            kind.seconds += (result.stamps.sent - before[1]) / 1e9
+            kind.num_tokens += len(result.drawn)
+            if sum(each.num_steps for each in self._kinds.values()) == TURN:
+                self._end_turn()
+
+    def _end_turn(self) -> None:
+        usual = max(self._kinds.values(), key=lambda kind: kind.num_steps)
+        usual.trial.add(usual.seconds, usual.num_tokens)
+        for kind in self._kinds.values():
+            kind.num_steps, kind.seconds, kind.num_tokens = 0, 0.0, 0
+        choice = usual.trial.next_way(self.choice)
+        if choice != usual.trial.best == self._num_stages and not self._waits.may_be_saved():
+            choice = self._num_stages
+        if choice != self.choice:
+            self.choice, self._num_older, self._before = choice, self._num_stages + 1, None
+            self._waits = _Waits(self._num_stages, self._waits.fixed_s)
+
+
+class _Waits:
+    """How long each stage computed, had other work and waited, with the same number of lanes. Older steps weigh
+    less."""
+
+    def __init__(self, num_stages: int, fixed_s: Callable[[int], float]) -> None:
+        self.fixed_s = fixed_s
+        self._num_stages = num_stages
+        self._sent_ns: list[int | None] = [None] * num_stages
+        self._waited_s, self._own_s, self._computed_s = ([0.0] * num_stages for _ in range(3))
+        self._num_steps = [0] * num_stages
+
+    def observe(self, stage: int, at: StepStamps, was_full: bool) -> None:
         before_ns, self._sent_ns[stage] = self._sent_ns[stage], at.sent if was_full else None
-        if self.num_stages == 1 or not was_full or before_ns is None:
-            return self.choice
+        if not was_full or before_ns is None:
+            return
         free_ns = max(before_ns, at.planned)
         own_ns = at.awaited - free_ns + at.begun - at.received + at.sent - at.ended
         _fade_in(self._waited_s, stage, free_ns - before_ns + at.received - at.awaited)
         _fade_in(self._own_s, stage, own_ns)
         _fade_in(self._computed_s, stage, at.ended - at.begun)
-        if stage == self.num_stages - 1:
-            self._num_steps += 1
-            if self._num_steps >= MIN_STEPS:
-                self._decide()
-        return self.choice
+        self._num_steps[stage] += 1
 
-    def lost(self) -> None:
-        """The epoch is lost: the next step of a stage does not follow its last one."""
-        self._sent_ns = [None] * self.num_stages
+    def break_off(self) -> None:
+        self._sent_ns = [None] * self._num_stages
 
-    def _decide(self) -> None:
-        busiest = max(range(self.num_stages), key=self._computed_s.__getitem__)
-        fixed = self._fixed_share(busiest)
-        if self.choice == self.num_stages:
-            self._waiting = self._waited_s[busiest] / self._computed_s[busiest]
-            if self._waiting > max(MIN_WAIT, MARGIN * fixed / self.num_stages):
-                self._choose(self.num_stages + 1)
-        elif self._num_steps >= PROBE_STEPS or self._waiting * MARGIN < fixed / self.num_stages:
-            self._choose(self.num_stages)
-
-    def _fixed_share(self, stage: int) -> float:
-        """(c + o) of this stage as a share of s with P lanes."""
-        steps = (1 - FADE**self._num_steps) / (1 - FADE)
-        computed_s = self._computed_s[stage] / steps
-        own_s = self._own_s[stage] / steps
-        fixed_s = min(self._fixed_s(stage), computed_s)
-        if self.choice > self.num_stages:
-            computed_s = fixed_s + (computed_s - fixed_s) * self.choice / self.num_stages
-        return (fixed_s + own_s) / computed_s
-
-    def _choose(self, num_lanes: int) -> None:
-        self.choice = num_lanes
-        self._num_steps = 0
-        for sums in (self._waited_s, self._own_s, self._computed_s):
-            sums[:] = [0.0] * self.num_stages
+    def may_be_saved(self) -> bool:
+        """Whether the busiest stage of P lanes waits longer than one more lane costs."""
+        busiest = max(range(self._num_stages), key=self._computed_s.__getitem__)
+        if not (computed_s := self._computed_s[busiest]):
+            return False
+        weights = (1 - _FADE ** self._num_steps[busiest]) / (1 - _FADE)
+        fixed_s = min(self.fixed_s(busiest) * weights, computed_s) + self._own_s[busiest]
+        return self._waited_s[busiest] > max(MIN_WAIT * computed_s, fixed_s / self._num_stages)
 
 
 def _fade_in(sums_s: list[float], stage: int, ns: int) -> None:
-    sums_s[stage] = sums_s[stage] * FADE + max(0, ns) / 1e9
+    sums_s[stage] = sums_s[stage] * _FADE + max(0, ns) / 1e9

@@ -242,7 +242,7 @@ class Replica:
             self._costs.observe(result.stage, step.plan, (result.stamps.ended - result.stamps.begun) / 1e9)
         self._watcher.reported(step, result.stage)
         if self.scheduler.config.microbatches is None:
-            self.scheduler.set_microbatches(self._lanes.observe(result.stage, result.stamps, step.fills_lanes))
+            self.scheduler.set_microbatches(self._lanes.observe(step.plan, result, step.fills_lanes))
         if result.stage < self.members.num_stages - 1:
             return []
         events = self.scheduler.commit(result, self._now_s())

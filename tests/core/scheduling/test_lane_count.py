@@ -1,89 +1,128 @@
-"""P lanes, or P + 1 where waiting takes longer than the fixed cost of one more step."""
+"""P lanes, or P + 1 where tokens come sooner with them."""
 
 from __future__ import annotations
 
-from ppserve.core.cost_model import PipelineCosts, StepSize
-from ppserve.core.plan import StepStamps
-from ppserve.core.scheduling.lane_count import MIN_STEPS, PROBE_STEPS, LaneCount
+import random
+from collections import Counter
+from collections.abc import Callable
+
+import pytest
+
+from ppserve.core.plan import Draw, Drawn, Slice, StepPlan, StepResult, StepStamps
+from ppserve.core.request import SamplingParams
+from ppserve.core.scheduling.lane_count import TURN, LaneCount
+
+DRAW = Draw(SamplingParams())
+# Long enough for rare trials to weigh little.
+LONG = 60 * TURN
 
 
-class Pipeline:
-    """Stages that take fixed_s + row_s * rows per step; `rows` is the sum over all lanes."""
+class Machine:
+    """Steps take seconds_of(number of lanes), each with a share of 48 tokens. Of that time every stage waits for
+    `waiting`, and `fixed` does not depend on a step's size. chosen: steps by lanes."""
 
-    def __init__(self, num_stages: int, fixed_s: float, row_s: float, rows: int) -> None:
-        self.fixed_s, self.row_s, self.rows = fixed_s, row_s, rows
-        costs = PipelineCosts(num_stages)
-        for stage in costs.stages:
-            for seen in (1, 4, 16, 64):
-                stage.observe(StepSize(seen, 0, 0), fixed_s + row_s * seen)
-        self.count = LaneCount(num_stages, costs.fixed_s)
+    def __init__(
+        self, num_stages: int, seconds_of: Callable[[int], float], waiting: float = 0.5, fixed: float = 0.1
+    ) -> None:
+        self.count = LaneCount(num_stages, lambda _: fixed * seconds_of(num_stages))
+        self.num_stages, self.seconds_of, self.waiting = num_stages, seconds_of, waiting
         self.now_s = 0.0
-        self.own_s = 0.0
+        self.chosen: Counter[int] = Counter()
 
-    def run(self, wait_share: float, num_steps: int = 4 * MIN_STEPS, was_full: bool = True) -> int:
-        """Steps before each of which every stage waits for a share of its computation, while there are P lanes."""
-        count = self.count
+    def run(self, num_steps: int = LONG, was_full: bool = True, prompt: int = 0) -> int:
+        """The number of lanes that most of these steps were sent with. prompt: tokens of one in each step."""
+        self.chosen.clear()
         for _ in range(num_steps):
-            step_s = self.fixed_s + self.row_s * self.rows / count.choice
-            wait_s = wait_share * step_s if count.choice == count.num_stages else 0.0
-            for stage in range(count.num_stages):
-                planned, begun = self.now_s, self.now_s + self.own_s + wait_s
-                times_s = (planned, planned + self.own_s, begun, begun, begun + step_s, begun + step_s)
-                count.observe(stage, StepStamps(*(round(1e9 * s) for s in times_s)), was_full)
-            self.now_s += self.own_s + wait_s + step_s
-        return count.choice
+            lanes = self.count.choice
+            self.chosen[lanes] += 1
+            took_s = self.seconds_of(lanes)
+            begun_s, self.now_s = self.now_s + self.waiting * took_s, self.now_s + took_s
+            rows = range(48 // lanes)
+            slices = [Slice(row, 9, (1,), (), DRAW) for row in rows]
+            slices += [Slice(99, 0, (1,) * prompt, (), None)] * (prompt > 0)
+            before, begun, now = (round(1e9 * s) for s in (self.now_s - took_s, begun_s, self.now_s))
+            stamps = StepStamps(before, before, begun, begun, now, now)
+            for stage in range(self.num_stages):
+                drawn = tuple(Drawn(row, 0) for row in rows) if stage == self.num_stages - 1 else ()
+                result = StepResult(0, 0, stage, stamps, drawn=drawn)
+                self.count.observe(StepPlan(0, 0, 0, tuple(slices)), result, was_full)
+        return self.chosen.most_common(1)[0][0]
 
 
-def test_as_many_lanes_as_stages_while_nothing_waits() -> None:
-    assert Pipeline(2, fixed_s=0.001, row_s=0.001, rows=64).run(wait_share=0.01) == 2
+def by_lanes(two: float, three: float) -> Callable[[int], float]:
+    """Seconds of a step with two and with three lanes; with three each has two thirds of the tokens."""
+    return lambda lanes: two if lanes == 2 else three
 
 
-def test_steps_that_cost_by_the_row_gain_from_one_more_lane_soon() -> None:
-    assert Pipeline(2, fixed_s=0.001, row_s=0.001, rows=64).run(wait_share=0.05) == 3
+@pytest.mark.parametrize(
+    ("three", "lanes"),
+    [(0.50, 3), (0.60, 3), (0.66, 2), (0.70, 2), (1.0, 2)],
+)
+def test_whichever_gives_tokens_sooner_gets_nearly_all_steps(three: float, lanes: int) -> None:
+    machine = Machine(2, by_lanes(1.0, three))
+    assert machine.run() == lanes
+    assert machine.chosen[lanes] > 0.8 * LONG
 
 
-def test_steps_of_one_price_gain_only_once_waiting_exceeds_a_share_of_it() -> None:
-    assert Pipeline(2, fixed_s=0.030, row_s=0.0001, rows=16).run(wait_share=0.3) == 2
-    assert Pipeline(2, fixed_s=0.030, row_s=0.0001, rows=16).run(wait_share=0.8) == 3
+def test_it_is_not_tried_where_waiting_is_shorter_than_what_it_costs() -> None:
+    for waiting, fixed, num_tried in (0.01, 0.0, 0), (0.2, 0.7, 0), (0.2, 0.2, 1):
+        machine = Machine(2, by_lanes(1.0, 0.9), waiting, fixed)
+        machine.run()
+        assert (machine.chosen[3] > 0) == num_tried
 
 
-def test_a_stages_own_work_is_no_waiting() -> None:
-    pipeline = Pipeline(2, fixed_s=0.001, row_s=0.001, rows=64)
-    pipeline.own_s = 0.010
-    assert pipeline.run(wait_share=0.0) == 2
-    assert pipeline.run(wait_share=0.1) == 2, "a further lane would do it once more"
-    assert pipeline.run(wait_share=0.4) == 3
+def test_also_on_a_machine_that_changes_its_pace() -> None:
+    """Each turn up to twice as slow as the one before: only neighbours in time are compared."""
+    chance = random.Random(5)
+    for three, lanes in (0.55, 3), (0.8, 2):
+        pace = [1.0]
+        usual = by_lanes(1.0, three)
+
+        def seconds(now: int, usual: Callable[[int], float] = usual, pace: list[float] = pace) -> float:
+            pace[0] = min(8.0, max(1.0, pace[0] * chance.choice((0.99, 1.01))))
+            return pace[0] * usual(now) * chance.uniform(0.9, 1.1)
+
+        assert Machine(2, seconds).run() == lanes
 
 
-def test_it_comes_back_when_the_load_becomes_small() -> None:
-    pipeline = Pipeline(4, fixed_s=0.01, row_s=0.001, rows=256)
-    assert pipeline.run(wait_share=0.10) == 5
-    pipeline.rows = 8
-    assert pipeline.run(wait_share=0.10) == 4
+def test_the_choice_follows_the_load() -> None:
+    machine = Machine(4, lambda lanes: 1.0 if lanes == 4 else 0.7)
+    assert machine.run() == 5
+    machine.seconds_of = lambda lanes: 1.0 if lanes == 4 else 0.9
+    assert machine.run() == 4
 
 
-def test_waiting_is_measured_again_after_many_steps() -> None:
-    pipeline = Pipeline(2, fixed_s=0.001, row_s=0.001, rows=64)
-    assert pipeline.run(wait_share=0.10) == 3
-    assert pipeline.run(wait_share=0.0, num_steps=PROBE_STEPS + MIN_STEPS) == 2
+def test_steps_with_prompts_are_compared_with_each_other_alone() -> None:
+    """With three lanes tokens come later in either kind of step, but sooner in those without prompts than in those
+    with them with two."""
+    machine = Machine(2, by_lanes(1.0, 0.8))
+    slow = by_lanes(3.0, 2.4)
+    fast = machine.seconds_of
+    for turn in range(60):
+        machine.seconds_of = slow if turn % 2 else fast
+        machine.run(TURN + 1, prompt=64 * (turn % 2))
+    machine.seconds_of = fast
+    assert machine.run() == 2
 
 
-def test_waiting_for_want_of_work_decides_nothing() -> None:
-    assert Pipeline(2, fixed_s=0.001, row_s=0.001, rows=64).run(wait_share=0.5, was_full=False) == 2
+def test_want_of_work_decides_nothing() -> None:
+    assert Machine(2, by_lanes(1.0, 0.1)).run(was_full=False) == 2
 
 
-def test_the_pause_after_a_loss_is_no_waiting() -> None:
-    pipeline = Pipeline(2, fixed_s=0.001, row_s=0.001, rows=64)
-    for _ in range(8):
-        pipeline.run(wait_share=0.0, num_steps=MIN_STEPS // 2)
-        pipeline.count.lost()
-        pipeline.now_s += 10.0
-    assert pipeline.count.choice == 2
+def test_the_pause_after_a_loss_does_not_count() -> None:
+    machine = Machine(2, by_lanes(1.0, 0.7))
+    for _ in range(60):
+        machine.run(TURN // 2)
+        machine.count.lost()
+        machine.now_s += 1000.0 * (machine.count.choice == 3)
+    assert machine.chosen[2] > machine.chosen[3]
 
 
 def test_a_few_steps_decide_nothing() -> None:
-    assert Pipeline(2, fixed_s=0.001, row_s=0.001, rows=64).run(0.5, num_steps=MIN_STEPS) == 2
+    machine = Machine(2, by_lanes(1.0, 0.1))
+    machine.run(TURN)
+    assert machine.chosen == {2: TURN}
 
 
 def test_a_single_stage_needs_no_second_lane() -> None:
-    assert Pipeline(1, fixed_s=0.001, row_s=0.001, rows=64).run(wait_share=0.5) == 1
+    assert Machine(1, lambda _: 1.0).run() == 1

@@ -1,9 +1,8 @@
-"""Admission: requests that are admitted, refused, or past their deadline; freed blocks are used at once."""
+"""Admission: requests that are admitted, refused or cancelled; freed blocks are used at once."""
 
 from __future__ import annotations
 
 import random
-from collections import deque
 
 import pytest
 
@@ -12,7 +11,7 @@ from ppserve.core.scheduling.config import SchedulerConfig
 from ppserve.core.scheduling.scheduler import Scheduler
 from ppserve.errors import InvalidRequest, Overloaded
 from tests.core.scheduling.invariants import check_scheduler
-from tests.core.scheduling.rig import SchedulerRig, a_request, a_rig, fill
+from tests.core.scheduling.rig import a_request, a_rig, fill
 
 # ---- requests that could never run ----
 
@@ -156,42 +155,6 @@ def test_a_refused_request_leaves_nothing_behind() -> None:
     rig.check_answers()
 
 
-def measured(rig: SchedulerRig, tokens_per_s: float) -> None:
-    """Lets the scheduler measure a throughput, from which it predicts waiting times."""
-    for i in range(20):
-        rig.submit(a_request(f"warm{i}", num_prompt=50, max_tokens=1))
-        while rig.has_work:
-            plan = rig.schedule_one()
-            if plan is not None:
-                rig.now += plan.num_tokens / tokens_per_s
-            rig.commit_one()
-
-
-def test_a_wait_longer_than_the_deadline_is_refused_at_once() -> None:
-    rig = a_rig(max_num_seqs=1, num_blocks=4000, prefix_cache=False)
-    measured(rig, tokens_per_s=100.0)
-    rig.submit(a_request("running", max_tokens=200))
-    rig.submit(a_request("waiting", num_prompt=100, max_tokens=200))
-    with pytest.raises(Overloaded, match="longer than the deadline"):
-        rig.scheduler.intake.submit(a_request("hurried", deadline_s=rig.now + 1.0), rig.now)
-    assert rig.submit(a_request("patient", deadline_s=rig.now + 10.0))
-    assert rig.submit(a_request("important", priority=1, deadline_s=rig.now + 1.0)), "nothing is ahead of it"
-
-
-def test_the_prediction_learns_that_requests_end_before_their_limit() -> None:
-    rig = a_rig(max_num_seqs=1, num_blocks=4000, prefix_cache=False)
-    for i in range(40):
-        rig.submit(a_request(f"r{i}", num_prompt=10, max_tokens=500))
-        fill(rig)
-        rig.now += 0.1
-        (event,) = rig.commit_one()
-        rig.scheduler.intake.finish(event.sequence_id, FinishReason.STOP_STRING, event.offset + 1)
-    rig.submit(a_request("running", num_prompt=10, max_tokens=500))
-    rig.submit(a_request("waiting", num_prompt=10, max_tokens=500))
-    # By max_tokens the request before it would take about 5 s; as measured, it takes a fraction of a second.
-    assert rig.submit(a_request("hurried", deadline_s=rig.now + 1.0))
-
-
 def test_priority_and_fairness_decide_who_is_next() -> None:
     rig = a_rig(max_num_seqs=1)
     rig.submit(a_request("running", caller="flood"))
@@ -234,119 +197,7 @@ def test_long_answers_count_for_more_than_short_ones() -> None:
     assert sum(name.startswith("short") for name in first) == 20
 
 
-@pytest.mark.parametrize("num_running", [4, 16])
-def test_an_answer_that_would_be_late_is_refused_although_it_could_begin_at_once(num_running: int) -> None:
-    """One token a step for each, a second a step. Where few run, nothing is predicted."""
-    rig = a_rig(num_blocks=4000, max_num_seqs=64)
-    for i in range(num_running):
-        rig.submit(a_request(f"r{i}", num_prompt=1, max_tokens=100))
-    for _ in range(40):
-        rig.schedule_one()
-        rig.now += 1.0
-        if rig.pipeline.num_in_flight:
-            rig.commit_one()
-    assert rig.submit(a_request("patient", num_prompt=1, max_tokens=5, deadline_s=rig.now + 100.0))
-    hurried = a_request("hurried", num_prompt=1, max_tokens=20, deadline_s=rig.now + 3.0)
-    if num_running < 8:
-        assert rig.submit(hurried)
-    else:
-        with pytest.raises(Overloaded, match="longer than its deadline"):
-            rig.scheduler.intake.submit(hurried, rig.now)
-        told = rig.scheduler.intake.refusals
-        late, in_s = told.late, rig.now + 3.0
-        assert told.of(20, 0, in_s, rig.now) is told.of(30, -1, in_s - 1.0, rig.now) is late is not None
-        assert told.of(19, 0, in_s, rig.now) is None, "a shorter answer may be in time"
-        assert told.of(20, 1, in_s, rig.now) is None, "a higher priority may be in time"
-        assert told.of(20, 0, in_s + 1000.0, rig.now) is told.of(20, 0, None, rig.now) is None
-        assert told.of(20, 0, in_s, rig.now + 0.1) is None, "by then much may have ended"
-    assert rig.submit(a_request("without", num_prompt=1, max_tokens=20))
-    rig.drain()
-
-
-def overloaded(rig: SchedulerRig, times: float, limit_s: float, seconds: float, early: bool) -> tuple[int, ...]:
-    """So many times the requests that can be served, each with a time limit: (answers, admitted but late, those
-    of which the intake was asked). A step takes 4 ms, and 0.4 ms a row. early: refused unasked where possible."""
-    dice, sent, asked, good, late, due_s = random.Random(0), 0, 0, 0, 0, 0.0
-    rows: deque[int] = deque()
-    while rig.now < seconds:
-        while due_s < rig.now:
-            due_s += dice.expovariate(50.0 * times)
-            sent += 1
-            if early and rig.scheduler.intake.refusals.of(24, 0, rig.now + limit_s, rig.now):
-                continue
-            asked += 1
-            rig.submit(a_request(f"r{sent}", num_prompt=8, max_tokens=24, deadline_s=rig.now + limit_s))
-        late += len(rig.scheduler.intake.expire(rig.now))
-        while (plan := rig.schedule_one()) is not None:
-            rows.append(plan.num_tokens)
-        if rows:
-            rig.now += 0.004 + 0.0004 * rows.popleft()
-            good += sum(event.is_terminal for event in rig.commit_one())
-        else:
-            rig.now = due_s + 1e-6
-    return good, late, asked
-
-
-@pytest.mark.parametrize("limit_s", [1.0, 3.0])
-def test_under_overload_those_who_are_admitted_end_in_time(limit_s: float) -> None:
-    """Answers cut off by their deadline taught that answers are short, and ever more were admitted. Most of those
-    who are refused are so before the intake is asked, for the reason that it told the one before."""
-    usual, _, _ = overloaded(a_rig(num_blocks=9000, max_num_seqs=256), 0.8, 100.0, 6.0, early=False)
-    good, late, asked = overloaded(a_rig(num_blocks=9000, max_num_seqs=256), 10.0, limit_s, 6.0, early=True)
-    assert good >= 0.9 * usual
-    assert late <= 0.01 * good
-    assert asked < 0.5 * 10 * 50 * 6
-
-
-# ---- deadlines and cancellation ----
-
-
-def test_overdue_requests_end_before_they_cost_a_step() -> None:
-    rig = a_rig(max_num_seqs=1)
-    rig.submit(a_request("running", max_tokens=20))
-    rig.submit(a_request("late", deadline_s=5.0))
-    assert rig.scheduler.intake.expire(4.9) == []
-    fill(rig)
-    rig.now = 5.0
-    rig.drain()
-    (event,) = rig.events["late", 0]
-    assert (event.finish, event.token_id, event.admitted_s) == (FinishReason.DEADLINE, None, None)
-    late_id = event.sequence_id
-    assert all(s.sequence_id != late_id for plan in rig.pipeline.plans for s in plan.slices)
-
-
-def test_a_running_request_ends_at_its_deadline() -> None:
-    rig = a_rig()
-    rig.submit(a_request("r", max_tokens=50, deadline_s=3.0))
-    for _ in range(3):
-        fill(rig)
-        rig.commit_one()
-        rig.now += 1.0
-    rig.drain()
-    rig.check_answers()
-    assert rig.events["r", 0][-1].finish is FinishReason.DEADLINE
-    assert len(rig.events["r", 0]) == 3 + 1
-
-
-def test_a_deadline_does_not_outlive_its_request() -> None:
-    rig = a_rig()
-    rig.submit(a_request("r", deadline_s=5.0))
-    rig.drain()
-    rig.events.clear()
-    rig.submit(a_request("r", max_tokens=30, deadline_s=50.0))
-    rig.now = 6.0
-    rig.drain()
-    assert rig.events["r", 0][-1].finish is FinishReason.MAX_TOKENS
-
-
-def test_each_deadline_is_kept_whatever_ended_before() -> None:
-    rig = a_rig(max_num_seqs=1)
-    for name, deadline_s in (("runs", None), ("late", 9.0), ("early", 3.0), ("gone", 2.0), ("later", 9.5)):
-        rig.submit(a_request(name, max_tokens=30, deadline_s=deadline_s))
-    rig.tell(rig.scheduler.intake.abort("gone", FinishReason.CANCELLED))
-    expire = rig.scheduler.intake.expire
-    overdue = {now: [event.request_id for event in expire(now)] for now in (2.5, 3.5, 4.0, 10.0)}
-    assert overdue == {2.5: [], 3.5: ["early"], 4.0: [], 10.0: ["late", "later"]}
+# ---- cancellation ----
 
 
 def test_cancelling_while_waiting() -> None:

@@ -1,7 +1,6 @@
 """Small worlds of real processes for tests: bounded in time, and ended by their process ids.
 
-A world's ranks are started once and then run functions of the test module, so a module pays for
-importing torch once and not per test.
+A world's ranks are started once and then run functions of the test module.
 """
 
 from __future__ import annotations
@@ -14,6 +13,7 @@ from multiprocessing.connection import Connection, wait
 from types import TracebackType
 from typing import Any
 
+from tests.forking import fork
 from tests.slow import require_slow_test
 
 
@@ -29,16 +29,13 @@ class World:
 
     def __init__(self, size: int) -> None:
         require_slow_test("a world of processes")
-        context = multiprocessing.get_context("spawn")
         self._links: list[Connection] = []
         self._processes = []
         for rank in range(size):
-            ours, theirs = context.Pipe()
-            process = context.Process(target=_serve, args=(rank, theirs), daemon=True)
-            process.start()
+            ours, theirs = multiprocessing.Pipe()
+            self._processes.append(fork(_serve, rank, theirs))
             theirs.close()
             self._links.append(ours)
-            self._processes.append(process)
 
     def run(self, function: Callable[..., Any], *args: Any, size: int | None = None) -> list[Any]:
         """What `function(rank, *args)` returned in each rank (or the first `size`), or `Died`.

@@ -17,6 +17,7 @@ from pathlib import Path
 import psutil
 
 from tests import as_gpu
+from tests.forking import ForkedRanks
 from tests.slow import require_slow_test
 
 READY = re.compile(r"^ppserve ready grpc=(\S+) metrics=(\S+) stages=(\d+) http=(\S+)$", re.MULTILINE)
@@ -28,7 +29,7 @@ END_WITHIN_S = 30.0
 class Server:
     """A running server: its launcher process, what it printed, its addresses."""
 
-    process: subprocess.Popen[bytes]
+    process: subprocess.Popen[bytes] | ForkedRanks
     log_path: Path
     grpc: str = ""
     metrics: str = ""
@@ -51,23 +52,26 @@ class Server:
 
     def stage_pid(self, stage: int) -> int:
         """The process id of a stage: the child of rank `stage`'s process."""
+        rank = self.rank_pid(stage)
         for process in self.processes():
-            try:
-                if "ppserve.stage" in process.cmdline():
-                    parent = process.parent()
-                    if parent is not None and parent.environ().get("RANK") == str(stage):
-                        return process.pid
-            except (psutil.NoSuchProcess, psutil.ZombieProcess):
-                continue
+            with suppress(psutil.NoSuchProcess, psutil.ZombieProcess):  # a process that ended meanwhile
+                if process.ppid() == rank and "ppserve.stage" in (process.name(), *process.cmdline()):
+                    return process.pid
         raise AssertionError(f"no process of stage {stage}\n{self.log}")
 
     def head_pid(self) -> int:
-        """The process id of the head: the launcher's child of rank 0."""
+        """The process id of the head, which is rank 0."""
+        return self.rank_pid(0)
+
+    def rank_pid(self, rank: int) -> int:
+        """The process id of a rank. Where ranks are forked, the names of the launcher's children tell."""
         for process in self.processes():
-            with suppress(psutil.NoSuchProcess):  # a process of another rank that ended meanwhile
-                if "ppserve" in process.cmdline() and process.environ().get("RANK") == "0":
+            with suppress(psutil.NoSuchProcess, psutil.ZombieProcess):
+                if "ppserve" in process.cmdline() and process.environ().get("RANK") == str(rank):
                     return process.pid
-        raise AssertionError(f"no process of the head\n{self.log}")
+                if process.ppid() == self.process.pid and process.name() == f"ppserve.rank{rank}":
+                    return process.pid
+        raise AssertionError(f"no process of rank {rank}\n{self.log}")
 
     def left_over(self) -> list[int]:
         """Process ids once seen below the launcher that are still alive (zombies do not count)."""
@@ -122,24 +126,26 @@ def plain_shell(stages: int) -> list[str]:
     return [sys.executable, "-m", "ppserve", "serve", "--stages", str(stages)]
 
 
-def bare(stages: int) -> list[str]:
-    """The same without torch in the launcher, which is a second's computing less."""
-    return [sys.executable, "-m", "tests.e2e.bare_launcher", str(stages)]
+@dataclass(frozen=True)
+class Forked:
+    """So many ranks, and their stages, without the imports: a server starts in 1 s of CPU time and not in 8."""
+
+    num_ranks: int
 
 
 def launch(
-    command: Sequence[str], arguments: Sequence[str], log_path: Path, env: dict[str, str] | None = None
+    command: Sequence[str] | Forked, arguments: Sequence[str], log_path: Path, env: dict[str, str] | None = None
 ) -> Server:
     """Starts a server on free ports; does not wait. `--dtype auto` depends on the CPU: not here."""
     require_slow_test("a server")
-    command = [
-        *(*command, *as_gpu.flags(arguments), "--port", "0", "--metrics-port", "0", "--http-port", "0"),
-        *("--dtype", "float32", *arguments),
-    ]
+    ports = ("--port", "0", "--metrics-port", "0", "--http-port", "0")
+    flags = [*as_gpu.flags(arguments), *ports, "--dtype", "float32", *arguments]
     environment = {**os.environ, "OMP_NUM_THREADS": "1", **(env or {})}
     with log_path.open("wb") as log:
+        if isinstance(command, Forked):
+            return Server(ForkedRanks(command.num_ranks, flags, environment, log_path), log_path)
         process = subprocess.Popen(
-            command, stdin=subprocess.DEVNULL, stdout=log, stderr=subprocess.STDOUT, env=environment
+            [*command, *flags], stdin=subprocess.DEVNULL, stdout=log, stderr=subprocess.STDOUT, env=environment
         )
     return Server(process, log_path)
 
@@ -158,9 +164,13 @@ def wait_ready(server: Server) -> Server:
 
 @contextmanager
 def serving(
-    stages: int = 2, *arguments: str, env: dict[str, str] | None = None, by: Callable[[int], list[str]] = torchrun
+    stages: int = 2,
+    *arguments: str,
+    env: dict[str, str] | None = None,
+    by: Callable[[int], list[str] | Forked] = torchrun,
 ) -> Iterator[Server]:
-    """A server that is ready, and gone afterwards. by: `torchrun`, `plain_shell` or `bare`."""
+    """A server that is ready, and gone afterwards. by: `torchrun`, `plain_shell` or `Forked`; benchmarks, which
+    measure, have fresh interpreters as users have."""
     with tempfile.TemporaryDirectory(prefix="ppserve-test-") as directory:
         server = launch(by(stages), arguments, Path(directory) / "server.log", env)
         try:

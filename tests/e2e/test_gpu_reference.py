@@ -13,7 +13,7 @@ from ppserve.stage.device import REFERENCE
 from ppserve.v1 import generation_pb2 as pb
 from ppserve.v1.generation_pb2_grpc import GenerationServiceStub
 from tests.e2e.asking import await_tokens
-from tests.e2e.serving import bare, serving
+from tests.e2e.serving import Forked, serving
 from tests.e2e.test_losing_stages import ask, long_requests
 
 NUM_TOKENS = 50
@@ -24,7 +24,7 @@ NUM_TOKENS = 50
 def test_replay_is_exact_with_recorded_steps(monkeypatch: pytest.MonkeyPatch) -> None:
     """With `--batch-invariant`: tokens and log-probabilities of an undisturbed run, alone and all at once."""
     monkeypatch.setenv(REFERENCE, "1")
-    with serving(2, "--batch-invariant", "--max-num-seqs", "4", "--layers", "4.5,3.5", by=bare) as server:
+    with serving(2, "--batch-invariant", "--max-num-seqs", "4", "--layers", "4.5,3.5", by=Forked) as server:
         with grpc.insecure_channel(server.grpc) as channel:
             model = GenerationServiceStub(channel).GetModelInfo(pb.GetModelInfoRequest())
         assert model.deterministic

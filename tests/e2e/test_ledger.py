@@ -23,7 +23,7 @@ from ppserve.v1 import generation_pb2 as pb
 from ppserve.v1.generation_pb2_grpc import GenerationServiceStub
 from tests.bench.answers import LEDGER, SETTING, answer
 from tests.e2e.asking import ask, mixed_requests
-from tests.e2e.serving import Server, bare, serving
+from tests.e2e.serving import Forked, Server, serving
 
 Ledger = dict[str, dict[str, float]]
 """Seconds by stage and kind."""
@@ -77,7 +77,7 @@ def cancel_some(server: Server) -> None:
 @pytest.mark.timeout(200)
 def test_every_second_is_accounted_for(tmp_path: Path) -> None:
     trace = tmp_path / "trace.json"
-    with serving(2, "--layers", "4,4", "--trace", str(trace), by=bare) as server:
+    with serving(2, "--layers", "4,4", "--trace", str(trace), by=Forked) as server:
         readings = [read(server)]
         assert ask(server.grpc, mixed_requests(12, seed=1), at_once=6)
         readings.append(read(server))

@@ -15,7 +15,7 @@ from ppserve.core.ledger.causes import KINDS
 from ppserve.v1 import generation_pb2 as pb
 from tests import browser
 from tests.e2e.asking import ask
-from tests.e2e.serving import Server, bare, serving
+from tests.e2e.serving import Forked, Server, serving
 
 pytestmark = [
     pytest.mark.skipif(browser.EXECUTABLE is None, reason="needs chromium, which is not installed"),
@@ -25,7 +25,7 @@ pytestmark = [
 
 @pytest.fixture(scope="module")
 def server() -> Iterator[Server]:
-    with serving(2, "--layers", "4,4", by=bare) as running:
+    with serving(2, "--layers", "4,4", by=Forked) as running:
         yield running
 
 
@@ -157,7 +157,7 @@ def test_the_state_adds_up(server: Server) -> None:
 
 
 def test_a_server_that_is_gone_is_noticed(page: browser.Page) -> None:
-    with serving(1, by=bare) as short_lived:
+    with serving(1, by=Forked) as short_lived:
         page.open(f"http://{short_lived.metrics}/")
         page.wait_for("byId('contact').textContent === 'live'")
     page.wait_for("byId('contact').textContent.startsWith('no contact')")

@@ -29,7 +29,7 @@ from tests.e2e.asking import (
     mixed_requests,
     requests_with_everything,
 )
-from tests.e2e.serving import Server, bare, serving, torchrun
+from tests.e2e.serving import Forked, Server, serving, torchrun
 
 TINY = Path(ppserve.__file__).parent / "assets" / "tiny"
 NUM_STREAMS = 8
@@ -86,7 +86,7 @@ def wait_for_line(server: Server, pattern: str, since: int = 0) -> None:
 @pytest.fixture(scope="module", params=["shm", "gloo"])
 def three_stages(request: pytest.FixtureRequest) -> Iterator[Server]:
     """A server that several tests hurt; its stages are cut in the middle of layers."""
-    by = torchrun if request.param == "shm" else bare
+    by = torchrun if request.param == "shm" else Forked
     flags = ("--layers", "3,2.5,2.5", "--transport", request.param, "--log-level", "debug")
     with serving(3, *flags, by=by) as server:
         yield server
@@ -113,7 +113,7 @@ def test_three_stages_answer_like_one(three_stages: Server) -> None:
 @pytest.mark.timeout(240)
 def test_kill_each_stage_in_turn(three_stages: Server, undisturbed: list[Answer]) -> None:
     assert ask_streams(three_stages) == undisturbed
-    ranks = {p.pid for p in three_stages.processes() if "ppserve.stage" not in p.cmdline()}
+    ranks = {three_stages.process.pid, *map(three_stages.rank_pid, range(3))}
     for stage in range(3):
         survivors = {three_stages.stage_pid(other) for other in range(3) if other != stage}
         assert ask_and_hurt(three_stages, stage, signal.SIGKILL) == undisturbed
@@ -127,7 +127,7 @@ def test_two_tensor_ranks_in_each_of_two_stages(
     transport: str, victims: tuple[int, ...], undisturbed: list[Answer]
 ) -> None:
     """They answer like one rank, and still do after one of them has been killed."""
-    with serving(4, "--tensor-parallel", "2", "--transport", transport, by=bare) as server:
+    with serving(4, "--tensor-parallel", "2", "--transport", transport, by=Forked) as server:
         requests = requests_with_everything(12, seed=4)
         assert ask_all(server.grpc, requests, at_once=12) == answers_alone(requests)
         for rank in victims:
@@ -189,7 +189,7 @@ def test_stages_killed_in_mid_guess_change_no_token_and_one_that_cannot_come_bac
     """Guesses forced into every step, most of them wrong; the drafter knows the answers' own repetitions only."""
     model = tmp_path / "model"
     shutil.copytree(TINY, model)
-    with serving(2, "--model", str(model), "--speculate", "4") as server:
+    with serving(2, "--model", str(model), "--speculate", "4", by=Forked) as server:
         for stage in (0, 1):
             assert ask_and_hurt(server, stage, signal.SIGKILL) == undisturbed
         outcomes = draft_tokens(server)
@@ -236,7 +236,7 @@ def draft_tokens(server: Server) -> dict[str, float]:
 def test_tokens_of_other_precisions_are_the_same_across_a_loss(
     flags: tuple[str, ...], told_of_it: tuple[str, str, str], victim: int
 ) -> None:
-    with serving(2, *flags, by=bare) as server:
+    with serving(2, *flags, by=Forked) as server:
         with grpc.insecure_channel(server.grpc) as channel:
             told = GenerationServiceStub(channel).GetModelInfo(pb.GetModelInfoRequest())
         assert told.deterministic, told.nondeterministic_reason

@@ -15,7 +15,7 @@ import pytest
 from ppserve.v1 import generation_pb2 as pb
 from ppserve.v1.generation_pb2_grpc import GenerationServiceStub
 from tests.e2e.asking import Answer, ask, await_tokens
-from tests.e2e.serving import Server, plain_shell, serving
+from tests.e2e.serving import Forked, Server, serving
 from tests.e2e.test_losing_stages import long_requests
 
 # So long that they are under way when a stage is killed, however slowly this process reads.
@@ -24,7 +24,7 @@ REQUESTS = long_requests(16, max_tokens=300)
 
 @pytest.fixture(scope="module")
 def server() -> Iterator[Server]:
-    with serving(1, "--replicas", "2", by=plain_shell) as running:
+    with serving(2, "--replicas", "2", by=Forked) as running:
         yield running
 
 

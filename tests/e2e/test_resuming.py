@@ -12,14 +12,14 @@ import pytest
 from ppserve.client import CallFailed, Chunk, Client, RetryPolicy
 from ppserve.v1 import generation_pb2 as pb
 from ppserve.v1.generation_pb2_grpc import GenerationServiceStub
-from tests.e2e.serving import Server, bare, serving
+from tests.e2e.serving import Forked, Server, serving
 
 PROMPT = "Once upon a time"
 
 
 @pytest.fixture(scope="module")
 def one_stage() -> Iterator[Server]:
-    with serving(1) as server:
+    with serving(1, by=Forked) as server:
         yield server
 
 
@@ -91,7 +91,7 @@ def test_a_client_goes_on_when_its_server_is_killed_and_comes_back(one_stage: Se
         while sum(chunk.num_tokens for chunk in chunks) < 40:
             chunks.append(next(stream))
         os.kill(one_stage.head_pid(), signal.SIGKILL)
-        with serving(1, "--port", one_stage.grpc.rpartition(":")[2], by=bare):
+        with serving(1, "--port", one_stage.grpc.rpartition(":")[2], by=Forked):
             chunks += stream
     for sequence in whole.sequences:
         mine = [chunk for chunk in chunks if chunk.index == sequence.index]

@@ -17,7 +17,7 @@ import ppserve
 from ppserve.v1 import generation_pb2 as pb
 from ppserve.v1.generation_pb2_grpc import GenerationServiceStub
 from tests.e2e.asking import answers_alone, ask, mixed_requests
-from tests.e2e.serving import launch, plain_shell, serving, torchrun
+from tests.e2e.serving import Forked, launch, plain_shell, serving, torchrun
 from tools.make_random_gpt2 import Shape, write_checkpoint
 
 TINY = Path(ppserve.__file__).parent / "assets" / "tiny"
@@ -42,7 +42,7 @@ def test_from_a_plain_shell_only_this_host_can_reach_any_process_and_none_outliv
 @pytest.mark.timeout(200)
 def test_four_processes_in_the_predicted_shape_answer_like_one_thread() -> None:
     requests = mixed_requests(12, seed=5)
-    with serving(4, "--parallel", "auto", "--expect-callers", "6") as server:
+    with serving(4, "--parallel", "auto", "--expect-callers", "6", by=Forked) as server:
         together = ask(server.grpc, requests, at_once=6)
         assert "predicted for 6 callers" in server.log
         assert all(f"\n{shape} " in server.log for shape in ("1x1x4", "1x2x2", "2x1x2", "1x4x1", "2x2x1", "4x1x1"))

@@ -1,0 +1,201 @@
+"""A launcher, ranks and stages that are forked, where torchrun and keepers start fresh interpreters.
+
+Whoever imports this module imports what head and stages import, once, and may fork from then on. Here a rank's
+`StageProcess` forks instead of starting `python -m ppserve.stage`; nothing else differs from a real server.
+A stage is a child of its keeper, and has its own arguments, pipe and standard input, and no other descriptor. It
+dies with its keeper, by the kernel's doing, and its keeper waits for it and kills it.
+
+The name of a process (`comm`) tells what it is, since its command line is that of the process that imported.
+"""
+
+from __future__ import annotations
+
+import atexit
+import ctypes
+import gc
+import logging
+import os
+import resource
+import signal
+import sys
+import threading
+import traceback
+import uuid
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from pathlib import Path
+from typing import NoReturn
+
+from ppserve.process import stage_process
+from ppserve.process.environment import die_with_parent
+
+assert "ppserve.process.keeper" not in sys.modules, "its stages would be fresh interpreters"
+
+STAGE, RANK = "ppserve.stage", "ppserve.rank"
+"""Names of processes. A rank's number follows."""
+
+_SWITCH_INTERVAL_S = sys.getswitchinterval()
+_parents_streams: list[object] = []
+
+
+class ForkedStage(stage_process.StageProcess):
+    """A stage that needs no imports."""
+
+    def __init__(self) -> None:
+        self._life, life = os.pipe()
+        self._line = b""
+        keeper = os.getpid()
+        self._process = _Child(lambda stdin: _be_stage(stdin, life, keeper))  # type: ignore[assignment]
+        os.close(life)
+
+
+stage_process.StageProcess = ForkedStage  # type: ignore[misc]
+# Read at import. Otherwise gRPC would stop its threads while the head forks, and start them anew in the stage.
+os.environ["GRPC_ENABLE_FORK_SUPPORT"] = "0"
+
+# From here on imports find that class. All that head and stages import, also what they import later than others.
+import ppserve.cli.check  # noqa: E402
+import ppserve.cli.main  # noqa: E402
+import ppserve.cli.serve  # noqa: E402
+import ppserve.head.app  # noqa: E402
+import ppserve.stage.__main__ as stage_main  # noqa: E402
+import ppserve.stage.calibrate  # noqa: E402
+import ppserve.stage.link  # noqa: E402
+import ppserve.stage.loop  # noqa: E402
+import ppserve.stage.wiring  # noqa: E402
+
+# What is imported stays: no collector writes to these pages, which all processes share.
+gc.freeze()
+
+
+class _Child:
+    """A forked process. Of a `subprocess.Popen`, what `StageProcess` uses. become: is given the end of the pipe
+    whose other end is `stdin`."""
+
+    def __init__(self, become: Callable[[int], NoReturn]) -> None:
+        read, write = os.pipe()
+        self.pid = os.fork()
+        if self.pid == 0:
+            try:
+                become(read)
+            except BaseException:
+                traceback.print_exc()
+            finally:
+                os._exit(1)
+        os.close(read)
+        self.stdin = os.fdopen(write, "wb")
+        self._has_ended = False
+        self._code: int | None = None
+
+    def kill(self) -> None:
+        if not self._has_ended:
+            with suppress(ProcessLookupError):
+                os.kill(self.pid, signal.SIGKILL)
+
+    def wait(self) -> int:
+        if self._code is None:
+            # Its number is not free, and no other process is killed by it, until it has been reaped.
+            os.waitid(os.P_PID, self.pid, os.WEXITED | os.WNOWAIT)
+            self._has_ended = True
+            self._code = os.waitstatus_to_exitcode(os.waitpid(self.pid, 0)[1])
+        return self._code
+
+
+def launch(num_ranks: int, flags: Sequence[str], environment: Mapping[str, str], log: Path) -> int:
+    """Starts the ranks of a server as torchrun does; their output goes to the log. When one fails, or a SIGTERM
+    comes, the others are told to end. Returns 0 when all ended well."""
+    die_with_parent()
+    _close_all_but()
+    output = os.open(log, os.O_WRONLY | os.O_APPEND)
+    for fd in (1, 2):
+        os.dup2(output, fd)
+    os.close(output)
+    os.environ.clear()
+    os.environ.update(environment)
+    os.environ |= {"TORCHELASTIC_RUN_ID": str(uuid.uuid4()), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0"}
+    os.environ |= {"WORLD_SIZE": str(num_ranks), "LOCAL_WORLD_SIZE": str(num_ranks)}
+    running: set[int] = set()
+
+    def end(*_: object) -> None:
+        for pid in running:
+            os.kill(pid, signal.SIGTERM)
+
+    # A rank that has just been forked would take the launcher's handler for its own.
+    signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})
+    for number in range(num_ranks):
+        pid = os.fork()
+        if pid == 0:
+            _be_rank(number, flags)
+        running.add(pid)
+    signal.signal(signal.SIGTERM, end)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGTERM})
+    worst = 0
+    while running:
+        # Not reaped before it is forgotten: the handler may come at any moment.
+        ended = os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOWAIT)
+        assert ended is not None
+        running.discard(ended.si_pid)
+        code = abs(os.waitstatus_to_exitcode(os.waitpid(ended.si_pid, 0)[1]))
+        if code and not worst:
+            end()
+        worst = max(worst, code)
+    return worst
+
+
+def _be_rank(number: int, flags: Sequence[str]) -> NoReturn:
+    """`python -m ppserve`, as torchrun starts it."""
+    code: object = 1
+    try:
+        _be_new(f"{RANK}{number}")
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGTERM})
+        os.environ |= {"RANK": str(number), "LOCAL_RANK": str(number)}
+        sys.argv = ["ppserve", *flags]
+        ppserve.cli.main.main()
+    except SystemExit as end:
+        code = 0 if end.code is None else end.code
+    except BaseException:
+        traceback.print_exc()
+    finally:
+        # What may hold an interpreter up at its end, which is the rest of `sys.exit`.
+        threading._shutdown()  # type: ignore[attr-defined]
+        atexit._run_exitfuncs()
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(code if isinstance(code, int) else 1)
+
+
+def _be_stage(stdin: int, life: int, keeper: int) -> NoReturn:
+    """`python -m ppserve.stage`, as `StageProcess` starts it. Called in any thread of the keeper's process."""
+    # Objects of the keeper are never collected: those with descriptors would close others of the same number.
+    gc.freeze()
+    _be_new(STAGE)
+    os.dup2(stdin, 0)
+    _close_all_but(life)
+    sys.argv = ["ppserve.stage", str(life), str(keeper)]
+    stage_main.run_and_exit(stage_main.main)
+
+
+def _be_new(name: str) -> None:
+    """What `exec` and the start of an interpreter do: signals and streams are those of a new process."""
+    signal.set_wakeup_fd(-1)
+    for signum in signal.valid_signals() - {signal.SIGKILL, signal.SIGSTOP, signal.SIGPIPE}:
+        if callable(signal.getsignal(signum)):
+            signal.signal(signum, signal.SIG_DFL)
+    if signal.getsignal(signal.SIGINT) is signal.SIG_DFL:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+    sys.setswitchinterval(_SWITCH_INTERVAL_S)
+    # Other threads may hold locks of the parent's streams: nobody writes to those, nor closes them.
+    _parents_streams.extend((sys.stdout, sys.stderr))
+    sys.stdout = open(1, "w", closefd=False)  # noqa: SIM115
+    sys.stderr = open(2, "w", buffering=1, closefd=False)  # noqa: SIM115
+    for handler in logging.getLogger().handlers:
+        if isinstance(handler, logging.StreamHandler):
+            handler.stream = sys.stderr
+    pr_set_name = 15
+    ctypes.CDLL(None).prctl(pr_set_name, name.encode(), 0, 0, 0)
+
+
+def _close_all_but(kept: int = 2) -> None:
+    """And but standard input, output and error."""
+    os.closerange(3, kept)
+    os.closerange(max(kept + 1, 3), resource.getrlimit(resource.RLIMIT_NOFILE)[0])

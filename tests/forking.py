@@ -1,0 +1,99 @@
+"""Processes for tests, forked by one that has imported what servers import.
+
+A fresh interpreter computes for three seconds until it has imported torch and numba. A pytest worker has one
+process (`multiprocessing` calls it a fork server) that does so once, starts no thread, and forks from then on.
+It ends with the worker.
+"""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import signal
+import subprocess
+import sys
+import threading
+from collections.abc import Mapping
+from contextlib import suppress
+from importlib import import_module
+from multiprocessing import forkserver, util
+from multiprocessing.context import ForkServerProcess
+from pathlib import Path
+from typing import Any
+
+RANKS = "tests.e2e.forked_ranks"
+"""What the fork server imports. Not to be imported in pytest's own process."""
+
+# How the names of variables begin that are read while libraries and kernels are imported.
+_READ_AT_IMPORT = ("PPSERVE_CPU_", "NUMBA_", "OMP_", "KMP_", "MKL_", "OPENBLAS_", "TORCH_", "LD_", "PYTHON")
+
+_context = multiprocessing.get_context("forkserver")
+_starting = threading.Lock()
+_imported_with: dict[str, str] = {}
+
+
+def fork(function: Any, *args: Any) -> ForkServerProcess:
+    """A process that calls the function, which is pickled by its name; ended by whoever started it."""
+    _start()
+    process = _context.Process(target=function, args=args, daemon=True)
+    process.start()
+    return process
+
+
+def _start() -> None:
+    with _starting:
+        if _imported_with:
+            return
+        before = os.environ.get("OMP_NUM_THREADS")
+        # Otherwise BLAS starts threads when it is imported, and a process with threads does not fork well.
+        os.environ["OMP_NUM_THREADS"] = "1"
+        _context.set_forkserver_preload([RANKS])
+        forkserver.ensure_running()
+        _imported_with.update(os.environ)
+        if before is None:
+            del os.environ["OMP_NUM_THREADS"]
+        else:
+            os.environ["OMP_NUM_THREADS"] = before
+        # Waited for, after the processes that are ended with this one, so that its time counts as this one's.
+        util.Finalize(None, forkserver._forkserver._stop, exitpriority=-1)  # type: ignore[attr-defined]
+
+
+class ForkedRanks:
+    """A launcher and its ranks. Of a `subprocess.Popen`, what `Server` uses."""
+
+    def __init__(self, num_ranks: int, flags: list[str], environment: Mapping[str, str], log: Path) -> None:
+        """Raises AssertionError where a variable that is read at import has another value than it had then: such a
+        server needs fresh interpreters."""
+        _start()
+        differing = {name for name, _ in environment.items() ^ _imported_with.items()}
+        names = [name for name in differing if name.startswith(_READ_AT_IMPORT)]
+        assert not names, f"start this server with torchrun: {names} are read at import"
+        self._process = fork(_call, RANKS, "launch", num_ranks, flags, dict(environment), log)
+        assert self._process.pid is not None
+        self.pid = self._process.pid
+
+    def poll(self) -> int | None:
+        return self._process.exitcode
+
+    def wait(self, timeout: float | None = None) -> int:
+        self._process.join(timeout)
+        if (code := self._process.exitcode) is None:
+            assert timeout is not None
+            raise subprocess.TimeoutExpired("the launcher of forked ranks", timeout)
+        return code
+
+    def send_signal(self, signum: int) -> None:
+        if self.poll() is None:
+            with suppress(ProcessLookupError):
+                os.kill(self.pid, signum)
+
+    def terminate(self) -> None:
+        self.send_signal(signal.SIGTERM)
+
+    def kill(self) -> None:
+        self.send_signal(signal.SIGKILL)
+
+
+def _call(module: str, function: str, *args: Any) -> None:
+    """For functions of modules that pytest's process must not import."""
+    sys.exit(getattr(import_module(module), function)(*args))

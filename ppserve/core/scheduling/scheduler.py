@@ -210,9 +210,12 @@ class Scheduler:
         picks = self._composer.compose(roster.returned, roster.num_decoding, roster.filling, self.microbatches)
         if picks:
             return speculation.widen(picks, len(roster))
-        # With as many sequences as stages a gap is over before a guess could fill it.
+        # With as many sequences as stages a gap is over before a guess could fill it. And whoever has guesses in
+        # flight cannot be displaced.
         has_gap = self.lanes.have_gap and len(roster) < self.config.num_stages
-        return speculation.deepen(roster.running) if has_gap else []
+        if not has_gap or self.intake.queue.first_of_those_without() is not None:
+            return []
+        return speculation.deepen(roster.running)
 
     def _skip_refilled(self) -> None:
         """After a loss, compute a prefix that several sequences share only once."""

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import random
+from dataclasses import replace
+from functools import partial
 from itertools import pairwise
 
 import pytest
@@ -12,6 +14,7 @@ from ppserve.core.scheduling.displacement import MAX_SAVED, MIN_GAIN
 from ppserve.core.scheduling.sequence import SequenceGroup
 from tests.core.scheduling.invariants import check_scheduler
 from tests.core.scheduling.rig import SchedulerRig, a_request, a_rig, fill
+from tests.core.scheduling.test_scheduler_walk import Oracle
 
 
 def a_full_rig(callers: str = "gggg", max_tokens: int = 60, **config: object) -> SchedulerRig:
@@ -139,6 +142,22 @@ def test_a_displaced_caller_displaces_nobody() -> None:
     turn(rig, 3)
     assert displaced(rig) == [group]
     assert waits(rig, "more")
+    rig.drain()
+    rig.check_answers()
+
+
+@pytest.mark.parametrize("rate", [0.0, 0.5, 1.0])
+def test_guesses_do_not_keep_a_place(rate: float) -> None:
+    """A lone answer on guesses nearly always has steps in flight; then it could not be displaced."""
+    config = replace(a_rig(num_stages=4).config, max_num_seqs=1, speculate=1)
+    rig = SchedulerRig(config, 400, None, partial(Oracle, rate=rate))
+    rig.submit(a_request("g0", num_prompt=4, max_tokens=200, caller="g"))
+    while len(rig.events["g0", 0]) < 60:
+        turn(rig)
+    rig.submit(a_request("light", num_prompt=4, max_tokens=4, caller="light"))
+    while not rig.events["light", 0]:
+        turn(rig)
+    assert len(rig.events["g0", 0]) < 80
     rig.drain()
     rig.check_answers()
 

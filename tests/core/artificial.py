@@ -15,6 +15,11 @@ def plan(step_id: int, epoch: int = 1) -> StepPlan:
     return StepPlan(epoch, step_id, 0, (Slice(step_id, 0, (7,), (0,), Draw(SamplingParams())),))
 
 
+def guess(step_id: int, epoch: int = 1) -> StepPlan:
+    """A step on a guess alone."""
+    return StepPlan(epoch, step_id, 0, (Slice(step_id, 0, (7,), (0,), Draw(SamplingParams()), num_guesses=1),))
+
+
 def account_of(num_stages: int, started_ns: int = 0, **observer: Any) -> TimeAccount:
     """A ledger with an empty book of steps."""
     return TimeAccount(Steps(num_stages), started_ns, **observer)

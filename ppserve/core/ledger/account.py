@@ -54,6 +54,10 @@ class StageTimes:
         return sum(self.busy_ns.values())
 
     @property
+    def useful_ns(self) -> int:
+        return self.computed_ns - self.wasted_ns
+
+    @property
     def demand_ns(self) -> int:
         """Time during which the server had work."""
         return self.computed_ns + sum(self.bubble_ns.values())
@@ -245,7 +249,7 @@ class TimeAccount:
         """The probable kinds of the time since the last settled span."""
         timeline = self._timelines[stage]
         start = timeline.cursor
-        waiting = FILL_DRAIN if self.steps.num_in_flight < self.num_stages else IMBALANCE
+        waiting = IMBALANCE if self.steps.fills_pipeline else FILL_DRAIN
         head = timeline.queue[0] if timeline.queue else None
         if not isinstance(head, _Unsettled):
             kind = IDLE if not timeline.demand else waiting if timeline.live else HOST

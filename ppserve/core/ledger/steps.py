@@ -42,9 +42,10 @@ class Step:
     """A step from its dispatch until every stage has reported it. Only `Steps` writes to it.
 
     woken_ns: when the engine's turn that made it began. sent_ns: when its plan had been sent to all stages.
-    fills_pipeline: with this step, at least as many steps were in flight as there are stages. fills_lanes: at
-    least as many as there are lanes. returned_ns: when the head had the last stage's result. is_doomed: it was
-    sent on guesses that were wrong, so nobody needs it.
+    fills_pipeline: with this step, at least as many steps were in flight as there are stages; doomed ones, which
+    stages skip, do not count. fills_lanes: at least as many as there are lanes; guesses, which take none, do not
+    count. returned_ns: when the head had the last stage's result. is_doomed: it was sent on guesses that were
+    wrong, so nobody needs it.
     """
 
     def __init__(
@@ -96,14 +97,15 @@ class Step:
 class Steps:
     """The steps of one pipeline. See the module for who writes and who reads.
 
-    num_speculative: of those in flight, the steps on guesses alone. wasted_ns: what each stage computed for steps
-    that are doomed.
+    num_speculative: of those in flight, the steps on guesses alone. num_doomed: of these, those known to be in
+    vain. wasted_ns: what each stage computed for steps that are doomed.
     """
 
     def __init__(self, num_stages: int) -> None:
         self.num_stages = num_stages
         self.num_in_flight = 0
         self.num_speculative = 0
+        self.num_doomed = 0
         self.wasted_ns = [0] * num_stages
         self._steps: dict[int, Step] = {}
         self._progress_ns = 0  # when a stage last reported, or a step was sent while the book was empty
@@ -112,6 +114,11 @@ class Steps:
     def __len__(self) -> int:
         """Steps that some stage has not reported."""
         return len(self._steps)
+
+    @property
+    def fills_pipeline(self) -> bool:
+        """Whether as many steps are in flight as there are stages, doomed ones apart."""
+        return self.num_in_flight - self.num_doomed >= self.num_stages
 
     @property
     def in_flight(self) -> Iterator[Step]:
@@ -123,8 +130,8 @@ class Steps:
             self._progress_ns = sent_ns
         self.num_in_flight += 1
         self.num_speculative += plan.phase == SPECULATIVE
-        fills_pipeline, fills_lanes = self.num_in_flight >= self.num_stages, self.num_in_flight >= num_lanes
-        step = Step(plan, self.num_stages, woken_ns, sent_ns, fills_pipeline, fills_lanes)
+        fills_lanes = self.num_in_flight - self.num_speculative >= num_lanes
+        step = Step(plan, self.num_stages, woken_ns, sent_ns, self.fills_pipeline, fills_lanes)
         self._steps[plan.step_id] = step
         return step
 
@@ -141,6 +148,7 @@ class Steps:
         if result.stage == self.num_stages - 1:
             self.num_in_flight -= 1
             self.num_speculative -= step.plan.phase == SPECULATIVE
+            self.num_doomed -= step.is_doomed
         if step.is_complete:
             del self._steps[result.step_id]
         computed_ns = result.computed_ns
@@ -155,6 +163,7 @@ class Steps:
         if step is None or step.is_doomed:
             return
         step.is_doomed = True
+        self.num_doomed += step.is_in_flight
         for stage in range(self.num_stages):
             if (result := step.result(stage)) is not None:
                 self.wasted_ns[stage] += result.computed_ns
@@ -162,7 +171,7 @@ class Steps:
     def lost(self) -> None:
         """The epoch is lost: no step in the book will be reported."""
         self._steps.clear()
-        self.num_in_flight = self.num_speculative = 0
+        self.num_in_flight = self.num_speculative = self.num_doomed = 0
 
     def head_paused(self, now_ns: int) -> None:
         """The head itself did not run until now, so deadlines start anew."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from ppserve.core.ledger.steps import STEP_DEADLINE_NS, Steps, Transfer
 from ppserve.core.plan import StepResult, StepStamps
-from tests.core.artificial import plan
+from tests.core.artificial import guess, plan
 
 S = 1_000_000_000
 
@@ -45,6 +45,22 @@ def test_a_step_knows_whether_it_fills_the_pipeline_and_the_lanes() -> None:
     sent = [steps.sent(plan(k), 0, 0, num_lanes=3) for k in range(3)]
     assert [step.fills_pipeline for step in sent] == [False, True, True]
     assert [step.fills_lanes for step in sent] == [False, False, True]
+
+
+def test_guesses_fill_no_lane_and_doomed_ones_no_stage() -> None:
+    steps = Steps(2)
+    known, guessed = steps.sent(plan(0), 0, 0, num_lanes=2), steps.sent(guess(1), 0, 0, num_lanes=2)
+    assert (known.fills_lanes, guessed.fills_lanes, guessed.fills_pipeline) == (False, False, True)
+    steps.reported(result(0, 1), 10)
+    steps.doom(1)
+    first, second = (steps.sent(plan(step_id), 10, 10, num_lanes=2) for step_id in (2, 3))
+    assert (first.fills_pipeline, second.fills_pipeline) == (False, True)
+    assert (first.fills_lanes, second.fills_lanes) == (False, True)
+    steps.reported(result(1, 1), 11)
+    assert (steps.num_in_flight, steps.num_doomed, steps.num_speculative) == (2, 0, 0)
+    steps.doom(steps.sent(guess(4), 11, 11, num_lanes=2).plan.step_id)
+    steps.lost()
+    assert steps.num_doomed == 0
 
 
 def test_what_is_computed_for_a_doomed_step_is_wasted_before_and_after_it_is_known() -> None:

@@ -6,6 +6,7 @@ import random
 from collections.abc import Callable, Iterator
 from collections.abc import Sequence as Seq
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -13,7 +14,16 @@ from ppserve import Completion, Pipeline
 from ppserve.core.request import Request
 from ppserve.core.scheduling.drafter import Drafter, Guess
 from ppserve.errors import ConfigError
-from tests.library.mixed import assert_same, guesses_of, mixed_requests, tiny, together
+from tests.library.mixed import (
+    PROMPTS,
+    assert_same,
+    generate_as,
+    guesses_of,
+    intake_of,
+    mixed_requests,
+    tiny,
+    together,
+)
 from tools.make_random_gpt2 import Shape, write_checkpoint
 
 pytestmark = pytest.mark.slow
@@ -102,6 +112,25 @@ def test_a_draft_model_of_another_vocabulary_is_refused(tmp_path: Path) -> None:
 def test_a_draft_model_without_guesses_is_refused() -> None:
     with pytest.raises(ConfigError, match="draft_model: needs speculate"):
         tiny(2, draft_model="builtin")
+
+
+def test_what_lies_behind_a_stop_string_is_charged_to_nobody(plain: Pipeline) -> None:
+    """All tokens but the first come in one step, whose last one ends the answer too."""
+    options: dict[str, Any] = {"temperature": 0, "max_tokens": 8, "ignore_eos": True, "token_ids": True}
+    (whole,) = plain.complete(PROMPTS[0], **options).sequences
+    answer, stop = [token.id for token in whole.tokens], whole.text.split()[2]
+
+    def right(request: Request, _index: int) -> Drafter:
+        return Fixed(lambda place: answer[place] if place < len(answer) else None, len(request.prompt_ids))
+
+    with tiny(1, speculate=7, new_drafter=right) as pipeline:
+        stream = generate_as("c", pipeline, PROMPTS[0], stop=[stop], **options)
+        (stopped,) = stream.completions()[0].sequences
+        assert guesses_of(pipeline)["accepted"] == 8 - 2, "of the second to the eighth token, all but the first"
+        assert 1 < len(stopped.tokens) < 8
+        assert pipeline._tokenizer is not None
+        prompt_ids = pipeline._tokenizer.encode(PROMPTS[0])
+        assert intake_of(pipeline).queue.served("c") == len(prompt_ids) + len(stopped.tokens)
 
 
 def test_tensor_ranks_guess_as_well(alone: list[Completion]) -> None:

@@ -130,13 +130,12 @@ class Intake:
             return []
         return [self.end(s, group, finish=reason) for s in group.live]
 
-    def finish(self, sequence_id: int, reason: FinishReason, num_generated: int) -> None:
-        """End a sequence whose end the engine has found (a stop string) after so many tokens of its answer: no
-        event, no further step. Tokens that guesses brought beyond it are charged to nobody."""
+    def finish(self, sequence_id: int, reason: FinishReason) -> None:
+        """End a sequence whose end the engine has found (a stop string): no event, no further step. If it ended
+        by itself in the same step, nothing happens."""
         for host in self._hosts:
             sequence = host.running(sequence_id)
             if sequence is not None:
-                self.queue.charge(sequence.request.caller, num_generated - sequence.num_generated)
                 self.end(sequence, self.groups[sequence.request.id], finish=reason)
                 return
 
@@ -278,6 +277,10 @@ class Intake:
 
     def token_drawn(self, group: SequenceGroup) -> None:
         self.queue.charge(group.caller, 1)
+
+    def token_withheld(self, caller: str) -> None:
+        """A guess brought a token beyond the end that the engine has found: it is charged to nobody."""
+        self.queue.refund(caller, 1)
 
     def clear(self, group: SequenceGroup) -> None:
         """It gained a token since its last loss: it did not cause that."""

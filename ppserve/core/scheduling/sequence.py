@@ -58,7 +58,7 @@ class SequenceEvent:
     number of tokens in the answer. token_id None: no token. prompt_logprobs: of the prompt's tokens from the
     second on; only in the first event that is not an error. finish or error set: the sequence's last event.
     admitted_s: when the request left the queue, on the head's clock; None if it never did. replica: the latest to
-    compute it.
+    compute it. caller: who was charged for the token.
     """
 
     request_id: str
@@ -73,6 +73,7 @@ class SequenceEvent:
     cached_tokens: int = 0
     admitted_s: float | None = None
     replica: int | None = None
+    caller: str = ""
 
     @property
     def is_terminal(self) -> bool:
@@ -253,6 +254,7 @@ class Sequence:
             self.cached_tokens,
             admitted_s,
             replica,
+            self.request.caller,
         )
 
 

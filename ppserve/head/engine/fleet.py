@@ -49,9 +49,9 @@ class Fleet:
         """End a request now. Returns the terminal events of its sequences."""
         return self.intake.abort(request_id, reason)
 
-    def finish(self, sequence_id: int, reason: FinishReason, num_generated: int) -> None:
-        """End a sequence because of its text (a stop string) after so many tokens: no event, no further step."""
-        self.intake.finish(sequence_id, reason, num_generated)
+    def finish(self, sequence_id: int, reason: FinishReason) -> None:
+        """End a sequence because of its text (a stop string): no event, no further step."""
+        self.intake.finish(sequence_id, reason)
 
     def demand(self, exists: bool) -> bool:
         """Whether the server has work: a request is open, or a step of a request that has ended is in flight."""

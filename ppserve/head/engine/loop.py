@@ -226,11 +226,14 @@ class Engine(threading.Thread):
         """Turns an event of the scheduler into an output of its stream."""
         opened = self._open.get(event.request_id)
         if opened is None or opened.has_ended(event.index):
-            return  # one step may bring several tokens, and a stop string may end the answer at the first
+            # One step may bring several tokens, and a stop string may end the answer at the first.
+            if event.token_id is not None:
+                self._fleet.intake.token_withheld(event.caller)
+            return
         now_s = self._clock() / 1e9
         output = opened.output(event, now_s)
         if output.finish is FinishReason.STOP_STRING and event.finish is None:
-            self._fleet.finish(event.sequence_id, FinishReason.STOP_STRING, event.offset + 1)
+            self._fleet.finish(event.sequence_id, FinishReason.STOP_STRING)
         self._tell(opened, output, now_s)
         if opened.is_complete:
             del self._open[event.request_id]

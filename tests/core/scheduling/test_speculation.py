@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence as Seq
 from dataclasses import replace
 
+import pytest
+
 from ppserve.core.cost_model import StepSize
 from ppserve.core.plan import SPECULATIVE, StepPlan, StepResult
 from ppserve.core.request import FinishReason, Request, StopConditions
@@ -104,16 +106,22 @@ def test_the_last_token_of_a_prompt_takes_no_guesses_before_the_rest_is_known() 
     assert widths[:3] == [1, 1, 4]
 
 
-def test_tokens_after_a_stop_string_are_charged_to_nobody() -> None:
+@pytest.mark.parametrize("max_tokens", [40, 4])
+def test_tokens_after_a_stop_string_are_charged_to_nobody(max_tokens: int) -> None:
+    """Also where the step that brings it ends the answer by its length as well."""
     rig = a_rig(3, num_stages=1, new_drafter=right)
-    rig.submit(a_request("r", num_prompt=1, max_tokens=40, caller="c"))
+    rig.submit(a_request("r", num_prompt=1, max_tokens=max_tokens, caller="c"))
     fill(rig)
     first, *others = rig.commit_one()
     assert len(others) == 3
     intake = rig.scheduler.intake
     assert intake.queue.served("c") == 1 + 4
-    intake.finish(first.sequence_id, FinishReason.STOP_STRING, first.offset + 1)
+    assert others[-1].is_terminal == (max_tokens == 4)
+    intake.finish(first.sequence_id, FinishReason.STOP_STRING)
+    for event in others:
+        intake.token_withheld(event.caller)
     assert intake.queue.served("c") == 1 + 1
+    assert not intake.groups
 
 
 def test_a_block_is_found_by_others_when_all_its_tokens_are_known() -> None:

@@ -128,7 +128,7 @@ def plan(**flags: Any) -> None:
 def _simulate(arch: Architecture, intent: Intent, num_stages: int, flags: dict[str, Any]) -> dict[str, Any]:
     grid = RankGrid(flags["tensor_parallel"], flags["replicas"], num_stages)
     found = prospect(arch, intent, grid, _conditions(arch, intent, flags))
-    if found.outcome is None:
+    if not found.fits:
         raise ConfigError("--kv-cache-memory", f"not one sequence of {found.plan.max_model_len} tokens fits")
     return found.figures
 

@@ -19,14 +19,15 @@ from ppserve.planning.simulator import Wires
 
 # Requests simulated for each caller: enough that the first and the last ones weigh little.
 _REQUESTS_PER_CALLER = 4
-# CPU times of processes that served the built-in model (docs/performance/shapes.md): the head's for each step and
-# token, a rank's around each step.
+# CPU times of processes that served the built-in model (docs/performance/shapes.md): the head's for each token and
+# for each rank in a step; a rank's around each step.
 _ONE_HOST = Wires(
-    latency_s=50e-6, bandwidth=5e9, head_s=250e-6, token_s=230e-6, prepare_s=150e-6, sending_s=150e-6
+    latency_s=50e-6, bandwidth=5e9, head_s=0.0, token_s=230e-6, prepare_s=225e-6, sending_s=225e-6
 )
+_RANK_S = 300e-6
 _SEVERAL_HOSTS = replace(_ONE_HOST, latency_s=200e-6, bandwidth=1e9, gather_s=200e-6)
 # Of a caller in Python that reads one message for each token.
-_CALLER_S = 150e-6
+_CALLER_S = 200e-6
 _LOCAL = ("localhost", "127.0.0.1", "::1")
 _ANY_MEMORY = 1 << 62
 
@@ -60,7 +61,8 @@ def compare_shapes(config: ServeConfig, hellos: Sequence[wire.Hello]) -> list[Pr
         expect_prompt=prompt,
         expect_new=new,
     )
-    under = Conditions(speed, wires, load, expected.max_num_seqs, hosts=_hosts(config, hellos))
+    hosts = _hosts(config, hellos)
+    under = Conditions(speed, wires, load, expected.max_num_seqs, hosts=hosts, rank_s=_RANK_S)
     return prospects(first.architecture, intent, len(hellos), under)
 
 

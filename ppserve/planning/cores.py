@@ -25,23 +25,27 @@ class SharedCores:
     caller_s: float = 0.0
 
 
-def slowdown(outcome: Outcome, grid: RankGrid, working: int, wires: Wires, hosts: Sequence[SharedCores]) -> float:
-    """How many times as long everything takes as in the simulation of one replica, at least 1. working: replicas
-    that have work. hosts: of all ranks; none: cores are not scarce."""
-    return max((_of_host(outcome, grid, working, wires, host) for host in hosts), default=1.0)
+def slowdown(outcomes: Sequence[Outcome], grid: RankGrid, wires: Wires, hosts: Sequence[SharedCores]) -> float:
+    """How many times as long everything takes as in simulations of replicas by themselves, at least 1. outcomes:
+    of each replica that has work. wires: head_s is what the head computes for a step. hosts: of all ranks; none:
+    cores are not scarce."""
+    return max((_of_host(outcomes, grid, wires, host) for host in hosts), default=1.0)
 
 
-def _of_host(outcome: Outcome, grid: RankGrid, working: int, wires: Wires, host: SharedCores) -> float:
-    """In seconds of cores per second that all replicas serve."""
-    seconds = outcome.wall_s
-    places = [place for rank in host.ranks for place in (grid.place(rank),) if place.replica < working]
-    around_s = outcome.num_steps * (wires.prepare_s + wires.sending_s)
-    computing = sum(outcome.stages[place.stage].computed_ns / 1e9 for place in places) * host.threads / seconds
-    beside = host.caller_s * outcome.new_tokens * working / seconds
-    if 0 in host.ranks:
-        beside += (wires.head_s * outcome.num_steps + wires.token_s * outcome.new_tokens) * working / seconds
-    work = computing + len(places) * around_s / seconds + beside
+def _of_host(outcomes: Sequence[Outcome], grid: RankGrid, wires: Wires, host: SharedCores) -> float:
+    """Times are seconds of cores per second that all replicas serve."""
+    places = [place for rank in host.ranks for place in (grid.place(rank),) if place.replica < len(outcomes)]
+    computing = around = beside = 0.0
+    for place in places:
+        outcome = outcomes[place.replica]
+        computing += outcome.stages[place.stage].computed_ns / 1e9 * host.threads / outcome.wall_s
+        around += outcome.num_steps * (wires.prepare_s + wires.sending_s) / outcome.wall_s
+    for outcome in outcomes:
+        seconds = host.caller_s * outcome.new_tokens
+        if 0 in host.ranks:
+            seconds += wires.head_s * outcome.num_steps + wires.token_s * outcome.new_tokens
+        beside += seconds / outcome.wall_s
     # What finds no idle core, and of that what meets one of a replica's ranks that computes.
     taken = max(0.0, beside - max(0, host.cores - len(places) * host.threads))
-    met = computing / working / host.cores
-    return max(1.0, work / host.cores, 1.0 + taken * min(1.0, met))
+    met = computing / len(outcomes) / host.cores
+    return max(1.0, (computing + around + beside) / host.cores, 1.0 + taken * min(1.0, met))

@@ -22,7 +22,8 @@ _AS_FAST = 0.97
 @dataclass(frozen=True, slots=True)
 class Conditions:
     """What every shape is asked: on ranks of this speed, under this load. num_seqs: at once in a replica.
-    acceptance: as in `simulate`. hosts: whose cores are shared; none: every rank has its own."""
+    acceptance: as in `simulate`. hosts: whose cores are shared; none: every rank has its own. rank_s: the head's
+    work for each rank that takes part in a step."""
 
     speed: Device | MeasuredCosts
     wires: Wires
@@ -30,18 +31,22 @@ class Conditions:
     num_seqs: int = 256
     acceptance: float = 0.0
     hosts: tuple[SharedCores, ...] = ()
+    rank_s: float = 0.0
 
 
 @dataclass(frozen=True)
 class Prospect:
-    """What one shape promises. outcome: of one replica under its share of the load, on cores of its own; None: it
-    does not fit. num_working: replicas that have work under this load. slowdown: by others on the same cores."""
+    """What one shape promises. outcomes: of each replica that has work under its share of the load, on cores of
+    its own, the largest share first; none: it does not fit. slowdown: by others on the same cores."""
 
     grid: RankGrid
     plan: Forecast
-    outcome: Outcome | None
-    num_working: int
+    outcomes: tuple[Outcome, ...] = ()
     slowdown: float = 1.0
+
+    @property
+    def fits(self) -> bool:
+        return bool(self.outcomes)
 
     @property
     def output_tokens_per_s(self) -> float:
@@ -49,18 +54,20 @@ class Prospect:
 
     @cached_property
     def figures(self) -> dict[str, Any]:
-        """As numbers: the sizes, and `scenarios.summary` with the rates of all replicas together."""
+        """As numbers: the sizes, and `scenarios.summary` of the replica with the most work, with the rates of all
+        replicas together."""
         shape = {"tensor": self.grid.tensor, "stages": self.grid.pipeline, "replicas": self.grid.data}
-        if self.outcome is None:
+        if not self.fits:
             return {**shape, "fits": False}
-        figures = {name: self._slowed(name, value) for name, value in summary(self.outcome).items()}
+        summaries = [summary(outcome) for outcome in self.outcomes]
+        figures = {name: self._together(name, [each[name] for each in summaries]) for name in summaries[0]}
         return {**shape, "fits": True, **figures}
 
-    def _slowed(self, name: str, value: Any) -> Any:
-        """Rates fall and times grow; shares and numbers stay."""
+    def _together(self, name: str, values: list[Any]) -> Any:
+        """Rates fall and times grow by the slowdown; shares and numbers stay."""
         if name.endswith("_per_s"):
-            return value * self.num_working / self.slowdown
-        return value * self.slowdown if "_s_p" in name or name == "duration_s" else value
+            return sum(values) / self.slowdown
+        return values[0] * self.slowdown if "_s_p" in name or name == "duration_s" else values[0]
 
 
 def shapes(world_size: int, arch: Architecture) -> list[RankGrid]:
@@ -78,7 +85,7 @@ def prospects(arch: Architecture, intent: Intent, world_size: int, under: Condit
     ranks, and its split are not used. Raises ConfigError where no shape fits."""
     anyhow = replace(intent, layers=None)
     found = [prospect(arch, anyhow, grid, under) for grid in shapes(world_size, arch)]
-    fitting = [each for each in found if each.outcome is not None]
+    fitting = [each for each in found if each.fits]
     if not fitting:
         raise ConfigError("--world", f"no shape of {world_size} ranks holds this model")
     first = best(fitting)
@@ -98,22 +105,29 @@ def best(fitting: list[Prospect]) -> Prospect:
 def prospect(arch: Architecture, intent: Intent, grid: RankGrid, under: Conditions) -> Prospect:
     """One shape's. Raises ConfigError where the intent names a split for another number of stages."""
     plan = forecast(arch, replace(intent, num_stages=grid.pipeline, num_tensor=grid.tensor))
-    load = under.load
-    working = grid.data if load.concurrency is None else min(grid.data, load.concurrency)
     if plan.max_sequences < 1:
-        return Prospect(grid, plan, None, working)
+        return Prospect(grid, plan)
+    loads = shares(under.load, grid.data)
     # The head is one thread: while it serves one replica, the others' events wait.
-    head = under.wires
-    wires = replace(head, head_s=head.head_s * working, token_s=head.token_s * working)
-    own = share(load, working)
-    outcome = simulate(plan, under.speed, wires, own, under.num_seqs, under.acceptance)
-    return Prospect(grid, plan, outcome, working, slowdown(outcome, grid, working, head, under.hosts))
+    head = replace(under.wires, head_s=under.wires.head_s + under.rank_s * grid.tensor * grid.pipeline)
+    wires = replace(head, head_s=head.head_s * len(loads), token_s=head.token_s * len(loads))
+    by_share = {
+        callers: simulate(plan, under.speed, wires, load, under.num_seqs, under.acceptance)
+        for callers, load in {load.concurrency: load for load in loads}.items()
+    }
+    outcomes = tuple(by_share[load.concurrency] for load in loads)
+    return Prospect(grid, plan, outcomes, slowdown(outcomes, grid, head, under.hosts))
 
 
-def share(load: SimulatedLoad, replicas: int) -> SimulatedLoad:
-    """What one of so many replicas gets of a load: every so many-th request, and as many callers fewer."""
-    callers = None if load.concurrency is None else round(load.concurrency / replicas)
-    return SimulatedLoad(load.requests[::replicas], callers)
+def shares(load: SimulatedLoad, replicas: int) -> list[SimulatedLoad]:
+    """What each replica gets of a load, for those that get something: every so many-th request, and as many
+    callers fewer; the largest share first."""
+    if load.concurrency is None:
+        return [SimulatedLoad(load.requests[::replicas], None)] * replicas
+    least, more = divmod(load.concurrency, replicas)
+    callers = [least + 1] * more + [least] * (replicas - more)
+    per_caller = len(load.requests) / load.concurrency
+    return [SimulatedLoad(load.requests[: round(count * per_caller)], count) for count in callers if count]
 
 
 # ---- as text -----------------------------------------------------------------------------------------------
@@ -130,7 +144,7 @@ def render_prospects(found: list[Prospect]) -> str:
 def _row(each: Prospect) -> tuple[str, ...]:
     weights = size(max(stage.weight_bytes for stage in each.plan.stages))
     what = (shape_name(each.grid), str(each.plan.split), weights)
-    if each.outcome is None:
+    if not each.fits:
         return (*what, "does not fit", "", "", "", "")
     figures = each.figures
     busy = [stage["busy"] for stage in figures["stages"]]

@@ -62,13 +62,25 @@ def test_one_caller_has_work_for_one_replica() -> None:
     assert rate(1, 1, 2, under(1)) == pytest.approx(rate(1, 1, 1, under(1)), rel=1e-3)
 
 
+def test_callers_that_do_not_divide_are_all_counted() -> None:
+    """Three callers on two replicas are two on one and one on the other."""
+    two, one = rate(1, 1, 1, under(2)), rate(1, 1, 1, under(1))
+    assert one < 0.9 * two
+    assert rate(1, 1, 2, under(3)) == pytest.approx(two + one, rel=0.02)
+
+
+def test_the_head_works_for_each_rank_in_a_step() -> None:
+    heavy = replace(under(16), rank_s=0.05)
+    assert rate(1, 1, 1, under(16)) > 1.5 * rate(1, 1, 1, heavy) > 2 * rate(2, 1, 1, heavy)
+
+
 def test_the_best_comes_first_and_what_does_not_fit_last() -> None:
     roomy = Intent(1, stage_memory=700 << 20)  # the whole model takes 475 MiB, a full sequence 72
     found = prospects(GPT2, replace(roomy, stage_memory=500 << 20), 2, under(16))
     assert [shape_name(each.grid) for each in found] == ["2x1x1", "1x2x1", "1x1x2"]
-    assert [each.outcome is not None for each in found] == [True, True, False]
+    assert [each.fits for each in found] == [True, True, False]
     assert found[-1].figures == {"tensor": 1, "stages": 1, "replicas": 2, "fits": False}
-    assert all(each.outcome is not None for each in prospects(GPT2, roomy, 2, under(16)))
+    assert all(each.fits for each in prospects(GPT2, roomy, 2, under(16)))
     lines = render_prospects(found).splitlines()
     assert lines[1].startswith("2x1x1")
     assert "does not fit" in lines[3]

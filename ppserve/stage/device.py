@@ -69,6 +69,9 @@ class Compute:
         """
         if self.device.type == "cuda":
             torch.cuda.set_device(self.device)
+            # Of this stage alone: torch's default is one for all threads, and on a GPU that stages share, one's
+            # steps would wait for the other's and count as its time.
+            torch.cuda.set_stream(torch.cuda.Stream(self.device))  # type: ignore[no-untyped-call]
             torch.zeros(1, device=self.device)
         else:
             # Our kernels have threads of their own. Torch's would spin after each operator, on the same cores.
@@ -86,11 +89,12 @@ class Compute:
             return int(torch.cuda.mem_get_info(self.device)[1] * _GPU_SHARE) // self.stages_on_gpu
         return _available_bytes() // self.stages_here
 
-    def kv_budget_bytes(self) -> int:
-        """What the KV cache may take, measured after the weights are in memory."""
+    def kv_budget_bytes(self, weight_bytes: int = 0) -> int:
+        """What the KV cache may take. weight_bytes: of this stage, which are in memory. (What torch holds on a GPU
+        belongs to all stages of this process.)"""
         if self.device.type == "cuda":
             free_bytes, total_bytes = torch.cuda.mem_get_info(self.device)
-            return gpu_share(free_bytes, total_bytes, torch.cuda.memory_reserved(self.device), self.stages_on_gpu)
+            return gpu_share(free_bytes, total_bytes, weight_bytes, self.stages_on_gpu)
         return min(int(_available_bytes() * _CPU_SHARE) // self.stages_here, _CPU_LIMIT_BYTES)
 
 

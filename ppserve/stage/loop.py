@@ -182,7 +182,7 @@ class StageLoop:
                 params=model.num_params,
                 weight_bytes=model.weight_bytes,
                 block_bytes=backend.block_bytes(model.arch, layout, cache.block_size),
-                kv_bytes=cache.kv_cache_memory or compute.kv_budget_bytes(),
+                kv_bytes=cache.kv_cache_memory or compute.kv_budget_bytes(model.weight_bytes),
                 why_not=why_not,
                 kernels=backend.describe(),
             )

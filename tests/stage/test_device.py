@@ -2,15 +2,23 @@
 
 from __future__ import annotations
 
+import threading
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 
 import pytest
 import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
 
-from ppserve import Pipeline
+from ppserve import Pipeline, wire
 from ppserve.config import DeviceSettings, ServeConfig
+from ppserve.core.architecture import StageLayout
 from ppserve.errors import ConfigError
 from ppserve.stage.device import Compute, devices_here, gpu_share
+from ppserve.stage.transport import Frames, connect
+from ppserve.stage.wiring import ThreadWiring
+from tests.model.random_checkpoint import RandomCheckpoint, architecture
+from tests.stage.one_stage import plan, start
 
 GIB = 1 << 30
 CPU = torch.device("cpu")
@@ -29,6 +37,83 @@ def test_stages_that_share_a_gpu_share_its_memory() -> None:
     assert first == int(30 * GIB * 0.85)
     assert first + second + 20 * GIB <= 80 * GIB
     assert second == int(30 * GIB * 0.85)
+
+
+def test_threads_that_share_a_gpu_count_what_is_theirs(monkeypatch: pytest.MonkeyPatch) -> None:
+    """torch's books are the process's: here they hold the weights of both."""
+    monkeypatch.setattr(torch.cuda, "memory_reserved", lambda device: 20 * GIB)
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (60 * GIB, 80 * GIB))
+    compute = Compute(torch.device("cuda", 0), "bfloat16", True, 2, stages_on_gpu=2)
+    assert compute.kv_budget_bytes(10 * GIB) == int(30 * GIB * 0.85)
+
+
+def test_a_stage_says_what_it_weighs() -> None:
+    weighed: list[int] = []
+
+    class Scales(Compute):
+        def kv_budget_bytes(self, weight_bytes: int = 0) -> int:
+            weighed.append(weight_bytes)
+            return 1 << 20
+
+    compute = Scales(CPU, "float32", False, 1)
+    with ThreadPoolExecutor(1) as threads:
+        stage = start(threads, 0, 1, ThreadWiring(), RandomCheckpoint(architecture()), compute)
+        stage.hear(wire.Hello)
+        assert stage.load(StageLayout(0, 1, 0, 4)).weight_bytes == weighed[1]
+        stage.tell(wire.Shutdown())
+    assert weighed[0] == 0
+
+
+class OnGpu(torch.Tensor):
+    """Says that it is on a GPU, and who uses it."""
+
+    is_cuda = True
+    users: list[object]
+
+    def record_stream(self, stream: object) -> None:
+        self.users.append(stream)
+
+
+def test_stages_that_are_threads_have_streams_of_their_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Hidden states are used behind the work that makes them, on whichever stream, and kept until they were."""
+    log: list[tuple[str, str, object]] = []
+    own = threading.local()
+
+    class Stream:
+        def __init__(self, device: object) -> None:
+            self.name = f"of {threading.current_thread().name}"
+
+        def record_event(self) -> str:
+            log.append((self.name, "records", made := f"event {len(log)}"))
+            return made
+
+        def wait_event(self, event: str) -> None:
+            log.append((self.name, "waits for", event))
+
+    monkeypatch.setattr(torch.cuda, "set_device", lambda device: None)
+    monkeypatch.setattr(torch.cuda, "Stream", Stream)
+    monkeypatch.setattr(torch.cuda, "set_stream", lambda stream: setattr(own, "stream", stream))
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: own.stream)
+    ends = connect((Frames(4, torch.float32), Frames(4, torch.float32)))
+    hidden_TD = torch.ones(3, 4).as_subclass(OnGpu)
+    hidden_TD.users = []
+    step = plan(1, 0)
+
+    def stage(number: int) -> torch.Tensor | None:
+        threading.current_thread().name = f"stage {number}"
+        with FakeTensorMode():
+            Compute(torch.device("cuda", 0), "float32", True, 2).occupy()
+        if number == 0:
+            ends[0].send(step, hidden_TD)
+            return None
+        ends[1].post_receive(step)
+        return ends[1].receive(step)
+
+    with ThreadPoolExecutor(2) as threads:
+        _, received_TD = threads.map(stage, range(2))
+    assert received_TD is hidden_TD
+    assert log == [("of stage 0", "records", "event 0"), ("of stage 1", "waits for", "event 0")]
+    assert [user.name for user in hidden_TD.users] == ["of stage 1"]
 
 
 def test_no_more_than_is_free_and_never_less_than_nothing() -> None:

@@ -10,9 +10,10 @@ import torch
 from ppserve.core.plan import StepPlan
 from ppserve.errors import TransportError
 from ppserve.stage.transport.frames import Frames, ReceiveOrder
+from ppserve.stage.transport.handover import Handover
 
 # A frame with its step, so that a skipped step is noticed; None: the other end is closed.
-_Frames = SimpleQueue[tuple[int, torch.Tensor] | None]
+_Frames = SimpleQueue[tuple[int, Handover] | None]
 
 
 Ends = tuple[_Frames | None, _Frames | None]
@@ -49,16 +50,16 @@ class LocalTransport:
         self._check_open()
         if frame is None:
             raise TransportError("local: the previous stage is closed")
-        step_id, hidden_TD = frame
+        step_id, handover = frame
         assert step_id == plan.step_id, f"the previous stage sent step {step_id} where step {plan.step_id} is next"
-        self._frames.check(plan, hidden_TD)
-        return hidden_TD.to(self._frames.device)
+        self._frames.check(plan, handover.hidden_TD)
+        return handover.taken(self._frames.device)
 
     def send(self, plan: StepPlan, hidden_TD: torch.Tensor) -> int:
         assert self._outgoing is not None, "the last stage sends nothing"
         self._frames.check(plan, hidden_TD)
         self._check_open()
-        self._outgoing.put((plan.step_id, hidden_TD))
+        self._outgoing.put((plan.step_id, Handover.of(hidden_TD)))
         return hidden_TD.nbytes
 
     def warm_up(self) -> None:

@@ -1,11 +1,12 @@
 """Is this machine batch-invariant: does a row's result not depend on the other rows? Asked once, at start-up.
 
-Our own kernels keep it by construction; a library's keep it where it was tried. So the question is put to
-the stage's own weights, shapes and threads: row counts up to the largest that take another way through the kernels
-(for a library's, up to the largest step), and one layer with prompts at once, in chunks, in company and token by
-token. Weights [w, -w] and inputs [r, r] of the same shapes are sharper: their true products are 0, so what comes
-out is the rounding of one order of summation, and any other order shows in nearly every number, whatever it is
-rounded to afterwards. On the way every kernel is compiled (or read from its cache), so that no request waits.
+Our own kernels keep it by construction; a library's keep it where it was tried. So the question is put to the
+stage's own weights, shapes and threads: row counts up to the largest that take another way through the kernels
+(for a library's, up to the largest step), one layer with prompts at once, in chunks, in company and token by
+token, and the same logits read alone and among others. Weights [w, -w] and inputs [r, r] of the same shapes are
+sharper: their true products are 0, so what comes out is the rounding of one order of summation, and any other
+order shows in nearly every number, whatever it is rounded to afterwards. On the way every kernel is compiled (or
+read from its cache), so that no request waits.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ from collections.abc import Iterable, Sequence
 import torch
 
 from ppserve.core.cut import Cut
-from ppserve.core.plan import Draw, Slice, StepPlan
+from ppserve.core.plan import Draw, Drawn, Slice, StepPlan
 from ppserve.core.request import SamplingParams
 from ppserve.model.backend import KVCache, Linear
 from ppserve.model.gather import Echo, Gather
@@ -63,10 +64,8 @@ def check_determinism(stage: GPT2Stage) -> str | None:
     """
     generator = torch.Generator().manual_seed(0)
     if stage.head is not None:
-        draws = Draw(SamplingParams(top_k=1, top_p=0.5), num_logprobs=1), Draw(SamplingParams(temperature=0))
-        plan = StepPlan(0, 0, 0, tuple(Slice(0, 0, (0,), (0,), draw) for draw in draws))
-        inputs = build_inputs(plan, stage.layout, _cache(stage, 1), _gather(stage))
-        stage.backend.read_logits(inputs, iter([torch.zeros(2, 2, device=stage.backend.device)]), Cut((2,), 0))
+        if reason := _check_reading(stage, generator):
+            return reason
         row_counts = _HEAD_ROW_COUNTS + stage.backend.more_head_rows
         if reason := _check_linear(stage, stage.head.linear, row_counts, generator):
             return f"the LM head: {reason}"
@@ -74,6 +73,25 @@ def check_determinism(stage: GPT2Stage) -> str | None:
         if reason := _check_linear(stage, linear, _ROW_COUNTS + stage.backend.more_rows, generator):
             return f"a linear layer of {linear.num_inputs} inputs: {reason}"
     return _check_layer(stage, generator)
+
+
+def _check_reading(stage: GPT2Stage, generator: torch.Generator) -> str | None:
+    """Whether the same logits give the same tokens and log-probabilities alone and among others."""
+    vocab_size = stage.arch.vocab_size
+    params = SamplingParams(top_k=50, top_p=0.9), SamplingParams(), SamplingParams(temperature=0)
+    count = max((len(params), *stage.backend.more_head_rows))
+    logits_RV = torch.randn(count, vocab_size, generator=generator).to(stage.backend.device)
+    slices = [Slice(i, 0, (0,), (0,), Draw(params[i % 3], num_logprobs=1)) for i in range(count)]
+    cache = _cache(stage, 1)
+
+    def read(rows: slice) -> tuple[Drawn, ...]:
+        inputs = build_inputs(StepPlan(0, 0, 0, tuple(slices[rows])), stage.layout, cache, _gather(stage))
+        return stage.backend.read_logits(inputs, iter([logits_RV[rows]]), Cut((vocab_size,), 0))()[0]
+
+    alone = [read(slice(row, row + 1))[0] for row in range(len(params))]
+    if list(read(slice(count))[: len(params)]) != alone:
+        return f"tokens or log-probabilities of the same logits differ between 1 and {count} rows at once"
+    return None
 
 
 def _linears(stage: GPT2Stage) -> tuple[Linear, ...]:

@@ -69,3 +69,7 @@ class Operators(Protocol):
 
     def weights(self, scores_RV: torch.Tensor, most_R: torch.Tensor, temperature_R: torch.Tensor) -> torch.Tensor:
         """exp((score - most) / temperature) in float32, as `cpu.vector.exp` computes it. All float32."""
+
+    def running_sums(self, weights_RV: torch.Tensor) -> torch.Tensor:
+        """Of float32 weights, in float64. torch's own sums of a row take an order that depends on how many rows
+        there are, and of a lone row on chance."""

@@ -70,6 +70,9 @@ class ReferenceOperators:
         power_RV = ((shifted_RV.view(torch.int32) + 127) << 23).view(torch.float32)
         return torch.where(x_RV < of.EXP_LEAST, 0.0, p_RV * power_RV)
 
+    def running_sums(self, weights_RV: torch.Tensor) -> torch.Tensor:
+        return weights_RV.cumsum(1, dtype=torch.float64)
+
 
 def _heads(qkv_TE: torch.Tensor, keys_BpHd: torch.Tensor) -> tuple[torch.Tensor, ...]:
     """Queries, keys and values of the rows, each (T, H, d)."""

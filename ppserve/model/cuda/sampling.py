@@ -1,9 +1,10 @@
 """Drawing and scoring on the device: `model.sampling`'s rules, draw for draw, without a loop over rows.
 
 The same logits give the same tokens as on the CPU: the same points, and weights with the same bits. Only sums over
-the vocabulary may be rounded in another order; they are float64, so a draw whose point lies within 1e-15 of the
-border between two ids may fall to the other side. Only tokens, and log-probabilities that were asked for, go back
-to the host, in one copy.
+the vocabulary are rounded in an order of the device's own, which is the same whatever other rows there are; they
+are float64, so a draw whose point lies within 1e-15 of the border between two ids may fall to the other side, and
+log-probabilities differ from the CPU's by as little. Only tokens, and log-probabilities that were asked for, go
+back to the host, in one copy.
 
 R rows, V vocabulary, n adjustments.
 """
@@ -87,8 +88,8 @@ def _draw(
     is_greedy_R = arrays["temperature"] == 0
     weights_RV = operators.weights(scores_RV, most_R, torch.where(is_greedy_R, 1.0, arrays["temperature"]))
     if filters:
-        weights_RV = torch.where(_survivors(scores_RV, weights_RV, arrays), weights_RV, 0.0)
-    reached_RV = weights_RV.cumsum(1, dtype=torch.float64)
+        weights_RV = torch.where(_survivors(operators, scores_RV, weights_RV, arrays), weights_RV, 0.0)
+    reached_RV = operators.running_sums(weights_RV)
     total_R1 = reached_RV[:, -1:].contiguous()
     drawn_R1 = torch.searchsorted(reached_RV, arrays["points"][:, None] * total_R1, right=True)
     # Where rounding puts the point at the very end: the last id that has any weight.
@@ -97,17 +98,20 @@ def _draw(
     return torch.where(is_drawn_R, torch.where(is_greedy_R, best_R, drawn_R), _NOTHING)
 
 
-def _survivors(scores_RV: torch.Tensor, weights_RV: torch.Tensor, arrays: Arrays) -> torch.Tensor:
+def _survivors(
+    operators: Operators, scores_RV: torch.Tensor, weights_RV: torch.Tensor, arrays: Arrays
+) -> torch.Tensor:
     """(R, V) bool: which ids top_k, then top_p, then min_p leave. Ranks are by score, greatest first, then by
     id."""
     vocabulary = scores_RV.shape[1]
     ranked_RV, ids_RV = scores_RV.sort(dim=1, descending=True, stable=True)
     least_R1 = ranked_RV.gather(1, arrays["top_k"].long().clamp(max=vocabulary)[:, None] - 1)
     allowed_RV = (ranked_RV >= least_R1) & (ranked_RV > -torch.inf)
-    ranked_weights_RV = torch.where(allowed_RV, weights_RV.gather(1, ids_RV), 0.0).double()
+    ranked_weights_RV = torch.where(allowed_RV, weights_RV.gather(1, ids_RV), 0.0)
+    reached_RV = operators.running_sums(ranked_weights_RV)
     top_p_R1 = arrays["top_p"][:, None]
-    before_RV = ranked_weights_RV.cumsum(1) - ranked_weights_RV
-    in_nucleus_RV = allowed_RV & (before_RV < top_p_R1 * ranked_weights_RV.sum(1, keepdim=True))
+    before_RV = reached_RV - ranked_weights_RV
+    in_nucleus_RV = allowed_RV & (before_RV < top_p_R1 * reached_RV[:, -1:])
     last_R1 = in_nucleus_RV.sum(1, keepdim=True).clamp(min=1) - 1  # the first stays, whatever the limit
     least_R1 = torch.where(top_p_R1 < 1, ranked_RV.gather(1, last_R1), least_R1)
     last_id_R1 = torch.where(top_p_R1 < 1, ids_RV.gather(1, last_R1), vocabulary)
@@ -146,8 +150,8 @@ def _logprobs(
 ) -> list[torch.Tensor]:
     """What log-probabilities are made of, in columns."""
     most_R = logits_RV.amax(1)
-    sums_R = operators.weights(logits_RV, most_R, torch.ones_like(most_R)).sum(1, dtype=torch.float64)
-    normalizer_R = most_R.double() + sums_R.log()
+    weights_RV = operators.weights(logits_RV, most_R, torch.ones_like(most_R))
+    normalizer_R = most_R.double() + operators.running_sums(weights_RV)[:, -1].log()
     own_R1 = logits_RV.gather(1, tokens_R.clamp(min=0)[:, None])
     columns = [normalizer_R[:, None], own_R1.double()]
     if num_top:

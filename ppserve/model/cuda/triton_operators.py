@@ -18,6 +18,7 @@ from ppserve.model.cuda.operators import KEYS_PER_TILE, ROWS_PER_TILE, Tiles
 # Of a product: rows, outputs and inputs that one program takes at a time.
 _TILE_ROWS, _TILE_OUTPUTS, _TILE_INPUTS = 64, 64, 64
 _NUMBERS_AT_ONCE = 1024
+_SUMS_AT_ONCE = 4096
 
 LEAST, MOST = tl.constexpr(of.EXP_LEAST), tl.constexpr(of.EXP_MOST)
 ROUND, LOG2_E = tl.constexpr(of.EXP_ROUND), tl.constexpr(of.EXP_LOG2_E)
@@ -82,6 +83,12 @@ class TritonOperators:
         grid = num_rows, triton.cdiv(vocabulary, _NUMBERS_AT_ONCE)
         _weights[grid](scores_RV, most_R, temperature_R, weights_RV, vocabulary, COUNT=_NUMBERS_AT_ONCE)
         return weights_RV
+
+    def running_sums(self, weights_RV: torch.Tensor) -> torch.Tensor:
+        sums_RV = torch.empty_like(weights_RV, dtype=torch.float64)
+        num_rows, vocabulary = weights_RV.shape
+        _running_sums[(num_rows,)](weights_RV, sums_RV, vocabulary, COUNT=_SUMS_AT_ONCE, num_warps=8)
+        return sums_RV
 
 
 @triton.jit
@@ -215,6 +222,21 @@ def _weights(scores, most, temperature, weights, vocabulary, COUNT: tl.constexpr
     score = tl.load(scores + row * vocabulary + number, mask=inside, other=0.0)
     x = tl.div_rn(score - tl.load(most + row), tl.load(temperature + row) + tl.zeros_like(score))
     tl.store(weights + row * vocabulary + number, _exp(x), mask=inside)
+
+
+@triton.jit
+def _running_sums(weights, sums, vocabulary, COUNT: tl.constexpr):
+    """One row: so many numbers at a time, behind the sum of those before."""
+    row = tl.program_id(0).to(tl.int64)
+    reached = tl.full([], 0.0, tl.float64)
+    for first in range(0, vocabulary, COUNT):
+        number = first + tl.arange(0, COUNT)
+        inside = number < vocabulary
+        weight = tl.load(weights + row * vocabulary + number, mask=inside, other=0.0).to(tl.float64)
+        own = reached + tl.cumsum(weight, 0)
+        tl.store(sums + row * vocabulary + number, own, mask=inside)
+        # The last of these sums. Made anew it could be rounded below it, and the next id would begin before this.
+        reached = tl.max(own, 0)
 
 
 @triton.jit

@@ -33,16 +33,23 @@ def backend_of(operators: Operators | None = None, **options: Any) -> CudaBacken
 
 
 class FeelsRows(ReferenceOperators):
-    """A product, or attention, that does not keep the promise in steps of more than so many rows."""
+    """A product, attention, or sums over the vocabulary that do not keep the promise in steps of more than so many
+    rows."""
 
-    def __init__(self, product_above: float = math.inf, attention_above: float = math.inf) -> None:
+    def __init__(
+        self, product_above: float = math.inf, attention_above: float = math.inf, sums_above: float = math.inf
+    ) -> None:
         self._product_above, self._attention_above = product_above, attention_above
+        self._sums_above = sums_above
 
     def product(self, x_TK: torch.Tensor, *weights: Any) -> torch.Tensor:
         return super().product(x_TK, *weights) + 1e-6 * (len(x_TK) > self._product_above)
 
     def attend(self, qkv_TE: torch.Tensor, *rest: Any) -> torch.Tensor:
         return super().attend(qkv_TE, *rest) + 1e-6 * (len(qkv_TE) > self._attention_above)
+
+    def running_sums(self, weights_RV: torch.Tensor) -> torch.Tensor:
+        return super().running_sums(weights_RV) * (1 + 1e-15 * (len(weights_RV) > self._sums_above))
 
 
 def test_the_selftest_tells_the_truth() -> None:
@@ -58,6 +65,10 @@ def test_the_selftest_tells_the_truth() -> None:
         (FeelsRows(product_above=3), "the LM head: rows differ between 1 and 256 rows at once"),
         (FeelsRows(product_above=200), "the LM head: rows differ between 1 and 256 rows at once"),
         (FeelsRows(product_above=700), "a linear layer of 64 inputs: rows differ between 1 and 768 rows at once"),
+        (
+            FeelsRows(sums_above=200),
+            "tokens or log-probabilities of the same logits differ between 1 and 256 rows at once",
+        ),
         (
             FeelsRows(attention_above=700),
             "hidden states of a prompt in one step with others differ from the same prompt at once and alone",

@@ -238,6 +238,18 @@ def test_quick_gelu_is_plain(dtype: torch.dtype, kind: str) -> None:
 
 
 @pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("count", [5, 4096, 9001])
+def test_running_sums_are_plain_and_rows_stand_alone(count: int, kind: str) -> None:
+    torch.manual_seed(count)
+    weights = torch.exp(-12 * torch.rand(6, count)).to(DEVICE)
+    operators = operators_of(kind)
+    found = operators.running_sums(weights)
+    torch.testing.assert_close(found.cpu(), weights.cpu().double().cumsum(1), rtol=1e-13, atol=0)
+    for row in range(6):
+        assert torch.equal(operators.running_sums(weights[row : row + 1]), found[row : row + 1])
+
+
+@pytest.mark.parametrize("kind", KINDS)
 def test_weights_have_the_bits_of_the_cpu(kind: str) -> None:
     """The CPU's kernel shows its weights only by what it draws; the border between two ids gives them away."""
     scores = torch.tensor(np.random.default_rng(1).standard_normal((3, 1009)) * 20 - 70, dtype=torch.float32)

@@ -9,6 +9,9 @@ ARGS ?=
 N ?= 100000
 ROWS ?= all
 
+# Tests start hundreds of processes that import the same modules: where this is set, each would compile them anew.
+unexport PYTHONDONTWRITEBYTECODE
+
 .PHONY: setup serve test test-fast check demo clients race chaos histories stubs clean
 
 setup: $(VENV)/.ready

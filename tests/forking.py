@@ -25,7 +25,7 @@ RANKS = "tests.e2e.forked_ranks"
 """What the fork server imports. Not to be imported in pytest's own process."""
 
 # How the names of variables begin that are read while libraries and kernels are imported.
-_READ_AT_IMPORT = ("PPSERVE_CPU_", "NUMBA_", "OMP_", "KMP_", "MKL_", "OPENBLAS_", "TORCH_", "LD_", "PYTHON")
+_READ_AT_IMPORT = ("PPSERVE_CPU_", "NUMBA_", "OMP_", "KMP_", "MKL_", "OPENBLAS_", "ATEN_", "LD_", "PYTHON")
 
 _context = multiprocessing.get_context("forkserver")
 _starting = threading.Lock()
@@ -58,17 +58,20 @@ def _start() -> None:
         util.Finalize(None, forkserver._forkserver._stop, exitpriority=-1)  # type: ignore[attr-defined]
 
 
-class ForkedRanks:
-    """A launcher and its ranks. Of a `subprocess.Popen`, what `Server` uses."""
+class ForkedLauncher:
+    """A process that starts ranks: of a `subprocess.Popen`, what `Server` uses.
 
-    def __init__(self, num_ranks: int, flags: list[str], environment: Mapping[str, str], log: Path) -> None:
+    function: of `tests.e2e.forked_ranks`; it is called with what to start, the environment, and the log's path.
+    """
+
+    def __init__(self, function: str, what: object, environment: Mapping[str, str], log: Path) -> None:
         """Raises AssertionError where a variable that is read at import has another value than it had then: such a
         server needs fresh interpreters."""
         _start()
         differing = {name for name, _ in environment.items() ^ _imported_with.items()}
         names = [name for name in differing if name.startswith(_READ_AT_IMPORT)]
         assert not names, f"start this server with torchrun: {names} are read at import"
-        self._process = fork(_call, RANKS, "launch", num_ranks, flags, dict(environment), log)
+        self._process = fork(_call, RANKS, function, what, dict(environment), log)
         assert self._process.pid is not None
         self.pid = self._process.pid
 
@@ -79,7 +82,7 @@ class ForkedRanks:
         self._process.join(timeout)
         if (code := self._process.exitcode) is None:
             assert timeout is not None
-            raise subprocess.TimeoutExpired("the launcher of forked ranks", timeout)
+            raise subprocess.TimeoutExpired("a forked launcher", timeout)
         return code
 
     def send_signal(self, signum: int) -> None:

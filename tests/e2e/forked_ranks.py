@@ -54,6 +54,8 @@ stage_process.StageProcess = ForkedStage  # type: ignore[misc]
 os.environ["GRPC_ENABLE_FORK_SUPPORT"] = "0"
 
 # From here on imports find that class. All that head and stages import, also what they import later than others.
+import torch.distributed.run  # noqa: E402
+
 import ppserve.cli.check  # noqa: E402
 import ppserve.cli.main  # noqa: E402
 import ppserve.cli.serve  # noqa: E402
@@ -101,17 +103,18 @@ class _Child:
         return self._code
 
 
-def launch(num_ranks: int, flags: Sequence[str], environment: Mapping[str, str], log: Path) -> int:
-    """Starts the ranks of a server as torchrun does; their output goes to the log. When one fails, or a SIGTERM
-    comes, the others are told to end. Returns 0 when all ended well."""
-    die_with_parent()
-    _close_all_but()
-    output = os.open(log, os.O_WRONLY | os.O_APPEND)
-    for fd in (1, 2):
-        os.dup2(output, fd)
-    os.close(output)
-    os.environ.clear()
-    os.environ.update(environment)
+def run_torchrun(arguments: list[str], environment: Mapping[str, str], log: Path) -> int:
+    """`python -m torch.distributed.run` with these arguments. Its ranks are fresh interpreters."""
+    _be_launcher(environment, log)
+    torch.distributed.run.main(arguments)
+    return 0
+
+
+def launch(what: tuple[int, Sequence[str]], environment: Mapping[str, str], log: Path) -> int:
+    """Starts so many ranks of a server with these flags, as torchrun does. When one fails, or a SIGTERM comes, the
+    others are told to end. Returns 0 when all ended well."""
+    _be_launcher(environment, log)
+    num_ranks, flags = what
     os.environ |= {"TORCHELASTIC_RUN_ID": str(uuid.uuid4()), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0"}
     os.environ |= {"WORLD_SIZE": str(num_ranks), "LOCAL_WORLD_SIZE": str(num_ranks)}
     running: set[int] = set()
@@ -140,6 +143,18 @@ def launch(num_ranks: int, flags: Sequence[str], environment: Mapping[str, str],
             end()
         worst = max(worst, code)
     return worst
+
+
+def _be_launcher(environment: Mapping[str, str], log: Path) -> None:
+    """All that it and its ranks say goes to the log."""
+    die_with_parent()
+    _close_all_but()
+    output = os.open(log, os.O_WRONLY | os.O_APPEND)
+    for fd in (1, 2):
+        os.dup2(output, fd)
+    os.close(output)
+    os.environ.clear()
+    os.environ.update(environment)
 
 
 def _be_rank(number: int, flags: Sequence[str]) -> NoReturn:

@@ -17,7 +17,7 @@ from pathlib import Path
 import psutil
 
 from tests import as_gpu
-from tests.forking import ForkedRanks
+from tests.forking import ForkedLauncher
 from tests.slow import require_slow_test
 
 READY = re.compile(r"^ppserve ready grpc=(\S+) metrics=(\S+) stages=(\d+) http=(\S+)$", re.MULTILINE)
@@ -29,7 +29,7 @@ END_WITHIN_S = 30.0
 class Server:
     """A running server: its launcher process, what it printed, its addresses."""
 
-    process: subprocess.Popen[bytes] | ForkedRanks
+    process: subprocess.Popen[bytes] | ForkedLauncher
     log_path: Path
     grpc: str = ""
     metrics: str = ""
@@ -115,10 +115,13 @@ def _alive(pid: int) -> bool:
         return False
 
 
+def _torchrun(num_ranks: int) -> list[str]:
+    return ["--standalone", "--local-addr=127.0.0.1", f"--nproc-per-node={num_ranks}", "-m", "ppserve"]
+
+
 def torchrun(stages: int) -> list[str]:
     """The command that starts so many ranks of a server; its flags follow."""
-    launcher = ["torch.distributed.run", "--standalone", "--local-addr=127.0.0.1", f"--nproc-per-node={stages}"]
-    return [sys.executable, "-m", *launcher, "-m", "ppserve"]
+    return [sys.executable, "-m", "torch.distributed.run", *_torchrun(stages)]
 
 
 def plain_shell(stages: int) -> list[str]:
@@ -132,9 +135,26 @@ class Forked:
 
     num_ranks: int
 
+    def start(self, flags: list[str], environment: dict[str, str], log: Path) -> ForkedLauncher:
+        return ForkedLauncher("launch", (self.num_ranks, flags), environment, log)
+
+
+@dataclass(frozen=True)
+class ForkedTorchrun:
+    """torchrun without the imports; it starts so many ranks, which are as real as ever."""
+
+    num_ranks: int
+
+    def start(self, flags: list[str], environment: dict[str, str], log: Path) -> ForkedLauncher:
+        return ForkedLauncher("run_torchrun", [*_torchrun(self.num_ranks), *flags], environment, log)
+
+
+Launcher = Sequence[str] | Forked | ForkedTorchrun
+"""A command that flags may follow, or what to fork."""
+
 
 def launch(
-    command: Sequence[str] | Forked, arguments: Sequence[str], log_path: Path, env: dict[str, str] | None = None
+    command: Launcher, arguments: Sequence[str], log_path: Path, env: dict[str, str] | None = None
 ) -> Server:
     """Starts a server on free ports; does not wait. `--dtype auto` depends on the CPU: not here."""
     require_slow_test("a server")
@@ -142,8 +162,8 @@ def launch(
     flags = [*as_gpu.flags(arguments), *ports, "--dtype", "float32", *arguments]
     environment = {**os.environ, "OMP_NUM_THREADS": "1", **(env or {})}
     with log_path.open("wb") as log:
-        if isinstance(command, Forked):
-            return Server(ForkedRanks(command.num_ranks, flags, environment, log_path), log_path)
+        if isinstance(command, (Forked, ForkedTorchrun)):
+            return Server(command.start(flags, environment, log_path), log_path)
         process = subprocess.Popen(
             [*command, *flags], stdin=subprocess.DEVNULL, stdout=log, stderr=subprocess.STDOUT, env=environment
         )
@@ -167,10 +187,10 @@ def serving(
     stages: int = 2,
     *arguments: str,
     env: dict[str, str] | None = None,
-    by: Callable[[int], list[str] | Forked] = torchrun,
+    by: Callable[[int], Launcher] = torchrun,
 ) -> Iterator[Server]:
-    """A server that is ready, and gone afterwards. by: `torchrun`, `plain_shell` or `Forked`; benchmarks, which
-    measure, have fresh interpreters as users have."""
+    """A server that is ready, and gone afterwards. by: `torchrun`, `plain_shell`, `Forked` or `ForkedTorchrun`;
+    benchmarks, which measure, have fresh interpreters as users have."""
     with tempfile.TemporaryDirectory(prefix="ppserve-test-") as directory:
         server = launch(by(stages), arguments, Path(directory) / "server.log", env)
         try:

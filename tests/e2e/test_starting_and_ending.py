@@ -17,7 +17,7 @@ import ppserve
 from ppserve.v1 import generation_pb2 as pb
 from ppserve.v1.generation_pb2_grpc import GenerationServiceStub
 from tests.e2e.asking import answers_alone, ask, mixed_requests
-from tests.e2e.serving import Forked, launch, plain_shell, serving, torchrun
+from tests.e2e.serving import Forked, ForkedTorchrun, launch, plain_shell, serving
 from tools.make_random_gpt2 import Shape, write_checkpoint
 
 TINY = Path(ppserve.__file__).parent / "assets" / "tiny"
@@ -50,7 +50,8 @@ def test_four_processes_in_the_predicted_shape_answer_like_one_thread() -> None:
 
 
 def test_a_second_sigterm_ends_at_once() -> None:
-    with serving(1, "--shutdown-timeout", "600") as server, grpc.insecure_channel(server.grpc) as channel:
+    flags = ("--shutdown-timeout", "600")
+    with serving(1, *flags, by=ForkedTorchrun) as server, grpc.insecure_channel(server.grpc) as channel:
         stub = GenerationServiceStub(channel)
         request = pb.GenerateRequest(text="Once upon a time")
         request.stop.max_tokens = 1000
@@ -70,7 +71,7 @@ def test_a_second_sigterm_ends_at_once() -> None:
 
 def refused(tmp_path: Path, stages: int, *arguments: str) -> str:
     """The one line of a server that does not start; all its ranks end with a non-zero code."""
-    server = launch(torchrun(stages), arguments, tmp_path / "log")
+    server = launch(ForkedTorchrun(stages), arguments, tmp_path / "log")
     try:
         assert server.wait_exit(90) != 0
     finally:

@@ -1,11 +1,11 @@
-"""Two agents of torchrun on one machine: each starts one rank, as two hosts would."""
+"""Two agents of torchrun on one machine: each starts one rank, as two hosts would. The agents are forked, so that
+they need no imports; the ranks are not."""
 
 from __future__ import annotations
 
 import os
 import shutil
 import socket
-import subprocess
 import sys
 import tempfile
 import time
@@ -18,6 +18,7 @@ import psutil
 
 from tests.certificates import make_certificates
 from tests.e2e.serving import READY, START_WITHIN_S
+from tests.forking import ForkedLauncher
 from tests.hosts.two_hosts import Agent
 from tests.slow import require_slow_test
 
@@ -65,8 +66,8 @@ class TwoAgents:
             launcher.append(f"--rdzv-conf=is_host={int(node == 0)},{silence}")
         secret = self.directory / "secret"
         secret.write_text("the secret of two agents in a test\n")
-        command = [
-            *(sys.executable, "-m", "torch.distributed.run", "--nnodes=2", "--nproc-per-node=1"),
+        arguments = [
+            *("--nnodes=2", "--nproc-per-node=1"),
             *("--max-restarts=3", "--monitor-interval=0.2", "--local-addr=127.0.0.1", *launcher),
             *("-m", "ppserve", "--force-cpu", "--dtype", "float32", "--port", str(self.grpc_port)),
             *("--metrics-port", "0", "--http-port", "0", "--secret-file", str(secret), "--shutdown-timeout", "5"),
@@ -74,11 +75,9 @@ class TwoAgents:
         ]
         log_path = self.directory / f"{self.num_started}-agent{node}.log"
         self.num_started += 1
-        with log_path.open("wb") as log:
-            process = subprocess.Popen(
-                command, stdin=subprocess.DEVNULL, stdout=log, stderr=subprocess.STDOUT,
-                env={**os.environ, "OMP_NUM_THREADS": "1", **_AGENTS_MAY_JOIN_LATER},
-            )  # fmt: skip
+        log_path.touch()
+        environment = {**os.environ, "OMP_NUM_THREADS": "1", **_AGENTS_MAY_JOIN_LATER}
+        process = ForkedLauncher("run_torchrun", arguments, environment, log_path)
         if node in self.agents:
             self.agents[node].end()
         self.agents[node] = Agent(process, log_path)

@@ -22,6 +22,7 @@ from pathlib import Path
 import pytest
 
 from tests.e2e.serving import READY, START_WITHIN_S
+from tests.forking import ForkedLauncher
 
 ADDRESSES = ("10.77.0.1", "10.77.0.2")
 ADDRESSES_6 = ("fd77::1", "fd77::2")
@@ -51,7 +52,7 @@ needs_hosts = pytest.mark.skipif(why_not() is not None, reason=str(why_not()))
 class Agent:
     """A torchrun on one host, and what it printed."""
 
-    process: subprocess.Popen[bytes]
+    process: subprocess.Popen[bytes] | ForkedLauncher
     log_path: Path
 
     @property

@@ -20,6 +20,9 @@ QUANTIZATIONS = ("none", "int8")
 KV_DTYPES = ("auto", "float32", "bfloat16", "int8")
 PARALLEL = ("as told", "auto")
 PREFIX_CACHES = ("shared", "per-key", "off")
+CPU_KV_SHARE = 0.25
+"""Of the memory that is available on a host once the weights are loaded, what the KV caches of its CPU stages may
+take, unless the operator says."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,7 +63,8 @@ class PipelineSettings:
         each = self.tensor_parallel * self.replicas
         if world_size % each:
             sizes = f"{self.tensor_parallel} tensor ranks x {self.replicas} replicas"
-            raise ConfigError("--tensor-parallel", f"{sizes} do not divide {world_size} ranks into stages")
+            flag = "--tensor-parallel" if world_size % self.tensor_parallel else "--replicas"
+            raise ConfigError(flag, f"{sizes} do not divide {world_size} ranks into stages")
         return RankGrid(self.tensor_parallel, self.replicas, world_size // each)
 
 

@@ -20,7 +20,7 @@ from ppserve.errors import InvalidRequest, RequestError, Violation
 from ppserve.head.api.auth import ApiKeys
 from ppserve.head.api.desk import FrontDesk
 from ppserve.head.api.grpc.server import GrpcServer
-from ppserve.head.cards import LoadCard, ModelCard, StageCard, Topology
+from ppserve.head.cards import LoadCard, ModelCard, RankCard, StageCard, Topology
 from ppserve.head.engine.output import Sink, TimingsOutput, TokenOutput
 from ppserve.v1.generation_pb2_grpc import GenerationServiceStub
 
@@ -44,6 +44,7 @@ CARD = ModelCard(
 STAGE = StageCard(
     stage=0, rank=0, host="here", device="cpu", first_layer=0, num_layers=2, blocks="0-1", num_parameters=12345,
     weight_bytes=4, kv_bytes=8, predicted_step_s=0.001, busy_s=1.0, bubble_s=(("host", 0.5),), idle_s=2.0,
+    ranks=(RankCard(0, 0, "here", "cpu", 12345),),
 )
 
 

@@ -37,7 +37,16 @@ async def introduce(caller: Caller, target: str, metrics: str | None) -> Served:
     if metrics is not None:
         await asyncio.to_thread(fetch_metrics, metrics)
     told, topology = await caller.model_info(), await caller.topology()
-    setting = Setting(target, told.model, told.dtype, len(topology.stages), topology.microbatches)
+    num_replicas = max(1, len(topology.replicas))
+    setting = Setting(
+        target,
+        told.model,
+        told.dtype,
+        len(topology.stages) // num_replicas,
+        topology.microbatches,
+        num_tensor=max((len(stage.ranks) for stage in topology.stages), default=1),
+        num_replicas=num_replicas,
+    )
     return Served(setting, metrics, told.architecture.vocab_size, told.max_context)
 
 

@@ -39,16 +39,19 @@ def render_table(summary: Summary) -> str:
         lines += [_row(f"{name}:", value) for name, value in summary.server.items()]
     lines.append("=" * _WIDTH)
     if summary.stages:
-        lines += ["", *render_ledger(summary.stages)]
+        lines += ["", *render_ledger(summary.stages, summary.setting.num_replicas)]
     return "\n".join([*lines, *_remarks(summary)])
 
 
-def render_ledger(ledger: tuple[StageTimes, ...]) -> list[str]:
-    """One line per stage: busy and bubble in percent of the time with work, idle in percent of all time."""
+def render_ledger(ledger: tuple[StageTimes, ...], num_replicas: int = 1) -> list[str]:
+    """One line per stage: busy and bubble in percent of the time with work, idle in percent of all time. Stages of
+    several replicas, one after the other, are numbered as replica and stage, `1.0`."""
     rows = [["stage", "busy %", "bubble %", *CAUSES, "idle % (of all time)"]]
-    for stage, times in enumerate(ledger):
+    for index, times in enumerate(ledger):
+        replica, stage = divmod(index, len(ledger) // num_replicas)
+        name = f"{replica}.{stage}" if num_replicas > 1 else str(stage)
         shares = (times.busy_share, times.bubble_share(), *map(times.bubble_share, CAUSES), times.idle_share)
-        rows.append([str(stage), *(f"{100 * share:.2f}" for share in shares)])
+        rows.append([name, *(f"{100 * share:.2f}" for share in shares)])
     return table(*rows)
 
 
@@ -127,6 +130,8 @@ def _flat(fields: dict[str, Any]) -> Iterator[tuple[str, Any]]:
         if name == "stages":
             for stage in value:
                 prefix = f"stage{stage['stage']}"
+                if fields["num_replicas"] > 1:
+                    prefix = f"replica{stage['replica']}_{prefix}"
                 yield f"{prefix}_busy", stage["busy_share"]
                 yield f"{prefix}_idle", stage["idle_share"]
                 for cause, share in stage["bubble_share_by_cause"].items():

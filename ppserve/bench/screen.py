@@ -72,6 +72,8 @@ def bar(times: StageTimes, width: int, colours: bool) -> str:
 def _shape(topology: pb.GetTopologyResponse) -> str:
     count = len(topology.replicas)
     stages = f"{len(topology.stages) // max(1, count)} stages"
+    if topology.stages and (num_tensor := len(topology.stages[0].ranks)) > 1:
+        stages += f" of {num_tensor} tensor ranks"
     return f"{count} replicas of {stages}" if count > 1 else stages
 
 

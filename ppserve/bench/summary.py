@@ -20,7 +20,8 @@ OBJECTIVES = ("ttft", "tpot", "e2el")
 
 @dataclass(frozen=True, slots=True)
 class Setting:
-    """What was measured, for the record. request_rate: requests per second; inf for a closed loop."""
+    """What was measured, for the record. num_stages: of each replica. num_tensor: ranks of each stage.
+    request_rate: requests per second; inf for a closed loop."""
 
     target: str
     model_id: str
@@ -30,6 +31,8 @@ class Setting:
     max_concurrency: int | None = None
     request_rate: float = math.inf
     seed: int = 0
+    num_tensor: int = 1
+    num_replicas: int = 1
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,7 +110,12 @@ class Summary:
                 flat |= {f"{statistic}_{field.name}_ms": ms for statistic, ms in asdict(value).items()}
             elif field.name not in ("setting", "problems"):
                 flat[field.name] = value
-        return flat | {"stages": [_stage_json(stage, times) for stage, times in enumerate(self.stages)]}
+        places = (divmod(index, self.setting.num_stages) for index in range(len(self.stages)))
+        each = [
+            {"replica": replica, "stage": stage, **_stage_json(times)}
+            for (replica, stage), times in zip(places, self.stages, strict=True)
+        ]
+        return flat | {"stages": each}
 
 
 def summarize(measured: Measurement, objectives: Mapping[str, float] | None = None) -> Summary:
@@ -183,10 +191,9 @@ def _peak_concurrency(answers: Sequence[Answer]) -> int:
     return max(accumulate(change for _, change in changes), default=0)
 
 
-def _stage_json(stage: int, times: StageTimes) -> dict[str, Any]:
+def _stage_json(times: StageTimes) -> dict[str, Any]:
     """Seconds, and shares: busy and bubble of demand time, idle of wall time."""
     return {
-        "stage": stage,
         "busy_seconds": times.computed_ns / 1e9,
         "idle_seconds": times.idle_ns / 1e9,
         "bubble_seconds": {cause: ns / 1e9 for cause, ns in times.bubble_ns.items()},

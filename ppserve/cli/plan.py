@@ -15,6 +15,7 @@ from ppserve.cli.types import COUNTS, LAYERS, SIZE, AutoOr, Parsed
 from ppserve.config import DTYPES, KV_DTYPES, QUANTIZATIONS
 from ppserve.core.architecture import Architecture
 from ppserve.core.grid import RankGrid
+from ppserve.core.partition import check_tensor_ranks
 from ppserve.errors import ConfigError
 from ppserve.model.checkpoint.opening import read_architecture
 from ppserve.planning.forecast import Forecast, Intent, forecast, render
@@ -93,6 +94,7 @@ def plan(**flags: Any) -> None:
     With --simulate the real scheduler runs against the costs of your devices, and says what to expect.
     """
     arch = read_architecture(flags["model"])
+    check_tensor_ranks(arch, flags["tensor_parallel"])
     intent = Intent(
         num_stages=flags["stages"],
         num_tensor=flags["tensor_parallel"],
@@ -118,11 +120,22 @@ def plan(**flags: Any) -> None:
             own = intent if count == flags["stages"] else replace(intent, layers=None)
             simulated[count] = _simulate(arch, own, count, flags)
     if flags["as_json"]:
-        click.echo(json.dumps(_as_json(flags["model"], layout) | ({"simulated": simulated} if simulated else {})))
+        grid = {name: flags[name] for name in ("tensor_parallel", "replicas")}
+        more = {"simulated": simulated} if simulated else {}
+        click.echo(json.dumps(_as_json(flags["model"], layout) | grid | more))
         return
-    click.echo(render(flags["model"], layout))
+    click.echo(render(flags["model"], layout) + _shape(flags))
     if simulated:
         click.echo("\nsimulated:\n" + render_outcomes(simulated))
+
+
+def _shape(flags: dict[str, Any]) -> str:
+    """What the table, which is of the first tensor rank of each stage of one replica, does not show; often ''."""
+    tensor, stages, replicas = (flags[name] for name in ("tensor_parallel", "stages", "replicas"))
+    if tensor * replicas == 1:
+        return ""
+    grid = f"{tensor} tensor ranks x {stages} stages x {replicas} replicas = {tensor * stages * replicas} ranks"
+    return f"\n{grid}; the table is of the first tensor rank of each stage, in every replica"
 
 
 def _simulate(arch: Architecture, intent: Intent, num_stages: int, flags: dict[str, Any]) -> dict[str, Any]:
@@ -146,6 +159,10 @@ def _conditions(arch: Architecture, intent: Intent, flags: dict[str, Any]) -> Co
     speed: Device | MeasuredCosts = Device(flags["flops"], flags["memory_bandwidth"], flags["launch_time"])
     if flags["costs"] is not None:
         speed = read_costs(flags["costs"])
+        asked = 1 if flags["world"] is not None else flags["tensor_parallel"]
+        if speed.tensor not in (1, asked):
+            of = f"{flags['costs']} is of a server with {speed.tensor} tensor ranks in each stage"
+            raise ConfigError("--costs", f"{of}: it says nothing of other numbers")
         wires = speed.wires or wires
     return Conditions(speed, wires, load, flags["max_num_seqs"], flags["acceptance"])
 

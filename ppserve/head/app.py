@@ -112,7 +112,7 @@ class HeadProcess:
         self._num_stages = num_stages = grid.pipeline
         num_replicas = grid.data
         self._metrics = Metrics(num_stages, num_replicas)
-        self._trace = Trace(num_stages, config.server.trace, num_replicas)
+        self._trace = Trace(grid, config.server.trace)
         self._schedule = RecentSpans(num_stages, num_replicas)
         machine, rules, intake, clock = this_machine(), Layout(config), Intake(), time.monotonic_ns
         numbers = range(num_replicas)

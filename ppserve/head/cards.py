@@ -47,10 +47,25 @@ class ModelCard:
 
 
 @dataclass(frozen=True, slots=True)
+class RankCard:
+    """One of the ranks that compute a stage together. gather_s: how long it has waited for the others."""
+
+    rank: int
+    tensor: int
+    host: str
+    device: str
+    num_parameters: int
+    gather_s: float = 0.0
+    live: bool = True
+    restarts: int = 0
+
+
+@dataclass(frozen=True, slots=True)
 class StageCard:
     """One stage: where it runs, what it holds, and where its time went (in seconds, since the head started).
 
-    The step times are None until they were predicted or measured; `bubble_s` holds (cause, seconds).
+    The step times are None until they were predicted or measured; `bubble_s` holds (cause, seconds). rank, host:
+    of the first of its ranks.
     """
 
     stage: int
@@ -72,6 +87,7 @@ class StageCard:
     restarts: int = 0
     replica: int = 0
     tensor: int = 0
+    ranks: tuple[RankCard, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)

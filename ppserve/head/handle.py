@@ -14,7 +14,7 @@ from ppserve.core.ledger.account import StageTimes
 from ppserve.core.ledger.advice import advise
 from ppserve.core.partition import mean
 from ppserve.core.request import FinishReason, Request
-from ppserve.head.cards import LoadCard, ModelCard, ReplicaCard, StageCard, Topology
+from ppserve.head.cards import LoadCard, ModelCard, RankCard, ReplicaCard, StageCard, Topology
 from ppserve.head.engine.loop import Engine
 from ppserve.head.engine.member import Decision, Member, StageState
 from ppserve.head.engine.open_request import read_held
@@ -122,8 +122,7 @@ def _stage_cards(reading: Reading) -> tuple[StageCard, ...]:
 def _stage_card(reading: Reading, stage: StageReading, predicted_s: tuple[float, ...]) -> StageCard:
     member, times, num_ranks = stage.member, stage.times, len(stage.ranks)
     loaded = [rank.loaded for rank in stage.ranks if rank.loaded is not None]
-    hello = member.hello
-    assert hello is not None
+    ranks = tuple(map(_rank_card, stage.ranks, stage.gathered_ns))
     assert len(loaded) == num_ranks
     layout = reading.decision.layouts[member.stage]
     busy_s = times.computed_ns / 1e9
@@ -132,7 +131,7 @@ def _stage_card(reading: Reading, stage: StageReading, predicted_s: tuple[float,
         stage=member.stage,
         tensor=member.tensor,
         rank=member.rank,
-        host=hello.host,
+        host=ranks[0].host,
         device=f"{num_ranks} x " * (num_ranks > 1) + loaded[0].device,
         first_layer=layout.layers.start,
         num_layers=len(layout.layers),
@@ -145,8 +144,25 @@ def _stage_card(reading: Reading, stage: StageReading, predicted_s: tuple[float,
         busy_s=busy_s,
         bubble_s=tuple((cause, ns / 1e9) for cause, ns in times.bubble_ns.items()),
         idle_s=times.idle_ns / 1e9,
-        live=all(rank.state is StageState.READY for rank in stage.ranks),
-        restarts=sum(rank.restarts for rank in stage.ranks),
+        live=all(rank.live for rank in ranks),
+        restarts=sum(rank.restarts for rank in ranks),
+        ranks=ranks,
+    )
+
+
+def _rank_card(member: Member, gathered_ns: int) -> RankCard:
+    hello, loaded = member.hello, member.loaded
+    assert hello is not None
+    assert loaded is not None
+    return RankCard(
+        rank=member.rank,
+        tensor=member.tensor,
+        host=hello.host,
+        device=loaded.device,
+        num_parameters=loaded.params,
+        gather_s=gathered_ns / 1e9,
+        live=member.state is StageState.READY,
+        restarts=member.restarts,
     )
 
 

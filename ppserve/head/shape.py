@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from ppserve import wire
-from ppserve.config import ServeConfig
+from ppserve.config import CPU_KV_SHARE, ServeConfig
 from ppserve.core.cost_model import LayerCosts
 from ppserve.core.scheduling.config import MAX_PROMPT_TOKENS_PER_STEP
 from ppserve.errors import ConfigError
@@ -58,12 +58,18 @@ def compare_shapes(config: ServeConfig, hellos: Sequence[wire.Hello]) -> list[Pr
         block_size=config.cache.block_size,
         stage_memory=min(hello.memory_bytes or _ANY_MEMORY for hello in hellos),
         kv_cache_memory=min(hello.kv_bytes for hello in hellos),
+        kv_share=CPU_KV_SHARE if on_cpus and config.cache.kv_cache_memory is None else 1.0,
         expect_prompt=prompt,
         expect_new=new,
     )
     hosts = _hosts(config, hellos)
     under = Conditions(speed, wires, load, expected.max_num_seqs, hosts=hosts, rank_s=_RANK_S)
-    return prospects(first.architecture, intent, len(hellos), under)
+    try:
+        return prospects(first.architecture, intent, len(hellos), under)
+    except ConfigError as error:
+        if error.name != "--world":
+            raise
+        raise ConfigError("--parallel", f"auto: {str(error).removeprefix('--world: ')}") from None
 
 
 def _hosts(config: ServeConfig, hellos: Sequence[wire.Hello]) -> tuple[SharedCores, ...]:

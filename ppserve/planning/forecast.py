@@ -25,8 +25,9 @@ class Intent:
 
     layers None: split by weight. max_model_len None: all positions of the model. stage_memory: bytes of a rank for
     weights and KV cache. kv_cache_memory: the most of it that its KV cache may take, None: all that the weights
-    leave. kv_dtype: of keys and values, `auto` is dtype. expect_prompt, expect_new: tokens of a typical request.
-    num_tensor: ranks that compute each stage together.
+    leave. kv_share: of what the weights leave, how much it may take. kv_dtype: of keys and values, `auto` is
+    dtype. expect_prompt, expect_new: tokens of a typical request. num_tensor: ranks that compute each stage
+    together.
     """
 
     num_stages: int
@@ -41,6 +42,7 @@ class Intent:
     expect_prompt: int = 128
     expect_new: int = 128
     num_tensor: int = 1
+    kv_share: float = 1.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -116,7 +118,7 @@ def _stage(arch: Architecture, layout: StageLayout, intent: Intent) -> StageFore
         # Tensor ranks read the embedding by columns and the head by rows: they have no part in common.
         params -= arch.shared_params
     weight_bytes = _weight_bytes(arch, layout, intent)
-    left = max(0, intent.stage_memory - weight_bytes)
+    left = int(max(0, intent.stage_memory - weight_bytes) * intent.kv_share)
     return StageForecast(
         layout=layout,
         num_parameters=params,

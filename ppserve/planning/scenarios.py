@@ -53,7 +53,8 @@ class MeasuredCosts:
     of one of so many tensor ranks, where it was measured; elsewhere its share is taken from `parts`.
 
     spread: root mean square of the steps' relative deviation from the coefficients. max_chunk: prompt tokens that
-    the server puts into a step at most; None: unknown.
+    the server puts into a step at most; None: unknown. tensor: ranks of each stage of the server that was
+    measured; if several, the costs are of such a rank and contain its waiting for the others.
     """
 
     parts: LayerCosts
@@ -61,6 +62,7 @@ class MeasuredCosts:
     spread: float = 0.0
     max_chunk: int | None = None
     shared: dict[int, LayerCosts] = field(default_factory=dict)
+    tensor: int = 1
 
     @property
     def wires(self) -> Wires | None:
@@ -68,7 +70,7 @@ class MeasuredCosts:
         o = self.overheads
         if o is None:
             return None
-        return Wires(
+        wires = Wires(
             latency_s=o.transfer_s,
             bandwidth=float("inf"),
             control_s=o.control_s,
@@ -77,6 +79,7 @@ class MeasuredCosts:
             prepare_s=o.prepare_s,
             sending_s=o.sending_s,
         )
+        return wires if self.tensor == 1 else replace(wires, gather_s=0.0)
 
 
 def fixed_load(num_requests: int, prompt: int, new: int, concurrency: int) -> SimulatedLoad:
@@ -163,12 +166,13 @@ def read_costs(path: Path) -> MeasuredCosts:
     """The costs that a server measured, from its /costs.json or its topology as JSON. Raises ConfigError.
 
     /costs.json: {"stages": [{"layers": 9, "step_s": ..., "row_s": ..., "key_s": ..., "sample_s": ...,
-    "spread": 0.1}, ...], "max_chunk": 128, "overheads": {"head_s": ..., ...}}. A topology knows only the mean
-    time of a step: then all simulated steps of a stage take the same time.
+    "spread": 0.1}, ...], "tensor": 1, "max_chunk": 128, "overheads": {"head_s": ..., ...}}. A topology knows only
+    the mean time of a step: then all simulated steps of a stage take the same time.
     """
     try:
         sheet = json.loads(path.read_text())
-        entries = sheet["stages"]
+        entries = [entry for entry in sheet["stages"] if not entry.get("replica")]  # they all cost the same
+        tensor = int(sheet.get("tensor", max(1, *(len(entry.get("ranks", ())) for entry in entries), 1)))
         split = Split(tuple(_num_sublayers(e) for e in entries))
         stages = [_coefficients(e) for e in entries]
         if not stages or not all(2 <= count <= 2 * MAX_LAYERS for count in split.sublayers):
@@ -181,9 +185,11 @@ def read_costs(path: Path) -> MeasuredCosts:
         max_chunk = int(sheet["max_chunk"]) if "max_chunk" in sheet else None
     except (OSError, ValueError, KeyError, TypeError, AttributeError, OverflowError) as error:
         raise ConfigError("--costs", f"{path} is no cost sheet: {type(error).__name__}: {error}") from None
-    if not 0 <= spread < math.inf or (max_chunk is not None and max_chunk < 1):
-        raise ConfigError("--costs", f"{path} is no cost sheet: spread {spread}, max_chunk {max_chunk}")
-    return MeasuredCosts(_parts(stages, layouts), overheads, spread, max_chunk)
+    if not 0 <= spread < math.inf or (max_chunk is not None and max_chunk < 1) or tensor < 1:
+        odd = f"spread {spread}, max_chunk {max_chunk}, tensor {tensor}"
+        raise ConfigError("--costs", f"{path} is no cost sheet: {odd}")
+    parts = _parts(stages, layouts)
+    return MeasuredCosts(parts, overheads, spread, max_chunk, {tensor: parts}, tensor)
 
 
 def _num_sublayers(entry: dict[str, Any]) -> int:

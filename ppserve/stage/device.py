@@ -10,7 +10,7 @@ from pathlib import Path
 
 import torch
 
-from ppserve.config import ServeConfig
+from ppserve.config import CPU_KV_SHARE, ServeConfig
 from ppserve.core.scheduling.config import MAX_PROMPT_TOKENS_PER_STEP
 from ppserve.errors import ConfigError
 from ppserve.model.backend import Backend
@@ -21,9 +21,8 @@ from ppserve.model.cpu.precision import cpu_precision
 from ppserve.model.cuda.backend import CudaBackend, DeviceOptions
 from ppserve.process.environment import RankEnvironment
 
-# Of what is free, what the cache may take: weights are loaded by then, activations are small.
-_CPU_SHARE = 0.25
 _CPU_LIMIT_BYTES = 2 << 30
+# Of what is free, what the cache may take: weights are loaded by then, activations are small.
 _GPU_SHARE = 0.85
 
 REFERENCE = "PPSERVE_GPU_REFERENCE"
@@ -95,7 +94,7 @@ class Compute:
         if self.device.type == "cuda":
             free_bytes, total_bytes = torch.cuda.mem_get_info(self.device)
             return gpu_share(free_bytes, total_bytes, weight_bytes, self.stages_on_gpu)
-        return min(int(_available_bytes() * _CPU_SHARE) // self.stages_here, _CPU_LIMIT_BYTES)
+        return min(int(_available_bytes() * CPU_KV_SHARE) // self.stages_here, _CPU_LIMIT_BYTES)
 
 
 def choose(config: ServeConfig, environment: RankEnvironment, stored_dtype: str) -> Compute:

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from ppserve.bench.ledger import between
-from ppserve.bench.report import render_sweep, render_table, write_csv, write_json
+from ppserve.bench.report import render_ledger, render_sweep, render_table, write_csv, write_json
 from ppserve.bench.summary import Distribution, parse_objectives, summarize
 from ppserve.core.ledger.causes import CAUSES
 from tests.bench.answers import LEDGER, SETTING, answer, failed, measurement, times_of
@@ -136,6 +136,16 @@ def test_the_table_shows_the_bubbles() -> None:
     first, second = (line.split() for line in lines[at + 1 : at + 3])
     assert first == ["0", "75.00", "25.00", "12.50", "0.00", "0.00", "0.00", "12.50", "0.00", "20.00"]
     assert second == ["1", "50.00", "50.00", "12.50", "37.50", "0.00", "0.00", "0.00", "0.00", "20.00"]
+
+
+def test_stages_are_numbered_within_their_replica(tmp_path: Path) -> None:
+    of_two = replace(SETTING, num_stages=1, num_replicas=2)
+    summary = summarize(replace(measurement(FIRST), setting=of_two))
+    assert [row.split()[0] for row in render_ledger(summary.stages, 2)] == ["stage", "0.0", "1.0"]
+    assert [(each["replica"], each["stage"]) for each in summary.to_json()["stages"]] == [(0, 0), (1, 0)]
+    write_csv(tmp_path / "run.csv", [summary])
+    (row,) = csv.DictReader((tmp_path / "run.csv").read_text().splitlines())
+    assert float(row["replica1_stage0_busy"]) == pytest.approx(LEDGER[1].busy_share)
 
 
 def test_json_and_csv(tmp_path: Path) -> None:

@@ -33,8 +33,8 @@ def test_the_defaults_are_fine() -> None:
         ({"pipeline": PipelineSettings(layers=Split.parse("4,5"))}, "--layers: 4,5 adds up to 9"),
         ({"pipeline": PipelineSettings(layers=Split.parse("8"))}, "--layers: 8 names 1 stage, but 2"),
         ({"pipeline": PipelineSettings(microbatches=4)}, "--microbatches: 4 is more than 2 stages"),
-        ({"pipeline": PipelineSettings(tensor_parallel=3)}, "3 tensor ranks x 1 replicas do not divide 2 ranks"),
-        ({"pipeline": PipelineSettings(replicas=4)}, "1 tensor ranks x 4 replicas do not divide 2 ranks"),
+        ({"pipeline": PipelineSettings(tensor_parallel=3)}, "--tensor-parallel: 3 tensor ranks x 1"),
+        ({"pipeline": PipelineSettings(replicas=4)}, "--replicas: 1 tensor ranks x 4 replicas do not"),
         ({"scheduling": SchedulingSettings(draft_model="builtin")}, "--draft-model: needs --speculate"),
     ],
 )

@@ -45,6 +45,28 @@ def test_a_13b_shaped_config_without_weights(tmp_path):
     assert found["max_sequences"] == (8 << 30) // (5 * 2 * 5120 * 2) // 2048
 
 
+def test_all_three_dimensions_are_shown():
+    shape = ["--stages", "2", "--tensor-parallel", "2", "--replicas", "2"]
+    assert "2 tensor ranks x 2 stages x 2 replicas = 8 ranks" in plan(*shape).splitlines()[-1]
+    found = json.loads(plan(*shape, "--json"))
+    assert (found["tensor_parallel"], len(found["stages"]), found["replicas"]) == (2, 2, 2)
+
+
+def test_more_tensor_ranks_than_heads_are_refused():
+    with pytest.raises(PpserveError, match="--tensor-parallel: 64 is more than the model's"):
+        plan("--tensor-parallel", "64")
+
+
+def test_costs_of_tensor_ranks_say_nothing_of_other_numbers(tmp_path):
+    stage = {"layers": 4, "step_s": 1e-3, "row_s": 0.0, "key_s": 0.0, "sample_s": 0.0}
+    (tmp_path / "costs.json").write_text(json.dumps({"stages": [stage], "tensor": 2}))
+    of_two = ("--costs", str(tmp_path / "costs.json"), "--simulate", "--requests", "2", "--expect-new", "2")
+    assert "simulated:" in plan("--tensor-parallel", "2", *of_two)
+    for others in (["--tensor-parallel", "1"], ["--world", "2"]):
+        with pytest.raises(PpserveError, match="is of a server with 2 tensor ranks in each stage"):
+            plan(*others, *of_two)
+
+
 def test_a_simulation_beside_one_stage():
     output = plan("--stages", "2", "--simulate", "--compare", "1", "--requests", "6", "--expect-new", "8")
     table = output.partition("simulated:\n")[2].splitlines()

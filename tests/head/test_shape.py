@@ -9,7 +9,7 @@ import msgspec
 import pytest
 
 from ppserve import wire
-from ppserve.config import PipelineSettings, SchedulingSettings, ServeConfig, ServerSettings
+from ppserve.config import CacheSettings, PipelineSettings, SchedulingSettings, ServeConfig, ServerSettings
 from ppserve.core.architecture import Architecture
 from ppserve.core.cost_model import Coefficients, LayerCosts
 from ppserve.errors import ConfigError
@@ -69,10 +69,24 @@ def test_cores_are_shared_with_the_head_and_its_callers() -> None:
 
 
 def test_what_does_not_fit_is_not_chosen() -> None:
-    found = compare_shapes(config(), hellos(2, memory_bytes=500 << 20))
+    found = compare_shapes(config(), hellos(2, memory_bytes=640 << 20))
     assert [shape_name(each.grid) for each in found if not each.fits] == ["1x1x2"]
-    with pytest.raises(ConfigError, match="no shape of 2 ranks"):
+    with pytest.raises(ConfigError, match="--parallel: auto: no shape of 2 ranks"):
         compare_shapes(config(), hellos(2, memory_bytes=100 << 20))
+
+
+def test_on_cpus_the_cache_is_a_quarter_of_what_the_weights_leave() -> None:
+    """As after loading: what a rank says before that is a quarter of what was free."""
+    room: dict[str, Any] = {"memory_bytes": 800 << 20, "kv_bytes": 200 << 20}
+    fits = {shape_name(p.grid): p.fits for p in compare_shapes(config(), hellos(2, **room))}
+    weights = {
+        shape_name(p.grid): max(s.weight_bytes for s in p.plan.stages) for p in compare_shapes(config(), hellos(2))
+    }
+    needed = 1024 * 2 * 768 * 12 * 4  # of a sequence, where one rank has all layers
+    assert ((800 << 20) - weights["1x1x2"]) // 4 < needed < 200 << 20
+    assert fits == {"2x1x1": True, "1x2x1": True, "1x1x2": False}
+    told = replace(config(), cache=CacheSettings(kv_cache_memory=200 << 20))
+    assert all(p.fits for p in compare_shapes(told, hellos(2, **room)))
 
 
 def test_a_rank_that_did_not_measure_is_named() -> None:

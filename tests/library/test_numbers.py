@@ -23,8 +23,15 @@ SHAPES: list[tuple[int, dict[str, Any]]] = [
 FURTHER_SHAPES: list[tuple[int, dict[str, Any]]] = [
     (1, {"tensor_parallel": 4}),
     (1, {"tensor_parallel": 2, "replicas": 2}),
+    (2, {"replicas": 2}),
+    (1, {"tensor_parallel": 2}),
+    (1, {"tensor_parallel": 3}),
+    (1, {"replicas": 2}),
+    (1, {"replicas": 3}),
+    (1, {"replicas": 4}),
 ]
-"""For float32, bfloat16 and int8 alone; combinations of numbers meet no others there."""
+"""With SHAPES, all ways to use up to four ranks. For float32, bfloat16 and int8 alone: combinations of numbers
+meet no others there."""
 ALONE: list[dict[str, str]] = [{}, {"dtype": "bfloat16"}, {"quantization": "int8"}]
 
 

@@ -277,6 +277,11 @@ def test_tensor_ranks_waits_are_in_the_ledger() -> None:
         ledger = pipeline.ledger().since(before)
         cards = pipeline.topology().stages
     assert all(card.device.startswith("2 x cpu") for card in cards)
+    assert [[(rank.rank, rank.tensor, rank.live) for rank in card.ranks] for card in cards] == [
+        [(0, 0, True), (1, 1, True)], [(2, 0, True), (3, 1, True)]
+    ]  # fmt: skip
+    assert all(rank.gather_s > 0 for card in cards for rank in card.ranks)
+    assert all(sum(rank.num_parameters for rank in card.ranks) == card.num_parameters for card in cards)
     # Of all ranks together; both have all norms, two of each layer and the last.
     arch = ppserve.read_architecture("tiny")
     held_twice = arch.shared_params + (2 * arch.num_layers + 1) * arch.norm_params

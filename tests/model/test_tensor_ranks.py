@@ -34,6 +34,7 @@ from tests.model.checkpoint.writers import architecture as small
 from tests.model.checkpoint.writers import random_tensors, write_hf, write_llmc, write_nanogpt
 from tests.model.pipelines import CPU, Pipeline, prompt
 from tests.model.random_checkpoint import RandomCheckpoint, architecture
+from tour.dimensions import Travels
 
 MakeBackend = Callable[[], Backend]
 BACKENDS: dict[str, MakeBackend] = {
@@ -124,6 +125,40 @@ def test_any_number_of_ranks_has_the_bits_of_one(
     cut = TensorPipeline(checkpoint, split, count, make)
     assert same(answers(Pipeline(checkpoint, "2", backend=make(), num_sequences=2)), answers(cut))
     cut.close()
+
+
+class Counted:
+    """A gather that adds up what its rank gives to the others."""
+
+    waited_ns = 0
+
+    def __init__(self, gather: Gather) -> None:
+        self._gather = gather
+        self.num_calls = self.num_bytes = 0
+
+    def all(self, own_Tn: torch.Tensor, cut: Cut) -> torch.Tensor:
+        self.num_calls += 1
+        self.num_bytes += own_Tn.nbytes * (len(cut.widths) - 1)
+        return self._gather.all(own_Tn, cut)
+
+
+@pytest.mark.parametrize(("count", "split"), [(2, "3"), (2, "1,2"), (4, "1,1,1"), (3, "1.5,1.5")])
+def test_the_tour_says_what_travels(count: int, split: str) -> None:
+    """Of one token being decoded, whose draw needs all logits."""
+    arch = architecture(num_layers=3, num_heads=4)
+    pipeline = TensorPipeline(RandomCheckpoint(arch), split, count, BACKENDS["float32"])
+    num_stages = len(pipeline.layouts)
+    gathers = [[Counted(gather) for _, _, gather in ranks] for ranks in pipeline._ranks]
+    pipeline._ranks = [
+        [(stage, cache, gather) for (stage, cache, _), gather in zip(ranks, counted, strict=True)]
+        for ranks, counted in zip(pipeline._ranks, gathers, strict=True)
+    ]
+    pipeline.step([pipeline.slice(0, (5,), 0, Draw(SamplingParams(temperature=1.0)))])
+    pipeline.close()
+    said, hops = Travels.of(arch, count, num_stages), (num_stages - 1) * count
+    assert said.gathers == sum(ranks[0].num_calls for ranks in gathers)
+    assert said.messages == hops + said.gathers * count * (count - 1)
+    assert said.num_bytes == 4 * arch.width * hops + sum(each.num_bytes for ranks in gathers for each in ranks)
 
 
 def test_the_gpus_backend_gathers_as_well() -> None:

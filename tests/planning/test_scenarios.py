@@ -112,6 +112,39 @@ def test_the_costs_of_a_single_stage(tmp_path):
     assert found.parts.stage(whole).seconds(size) == pytest.approx(TRUTH.stage(whole).seconds(size))
 
 
+def test_costs_of_tensor_ranks_are_those_of_such_ranks(tmp_path):
+    """With all that they wait for each other: no gather is added."""
+    times = OverheadTimes(1e-3, 2e-3, 3e-3, 4e-3, 5e-3, 6e-3)
+    told = json.loads(sheet("9,3")) | {"tensor": 2, "overheads": asdict(times)}
+    (tmp_path / "costs.json").write_text(json.dumps(told))
+    found = read_costs(tmp_path / "costs.json")
+    assert found.tensor == 2
+    assert found.shared == {2: found.parts}
+    load = fixed_load(4, 8, 8, 1)
+    told["tensor"] = 1
+    (tmp_path / "costs.json").write_text(json.dumps(told))
+    alone = read_costs(tmp_path / "costs.json")
+    of_two, of_one = (
+        simulate(forecast(SMALL, Intent(2, num_tensor=count)), costs, costs.wires, load, 8).wall_s
+        for count, costs in ((2, found), (1, alone))
+    )
+    assert of_two == pytest.approx(of_one)
+
+
+def test_a_topology_of_replicas_of_tensor_ranks(tmp_path):
+    """Its stages are listed once for each replica."""
+    stages = [
+        {"replica": replica, "numLayers": layers, "measuredStepSeconds": 0.009, "ranks": [{}, {"tensor": 1}]}
+        for replica in (0, 1)
+        for layers in (9, 3)
+    ]
+    (tmp_path / "topology.json").write_text(json.dumps({"stages": stages}))
+    found = read_costs(tmp_path / "topology.json")
+    assert found.tensor == 2
+    (first, _) = stage_layouts(Split.parse("9,3"))
+    assert found.parts.stage(first).seconds(StepSize(1, 0, 0)) == pytest.approx(0.009)
+
+
 @pytest.mark.parametrize("name", ["measuredStepSeconds", "measured_step_seconds"])
 def test_a_topology_gives_steps_of_constant_time(tmp_path, name):
     layers = "numLayers" if name[0:9] == "measuredS" else "num_layers"
@@ -144,7 +177,8 @@ def test_a_sheet_of_a_server_that_computed_nothing(tmp_path):
 
 
 @pytest.mark.parametrize("odd", [
-    {"max_chunk": 0}, {"max_chunk": "many"}, {"stages": [{"layers": "many", "measured_step_seconds": 1}]},
+    {"max_chunk": 0}, {"max_chunk": "many"}, {"tensor": 0}, {"tensor": None},
+    {"stages": [{"layers": "many", "measured_step_seconds": 1}]},
 ])
 def test_a_sheet_with_odd_numbers(tmp_path, odd):
     (tmp_path / "costs.json").write_text(json.dumps(json.loads(sheet("9,3")) | odd))

@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from ppserve import wire
 from ppserve.config import ServeConfig
 from ppserve.core.architecture import Architecture, Split, stage_layouts
+from ppserve.core.grid import RankGrid
 from ppserve.core.partition import (
     balance,
     check_split,
@@ -54,7 +55,7 @@ class Layout:
         check_tensor_ranks(arch, grid.tensor)
         split = config.pipeline.layers or choose_split(config, arch, hellos, grid.pipeline)
         check_split(split, arch, grid.pipeline)
-        stage_addresses(hellos)
+        stage_addresses(hellos, grid)
         one_host = len({hello.machine for hello in hellos}) == 1
         return Decision(
             architecture=arch,
@@ -85,8 +86,8 @@ class Layout:
         return min(num_blocks, needed * scheduling.max_num_seqs)
 
 
-def stage_addresses(hellos: Sequence[wire.Hello]) -> tuple[str, ...]:
-    """Of each stage, the address by which the other stages reach it. Raises ConfigError.
+def stage_addresses(hellos: Sequence[wire.Hello], grid: RankGrid) -> tuple[str, ...]:
+    """Of each rank, the address by which the others reach it. grid: of the world. Raises ConfigError.
 
     A stage on the head's host may have found the head by a loopback address, which is of no use to other hosts.
     Those reach it by the address at which they found the head.
@@ -98,7 +99,7 @@ def stage_addresses(hellos: Sequence[wire.Hello]) -> tuple[str, ...]:
     for hello in hellos:
         own = heads[0] if is_loopback(hello.address) and heads else hello.address
         if is_loopback(own):
-            where = f"stage {hello.rank} on {hello.host} at {own}"
+            where = f"{grid.name(hello.rank)} on {hello.host} at {own}"
             raise ConfigError("--interface", f"other hosts cannot reach {where}")
         addresses.append(own)
     return tuple(addresses)

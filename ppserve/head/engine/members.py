@@ -301,7 +301,8 @@ class Members:
             return []
         try:
             # Anew for each epoch: a stage that was replaced may have another address.
-            self._addresses = stage_addresses([member.hello for member in self.all if member.hello is not None])
+            hellos = [member.hello for member in self.all if member.hello is not None]
+            self._addresses = stage_addresses(hellos, self.grid)
             if not self.num_blocks:
                 # Fixed for the life of the server: block tables that exist must fit a stage that was replaced.
                 loaded = tuple(member.loaded for member in self.all if member.loaded is not None)

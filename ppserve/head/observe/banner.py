@@ -27,16 +27,19 @@ def banner(card: ModelCard, topology: Topology, host: str, ports: Ports) -> str:
     rows = [("stage", "layers", "device", "params", "weights", "KV")]
     num_stages = 1 + max(stage.stage for stage in topology.stages)
     num_replicas = 1 + max(stage.replica for stage in topology.stages)
+    num_tensor = len(topology.stages[0].ranks)
     for stage in topology.stages:
         parts = ["wte"] * (stage.stage == 0) + [stage.blocks]
         parts += ["head"] * (stage.stage == num_stages - 1)
         sizes = (count(stage.num_parameters), size(stage.weight_bytes), size(stage.kv_bytes))
         name = f"{stage.replica}.{stage.stage}" if num_replicas > 1 else str(stage.stage)
-        rows.append((name, "+".join(parts), f"{stage.device} on {stage.host}", *sizes))
+        hosts = ", ".join(dict.fromkeys(rank.host for rank in stage.ranks))
+        rows.append((name, "+".join(parts), f"{stage.device} on {hosts}", *sizes))
     lines += [f"  {line}" for line in table(*rows, left=3)]
+    ranks = f" of {num_tensor} tensor ranks each" * (num_tensor > 1)
     replicas = f" in each of {num_replicas} replicas," * (num_replicas > 1)
     lines += [
-        f"  {arch.num_layers} blocks over {num_stages} stage{'s' * (num_stages > 1)},{replicas}"
+        f"  {arch.num_layers} blocks over {num_stages} stage{'s' * (num_stages > 1)}{ranks},{replicas}"
         f" {topology.transport} transport, {topology.microbatches} microbatch{'es' * (topology.microbatches > 1)}"
         " in flight",
     ]

@@ -104,7 +104,7 @@ def live_pages(ask_state: Callable[[], dict[str, Any]]) -> dict[str, MakePage]:
 
 def describe_costs(readings: tuple[Reading, ...]) -> dict[str, Any]:
     """The cost of steps on every stage of the first replica, as `ppserve plan --costs` reads it. Zeros before the
-    first step."""
+    first step. tensor: ranks of each stage, whose waiting for each other the costs contain."""
     reading = readings[0]
     scheduling = reading.decision.scheduling
     stages = [
@@ -117,7 +117,8 @@ def describe_costs(readings: tuple[Reading, ...]) -> dict[str, Any]:
         for layout, stage in zip(reading.decision.layouts, reading.stages, strict=True)
     ]
     max_chunk = scheduling.prefill_chunk or scheduling.max_auto_chunk
-    return {"stages": stages, "max_chunk": max_chunk, "overheads": asdict(reading.overheads)}
+    overheads, tensor = asdict(reading.overheads), len(reading.stages[0].ranks)
+    return {"stages": stages, "tensor": tensor, "max_chunk": max_chunk, "overheads": overheads}
 
 
 def content_policy(html: str) -> str:

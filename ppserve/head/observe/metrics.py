@@ -207,11 +207,12 @@ class Metrics:
     # ---- what is served -------------------------------------------------------------------------------
 
     def describe(self, card: ModelCard, topology: Topology) -> None:
-        """Sets the info metrics: which stage runs where, and what is served."""
+        """Sets the info metrics: which rank of which stage runs where, and what is served."""
         for stage in topology.stages:
-            place = (stage.replica, stage.stage, stage.rank)
-            what = (stage.host, stage.device, stage.blocks, stage.num_parameters)
-            self._stage_info.labels(*map(str, (*place, *what))).set(1)
+            for rank in stage.ranks:
+                place = (stage.replica, stage.stage, rank.rank)
+                what = (rank.host, rank.device, stage.blocks, rank.num_parameters)
+                self._stage_info.labels(*map(str, (*place, *what))).set(1)
         self._build_info.labels(card.version, platform.python_version(), card.name, card.dtype).set(1)
 
     def output(self, opened: OpenRequest, output: TokenOutput, now_s: float) -> None:

@@ -1,6 +1,7 @@
 """The pipeline's schedule as a Chrome trace, for Perfetto (ui.perfetto.dev) or chrome://tracing.
 
-Each stage has a row of steps, named like `2F7` (stage 2, step 7), and a row of waits, named by cause. Arrows are
+Each stage has a row of steps, named like `2F7` (stage 2, step 7), and a row of waits, named by cause. Tensor ranks
+have no rows of their own: a step lasts from when the first begins to when the last has ended. Arrows are
 hidden states sent to the next stage. Sequences and KV use are counters. All times are on the head's clock.
 
 The file is a JSON array, which readers of traces accept without the closing bracket. Only whole events are
@@ -17,6 +18,7 @@ import threading
 import time
 from pathlib import Path
 
+from ppserve.core.grid import RankGrid
 from ppserve.core.ledger.account import Settled
 from ppserve.core.ledger.causes import BUSY, IDLE
 from ppserve.core.ledger.steps import Step
@@ -41,10 +43,10 @@ class Trace:
     """
 
     def __init__(
-        self, num_stages: int, path: Path | None, num_replicas: int = 1, max_bytes: int = MAX_BYTES
+        self, grid: RankGrid, path: Path | None, max_bytes: int = MAX_BYTES
     ) -> None:
-        self._num_stages = num_stages
-        self._num_replicas = num_replicas
+        self._grid = grid
+        self._num_stages, self._num_replicas = grid.pipeline, grid.data
         self._path = path or Path(f"ppserve-trace-{os.getpid()}.json")
         self._max_bytes = max_bytes
         self._lock = threading.Lock()
@@ -152,7 +154,13 @@ class Trace:
 
     def _name_rows(self, file: _EventFile) -> None:
         places = [(replica, stage) for replica in range(self._num_replicas) for stage in range(self._num_stages)]
-        titles = [f"replica {r} " * (self._num_replicas > 1) + f"stage {stage}" for r, stage in places]
+        several = self._grid.tensor > 1
+        titles = [
+            f"replica {replica} " * (self._num_replicas > 1)
+            + f"stage {stage}"
+            + f" ({self._grid.tensor} tensor ranks)" * several
+            for replica, stage in places
+        ]
         for process, title in enumerate([*titles, "head"]):
             of_stage: Event = {"ph": "M", "pid": process}
             file.write({**of_stage, "name": "process_name", "args": {"name": title}})

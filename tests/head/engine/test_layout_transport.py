@@ -9,6 +9,7 @@ import pytest
 from ppserve import wire
 from ppserve.config import PipelineSettings, ServeConfig
 from ppserve.core.architecture import Architecture
+from ppserve.core.grid import RankGrid
 from ppserve.errors import ConfigError
 from ppserve.head.engine.layout import Layout, stage_addresses
 
@@ -79,10 +80,12 @@ LOOP = "127.0.0.1"
 def test_stages_are_reached_by_addresses_that_others_can_use(
     hellos: tuple[wire.Hello, ...], expected: tuple[str, ...]
 ) -> None:
-    assert stage_addresses(hellos) == expected
+    assert stage_addresses(hellos, RankGrid(1, 1, 2)) == expected
 
 
 def test_a_stage_that_only_its_own_host_can_reach_is_refused_by_name() -> None:
     hellos = (at(0, "a", LOOP, LOOP), at(1, "b", LOOP, LOOP))
     with pytest.raises(ConfigError, match="--interface: other hosts cannot reach stage 0 on a"):
-        stage_addresses(hellos)
+        stage_addresses(hellos, RankGrid(1, 1, 2))
+    with pytest.raises(ConfigError, match="cannot reach stage 0 tensor 1 on b"):
+        stage_addresses((at(0, "a", "10.0.0.1", LOOP), at(1, "b", LOOP, LOOP)), RankGrid(2, 1, 1))

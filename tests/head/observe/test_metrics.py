@@ -12,7 +12,7 @@ from ppserve.core.plan import StepResult, StepStamps
 from ppserve.core.request import FinishReason, Request, StopConditions
 from ppserve.core.scheduling.sequence import SequenceEvent
 from ppserve.errors import Overloaded, RequestFailed
-from ppserve.head.cards import ModelCard, StageCard, Topology
+from ppserve.head.cards import ModelCard, RankCard, StageCard, Topology
 from ppserve.head.engine.open_request import OpenRequest
 from ppserve.head.observe.metrics import STATUSES, Metrics
 from tests.core.artificial import account_of, plan
@@ -90,8 +90,8 @@ def card() -> ModelCard:
 
 def topology() -> Topology:
     stages = (
-        StageCard(0, 0, "one", "cpu", 0, 3, "0-2", 700, 2800, 100),
-        StageCard(1, 1, "two", "cuda:0", 3, 1, "3", 300, 1200, 100),
+        StageCard(0, 0, "one", "cpu", 0, 3, "0-2", 700, 2800, 100, ranks=(RankCard(0, 0, "one", "cpu", 700),)),
+        StageCard(1, 1, "two", "cuda:0", 3, 1, "3", 300, 1200, 100, ranks=(RankCard(1, 0, "two", "cuda:0", 300),)),
     )
     return Topology(stages, "gloo", 1, 2)
 
@@ -145,6 +145,37 @@ def test_what_runs_where(metrics):
     assert seen("ppserve_stage_info", **labels) == 1
     assert seen.total("ppserve_stage_info") == 2
     assert seen.total("ppserve_build_info", version="0.1.0", model="tiny", dtype="float32") == 1
+
+
+def test_every_tensor_rank_of_every_replica_has_its_row():
+    metrics = Metrics(1, num_replicas=2)
+    stages = tuple(
+        StageCard(0, 2 * number, "one", "2 x cpu", 0, 4, "0-3", 1000, 4000, 100, replica=number, ranks=(
+            RankCard(2 * number, 0, "one", "cpu", 510), RankCard(2 * number + 1, 1, f"host{number}", "cpu", 490),
+        ))
+        for number in range(2)
+    )  # fmt: skip
+    metrics.describe(card(), Topology(stages, "gloo", 1, 1))
+    seen = read(metrics)
+    assert seen.total("ppserve_stage_info", stage="0") == 4
+    assert seen.total("ppserve_stage_info", replica="1", rank="3", host="host1", params="490") == 1
+
+
+def test_each_replica_has_its_own_figures():
+    metrics = Metrics(1, num_replicas=2)
+    times = [account_of(1).snapshot(0)[0], replace(account_of(1).snapshot(0)[0], idle_ns=3_000_000_000)]
+    metrics.read_ledger(lambda: ((times[0],), (times[1],)))
+    metrics.replicas[0].load(running=4, waiting=3, in_flight=2, kv_usage=0.25)
+    metrics.replicas[1].load(running=1, waiting=3, in_flight=1, kv_usage=0.75)
+    hear(metrics, opened(), SequenceEvent("r1", 0, 0, 0, 5, admitted_s=10.25, replica=1), 11.0)
+    seen = read(metrics)
+    for replica, running, usage, idle_s, tokens in (("0", 4, 0.25, 0.0, 0), ("1", 1, 0.75, 3.0, 1)):
+        assert seen("ppserve_requests_running", replica=replica) == running
+        assert seen("ppserve_kv_usage_ratio", replica=replica) == usage
+        assert seen("ppserve_stage_idle_seconds_total", replica=replica, stage="0") == idle_s
+        assert seen("ppserve_generated_tokens_total", replica=replica) == tokens
+    load = metrics.reading()
+    assert (load.running, load.kv_usage, load.generated_tokens) == (5, 0.5, 1)
 
 
 # ---- the ledger -------------------------------------------------------------------------------------------

@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pytest
 
+from ppserve.core.grid import RankGrid
 from ppserve.core.ledger.account import Settled
 from ppserve.core.ledger.causes import Span
 from ppserve.core.ledger.steps import Steps
@@ -30,7 +31,7 @@ def run_step(trace: Trace, step_id: int, num_stages: int = 3) -> None:
 
 def test_steps_arrows_waits_and_counters(tmp_path):
     path = tmp_path / "trace.json"
-    trace = Trace(3, path)
+    trace = Trace(RankGrid(1, 1, 3), path)
     run_step(trace, 7)
     trace.settled(Settled(2, Span(40_000, 90_000, "imbalance"), 7))
     trace.settled(Settled(2, Span(90_000, 98_000, "decode"), 7))
@@ -55,9 +56,16 @@ def test_steps_arrows_waits_and_counters(tmp_path):
     assert names == {0: "stage 0", 1: "stage 1", 2: "stage 2", 3: "head"}
 
 
+def test_rows_say_all_three_dimensions(tmp_path):
+    Trace(RankGrid(2, 2, 1), tmp_path / "trace.json").close()
+    events = json.loads((tmp_path / "trace.json").read_text())
+    names = [e["args"]["name"] for e in events if e["name"] == "process_name"]
+    assert names == ["replica 0 stage 0 (2 tensor ranks)", "replica 1 stage 0 (2 tensor ranks)", "head"]
+
+
 def test_a_file_cut_off_between_writes_lacks_only_its_bracket(tmp_path):
     path = tmp_path / "trace.json"
-    trace = Trace(2, path)
+    trace = Trace(RankGrid(1, 1, 2), path)
     step_id = 0
     while not path.stat().st_size:
         run_step(trace, step_id, num_stages=2)
@@ -69,7 +77,7 @@ def test_a_file_cut_off_between_writes_lacks_only_its_bracket(tmp_path):
 
 def test_it_stops_at_its_limit(tmp_path):
     path = tmp_path / "trace.json"
-    trace = Trace(2, path, max_bytes=20_000)
+    trace = Trace(RankGrid(1, 1, 2), path, max_bytes=20_000)
     for step_id in range(1000):
         run_step(trace, step_id, num_stages=2)
     assert not trace.is_on
@@ -79,7 +87,7 @@ def test_it_stops_at_its_limit(tmp_path):
 
 def test_it_can_be_switched_while_serving(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    trace = Trace(1, None)
+    trace = Trace(RankGrid(1, 1, 1), None)
     run_step(trace, 1, num_stages=1)
     assert list(tmp_path.iterdir()) == []
     for step_id in (2, 3):
@@ -92,7 +100,7 @@ def test_it_can_be_switched_while_serving(tmp_path, monkeypatch):
 
 
 def test_a_second_start_changes_nothing(tmp_path):
-    trace = Trace(1, tmp_path / "a.json")
+    trace = Trace(RankGrid(1, 1, 1), tmp_path / "a.json")
     assert trace.start() == tmp_path / "a.json"
     trace.stop()
     trace.stop()
@@ -100,7 +108,7 @@ def test_a_second_start_changes_nothing(tmp_path):
 
 
 def test_switching_in_one_thread_while_another_writes(tmp_path):
-    trace = Trace(2, tmp_path / "t.json")
+    trace = Trace(RankGrid(1, 1, 2), tmp_path / "t.json")
     done = threading.Event()
 
     def write() -> None:
@@ -123,11 +131,11 @@ def test_switching_in_one_thread_while_another_writes(tmp_path):
 
 def test_a_path_that_cannot_be_written_is_named(tmp_path):
     with pytest.raises(ConfigError, match=r"--trace: cannot write .*nowhere.*No such file"):
-        Trace(1, tmp_path / "nowhere" / "trace.json")
+        Trace(RankGrid(1, 1, 1), tmp_path / "nowhere" / "trace.json")
 
 
 def test_a_full_disk_ends_the_trace_and_nothing_else():
-    trace = Trace(1, Path("/dev/full"))
+    trace = Trace(RankGrid(1, 1, 1), Path("/dev/full"))
     for step_id in range(1000):
         run_step(trace, step_id, num_stages=1)
     assert not trace.is_on

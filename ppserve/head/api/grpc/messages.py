@@ -10,7 +10,7 @@ from typing import Any
 from ppserve.core.request import FinishReason, Request
 from ppserve.head.api.requests import Asked, Resume
 from ppserve.head.api.stream import Delta, Score
-from ppserve.head.cards import ModelCard, ReplicaCard, StageCard, Topology
+from ppserve.head.cards import ModelCard, RankCard, ReplicaCard, StageCard, Topology
 from ppserve.head.engine.output import TimingsOutput
 from ppserve.head.limits import Limits
 from ppserve.v1 import generation_pb2 as pb
@@ -111,9 +111,7 @@ def model_message(card: ModelCard) -> pb.GetModelInfoResponse:
 def topology_message(topology: Topology) -> pb.GetTopologyResponse:
     """GetTopology's answer."""
     return pb.GetTopologyResponse(
-        stages=[
-            pb.Stage(**{**_fields(stage), "bubble_seconds": dict(stage.bubble_s)}) for stage in topology.stages
-        ],
+        stages=list(map(_stage_message, topology.stages)),
         transport=topology.transport,
         epoch=topology.epoch,
         microbatches=topology.microbatches,
@@ -122,6 +120,11 @@ def topology_message(topology: Topology) -> pb.GetTopologyResponse:
     )
 
 
-def _fields(card: StageCard | ReplicaCard | Limits | TimingsOutput) -> dict[str, Any]:
+def _stage_message(stage: StageCard) -> pb.Stage:
+    ranks = [pb.StageRank(**_fields(rank)) for rank in stage.ranks]
+    return pb.Stage(**{**_fields(stage), "bubble_seconds": dict(stage.bubble_s), "ranks": ranks})
+
+
+def _fields(card: StageCard | RankCard | ReplicaCard | Limits | TimingsOutput) -> dict[str, Any]:
     """Its fields under the proto's names, in which units are written out."""
     return {re.sub("_s$", "_seconds", field.name): getattr(card, field.name) for field in fields(card)}

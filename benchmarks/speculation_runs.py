@@ -1,0 +1,131 @@
+"""What `speculation.py` runs: requests to a `Pipeline` or a server, and drafters that are right at a set rate."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import random
+import statistics
+import time
+from collections.abc import Callable
+from collections.abc import Sequence as Seq
+
+from ppserve import AsyncClient, Pipeline
+from ppserve.core.ledger.steps import Step
+from ppserve.core.plan import SPECULATIVE
+from ppserve.core.scheduling.config import SchedulerConfig
+from ppserve.core.scheduling.drafter import Guess
+from ppserve.head.engine.watcher import Watcher
+from ppserve.planning.simulator import Machine, SimulatedRequest, Simulator, Wires
+
+LONG = "Once upon a time"
+
+Prompts = Seq[str | Seq[int]]
+Run = Callable[[Prompts, dict[str, object]], tuple[float, float, list[str]]]
+"""Runs all prompts together: (tokens per second, seconds to the first token, texts)."""
+Connect = Callable[[str], Run]
+
+
+class Rated:
+    """Knows the answer, and guesses right at a set rate. told: how likely it says that a guess is right; None: the
+    rate."""
+
+    def __init__(self, answer: Seq[int], first: int, rate: float, told: float | None = None) -> None:
+        self._answer, self._first, self._rate = answer, first, rate
+        self._told = rate if told is None else told
+        self._chance = random.Random(1)
+        self._guessed: dict[int, int] = {}
+
+    def guess(self, token_ids: Seq[int], guesses: Seq[int]) -> Guess | None:
+        place = len(token_ids) + len(guesses) - self._first
+        if place >= len(self._answer):
+            return None
+        if place not in self._guessed:
+            right = self._chance.random() < self._rate
+            self._guessed[place] = self._answer[place] if right else 1 - min(1, self._answer[place])
+        return Guess(self._guessed[place], self._told)
+
+
+class DeepSteps(Watcher):
+    """Counts the steps on guesses alone that a pipeline sends."""
+
+    def __init__(self, pipeline: Pipeline) -> None:
+        self.count = 0
+        (replica,) = pipeline._engine._fleet.replicas
+        replica._watcher = self
+
+    def dispatched(self, step: Step) -> None:
+        self.count += step.plan.phase == SPECULATIVE
+
+
+def in_process(pipeline: Pipeline) -> Run:
+    def run(prompts: Prompts, options: dict[str, object]) -> tuple[float, float, list[str]]:
+        began = time.perf_counter()
+        first_s, texts, count = None, dict.fromkeys(map(str, range(len(prompts))), ""), 0
+        for piece in pipeline.generate(list(prompts), token_ids=True, **options):  # type: ignore[arg-type]
+            first_s = first_s or time.perf_counter() - began
+            texts[piece.request_id] += "".join(f" {token.id}" for token in piece.tokens)
+            count += len(piece.tokens)
+        return count / (time.perf_counter() - began), first_s or 0.0, list(texts.values())
+
+    return run
+
+
+async def one(client: AsyncClient, prompt: object, options: dict[str, object]) -> tuple[float, str, int]:
+    began, first_s, text, count = time.perf_counter(), 0.0, "", 0
+    async for chunk in client.stream(prompt, token_ids=True, **options):  # type: ignore[arg-type]
+        first_s = first_s or time.perf_counter() - began
+        text += chunk.text
+        count += len(chunk.tokens)
+    return first_s, text, count
+
+
+def over_grpc(target: str) -> Run:
+    async def all_of(prompts: Prompts, options: dict[str, object]) -> tuple[float, float, list[str]]:
+        async with AsyncClient(target) as client:
+            await client.is_serving()
+            began = time.perf_counter()
+            answers = await asyncio.gather(*(one(client, prompt, options) for prompt in prompts))
+            wall_s = time.perf_counter() - began
+        first_s = statistics.median(answer[0] for answer in answers)
+        return sum(answer[2] for answer in answers) / wall_s, first_s, [answer[1] for answer in answers]
+
+    return lambda prompts, options: asyncio.run(all_of(prompts, options))
+
+
+def beside_a_stream(target: str) -> Run:
+    """The prompts come one at a time, while one caller has long greedy answers; only they are counted."""
+
+    async def all_of(prompts: Prompts, options: dict[str, object]) -> tuple[float, float, list[str]]:
+        async with AsyncClient(target) as client:
+            long: dict[str, object] = {"max_tokens": 900, "ignore_eos": True, "temperature": 0}
+
+            async def one_long_after_the_other() -> None:
+                while True:
+                    await one(client, LONG, long)
+
+            stream = asyncio.create_task(one_long_after_the_other())
+            await asyncio.sleep(0.3)
+            began = time.perf_counter()
+            answers = [await one(client, prompt, options) for prompt in prompts]
+            wall_s = time.perf_counter() - began
+            stream.cancel()
+            with contextlib.suppress(asyncio.CancelledError):
+                await stream
+        first_s = statistics.median(answer[0] for answer in answers)
+        return sum(answer[2] for answer in answers) / wall_s, first_s, [answer[1] for answer in answers]
+
+    return lambda prompts, options: asyncio.run(all_of(prompts, options))
+
+
+def simulated(pipeline: Pipeline, rate: float) -> float:
+    """What the simulator says, from this pipeline's measured costs of steps."""
+    (reading,) = pipeline._engine.look()
+    stages = tuple(card.cost for card in reading.stages)
+    config = SchedulerConfig(len(stages))
+    machine = Machine(stages, Wires(), 10_000)
+    walls = []
+    for acceptance in (0.0, rate):
+        simulator = Simulator(machine, config, machine if acceptance else None, acceptance)
+        walls.append(simulator.run([SimulatedRequest(0.0, 5, 600)]).wall_s)
+    return walls[0] / walls[1]

@@ -2,7 +2,10 @@
 
 The cost model cannot know everything that a guess costs: stages that share cores, memory or Python's lock slow
 each other down, so that a step on a guess is not free although it fills a gap. So what counts is the time from
-token to token of the running sequences. Other numbers of sequences are other trials.
+token to token of the running sequences.
+
+Other numbers of sequences are other trials. Their number may change at any moment. Then a turn begins anew, by the
+way that was best for the new number: what was seen of the old turn says nothing of a whole one.
 """
 
 from __future__ import annotations
@@ -35,6 +38,7 @@ class GuessTrial:
         self._num_to_explore = 0
         self._is_exploring = False
         self._trials: dict[int, Trial] = {}
+        self._load = 0  # the class of the number of sequences
         self._since_s = 0.0
         self._has_guessed = False
         self._tokens_left = TURN
@@ -57,16 +61,24 @@ class GuessTrial:
     def observe(self, num_sequences: int, began_s: float, ended_s: float, num_tokens: int) -> None:
         """A sequence got tokens at `ended_s`, and its ones before at `began_s`. num_sequences: that are
         running."""
-        trial = self._trials.setdefault(num_sequences.bit_length(), Trial(tuple(Way), MARGIN))
+        num_sequences = max(1, num_sequences)  # the last token of the last answer
+        load = num_sequences.bit_length()
+        trial = self._trials.setdefault(load, Trial(tuple(Way), MARGIN))
+        if load != self._load:
+            self._load = load
+            trial.forget_turn()
+            self._is_exploring, self._since_s = False, ended_s
+            self._begin_turn(Way(trial.best), num_sequences, ended_s)
+            return
         if began_s >= self._since_s and not self._is_exploring:
             trial.add(ended_s - began_s, num_tokens)
         self._is_exploring = False
         self._tokens_left -= num_tokens
         if self._tokens_left <= 0:
-            was = self.way
-            self.way = Way(trial.next_way(was, self._has_guessed))
-            self._has_guessed = False
+            self._begin_turn(Way(trial.next_way(self.way, self._has_guessed)), num_sequences, ended_s)
             self._num_to_explore = EXPLORED if self.way is Way.WIDE and trial.best != Way.WIDE else 0
-            self._tokens_left = TURN * num_sequences
-            if self.way != was:
-                self._since_s = ended_s
+
+    def _begin_turn(self, way: Way, num_sequences: int, now_s: float) -> None:
+        if way != self.way:
+            self.way, self._since_s = way, now_s
+        self._has_guessed, self._num_to_explore, self._tokens_left = False, 0, TURN * num_sequences

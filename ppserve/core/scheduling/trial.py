@@ -47,6 +47,10 @@ class Trial:
         self._seconds += seconds
         self._tokens += tokens
 
+    def forget_turn(self) -> None:
+        """The turn that is running will have no end."""
+        self._seconds, self._tokens = 0.0, 0
+
     def next_way(self, ended: int, counts: bool = True) -> int:
         """The way of the next turn. ended: that of the last one. counts: whether it was really gone in it; if not,
         a trial of it says nothing, and has cost nothing, so there may be another one soon."""

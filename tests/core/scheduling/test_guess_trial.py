@@ -120,6 +120,50 @@ def test_other_numbers_of_sequences_are_other_trials() -> None:
     assert share < 0.15
 
 
+def changing(seed: int, numbers: tuple[int, ...], every: int, costs: Callable[[Way, int], float]) -> float:
+    """How many times as fast 12,000 tokens came as without guesses, where the number of sequences changes after
+    some `every` tokens. costs: of a step, by the way and the number of sequences."""
+    chance, trial = random.Random(seed), GuessTrial()
+    count, now, plain, last = numbers[0], 0.0, 0.0, [0.0] * max(numbers)
+    for number in range(12_000):
+        if chance.random() < 1 / every:
+            count, last = chance.choice(numbers), [now] * max(numbers)
+        trial.guessed()
+        seconds = chance.lognormvariate(0.0, 0.15) / count
+        plain += seconds
+        now += seconds * costs(trial.way, count)
+        trial.observe(count, last[number % count], now, 1)
+        last[number % count] = now
+    return plain / now
+
+
+@pytest.mark.parametrize("every", [10, 50, 300])
+@pytest.mark.parametrize("numbers", [(1, 2, 3), (1, 16), (4, 16)])
+def test_a_load_that_changes_within_a_turn_loses_nothing_by_it(numbers: tuple[int, ...], every: int) -> None:
+    def costs(way: Way, count: int) -> float:
+        return {Way.PLAIN: 1.0, Way.WIDE: 1.02, Way.DEEP: 1.5 if count < 4 else 1.02}[way]
+
+    assert fmean(changing(seed, numbers, every, costs) for seed in range(3)) > 0.98
+
+
+@pytest.mark.parametrize("every", [10, 50, 300])
+def test_a_lone_caller_gains_though_others_come_and_go(every: int) -> None:
+    def costs(way: Way, count: int) -> float:
+        lone = {Way.PLAIN: 1.0, Way.WIDE: 0.8, Way.DEEP: 0.5}
+        return lone[way] if count == 1 else 1.0 + 0.02 * way
+
+    assert fmean(changing(seed, (1, 16), every, costs) for seed in range(3)) > 1.6
+
+
+def test_the_last_token_of_the_last_answer_is_of_a_lone_caller() -> None:
+    trial, now = GuessTrial(), 0.0
+    for number in range(4000):
+        trial.guessed()
+        began, now = now, now + (0.5 if trial.way else 1.0)
+        trial.observe(number % 10 > 0, began, now, 1)
+    assert trial.way is not Way.PLAIN
+
+
 def test_one_stall_decides_nothing() -> None:
     """The first turn with guesses loads kernels."""
     trial, stalls = GuessTrial(), [50.0]

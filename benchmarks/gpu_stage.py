@@ -2,8 +2,8 @@
 
     python benchmarks/gpu_stage.py [SECTION ...] [--dtype bfloat16] [--json FILE]
 
-Sections: tests, waits, steps, prompts, invariance, served. Without any, all of them; one that fails says why and
-the others go on. Weights are random. Steps are timed by the host, over many in a row, and by the device's own
+Sections: tests, waits, invariance, steps, host, prompts, served. Without any, all of them; one that fails says why
+and the others go on. Weights are random. Steps are timed by the host, over many in a row, and by the device's own
 events; the floor is bytes over bandwidth. `--device cpu --small` tries the script itself, by reference operators.
 """
 
@@ -16,7 +16,7 @@ import tempfile
 import time
 import traceback
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -173,6 +173,33 @@ def steps(bench: Bench) -> None:
             del stage
 
 
+def host(bench: Bench) -> None:
+    """CPU time of the thread that prepares a decoding step: of sequences that draw plainly, with penalties that
+    count 300 tokens, with 100 biases."""
+    torch.set_num_threads(1)  # what stands for a GPU's copies would else wait for threads of torch
+    ids = tuple(7 * i % 200 for i in range(300))
+    biases = tuple((i, 1.0) for i in range(100))
+    draws = {
+        "plain": Draw(SamplingParams(seed=1)),
+        "penalties": Draw(
+            SamplingParams(seed=1, repetition_penalty=1.1, frequency_penalty=0.2),
+            prompt_ids=ids[:200],
+            output_ids=ids[200:],
+        ),
+        "biases": Draw(SamplingParams(seed=1, logit_bias=biases)),
+    }
+    stage = Alone(bench, SMALL, 64, graphs=True, positions=SMALL.max_positions)
+    for kind, draw in draws.items():
+        decodes = [replace(stage.piece(i, 100, 1), draw=draw) for i in range(64)]
+        plan, spent = StepPlan(0, 0, 0, tuple(decodes)), []
+        for _ in range(100):
+            begun = time.thread_time()
+            build_inputs(plan, stage.layout, stage.cache)
+            spent.append(time.thread_time() - begun)
+            bench.wait()
+        bench.note("host", rows=64, draws=kind, us=sorted(spent)[50] * 1e6, least_us=min(spent) * 1e6)
+
+
 def prompts(bench: Bench) -> None:
     """Prompt tokens against the rate of one large product on this device."""
     peak = _peak_flops(bench)
@@ -295,7 +322,7 @@ def _transformers(bench: Bench, model: Any, prompts: list[list[int]], new: int) 
 
 
 SECTIONS: dict[str, Callable[[Bench], None]] = {
-    of.__name__: of for of in (tests, waits, invariance, steps, prompts, served)
+    of.__name__: of for of in (tests, waits, invariance, steps, host, prompts, served)
 }
 
 

@@ -36,7 +36,7 @@ def build_inputs(
     assert (table_sizes_S * block_size >= start_S + num_rows_S).all(), "a block table is too short for its slice"
 
     slice_T = np.repeat(np.arange(count), num_rows_S)
-    positions_T = np.arange(len(slice_T)) - first_row_S[slice_T] + start_S[slice_T]
+    positions_T = _runs(start_S, num_rows_S)
     blocks_T = tables[table_begin_S[slice_T] + positions_T // block_size]
     token_ids_T = np.fromiter(chain.from_iterable(s.token_ids for s in slices if layout.is_first), np.int64)
     mentioned = max((block for copy in plan.copies for block in copy), default=-1)
@@ -50,7 +50,7 @@ def build_inputs(
         start_S=start_S,
         tables=tables,
         table_begin_S=table_begin_S,
-        read_rows=_read_rows(plan, first_row_S) if layout.is_last else np.empty(0, np.int64),
+        read_rows=_read_rows(plan, first_row_S, num_rows_S) if layout.is_last else np.empty(0, np.int64),
         copies=plan.copies,
         highest_block=max(mentioned, int(tables.max(initial=-1))),
     )
@@ -64,15 +64,13 @@ def _starts(sizes: Ints) -> Ints:
     return np.cumsum(sizes) - sizes
 
 
-def _read_rows(plan: StepPlan, first_row_S: Ints) -> Ints:
+def _runs(first: Ints, sizes: Ints) -> Ints:
+    """Consecutive numbers, so many from each of `first` on."""
+    return np.arange(sizes.sum()) - np.repeat(_starts(sizes) - first, sizes)
+
+
+def _read_rows(plan: StepPlan, first_row_S: Ints, num_rows_S: Ints) -> Ints:
     """Rows of hidden states that the head reads: the drawn ones, then the scored ones."""
-    drawn = [
-        np.arange(first + len(s.token_ids) - s.num_draws, first + len(s.token_ids))
-        for s, first in zip(plan.slices, first_row_S, strict=True)
-    ]
-    scored = [
-        np.arange(first, first + len(s.targets))
-        for s, first in zip(plan.slices, first_row_S, strict=True)
-        if s.targets
-    ]
-    return np.concatenate([*drawn, *scored])
+    drawn_S = np.fromiter((s.num_draws for s in plan.slices), np.int64, len(plan.slices))
+    scored_S = np.fromiter((len(s.targets) for s in plan.slices), np.int64, len(plan.slices))
+    return np.concatenate([_runs(first_row_S + num_rows_S - drawn_S, drawn_S), _runs(first_row_S, scored_S)])

@@ -5,9 +5,9 @@ Every row that is read out gets the same numbers: one to draw with, one target, 
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import chain
 from typing import Any
 
 import numpy as np
@@ -123,27 +123,48 @@ def _filters(params: SamplingParams) -> bool:
 def _adjustments(rows: Sequence[ReadRow], vocab_size: int) -> dict[str, NDArray[Any]]:
     """What is done to scores, one kind after the other, as entries (row, id, numbers), rows ascending. Arrays are
     called `bias.rows`, `bias.ids`, `bias.0` and so on; a kind without entries has none."""
-    entries: dict[str, list[tuple[float, ...]]] = {kind: [] for kind in ADJUSTMENTS}
-    for number, row in enumerate(rows):
-        if row.draw is None:
-            continue
-        params, prompt_ids, output_ids = row.draw.params, row.draw.prompt_ids, row.draw.output_ids
-        entries["bias"] += [(number, token_id, bias) for token_id, bias in params.logit_bias]
-        if row.position < row.draw.banned_before:
-            entries["ban"] += [(number, token_id) for token_id in row.draw.banned]
-        if params.needs_history:
-            if params.repetition_penalty != 1.0:
-                seen = sorted({*prompt_ids, *output_ids})
-                entries["repeat"] += [(number, token_id, params.repetition_penalty) for token_id in seen]
-            entries["count"] += [
-                (number, token_id, params.frequency_penalty, times, params.presence_penalty)
-                for token_id, times in Counter(output_ids).items()
-            ]
+    drawn = [(number, row.draw, row.draw.params) for number, row in enumerate(rows) if row.draw is not None]
+    banned = [(n, draw.banned) for n, draw, _ in drawn if draw.banned and rows[n].position < draw.banned_before]
+    biased = [(n, tuple(zip(*of.logit_bias, strict=True))) for n, _, of in drawn if of.logit_bias]
+    past = [(n, draw, of) for n, draw, of in drawn if of.needs_history]
+    repeated = [(n, draw.prompt_ids + draw.output_ids) for n, draw, of in past if of.repetition_penalty != 1.0]
+    entries: dict[str, tuple[NDArray[Any], ...]] = {}
+    if banned:
+        entries["ban"] = _listed(banned)
+    if biased:
+        ids, biases = ([(n, both[i]) for n, both in biased] for i in range(2))
+        entries["bias"] = *_listed(ids), _listed(biases)[1]
+    if past:
+        frequency_R, presence_R, repetition_R = np.zeros((3, len(rows)))
+        for n, _, of in past:
+            frequency_R[n], presence_R[n] = of.frequency_penalty, of.presence_penalty
+            repetition_R[n] = of.repetition_penalty
+        rows_n, ids_n, times_n = _counted([(n, draw.output_ids) for n, draw, _ in past])
+        entries["count"] = rows_n, ids_n, frequency_R[rows_n], times_n, presence_R[rows_n]
+        rows_n, ids_n, _ = _counted(repeated)
+        entries["repeat"] = rows_n, ids_n, repetition_R[rows_n]
     arrays: dict[str, NDArray[Any]] = {}
-    for kind, found in entries.items():
-        known = [entry for entry in found if entry[1] < vocab_size]
-        if known:
-            columns = np.array(known, np.float64).T
-            arrays[f"{kind}.rows"], arrays[f"{kind}.ids"] = columns[:2].astype(np.int32)
-            arrays |= {f"{kind}.{i}": column.astype(np.float32) for i, column in enumerate(columns[2:])}
+    for kind, (rows_n, ids_n, *numbers) in entries.items():
+        known_n = ids_n < vocab_size
+        if known_n.any():
+            whole = {"rows": rows_n, "ids": ids_n}
+            arrays |= {f"{kind}.{name}": of_n[known_n].astype(np.int32) for name, of_n in whole.items()}
+            arrays |= {f"{kind}.{i}": of_n[known_n].astype(np.float32) for i, of_n in enumerate(numbers)}
     return arrays
+
+
+_Lists = Sequence[tuple[int, Sequence[float]]]
+"""Rows, each with numbers."""
+
+
+def _listed(lists: _Lists) -> tuple[NDArray[Any], NDArray[Any]]:
+    """All of these numbers one after the other: (n,) their rows, (n,) the numbers."""
+    rows_n = np.repeat(np.array([row for row, _ in lists], np.int64), [len(numbers) for _, numbers in lists])
+    return rows_n, np.fromiter(chain.from_iterable(numbers for _, numbers in lists), np.float64, len(rows_n))
+
+
+def _counted(lists: _Lists) -> tuple[NDArray[Any], NDArray[Any], NDArray[Any]]:
+    """Every id of every row once: (n,) rows, (n,) ids, (n,) how often."""
+    rows_n, ids_n = _listed(lists)
+    keys_n, times_n = np.unique((rows_n << 32) + ids_n.astype(np.int64), return_counts=True)
+    return keys_n >> 32, keys_n & 0xFFFFFFFF, times_n

@@ -29,6 +29,8 @@ settings.load_profile("ppserve")
 # A shell that runs tests in the background has them ignore Ctrl-C, and so would every command that they start.
 signal.signal(signal.SIGINT, signal.default_int_handler)
 
+pytest_plugins = ["tests.workers"]
+
 E2E = Path(__file__).parent / "e2e"
 
 
@@ -58,8 +60,6 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         shares = "shared_server" in getattr(item, "fixturenames", ())
         if shares or E2E in item.path.parents:
             item.add_marker(pytest.mark.slow)
-        # One worker has the shared server. The rest of a file stays together, for the sake of its fixtures.
-        item.add_marker(pytest.mark.xdist_group("shared server" if shares else str(item.path)))
         if item.get_closest_marker("slow"):
             slow.marked.add(item.nodeid)
 

@@ -1,0 +1,58 @@
+"""Which worker of pytest-xdist runs which test, under `--dist loadgroup`.
+
+A file's tests run in one worker, for the sake of its fixtures, and so do all tests that use the shared server.
+xdist's own groups do nothing with pytest 9.2: xdist appends their names to `Item._nodeid`, which is no more.
+"""
+
+from __future__ import annotations
+
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import pytest
+from xdist.scheduler import LoadScopeScheduling
+
+ROOT = Path(__file__).resolve().parent.parent
+SHARED = "shared_server"
+"""A fixture. Files that name it are one group."""
+
+_worker_of: dict[str, str] = {}
+
+
+@cache
+def _group_of(file: str) -> str:
+    return SHARED if SHARED in (ROOT / file).read_text() else file
+
+
+def group_of(nodeid: str) -> str:
+    """Tests of one group run in one worker."""
+    return _group_of(nodeid.partition("::")[0])
+
+
+class GroupScheduling(LoadScopeScheduling):
+    """xdist asks for the scope of a test, and gives a worker whole scopes."""
+
+    def _split_scope(self, nodeid: str) -> str:
+        return group_of(nodeid)
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> GroupScheduling | None:
+    return GroupScheduling(config, log) if config.getoption("dist") == "loadgroup" else None
+
+
+class GroupsStayTogether:
+    """In the process that starts the workers: a version of xdist that ignores the above is noticed at once."""
+
+    @pytest.hookimpl
+    def pytest_runtest_logreport(self, report: Any) -> None:
+        worker = report.node.gateway.id
+        first = _worker_of.setdefault(group_of(report.nodeid), worker)
+        assert first == worker, f"{report.nodeid} ran in {worker}, others of its group in {first}"
+
+
+@pytest.hookimpl
+def pytest_configure(config: pytest.Config) -> None:
+    if config.getoption("dist", None) == "loadgroup":
+        config.pluginmanager.register(GroupsStayTogether())

@@ -124,7 +124,7 @@ class FakeEngine:
 
     def refuse_early(self, new_tokens: int, priority: int, deadline_s: float | None) -> None:
         if self.full is not None:
-            raise self.full
+            raise self.full.with_traceback(None)  # or each call would keep those before it
 
     async def submit(self, request: Request, sink: Sink) -> None:
         if self.crash is not None:

@@ -7,7 +7,7 @@ pass before its answer is complete.
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Callable, Collection
 from dataclasses import dataclass
 
 from ppserve.core.request import Request, context_problem
@@ -21,24 +21,64 @@ MIN_RETRY_S, MAX_RETRY_S = 0.1, 30.0
 _MANY_RUNNING = 8
 # Under overload all who are admitted are as late as the prediction allows. So it must allow for its error.
 _MARGIN = 1.25
-# So long the reason why one request was too late holds for those that ask for as much.
-_HOLDS_S = 0.05
+# Predictions that differ by less are the same: then the few tokens by which prompts differ do not matter.
+_NEAR = 1.01
+# So long the reason why one request was too late holds for those that ask for as much. It is reckoned anew after
+# `_FRESH_S`, and forgotten after `_REMEMBERED_S`.
+_HOLDS_S, _FRESH_S, _REMEMBERED_S = 0.05, 0.02, 1.0
 
 
 class TooLate(Overloaded):
     """The answer would not be complete by the request's deadline.
 
-    new_tokens, priority: the request's. end_s: when a request of as many new tokens or more, with the shortest
-    prompt and of no higher priority, would be complete. until_s: so long that holds. Both are on the head's clock.
+    new_tokens, priority: the request's. came_s: when it came. end_s: when a request of as many new tokens or more,
+    with the shortest prompt and of no higher priority, would be complete; as of `now`. All on the head's clock.
     """
 
-    def __init__(self, answer_s: float, request: Request, end_s: float, now: float) -> None:
+    def __init__(
+        self, answer_s: float, shortest_s: float, new_tokens: int, priority: int, came_s: float, now: float
+    ) -> None:
         problem = f"the answer would take about {answer_s:.1f} s, longer than its deadline"
         super().__init__(problem, min(MAX_RETRY_S, max(MIN_RETRY_S, answer_s / 2)))
-        self.new_tokens = request.stop.max_tokens
-        self.priority = request.priority
-        self.end_s = end_s
-        self.until_s = now + _HOLDS_S
+        self.new_tokens, self.priority, self.came_s, self.now = new_tokens, priority, came_s, now
+        self.end_s = now + _NEAR * _MARGIN * shortest_s
+
+    def as_of(self, now: float, others: Callable[[], Beside]) -> TooLate | None:
+        """The same reason now; None if it no longer counts."""
+        if now <= self.now + _FRESH_S:
+            return self
+        if now > self.came_s + _REMEMBERED_S:
+            return None
+        there, new = others(), self.new_tokens
+        beside = there.tokens_beside(new, self.priority)
+        shortest_s = None if beside is None else there.throughput.seconds_to_end(1 + new + beside, new)
+        if shortest_s is None:
+            return None
+        return TooLate(shortest_s, shortest_s, new, self.priority, self.came_s, now)
+
+
+@dataclass(frozen=True, slots=True)
+class Beside:
+    """What would compute beside a request that came now."""
+
+    running: Collection[Sequence]
+    queue: FairQueue
+    throughput: Throughput
+
+    def tokens_beside(self, new: int, priority: int) -> int | None:
+        """The tokens that others compute until a request has its `new` ones.
+
+        All that run get a token a step, so until then each of them gets at most as many, after what is left of its
+        prompt. Where few run, one more makes all of them together faster, and the prediction would be too long:
+        then it is not made.
+        """
+        if len(self.running) < _MANY_RUNNING:
+            return None
+        tokens = self.queue.tokens_ahead(priority)
+        for sequence in self.running:
+            known = len(sequence.token_ids)
+            tokens += max(0, known - sequence.computed) + min(new, max(0, sequence.max_positions - known))
+        return tokens
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,7 +92,7 @@ class Refusals:
     def of(self, new_tokens: int, priority: int, deadline_s: float | None, now: float) -> Overloaded | None:
         """Of a request of at least so many new tokens; None if it may be admitted, or may wait."""
         late = self.late
-        if self.full is not None or late is None or deadline_s is None or now > late.until_s:
+        if self.full is not None or late is None or deadline_s is None or now > late.now + _HOLDS_S:
             return self.full
         too_late = new_tokens >= late.new_tokens and priority <= late.priority and late.end_s > deadline_s
         return late if too_late else None
@@ -88,24 +128,20 @@ def refuse_impossible(request: Request, config: SchedulerConfig, num_blocks: int
         raise InvalidRequest(violations)
 
 
-def refuse_late(
-    request: Request, running: Collection[Sequence], queue: FairQueue, throughput: Throughput, now: float
-) -> None:
-    """Raises TooLate for a request whose answer would not be complete by its deadline.
-
-    All that run get a token a step, so until the request has its own, each of them gets at most as many, after
-    what is left of its prompt. Where few run, one more makes all of them together faster, and the prediction would
-    be too long: then it is not made.
-    """
-    if request.deadline_s is None or len(running) < _MANY_RUNNING:
-        return
-    new = request.stop.max_tokens
+def too_late(request: Request, others: Callable[[], Beside], now: float) -> TooLate | None:
+    """Why a request is refused whose answer would not be complete by its deadline."""
+    if request.deadline_s is None:
+        return None
+    there, new = others(), request.stop.max_tokens
+    beside = there.tokens_beside(new, request.priority)
+    if beside is None:
+        return None
     own = request.num_sequences * (len(request.prompt_ids) + new)
-    others = sum(_beside(s, new) for s in running) + queue.tokens_ahead(request.priority)
-    answer_s = throughput.seconds_to_end(own + others, new)
-    if answer_s is not None and now + _MARGIN * answer_s > request.deadline_s:
-        shortest_s = throughput.seconds_to_end(1 + new + others, new) or 0.0
-        raise TooLate(answer_s, request, now + _MARGIN * shortest_s, now)
+    answer_s = there.throughput.seconds_to_end(own + beside, new)
+    if answer_s is None or now + _MARGIN * answer_s <= request.deadline_s:
+        return None
+    shortest_s = there.throughput.seconds_to_end(1 + new + beside, new) or 0.0
+    return TooLate(answer_s, shortest_s, new, request.priority, now, now)
 
 
 def refusal_by_number(
@@ -121,12 +157,6 @@ def _retry_after_s(num_tokens: int, throughput: Throughput) -> float:
     """When half of what waits is computed."""
     retry_s = throughput.seconds_for(num_tokens // 2)
     return min(MAX_RETRY_S, max(MIN_RETRY_S, 1.0 if retry_s is None else retry_s))
-
-
-def _beside(running: Sequence, new: int) -> int:
-    """The tokens that it computes while another computes `new`."""
-    known = max(0, len(running.token_ids) - running.computed)
-    return known + min(new, max(0, running.max_positions - len(running.token_ids)))
 
 
 def refuse_overload(

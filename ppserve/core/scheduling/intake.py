@@ -21,12 +21,13 @@ from collections.abc import Iterable, Set
 
 from ppserve.core.request import FinishReason, Request
 from ppserve.core.scheduling.admission import (
+    Beside,
     Refusals,
     TooLate,
     refusal_by_number,
     refuse_impossible,
-    refuse_late,
     refuse_overload,
+    too_late,
 )
 from ppserve.core.scheduling.block_manager import BlockTable
 from ppserve.core.scheduling.displacement import Displacement
@@ -87,15 +88,12 @@ class Intake:
             raise InvalidRequest([Violation("request_id", "is in use by another request")])
         config = self._hosts[0].config
         refuse_impossible(request, config, min(host.num_blocks for host in self._hosts))
-        if full := self.refusals.full:
-            raise full
-        if request.deadline_s is not None:
-            running = [s for g in self.groups.values() if g.admitted_s is not None for s in g.live]
-            try:
-                refuse_late(request, running, self.queue, self._throughput, now)
-            except TooLate as late:
-                self._late = late
-                raise
+        refusal = self.refusals(now).of(request.stop.max_tokens, request.priority, request.deadline_s, now)
+        if refusal is None:
+            refusal = late = too_late(request, self._beside, now)
+            self._late = late or self._late
+        if refusal is not None:
+            raise refusal.with_traceback(None)
         indices = range(request.num_sequences) if request.resume_index is None else [request.resume_index]
         first_id = self._next_sequence_id
         sequences = [Sequence(first_id + i, request, index, config.eos_id) for i, index in enumerate(indices)]
@@ -115,13 +113,17 @@ class Intake:
         if request.deadline_s is not None:
             self._next_deadline_s = min(self._next_deadline_s, request.deadline_s)
 
-    @property
-    def refusals(self) -> Refusals:
+    def refusals(self, now: float) -> Refusals:
         """What requests would be refused with now, whatever their prompts."""
+        self._late = self._late and self._late.as_of(now, self._beside)
         if not self._hosts or any(host.may_admit for host in self._hosts):
             return Refusals(late=self._late)
         config, num_tokens = self._hosts[0].config, self.queue.num_tokens
         return Refusals(refusal_by_number(len(self.queue), num_tokens, self._throughput, config), self._late)
+
+    def _beside(self) -> Beside:
+        running = [s for g in self.groups.values() if g.admitted_s is not None for s in g.live]
+        return Beside(running, self.queue, self._throughput)
 
     def abort(self, request_id: str, reason: FinishReason) -> list[SequenceEvent]:
         """End a request now, whatever its state. Nothing happens if it is unknown or has ended."""

@@ -9,7 +9,7 @@ import secrets
 import time
 from dataclasses import dataclass, replace
 
-from ppserve.errors import InvalidRequest, RequestError
+from ppserve.errors import InvalidRequest, Overloaded, RequestError
 
 log = logging.getLogger(__name__)
 
@@ -91,5 +91,7 @@ class Call:
             named = (violation.field.partition("[")[0] or "message" for violation in error.violations)
             trace["fields"] = ", ".join(dict.fromkeys(named))
             where = f" ({trace['fields']})"
-        log.info("request %s: %s%s", self.request_id, error.reason, where, extra=trace)
+        # Under overload a line for each refusal would be most of the log, and cost as much as refusing.
+        level = logging.DEBUG if isinstance(error, Overloaded) else logging.INFO
+        log.log(level, "request %s: %s%s", self.request_id, error.reason, where, extra=trace)
         return error

@@ -147,7 +147,7 @@ class Engine(threading.Thread):
         self._note_demand()
         self._fleet.refill(woken_ns)
         self._fleet.report_load()
-        self._refusals = self._fleet.intake.refusals
+        self._refusals = self._fleet.intake.refusals(self._clock() / 1e9)
         self._deliver()
 
     def _take(self, message: Message) -> None:

@@ -108,7 +108,7 @@ def test_who_is_refused_without_looking_would_be_refused_in_any_case(max_queue: 
     displaced, who takes the next free place."""
     rig, dice, num_refused = a_rig(max_num_seqs=2, max_queue=max_queue, num_blocks=60), random.Random(0), 0
     for i in range(200):
-        refusal = rig.scheduler.intake.refusals.full
+        refusal = rig.scheduler.intake.refusals(rig.now).full
         asked = a_request(f"r{i}", priority=dice.randrange(3), caller=dice.choice("ab"))
         nobody_displaced = rig.scheduler.intake.num_waiting == len(rig.scheduler.intake.queue)
         is_in = rig.submit(asked)
@@ -121,7 +121,7 @@ def test_who_is_refused_without_looking_would_be_refused_in_any_case(max_queue: 
                 rig.commit_one()
     assert num_refused > 20
     rig.drain()
-    assert rig.scheduler.intake.refusals.full is None
+    assert rig.scheduler.intake.refusals(rig.now).full is None
 
 
 def test_no_queue_at_all_still_serves_what_fits() -> None:

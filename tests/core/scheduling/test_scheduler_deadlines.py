@@ -66,7 +66,7 @@ def test_an_answer_that_would_be_late_is_refused_although_it_could_begin_at_once
     else:
         with pytest.raises(Overloaded, match="longer than its deadline"):
             rig.scheduler.intake.submit(hurried, rig.now)
-        told = rig.scheduler.intake.refusals
+        told = rig.scheduler.intake.refusals(rig.now)
         late, in_s = told.late, rig.now + 3.0
         assert told.of(20, 0, in_s, rig.now) is told.of(30, -1, in_s - 1.0, rig.now) is late is not None
         assert told.of(19, 0, in_s, rig.now) is None, "a shorter answer may be in time"
@@ -86,7 +86,7 @@ def overloaded(rig: SchedulerRig, times: float, limit_s: float, seconds: float, 
         while due_s < rig.now:
             due_s += dice.expovariate(50.0 * times)
             sent += 1
-            if early and rig.scheduler.intake.refusals.of(24, 0, rig.now + limit_s, rig.now):
+            if early and rig.scheduler.intake.refusals(rig.now).of(24, 0, rig.now + limit_s, rig.now):
                 continue
             asked += 1
             rig.submit(a_request(f"r{sent}", num_prompt=8, max_tokens=24, deadline_s=rig.now + limit_s))
@@ -103,13 +103,14 @@ def overloaded(rig: SchedulerRig, times: float, limit_s: float, seconds: float, 
 
 @pytest.mark.parametrize("limit_s", [1.0, 3.0])
 def test_under_overload_those_who_are_admitted_end_in_time(limit_s: float) -> None:
-    """Answers cut off by their deadline taught that answers are short, and ever more were admitted. Most of those
-    who are refused are so before the intake is asked, for the reason that it told the one before."""
+    """Answers cut off by their deadline taught that answers are short, and ever more were admitted. Nearly all who
+    are refused are so before the intake is asked, for the reason that it told one before. It refuses one itself
+    for each that it admits."""
     usual, _, _ = overloaded(a_rig(num_blocks=9000, max_num_seqs=256), 0.8, 100.0, 6.0, early=False)
     good, late, asked = overloaded(a_rig(num_blocks=9000, max_num_seqs=256), 10.0, limit_s, 6.0, early=True)
     assert good >= 0.9 * usual
     assert late <= 0.01 * good
-    assert asked < 0.5 * 10 * 50 * 6
+    assert asked < 2.1 * good
 
 
 def test_overdue_requests_end_before_they_cost_a_step() -> None:

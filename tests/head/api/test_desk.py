@@ -206,6 +206,9 @@ def test_what_nobody_foresaw_is_logged_and_not_told(caplog: pytest.LogCaptureFix
     call = a_call()
     refused = Overloaded("the queue is full", 1.5)
     with caplog.at_level(logging.INFO):
+        call.refusal(refused)
+    assert not caplog.records, "under overload it would be most of the log"
+    with caplog.at_level(logging.DEBUG):
         assert call.refusal(refused) is refused
         told = call.refusal(ValueError("secret"))
     assert isinstance(told, Unexpected)

@@ -6,7 +6,7 @@ import asyncio
 import logging
 from collections.abc import Awaitable, Callable, Iterable, Iterator
 from dataclasses import replace
-from typing import Any, NoReturn, TypeVar
+from typing import Any, TypeVar
 
 import grpc
 from google.protobuf.message import DecodeError, Message
@@ -15,7 +15,7 @@ from grpc import aio
 from ppserve.errors import InvalidRequest, Unauthenticated, Violation
 from ppserve.head.api.auth import ApiKeys, bearer_key, caller_name
 from ppserve.head.api.call import Call
-from ppserve.head.api.grpc.status import abort
+from ppserve.head.api.grpc.status import end_with
 
 log = logging.getLogger(__name__)
 
@@ -55,9 +55,10 @@ def call_from(context: Context, keys_are_checked: bool) -> Call:
     metadata = context.invocation_metadata()
     key = _key(metadata) if keys_are_checked else None
     certificate = b",".join(context.peer_identities() or ())
-    caller = caller_name(key, certificate, context.peer().rpartition(":")[0])
+    peer = context.peer()
+    caller = caller_name(key, certificate, peer.rpartition(":")[0])
     call = Call.begin(caller, context.time_remaining(), next(_texts(metadata, "traceparent"), None))
-    return replace(call, is_local=context.peer().startswith(_LOCAL_PEERS))
+    return replace(call, is_local=peer.startswith(_LOCAL_PEERS))
 
 
 def parse(kind: type[M], raw: bytes) -> M:
@@ -79,17 +80,18 @@ def unary(
         try:
             return (await answer(raw, call)).SerializeToString()
         except Exception as error:
-            await abort(context, call.refusal(error))
+            end_with(context, call.refusal(error))
+            return b""
 
     return grpc.unary_unary_rpc_method_handler(method)
 
 
-async def end_stream(context: Context, call: Call, error: Exception) -> NoReturn:
+def end_stream(context: Context, call: Call, error: Exception) -> None:
     """Ends a method with many answers: with the status of what it raised, unless the caller has gone."""
     if isinstance(error, aio.BaseError):
         log.debug("the caller went away in the middle of a write", extra=call.trace)
         raise asyncio.CancelledError from None
-    await abort(context, call.refusal(error))
+    end_with(context, call.refusal(error))
 
 
 def _key(metadata: Metadata) -> str | None:
@@ -103,6 +105,7 @@ def _texts(metadata: Metadata, name: str) -> Iterator[str]:
 
 def _refusal(error: Unauthenticated) -> grpc.RpcMethodHandler[Any, Any]:
     async def refuse(_request: bytes, context: Context) -> bytes:
-        await abort(context, error)
+        end_with(context, error)
+        return b""
 
     return grpc.unary_unary_rpc_method_handler(refuse)

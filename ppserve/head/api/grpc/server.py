@@ -7,7 +7,6 @@ import logging
 from typing import Any
 
 import grpc
-from grpc import aio
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection
 
@@ -15,6 +14,7 @@ from ppserve.config import ServerSettings
 from ppserve.errors import ConfigError
 from ppserve.head.api.desk import FrontDesk
 from ppserve.head.api.grpc.calls import KeyCheck
+from ppserve.head.api.grpc.eager import EagerServer
 from ppserve.head.api.grpc.service import SERVICE_NAME, GrpcService
 from ppserve.head.api.tls import Certificates, read_certificates
 from ppserve.head.api.vllm_grpc.service import VLLM_SERVICE_NAME, VllmService
@@ -37,7 +37,7 @@ class GrpcServer:
         self.desk = desk
         self._tls = read_certificates(settings)
         guards = [KeyCheck(desk.keys)] if desk.keys else []
-        self._server = aio.server(interceptors=guards, options=server_options(desk.card.limits))
+        self._server = EagerServer(guards, server_options(desk.card.limits))
         self._health = health.aio.HealthServicer()
         self._server.add_generic_rpc_handlers((GrpcService(desk).handlers(),))
         self._services = [SERVICE_NAME]

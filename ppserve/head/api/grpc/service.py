@@ -50,7 +50,7 @@ class GrpcService:
                 async for delta in stream.deltas():
                     await context.write(messages.message(delta))
         except Exception as error:
-            await end_stream(context, call, error)
+            end_stream(context, call, error)
 
     async def _tokenize(self, raw: bytes, _call: Call) -> pb.TokenizeResponse:
         ids = await self._desk.tokenize("text", parse(pb.TokenizeRequest, raw).text)

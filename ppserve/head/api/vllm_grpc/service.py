@@ -70,9 +70,9 @@ class VllmService:
                     for answer in messages.of(delta):
                         await context.write(answer)
         except InvalidRequest as error:
-            await end_stream(context, call, renamed(error, message))
+            end_stream(context, call, renamed(error, message))
         except Exception as error:
-            await end_stream(context, call, error)
+            end_stream(context, call, error)
 
     async def _get_tokenizer(self, raw: bytes, context: Context) -> None:
         call = call_from(context, keys_are_checked=self._desk.keys is not None)
@@ -81,7 +81,7 @@ class VllmService:
             for chunk in chunks(await self._tokenizer_archive()):
                 await context.write(chunk)
         except Exception as error:
-            await end_stream(context, call, error)
+            end_stream(context, call, error)
 
     async def _tokenizer_archive(self) -> bytes:
         """Made when it is first asked for. Raises InvalidRequest without a tokenizer."""

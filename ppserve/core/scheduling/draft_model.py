@@ -84,6 +84,10 @@ class DraftModel:
         self._open = weakref.ref(drafter), drafter.num_wrong, len(token_ids)
         self._close(wait=len(token_ids) - start <= MOST_WAITED_FOR)
 
+    def give_up(self, drafter: ModelDrafter) -> None:
+        """Others may have the drafter's slot."""
+        self._slots = {number: slot for number, slot in self._slots.items() if slot.owner() is not drafter}
+
     def _close(self, *, wait: bool) -> bool:
         """Whether the open question was answered."""
         assert self._open is not None
@@ -130,8 +134,11 @@ class ModelDrafter:
         self._learn(token_ids)
         place = len(token_ids) + len(guesses)
         if place not in self._said:
+            if self._hit_rate < LEAST:
+                self._model.give_up(self)
+                return None
             count = min(self._num_wanted() - len(guesses), self._model.max_positions - place)
-            if self._hit_rate < LEAST or count <= 0:
+            if count <= 0:
                 return None
             assumed = [*token_ids, *guesses]
             self._model.draft(self, assumed, self._draw_after(assumed), count)

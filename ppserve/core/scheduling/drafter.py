@@ -48,6 +48,8 @@ LONGEST = 3
 _PRIORS = (0.0, 0.2, 0.4, 0.6)
 _NEWEST = 1 / 16
 _TOKEN_BITS = 20
+# Tokens that are learnt in one call, in some 0.5 ms: all requests wait with the engine while it learns a prompt.
+MOST_LEARNT = 256
 
 
 class PromptLookup:
@@ -65,6 +67,8 @@ class PromptLookup:
 
     def guess(self, token_ids: Seq[int], guesses: Seq[int]) -> Guess | None:
         self._learn(token_ids)
+        if self._num_learned < len(token_ids):
+            return None
         tail = [*token_ids[-LONGEST:], *guesses][-LONGEST:]
         found = self._find(tail)
         if found is None:
@@ -73,8 +77,9 @@ class PromptLookup:
         return Guess(token_id, self._hit_rates[length])
 
     def _learn(self, token_ids: Seq[int]) -> None:
-        """The tokens since the last call: how good a guess of each would have been, and what followed what."""
-        for place in range(self._num_learned, len(token_ids)):
+        """The next tokens not seen yet: how good a guess of each would have been, and what followed what."""
+        until = min(len(token_ids), self._num_learned + MOST_LEARNT)
+        for place in range(self._num_learned, until):
             token_id = token_ids[place]
             before = token_ids[max(0, place - LONGEST) : place]
             if (found := self._find(before)) is not None:
@@ -82,7 +87,7 @@ class PromptLookup:
                 self._hit_rates[length] += ((guessed == token_id) - self._hit_rates[length]) * _NEWEST
             for key in _keys(before):
                 self._followers[key] = token_id
-        self._num_learned = len(token_ids)
+        self._num_learned = until
 
     def _find(self, tail: Seq[int]) -> tuple[int, int] | None:
         """(tokens that match, what followed them) of the longest match."""

@@ -9,17 +9,19 @@ import os
 import select
 import subprocess
 import sys
+import time
 from collections.abc import Sequence
 
 from ppserve import wire
 from ppserve.core.plan import Slice
+from ppserve.core.scheduling.draft_model import NUM_SLOTS
 from ppserve.errors import WireError
 
 log = logging.getLogger("ppserve.head")
 
 DRAFT_COMMAND = (sys.executable, "-m", "ppserve.stage.draft")
 WAIT_S = 0.02
-"""The longest time for which the engine waits for an answer. All requests wait with it."""
+"""The longest time for which the engine waits for answers of one step. All requests wait with it."""
 _PIPE_BYTES = 1 << 20
 
 
@@ -34,6 +36,10 @@ class DraftProcess:
         self._answers: list[tuple[int, ...]] = []
         self._reader = wire.FrameReader(wire.FromDraft)
         self._is_lost = False
+        # How long it was waited for in all, and until the last question of each slot. A step asks a slot once, so
+        # what was waited since then is at least what was waited in this step.
+        self._waited_s, self._waited_before_s = 0.0, [0.0] * NUM_SLOTS
+        self._slot, self._left_s = 0, WAIT_S
         self._process = subprocess.Popen(
             [*command, str(os.getpid())], stdin=subprocess.PIPE, stdout=subprocess.PIPE, bufsize=0
         )
@@ -52,11 +58,17 @@ class DraftProcess:
         return 0 if self._is_lost else self._max_positions
 
     def ask(self, piece: Slice, count: int) -> None:
+        self._slot = slot = piece.sequence_id
+        self._left_s = max(0.0, WAIT_S - (self._waited_s - self._waited_before_s[slot]))
+        self._waited_before_s[slot] = self._waited_s
         self._send(wire.DraftQuestion(piece, count))
 
     def answer(self, *, wait: bool) -> tuple[int, ...] | None:
         if not self._answers:
-            self._listen(WAIT_S if wait else 0.0)
+            began_s = time.monotonic()
+            self._listen(self._left_s if wait else 0.0)
+            self._waited_s += time.monotonic() - began_s
+            self._waited_before_s[self._slot] = self._waited_s
         return self._answers.pop() if self._answers else None
 
     def end(self) -> None:

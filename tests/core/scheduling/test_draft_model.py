@@ -92,10 +92,13 @@ def test_a_model_that_is_always_wrong_is_not_asked_for_ever() -> None:
     channel = Counting()
     channel.answer = lambda *, wait: (7,)  # type: ignore[method-assign]
     channel.ask = lambda piece, _count: channel.pieces.append(piece)  # type: ignore[method-assign]
-    (drafter,) = answers_of(DraftModel(channel), 1)
+    drafter, *others = answers_of(DraftModel(channel), NUM_SLOTS + 1)
+    assert drafter.guess([0, 0], []) is not None
+    assert [other.guess([0, 0], []) is None for other in others] == [False] * (NUM_SLOTS - 1) + [True]
     guesses = [drafter.guess([0] * length, []) for length in range(3, 90)]
     assert guesses[-1] is None
-    assert len(channel.pieces) < 40
+    assert len(channel.pieces) < 40 + NUM_SLOTS
+    assert others[-1].guess([0, 0], []) is not None, "its slot is free"
 
 
 @pytest.mark.parametrize("delay", [1, 2, 5])

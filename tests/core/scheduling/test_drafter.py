@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from ppserve.core.scheduling.drafter import LONGEST, Guess, PromptLookup
+from ppserve.core.scheduling.drafter import LONGEST, MOST_LEARNT, Guess, PromptLookup
 
 
 def guessed(token_ids: list[int], guesses: tuple[int, ...] = ()) -> int | None:
@@ -28,6 +28,16 @@ def guessed(token_ids: list[int], guesses: tuple[int, ...] = ()) -> int | None:
 )
 def test_what_followed_the_longest_and_latest_match(token_ids: list[int], expected: int | None) -> None:
     assert guessed(token_ids) == expected
+
+
+def test_a_long_prompt_is_learnt_in_parts() -> None:
+    token_ids = [number % 300 for number in range(3 * MOST_LEARNT)]
+    drafter = PromptLookup()
+    assert [drafter.guess(token_ids, ()) for _ in range(2)] == [None, None]
+    guess = drafter.guess(token_ids, ())
+    assert guess is not None
+    assert guess.token_id == 3 * MOST_LEARNT % 300
+    assert drafter.guess([*token_ids, guess.token_id], ()) is not None
 
 
 def test_guesses_count_as_the_end_of_the_sequence() -> None:
@@ -79,7 +89,8 @@ class Counting(list[int]):
 
 def test_time_and_memory_per_token_are_constant() -> None:
     drafter, text = PromptLookup(), Counting(n * 7919 % 50257 for n in range(5_000))
-    drafter.guess(text, ())
+    for _ in range(5_000 // MOST_LEARNT + 1):
+        drafter.guess(text, ())
     assert len(drafter._followers) <= LONGEST * len(text)
     text.num_read = 0
     drafter.guess(text, ())

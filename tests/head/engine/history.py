@@ -11,6 +11,7 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 
 from ppserve.core.grid import RankGrid
+from ppserve.core.ledger.steps import Step
 from ppserve.core.request import FinishReason, Request, SamplingParams, StopConditions
 from ppserve.core.scheduling.intake import Intake
 from ppserve.errors import Draining, Overloaded, RequestFailed
@@ -35,6 +36,16 @@ _TICK_S = 0.4
 _SERVED_WITHIN_S = 150.0
 _EPOCHS_PER_LOSS = 3
 _CUT_SHORT = (FinishReason.CANCELLED, FinishReason.DEADLINE)
+
+
+class GuessCount(Watcher):
+    """Of a replica: guesses that were sent."""
+
+    def __init__(self) -> None:
+        self.num_sent = 0
+
+    def dispatched(self, step: Step) -> None:
+        self.num_sent += sum(piece.num_guesses for piece in step.plan.slices)
 
 
 @dataclass(eq=False)
@@ -117,8 +128,10 @@ class History:
         rules, numbers = ToyRules(self.num_stages, self._settings), range(self.num_replicas)
         self.members = [members(self.grid, "here", rules, self.control, number) for number in numbers]
         self.intake = Intake()
+        self.guess_counts = [GuessCount() for _ in self.members]
         self.replicas = [
-            replica(each, self.control, Watcher(), lambda: world.now_ns, self.intake) for each in self.members
+            replica(each, self.control, count, lambda: world.now_ns, self.intake)
+            for each, count in zip(self.members, self.guess_counts, strict=True)
         ]
         self.fleet = Fleet(self.replicas, self.control, lambda: world.now_ns)
         self.engine = Engine(self.fleet, self.control, Watcher(), lambda call: call(), lambda: world.now_ns)
@@ -370,6 +383,9 @@ class History:
             times = stage.times
             accounted = sum(times.busy_ns.values()) + sum(times.bubble_ns.values()) + times.idle_ns
             assert accounted == self.world.now_ns - self._head_began_ns, "the ledger's times are not the wall's"
+        for each, count in zip(self.replicas, self.guess_counts, strict=True):
+            outcomes = {} if each.scheduler is None else each.scheduler.lanes.guesses
+            assert sum(outcomes.values()) == count.num_sent, f"each guess has one outcome: {outcomes}"
         for caller in self.callers:
             if caller.request.sampling.seed == POISON_SEED and not caller.is_refused:
                 ends = set(caller.ends.values())

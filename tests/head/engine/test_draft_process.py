@@ -10,7 +10,7 @@ import pytest
 
 from ppserve.core.plan import Draw, Slice
 from ppserve.core.request import SamplingParams
-from ppserve.head.engine.draft_process import DraftProcess
+from ppserve.head.engine.draft_process import WAIT_S, DraftProcess
 
 pytestmark = pytest.mark.slow
 
@@ -57,6 +57,30 @@ def test_one_that_does_not_read_is_not_waited_for() -> None:
     assert process.max_positions == 0
     process._process.wait(timeout=60)  # it takes no memory any more
     process.end()
+
+
+class Slow(DraftProcess):
+    """Every answer takes 8 ms. waits: how long the engine would have waited for each."""
+
+    def __init__(self) -> None:
+        self.waits: list[float] = []
+        super().__init__("builtin", "tiny", (sys.executable, "-c", "import time; time.sleep(600)"))
+
+    def _listen(self, timeout_s: float) -> None:
+        self.waits.append(timeout_s)
+        time.sleep(0.008)
+        self._answers.append((1,))
+
+
+def test_the_engine_waits_for_all_answers_of_a_step_no_longer_than_for_one() -> None:
+    process = Slow()
+    for slot in (0, 1, 2, 3, 0, 0):
+        process.ask(Slice(slot, 0, (5,), (), QUESTION.draw), 1)
+        assert process.answer(wait=True) == (1,)
+    process.end()
+    first, second, third, fourth, again, alone = process.waits
+    assert first == alone == WAIT_S
+    assert (second <= WAIT_S - 0.008, third <= WAIT_S - 0.016, fourth, again) == (True, True, 0, 0)
 
 
 def test_one_that_cannot_start_only_means_no_guesses() -> None:

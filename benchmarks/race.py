@@ -99,9 +99,11 @@ class Peers:
             if precision in own and (self.directory / environment / "bin" / "python").exists()
         ]
 
-    def run(self, name: str, environment: str, dtype: str, count: int) -> Timing | None:
-        """None where it fails, which is told."""
-        told = {"BATCH": count, "PROMPT": PROMPT, "NEW": NEW, "THREADS": THREADS}
+    def run(
+        self, name: str, environment: str, dtype: str, count: int, sizes: tuple[int, int] = (PROMPT, NEW)
+    ) -> Timing | None:
+        """None where it fails, which is told. sizes: tokens of a prompt and of an answer."""
+        told = {"BATCH": count, "PROMPT": sizes[0], "NEW": sizes[1], "THREADS": THREADS}
         python = self.directory / environment / "bin" / "python"
         # Without our modules: one of them may have the name of a package that the peer imports.
         inherited = {key: value for key, value in os.environ.items() if key != "PYTHONPATH"}

@@ -1,12 +1,15 @@
-"""The same load on several shapes, tensor ranks x stages, in one run: throughput, latencies, where the time went.
+"""The same load on several shapes of two cores, in one run: throughput, latencies, where the time went.
 
     python benchmarks/shapes.py MODEL_DIR
-    python benchmarks/shapes.py MODEL_DIR --callers 1,16 --new 32
+    python benchmarks/shapes.py MODEL_DIR --callers 1,16 --new 32 --peers DIR --peer-script FILE
 
-Shapes: one rank with one thread and with two, two tensor ranks, two stages. Each gets a fresh server, is warmed
-up, and then has so many callers, each with one request after the other. Prompts are random and of one length,
-greedy, end-of-text ignored. The load generator runs on the same machine; the load is printed, since tensor ranks
-wait for each other whenever one of them is not running. Compare only figures of one run.
+Shapes, tensor ranks x stages x replicas: one rank with one thread and with two, two tensor ranks, two stages, two
+replicas. Each gets a fresh server, is warmed up, and then has so many callers, each with one request after the
+other. Prompts are random and of one length, greedy, end-of-text ignored. The load generator runs on the same
+machine; the load is printed, since tensor ranks wait for each other whenever one of them is not running. Below
+each figure stands the ledger, and that busy, bubbles and idle sum to the same time on every stage; where they do
+not, the run ends with an error. At last come the peers of `race.py` (which says what DIR and FILE are), with as
+many requests at once as there were callers. Compare only figures of one run.
 """
 
 from __future__ import annotations
@@ -15,8 +18,10 @@ import argparse
 import asyncio
 import os
 import shlex
+from pathlib import Path
 
 from local_server import running
+from race import Peers
 
 from ppserve.bench.caller import Caller
 from ppserve.bench.load import ClosedLoop, Until, Watch
@@ -26,11 +31,14 @@ from ppserve.bench.summary import Summary, summarize
 from ppserve.bench.workload import Workload, drawn_sizes
 
 SHAPES = {
-    "1x1 1 thread": "--stages 1 --threads 1",
-    "1x1 2 threads": "--stages 1 --threads 2",
-    "2x1": "--stages 1 --tensor-parallel 2 --threads 1",
-    "1x2": "--stages 2 --threads 1",
+    "1x1x1 1 thread": "--stages 1 --threads 1",
+    "1x1x1 2 threads": "--stages 1 --threads 2",
+    "2x1x1": "--stages 1 --tensor-parallel 2 --threads 1",
+    "1x2x1": "--stages 2 --threads 1",
+    "1x1x2": "--stages 1 --replicas 2 --threads 1",
 }
+# Seconds are sent as floating-point numbers, a rounding for each of busy, six causes and idle.
+_ROUNDING_NS = 100
 
 
 async def loads(target: str, callers: list[int], sizes: tuple[int, int], rounds: int) -> list[Summary]:
@@ -48,6 +56,26 @@ async def loads(target: str, callers: list[int], sizes: tuple[int, int], rounds:
     return found
 
 
+def sums(summary: Summary) -> str:
+    """What busy, bubbles and idle of each stage sum to; ends the run where stages differ."""
+    walls_ns = [times.wall_ns for times in summary.stages]
+    if max(walls_ns) - min(walls_ns) > _ROUNDING_NS:
+        raise SystemExit(f"busy, bubbles and idle sum to other times on other stages: {walls_ns} ns")
+    return f"busy + bubbles + idle = {max(walls_ns) / 1e9:.6f} s on every stage"
+
+
+def run_peers(peers: Peers, dtype: str, callers: list[int], sizes: tuple[int, int]) -> None:
+    """Prints the tokens per second of each, the best one last."""
+    for at_once in callers:
+        rates = {}
+        for name, environment, own in peers.built(dtype):
+            timing = peers.run(name, environment, own, at_once, sizes)
+            if timing is not None:
+                rates[name] = at_once * sizes[1] / timing.total_s
+        for name, rate in sorted(rates.items(), key=lambda pair: pair[1]):
+            print(f"{name}: {at_once} at once: {rate:.1f} tok/s; load {os.getloadavg()[0]:.1f}", flush=True)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("model", help="as for `ppserve serve --model`")
@@ -56,6 +84,8 @@ def main() -> None:
     parser.add_argument("--new", type=int, default=32)
     parser.add_argument("--rounds", type=int, default=1, help="requests of each caller")
     parser.add_argument("--dtype", default="float32")
+    parser.add_argument("--peers", type=Path, help="what race.py's --peers means")
+    parser.add_argument("--peer-script", type=Path)
     flags = parser.parse_args()
     callers = [int(count) for count in flags.callers.split(",")]
     for name, serve in SHAPES.items():
@@ -68,7 +98,10 @@ def main() -> None:
                 f" load {os.getloadavg()[0]:.1f}",
                 flush=True,
             )
-            print("\n".join(render_ledger(summary.stages)), flush=True)
+            print("\n".join(render_ledger(summary.stages, summary.setting.num_replicas)))
+            print(sums(summary), flush=True)
+    if flags.peers and flags.peer_script:
+        run_peers(Peers(flags.peers, flags.peer_script), flags.dtype, callers, (flags.prompt, flags.new))
 
 
 if __name__ == "__main__":

@@ -105,9 +105,9 @@ class History:
         self.random = world.random
         self.network = Network()
         self.num_stages = self.random.choice((1, 2, 2, 3))
-        # Not by chance, so that histories of one replica are what they were.
+        # Not by chance, so that histories of one replica, of one tensor rank a stage, are what they were.
         self.num_replicas = num_replicas or (2 if seed % 4 == 3 else 1)
-        self.grid = RankGrid(1, self.num_replicas, self.num_stages)
+        self.grid = RankGrid(2 if seed % 8 in (5, 7) else 1, self.num_replicas, self.num_stages)
         speculate = self.random.choice((0, 0, None, 1, 4))
         self._settings = {"max_num_seqs": self.random.choice((3, 16)), "max_queue": 8, "speculate": speculate}
         self._kinds = members, replica

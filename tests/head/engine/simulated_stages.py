@@ -63,7 +63,9 @@ class StageProcess:
 
     def __init__(self, host: Host, rank: int) -> None:
         self.rank = rank
-        self.stage = host.grid.place(rank).stage
+        at = host.grid.place(rank)
+        self.stage, self.tensor = at.stage, at.tensor
+        self.place = at.stage * host.grid.tensor + at.tensor
         self.is_alive = True
         self.is_frozen = False
         self.spins = False
@@ -83,6 +85,8 @@ class StageProcess:
         self._plans: deque[StepPlan] = deque()
         self._draws = DrawMemory()
         self._arrived: set[int] = set()
+        # What it has computed of this step is given to the other tensor ranks; since when it computes it.
+        self._gathers: tuple[StepPlan, int] | None = None
 
     # ---- life -----------------------------------------------------------------------------------------
 
@@ -181,11 +185,11 @@ class StageProcess:
         self._leave()
         self._epoch = epoch
         self._toy.lose()
-        if self.stage == 0:
+        if self.place == 0:
             self._say(wire.StoreOpened(epoch, 1))
         group = self._groups.setdefault(epoch, {})
-        group[self.stage] = self
-        if len(group) == self._host.num_stages:
+        group[self.place] = self
+        if len(group) == len(self._host.processes):
             for process in group.values():
                 process.later(self._world.between(0.01, 0.1), partial(process.joined, epoch))
         self.later(_JOIN_WITHIN_S, lambda: self._give_up_joining(epoch))
@@ -253,14 +257,44 @@ class StageProcess:
     def _computed(self, plan: StepPlan, begun_ns: int, skipped: bool) -> None:
         if plan.epoch != self._epoch:
             return
+        if self._host.grid.tensor == 1:
+            self._finish(plan, begun_ns, skipped)
+            return
+        self._gathers = plan, begun_ns
+        self._gather(plan)
+
+    def _gather(self, plan: StepPlan) -> None:
+        """The last tensor rank that comes to it lets all of them go on. They skip what all of them would."""
+        if plan.epoch != self._epoch or self._gathers is None or self._gathers[0] is not plan:
+            return
+        if self._host.network.stages_are_cut:
+            self.later(0.05, lambda: self._gather(plan))
+            return
+        first, group = self.place - self.tensor, self._groups[plan.epoch]
+        ranks = [group[first + tensor] for tensor in range(self._host.grid.tensor)]
+        came = [rank._gathers for rank in ranks if rank.is_alive and rank._epoch == plan.epoch]
+        if sum(each is not None and each[0].step_id == plan.step_id for each in came) < len(ranks):
+            return
+        skipped = all(plan.step_id in rank._toy.skipped for rank in ranks)
+        for rank in ranks:
+            assert rank._gathers is not None
+            of_rank, rank._gathers = rank._gathers, None
+            if not skipped:
+                rank._toy.skipped.discard(plan.step_id)
+            rank.do(partial(rank._finish, *of_rank, skipped))
+
+    def _finish(self, plan: StepPlan, begun_ns: int, skipped: bool) -> None:
+        if plan.epoch != self._epoch:
+            return
         self._computes = False
         now_ns = self._world.now_ns
         stamps = StepStamps(begun_ns, begun_ns, begun_ns, begun_ns, now_ns, now_ns)
-        if self._is_last:
+        if self._is_last and self.tensor == 0:
             self._toy.send(plan)
-            self._say(wire.Result(replace(self._toy.run_one(), stage=self.stage, stamps=stamps)))
+            self._say(wire.Result(replace(self._toy.run_one(), stage=self.place, stamps=stamps)))
         else:
-            self._say(wire.Result(StepResult(plan.epoch, plan.step_id, self.stage, stamps, skipped=skipped)))
+            self._say(wire.Result(StepResult(plan.epoch, plan.step_id, self.place, stamps, skipped=skipped)))
+        if not self._is_last:
             self._hand_on(plan.epoch, plan.step_id)
         self._compute()
 
@@ -270,5 +304,5 @@ class StageProcess:
         if self._host.network.stages_are_cut:
             self.later(0.05, lambda: self._hand_on(epoch, step_id))
             return
-        after = self._groups[epoch][self.stage + 1]
+        after = self._groups[epoch][self.place + self._host.grid.tensor]
         after.later(self._world.between(0.0001, 0.002), lambda: after.arrived(epoch, step_id))

@@ -12,6 +12,8 @@ from typing import Any
 import pytest
 
 from ppserve import wire
+from ppserve.core.ledger.tensor_ranks import TensorRanks
+from ppserve.core.plan import StepResult
 from ppserve.core.scheduling.sequence import SequenceEvent
 from ppserve.head.engine.member import EpochLost, MemberEvent, StageState
 from ppserve.head.engine.members import Members
@@ -85,9 +87,23 @@ class RemembersLostSteps(Replica):
         self._account.stage_lost(self._clock())
 
 
+class LastRankSpeaks(TensorRanks):
+    """Takes the draws of a tensor rank that does not draw."""
+
+    def _together(self, stage: int, ranks: list[StepResult]) -> StepResult:
+        return super()._together(stage, ranks[::-1])
+
+
+class HearsTheLastRank(Replica):
+    def __init__(self, members: Members, *others: Any) -> None:
+        super().__init__(members, *others)
+        self._ranks = LastRankSpeaks(members.num_stages, members.grid.tensor)
+
+
 @pytest.mark.parametrize(
     ("kind", "within"),
     [
+        ({"replica": HearsTheLastRank}, 8),
         ({"members": LoadsAtAnyTime}, 1),
         ({"members": HasNoPatience}, 100),
         ({"replica": RemembersLostSteps}, 20),

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 import torch
 
-from ppserve.core.architecture import Split, StageLayout, stage_layouts, stage_params
+from ppserve.core.architecture import Architecture, Split, StageLayout, stage_layouts, stage_params
 from ppserve.core.cut import Cut
 from ppserve.core.plan import Draw, Drawn, Scored, Slice, StepPlan
 from ppserve.core.request import SamplingParams
@@ -34,6 +34,7 @@ from tests.model.checkpoint.writers import architecture as small
 from tests.model.checkpoint.writers import random_tensors, write_hf, write_llmc, write_nanogpt
 from tests.model.pipelines import CPU, Pipeline, prompt
 from tests.model.random_checkpoint import RandomCheckpoint, architecture
+from tests.model.test_ladder import SHAPES
 from tour.dimensions import Travels
 
 MakeBackend = Callable[[], Backend]
@@ -125,6 +126,19 @@ def test_any_number_of_ranks_has_the_bits_of_one(
     cut = TensorPipeline(checkpoint, split, count, make)
     assert same(answers(Pipeline(checkpoint, "2", backend=make(), num_sequences=2)), answers(cut))
     cut.close()
+
+
+@pytest.mark.parametrize("arch", SHAPES.values(), ids=SHAPES)
+def test_the_ladder_of_equality_over_tensor_ranks(arch: Architecture) -> None:
+    """What is the reference's on one rank (`test_ladder`) has the same bits on two, in one stage and in two."""
+    checkpoint, ids = RandomCheckpoint(arch), prompt(30)
+    whole = Pipeline(checkpoint, str(arch.num_layers), num_sequences=1)
+    expected = whole.hidden(ids, 30), whole.generate(ids, 6)
+    for split in {str(arch.num_layers), f"{arch.num_layers - 1},1" if arch.num_layers > 1 else "1"}:
+        cut = TensorPipeline(checkpoint, split, 2, BACKENDS["float32"], 1)
+        assert torch.equal(cut.hidden(ids, 11), expected[0])
+        assert cut.generate(ids, 6) == expected[1]
+        cut.close()
 
 
 class Counted:

@@ -7,6 +7,7 @@ beside a plain draw is computed from the recorded step's logits.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable
 
 import torch
@@ -18,6 +19,8 @@ from ppserve.model.cuda.kv_cache import DeviceCache, DeviceInputs
 from ppserve.model.cuda.readback import Readback
 from ppserve.model.cuda.sampling import draw_plain, read_rows
 from ppserve.model.gpt2 import GPT2Stage
+
+log = logging.getLogger("ppserve.stage")
 
 
 class RecordedStage:
@@ -40,9 +43,11 @@ class RecordedStage:
         vocabulary = model.arch.vocab_size if model.layout.is_last else 0
         self._logits_RV = torch.zeros(most, vocabulary, device=cache.device)
         self._tokens_R1 = torch.zeros(most, 1, dtype=torch.float64, device=cache.device)
+        inputs, self.replays = cache.use_buckets(sizes), dict[int, Callable[[], None]]()
         # The largest first: smaller ones then find memory for theirs.
-        inputs = cache.use_buckets(sizes)
-        self.replays = {size: device.record(self._step(inputs[size], cache)) for size in reversed(sizes)}
+        for number, size in enumerate(reversed(sizes), 1):
+            log.info("recording steps of %d rows (%d of %d)", size, number, len(sizes))
+            self.replays[size] = device.record(self._step(inputs[size], cache))
 
     @torch.inference_mode()
     def forward(self, inputs: StepInputs, hidden_TD: torch.Tensor | None, cache: KVCache) -> torch.Tensor:

@@ -228,10 +228,14 @@ def test_a_decode_takes_few_launches_a_layer_and_no_wait(activation: str, batch_
     assert totals[1, 2] <= 12 + 36, "embedding, head and drawing"
 
 
-def test_a_recorded_decode_is_one_replay_and_two_copies() -> None:
+def test_a_recorded_decode_is_one_replay_and_two_copies(caplog: pytest.LogCaptureFixture) -> None:
+    """And the log told of each that was being recorded, and of the memory that they took."""
     backend = CudaBackend(CPU, "float32", DeviceOptions(max_rows=8))
     pipeline = Pipeline(RandomCheckpoint(architecture(num_layers=2)), "2", backend=backend)
-    recorded = backend.recorded(pipeline.stages[0], pipeline.caches[0])
+    with caplog.at_level("INFO", "ppserve.stage"):
+        recorded = backend.recorded(pipeline.stages[0], pipeline.caches[0])
+    each = [f"recording steps of {size} rows ({i} of 4)" for i, size in enumerate((8, 4, 2, 1), 1)]
+    assert caplog.messages == [*each, "recorded steps of 1, 2, 4, 8 rows, in 0 MB"]
     assert isinstance(recorded, RecordedStage)
     pipeline.stages = [recorded]  # type: ignore[list-item]
     slices = decodes(pipeline, 5)

@@ -221,7 +221,20 @@ class HeadProcess:
             await self._first(self._stop.wait(), self._formed, self._failed)
         if self._failed.done():
             return self._complain(self._failed.result())
-        return None if self._formed.done() else 0
+        return await self._wait_for_draft() if self._formed.done() else 0
+
+    async def _wait_for_draft(self) -> int | None:
+        """None when the draft model can be asked, or is gone, or there is none; an exit code if it cannot be used,
+        or if a signal came first."""
+        if self._draft is None:
+            return None
+        refused = asyncio.ensure_future(asyncio.to_thread(self._draft.refused))
+        await self._first(self._stop.wait(), self._failed, refused)
+        if self._failed.done():
+            return self._complain(self._failed.result())
+        if not refused.done():
+            return 0
+        return EXIT_USAGE if refused.result() else None
 
     async def _close(self, doors: Doors) -> int:
         """Until all streams have finished, --shutdown-timeout has passed, or a second signal came."""

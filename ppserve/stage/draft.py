@@ -23,7 +23,7 @@ from ppserve.model.checkpoint.opening import open_checkpoint, read_architecture
 from ppserve.model.cpu.backend import CpuBackend
 from ppserve.model.gpt2 import GPT2Stage
 from ppserve.model.inputs import build_inputs
-from ppserve.process.environment import EXIT_USAGE, die_with_parent
+from ppserve.process.environment import EXIT_FAILED, EXIT_USAGE, die_with_parent
 
 _BLOCK_SIZE = 16
 
@@ -95,9 +95,13 @@ def main() -> int:
                     torch.set_num_threads(1)
                     try:
                         draft = Draft(path, of)
-                    except (UsageError, MemoryError) as error:
-                        print(f"ppserve: error: {error}", file=sys.stderr, flush=True)
+                    except UsageError as error:
+                        flag = "" if isinstance(error, ConfigError) else "--draft-model: "
+                        print(f"ppserve: error: {flag}{error}", file=sys.stderr, flush=True)
                         return EXIT_USAGE
+                    except MemoryError as error:
+                        print(f"ppserve: error: the draft model: {error}", file=sys.stderr, flush=True)
+                        return EXIT_FAILED
                     answers.write(wire.encode(wire.DraftReady(draft.max_positions)))
                 case wire.DraftQuestion(piece, count):
                     assert draft is not None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import array
 import contextlib
 import fcntl
 import logging
@@ -9,6 +10,7 @@ import os
 import select
 import subprocess
 import sys
+import termios
 import time
 from collections.abc import Sequence
 
@@ -16,6 +18,7 @@ from ppserve import wire
 from ppserve.core.plan import Slice
 from ppserve.core.scheduling.draft_model import NUM_SLOTS
 from ppserve.errors import WireError
+from ppserve.process.environment import EXIT_USAGE
 
 log = logging.getLogger("ppserve.head")
 
@@ -23,6 +26,8 @@ DRAFT_COMMAND = (sys.executable, "-m", "ppserve.stage.draft")
 WAIT_S = 0.02
 """The longest time for which the engine waits for answers of one step. All requests wait with it."""
 _PIPE_BYTES = 1 << 20
+# The model may have to be downloaded. A server without guesses is better than none.
+_LOADED_WITHIN_S = 600.0
 
 
 class DraftProcess:
@@ -70,6 +75,16 @@ class DraftProcess:
             self._waited_s += time.monotonic() - began_s
             self._waited_before_s[self._slot] = self._waited_s
         return self._answers.pop() if self._answers else None
+
+    def refused(self) -> bool:
+        """Waits until the model is loaded or the process is gone. Whether it cannot be used with these flags; then
+        it has said why. In any thread, before anything is asked."""
+        with contextlib.suppress(OSError, ValueError, subprocess.TimeoutExpired):  # `end` may have closed the pipe
+            select.select([self._frames], [], [], _LOADED_WITHIN_S)
+            unread = array.array("i", [0])
+            fcntl.ioctl(self._frames, termios.FIONREAD, unread)
+            return unread[0] == 0 and self._process.wait(30) == EXIT_USAGE
+        return False
 
     def end(self) -> None:
         """Ends the process."""

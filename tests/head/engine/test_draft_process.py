@@ -5,12 +5,14 @@ from __future__ import annotations
 import sys
 import time
 from collections.abc import Callable, Iterator
+from pathlib import Path
 
 import pytest
 
 from ppserve.core.plan import Draw, Slice
 from ppserve.core.request import SamplingParams
 from ppserve.head.engine.draft_process import WAIT_S, DraftProcess
+from tools.make_random_gpt2 import Shape, write_checkpoint
 
 pytestmark = pytest.mark.slow
 
@@ -37,7 +39,8 @@ def answered(process: DraftProcess) -> tuple[int, ...]:
 
 
 def test_it_answers_until_it_is_gone(process: DraftProcess) -> None:
-    until(lambda: process.answer(wait=True) or process.max_positions)
+    assert not process.refused()
+    assert process.max_positions > 0
     process.ask(QUESTION, 4)
     first = answered(process)
     assert len(first) == 4
@@ -83,8 +86,18 @@ def test_the_engine_waits_for_all_answers_of_a_step_no_longer_than_for_one() -> 
     assert (second <= WAIT_S - 0.008, third <= WAIT_S - 0.016, fourth, again) == (True, True, 0, 0)
 
 
+def test_one_of_another_vocabulary_is_refused(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    """The command looks into directories only: a hub id or a `.pt` is opened here first."""
+    write_checkpoint(tmp_path, Shape(num_layers=1, width=16, num_heads=1, max_positions=32, vocab_size=300))
+    process = DraftProcess(str(tmp_path), "tiny")
+    assert process.refused()
+    assert "ppserve: error: --draft-model: knows 300 tokens, and the model 1280" in capfd.readouterr().err
+    process.end()
+
+
 def test_one_that_cannot_start_only_means_no_guesses() -> None:
-    process = DraftProcess("builtin", "tiny", (sys.executable, "-c", "raise SystemExit(2)"))
+    process = DraftProcess("builtin", "tiny", (sys.executable, "-c", "raise SystemExit(1)"))
+    assert not process.refused()
     process._process.wait()
     until(lambda: process._is_lost or process.max_positions)
     assert process.max_positions == 0

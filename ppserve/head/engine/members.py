@@ -193,13 +193,14 @@ class Members:
     def gone(self, rank: int, cause: str, now_ns: int) -> list[MemberEvent]:
         """A rank's connection ended: its stage process is dead, and its keeper starts another."""
         self._move(rank, StageState.ABSENT, now_ns)
-        if rank in self.restarting:
+        member, is_restart = self[rank], rank in self.restarting
+        if self.epoch or is_restart:
+            self._update(rank, restarts=member.restarts + 1)
+        if is_restart:
             self.restarting.remove(rank)
             cause = "restart"
         if not self.epoch:
             return []
-        member = self[rank]
-        self._update(rank, restarts=member.restarts + 1)
         lost = self._lose_epoch(f"{self.name(member)}: {cause}", member.stage, now_ns)
         return [StageDied(rank, member.stage, cause), *lost]
 

@@ -16,11 +16,12 @@ from tests.head.engine.simulated_world import SECOND
 class Calm(History):
     """Nothing goes wrong but what the test wants."""
 
-    def __init__(self, num_replicas: int) -> None:
+    def __init__(self, num_replicas: int, formed: bool = True) -> None:
         super().__init__(3, num_replicas=num_replicas)
         self.fleet.start()
         self._tick()
-        self.until(self.engine.formed)
+        if formed:
+            self.until(self.engine.formed)
 
     def until(self, done: Future[None]) -> None:
         while not done.done():
@@ -72,6 +73,18 @@ def test_the_only_replica_is_restarted_only_when_its_streams_may_wait() -> None:
     while not all(caller.is_over for caller in callers):
         history._step(60.0)
     history._check_the_end()
+
+
+def test_a_replica_that_has_not_formed_yet_is_restarted_as_well() -> None:
+    history = Calm(2, formed=False)
+    assert not any(members.epoch for members in history.members)
+    done = history.engine.restart(1, pauses=True)
+    history.wait(60.0)
+    assert done.done()
+    done.result()
+    assert history.engine.formed.done()
+    # The first rank had not come yet: the process that comes is a new one in any case.
+    assert [member.restarts for member in history.members[1].all] == [0, 1]
 
 
 def test_what_is_refused() -> None:

@@ -13,8 +13,8 @@ import click
 from ppserve import config as cfg
 from ppserve.cli.types import GUESSES, LAYERS, ON_OFF, PORTS, SIZE, AutoOr
 from ppserve.errors import ConfigError
-from ppserve.process.environment import RankEnvironment
-from ppserve.process.keeper import run_keeper
+from ppserve.process.environment import RankEnvironment, open_many_files
+from ppserve.process.rank import run_rank
 from ppserve.process.stage_process import StageProcess
 
 _FILE = click.Path(exists=True, dir_okay=False, readable=True, path_type=Path)
@@ -123,8 +123,9 @@ def serve(stages: int | None, **flags: Any) -> None:
     if stages is not None and asked != environment.world_size:
         problem = f"{stages} stages need {asked} ranks, but torchrun started {environment.world_size}"
         raise ConfigError("--stages", problem)
+    open_many_files()
     if environment.rank > 0:
-        sys.exit(run_keeper(config, environment))
+        sys.exit(run_rank(config, environment))
     from ppserve.cli.check import check
 
     check(config, environment.world_size)

@@ -11,6 +11,7 @@ import signal
 import sys
 import threading
 import time
+from concurrent.futures import Future
 from dataclasses import replace
 
 from ppserve.config import ServeConfig
@@ -102,7 +103,8 @@ class HeadProcess:
         tls = stage_context(self._meeting.tls, serves=True) if self._meeting.tls else None
         self._control = SocketControlPlane(listener, self._world_size, secret, tls)
         self._keeper = Keeper(config, 0, self._world_size, self._meeting, spare=stage_process)
-        self._keeper_thread = threading.Thread(target=self._keeper.run, name="keeper", daemon=True)
+        self._keeper_thread = threading.Thread(target=self._keep_stage, name="keeper", daemon=True)
+        self._keeper_failed: Future[Hopeless] = Future()
         self._stop = asyncio.Event()
         self._stop_now = asyncio.Event()
 
@@ -131,6 +133,7 @@ class HeadProcess:
         self._engine = Engine(self._fleet, control, observers[0], loop.call_soon_threadsafe)
         self._formed = asyncio.wrap_future(self._engine.formed)
         self._failed = asyncio.wrap_future(self._engine.failed)
+        self._keeper_failed.add_done_callback(lambda failed: self._engine.give_up(failed.result()))
 
     async def run(self) -> int:
         """Until a signal, or until the pipeline will not form again. Returns the exit code."""
@@ -158,7 +161,11 @@ class HeadProcess:
     async def _choose_shape(self) -> Hopeless | None:
         """Once every rank has measured. A rank that cannot serve, or a signal, is the engine's to handle."""
         lobby = Lobby(self._control, self._world_size)
-        await asyncio.to_thread(lobby.wait, lambda: lobby.hellos is not None or self._stop.is_set())
+
+        def is_over() -> bool:
+            return self._stop.is_set() or self._keeper_failed.done()
+
+        await asyncio.to_thread(lobby.wait, lambda: lobby.hellos is not None or is_over())
         hellos = lobby.hellos
         if hellos is None:
             lobby.close()
@@ -253,6 +260,14 @@ class HeadProcess:
         self._keeper.stop(_STAGES_END_WITHIN_S)
         await asyncio.to_thread(self._engine.join, 2 * _STAGES_END_WITHIN_S)
         await asyncio.to_thread(self._keeper_thread.join, 2 * _STAGES_END_WITHIN_S)
+
+    def _keep_stage(self) -> None:
+        """The keeper's thread. Nobody else would replace stage 0, and it ends with this thread."""
+        try:
+            self._keeper.run()
+        except Exception as error:
+            log.exception("the keeper of stage 0 failed")
+            self._keeper_failed.set_result(Hopeless(f"stage 0 cannot be kept alive: {error}", usage=False))
 
     # ---- parts ----------------------------------------------------------------------------------------
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import os
+import resource
 import signal
 import socket
 import sys
@@ -23,6 +24,10 @@ EXIT_RESTART = 77
 # torchrun's own variable: seconds between its SIGTERM and its SIGKILL to the ranks.
 LAUNCHER_GRACE = "TORCH_ELASTIC_SHUTDOWN_TIMEOUT"
 _LAUNCHER_GRACE_S = 30.0
+
+# Enough for every connection that the head accepts. Some programs that a stage may start try to close every
+# descriptor that they could have.
+_OPEN_FILES = 65_536
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,6 +66,16 @@ def die_with_launcher() -> None:
     """In a rank: when torchrun dies, even by SIGKILL, the kernel kills this process."""
     if "TORCHELASTIC_RUN_ID" in os.environ:
         die_with_parent()
+
+
+def open_many_files() -> None:
+    """Raises the soft limit of open files, often 1024, to the hard one or 65,536: connections of clients must not
+    take the descriptors that are needed to replace a stage. Child processes inherit it."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    wanted = _OPEN_FILES if hard == resource.RLIM_INFINITY else min(hard, _OPEN_FILES)
+    if soft != resource.RLIM_INFINITY and soft < wanted:
+        with contextlib.suppress(OSError, ValueError):  # some systems allow less than they say
+            resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
 
 
 def launcher_grace_s() -> float | None:

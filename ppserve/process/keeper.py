@@ -6,7 +6,6 @@ this keeper, which never imports torch; its stage is a child process that it rep
 
 from __future__ import annotations
 
-import signal
 import sys
 import time
 from collections.abc import Callable
@@ -14,17 +13,9 @@ from collections.abc import Callable
 from ppserve import wire
 from ppserve.config import ServeConfig
 from ppserve.errors import UsageError
-from ppserve.process.environment import (
-    EXIT_FAILED,
-    EXIT_HEAD_GONE,
-    EXIT_RESTART,
-    EXIT_USAGE,
-    RankEnvironment,
-    die_with_launcher,
-)
+from ppserve.process.environment import EXIT_FAILED, EXIT_HEAD_GONE, EXIT_RESTART, EXIT_USAGE
 from ppserve.process.greeting import connect_to_head
-from ppserve.process.meeting import find_meeting
-from ppserve.process.stage_process import StageProcess
+from ppserve.process.stage_process import StageProcess, start_patiently
 
 # The keeper gives up after so many deaths in a row without a computed step, however slowly they follow each other.
 # A request that kills its stage is found out at the fourth (`core.scheduling.quarantine`).
@@ -40,13 +31,16 @@ FROZEN_WHILE_PREPARING_S = 30.0
 _TELL_WITHIN_S = 2.0
 # How often the keeper looks whether a stage is frozen or a stop is overdue.
 _LOOK_EVERY_S = 0.5
+# How often a spare is tried that could not be started.
+SPARE_EVERY_S = 30.0
 
 
 class Keeper:
     """Keeps one stage process alive. Owns that process and a spare: a process that has imported already, so
     that a replacement takes a second and not many.
 
-    spawn: starts a process. clock: seconds, monotonic. spare: the first one, where it has been started.
+    spawn: starts a process, or raises OSError. clock: seconds, monotonic. spare: the first one, where it has been
+    started.
     """
 
     def __init__(
@@ -58,19 +52,20 @@ class Keeper:
         spawn: Callable[[], StageProcess] = StageProcess,
         clock: Callable[[], float] = time.monotonic,
         spare: StageProcess | None = None,
+        sleep: Callable[[float], None] = time.sleep,
     ) -> None:
         self._config = config
         self._rank, self._world_size = rank, world_size
         self._meeting = meeting
         self._found_head = self._connected = self._was_ready = False
-        self._spawn, self._clock = spawn, clock
+        self._spawn, self._clock, self._sleep = spawn, clock, sleep
         self._child: StageProcess | None = None
-        self._spare = spare
+        self._spare, self._spare_from_s = spare, 0.0
         self._stopping = False
         self._kill_at_s: float | None = None
 
     def run(self) -> int:
-        """Until the stage ends for good; returns the rank's exit code."""
+        """Until the stage ends for good; returns the rank's exit code. Raises OSError if none can be started."""
         try:
             return self._keep()
         finally:
@@ -120,13 +115,21 @@ class Keeper:
 
     def _one_life(self) -> tuple[bool, int]:
         """Starts a stage and waits for its end: (whether it computed a step, exit code)."""
-        child, self._spare = self._spare or self._spawn(), None
+        start = self._spawn, self._name, self._is_overdue, self._clock, self._sleep
+        child, self._spare = self._spare or start_patiently(*start), None
         self._child, self._connected = child, False
         child.start(wire.Start(self._config, self._rank, self._world_size, self._meeting))
         served = self._watch(child)
         code = child.end()
         self._child = None
         return served, code
+
+    def _start_spare(self) -> None:
+        try:
+            self._spare = self._spawn()
+        except OSError as error:
+            self._spare_from_s = self._clock() + SPARE_EVERY_S
+            print(f"ppserve: no spare for {self._name} now: {error}", file=sys.stderr, flush=True)
 
     def _watch(self, child: StageProcess) -> bool:
         """Listens to the stage until it has ended; kills a frozen one. True if it computed a step."""
@@ -148,9 +151,9 @@ class Keeper:
                     self._was_ready = True
                 elif line == "served":
                     served = True
-                    if self._spare is None and not self._stopping:
-                        # Not earlier: its imports would slow down the stage's own start.
-                        self._spare = self._spawn()
+            if served and self._spare is None and not self._stopping and now_s >= self._spare_from_s:
+                # Not earlier: its imports would slow down the stage's own start.
+                self._start_spare()
             frozen = now_s - last_sign_s > (FROZEN_AFTER_S if prepared else FROZEN_WHILE_PREPARING_S)
             if frozen or self._is_overdue():
                 child.kill()
@@ -174,21 +177,3 @@ class Keeper:
         """
         pipeline = self._config.pipeline
         return 0 if self._was_ready and (pipeline.replicas > 1 or pipeline.parallel == "auto") else code
-
-
-def run_keeper(config: ServeConfig, environment: RankEnvironment) -> int:
-    """The whole life of a rank other than 0. Raises UsageError."""
-    die_with_launcher()
-    keeper = Keeper(config, environment.rank, environment.world_size, find_meeting(config, environment))
-    grace_s = config.server.shutdown_timeout_s + 2.0
-
-    def on_signal(_signum: int, _frame: object) -> None:
-        # The head decides when stages stop: running streams may finish first.
-        keeper.stop(grace_s)
-
-    signal.signal(signal.SIGTERM, on_signal)
-    signal.signal(signal.SIGINT, on_signal)
-    # Meant for the head. Sent to all ranks, they must not end this one, nor its stage, which inherits this.
-    signal.signal(signal.SIGHUP, signal.SIG_IGN)
-    signal.signal(signal.SIGUSR1, signal.SIG_IGN)
-    return keeper.run()

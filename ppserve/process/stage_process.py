@@ -7,11 +7,14 @@ import os
 import select
 import subprocess
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from ppserve import wire
 
 STAGE_COMMAND = (sys.executable, "-m", "ppserve.stage")
+# The system may have no descriptor, process or memory left for a while.
+START_WITHIN_S = 60.0
+_START_EVERY_S = 0.5
 
 
 class StageProcess:
@@ -20,16 +23,21 @@ class StageProcess:
     The child gets two arguments: the file descriptor of a pipe to this process, and this process's id. It writes
     lines to the pipe: an empty one at least every half second, `started` when it has read its configuration,
     `connected` when it has found the head, `ready` when it has entered an epoch, `served` when it has computed
-    its first step. The pipe's end is the child's end.
+    its first step. The pipe's end is the child's end. Raises OSError, and leaves nothing open, if it cannot be
+    started.
     """
 
     def __init__(self, command: Sequence[str] = STAGE_COMMAND) -> None:
         self._life, write = os.pipe()
         self._line = b""
-        self._process = subprocess.Popen(
-            [*command, str(write), str(os.getpid())], stdin=subprocess.PIPE, pass_fds=(write,), close_fds=True
-        )
-        os.close(write)
+        arguments = [*command, str(write), str(os.getpid())]
+        try:
+            self._process = subprocess.Popen(arguments, stdin=subprocess.PIPE, pass_fds=(write,), close_fds=True)
+        except OSError:
+            os.close(self._life)
+            raise
+        finally:
+            os.close(write)
 
     def start(self, start: wire.Start) -> None:
         """Makes it a stage. Its standard input stays open; closing that ends a spare."""
@@ -40,8 +48,9 @@ class StageProcess:
 
     def listen(self, timeout_s: float) -> list[str] | None:
         """Complete lines that arrived, waiting up to `timeout_s` for the first; None when the child has ended."""
-        readable, _, _ = select.select([self._life], [], [], timeout_s)
-        if not readable:
+        waiting = select.poll()  # unlike `select`, also for descriptors from 1024 on
+        waiting.register(self._life, select.POLLIN)
+        if not waiting.poll(1e3 * timeout_s):
             return []
         received = os.read(self._life, 4096)
         if not received:
@@ -60,3 +69,25 @@ class StageProcess:
             self._process.stdin.close()
         os.close(self._life)
         return self._process.wait()
+
+
+def start_patiently(
+    spawn: Callable[[], StageProcess],
+    name: str,
+    is_over: Callable[[], bool],
+    clock: Callable[[], float],
+    sleep: Callable[[float], None],
+) -> StageProcess:
+    """Starts the process of the stage of this name. Raises OSError when the system could not for START_WITHIN_S,
+    or when `is_over` says that nobody needs it any more."""
+    since_s, is_told = clock(), False
+    while True:
+        try:
+            return spawn()
+        except OSError as error:
+            if is_over() or clock() - since_s >= START_WITHIN_S:
+                raise
+            if not is_told:
+                print(f"ppserve: {name} cannot be started yet: {error}", file=sys.stderr, flush=True)
+                is_told = True
+        sleep(_START_EVERY_S)

@@ -40,3 +40,22 @@ def test_nothing_stays_on_disk_when_the_engine_cannot_be_made(monkeypatch: pytes
     with pytest.raises(RuntimeError, match="unforeseen"):
         asyncio.run(run())
     assert not place.exists()
+
+
+def test_a_keeper_that_fails_ends_the_server_with_the_reason(
+    monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """Otherwise the head would go on without stage 0: it ends with the thread that started it."""
+    monkeypatch.setenv("TORCHELASTIC_RUN_ID", "of this test only")
+
+    async def run() -> int:
+        nobody: Any = None
+        head = HeadProcess(ServeConfig(), RankEnvironment(0, 1, 0, 1), nobody)
+        monkeypatch.setattr(head._keeper, "run", fail)
+        return await head.run()
+
+    def fail() -> int:
+        raise OSError(24, "Too many open files")
+
+    assert asyncio.run(run()) == 1
+    assert "error: stage 0 cannot be kept alive: [Errno 24] Too many open files" in capfd.readouterr().err

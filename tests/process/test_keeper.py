@@ -15,8 +15,10 @@ from ppserve.process.keeper import (
     FROZEN_WHILE_PREPARING_S,
     HEADLESS_FOR_S,
     MAX_DEATHS,
+    SPARE_EVERY_S,
     Keeper,
 )
+from ppserve.process.stage_process import START_WITHIN_S
 from tests.process.heads import head
 
 KILLED = -9
@@ -86,8 +88,11 @@ class Scene:
         self.stages: list[ScriptedStage] = []
         self._next: Iterator[ScriptedStage] = iter(())
         self.num_spawned = 0
+        self.no_files = range(0)
+        """Attempts to start a stage, counted from 1, at which the system has no descriptor left."""
+        self.num_attempts = 0
         config = ServeConfig(pipeline=pipeline or PipelineSettings())
-        self.keeper = Keeper(config, 1, 2, meeting, spawn=self._spawn, clock=self.clock)
+        self.keeper = Keeper(config, 1, 2, meeting, spawn=self._spawn, clock=self.clock, sleep=self._sleep)
 
     def stage(self, *events: Event, code: int = CRASHED) -> ScriptedStage:
         self.stages.append(ScriptedStage(self.clock, events, code))
@@ -98,8 +103,14 @@ class Scene:
         return self.keeper.run()
 
     def _spawn(self) -> ScriptedStage:
+        self.num_attempts += 1
+        if self.num_attempts in self.no_files:
+            raise OSError(24, "Too many open files")
         self.num_spawned += 1
         return next(self._next)
+
+    def _sleep(self, seconds: float) -> None:
+        self.clock.now_s += seconds
 
 
 @pytest.fixture
@@ -292,6 +303,55 @@ def test_a_spare_ends_with_its_keeper(scene: Scene) -> None:
     assert spare.started is None
     assert spare.killed_at_s is not None
     assert spare.has_ended
+
+
+def test_a_spare_that_cannot_be_started_is_tried_again_later(
+    scene: Scene, capfd: pytest.CaptureFixture[str]
+) -> None:
+    scene.no_files = range(2, 4)
+    attempts: list[int] = []
+
+    def look() -> None:
+        attempts.append(scene.num_attempts)
+
+    signs = [(1.0, "")] * int(SPARE_EVERY_S + 2)
+    first = scene.stage((1, KNOWS_HEAD), (1, "served"), (1, look), *signs, (1, look), *signs, (1, look))
+    spare = scene.stage((1, KNOWS_HEAD), code=0)
+    assert scene.run() == 0
+    assert first.killed_at_s is None
+    assert attempts == [2, 3, 4]
+    assert spare.started is not None
+    assert capfd.readouterr().err.count("no spare for stage 1 now: [Errno 24] Too many open files") == 2
+
+
+# ---- a stage that the system cannot start ------------------------------------------------------------------
+
+
+def test_a_stage_that_cannot_be_started_is_tried_for_a_minute(
+    scene: Scene, capfd: pytest.CaptureFixture[str]
+) -> None:
+    scene.no_files = range(2, 100)
+    scene.stage((1, KNOWS_HEAD))
+    second = scene.stage(code=0)
+    assert scene.run() == 0
+    assert second.started == START
+    assert capfd.readouterr().err.count("stage 1 cannot be started yet: [Errno 24]") == 1
+
+
+def test_it_is_not_tried_for_ever(scene: Scene) -> None:
+    scene.no_files = range(2, 10_000)
+    scene.stage((1, KNOWS_HEAD))
+    with pytest.raises(OSError, match="Too many open files"):
+        scene.run()
+    assert scene.clock.now_s == 1001 + START_WITHIN_S
+
+
+def test_nor_while_the_server_stops_and_its_time_is_over(scene: Scene) -> None:
+    scene.no_files = range(2, 10_000)
+    scene.stage((1, KNOWS_HEAD), (0, lambda: scene.keeper.stop(3)))
+    with pytest.raises(OSError, match="Too many open files"):
+        scene.run()
+    assert 1004 < scene.clock.now_s <= 1005
 
 
 # ---- stopping ----------------------------------------------------------------------------------------------

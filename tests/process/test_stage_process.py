@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import resource
 import sys
 from pathlib import Path
 
@@ -70,3 +72,27 @@ def test_a_child_that_died_in_waiting_is_found_out_at_its_end() -> None:
     assert lines_of(process) == []
     process.start(START)
     assert process.end() == 7
+
+
+def test_one_that_cannot_be_started_leaves_nothing_open() -> None:
+    before = sorted(os.listdir("/proc/self/fd"))
+    with pytest.raises(FileNotFoundError):
+        StageProcess(("/no/such/program",))
+    assert sorted(os.listdir("/proc/self/fd")) == before
+
+
+def test_descriptors_from_1024_on_are_listened_to() -> None:
+    """`select` refuses them: a head with a thousand clients could not replace its stage."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (max(soft, min(hard, 4096)), hard))
+    ours = [os.open(os.devnull, os.O_RDONLY)]
+    try:
+        while ours[-1] < 1024:
+            ours.append(os.dup(ours[0]))
+        process = child(SPARE)
+        assert process.listen(30) == [""]
+        assert process.end() == 5
+    finally:
+        for fd in ours:
+            os.close(fd)
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))

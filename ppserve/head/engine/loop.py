@@ -106,6 +106,10 @@ class Engine(threading.Thread):
         """The server is stopping; see `messages.Drain`."""
         self._post(Drain())
 
+    def give_up(self, hopeless: Hopeless) -> None:
+        """End with this reason."""
+        self._post(hopeless)
+
     def stop(self) -> None:
         """Shut the stages down, in order, and end the thread."""
         self._post(Stop())
@@ -166,6 +170,8 @@ class Engine(threading.Thread):
                 self._fleet.drain()
             case Stop():
                 self._stopping = True
+            case Hopeless():
+                self._give_up(message)
 
     def _happened(self, events: Iterable[ReplicaEvent]) -> None:
         for event in events:

@@ -1,12 +1,12 @@
 """Is this machine batch-invariant: does a row's result not depend on the other rows? Asked once, at start-up.
 
 Our own kernels keep it by construction; a library's keep it where it was tried. So the question is put to the
-stage's own weights, shapes and threads: row counts up to the largest that take another way through the kernels
-(for a library's, up to the largest step), one layer with prompts at once, in chunks, in company and token by
-token, and the same logits read alone and among others. Weights [w, -w] and inputs [r, r] of the same shapes are
-sharper: their true products are 0, so what comes out is the rounding of one order of summation, and any other
-order shows in nearly every number, whatever it is rounded to afterwards. On the way every kernel is compiled (or
-read from its cache), so that no request waits.
+stage's own weights, shapes, threads and size of KV blocks: row counts up to the largest that take another way
+through the kernels (for a library's, up to the largest step), one layer with prompts at once, in chunks, in
+company and token by token, and the same logits read alone and among others. Weights [w, -w] and inputs [r, r] of
+the same shapes are sharper: their true products are 0, so what comes out is the rounding of one order of
+summation, and any other order shows in nearly every number, whatever it is rounded to afterwards. On the way every
+kernel is compiled (or read from its cache), so that no request waits.
 """
 
 from __future__ import annotations
@@ -28,7 +28,6 @@ _ROW_COUNTS = (1, 2, 3, 5, 17, 64, 65, 128)
 _HEAD_ROW_COUNTS = (1, 2, 3, 17, 64)
 # Of [w, -w], which are packed for the check alone.
 _MOST_PROBE_OUTPUTS = 4096
-_BLOCK_SIZE = 16
 
 # Sequences; the first is long enough to be shared among threads. A further one fills the largest step.
 _LENGTHS = (130, 41, 7)
@@ -56,11 +55,11 @@ def _ways(whole: Sequence[_Part]) -> dict[str, list[list[_Part]]]:
 
 
 @torch.inference_mode()
-def check_determinism(stage: GPT2Stage) -> str | None:
+def check_determinism(stage: GPT2Stage, block_size: int = 16) -> str | None:
     """None when every promise holds on this machine; else the first check that failed, in words.
 
-    Takes well under a second or, with a large head or wide layers, one or two; on a machine's first start
-    what compiling takes.
+    block_size: of KV blocks. Takes well under a second or, with a large head or wide layers, one or two; on a
+    machine's first start what compiling takes.
     """
     generator = torch.Generator().manual_seed(0)
     if stage.head is not None:
@@ -72,7 +71,7 @@ def check_determinism(stage: GPT2Stage) -> str | None:
     for linear in _linears(stage):
         if reason := _check_linear(stage, linear, _ROW_COUNTS + stage.backend.more_rows, generator):
             return f"a linear layer of {linear.num_inputs} inputs: {reason}"
-    return _check_layer(stage, generator)
+    return _check_layer(stage, block_size, generator)
 
 
 def _check_reading(stage: GPT2Stage, generator: torch.Generator) -> str | None:
@@ -82,7 +81,7 @@ def _check_reading(stage: GPT2Stage, generator: torch.Generator) -> str | None:
     count = max((len(params), *stage.backend.more_head_rows))
     logits_RV = torch.randn(count, vocab_size, generator=generator).to(stage.backend.device)
     slices = [Slice(i, 0, (0,), (0,), Draw(params[i % 3], num_logprobs=1)) for i in range(count)]
-    cache = _cache(stage, 1)
+    cache = _cache(stage, 1, block_size=16)
 
     def read(rows: slice) -> tuple[Drawn, ...]:
         inputs = build_inputs(StepPlan(0, 0, 0, tuple(slices[rows])), stage.layout, cache, _gather(stage))
@@ -128,7 +127,7 @@ def _compare_rows(
     return None
 
 
-def _check_layer(stage: GPT2Stage, generator: torch.Generator) -> str | None:
+def _check_layer(stage: GPT2Stage, block_size: int, generator: torch.Generator) -> str | None:
     """Whether attention and MLP give prompts the same hidden states however they are cut, whoever is beside."""
     device, dtype = stage.backend.device, stage.backend.precision.hidden
     most = max(stage.backend.more_rows, default=0)
@@ -137,24 +136,24 @@ def _check_layer(stage: GPT2Stage, generator: torch.Generator) -> str | None:
         torch.randn(length, stage.arch.width, generator=generator).to(device, dtype) for length in lengths
     ]
     whole = [(number, 0, length) for number, length in enumerate(lengths)]
-    alone_TD = [_through_layer(stage, prompts_TD, [[part]])[part[0]] for part in whole]
+    alone_TD = [_through_layer(stage, block_size, prompts_TD, [[part]])[part[0]] for part in whole]
     for way, steps in _ways(whole).items():
-        for number, rows_TD in _through_layer(stage, prompts_TD, steps).items():
+        for number, rows_TD in _through_layer(stage, block_size, prompts_TD, steps).items():
             if not torch.equal(rows_TD, alone_TD[number]):
                 return f"hidden states of a prompt {way} differ from the same prompt at once and alone"
     return None
 
 
 def _through_layer(
-    stage: GPT2Stage, prompts_TD: Sequence[torch.Tensor], steps: Iterable[Sequence[_Part]]
+    stage: GPT2Stage, block_size: int, prompts_TD: Sequence[torch.Tensor], steps: Iterable[Sequence[_Part]]
 ) -> dict[int, torch.Tensor]:
     """The stage's first attention and MLP, step by step, on a cache of its own: sequence number → all rows."""
     tables, num_blocks = [], 0
     for prompt_TD in prompts_TD:
-        needed = -(-len(prompt_TD) // _BLOCK_SIZE)
+        needed = -(-len(prompt_TD) // block_size)
         tables.append(tuple(reversed(range(num_blocks, num_blocks + needed))))
         num_blocks += needed
-    cache = _cache(stage, num_blocks)
+    cache = _cache(stage, num_blocks, block_size)
     done: dict[int, list[torch.Tensor]] = {}
     for parts in steps:
         rows_TD = torch.cat([prompts_TD[number][start : start + count] for number, start, count in parts])
@@ -167,8 +166,8 @@ def _through_layer(
     return {number: torch.cat(parts_TD) for number, parts_TD in done.items()}
 
 
-def _cache(stage: GPT2Stage, num_blocks: int) -> KVCache:
-    return stage.backend.make_cache(stage.arch, stage.layout, num_blocks, _BLOCK_SIZE)
+def _cache(stage: GPT2Stage, num_blocks: int, block_size: int) -> KVCache:
+    return stage.backend.make_cache(stage.arch, stage.layout, num_blocks, block_size)
 
 
 def _gather(stage: GPT2Stage) -> Gather | None:

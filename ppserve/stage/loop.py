@@ -170,7 +170,7 @@ class StageLoop:
         try:
             backend = compute.backend(assign.dtype)
             model = GPT2Stage.load(self._found.checkpoint, layout, backend, self._report_progress)
-            why_not = check_determinism(model) or ""
+            why_not = check_determinism(model, self._start.config.cache.block_size) or ""
         except (CheckpointError, ConfigError, MemoryError, torch.OutOfMemoryError) as error:
             self._link.send(wire.Failed(f"stage {layout.stage}: {error or type(error).__name__}"))
             return

@@ -197,7 +197,7 @@ def test_selftest_passes_and_can_fail(dtype: str) -> None:
             return exact(x_TK) + 1e-6 * len(x_TK)
 
     stage.mlps[0].expand = FeelsNeighbours()
-    assert check_determinism(stage) == "a linear layer of 200 inputs: rows differ between 1 and 128 rows at once"
+    assert check_determinism(stage) == "a linear layer of 200 inputs: rows differ between 1 and 200 rows at once"
 
 
 class InTwoHalves(Unfused):
@@ -225,7 +225,7 @@ def test_selftest_sees_any_change_of_order() -> None:
     stage = Pipeline(RandomCheckpoint(architecture()), "1,1", backend=InTwoHalves("float32")).stages[0]
     said = check_determinism(stage)
     assert said is not None
-    assert said.startswith("a linear layer of 48 inputs: rows differ between 1 and 128 rows")
+    assert said.startswith("a linear layer of 48 inputs: rows differ between 1 and 200 rows")
 
 
 class Sensitive(Unfused):

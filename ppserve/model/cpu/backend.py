@@ -27,7 +27,7 @@ from ppserve.model.backend import (
 from ppserve.model.checkpoint import Matrix
 from ppserve.model.cpu.activations import CpuActivation
 from ppserve.model.cpu.fusing import attention_sublayer, mlp_sublayer
-from ppserve.model.cpu.jit import ForSettings
+from ppserve.model.cpu.jit import ForSettings, check_numba
 from ppserve.model.cpu.kernels import variants
 from ppserve.model.cpu.kernels.attention_tile import attention_kernels
 from ppserve.model.cpu.kernels.operations import OPERATIONS
@@ -50,17 +50,18 @@ class CpuBackend:
 
     device = torch.device("cpu")
     read_rows_at_once = 64  # of GPT-2's vocabulary 13 MB
-    # Kernels of our own: more rows are more pieces of the same.
-    more_rows: tuple[int, ...] = ()
     more_head_rows: tuple[int, ...] = ()
 
     def __init__(
         self, dtype: str, num_threads: int = 1, quantization: str = "none", kv_dtype: str | None = None
     ) -> None:
+        check_numba()
         self.precision = cpu_precision(dtype, quantization, kv_dtype)
         variant = variants.in_use()
         # Decided by what the CPU is, never by timing, so that a restarted stage computes the same bits.
         self._product = micro_kernels(dtype_name(self.precision.weights), variant, variants.features())[0]
+        # More rows than pass at once are more blocks of rows.
+        self.more_rows: tuple[int, ...] = (self._product.rows_at_once + 8,)
         self._attention = attention_kernels(dtype_name(self.precision.kv), variant)[0]
         kinds = (self._product, self._attention, Storage(dtype_name(self.precision.hidden)), Storage("float32"))
         self._team = Team(num_threads, ForSettings(work, *kinds))

@@ -8,38 +8,94 @@ Imported by `jit` alone, which says where the cache is before numba looks.
 from __future__ import annotations
 
 import fcntl
+import logging
 import os
+import time
 from pathlib import Path
 
 from numba.core.caching import FunctionCache
 from numba.core.codegen import JITCodeLibrary
 from numba.core.compiler import Compiler
 
+log = logging.getLogger("ppserve.stage")
+
+LONGEST_WAIT_S = 60.0
+"""For another process that compiles the same kernel, or hangs."""
+
+_LOOK_AGAIN_S = 0.02
+
 
 class SharedCache(FunctionCache):
-    """Of the processes that lack the same kernel one compiles it, while the others wait for it."""
+    """Of the processes that lack the same kernel one compiles it, while the others wait for it.
+
+    A cache that is damaged or cannot be written costs compiling, never a start.
+    """
 
     _lock = None
 
+    def __init__(self, function, longest_wait_s=LONGEST_WAIT_S):
+        super().__init__(function)
+        self._longest_wait_s = longest_wait_s
+        self._path = Path(self.cache_path) / self._impl.filename_base
+
     def load_overload(self, sig, target_context):
-        found = super().load_overload(sig, target_context)
+        found, _ = self._look(sig, target_context)
         if found is None:
             self._release()
-            self._impl.locator.ensure_cache_path()
-            path = Path(self.cache_path) / f"{self._impl.filename_base}.lock"
-            # A process that ends, whatever the reason, gives its lock back.
-            self._lock = os.open(path, os.O_RDWR | os.O_CREAT, 0o600)
-            fcntl.flock(self._lock, fcntl.LOCK_EX)
-            found = super().load_overload(sig, target_context)
+            self._acquire()
+            found, damage = self._look(sig, target_context)
+            if damage is not None:
+                log.warning("cached kernel %s.*: %r; it is compiled anew", self._path, damage)
             if found is not None:
                 self._release()
         return found
 
+    def _look(self, sig, target_context):
+        """The kernel, and what is wrong with the cache; either may be None."""
+        try:
+            return super().load_overload(sig, target_context), None
+        except Exception as damage:  # what unpickling raises can be anything
+            return None, damage
+
+    def _acquire(self):
+        """Where the file system has no locks, or there is no file, several may compile the same."""
+        try:
+            self._impl.locator.ensure_cache_path()
+            # A process that ends, whatever the reason, gives its lock back.
+            self._lock = os.open(f"{self._path}.lock", os.O_RDWR | os.O_CREAT, 0o600)
+            until = time.monotonic() + self._longest_wait_s
+            while not self._try_lock():
+                if time.monotonic() > until:
+                    wait = f"{self._longest_wait_s:.0f} s"
+                    log.warning("kernel %s: another process has not compiled it in %s", self._path.name, wait)
+                    return
+                time.sleep(_LOOK_AGAIN_S)
+        except OSError:
+            pass
+
+    def _try_lock(self):
+        try:
+            fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            return False
+        return True
+
     def save_overload(self, sig, data):
         try:
-            super().save_overload(sig, data)
+            self._save(sig, data)
+        except OSError as error:
+            log.warning("kernel %s cannot be kept, and will be compiled at each start: %s", self._path, error)
         finally:
             self._release()
+
+    def _save(self, sig, data):
+        try:
+            super().save_overload(sig, data)
+        except OSError:
+            raise
+        except Exception:  # the index is damaged
+            self.flush()
+            super().save_overload(sig, data)
 
     def _release(self):
         if self._lock is not None:

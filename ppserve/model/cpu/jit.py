@@ -1,55 +1,23 @@
-"""Compiling kernels: numba, once per machine, kept in a cache directory that is ours and writable.
-
-numba decides whether a cached kernel is stale by the modification time of the file it was written in,
-and does not see a change in a file that it calls into. So the directory's name carries a digest of every
-file that takes part: other sources, other directory.
-"""
+"""Compiling kernels: numba, once per machine, kept where `cache_directory` says."""
 
 from __future__ import annotations
 
-import hashlib
 import os
-import stat
 import tempfile
+import time
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar, cast
 
+from ppserve.errors import ConfigError
+from ppserve.model.cpu.cache_directory import VARIABLE, cache_directory, forget_unused
+
 Kernel = TypeVar("Kernel", bound=Callable[..., object])
 
-
-def _digest() -> str:
-    """Names the sources of all kernels."""
-    sources = sorted(Path(__file__).parent.rglob("*.py"))
-    return hashlib.sha256(b"".join(path.read_bytes() for path in sources)).hexdigest()[:16]
-
-
-def _private_directory(path: Path) -> Path | None:
-    """`path`, made if need be, when nobody else can write there (cached kernels are code); else None."""
-    try:
-        path.mkdir(mode=0o700, parents=True, exist_ok=True)
-        status = path.stat()
-        with tempfile.TemporaryFile(dir=path):
-            pass
-    except OSError:
-        return None
-    others_write = status.st_mode & (stat.S_IWGRP | stat.S_IWOTH)
-    return None if status.st_uid != os.getuid() or others_write else path
-
-
-def _cache_directory() -> Path:
-    """The user's cache directory, else one under the temporary directory."""
-    base = os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")
-    name = f"kernels-{_digest()}"
-    for parent in (Path(base) / "ppserve", Path(tempfile.gettempdir()) / f"ppserve-{os.getuid()}"):
-        if (directory := _private_directory(parent / name)) is not None:
-            return directory
-    return Path(tempfile.mkdtemp(prefix="ppserve-kernels-"))
-
-
-if "NUMBA_CACHE_DIR" not in os.environ:
-    os.environ["NUMBA_CACHE_DIR"] = str(_cache_directory())
+_directory = cache_directory(os.environ, Path(tempfile.gettempdir()))
+forget_unused(_directory, time.time())
+os.environ[VARIABLE] = str(_directory)
 
 import numba  # noqa: E402
 
@@ -57,6 +25,19 @@ from ppserve.model.cpu.compiling import PartCompiler, SharedCache  # noqa: E402
 
 # Who imported numba before this file gave it no directory.
 numba.config.reload_config()  # type: ignore[no-untyped-call]
+
+
+NUMBA = (0, 62), (0, 69)
+"""The first version, and the first after the last, as in pyproject.toml: kernels use parts of numba that are not
+public, and LLVM before 20, in versions before 0.62, ends the process over bfloat16 dot products."""
+
+
+def check_numba(version: str = numba.__version__) -> None:
+    """Raises ConfigError."""
+    first, end = NUMBA
+    if not first <= tuple(int(part) for part in version.split(".")[:2]) < end:
+        known = f">={first[0]}.{first[1]},<{end[0]}.{end[1]}"
+        raise ConfigError("numba", f"version {version} is installed, and the kernels need {known}")
 
 
 def kernel(function: Kernel) -> Kernel:

@@ -8,10 +8,12 @@ import numpy as np
 import pytest
 import torch
 
+from ppserve.errors import ConfigError
 from ppserve.model.cpu.kernels.operations import SMALLEST_BF16
 from ppserve.model.cpu.kernels.products import micro_kernels
 from ppserve.model.cpu.kernels.tile_code import MicroKernel
 from ppserve.model.cpu.kernels.variants import choose, features
+from ppserve.model.cpu.kernels.weights import MOST_INT8_INPUTS
 from tests.model.cpu.products import Floats, Product
 
 pytestmark = pytest.mark.slow
@@ -158,6 +160,13 @@ def test_int8_at_its_limits_is_exact(kind: MicroKernel) -> None:
     weight[1::2], x[1] = -1.0, -1.0
     y = Product(kind, "int8", weight, None)(x)
     np.testing.assert_allclose(y, np.array([[4096, -4096] * 16, [-4096, 4096] * 16]), rtol=1e-6)
+
+
+def test_int8_refuses_more_inputs_than_its_sums_have_room_for() -> None:
+    kind, inputs = kinds("int8")[0], MOST_INT8_INPUTS + 1
+    assert 127 * 127 * MOST_INT8_INPUTS < 2**31 <= 127 * 127 * inputs
+    with pytest.raises(ConfigError, match=f"at most {MOST_INT8_INPUTS} inputs; this model has one of {inputs}"):
+        Product(kind, "int8", torch.zeros(1, inputs), None)
 
 
 @pytest.mark.parametrize(("precision", "kind"), EVERY)

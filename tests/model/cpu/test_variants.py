@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
+
 import pytest
 
 from ppserve.errors import ConfigError
 from ppserve.model.cpu.kernels.products import CHOICES, micro_kernels, multiplies_bfloat16
-from ppserve.model.cpu.kernels.variants import NEEDS, available, choose, features
+from ppserve.model.cpu.kernels.variants import NEEDS, available, choose, enabled, features
 
 HASWELL = frozenset({"sse2", "avx2", "fma"})
 SKYLAKE = HASWELL | NEEDS["avx512"]
@@ -37,6 +41,15 @@ def test_the_best_that_the_cpu_can_run(found: frozenset[str], best: str) -> None
 
 def test_a_variant_is_not_available_without_those_before_it() -> None:
     assert available(HASWELL | NEEDS["avx512_bf16"]) == ("portable", "avx2")
+
+
+def test_numbas_settings_bound_the_variant() -> None:
+    assert enabled("+avx2,-avx512f,+fma") == {"avx2", "fma"}
+    assert available(SKYLAKE & enabled("")) == ("portable",)
+    code = "from ppserve.model.cpu.backend import variants; print(variants.in_use())"
+    for name, value in (("NUMBA_CPU_NAME", "generic"), ("NUMBA_ENABLE_AVX", "0")):
+        told = subprocess.run([sys.executable, "-c", code], env={**os.environ, name: value}, capture_output=True)
+        assert told.stdout == b"portable\n"
 
 
 def test_an_unknown_variant_is_refused_by_the_name_of_the_variable() -> None:

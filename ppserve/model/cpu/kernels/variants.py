@@ -12,8 +12,10 @@ import os
 import platform
 from collections.abc import Mapping
 from functools import cache
+from typing import Any
 
 from llvmlite import binding
+from numba.core.registry import cpu_target
 
 from ppserve.errors import ConfigError
 
@@ -33,9 +35,22 @@ Features = frozenset[str]
 
 @cache
 def features() -> Features:
-    """What this CPU has, by LLVM's names. AMX only where the system grants its state to this process."""
-    found = {name for name, has in binding.get_host_cpu_features().items() if has}
+    """What this CPU has and numba compiles for, by LLVM's names; nothing where LLVM cannot tell.
+
+    AMX only where the system grants its state to this process.
+    """
+    try:
+        host = {name for name, has in binding.get_host_cpu_features().items() if has}
+    except RuntimeError:
+        return frozenset()
+    codegen: Any = cpu_target.target_context.codegen()
+    found = host & enabled(codegen.magic_tuple()[2])
     return frozenset(found if _grants_tiles(found) else found - NEEDS["amx"])
+
+
+def enabled(target: str) -> set[str]:
+    """Those that a description of LLVM's switches on: `+avx2,-avx512f`. An operator may have changed numba's."""
+    return {word[1:] for word in target.split(",") if word.startswith("+")}
 
 
 def _grants_tiles(found: set[str]) -> bool:

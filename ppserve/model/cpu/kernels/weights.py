@@ -11,6 +11,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from ppserve.errors import ConfigError
 from ppserve.model.checkpoint import Matrix
 from ppserve.model.cpu.kernels.memory import address, aligned
 from ppserve.model.cpu.kernels.operations import OPERATIONS, SMALLEST_BF16
@@ -24,6 +25,8 @@ READ_BYTES = 8 << 20
 """Of a matrix as float32: the most that is in memory beside the packed weights."""
 
 _MOST_INT8 = 127
+MOST_INT8_INPUTS = (2**31 - 1) // _MOST_INT8**2
+"""Of a linear layer: a sum of more products may not fit in 32 bits."""
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "int8": torch.int8}
 
 
@@ -35,13 +38,17 @@ class PackedWeights:
     """A matrix and its bias for one micro-kernel.
 
     Products start from the bias in float32, so that a result is one chain of multiply-adds; for the others the
-    bias is added at the end. int8 weights are symmetric, one scale for each output.
+    bias is added at the end. int8 weights are symmetric, one scale for each output. Raises ConfigError where there
+    are more inputs than int8 sums have room for.
     """
 
     def __init__(
         self, weight_NK: Matrix, bias_N: torch.Tensor | None, precision: str, kind: MicroKernel
     ) -> None:
         self.num_outputs, self.num_inputs = weight_NK.shape
+        if precision == "int8" and self.num_inputs > MOST_INT8_INPUTS:
+            most = f"int8 takes linear layers of at most {MOST_INT8_INPUTS} inputs"
+            raise ConfigError("--quantization", f"{most}; this model has one of {self.num_inputs}")
         self.kind = kind
         self._dtype = _DTYPES[precision]
         per_word = 4 // self._dtype.itemsize

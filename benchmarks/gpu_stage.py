@@ -2,9 +2,10 @@
 
     python benchmarks/gpu_stage.py [SECTION ...] [--dtype bfloat16] [--json FILE]
 
-Sections: tests, waits, invariance, steps, host, prompts, served. Without any, all of them; one that fails says why
-and the others go on. Weights are random. Steps are timed by the host, over many in a row, and by the device's own
-events; the floor is bytes over bandwidth. `--device cpu --small` tries the script itself, by reference operators.
+Sections: tests, waits, invariance, steps, host, prompts, served, ranks. Without any, all of them; one that fails
+says why and the others go on. Weights are random. Steps are timed by the host, over many in a row, and by the
+device's own events; the floor is bytes over bandwidth. `--device cpu --small` tries the script itself, by
+reference operators.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ import tempfile
 import time
 import traceback
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field, replace
+from dataclasses import astuple, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +26,7 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
+from benchmarks import gpu_ranks
 from benchmarks.stage_step import GPT2, RandomWeights
 from ppserve.core.architecture import Architecture, StageLayout, sublayer_params
 from ppserve.core.plan import Draw, Slice, StepPlan
@@ -292,6 +294,31 @@ def served(bench: Bench) -> None:
         _transformers(bench, model.to(bench.device).eval(), prompts, new)
 
 
+def ranks(bench: Bench) -> None:
+    """Two stages as two processes on one GPU, over NCCL: what one stage draws, the time of a step, and the end of
+    a wait for a stage that has died."""
+    arch = next(iter(bench.models.values()))
+    one = Alone(bench, arch, gpu_ranks.SEQUENCES, batch_invariant=True)
+    alone = [[drawn.token_id for drawn in one.step(list(plan.slices))[1][0]] for plan in gpu_ranks.plans(arch)]
+    of = [str(bench.device), bench.dtype, json.dumps(astuple(arch))]
+    with tempfile.TemporaryDirectory() as folder:
+        both = [
+            subprocess.Popen(
+                [sys.executable, gpu_ranks.__file__, str(rank), folder, *of], stdout=subprocess.PIPE, text=True
+            )
+            for rank in range(2)
+        ]
+        try:
+            said = both[1].communicate(timeout=180)[0]
+        finally:
+            for process in both:
+                process.kill()
+                process.wait()
+    found = json.loads(said.splitlines()[-1])
+    drawn = found.pop("drawn")
+    bench.note("ranks", two_processes_say_the_same=drawn == alone, **found)
+
+
 def _transformers(bench: Bench, model: Any, prompts: list[list[int]], new: int) -> None:
     from transformers import GenerationConfig
 
@@ -322,7 +349,7 @@ def _transformers(bench: Bench, model: Any, prompts: list[list[int]], new: int) 
 
 
 SECTIONS: dict[str, Callable[[Bench], None]] = {
-    of.__name__: of for of in (tests, waits, invariance, steps, host, prompts, served)
+    of.__name__: of for of in (tests, waits, invariance, steps, host, prompts, served, ranks)
 }
 
 

@@ -14,6 +14,7 @@ from collections import defaultdict
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
+from zlib import crc32
 
 import click
 import torch
@@ -33,7 +34,7 @@ BLOCK_SIZE = 16
 
 @dataclass
 class RandomWeights:
-    """GPT-2's initialisation: normal, 0.02."""
+    """GPT-2's initialisation: normal, 0.02. The same in every process."""
 
     architecture: Architecture
     path: Path = Path("random")
@@ -52,7 +53,8 @@ class RandomWeights:
             return torch.ones(width) if kind == "weight" else torch.zeros(width)
         if kind == "bias":
             return torch.zeros(outputs[part])
-        return torch.randn(outputs[part], inner if name.endswith("mlp.c_proj.weight") else width) * 0.02
+        shape = outputs[part], inner if name.endswith("mlp.c_proj.weight") else width
+        return torch.randn(shape, generator=torch.Generator().manual_seed(crc32(name.encode()))) * 0.02
 
 
 class Watch:

@@ -37,3 +37,7 @@ MAX_BIAS = 100.0
 MAX_COUNT = 2**32 - 1
 MAX_SEED = 2**64 - 1
 MAX_PRIORITY = 2**31 - 1
+# Priorities beyond these count as these. Ten seconds of waiting raise a request by one, so that no caller can hold
+# up the others for more than minutes.
+MOST_URGENT = 10
+LEAST_URGENT = -10

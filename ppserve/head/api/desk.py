@@ -24,6 +24,7 @@ from ppserve.head.api.requests import (
     check_text,
     is_fit_for_logs,
     min_new_tokens,
+    priority_of,
     to_request,
 )
 from ppserve.head.api.stream import RequestStream
@@ -85,7 +86,7 @@ class FrontDesk:
         """
         check(asked, self.card)
         if not self._draining:
-            self._engine.refuse_early(min_new_tokens(asked, self.card), asked.priority, call.deadline_s)
+            self._engine.refuse_early(min_new_tokens(asked, self.card), priority_of(asked), call.deadline_s)
         prompt = asked.prompt
         prompt_ids = await self._encode("prompt", prompt) if isinstance(prompt, str) else prompt
         request = to_request(asked, prompt_ids, self.card, call)

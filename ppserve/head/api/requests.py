@@ -19,6 +19,7 @@ from ppserve.errors import InvalidRequest, Violation
 from ppserve.head.api.call import Call
 from ppserve.head.cards import ModelCard
 from ppserve.head.limits import (
+    LEAST_URGENT,
     MAX_BIAS,
     MAX_COUNT,
     MAX_PENALTY,
@@ -28,6 +29,7 @@ from ppserve.head.limits import (
     MAX_TEMPERATURE,
     MIN_REPETITION_PENALTY,
     MIN_TEMPERATURE,
+    MOST_URGENT,
 )
 
 # A request may have thousands of mistakes; so many are enough to tell.
@@ -191,6 +193,11 @@ def min_new_tokens(asked: Asked, card: ModelCard) -> int:
     return max(0, min(asked.max_tokens, card.max_context - max(1, most)))
 
 
+def priority_of(asked: Asked) -> int:
+    """As it counts, whatever was asked for."""
+    return max(LEAST_URGENT, min(asked.priority, MOST_URGENT))
+
+
 def named_for(field: str, names: Mapping[str, str], home: str = "") -> str:
     """A field of an error as another protocol calls it: by `names`, else the part after the dot, with `home` in
     front."""
@@ -240,7 +247,7 @@ def to_request(asked: Asked, prompt_ids: Sequence[int], card: ModelCard, call: C
         resume_index=None if asked.resume is None else asked.resume.index,
         resume_ids=resume_ids,
         limited_by_context=asked.max_tokens is None or asked.max_tokens > room,
-        priority=asked.priority,
+        priority=priority_of(asked),
         caller=call.caller,
         deadline_s=call.deadline_s,
     )

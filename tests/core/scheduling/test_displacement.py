@@ -5,13 +5,14 @@ from __future__ import annotations
 import random
 from dataclasses import replace
 from functools import partial
-from itertools import pairwise
+from itertools import count, pairwise
 
 import pytest
 
 from ppserve.core.request import FinishReason
 from ppserve.core.scheduling.displacement import MAX_SAVED, MIN_GAIN
 from ppserve.core.scheduling.sequence import SequenceGroup
+from ppserve.head.limits import MOST_URGENT
 from tests.core.scheduling.invariants import check_scheduler
 from tests.core.scheduling.rig import SchedulerRig, a_request, a_rig, fill
 from tests.core.scheduling.test_scheduler_walk import Oracle
@@ -168,6 +169,24 @@ def test_a_lower_priority_displaces_nobody() -> None:
     turn(rig, 3)
     assert not displaced(rig)
     rig.drain()
+
+
+def test_a_caller_of_the_highest_priority_does_not_starve_others() -> None:
+    """It always has eight requests, for four places."""
+    rig, numbers = a_rig(num_stages=1, max_num_seqs=4), count()
+
+    def keep_eight() -> None:
+        while sum(group.caller == "top" for group in rig.scheduler.intake.groups.values()) < 8:
+            rig.submit(a_request(f"top{next(numbers)}", max_tokens=10, caller="top", priority=MOST_URGENT))
+
+    keep_eight()
+    rig.submit(a_request("light", max_tokens=3, caller="light"))
+    began_s = rig.now
+    while "light" in rig.scheduler.intake.groups:
+        rig.now += 1.0
+        turn(rig)
+        keep_eight()
+        assert rig.now - began_s < 200.0
 
 
 def test_who_was_displaced_gains_tokens_before_it_is_displaced_again() -> None:

@@ -18,6 +18,7 @@ from ppserve.head.api.requests import (
     check_text,
     is_fit_for_logs,
     min_new_tokens,
+    priority_of,
     to_request,
 )
 from tests.fake_engine import CARD, EOS
@@ -169,6 +170,15 @@ def test_every_field_reaches_the_core(field: str) -> None:
     plain = Asked()
     changed = replace(plain, **{field: CHANGED.get(field) or BY_TYPE[type(getattr(plain, field))]})
     assert to_request(changed, [1], CARD, CALL) != to_request(plain, [1], CARD, CALL)
+
+
+@pytest.mark.parametrize(
+    ("priority", "counted"), [(2**31 - 1, 10), (11, 10), (10, 10), (-10, -10), (-11, -10), (-(2**31), -10)]
+)
+def test_priorities_are_clamped(priority: int, counted: int) -> None:
+    asked = Asked(priority=priority)
+    check(asked, CARD)
+    assert to_request(asked, [1], CARD, CALL).priority == counted == priority_of(asked)
 
 
 def test_numbers_are_those_that_grpc_carries() -> None:

@@ -57,7 +57,7 @@ class Keeper:
         self._config = config
         self._rank, self._world_size = rank, world_size
         self._meeting = meeting
-        self._found_head = self._connected = self._was_ready = False
+        self._found_head = self._connected = self._is_ready = self._was_ready = False
         self._spawn, self._clock, self._sleep = spawn, clock, sleep
         self._child: StageProcess | None = None
         self._spare, self._spare_from_s = spare, 0.0
@@ -105,7 +105,8 @@ class Keeper:
             if code == EXIT_FAILED:
                 return 1
             if self._connected or code != EXIT_HEAD_GONE:
-                deaths = 1 if served else deaths + 1
+                # An idle stage that was ready when it lost its link would have served.
+                deaths = 1 if served or (self._is_ready and code == EXIT_HEAD_GONE) else deaths + 1
             if self._connected:
                 had_head_s = self._clock()
             if deaths == MAX_DEATHS:
@@ -117,7 +118,7 @@ class Keeper:
         """Starts a stage and waits for its end: (whether it computed a step, exit code)."""
         start = self._spawn, self._name, self._is_overdue, self._clock, self._sleep
         child, self._spare = self._spare or start_patiently(*start), None
-        self._child, self._connected = child, False
+        self._child, self._connected, self._is_ready = child, False, False
         child.start(wire.Start(self._config, self._rank, self._world_size, self._meeting))
         served = self._watch(child)
         code = child.end()
@@ -148,7 +149,7 @@ class Keeper:
                     prepared = True
                     self._found_head = self._connected = True
                 elif line == "ready":
-                    self._was_ready = True
+                    self._is_ready = self._was_ready = True
                 elif line == "served":
                     served = True
             if served and self._spare is None and not self._stopping and now_s >= self._spare_from_s:

@@ -185,7 +185,8 @@ def why_not_deterministic(*replicas: tuple[Member, ...]) -> list[str]:
     kernels = {tuple(member.loaded and member.loaded.kernels for member in members) for members in replicas}
     if len(kernels) > 1:
         problem = "replicas compute with other kernels: a request may get other tokens at one than at another"
-        reasons[f"{problem}, and in the middle of its answer if one is lost"] = None
+        remedy = _remedy([member for members in replicas for member in members])
+        reasons[f"{problem}, and in the middle of its answer if one is lost{remedy}"] = None
     return list(reasons)
 
 
@@ -198,9 +199,20 @@ def _why_not(members: tuple[Member, ...]) -> list[str]:
             reasons.append(
                 f"stage 0 computes with {first}, stage {stage} with {of.kernels}: other requests, chunks and"
                 " lost stages change nothing, but other layers per stage, or other hosts, may give other tokens"
+                + _remedy(members)
             )
             break
     return reasons
+
+
+def _remedy(members: Sequence[Member]) -> str:
+    """What gives all of them the same kernels; empty where one is no CPU."""
+    can = [(member.hello.host, member.loaded.variants) for member in members if member.hello and member.loaded]
+    common = [name for name in can[0][1] if all(name in variants for _, variants in can)]
+    if not common:
+        return ""
+    best = ", ".join(dict.fromkeys(f"{host} {variants[-1]}" for host, variants in can))
+    return f"; set PPSERVE_CPU_KERNELS={common[-1]} on every host (the best that each can run: {best})"
 
 
 def describe_model(

@@ -60,6 +60,12 @@ class Compute:
             return CpuBackend(dtype, self.threads, self.quantization, self.kv_dtype)
         return CudaBackend(self.device, dtype, self.options)
 
+    @property
+    def kernel_variants(self) -> tuple[str, ...]:
+        """Those of which PPSERVE_CPU_KERNELS may name one, weakest first."""
+        ours = self.device.type == "cpu" and not self.reference
+        return variants.available(variants.features()) if ours else ()
+
     def occupy(self) -> None:
         """For the process or thread that is this stage: torch takes over its GPU and its number of threads.
 

@@ -185,6 +185,7 @@ class StageLoop:
                 kv_bytes=cache.kv_cache_memory or compute.kv_budget_bytes(model.weight_bytes),
                 why_not=why_not,
                 kernels=backend.describe(),
+                variants=compute.kernel_variants,
             )
         )
 

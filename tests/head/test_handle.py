@@ -7,7 +7,7 @@ from typing import Any
 
 from ppserve.core.architecture import Split, stage_layouts
 from ppserve.core.partition import Parts
-from ppserve.head.handle import PipelineHandle, predicted_step_s
+from ppserve.head.handle import PipelineHandle, predicted_step_s, why_not_deterministic
 
 
 def reading(serves: bool, running: int, kv_usage: float) -> Any:
@@ -47,3 +47,20 @@ def test_a_stage_is_predicted_to_be_as_fast_as_its_slowest_tensor_rank() -> None
     assert predicted_step_s(decision, (stage(1.0, 2.0), stage(1.0, 4.0))) == (6.0, 3.0)
     assert predicted_step_s(decision, (stage(1.0), stage(3.0))) == (4.0, 2.0)
     assert predicted_step_s(decision, (stage(1.0, 2.0), stage(1.0, None))) == ()
+
+
+def on(stage: int, host: str, kernels: str, *variants: str) -> Any:
+    loaded = SimpleNamespace(kernels=kernels, variants=variants, why_not="")
+    return SimpleNamespace(stage=stage, hello=SimpleNamespace(host=host), loaded=loaded)
+
+
+def test_unequal_kernels_are_told_with_what_makes_them_equal() -> None:
+    old = on(0, "old", "fma", "portable", "avx2", "avx512")
+    new = on(1, "new", "dots", "portable", "avx2", "avx512", "avx512_bf16", "amx")
+    remedy = "; set PPSERVE_CPU_KERNELS=avx512 on every host (the best that each can run: old avx512, new amx)"
+    for replicas in ([(old, new)], [(old,), (new,)]):
+        (told,) = why_not_deterministic(*replicas)
+        assert told.endswith(remedy)
+    (told,) = why_not_deterministic((old, on(1, "gpu", "torch")))
+    assert "PPSERVE_CPU_KERNELS" not in told
+    assert not why_not_deterministic((old, on(1, "new", "fma", "portable")))

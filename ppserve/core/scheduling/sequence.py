@@ -81,8 +81,7 @@ class SequenceEvent:
 
 
 class Sequence:
-    """The progress of one answer. Changed in `core.scheduling` only: by the scheduler, its roster and prefix
-    cache.
+    """The progress of one answer. Changed in `core.scheduling` only.
 
     known_end: set when the sequence ends without a draw (only scored, or resumed complete). fork_block: for n > 1,
     the leader's partly filled prompt block, copied before this sequence's first slice. loss_mark: the number of

@@ -3,9 +3,11 @@
 The states of a rank's stage process, and the changes between them (`_NEXT`):
 
     ABSENT ──Hello──▶ LOADING ──Loaded──▶ LOADED ──Form──▶ FORMING ──Ready──▶ READY
-       ▲                                    ▲                  └───epoch lost────┤
-       │                                    │                                    ▼
-       └── connection ends (any state)      └─────────────Broken───────────── LEAVING
+       ▲                                   ▲ ▲                │ │              │ │
+       │                                   │ └─────Broken─────┴─│──────────────┘ │
+       │                                   │                    └───epoch lost───┤
+       │                                   │                                     ▼
+       └── connection ends (any state)     └──────────────Broken───────────── LEAVING
 
 A rank that finds its transport broken leaves by itself: from FORMING or READY to LOADED. A message that asks
 for any other change is an error of the rank that sent it.

@@ -1,4 +1,7 @@
-"""The engine's callbacks for metrics, trace and live page. They run in its thread and must not change anything."""
+"""The engine's callbacks for metrics, trace and live page. They must not change anything.
+
+All but `refused` run in the engine's thread.
+"""
 
 from __future__ import annotations
 

@@ -46,7 +46,7 @@ def test_a_variant_is_not_available_without_those_before_it() -> None:
 def test_numbas_settings_bound_the_variant() -> None:
     assert enabled("+avx2,-avx512f,+fma") == {"avx2", "fma"}
     assert available(SKYLAKE & enabled("")) == ("portable",)
-    code = "from ppserve.model.cpu.backend import variants; print(variants.in_use())"
+    code = "from ppserve.model.cpu.kernels import variants; print(variants.in_use())"
     for name, value in (("NUMBA_CPU_NAME", "generic"), ("NUMBA_ENABLE_AVX", "0")):
         told = subprocess.run([sys.executable, "-c", code], env={**os.environ, name: value}, capture_output=True)
         assert told.stdout == b"portable\n"

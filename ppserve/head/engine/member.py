@@ -20,6 +20,7 @@ from enum import Enum, auto
 
 from ppserve import wire
 from ppserve.core.architecture import Architecture, StageLayout
+from ppserve.core.ledger.account import in_head_clock
 from ppserve.core.plan import StepResult
 from ppserve.core.scheduling.config import SchedulerConfig
 
@@ -108,7 +109,7 @@ class Member:
 
     progress: (bytes loaded, of how many). since_ns: when this state began. leave_by_ns: when a rank that is
     LEAVING is cut off. round_trips: of its latest pings, each with its clock minus the head's as measured by it.
-    complaints: epochs in a row that could not form because of an error at this stage.
+    complaints: epochs in a row that an error at this stage ended, none of which computed a step after the first.
     """
 
     rank: int
@@ -128,6 +129,10 @@ class Member:
     def clock_offset_ns(self) -> int:
         """By the shortest of the round trips. Older ones are forgotten, because clocks drift."""
         return min(self.round_trips)[1] if self.round_trips else 0
+
+    def on_head_clock(self, result: StepResult) -> StepResult:
+        offset_ns = self.clock_offset_ns
+        return replace(result, stamps=in_head_clock(result.stamps, offset_ns)) if offset_ns else result
 
     def moved(self, state: StageState, now_ns: int) -> Member:
         """This rank in another state from now on. Raises InvalidMove where `_NEXT` has no such change."""

@@ -16,8 +16,6 @@ from typing import Any, Protocol
 
 from ppserve import wire
 from ppserve.core.grid import RankGrid
-from ppserve.core.ledger.account import in_head_clock
-from ppserve.core.plan import StepResult
 from ppserve.errors import UsageError
 from ppserve.head.engine.layout import stage_addresses, what_changed
 from ppserve.head.engine.member import (
@@ -56,8 +54,8 @@ _LEAVE_FORMING_WITHIN_NS = 2_000_000_000
 _SETTLE_NS = 200_000_000
 # Each attempt that fails doubles it up to this, so that ten attempts outlast a link that is down for a minute.
 _SETTLE_AT_MOST_NS = 20_000_000_000
-# A stage whose errors kept so many epochs in a row from forming is replaced; after so many that did not form, for
-# whatever reason, the server ends.
+# A stage whose errors ended so many epochs in a row before a step was computed is replaced; after so many that did
+# not form, for whatever reason, or that errors ended before a step, the server ends.
 _MAX_COMPLAINTS = 3
 _MAX_ATTEMPTS = 10
 # A longer time between two ticks means that the head itself did not run.
@@ -119,8 +117,8 @@ class Members:
         self._control = control
         self._pinged_ns = self._ticked_ns = self._settled_ns = 0
         self._addresses: tuple[str, ...] = ()
-        self._forming = False
-        self._attempts = 0
+        self._forming = self._worked = False  # worked: this epoch has computed a step
+        self._attempts = self._fruitless = 0  # epochs in a row that failed; of these, those that had formed
 
     def __getitem__(self, rank: int) -> Member:
         return self.all[self._place[rank]]
@@ -162,8 +160,13 @@ class Members:
         member = self[rank]
         match message:
             case wire.Result(result):
-                current = self.formed and result.epoch == self.epoch and result.stage == self._place[rank]
-                return [_on_head_clock(member, result)] if current else []
+                if not self.formed or (result.epoch, result.stage) != (self.epoch, self._place[rank]):
+                    return []
+                if member.stage == self.num_stages - 1 and not self._worked:
+                    self._worked, self._attempts, self._fruitless = True, 0, 0
+                    for other in self.all:
+                        self._update(other.rank, complaints=0)
+                return [member.on_head_clock(result)]
             case wire.Heartbeat():
                 self._align_clock(member, message, now_ns)
                 return []
@@ -341,9 +344,7 @@ class Members:
         self._move(member.rank, StageState.READY, now_ns)
         if any(other.state is not StageState.READY for other in self.all):
             return []
-        self.formed, self._forming, self._attempts = True, False, 0
-        for other in self.all:
-            self._update(other.rank, complaints=0)
+        self.formed, self._forming, self._worked, self._attempts = True, False, False, self._fruitless
         return [Formed(self.epoch, self.num_blocks)]
 
     def _left(self, member: Member, broken: wire.Broken, now_ns: int) -> list[MemberEvent]:
@@ -352,9 +353,11 @@ class Members:
             return []
         self._move(member.rank, StageState.LOADED, now_ns)
         if member.state is not StageState.LEAVING:
-            if self._forming:
-                self._complained(member)
-            return self._lose_epoch(broken.reason, member.stage, now_ns)
+            is_fruitless = self.formed and not self._worked
+            self._complained(member)
+            lost = self._lose_epoch(broken.reason, member.stage, now_ns)
+            self._fruitless += is_fruitless
+            return [*lost, *self._failed("compute a step", broken.reason)] if is_fruitless else lost
         return self._form_if_complete(now_ns)
 
     def _lose_epoch(self, cause: str, stage: int | None, now_ns: int) -> list[MemberEvent]:
@@ -367,20 +370,19 @@ class Members:
                 within_ns = _LEAVE_WITHIN_NS if was_formed else _LEAVE_FORMING_WITHIN_NS
                 self._move(member.rank, StageState.LEAVING, now_ns)
                 self._update(member.rank, leave_by_ns=now_ns + within_ns)
-        if was_formed:
-            return [EpochLost(self.epoch, cause, stage)]
-        if not self._forming:
-            return []
+        if was_formed or not self._forming:
+            return [EpochLost(self.epoch, cause, stage)] if was_formed else []
         log.warning("epoch %d did not form: %s", self.epoch, cause)
         self._forming = False
+        return self._failed("form", cause)
+
+    def _failed(self, what: str, cause: str) -> list[MemberEvent]:
         self._attempts += 1
-        if self._attempts < _MAX_ATTEMPTS:
-            return []
-        reason = f"the pipeline did not form in {_MAX_ATTEMPTS} attempts; the last one: {cause}"
-        return [Hopeless(reason, usage=False)]
+        reason = f"the pipeline did not {what} in {_MAX_ATTEMPTS} attempts; the last one: {cause}"
+        return [Hopeless(reason, usage=False)] if self._attempts >= _MAX_ATTEMPTS else []
 
     def _complained(self, member: Member) -> None:
-        """Its transport or its cache failed while the epoch formed. If it keeps failing, a new process may not."""
+        """Its transport, its cache or a step failed. If it keeps failing, a new process may not."""
         complaints = member.complaints + 1
         self._update(member.rank, complaints=complaints % _MAX_COMPLAINTS)
         if complaints == _MAX_COMPLAINTS:
@@ -391,9 +393,3 @@ class Members:
         if member.hello is not None and member.hello.machine != self._machine:
             measured = (now_ns - beat.echo_ns, beat.clock_ns - (beat.echo_ns + now_ns) // 2)
             self._update(member.rank, round_trips=(*member.round_trips, measured)[-_NUM_ROUND_TRIPS:])
-
-
-def _on_head_clock(member: Member, result: StepResult) -> StepResult:
-    if not member.clock_offset_ns:
-        return result
-    return replace(result, stamps=in_head_clock(result.stamps, member.clock_offset_ns))

@@ -6,7 +6,8 @@ A seed that fails prints what happened; `History(seed).run()` replays it.
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -14,11 +15,15 @@ import pytest
 from ppserve import wire
 from ppserve.core.ledger.tensor_ranks import TensorRanks
 from ppserve.core.plan import StepResult
+from ppserve.core.request import FinishReason
 from ppserve.core.scheduling.sequence import SequenceEvent
+from ppserve.errors import RequestError
 from ppserve.head.engine.member import EpochLost, MemberEvent, StageState
 from ppserve.head.engine.members import Members
+from ppserve.head.engine.output import TokenOutput
 from ppserve.head.engine.replica import Replica
 from tests.head.engine.history import History
+from tests.head.engine.simulated_stages import StageProcess
 
 NUM_HISTORIES = 2_000
 AT_ONCE = 250
@@ -140,3 +145,48 @@ def histories_to_find(at_most: int, **kind: Any) -> int:
         except AssertionError:
             return seed + 1
     return at_most + 1
+
+
+class Ends:
+    """How the requests of a history ended."""
+
+    def __init__(self) -> None:
+        self.finished: list[FinishReason] = []
+        self.failed: list[RequestError] = []
+
+    def push(self, outputs: Sequence[TokenOutput]) -> None:
+        self.finished += [output.finish for output in outputs if output.finish is not None]
+        self.failed += [output.error for output in outputs if output.error is not None]
+
+
+@pytest.mark.parametrize("heals", [True, False])
+def test_a_last_stage_whose_every_step_fails_is_replaced_or_ends_the_server(
+    monkeypatch: pytest.MonkeyPatch, heals: bool
+) -> None:
+    """heals: a new process of it computes, as after an error that stays in a GPU's context; nobody is blamed."""
+    compute = StageProcess._compute
+
+    def fail(stage: StageProcess) -> None:
+        if not stage._is_last or (heals and stage._host.num_deaths):
+            compute(stage)
+        elif stage._is_ready and stage._plans:
+            stage._break("step failed")
+
+    monkeypatch.setattr(StageProcess, "_compute", fail)
+    history = next(h for h in (History(seed, num_replicas=1) for seed in range(9)) if h.num_stages > 1)
+    ends, engine = Ends(), history.engine
+    monkeypatch.setattr(history, "_check", lambda: None)  # it knows nothing of these requests
+    history.fleet.start()
+    history._tick()
+    while not engine.formed.done():
+        history.world.step()
+    for number in range(8):
+        request = replace(history._some_request(100 + number, False), deadline_s=None, num_sequences=1)
+        engine.submit(request, ends, None)
+    while len(ends.finished) + len(ends.failed) < 8:
+        history.world.step()
+    assert engine.failed.done() is not heals
+    if heals:
+        assert not ends.failed
+    else:
+        assert "did not compute a step in 10 attempts" in engine.failed.result().reason

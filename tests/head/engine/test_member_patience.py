@@ -6,8 +6,8 @@ import pytest
 
 from ppserve import wire
 from ppserve.core.plan import StepResult, StepStamps
-from ppserve.head.engine.member import EpochLost, Formed, Hopeless, MemberEvent
-from tests.head.engine.members_rig import SECOND, MembersRig, answer, loaded_pipeline
+from ppserve.head.engine.member import EpochLost, Formed, Hopeless, MemberEvent, StageState
+from tests.head.engine.members_rig import SECOND, MembersRig, answer, loaded_pipeline, result
 
 
 @pytest.mark.parametrize(("formed", "patience_s"), [(True, 25), (False, 2)])
@@ -130,17 +130,72 @@ def test_after_ten_epochs_that_did_not_form_the_server_ends_with_the_reason() ->
     assert events == [Hopeless(reason, usage=False)]
 
 
-def test_an_epoch_that_forms_ends_the_count() -> None:
+def test_an_epoch_that_computes_a_step_ends_the_count() -> None:
     pipeline = loaded_pipeline()
     for _ in range(5):
         for _ in range(2):
             assert fail_to_form(pipeline, 1) == []
         pipeline.sent.clear()
         pipeline.tick(1)
-        assert pipeline.join() == [Formed(pipeline.members.epoch, 10)]
+        epoch = pipeline.members.epoch
+        assert pipeline.join() == [Formed(epoch, 10)]
+        pipeline.say(1, wire.Result(StepResult(epoch, 1, 1, StepStamps(*range(6)))))
         for stage in range(2):
-            pipeline.say(stage, wire.Broken(pipeline.members.epoch, "reset"))
+            pipeline.say(stage, wire.Broken(epoch, "reset"))
     assert pipeline.dropped == []
+
+
+def fail_at_first_step(pipeline: MembersRig, by: int) -> list[MemberEvent]:
+    """An epoch that forms, computes the first stage's part of a step, and fails."""
+    if pipeline.members.first.state is StageState.LOADED:
+        pipeline.sent.clear()
+        pipeline.tick(21)
+    pipeline.join()
+    epoch = pipeline.members.epoch
+    pipeline.say(0, result(epoch))
+    events = pipeline.say(by, wire.Broken(epoch, "step 7 failed"))
+    return events + pipeline.say(1 - by, wire.Broken(epoch, "told"))
+
+
+def test_a_stage_whose_first_step_keeps_failing_is_replaced_at_the_third() -> None:
+    pipeline = loaded_pipeline()
+    for _ in range(3):
+        assert pipeline.dropped == []
+        fail_at_first_step(pipeline, 1)
+    assert pipeline.dropped == [(1, "forming")]
+
+
+def test_after_ten_epochs_without_a_step_the_server_ends_with_the_reason() -> None:
+    """Also where some of them did not even form."""
+    pipeline = loaded_pipeline()
+    for attempt in range(9):
+        events = fail_at_first_step(pipeline, attempt % 2)
+        assert not any(isinstance(event, Hopeless) for event in events), f"after {attempt}"
+        if attempt == 4:
+            assert fail_to_form(pipeline, 0) == []
+        for stage, cause in pipeline.dropped:
+            pipeline.members.gone(stage, cause, pipeline.now_ns)
+            pipeline.hello(stage)
+            pipeline.loaded(stage)
+        pipeline.dropped.clear()
+    reason = "the pipeline did not compute a step in 10 attempts; the last one: step 7 failed"
+    assert Hopeless(reason, usage=False) in fail_at_first_step(pipeline, 1)
+
+
+def test_an_idle_server_may_lose_its_links_as_often_as_it_likes() -> None:
+    """Epochs that nobody asked for a step are no attempts, and what it took to form them is forgotten."""
+    pipeline = loaded_pipeline()
+    for _ in range(20):
+        assert fail_to_form(pipeline, 0) == []
+        pipeline.dropped.clear()
+        pipeline.sent.clear()
+        pipeline.tick(21)
+        assert pipeline.join() == [Formed(pipeline.members.epoch, 10)]
+        events = pipeline.members.gone(1, "exit", pipeline.now_ns)
+        assert not any(isinstance(event, Hopeless) for event in events)
+        pipeline.leave(0)
+        pipeline.hello(1)
+        pipeline.loaded(1)
 
 
 def test_deaths_between_epochs_are_no_attempts() -> None:

@@ -18,8 +18,8 @@ turns, and the time for a token decides.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable
-from dataclasses import dataclass
 
 from ppserve.core.plan import StepPlan, StepResult, StepStamps
 from ppserve.core.scheduling.trial import Trial
@@ -31,16 +31,6 @@ MARGIN = 1.03
 # Waiting of a smaller share of the computation is no reason to try it.
 MIN_WAIT = 0.02
 _FADE = 0.98
-
-
-@dataclass(slots=True)
-class _Kind:
-    """Steps of one kind. Of the turn that is running: their number, the time that they took, the tokens drawn."""
-
-    trial: Trial
-    num_steps: int = 0
-    seconds: float = 0.0
-    num_tokens: int = 0
 
 
 class LaneCount:
@@ -56,7 +46,9 @@ class LaneCount:
         self.choice = self._num_stages = num_stages
         self._waits = _Waits(num_stages, fixed_s)
         ways = (num_stages, num_stages + 1)
-        self._kinds = {phase: _Kind(Trial(ways, MARGIN)) for phase in ("mixed", "decode")}
+        self._trials = {phase: Trial(ways, MARGIN) for phase in ("mixed", "decode")}
+        # Steps of each kind in the turn that is running.
+        self._num_steps: Counter[str] = Counter()
         # The step before on the last stage, where it counts: its phase, and when the stage was done with it.
         self._before: tuple[str, int] | None = None
         # Steps that were sent in the turn before.
@@ -64,9 +56,10 @@ class LaneCount:
 
     def observe(self, plan: StepPlan, result: StepResult, was_full: bool) -> int:
         """A stage's next step; returns the choice. was_full: all lanes were in use when it was sent."""
-        self._waits.observe(result.stage, result.stamps, was_full)
-        if result.stage == self._num_stages - 1 > 0:
-            self._ended(plan.phase, result, was_full)
+        if self._num_stages > 1:
+            self._waits.observe(result.stage, result.stamps, was_full)
+            if result.stage == self._num_stages - 1:
+                self._ended(plan.phase, result, was_full)
         return self.choice
 
     def lost(self) -> None:
@@ -75,24 +68,24 @@ class LaneCount:
         self._waits.break_off()
 
     def _ended(self, phase: str, result: StepResult, was_full: bool) -> None:
-        before, counts = self._before, was_full and phase in self._kinds and not self._num_older
+        before, counts = self._before, was_full and phase in self._trials and not self._num_older
         self._before = (phase, result.stamps.sent) if counts else None
         self._num_older = max(0, self._num_older - 1)
         if counts and before is not None and before[0] == phase:
-            kind = self._kinds[phase]
-            kind.num_steps += 1
-            kind.seconds += (result.stamps.sent - before[1]) / 1e9
-            kind.num_tokens += len(result.drawn)
-            if sum(each.num_steps for each in self._kinds.values()) == TURN:
+            self._trials[phase].add((result.stamps.sent - before[1]) / 1e9, len(result.drawn))
+            self._num_steps[phase] += 1
+            if self._num_steps.total() == TURN:
                 self._end_turn()
 
     def _end_turn(self) -> None:
-        usual = max(self._kinds.values(), key=lambda kind: kind.num_steps)
-        usual.trial.add(usual.seconds, usual.num_tokens)
-        for kind in self._kinds.values():
-            kind.num_steps, kind.seconds, kind.num_tokens = 0, 0.0, 0
-        choice = usual.trial.next_way(self.choice)
-        if choice != usual.trial.best == self._num_stages and not self._waits.may_be_saved():
+        usual = max(self._trials, key=self._num_steps.__getitem__)
+        self._num_steps.clear()
+        for phase, trial in self._trials.items():
+            if phase != usual:
+                trial.forget_turn()
+        trial = self._trials[usual]
+        choice = trial.next_way(self.choice)
+        if choice != trial.best == self._num_stages and not self._waits.may_be_saved():
             choice = self._num_stages
         if choice != self.choice:
             self.choice, self._num_older, self._before = choice, self._num_stages + 1, None

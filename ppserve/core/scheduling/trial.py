@@ -55,7 +55,7 @@ class Trial:
         """The way of the next turn. ended: that of the last one. counts: whether it was really gone in it; if not,
         a trial of it says nothing, and has cost nothing, so there may be another one soon."""
         pace = self._seconds / self._tokens if self._tokens else None
-        self._seconds, self._tokens = 0.0, 0
+        self.forget_turn()
         if ended != self.best:
             # A trial of another kind of load may have begun the turn, to try another way.
             is_trial = ended == self._tried and (counts or ended == self._plain)

@@ -66,9 +66,9 @@ class Refused(_Message, frozen=True, tag=True):
 class Hello(_Message, frozen=True, tag=True):
     """A stage process after the Welcome: its rank, its host, and the model that it found.
 
-    checkpoint: the file or directory that `--model` means on its host. dtype: never "auto". gpu: index of the
-    device that the stage would use, None for the CPU. shares_gpu: other stages of this host use the same one.
-    costs: measured for `--layers auto`, else None. speed: for `--parallel auto`, by the number of tensor ranks.
+    checkpoint: the file or directory that `--model` means on its host; weights: their fingerprint. dtype: never
+    "auto". gpu: index of the device that the stage would use, None for the CPU. shares_gpu: with other stages of
+    this host. costs: for `--layers auto`, else None. speed: for `--parallel auto`, by the number of tensor ranks.
     memory_bytes: for weights and KV blocks together. cores: that processes of its host may use. Of both 0:
     unknown. kv_bytes: what KV blocks could take at most, as things are. machine: equal for processes that share
     memory, clock and loopback; host names do not show that. address: by which other stages reach it. head_address:
@@ -93,6 +93,7 @@ class Hello(_Message, frozen=True, tag=True):
     memory_bytes: int = 0
     kv_bytes: int = 0
     cores: int = 0
+    weights: str = ""
 
 
 class Loading(_Message, frozen=True, tag=True):

@@ -28,6 +28,7 @@ from ppserve.core.telling import DrawMemory, Told
 from ppserve.errors import CheckpointError, ConfigError, TransportError
 from ppserve.model.backend import KVCache, StageModel
 from ppserve.model.checkpoint import Checkpoint
+from ppserve.model.checkpoint.fingerprint import fingerprint
 from ppserve.model.checkpoint.opening import open_checkpoint
 from ppserve.model.gpt2 import GPT2Stage
 from ppserve.model.selftest import check_determinism
@@ -51,15 +52,16 @@ class Findings:
 
     checkpoint: Checkpoint
     compute: Compute
+    weights: str = ""
     costs: Parts | None = None
     speed: dict[int, LayerCosts] | None = None
 
     @classmethod
     def of(cls, config: ServeConfig, environment: RankEnvironment) -> Findings:
-        """Opens the checkpoint (headers only) and chooses the device. Raises UsageError."""
+        """Opens the checkpoint (headers and samples only) and chooses the device. Raises UsageError."""
         checkpoint = open_checkpoint(config.model.path)
         compute = choose(config, environment, checkpoint.stored_dtype)
-        return cls(checkpoint.rounded_to(compute.dtype), compute)
+        return cls(checkpoint.rounded_to(compute.dtype), compute, fingerprint(checkpoint))
 
 
 @dataclass(slots=True)
@@ -150,17 +152,16 @@ class StageLoop:
             memory_bytes=compute.memory_bytes(),
             kv_bytes=start.config.cache.kv_cache_memory or compute.kv_budget_bytes(),
             cores=cores_here(),
+            weights=self._found.weights,
         )
 
     def _take_arrived(self) -> None:
         """At least one message, and all that is there."""
         if not self._arrived:
             self._arrived.append(self._link.inbox.get())
-        while True:
-            try:
+        with contextlib.suppress(queue.Empty):
+            while True:
                 self._arrived.append(self._link.inbox.get_nowait())
-            except queue.Empty:
-                break
 
     # ---- weights --------------------------------------------------------------------------------------
 

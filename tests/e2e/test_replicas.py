@@ -1,30 +1,39 @@
-"""Two replicas behind one head: one is killed, one is restarted, and no stream notices but by a pause."""
+"""Two replicas behind one head: killed or restarted, idle or not, no stream notices but by a pause."""
 
 from __future__ import annotations
 
 import os
+import shutil
 import signal
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Iterator
+from pathlib import Path
 
 import grpc
 import pytest
+from safetensors.torch import load_file, save_file
 
 from ppserve.v1 import generation_pb2 as pb
 from ppserve.v1.generation_pb2_grpc import GenerationServiceStub
 from tests.e2e.asking import Answer, ask, await_tokens
 from tests.e2e.serving import Forked, Server, serving
-from tests.e2e.test_losing_stages import long_requests
+from tests.e2e.test_losing_stages import TINY, long_requests, wait_for_line
 
 # So long that they are under way when a stage is killed, however slowly this process reads.
 REQUESTS = long_requests(16, max_tokens=300)
 
 
 @pytest.fixture(scope="module")
-def server() -> Iterator[Server]:
-    with serving(2, "--replicas", "2", by=Forked) as running:
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return Path(shutil.copytree(TINY, tmp_path_factory.mktemp("of") / "model"))
+
+
+@pytest.fixture(scope="module")
+def server(model: Path) -> Iterator[Server]:
+    with serving(2, "--replicas", "2", "--model", str(model), by=Forked) as running:
         yield running
 
 
@@ -61,7 +70,61 @@ def test_streams_survive_the_kill_of_a_replica_and_the_restart_of_the_other(serv
     assert server.stage_pid(1) != before
     refused = subprocess.run([*restart, "2"], capture_output=True, text=True, check=False)
     assert (refused.returncode, "there is no replica 2" in refused.stderr) == (1, True)
-    with grpc.insecure_channel(server.grpc) as channel:
-        topology = GenerationServiceStub(channel).GetTopology(pb.GetTopologyRequest())
+    topology = topology_of(server)
     assert [replica.serves for replica in topology.replicas] == [True, True]
     assert [stage.replica for stage in topology.stages] == [0, 1]
+
+
+@pytest.mark.timeout(240)
+def test_an_idle_replica_comes_and_goes_while_the_other_serves(server: Server) -> None:
+    """One stream at a time goes to replica 0, so that replica 1 has not computed a step before it dies again."""
+    undisturbed = ask(server.grpc, REQUESTS[:1], at_once=1)
+    since = len(server.log)
+    for _ in range(3):
+        with grpc.insecure_channel(server.grpc) as channel:
+            witness = GenerationServiceStub(channel).Generate(long_requests(1, max_tokens=900)[0])
+            await_tokens(witness)
+            killed = server.stage_pid(1)
+            os.kill(killed, signal.SIGKILL)
+            await_serving(server, [True, False])
+            await_tokens(witness)
+            witness.cancel()
+        assert ask(server.grpc, REQUESTS[:1], at_once=1) == undisturbed
+        await_serving(server, [True, True])
+        assert server.stage_pid(1) != killed
+    assert server.log.count("replica 1 stage 0 died", since) == 3
+    assert "go on at another replica" not in server.log[since:], "it was idle"
+    assert server.process.poll() is None
+
+
+@pytest.mark.timeout(240)
+def test_a_replica_that_comes_back_with_other_weights_is_refused_by_name(server: Server, model: Path) -> None:
+    """The last test of this server: one of its replicas is gone."""
+    undisturbed = ask(server.grpc, REQUESTS, at_once=16)
+    train_on(model / "model.safetensors")
+    thread, answers = asking(server)
+    os.kill(server.stage_pid(1), signal.SIGKILL)
+    wait_for_line(server, "replica 1 is gone for good: replica 1 stage 0 came back with other weights in .*model")
+    thread.join()
+    assert answers == undisturbed
+    assert [replica.serves for replica in topology_of(server).replicas] == [True, False]
+
+
+def train_on(weights: Path) -> None:
+    """Other weights of the same architecture, in the same place."""
+    tensors = load_file(weights)
+    tensors["h.0.attn.c_attn.weight"] *= 1.01
+    save_file(tensors, weights.with_suffix(".new"))
+    weights.with_suffix(".new").replace(weights)
+
+
+def topology_of(server: Server) -> pb.GetTopologyResponse:
+    with grpc.insecure_channel(server.grpc) as channel:
+        return GenerationServiceStub(channel).GetTopology(pb.GetTopologyRequest())
+
+
+def await_serving(server: Server, serves: list[bool]) -> None:
+    until_s = time.monotonic() + 60
+    while [replica.serves for replica in topology_of(server).replicas] != serves:
+        assert time.monotonic() < until_s, server.log
+        time.sleep(0.01)

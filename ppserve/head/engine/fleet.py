@@ -15,7 +15,7 @@ from ppserve.core.request import FinishReason, Request
 from ppserve.core.scheduling.sequence import SequenceEvent
 from ppserve.errors import Draining, InvalidRequest, RequestFailed, Violation
 from ppserve.head.engine.control import ControlPlane, Gone, Heard
-from ppserve.head.engine.layout import first_difference
+from ppserve.head.engine.layout import difference_in_words, first_difference
 from ppserve.head.engine.member import Formed, Hopeless
 from ppserve.head.engine.replica import Reading, Replica, ReplicaEvent
 from ppserve.head.engine.rolling import RollingRestart
@@ -151,7 +151,7 @@ class Fleet:
         hellos = [hello for replica in self.replicas if (hello := replica.members.first.hello) is not None]
         for number, hello in enumerate(hellos):
             if name := first_difference(hellos[0], hello):
-                return f"replica {number} has another {name.replace('_', '-')} than replica 0"
+                return f"replica {number} on {hello.host} has {difference_in_words(name)} than replica 0"
         return None
 
     def _end(self, replica: Replica, hopeless: Hopeless) -> None:

@@ -28,6 +28,7 @@ log = logging.getLogger("ppserve.head")
 # On a CPU a token in a step of more rows is no cheaper, and with equal chunks stages wait for each other less
 # (docs/performance/beside-others.md, "Equal chunks beat shrinking ones").
 CPU_CHUNK = 128
+_FOUND = {"architecture": "another model", "weights": "other weights"}
 
 
 class Layout:
@@ -44,9 +45,10 @@ class Layout:
         grid = config.pipeline.grid(first.world_size)
         for hello in hellos[1:]:
             name = first_difference(first, hello)
-            if name == "architecture":
-                where = f"{grid.name(hello.rank)} on {hello.host}"
-                raise ConfigError("--model", f"{where} found another model than stage 0")
+            if name in _FOUND:
+                theirs, ours = (f"{grid.name(one.rank)} on {one.host}" for one in (hello, first))
+                what = f"{difference_in_words(name)} in {hello.checkpoint}"
+                raise ConfigError("--model", f"{theirs} found {what} than {ours} in {first.checkpoint}")
             if name is not None:
                 theirs, ours = getattr(hello, name), getattr(first, name)
                 flag = f"--{name.replace('_', '-')}"
@@ -170,15 +172,20 @@ def _transport(asked: str, hellos: tuple[wire.Hello, ...], one_host: bool) -> st
 
 def first_difference(one: wire.Hello, other: wire.Hello) -> str | None:
     """The first field that decides which tokens are drawn and differs between two ranks; None if they agree."""
-    decisive = ("architecture", "dtype", "quantization", "kv_dtype")
+    decisive = (*_FOUND, "dtype", "quantization", "kv_dtype")
     return next((name for name in decisive if getattr(one, name) != getattr(other, name)), None)
+
+
+def difference_in_words(name: str) -> str:
+    """What `first_difference` found."""
+    return _FOUND.get(name, f"another {name.replace('_', '-')}")
 
 
 def what_changed(before: wire.Hello, now: wire.Hello, transport: str) -> str | None:
     """What a stage has now that the pipeline was not decided for; None if it may take its old place."""
     name = first_difference(before, now)
-    if name == "architecture":
-        return "another model"
+    if name in _FOUND:
+        return f"{difference_in_words(name)} in {now.checkpoint}"
     if name is not None:
         return f"{name.replace('_', '-')} {getattr(now, name)} instead of {getattr(before, name)}"
     if (now.gpu is None) != (before.gpu is None):

@@ -64,7 +64,6 @@ _HEALTHY_WITHIN_NS = 2_000_000_000
 # Pings whose round trips align a clock: those of 10 s, in which clocks drift apart by less than a millisecond.
 _NUM_ROUND_TRIPS = 20
 
-
 # In these states a stage answers within milliseconds.
 _QUICK = (StageState.READY, StageState.LEAVING)
 _IN_EPOCH = (StageState.FORMING, StageState.READY, StageState.LEAVING)

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from msgspec import structs
+
 from ppserve import wire
 from ppserve.core.grid import RankGrid
 from ppserve.core.scheduling.intake import Intake
 from ppserve.head.engine.control import Gone, Heard
 from ppserve.head.engine.fleet import Fleet
+from ppserve.head.engine.member import Hopeless
 from ppserve.head.engine.members import Members
 from ppserve.head.engine.replica import Replica
 from ppserve.head.engine.watcher import Watcher
@@ -14,22 +17,27 @@ from tests.head.engine.test_replica import SECOND, ScriptedControl
 from tests.head.engine.toy_ranks import ARCH, NUM_BLOCKS, ToyRules
 
 GRID = RankGrid(1, 2, 1)
+LOADED = wire.Loaded("cpu", 1, 1, 10, 10 * NUM_BLOCKS, "")
 
 
 def hello(rank: int) -> wire.Hello:
     return wire.Hello(rank, GRID.size, "host", "/m", ARCH, "float32", None, False, None, "here")
 
 
-def two_replicas(control: ScriptedControl) -> Fleet:
-    """Both serve."""
+def two_unformed(control: ScriptedControl) -> Fleet:
     intake, rules = Intake(), ToyRules(1, {})
     members = [Members(GRID, "here", rules, control, number) for number in range(2)]
     replicas = [Replica(each, control, Watcher(), lambda: SECOND, intake) for each in members]
     fleet = Fleet(replicas, control, lambda: SECOND)
     fleet.start()
+    return fleet
+
+
+def two_replicas(control: ScriptedControl) -> Fleet:
+    """Both serve."""
+    fleet = two_unformed(control)
     for rank in range(2):
-        loaded = wire.Loaded("cpu", 1, 1, 10, 10 * NUM_BLOCKS, "")
-        for message in (hello(rank), loaded, wire.StoreOpened(1, 1), wire.Ready(1)):
+        for message in (hello(rank), LOADED, wire.StoreOpened(1, 1), wire.Ready(1)):
             fleet.take(Heard(rank, SECOND, message))
     assert [replica.serves for replica in fleet.replicas] == [True, True]
     return fleet
@@ -46,3 +54,22 @@ def test_a_stage_that_comes_back_to_a_replica_that_is_gone_for_good_is_told_to_e
     assert fleet.take(Heard(1, SECOND, hello(1))) == []
     assert control.sent == [(1, wire.Shutdown())]
     assert [replica.serves for replica in fleet.replicas] == [True, False]
+
+
+def test_a_replica_that_found_other_weights_does_not_serve_and_is_named() -> None:
+    control, events = ScriptedControl(), []
+    fleet = two_unformed(control)
+    for rank, weights in enumerate(("as published", "trained on")):
+        greeting = structs.replace(hello(rank), weights=weights)
+        for message in (greeting, LOADED, wire.StoreOpened(1, 1), wire.Ready(1)):
+            events += fleet.take(Heard(rank, SECOND, message))
+    assert events == [Hopeless("replica 1 on host has other weights than replica 0", usage=True)]
+
+
+def test_a_replica_that_comes_back_with_other_weights_is_gone_for_good_and_the_other_goes_on() -> None:
+    control = ScriptedControl()
+    fleet = two_replicas(control)
+    fleet.take(Gone(1, "exit"))
+    assert fleet.take(Heard(1, SECOND, structs.replace(hello(1), weights="trained on"))) == []
+    assert [replica.serves for replica in fleet.replicas] == [True, False]
+    assert (1, wire.Shutdown()) in control.sent

@@ -11,6 +11,8 @@ from ppserve.errors import ConfigError
 from ppserve.head.engine.member import EpochLost, Hopeless, InvalidMove, Member, StageState
 from tests.head.engine.members_rig import MembersRig, loaded_pipeline, result
 
+OTHER = Architecture(6, 64, 4, 128, 300, 300, 256)
+
 MOVES = {
     ("ABSENT", "ABSENT"), ("ABSENT", "LOADING"),
     ("LOADING", "ABSENT"), ("LOADING", "LOADED"),
@@ -79,7 +81,8 @@ def test_another_model_after_a_restart_is_refused() -> None:
         ({"quantization": "int8"}, "stage 1 came back with quantization int8 instead of none"),
         ({"kv_dtype": "int8"}, "stage 1 came back with kv-dtype int8 instead of float32"),
         ({"host": "elsewhere"}, "stage 1 came back with another machine, elsewhere instead of same name"),
-        ({"architecture": Architecture(6, 64, 4, 128, 300, 300, 256)}, "stage 1 came back with another model"),
+        ({"architecture": OTHER}, "stage 1 came back with another model in /m"),
+        ({"weights": "trained on", "checkpoint": "/n"}, "stage 1 came back with other weights in /n"),
         ({"machine": "started anew"}, None),
         ({}, None),
     ],

@@ -104,8 +104,8 @@ def _texts(metadata: Metadata, name: str) -> Iterator[str]:
 
 
 def _refusal(error: Unauthenticated) -> grpc.RpcMethodHandler[Any, Any]:
-    async def refuse(_request: bytes, context: Context) -> bytes:
+    async def refuse(_messages: object, context: Context) -> None:
         end_with(context, error)
-        return b""
 
-    return grpc.unary_unary_rpc_method_handler(refuse)
+    # One that takes a stream of messages is asked before the first has come.
+    return grpc.stream_unary_rpc_method_handler(refuse)

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import ipaddress
 import logging
+import resource
 from typing import Any
 
 import grpc
-from grpc_health.v1 import health, health_pb2, health_pb2_grpc
+from grpc_health.v1 import health_pb2_grpc
 from grpc_reflection.v1alpha import reflection
 
 from ppserve.config import ServerSettings
@@ -15,6 +16,8 @@ from ppserve.errors import ConfigError
 from ppserve.head.api.desk import FrontDesk
 from ppserve.head.api.grpc.calls import KeyCheck
 from ppserve.head.api.grpc.eager import EagerServer
+from ppserve.head.api.grpc.health import HEALTH_NAME, Health
+from ppserve.head.api.grpc.holding import HeldCalls
 from ppserve.head.api.grpc.service import SERVICE_NAME, GrpcService
 from ppserve.head.api.tls import Certificates, read_certificates
 from ppserve.head.api.vllm_grpc.service import VLLM_SERVICE_NAME, VllmService
@@ -36,23 +39,22 @@ class GrpcServer:
         self._settings = settings
         self.desk = desk
         self._tls = read_certificates(settings)
-        guards = [KeyCheck(desk.keys)] if desk.keys else []
-        self._server = EagerServer(guards, server_options(desk.card.limits))
-        self._health = health.aio.HealthServicer()
+        key_check = [KeyCheck(desk.keys)] if desk.keys else []
+        self._server = EagerServer([HeldCalls(), *key_check], server_options(desk.card.limits))
         self._server.add_generic_rpc_handlers((GrpcService(desk).handlers(),))
-        self._services = [SERVICE_NAME]
+        services = [SERVICE_NAME]
         self._vllm = VllmService(desk, settings.chat_template) if settings.vllm_grpc else None
         if self._vllm is not None:
             self._server.add_generic_rpc_handlers((self._vllm.handlers(),))
-            self._services.append(VLLM_SERVICE_NAME)
+            services.append(VLLM_SERVICE_NAME)
+        self._health = Health(services)
         health_pb2_grpc.add_HealthServicer_to_server(self._health, self._server)
-        names = (*self._services, health.SERVICE_NAME, reflection.SERVICE_NAME)
+        names = (*services, HEALTH_NAME, reflection.SERVICE_NAME)
         reflection.enable_server_reflection(names, self._server)
 
     async def start(self) -> int:
         """Bind and listen; return the port. Raises ConfigError when the address cannot be bound."""
         settings = self._settings
-        await self.set_serving(False)
         address = address_text(settings.host, settings.port)
         try:
             if self._tls is None:
@@ -69,9 +71,7 @@ class GrpcServer:
 
     async def set_serving(self, serving: bool) -> None:
         """What health checks are told, for the server and for its services by name."""
-        state = health_pb2.HealthCheckResponse.SERVING if serving else health_pb2.HealthCheckResponse.NOT_SERVING
-        for name in ("", *self._services):
-            await self._health.set(name, state)
+        self._health.set_serving(serving)
         if self._vllm is not None:
             self._vllm.is_serving = serving
 
@@ -87,7 +87,7 @@ class GrpcServer:
 
     async def stop(self, timeout_s: float) -> None:
         """Say NOT_SERVING at once, refuse new requests, let running ones finish for `timeout_s`, then close."""
-        await self._health.enter_graceful_shutdown()
+        self._health.end()
         if self._vllm is not None:
             self._vllm.is_serving = False
         await self.desk.drain(timeout_s)
@@ -106,6 +106,11 @@ def server_options(limits: Limits) -> list[tuple[str, Any]]:
         # A message is decompressed before its size is looked at, and half a megabyte may hold half a gigabyte.
         ("grpc.compression_enabled_algorithms_bitset", 1),
         ("grpc.max_concurrent_streams", 4096),
+        # A quarter of the files that may be open. Who says nothing in time gives its place back. A client whose
+        # connection was closed because it made no call opens another one with its next call.
+        ("grpc.max_allowed_incoming_connections", min(4096, resource.getrlimit(resource.RLIMIT_NOFILE)[0] // 4)),
+        ("grpc.server_handshake_timeout_ms", 10_000),
+        ("grpc.max_connection_idle_ms", 300_000),
         # Find dead connections; tolerate the pings of idle clients, which the defaults answer with GOAWAY.
         ("grpc.keepalive_time_ms", 30_000),
         ("grpc.keepalive_timeout_ms", 10_000),

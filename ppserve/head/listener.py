@@ -1,7 +1,7 @@
 """HTTP on one port: uvicorn's protocol in the event loop that runs already, with the bounds that it lacks.
 
-uvicorn bounds the size of a request's head, but neither how many connections there are nor how long one may take
-to send a head. Bodies, and readers of answers that stall, are the application's to bound.
+uvicorn bounds the size of a request's head, but neither how many connections there are, nor how long one may take
+to send a head, nor how long an answer may wait for its reader. Bodies and streams are the application's to bound.
 """
 
 from __future__ import annotations
@@ -42,13 +42,16 @@ def refuse_plainly(status: int) -> tuple[Headers, bytes]:
 @dataclass(frozen=True, slots=True)
 class Bounds:
     """Of one listener. connections: when there are more, the one that has waited longest without a request is
-    closed. head_within_s: from the connection to the end of its first request's head. idle_s: from one answer to
-    the end of the next request's head."""
+    closed; where none waits, the one whose reader has taken nothing for longest; where all read, the new one. And
+    while there are as many, a connection ends with its answer. head_within_s: from the connection to the end of
+    its first request's head. idle_s: from one answer to the end of the next request's head. unread_s: how long a
+    connection's full buffer may wait for its reader."""
 
     connections: int = 2048
     head_bytes: int = 16 << 10
     head_within_s: float = 10.0
     idle_s: float = 75.0
+    unread_s: float = 45.0
 
 
 class Listener:
@@ -103,14 +106,15 @@ class Listener:
             await asyncio.wait(list(self._state.tasks), timeout=_CLOSING_S)
         for task in list(self._state.tasks):
             task.cancel()
+        for connection in list(self._state.connections):
+            connection.transport.abort()  # first: a task that was cancelled may still wait for a reader
         if self._state.tasks:
             await asyncio.wait(list(self._state.tasks))
-        for connection in list(self._state.connections):
-            connection.transport.abort()
 
 
 class _State(ServerState):
-    """What all connections of a listener share. waiting: those without a request, longest first."""
+    """What all connections of a listener share. waiting: those without a request, longest first. unread: those
+    whose readers are behind, longest first."""
 
     def __init__(self, bounds: Bounds, refuse: Refuse) -> None:
         super().__init__()
@@ -120,10 +124,15 @@ class _State(ServerState):
         files, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
         self.max_connections = min(bounds.connections, files // 2)
         self.waiting: dict[_Connection, None] = {}
+        self.unread: dict[_Connection, None] = {}
+
+    @property
+    def is_full(self) -> bool:
+        return len(self.connections) >= self.max_connections
 
 
 class _Connection(H11Protocol):
-    """uvicorn's connection, which waits for a request only so long."""
+    """uvicorn's connection, which waits for a request, and for a reader, only so long."""
 
     def __init__(self, config: Config, state: _State) -> None:
         super().__init__(config, state, {})
@@ -131,15 +140,16 @@ class _Connection(H11Protocol):
         self.timeout_keep_alive = 2 * math.ceil(state.bounds.idle_s)
         self._state = state
         self._timer: asyncio.TimerHandle | None = None
+        self._unread_timer: asyncio.TimerHandle | None = None
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
         tls = transport.get_extra_info("ssl_object")
         certificate = tls.getpeercert(binary_form=True) if tls is not None else None
         self.app_state = {"certificate": certificate or b"", "abort": transport.abort}
-        self._wait(self._state.bounds.head_within_s)
         if len(self.connections) > self._state.max_connections:
-            next(iter(self._state.waiting))._end()
+            next(iter((*self._state.waiting, *self._state.unread, self)))._end()
+        self._wait(self._state.bounds.head_within_s)
 
     def data_received(self, data: bytes) -> None:
         self._state.default_headers = [(b"date", formatdate(usegmt=True).encode())]
@@ -166,15 +176,28 @@ class _Connection(H11Protocol):
             h11.EndOfMessage(),
         ):
             self.transport.write(self.conn.send(event) or b"")
+        self._wait(self._state.bounds.idle_s)  # the answer may not leave, if nobody reads it
         self.transport.close()
 
     def on_response_complete(self) -> None:
-        self._wait(self._state.bounds.idle_s)  # also bounds how long the end of the answer may take to leave
+        self._wait(self._state.bounds.idle_s)
+        if self._state.is_full:
+            self.transport.close()  # with requests that came before their turn, if there are any
         super().on_response_complete()
         self._stop_waiting_if_asked()  # a request may have come before the last one was answered
 
+    def pause_writing(self) -> None:
+        super().pause_writing()
+        self._state.unread[self] = None
+        self._unread_timer = self.loop.call_later(self._state.bounds.unread_s, self._end)
+
+    def resume_writing(self) -> None:
+        self._stop_unread()
+        super().resume_writing()
+
     def connection_lost(self, exc: Exception | None) -> None:
         self._stop_waiting()
+        self._stop_unread()
         super().connection_lost(exc)
 
     def _wait(self, seconds: float) -> None:
@@ -184,7 +207,14 @@ class _Connection(H11Protocol):
 
     def _end(self) -> None:
         self._stop_waiting()
+        self._stop_unread()
         self.transport.abort()
+
+    def _stop_unread(self) -> None:
+        self._state.unread.pop(self, None)
+        if self._unread_timer is not None:
+            self._unread_timer.cancel()
+            self._unread_timer = None
 
     def _stop_waiting_if_asked(self) -> None:
         if self.cycle is not None and not self.cycle.response_complete:

@@ -118,10 +118,11 @@ async def until_closed(reader: asyncio.StreamReader) -> None:
             pass
 
 
-async def _listening(bounds: Bounds) -> tuple[Listener, int]:
+async def _listening(bounds: Bounds, size: int = 2) -> tuple[Listener, int]:
     async def app(_scope: object, _receive: object, send: Any) -> None:
-        await send({"type": "http.response.start", "status": 200, "headers": [(b"content-length", b"2")]})
-        await send({"type": "http.response.body", "body": b"ok"})
+        length = str(size).encode()
+        await send({"type": "http.response.start", "status": 200, "headers": [(b"content-length", length)]})
+        await send({"type": "http.response.body", "body": bytes(size)})
 
     listener = Listener(app, bounds)
     return listener, await listener.start("127.0.0.1", 0, "--http-port")
@@ -156,6 +157,76 @@ def test_when_there_are_too_many_the_one_that_has_waited_longest_goes() -> None:
         assert not any(young.at_eof() for young, _ in idle[41:])
         for _, each in (*idle, (reader, writer)):
             each.close()
+        await listener.stop()
+
+    asyncio.run(main())
+
+
+MORE_THAN_BUFFERS_HOLD = 16 << 20
+ASK = b"GET / HTTP/1.1\r\nhost: here\r\n\r\n"
+
+
+async def ask_and_do_not_read(port: int, times: int) -> asyncio.StreamWriter:
+    """Nothing is taken from the socket. So its end is seen by a write that fails."""
+    sock = socket.create_connection(("127.0.0.1", port))
+    sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+    _reader, writer = await asyncio.open_connection(sock=sock)
+    writer.transport.pause_reading()
+    writer.write(times * ASK)
+    return writer
+
+
+async def until_broken(writer: asyncio.StreamWriter) -> None:
+    with suppress(ConnectionError):
+        while not writer.transport.is_closing():
+            writer.write(b"x")
+            await asyncio.sleep(0.01)
+
+
+@pytest.mark.parametrize("times", [1, 100])
+def test_a_reader_who_takes_nothing_is_ended(times: int) -> None:
+    """However many requests it has sent."""
+
+    async def main() -> None:
+        listener, port = await _listening(Bounds(unread_s=0.1), MORE_THAN_BUFFERS_HOLD)
+        async with asyncio.timeout(20):
+            await until_broken(await ask_and_do_not_read(port, times))
+        await listener.stop()
+
+    asyncio.run(main())
+
+
+def test_readers_who_take_nothing_make_room_for_others() -> None:
+    """Or nobody could look at the metrics while they last."""
+
+    async def main() -> None:
+        listener, port = await _listening(Bounds(connections=3), MORE_THAN_BUFFERS_HOLD)
+        async with asyncio.timeout(20):
+            deaf = [await ask_and_do_not_read(port, 100) for _ in range(3)]
+            while len(listener._state.unread) < 3:
+                await asyncio.sleep(0.01)
+            reader, writer = await asyncio.open_connection("127.0.0.1", port)
+            writer.write(ASK)
+            assert b"200 OK" in await reader.readline()
+            assert len(listener._state.connections) == 3
+            writer.close()
+            await listener.stop()  # with an answer that waits for its reader
+            for each in deaf:
+                await until_broken(each)
+
+    asyncio.run(main())
+
+
+def test_where_all_places_are_taken_a_connection_ends_with_its_answer() -> None:
+    """Whoever sends one request after the other would keep the others out for as long as it likes."""
+
+    async def main() -> None:
+        listener, port = await _listening(Bounds(connections=1))
+        reader, writer = await asyncio.open_connection("127.0.0.1", port)
+        writer.write(100 * ASK)
+        async with asyncio.timeout(20):
+            assert (await reader.read()).count(b"200 OK") == 1
+        writer.close()
         await listener.stop()
 
     asyncio.run(main())

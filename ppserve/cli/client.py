@@ -73,7 +73,7 @@ def _request_options(command: Callable[..., Any]) -> Callable[..., Any]:
 @click.option("--stream/--no-stream", default=True, help="Print text as it comes, or when it is complete.")
 @click.option("--logit-bias", metavar="ID=BIAS", multiple=True, help="Added to a token's logit. May be repeated.")
 @click.option("--resume-timeout", type=click.FloatRange(0), default=120.0, show_default=True,
-              help="Seconds to try for, when a stream has begun and broke.")
+              help="Seconds to try for while no server answers, or its queue is full.")
 @_request_options
 @connection_options
 def generate(
@@ -114,7 +114,8 @@ def health(service: str, timeout_s: float, **flags: Any) -> None:
 @connection_options
 def restart(replica: int, pause: bool, **flags: Any) -> None:
     """Restart a replica's stage processes, one after the other. Its streams go on at another replica at once."""
-    with Client(**connection(flags)) as client:
+    # Who asks for a restart is at the server: where none answers, nobody is waited for.
+    with Client(**connection(flags), retry=RetryPolicy(max_attempts=1)) as client:
         client.restart(replica, pause)
     click.echo(f"replica {replica} serves again")
 

@@ -19,14 +19,16 @@ from ppserve.v1 import generation_pb2 as pb
 
 @dataclass(frozen=True, slots=True)
 class RetryPolicy:
-    """How often to try, and how long to wait in between: seconds, doubling from the first pause to the longest.
+    """How long to try, and how long to wait in between: seconds, doubling from the first pause to the longest.
 
-    max_attempts: calls in a row that fail. A stream that has begun and broke is tried for resume_timeout_s:
-    a server that restarts may need minutes to read its weights. resume: whether to continue such a stream; the
-    server then sends the ids of tokens, a few bytes each. on_retry: called with every failure that is retried.
+    resume_timeout_s: from the first of several failures in a row to the last attempt, whether or not anything of
+    the answer had come: a server that restarts may need minutes to read its weights. max_attempts: ends a call
+    earlier, after so many failures in a row; a stream that has begun goes on. resume: whether to continue a
+    stream that has begun and broke; the server then sends the ids of tokens, a few bytes each. on_retry: called
+    with every failure that is retried.
     """
 
-    max_attempts: int = 8
+    max_attempts: int | None = None
     resume_timeout_s: float = 120.0
     first_pause_s: float = 0.1
     max_pause_s: float = 5.0
@@ -62,9 +64,9 @@ class Retries:
             self._first = failure  # what a server explains tells more than that none answered
         is_full = failure.code == "RESOURCE_EXHAUSTED" and failure.retry_after_s is not None
         policy = self._policy
-        waited_s = now_s - self._since_s
-        is_over = waited_s >= policy.resume_timeout_s if has_begun else self._failures >= policy.max_attempts
-        if is_over or not (is_full or failure.code == "UNAVAILABLE"):
+        was_last = not has_begun and policy.max_attempts is not None and self._failures >= policy.max_attempts
+        is_over = now_s - self._since_s >= policy.resume_timeout_s
+        if was_last or is_over or not (is_full or failure.code == "UNAVAILABLE"):
             raise failure if first is None or str(first) == str(failure) else failure.after(first)
         if policy.on_retry is not None:
             policy.on_retry(failure)

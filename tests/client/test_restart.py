@@ -6,7 +6,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-from ppserve.client import Client, RetryPolicy
+from ppserve.client import CallFailed, Client, RetryPolicy
 from tests.fake_engine import FakeEngine, served_in_thread
 
 TESTS = Path(__file__).resolve().parent.parent
@@ -43,7 +43,7 @@ def test_a_stream_outlives_its_server() -> None:
     process, target = start(port=0, halt=3)
     chunks = []
     try:
-        with Client(target, retry=RetryPolicy(first_pause_s=0.05, max_pause_s=0.2, max_attempts=100)) as client:
+        with Client(target, retry=RetryPolicy(first_pause_s=0.05, max_pause_s=0.2)) as client:
             for chunk in client.stream("hello", max_tokens=8, seed=5, n=2, logprobs=1):
                 chunks.append(chunk)
                 if sum(chunk.num_tokens for chunk in chunks) == 6:
@@ -60,3 +60,27 @@ def test_a_stream_outlives_its_server() -> None:
         assert mine[-1].finish == sequence.finish
         assert mine[-1].usage == sequence.usage
 
+
+
+def test_a_call_that_had_no_token_yet_waits_for_the_next_server() -> None:
+    process, target = start(port=0, halt=-1)
+    process.kill()
+    process.communicate()
+    port = int(target.rpartition(":")[2])
+    failures: list[CallFailed] = []
+
+    def at_failure(failure: CallFailed) -> None:
+        nonlocal process
+        failures.append(failure)
+        if len(failures) == 20:  # more than a call was tried before
+            process, _ = start(port, halt=-1)
+
+    policy = RetryPolicy(first_pause_s=0.01, max_pause_s=0.05, on_retry=at_failure)
+    try:
+        with Client(target, retry=policy) as client:
+            answer = client.generate("hello", max_tokens=4, seed=5, timeout_s=60)
+    finally:
+        process.kill()
+        process.communicate()
+    assert len(answer.text) == 4
+    assert len(failures) >= 20

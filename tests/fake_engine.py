@@ -21,6 +21,7 @@ from ppserve.head.api.auth import ApiKeys
 from ppserve.head.api.desk import FrontDesk
 from ppserve.head.api.grpc.server import GrpcServer
 from ppserve.head.cards import LoadCard, ModelCard, RankCard, StageCard, Topology
+from ppserve.head.doors import grpc_server
 from ppserve.head.engine.output import Sink, TimingsOutput, TokenOutput
 from ppserve.v1.generation_pb2_grpc import GenerationServiceStub
 
@@ -42,7 +43,7 @@ CARD = ModelCard(
     version="0",
 )
 STAGE = StageCard(
-    stage=0, rank=0, host="here", device="cpu", first_layer=0, num_layers=2, blocks="0-1", num_parameters=12345,
+    stage=0, rank=0, host="here", device="cpu", first_layer=0, num_layers=2, layers="0-1", num_parameters=12345,
     weight_bytes=4, kv_bytes=8, predicted_step_s=0.001, busy_s=1.0, bubble_s=(("host", 0.5),), idle_s=2.0,
     ranks=(RankCard(0, 0, "here", "cpu", 12345),),
 )
@@ -196,7 +197,7 @@ async def served(
 ) -> AsyncIterator[tuple[GrpcServer, str]]:
     """A real server in this process on a free port: (door, target)."""
     settings = settings or ServerSettings(port=0)
-    door = GrpcServer(settings, desk_of(engine, settings))
+    door = grpc_server(settings, desk_of(engine, settings))
     port = await door.start()
     await door.set_serving(True)
     try:

@@ -169,6 +169,7 @@ def test_the_table_allows_no_more_than_is_imported() -> None:
     assert not unused
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("module", NEVER_LOADS)
 def test_loading_a_room_does_not_load(module: str) -> None:
     import subprocess
@@ -249,6 +250,41 @@ def test_the_readme_draws_the_arrows_that_there_are() -> None:
         for target in targets.split(", "):
             assert arrow(source, target), f"{source} does not import {target}"
             assert not arrow(target, source), f"{target} imports {source}"
+
+
+def arrows_within(folder: str) -> dict[str, set[str]]:
+    """Between what lies in a folder, its files and its folders: who imports whom."""
+    known = {name for name, _ in modules()}
+
+    def place(name: str) -> str | None:
+        """The file or folder that a name lies in."""
+        found = name if name in known else name.rpartition(".")[0]
+        is_inside = found in known and found.startswith(folder + ".")
+        return ".".join(found.split(".")[: folder.count(".") + 2]) if is_inside else None
+
+    arrows: dict[str, set[str]] = {}
+    for module, path in modules():
+        if (source := place(module)) is not None:
+            arrows.setdefault(source, set()).update(target for name in imports(path) if (target := place(name)))
+    return {source: targets - {source} for source, targets in arrows.items()}
+
+
+# model/sampling.py and sampling_slices.py serve the CPU's backend alone, and import its kernels.
+ONE_WAY = [name for name, path in modules() if path.name == "__init__.py" and name != "ppserve.model"]
+
+
+@pytest.mark.parametrize("folder", ONE_WAY)
+def test_what_lies_in_a_folder_imports_one_way(folder: str) -> None:
+    arrows = arrows_within(folder)
+    while leaves := {place for place, targets in arrows.items() if not targets & set(arrows)}:
+        arrows = {place: targets for place, targets in arrows.items() if place not in leaves}
+    assert not arrows, f"each of these imports another of them: {sorted(arrows)}"
+
+
+def test_the_house_can_be_drawn() -> None:
+    arrows = arrows_within("ppserve")
+    assert len(arrows) <= 22
+    assert sum(map(len, arrows.values())) < 70
 
 
 def test_no_module_imports_itself_by_a_detour() -> None:

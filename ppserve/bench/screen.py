@@ -86,7 +86,7 @@ def _stage_lines(stage: pb.Stage, place: str, times: StageTimes, width: int, col
     name = f"stage {place:<3}"
     percent = f" {shares(times)[BUSY]:6.1%} busy"
     yield name + bar(times, max(_SMALLEST_BAR, width - len(name) - len(percent) - 1), colours) + percent
-    facts = [*_waits(times), f"layers {stage.blocks} on {stage.device}"]
+    facts = [*_waits(times), f"layers {stage.layers} on {stage.device}"]
     if stage.restarts:
         facts.append(f"started again {stage.restarts} x")
     text = (" " * len(name) + "  ".join(facts))[:width]

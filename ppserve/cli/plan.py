@@ -195,7 +195,7 @@ def _as_json(model: str, layout: Forecast) -> dict[str, Any]:
         },
         "split": [count / 2 for count in layout.split.sublayers],
         "stages": [
-            {**asdict(stage), "blocks": stage.layout.span, "max_tokens": stage.max_tokens}
+            {**asdict(stage), "layers": stage.layout.span, "max_tokens": stage.max_tokens}
             for stage in layout.stages
         ],
     }

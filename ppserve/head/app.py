@@ -21,7 +21,8 @@ from ppserve.core.scheduling.intake import Intake
 from ppserve.errors import ConfigError, UsageError
 from ppserve.head.api.auth import ApiKeys
 from ppserve.head.api.desk import FrontDesk
-from ppserve.head.doors import Doors, Ports
+from ppserve.head.binding import Ports
+from ppserve.head.doors import Doors
 from ppserve.head.engine.control import SocketControlPlane
 from ppserve.head.engine.draft_process import DraftProcess
 from ppserve.head.engine.fleet import Fleet

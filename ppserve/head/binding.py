@@ -1,11 +1,21 @@
-"""Sockets of the addresses that the operator names, or why they cannot be had."""
+"""Where the head listens: sockets of the addresses that the operator names, or why they cannot be had."""
 
 from __future__ import annotations
 
 import errno
 import socket
+from dataclasses import dataclass
 
 from ppserve.errors import ConfigError
+
+
+@dataclass(frozen=True, slots=True)
+class Ports:
+    """On which a head listens."""
+
+    grpc: int
+    http: int
+    metrics: int
 
 
 def bound(host: str, port: int, flag: str) -> socket.socket:

@@ -74,7 +74,7 @@ class StageCard:
     device: str
     first_layer: int
     num_layers: int
-    blocks: str
+    layers: str
     num_parameters: int
     weight_bytes: int
     kv_bytes: int

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Mapping
-from dataclasses import dataclass
 
 from ppserve.config import ServerSettings
 from ppserve.errors import ConfigError
@@ -13,18 +12,17 @@ from ppserve.head.api.desk import FrontDesk
 from ppserve.head.api.grpc.server import GrpcServer
 from ppserve.head.api.http.server import AnswerCounts, HttpServer
 from ppserve.head.api.tls import read_certificates
+from ppserve.head.api.vllm_grpc.service import VllmService
+from ppserve.head.binding import Ports
 from ppserve.head.observe.pages import MakePage, PageServer
 
 log = logging.getLogger("ppserve.head")
 
 
-@dataclass(frozen=True, slots=True)
-class Ports:
-    """Where it listens."""
-
-    grpc: int
-    http: int
-    metrics: int
+def grpc_server(settings: ServerSettings, desk: FrontDesk) -> GrpcServer:
+    """With the services that the settings ask for. Raises and needs what `Doors` does."""
+    others = [VllmService(desk, settings.chat_template)] if settings.vllm_grpc else []
+    return GrpcServer(settings, desk, others)
 
 
 class Doors:
@@ -35,7 +33,7 @@ class Doors:
     ) -> None:
         """Raises ConfigError for certificates that cannot be used. Call inside the event loop."""
         self._settings = settings
-        self._grpc = GrpcServer(settings, desk)
+        self._grpc = grpc_server(settings, desk)
         self._http = HttpServer(settings, desk, counts)
         self._pages = PageServer(pages)
 

@@ -193,11 +193,11 @@ def read_costs(path: Path) -> MeasuredCosts:
 
 
 def _num_sublayers(entry: dict[str, Any]) -> int:
-    if "layers" in entry:
+    parts = entry.get("numLayers", entry.get("num_layers"))
+    if parts is None:
         return count_sublayers(float(entry["layers"]))
-    # A topology counts layers of which the stage has any part; `blocks` marks half ones (`0-7a`, `7m-11`).
-    parts = entry["numLayers"] if "numLayers" in entry else entry["num_layers"]
-    cut = sum(half in entry.get("blocks", "") for half in "am")
+    # A topology counts layers of which the stage has any part; its words tell the half ones (`0-7a`, `7m-11`).
+    cut = sum(half in entry.get("layers", "") for half in "am")
     return count_sublayers(float(parts)) - cut
 
 

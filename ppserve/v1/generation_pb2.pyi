@@ -357,7 +357,7 @@ class RestartReplicaResponse(_message.Message):
     def __init__(self) -> None: ...
 
 class Stage(_message.Message):
-    __slots__ = ("stage", "rank", "host", "device", "first_layer", "num_layers", "num_parameters", "weight_bytes", "kv_bytes", "predicted_step_seconds", "measured_step_seconds", "busy_seconds", "bubble_seconds", "idle_seconds", "live", "restarts", "blocks", "replica", "tensor", "ranks")
+    __slots__ = ("stage", "rank", "host", "device", "first_layer", "num_layers", "num_parameters", "weight_bytes", "kv_bytes", "predicted_step_seconds", "measured_step_seconds", "busy_seconds", "bubble_seconds", "idle_seconds", "live", "restarts", "layers", "replica", "tensor", "ranks")
     class BubbleSecondsEntry(_message.Message):
         __slots__ = ("key", "value")
         KEY_FIELD_NUMBER: _ClassVar[int]
@@ -381,7 +381,7 @@ class Stage(_message.Message):
     IDLE_SECONDS_FIELD_NUMBER: _ClassVar[int]
     LIVE_FIELD_NUMBER: _ClassVar[int]
     RESTARTS_FIELD_NUMBER: _ClassVar[int]
-    BLOCKS_FIELD_NUMBER: _ClassVar[int]
+    LAYERS_FIELD_NUMBER: _ClassVar[int]
     REPLICA_FIELD_NUMBER: _ClassVar[int]
     TENSOR_FIELD_NUMBER: _ClassVar[int]
     RANKS_FIELD_NUMBER: _ClassVar[int]
@@ -401,11 +401,11 @@ class Stage(_message.Message):
     idle_seconds: float
     live: bool
     restarts: int
-    blocks: str
+    layers: str
     replica: int
     tensor: int
     ranks: _containers.RepeatedCompositeFieldContainer[StageRank]
-    def __init__(self, stage: _Optional[int] = ..., rank: _Optional[int] = ..., host: _Optional[str] = ..., device: _Optional[str] = ..., first_layer: _Optional[int] = ..., num_layers: _Optional[int] = ..., num_parameters: _Optional[int] = ..., weight_bytes: _Optional[int] = ..., kv_bytes: _Optional[int] = ..., predicted_step_seconds: _Optional[float] = ..., measured_step_seconds: _Optional[float] = ..., busy_seconds: _Optional[float] = ..., bubble_seconds: _Optional[_Mapping[str, float]] = ..., idle_seconds: _Optional[float] = ..., live: _Optional[bool] = ..., restarts: _Optional[int] = ..., blocks: _Optional[str] = ..., replica: _Optional[int] = ..., tensor: _Optional[int] = ..., ranks: _Optional[_Iterable[_Union[StageRank, _Mapping]]] = ...) -> None: ...
+    def __init__(self, stage: _Optional[int] = ..., rank: _Optional[int] = ..., host: _Optional[str] = ..., device: _Optional[str] = ..., first_layer: _Optional[int] = ..., num_layers: _Optional[int] = ..., num_parameters: _Optional[int] = ..., weight_bytes: _Optional[int] = ..., kv_bytes: _Optional[int] = ..., predicted_step_seconds: _Optional[float] = ..., measured_step_seconds: _Optional[float] = ..., busy_seconds: _Optional[float] = ..., bubble_seconds: _Optional[_Mapping[str, float]] = ..., idle_seconds: _Optional[float] = ..., live: _Optional[bool] = ..., restarts: _Optional[int] = ..., layers: _Optional[str] = ..., replica: _Optional[int] = ..., tensor: _Optional[int] = ..., ranks: _Optional[_Iterable[_Union[StageRank, _Mapping]]] = ...) -> None: ...
 
 class StageRank(_message.Message):
     __slots__ = ("rank", "tensor", "host", "device", "num_parameters", "gather_seconds", "live", "restarts")

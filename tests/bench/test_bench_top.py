@@ -30,7 +30,7 @@ ESCAPES = re.compile(r"\x1b\[[0-9;?]*[a-zA-Z]")
 def topology(busy_s: float, host_s: float, idle_s: float, *, live: bool = True) -> pb.GetTopologyResponse:
     stages = [
         pb.Stage(
-            stage=number, device="cpu", blocks=f"{4 * number}-{4 * number + 3}", busy_seconds=busy_s,
+            stage=number, device="cpu", layers=f"{4 * number}-{4 * number + 3}", busy_seconds=busy_s,
             bubble_seconds={"host": host_s}, idle_seconds=idle_s, live=live or number == 0, restarts=number,
         )
         for number in range(2)
@@ -159,6 +159,7 @@ def command(target: str, *arguments: str) -> list[str]:
     return [sys.executable, "-m", "ppserve", "top", "--target", target, "--metrics", "none", *arguments]
 
 
+@pytest.mark.slow
 def test_once_and_not_a_terminal(target: str) -> None:
     once = command(target, "--once", "--interval", "0.1")
     done = subprocess.run(once, capture_output=True, text=True, timeout=60)
@@ -167,6 +168,7 @@ def test_once_and_not_a_terminal(target: str) -> None:
     assert re.match(r"\d\d:\d\d:\d\d \| stage 0.*busy", line)
 
 
+@pytest.mark.slow
 def test_nobody_there() -> None:
     done = subprocess.run(command("127.0.0.1:1", "--once"), capture_output=True, text=True, timeout=60)
     assert done.returncode == 1
@@ -175,6 +177,7 @@ def test_nobody_there() -> None:
     assert "no answer from 127.0.0.1:1" in done.stderr
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("page", ["127.0.0.1:1", "127.0.0.1:port", "here", "{target}"])
 def test_no_metrics_page_is_one_line(target: str, page: str) -> None:
     page = page.format(target=target)  # the gRPC port is no metrics page either
@@ -185,6 +188,7 @@ def test_no_metrics_page_is_one_line(target: str, page: str) -> None:
     assert "--metrics" in done.stderr
 
 
+@pytest.mark.slow
 def test_a_live_screen_ends_cleanly(target: str) -> None:
     terminal = Terminal(command(target, "--interval", "0.1"))
     try:
@@ -198,6 +202,7 @@ def test_a_live_screen_ends_cleanly(target: str) -> None:
     assert terminal.seen.count("\x1b[?1049h") == 1
 
 
+@pytest.mark.slow
 def test_a_server_that_goes_away_is_one_line() -> None:
     with served_in_thread(FakeEngine()) as target:
         terminal = Terminal(command(target, "--interval", "0.1"))

@@ -40,7 +40,7 @@ def test_a_13b_shaped_config_without_weights(tmp_path):
     found = json.loads(plan("--model", str(tmp_path), "--stages", "8", *sizes, "--dtype", "bfloat16", "--json"))
     assert found["parameters"] == pytest.approx(12.85e9, rel=1e-3)
     assert found["split"] == [5] * 8
-    assert found["stages"][1]["blocks"] == "5-9"
+    assert found["stages"][1]["layers"] == "5-9"
     assert {stage["kv_bytes_per_token"] for stage in found["stages"]} == {5 * 2 * 5120 * 2}
     assert found["max_sequences"] == (8 << 30) // (5 * 2 * 5120 * 2) // 2048
 

@@ -159,8 +159,8 @@ def test_a_topology_gives_steps_of_constant_time(tmp_path, name):
 def test_a_topology_whose_stages_share_a_layer(tmp_path):
     """It counts that layer on both; its attention is a third of it."""
     stages = [
-        {"numLayers": 8, "blocks": "0-7a", "measuredStepSeconds": 0.0022},
-        {"numLayers": 5, "blocks": "7m-11", "measuredStepSeconds": 0.0024},
+        {"numLayers": 8, "layers": "0-7a", "measuredStepSeconds": 0.0022},
+        {"numLayers": 5, "layers": "7m-11", "measuredStepSeconds": 0.0024},
     ]
     (tmp_path / "topology.json").write_text(json.dumps({"stages": stages}))
     found = read_costs(tmp_path / "topology.json")

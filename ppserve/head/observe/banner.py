@@ -7,8 +7,8 @@ import threading
 from collections.abc import Sequence
 
 from ppserve.core.figures import count, size, table
+from ppserve.head.binding import Ports
 from ppserve.head.cards import ModelCard, Topology
-from ppserve.head.doors import Ports
 from ppserve.head.engine.member import StageState
 from ppserve.head.engine.members import Members
 
@@ -29,7 +29,7 @@ def banner(card: ModelCard, topology: Topology, host: str, ports: Ports) -> str:
     num_replicas = 1 + max(stage.replica for stage in topology.stages)
     num_tensor = len(topology.stages[0].ranks)
     for stage in topology.stages:
-        parts = ["wte"] * (stage.stage == 0) + [stage.blocks]
+        parts = ["wte"] * (stage.stage == 0) + [stage.layers]
         parts += ["head"] * (stage.stage == num_stages - 1)
         sizes = (count(stage.num_parameters), size(stage.weight_bytes), size(stage.kv_bytes))
         name = f"{stage.replica}.{stage.stage}" if num_replicas > 1 else str(stage.stage)
@@ -39,7 +39,7 @@ def banner(card: ModelCard, topology: Topology, host: str, ports: Ports) -> str:
     ranks = f" of {num_tensor} tensor ranks each" * (num_tensor > 1)
     replicas = f" in each of {num_replicas} replicas," * (num_replicas > 1)
     lines += [
-        f"  {arch.num_layers} blocks over {num_stages} stage{'s' * (num_stages > 1)}{ranks},{replicas}"
+        f"  {arch.num_layers} layers over {num_stages} stage{'s' * (num_stages > 1)}{ranks},{replicas}"
         f" {topology.transport} transport, {topology.microbatches} microbatch{'es' * (topology.microbatches > 1)}"
         " in flight",
     ]

@@ -211,7 +211,7 @@ class Metrics:
         for stage in topology.stages:
             for rank in stage.ranks:
                 place = (stage.replica, stage.stage, rank.rank)
-                what = (rank.host, rank.device, stage.blocks, rank.num_parameters)
+                what = (rank.host, rank.device, stage.layers, rank.num_parameters)
                 self._stage_info.labels(*map(str, (*place, *what))).set(1)
         self._build_info.labels(card.version, platform.python_version(), card.name, card.dtype).set(1)
 

@@ -1,11 +1,12 @@
-"""The gRPC server: the service, health, reflection, TLS and keys on one port."""
+"""The gRPC server: the services, health, reflection, TLS and keys on one port."""
 
 from __future__ import annotations
 
 import ipaddress
 import logging
 import resource
-from typing import Any
+from collections.abc import Sequence
+from typing import Any, Protocol
 
 import grpc
 from grpc_health.v1 import health_pb2_grpc
@@ -20,7 +21,6 @@ from ppserve.head.api.grpc.health import HEALTH_NAME, Health
 from ppserve.head.api.grpc.holding import HeldCalls
 from ppserve.head.api.grpc.service import SERVICE_NAME, GrpcService
 from ppserve.head.api.tls import Certificates, read_certificates
-from ppserve.head.api.vllm_grpc.service import VLLM_SERVICE_NAME, VllmService
 from ppserve.head.binding import address_text, bound
 from ppserve.head.limits import Limits
 from ppserve.v1 import generation_pb2 as _registered  # noqa: F401  reflection serves what is registered
@@ -31,10 +31,19 @@ log = logging.getLogger(__name__)
 CLOSING_S = 1.0
 
 
+class OtherService(Protocol):
+    """Of another protocol, on the same port. is_serving: what it answers when asked; the server sets it."""
+
+    name: str
+    is_serving: bool
+
+    def handlers(self) -> grpc.GenericRpcHandler: ...
+
+
 class GrpcServer:
     """Serves until `stop`. Not serving, for health checks, until told that it is."""
 
-    def __init__(self, settings: ServerSettings, desk: FrontDesk) -> None:
+    def __init__(self, settings: ServerSettings, desk: FrontDesk, others: Sequence[OtherService] = ()) -> None:
         """Raises ConfigError for certificates that cannot be used. Call inside the event loop."""
         self._settings = settings
         self.desk = desk
@@ -42,11 +51,9 @@ class GrpcServer:
         key_check = [KeyCheck(desk.keys)] if desk.keys else []
         self._server = EagerServer([HeldCalls(), *key_check], server_options(desk.card.limits))
         self._server.add_generic_rpc_handlers((GrpcService(desk).handlers(),))
-        services = [SERVICE_NAME]
-        self._vllm = VllmService(desk, settings.chat_template) if settings.vllm_grpc else None
-        if self._vllm is not None:
-            self._server.add_generic_rpc_handlers((self._vllm.handlers(),))
-            services.append(VLLM_SERVICE_NAME)
+        self._others = others
+        self._server.add_generic_rpc_handlers(tuple(service.handlers() for service in others))
+        services = [SERVICE_NAME, *(service.name for service in others)]
         self._health = Health(services)
         health_pb2_grpc.add_HealthServicer_to_server(self._health, self._server)
         names = (*services, HEALTH_NAME, reflection.SERVICE_NAME)
@@ -72,8 +79,8 @@ class GrpcServer:
     async def set_serving(self, serving: bool) -> None:
         """What health checks are told, for the server and for its services by name."""
         self._health.set_serving(serving)
-        if self._vllm is not None:
-            self._vllm.is_serving = serving
+        for service in self._others:
+            service.is_serving = serving
 
     def show(self, certificates: Certificates) -> None:
         """To new connections, from now on; those that stand keep theirs."""
@@ -88,8 +95,8 @@ class GrpcServer:
     async def stop(self, timeout_s: float) -> None:
         """Say NOT_SERVING at once, refuse new requests, let running ones finish for `timeout_s`, then close."""
         self._health.end()
-        if self._vllm is not None:
-            self._vllm.is_serving = False
+        for service in self._others:
+            service.is_serving = False
         await self.desk.drain(timeout_s)
         await self._server.stop(CLOSING_S)
 

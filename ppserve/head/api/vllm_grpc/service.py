@@ -19,7 +19,6 @@ from ppserve.head.api.vllm_grpc.messages import SequenceMessages
 from ppserve.head.api.vllm_grpc.tokenizer_files import archive, chunks
 from ppserve.vllm import engine_pb2 as pb
 
-VLLM_SERVICE_NAME = "vllm.grpc.engine.VllmEngine"
 # Routers take what is here for a directory or the name of a model on a hub, whose tokenizer may be another one. No
 # path and no name, it makes them call GetTokenizer.
 TOKENIZER_PLACE = "grpc:GetTokenizer"
@@ -27,6 +26,8 @@ TOKENIZER_PLACE = "grpc:GetTokenizer"
 
 class VllmService:
     """Answers calls with what the desk says. is_serving: what HealthCheck says; set from outside."""
+
+    name = "vllm.grpc.engine.VllmEngine"
 
     def __init__(self, desk: FrontDesk, chat_template: Path | None) -> None:
         self.is_serving = False
@@ -47,7 +48,7 @@ class VllmService:
         }
         keys_are_checked = self._desk.keys is not None
         return grpc.method_handlers_generic_handler(
-            VLLM_SERVICE_NAME,
+            self.name,
             {
                 "Generate": stream(self._generate, response_serializer=pb.GenerateResponse.SerializeToString),
                 "GetTokenizer": stream(

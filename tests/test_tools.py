@@ -57,6 +57,7 @@ def encoding() -> tiktoken.Encoding:
     return tiny_maker.learn_vocabulary(tiny_maker.Shape(), seed=1)
 
 
+@pytest.mark.slow
 def test_the_built_in_vocabulary_is_the_one_its_maker_learns(encoding: tiktoken.Encoding) -> None:
     ranks = random_maker.read_ranks(TINY / "tokenizer.tiktoken")
     assert {encoding.decode_single_token_bytes(rank): rank for rank in range(len(ranks))} == ranks
@@ -69,6 +70,7 @@ def test_the_built_in_config_is_the_one_its_maker_writes(encoding: tiktoken.Enco
     assert json.dumps(config, indent=2) + "\n" == (TINY / "config.json").read_text()
 
 
+@pytest.mark.slow
 def test_training_comes_from_its_seed_alone(encoding: tiktoken.Encoding) -> None:
     shape = tiny_maker.Shape(num_layers=1, width=32, num_heads=2)
 
@@ -92,6 +94,7 @@ def tiny_model() -> transformers.GPT2LMHeadModel:
     return transformers.GPT2LMHeadModel.from_pretrained(TINY, dtype=torch.float32)
 
 
+@pytest.mark.slow
 def test_the_built_in_model_knows_its_stories(
     tiny_model: transformers.GPT2LMHeadModel, encoding: tiktoken.Encoding
 ) -> None:
@@ -127,6 +130,7 @@ def test_the_built_in_model_tells_stories_to_their_end(
     assert words(text) <= known
 
 
+@pytest.mark.slow
 def test_a_random_model_loads_in_transformers_and_comes_from_its_seed(tmp_path: Path) -> None:
     shape = random_maker.Shape(num_layers=2, width=48, num_heads=3, max_positions=64, vocab_size=300)
     written = []

@@ -38,6 +38,7 @@ def target() -> Iterator[str]:
         yield target
 
 
+@pytest.mark.slow
 def test_a_closed_loop_with_the_smallest_of_flags(target: str, tmp_path: Path) -> None:
     flags = ("--concurrency", "3", "--prompt-tokens", "uniform:2:9", "--new-tokens", "5", "--details")
     done = bench(target, *flags, "--json", str(tmp_path / "out.json"), "--goodput", "ttft:9000", "tpot:9000")
@@ -51,6 +52,7 @@ def test_a_closed_loop_with_the_smallest_of_flags(target: str, tmp_path: Path) -
     assert found["request_goodput"] == pytest.approx(found["request_throughput"])
 
 
+@pytest.mark.slow
 def test_a_sweep(target: str, tmp_path: Path) -> None:
     files = [tmp_path / name for name in ("out.csv", "out.png", "out.json")]
     flags = ("--sweep", "1,4", "--requests", "6", "--new-tokens", "3", "--prompt-tokens", "4")
@@ -65,6 +67,7 @@ def test_a_sweep(target: str, tmp_path: Path) -> None:
     assert [run["total_output_tokens"] for run in json.loads(files[2].read_text())] == [18, 18]
 
 
+@pytest.mark.slow
 def test_an_open_loop_over_a_trace(target: str, tmp_path: Path) -> None:
     trace = tmp_path / "trace.csv"
     trace.write_text(
@@ -81,6 +84,7 @@ def test_an_open_loop_over_a_trace(target: str, tmp_path: Path) -> None:
     assert found["output_lens"] == [2, 3, 4]
 
 
+@pytest.mark.slow
 def test_progress_on_a_terminal_leaves_no_trace(target: str) -> None:
     flags = ("--requests", "40", "--concurrency", "2", "--prompt-tokens", "4", "--new-tokens", "40")
     terminal = Terminal([sys.executable, "-m", "ppserve", "bench", "--target", target, *flags])
@@ -95,6 +99,7 @@ def test_progress_on_a_terminal_leaves_no_trace(target: str) -> None:
     assert "in flight" not in report
 
 
+@pytest.mark.slow
 def test_an_interrupted_run_reports_what_was_answered(target: str) -> None:
     flags = ("--duration", "600", "--concurrency", "2", "--prompt-tokens", "4", "--new-tokens", "40")
     terminal = Terminal([sys.executable, "-m", "ppserve", "bench", "--target", target, *flags])
@@ -113,6 +118,7 @@ def test_an_interrupted_run_reports_what_was_answered(target: str) -> None:
     assert int(match[1]) > 0
 
 
+@pytest.mark.slow
 def test_two_runs_without_a_seed_ask_different_things(target: str, tmp_path: Path) -> None:
     seeds = []
     for _ in range(2):
@@ -123,6 +129,7 @@ def test_two_runs_without_a_seed_ask_different_things(target: str, tmp_path: Pat
     assert seeds[0] != seeds[1]
 
 
+@pytest.mark.slow
 def test_failures_are_counted_and_named() -> None:
     with served_in_thread(FakeEngine(refusal=Overloaded("the queue is full", 1.0))) as target:
         flags = ("--requests", "5", "--prompt-tokens", "4", "--new-tokens", "2")
@@ -136,6 +143,7 @@ def test_failures_are_counted_and_named() -> None:
         assert len(warming.stderr.splitlines()) == 1
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
@@ -155,6 +163,7 @@ def test_mistakes_are_one_line(target: str, arguments: tuple[str, ...], words: s
     assert words in done.stderr
 
 
+@pytest.mark.slow
 def test_nobody_there() -> None:
     done = bench("127.0.0.1:1")
     assert done.returncode == 1
@@ -165,6 +174,7 @@ def test_nobody_there() -> None:
 # ---- pictures --------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_a_picture_of_one_run_and_of_nothing(tmp_path: Path) -> None:
     for number, answers in enumerate(((answer(0, 1.0, [(1.5, 1), (1.6, 2)]),), (failed(0, 1.0, 2.0),))):
         measured = Measurement(SETTING, answers, 10.0, LEDGER if number == 0 else ())

@@ -16,6 +16,8 @@ import pytest
 from ppserve.errors import Draining, StagesLost
 from tests.fake_engine import FakeEngine, served, served_in_thread
 
+pytestmark = pytest.mark.slow
+
 SEED_7_TEXT_LENGTH = 6
 
 

@@ -23,6 +23,7 @@ def num_displaced(pipeline: Pipeline) -> int:
     return sum(group.num_displaced for group in list(intake_of(pipeline).groups.values()))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("stages", "speculate"), [(1, 0), (2, 0), (2, 2)])
 def test_whoever_is_displaced_gets_the_tokens_that_it_gets_alone(stages: int, speculate: int) -> None:
     """Tokens, text and log-probabilities, bit for bit, of the displaced and of those who displace."""

@@ -267,9 +267,10 @@ def test_every_second_of_every_stage_is_in_the_ledger(two_stages: Pipeline) -> N
         assert stage.steps > 0
         total_s = stage.busy_s + sum(stage.bubble_s.values()) + stage.idle_s
         assert total_s == pytest.approx(ledger.wall_s, abs=1e-9)
-    assert {stage.layers for stage in ledger.stages} == {stage.blocks for stage in two_stages.topology().stages}
+    assert {stage.layers for stage in ledger.stages} == {stage.layers for stage in two_stages.topology().stages}
 
 
+@pytest.mark.slow
 def test_tensor_ranks_waits_are_in_the_ledger() -> None:
     with tiny(2, tensor_parallel=2) as pipeline:
         before = pipeline.ledger()

@@ -7,6 +7,7 @@ import pytest
 from ppserve import Pipeline, wire
 from ppserve.errors import ConfigError, StagesLost
 from tests.library.mixed import assert_same, mixed_requests, tiny, together
+from tests.slow import quick_first
 
 LONG = {"max_tokens": 120, "ignore_eos": True}
 
@@ -17,6 +18,7 @@ def lose(pipeline: Pipeline, replica: int) -> None:
     pipeline._control.links[rank].send(wire.Failed("as the test wants"))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("stages", "replicas"), [(1, 2), (1, 3), (2, 2)])
 def test_any_number_of_replicas_answers_as_one_stage_alone(stages: int, replicas: int) -> None:
     """Tokens, text and log-probabilities, bit for bit; among the requests are some of three sequences."""
@@ -28,7 +30,7 @@ def test_any_number_of_replicas_answers_as_one_stage_alone(stages: int, replicas
         assert busy == [replica for replica in range(replicas) for _ in range(stages)]
 
 
-@pytest.mark.parametrize("lost", [0, 1])
+@pytest.mark.parametrize("lost", quick_first([0, 1]))
 def test_a_lost_replica_s_streams_go_on_at_the_other_with_the_same_tokens(lost: int) -> None:
     requests = [(f"Once upon a time {number}", {**LONG, "seed": number, "logprobs": 1}) for number in range(6)]
     with tiny(replicas=2) as pipeline:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from transformers import GPT2Config, GPT2LMHeadModel
+import transformers
 
 from ppserve.core.architecture import Architecture, Split, stage_layouts, stage_params
 from ppserve.model.backend import Backend
@@ -29,10 +29,10 @@ SHAPES = {
 }
 
 
-def as_transformers(checkpoint: RandomCheckpoint) -> GPT2LMHeadModel:
+def as_transformers(checkpoint: RandomCheckpoint) -> transformers.GPT2LMHeadModel:
     """The same weights in Hugging Face's model, whose linears are transposed."""
     arch = checkpoint.architecture
-    config = GPT2Config(
+    config = transformers.GPT2Config(
         vocab_size=arch.padded_vocab_size,
         n_positions=arch.max_positions,
         n_embd=arch.width,
@@ -46,7 +46,7 @@ def as_transformers(checkpoint: RandomCheckpoint) -> GPT2LMHeadModel:
         tie_word_embeddings=arch.tied_embeddings,
         attn_implementation="eager",
     )
-    model = GPT2LMHeadModel(config).eval()
+    model = transformers.GPT2LMHeadModel(config).eval()
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             canonical = name.removeprefix("transformer.")
@@ -59,6 +59,7 @@ def as_transformers(checkpoint: RandomCheckpoint) -> GPT2LMHeadModel:
     return model
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("arch", SHAPES.values(), ids=SHAPES.keys())
 def test_reference_is_transformers(arch: Architecture) -> None:
     checkpoint = RandomCheckpoint(arch)
@@ -70,6 +71,7 @@ def test_reference_is_transformers(arch: Architecture) -> None:
     assert ours.std() > 0.5, "logits too close together to tell a wrong model from a right one"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("activation", ACTIVATIONS)
 def test_activations_are_those_of_transformers(activation: str) -> None:
     checkpoint = RandomCheckpoint(architecture(activation=activation))
@@ -93,6 +95,7 @@ def test_cache_and_blocks_are_the_reference(arch: Architecture, backend: Backend
     torch.testing.assert_close(pipeline.logits(hidden), expected, atol=1e-4, rtol=1e-5)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("arch", SHAPES.values(), ids=SHAPES.keys())
 def test_greedy_tokens_are_those_of_transformers(arch: Architecture) -> None:
     checkpoint = RandomCheckpoint(arch)

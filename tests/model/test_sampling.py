@@ -8,14 +8,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
-from transformers import (
-    LogitsProcessorList,
-    MinPLogitsWarper,
-    RepetitionPenaltyLogitsProcessor,
-    TemperatureLogitsWarper,
-    TopKLogitsWarper,
-    TopPLogitsWarper,
-)
+import transformers
 
 from ppserve.core.plan import Draw
 from ppserve.core.request import SamplingParams
@@ -48,16 +41,16 @@ def survivors(logits: np.ndarray, params: SamplingParams, wanted: Draw | None = 
 
 def theirs(logits: np.ndarray, params: SamplingParams, history: tuple[int, ...] = ()) -> torch.Tensor:
     """transformers' processors on the same logits: probabilities."""
-    processors = LogitsProcessorList()
+    processors = transformers.LogitsProcessorList()
     if params.repetition_penalty != 1:
-        processors.append(RepetitionPenaltyLogitsProcessor(params.repetition_penalty))
-    processors.append(TemperatureLogitsWarper(params.temperature))
+        processors.append(transformers.RepetitionPenaltyLogitsProcessor(params.repetition_penalty))
+    processors.append(transformers.TemperatureLogitsWarper(params.temperature))
     if params.top_k:
-        processors.append(TopKLogitsWarper(params.top_k))
+        processors.append(transformers.TopKLogitsWarper(params.top_k))
     if params.top_p < 1:
-        processors.append(TopPLogitsWarper(params.top_p))
+        processors.append(transformers.TopPLogitsWarper(params.top_p))
     if params.min_p:
-        processors.append(MinPLogitsWarper(params.min_p))
+        processors.append(transformers.MinPLogitsWarper(params.min_p))
     input_ids = torch.tensor([history], dtype=torch.long)
     return processors(input_ids, torch.from_numpy(logits.copy())[None])[0].double().softmax(0)
 
@@ -80,6 +73,7 @@ def theirs(logits: np.ndarray, params: SamplingParams, history: tuple[int, ...] 
     ],
     ids=str,
 )
+@pytest.mark.slow  # transformers is imported
 @pytest.mark.parametrize("seed", [0, 1, 2])
 def test_the_same_ids_survive_as_in_transformers(params: SamplingParams, seed: int) -> None:
     logits = scores(seed, 199)

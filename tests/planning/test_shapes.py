@@ -14,6 +14,7 @@ from ppserve.planning.forecast import Intent, forecast
 from ppserve.planning.scenarios import fixed_load
 from ppserve.planning.shapes import Conditions, prospect, prospects, render_prospects, shape_name, shapes
 from ppserve.planning.simulator import Device, Wires
+from tests.slow import quick_first
 
 GPT2 = Architecture(12, 768, 12, 1024, 50257, 50257, 3072)
 # Reading the weights takes nearly all of a step's time.
@@ -117,7 +118,7 @@ def test_the_heads_work_for_each_token_limits_what_all_replicas_give() -> None:
         assert rate(1, 1, replicas, fast) == pytest.approx(1000, rel=0.1)
 
 
-@pytest.mark.parametrize("shape", [(1, 1, 4), (1, 2, 2), (1, 4, 1), (4, 1, 1), (2, 2, 1)])
+@pytest.mark.parametrize("shape", quick_first([(1, 1, 4), (1, 2, 2), (1, 4, 1), (4, 1, 1), (2, 2, 1)], 2))
 def test_cores_compute_no_more_than_their_work_for_a_token_allows(shape: tuple[int, int, int]) -> None:
     """Four ranks that compute all the time: on two cores each has half of one, on four its own."""
     callers = under(64)

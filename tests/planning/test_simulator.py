@@ -7,6 +7,7 @@ import pytest
 from ppserve.core.cost_model import Coefficients, StepSize
 from ppserve.core.scheduling.config import SchedulerConfig
 from ppserve.planning.simulator import Device, Machine, Outcome, Roofline, SimulatedRequest, Simulator, Wires
+from tests.slow import quick_first
 
 FREE = Wires(latency_s=0, bandwidth=1e30, control_s=0, return_s=0, head_s=0, prepare_s=0)
 S = 0.01
@@ -51,7 +52,7 @@ def test_one_sequence_takes_all_stages_in_turn():
         assert share(outcome, stage, "fill_drain") == pytest.approx(0.75)
 
 
-@pytest.mark.parametrize("num_stages", [1, 2, 3, 4, 8, 64])
+@pytest.mark.parametrize("num_stages", quick_first([1, 2, 3, 4, 8, 64], 5))
 def test_flat_stages_with_enough_sequences_are_never_idle(num_stages):
     outcome = simulate((Coefficients(S),) * num_stages, one_token_prompts(num_stages, 10))
     assert outcome.wall_s == pytest.approx((10 * num_stages + num_stages - 1) * S)
@@ -150,8 +151,8 @@ def test_a_stages_own_work_brings_no_further_lane(num_stages):
     assert chosen.wall_s == pytest.approx(fixed.wall_s)
 
 
-@pytest.mark.parametrize("num_stages", [2, 4])
-@pytest.mark.parametrize("rate", [0.2, 0.5, 0.7, 0.9, 1.0])
+@pytest.mark.parametrize("num_stages", quick_first([2, 4]))
+@pytest.mark.parametrize("rate", quick_first([1.0, 0.2, 0.5, 0.7, 0.9]))
 def test_one_caller_gains_by_depth_what_the_arithmetic_says(num_stages, rate):
     """Every row costs a whole step, so width never pays. Turns without guesses are a few percent of all."""
     stages, requests = (Coefficients(row=S),) * num_stages, one_token_prompts(1, 3000)
@@ -176,7 +177,7 @@ def test_many_callers_lose_nothing_to_guesses(rate):
 
 
 @pytest.mark.parametrize("num_stages", [1, 2])
-@pytest.mark.parametrize("row_share", [0.01, 0.02, 0.05])
+@pytest.mark.parametrize("row_share", quick_first([0.05, 0.01, 0.02]))
 def test_one_callers_guesses_hardly_slow_the_others(num_stages, row_share):
     """The one whose guesses are right runs longer than the three others, so that they never are without it."""
     lucky, other = SimulatedRequest(0.0, 1, 5000, acceptance=0.95), SimulatedRequest(0.0, 1, 400, acceptance=0.0)

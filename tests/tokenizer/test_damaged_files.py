@@ -84,6 +84,7 @@ def replace_somewhere(document: Any, rng: random.Random) -> Any:
     return changed
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["tokenizer.json", "vocab.json", "added_tokens.json", "tokenizer_config.json"])
 def test_odd_values(name: str, intact: dict[str, bytes], tmp_path: Path) -> None:
     rng, outcomes = random.Random(name), set()

@@ -16,6 +16,7 @@ from ppserve.head.limits import MOST_URGENT
 from tests.core.scheduling.invariants import check_scheduler
 from tests.core.scheduling.rig import SchedulerRig, a_request, a_rig, fill
 from tests.core.scheduling.test_scheduler_walk import Oracle
+from tests.slow import quick_first
 
 
 def a_full_rig(callers: str = "gggg", max_tokens: int = 60, **config: object) -> SchedulerRig:
@@ -259,7 +260,7 @@ def test_the_displaced_can_be_cancelled_and_can_pass_their_deadlines() -> None:
     rig.check_answers()
 
 
-@pytest.mark.parametrize("seed", range(10))
+@pytest.mark.parametrize("seed", quick_first(range(10), 2))
 def test_a_walk(seed: int) -> None:
     """Greedy and light callers, shared prefixes, several answers, guesses, losses: every answer is what it is
     alone."""

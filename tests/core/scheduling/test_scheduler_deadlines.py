@@ -101,6 +101,7 @@ def overloaded(rig: SchedulerRig, times: float, limit_s: float, seconds: float, 
     return good, late, asked
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("limit_s", [1.0, 3.0])
 def test_under_overload_those_who_are_admitted_end_in_time(limit_s: float) -> None:
     """Answers cut off by their deadline taught that answers are short, and ever more were admitted. Nearly all who

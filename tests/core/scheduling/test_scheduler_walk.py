@@ -16,6 +16,7 @@ from ppserve.core.scheduling.drafter import Guess, look_up_prompts
 from tests.core.scheduling.invariants import check_scheduler
 from tests.core.scheduling.rig import SchedulerRig, a_request, fill
 from tests.core.toy_pipeline import EOS_ID, VOCAB_SIZE, expected_answer
+from tests.slow import quick_first
 
 
 def random_request(rng: random.Random, name: str, now: float, shared_prompt: tuple[int, ...]) -> Request:
@@ -144,7 +145,7 @@ def walk(
     return rig
 
 
-@pytest.mark.parametrize("num_stages", [1, 2, 3, 4])
+@pytest.mark.parametrize("num_stages", quick_first([3, 1, 2, 4]))
 @pytest.mark.parametrize("prefill_chunk", [None, 1, 5])
 @pytest.mark.parametrize("prefix_cache", [True, False])
 def test_any_walk_gives_everybody_the_tokens_of_an_undisturbed_run(
@@ -157,8 +158,8 @@ def test_any_walk_gives_everybody_the_tokens_of_an_undisturbed_run(
         assert len(rig.requests) > 20
 
 
-@pytest.mark.parametrize("num_stages", [1, 2, 4])
-@pytest.mark.parametrize("speculate", [1, 5])
+@pytest.mark.parametrize("num_stages", quick_first([2, 1, 4]))
+@pytest.mark.parametrize("speculate", quick_first([5, 1]))
 @pytest.mark.parametrize("rate", [0.0, 0.3, 0.8, 1.0, None])
 def test_no_guess_changes_a_token(num_stages: int, speculate: int, rate: float | None) -> None:
     """Guesses forced into every step that decodes, and into every gap: always wrong, sometimes right, always
@@ -197,6 +198,7 @@ def test_a_caller_may_leave_at_any_moment_of_wrong_guesses(num_stages: int, num_
     assert len(doomed) == len(set(doomed)), "no step is doomed twice"
 
 
+@pytest.mark.slow
 def test_the_walks_reach_every_feature() -> None:
     """The walks reach every feature; otherwise their success would prove nothing."""
     seen: set[str] = set()

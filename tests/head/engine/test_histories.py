@@ -24,9 +24,10 @@ from ppserve.head.engine.output import TokenOutput
 from ppserve.head.engine.replica import Replica
 from tests.head.engine.history import History
 from tests.head.engine.simulated_stages import StageProcess
+from tests.slow import quick_first
 
 NUM_HISTORIES = 2_000
-AT_ONCE = 250
+AT_ONCE = 50
 
 
 @pytest.fixture(autouse=True)
@@ -36,7 +37,7 @@ def quiet() -> Iterator[None]:
     logging.disable(logging.NOTSET)
 
 
-@pytest.mark.parametrize("first", range(0, NUM_HISTORIES, AT_ONCE))
+@pytest.mark.parametrize("first", quick_first(range(0, NUM_HISTORIES, AT_ONCE)))
 def test_everything_is_served_whatever_happens(first: int) -> None:
     for seed in range(first, first + AT_ONCE):
         try:

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import GPT2Config, GPT2LMHeadModel
+import transformers
 
 from ppserve.core.architecture import Architecture
 from ppserve.model.checkpoint import WHOLE, Part
@@ -60,7 +60,7 @@ def hugging_face(directory: Path, container: str = "safetensors", parts: int = 1
     """A random model of transformers with these config fields, saved."""
     fields = {"n_layer": 3, "n_embd": 40, "n_head": 4, "n_positions": 96, "vocab_size": 211} | changes
     torch.manual_seed(1)
-    model = GPT2LMHeadModel(GPT2Config(**fields, attn_implementation="eager")).eval()
+    model = transformers.GPT2LMHeadModel(transformers.GPT2Config(**fields, attn_implementation="eager")).eval()
     for name, parameter in model.named_parameters():
         torch.nn.init.normal_(parameter, mean=1.0 if ".ln_" in name and "weight" in name else 0.0, std=0.2)
     if container == "safetensors":

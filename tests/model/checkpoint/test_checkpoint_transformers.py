@@ -8,11 +8,13 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import GPT2Config, GPT2LMHeadModel, GPT2Model
+import transformers
 
 from ppserve.model.checkpoint import Checkpoint
 from ppserve.model.checkpoint.names import tensor_shapes
 from ppserve.model.checkpoint.opening import open_checkpoint
+
+pytestmark = pytest.mark.slow
 
 SMALL: dict[str, Any] = {"n_layer": 2, "n_embd": 32, "n_head": 4, "n_positions": 40, "vocab_size": 101}
 
@@ -30,9 +32,9 @@ CONFIGS: dict[str, dict[str, Any]] = {
 }
 
 
-def make(changes: dict[str, Any], cls: type = GPT2LMHeadModel) -> Any:
+def make(changes: dict[str, Any], cls: type = transformers.GPT2LMHeadModel) -> Any:
     torch.manual_seed(0)
-    model = cls(GPT2Config(**SMALL | {"eos_token_id": 100, "bos_token_id": 100} | changes)).eval()
+    model = cls(transformers.GPT2Config(**SMALL | {"eos_token_id": 100, "bos_token_id": 100} | changes)).eval()
     for parameter in model.parameters():  # fresh biases are zero and fresh norms one: no test of order
         torch.nn.init.normal_(parameter, std=0.3)
     return model
@@ -73,7 +75,7 @@ def test_save_pretrained_in_parts(tmp_path: Path) -> None:
 
 def test_a_model_without_a_head_class(tmp_path: Path) -> None:
     """GPT2Model saves names without `transformer.`, and is tied."""
-    model = make({}, GPT2Model)
+    model = make({}, transformers.GPT2Model)
     model.save_pretrained(tmp_path)
     check(open_checkpoint(str(tmp_path)), model)
 
@@ -124,5 +126,5 @@ def test_tying_is_settled_as_transformers_does(tmp_path: Path, tied: bool, store
         with pytest.raises(Exception, match=r"wte\.weight"):
             open_checkpoint(str(tmp_path))
         return
-    model = GPT2LMHeadModel.from_pretrained(tmp_path)
+    model = transformers.GPT2LMHeadModel.from_pretrained(tmp_path)
     check(open_checkpoint(str(tmp_path)), model)

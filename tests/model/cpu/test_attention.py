@@ -78,6 +78,7 @@ def test_in_a_step_with_others(shape: Shape, kind: AttentionKernel) -> None:
         assert same(rest, expected[start:])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", KINDS)
 def test_cutting_the_heads_changes_no_bit(kind: AttentionKernel) -> None:
     qkv = rows(4, 20)

@@ -9,8 +9,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import transformers
 from openai import AsyncOpenAI
-from transformers.utils.chat_template_utils import render_jinja_template
 
 from ppserve.errors import ConfigError
 from ppserve.head.api.http.chat import ChatTemplate
@@ -154,7 +154,7 @@ def test_templates_bring_the_prompt_that_transformers_makes_of_them(
     messages = [{"role": "user", "content": "hi "}, {"role": "assistant", "content": "Once upon a "}]
     kwargs = {"mood": "blue"}
     documents = [{"title": "ä"}]
-    ((expected,), _) = render_jinja_template(
+    ((expected,), _) = transformers.utils.chat_template_utils.render_jinja_template(
         [messages], documents=documents, chat_template=path.read_text(), continue_final_message=continues,
         add_generation_prompt=not continues, eos_token="<|end|>", **kwargs,
     )  # fmt: skip

@@ -66,31 +66,37 @@ class TlsConnection(socket.socket):
         self._flush()
 
     def recv(self, size: int, flags: int = 0) -> bytes:
-        """Empty at the end. Where the bytes that came complete nothing, the head raises BlockingIOError, since
-        others wait for it; a stage goes on waiting. Raises OSError, which ssl.SSLError is."""
+        """Empty at the end. Where the bytes that came complete nothing, the head raises SSLWantReadError, since
+        others wait for it; a stage goes on waiting. The head then sends what `seal` returns. Raises OSError, which
+        ssl.SSLError is."""
         while received := super().recv(size, flags):
             try:
                 with self._state:
                     self._arrived.write(received)
                     text, has_ended = self._decrypt()
             finally:
-                self._flush()
+                if not self._serves:
+                    self._flush()
             if text or has_ended:
                 return text
             if self._serves:
-                raise BlockingIOError
+                raise ssl.SSLWantReadError
         return b""
+
+    def seal(self, frame: bytes) -> bytes:
+        """What has to leave now, after all that was sealed before: the frame, encrypted, if both ends know each
+        other, and what a handshake has to say."""
+        with self._state:
+            if self._is_open:
+                self._encrypt(frame)
+            else:
+                self._early += frame
+            return self._leaving.read()
 
     def sendall(self, frame: bytes, flags: int = 0) -> None:  # type: ignore[override]
         """Raises OSError."""
         with self._order:
-            with self._state:
-                if self._is_open:
-                    self._encrypt(frame)
-                else:
-                    self._early += frame
-                leaving = self._leaving.read()
-            super().sendall(leaving, flags)
+            super().sendall(self.seal(frame), flags)
 
     def _flush(self) -> None:
         """What a handshake has to say. Rarely anything: else the receiver would wait for a sender that waits for

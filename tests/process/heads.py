@@ -24,13 +24,20 @@ class Head:
     meeting: wire.Meeting
     control: SocketControlPlane
     _events: queue.SimpleQueue[Any] = field(default_factory=queue.SimpleQueue)
+    _due: queue.SimpleQueue[tuple[int, wire.FromHead]] = field(default_factory=queue.SimpleQueue)
     _over: threading.Event = field(default_factory=threading.Event)
 
     def next_event(self) -> Any:
         return self._events.get(timeout=WITHIN_S)
 
+    def send(self, rank: int, message: wire.FromHead) -> None:
+        self._due.put((rank, message))
+        self.control.wake()
+
     def run(self) -> None:
         while not self._over.is_set():
+            while not self._due.empty():
+                self.control.send(*self._due.get())
             for event in self.control.poll(WITHIN_S):
                 self._events.put(event)
 

@@ -59,7 +59,7 @@ def test_a_rank_that_is_connected_already_keeps_its_place(tmp_path: Path) -> Non
         listening.next_event()
         with pytest.raises(ConnectionError, match="rank 1 is connected already"):
             connect_to_head(listening.meeting, 1, within_s=0)
-        listening.control.send(1, wire.Ping(7))
+        listening.send(1, wire.Ping(7))
         assert wire.FrameReader(wire.FromHead).feed(first.recv(4096)) == [wire.Ping(7)]
 
 

@@ -45,11 +45,11 @@ def test_frames_longer_than_any_buffer_pass_both_ways_at_once(tmp_path: Path, tl
         says = threading.Thread(target=lambda: [link.send(LARGE) for _ in range(5)])
         says.start()
         for _ in range(5):
-            running.control.send(1, ASSIGN)
+            running.send(1, ASSIGN)
         assert [link.inbox.get(timeout=WITHIN_S)[1] for _ in range(5)] == [ASSIGN] * 5
         assert [running.next_event().message for _ in range(5)] == [LARGE] * 5
         says.join(WITHIN_S)
-        running.control.send(1, wire.Shutdown())
+        running.send(1, wire.Shutdown())
         assert isinstance(link.inbox.get(timeout=WITHIN_S)[1], wire.Shutdown)
 
 

@@ -1,7 +1,8 @@
 """The head's end of the control plane: the interface that the engine uses, and its implementation with sockets.
 
-Everything runs in the engine's thread, except `wake`, which any thread may call. The only decision here is which
-connections are accepted.
+Everything runs in the engine's thread, except `wake`, which any thread may call. It never waits for a rank: what a
+socket does not take is kept, and follows when there is room. The only decision here is which connections are
+accepted.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ import selectors
 import socket
 import ssl
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -34,9 +35,10 @@ _ACCEPT_AGAIN_S = 0.5
 _EXHAUSTED = (errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM)
 # The log has at most one line about refused connections in this time.
 _COMPLAIN_EVERY_S = 5.0
-# Frames are much smaller than a socket's buffer, so a send that blocks this long means that the stage does not
-# read.
+# Frames are much smaller than a socket's buffer. So a stage that takes nothing for so long, or owes so much, does
+# not read.
 _SEND_TIMEOUT_S = 2.0
+_MAX_UNSENT_BYTES = wire.MAX_FRAME_BYTES
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,20 +82,27 @@ class ControlPlane(Protocol):
 
 @dataclass(slots=True, eq=False)
 class _Peer:
-    """One connection. challenge: what it must answer to. rank: None until it has proved to know the secret."""
+    """One connection. challenge: what it must answer to. rank: None until it has proved to know the secret.
+    unsent: what its socket has not taken yet."""
 
     connection: socket.socket
-    since_s: float
+    since_ns: int
     reader: wire.FrameReader
     challenge: bytes = field(default_factory=proof.new_nonce)
     rank: int | None = None
+    unsent: bytearray = field(default_factory=bytearray)
+
+    @property
+    def is_open(self) -> bool:
+        return self.connection.fileno() >= 0
 
 
 class SocketControlPlane:
     """Accepts connections from ranks, and exchanges frames with them.
 
     A connection is a stranger's until it has said Hello. To do so it proves to know the secret, and names a rank
-    that exists and is not connected. Strangers are few, and their frames short. tls: None in the clear.
+    that exists and is not connected. Strangers are few, and their frames short. tls: None in the clear. clock:
+    monotonic, in nanoseconds.
     """
 
     def __init__(
@@ -104,24 +113,29 @@ class SocketControlPlane:
         tls: ssl.SSLContext | None = None,
         greeting_timeout_s: float = _GREETING_TIMEOUT_S,
         send_timeout_s: float = _SEND_TIMEOUT_S,
+        selector: selectors.BaseSelector | None = None,
+        clock: Callable[[], int] = time.monotonic_ns,
     ) -> None:
-        self._greeting_timeout_s = greeting_timeout_s
-        self._send_timeout_s = send_timeout_s
+        self._greeting_timeout_ns = int(1e9 * greeting_timeout_s)
+        self._send_timeout_ns = int(1e9 * send_timeout_s)
+        self._clock = clock
         self._world_size = world_size
         self._secret = secret
         self._tls = tls
         self._listener = listener
         self._listener.setblocking(False)
-        self._accepts_from_s = 0.0
-        self._complained_s = -_COMPLAIN_EVERY_S
+        self._accepts_from_ns = 0
+        self._complains_from_ns = 0
         self._peers: dict[int, _Peer] = {}
         # In order of arrival.
         self._strangers: dict[_Peer, None] = {}
+        # Those with something unsent: since when they have taken nothing.
+        self._full: dict[_Peer, int] = {}
         self._due: list[Heard | Gone] = []
         self._wake_in, self._wake_out = socket.socketpair()
         self._wake_in.setblocking(False)
         self._wake_out.setblocking(False)
-        self._selector = selectors.DefaultSelector()
+        self._selector = selectors.DefaultSelector() if selector is None else selector
         self._selector.register(self._listener, selectors.EVENT_READ, None)
         self._selector.register(self._wake_out, selectors.EVENT_READ, None)
 
@@ -141,13 +155,17 @@ class SocketControlPlane:
         ready = self._selector.select(timeout_s if not self._due else 0)
         heard, self._due = self._due, []
         # Strangers last: judging one reads what is there of the rank that it claims to be.
-        for key, _ in sorted(ready, key=lambda event: event[0].data in self._strangers):
+        for key, events in sorted(ready, key=lambda event: event[0].data in self._strangers):
             if key.fileobj is self._listener:
                 self._accept()
             elif key.fileobj is self._wake_out:
                 self._wake_out.recv(4096)
-            elif key.data.connection.fileno() >= 0:  # else it was ended meanwhile, by another's greeting
-                heard += self._read(key.data)
+            else:
+                if events & selectors.EVENT_WRITE:
+                    heard += self._flush(key.data)
+                if events & selectors.EVENT_READ:
+                    heard += self._read(key.data) or []
+        heard += self._end_full()
         heard += self._due
         self._due = []
         self._refuse_silent_strangers()
@@ -173,8 +191,8 @@ class SocketControlPlane:
             self._due += self._end(peer, cause)
 
     def close(self, goodbye_s: float) -> None:
-        until_s = time.monotonic() + goodbye_s
-        while self._peers and time.monotonic() < until_s:
+        until_ns = self._clock() + int(1e9 * goodbye_s)
+        while self._peers and self._clock() < until_ns:
             self.poll(0.1)
         for key in list(self._selector.get_map().values()):
             if isinstance(key.data, _Peer):
@@ -193,14 +211,15 @@ class SocketControlPlane:
             if error.errno in _EXHAUSTED:
                 log.warning("cannot accept a connection: %s", error.strerror)
                 self._selector.unregister(self._listener)
-                self._accepts_from_s = time.monotonic() + _ACCEPT_AGAIN_S
+                self._accepts_from_ns = self._clock() + int(1e9 * _ACCEPT_AGAIN_S)
             return
-        connection.settimeout(self._send_timeout_s)
-        prepare(connection)
+        connection.setblocking(False)
+        with contextlib.suppress(OSError):  # some systems refuse options where the other end has left already
+            prepare(connection)
         if self._tls is not None:
             connection = TlsConnection(connection, self._tls, serves=True)
         reader = wire.FrameReader(wire.FromStranger, wire.MAX_GREETING_BYTES)
-        peer = _Peer(connection, time.monotonic(), reader)
+        peer = _Peer(connection, self._clock(), reader)
         self._strangers[peer] = None
         self._selector.register(connection, selectors.EVENT_READ, peer)
         if len(self._strangers) > self._world_size + _MAX_STRANGERS:
@@ -208,26 +227,32 @@ class SocketControlPlane:
         self._send_to(peer, wire.encode(wire.Challenge(peer.challenge)))
 
     def _accept_again(self) -> None:
-        if self._accepts_from_s and time.monotonic() > self._accepts_from_s:
-            self._accepts_from_s = 0.0
+        if self._accepts_from_ns and self._clock() > self._accepts_from_ns:
+            self._accepts_from_ns = 0
             self._selector.register(self._listener, selectors.EVENT_READ, None)
 
-    def _read(self, peer: _Peer) -> list[Heard | Gone]:
+    def _read(self, peer: _Peer) -> list[Heard | Gone] | None:
+        """What has arrived on a connection, which may be its end; None where there is nothing."""
+        if not peer.is_open:  # it was ended meanwhile, by another's greeting
+            return None
         try:
             received = peer.connection.recv(1 << 16 if peer.rank is not None else wire.MAX_GREETING_BYTES)
-            arrived_ns = time.monotonic_ns()
             messages = peer.reader.feed(received)
-        except BlockingIOError:  # a part of something encrypted
-            return []
-        except OSError as error:
-            if isinstance(error, ssl.SSLError):
-                self._complain(f"refused a connection: {error.reason}")
-            received, messages = b"", []
+        except ssl.SSLWantReadError:  # a part of something encrypted
+            return self._send_to(peer, b"")
+        except BlockingIOError:
+            return None
         except WireError as error:
             self._complain(f"a message on the control plane does not fit the schema: {error}")
             return self._end(peer, "protocol")
+        except OSError as error:
+            received, messages = b"", []
+            if isinstance(error, ssl.SSLError):
+                self._complain(f"refused a connection: {error.reason}")
+                self._due += self._send_to(peer, b"")  # the other end is told why
         if not received:
             return self._end(peer, "exit")
+        arrived_ns = self._clock()
         heard: list[Heard | Gone] = []
         for message in messages:
             if isinstance(message, wire.Proof):
@@ -237,23 +262,59 @@ class SocketControlPlane:
                 heard.append(Heard(peer.rank, arrived_ns, message))
                 if self._peers.get(peer.rank) is not peer:
                     self._end(peer, "a keeper has said what it had to say")
-            if peer.connection.fileno() < 0:
+            if not peer.is_open:
                 break
-        return heard
+        return heard + self._send_to(peer, b"")
 
     def _send_to(self, peer: _Peer, frame: bytes) -> list[Heard | Gone]:
-        """Sends. Returns the end of the connection, if this is how it is found out."""
+        """Sends, after what has not left yet. Returns the end of the connection, if this is how it is found out.
+        An empty frame: only what encryption has to say."""
+        if not peer.is_open:
+            return []
+        if len(peer.unsent) > _MAX_UNSENT_BYTES:
+            return self._end(peer, "timeout")
         try:
-            peer.connection.sendall(frame)
-        except OSError as error:
-            return self._end(peer, "timeout" if isinstance(error, TimeoutError) else "exit")
+            peer.unsent += peer.connection.seal(frame) if isinstance(peer.connection, TlsConnection) else frame
+        except ssl.SSLError:
+            return self._end(peer, "protocol")
+        return [] if peer in self._full or not peer.unsent else self._flush(peer)
+
+    def _flush(self, peer: _Peer) -> list[Heard | Gone]:
+        """Gives the socket as much as it takes now."""
+        had = len(peer.unsent)
+        try:
+            while peer.is_open and peer.unsent:
+                del peer.unsent[: peer.connection.send(peer.unsent)]
+        except BlockingIOError:
+            pass
+        except OSError:
+            return self._end(peer, "exit")
+        if not peer.is_open:
+            return []
+        if not peer.unsent:
+            if self._full.pop(peer, None) is not None:
+                self._selector.modify(peer.connection, selectors.EVENT_READ, peer)
+            return []
+        if peer not in self._full:
+            self._selector.modify(peer.connection, selectors.EVENT_READ | selectors.EVENT_WRITE, peer)
+        if peer not in self._full or len(peer.unsent) < had:
+            self._full[peer] = self._clock()
         return []
 
+    def _end_full(self) -> list[Heard | Gone]:
+        """Whoever has taken nothing for too long."""
+        since_ns = self._clock() - self._send_timeout_ns
+        late = [peer for peer, full_ns in self._full.items() if full_ns < since_ns]
+        return [gone for peer in late for gone in self._end(peer, "timeout")]
+
     def _end(self, peer: _Peer, cause: str) -> list[Heard | Gone]:
-        """Closes a connection. Its rank is gone, unless the connection was not the rank's current one."""
+        """Closes a connection, once. Its rank is gone, unless the connection was not the rank's current one."""
+        if not peer.is_open:
+            return []
         self._selector.unregister(peer.connection)
         peer.connection.close()
         self._strangers.pop(peer, None)
+        self._full.pop(peer, None)
         if peer.rank is None or self._peers.get(peer.rank) is not peer:
             return []
         del self._peers[peer.rank]
@@ -298,27 +359,21 @@ class SocketControlPlane:
         """Everything that arrived on a rank's connection, the end included: its next process may be at the door
         before the end of the last one was read."""
         peer, heard = self._peers.get(rank), list[Heard | Gone]()
-        if peer is None:
-            return heard
-        with selectors.DefaultSelector() as selector:
-            selector.register(peer.connection, selectors.EVENT_READ)
-            while peer.connection.fileno() >= 0 and selector.select(0):
-                heard += self._read(peer)
+        while peer is not None and (more := self._read(peer)) is not None:
+            heard += more
         return heard
 
     def _refuse(self, peer: _Peer, reason: str, may_retry: bool = False) -> None:
         self._complain(f"refused a connection: {reason}")
         self._send_to(peer, wire.encode(wire.Refused(reason, may_retry)))
-        if peer.connection.fileno() >= 0:
-            self._end(peer, "refused")
+        self._end(peer, "refused")
 
     def _refuse_silent_strangers(self) -> None:
-        silent_since_s = time.monotonic() - self._greeting_timeout_s
-        for peer in [stranger for stranger in self._strangers if stranger.since_s < silent_since_s]:
+        silent_since_ns = self._clock() - self._greeting_timeout_ns
+        for peer in [stranger for stranger in self._strangers if stranger.since_ns < silent_since_ns]:
             self._end(peer, "said nothing")
 
     def _complain(self, problem: str) -> None:
-        now_s = time.monotonic()
-        if now_s - self._complained_s >= _COMPLAIN_EVERY_S:
-            self._complained_s = now_s
+        if self._clock() >= self._complains_from_ns:
+            self._complains_from_ns = self._clock() + int(1e9 * _COMPLAIN_EVERY_S)
             log.warning("%s", problem)

@@ -25,10 +25,10 @@ Events = list[Heard | Gone]
 class Plane(SocketControlPlane):
     """The head's end, on a free port of this host. It has two ranks."""
 
-    def __init__(self, **timeouts: float) -> None:
+    def __init__(self, **settings: Any) -> None:
         listener = socket.create_server(("127.0.0.1", 0))
         self.port = listener.getsockname()[1]
-        super().__init__(listener, 2, SECRET, **timeouts)
+        super().__init__(listener, 2, SECRET, **settings)
 
 
 class Rank:
@@ -69,6 +69,13 @@ class Rank:
             messages = self._reader.feed(received)
         return messages
 
+    def hear_all(self, number: int) -> list[Any]:
+        """As `hear`, until so many have come."""
+        messages: list[Any] = []
+        while len(messages) < number:
+            messages += self.hear()
+        return messages
+
     @property
     def is_cut_off(self) -> bool:
         """Whether nothing comes but, perhaps, a refusal."""
@@ -83,8 +90,8 @@ def hello(rank: int) -> wire.Hello:
 
 
 @contextmanager
-def listening(**timeouts: float) -> Iterator[Plane]:
-    control = Plane(**timeouts)
+def listening(**settings: Any) -> Iterator[Plane]:
+    control = Plane(**settings)
     try:
         yield control
     finally:

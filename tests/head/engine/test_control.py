@@ -128,7 +128,7 @@ def test_of_too_many_strangers_the_oldest_go_and_a_rank_still_gets_in() -> None:
 
 def test_without_free_descriptors_ranks_are_served_and_nothing_spins() -> None:
     """Once there are descriptors again, whoever waited gets in."""
-    with listening() as control, greeted(control, 0) as rank:
+    with listening() as control, greeted(control, 0) as rank, connected(control) as stranger:
         soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
         with socket.socket() as late:
             late.settimeout(WITHIN_S)
@@ -139,6 +139,9 @@ def test_without_free_descriptors_ranks_are_served_and_nothing_spins() -> None:
                 assert has_ended(in_thread(lambda: control.poll(0.05))), "the listener is not asked again at once"
                 rank.say(wire.Heartbeat(1, 2))
                 assert told(until(control, bool)) == [(0, wire.Heartbeat(1, 2))]
+                # To judge a stranger needs no descriptor either; this one claims to be a rank that is there.
+                stranger.say(stranger.proof(0))
+                assert cut_off(control, stranger) == []
             finally:
                 resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
             waiting = in_thread(lambda: late.recv(1))
@@ -240,15 +243,57 @@ def test_everybody_gets_what_is_broadcast() -> None:
         assert (heard if len(heard) == 2 else heard + second.hear()) == [wire.Abandon(3), wire.Ping(4)]
 
 
+LONG = wire.Form(1, "x" * (1 << 20), 1, 1, "here", 1, "here")
+
+
 def test_a_rank_that_does_not_read_is_gone_and_others_are_served() -> None:
-    long = wire.Form(1, "x" * (1 << 20), 1, 1, "here", 1, "here")
     with listening(send_timeout_s=0.05) as control, greeted(control, 0), greeted(control, 1) as reader:
-        for _ in range(64):
-            control.send(0, long)
-        assert told(control.poll(WITHIN_S)) == [(0, "timeout")]
+        for _ in range(32):
+            control.send(0, LONG)
+        assert told(until(control, bool)) == [(0, "timeout")]
         control.broadcast((0, 1), wire.Ping(4))
         assert reader.hear() == [wire.Ping(4)]
         assert control.poll(0) == []
+
+
+def test_nobody_waits_for_a_rank_that_does_not_read_and_later_it_gets_everything() -> None:
+    with listening(send_timeout_s=AGES_S) as control, greeted(control, 0) as slow, greeted(control, 1) as reader:
+
+        def say() -> None:
+            for _ in range(32):
+                control.send(0, LONG)
+            control.broadcast((0, 1), wire.Ping(4))
+
+        assert has_ended(in_thread(say))
+        assert reader.hear() == [wire.Ping(4)]
+        heard = list[object]()
+        reading = in_thread(lambda: heard.extend(slow.hear_all(33)))
+        while reading.is_alive():
+            assert control.poll(0.05) == []
+        assert heard == [LONG] * 32 + [wire.Ping(4)]
+        slow.say(wire.Heartbeat(1, 2))
+        assert told(until(control, bool)) == [(0, wire.Heartbeat(1, 2))]
+
+
+def test_a_rank_that_reads_slowly_stays_and_one_that_stops_is_gone() -> None:
+    now_s = [0.0]
+    with listening(clock=lambda: int(1e9 * now_s[0])) as control, greeted(control, 0) as slow:
+        for _ in range(32):
+            control.send(0, LONG)
+        for _ in range(8):
+            now_s[0] += 1.0
+            waiting = in_thread(lambda: slow.hear_all(3))
+            while waiting.is_alive():
+                assert control.poll(0.01) == []
+        now_s[0] += 2.5
+        assert told(until(control, bool)) == [(0, "timeout")]
+
+
+def test_what_is_kept_for_a_rank_is_bounded() -> None:
+    with listening(send_timeout_s=AGES_S) as control, greeted(control, 0):
+        for _ in range(80):
+            control.send(0, LONG)
+        assert told(control.poll(0)) == [(0, "timeout")]
 
 
 # ---- waking and closing ----

@@ -211,9 +211,8 @@ class Meeting(_Message, frozen=True, tag=True):
 
 
 class Start(_Message, frozen=True, tag=True):
-    """The only frame on a stage process's standard input. meeting: None in the head's own process.
-
-    What the rank computes it learns from `Assign`."""
+    """The only frame on a stage process's standard input; what the rank computes, `Assign` tells it. meeting: None
+    in the head's own process."""
 
     config: ServeConfig
     rank: int

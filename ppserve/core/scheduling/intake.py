@@ -10,8 +10,7 @@ replica's own (`scheduler`). Laws
 - Requests that a replica gives back, because it is lost or drained, and those that are displaced go before all
   waiting ones, in the order of their first admission. They keep their tokens and are computed again. Of a lost
   replica that is the only one, requests keep their blocks, and wait for it.
-- A suspect of the quarantine runs alone in the replica that died with it; the other replicas go on with all but
-  suspects.
+- A suspect of the quarantine runs alone in the replica that died with it; others go on with all but suspects.
 """
 
 from __future__ import annotations

@@ -10,6 +10,7 @@ from collections.abc import Sequence as Seq
 from ppserve.core.ledger.steps import Step, Steps
 from ppserve.core.plan import Slice, StepPlan, StepResult
 from ppserve.core.scheduling.config import SchedulerConfig
+from ppserve.core.scheduling.quarantine import PROBE
 from ppserve.core.scheduling.sequence import Sequence
 
 Parts = tuple[tuple[Sequence, Slice], ...]
@@ -22,7 +23,8 @@ OUTCOMES = ("accepted", "rejected", "cancelled")
 class Lanes:
     """Numbers steps, and keeps the sequences of each step until its result is committed.
 
-    guesses: how many have had each of the OUTCOMES so far.
+    guesses: how many have had each of the OUTCOMES so far. is_unproven: of the epoch before and of this one no
+    step has returned; then a probe goes first (`quarantine`).
     """
 
     def __init__(self, steps: Steps, config: SchedulerConfig, epoch: int) -> None:
@@ -34,6 +36,7 @@ class Lanes:
         self._doomed: list[int] = []
         self.guesses = dict.fromkeys(OUTCOMES, 0)
         self._next_step_id = 0
+        self.is_unproven, self._has_returned = False, True
 
     def __len__(self) -> int:
         """Steps whose result has not been committed."""
@@ -65,10 +68,11 @@ class Lanes:
         return 0
 
     def plan(self, parts: Parts, copies: Seq[tuple[int, int]]) -> StepPlan:
-        """A new step in the lowest free lane."""
+        """A new step in the lowest free lane; without parts, a probe."""
         used = {step.plan.lane for step in self._steps.in_flight}
         lane = next(lane for lane in range(len(used) + 1) if lane not in used)
-        plan = StepPlan(self.epoch, self._next_step_id, lane, tuple(piece for _, piece in parts), tuple(copies))
+        slices = tuple(piece for _, piece in parts) or (PROBE,)
+        plan = StepPlan(self.epoch, self._next_step_id, lane, slices, tuple(copies))
         self._parts[plan.step_id] = parts
         self._next_step_id += 1
         return plan
@@ -78,6 +82,7 @@ class Lanes:
         None if the step is unknown or of an older epoch."""
         if result.epoch != self.epoch or result.step_id not in self._parts:
             return None
+        self.is_unproven, self._has_returned = False, True
         parts, void = self._parts.pop(result.step_id), self._void.pop(result.step_id, set())
         num_void = sum(piece.num_guesses for sequence, piece in parts if sequence.id in void)
         self.guesses["cancelled" if result.skipped else "rejected"] += num_void
@@ -119,6 +124,7 @@ class Lanes:
         """Forget the steps in flight. Returns the ids of their requests."""
         assert epoch > self.epoch, (epoch, self.epoch)
         self.epoch = epoch
+        self.is_unproven, self._has_returned = not self._has_returned, False
         requests = frozenset(s.request.id for parts in self._parts.values() for s, _ in parts if s.is_live)
         for step_id, parts in self._parts.items():
             void = self._void.get(step_id, set())

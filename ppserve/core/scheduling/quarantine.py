@@ -6,6 +6,10 @@ after the other, while all other requests wait. A suspect that gains a token is 
 in the pipeline when the same stage failed twice, or stages failed four times, is the culprit and fails. So a
 request fails at its fourth loss at the earliest: others may have caused the first two, and the first one alone may
 be chance. A loss at which no stage failed, as when a network is cut, blames nobody.
+
+Where an epoch is lost before any of its steps returned, the next one begins with a probe: a step of nobody. If it
+returns, the stages work, however many requests kill them, and lives and epochs without a step are counted anew. If
+a stage dies of it, no request is to blame, and the counts go on until the server ends.
 """
 
 from __future__ import annotations
@@ -13,6 +17,11 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Container, Iterable, Set
 
+from ppserve.core.plan import Draw, Slice
+from ppserve.core.request import SamplingParams
+
+PROBE = Slice(-1, 0, (0,), (0,), Draw(SamplingParams(temperature=0.0)))
+"""One token. It is computed while nothing that its block holds can be used."""
 SUSPICIOUS_LOSSES = 2
 _CONVICTING_LOSSES_OF_ONE_STAGE = 2
 _CONVICTING_LOSSES = 4

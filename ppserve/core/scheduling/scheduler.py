@@ -194,18 +194,17 @@ class Scheduler:
         if self.lanes.full:
             return None
         self.intake.admit(now)
+        if self.lanes.is_unproven and len(self._roster):
+            return None if self.is_busy else self.lanes.plan((), ())
         lone = self.intake.lone_at(self)
-        if lone is None:
-            self._skip_refilled()
-            picks = self._compose()
-        else:
-            picks = self._compose_alone(lone)
+        picks = self._compose() if lone is None else self._compose_alone(lone)
         if picks and not self.is_busy:
             self.intake.step_scheduled(now)
         return self._build(picks) if picks else None
 
     def _compose(self) -> list[Pick]:
         """Known tokens first; guesses beside them or, where stages would stand idle, alone."""
+        self._skip_refilled()
         roster, speculation = self._roster, self._speculation
         picks = self._composer.compose(roster.returned, roster.num_decoding, roster.filling, self.microbatches)
         if picks:
@@ -328,8 +327,7 @@ class Scheduler:
         """Begin a new epoch: steps in flight are discarded, and every sequence is computed again.
 
         failed: the stages whose failure ended the last epoch; none where no request can be blamed.
-        No token is lost, so there are no events, except for a request that is certain to have killed the stage:
-        it fails.
+        No token is lost, so there are no events, but a request that is certain to have killed the stage fails.
         """
         in_flight = self._forget_steps(epoch)
         for sequence in self._roster.running:

@@ -42,8 +42,7 @@ _SILENT_BEFORE_NS = 30_000_000_000
 _FORM_WITHIN_NS = 30_000_000_000
 # Long enough for a host that restarts. Streams with a deadline end by it.
 _REJOIN_WITHIN_NS = 600_000_000_000
-# When a keeper dies, torchrun sends SIGTERM to all ranks, so the head drains; the dead keeper's stage never
-# returns.
+# When a keeper dies, torchrun sends SIGTERM to all ranks, so the head drains; that rank never returns.
 _REJOIN_WHILE_DRAINING_NS = 10_000_000_000
 # A stage that is told to leave may have to finish a step, or a wait in gloo that has a timeout. A stage that was
 # only forming has no step to finish: gloo's connect cannot be interrupted, and restarting the process is faster.
@@ -218,8 +217,7 @@ class Members:
                     self._control.send(member.rank, wire.Ping(now_ns))
         for member in self.all:
             if member.state is StageState.ABSENT:
-                # Before the first epoch a rank may take any time to download; if its stage dies, its keeper says
-                # so.
+                # Before the first epoch a rank may take any time to download; its keeper says if it dies.
                 patience_ns = _REJOIN_WHILE_DRAINING_NS if self.draining else _REJOIN_WITHIN_NS
                 if self.epoch and now_ns - member.since_ns > patience_ns:
                     return [Hopeless(f"{self.name(member)} did not come back in time", usage=False)]

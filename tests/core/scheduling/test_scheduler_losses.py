@@ -6,6 +6,7 @@ import pytest
 
 from ppserve.core.plan import Drawn, StepResult
 from ppserve.core.request import FinishReason, OutputOptions
+from ppserve.core.scheduling.quarantine import PROBE
 from ppserve.errors import RequestFailed
 from tests.core.scheduling.invariants import check_scheduler
 from tests.core.scheduling.rig import SchedulerRig, a_request, a_rig, fill
@@ -152,6 +153,26 @@ def test_a_request_that_kills_stages_alone_fails_too() -> None:
     assert len(rig.events) == 3
 
 
+def prove(rig: SchedulerRig) -> None:
+    """The epoch before computed nothing, so this one begins with a probe."""
+    assert [plan.slices for plan in fill(rig)] == [(PROBE,)]
+    assert rig.commit_one() == []
+
+
+def test_of_stages_that_die_of_a_probe_nobody_is_to_blame() -> None:
+    rig = a_rig(num_stages=2)
+    rig.submit(a_request("r0"))
+    for _ in range(2):
+        fill(rig)
+        rig.lose_stage()
+    for _ in range(20):
+        assert [plan.slices for plan in fill(rig)] == [(PROBE,)]
+        rig.lose_stage()
+    prove(rig)
+    rig.drain()
+    rig.check_answers()
+
+
 def test_suspects_run_alone_and_everybody_else_waits() -> None:
     rig = a_rig(num_stages=4, prefill_chunk=4)
     for i in range(3):
@@ -161,6 +182,7 @@ def test_suspects_run_alone_and_everybody_else_waits() -> None:
         rig.lose_stage()
     rig.submit(a_request("newcomer"))
     assert rig.scheduler.intake.num_waiting == 1, "nobody is admitted meanwhile"
+    prove(rig)
     alone = fill(rig)
     assert {s.sequence_id for plan in alone for s in plan.slices} == {0}
     while {s.sequence_id for plan in alone for s in plan.slices} == {0}:
@@ -180,6 +202,7 @@ def test_the_next_suspect_waits_until_the_last_step_of_the_one_before_is_back() 
         fill(rig)
         rig.lose_stage()
     assert rig.scheduler.intake.quarantine.lone == "first"
+    prove(rig)
     while rig.has_work:
         fill(rig)
         in_flight = {s.sequence_id for plan in rig.pipeline._queue for s in plan.slices}

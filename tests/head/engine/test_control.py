@@ -278,7 +278,7 @@ def test_nobody_waits_for_a_rank_that_does_not_read_and_later_it_gets_everything
 def test_a_rank_that_reads_slowly_stays_and_one_that_stops_is_gone() -> None:
     now_s = [0.0]
     with listening(clock=lambda: int(1e9 * now_s[0])) as control, greeted(control, 0) as slow:
-        for _ in range(32):
+        for _ in range(56):
             control.send(0, LONG)
         for _ in range(8):
             now_s[0] += 1.0

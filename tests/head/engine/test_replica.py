@@ -14,6 +14,7 @@ from ppserve.core.ledger.account import StageTimes
 from ppserve.core.ledger.steps import STEP_DEADLINE_NS, Step
 from ppserve.core.plan import SPECULATIVE, Drawn, StepPlan, StepResult, StepStamps
 from ppserve.core.request import FinishReason, Request, SamplingParams, StopConditions
+from ppserve.core.scheduling.quarantine import PROBE
 from ppserve.core.scheduling.sequence import SequenceEvent
 from ppserve.core.telling import DrawMemory, Told
 from ppserve.errors import Draining
@@ -312,7 +313,10 @@ def test_stages_that_end_while_the_head_stands_still_convict_nobody(pause_s: int
     rig.submit("a")
     convicted = []
     for _ in range(5):
-        rig.refill()
+        for plan in rig.refill():
+            if plan.slices == (PROBE,):
+                rig.compute(plan)
+                rig.refill()
         rig.now_ns += pause_s * SECOND
         rig.lose(3)
         rig.greet(3)

@@ -19,6 +19,8 @@ ARCH = Architecture(4, 64, 4, 128, 300, 300, 256)
 SECRET = b"the secret of this server"
 WITHIN_S = 20.0
 AGES_S = 3600.0
+# Of the sockets' buffers: systems differ, and let them grow to many megabytes.
+_SMALL = 1 << 18
 Events = list[Heard | Gone]
 
 
@@ -27,6 +29,7 @@ class Plane(SocketControlPlane):
 
     def __init__(self, **settings: Any) -> None:
         listener = socket.create_server(("127.0.0.1", 0))
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, _SMALL)
         self.port = listener.getsockname()[1]
         super().__init__(listener, 2, SECRET, **settings)
 
@@ -36,6 +39,7 @@ class Rank:
 
     def __init__(self, control: Plane) -> None:
         self.connection = socket.create_connection(("127.0.0.1", control.port), timeout=WITHIN_S)
+        self.connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, _SMALL)
         self._reader = wire.FrameReader(wire.FromHead)
         while not self._is_readable():
             control.poll(0.01)

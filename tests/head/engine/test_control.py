@@ -278,15 +278,18 @@ def test_nobody_waits_for_a_rank_that_does_not_read_and_later_it_gets_everything
 def test_a_rank_that_reads_slowly_stays_and_one_that_stops_is_gone() -> None:
     now_s = [0.0]
     with listening(clock=lambda: int(1e9 * now_s[0])) as control, greeted(control, 0) as slow:
-        for _ in range(56):
+        for _ in range(32):
             control.send(0, LONG)
         for _ in range(8):
             now_s[0] += 1.0
             waiting = in_thread(lambda: slow.hear_all(3))
             while waiting.is_alive():
                 assert control.poll(0.01) == []
-        now_s[0] += 2.5
-        assert told(until(control, bool)) == [(0, "timeout")]
+        events = list[Heard | Gone]()
+        for _ in range(3):  # the first may still find that it has read a little more
+            now_s[0] += 2.5
+            events += control.poll(0.01)
+        assert told(events) == [(0, "timeout")]
 
 
 def test_what_is_kept_for_a_rank_is_bounded() -> None:

@@ -21,15 +21,15 @@ from ppserve.model.cuda.recorded import RecordedStage
 from ppserve.model.cuda.reference import ReferenceOperators
 from ppserve.model.selftest import check_determinism
 from ppserve.model.stock import ACTIVATIONS
-from tests.model.cuda.here import DEVICE, KINDS, operators_of
+from tests.model.cuda.here import DEVICE, KINDS, device_of, operators_of
 from tests.model.pipelines import CPU, GREEDY_DRAW, Pipeline, prompt
 from tests.model.random_checkpoint import RandomCheckpoint, architecture
 
 LAYERS = 4
 
 
-def backend_of(operators: Operators | None = None, **options: Any) -> CudaBackend:
-    return CudaBackend(DEVICE, "float32", DeviceOptions(**options), operators)
+def backend_of(operators: Operators | None = None, device: torch.device = DEVICE, **options: Any) -> CudaBackend:
+    return CudaBackend(device, "float32", DeviceOptions(**options), operators)
 
 
 class FeelsRows(ReferenceOperators):
@@ -77,7 +77,7 @@ def test_the_selftest_tells_the_truth() -> None:
 )
 def test_the_selftest_finds_what_feels_other_rows(operators: FeelsRows, said: str) -> None:
     """Also where only the largest steps do."""
-    backend = backend_of(operators, batch_invariant=True)
+    backend = backend_of(operators, CPU, batch_invariant=True)
     (stage,) = Pipeline(RandomCheckpoint(architecture(width=64)), "2", backend=backend).stages
     assert check_determinism(stage) == said
 
@@ -92,7 +92,8 @@ def test_the_selftest_asks_for_what_the_options_allow() -> None:
 @pytest.mark.parametrize("kind", KINDS)
 def test_descriptions_name_what_decides_the_bits(kind: str) -> None:
     operators = operators_of(kind)
-    plain, invariant = backend_of(operators), backend_of(operators, batch_invariant=True)
+    device = device_of(kind)
+    plain, invariant = backend_of(operators, device), backend_of(operators, device, batch_invariant=True)
     assert operators.name in plain.describe()
     assert plain.describe() != invariant.describe()
 

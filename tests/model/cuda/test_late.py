@@ -15,6 +15,7 @@ from ppserve.model.cuda.recorded import RecordedStage
 from ppserve.model.cuda.staging import Staging
 from ppserve.model.inputs import build_inputs
 from ppserve.stage.wiring import ThreadWiring
+from tests.model.cuda.here import CPU as ON_CPU
 from tests.model.cuda.late import LateCompute, LateDevice, WrittenTooEarly, late_backend
 from tests.model.cuda.test_recorded import CHECKPOINT, Recorded, conversation
 from tests.model.pipelines import GREEDY_DRAW, Pipeline, prompt
@@ -66,7 +67,8 @@ def test_recorded_and_other_steps_draw_the_same(split: str) -> None:
     late = Pipeline(CHECKPOINT, split, backend=late_backend())
     both = zip(late.stages, late.caches, strict=True)
     late.stages = [stage.backend.recorded(stage, cache) for stage, cache in both]  # type: ignore[misc]
-    for ours, theirs in zip(conversation(late, 8), conversation(Recorded(8, split), 8), strict=True):
+    exact = Recorded(8, split, device=ON_CPU)
+    for ours, theirs in zip(conversation(late, 8), conversation(exact, 8), strict=True):
         assert torch.equal(ours[0], theirs[0])
         assert ours[1] == theirs[1]
 
@@ -76,7 +78,8 @@ def test_steps_may_be_given_faster_than_they_are_done() -> None:
     backend = late_backend()
     pipeline = Pipeline(CHECKPOINT, "1,2", backend=backend)
     stage = backend.recorded(pipeline.stages[0], pipeline.caches[0])
-    exact = Recorded(8, "1,2")
+    exact = Recorded(8, "1,2", device=ON_CPU)
+
     def forward(model: StageModel, cache: KVCache, number: int) -> torch.Tensor:
         ids = prompt(1 if number % 3 else 30, seed=number)
         step = StepPlan(0, number, 0, (pipeline.slice(number, ids, 0),))

@@ -14,8 +14,8 @@ from ppserve.model.backend import StepRows
 from ppserve.model.cpu.sampling_kernels import draw
 from ppserve.model.cuda.arrays import padded_arrays, step_arrays
 from ppserve.model.cuda.buckets import padding
-from ppserve.model.cuda.operators import Operators, Tiles
-from tests.model.cuda.here import DEVICE, KINDS, operators_of
+from ppserve.model.cuda.operators import Tiles
+from tests.model.cuda.here import KINDS, device_of, operators_of
 from tests.slow import quick_first
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
@@ -24,9 +24,10 @@ CLOSE = {torch.float32: 2e-5, torch.bfloat16: 2e-2, torch.float16: 3e-3}
 
 @dataclass
 class Sequences:
-    """Keys and values of several sequences in shuffled blocks; slices of them make a step. kv_dtype: in which they
-    are kept, None for that of hidden states."""
+    """Keys and values of several sequences in shuffled blocks; slices of them make a step. kind: of operators.
+    kv_dtype: in which keys and values are kept, None for that of hidden states."""
 
+    kind: str
     num_heads: int
     head_size: int
     block_size: int
@@ -35,15 +36,16 @@ class Sequences:
     kv_dtype: torch.dtype | None = None
 
     def __post_init__(self) -> None:
+        self.operators, self.device = operators_of(self.kind), device_of(self.kind)
         torch.manual_seed(self.head_size)
         width = 3 * self.num_heads * self.head_size
-        self.qkv = [torch.randn(length, width).to(self.dtype).to(DEVICE) for length in self.lengths]
+        self.qkv = [torch.randn(length, width).to(self.dtype).to(self.device) for length in self.lengths]
         needed = [-(-length // self.block_size) for length in self.lengths]
         order = np.random.default_rng(0).permutation(sum(needed) + 3)
         self.tables = [order[sum(needed[:i]) : sum(needed[: i + 1])] for i in range(len(needed))]
         shape = (len(order), self.block_size, self.num_heads, self.head_size)
         # What nobody wrote is no number: reading it would show.
-        self.keys = torch.full(shape, torch.nan, dtype=self.kv_dtype or self.dtype, device=DEVICE)
+        self.keys = torch.full(shape, torch.nan, dtype=self.kv_dtype or self.dtype, device=self.device)
         self.values = self.keys.clone()
 
     def rows(self, parts: list[tuple[int, int, int]]) -> StepRows:
@@ -71,17 +73,17 @@ class Sequences:
             highest_block=0,
         )
 
-    def step(self, operators: Operators, parts: list[tuple[int, int, int]], pad_to: int = 0) -> torch.Tensor:
+    def step(self, parts: list[tuple[int, int, int]], pad_to: int = 0) -> torch.Tensor:
         """The rows' results; keys and values are kept."""
         rows = self.rows(parts)
         arrays = padded_arrays(rows, pad_to) if pad_to else step_arrays(rows)
-        on_device = {name: torch.from_numpy(array).to(DEVICE) for name, array in arrays.items()}
+        on_device = {name: torch.from_numpy(array).to(self.device) for name, array in arrays.items()}
         qkv = torch.cat([self.qkv[i][start : start + count] for i, start, count in parts])
         more = len(arrays["slots"]) - len(qkv)
-        qkv = torch.cat([qkv, torch.full((more, qkv.shape[1]), 7.0, dtype=self.dtype, device=DEVICE)])
-        operators.write(qkv, self.keys, self.values, on_device["slots"])
+        qkv = torch.cat([qkv, torch.full((more, qkv.shape[1]), 7.0, dtype=self.dtype, device=self.device)])
+        self.operators.write(qkv, self.keys, self.values, on_device["slots"])
         tiles = Tiles(on_device["tiles"].view(-1, 4), on_device["tables"], max(self.lengths))
-        mixed = operators.attend(qkv, self.keys, self.values, tiles, self.head_size**-0.5)
+        mixed = self.operators.attend(qkv, self.keys, self.values, tiles, self.head_size**-0.5)
         assert not mixed[len(qkv) - more :].any(), "padding is zeros"
         return mixed[: len(qkv) - more]
 
@@ -100,11 +102,10 @@ class Sequences:
 @pytest.mark.parametrize("shape", quick_first([(2, 5), (4, 12), (2, 16), (1, 64), (2, 80), (1, 128)]), ids=str)
 def test_attention_is_plain(shape: tuple[int, int], dtype: torch.dtype, kind: str) -> None:
     """Prompts whole and in chunks, decodes; blocks that end within a tile of keys and the other way round."""
-    sequences = Sequences(*shape, 16, dtype, (70, 33, 5))
-    operators = operators_of(kind)
-    first = sequences.step(operators, [(0, 0, 40), (1, 0, 32), (2, 0, 3)])
-    second = sequences.step(operators, [(2, 3, 1), (0, 40, 30), (1, 32, 1)])
-    last = sequences.step(operators, [(2, 4, 1)])
+    sequences = Sequences(kind, *shape, 16, dtype, (70, 33, 5))
+    first = sequences.step([(0, 0, 40), (1, 0, 32), (2, 0, 3)])
+    second = sequences.step([(2, 3, 1), (0, 40, 30), (1, 32, 1)])
+    last = sequences.step([(2, 4, 1)])
     found = [
         torch.cat([first[:40], second[1:31]]),
         torch.cat([first[40:72], second[31:]]),
@@ -129,10 +130,9 @@ def test_attention_is_plain(shape: tuple[int, int], dtype: torch.dtype, kind: st
 def test_keys_and_values_may_be_in_another_dtype(dtype: torch.dtype, kv_dtype: torch.dtype, kind: str) -> None:
     """`--kv-dtype`: kept in it, rounded, and computed with in the dtype of hidden states. Where a GPU rounds to
     bfloat16, Triton's interpreter cuts: the limits leave room for that, not for a wrong dtype."""
-    sequences = Sequences(2, 12, 16, dtype, (70, 5), kv_dtype)
-    operators = operators_of(kind)
-    first = sequences.step(operators, [(0, 0, 40), (1, 0, 4)])
-    second = sequences.step(operators, [(1, 4, 1), (0, 40, 30)])
+    sequences = Sequences(kind, 2, 12, 16, dtype, (70, 5), kv_dtype)
+    first = sequences.step([(0, 0, 40), (1, 0, 4)])
+    second = sequences.step([(1, 4, 1), (0, 40, 30)])
     for sequence, parts in enumerate(([first[:40], second[1:]], [first[40:], second[:1]])):
         expected, limit = sequences.plain(sequence), max(CLOSE[dtype], CLOSE[kv_dtype])
         torch.testing.assert_close(torch.cat(parts).double(), expected, atol=limit, rtol=limit)
@@ -145,33 +145,30 @@ def test_keys_and_values_may_be_in_another_dtype(dtype: torch.dtype, kv_dtype: t
 @pytest.mark.parametrize("block_size", [1, 7, 16, 64, 100])
 def test_attention_takes_any_block_size_and_rows_stand_alone(block_size: int, kind: str) -> None:
     """Bit for bit: whole prompts, chunks that begin anywhere in a tile, decodes alone and among others."""
-    operators = operators_of(kind)
-
     def fresh() -> Sequences:
-        return Sequences(2, 24, block_size, torch.float32, (90, 41, 20))
+        return Sequences(kind, 2, 24, block_size, torch.float32, (90, 41, 20))
 
-    whole = fresh().step(operators, [(0, 0, 90)])
+    whole = fresh().step([(0, 0, 90)])
     torch.testing.assert_close(whole.double(), fresh().plain(0), atol=2e-5, rtol=2e-5)
     for chunk in (7, 16, 33):
         sequences = fresh()
-        cut = [sequences.step(operators, [(0, i, min(chunk, 90 - i))]) for i in range(0, 90, chunk)]
+        cut = [sequences.step([(0, i, min(chunk, 90 - i))]) for i in range(0, 90, chunk)]
         assert torch.equal(torch.cat(cut), whole), f"chunks of {chunk}"
     sequences = fresh()
-    sequences.step(operators, [(1, 0, 40), (0, 0, 89), (2, 0, 19)])
-    together = sequences.step(operators, [(2, 19, 1), (0, 89, 1), (1, 40, 1)])
+    sequences.step([(1, 0, 40), (0, 0, 89), (2, 0, 19)])
+    together = sequences.step([(2, 19, 1), (0, 89, 1), (1, 40, 1)])
     assert torch.equal(together[1], whole[89])
 
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_padding_changes_nothing(kind: str) -> None:
-    operators = operators_of(kind)
-    sequences = Sequences(2, 12, 16, torch.float32, (40, 17, 66))
-    sequences.step(operators, [(0, 0, 39), (1, 0, 16), (2, 0, 65)])
+    sequences = Sequences(kind, 2, 12, 16, torch.float32, (40, 17, 66))
+    sequences.step([(0, 0, 39), (1, 0, 16), (2, 0, 65)])
     decodes = [(0, 39, 1), (1, 16, 1), (2, 65, 1)]
-    exact = sequences.step(operators, decodes)
+    exact = sequences.step(decodes)
     kept = sequences.keys.clone()
     for bucket in (4, 16):
-        assert torch.equal(sequences.step(operators, decodes, pad_to=bucket), exact)
+        assert torch.equal(sequences.step(decodes, pad_to=bucket), exact)
         assert torch.equal(sequences.keys.nan_to_num(), kept.nan_to_num()), "padding was kept"
 
 
@@ -180,10 +177,10 @@ def test_padding_changes_nothing(kind: str) -> None:
 def test_a_step_of_padding_alone_is_zeros_and_keeps_nothing(size: int, kind: str) -> None:
     """What a step is recorded with: no row has a key, and the block that its table names holds no numbers."""
     operators, layout = operators_of(kind), StageLayout(0, 1, 0, 4)
-    sequences = Sequences(2, 12, 16, torch.float32, (40,))
+    sequences = Sequences(kind, 2, 12, 16, torch.float32, (40,))
     arrays = padded_arrays(padding(size, layout), size)
-    on_device = {name: torch.from_numpy(array).to(DEVICE) for name, array in arrays.items()}
-    qkv = torch.full((size, 72), torch.nan, device=DEVICE)
+    on_device = {name: torch.from_numpy(array).to(device_of(kind)) for name, array in arrays.items()}
+    qkv = torch.full((size, 72), torch.nan, device=device_of(kind))
     operators.write(qkv, sequences.keys, sequences.values, on_device["slots"])
     assert sequences.keys.isnan().all()
     tiles = Tiles(on_device["tiles"].view(-1, 4), on_device["tables"], 40)
@@ -197,13 +194,13 @@ def test_a_step_of_padding_alone_is_zeros_and_keeps_nothing(size: int, kind: str
 def test_padding_takes_nothing_from_any_slot(kind: str) -> None:
     """Not from the very first either, which a row of the same step may fill."""
     operators = operators_of(kind)
-    qkv = torch.randn(5, 3 * 2 * 4, device=DEVICE)
+    qkv = torch.randn(5, 3 * 2 * 4, device=device_of(kind))
     for slots in ([3, 0, 7, -1, -1], [0, -1, -1, -1, -1], [-1, 2, -1, 0, -1], [-1] * 5):
-        keys = torch.full((3, 4, 2, 4), torch.nan, device=DEVICE)
+        keys = torch.full((3, 4, 2, 4), torch.nan, device=device_of(kind))
         values = keys.clone()
-        operators.write(qkv, keys, values, torch.tensor(slots, dtype=torch.int32, device=DEVICE))
+        operators.write(qkv, keys, values, torch.tensor(slots, dtype=torch.int32, device=device_of(kind)))
         for part, kept in ((1, keys), (2, values)):
-            expected = torch.full((12, 8), torch.nan, device=DEVICE)
+            expected = torch.full((12, 8), torch.nan, device=device_of(kind))
             for row, slot in enumerate(slots):
                 if slot >= 0:
                     expected[slot] = qkv[row, part * 8 : part * 8 + 8]
@@ -218,8 +215,8 @@ def test_product_is_plain_and_its_rows_stand_alone(
 ) -> None:
     torch.manual_seed(num_inputs)
     operators = operators_of(kind)
-    weight = (torch.randn(num_outputs, num_inputs) / num_inputs**0.5).to(dtype).to(DEVICE)
-    bias, x = (torch.randn(*shape).to(dtype).to(DEVICE) for shape in ((num_outputs,), (130, num_inputs)))
+    weight = (torch.randn(num_outputs, num_inputs) / num_inputs**0.5).to(dtype).to(device_of(kind))
+    bias, x = (torch.randn(*shape).to(dtype).to(device_of(kind)) for shape in ((num_outputs,), (130, num_inputs)))
     for added in (bias, None):
         whole = operators.product(x, weight, added)
         plain = torch.nn.functional.linear(x.double(), weight.double(), None if added is None else added.double())
@@ -232,7 +229,7 @@ def test_product_is_plain_and_its_rows_stand_alone(
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_quick_gelu_is_plain(dtype: torch.dtype, kind: str) -> None:
-    x = (torch.randn(7, 301) * 4).to(dtype).to(DEVICE)
+    x = (torch.randn(7, 301) * 4).to(dtype).to(device_of(kind))
     plain = x.double() * torch.sigmoid(1.702 * x.double())
     found = operators_of(kind).quick_gelu(x)
     assert found.dtype == dtype
@@ -243,7 +240,7 @@ def test_quick_gelu_is_plain(dtype: torch.dtype, kind: str) -> None:
 @pytest.mark.parametrize("count", [5, 4096, 9001])
 def test_running_sums_are_plain_and_rows_stand_alone(count: int, kind: str) -> None:
     torch.manual_seed(count)
-    weights = torch.exp(-12 * torch.rand(6, count)).to(DEVICE)
+    weights = torch.exp(-12 * torch.rand(6, count)).to(device_of(kind))
     operators = operators_of(kind)
     found = operators.running_sums(weights)
     torch.testing.assert_close(found.cpu(), weights.cpu().double().cumsum(1), rtol=1e-13, atol=0)
@@ -258,7 +255,8 @@ def test_weights_have_the_bits_of_the_cpu(kind: str) -> None:
     scores[0, 5], scores[1, 6] = -torch.inf, 1e30
     temperatures = torch.tensor([1.0, 0.7, 1.3e-3])
     most = scores.amax(1)
-    found = operators_of(kind).weights(*(of.to(DEVICE) for of in (scores, most, temperatures))).cpu().double()
+    on_device = (of.to(device_of(kind)) for of in (scores, most, temperatures))
+    found = operators_of(kind).weights(*on_device).cpu().double()
     assert (found.amax(1) == 1).all()
     assert found[0, 5] == 0
     for row in range(3):

@@ -27,8 +27,10 @@ DRAWS = [
 class Recorded(Pipeline):
     """A pipeline whose stages are recorded after they are loaded."""
 
-    def __init__(self, max_rows: int, split: str = "3", dtype: str = "float32") -> None:
-        backend = CudaBackend(DEVICE, dtype, DeviceOptions(batch_invariant=True, max_rows=max_rows))
+    def __init__(
+        self, max_rows: int, split: str = "3", dtype: str = "float32", device: torch.device = DEVICE
+    ) -> None:
+        backend = CudaBackend(device, dtype, DeviceOptions(batch_invariant=True, max_rows=max_rows))
         super().__init__(CHECKPOINT, split, backend=backend)
         both = zip(self.stages, self.caches, strict=True)
         self.recorded = [backend.recorded(stage, cache) for stage, cache in both]

@@ -18,7 +18,7 @@ from ppserve.model.cuda.backend import CudaBackend
 from ppserve.model.cuda.draws import uniforms
 from ppserve.model.cuda.readback import Readback
 from ppserve.model.inputs import build_inputs
-from tests.model.cuda.here import DEVICE, KINDS, operators_of
+from tests.model.cuda.here import CPU, KINDS, device_of, operators_of
 from tests.model.random_checkpoint import architecture
 
 VOCABULARY = 1009
@@ -27,10 +27,11 @@ ARCHITECTURE = architecture(vocab_size=VOCABULARY, max_positions=4096)
 
 def results(plan: StepPlan, logits: torch.Tensor, kind: str, at_once: int = 256) -> tuple:
     """As a last stage would draw and score them."""
-    backend = CudaBackend(DEVICE, "float32", operators=operators_of(kind))
+    backend = CudaBackend(device_of(kind), "float32", operators=operators_of(kind))
     (layout,) = stage_layouts(Split.parse("2"))
     inputs = build_inputs(plan, layout, backend.make_cache(ARCHITECTURE, layout, 4, 16))
-    return backend.read_logits(inputs, iter(logits.to(DEVICE).split(at_once)), Cut((logits.shape[1],), 0))()
+    pieces = iter(logits.to(backend.device).split(at_once))
+    return backend.read_logits(inputs, pieces, Cut((logits.shape[1],), 0))()
 
 
 def scores(count: int, seed: int) -> torch.Tensor:
@@ -148,7 +149,7 @@ def test_points_are_those_of_the_cpu() -> None:
 
 
 def test_only_what_was_asked_for_goes_back() -> None:
-    backend = CudaBackend(DEVICE, "float32", operators=operators_of("reference"))
+    backend = CudaBackend(CPU, "float32")
     (layout,) = stage_layouts(Split.parse("2"))
     cache = backend.make_cache(ARCHITECTURE, layout, 4, 16)
     copied: list[tuple[int, ...]] = []
@@ -162,7 +163,7 @@ def test_only_what_was_asked_for_goes_back() -> None:
     for num_logprobs, columns in ((None, 1), (0, 3), (4, 11)):
         draw = Draw(SamplingParams(), num_logprobs=num_logprobs)
         plan = StepPlan(0, 0, 0, (Slice(0, 0, (1,), (0,), draw), Slice(1, 0, (1,), (1,), Draw(SamplingParams()))))
-        logits = scores(2, 0).to(DEVICE)
+        logits = scores(2, 0)
         vocabulary = Cut((logits.shape[1],), 0)
         backend.read_logits(build_inputs(plan, layout, cache), iter([logits]), vocabulary)()
         assert copied.pop() == (2, columns)

@@ -6,7 +6,7 @@
 #
 # TORCH=cpu (the default) takes a CPU build of torch and nothing of CUDA. Where pip's own index has none, name
 # the one that has: --build-arg PIP_EXTRA_INDEX_URL=... TORCH=cuda takes pip's default build, with its CUDA
-# libraries; run that with --gpus all.
+# libraries, and a C compiler, which Triton needs at its first launch; run that with --gpus all.
 
 ARG PYTHON=3.11
 
@@ -27,8 +27,10 @@ COPY ppserve ppserve
 RUN /opt/ppserve/bin/pip install -c constraints.txt ".[hub]"
 
 FROM python:${PYTHON}-slim
+ARG TORCH=cpu
 RUN apt-get update \
- && apt-get install -y --no-install-recommends tini \
+ && if [ "$TORCH" = cpu ]; then compiler=; else compiler="gcc libc6-dev"; fi \
+ && apt-get install -y --no-install-recommends tini $compiler \
  && rm -rf /var/lib/apt/lists/* \
  && useradd --uid 10001 --create-home --home-dir /var/lib/ppserve ppserve
 COPY --from=build /opt/ppserve /opt/ppserve

@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import json
+import subprocess
 from pathlib import Path
 
 import click
@@ -53,6 +54,29 @@ def test_the_image_starts_the_server_as_nobody_in_particular() -> None:
     assert context.params["host"] == "0.0.0.0"
     assert json.loads(last["HEALTHCHECK"].partition("CMD ")[2]) == ["ppserve", "health"]
     assert last["EXPOSE"].split() == [str(serve_default(name)) for name in ("port", "http_port", "metrics_port")]
+
+
+@pytest.mark.parametrize(("torch", "packages"), [("cpu", ["tini"]), ("cuda", ["tini", "gcc", "libc6-dev"])])
+def test_only_the_cuda_image_has_a_compiler(torch: str, packages: list[str], tmp_path: Path) -> None:
+    """Triton compiles a C file at its first launch."""
+    (tmp_path / "apt-get").write_text('#!/bin/sh\n[ "$1" = update ] || echo "$@"\n')
+    (tmp_path / "apt-get").chmod(0o755)
+    (installs,) = (rest.partition("&& rm")[0] for word, rest in STEPS if word == "RUN" and "apt-get" in rest)
+    last_stage = max(number for number, (word, _) in enumerate(STEPS) if word == "FROM")
+    assert ("ARG", "TORCH=cpu") in STEPS[last_stage:], "each stage declares the arguments that it reads"
+    environment = {"PATH": f"{tmp_path}:/usr/bin:/bin", "TORCH": torch}
+    done = subprocess.run(["sh", "-c", installs], env=environment, capture_output=True, text=True, check=True)
+    assert done.stdout.split() == ["install", "-y", "--no-install-recommends", *packages]
+
+
+# Of torch's default build on Linux: `pip install --dry-run --no-deps --report - 'torch===2.13.0'`, requires_dist.
+TRITON_OF_TORCH = {"2.13.0": "3.7.1"}
+
+
+def test_the_cuda_build_of_torch_can_be_installed() -> None:
+    """Through the constraints, beside the triton that it asks for."""
+    pinned = dict(line.split("==") for line in (ROOT / "constraints.txt").read_text().split() if "==" in line)
+    assert pinned["triton"] == TRITON_OF_TORCH[pinned["torch"]]
 
 
 def serve_default(name: str) -> object:

@@ -143,8 +143,9 @@ def _remembered(
 
 
 def _memory_path(arch: Architecture, compute: Compute, what: object) -> Path:
-    """One file per machine, model shape, arithmetic and number of threads."""
-    numbers = compute.dtype, compute.quantization, compute.kv_dtype
+    """One file per machine, model shape, arithmetic, operators and number of threads."""
+    by = compute.reference, compute.options.batch_invariant
+    numbers = compute.dtype, compute.quantization, compute.kv_dtype, *by
     of = (_VERSION, arch, numbers, compute.name, platform.processor(), torch.__version__, what)
     cache = os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")
     return Path(cache) / "ppserve" / f"costs-{hashlib.sha256(repr(of).encode()).hexdigest()[:16]}.json"

@@ -25,6 +25,8 @@ _CPU_LIMIT_BYTES = 2 << 30
 # Of what is free, what the cache may take: weights are loaded by then, activations are small.
 _GPU_SHARE = 0.85
 
+_TAKES_LESS = "less is taken with --kv-cache-memory, with a lower --max-num-seqs, or with --cuda-graphs off"
+
 REFERENCE = "PPSERVE_GPU_REFERENCE"
 """Set to 1: CPUs compute as GPUs do, by reference operators. For tests of all that is not a kernel; slow."""
 
@@ -94,12 +96,13 @@ class Compute:
             return int(torch.cuda.mem_get_info(self.device)[1] * _GPU_SHARE) // self.stages_on_gpu
         return _available_bytes() // self.stages_here
 
-    def kv_budget_bytes(self, weight_bytes: int = 0) -> int:
+    def kv_budget_bytes(self, weight_bytes: int = 0, vocab_size: int = 0) -> int:
         """What the KV cache may take. weight_bytes: of this stage, which are in memory. (What torch holds on a GPU
-        belongs to all stages of this process.)"""
+        belongs to all stages of this process.) vocab_size: where rows are drawn from, on the last stage."""
         if self.device.type == "cuda":
             free_bytes, total_bytes = torch.cuda.mem_get_info(self.device)
-            return gpu_share(free_bytes, total_bytes, weight_bytes, self.stages_on_gpu)
+            share_bytes = gpu_share(free_bytes, total_bytes, weight_bytes, self.stages_on_gpu)
+            return max(0, int((share_bytes - self.options.logits_bytes(vocab_size)) * _GPU_SHARE))
         return min(int(_available_bytes() * CPU_KV_SHARE) // self.stages_here, _CPU_LIMIT_BYTES)
 
 
@@ -157,19 +160,30 @@ def _device(name: str, num_gpus: int) -> torch.device:
 
 
 def gpu_share(free_bytes: int, total_bytes: int, own_bytes: int, stages: int) -> int:
-    """What the KV cache of one of several stages on a GPU may take. own_bytes: what this stage has there already.
+    """What one of several stages on a GPU may take beside its weights. own_bytes: those.
 
-    Of its part of the whole, since others may not have loaded their weights yet; and never more than is free.
+    No more than its part of the whole: others may not have loaded their weights yet. No more than its part of what
+    is free: other programs may have the rest. (The stage that asks last sees the weights of all, and the fewest
+    blocks that any stage has room for are what all have.)
     """
-    return max(0, int(min(free_bytes, total_bytes // stages - own_bytes) * _GPU_SHARE))
+    return max(0, min(free_bytes // stages, total_bytes // stages - own_bytes))
+
+
+def in_words(error: Exception) -> str:
+    """With what helps, where a GPU's memory was not enough."""
+    said = str(error) or type(error).__name__
+    return f"{said}; {_TAKES_LESS}" if isinstance(error, torch.OutOfMemoryError) else said
 
 
 def _resolve_dtype(asked: str, stored: str, device: torch.device) -> str:
     """`auto` is the fastest arithmetic that loses nothing which the file holds, except on GPUs, where
-    float32 checkpoints run in bfloat16 as everywhere else."""
+    float32 checkpoints run in bfloat16 as everywhere else. Before compute capability 8.0 they have no
+    bfloat16, only emulate it: there float16."""
     if device.type == "cuda":
         if asked != "auto":
             return asked
+        if torch.cuda.get_device_capability(device) < (8, 0):
+            return "float16"
         return "bfloat16" if stored == "float32" else stored
     if asked != "auto":
         cpu_precision(asked)

@@ -34,7 +34,7 @@ from ppserve.model.gpt2 import GPT2Stage
 from ppserve.model.selftest import check_determinism
 from ppserve.process.environment import RankEnvironment, this_machine
 from ppserve.process.interfaces import ONE_HOST, Route
-from ppserve.stage.device import Compute, choose, cores_here
+from ppserve.stage.device import Compute, choose, cores_here, in_words
 from ppserve.stage.link import Link, OnAbandon, Stamped
 from ppserve.stage.step import Stage
 from ppserve.stage.transport import Frames
@@ -173,17 +173,18 @@ class StageLoop:
             model = GPT2Stage.load(self._found.checkpoint, layout, backend, self._report_progress)
             why_not = check_determinism(model, self._start.config.cache.block_size) or ""
         except (CheckpointError, ConfigError, MemoryError, torch.OutOfMemoryError) as error:
-            self._link.send(wire.Failed(f"stage {layout.stage}: {error or type(error).__name__}"))
+            self._link.send(wire.Failed(f"stage {layout.stage}: {in_words(error)}"))
             return
         self._model = model
         cache = self._start.config.cache
+        drawn_from = model.arch.vocab_size if layout.is_last else 0
         self._link.send(
             wire.Loaded(
                 device=compute.name,
                 params=model.num_params,
                 weight_bytes=model.weight_bytes,
                 block_bytes=backend.block_bytes(model.arch, layout, cache.block_size),
-                kv_bytes=cache.kv_cache_memory or compute.kv_budget_bytes(model.weight_bytes),
+                kv_bytes=cache.kv_cache_memory or compute.kv_budget_bytes(model.weight_bytes, drawn_from),
                 why_not=why_not,
                 kernels=backend.describe(),
                 variants=compute.kernel_variants,
@@ -196,14 +197,17 @@ class StageLoop:
     # ---- epochs ---------------------------------------------------------------------------------------
 
     def _enter_epoch(self, form: wire.Form) -> bool:
-        """Joins the others; whether it could: `Ready` or `Broken`."""
+        """Joins the others; whether it could: `Ready`, else `Broken`, or `Failed` without memory."""
         self.leave_epoch()
         log.debug("epoch %d: entering", form.epoch)
-        model, cache = self._model_and_cache(form.num_blocks)
         try:
-            self._join(form, model, cache)
-        except torch.OutOfMemoryError:
-            raise  # only a new process may have the memory
+            self._join(form, *self._model_and_cache(form.num_blocks))
+        except torch.OutOfMemoryError as error:
+            log.error("%s", problem := in_words(error))
+            if form.epoch > 1:
+                raise  # only a new process may have the memory
+            self._link.send(wire.Failed(f"rank {self._start.rank}: {problem}"))
+            return False
         except (TransportError, RuntimeError) as error:
             self._break_epoch(form.epoch, "it could not form", error)
             return False
@@ -211,20 +215,16 @@ class StageLoop:
         return True
 
     def _model_and_cache(self, num_blocks: int) -> tuple[StageModel, KVCache]:
-        """One cache serves all epochs: each overwrites what the one before left.
-
-        Where there is no memory for it, the error ends this stage, and the keeper counts that: another epoch would
-        fail in the same way.
-        """
+        """One cache serves all epochs: each overwrites what the one before left. Raises torch.OutOfMemoryError."""
         model = self._model
         assert model is not None, "the head forms an epoch of stages that are loaded"
         if self._cache is None:
-            config = self._start.config.cache
+            of = self._start.config.cache
             # Memory that the operator has set aside is taken at once, any other as the load grows.
-            num_ahead = num_blocks if config.kv_cache_memory else -(-_TOKENS_AHEAD // config.block_size)
-            shape = model.arch, model.layout, num_blocks, config.block_size
-            self._cache = model.backend.make_cache(*shape, num_ahead=num_ahead)
-            model = self._model = model.backend.recorded(model, self._cache)
+            ahead = num_blocks if of.kv_cache_memory else -(-_TOKENS_AHEAD // of.block_size)
+            cache = model.backend.make_cache(model.arch, model.layout, num_blocks, of.block_size, num_ahead=ahead)
+            model = self._model = model.backend.recorded(model, cache)
+            self._cache = cache
         return model, self._cache
 
     def _join(self, form: wire.Form, model: StageModel, cache: KVCache) -> None:
@@ -275,10 +275,10 @@ class StageLoop:
             raise error
         # Not every library says what has become of the device: Triton's launcher raises a RuntimeError.
         self._found.compute.probe()
-        log.warning("epoch %d: %s: %s", number, what, error)
+        log.warning("epoch %d: %s: %s", number, what, problem := in_words(error))
         # First, so that the others hear of it from the head: ending a group may take long. What the head answers
         # is read when this epoch has been left.
-        self._link.send(wire.Broken(number, f"{type(error).__name__}: {error}"))
+        self._link.send(wire.Broken(number, f"{type(error).__name__}: {problem}"))
         self.leave_epoch()
         log.debug("epoch %d: left", number)
 

@@ -11,6 +11,7 @@ import torch
 from ppserve.core.cost_model import StepSize
 from ppserve.core.partition import Parts
 from ppserve.model.checkpoint.opening import open_checkpoint
+from ppserve.model.cuda.backend import DeviceOptions
 from ppserve.stage.calibrate import Mix, layer_costs, step_costs
 from ppserve.stage.device import Compute
 
@@ -53,6 +54,15 @@ def test_a_layer_and_the_head_cost_more_in_larger_steps(cache: Path) -> None:
     shared = layer_costs(open_checkpoint("tiny"), COMPUTE, MIX, 2)
     assert shared.layer.seconds(StepSize(1, 48)) > 0
     assert len(list(cache.glob("costs-*.json"))) == 3
+
+
+def test_what_computes_otherwise_is_measured_anew(cache: Path) -> None:
+    """The GPU's operators in place of the CPU's, and products with fixed tiles in place of torch's."""
+    reference = replace(COMPUTE, reference=True)
+    invariant = replace(reference, options=DeviceOptions(batch_invariant=True))
+    for number, compute in enumerate((COMPUTE, reference, invariant), 1):
+        step_costs(open_checkpoint("tiny"), compute, MIX)
+        assert len(list(cache.glob("costs-*.json"))) == number
 
 
 @pytest.mark.parametrize("damage", ["", "{}", "[1, 2]", '{"attention": 1}'])

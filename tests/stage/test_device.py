@@ -14,7 +14,9 @@ from ppserve import Pipeline, wire
 from ppserve.config import DeviceSettings, ServeConfig
 from ppserve.core.architecture import StageLayout
 from ppserve.errors import ConfigError
-from ppserve.stage.device import Compute, devices_here, gpu_share
+from ppserve.model.cuda.backend import DeviceOptions
+from ppserve.process.environment import RankEnvironment
+from ppserve.stage.device import Compute, choose, devices_here, gpu_share
 from ppserve.stage.transport import Frames, connect
 from ppserve.stage.wiring import ThreadWiring
 from tests.model.random_checkpoint import RandomCheckpoint, architecture
@@ -29,14 +31,19 @@ def asking(*devices: str) -> ServeConfig:
 
 
 def test_stages_that_share_a_gpu_share_its_memory() -> None:
-    """Whoever asks first does not take what the other will need for its weights."""
-    alone = gpu_share(70 * GIB, 80 * GIB, 10 * GIB, stages=1)
+    """Whoever asks first does not take what the other will need for its weights. Caches are made when all have
+    asked."""
+    assert gpu_share(70 * GIB, 80 * GIB, 10 * GIB, stages=1) == 70 * GIB
     first = gpu_share(70 * GIB, 80 * GIB, 10 * GIB, stages=2)
-    second = gpu_share(60 * GIB - first, 80 * GIB, 10 * GIB, stages=2)
-    assert alone == int(70 * GIB * 0.85)
-    assert first == int(30 * GIB * 0.85)
-    assert first + second + 20 * GIB <= 80 * GIB
-    assert second == int(30 * GIB * 0.85)
+    second = gpu_share(60 * GIB, 80 * GIB, 10 * GIB, stages=2)
+    assert first == second == 30 * GIB
+
+
+def test_other_programs_memory_is_shared_out_to_nobody() -> None:
+    """Half of the GPU is somebody else's. All stages have as many blocks as the one with least room."""
+    asked = [gpu_share(free * GIB, 80 * GIB, 10 * GIB, stages=2) for free in (30, 20)]
+    assert min(asked) == 10 * GIB
+    assert 40 * GIB + 2 * (10 * GIB + min(asked)) == 80 * GIB
 
 
 def test_threads_that_share_a_gpu_count_what_is_theirs(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -47,21 +54,57 @@ def test_threads_that_share_a_gpu_count_what_is_theirs(monkeypatch: pytest.Monke
     assert compute.kv_budget_bytes(10 * GIB) == int(30 * GIB * 0.85)
 
 
+def test_where_rows_are_drawn_from_there_is_room_for_logits(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (60 * GIB, 80 * GIB))
+    rows, vocabulary = 512, 50257
+    compute = Compute(torch.device("cuda", 0), "bfloat16", True, 1, options=DeviceOptions(max_rows=rows))
+    kept = compute.options.logits_bytes(vocabulary)
+    assert compute.kv_budget_bytes(10 * GIB, vocabulary) == int((60 * GIB - kept) * 0.85)
+    assert DeviceOptions(max_rows=4).logits_bytes(vocabulary) == kept // 2, "the self-test reads 256 rows at once"
+
+
+OLD, NEW = (7, 5), (8, 0)
+
+
+@pytest.mark.parametrize(
+    ("capability", "stored", "asked", "dtype"),
+    [
+        (NEW, "float32", "auto", "bfloat16"),
+        (NEW, "float16", "auto", "float16"),
+        (NEW, "bfloat16", "auto", "bfloat16"),
+        (OLD, "float32", "auto", "float16"),
+        (OLD, "bfloat16", "auto", "float16"),
+        (OLD, "float32", "bfloat16", "bfloat16"),
+        (OLD, "float16", "float32", "float32"),
+    ],
+)
+def test_a_gpu_without_bfloat16_gets_float16(
+    capability: tuple[int, int], stored: str, asked: str, dtype: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
+    config = ServeConfig()
+    config = replace(config, model=replace(config.model, dtype=asked))
+    compute = choose(config, RankEnvironment(0, 1, 0, 1), stored)
+    assert (compute.device, compute.dtype) == (torch.device("cuda", 0), dtype)
+
+
 def test_a_stage_says_what_it_weighs() -> None:
-    weighed: list[int] = []
+    weighed: list[tuple[int, int]] = []
 
     class Scales(Compute):
-        def kv_budget_bytes(self, weight_bytes: int = 0) -> int:
-            weighed.append(weight_bytes)
+        def kv_budget_bytes(self, weight_bytes: int = 0, vocab_size: int = 0) -> int:
+            weighed.append((weight_bytes, vocab_size))
             return 1 << 20
 
     compute = Scales(CPU, "float32", False, 1)
     with ThreadPoolExecutor(1) as threads:
         stage = start(threads, 0, 1, ThreadWiring(), RandomCheckpoint(architecture()), compute)
         stage.hear(wire.Hello)
-        assert stage.load(StageLayout(0, 1, 0, 4)).weight_bytes == weighed[1]
+        weight_bytes = stage.load(StageLayout(0, 1, 0, 4)).weight_bytes
         stage.tell(wire.Shutdown())
-    assert weighed[0] == 0
+    vocab_size = architecture().vocab_size
+    assert weighed == [(0, 0), (weight_bytes, vocab_size)]
 
 
 class OnGpu(torch.Tensor):
@@ -117,7 +160,7 @@ def test_stages_that_are_threads_have_streams_of_their_own(monkeypatch: pytest.M
 
 
 def test_no_more_than_is_free_and_never_less_than_nothing() -> None:
-    assert gpu_share(1 * GIB, 80 * GIB, 0, stages=1) == int(0.85 * GIB)
+    assert gpu_share(1 * GIB, 80 * GIB, 0, stages=1) == 1 * GIB
     assert gpu_share(40 * GIB, 80 * GIB, 50 * GIB, stages=2) == 0
 
 

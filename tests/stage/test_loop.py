@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from typing import Any
 
 import pytest
 import torch
@@ -11,7 +12,11 @@ import torch
 from ppserve import wire
 from ppserve.core.architecture import StageLayout
 from ppserve.errors import CheckpointError, TransportError
+from ppserve.model.backend import Backend, KVCache, StageModel
 from ppserve.model.checkpoint import WHOLE, Part
+from ppserve.model.cuda.backend import CudaBackend, DeviceOptions
+from ppserve.model.cuda.kv_cache import DeviceCache
+from ppserve.stage.device import Compute
 from ppserve.stage.link import Link
 from ppserve.stage.transport import Frames, Transport
 from ppserve.stage.wiring import ThreadWiring
@@ -250,6 +255,58 @@ def test_weights_that_cannot_be_read_are_final() -> None:
         assert "stage 0: random: ln_f.weight: truncated" in stage.hear(wire.Failed).reason
         stage.tell(wire.Shutdown(76))
         assert stage.exit_code.result(WITHIN_S) == 76
+
+
+class FullGpu(CudaBackend):
+    """Of which the memory is not enough for the cache, or for recording. at: for which of them."""
+
+    at = ""
+
+    def make_cache(self, *shape: Any, num_ahead: int = 0) -> DeviceCache:
+        if num_ahead and self.at == "cache":  # the self-test's own is small
+            raise torch.OutOfMemoryError("CUDA out of memory")
+        return super().make_cache(*shape, num_ahead=num_ahead)
+
+    def recorded(self, model: StageModel, cache: KVCache) -> StageModel:
+        if self.at == "recording":
+            raise torch.OutOfMemoryError("CUDA out of memory")
+        return super().recorded(model, cache)
+
+
+class OnFullGpu(Compute):
+    def backend(self, dtype: str) -> Backend:
+        return FullGpu(self.device, dtype, DeviceOptions(max_rows=2, max_step_rows=2))
+
+
+REMEDIES = ["--kv-cache-memory", "--max-num-seqs", "--cuda-graphs off"]
+
+
+@pytest.mark.parametrize("at", ["cache", "recording"])
+def test_memory_that_is_not_enough_is_final_at_the_start_and_says_what_helps(
+    at: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(FullGpu, "at", at)
+    compute = OnFullGpu(torch.device("cpu"), "float32", False, 1)
+    with ThreadPoolExecutor(1) as threads:
+        stage = start(threads, 0, 1, ThreadWiring(), RandomCheckpoint(architecture()), compute)
+        stage.hear(wire.Hello)
+        stage.load(StageLayout(0, 1, 0, 4))
+        stage.form(1)
+        reason = stage.hear(wire.Failed).reason
+        assert reason.startswith("rank 0: CUDA out of memory; ")
+        assert all(remedy in reason for remedy in REMEDIES)
+        # A stage that is replaced: what the one before it had may not be free yet, so the keeper starts another.
+        stage.form(2)
+        with pytest.raises(torch.OutOfMemoryError):
+            stage.exit_code.result(WITHIN_S)
+
+
+def test_memory_that_is_not_enough_for_a_step_says_what_helps(last: OneStage, wiring: ByHand) -> None:
+    wiring.opened[0].fails_at, wiring.opened[0].error = "expect 0", torch.OutOfMemoryError("CUDA out of memory")
+    last.tell(wire.Plan(plan(1, 0)))
+    reason = last.hear(wire.Broken).reason
+    assert reason.startswith("OutOfMemoryError: CUDA out of memory; ")
+    assert all(remedy in reason for remedy in REMEDIES)
 
 
 def test_shutdown_leaves_the_epoch(last: OneStage, wiring: ByHand) -> None:

@@ -7,6 +7,7 @@ another. Sums are float32.
 from __future__ import annotations
 
 import logging
+import subprocess
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
@@ -15,6 +16,7 @@ import torch
 from ppserve.core.architecture import Architecture, StageLayout
 from ppserve.core.cut import Cut
 from ppserve.core.scheduling.config import MAX_PROMPT_TOKENS_PER_STEP
+from ppserve.errors import ConfigError
 from ppserve.model.backend import (
     KVCache,
     Linear,
@@ -41,6 +43,12 @@ from ppserve.model.timing import Timing
 log = logging.getLogger("ppserve.stage")
 
 
+READ_ROWS_AT_ONCE = 256  # of GPT-2's vocabulary 51 MB
+# Of one row and id, where rows are drawn from: logits, kept and recorded, weights, sums in float64, and where ids
+# are ranked their order as well.
+_LOGITS_BYTES = 96
+
+
 @dataclass(frozen=True, slots=True)
 class DeviceOptions:
     """batch_invariant: linears whose rows do not depend on the other rows, which torch's own do not promise.
@@ -53,12 +61,16 @@ class DeviceOptions:
     kv_dtype: str | None = None
     max_step_rows: int = 256 + MAX_PROMPT_TOKENS_PER_STEP
 
+    def logits_bytes(self, vocab_size: int) -> int:
+        """What drawing takes at most; on the last stage, beside weights and cache."""
+        return _LOGITS_BYTES * vocab_size * max(READ_ROWS_AT_ONCE, self.max_rows)
+
 
 class CudaBackend(TorchBackend):
     """device: a GPU; or the CPU, which then computes by the reference operators. operators, beside: others than
     the device's own, for tests."""
 
-    read_rows_at_once = 256  # of GPT-2's vocabulary 51 MB
+    read_rows_at_once = READ_ROWS_AT_ONCE
 
     def __init__(
         self,
@@ -148,4 +160,21 @@ def _own_operators(device: torch.device) -> Operators:
     # Triton comes with torch for CUDA, and is missing where torch is for the CPU.
     from ppserve.model.cuda.triton_operators import TritonOperators
 
-    return TritonOperators()
+    operators = TritonOperators()
+    launch_once(operators, device)
+    return operators
+
+
+def launch_once(operators: Operators, device: torch.device) -> None:
+    """Raises ConfigError where Triton cannot launch anything on this machine. With its first launch it compiles a
+    C file: what that lacks is to be said in a sentence, before a process has read its weights."""
+    try:
+        operators.quick_gelu(torch.zeros(1, device=device))
+    except (torch.AcceleratorError, torch.OutOfMemoryError):
+        raise
+    except (RuntimeError, OSError, subprocess.CalledProcessError) as error:
+        raise ConfigError(
+            "Triton",
+            f"it cannot launch a kernel on {device}: {error}. It compiles a C file for that: install a C compiler"
+            " and its headers (Debian: gcc libc6-dev), or name one in CC",
+        ) from error

@@ -1,21 +1,31 @@
-"""Recording on a GPU by several threads, with a stand-in for torch's part; and the script that is run on a GPU."""
+"""What only a GPU has, with stand-ins for torch's part: recording by several threads, events, the first launch.
+And the script that is run on a GPU."""
 
 from __future__ import annotations
 
+import json
 import os
 import subprocess
 import sys
 import threading
+import time
+from collections import Counter
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from pathlib import Path
+from types import SimpleNamespace
 from unittest.mock import MagicMock
 
 import pytest
 import torch
 
+from benchmarks.gpu_stage import LIMITS_S, SECTIONS, answered
+from ppserve.errors import ConfigError
+from ppserve.model.cuda.backend import launch_once
 from ppserve.model.cuda.device import CudaDevice
+from ppserve.model.cuda.reference import ReferenceOperators
+from tests.model.cuda.here import needs_triton
 
 ROOT = Path(__file__).parents[3]
 
@@ -54,12 +64,153 @@ def test_stages_that_are_threads_record_one_after_the_other(monkeypatch: pytest.
     assert first != second
 
 
-def test_the_script_runs_as_the_page_says() -> None:
-    """A lent GPU is there for minutes: what can fail before it is needed fails here."""
-    command = "benchmarks/gpu_stage.py", "waits", "--device", "cpu", "--small", "--dtype", "float32"
-    environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
+class Gpu:
+    """A stream's clock: every event is reached when the work before it, of so many milliseconds, has been done.
+    log: what was recorded and waited for."""
+
+    def __init__(self) -> None:
+        self.log: list[str] = []
+        self.done_s = time.monotonic()
+
+    def give(self, work_ms: float) -> None:
+        self.done_s = max(self.done_s, time.monotonic()) + work_ms / 1e3
+
+    def record_event(self, event: Event) -> Event:
+        event.reached_s = max(self.done_s, time.monotonic())
+        self.log.append(f"record {event.name}")
+        return event
+
+
+class Event:
+    def __init__(self, gpu: Gpu, name: str) -> None:
+        self._gpu, self.name, self.reached_s = gpu, name, 0.0
+
+    def query(self) -> bool:
+        raise AssertionError("nobody needs to ask before the wait")
+
+    def synchronize(self) -> None:
+        self._gpu.log.append(f"wait for {self.name}")
+        time.sleep(max(0.0, self.reached_s - time.monotonic()))
+
+    def elapsed_time(self, later: Event) -> float:
+        assert time.monotonic() >= later.reached_s, "CUDA raises before both are reached"
+        return (later.reached_s - self.reached_s) * 1e3
+
+
+def test_busy_is_what_lies_between_a_steps_events(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Not what the host does meanwhile, nor the steps that the device had to end before this one. Only `busy`
+    waits, and only for this step's last event. By the host's wall a step's time lies within the host's."""
+    gpu, names = Gpu(), iter("abcd")
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: gpu)
+    monkeypatch.setattr(torch.cuda, "Event", lambda enable_timing: Event(gpu, next(names)))
+    device = CudaDevice(torch.device("cuda", 0))
+    begun_ns = time.monotonic_ns()
+    steps = []
+    for _ in range(2):
+        timing = device.timing()
+        gpu.give(20)
+        timing.computed()
+        steps.append(timing)
+    assert gpu.log == ["record a", "record b", "record c", "record d"]
+    assert device.num_waits == 0
+    told = [timing.busy() for timing in steps]
+    ended_ns = time.monotonic_ns()
+    assert gpu.log[4:] == ["wait for b", "wait for d"]
+    assert device.num_waits == 2
+    for busy in told:
+        assert begun_ns <= busy.begun_ns
+        assert busy.ended_ns <= ended_ns
+        assert busy.ended_ns - busy.begun_ns >= 20e6 - 10, "but for rounding"
+    # The ledger's sums: both steps' times fit into the wall's, one behind the other.
+    assert sum(busy.ended_ns - busy.begun_ns for busy in told) <= ended_ns - begun_ns
+
+
+def test_a_step_that_gives_no_work_takes_no_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The control: without a second event, a skipped step on another clock, nothing is counted twice."""
+    gpu = Gpu()
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: gpu)
+    monkeypatch.setattr(torch.cuda, "Event", lambda enable_timing: Event(gpu, "one"))
+    busy = CudaDevice(torch.device("cuda", 0)).timing().busy()
+    assert busy.begun_ns == busy.ended_ns
+
+
+NO_COMPILER = RuntimeError("Failed to find C compiler. Please specify via CC environment variable")
+
+
+@pytest.mark.parametrize("error", [NO_COMPILER, subprocess.CalledProcessError(1, ["gcc", "launcher.c"])])
+def test_a_launch_that_cannot_be_compiled_says_what_to_install(error: Exception) -> None:
+    class Broken(ReferenceOperators):
+        def quick_gelu(self, x_TN: torch.Tensor) -> torch.Tensor:
+            raise error
+
+    with pytest.raises(ConfigError, match=r"Triton: it cannot launch .*gcc libc6-dev"):
+        launch_once(Broken(), torch.device("cpu"))
+
+
+def test_a_device_that_is_lost_or_full_is_nothing_to_install() -> None:
+    """The control."""
+    for error in (torch.AcceleratorError("an illegal address"), torch.OutOfMemoryError("full")):
+
+        class Broken(ReferenceOperators):
+            def quick_gelu(self, x_TN: torch.Tensor, error: Exception = error) -> torch.Tensor:
+                raise error
+
+        with pytest.raises(type(error)):
+            launch_once(Broken(), torch.device("cpu"))
+    launch_once(ReferenceOperators(), torch.device("cpu"))
+
+
+@needs_triton
+@pytest.mark.slow
+def test_the_kernels_compile_for_gpus_that_are_not_here(tmp_path: Path) -> None:
+    """For block sizes of 8, 16 and 32, in every dtype and with other keys than hidden states."""
+    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     done = subprocess.run(
-        [sys.executable, *command], cwd=ROOT, env=environment, capture_output=True, text=True, timeout=100
+        [sys.executable, "-m", "tests.model.cuda.compiling", "90"],
+        env={**environment, "TRITON_CACHE_DIR": str(tmp_path)},
+        cwd=ROOT, capture_output=True, text=True, timeout=100,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    made = Counter(line.split()[1] for line in done.stdout.splitlines())
+    of_each_dtype = {"_attend": 15, "_write": 15, "_product": 6, "_quick_gelu": 3}
+    assert made == {**of_each_dtype, "_weights": 1, "_running_sums": 1}
+
+
+def script(*arguments: str) -> subprocess.CompletedProcess[str]:
+    command = sys.executable, "benchmarks/gpu_stage.py", *arguments, "--device", "cpu", "--small"
+    environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
+    return subprocess.run(
+        [*command, "--dtype", "float32"], cwd=ROOT, env=environment, capture_output=True, text=True, timeout=110
     )
+
+
+def test_the_script_runs_as_the_page_says(tmp_path: Path) -> None:
+    """A lent GPU is there for minutes: what can fail before it is needed fails here."""
+    done = script("waits", "--json", str(tmp_path / "found"), "--limit", "100")
     assert done.returncode == 0, done.stderr
     assert done.stdout.count("waits=0") == 2
+    assert [found["waits"] for found in json.loads((tmp_path / "found").read_text())["waits"]] == [0, 0]
+
+
+def test_a_section_that_hangs_is_ended_and_the_next_one_begins() -> None:
+    done = script("waits", "host", "--limit", "0.01")
+    assert done.returncode == 1
+    assert [line for line in done.stdout.splitlines() if "not done" in line] == [
+        f"{section}: not done within 0 s" for section in ("waits", "host")
+    ]
+    assert done.stderr == "failed: waits, host\n"
+
+
+def test_all_sections_together_take_no_longer_than_a_machine_is_lent() -> None:
+    assert sum(LIMITS_S.values()) <= 600
+    assert set(LIMITS_S) == set(SECTIONS)
+
+
+def test_only_tokens_that_were_returned_count() -> None:
+    """As transformers tells of them: one request answered, one that failed half way, one never begun."""
+    results = {
+        "req_0": SimpleNamespace(generated_tokens=[3, 4, 5], error=None),
+        "req_1": SimpleNamespace(generated_tokens=[3], error="out of memory"),
+        "req_2": SimpleNamespace(generated_tokens=[], error="never begun"),
+    }
+    assert answered(results) == 4

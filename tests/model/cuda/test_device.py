@@ -184,6 +184,7 @@ def script(*arguments: str) -> subprocess.CompletedProcess[str]:
     )
 
 
+@pytest.mark.slow
 def test_the_script_runs_as_the_page_says(tmp_path: Path) -> None:
     """A lent GPU is there for minutes: what can fail before it is needed fails here."""
     done = script("waits", "--json", str(tmp_path / "found"), "--limit", "100")
@@ -192,6 +193,7 @@ def test_the_script_runs_as_the_page_says(tmp_path: Path) -> None:
     assert [found["waits"] for found in json.loads((tmp_path / "found").read_text())["waits"]] == [0, 0]
 
 
+@pytest.mark.slow
 def test_a_section_that_hangs_is_ended_and_the_next_one_begins() -> None:
     done = script("waits", "host", "--limit", "0.01")
     assert done.returncode == 1

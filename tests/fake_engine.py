@@ -123,7 +123,7 @@ class FakeEngine:
     news: asyncio.Condition = field(default_factory=asyncio.Condition)
     _runs: set[asyncio.Task[None]] = field(default_factory=set)
 
-    def refuse_early(self, new_tokens: int, priority: int, deadline_s: float | None) -> None:
+    def refuse_early(self, caller: str, new_tokens: int, priority: int, deadline_s: float | None) -> None:
         if self.full is not None:
             raise self.full.with_traceback(None)  # or each call would keep those before it
 

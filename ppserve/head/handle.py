@@ -40,8 +40,8 @@ class PipelineHandle:
         held = await asyncio.to_thread(read) if len(request.resume_ids) > _MANY_HELD else read()
         await asyncio.wrap_future(self._engine.submit(request, sink, self._tokenizer, held))
 
-    def refuse_early(self, new_tokens: int, priority: int, deadline_s: float | None) -> None:
-        self._engine.refuse_early(new_tokens, priority, deadline_s)
+    def refuse_early(self, caller: str, new_tokens: int, priority: int, deadline_s: float | None) -> None:
+        self._engine.refuse_early(caller, new_tokens, priority, deadline_s)
 
     def cancel(self, request_id: str, reason: FinishReason) -> None:
         self._engine.cancel(request_id, reason)

@@ -3,6 +3,9 @@
 A request is refused when it is submitted: with InvalidRequest if it could not run on an empty server; with
 Overloaded, which says after how many seconds to try again, if too much is waiting already or if its deadline would
 pass before its answer is complete.
+
+A *newcomer* is the request of a caller who has no other: for these the queue has as many places again. So a caller
+who fills the queue keeps out nobody but itself, and the queue has a bound all the same.
 """
 
 from __future__ import annotations
@@ -65,8 +68,11 @@ class Beside:
     queue: FairQueue
     throughput: Throughput
 
-    def tokens_beside(self, new: int, priority: int) -> int | None:
+    def tokens_beside(self, new: int, priority: int, newcomer: bool = False) -> int | None:
         """The tokens that others compute until a request has its `new` ones.
+
+        A newcomer displaces requests of a caller who has several running (`displacement`), so it waits for the
+        turn of each caller at most. Where no caller has, it may wait as long as any other.
 
         All that run get a token a step, so until then each of them gets at most as many, after what is left of its
         prompt. Where few run, one more makes all of them together faster, and the prediction would be too long:
@@ -74,23 +80,33 @@ class Beside:
         """
         if len(self.running) < _MANY_RUNNING:
             return None
-        tokens = self.queue.tokens_ahead(priority)
+        tokens = self.queue.tokens_ahead(priority, takes_turns=newcomer and self.some_caller_has_several)
         for sequence in self.running:
             known = len(sequence.token_ids)
             tokens += max(0, known - sequence.computed) + min(new, max(0, sequence.max_positions - known))
         return tokens
 
+    @property
+    def some_caller_has_several(self) -> bool:
+        caller_of = {sequence.request.id: sequence.request.caller for sequence in self.running}
+        return len(set(caller_of.values())) < len(caller_of)
+
 
 @dataclass(frozen=True, slots=True)
 class Refusals:
-    """What can be told to requests whose prompts are not known yet. full: to any of them. late: to those that are
-    as late as the request that was told so."""
+    """What can be told to requests whose prompts are not known yet. full: to any but newcomers. full_for_all: to
+    newcomers too. late: to those that are as late as the request that was told so, and are no newcomers."""
 
     full: Overloaded | None = None
+    full_for_all: Overloaded | None = None
     late: TooLate | None = None
 
-    def of(self, new_tokens: int, priority: int, deadline_s: float | None, now: float) -> Overloaded | None:
+    def of(
+        self, new_tokens: int, priority: int, deadline_s: float | None, now: float, newcomer: bool
+    ) -> Overloaded | None:
         """Of a request of at least so many new tokens; None if it may be admitted, or may wait."""
+        if newcomer:
+            return self.full_for_all
         late = self.late
         if self.full is not None or late is None or deadline_s is None or now > late.now + _HOLDS_S:
             return self.full
@@ -128,12 +144,12 @@ def refuse_impossible(request: Request, config: SchedulerConfig, num_blocks: int
         raise InvalidRequest(violations)
 
 
-def too_late(request: Request, others: Callable[[], Beside], now: float) -> TooLate | None:
+def too_late(request: Request, others: Callable[[], Beside], now: float, newcomer: bool) -> TooLate | None:
     """Why a request is refused whose answer would not be complete by its deadline."""
     if request.deadline_s is None:
         return None
     there, new = others(), request.stop.max_tokens
-    beside = there.tokens_beside(new, request.priority)
+    beside = there.tokens_beside(new, request.priority, newcomer)
     if beside is None:
         return None
     own = request.num_sequences * (len(request.prompt_ids) + new)
@@ -145,10 +161,10 @@ def too_late(request: Request, others: Callable[[], Beside], now: float) -> TooL
 
 
 def refusal_by_number(
-    num_waiting: int, num_tokens: int, throughput: Throughput, config: SchedulerConfig
+    num_waiting: int, num_tokens: int, throughput: Throughput, config: SchedulerConfig, newcomer: bool
 ) -> Overloaded | None:
     """The refusal where so many requests wait, with so many tokens; None if one more may."""
-    if num_waiting < config.max_queue:
+    if num_waiting < config.max_queue * (1 + newcomer):
         return None
     return Overloaded(f"{num_waiting} requests are waiting", _retry_after_s(num_tokens, throughput))
 
@@ -160,24 +176,22 @@ def _retry_after_s(num_tokens: int, throughput: Throughput) -> float:
 
 
 def refuse_overload(
-    group: SequenceGroup,
-    queue: FairQueue,
-    throughput: Throughput,
-    config: SchedulerConfig,
-    now: float,
+    group: SequenceGroup, beside: Beside, config: SchedulerConfig, now: float, newcomer: bool
 ) -> None:
-    """Raises Overloaded when `group`, the latest in `queue`, may not wait.
+    """Raises Overloaded when `group`, the latest in the queue, may not wait.
 
     The bound on tokens does not apply to a request that is alone in the queue, however long it is.
     """
+    queue, throughput = beside.queue, beside.throughput
     num_before, tokens_before = len(queue) - 1, queue.num_tokens - group.num_tokens
-    if refusal := refusal_by_number(num_before, tokens_before, throughput, config):
+    if refusal := refusal_by_number(num_before, tokens_before, throughput, config, newcomer):
         raise refusal
     retry_after_s = _retry_after_s(tokens_before, throughput)
-    if num_before and queue.num_tokens > config.max_queue_tokens:
+    if num_before and queue.num_tokens > config.max_queue_tokens * (1 + newcomer):
         raise Overloaded(f"{tokens_before} tokens are waiting", retry_after_s)
     deadline_s = group.request.deadline_s
     if deadline_s is not None:
-        wait_s = throughput.seconds_for(queue.tokens_ahead(group.priority) - group.num_tokens) or 0.0
+        ahead = queue.tokens_ahead(group.priority, newcomer and beside.some_caller_has_several)
+        wait_s = throughput.seconds_for(ahead - group.num_tokens) or 0.0
         if now + wait_s > deadline_s:
             raise Overloaded(f"the wait is about {wait_s:.1f} s, longer than the deadline", retry_after_s)

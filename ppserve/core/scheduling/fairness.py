@@ -1,7 +1,7 @@
 """Whose turn it is. In the queue, to be admitted, the order is by
 
-1. priority, higher first; every `aging_s` seconds of waiting raise a request by one class, so that the lowest
-   class is served too;
+1. priority, higher first; every `aging_s` seconds that a class's oldest request waits raise the whole class by
+   one, so that the lowest is served too, and in a class no caller gains by waiting in a long line of its own;
 2. the tokens served to its caller, fewest first (virtual token counters, Sheng et al., "Fairness in Serving Large
    Language Models", arXiv 2401.00588); a caller that was idle starts at the smallest counter of the callers with
    requests, so being idle earns no advantage;
@@ -68,14 +68,18 @@ class FairQueue:
 
     def first(self, now: float) -> SequenceGroup | None:
         """The request to admit next. It stays in the queue until `remove`."""
-        best: tuple[tuple[float, float, int], SequenceGroup] | None = None
+        oldest_s: dict[int, float] = {}
+        best: dict[int, tuple[float, int, SequenceGroup]] = {}
         for (priority, caller), line in self._lines.items():
             arrival, entry = next(iter(line.values()))
-            aged = priority + max(0.0, now - entry.submitted_s) // self.aging_s
-            rank = (-aged, self._accounts[caller].served, arrival)
-            if best is None or rank < best[0]:
-                best = (rank, entry)
-        return best[1] if best else None
+            oldest_s[priority] = min(entry.submitted_s, oldest_s.get(priority, now))
+            head = (self._accounts[caller].served, arrival, entry)
+            if priority not in best or head < best[priority]:
+                best[priority] = head
+        if not best:
+            return None
+        rank = {p: (-p - (now - oldest_s[p]) // self.aging_s, served, n) for p, (served, n, _) in best.items()}
+        return best[min(rank, key=rank.__getitem__)][2]
 
     def first_of_those_without(self) -> SequenceGroup | None:
         """Of the callers of whom no request was admitted, that of the one who will have been served least after
@@ -89,6 +93,11 @@ class FairQueue:
                 if best is None or rank < best[0]:
                     best = (rank, entry)
         return best[1] if best else None
+
+    def has_nothing(self, caller: str) -> bool:
+        """Whether a caller has no live request. Safe in any thread."""
+        account = self._accounts.get(caller)
+        return account is None or account.num_live == 0
 
     def served(self, caller: str) -> float:
         """The counter of a caller with live requests."""
@@ -130,9 +139,13 @@ class FairQueue:
         """Raise the counter at which new callers start to the smallest of the callers with live requests."""
         self._floor = max(self._floor, min((a.served for a in self._accounts.values() if a.num_live), default=0.0))
 
-    def tokens_ahead(self, priority: int) -> int:
-        """The most tokens that the waiting requests before a new one of `priority` can have."""
-        return sum(tokens for p, tokens in self._tokens_of_priority.items() if p >= priority)
+    def tokens_ahead(self, priority: int, takes_turns: bool = False) -> int:
+        """The most tokens that the waiting requests before a new one of `priority` can have. takes_turns: of its
+        class only the first of each caller goes before it."""
+        if not takes_turns:
+            return sum(tokens for p, tokens in self._tokens_of_priority.items() if p >= priority)
+        heads = (next(iter(line.values()))[1] for (p, _), line in self._lines.items() if p == priority)
+        return self.tokens_ahead(priority + 1) + sum(head.num_tokens for head in heads)
 
 
 def in_turns(filling: Iterable[Sequence], short: int) -> list[Sequence]:

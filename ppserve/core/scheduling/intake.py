@@ -87,9 +87,11 @@ class Intake:
             raise InvalidRequest([Violation("request_id", "is in use by another request")])
         config = self._hosts[0].config
         refuse_impossible(request, config, min(host.num_blocks for host in self._hosts))
-        refusal = self.refusals(now).of(request.stop.max_tokens, request.priority, request.deadline_s, now)
+        newcomer = self.queue.has_nothing(request.caller)
+        told = self.refusals(now)
+        refusal = told.of(request.stop.max_tokens, request.priority, request.deadline_s, now, newcomer)
         if refusal is None:
-            refusal = late = too_late(request, self._beside, now)
+            refusal = late = too_late(request, self._beside, now, newcomer)
             self._late = late or self._late
         if refusal is not None:
             raise refusal.with_traceback(None)
@@ -104,7 +106,7 @@ class Intake:
         self.admit(now)  # first, so that the queue's bounds hold for requests that do wait
         if group.admitted_s is None:
             try:
-                refuse_overload(group, self.queue, self._throughput, config, now)
+                refuse_overload(group, self._beside(), config, now, newcomer)
             except RequestError:
                 self._leave(group)
                 raise
@@ -117,8 +119,9 @@ class Intake:
         self._late = self._late and self._late.as_of(now, self._beside)
         if not self._hosts or any(host.may_admit for host in self._hosts):
             return Refusals(late=self._late)
-        config, num_tokens = self._hosts[0].config, self.queue.num_tokens
-        return Refusals(refusal_by_number(len(self.queue), num_tokens, self._throughput, config), self._late)
+        known = len(self.queue), self.queue.num_tokens, self._throughput, self._hosts[0].config
+        full, full_for_all = (refusal_by_number(*known, newcomer=newcomer) for newcomer in (False, True))
+        return Refusals(full, full_for_all, self._late)
 
     def _beside(self) -> Beside:
         running = [s for g in self.groups.values() if g.admitted_s is not None for s in g.live]

@@ -86,7 +86,8 @@ class FrontDesk:
         """
         check(asked, self.card)
         if not self._draining:
-            self._engine.refuse_early(min_new_tokens(asked, self.card), priority_of(asked), call.deadline_s)
+            new_tokens, priority = min_new_tokens(asked, self.card), priority_of(asked)
+            self._engine.refuse_early(call.caller, new_tokens, priority, call.deadline_s)
         prompt = asked.prompt
         prompt_ids = await self._encode("prompt", prompt) if isinstance(prompt, str) else prompt
         request = to_request(asked, prompt_ids, self.card, call)

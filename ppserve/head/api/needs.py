@@ -15,7 +15,7 @@ class EngineHandle(Protocol):
     async def submit(self, request: Request, sink: Sink) -> None:
         """Begin a request, whose outputs go to `sink`. Raises RequestError (Overloaded, Draining, ...)."""
 
-    def refuse_early(self, new_tokens: int, priority: int, deadline_s: float | None) -> None:
+    def refuse_early(self, caller: str, new_tokens: int, priority: int, deadline_s: float | None) -> None:
         """Raises Overloaded where every request of so many new tokens or more would be refused now: before its
         prompt is tokenized."""
 

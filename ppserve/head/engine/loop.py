@@ -78,10 +78,11 @@ class Engine(threading.Thread):
         self._post(message)
         return message.accepted
 
-    def refuse_early(self, new_tokens: int, priority: int, deadline_s: float | None) -> None:
+    def refuse_early(self, caller: str, new_tokens: int, priority: int, deadline_s: float | None) -> None:
         """Raises Overloaded where every such request would be refused, without waiting for the engine's thread.
         new_tokens: at least so many."""
-        refusal = self._refusals.of(new_tokens, priority, deadline_s, self._clock() / 1e9)
+        newcomer = self._fleet.intake.queue.has_nothing(caller)
+        refusal = self._refusals.of(new_tokens, priority, deadline_s, self._clock() / 1e9, newcomer)
         if refusal is not None:
             self._watcher.refused(refusal)
             raise refusal.with_traceback(None)

@@ -100,6 +100,16 @@ def test_waiting_makes_up_for_low_priority() -> None:
     assert 20 <= served.index("old") <= 31
 
 
+def test_a_long_wait_in_a_line_of_its_own_helps_no_caller() -> None:
+    """The oldest of many has waited for those before it, not for the one who comes now and has nothing."""
+    queue: FairQueue = FairQueue(aging_s=10.0)
+    for i in range(100):
+        queue.push(Entry(f"flood{i}", "flood"))
+    served_order(queue, 10)
+    queue.push(Entry("light", "light", submitted_s=500.0))
+    assert "light" in served_order(queue, 2, now=500.0)
+
+
 def test_the_control_without_ageing_starves() -> None:
     queue: FairQueue = FairQueue(aging_s=1e12)
     queue.push(Entry("old", priority=0))
@@ -108,6 +118,27 @@ def test_the_control_without_ageing_starves() -> None:
         queue.push(Entry(f"high{i}", priority=2, submitted_s=float(i)))
         served += served_order(queue, 1, float(i))
     assert "old" not in served
+
+
+def test_a_caller_has_nothing_before_its_first_request_and_after_its_last() -> None:
+    queue: FairQueue = FairQueue()
+    assert queue.has_nothing("a")
+    queue.push(Entry("r", "a"))
+    assert not queue.has_nothing("a")
+    served_order(queue, 1)
+    assert not queue.has_nothing("a"), "it runs"
+    queue.leave("a")
+    assert queue.has_nothing("a")
+
+
+def test_who_takes_turns_has_the_first_of_each_caller_before_it() -> None:
+    queue: FairQueue = FairQueue()
+    for i in range(5):
+        for caller in "ab":
+            queue.push(Entry(f"{caller}{i}", caller, num_tokens=7))
+        queue.push(Entry(f"urgent{i}", "a", priority=1, num_tokens=3))
+    assert queue.tokens_ahead(0) == 5 * 17
+    assert queue.tokens_ahead(0, takes_turns=True) == 5 * 3 + 2 * 7
 
 
 def test_tokens_are_counted_as_they_come_and_go() -> None:

@@ -108,8 +108,9 @@ def test_who_is_refused_without_looking_would_be_refused_in_any_case(max_queue: 
     displaced, who takes the next free place."""
     rig, dice, num_refused = a_rig(max_num_seqs=2, max_queue=max_queue, num_blocks=60), random.Random(0), 0
     for i in range(200):
-        refusal = rig.scheduler.intake.refusals(rig.now).full
         asked = a_request(f"r{i}", priority=dice.randrange(3), caller=dice.choice("ab"))
+        newcomer = rig.scheduler.intake.queue.has_nothing(asked.caller)
+        refusal = rig.scheduler.intake.refusals(rig.now).of(6, asked.priority, None, rig.now, newcomer)
         nobody_displaced = rig.scheduler.intake.num_waiting == len(rig.scheduler.intake.queue)
         is_in = rig.submit(asked)
         assert not (is_in and refusal)
@@ -122,6 +123,51 @@ def test_who_is_refused_without_looking_would_be_refused_in_any_case(max_queue: 
     assert num_refused > 20
     rig.drain()
     assert rig.scheduler.intake.refusals(rig.now).full is None
+
+
+def test_who_fills_the_queue_keeps_out_nobody_else() -> None:
+    """The first request of every other caller is taken in, up to as many again as the queue has places."""
+    rig = a_rig(max_num_seqs=1, max_queue=4, max_queue_tokens=100)
+    while rig.submit(a_request(f"flood{len(rig.requests)}", caller="flood")):
+        pass
+    assert rig.scheduler.intake.num_waiting == 4
+    told = rig.scheduler.intake.refusals(rig.now)
+    assert told.full is not None
+    assert told.full_for_all is None
+    for i in range(3):
+        assert rig.submit(a_request(f"light{i}", caller=f"light{i}"))
+        assert not rig.submit(a_request(f"second{i}", caller=f"light{i}")), "it is not light any more"
+    assert not rig.submit(a_request("too long", num_prompt=150, caller="new"))
+    assert rig.submit(a_request("light3", caller="light3"))
+    assert rig.scheduler.intake.refusals(rig.now).full_for_all is not None
+    assert not rig.submit(a_request("light4", caller="light4"))
+    check_scheduler(rig.scheduler)
+    rig.drain()
+    rig.check_answers()
+
+
+def test_a_hundred_greedy_callers_beside_a_light_one() -> None:
+    """They fill every place and the queue all the time; the light one is never refused, and its first token comes
+    after a few steps."""
+    rig = a_rig(max_num_seqs=16, max_queue=200, num_blocks=4000)
+    waits, begun, sent = [], 0, 0
+    for step in range(600):
+        while rig.submit(a_request(f"greedy{sent}", max_tokens=60, caller=f"greedy{sent % 100}")):
+            sent += 1
+        sent += 1  # who was refused is not asked again: it is another's turn
+        light = f"light{len(waits)}"
+        if light not in rig.requests and step % 7 == 0:
+            assert rig.submit(a_request(light, max_tokens=3, caller="light")), step
+            begun = step
+        fill(rig)
+        rig.commit_one()
+        if light in rig.requests and rig.events[light, 0]:
+            if len(rig.events[light, 0]) == 1:
+                first = step
+            elif rig.events[light, 0][-1].is_terminal:
+                waits.append(first - begun)
+    assert len(waits) > 5
+    assert max(waits) <= 20
 
 
 def test_no_queue_at_all_still_serves_what_fits() -> None:
@@ -144,9 +190,8 @@ def test_the_queue_is_bounded_by_tokens() -> None:
 
 
 def test_a_refused_request_leaves_nothing_behind() -> None:
-    rig = a_rig(max_num_seqs=1, max_queue=1)
-    for i in range(2):
-        rig.submit(a_request(f"r{i}"))
+    rig = a_rig(max_num_seqs=1, max_queue=0)
+    rig.submit(a_request("r"))
     for i in range(50):
         assert not rig.submit(a_request(f"refused{i}", deadline_s=1e9, caller=f"c{i}"))
     check_scheduler(rig.scheduler)

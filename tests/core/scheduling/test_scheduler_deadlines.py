@@ -68,11 +68,14 @@ def test_an_answer_that_would_be_late_is_refused_although_it_could_begin_at_once
             rig.scheduler.intake.submit(hurried, rig.now)
         told = rig.scheduler.intake.refusals(rig.now)
         late, in_s = told.late, rig.now + 3.0
-        assert told.of(20, 0, in_s, rig.now) is told.of(30, -1, in_s - 1.0, rig.now) is late is not None
-        assert told.of(19, 0, in_s, rig.now) is None, "a shorter answer may be in time"
-        assert told.of(20, 1, in_s, rig.now) is None, "a higher priority may be in time"
-        assert told.of(20, 0, in_s + 1000.0, rig.now) is told.of(20, 0, None, rig.now) is None
-        assert told.of(20, 0, in_s, rig.now + 0.1) is None, "by then much may have ended"
+        assert late is not None
+        assert told.of(20, 0, in_s, rig.now, False) is told.of(30, -1, in_s - 1.0, rig.now, False) is late
+        assert told.of(19, 0, in_s, rig.now, False) is None, "a shorter answer may be in time"
+        assert told.of(20, 1, in_s, rig.now, False) is None, "a higher priority may be in time"
+        assert told.of(20, 0, in_s + 1000.0, rig.now, False) is None
+        assert told.of(20, 0, None, rig.now, False) is None
+        assert told.of(20, 0, in_s, rig.now + 0.1, False) is None, "by then much may have ended"
+        assert told.of(20, 0, in_s, rig.now, True) is None, "a caller who has nothing may go before others"
     assert rig.submit(a_request("without", num_prompt=1, max_tokens=20))
     rig.drain()
 
@@ -86,7 +89,7 @@ def overloaded(rig: SchedulerRig, times: float, limit_s: float, seconds: float, 
         while due_s < rig.now:
             due_s += dice.expovariate(50.0 * times)
             sent += 1
-            if early and rig.scheduler.intake.refusals(rig.now).of(24, 0, rig.now + limit_s, rig.now):
+            if early and rig.scheduler.intake.refusals(rig.now).of(24, 0, rig.now + limit_s, rig.now, False):
                 continue
             asked += 1
             rig.submit(a_request(f"r{sent}", num_prompt=8, max_tokens=24, deadline_s=rig.now + limit_s))
@@ -112,6 +115,29 @@ def test_under_overload_those_who_are_admitted_end_in_time(limit_s: float) -> No
     assert good >= 0.9 * usual
     assert late <= 0.01 * good
     assert asked < 2.1 * good
+
+
+@pytest.mark.parametrize("num_greedy", [1, 100])
+def test_a_deadline_is_told_by_the_turn_that_a_caller_who_has_nothing_gets(num_greedy: int) -> None:
+    """Not by all that others have in the queue. Where it is admitted, it ends in time."""
+    rig = a_rig(num_blocks=9000, max_num_seqs=8, prefix_cache=False)
+    measured(rig, tokens_per_s=1000.0)
+    for i in range(400):
+        assert rig.submit(a_request(f"greedy{i}", num_prompt=20, max_tokens=50, caller=f"greedy{i % num_greedy}"))
+    for _ in range(20):
+        while (plan := rig.schedule_one()) is not None:
+            rig.now += plan.num_tokens / 1000.0
+        rig.commit_one()
+    light = a_request("light", num_prompt=4, max_tokens=8, caller="light", deadline_s=rig.now + 3.0)
+    if num_greedy > 8:  # one each: the light one may have to wait as all others do
+        assert not rig.submit(light)
+        return
+    assert rig.submit(light)
+    while "light" in rig.scheduler.intake.groups:
+        while (plan := rig.schedule_one()) is not None:
+            rig.now += plan.num_tokens / 1000.0
+        rig.commit_one()
+    assert rig.events["light", 0][-1].finish is FinishReason.MAX_TOKENS
 
 
 def test_overdue_requests_end_before_they_cost_a_step() -> None:

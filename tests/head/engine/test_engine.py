@@ -67,11 +67,11 @@ def test_a_refused_request_is_told_why_and_leaves_nothing() -> None:
         with pytest.raises(InvalidRequest, match="in use"):
             run.submit(a_request("a"))
         with pytest.raises(Overloaded, match="1 requests are waiting"):
-            run.engine.refuse_early(0, 0, None)  # what any request would be told, without its asking
+            run.engine.refuse_early("", 0, 0, None)  # what any request would be told, without its asking
         run.stages.hold.set()
         assert first.rest()[-1].finish is waiting.rest()[-1].finish is FinishReason.MAX_TOKENS
         run.engine.look()
-        run.engine.refuse_early(0, 0, None)
+        run.engine.refuse_early("", 0, 0, None)
         assert notes.said == ["INVALID_REQUEST", "QUEUE_FULL", "INVALID_REQUEST", "QUEUE_FULL"]
 
 

@@ -1,12 +1,15 @@
 """The matrix products of GPT-2 124M's layers, ours beside oneDNN's, per precision, kernel and number of rows.
 
     OMP_NUM_THREADS=1 python benchmarks/kernels.py [--rows 1,8,16] [--precision int8] [--best] [--rounds 15]
+    OMP_NUM_THREADS=1 python benchmarks/kernels.py --activations
 
 Contenders take turns and the table has the least time of all rounds, in milliseconds for the 48 products of 12
 layers, with what that is in GFLOP/s and in GB/s of weights, and the time that each of the machine's limits allows:
 reading the weights once at the speed of memory, and the arithmetic at the speed of torch's best large product (of
 int8 twice bfloat16's, of float32 at least half of it). The last column is the greater limit's share of the time.
 One thread, on its own CPU time, so that a busy machine disturbs it less.
+
+With --activations it measures those instead, each on 16 rows of 3072: microseconds.
 """
 
 from __future__ import annotations
@@ -24,14 +27,17 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).parents[1]))  # tests and tools are no packages of the environment
 
-from ppserve.model.cpu.jit import kernel
+from ppserve.model.compiled.jit import kernel
+from ppserve.model.compiled.lanes import load, splat, sum_lanes
+from ppserve.model.cpu.activations import CpuActivation
+from ppserve.model.cpu.kernels.activation import activate_all
 from ppserve.model.cpu.kernels.memory import address, aligned
 from ppserve.model.cpu.kernels.products import PackedRows, micro_kernels
 from ppserve.model.cpu.kernels.storage import Storage
 from ppserve.model.cpu.kernels.tile_code import MicroKernel
 from ppserve.model.cpu.kernels.variants import choose, features
-from ppserve.model.cpu.kernels.weights import PackedWeights
-from ppserve.model.cpu.vector import load, splat, sum_lanes
+from ppserve.model.cpu.weights import PackedWeights
+from ppserve.model.stock import ACTIVATIONS
 from tests.model.cpu.products import count_tile_rows, multiply_rows, pack_rows
 
 LAYERS = 12
@@ -136,14 +142,37 @@ def name_of(kind: MicroKernel) -> str:
     return f"{kind.operation} {kind.rows[-1]}x{kind.panels}, {kind.lanes} lanes"
 
 
+def measure_activations(rounds: int) -> None:
+    x, values = (aligned((16, 3072), np.float32) for _ in range(2))
+    x[:] = np.random.default_rng(0).standard_normal(x.shape)
+
+    def applying(name: str) -> Contender:
+        activation = CpuActivation(name).seen_by_kernels
+
+        def apply() -> None:
+            values[:] = x
+            activate_all(activation, address(values), values.size)
+
+        return apply
+
+    for name, seconds in best_of({name: applying(name) for name in ACTIVATIONS}, 20 * rounds).items():
+        print(f"{name:18} {1e6 * seconds:7.1f}")
+
+
 @click.command()
 @click.option("--rows", default="1,2,4,8,16,32,64,128,512", help="numbers of rows, with commas")
 @click.option("--precision", multiple=True, default=list(WEIGHT_BYTES))
 @click.option("--best", is_flag=True, help="only the kernels that serving would use, without the others")
+@click.option("--activations", is_flag=True, help="activations instead of products")
 @click.option("--rounds", default=15)
 @click.option("--json", "json_file", type=click.Path(path_type=Path))
-def main(rows: str, precision: tuple[str, ...], best: bool, rounds: int, json_file: Path | None) -> None:
+def main(
+    rows: str, precision: tuple[str, ...], best: bool, activations: bool, rounds: int, json_file: Path | None
+) -> None:
     torch.set_num_threads(1)
+    if activations:
+        measure_activations(rounds)
+        return
     machine = limits(rounds)
     print(", ".join(f"{name} {value:.0f}" for name, value in machine.items()))
     print(f"{'':45} ms  GFLOP/s   GB/s   by bytes  by arithmetic  reached")

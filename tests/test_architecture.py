@@ -38,6 +38,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "ppserve.process.torchrun": {"torch"},
     "ppserve.planning": {"ppserve.planning", "ppserve.core", "ppserve.errors"},
     "ppserve.model": {"ppserve.model", "ppserve.core", "ppserve.errors", "torch", "numpy"},
+    "ppserve.model.compiled": {"numba", "llvmlite"},
     "ppserve.model.cpu": {"numba", "llvmlite"},
     "ppserve.model.cuda.triton_operators": {"triton"},
     "ppserve.model.checkpoint": {"ppserve.files", "msgspec"},
@@ -154,6 +155,17 @@ def test_imports_follow_the_arrows(module: str, path: Path) -> None:
         if name.split(".")[0] not in sys.stdlib_module_names and not is_within(name, own)
     ]
     assert not wrong, f"{module} must not import {wrong}"
+
+
+def test_what_a_room_of_the_model_never_imports() -> None:
+    """The table's rows for folders in a folder allow what the outer one may import."""
+    backends = {"ppserve.model.cpu", "ppserve.model.cuda"}
+    for module, path in modules():
+        found = set(imports(path))
+        if is_within(module, {"ppserve.model"}) and not is_within(module, backends):
+            assert not any(is_within(name, backends) for name in found), module
+        if is_within(module, {"ppserve.model.cpu.kernels", "ppserve.model.compiled"}):
+            assert not any(is_within(name, {"torch"}) for name in found), module
 
 
 def test_the_table_allows_no_more_than_is_imported() -> None:

@@ -23,7 +23,7 @@ from numpy.typing import NDArray
 
 from ppserve.core.plan import Draw, Drawn, Scored, Slice, StepPlan, TokenLogprobs
 from ppserve.core.request import SamplingParams
-from ppserve.model.cpu.sampling_kernels import draw, greatest, is_finite, log_normalizer, most_likely
+from ppserve.model.sampling_kernels import draw, greatest, is_finite, log_normalizer, most_likely
 
 Floats = NDArray[np.float32]
 

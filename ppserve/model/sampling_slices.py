@@ -24,9 +24,9 @@ from numpy.typing import NDArray
 from ppserve.core.cut import Cut
 from ppserve.core.plan import Draw, Drawn, Scored, StepPlan
 from ppserve.model.backend import Results
-from ppserve.model.cpu.sampling_kernels import is_finite, most_likely
 from ppserve.model.gather import Gather
 from ppserve.model.sampling import Floats, adjusted, draw_from, draw_token, read_logits, score
+from ppserve.model.sampling_kernels import is_finite, most_likely
 
 _MOST_CANDIDATES = 256
 """With a greater top_k the whole row is gathered."""

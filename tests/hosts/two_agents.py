@@ -16,6 +16,7 @@ from pathlib import Path
 
 import psutil
 
+from ppserve.model.cpu.kernels.variants import VARIABLE
 from tests.certificates import make_certificates
 from tests.e2e.serving import READY, START_WITHIN_S
 from tests.forking import ForkedLauncher
@@ -41,10 +42,13 @@ def free_port() -> int:
 
 @dataclass
 class TwoAgents:
-    """A pipeline of two ranks, each of an agent of its own. rendezvous: `static` or `c10d`."""
+    """A pipeline of two ranks, each of an agent of its own. rendezvous: `static` or `c10d`. flags: further ones.
+    variants: each agent's PPSERVE_CPU_KERNELS."""
 
     rendezvous: str
     directory: Path
+    flags: tuple[str, ...] = ()
+    variants: tuple[str, str] | None = None
     agents: dict[int, Agent] = field(default_factory=dict)
     master_port: int = field(default_factory=free_port)
     grpc_port: int = field(default_factory=free_port)
@@ -72,11 +76,14 @@ class TwoAgents:
             *("-m", "ppserve", "--force-cpu", "--dtype", "float32", "--port", str(self.grpc_port)),
             *("--metrics-port", "0", "--http-port", "0", "--secret-file", str(secret), "--shutdown-timeout", "5"),
             *self._tls(),
+            *self.flags,
         ]
         log_path = self.directory / f"{self.num_started}-agent{node}.log"
         self.num_started += 1
         log_path.touch()
         environment = {**os.environ, "OMP_NUM_THREADS": "1", **_AGENTS_MAY_JOIN_LATER}
+        if self.variants is not None:
+            environment[VARIABLE] = self.variants[node]
         process = ForkedLauncher("run_torchrun", arguments, environment, log_path)
         if node in self.agents:
             self.agents[node].end()
@@ -101,6 +108,13 @@ class TwoAgents:
                         return process.pid
         raise AssertionError(f"no rank {rank}\n{self.logs}")
 
+    def stage_pid(self, rank: int) -> int:
+        """The process that computes for this rank."""
+        for process in psutil.Process(self.rank_pid(rank)).children():
+            if "ppserve.stage" in process.cmdline():
+                return process.pid
+        raise AssertionError(f"no stage of rank {rank}\n{self.logs}")
+
     @property
     def logs(self) -> str:
         paths = sorted(self.directory.glob("*.log"))
@@ -118,10 +132,12 @@ class TwoAgents:
 
 
 @contextmanager
-def two_agents(rendezvous: str) -> Iterator[TwoAgents]:
+def two_agents(
+    rendezvous: str, *flags: str, variants: tuple[str, str] | None = None
+) -> Iterator[TwoAgents]:
     require_slow_test("agents of torchrun")
     with tempfile.TemporaryDirectory(prefix="ppserve-agents-") as directory:
-        agents = TwoAgents(rendezvous, Path(directory))
+        agents = TwoAgents(rendezvous, Path(directory), flags, variants)
         try:
             agents.start(0)
             agents.start(1)

@@ -13,7 +13,7 @@ from ppserve.model.backend import Linear
 from ppserve.model.checkpoint import WHOLE, Checkpoint, Matrix, Part
 from ppserve.model.checkpoint.opening import open_checkpoint
 from ppserve.model.cpu.backend import CpuBackend
-from ppserve.model.cpu.kernels.weights import READ_BYTES
+from ppserve.model.cpu.weights import READ_BYTES
 from ppserve.model.gpt2 import GPT2Stage
 from ppserve.planning.forecast import Intent, forecast
 from tests.model.checkpoint import writers

@@ -13,8 +13,8 @@ import transformers
 from ppserve.core.plan import Draw
 from ppserve.core.request import SamplingParams
 from ppserve.model import sampling
-from ppserve.model.cpu.sampling_kernels import draw, is_finite
 from ppserve.model.sampling import draw_token, token_logprobs, uniform
+from ppserve.model.sampling_kernels import draw, is_finite
 from tests.model.pipelines import GREEDY, Pipeline, prompt
 from tests.model.random_checkpoint import RandomCheckpoint, architecture
 from tests.reference import Reference

@@ -25,9 +25,9 @@ from ppserve.model.backend import (
     Sublayer,
 )
 from ppserve.model.checkpoint import Matrix
+from ppserve.model.compiled.jit import ForSettings, check_numba
 from ppserve.model.cpu.activations import CpuActivation
 from ppserve.model.cpu.fusing import attention_sublayer, mlp_sublayer
-from ppserve.model.cpu.jit import ForSettings, check_numba
 from ppserve.model.cpu.kernels import variants
 from ppserve.model.cpu.kernels.attention_tile import attention_kernels
 from ppserve.model.cpu.kernels.operations import OPERATIONS

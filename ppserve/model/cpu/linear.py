@@ -10,10 +10,10 @@ import torch
 from ppserve.model.checkpoint import Matrix
 from ppserve.model.cpu.kernels.memory import address
 from ppserve.model.cpu.kernels.tile_code import MicroKernel
-from ppserve.model.cpu.kernels.weights import PackedWeights
 from ppserve.model.cpu.kernels.work import LINEAR, as_table, jobs_of
 from ppserve.model.cpu.rooms import Rooms
 from ppserve.model.cpu.team import Team
+from ppserve.model.cpu.weights import PackedWeights
 
 
 class PackedLinear:

@@ -17,9 +17,11 @@ from ppserve.model.cpu.kernels.board import ARGUMENTS, JOBS, board_size, publish
 from ppserve.model.cpu.kernels.memory import address, aligned
 
 Work = Callable[[int, int, int, int], int]
-"""(board, thread, number of threads, jobs done) → jobs done. Thread 0 does the published job; the others do jobs
-until they find none, or one without arguments, which ends them (-1). In every job all threads meet at the end, so
-that none misses the next."""
+"""What each thread runs: (board, its number, number of threads, jobs that it did) → jobs that it has now done.
+
+Thread 0 does its part of the one published job. The others do their parts of job after job, until they find none
+for a while, or one without arguments, which tells them to end (they return -1). At the end of a job all threads
+wait for each other, so that none can miss the next."""
 
 
 class Team:

@@ -24,7 +24,7 @@ def _float32(number: float) -> float:
     return float(np.float32(number))
 
 
-# e**x as `cpu.vector.exp` computes it, so that weights have the same bits: see there. All are float32 numbers.
+# e**x as `compiled.lanes.exp` computes it, so that weights have the same bits: see there. All are float32 numbers.
 EXP_LEAST, EXP_MOST = _float32(-87.3), _float32(88.3)
 EXP_ROUND, EXP_LOG2_E = 1.5 * 2**23, _float32(1.4426950408889634)
 EXP_LN2_HIGH, EXP_LN2_LOW = _float32(-0.693359375), _float32(2.12194440e-4)
@@ -68,7 +68,7 @@ class Operators(Protocol):
         """x sigmoid(1.702 x), computed in float32. Of torch's operators it would take three."""
 
     def weights(self, scores_RV: torch.Tensor, most_R: torch.Tensor, temperature_R: torch.Tensor) -> torch.Tensor:
-        """exp((score - most) / temperature) in float32, as `cpu.vector.exp` computes it. All float32."""
+        """exp((score - most) / temperature) in float32, as `compiled.lanes.exp` computes it. All float32."""
 
     def running_sums(self, weights_RV: torch.Tensor) -> torch.Tensor:
         """Of float32 weights, in float64. torch's own sums of a row take an order that depends on how many rows

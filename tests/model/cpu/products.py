@@ -8,13 +8,13 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from ppserve.model.cpu.jit import kernel
+from ppserve.model.compiled.jit import kernel
 from ppserve.model.cpu.kernels.memory import address, aligned
 from ppserve.model.cpu.kernels.products import PackedRows, multiply
 from ppserve.model.cpu.kernels.rows import pack_row, read_row
 from ppserve.model.cpu.kernels.storage import Storage
 from ppserve.model.cpu.kernels.tile_code import PANEL, MicroKernel
-from ppserve.model.cpu.kernels.weights import PackedWeights
+from ppserve.model.cpu.weights import PackedWeights
 
 Floats = NDArray[np.float32]
 

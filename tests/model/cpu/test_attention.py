@@ -100,12 +100,41 @@ def test_all_kernels_and_block_sizes_give_the_same_bits(shape: Shape, storage: s
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_key_that_is_not_finite_spoils_those_who_see_it(kind: AttentionKernel) -> None:
-    """And nobody before it in an earlier step; int8 hides nothing."""
+    """And nobody before it; int8 hides nothing."""
     qkv = rows(2, 16)
     clean = whole(kind, (2, 16, 16), qkv)
     qkv[50, 32 + 3] = np.nan
-    layer, (table,) = make(kind, (2, 16, 16))
-    before, after = (layer.step([Part(table, start, qkv[start:end])])[0] for start, end in ((0, 50), (50, LENGTH)))
-    assert same(before, clean[:50])
-    assert np.isnan(after[:, :16]).all()
-    assert same(after[:, 16:], clean[50:, 16:])
+    spoilt = whole(kind, (2, 16, 16), qkv)
+    assert same(spoilt[:50], clean[:50])
+    assert np.isnan(spoilt[50:, :16]).all()
+    assert same(spoilt[50:, 16:], clean[50:, 16:])
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("wrong", [np.nan, np.inf, -np.inf])
+@pytest.mark.parametrize("shape", [(2, 16, 16), (2, 20, 5), (2, 80, 16)])
+def test_a_value_that_is_not_finite_spoils_no_row_before_it(
+    shape: Shape, wrong: float, kind: AttentionKernel
+) -> None:
+    """Wherever in a tile of rows it stands; and its own row and those after it show it."""
+    num_heads, size, _ = shape
+    for where in (0, 5, 30, 31, 32, 33, 34, 35, LENGTH - 1):
+        qkv = rows(num_heads, size)
+        clean = whole(kind, shape, qkv)
+        qkv[where, 2 * num_heads * size + 3] = wrong
+        spoilt = whole(kind, shape, qkv)
+        assert same(spoilt[:where], clean[:where]), where
+        assert not np.isfinite(spoilt[where:, 3]).any()
+        assert same(spoilt[:, size:], clean[:, size:])
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_sum_of_zero_keeps_its_sign_beside_later_rows(kind: AttentionKernel) -> None:
+    """Row 1 gives its first value a weight of e**-80: the product is -0, and so is the sum, to which a later row's
+    value times 0 would add +0."""
+    qkv = np.zeros((6, 3 * 16), np.float32)
+    qkv[:, 0], qkv[0, 16] = 16, -20
+    qkv[:, 32:] = np.array([[-1e-20], [-0.0], [1], [1], [1], [1]])
+    layer, (table,) = make(kind, (1, 16, 16))
+    alone = [layer.step([Part(table, i, qkv[i : i + 1])])[0] for i in range(6)]
+    assert same(np.concatenate(alone), whole(kind, (1, 16, 16), qkv))

@@ -8,11 +8,11 @@ import threading
 import numpy as np
 import pytest
 
-from ppserve.model.cpu.jit import kernel
+from ppserve.model.compiled.jit import kernel
+from ppserve.model.compiled.lanes import load_int, store_int
 from ppserve.model.cpu.kernels.board import ARGUMENTS, ASLEEP, await_job, meet
 from ppserve.model.cpu.kernels.memory import address, aligned
 from ppserve.model.cpu.team import Team
-from ppserve.model.cpu.vector import load_int, store_int
 
 
 @kernel

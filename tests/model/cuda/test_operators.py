@@ -11,10 +11,10 @@ import torch
 from ppserve.core.architecture import StageLayout
 from ppserve.core.plan import StepPlan
 from ppserve.model.backend import StepRows
-from ppserve.model.cpu.sampling_kernels import draw
 from ppserve.model.cuda.arrays import padded_arrays, step_arrays
 from ppserve.model.cuda.buckets import padding
 from ppserve.model.cuda.operators import Tiles
+from ppserve.model.sampling_kernels import draw
 from tests.model.cuda.here import KINDS, device_of, operators_of
 from tests.slow import quick_first
 

@@ -4,23 +4,22 @@
 
 from __future__ import annotations
 
-import math
 from typing import NamedTuple
 
 import numpy as np
 
-from ppserve.model.cpu.jit import inlined, kernel
-from ppserve.model.cpu.vector import exp, fma, load, load_one, splat, store, store_one, where_greater
+from ppserve.model.compiled.jit import inlined, kernel
+from ppserve.model.compiled.lanes import exp, fma, load, splat, store, where_greater
 
 _ZERO, _ONE, _TWO = np.float32(0), np.float32(1), np.float32(2)
-_HALF, _ROOT_HALF = np.float32(0.5), math.sqrt(0.5)
+_HALF = np.float32(0.5)
 
 GATE, TANH, RELU, EXACT_GELU = range(4)
 
 
 class Activation(NamedTuple):
     """form: GATE is x sigmoid(linear x + cubic x³): GELU in its tanh and quick forms, and SiLU. TANH is
-    2 sigmoid(2x) - 1. EXACT_GELU is x Φ(x), Φ the normal distribution function in float64."""
+    2 sigmoid(2x) - 1. EXACT_GELU is x Φ(x), Φ the normal distribution function."""
 
     form: int
     linear: np.float32
@@ -31,6 +30,38 @@ class Activation(NamedTuple):
 def _gate(x, linear, cubic):
     slope = fma(x * x, splat(cubic), splat(linear))
     return x / (splat(_ONE) + exp(splat(_ZERO) - x * slope))
+
+
+_NEAR, _SLOPE = np.float32(14), np.float32(0.35)
+_T1, _T2, _T3 = np.float32(0.1396215707), np.float32(0.1398590803), np.float32(0.1198524311)
+_T4, _T5, _T6 = np.float32(0.10543295), np.float32(-0.02293717861), np.float32(0.158929348)
+_T7, _T8, _T9 = np.float32(-0.2555046082), np.float32(0.143872261), np.float32(-0.02912587114)
+
+
+@inlined
+def _exact_gelu(x):
+    """x Φ(x) per lane, within 5e-7 of its own size, or of 1e-37; a NaN where x is not finite.
+
+    x Φ(x) = max(x, 0) - a Q(a), where a = |x| and Q(a) = 1 - Φ(a) = erfc(a / √2) / 2, so nothing is lost where
+    Φ(x) is small. Q(a) = exp(-a² / 2) times a function that falls slowly: a polynomial in t = 1 / (1 + 0.35 a),
+    fitted here by least squares that are weighted anew until its greatest relative error, 4e-8, is as small as can
+    be.
+    """
+    a = where_greater(splat(_ZERO), x, splat(_ZERO) - x, x)
+    near = where_greater(a, splat(_NEAR), splat(_NEAR), a)  # Q is 0 from there on
+    t = splat(_ONE) / fma(near, splat(_SLOPE), splat(_ONE))
+    p = fma(splat(_T9), t, splat(_T8))
+    p = fma(p, t, splat(_T7))
+    p = fma(p, t, splat(_T6))
+    p = fma(p, t, splat(_T5))
+    p = fma(p, t, splat(_T4))
+    p = fma(p, t, splat(_T3))
+    p = fma(p, t, splat(_T2))
+    p = fma(p, t, splat(_T1)) * t
+    square = near * near
+    lost = fma(near, near, splat(_ZERO) - square)  # in rounding the square
+    q = exp(square * splat(-_HALF)) * fma(lost * splat(-_HALF), p, p)
+    return where_greater(x, splat(_ZERO), x, splat(_ZERO)) - a * q
 
 
 @inlined
@@ -49,9 +80,8 @@ def activate(activation, values, count):
             # What is not smaller than 0 stays, also a NaN.
             store(values, i, where_greater(splat(_ZERO), x, splat(_ZERO), x))
     else:
-        for i in range(count):
-            x = load_one(values, i)
-            store_one(values, i, _HALF * x * np.float32(1.0 + math.erf(x * _ROOT_HALF)))
+        for i in range(0, count, 16):
+            store(values, i, _exact_gelu(load(values, i)))
 
 
 @kernel

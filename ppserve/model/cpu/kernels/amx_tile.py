@@ -11,8 +11,8 @@ from __future__ import annotations
 from llvmlite import ir
 from numba.core import cgutils
 
+from ppserve.model.compiled.llvm import I8, I64, call
 from ppserve.model.cpu.kernels.memory import LINE_BYTES
-from ppserve.model.cpu.kernels.operations import I8, I64, call
 from ppserve.model.cpu.kernels.tile_code import CHUNK_BYTES, PANEL, TileCode
 
 _ROWS, _WEIGHTS = (4, 5), (6, 7)

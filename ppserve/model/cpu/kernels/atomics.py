@@ -10,7 +10,7 @@ from llvmlite import ir
 from numba import types
 from numba.extending import intrinsic
 
-from ppserve.model.cpu.kernels.operations import I32, I64, call
+from ppserve.model.compiled.llvm import I32, I64, call
 
 _IS_X86 = platform.machine() in ("x86_64", "AMD64")
 

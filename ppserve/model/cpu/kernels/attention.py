@@ -18,17 +18,8 @@ from typing import NamedTuple
 
 import numpy as np
 
-from ppserve.model.cpu.jit import inlined
-from ppserve.model.cpu.kernels.attention_tile import (
-    GROUP,
-    keep_transposed,
-    mix_panel,
-    mix_panels,
-    score,
-)
-from ppserve.model.cpu.kernels.rows import scale_for_int8
-from ppserve.model.cpu.kernels.storage import keep_one, keep_panel
-from ppserve.model.cpu.vector import (
+from ppserve.model.compiled.jit import inlined
+from ppserve.model.compiled.lanes import (
     exp,
     keep_first,
     load,
@@ -42,6 +33,15 @@ from ppserve.model.cpu.vector import (
     sum_lanes,
     where_greater,
 )
+from ppserve.model.cpu.kernels.attention_tile import (
+    GROUP,
+    keep_transposed,
+    mix_panel,
+    mix_panels,
+    score,
+)
+from ppserve.model.cpu.kernels.rows import scale_for_int8
+from ppserve.model.cpu.kernels.storage import keep_one, keep_panel
 
 _ZERO, _ONE, _LEAST = np.float32(0), np.float32(1), np.float32(-np.inf)
 
@@ -158,8 +158,12 @@ def write_heads(kind, cache, slices, room, heads):
 
 @inlined
 def _find_groups(kind, cache, room, table, count):
-    """Lists the groups of a sequence's first `count` positions: where head 0 of their keys and values lies, and
-    the scales; the position that they begin at, in bytes of scores; how many they have. Returns their number."""
+    """Fill `room.groups` for a sequence's first `count` positions; returns the number of groups.
+
+    `room.groups` is six columns of `room.most_groups` numbers, one row for each group: the address of its keys, of
+    its values, 4 times its first position (where its scores begin in a row of scores), its number of positions,
+    the address of the keys' scales, of the values' scales. Addresses are those of head 0.
+    """
     number = 0
     elements, size = kind.element_bytes, cache.head_size
     keys, values = room.groups, room.groups + 8 * room.most_groups
@@ -235,15 +239,15 @@ def _scale_weights(room, num_groups, head_at, weights):
 
 
 @inlined
-def _mix_head(kind, cache, room, num_groups, num_rows, head, weights):
-    """The weighted sums of a head's values for some rows, into `room.sums`."""
+def _mix_head(kind, cache, room, num_groups, num_rows, head, weights, sums):
+    """The weighted sums of a head's values for some rows, into `sums`."""
     at, column = room.groups, 8 * room.most_groups
     groups = (at + column, at + 2 * column, at + 3 * column)
     panel_bytes = cache.block_size * GROUP * kind.element_bytes
     panels, panel = panels_of(cache), 0
     while panel < panels:
         place = head * cache.value_cell + panel * panel_bytes
-        to, stride = room.sums + 4 * GROUP * panel, 4 * GROUP * panels
+        to, stride = sums + 4 * GROUP * panel, 4 * GROUP * panels
         if panels - panel >= kind.panels:
             mix_panels(
                 kind, num_rows, weights, room.scores_stride, num_groups, groups, place, panel_bytes, to, stride
@@ -290,8 +294,34 @@ def _attend_row(kind, cache, room, heads, row, count, num_groups):
         total = _weigh(scores, count, count)
         if kind.element_bytes == 1:
             _scale_weights(room, num_groups, head * cache.value_cell, scores)
-        _mix_head(kind, cache, room, num_groups, 1, head, scores)
+        _mix_head(kind, cache, room, num_groups, 1, head, scores, room.sums)
         _write_mixed(cache, room.sums, total, mixed + 4 * head * size)
+
+
+@inlined
+def _groups_before(room, num_groups, end):
+    """How many groups begin before position `end`; the last of them loses what is not before it."""
+    positions, counts = room.groups + 16 * room.most_groups, room.groups + 24 * room.most_groups
+    while num_groups > 0 and load_int(positions, num_groups - 1) >= 4 * end:
+        num_groups -= 1
+    begin = load_int(positions, num_groups - 1) // 4
+    store_int(counts, num_groups - 1, min(load_int(counts, num_groups - 1), end - begin))
+    return num_groups
+
+
+@inlined
+def _are_a_rows_own(sums, size):
+    """Whether a row's sums in a tile are those of its own positions, to the bit. In a tile, the values that only
+    later rows see are added with weight 0. That changes no sum, unless one of those values is not finite, which
+    makes it a NaN, or the sum is 0, whose sign may change."""
+    spoilt = splat(_ZERO)
+    for d in range(0, size, GROUP):
+        here = load(sums, d)
+        if d + GROUP > size:
+            here = keep_first(here, size - d, splat(_ONE))
+        # A NaN for 0, infinity and NaN.
+        spoilt = spoilt + splat(_ZERO) / here + splat(_ZERO) * here
+    return sum_lanes(spoilt) == _ZERO
 
 
 @inlined
@@ -309,21 +339,15 @@ def _attend_tile(kind, cache, room, heads, head, first_row, num_rows, position, 
         store_one(totals, r, _weigh(scores, position + r + 1, position + num_rows))
         if kind.element_bytes == 1:
             _scale_weights(room, num_groups, head * cache.value_cell, scores)
-    _mix_head(kind, cache, room, num_groups, num_rows, head, room.scores)
-    for r in range(num_rows):
+    _mix_head(kind, cache, room, num_groups, num_rows, head, room.scores, room.sums)
+    # From the last row to the first: the list of groups gets shorter.
+    for r in range(num_rows - 1, -1, -1):
+        sums = room.sums + 4 * r * GROUP * panels
+        if not _are_a_rows_own(sums, size):
+            num_groups = _groups_before(room, num_groups, position + r + 1)
+            _mix_head(kind, cache, room, num_groups, 1, head, room.scores + r * room.scores_stride, sums)
         mixed = heads.mixed + (first_row + r) * heads.mixed_stride + 4 * head * size
-        _write_mixed(cache, room.sums + 4 * r * GROUP * panels, load_one(totals, r), mixed)
-
-
-@inlined
-def _groups_before(room, num_groups, end):
-    """How many groups begin before position `end`; the last of them loses what is not before it."""
-    positions, counts = room.groups + 16 * room.most_groups, room.groups + 24 * room.most_groups
-    while num_groups > 0 and load_int(positions, num_groups - 1) >= 4 * end:
-        num_groups -= 1
-    begin = load_int(positions, num_groups - 1) // 4
-    store_int(counts, num_groups - 1, min(load_int(counts, num_groups - 1), end - begin))
-    return num_groups
+        _write_mixed(cache, sums, load_one(totals, r), mixed)
 
 
 @inlined

@@ -19,9 +19,9 @@ from numba import types
 from numba.core import cgutils
 from numba.extending import intrinsic
 
+from ppserve.model.compiled.llvm import F32, I8, I32, I64, call, splat, vector
 from ppserve.model.cpu.kernels.kinds import setting
 from ppserve.model.cpu.kernels.memory import LINE_BYTES
-from ppserve.model.cpu.kernels.operations import F32, I8, I32, I64, call, splat, vector
 from ppserve.model.cpu.kernels.storage import ELEMENT_BYTES, as_stored, load_stored
 from ppserve.model.cpu.kernels.variants import NEEDS
 
@@ -47,7 +47,7 @@ class AttentionKernel:
 
     @property
     def groups_ahead(self) -> int:
-        """How far ahead values are fetched: a few KiB, which is what memory delivers in its latency."""
+        """How many groups ahead values are fetched: so many that they arrive before they are needed."""
         return 8 // self.element_bytes
 
     @property

@@ -10,9 +10,9 @@ publishes then wakes it (`team.Team`).
 
 from __future__ import annotations
 
-from ppserve.model.cpu.jit import inlined, kernel
+from ppserve.model.compiled.jit import inlined, kernel
+from ppserve.model.compiled.lanes import load_int, store_int
 from ppserve.model.cpu.kernels.atomics import add_shared, load_shared, pause, yield_core
-from ppserve.model.cpu.vector import load_int, store_int
 
 _NUMBERS_APART = 16
 JOBS, ARRIVED, ASLEEP, ARGUMENTS = (i * _NUMBERS_APART for i in range(4))

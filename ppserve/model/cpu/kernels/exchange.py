@@ -1,7 +1,8 @@
-"""How ranks that share memory wait for each other: each counts up its own number, and looks at the others'.
+"""How ranks that share memory give each other their rows.
 
-The numbers are int64, on cache lines of their own. What a rank wrote before it counted is visible to those who see
-the count. Between the two it puts its rows where all see them, and takes those of all.
+Each rank has a counter in the shared memory, an int64 on cache lines of its own, that only it changes. A rank
+copies its rows into the shared memory, then counts up. Whoever sees the new count also sees the rows. When all
+ranks have counted up, each copies the rows of all.
 """
 # mypy: ignore-errors
 # (numba types these functions from their arguments; mypy cannot see through its intrinsics)
@@ -12,12 +13,12 @@ from numba import types
 from numba.core import cgutils
 from numba.extending import intrinsic
 
-from ppserve.model.cpu.jit import kernel
+from ppserve.model.compiled.jit import kernel
+from ppserve.model.compiled.lanes import load_int
 from ppserve.model.cpu.kernels.atomics import add_shared, load_shared, pause, yield_core
-from ppserve.model.cpu.vector import load_int
 
 LINE_BYTES = 128
-"""Of a number: two lines, because CPUs fetch them in pairs."""
+"""Of a counter: two lines, because CPUs fetch them in pairs."""
 _SPINS, _YIELDS = 1_000, 100
 
 
@@ -35,7 +36,7 @@ def _copy_bytes(typing, to, source, count):
 
 @kernel
 def put(board, rank, room, rows, num_bytes) -> None:
-    """Copies rows to the rank's room; then its number goes up by one."""
+    """Copies rows to the rank's room, then counts up."""
     _copy_bytes(room, rows, num_bytes)
     add_shared(board + LINE_BYTES * rank, 1)
 
@@ -56,7 +57,7 @@ def take(rooms, apart, widths, count, num_rows, whole) -> None:
 
 @kernel
 def await_ranks(board, count, goal) -> bool:
-    """Whether the numbers of all ranks have reached `goal`; looks for some microseconds, then lets other threads
+    """Whether the counters of all ranks have reached `goal`; looks for some microseconds, then lets other threads
     of this core run for some more, and gives up."""
     for spin in range(_SPINS + _YIELDS):
         here = 0

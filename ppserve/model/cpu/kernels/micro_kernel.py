@@ -20,12 +20,13 @@ from __future__ import annotations
 from numba import types
 from numba.extending import intrinsic, overload_method
 
+from ppserve.model.compiled.lanes import lanes
+from ppserve.model.compiled.llvm import I64
 from ppserve.model.cpu.kernels.amx_tile import AmxTile
 from ppserve.model.cpu.kernels.kinds import KindType
-from ppserve.model.cpu.kernels.operations import I64, OPERATIONS
+from ppserve.model.cpu.kernels.operations import OPERATIONS
 from ppserve.model.cpu.kernels.tile_code import TileArguments
 from ppserve.model.cpu.kernels.vector_tile import VectorTile
-from ppserve.model.cpu.vector import lanes
 
 TILE_CODES = dict.fromkeys(OPERATIONS, VectorTile) | {"bf16_tiles": AmxTile, "int8_tiles": AmxTile}
 

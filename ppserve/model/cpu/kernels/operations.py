@@ -22,11 +22,8 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 
 from llvmlite import ir
-from numba.core import cgutils
 
-from ppserve.model.cpu.vector import emit_bfloat16
-
-I8, I16, I32, I64, F32 = (*(ir.IntType(bits) for bits in (8, 16, 32, 64)), ir.FloatType())
+from ppserve.model.compiled.llvm import F32, I8, I16, I32, I64, call, constant, shuffle, splat, vector
 
 SMALLEST_BF16 = 2.0**-55
 """Smaller numbers become 0 where inputs and weights of products are rounded to bfloat16."""
@@ -47,36 +44,28 @@ class BFloat16(ir.Type):
         return hash("bfloat")
 
 
-def vector(kind: ir.Type, lanes: int) -> ir.VectorType:
-    return ir.VectorType(kind, lanes)
+def round_to_bfloat16(builder, values, integer):
+    """float32 numbers, one or several, as int16 of the same shape: to nearest even; a NaN stays a NaN (the quiet
+    bit is set). integer: int32 of the same shape."""
+    several = isinstance(integer, ir.VectorType)
+
+    def number(value: int):
+        return constant(I32, integer.count, value) if several else I32(value)
+
+    raw = builder.bitcast(values, integer)
+    odd = builder.and_(builder.lshr(raw, number(16)), number(1))
+    rounded = builder.add(builder.add(raw, number(0x7FFF)), odd)
+    is_nan = builder.fcmp_unordered("uno", values, values)
+    chosen = builder.select(is_nan, builder.or_(raw, number(0x400000)), rounded)
+    return builder.trunc(builder.lshr(chosen, number(16)), vector(I16, integer.count) if several else I16)
 
 
-def call(builder, name: str, kind: ir.Type, *arguments):
-    """A call of one of LLVM's intrinsics."""
-    function_type = ir.FunctionType(kind, [argument.type for argument in arguments])
-    return builder.call(cgutils.get_or_insert_function(builder.module, function_type, name), arguments)
-
-
-def constant(kind: ir.Type, lanes: int, value: int):
-    return ir.Constant(vector(kind, lanes), [value] * lanes)
-
-
-def shuffle(builder, value, indices: list[int]):
-    mask = ir.Constant(vector(I32, len(indices)), indices)
-    return builder.shuffle_vector(value, ir.Constant(value.type, ir.Undefined), mask)
-
-
-def splat(builder, scalar, lanes: int):
-    first = builder.insert_element(ir.Constant(vector(scalar.type, lanes), ir.Undefined), scalar, I32(0))
-    return shuffle(builder, first, [0] * lanes)
-
-
-def rounded_to_bfloat16(builder, values):
+def inputs_in_bfloat16(builder, values):
     """<16 x float> → <16 x i16>: to nearest even, what is smaller than SMALLEST_BF16 to 0."""
     size = call(builder, "llvm.fabs.v16f32", values.type, values)
     is_small = builder.fcmp_ordered("<", size, ir.Constant(values.type, [SMALLEST_BF16] * 16))
     kept = builder.select(is_small, ir.Constant(values.type, [0.0] * 16), values)
-    return emit_bfloat16(builder, kept, vector(I32, 16), vector(I16, 16))
+    return round_to_bfloat16(builder, kept, vector(I32, 16))
 
 
 class Operation:
@@ -147,7 +136,7 @@ class BFloat16Fma(Fma):
 
     @staticmethod
     def packed(builder, values):
-        wide = builder.zext(rounded_to_bfloat16(builder, values), vector(I32, 16))
+        wide = builder.zext(inputs_in_bfloat16(builder, values), vector(I32, 16))
         return builder.shl(wide, constant(I32, 16, 16))
 
     def weights(self, builder, column, step):
@@ -167,7 +156,7 @@ class BFloat16Dot(VectorOperation):
 
     @staticmethod
     def packed(builder, values):
-        return rounded_to_bfloat16(builder, values)
+        return inputs_in_bfloat16(builder, values)
 
     def weights(self, builder, column, step):
         return builder.bitcast(column, vector(BFloat16(), 2 * self.lanes))

@@ -14,7 +14,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from ppserve.model.cpu.jit import inlined
+from ppserve.model.compiled.jit import inlined
 from ppserve.model.cpu.kernels.memory import LINE_BYTES
 from ppserve.model.cpu.kernels.micro_kernel import configure, multiply_tile, release
 from ppserve.model.cpu.kernels.tile_code import CHUNK_BYTES, PANEL, MicroKernel

@@ -11,11 +11,8 @@ from typing import NamedTuple
 
 import numpy as np
 
-from ppserve.model.cpu.jit import inlined, kernel
-from ppserve.model.cpu.kernels.memory import LINE_BYTES
-from ppserve.model.cpu.kernels.micro_kernel import pack
-from ppserve.model.cpu.kernels.storage import keep_one, keep_panel, read_one, read_panel
-from ppserve.model.cpu.vector import (
+from ppserve.model.compiled.jit import inlined, kernel
+from ppserve.model.compiled.lanes import (
     fma,
     keep_first,
     load,
@@ -27,6 +24,9 @@ from ppserve.model.cpu.vector import (
     sum_lanes,
     where_greater,
 )
+from ppserve.model.cpu.kernels.memory import LINE_BYTES
+from ppserve.model.cpu.kernels.micro_kernel import pack
+from ppserve.model.cpu.kernels.storage import keep_one, keep_panel, read_one, read_panel
 
 _ZERO, _ONE, _MOST_INT8 = np.float32(0), np.float32(1), np.float32(127)
 _WHOLE = np.float32(1.5 * 2**23)
@@ -35,10 +35,11 @@ _SMALLEST_ROW = np.float32(1e-30)
 
 @inlined
 def scale_for_int8(values, count):
-    """(what int8 numbers are multiplied by to become `count` values, what the values are multiplied by to become
-    them).
+    """Two factors: the one that turns the row's int8 numbers back into its `count` values, and the one that turns
+    its values into int8 numbers.
 
-    Values all below 1e-30 count as zeros. One that is not finite makes them all NaN.
+    A row whose values are all below 1e-30 becomes zeros. If a value is not finite, the first factor is a NaN, and
+    with it all that is computed from the row.
     """
     most, not_finite = splat(_ZERO), splat(_ZERO)
     for i in range(0, count, 16):

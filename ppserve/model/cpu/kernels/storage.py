@@ -10,9 +10,10 @@ from llvmlite import ir
 from numba import types
 from numba.extending import intrinsic
 
+from ppserve.model.compiled.lanes import lanes
+from ppserve.model.compiled.llvm import F32, I8, I16, I32, constant, splat, vector
 from ppserve.model.cpu.kernels.kinds import setting
-from ppserve.model.cpu.kernels.operations import F32, I8, I16, I32, constant, splat, vector
-from ppserve.model.cpu.vector import emit_bfloat16, lanes
+from ppserve.model.cpu.kernels.operations import round_to_bfloat16
 
 ELEMENT_BYTES = {"float32": 4, "bfloat16": 2, "int8": 1}
 
@@ -52,7 +53,7 @@ def as_stored(builder, storage: str, value, integer):
     if storage == "float32":
         return value
     if storage == "bfloat16":
-        return emit_bfloat16(builder, value, integer, like(I16))
+        return round_to_bfloat16(builder, value, integer)
     whole = ir.Constant(F32, 1.5 * 2**23)
     shifted = builder.fadd(value, splat(builder, whole, integer.count) if like(F32) is not F32 else whole)
     return builder.trunc(builder.bitcast(shifted, integer), like(I8))

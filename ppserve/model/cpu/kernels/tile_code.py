@@ -11,9 +11,10 @@ from typing import NamedTuple
 from llvmlite import ir
 from numba.core import cgutils
 
+from ppserve.model.compiled.llvm import F32, I8, I32, I64, call, splat, vector
 from ppserve.model.cpu.kernels.kinds import setting
 from ppserve.model.cpu.kernels.memory import LINE_BYTES
-from ppserve.model.cpu.kernels.operations import F32, I8, I32, I64, OPERATIONS, call, splat, vector
+from ppserve.model.cpu.kernels.operations import OPERATIONS
 
 PANEL = 16
 """Outputs of a panel, and words of a chunk."""

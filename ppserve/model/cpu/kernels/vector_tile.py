@@ -6,8 +6,8 @@ from __future__ import annotations
 
 from numba.core import cgutils
 
+from ppserve.model.compiled.llvm import I8, I32, I64, vector
 from ppserve.model.cpu.kernels.memory import LINE_BYTES
-from ppserve.model.cpu.kernels.operations import I8, I32, I64, vector
 from ppserve.model.cpu.kernels.tile_code import PANEL, TileCode
 
 

@@ -21,7 +21,8 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from ppserve.model.cpu.jit import inlined, kernel
+from ppserve.model.compiled.jit import inlined, kernel
+from ppserve.model.compiled.lanes import load_int, load_one
 from ppserve.model.cpu.kernels.activation import Activation, activate
 from ppserve.model.cpu.kernels.attention import AttentionRoom, CacheLayer, Heads, StepSlices, attend, write_heads
 from ppserve.model.cpu.kernels.board import ARGUMENTS, await_job, meet, open_shares, take_piece
@@ -29,7 +30,6 @@ from ppserve.model.cpu.kernels.memory import address, aligned
 from ppserve.model.cpu.kernels.products import PackedRows, Weights, multiply
 from ppserve.model.cpu.kernels.rows import Norm, add_row, normalise, pack_row, read_row
 from ppserve.model.cpu.kernels.tile_code import CHUNK_BYTES, PANEL
-from ppserve.model.cpu.vector import load_int, load_one
 
 ATTENTION, MLP, LINEAR, ATTEND, HEADS, EXPAND, PROJECT = range(1, 8)
 """Kinds of jobs."""
@@ -322,11 +322,12 @@ def _project(product, stored, single, table, step, x, out, rows, crew):
 
 @kernel
 def work(product, attention, stored, single, board, thread, num_threads, done) -> int:
-    """As `team.Work`. stored: of hidden states. single: float32.
+    """As `team.Work`. stored: how hidden states are kept. single: the same for float32.
 
-    Arguments: where pairs of a kind of job and a table are, and how many, to be done one after the other; the
-    step's table; where the rows come from and where they go, which each job but the first takes from there; of
-    PROJECT also where the rows of all ranks are.
+    The arguments on the board are addresses, and one count: a list of pairs (kind of job, its table), how many
+    pairs, the step's table, the rows that come in, the rows that go out, and for PROJECT the rows of all ranks.
+    The jobs are done one after the other; from the second on, the rows that come in are those that the job before
+    put out.
     """
     crew = Crew(board, thread, num_threads)
     while True:

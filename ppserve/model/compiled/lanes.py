@@ -6,8 +6,8 @@ operation here is either exact IEEE arithmetic per lane (`fma` is a fused multip
 every machine) or a reduction in a fixed tree. Results therefore depend on the order that a kernel writes
 down and on nothing else: not on the vectoriser, not on the row's neighbours, not on the CPU model.
 
-Memory is addressed as `load(array, index)` on flat arrays: float32, or bfloat16 as uint16; or on the address
-of float32 as an integer. Indices are not checked.
+Memory is addressed as `load(array, index)` on flat arrays of float32, or on the address of float32 as an integer.
+Indices are not checked.
 """
 # mypy: ignore-errors
 # (numba types these functions from their arguments; mypy cannot see through its intrinsics)
@@ -19,14 +19,14 @@ import operator
 import numpy as np
 from llvmlite import ir
 from numba import types
-from numba.core import cgutils
 from numba.extending import intrinsic, models, overload, register_model
 
-from ppserve.model.cpu.jit import inlined
+from ppserve.model.compiled.jit import inlined
+from ppserve.model.compiled.llvm import F32, I32, I64, call, constant, shuffle, vector
+from ppserve.model.compiled.llvm import splat as emit_splat
 
 WIDTH = 16
-I16, I32, I64, F32 = ir.IntType(16), ir.IntType(32), ir.IntType(64), ir.FloatType()
-LANES, BITS, HALVES = (ir.VectorType(kind, WIDTH) for kind in (F32, I32, I16))
+_LANES, _BITS = vector(F32, WIDTH), vector(I32, WIDTH)
 
 
 class LanesType(types.Type):
@@ -42,27 +42,10 @@ lanes = LanesType()
 @register_model(LanesType)
 class _LanesModel(models.PrimitiveModel):
     def __init__(self, dmm, fe_type) -> None:
-        super().__init__(dmm, fe_type, LANES)
+        super().__init__(dmm, fe_type, _LANES)
 
 
-def each(kind: ir.Type, value: int | float) -> ir.Constant:
-    """A vector constant with the same value in every lane."""
-    return ir.Constant(ir.VectorType(kind, WIDTH), [value] * WIDTH)
-
-
-def _shuffle(builder, vector, indices: list[int]):
-    mask = ir.Constant(ir.VectorType(I32, len(indices)), indices)
-    return builder.shuffle_vector(vector, ir.Constant(vector.type, ir.Undefined), mask)
-
-
-def emit_splat(builder, scalar):
-    """The same scalar in every lane as IR."""
-    kind = ir.VectorType(scalar.type, WIDTH)
-    first = builder.insert_element(ir.Constant(kind, ir.Undefined), scalar, ir.Constant(I32, 0))
-    return _shuffle(builder, first, [0] * WIDTH)
-
-
-def emit_address(context, builder, array_type, array, index, kind):
+def _address(context, builder, array_type, array, index, kind):
     """The address of array[index], seen as a pointer to `kind`."""
     if isinstance(array_type, types.Integer):
         start = builder.inttoptr(array, F32.as_pointer())
@@ -71,80 +54,33 @@ def emit_address(context, builder, array_type, array, index, kind):
     return builder.bitcast(builder.gep(start, [index]), kind.as_pointer())
 
 
-def emit_load(context, builder, array_type, array, index):
-    """Lanes of array[index : index + 16] as IR."""
-    if not _is_bfloat16(array_type):
-        return builder.load(emit_address(context, builder, array_type, array, index, LANES), align=4)
-    halves = builder.load(emit_address(context, builder, array_type, array, index, HALVES), align=2)
-    return builder.bitcast(builder.shl(builder.zext(halves, BITS), each(I32, 16)), LANES)
-
-
-def _is_bfloat16(array_type) -> bool:
-    return isinstance(array_type, types.Array) and array_type.dtype == types.uint16
-
-
-def emit_fma(builder, a, b, c):
-    """a * b + c as IR, for lanes."""
-    return _call_llvm(builder, "llvm.fma.v16f32", LANES, (a, b, c))
-
-
-def emit_prefetch(builder, address):
-    """A hint to bring the cache line at `address` close, to be read."""
-    pointer = builder.bitcast(address, ir.IntType(8).as_pointer())
-    _call_llvm(builder, "llvm.prefetch.p0i8", ir.VoidType(), (pointer, I32(0), I32(3), I32(1)))
-
-
-def _call_llvm(builder, name: str, kind: ir.Type, arguments):
-    function_type = ir.FunctionType(kind, [argument.type for argument in arguments])
-    return builder.call(cgutils.get_or_insert_function(builder.module, function_type, name), arguments)
-
-
 @intrinsic
 def splat(typing, scalar):
     """The same float32 in every lane."""
 
     def generate(context, builder, signature, arguments):
-        return emit_splat(builder, arguments[0])
+        return emit_splat(builder, arguments[0], WIDTH)
 
     return lanes(types.float32), generate
 
 
 @intrinsic
 def load(typing, array, index):
-    """Lanes of array[index : index + 16]; uint16 elements are bfloat16."""
+    """Lanes of array[index : index + 16]."""
 
     def generate(context, builder, signature, arguments):
-        return emit_load(context, builder, signature.args[0], *arguments)
+        return builder.load(_address(context, builder, signature.args[0], *arguments, _LANES), align=4)
 
     return lanes(array, types.intp), generate
 
 
-def emit_bfloat16(builder, vector, bits, halves):
-    """Round to nearest even; a NaN stays a NaN (the quiet bit is set)."""
-
-    def constant(value: int):
-        return each(I32, value) if isinstance(bits, ir.VectorType) else ir.Constant(I32, value)
-
-    raw = builder.bitcast(vector, bits)
-    odd = builder.and_(builder.lshr(raw, constant(16)), constant(1))
-    rounded = builder.add(builder.add(raw, constant(0x7FFF)), odd)
-    is_nan = builder.fcmp_unordered("uno", vector, vector)
-    chosen = builder.select(is_nan, builder.or_(raw, constant(0x400000)), rounded)
-    return builder.trunc(builder.lshr(chosen, constant(16)), halves)
-
-
 @intrinsic
 def store(typing, array, index, value):
-    """Write 16 lanes to array[index : index + 16]; uint16 elements receive bfloat16."""
-    is_bfloat16 = _is_bfloat16(array)
+    """Write 16 lanes to array[index : index + 16]."""
 
     def generate(context, builder, signature, arguments):
-        array_value, index_value, vector = arguments
-        kind = HALVES if is_bfloat16 else LANES
-        address = emit_address(context, builder, signature.args[0], array_value, index_value, kind)
-        if is_bfloat16:
-            vector = emit_bfloat16(builder, vector, BITS, HALVES)
-        builder.store(vector, address, align=2 if is_bfloat16 else 4)
+        array, index, value = arguments
+        builder.store(value, _address(context, builder, signature.args[0], array, index, _LANES), align=4)
         return context.get_dummy_value()
 
     return types.void(array, types.intp, lanes), generate
@@ -152,14 +88,11 @@ def store(typing, array, index, value):
 
 @intrinsic
 def store_one(typing, array, index, value):
-    """Write one float32 to array[index], as bfloat16 where the elements are uint16."""
-    is_bfloat16 = _is_bfloat16(array)
+    """Write one float32 to array[index]."""
 
     def generate(context, builder, signature, arguments):
-        array_value, index_value, scalar = arguments
-        kind = I16 if is_bfloat16 else F32
-        address = emit_address(context, builder, signature.args[0], array_value, index_value, kind)
-        builder.store(emit_bfloat16(builder, scalar, I32, I16) if is_bfloat16 else scalar, address)
+        array, index, value = arguments
+        builder.store(value, _address(context, builder, signature.args[0], array, index, F32))
         return context.get_dummy_value()
 
     return types.void(array, types.intp, types.float32), generate
@@ -167,15 +100,10 @@ def store_one(typing, array, index, value):
 
 @intrinsic
 def load_one(typing, array, index):
-    """array[index] as one float32; uint16 elements are bfloat16."""
-    is_bfloat16 = _is_bfloat16(array)
+    """array[index]."""
 
     def generate(context, builder, signature, arguments):
-        address = emit_address(context, builder, signature.args[0], *arguments, I16 if is_bfloat16 else F32)
-        value = builder.load(address)
-        if is_bfloat16:
-            value = builder.bitcast(builder.shl(builder.zext(value, I32), I32(16)), F32)
-        return value
+        return builder.load(_address(context, builder, signature.args[0], *arguments, F32))
 
     return types.float32(array, types.intp), generate
 
@@ -207,22 +135,11 @@ def _int_at(builder, address, index):
 
 
 @intrinsic
-def prefetch(typing, array, index):
-    """A hint that array[index] is wanted soon; an index beyond the end does no harm."""
-
-    def generate(context, builder, signature, arguments):
-        emit_prefetch(builder, emit_address(context, builder, signature.args[0], *arguments, I32))
-        return context.get_dummy_value()
-
-    return types.void(array, types.intp), generate
-
-
-@intrinsic
 def fma(typing, a, b, c):
     """a * b + c per lane, rounded once."""
 
     def generate(context, builder, signature, arguments):
-        return emit_fma(builder, *arguments)
+        return call(builder, "llvm.fma.v16f32", _LANES, *arguments)
 
     return lanes(lanes, lanes, lanes), generate
 
@@ -277,22 +194,22 @@ def keep_first(typing, value, count, other):
 
     def generate(context, builder, signature, arguments):
         value, count, other = arguments
-        index = ir.Constant(BITS, list(range(WIDTH)))
-        below = builder.icmp_signed("<", index, emit_splat(builder, builder.trunc(count, I32)))
+        index = ir.Constant(_BITS, list(range(WIDTH)))
+        below = builder.icmp_signed("<", index, emit_splat(builder, builder.trunc(count, I32), WIDTH))
         return builder.select(below, value, other)
 
     return lanes(lanes, types.intp, lanes), generate
 
 
-def _tree(builder, vector, combine):
+def _tree(builder, value, combine):
     """Reduce 16 lanes by halves: 8 + 8, 4 + 4, 2 + 2, 1 + 1."""
     width = WIDTH
     while width > 1:
         width //= 2
-        low = _shuffle(builder, vector, list(range(width)))
-        high = _shuffle(builder, vector, list(range(width, 2 * width)))
-        vector = combine(low, high)
-    return builder.extract_element(vector, ir.Constant(I32, 0))
+        low = shuffle(builder, value, list(range(width)))
+        high = shuffle(builder, value, list(range(width, 2 * width)))
+        value = combine(low, high)
+    return builder.extract_element(value, I32(0))
 
 
 @intrinsic
@@ -324,8 +241,8 @@ def _times_power_of_two(typing, value, shifted):
 
     def generate(context, builder, signature, arguments):
         value, shifted = arguments
-        exponent = builder.add(builder.bitcast(shifted, BITS), each(I32, 127))
-        return builder.fmul(value, builder.bitcast(builder.shl(exponent, each(I32, 23)), LANES))
+        exponent = builder.add(builder.bitcast(shifted, _BITS), constant(I32, WIDTH, 127))
+        return builder.fmul(value, builder.bitcast(builder.shl(exponent, constant(I32, WIDTH, 23)), _LANES))
 
     return lanes(lanes, lanes), generate
 

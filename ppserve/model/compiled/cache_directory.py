@@ -23,8 +23,10 @@ _DIGITS = 16
 
 
 def directory_name() -> str:
-    """Names the sources of all kernels."""
-    sources = sorted(Path(__file__).parent.rglob("*.py"))
+    """Names the sources of all kernels, and what they are made with."""
+    model = Path(__file__).parents[1]
+    folders = sorted(path for folder in ("compiled", "cpu") for path in (model / folder).rglob("*.py"))
+    sources = [model / "sampling_kernels.py", *folders]
     return f"kernels-{hashlib.sha256(b''.join(path.read_bytes() for path in sources)).hexdigest()[:_DIGITS]}"
 
 

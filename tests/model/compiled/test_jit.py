@@ -17,8 +17,8 @@ import pytest
 from numba.core.registry import cpu_target
 
 from ppserve.errors import ConfigError
-from ppserve.model.cpu.compiling import SharedCache
-from ppserve.model.cpu.jit import NUMBA, check_numba, inlined
+from ppserve.model.compiled.compiling import SharedCache
+from ppserve.model.compiled.jit import NUMBA, check_numba, inlined
 
 
 def twice(x):

@@ -12,8 +12,8 @@ import math
 import numpy as np
 from numpy.typing import NDArray
 
-from ppserve.model.cpu.jit import inlined, kernel
-from ppserve.model.cpu.vector import (
+from ppserve.model.compiled.jit import inlined, kernel
+from ppserve.model.compiled.lanes import (
     exp,
     fma,
     load,

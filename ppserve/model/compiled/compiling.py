@@ -8,6 +8,7 @@ Imported by `jit` alone, which says where the cache is before numba looks.
 from __future__ import annotations
 
 import fcntl
+import gc
 import logging
 import os
 import time
@@ -51,14 +52,15 @@ class SharedCache(FunctionCache):
         return found
 
     def _look(self, sig, target_context):
-        """The kernel, and what is wrong with the cache; either may be None."""
+        """The kernel, None if it is not in the cache; and what reading a damaged cache raised, else None."""
         try:
             return super().load_overload(sig, target_context), None
         except Exception as damage:  # what unpickling raises can be anything
             return None, damage
 
     def _acquire(self):
-        """Where the file system has no locks, or there is no file, several may compile the same."""
+        """Wait until no other process compiles this kernel. Without files or locks nobody waits, and several may
+        compile the same."""
         try:
             self._impl.locator.ensure_cache_path()
             # A process that ends, whatever the reason, gives its lock back.
@@ -107,6 +109,9 @@ class _PartLibrary(JITCodeLibrary):
     """The code of a part of kernels. numba would optimise it, and make machine code of it, in every function on
     the way from the part to its kernels; here both are done once, in each kernel that it is linked into."""
 
+    def _optimize_functions(self, module):
+        pass
+
     def _optimize_final_module(self):
         pass
 
@@ -121,6 +126,20 @@ class _PartLibrary(JITCodeLibrary):
 
     def set_env(self, env_name, env):
         pass
+
+
+class KernelCompiler(Compiler):
+    """Without Python's garbage collector: it would look through all that numba builds, again and again, and find
+    little."""
+
+    def compile_extra(self, function):
+        was_enabled = gc.isenabled()
+        gc.disable()
+        try:
+            return super().compile_extra(function)
+        finally:
+            if was_enabled:
+                gc.enable()
 
 
 class PartCompiler(Compiler):

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from ppserve.model.cpu.cache_directory import KEPT_DAYS, cache_directory, directory_name, forget_unused
+from ppserve.model.compiled.cache_directory import KEPT_DAYS, cache_directory, directory_name, forget_unused
 
 NOW_S = 2e9
 

@@ -101,6 +101,10 @@ class Refusals:
     full_for_all: Overloaded | None = None
     late: TooLate | None = None
 
+    def of_request(self, request: Request, now: float, newcomer: bool) -> Overloaded | None:
+        """Of this one; None if it may be admitted, or may wait."""
+        return self.of(request.stop.max_tokens, request.priority, request.deadline_s, now, newcomer)
+
     def of(
         self, new_tokens: int, priority: int, deadline_s: float | None, now: float, newcomer: bool
     ) -> Overloaded | None:
@@ -167,6 +171,15 @@ def refusal_by_number(
     if num_waiting < config.max_queue * (1 + newcomer):
         return None
     return Overloaded(f"{num_waiting} requests are waiting", _retry_after_s(num_tokens, throughput))
+
+
+def refusals_by_number(
+    queue: FairQueue, throughput: Throughput, config: SchedulerConfig, late: TooLate | None
+) -> Refusals:
+    """Where no replica has room for any request."""
+    known = len(queue), queue.num_tokens, throughput, config
+    full, full_for_all = (refusal_by_number(*known, newcomer=newcomer) for newcomer in (False, True))
+    return Refusals(full, full_for_all, late)
 
 
 def _retry_after_s(num_tokens: int, throughput: Throughput) -> float:

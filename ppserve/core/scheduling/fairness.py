@@ -11,7 +11,7 @@
 from __future__ import annotations
 
 from collections import Counter, OrderedDict
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from operator import itemgetter
 
@@ -68,31 +68,25 @@ class FairQueue:
 
     def first(self, now: float) -> SequenceGroup | None:
         """The request to admit next. It stays in the queue until `remove`."""
+        heads = list(self._heads())
         oldest_s: dict[int, float] = {}
-        best: dict[int, tuple[float, int, SequenceGroup]] = {}
-        for (priority, caller), line in self._lines.items():
-            arrival, entry = next(iter(line.values()))
+        for priority, _, _, entry in heads:
             oldest_s[priority] = min(entry.submitted_s, oldest_s.get(priority, now))
-            head = (self._accounts[caller].served, arrival, entry)
-            if priority not in best or head < best[priority]:
-                best[priority] = head
-        if not best:
-            return None
-        rank = {p: (-p - (now - oldest_s[p]) // self.aging_s, served, n) for p, (served, n, _) in best.items()}
-        return best[min(rank, key=rank.__getitem__)][2]
+        aged = {priority: priority + (now - since_s) // self.aging_s for priority, since_s in oldest_s.items()}
+        best = min(heads, key=lambda head: (-aged[head[0]], head[1].served, head[2]), default=None)
+        return best[3] if best else None
 
     def first_of_those_without(self) -> SequenceGroup | None:
         """Of the callers of whom no request was admitted, that of the one who will have been served least after
         its answer. So who wants little is not held up by those who want as much as they who run."""
-        best: tuple[tuple[float, float, int], SequenceGroup] | None = None
+        heads = [head for head in self._heads() if head[1].num_live == head[1].num_waiting]
+        best = min(heads, key=lambda head: (-head[0], head[1].served + head[3].num_tokens, head[2]), default=None)
+        return best[3] if best else None
+
+    def _heads(self) -> Iterator[tuple[int, _Account, int, SequenceGroup]]:
+        """The first of each line: (priority, its caller's account, the number of its arrival, it)."""
         for (priority, caller), line in self._lines.items():
-            account = self._accounts[caller]
-            if account.num_live == account.num_waiting:
-                arrival, entry = next(iter(line.values()))
-                rank = (-priority, account.served + entry.num_tokens, arrival)
-                if best is None or rank < best[0]:
-                    best = (rank, entry)
-        return best[1] if best else None
+            yield priority, self._accounts[caller], *next(iter(line.values()))
 
     def has_nothing(self, caller: str) -> bool:
         """Whether a caller has no live request. Safe in any thread."""

@@ -23,7 +23,7 @@ from ppserve.core.scheduling.admission import (
     Beside,
     Refusals,
     TooLate,
-    refusal_by_number,
+    refusals_by_number,
     refuse_impossible,
     refuse_overload,
     too_late,
@@ -88,8 +88,7 @@ class Intake:
         config = self._hosts[0].config
         refuse_impossible(request, config, min(host.num_blocks for host in self._hosts))
         newcomer = self.queue.has_nothing(request.caller)
-        told = self.refusals(now)
-        refusal = told.of(request.stop.max_tokens, request.priority, request.deadline_s, now, newcomer)
+        refusal = self.refusals(now).of_request(request, now, newcomer)
         if refusal is None:
             refusal = late = too_late(request, self._beside, now, newcomer)
             self._late = late or self._late
@@ -119,9 +118,7 @@ class Intake:
         self._late = self._late and self._late.as_of(now, self._beside)
         if not self._hosts or any(host.may_admit for host in self._hosts):
             return Refusals(late=self._late)
-        known = len(self.queue), self.queue.num_tokens, self._throughput, self._hosts[0].config
-        full, full_for_all = (refusal_by_number(*known, newcomer=newcomer) for newcomer in (False, True))
-        return Refusals(full, full_for_all, self._late)
+        return refusals_by_number(self.queue, self._throughput, self._hosts[0].config, self._late)
 
     def _beside(self) -> Beside:
         running = [s for g in self.groups.values() if g.admitted_s is not None for s in g.live]

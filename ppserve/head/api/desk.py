@@ -81,8 +81,7 @@ class FrontDesk:
     async def generate(self, asked: Asked, call: Call) -> AsyncIterator[RequestStream]:
         """The stream of a new request, to be read in the block; leaving the block early ends the request.
 
-        Raises RequestError when it is refused. The calling task is cancelled if it keeps one delta for longer
-        than the stall timeout.
+        Raises RequestError when it is refused. A task that keeps a delta beyond the stall timeout is cancelled.
         """
         check(asked, self.card)
         if not self._draining:

@@ -79,8 +79,7 @@ class Engine(threading.Thread):
         return message.accepted
 
     def refuse_early(self, caller: str, new_tokens: int, priority: int, deadline_s: float | None) -> None:
-        """Raises Overloaded where every such request would be refused, without waiting for the engine's thread.
-        new_tokens: at least so many."""
+        """Raises Overloaded where any request of at least so many tokens would be refused. Safe in any thread."""
         newcomer = self._fleet.intake.queue.has_nothing(caller)
         refusal = self._refusals.of(new_tokens, priority, deadline_s, self._clock() / 1e9, newcomer)
         if refusal is not None:

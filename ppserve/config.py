@@ -163,7 +163,7 @@ class ServeConfig:
 
     @classmethod
     def of(cls, values: Mapping[str, Any]) -> ServeConfig:
-        """Each value in the part that has a field of its name."""
+        """From flat values: each goes into the part that has a field of its name."""
         defaults = {part.name: getattr(cls(), part.name) for part in fields(cls)}
         own = {part: [f.name for f in fields(default) if f.name in values] for part, default in defaults.items()}
         return cls(**{part: type(defaults[part])(**{n: values[n] for n in own[part]}) for part in own})

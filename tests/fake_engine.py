@@ -6,7 +6,7 @@ import asyncio
 import hashlib
 import threading
 from collections.abc import AsyncIterator, Callable, Iterator
-from contextlib import asynccontextmanager, contextmanager
+from contextlib import AbstractAsyncContextManager, asynccontextmanager, contextmanager
 from dataclasses import dataclass, field, replace
 
 import grpc
@@ -209,14 +209,26 @@ async def served(
 @contextmanager
 def served_in_thread(engine: FakeEngine, serving: bool = True, **settings: object) -> Iterator[str]:
     """A server whose event loop runs in a thread of its own, for clients that block; yields its target."""
-    ready = threading.Event()
-    found: list[str] = []
-    loop = asyncio.new_event_loop()
-    over = asyncio.Event()
 
-    async def main() -> None:
+    @asynccontextmanager
+    async def opened() -> AsyncIterator[str]:
         async with served(engine, ServerSettings(port=0, **settings)) as (door, target):
             await door.set_serving(serving)
+            yield target
+
+    with in_thread(opened) as target:
+        yield target
+
+
+@contextmanager
+def in_thread(opened: Callable[[], AbstractAsyncContextManager[str]]) -> Iterator[str]:
+    """What is opened in an event loop of its own thread; yields what it yields."""
+    ready, over = threading.Event(), asyncio.Event()
+    found: list[str] = []
+    loop = asyncio.new_event_loop()
+
+    async def main() -> None:
+        async with opened() as target:
             found.append(target)
             ready.set()
             await over.wait()

@@ -86,7 +86,7 @@ class LayerCosts:
     head: Coefficients
 
     def stage(self, layout: StageLayout) -> Coefficients:
-        """Of a stage that such ranks compute."""
+        """What a step costs on a stage with these layers, whose ranks compute as these do."""
         head = self.head if layout.is_last else Coefficients()
         return Coefficients(
             self.layer.step * layout.layer_weights + head.step,

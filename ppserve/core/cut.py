@@ -18,7 +18,7 @@ class Cut:
         return cls(tuple(size // count + (i < size % count) for i in range(count)), rank)
 
     def times(self, factor: int) -> Cut:
-        """The same where each thing is `factor` numbers."""
+        """This cut in smaller units: each of its things consists of `factor` of them."""
         return Cut(tuple(width * factor for width in self.widths), self.rank)
 
     @property

@@ -69,7 +69,7 @@ class RankGrid:
         return " ".join(words + [f"tensor {place.tensor}"] * (self.tensor > 1))
 
     def tensor_groups(self) -> tuple[tuple[int, ...], ...]:
-        """Ranks that hold pieces of the same layers, one tuple per group; so the other two."""
+        """Ranks that hold pieces of the same layers, a tuple for each group. The two below likewise."""
         return tuple(
             tuple(self.rank(t, d, p) for t in range(self.tensor))
             for p in range(self.pipeline)

@@ -93,7 +93,7 @@ def forecast(arch: Architecture, intent: Intent) -> Forecast:
     split = intent.layers or split_by_cost(decode, arch.num_layers, intent.num_stages)
     check_split(split, arch, intent.num_stages)
     max_model_len = arch.context(intent.max_model_len)
-    # Of each stage the first tensor rank, which no other has more than.
+    # For each stage its first tensor rank: no other one has more.
     layouts = (replace(layout, num_tensor=intent.num_tensor) for layout in stage_layouts(split))
     stages = tuple(_stage(arch, layout, intent) for layout in layouts)
     blocks_per_sequence = -(-max_model_len // intent.block_size)

@@ -15,7 +15,7 @@ from ppserve.planning.forecast import Forecast, Intent, forecast
 from ppserve.planning.scenarios import MeasuredCosts, SimulatedLoad, simulate, summary
 from ppserve.planning.simulator import Device, Outcome, Wires
 
-# Between shapes whose throughput is that close, what a caller waits for each token decides.
+# Of shapes with at least this share of the best throughput, the one with the shortest wait for a token wins.
 _AS_FAST = 0.97
 
 
@@ -120,8 +120,8 @@ def prospect(arch: Architecture, intent: Intent, grid: RankGrid, under: Conditio
 
 
 def shares(load: SimulatedLoad, replicas: int) -> list[SimulatedLoad]:
-    """What each replica gets of a load, for those that get something: every so many-th request, and as many
-    callers fewer; the largest share first."""
+    """A load divided among replicas, its requests and its callers; the largest share first. A replica without a
+    caller is left out."""
     if load.concurrency is None:
         return [SimulatedLoad(load.requests[::replicas], None)] * replicas
     least, more = divmod(load.concurrency, replicas)

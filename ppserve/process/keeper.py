@@ -31,7 +31,7 @@ FROZEN_WHILE_PREPARING_S = 30.0
 _TELL_WITHIN_S = 2.0
 # How often the keeper looks whether a stage is frozen or a stop is overdue.
 _LOOK_EVERY_S = 0.5
-# How often a spare is tried that could not be started.
+# A spare that could not be started is tried again after so long.
 SPARE_EVERY_S = 30.0
 
 
@@ -84,7 +84,7 @@ class Keeper:
             self._child.kill()
 
     def _is_overdue(self) -> bool:
-        """Whether a stop has lasted longer than its grace; at once, where the head was never found."""
+        """Whether a stop has lasted longer than it may. Where the head was never found, it may take no time."""
         if not self._stopping:
             return False
         return not self._found_head or (self._kill_at_s is not None and self._clock() > self._kill_at_s)
@@ -105,7 +105,7 @@ class Keeper:
             if code == EXIT_FAILED:
                 return 1
             if self._connected or code != EXIT_HEAD_GONE:
-                # An idle stage that was ready when it lost its link would have served.
+                # A stage that was ready and lost the head counts as one that served: it may only have had no work.
                 deaths = 1 if served or (self._is_ready and code == EXIT_HEAD_GONE) else deaths + 1
             if self._connected:
                 had_head_s = self._clock()

@@ -98,8 +98,8 @@ class StageLoop:
 
     @torch.inference_mode()
     def run(self, tell: Callable[[str], object] = lambda _: None) -> int:
-        """Until the head says Shutdown; the exit code that it asks for. tell: is told `ready` when this stage has
-        entered an epoch, and `served` after its first step."""
+        """Runs until the head says Shutdown, and returns the exit code that it asks for. tell: called with `ready`
+        when this stage has entered an epoch, and with `served` after its first step."""
         try:
             return self._run(tell)
         finally:

@@ -15,27 +15,30 @@ from tests.library.mixed import assert_same, mixed_requests, tiny, together
 
 INT8 = {"quantization": "int8", "kv_dtype": "int8"}
 SHAPES: list[tuple[int, dict[str, Any]]] = [
-    (2, {}),
-    (3, {"layers": "1.5,5,1.5", "block_size": 8, "prefill_chunk": 5}),
-    (4, {"threads": 2}),
+    (3, {"layers": "1.5,5,1.5", "block_size": 8, "prefill_chunk": 5, "threads": 2}),
     (2, {"tensor_parallel": 2, "prefill_chunk": 7}),
 ]
 FURTHER_SHAPES: list[tuple[int, dict[str, Any]]] = [
+    (2, {}),
+    (4, {"threads": 2}),
     (1, {"tensor_parallel": 4}),
     (1, {"tensor_parallel": 2, "replicas": 2}),
-    (2, {"replicas": 2}),
     (1, {"tensor_parallel": 2}),
     (1, {"tensor_parallel": 3}),
+]
+REPLICAS: list[tuple[int, dict[str, Any]]] = [
+    (2, {"replicas": 2}),
     (1, {"replicas": 2}),
     (1, {"replicas": 3}),
     (1, {"replicas": 4}),
 ]
-"""With SHAPES, all ways to use up to four ranks. For float32, bfloat16 and int8 alone: combinations of numbers
-meet no others there."""
+"""Together all ways to use up to four ranks. FURTHER_SHAPES only for float32, bfloat16 and int8 alone: combinations
+of numbers meet no others there. REPLICAS only for float32: replicas exchange no numbers."""
 ALONE: list[dict[str, str]] = [{}, {"dtype": "bfloat16"}, {"quantization": "int8"}]
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(240)
 @pytest.mark.parametrize(
     "numbers",
     [
@@ -51,11 +54,11 @@ ALONE: list[dict[str, str]] = [{}, {"dtype": "bfloat16"}, {"quantization": "int8
 )
 def test_any_pipeline_among_others_answers_as_one_stage_alone(numbers: dict[str, Any]) -> None:
     """Tokens, text and log-probabilities, bit for bit."""
-    requests = mixed_requests(16)
+    requests = mixed_requests(12)
     with tiny(**numbers) as pipeline:
         assert pipeline.model.deterministic, pipeline.model.why_not
         alone = [pipeline.complete(prompt, **options) for prompt, options in requests]
-    for stages, settings in SHAPES + FURTHER_SHAPES * (numbers in ALONE):
+    for stages, settings in SHAPES + FURTHER_SHAPES * (numbers in ALONE) + REPLICAS * (not numbers):
         with tiny(stages, **numbers, **settings) as pipeline:
             for mixed, by_itself in zip(together(pipeline, requests), alone, strict=True):
                 assert_same(mixed, by_itself)

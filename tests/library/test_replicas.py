@@ -19,15 +19,15 @@ def lose(pipeline: Pipeline, replica: int) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("stages", "replicas"), [(1, 2), (1, 3), (2, 2)])
-def test_any_number_of_replicas_answers_as_one_stage_alone(stages: int, replicas: int) -> None:
-    """Tokens, text and log-probabilities, bit for bit; among the requests are some of three sequences."""
+def test_replicas_answer_as_one_stage_alone_and_all_of_them_compute() -> None:
+    """Tokens, text and log-probabilities, bit for bit; among the requests are some of three sequences. Other
+    numbers of replicas are in test_numbers.py."""
     requests = mixed_requests(24)
-    with tiny(speculate=0) as alone, tiny(stages, replicas=replicas) as all_of:
+    with tiny(speculate=0) as alone, tiny(2, replicas=2) as all_of:
         for mixed, (prompt, options) in zip(together(all_of, requests), requests, strict=True):
             assert_same(mixed, alone.complete(prompt, **options))
         busy = [stage.replica for stage in all_of.ledger().stages if stage.steps]
-        assert busy == [replica for replica in range(replicas) for _ in range(stages)]
+        assert busy == [0, 0, 1, 1]
 
 
 @pytest.mark.parametrize("lost", quick_first([0, 1]))

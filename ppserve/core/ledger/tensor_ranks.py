@@ -22,7 +22,8 @@ class TensorRanks:
         self._came: dict[tuple[int, int], dict[int, StepResult]] = {}
 
     def take(self, result: StepResult) -> StepResult | None:
-        """A rank's result, whose `stage` is the rank's place; the stage's, once all ranks of it have reported."""
+        """Takes a rank's result, whose `stage` is the rank's place. Returns that of its stage when all its ranks
+        have reported, else None."""
         stage, tensor = divmod(result.stage, self._num_tensor)
         if self._num_tensor == 1:
             return result

@@ -167,7 +167,7 @@ def too_late(request: Request, others: Callable[[], Beside], now: float, newcome
 def refusal_by_number(
     num_waiting: int, num_tokens: int, throughput: Throughput, config: SchedulerConfig, newcomer: bool
 ) -> Overloaded | None:
-    """The refusal where so many requests wait, with so many tokens; None if one more may."""
+    """Why no further request may wait beside `num_waiting` with `num_tokens`; None if it may."""
     if num_waiting < config.max_queue * (1 + newcomer):
         return None
     return Overloaded(f"{num_waiting} requests are waiting", _retry_after_s(num_tokens, throughput))

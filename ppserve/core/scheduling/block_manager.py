@@ -74,7 +74,7 @@ class BlockManager:
         return num_fresh <= self.num_free - sum(self._references[b] == 0 for b in shared)
 
     def num_freed(self, sequence_ids: Iterable[int], kept: BlockTable = ()) -> int:
-        """Blocks that no others than these sequences hold, without `kept`."""
+        """How many blocks these sequences alone hold, those of `kept` not counted."""
         holders = Counter(block for sequence_id in sequence_ids for block in self._tables[sequence_id])
         return sum(held == self._references[block] for block, held in holders.items() if block not in kept)
 

@@ -81,6 +81,7 @@ class Displacement:
 
 
 def _is_ready(sequence: Sequence) -> bool:
-    """No step in flight writes its blocks, and it has gained enough since it was computed from its first token."""
+    """Whether its blocks may be taken: no step in flight writes them, and it has MIN_GAIN tokens more than when
+    they last were."""
     gained = len(sequence.token_ids) - sequence.loss_mark
     return not sequence.steps_in_flight and not sequence.guesses and (not sequence.loss_mark or gained >= MIN_GAIN)

@@ -16,7 +16,7 @@ from ppserve.core.scheduling.trial import Trial
 
 # Tokens in a turn.
 TURN = 16
-# Steps at the beginning of each turn of trying WIDE.
+# A turn that tries WIDE begins with so many steps that take guesses whatever they cost.
 EXPLORED = 3
 # By which a way with guesses must be faster than the one without.
 MARGIN = 1.04

@@ -234,12 +234,12 @@ class Intake:
 
     def _place(self, group: SequenceGroup, hosts: list[Host], now: float) -> bool:
         """Whether a replica had room."""
-        rooms = [(host, known) for host in hosts if (known := host.room_for(group)) is not None]
-        if not rooms:
+        able = [(host, known) for host in hosts if (known := host.room_for(group)) is not None]
+        if not able:
             return False
-        host, known = rooms[0]
-        if len(rooms) > 1:
-            host, known = min(rooms, key=lambda room: _tokens_left(room[0], room[1], group))
+        host, known = able[0]
+        if len(able) > 1:
+            host, known = min(able, key=lambda pair: _tokens_left(pair[0], pair[1], group))
         self._homes[group.key] = host
         group.replica = host.config.replica
         if group.admitted_s is not None:
@@ -256,7 +256,7 @@ class Intake:
         return True
 
     def give_back(self, groups: Iterable[SequenceGroup]) -> None:
-        """These, with no sequence admitted any more, go on when there is room for them."""
+        """Takes back requests that have no admitted sequence left; they go on when there is room for them."""
         self._returned |= {group.key: group for group in groups}
         for key in self._returned:
             self._homes.pop(key, None)

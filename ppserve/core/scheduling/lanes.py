@@ -59,7 +59,7 @@ class Lanes:
         return sum(step.first_owing() == 0 for step in self._steps.in_flight)
 
     def stage_of(self, sequence: Sequence) -> int:
-        """The stage at which the step is that draws the sequence's next token."""
+        """Which stage the step has reached that draws the sequence's next token."""
         known = len(sequence.token_ids)
         for step in self._steps.in_flight:
             for owner, piece in self._parts.get(step.plan.step_id, ()):

@@ -41,8 +41,8 @@ MOST_WAIT_S = 0.0005
 MAX_WIDTH = 16
 # Guesses in a step of a lone sequence that teaches the cost model what rows cost.
 EXPLORED_WIDTH = 3
-# Guesses that are less likely right are not made, though they cost nothing by the prediction: stages that share a
-# processor with others, or a battery, do better things.
+# Guesses that are less likely right are not made, even where the prediction says that they cost nothing: they
+# still take energy, and time of processors that others share.
 LEAST_PROBABILITY = 0.1
 
 

@@ -39,7 +39,7 @@ class ApiKeys:
             log.info("read %d API keys again", len(self._digests))
 
     def check(self, key: str | None) -> None:
-        """Raises Unauthenticated unless `key` is one of them, in time that does not tell how close it came."""
+        """Raises Unauthenticated unless `key` is one of them. Its duration does not depend on how much matches."""
         found = False
         if key is not None:
             digest = _digest(key)

@@ -184,7 +184,7 @@ class Replica:
             self._watcher.dispatched(step)
 
     def _send(self, plan: StepPlan, scheduler: Scheduler) -> None:
-        """To every stage; long draws to the last alone, for no other needs them."""
+        """Sends a plan to every stage. Long draws go to the last stage alone: no other needs them."""
         bare, told = self._teller.tell(plan, scheduler.running_ids)
         ranks = self.members.ranks
         if told is not NOTHING:
@@ -271,7 +271,7 @@ class Replica:
         loaded = [member.loaded for member in self.members.all if member.loaded is not None]
         why_not = next((of_rank.why_not for of_rank in loaded if of_rank.why_not), None)
         if why_not and config.speculate != 0:
-            # Beside a guess, a row may differ from the same row alone.
+            # Without batch-invariance a guess beside a row could change its bits, and so its token.
             log.warning("%snothing is guessed: %s", self._prefix, why_not)
             config = replace(config, speculate=0)
         blocks = BlockManager(formed.num_blocks, config.block_size)

@@ -64,7 +64,7 @@ class Buckets:
         self.put(nothing)
 
     def smallest(self, rows: StepRows) -> int | None:
-        """For a step: the smallest that holds it. None if it has several rows of a slice, or scores a prompt."""
+        """The smallest size that holds this step. None if a slice has several rows, or a prompt is scored."""
         num_rows = len(rows.slots_T)
         if num_rows != len(rows.num_rows_S) or any(s.targets for s in rows.plan.slices):
             return None

@@ -93,7 +93,7 @@ class TritonOperators:
 
 @triton.jit
 def _dot(left, right, INTERPRETED: tl.constexpr):
-    """The product of two tiles, in float32 of float32 numbers, on tensor cores of others."""
+    """The product of two tiles: float32 ones in full float32, others on tensor cores."""
     if INTERPRETED:
         # numpy's product depends on a row's place within the tile, and of bfloat16 it multiplies the bits.
         return tl.sum(left.to(tl.float32)[:, :, None] * right.to(tl.float32)[None, :, :], 1)
@@ -235,7 +235,7 @@ def _running_sums(weights, sums, vocabulary, COUNT: tl.constexpr):
         weight = tl.load(weights + row * vocabulary + number, mask=inside, other=0.0).to(tl.float64)
         own = reached + tl.cumsum(weight, 0)
         tl.store(sums + row * vocabulary + number, own, mask=inside)
-        # The last of these sums. Made anew it could be rounded below it, and the next id would begin before this.
+        # The last sum itself: computed anew it could be rounded down, and the next id's interval would overlap.
         reached = tl.max(own, 0)
 
 

@@ -20,7 +20,7 @@ from ppserve.errors import TransportError
 from ppserve.model.cpu.kernels.exchange import LINE_BYTES, await_ranks, put, take
 from ppserve.model.gather import ALONE, Gather
 
-ROOM_BYTES = 4 << 20
+BUFFER_BYTES = 4 << 20
 """What a rank has at a time; more rows follow in further pieces."""
 _SLEEP_S = 50e-6
 
@@ -57,12 +57,12 @@ class NoTensorLink:
 
 
 def memory_bytes(num_ranks: int) -> int:
-    """Of the memory that ranks share: a number of each, then two rooms of each."""
-    return num_ranks * (LINE_BYTES + 2 * ROOM_BYTES)
+    """Size of the memory that ranks share: for each a counter, then for each two buffers."""
+    return num_ranks * (LINE_BYTES + 2 * BUFFER_BYTES)
 
 
 class Company:
-    """What a rank knows of the others while it waits; here they are threads of this process, and share this."""
+    """What a rank can learn of the others while it waits for them. Threads of one process share one of these."""
 
     def __init__(self) -> None:
         self._is_over = False
@@ -86,8 +86,8 @@ class MemoryGather:
     the reader's.
 
     A wait spins for some microseconds, without the interpreter's lock, then sleeps and looks whether it still
-    makes sense. The two rooms of a rank take turns: nobody is more than one exchange ahead, so the one before the
-    last has been read by all.
+    makes sense. The two buffers of a rank take turns: nobody is more than one exchange ahead, so the buffer before
+    the last has been read by all.
     """
 
     def __init__(self, name: str, memory: torch.Tensor, place: tuple[int, int], company: Company) -> None:
@@ -100,7 +100,7 @@ class MemoryGather:
         self._width_bytes: dict[tuple[tuple[int, ...], int], torch.Tensor] = {}
 
     def all(self, own_Tn: torch.Tensor, cut: Cut) -> torch.Tensor:
-        rows_at_once = ROOM_BYTES // (max(cut.widths) * own_Tn.itemsize)
+        rows_at_once = BUFFER_BYTES // (max(cut.widths) * own_Tn.itemsize)
         assert rows_at_once, f"a row of {max(cut.widths)} numbers does not fit"
         if len(own_Tn) <= rows_at_once:
             return self._exchange(own_Tn, cut)
@@ -117,14 +117,14 @@ class MemoryGather:
         own_Tn, device = own_Tn.cpu().contiguous(), own_Tn.device
         whole_TN = torch.empty(len(own_Tn), cut.size, dtype=own_Tn.dtype)
         board = self._memory.data_ptr()
-        rooms = board + self._count * LINE_BYTES + self._step % 2 * ROOM_BYTES
-        put(board, self._rank, rooms + 2 * ROOM_BYTES * self._rank, own_Tn.data_ptr(), own_Tn.nbytes)
+        buffers = board + self._count * LINE_BYTES + self._step % 2 * BUFFER_BYTES
+        put(board, self._rank, buffers + 2 * BUFFER_BYTES * self._rank, own_Tn.data_ptr(), own_Tn.nbytes)
         begun_ns = time.monotonic_ns()
         while not await_ranks(board, self._count, self._step):
             self._company.look()
         self.waited_ns += time.monotonic_ns() - begun_ns
         widths = self._widths(cut, own_Tn.itemsize).data_ptr()
-        take(rooms, 2 * ROOM_BYTES, widths, self._count, len(own_Tn), whole_TN.data_ptr())
+        take(buffers, 2 * BUFFER_BYTES, widths, self._count, len(own_Tn), whole_TN.data_ptr())
         return whole_TN.to(device)
 
     def _widths(self, cut: Cut, element_bytes: int) -> torch.Tensor:

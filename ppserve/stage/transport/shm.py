@@ -100,7 +100,7 @@ class _Incoming:
         self._arrived = 0
 
     def take(self, rows: int) -> torch.Tensor:
-        """The next frame, in place; `give_back` ends its life."""
+        """The next frame, where it lies in the shared memory; after `give_back` the sender overwrites it."""
         while self._arrived == 0:
             self._arrived += _receive_bytes(self.connection, "previous")
         self._arrived -= 1

@@ -92,7 +92,7 @@ class Exchange:
             if not limit.expired():
                 raise
             raise HttpError(408, "BODY_TIMEOUT", f"the body did not come within {within_s:g} s") from None
-        # Decoding is faster than the tokenizing that `aside` has in mind.
+        # `aside` counts characters to tokenize; decoding JSON is some 16 times as fast.
         return await aside(len(body) // 16, lambda: _decoded(decoder, bytes(body)))
 
     @asynccontextmanager

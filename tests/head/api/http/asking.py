@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import http.client
 import json
-import threading
 from collections import Counter
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Iterator, Mapping
 from contextlib import asynccontextmanager, contextmanager
@@ -14,7 +13,7 @@ from typing import Any
 
 from ppserve.config import ServerSettings
 from ppserve.head.api.http.server import HttpServer
-from tests.fake_engine import FakeEngine, desk_of
+from tests.fake_engine import FakeEngine, desk_of, in_thread
 
 
 @dataclass
@@ -131,22 +130,11 @@ def raw(path: str, body: object, *headers: str) -> bytes:
 @contextmanager
 def http_in_thread(engine: FakeEngine) -> Iterator[str]:
     """A server whose event loop runs in a thread of its own, for clients that block; yields its HOST:PORT."""
-    ready, over = threading.Event(), asyncio.Event()
-    found: list[str] = []
-    loop = asyncio.new_event_loop()
 
-    async def main() -> None:
+    @asynccontextmanager
+    async def opened() -> AsyncIterator[str]:
         async with served_http(engine) as served:
-            found.append(f"127.0.0.1:{served.port}")
-            ready.set()
-            await over.wait()
+            yield f"127.0.0.1:{served.port}"
 
-    thread = threading.Thread(target=loop.run_until_complete, args=(main(),))
-    thread.start()
-    try:
-        assert ready.wait(10)
-        yield found[0]
-    finally:
-        loop.call_soon_threadsafe(over.set)
-        thread.join(10)
-        loop.close()
+    with in_thread(opened) as target:
+        yield target

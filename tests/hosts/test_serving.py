@@ -21,6 +21,7 @@ from tests.hosts.two_hosts import (
 pytestmark = [needs_hosts, pytest.mark.timeout(150)]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("master", "names_are_loopback"),
     [(NAMES[0], False), (ADDRESSES[0], True), (ADDRESSES_6[0], True)],

@@ -32,8 +32,8 @@ REPLICAS: list[tuple[int, dict[str, Any]]] = [
     (1, {"replicas": 3}),
     (1, {"replicas": 4}),
 ]
-"""Together all ways to use up to four ranks. FURTHER_SHAPES only for float32, bfloat16 and int8 alone: combinations
-of numbers meet no others there. REPLICAS only for float32: replicas exchange no numbers."""
+"""Together all ways to use up to four ranks. FURTHER_SHAPES only for float32, bfloat16 and int8 alone:
+combinations of numbers meet no others there. REPLICAS only for float32: replicas exchange no numbers."""
 ALONE: list[dict[str, str]] = [{}, {"dtype": "bfloat16"}, {"quantization": "int8"}]
 
 

@@ -7,7 +7,6 @@ import pytest
 from ppserve import Pipeline, wire
 from ppserve.errors import ConfigError, StagesLost
 from tests.library.mixed import assert_same, mixed_requests, tiny, together
-from tests.slow import quick_first
 
 LONG = {"max_tokens": 120, "ignore_eos": True}
 
@@ -30,7 +29,8 @@ def test_replicas_answer_as_one_stage_alone_and_all_of_them_compute() -> None:
         assert busy == [0, 0, 1, 1]
 
 
-@pytest.mark.parametrize("lost", quick_first([0, 1]))
+@pytest.mark.slow
+@pytest.mark.parametrize("lost", [0, 1])
 def test_a_lost_replica_s_streams_go_on_at_the_other_with_the_same_tokens(lost: int) -> None:
     requests = [(f"Once upon a time {number}", {**LONG, "seed": number, "logprobs": 1}) for number in range(6)]
     with tiny(replicas=2) as pipeline:

@@ -25,6 +25,7 @@ def int8(dtype: str = "float32") -> CpuBackend:
     return CpuBackend(dtype, quantization="int8")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_int8_is_the_same_from_every_format_and_split(tmp_path: Path, dtype: str) -> None:
     arch = writers.architecture(activation="gelu")

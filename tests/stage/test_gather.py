@@ -16,7 +16,7 @@ import parallel_state
 from ppserve.core.cut import Cut
 from ppserve.errors import TransportError
 from ppserve.model.gather import Gather
-from ppserve.stage.transport.gather import ROOM_BYTES, NoTensorLink, TensorLink, connect_ranks
+from ppserve.stage.transport.gather import BUFFER_BYTES, NoTensorLink, TensorLink, connect_ranks
 from ppserve.stage.transport.gather_group import create_gather
 from tests.worlds import Died, World
 
@@ -49,7 +49,7 @@ def test_threads_gather_whole_rows() -> None:
 
 def test_more_rows_than_fit_follow_in_pieces() -> None:
     width = 1 << 14
-    whole_TN = rows(2 * ROOM_BYTES // (4 * width) + 3, 2 * width, torch.float32)
+    whole_TN = rows(2 * BUFFER_BYTES // (4 * width) + 3, 2 * width, torch.float32)
     cuts = [Cut.of(2 * width, rank, 2) for rank in range(2)]
     with ThreadPoolExecutor(2) as threads:
         both = threads.map(lambda link, cut: link.all(whole_TN[:, cut.own], cut), connect_ranks(2), cuts)

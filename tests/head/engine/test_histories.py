@@ -27,7 +27,7 @@ from tests.head.engine.simulated_stages import StageProcess
 from tests.slow import quick_first
 
 NUM_HISTORIES = 2_000
-AT_ONCE = 50
+AT_ONCE = 25
 
 
 @pytest.fixture(autouse=True)

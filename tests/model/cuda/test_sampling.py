@@ -78,6 +78,7 @@ def assert_told_alike(ours: object, theirs: object) -> None:
         assert [of for _, of in ours.top] == pytest.approx([of for _, of in theirs.top], abs=1e-6)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", KINDS)
 def test_tokens_are_those_of_the_cpu(kind: str) -> None:
     chance = random.Random(3)

@@ -85,6 +85,7 @@ def test_bytes_that_may_be_no_body(tmp_path_factory: object, asked: list[tuple[s
     assert all(map(is_fine, statuses_of(asked, _template(tmp_path_factory))))
 
 
+@pytest.mark.slow
 def test_the_fuzz_sees_both_outcomes(tmp_path: Path) -> None:
     """The control: strange bodies are neither all refused nor all accepted."""
     template = tmp_path / "chat.jinja"
@@ -131,6 +132,7 @@ def statuses_of_heads(asked: Sequence[bytes], patience_s: float = 0.1) -> list[i
     return asyncio.run(main())
 
 
+@pytest.mark.slow
 def test_the_fuzz_of_heads_sees_all_outcomes(caplog: pytest.LogCaptureFixture) -> None:
     """The control: strange heads are answered, refused for what they are, and refused for what they ask."""
     too_long = b"GET /health HTTP/1.1\r\nhost: here\r\n" + b"x: y\r\n" * 9000 + b"\r\n"  # seldom among the others

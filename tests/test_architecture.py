@@ -281,11 +281,7 @@ def arrows_within(folder: str) -> dict[str, set[str]]:
     return {source: targets - {source} for source, targets in arrows.items()}
 
 
-# model/sampling.py and sampling_slices.py serve the CPU's backend alone, and import its kernels.
-ONE_WAY = [name for name, path in modules() if path.name == "__init__.py" and name != "ppserve.model"]
-
-
-@pytest.mark.parametrize("folder", ONE_WAY)
+@pytest.mark.parametrize("folder", [name for name, path in modules() if path.name == "__init__.py"])
 def test_what_lies_in_a_folder_imports_one_way(folder: str) -> None:
     arrows = arrows_within(folder)
     while leaves := {place for place, targets in arrows.items() if not targets & set(arrows)}:

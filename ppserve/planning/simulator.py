@@ -1,15 +1,18 @@
 """Simulates a pipeline: the real scheduler and the real ledger, with predicted times instead of stages.
 
-Stages run steps in the order in which these are sent, so all times of a step are known when it is sent; the only
-events are arrivals of requests and results of stages. The head is one thread: each event waits for the one before.
+Stages run steps in the order in which these are sent. Events are arrivals of requests, begins of steps on stages,
+and stages' results. When a step begins it is known whether a cancel has overtaken it; then the stage skips it. The
+head is one thread: each event waits for the one before.
 """
 
 from __future__ import annotations
 
 import heapq
 import itertools
+import math
 import random
-from collections.abc import Callable, Iterable, Iterator
+from collections import deque
+from collections.abc import Callable, Iterable
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field, replace
 from typing import Protocol
@@ -172,6 +175,20 @@ class _Running:
     last_token_s: float | None = None
 
 
+@dataclass(slots=True)
+class _Passing:
+    """A step on its way through the stages. planned_s: when these have its plan. arrives_s: when the next stage
+    has its hidden states. awaited_s: since when that stage has waited for them. cancelled_s: when the stages know
+    that it need not be computed."""
+
+    plan: StepPlan
+    size: StepSize
+    planned_s: float
+    arrives_s: float
+    awaited_s: float = 0.0
+    cancelled_s: float = math.inf
+
+
 class _Guesser:
     """Guesses the simulated token 0, as often as it is told to be right."""
 
@@ -201,8 +218,11 @@ class Simulator:
         self._scheduler = Scheduler(config, blocks, self._steps, costs, new_drafter=self._guesser_of)
         self._account = TimeAccount(self._steps, 0)
         self._free_s = [0.0] * len(machine.stages)
+        self._queues: list[deque[_Passing]] = [deque() for _ in machine.stages]
+        self._passing: dict[int, _Passing] = {}
         self._head_free_s = 0.0
-        self._events: list[tuple[float, int, SimulatedRequest | StepResult]] = []
+        # A number is a stage, which begins the step that is first in its queue.
+        self._events: list[tuple[float, int, SimulatedRequest | StepResult | int]] = []
         self._order = itertools.count()
         self._running: dict[str, _Running] = {}
         self._backlog: list[SimulatedRequest] = []
@@ -220,7 +240,10 @@ class Simulator:
                 self._push(0.0, self._backlog.pop())
         while self._events:
             at_s, _, what = heapq.heappop(self._events)
-            self._turn(max(at_s, self._head_free_s), at_s, what)
+            if isinstance(what, int):
+                self._begin(what, at_s)
+            else:
+                self._turn(max(at_s, self._head_free_s), at_s, what)
         self._account.demand_ended(round(self._head_free_s * _NS))
         self._outcome.wall_s, self._outcome.stages = self._head_free_s, self._account.settled()
         return self._outcome
@@ -230,7 +253,7 @@ class Simulator:
         rate = self._acceptance if own is None else own
         return self._guessers.setdefault(rate, _Guesser(rate))
 
-    def _push(self, at_s: float, what: SimulatedRequest | StepResult) -> None:
+    def _push(self, at_s: float, what: SimulatedRequest | StepResult | int) -> None:
         heapq.heappush(self._events, (at_s, next(self._order), what))
 
     def _turn(self, now_s: float, happened_s: float, what: SimulatedRequest | StepResult) -> None:
@@ -246,8 +269,9 @@ class Simulator:
             now_s += self._machine.wires.head_s
             self._account.dispatched(self._steps.sent(plan, woken_ns, round(now_s * _NS), scheduler.microbatches))
             self._outcome.num_steps += 1
-            for returned_s, result in self._pass_through(plan, now_s):
-                self._push(returned_s, result)
+            planned_s = now_s + self._machine.wires.control_s
+            step = self._passing[plan.step_id] = _Passing(plan, StepSize.of(plan), planned_s, planned_s)
+            self._reach(0, step)
         self._head_free_s = now_s
         if not (scheduler.intake.groups or scheduler.is_busy):
             self._account.demand_ended(round(now_s * _NS))
@@ -264,14 +288,18 @@ class Simulator:
         step = self._steps.reported(result, round(now_s * _NS))
         assert step is not None
         self._account.reported(step, result.stage)
+        num_tokens = 0
+        if result.stage == len(self._free_s) - 1:
+            for event in self._scheduler.commit(result, now_s):
+                num_tokens += event.token_id is not None
+                self._heard(event, now_s)
+            for step_id in self._scheduler.lanes.take_doomed():
+                self._steps.doom(step_id)
+                if (doomed := self._passing.get(step_id)) is not None:
+                    doomed.cancelled_s = now_s + self._machine.wires.control_s
         if self._lanes is not None:
-            self._scheduler.set_microbatches(self._lanes.observe(step.plan, result, step.fills_lanes))
-        if result.stage < len(self._free_s) - 1:
-            return
-        for event in self._scheduler.commit(result, now_s):
-            self._heard(event, now_s)
-        for step_id in self._scheduler.lanes.take_doomed():
-            self._steps.doom(step_id)
+            lanes = self._lanes.observe(step.plan, result, step.fills_lanes, num_tokens)
+            self._scheduler.set_microbatches(lanes)
 
     def _heard(self, event: SequenceEvent, now_s: float) -> None:
         running, outcome = self._running[event.request_id], self._outcome
@@ -288,23 +316,38 @@ class Simulator:
             if self._backlog:
                 self._push(now_s, self._backlog.pop())
 
-    def _pass_through(self, plan: StepPlan, sent_s: float) -> Iterator[tuple[float, StepResult]]:
-        """Simulates a step on all stages: when the head has each one's result, and the result."""
-        wires, size = self._machine.wires, StepSize.of(plan)
-        planned_s = sent_s + wires.control_s
-        transfer_s = wires.transfer_s(size.rows)
-        arrives_s = planned_s
-        drawn = tuple(Drawn(piece.sequence_id, 0) for piece in plan.slices for _ in piece.draws)
-        for stage, speed in enumerate(self._machine.stages):
-            awaited_s = max(planned_s, self._free_s[stage]) + wires.prepare_s
-            received_s = max(awaited_s, arrives_s)
-            is_last = stage == len(self._free_s) - 1
-            computed = size if is_last else replace(size, sampled=0)
-            ended_s = received_s + self._machine.delayed(speed.seconds(computed))
-            sent_s = ended_s if is_last else ended_s + wires.sending_s
-            self._free_s[stage] = sent_s
-            arrives_s = sent_s + transfer_s
-            times_s = (planned_s, awaited_s, received_s, received_s, ended_s, sent_s)
-            stamps = StepStamps(*(round(s * _NS) for s in times_s))
-            result = StepResult(plan.epoch, plan.step_id, stage, stamps, drawn=drawn if is_last else ())
-            yield sent_s + wires.return_s, result
+    def _reach(self, stage: int, step: _Passing) -> None:
+        """The step is the last in the stage's queue."""
+        queue = self._queues[stage]
+        queue.append(step)
+        if len(queue) == 1:
+            self._await(stage)
+
+    def _await(self, stage: int) -> None:
+        """The stage has nothing to do before the first step in its queue."""
+        step = self._queues[stage][0]
+        step.awaited_s = max(step.planned_s, self._free_s[stage]) + self._machine.wires.prepare_s
+        self._push(max(step.awaited_s, step.arrives_s), stage)
+
+    def _begin(self, stage: int, received_s: float) -> None:
+        step, wires, is_last = self._queues[stage].popleft(), self._machine.wires, stage == len(self._free_s) - 1
+        is_skipped = step.cancelled_s <= received_s
+        size = step.size if is_last else replace(step.size, sampled=0)
+        took_s = 0.0 if is_skipped else self._machine.delayed(self._machine.stages[stage].seconds(size))
+        ended_s = received_s + took_s
+        sent_s = ended_s if is_last else ended_s + wires.sending_s
+        times_s = (step.planned_s, step.awaited_s, received_s, received_s, ended_s, sent_s)
+        stamps = StepStamps(*(round(s * _NS) for s in times_s))
+        drawn: tuple[Drawn, ...] = ()
+        if is_last and not is_skipped:
+            drawn = tuple(Drawn(piece.sequence_id, 0) for piece in step.plan.slices for _ in piece.draws)
+        result = StepResult(step.plan.epoch, step.plan.step_id, stage, stamps, drawn=drawn, skipped=is_skipped)
+        self._push(sent_s + wires.return_s, result)
+        self._free_s[stage] = sent_s
+        if is_last:
+            del self._passing[step.plan.step_id]
+        else:
+            step.arrives_s = sent_s + wires.transfer_s(step.size.rows)
+            self._reach(stage + 1, step)
+        if self._queues[stage]:
+            self._await(stage)

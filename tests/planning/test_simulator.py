@@ -162,6 +162,17 @@ def test_one_caller_gains_by_depth_what_the_arithmetic_says(num_stages, rate):
     assert plain.wall_s / guessed.wall_s == pytest.approx(ideal, rel=0.1)
 
 
+@pytest.mark.parametrize("believed", [0.0, 0.4, 1.0])
+def test_a_lone_callers_guesses_pay_by_what_rows_really_cost(believed):
+    """The cost model knows other steps, such as short prompts after a pause, and may think a row far too dear."""
+    stages, requests = (Coefficients(step=S, row=S / 20),) * 2, one_token_prompts(1, 800)
+    config = SchedulerConfig(2, prefix_cache=False)
+    machine = Machine(stages, FREE, 100_000)
+    costs = replace(machine, stages=(Coefficients(step=S, row=S * believed),) * 2)
+    guessed = Simulator(machine, config, costs, acceptance=0.3).run(requests)
+    assert simulate(stages, requests).wall_s / guessed.wall_s > 1 + 0.85 * 0.18
+
+
 def test_one_stage_gains_by_width_alone():
     stages, requests = (Coefficients(step=S, row=S / 50),), one_token_prompts(1, 800)
     plain, guessed = simulate(stages, requests), simulate(stages, requests, acceptance=0.8)
@@ -190,6 +201,16 @@ def test_one_callers_guesses_hardly_slow_the_others(num_stages, row_share):
 
 
 def test_wasted_time_is_told_and_part_of_the_busy_time():
-    outcome = simulate((Coefficients(row=S),) * 2, one_token_prompts(1, 100), acceptance=0.5)
+    outcome = simulate((Coefficients(row=S),) * 2, one_token_prompts(1, 600), acceptance=0.5)
     for times in outcome.stages:
-        assert 0 < times.wasted_ns <= times.busy_ns["speculative"]
+        assert times.wasted_ns <= times.busy_ns["speculative"]
+    assert outcome.stages[0].wasted_ns > 0
+
+
+def test_a_cancel_spares_the_stages_that_have_not_begun_the_step():
+    """A guess is on stage 0 while the true token is drawn on stage 1, which then need not compute a wrong one."""
+    wires = replace(FREE, control_s=0.1 * S, return_s=0.1 * S)
+    outcome = simulate((Coefficients(row=S),) * 2, one_token_prompts(1, 600), wires=wires, acceptance=0.5)
+    first, last = outcome.stages
+    assert last.wasted_ns < first.wasted_ns / 10
+    assert last.busy_ns["speculative"] < first.busy_ns["speculative"] - 0.9 * first.wasted_ns

@@ -10,14 +10,13 @@ way that was best for the new number: what was seen of the old turn says nothing
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from enum import IntEnum
 
 from ppserve.core.scheduling.trial import Trial
 
 # Tokens in a turn.
 TURN = 16
-# A turn that tries WIDE begins with so many steps that take guesses whatever they cost.
-EXPLORED = 3
 # By which a way with guesses must be faster than the one without.
 MARGIN = 1.04
 
@@ -31,28 +30,16 @@ class Way(IntEnum):
 
 
 class GuessTrial:
-    """way: of running now."""
+    """way: of running now. trying_width: called when a turn of trying WIDE begins."""
 
-    def __init__(self) -> None:
+    def __init__(self, trying_width: Callable[[], object] = lambda: None) -> None:
         self.way = Way.PLAIN
-        self._num_to_explore = 0
-        self._is_exploring = False
+        self._trying_width = trying_width
         self._trials: dict[int, Trial] = {}
         self._load = 0  # the class of the number of sequences
         self._since_s = 0.0
         self._has_guessed = False
         self._tokens_left = TURN
-
-    def explore(self) -> bool:
-        """Whether the next step takes guesses whatever a row costs, so that the cost model learns it.
-
-        The step's time does not count.
-        """
-        if not self._num_to_explore:
-            return False
-        self._num_to_explore -= 1
-        self._is_exploring = True
-        return True
 
     def guessed(self) -> None:
         """A step takes guesses."""
@@ -67,18 +54,18 @@ class GuessTrial:
         if load != self._load:
             self._load = load
             trial.forget_turn()
-            self._is_exploring, self._since_s = False, ended_s
+            self._since_s = ended_s
             self._begin_turn(Way(trial.best), num_sequences, ended_s)
             return
-        if began_s >= self._since_s and not self._is_exploring:
+        if began_s >= self._since_s:
             trial.add(ended_s - began_s, num_tokens)
-        self._is_exploring = False
         self._tokens_left -= num_tokens
         if self._tokens_left <= 0:
             self._begin_turn(Way(trial.next_way(self.way, self._has_guessed)), num_sequences, ended_s)
-            self._num_to_explore = EXPLORED if self.way is Way.WIDE and trial.best != Way.WIDE else 0
+            if self.way is Way.WIDE and trial.best != Way.WIDE:
+                self._trying_width()
 
     def _begin_turn(self, way: Way, num_sequences: int, now_s: float) -> None:
         if way != self.way:
             self.way, self._since_s = way, now_s
-        self._has_guessed, self._num_to_explore, self._tokens_left = False, 0, TURN * num_sequences
+        self._has_guessed, self._tokens_left = False, TURN * num_sequences

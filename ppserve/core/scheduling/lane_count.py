@@ -54,12 +54,13 @@ class LaneCount:
         # Steps that were sent in the turn before.
         self._num_older = 0
 
-    def observe(self, plan: StepPlan, result: StepResult, was_full: bool) -> int:
-        """A stage's next step; returns the choice. was_full: all lanes were in use when it was sent."""
+    def observe(self, plan: StepPlan, result: StepResult, was_full: bool, num_tokens: int = 0) -> int:
+        """A stage's next step; returns the choice. was_full: all lanes were in use when it was sent. num_tokens:
+        that the last stage's result brought, without those drawn after wrong guesses."""
         if self._num_stages > 1:
             self._waits.observe(result.stage, result.stamps, was_full)
             if result.stage == self._num_stages - 1:
-                self._ended(plan.phase, result, was_full)
+                self._ended(plan.phase, result.stamps.sent, was_full, num_tokens)
         return self.choice
 
     def lost(self) -> None:
@@ -67,12 +68,12 @@ class LaneCount:
         self._before = None
         self._waits.break_off()
 
-    def _ended(self, phase: str, result: StepResult, was_full: bool) -> None:
+    def _ended(self, phase: str, sent_ns: int, was_full: bool, num_tokens: int) -> None:
         before, counts = self._before, was_full and phase in self._trials and not self._num_older
-        self._before = (phase, result.stamps.sent) if counts else None
+        self._before = (phase, sent_ns) if counts else None
         self._num_older = max(0, self._num_older - 1)
         if counts and before is not None and before[0] == phase:
-            self._trials[phase].add((result.stamps.sent - before[1]) / 1e9, len(result.drawn))
+            self._trials[phase].add((sent_ns - before[1]) / 1e9, num_tokens)
             self._num_steps[phase] += 1
             if self._num_steps.total() == TURN:
                 self._end_turn()

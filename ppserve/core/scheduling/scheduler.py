@@ -268,7 +268,7 @@ class Scheduler:
                 num_before = len(sequence.token_ids)
                 events += self._apply(sequence, piece, drawn[sequence.id], scored.get(sequence.id))
                 if num_new := len(sequence.token_ids) - num_before:
-                    self._speculation.token_returned(sequence, num_new, len(self._roster), now)
+                    self._speculation.tokens_returned(sequence, piece, num_new, len(self._roster), now)
         num_tokens = sum(len(piece.token_ids) - piece.num_guesses for _, piece in parts)
         num_tokens += self.lanes.guesses["accepted"] - accepted
         self.intake.step_committed(num_tokens, now)

@@ -7,10 +7,11 @@ Depth: where no sequence is ready and stages would stand idle, a step is sent on
 draws the true token is still on its way. A right guess has its next token that much earlier. A wrong one is
 cancelled, and delays the right step by what stage 0 has still to do for it.
 
-A guess is made only where it pays by the times that the cost model predicts and by the drafter's experience with
-the sequence. So with many sequences in a step nothing is guessed. Rows of guesses lengthen a step for all who
-wait for it, so with several sequences running they may do so only a little. And whether there are guesses of
-either kind is decided by the measured time from token to token (`guess_trial`).
+A guess is made only where it pays: by the drafter's experience with the sequence, and by what rows were measured
+to cost a lone sequence (`row_cost`) or, with several, by the times that the cost model predicts. So with many
+sequences in a step nothing is guessed. Rows of guesses lengthen a step for all who wait for it, so with several
+sequences running they may do so only a little. And whether there are guesses of either kind is decided by the
+measured time from token to token (`guess_trial`).
 """
 
 from __future__ import annotations
@@ -20,17 +21,19 @@ import math
 from collections.abc import Collection
 
 from ppserve.core.cost_model import StepSize
+from ppserve.core.plan import Slice
 from ppserve.core.scheduling.composer import CostModel, joined
 from ppserve.core.scheduling.config import SchedulerConfig
 from ppserve.core.scheduling.drafter import Guess, NewDrafter
 from ppserve.core.scheduling.guess_trial import GuessTrial, Way
 from ppserve.core.scheduling.lanes import Lanes
+from ppserve.core.scheduling.row_cost import RowCost
 from ppserve.core.scheduling.sequence import Sequence
 
 Pick = tuple[Sequence, int]
 """A sequence, and how many of its tokens a step takes."""
 
-# Predicted savings must be this many times the predicted cost.
+# With several sequences, predicted savings must be this many times the predicted cost.
 WORTH = 1.5
 # With several sequences running, guesses may make a step this many times as long: others wait for it too.
 MOST_STRETCH = 1.025
@@ -39,9 +42,9 @@ MOST_STRETCH = 1.025
 MOST_WAIT_S = 0.0005
 # The most rows of one sequence in a step that decodes.
 MAX_WIDTH = 16
-# Guesses in a step of a lone sequence that teaches the cost model what rows cost.
-EXPLORED_WIDTH = 3
-# Guesses that are less likely right are not made, even where the prediction says that they cost nothing: they
+# As long as a lone sequence's steps are to tell what rows cost.
+EXPLORED_WIDTH = 4
+# Guesses that are less likely right are not made, even where they are said to cost nothing: they
 # still take energy, and time of processors that others share.
 LEAST_PROBABILITY = 0.1
 
@@ -50,18 +53,15 @@ class Speculation:
     """Extends the composer's picks."""
 
     def __init__(
-        self,
-        config: SchedulerConfig,
-        lanes: Lanes,
-        costs: CostModel | None,
-        new_drafter: NewDrafter,
+        self, config: SchedulerConfig, lanes: Lanes, costs: CostModel | None, new_drafter: NewDrafter
     ) -> None:
         self._forced = config.speculate
         self._max_rows = config.max_step_tokens
         self._lanes = lanes
         self._costs = costs
         self._new_drafter = new_drafter
-        self._trial = GuessTrial()
+        self._row_cost = RowCost()
+        self._trial = GuessTrial(self._row_cost.forget)
 
     @property
     def _way(self) -> Way:
@@ -69,11 +69,13 @@ class Speculation:
             return self._trial.way
         return Way.DEEP if self._forced else Way.PLAIN
 
-    def token_returned(self, sequence: Sequence, num_tokens: int, num_running: int, now: float) -> None:
-        """A step brought tokens of a sequence."""
-        if self._forced is None and sequence.returned_s is not None:
-            self._trial.observe(num_running, sequence.returned_s, now, num_tokens)
-        sequence.returned_s = now
+    def tokens_returned(self, of: Sequence, piece: Slice, num_tokens: int, num_running: int, now: float) -> None:
+        """A step brought tokens of a sequence. piece: its slice in the step."""
+        if self._forced is None and of.returned_s is not None:
+            if num_running == 1 and self._way is not Way.DEEP and not piece.is_guessed:
+                self._row_cost.observe(piece.num_guesses, now - of.returned_s)
+            self._trial.observe(num_running, of.returned_s, now, num_tokens)
+        of.returned_s = now
 
     def widen(self, picks: list[Pick], num_running: int) -> list[Pick]:
         """The picks of a step, with guesses; unchanged where the step has tokens of prompts."""
@@ -92,8 +94,7 @@ class Speculation:
             if sequence.remaining or sequence.known_end or (guess := self._next_guess(sequence)) is None:
                 continue
             if self._forced or self._pays_deep(sequence, sequence.certainty * guess.probability):
-                sequence.guesses.append(guess)
-                self._trial.guessed()
+                self._add(sequence, guess)
                 picks.append((sequence, 1))
         return self._with_guesses(picks, len(running))
 
@@ -118,16 +119,18 @@ class Speculation:
         """Adds guesses as rows, the likeliest first, as long as they pay."""
         if not picks:
             return picks
+        if num_running == 1 and not self._forced:
+            ((sequence, width),) = picks
+            return [(sequence, width + self._guess_alone(sequence))]
         size = StepSize()
         for sequence, num_tokens in picks:
             size = joined(size, sequence, num_tokens)
-        explores = num_running == 1 and self._trial.explore()
         most_rows = (self._forced or MAX_WIDTH - 1) + (picks[0][0].remaining > 0)
         step_s = self._seconds(size)
         token_s = step_s / len(picks)
-        most_s = math.inf if num_running == 1 or self._forced else MOST_STRETCH * step_s
+        most_s = math.inf if self._forced else MOST_STRETCH * step_s
         wider_s = self._seconds(size.with_slice(picks[0][0].scheduled, 1, 1))
-        if not explores and not self._pays_wide(1.0, token_s, wider_s - step_s):
+        if not self._pays_wide(1.0, token_s, wider_s - step_s):
             return picks  # not even a guess that is surely right
         widths = [num_tokens for _, num_tokens in picks]
         likeliest: list[tuple[float, int, Guess]] = []  # the first number is the probability's negative
@@ -139,16 +142,31 @@ class Speculation:
             sequence = picks[place][0]
             wider = size.with_slice(sequence.scheduled + widths[place], 1, 1)
             wider_s = self._seconds(wider)
-            row_s = 0.0 if explores and widths[place] <= EXPLORED_WIDTH else wider_s - step_s
-            if wider_s > most_s or not self._pays_wide(-minus_probability, token_s, row_s):
+            if wider_s > most_s or not self._pays_wide(-minus_probability, token_s, wider_s - step_s):
                 break
             size, step_s = wider, wider_s
-            sequence.guesses.append(guess)
-            self._trial.guessed()
+            self._add(sequence, guess)
             widths[place] += 1
             if widths[place] < most_rows:
                 self._consider(likeliest, place, sequence)
         return [(sequence, width) for (sequence, _), width in zip(picks, widths, strict=True)]
+
+    def _guess_alone(self, sequence: Sequence) -> int:
+        """Guesses that a step of a lone sequence takes as further rows: as long as each brings more tokens per
+        second than the step would have without it."""
+        most = min(MAX_WIDTH if self._row_cost.is_known else EXPLORED_WIDTH, self._max_rows) - 1
+        row, step, tokens, count = self._row_cost.share, 1.0, sequence.certainty, 0
+        while count < most and (guess := self._next_guess(sequence)) is not None:
+            probability = sequence.certainty * guess.probability
+            if probability < LEAST_PROBABILITY or probability * step <= row * tokens:
+                break
+            self._add(sequence, guess)
+            step, tokens, count = step + row, tokens + probability, count + 1
+        return count
+
+    def _add(self, sequence: Sequence, guess: Guess) -> None:
+        sequence.guesses.append(guess)
+        self._trial.guessed()
 
     def _consider(self, likeliest: list[tuple[float, int, Guess]], place: int, sequence: Sequence) -> None:
         if (guess := self._next_guess(sequence)) is not None:

@@ -24,9 +24,9 @@ UNSTEADY, MAX_UNSTEADY = 1.5, 2
 
 
 class Trial:
-    """ways: ascending, as they are tried; the first is the plain one, which needs no reason. margin: any other
-    must be faster than it by this factor: by about what turns differ by chance. With less, a way that is no better
-    gets half of the turns. best: the way that was fastest so far.
+    """ways: ascending, as they are tried, the simplest first. margin: a way must be faster than a simpler one by
+    this factor: by about what turns differ by chance. With less, a way that is no better gets half of the turns.
+    best: the way that was fastest so far.
     """
 
     def __init__(self, ways: Sequence[int], margin: float) -> None:
@@ -85,7 +85,7 @@ class Trial:
         ratios = self._ratios[self._tried]
         ratios.append(ratio)
         usual = median_low(ratios)
-        margin = self._margin ** ((self._tried != self._plain) - (self.best != self._plain))
+        margin = self._margin if self._tried > self.best else 1 / self._margin
         if usual * margin < 1:
             self._make_best(self._tried, usual)
         elif ratio * margin < 1:

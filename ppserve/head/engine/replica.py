@@ -241,12 +241,14 @@ class Replica:
         if not result.skipped:
             self._costs.observe(result.stage, step.plan, (result.stamps.ended - result.stamps.begun) / 1e9)
         self._watcher.reported(step, result.stage)
+        events: list[SequenceEvent] = []
+        if result.stage == self.members.num_stages - 1:
+            events = self.scheduler.commit(result, self._now_s())
+            self._cancel_doomed(self.scheduler)
         if self.scheduler.config.microbatches is None:
-            self.scheduler.set_microbatches(self._lanes.observe(step.plan, result, step.fills_lanes))
-        if result.stage < self.members.num_stages - 1:
-            return []
-        events = self.scheduler.commit(result, self._now_s())
-        self._cancel_doomed(self.scheduler)
+            num_tokens = sum(event.token_id is not None for event in events)
+            lanes = self._lanes.observe(step.plan, result, step.fills_lanes, num_tokens)
+            self.scheduler.set_microbatches(lanes)
         return events
 
     def _formed(self, formed: Formed) -> list[ReplicaEvent]:

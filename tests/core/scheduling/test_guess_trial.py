@@ -8,7 +8,7 @@ from statistics import fmean
 
 import pytest
 
-from ppserve.core.scheduling.guess_trial import EXPLORED, GuessTrial, Way
+from ppserve.core.scheduling.guess_trial import GuessTrial, Way
 
 
 def live(
@@ -189,15 +189,14 @@ def test_steps_of_guesses_alone_are_judged_by_themselves(best: Way) -> None:
     assert min(taken.values()) > 32, "each way is tried again now and then"
 
 
-def test_trying_width_begins_with_steps_that_explore_and_do_not_count() -> None:
-    trial, explored = GuessTrial(), dict.fromkeys(Way, 0)
-    now = 0.0
-    for _ in range(4000):
-        trial.guessed()
-        explores = trial.explore()
-        explored[trial.way] += explores
-        began, now = now, now + (50.0 if explores else 0.5 if trial.way is Way.WIDE else 1.0)
-        trial.observe(1, began, now, 1)
-    assert explored[Way.WIDE] == EXPLORED, "once it is the fastest way, all is known"
-    assert explored[Way.PLAIN] == explored[Way.DEEP] == 0
-    assert trial.way is Way.WIDE
+def test_a_turn_of_trying_width_is_told_when_it_begins() -> None:
+    """What rows cost is then learnt anew."""
+    ways: list[Way] = []
+    trial = GuessTrial(lambda: ways.append(trial.way))
+    live(trial, 4000, lambda way: 1.0 if way else 0.9)
+    assert len(ways) > 2
+    assert set(ways) == {Way.WIDE}
+    trial = GuessTrial(lambda: ways.append(trial.way))
+    ways.clear()
+    live(trial, 4000, lambda way: 0.5 if way is Way.WIDE else 1.0)
+    assert len(ways) == 1, "once it is the fastest way, all is known"

@@ -8,7 +8,7 @@ from collections.abc import Callable
 
 import pytest
 
-from ppserve.core.plan import Draw, Drawn, Slice, StepPlan, StepResult, StepStamps
+from ppserve.core.plan import Draw, Slice, StepPlan, StepResult, StepStamps
 from ppserve.core.request import SamplingParams
 from ppserve.core.scheduling.lane_count import TURN, LaneCount
 
@@ -43,9 +43,9 @@ class Machine:
             before, begun, now = (round(1e9 * s) for s in (self.now_s - took_s, begun_s, self.now_s))
             stamps = StepStamps(before, before, begun, begun, now, now)
             for stage in range(self.num_stages):
-                drawn = tuple(Drawn(row, 0) for row in rows) if stage == self.num_stages - 1 else ()
-                result = StepResult(0, 0, stage, stamps, drawn=drawn)
-                self.count.observe(StepPlan(0, 0, 0, tuple(slices)), result, was_full)
+                result = StepResult(0, 0, stage, stamps)
+                brought = len(rows) if stage == self.num_stages - 1 else 0
+                self.count.observe(StepPlan(0, 0, 0, tuple(slices)), result, was_full, brought)
         return self.chosen.most_common(1)[0][0]
 
 

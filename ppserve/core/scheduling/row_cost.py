@@ -1,0 +1,44 @@
+"""What guesses as further rows of a lone sequence's steps cost, by measurement.
+
+A step's time on a stage, which the cost model fits, is only a part of the time from token to token: plans, hidden
+states and tokens travel, and the head works. And the fit is for steps of all sizes: a short prompt, the first step
+after a pause, has few rows too and takes longer than guesses do. So a lone sequence's steps are compared with each
+other alone: those with guesses with those without.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from statistics import median
+
+# Steps of either kind that are remembered, and those with guesses that must be known to tell what a row costs.
+_REMEMBERED, _LEAST_KNOWN = 32, 3
+
+
+class RowCost:
+    """share: what each further row adds to the time from token to token, as a share of that without guesses. Zero
+    as long as little is known, so that guesses are made and their cost is learnt."""
+
+    def __init__(self) -> None:
+        self.share = 0.0
+        self._plain_s: deque[float] = deque(maxlen=_REMEMBERED)
+        self._wide_s: deque[tuple[int, float]] = deque(maxlen=_REMEMBERED)
+
+    @property
+    def is_known(self) -> bool:
+        return len(self._wide_s) >= _LEAST_KNOWN and bool(self._plain_s)
+
+    def observe(self, num_guesses: int, seconds: float) -> None:
+        """The sequence had its tokens so long after the ones before, by a step with so many guesses."""
+        if num_guesses:
+            self._wide_s.append((num_guesses, seconds))
+        else:
+            self._plain_s.append(seconds)
+        if self.is_known:
+            plain_s = median(self._plain_s)
+            self.share = max(0.0, median((s / plain_s - 1) / count for count, s in self._wide_s))
+
+    def forget(self) -> None:
+        """What was learnt in a bad moment would be never corrected: rows that cost too much are not computed."""
+        self._wide_s.clear()
+        self.share = 0.0

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence as Seq
 
-from ppserve.core.ledger.steps import Step, Steps
+from ppserve.core.ledger.steps import Steps
 from ppserve.core.plan import Slice, StepPlan, StepResult
 from ppserve.core.scheduling.config import SchedulerConfig
 from ppserve.core.scheduling.quarantine import PROBE
@@ -62,8 +62,10 @@ class Lanes:
         """Which stage the step has reached that draws the sequence's next token."""
         known = len(sequence.token_ids)
         for step in self._steps.in_flight:
+            if sequence.id in self._void.get(step.plan.step_id, ()):
+                continue
             for owner, piece in self._parts.get(step.plan.step_id, ()):
-                if owner is sequence and piece.start < known <= piece.end and not self._is_void(step, sequence):
+                if owner is sequence and piece.start < known <= piece.end:
                     return step.first_owing()
         return 0
 
@@ -116,9 +118,6 @@ class Lanes:
         """Steps that became doomed since the last call."""
         doomed, self._doomed = tuple(self._doomed), []
         return doomed
-
-    def _is_void(self, step: Step, sequence: Sequence) -> bool:
-        return sequence.id in self._void.get(step.plan.step_id, ())
 
     def lose(self, epoch: int) -> frozenset[str]:
         """Forget the steps in flight. Returns the ids of their requests."""

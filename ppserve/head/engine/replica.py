@@ -246,9 +246,8 @@ class Replica:
             events = self.scheduler.commit(result, self._now_s())
             self._cancel_doomed(self.scheduler)
         if self.scheduler.config.microbatches is None:
-            num_tokens = sum(event.token_id is not None for event in events)
-            lanes = self._lanes.observe(step.plan, result, step.fills_lanes, num_tokens)
-            self.scheduler.set_microbatches(lanes)
+            brought = sum(event.token_id is not None for event in events)
+            self.scheduler.set_microbatches(self._lanes.observe(step.plan, result, step.fills_lanes, brought))
         return events
 
     def _formed(self, formed: Formed) -> list[ReplicaEvent]:

@@ -2,11 +2,12 @@
 
     python benchmarks/shape_prediction.py [--world 2,4] [--callers 16] [--model tiny] [--json FILE]
 
-A server with `--parallel auto` prints its table and is ended; then every shape of it is served with its own flags,
-under the load that was predicted for, in turns (`--rounds`), and the best round counts. A prediction is good when
-it is within 15% of the figure, and when shapes that differ by more than 10% are in the right order. Beside each
-stands what ranks, head and callers computed for a token, in CPU time. Wants an otherwise quiet machine; it prints
-the load it found.
+In each of `--rounds` a server with `--parallel auto` measures, prints its table and is ended; then every shape of
+it is served with its own flags, under the load that was predicted for. The medians of the rounds count, since a
+machine's speed may change within the hour. A prediction is good when it is within 15% of the figure, and when
+shapes that differ by more than 10% are in the right order. Beside each stands what ranks, head and callers compute
+for a token, in CPU time, and how many tokens a second the cores allow with that, which other programs on the
+machine change less than what was measured. Wants an otherwise quiet machine; it prints the load it found.
 """
 
 from __future__ import annotations
@@ -19,9 +20,11 @@ import re
 import signal
 import subprocess
 import sys
+import tempfile
 import time
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
+from statistics import median
 
 import click
 import local_server
@@ -30,6 +33,8 @@ from simulator_against_server import Run, drive
 
 from ppserve.client import Client
 from ppserve.core.figures import table
+from ppserve.model.cpu.cache_directory import VARIABLE, cache_directory
+from ppserve.stage.device import cores_here
 
 ROW = re.compile(
     r"^(\d+)x(\d+)x(\d+) .*? ([\d.]+(?:e\+\d+)?) +[\d.]+ ms +([\d.]+) ms +[\d.]+ ms +\d+%$", re.MULTILINE
@@ -37,18 +42,29 @@ ROW = re.compile(
 WITHIN, APART = 0.15, 0.10
 
 
+@dataclass(frozen=True)
+class Figures:
+    """Of a round. cpu_us: what ranks, head and callers computed for a token."""
+
+    tokens_per_s: float
+    itl_s: float
+    cpu_us: tuple[float, ...] = ()
+
+    @classmethod
+    def median(cls, rounds: list[Figures]) -> Figures:
+        cpu_us = tuple(map(median, zip(*(each.cpu_us for each in rounds), strict=True)))
+        return cls(median(each.tokens_per_s for each in rounds), median(each.itl_s for each in rounds), cpu_us)
+
+
 @dataclass
 class Shape:
-    """tokens_per_s, itl_s: as predicted; measured_per_s, measured_itl_s, cpu_us: of its best round."""
+    """Its rounds."""
 
     tensor: int
     stages: int
     replicas: int
-    tokens_per_s: float
-    itl_s: float
-    measured_per_s: float = 0.0
-    measured_itl_s: float = 0.0
-    cpu_us: tuple[float, ...] = ()
+    promised: list[Figures] = field(default_factory=list)
+    given: list[Figures] = field(default_factory=list)
 
     @property
     def name(self) -> str:
@@ -59,16 +75,37 @@ class Shape:
         return [f"--stages={self.stages}", f"--tensor-parallel={self.tensor}", f"--replicas={self.replicas}"]
 
     @property
+    def predicted(self) -> Figures:
+        return Figures.median(self.promised)
+
+    @property
+    def measured(self) -> Figures:
+        return Figures.median(self.given)
+
+    @property
     def error(self) -> float:
-        return self.tokens_per_s / self.measured_per_s - 1
+        return self.predicted.tokens_per_s / self.measured.tokens_per_s - 1
 
 
-def predicted(world: int, flags: list[str]) -> list[Shape]:
-    """The table that a server prints before it serves."""
+def predict(world: int, flags: list[str], shapes: dict[str, Shape]) -> None:
+    """The table that a server prints before it serves. Ranks measure anew, with the kernels that are there."""
+    kernels = cache_directory(os.environ, Path(tempfile.gettempdir()))
+    with tempfile.TemporaryDirectory() as cache:
+        said = _said(world, flags, {**os.environ, "XDG_CACHE_HOME": cache, VARIABLE: str(kernels)})
+    found = ROW.findall(said)
+    if not found:
+        raise click.ClickException(f"no table in what the server said:\n{said}")
+    for tensor, stages, replicas, rate, itl_ms in found:
+        shape = Shape(int(tensor), int(stages), int(replicas))
+        shapes.setdefault(shape.name, shape).promised.append(Figures(float(rate), float(itl_ms) / 1e3))
+
+
+def _said(world: int, flags: list[str], environment: dict[str, str]) -> str:
     command = [sys.executable, "-m", "ppserve", "serve", *local_server.FREE_PORTS, f"--stages={world}"]
     process = subprocess.Popen(
-        [*command, "--parallel=auto", *flags], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
-    )
+        [*command, "--parallel=auto", *flags],
+        stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment,
+    )  # fmt: skip
     try:
         assert process.stderr is not None
         said = ""
@@ -79,13 +116,7 @@ def predicted(world: int, flags: list[str]) -> list[Shape]:
     finally:
         process.send_signal(signal.SIGTERM)
         process.communicate(timeout=local_server.END_WITHIN_S)
-    found = [
-        Shape(int(tensor), int(stages), int(replicas), float(rate), float(itl_ms) / 1e3)
-        for tensor, stages, replicas, rate, itl_ms in ROW.findall(said)
-    ]
-    if not found:
-        raise click.ClickException(f"no table in what the server said:\n{said}")
-    return found
+    return said
 
 
 def cpu_s() -> tuple[float, ...]:
@@ -115,9 +146,8 @@ def measure(shape: Shape, run: Run, flags: list[str]) -> None:
         before_s = cpu_s()
         per_s, _, itl_s = drive(client, run, range(run.requests))
         spent_s = [after - before for after, before in zip(cpu_s(), before_s, strict=True)]
-    if per_s > shape.measured_per_s:
-        shape.measured_per_s, shape.measured_itl_s = per_s, itl_s
-        shape.cpu_us = tuple(1e6 * seconds / (run.requests * run.new) for seconds in spent_s)
+    cpu_us = tuple(1e6 * seconds / (run.requests * run.new) for seconds in spent_s)
+    shape.given.append(Figures(per_s, itl_s, cpu_us))
 
 
 def wrong_order(shapes: list[Shape]) -> list[str]:
@@ -126,7 +156,8 @@ def wrong_order(shapes: list[Shape]) -> list[str]:
     return [
         f"{a.name} before {b.name}"
         for a, b in pairs
-        if a.measured_per_s < (1 - APART) * b.measured_per_s and a.tokens_per_s > b.tokens_per_s
+        if a.measured.tokens_per_s < (1 - APART) * b.measured.tokens_per_s
+        and a.predicted.tokens_per_s > b.predicted.tokens_per_s
     ]
 
 
@@ -136,7 +167,7 @@ def wrong_order(shapes: list[Shape]) -> list[str]:
 @click.option("--callers", default=16)
 @click.option("--prompt", default=64, help="Tokens of each prompt.")
 @click.option("--new", default=64, help="Tokens of each answer.")
-@click.option("--rounds", default=2)
+@click.option("--rounds", default=3)
 @click.option("--json", "path", type=click.Path(path_type=Path))
 def main(world: str, model: str, callers: int, prompt: int, new: int, rounds: int, path: Path | None) -> None:
     print(f"load before: {os.getloadavg()[0]:.1f} on {os.cpu_count()} cores")
@@ -145,23 +176,28 @@ def main(world: str, model: str, callers: int, prompt: int, new: int, rounds: in
     run = Run(model, prompt, new, callers, requests=6 * callers)
     every: dict[str, list[Shape]] = {}
     for count in map(int, world.split(",")):
-        shapes = every[str(count)] = predicted(count, [*flags, *expected])
+        found: dict[str, Shape] = {}
         for _ in range(rounds):
-            for shape in shapes:
+            predict(count, [*flags, *expected], found)
+            for shape in found.values():
                 measure(shape, run, flags)
-        spent = ("ranks' us/token", "head's", "callers'")
+        shapes = every[str(count)] = list(found.values())
+        spent = ("ranks' us/token", "head's", "callers'", "cores allow/s")
         rows = [("shape", "predicted/s", "measured/s", "error", "predicted ITL", "measured ITL", *spent)]
         for each in shapes:
-            rates = (f"{each.tokens_per_s:.0f}", f"{each.measured_per_s:.0f}", f"{each.error:+.0%}")
-            times = (f"{1e3 * each.itl_s:.2f} ms", f"{1e3 * each.measured_itl_s:.2f} ms")
-            rows.append((each.name, *rates, *times, *(f"{us:.0f}" for us in each.cpu_us)))
+            both = each.predicted, each.measured
+            rates = (*(f"{of.tokens_per_s:.0f}" for of in both), f"{each.error:+.0%}")
+            times = (f"{1e3 * of.itl_s:.2f} ms" for of in both)
+            spent_us = each.measured.cpu_us
+            allowed_per_s = 1e6 * cores_here() / sum(spent_us)
+            rows.append((each.name, *rates, *times, *(f"{us:.0f}" for us in spent_us), f"{allowed_per_s:.0f}"))
         print("\n".join(table(*rows, left=1)))
         good = sum(abs(each.error) <= WITHIN for each in shapes)
         order = wrong_order(shapes)
         print(f"{good} of {len(shapes)} within {WITHIN:.0%}; order: {', '.join(order) or 'right'}", flush=True)
     if path is not None:
-        found = {count: [asdict(each) for each in shapes] for count, shapes in every.items()}
-        path.write_text(json.dumps(found, indent=1))
+        as_dicts = {count: [asdict(each) for each in shapes] for count, shapes in every.items()}
+        path.write_text(json.dumps(as_dicts, indent=1))
 
 
 if __name__ == "__main__":

@@ -80,10 +80,12 @@ class Coefficients:
 
 @dataclass(frozen=True, slots=True)
 class LayerCosts:
-    """What a model's parts cost on one rank. head: final norm, LM head and drawing, besides the layers."""
+    """What a model's parts cost on one rank. head: final norm, LM head and drawing, besides the layers. around_s:
+    of a step, what the rank computes beside both: a plan in, inputs, a result out; 0 where it is not known."""
 
     layer: Coefficients
     head: Coefficients
+    around_s: float = 0.0
 
     def stage(self, layout: StageLayout) -> Coefficients:
         """What a step costs on a stage with these layers, whose ranks compute as these do."""
@@ -98,15 +100,11 @@ class LayerCosts:
     @classmethod
     def mean(cls, costs: Sequence[LayerCosts]) -> LayerCosts:
         """Of what several ranks measured."""
-        return cls(
-            *(
-                Coefficients(*map(fmean, zip(*map(astuple, part), strict=True)))
-                for part in (
-                    [each.layer for each in costs],
-                    [each.head for each in costs],
-                )
-            )
+        layer, head = (
+            Coefficients(*map(fmean, zip(*map(astuple, parts), strict=True)))
+            for parts in ([each.layer for each in costs], [each.head for each in costs])
         )
+        return cls(layer, head, fmean(each.around_s for each in costs))
 
 
 class StageCost:

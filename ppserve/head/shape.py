@@ -20,12 +20,12 @@ from ppserve.planning.simulator import Wires
 # Requests simulated for each caller: enough that the first and the last ones weigh little.
 _REQUESTS_PER_CALLER = 4
 # CPU times of processes that served the built-in model (docs/performance/shapes.md): the head's for each token and
-# for each rank in a step; a rank's around each step.
+# for each rank in a step; a stage's to hand hidden states on. What ranks do around each step they have measured.
 _ONE_HOST = Wires(
-    latency_s=50e-6, bandwidth=5e9, head_s=0.0, token_s=230e-6, prepare_s=225e-6, sending_s=225e-6
+    latency_s=50e-6, bandwidth=5e9, head_s=0.0, token_s=230e-6, prepare_s=0.0, sending_s=150e-6, spin_s=80e-6
 )
 _RANK_S = 300e-6
-_SEVERAL_HOSTS = replace(_ONE_HOST, latency_s=200e-6, bandwidth=1e9, gather_s=200e-6)
+_SEVERAL_HOSTS = replace(_ONE_HOST, latency_s=200e-6, bandwidth=1e9, gather_s=200e-6, spin_s=0.0)
 # Of a caller in Python that reads one message for each token.
 _CALLER_S = 200e-6
 _LOCAL = ("localhost", "127.0.0.1", "::1")
@@ -49,6 +49,7 @@ def compare_shapes(config: ServeConfig, hellos: Sequence[wire.Hello]) -> list[Pr
     callers = expected.expect_callers
     load = fixed_load(_REQUESTS_PER_CALLER * callers, prompt, new, callers)
     wires = _ONE_HOST if len({hello.machine for hello in hellos}) == 1 else _SEVERAL_HOSTS
+    wires = replace(wires, prepare_s=means[1].around_s)
     intent = Intent(
         num_stages=1,
         dtype=first.dtype,

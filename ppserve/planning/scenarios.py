@@ -130,14 +130,19 @@ def _stage_speed(plan: Forecast, stage: int, speed: Device | MeasuredCosts, wire
     own = _own_speed(plan, stage, speed)
     if layout.num_tensor == 1:
         return own
-    # The embedding gathers its columns, each attention its heads and its result, each MLP its inner rows and its
-    # result, the head its draws.
-    gathers = layout.is_first + 2 * layout.num_sublayers + layout.is_last
     sublayers = 2 * arch.width * len(layout.attentions) + (arch.inner_width + arch.width) * len(layout.mlps)
     gathered = arch.width * layout.is_first + sublayers
     others = 1 - 1 / layout.num_tensor
     row_s = others * gathered * ELEMENT_BYTES[plan.dtype] / wires.bandwidth
-    return TensorRank(own, gathers * wires.gather_s, row_s)
+    return TensorRank(own, num_gathers(layout) * wires.gather_s, row_s)
+
+
+def num_gathers(layout: StageLayout) -> int:
+    """In a step. The embedding gathers its columns, each attention its heads and its result, each MLP its inner
+    rows and its result, the head its draws."""
+    if layout.num_tensor == 1:
+        return 0
+    return layout.is_first + 2 * layout.num_sublayers + layout.is_last
 
 
 def _own_speed(plan: Forecast, stage: int, speed: Device | MeasuredCosts) -> StageSpeed:

@@ -12,7 +12,7 @@ from ppserve.core.grid import RankGrid
 from ppserve.errors import ConfigError
 from ppserve.planning.cores import SharedCores, slowdown
 from ppserve.planning.forecast import Forecast, Intent, forecast
-from ppserve.planning.scenarios import MeasuredCosts, SimulatedLoad, simulate, summary
+from ppserve.planning.scenarios import MeasuredCosts, SimulatedLoad, num_gathers, simulate, summary
 from ppserve.planning.simulator import Device, Outcome, Wires
 
 # Of shapes with at least this share of the best throughput, the one with the shortest wait for a token wins.
@@ -116,7 +116,8 @@ def prospect(arch: Architecture, intent: Intent, grid: RankGrid, under: Conditio
         for callers, load in {load.concurrency: load for load in loads}.items()
     }
     outcomes = tuple(by_share[load.concurrency] for load in loads)
-    return Prospect(grid, plan, outcomes, slowdown(outcomes, grid, head, under.hosts))
+    gathers = [num_gathers(stage.layout) for stage in plan.stages]
+    return Prospect(grid, plan, outcomes, slowdown(outcomes, grid, head, under.hosts, gathers))
 
 
 def shares(load: SimulatedLoad, replicas: int) -> list[SimulatedLoad]:

@@ -91,7 +91,7 @@ class Wires:
     from the head to a stage, for a plan; return_s: from a stage to the head, for a result. head_s, token_s: the
     head's work per step, and for each token that it sends to a caller. prepare_s: a stage's work per step before
     it receives hidden states; sending_s: after computing. gather_s: for tensor ranks to have each other's results,
-    however small.
+    however small. spin_s: how long one that waits for them keeps its core before it sleeps.
     """
 
     latency_s: float = 50e-6
@@ -104,6 +104,7 @@ class Wires:
     sending_s: float = 0.0
     gather_s: float = 20e-6
     token_s: float = 0.0
+    spin_s: float = 0.0
 
     def transfer_s(self, rows: int) -> float:
         return self.latency_s + rows * self.bytes_per_row / self.bandwidth

@@ -15,16 +15,18 @@ import contextlib
 import hashlib
 import os
 import platform
+import socket
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
-from statistics import median
+from statistics import mean, median
 from typing import TypeVar
 
 import msgspec
 import torch
 
+from ppserve import wire
 from ppserve.config import ServeConfig
 from ppserve.core.architecture import Architecture, StageLayout
 from ppserve.core.cost_model import LayerCosts, StageCost, StepSize
@@ -35,6 +37,7 @@ from ppserve.model.checkpoint import Checkpoint
 from ppserve.model.gather import ALONE, Echo
 from ppserve.model.gpt2 import GPT2Stage
 from ppserve.stage.device import Compute
+from ppserve.stage.link import HeadLink
 from ppserve.stage.step import Stage
 from ppserve.stage.transport import Frames, connect
 from ppserve.stage.transport.gather import NoTensorLink
@@ -44,13 +47,15 @@ _BLOCK_SIZE = 16
 _MAX_PROMPT_TOKENS = 128
 _REPEATS = 7
 _PAUSE_S = 2e-3
-_VERSION = 10
+_VERSION = 11
 # Of the layers that `layer_costs` measures, if there are as many. One layer would be computed from a cache, from
 # which a model's layers throw each other out.
 _PARAMS_BEYOND_CACHES = 32 << 20
 # Sizes of the steps that `layer_costs` measures: sequences that decode, and tokens of one prompt.
 _DECODES = (1, 4, 16, 64)
 _PROMPTS = (32, 128)
+# Those of these by which it is measured what a rank does around a step.
+_AROUND = (4, 16)
 
 
 @dataclass(frozen=True, slots=True)
@@ -179,14 +184,16 @@ def _fit(checkpoint: Checkpoint, compute: Compute, mix: Mix, num_tensor: int) ->
     )
     # One thread's own time, where it computes alone: whatever else runs, waits for a core are not in it.
     times = _thread_times if compute.device.type == "cpu" and compute.threads == 1 else _times
-    layer, head = StageCost(), StageCost()
+    layer, head, around_s = StageCost(), StageCost(), []
     for plan in decodes + prompts:
         silent = _silent(plan)
         embed_s = median(times(bare, silent))
         layer.observe(StepSize.of(silent), (median(times(whole, silent)) - embed_s) / num_layers)
         if num_drawn := StepSize.of(plan).sampled:
             head.observe(StepSize(sampled=num_drawn), median(times(bare, plan)) - embed_s)
-    return LayerCosts(layer.coefficients, head.coefficients)
+        if num_drawn in _AROUND:
+            around_s.append(median(_times_around(bare, silent)))
+    return LayerCosts(layer.coefficients, head.coefficients, mean(around_s))
 
 
 def _plan(rows: list[tuple[int, int]]) -> StepPlan:
@@ -236,4 +243,25 @@ def _thread_times(stage: Stage, plan: StepPlan) -> list[float]:
         begun_s = time.thread_time()
         stage.step(plan, 0)
         times.append(time.thread_time() - begun_s)
+    return times
+
+
+def _times_around(bare: Stage, plan: StepPlan) -> list[float]:
+    """Seconds that this process computes for a step without layers, as it serves one: the plan comes over a socket
+    and is decoded in the link's thread; inputs are made, after a sleep; the result is sent. Sending the plan is
+    included, a fiftieth of it."""
+    ours, heads = socket.socketpair()
+    frame = wire.encode(wire.Plan(plan))
+    times = []
+    with ours, heads:
+        link = HeadLink(ours, lambda epoch: None, lambda: None)
+        for _ in range(2 * _REPEATS):
+            began_s = time.process_time()
+            heads.sendall(frame)
+            time.sleep(_PAUSE_S)
+            _, message = link.inbox.get()
+            link.send(wire.Result(bare.step(message.plan, 0).result))
+            times.append(time.process_time() - began_s)
+            heads.recv(1 << 16)
+        heads.sendall(wire.encode(wire.Shutdown()))
     return times

@@ -9,8 +9,10 @@ import socket
 from pathlib import Path
 
 import pytest
+from click.testing import CliRunner
 
 from ppserve.cli.check import check
+from ppserve.cli.main import cli
 from ppserve.config import ModelSettings, PipelineSettings, SchedulingSettings, ServeConfig, ServerSettings
 from ppserve.core.architecture import Split
 from ppserve.errors import UsageError
@@ -127,3 +129,11 @@ def test_a_launcher_that_would_cut_the_drain_short(
     with caplog.at_level(logging.WARNING):
         warn_of_short_grace(ServeConfig(server=dataclasses.replace(FREE, shutdown_timeout_s=timeout_s)))
     assert ("TORCH_ELASTIC_SHUTDOWN_TIMEOUT" in caplog.text) == warns
+
+
+def test_sizes_that_do_not_multiply_to_the_world_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("RANK", "0")
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    asked = ["serve", "--stages", "2", "--tensor-parallel", "2"]
+    with pytest.raises(UsageError, match="--stages: 2 stages need 4 ranks, but torchrun started 2"):
+        CliRunner().invoke(cli, asked, catch_exceptions=False, standalone_mode=False)

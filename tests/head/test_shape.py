@@ -68,6 +68,16 @@ def test_cores_are_shared_with_the_head_and_its_callers() -> None:
     assert all(scarce[name] < elsewhere[name] < alone[name] for name in alone), "callers are on other machines"
 
 
+def test_what_ranks_do_around_a_step_takes_time_in_every_shape() -> None:
+    def rates(around_s: float) -> dict[str, float]:
+        speed = {count: replace(one, around_s=around_s) for count, one in ((1, READS), (2, HALF))}
+        found = compare_shapes(config(), hellos(2, speed=speed))
+        return {shape_name(each.grid): each.output_tokens_per_s for each in found}
+
+    none, much = rates(0.0), rates(20e-3)
+    assert all(much[name] < 0.8 * none[name] for name in none)
+
+
 def test_what_does_not_fit_is_not_chosen() -> None:
     found = compare_shapes(config(), hellos(2, memory_bytes=640 << 20))
     assert [shape_name(each.grid) for each in found if not each.fits] == ["1x1x2"]
@@ -99,6 +109,7 @@ def replace_machine(hello: wire.Hello, machine: str) -> wire.Hello:
 
 
 def test_costs_are_the_mean_of_the_ranks() -> None:
-    other = replace(READS, layer=READS.layer.times(3))
+    other = replace(READS, layer=READS.layer.times(3), around_s=2e-3)
     assert LayerCosts.mean([READS, other]).layer == READS.layer.times(2)
     assert LayerCosts.mean([READS, other]).head == READS.head
+    assert LayerCosts.mean([READS, other]).around_s == 1e-3

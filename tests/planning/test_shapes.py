@@ -136,6 +136,15 @@ def test_cores_compute_no_more_than_their_work_for_a_token_allows(shape: tuple[i
         assert times == pytest.approx(own.figures["itl_s_p50"] * own.output_tokens_per_s)
 
 
+def test_tensor_ranks_that_share_cores_spin_for_each_other() -> None:
+    """On one core, each of 50 gathers of a step costs one of two ranks 10 ms more: half a second for 64 tokens."""
+    on_one = replace(under(64), hosts=(SharedCores(1, (0, 1)),))
+    spinning = replace(on_one, wires=replace(FAST_WIRES, spin_s=10e-3))
+    tensor = 1 / rate(2, 1, 1, spinning) - 1 / rate(2, 1, 1, on_one)
+    assert tensor == pytest.approx(0.5 / 64, rel=0.2)
+    assert rate(1, 2, 1, spinning) == rate(1, 2, 1, on_one)
+
+
 def test_an_interrupted_rank_keeps_its_replica_waiting() -> None:
     """A tenth of two cores is taken: from one of two replicas half of that, from both stages of one all of it."""
     alone = {shape: rate(*shape, under(64)) for shape in ((1, 1, 2), (1, 2, 1))}

@@ -47,6 +47,7 @@ def test_a_layer_and_the_head_cost_more_in_larger_steps(cache: Path) -> None:
     costs = layer_costs(open_checkpoint("tiny"), COMPUTE, MIX)
     one, many = (costs.layer.seconds(StepSize(rows, 48 * rows)) for rows in (1, 128))
     assert 0 < one < many
+    assert costs.around_s > 0
     assert 0 < costs.head.seconds(StepSize(sampled=1)) < costs.head.seconds(StepSize(sampled=64))
     assert layer_costs(open_checkpoint("tiny"), COMPUTE, MIX) == costs
     among_four = replace(COMPUTE, stages_here=4)

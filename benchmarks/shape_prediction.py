@@ -33,7 +33,7 @@ from simulator_against_server import Run, drive
 
 from ppserve.client import Client
 from ppserve.core.figures import table
-from ppserve.model.cpu.cache_directory import VARIABLE, cache_directory
+from ppserve.model.compiled.cache_directory import VARIABLE, cache_directory
 from ppserve.stage.device import cores_here
 
 ROW = re.compile(

@@ -242,8 +242,7 @@ class StageLoop:
 
     def _end_waits(self, number: int) -> None:
         """In the link's thread: the stage's own may be waiting for a neighbour, and hears of nothing else."""
-        epoch = self._epoch
-        if epoch is not None and epoch.number == number:
+        if (epoch := self._epoch) is not None and epoch.number == number:
             try:
                 epoch.stage.interrupt()
             except RuntimeError as error:
@@ -259,9 +258,8 @@ class StageLoop:
             log.debug("epoch %d: left", number)
 
     def leave_epoch(self) -> None:
-        """The one way out of an epoch: ends its waits, all at once, and closes every wire to the neighbours, so
-        that those blocked on this stage wake up as well. Raises TransportError where only a new process is rid of
-        it."""
+        """The one way out of an epoch: ends its waits and closes every wire to the neighbours, so that those
+        blocked on this stage wake up. Raises TransportError where only a new process is rid of it."""
         if self._epoch is not None:
             self._end_waits(self._epoch.number)
             self._epoch.stage.close()
@@ -287,8 +285,7 @@ class StageLoop:
     def _expect_plans(self) -> None:
         """Every plan that is known, so that hidden states travel while this stage computes an earlier step."""
         for _, message in self._arrived:
-            epoch = self._epoch
-            if epoch is None or not isinstance(message, wire.Plan):
+            if (epoch := self._epoch) is None or not isinstance(message, wire.Plan):
                 return
             plan = message.plan
             if plan.epoch == epoch.number and plan.step_id > epoch.newest_expected:
@@ -300,8 +297,7 @@ class StageLoop:
 
     def _step(self, plan: StepPlan, told: Told, planned_ns: int) -> bool:
         """One step, and its result; whether there is one. A plan of an epoch that was left is dropped."""
-        epoch = self._epoch
-        if epoch is None or plan.epoch != epoch.number:
+        if (epoch := self._epoch) is None or plan.epoch != epoch.number:
             return False
         if epoch.stage.layout.is_last:
             plan = epoch.draws.restore(plan, told)

@@ -272,8 +272,7 @@ class Members:
         self._move(member.rank, StageState.LOADING, now_ns)
         self._update(member.rank, hello=hello, round_trips=())
         if self.decision is not None:
-            change = what_changed(before, hello, self.decision.transport) if before is not None else None
-            if change is not None:
+            if before is not None and (change := what_changed(before, hello, self.decision.transport)):
                 return [Hopeless(f"{self.name(member)} came back with {change}", usage=True)]
             self._assign(member, self.decision)
             return []

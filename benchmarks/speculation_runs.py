@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import math
 import random
 import statistics
 import time
 from collections.abc import Callable
 from collections.abc import Sequence as Seq
+from dataclasses import replace
 
 from ppserve import AsyncClient, Pipeline
+from ppserve.core.cost_model import Coefficients, StepSize
 from ppserve.core.ledger.steps import Step
 from ppserve.core.plan import SPECULATIVE
 from ppserve.core.scheduling.config import SchedulerConfig
@@ -118,14 +121,28 @@ def beside_a_stream(target: str) -> Run:
     return lambda prompts, options: asyncio.run(all_of(prompts, options))
 
 
-def simulated(pipeline: Pipeline, rate: float) -> float:
-    """What the simulator says, from this pipeline's measured costs of steps."""
-    (reading,) = pipeline._engine.look()
-    stages = tuple(card.cost for card in reading.stages)
-    config = SchedulerConfig(len(stages))
-    machine = Machine(stages, Wires(), 10_000)
+def simulated(off: Pipeline, auto: Pipeline, rate: float) -> float:
+    """What the simulator says of a warm server, from these pipelines' measured times: of steps and of what
+    surrounds them without guesses, and of rows of guesses."""
+    (plain,) = off._engine.look()
+    times = plain.overheads
+    stages = tuple(Coefficients(card.cost.seconds(StepSize(1, 64, 1))) for card in plain.stages)
+    wires = Wires(
+        latency_s=times.transfer_s, bandwidth=math.inf, control_s=times.control_s, return_s=times.return_s,
+        head_s=times.head_s, prepare_s=times.prepare_s, sending_s=times.sending_s,
+    )  # fmt: skip
+    token_s = _simulated_s(stages, wires, 0.0)
+    (replica,) = auto._engine._fleet.replicas
+    assert replica.scheduler is not None
+    row_s = replica.scheduler._speculation._row_cost.share * token_s / len(stages)
+    return token_s / _simulated_s(tuple(replace(stage, row=row_s) for stage in stages), wires, rate)
+
+
+def _simulated_s(stages: tuple[Coefficients, ...], wires: Wires, rate: float) -> float:
+    """Per token of a lone caller, after some 400."""
+    machine = Machine(stages, wires, 10_000)
     walls = []
-    for acceptance in (0.0, rate):
-        simulator = Simulator(machine, config, machine if acceptance else None, acceptance)
-        walls.append(simulator.run([SimulatedRequest(0.0, 5, 600)]).wall_s)
-    return walls[0] / walls[1]
+    for num_tokens in 400, 1000:
+        simulator = Simulator(machine, SchedulerConfig(len(stages)), machine if rate else None, rate)
+        walls.append(simulator.run([SimulatedRequest(0.0, 5, num_tokens)]).wall_s)
+    return (walls[1] - walls[0]) / 600

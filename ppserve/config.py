@@ -118,6 +118,7 @@ class ServerSettings:
     chat_template: Path | None = None
     vllm_grpc: bool = False
     shutdown_timeout_s: float = 25.0
+    start_timeout_s: float = 1800.0
     tls_cert: Path | None = None
     tls_key: Path | None = None
     tls_client_ca: Path | None = None

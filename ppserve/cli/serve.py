@@ -91,6 +91,7 @@ def _load_config_file(ctx: click.Context, _param: click.Parameter, path: Path | 
 @click.option("--expect-new", type=_COUNT, default=128, help="Typical new tokens, for --layers auto.")
 @click.option("--expect-callers", type=_COUNT, default=16, help="Typical requests at once, for --parallel auto.")
 @click.option("--shutdown-timeout", type=click.FloatRange(0, 86400), default=25, help="Seconds that streams have.")
+@click.option("--start-timeout", type=click.FloatRange(1), default=1800, help="Seconds without progress at start.")
 @click.option("--tls-cert", type=_FILE)
 @click.option("--tls-key", type=_FILE)
 @click.option("--tls-client-ca", type=_FILE, help="Demand client certificates of this authority.")
@@ -146,5 +147,5 @@ def build_config(flags: dict[str, Any]) -> cfg.ServeConfig:
         except ValueError:
             raise ConfigError(f"--{name}", f"{flags[name]!r} is not an IP address") from None
     fields = {"model": "path", "shutdown_timeout": "shutdown_timeout_s", "log_level": "level"}
-    fields["log_format"] = "format"
+    fields |= {"start_timeout": "start_timeout_s", "log_format": "format"}
     return cfg.ServeConfig.of({fields.get(name, name): value for name, value in flags.items()})

@@ -40,6 +40,7 @@ from ppserve.head.observe.observer import Observer
 from ppserve.head.observe.pages import MakePage, json_page
 from ppserve.head.observe.trace import Trace
 from ppserve.head.shape import compare_shapes
+from ppserve.head.starting import StartWatch
 from ppserve.planning.shapes import render_prospects, shape_name
 from ppserve.process import meeting
 from ppserve.process.environment import (
@@ -60,6 +61,7 @@ from ppserve.tokenizer import Tokenizer, load_tokenizer
 log = logging.getLogger("ppserve.head")
 
 _HEALTH_EVERY_S = 0.1
+_WATCH_EVERY_S = 1.0
 _STAGES_END_WITHIN_S = 5.0
 # Usual time from the end of the last stream to the exit of a rank.
 _ENDING_S = 5.0
@@ -225,11 +227,19 @@ class HeadProcess:
 
     async def _wait_for_pipeline(self) -> int | None:
         """None when it has formed; an exit code if it will not, or if a signal came first."""
+        watching = asyncio.create_task(self._watch_start())
         with StartProgress(self._members):
             await self._first(self._stop.wait(), self._formed, self._failed)
+        watching.cancel()
         if self._failed.done():
             return self._complain(self._failed.result())
         return await self._wait_for_draft() if self._formed.done() else 0
+
+    async def _watch_start(self) -> None:
+        watch = StartWatch(self._members, self._config.server.start_timeout_s, time.monotonic())
+        while (hopeless := watch.look(time.monotonic())) is None:
+            await asyncio.sleep(_WATCH_EVERY_S)
+        self._engine.give_up(hopeless)
 
     async def _wait_for_draft(self) -> int | None:
         """None when the draft model can be asked, or is gone, or there is none; an exit code if it cannot be used,

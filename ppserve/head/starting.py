@@ -1,0 +1,58 @@
+"""Whom the head waits for while the pipeline forms for the first time: told every half minute, and not for ever.
+
+A rank may take long to download its weights, so what counts is the time in which nothing happened at any rank.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+
+from ppserve.core.figures import size
+from ppserve.head.engine.member import Hopeless, Member, StageState
+from ppserve.head.engine.members import Members
+
+log = logging.getLogger("ppserve.head")
+
+TELL_EVERY_S = 30.0
+
+
+class StartWatch:
+    """Looks at the ranks of all replicas now and then. limit_s: of `--start-timeout`."""
+
+    def __init__(self, replicas: Sequence[Members], limit_s: float, now_s: float) -> None:
+        self._replicas, self._limit_s = replicas, limit_s
+        self._seen: object = None
+        self._since_s = self._told_s = now_s
+
+    def look(self, now_s: float) -> Hopeless | None:
+        """Why the server must end; None while it may wait."""
+        seen = [(member.state, member.progress) for replica in self._replicas for member in replica.all]
+        if seen != self._seen:
+            self._seen, self._since_s = seen, now_s
+        waited_s, missing = now_s - self._since_s, self._missing()
+        if waited_s >= self._limit_s:
+            reason = f"nothing has happened for {waited_s:.0f} s (--start-timeout); waiting for {missing}"
+            return Hopeless(reason, usage=False)
+        if now_s - self._told_s >= TELL_EVERY_S:
+            self._told_s = now_s
+            log.warning("waiting for %s", missing)
+        return None
+
+    def _missing(self) -> str:
+        waits = [(r, m) for r in self._replicas for m in r.all if m.state in _WHAT]
+        told = [f"{replica.name(member)} (rank {member.rank}), which {_what(member)}" for replica, member in waits]
+        return "; ".join(told) or "the epoch to form"
+
+
+def _what(member: Member) -> str:
+    done, total = member.progress
+    amount = f", {size(done)} of {size(total)}" if member.state is StageState.LOADING and total else ""
+    return _WHAT[member.state] + amount
+
+
+_WHAT = {
+    StageState.ABSENT: "has not come: is it started, with the same MASTER_ADDR, --control-port and --secret-file?",
+    StageState.LOADING: "loads its weights",
+    StageState.FORMING: "connects to its neighbours (--interface, --advertise)",
+}

@@ -62,6 +62,11 @@ def refuse_unmeant(meant: Mapping[int, bool]) -> list[OpenPort]:
     return found
 
 
+def ports_elsewhere(address: str) -> list[OpenPort]:
+    """What this process listens on, neither for this host alone nor on `address`."""
+    return [opened for opened in own_ports() if not opened.is_local and opened.host != address]
+
+
 def _entries(directory: str) -> list[str]:
     try:
         return [f"{directory}/{name}" for name in os.listdir(directory)]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import threading
 from datetime import timedelta
@@ -13,12 +14,15 @@ import parallel_state
 from ppserve import wire
 from ppserve.core.architecture import StageLayout
 from ppserve.process.interfaces import interface_of, interfaces
+from ppserve.process.listening import ports_elsewhere
 from ppserve.stage import rendezvous
 from ppserve.stage.link import Link
 from ppserve.stage.transport import Frames, Transport, create_transport
 from ppserve.stage.transport.gather import TensorLink, connect_ranks
 from ppserve.stage.transport.gather_group import create_gather
 from ppserve.stage.transport.local import Ends, LocalTransport, make_ends
+
+log = logging.getLogger(__name__)
 
 _FORM_TIMEOUT = timedelta(seconds=20)
 
@@ -71,6 +75,7 @@ class ProcessGroupWiring:
             timeout=_FORM_TIMEOUT,
         )
         parallel_state.initialize_model_parallel(layout.num_tensor, layout.num_stages)
+        _tell_of_other_interfaces(form.address)
 
     def open_gather(self, form: wire.Form, layout: StageLayout) -> TensorLink:
         return create_gather(form.transport)
@@ -89,6 +94,17 @@ def _say_interface(address: str) -> None:
     if name is not None:
         os.environ.setdefault("GLOO_SOCKET_IFNAME", name)
         os.environ.setdefault("NCCL_SOCKET_IFNAME", f"={name}")
+
+
+def _tell_of_other_interfaces(address: str) -> None:
+    """Where gloo, or another library, listens on more than the interface that was meant. Not refused: the
+    operator may have told them so."""
+    found = interfaces()
+    meant = interface_of(address, found)
+    other = [each for each in ports_elsewhere(address) if meant is None or interface_of(each.host, found) != meant]
+    if other:
+        listens = ", ".join(map(str, other))
+        log.warning("this stage listens on %s, beside %s where others reach it", listens, address)
 
 
 def _keep_watchdog_from_ending_us() -> None:

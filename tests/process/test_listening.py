@@ -8,7 +8,7 @@ import sys
 import pytest
 
 from ppserve.errors import UsageError
-from ppserve.process.listening import OpenPort, own_ports, refuse_unmeant
+from ppserve.process.listening import OpenPort, own_ports, ports_elsewhere, refuse_unmeant
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="only Linux tells a process its sockets")
 
@@ -50,3 +50,11 @@ def test_connections_are_no_listeners() -> None:
         before = own_ports()
         with socket.create_connection(server.getsockname()), server.accept()[0]:
             assert own_ports() == before
+
+
+def test_what_listens_on_another_address_than_the_one_meant_is_told() -> None:
+    before = ports_elsewhere("192.0.2.1")
+    with socket.create_server(("127.0.0.1", 0)), socket.create_server(("0.0.0.0", 0)) as everywhere:
+        found = OpenPort("0.0.0.0", everywhere.getsockname()[1])
+        assert [each for each in ports_elsewhere("192.0.2.1") if each not in before] == [found]
+        assert found not in ports_elsewhere("0.0.0.0")

@@ -50,7 +50,9 @@ class GuessTrial:
         running."""
         num_sequences = max(1, num_sequences)  # the last token of the last answer
         load = num_sequences.bit_length()
-        trial = self._trials.setdefault(load, Trial(tuple(Way), MARGIN))
+        trial = self._trials.get(load)
+        if trial is None:  # no `setdefault`: every token comes by here
+            trial = self._trials[load] = Trial(tuple(Way), MARGIN)
         if load != self._load:
             self._load = load
             trial.forget_turn()

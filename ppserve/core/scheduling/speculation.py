@@ -22,7 +22,7 @@ from collections.abc import Collection
 
 from ppserve.core.cost_model import StepSize
 from ppserve.core.plan import Slice
-from ppserve.core.scheduling.composer import CostModel, joined
+from ppserve.core.scheduling.composer import CostModel
 from ppserve.core.scheduling.config import SchedulerConfig
 from ppserve.core.scheduling.drafter import Guess, NewDrafter
 from ppserve.core.scheduling.guess_trial import GuessTrial, Way
@@ -122,9 +122,8 @@ class Speculation:
         if num_running == 1 and not self._forced:
             ((sequence, width),) = picks
             return [(sequence, width + self._guess_alone(sequence))]
-        size = StepSize()
-        for sequence, num_tokens in picks:
-            size = joined(size, sequence, num_tokens)
+        # One row of each, which is drawn from.
+        size = StepSize(len(picks), sum(sequence.scheduled + 1 for sequence, _ in picks), len(picks))
         most_rows = (self._forced or MAX_WIDTH - 1) + (picks[0][0].remaining > 0)
         step_s = self._seconds(size)
         token_s = step_s / len(picks)

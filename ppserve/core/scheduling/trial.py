@@ -18,6 +18,8 @@ REMEMBERED = 3
 # A slower way is tried after so many turns; after twice as many each time that it is slower again, and more if
 # much slower.
 FIRST_TRIAL, LAST_TRIAL = 8, 128
+# A trial that says nothing is repeated after so many turns.
+NEXT_UNCOUNTED = 4
 # The turns before and after a trial may differ by this factor. If they differ by more, the machine has changed
 # meanwhile, and the trial is repeated, up to so many times.
 UNSTEADY, MAX_UNSTEADY = 1.5, 2
@@ -53,13 +55,15 @@ class Trial:
 
     def next_way(self, ended: int, counts: bool = True) -> int:
         """The way of the next turn. ended: that of the last one. counts: whether it was really gone in it; if not,
-        a trial of it says nothing, and has cost nothing, so there may be another one soon."""
+        a trial of it says nothing, and has cost little, so there may be another one soon."""
         pace = self._seconds / self._tokens if self._tokens else None
         self.forget_turn()
         if ended != self.best:
             # A trial of another kind of load may have begun the turn, to try another way.
             is_trial = ended == self._tried and (counts or ended == self._plain)
             self._tried_pace = pace if is_trial else None
+            if ended == self._tried and not is_trial:
+                self._try_in = max(self._try_in, NEXT_UNCOUNTED)
             return self.best
         before, tried = self._best_pace, self._tried_pace
         self._best_pace, self._tried_pace = pace, None

@@ -200,3 +200,12 @@ def test_a_turn_of_trying_width_is_told_when_it_begins() -> None:
     ways.clear()
     live(trial, 4000, lambda way: 0.5 if way is Way.WIDE else 1.0)
     assert len(ways) == 1, "once it is the fastest way, all is known"
+
+
+def test_where_nothing_is_guessed_few_turns_ask_the_drafters() -> None:
+    """With many sequences no guess pays, but in turns of trying each sequence's drafter is asked all the same."""
+    trial, tried = GuessTrial(), 0
+    for number in range(40 * 64):
+        tried += trial.way is not Way.PLAIN
+        trial.observe(64, float(number), number + 1.0, 16)
+    assert 0 < tried < 0.3 * 40 * 64

@@ -16,7 +16,8 @@ import torch
 
 from ppserve import wire
 from ppserve.core.architecture import StageLayout
-from ppserve.core.plan import Slice, StepPlan
+from ppserve.core.plan import Draw, Slice, StepPlan
+from ppserve.core.request import SamplingParams
 from ppserve.core.scheduling.draft_model import NUM_SLOTS
 from ppserve.errors import ConfigError, UsageError
 from ppserve.model.checkpoint.opening import open_checkpoint, read_architecture
@@ -48,6 +49,8 @@ class Draft:
         self._blocks_each = -(-arch.max_positions // _BLOCK_SIZE)
         self._cache = backend.make_cache(arch, self._layout, NUM_SLOTS * self._blocks_each, _BLOCK_SIZE)
         self._answer: tuple[int, ...] | None = None
+        # A first pass loads kernels and touches weights: now, and not while the first request waits.
+        tuple(self.continued(Slice(0, 0, (0,) * _BLOCK_SIZE, (), Draw(SamplingParams())), 2))
 
     def ask(self, piece: Slice, count: int) -> None:
         self._answer = tuple(self.continued(piece, count))

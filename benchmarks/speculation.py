@@ -97,8 +97,10 @@ class Bench:
         options = {"max_tokens": self._flags.new, "ignore_eos": True, **options}
         speeds, controls, firsts, first_controls = [], [], [], []
         _, _, right = off(prompts, options)
+        until_s = time.monotonic() + self._flags.seconds
         for _ in range(-(-self._flags.warm // (len(prompts) * int(options["max_tokens"])))):
-            auto(prompts, options)
+            if time.monotonic() < until_s:
+                auto(prompts, options)
         until_s = time.monotonic() + self._flags.seconds
         while True:
             before, before_first_s, _ = off(prompts, options)

@@ -48,12 +48,14 @@ def test_a_memory_that_wanders_is_hardly_ever_taken_for_a_leak_or_for_flat() -> 
     assert growth(wandering(0)[:5]) is None
 
 
-def recorded(path: Path, second_answer: list[int]) -> Path:
+def recorded(path: Path, second_answer: list[int], text: str = "", logprob: float = -1.0) -> Path:
     record = Record(path)
     for kind, ids in (("undisturbed", [1, 2, 3]), ("answer", second_answer)):
         record.note("begin", caller=0, kind=kind)
         for token in ids:
-            record.note("tokens", caller=0, tokens=[[token, -1.0]])
+            mine = kind == "answer"
+            seen = text[token - 1] if mine and text else "abcd"[token - 1]
+            record.note("tokens", caller=0, tokens=[[token, logprob if mine else -1.0]], text=seen)
         record.note("end", caller=0, kind=kind)
     record.close()
     return path
@@ -65,10 +67,16 @@ def test_a_token_that_is_wrong_missing_or_there_twice_is_found(ids: list[int], t
     assert check(recorded(tmp_path / "right", [1, 2, 3])).is_clean
 
 
+def test_another_text_or_log_probability_is_found(tmp_path: Path) -> None:
+    assert check(recorded(tmp_path / "text", [1, 2, 3], text="abd")).wrong == 1
+    assert check(recorded(tmp_path / "logprob", [1, 2, 3], logprob=-1.5)).wrong == 1
+    assert check(recorded(tmp_path / "right", [1, 2, 3], text="abc")).is_clean
+
+
 def test_the_pause_is_the_longest_after_each_fault(tmp_path: Path) -> None:
     lines = ['{"t": 0, "what": "begin", "caller": 0, "kind": "undisturbed"}']
     times = [0.0, 1.0, 1.5, 5.5, 6.0, 8.0]
-    lines += [f'{{"t": {t}, "what": "tokens", "caller": 0, "tokens": []}}' for t in times]
+    lines += [f'{{"t": {t}, "what": "tokens", "caller": 0, "tokens": [], "text": ""}}' for t in times]
     lines[4:4] = ['{"t": 2.0, "what": "fault"}']
     lines[7:7] = ['{"t": 7.0, "what": "fault"}']
     (tmp_path / "record").write_text("\n".join(lines) + "\n")

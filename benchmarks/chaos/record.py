@@ -86,7 +86,8 @@ class Crowd:
             with Client(self.target, retry=self.policy) as client:
                 for chunk in client.stream(PROMPT.format(caller), **asked):
                     tokens = [_plain(token) for token in chunk.tokens]
-                    self.latest_s[caller] = self.record.note("tokens", caller=caller, tokens=tokens)
+                    seen = {"caller": caller, "tokens": tokens, "text": chunk.text}
+                    self.latest_s[caller] = self.record.note("tokens", **seen)
         except CallFailed as failure:
             self.record.note("failed", caller=caller, code=failure.code, reason=failure.reason)
             return False
@@ -125,16 +126,17 @@ class Verdict:
 def check(path: Path) -> Verdict:
     """Offline: from the recorder's file alone."""
     verdict = Verdict()
-    expected: dict[int, list[Any]] = {}
-    so_far: dict[int, list[Any]] = {}
+    # Of each caller: ids with log-probabilities, and the text, however it was cut into messages.
+    expected: dict[int, tuple[list[Any], str]] = {}
+    so_far: dict[int, tuple[list[Any], str]] = {}
     came: dict[int, list[float]] = defaultdict(list)
     faults: list[float] = []
     for event in events_of(path):
         match event:
             case {"what": "begin", "caller": caller}:
-                so_far[caller] = []
-            case {"what": "tokens", "caller": caller, "tokens": tokens, "t": t}:
-                so_far[caller] += tokens
+                so_far[caller] = [], ""
+            case {"what": "tokens", "caller": caller, "tokens": tokens, "text": text, "t": t}:
+                so_far[caller] = so_far[caller][0] + tokens, so_far[caller][1] + text
                 came[caller].append(t)
             case {"what": "failed", "code": code}:
                 verdict.failures[code] += 1

@@ -13,15 +13,11 @@ from collections.abc import Callable
 from ppserve import wire
 from ppserve.config import ServeConfig
 from ppserve.errors import UsageError
-from ppserve.process.environment import EXIT_FAILED, EXIT_HEAD_GONE, EXIT_RESTART, EXIT_USAGE
+from ppserve.process.environment import EXIT_FAILED, EXIT_HEAD_GONE, EXIT_USAGE
 from ppserve.process.greeting import connect_to_head
+from ppserve.process.patience import Life, Patience
 from ppserve.process.stage_process import StageProcess, start_patiently
 
-# The keeper gives up after so many deaths in a row without a computed step, however slowly they follow each other.
-# A request that kills its stage is found out at the fourth (`core.scheduling.quarantine`).
-MAX_DEATHS = 6
-# A stage that ends because there is no head is not to blame. The keeper gives up after so long without a head.
-HEADLESS_FOR_S = 900.0
 # A stage sends a sign of life at least every half second; after this long without one it is killed as frozen.
 FROZEN_AFTER_S = 4.0
 # The limit until it knows the head: loading one library from a cold disk, or making a GPU's context, can hold up
@@ -57,7 +53,7 @@ class Keeper:
         self._config = config
         self._rank, self._world_size = rank, world_size
         self._meeting = meeting
-        self._found_head = self._connected = self._is_ready = self._was_ready = False
+        self._found_head = self._was_ready = False
         self._spawn, self._clock, self._sleep = spawn, clock, sleep
         self._child: StageProcess | None = None
         self._spare, self._spare_from_s = spare, 0.0
@@ -90,40 +86,30 @@ class Keeper:
         return not self._found_head or (self._kill_at_s is not None and self._clock() > self._kill_at_s)
 
     def _keep(self) -> int:
-        deaths, had_head_s = 0, self._clock()
+        patience = Patience(self._name, self._clock())
         while True:
-            served, code = self._one_life()
+            life, code = self._one_life()
             if code == 0:
                 return 0
             if self._is_overdue() or (self._stopping and code == EXIT_HEAD_GONE):
                 return 1
-            if code == EXIT_RESTART:
-                deaths, had_head_s = 0, self._clock()
-                continue
             if code == EXIT_USAGE:
                 return self._for_good(EXIT_USAGE)
             if code == EXIT_FAILED:
                 return 1
-            if self._connected or code != EXIT_HEAD_GONE:
-                # A stage that was ready and lost the head counts as one that served: it may only have had no work.
-                deaths = 1 if served or (self._is_ready and code == EXIT_HEAD_GONE) else deaths + 1
-            if self._connected:
-                had_head_s = self._clock()
-            if deaths == MAX_DEATHS:
-                return self._give_up(f"{self._name} died {MAX_DEATHS} times in a row (last code {code})")
-            if self._clock() - had_head_s > HEADLESS_FOR_S:
-                return self._give_up(f"{self._name} found no head for {HEADLESS_FOR_S:.0f} s")
+            if reason := patience.ended(life, code, self._clock()):
+                return self._give_up(reason)
 
-    def _one_life(self) -> tuple[bool, int]:
-        """Starts a stage and waits for its end: (whether it computed a step, exit code)."""
+    def _one_life(self) -> tuple[Life, int]:
+        """Starts a stage and waits for its end: (what it said, exit code)."""
         start = self._spawn, self._name, self._is_overdue, self._clock, self._sleep
         child, self._spare = self._spare or start_patiently(*start), None
-        self._child, self._connected, self._is_ready = child, False, False
+        self._child = child
         child.start(wire.Start(self._config, self._rank, self._world_size, self._meeting))
-        served = self._watch(child)
+        life = self._watch(child)
         code = child.end()
         self._child = None
-        return served, code
+        return life, code
 
     def _start_spare(self) -> None:
         try:
@@ -132,30 +118,29 @@ class Keeper:
             self._spare_from_s = self._clock() + SPARE_EVERY_S
             print(f"ppserve: no spare for {self._name} now: {error}", file=sys.stderr, flush=True)
 
-    def _watch(self, child: StageProcess) -> bool:
-        """Listens to the stage until it has ended; kills a frozen one. True if it computed a step."""
-        served = prepared = False
+    def _watch(self, child: StageProcess) -> Life:
+        """Listens to the stage until it has ended; kills a frozen one."""
+        life = Life()
         last_sign_s = self._clock()
         while True:
             # Before listening: if this process was held up itself, the signs of life are in the pipe by now.
             now_s = self._clock()
             lines = child.listen(_LOOK_EVERY_S)
             if lines is None:
-                return served
+                return life
             if lines:
                 last_sign_s = self._clock()
             for line in lines:
                 if line == "connected":
-                    prepared = True
-                    self._found_head = self._connected = True
+                    self._found_head = life.is_connected = True
                 elif line == "ready":
-                    self._is_ready = self._was_ready = True
+                    self._was_ready = life.is_ready = True
                 elif line == "served":
-                    served = True
-            if served and self._spare is None and not self._stopping and now_s >= self._spare_from_s:
+                    life.served = True
+            if life.served and self._spare is None and not self._stopping and now_s >= self._spare_from_s:
                 # Not earlier: its imports would slow down the stage's own start.
                 self._start_spare()
-            frozen = now_s - last_sign_s > (FROZEN_AFTER_S if prepared else FROZEN_WHILE_PREPARING_S)
+            frozen = now_s - last_sign_s > (FROZEN_AFTER_S if life.is_connected else FROZEN_WHILE_PREPARING_S)
             if frozen or self._is_overdue():
                 child.kill()
 

@@ -13,11 +13,10 @@ from ppserve.process.environment import EXIT_FAILED, EXIT_HEAD_GONE, EXIT_RESTAR
 from ppserve.process.keeper import (
     FROZEN_AFTER_S,
     FROZEN_WHILE_PREPARING_S,
-    HEADLESS_FOR_S,
-    MAX_DEATHS,
     SPARE_EVERY_S,
     Keeper,
 )
+from ppserve.process.patience import HEADLESS_FOR_S, MAX_DEATHS
 from ppserve.process.stage_process import START_WITHIN_S
 from tests.process.heads import head
 

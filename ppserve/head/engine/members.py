@@ -202,7 +202,10 @@ class Members:
             cause = "restart"
         if not self.epoch:
             return []
+        # A process that never finishes a step does not die, as its keeper sees it: it loses its connection.
+        is_fruitless = cause == "stuck" and self.formed and not self._worked
         lost = self._lose_epoch(f"{self.name(member)}: {cause}", member.stage, now_ns)
+        lost += self._computed_nothing(f"{self.name(member)}: {cause}") if is_fruitless else []
         return [StageDied(rank, member.stage, cause), *lost]
 
     def tick(self, now_ns: int) -> list[MemberEvent]:
@@ -352,8 +355,7 @@ class Members:
             is_fruitless = self.formed and not self._worked
             self._complained(member)
             lost = self._lose_epoch(broken.reason, member.stage, now_ns)
-            self._fruitless += is_fruitless
-            return [*lost, *self._failed("compute a step", broken.reason)] if is_fruitless else lost
+            return [*lost, *self._computed_nothing(broken.reason)] if is_fruitless else lost
         return self._form_if_complete(now_ns)
 
     def _lose_epoch(self, cause: str, stage: int | None, now_ns: int) -> list[MemberEvent]:
@@ -371,6 +373,10 @@ class Members:
         log.warning("epoch %d did not form: %s", self.epoch, cause)
         self._forming = False
         return self._failed("form", cause)
+
+    def _computed_nothing(self, cause: str) -> list[MemberEvent]:
+        self._fruitless += 1
+        return self._failed("compute a step", cause)
 
     def _failed(self, what: str, cause: str) -> list[MemberEvent]:
         self._attempts += 1

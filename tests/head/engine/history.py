@@ -14,7 +14,8 @@ from ppserve.core.grid import RankGrid
 from ppserve.core.ledger.steps import Step
 from ppserve.core.request import FinishReason, Request, SamplingParams, StopConditions
 from ppserve.core.scheduling.intake import Intake
-from ppserve.errors import Draining, Overloaded, RequestFailed
+from ppserve.core.scheduling.quarantine import Quarantine
+from ppserve.errors import Draining, Overloaded, RequestFailed, StagesLost
 from ppserve.head.engine.fleet import Fleet
 from ppserve.head.engine.loop import Engine
 from ppserve.head.engine.member import StageState
@@ -26,15 +27,19 @@ from ppserve.head.engine.watcher import Watcher
 from tests.core.scheduling.invariants import check_intake, check_one_of_several
 from tests.core.scheduling.rig import prompt_of
 from tests.core.toy_pipeline import EOS_ID, expected_answer
+from tests.head.engine.simulated_sockets import Connection, SimulatedControl
 from tests.head.engine.simulated_stages import POISON_SEED, Host, StageProcess
-from tests.head.engine.simulated_world import SECOND, Network, SimulatedControl, World
+from tests.head.engine.simulated_world import SECOND, Network, World
 from tests.head.engine.toy_ranks import ToyRules
 
 # The head looks at least every 0.1 s; that one which is busy looks less often is part of the simulation.
 _TICK_S = 0.4
 # When the faults are over, everything is served within this time.
 _SERVED_WITHIN_S = 150.0
+# And where they never are, the server ends within this time: ten epochs, each of up to 60 s.
+_ENDS_WITHIN_S = 600.0
 _EPOCHS_PER_LOSS = 3
+_MAX_QUEUE = 8
 _CUT_SHORT = (FinishReason.CANCELLED, FinishReason.DEADLINE)
 
 
@@ -58,6 +63,7 @@ class Caller:
     ends: dict[int, str] = field(default_factory=dict)
     is_refused: bool = False
     waits_for_server: bool = False
+    may_be_lost: bool = False
 
     def push(self, outputs: Sequence[TokenOutput]) -> None:
         for output in outputs:
@@ -65,6 +71,10 @@ class Caller:
 
     def _take(self, output: TokenOutput) -> None:
         name, index = f"{self.request.id}/{output.index}", output.index
+        if self.may_be_lost and isinstance(output.error, StagesLost):  # one for all sequences
+            assert not self.is_over
+            self.ends |= dict.fromkeys(range(self.request.num_sequences), "StagesLost")
+            return
         assert index not in self.ends, f"{name}: something after its end"
         if output.token_id is not None:
             assert output.offset == len(self.tokens[index]), f"{name}: a token twice, or one is missing"
@@ -92,7 +102,10 @@ class Caller:
 
 
 class History:
-    """One seed, one history. members, replica: subclasses, to plant a defect. num_replicas: None = by the seed."""
+    """One seed, one history. num_replicas: None = by the seed. members, ...: subclasses, to plant a defect.
+
+    never_heals: in one of 32, links between stages never come back, or the stages of one rank always die.
+    """
 
     def __init__(
         self,
@@ -100,34 +113,40 @@ class History:
         members: type[Members] = Members,
         replica: type[Replica] = Replica,
         num_replicas: int | None = None,
+        quarantine: type[Quarantine] = Quarantine,
+        control: type[SimulatedControl] = SimulatedControl,
+        host: type[Host] = Host,
     ) -> None:
         self.world = world = World(seed)
         self.random = world.random
-        self.network = Network()
+        self.network = Network(self.random.choice((600, 1 << 16, 1 << 16, 1 << 16)))
+        self.never_heals, self.is_cut_for_good = seed % 32 == 10, False
         self.num_stages = self.random.choice((1, 2, 2, 3))
         # Not by chance, so that histories of one replica, of one tensor rank a stage, are what they were.
         self.num_replicas = num_replicas or (2 if seed % 4 == 3 else 1)
         self.grid = RankGrid(2 if seed % 8 in (5, 7) else 1, self.num_replicas, self.num_stages)
         speculate = self.random.choice((0, 0, None, 1, 4))
-        self._settings = {"max_num_seqs": self.random.choice((3, 16)), "max_queue": 8, "speculate": speculate}
-        self._kinds = members, replica
+        places = self.random.choice((3, 16))
+        self._settings = {"max_num_seqs": places, "max_queue": _MAX_QUEUE, "speculate": speculate}
+        self._kinds = members, replica, quarantine, control
         self._turn_is_due = False
         self._head_sleeps_until_ns = 0
         self._start_head()
         numbers = range(self.num_replicas)
-        self.hosts = [Host(world, self.network, self.control, self.grid, number) for number in numbers]
+        self.hosts = [host(world, self.network, self.control, self.grid, number) for number in numbers]
         self.callers: list[Caller] = []
         self.num_faults = 0
 
     def _start_head(self) -> None:
         """The head's process begins: it knows of nothing."""
-        world, (members, replica) = self.world, self._kinds
+        world, (members, replica, quarantine, control) = self.world, self._kinds
         self._head_began_ns = world.now_ns
-        self.control = SimulatedControl(world, self.network)
+        self.control = control(world, self.network, self.grid.size)
         self.control.on_news = self._wake
         rules, numbers = ToyRules(self.num_stages, self._settings), range(self.num_replicas)
         self.members = [members(self.grid, "here", rules, self.control, number) for number in numbers]
         self.intake = Intake()
+        self.intake.quarantine = quarantine()
         self.guess_counts = [GuessCount() for _ in self.members]
         self.replicas = [
             replica(each, self.control, count, lambda: world.now_ns, self.intake)
@@ -142,6 +161,9 @@ class History:
             self._live()
         except Exception as error:
             raise AssertionError(f"{error!r}\n" + "\n".join(self.world.trace[-60:])) from error
+        finally:
+            if self.control.is_up:
+                self.control.die()
         return self.world.trace
 
     def run_without_a_way(self) -> str:
@@ -160,12 +182,25 @@ class History:
             self._step(60.0)
         until_s = self._plan_what_happens()
         over_ns = self.world.now_ns + int(until_s * SECOND)
-        while self.world.now_ns < over_ns:
+        while self.world.now_ns < over_ns and not self.engine.failed.done():
             self.world.step()
         self._heal()
+        if self.never_heals:
+            self._await_the_end()
+            return
         while not (all(caller.is_over for caller in self.callers) and self._is_quiet()):
             self._step((over_ns - SECOND) / SECOND + _SERVED_WITHIN_S)
         self._check_the_end()
+
+    def _await_the_end(self) -> None:
+        """What never heals is not tried for ever: the server ends, and says why to whoever waits."""
+        until_s = self.world.now_ns / SECOND + _ENDS_WITHIN_S
+        while not self.engine.failed.done():
+            self._step(until_s)
+        reason = self.engine.failed.result().reason
+        assert "in 10 attempts" in reason or "died 6 times in a row" in reason, reason
+        left = [caller.request.id for caller in self.callers if not caller.is_over and not caller.waits_for_server]
+        assert not left, f"not told of the end: {left}"
 
     def _step(self, within_s: float) -> None:
         waited_s = (self.world.now_ns - SECOND) / SECOND
@@ -196,6 +231,10 @@ class History:
             return
         self._turn_is_due = False
         self.engine.turn()
+        if self.engine.failed.done() and self.never_heals:
+            self.engine.run()  # what is left of it
+            self.control.die()
+            return
         if not self.network.stages_are_cut or self.callers:
             self._check()
 
@@ -204,26 +243,33 @@ class History:
     def _plan_what_happens(self) -> float:
         """Requests, cancellations and faults. Returns when the last fault is over."""
         random, over_s = self.random, 1.0
-        has_poison = random.random() < 0.15
-        for number in range(random.randint(3, 7)):
-            request = self._some_request(number, is_poison=has_poison and number == 1)
+        # Beside it, others that must not suffer; of many at once none.
+        poison = random.choice(((1,), (1,), (1, 2, 4), range(8))) if random.random() < 0.15 else ()
+        for number in range(max(random.randint(3, 7), *poison, 0) + 1):
+            request = self._some_request(number, is_poison=number in poison)
             at_s = random.uniform(0.0, 0.5)
             self.world.after(at_s, partial(self._submit, request))
             if random.random() < 0.1:
                 self.world.after(at_s + random.uniform(0.0, 0.3), partial(self._cancel, request.id))
+        if random.random() < 0.08:  # more than places and queue hold
+            at_s = random.uniform(0.0, 3.0)
+            for number in range(100, 100 + random.randint(10, 30)):
+                self.world.after(at_s, partial(self._submit, self._some_request(number, is_poison=False)))
+        if self.never_heals:
+            self.world.after(random.uniform(0.0, 2.0), self._hurt_for_ever)
         at_s = 0.0
         for _ in range(random.randint(0, 5)):
             # Often while the last fault is not over: that is where histories are interesting.
             at_s += random.choice((random.uniform(0.0, 0.2), random.uniform(0.0, 2.0), random.uniform(0.0, 12.0)))
             faults = [self._kill, self._kill, self._freeze, self._pause, self._spin, self._slow,
-                      self._cut, self._cut_stages, self._head_sleeps]  # fmt: skip
+                      self._cut, self._cut_stages, self._head_sleeps, self._starve, self._twin]  # fmt: skip
             fault = random.choice(faults if self.num_replicas == 1 else [*faults, self._restart, self._restart])
             rank, lasts_s = random.randrange(self.grid.size), random.choice((0.3, 2.0, 6.0, 11.0, 20.0))
             self.num_faults += 1
             self.world.after(at_s, partial(fault, rank, lasts_s))
             over_s = max(over_s, at_s + lasts_s)
         for fault in (self._restart_head, self._lose_agent):
-            if random.random() < 0.15:
+            if random.random() < 0.15 and not self.never_heals:
                 at_s, lasts_s = random.uniform(0.0, 6.0), random.choice((0.3, 2.0, 11.0))
                 self.num_faults += 1
                 self.world.after(at_s, partial(fault, random.randrange(self.grid.size), lasts_s))
@@ -245,7 +291,7 @@ class History:
         )
 
     def _submit(self, request: Request) -> None:
-        caller = Caller(request, self.world)
+        caller = Caller(request, self.world, may_be_lost=self.never_heals)
         self.callers.append(caller)
         self._ask(caller, request)
 
@@ -319,7 +365,7 @@ class History:
         self.world.after(lasts_s, self._join_stages)
 
     def _join_stages(self) -> None:
-        self.network.stages_are_cut = False
+        self.network.stages_are_cut = self.is_cut_for_good
 
     def _head_sleeps(self, _rank: int, lasts_s: float) -> None:
         self.world.note(f"the head sleeps for {lasts_s} s")
@@ -347,7 +393,33 @@ class History:
 
     def _lose_agent(self, rank: int, lasts_s: float) -> None:
         """A rank's keeper ends with its stage, and its agent, or another host's, starts both again."""
-        self._process(rank, f"end for {lasts_s} s the agent of").end("its agent is gone", lasts_s)
+        self._process(rank, f"end for {lasts_s} s the agent of").end("its agent is gone", back_after_s=lasts_s)
+
+    def _starve(self, _rank: int, lasts_s: float) -> None:
+        """The head has no free file descriptor."""
+        self.world.note(f"no descriptors for {lasts_s} s")
+        listener = self.control.listener
+        listener.is_starved = True
+        self.world.after(lasts_s, lambda: setattr(listener, "is_starved", False))
+
+    def _twin(self, rank: int, _lasts_s: float) -> None:
+        """Another process of a rank connects, with the right proof, and leaves at once."""
+        self.world.note(f"a twin of rank {rank}")
+        if self.control.is_up:
+            twin = Connection(self.control, rank, lambda _: None)
+            self.world.after(self.random.choice((0.0, 0.005, 1.0)), twin.end)
+
+    def _hurt_for_ever(self) -> None:
+        host, rank = self.hosts[0], self.random.randrange(self.grid.size)
+        if self.num_stages > 1 and self.random.random() < 0.5:
+            self.network.stages_are_cut = self.is_cut_for_good = True
+            self.world.note("stages never reach each other again")
+            host.processes[rank].end("one of them")
+            return
+        after_s = self.random.choice((0.5, 15.0))
+        self.world.note(f"every stage of rank {rank} dies after {after_s} s")
+        host.ends_at_once = rank, after_s
+        host.processes[rank].end("the first time")
 
     def _heal(self) -> None:
         self.world.note("the faults are over")
@@ -360,6 +432,7 @@ class History:
     def _check(self) -> None:
         """After every turn."""
         assert not self.engine.failed.done(), f"the server ends: {self.engine.failed.result().reason}"
+        assert len(self.intake.queue) <= 2 * _MAX_QUEUE, "a caller who has nothing finds the queue twice as long"
         for replica in self.replicas:
             self._check_replica(replica)
         schedulers = [replica.scheduler for replica in self.replicas if replica.scheduler is not None]
@@ -374,7 +447,8 @@ class History:
             check_one_of_several(replica.scheduler)
             num_known = steps.num_in_flight - steps.num_speculative
             assert num_known <= replica.scheduler.config.max_microbatches
-        losses = self.num_faults + self.hosts[replica.number].num_deaths
+        num_killers = sum(caller.request.sampling.seed == POISON_SEED for caller in self.callers)
+        losses = self.num_faults + self.hosts[replica.number].num_deaths + num_killers
         assert members.epoch <= 1 + _EPOCHS_PER_LOSS * losses + 10, "epochs without end"
 
     def _check_the_end(self) -> None:

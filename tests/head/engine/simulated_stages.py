@@ -16,8 +16,11 @@ from ppserve import wire
 from ppserve.core.grid import RankGrid
 from ppserve.core.plan import StepPlan, StepResult, StepStamps
 from ppserve.core.telling import DrawMemory
+from ppserve.process.environment import EXIT_HEAD_GONE, EXIT_RESTART
+from ppserve.process.patience import Life, Patience
 from tests.core.toy_pipeline import ToyPipeline
-from tests.head.engine.simulated_world import SECOND, Connection, Network, SimulatedControl, World
+from tests.head.engine.simulated_sockets import Connection, SimulatedControl
+from tests.head.engine.simulated_world import SECOND, Network, World
 from tests.head.engine.toy_ranks import ARCH, BLOCK_SIZE, NUM_BLOCKS
 
 POISON_SEED = 666
@@ -25,11 +28,18 @@ _HEAD_SILENT_S = 15.0
 _FROZEN_S = 4.0
 _JOIN_WITHIN_S = 25.0
 _RETRY_S = 0.2
+_KILLED = -9
 
 
 class Host:
-    """All ranks of one replica. neighbours_notice: a stage whose neighbour is gone finds its transport broken;
-    else it waits for the head's word."""
+    """All ranks of one replica, and their keepers' patience.
+
+    neighbours_notice: a stage whose neighbour is gone finds its transport broken; else it waits for the head's
+    word. poison_breaks: a request that kills does it by an error, which the stage survives. ends_at_once: a rank
+    whose stages compute nothing and die so many seconds after they have begun.
+    """
+
+    new_patience = Patience
 
     def __init__(
         self, world: World, network: Network, control: SimulatedControl, grid: RankGrid, replica: int = 0
@@ -40,17 +50,43 @@ class Host:
         self.grid = grid
         self.num_stages = grid.pipeline
         self.neighbours_notice = world.random.random() < 0.5
+        self.poison_breaks = world.random.random() < 0.3
+        self.ends_at_once: tuple[int, float] | None = None
         self.num_deaths = 0
+        self._patience = {r: self.new_patience(f"rank {r}", 0.0) for r in grid.ranks_of(replica)}
         self.groups: dict[int, dict[int, StageProcess]] = {}
+        self.lingering: dict[int, Connection] = {}  # of a process that has ended
         self.processes = {rank: StageProcess(self, rank) for rank in grid.ranks_of(replica)}
         for process in self.processes.values():
             world.after(world.between(0.0, 0.5), process.connect)
 
-    def replace(self, rank: int, after_s: float = 0.0) -> None:
+    def replace(self, rank: int, code: int, after_s: float = 0.0) -> None:
         """What a keeper does when its stage has ended. after_s: until there is a keeper again."""
         self.num_deaths += 1
+        patience, now_s = self._patience[rank], self.world.now_ns / SECOND
+        if after_s:
+            self._patience[rank] = self.new_patience(f"rank {rank}", now_s)
+        elif reason := patience.ended(self.processes[rank].life, code, now_s):
+            self.world.note(reason)
+            self.end_of_last(rank)
+            self._give_up(rank, reason)
+            return
         self.processes[rank] = StageProcess(self, rank)
         self.world.after(after_s + self.world.between(0.2, 1.5), self.processes[rank].connect)
+
+    def _give_up(self, rank: int, reason: str) -> None:
+        """Until the head has heard it."""
+
+        def hear(message: Any) -> None:
+            if isinstance(message, wire.Refused):
+                self.world.after(_RETRY_S, lambda: self._give_up(rank, reason))
+
+        if self.control.is_up:
+            Connection(self.control, rank, hear, wire.GaveUp(reason))
+
+    def end_of_last(self, rank: int) -> None:
+        if connection := self.lingering.pop(rank, None):
+            connection.end()
 
     def has_new_head(self, control: SimulatedControl) -> None:
         """It counts its epochs anew; who is in the old ones' groups does not hear of it."""
@@ -78,6 +114,9 @@ class StageProcess:
         self._heard_ns = 0
         self._toy = ToyPipeline(BLOCK_SIZE)
         self._epoch = 0
+        self.life = Life()
+        if self._ends_at_once and host.ends_at_once:
+            host.world.after(host.ends_at_once[1], lambda: self.end("as every time"))
         self._forget()
 
     def _forget(self) -> None:
@@ -100,15 +139,23 @@ class StageProcess:
     def later(self, seconds: float, action: Callable[[], None]) -> None:
         self._world.after(seconds, lambda: self.do(action))
 
-    def end(self, why: str, back_after_s: float = 0.0) -> None:
+    @property
+    def _ends_at_once(self) -> bool:
+        return self._host.ends_at_once is not None and self._host.ends_at_once[0] == self.rank
+
+    def end(self, why: str, code: int = _KILLED, back_after_s: float = 0.0) -> None:
         if not self.is_alive:
             return
         self._world.note(f"process of rank {self.rank} ends: {why}")
         self.is_alive = self.is_frozen = False
         if self._connection is not None:
-            self._connection.up.send(None)
+            # Or a moment after the next process has connected: something else of the old one held it open.
+            late = self._world.random.random() < 0.15 and not back_after_s
+            self._host.lingering[self.rank] = self._connection
+            if not late:
+                self._host.end_of_last(self.rank)
         self._leave()
-        self._host.replace(self.rank, back_after_s)
+        self._host.replace(self.rank, code, back_after_s)
 
     def freeze(self, seconds: float, with_its_host: bool) -> None:
         """A keeper that runs kills a stage that stands still."""
@@ -133,36 +180,41 @@ class StageProcess:
             self._world.after(_RETRY_S, self.connect)
             return
         self._groups = self._host.groups
-        self._connection = connection = Connection(self._host.control, self.rank, self._hear)
+        connection = Connection(self._host.control, self.rank, lambda said: self._hear(connection, said))
+        connection.do = self.do
+        self._connection = connection
+        self._world.after(self._world.between(0.001, 0.006), partial(self._host.end_of_last, self.rank))
         self._heard_ns = self._world.now_ns
-        connection.up.send(wire.Proof(self.rank, b"", b""))
         self.later(_HEAD_SILENT_S, self._watch_head)
 
-    def _hear(self, message: Any) -> None:
-        self.do(partial(self._take, message))
+    def _hear(self, connection: Connection, message: Any) -> None:
+        if self.is_alive and connection is self._connection:
+            self._take(message)
 
     def _watch_head(self) -> None:
         silent_s = (self._world.now_ns - self._heard_ns) / SECOND
         if silent_s >= _HEAD_SILENT_S:
-            self.end("nothing of the head")
+            self.end("nothing of the head", EXIT_HEAD_GONE)
         else:
             self.later(_HEAD_SILENT_S - silent_s, self._watch_head)
 
     def _say(self, message: wire.FromStage) -> None:
         assert self._connection is not None
-        self._connection.up.send(message)
+        self._connection.say(message)
 
     def _take(self, message: Any) -> None:
         self._heard_ns = self._world.now_ns
         match message:
             case None:
-                self.end("the head ended the connection")
+                self.end("the head ended the connection", EXIT_HEAD_GONE)
             case wire.Welcome():
+                self.life.is_connected = True
                 place, model = (self.rank, self._host.grid.size, "host"), ("/m", ARCH, "float32")
                 self._say(wire.Hello(*place, *model, None, False, None, "here"))
             case wire.Shutdown():
-                self.end("told to begin anew")
+                self.end("told to begin anew", EXIT_RESTART)
             case wire.Refused():
+                self._connection = None
                 self._world.after(_RETRY_S, self.connect)
             case wire.Ping(sent_ns):
                 self._say(wire.Heartbeat(sent_ns, self._world.now_ns))
@@ -200,7 +252,7 @@ class StageProcess:
         if self._host.network.stages_are_cut:
             self.later(1.0, lambda: self._give_up_joining(epoch))
             return
-        self._is_ready = True
+        self._is_ready = self.life.is_ready = True
         self._say(wire.Ready(epoch))
         self._compute()
 
@@ -234,7 +286,7 @@ class StageProcess:
             self._compute()
 
     def _compute(self) -> None:
-        if self._computes or not self._is_ready or not self._plans:
+        if self._computes or not self._is_ready or not self._plans or self._ends_at_once:
             return
         if self.stage and self._plans[0].step_id not in self._arrived:
             return
@@ -242,7 +294,7 @@ class StageProcess:
         skipped = plan.step_id in self._toy.skipped
         poisoned = any(piece.draw and piece.draw.params.seed == POISON_SEED for piece in plan.slices)
         if self._is_last and poisoned and not skipped:
-            self.end("poison")
+            self._break("step failed") if self._host.poison_breaks else self.end("poison")
             return
         self._computes = True
         if not self.spins:
@@ -286,7 +338,7 @@ class StageProcess:
     def _finish(self, plan: StepPlan, begun_ns: int, skipped: bool) -> None:
         if plan.epoch != self._epoch:
             return
-        self._computes = False
+        self._computes, self.life.served = False, True
         now_ns = self._world.now_ns
         stamps = StepStamps(begun_ns, begun_ns, begun_ns, begun_ns, now_ns, now_ns)
         if self._is_last and self.tensor == 0:

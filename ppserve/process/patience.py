@@ -1,0 +1,47 @@
+"""How often a keeper replaces its stage before it gives up. Policy only: ends and the time are arguments."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from ppserve.process.environment import EXIT_HEAD_GONE, EXIT_RESTART
+
+# So many deaths in a row without a computed step, however slowly they follow each other. Of requests that kill
+# their stage, every other death or more comes after a step (`core.scheduling.quarantine`).
+MAX_DEATHS = 6
+# A stage that ends because there is no head is not to blame. But no head for so long is the end.
+HEADLESS_FOR_S = 900.0
+
+
+@dataclass
+class Life:
+    """What a stage process said of itself: it has found the head, entered an epoch, computed a step."""
+
+    is_connected: bool = False
+    is_ready: bool = False
+    served: bool = False
+
+
+class Patience:
+    """name: of the rank, for people. now_s: monotonic."""
+
+    def __init__(self, name: str, now_s: float) -> None:
+        self._name = name
+        self._deaths, self._had_head_s = 0, now_s
+
+    def ended(self, life: Life, code: int, now_s: float) -> str | None:
+        """A stage process ended with this code. Why no other is started; None if one is."""
+        if code == EXIT_RESTART:
+            self._deaths, self._had_head_s = 0, now_s
+            return None
+        if life.is_connected or code != EXIT_HEAD_GONE:
+            # A stage that was ready and lost the head counts as one that served: it may only have had no work.
+            would_serve = life.served or (life.is_ready and code == EXIT_HEAD_GONE)
+            self._deaths = 1 if would_serve else self._deaths + 1
+        if life.is_connected:
+            self._had_head_s = now_s
+        if self._deaths == MAX_DEATHS:
+            return f"{self._name} died {MAX_DEATHS} times in a row (last code {code})"
+        if now_s - self._had_head_s > HEADLESS_FOR_S:
+            return f"{self._name} found no head for {HEADLESS_FOR_S:.0f} s"
+        return None

@@ -13,13 +13,14 @@ from ppserve.client import CallFailed, Chunk, Client, RetryPolicy
 from ppserve.v1 import generation_pb2 as pb
 from ppserve.v1.generation_pb2_grpc import GenerationServiceStub
 from tests.e2e.serving import Forked, Server, serving
+from tests.ports import port_to_come_back_to
 
 PROMPT = "Once upon a time"
 
 
 @pytest.fixture(scope="module")
 def one_stage() -> Iterator[Server]:
-    with serving(1, by=Forked) as server:
+    with serving(1, "--port", str(port_to_come_back_to()), by=Forked) as server:
         yield server
 
 

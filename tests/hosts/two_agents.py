@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import os
 import shutil
-import socket
 import sys
 import tempfile
 import time
@@ -21,23 +20,12 @@ from tests.certificates import make_certificates
 from tests.e2e.serving import READY, START_WITHIN_S
 from tests.forking import ForkedLauncher
 from tests.hosts.two_hosts import Agent
+from tests.ports import port_to_come_back_to
 from tests.slow import require_slow_test
 
 # Without it, c10d's rendezvous of torch 2.13 never tells an agent that joins later where rank 0 is: it waits for a
 # key that rank 0's agent writes once in its life (`DynamicRendezvousHandler.next_rendezvous`).
 _AGENTS_MAY_JOIN_LATER = {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
-
-
-def free_port() -> int:
-    """Free a moment ago, as was the next one: the head takes the port after the launcher's."""
-    while True:
-        with socket.create_server(("127.0.0.1", 0)) as first:
-            port = first.getsockname()[1]
-            try:
-                socket.create_server(("127.0.0.1", port + 1)).close()
-            except OSError:
-                continue
-        return int(port)
 
 
 @dataclass
@@ -50,8 +38,8 @@ class TwoAgents:
     flags: tuple[str, ...] = ()
     variants: tuple[str, str] | None = None
     agents: dict[int, Agent] = field(default_factory=dict)
-    master_port: int = field(default_factory=free_port)
-    grpc_port: int = field(default_factory=free_port)
+    master_port: int = field(default_factory=port_to_come_back_to)
+    grpc_port: int = field(default_factory=port_to_come_back_to)
     num_started: int = 0
 
     @property

@@ -202,7 +202,7 @@ def test_a_caller_may_leave_at_any_moment_of_wrong_guesses(num_stages: int, num_
 def test_the_walks_reach_every_feature() -> None:
     """The walks reach every feature; otherwise their success would prove nothing."""
     seen: set[str] = set()
-    for seed in range(16):
+    for seed in range(24):
         rig = walk(seed, 1 + seed % 4, None, True, speculate=seed % 3)
         seen |= {str(event.finish) for events in rig.events.values() for event in events}
         seen |= {"cached" for events in rig.events.values() for event in events if event.cached_tokens}

@@ -18,6 +18,7 @@ import psutil
 
 from tests import as_gpu
 from tests.forking import ForkedLauncher
+from tests.orphans import dying_with_us
 from tests.slow import require_slow_test
 
 READY = re.compile(r"^ppserve ready grpc=(\S+) metrics=(\S+) stages=(\d+) http=(\S+)$", re.MULTILINE)
@@ -165,8 +166,9 @@ def launch(
         if isinstance(command, (Forked, ForkedTorchrun)):
             return Server(command.start(flags, environment, log_path), log_path)
         process = subprocess.Popen(
-            [*command, *flags], stdin=subprocess.DEVNULL, stdout=log, stderr=subprocess.STDOUT, env=environment
-        )
+            dying_with_us([*command, *flags]), stdin=subprocess.DEVNULL, stdout=log, stderr=subprocess.STDOUT,
+            env=environment,
+        )  # fmt: skip
     return Server(process, log_path)
 
 

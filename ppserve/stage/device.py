@@ -68,6 +68,13 @@ class Compute:
         ours = self.device.type == "cpu" and not self.reference
         return variants.available(variants.features()) if ours else ()
 
+    @property
+    def doubt(self) -> str:
+        """Why passing the self-test proves nothing here; empty where it does."""
+        if self.device.type == "cpu" or self.options.batch_invariant:
+            return ""
+        return "torch's products choose a kernel by the number of rows, and few can be tried (--batch-invariant)"
+
     def occupy(self) -> None:
         """For the process or thread that is this stage: torch takes over its GPU and its number of threads.
 
@@ -100,6 +107,7 @@ class Compute:
         """What the KV cache may take. weight_bytes: of this stage, which are in memory. (What torch holds on a GPU
         belongs to all stages of this process.) vocab_size: where rows are drawn from, on the last stage."""
         if self.device.type == "cuda":
+            torch.cuda.empty_cache()  # what loading and the self-test took, and torch keeps for nobody, is free
             free_bytes, total_bytes = torch.cuda.mem_get_info(self.device)
             share_bytes = gpu_share(free_bytes, total_bytes, weight_bytes, self.stages_on_gpu)
             return max(0, int((share_bytes - self.options.logits_bytes(vocab_size)) * _GPU_SHARE))
@@ -169,10 +177,24 @@ def gpu_share(free_bytes: int, total_bytes: int, own_bytes: int, stages: int) ->
     return max(0, min(free_bytes // stages, total_bytes // stages - own_bytes))
 
 
+def lacks_memory(error: Exception) -> bool:
+    """Whether a GPU's memory was not enough. torch's own allocator says so by the type of its error; what takes
+    memory beside it (recorded steps, cuBLAS, Triton's launcher) only in its words. No context is lost by it."""
+    if isinstance(error, torch.OutOfMemoryError):
+        return True
+    said = str(error)
+    return isinstance(error, RuntimeError) and ("out of memory" in said or "ALLOC_FAILED" in said)
+
+
+def is_lost(error: Exception) -> bool:
+    """Whether an error has poisoned the device's context: every later call of this process would fail as well."""
+    return isinstance(error, torch.AcceleratorError) and not lacks_memory(error)
+
+
 def in_words(error: Exception) -> str:
     """With what helps, where a GPU's memory was not enough."""
     said = str(error) or type(error).__name__
-    return f"{said}; {_TAKES_LESS}" if isinstance(error, torch.OutOfMemoryError) else said
+    return f"{said}; {_TAKES_LESS}" if lacks_memory(error) else said
 
 
 def _resolve_dtype(asked: str, stored: str, device: torch.device) -> str:

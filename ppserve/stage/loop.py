@@ -25,7 +25,7 @@ from ppserve.core.cost_model import LayerCosts
 from ppserve.core.partition import Parts
 from ppserve.core.plan import StepPlan
 from ppserve.core.telling import DrawMemory, Told
-from ppserve.errors import CheckpointError, ConfigError, TransportError
+from ppserve.errors import TransportError, UsageError
 from ppserve.model.backend import KVCache, StageModel
 from ppserve.model.checkpoint import Checkpoint
 from ppserve.model.checkpoint.fingerprint import fingerprint
@@ -34,7 +34,7 @@ from ppserve.model.gpt2 import GPT2Stage
 from ppserve.model.selftest import check_determinism
 from ppserve.process.environment import RankEnvironment, this_machine
 from ppserve.process.interfaces import ONE_HOST, Route
-from ppserve.stage.device import Compute, choose, cores_here, in_words
+from ppserve.stage.device import Compute, choose, cores_here, in_words, is_lost, lacks_memory
 from ppserve.stage.link import Link, OnAbandon, Stamped
 from ppserve.stage.step import Stage
 from ppserve.stage.transport import Frames
@@ -171,9 +171,18 @@ class StageLoop:
         try:
             backend = compute.backend(assign.dtype)
             model = GPT2Stage.load(self._found.checkpoint, layout, backend, self._report_progress)
-            why_not = check_determinism(model, self._start.config.cache.block_size) or ""
-        except (CheckpointError, ConfigError, MemoryError, torch.OutOfMemoryError) as error:
+            why_not = check_determinism(model, self._start.config.cache.block_size) or compute.doubt
+        except (UsageError, MemoryError) as error:
             self._link.send(wire.Failed(f"stage {layout.stage}: {in_words(error)}"))
+            return
+        except Exception as error:
+            # Of any type: Triton has its own where a kernel cannot be compiled.
+            if is_lost(error):
+                raise
+            compute.probe()
+            log.exception("stage %d", layout.stage)
+            problem = f"it cannot compute on {compute.name}: {type(error).__name__}: {in_words(error)}"
+            self._link.send(wire.Failed(f"stage {layout.stage}: {problem}"))
             return
         self._model = model
         cache = self._start.config.cache
@@ -202,14 +211,14 @@ class StageLoop:
         log.debug("epoch %d: entering", form.epoch)
         try:
             self._join(form, *self._model_and_cache(form.num_blocks))
-        except torch.OutOfMemoryError as error:
+        except (TransportError, RuntimeError) as error:
+            if not lacks_memory(error):
+                self._break_epoch(form.epoch, "it could not form", error)
+                return False
             log.error("%s", problem := in_words(error))
             if form.epoch > 1:
                 raise  # only a new process may have the memory
             self._link.send(wire.Failed(f"rank {self._start.rank}: {problem}"))
-            return False
-        except (TransportError, RuntimeError) as error:
-            self._break_epoch(form.epoch, "it could not form", error)
             return False
         self._link.send(wire.Ready(form.epoch))
         return True
@@ -269,7 +278,7 @@ class StageLoop:
     def _break_epoch(self, number: int, what: str, error: Exception) -> None:
         """A wire or a computation failed: keep the weights, wait for the next epoch. Raises where the device is
         lost to this process: every later call to it would fail as well."""
-        if isinstance(error, torch.AcceleratorError):
+        if is_lost(error):
             raise error
         # Not every library says what has become of the device: Triton's launcher raises a RuntimeError.
         self._found.compute.probe()

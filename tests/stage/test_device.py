@@ -54,6 +54,23 @@ def test_threads_that_share_a_gpu_count_what_is_theirs(monkeypatch: pytest.Monke
     assert compute.kv_budget_bytes(10 * GIB) == int(30 * GIB * 0.85)
 
 
+def test_what_torch_keeps_for_nobody_is_free(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What loading and the self-test have let go, the driver takes for used until torch gives it back."""
+    idle = [5 * GIB]
+    monkeypatch.setattr(torch.cuda, "empty_cache", idle.clear)
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (70 * GIB - sum(idle), 80 * GIB))
+    compute = Compute(torch.device("cuda", 0), "bfloat16", False, 1)
+    assert compute.kv_budget_bytes(10 * GIB) == int(70 * GIB * 0.85)
+
+
+def test_only_fixed_tiles_make_a_gpu_deterministic() -> None:
+    """torch's products are tried with few of the numbers of rows that a step may have."""
+    gpu = torch.device("cuda", 0)
+    assert "--batch-invariant" in Compute(gpu, "bfloat16", False, 1).doubt
+    assert Compute(gpu, "bfloat16", False, 1, options=DeviceOptions(batch_invariant=True)).doubt == ""
+    assert Compute(CPU, "float32", False, 1, reference=True).doubt == ""
+
+
 def test_where_rows_are_drawn_from_there_is_room_for_logits(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (60 * GIB, 80 * GIB))
     rows, vocabulary = 512, 50257
@@ -87,6 +104,17 @@ def test_a_gpu_without_bfloat16_gets_float16(
     config = replace(config, model=replace(config.model, dtype=asked))
     compute = choose(config, RankEnvironment(0, 1, 0, 1), stored)
     assert (compute.device, compute.dtype) == (torch.device("cuda", 0), dtype)
+
+
+def test_int8_is_refused_by_name_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: NEW)
+    config = ServeConfig()
+    weights = replace(config, model=replace(config.model, quantization="int8"))
+    keys = replace(config, cache=replace(config.cache, kv_dtype="int8"))
+    for asked, flag in ((weights, "--quantization"), (keys, "--kv-dtype")):
+        with pytest.raises(ConfigError, match=f"{flag}: int8 needs a CPU"):
+            choose(asked, RankEnvironment(0, 1, 0, 1), "float32")
 
 
 def test_a_stage_says_what_it_weighs() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from typing import Any
 
 import pytest
@@ -257,55 +258,119 @@ def test_weights_that_cannot_be_read_are_final() -> None:
         assert stage.exit_code.result(WITHIN_S) == 76
 
 
-class FullGpu(CudaBackend):
-    """Of which the memory is not enough for the cache, or for recording. at: for which of them."""
+class FailingGpu(CudaBackend):
+    """On which the self-test, the cache or recording fails. at: which of them."""
 
-    at = ""
+    at, error = "", Exception()
 
     def make_cache(self, *shape: Any, num_ahead: int = 0) -> DeviceCache:
-        if num_ahead and self.at == "cache":  # the self-test's own is small
-            raise torch.OutOfMemoryError("CUDA out of memory")
+        if self.at == ("cache" if num_ahead else "self-test"):
+            raise self.error
         return super().make_cache(*shape, num_ahead=num_ahead)
 
     def recorded(self, model: StageModel, cache: KVCache) -> StageModel:
         if self.at == "recording":
-            raise torch.OutOfMemoryError("CUDA out of memory")
+            raise self.error
         return super().recorded(model, cache)
 
 
-class OnFullGpu(Compute):
+class OnFailingGpu(Compute):
+    doubt = "by chance"
+
     def backend(self, dtype: str) -> Backend:
-        return FullGpu(self.device, dtype, DeviceOptions(max_rows=2, max_step_rows=2))
+        return FailingGpu(self.device, dtype, DeviceOptions(True, max_rows=2, max_step_rows=2))
+
+
+# What torch's allocator says; and what others who take memory say: graphs, cuBLAS, Triton's launcher.
+FULL = [
+    torch.OutOfMemoryError("CUDA out of memory"),
+    torch.AcceleratorError("CUDA error: out of memory"),
+    RuntimeError("CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate(handle)`"),
+    RuntimeError("Triton Error [CUDA]: out of memory"),
+]
 
 
 REMEDIES = ["--kv-cache-memory", "--max-num-seqs", "--cuda-graphs off"]
 
 
-@pytest.mark.parametrize("at", ["cache", "recording"])
-def test_memory_that_is_not_enough_is_final_at_the_start_and_says_what_helps(
-    at: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(FullGpu, "at", at)
-    compute = OnFullGpu(torch.device("cpu"), "float32", False, 1)
+@contextmanager
+def failing(monkeypatch: pytest.MonkeyPatch, at: str, error: Exception) -> Iterator[OneStage]:
+    """A stage that has said Hello."""
+    monkeypatch.setattr(FailingGpu, "at", at)
+    monkeypatch.setattr(FailingGpu, "error", error)
+    compute = OnFailingGpu(torch.device("cpu"), "float32", False, 1)
     with ThreadPoolExecutor(1) as threads:
         stage = start(threads, 0, 1, ThreadWiring(), RandomCheckpoint(architecture()), compute)
-        stage.hear(wire.Hello)
-        stage.load(StageLayout(0, 1, 0, 4))
+        try:
+            stage.hear(wire.Hello)
+            yield stage
+        finally:
+            stage.tell(wire.Shutdown())
+
+
+def fail_to_load(stage: OneStage) -> str:
+    stage.tell(wire.Assign(StageLayout(0, 1, 0, 4), "float32"))
+    while isinstance(message := stage.next(), wire.Loading):
+        pass
+    assert isinstance(message, wire.Failed)
+    return message.reason
+
+
+@pytest.mark.parametrize("error", FULL, ids=str)
+@pytest.mark.parametrize("at", ["cache", "recording"])
+def test_memory_that_is_not_enough_is_final_at_the_start_and_says_what_helps(
+    at: str, error: Exception, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with failing(monkeypatch, at, error) as stage:
+        assert stage.load(StageLayout(0, 1, 0, 4)).why_not == "by chance", "the self-test has passed"
         stage.form(1)
         reason = stage.hear(wire.Failed).reason
-        assert reason.startswith("rank 0: CUDA out of memory; ")
+        assert reason.startswith(f"rank 0: {error}; ")
         assert all(remedy in reason for remedy in REMEDIES)
         # A stage that is replaced: what the one before it had may not be free yet, so the keeper starts another.
         stage.form(2)
-        with pytest.raises(torch.OutOfMemoryError):
+        with pytest.raises(type(error)):
             stage.exit_code.result(WITHIN_S)
 
 
-def test_memory_that_is_not_enough_for_a_step_says_what_helps(last: OneStage, wiring: ByHand) -> None:
-    wiring.opened[0].fails_at, wiring.opened[0].error = "expect 0", torch.OutOfMemoryError("CUDA out of memory")
+@pytest.mark.parametrize("error", FULL, ids=str)
+def test_memory_that_is_not_enough_for_the_self_test_says_what_helps(
+    error: Exception, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with failing(monkeypatch, "self-test", error) as stage:
+        reason = fail_to_load(stage)
+        assert all(remedy in reason for remedy in (str(error), *REMEDIES))
+
+
+class OutOfResources(Exception):
+    """As Triton raises it where a kernel cannot be made."""
+
+
+def test_a_kernel_that_cannot_be_made_is_final_at_the_start(monkeypatch: pytest.MonkeyPatch) -> None:
+    error = OutOfResources("out of resource: shared memory, Required: 73728, Hardware limit: 65536")
+    with failing(monkeypatch, "self-test", error) as stage:
+        reason = fail_to_load(stage)
+        assert reason.startswith("stage 0: it cannot compute on cpu (")
+        assert reason.endswith(f": OutOfResources: {error}")
+
+
+def test_a_device_that_is_lost_while_loading_ends_the_stage(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The control: only a new process may have the device again."""
+    lost = torch.AcceleratorError("CUDA error: an illegal memory access was encountered")
+    with failing(monkeypatch, "self-test", lost) as stage:
+        stage.tell(wire.Assign(StageLayout(0, 1, 0, 4), "float32"))
+        with pytest.raises(torch.AcceleratorError):
+            stage.exit_code.result(WITHIN_S)
+
+
+@pytest.mark.parametrize("error", FULL, ids=str)
+def test_memory_that_is_not_enough_for_a_step_says_what_helps(
+    error: Exception, last: OneStage, wiring: ByHand
+) -> None:
+    wiring.opened[0].fails_at, wiring.opened[0].error = "expect 0", error
     last.tell(wire.Plan(plan(1, 0)))
     reason = last.hear(wire.Broken).reason
-    assert reason.startswith("OutOfMemoryError: CUDA out of memory; ")
+    assert reason.startswith(f"{type(error).__name__}: {error}; ")
     assert all(remedy in reason for remedy in REMEDIES)
 
 

@@ -144,6 +144,8 @@ class CudaDevice:
         return graph.replay
 
     def allocated_bytes(self) -> int:
+        # What torch keeps for nobody goes back to the device first: recording gives it back as well.
+        torch.cuda.empty_cache()
         return torch.cuda.memory_reserved(self.device)
 
 

@@ -64,6 +64,18 @@ def test_stages_that_are_threads_record_one_after_the_other(monkeypatch: pytest.
     assert first != second
 
 
+def test_memory_that_torch_keeps_for_nobody_is_not_held(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Recording gives it back: a difference of two readings that count it would be less than what was taken."""
+    held, idle = [3_000], [5_000]
+    monkeypatch.setattr(torch.cuda, "memory_reserved", lambda device: sum(held + idle))
+    monkeypatch.setattr(torch.cuda, "empty_cache", idle.clear)
+    device = CudaDevice(torch.device("cuda", 0))
+    before = device.allocated_bytes()
+    held.append(700)
+    idle.append(80)
+    assert device.allocated_bytes() - before == 700
+
+
 class Gpu:
     """A stream's clock: every event is reached when the work before it, of so many milliseconds, has been done.
     log: what was recorded and waited for."""

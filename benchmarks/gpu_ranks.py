@@ -52,6 +52,7 @@ def plans(arch: Architecture) -> list[StepPlan]:
 
 def main(rank: int, folder: str, device: torch.device, dtype: str, arch: Architecture) -> None:
     os.environ |= {"NCCL_HOSTID": f"ppserve-{rank}", "NCCL_SOCKET_IFNAME": "lo", "GLOO_SOCKET_IFNAME": "lo"}
+    os.environ["NCCL_NET"] = "Socket"  # not what the machine may have for other hosts, such as InfiniBand
     os.environ |= {"TORCH_NCCL_ASYNC_ERROR_HANDLING": "0", "NCCL_DEBUG": "WARN"}
     kind = "nccl" if device.type == "cuda" else "gloo"
     store = dist.FileStore(f"{folder}/store", 2)

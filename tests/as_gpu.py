@@ -11,8 +11,8 @@ import torch
 
 from ppserve.stage.device import REFERENCE
 
-# Few rows, since every size of a step is recorded when serving begins.
-SETTINGS = {"batch_invariant": True, "max_num_seqs": 32}
+# Few rows, since every size of a step is recorded when serving begins; little memory, since tests share a GPU.
+SETTINGS = {"batch_invariant": True, "max_num_seqs": 32, "kv_cache_memory": 256_000_000}
 
 _chosen = False
 

@@ -247,7 +247,7 @@ class StageLoop:
         if self._link.abandoned >= form.epoch:
             # The link's thread may have looked before there was a transport to interrupt.
             raise TransportError("the epoch was lost while it formed")
-        transport.warm_up()
+        epoch.stage.warm_up()
 
     def _end_waits(self, number: int) -> None:
         """In the link's thread: the stage's own may be waiting for a neighbour, and hears of nothing else."""

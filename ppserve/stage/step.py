@@ -42,6 +42,13 @@ class Stage:
         self._gather = gather or NoTensorLink()
         self._cache = cache
 
+    def warm_up(self) -> None:
+        """As the transport's; tensor ranks exchange a row, so that no step waits for their first connection."""
+        self.transport.warm_up()
+        if self.layout.num_tensor > 1:
+            own_11 = torch.zeros(1, 1, device=self.model.backend.device)
+            self._gather.all(own_11, self.layout.cut(self.layout.num_tensor))
+
     def interrupt(self) -> None:
         """Called from another thread: waits for neighbours end with TransportError. `close` is still due."""
         self._gather.interrupt()

@@ -7,20 +7,26 @@ import signal
 from concurrent.futures import Future, ThreadPoolExecutor
 from datetime import timedelta
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
 
 import parallel_state
+from ppserve.core.architecture import StageLayout
 from ppserve.core.cut import Cut
 from ppserve.errors import TransportError
 from ppserve.model.gather import Gather
+from ppserve.model.stock import TorchBackend
+from ppserve.stage.step import Stage
 from ppserve.stage.transport.gather import BUFFER_BYTES, NoTensorLink, TensorLink, connect_ranks
 from ppserve.stage.transport.gather_group import create_gather
 from tests.worlds import Died, World
 
 WITHIN_S = 20
+CPU = torch.device("cpu")
 SHAPES = [(1, 5, torch.float32), (3, 7, torch.bfloat16), (130, 64, torch.float32), (2, 9, torch.float64)]
 
 
@@ -54,6 +60,23 @@ def test_more_rows_than_fit_follow_in_pieces() -> None:
     with ThreadPoolExecutor(2) as threads:
         both = threads.map(lambda link, cut: link.all(whole_TN[:, cut.own], cut), connect_ranks(2), cuts)
         assert all(torch.equal(gathered_TN, whole_TN) for gathered_TN in both)
+
+
+def test_ranks_exchange_a_row_before_their_first_step() -> None:
+    """NCCL makes a group's communicator in its first exchange, which can take seconds."""
+    warmed, exchanged = [], []
+
+    class Link(NoTensorLink):
+        def __init__(self) -> None:
+            self.all = lambda own_Tn, cut: exchanged.append((tuple(own_Tn.shape), cut.widths)) or own_Tn  # type: ignore[func-returns-value]
+
+    transport: Any = SimpleNamespace(warm_up=lambda: warmed.append(True))
+    for count in (1, 2):
+        layout, backend = StageLayout(0, 1, 0, 4, 0, count), TorchBackend(CPU, "float32")
+        model: Any = SimpleNamespace(layout=layout, backend=backend)
+        Stage(model, None, transport, Link()).warm_up()  # type: ignore[arg-type]
+    assert warmed == [True, True]
+    assert exchanged == [((1, 1), (1, 1))]
 
 
 @pytest.mark.parametrize("by", ["its own interrupt", "the other's end"])

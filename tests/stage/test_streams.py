@@ -22,8 +22,8 @@ class Done(dist.Work):
 
 
 def test_streams_hand_buffers_over_by_events(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A buffer is received into again behind the stage's last use of it; a send goes behind the work that makes
-    what is sent."""
+    """A buffer is received into behind the stage's last use of it, at first of its memory; a send goes behind the
+    work that makes what is sent."""
     log: list[tuple[str, ...]] = []
     on = ["compute"]
 
@@ -58,7 +58,9 @@ def test_streams_hand_buffers_over_by_events(monkeypatch: pytest.MonkeyPatch) ->
         transport.receive(step(number, 4))
     transport.send(step(0, 4), torch.zeros(4, WIDTH))
     assert log == [
-        *[("transfers", "irecv")] * 2,
-        *[("compute", "records", "event 2"), ("transfers", "waits for", "event 2"), ("transfers", "irecv")],
-        *[("compute", "records", "event 5"), ("transfers", "waits for", "event 5"), ("transfers", "isend")],
+        *[("compute", "records", "event 0"), ("compute", "records", "event 1")],
+        *[("transfers", "waits for", "event 0"), ("transfers", "irecv")],
+        *[("transfers", "waits for", "event 1"), ("transfers", "irecv")],
+        *[("compute", "records", "event 6"), ("transfers", "waits for", "event 6"), ("transfers", "irecv")],
+        *[("compute", "records", "event 9"), ("transfers", "waits for", "event 9"), ("transfers", "isend")],
     ]

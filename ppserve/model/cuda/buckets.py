@@ -60,6 +60,7 @@ class Buckets:
         longest_tables = np.zeros(most * -(-arch.max_positions // block_size), np.int32)
         self._places = Places.for_arrays({**nothing, "tables": longest_tables})
         self._buffer = torch.zeros(self._places.num_bytes, dtype=torch.uint8, device=staging.device)
+        staging.make_room(self._places.num_bytes)
         # So that recording touches nothing: no row of padding is kept.
         self.put(nothing)
 

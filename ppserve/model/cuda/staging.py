@@ -87,6 +87,11 @@ class Staging:
             self.num_copies += 1
         self._under_way.append((self._device.mark(), host))
 
+    def make_room(self, num_bytes: int) -> None:
+        """For arrays of so many bytes, at once: later, the host would wait while memory is pinned."""
+        for _ in range(_BUFFERS):
+            self._free.append(self._host_buffer(num_bytes))
+
     def put_new(self, arrays: Arrays) -> dict[str, torch.Tensor]:
         """Copies arrays into memory of their own: flat tensors."""
         places = Places.for_arrays(arrays)

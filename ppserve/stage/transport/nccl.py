@@ -65,6 +65,11 @@ class StreamPassage(AbortedPassage):
         # Per buffer, the stage's last use of it, which the next transfer into it must not overtake.
         self._last_use: dict[int, torch.cuda.Event] = {}
 
+    def buffer(self, frames: Frames) -> torch.Tensor:
+        # Its memory may have been another tensor's, of which the compute stream has work under way.
+        self.release(buffer := super().buffer(frames))
+        return buffer
+
     def posting(self, buffer: torch.Tensor) -> AbstractContextManager[object]:
         last_use = self._last_use.pop(buffer.data_ptr(), None)
         if last_use is not None:

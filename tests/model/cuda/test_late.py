@@ -8,8 +8,10 @@ import pytest
 import torch
 
 from ppserve import wire
+from ppserve.core.architecture import Split, stage_layouts
 from ppserve.core.plan import Slice, StepPlan
 from ppserve.model.backend import KVCache, StageModel
+from ppserve.model.cuda.buckets import Buckets
 from ppserve.model.cuda.readback import Readback
 from ppserve.model.cuda.recorded import RecordedStage
 from ppserve.model.cuda.staging import Staging
@@ -19,6 +21,7 @@ from tests.model.cuda.here import CPU as ON_CPU
 from tests.model.cuda.late import LateCompute, LateDevice, WrittenTooEarly, late_backend
 from tests.model.cuda.test_recorded import CHECKPOINT, Recorded, conversation
 from tests.model.pipelines import GREEDY_DRAW, Pipeline, prompt
+from tests.model.random_checkpoint import architecture
 from tests.stage.one_stage import CPU, plan, stages
 
 
@@ -34,6 +37,26 @@ def test_a_buffer_is_written_again_only_when_its_copy_has_read_it() -> None:
         assert staging.put_new(numbers(count, count))["ids"].tolist() == list(range(count, 2 * count))
     assert device.num_waits == 5, "three copies are under way before the first wait"
     device.mark().wait()
+
+
+def test_all_room_for_recorded_steps_is_there_before_the_first() -> None:
+    """The host waits while memory is pinned. Here the arrays of a step are 128 KiB."""
+
+    class Counting(LateDevice):
+        num_buffers = 0
+
+        def host_buffer(self, num_bytes: int) -> torch.Tensor:
+            self.num_buffers += 1
+            return super().host_buffer(num_bytes)
+
+    device = Counting()
+    staging = Staging(device)
+    (layout,) = stage_layouts(Split.parse("1"))
+    buckets = Buckets((1, 256), architecture(max_positions=2048), layout, 16, staging)
+    begun_with = device.num_buffers
+    for _ in range(4):
+        buckets.put({"tables": np.zeros(256 * 128, np.int32)})
+    assert device.num_buffers == begun_with
 
 
 def test_what_is_written_too_early_is_seen() -> None:

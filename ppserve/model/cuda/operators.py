@@ -17,7 +17,7 @@ ROWS_PER_TILE = 16
 """Rows that share loads of keys and values: what a tensor core's smallest product takes."""
 
 KEYS_PER_TILE = 64
-"""Keys that are taken at a time, from position 0 on, whatever the block size."""
+"""Keys that are taken at a time, from position 0 on, whatever the block size; of wide heads, fewer."""
 
 
 def _float32(number: float) -> float:

@@ -15,6 +15,9 @@ import triton.language as tl
 from ppserve.model.cuda import operators as of
 from ppserve.model.cuda.operators import KEYS_PER_TILE, ROWS_PER_TILE, Tiles
 
+# Of attention: what the keys of a tile may take. With as many values, and the rows, that fits into the 64 KiB that
+# a program has at compute capability 7.5.
+_KEYS_BYTES = 16 << 10
 # Of a product: rows, outputs and inputs that one program takes at a time.
 _TILE_ROWS, _TILE_OUTPUTS, _TILE_INPUTS = 64, 64, 64
 _NUMBERS_AT_ONCE = 1024
@@ -45,14 +48,15 @@ class TritonOperators:
     ) -> torch.Tensor:
         _, block_size, num_heads, head_size = keys_BpHd.shape
         mixed_TD = qkv_TE.new_empty(qkv_TE.shape[0], num_heads * head_size)
+        features = max(16, triton.next_power_of_2(head_size))
         _attend[(len(at.tiles_n4), num_heads)](
             *(qkv_TE, keys_BpHd, values_BpHd, at.tiles_n4, at.tables, mixed_TD, scale),
             HEADS=num_heads,
             HEAD=head_size,
             BLOCK=block_size,
             ROWS=ROWS_PER_TILE,
-            KEYS=KEYS_PER_TILE,
-            FEATURES=max(16, triton.next_power_of_2(head_size)),
+            KEYS=keys_per_tile(features * qkv_TE.itemsize),
+            FEATURES=features,
             INTERPRETED=triton.knobs.runtime.interpret,
         )
         return mixed_TD
@@ -89,6 +93,11 @@ class TritonOperators:
         num_rows, vocabulary = weights_RV.shape
         _running_sums[(num_rows,)](weights_RV, sums_RV, vocabulary, COUNT=_SUMS_AT_ONCE, num_warps=8)
         return sums_RV
+
+
+def keys_per_tile(key_bytes: int) -> int:
+    """The same on every device, in every step."""
+    return max(16, min(KEYS_PER_TILE, _KEYS_BYTES // key_bytes))
 
 
 @triton.jit

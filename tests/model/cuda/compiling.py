@@ -1,4 +1,5 @@
-"""Compiles the Triton kernels for GPUs that are not here, each as `TritonOperators` would launch it; prints which.
+"""Compiles the Triton kernels for GPUs that are not here, each as `TritonOperators` would launch it: also for what
+16 divides, and within the shared memory that such a GPU has. Prints which.
 
     python -m tests.model.cuda.compiling CAPABILITY ...     (such as 75 90)
 
@@ -21,9 +22,11 @@ from ppserve.model.cuda.operators import Tiles
 from ppserve.model.cuda.triton_operators import TritonOperators
 
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
-# Of the block size the kernel is made anew. 16 is the default.
-BLOCK_SIZES = (8, 16, 32)
-HEADS, HEAD_SIZE = 2, 64
+# Of the block size and the head size the kernel is made anew. 16 and 64 are what GPT-2 has by default.
+BLOCK_AND_HEAD_SIZES = ((8, 256), (16, 64), (32, 128))
+HEADS = 2
+# Shared memory that a program may take, by compute capability, in bytes.
+SHARED_BYTES = {75: 65_536, 80: 166_912, 86: 101_376, 89: 101_376, 90: 232_448, 100: 232_448, 120: 101_376}
 _TYPES = {
     torch.float32: "*fp32",
     torch.float64: "*fp64",
@@ -42,11 +45,18 @@ def compile_launches(capability: int) -> None:
         constants = {each.name: values[each.name] for each in kernel.params if each.is_constexpr}
         signature = {name: "constexpr" if name in constants else type_of(values[name]) for name in names}
         options = {name: of for name, of in named.items() if name not in names}
-        made = triton.compile(
-            ASTSource(kernel, signature, constants), GPUTarget("cuda", capability, 32), options=options
-        )
+        attributes = {
+            (number,): [["tt.divisibility", 16]]
+            for number, name in enumerate(names)
+            if name not in constants and is_divisible(values[name])
+        }
+        source = ASTSource(kernel, signature, constants, attributes)
+        made = triton.compile(source, GPUTarget("cuda", capability, 32), options=options)
         assert made.asm["cubin"]
-        print(capability, kernel.__name__, *{of for of in signature.values() if of[0] == "*"}, flush=True)
+        shared = made.metadata.shared
+        assert shared <= SHARED_BYTES[capability], f"{kernel.__name__} takes {shared} bytes of shared memory"
+        types = {of for of in signature.values() if of[0] == "*"}
+        print(capability, kernel.__name__, *types, shared, "bytes shared", flush=True)
 
     JITFunction.run = run
 
@@ -57,21 +67,28 @@ def type_of(value: object) -> str:
     return "i32" if isinstance(value, int) else "fp32"
 
 
+def is_divisible(value: object) -> bool:
+    """Triton compiles anew for pointers and numbers that 16 divides: only then it loads many numbers at once."""
+    number = value.data_ptr() if isinstance(value, torch.Tensor) else value
+    return isinstance(number, int) and number % 16 == 0
+
+
 def launch_all() -> None:
     operators = TritonOperators()
     for dtype in DTYPES:
-        x_TK, weight_NK = torch.zeros(3, 100, dtype=dtype), torch.zeros(70, 100, dtype=dtype)
+        x_TK, weight_NK = torch.zeros(3, 96, dtype=dtype), torch.zeros(80, 96, dtype=dtype)
         operators.product(x_TK, weight_NK, weight_NK[:, 0])
         operators.product(x_TK, weight_NK, None)
         operators.quick_gelu(x_TK)
-        for kv_dtype, block_size in [*product([dtype], BLOCK_SIZES), (torch.float32, 16), (torch.bfloat16, 16)]:
-            keys_BpHd = torch.zeros(4, block_size, HEADS, HEAD_SIZE, dtype=kv_dtype)
-            qkv_TE = torch.zeros(3, 3 * HEADS * HEAD_SIZE, dtype=dtype)
+        others = (torch.float32, (16, 64)), (torch.bfloat16, (16, 64))
+        for kv_dtype, (block_size, head_size) in [*product([dtype], BLOCK_AND_HEAD_SIZES), *others]:
+            keys_BpHd = torch.zeros(4, block_size, HEADS, head_size, dtype=kv_dtype)
+            qkv_TE = torch.zeros(3, 3 * HEADS * head_size, dtype=dtype)
             numbers = torch.zeros(4, 4, dtype=torch.int32)
             operators.write(qkv_TE, keys_BpHd, keys_BpHd, numbers[0])
             operators.attend(qkv_TE, keys_BpHd, keys_BpHd, Tiles(numbers, numbers[0], 10), 0.3)
-    scores_RV = torch.zeros(2, 1009)
-    operators.weights(scores_RV, scores_RV[:, 0], scores_RV[:, 1])
+    scores_RV, numbers_R = torch.zeros(2, 1009), torch.zeros(2)
+    operators.weights(scores_RV, numbers_R, numbers_R)
     operators.running_sums(scores_RV)
 
 

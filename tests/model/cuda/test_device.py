@@ -15,15 +15,21 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 from unittest.mock import MagicMock
 
 import pytest
 import torch
 
-from benchmarks.gpu_stage import LIMITS_S, SECTIONS, answered
+from benchmarks import gpu_stage
+from benchmarks.gpu_stage import LIMITS_S, SECTIONS, Bench, answered, run_one
 from ppserve.errors import ConfigError
+from ppserve.model.backend import Reading
+from ppserve.model.cuda import backend
 from ppserve.model.cuda.backend import launch_once
 from ppserve.model.cuda.device import CudaDevice
+from ppserve.model.cuda.operators import KEYS_PER_TILE, ROWS_PER_TILE
+from ppserve.model.cuda.readback import Readback
 from ppserve.model.cuda.reference import ReferenceOperators
 from tests.model.cuda.here import needs_triton
 
@@ -173,10 +179,23 @@ def test_a_device_that_is_lost_or_full_is_nothing_to_install() -> None:
 
 
 @needs_triton
+def test_tiles_of_wide_heads_fit_into_the_smallest_shared_memory() -> None:
+    """Keys, values and rows, within 64 KiB. As many keys as ever of heads that are not wide."""
+    from ppserve.model.cuda.triton_operators import keys_per_tile
+
+    for features in (16, 64, 128, 256):
+        for itemsize in (2, 4):
+            key_bytes = features * itemsize
+            assert key_bytes * (2 * keys_per_tile(key_bytes) + ROWS_PER_TILE) < 64 << 10
+    assert keys_per_tile(64 * 4) == keys_per_tile(128 * 2) == KEYS_PER_TILE
+
+
+@needs_triton
 @pytest.mark.slow
 @pytest.mark.timeout(420)  # 15 s of one core, on a machine that may have others to serve
 def test_the_kernels_compile_for_gpus_that_are_not_here(tmp_path: Path) -> None:
-    """For block sizes of 8, 16 and 32, in every dtype and with other keys than hidden states."""
+    """For block sizes of 8, 16 and 32, heads of 64, 128 and 256, in every dtype and with other keys than hidden
+    states; within the shared memory that such a GPU has."""
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     done = subprocess.run(
         [sys.executable, "-m", "tests.model.cuda.compiling", "90"],
@@ -202,8 +221,33 @@ def test_the_script_runs_as_the_page_says(tmp_path: Path) -> None:
     """A lent GPU is there for minutes: what can fail before it is needed fails here."""
     done = script("waits", "--json", str(tmp_path / "found"), "--limit", "100")
     assert done.returncode == 0, done.stderr
-    assert done.stdout.count("waits=0") == 2
-    assert [found["waits"] for found in json.loads((tmp_path / "found").read_text())["waits"]] == [0, 0]
+    found = json.loads((tmp_path / "found").read_text())["waits"]
+    assert [(of["waits"], of["at_most_one_wait"]) for of in found] == [(0, True)] * 10
+
+
+class Waits(Readback):
+    """Before it reads, for nothing, twice."""
+
+    def reading(self, *of: Any) -> Reading:
+        for _ in range(2):
+            self._device.mark().wait()
+        return super().reading(*of)
+
+
+@pytest.mark.parametrize("readback", [Readback, Waits])
+def test_a_step_that_waits_more_than_once_fails_the_section(
+    readback: type[Readback], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(backend, "Readback", readback)
+    bench = Bench(torch.device("cpu"), "float32", small=True)
+    assert run_one(bench, "waits") == (readback is Readback)
+    assert {of["at_most_one_wait"] for of in bench.figures["waits"]} == {readback is Readback}
+
+
+def test_the_ledgers_gap_is_that_of_the_worst_stage() -> None:
+    bubble_s = {"fill": 1.0, "drain": 2.0}
+    stages = [SimpleNamespace(busy_s=busy_s, bubble_s=bubble_s, idle_s=3.0) for busy_s in (4.0, 3.5)]
+    assert gpu_stage.ledger_gap_s(SimpleNamespace(stages=stages, wall_s=10.0)) == 0.5
 
 
 @pytest.mark.slow
@@ -217,7 +261,7 @@ def test_a_section_that_hangs_is_ended_and_the_next_one_begins() -> None:
 
 
 def test_all_sections_together_take_no_longer_than_a_machine_is_lent() -> None:
-    assert sum(LIMITS_S.values()) <= 600
+    assert sum(LIMITS_S.values()) < 560, "of 600, as what the machine needs has to get there"
     assert set(LIMITS_S) == set(SECTIONS)
 
 

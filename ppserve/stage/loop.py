@@ -59,9 +59,10 @@ class Findings:
     @classmethod
     def of(cls, config: ServeConfig, environment: RankEnvironment) -> Findings:
         """Opens the checkpoint (headers and samples only) and chooses the device. Raises UsageError."""
-        checkpoint = open_checkpoint(config.model.path)
-        compute = choose(config, environment, checkpoint.stored_dtype)
-        return cls(checkpoint.rounded_to(compute.dtype), compute, fingerprint(checkpoint))
+        stored = open_checkpoint(config.model.path)
+        compute = choose(config, environment, stored.stored_dtype)
+        checkpoint = stored.rounded_to(compute.dtype)
+        return cls(checkpoint, compute, fingerprint(checkpoint))
 
 
 @dataclass(slots=True)

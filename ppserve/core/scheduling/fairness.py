@@ -67,13 +67,23 @@ class FairQueue:
         self._tokens_of_priority[entry.priority] += entry.num_tokens
 
     def first(self, now: float) -> SequenceGroup | None:
-        """The request to admit next. It stays in the queue until `remove`."""
-        heads = list(self._heads())
-        oldest_s: dict[int, float] = {}
-        for priority, _, _, entry in heads:
-            oldest_s[priority] = min(entry.submitted_s, oldest_s.get(priority, now))
-        aged = {priority: priority + (now - since_s) // self.aging_s for priority, since_s in oldest_s.items()}
-        best = min(heads, key=lambda head: (-aged[head[0]], head[1].served, head[2]), default=None)
+        """The request to admit next. It stays in the queue until `remove`.
+
+        Of each class that whose caller was served least; of these, the one of the highest priority, which grows
+        while it waits, not while others of its class do: they may come after many who are new.
+        """
+        turns: dict[int, tuple[int, _Account, int, SequenceGroup]] = {}
+        for head in self._heads():
+            other = turns.get(head[0])
+            if other is None or (head[1].served, head[2]) < (other[1].served, other[2]):
+                turns[head[0]] = head
+
+        def rank(head: tuple[int, _Account, int, SequenceGroup]) -> tuple[float, float, int]:
+            priority, account, arrival, entry = head
+            waited_s = max(0.0, now - entry.submitted_s)
+            return -(priority + waited_s // self.aging_s), account.served, arrival
+
+        best = min(turns.values(), key=rank, default=None)
         return best[3] if best else None
 
     def first_of_those_without(self) -> SequenceGroup | None:

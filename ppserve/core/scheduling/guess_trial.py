@@ -30,7 +30,8 @@ class Way(IntEnum):
 
 
 class GuessTrial:
-    """way: of running now. trying_width: called when a turn of trying WIDE begins."""
+    """way: of running now. trying_width: called when a lone sequence's turn of trying WIDE
+    begins."""
 
     def __init__(self, trying_width: Callable[[], object] = lambda: None) -> None:
         self.way = Way.PLAIN
@@ -64,7 +65,7 @@ class GuessTrial:
         self._tokens_left -= num_tokens
         if self._tokens_left <= 0:
             self._begin_turn(Way(trial.next_way(self.way, self._has_guessed)), num_sequences, ended_s)
-            if self.way is Way.WIDE and trial.best != Way.WIDE:
+            if self.way is Way.WIDE and trial.best != Way.WIDE and num_sequences == 1:
                 self._trying_width()
 
     def _begin_turn(self, way: Way, num_sequences: int, now_s: float) -> None:

@@ -34,8 +34,7 @@ class RowCost:
             self._wide_s.append((num_guesses, seconds))
         else:
             self._plain_s.append(seconds)
-        if self.is_known:
-            plain_s = median(self._plain_s)
+        if self.is_known and (plain_s := median(self._plain_s)):  # zero by a clock that stands still
             self.share = max(0.0, median((s / plain_s - 1) / count for count, s in self._wide_s))
 
     def forget(self) -> None:

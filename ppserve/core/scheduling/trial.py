@@ -42,6 +42,8 @@ class Trial:
         self._num_unsteady = 0
         # Times per token of the other ways, in those of the best one.
         self._ratios: dict[int, deque[float]] = {way: deque(maxlen=REMEMBERED) for way in ways}
+        # Those whose latest trial said nothing. They are tried in turn with the others, not first.
+        self._silent: set[int] = set()
         self._try_in = self._interval = 0
 
     def add(self, seconds: float, tokens: int) -> None:
@@ -62,7 +64,10 @@ class Trial:
             # A trial of another kind of load may have begun the turn, to try another way.
             is_trial = ended == self._tried and (counts or ended == self._plain)
             self._tried_pace = pace if is_trial else None
-            if ended == self._tried and not is_trial:
+            if is_trial:
+                self._silent.discard(ended)
+            elif ended == self._tried:
+                self._silent.add(ended)
                 self._try_in = max(self._try_in, NEXT_UNCOUNTED)
             return self.best
         before, tried = self._best_pace, self._tried_pace
@@ -94,7 +99,7 @@ class Trial:
             self._make_best(self._tried, usual)
         elif ratio * margin < 1:
             return self._tried  # once more, at once
-        elif any(not ratios for way, ratios in self._ratios.items() if way != self.best):
+        elif self._unknown():
             self._try_in = 0
         else:
             self._interval = min(int(2 * max(self._interval, FIRST_TRIAL // 2) * max(1.0, usual)), LAST_TRIAL)
@@ -112,6 +117,8 @@ class Trial:
 
     def _next_to_try(self) -> int:
         others = [way for way in self._ways if way != self.best]
-        unknown = [way for way in others if not self._ratios[way]]
-        self._tried = (unknown or [way for way in others if way > self._tried] or others)[0]
+        self._tried = (self._unknown() or [way for way in others if way > self._tried] or others)[0]
         return self._tried
+
+    def _unknown(self) -> list[int]:
+        return [way for way in self._ways if way not in (self.best, *self._silent) and not self._ratios[way]]

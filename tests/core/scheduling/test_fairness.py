@@ -110,6 +110,19 @@ def test_a_long_wait_in_a_line_of_its_own_helps_no_caller() -> None:
     assert "light" in served_order(queue, 2, now=500.0)
 
 
+def test_who_waits_behind_others_of_its_class_does_not_raise_those() -> None:
+    """A heavy caller's old request is behind light ones that have just come; they are not as urgent."""
+    queue: FairQueue = FairQueue(aging_s=10.0)
+    queue.push(Entry("heavy0", "heavy"))
+    queue.push(Entry("light0", "light"))
+    served_order(queue, 2)
+    queue.charge("heavy", 20_000)
+    queue.push(Entry("heavy1", "heavy"))
+    queue.push(Entry("light1", "light", submitted_s=60.0))
+    queue.push(Entry("urgent", "urgent", priority=5, submitted_s=60.0))
+    assert served_order(queue, 1, now=60.0) == ["urgent"]
+
+
 def test_the_control_without_ageing_starves() -> None:
     queue: FairQueue = FairQueue(aging_s=1e12)
     queue.push(Entry("old", priority=0))

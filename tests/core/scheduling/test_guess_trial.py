@@ -209,3 +209,15 @@ def test_where_nothing_is_guessed_few_turns_ask_the_drafters() -> None:
         tried += trial.way is not Way.PLAIN
         trial.observe(64, float(number), number + 1.0, 16)
     assert 0 < tried < 0.3 * 40 * 64
+
+
+@pytest.mark.parametrize("silent", [Way.WIDE, Way.DEEP])
+def test_a_way_that_guesses_nothing_keeps_no_other_from_being_tried(silent: Way) -> None:
+    trial, now, others = GuessTrial(), 0.0, 0
+    for _ in range(4000):
+        if trial.way is not Way.PLAIN and trial.way is not silent:
+            trial.guessed()
+            others += 1
+        began, now = now, now + 1.0
+        trial.observe(1, began, now, 1)
+    assert others > 60, "tokens of several turns"

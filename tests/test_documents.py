@@ -214,6 +214,17 @@ def test_the_readme_s_tree_is_checked() -> None:
     assert {"core/scheduling/", "wire.py", "tour/", "stage/loop.py"} <= named
 
 
+def test_the_page_on_sampling_parameters_names_every_place_of_one() -> None:
+    page = (ROOT / "docs/contributing/sampling-parameter.md").read_text()
+    generated = {PRODUCT / "v1", PRODUCT / "vllm"}
+    files = [path for path in PRODUCT.rglob("*.py") if path.parent not in generated]
+    files += (ROOT / "protos").rglob("*.proto")
+    mentions = re.compile(r"\b(min_p|repetition_penalty)\b")
+    places = {path.relative_to(ROOT).as_posix() for path in files if mentions.search(path.read_text())}
+    assert len(places) >= 10
+    assert not {place for place in places if f"`{place}`" not in page}
+
+
 # ---- metrics ------------------------------------------------------------------------------------------
 
 

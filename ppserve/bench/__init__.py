@@ -1,6 +1,6 @@
 """The load generator and its reports: `ppserve bench`, and the terminal view `ppserve top`.
 
-Never anything of the server.
+Never anything of the server. The view is here because it reads a running server as a measurement does.
 
     workload    requests: lengths, prompts, arrival times; from a seed, no clock
     caller      one connection; one request and when its tokens arrived

@@ -1,4 +1,4 @@
-"""`ppserve top`: the stages' time and the load of a running server, in the terminal."""
+"""`ppserve top`: where a running server's stages spend their time, and what they serve, in the terminal."""
 
 from __future__ import annotations
 

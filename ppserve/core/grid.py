@@ -22,7 +22,7 @@ class RankPlace:
 
 @dataclass(frozen=True, slots=True)
 class RankGrid:
-    """A grid of tensor x data x pipeline ranks."""
+    """A grid of tensor x data x pipeline ranks. data: how many replicas; Megatron-LM's name for that axis."""
 
     tensor: int
     data: int

@@ -160,8 +160,10 @@ class StepStamps:
 class StepResult:
     """One stage's result of one step. Every stage sends one for every step; only the last draws and scores.
 
-    skipped: the stage computed nothing, because the head had cancelled the step. gathered_ns: of the time from
-    begun to ended, what the rank waited for the other tensor ranks of its stage.
+    stage: as a rank sends it, the rank's place in the replica, stage * T + tensor; the stage's number once
+    `TensorRanks` has made one result of those of its ranks. skipped: the stage computed nothing, because the head
+    had cancelled the step. gathered_ns: of the time from begun to ended, what the rank waited for the other tensor
+    ranks of its stage.
     """
 
     epoch: int

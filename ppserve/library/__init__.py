@@ -1,1 +1,4 @@
-"""A pipeline in one process, for programs and notebooks: stages are threads. Never a socket, never a protocol."""
+"""A pipeline in one process, for programs and notebooks: stages are threads.
+
+Never opens a socket, never speaks a protocol.
+"""

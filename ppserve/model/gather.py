@@ -1,6 +1,8 @@
 """How tensor ranks complete each other's rows: every one has some columns, and all need all.
 
-No sum is ever divided among ranks, so this is all that they exchange (docs/decisions/tensor-parallelism.md).
+No sum is ever divided among ranks, so whole columns are all that the model exchanges
+(docs/decisions/tensor-parallelism.md). By the same call ranks agree whether to skip a step (`stage.step`), and
+show each other their best candidates for a draw (`sampling_slices`).
 
 T rows, N columns, n those of one rank.
 """

@@ -87,7 +87,7 @@ class MLP:
         return gather.all(own_Td.to(precision.hidden), self.columns)
 
 
-class Head:
+class LMHead:
     """Final norm and logits, of a tensor rank's part of the vocabulary. Ids that only pad it have none: they can
     never be drawn."""
 
@@ -108,8 +108,8 @@ class GPT2Stage:
 
     def __init__(self, read: WeightReader, layout: StageLayout) -> None:
         self.arch, self.layout, self.backend = read.arch, layout, read.backend
-        # The head before all else: on GPUs the largest matrix is twice in memory while it is being packed.
-        self.head = Head(read) if layout.is_last else None
+        # The LM head before all else: on GPUs the largest matrix is twice in memory while it is being packed.
+        self.head = LMHead(read) if layout.is_last else None
         self._embed = Embedding(read) if layout.is_first else None
         self.sublayers = [_sublayer(read, layout, number) for number in layout.sublayers]
         self.joined = read.backend.joined([sublayer.fused for sublayer in self.sublayers])
@@ -153,7 +153,7 @@ class GPT2Stage:
         vocabulary = self.layout.cut(self.arch.vocab_size)
         return self.backend.read_logits(inputs, self._logits(self.head, inputs, hidden_TD), vocabulary)
 
-    def _logits(self, head: Head, inputs: StepInputs, hidden_TD: torch.Tensor) -> Iterator[torch.Tensor]:
+    def _logits(self, head: LMHead, inputs: StepInputs, hidden_TD: torch.Tensor) -> Iterator[torch.Tensor]:
         """Logits of the rows to read out, a few at a time."""
         for rows_R in torch.split(inputs.read_rows_R, self.backend.read_rows_at_once):
             if len(rows_R):

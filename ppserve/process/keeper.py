@@ -33,7 +33,7 @@ SPARE_EVERY_S = 30.0
 
 class Keeper:
     """Keeps one stage process alive. Owns that process and a spare: a process that has imported already, so
-    that a replacement takes a second and not many.
+    that a replacement takes about a second, and without it many.
 
     spawn: starts a process, or raises OSError. clock: seconds, monotonic. spare: the first one, where it has been
     started.

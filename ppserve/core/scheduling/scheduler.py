@@ -11,8 +11,8 @@ Laws
   block may be shared as soon as the step that fills it is scheduled, and a freed block may be reused at once.
 - The most blocks that a request can need are reserved at admission, so no sequence ever waits for a block. It can
   be displaced by a caller who has nothing (`displacement`), keeps its tokens, and is computed again.
-- So it is when a stage is lost: by another replica (`give_back`) or, where there is none, here, and then it keeps
-  its block table too (`lose_stage`).
+- When a stage is lost, its sequences are computed again: by another replica (`give_back`) or, without one, here
+  with their block tables kept (`lose_stage`).
 - Every sequence causes exactly one terminal event, except one that the engine ends (`Intake.finish`).
 
 The replica calls `schedule(now)` until it returns None, and enters each plan in the book of steps before it asks

@@ -1,4 +1,5 @@
-"""The tokenizer as an archive of the files that Hugging Face's programs read; a router makes its own of them."""
+"""The tokenizer as an archive of the files that Hugging Face's programs read: a router builds its own tokenizer
+from them."""
 
 from __future__ import annotations
 

@@ -195,7 +195,10 @@ class Scheduler:
             return None
         self.intake.admit(now)
         if self.lanes.is_unproven and len(self._roster):
-            return None if self.is_busy else self.lanes.plan((), ())
+            if self.is_busy:
+                return None
+            self.intake.step_scheduled(now)
+            return self.lanes.plan((), ())
         lone = self.intake.lone_at(self)
         picks = self._compose() if lone is None else self._compose_alone(lone)
         if picks and not self.is_busy:

@@ -159,6 +159,29 @@ def prove(rig: SchedulerRig) -> None:
     assert rig.commit_one() == []
 
 
+def test_an_outage_before_a_probe_is_no_time_of_computing() -> None:
+    rig = a_rig(num_stages=2)
+    rig.submit(a_request("before", max_tokens=20))
+    while rig.has_work:
+        fill(rig)
+        rig.now += 0.1
+        rig.commit_one()
+    throughput = rig.scheduler.intake._throughput
+    before_s = throughput.seconds_for(100)
+    assert before_s is not None
+    rig.submit(a_request("r"))
+    fill(rig)
+    for _ in range(2):
+        rig.lose_stage()
+        rig.now += 15.0
+    prove(rig)
+    after_s = throughput.seconds_for(100)
+    assert after_s is not None
+    assert after_s < 2 * before_s
+    rig.drain()
+    rig.check_answers()
+
+
 def test_of_stages_that_die_of_a_probe_nobody_is_to_blame() -> None:
     rig = a_rig(num_stages=2)
     rig.submit(a_request("r0"))

@@ -42,10 +42,10 @@ def refuse_plainly(status: int) -> tuple[Headers, bytes]:
 @dataclass(frozen=True, slots=True)
 class Bounds:
     """Of one listener. connections: when there are more, the one that has waited longest without a request is
-    closed; where none waits, the one whose reader has taken nothing for longest; where all read, the new one. And
-    while there are as many, a connection ends with its answer. head_within_s: from the connection to the end of
-    its first request's head. idle_s: from one answer to the end of the next request's head. unread_s: how long a
-    connection's full buffer may wait for its reader."""
+    closed; where none waits, the one whose reader has taken nothing for longest; where all read, the new one.
+    And a request that comes while there are as many is its connection's last; the answer's head says so.
+    head_within_s: from the connection to the end of its first request's head. idle_s: from one answer to the end
+    of the next request's head. unread_s: how long a connection's full buffer may wait for its reader."""
 
     connections: int = 2048
     head_bytes: int = 16 << 10
@@ -152,9 +152,15 @@ class _Connection(H11Protocol):
         self._wait(self._state.bounds.head_within_s)
 
     def data_received(self, data: bytes) -> None:
-        self._state.default_headers = [(b"date", formatdate(usegmt=True).encode())]
         super().data_received(data)
         self._stop_waiting_if_asked()
+
+    def handle_events(self) -> None:
+        """uvicorn takes the next request here. A connection that ended with an answer whose head did not say so
+        would lose the request that its client sends meanwhile."""
+        last = [(b"connection", b"close")] if self._state.is_full else []
+        self._state.default_headers = [(b"date", formatdate(usegmt=True).encode()), *last]
+        super().handle_events()
 
     def send_400_response(self, msg: str) -> None:
         """uvicorn calls this where it meets bytes that are no request, or no body."""
@@ -181,8 +187,6 @@ class _Connection(H11Protocol):
 
     def on_response_complete(self) -> None:
         self._wait(self._state.bounds.idle_s)
-        if self._state.is_full:
-            self.transport.close()  # with requests that came before their turn, if there are any
         super().on_response_complete()
         self._stop_waiting_if_asked()  # a request may have come before the last one was answered
 

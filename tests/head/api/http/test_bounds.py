@@ -217,6 +217,34 @@ def test_readers_who_take_nothing_make_room_for_others() -> None:
     asyncio.run(main())
 
 
+def test_clients_who_keep_their_connections_lose_no_request_where_all_places_are_taken() -> None:
+    async def main() -> None:
+        listener, port = await _listening(Bounds(connections=50))
+
+        async def client(all_have_asked: asyncio.Barrier) -> None:
+            connection = None
+            for number in range(5):
+                reader, writer = connection or await asyncio.open_connection("127.0.0.1", port)
+                writer.write(ASK)
+                head = await reader.readuntil(b"\r\n\r\n")
+                assert b"200 OK" in head
+                assert await reader.readexactly(2) == bytes(2)
+                connection = None if b"connection: close" in head else (reader, writer)
+                if connection is None:
+                    writer.close()
+                if number == 0:
+                    await all_have_asked.wait()
+            writer.close()
+
+        barrier = asyncio.Barrier(50)
+        async with asyncio.timeout(20), asyncio.TaskGroup() as clients:
+            for _ in range(50):
+                clients.create_task(client(barrier))
+        await listener.stop()
+
+    asyncio.run(main())
+
+
 def test_where_all_places_are_taken_a_connection_ends_with_its_answer() -> None:
     """Whoever sends one request after the other would keep the others out for as long as it likes."""
 

@@ -23,6 +23,8 @@ PORTS = {"grpc": SETTINGS.port, "http": SETTINGS.http_port, "metrics": SETTINGS.
 # The fields that our manifests may have, and what is in them: of the API types as published in autumn 2026, as far
 # as we use or might mistake. ANY: a value that is not looked into. [..]: a list of them. !: required.
 ANY = None
+HPA_TOLERANCE = 1.1
+"""Pods are added only where a metric is so many times its threshold."""
 LABELS = {"matchLabels": ANY, "matchExpressions": ANY}
 META = {"name!": ANY, "namespace": ANY, "labels": ANY, "annotations": ANY}
 PROBE = {
@@ -54,6 +56,11 @@ POD_SPEC = {
 POD = {"metadata": {"labels": ANY, "annotations": ANY}, "spec": POD_SPEC}
 PEER = {"podSelector": LABELS, "namespaceSelector": LABELS, "ipBlock": {"cidr!": ANY, "except": ANY}}
 POLICY_PORT = {"protocol": ANY, "port": ANY, "endPort": ANY}
+# autoscaling/v2, HorizontalPodAutoscalerBehavior
+SCALING_RULES = {
+    "stabilizationWindowSeconds": ANY, "selectPolicy": ANY, "tolerance": ANY,
+    "policies": [{"type!": ANY, "value!": ANY, "periodSeconds!": ANY}],
+}  # fmt: skip
 SCHEMAS = {
     # kubernetes-sigs/lws, api/leaderworkerset/v1
     ("leaderworkerset.x-k8s.io/v1", "LeaderWorkerSet"): {"spec!": {
@@ -83,7 +90,13 @@ SCHEMAS = {
     ("keda.sh/v1alpha1", "ScaledObject"): {"spec!": {
         "scaleTargetRef!": {"name!": ANY, "apiVersion": ANY, "kind": ANY, "envSourceContainerName": ANY},
         **dict.fromkeys(("pollingInterval", "cooldownPeriod", "initialCooldownPeriod", "idleReplicaCount"), ANY),
-        "minReplicaCount": ANY, "maxReplicaCount": ANY, "advanced": ANY, "fallback": ANY,
+        "minReplicaCount": ANY, "maxReplicaCount": ANY, "fallback": ANY,
+        "advanced": {
+            "restoreToOriginalReplicaCount": ANY, "scalingModifiers": ANY,
+            "horizontalPodAutoscalerConfig": {
+                "name": ANY, "behavior": {"scaleUp": SCALING_RULES, "scaleDown": SCALING_RULES},
+            },
+        },
         "triggers!": [{
             "type!": ANY, "name": ANY, "useCachedMetrics": ANY, "authenticationRef": ANY, "metricType": ANY,
             "metadata!": {
@@ -156,6 +169,10 @@ def test_policies_monitor_and_scaling_name_our_pods_ports_and_gauges() -> None:
     gauges = {re.sub(r"\w+\((\w+)\)", r"\1", trigger["metadata"]["query"]) for trigger in scaled["triggers"]}
     assert gauges <= our_gauges()
     assert len(gauges) == 2
+    shares = [t["metadata"] for t in scaled["triggers"] if "ratio" in t["metadata"]["query"]]
+    assert all(float(share["threshold"]) * HPA_TOLERANCE < 0.9 for share in shares), "1 must be well above"
+    assert scaled["minReplicaCount"] > 0
+    assert "cooldownPeriod" not in scaled, "is for scaling to 0"
 
 
 def our_gauges() -> set[str]:

@@ -8,6 +8,7 @@ tokens received determine the text received, and nothing is lost or repeated.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
@@ -15,6 +16,8 @@ from ppserve.answers import Chunk
 from ppserve.client.failures import CallFailed
 from ppserve.client.messages import chunk_of
 from ppserve.v1 import generation_pb2 as pb
+
+log = logging.getLogger("ppserve.client")
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,7 +28,7 @@ class RetryPolicy:
     the answer had come: a server that restarts may need minutes to read its weights. max_attempts: ends a call
     earlier, after so many failures in a row; a stream that has begun goes on. resume: whether to continue a
     stream that has begun and broke; the server then sends the ids of tokens, a few bytes each. on_retry: called
-    with every failure that is retried.
+    with every failure that is retried; None: the first of a row is logged as a warning by "ppserve.client".
     """
 
     max_attempts: int | None = None
@@ -70,6 +73,8 @@ class Retries:
             raise failure if first is None or str(first) == str(failure) else failure.after(first)
         if policy.on_retry is not None:
             policy.on_retry(failure)
+        elif first is None:
+            log.warning("trying again for up to %g s after: %s", policy.resume_timeout_s, failure)
         # Bounded, because a float's exponent is.
         own_s = min(policy.max_pause_s, policy.first_pause_s * 2.0 ** min(self._failures - 1, 64))
         return max(own_s, failure.retry_after_s or 0.0)

@@ -139,6 +139,20 @@ def test_who_gives_up_says_what_it_began_with() -> None:
     assert (end.value.code, end.value.first) == ("UNAVAILABLE", draining)
 
 
+def test_who_is_not_told_of_failures_finds_the_first_of_a_row_in_the_log(caplog: pytest.LogCaptureFixture) -> None:
+    retries = Retries(RetryPolicy())
+    for _ in range(3):
+        retries.pause_after(GONE, now_s=0.0)
+    (warning,) = caplog.records
+    assert warning.getMessage() == "trying again for up to 120 s after: UNAVAILABLE: gone"
+    assert (warning.name, warning.levelname) == ("ppserve.client", "WARNING")
+    retries.progress()
+    retries.pause_after(GONE, now_s=0.0)
+    assert len(caplog.records) == 2
+    Retries(RetryPolicy(on_retry=lambda failure: None)).pause_after(GONE, now_s=0.0)
+    assert len(caplog.records) == 2
+
+
 def test_what_does_not_change_is_said_once() -> None:
     retries = Retries(RetryPolicy(max_attempts=2))
     retries.pause_after(GONE, now_s=0.0)

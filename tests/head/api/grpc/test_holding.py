@@ -17,7 +17,7 @@ from benchmarks.chaos.callers import END_HEADERS, END_STREAM, HEADERS, INITIAL_W
 from ppserve.config import ServerSettings
 from ppserve.head.api.grpc.eager import EagerServer
 from ppserve.head.api.grpc.health import Health
-from ppserve.head.api.grpc.holding import HeldCalls, LimitedPlaces
+from ppserve.head.api.grpc.holding import HeldCalls, LimitedPlaces, NoPlace
 from ppserve.head.api.grpc.server import server_options
 from ppserve.head.api.grpc.service import GrpcService
 from ppserve.head.limits import Limits
@@ -26,6 +26,7 @@ from tests.fake_engine import FakeEngine, code_of, desk_of, served, stub_of
 
 GENERATE, TOKENIZE = (f"/ppserve.v1.GenerationService/{name}" for name in ("Generate", "Tokenize"))
 CHECK, WATCH = "/grpc.health.v1.Health/Check", "/grpc.health.v1.Health/Watch"
+REFLECT = "/grpc.reflection.v1alpha.ServerReflection/ServerReflectionInfo"
 SERVING, NOT_SERVING = health_pb2.HealthCheckResponse.SERVING, health_pb2.HealthCheckResponse.NOT_SERVING
 PREFACE = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n"
 connected = aio.insecure_channel
@@ -69,6 +70,17 @@ def test_a_call_that_says_that_it_has_no_message_is_refused(method: str) -> None
     asyncio.run(main())
 
 
+@pytest.mark.parametrize("method", [TOKENIZE, CHECK, WATCH, REFLECT])
+def test_a_damaged_message_is_the_caller_s_mistake(method: str) -> None:
+    async def main() -> None:
+        async with asyncio.timeout(30), served(FakeEngine()) as (_, target), connected(target) as channel:
+            call = channel.stream_stream(method)()
+            await call.write(b"\xff")
+            assert await code_of(call) is grpc.StatusCode.INVALID_ARGUMENT
+
+    asyncio.run(main())
+
+
 def test_without_a_key_no_message_is_waited_for(tmp_path: Path) -> None:
     keys = tmp_path / "keys"
     keys.write_text("0123456789abcdef\n")
@@ -94,8 +106,49 @@ def test_when_too_many_messages_are_waited_for_the_oldest_call_is_ended() -> Non
                     # One by one: the server has seen this call when it has answered a later one.
                     await stub.Tokenize(pb.TokenizeRequest(text="a"))
                 ended = [await code_of(call) for call in calls[:5]]
-                assert ended == [grpc.StatusCode.DEADLINE_EXCEEDED] * 5
+                assert ended == [grpc.StatusCode.UNAVAILABLE] * 5
+                assert await calls[0].details() == "too many calls whose message has not come"
                 assert not any(call.done() for call in calls[6:])
+
+    asyncio.run(main())
+
+
+def test_calls_to_health_take_no_place_of_others() -> None:
+    """They need no key."""
+
+    async def main() -> None:
+        async with holding(message_within_s=LONG_S, max_incomplete=3) as target, connected(target) as channel:
+            held = channel.stream_stream(GENERATE)()
+            health = health_pb2_grpc.HealthStub(channel)
+            calls = []
+            for _ in range(8):
+                calls.append(channel.stream_stream(CHECK)())
+                await health.Check(health_pb2.HealthCheckRequest())
+            assert await code_of(calls[0]) is grpc.StatusCode.UNAVAILABLE
+            assert not held.done()
+
+    asyncio.run(main())
+
+
+def test_where_all_listen_a_new_listener_is_refused_before_it_hears_anything(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Whoever was told something asks again at once when it is ended: all would end each other for ever."""
+
+    async def main() -> None:
+        async with holding(max_listeners=2) as target, connected(target) as channel:
+            old = [await watched(channel) for _ in range(2)]
+            late = health_pb2_grpc.HealthStub(channel).Watch(health_pb2.HealthCheckRequest())
+            with pytest.raises(aio.AioRpcError, match="too many calls listen") as refused:
+                await late.read()
+            assert refused.value.code() is grpc.StatusCode.UNAVAILABLE
+            assert not any(call.done() for call, _ in old)
+        monkeypatch.setattr("ppserve.head.api.grpc.holding.LISTEN_AT_LEAST_S", 0.0)
+        async with holding(max_listeners=2) as target, connected(target) as channel:
+            (first, _), (second, _), (third, _) = [await watched(channel) for _ in range(3)]
+            assert await first.code() is grpc.StatusCode.UNAVAILABLE
+            assert not second.done()
+            assert not third.done()
 
     asyncio.run(main())
 
@@ -110,7 +163,7 @@ def test_places_are_free_again() -> None:
         async with asyncio.timeout(30):
             while sum(task.done() for task in held) < 3:
                 await asyncio.sleep(0)
-        assert all(isinstance(task.exception(), TimeoutError) for task in held[:3])
+        assert all(isinstance(task.exception(), NoPlace) for task in held[:3])
         assert [task.done() for task in held] == [True, True, True, False, False]
         for task in held:
             task.cancel()

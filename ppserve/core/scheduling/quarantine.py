@@ -7,9 +7,10 @@ in the pipeline when the same stage failed twice, or stages failed four times, i
 request fails at its fourth loss at the earliest: others may have caused the first two, and the first one alone may
 be chance. A loss at which no stage failed, as when a network is cut, blames nobody.
 
-Where an epoch is lost before any of its steps returned, the next one begins with a probe: a step of nobody. If it
-returns, the stages work, however many requests kill them, and lives and epochs without a step are counted anew. If
-a stage dies of it, no request is to blame, and the counts go on until the server ends.
+Where an epoch is lost before any of its steps returned, the next one begins with a probe: a step of nobody. (Not
+after the first epoch: stages that have just formed are taken to work.) If it returns, the stages work, however
+many requests kill them, and lives and epochs without a step are counted anew. If a stage dies of it, no request
+is to blame, and the counts go on until the server ends.
 """
 
 from __future__ import annotations

@@ -40,7 +40,7 @@ from ppserve.head.observe.observer import Observer
 from ppserve.head.observe.pages import MakePage, json_page
 from ppserve.head.observe.trace import Trace
 from ppserve.head.shape import compare_shapes
-from ppserve.head.starting import StartWatch
+from ppserve.head.starting import LobbyWatch, StartWatch
 from ppserve.planning.shapes import render_prospects, shape_name
 from ppserve.process import meeting
 from ppserve.process.environment import (
@@ -164,15 +164,21 @@ class HeadProcess:
     async def _choose_shape(self) -> Hopeless | None:
         """Once every rank has measured. A rank that cannot serve, or a signal, is the engine's to handle."""
         lobby = Lobby(self._control, self._world_size)
+        watch = LobbyWatch(lobby, self._config.server.start_timeout_s, time.monotonic())
+        hopeless: Hopeless | None = None
 
         def is_over() -> bool:
-            return self._stop.is_set() or self._keeper_failed.done()
+            nonlocal hopeless
+            if lobby.hellos is not None or self._stop.is_set() or self._keeper_failed.done():
+                return True
+            hopeless = watch.look(time.monotonic())
+            return hopeless is not None
 
-        await asyncio.to_thread(lobby.wait, lambda: lobby.hellos is not None or is_over())
+        await asyncio.to_thread(lobby.wait, is_over)
         hellos = lobby.hellos
         if hellos is None:
             lobby.close()
-            return None
+            return hopeless
         comparing = asyncio.ensure_future(asyncio.to_thread(compare_shapes, self._config, hellos))
         await asyncio.to_thread(lobby.wait, comparing.done)
         lobby.close()

@@ -6,9 +6,10 @@ A rank may take long to download its weights, so what counts is the time in whic
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from ppserve.core.figures import size
+from ppserve.head.engine.lobby import Lobby
 from ppserve.head.engine.member import Hopeless, Member, StageState
 from ppserve.head.engine.members import Members
 
@@ -17,27 +18,53 @@ log = logging.getLogger("ppserve.head")
 TELL_EVERY_S = 30.0
 
 
-class StartWatch:
-    """Looks at the ranks of all replicas now and then. limit_s: of `--start-timeout`."""
+class WaitLimit:
+    """limit_s: of `--start-timeout`."""
 
-    def __init__(self, replicas: Sequence[Members], limit_s: float, now_s: float) -> None:
-        self._replicas, self._limit_s = replicas, limit_s
+    def __init__(self, limit_s: float, now_s: float) -> None:
+        self._limit_s = limit_s
         self._seen: object = None
         self._since_s = self._told_s = now_s
+
+    def look(self, seen: object, missing: Callable[[], str], now_s: float) -> Hopeless | None:
+        """Why the server must end; None while it may wait. seen: changes when something happens."""
+        if seen != self._seen:
+            self._seen, self._since_s = seen, now_s
+        waited_s = now_s - self._since_s
+        if waited_s >= self._limit_s:
+            reason = f"nothing has happened for {waited_s:.0f} s (--start-timeout); waiting for {missing()}"
+            return Hopeless(reason, usage=False)
+        if now_s - self._told_s >= TELL_EVERY_S:
+            self._told_s = now_s
+            log.warning("waiting for %s", missing())
+        return None
+
+
+class LobbyWatch:
+    """Looks at the lobby, where `--parallel auto` waits until all ranks have measured."""
+
+    def __init__(self, lobby: Lobby, limit_s: float, now_s: float) -> None:
+        self._lobby, self._limit = lobby, WaitLimit(limit_s, now_s)
+
+    def look(self, now_s: float) -> Hopeless | None:
+        """Why the server must end; None while it may wait."""
+        return self._limit.look(self._lobby.missing, self._missing, now_s)
+
+    def _missing(self) -> str:
+        ranks = ", ".join(f"rank {rank}" for rank in self._lobby.missing)
+        return f"{ranks}, which {_WHAT[StageState.ABSENT]} Or it measures still (--parallel auto)"
+
+
+class StartWatch:
+    """Looks at the ranks of all replicas now and then."""
+
+    def __init__(self, replicas: Sequence[Members], limit_s: float, now_s: float) -> None:
+        self._replicas, self._limit = replicas, WaitLimit(limit_s, now_s)
 
     def look(self, now_s: float) -> Hopeless | None:
         """Why the server must end; None while it may wait."""
         seen = [(member.state, member.progress) for replica in self._replicas for member in replica.all]
-        if seen != self._seen:
-            self._seen, self._since_s = seen, now_s
-        waited_s, missing = now_s - self._since_s, self._missing()
-        if waited_s >= self._limit_s:
-            reason = f"nothing has happened for {waited_s:.0f} s (--start-timeout); waiting for {missing}"
-            return Hopeless(reason, usage=False)
-        if now_s - self._told_s >= TELL_EVERY_S:
-            self._told_s = now_s
-            log.warning("waiting for %s", missing)
-        return None
+        return self._limit.look(seen, self._missing, now_s)
 
     def _missing(self) -> str:
         waits = [(r, m) for r in self._replicas for m in r.all if m.state in _WHAT]

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+from collections import deque
+
 import pytest
 
 from ppserve import wire
-from ppserve.head.starting import TELL_EVERY_S, StartWatch
+from ppserve.head.engine.lobby import Lobby
+from ppserve.head.starting import TELL_EVERY_S, LobbyWatch, StartWatch
 from tests.head.engine.members_rig import MembersRig
+from tests.head.engine.test_lobby import Door, hello
 
 
 def test_who_is_missing_is_told_every_half_minute(caplog: pytest.LogCaptureFixture) -> None:
@@ -38,3 +42,17 @@ def test_a_start_without_progress_ends_with_the_reason_and_one_with_progress_doe
     assert "--start-timeout" in end.reason
     assert "stage 1 (rank 1), which loads its weights, 4 B of 9 B" in end.reason
     assert "stage 0" not in end.reason
+
+
+def test_the_lobby_too_names_who_is_missing_and_does_not_wait_for_ever(caplog: pytest.LogCaptureFixture) -> None:
+    lobby = Lobby(Door(deque([[hello(0)]])), 2)
+    watch = LobbyWatch(lobby, 60.0, now_s=0.0)
+    assert watch.look(50.0) is None
+    assert "rank 0, rank 1, which has not come" in caplog.text
+    lobby.wait(lambda: lobby.missing == [1])
+    assert watch.look(70.0) is None, "rank 0 came"
+    end = watch.look(130.0)
+    assert end is not None
+    assert "--start-timeout" in end.reason
+    assert "waiting for rank 1, which has not come" in end.reason
+    assert not end.usage

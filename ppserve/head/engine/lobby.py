@@ -40,6 +40,11 @@ class Lobby:
             return None
         return tuple(hello for _, (_, hello) in sorted(self._greeted.items()))
 
+    @property
+    def missing(self) -> list[int]:
+        """The ranks that have not said Hello, or are gone again."""
+        return [rank for rank in range(self._world_size) if rank not in self._greeted]
+
     def wait(self, is_over: Callable[[], bool]) -> None:
         """Hears what ranks say until `is_over`, or until one has said that it cannot serve."""
         while not self._last_words and not is_over():

@@ -13,19 +13,15 @@ from benchmarks.chaos.record import Crowd, Record
 from benchmarks.chaos.stage_rows import judged, kill, wait_for
 from ppserve.client import Client, RetryPolicy
 from tests.e2e.serving import READY, Server, serving, torchrun
+from tests.ports import port_to_come_back_to
 
 _LONG = 900
-
-
-def free_port() -> int:
-    with socket.create_server(("127.0.0.1", 0)) as taken:
-        return int(taken.getsockname()[1])
 
 
 def head_killed(record: Record, short: bool) -> dict[str, Any]:
     """5: the head is killed; its ranks are started again, and the client library resumes by itself."""
     number, back_s = 1 if short else 10, list[float]()
-    with serving(2, "--port", str(free_port()), by=lambda n: torchrun_again(n, number)) as server:
+    with serving(2, "--port", str(port_to_come_back_to()), by=lambda n: torchrun_again(n, number)) as server:
         people = Crowd(server.grpc, record, 8, policy=RetryPolicy())
         people.ask_undisturbed()
         with people.asking():

@@ -1,7 +1,8 @@
 """Whose turn it is. In the queue, to be admitted, the order is by
 
-1. priority, higher first; every `aging_s` seconds that a class's oldest request waits raise the whole class by
-   one, so that the lowest is served too, and in a class no caller gains by waiting in a long line of its own;
+1. priority, higher first; of each class the request whose turn it is by 2 and 3 competes, raised by one for every
+   `aging_s` seconds that it has waited, so that the lowest class is served too, and no caller gains by waiting in
+   a long line of its own;
 2. the tokens served to its caller, fewest first (virtual token counters, Sheng et al., "Fairness in Serving Large
    Language Models", arXiv 2401.00588); a caller that was idle starts at the smallest counter of the callers with
    requests, so being idle earns no advantage;
@@ -27,6 +28,10 @@ class _Account:
     served: float = 0.0
     num_live: int = 0
     num_waiting: int = 0
+
+
+_Head = tuple[int, _Account, int, SequenceGroup]
+"""The first of a line: its priority, its caller's account, the number of its arrival, and the request."""
 
 
 class FairQueue:
@@ -69,16 +74,15 @@ class FairQueue:
     def first(self, now: float) -> SequenceGroup | None:
         """The request to admit next. It stays in the queue until `remove`.
 
-        Of each class that whose caller was served least; of these, the one of the highest priority, which grows
-        while it waits, not while others of its class do: they may come after many who are new.
+        A class is raised by the request whose turn it is, not by its oldest, which may be behind many who are new.
         """
-        turns: dict[int, tuple[int, _Account, int, SequenceGroup]] = {}
+        turns: dict[int, _Head] = {}
         for head in self._heads():
             other = turns.get(head[0])
             if other is None or (head[1].served, head[2]) < (other[1].served, other[2]):
                 turns[head[0]] = head
 
-        def rank(head: tuple[int, _Account, int, SequenceGroup]) -> tuple[float, float, int]:
+        def rank(head: _Head) -> tuple[float, float, int]:
             priority, account, arrival, entry = head
             waited_s = max(0.0, now - entry.submitted_s)
             return -(priority + waited_s // self.aging_s), account.served, arrival
@@ -93,8 +97,8 @@ class FairQueue:
         best = min(heads, key=lambda head: (-head[0], head[1].served + head[3].num_tokens, head[2]), default=None)
         return best[3] if best else None
 
-    def _heads(self) -> Iterator[tuple[int, _Account, int, SequenceGroup]]:
-        """The first of each line: (priority, its caller's account, the number of its arrival, it)."""
+    def _heads(self) -> Iterator[_Head]:
+        """The first of each line."""
         for (priority, caller), line in self._lines.items():
             yield priority, self._accounts[caller], *next(iter(line.values()))
 

@@ -7,8 +7,9 @@ from dataclasses import dataclass
 from ppserve.process.environment import EXIT_HEAD_GONE, EXIT_RESTART
 
 # So many deaths in a row without a computed step, however slowly they follow each other. Of requests that kill
-# their stage, every other death or more comes after a step (`core.scheduling.quarantine`).
-MAX_DEATHS = 6
+# their stage, every other death or more comes after a step (`core.scheduling.quarantine`). Six were too few: links
+# that were cut, a killed head and two such requests reached them (histories 1000487 and 1001481).
+MAX_DEATHS = 10
 # A stage that ends because there is no head is not to blame. But no head for so long is the end.
 HEADLESS_FOR_S = 900.0
 

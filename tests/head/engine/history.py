@@ -24,6 +24,7 @@ from ppserve.head.engine.open_request import read_held
 from ppserve.head.engine.output import TokenOutput
 from ppserve.head.engine.replica import Replica
 from ppserve.head.engine.watcher import Watcher
+from ppserve.process.patience import MAX_DEATHS
 from tests.core.scheduling.invariants import check_intake, check_one_of_several
 from tests.core.scheduling.rig import prompt_of
 from tests.core.toy_pipeline import EOS_ID, expected_answer
@@ -198,7 +199,7 @@ class History:
         while not self.engine.failed.done():
             self._step(until_s)
         reason = self.engine.failed.result().reason
-        assert "in 10 attempts" in reason or "died 6 times in a row" in reason, reason
+        assert "in 10 attempts" in reason or f"died {MAX_DEATHS} times in a row" in reason, reason
         left = [caller.request.id for caller in self.callers if not caller.is_over and not caller.waits_for_server]
         assert not left, f"not told of the end: {left}"
 

@@ -64,6 +64,8 @@ class Host:
         """What a keeper does when its stage has ended. after_s: until there is a keeper again."""
         self.num_deaths += 1
         patience, now_s = self._patience[rank], self.world.now_ns / SECOND
+        if code == 0:
+            return
         if after_s:
             self._patience[rank] = self.new_patience(f"rank {rank}", now_s)
         elif reason := patience.ended(self.processes[rank].life, code, now_s):
@@ -211,8 +213,8 @@ class StageProcess:
                 self.life.is_connected = True
                 place, model = (self.rank, self._host.grid.size, "host"), ("/m", ARCH, "float32")
                 self._say(wire.Hello(*place, *model, None, False, None, "here"))
-            case wire.Shutdown():
-                self.end("told to begin anew", EXIT_RESTART)
+            case wire.Shutdown(code):
+                self.end("told to begin anew" if code == EXIT_RESTART else "told to end", code)
             case wire.Refused():
                 self._connection = None
                 self._world.after(_RETRY_S, self.connect)

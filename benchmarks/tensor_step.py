@@ -4,9 +4,9 @@ with two calls of a kernel for each sublayer, as served, and with one for each o
     OMP_NUM_THREADS=1 python benchmarks/tensor_step.py [--dtype float32] [--seconds 4] [--layers 12] [--alone]
 
 They take turns, and the fastest step of each counts, which others on the machine disturbed least. Tensor ranks
-gather through memory with the kernel that processes use. Of them it also prints what their waits for each other
-add up to in that step, on average over the two. With --alone one of two ranks computes by itself, its own
-columns in place of the other's, and the clock is the thread's own: for busy machines.
+gather through memory with the kernel that processes use. It also prints how long a rank waited for
+the other in that step, on average over the two. --alone is for busy machines: one of two ranks computes by itself,
+takes its own columns for those of the other, and only its thread's time counts.
 """
 
 from __future__ import annotations

@@ -64,17 +64,6 @@ class InvalidRequest(RequestError):
         self.violations = violations
 
 
-class NotImplementedYet(RequestError):
-    """A field of the contract that this version does not serve yet."""
-
-    status = "UNIMPLEMENTED"
-    reason = "FIELD_UNIMPLEMENTED"
-
-    def __init__(self, field: str) -> None:
-        super().__init__(f"{field}: not implemented by this server version")
-        self.field = field
-
-
 class Overloaded(RequestError):
     """The queue is full, or the wait would outlast the caller's deadline."""
 

@@ -69,10 +69,11 @@ class Hello(_Message, frozen=True, tag=True):
     checkpoint: the file or directory that `--model` means on its host; weights: their fingerprint. dtype: never
     "auto". gpu: index of the device that the stage would use, None for the CPU. shares_gpu: with other stages of
     this host. costs: for `--layers auto`, else None. speed: for `--parallel auto`, by the number of tensor ranks.
-    memory_bytes: for weights and KV blocks together. cores: that processes of its host may use. Of both 0:
-    unknown. kv_bytes: what KV blocks could take at most, as things are. machine: equal for processes that share
-    memory, clock and loopback; host names do not show that. address: by which other stages reach it. head_address:
-    by which it reached the head. quantization: of the weights. kv_dtype: of keys and values, never "auto".
+    memory_bytes: for weights and KV blocks together. cores: that processes of its host may use. Both are 0 where
+    unknown. kv_bytes: what KV blocks could take at most, of the memory that is free now. machine: equal for
+    processes that share memory, clock and loopback; host names do not show that. address: by which other stages
+    reach it. head_address: by which it reached the head. quantization: of the weights. kv_dtype: of keys and
+    values, never "auto".
     """
 
     rank: int

@@ -32,7 +32,7 @@ def test_a_leak_of_a_kilobyte_is_found_and_none_is_seen_where_none_is(seed: int)
 
 
 def wandering(seed: int) -> list[tuple[int, float]]:
-    """Without a trend; to a straight line's eye it has one."""
+    """A random walk: no trend, though a straight line fitted to it has a slope."""
     dice, found, value = random.Random(seed), [], 60e6
     for served in range(1000, 3000, 25):
         value += dice.gauss(0.0, 2e5)

@@ -46,7 +46,7 @@ RESULT = StepResult(
     stamps=StepStamps(1, 2, 3, 4, 5, 2**62),
     bytes_sent=1024,
     drawn=(Drawn(7, 11, TokenLogprobs(-0.1, ((11, -0.1), (12, -3.0)))), Drawn(8, None)),
-    scored=(Scored(8, 0, (TokenLogprobs(-1.5),)),),
+    scored=(Scored(8, (TokenLogprobs(-1.5),)),),
 )
 FROM_STAGE = [
     wire.Hello(1, 2, "host", "/m", ARCH, "float32", None, False, COSTS),

@@ -31,7 +31,7 @@ from tools.tiny_stories import story
 
 @dataclass(frozen=True, slots=True)
 class Shape:
-    """Sizes of the built-in model: eight blocks, so that every number of stages from 1 to 8 has a block each."""
+    """Sizes of the built-in model: eight layers, so that every number of stages from 1 to 8 has a layer each."""
 
     num_layers: int = 8
     width: int = 160
@@ -92,7 +92,7 @@ class MLP(nn.Module):
         return self.c_proj(F.gelu(self.c_fc(x), approximate="tanh"))
 
 
-class Block(nn.Module):
+class Layer(nn.Module):
     def __init__(self, shape: Shape) -> None:
         super().__init__()
         self.ln_1, self.attn = nn.LayerNorm(shape.width), Attention(shape)
@@ -117,7 +117,7 @@ class GPT2(nn.Module):
         super().__init__()
         self.wte = nn.Embedding(shape.num_ranks + 1, shape.width)
         self.wpe = nn.Embedding(shape.max_positions, shape.width)
-        self.h = nn.ModuleList(Block(shape) for _ in range(shape.num_layers))
+        self.h = nn.ModuleList(Layer(shape) for _ in range(shape.num_layers))
         self.ln_f = nn.LayerNorm(shape.width)
         nn.init.normal_(self.wte.weight, std=0.02)
         with torch.no_grad():
@@ -127,8 +127,8 @@ class GPT2(nn.Module):
         """Logits (N, T, V) of ids at consecutive positions from `first_position` on."""
         positions_T = torch.arange(first_position, first_position + ids_NT.shape[1])
         x = self.wte(ids_NT) + self.wpe(positions_T)
-        for block in self.h:
-            x = block(x)
+        for layer in self.h:
+            x = layer(x)
         return F.linear(self.ln_f(x), self.wte.weight)
 
 
@@ -179,10 +179,10 @@ class Corpus:
 
 
 class Muon(torch.optim.Optimizer):
-    """Momentum made orthogonal (Keller Jordan et al., github.com/KellerJordan/Muon), for the blocks' matrices.
+    """Momentum made orthogonal (Keller Jordan et al., github.com/KellerJordan/Muon), for the layers' matrices.
 
-    Together with `sinusoids` it was after 60 steps where AdamW alone had been after 100. torch's own Muon works
-    in bfloat16, which CPUs without bfloat16 units only emulate.
+    With it and `sinusoids` the loss after 60 steps was what AdamW alone had reached after 100. torch's own Muon
+    works in bfloat16, which CPUs without bfloat16 units only emulate.
     """
 
     def __init__(self, matrices: list[nn.Parameter]) -> None:

@@ -132,10 +132,9 @@ class Drawn:
 
 @dataclass(frozen=True, slots=True)
 class Scored:
-    """Log-probabilities of a slice's `targets`, in order; `start` is the slice's."""
+    """Log-probabilities of a slice's `targets`, in order."""
 
     sequence_id: int
-    start: int
     logprobs: tuple[TokenLogprobs, ...]
 
 

@@ -43,7 +43,7 @@ def read_logits(plan: StepPlan, pieces_RV: Iterator[torch.Tensor]) -> tuple[tupl
 
 def score(s: Slice, rows: Iterator[Floats]) -> Scored:
     logprobs = tuple(token_logprobs(next(rows), target, s.num_prompt_logprobs) for target in s.targets)
-    return Scored(s.sequence_id, s.start, logprobs)
+    return Scored(s.sequence_id, logprobs)
 
 
 def draw_token(sequence_id: int, wanted: Draw, position: int, logits_V: Floats) -> Drawn:

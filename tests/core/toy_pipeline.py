@@ -136,7 +136,7 @@ class ToyPipeline:
                 drawn.append(Drawn(piece.sequence_id, token_id))
             if piece.targets:
                 logprobs = [logprob_of(d, t) for d, t in zip(digests, piece.targets, strict=False)]
-                scored.append(Scored(piece.sequence_id, piece.start, tuple(TokenLogprobs(p) for p in logprobs)))
+                scored.append(Scored(piece.sequence_id, tuple(TokenLogprobs(p) for p in logprobs)))
         self._slots.update(writes)
         return StepResult(plan.epoch, plan.step_id, 0, STAMPS, 0, tuple(drawn), tuple(scored))
 

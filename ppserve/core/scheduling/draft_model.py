@@ -23,9 +23,12 @@ NUM_SLOTS = 4
 MOST_WAITED_FOR = 32
 # Tokens in one answer of the draft model.
 MOST_DRAFTED = 8
-# Probabilities of guesses being right: before there is experience; of the last one that is asked for, with all
-# before it; below which an answer is not guessed any more.
-PRIOR, LEAST_CHAIN, LEAST = 0.7, 0.1, 0.15
+# The probability that a guess is right, before there is experience.
+PRIOR = 0.7
+# No more tokens are asked for than are all right with this probability.
+LEAST_CHAIN = 0.1
+# Where guesses are right with less than this probability, the answer is not guessed any more.
+LEAST = 0.15
 _NEWEST = 1 / 16
 
 
@@ -49,7 +52,7 @@ class DraftChannel(Protocol):
 
 @dataclass(slots=True)
 class _Slot:
-    """owner: whose keys and values are in it; dead when his answer has ended. held: their tokens."""
+    """owner: whose keys and values are in it; a dead reference once that answer has ended. held: their tokens."""
 
     owner: weakref.ref[ModelDrafter]
     held: list[int]

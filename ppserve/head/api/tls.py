@@ -12,8 +12,8 @@ from ppserve.errors import ConfigError
 
 @dataclass(frozen=True, slots=True)
 class Certificates:
-    """PEM files' contents, and as servers that use Python's `ssl` want them. client_ca: what clients' certificates
-    are checked with; None when they need none."""
+    """chain, key, client_ca: contents of the PEM files; client_ca None: clients need no certificate. context: all
+    three, for servers that use Python's `ssl`."""
 
     chain: bytes
     key: bytes = field(repr=False)

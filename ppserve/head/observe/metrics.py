@@ -42,7 +42,6 @@ disable_created_metrics()  # type: ignore[no-untyped-call]
 
 STATUSES = (
     "INVALID_ARGUMENT",
-    "UNIMPLEMENTED",
     "RESOURCE_EXHAUSTED",
     "UNAVAILABLE",
     "DEADLINE_EXCEEDED",

@@ -57,7 +57,7 @@ def results_of(plan: StepPlan, columns_RC: NDArray[np.float64]) -> Results:
     lines = iter(columns_RC.tolist())
     drawn = tuple(_drawn(s.sequence_id, draw, next(lines)) for s in plan.slices for _, draw in s.draws)
     scored = tuple(
-        Scored(s.sequence_id, s.start, tuple(_told(next(lines), s.num_prompt_logprobs) for _ in s.targets))
+        Scored(s.sequence_id, tuple(_told(next(lines), s.num_prompt_logprobs) for _ in s.targets))
         for s in plan.slices
         if s.targets
     )

@@ -9,7 +9,7 @@ import torch
 
 @dataclass(frozen=True, slots=True)
 class Handover:
-    """made: on a GPU, behind the work that makes them; None on CPUs, where it is done."""
+    """made: on a GPU, an event after the work that makes them; None on CPUs, where the work is done."""
 
     hidden_TD: torch.Tensor
     made: torch.cuda.Event | None
@@ -24,7 +24,7 @@ class Handover:
     def taken(self, device: torch.device) -> torch.Tensor:
         """On the device of the thread that takes them; its stream waits, the thread does not."""
         if self.made is not None:
-            # On the device where they lie: there a copy to another one is made too.
+            # On the device that holds them: a copy to another device is made there too.
             stream = torch.cuda.current_stream(self.hidden_TD.device)
             stream.wait_event(self.made)
             # Else the maker's stream would reuse their memory as soon as nobody holds them, read or not.

@@ -18,8 +18,8 @@ LONG = 60 * TURN
 
 
 class Machine:
-    """Steps take seconds_of(number of lanes), each with a share of 48 tokens. Of that time every stage waits for
-    `waiting`, and `fixed` does not depend on a step's size. chosen: steps by lanes."""
+    """A step takes seconds_of(number of lanes); the lanes share 48 tokens. waiting, fixed: shares of that time, in
+    which every stage waits, and which does not depend on the step's size. chosen: steps by lanes."""
 
     def __init__(
         self, num_stages: int, seconds_of: Callable[[int], float], waiting: float = 0.5, fixed: float = 0.1
@@ -93,8 +93,8 @@ def test_the_choice_follows_the_load() -> None:
 
 
 def test_steps_with_prompts_are_compared_with_each_other_alone() -> None:
-    """With three lanes tokens come later in either kind of step, but sooner in those without prompts than in those
-    with them with two."""
+    """Three lanes are slower in both kinds of steps. But steps without prompts are faster with three lanes than
+    steps with prompts are with two: whoever compares these two chooses wrongly."""
     machine = Machine(2, by_lanes(1.0, 0.8))
     slow = by_lanes(3.0, 2.4)
     fast = machine.seconds_of

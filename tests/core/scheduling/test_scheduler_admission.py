@@ -104,8 +104,8 @@ def test_the_queue_is_bounded_by_requests_that_really_wait() -> None:
 
 @pytest.mark.parametrize("max_queue", [0, 2])
 def test_who_is_refused_without_looking_would_be_refused_in_any_case(max_queue: int) -> None:
-    """And the other way round, where no request is so short that it fits beside what is there, and nobody was
-    displaced, who takes the next free place."""
+    """And whoever would be refused is refused without looking, unless somebody was displaced: he takes the next
+    free place. (All requests are equally long here: none fits because it is short.)"""
     rig, dice, num_refused = a_rig(max_num_seqs=2, max_queue=max_queue, num_blocks=60), random.Random(0), 0
     for i in range(200):
         asked = a_request(f"r{i}", priority=dice.randrange(3), caller=dice.choice("ab"))

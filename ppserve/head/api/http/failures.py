@@ -10,7 +10,6 @@ import msgspec
 from ppserve.errors import (
     DeadlinePassed,
     InvalidRequest,
-    NotImplementedYet,
     Overloaded,
     RequestError,
     RequestFailed,
@@ -20,7 +19,6 @@ from ppserve.head.api.requests import named_for
 
 _STATUSES = {
     "INVALID_ARGUMENT": 400,
-    "UNIMPLEMENTED": 400,
     "UNAUTHENTICATED": 401,
     "RESOURCE_EXHAUSTED": 429,
     "INTERNAL": 500,
@@ -78,8 +76,6 @@ def content_of(error: RequestError) -> bytes:
         message, param = "; ".join(f"{name}: {problem}" for name, problem in named), named[0][0]
     elif isinstance(error, HttpError):
         param = error.param
-    elif isinstance(error, NotImplementedYet):
-        param = error.field
     status = status_of(error)
     kind = "server_error" if status >= 500 else "rate_limit_error" if status == 429 else "invalid_request_error"
     return msgspec.json.encode({"error": ErrorJson(message, kind, param, error.reason.lower())})

@@ -8,11 +8,12 @@ from __future__ import annotations
 import hashlib
 import http.server
 import json
+import multiprocessing
 import os
-import subprocess
 import sys
 import threading
 from collections.abc import Iterator
+from multiprocessing.connection import Connection
 from pathlib import Path
 
 import pytest
@@ -20,7 +21,8 @@ import torch
 
 from ppserve.errors import CheckpointError
 from ppserve.model.checkpoint.hub import fetch, is_hub_id
-from ppserve.model.checkpoint.opening import open_checkpoint
+from ppserve.model.checkpoint.opening import open_checkpoint, read_architecture
+from tests.forking import fork
 from tests.model.checkpoint.writers import architecture, random_tensors, write_hf
 
 ARCH = architecture()
@@ -91,36 +93,45 @@ def hub(tmp_path: Path) -> Iterator[Hub]:
     server.server_close()
 
 
-OPEN = """
-import sys
-from ppserve.errors import CheckpointError
-from ppserve.model.checkpoint.opening import open_checkpoint, read_architecture
-try:
-    if len(sys.argv) > 2:
-        print(read_architecture(sys.argv[1]).vocab_size)
-    else:
-        checkpoint = open_checkpoint(sys.argv[1])
-        print(checkpoint.architecture.vocab_size, float(checkpoint.tensor("wpe.weight").sum()))
-except CheckpointError as error:
-    print("refused:", error)
-"""
-
-
-def open_in_a_process(model: str, cache: Path, *more: str, **environment: str) -> str:
-    """What the program above prints; huggingface-hub reads its environment once, at import."""
+def open_in_a_process(
+    model: str, cache: Path, config_only: bool = False, path: tuple[Path, ...] = (), **environment: str
+) -> str:
+    """What opening the model gives, in words. In a process of its own: huggingface-hub reads its environment
+    once, at import. path: where it looks for modules first."""
     clean = {name: value for name, value in os.environ.items() if not name.startswith(("HF_", "HUGGING"))}
     clean |= {"HF_HOME": str(cache), "HF_HUB_DISABLE_XET": "1", "HF_HUB_DISABLE_TELEMETRY": "1"} | environment
-    done = subprocess.run([sys.executable, "-c", OPEN, model, *more], env=clean, capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
-    assert len(done.stdout.splitlines()) == 1
-    return done.stdout.strip()
+    ours, theirs = multiprocessing.Pipe()
+    process = fork(_open, theirs, model, config_only, [*map(str, path)], clean)
+    theirs.close()
+    try:
+        assert ours.poll(100), "no answer"
+        return str(ours.recv())
+    finally:
+        process.join()
+
+
+def _open(
+    answer: Connection, model: str, config_only: bool, path: list[str], environment: dict[str, str]
+) -> None:
+    assert "huggingface_hub" not in sys.modules, "it has read another environment"
+    os.environ.clear()
+    os.environ.update(environment)
+    sys.path[:0] = path
+    try:
+        if config_only:
+            answer.send(read_architecture(model).vocab_size)
+        else:
+            checkpoint = open_checkpoint(model)
+            answer.send(f"{checkpoint.architecture.vocab_size} {float(checkpoint.tensor('wpe.weight').sum())}")
+    except CheckpointError as error:
+        answer.send(f"refused: {error}")
 
 
 @pytest.mark.slow
 def test_download_then_offline(hub: Hub, tmp_path: Path) -> None:
     cache = tmp_path / "cache"
     expected = f"30 {float(TENSORS['wpe.weight'].sum())}"
-    assert open_in_a_process("someone/model", cache, "config only", HF_ENDPOINT=hub.url) == "30"
+    assert open_in_a_process("someone/model", cache, config_only=True, HF_ENDPOINT=hub.url) == "30"
     assert set(hub.asked) == {"config.json", "vocab.json"}
     assert open_in_a_process("someone/model", cache, HF_ENDPOINT=hub.url) == expected
     needed = {path.name for path in hub.directory.iterdir()} - set(EXTRA) - {"onnx"}
@@ -144,8 +155,7 @@ def test_models_that_cannot_be_had(hub: Hub, tmp_path: Path) -> None:
 
 def test_without_the_extra(tmp_path: Path) -> None:
     (tmp_path / "huggingface_hub.py").write_text("raise ImportError('not installed')")
-    path = os.pathsep.join([str(tmp_path), os.environ.get("PYTHONPATH", "")])
-    answer = open_in_a_process("someone/model", tmp_path / "cache", PYTHONPATH=path)
+    answer = open_in_a_process("someone/model", tmp_path / "cache", path=(tmp_path,))
     assert "pip install 'ppserve[hub]'" in answer
 
 

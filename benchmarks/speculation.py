@@ -12,20 +12,23 @@
 
 Ratios are medians of turns, with their standard error and the quartiles; `off beside off` is the machine by
 itself. There are turns for --seconds for each load, at least 4, and for less where the error is below 1% sooner.
-The ways of guessing were tried for --warm tokens before. With the rates stands the gain by depth alone of equal
-stages without overheads, P / (P - (P - 1) a), and the simulator's prediction from times of this run. Run it on an
+The ways of guessing were tried for --warm tokens before. In one process, the same pipeline runs with and without
+guesses. With the rates stands the gain by depth alone of equal stages without overheads, P / (P - (P - 1) a), and
+what the simulator says of the same load with the times of this run (`speculation_simulated.py`). Run it on an
 otherwise idle machine.
 
 Verdicts: every load at least 0.97 times as fast, at least 85% of the gain by depth alone, the simulator within
-10%, and the first tokens of those who come beside a stream. A verdict fails if its median misses what is wanted by
-more than two standard errors; nearer misses are unclear. Exit code 1 if any fails, 2 if some are unclear. A
-drafter that is `told` another probability than its rate overestimates itself.
+10%, and the first tokens of those who come beside a stream. How a measurement's error counts is told in
+`verdicts.py`. Exit code 1 if any fails, 2 if some are unclear. A drafter that is `told` another probability than
+its rate overestimates itself.
 """
 
 from __future__ import annotations
 
 import argparse
+import itertools
 import logging
+import math
 import os
 import shutil
 import signal
@@ -51,8 +54,8 @@ from speculation_runs import (
     beside_a_stream,
     in_process,
     over_grpc,
-    simulated,
 )
+from speculation_simulated import Times, simulated
 from verdicts import LEAST_RATIO, Ratio, Verdicts
 
 sys.path.insert(0, str(Path(__file__).parents[1]))  # tests and tools are no packages of the environment
@@ -143,7 +146,8 @@ class Bench:
         for rate in (0.0, 0.5, 1.0):
 
             def rated(request: Request, index: int, rate: float = rate) -> Drafter:
-                return Rated(known[request.sampling.seed, index], len(request.prompt_ids), rate)
+                seed = request.sampling.seed
+                return Rated(known[seed, index], len(request.prompt_ids), rate, seed)
 
             kinds[f"right {rate}"] = {"new_drafter": rated}
         for stages in (1, 2, 4):
@@ -195,46 +199,46 @@ class Bench:
     def _rate(self, name: str, model: str, rate: float, told: float, new: int) -> None:
         prompt = [7, 11, 13, 17, 19]
         known: list[int] = []
+        seeds = itertools.count()
 
         def rated(request: Request, _index: int) -> Drafter:
-            return Rated(known, len(request.prompt_ids), rate, told)
+            return Rated(known, len(request.prompt_ids), rate, next(seeds), told)
 
-        stages = self._flags.stages
-        with self._pipelines(model, new_drafter=rated) as (off, auto):
-            right = off.complete(
-                prompt, max_tokens=self._flags.new, temperature=0, ignore_eos=True, token_ids=True
-            )
-            known += [token.id for token in right.sequences[0].tokens]
-            load = f"right {rate:.1f}" if told == rate else f"right {rate:.1f}, told {told:.1f}"
-            runs, options = (in_process(off), in_process(auto)), {"temperature": 0, "max_tokens": new}
-            ratio = self.compare(load, f"{name}, {load}", *runs, [prompt], **options)
+        stages, load = self._flags.stages, f"right {rate:.1f}"
+        if told != rate:
+            load += f", told {told:.1f}"
+        with self._pipeline(model, new_drafter=rated) as (off, auto, *times):
+            options = {"temperature": 0, "max_tokens": self._flags.new, "ignore_eos": True}
+            known += map(int, off([prompt], options)[2][0].split())
+            ratio = self.compare(load, f"{name}, {load}", off, auto, [prompt], **options | {"max_tokens": new})
             if told != rate:
                 return
-            ideal, predicted = stages / (stages - (stages - 1) * rate), simulated(off, auto, rate)
-        error = ratio.error
+            predicted = simulated(*times, rate, len(prompt), new, next(seeds) - ratio.count, ratio.count)
+        ideal, error = stages / (stages - (stages - 1) * rate), ratio.error
         if rate:
             wanted = 1 + LEAST_SHARE_OF_DEPTH * (ideal - 1)
             claim = f"{name}, {load}, {LEAST_SHARE_OF_DEPTH:.0%} of the gain by depth alone, x{ideal:.2f}"
             self.verdicts.at_least(ratio.middle, error, wanted, claim)
-        off_by = abs(predicted / ratio.middle - 1)
-        claim = f"{name}, {load}, simulated x{predicted:.2f}, off by"
-        self.verdicts.at_most(off_by, error / ratio.middle, MOST_OFF_SIMULATED, claim)
+        off_by = abs(predicted.middle / ratio.middle - 1)
+        claim = f"{name}, {load}, simulated {predicted}, off by"
+        error = math.hypot(error / ratio.middle, predicted.error / predicted.middle)
+        self.verdicts.at_most(off_by, error, MOST_OFF_SIMULATED, claim, other=0.0)
 
     def texts(self) -> None:
-        with self._pipelines("tiny") as (off, auto):
+        with self._pipeline("tiny") as (off, auto, *_):
             for kind, text in TEXTS.items():
                 for temperature in (0, 1):
                     drawn = f"temperature {temperature}"
-                    options = {"temperature": temperature, "seed": 1}
-                    self.compare(drawn, f"{kind}, {drawn}", in_process(off), in_process(auto), [text], **options)
+                    self.compare(drawn, f"{kind}, {drawn}", off, auto, [text], temperature=temperature, seed=1)
 
     @contextmanager
-    def _pipelines(self, model: str, **settings: object) -> Iterator[tuple[Pipeline, Pipeline]]:
-        with (
-            Pipeline(model, self._flags.stages, dtype="float32", threads=1) as off,
-            Pipeline(model, self._flags.stages, dtype="float32", threads=1, speculate=None, **settings) as auto,  # type: ignore[arg-type]
-        ):
-            yield off, auto
+    def _pipeline(self, model: str, **settings: object) -> Iterator[tuple[Run, Run, Times, Times]]:
+        """One pipeline without guesses and with them, and its times."""
+        with Pipeline(
+            model, self._flags.stages, dtype="float32", threads=1, speculate=None, **settings,  # type: ignore[arg-type]
+        ) as pipeline:  # fmt: skip
+            off, auto = Times(pipeline), Times(pipeline)
+            yield in_process(pipeline, off, 0), in_process(pipeline, auto, None), off, auto
 
     # ---- servers --------------------------------------------------------------------------------------
 

@@ -4,22 +4,19 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import math
 import random
 import statistics
 import time
 from collections.abc import Callable
 from collections.abc import Sequence as Seq
-from dataclasses import replace
+
+from speculation_simulated import Times
 
 from ppserve import AsyncClient, Pipeline
-from ppserve.core.cost_model import Coefficients, StepSize
 from ppserve.core.ledger.steps import Step
 from ppserve.core.plan import SPECULATIVE
-from ppserve.core.scheduling.config import SchedulerConfig
 from ppserve.core.scheduling.drafter import Guess
 from ppserve.head.engine.watcher import Watcher
-from ppserve.planning.simulator import Machine, SimulatedRequest, Simulator, Wires
 
 LONG = "Once upon a time"
 
@@ -31,12 +28,13 @@ Connect = Callable[[str], Run]
 
 class Rated:
     """Knows the answer, and guesses right at a set rate. told: how likely it says that a guess is right; None: the
-    rate."""
+    rate. seed: of which guesses are right. Each answer needs its own: of 48 guesses at a rate of 0.5, those of
+    seed 1 are right 0.6 times."""
 
-    def __init__(self, answer: Seq[int], first: int, rate: float, told: float | None = None) -> None:
+    def __init__(self, answer: Seq[int], first: int, rate: float, seed: int, told: float | None = None) -> None:
         self._answer, self._first, self._rate = answer, first, rate
         self._told = rate if told is None else told
-        self._chance = random.Random(1)
+        self._chance = random.Random(seed)
         self._guessed: dict[int, int] = {}
 
     def guess(self, token_ids: Seq[int], guesses: Seq[int]) -> Guess | None:
@@ -61,8 +59,15 @@ class DeepSteps(Watcher):
         self.count += step.plan.phase == SPECULATIVE
 
 
-def in_process(pipeline: Pipeline) -> Run:
+def in_process(pipeline: Pipeline, times: Times, forced: int | None) -> Run:
+    """forced: as `speculate`, from then on. The same pipeline may so run without guesses and with them; of two
+    pipelines, one was up to 20% slower at the same steps, by where its threads and its memory were."""
+
     def run(prompts: Prompts, options: dict[str, object]) -> tuple[float, float, list[str]]:
+        (replica,) = pipeline._engine._fleet.replicas
+        assert replica.scheduler is not None
+        replica.scheduler._speculation._forced = forced
+        times.watch()
         began = time.perf_counter()
         first_s, texts, count = None, dict.fromkeys(map(str, range(len(prompts))), ""), 0
         for piece in pipeline.generate(list(prompts), token_ids=True, **options):  # type: ignore[arg-type]
@@ -119,30 +124,3 @@ def beside_a_stream(target: str) -> Run:
         return sum(answer[2] for answer in answers) / wall_s, first_s, [answer[1] for answer in answers]
 
     return lambda prompts, options: asyncio.run(all_of(prompts, options))
-
-
-def simulated(off: Pipeline, auto: Pipeline, rate: float) -> float:
-    """What the simulator says of a warm server, from these pipelines' measured times: of steps and of what
-    surrounds them without guesses, and of rows of guesses."""
-    (plain,) = off._engine.look()
-    times = plain.overheads
-    stages = tuple(Coefficients(card.cost.seconds(StepSize(1, 64, 1))) for card in plain.stages)
-    wires = Wires(
-        latency_s=times.transfer_s, bandwidth=math.inf, control_s=times.control_s, return_s=times.return_s,
-        head_s=times.head_s, prepare_s=times.prepare_s, sending_s=times.sending_s,
-    )  # fmt: skip
-    token_s = _simulated_s(stages, wires, 0.0)
-    (replica,) = auto._engine._fleet.replicas
-    assert replica.scheduler is not None
-    row_s = replica.scheduler._speculation._row_cost.share * token_s / len(stages)
-    return token_s / _simulated_s(tuple(replace(stage, row=row_s) for stage in stages), wires, rate)
-
-
-def _simulated_s(stages: tuple[Coefficients, ...], wires: Wires, rate: float) -> float:
-    """Per token of a lone caller, after some 400."""
-    machine = Machine(stages, wires, 10_000)
-    walls = []
-    for num_tokens in 400, 1000:
-        simulator = Simulator(machine, SchedulerConfig(len(stages)), machine if rate else None, rate)
-        walls.append(simulator.run([SimulatedRequest(0.0, 5, num_tokens)]).wall_s)
-    return (walls[1] - walls[0]) / 600

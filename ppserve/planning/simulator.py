@@ -193,8 +193,8 @@ class _Passing:
 class _Guesser:
     """Guesses the simulated token 0, as often as it is told to be right."""
 
-    def __init__(self, rate: float) -> None:
-        self._rate, self._chance = rate, random.Random(0)
+    def __init__(self, rate: float, seed: int) -> None:
+        self._rate, self._chance = rate, random.Random(seed)
 
     def guess(self, token_ids: Seq[int], guesses: Seq[int]) -> Guess | None:
         return Guess(int(self._chance.random() >= self._rate), self._rate)
@@ -202,7 +202,7 @@ class _Guesser:
 
 class Simulator:
     """One run. costs: the scheduler's predictions; None: it fills steps by tokens only. acceptance: the share of
-    guesses that are right; 0: none are made."""
+    guesses that are right; 0: none are made. seed: of which they are."""
 
     def __init__(
         self,
@@ -210,12 +210,14 @@ class Simulator:
         config: SchedulerConfig,
         costs: CostModel | None = None,
         acceptance: float = 0.0,
+        seed: int = 0,
     ) -> None:
         self._machine = machine
         self._steps = Steps(len(machine.stages))
         blocks = BlockManager(machine.num_blocks, config.block_size)
         config = replace(config, speculate=None if acceptance else 0)
-        self._acceptance, self._guessers = acceptance, {acceptance: _Guesser(acceptance)}
+        self._acceptance, self._seed = acceptance, seed
+        self._guessers: dict[float, _Guesser] = {}
         self._scheduler = Scheduler(config, blocks, self._steps, costs, new_drafter=self._guesser_of)
         self._account = TimeAccount(self._steps, 0)
         self._free_s = [0.0] * len(machine.stages)
@@ -252,7 +254,7 @@ class Simulator:
     def _guesser_of(self, request: Request, _index: int) -> _Guesser:
         own = self._running[request.id].asked.acceptance
         rate = self._acceptance if own is None else own
-        return self._guessers.setdefault(rate, _Guesser(rate))
+        return self._guessers.setdefault(rate, _Guesser(rate, self._seed))
 
     def _push(self, at_s: float, what: SimulatedRequest | StepResult | int) -> None:
         heapq.heappush(self._events, (at_s, next(self._order), what))
@@ -261,8 +263,7 @@ class Simulator:
         """A turn of the engine: handles an event, then fills the pipeline."""
         woken_ns = round(now_s * _NS)
         if isinstance(what, StepResult):
-            self._reported(what, now_s)
-            now_s += len(what.drawn) * self._machine.wires.token_s
+            now_s += self._reported(what, now_s) * self._machine.wires.token_s
         else:
             self._submit(what, now_s, happened_s)
         scheduler = self._scheduler
@@ -285,7 +286,8 @@ class Simulator:
         self._account.demand_began(round(now_s * _NS))
         self._scheduler.intake.submit(Request(name, (0,) * asked.prompt_tokens, stop), now_s)
 
-    def _reported(self, result: StepResult, now_s: float) -> None:
+    def _reported(self, result: StepResult, now_s: float) -> int:
+        """How many tokens the result brought."""
         step = self._steps.reported(result, round(now_s * _NS))
         assert step is not None
         self._account.reported(step, result.stage)
@@ -301,6 +303,7 @@ class Simulator:
         if self._lanes is not None:
             lanes = self._lanes.observe(step.plan, result, step.fills_lanes, num_tokens)
             self._scheduler.set_microbatches(lanes)
+        return num_tokens
 
     def _heard(self, event: SequenceEvent, now_s: float) -> None:
         running, outcome = self._running[event.request_id], self._outcome

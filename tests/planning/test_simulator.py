@@ -214,3 +214,19 @@ def test_a_cancel_spares_the_stages_that_have_not_begun_the_step():
     first, last = outcome.stages
     assert last.wasted_ns < first.wasted_ns / 10
     assert last.busy_ns["speculative"] < first.busy_ns["speculative"] - 0.9 * first.wasted_ns
+
+
+def test_a_guess_that_was_wrong_is_no_token_that_the_head_sends():
+    """One stage that computes in no time: only the head's work per token counts, whatever is guessed."""
+    wires = replace(FREE, token_s=S)
+    outcome = simulate((Coefficients(),), one_token_prompts(1, 200), wires=wires, acceptance=0.5)
+    assert outcome.num_steps < 190
+    assert outcome.wall_s == pytest.approx(200 * S)
+
+
+def test_another_seed_has_other_guesses_right():
+    machine = Machine((Coefficients(step=S),), FREE, 1000)
+    config = SchedulerConfig(1, prefix_cache=False)
+    requests = one_token_prompts(1, 400)
+    walls = {Simulator(machine, config, machine, 0.5, seed).run(requests).wall_s for seed in (0, 1, 2, 0)}
+    assert len(walls) == 3

@@ -12,27 +12,24 @@ from pathlib import Path
 import pytest
 
 import demo
+from tests.forking import ForkedLauncher
 from tour.pictures import read_trace
 from tour.ranks import start_ranks
 from tour.schedule import Schedule
 
 ROOT = Path(demo.__file__).parent
 TITLES = [f"{number}. {title}" for number, (title, _) in demo.PARTS.items()]
-
-
-def take(command: list[str], timeout_s: float) -> str:
-    """What the tour printed; it must have ended well."""
-    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-    ended = subprocess.run(
-        command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=timeout_s, check=False
-    )
-    assert ended.returncode == 0, ended.stdout[-4000:] + ended.stderr[-4000:]
-    return ended.stdout
+ENVIRONMENT = {**os.environ, "OMP_NUM_THREADS": "1"}
 
 
 @pytest.mark.timeout(300)
 def test_the_whole_tour_with_its_own_ranks(tmp_path: Path) -> None:
-    told = take([sys.executable, "demo.py", "--force-cpu", "--plot", str(tmp_path)], timeout_s=280)
+    command = [sys.executable, "demo.py", "--force-cpu", "--plot", str(tmp_path)]
+    ended = subprocess.run(
+        command, cwd=ROOT, env=ENVIRONMENT, capture_output=True, text=True, timeout=280, check=False
+    )
+    assert ended.returncode == 0, ended.stdout[-4000:] + ended.stderr[-4000:]
+    told = ended.stdout
     assert [line for line in told.splitlines() if line in TITLES] == TITLES
     assert "Largest difference from the same model in one process: 0.0\n" in told
     assert "Largest difference between the outputs for any two m: 0.0\n" in told
@@ -49,15 +46,19 @@ def test_the_whole_tour_with_its_own_ranks(tmp_path: Path) -> None:
 
 
 @pytest.mark.timeout(200)
-def test_four_ranks_of_torchrun_speak_in_order() -> None:
-    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--local-addr=127.0.0.1"]
-    told = take([*torchrun, "--nproc_per_node=4", "demo.py", "--force-cpu", "--only", "1"], timeout_s=180)
+def test_three_ranks_of_torchrun_speak_in_order(tmp_path: Path) -> None:
+    ranks = ["--standalone", "--local-addr=127.0.0.1", "--nproc_per_node=3"]
+    (log := tmp_path / "log").touch()
+    tour = [*ranks, str(ROOT / "demo.py"), "--force-cpu", "--only", "1"]
+    torchrun = ForkedLauncher("run_torchrun", tour, ENVIRONMENT, log)
+    assert torchrun.wait(180) == 0, log.read_text()[-4000:]
+    told = log.read_text()
     owners = re.findall(r"^  stage (\d) on cpu: (.*); [\d,]+ parameters; hears (.*), speaks to (.*)$", told, re.M)
-    assert [stage for stage, *_ in owners] == ["0", "1", "2", "3"]
-    assert ["embeddings" in parts for _, parts, *_ in owners] == [True, False, False, False]
-    assert ["LM head" in parts for _, parts, *_ in owners] == [False, False, False, True]
-    assert [hears for *_, hears, _ in owners] == ["nobody", "rank 0", "rank 1", "rank 2"]
-    assert [speaks for *_, speaks in owners] == ["rank 1", "rank 2", "rank 3", "nobody"]
+    assert [stage for stage, *_ in owners] == ["0", "1", "2"]
+    assert ["embeddings" in parts for _, parts, *_ in owners] == [True, False, False]
+    assert ["LM head" in parts for _, parts, *_ in owners] == [False, False, True]
+    assert [hears for *_, hears, _ in owners] == ["nobody", "rank 0", "rank 1"]
+    assert [speaks for *_, speaks in owners] == ["rank 1", "rank 2", "nobody"]
     assert "Largest difference from the same model in one process: 0.0\n" in told
 
 

@@ -29,7 +29,7 @@ from tests.e2e.asking import (
     mixed_requests,
     requests_with_everything,
 )
-from tests.e2e.serving import Forked, ForkedTorchrun, Server, serving
+from tests.e2e.serving import Forked, Server, serving
 
 TINY = Path(ppserve.__file__).parent / "assets" / "tiny"
 NUM_STREAMS = 8
@@ -85,10 +85,10 @@ def wait_for_line(server: Server, pattern: str, since: int = 0) -> None:
 
 @pytest.fixture(scope="module", params=["shm", "gloo"])
 def three_stages(request: pytest.FixtureRequest) -> Iterator[Server]:
-    """A server that several tests hurt; its stages are cut in the middle of layers."""
-    by = ForkedTorchrun if request.param == "shm" else Forked
+    """A server that several tests hurt; its stages are cut in the middle of layers. (Fresh interpreters are killed
+    under torchrun in test_front_doors.)"""
     flags = ("--layers", "3,2.5,2.5", "--transport", request.param, "--log-level", "debug")
-    with serving(3, *flags, by=by) as server:
+    with serving(3, *flags, by=Forked) as server:
         yield server
 
 

@@ -7,6 +7,7 @@ import shutil
 import signal
 import socket
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 import grpc
@@ -18,7 +19,7 @@ from ppserve.client import Client
 from ppserve.v1 import generation_pb2 as pb
 from ppserve.v1.generation_pb2_grpc import GenerationServiceStub
 from tests.e2e.asking import answers_alone, ask, mixed_requests
-from tests.e2e.serving import Forked, ForkedTorchrun, Server, launch, plain_shell, serving
+from tests.e2e.serving import Forked, ForkedTorchrun, Launcher, Server, launch, plain_shell, serving
 from tests.e2e.test_losing_stages import draft_tokens
 from tools.make_random_gpt2 import Shape, write_checkpoint
 
@@ -65,7 +66,7 @@ def test_four_processes_in_the_predicted_shape_answer_like_one_thread() -> None:
 
 def test_a_second_sigterm_ends_at_once() -> None:
     flags = ("--shutdown-timeout", "600")
-    with serving(1, *flags, by=ForkedTorchrun) as server, grpc.insecure_channel(server.grpc) as channel:
+    with serving(1, *flags, by=Forked) as server, grpc.insecure_channel(server.grpc) as channel:
         stub = GenerationServiceStub(channel)
         request = pb.GenerateRequest(text="Once upon a time")
         request.stop.max_tokens = 1000
@@ -83,9 +84,11 @@ def test_a_second_sigterm_ends_at_once() -> None:
         server.wait_gone()
 
 
-def refused(tmp_path: Path, stages: int, *arguments: str) -> str:
+def refused(
+    tmp_path: Path, stages: int, *arguments: str, by: Callable[[int], Launcher] = ForkedTorchrun
+) -> str:
     """The one line of a server that does not start; all its ranks end with a non-zero code."""
-    server = launch(ForkedTorchrun(stages), arguments, tmp_path / "log")
+    server = launch(by(stages), arguments, tmp_path / "log")
     try:
         assert server.wait_exit(90) != 0
     finally:
@@ -109,7 +112,8 @@ def test_truncated_safetensors(tmp_path: Path) -> None:
     shutil.copytree(TINY, model)
     weights = model / "model.safetensors"
     os.truncate(weights, weights.stat().st_size // 2)
-    assert "model.safetensors" in refused(tmp_path, 2, "--model", str(model))
+    # Only stages look into weights: under torchrun these would import first.
+    assert "model.safetensors" in refused(tmp_path, 2, "--model", str(model), by=Forked)
 
 
 def test_more_stages_than_blocks(tmp_path: Path) -> None:

@@ -32,7 +32,7 @@ _MOST_STEPS_BETWEEN_FITS = 16
 # Observations needed before the errors of predictions are counted.
 _MIN_OBSERVATIONS = 64
 
-Matrix = list[list[float]]
+Square = list[list[float]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -166,7 +166,7 @@ class _NormalEquations:
     """Of the steps of one group. Features are divided by the step's seconds, so every target is 1."""
 
     def __init__(self) -> None:
-        self.products: Matrix = [[0.0] * _TERMS for _ in range(_TERMS)]
+        self.products: Square = [[0.0] * _TERMS for _ in range(_TERMS)]
         self.targets = [0.0] * _TERMS
 
     def add(self, features: list[float]) -> None:
@@ -198,7 +198,7 @@ class PipelineCosts:
         return max(self.predict_each(size))
 
 
-def _solve_non_negative(products: Matrix, targets: list[float]) -> list[float]:
+def _solve_non_negative(products: Square, targets: list[float]) -> list[float]:
     """Least squares without negative coefficients: leaves out the most negative term until there is none."""
     floor = 1e-12 * max(products[i][i] for i in range(_TERMS))
     kept = list(range(_TERMS))
@@ -215,7 +215,7 @@ def _solve_non_negative(products: Matrix, targets: list[float]) -> list[float]:
     return [0.0] * _TERMS
 
 
-def _solve(matrix: Matrix, right: list[float]) -> list[float]:
+def _solve(matrix: Square, right: list[float]) -> list[float]:
     """Gaussian elimination with pivoting; `matrix` is positive definite."""
     n = len(right)
     rows = [[*row, value] for row, value in zip(matrix, right, strict=True)]

@@ -11,7 +11,7 @@ import math
 import resource
 import ssl
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from email.utils import formatdate
 from http import HTTPStatus
@@ -28,7 +28,7 @@ _BACKLOG = 1024
 _TLS_WITHIN_S = 10.0
 _CLOSING_S = 1.0
 
-Headers = list[tuple[bytes, bytes]]
+Headers = Sequence[tuple[bytes, bytes]]
 Refuse = Callable[[int], tuple[Headers, bytes]]
 """The headers and the body of the answer to bytes that are no request; given its status, 400 or 431."""
 

@@ -13,7 +13,7 @@ from ppserve.core.scheduling.config import SchedulerConfig
 from ppserve.core.scheduling.quarantine import PROBE
 from ppserve.core.scheduling.sequence import Sequence
 
-Parts = tuple[tuple[Sequence, Slice], ...]
+OwnedSlices = tuple[tuple[Sequence, Slice], ...]
 """The slices of a step, each with its sequence."""
 
 OUTCOMES = ("accepted", "rejected", "cancelled")
@@ -31,7 +31,7 @@ class Lanes:
         self.num_lanes = config.microbatches or config.num_stages
         self.epoch = epoch
         self._steps = steps
-        self._parts: dict[int, Parts] = {}
+        self._parts: dict[int, OwnedSlices] = {}
         self._void: dict[int, set[int]] = {}  # by step: the sequences whose slice was sent on wrong guesses
         self._doomed: list[int] = []
         self.guesses = dict.fromkeys(OUTCOMES, 0)
@@ -69,7 +69,7 @@ class Lanes:
                     return step.first_owing()
         return 0
 
-    def plan(self, parts: Parts, copies: Seq[tuple[int, int]]) -> StepPlan:
+    def plan(self, parts: OwnedSlices, copies: Seq[tuple[int, int]]) -> StepPlan:
         """A new step in the lowest free lane; without parts, a probe."""
         used = {step.plan.lane for step in self._steps.in_flight}
         lane = next(lane for lane in range(len(used) + 1) if lane not in used)
@@ -79,7 +79,7 @@ class Lanes:
         self._next_step_id += 1
         return plan
 
-    def take(self, result: StepResult) -> tuple[Parts, set[int]] | None:
+    def take(self, result: StepResult) -> tuple[OwnedSlices, set[int]] | None:
         """The slices and sequences of the step that returned, and the ids of the sequences whose slice is void;
         None if the step is unknown or of an older epoch."""
         if result.epoch != self.epoch or result.step_id not in self._parts:

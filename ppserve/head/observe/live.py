@@ -19,7 +19,7 @@ from ppserve.core.ledger.account import Settled, StageTimes
 from ppserve.core.ledger.causes import IDLE, KINDS
 from ppserve.head.engine.replica import Reading
 from ppserve.head.handle import PipelineHandle, topology_of
-from ppserve.head.observe.metrics import Load
+from ppserve.head.observe.metrics import ServerLoad
 from ppserve.head.observe.pages import MakePage, Page, json_page
 
 MAX_SPANS = 1500
@@ -65,7 +65,7 @@ def describe_schedule(spans: Iterable[list[Settled]], now_ns: int) -> list[list[
     ]
 
 
-def read_state(handle: PipelineHandle, load: Load, spans: list[list[Settled]]) -> dict[str, Any]:
+def read_state(handle: PipelineHandle, load: ServerLoad, spans: list[list[Settled]]) -> dict[str, Any]:
     """What the page shows now. Durations are seconds; counters run since the start. Waits for the engine."""
     readings, card = handle.look(), handle.model_card()
     topology, now_ns = topology_of(readings), readings[0].now_ns

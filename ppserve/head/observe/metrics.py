@@ -74,7 +74,7 @@ class Latency:
 
 
 @dataclass(frozen=True, slots=True)
-class Load:
+class ServerLoad:
     """The load of the server now, and its counters since the start. kv_usage: 0 to 1."""
 
     running: int
@@ -188,10 +188,10 @@ class Metrics:
         """All metrics now, as Prometheus reads them."""
         return Page(CONTENT_TYPE_LATEST, generate_latest(self.registry))
 
-    def reading(self) -> Load:
+    def reading(self) -> ServerLoad:
         """The figures that the live page shows."""
         requests, steps = self._requests, self._families
-        return Load(
+        return ServerLoad(
             running=int(_total(steps.running)),
             waiting=int(_total(steps.waiting)),
             in_flight=int(_total(steps.in_flight)),

@@ -22,19 +22,19 @@ from ppserve.model.backend import Results
 from ppserve.model.cuda.draws import ADJUSTMENTS, PER_ROW, Draws
 from ppserve.model.cuda.operators import Operators
 
-Arrays = Mapping[str, torch.Tensor]
+DeviceArrays = Mapping[str, torch.Tensor]
 
 _NOTHING = -1
 """In place of a token that could not be drawn."""
 
 
-def draw_plain(operators: Operators, logits_RV: torch.Tensor, arrays: Arrays) -> torch.Tensor:
+def draw_plain(operators: Operators, logits_RV: torch.Tensor, arrays: DeviceArrays) -> torch.Tensor:
     """(R, 1) float64: a token per row, drawn from all ids."""
     return _draw(operators, logits_RV, logits_RV, arrays, filters=False)[:, None].double()
 
 
 def read_rows(
-    operators: Operators, logits_RV: torch.Tensor, draws: Draws, arrays: Arrays, first: int
+    operators: Operators, logits_RV: torch.Tensor, draws: Draws, arrays: DeviceArrays, first: int
 ) -> torch.Tensor:
     """(R, columns) float64 of the rows from `first` on: the token, and if any log-probability is asked for: the
     log of the sum of exponentials, the token's logit, the greatest logits, their ids."""
@@ -81,7 +81,7 @@ def _told(line: list[float], num_top: int) -> TokenLogprobs:
 
 
 def _draw(
-    operators: Operators, logits_RV: torch.Tensor, scores_RV: torch.Tensor, arrays: Arrays, filters: bool
+    operators: Operators, logits_RV: torch.Tensor, scores_RV: torch.Tensor, arrays: DeviceArrays, filters: bool
 ) -> torch.Tensor:
     """(R,) ids; _NOTHING where logits are not finite or no id is left."""
     most_R, best_R = scores_RV.max(1)
@@ -99,7 +99,7 @@ def _draw(
 
 
 def _survivors(
-    operators: Operators, scores_RV: torch.Tensor, weights_RV: torch.Tensor, arrays: Arrays
+    operators: Operators, scores_RV: torch.Tensor, weights_RV: torch.Tensor, arrays: DeviceArrays
 ) -> torch.Tensor:
     """(R, V) bool: which ids top_k, then top_p, then min_p leave. Ranks are by score, greatest first, then by
     id."""
@@ -120,7 +120,7 @@ def _survivors(
     return is_left_RV & (weights_RV.double() >= arrays["min_p"][:, None])
 
 
-def _adjusted(logits_RV: torch.Tensor, arrays: Arrays, draws: Draws, rows: slice) -> torch.Tensor:
+def _adjusted(logits_RV: torch.Tensor, arrays: DeviceArrays, draws: Draws, rows: slice) -> torch.Tensor:
     """Scores after biases, penalties and bans; the logits themselves where there are none."""
     if not draws.adjustments:
         return logits_RV

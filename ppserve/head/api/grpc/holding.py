@@ -36,7 +36,7 @@ _MALFORMED = InvalidRequest([Violation("", "the message is malformed")])
 
 Context = aio.ServicerContext[Any, Any]
 Handler: TypeAlias = "grpc.RpcMethodHandler[Any, Any]"
-Asked = Callable[[Any, Context], Awaitable[Any]]
+Method = Callable[[Any, Context], Awaitable[Any]]
 
 
 class NoPlace(Exception):
@@ -152,12 +152,12 @@ class HeldCalls(aio.ServerInterceptor):
         return message
 
 
-def _method(handler: Handler) -> Asked:
+def _method(handler: Handler) -> Method:
     """What answers, whether it writes its messages or yields them."""
     methods = (handler.unary_unary, handler.unary_stream, handler.stream_unary, handler.stream_stream)
     asked: Any = next(method for method in methods if method is not None)
     if not inspect.isasyncgenfunction(asked):
-        return cast(Asked, asked)
+        return cast(Method, asked)
 
     async def writing(request: Any, context: Context) -> None:
         async for message in asked(request, context):

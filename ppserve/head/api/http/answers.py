@@ -14,7 +14,7 @@ from ppserve.core.request import FinishReason, Request
 from ppserve.head.api.call import Call
 from ppserve.head.api.desk import FrontDesk
 from ppserve.head.api.http.fields import Sampling, StreamOptions
-from ppserve.head.api.http.logprobs import LogprobsJson, LogprobWriter, Scored
+from ppserve.head.api.http.logprobs import LogprobsJson, LogprobWriter, ScoredToken
 from ppserve.head.api.stream import FINISH_WORDS, Delta, Score
 
 _encode = msgspec.json.Encoder().encode
@@ -154,7 +154,7 @@ class PromptProgress:
             self._writers[index] = self._new_writer()
         return self._writers[index]
 
-    def scored(self, delta: Delta) -> Sequence[Scored]:
+    def scored(self, delta: Delta) -> Sequence[ScoredToken]:
         """The tokens of a delta; after those of the prompt where these were asked for and come first."""
         if not delta.is_first or not self._prompt_scores:
             return delta.tokens

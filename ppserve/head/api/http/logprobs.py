@@ -13,7 +13,7 @@ from ppserve.head.api.stream import Score
 # JSON has no infinity; vLLM's value.
 _MIN_LOGPROB = -9999.0
 
-Scored = tuple[int, Score]
+ScoredToken = tuple[int, Score]
 BytesOf = Callable[[int], bytes]
 
 
@@ -56,7 +56,7 @@ class LogprobWriter:
         self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
         self._offset = 0
 
-    def completion(self, scored: Iterable[Scored]) -> LogprobsJson:
+    def completion(self, scored: Iterable[ScoredToken]) -> LogprobsJson:
         """Of the sequence's next tokens."""
         lists = LogprobsJson([], [], [], [])
         for token_id, score in scored:
@@ -78,7 +78,7 @@ class LogprobWriter:
             lists.top_logprobs.append(top)
         return lists
 
-    def chat(self, scored: Iterable[Scored]) -> ChatLogprobsJson:
+    def chat(self, scored: Iterable[ScoredToken]) -> ChatLogprobsJson:
         """Of the sequence's next tokens."""
         entries = []
         for token_id, score in scored:

@@ -38,7 +38,7 @@ def main() -> int:
             failed.append(seed)
             print(f"history {seed} failed: {error}", flush=True)
         number += 1
-        num_faults += history.num_faults
+        num_faults += history.faults.number
         num_deaths += sum(host.num_deaths for host in history.hosts)
         simulated_s += history.world.now_ns / 1e9
         now_s = time.monotonic()

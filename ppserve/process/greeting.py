@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import socket
 import time
-from typing import Any
 
 from ppserve import wire
 from ppserve.errors import UsageError, WireError
@@ -49,28 +48,42 @@ def _connect(meeting: wire.Meeting, rank: int, timeout_s: float) -> socket.socke
 
 
 def _greet(connection: socket.socket, secret: bytes, rank: int) -> None:
-    reader = wire.FrameReader(wire.FromHead, wire.MAX_GREETING_BYTES)
-    challenge, nonce = _hear(connection, reader, wire.Challenge).nonce, proof.new_nonce()
-    answer = proof.rank_proof(secret, rank, challenge, nonce)
-    connection.sendall(wire.encode(wire.Proof(rank, answer, nonce)))
-    welcome = _hear(connection, reader, wire.Welcome)
-    if not proof.is_same(welcome.proof, proof.head_proof(secret, rank, challenge, nonce)):
-        raise UsageError("who listens in the place of the head does not know this server's secret")
+    greeting = Greeting(secret, rank)
+    while not greeting.is_done:
+        if answer := greeting.heard(connection.recv(wire.MAX_GREETING_BYTES)):
+            connection.sendall(answer)
 
 
-def _hear(connection: socket.socket, reader: wire.FrameReader, kind: type[Any]) -> Any:
-    """The next message. Raises OSError, WireError, UsageError if it is a refusal for good."""
-    messages: list[Any] = []
-    while not messages:
-        received = connection.recv(wire.MAX_GREETING_BYTES)
+class Greeting:
+    """What a rank says to who listens in the place of the head, without the socket. is_done: each has proved to
+    know the secret."""
+
+    def __init__(self, secret: bytes, rank: int) -> None:
+        self.is_done = False
+        self._secret, self._rank = secret, rank
+        self._reader = wire.FrameReader(wire.FromHead, wire.MAX_GREETING_BYTES)
+        self._nonce = proof.new_nonce()
+        self._challenge: bytes | None = None
+
+    def heard(self, received: bytes) -> bytes:
+        """Returns what to answer to these bytes. Raises OSError, WireError, UsageError if it is a refusal for
+        good."""
         if not received:
             raise ConnectionError("the head ended the connection")
-        messages = reader.feed(received)
-    message = messages[0]
-    if isinstance(message, wire.Refused):
-        if message.may_retry:
-            raise ConnectionError(message.reason)
-        raise UsageError(message.reason)
-    if len(messages) > 1 or not isinstance(message, kind):
-        raise WireError(f"{type(message).__name__} instead of {kind.__name__}")
-    return message
+        match self._reader.feed(received):
+            case []:
+                return b""
+            case [wire.Refused(reason, may_retry), *_]:
+                raise ConnectionError(reason) if may_retry else UsageError(reason)
+            case [wire.Challenge(challenge)] if self._challenge is None:
+                self._challenge = challenge
+                answer = proof.rank_proof(self._secret, self._rank, challenge, self._nonce)
+                return wire.encode(wire.Proof(self._rank, answer, self._nonce))
+            case [wire.Welcome(answer)] if self._challenge is not None:
+                expected = proof.head_proof(self._secret, self._rank, self._challenge, self._nonce)
+                if not proof.is_same(answer, expected):
+                    raise UsageError("who listens in the place of the head does not know this server's secret")
+                self.is_done = True
+                return b""
+            case messages:
+                raise WireError(f"{type(messages[0]).__name__} has no place in the greeting here")

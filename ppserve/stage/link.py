@@ -61,8 +61,12 @@ class Link(ABC):
         self.inbox.put((now_ns, message))
 
 
+def _in_a_thread(read: Callable[[], None]) -> None:
+    threading.Thread(target=read, name="head-link", daemon=True).start()
+
+
 class HeadLink(Link):
-    """One socket to the head, read by a thread of its own.
+    """One socket to the head, read by a thread of its own: start is called with what that does.
 
     That thread stamps each message as it arrives, so that a plan which came during compute is known as such.
     on_lost: called, perhaps by both threads, when the head is gone, has said nothing for `silence_s`, or sends
@@ -75,13 +79,15 @@ class HeadLink(Link):
         on_abandon: OnAbandon,
         on_lost: Callable[[], object],
         silence_s: float = _SILENCE_S,
+        start: Callable[[Callable[[], None]], None] = _in_a_thread,
     ) -> None:
         super().__init__(on_abandon)
         connection.settimeout(silence_s)
         self._connection = connection
+        self._reader = wire.FrameReader(wire.FromHead)
         self._on_lost = on_lost
         self._sending = threading.Lock()  # the loop sends results, the reader answers pings
-        threading.Thread(target=self._read, name="head-link", daemon=True).start()
+        start(self._read)
 
     def send(self, message: wire.FromStage) -> None:
         frame = wire.encode(message)
@@ -93,14 +99,23 @@ class HeadLink(Link):
 
     def _read(self) -> None:
         """Until the head has said Shutdown: what follows is only the end of the connection."""
-        reader = wire.FrameReader(wire.FromHead)
+        while True:
+            try:
+                received = self._connection.recv(1 << 16)
+            except OSError:
+                received = b""
+            if not self.arrived(received, time.monotonic_ns()):
+                return
+
+    def arrived(self, received: bytes, now_ns: int) -> bool:
+        """Bytes of the head; none at its end. Whether to go on reading."""
         try:
-            while received := self._connection.recv(1 << 16):
-                now_ns = time.monotonic_ns()
-                for message in reader.feed(received):
-                    self.take(now_ns, message)
-                    if isinstance(message, wire.Shutdown):
-                        return
-        except (OSError, WireError):
-            pass
-        self._on_lost()
+            for message in self._reader.feed(received):
+                self.take(now_ns, message)
+                if isinstance(message, wire.Shutdown):
+                    return False
+        except WireError:
+            received = b""
+        if not received:
+            self._on_lost()
+        return bool(received)

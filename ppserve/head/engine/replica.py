@@ -40,6 +40,10 @@ from ppserve.head.engine.watcher import Watcher
 
 log = logging.getLogger("ppserve.engine")
 
+# An epoch with requests that a stage's failure ended before any of them got a token is lost in vain. Each request
+# that kills its stage costs at most four (`core.scheduling.quarantine`), so this is more than a few of these make.
+_MAX_LOSSES_IN_VAIN = 64
+
 ReplicaEvent = SequenceEvent | Formed | Hopeless
 
 
@@ -110,6 +114,7 @@ class Replica:
         self._broke: set[int] = set()
         # Requests that were in flight at a loss for which no stage is known yet to have failed.
         self._in_flight: frozenset[str] = frozenset()
+        self._losses_in_vain = 0  # in a row
         self._prefix = f"replica {self.number}: " if members.grid.data > 1 else ""
         self._teller = DrawTeller()
         self._control = control
@@ -217,6 +222,7 @@ class Replica:
                 case Formed():
                     events += self._formed(event)
                 case EpochLost():
+                    events += self._count_loss(event)
                     self._epoch_lost(event)
                     events += self._blame()
                 case StageDied():
@@ -244,6 +250,7 @@ class Replica:
         events: list[SequenceEvent] = []
         if result.stage == self.members.num_stages - 1:
             events = self.scheduler.commit(result, self._now_s())
+            self._losses_in_vain = 0 if events else self._losses_in_vain
             self._cancel_doomed(self.scheduler)
         if self.scheduler.config.microbatches is None:
             brought = sum(event.token_id is not None for event in events)
@@ -281,6 +288,16 @@ class Replica:
         )
         scheduler.open(formed.epoch)
         return scheduler
+
+    def _count_loss(self, lost: EpochLost) -> list[Hopeless]:
+        """Stages that compute a probe, and die of each request, are not replaced for ever."""
+        if lost.stage is None or not self._may_blame or self.scheduler is None or not self.scheduler.num_running:
+            return []
+        self._losses_in_vain += 1
+        if self._losses_in_vain < _MAX_LOSSES_IN_VAIN:
+            return []
+        reason = f"no request got a token between {_MAX_LOSSES_IN_VAIN} losses in a row"
+        return [Hopeless(f"{reason}; the last one: {lost.cause}", usage=False)]
 
     def _epoch_lost(self, lost: EpochLost) -> None:
         """Steps in flight will not return. Requests go on at other replicas at once; if there are none, the

@@ -5,9 +5,7 @@ After every turn of the engine all invariants are checked. When the faults are o
 
 from __future__ import annotations
 
-from collections import defaultdict
-from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from functools import partial
 
 from ppserve.core.grid import RankGrid
@@ -15,21 +13,22 @@ from ppserve.core.ledger.steps import Step
 from ppserve.core.request import FinishReason, Request, SamplingParams, StopConditions
 from ppserve.core.scheduling.intake import Intake
 from ppserve.core.scheduling.quarantine import Quarantine
-from ppserve.errors import Draining, Overloaded, RequestFailed, StagesLost
+from ppserve.errors import Draining, Overloaded
 from ppserve.head.engine.fleet import Fleet
 from ppserve.head.engine.loop import Engine
 from ppserve.head.engine.member import StageState
 from ppserve.head.engine.members import Members
 from ppserve.head.engine.open_request import read_held
-from ppserve.head.engine.output import TokenOutput
 from ppserve.head.engine.replica import Replica
 from ppserve.head.engine.watcher import Watcher
 from ppserve.process.patience import MAX_DEATHS
 from tests.core.scheduling.invariants import check_intake, check_one_of_several
 from tests.core.scheduling.rig import prompt_of
-from tests.core.toy_pipeline import EOS_ID, expected_answer
-from tests.head.engine.simulated_sockets import Connection, SimulatedControl
-from tests.head.engine.simulated_stages import POISON_SEED, Host, StageProcess
+from tests.core.toy_pipeline import EOS_ID
+from tests.head.engine.history_callers import CUT_SHORT, Caller
+from tests.head.engine.history_faults import Faults
+from tests.head.engine.simulated_sockets import SimulatedControl
+from tests.head.engine.simulated_stages import POISON_SEED, Host
 from tests.head.engine.simulated_world import SECOND, Network, World
 from tests.head.engine.toy_ranks import ToyRules
 
@@ -41,7 +40,6 @@ _SERVED_WITHIN_S = 150.0
 _ENDS_WITHIN_S = 600.0
 _EPOCHS_PER_LOSS = 3
 _MAX_QUEUE = 8
-_CUT_SHORT = (FinishReason.CANCELLED, FinishReason.DEADLINE)
 
 
 class GuessCount(Watcher):
@@ -52,54 +50,6 @@ class GuessCount(Watcher):
 
     def dispatched(self, step: Step) -> None:
         self.num_sent += sum(piece.num_guesses for piece in step.plan.slices)
-
-
-@dataclass(eq=False)
-class Caller:
-    """A sink: what a stream brought, checked as it comes."""
-
-    request: Request
-    world: World
-    tokens: dict[int, list[int]] = field(default_factory=lambda: defaultdict(list))
-    ends: dict[int, str] = field(default_factory=dict)
-    is_refused: bool = False
-    waits_for_server: bool = False
-    may_be_lost: bool = False
-
-    def push(self, outputs: Sequence[TokenOutput]) -> None:
-        for output in outputs:
-            self._take(output)
-
-    def _take(self, output: TokenOutput) -> None:
-        name, index = f"{self.request.id}/{output.index}", output.index
-        if self.may_be_lost and isinstance(output.error, StagesLost):  # one for all sequences
-            assert not self.is_over
-            self.ends |= dict.fromkeys(range(self.request.num_sequences), "StagesLost")
-            return
-        assert index not in self.ends, f"{name}: something after its end"
-        if output.token_id is not None:
-            assert output.offset == len(self.tokens[index]), f"{name}: a token twice, or one is missing"
-            self.tokens[index].append(output.token_id)
-        if output.error is not None:
-            self.ends[index] = type(output.error).__name__
-            assert isinstance(output.error, RequestFailed), f"{name}: {output.error!r}"
-            assert self.request.sampling.seed == POISON_SEED, f"{name}: convicted, and innocent"
-        elif output.finish is not None:
-            self._check_end(name, index, output.finish)
-        self.world.note(f"{name} {output.token_id} {self.ends.get(index, '')}")
-
-    def _check_end(self, name: str, index: int, finish: FinishReason) -> None:
-        self.ends[index] = finish.name
-        expected = expected_answer(self.request, index)
-        brought = tuple(self.tokens[index])
-        if finish in _CUT_SHORT:
-            assert brought == expected.token_ids[: len(brought)], f"{name}: other tokens than alone"
-        else:
-            assert (brought, finish) == (expected.token_ids, expected.finish), f"{name}: another answer than alone"
-
-    @property
-    def is_over(self) -> bool:
-        return self.is_refused or len(self.ends) == self.request.num_sequences
 
 
 class History:
@@ -121,7 +71,7 @@ class History:
         self.world = world = World(seed)
         self.random = world.random
         self.network = Network(self.random.choice((600, 1 << 16, 1 << 16, 1 << 16)))
-        self.never_heals, self.is_cut_for_good = seed % 32 == 10, False
+        self.never_heals = seed % 32 == 10
         self.num_stages = self.random.choice((1, 2, 2, 3))
         # Not by chance, so that histories of one replica, of one tensor rank a stage, are what they were.
         self.num_replicas = num_replicas or (2 if seed % 4 == 3 else 1)
@@ -131,12 +81,13 @@ class History:
         self._settings = {"max_num_seqs": places, "max_queue": _MAX_QUEUE, "speculate": speculate}
         self._kinds = members, replica, quarantine, control
         self._turn_is_due = False
-        self._head_sleeps_until_ns = 0
+        self.head_sleeps_until_ns = 0
         self._start_head()
         numbers = range(self.num_replicas)
         self.hosts = [host(world, self.network, self.control, self.grid, number) for number in numbers]
         self.callers: list[Caller] = []
-        self.num_faults = 0
+        self.faults = Faults(self)
+        self.all_may_be_convicted = False
 
     def _start_head(self) -> None:
         """The head's process begins: it knows of nothing."""
@@ -185,7 +136,7 @@ class History:
         over_ns = self.world.now_ns + int(until_s * SECOND)
         while self.world.now_ns < over_ns and not self.engine.failed.done():
             self.world.step()
-        self._heal()
+        self.faults.heal()
         if self.never_heals:
             self._await_the_end()
             return
@@ -199,7 +150,8 @@ class History:
         while not self.engine.failed.done():
             self._step(until_s)
         reason = self.engine.failed.result().reason
-        assert "in 10 attempts" in reason or f"died {MAX_DEATHS} times in a row" in reason, reason
+        in_a_row = "in 10 attempts", f"died {MAX_DEATHS} times in a row", "between 64 losses in a row"
+        assert any(words in reason for words in in_a_row), reason
         left = [caller.request.id for caller in self.callers if not caller.is_over and not caller.waits_for_server]
         assert not left, f"not told of the end: {left}"
 
@@ -227,8 +179,8 @@ class History:
         if not self.control.is_up:
             self._turn_is_due = False
             return
-        if self.world.now_ns < self._head_sleeps_until_ns:
-            self.world.after((self._head_sleeps_until_ns - self.world.now_ns) / SECOND, self._turn)
+        if self.world.now_ns < self.head_sleeps_until_ns:
+            self.world.after((self.head_sleeps_until_ns - self.world.now_ns) / SECOND, self._turn)
             return
         self._turn_is_due = False
         self.engine.turn()
@@ -243,7 +195,7 @@ class History:
 
     def _plan_what_happens(self) -> float:
         """Requests, cancellations and faults. Returns when the last fault is over."""
-        random, over_s = self.random, 1.0
+        random = self.random
         # Beside it, others that must not suffer; of many at once none.
         poison = random.choice(((1,), (1,), (1, 2, 4), range(8))) if random.random() < 0.15 else ()
         for number in range(max(random.randint(3, 7), *poison, 0) + 1):
@@ -256,26 +208,7 @@ class History:
             at_s = random.uniform(0.0, 3.0)
             for number in range(100, 100 + random.randint(10, 30)):
                 self.world.after(at_s, partial(self._submit, self._some_request(number, is_poison=False)))
-        if self.never_heals:
-            self.world.after(random.uniform(0.0, 2.0), self._hurt_for_ever)
-        at_s = 0.0
-        for _ in range(random.randint(0, 5)):
-            # Often while the last fault is not over: that is where histories are interesting.
-            at_s += random.choice((random.uniform(0.0, 0.2), random.uniform(0.0, 2.0), random.uniform(0.0, 12.0)))
-            faults = [self._kill, self._kill, self._freeze, self._pause, self._spin, self._slow,
-                      self._cut, self._cut_stages, self._head_sleeps, self._starve, self._twin]  # fmt: skip
-            fault = random.choice(faults if self.num_replicas == 1 else [*faults, self._restart, self._restart])
-            rank, lasts_s = random.randrange(self.grid.size), random.choice((0.3, 2.0, 6.0, 11.0, 20.0))
-            self.num_faults += 1
-            self.world.after(at_s, partial(fault, rank, lasts_s))
-            over_s = max(over_s, at_s + lasts_s)
-        for fault in (self._restart_head, self._lose_agent):
-            if random.random() < 0.15 and not self.never_heals:
-                at_s, lasts_s = random.uniform(0.0, 6.0), random.choice((0.3, 2.0, 11.0))
-                self.num_faults += 1
-                self.world.after(at_s, partial(fault, random.randrange(self.grid.size), lasts_s))
-                over_s = max(over_s, at_s + lasts_s)
-        return over_s
+        return self.faults.plan()
 
     def _some_request(self, number: int, is_poison: bool) -> Request:
         random = self.random
@@ -291,8 +224,14 @@ class History:
             caller="greedy" if number % 2 else f"light {number}",
         )
 
+    def ask_on(self, number: int) -> None:
+        """A request every second, until there is no server."""
+        if self.control.is_up and not self.engine.failed.done():
+            self._submit(self._some_request(number, is_poison=False))
+            self.world.after(1.0, lambda: self.ask_on(number + 1))
+
     def _submit(self, request: Request) -> None:
-        caller = Caller(request, self.world, may_be_lost=self.never_heals)
+        caller = Caller(request, self, may_be_lost=self.never_heals)
         self.callers.append(caller)
         self._ask(caller, request)
 
@@ -329,58 +268,7 @@ class History:
         self.world.note(f"cancel {key}")
         self.engine.cancel(key, FinishReason.CANCELLED)
 
-    def _process(self, rank: int, what: str) -> StageProcess:
-        self.world.note(f"{what} rank {rank}")
-        return self.hosts[self.grid.place(rank).replica].processes[rank]
-
-    def _kill(self, rank: int, _lasts_s: float) -> None:
-        self._process(rank, "kill").end("killed")
-
-    def _restart(self, rank: int, _lasts_s: float) -> None:
-        self.world.note(f"restart the replica of rank {rank}")
-        self.engine.restart(self.grid.place(rank).replica, pauses=True)
-
-    def _freeze(self, rank: int, lasts_s: float) -> None:
-        self._process(rank, f"freeze for {lasts_s} s").freeze(lasts_s, with_its_host=False)
-
-    def _pause(self, rank: int, lasts_s: float) -> None:
-        self._process(rank, f"pause for {lasts_s} s the host of").freeze(lasts_s, with_its_host=True)
-
-    def _spin(self, rank: int, _lasts_s: float) -> None:
-        self._process(rank, "spin").spins = True
-
-    def _slow(self, rank: int, lasts_s: float) -> None:
-        process = self._process(rank, f"slow for {lasts_s} s")
-        process.slowness = 30.0
-        self.world.after(lasts_s, lambda: setattr(process, "slowness", 1.0))
-
-    def _cut(self, rank: int, lasts_s: float) -> None:
-        self.world.note(f"cut for {lasts_s} s rank {rank}")
-        for direction in self.random.choice((("up",), ("down",), ("up", "down"))):
-            self.network.cut.add((rank, direction))
-        self.world.after(lasts_s, lambda: self.network.heal(rank))
-
-    def _cut_stages(self, _rank: int, lasts_s: float) -> None:
-        self.world.note(f"cut the stages from each other for {lasts_s} s")
-        self.network.stages_are_cut = True
-        self.world.after(lasts_s, self._join_stages)
-
-    def _join_stages(self) -> None:
-        self.network.stages_are_cut = self.is_cut_for_good
-
-    def _head_sleeps(self, _rank: int, lasts_s: float) -> None:
-        self.world.note(f"the head sleeps for {lasts_s} s")
-        self._head_sleeps_until_ns = self.world.now_ns + int(lasts_s * SECOND)
-
-    def _restart_head(self, _rank: int, lasts_s: float) -> None:
-        """Its memory is lost. Callers resume; stages find the next head, which may come at once or late."""
-        if not self.control.is_up:
-            return
-        self.world.note(f"the head dies; another comes after {lasts_s} s")
-        self.control.die()
-        self.world.after(lasts_s, self._next_head)
-
-    def _next_head(self) -> None:
+    def next_head(self) -> None:
         self._start_head()
         for host in self.hosts:
             host.has_new_head(self.control)
@@ -391,42 +279,6 @@ class History:
                 for index in range(caller.request.num_sequences):
                     if index not in caller.ends:
                         self._resume(caller, index)
-
-    def _lose_agent(self, rank: int, lasts_s: float) -> None:
-        """A rank's keeper ends with its stage, and its agent, or another host's, starts both again."""
-        self._process(rank, f"end for {lasts_s} s the agent of").end("its agent is gone", back_after_s=lasts_s)
-
-    def _starve(self, _rank: int, lasts_s: float) -> None:
-        """The head has no free file descriptor."""
-        self.world.note(f"no descriptors for {lasts_s} s")
-        listener = self.control.listener
-        listener.is_starved = True
-        self.world.after(lasts_s, lambda: setattr(listener, "is_starved", False))
-
-    def _twin(self, rank: int, _lasts_s: float) -> None:
-        """Another process of a rank connects, with the right proof, and leaves at once."""
-        self.world.note(f"a twin of rank {rank}")
-        if self.control.is_up:
-            twin = Connection(self.control, rank, lambda _: None)
-            self.world.after(self.random.choice((0.0, 0.005, 1.0)), twin.end)
-
-    def _hurt_for_ever(self) -> None:
-        host, rank = self.hosts[0], self.random.randrange(self.grid.size)
-        if self.num_stages > 1 and self.random.random() < 0.5:
-            self.network.stages_are_cut = self.is_cut_for_good = True
-            self.world.note("stages never reach each other again")
-            host.processes[rank].end("one of them")
-            return
-        after_s = self.random.choice((0.5, 15.0))
-        self.world.note(f"every stage of rank {rank} dies after {after_s} s")
-        host.ends_at_once = rank, after_s
-        host.processes[rank].end("the first time")
-
-    def _heal(self) -> None:
-        self.world.note("the faults are over")
-        self._join_stages()
-        for rank in range(self.grid.size):
-            self.network.heal(rank)
 
     # ---- what must hold -------------------------------------------------------------------------------
 
@@ -449,7 +301,7 @@ class History:
             num_known = steps.num_in_flight - steps.num_speculative
             assert num_known <= replica.scheduler.config.max_microbatches
         num_killers = sum(caller.request.sampling.seed == POISON_SEED for caller in self.callers)
-        losses = self.num_faults + self.hosts[replica.number].num_deaths + num_killers
+        losses = self.faults.number + self.hosts[replica.number].num_deaths + num_killers
         assert members.epoch <= 1 + _EPOCHS_PER_LOSS * losses + 10, "epochs without end"
 
     def _check_the_end(self) -> None:
@@ -464,6 +316,6 @@ class History:
         for caller in self.callers:
             if caller.request.sampling.seed == POISON_SEED and not caller.is_refused:
                 ends = set(caller.ends.values())
-                assert ends & {"RequestFailed", *(finish.name for finish in _CUT_SHORT)}, f"the culprit got {ends}"
+                assert ends & {"RequestFailed", *(finish.name for finish in CUT_SHORT)}, f"the culprit got {ends}"
         for member in [member for members in self.members for member in members.all]:
             assert not member.round_trips, "one machine has one clock"

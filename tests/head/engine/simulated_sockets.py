@@ -9,14 +9,19 @@ import selectors
 import socket
 import weakref
 from collections.abc import Callable, Mapping
+from functools import partial
 from typing import Any
 
-from ppserve import wire
+from ppserve.errors import UsageError, WireError
 from ppserve.head.engine.control import SocketControlPlane
-from ppserve.process.proof import rank_proof
-from tests.head.engine.simulated_world import Network, OneWay, World
+from ppserve.process.greeting import _ANSWER_WITHIN_S, _RETRY_EVERY_S, Greeting
+from tests.head.engine.simulated_world import SECOND, Network, OneWay, World
 
-SECRET = b"the secret of this server"
+Do = Callable[[Callable[[], None]], None]
+
+
+def at_once(action: Callable[[], None]) -> None:
+    action()
 
 
 class Selector(selectors.BaseSelector):
@@ -128,25 +133,22 @@ class HeadEnd:
 
 
 class Connection:
-    """Between a rank's process and the head.
+    """Between a rank's process and the head: the process's end, as much of a socket as `HeadLink` uses.
 
-    on_message: with each message of the head, in the process; None is the end. The challenge is answered here.
-    last: what a keeper says when it is welcomed; then it hangs up. unread: bytes that the process has not read.
+    on_bytes: with what has arrived, once the process reads; nothing at the end. do: runs an action when the
+    process runs. unread: bytes that it has not read. timeout_s: as it was set.
     """
 
     def __init__(
-        self,
-        control: SimulatedControl,
-        rank: int,
-        on_message: Callable[[Any], None],
-        last: wire.GaveUp | None = None,
+        self, control: SimulatedControl, rank: int, on_bytes: Callable[[bytes], object], do: Do = at_once
     ) -> None:
-        self._last = last
         self.rank = rank
         self.control = control
         self.unread = 0
-        self._on_message = on_message
-        self._reader = wire.FrameReader(wire.FromHead)
+        self.timeout_s: float | None = None
+        self.on_bytes = on_bytes
+        self.is_over = False
+        self._do = do
         self._at_head = HeadEnd(self)
         self.up = OneWay(control.world, control.network, (rank, "up"), self._to_head)
         self.down = OneWay(control.world, control.network, (rank, "down"), self._to_process)
@@ -157,40 +159,101 @@ class Connection:
     def room(self) -> int:
         return self.control.network.capacity - self.unread
 
-    def say(self, message: wire.FromStage | wire.FromStranger) -> None:
-        self.up.send(wire.encode(message))
+    def settimeout(self, timeout_s: float | None) -> None:
+        self.timeout_s = timeout_s
+
+    def sendall(self, data: bytes) -> None:
+        self.up.send(data)
 
     def end(self) -> None:
-        self.up.send(None)
+        """Once: a process may end before or after whoever else ends its connection."""
+        if not self.is_over:
+            self.is_over = True
+            self.up.send(None)
 
-    def read(self, part: bytes | None) -> None:
+    def _read(self, part: bytes | None) -> None:
         """The process reads what has arrived."""
-        if part is None:
-            self._on_message(None)
-            return
-        was_full = self.room <= 0
-        self.unread -= len(part)
-        if was_full:
-            self.control.on_news()
-        for message in self._reader.feed(part):
-            if isinstance(message, wire.Challenge):
-                answer = rank_proof(SECRET, self.rank, message.nonce, b"mine")
-                self.say(wire.Proof(self.rank, answer, b"mine"))
-            elif self._last is not None and isinstance(message, wire.Welcome):
-                self.say(self._last)
-                self.end()
-            else:
-                self._on_message(message)
-
-    # Where a process that stands still does not read. Replaced by it.
-    do: Callable[[Callable[[], None]], None] = staticmethod(lambda action: action())
+        if part is not None:
+            was_full = self.room <= 0
+            self.unread -= len(part)
+            if was_full:
+                self.control.on_news()
+        if not self.is_over:
+            self.on_bytes(part or b"")
 
     def _to_process(self, part: bytes | None) -> None:
-        self.do(lambda: self.read(part))
+        self._do(lambda: self._read(part))
 
     def _to_head(self, part: bytes | None) -> None:
         self._at_head.arrived(part)
         self.control.on_news()
+
+
+class Greeter:
+    """A process of a rank connects as `connect_to_head` does: the real greeting, again until it is welcome.
+
+    control, secret: of the head that there is now. then: with the connection, once both have proved the secret.
+    refused: by a head that will never let it in.
+    """
+
+    def __init__(
+        self,
+        world: World,
+        rank: int,
+        control: Callable[[], SimulatedControl],
+        secret: Callable[[], bytes],
+        then: Callable[[Connection], object],
+        do: Do = at_once,
+    ) -> None:
+        self.connection: Connection | None = None
+        self.refused: Callable[[str], object] = lambda _: None
+        self._world, self._rank, self._do = world, rank, do
+        self._control, self._secret, self._then = control, secret, then
+        self._heard_ns = 0
+        self._try()
+
+    def _try(self) -> None:
+        control = self._control()
+        cut = control.network.cut
+        if not control.is_up or (self._rank, "up") in cut or (self._rank, "down") in cut:
+            self._again()
+            return
+        greeting = Greeting(self._secret(), self._rank)
+        connection = Connection(control, self._rank, id, self._do)
+        connection.on_bytes = partial(self._heard, connection, greeting)
+        self.connection = connection
+        self._heard_ns = self._world.now_ns
+        self._watch(connection)
+
+    def _again(self) -> None:
+        self._world.after(_RETRY_EVERY_S, lambda: self._do(self._try))
+
+    def _heard(self, connection: Connection, greeting: Greeting, part: bytes) -> None:
+        self._heard_ns = self._world.now_ns
+        try:
+            if answer := greeting.heard(part):
+                connection.sendall(answer)
+        except UsageError as error:
+            self.refused(str(error))
+        except (OSError, WireError):
+            connection.end()
+            self._again()
+        if greeting.is_done:
+            self._then(connection)
+
+    def _watch(self, connection: Connection) -> None:
+        """Until it is welcome, the head answers within some time."""
+
+        def look() -> None:
+            if connection.is_over or connection.timeout_s is not None:
+                return
+            if self._world.now_ns - self._heard_ns >= _ANSWER_WITHIN_S * SECOND:
+                connection.end()
+                self._again()
+            else:
+                self._watch(connection)
+
+        self._world.after(_ANSWER_WITHIN_S, lambda: self._do(look))
 
 
 class SimulatedControl(SocketControlPlane):
@@ -202,8 +265,10 @@ class SimulatedControl(SocketControlPlane):
         self.on_news: Callable[[], None] = lambda: None
         self.is_up = True
         self.listener = Listener()
+        # On one host each head has another.
+        self.secret = b"of the head that began at %d" % world.now_ns
         listener: Any = self.listener
-        super().__init__(listener, num_ranks, SECRET, selector=Selector(world), clock=lambda: world.now_ns)
+        super().__init__(listener, num_ranks, self.secret, selector=Selector(world), clock=lambda: world.now_ns)
         weakref.finalize(self, _close, self._wake_in, self._wake_out)
 
     def wake(self) -> None:

@@ -15,19 +15,19 @@ from typing import Any
 from ppserve import wire
 from ppserve.core.grid import RankGrid
 from ppserve.core.plan import StepPlan, StepResult, StepStamps
+from ppserve.core.scheduling.quarantine import PROBE
 from ppserve.core.telling import DrawMemory
-from ppserve.process.environment import EXIT_HEAD_GONE, EXIT_RESTART
+from ppserve.process.environment import EXIT_HEAD_GONE, EXIT_RESTART, EXIT_USAGE
 from ppserve.process.patience import Life, Patience
+from ppserve.stage.link import HeadLink
 from tests.core.toy_pipeline import ToyPipeline
-from tests.head.engine.simulated_sockets import Connection, SimulatedControl
+from tests.head.engine.simulated_sockets import Connection, Do, Greeter, SimulatedControl, at_once
 from tests.head.engine.simulated_world import SECOND, Network, World
 from tests.head.engine.toy_ranks import ARCH, BLOCK_SIZE, NUM_BLOCKS
 
 POISON_SEED = 666
-_HEAD_SILENT_S = 15.0
 _FROZEN_S = 4.0
 _JOIN_WITHIN_S = 25.0
-_RETRY_S = 0.2
 _KILLED = -9
 
 
@@ -36,7 +36,8 @@ class Host:
 
     neighbours_notice: a stage whose neighbour is gone finds its transport broken; else it waits for the head's
     word. poison_breaks: a request that kills does it by an error, which the stage survives. ends_at_once: a rank
-    whose stages compute nothing and die so many seconds after they have begun.
+    whose stages compute nothing and die so many seconds after they have begun. dies_of_requests: a rank whose
+    stages compute nothing but probes.
     """
 
     new_patience = Patience
@@ -52,6 +53,7 @@ class Host:
         self.neighbours_notice = world.random.random() < 0.5
         self.poison_breaks = world.random.random() < 0.3
         self.ends_at_once: tuple[int, float] | None = None
+        self.dies_of_requests: int | None = None
         self.num_deaths = 0
         self._patience = {r: self.new_patience(f"rank {r}", 0.0) for r in grid.ranks_of(replica)}
         self.groups: dict[int, dict[int, StageProcess]] = {}
@@ -64,8 +66,8 @@ class Host:
         """What a keeper does when its stage has ended. after_s: until there is a keeper again."""
         self.num_deaths += 1
         patience, now_s = self._patience[rank], self.world.now_ns / SECOND
-        if code == 0:
-            return
+        if code in (0, EXIT_USAGE):
+            return  # it ends for good
         if after_s:
             self._patience[rank] = self.new_patience(f"rank {rank}", now_s)
         elif reason := patience.ended(self.processes[rank].life, code, now_s):
@@ -77,18 +79,25 @@ class Host:
         self.world.after(after_s + self.world.between(0.2, 1.5), self.processes[rank].connect)
 
     def _give_up(self, rank: int, reason: str) -> None:
-        """Until the head has heard it."""
+        """A keeper tells the head."""
 
-        def hear(message: Any) -> None:
-            if isinstance(message, wire.Refused):
-                self.world.after(_RETRY_S, lambda: self._give_up(rank, reason))
+        def tell(connection: Connection) -> None:
+            connection.sendall(wire.encode(wire.GaveUp(reason)))
+            connection.end()
 
-        if self.control.is_up:
-            Connection(self.control, rank, hear, wire.GaveUp(reason))
+        self.greet(rank, tell)
 
     def end_of_last(self, rank: int) -> None:
         if connection := self.lingering.pop(rank, None):
             connection.end()
+
+    def secret(self) -> bytes:
+        """Of the head that there is now."""
+        return self.control.secret
+
+    def greet(self, rank: int, then: Callable[[Connection], object], do: Do = at_once) -> Greeter:
+        """A process of this rank connects."""
+        return Greeter(self.world, rank, lambda: self.control, self.secret, then, do)
 
     def has_new_head(self, control: SimulatedControl) -> None:
         """It counts its epochs anew; who is in the old ones' groups does not hear of it."""
@@ -112,7 +121,8 @@ class StageProcess:
         self._world = host.world
         self._groups = host.groups
         self._waiting: deque[Callable[[], None]] = deque()
-        self._connection: Connection | None = None
+        self._greeter: Greeter | None = None
+        self._link: HeadLink | None = None
         self._heard_ns = 0
         self._toy = ToyPipeline(BLOCK_SIZE)
         self._epoch = 0
@@ -126,8 +136,9 @@ class StageProcess:
         self._plans: deque[StepPlan] = deque()
         self._draws = DrawMemory()
         self._arrived: set[int] = set()
-        # What it has computed of this step is given to the other tensor ranks; since when it computes it.
-        self._gathers: tuple[StepPlan, int] | None = None
+        # What it has computed of this step is given to the other tensor ranks; since when it computes it, and
+        # whether it would skip it.
+        self._gathers: tuple[StepPlan, int, bool] | None = None
 
     # ---- life -----------------------------------------------------------------------------------------
 
@@ -150,10 +161,10 @@ class StageProcess:
             return
         self._world.note(f"process of rank {self.rank} ends: {why}")
         self.is_alive = self.is_frozen = False
-        if self._connection is not None:
+        if self._greeter is not None and self._greeter.connection is not None:
             # Or a moment after the next process has connected: something else of the old one held it open.
             late = self._world.random.random() < 0.15 and not back_after_s
-            self._host.lingering[self.rank] = self._connection
+            self._host.lingering[self.rank] = self._greeter.connection
             if not late:
                 self._host.end_of_last(self.rank)
         self._leave()
@@ -174,52 +185,49 @@ class StageProcess:
     # ---- the head -------------------------------------------------------------------------------------
 
     def connect(self) -> None:
-        if not self.is_alive:
-            return
-        cut = self._host.network.cut
-        is_cut = (self.rank, "up") in cut or (self.rank, "down") in cut
-        if self.is_frozen or is_cut or not self._host.control.is_up:
-            self._world.after(_RETRY_S, self.connect)
-            return
+        if self.is_alive:
+            self._groups = self._host.groups
+            self._greeter = self._host.greet(self.rank, self._welcome, self.do)
+            self._greeter.refused = lambda reason: self.end(reason, EXIT_USAGE)
+            self._world.after(self._world.between(0.001, 0.006), partial(self._host.end_of_last, self.rank))
+
+    def _welcome(self, connection: Connection) -> None:
+        self.life.is_connected = True
         self._groups = self._host.groups
-        connection = Connection(self._host.control, self.rank, lambda said: self._hear(connection, said))
-        connection.do = self.do
-        self._connection = connection
-        self._world.after(self._world.between(0.001, 0.006), partial(self._host.end_of_last, self.rank))
+        socket: Any = connection
+        # Its thread is this world: it reads what arrives.
+        link = HeadLink(socket, lambda _: None, lambda: self.end("the head is gone", EXIT_HEAD_GONE), start=id)
+        self._link, connection.on_bytes = link, self._arrived_of_head
         self._heard_ns = self._world.now_ns
-        self.later(_HEAD_SILENT_S, self._watch_head)
+        self._watch_head(connection)
+        about = (self.rank, self._host.grid.size, "host", "/m", ARCH, "float32", None, False, None, "here")
+        self._say(wire.Hello(*about))
 
-    def _hear(self, connection: Connection, message: Any) -> None:
-        if self.is_alive and connection is self._connection:
-            self._take(message)
+    def _arrived_of_head(self, part: bytes) -> None:
+        self._heard_ns = self._world.now_ns
+        if (link := self._link) is None:
+            return
+        link.arrived(part, self._world.now_ns)
+        while self.is_alive and not link.inbox.empty():
+            self._take(link.inbox.get()[1])
 
-    def _watch_head(self) -> None:
-        silent_s = (self._world.now_ns - self._heard_ns) / SECOND
-        if silent_s >= _HEAD_SILENT_S:
+    def _watch_head(self, connection: Connection) -> None:
+        """As a socket with a time-out that is read."""
+        assert connection.timeout_s is not None
+        left_s = connection.timeout_s - (self._world.now_ns - self._heard_ns) / SECOND
+        if left_s <= 0:
             self.end("nothing of the head", EXIT_HEAD_GONE)
         else:
-            self.later(_HEAD_SILENT_S - silent_s, self._watch_head)
+            self.later(left_s, lambda: self._watch_head(connection))
 
     def _say(self, message: wire.FromStage) -> None:
-        assert self._connection is not None
-        self._connection.say(message)
+        assert self._link is not None
+        self._link.send(message)
 
     def _take(self, message: Any) -> None:
-        self._heard_ns = self._world.now_ns
         match message:
-            case None:
-                self.end("the head ended the connection", EXIT_HEAD_GONE)
-            case wire.Welcome():
-                self.life.is_connected = True
-                place, model = (self.rank, self._host.grid.size, "host"), ("/m", ARCH, "float32")
-                self._say(wire.Hello(*place, *model, None, False, None, "here"))
             case wire.Shutdown(code):
                 self.end("told to begin anew" if code == EXIT_RESTART else "told to end", code)
-            case wire.Refused():
-                self._connection = None
-                self._world.after(_RETRY_S, self.connect)
-            case wire.Ping(sent_ns):
-                self._say(wire.Heartbeat(sent_ns, self._world.now_ns))
             case wire.Assign():
                 loaded = wire.Loaded("cpu", 1, 1, 10, 10 * NUM_BLOCKS, "")
                 self.later(self._world.between(0.05, 0.4), lambda: self._say(loaded))
@@ -227,8 +235,6 @@ class StageProcess:
                 self._enter(epoch)
             case wire.Abandon(epoch) if epoch == self._epoch:
                 self._break("told by the head")
-            case wire.Cancel(step_ids):
-                self._toy.skipped.update(step_ids)
             case wire.Plan(plan, told) if plan.epoch == self._epoch:
                 self._plans.append(self._draws.restore(plan, told))
                 self._compute()
@@ -293,10 +299,14 @@ class StageProcess:
         if self.stage and self._plans[0].step_id not in self._arrived:
             return
         plan = self._plans.popleft()
-        skipped = plan.step_id in self._toy.skipped
+        assert self._link is not None
+        skipped = plan.step_id in self._link.cancelled
         poisoned = any(piece.draw and piece.draw.params.seed == POISON_SEED for piece in plan.slices)
         if self._is_last and poisoned and not skipped:
             self._break("step failed") if self._host.poison_breaks else self.end("poison")
+            return
+        if self._host.dies_of_requests == self.rank and plan.slices != (PROBE,):
+            self.end("as of every request")
             return
         self._computes = True
         if not self.spins:
@@ -314,7 +324,7 @@ class StageProcess:
         if self._host.grid.tensor == 1:
             self._finish(plan, begun_ns, skipped)
             return
-        self._gathers = plan, begun_ns
+        self._gathers = plan, begun_ns, skipped
         self._gather(plan)
 
     def _gather(self, plan: StepPlan) -> None:
@@ -329,13 +339,11 @@ class StageProcess:
         came = [rank._gathers for rank in ranks if rank.is_alive and rank._epoch == plan.epoch]
         if sum(each is not None and each[0].step_id == plan.step_id for each in came) < len(ranks):
             return
-        skipped = all(plan.step_id in rank._toy.skipped for rank in ranks)
+        skipped = all(each[2] for each in came if each is not None)
         for rank in ranks:
             assert rank._gathers is not None
-            of_rank, rank._gathers = rank._gathers, None
-            if not skipped:
-                rank._toy.skipped.discard(plan.step_id)
-            rank.do(partial(rank._finish, *of_rank, skipped))
+            (of_rank, begun_ns, _), rank._gathers = rank._gathers, None
+            rank.do(partial(rank._finish, of_rank, begun_ns, skipped))
 
     def _finish(self, plan: StepPlan, begun_ns: int, skipped: bool) -> None:
         if plan.epoch != self._epoch:
@@ -344,6 +352,7 @@ class StageProcess:
         now_ns = self._world.now_ns
         stamps = StepStamps(begun_ns, begun_ns, begun_ns, begun_ns, now_ns, now_ns)
         if self._is_last and self.tensor == 0:
+            self._toy.skipped = {plan.step_id} if skipped else set()
             self._toy.send(plan)
             self._say(wire.Result(replace(self._toy.run_one(), stage=self.place, stamps=stamps)))
         else:

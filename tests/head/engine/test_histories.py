@@ -23,7 +23,7 @@ from ppserve.core.scheduling.scheduler import Scheduler
 from ppserve.core.scheduling.sequence import SequenceEvent
 from ppserve.errors import RequestError
 from ppserve.head.engine.control import Gone, Heard
-from ppserve.head.engine.member import EpochLost, Formed, MemberEvent, StageState
+from ppserve.head.engine.member import EpochLost, Formed, Hopeless, MemberEvent, StageState
 from ppserve.head.engine.members import Members
 from ppserve.head.engine.output import TokenOutput
 from ppserve.head.engine.replica import Replica
@@ -149,6 +149,16 @@ class WaitsForAKey(Host):
         super().replace(rank, code, after_s if not after_s else 1e6)
 
 
+class RemembersTheSecret(Host):
+    """Ranks take the secret of the first head that they found to every later one."""
+
+    _first: bytes | None = None
+
+    def secret(self) -> bytes:
+        self._first = self._first or super().secret()
+        return self._first
+
+
 class ReadsTheDead(SimulatedControl):
     """Reads in the kernel's order, also a connection that a greeting in the same poll has ended."""
 
@@ -184,11 +194,20 @@ class HasNoProbes(Replica):
         return scheduler
 
 
+class ReplacesForEver(Replica):
+    """Stages that compute a probe and die of each request are replaced without end."""
+
+    def _count_loss(self, lost: EpochLost) -> list[Hopeless]:
+        return []
+
+
 DEFECTS: dict[str, tuple[dict[str, Any], range]] = {
     "forms for ever": ({"members": TriesForEver}, NEVER_HEAL),
     "slow crash loops": ({"host": IsForgetful}, NEVER_HEAL),
     "innocents convicted": ({"quarantine": ThreeLossesConvict}, range(60)),
+    "stages that die of each request": ({"replica": ReplacesForEver}, NEVER_HEAL),
     "a restarted rank waits for a key": ({"host": WaitsForAKey}, range(60)),
+    "a head's secret is remembered": ({"host": RemembersTheSecret}, range(60)),
     "a Hello beside an end": ({"control": ReadsTheDead}, range(200)),
     "many killers end the server": ({"replica": HasNoProbes}, range(150)),
     "the last rank speaks": ({"replica": HearsTheLastRank}, range(60)),

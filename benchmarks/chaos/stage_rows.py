@@ -65,13 +65,14 @@ def wait_for_epoch(server: Server, so_far: int) -> None:
 
 def stages_of(server: Server, rank: int) -> list[int]:
     """The stage process of a rank, then its spare."""
-    found = []
+    found: list[tuple[float, int]] = []
     for process in server.processes():
         with suppress(psutil.Error):
             parent = process.parent()
             if "ppserve.stage" in process.cmdline() and parent and parent.environ().get("RANK") == str(rank):
-                found.append(process.pid)
-    return found
+                found.append((process.create_time(), process.pid))
+    # By age: the system's numbers begin again at some time.
+    return [pid for _, pid in sorted(found)]
 
 
 def kill(pids: list[int], signum: int = signal.SIGKILL) -> None:

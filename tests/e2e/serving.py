@@ -52,13 +52,14 @@ class Server:
         return found
 
     def stage_pid(self, stage: int) -> int:
-        """The process id of a stage: the child of rank `stage`'s process."""
-        rank = self.rank_pid(stage)
+        """The process id of a stage: the oldest such child of rank `stage`'s process. Others are spares."""
+        rank, found = self.rank_pid(stage), []
         for process in self.processes():
             with suppress(psutil.NoSuchProcess, psutil.ZombieProcess):  # a process that ended meanwhile
                 if process.ppid() == rank and "ppserve.stage" in (process.name(), *process.cmdline()):
-                    return process.pid
-        raise AssertionError(f"no process of stage {stage}\n{self.log}")
+                    found.append((process.create_time(), process.pid))
+        assert found, f"no process of stage {stage}\n{self.log}"
+        return min(found)[1]
 
     def head_pid(self) -> int:
         """The process id of the head, which is rank 0."""

@@ -63,7 +63,7 @@ class GuessTrial:
         if began_s >= self._since_s:
             trial.add(ended_s - began_s, num_tokens)
         self._tokens_left -= num_tokens
-        if self._tokens_left <= 0:
+        if self._tokens_left <= 0 or trial.has_lost(self.way, TURN * num_sequences):
             self._begin_turn(Way(trial.next_way(self.way, self._has_guessed)), num_sequences, ended_s)
             if self.way is Way.WIDE and trial.best != Way.WIDE and num_sequences == 1:
                 self._trying_width()

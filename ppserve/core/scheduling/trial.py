@@ -23,6 +23,8 @@ NEXT_UNCOUNTED = 4
 # The turns before and after a trial may differ by this factor. If they differ by more, the machine has changed
 # meanwhile, and the trial is repeated, up to so many times.
 UNSTEADY, MAX_UNSTEADY = 1.5, 2
+# A turn of another way has lost when it has taken this many times what the best way needs for a whole one.
+LOST = 4.0
 
 
 class Trial:
@@ -50,6 +52,11 @@ class Trial:
         """Tokens of the turn that is running."""
         self._seconds += seconds
         self._tokens += tokens
+
+    def has_lost(self, way: int, tokens: int) -> bool:
+        """Whether the turn that is running, of `tokens` tokens, need not be ended: another way than the best has
+        already taken too long for it."""
+        return way != self.best and self._best_pace is not None and self._seconds > LOST * tokens * self._best_pace
 
     def forget_turn(self) -> None:
         """The turn that is running will have no end."""

@@ -10,7 +10,7 @@ import pytest
 
 from ppserve.errors import ConfigError
 from ppserve.model.cpu.kernels.products import CHOICES, micro_kernels, multiplies_bfloat16
-from ppserve.model.cpu.kernels.variants import NEEDS, available, choose, enabled, features
+from ppserve.model.cpu.kernels.variants import NEEDS, VARIABLE, available, choose, enabled, features
 
 HASWELL = frozenset({"sse2", "avx2", "fma"})
 SKYLAKE = HASWELL | NEEDS["avx512"]
@@ -47,8 +47,10 @@ def test_numbas_settings_bound_the_variant() -> None:
     assert enabled("+avx2,-avx512f,+fma") == {"avx2", "fma"}
     assert available(SKYLAKE & enabled("")) == ("portable",)
     code = "from ppserve.model.cpu.kernels import variants; print(variants.in_use())"
+    # These tests may themselves run under a forced variant, which numba's settings would make unavailable.
+    unforced = {name: value for name, value in os.environ.items() if name != VARIABLE}
     for name, value in (("NUMBA_CPU_NAME", "generic"), ("NUMBA_ENABLE_AVX", "0")):
-        told = subprocess.run([sys.executable, "-c", code], env={**os.environ, name: value}, capture_output=True)
+        told = subprocess.run([sys.executable, "-c", code], env={**unforced, name: value}, capture_output=True)
         assert told.stdout == b"portable\n"
 
 

@@ -25,8 +25,9 @@ import local_server
 from ppserve.client import Client
 from ppserve.model.checkpoint.opening import read_architecture
 from ppserve.planning.forecast import Intent, forecast
+from ppserve.planning.machine import Wires
 from ppserve.planning.scenarios import fixed_load, read_costs, simulate
-from ppserve.planning.simulator import Outcome, Wires
+from ppserve.planning.simulator import Outcome
 
 
 @dataclass(frozen=True)

@@ -25,7 +25,8 @@ from ppserve.core.scheduling.config import SchedulerConfig
 from ppserve.head.engine.open_request import OpenRequest
 from ppserve.head.engine.output import TokenOutput
 from ppserve.head.engine.watcher import Watcher
-from ppserve.planning.simulator import Machine, SimulatedRequest, Simulator, Wires
+from ppserve.planning.machine import Machine, Wires
+from ppserve.planning.simulator import SimulatedRequest, Simulator
 
 # Simulated runs that differ by which guesses are right, and by which steps are late.
 RUNS = 5

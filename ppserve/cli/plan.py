@@ -19,6 +19,7 @@ from ppserve.core.partition import check_tensor_ranks
 from ppserve.errors import ConfigError
 from ppserve.model.checkpoint.opening import read_architecture
 from ppserve.planning.forecast import Forecast, Intent, forecast, render
+from ppserve.planning.machine import Device, Wires
 from ppserve.planning.scenarios import (
     MeasuredCosts,
     SimulatedLoad,
@@ -27,7 +28,7 @@ from ppserve.planning.scenarios import (
     render_outcomes,
 )
 from ppserve.planning.shapes import Conditions, prospect, prospects, render_prospects
-from ppserve.planning.simulator import Device, SimulatedRequest, Wires
+from ppserve.planning.simulator import SimulatedRequest
 
 _COUNT = click.IntRange(min=1)
 _POSITIVE = click.FloatRange(min=0, min_open=True)

@@ -13,21 +13,18 @@ from ppserve.errors import ConfigError
 from ppserve.head.engine.layout import CPU_CHUNK
 from ppserve.planning.cores import SharedCores
 from ppserve.planning.forecast import Intent
+from ppserve.planning.machine import Wires
 from ppserve.planning.scenarios import MeasuredCosts, fixed_load
 from ppserve.planning.shapes import Conditions, Prospect, prospects
-from ppserve.planning.simulator import Wires
 
 # Requests simulated for each caller: enough that the first and the last ones weigh little.
 _REQUESTS_PER_CALLER = 4
-# CPU times of processes that served the built-in model (docs/performance/shapes.md): the head's for each token and
-# for each rank in a step; a stage's to hand hidden states on. What ranks do around each step they have measured.
-_ONE_HOST = Wires(
-    latency_s=50e-6, bandwidth=5e9, head_s=0.0, token_s=230e-6, prepare_s=0.0, sending_s=150e-6, spin_s=80e-6
-)
-_RANK_S = 300e-6
+# What ranks compute around each step they have measured. It is interpreted code and system calls, as is what the
+# head does for each token and for each rank in a step, what a stage does to hand hidden states on, and what a
+# caller in Python does for each token. These are in proportion to it (docs/performance/shapes.md).
+_TOKEN, _RANK, _SENDING, _CALLER = 0.28, 0.42, 0.18, 0.25
+_ONE_HOST = Wires(latency_s=50e-6, bandwidth=5e9, head_s=0.0, spin_s=80e-6)
 _SEVERAL_HOSTS = replace(_ONE_HOST, latency_s=200e-6, bandwidth=1e9, gather_s=200e-6, spin_s=0.0)
-# Of a caller in Python that reads one message for each token.
-_CALLER_S = 200e-6
 _LOCAL = ("localhost", "127.0.0.1", "::1")
 _ANY_MEMORY = 1 << 62
 
@@ -49,7 +46,8 @@ def compare_shapes(config: ServeConfig, hellos: Sequence[wire.Hello]) -> list[Pr
     callers = expected.expect_callers
     load = fixed_load(_REQUESTS_PER_CALLER * callers, prompt, new, callers)
     wires = _ONE_HOST if len({hello.machine for hello in hellos}) == 1 else _SEVERAL_HOSTS
-    wires = replace(wires, prepare_s=means[1].around_s)
+    around_s = means[1].around_s
+    wires = replace(wires, telling_s=_TOKEN * around_s, prepare_s=around_s, sending_s=_SENDING * around_s)
     intent = Intent(
         num_stages=1,
         dtype=first.dtype,
@@ -63,8 +61,8 @@ def compare_shapes(config: ServeConfig, hellos: Sequence[wire.Hello]) -> list[Pr
         expect_prompt=prompt,
         expect_new=new,
     )
-    hosts = _hosts(config, hellos)
-    under = Conditions(speed, wires, load, expected.max_num_seqs, hosts=hosts, rank_s=_RANK_S)
+    hosts = _hosts(config, hellos, _CALLER * around_s)
+    under = Conditions(speed, wires, load, expected.max_num_seqs, hosts=hosts, rank_s=_RANK * around_s)
     try:
         return prospects(first.architecture, intent, len(hellos), under)
     except ConfigError as error:
@@ -73,8 +71,8 @@ def compare_shapes(config: ServeConfig, hellos: Sequence[wire.Hello]) -> list[Pr
         raise ConfigError("--parallel", f"auto: {str(error).removeprefix('--world: ')}") from None
 
 
-def _hosts(config: ServeConfig, hellos: Sequence[wire.Hello]) -> tuple[SharedCores, ...]:
-    """Whose cores the ranks share; none where GPUs compute."""
+def _hosts(config: ServeConfig, hellos: Sequence[wire.Hello], caller_s: float) -> tuple[SharedCores, ...]:
+    """Whose cores the ranks share; none where GPUs compute. caller_s: what a caller computes for a token."""
     if any(hello.gpu is not None or not hello.cores for hello in hellos):
         return ()
     found = []
@@ -84,5 +82,5 @@ def _hosts(config: ServeConfig, hellos: Sequence[wire.Hello]) -> tuple[SharedCor
         threads = config.pipeline.threads or max(1, here[0].cores // len(here))
         # A server that only its own host can reach has its callers there.
         has_callers = 0 in ranks and config.server.host in _LOCAL
-        found.append(SharedCores(here[0].cores, ranks, threads, _CALLER_S if has_callers else 0.0))
+        found.append(SharedCores(here[0].cores, ranks, threads, caller_s if has_callers else 0.0))
     return tuple(found)

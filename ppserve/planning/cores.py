@@ -1,18 +1,13 @@
 """Cores are shared: ranks, the head and callers on one host take them from each other.
 
-A simulation gives every rank a core of its own. Two things are missing. The cores of a host cannot compute more
-tokens than all their work for one token allows; it includes the spinning of tensor ranks, since those that share
-cores do not come to a gather at the same time. And what the head and callers take from the ranks' cores comes in
-the middle of steps: a rank that is interrupted keeps all ranks of its replica waiting.
+Whoever computes for long, a rank, takes the core that is free first, and waits for it. Whoever computes for
+short, the head or a caller, has slept before and is let in at once: on an idle core or, where there is none, in
+the middle of a rank's step, which takes so much longer.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
-
-from ppserve.core.grid import RankGrid
-from ppserve.planning.simulator import Outcome, Wires
+from dataclasses import dataclass, field
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,39 +20,49 @@ class SharedCores:
     threads: int = 1
     caller_s: float = 0.0
 
-
-def slowdown(
-    outcomes: Sequence[Outcome],
-    grid: RankGrid,
-    wires: Wires,
-    hosts: Sequence[SharedCores],
-    gathers: Sequence[int],
-) -> float:
-    """How many times as long everything takes as in simulations of replicas by themselves, at least 1. outcomes:
-    of each replica that has work. wires: head_s is what the head computes for a step. hosts: of all ranks; none:
-    cores are not scarce. gathers: of each stage in a step."""
-    return max((_of_host(outcomes, grid, wires, host, gathers) for host in hosts), default=1.0)
+    @property
+    def are_scarce(self) -> bool:
+        """No core is left for the head and callers."""
+        return len(self.ranks) * self.threads >= self.cores
 
 
-def _of_host(
-    outcomes: Sequence[Outcome], grid: RankGrid, wires: Wires, host: SharedCores, gathers: Sequence[int]
-) -> float:
-    """Times are seconds of cores per second that all replicas serve."""
-    places = [place for rank in host.ranks for place in (grid.place(rank),) if place.replica < len(outcomes)]
-    computing = around = beside = 0.0
-    for place in places:
-        outcome = outcomes[place.replica]
-        computing += outcome.stages[place.stage].computed_ns / 1e9 * host.threads / outcome.wall_s
-        sending_s = wires.sending_s * (place.stage < grid.pipeline - 1)
-        # All but the last that comes.
-        spinning_s = gathers[place.stage] * wires.spin_s * (1 - 1 / grid.tensor)
-        around += outcome.num_steps * (wires.prepare_s + sending_s + spinning_s) / outcome.wall_s
-    for outcome in outcomes:
-        seconds = host.caller_s * outcome.new_tokens
-        if 0 in host.ranks:
-            seconds += wires.head_s * outcome.num_steps + wires.token_s * outcome.new_tokens
-        beside += seconds / outcome.wall_s
-    # What finds no idle core, and of that what meets one of a replica's ranks that computes.
-    taken = max(0.0, beside - max(0, host.cores - len(places) * host.threads))
-    met = computing / len(outcomes) / host.cores
-    return max(1.0, (computing + around + beside) / host.cores, 1.0 + taken * min(1.0, met))
+@dataclass(slots=True)
+class Turn:
+    """Of a rank on a core. ended_s: as long as nobody interrupts it."""
+
+    ended_s: float
+
+
+@dataclass(slots=True)
+class _Core:
+    free_s: float = 0.0
+    turns: list[Turn] = field(default_factory=list)
+
+
+class Cores:
+    """Of a host that is simulated."""
+
+    def __init__(self, of: SharedCores) -> None:
+        self.of = of
+        self._cores = [_Core() for _ in range(of.cores)]
+
+    def take(self, ready_s: float, seconds: float) -> list[Turn]:
+        """For a rank that is ready, and computes that long with each of its threads."""
+        turns = []
+        for _ in range(self.of.threads):
+            core = self._first_free()
+            core.free_s = max(ready_s, core.free_s) + seconds
+            turns.append(Turn(core.free_s))
+            core.turns.append(turns[-1])
+        return turns
+
+    def interrupt(self, at_s: float, seconds: float) -> None:
+        """Somebody computes that long, at once."""
+        core = self._first_free()
+        core.free_s = max(at_s, core.free_s) + seconds
+        core.turns = [turn for turn in core.turns if turn.ended_s > at_s]
+        for turn in core.turns:
+            turn.ended_s += seconds
+
+    def _first_free(self) -> _Core:
+        return min(self._cores, key=lambda core: core.free_s)

@@ -25,18 +25,10 @@ from ppserve.core.ledger.causes import CAUSES
 from ppserve.core.ledger.overheads import OverheadTimes
 from ppserve.core.scheduling.config import MAX_PROMPT_TOKENS_PER_STEP, SchedulerConfig
 from ppserve.errors import ConfigError
+from ppserve.planning.cores import Cores
 from ppserve.planning.forecast import ELEMENT_BYTES, Forecast
-from ppserve.planning.simulator import (
-    Device,
-    Machine,
-    Outcome,
-    Roofline,
-    SimulatedRequest,
-    Simulator,
-    StageSpeed,
-    TensorRank,
-    Wires,
-)
+from ppserve.planning.machine import Device, Machine, Roofline, StageSpeed, TensorRank, Wires
+from ppserve.planning.simulator import Outcome, SimulatedHead, SimulatedRequest, Simulator, run_together
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,8 +87,24 @@ def simulate(
     num_seqs: int,
     acceptance: float = 0.0,
 ) -> Outcome:
-    """Runs `load` through the pipeline of `plan`; acceptance: the share of guessed tokens that are right, 0 = no
-    guesses. Raises ConfigError when nothing fits into its memory."""
+    """What comes of `load` in the pipeline of `plan`; the rest as for `asked`."""
+    (outcome,) = run_together([asked(plan, speed, wires, load, num_seqs, acceptance)])
+    return outcome
+
+
+def asked(
+    plan: Forecast,
+    speed: Device | MeasuredCosts,
+    wires: Wires,
+    load: SimulatedLoad,
+    num_seqs: int,
+    acceptance: float = 0.0,
+    head: SimulatedHead | None = None,
+    on: tuple[tuple[Cores, ...], ...] = (),
+) -> Simulator:
+    """`load`, to be run through the pipeline of `plan`. acceptance: the share of guessed tokens that are right, 0:
+    no guesses. head: others may share it. on: as in `Machine`. Raises ConfigError when nothing fits into its
+    memory."""
     if plan.max_sequences < 1:
         raise ConfigError("--kv-cache-memory", f"not one sequence of {plan.max_model_len} tokens fits")
     blocks_per_sequence = -(-plan.max_model_len // 16)
@@ -106,6 +114,7 @@ def simulate(
         wires=replace(wires, bytes_per_row=plan.arch.width * ELEMENT_BYTES[plan.dtype]),
         num_blocks=min(plan.max_sequences, num_seqs) * blocks_per_sequence,
         delayed=_scattered(spread),
+        on=on,
     )
     config = SchedulerConfig(
         num_stages=len(plan.stages),
@@ -116,7 +125,9 @@ def simulate(
         max_auto_chunk=max_chunk or MAX_PROMPT_TOKENS_PER_STEP,
         prefix_cache=False,
     )
-    return Simulator(machine, config, machine, acceptance).run(load.requests, load.concurrency)
+    simulator = Simulator(machine, config, machine, acceptance, head=head)
+    simulator.ask(load.requests, load.concurrency)
+    return simulator
 
 
 def _scattered(spread: float) -> Callable[[float], float]:
@@ -134,15 +145,10 @@ def _stage_speed(plan: Forecast, stage: int, speed: Device | MeasuredCosts, wire
     gathered = arch.width * layout.is_first + sublayers
     others = 1 - 1 / layout.num_tensor
     row_s = others * gathered * ELEMENT_BYTES[plan.dtype] / wires.bandwidth
-    return TensorRank(own, num_gathers(layout) * wires.gather_s, row_s)
-
-
-def num_gathers(layout: StageLayout) -> int:
-    """In a step. The embedding gathers its columns, each attention its heads and its result, each MLP its inner
-    rows and its result, the head its draws."""
-    if layout.num_tensor == 1:
-        return 0
-    return layout.is_first + 2 * layout.num_sublayers + layout.is_last
+    # The embedding gathers its columns, each attention its heads and its result, each MLP its inner rows and its
+    # result, the head its draws.
+    num_gathers = layout.is_first + 2 * layout.num_sublayers + layout.is_last
+    return TensorRank(own, num_gathers * wires.gather_s, row_s)
 
 
 def _own_speed(plan: Forecast, stage: int, speed: Device | MeasuredCosts) -> StageSpeed:

@@ -10,10 +10,11 @@ from ppserve.core.architecture import Architecture
 from ppserve.core.figures import size, table
 from ppserve.core.grid import RankGrid
 from ppserve.errors import ConfigError
-from ppserve.planning.cores import SharedCores, slowdown
+from ppserve.planning.cores import Cores, SharedCores
 from ppserve.planning.forecast import Forecast, Intent, forecast
-from ppserve.planning.scenarios import MeasuredCosts, SimulatedLoad, num_gathers, simulate, summary
-from ppserve.planning.simulator import Device, Outcome, Wires
+from ppserve.planning.machine import Device, Wires
+from ppserve.planning.scenarios import MeasuredCosts, SimulatedLoad, asked, summary
+from ppserve.planning.simulator import Outcome, SimulatedHead, run_together
 
 # Of shapes with at least this share of the best throughput, the one with the shortest wait for a token wins.
 _AS_FAST = 0.97
@@ -36,13 +37,12 @@ class Conditions:
 
 @dataclass(frozen=True)
 class Prospect:
-    """What one shape promises. outcomes: of each replica that has work under its share of the load, on cores of
-    its own, the largest share first; none: it does not fit. slowdown: by others on the same cores."""
+    """What one shape promises. outcomes: of each replica that has work under its share of the load, the largest
+    share first; none: it does not fit."""
 
     grid: RankGrid
     plan: Forecast
     outcomes: tuple[Outcome, ...] = ()
-    slowdown: float = 1.0
 
     @property
     def fits(self) -> bool:
@@ -60,14 +60,8 @@ class Prospect:
         if not self.fits:
             return {**shape, "fits": False}
         summaries = [summary(outcome) for outcome in self.outcomes]
-        figures = {name: self._together(name, [each[name] for each in summaries]) for name in summaries[0]}
-        return {**shape, "fits": True, **figures}
-
-    def _together(self, name: str, values: list[Any]) -> Any:
-        """Rates fall and times grow by the slowdown; shares and numbers stay."""
-        if name.endswith("_per_s"):
-            return sum(values) / self.slowdown
-        return values[0] * self.slowdown if "_s_p" in name or name == "duration_s" else values[0]
+        rates = {name: sum(each[name] for each in summaries) for name in summaries[0] if name.endswith("_per_s")}
+        return {**shape, "fits": True, **summaries[0], **rates}
 
 
 def shapes(world_size: int, arch: Architecture) -> list[RankGrid]:
@@ -107,17 +101,26 @@ def prospect(arch: Architecture, intent: Intent, grid: RankGrid, under: Conditio
     plan = forecast(arch, replace(intent, num_stages=grid.pipeline, num_tensor=grid.tensor))
     if plan.max_sequences < 1:
         return Prospect(grid, plan)
-    loads = shares(under.load, grid.data)
-    # The head is one thread: while it serves one replica, the others' events wait.
-    head = replace(under.wires, head_s=under.wires.head_s + under.rank_s * grid.tensor * grid.pipeline)
-    wires = replace(head, head_s=head.head_s * len(loads), token_s=head.token_s * len(loads))
-    by_share = {
-        callers: simulate(plan, under.speed, wires, load, under.num_seqs, under.acceptance)
-        for callers, load in {load.concurrency: load for load in loads}.items()
-    }
-    outcomes = tuple(by_share[load.concurrency] for load in loads)
-    gathers = [num_gathers(stage.layout) for stage in plan.stages]
-    return Prospect(grid, plan, outcomes, slowdown(outcomes, grid, head, under.hosts, gathers))
+    wires = replace(under.wires, head_s=under.wires.head_s + under.rank_s * grid.tensor * grid.pipeline)
+    hosts = [Cores(host) for host in under.hosts]
+    cores = {rank: host for host in hosts for rank in host.of.ranks}
+    if any(host.of.are_scarce for host in hosts):
+        # Ranks that share cores do not come to a gather at the same time. All but the last that comes spin.
+        wires = replace(wires, gather_s=wires.gather_s + wires.spin_s * (1 - 1 / grid.tensor))
+    head, how = SimulatedHead(cores=cores.get(0)), (under.num_seqs, under.acceptance)
+    runs = [
+        asked(plan, under.speed, wires, load, *how, head, _places(grid, replica, cores))
+        for replica, load in enumerate(shares(under.load, grid.data))
+    ]
+    return Prospect(grid, plan, tuple(run_together(runs)))
+
+
+def _places(grid: RankGrid, replica: int, cores: dict[int, Cores]) -> tuple[tuple[Cores, ...], ...]:
+    """For each stage of a replica, the cores of each of its ranks; none where every rank has its own."""
+    if not cores:
+        return ()
+    stages, tensors = range(grid.pipeline), range(grid.tensor)
+    return tuple(tuple(cores[grid.rank(tensor, replica, stage)] for tensor in tensors) for stage in stages)
 
 
 def shares(load: SimulatedLoad, replicas: int) -> list[SimulatedLoad]:

@@ -1,8 +1,9 @@
 """Simulates a pipeline: the real scheduler and the real ledger, with predicted times instead of stages.
 
-Stages run steps in the order in which these are sent. Events are arrivals of requests, begins of steps on stages,
-and stages' results. When a step begins it is known whether a cancel has overtaken it; then the stage skips it. The
-head is one thread: each event waits for the one before.
+Stages run steps in the order in which these are sent. Events are arrivals of requests, begins and ends of steps
+on stages, and stages' results. When a step begins it is known whether a cancel has overtaken it; then the stage
+skips it. The head is one thread: each event waits for the one before. Replicas that share the head, or cores, run
+together.
 """
 
 from __future__ import annotations
@@ -12,10 +13,9 @@ import itertools
 import math
 import random
 from collections import deque
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field, replace
-from typing import Protocol
 
 from ppserve.core.cost_model import StepSize
 from ppserve.core.ledger.account import StageTimes, TimeAccount
@@ -29,111 +29,10 @@ from ppserve.core.scheduling.drafter import Guess
 from ppserve.core.scheduling.lane_count import LaneCount
 from ppserve.core.scheduling.scheduler import Scheduler
 from ppserve.core.scheduling.sequence import SequenceEvent
+from ppserve.planning.cores import Cores, Turn
+from ppserve.planning.machine import Machine
 
 _NS = 1_000_000_000
-
-
-class StageSpeed(Protocol):
-    """How long a stage computes a step."""
-
-    def seconds(self, size: StepSize) -> float: ...
-
-
-@dataclass(frozen=True, slots=True)
-class Device:
-    """Of a stage: operations and bytes per second. launch_s: what the smallest step takes."""
-
-    flops: float
-    memory_bandwidth: float
-    launch_s: float
-
-
-@dataclass(frozen=True, slots=True)
-class Roofline:
-    """A stage by its sizes and its device: a step takes as long as reading the weights or, if longer, computing.
-
-    head_bytes: of the LM head's matrix, 0 but on the last stage; read only in steps that sample.
-    """
-
-    device: Device
-    weight_bytes: float
-    flops_per_row: float
-    kv_bytes_per_token: float
-    head_bytes: float
-    head_flops: float
-
-    def seconds(self, size: StepSize) -> float:
-        on = self.device
-        layers_s = max(self.weight_bytes / on.memory_bandwidth, size.rows * self.flops_per_row / on.flops)
-        keys_s = size.context * self.kv_bytes_per_token / on.memory_bandwidth
-        head_s = max(self.head_bytes / on.memory_bandwidth, size.sampled * self.head_flops / on.flops)
-        return on.launch_s + layers_s + keys_s + (head_s if size.sampled else 0.0)
-
-
-@dataclass(frozen=True, slots=True)
-class TensorRank:
-    """One of the ranks that compute a stage together. own: its share of the work. gathers_s, row_s: what it waits
-    for the other ranks' results, in a step and for each of its rows."""
-
-    own: StageSpeed
-    gathers_s: float
-    row_s: float
-
-    def seconds(self, size: StepSize) -> float:
-        return self.own.seconds(size) + self.gathers_s + size.rows * self.row_s
-
-
-@dataclass(frozen=True, slots=True)
-class Wires:
-    """Times around computing, in seconds; bandwidth in bytes per second.
-
-    latency_s, bandwidth: of the link between two neighbours; bytes_per_row: hidden states of one token. control_s:
-    from the head to a stage, for a plan; return_s: from a stage to the head, for a result. head_s, token_s: the
-    head's work per step, and for each token that it sends to a caller. prepare_s: a stage's work per step before
-    it receives hidden states; sending_s: after computing. gather_s: for tensor ranks to have each other's results,
-    however small. spin_s: how long one that waits for them keeps its core before it sleeps.
-    """
-
-    latency_s: float = 50e-6
-    bandwidth: float = 10e9
-    bytes_per_row: int = 0
-    control_s: float = 100e-6
-    return_s: float = 100e-6
-    head_s: float = 200e-6
-    prepare_s: float = 100e-6
-    sending_s: float = 0.0
-    gather_s: float = 20e-6
-    token_s: float = 0.0
-    spin_s: float = 0.0
-
-    def transfer_s(self, rows: int) -> float:
-        return self.latency_s + rows * self.bytes_per_row / self.bandwidth
-
-
-@dataclass(frozen=True, slots=True)
-class Machine:
-    """A pipeline to simulate. num_blocks: KV blocks of every stage.
-
-    delayed: from the predicted to the simulated seconds of a step: adds what no cost model predicts, such as other
-    programs on a core.
-    """
-
-    stages: tuple[StageSpeed, ...]
-    wires: Wires
-    num_blocks: int
-    delayed: Callable[[float], float] = field(default=lambda seconds: seconds)
-
-    def fixed_s(self, stage: int) -> float:
-        """What the smallest step takes on a stage."""
-        return self.stages[stage].seconds(StepSize(1, 1, int(stage == len(self.stages) - 1)))
-
-    def predict(self, size: StepSize) -> float:
-        """Seconds on the slowest stage: with `predict_each` the cost model that the scheduler gets."""
-        return max(self.predict_each(size))
-
-    def predict_each(self, size: StepSize) -> tuple[float, ...]:
-        """Seconds on every stage."""
-        return tuple(stage.seconds(size) for stage in self.stages)
 
 
 @dataclass(frozen=True, slots=True)
@@ -170,6 +69,15 @@ class Outcome:
 
 
 @dataclass(slots=True)
+class SimulatedHead:
+    """Of all replicas that run together. free_s: when it has done what it was asked. cores: of its host, where
+    callers are who compute `caller_s` for each token; None: it has a core of its own."""
+
+    free_s: float = 0.0
+    cores: Cores | None = None
+
+
+@dataclass(slots=True)
 class _Running:
     asked: SimulatedRequest
     arrived_s: float
@@ -190,6 +98,16 @@ class _Passing:
     cancelled_s: float = math.inf
 
 
+@dataclass(frozen=True, slots=True)
+class _Computing:
+    """The first step in a stage's queue is computed. turns: of the stage's ranks."""
+
+    stage: int
+    received_s: float
+    is_skipped: bool
+    turns: list[Turn]
+
+
 class _Guesser:
     """Guesses the simulated token 0, as often as it is told to be right."""
 
@@ -201,8 +119,8 @@ class _Guesser:
 
 
 class Simulator:
-    """One run. costs: the scheduler's predictions; None: it fills steps by tokens only. acceptance: the share of
-    guesses that are right; 0: none are made. seed: of which they are."""
+    """One run of one replica. costs: the scheduler's predictions; None: it fills steps by tokens only. acceptance:
+    the share of guesses that are right; 0: none are made. seed: of which they are. head: None: one of its own."""
 
     def __init__(
         self,
@@ -211,8 +129,10 @@ class Simulator:
         costs: CostModel | None = None,
         acceptance: float = 0.0,
         seed: int = 0,
+        head: SimulatedHead | None = None,
     ) -> None:
         self._machine = machine
+        self._head = head or SimulatedHead()
         self._steps = Steps(len(machine.stages))
         blocks = BlockManager(machine.num_blocks, config.block_size)
         config = replace(config, speculate=None if acceptance else 0)
@@ -223,9 +143,9 @@ class Simulator:
         self._free_s = [0.0] * len(machine.stages)
         self._queues: list[deque[_Passing]] = [deque() for _ in machine.stages]
         self._passing: dict[int, _Passing] = {}
-        self._head_free_s = 0.0
+        self._ended_s = 0.0
         # A number is a stage, which begins the step that is first in its queue.
-        self._events: list[tuple[float, int, SimulatedRequest | StepResult | int]] = []
+        self._events: list[tuple[float, int, SimulatedRequest | StepResult | _Computing | int]] = []
         self._order = itertools.count()
         self._running: dict[str, _Running] = {}
         self._backlog: list[SimulatedRequest] = []
@@ -233,7 +153,13 @@ class Simulator:
         self._lanes = None if config.microbatches else LaneCount(len(machine.stages), machine.fixed_s)
 
     def run(self, requests: Iterable[SimulatedRequest], concurrency: int | None = None) -> Outcome:
-        """Simulates all requests: each at its arrival or, with `concurrency`, that many at any time."""
+        """`ask`, and what comes of it."""
+        self.ask(requests, concurrency)
+        (outcome,) = run_together([self])
+        return outcome
+
+    def ask(self, requests: Iterable[SimulatedRequest], concurrency: int | None = None) -> None:
+        """To be simulated: all requests, each at its arrival or, with `concurrency`, that many at any time."""
         if concurrency is None:
             for request in requests:
                 self._push(request.arrival_s, request)
@@ -241,14 +167,25 @@ class Simulator:
             self._backlog = list(requests)[::-1]
             for _ in range(min(concurrency, len(self._backlog))):
                 self._push(0.0, self._backlog.pop())
-        while self._events:
-            at_s, _, what = heapq.heappop(self._events)
-            if isinstance(what, int):
-                self._begin(what, at_s)
-            else:
-                self._turn(max(at_s, self._head_free_s), at_s, what)
-        self._account.demand_ended(round(self._head_free_s * _NS))
-        self._outcome.wall_s, self._outcome.stages = self._head_free_s, self._account.settled()
+
+    @property
+    def next_s(self) -> float:
+        """When something happens next; infinite: never."""
+        return self._events[0][0] if self._events else math.inf
+
+    def advance(self) -> None:
+        """By one event."""
+        at_s, _, what = heapq.heappop(self._events)
+        if isinstance(what, int):
+            self._begin(what, at_s)
+        elif isinstance(what, _Computing):
+            self._end(what, at_s)
+        else:
+            self._turn(max(at_s, self._head.free_s), at_s, what)
+
+    def end(self) -> Outcome:
+        self._account.demand_ended(round(self._ended_s * _NS))
+        self._outcome.wall_s, self._outcome.stages = self._ended_s, self._account.settled()
         return self._outcome
 
     def _guesser_of(self, request: Request, _index: int) -> _Guesser:
@@ -256,14 +193,15 @@ class Simulator:
         rate = self._acceptance if own is None else own
         return self._guessers.setdefault(rate, _Guesser(rate, self._seed))
 
-    def _push(self, at_s: float, what: SimulatedRequest | StepResult | int) -> None:
+    def _push(self, at_s: float, what: SimulatedRequest | StepResult | _Computing | int) -> None:
         heapq.heappush(self._events, (at_s, next(self._order), what))
 
     def _turn(self, now_s: float, happened_s: float, what: SimulatedRequest | StepResult) -> None:
         """A turn of the engine: handles an event, then fills the pipeline."""
-        woken_ns = round(now_s * _NS)
+        woken_ns, begun_s, num_tokens = round(now_s * _NS), now_s, 0
         if isinstance(what, StepResult):
-            now_s += self._reported(what, now_s) * self._machine.wires.token_s
+            num_tokens = self._reported(what, now_s)
+            now_s += num_tokens * self._machine.wires.token_s
         else:
             self._submit(what, now_s, happened_s)
         scheduler = self._scheduler
@@ -274,7 +212,10 @@ class Simulator:
             planned_s = now_s + self._machine.wires.control_s
             step = self._passing[plan.step_id] = _Passing(plan, StepSize.of(plan), planned_s, planned_s)
             self._reach(0, step)
-        self._head_free_s = now_s
+        now_s += num_tokens * self._machine.wires.telling_s
+        self._head.free_s = self._ended_s = now_s
+        if (cores := self._head.cores) is not None:
+            cores.interrupt(begun_s, now_s - begun_s + num_tokens * cores.of.caller_s)
         if not (scheduler.intake.groups or scheduler.is_busy):
             self._account.demand_ended(round(now_s * _NS))
 
@@ -334,12 +275,26 @@ class Simulator:
         self._push(max(step.awaited_s, step.arrives_s), stage)
 
     def _begin(self, stage: int, received_s: float) -> None:
-        step, wires, is_last = self._queues[stage].popleft(), self._machine.wires, stage == len(self._free_s) - 1
-        is_skipped = step.cancelled_s <= received_s
+        step, machine, wires = self._queues[stage][0], self._machine, self._machine.wires
+        is_last, is_skipped = stage == len(self._free_s) - 1, step.cancelled_s <= received_s
         size = step.size if is_last else replace(step.size, sampled=0)
-        took_s = 0.0 if is_skipped else self._machine.delayed(self._machine.stages[stage].seconds(size))
-        ended_s = received_s + took_s
-        sent_s = ended_s if is_last else ended_s + wires.sending_s
+        took_s = 0.0 if is_skipped else machine.delayed(machine.stages[stage].seconds(size))
+        sent_s = received_s + took_s + (0.0 if is_last else wires.sending_s)
+        ready_s = received_s - wires.prepare_s
+        turns = [Turn(sent_s)]
+        if machine.on:
+            turns = [turn for cores in machine.on[stage] for turn in cores.take(ready_s, sent_s - ready_s)]
+        self._end(_Computing(stage, received_s, is_skipped, turns), -math.inf)
+
+    def _end(self, computing: _Computing, now_s: float) -> None:
+        """Unless somebody has interrupted it."""
+        sent_s = max(turn.ended_s for turn in computing.turns)
+        if sent_s > now_s:
+            self._push(sent_s, computing)
+            return
+        stage, received_s, is_skipped = computing.stage, computing.received_s, computing.is_skipped
+        step, wires, is_last = self._queues[stage].popleft(), self._machine.wires, stage == len(self._free_s) - 1
+        ended_s = sent_s if is_last else sent_s - wires.sending_s
         times_s = (step.planned_s, step.awaited_s, received_s, received_s, ended_s, sent_s)
         stamps = StepStamps(*(round(s * _NS) for s in times_s))
         drawn: tuple[Drawn, ...] = ()
@@ -355,3 +310,10 @@ class Simulator:
             self._reach(stage + 1, step)
         if self._queues[stage]:
             self._await(stage)
+
+
+def run_together(simulators: Seq[Simulator]) -> list[Outcome]:
+    """What comes of all that was asked of them, in the order of their common time."""
+    while (first := min(simulators, key=lambda each: each.next_s)).next_s < math.inf:
+        first.advance()
+    return [each.end() for each in simulators]

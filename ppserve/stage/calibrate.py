@@ -16,8 +16,10 @@ import hashlib
 import os
 import platform
 import socket
+import subprocess
+import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 from statistics import mean, median
@@ -47,7 +49,7 @@ _BLOCK_SIZE = 16
 _MAX_PROMPT_TOKENS = 128
 _REPEATS = 7
 _PAUSE_S = 2e-3
-_VERSION = 11
+_VERSION = 12
 # Of the layers that `layer_costs` measures, if there are as many. One layer would be computed from a cache, from
 # which a model's layers throw each other out.
 _PARAMS_BEYOND_CACHES = 32 << 20
@@ -56,6 +58,20 @@ _DECODES = (1, 4, 16, 64)
 _PROMPTS = (32, 128)
 # Those of these by which it is measured what a rank does around a step.
 _AROUND = (4, 16)
+# Computes until the process that started it ends or ends it.
+_NEIGHBOUR = """
+import os
+parent = os.getppid()
+while os.getppid() == parent:
+    {str(number): number for number in range(20_000)}
+"""
+# Sends a plan over its input, and computes for a while when it has the result, as the head and callers do.
+_HEAD = """
+import os, sys
+plan = bytes.fromhex(sys.argv[1])
+while os.write(0, plan) and os.read(0, 1 << 16):
+    {str(number): number for number in range(20_000)}
+"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -122,8 +138,9 @@ def layer_costs(checkpoint: Checkpoint, compute: Compute, mix: Mix, num_tensor: 
     """Seconds of a layer and of the head by the step's size; from memory if known. num_tensor: on the first of so
     many tensor ranks, which does not wait for the others.
 
-    All ranks of a host measure at the same time, and are remembered as so many: what they take from each other is
-    part of the costs. Not the waits for a core where ranks are more than cores: those depend on the shape.
+    All ranks of a host measure at the same time, each with a busy neighbour in the place of the head and callers,
+    and are remembered as so many: what they take from each other is part of the costs. Not the waits for a core
+    where ranks are more than cores: those depend on the shape.
     """
     what = (mix, compute.stages_here, num_tensor)
     return _remembered(LayerCosts, checkpoint, compute, what, lambda: _fit(checkpoint, compute, mix, num_tensor))
@@ -183,17 +200,48 @@ def _fit(checkpoint: Checkpoint, compute: Compute, mix: Mix, num_tensor: int) ->
         _stage(checkpoint, compute, (2 * count, 0, num_tensor), *decodes, *prompts) for count in (0, num_layers)
     )
     # One thread's own time, where it computes alone: whatever else runs, waits for a core are not in it.
-    times = _thread_times if compute.device.type == "cpu" and compute.threads == 1 else _times
-    layer, head, around_s = StageCost(), StageCost(), []
-    for plan in decodes + prompts:
+    alone = compute.device.type == "cpu" and compute.threads == 1
+    times = _thread_times if alone else _times
+    # The head or callers keep a core busy beside each rank that serves. On a core whose other hyperthread computes
+    # or that another process has just used, a step takes up to a third longer.
+    with _process(_NEIGHBOUR) if alone else contextlib.nullcontext():
+        return _fitted(bare, whole, num_layers, decodes + prompts, times)
+
+
+def _fitted(
+    bare: Stage,
+    whole: Stage,
+    num_layers: int,
+    plans: list[StepPlan],
+    times: Callable[[Stage, StepPlan], list[float]],
+) -> LayerCosts:
+    """From steps without layers and steps with so many. Whole steps are fitted: small differences of times that
+    others disturb may seem to be next to nothing, and would weigh most in a fit of relative errors."""
+    layers, heads, bare_s, around_s = StageCost(), StageCost(), [], []
+    for plan in plans:
         silent = _silent(plan)
-        embed_s = median(times(bare, silent))
-        layer.observe(StepSize.of(silent), (median(times(whole, silent)) - embed_s) / num_layers)
+        bare_s.append(median(times(bare, silent)))
+        layers.observe(StepSize.of(silent), median(times(whole, silent)))
         if num_drawn := StepSize.of(plan).sampled:
-            head.observe(StepSize(sampled=num_drawn), median(times(bare, plan)) - embed_s)
-        if num_drawn in _AROUND:
-            around_s.append(median(_times_around(bare, silent)))
-    return LayerCosts(layer.coefficients, head.coefficients, mean(around_s))
+            drawn_s = median(times(bare, plan))
+            heads.observe(StepSize(sampled=num_drawn), drawn_s)
+            if num_drawn in _AROUND:
+                around_s.append(max(0.0, _served_s(bare, plan) - (drawn_s - bare_s[-1])))
+    layer, head = (
+        replace(fitted, step=max(0.0, fitted.step - mean(bare_s)))
+        for fitted in (layers.coefficients, heads.coefficients)
+    )
+    return LayerCosts(layer.times(1 / num_layers), head, mean(around_s))
+
+
+@contextlib.contextmanager
+def _process(code: str, *arguments: str, stdin: int = subprocess.DEVNULL) -> Iterator[None]:
+    process = subprocess.Popen([sys.executable, "-ISc", code, *arguments], stdin=stdin)
+    try:
+        yield
+    finally:
+        process.kill()
+        process.wait()
 
 
 def _plan(rows: list[tuple[int, int]]) -> StepPlan:
@@ -246,22 +294,17 @@ def _thread_times(stage: Stage, plan: StepPlan) -> list[float]:
     return times
 
 
-def _times_around(bare: Stage, plan: StepPlan) -> list[float]:
-    """Seconds that this process computes for a step without layers, as it serves one: the plan comes over a socket
-    and is decoded in the link's thread; inputs are made, after a sleep; the result is sent. Sending the plan is
-    included, a fiftieth of it."""
+def _served_s(bare: Stage, plan: StepPlan) -> float:
+    """Seconds that this process computes for a step without layers where it serves: the plan comes from another
+    process and is decoded in the link's thread; inputs are made; the result is sent."""
     ours, heads = socket.socketpair()
     frame = wire.encode(wire.Plan(plan))
-    times = []
-    with ours, heads:
+    with ours, _process(_HEAD, frame.hex(), stdin=heads.fileno()):
+        heads.close()
         link = HeadLink(ours, lambda epoch: None, lambda: None)
+        times = []
         for _ in range(2 * _REPEATS):
-            began_s = time.process_time()
-            heads.sendall(frame)
-            time.sleep(_PAUSE_S)
             _, message = link.inbox.get()
             link.send(wire.Result(bare.step(message.plan, 0).result))
-            times.append(time.process_time() - began_s)
-            heads.recv(1 << 16)
-        heads.sendall(wire.encode(wire.Shutdown()))
-    return times
+            times.append(time.process_time())
+    return (times[-1] - times[0]) / (len(times) - 1)

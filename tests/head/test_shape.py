@@ -18,8 +18,8 @@ from ppserve.planning.shapes import shape_name
 
 GPT2 = Architecture(12, 768, 12, 1024, 50257, 50257, 3072)
 # As on a core where reading the weights takes most of a step.
-READS = LayerCosts(Coefficients(step=2.5e-3, row=1e-5, key=1e-8), Coefficients(step=13e-3, sample=1e-4))
-HALF = LayerCosts(READS.layer.times(0.5), READS.head.times(0.5))
+READS = LayerCosts(Coefficients(step=2.5e-3, row=1e-5, key=1e-8), Coefficients(step=13e-3, sample=1e-4), 1e-3)
+HALF = LayerCosts(READS.layer.times(0.5), READS.head.times(0.5), 1e-3)
 
 
 def hellos(count: int, **about: Any) -> list[wire.Hello]:
@@ -61,7 +61,7 @@ def test_cores_are_shared_with_the_head_and_its_callers() -> None:
         return {shape_name(p.grid): p.output_tokens_per_s for p in compare_shapes(asked, hellos(2, cores=cores))}
 
     alone, scarce, one = rates(0), rates(2), rates(1)
-    assert rates(8) == alone
+    assert rates(8) == pytest.approx(alone, rel=1e-3)
     assert all(0.5 * alone[name] < scarce[name] < alone[name] for name in alone)
     assert all(one[name] < 0.6 * alone[name] for name in alone)
     elsewhere = rates(2, host="0.0.0.0")
@@ -112,4 +112,4 @@ def test_costs_are_the_mean_of_the_ranks() -> None:
     other = replace(READS, layer=READS.layer.times(3), around_s=2e-3)
     assert LayerCosts.mean([READS, other]).layer == READS.layer.times(2)
     assert LayerCosts.mean([READS, other]).head == READS.head
-    assert LayerCosts.mean([READS, other]).around_s == 1e-3
+    assert LayerCosts.mean([READS, other]).around_s == 1.5e-3

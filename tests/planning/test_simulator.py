@@ -6,7 +6,8 @@ import pytest
 
 from ppserve.core.cost_model import Coefficients, StepSize
 from ppserve.core.scheduling.config import SchedulerConfig
-from ppserve.planning.simulator import Device, Machine, Outcome, Roofline, SimulatedRequest, Simulator, Wires
+from ppserve.planning.machine import Device, Machine, Roofline, Wires
+from ppserve.planning.simulator import Outcome, SimulatedRequest, Simulator
 from tests.slow import quick_first
 
 FREE = Wires(latency_s=0, bandwidth=1e30, control_s=0, return_s=0, head_s=0, prepare_s=0)

@@ -57,20 +57,22 @@ class Quarantine:
         """
         if not failed:
             return None
-        present = set(in_flight)
-        if self._suspects:
-            lone = self._suspects[0]
-            if lone not in present:
-                return None
+        present, lone = set(in_flight), self.lone
+        if lone is not None and not present:
+            return None
+        if lone is not None and lone in present:
             self._failures.append(failed)
             times = max(sum(stage in each for each in self._failures) for stage in failed)
             if times < _CONVICTING_LOSSES_OF_ONE_STAGE and len(self._failures) < _CONVICTING_LOSSES:
                 return None
             self.cleared(lone)
             return lone
-        others = {r: losses for r, losses in self._losses.items() if r in elsewhere and r not in present}
-        self._losses = others | {request: self._losses.get(request, 0) + 1 for request in sorted(present)}
-        self._suspects.extend(r for r, losses in self._losses.items() if losses >= SUSPICIOUS_LOSSES)
+        # Also while a suspect is alone at another pipeline, which may be stuck there.
+        stay = [r for r in self._losses if r not in present and (r in elsewhere or self.suspects(r))]
+        absent = {request: self._losses[request] for request in stay}
+        self._losses = absent | {request: self._losses.get(request, 0) + 1 for request in sorted(present)}
+        suspicious = [r for r, losses in self._losses.items() if losses >= SUSPICIOUS_LOSSES]
+        self._suspects.extend(r for r in suspicious if not self.suspects(r))
         return None
 
     def cleared(self, request_id: str) -> None:

@@ -82,3 +82,16 @@ def test_other_stages_failing_in_turn_are_chance_for_longer() -> None:
     for stage in range(2):
         quarantine.lost({"b"}, {stage})
     assert [quarantine.lost({"b"}, failed) for failed in ({0, 1}, {2}, {1})] == [None, None, "b"]
+
+
+def test_who_kills_beside_a_suspect_that_is_stuck_elsewhere_becomes_one_too() -> None:
+    quarantine = Quarantine()
+    for _ in range(2):
+        quarantine.lost({"stuck"}, {0}, elsewhere={"killer"})
+    assert quarantine.lone == "stuck"
+    assert [quarantine.lost({"killer"}, {0}, elsewhere={"stuck"}) for _ in range(2)] == [None, None]
+    assert quarantine.suspects("killer"), "it would be computed again for ever"
+    assert quarantine.lone == "stuck"
+    assert quarantine.watches("stuck")
+    quarantine.cleared("stuck")
+    assert [quarantine.lost({"killer"}, {0}) for _ in range(2)] == [None, "killer"]

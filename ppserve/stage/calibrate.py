@@ -15,9 +15,11 @@ import contextlib
 import hashlib
 import os
 import platform
+import queue
 import socket
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
@@ -35,6 +37,7 @@ from ppserve.core.cost_model import LayerCosts, StageCost, StepSize
 from ppserve.core.partition import Parts
 from ppserve.core.plan import Draw, Slice, StepPlan
 from ppserve.core.request import SamplingParams
+from ppserve.errors import UsageError
 from ppserve.model.checkpoint import Checkpoint
 from ppserve.model.gather import ALONE, Echo
 from ppserve.model.gpt2 import GPT2Stage
@@ -49,7 +52,7 @@ _BLOCK_SIZE = 16
 _MAX_PROMPT_TOKENS = 128
 _REPEATS = 7
 _PAUSE_S = 2e-3
-_VERSION = 12
+_VERSION = 13
 # Of the layers that `layer_costs` measures, if there are as many. One layer would be computed from a cache, from
 # which a model's layers throw each other out.
 _PARAMS_BEYOND_CACHES = 32 << 20
@@ -65,13 +68,15 @@ parent = os.getppid()
 while os.getppid() == parent:
     {str(number): number for number in range(20_000)}
 """
-# Sends a plan over its input, and computes for a while when it has the result, as the head and callers do.
+# Hears a plan, and sends it again and again. When it has a result it computes, as the head and callers do.
 _HEAD = """
-import os, sys
-plan = bytes.fromhex(sys.argv[1])
-while os.write(0, plan) and os.read(0, 1 << 16):
+import socket
+ours = socket.socket(fileno=0)
+plan = ours.recv(int(ours.recv(16, socket.MSG_WAITALL)), socket.MSG_WAITALL)
+while not ours.sendall(plan) and ours.recv(1 << 16):
     {str(number): number for number in range(20_000)}
 """
+_HEARD_WITHIN_S = 30.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -138,9 +143,9 @@ def layer_costs(checkpoint: Checkpoint, compute: Compute, mix: Mix, num_tensor: 
     """Seconds of a layer and of the head by the step's size; from memory if known. num_tensor: on the first of so
     many tensor ranks, which does not wait for the others.
 
-    All ranks of a host measure at the same time, each with a busy neighbour in the place of the head and callers,
-    and are remembered as so many: what they take from each other is part of the costs. Not the waits for a core
-    where ranks are more than cores: those depend on the shape.
+    All ranks of a host measure at the same time, and are remembered as so many: what they take from each other is
+    part of the costs. Those of one thread have a busy neighbour each, in the place of the head and callers. Waits
+    for a core where ranks are more than cores are not in it: those depend on the shape.
     """
     what = (mix, compute.stages_here, num_tensor)
     return _remembered(LayerCosts, checkpoint, compute, what, lambda: _fit(checkpoint, compute, mix, num_tensor))
@@ -226,7 +231,8 @@ def _fitted(
             drawn_s = median(times(bare, plan))
             heads.observe(StepSize(sampled=num_drawn), drawn_s)
             if num_drawn in _AROUND:
-                around_s.append(max(0.0, _served_s(bare, plan) - (drawn_s - bare_s[-1])))
+                head_s = median(_thread_times(bare, plan)) - median(_thread_times(bare, silent))
+                around_s.append(max(0.0, _served_s(bare, plan) - head_s))
     layer, head = (
         replace(fitted, step=max(0.0, fitted.step - mean(bare_s)))
         for fitted in (layers.coefficients, heads.coefficients)
@@ -295,16 +301,32 @@ def _thread_times(stage: Stage, plan: StepPlan) -> list[float]:
 
 
 def _served_s(bare: Stage, plan: StepPlan) -> float:
-    """Seconds that this process computes for a step without layers where it serves: the plan comes from another
-    process and is decoded in the link's thread; inputs are made; the result is sent."""
+    """Seconds that two threads compute for a step without layers where a rank serves: the link's, which decodes
+    the plan that comes from another process, and the loop's, which makes inputs and sends the result. What the
+    loop's thread computes of the step itself is in it, what others help it with is not. Raises UsageError."""
     ours, heads = socket.socketpair()
     frame = wire.encode(wire.Plan(plan))
-    with ours, _process(_HEAD, frame.hex(), stdin=heads.fileno()):
+    readers, decoding_s, stamps_s = [], [], []
+
+    def start(read: Callable[[], None]) -> None:
+        def run() -> None:
+            read()
+            decoding_s.append(time.thread_time())
+
+        readers.append(threading.Thread(target=run, name="head-link", daemon=True))
+        readers[0].start()
+
+    with ours, _process(_HEAD, stdin=heads.fileno()):
         heads.close()
-        link = HeadLink(ours, lambda epoch: None, lambda: None)
-        times = []
+        ours.sendall(b"%16d" % len(frame) + frame)
+        link = HeadLink(ours, lambda epoch: None, lambda: None, start=start)
         for _ in range(2 * _REPEATS):
-            _, message = link.inbox.get()
+            try:
+                _, message = link.inbox.get(timeout=_HEARD_WITHIN_S)
+            except queue.Empty:
+                problem = f"the process that sends plans to be measured sent none in {_HEARD_WITHIN_S:.0f} s"
+                raise UsageError(f"--parallel auto: {problem}") from None
             link.send(wire.Result(bare.step(message.plan, 0).result))
-            times.append(time.process_time())
-    return (times[-1] - times[0]) / (len(times) - 1)
+            stamps_s.append(time.thread_time())
+    readers[0].join()
+    return (stamps_s[-1] - stamps_s[0]) / (len(stamps_s) - 1) + decoding_s[0] / len(stamps_s)

@@ -2,16 +2,23 @@
 
 from __future__ import annotations
 
+import threading
+import time
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
 
 from ppserve.core.cost_model import StepSize
 from ppserve.core.partition import Parts
+from ppserve.core.plan import StepPlan, StepResult, StepStamps
+from ppserve.errors import UsageError
 from ppserve.model.checkpoint.opening import open_checkpoint
 from ppserve.model.cuda.backend import DeviceOptions
+from ppserve.stage import calibrate
 from ppserve.stage.calibrate import Mix, layer_costs, step_costs
 from ppserve.stage.device import Compute
 
@@ -105,3 +112,33 @@ def test_the_step_of_a_mix(mix: Mix, decodes: int, prompts: list[tuple[int, int]
 def test_the_step_of_a_model_of_one_position() -> None:
     plan, _ = Mix(128, 128).step(1)
     assert {(s.start, len(s.token_ids)) for s in plan.slices} == {(0, 1)}
+
+
+class HelpedStage:
+    """Its steps are computed by another thread, for 20 ms."""
+
+    def step(self, plan: StepPlan, received_ns: int) -> Any:
+        helper = threading.Thread(target=compute_for, args=(0.02,))
+        helper.start()
+        helper.join()
+        return SimpleNamespace(result=StepResult(plan.epoch, plan.step_id, 0, StepStamps(0, 0, 0, 0, 0, 0)))
+
+
+def compute_for(seconds: float) -> None:
+    until_s = time.thread_time() + seconds
+    while time.thread_time() < until_s:
+        pass
+
+
+def test_what_a_second_thread_computes_is_not_around_a_step() -> None:
+    plan, _ = MIX.step(1024)
+    stage: Any = HelpedStage()
+    assert 0 < calibrate._served_s(stage, plan) < 0.01
+
+
+def test_a_process_that_sends_no_plans_does_not_hold_a_start_for_ever(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(calibrate, "_HEAD", "")
+    monkeypatch.setattr(calibrate, "_HEARD_WITHIN_S", 0.2)
+    stage: Any = HelpedStage()
+    with pytest.raises(UsageError, match="sent none in 0 s"):
+        calibrate._served_s(stage, MIX.step(1024)[0])

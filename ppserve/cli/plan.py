@@ -51,7 +51,16 @@ def _quantity(what: str, unit: str, prefixes: str) -> Parsed:
     return Parsed(what, parse)
 
 
-_SPEED = _quantity("rate, such as 312T", r"(?:FLOPS|FLOP/s|B/s|/s)", "KMGTP")
+def _above_zero(parsed: Parsed) -> Parsed:
+    def parse(text: str) -> float:
+        if not (number := parsed.parse(text)):
+            raise ValueError(f"{text!r} must be above 0")
+        return number
+
+    return Parsed(parsed.name, parse)
+
+
+_SPEED = _above_zero(_quantity("rate, such as 312T", r"(?:FLOPS|FLOP/s|B/s|/s)", "KMGTP"))
 _TIME = _quantity("time, such as 50us", "s", "num")
 
 

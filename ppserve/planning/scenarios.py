@@ -76,7 +76,7 @@ class MeasuredCosts:
 
 def fixed_load(num_requests: int, prompt: int, new: int, concurrency: int) -> SimulatedLoad:
     """`concurrency` callers, each with one request at a time; all requests have the same numbers of tokens."""
-    return SimulatedLoad((SimulatedRequest(0.0, prompt, new),) * num_requests, concurrency)
+    return SimulatedLoad((SimulatedRequest(0.0, prompt, new),) * num_requests, min(concurrency, num_requests))
 
 
 def simulate(

@@ -70,6 +70,14 @@ def test_callers_that_do_not_divide_are_all_counted() -> None:
     assert rate(1, 1, 2, under(3)) == pytest.approx(two + one, rel=0.02)
 
 
+def test_more_callers_than_requests() -> None:
+    for requests, callers in ((1, 32), (2, 16)):
+        conditions = replace(under(1), load=fixed_load(requests, 16, 24, callers))
+        for replicas in (2, 4):
+            found = prospect(GPT2, Intent(1), RankGrid(1, replicas, 1), conditions)
+            assert sum(len(each.duration_s) for each in found.outcomes) == requests
+
+
 def test_the_head_works_for_each_rank_in_a_step() -> None:
     callers = under(16)
     heavy = Conditions(Device(1e15, 1e15, 1e-6), callers.wires, callers.load, rank_s=0.05)

@@ -109,7 +109,9 @@ class Trial:
         elif self._unknown():
             self._try_in = 0
         else:
-            self._interval = min(int(2 * max(self._interval, FIRST_TRIAL // 2) * max(1.0, usual)), LAST_TRIAL)
+            # A turn that one pause has ended early looks worse than it was.
+            slower = min(max(1.0, usual), LOST)
+            self._interval = min(int(2 * max(self._interval, FIRST_TRIAL // 2) * slower), LAST_TRIAL)
             self._try_in = self._interval
         return self.best
 

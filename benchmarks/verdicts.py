@@ -56,10 +56,11 @@ class Verdicts:
     def _say(self, missed_by: float, error: float, apart: float, claim: str) -> None:
         self.num_all += 1
         said = "holds"
-        if missed_by > 2 * error:
+        is_known = math.isfinite(missed_by) and math.isfinite(error)
+        if is_known and missed_by > 2 * error:
             said = "FAILS"
             self.failed.append(claim)
-        elif missed_by > 0 or 2 * error > max(apart, -missed_by):
+        elif not is_known or missed_by > 0 or 2 * error > max(apart, -missed_by):
             said = "unclear"
             self.unclear.append(claim)
         print(f"    {said}: {claim}", flush=True)

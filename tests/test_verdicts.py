@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import pytest
 
 from benchmarks.verdicts import Verdicts
@@ -60,3 +62,11 @@ def test_a_difference_has_to_be_told_from_zero(off_by: float, error: float, verd
     verdicts.at_most(off_by, error, 0.10, "off by", other=0.0)
     code = verdicts.end()
     assert code == {"holds": 0, "fails": 1, "unclear": 2}[verdict]
+
+
+@pytest.mark.parametrize(
+    ("value", "error"),
+    [(math.nan, 0.01), (1.0, math.nan), (math.nan, math.nan), (1.2, math.inf), (math.inf, 0.01)],
+)
+def test_what_is_no_number_is_unclear(value: float, error: float) -> None:
+    assert said(value, error, 0.97) == "unclear"

@@ -38,29 +38,21 @@ _FILE = click.Path(exists=True, dir_okay=False, path_type=Path)
 _PREFIXES = {"n": 1e-9, "u": 1e-6, "m": 1e-3, "": 1.0, "K": 1e3, "M": 1e6, "G": 1e9, "T": 1e12, "P": 1e15}
 
 
-def _quantity(what: str, unit: str, prefixes: str) -> Parsed:
+def _quantity(what: str, unit: str, prefixes: str, above: float = -1.0) -> Parsed:
     """A number with a decimal prefix and an optional unit: 312T, 900GB/s, 50us."""
     pattern = re.compile(rf"(\d+(?:\.\d+)?(?:[eE][+-]?\d+)?)([{prefixes}]?)(?:{unit})?")
 
     def parse(text: str) -> float:
         match = pattern.fullmatch(text.strip().replace("µ", "u"))
-        if match is None:
+        number = -1.0 if match is None else float(match[1]) * _PREFIXES[match[2]]
+        if number <= above:
             raise ValueError(f"{text!r} is not a {what}")
-        return float(match[1]) * _PREFIXES[match[2]]
+        return number
 
     return Parsed(what, parse)
 
 
-def _above_zero(parsed: Parsed) -> Parsed:
-    def parse(text: str) -> float:
-        if not (number := parsed.parse(text)):
-            raise ValueError(f"{text!r} must be above 0")
-        return number
-
-    return Parsed(parsed.name, parse)
-
-
-_SPEED = _above_zero(_quantity("rate, such as 312T", r"(?:FLOPS|FLOP/s|B/s|/s)", "KMGTP"))
+_SPEED = _quantity("rate above 0, such as 312T", r"(?:FLOPS|FLOP/s|B/s|/s)", "KMGTP", above=0.0)
 _TIME = _quantity("time, such as 50us", "s", "num")
 
 

@@ -111,7 +111,9 @@ def test_mistakes_are_named(args, problem):
         CliRunner().invoke(cli, ["plan", *args], catch_exceptions=False, standalone_mode=False)
 
 
-@pytest.mark.parametrize("args", [["--flops", "many"], ["--link-latency", "5 parsecs"], ["--stages", "0"]])
+@pytest.mark.parametrize(
+    "args", [["--flops", "many"], ["--flops", "0"], ["--link-latency", "5 parsecs"], ["--stages", "0"]]
+)
 def test_flags_that_are_no_quantities(args):
     result = CliRunner().invoke(cli, ["plan", *args])
     assert result.exit_code == 2

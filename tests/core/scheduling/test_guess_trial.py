@@ -177,6 +177,15 @@ def test_one_stall_decides_nothing() -> None:
     assert live(trial, 1000, pace, now=1e4)[0] > 0.8
 
 
+@pytest.mark.parametrize("pause", [5, 8, 100])
+def test_a_pause_in_each_first_trial_costs_some_turns_and_not_all(pause: int) -> None:
+    """pause: in turns. A turn that was ended for it has few tokens, so their times say too much."""
+    trial, pauses = GuessTrial(), {Way.WIDE: 16.0 * pause, Way.DEEP: 16.0 * pause}
+    live(trial, 900, lambda way: (0.8 if way else 1.0) + pauses.pop(way, 0.0))
+    assert not pauses
+    assert live(trial, 500, lambda way: 0.8 if way else 1.0, now=1e5)[0] > 0.8
+
+
 @pytest.mark.parametrize("best", Way)
 def test_steps_of_guesses_alone_are_judged_by_themselves(best: Way) -> None:
     """Where stages share cores or memory, further rows may pay although steps of their own do not."""

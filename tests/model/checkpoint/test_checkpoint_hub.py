@@ -106,7 +106,11 @@ def open_in_a_process(
     try:
         assert ours.poll(100), "no answer"
         return str(ours.recv())
+    except EOFError:
+        process.join(10)
+        raise AssertionError(f"the process ended without an answer, exit code {process.exitcode}") from None
     finally:
+        process.kill()
         process.join()
 
 
@@ -125,6 +129,12 @@ def _open(
             answer.send(f"{checkpoint.architecture.vocab_size} {float(checkpoint.tensor('wpe.weight').sum())}")
     except CheckpointError as error:
         answer.send(f"refused: {error}")
+
+
+def test_a_process_that_ends_without_an_answer_is_told(tmp_path: Path) -> None:
+    (tmp_path / "huggingface_hub.py").write_text("import os; os._exit(3)")
+    with pytest.raises(AssertionError, match="ended without an answer, exit code 3"):
+        open_in_a_process("someone/model", tmp_path / "cache", path=(tmp_path,))
 
 
 @pytest.mark.slow

@@ -199,10 +199,15 @@ class Bench:
     def _rate(self, name: str, model: str, rate: float, told: float, new: int) -> None:
         prompt = [7, 11, 13, 17, 19]
         known: list[int] = []
-        seeds = itertools.count()
+        # Of answers with guesses. Seeds are fewer: where no guess is asked for, no drafter is made.
+        runs, seeds = itertools.count(), itertools.count()
 
         def rated(request: Request, _index: int) -> Drafter:
             return Rated(known, len(request.prompt_ids), rate, next(seeds), told)
+
+        def guessing(prompts: Prompts, options: dict[str, object]) -> tuple[float, float, list[str]]:
+            next(runs)
+            return auto(prompts, options)
 
         stages, load = self._flags.stages, f"right {rate:.1f}"
         if told != rate:
@@ -210,10 +215,10 @@ class Bench:
         with self._pipeline(model, new_drafter=rated) as (off, auto, *times):
             options = {"temperature": 0, "max_tokens": self._flags.new, "ignore_eos": True}
             known += map(int, off([prompt], options)[2][0].split())
-            ratio = self.compare(load, f"{name}, {load}", off, auto, [prompt], **options | {"max_tokens": new})
+            ratio = self.compare(load, f"{name}, {load}", off, guessing, [prompt], **options | {"max_tokens": new})
             if told != rate:
                 return
-            predicted = simulated(*times, rate, len(prompt), new, next(seeds) - ratio.count, ratio.count)
+            predicted = simulated(*times, rate, len(prompt), new, next(runs) - ratio.count, ratio.count)
         ideal, error = stages / (stages - (stages - 1) * rate), ratio.error
         if rate:
             wanted = 1 + LEAST_SHARE_OF_DEPTH * (ideal - 1)

@@ -17,14 +17,6 @@ ROOT = Path(__file__).resolve().parent.parent
 SHARED = "shared_server"
 """A fixture. Files that name it are one group."""
 
-LONGEST = (
-    "tests/head/engine/test_histories.py",
-    "tests/hosts/test_two_agents.py",
-    "tests/library/test_numbers.py",
-    "tests/e2e/test_losing_stages.py",
-)
-"""Files of a minute and more. First, so that no worker begins one when the others have nothing left."""
-
 _worker_of: dict[str, str] = {}
 
 
@@ -43,12 +35,6 @@ class GroupScheduling(LoadScopeScheduling):
 
     def _split_scope(self, nodeid: str) -> str:
         return group_of(nodeid)
-
-
-@pytest.hookimpl
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    order = {ROOT / file: place for place, file in enumerate(LONGEST)}
-    items.sort(key=lambda item: order.get(item.path, len(order)))
 
 
 @pytest.hookimpl(optionalhook=True)

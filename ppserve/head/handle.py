@@ -19,7 +19,7 @@ from ppserve.head.engine.loop import Engine
 from ppserve.head.engine.member import Decision, Member, StageState
 from ppserve.head.engine.open_request import read_held
 from ppserve.head.engine.output import Sink
-from ppserve.head.engine.replica import Reading, StageReading
+from ppserve.head.engine.replica import ReplicaReading, StageReading
 from ppserve.head.limits import Limits
 from ppserve.tokenizer import Tokenizer
 
@@ -52,7 +52,7 @@ class PipelineHandle:
     async def restart(self, replica: int, pauses: bool) -> None:
         await asyncio.wrap_future(self._engine.restart(replica, pauses))
 
-    def look(self) -> tuple[Reading, ...]:
+    def look(self) -> tuple[ReplicaReading, ...]:
         """Every replica now. Waits for the engine's thread: do not call it in the event loop."""
         return self._engine.look()
 
@@ -78,7 +78,7 @@ class PipelineHandle:
         return tuple(tuple(stage.times for stage in reading.stages) for reading in self.look())
 
 
-def topology_of(readings: tuple[Reading, ...]) -> Topology:
+def topology_of(readings: tuple[ReplicaReading, ...]) -> Topology:
     """A reading of every replica as a card, with advice. It may search for a better split: not for the engine's
     thread."""
     replicas = tuple(map(_replica_card, readings))
@@ -92,18 +92,18 @@ def topology_of(readings: tuple[Reading, ...]) -> Topology:
     )
 
 
-def advice_of(readings: tuple[Reading, ...]) -> str:
+def advice_of(readings: tuple[ReplicaReading, ...]) -> str:
     """What would help most; empty when nothing would."""
     all_words = [(f"Replica {reading.replica}: " * (len(readings) > 1), _advice(reading)) for reading in readings]
     return " ".join(whose + words for whose, words in all_words if words)
 
 
-def _advice(reading: Reading) -> str:
+def _advice(reading: ReplicaReading) -> str:
     times = tuple(stage.times for stage in reading.stages)
     return advise(times, reading.decision.layouts, reading.microbatches)
 
 
-def _replica_card(reading: Reading) -> ReplicaCard:
+def _replica_card(reading: ReplicaReading) -> ReplicaCard:
     return ReplicaCard(
         replica=reading.replica,
         serves=reading.serves,
@@ -114,12 +114,12 @@ def _replica_card(reading: Reading) -> ReplicaCard:
     )
 
 
-def _stage_cards(reading: Reading) -> tuple[StageCard, ...]:
+def _stage_cards(reading: ReplicaReading) -> tuple[StageCard, ...]:
     predicted_s = predicted_step_s(reading.decision, reading.stages)
     return tuple(_stage_card(reading, stage, predicted_s) for stage in reading.stages)
 
 
-def _stage_card(reading: Reading, stage: StageReading, predicted_s: tuple[float, ...]) -> StageCard:
+def _stage_card(reading: ReplicaReading, stage: StageReading, predicted_s: tuple[float, ...]) -> StageCard:
     member, times, num_ranks = stage.member, stage.times, len(stage.ranks)
     loaded = [rank.loaded for rank in stage.ranks if rank.loaded is not None]
     ranks = tuple(map(_rank_card, stage.ranks, stage.gathered_ns))

@@ -9,7 +9,7 @@ from html import escape
 from ppserve.core.figures import table
 from ppserve.core.ledger.account import StageTimes
 from ppserve.core.ledger.causes import CAUSES
-from ppserve.head.engine.replica import Reading
+from ppserve.head.engine.replica import ReplicaReading
 from ppserve.head.handle import advice_of
 
 _HEADINGS = ("stage", "layers", "busy", *CAUSES, "idle", "steps", "ms/step")
@@ -101,12 +101,12 @@ class Ledger:
         return f"<table><tr>{head}</tr>{rows}</table><p>{self.wall_s:.3f} s. {escape(self.advice)}</p>"
 
 
-def ledger_of(readings: tuple[Reading, ...]) -> Ledger:
+def ledger_of(readings: tuple[ReplicaReading, ...]) -> Ledger:
     stages = tuple(stage for reading in readings for stage in _stages(reading, readings))
     return Ledger(stages, advice_of(readings))
 
 
-def _stages(reading: Reading, among: tuple[Reading, ...]) -> Iterator[StageLedger]:
+def _stages(reading: ReplicaReading, among: tuple[ReplicaReading, ...]) -> Iterator[StageLedger]:
     replica = reading.replica if len(among) > 1 else None
     for stage in reading.stages:
         number = stage.member.stage

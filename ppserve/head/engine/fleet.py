@@ -17,7 +17,7 @@ from ppserve.errors import Draining, InvalidRequest, RequestFailed, Violation
 from ppserve.head.engine.control import ControlPlane, Gone, Heard
 from ppserve.head.engine.layout import difference_in_words, first_difference
 from ppserve.head.engine.member import Formed, Hopeless
-from ppserve.head.engine.replica import Reading, Replica, ReplicaEvent
+from ppserve.head.engine.replica import Replica, ReplicaEvent, ReplicaReading
 from ppserve.head.engine.rolling import RollingRestart
 
 log = logging.getLogger("ppserve.engine")
@@ -177,7 +177,7 @@ class Fleet:
         """Settled seconds of computation of every stage, replica by replica."""
         return tuple(seconds for replica in self.replicas for seconds in replica.busy_s())
 
-    def readings(self) -> tuple[Reading, ...]:
+    def readings(self) -> tuple[ReplicaReading, ...]:
         """Every replica now. Raises Draining until every one has formed."""
         now_ns = self._clock()
         return tuple(replica.reading(now_ns) for replica in self.replicas)

@@ -26,7 +26,7 @@ from ppserve.head.engine.member import Formed, Hopeless
 from ppserve.head.engine.messages import Abort, Drain, Look, Message, Restart, Stop, Submit
 from ppserve.head.engine.open_request import HeldAnswer, OpenRequest
 from ppserve.head.engine.output import Sink, TokenOutput
-from ppserve.head.engine.replica import Reading, ReplicaEvent
+from ppserve.head.engine.replica import ReplicaEvent, ReplicaReading
 from ppserve.head.engine.watcher import Watcher
 from ppserve.process.environment import EXIT_FAILED, EXIT_USAGE
 from ppserve.tokenizer import Tokenizer
@@ -90,7 +90,7 @@ class Engine(threading.Thread):
         """End a request. Nothing happens if it has ended."""
         self._post(Abort(request_id, reason))
 
-    def look(self) -> tuple[Reading, ...]:
+    def look(self) -> tuple[ReplicaReading, ...]:
         """The state of every replica. Waits for the engine's thread. Raises Draining if the engine has ended."""
         message = Look()
         self._post(message)
@@ -286,7 +286,7 @@ def _shutting_down() -> Draining:
     return Draining("the server is shutting down")
 
 
-def _settle(future: Future[tuple[Reading, ...]], answer: Callable[[], tuple[Reading, ...]]) -> None:
+def _settle(future: Future[tuple[ReplicaReading, ...]], answer: Callable[[], tuple[ReplicaReading, ...]]) -> None:
     try:
         future.set_result(answer())
     except Exception as error:

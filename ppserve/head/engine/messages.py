@@ -12,7 +12,7 @@ from ppserve.core.request import FinishReason, Request
 from ppserve.head.engine.member import Hopeless
 from ppserve.head.engine.open_request import HeldAnswer
 from ppserve.head.engine.output import Sink
-from ppserve.head.engine.replica import Reading
+from ppserve.head.engine.replica import ReplicaReading
 from ppserve.tokenizer import Tokenizer
 
 
@@ -43,7 +43,7 @@ class Abort:
 class Look:
     """Read the state of every replica."""
 
-    seen: Future[tuple[Reading, ...]] = field(default_factory=Future, repr=False, compare=False)
+    seen: Future[tuple[ReplicaReading, ...]] = field(default_factory=Future, repr=False, compare=False)
 
 
 @dataclass(frozen=True, slots=True)

@@ -67,7 +67,7 @@ class StageReading:
 
 
 @dataclass(frozen=True, slots=True)
-class Reading:
+class ReplicaReading:
     """A replica at one moment, on the engine's clock. Frozen. serves: all its stages are there. num_waiting:
     requests that no replica computes. kv_usage: 0 to 1."""
 
@@ -327,7 +327,7 @@ class Replica:
         """Settled seconds of computation of every stage."""
         return tuple(sum(times.busy_ns.values()) / 1e9 for times in self._account.settled())
 
-    def reading(self, now_ns: int) -> Reading:
+    def reading(self, now_ns: int) -> ReplicaReading:
         """The pipeline now. Raises Draining if no epoch has formed yet."""
         scheduler, decision = self.scheduler, self.members.decision
         if scheduler is None or decision is None:
@@ -336,7 +336,7 @@ class Replica:
         ranks = (self.members.all[place : place + each] for place in range(0, len(self.members.all), each))
         gathered = map(tuple, self._ranks.gathered_ns)
         every = zip(self._account.snapshot(now_ns), self._costs.stages, ranks, gathered, strict=True)
-        return Reading(
+        return ReplicaReading(
             now_ns=now_ns,
             replica=self.number,
             serves=self.serves,

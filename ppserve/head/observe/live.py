@@ -17,7 +17,7 @@ from typing import Any
 
 from ppserve.core.ledger.account import Settled, StageTimes
 from ppserve.core.ledger.causes import IDLE, KINDS
-from ppserve.head.engine.replica import Reading
+from ppserve.head.engine.replica import ReplicaReading
 from ppserve.head.handle import PipelineHandle, topology_of
 from ppserve.head.observe.metrics import ServerLoad
 from ppserve.head.observe.pages import MakePage, Page, json_page
@@ -102,7 +102,7 @@ def live_pages(ask_state: Callable[[], dict[str, Any]]) -> dict[str, MakePage]:
     return {"/": lambda: page, "/state.json": json_page(ask_state)}
 
 
-def describe_costs(readings: tuple[Reading, ...]) -> dict[str, Any]:
+def describe_costs(readings: tuple[ReplicaReading, ...]) -> dict[str, Any]:
     """The cost of steps on every stage of the first replica, as `ppserve plan --costs` reads it. Zeros before the
     first step. tensor: ranks of each stage, whose waiting for each other the costs contain."""
     reading = readings[0]

@@ -40,27 +40,25 @@ class _Core:
 
 
 class Cores:
-    """Of a host that is simulated."""
+    """Of a host that is simulated. Is asked in the order of time: a core that was taken for later would be missed
+    by whoever needs it before."""
 
     def __init__(self, of: SharedCores) -> None:
         self.of = of
         self._cores = [_Core() for _ in range(of.cores)]
 
-    def take(self, ready_s: float, seconds: float) -> list[Turn]:
-        """For a rank that is ready, and computes that long with each of its threads."""
-        turns = []
-        for _ in range(self.of.threads):
-            core = self._first_free()
-            core.free_s = max(ready_s, core.free_s) + seconds
-            turns.append(Turn(core.free_s))
-            core.turns.append(turns[-1])
-        return turns
+    def take(self, now_s: float, seconds: float) -> Turn:
+        """For a thread of a rank, which computes that long."""
+        core = self._first_free()
+        core.free_s = max(now_s, core.free_s) + seconds
+        core.turns.append(turn := Turn(core.free_s))
+        return turn
 
-    def interrupt(self, at_s: float, seconds: float) -> None:
+    def interrupt(self, now_s: float, seconds: float) -> None:
         """Somebody computes that long, at once."""
         core = self._first_free()
-        core.free_s = max(at_s, core.free_s) + seconds
-        core.turns = [turn for turn in core.turns if turn.ended_s > at_s]
+        core.free_s = max(now_s, core.free_s) + seconds
+        core.turns = [turn for turn in core.turns if turn.ended_s > now_s]
         for turn in core.turns:
             turn.ended_s += seconds
 

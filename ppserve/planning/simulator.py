@@ -13,9 +13,10 @@ import itertools
 import math
 import random
 from collections import deque
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Iterator
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field, replace
+from functools import partial
 
 from ppserve.core.cost_model import StepSize
 from ppserve.core.ledger.account import StageTimes, TimeAccount
@@ -71,10 +72,12 @@ class Outcome:
 @dataclass(slots=True)
 class SimulatedHead:
     """Of all replicas that run together. free_s: when it has done what it was asked. cores: of its host, where
-    callers are who compute `caller_s` for each token; None: it has a core of its own."""
+    callers are who compute `caller_s` for each token; None: it has a core of its own. order: of what is to happen
+    at one time."""
 
     free_s: float = 0.0
     cores: Cores | None = None
+    order: Iterator[int] = field(default_factory=itertools.count)
 
 
 @dataclass(slots=True)
@@ -86,26 +89,38 @@ class _Running:
 
 @dataclass(slots=True)
 class _Passing:
-    """A step on its way through the stages. planned_s: when these have its plan. arrives_s: when the next stage
-    has its hidden states. awaited_s: since when that stage has waited for them. cancelled_s: when the stages know
-    that it need not be computed."""
+    """A step on its way through the stages. planned_s: when these have its plan. stage, arrives_s: which of them
+    is the next to have its hidden states, and when. cancelled_s: when the stages know that it need not be
+    computed."""
 
     plan: StepPlan
     size: StepSize
     planned_s: float
     arrives_s: float
-    awaited_s: float = 0.0
+    stage: int = 0
     cancelled_s: float = math.inf
 
 
-@dataclass(frozen=True, slots=True)
-class _Computing:
-    """The first step in a stage's queue is computed. turns: of the stage's ranks."""
+@dataclass(slots=True)
+class _SimulatedStage:
+    """queue: the steps of which it has the plan, in order. free_s: when it was done with the one before.
+    awaited_s: since when it waits for hidden states of the queue's first; infinite: it has not prepared that."""
 
-    stage: int
-    received_s: float
-    is_skipped: bool
+    number: int
+    queue: deque[_Passing] = field(default_factory=deque)
+    free_s: float = 0.0
+    awaited_s: float = math.inf
+
+
+@dataclass(frozen=True, slots=True)
+class _Next:
+    """What a stage does when all these have ended."""
+
     turns: list[Turn]
+    do: Callable[[float], None]
+
+
+_Happening = SimulatedRequest | StepResult | _Next
 
 
 class _Guesser:
@@ -140,13 +155,11 @@ class Simulator:
         self._guessers: dict[float, _Guesser] = {}
         self._scheduler = Scheduler(config, blocks, self._steps, costs, new_drafter=self._guesser_of)
         self._account = TimeAccount(self._steps, 0)
-        self._free_s = [0.0] * len(machine.stages)
-        self._queues: list[deque[_Passing]] = [deque() for _ in machine.stages]
+        self._stages = [_SimulatedStage(number) for number in range(len(machine.stages))]
         self._passing: dict[int, _Passing] = {}
         self._ended_s = 0.0
-        # A number is a stage, which begins the step that is first in its queue.
-        self._events: list[tuple[float, int, SimulatedRequest | StepResult | _Computing | int]] = []
-        self._order = itertools.count()
+        # When it is the turn of what happened when, and the order of what happened at that time.
+        self._events: list[tuple[float, float, int, _Happening]] = []
         self._running: dict[str, _Running] = {}
         self._backlog: list[SimulatedRequest] = []
         self._outcome = Outcome()
@@ -169,19 +182,24 @@ class Simulator:
                 self._push(0.0, self._backlog.pop())
 
     @property
-    def next_s(self) -> float:
-        """When something happens next; infinite: never."""
-        return self._events[0][0] if self._events else math.inf
+    def next(self) -> tuple[float, float, int]:
+        """When something happens next (infinite: never), and its place among what happens at that time."""
+        return self._events[0][:3] if self._events else (math.inf, math.inf, 0)
 
     def advance(self) -> None:
         """By one event."""
-        at_s, _, what = heapq.heappop(self._events)
-        if isinstance(what, int):
-            self._begin(what, at_s)
-        elif isinstance(what, _Computing):
-            self._end(what, at_s)
+        now_s, happened_s, _, what = heapq.heappop(self._events)
+        if isinstance(what, _Next):
+            ended_s = max(turn.ended_s for turn in what.turns)
+            if ended_s > now_s:  # somebody has interrupted it
+                self._push(ended_s, what)
+            else:
+                what.do(now_s)
+        elif now_s < self._head.free_s:
+            # It waits, and does not take a core ahead of time: others may need that earlier.
+            self._push(self._head.free_s, what, happened_s)
         else:
-            self._turn(max(at_s, self._head.free_s), at_s, what)
+            self._turn(now_s, happened_s, what)
 
     def end(self) -> Outcome:
         self._account.demand_ended(round(self._ended_s * _NS))
@@ -193,8 +211,10 @@ class Simulator:
         rate = self._acceptance if own is None else own
         return self._guessers.setdefault(rate, _Guesser(rate, self._seed))
 
-    def _push(self, at_s: float, what: SimulatedRequest | StepResult | _Computing | int) -> None:
-        heapq.heappush(self._events, (at_s, next(self._order), what))
+    def _push(self, at_s: float, what: _Happening, happened_s: float | None = None) -> None:
+        """happened_s: None: then."""
+        happened_s = at_s if happened_s is None else happened_s
+        heapq.heappush(self._events, (at_s, happened_s, next(self._head.order), what))
 
     def _turn(self, now_s: float, happened_s: float, what: SimulatedRequest | StepResult) -> None:
         """A turn of the engine: handles an event, then fills the pipeline."""
@@ -211,7 +231,10 @@ class Simulator:
             self._outcome.num_steps += 1
             planned_s = now_s + self._machine.wires.control_s
             step = self._passing[plan.step_id] = _Passing(plan, StepSize.of(plan), planned_s, planned_s)
-            self._reach(0, step)
+            for stage in self._stages:
+                stage.queue.append(step)
+                if len(stage.queue) == 1:
+                    self._await(stage)
         now_s += num_tokens * self._machine.wires.telling_s
         self._head.free_s = self._ended_s = now_s
         if (cores := self._head.cores) is not None:
@@ -220,7 +243,7 @@ class Simulator:
             self._account.demand_ended(round(now_s * _NS))
 
     def _submit(self, asked: SimulatedRequest, now_s: float, arrived_s: float) -> None:
-        name = str(next(self._order))
+        name = str(next(self._head.order))
         stop = StopConditions(asked.new_tokens, ignore_eos=True)
         self._running[name] = _Running(asked, arrived_s)
         self._outcome.prompt_tokens += asked.prompt_tokens
@@ -233,7 +256,7 @@ class Simulator:
         assert step is not None
         self._account.reported(step, result.stage)
         num_tokens = 0
-        if result.stage == len(self._free_s) - 1:
+        if result.stage == len(self._stages) - 1:
             for event in self._scheduler.commit(result, now_s):
                 num_tokens += event.token_id is not None
                 self._heard(event, now_s)
@@ -261,59 +284,69 @@ class Simulator:
             if self._backlog:
                 self._push(now_s, self._backlog.pop())
 
-    def _reach(self, stage: int, step: _Passing) -> None:
-        """The step is the last in the stage's queue."""
-        queue = self._queues[stage]
-        queue.append(step)
-        if len(queue) == 1:
-            self._await(stage)
-
-    def _await(self, stage: int) -> None:
+    def _await(self, stage: _SimulatedStage) -> None:
         """The stage has nothing to do before the first step in its queue."""
-        step = self._queues[stage][0]
-        step.awaited_s = max(step.planned_s, self._free_s[stage]) + self._machine.wires.prepare_s
-        self._push(max(step.awaited_s, step.arrives_s), stage)
+        ready_s = max(stage.queue[0].planned_s, stage.free_s)
+        if self._machine.on:
+            self._when([Turn(ready_s)], partial(self._prepare, stage))
+        else:
+            self._prepared(stage, ready_s + self._machine.wires.prepare_s)
 
-    def _begin(self, stage: int, received_s: float) -> None:
-        step, machine, wires = self._queues[stage][0], self._machine, self._machine.wires
-        is_last, is_skipped = stage == len(self._free_s) - 1, step.cancelled_s <= received_s
+    def _prepare(self, stage: _SimulatedStage, now_s: float) -> None:
+        turns = [cores.take(now_s, self._machine.wires.prepare_s) for cores in self._machine.on[stage.number]]
+        self._when(turns, partial(self._prepared, stage))
+
+    def _prepared(self, stage: _SimulatedStage, awaited_s: float) -> None:
+        stage.awaited_s = awaited_s
+        self._receive(stage)
+
+    def _receive(self, stage: _SimulatedStage) -> None:
+        """Once it is prepared for them and they are there."""
+        step = stage.queue[0]
+        received_s = max(stage.awaited_s, step.arrives_s)
+        if step.stage == stage.number and received_s < math.inf:
+            self._when([Turn(received_s)], partial(self._begin, stage))
+
+    def _begin(self, stage: _SimulatedStage, received_s: float) -> None:
+        step, machine = stage.queue[0], self._machine
+        is_last, is_skipped = stage is self._stages[-1], step.cancelled_s <= received_s
         size = step.size if is_last else replace(step.size, sampled=0)
-        took_s = 0.0 if is_skipped else machine.delayed(machine.stages[stage].seconds(size))
-        sent_s = received_s + took_s + (0.0 if is_last else wires.sending_s)
-        ready_s = received_s - wires.prepare_s
-        turns = [Turn(sent_s)]
+        took_s = 0.0 if is_skipped else machine.delayed(machine.stages[stage.number].seconds(size))
+        seconds = took_s + (0.0 if is_last else machine.wires.sending_s)
+        turns = [Turn(received_s + seconds)]
         if machine.on:
-            turns = [turn for cores in machine.on[stage] for turn in cores.take(ready_s, sent_s - ready_s)]
-        self._end(_Computing(stage, received_s, is_skipped, turns), -math.inf)
+            ranks = machine.on[stage.number]
+            turns = [cores.take(received_s, seconds) for cores in ranks for _ in range(cores.of.threads)]
+        self._when(turns, partial(self._end, stage, is_skipped, received_s))
 
-    def _end(self, computing: _Computing, now_s: float) -> None:
-        """Unless somebody has interrupted it."""
-        sent_s = max(turn.ended_s for turn in computing.turns)
-        if sent_s > now_s:
-            self._push(sent_s, computing)
-            return
-        stage, received_s, is_skipped = computing.stage, computing.received_s, computing.is_skipped
-        step, wires, is_last = self._queues[stage].popleft(), self._machine.wires, stage == len(self._free_s) - 1
+    def _when(self, turns: list[Turn], do: Callable[[float], None]) -> None:
+        self._push(max(turn.ended_s for turn in turns), _Next(turns, do))
+
+    def _end(self, stage: _SimulatedStage, is_skipped: bool, received_s: float, sent_s: float) -> None:
+        step, wires, is_last = stage.queue.popleft(), self._machine.wires, stage is self._stages[-1]
         ended_s = sent_s if is_last else sent_s - wires.sending_s
-        times_s = (step.planned_s, step.awaited_s, received_s, received_s, ended_s, sent_s)
+        times_s = (step.planned_s, stage.awaited_s, received_s, received_s, ended_s, sent_s)
         stamps = StepStamps(*(round(s * _NS) for s in times_s))
         drawn: tuple[Drawn, ...] = ()
         if is_last and not is_skipped:
             drawn = tuple(Drawn(piece.sequence_id, 0) for piece in step.plan.slices for _ in piece.draws)
-        result = StepResult(step.plan.epoch, step.plan.step_id, stage, stamps, drawn=drawn, skipped=is_skipped)
+        plan = step.plan
+        result = StepResult(plan.epoch, plan.step_id, stage.number, stamps, drawn=drawn, skipped=is_skipped)
         self._push(sent_s + wires.return_s, result)
-        self._free_s[stage] = sent_s
+        stage.free_s, stage.awaited_s = sent_s, math.inf
         if is_last:
-            del self._passing[step.plan.step_id]
+            del self._passing[plan.step_id]
         else:
-            step.arrives_s = sent_s + wires.transfer_s(step.size.rows)
-            self._reach(stage + 1, step)
-        if self._queues[stage]:
+            step.stage, step.arrives_s = stage.number + 1, sent_s + wires.transfer_s(step.size.rows)
+            following = self._stages[step.stage]
+            if following.queue[0] is step:
+                self._receive(following)
+        if stage.queue:
             self._await(stage)
 
 
 def run_together(simulators: Seq[Simulator]) -> list[Outcome]:
     """What comes of all that was asked of them, in the order of their common time."""
-    while (first := min(simulators, key=lambda each: each.next_s)).next_s < math.inf:
+    while (first := min(simulators, key=lambda each: each.next)).next[0] < math.inf:
         first.advance()
     return [each.end() for each in simulators]

@@ -7,12 +7,13 @@ from dataclasses import replace
 import pytest
 
 from ppserve.core.architecture import Architecture
+from ppserve.core.cost_model import Coefficients, LayerCosts
 from ppserve.core.grid import RankGrid
 from ppserve.errors import ConfigError
 from ppserve.planning.cores import SharedCores
 from ppserve.planning.forecast import Intent, forecast
 from ppserve.planning.machine import Device, Wires
-from ppserve.planning.scenarios import fixed_load
+from ppserve.planning.scenarios import MeasuredCosts, fixed_load
 from ppserve.planning.shapes import Conditions, prospect, prospects, render_prospects, shape_name, shapes
 from tests.slow import quick_first
 
@@ -167,3 +168,26 @@ def test_cores_of_another_host_are_not_taken_by_callers() -> None:
     assert rate(1, 1, 2, apart) == pytest.approx(rate(1, 1, 2, under(64)), rel=1e-3)
     together = replace(under(64), hosts=(SharedCores(2, (0, 1), **callers_s),))
     assert rate(1, 1, 2, together) < 0.97 * rate(1, 1, 2, apart)
+
+
+@pytest.mark.parametrize(
+    "shape", quick_first([(2, 2, 1), (1, 1, 4), (1, 2, 2), (1, 4, 1), (4, 1, 1), (2, 1, 2)], 2)
+)
+def test_cores_that_are_to_spare_change_nothing(shape: tuple[int, int, int]) -> None:
+    """Five for four ranks and the head, which compute around a step as much as in it: often the head has the next
+    thing to do before it has done the last."""
+    around_s = 8e-4
+    costs = LayerCosts(Coefficients(step=1e-4, row=3e-5), Coefficients(step=2e-4, sample=3e-5))
+    wires = Wires(head_s=2e-4, telling_s=3e-4, prepare_s=around_s, sending_s=2e-4)
+    own = Conditions(MeasuredCosts(costs), wires, fixed_load(48, 64, 24, 16), rank_s=4e-4)
+    spare = replace(own, hosts=(SharedCores(5, (0, 1, 2, 3)),))
+    assert rate(*shape, spare) == pytest.approx(rate(*shape, own), rel=1e-3)
+
+
+def test_only_computing_takes_a_core_for_each_thread() -> None:
+    """A rank of three threads on three cores: what it does around a step is done by one of them, so that the head
+    has the others meanwhile."""
+    wires = replace(FAST_WIRES, prepare_s=0.05, telling_s=1e-3)
+    own = replace(under(16), wires=wires)
+    shared = replace(own, hosts=(SharedCores(3, (0,), threads=3),))
+    assert rate(1, 1, 1, shared) == pytest.approx(rate(1, 1, 1, own), rel=1e-3)

@@ -15,7 +15,6 @@ import contextlib
 import hashlib
 import os
 import platform
-import queue
 import socket
 import subprocess
 import sys
@@ -231,7 +230,9 @@ def _fitted(
             drawn_s = median(times(bare, plan))
             heads.observe(StepSize(sampled=num_drawn), drawn_s)
             if num_drawn in _AROUND:
-                head_s = median(_thread_times(bare, plan)) - median(_thread_times(bare, silent))
+                head_s = drawn_s - bare_s[-1]
+                if times is not _thread_times:
+                    head_s = median(_thread_times(bare, plan)) - median(_thread_times(bare, silent))
                 around_s.append(max(0.0, _served_s(bare, plan) - head_s))
     layer, head = (
         replace(fitted, step=max(0.0, fitted.step - mean(bare_s)))
@@ -306,27 +307,27 @@ def _served_s(bare: Stage, plan: StepPlan) -> float:
     loop's thread computes of the step itself is in it, what others help it with is not. Raises UsageError."""
     ours, heads = socket.socketpair()
     frame = wire.encode(wire.Plan(plan))
-    readers, decoding_s, stamps_s = [], [], []
+    reads: list[Callable[[], None]] = []
+    decoding_s, stamps_s = [], []
 
-    def start(read: Callable[[], None]) -> None:
-        def run() -> None:
-            read()
-            decoding_s.append(time.thread_time())
-
-        readers.append(threading.Thread(target=run, name="head-link", daemon=True))
-        readers[0].start()
+    def read() -> None:
+        reads[0]()
+        decoding_s.append(time.thread_time())
 
     with ours, _process(_HEAD, stdin=heads.fileno()):
         heads.close()
-        ours.sendall(b"%16d" % len(frame) + frame)
-        link = HeadLink(ours, lambda epoch: None, lambda: None, start=start)
+        with contextlib.suppress(OSError):  # the reader hears of it
+            ours.sendall(b"%16d" % len(frame) + frame)
+        lost = 0, None
+        link = HeadLink(ours, lambda epoch: None, lambda: link.inbox.put(lost), _HEARD_WITHIN_S, reads.append)
+        reader = threading.Thread(target=read, name="head-link", daemon=True)
+        reader.start()
         for _ in range(2 * _REPEATS):
-            try:
-                _, message = link.inbox.get(timeout=_HEARD_WITHIN_S)
-            except queue.Empty:
-                problem = f"the process that sends plans to be measured sent none in {_HEARD_WITHIN_S:.0f} s"
-                raise UsageError(f"--parallel auto: {problem}") from None
+            _, message = link.inbox.get()
+            if message is None:
+                problem = f"has ended, or sent none in {_HEARD_WITHIN_S:.0f} s"
+                raise UsageError(f"--parallel auto: the process that sends plans to be measured {problem}")
             link.send(wire.Result(bare.step(message.plan, 0).result))
             stamps_s.append(time.thread_time())
-    readers[0].join()
+    reader.join()
     return (stamps_s[-1] - stamps_s[0]) / (len(stamps_s) - 1) + decoding_s[0] / len(stamps_s)

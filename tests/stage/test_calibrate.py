@@ -136,9 +136,17 @@ def test_what_a_second_thread_computes_is_not_around_a_step() -> None:
     assert 0 < calibrate._served_s(stage, plan) < 0.01
 
 
-def test_a_process_that_sends_no_plans_does_not_hold_a_start_for_ever(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(calibrate, "_HEAD", "")
-    monkeypatch.setattr(calibrate, "_HEARD_WITHIN_S", 0.2)
+@pytest.mark.parametrize(
+    ("does", "within_s"),
+    [("raise SystemExit", 3600.0), ("import time; time.sleep(3600)", 0.2)],
+    ids=["it ends", "it is silent"],
+)
+def test_a_process_that_sends_no_plans_does_not_hold_a_start(
+    monkeypatch: pytest.MonkeyPatch, does: str, within_s: float
+) -> None:
+    """One that ends is not waited for."""
+    monkeypatch.setattr(calibrate, "_HEAD", does)
+    monkeypatch.setattr(calibrate, "_HEARD_WITHIN_S", within_s)
     stage: Any = HelpedStage()
-    with pytest.raises(UsageError, match="sent none in 0 s"):
+    with pytest.raises(UsageError, match=f"has ended, or sent none in {within_s:.0f} s"):
         calibrate._served_s(stage, MIX.step(1024)[0])

@@ -131,7 +131,7 @@ def shares(load: SimulatedLoad, replicas: int) -> list[SimulatedLoad]:
     least, more = divmod(load.concurrency, replicas)
     callers = [least + 1] * more + [least] * (replicas - more)
     per_caller = len(load.requests) / load.concurrency
-    return [SimulatedLoad(load.requests[: max(1, round(count * per_caller))], count) for count in callers if count]
+    return [SimulatedLoad(load.requests[: round(count * per_caller)], count) for count in callers if count]
 
 
 # ---- as text -----------------------------------------------------------------------------------------------

@@ -13,7 +13,7 @@ import grpc
 CHANNEL_OPTIONS: list[tuple[str, Any]] = [
     # Reconnect soon to a server that restarts; gRPC's own first pause is a second.
     ("grpc.initial_reconnect_backoff_ms", 100),
-    ("grpc.max_reconnect_backoff_ms", 2_000),
+    ("grpc.max_reconnect_backoff_ms", 1_000),
     ("grpc.keepalive_time_ms", 30_000),
     ("grpc.keepalive_timeout_ms", 10_000),
     ("grpc.max_receive_message_length", 16 << 20),

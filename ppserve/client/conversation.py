@@ -19,10 +19,14 @@ from ppserve.v1 import generation_pb2 as pb
 
 log = logging.getLogger("ppserve.client")
 
+# A server that is restarted comes back at some moment, and may be gone again soon: who asks seldom misses it.
+_UNANSWERED_PAUSE_S = 1.0
+
 
 @dataclass(frozen=True, slots=True)
 class RetryPolicy:
-    """How long to try, and how long to wait in between: seconds, doubling from the first pause to the longest.
+    """How long to try, and how long to wait in between: seconds, doubling from the first pause to the longest, and
+    to a second at most while no server answers.
 
     resume_timeout_s: from the first of several failures in a row to the last attempt, whether or not anything of
     the answer had come: a server that restarts may need minutes to read its weights. max_attempts: ends a call
@@ -75,8 +79,9 @@ class Retries:
             policy.on_retry(failure)
         elif first is None:
             log.warning("trying again for up to %g s after: %s", policy.resume_timeout_s, failure)
+        longest_s = policy.max_pause_s if failure.reason else min(policy.max_pause_s, _UNANSWERED_PAUSE_S)
         # Bounded, because a float's exponent is.
-        own_s = min(policy.max_pause_s, policy.first_pause_s * 2.0 ** min(self._failures - 1, 64))
+        own_s = min(longest_s, policy.first_pause_s * 2.0 ** min(self._failures - 1, 64))
         return max(own_s, failure.retry_after_s or 0.0)
 
 

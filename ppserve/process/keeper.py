@@ -76,11 +76,11 @@ class Keeper:
         self._kill_at_s = at_s if self._kill_at_s is None else min(at_s, self._kill_at_s)
         self._stopping = True
         if self._child is not None and not self._found_head:
-            # It has not found the head and never will.
+            # It has not found the head, or has lost it, and never will.
             self._child.kill()
 
     def _is_overdue(self) -> bool:
-        """Whether a stop has lasted longer than it may. Where the head was never found, it may take no time."""
+        """Whether a stop has lasted longer than it may. Where there is no head, it may take no time."""
         if not self._stopping:
             return False
         return not self._found_head or (self._kill_at_s is not None and self._clock() > self._kill_at_s)
@@ -91,7 +91,9 @@ class Keeper:
             life, code = self._one_life()
             if code == 0:
                 return 0
-            if self._is_overdue() or (self._stopping and code == EXIT_HEAD_GONE):
+            if code == EXIT_HEAD_GONE:
+                self._found_head = False  # whoever stops this rank now may wait for it before another head comes
+            if self._is_overdue():
                 return 1
             if code == EXIT_USAGE:
                 return self._for_good(EXIT_USAGE)

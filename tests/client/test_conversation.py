@@ -12,6 +12,7 @@ from ppserve.tokenizer import Detokenizer
 from ppserve.v1 import generation_pb2 as pb
 
 GONE = CallFailed("UNAVAILABLE", "gone")
+DRAINING = CallFailed("UNAVAILABLE", "shutting down", "DRAINING")
 # Characters of one to four bytes, and beginnings of the stop string that come to nothing.
 OUTPUT = "so é 漢 🙂 END of EN ENDI 🙂é END?"
 
@@ -81,12 +82,19 @@ def test_the_caller_s_request_is_not_touched() -> None:
 def test_pauses_double_up_to_the_longest_and_obey_the_server() -> None:
     policy = RetryPolicy(max_attempts=6, first_pause_s=1.0, max_pause_s=3.0)
     conversation = Conversation(pb.GenerateRequest(), policy)
-    assert [conversation.pause_after(GONE, now_s=0.0) for _ in range(3)] == [1.0, 2.0, 3.0]
+    assert [conversation.pause_after(DRAINING, now_s=0.0) for _ in range(3)] == [1.0, 2.0, 3.0]
     full = CallFailed("RESOURCE_EXHAUSTED", "full", retry_after_s=9.0)
     assert conversation.pause_after(full, now_s=0.0) == 9.0
-    assert conversation.pause_after(GONE, now_s=0.0) == 3.0
+    assert conversation.pause_after(DRAINING, now_s=0.0) == 3.0
     with pytest.raises(CallFailed):
-        conversation.pause_after(GONE, now_s=0.0)
+        conversation.pause_after(DRAINING, now_s=0.0)
+
+
+def test_who_hears_of_no_server_asks_every_second() -> None:
+    """One that comes back and goes again after two seconds would be missed by who asks every five."""
+    conversation = Conversation(pb.GenerateRequest(), RetryPolicy())
+    assert max(conversation.pause_after(GONE, now_s=0.0) for _ in range(20)) == 1.0
+    assert conversation.pause_after(DRAINING, now_s=0.0) == 5.0
 
 
 def test_a_stream_that_has_begun_is_tried_for_a_time_and_not_a_number_of_times() -> None:
@@ -128,15 +136,14 @@ def test_news_start_the_count_afresh() -> None:
 def test_who_gives_up_says_what_it_began_with() -> None:
     heard: list[CallFailed] = []
     retries = Retries(RetryPolicy(max_attempts=4, on_retry=heard.append))
-    draining = CallFailed("UNAVAILABLE", "shutting down", "DRAINING")
     refused = CallFailed("UNAVAILABLE", "connection refused")
-    for failure in (GONE, draining, refused):
+    for failure in (GONE, DRAINING, refused):
         retries.pause_after(failure, now_s=0.0)
     with pytest.raises(CallFailed) as end:
         retries.pause_after(refused, now_s=0.0)
-    assert heard == [GONE, draining, refused]
+    assert heard == [GONE, DRAINING, refused]
     assert str(end.value) == "UNAVAILABLE: connection refused (at first: UNAVAILABLE: shutting down)"
-    assert (end.value.code, end.value.first) == ("UNAVAILABLE", draining)
+    assert (end.value.code, end.value.first) == ("UNAVAILABLE", DRAINING)
 
 
 def test_who_is_not_told_of_failures_finds_the_first_of_a_row_in_the_log(caplog: pytest.LogCaptureFixture) -> None:

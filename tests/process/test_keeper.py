@@ -396,3 +396,13 @@ def test_a_stop_before_the_head_was_found_kills_at_once(scene: Scene) -> None:
     assert scene.run() == 1
     assert lost.killed_at_s == 1001
     assert scene.num_spawned == 1
+
+
+def test_a_stop_after_the_head_was_lost_kills_at_once(scene: Scene) -> None:
+    """torchrun ends the others when it sees that the head has died, and waits 30 s for who does not end. A stage
+    sees it sooner: the next one may be looking by then for a head that comes only when all have ended."""
+    scene.stage((1, KNOWS_HEAD), code=EXIT_HEAD_GONE)
+    looking = scene.stage((1, "started"), (1, lambda: scene.keeper.stop(32)), (FOREVER, ""))
+    assert scene.run() == 1
+    assert looking.killed_at_s == 1003
+    assert scene.num_spawned == 2

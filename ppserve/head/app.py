@@ -125,7 +125,7 @@ class HeadProcess:
         observers = [Observer(self._metrics, self._trace, self._schedule, number) for number in numbers]
         self._members = tuple(Members(grid, machine, rules, control, number) for number in numbers)
         path, draft_path = config.model.path, config.scheduling.draft_model
-        self._draft = DraftProcess(draft_path, path) if draft_path else None
+        self._draft = DraftProcess(draft_path, path, wakes=[control.woken_file]) if draft_path else None
         new_drafter = DraftModel(self._draft).drafter if self._draft else look_up_prompts
         replicas = [
             Replica(members, control, observer, clock, intake, new_drafter)

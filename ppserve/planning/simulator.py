@@ -225,6 +225,10 @@ class Simulator:
         else:
             self._submit(what, now_s, happened_s)
         scheduler = self._scheduler
+        for step_id in scheduler.lanes.take_doomed():
+            self._steps.doom(step_id)
+            if (doomed := self._passing.get(step_id)) is not None:
+                doomed.cancelled_s = now_s + self._machine.wires.control_s
         while (plan := scheduler.schedule(now_s)) is not None:
             now_s += self._machine.wires.head_s
             self._account.dispatched(self._steps.sent(plan, woken_ns, round(now_s * _NS), scheduler.microbatches))
@@ -260,10 +264,6 @@ class Simulator:
             for event in self._scheduler.commit(result, now_s):
                 num_tokens += event.token_id is not None
                 self._heard(event, now_s)
-            for step_id in self._scheduler.lanes.take_doomed():
-                self._steps.doom(step_id)
-                if (doomed := self._passing.get(step_id)) is not None:
-                    doomed.cancelled_s = now_s + self._machine.wires.control_s
         if self._lanes is not None:
             lanes = self._lanes.observe(step.plan, result, step.fills_lanes, num_tokens)
             self._scheduler.set_microbatches(lanes)

@@ -1,13 +1,16 @@
 import itertools
+import random
 from collections.abc import Callable
 from dataclasses import replace
+from statistics import fmean
 
 import pytest
 
 from ppserve.core.cost_model import Coefficients, StepSize
 from ppserve.core.scheduling.config import SchedulerConfig
+from ppserve.planning.cores import Cores, SharedCores
 from ppserve.planning.machine import Device, Machine, Roofline, Wires
-from ppserve.planning.simulator import Outcome, SimulatedRequest, Simulator
+from ppserve.planning.simulator import Outcome, SimulatedHead, SimulatedRequest, Simulator
 from tests.slow import quick_first
 
 FREE = Wires(latency_s=0, bandwidth=1e30, control_s=0, return_s=0, head_s=0, prepare_s=0)
@@ -199,6 +202,28 @@ def test_one_callers_guesses_hardly_slow_the_others(num_stages, row_share):
     for before, after in zip(sorted(plain.duration_s), sorted(guessed.duration_s), strict=True):
         assert after <= before / 0.97
     assert max(guessed.duration_s) < max(plain.duration_s) / 2
+
+
+@pytest.mark.slow
+def test_first_tokens_hardly_wait_for_guesses():
+    """Four stages share two cores, beside one caller whose guesses are mostly right: 1.12 times as long, if what
+    comes meanwhile would not hold his guesses back."""
+    stages, chance = (Coefficients(step=S, row=S / 20),) * 4, random.Random(0)
+    *arrivals_s, last_s = itertools.accumulate((chance.uniform(8, 48) * S for _ in range(40)), initial=3.0)
+    requests = [SimulatedRequest(0.0, 8, 2500, acceptance=0.95)]
+    requests += [SimulatedRequest(at_s, chance.randint(20, 40), 1, acceptance=0.0) for at_s in arrivals_s]
+
+    def first_s(acceptance: float) -> float:
+        cores = Cores(SharedCores(2, (0, 1, 2, 3)))
+        machine = Machine(stages, Wires(), 100_000, on=((cores,),) * 4)
+        config = SchedulerConfig(4, prefix_cache=False, max_model_len=4096)
+        head = SimulatedHead(cores=cores)
+        simulator = Simulator(machine, config, machine, acceptance, head=head)
+        outcome = simulator.run(requests)
+        assert max(outcome.duration_s) > last_s, "the one caller was there all the time"
+        return fmean(outcome.ttft_s)
+
+    assert first_s(0.95) < 1.06 * first_s(0.0)
 
 
 def test_wasted_time_is_told_and_part_of_the_busy_time():

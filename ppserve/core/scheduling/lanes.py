@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence as Seq
 
-from ppserve.core.ledger.steps import Steps
+from ppserve.core.ledger.steps import Step, Steps
 from ppserve.core.plan import Slice, StepPlan, StepResult
 from ppserve.core.scheduling.config import SchedulerConfig
 from ppserve.core.scheduling.quarantine import PROBE
@@ -58,16 +58,16 @@ class Lanes:
         """Steps that stage 0 has not reported."""
         return sum(step.first_owing() == 0 for step in self._steps.in_flight)
 
-    def stage_of(self, sequence: Sequence) -> int:
-        """Which stage the step has reached that draws the sequence's next token."""
+    def drawing(self, sequence: Sequence) -> tuple[Step, Slice] | None:
+        """The step in flight that draws the sequence's next token, and its slice."""
         known = len(sequence.token_ids)
         for step in self._steps.in_flight:
             if sequence.id in self._void.get(step.plan.step_id, ()):
                 continue
             for owner, piece in self._parts.get(step.plan.step_id, ()):
                 if owner is sequence and piece.start < known <= piece.end:
-                    return step.first_owing()
-        return 0
+                    return step, piece
+        return None
 
     def plan(self, parts: OwnedSlices, copies: Seq[tuple[int, int]]) -> StepPlan:
         """A new step in the lowest free lane; without parts, a probe."""
@@ -98,7 +98,7 @@ class Lanes:
         self.guesses["accepted"] += was_guessed and not num_dropped
 
     def drop_guesses(self, sequence: Sequence, num_dropped: int, start: int) -> None:
-        """So many guesses are dropped: one was wrong, or the sequence has ended. Slices of guesses alone from
+        """So many guesses are dropped: one was wrong, or nobody needs them now. Slices of guesses alone from
         position `start` on are void. A step that has nothing else is doomed: it need not be computed."""
         if not num_dropped:
             return

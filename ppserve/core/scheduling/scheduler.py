@@ -136,6 +136,7 @@ class Scheduler:
 
     def admit(self, group: SequenceGroup, known: BlockTable) -> None:
         """There is room. known: what `room_for` said."""
+        self._speculation.make_way(self._roster.running)
         leader, *siblings = group.live
         size, num_prompt = self.config.block_size, len(group.request.prompt_ids)
         self._start(leader, known)
@@ -211,7 +212,7 @@ class Scheduler:
         roster, speculation = self._roster, self._speculation
         picks = self._composer.compose(roster.returned, roster.num_decoding, roster.filling, self.microbatches)
         if picks:
-            return speculation.widen(picks, len(roster))
+            return speculation.widen(picks, roster.running)
         # With as many sequences as stages a gap is over before a guess could fill it. And whoever has guesses in
         # flight cannot be displaced.
         has_gap = self.lanes.have_gap and len(roster) < self.config.num_stages

@@ -178,18 +178,19 @@ class Sequence:
         )
 
     def append(self, token_id: int) -> int:
-        """The next token was drawn. If a guess was wrong, all are dropped, and none of them is scheduled: how
-        many."""
+        """The next token was drawn. If a guess was wrong, all are dropped: how many."""
         self.token_ids.append(token_id)
-        num_guesses = len(self.guesses)
-        if not num_guesses:
-            return 0
-        if self.guesses[0].token_id == token_id:
+        if self.guesses and self.guesses[0].token_id == token_id:
             del self.guesses[0]
             return 0
-        self.guesses.clear()
-        self.scheduled = len(self.token_ids) - 1
-        return num_guesses
+        return self.withdraw(len(self.token_ids) - 1)
+
+    def withdraw(self, start: int) -> int:
+        """Guesses of the tokens from position `start` on are dropped, and none of them is scheduled: how many."""
+        num_guesses, known = len(self.guesses), len(self.token_ids)
+        del self.guesses[max(0, start - known) :]
+        self.scheduled = min(self.scheduled, start)
+        return num_guesses - len(self.guesses)
 
     def _draw_after(self, row_end: int) -> Draw:
         """The draw of the token at position `row_end`; always the same object where it needs no history."""

@@ -77,15 +77,15 @@ class Speculation:
             self._trial.observe(num_running, of.returned_s, now, num_tokens)
         of.returned_s = now
 
-    def widen(self, picks: list[Pick], num_running: int) -> list[Pick]:
+    def widen(self, picks: list[Pick], running: Collection[Sequence]) -> list[Pick]:
         """The picks of a step, with guesses; unchanged where the step has tokens of prompts."""
         if self._way is Way.PLAIN or any(sequence.remaining > 1 or sequence.known_end for sequence, _ in picks):
             return picks
-        return self._with_guesses(picks, num_running)
+        return picks if self._are_awaited(running) else self._with_guesses(picks, len(running))
 
     def deepen(self, running: Collection[Sequence]) -> list[Pick]:
         """Picks of guesses alone, of sequences whose known tokens are all in steps."""
-        if self._way is not Way.DEEP:
+        if self._way is not Way.DEEP or self._are_awaited(running):
             return []
         if self._lanes.num_before_first_stage * self._seconds(StepSize().with_slice(0, 1, 1)) > MOST_WAIT_S:
             return []
@@ -97,6 +97,17 @@ class Speculation:
                 self._add(sequence, guess)
                 picks.append((sequence, 1))
         return self._with_guesses(picks, len(running))
+
+    def make_way(self, running: Collection[Sequence]) -> None:
+        """A request is admitted. Steps on guesses alone could delay it: they are void."""
+        for sequence in running:
+            if sequence.guesses and (drawing := self._lanes.drawing(sequence)) is not None:
+                end = drawing[1].end
+                self._lanes.drop_guesses(sequence, sequence.withdraw(end), end)
+
+    def _are_awaited(self, running: Collection[Sequence]) -> bool:
+        """Whether first tokens are computed, which guesses could delay: stages may share cores."""
+        return not self._forced and any(sequence.returned_s is None for sequence in running)
 
     def _next_guess(self, sequence: Sequence) -> Guess | None:
         if sequence.guess_room <= 0:
@@ -111,7 +122,8 @@ class Speculation:
             return False
         each_s = self._costs.predict_each(StepSize().with_slice(sequence.scheduled, 1, 1))
         begins_s = self._lanes.num_before_first_stage * each_s[0]
-        token_due_s = sum(each_s[self._lanes.stage_of(sequence) :])
+        drawing = self._lanes.drawing(sequence)
+        token_due_s = sum(each_s[drawing[0].first_owing() if drawing else 0 :])
         gained_s, lost_s = token_due_s - begins_s, begins_s + each_s[0] - token_due_s
         return probability * gained_s > (1 - probability) * max(0.0, lost_s)
 

@@ -33,10 +33,14 @@ _LOADED_WITHIN_S = 600.0
 class DraftProcess:
     """A `DraftChannel` to a child process; used by one thread, but for `end`.
 
+    wakes: no answer is waited for while one of these files has something to read: requests that arrive go first.
     max_positions: 0, so that nothing is asked, until the model is loaded and after the process is lost.
     """
 
-    def __init__(self, path: str, of: str, command: Sequence[str] = DRAFT_COMMAND) -> None:
+    def __init__(
+        self, path: str, of: str, command: Sequence[str] = DRAFT_COMMAND, wakes: Sequence[int] = ()
+    ) -> None:
+        self._wakes = wakes
         self._max_positions = 0
         self._answers: list[tuple[int, ...]] = []
         self._reader = wire.FrameReader(wire.FromDraft)
@@ -108,10 +112,13 @@ class DraftProcess:
 
     def _listen(self, timeout_s: float) -> None:
         """Takes what has arrived, waiting for it that long."""
-        if self._is_lost or not select.select([self._frames], [], [], timeout_s)[0]:
+        if self._is_lost:
+            return
+        frames = self._frames.fileno()
+        if frames not in select.select([frames, *self._wakes], [], [], timeout_s)[0]:
             return
         with contextlib.suppress(OSError, WireError):
-            if received := os.read(self._frames.fileno(), 1 << 16):
+            if received := os.read(frames, 1 << 16):
                 for message in self._reader.feed(received):
                     match message:
                         case wire.DraftReady(max_positions):

@@ -177,6 +177,31 @@ def test_no_guess_changes_a_token(num_stages: int, speculate: int, rate: float |
 
 
 @pytest.mark.parametrize("num_stages", [2, 3, 4])
+@pytest.mark.parametrize("rate", [0.0, 0.8, 1.0])
+def test_guesses_may_be_cancelled_for_a_request_at_any_moment(num_stages: int, rate: float) -> None:
+    """Guesses of one caller, and others who come one at a time. Stages hear of a cancel in time, or do not."""
+    rng, num_cancelled = random.Random(num_stages), 0
+    config = SchedulerConfig(num_stages, max_model_len=128, block_size=4, eos_id=EOS_ID, speculate=2)
+    rig = SchedulerRig(config, 200, None, partial(Oracle, rate=rate), skips=lambda: rng.random() < 0.5)
+    for number in range(60):
+        if not rig.scheduler.num_running:
+            rig.submit(a_request(f"stream {number}", max_tokens=60))
+        for _ in range(rng.randrange(6)):
+            fill(rig)
+            if rig.has_work:
+                rig.commit_one()
+        fill(rig)
+        doomed = len(rig.scheduler.lanes._doomed)
+        rig.submit(a_request(f"newcomer {number}", max_tokens=rng.choice((1, 2))))
+        num_cancelled += len(rig.scheduler.lanes._doomed) - doomed
+        check_scheduler(rig.scheduler)
+    rig.drain()
+    rig.check_answers()
+    assert sum(rig.scheduler.lanes.guesses.values()) == rig.num_guesses, "every guess has one outcome"
+    assert num_cancelled > 3
+
+
+@pytest.mark.parametrize("num_stages", [2, 3, 4])
 @pytest.mark.parametrize("num_commits", range(8))
 def test_a_caller_may_leave_at_any_moment_of_wrong_guesses(num_stages: int, num_commits: int) -> None:
     """Steps on guesses that are known to be wrong may still be in flight. Each guess has one outcome all the same,

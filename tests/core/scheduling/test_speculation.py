@@ -9,9 +9,10 @@ import pytest
 
 from ppserve.core.cost_model import StepSize
 from ppserve.core.plan import SPECULATIVE, StepPlan, StepResult
-from ppserve.core.request import FinishReason, Request, StopConditions
+from ppserve.core.request import FinishReason, OutputOptions, Request, SamplingParams, StopConditions
 from ppserve.core.scheduling.config import SchedulerConfig
 from ppserve.core.scheduling.drafter import Drafter, Guess, NewDrafter
+from ppserve.core.scheduling.guess_trial import Way
 from tests.core.scheduling.rig import SchedulerRig, a_request, fill
 from tests.core.toy_pipeline import EOS_ID, STAMPS, expected_answer
 
@@ -48,7 +49,7 @@ def right(request: Request, index: int) -> Drafter:
 
 
 def a_rig(
-    speculate: int,
+    speculate: int | None,
     costs: SameCosts | None = None,
     num_stages: int = NUM_STAGES,
     new_drafter: NewDrafter = some,
@@ -82,6 +83,40 @@ def test_requests_that_arrive_find_a_lane_beside_any_number_of_guesses() -> None
         (plan,) = fill(rig)
         assert plan.phase == "prefill"
     rig.drain()
+    rig.check_answers()
+
+
+def test_requests_that_arrive_go_before_guesses() -> None:
+    """Steps on guesses alone are cancelled, and nothing is guessed before the newcomer has his first token."""
+
+    def sent() -> list[tuple[str, int]]:
+        plans = fill(rig)
+        for plan in plans:
+            first_stage_reports(rig, plan)
+        plans += fill(rig)
+        return [(plan.phase, sum(piece.num_guesses for piece in plan.slices)) for plan in plans]
+
+    def commit_one() -> None:
+        rig.commit_one()
+        rig.scheduler._speculation._trial.way = Way.DEEP  # the trial would begin without
+
+    rig = a_rig(None, SameCosts(), new_drafter=right)
+    rig.scheduler._speculation._trial.way = Way.DEEP
+    rig.submit(a_request("stream", max_tokens=40))
+    assert sent() == [("prefill", 0)], "its own first token goes first as well"
+    commit_one()
+    (_, num_wide), (phase, num_deep) = sent()
+    assert (num_wide > 0, phase, num_deep > 0) == (True, SPECULATIVE, True)
+    rig.submit(a_request("newcomer", max_tokens=9))
+    assert rig.scheduler.lanes._doomed, "it was cancelled"
+    assert sent() == [("prefill", 0)]
+    commit_one()  # the stream's
+    assert sent() == [("decode", 0)]
+    rig.commit_one()  # what was cancelled
+    assert rig.scheduler.lanes.guesses["cancelled"] == num_deep
+    commit_one()  # the newcomer's
+    rig.drain()
+    assert rig.scheduler.lanes.guesses["rejected"] == 0
     rig.check_answers()
 
 
@@ -138,3 +173,95 @@ def test_a_block_is_found_by_others_when_all_its_tokens_are_known() -> None:
     rig.drain()
     assert rig.events["again", 0][0].cached_tokens == 20
     rig.check_answers()
+
+
+LINES = {
+    "the end token": (StopConditions(20), {}),
+    "a stop token": (StopConditions(20, stop_token_ids=(40,), ignore_eos=True), {}),
+    "the length": (StopConditions(5, ignore_eos=True), {}),
+    "the context": (StopConditions(5, ignore_eos=True), {"limited_by_context": True}),
+    "min_tokens": (StopConditions(20, min_tokens=12, stop_token_ids=tuple(range(0, 41, 3))), {}),
+    "penalties": (StopConditions(12, ignore_eos=True), {"sampling": SamplingParams(repetition_penalty=1.3)}),
+    "log-probabilities of the prompt": (StopConditions(5), {"output": OutputOptions(prompt_logprobs=1)}),
+    "several answers": (StopConditions(9), {"num_sequences": 3}),
+}
+
+
+def beyond(request: Request, index: int) -> Drafter:
+    """Right up to the end of the answer, and on without minding what ended it."""
+    stop = replace(request.stop, max_tokens=60, stop_token_ids=(), ignore_eos=True)
+    if request.stop.min_tokens:
+        stop = replace(request.stop, min_tokens=60, max_tokens=60)
+    endless = replace(request, stop=stop)
+    return Always(request, expected_answer(endless, index).token_ids)
+
+
+@pytest.mark.parametrize("line", LINES)
+@pytest.mark.parametrize("num_stages", [1, 2, 4])
+@pytest.mark.parametrize("new_drafter", [some, right, beyond])
+def test_what_a_request_asks_for_holds_among_guesses(line: str, num_stages: int, new_drafter: NewDrafter) -> None:
+    stop, fields = LINES[line]
+    rig = a_rig(6, num_stages=num_stages, new_drafter=new_drafter)
+    request = a_request("v", stop=stop, **fields)  # EOS is its sixth token
+    rig.submit(request)
+    rig.drain()
+    rig.check_answers()
+    accepted = rig.scheduler.lanes.guesses["accepted"]
+    assert (accepted > 0) == (new_drafter is not some), "what was shown was shown among guesses"
+    longest = max(len(expected_answer(request, index).token_ids) for index in range(request.num_sequences))
+    assert longest > 3, "there was room for guesses"
+
+
+def test_guesses_stay_within_the_blocks_that_were_reserved() -> None:
+    """The pipeline has as many as the request needs, without guesses."""
+    config = SchedulerConfig(2, block_size=4, eos_id=EOS_ID, speculate=16)
+    rig = SchedulerRig(config, num_blocks=4, new_drafter=some)
+    rig.submit(a_request("r", num_prompt=5, max_tokens=12))  # 16 positions: the last token has none
+    ends = []
+    while rig.has_work:
+        for plan in fill(rig):
+            (piece,) = plan.slices
+            assert len(piece.block_table) * 4 >= piece.end
+            ends.append(piece.end)
+        rig.commit_one()
+    assert max(ends) == 16
+    rig.check_answers()
+
+
+@pytest.mark.parametrize("skips", [True, False])
+def test_whoever_leaves_among_guesses_holds_nothing_once_his_steps_are_back(*, skips: bool) -> None:
+    rig = a_rig(2)
+    rig.skips = lambda: skips
+    rig.submit(a_request("leaves", max_tokens=40))
+    _, *deep = fill(rig)
+    assert len(deep) == NUM_STAGES - 1
+    rig.tell(rig.scheduler.intake.abort("leaves", FinishReason.CANCELLED))
+    assert rig.scheduler.lanes._doomed == [plan.step_id for plan in deep]
+    rig.submit(a_request("stays", max_tokens=5))
+    rig.drain()  # in the end no block is held
+    rig.check_answers()
+    assert len(rig.events["leaves", 0]) == 1
+
+
+@pytest.mark.parametrize("num_generated", [1, 7])
+def test_a_loss_among_guesses_costs_no_token(num_generated: int) -> None:
+    rig = a_rig(3, num_stages=2, new_drafter=right)
+    rig.submit(a_request("r", max_tokens=30))
+    while len(rig.events["r", 0]) < num_generated:
+        fill(rig)
+        rig.commit_one()
+    fill(rig)
+    assert rig.steps.num_speculative
+    rig.lose_stage()
+    rig.drain()
+    rig.check_answers()
+
+
+def test_a_resumed_answer_is_guessed_from_where_it_was() -> None:
+    rig = a_rig(3, num_stages=2, new_drafter=right)
+    whole = a_request("r", max_tokens=20)
+    resumed = replace(whole, resume_index=0, resume_ids=expected_answer(whole).token_ids[:9])
+    rig.submit(resumed)
+    rig.drain()
+    rig.check_answers()
+    assert rig.scheduler.lanes.guesses["accepted"] > 0

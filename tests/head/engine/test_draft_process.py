@@ -11,7 +11,9 @@ import pytest
 
 from ppserve.core.plan import Draw, Slice
 from ppserve.core.request import SamplingParams
+from ppserve.head.engine import draft_process
 from ppserve.head.engine.draft_process import WAIT_S, DraftProcess
+from tests.head.engine.control_rig import listening
 from tools.make_random_gpt2 import Shape, write_checkpoint
 
 pytestmark = pytest.mark.slow
@@ -60,6 +62,19 @@ def test_one_that_does_not_read_is_not_waited_for() -> None:
     assert process.max_positions == 0
     process._process.wait(timeout=60)  # it takes no memory any more
     process.end()
+
+
+def test_nothing_is_waited_for_when_a_request_arrives(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(draft_process, "WAIT_S", 20.0)
+    with listening() as control:
+        never = (sys.executable, "-c", "import time; time.sleep(600)")
+        process = DraftProcess("builtin", "tiny", never, [control.woken_file])
+        process.ask(QUESTION, 1)
+        control.wake()
+        began_s = time.monotonic()
+        assert process.answer(wait=True) is None
+        assert time.monotonic() - began_s < 10.0
+        process.end()
 
 
 class Slow(DraftProcess):

@@ -1,6 +1,6 @@
 """Predicted against measured, for every shape of a world: what `--parallel auto` promised, and what it gives.
 
-    python benchmarks/shape_prediction.py [--world 2,4] [--callers 16] [--model tiny] [--json FILE]
+    python benchmarks/shape_prediction.py [--world 2,4] [--threads 1] [--callers 16] [--model tiny] [--json FILE]
 
 In each of `--rounds` a server with `--parallel auto` measures, prints its table and is ended; then every shape of
 it is served with its own flags, under the load that was predicted for. The medians of the rounds count, since a
@@ -164,14 +164,17 @@ def wrong_order(shapes: list[Shape]) -> list[str]:
 @click.command()
 @click.option("--world", default="2,4", help="Numbers of ranks.")
 @click.option("--model", default="tiny")
+@click.option("--threads", default=1, help="Of each rank.")
 @click.option("--callers", default=16)
 @click.option("--prompt", default=64, help="Tokens of each prompt.")
 @click.option("--new", default=64, help="Tokens of each answer.")
 @click.option("--rounds", default=3)
 @click.option("--json", "path", type=click.Path(path_type=Path))
-def main(world: str, model: str, callers: int, prompt: int, new: int, rounds: int, path: Path | None) -> None:
+def main(
+    world: str, model: str, threads: int, callers: int, prompt: int, new: int, rounds: int, path: Path | None
+) -> None:
     print(f"load before: {os.getloadavg()[0]:.1f} on {os.cpu_count()} cores")
-    flags = ["--force-cpu", "--threads=1", "--dtype=float32", f"--model={model}"]
+    flags = ["--force-cpu", f"--threads={threads}", "--dtype=float32", f"--model={model}"]
     expected = [f"--expect-prompt={prompt}", f"--expect-new={new}", f"--expect-callers={callers}"]
     run = Run(model, prompt, new, callers, requests=6 * callers)
     every: dict[str, list[Shape]] = {}

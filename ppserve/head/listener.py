@@ -11,6 +11,7 @@ import math
 import resource
 import ssl
 import sys
+from asyncio.sslproto import SSLProtocol
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from email.utils import formatdate
@@ -25,7 +26,7 @@ from uvicorn.server import ServerState
 from ppserve.head.binding import bound
 
 _BACKLOG = 1024
-_TLS_WITHIN_S = 10.0
+_TLS_WITHIN_S = 10
 _CLOSING_S = 1.0
 
 Headers = Sequence[tuple[bytes, bytes]]
@@ -86,14 +87,12 @@ class Listener:
     async def start(self, host: str, port: int, flag: str) -> int:
         """Bind and listen; return the port. Raises ConfigError for `flag` when the address cannot be bound."""
         sock = bound(host, port, flag)
-        self._server = await asyncio.get_running_loop().create_server(
-            lambda: _Connection(self._config, self._state),
-            sock=sock,
-            backlog=_BACKLOG,
-            ssl=self._tls,
-            ssl_handshake_timeout=_TLS_WITHIN_S if self._tls else None,
-        )
+        self._server = await asyncio.get_running_loop().create_server(self._made, sock=sock, backlog=_BACKLOG)
         return int(sock.getsockname()[1])
+
+    def _made(self) -> asyncio.BaseProtocol:
+        connection = _Connection(self._config, self._state)
+        return connection if self._tls is None else _Handshake(connection, self._state, self._tls)
 
     async def stop(self) -> None:
         """Accept nothing more, let answers that are complete leave, and end all connections."""
@@ -106,6 +105,8 @@ class Listener:
             await asyncio.wait(list(self._state.tasks), timeout=_CLOSING_S)
         for task in list(self._state.tasks):
             task.cancel()
+        for handshake in list(self._state.handshakes):
+            handshake.end()
         for connection in list(self._state.connections):
             connection.transport.abort()  # first: a task that was cancelled may still wait for a reader
         if self._state.tasks:
@@ -113,8 +114,8 @@ class Listener:
 
 
 class _State(ServerState):
-    """What all connections of a listener share. waiting: those without a request, longest first. unread: those
-    whose readers are behind, longest first."""
+    """What all connections of a listener share. handshakes: those that are no connections yet. waiting: of both,
+    those without a request, longest first. unread: those whose readers are behind, longest first."""
 
     def __init__(self, bounds: Bounds, refuse: Refuse) -> None:
         super().__init__()
@@ -123,12 +124,48 @@ class _State(ServerState):
         # Half of the files that may be open are left to everything else.
         files, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
         self.max_connections = min(bounds.connections, files // 2)
-        self.waiting: dict[_Connection, None] = {}
+        self.handshakes: set[_Handshake] = set()
+        self.waiting: dict[_Connection | _Handshake, None] = {}
         self.unread: dict[_Connection, None] = {}
 
     @property
     def is_full(self) -> bool:
-        return len(self.connections) >= self.max_connections
+        return len(self.connections) + len(self.handshakes) >= self.max_connections
+
+    def make_room(self, newcomer: _Connection | _Handshake) -> None:
+        """One has come: there may be one too many."""
+        if len(self.connections) + len(self.handshakes) > self.max_connections:
+            next(iter((*self.waiting, *self.unread, newcomer))).end()
+
+
+class _Handshake(SSLProtocol):
+    """asyncio's, which counts as a connection from the first: each holds one of the process's descriptors."""
+
+    def __init__(self, connection: _Connection, state: _State, tls: ssl.SSLContext) -> None:
+        nobody_waits: Any = None
+        loop = asyncio.get_running_loop()
+        super().__init__(loop, connection, tls, nobody_waits, True, ssl_handshake_timeout=_TLS_WITHIN_S)
+        connection.on_made = self._is_over
+        self._shared = state
+
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+        self._raw = transport
+        self._shared.handshakes.add(self)
+        self._shared.make_room(self)
+        self._shared.waiting[self] = None
+        super().connection_made(transport)
+
+    def connection_lost(self, exc: BaseException | None) -> None:
+        self._is_over()
+        super().connection_lost(exc)
+
+    def end(self) -> None:
+        self._is_over()
+        self._raw.abort()
+
+    def _is_over(self) -> None:
+        self._shared.handshakes.discard(self)
+        self._shared.waiting.pop(self, None)
 
 
 class _Connection(H11Protocol):
@@ -139,16 +176,17 @@ class _Connection(H11Protocol):
         # uvicorn's own timer stops at the first byte of a request; this one at the end of its head.
         self.timeout_keep_alive = 2 * math.ceil(state.bounds.idle_s)
         self._state = state
+        self.on_made: Callable[[], object] = lambda: None
         self._timer: asyncio.TimerHandle | None = None
         self._unread_timer: asyncio.TimerHandle | None = None
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+        self.on_made()
         super().connection_made(transport)
         tls = transport.get_extra_info("ssl_object")
         certificate = tls.getpeercert(binary_form=True) if tls is not None else None
         self.app_state = {"certificate": certificate or b"", "abort": transport.abort}
-        if len(self.connections) > self._state.max_connections:
-            next(iter((*self._state.waiting, *self._state.unread, self)))._end()
+        self._state.make_room(self)
         self._wait(self._state.bounds.head_within_s)
 
     def data_received(self, data: bytes) -> None:
@@ -193,7 +231,7 @@ class _Connection(H11Protocol):
     def pause_writing(self) -> None:
         super().pause_writing()
         self._state.unread[self] = None
-        self._unread_timer = self.loop.call_later(self._state.bounds.unread_s, self._end)
+        self._unread_timer = self.loop.call_later(self._state.bounds.unread_s, self.end)
 
     def resume_writing(self) -> None:
         self._stop_unread()
@@ -207,9 +245,9 @@ class _Connection(H11Protocol):
     def _wait(self, seconds: float) -> None:
         self._stop_waiting()
         self._state.waiting[self] = None
-        self._timer = self.loop.call_later(seconds, self._end)
+        self._timer = self.loop.call_later(seconds, self.end)
 
-    def _end(self) -> None:
+    def end(self) -> None:
         self._stop_waiting()
         self._stop_unread()
         self.transport.abort()

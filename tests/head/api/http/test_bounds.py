@@ -7,7 +7,9 @@ import http.client
 import io
 import json
 import socket
+import ssl
 from contextlib import suppress
+from pathlib import Path
 from typing import Any
 
 import msgspec
@@ -16,6 +18,7 @@ import pytest
 from ppserve.head.api.http import exchange
 from ppserve.head.api.http.failures import HttpError, status_of
 from ppserve.head.listener import Bounds, Listener
+from tests.certificates import make_certificates, needs_openssl
 from tests.fake_engine import FakeEngine, desk_of
 from tests.head.api.http.asking import Served, run
 
@@ -118,13 +121,15 @@ async def until_closed(reader: asyncio.StreamReader) -> None:
             pass
 
 
-async def _listening(bounds: Bounds, size: int = 2) -> tuple[Listener, int]:
+async def _listening(
+    bounds: Bounds, size: int = 2, tls: ssl.SSLContext | None = None
+) -> tuple[Listener, int]:
     async def app(_scope: object, _receive: object, send: Any) -> None:
         length = str(size).encode()
         await send({"type": "http.response.start", "status": 200, "headers": [(b"content-length", length)]})
         await send({"type": "http.response.body", "body": bytes(size)})
 
-    listener = Listener(app, bounds)
+    listener = Listener(app, bounds, tls)
     return listener, await listener.start("127.0.0.1", 0, "--http-port")
 
 
@@ -281,3 +286,28 @@ def test_small_events_do_not_wait_for_each_other() -> None:
 
     asyncio.run(main())
     assert delays == [False]
+
+
+@needs_openssl
+def test_handshakes_that_never_end_are_bounded_as_connections_are(tmp_path: Path) -> None:
+    """Each holds one of the descriptors that `/metrics` and gRPC need as well."""
+    make_certificates(tmp_path)
+    tls = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH)
+    tls.load_cert_chain(tmp_path / "leaf.pem", tmp_path / "leaf.key")
+    known = ssl.create_default_context(cafile=str(tmp_path / "ca.pem"))
+
+    async def main() -> None:
+        listener, port = await _listening(Bounds(connections=10), tls=tls)
+        idle = [await asyncio.open_connection("127.0.0.1", port) for _ in range(50)]
+        reader, writer = await asyncio.open_connection("127.0.0.1", port, ssl=known)
+        writer.write(ASK)
+        assert b"200 OK" in await reader.readline()
+        async with asyncio.timeout(5):  # a handshake's own limit is 10 s
+            for old, _ in idle[:41]:
+                await until_closed(old)
+        assert not any(young.at_eof() for young, _ in idle[41:])
+        for _, each in (*idle, (reader, writer)):
+            each.close()
+        await listener.stop()
+
+    asyncio.run(main())

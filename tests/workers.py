@@ -1,6 +1,7 @@
 """Which worker of pytest-xdist runs which test, under `--dist loadgroup`.
 
 A file's tests run in one worker, for the sake of its fixtures, and so do all tests that use the shared server.
+Tests marked `any_worker` run wherever one is free.
 xdist's own groups do nothing with pytest 9.2: xdist appends their names to `Item._nodeid`, which is no more.
 """
 
@@ -16,18 +17,23 @@ from xdist.scheduler import LoadScopeScheduling
 ROOT = Path(__file__).resolve().parent.parent
 SHARED = "shared_server"
 """A fixture. Files that name it are one group."""
+ANYWHERE = "pytest.mark.any_worker"
+"""Each test of a file that has this mark is a group."""
 
 _worker_of: dict[str, str] = {}
 
 
 @cache
-def _group_of(file: str) -> str:
-    return SHARED if SHARED in (ROOT / file).read_text() else file
+def _text_of(file: str) -> str:
+    return (ROOT / file).read_text()
 
 
 def group_of(nodeid: str) -> str:
     """Tests of one group run in one worker."""
-    return _group_of(nodeid.partition("::")[0])
+    file = nodeid.partition("::")[0]
+    if SHARED in _text_of(file):
+        return SHARED
+    return nodeid if ANYWHERE in _text_of(file) else file
 
 
 class GroupScheduling(LoadScopeScheduling):

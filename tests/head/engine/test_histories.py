@@ -33,6 +33,8 @@ from tests.head.engine.simulated_sockets import SimulatedControl
 from tests.head.engine.simulated_stages import Host, StageProcess
 from tests.slow import quick_first
 
+pytestmark = pytest.mark.any_worker
+
 NUM_HISTORIES = 2_000
 AT_ONCE = 25
 NEVER_HEAL = range(10, NUM_HISTORIES, 32)

@@ -30,6 +30,7 @@ sys.path.insert(0, str(Path(__file__).parents[1]))  # tests and tools are no pac
 from ppserve.model.compiled.jit import kernel
 from ppserve.model.compiled.lanes import load, splat, sum_lanes
 from ppserve.model.cpu.activations import CpuActivation
+from ppserve.model.cpu.huge_pages import HugePages
 from ppserve.model.cpu.kernels.activation import activate_all
 from ppserve.model.cpu.kernels.memory import address, aligned
 from ppserve.model.cpu.kernels.products import PackedRows, micro_kernels
@@ -72,7 +73,8 @@ def ours(kind: MicroKernel, precision: str, num_rows: int, layers: list[list[Pac
 
 def packed_layers(kind: MicroKernel, precision: str) -> list[list[PackedWeights]]:
     matrices = [torch.randn(outputs, inputs) * 0.02 for inputs, outputs in SHAPES]
-    return [[PackedWeights(matrix, None, precision, kind) for matrix in matrices] for _ in range(LAYERS)]
+    memory = HugePages()
+    return [[PackedWeights(matrix, None, precision, kind, memory) for matrix in matrices] for _ in range(LAYERS)]
 
 
 def onednn(dtype: torch.dtype, num_rows: int) -> Contender:

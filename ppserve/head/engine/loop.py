@@ -3,8 +3,8 @@
 Requests, cancellations, results of stages and the end of a stage's connection are messages. Other threads put
 theirs into the inbox and wake the engine; all are handled in this thread, so nothing needs a lock. The engine
 sleeps until a message arrives, at most 0.1 s: deadlines and silent ranks are checked at least that often. In each
-turn it sends new plans first, because stages may be waiting for them, and then hands the outputs of all streams
-over in one call.
+turn it sends new plans first, because stages may be waiting for them, and then turns tokens into text and hands
+the outputs of all streams over in one call. Only text that may end its answer is looked at before.
 """
 
 from __future__ import annotations
@@ -63,6 +63,7 @@ class Engine(threading.Thread):
         self._clock = clock
         self._inbox: deque[Message] = deque()
         self._open: dict[str, OpenRequest] = {}
+        self._later: list[SequenceEvent] = []  # what this turn publishes once its plans are sent
         self._outputs: dict[Sink, list[TokenOutput]] = {}
         self._stopping = self._ended = self._is_unbalanced = False
         self._refusals = Refusals()  # as of the latest turn; replaced as a whole
@@ -150,6 +151,7 @@ class Engine(threading.Thread):
         self._happened(self._fleet.tick())
         self._note_demand()
         self._fleet.refill(woken_ns)
+        self._publish_later()
         self._fleet.report_load()
         self._refusals = self._fleet.intake.refusals(self._clock() / 1e9)
         self._deliver()
@@ -176,7 +178,10 @@ class Engine(threading.Thread):
     def _happened(self, events: Iterable[ReplicaEvent]) -> None:
         for event in events:
             match event:
+                case SequenceEvent() if self._can_wait(event):
+                    self._later.append(event)
                 case SequenceEvent():
+                    self._publish_later()
                     self._publish(event)
                 case Formed():
                     self.formed.set_result(None)
@@ -228,6 +233,16 @@ class Engine(threading.Thread):
         except RequestError as error:
             done.set_exception(error)
 
+    def _can_wait(self, event: SequenceEvent) -> bool:
+        """Whether nothing that is scheduled next depends on this event's text."""
+        opened = self._open.get(event.request_id)
+        return opened is not None and not event.is_terminal and not opened.request.stop.stop
+
+    def _publish_later(self) -> None:
+        events, self._later = self._later, []
+        for event in events:
+            self._publish(event)
+
     def _publish(self, event: SequenceEvent) -> None:
         """Turns an event of the scheduler into an output of its stream."""
         opened = self._open.get(event.request_id)
@@ -273,6 +288,7 @@ class Engine(threading.Thread):
     def _end_streams(self, error: RequestError) -> None:
         """Never raises: the stages must still be told to end."""
         try:
+            self._publish_later()
             now_s = self._clock() / 1e9
             for opened in self._open.values():
                 self._tell(opened, opened.fail(error), now_s)

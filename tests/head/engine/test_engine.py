@@ -7,8 +7,10 @@ from dataclasses import replace
 import pytest
 
 from ppserve import wire
+from ppserve.core.ledger.steps import Step
 from ppserve.core.request import FinishReason, Request, SamplingParams, StopConditions
 from ppserve.errors import Draining, InvalidRequest, Overloaded, RequestError, StagesLost
+from ppserve.head.engine.open_request import OpenRequest
 from ppserve.head.engine.output import TokenOutput
 from ppserve.head.engine.watcher import Watcher
 from ppserve.process.environment import EXIT_FAILED
@@ -42,6 +44,19 @@ class Notes(Watcher):
         self.said.append(error.reason)
 
 
+class Order(Watcher):
+    """What the engine did first."""
+
+    def __init__(self) -> None:
+        self.did: list[str] = []
+
+    def dispatched(self, step: Step) -> None:
+        self.did.append("plan")
+
+    def output(self, opened: OpenRequest, output: TokenOutput, now_s: float) -> None:
+        self.did.append("token")
+
+
 @pytest.mark.parametrize("num_stages", [1, 2, 4])
 def test_streams_hear_their_own_answers_and_one_end_each(num_stages: int) -> None:
     with running(num_stages) as run:
@@ -53,6 +68,15 @@ def test_streams_hear_their_own_answers_and_one_end_each(num_stages: int) -> Non
             assert [o.finish for o in outputs if o.finish] == [FinishReason.MAX_TOKENS]
             assert outputs[-1].timings is not None
         assert max(plan.lane for plan in run.stages.plans) == num_stages - 1, "as many lanes as stages were used"
+
+
+def test_a_token_becomes_text_while_the_next_step_is_computed_unless_its_text_may_end_the_answer() -> None:
+    request = a_request("a", max_tokens=4)
+    for stop, did in ((), "plan plan token plan token plan token token"), (("x",), "plan token " * 4):
+        order = Order()
+        with running(1, watcher=order) as run:
+            run.submit(replace(request, stop=replace(request.stop, stop=stop))).rest()
+        assert order.did == did.split()
 
 
 def test_a_refused_request_is_told_why_and_leaves_nothing() -> None:

@@ -14,7 +14,7 @@ from ppserve import wire
 from ppserve.core.cost_model import Coefficients, PipelineCosts
 from ppserve.core.ledger.account import StageTimes, TimeAccount
 from ppserve.core.ledger.overheads import Overheads, OverheadTimes
-from ppserve.core.ledger.steps import Steps
+from ppserve.core.ledger.steps import Step, Steps
 from ppserve.core.ledger.tensor_ranks import TensorRanks
 from ppserve.core.plan import StepPlan, StepResult
 from ppserve.core.scheduling.block_manager import BlockManager
@@ -115,6 +115,8 @@ class Replica:
         # Requests that were in flight at a loss for which no stage is known yet to have failed.
         self._in_flight: frozenset[str] = frozenset()
         self._losses_in_vain = 0  # in a row
+        # The latest result, until it is accounted for: after the plan that follows it has been sent.
+        self._unaccounted: tuple[StepResult, Step] | None = None
         self._prefix = f"replica {self.number}: " if members.grid.data > 1 else ""
         self._teller = DrawTeller()
         self._control = control
@@ -139,6 +141,7 @@ class Replica:
         if exists:
             self._account.demand_began(self._clock())
         else:
+            self._account_for_result()
             self._account.demand_ended(self._clock())
 
     def give_back(self) -> frozenset[str]:
@@ -178,15 +181,19 @@ class Replica:
     def refill(self, woken_ns: int) -> None:
         """Sends steps while lanes are free and sequences are ready. woken_ns: when the engine's turn began."""
         scheduler = self.scheduler
-        if scheduler is None or not self.members.formed:
-            return
-        self._cancel_doomed(scheduler)
-        while (plan := scheduler.schedule(self._now_s())) is not None:
-            self._send(plan, scheduler)
-            step = self.steps.sent(plan, woken_ns, self._clock(), scheduler.microbatches)
-            self._account.dispatched(step)
-            self._overheads.dispatched(step)
-            self._watcher.dispatched(step)
+        if scheduler is not None and self.members.formed:
+            self._cancel_doomed(scheduler)
+            while (plan := scheduler.schedule(self._now_s())) is not None:
+                self._dispatch(plan, scheduler, woken_ns)
+        self._account_for_result()
+
+    def _dispatch(self, plan: StepPlan, scheduler: Scheduler, woken_ns: int) -> None:
+        self._send(plan, scheduler)
+        step = self.steps.sent(plan, woken_ns, self._clock(), scheduler.microbatches)
+        self._account_for_result()
+        self._account.dispatched(step)
+        self._overheads.dispatched(step)
+        self._watcher.dispatched(step)
 
     def _send(self, plan: StepPlan, scheduler: Scheduler) -> None:
         """Sends a plan to every stage. Long draws go to the last stage alone: no other needs them."""
@@ -239,14 +246,11 @@ class Replica:
         result = self._ranks.take(of_rank)
         if result is None:
             return []
+        self._account_for_result()
         step = self.steps.reported(result, self._clock())
         if step is None or self.scheduler is None:
             return []
-        self._account.reported(step, result.stage)
-        self._overheads.reported(step, result.stage)
-        if not result.skipped:
-            self._costs.observe(result.stage, step.plan, (result.stamps.ended - result.stamps.begun) / 1e9)
-        self._watcher.reported(step, result.stage)
+        self._unaccounted = result, step
         events: list[SequenceEvent] = []
         if result.stage == self.members.num_stages - 1:
             events = self.scheduler.commit(result, self._now_s())
@@ -256,6 +260,16 @@ class Replica:
             brought = sum(event.token_id is not None for event in events)
             self.scheduler.set_microbatches(self._lanes.observe(step.plan, result, step.fills_lanes, brought))
         return events
+
+    def _account_for_result(self) -> None:
+        if self._unaccounted is None:
+            return
+        (result, step), self._unaccounted = self._unaccounted, None
+        self._account.reported(step, result.stage)
+        self._overheads.reported(step, result.stage)
+        if not result.skipped:
+            self._costs.observe(result.stage, step.plan, (result.stamps.ended - result.stamps.begun) / 1e9)
+        self._watcher.reported(step, result.stage)
 
     def _formed(self, formed: Formed) -> list[ReplicaEvent]:
         log.info("%sepoch %d formed", self._prefix, formed.epoch)
@@ -305,6 +319,7 @@ class Replica:
         log.warning("%sepoch %d lost: %s", self._prefix, lost.epoch, lost.cause)
         if lost.stage is not None and self._may_blame:
             self._broke.add(lost.stage)
+        self._account_for_result()
         self.steps.lost()
         self._ranks.lost()
         self._lanes.lost()
@@ -325,10 +340,12 @@ class Replica:
 
     def busy_s(self) -> tuple[float, ...]:
         """Settled seconds of computation of every stage."""
+        self._account_for_result()
         return tuple(sum(times.busy_ns.values()) / 1e9 for times in self._account.settled())
 
     def reading(self, now_ns: int) -> ReplicaReading:
         """The pipeline now. Raises Draining if no epoch has formed yet."""
+        self._account_for_result()
         scheduler, decision = self.scheduler, self.members.decision
         if scheduler is None or decision is None:
             raise Draining("the server is not serving")

@@ -208,6 +208,19 @@ def test_a_step_is_committed_when_the_last_stage_reports_it_whoever_else_owes_it
     assert not rig.fleet.demand(exists=False)
 
 
+def test_the_next_plan_is_sent_before_a_result_is_accounted_for_and_no_reading_lacks_it() -> None:
+    rig = formed(microbatches=1)
+    rig.submit("a")
+    (plan,) = rig.refill()
+    rig.compute(plan)
+    reported = ("reported", plan.step_id, 1)
+    assert reported not in rig.notes.called
+    (following,) = rig.refill()
+    assert rig.notes.called[-2:] == [reported, ("dispatched", following.step_id)]
+    rig.compute(following)
+    assert [stage.steps for stage in rig.replica.reading(rig.now_ns).stages] == [2, 2]
+
+
 # ---- guesses ------------------------------------------------------------------------------------------
 
 

@@ -19,7 +19,7 @@ from ppserve.head.engine.loop import Engine
 from ppserve.head.engine.member import Decision, Member, StageState
 from ppserve.head.engine.open_request import read_held
 from ppserve.head.engine.output import Sink
-from ppserve.head.engine.replica import ReplicaReading, StageReading
+from ppserve.head.engine.reading import ReplicaReading, StageReading
 from ppserve.head.limits import Limits
 from ppserve.tokenizer import Tokenizer
 

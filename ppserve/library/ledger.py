@@ -9,7 +9,7 @@ from html import escape
 from ppserve.core.figures import table
 from ppserve.core.ledger.account import StageTimes
 from ppserve.core.ledger.causes import CAUSES
-from ppserve.head.engine.replica import ReplicaReading
+from ppserve.head.engine.reading import ReplicaReading
 from ppserve.head.handle import advice_of
 
 _HEADINGS = ("stage", "layers", "busy", *CAUSES, "idle", "steps", "ms/step")

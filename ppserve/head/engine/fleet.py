@@ -17,7 +17,8 @@ from ppserve.errors import Draining, InvalidRequest, RequestFailed, Violation
 from ppserve.head.engine.control import ControlPlane, Gone, Heard
 from ppserve.head.engine.layout import difference_in_words, first_difference
 from ppserve.head.engine.member import Formed, Hopeless
-from ppserve.head.engine.replica import Replica, ReplicaEvent, ReplicaReading
+from ppserve.head.engine.reading import ReplicaReading
+from ppserve.head.engine.replica import Replica, ReplicaEvent
 from ppserve.head.engine.rolling import RollingRestart
 
 log = logging.getLogger("ppserve.engine")

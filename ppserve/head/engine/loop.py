@@ -26,7 +26,8 @@ from ppserve.head.engine.member import Formed, Hopeless
 from ppserve.head.engine.messages import Abort, Drain, Look, Message, Restart, Stop, Submit
 from ppserve.head.engine.open_request import HeldAnswer, OpenRequest
 from ppserve.head.engine.output import Sink, TokenOutput
-from ppserve.head.engine.replica import ReplicaEvent, ReplicaReading
+from ppserve.head.engine.reading import ReplicaReading
+from ppserve.head.engine.replica import ReplicaEvent
 from ppserve.head.engine.watcher import Watcher
 from ppserve.process.environment import EXIT_FAILED, EXIT_USAGE
 from ppserve.tokenizer import Tokenizer
@@ -178,11 +179,10 @@ class Engine(threading.Thread):
     def _happened(self, events: Iterable[ReplicaEvent]) -> None:
         for event in events:
             match event:
-                case SequenceEvent() if self._can_wait(event):
-                    self._later.append(event)
                 case SequenceEvent():
-                    self._publish_later()
-                    self._publish(event)
+                    self._later.append(event)
+                    if self._may_end(event):
+                        self._publish_later()
                 case Formed():
                     self.formed.set_result(None)
                 case Hopeless():
@@ -233,10 +233,10 @@ class Engine(threading.Thread):
         except RequestError as error:
             done.set_exception(error)
 
-    def _can_wait(self, event: SequenceEvent) -> bool:
-        """Whether nothing that is scheduled next depends on this event's text."""
+    def _may_end(self, event: SequenceEvent) -> bool:
+        """Whether it, or its text, ends a sequence: what is scheduled next depends on that."""
         opened = self._open.get(event.request_id)
-        return opened is not None and not event.is_terminal and not opened.request.stop.stop
+        return opened is None or event.is_terminal or bool(opened.request.stop.stop)
 
     def _publish_later(self) -> None:
         events, self._later = self._later, []

@@ -12,7 +12,7 @@ from ppserve.core.request import FinishReason, Request
 from ppserve.head.engine.member import Hopeless
 from ppserve.head.engine.open_request import HeldAnswer
 from ppserve.head.engine.output import Sink
-from ppserve.head.engine.replica import ReplicaReading
+from ppserve.head.engine.reading import ReplicaReading
 from ppserve.tokenizer import Tokenizer
 
 

@@ -8,12 +8,12 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 from ppserve import wire
-from ppserve.core.cost_model import Coefficients, PipelineCosts
-from ppserve.core.ledger.account import StageTimes, TimeAccount
-from ppserve.core.ledger.overheads import Overheads, OverheadTimes
+from ppserve.core.cost_model import PipelineCosts
+from ppserve.core.ledger.account import TimeAccount
+from ppserve.core.ledger.overheads import Overheads
 from ppserve.core.ledger.steps import Step, Steps
 from ppserve.core.ledger.tensor_ranks import TensorRanks
 from ppserve.core.plan import StepPlan, StepResult
@@ -26,16 +26,9 @@ from ppserve.core.scheduling.sequence import SequenceEvent
 from ppserve.core.telling import NOTHING, DrawTeller
 from ppserve.errors import Draining
 from ppserve.head.engine.control import ControlPlane, Gone, Heard
-from ppserve.head.engine.member import (
-    Decision,
-    EpochLost,
-    Formed,
-    Hopeless,
-    Member,
-    MemberEvent,
-    StageDied,
-)
+from ppserve.head.engine.member import EpochLost, Formed, Hopeless, MemberEvent, StageDied
 from ppserve.head.engine.members import Members
+from ppserve.head.engine.reading import ReplicaReading, StageReading
 from ppserve.head.engine.watcher import Watcher
 
 log = logging.getLogger("ppserve.engine")
@@ -45,44 +38,6 @@ log = logging.getLogger("ppserve.engine")
 _MAX_LOSSES_IN_VAIN = 64
 
 ReplicaEvent = SequenceEvent | Formed | Hopeless
-
-
-@dataclass(frozen=True, slots=True)
-class StageReading:
-    """One stage at one moment. steps: computed since the start. cost: of a step, on average. spread: standard
-    deviation from that, as a share of it. ranks: of the stage. gathered_ns: what each has waited for the others.
-    """
-
-    times: StageTimes
-    steps: int
-    cost: Coefficients
-    spread: float
-    ranks: tuple[Member, ...]
-    gathered_ns: tuple[int, ...]
-
-    @property
-    def member(self) -> Member:
-        """Its first rank."""
-        return self.ranks[0]
-
-
-@dataclass(frozen=True, slots=True)
-class ReplicaReading:
-    """A replica at one moment, on the engine's clock. Frozen. serves: all its stages are there. num_waiting:
-    requests that no replica computes. kv_usage: 0 to 1."""
-
-    now_ns: int
-    replica: int
-    serves: bool
-    decision: Decision
-    epoch: int
-    num_blocks: int
-    microbatches: int
-    overheads: OverheadTimes
-    stages: tuple[StageReading, ...]
-    num_running: int
-    num_waiting: int
-    kv_usage: float
 
 
 class Replica:
@@ -181,19 +136,17 @@ class Replica:
     def refill(self, woken_ns: int) -> None:
         """Sends steps while lanes are free and sequences are ready. woken_ns: when the engine's turn began."""
         scheduler = self.scheduler
-        if scheduler is not None and self.members.formed:
-            self._cancel_doomed(scheduler)
-            while (plan := scheduler.schedule(self._now_s())) is not None:
-                self._dispatch(plan, scheduler, woken_ns)
+        if scheduler is None or not self.members.formed:
+            return
+        self._cancel_doomed(scheduler)
+        while (plan := scheduler.schedule(self._now_s())) is not None:
+            self._send(plan, scheduler)
+            step = self.steps.sent(plan, woken_ns, self._clock(), scheduler.microbatches)
+            self._account_for_result()
+            self._account.dispatched(step)
+            self._overheads.dispatched(step)
+            self._watcher.dispatched(step)
         self._account_for_result()
-
-    def _dispatch(self, plan: StepPlan, scheduler: Scheduler, woken_ns: int) -> None:
-        self._send(plan, scheduler)
-        step = self.steps.sent(plan, woken_ns, self._clock(), scheduler.microbatches)
-        self._account_for_result()
-        self._account.dispatched(step)
-        self._overheads.dispatched(step)
-        self._watcher.dispatched(step)
 
     def _send(self, plan: StepPlan, scheduler: Scheduler) -> None:
         """Sends a plan to every stage. Long draws go to the last stage alone: no other needs them."""

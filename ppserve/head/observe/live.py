@@ -17,7 +17,7 @@ from typing import Any
 
 from ppserve.core.ledger.account import Settled, StageTimes
 from ppserve.core.ledger.causes import IDLE, KINDS
-from ppserve.head.engine.replica import ReplicaReading
+from ppserve.head.engine.reading import ReplicaReading
 from ppserve.head.handle import PipelineHandle, topology_of
 from ppserve.head.observe.metrics import ServerLoad
 from ppserve.head.observe.pages import MakePage, Page, json_page

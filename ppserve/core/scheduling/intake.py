@@ -16,7 +16,7 @@ replica's own (`scheduler`). Laws
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Set
+from collections.abc import Hashable, Iterable, Set
 
 from ppserve.core.request import FinishReason, Request
 from ppserve.core.scheduling.admission import (
@@ -288,8 +288,8 @@ class Intake:
         self.quarantine.cleared(group.key)
         self.look_again()
 
-    def blame(self, host: Host, in_flight: Iterable[str], failed: Set[int]) -> list[SequenceEvent]:
-        """Stages of a replica failed with steps of these requests in flight. A request that is certain to have
+    def blame(self, host: Host, in_flight: Iterable[str], failed: Set[Hashable]) -> list[SequenceEvent]:
+        """Ranks of a replica failed with steps of these requests in flight. A request that is certain to have
         killed them fails."""
         elsewhere = {key for key, home in self._homes.items() if home is not host} | self._returned.keys()
         culprit = self.quarantine.lost([key for key in in_flight if key in self.groups], failed, elsewhere)

@@ -3,9 +3,9 @@
 The loss of a stage does not show which request caused it, so everything in flight is replayed. A request that was
 in flight at two losses, and gained no token between them, becomes a suspect. Suspects are replayed alone, one
 after the other, while all other requests wait. A suspect that gains a token is cleared. A suspect that was alone
-in the pipeline when the same stage failed twice, or stages failed four times, is the culprit and fails. So a
-request fails at its fourth loss at the earliest: others may have caused the first two, and the first one alone may
-be chance. A loss at which no stage failed, as when a network is cut, blames nobody.
+in the pipeline when the same rank failed twice in the same way, or ranks failed four times, is the culprit and
+fails. So a request fails at its fourth loss at the earliest: others may have caused the first two, and the first
+one alone may be chance. A loss at which no rank failed, as when a network is cut, blames nobody.
 
 Where an epoch is lost before any of its steps returned, the next one begins with a probe: a step of nobody. (Not
 after the first epoch: stages that have just formed are taken to work.) If it returns, the stages work, however
@@ -16,7 +16,7 @@ is to blame, and the counts go on until the server ends.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Container, Iterable, Set
+from collections.abc import Container, Hashable, Iterable, Set
 
 from ppserve.core.plan import Draw, Slice
 from ppserve.core.request import SamplingParams
@@ -24,7 +24,7 @@ from ppserve.core.request import SamplingParams
 PROBE = Slice(-1, 0, (0,), (0,), Draw(SamplingParams(temperature=0.0)))
 """One token. It is computed while nothing that its block holds can be used."""
 SUSPICIOUS_LOSSES = 2
-_CONVICTING_LOSSES_OF_ONE_STAGE = 2
+_CONVICTING_LOSSES_OF_ONE_RANK = 2
 _CONVICTING_LOSSES = 4
 
 
@@ -34,8 +34,8 @@ class Quarantine:
     def __init__(self) -> None:
         self._losses: dict[str, int] = {}
         self._suspects: deque[str] = deque()
-        # Of the lone request: the stages that failed, at each loss.
-        self._failures: list[Set[int]] = []
+        # Of the lone request: the ranks that failed, and how, at each loss.
+        self._failures: list[Set[Hashable]] = []
 
     @property
     def lone(self) -> str | None:
@@ -50,10 +50,11 @@ class Quarantine:
         """Whether a request may run only alone."""
         return request_id in self._suspects
 
-    def lost(self, in_flight: Iterable[str], failed: Set[int], elsewhere: Container[str] = ()) -> str | None:
-        """Stages failed with these requests in flight. Returns the culprit if it is certain, else None.
+    def lost(self, in_flight: Iterable[str], failed: Set[Hashable], elsewhere: Container[str] = ()) -> str | None:
+        """Ranks failed with these requests in flight. Returns the culprit if it is certain, else None.
 
-        elsewhere: requests that other pipelines compute, of which this loss says nothing.
+        failed: each by its place in the pipeline and how it failed. elsewhere: requests that other pipelines
+        compute, of which this loss says nothing.
         """
         if not failed:
             return None
@@ -62,8 +63,8 @@ class Quarantine:
             return None
         if lone is not None and lone in present:
             self._failures.append(failed)
-            times = max(sum(stage in each for each in self._failures) for stage in failed)
-            if times < _CONVICTING_LOSSES_OF_ONE_STAGE and len(self._failures) < _CONVICTING_LOSSES:
+            times = max(sum(rank in each for each in self._failures) for rank in failed)
+            if times < _CONVICTING_LOSSES_OF_ONE_RANK and len(self._failures) < _CONVICTING_LOSSES:
                 return None
             self.cleared(lone)
             return lone

@@ -22,7 +22,7 @@ for the next. It calls `commit` for every result of the last stage that is in th
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Collection, Iterator, KeysView, Set
+from collections.abc import Collection, Hashable, Iterator, KeysView, Set
 
 from ppserve.core.ledger.steps import Steps
 from ppserve.core.plan import Drawn, Scored, Slice, StepPlan, StepResult
@@ -327,11 +327,11 @@ class Scheduler:
             self.intake.retire(sequence, group)
         return event
 
-    def lose_stage(self, epoch: int, failed: Set[int]) -> list[SequenceEvent]:
+    def lose_stage(self, epoch: int, failed: Set[Hashable]) -> list[SequenceEvent]:
         """Begin a new epoch: steps in flight are discarded, and every sequence is computed again.
 
-        failed: the stages whose failure ended the last epoch; none where no request can be blamed.
-        No token is lost, so there are no events, but a request that is certain to have killed the stage fails.
+        failed: the ranks whose failure ended the last epoch, and how they failed; none where no request can be
+        blamed. No token is lost, so there are no events, but a request that is certain to have killed ranks fails.
         """
         in_flight = self._forget_steps(epoch)
         for sequence in self._roster.running:

@@ -75,12 +75,12 @@ class StageDied:
 class EpochLost:
     """The epoch is lost: results of steps in flight will not arrive.
 
-    stage: which failed, or said that it cannot go on; None if one was only silent, as when a network is cut.
+    rank: which failed, or said that it cannot go on; None if one was only silent, as when a network is cut.
     """
 
     epoch: int
     cause: str
-    stage: int | None
+    rank: int | None
 
 
 @dataclass(frozen=True, slots=True)

@@ -204,7 +204,7 @@ class Members:
             return []
         # A process that never finishes a step does not die, as its keeper sees it: it loses its connection.
         is_fruitless = cause == "stuck" and self.formed and not self._worked
-        lost = self._lose_epoch(f"{self.name(member)}: {cause}", member.stage, now_ns)
+        lost = self._lose_epoch(f"{self.name(member)}: {cause}", rank, now_ns)
         lost += self._computed_nothing(f"{self.name(member)}: {cause}") if is_fruitless else []
         return [StageDied(rank, member.stage, cause), *lost]
 
@@ -354,12 +354,12 @@ class Members:
         if member.state is not StageState.LEAVING:
             is_fruitless = self.formed and not self._worked
             self._complained(member)
-            lost = self._lose_epoch(broken.reason, member.stage, now_ns)
+            lost = self._lose_epoch(broken.reason, member.rank, now_ns)
             return [*lost, *self._computed_nothing(broken.reason)] if is_fruitless else lost
         return self._form_if_complete(now_ns)
 
-    def _lose_epoch(self, cause: str, stage: int | None, now_ns: int) -> list[MemberEvent]:
-        """Tells the surviving ranks to leave the epoch. stage: as in `EpochLost`."""
+    def _lose_epoch(self, cause: str, rank: int | None, now_ns: int) -> list[MemberEvent]:
+        """Tells the surviving ranks to leave the epoch. rank: as in `EpochLost`."""
         self._settled_ns = now_ns + min(_SETTLE_NS << self._attempts, _SETTLE_AT_MOST_NS)
         was_formed, self.formed = self.formed, False
         for member in self.all:
@@ -369,7 +369,7 @@ class Members:
                 self._move(member.rank, StageState.LEAVING, now_ns)
                 self._update(member.rank, leave_by_ns=now_ns + within_ns)
         if was_formed or not self._forming:
-            return [EpochLost(self.epoch, cause, stage)] if was_formed else []
+            return [EpochLost(self.epoch, cause, rank)] if was_formed else []
         log.warning("epoch %d did not form: %s", self.epoch, cause)
         self._forming = False
         return self._failed("form", cause)

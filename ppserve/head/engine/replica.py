@@ -38,6 +38,8 @@ log = logging.getLogger("ppserve.engine")
 _MAX_LOSSES_IN_VAIN = 64
 
 ReplicaEvent = SequenceEvent | Formed | Hopeless
+Failure = tuple[int, int, str]
+"""Stage and tensor rank of one that failed, and how: its process ended, it was stuck, it told of an error."""
 
 
 class Replica:
@@ -65,8 +67,8 @@ class Replica:
         self._costs = PipelineCosts(num_stages)
         self._lanes = LaneCount(num_stages, self._costs.fixed_s)
         # Since the last epoch formed. A death is told by neighbours, whose transport breaks, as well.
-        self._died: set[int] = set()
-        self._broke: set[int] = set()
+        self._died: set[Failure] = set()
+        self._broke: set[Failure] = set()
         # Requests that were in flight at a loss for which no stage is known yet to have failed.
         self._in_flight: frozenset[str] = frozenset()
         self._losses_in_vain = 0  # in a row
@@ -187,7 +189,7 @@ class Replica:
                     events += self._blame()
                 case StageDied():
                     if self._may_blame:
-                        self._died.add(event.stage)
+                        self._died.add(self._failure(event.rank, event.cause))
                     log.warning("%s died (%s)", self.members.grid.name(event.rank), event.cause)
                     self._watcher.stage_died(event.stage, event.cause)
                     events += self._blame()
@@ -258,7 +260,7 @@ class Replica:
 
     def _count_loss(self, lost: EpochLost) -> list[Hopeless]:
         """Stages that compute a probe, and die of each request, are not replaced for ever."""
-        if lost.stage is None or not self._may_blame or self.scheduler is None or not self.scheduler.num_running:
+        if lost.rank is None or not self._may_blame or self.scheduler is None or not self.scheduler.num_running:
             return []
         self._losses_in_vain += 1
         if self._losses_in_vain < _MAX_LOSSES_IN_VAIN:
@@ -270,8 +272,8 @@ class Replica:
         """Steps in flight will not return. Requests go on at other replicas at once; if there are none, the
         scheduler is told when the next epoch has formed."""
         log.warning("%sepoch %d lost: %s", self._prefix, lost.epoch, lost.cause)
-        if lost.stage is not None and self._may_blame:
-            self._broke.add(lost.stage)
+        if lost.rank is not None and self._may_blame:
+            self._broke.add(self._failure(lost.rank, "error"))
         self._account_for_result()
         self.steps.lost()
         self._ranks.lost()
@@ -328,6 +330,11 @@ class Replica:
         """Without requests and steps, no KV block may be held. Raises AssertionError."""
         if self.scheduler is not None and not self.scheduler.is_busy:
             assert self.scheduler.kv_usage == 0, "idle, yet KV blocks are held"
+
+    def _failure(self, rank: int, cause: str) -> Failure:
+        """The same for ranks of several replicas that compute the same part of the model."""
+        place = self.members.grid.place(rank)
+        return place.stage, place.tensor, cause
 
     @property
     def _may_blame(self) -> bool:

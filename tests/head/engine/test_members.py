@@ -150,6 +150,6 @@ def test_tensor_ranks_load_the_same_stage_and_the_epoch_has_all_of_them() -> Non
     formed = [event for rank in ranks for event in rig.say(rank, wire.Ready(1))]
     assert formed == [Formed(1, 10)]
     died, lost = members.gone(7, "exit", rig.now_ns)
-    assert (died, lost) == (StageDied(7, 1, "exit"), EpochLost(1, "replica 1 stage 1 tensor 1: exit", 1))
+    assert (died, lost) == (StageDied(7, 1, "exit"), EpochLost(1, "replica 1 stage 1 tensor 1: exit", 7))
     left = {rank for rank, message in rig.sent if isinstance(message, wire.Abandon)}
     assert left == {2, 3, 6}, "the others keep their weights"

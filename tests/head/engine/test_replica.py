@@ -80,9 +80,9 @@ class Notes(Watcher):
 class Rig:
     """The second of two replicas, so ranks are not stages. Its time, ranks and stages are the test's."""
 
-    def __init__(self, num_stages: int = 2, **config: Any) -> None:
+    def __init__(self, num_stages: int = 2, num_tensor: int = 1, **config: Any) -> None:
         self.now_ns = SECOND
-        self.grid = RankGrid(1, 2, num_stages)
+        self.grid = RankGrid(num_tensor, 2, num_stages)
         self.ranks = self.grid.ranks_of(1)
         self.control = ScriptedControl()
         self.notes = Notes()
@@ -133,7 +133,7 @@ class Rig:
         """A stage's result of a step that it computed until now."""
         begun = self.now_ns - compute_ns
         stamps = StepStamps(begun, begun, begun, begun, self.now_ns, self.now_ns)
-        is_last = stage == len(self.ranks) - 1
+        is_last = stage // self.grid.tensor == self.grid.pipeline - 1
         drawn = tuple(Drawn(piece.sequence_id, 3) for piece in plan.slices if piece.draw and is_last)
         return wire.Result(StepResult(plan.epoch, plan.step_id, stage, stamps, 0, drawn))
 
@@ -156,21 +156,33 @@ class Rig:
             events += self.fleet.tick()
         return events
 
-    def lose(self, rank: int) -> list[ReplicaEvent]:
+    def lose(self, rank: int, cause: str = "exit") -> list[ReplicaEvent]:
         """A rank's process dies; the others leave the epoch."""
         epoch = self.replica.members.epoch
-        events = self.fleet.take(Gone(rank, "exit"))
+        events = self.fleet.take(Gone(rank, cause))
         for other in self.ranks:
             if other != rank:
                 events += self.say(other, wire.Broken(epoch, "told"))
         return events
 
+    def convicts(self, rank: int, pause_s: int = 0, cause: str = "exit") -> bool:
+        """This rank's process dies, after the head has stood still, and comes back: whether a request fails."""
+        for plan in self.refill():
+            if plan.slices == (PROBE,):
+                self.compute(plan)
+                self.refill()
+        self.now_ns += pause_s * SECOND
+        self.lose(rank, cause)
+        self.greet(rank)
+        self.wait(1)
+        return any(isinstance(event, SequenceEvent) and event.error is not None for event in self.join())
+
     def times(self) -> tuple[StageTimes, ...]:
         return tuple(stage.times for stage in self.replica.reading(self.now_ns).stages)
 
 
-def formed(num_stages: int = 2, **config: Any) -> Rig:
-    rig = Rig(num_stages, **config)
+def formed(num_stages: int = 2, num_tensor: int = 1, **config: Any) -> Rig:
+    rig = Rig(num_stages, num_tensor, **config)
     assert rig.form() == [Formed(1, NUM_BLOCKS)]
     return rig
 
@@ -324,18 +336,15 @@ def test_stages_that_end_while_the_head_stands_still_convict_nobody(pause_s: int
     """They hear nothing of it. Without the pauses, as a control, the request in flight is convicted."""
     rig = formed(2)
     rig.submit("a")
-    convicted = []
-    for _ in range(5):
-        for plan in rig.refill():
-            if plan.slices == (PROBE,):
-                rig.compute(plan)
-                rig.refill()
-        rig.now_ns += pause_s * SECOND
-        rig.lose(3)
-        rig.greet(3)
-        rig.wait(1)
-        convicted += [event for event in rig.join() if isinstance(event, SequenceEvent) and event.error]
-    assert len(convicted) == (0 if pause_s else 1)
+    assert sum(rig.convicts(3, pause_s) for _ in range(5)) == (0 if pause_s else 1)
+
+
+@pytest.mark.parametrize("other", [(1, "exit"), (0, "stuck")], ids=["rank", "cause"])
+def test_who_is_alone_when_a_rank_ends_twice_in_the_same_way_is_convicted(other: tuple[int, str]) -> None:
+    rig = formed(1, num_tensor=2)
+    rig.submit("a")
+    losses = [(0, "exit")] * 3 + [other, (0, "exit")]
+    assert [rig.convicts(rig.ranks[tensor], 0, cause) for tensor, cause in losses] == [False] * 4 + [True]
 
 
 def test_a_silent_rank_ends_the_epoch_long_before_its_step_is_overdue_and_is_cut_off_later() -> None:

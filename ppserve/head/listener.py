@@ -114,8 +114,9 @@ class Listener:
 
 
 class _State(ServerState):
-    """What all connections of a listener share. handshakes: those that are no connections yet. waiting: of both,
-    those without a request, longest first. unread: those whose readers are behind, longest first."""
+    """What all connections of a listener share. handshakes: those that are no connections yet. waiting:
+    handshakes, and connections without a request, longest first. unread: connections whose readers are behind,
+    longest first."""
 
     def __init__(self, bounds: Bounds, refuse: Refuse) -> None:
         super().__init__()
@@ -142,9 +143,8 @@ class _Handshake(SSLProtocol):
     """asyncio's, which counts as a connection from the first: each holds one of the process's descriptors."""
 
     def __init__(self, connection: _Connection, state: _State, tls: ssl.SSLContext) -> None:
-        nobody_waits: Any = None
-        loop = asyncio.get_running_loop()
-        super().__init__(loop, connection, tls, nobody_waits, True, ssl_handshake_timeout=_TLS_WITHIN_S)
+        settings: dict[str, Any] = {"waiter": None, "ssl_handshake_timeout": _TLS_WITHIN_S}
+        super().__init__(asyncio.get_running_loop(), connection, tls, server_side=True, **settings)
         connection.on_made = self._is_over
         self._shared = state
 
@@ -152,7 +152,8 @@ class _Handshake(SSLProtocol):
         self._raw = transport
         self._shared.handshakes.add(self)
         self._shared.make_room(self)
-        self._shared.waiting[self] = None
+        if self in self._shared.handshakes:
+            self._shared.waiting[self] = None
         super().connection_made(transport)
 
     def connection_lost(self, exc: BaseException | None) -> None:

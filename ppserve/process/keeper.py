@@ -71,7 +71,7 @@ class Keeper:
 
     def stop(self, grace_s: float) -> None:
         """The server stops. For `grace_s` a stage that dies is still replaced, because running streams may
-        finish; after that the stage is killed. Safe in a signal handler."""
+        finish; after that the stage is killed. At once, if it has lost the head. Safe in a signal handler."""
         at_s = self._clock() + grace_s
         self._kill_at_s = at_s if self._kill_at_s is None else min(at_s, self._kill_at_s)
         self._stopping = True
@@ -92,7 +92,7 @@ class Keeper:
             if code == 0:
                 return 0
             if code == EXIT_HEAD_GONE:
-                self._found_head = False  # whoever stops this rank now may wait for it before another head comes
+                self._found_head = False  # torchrun waits for this rank to end before it starts another head
             if self._is_overdue():
                 return 1
             if code == EXIT_USAGE:

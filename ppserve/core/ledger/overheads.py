@@ -18,7 +18,8 @@ _REMEMBERED = 256
 
 @dataclass(frozen=True, slots=True)
 class OverheadTimes:
-    """head_s: from the head's waking up to the plan being sent. control_s: from there to stage 0 having read it.
+    """head_s: from the head's waking up to the plan being sent; what it does then (text, accounts) is in none of
+    these. control_s: from there to stage 0 having read it.
     prepare_s: from a stage being free and having the plan to its being ready for hidden states. sending_s: the
     sender is occupied with handing them on. transfer_s: from sent to received, where the receiver was waiting.
     return_s: from the end of the last stage's computation to the head having the result.

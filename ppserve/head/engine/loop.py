@@ -4,7 +4,8 @@ Requests, cancellations, results of stages and the end of a stage's connection a
 theirs into the inbox and wake the engine; all are handled in this thread, so nothing needs a lock. The engine
 sleeps until a message arrives, at most 0.1 s: deadlines and silent ranks are checked at least that often. In each
 turn it sends new plans first, because stages may be waiting for them, and then turns tokens into text and hands
-the outputs of all streams over in one call. Only text that may end its answer is looked at before.
+the outputs of all streams over in one call. A token that ends its answer, or whose text may, becomes text before,
+and so do those that came before it.
 """
 
 from __future__ import annotations
@@ -234,7 +235,8 @@ class Engine(threading.Thread):
             done.set_exception(error)
 
     def _may_end(self, event: SequenceEvent) -> bool:
-        """Whether it, or its text, ends a sequence: what is scheduled next depends on that."""
+        """Whether it, or its text, ends a sequence: what is scheduled next, and whether there is anything to
+        schedule, depends on that."""
         opened = self._open.get(event.request_id)
         return opened is None or event.is_terminal or bool(opened.request.stop.stop)
 
@@ -289,6 +291,9 @@ class Engine(threading.Thread):
         """Never raises: the stages must still be told to end."""
         try:
             self._publish_later()
+        except Exception:
+            log.exception("the latest tokens could not be told")
+        try:
             now_s = self._clock() / 1e9
             for opened in self._open.values():
                 self._tell(opened, opened.fail(error), now_s)

@@ -40,9 +40,12 @@ class HugePages:
 
 
 def _region(num_bytes: int) -> NDArray[np.uint8]:
-    """At least so many zeros, from the beginning of a page. The array keeps the memory."""
+    """At least so many zeros, from the beginning of a page. The array keeps the memory. Raises MemoryError."""
     size = -(-num_bytes // PAGE_BYTES) * PAGE_BYTES
-    memory = mmap.mmap(-1, size + PAGE_BYTES, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    try:
+        memory = mmap.mmap(-1, size + PAGE_BYTES, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    except OSError as error:
+        raise MemoryError(f"the system has no {size >> 20} MB for weights: {error}") from None
     if _ADVICE is not None:
         with contextlib.suppress(OSError):  # a system without them has other pages
             memory.madvise(_ADVICE)

@@ -149,6 +149,19 @@ def test_a_pipeline_that_is_hopeless_ends_every_stream_with_a_status() -> None:
             run.engine.look()
 
 
+def test_streams_are_told_of_the_end_when_their_latest_tokens_cannot_be(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail() -> None:
+        raise RuntimeError("no text")
+
+    with running() as run:
+        run.stages.hold.clear()
+        readers = [run.submit(a_request(name)) for name in "ab"]
+        monkeypatch.setattr(run.engine, "_publish_later", fail)
+        run.stages.hold.set()
+        for reader in readers:
+            assert isinstance(reader.rest()[-1].error, StagesLost)
+
+
 def test_stopping_shuts_every_stage_down_and_refuses_what_comes_later() -> None:
     with running(2) as run:
         run.engine.stop()

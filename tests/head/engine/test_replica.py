@@ -231,6 +231,19 @@ def test_the_next_plan_is_sent_before_a_result_is_accounted_for_and_no_reading_l
     assert rig.notes.called[-2:] == [reported, ("dispatched", following.step_id)]
     rig.compute(following)
     assert [stage.steps for stage in rig.replica.reading(rig.now_ns).stages] == [2, 2]
+    (last,) = rig.refill()
+    before = rig.replica.busy_s()
+    rig.compute(last)
+    assert [now - then for now, then in zip(rig.replica.busy_s(), before, strict=True)] == [0.001, 0.001]
+
+
+def test_the_last_result_is_accounted_for_before_the_pipeline_is_idle() -> None:
+    rig = formed(microbatches=1)
+    rig.submit("a", max_tokens=1)
+    (plan,) = rig.refill()
+    rig.compute(plan)
+    assert not rig.fleet.demand(exists=False)
+    assert rig.notes.called[-1] == ("reported", plan.step_id, 1)
 
 
 # ---- guesses ------------------------------------------------------------------------------------------

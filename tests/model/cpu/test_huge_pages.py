@@ -46,6 +46,11 @@ def test_arrays_lie_apart_on_lines_and_begin_as_zeros() -> None:
         assert (array == number).all()
 
 
+def test_too_little_memory_is_told() -> None:
+    with pytest.raises(MemoryError, match="MB for weights"):
+        HugePages().zeros((1 << 60,), np.int8)
+
+
 def test_memory_lives_as_long_as_an_array_in_it() -> None:
     first, second = (memory := HugePages()).zeros((1000,), np.int32), memory.zeros((1000,), np.int32)
     del memory, first

@@ -38,22 +38,22 @@ _FILE = click.Path(exists=True, dir_okay=False, path_type=Path)
 _PREFIXES = {"n": 1e-9, "u": 1e-6, "m": 1e-3, "": 1.0, "K": 1e3, "M": 1e6, "G": 1e9, "T": 1e12, "P": 1e15}
 
 
-def _quantity(what: str, unit: str, prefixes: str, may_be_zero: bool) -> Parsed:
+def _quantity(what: str, unit: str, prefixes: str, least: float, most: float) -> Parsed:
     """A number with a decimal prefix and an optional unit: 312T, 900GB/s, 50us."""
-    pattern = re.compile(rf"(\d+(?:\.\d+)?(?:[eE][+-]?\d+)?)([{prefixes}]?)(?:{unit})?")
+    pattern = re.compile(rf"(\d+(?:\.\d+)?(?:[eE][+-]?\d+)?)([{prefixes}]?)(?:{unit})?", re.ASCII)
 
     def parse(text: str) -> float:
         match = pattern.fullmatch(text.strip().replace("µ", "u"))
         number = float(match[1]) * _PREFIXES[match[2]] if match else None
-        if number is None or (number == 0 and not may_be_zero):
+        if number is None or not least <= number <= most:
             raise ValueError(f"{text!r} is not a {what}")
         return number
 
     return Parsed(what, parse)
 
 
-_SPEED = _quantity("rate above 0, such as 312T", r"(?:FLOPS|FLOP/s|B/s|/s)", "KMGTP", may_be_zero=False)
-_TIME = _quantity("time, such as 50us", "s", "num", may_be_zero=True)
+_SPEED = _quantity("rate from 1 to 1e30, such as 312T", r"(?:FLOPS|FLOP/s|B/s|/s)", "KMGTP", 1.0, 1e30)
+_TIME = _quantity("time up to 1000 s, such as 50us", "s", "num", 0.0, 1e3)
 
 
 @click.command(context_settings={"show_default": True})

@@ -225,11 +225,11 @@ class Simulator:
         else:
             self._submit(what, now_s, happened_s)
         scheduler = self._scheduler
-        for step_id in scheduler.lanes.take_doomed():
-            self._steps.doom(step_id)
-            if (doomed := self._passing.get(step_id)) is not None:
-                doomed.cancelled_s = now_s + self._machine.wires.control_s
-        while (plan := scheduler.schedule(now_s)) is not None:
+        while True:
+            plan = scheduler.schedule(now_s)
+            self._cancel_doomed(now_s + self._machine.wires.control_s)
+            if plan is None:
+                break
             now_s += self._machine.wires.head_s
             self._account.dispatched(self._steps.sent(plan, woken_ns, round(now_s * _NS), scheduler.microbatches))
             self._outcome.num_steps += 1
@@ -245,6 +245,13 @@ class Simulator:
             cores.interrupt(begun_s, now_s - begun_s + num_tokens * cores.of.caller_s)
         if not (scheduler.intake.groups or scheduler.is_busy):
             self._account.demand_ended(round(now_s * _NS))
+
+    def _cancel_doomed(self, known_s: float) -> None:
+        """known_s: to the stages."""
+        for step_id in self._scheduler.lanes.take_doomed():
+            self._steps.doom(step_id)
+            if (doomed := self._passing.get(step_id)) is not None:
+                doomed.cancelled_s = known_s
 
     def _submit(self, asked: SimulatedRequest, now_s: float, arrived_s: float) -> None:
         name = str(next(self._head.order))

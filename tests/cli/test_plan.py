@@ -112,7 +112,16 @@ def test_mistakes_are_named(args, problem):
 
 
 @pytest.mark.parametrize(
-    "args", [["--flops", "many"], ["--flops", "0"], ["--link-latency", "5 parsecs"], ["--stages", "0"]]
+    "args",
+    [
+        ["--flops", "many"],
+        ["--flops", "0"],
+        ["--flops", "1e-300"],
+        ["--flops", "٣T"],
+        ["--launch-time", "1e999"],
+        ["--link-latency", "5 parsecs"],
+        ["--stages", "0"],
+    ],
 )
 def test_flags_that_are_no_quantities(args):
     result = CliRunner().invoke(cli, ["plan", *args])

@@ -58,6 +58,11 @@ class Lanes:
         """Steps that stage 0 has not reported."""
         return sum(step.first_owing() == 0 for step in self._steps.in_flight)
 
+    @property
+    def have_guesses_alone(self) -> bool:
+        """Whether a step in flight has nothing but guesses."""
+        return self._steps.num_speculative > 0
+
     def drawing(self, sequence: Sequence) -> tuple[Step, Slice] | None:
         """The step in flight that draws the sequence's next token, and its slice."""
         known = len(sequence.token_ids)

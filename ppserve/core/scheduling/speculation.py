@@ -100,6 +100,8 @@ class Speculation:
 
     def make_way(self, running: Collection[Sequence]) -> None:
         """A request is admitted. Steps on guesses alone could delay it: they are void."""
+        if not self._lanes.have_guesses_alone:
+            return
         for sequence in running:
             if sequence.guesses and (drawing := self._lanes.drawing(sequence)) is not None:
                 end = drawing[1].end

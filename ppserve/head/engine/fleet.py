@@ -88,7 +88,7 @@ class Fleet:
 
     def refill(self, woken_ns: int) -> None:
         """Sends steps while lanes are free and sequences are ready. woken_ns: when the engine's turn began."""
-        # First, so that a replica that is refilled early gets its share too.
+        # First: a replica that is refilled early gets its share too, and tells of steps that made way for it.
         self.intake.admit(self._now_s())
         for replica in self._living:
             replica.refill(woken_ns)

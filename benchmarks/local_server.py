@@ -12,6 +12,11 @@ import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).parents[1]))  # tests are no package of the environment
+
+from tests.orphans import dying_with_us
 
 READY = re.compile(r"^ppserve ready grpc=(\S+) metrics=(\S+) stages=(\d+) http=(\S+)$", re.MULTILINE)
 FREE_PORTS = ("--port", "0", "--http-port", "0", "--metrics-port", "0")
@@ -30,8 +35,9 @@ class Address:
 
 @contextmanager
 def running(flags: Sequence[str]) -> Iterator[Address]:
-    """A ready server with these flags of `ppserve serve`, and none of its processes afterwards."""
-    command = [sys.executable, "-m", "ppserve", "serve", *FREE_PORTS, *flags]
+    """A ready server with these flags of `ppserve serve`, and none of its processes afterwards, also where the
+    measurement is killed."""
+    command = dying_with_us([sys.executable, "-m", "ppserve", "serve", *FREE_PORTS, *flags])
     process = subprocess.Popen(
         command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, stdin=subprocess.DEVNULL,
         env={**os.environ, "PYTHONUNBUFFERED": "1"},

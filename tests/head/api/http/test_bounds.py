@@ -149,26 +149,30 @@ def test_a_connection_that_asks_nothing_is_closed(sent: bytes) -> None:
     asyncio.run(main())
 
 
-def test_when_there_are_too_many_the_one_that_has_waited_longest_goes() -> None:
-    async def main() -> None:
-        listener, port = await _listening(Bounds(connections=10))
-        idle = [await asyncio.open_connection("127.0.0.1", port) for _ in range(50)]
-        reader, writer = await asyncio.open_connection("127.0.0.1", port)
-        writer.write(b"GET / HTTP/1.1\r\nhost: here\r\n\r\n")
-        assert b"200 OK" in await reader.readline()
-        async with asyncio.timeout(20):
-            for old, _ in idle[:41]:
-                await until_closed(old)
-        assert not any(young.at_eof() for young, _ in idle[41:])
-        for _, each in (*idle, (reader, writer)):
-            each.close()
-        await listener.stop()
-
-    asyncio.run(main())
-
-
 MORE_THAN_BUFFERS_HOLD = 16 << 20
 ASK = b"GET / HTTP/1.1\r\nhost: here\r\n\r\n"
+
+
+async def longest_waiting_go(
+    within_s: float, tls: ssl.SSLContext | None = None, known: ssl.SSLContext | None = None
+) -> None:
+    """Of 50 that say nothing, when another asks and there is room for 10. known: whom that one trusts."""
+    listener, port = await _listening(Bounds(connections=10), tls=tls)
+    idle = [await asyncio.open_connection("127.0.0.1", port) for _ in range(50)]
+    reader, writer = await asyncio.open_connection("127.0.0.1", port, ssl=known)
+    writer.write(ASK)
+    assert b"200 OK" in await reader.readline()
+    async with asyncio.timeout(within_s):
+        for old, _ in idle[:41]:
+            await until_closed(old)
+    assert not any(young.at_eof() for young, _ in idle[41:])
+    for _, each in (*idle, (reader, writer)):
+        each.close()
+    await listener.stop()
+
+
+def test_when_there_are_too_many_the_one_that_has_waited_longest_goes() -> None:
+    asyncio.run(longest_waiting_go(within_s=20))
 
 
 async def ask_and_do_not_read(port: int, times: int) -> asyncio.StreamWriter:
@@ -295,19 +299,4 @@ def test_handshakes_that_never_end_are_bounded_as_connections_are(tmp_path: Path
     tls = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH)
     tls.load_cert_chain(tmp_path / "leaf.pem", tmp_path / "leaf.key")
     known = ssl.create_default_context(cafile=str(tmp_path / "ca.pem"))
-
-    async def main() -> None:
-        listener, port = await _listening(Bounds(connections=10), tls=tls)
-        idle = [await asyncio.open_connection("127.0.0.1", port) for _ in range(50)]
-        reader, writer = await asyncio.open_connection("127.0.0.1", port, ssl=known)
-        writer.write(ASK)
-        assert b"200 OK" in await reader.readline()
-        async with asyncio.timeout(5):  # a handshake's own limit is 10 s
-            for old, _ in idle[:41]:
-                await until_closed(old)
-        assert not any(young.at_eof() for young, _ in idle[41:])
-        for _, each in (*idle, (reader, writer)):
-            each.close()
-        await listener.stop()
-
-    asyncio.run(main())
+    asyncio.run(longest_waiting_go(5, tls, known))  # a handshake's own limit is 10 s

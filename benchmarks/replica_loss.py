@@ -24,8 +24,6 @@ from local_server import running
 
 from ppserve.client import AsyncClient
 
-# A stage that computes its first step gets a spare process, whose imports take both cores for seconds.
-SPARE_READY_S = 6.0
 TOKENS = 300
 UNDER_WAY = 30
 
@@ -61,25 +59,20 @@ class Streams:
 
 
 def stage_pid(rank: int) -> int:
-    """Of the one server that this process has started; the oldest, since the younger one is a spare."""
-    found = []
+    """Of the one server that this process has started."""
     for process in psutil.Process().children(recursive=True):
         with suppress(psutil.NoSuchProcess, psutil.ZombieProcess):
-            parent = process.parent()
-            if "ppserve.stage" in process.cmdline() and parent and parent.environ().get("RANK") == str(rank):
-                found.append((process.create_time(), process.pid))
-    if not found:
-        raise SystemExit(f"no stage of rank {rank}")
-    return min(found)[1]
+            if process.name() == "ppserve.stage" and process.environ().get("RANK") == str(rank):
+                return process.pid
+    raise SystemExit(f"no stage of rank {rank}")
 
 
 async def all_serve(target: str) -> None:
-    """As a server that has served for a while: every replica has a spare."""
+    """As a server that has served for a while."""
     async with AsyncClient(target) as client:
         while not all(replica.serves for replica in (await client.topology()).replicas):
             await asyncio.sleep(0.05)
         await asyncio.gather(*(client.generate("Once", seed=seed, max_tokens=20) for seed in range(8)))
-    await asyncio.sleep(SPARE_READY_S)
 
 
 async def measure(target: str, rounds: int, count: int, ranks: int) -> None:

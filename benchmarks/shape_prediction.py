@@ -131,7 +131,7 @@ def cpu_s() -> tuple[float, ...]:
 
 
 def come_to_rest() -> None:
-    """A rank that has computed its first step gets a spare process, whose imports take a core for seconds."""
+    """Until the server does nothing."""
     while True:
         before_s = cpu_s()
         time.sleep(1.0)

@@ -34,8 +34,8 @@ class ServerProcess:
     def kill_stage(self, stage: int) -> None:
         """SIGKILL to the process that holds a stage's weights; its keeper and the head live on."""
         for pid in sorted(_descendants(self.process.pid)):
-            # Of a rank's stage processes the oldest works; a younger one waits to take its place.
-            if b"ppserve.stage" in _proc(pid, "cmdline") and f"RANK={stage}".encode() in _environment(pid):
+            # A stage's command line is that of the fork server that it comes from; its name is its own.
+            if _proc(pid, "comm") == b"ppserve.stage\n" and f"RANK={stage}".encode() in _environment(pid):
                 os.kill(pid, signal.SIGKILL)
                 return
         raise TourError(f"no process of stage {stage} is running")

@@ -162,7 +162,7 @@ class Soak:
                 if process.pid not in self.lives:
                     self.lives[process.pid] = Life(kind_of(process), process)
                 life = self.lives[process.pid]
-                current.setdefault(life.kind, life)  # a rank's stage is older than its spare
+                current.setdefault(life.kind, life)
         for life in current.values():
             life.sample(self.served)
 
@@ -195,8 +195,7 @@ class Soak:
 def kind_of(process: psutil.Process) -> str:
     words, rank = process.cmdline(), process.environ().get("RANK")
     if "ppserve.stage" in words:
-        parent = process.parent()
-        return f"stage {parent.environ().get('RANK') if parent else '?'}"
+        return f"{'stage' if process.name() == 'ppserve.stage' else 'fork server'} {rank}"
     if "ppserve" in words and rank is not None:
         return "head" if rank == "0" else f"keeper {rank}"
     return "launcher"

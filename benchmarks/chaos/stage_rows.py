@@ -42,7 +42,8 @@ def plant():
     sampling.draw_token = poisoned
 
 if "ppserve.stage" in sys.orig_argv:
-    threading.Thread(target=plant, daemon=True).start()
+    # Threads do not survive a fork: in the stage, not in the fork server.
+    os.register_at_fork(after_in_child=lambda: threading.Thread(target=plant, daemon=True).start())
 """
 
 
@@ -63,16 +64,9 @@ def wait_for_epoch(server: Server, so_far: int) -> None:
     wait_for(lambda: formed(server) > so_far, "an epoch")
 
 
-def stages_of(server: Server, rank: int) -> list[int]:
-    """The stage process of a rank, then its spare."""
-    found: list[tuple[float, int]] = []
-    for process in server.processes():
-        with suppress(psutil.Error):
-            parent = process.parent()
-            if "ppserve.stage" in process.cmdline() and parent and parent.environ().get("RANK") == str(rank):
-                found.append((process.create_time(), process.pid))
-    # By age: the system's numbers begin again at some time.
-    return [pid for _, pid in sorted(found)]
+def all_of(server: Server, rank: int) -> list[int]:
+    """The processes below a rank: its fork server and its stage."""
+    return [process.pid for process in psutil.Process(server.rank_pid(rank)).children(recursive=True)]
 
 
 def kill(pids: list[int], signum: int = signal.SIGKILL) -> None:
@@ -94,24 +88,6 @@ def wait_for_tokens(people: Crowd) -> None:
     """Until every stream has brought one from now on."""
     now_s = time.monotonic()
     wait_for(lambda: sum(s > now_s for s in people.latest_s.values()) == people.callers, "tokens of all streams")
-
-
-def wait_for_spares(server: Server, num_stages: int) -> None:
-    """Until each rank has one that has imported. That takes seconds of computation; then it waits."""
-    for rank in range(num_stages):
-        wait_for(lambda rank=rank: is_idle(stages_of(server, rank)[1:]), f"a spare of stage {rank}")
-
-
-def is_idle(spares: list[int]) -> bool:
-    """Whether there is one, and it has worked and now does not."""
-    try:
-        before_s = [sum(psutil.Process(pid).cpu_times()[:2]) for pid in spares]
-        time.sleep(0.5)
-        after_s = [sum(psutil.Process(pid).cpu_times()[:2]) for pid in spares]
-    except psutil.Error:
-        return False
-    worked_s = [b - a for a, b in zip(before_s, after_s, strict=True)]
-    return bool(spares) and min(before_s) > 0.5 and max(worked_s) < 0.05
 
 
 def judged(record: Record) -> Verdict:
@@ -140,10 +116,9 @@ def kills_of(model: str, record: Record, short: bool) -> dict[str, Any]:
 
 
 def kill_some(server: Server, record: Record, people: Crowd, number: int) -> None:
-    """One after the other: each when every stream goes on and every rank has a spare again."""
+    """One after the other: each when every stream goes on."""
     chance = random.Random(0)
     for done in range(number):
-        wait_for_spares(server, 2)
         time.sleep(chance.uniform(0.0, 1.0))
         so_far = formed(server)
         record.note("fault")
@@ -164,12 +139,11 @@ def after_kills(record: Record, log: str, within_s: float) -> dict[str, Any]:
 
 
 def doubles(record: Record, short: bool) -> dict[str, Any]:
-    """2: two stages at once; a stage again while the epoch forms; stage and spare."""
+    """2: two stages at once; a stage again while the epoch forms; stage and fork server."""
     number = 1 if short else 20
 
     def hurt(people: Crowd) -> None:
         def lose(victims: Any) -> None:
-            wait_for_spares(server, 3)
             so_far = formed(server)
             record.note("fault")
             victims()
@@ -179,7 +153,7 @@ def doubles(record: Record, short: bool) -> dict[str, Any]:
         for done in range(number):
             lose(lambda: kill([server.stage_pid(0), server.stage_pid(2)]))
             lose(again_while_it_forms)
-            lose(lambda: kill(stages_of(server, 1)))
+            lose(lambda: kill(all_of(server, 1)))
             print(f"2: {3 * (done + 1)} losses of {3 * number}", flush=True)
 
     def again_while_it_forms() -> None:

@@ -15,7 +15,7 @@ from ppserve.cli.types import GUESSES, LAYERS, ON_OFF, PORTS, SIZE, AutoOr
 from ppserve.errors import ConfigError
 from ppserve.process.environment import RankEnvironment, open_many_files
 from ppserve.process.rank import run_rank
-from ppserve.process.stage_process import StageProcess
+from ppserve.process.stage_process import ForkServer
 
 _FILE = click.Path(exists=True, dir_okay=False, readable=True, path_type=Path)
 _COUNT = click.IntRange(min=1)
@@ -131,10 +131,11 @@ def serve(stages: int | None, **flags: Any) -> None:
 
     check(config, environment.world_size)
     # It imports torch, and this process the head, at the same time.
-    stage_process = StageProcess()
+    fork_server = ForkServer()
+    fork_server.prepare()
     from ppserve.head.app import run_head
 
-    sys.exit(run_head(config, environment, stage_process))
+    sys.exit(run_head(config, environment, fork_server))
 
 
 def build_config(flags: dict[str, Any]) -> cfg.ServeConfig:

@@ -54,7 +54,7 @@ from ppserve.process.environment import (
 from ppserve.process.keeper import Keeper
 from ppserve.process.listening import OpenPort, refuse_unmeant
 from ppserve.process.logs import set_up_logging, survive_full_disks
-from ppserve.process.stage_process import StageProcess
+from ppserve.process.stage_process import ForkServer
 from ppserve.process.tls import stage_context
 from ppserve.tokenizer import Tokenizer, load_tokenizer
 
@@ -67,22 +67,22 @@ _STAGES_END_WITHIN_S = 5.0
 _ENDING_S = 5.0
 
 
-def run_head(config: ServeConfig, environment: RankEnvironment, stage_process: StageProcess) -> int:
-    """Runs rank 0, which keeps this stage process alive; returns its exit code."""
+def run_head(config: ServeConfig, environment: RankEnvironment, fork_server: ForkServer) -> int:
+    """Runs rank 0, which keeps a stage of this fork server alive; returns its exit code."""
     die_with_launcher()
     survive_full_disks()
     set_up_logging(config.log)
     # The engine's thread must not wait long for the interpreter's lock while streams are written.
     sys.setswitchinterval(0.0005)
     try:
-        return asyncio.run(_run(config, environment, stage_process))
+        return asyncio.run(_run(config, environment, fork_server))
     except UsageError as error:
         print(f"ppserve: error: {error}", file=sys.stderr, flush=True)
         return EXIT_USAGE
 
 
-async def _run(config: ServeConfig, environment: RankEnvironment, stage_process: StageProcess) -> int:
-    return await HeadProcess(config, environment, stage_process).run()
+async def _run(config: ServeConfig, environment: RankEnvironment, fork_server: ForkServer) -> int:
+    return await HeadProcess(config, environment, fork_server).run()
 
 
 def warn_of_short_grace(config: ServeConfig) -> None:
@@ -98,14 +98,14 @@ def warn_of_short_grace(config: ServeConfig) -> None:
 class HeadProcess:
     """Connects the parts of the head. Must be made in the event loop in which it will run."""
 
-    def __init__(self, config: ServeConfig, environment: RankEnvironment, stage_process: StageProcess) -> None:
+    def __init__(self, config: ServeConfig, environment: RankEnvironment, fork_server: ForkServer) -> None:
         self._config = config
         self._world_size = environment.world_size
         self._meeting = meeting.find_meeting(config, environment)
         listener, secret = meeting.begin(self._meeting)
         tls = stage_context(self._meeting.tls, serves=True) if self._meeting.tls else None
         self._control = SocketControlPlane(listener, self._world_size, secret, tls)
-        self._keeper = Keeper(config, 0, self._world_size, self._meeting, spare=stage_process)
+        self._keeper = Keeper(config, 0, self._world_size, self._meeting, fork_server)
         self._keeper_thread = threading.Thread(target=self._keep_stage, name="keeper", daemon=True)
         self._keeper_failed: Future[Hopeless] = Future()
         self._stop = asyncio.Event()

@@ -62,6 +62,13 @@ def die_with_parent(parent_pid: int | None = None) -> None:
         os._exit(EXIT_HEAD_GONE)
 
 
+def name_process(name: str) -> None:
+    """What `top` shows for this process, at most 15 letters. Only on Linux."""
+    if sys.platform == "linux":
+        pr_set_name = 15
+        ctypes.CDLL(None).prctl(pr_set_name, name.encode(), 0, 0, 0)
+
+
 def die_with_launcher() -> None:
     """In a rank: when torchrun dies, even by SIGKILL, the kernel kills this process."""
     if "TORCHELASTIC_RUN_ID" in os.environ:

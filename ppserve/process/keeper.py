@@ -16,7 +16,7 @@ from ppserve.errors import UsageError
 from ppserve.process.environment import EXIT_FAILED, EXIT_HEAD_GONE, EXIT_USAGE
 from ppserve.process.greeting import connect_to_head
 from ppserve.process.patience import Life, Patience
-from ppserve.process.stage_process import StageProcess, start_patiently
+from ppserve.process.stage_process import ForkServer, StageProcess, start_patiently
 
 # A stage sends a sign of life at least every half second; after this long without one it is killed as frozen.
 FROZEN_AFTER_S = 4.0
@@ -27,16 +27,12 @@ FROZEN_WHILE_PREPARING_S = 30.0
 _TELL_WITHIN_S = 2.0
 # How often the keeper looks whether a stage is frozen or a stop is overdue.
 _LOOK_EVERY_S = 0.5
-# A spare that could not be started is tried again after so long.
-SPARE_EVERY_S = 30.0
 
 
 class Keeper:
-    """Keeps one stage process alive. Owns that process and a spare: a process that has imported already, so
-    that a replacement takes about a second, and without it many.
+    """Keeps one stage process alive. Owns that process and the fork server that it comes from.
 
-    spawn: starts a process, or raises OSError. clock: seconds, monotonic. spare: the first one, where it has been
-    started.
+    clock: seconds, monotonic.
     """
 
     def __init__(
@@ -45,18 +41,17 @@ class Keeper:
         rank: int,
         world_size: int,
         meeting: wire.Meeting,
-        spawn: Callable[[], StageProcess] = StageProcess,
+        fork_server: ForkServer | None = None,
         clock: Callable[[], float] = time.monotonic,
-        spare: StageProcess | None = None,
         sleep: Callable[[float], None] = time.sleep,
     ) -> None:
         self._config = config
         self._rank, self._world_size = rank, world_size
         self._meeting = meeting
         self._found_head = self._was_ready = False
-        self._spawn, self._clock, self._sleep = spawn, clock, sleep
+        self._clock, self._sleep = clock, sleep
+        self._fork_server = fork_server or ForkServer()
         self._child: StageProcess | None = None
-        self._spare, self._spare_from_s = spare, 0.0
         self._stopping = False
         self._kill_at_s: float | None = None
 
@@ -65,9 +60,7 @@ class Keeper:
         try:
             return self._keep()
         finally:
-            if self._spare is not None:
-                self._spare.kill()
-                self._spare.end()
+            self._fork_server.end()
 
     def stop(self, grace_s: float) -> None:
         """The server stops. For `grace_s` a stage that dies is still replaced, because running streams may
@@ -104,21 +97,13 @@ class Keeper:
 
     def _one_life(self) -> tuple[Life, int]:
         """Starts a stage and waits for its end: (what it said, exit code)."""
-        start = self._spawn, self._name, self._is_overdue, self._clock, self._sleep
-        child, self._spare = self._spare or start_patiently(*start), None
-        self._child = child
+        start = self._fork_server.fork, self._name, self._is_overdue, self._clock, self._sleep
+        child = self._child = start_patiently(*start)
         child.start(wire.Start(self._config, self._rank, self._world_size, self._meeting))
         life = self._watch(child)
         code = child.end()
         self._child = None
         return life, code
-
-    def _start_spare(self) -> None:
-        try:
-            self._spare = self._spawn()
-        except OSError as error:
-            self._spare_from_s = self._clock() + SPARE_EVERY_S
-            print(f"ppserve: no spare for {self._name} now: {error}", file=sys.stderr, flush=True)
 
     def _watch(self, child: StageProcess) -> Life:
         """Listens to the stage until it has ended; kills a frozen one."""
@@ -139,9 +124,6 @@ class Keeper:
                     self._was_ready = life.is_ready = True
                 elif line == "served":
                     life.served = True
-            if life.served and self._spare is None and not self._stopping and now_s >= self._spare_from_s:
-                # Not earlier: its imports would slow down the stage's own start.
-                self._start_spare()
             frozen = now_s - last_sign_s > (FROZEN_AFTER_S if life.is_connected else FROZEN_WHILE_PREPARING_S)
             if frozen or self._is_overdue():
                 child.kill()

@@ -1,10 +1,13 @@
-"""A stage process as its keeper sees it: started, handed its configuration, listened to, and ended."""
+"""A stage process as its keeper sees it: forked, handed its configuration, listened to, and ended."""
 
 from __future__ import annotations
 
 import contextlib
 import os
 import select
+import signal
+import socket
+import struct
 import subprocess
 import sys
 from collections.abc import Callable, Sequence
@@ -12,39 +15,118 @@ from collections.abc import Callable, Sequence
 from ppserve import wire
 
 STAGE_COMMAND = (sys.executable, "-m", "ppserve.stage")
+# What the fork server is asked, and its answer to REAP: an exit code (-9: killed).
+FORK, REAP = b"f", b"r"
+EXIT_CODE = struct.Struct("i")
 # The system may have no descriptor, process or memory left for a while.
 START_WITHIN_S = 60.0
-_START_EVERY_S = 0.5
+START_EVERY_S = 0.5
+# A process whose descriptors are closed is about to end. A driver may take a while to let go of its device.
+_REAP_WITHIN_S = 30.0
+_KILLED = -signal.SIGKILL
 
 
-class StageProcess:
-    """One child process. It imports torch first (seconds), then waits for `start`: until then it is a spare.
+class ForkServer:
+    """A child process that imports what stages import (seconds), once, and forks a stage (10 ms) when it is asked.
 
-    The child gets two arguments: the file descriptor of a pipe to this process, and this process's id. It writes
-    lines to the pipe: an empty one at least every half second, `started` when it has read its configuration,
-    `connected` when it has found the head, `ready` when it has entered an epoch, `served` when it has computed
-    its first step. The pipe's end is the child's end. Raises OSError, and leaves nothing open, if it cannot be
-    started.
+    Started with the first stage, and anew after its death, which is its stage's death too. Its command gets two
+    arguments: the file descriptor of a socket to this process, and this process's id.
     """
 
     def __init__(self, command: Sequence[str] = STAGE_COMMAND) -> None:
-        self._life, write = os.pipe()
+        self._command = command
+        self._process: subprocess.Popen[bytes] | None = None
+        self._requests: socket.socket | None = None
+        self._prepared: StageProcess | None = None
+
+    def prepare(self) -> None:
+        """Begins with the imports, for the first `fork`. Raises OSError."""
+        self._prepared = StageProcess(self)
+
+    def fork(self) -> StageProcess:
+        """The next stage process; the one before has ended. Raises OSError, and leaves nothing open, if the system
+        does not allow it now."""
+        prepared, self._prepared = self._prepared, None
+        return prepared or StageProcess(self)
+
+    def ask(self, stage_end: int) -> None:
+        """For a stage with this end of a socket. Raises OSError."""
+        if self._requests is not None:
+            with contextlib.suppress(BrokenPipeError, ConnectionResetError):
+                socket.send_fds(self._requests, [FORK], [stage_end])
+                return
+            self.end()  # it died meanwhile
+        self._start()
+        assert self._requests is not None
+        socket.send_fds(self._requests, [FORK], [stage_end])
+
+    def _start(self) -> None:
+        ours, theirs = socket.socketpair()
+        # A BLAS that starts threads when it is imported would leave the forked stages without them.
+        environment = {"OPENBLAS_NUM_THREADS": "1", **os.environ}
+        command = [*self._command, str(theirs.fileno()), str(os.getpid())]
+        with theirs:
+            try:
+                self._process = subprocess.Popen(
+                    command, stdin=subprocess.DEVNULL, pass_fds=(theirs.fileno(),), env=environment
+                )
+            except OSError:
+                ours.close()
+                raise
+        ours.settimeout(_REAP_WITHIN_S)
+        self._requests = ours
+
+    def reap(self) -> int:
+        """The exit code of the stage, which has ended; that of this server where it has ended itself."""
+        assert self._requests is not None
+        code = b""
+        with contextlib.suppress(OSError):
+            self._requests.sendall(REAP)
+            code = self._requests.recv(EXIT_CODE.size)
+        return EXIT_CODE.unpack(code)[0] if code else self.end()
+
+    def kill(self) -> None:
+        """SIGKILL; harmless when it has ended. Its stage dies with it. Safe in a signal handler."""
+        if self._process is not None:
+            self._process.kill()
+
+    def end(self) -> int:
+        """Kills it, unless it has ended, and returns its exit code (-9: killed)."""
+        if self._process is None or self._requests is None:
+            return _KILLED
+        self._requests.close()
+        self._process.kill()
+        code = self._process.wait()
+        self._process = self._requests = None
+        return code
+
+
+class StageProcess:
+    """One process that computes for a stage. It waits for `start` first.
+
+    It writes lines to a socket: an empty one at least every half second, also while the fork server still imports;
+    `forked PID` when it exists, `started` when it has read its configuration, `connected` when it has found the
+    head, `ready` when it has entered an epoch, `served` when it has computed its first step. The socket's end is
+    the process's end.
+    """
+
+    def __init__(self, server: ForkServer) -> None:
+        self._server = server
+        self._pid: int | None = None
         self._line = b""
-        arguments = [*command, str(write), str(os.getpid())]
-        try:
-            self._process = subprocess.Popen(arguments, stdin=subprocess.PIPE, pass_fds=(write,), close_fds=True)
-        except OSError:
-            os.close(self._life)
-            raise
-        finally:
-            os.close(write)
+        self._has_ended = False
+        self._life, theirs = socket.socketpair()
+        with theirs:
+            try:
+                server.ask(theirs.fileno())
+            except OSError:
+                self._life.close()
+                raise
 
     def start(self, start: wire.Start) -> None:
-        """Makes it a stage. Its standard input stays open; closing that ends a spare."""
-        assert self._process.stdin is not None
-        with contextlib.suppress(BrokenPipeError):  # it died while it waited; `end` returns the exit code
-            self._process.stdin.write(wire.encode(start))
-            self._process.stdin.flush()
+        """Makes it a stage."""
+        with contextlib.suppress(BrokenPipeError, ConnectionResetError):  # it has died; `end` tells
+            self._life.sendall(wire.encode(start))
 
     def listen(self, timeout_s: float) -> list[str] | None:
         """Complete lines that arrived, waiting up to `timeout_s` for the first; None when the child has ended."""
@@ -52,23 +134,32 @@ class StageProcess:
         waiting.register(self._life, select.POLLIN)
         if not waiting.poll(1e3 * timeout_s):
             return []
-        received = os.read(self._life, 4096)
+        try:
+            received = self._life.recv(4096)
+        except ConnectionResetError:  # it has ended without reading all
+            received = b""
         if not received:
             return None
         *lines, self._line = (self._line + received).split(b"\n")
+        for line in lines:
+            if line.startswith(b"forked "):
+                self._pid = int(line.removeprefix(b"forked "))
         return [line.decode() for line in lines]
 
     def kill(self) -> None:
         """SIGKILL; harmless when it has ended. Safe in a signal handler."""
-        self._process.kill()
+        if self._pid is None:
+            self._server.kill()  # perhaps it still imports
+        elif not self._has_ended:
+            # The number stays this process's until it is reaped.
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(self._pid, signal.SIGKILL)
 
     def end(self) -> int:
-        """Closes its input, which ends a spare, and waits for its exit code (-9: killed)."""
-        assert self._process.stdin is not None
-        with contextlib.suppress(BrokenPipeError):
-            self._process.stdin.close()
-        os.close(self._life)
-        return self._process.wait()
+        """The exit code of a process whose socket has ended (-9: killed)."""
+        self._has_ended = True
+        self._life.close()
+        return self._server.reap()
 
 
 def start_patiently(
@@ -90,4 +181,4 @@ def start_patiently(
             if not is_told:
                 print(f"ppserve: {name} cannot be started yet: {error}", file=sys.stderr, flush=True)
                 is_told = True
-        sleep(_START_EVERY_S)
+        sleep(START_EVERY_S)

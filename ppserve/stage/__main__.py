@@ -1,6 +1,6 @@
-"""A stage process, as its keeper starts it: `python -m ppserve.stage LIFE_FD KEEPER_PID` < Start frame.
+"""The fork server that a keeper starts, `python -m ppserve.stage REQUESTS_FD KEEPER_PID`, and its stages.
 
-What belongs to the process and not to the stage is here: signals, torch's threads, exit codes, finding the head.
+What belongs to the process and not to the stage is here: imports, signals, exit codes, finding the head.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ import gc
 import logging
 import os
 import signal
+import socket
 import sys
 import threading
 import time
@@ -20,10 +21,11 @@ from typing import NoReturn
 
 from ppserve import wire
 from ppserve.errors import UsageError
-from ppserve.process.environment import EXIT_HEAD_GONE, EXIT_USAGE, RankEnvironment, die_with_parent
+from ppserve.process.environment import EXIT_HEAD_GONE, EXIT_USAGE, RankEnvironment, die_with_parent, name_process
 from ppserve.process.greeting import connect_to_head
 from ppserve.process.interfaces import ONE_HOST, find_route, other_ports
 from ppserve.process.logs import set_up_logging, survive_full_disks
+from ppserve.process.stage_process import EXIT_CODE, FORK, REAP, START_EVERY_S, START_WITHIN_S
 
 log = logging.getLogger("ppserve.stage")
 
@@ -32,29 +34,81 @@ _CONNECT_WITHIN_S = 60.0
 
 
 def main() -> int:
-    life_fd, keeper_pid = int(sys.argv[1]), int(sys.argv[2])
+    """Forks a stage whenever the keeper asks. Returns in each stage, with its exit code."""
+    requests, keeper_pid = socket.socket(fileno=int(sys.argv[1])), int(sys.argv[2])
     die_with_parent(keeper_pid)
-    # The head and the keeper decide when this process ends, also while it waits as a spare.
+    # The head and the keeper decide when this process and its stages end.
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    threading.Thread(target=_show_life, args=(life_fd,), name="life", daemon=True).start()
-    # Slow (torch), which is why a spare process does it while it waits for its start. What is imported stays, so
-    # the collector need not look at it, now or during a step.
+    server_pid, has_imported = os.getpid(), False
+    while True:
+        request, fds, _, _ = socket.recv_fds(requests, 1, 1)
+        if request == REAP:
+            requests.sendall(EXIT_CODE.pack(os.waitstatus_to_exitcode(os.wait()[1])))
+            continue
+        if request != FORK:
+            os._exit(EXIT_HEAD_GONE)  # the keeper has ended
+        (life,) = fds
+        if not has_imported:
+            _import(life)
+            has_imported = True
+        if _fork(life) == 0:
+            requests.close()
+            return be_stage(life, server_pid)
+        os.close(life)
+
+
+def _import(life: int) -> None:
+    """All that a stage needs, which takes seconds. Threads do not survive a fork: none is left behind."""
+    # What is imported stays, so the collector need not look at it, now or during a step; nor does it write to
+    # these pages, which the stages share.
     gc.disable()
+    is_done = threading.Event()
+    thread = threading.Thread(target=_show_life, args=(life, is_done))
+    thread.start()
+    try:
+        from ppserve.stage import calibrate, link, loop, wiring  # noqa: F401
+    finally:
+        is_done.set()
+        thread.join()
+    gc.freeze()
+
+
+def _fork(life: int) -> int:
+    """`os.fork`, tried for START_WITHIN_S: the system may have no process or memory left for a while."""
+    until_s, is_told = time.monotonic() + START_WITHIN_S, False
+    while True:
+        try:
+            return os.fork()
+        except OSError as error:
+            if time.monotonic() > until_s:
+                raise
+            if not is_told:
+                print(f"ppserve: a stage cannot be forked yet: {error}", file=sys.stderr, flush=True)
+                is_told = True
+        os.write(life, b"\n")
+        time.sleep(START_EVERY_S)
+
+
+def be_stage(life: int, parent_pid: int) -> int:
+    """The whole life of a stage process, whose parent this is; returns its exit code."""
+    die_with_parent(parent_pid)
+    name_process("ppserve.stage")
+    gc.enable()
+    os.write(life, b"forked %d\n" % os.getpid())
+    threading.Thread(target=_show_life, args=(life, threading.Event()), name="life", daemon=True).start()
     from ppserve.stage import calibrate
     from ppserve.stage.link import HeadLink
     from ppserve.stage.loop import Findings, StageLoop
     from ppserve.stage.wiring import ProcessGroupWiring
 
-    gc.freeze()
-    gc.enable()
-    start = _read_start()
+    start = _read_start(life)
     survive_full_disks()
     grid = start.config.pipeline.grid(start.world_size)
     set_up_logging(start.config.log, start.config.pipeline.rank_name(start.rank, start.world_size))
     log.info("process %d", os.getpid())
     assert start.meeting is not None
-    os.write(life_fd, b"started\n")
+    os.write(life, b"started\n")
     environment = RankEnvironment.from_environ() or RankEnvironment(start.rank, start.world_size, 0, 1)
     mistake = ""
     try:
@@ -75,7 +129,7 @@ def main() -> int:
     except UsageError as error:
         log.error("%s", error)
         return EXIT_USAGE
-    os.write(life_fd, b"connected\n")
+    os.write(life, b"connected\n")
     try:
         route = find_route(connection, start.config.network)
     except UsageError as error:
@@ -91,13 +145,13 @@ def main() -> int:
     if route != ONE_HOST and (problem := other_ports(ports)):
         log.warning("%s", problem)
     stage = StageLoop(start, found, open_link, ProcessGroupWiring(ports), route)
-    return stage.run(tell=lambda what: os.write(life_fd, f"{what}\n".encode()))
+    return stage.run(tell=lambda what: os.write(life, f"{what}\n".encode()))
 
 
-def _read_start() -> wire.Start:
+def _read_start(life: int) -> wire.Start:
     reader = wire.FrameReader(wire.FromKeeper)
     while True:
-        received = os.read(0, 1 << 16)
+        received = os.read(life, 1 << 16)
         if not received:
             os._exit(EXIT_HEAD_GONE)
         for message in reader.feed(received):
@@ -105,15 +159,15 @@ def _read_start() -> wire.Start:
             return message
 
 
-def _show_life(life_fd: int) -> None:
-    """A byte now and then tells the keeper that this process is not frozen. Nobody reads those of a spare:
-    they wait in the pipe, and once that is full this thread waits too, until the spare is called upon."""
+def _show_life(life: int, is_done: threading.Event) -> None:
+    """A byte now and then tells the keeper that this process is not frozen."""
     while True:
         try:
-            os.write(life_fd, b"\n")
+            os.write(life, b"\n")
         except OSError:
             os._exit(EXIT_HEAD_GONE)
-        time.sleep(_SIGN_OF_LIFE_S)
+        if is_done.wait(_SIGN_OF_LIFE_S):
+            return
 
 
 def run_and_exit(run: Callable[[], int]) -> NoReturn:

@@ -1,9 +1,9 @@
 """A launcher, ranks and stages that are forked, where torchrun and keepers start fresh interpreters.
 
 Whoever imports this module imports what head and stages import, once, and may fork from then on. Here a rank's
-`StageProcess` forks instead of starting `python -m ppserve.stage`; nothing else differs from a real server.
-A stage is a child of its keeper, and has its own arguments, pipe and standard input, and no other descriptor. It
-dies with its keeper, by the kernel's doing, and its keeper waits for it and kills it.
+keeper forks its stages itself, where a real one has a fork server, `python -m ppserve.stage`; nothing else
+differs. A stage is a child of its keeper, and has its own end of a socket and no other descriptor. It dies with
+its keeper, by the kernel's doing, and its keeper waits for it and kills it.
 
 The name of a process (`comm`) tells what it is, since its command line is that of the process that imported.
 """
@@ -21,8 +21,7 @@ import sys
 import threading
 import traceback
 import uuid
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import NoReturn
 
@@ -38,18 +37,37 @@ _SWITCH_INTERVAL_S = sys.getswitchinterval()
 _parents_streams: list[object] = []
 
 
-class ForkedStage(stage_process.StageProcess):
-    """A stage that needs no imports."""
+class ForkingKeeper(stage_process.ForkServer):
+    """The keeper's own process, which needs no imports."""
 
-    def __init__(self) -> None:
-        self._life, life = os.pipe()
-        self._line = b""
-        keeper = os.getpid()
-        self._process = _Child(lambda stdin: _be_stage(stdin, life, keeper))  # type: ignore[assignment]
-        os.close(life)
+    _pid: int | None = None
+
+    def ask(self, stage_end: int) -> None:
+        keeper, self._pid = os.getpid(), None
+        pid = os.fork()
+        if pid == 0:
+            try:
+                _be_stage(stage_end, keeper)
+            except BaseException:
+                traceback.print_exc()
+            finally:
+                os._exit(1)
+        self._pid = pid
+
+    def reap(self) -> int:
+        assert self._pid is not None
+        pid, self._pid = self._pid, None
+        return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
+
+    def kill(self) -> None:
+        if self._pid is not None:
+            os.kill(self._pid, signal.SIGKILL)
+
+    def end(self) -> int:
+        return 0
 
 
-stage_process.StageProcess = ForkedStage  # type: ignore[misc]
+stage_process.ForkServer = ForkingKeeper  # type: ignore[misc]
 # Read at import. Otherwise gRPC would stop its threads while the head forks, and start them anew in the stage.
 os.environ["GRPC_ENABLE_FORK_SUPPORT"] = "0"
 
@@ -68,39 +86,6 @@ import ppserve.stage.wiring  # noqa: E402
 
 # What is imported stays: no collector writes to these pages, which all processes share.
 gc.freeze()
-
-
-class _Child:
-    """A forked process. Of a `subprocess.Popen`, what `StageProcess` uses. become: is given the end of the pipe
-    whose other end is `stdin`."""
-
-    def __init__(self, become: Callable[[int], NoReturn]) -> None:
-        read, write = os.pipe()
-        self.pid = os.fork()
-        if self.pid == 0:
-            try:
-                become(read)
-            except BaseException:
-                traceback.print_exc()
-            finally:
-                os._exit(1)
-        os.close(read)
-        self.stdin = os.fdopen(write, "wb")
-        self._has_ended = False
-        self._code: int | None = None
-
-    def kill(self) -> None:
-        if not self._has_ended:
-            with suppress(ProcessLookupError):
-                os.kill(self.pid, signal.SIGKILL)
-
-    def wait(self) -> int:
-        if self._code is None:
-            # Its number is not free, and no other process is killed by it, until it has been reaped.
-            os.waitid(os.P_PID, self.pid, os.WEXITED | os.WNOWAIT)
-            self._has_ended = True
-            self._code = os.waitstatus_to_exitcode(os.waitpid(self.pid, 0)[1])
-        return self._code
 
 
 def run_torchrun(arguments: list[str], environment: Mapping[str, str], log: Path) -> int:
@@ -179,15 +164,18 @@ def _be_rank(number: int, flags: Sequence[str]) -> NoReturn:
         os._exit(code if isinstance(code, int) else 1)
 
 
-def _be_stage(stdin: int, life: int, keeper: int) -> NoReturn:
-    """`python -m ppserve.stage`, as `StageProcess` starts it. Called in any thread of the keeper's process."""
+def _be_stage(life: int, keeper: int) -> NoReturn:
+    """Called in any thread of the keeper's process."""
     # Objects of the keeper are never collected: those with descriptors would close others of the same number.
     gc.freeze()
     _be_new(STAGE)
+    stdin = os.open(os.devnull, os.O_RDONLY)
     os.dup2(stdin, 0)
     _close_all_but(life)
-    sys.argv = ["ppserve.stage", str(life), str(keeper)]
-    stage_main.run_and_exit(stage_main.main)
+    # As the fork server has set them for its stages.
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    stage_main.run_and_exit(lambda: stage_main.be_stage(life, keeper))
 
 
 def _be_new(name: str) -> None:

@@ -26,6 +26,16 @@ START_WITHIN_S = 90.0
 END_WITHIN_S = 30.0
 
 
+def stage_below(rank: int) -> int | None:
+    """The process id of the stage that lives now of the rank with this process id. It has a name of its own; its
+    command line is that of the fork server."""
+    for process in psutil.Process(rank).children(recursive=True):
+        with suppress(psutil.NoSuchProcess, psutil.ZombieProcess):  # it ended meanwhile
+            if process.name() == "ppserve.stage" and process.status() != psutil.STATUS_ZOMBIE:
+                return process.pid
+    return None
+
+
 @dataclass
 class Server:
     """A running server: its launcher process, what it printed, its addresses."""
@@ -52,14 +62,12 @@ class Server:
         return found
 
     def stage_pid(self, stage: int) -> int:
-        """The process id of a stage: the oldest such child of rank `stage`'s process. Others are spares."""
-        rank, found = self.rank_pid(stage), []
-        for process in self.processes():
-            with suppress(psutil.NoSuchProcess, psutil.ZombieProcess):  # a process that ended meanwhile
-                if process.ppid() == rank and "ppserve.stage" in (process.name(), *process.cmdline()):
-                    found.append((process.create_time(), process.pid))
-        assert found, f"no process of stage {stage}\n{self.log}"
-        return min(found)[1]
+        """The process id of a stage; after its death that of the next."""
+        rank, until_s = self.rank_pid(stage), time.monotonic() + 10
+        while (pid := stage_below(rank)) is None:
+            assert time.monotonic() < until_s, f"no process of stage {stage}\n{self.log}"
+            time.sleep(0.005)
+        return pid
 
     def head_pid(self) -> int:
         """The process id of the head, which is rank 0."""

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import signal
-import time
 
 import psutil
 import pytest
@@ -18,7 +17,7 @@ def sockets_and_pipes(pid: int) -> set[str]:
     return {name for name in found if name.startswith(("socket:", "pipe:"))}
 
 
-def test_a_forked_stage_shares_only_its_pipes_with_its_keeper_and_nothing_outlives_the_launcher() -> None:
+def test_a_forked_stage_shares_nothing_with_its_keeper_and_nothing_outlives_the_launcher() -> None:
     with serving(2, by=Forked) as server:
         assert ask(server.grpc, mixed_requests(2, seed=1), at_once=2)
         head, worker = server.rank_pid(0), server.rank_pid(1)
@@ -28,13 +27,8 @@ def test_a_forked_stage_shares_only_its_pipes_with_its_keeper_and_nothing_outliv
         stage = server.stage_pid(0)
         assert stage != killed
         assert psutil.Process(stage).ppid() == head
-        assert len(sockets_and_pipes(stage) & sockets_and_pipes(head)) == 2, "standard input, signs of life"
+        assert not sockets_and_pipes(stage) & sockets_and_pipes(head)
         assert not sockets_and_pipes(stage) & sockets_and_pipes(worker)
-        # The next spare was forked while the head served, and has no thread of the head's.
-        until_s = time.monotonic() + 30
-        while [child.num_threads() for child in psutil.Process(head).children() if child.pid != stage] != [2]:
-            assert time.monotonic() < until_s
-            time.sleep(0.01)
         os.kill(server.process.pid, signal.SIGKILL)
         assert server.process.wait(10) == -signal.SIGKILL
         server.wait_gone()

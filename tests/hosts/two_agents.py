@@ -17,7 +17,7 @@ import psutil
 
 from ppserve.model.cpu.kernels.variants import VARIABLE
 from tests.certificates import make_certificates
-from tests.e2e.serving import READY, START_WITHIN_S
+from tests.e2e.serving import READY, START_WITHIN_S, stage_below
 from tests.forking import ForkedLauncher
 from tests.hosts.two_hosts import Agent
 from tests.ports import port_to_come_back_to
@@ -98,10 +98,9 @@ class TwoAgents:
 
     def stage_pid(self, rank: int) -> int:
         """The process that computes for this rank."""
-        for process in psutil.Process(self.rank_pid(rank)).children():
-            if "ppserve.stage" in process.cmdline():
-                return process.pid
-        raise AssertionError(f"no stage of rank {rank}\n{self.logs}")
+        pid = stage_below(self.rank_pid(rank))
+        assert pid is not None, f"no stage of rank {rank}\n{self.logs}"
+        return pid
 
     @property
     def logs(self) -> str:

@@ -13,7 +13,6 @@ from ppserve.process.environment import EXIT_FAILED, EXIT_HEAD_GONE, EXIT_RESTAR
 from ppserve.process.keeper import (
     FROZEN_AFTER_S,
     FROZEN_WHILE_PREPARING_S,
-    SPARE_EVERY_S,
     Keeper,
 )
 from ppserve.process.patience import HEADLESS_FOR_S, MAX_DEATHS
@@ -80,18 +79,19 @@ class ScriptedStage:
 
 
 class Scene:
-    """A keeper of stage 1 of 2 and the stages that it will start, in this order."""
+    """A keeper of stage 1 of 2, and its fork server with the stages that it will fork, in this order."""
 
     def __init__(self, meeting: wire.Meeting = MEETING, pipeline: PipelineSettings | None = None) -> None:
         self.clock = Clock()
         self.stages: list[ScriptedStage] = []
         self._next: Iterator[ScriptedStage] = iter(())
-        self.num_spawned = 0
+        self.num_forked = 0
         self.no_files = range(0)
         """Attempts to start a stage, counted from 1, at which the system has no descriptor left."""
         self.num_attempts = 0
         config = ServeConfig(pipeline=pipeline or PipelineSettings())
-        self.keeper = Keeper(config, 1, 2, meeting, spawn=self._spawn, clock=self.clock, sleep=self._sleep)
+        self.has_ended = False
+        self.keeper = Keeper(config, 1, 2, meeting, self, clock=self.clock, sleep=self._sleep)  # type: ignore[arg-type]
 
     def stage(self, *events: Event, code: int = CRASHED) -> ScriptedStage:
         self.stages.append(ScriptedStage(self.clock, events, code))
@@ -101,12 +101,16 @@ class Scene:
         self._next = iter(self.stages)
         return self.keeper.run()
 
-    def _spawn(self) -> ScriptedStage:
+    def fork(self) -> ScriptedStage:
         self.num_attempts += 1
         if self.num_attempts in self.no_files:
             raise OSError(24, "Too many open files")
-        self.num_spawned += 1
+        self.num_forked += 1
         return next(self._next)
+
+    def end(self) -> int:
+        self.has_ended = True
+        return KILLED
 
     def _sleep(self, seconds: float) -> None:
         self.clock.now_s += seconds
@@ -122,13 +126,14 @@ def test_a_stage_that_ends_well_ends_the_rank_well(scene: Scene) -> None:
     assert scene.run() == 0
     assert stage.started == START
     assert stage.has_ended
+    assert scene.has_ended, "the fork server lives on"
 
 
 @pytest.mark.parametrize(("code", "exit_code"), [(EXIT_USAGE, EXIT_USAGE), (EXIT_FAILED, 1)])
 def test_what_a_restart_would_not_mend_ends_the_rank(scene: Scene, code: int, exit_code: int) -> None:
     scene.stage((1, KNOWS_HEAD), code=code)
     assert scene.run() == exit_code
-    assert scene.num_spawned == 1
+    assert scene.num_forked == 1
 
 
 @pytest.mark.parametrize("code", [KILLED, CRASHED, 1, EXIT_HEAD_GONE])
@@ -225,7 +230,7 @@ def test_the_head_is_told_when_a_stage_keeps_dying(tmp_path: Path) -> None:
             scene.stage((1, ""))
         assert scene.run() == 1
         told = listening.next_event()
-    assert scene.num_spawned == MAX_DEATHS
+    assert scene.num_forked == MAX_DEATHS
     reason = f"stage 1 died {MAX_DEATHS} times in a row (last code {CRASHED})"
     assert (told.rank, told.message) == (1, wire.GaveUp(reason))
 
@@ -244,7 +249,7 @@ def test_slow_deaths_without_a_step_count_as_quick_ones_do(scene: Scene) -> None
         scene.stage((1, KNOWS_HEAD), *[(1, "")] * 3600, code=KILLED)
     scene.stage(code=0)
     assert scene.run() == 1
-    assert scene.num_spawned == MAX_DEATHS
+    assert scene.num_forked == MAX_DEATHS
 
 
 def test_a_stage_without_a_head_is_not_to_blame_but_is_not_started_for_ever(
@@ -254,7 +259,7 @@ def test_a_stage_without_a_head_is_not_to_blame_but_is_not_started_for_ever(
     for _ in range(100):
         scene.stage((1, "started"), *[(1, "")] * (life_s - 1), code=EXIT_HEAD_GONE)
     assert scene.run() == 1
-    assert scene.num_spawned == HEADLESS_FOR_S // life_s + 1
+    assert scene.num_forked == HEADLESS_FOR_S // life_s + 1
     assert "stage 1 found no head for 900 s" in capfd.readouterr().err
 
 
@@ -263,7 +268,7 @@ def test_lives_that_end_before_ready_or_crash_after_it_count(scene: Scene, last_
     for _ in range(MAX_DEATHS):
         scene.stage((1, KNOWS_HEAD), (1, last_line), code=code)
     assert scene.run() == 1
-    assert scene.num_spawned == MAX_DEATHS
+    assert scene.num_forked == MAX_DEATHS
 
 
 def test_an_idle_stage_may_lose_its_link_as_often_as_it_likes(scene: Scene) -> None:
@@ -281,54 +286,6 @@ def test_a_life_that_computed_starts_the_count_anew(scene: Scene) -> None:
         scene.stage((1, KNOWS_HEAD))
     scene.stage(code=0)
     assert scene.run() == 0
-
-
-# ---- the spare ---------------------------------------------------------------------------------------------
-
-
-def test_a_spare_is_started_after_the_first_step_and_becomes_the_next_stage(scene: Scene) -> None:
-    spawned: list[int] = []
-    first = scene.stage(
-        (1, KNOWS_HEAD),
-        (1, lambda: spawned.append(scene.num_spawned)),
-        (1, "served"),
-        (1, lambda: spawned.append(scene.num_spawned)),
-        (1, "served"),
-    )
-    spare = scene.stage((1, KNOWS_HEAD), code=0)
-    assert scene.run() == 0
-    assert spawned == [1, 2]
-    assert scene.num_spawned == 2
-    assert first.has_ended
-    assert spare.started is not None
-
-
-def test_a_spare_ends_with_its_keeper(scene: Scene) -> None:
-    scene.stage((1, KNOWS_HEAD), (1, "served"), code=0)
-    spare = scene.stage()
-    assert scene.run() == 0
-    assert spare.started is None
-    assert spare.killed_at_s is not None
-    assert spare.has_ended
-
-
-def test_a_spare_that_cannot_be_started_is_tried_again_later(
-    scene: Scene, capfd: pytest.CaptureFixture[str]
-) -> None:
-    scene.no_files = range(2, 4)
-    attempts: list[int] = []
-
-    def look() -> None:
-        attempts.append(scene.num_attempts)
-
-    signs = [(1.0, "")] * int(SPARE_EVERY_S + 2)
-    first = scene.stage((1, KNOWS_HEAD), (1, "served"), (1, look), *signs, (1, look), *signs, (1, look))
-    spare = scene.stage((1, KNOWS_HEAD), code=0)
-    assert scene.run() == 0
-    assert first.killed_at_s is None
-    assert attempts == [2, 3, 4]
-    assert spare.started is not None
-    assert capfd.readouterr().err.count("no spare for stage 1 now: [Errno 24] Too many open files") == 2
 
 
 # ---- a stage that the system cannot start ------------------------------------------------------------------
@@ -382,20 +339,20 @@ def test_a_stage_that_crashes_while_streams_finish_is_replaced(scene: Scene) -> 
     second = scene.stage((1, KNOWS_HEAD), (1, "served"), code=0)
     assert scene.run() == 0
     assert second.started is not None
-    assert scene.num_spawned == 2  # and no spare: nobody will need it
+    assert scene.num_forked == 2
 
 
 def test_a_stage_without_a_head_while_stopping_is_not_replaced(scene: Scene) -> None:
     scene.stage((1, KNOWS_HEAD), (1, lambda: scene.keeper.stop(20)), (1, ""), code=EXIT_HEAD_GONE)
     assert scene.run() == 1
-    assert scene.num_spawned == 1
+    assert scene.num_forked == 1
 
 
 def test_a_stop_before_the_head_was_found_kills_at_once(scene: Scene) -> None:
     lost = scene.stage((1, lambda: scene.keeper.stop(20)), (FOREVER, ""))
     assert scene.run() == 1
     assert lost.killed_at_s == 1001
-    assert scene.num_spawned == 1
+    assert scene.num_forked == 1
 
 
 def test_a_stop_after_the_head_was_lost_kills_at_once(scene: Scene) -> None:
@@ -405,4 +362,4 @@ def test_a_stop_after_the_head_was_lost_kills_at_once(scene: Scene) -> None:
     looking = scene.stage((1, "started"), (1, lambda: scene.keeper.stop(32)), (FOREVER, ""))
     assert scene.run() == 1
     assert looking.killed_at_s == 1003
-    assert scene.num_spawned == 2
+    assert scene.num_forked == 2

@@ -1,39 +1,104 @@
-"""A real child process that speaks a stage's side of the pipe, without torch."""
+"""A real fork server and its children, which speak a stage's side of the socket, without torch."""
 
 from __future__ import annotations
 
 import os
 import resource
+import signal
+import subprocess
 import sys
+import time
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
+import psutil
 import pytest
 
 from ppserve import wire
 from ppserve.config import ServeConfig
-from ppserve.process.stage_process import StageProcess
+from ppserve.process.stage_process import ForkServer, StageProcess
 
 MEETING = wire.Meeting(wire.TcpAddress("127.0.0.1", 4242), Path("secret"), is_ours=False)
 START = wire.Start(ServeConfig(), 1, 2, MEETING)
-# Of the pipe the child has only the number; what it writes comes in pieces that do not respect lines.
-STAGE = """
-import os, sys
+# The fork server of `python -m ppserve.stage`, whose stages do something else. What they write comes in pieces
+# that do not respect lines.
+COMMON = """
+import os, signal, sys, time
 from ppserve import wire
-life, keeper = int(sys.argv[1]), int(sys.argv[2])
-assert keeper == os.getppid()
-os.write(life, b"\\nstar")
-(start,) = wire.FrameReader(wire.FromKeeper).feed(os.read(0, 1 << 16)) or sys.exit(75)
-os.write(life, f"ted\\n{start.meeting.address} {start.meeting.secret_file}\\nserved\\n".encode())
-sys.exit(start.rank + 10)
+from ppserve.stage import __main__ as main
+main._import = lambda life: None
+def be_stage(life, parent):
+    main.die_with_parent(parent)
+    os.write(life, b"forked %d" % os.getpid())
+    os.write(life, b"\\n\\nstar")
+    return live(life)
+main.be_stage = be_stage
+def told(life):
+    return (wire.FrameReader(wire.FromKeeper).feed(os.read(life, 1 << 16)) or sys.exit(75))[0]
 """
-SPARE = "import os, sys; os.write(int(sys.argv[1]), b'\\n'); sys.exit(5 if os.read(0, 1) == b'' else 6)"
-STUCK = "import os, sys, signal; os.write(int(sys.argv[1]), b'\\n'); signal.pause()"
+STAGE = """
+def live(life):
+    start = told(life)
+    os.write(life, f"ted\\n{start.meeting.address} {start.meeting.secret_file}\\nserved\\n".encode())
+    return start.rank + 10
+"""
+STUCK = """
+def live(life):
+    signal.pause()
+"""
+DYING = """
+def live(life):
+    return 7
+"""
+RUN = "main.run_and_exit(main.main)"
+REFUSED = """
+def refuse(fork=os.fork):
+    os.fork = fork
+    raise OSError(11, "Resource temporarily unavailable")
+os.fork = refuse
+"""
+# A module of those that stages import that takes long.
+SLOW_IMPORT = """
+class Slow:
+    def find_spec(self, name, path=None, target=None):
+        if name == "ppserve.stage.calibrate":
+            time.sleep(1.2)
+import importlib
+importlib.reload(main)
+main.be_stage = be_stage
+live = lambda life: 0
+sys.meta_path.insert(0, Slow())
+"""
+KEEPER = """
+import os, signal, sys
+from ppserve.process.stage_process import ForkServer
+process = ForkServer((sys.executable, "-c", sys.argv[1])).fork()
+while not (lines := [line for line in process.listen(30) if line.startswith("forked ")]):
+    pass
+pid = int(lines[0].split()[1])
+import psutil
+print(pid, psutil.Process(pid).ppid(), flush=True)
+signal.pause()
+"""
 
 pytestmark = pytest.mark.timeout(60)
 
 
-def child(program: str) -> StageProcess:
-    return StageProcess((sys.executable, "-c", program))
+@pytest.fixture
+def servers() -> Iterator[list[ForkServer]]:
+    made: list[ForkServer] = []
+    yield made
+    for server in made:
+        server.end()
+
+
+@pytest.fixture
+def server_of(servers: list[ForkServer]) -> Callable[[str], ForkServer]:
+    def make(program: str, run: str = RUN) -> ForkServer:
+        servers.append(ForkServer((sys.executable, "-c", COMMON + program + run)))
+        return servers[-1]
+
+    return make
 
 
 def lines_of(process: StageProcess) -> list[str]:
@@ -43,45 +108,167 @@ def lines_of(process: StageProcess) -> list[str]:
     return heard
 
 
-def test_a_stage_is_told_what_to_do_and_its_lines_arrive_whole() -> None:
-    process = child(STAGE)
-    assert process.listen(30) == [""]
+def hear(process: StageProcess, wanted: str) -> str:
+    """The line that begins so."""
+    while True:
+        lines = process.listen(30)
+        assert lines is not None, f"ended before {wanted!r}"
+        for line in lines:
+            if line.startswith(wanted):
+                return line
+
+
+def pid_of(process: StageProcess) -> int:
+    return int(hear(process, "forked ").split()[1])
+
+
+def wait_for_zombie(pid: int) -> None:
+    until_s = time.monotonic() + 10
+    while psutil.Process(pid).status() != psutil.STATUS_ZOMBIE:
+        assert time.monotonic() < until_s
+        time.sleep(0.005)
+
+
+def test_a_stage_is_told_what_to_do_and_its_lines_arrive_whole(server_of: Callable[[str], ForkServer]) -> None:
+    process = server_of(STAGE).fork()
+    pid = pid_of(process)
     process.start(START)
-    assert lines_of(process) == ["started", "127.0.0.1:4242 secret", "served"]
+    assert lines_of(process)[-3:] == ["started", "127.0.0.1:4242 secret", "served"]
+    wait_for_zombie(pid)  # its number is not free before it is reaped
     assert process.end() == 11
+    assert not psutil.pid_exists(pid)
 
 
-def test_nothing_said_is_not_the_end() -> None:
-    process = child(STUCK)
-    assert process.listen(30) == [""]
+def test_one_server_forks_one_stage_after_the_other(server_of: Callable[[str], ForkServer]) -> None:
+    server = server_of(STAGE)
+    server.prepare()
+    parents = set()
+    for _ in range(3):
+        process = server.fork()
+        parents.add(psutil.Process(pid_of(process)).ppid())
+        process.start(START)
+        assert lines_of(process)[-1] == "served"
+        assert process.end() == 11
+    assert len(parents) == 1
+
+
+def test_nothing_said_is_not_the_end(server_of: Callable[[str], ForkServer]) -> None:
+    process = server_of(STUCK).fork()
+    pid_of(process)
     assert process.listen(0) == []
     process.kill()
     assert lines_of(process) == []
     process.kill()  # harmless
     assert process.end() == -9
+    process.kill()
 
 
-def test_a_spare_ends_when_its_input_does() -> None:
-    process = child(SPARE)
-    assert process.listen(30) == [""]
-    assert process.end() == 5
-
-
-def test_a_child_that_died_in_waiting_is_found_out_at_its_end() -> None:
-    process = child("import sys; sys.exit(7)")
+def test_one_that_is_killed_before_it_exists_ends_as_well(server_of: Callable[[str], ForkServer]) -> None:
+    server = server_of("time.sleep(1000)")
+    process = server.fork()
+    process.kill()
     assert lines_of(process) == []
+    assert process.end() == -9
+
+
+def test_a_stage_dies_with_its_server_and_the_next_has_a_new_one(server_of: Callable[[str], ForkServer]) -> None:
+    server = server_of(STUCK)
+    process = server.fork()
+    pid = pid_of(process)
+    parent = psutil.Process(pid).ppid()
+    os.kill(parent, signal.SIGKILL)
+    assert lines_of(process) == []
+    assert process.end() == -9
+    process = server.fork()
+    assert psutil.Process(pid_of(process)).ppid() != parent
+    process.kill()
+    assert lines_of(process) == []
+    assert process.end() == -9
+
+
+def test_a_server_that_dies_between_two_stages_is_replaced(server_of: Callable[[str], ForkServer]) -> None:
+    server = server_of(DYING)
+    process = server.fork()
+    parent = psutil.Process(pid_of(process)).ppid()
+    assert lines_of(process) == []
+    assert process.end() == 7
+    os.kill(parent, signal.SIGKILL)
+    wait_for_zombie(parent)
+    process = server.fork()
+    assert psutil.Process(pid_of(process)).ppid() != parent
+    assert lines_of(process) == []
+    assert process.end() == 7
+
+
+def test_a_server_that_cannot_import_says_so_by_its_code(server_of: Callable[..., ForkServer]) -> None:
+    process = server_of("", "sys.exit(3)").fork()
+    process.start(START)
+    assert lines_of(process) == []
+    assert process.end() == 3
+
+
+def test_a_child_that_died_in_waiting_is_found_out_at_its_end(server_of: Callable[[str], ForkServer]) -> None:
+    process = server_of(DYING).fork()
+    lines_of(process)
     process.start(START)
     assert process.end() == 7
 
 
-def test_one_that_cannot_be_started_leaves_nothing_open() -> None:
+def test_a_fork_that_the_system_refuses_is_tried_again(
+    server_of: Callable[[str], ForkServer], capfd: pytest.CaptureFixture[str]
+) -> None:
+    server = server_of(STAGE + REFUSED)
+    process = server.fork()
+    pid_of(process)
+    process.start(START)
+    assert lines_of(process)[-1] == "served"
+    assert process.end() == 11
+    assert capfd.readouterr().err.count("a stage cannot be forked yet: [Errno 11]") == 1
+
+
+def test_it_shows_life_while_it_imports(server_of: Callable[..., ForkServer]) -> None:
+    process = server_of("", SLOW_IMPORT + RUN).fork()
+    assert process.listen(30) == [""]
+    assert process.listen(30) == [""]
+    assert any(line.startswith("forked ") for line in lines_of(process))
+    assert process.end() == 0
+
+
+def test_it_ends_when_its_keeper_does() -> None:
+    """Whose end of the socket the kernel closes."""
+    command = [sys.executable, "-c", KEEPER, COMMON + STUCK + RUN]
+    keeper = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
+    assert keeper.stdout is not None
+    pids = [int(pid) for pid in keeper.stdout.readline().split()]
+    assert len(pids) == 2
+    keeper.kill()
+    keeper.wait()
+    keeper.stdout.close()
+    until_s = time.monotonic() + 10
+    while any(psutil.pid_exists(pid) and psutil.Process(pid).status() != psutil.STATUS_ZOMBIE for pid in pids):
+        assert time.monotonic() < until_s
+        time.sleep(0.01)
+
+
+def test_a_server_that_cannot_be_started_leaves_nothing_open() -> None:
     before = sorted(os.listdir("/proc/self/fd"))
     with pytest.raises(FileNotFoundError):
-        StageProcess(("/no/such/program",))
+        ForkServer(("/no/such/program",)).fork()
     assert sorted(os.listdir("/proc/self/fd")) == before
 
 
-def test_descriptors_from_1024_on_are_listened_to() -> None:
+def test_nothing_stays_open(server_of: Callable[[str], ForkServer]) -> None:
+    before = sorted(os.listdir("/proc/self/fd"))
+    server = server_of(DYING)
+    for _ in range(3):
+        process = server.fork()
+        lines_of(process)
+        process.end()
+    server.end()
+    assert sorted(os.listdir("/proc/self/fd")) == before
+
+
+def test_descriptors_from_1024_on_are_listened_to(server_of: Callable[[str], ForkServer]) -> None:
     """`select` refuses them: a head with a thousand clients could not replace its stage."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (max(soft, min(hard, 4096)), hard))
@@ -89,9 +276,10 @@ def test_descriptors_from_1024_on_are_listened_to() -> None:
     try:
         while ours[-1] < 1024:
             ours.append(os.dup(ours[0]))
-        process = child(SPARE)
-        assert process.listen(30) == [""]
-        assert process.end() == 5
+        process = server_of(DYING).fork()
+        pid_of(process)
+        assert lines_of(process) == []
+        assert process.end() == 7
     finally:
         for fd in ours:
             os.close(fd)

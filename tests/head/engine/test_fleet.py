@@ -13,7 +13,7 @@ from ppserve.head.engine.member import Hopeless
 from ppserve.head.engine.members import Members
 from ppserve.head.engine.replica import Replica
 from ppserve.head.engine.watcher import Watcher
-from tests.head.engine.test_replica import SECOND, ScriptedControl
+from tests.head.engine.replica_rig import SECOND, ScriptedControl
 from tests.head.engine.toy_ranks import ARCH, NUM_BLOCKS, ToyRules
 
 GRID = RankGrid(1, 2, 1)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from ppserve.core.scheduling.quarantine import PROBE
 from ppserve.head.engine.member import Hopeless
-from tests.head.engine.test_replica import formed
+from tests.head.engine.replica_rig import formed
 
 
 def hopeless_after(num_losses: int, *, asks: bool = True, brings_token_at: int | None = None) -> int | None:

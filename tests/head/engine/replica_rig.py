@@ -1,0 +1,189 @@
+"""A replica with scripted time and ranks."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from typing import Any
+
+from ppserve import wire
+from ppserve.core.grid import RankGrid
+from ppserve.core.ledger.account import StageTimes
+from ppserve.core.ledger.steps import Step
+from ppserve.core.plan import Drawn, StepPlan, StepResult, StepStamps
+from ppserve.core.request import Request, SamplingParams, StopConditions
+from ppserve.core.scheduling.quarantine import PROBE
+from ppserve.core.scheduling.sequence import SequenceEvent
+from ppserve.core.telling import DrawMemory, Told
+from ppserve.head.engine.control import Gone, Heard
+from ppserve.head.engine.fleet import Fleet
+from ppserve.head.engine.member import Formed
+from ppserve.head.engine.members import Members
+from ppserve.head.engine.replica import Replica, ReplicaEvent
+from ppserve.head.engine.watcher import Watcher
+from tests.core.scheduling.rig import prompt_of
+from tests.head.engine.toy_ranks import ARCH, NUM_BLOCKS, ToyRules
+
+SECOND = 1_000_000_000
+MS = 1_000_000
+
+
+@dataclass
+class ScriptedControl:
+    """A control plane that only remembers what was sent and which ranks were dropped."""
+
+    sent: list[tuple[int, wire.FromHead]] = field(default_factory=list)
+    dropped: list[tuple[int, str]] = field(default_factory=list)
+
+    def poll(self, timeout_s: float) -> list[Heard | Gone]:
+        raise AssertionError("the engine polls, not the replica")
+
+    def wake(self) -> None:
+        raise AssertionError("nobody waits")
+
+    def close(self, goodbye_s: float) -> None:
+        raise AssertionError("the engine closes, not the replica")
+
+    def send(self, rank: int, message: wire.FromHead) -> None:
+        self.sent.append((rank, message))
+
+    def broadcast(self, ranks: Iterable[int], message: wire.FromHead) -> None:
+        for rank in ranks:
+            self.send(rank, message)
+
+    def drop(self, rank: int, cause: str) -> None:
+        self.dropped.append((rank, cause))
+
+
+class Notes(Watcher):
+    """The callbacks, in order."""
+
+    def __init__(self) -> None:
+        self.called: list[tuple[object, ...]] = []
+
+    def dispatched(self, step: Step) -> None:
+        self.called.append(("dispatched", step.plan.step_id))
+
+    def reported(self, step: Step, stage: int) -> None:
+        self.called.append(("reported", step.plan.step_id, stage))
+
+    def epoch_lost(self) -> None:
+        self.called.append(("epoch lost",))
+
+    def stage_died(self, stage: int, cause: str) -> None:
+        self.called.append(("died", stage, cause))
+
+
+class Rig:
+    """The second of two replicas, so ranks are not stages. Its time, ranks and stages are the test's."""
+
+    def __init__(self, num_stages: int = 2, num_tensor: int = 1, **config: Any) -> None:
+        self.now_ns = SECOND
+        self.grid = RankGrid(num_tensor, 2, num_stages)
+        self.ranks = self.grid.ranks_of(1)
+        self.control = ScriptedControl()
+        self.notes = Notes()
+        members = Members(self.grid, "here", ToyRules(num_stages, config), self.control, replica=1)
+        self.replica = Replica(members, self.control, self.notes, lambda: self.now_ns)
+        self.fleet = Fleet((self.replica,), self.control, lambda: self.now_ns)
+        self.fleet.start()
+
+    def say(self, rank: int, message: wire.FromStage) -> list[ReplicaEvent]:
+        return self.fleet.take(Heard(rank, self.now_ns, message))
+
+    def greet(self, rank: int, why_not: str = "") -> None:
+        """A stage process of this rank connects and loads its weights. why_not: what its self-test found."""
+        about = (self.grid.size, "host", "/m", ARCH, "float32", None, False, None, "here")
+        self.say(rank, wire.Hello(rank, *about))
+        self.say(rank, wire.Loaded("cpu", 1, 1, 10, 10 * NUM_BLOCKS, why_not))
+
+    def join(self) -> list[ReplicaEvent]:
+        """All ranks join the epoch that the first was invited to."""
+        self.draws = DrawMemory()
+        epoch = self.replica.members.epoch
+        self.say(self.ranks[0], wire.StoreOpened(epoch, 1))
+        return [event for rank in self.ranks for event in self.say(rank, wire.Ready(epoch))]
+
+    def form(self, why_not: str = "") -> list[ReplicaEvent]:
+        """The first epoch."""
+        for rank in self.ranks:
+            self.greet(rank, why_not)
+        return self.join()
+
+    def submit(self, *names: str, num_prompt: int = 4, max_tokens: int = 6) -> None:
+        for name in names:
+            stop = StopConditions(max_tokens, ignore_eos=True)
+            self.fleet.submit(Request(name, prompt_of(num_prompt, len(name)), stop, SamplingParams()))
+        self.fleet.demand(True)
+
+    def refill(self) -> list[StepPlan]:
+        """The plans of a turn; every rank was sent each of them, in order, the last one with long draws."""
+        self.control.sent.clear()
+        self.fleet.refill(self.now_ns)
+        sent = {rank: [m for r, m in self.control.sent if r == rank and isinstance(m, wire.Plan)]
+                for rank in self.ranks}  # fmt: skip
+        assert all([m.plan for m in sent[rank]] == [m.plan for m in sent[self.ranks[0]]] for rank in self.ranks)
+        assert all(m.told == Told() for rank in self.ranks[:-1] for m in sent[rank])
+        return [self.draws.restore(m.plan, m.told) for m in sent[self.ranks[-1]]]
+
+    def result(self, plan: StepPlan, stage: int, compute_ns: int = MS) -> wire.Result:
+        """A stage's result of a step that it computed until now."""
+        begun = self.now_ns - compute_ns
+        stamps = StepStamps(begun, begun, begun, begun, self.now_ns, self.now_ns)
+        is_last = stage // self.grid.tensor == self.grid.pipeline - 1
+        drawn = tuple(Drawn(piece.sequence_id, 3) for piece in plan.slices if piece.draw and is_last)
+        return wire.Result(StepResult(plan.epoch, plan.step_id, stage, stamps, 0, drawn))
+
+    def compute(self, plan: StepPlan) -> list[ReplicaEvent]:
+        """Every stage takes a millisecond for the step."""
+        events: list[ReplicaEvent] = []
+        for stage, rank in enumerate(self.ranks):
+            self.now_ns += MS
+            events += self.say(rank, self.result(plan, stage))
+        return events
+
+    def wait(self, seconds: float, *, silent: tuple[int, ...] = ()) -> list[ReplicaEvent]:
+        """Ticks every half second. All ranks but the silent ones answer pings meanwhile."""
+        events: list[ReplicaEvent] = []
+        for _ in range(round(2 * seconds)):
+            self.now_ns += SECOND // 2
+            for rank in self.ranks:
+                if rank not in silent:
+                    self.say(rank, wire.Heartbeat(self.now_ns, self.now_ns))
+            events += self.fleet.tick()
+        return events
+
+    def lose(self, rank: int, cause: str = "exit") -> list[ReplicaEvent]:
+        """A rank's process dies; the others leave the epoch."""
+        epoch = self.replica.members.epoch
+        events = self.fleet.take(Gone(rank, cause))
+        for other in self.ranks:
+            if other != rank:
+                events += self.say(other, wire.Broken(epoch, "told"))
+        return events
+
+    def convicts(self, rank: int, pause_s: int = 0, cause: str = "exit") -> bool:
+        """This rank's process dies, after the head has stood still, and comes back: whether a request fails."""
+        for plan in self.refill():
+            if plan.slices == (PROBE,):
+                self.compute(plan)
+                self.refill()
+        self.now_ns += pause_s * SECOND
+        self.lose(rank, cause)
+        self.greet(rank)
+        self.wait(1)
+        return any(isinstance(event, SequenceEvent) and event.error is not None for event in self.join())
+
+    def times(self) -> tuple[StageTimes, ...]:
+        return tuple(stage.times for stage in self.replica.reading(self.now_ns).stages)
+
+
+def formed(num_stages: int = 2, num_tensor: int = 1, **config: Any) -> Rig:
+    rig = Rig(num_stages, num_tensor, **config)
+    assert rig.form() == [Formed(1, NUM_BLOCKS)]
+    return rig
+
+
+def finished(events: list[ReplicaEvent]) -> list[str]:
+    """Requests that ended by themselves."""
+    return [event.request_id for event in events if isinstance(event, SequenceEvent) and event.finish is not None]

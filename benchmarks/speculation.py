@@ -81,6 +81,8 @@ LEAST_SHARE_OF_DEPTH, MOST_OFF_SIMULATED = 0.85, 0.10
 # For so many callers nothing is guessed, whatever the times are: this counts, and needs no idle machine.
 MANY, MOST_GUESSES = 16, 0.01
 LEAST_TURNS, ERROR_ENOUGH = 4, 0.01
+# A server's first steps let other processes begin to load their libraries: until that is done, times are wrong.
+SETTLING_REQUESTS, SETTLING_S = 3, 10.0
 # Of `equal`: the share of requests that come so few at a time that stages would stand idle; how many of the others
 # come at a time.
 SHARE_OF_FEW, WAVE = 0.3, 8
@@ -302,6 +304,10 @@ class Bench:
         with ExitStack() as stack:
             off = stack.enter_context(running(common))
             self._guessing = auto = stack.enter_context(running([*common, "--speculate", "auto", *flags]))
+            for server in off, auto:
+                for _ in range(SETTLING_REQUESTS):
+                    over_grpc(server.grpc)([LONG], {"max_tokens": 16})
+            time.sleep(SETTLING_S)
             yield run(off.grpc), run(auto.grpc)
 
     # ---- models ---------------------------------------------------------------------------------------

@@ -130,12 +130,13 @@ class _State(ServerState):
         self.unread: dict[_Connection, None] = {}
 
     @property
-    def is_full(self) -> bool:
-        return len(self.connections) + len(self.handshakes) >= self.max_connections
+    def num_free(self) -> int:
+        """Below 0: too many have come."""
+        return self.max_connections - len(self.connections) - len(self.handshakes)
 
     def make_room(self, newcomer: _Connection | _Handshake) -> None:
         """One has come: there may be one too many."""
-        if len(self.connections) + len(self.handshakes) > self.max_connections:
+        if self.num_free < 0:
             next(iter((*self.waiting, *self.unread, newcomer))).end()
 
 
@@ -197,7 +198,7 @@ class _Connection(H11Protocol):
     def handle_events(self) -> None:
         """uvicorn takes the next request here. A connection that ended with an answer whose head did not say so
         would lose the request that its client sends meanwhile."""
-        last = [(b"connection", b"close")] if self._state.is_full else []
+        last = [(b"connection", b"close")] if self._state.num_free <= 0 else []
         self._state.default_headers = [(b"date", formatdate(usegmt=True).encode()), *last]
         super().handle_events()
 

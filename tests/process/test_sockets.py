@@ -13,6 +13,19 @@ from ppserve.process.sockets import answers, connect, listen
 WITHIN_S = 20.0
 
 
+def finds_out_after_20_s(connection: socket.socket) -> bool:
+    """Whether the kernel ends this connection once its other end says nothing any more, not even that it has got
+    what was sent. Where nothing is to be sent it asks, some times."""
+    names = "TCP_KEEPIDLE", "TCP_KEEPINTVL", "TCP_KEEPCNT", "TCP_USER_TIMEOUT"
+    if missing := [name for name in names if not hasattr(socket, name)]:
+        pytest.skip(f"this system has no {missing}")
+    silent_s, every_s, times, unanswered_ms = (
+        connection.getsockopt(socket.IPPROTO_TCP, getattr(socket, name)) for name in names
+    )
+    asks = connection.getsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE)
+    return bool(asks) and silent_s + times * every_s == 20 and unanswered_ms == 20_000
+
+
 def free_port(host: str) -> int:
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     with socket.create_server((host, 0), family=family) as taken:
@@ -54,3 +67,9 @@ def test_a_host_whose_address_is_not_known_to_itself_listens_to_all() -> None:
 def test_a_taken_port_is_an_error(tmp_path: Path) -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken, pytest.raises(OSError, match="in use"):
         listen(wire.TcpAddress("127.0.0.1", taken.getsockname()[1]))
+
+
+def test_a_rank_finds_out_after_20_s_that_the_heads_host_is_gone() -> None:
+    address = wire.TcpAddress("127.0.0.1", free_port("127.0.0.1"))
+    with listen(address), connect(address, WITHIN_S) as connection:
+        assert finds_out_after_20_s(connection)

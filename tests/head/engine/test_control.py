@@ -29,6 +29,7 @@ from tests.head.engine.control_rig import (
     told,
     until,
 )
+from tests.process.test_sockets import finds_out_after_20_s
 
 # ---- who gets in ----
 
@@ -49,6 +50,13 @@ def test_messages_come_in_order_with_their_rank_however_they_are_cut() -> None:
         assert told(events) == [(1, message) for message in said]
         times = [event.arrived_ns for event in events if isinstance(event, Heard)]
         assert times == sorted(times)
+
+
+def test_the_head_finds_out_after_20_s_that_a_ranks_host_is_gone() -> None:
+    with listening() as control, connected(control):
+        (peer,) = control._strangers
+        assert isinstance(peer.connection, socket.socket)
+        assert finds_out_after_20_s(peer.connection)
 
 
 Says = Callable[[Rank], bytes]

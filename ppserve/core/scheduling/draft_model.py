@@ -82,10 +82,12 @@ class DraftModel:
             return
         slot = self._slots[number]
         start = min(_num_common(slot.held, token_ids), len(token_ids) - 1)
+        is_new = not slot.held
         self._channel.ask(Slice(number, start, tuple(token_ids[start:]), (), draw), count)
         slot.held = token_ids
         self._open = weakref.ref(drafter), drafter.num_wrong, len(token_ids)
-        self._close(wait=len(token_ids) - start <= MOST_WAITED_FOR)
+        # An answer's first question is asked in the turn that has its first token, which would wait as well.
+        self._close(wait=not is_new and len(token_ids) - start <= MOST_WAITED_FOR)
 
     def give_up(self, drafter: ModelDrafter) -> None:
         """Others may have the drafter's slot."""

@@ -41,7 +41,7 @@ class Host(Protocol):
     def displace(self, group: SequenceGroup) -> int:
         """It gives up places and blocks. Returns how many of its tokens are then in no cached block."""
 
-    def admit(self, group: SequenceGroup, known: BlockTable) -> None:
+    def admit(self, group: SequenceGroup, known: BlockTable, now: float) -> None:
         """There is room. known: what `room_for` said."""
 
     def drop(self, sequence: Sequence) -> None:

@@ -244,11 +244,11 @@ class Intake:
         group.replica = host.config.replica
         if group.admitted_s is not None:
             del self._returned[group.key]
-            host.admit(group, known)
+            host.admit(group, known, now)
             return True
         self.queue.remove(group)
         group.admitted_s = now
-        host.admit(group, known)
+        host.admit(group, known, now)
         leader = group.sequences[0]
         prompt_tokens = len(leader.token_ids) - leader.scheduled
         self._throughput.request_admitted(prompt_tokens)

@@ -134,9 +134,9 @@ class Scheduler:
         needed -= len(known) + self._blocks.num_freed([s.id for s in without], known)
         return known if self._blocks.fits(needed, known) else None
 
-    def admit(self, group: SequenceGroup, known: BlockTable) -> None:
+    def admit(self, group: SequenceGroup, known: BlockTable, now: float) -> None:
         """There is room. known: what `room_for` said."""
-        self._speculation.make_way(self._roster.running)
+        self._speculation.make_way(self._roster.running, now)
         leader, *siblings = group.live
         size, num_prompt = self.config.block_size, len(group.request.prompt_ids)
         self._start(leader, known)
@@ -201,24 +201,24 @@ class Scheduler:
             self.intake.step_scheduled(now)
             return self.lanes.plan((), ())
         lone = self.intake.lone_at(self)
-        picks = self._compose() if lone is None else self._compose_alone(lone)
+        picks = self._compose(now) if lone is None else self._compose_alone(lone)
         if picks and not self.is_busy:
             self.intake.step_scheduled(now)
         return self._build(picks) if picks else None
 
-    def _compose(self) -> list[Pick]:
+    def _compose(self, now: float) -> list[Pick]:
         """Known tokens first; guesses beside them or, where stages would stand idle, alone."""
         self._skip_refilled()
         roster, speculation = self._roster, self._speculation
         picks = self._composer.compose(roster.returned, roster.num_decoding, roster.filling, self.microbatches)
         if picks:
-            return speculation.widen(picks, roster.running)
+            return speculation.widen(picks, roster.running, now)
         # With as many sequences as stages a gap is over before a guess could fill it. And whoever has guesses in
         # flight cannot be displaced.
         has_gap = self.lanes.have_gap and len(roster) < self.config.num_stages
         if not has_gap or self.intake.queue.first_of_those_without() is not None:
             return []
-        return speculation.deepen(roster.running)
+        return speculation.deepen(roster.running, now)
 
     def _skip_refilled(self) -> None:
         """After a loss, compute a prefix that several sequences share only once."""

@@ -47,6 +47,9 @@ EXPLORED_WIDTH = 4
 # Guesses that are less likely right are not made, even where they are said to cost nothing: they
 # still take energy, and time of processors that others share.
 LEAST_PROBABILITY = 0.1
+# After the first token of a request that came beside others, nothing is guessed for so many times as long as it
+# took: of those who come one after the other, each would wait for the rest of steps with guesses.
+PAUSE = 4.0
 
 
 class Speculation:
@@ -62,6 +65,8 @@ class Speculation:
         self._new_drafter = new_drafter
         self._row_cost = RowCost()
         self._trial = GuessTrial(self._row_cost.forget)
+        self._came_s: float | None = None  # the latest request that came beside others
+        self._paused_until_s = 0.0
 
     @property
     def _way(self) -> Way:
@@ -71,21 +76,25 @@ class Speculation:
 
     def tokens_returned(self, of: Sequence, piece: Slice, num_tokens: int, num_running: int, now: float) -> None:
         """A step brought tokens of a sequence. piece: its slice in the step."""
-        if self._forced is None and of.returned_s is not None:
+        if of.returned_s is None:
+            if self._came_s is not None:
+                self._paused_until_s = now + PAUSE * (now - self._came_s)
+        elif self._forced is None:
             if num_running == 1 and self._way is not Way.DEEP and not piece.is_guessed:
                 self._row_cost.observe(piece.num_guesses, now - of.returned_s)
-            self._trial.observe(num_running, of.returned_s, now, num_tokens)
+            if of.returned_s >= self._paused_until_s:
+                self._trial.observe(num_running, of.returned_s, now, num_tokens)
         of.returned_s = now
 
-    def widen(self, picks: list[Pick], running: Collection[Sequence]) -> list[Pick]:
+    def widen(self, picks: list[Pick], running: Collection[Sequence], now: float) -> list[Pick]:
         """The picks of a step, with guesses; unchanged where the step has tokens of prompts."""
         if self._way is Way.PLAIN or any(sequence.remaining > 1 or sequence.known_end for sequence, _ in picks):
             return picks
-        return picks if self._are_awaited(running) else self._with_guesses(picks, len(running))
+        return picks if self._is_paused(running, now) else self._with_guesses(picks, len(running))
 
-    def deepen(self, running: Collection[Sequence]) -> list[Pick]:
+    def deepen(self, running: Collection[Sequence], now: float) -> list[Pick]:
         """Picks of guesses alone, of sequences whose known tokens are all in steps."""
-        if self._way is not Way.DEEP or self._are_awaited(running):
+        if self._way is not Way.DEEP or self._is_paused(running, now):
             return []
         if self._lanes.num_before_first_stage * self._seconds(StepSize().with_slice(0, 1, 1)) > MOST_WAIT_S:
             return []
@@ -98,8 +107,9 @@ class Speculation:
                 picks.append((sequence, 1))
         return self._with_guesses(picks, len(running))
 
-    def make_way(self, running: Collection[Sequence]) -> None:
+    def make_way(self, running: Collection[Sequence], now: float) -> None:
         """A request is admitted. Steps on guesses alone could delay it: they are void."""
+        self._came_s = now if running else None
         if not self._lanes.have_guesses_alone:
             return
         for sequence in running:
@@ -107,9 +117,11 @@ class Speculation:
                 end = drawing[1].end
                 self._lanes.drop_guesses(sequence, sequence.withdraw(end), end)
 
-    def _are_awaited(self, running: Collection[Sequence]) -> bool:
-        """Whether first tokens are computed, which guesses could delay: stages may share cores."""
-        return not self._forced and any(sequence.returned_s is None for sequence in running)
+    def _is_paused(self, running: Collection[Sequence], now: float) -> bool:
+        """Whether first tokens are computed, or may be soon. Guesses could delay them: stages may share cores."""
+        if self._forced:
+            return False
+        return now < self._paused_until_s or any(sequence.returned_s is None for sequence in running)
 
     def _next_guess(self, sequence: Sequence) -> Guess | None:
         if sequence.guess_room <= 0:

@@ -24,6 +24,7 @@ class Counting:
         self._held: dict[int, list[int]] = {}
         self._delay, self._calls = delay, 0
         self._open: tuple[int, ...] | None = None
+        self.waits: list[bool] = []
 
     def ask(self, piece: Slice, count: int) -> None:
         assert self._open is None, "one question at a time"
@@ -39,6 +40,7 @@ class Counting:
 
     def answer(self, *, wait: bool) -> tuple[int, ...] | None:
         self._calls += 1
+        self.waits.append(wait)
         if self._calls <= self._delay:
             return None
         answer, self._open = self._open, None
@@ -59,6 +61,18 @@ def test_one_question_gives_several_guesses() -> None:
     assert guesses == list(range(3, 3 + len(guesses)))
     assert 2 < len(guesses) <= MOST_DRAFTED
     assert len(channel.pieces) == 1
+
+
+def test_the_first_token_of_an_answer_does_not_wait_for_what_follows_it() -> None:
+    """Both are of one turn of the engine."""
+    channel = Counting()
+    first, second = answers_of(DraftModel(channel), 2)
+    for drafter in (first, second):
+        channel.waits.clear()
+        drafter.guess([0, 1, 2], [])
+        assert channel.waits == [False]
+        drafter.guess(list(range(3 + MOST_DRAFTED)), [])
+        assert channel.waits == [False, True]
 
 
 def test_after_right_guesses_only_new_tokens_are_sent() -> None:

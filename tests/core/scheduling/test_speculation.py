@@ -120,6 +120,33 @@ def test_requests_that_arrive_go_before_guesses() -> None:
     rig.check_answers()
 
 
+def test_after_the_first_token_of_who_came_beside_others_nothing_is_guessed_for_a_while() -> None:
+    """For four times as long as that took; and the trial of ways learns nothing of that while."""
+    rig = a_rig(None, SameCosts(), num_stages=1, new_drafter=right)
+    trial, observed = rig.scheduler._speculation._trial, []
+    trial.observe = lambda _number, began_s, *_: observed.append(began_s)  # type: ignore[method-assign]
+    trial.way = Way.WIDE
+
+    def guesses_of_a_step(sent_s: float, committed_s: float) -> int:
+        before = rig.num_guesses
+        rig.now = sent_s
+        fill(rig)
+        rig.now = committed_s
+        rig.commit_one()
+        return rig.num_guesses - before
+
+    rig.submit(a_request("stream", max_tokens=400))
+    guesses_of_a_step(0.0, 0.9)
+    assert guesses_of_a_step(0.9, 1.0) > 0, "nobody came beside it"
+    rig.submit(a_request("newcomer", max_tokens=1))
+    guesses_of_a_step(1.0, 1.5)
+    assert guesses_of_a_step(1.5, 3.4) == 0
+    assert guesses_of_a_step(3.4, 3.6) == 0
+    assert guesses_of_a_step(3.6, 3.7) > 0
+    assert guesses_of_a_step(3.7, 3.8) > 0
+    assert observed == [0.9, 1.0, 3.6, 3.7]
+
+
 def test_no_step_has_more_guesses_of_a_sequence_than_were_asked_for() -> None:
     rig = a_rig(2)
     rig.submit(a_request("r", num_prompt=1, max_tokens=40))

@@ -1,12 +1,12 @@
 """Times a step of a 124M-shaped GPT-2 by one thread, by two threads, and by two tensor ranks that are threads:
-with two calls of a kernel for each sublayer, as served, and with one for each operator.
+with one call of a kernel for all sublayers, as served, and with one for each operator.
 
     OMP_NUM_THREADS=1 python benchmarks/tensor_step.py [--dtype float32] [--seconds 4] [--layers 12] [--alone]
 
 They take turns, and the fastest step of each counts, which others on the machine disturbed least. Tensor ranks
 gather through memory with the kernel that processes use. It also prints how long a rank waited for
 the other in that step, on average over the two. --alone is for busy machines: one of two ranks computes by itself,
-takes its own columns for those of the other, and only its thread's time counts.
+takes zeros for the other's columns, and only its thread's time counts.
 """
 
 from __future__ import annotations
@@ -24,10 +24,9 @@ from ppserve.core.plan import StepPlan
 from ppserve.core.request import SamplingParams
 from ppserve.model.backend import AttentionParts, KVCache, MLPParts
 from ppserve.model.cpu.backend import CpuBackend
-from ppserve.model.gather import Echo
 from ppserve.model.gpt2 import GPT2Stage
 from ppserve.model.inputs import build_inputs
-from ppserve.stage.transport.gather import NoTensorLink, TensorLink, connect_ranks
+from ppserve.stage.transport.gather import NoTensorLink, TensorLink, connect_ranks, pretend_ranks
 
 MOST_ROWS, CONTEXT = 64, 96
 
@@ -60,7 +59,7 @@ def ranks(
     arch = replace(GPT2, num_layers=num_layers)
     links: tuple[TensorLink, ...] = connect_ranks(count) if count > 1 else (NoTensorLink(),)
     if alone and count > 1:
-        links = (NoTensorLink(Echo()),)
+        links = (pretend_ranks(0, count),)
     made = []
     for rank, link in enumerate(links):
         layout, backend = StageLayout(0, 1, 0, 2 * num_layers, rank, count), kind(dtype, threads)

@@ -23,7 +23,7 @@ _REQUESTS_PER_CALLER = 4
 # head does for each token and for each rank in a step, what a stage does to hand hidden states on, and what a
 # caller in Python does for each token. These are in proportion to it (docs/performance/shapes.md).
 _TOKEN, _RANK, _SENDING, _CALLER = 0.28, 0.42, 0.18, 0.25
-_ONE_HOST = Wires(latency_s=50e-6, bandwidth=5e9, head_s=0.0, spin_s=80e-6)
+_ONE_HOST = Wires(latency_s=50e-6, bandwidth=5e9, head_s=0.0, gather_s=10e-6, spin_s=15e-6)
 _SEVERAL_HOSTS = replace(_ONE_HOST, latency_s=200e-6, bandwidth=1e9, gather_s=200e-6, spin_s=0.0)
 _LOCAL = ("localhost", "127.0.0.1", "::1")
 _ANY_MEMORY = 1 << 62

@@ -18,12 +18,11 @@ from ppserve.core.cut import Cut
 
 
 class Gather(Protocol):
-    """Between the tensor ranks of one stage, all of which make the same calls in the same order.
+    """Between the tensor ranks of one stage, all of which make the same calls in the same order."""
 
-    waited_ns: how long this rank has waited for others, so far.
-    """
-
-    waited_ns: int
+    @property
+    def waited_ns(self) -> int:
+        """How long this rank has waited for others, so far."""
 
     def all(self, own_Tn: torch.Tensor, cut: Cut) -> torch.Tensor:
         """(T, N), contiguous: the columns of all ranks next to each other, for every rank. Raises TransportError.

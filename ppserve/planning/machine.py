@@ -68,8 +68,8 @@ class Wires:
     from the head to a stage, for a plan; return_s: from a stage to the head, for a result. head_s: the head's work
     per step; token_s, telling_s: for each token, before the next plan goes out, and after it, to tell callers.
     prepare_s: a stage's work per step before it receives hidden states; sending_s: after computing. gather_s: for
-    tensor ranks to have each other's results, however small. spin_s: how long one that waits for them keeps its
-    core before it sleeps.
+    tensor ranks to have each other's results, however small. spin_s: what one that waits for them computes: until
+    it sleeps, and when it is woken.
     """
 
     latency_s: float = 50e-6

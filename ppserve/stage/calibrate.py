@@ -38,20 +38,20 @@ from ppserve.core.plan import Draw, Slice, StepPlan
 from ppserve.core.request import SamplingParams
 from ppserve.errors import UsageError
 from ppserve.model.checkpoint import Checkpoint
-from ppserve.model.gather import ALONE, Echo
+from ppserve.model.gather import Echo
 from ppserve.model.gpt2 import GPT2Stage
 from ppserve.stage.device import Compute
 from ppserve.stage.link import HeadLink
 from ppserve.stage.step import Stage
 from ppserve.stage.transport import Frames, connect
-from ppserve.stage.transport.gather import NoTensorLink
+from ppserve.stage.transport.gather import NoTensorLink, TensorLink, pretend_ranks
 
 DECODES = 16
 _BLOCK_SIZE = 16
 _MAX_PROMPT_TOKENS = 128
 _REPEATS = 7
 _PAUSE_S = 2e-3
-_VERSION = 13
+_VERSION = 14
 # Of the layers that `layer_costs` measures, if there are as many. One layer would be computed from a cache, from
 # which a model's layers throw each other out.
 _PARAMS_BEYOND_CACHES = 32 << 20
@@ -278,7 +278,11 @@ def _stage(checkpoint: Checkpoint, compute: Compute, what: tuple[int, int, int],
     # Memory that was never written reads as one page of zeros, from the nearest cache.
     cache.fill(0.01)
     (alone,) = connect((Frames(model.arch.width, model.backend.precision.hidden, device=compute.device),))
-    return Stage(model, cache, alone, NoTensorLink(Echo() if layout.num_tensor > 1 else ALONE))
+    gather: TensorLink = NoTensorLink()
+    if layout.num_tensor > 1:
+        on_cpu = compute.device.type == "cpu"
+        gather = pretend_ranks(layout.tensor, layout.num_tensor) if on_cpu else NoTensorLink(Echo())
+    return Stage(model, cache, alone, gather)
 
 
 def _times(stage: Stage, plan: StepPlan) -> list[float]:

@@ -18,6 +18,7 @@ from ppserve.core.architecture import Architecture, Split, StageLayout, stage_la
 from ppserve.core.cut import Cut
 from ppserve.core.plan import Draw, Drawn, Scored, Slice, StepPlan
 from ppserve.core.request import SamplingParams
+from ppserve.errors import TransportError
 from ppserve.model.backend import Backend
 from ppserve.model.checkpoint import Checkpoint
 from ppserve.model.checkpoint.opening import open_checkpoint
@@ -173,6 +174,44 @@ def test_the_tour_says_what_travels(count: int, split: str) -> None:
     assert said.gathers == sum(ranks[0].num_calls for ranks in gathers)
     assert said.messages == hops + said.gathers * count * (count - 1)
     assert said.num_bytes == 4 * arch.width * hops + sum(each.num_bytes for ranks in gathers for each in ranks)
+
+
+@pytest.mark.parametrize("num_threads", [1, 2])
+def test_kernels_gather_by_themselves_with_the_same_bits(num_threads: int) -> None:
+    """As when Python gathers, which it does where ranks share no memory, or rows do not fit into it."""
+    checkpoint = RandomCheckpoint(architecture(num_layers=2, num_heads=3, width=48))
+    make = lambda: CpuBackend("bfloat16", num_threads)  # noqa: E731
+    found, num_calls = [], []
+    for by_python in (False, True):
+        pipeline = TensorPipeline(checkpoint, "2", 2, make)
+        counted = [Counted(gather) for _, _, gather in pipeline._ranks[0]]
+        if by_python:
+            pipeline._ranks[0] = [
+                (stage, cache, gather)
+                for (stage, cache, _), gather in zip(pipeline._ranks[0], counted, strict=True)
+            ]
+        found.append(answers(pipeline))
+        num_calls.append(counted[0].num_calls)
+        pipeline.close()
+    assert same(*found)
+    assert num_calls[0] == 0
+    assert num_calls[1] > 4 * 4
+
+
+@pytest.mark.parametrize("num_threads", [1, 2])
+def test_a_rank_that_is_gone_ends_what_kernels_gather(num_threads: int) -> None:
+    """At once: keys and values that were computed from rows that did not come could be any numbers."""
+    arch = architecture(num_layers=2)
+    pipeline = TensorPipeline(RandomCheckpoint(arch), "2", 2, lambda: CpuBackend("float32", num_threads))
+    (stage, cache, gather), (_, _, gone) = pipeline._ranks[0]
+    plan = StepPlan(0, 0, 0, (pipeline.slice(0, (5,), 0),))
+    inputs = build_inputs(plan, stage.layout, cache, gather)
+    gone.close()  # type: ignore[attr-defined]
+    assert stage.joined is not None
+    with pytest.raises(TransportError, match="gone"):
+        stage.joined(torch.randn(1, arch.width), inputs)
+    assert [bool(keys_BHc.any()) for keys_BHc in cache.keys_LBHc] == [True, False]
+    pipeline.close()
 
 
 def test_the_gpus_backend_gathers_as_well() -> None:

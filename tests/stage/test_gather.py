@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import time
 from concurrent.futures import Future, ThreadPoolExecutor
 from datetime import timedelta
 from pathlib import Path
@@ -18,10 +19,11 @@ import parallel_state
 from ppserve.core.architecture import StageLayout
 from ppserve.core.cut import Cut
 from ppserve.errors import TransportError
+from ppserve.model.cpu.kernels.exchange import BUFFER_BYTES, LINE_BYTES
 from ppserve.model.gather import Gather
 from ppserve.model.stock import TorchBackend
 from ppserve.stage.step import Stage
-from ppserve.stage.transport.gather import BUFFER_BYTES, NoTensorLink, TensorLink, connect_ranks
+from ppserve.stage.transport.gather import MemoryGather, NoTensorLink, TensorLink, connect_ranks, pretend_ranks
 from ppserve.stage.transport.gather_group import create_gather
 from tests.worlds import Died, World
 
@@ -87,6 +89,42 @@ def test_a_wait_ends(by: str) -> None:
         wait: Future[torch.Tensor] = threads.submit(waiting.all, torch.ones(1, 1), Cut.of(2, 0, 2))
         (waiting.interrupt if by == "its own interrupt" else other.close)()
         assert isinstance(wait.exception(WITHIN_S), TransportError)
+
+
+def line_of(gather: MemoryGather, rank: int) -> torch.Tensor:
+    """The numbers of a rank's line: its count, and how many sleep until it counts up."""
+    line = gather._memory[rank * LINE_BYTES : (rank + 1) * LINE_BYTES].view(torch.int64)
+    return line[[0, 9]]
+
+
+def test_who_waits_sleeps() -> None:
+    """Another thread may need the core, and may be the one that is awaited."""
+    waiting, other = connect_ranks(2)
+    with ThreadPoolExecutor(1) as threads:
+        wait = threads.submit(waiting.all, torch.ones(1, 1), Cut.of(2, 0, 2))
+        until = time.monotonic() + WITHIN_S
+        while line_of(other, 1).tolist() != [0, 1] and time.monotonic() < until:
+            time.sleep(1e-3)
+        assert line_of(other, 1).tolist() == [0, 1]
+        assert other.all(torch.zeros(1, 1), Cut.of(2, 1, 2)).tolist() == [[1, 0]]
+        assert wait.result(WITHIN_S).tolist() == [[1, 0]]
+    assert line_of(other, 1).tolist() == [1, 0]
+
+
+def test_a_rank_that_was_left_gives_nothing_more() -> None:
+    """A rank that is further behind would take what has no meaning for rows."""
+    left, other = connect_ranks(2)
+    other.close()
+    for _ in range(2):
+        with pytest.raises(TransportError, match="gone"):
+            left.all(torch.ones(1, 1), Cut.of(2, 0, 2))
+        assert line_of(left, 0).tolist() == [1, 0]
+
+
+def test_pretended_ranks_are_never_waited_for() -> None:
+    gather = pretend_ranks(1, 3)
+    for turn in range(1, 4):
+        assert gather.all(torch.full((1, 2), turn), Cut.of(6, 1, 3)).tolist() == [[0, 0, turn, turn, 0, 0]]
 
 
 def test_a_rank_alone_gathers_what_it_has() -> None:

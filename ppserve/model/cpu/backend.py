@@ -27,7 +27,7 @@ from ppserve.model.backend import (
 from ppserve.model.checkpoint import Matrix
 from ppserve.model.compiled.jit import ForSettings, check_numba
 from ppserve.model.cpu.activations import CpuActivation
-from ppserve.model.cpu.fusing import attention_sublayer, mlp_sublayer
+from ppserve.model.cpu.fusing import attention_sublayer, joined_sublayers, mlp_sublayer
 from ppserve.model.cpu.huge_pages import HugePages
 from ppserve.model.cpu.kernels import variants
 from ppserve.model.cpu.kernels.attention_tile import attention_kernels
@@ -40,7 +40,6 @@ from ppserve.model.cpu.linear import PackedLinear
 from ppserve.model.cpu.norm import CpuNorm
 from ppserve.model.cpu.precision import cpu_precision, dtype_name
 from ppserve.model.cpu.rooms import Rooms
-from ppserve.model.cpu.sublayers import FusedSublayers
 from ppserve.model.cpu.team import Team
 from ppserve.model.sampling_slices import read_slices
 from ppserve.model.timing import HostTiming, Timing
@@ -89,8 +88,7 @@ class CpuBackend:
         return mlp_sublayer(parts, self._team, self._rooms)
 
     def joined(self, sublayers: Sequence[Sublayer | None]) -> Sublayer | None:
-        fused = [each for each in sublayers if isinstance(each, FusedSublayers)]
-        return FusedSublayers.joined(fused) if fused and len(fused) == len(sublayers) else None
+        return joined_sublayers(sublayers)
 
     def block_bytes(self, arch: Architecture, layout: StageLayout, block_size: int) -> int:
         return block_bytes(arch, layout, block_size, self.precision.kv)

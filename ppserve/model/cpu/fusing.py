@@ -1,8 +1,10 @@
 """From the parts of an attention or MLP sublayer to the calls of kernels that compute it: one where the rank is
-alone, two where tensor ranks share it.
+alone, two where tensor ranks share it, one for all sublayers of a stage where there is a way.
 """
 
 from __future__ import annotations
+
+from collections.abc import Sequence
 
 import numpy as np
 
@@ -13,7 +15,7 @@ from ppserve.model.cpu.kernels.work import ATTENTION, EXPAND, HEADS, MLP, as_tab
 from ppserve.model.cpu.linear import PackedLinear
 from ppserve.model.cpu.norm import CpuNorm
 from ppserve.model.cpu.rooms import Rooms
-from ppserve.model.cpu.shared_sublayers import SharedSublayer
+from ppserve.model.cpu.shared_sublayers import SharedSublayer, SharedSublayers
 from ppserve.model.cpu.sublayers import FusedSublayers
 from ppserve.model.cpu.team import Team
 
@@ -44,6 +46,13 @@ def mlp_sublayer(parts: MLPParts, team: Team, rooms: Rooms) -> Sublayer:
         return FusedSublayers([(MLP, table)], kept, team)
     table = as_table(norm.seen_by_kernels, first, activate.seen_by_kernels, (parts.inner.width,))
     return SharedSublayer(EXPAND, table, second, (parts.inner, parts.columns), kept, team)
+
+
+def joined_sublayers(sublayers: Sequence[Sublayer | None]) -> Sublayer | None:
+    if alone := [each for each in sublayers if isinstance(each, FusedSublayers)]:
+        return FusedSublayers.joined(alone) if len(alone) == len(sublayers) else None
+    shared = [each for each in sublayers if isinstance(each, SharedSublayer)]
+    return SharedSublayers(shared) if shared and len(shared) == len(sublayers) else None
 
 
 def _weights(rooms: Rooms, *linears: PackedLinear) -> list[Weights]:

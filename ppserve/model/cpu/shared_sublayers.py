@@ -1,9 +1,12 @@
-"""A tensor rank's part of attention and MLP sublayers: two calls each, with a gather behind either.
+"""A tensor rank's part of attention and MLP sublayers. Where ranks share memory, all of a stage are one call, in
+which the kernels gather; elsewhere each is two calls, with a gather behind either.
 
 T rows, D width, d a rank's own of it, K inputs of the second product, k a rank's own of them.
 """
 
 from __future__ import annotations
+
+from collections.abc import Sequence
 
 import numpy as np
 import torch
@@ -11,9 +14,10 @@ from numpy.typing import NDArray
 
 from ppserve.core.cut import Cut
 from ppserve.model.backend import StepInputs
+from ppserve.model.cpu.exchange import ExchangeSide
 from ppserve.model.cpu.kernels.memory import address
 from ppserve.model.cpu.kernels.products import Weights
-from ppserve.model.cpu.kernels.work import PROJECT, as_table, jobs_of
+from ppserve.model.cpu.kernels.work import COMPLETE, GATHER, PROJECT, as_table, jobs_of
 from ppserve.model.cpu.sublayers import table_of
 from ppserve.model.cpu.team import Team
 
@@ -34,18 +38,45 @@ class SharedSublayer:
         parts: tuple[object, ...],
         team: Team,
     ) -> None:
-        self._between, self._columns = between, columns = cuts
+        self.between, self.columns = between, columns = cuts
         projection = as_table(second, (between.size, columns.size, columns.first, columns.width))
-        jobs = jobs_of((job, table)), jobs_of((PROJECT, projection))
-        self._kept, self._team = (table, projection, *jobs, parts), team
-        self._first, self._second = map(address, jobs)
+        gather, complete = as_table(between.widths), as_table(columns.widths)
+        self.jobs = [(job, table), (GATHER, gather), (PROJECT, projection), (COMPLETE, complete)]
+        self._parts, self.team = parts, team
+        self._lists = jobs_of(self.jobs[0]), jobs_of(self.jobs[2])
+        self._first, self._second = map(address, self._lists)
 
     def __call__(self, hidden_TD: torch.Tensor, inputs: StepInputs) -> torch.Tensor:
-        hidden_TD, step, run = hidden_TD.contiguous(), table_of(inputs), self._team.run
+        hidden_TD, step, run = hidden_TD.contiguous(), table_of(inputs), self.team.run
         num_rows, x = len(hidden_TD), hidden_TD.data_ptr()
-        own_Tk = torch.empty(num_rows, self._between.width)
+        own_Tk = torch.empty(num_rows, self.between.width)
         run(self._first, 1, step, x, own_Tk.data_ptr())
-        rows_TK = inputs.gather.all(own_Tk, self._between)
-        own_Td = torch.empty(num_rows, self._columns.width, dtype=hidden_TD.dtype)
+        rows_TK = inputs.gather.all(own_Tk, self.between)
+        own_Td = torch.empty(num_rows, self.columns.width, dtype=hidden_TD.dtype)
         run(self._second, 1, step, x, own_Td.data_ptr(), rows_TK.data_ptr())
-        return inputs.gather.all(own_Td, self._columns)
+        return inputs.gather.all(own_Td, self.columns)
+
+
+class SharedSublayers:
+    """One after the other."""
+
+    def __init__(self, several: Sequence[SharedSublayer]) -> None:
+        self._several, self._team = several, several[0].team
+        jobs = [job for each in several for job in each.jobs]
+        self._listed, self._num_jobs = jobs_of(*jobs), len(jobs)
+        self._address = address(self._listed)
+        self._inner = max(each.between.size for each in several)
+        self._row_bytes = 4 * max(max(each.between.widths + each.columns.widths) for each in several)
+
+    def __call__(self, hidden_TD: torch.Tensor, inputs: StepInputs) -> torch.Tensor:
+        num_rows, gather = len(hidden_TD), inputs.gather
+        if not isinstance(gather, ExchangeSide) or num_rows * self._row_bytes > gather.most_bytes:
+            for each in self._several:
+                hidden_TD = each(hidden_TD, inputs)
+            return hidden_TD
+        hidden_TD = hidden_TD.contiguous()
+        out_TD, rows_TK = torch.empty_like(hidden_TD), torch.empty(num_rows, self._inner)
+        places = (each.data_ptr() for each in (hidden_TD, out_TD, rows_TK))
+        self._team.run(self._address, self._num_jobs, table_of(inputs), *places, gather.seen_by_kernels)
+        gather.check()
+        return out_TD

@@ -1,15 +1,14 @@
 """The gather between processes of one host: anonymous memory that all tensor ranks of a stage have mapped.
 
 The first rank makes the memory and hands it to the others over Unix sockets, which stay open and silent: the
-kernel closes them when a rank dies, and whoever waits looks at them.
+kernel closes them when a rank dies, and whoever waits looks at them. So the first rank learns of the end of any
+other, and says so in the memory; the others learn of the first's.
 """
 
 from __future__ import annotations
 
-import contextlib
 import mmap
 import os
-import select
 import socket
 
 import torch
@@ -17,37 +16,9 @@ import torch.distributed as dist
 
 from parallel_state import ParallelGroup
 from ppserve.errors import TransportError
-from ppserve.stage.transport.gather import Company, MemoryGather, memory_bytes
-from ppserve.stage.transport.shm import accept, dial, hang_up, listen, no_name
-
-
-class Processes(Company):
-    """The others are processes. The first rank is connected to all, each of the others to the first: when one is
-    gone, the first ends its own wait and closes its connections, which ends those of the rest."""
-
-    def __init__(self, connections: list[socket.socket]) -> None:
-        super().__init__()
-        self._connections = connections
-        self._signs_of_end = select.poll()
-        for connection in connections:
-            self._signs_of_end.register(connection, select.POLLIN)
-
-    def look(self) -> None:
-        if self._signs_of_end.poll(0):
-            self.end()
-        super().look()
-
-    def end(self) -> None:
-        super().end()
-        for connection in self._connections:
-            hang_up(connection)
-
-    def close(self) -> None:
-        self.end()
-        for connection in self._connections:
-            with contextlib.suppress(KeyError, ValueError):
-                self._signs_of_end.unregister(connection)
-            connection.close()
+from ppserve.model.cpu.exchange import memory_bytes
+from ppserve.stage.transport.gather import MemoryGather
+from ppserve.stage.transport.shm import accept, dial, listen, no_name
 
 
 def shm_gather(group: ParallelGroup) -> MemoryGather:
@@ -64,7 +35,7 @@ def shm_gather(group: ParallelGroup) -> MemoryGather:
         for connection in connections:
             connection.close()
         raise TransportError(f"shm: cannot meet the tensor ranks of this stage: {error}") from error
-    return MemoryGather("shm", memory, (group.rank_in_group, group.world_size), Processes(connections))
+    return MemoryGather("shm", memory, (group.rank_in_group, group.world_size), connections)
 
 
 def _hand_out(group: ParallelGroup, size: int, connections: list[socket.socket]) -> int:

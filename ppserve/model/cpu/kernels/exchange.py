@@ -1,8 +1,14 @@
 """How ranks that share memory give each other their rows.
 
-Each rank has a counter in the shared memory, an int64 on cache lines of its own, that only it changes. A rank
-copies its rows into the shared memory, then counts up. Whoever sees the new count also sees the rows. When all
-ranks have counted up, each copies the rows of all.
+The memory begins with lines of int64 numbers: one for each rank, with a counter that only this rank changes, and
+one that says whether all is over. Behind these are two buffers for each rank. A rank puts its rows into one of its
+buffers, then counts up. Whoever sees the new count also sees the rows. When all ranks have counted up, each copies
+the rows of all. The buffers take turns: nobody is more than one exchange ahead, so the buffer before the last has
+been read by all.
+
+Who waits spins for some microseconds, as long as that has been enough of late, then sleeps, so that another thread
+has the core. It does not yield: Linux counts a yield as a slice of time used up, and a rank that yields beside two
+busy threads is hardly let in again.
 """
 # mypy: ignore-errors
 # (numba types these functions from their arguments; mypy cannot see through its intrinsics)
@@ -13,13 +19,26 @@ from numba import types
 from numba.core import cgutils
 from numba.extending import intrinsic
 
-from ppserve.model.compiled.jit import kernel
-from ppserve.model.compiled.lanes import load_int
-from ppserve.model.cpu.kernels.atomics import add_shared, load_shared, pause, yield_core
+from ppserve.model.compiled.jit import inlined, kernel
+from ppserve.model.compiled.lanes import load_int, store_int
+from ppserve.model.cpu.kernels.atomics import add_shared, load_shared, pause
+from ppserve.model.cpu.kernels.system import core_here, have_news, now_ns, sleep_while, wake_all
 
 LINE_BYTES = 128
-"""Of a counter: two lines, because CPUs fetch them in pairs."""
-_SPINS, _YIELDS = 1_000, 100
+"""Of each line: two of the CPU's, which fetches them in pairs."""
+BUFFER_BYTES = 4 << 20
+
+LINES, RANK, NUM_RANKS, BUFFERS, TURN, SPIN_NS, WAITED_NS, SIGNS, NUM_SIGNS, IS_LOST = range(10)
+"""Numbers of a side, which is what one rank knows of the exchange. TURN: exchanges so far. SPIN_NS: how long to
+spin. WAITED_NS: for others, so far. SIGNS: of an end, `struct pollfd`. IS_LOST: an exchange has failed, because a
+rank was gone, and there are no more."""
+NUM_FIELDS = 10
+MOST_SPIN_NS = 100_000
+_LEAST_SPIN_NS = 4_000
+_LOOKS = 16
+
+_COUNT, _CORE, _ASLEEP = 0, 8, 9
+"""Of a rank's line. _CORE: where it last counted up. _ASLEEP: how many sleep until it does."""
 
 
 @intrinsic
@@ -34,39 +53,94 @@ def _copy_bytes(typing, to, source, count):
     return types.void(types.intp, types.intp, types.intp), generate
 
 
-@kernel
-def put(board, rank, room, rows, num_bytes) -> None:
-    """Copies rows to the rank's room, then counts up."""
-    _copy_bytes(room, rows, num_bytes)
-    add_shared(board + LINE_BYTES * rank, 1)
+@inlined
+def own_room(side):
+    """Where this rank's rows of the next exchange go."""
+    return load_int(side, BUFFERS) + (2 * load_int(side, RANK) + load_int(side, TURN) % 2) * BUFFER_BYTES
 
 
-@kernel
-def take(rooms, apart, widths, count, num_rows, whole) -> None:
-    """Rows of all ranks next to each other. rooms: the first rank's, those of the others `apart` bytes further.
-    widths: the address of the bytes that a row of each rank has. whole: where the rows go."""
+@inlined
+def swap(side, widths, element_bytes, num_rows, whole) -> None:
+    """This rank's rows are in its room: has the others know, and once theirs are there too, puts rows of all ranks
+    next to each other. widths: how many numbers a row of each rank has. whole: where the rows go; nothing goes
+    there when a rank is lost."""
+    if load_int(side, IS_LOST):
+        return
+    lines, count, turn = load_int(side, LINES), load_int(side, NUM_RANKS), load_int(side, TURN)
+    store_int(side, TURN, turn + 1)
+    _count_up(lines + LINE_BYTES * load_int(side, RANK))
+    begun_ns, is_lost = now_ns(), False
+    for rank in range(count):
+        is_lost = is_lost or not _await(side, lines + LINE_BYTES * rank, turn + 1)
+    store_int(side, WAITED_NS, load_int(side, WAITED_NS) + now_ns() - begun_ns)
+    if is_lost:
+        store_int(side, IS_LOST, 1)
+        return
     row_bytes = 0
     for rank in range(count):
-        row_bytes += load_int(widths, rank)
+        row_bytes += load_int(widths, rank) * element_bytes
+    room = load_int(side, BUFFERS) + turn % 2 * BUFFER_BYTES
     for rank in range(count):
-        width = load_int(widths, rank)
+        width = load_int(widths, rank) * element_bytes
         for row in range(num_rows):
-            _copy_bytes(whole + row * row_bytes, rooms + row * width, width)
-        whole, rooms = whole + width, rooms + apart
+            _copy_bytes(whole + row * row_bytes, room + row * width, width)
+        whole, room = whole + width, room + 2 * BUFFER_BYTES
+
+
+@inlined
+def _count_up(line) -> None:
+    store_int(line, _CORE, core_here())
+    add_shared(line, 1)
+    if load_shared(line + 8 * _ASLEEP) > 0:
+        wake_all(line)
+
+
+@inlined
+def _await(side, line, goal):
+    """Whether a rank has counted up to `goal`; False: it never will."""
+    if load_shared(line) >= goal:
+        return True
+    begun_ns, spin_ns = now_ns(), load_int(side, SPIN_NS)
+    core = core_here()
+    if core > 0 and load_int(line, _CORE) == core:
+        # It probably needs this core.
+        return _sleep(side, line, goal)
+    while now_ns() - begun_ns < spin_ns:
+        for _ in range(_LOOKS):
+            pause()
+        if load_shared(line) >= goal:
+            break
+    if not _sleep(side, line, goal):
+        return False
+    if now_ns() - begun_ns < MOST_SPIN_NS:
+        store_int(side, SPIN_NS, min(2 * spin_ns, MOST_SPIN_NS))
+    else:
+        store_int(side, SPIN_NS, max(spin_ns // 2, _LEAST_SPIN_NS))
+    return True
+
+
+@inlined
+def _sleep(side, line, goal):
+    """The same, without spinning."""
+    over = load_int(side, LINES) + LINE_BYTES * load_int(side, NUM_RANKS)
+    has_slept = False
+    while load_shared(line) < goal:
+        if has_slept and have_news(load_int(side, SIGNS), load_int(side, NUM_SIGNS)) > 0:
+            add_shared(over, 1)
+        if load_shared(over) > 0:
+            return False
+        # Whoever counts up from here on sees that somebody sleeps, or is seen to have counted.
+        add_shared(line + 8 * _ASLEEP, 1)
+        count = load_shared(line)
+        if count < goal:
+            sleep_while(line, count)
+        add_shared(line + 8 * _ASLEEP, -1)
+        has_slept = True
+    return True
 
 
 @kernel
-def await_ranks(board, count, goal) -> bool:
-    """Whether the counters of all ranks have reached `goal`; looks for some microseconds, then lets other threads
-    of this core run for some more, and gives up."""
-    for spin in range(_SPINS + _YIELDS):
-        here = 0
-        while here < count and load_shared(board + LINE_BYTES * here) >= goal:
-            here += 1
-        if here == count:
-            return True
-        if spin < _SPINS:
-            pause()
-        else:
-            yield_core()
-    return False
+def exchange(side, rows, num_bytes, widths, element_bytes, num_rows, whole) -> None:
+    """`swap` of rows that are elsewhere."""
+    _copy_bytes(own_room(side), rows, num_bytes)
+    swap(side, widths, element_bytes, num_rows, whole)

@@ -4,7 +4,8 @@
     MLP         rows: norm, pack | product | rows: activate, pack | product | rows: add
 
 A tensor rank's sublayers end where the rows of all ranks are needed: HEADS and EXPAND are the above up to `rows:
-pack` before the second product, PROJECT is the rest.
+pack` before the second product, PROJECT is the rest. The rows of all ranks come by GATHER and COMPLETE, or by
+Python.
 
 At each bar the threads meet. Rows, outputs and heads are shared out evenly. What a job works on stands in tables
 of int64 numbers, which Python fills with `as_table`: one for each sublayer, for ever, and one for each step.
@@ -26,13 +27,14 @@ from ppserve.model.compiled.lanes import load_int, load_one
 from ppserve.model.cpu.kernels.activation import Activation, activate
 from ppserve.model.cpu.kernels.attention import AttentionRoom, CacheLayer, Heads, StepSlices, attend, write_heads
 from ppserve.model.cpu.kernels.board import ARGUMENTS, await_job, meet, open_shares, take_piece
+from ppserve.model.cpu.kernels.exchange import IS_LOST, own_room, swap
 from ppserve.model.cpu.kernels.memory import address, aligned
 from ppserve.model.cpu.kernels.products import PackedRows, Weights, multiply
 from ppserve.model.cpu.kernels.rows import Norm, add_row, normalise, pack_row, read_row
 from ppserve.model.cpu.kernels.tile_code import CHUNK_BYTES, PANEL
 
-ATTENTION, MLP, LINEAR, ATTEND, HEADS, EXPAND, PROJECT = range(1, 8)
-"""Kinds of jobs."""
+ATTENTION, MLP, COMPLETE, LINEAR, ATTEND, HEADS, EXPAND, PROJECT, GATHER = range(1, 10)
+"""Kinds of jobs. The first three put out hidden states, for the next one to begin with."""
 
 
 _PIECE_BYTES = 256 << 10
@@ -325,9 +327,9 @@ def work(product, attention, stored, single, board, thread, num_threads, done) -
     """As `team.Work`. stored: how hidden states are kept. single: the same for float32.
 
     The arguments on the board are addresses, and one count: a list of pairs (kind of job, its table), how many
-    pairs, the step's table, the rows that come in, the rows that go out, and for PROJECT the rows of all ranks.
-    The jobs are done one after the other; from the second on, the rows that come in are those that the job before
-    put out.
+    pairs, the step's table, the rows that come in, the rows that go out, for PROJECT the rows of all ranks, and a
+    tensor rank's side of the exchange (0: jobs do not gather). The jobs are done one after the other; the rows
+    that come in are the hidden states that a job before has put out.
     """
     crew = Crew(board, thread, num_threads)
     while True:
@@ -336,15 +338,16 @@ def work(product, attention, stored, single, board, thread, num_threads, done) -
                 return done
             done += 1
         arguments = board + 8 * ARGUMENTS
-        jobs, num_jobs, step, x, out, rows = (
+        jobs, num_jobs, step, x, out, rows, side = (
             load_int(arguments, 0), load_int(arguments, 1), load_int(arguments, 2), load_int(arguments, 3),
-            load_int(arguments, 4), load_int(arguments, 5),
+            load_int(arguments, 4), load_int(arguments, 5), load_int(arguments, 6),
         )  # fmt: skip
         if jobs == 0:
             return -1
         for number in range(num_jobs):
             job, table, following = load_int(jobs, 2 * number), load_int(jobs, 2 * number + 1), 0
-            if number + 1 < num_jobs:
+            own = own_room(side) if side else out
+            if number + 1 < num_jobs and not side:
                 following = _first_panel(_weights_at(load_int(jobs, 2 * number + 3) + _NORM), crew)
             if job == ATTENTION:
                 _attention(product, attention, stored, table, step, x, out, crew, following)
@@ -357,12 +360,17 @@ def work(product, attention, stored, single, board, thread, num_threads, done) -
                 width = 4 * cache.num_heads * cache.head_size
                 _attend_heads(attention, cache, step, x, 3 * width, out, width, crew)
             elif job == HEADS:
-                _heads(product, attention, stored, table, step, x, out, crew)
+                _heads(product, attention, stored, table, step, x, own, crew)
             elif job == EXPAND:
-                _expand(product, stored, single, table, step, x, out, crew)
+                _expand(product, stored, single, table, step, x, own, crew)
             elif job == PROJECT:
-                _project(product, stored, single, table, step, x, out, rows, crew)
+                _project(product, stored, single, table, step, x, own, rows, crew)
+            elif thread == 0:  # the first of a crew gathers for all
+                to, element_bytes = (rows, 4) if job == GATHER else (out, stored.element_bytes)
+                swap(side, table, element_bytes, _room_at(step).num_rows, to)
             meet(board, thread, num_threads)
-            x = out
+            x = out if job <= COMPLETE else x
+            if job in (GATHER, COMPLETE) and load_int(side, IS_LOST):
+                break  # what remains would be computed from no rows, and its keys and values kept
         if thread == 0:
             return done

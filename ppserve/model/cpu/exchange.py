@@ -1,0 +1,80 @@
+"""A rank's side of the exchange through shared memory, as kernels see it: those that only exchange rows, and those
+that compute all sublayers of a stage and gather in between."""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Sequence
+from select import POLLIN
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from ppserve.core.cut import Cut
+from ppserve.errors import TransportError
+from ppserve.model.cpu.kernels import exchange as kernels
+from ppserve.model.cpu.kernels.exchange import BUFFER_BYTES, LINE_BYTES
+from ppserve.model.cpu.kernels.memory import address, aligned
+
+
+def memory_bytes(num_ranks: int) -> int:
+    """Size of the memory that ranks share."""
+    return (num_ranks + 1) * LINE_BYTES + num_ranks * 2 * BUFFER_BYTES
+
+
+class ExchangeSide:
+    """Used by one thread, except `end`. most_bytes: of a rank's rows at a time."""
+
+    most_bytes = BUFFER_BYTES
+
+    def __init__(self, memory: torch.Tensor, place: tuple[int, int], signs_of_end: Sequence[int] = ()) -> None:
+        """memory: `memory_bytes` bytes, zeros at first. place: this rank, and how many there are. signs_of_end:
+        descriptors of files that can be read when a rank is gone; open until `forget_signs`."""
+        count = place[1]
+        self._memory = memory  # kept: the kernels have its address
+        self._over = memory.numpy()[count * LINE_BYTES :][:8].view(np.int64)
+        signs = b"".join(struct.pack("ihh", descriptor, POLLIN, 0) for descriptor in signs_of_end)
+        self._signs = np.frombuffer(signs or bytes(8), np.uint8).copy()
+        self._side = side = aligned(kernels.NUM_FIELDS, np.int64)
+        lines = memory.data_ptr()
+        side[[kernels.LINES, kernels.BUFFERS]] = lines, lines + (count + 1) * LINE_BYTES
+        side[[kernels.RANK, kernels.NUM_RANKS]] = place
+        side[[kernels.SIGNS, kernels.NUM_SIGNS]] = address(self._signs), len(signs_of_end)
+        side[kernels.SPIN_NS] = kernels.MOST_SPIN_NS
+        self.seen_by_kernels = address(side)
+        self._widths: dict[tuple[int, ...], tuple[NDArray[np.int64], int]] = {}
+
+    @property
+    def waited_ns(self) -> int:
+        return int(self._side[kernels.WAITED_NS])
+
+    def pretend(self) -> None:
+        """The others have taken part in all exchanges to come, with the rows that are in their buffers: zeros."""
+        count, rank = (int(self._side[field]) for field in (kernels.NUM_RANKS, kernels.RANK))
+        lines = self._memory[: count * LINE_BYTES].view(torch.int64).view(count, -1)
+        lines[torch.arange(count) != rank, 0] = 1 << 62
+
+    def check(self) -> None:
+        """Raises TransportError where rows did not come, because a rank is gone."""
+        if self._side[kernels.IS_LOST]:
+            raise TransportError("a tensor rank of this stage is gone")
+
+    def swap(self, own_Tn: torch.Tensor, cut: Cut) -> torch.Tensor:
+        """Rows of all ranks. own_Tn: contiguous, at most `most_bytes`. Raises TransportError."""
+        whole_TN = torch.empty(len(own_Tn), cut.size, dtype=own_Tn.dtype)
+        if (known := self._widths.get(cut.widths)) is None:
+            widths = np.array(cut.widths, np.int64)
+            known = self._widths[cut.widths] = widths, address(widths)
+        sizes, to = (known[1], own_Tn.itemsize, len(own_Tn)), whole_TN.data_ptr()
+        kernels.exchange(self.seen_by_kernels, own_Tn.data_ptr(), own_Tn.nbytes, *sizes, to)
+        self.check()
+        return whole_TN
+
+    def end(self) -> None:
+        """Of all waits, this rank's and the others', within some milliseconds."""
+        self._over[0] = 1
+
+    def forget_signs(self) -> None:
+        """Their files are about to be closed."""
+        self._side[kernels.NUM_SIGNS] = 0

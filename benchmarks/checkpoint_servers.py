@@ -1,6 +1,8 @@
-"""One model in every checkpoint format, served by real servers of 1, 2 and 3 stages: the same greedy tokens.
+"""One model in every checkpoint format, served by real servers of several shapes: the same greedy tokens.
 
-    python benchmarks/checkpoint_servers.py [--prompts 100] [--new-tokens 64]
+    python benchmarks/checkpoint_servers.py [--prompts 100] [--new-tokens 64] [--shapes 1x1,1x2,1x3,2x2]
+
+Shapes are tensor ranks x stages.
 
 nanoGPT's activation is the exact GELU, so its files are compared with a Hugging Face directory that says `gelu`.
 """
@@ -41,7 +43,9 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--prompts", type=int, default=100)
     parser.add_argument("--new-tokens", type=int, default=64)
+    parser.add_argument("--shapes", default="1x1,1x2,1x3,2x2")
     arguments = parser.parse_args()
+    shapes = [tuple(map(int, shape.split("x"))) for shape in arguments.shapes.split(",")]
     arch = architecture(num_layers=3, width=48, num_heads=3, max_positions=128, vocab_size=300, inner_width=192)
     exact = replace(arch, activation="gelu")
     tensors = random_tensors(arch)
@@ -63,14 +67,16 @@ def main() -> None:
         for activation, places in families.items():
             expected: list[Answer] | None = None
             for name, place in places.items():
-                for stages in (1, 2, 3):
-                    with serving(stages, "--model", str(place), "--threads", "1") as server:
+                for tensor, stages in shapes:
+                    flags = ("--model", str(place), "--threads", "1", "--tensor-parallel", str(tensor))
+                    with serving(tensor * stages, *flags) as server:
                         answers = ask(server.grpc, asked, at_once=16)
                     assert all(len(answer.token_ids) == arguments.new_tokens for answer in answers), answers[0]
                     assert max(max(answer.token_ids) for answer in answers) < arch.vocab_size
                     expected = expected or answers
                     same = sum(a == b for a, b in zip(answers, expected, strict=True))
-                    print(f"{activation:9} {name:22} stages={stages} {same}/{len(asked)} identical", flush=True)
+                    shape = f"{tensor}x{stages}"
+                    print(f"{activation:9} {name:22} {shape} {same}/{len(asked)} identical", flush=True)
 
 
 if __name__ == "__main__":

@@ -81,7 +81,7 @@ LEAST_SHARE_OF_DEPTH, MOST_OFF_SIMULATED = 0.85, 0.10
 # For so many callers nothing is guessed, whatever the times are: this counts, and needs no idle machine.
 MANY, MOST_GUESSES = 16, 0.01
 LEAST_TURNS, ERROR_ENOUGH = 4, 0.01
-# A server's first steps let other processes begin to load their libraries: until that is done, times are wrong.
+# What a server loads and forks with its first requests would count against one of two that are compared.
 SETTLING_REQUESTS, SETTLING_S = 3, 10.0
 # Of `equal`: the share of requests that come so few at a time that stages would stand idle; how many of the others
 # come at a time.

@@ -147,6 +147,10 @@ Sublayer = Callable[[torch.Tensor, StepInputs], torch.Tensor]
 """(T, D) hidden states to (T, D), as `Precision.hidden` has them: attention or MLP with the residual."""
 
 
+Read = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
+"""(T, D) hidden states and the numbers of R rows to their float32 logits (R, v)."""
+
+
 class KVCache(Protocol):
     """The keys and values of one stage: preallocated blocks, addressed by id, owned by nobody else.
 
@@ -224,6 +228,9 @@ class Backend(Protocol):
 
     def fused_mlp(self, parts: MLPParts) -> Sublayer | None:
         """Likewise."""
+
+    def fused_head(self, norm: Operator, linear: Linear) -> Read | None:
+        """The final norm and the LM head likewise."""
 
     def joined(self, sublayers: Sequence[Sublayer | None]) -> Sublayer | None:
         """All fused sublayers of a stage in one call; None where one by one is as good."""

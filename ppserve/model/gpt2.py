@@ -94,10 +94,17 @@ class LMHead:
     def __init__(self, read: WeightReader) -> None:
         self._ln_f = read.norm("ln_f")
         self.linear = read.lm_head(read.layout.cut(read.arch.vocab_size).own)
+        self._compute = read.backend.precision.compute
+        self._fused = read.backend.fused_head(self._ln_f, self.linear)
 
     def __call__(self, hidden_RD: torch.Tensor) -> torch.Tensor:
         """(R, D) → float32 logits (R, v) of the rank's own ids."""
         return self.linear(self._ln_f(hidden_RD)).float()
+
+    def read(self, hidden_TD: torch.Tensor, rows_R: torch.Tensor) -> torch.Tensor:
+        """Those of some rows of hidden states."""
+        fused = self._fused
+        return fused(hidden_TD, rows_R) if fused else self(hidden_TD.index_select(0, rows_R).to(self._compute))
 
 
 class GPT2Stage:
@@ -157,7 +164,7 @@ class GPT2Stage:
         """Logits of the rows to read out, a few at a time."""
         for rows_R in torch.split(inputs.read_rows_R, self.backend.read_rows_at_once):
             if len(rows_R):
-                yield head(hidden_TD.index_select(0, rows_R).to(self.backend.precision.compute))
+                yield head.read(hidden_TD, rows_R)
 
 
 def _sublayer(read: WeightReader, layout: StageLayout, number: int) -> SelfAttention | MLP:

@@ -12,7 +12,7 @@ import torch
 from torch.nn.functional import gelu, layer_norm, linear, relu, silu
 
 from ppserve.core.architecture import Architecture, StageLayout
-from ppserve.model.backend import AttentionParts, Linear, MLPParts, Operator, Precision, Sublayer
+from ppserve.model.backend import AttentionParts, Linear, MLPParts, Operator, Precision, Read, Sublayer
 from ppserve.model.checkpoint import Matrix
 
 ACTIVATIONS: dict[str, Operator] = {
@@ -55,6 +55,9 @@ class TorchBackend:
         return None
 
     def fused_mlp(self, parts: MLPParts) -> Sublayer | None:
+        return None
+
+    def fused_head(self, norm: Operator, linear: Linear) -> Read | None:
         return None
 
     def joined(self, sublayers: Sequence[Sublayer | None]) -> Sublayer | None:

@@ -9,7 +9,7 @@ import torch
 from ppserve.core.architecture import Split, stage_layouts
 from ppserve.core.plan import Draw, Drawn, Scored, Slice, StepPlan
 from ppserve.core.request import SamplingParams
-from ppserve.model.backend import AttentionParts, Backend, MLPParts
+from ppserve.model.backend import AttentionParts, Backend, Linear, MLPParts, Operator
 from ppserve.model.checkpoint import Checkpoint
 from ppserve.model.cpu.backend import CpuBackend
 from ppserve.model.cuda.backend import CudaBackend
@@ -34,6 +34,9 @@ class Unfused(CpuBackend):
         pass
 
     def fused_mlp(self, parts: MLPParts) -> None:
+        pass
+
+    def fused_head(self, norm: Operator, linear: Linear) -> None:
         pass
 
 

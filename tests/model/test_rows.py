@@ -153,6 +153,19 @@ def test_fused_sublayers_have_the_bits_of_their_parts(width: int, dtype: str) ->
         assert torch.equal(fused.hidden(ids, chunk), parts.hidden(ids, chunk, sequence=1))
 
 
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("width", [48, 100, 256])
+def test_the_fused_head_reads_the_rows_it_is_told_to(width: int, dtype: str) -> None:
+    pipeline = Pipeline(RandomCheckpoint(architecture(width=width)), "2", backend=CpuBackend(dtype, 2))
+    head, hidden_TD = pipeline.stages[-1].head, pipeline.hidden(prompt(30), 30)
+    assert head is not None
+    for rows in ([29], [3, 0, 17, 17], list(range(29, -1, -1))):
+        with torch.inference_mode():
+            read = head.read(hidden_TD, torch.tensor(rows))
+            assert torch.equal(read, head(hidden_TD[rows].float()))
+            assert not torch.equal(read[:1], head(hidden_TD[rows[0] - 1 :][:1].float()))
+
+
 def test_threads_change_no_bit() -> None:
     checkpoint = RandomCheckpoint(architecture(width=64))
     ids = prompt(128)

@@ -19,6 +19,7 @@ from ppserve.model.backend import (
     Linear,
     MLPParts,
     Operator,
+    Read,
     Reading,
     StageModel,
     StepInputs,
@@ -36,7 +37,7 @@ from ppserve.model.cpu.kernels.products import micro_kernels
 from ppserve.model.cpu.kernels.storage import Storage
 from ppserve.model.cpu.kernels.work import work
 from ppserve.model.cpu.kv_cache import CpuCache, block_bytes
-from ppserve.model.cpu.linear import PackedLinear
+from ppserve.model.cpu.linear import FusedHead, PackedLinear
 from ppserve.model.cpu.norm import CpuNorm
 from ppserve.model.cpu.precision import cpu_precision, dtype_name
 from ppserve.model.cpu.rooms import Rooms
@@ -86,6 +87,11 @@ class CpuBackend:
 
     def fused_mlp(self, parts: MLPParts) -> Sublayer | None:
         return mlp_sublayer(parts, self._team, self._rooms)
+
+    def fused_head(self, norm: Operator, linear: Linear) -> Read | None:
+        assert isinstance(norm, CpuNorm)
+        assert isinstance(linear, PackedLinear)
+        return FusedHead(norm, linear)
 
     def joined(self, sublayers: Sequence[Sublayer | None]) -> Sublayer | None:
         return joined_sublayers(sublayers)

@@ -5,13 +5,16 @@ T rows, K inputs, N outputs.
 
 from __future__ import annotations
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 
 from ppserve.model.checkpoint import Matrix
 from ppserve.model.cpu.huge_pages import HugePages
 from ppserve.model.cpu.kernels.memory import address
 from ppserve.model.cpu.kernels.tile_code import MicroKernel
-from ppserve.model.cpu.kernels.work import LINEAR, as_table, jobs_of
+from ppserve.model.cpu.kernels.work import LINEAR, READ, as_table, jobs_of
+from ppserve.model.cpu.norm import CpuNorm
 from ppserve.model.cpu.rooms import Rooms
 from ppserve.model.cpu.team import Team
 from ppserve.model.cpu.weights import PackedWeights
@@ -39,11 +42,27 @@ class PackedLinear:
         rooms.fit_rows(self.packed.seen_by_kernels)
 
     def __call__(self, x_TK: torch.Tensor) -> torch.Tensor:
-        num_rows = x_TK.shape[0]
         x_TK = x_TK.contiguous()
+        return self.last_of(self._jobs, x_TK.shape[0], x_TK.data_ptr())
+
+    def last_of(self, jobs: NDArray[np.int64], num_rows: int, x: int, rows: int = 0) -> torch.Tensor:
+        """What a job puts out that ends with this product. x, rows: addresses, as `kernels.work` takes them."""
         room, kept = self._rooms.room(num_rows)
         step = as_table(room)
         y_TN = torch.empty(self._kind.padded_rows(num_rows), self.packed.num_padded_outputs)
-        self._team.run(address(self._jobs), 1, address(step), x_TK.data_ptr(), y_TN.data_ptr())
+        self._team.run(address(jobs), 1, address(step), x, y_TN.data_ptr(), rows)
         del kept
         return y_TN[:num_rows, : self.num_outputs]
+
+
+class FusedHead:
+    """Final norm and LM head, of some rows of hidden states (T, D), in one call."""
+
+    def __init__(self, norm: CpuNorm, linear: PackedLinear) -> None:
+        self._table = as_table(norm.seen_by_kernels, linear.packed.seen_by_kernels)
+        self._jobs = jobs_of((READ, self._table))
+        self._norm, self._linear = norm, linear
+
+    def __call__(self, hidden_TD: torch.Tensor, rows_R: torch.Tensor) -> torch.Tensor:
+        hidden_TD, rows_R = hidden_TD.contiguous(), rows_R.contiguous()
+        return self._linear.last_of(self._jobs, len(rows_R), hidden_TD.data_ptr(), rows_R.data_ptr())

@@ -21,7 +21,7 @@ _GOALS = 5 * _NUMBERS_APART
 Behind these the counts: how many pieces of a thread's share have been taken, by whomever."""
 
 _SPINS_BEFORE_YIELD = 2_000
-_SPINS_BEFORE_SLEEP = 4_000
+_SPINS_BEFORE_SLEEP = 8_000
 
 
 def board_size(num_threads: int) -> int:

@@ -1,8 +1,9 @@
 """Products of packed rows and packed weights, and which micro-kernel makes them on which CPU.
 
 Rows and panels pass in blocks that stay in the caches; a sum that is not complete is stored and loaded again,
-which is exact. While one tile is computed, the panels after it are fetched: with few rows, as in decoding, this
-keeps the arithmetic units from waiting for memory.
+which is exact. While one of several tiles is computed, the panels after it are fetched, so that the arithmetic
+units do not wait for memory. The few rows of a decode leave that to the CPU, which is better at it
+(`MicroKernel.by_panel`).
 
 T rows, N outputs.
 """
@@ -12,7 +13,7 @@ T rows, N outputs.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from ppserve.model.compiled.jit import inlined
 from ppserve.model.cpu.kernels.memory import LINE_BYTES
@@ -38,17 +39,22 @@ def _up_to(rows: int) -> tuple[int, ...]:
     return tuple(size for size in (1, 2, 3, 4, 5, 6, 8, 10, 12) if size <= rows)
 
 
+def _few(by_panel: int) -> dict[str, Any]:
+    """Where fetching ahead is worse than none for a tile that is alone: measured on Zen 4."""
+    return {"by_panel": by_panel, "fetches_alone": False}
+
+
 # As many sums as the registers hold beside what is multiplied: 16 registers of AVX2, 32 of AVX-512.
 CHOICES = (
-    _choice("float32", "avx512", MicroKernel("fma", 16, 2, _up_to(12))),
+    _choice("float32", "avx512", MicroKernel("fma", 16, 2, _up_to(12), **_few(4))),
     _choice("float32", "portable", MicroKernel("fma", 8, 1, _up_to(6))),
     _choice("bfloat16", "amx", MicroKernel("bf16_tiles", 16, 2, (16, 32))),
-    _choice("bfloat16", "avx512_bf16", MicroKernel("bf16_dot", 16, 2, _up_to(12))),
-    _choice("bfloat16", "avx512", MicroKernel("bf16_fma", 16, 2, _up_to(12))),
+    _choice("bfloat16", "avx512_bf16", MicroKernel("bf16_dot", 16, 2, _up_to(12), **_few(6))),
+    _choice("bfloat16", "avx512", MicroKernel("bf16_fma", 16, 2, _up_to(12), **_few(4))),
     _choice("bfloat16", "portable", MicroKernel("bf16_fma", 8, 1, _up_to(5))),
     _choice("int8", "amx", MicroKernel("int8_tiles", 16, 2, (16, 32))),
-    _choice("int8", "avx512", MicroKernel("int8_dot", 16, 2, _up_to(12)), "avx512vnni"),
-    _choice("int8", "avx512", MicroKernel("int8_pairs", 16, 2, _up_to(12))),
+    _choice("int8", "avx512", MicroKernel("int8_dot", 16, 2, _up_to(12), by_panel=6), "avx512vnni"),
+    _choice("int8", "avx512", MicroKernel("int8_pairs", 16, 2, _up_to(12), by_panel=6)),
     _choice("int8", "avx2", MicroKernel("int8_dot", 8, 1, _up_to(6)), "avxvnni"),
     _choice("int8", "portable", MicroKernel("int8_pairs", 8, 1, _up_to(4))),
 )
@@ -105,7 +111,8 @@ def multiply(kind, weights, rows, y, first_panel, end_panel, following):
     configure(kind)
     for first_tile in range(0, num_tiles, tiles_at_once):
         end_tile = min(num_tiles, first_tile + tiles_at_once)
-        fetch_step = -(-LINE_BYTES // (end_tile - first_tile))
+        fetches = num_tiles > 1 or kind.fetches_alone
+        fetch_step = -(-LINE_BYTES // (end_tile - first_tile)) if fetches else 0
         for chunk in range(0, weights.chunks, kind.chunks_at_once):
             chunks = min(kind.chunks_at_once, weights.chunks - chunk)
             bias = weights.bias if chunk + chunks == weights.chunks else 0
@@ -119,6 +126,8 @@ def multiply(kind, weights, rows, y, first_panel, end_panel, following):
                 at = 4 * PANEL * panel
                 block = weights.panels + panel * panel_bytes + chunk * CHUNK_BYTES
                 after = block + kind.panels * panel_bytes if panel + kind.panels < end_panel else then
+                if not fetches:
+                    after = block
                 for tile in range(first_tile, end_tile):
                     row = tile * rows.tile_rows
                     y_at = y + row * y_stride + at

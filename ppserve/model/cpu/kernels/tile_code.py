@@ -28,7 +28,10 @@ CHUNK_BYTES = PANEL * LINE_BYTES
 class MicroKernel:
     """operation: a key of OPERATIONS. lanes: elements of a vector register, 8 or 16. panels: those of a tile.
     rows: the numbers of rows that a tile may have, ascending. rows_at_once, chunks_at_once: the block of rows that
-    is to stay in the second-level cache while the weights pass by."""
+    is to stay in the second-level cache while the weights pass by. by_panel: tiles of up to so many rows pass
+    over one panel after the other and fetch nothing ahead, because a CPU reads one stream of memory fastest by
+    itself; at most half of the most rows, so that no product has several such tiles. fetches_alone: whether a
+    larger tile does so where it is a product's only one."""
 
     operation: str
     lanes: int
@@ -36,6 +39,8 @@ class MicroKernel:
     rows: tuple[int, ...]
     rows_at_once: int = 192
     chunks_at_once: int = 64
+    by_panel: int = 0
+    fetches_alone: bool = True
 
     @property
     def steps(self) -> int:
@@ -87,8 +92,10 @@ class TileCode(ABC):
     def tile(self, num_rows: int) -> None:
         """The code of a tile of so many rows, where the builder stands."""
 
-    def nth(self, address, stride, number: int):
-        return self.builder.add(address, self.builder.mul(stride, I64(number)))
+    def nth(self, address, stride, number):
+        """number: of Python, or an LLVM value."""
+        number = I64(number) if isinstance(number, int) else number
+        return self.builder.add(address, self.builder.mul(stride, number))
 
     def each_panel(self, address):
         return [self.nth(address, self.arguments.panel_bytes, panel) for panel in range(self.kind.panels)]

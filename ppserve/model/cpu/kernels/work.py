@@ -5,7 +5,7 @@
 
 A tensor rank's sublayers end where the rows of all ranks are needed: HEADS and EXPAND are the above up to `rows:
 pack` before the second product, PROJECT is the rest. The rows of all ranks come by GATHER and COMPLETE, or by
-Python.
+Python. READ is the final norm and the LM head, of some rows.
 
 At each bar the threads meet. Rows, outputs and heads are shared out evenly. What a job works on stands in tables
 of int64 numbers, which Python fills with `as_table`: one for each sublayer, for ever, and one for each step.
@@ -33,7 +33,7 @@ from ppserve.model.cpu.kernels.products import PackedRows, Weights, multiply
 from ppserve.model.cpu.kernels.rows import Norm, add_row, normalise, pack_row, read_row
 from ppserve.model.cpu.kernels.tile_code import CHUNK_BYTES, PANEL
 
-ATTENTION, MLP, COMPLETE, LINEAR, ATTEND, HEADS, EXPAND, PROJECT, GATHER = range(1, 10)
+ATTENTION, MLP, COMPLETE, LINEAR, ATTEND, HEADS, EXPAND, PROJECT, READ, GATHER = range(1, 11)
 """Kinds of jobs. The first three put out hidden states, for the next one to begin with."""
 
 
@@ -201,12 +201,13 @@ def _multiply(product, weights, room, y, crew, following):
 
 
 @inlined
-def _norm_rows(product, stored, norm, weights, room, x, crew):
-    """Norm and pack this thread's rows."""
+def _norm_rows(product, stored, norm, weights, room, x, rows, crew):
+    """Norm and pack this thread's rows. rows: the numbers of those that are meant; 0: all, in their order."""
     first, end = _share(crew, room.num_rows, 1)
     values, padded = _values(room, crew), weights.chunks * PANEL * product.inputs
     for row in range(first, end):
-        read_row(stored, x + row * norm.width * stored.element_bytes, norm.width, values, padded)
+        number = load_int(rows, row) if rows else row
+        read_row(stored, x + number * norm.width * stored.element_bytes, norm.width, values, padded)
         normalise(norm, values)
         pack_row(product, values, _packed(product, room), weights.chunks, row)
 
@@ -245,7 +246,7 @@ def _attention(product, attention, stored, table, step, x, out, crew, following)
     norm, qkv, proj = _norm_at(table), _weights_at(table + _NORM), _weights_at(table + _NORM + _WEIGHTS)
     table += _NORM + 2 * _WEIGHTS
     room, cache = _room_at(step), _layer_at(step + _ROOM + _SLICES, load_int(table, 0), _float(table, 1))
-    _norm_rows(product, stored, norm, qkv, room, x, crew)
+    _norm_rows(product, stored, norm, qkv, room, x, 0, crew)
     _multiply(product, qkv, room, room.y, crew, _first_panel(proj, crew))
     _attend_heads(attention, cache, step, room.y, 4 * qkv.outputs, room.mixed, room.mixed_stride, crew)
     meet(crew.board, crew.thread, crew.count)
@@ -262,7 +263,7 @@ def _mlp(product, stored, table, step, x, out, crew, following):
     table += _NORM + 2 * _WEIGHTS
     activation = Activation(load_int(table, 0), _float(table, 1), _float(table, 2))
     room = _room_at(step)
-    _norm_rows(product, stored, norm, expand, room, x, crew)
+    _norm_rows(product, stored, norm, expand, room, x, 0, crew)
     _multiply(product, expand, room, room.y, crew, _first_panel(contract, crew))
     first, end = _share(crew, room.num_rows, 1)
     for row in range(first, end):
@@ -279,7 +280,7 @@ def _heads(product, attention, stored, table, step, x, out, crew):
     norm, qkv, room = _norm_at(table), _weights_at(table + _NORM), _room_at(step)
     table += _NORM + _WEIGHTS
     cache = _layer_at(step + _ROOM + _SLICES, load_int(table, 0), _float(table, 1))
-    _norm_rows(product, stored, norm, qkv, room, x, crew)
+    _norm_rows(product, stored, norm, qkv, room, x, 0, crew)
     _multiply(product, qkv, room, room.y, crew, 0)
     width = 4 * cache.num_heads * cache.head_size
     _attend_heads(attention, cache, step, room.y, 4 * qkv.outputs, out, width, crew)
@@ -291,7 +292,7 @@ def _expand(product, stored, single, table, step, x, out, crew):
     norm, weights, room = _norm_at(table), _weights_at(table + _NORM), _room_at(step)
     table += _NORM + _WEIGHTS
     activation, own = Activation(load_int(table, 0), _float(table, 1), _float(table, 2)), load_int(table, 3)
-    _norm_rows(product, stored, norm, weights, room, x, crew)
+    _norm_rows(product, stored, norm, weights, room, x, 0, crew)
     _multiply(product, weights, room, room.y, crew, 0)
     first, end = _share(crew, room.num_rows, 1)
     for row in range(first, end):
@@ -322,14 +323,21 @@ def _project(product, stored, single, table, step, x, out, rows, crew):
     _add_rows(stored, columns, _room_at(step), x, 4 * weights.outputs, out, crew)
 
 
+@inlined
+def _read(product, stored, table, step, x, y, rows, crew):
+    norm, weights, room = _norm_at(table), _weights_at(table + _NORM), _room_at(step)
+    _norm_rows(product, stored, norm, weights, room, x, rows, crew)
+    _multiply(product, weights, room, y, crew, 0)
+
+
 @kernel
 def work(product, attention, stored, single, board, thread, num_threads, done) -> int:
     """As `team.Work`. stored: how hidden states are kept. single: the same for float32.
 
     The arguments on the board are addresses, and one count: a list of pairs (kind of job, its table), how many
-    pairs, the step's table, the rows that come in, the rows that go out, for PROJECT the rows of all ranks, and a
-    tensor rank's side of the exchange (0: jobs do not gather). The jobs are done one after the other; the rows
-    that come in are the hidden states that a job before has put out.
+    pairs, the step's table, the rows that come in, the rows that go out, for PROJECT the rows of all ranks (for
+    READ the numbers of its rows), and a tensor rank's side of the exchange (0: jobs do not gather). The jobs are
+    done one after the other; the rows that come in are the hidden states that a job before has put out.
     """
     crew = Crew(board, thread, num_threads)
     while True:
@@ -365,6 +373,8 @@ def work(product, attention, stored, single, board, thread, num_threads, done) -
                 _expand(product, stored, single, table, step, x, own, crew)
             elif job == PROJECT:
                 _project(product, stored, single, table, step, x, own, rows, crew)
+            elif job == READ:
+                _read(product, stored, table, step, x, out, rows, crew)
             elif thread == 0:  # the first of a crew gathers for all
                 to, element_bytes = (rows, 4) if job == GATHER else (out, stored.element_bytes)
                 swap(side, table, element_bytes, _room_at(step).num_rows, to)

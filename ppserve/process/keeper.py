@@ -20,8 +20,7 @@ from ppserve.process.stage_process import ForkServer, StageProcess, start_patien
 
 # A stage sends a sign of life at least every half second; after this long without one it is killed as frozen.
 FROZEN_AFTER_S = 4.0
-# The limit until it knows the head: loading one library from a cold disk, or making a GPU's context, can hold up
-# all its threads.
+# Until it knows the head: loading a library from a cold disk, or making a GPU's context, holds up all threads.
 FROZEN_WHILE_PREPARING_S = 30.0
 # For telling the head that the stage keeps dying.
 _TELL_WITHIN_S = 2.0
@@ -30,10 +29,7 @@ _LOOK_EVERY_S = 0.5
 
 
 class Keeper:
-    """Keeps one stage process alive. Owns that process and the fork server that it comes from.
-
-    clock: seconds, monotonic.
-    """
+    """Keeps one stage process alive. Owns that and the fork server it comes from. clock: seconds, monotonic."""
 
     def __init__(
         self,
@@ -68,9 +64,10 @@ class Keeper:
         at_s = self._clock() + grace_s
         self._kill_at_s = at_s if self._kill_at_s is None else min(at_s, self._kill_at_s)
         self._stopping = True
-        if self._child is not None and not self._found_head:
+        child = self._child
+        if child is not None and not self._found_head:
             # It has not found the head, or has lost it, and never will.
-            self._child.kill()
+            child.kill()
 
     def _is_overdue(self) -> bool:
         """Whether a stop has lasted longer than it may. Where there is no head, it may take no time."""
@@ -94,6 +91,9 @@ class Keeper:
                 return 1
             if reason := patience.ended(life, code, self._clock()):
                 return self._give_up(reason)
+            until_s = self._clock() + patience.pause_s(life)
+            while self._clock() < until_s and not self._is_overdue():
+                self._sleep(_LOOK_EVERY_S)
 
     def _one_life(self) -> tuple[Life, int]:
         """Starts a stage and waits for its end: (what it said, exit code)."""

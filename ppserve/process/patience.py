@@ -12,6 +12,9 @@ from ppserve.process.environment import EXIT_HEAD_GONE, EXIT_RESTART
 MAX_DEATHS = 10
 # A stage that ends because there is no head is not to blame. But no head for so long is the end.
 HEADLESS_FOR_S = 900.0
+# After a stage that died before it found the head, one more pause for each death in a row but the first: the cause
+# may pass by (no thread or memory, a device that is still held), and the next is forked within milliseconds.
+_LONGER_S = 0.5
 
 
 @dataclass
@@ -46,3 +49,7 @@ class Patience:
         if now_s - self._had_head_s > HEADLESS_FOR_S:
             return f"{self._name} found no head for {HEADLESS_FOR_S:.0f} s"
         return None
+
+    def pause_s(self, life: Life) -> float:
+        """How long to wait after this life before another is started."""
+        return 0.0 if life.is_connected else _LONGER_S * max(0, self._deaths - 1)

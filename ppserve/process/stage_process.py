@@ -21,8 +21,6 @@ EXIT_CODE = struct.Struct("i")
 # The system may have no descriptor, process or memory left for a while.
 START_WITHIN_S = 60.0
 START_EVERY_S = 0.5
-# A process whose descriptors are closed is about to end. A driver may take a while to let go of its device.
-_REAP_WITHIN_S = 30.0
 _KILLED = -signal.SIGKILL
 
 
@@ -63,7 +61,7 @@ class ForkServer:
     def _start(self) -> None:
         ours, theirs = socket.socketpair()
         # A BLAS that starts threads when it is imported would leave the forked stages without them.
-        environment = {"OPENBLAS_NUM_THREADS": "1", **os.environ}
+        environment = {**os.environ, "OPENBLAS_NUM_THREADS": "1"}
         command = [*self._command, str(theirs.fileno()), str(os.getpid())]
         with theirs:
             try:
@@ -73,13 +71,15 @@ class ForkServer:
             except OSError:
                 ours.close()
                 raise
-        ours.settimeout(_REAP_WITHIN_S)
         self._requests = ours
 
     def reap(self) -> int:
-        """The exit code of the stage, which has ended; that of this server where it has ended itself."""
+        """The exit code of the stage, which is ending: waits for it. A driver may take a while to let go of its
+        device, which the next stage needs. The server's own code where it has ended itself."""
+        assert self._process is not None
         assert self._requests is not None
         code = b""
+        self._process.send_signal(signal.SIGCONT)  # somebody may have stopped it
         with contextlib.suppress(OSError):
             self._requests.sendall(REAP)
             code = self._requests.recv(EXIT_CODE.size)
@@ -87,8 +87,9 @@ class ForkServer:
 
     def kill(self) -> None:
         """SIGKILL; harmless when it has ended. Its stage dies with it. Safe in a signal handler."""
-        if self._process is not None:
-            self._process.kill()
+        process = self._process
+        if process is not None:
+            process.kill()
 
     def end(self) -> int:
         """Kills it, unless it has ended, and returns its exit code (-9: killed)."""
@@ -151,7 +152,7 @@ class StageProcess:
         if self._pid is None:
             self._server.kill()  # perhaps it still imports
         elif not self._has_ended:
-            # The number stays this process's until it is reaped.
+            # The number is this process's until the fork server, or, where that died, the system reaps it.
             with contextlib.suppress(ProcessLookupError):
                 os.kill(self._pid, signal.SIGKILL)
 

@@ -40,6 +40,7 @@ def main() -> int:
     # The head and the keeper decide when this process and its stages end.
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
     signal.signal(signal.SIGINT, signal.SIG_IGN)
+    name_process("ppserve.forks")
     server_pid, has_imported = os.getpid(), False
     while True:
         request, fds, _, _ = socket.recv_fds(requests, 1, 1)

@@ -150,7 +150,7 @@ def test_a_second_stage_dies_while_the_epoch_forms(three_stages: Server, undistu
         await_tokens(witness)
         os.kill(server.stage_pid(1), signal.SIGKILL)
         # Stage 2 has left the lost epoch, and comes no further: the others wait for it in the next one. Not
-        # stopped before stage 1 is back, or the head cuts it off while the spare of stage 1 still imports.
+        # stopped before stage 1 is back, or the head could cut it off while stage 1 still loads.
         wait_for_line(server, f"stage 2 .*epoch {lost}: left", so_far)
         wait_for_line(server, r"stage 1 .*process \d+", so_far)
         os.kill(second, signal.SIGSTOP)

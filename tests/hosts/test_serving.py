@@ -72,7 +72,7 @@ print(json.dumps([(one.pid, one.laddr.port) for one in told if one.status == psu
 
 def stages_under(launcher: int) -> set[int]:
     below = psutil.Process(launcher).children(recursive=True)
-    return {process.pid for process in below if "ppserve.stage" in process.cmdline()}
+    return {process.pid for process in below if process.name() == "ppserve.stage"}
 
 
 def a_cut_cable_and_a_host_that_comes_back(hosts: TwoHosts, head: Agent, worker: Agent, target: str) -> None:

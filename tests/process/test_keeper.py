@@ -235,6 +235,32 @@ def test_the_head_is_told_when_a_stage_keeps_dying(tmp_path: Path) -> None:
     assert (told.rank, told.message) == (1, wire.GaveUp(reason))
 
 
+def test_a_cause_that_passes_by_does_not_use_up_all_lives(scene: Scene) -> None:
+    """Each is forked within milliseconds, and dies within them."""
+    for _ in range(MAX_DEATHS):
+        scene.stage()
+    assert scene.run() == 1
+    assert 15 < scene.clock.now_s - 1000 < 30
+
+
+def test_no_life_is_waited_for_longer_than_a_stop_lasts(scene: Scene) -> None:
+    for _ in range(MAX_DEATHS):
+        scene.stage()
+    scene.keeper._sleep = lambda _: scene.keeper.stop(20.0)
+    assert scene.run() == 1
+    assert scene.clock.now_s == 1000
+    assert scene.num_forked == 3, "the third is killed at once"
+
+
+def test_a_stage_that_dies_once_or_after_it_found_the_head_is_followed_at_once(scene: Scene) -> None:
+    scene.stage()
+    for _ in range(MAX_DEATHS - 2):
+        scene.stage((0, KNOWS_HEAD))
+    scene.stage(code=0)
+    assert scene.run() == 0
+    assert scene.clock.now_s == 1000
+
+
 def test_a_keeper_that_cannot_reach_the_head_says_why_itself(
     scene: Scene, capfd: pytest.CaptureFixture[str]
 ) -> None:

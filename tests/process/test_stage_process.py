@@ -250,6 +250,38 @@ def test_it_ends_when_its_keeper_does() -> None:
         time.sleep(0.01)
 
 
+def test_a_stopped_server_is_woken(server_of: Callable[[str], ForkServer]) -> None:
+    process = server_of(STUCK).fork()
+    stage = psutil.Process(pid_of(process))
+    os.kill(stage.ppid(), signal.SIGSTOP)
+    process.kill()
+    assert lines_of(process) == []
+    assert process.end() == -9
+
+
+@pytest.mark.slow
+def test_a_stage_begins_with_its_socket_and_the_server_has_no_thread(
+    servers: list[ForkServer], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The real one, with all that it imports. Threads do not survive a fork; locks that they held stay held."""
+    monkeypatch.setenv("OPENBLAS_NUM_THREADS", "4")
+    servers.append(ForkServer())
+    process = servers[-1].fork()
+    stage = psutil.Process(pid_of(process))
+    assert stage.name() == "ppserve.stage"
+    server = psutil.Process(stage.ppid())
+    assert server.name() == "ppserve.forks"
+    assert server.num_threads() == 1
+    for which in stage, server:
+        descriptors = sorted(map(int, os.listdir(f"/proc/{which.pid}/fd")))
+        assert descriptors[:3] == [0, 1, 2]
+        kinds = [os.readlink(f"/proc/{which.pid}/fd/{fd}").partition(":")[0] for fd in descriptors[3:]]
+        assert kinds == ["socket"]
+    process.kill()
+    assert lines_of(process) == []
+    assert process.end() == -9
+
+
 def test_a_server_that_cannot_be_started_leaves_nothing_open() -> None:
     before = sorted(os.listdir("/proc/self/fd"))
     with pytest.raises(FileNotFoundError):

@@ -19,7 +19,7 @@ from ppserve.core.scheduling.drafter import Drafter, Guess
 NUM_SLOTS = 4
 """Answers whose keys and values the draft model keeps."""
 
-# Questions with more new tokens than this, such as prompts, are not waited for.
+# Questions with more new tokens than this, such as prompts, are not waited for, nor is an answer's first.
 MOST_WAITED_FOR = 32
 # Tokens in one answer of the draft model.
 MOST_DRAFTED = 8

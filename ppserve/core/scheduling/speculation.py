@@ -48,8 +48,9 @@ EXPLORED_WIDTH = 4
 # still take energy, and time of processors that others share.
 LEAST_PROBABILITY = 0.1
 # After the first token of a request that came beside others, nothing is guessed for so many times as long as it
-# took: of those who come one after the other, each would wait for the rest of steps with guesses.
+# took, and at most so many seconds: those who come one after the other would wait for the rest of such steps.
 PAUSE = 4.0
+MOST_PAUSE_S = 2.0
 
 
 class Speculation:
@@ -78,7 +79,7 @@ class Speculation:
         """A step brought tokens of a sequence. piece: its slice in the step."""
         if of.returned_s is None:
             if self._came_s is not None:
-                self._paused_until_s = now + PAUSE * (now - self._came_s)
+                self._paused_until_s = now + min(PAUSE * (now - self._came_s), MOST_PAUSE_S)
         elif self._forced is None:
             if num_running == 1 and self._way is not Way.DEEP and not piece.is_guessed:
                 self._row_cost.observe(piece.num_guesses, now - of.returned_s)

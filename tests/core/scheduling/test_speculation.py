@@ -13,6 +13,7 @@ from ppserve.core.request import FinishReason, OutputOptions, Request, SamplingP
 from ppserve.core.scheduling.config import SchedulerConfig
 from ppserve.core.scheduling.drafter import Drafter, Guess, NewDrafter
 from ppserve.core.scheduling.guess_trial import Way
+from ppserve.core.scheduling.speculation import MOST_PAUSE_S
 from tests.core.scheduling.rig import SchedulerRig, a_request, fill
 from tests.core.toy_pipeline import EOS_ID, STAMPS, expected_answer
 
@@ -145,6 +146,12 @@ def test_after_the_first_token_of_who_came_beside_others_nothing_is_guessed_for_
     assert guesses_of_a_step(3.6, 3.7) > 0
     assert guesses_of_a_step(3.7, 3.8) > 0
     assert observed == [0.9, 1.0, 3.6, 3.7]
+    # A loss an hour later: the next token is a first one again, of a request that came beside nobody just now.
+    guesses_of_a_step(3600.0, 3600.1)
+    rig.lose_stage()
+    guesses_of_a_step(3600.1, 3601.1)
+    assert guesses_of_a_step(3601.2, 3601.3) == 0
+    assert guesses_of_a_step(3601.1 + MOST_PAUSE_S, 3605) > 0
 
 
 def test_no_step_has_more_guesses_of_a_sequence_than_were_asked_for() -> None:

@@ -37,7 +37,7 @@ def test_the_whole_tour_with_its_own_ranks(tmp_path: Path) -> None:
     assert re.search(r"^  1 guessed +\d+ +\d", told, re.M)
     assert "The same tokens in all shapes: yes\n" in told
     assert "[kill -9 stage 1]" in told
-    # On a busy machine the reader may be so late that the answer was complete when the stage died. The tour says so.
+    # On a busy machine the reader may be so late that the stage dies after the answer: the tour says so.
     was_late = "epoch 1 of the pipeline" in told and "this machine is busy" in " ".join(told.split())
     assert "epoch 2 of the pipeline" in told or was_late, told[told.index("[kill -9 stage 1]") :]
     pictures = sorted(path.name for path in tmp_path.iterdir())

@@ -51,7 +51,7 @@ class Echo:
         return own_Tn.repeat(1, times)[:, : cut.size].contiguous()
 
 
-ALONE = Alone()
+ALONE, ECHO = Alone(), Echo()
 
 
 def whole_rows(gather: Gather, pieces_Rn: Iterable[torch.Tensor], cut: Cut) -> Iterator[torch.Tensor]:

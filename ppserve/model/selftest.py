@@ -3,15 +3,16 @@
 Our own kernels keep it by construction; a library's keep it where it was tried. So the question is put to the
 stage's own weights, shapes, threads and size of KV blocks: row counts up to the largest that take another way
 through the kernels (for a library's, up to the largest step), one layer with prompts at once, in chunks, in
-company and token by token, and the same logits read alone and among others. Weights [w, -w] and inputs [r, r] of
-the same shapes are sharper: their true products are 0, so what comes out is the rounding of one order of
+company and token by token, and hidden states and logits read alone and among others. Weights [w, -w] and inputs
+[r, r] of the same shapes are sharper: their true products are 0, so what comes out is the rounding of one order of
 summation, and any other order shows in nearly every number, whatever it is rounded to afterwards. On the way every
 kernel is compiled (or read from its cache), so that no request waits.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from functools import partial
 
 import torch
 
@@ -19,7 +20,7 @@ from ppserve.core.cut import Cut
 from ppserve.core.plan import Draw, Drawn, Slice, StepPlan
 from ppserve.core.request import SamplingParams
 from ppserve.model.backend import KVCache, Linear
-from ppserve.model.gather import Echo, Gather
+from ppserve.model.gather import ECHO, Gather
 from ppserve.model.gpt2 import GPT2Stage
 from ppserve.model.inputs import build_inputs
 
@@ -55,11 +56,12 @@ def _ways(whole: Sequence[_Part]) -> dict[str, list[list[_Part]]]:
 
 
 @torch.inference_mode()
-def check_determinism(stage: GPT2Stage, block_size: int = 16) -> str | None:
+def check_determinism(stage: GPT2Stage, block_size: int = 16, gather: Gather = ECHO) -> str | None:
     """None when every promise holds on this machine; else the first check that failed, in words.
 
-    block_size: of KV blocks. Takes well under a second or, with a large head or wide layers, one or two; on a
-    machine's first start what compiling takes.
+    block_size: of KV blocks. gather: one that does not wait for the other tensor ranks, which load at their own
+    pace. Takes well under a second or, with a large head or wide layers, one or two; on a machine's first start
+    what compiling takes.
     """
     generator = torch.Generator().manual_seed(0)
     if stage.head is not None:
@@ -68,10 +70,14 @@ def check_determinism(stage: GPT2Stage, block_size: int = 16) -> str | None:
         row_counts = _HEAD_ROW_COUNTS + stage.backend.more_head_rows
         if reason := _check_linear(stage, stage.head.linear, row_counts, generator):
             return f"the LM head: {reason}"
+        hidden_TD = _hidden(stage, row_counts[-1], generator)
+        backwards_R = torch.arange(row_counts[-1] - 1, -1, -1, device=stage.backend.device)
+        if reason := _compare_rows(partial(stage.head.read, hidden_TD), backwards_R, row_counts):
+            return f"logits of hidden states: {reason}"
     for linear in _linears(stage):
         if reason := _check_linear(stage, linear, _ROW_COUNTS + stage.backend.more_rows, generator):
             return f"a linear layer of {linear.num_inputs} inputs: {reason}"
-    return _check_layer(stage, block_size, generator)
+    return _check_layer(stage, block_size, gather, generator)
 
 
 def _check_reading(stage: GPT2Stage, generator: torch.Generator) -> str | None:
@@ -84,7 +90,7 @@ def _check_reading(stage: GPT2Stage, generator: torch.Generator) -> str | None:
     cache = _cache(stage, 1, block_size=16)
 
     def read(rows: slice) -> tuple[Drawn, ...]:
-        inputs = build_inputs(StepPlan(0, 0, 0, tuple(slices[rows])), stage.layout, cache, _gather(stage))
+        inputs = build_inputs(StepPlan(0, 0, 0, tuple(slices[rows])), stage.layout, cache, ECHO)
         return stage.backend.read_logits(inputs, iter([logits_RV[rows]]), Cut((vocab_size,), 0))()[0]
 
     alone = [read(slice(row, row + 1))[0] for row in range(len(params))]
@@ -109,45 +115,56 @@ def _check_linear(
     last_N1 = torch.zeros(len(weight_NH), linear.num_inputs % 2)
     probe = stage.backend.linear(torch.cat([weight_NH, -weight_NH, last_N1], dim=1), None)
     x_of_probe_TK = torch.cat([x_TK[:, :half], x_TK[:, :half], x_TK[:, 2 * half :]], dim=1)
-    return _compare_rows(stage, linear, x_TK, row_counts) or _compare_rows(
-        stage, probe, x_of_probe_TK, row_counts
+    where = stage.backend.device, stage.backend.precision.compute
+    return _compare_rows(linear, x_TK.to(*where), row_counts) or _compare_rows(
+        probe, x_of_probe_TK.to(*where), row_counts
     )
 
 
 def _compare_rows(
-    stage: GPT2Stage, linear: Linear, x_TK: torch.Tensor, row_counts: tuple[int, ...]
+    compute: Callable[[torch.Tensor], torch.Tensor], rows_T: torch.Tensor, row_counts: tuple[int, ...]
 ) -> str | None:
-    x_TK = x_TK.to(stage.backend.device, stage.backend.precision.compute)
-    y_TN = linear(x_TK)
+    """rows_T: what `compute` makes one row each of, as many as the last count."""
+    y_TN = compute(rows_T)
     for count in row_counts[:-1]:
-        if not torch.equal(linear(x_TK[:count]), y_TN[:count]):
+        if not torch.equal(compute(rows_T[:count]), y_TN[:count]):
             return f"rows differ between {count} and {row_counts[-1]} rows at once"
-        if not torch.equal(linear(x_TK[-count:]), y_TN[-count:]):
+        if not torch.equal(compute(rows_T[-count:]), y_TN[-count:]):
             return f"the last rows differ between {count} and {row_counts[-1]} rows at once"
     return None
 
 
-def _check_layer(stage: GPT2Stage, block_size: int, generator: torch.Generator) -> str | None:
+def _hidden(stage: GPT2Stage, num_rows: int, generator: torch.Generator) -> torch.Tensor:
+    """Random hidden states."""
+    hidden_TD = torch.randn(num_rows, stage.arch.width, generator=generator)
+    return hidden_TD.to(stage.backend.device, stage.backend.precision.hidden)
+
+
+def _check_layer(stage: GPT2Stage, block_size: int, gather: Gather, generator: torch.Generator) -> str | None:
     """Whether attention and MLP give prompts the same hidden states however they are cut, whoever is beside."""
-    device, dtype = stage.backend.device, stage.backend.precision.hidden
     most = max(stage.backend.more_rows, default=0)
     lengths = (*_LENGTHS, most - sum(_LENGTHS)) if most > sum(_LENGTHS) else _LENGTHS
-    prompts_TD = [
-        torch.randn(length, stage.arch.width, generator=generator).to(device, dtype) for length in lengths
-    ]
+    prompts_TD = [_hidden(stage, length, generator) for length in lengths]
+    through_layer = partial(_through_layer, stage, block_size, gather, prompts_TD)
     whole = [(number, 0, length) for number, length in enumerate(lengths)]
-    alone_TD = [_through_layer(stage, block_size, prompts_TD, [[part]])[part[0]] for part in whole]
+    alone_TD = [through_layer([[part]])[part[0]] for part in whole]
     for way, steps in _ways(whole).items():
-        for number, rows_TD in _through_layer(stage, block_size, prompts_TD, steps).items():
+        for number, rows_TD in through_layer(steps).items():
             if not torch.equal(rows_TD, alone_TD[number]):
                 return f"hidden states of a prompt {way} differ from the same prompt at once and alone"
     return None
 
 
 def _through_layer(
-    stage: GPT2Stage, block_size: int, prompts_TD: Sequence[torch.Tensor], steps: Iterable[Sequence[_Part]]
+    stage: GPT2Stage,
+    block_size: int,
+    gather: Gather,
+    prompts_TD: Sequence[torch.Tensor],
+    steps: Iterable[Sequence[_Part]],
 ) -> dict[int, torch.Tensor]:
     """The stage's first attention and MLP, step by step, on a cache of its own: sequence number → all rows."""
+    attention, mlp = stage.attentions[0], stage.mlps[0]
+    joined = stage.backend.joined([attention.fused, mlp.fused])
     tables, num_blocks = [], 0
     for prompt_TD in prompts_TD:
         needed = -(-len(prompt_TD) // block_size)
@@ -158,8 +175,8 @@ def _through_layer(
     for parts in steps:
         rows_TD = torch.cat([prompts_TD[number][start : start + count] for number, start, count in parts])
         slices = tuple(Slice(number, start, (0,) * count, tables[number]) for number, start, count in parts)
-        inputs = build_inputs(StepPlan(0, 0, 0, slices), stage.layout, cache, _gather(stage))
-        mixed_TD = stage.mlps[0](stage.attentions[0](rows_TD, inputs), inputs)
+        inputs = build_inputs(StepPlan(0, 0, 0, slices), stage.layout, cache, gather)
+        mixed_TD = joined(rows_TD, inputs) if joined else mlp(attention(rows_TD, inputs), inputs)
         each_TD = torch.split(mixed_TD, [count for _, _, count in parts])
         for (number, _, _), part_TD in zip(parts, each_TD, strict=True):
             done.setdefault(number, []).append(part_TD)
@@ -168,8 +185,3 @@ def _through_layer(
 
 def _cache(stage: GPT2Stage, num_blocks: int, block_size: int) -> KVCache:
     return stage.backend.make_cache(stage.arch, stage.layout, num_blocks, block_size)
-
-
-def _gather(stage: GPT2Stage) -> Gather | None:
-    """Ranks load at their own pace: the others are not there yet."""
-    return Echo() if stage.layout.num_tensor > 1 else None

@@ -38,13 +38,12 @@ from ppserve.core.plan import Draw, Slice, StepPlan
 from ppserve.core.request import SamplingParams
 from ppserve.errors import UsageError
 from ppserve.model.checkpoint import Checkpoint
-from ppserve.model.gather import Echo
 from ppserve.model.gpt2 import GPT2Stage
 from ppserve.stage.device import Compute
 from ppserve.stage.link import HeadLink
 from ppserve.stage.step import Stage
 from ppserve.stage.transport import Frames, connect
-from ppserve.stage.transport.gather import NoTensorLink, TensorLink, pretend_ranks
+from ppserve.stage.transport.gather import pretend_ranks
 
 DECODES = 16
 _BLOCK_SIZE = 16
@@ -278,10 +277,7 @@ def _stage(checkpoint: Checkpoint, compute: Compute, what: tuple[int, int, int],
     # Memory that was never written reads as one page of zeros, from the nearest cache.
     cache.fill(0.01)
     (alone,) = connect((Frames(model.arch.width, model.backend.precision.hidden, device=compute.device),))
-    gather: TensorLink = NoTensorLink()
-    if layout.num_tensor > 1:
-        on_cpu = compute.device.type == "cpu"
-        gather = pretend_ranks(layout.tensor, layout.num_tensor) if on_cpu else NoTensorLink(Echo())
+    gather = pretend_ranks(layout.tensor, layout.num_tensor, compute.device.type == "cpu")
     return Stage(model, cache, alone, gather)
 
 

@@ -38,6 +38,7 @@ from ppserve.stage.device import Compute, choose, cores_here, in_words, is_lost,
 from ppserve.stage.link import Link, OnAbandon, Stamped
 from ppserve.stage.step import Stage
 from ppserve.stage.transport import Frames
+from ppserve.stage.transport.gather import pretend_ranks
 from ppserve.stage.wiring import Wiring
 
 log = logging.getLogger("ppserve.stage")
@@ -172,7 +173,8 @@ class StageLoop:
         try:
             backend = compute.backend(assign.dtype)
             model = GPT2Stage.load(self._found.checkpoint, layout, backend, self._report_progress)
-            why_not = check_determinism(model, self._start.config.cache.block_size) or compute.doubt
+            alone = pretend_ranks(layout.tensor, layout.num_tensor, compute.device.type == "cpu")
+            why_not = check_determinism(model, self._start.config.cache.block_size, alone) or compute.doubt
         except (UsageError, MemoryError) as error:
             self._link.send(wire.Failed(f"stage {layout.stage}: {in_words(error)}"))
             return

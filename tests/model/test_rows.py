@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import pytest
@@ -10,7 +10,7 @@ import torch
 
 from ppserve.core.architecture import Architecture, StageLayout
 from ppserve.core.plan import Draw
-from ppserve.model.backend import Attend, Backend, Linear, StepRows
+from ppserve.model.backend import Attend, Backend, Linear, Operator, Read, StepRows, Sublayer
 from ppserve.model.checkpoint import Matrix
 from ppserve.model.cpu.activations import CpuActivation
 from ppserve.model.cpu.backend import CpuBackend
@@ -239,6 +239,38 @@ def test_selftest_sees_any_change_of_order() -> None:
     said = check_determinism(stage)
     assert said is not None
     assert said.startswith("a linear layer of 48 inputs: rows differ between 1 and 200 rows")
+
+
+class FeelsInOneCall(CpuBackend):
+    """Operators are right one by one, not in the calls that serving makes."""
+
+    def __init__(self, what: str) -> None:
+        super().__init__("float32")
+        self._feels = what
+
+    def fused_head(self, norm: Operator, linear: Linear) -> Read | None:
+        read = super().fused_head(norm, linear)
+        assert read is not None
+        return lambda hidden_TD, rows_R: read(hidden_TD, rows_R) + 1e-6 * len(rows_R) * (self._feels == "head")
+
+    def joined(self, sublayers: Sequence[Sublayer | None]) -> Sublayer | None:
+        exact = super().joined(sublayers)
+        assert exact is not None
+        each = 1e-6 * (self._feels == "layers")
+        return lambda hidden_TD, inputs: exact(hidden_TD, inputs) + each * len(hidden_TD)
+
+
+@pytest.mark.parametrize(
+    ("what", "said"),
+    [
+        ("nothing", None),
+        ("head", "logits of hidden states: rows differ between 1 and 64 rows at once"),
+        ("layers", "hidden states of a prompt token by token differ from the same prompt at once and alone"),
+    ],
+)
+def test_selftest_makes_the_calls_that_serving_makes(what: str, said: str | None) -> None:
+    stage = Pipeline(RandomCheckpoint(architecture()), "1,1", backend=FeelsInOneCall(what)).stages[1]
+    assert check_determinism(stage) == said
 
 
 class Sensitive(Unfused):

@@ -23,6 +23,7 @@ from ppserve.model.backend import Backend
 from ppserve.model.checkpoint import Checkpoint
 from ppserve.model.checkpoint.opening import open_checkpoint
 from ppserve.model.cpu.backend import CpuBackend
+from ppserve.model.cpu.exchange import ExchangeSide
 from ppserve.model.cuda.backend import CudaBackend, DeviceOptions
 from ppserve.model.gather import Gather
 from ppserve.model.gpt2 import GPT2Stage
@@ -30,7 +31,7 @@ from ppserve.model.inputs import build_inputs
 from ppserve.model.sampling import read_logits
 from ppserve.model.sampling_slices import read_slices
 from ppserve.model.selftest import check_determinism
-from ppserve.stage.transport.gather import connect_ranks
+from ppserve.stage.transport.gather import connect_ranks, pretend_ranks
 from tests.model.checkpoint.writers import architecture as small
 from tests.model.checkpoint.writers import random_tensors, write_hf, write_llmc, write_nanogpt
 from tests.model.pipelines import CPU, Pipeline, prompt
@@ -198,6 +199,20 @@ def test_kernels_gather_by_themselves_with_the_same_bits(num_threads: int) -> No
     assert num_calls[1] > 4 * 4
 
 
+def test_a_step_too_large_for_the_shared_memory_comes_after_one_that_fits(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Kernels gather in the small one, Python in the large one, which must not take anything over from it."""
+    monkeypatch.setattr(ExchangeSide, "most_bytes", 4 * 96 * 8)
+    checkpoint, ids = RandomCheckpoint(architecture(num_layers=2, num_heads=3, width=48)), prompt(30)
+    cut, whole = (
+        TensorPipeline(checkpoint, "2", 2, BACKENDS["int8"], 1),
+        Pipeline(checkpoint, "2", backend=BACKENDS["int8"](), num_sequences=1),
+    )
+    for first, last in (0, 3), (3, 25), (25, 30):
+        expected, *_ = whole.step([whole.slice(0, ids[first:last], first)])
+        assert torch.equal(cut.step([cut.slice(0, ids[first:last], first)])[0], expected)
+    cut.close()
+
+
 @pytest.mark.parametrize("num_threads", [1, 2])
 def test_a_rank_that_is_gone_ends_what_kernels_gather(num_threads: int) -> None:
     """At once: keys and values that were computed from rows that did not come could be any numbers."""
@@ -281,6 +296,8 @@ def test_ranks_share_weights_and_keys_out(count: int) -> None:
     each = make().block_bytes(arch, layout, 16) // 5
     assert block_bytes == [each * count for count in heads]
     assert [check_determinism(stage) for stage in stages] == [None] * count
+    alone = [pretend_ranks(rank, count) for rank in range(count)]
+    assert list(map(check_determinism, stages, [16] * count, alone)) == [None] * count
 
 
 def test_things_are_shared_out_evenly() -> None:

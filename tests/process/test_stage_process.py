@@ -278,7 +278,7 @@ def test_a_stage_begins_with_its_socket_and_the_server_has_no_thread(
         kinds = [os.readlink(f"/proc/{which.pid}/fd/{fd}").partition(":")[0] for fd in descriptors[3:]]
         assert kinds == ["socket"]
     process.kill()
-    assert lines_of(process) == []
+    assert set(lines_of(process)) <= {""}  # it writes an empty line each half second
     assert process.end() == -9
 
 

@@ -134,6 +134,8 @@ def test_pretended_ranks_are_never_waited_for() -> None:
     gather = pretend_ranks(1, 3)
     for turn in range(1, 4):
         assert gather.all(torch.full((1, 2), turn), Cut.of(6, 1, 3)).tolist() == [[0, 0, turn, turn, 0, 0]]
+    assert pretend_ranks(0, 1).all(torch.ones(1, 2), Cut((2,), 0)).tolist() == [[1, 1]]
+    assert pretend_ranks(1, 2, on_cpu=False).all(torch.ones(1, 2), Cut.of(4, 1, 2)).tolist() == [[1, 1, 1, 1]]
 
 
 def test_a_rank_alone_gathers_what_it_has() -> None:

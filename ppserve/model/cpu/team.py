@@ -1,4 +1,5 @@
-"""The threads of a stage: they wait for jobs by spinning briefly, then asleep, and compute each job together.
+"""The threads of a stage: they wait for jobs and for each other by spinning briefly, then asleep, and compute
+each job together.
 
 Nothing here decides what is added to what, so no bit depends on the number of threads.
 """
@@ -13,7 +14,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from ppserve.model.cpu.kernels.board import ARGUMENTS, JOBS, board_size, publish, woke_up
+from ppserve.model.cpu.kernels.board import ARGUMENTS, JOBS, MOST_ARGUMENTS, board_size, publish, woke_up
 from ppserve.model.cpu.kernels.memory import address, aligned
 
 Work = Callable[[int, int, int, int], int]
@@ -56,7 +57,8 @@ class Team:
 
 
 def _publish(board: NDArray[Any], changed: threading.Condition, arguments: Sequence[int]) -> None:
-    board[ARGUMENTS] = 0
+    assert len(arguments) <= MOST_ARGUMENTS
+    board[ARGUMENTS : ARGUMENTS + MOST_ARGUMENTS] = 0  # also those that the job before had and this one has not
     board[ARGUMENTS : ARGUMENTS + len(arguments)] = arguments
     if publish(address(board)):
         with changed:

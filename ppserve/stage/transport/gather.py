@@ -18,7 +18,7 @@ import torch
 
 from ppserve.core.cut import Cut
 from ppserve.model.cpu.exchange import ExchangeSide, memory_bytes
-from ppserve.model.gather import ALONE, Gather
+from ppserve.model.gather import ALONE, ECHO, Gather
 
 
 class TensorLink(Gather, Protocol):
@@ -84,8 +84,11 @@ class MemoryGather(ExchangeSide):
             connection.close()
 
 
-def pretend_ranks(rank: int, count: int) -> MemoryGather:
-    """One rank alone, which never waits for the others. For measuring what it computes itself."""
+def pretend_ranks(rank: int, count: int, on_cpu: bool = True) -> TensorLink:
+    """One rank alone, which never waits for the others: for trying and measuring what it computes itself. On CPUs
+    it computes as where ranks share memory, also if they will not: it is not known yet where the others are."""
+    if count == 1 or not on_cpu:
+        return NoTensorLink(ALONE if count == 1 else ECHO)
     # Written: memory that never was reads as one page of zeros, from the nearest cache.
     memory = torch.empty(memory_bytes(count), dtype=torch.uint8).zero_()
     gather = MemoryGather("none", memory, (rank, count))

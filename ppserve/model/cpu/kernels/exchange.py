@@ -128,7 +128,7 @@ def _sleep(side, line, goal):
         if has_slept and have_news(load_int(side, SIGNS), load_int(side, NUM_SIGNS)) > 0:
             add_shared(over, 1)
         if load_shared(over) > 0:
-            return False
+            return load_shared(line) >= goal  # it may have counted up before the end
         # Whoever counts up from here on sees that somebody sleeps, or is seen to have counted.
         add_shared(line + 8 * _ASLEEP, 1)
         count = load_shared(line)

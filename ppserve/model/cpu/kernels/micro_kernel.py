@@ -96,8 +96,9 @@ def multiply_tile(
         y[r, n] = start[r, n] + Σ over 16 * chunks words of x[r] · weights[n]
 
     start_stride: 0 where all rows begin with the same. bias: 0, or an address: then a bias is added to each sum,
-    which for integers is multiplied by the row's and the output's scale before. For every word and panel it asks
-    for one cache line, `fetch_step` bytes after the one before.
+    which for integers is multiplied by the row's and the output's scale before. fetch: unless a tile goes panel by
+    panel (`MicroKernel.by_panel`), it asks for one cache line for every word and panel, `fetch_step` bytes after
+    the one before.
     """
 
     def generate(context, builder, signature, arguments):

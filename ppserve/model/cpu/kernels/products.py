@@ -1,9 +1,9 @@
 """Products of packed rows and packed weights, and which micro-kernel makes them on which CPU.
 
 Rows and panels pass in blocks that stay in the caches; a sum that is not complete is stored and loaded again,
-which is exact. While one of several tiles is computed, the panels after it are fetched, so that the arithmetic
-units do not wait for memory. The few rows of a decode leave that to the CPU, which is better at it
-(`MicroKernel.by_panel`).
+which is exact. While a tile is computed, the panels after it are fetched, so that the arithmetic units do not wait
+for memory. Where a CPU is better at it (AVX-512, few rows) that is left to it: `MicroKernel.by_panel`,
+`fetches_alone`.
 
 T rows, N outputs.
 """
@@ -127,7 +127,7 @@ def multiply(kind, weights, rows, y, first_panel, end_panel, following):
                 block = weights.panels + panel * panel_bytes + chunk * CHUNK_BYTES
                 after = block + kind.panels * panel_bytes if panel + kind.panels < end_panel else then
                 if not fetches:
-                    after = block
+                    after = block  # which is there: nothing moves
                 for tile in range(first_tile, end_tile):
                     row = tile * rows.tile_rows
                     y_at = y + row * y_stride + at

@@ -16,7 +16,9 @@ from numba.extending import intrinsic
 from ppserve.model.compiled.llvm import I32, I64, call
 
 _IS_LINUX = sys.platform == "linux"
-_FUTEX = {"x86_64": 202}.get(platform.machine(), 98)
+# The number of the system call; elsewhere threads sleep for a moment and look again.
+_FUTEX_OF = {"x86_64": 202, "aarch64": 98, "riscv64": 98, "loongarch64": 98, "ppc64le": 221}
+_FUTEX = _FUTEX_OF.get(platform.machine()) if _IS_LINUX else None
 _FUTEX_WAIT, _FUTEX_WAKE, _EVERYBODY = 0, 1, 0x7FFFFFFF
 _NAP_NS, _NAP_US = 10_000_000, 50
 """At most; the short one where nobody can wake us."""
@@ -54,7 +56,7 @@ def sleep_while(typing, address, value):
     that share memory can wake each other."""
 
     def generate(context, builder, signature, arguments):
-        if _IS_LINUX:
+        if _FUTEX is not None:
             most = cgutils.alloca_once_value(builder, ir.Constant(ir.ArrayType(I64, 2), [0, _NAP_NS]))
             most = builder.ptrtoint(most, I64)
             # It compares the number's low half, which comes first.
@@ -72,7 +74,7 @@ def wake_all(typing, address):
     """Those who sleep while the number at this address stays."""
 
     def generate(context, builder, signature, arguments):
-        if _IS_LINUX:
+        if _FUTEX is not None:
             many = I64(_EVERYBODY)
             call(builder, "syscall", I64, I64(_FUTEX), *arguments, I64(_FUTEX_WAKE), many, I64(0), I64(0), I64(0))
         return context.get_dummy_value()

@@ -31,7 +31,7 @@ class MicroKernel:
     is to stay in the second-level cache while the weights pass by. by_panel: tiles of up to so many rows pass
     over one panel after the other and fetch nothing ahead, because a CPU reads one stream of memory fastest by
     itself; at most half of the most rows, so that no product has several such tiles. fetches_alone: whether a
-    larger tile does so where it is a product's only one."""
+    larger tile fetches where it is a product's only one."""
 
     operation: str
     lanes: int

@@ -267,7 +267,6 @@ class StageLoop:
         if self._epoch is not None and self._epoch.number == number:
             self.leave_epoch()
             self._link.send(wire.Broken(number, "given up by the head"))
-            log.debug("epoch %d: left", number)
 
     def leave_epoch(self) -> None:
         """The one way out of an epoch: ends its waits and closes every wire to the neighbours, so that those
@@ -275,6 +274,7 @@ class StageLoop:
         if self._epoch is not None:
             self._end_waits(self._epoch.number)
             self._epoch.stage.close()
+            log.debug("epoch %d: left", self._epoch.number)
         self._epoch = None
         self._wiring.leave()
 
@@ -286,11 +286,9 @@ class StageLoop:
         # Not every library says what has become of the device: Triton's launcher raises a RuntimeError.
         self._found.compute.probe()
         log.warning("epoch %d: %s: %s", number, what, problem := in_words(error))
-        # First, so that the others hear of it from the head: ending a group may take long. What the head answers
-        # is read when this epoch has been left.
+        # First: ending a group may take long, and the others hear of it from the head.
         self._link.send(wire.Broken(number, f"{type(error).__name__}: {problem}"))
         self.leave_epoch()
-        log.debug("epoch %d: left", number)
 
     # ---- steps ----------------------------------------------------------------------------------------
 

@@ -1,5 +1,4 @@
-"""The threads of a stage: they wait for jobs and for each other by spinning briefly, then asleep, and compute
-each job together.
+"""The threads of a stage: they wait for jobs by spinning briefly, then asleep, and compute each job together.
 
 Nothing here decides what is added to what, so no bit depends on the number of threads.
 """

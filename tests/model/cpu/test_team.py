@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import gc
 import threading
+import time
+from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 import pytest
 
 from ppserve.model.compiled.jit import kernel
 from ppserve.model.compiled.lanes import load_int, store_int
-from ppserve.model.cpu.kernels.board import ARGUMENTS, ASLEEP, await_job, meet
+from ppserve.model.cpu.kernels.board import ARGUMENTS, ASLEEP, WAITING, await_job, board_size, meet
 from ppserve.model.cpu.kernels.memory import address, aligned
 from ppserve.model.cpu.team import Team
 
@@ -44,6 +46,26 @@ def expected(num_threads: int, rounds: list[int]) -> list[int]:
         for step in range(count):
             numbers = [n + numbers[(t + 1) % num_threads] % 7 + step for t, n in enumerate(numbers)]
     return numbers
+
+
+@kernel
+def meet_once(board, thread, num_threads) -> None:  # type: ignore[no-untyped-def]
+    meet(board, thread, num_threads)
+
+
+def test_who_waits_long_for_another_thread_sleeps_and_is_woken() -> None:
+    board = aligned(board_size(3), np.int64)
+    with ThreadPoolExecutor(2) as threads:
+        waiting = [threads.submit(meet_once, address(board), thread, 3) for thread in (1, 2)]
+        until_s = time.monotonic() + 30
+        while board[WAITING] < 2:
+            assert time.monotonic() < until_s
+            time.sleep(1e-3)
+        assert not any(each.done() for each in waiting)
+        meet_once(address(board), 0, 3)
+        for each in waiting:
+            each.result(30)
+    assert board[WAITING] == 0
 
 
 def board_of(team: Team) -> np.ndarray:

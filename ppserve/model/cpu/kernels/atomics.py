@@ -1,4 +1,4 @@
-"""int64 numbers that threads share, by address, and a way to let time pass."""
+"""int64 numbers that threads share, by address, and two ways to let time pass."""
 # mypy: ignore-errors
 # (numba types these functions from their arguments; mypy cannot see through its intrinsics)
 
@@ -10,7 +10,7 @@ from llvmlite import ir
 from numba import types
 from numba.extending import intrinsic
 
-from ppserve.model.compiled.llvm import I64, call
+from ppserve.model.compiled.llvm import I32, I64, call
 
 _IS_X86 = platform.machine() in ("x86_64", "AMD64")
 
@@ -52,3 +52,13 @@ def pause(typing):
 
     return types.void(), generate
 
+
+@intrinsic
+def yield_core(typing):
+    """Lets the system run another thread on this core, if one is waiting."""
+
+    def generate(context, builder, signature, arguments):
+        call(builder, "sched_yield", I32)
+        return context.get_dummy_value()
+
+    return types.void(), generate

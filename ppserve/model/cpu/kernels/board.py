@@ -2,8 +2,9 @@
 
 The board is a few int64 numbers in shared memory, each on cache lines of its own. A job is published by counting
 up JOBS; its arguments stand on the board. Threads that work on a job meet as often as it needs: each counts up
-ARRIVED and waits until all have, spinning briefly, then asleep, so that another thread has the core. A thread that
-finds no job for a while marks itself in ASLEEP and leaves; whoever publishes then wakes it (`team.Team`).
+ARRIVED and waits until all have: it spins briefly, yields its core for milliseconds, since the one that is awaited
+may need it, then sleeps. A thread that finds no job for a while marks itself in ASLEEP and leaves; whoever
+publishes then wakes it (`team.Team`).
 """
 # mypy: ignore-errors
 # (numba types these functions from their arguments; mypy cannot see through its intrinsics)
@@ -12,7 +13,7 @@ from __future__ import annotations
 
 from ppserve.model.compiled.jit import inlined, kernel
 from ppserve.model.compiled.lanes import load_int, store_int
-from ppserve.model.cpu.kernels.atomics import add_shared, load_shared, pause
+from ppserve.model.cpu.kernels.atomics import add_shared, load_shared, pause, yield_core
 from ppserve.model.cpu.kernels.system import sleep_while, wake_all
 
 _NUMBERS_APART = 16
@@ -22,9 +23,11 @@ _GOALS = ARGUMENTS + MOST_ARGUMENTS
 """Each thread's own: what ARRIVED will be when all have arrived; then which of its two counts of pieces is in use.
 Behind these the counts: how many pieces of a thread's share have been taken, by whomever."""
 
-_WAITING = ARRIVED + 1
+WAITING = ARRIVED + 1
 """How many sleep until all have arrived."""
 
+_SPINS_BEFORE_YIELD = 2_000
+_YIELDS_BEFORE_SLEEP = 20_000
 _SPINS_BEFORE_SLEEP = 8_000
 
 
@@ -41,15 +44,18 @@ def meet(board, thread, num_threads):
     own = _GOALS + thread * _NUMBERS_APART
     goal = load_int(board, own) + num_threads
     store_int(board, own, goal)
-    arrived, waiting = board + 8 * ARRIVED, board + 8 * _WAITING
+    arrived, waiting = board + 8 * ARRIVED, board + 8 * WAITING
     if add_shared(arrived, 1) + 1 == goal:
         if load_shared(waiting) > 0:
             wake_all(arrived)
         return
-    for _ in range(_SPINS_BEFORE_SLEEP):
+    for spins in range(_SPINS_BEFORE_YIELD + _YIELDS_BEFORE_SLEEP):
         if load_shared(arrived) >= goal:
             return
         pause()
+        if spins >= _SPINS_BEFORE_YIELD:
+            # Sleep at once costs three times as much beside a busy program (docs/performance/kernels.md).
+            yield_core()
     # The last to arrive sees that somebody waits, or is seen to have arrived.
     add_shared(waiting, 1)
     count = load_shared(arrived)

@@ -2,23 +2,24 @@
 
 from __future__ import annotations
 
-import subprocess
 import time
 from typing import Any
 
 from benchmarks.chaos.record import Record
-from tests.hosts.two_hosts import ADDRESSES, TwoHosts, two_hosts, why_not
+from tests.hosts.cable import Cable, why_no_cable
+from tests.hosts.two_hosts import ADDRESSES, two_hosts, why_not
 
 _NUM_TOKENS = 600
 
 
 def hosts_lost(record: Record, short: bool) -> dict[str, Any]:
-    """4: a host is lost and comes back; the cable is out for 20 s; the link becomes slow and loses packets."""
+    """4: a host is lost and comes back; the cable is out for 20 s; the link loses all of one way, then becomes
+    slow and loses some."""
     if (missing := why_not()) is not None:
         return {"met": None, "skipped": missing}
     pauses_s: dict[str, float] = {}
     away_s = (1.0, 30.0) if short else (1.0, 30.0, 300.0)
-    with two_hosts() as hosts:
+    with two_hosts(slow_cable=why_no_cable() is None) as hosts:
         head = hosts.torchrun(0, ADDRESSES[0])
         worker = hosts.torchrun(1, ADDRESSES[0])
         target = hosts.wait_ready(head)
@@ -43,9 +44,13 @@ def hosts_lost(record: Record, short: bool) -> dict[str, Any]:
             hurt_by(f"host away {seconds:g} s", lose_it)
         hurt_by("cable out 20 s", lambda: hosts.pull_cable(20.0))
         deaths = head.log.count(" died")
-        slow = hurt_link(hosts)
-        if slow is None:
-            hurt_by("200 ms and 5% loss", lambda: None)
+        if (cable := hosts.slow) is not None:
+            for sender, each_way in enumerate([(1.0, 0.0), (0.0, 1.0)]):
+                hurt_by(f"nothing from host {sender} for 5 s", lambda each=each_way: hurt_link(cable, 5.0, each))
+            cable.delay_s, cable.loss = 0.1, [0.05, 0.05]
+            hurt_by("200 ms there and back, 5% loss each way", lambda: None)
+            cable.delay_s, cable.loss = 0.0, [0.0, 0.0]
+        deaths = head.log.count(" died") - deaths
         same_head = head.process.poll() is None and head.log.count("ppserve ready") == 1
     record.close()
     told = {name: round(pause, 1) for name, pause in pauses_s.items()}
@@ -53,19 +58,16 @@ def hosts_lost(record: Record, short: bool) -> dict[str, Any]:
         "longest_pause_s": told,
         "wrong": wrong,
         "head_stayed": same_head,
-        "slow_link": slow or f"{head.log.count(' died') - deaths} deaths",
+        "deaths_by_the_link": deaths if cable else why_no_cable(),
         "met": not wrong and same_head,
     }
 
 
-def hurt_link(hosts: TwoHosts) -> str | None:
-    """Why the link cannot be made slow; None if it is."""
-    words = ["tc", "qdisc", "add", "dev", "eth0", "root", "netem", "delay", "200ms", "loss", "5%"]
-    try:
-        done = subprocess.run(["ip", "netns", "exec", hosts.namespaces[1], *words], capture_output=True, text=True)
-    except FileNotFoundError:
-        return "the program `tc` is missing"
-    return done.stderr.strip().splitlines()[-1] if done.returncode else None
+def hurt_link(cable: Cable, seconds: float, each_way: tuple[float, float]) -> None:
+    """Loses these shares of frames for so long."""
+    cable.loss = list(each_way)
+    time.sleep(seconds)
+    cable.loss = [0.0, 0.0]
 
 
 ROWS = {4: hosts_lost}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from functools import partial
 from typing import Any
 
 from benchmarks.chaos.record import Record
@@ -33,20 +34,27 @@ def hosts_lost(record: Record, short: bool) -> dict[str, Any]:
             pauses_s[name] = seen.longest_pause_s
             wrong += seen.text != whole
 
+        def lose_it(seconds: float) -> None:
+            nonlocal worker
+            worker.end()
+            time.sleep(seconds)
+            worker = hosts.torchrun(1, ADDRESSES[0])
+
+        def lose_it_unheard(cable: Cable) -> None:
+            cable.loss = [1.0, 1.0]
+            worker.end()
+            hurt_link(cable, 15.0, (1.0, 1.0))
+            lose_it(0.0)
+
         for seconds in away_s:
-
-            def lose_it(seconds: float = seconds) -> None:
-                nonlocal worker
-                worker.end()
-                time.sleep(seconds)
-                worker = hosts.torchrun(1, ADDRESSES[0])
-
-            hurt_by(f"host away {seconds:g} s", lose_it)
+            hurt_by(f"host away {seconds:g} s", partial(lose_it, seconds))
         hurt_by("cable out 20 s", lambda: hosts.pull_cable(20.0))
-        deaths = head.log.count(" died")
+        deaths = 0
         if (cable := hosts.slow) is not None:
+            hurt_by("host lost, and the end of its connections with it", partial(lose_it_unheard, cable))
+            deaths = head.log.count(" died")
             for sender, each_way in enumerate([(1.0, 0.0), (0.0, 1.0)]):
-                hurt_by(f"nothing from host {sender} for 5 s", lambda each=each_way: hurt_link(cable, 5.0, each))
+                hurt_by(f"nothing from host {sender} for 5 s", partial(hurt_link, cable, 5.0, each_way))
             cable.delay_s, cable.loss = 0.1, [0.05, 0.05]
             hurt_by("200 ms there and back, 5% loss each way", lambda: None)
             cable.delay_s, cable.loss = 0.0, [0.0, 0.0]

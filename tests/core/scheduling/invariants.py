@@ -24,7 +24,7 @@ def check_blocks(blocks: BlockManager) -> None:
     free, cached = set(blocks._free), set(blocks._cached)
     assert len(free) == len(blocks._free)
     assert not free & cached
-    held = {block for block, count in enumerate(counted) if count}
+    held = set[int]().union(*blocks._tables.values(), blocks._pins.values())
     assert not held & (free | cached)
     assert len(free) + len(cached) + len(held) == blocks.num_blocks
     assert cached <= set(blocks._digest_of)
@@ -51,13 +51,13 @@ def check_one_of_several(scheduler: Scheduler) -> None:
 
 def check_intake(intake: Intake, schedulers: list[Scheduler]) -> None:
     """Every live sequence waits, or is in the roster of its home."""
-    live = [s.id for group in intake.groups.values() for s in group.live]
+    live = {key: [s.id for s in group.live] for key, group in intake.groups.items()}
     waiting = [g for g in intake.groups.values() if g in intake.queue or g.key in intake._returned]
     assert len(waiting) == intake.num_waiting
     assert not {group.key for group in waiting} & set(intake._homes)
-    queued = [s.id for group in waiting for s in group.live]
+    queued = [i for group in waiting for i in live[group.key]]
     running = [s.id for scheduler in schedulers for s in scheduler._roster.running]
-    assert sorted(live) == sorted([*queued, *running])
+    assert sorted(i for ids in live.values() for i in ids) == sorted([*queued, *running])
     for scheduler in schedulers:
         assert all(intake._homes[s.request.id] is scheduler for s in scheduler._roster.running)
 

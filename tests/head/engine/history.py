@@ -80,7 +80,7 @@ class History:
         places = self.random.choice((3, 16))
         self._settings = {"max_num_seqs": places, "max_queue": _MAX_QUEUE, "speculate": speculate}
         self._kinds = members, replica, quarantine, control
-        self._turn_is_due = False
+        self._turn_is_due = self._has_failed = False
         self.head_sleeps_until_ns = 0
         self._start_head()
         numbers = range(self.num_replicas)
@@ -134,7 +134,7 @@ class History:
             self._step(60.0)
         until_s = self._plan_what_happens()
         over_ns = self.world.now_ns + int(until_s * SECOND)
-        while self.world.now_ns < over_ns and not self.engine.failed.done():
+        while self.world.now_ns < over_ns and not self._has_failed:
             self.world.step()
         self.faults.heal()
         if self.never_heals:
@@ -147,7 +147,7 @@ class History:
     def _await_the_end(self) -> None:
         """What never heals is not tried for ever: the server ends, and says why to whoever waits."""
         until_s = self.world.now_ns / SECOND + _ENDS_WITHIN_S
-        while not self.engine.failed.done():
+        while not self._has_failed:
             self._step(until_s)
         reason = self.engine.failed.result().reason
         in_a_row = "in 10 attempts", f"died {MAX_DEATHS} times in a row", "between 64 losses in a row"
@@ -184,7 +184,8 @@ class History:
             return
         self._turn_is_due = False
         self.engine.turn()
-        if self.engine.failed.done() and self.never_heals:
+        self._has_failed = self.engine.failed.done()
+        if self._has_failed and self.never_heals:
             self.engine.run()  # what is left of it
             self.control.die()
             return
@@ -284,7 +285,7 @@ class History:
 
     def _check(self) -> None:
         """After every turn."""
-        assert not self.engine.failed.done(), f"the server ends: {self.engine.failed.result().reason}"
+        assert not self._has_failed, f"the server ends: {self.engine.failed.result().reason}"
         assert len(self.intake.queue) <= 2 * _MAX_QUEUE, "a caller who has nothing finds the queue twice as long"
         for replica in self.replicas:
             self._check_replica(replica)

@@ -25,6 +25,7 @@ class Faults:
     def plan(self) -> float:
         """Returns when the last one is over."""
         random, over_s, at_s = self._random, 1.0, 0.0
+        at_once = self._kill, self._spin, self._restart, self._twin
         if self._of.never_heals:
             self._world.after(random.uniform(0.0, 2.0), self._hurt_for_ever)
         for _ in range(random.randint(0, 5)):
@@ -37,7 +38,7 @@ class Faults:
             rank, lasts_s = random.randrange(self._grid.size), random.choice((0.3, 2.0, 6.0, 11.0, 20.0))
             self.number += 1
             self._world.after(at_s, partial(fault, rank, lasts_s))
-            over_s = max(over_s, at_s + lasts_s)
+            over_s = max(over_s, at_s + lasts_s * (fault not in at_once))
         for fault in (self._restart_head, self._lose_agent):
             if random.random() < 0.15 and not self._of.never_heals:
                 at_s, lasts_s = random.uniform(0.0, 6.0), random.choice((0.3, 2.0, 11.0))

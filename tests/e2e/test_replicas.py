@@ -38,6 +38,14 @@ def server(model: Path) -> Iterator[Server]:
         yield running
 
 
+@pytest.fixture(scope="module")
+def undisturbed(server: Server) -> list[Answer]:
+    """What all requests are to bring."""
+    answers = ask(server.grpc, REQUESTS, at_once=16)
+    assert {answer.end for answer in answers} == {"MAX_TOKENS"}
+    return answers
+
+
 def asking(server: Server) -> tuple[threading.Thread, list[Answer]]:
     answers: list[Answer] = []
     thread = threading.Thread(target=lambda: answers.extend(ask(server.grpc, REQUESTS, at_once=16)))
@@ -49,10 +57,9 @@ def asking(server: Server) -> tuple[threading.Thread, list[Answer]]:
 
 
 @pytest.mark.timeout(240)
-def test_streams_survive_the_kill_of_a_replica_and_the_restart_of_the_other(server: Server) -> None:
-    undisturbed = ask(server.grpc, REQUESTS, at_once=16)
-    assert {answer.end for answer in undisturbed} == {"MAX_TOKENS"}
-
+def test_streams_survive_the_kill_of_a_replica_and_the_restart_of_the_other(
+    server: Server, undisturbed: list[Answer]
+) -> None:
     thread, answers = asking(server)
     os.kill(server.stage_pid(0), signal.SIGKILL)
     thread.join()
@@ -77,9 +84,10 @@ def test_streams_survive_the_kill_of_a_replica_and_the_restart_of_the_other(serv
 
 
 @pytest.mark.timeout(240)
-def test_an_idle_replica_comes_and_goes_while_the_other_serves(server: Server) -> None:
+def test_an_idle_replica_comes_and_goes_while_the_other_serves(
+    server: Server, undisturbed: list[Answer]
+) -> None:
     """The one that does not compute the only stream is killed, three times."""
-    undisturbed = ask(server.grpc, REQUESTS[:1], at_once=1)
     since = len(server.log)
     for _ in range(3):
         with grpc.insecure_channel(server.grpc) as channel:
@@ -91,7 +99,7 @@ def test_an_idle_replica_comes_and_goes_while_the_other_serves(server: Server) -
             await_serving(server, [replica != idle for replica in (0, 1)])
             await_tokens(witness)
             witness.cancel()
-        assert ask(server.grpc, REQUESTS[:1], at_once=1) == undisturbed
+        assert ask(server.grpc, REQUESTS[:1], at_once=1) == undisturbed[:1]
         await_serving(server, [True, True])
         assert server.stage_pid(idle) != killed
     assert len(re.findall(r"replica \d stage 0 died", server.log[since:])) == 3
@@ -100,9 +108,10 @@ def test_an_idle_replica_comes_and_goes_while_the_other_serves(server: Server) -
 
 
 @pytest.mark.timeout(240)
-def test_a_replica_that_comes_back_with_other_weights_is_refused_by_name(server: Server, model: Path) -> None:
+def test_a_replica_that_comes_back_with_other_weights_is_refused_by_name(
+    server: Server, model: Path, undisturbed: list[Answer]
+) -> None:
     """The last test of this server: one of its replicas is gone."""
-    undisturbed = ask(server.grpc, REQUESTS, at_once=16)
     train_on(model / "model.safetensors")
     thread, answers = asking(server)
     os.kill(server.stage_pid(1), signal.SIGKILL)

@@ -28,7 +28,7 @@ from tools.make_random_gpt2 import Shape, write_checkpoint
 
 pytestmark = pytest.mark.slow
 
-COUNT = 16
+COUNT = 12
 VOCABULARY = 1280
 
 
@@ -89,7 +89,7 @@ def test_no_guess_changes_an_answer(drafter: str, stages: int, guesses: int, alo
     with tiny(stages, speculate=guesses, **own) as pipeline:
         for guessed, plain in zip(together(pipeline, requests()), alone, strict=True):
             assert_same(guessed, plain)
-        for number, (prompt, options) in enumerate(requests()[:6]):
+        for number, (prompt, options) in enumerate(requests()[:3]):
             assert_same(pipeline.complete(prompt, **options), alone[number])
         busy = [stage.times.busy_ns["speculative"] for stage in pipeline.ledger().stages]
         # Prompt lookup has few guesses for these texts: on a busy machine none of them need meet a gap.

@@ -9,7 +9,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -92,8 +92,9 @@ class TwoAgents:
         for agent in self.agents.values():
             if agent.process.poll() is None:
                 for process in psutil.Process(agent.process.pid).children():
-                    if process.environ().get("RANK") == str(rank):
-                        return process.pid
+                    with suppress(psutil.NoSuchProcess):  # one that was killed, and is not reaped yet
+                        if process.environ().get("RANK") == str(rank):
+                            return process.pid
         raise AssertionError(f"no rank {rank}\n{self.logs}")
 
     def stage_pid(self, rank: int) -> int:

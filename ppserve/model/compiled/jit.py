@@ -55,17 +55,17 @@ class ForSettings:
     arguments are integers. numba looks at the types of settings in Python, which would take longer than the call.
     """
 
-    def __init__(self, function: Callable[..., int], *settings: object) -> None:
+    def __init__(self, function: Callable[..., None], *settings: object) -> None:
         self._function, self._settings = function, settings
-        self._call: Callable[..., int] | None = None
+        self._call: Callable[..., None] | None = None
 
-    def __call__(self, *numbers: int) -> int:
+    def __call__(self, *numbers: int) -> None:
         if self._call is None:
             function: Any = self._function
             signature = *map(numba.typeof, self._settings), *(numba.int64,) * len(numbers)
             function.compile(signature)
             self._call = partial(function.get_overload(signature), *self._settings)
-        return self._call(*numbers)
+        self._call(*numbers)
 
 
 def inlined(function: Kernel) -> Kernel:

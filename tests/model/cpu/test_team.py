@@ -18,17 +18,17 @@ from ppserve.model.cpu.team import Team
 
 
 @kernel
-def count_in_turns(board, thread, num_threads, done) -> int:  # type: ignore[no-untyped-def]
+def count_in_turns(board, thread, num_threads) -> None:  # type: ignore[no-untyped-def]
     """A job has an address and a number of rounds. In each round every thread adds to its number the round and
     what its neighbour had before the round; so a thread that does not wait for the others shows."""
+    done = 0
     while True:
         if thread > 0:
-            if not await_job(board, done):
-                return done
+            await_job(board, done)
             done += 1
         place, rounds = load_int(board, ARGUMENTS), load_int(board, ARGUMENTS + 1)
         if place == 0:
-            return -1
+            return
         for step in range(rounds):
             neighbour = load_int(place, 16 * ((thread + 1) % num_threads))
             meet(board, thread, num_threads)
@@ -37,7 +37,7 @@ def count_in_turns(board, thread, num_threads, done) -> int:  # type: ignore[no-
             meet(board, thread, num_threads)
         meet(board, thread, num_threads)
         if thread == 0:
-            return done
+            return
 
 
 def expected(num_threads: int, rounds: list[int]) -> list[int]:

@@ -3,8 +3,8 @@
 The board is a few int64 numbers in shared memory, each on cache lines of its own. A job is published by counting
 up JOBS; its arguments stand on the board. Threads that work on a job meet as often as it needs: each counts up
 ARRIVED and waits until all have: it spins briefly, yields its core for milliseconds, since the one that is awaited
-may need it, then sleeps. A thread that finds no job for a while marks itself in ASLEEP and leaves; whoever
-publishes then wakes it (`team.Team`).
+may need it, then sleeps. A thread that finds no job for a while marks itself in ASLEEP and sleeps; whoever
+publishes then wakes it. None of this needs the interpreter, for whose lock a thread that wakes up would wait.
 """
 # mypy: ignore-errors
 # (numba types these functions from their arguments; mypy cannot see through its intrinsics)
@@ -14,7 +14,7 @@ from __future__ import annotations
 from ppserve.model.compiled.jit import inlined, kernel
 from ppserve.model.compiled.lanes import load_int, store_int
 from ppserve.model.cpu.kernels.atomics import add_shared, load_shared, pause, yield_core
-from ppserve.model.cpu.kernels.system import sleep_while, wake_all
+from ppserve.model.cpu.kernels.system import NAP_NS, sleep_while, wake_all
 
 _NUMBERS_APART = 16
 JOBS, ARRIVED, ASLEEP, ARGUMENTS = (i * _NUMBERS_APART for i in range(4))
@@ -29,6 +29,7 @@ WAITING = ARRIVED + 1
 _SPINS_BEFORE_YIELD = 2_000
 _YIELDS_BEFORE_SLEEP = 20_000
 _SPINS_BEFORE_SLEEP = 8_000
+_MOST_NAP_NS = 100 * NAP_NS
 
 
 def board_size(num_threads: int) -> int:
@@ -60,7 +61,7 @@ def meet(board, thread, num_threads):
     add_shared(waiting, 1)
     count = load_shared(arrived)
     while count < goal:
-        sleep_while(arrived, count)
+        sleep_while(arrived, count, NAP_NS)
         count = load_shared(arrived)
     add_shared(waiting, -1)
 
@@ -86,26 +87,25 @@ def take_piece(counts, thread):
 
 @inlined
 def await_job(board, done):
-    """Whether a job beyond the `done` first has been published; after some microseconds False, marked as asleep.
-    """
+    """Until a job beyond the `done` first has been published."""
+    jobs, asleep = board + 8 * JOBS, board + 8 * ASLEEP
     for _ in range(_SPINS_BEFORE_SLEEP):
-        if load_shared(board + 8 * JOBS) != done:
-            return True
+        if load_shared(jobs) != done:
+            return
         pause()
-    add_shared(board + 8 * ASLEEP, 1)
-    if load_shared(board + 8 * JOBS) != done:
-        add_shared(board + 8 * ASLEEP, -1)
-        return True
-    return False
+    # Whoever publishes sees that somebody sleeps, or is seen to have published.
+    add_shared(asleep, 1)
+    nap_ns = NAP_NS
+    while load_shared(jobs) == done:
+        sleep_while(jobs, done, nap_ns)
+        nap_ns = min(nap_ns + nap_ns // 8, _MOST_NAP_NS)  # the longer there was none, the less often it looks
+    add_shared(asleep, -1)
 
 
 @kernel
-def publish(board) -> bool:
-    """Publish what stands on the board as the next job; whether threads are asleep."""
-    add_shared(board + 8 * JOBS, 1)
-    return load_shared(board + 8 * ASLEEP) > 0
-
-
-@kernel
-def woke_up(board) -> None:
-    add_shared(board + 8 * ASLEEP, -1)
+def publish(board) -> None:
+    """Publish what stands on the board as the next job."""
+    jobs = board + 8 * JOBS
+    add_shared(jobs, 1)
+    if load_shared(board + 8 * ASLEEP) > 0:
+        wake_all(jobs)

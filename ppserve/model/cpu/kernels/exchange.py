@@ -22,7 +22,7 @@ from numba.extending import intrinsic
 from ppserve.model.compiled.jit import inlined, kernel
 from ppserve.model.compiled.lanes import load_int, store_int
 from ppserve.model.cpu.kernels.atomics import add_shared, load_shared, pause
-from ppserve.model.cpu.kernels.system import core_here, have_news, now_ns, sleep_while, wake_all
+from ppserve.model.cpu.kernels.system import NAP_NS, core_here, have_news, now_ns, sleep_while, wake_all
 
 LINE_BYTES = 128
 """Of each line: two of the CPU's, which fetches them in pairs."""
@@ -133,7 +133,7 @@ def _sleep(side, line, goal):
         add_shared(line + 8 * _ASLEEP, 1)
         count = load_shared(line)
         if count < goal:
-            sleep_while(line, count)
+            sleep_while(line, count, NAP_NS)
         add_shared(line + 8 * _ASLEEP, -1)
         has_slept = True
     return True

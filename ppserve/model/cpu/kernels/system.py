@@ -16,12 +16,12 @@ from numba.extending import intrinsic
 from ppserve.model.compiled.llvm import I32, I64, call
 
 _IS_LINUX = sys.platform == "linux"
-# The number of the system call; elsewhere threads sleep for a moment and look again.
+# The number of the system call; elsewhere threads sleep for a while and look again.
 _FUTEX_OF = {"x86_64": 202, "aarch64": 98, "riscv64": 98, "loongarch64": 98, "ppc64le": 221}
 _FUTEX = _FUTEX_OF.get(platform.machine()) if _IS_LINUX else None
 _FUTEX_WAIT, _FUTEX_WAKE, _EVERYBODY = 0, 1, 0x7FFFFFFF
-_NAP_NS, _NAP_US = 10_000_000, 50
-"""At most; the short one where nobody can wake us."""
+NAP_NS = 10_000_000 if _FUTEX is not None else 50_000
+"""How long to sleep at a time; the short one where nobody can wake us."""
 _SECOND_NS = 1_000_000_000
 
 
@@ -51,22 +51,24 @@ def core_here(typing):
 
 
 @intrinsic
-def sleep_while(typing, address, value):
-    """Until the number at this address is another one and somebody calls `wake_all`, or for a while. Processes
+def sleep_while(typing, address, value, most_ns):
+    """Until the number at this address is another one and somebody calls `wake_all`, or for so long. Processes
     that share memory can wake each other."""
 
     def generate(context, builder, signature, arguments):
+        address, value, most_ns = arguments
         if _FUTEX is not None:
-            most = cgutils.alloca_once_value(builder, ir.Constant(ir.ArrayType(I64, 2), [0, _NAP_NS]))
+            most = cgutils.alloca_once(builder, ir.ArrayType(I64, 2))
+            for i, part in enumerate((builder.udiv, builder.urem)):
+                builder.store(part(most_ns, I64(_SECOND_NS)), builder.gep(most, [I32(0), I32(i)]))
             most = builder.ptrtoint(most, I64)
             # It compares the number's low half, which comes first.
-            address, value = arguments
             call(builder, "syscall", I64, I64(_FUTEX), address, I64(_FUTEX_WAIT), value, most, I64(0), I64(0))
         else:
-            call(builder, "usleep", I32, I32(_NAP_US))
+            call(builder, "usleep", I32, builder.trunc(builder.udiv(most_ns, I64(1000)), I32))
         return context.get_dummy_value()
 
-    return types.void(types.intp, types.int64), generate
+    return types.void(types.intp, types.int64, types.int64), generate
 
 
 @intrinsic

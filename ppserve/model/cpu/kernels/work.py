@@ -331,7 +331,7 @@ def _read(product, stored, table, step, x, y, rows, crew):
 
 
 @kernel
-def work(product, attention, stored, single, board, thread, num_threads, done) -> int:
+def work(product, attention, stored, single, board, thread, num_threads) -> None:
     """As `team.Work`. stored: how hidden states are kept. single: the same for float32.
 
     The arguments on the board are addresses, and one count: a list of pairs (kind of job, its table), how many
@@ -339,11 +339,10 @@ def work(product, attention, stored, single, board, thread, num_threads, done) -
     READ the numbers of its rows), and a tensor rank's side of the exchange (0: jobs do not gather). The jobs are
     done one after the other; the rows that come in are the hidden states that a job before has put out.
     """
-    crew = Crew(board, thread, num_threads)
+    crew, done = Crew(board, thread, num_threads), 0
     while True:
         if thread > 0:
-            if not await_job(board, done):
-                return done
+            await_job(board, done)
             done += 1
         arguments = board + 8 * ARGUMENTS
         jobs, num_jobs, step, x, out, rows, side = (
@@ -351,7 +350,7 @@ def work(product, attention, stored, single, board, thread, num_threads, done) -
             load_int(arguments, 4), load_int(arguments, 5), load_int(arguments, 6),
         )  # fmt: skip
         if jobs == 0:
-            return -1
+            return
         for number in range(num_jobs):
             job, table, following = load_int(jobs, 2 * number), load_int(jobs, 2 * number + 1), 0
             own = own_room(side) if side else out
@@ -383,4 +382,4 @@ def work(product, attention, stored, single, board, thread, num_threads, done) -
             if job in (GATHER, COMPLETE) and load_int(side, IS_LOST):
                 break  # what remains would be computed from no rows, and its keys and values kept
         if thread == 0:
-            return done
+            return

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import threading
 from collections.abc import Callable, Iterator
 from collections.abc import Sequence as Seq
 from pathlib import Path
@@ -103,6 +104,20 @@ def test_a_draft_model_changes_no_answer(alone: list[Completion]) -> None:
         for guessed, plain in zip(together(pipeline, requests()), alone, strict=True):
             assert_same(guessed, plain)
         assert guesses_of(pipeline)["accepted"] > 0
+
+
+def test_a_first_token_does_not_wait_for_a_guess() -> None:
+    read, was_read = threading.Event(), []
+
+    class Late:
+        def guess(self, token_ids: Seq[int], guesses: Seq[int]) -> None:
+            was_read.append(read.wait(20))
+
+    with tiny(1, speculate=3, new_drafter=lambda *_: Late()) as pipeline:
+        for _ in pipeline.generate("Once upon a time", max_tokens=4, ignore_eos=True):
+            read.set()
+    assert was_read
+    assert all(was_read)
 
 
 def test_a_draft_model_of_another_vocabulary_is_refused(tmp_path: Path) -> None:

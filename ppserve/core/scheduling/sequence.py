@@ -86,8 +86,7 @@ class Sequence:
     known_end: set when the sequence ends without a draw (only scored, or resumed complete). fork_block: for n > 1,
     the leader's partly filled prompt block, copied before this sequence's first slice. loss_mark: the number of
     known tokens when a stage was last lost. guesses: assumed to follow the known tokens; those before `scheduled`
-    are in steps. drafter: makes the guesses; None until the first is wanted. returned_s: when its latest tokens
-    came, on the head's clock.
+    are in steps. drafter: makes the guesses; None before the first. returned_s: when its latest tokens came.
     """
 
     def __init__(self, sequence_id: int, request: Request, index: int, eos_id: int | None) -> None:

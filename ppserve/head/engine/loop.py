@@ -2,10 +2,10 @@
 
 Requests, cancellations, results of stages and the end of a stage's connection are messages. Other threads put
 theirs into the inbox and wake the engine; all are handled in this thread, so nothing needs a lock. The engine
-sleeps until a message arrives, at most 0.1 s: deadlines and silent ranks are checked at least that often. In each
-turn it sends new plans first, because stages may be waiting for them, and then turns tokens into text and hands
-the outputs of all streams over in one call. A token that ends its answer, or whose text may, becomes text before,
-and so do those that came before it.
+sleeps until a message arrives, at most 0.1 s: deadlines and silent ranks are checked that often. In each turn it
+sends new plans first, because stages may be waiting for them, then turns tokens into text and hands the outputs of
+all streams over in one call. A token that ends its answer, or whose text may, becomes text before, and so do those
+before it. An answer's first token is handed over before: a draft model may compute in this thread.
 """
 
 from __future__ import annotations
@@ -152,6 +152,9 @@ class Engine(threading.Thread):
             self._take(self._inbox.popleft())
         self._happened(self._fleet.tick())
         self._note_demand()
+        if any(event.offset == 0 for event in self._later):
+            self._publish_later()
+            self._deliver()
         self._fleet.refill(woken_ns)
         self._publish_later()
         self._fleet.report_load()
@@ -221,8 +224,7 @@ class Engine(threading.Thread):
         """Raises RequestError."""
         now_s = self._clock() / 1e9
         opened = OpenRequest(asked.request, asked.sink, asked.tokenizer, now_s, self._fleet.busy_s)
-        end = None if asked.held is None else opened.resume(asked.held, now_s)
-        if end is not None:
+        if asked.held is not None and (end := opened.resume(asked.held, now_s)) is not None:
             self._tell(opened, end, now_s)
             return
         self._fleet.submit(asked.request)
@@ -235,8 +237,7 @@ class Engine(threading.Thread):
             done.set_exception(error)
 
     def _may_end(self, event: SequenceEvent) -> bool:
-        """Whether it, or its text, ends a sequence: what is scheduled next, and whether there is anything to
-        schedule, depends on that."""
+        """Whether it, or its text, ends a sequence: what is scheduled next depends on that."""
         opened = self._open.get(event.request_id)
         return opened is None or event.is_terminal or bool(opened.request.stop.stop)
 

@@ -71,8 +71,9 @@ def test_streams_hear_their_own_answers_and_one_end_each(num_stages: int) -> Non
 
 
 def test_a_token_becomes_text_while_the_next_step_is_computed_unless_its_text_may_end_the_answer() -> None:
+    """An answer's first token does so before anything follows it."""
     request = a_request("a", max_tokens=4)
-    for stop, did in ((), "plan plan token plan token plan token token"), (("x",), "plan token " * 4):
+    for stop, did in ((), "plan token plan plan token plan token token"), (("x",), "plan token " * 4):
         order = Order()
         with running(1, watcher=order) as run:
             run.submit(replace(request, stop=replace(request.stop, stop=stop))).rest()

@@ -19,6 +19,7 @@ class TensorRanks:
         self.gathered_ns = [[0] * num_tensor for _ in range(num_stages)]
         self._num_tensor = num_tensor
         self._ended = [0] * num_stages
+        self._owed_ns = [0] * num_stages
         self._came: dict[tuple[int, int], dict[int, StepResult]] = {}
 
     def take(self, result: StepResult) -> StepResult | None:
@@ -52,10 +53,13 @@ class TensorRanks:
         waited_ns = [ended - begun - rank.computed_ns for rank in ranks]
         for rank, ns in enumerate(waited_ns):
             self.gathered_ns[stage][rank] += ns
+        # Less than 0 where a rank had computed most of it before `begun`; the steps after it make up for that.
+        gathered_ns = sum(waited_ns) // len(ranks) + self._owed_ns[stage]
+        self._owed_ns[stage] = min(0, gathered_ns)
         return replace(
             ranks[0],
             stage=stage,
             stamps=replace(first, begun=begun, ended=ended, sent=sent),
             bytes_sent=sum(rank.bytes_sent for rank in ranks),
-            gathered_ns=max(0, sum(waited_ns) // len(ranks)),
+            gathered_ns=max(0, gathered_ns),
         )

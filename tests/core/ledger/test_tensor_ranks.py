@@ -30,14 +30,18 @@ def test_a_stage_has_reported_when_all_its_ranks_have() -> None:
 
 def test_ranks_that_overtake_each_other_are_not_counted_twice() -> None:
     """The second rank begins its next step at 160, while the first computes until 200."""
-    ranks = TensorRanks(1, 2)
-    for step_id, first, second in ((1, (100, 200), (100, 150)), (2, (210, 300), (160, 300))):
+    ranks, stages = TensorRanks(1, 2), []
+    steps = (1, (100, 200), (100, 150)), (2, (210, 300), (160, 300)), (3, (300, 400), (300, 360))
+    for step_id, first, second in steps:
         for place, (begun, ended) in enumerate((first, second)):
             stage = ranks.take(replace(result(place, begun, ended, 0), step_id=step_id))
-    assert stage is not None
-    assert (stage.stamps.begun, stage.stamps.ended) == (200, 300)
-    # Of the 200 from 100 to 300 the first rank computed 190, the second as much: 50 and 140.
-    assert ranks.gathered_ns == [[10, 10]]
+        assert stage is not None
+        stages.append(stage)
+    assert [(stage.stamps.begun, stage.stamps.ended) for stage in stages] == [(100, 200), (200, 300), (300, 400)]
+    # Of the 300 from 100 to 400 the first rank computed 290, the second 250: 50, 140 and 60.
+    assert ranks.gathered_ns == [[10, 50]]
+    # The second step's 100 hold 115 of computing on average: the third has waited 15 less than its own 20.
+    assert [stage.gathered_ns for stage in stages] == [25, 0, 5]
 
 
 def test_one_rank_is_its_stage() -> None:

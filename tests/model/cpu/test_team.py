@@ -55,6 +55,7 @@ def meet_once(board, thread, num_threads) -> None:  # type: ignore[no-untyped-de
 
 def test_who_waits_long_for_another_thread_sleeps_and_is_woken() -> None:
     board = aligned(board_size(3), np.int64)
+    meet_once(address(board), 0, 1)  # compiles
     with ThreadPoolExecutor(2) as threads:
         waiting = [threads.submit(meet_once, address(board), thread, 3) for thread in (1, 2)]
         until_s = time.monotonic() + 30

@@ -41,10 +41,12 @@ def hosts_lost(record: Record, short: bool) -> dict[str, Any]:
             worker = hosts.torchrun(1, ADDRESSES[0])
 
         def lose_it_unheard(cable: Cable) -> None:
+            nonlocal worker
             cable.loss = [1.0, 1.0]
             worker.end()
-            hurt_link(cable, 15.0, (1.0, 1.0))
-            lose_it(0.0)
+            time.sleep(15.0)
+            cable.loss = [0.0, 0.0]
+            worker = hosts.torchrun(1, ADDRESSES[0])
 
         for seconds in away_s:
             hurt_by(f"host away {seconds:g} s", partial(lose_it, seconds))

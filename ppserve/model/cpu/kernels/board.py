@@ -2,8 +2,8 @@
 
 The board is a few int64 numbers in shared memory, each on cache lines of its own. A job is published by counting
 up JOBS; its arguments stand on the board. Threads that work on a job meet as often as it needs: each counts up
-ARRIVED and waits until all have: it spins briefly, yields its core for milliseconds, since the one that is awaited
-may need it, then sleeps. A thread that finds no job for a while marks itself in ASLEEP and sleeps; whoever
+ARRIVED and waits until all have: it spins briefly, yields its core many times, since the one that is awaited may
+need it, then sleeps. A thread that finds no job for a while marks itself in ASLEEP and sleeps; whoever
 publishes then wakes it. None of this needs the interpreter, for whose lock a thread that wakes up would wait.
 """
 # mypy: ignore-errors

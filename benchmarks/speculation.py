@@ -32,6 +32,7 @@ import math
 import os
 import shutil
 import signal
+import statistics
 import sys
 import tempfile
 import time
@@ -46,12 +47,11 @@ from local_server import Address, running
 from safetensors.torch import load_file, save_file
 from speculation_runs import (
     LONG,
-    Connect,
+    BesideAStream,
     DeepSteps,
     Prompts,
     Rated,
     Run,
-    beside_a_stream,
     in_process,
     over_grpc,
 )
@@ -83,6 +83,13 @@ MANY, MOST_GUESSES = 16, 0.01
 LEAST_TURNS, ERROR_ENOUGH = 4, 0.01
 # What a server loads and forks with its first requests would count against one of two that are compared.
 SETTLING_REQUESTS, SETTLING_S = 3, 10.0
+# Of `newcomers`: how many come at once, and how many seconds lie between them, from and to.
+NEWCOMERS = {
+    "one after the other": (1, (0.0, 0.0)),
+    "75 to 225 ms apart": (1, (0.075, 0.225)),
+    "four at once, 75 to 225 ms apart": (4, (0.075, 0.225)),
+    "2.5 to 3.5 s apart": (1, (2.5, 3.5)),
+}
 # Of `equal`: the share of requests that come so few at a time that stages would stand idle; how many of the others
 # come at a time.
 SHARE_OF_FEW, WAVE = 0.3, 8
@@ -95,6 +102,7 @@ class Bench:
         self._flags = flags
         self._folder = folder
         self._guessing: Address | None = None  # the server of the two that guesses
+        self._targets: Seq[str] = ()  # of both
         self.ratios: defaultdict[str, list[float]] = defaultdict(list)
         self.firsts: list[float] = []
         self.verdicts = Verdicts()
@@ -292,23 +300,32 @@ class Bench:
     def newcomers(self) -> None:
         prompts = [f"{text} {number}" for number in range(3) for text in TEXTS.values()]
         draft, model = ("--draft-model", "builtin"), str(self._deep(0.0))
-        for stages in self._flags.stages, 4:
-            with self._servers(model, stages, *draft, run=beside_a_stream) as both:
-                load = f"servers, {stages} stages, newcomers beside a stream"
-                self.compare("newcomers", load, *both, prompts, max_tokens=1, seed=1)
+        for stages in sorted({self._flags.stages, 4}):
+            with self._servers(model, stages, *draft) as (off, auto):
+                load = f"servers, {stages} stages"
+                self.compare("stream", f"{load}, a stream alone", off, auto, [LONG], max_tokens=300, temperature=0)
+                for name, (at_once, apart_s) in NEWCOMERS.items():
+                    if self._flags.apart not in name:
+                        continue
+                    both = [BesideAStream(target, at_once, apart_s) for target in self._targets]
+                    few = prompts if apart_s[1] < 1 else prompts[:4]
+                    self.compare("newcomers", f"{load}, newcomers {name}", *both, few, max_tokens=1, seed=1)
+                    before, guessed = (statistics.fmean(run.stream_speeds) for run in both)
+                    print(f"    the stream beside them: {guessed:.0f} tokens/s, without guesses {before:.0f}")
 
     @contextmanager
-    def _servers(self, model: str, stages: int, *flags: str, run: Connect | None = None) -> Iterator[Seq[Run]]:
-        run = run or over_grpc
+    def _servers(self, model: str, stages: int, *flags: str) -> Iterator[Seq[Run]]:
         common = ["--model", model, "--stages", str(stages), "--threads", "1", "--dtype", "float32"]
         with ExitStack() as stack:
             off = stack.enter_context(running(common))
             self._guessing = auto = stack.enter_context(running([*common, "--speculate", "auto", *flags]))
-            for server in off, auto:
+            self._targets = off.grpc, auto.grpc
+            runs = [over_grpc(target) for target in self._targets]
+            for run in runs:
                 for _ in range(SETTLING_REQUESTS):
-                    over_grpc(server.grpc)([LONG], {"max_tokens": 16})
+                    run([LONG], {"max_tokens": 16})
             time.sleep(SETTLING_S)
-            yield run(off.grpc), run(auto.grpc)
+            yield runs
 
     # ---- models ---------------------------------------------------------------------------------------
 
@@ -341,6 +358,7 @@ def main() -> None:
     parser.add_argument("parts", nargs="*", choices=(*parts, "all"), default="all")
     parser.add_argument("--stages", type=int, default=2)
     parser.add_argument("--models", default="built-in,124M", help="Of `rates`.")
+    parser.add_argument("--apart", default="", help="Of `newcomers`: only those whose name has this in it.")
     parser.add_argument("--new", type=int, default=96)
     parser.add_argument("--requests", type=int, default=1000, help="Of `equal`.")
     parser.add_argument("--kills", type=int, default=20)

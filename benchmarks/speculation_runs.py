@@ -23,7 +23,6 @@ LONG = "Once upon a time"
 Prompts = Seq[str | Seq[int]]
 Run = Callable[[Prompts, dict[str, object]], tuple[float, float, list[str]]]
 """Runs all prompts together: (tokens per second, seconds to the first token, texts)."""
-Connect = Callable[[str], Run]
 
 
 class Rated:
@@ -101,26 +100,40 @@ def over_grpc(target: str) -> Run:
     return lambda prompts, options: asyncio.run(all_of(prompts, options))
 
 
-def beside_a_stream(target: str) -> Run:
-    """The prompts come one at a time, while one caller has long greedy answers; only they are counted."""
+class BesideAStream:
+    """A `Run`: the prompts come so many at once, while one caller has long greedy answers. Only they are counted,
+    by means, because a few wait longer than the others. apart_s: pauses between them, from and to.
+    stream_speeds: tokens per second of that one caller, of all calls."""
 
-    async def all_of(prompts: Prompts, options: dict[str, object]) -> tuple[float, float, list[str]]:
-        async with AsyncClient(target) as client:
-            long: dict[str, object] = {"max_tokens": 900, "ignore_eos": True, "temperature": 0}
+    def __init__(self, target: str, at_once: int, apart_s: tuple[float, float]) -> None:
+        self.stream_speeds: list[float] = []
+        self._target, self._at_once, self._apart_s = target, at_once, apart_s
+
+    def __call__(self, prompts: Prompts, options: dict[str, object]) -> tuple[float, float, list[str]]:
+        return asyncio.run(self._all_of(prompts, options))
+
+    async def _all_of(self, prompts: Prompts, options: dict[str, object]) -> tuple[float, float, list[str]]:
+        answers, busy_s, num_streamed = [], 0.0, 0
+        async with AsyncClient(self._target) as client:
 
             async def one_long_after_the_other() -> None:
+                nonlocal num_streamed
                 while True:
-                    await one(client, LONG, long)
+                    async for chunk in client.stream(LONG, max_tokens=900, ignore_eos=True, temperature=0):
+                        num_streamed += len(chunk.tokens)
 
             stream = asyncio.create_task(one_long_after_the_other())
             await asyncio.sleep(0.3)
-            began = time.perf_counter()
-            answers = [await one(client, prompt, options) for prompt in prompts]
-            wall_s = time.perf_counter() - began
+            num_before, began = num_streamed, time.perf_counter()
+            for first in range(0, len(prompts), self._at_once):
+                came = time.perf_counter()
+                wave = prompts[first : first + self._at_once]
+                answers += await asyncio.gather(*(one(client, prompt, options) for prompt in wave))
+                busy_s += time.perf_counter() - came
+                await asyncio.sleep(random.uniform(*self._apart_s))
+            self.stream_speeds.append((num_streamed - num_before) / (time.perf_counter() - began))
             stream.cancel()
             with contextlib.suppress(asyncio.CancelledError):
                 await stream
-        first_s = statistics.median(answer[0] for answer in answers)
-        return sum(answer[2] for answer in answers) / wall_s, first_s, [answer[1] for answer in answers]
-
-    return lambda prompts, options: asyncio.run(all_of(prompts, options))
+        first_s = statistics.fmean(answer[0] for answer in answers)
+        return sum(answer[2] for answer in answers) / busy_s, first_s, [answer[1] for answer in answers]

@@ -47,10 +47,9 @@ EXPLORED_WIDTH = 4
 # Guesses that are less likely right are not made, even where they are said to cost nothing: they
 # still take energy, and time of processors that others share.
 LEAST_PROBABILITY = 0.1
-# After the first token of a request that came beside others, nothing is guessed for so many times as long as it
-# took, and at most so many seconds: those who come one after the other would wait for the rest of such steps.
-PAUSE = 4.0
-MOST_PAUSE_S = 2.0
+# For so long after a request came beside others nothing is guessed: the next one would wait for the rest of such
+# steps. So guesses are made only where others come less often than that.
+PAUSE_S = 2.0
 
 
 class Speculation:
@@ -66,7 +65,6 @@ class Speculation:
         self._new_drafter = new_drafter
         self._row_cost = RowCost()
         self._trial = GuessTrial(self._row_cost.forget)
-        self._came_s: float | None = None  # the latest request that came beside others
         self._paused_until_s = 0.0
 
     @property
@@ -77,10 +75,7 @@ class Speculation:
 
     def tokens_returned(self, of: Sequence, piece: Slice, num_tokens: int, num_running: int, now: float) -> None:
         """A step brought tokens of a sequence. piece: its slice in the step."""
-        if of.returned_s is None:
-            if self._came_s is not None:
-                self._paused_until_s = now + min(PAUSE * (now - self._came_s), MOST_PAUSE_S)
-        elif self._forced is None:
+        if of.returned_s is not None and self._forced is None:
             if num_running == 1 and self._way is not Way.DEEP and not piece.is_guessed:
                 self._row_cost.observe(piece.num_guesses, now - of.returned_s)
             if of.returned_s >= self._paused_until_s:
@@ -110,7 +105,8 @@ class Speculation:
 
     def make_way(self, running: Collection[Sequence], now: float) -> None:
         """A request is admitted. Steps on guesses alone could delay it: they are void."""
-        self._came_s = now if running else None
+        if running:
+            self._paused_until_s = now + PAUSE_S
         if not self._lanes.have_guesses_alone:
             return
         for sequence in running:

@@ -13,7 +13,7 @@ from ppserve.core.request import FinishReason, OutputOptions, Request, SamplingP
 from ppserve.core.scheduling.config import SchedulerConfig
 from ppserve.core.scheduling.drafter import Drafter, Guess, NewDrafter
 from ppserve.core.scheduling.guess_trial import Way
-from ppserve.core.scheduling.speculation import MOST_PAUSE_S
+from ppserve.core.scheduling.speculation import PAUSE_S
 from tests.core.scheduling.rig import SchedulerRig, a_request, fill
 from tests.core.toy_pipeline import EOS_ID, STAMPS, expected_answer
 
@@ -121,8 +121,8 @@ def test_requests_that_arrive_go_before_guesses() -> None:
     rig.check_answers()
 
 
-def test_after_the_first_token_of_who_came_beside_others_nothing_is_guessed_for_a_while() -> None:
-    """For four times as long as that took; and the trial of ways learns nothing of that while."""
+def test_after_a_request_came_beside_others_nothing_is_guessed_for_a_while() -> None:
+    """And the trial of ways learns nothing of that while. Who comes to an empty pipeline begins no pause."""
     rig = a_rig(None, SameCosts(), num_stages=1, new_drafter=right)
     trial, observed = rig.scheduler._speculation._trial, []
     trial.observe = lambda _number, began_s, *_: observed.append(began_s)  # type: ignore[method-assign]
@@ -136,22 +136,25 @@ def test_after_the_first_token_of_who_came_beside_others_nothing_is_guessed_for_
         rig.commit_one()
         return rig.num_guesses - before
 
+    rig.submit(a_request("short", max_tokens=1))
+    guesses_of_a_step(0.0, 0.1)
     rig.submit(a_request("stream", max_tokens=400))
-    guesses_of_a_step(0.0, 0.9)
+    guesses_of_a_step(0.1, 0.9)
     assert guesses_of_a_step(0.9, 1.0) > 0, "nobody came beside it"
     rig.submit(a_request("newcomer", max_tokens=1))
     guesses_of_a_step(1.0, 1.5)
-    assert guesses_of_a_step(1.5, 3.4) == 0
-    assert guesses_of_a_step(3.4, 3.6) == 0
-    assert guesses_of_a_step(3.6, 3.7) > 0
-    assert guesses_of_a_step(3.7, 3.8) > 0
-    assert observed == [0.9, 1.0, 3.6, 3.7]
-    # A loss an hour later: the next token is a first one again, of a request that came beside nobody just now.
-    guesses_of_a_step(3600.0, 3600.1)
-    rig.lose_stage()
-    guesses_of_a_step(3600.1, 3601.1)
-    assert guesses_of_a_step(3601.2, 3601.3) == 0
-    assert guesses_of_a_step(3601.1 + MOST_PAUSE_S, 3605) > 0
+    assert guesses_of_a_step(1.5, 2.9) == 0
+    assert guesses_of_a_step(2.9, 3.1) == 0
+    assert guesses_of_a_step(3.1, 3.2) > 0
+    assert guesses_of_a_step(3.2, 3.3) > 0
+    assert observed == [0.9, 3.1, 3.2]
+    # Whoever comes in a pause makes it longer.
+    for came_s in (5.0, 6.5):
+        rig.now = came_s
+        rig.submit(a_request(f"at {came_s}", max_tokens=1))
+        guesses_of_a_step(came_s, came_s + 0.1)
+    assert guesses_of_a_step(8.4, 8.45) == 0
+    assert guesses_of_a_step(6.5 + PAUSE_S, 8.6) > 0
 
 
 def test_no_step_has_more_guesses_of_a_sequence_than_were_asked_for() -> None:

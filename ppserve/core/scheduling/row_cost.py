@@ -16,11 +16,9 @@ _REMEMBERED, _LEAST_KNOWN = 32, 3
 
 
 class RowCost:
-    """share: what each further row adds to the time from token to token, as a share of that without guesses. Zero
-    as long as little is known, so that guesses are made and their cost is learnt."""
+    """A lone sequence's steps, with guesses and without."""
 
     def __init__(self) -> None:
-        self.share = 0.0
         self._plain_s: deque[float] = deque(maxlen=_REMEMBERED)
         self._wide_s: deque[tuple[int, float]] = deque(maxlen=_REMEMBERED)
 
@@ -34,10 +32,15 @@ class RowCost:
             self._wide_s.append((num_guesses, seconds))
         else:
             self._plain_s.append(seconds)
-        if self.is_known and (plain_s := median(self._plain_s)):  # zero by a clock that stands still
-            self.share = max(0.0, median((s / plain_s - 1) / count for count, s in self._wide_s))
+
+    def share(self) -> float:
+        """What each further row adds to the time from token to token, as a share of that without guesses. Zero
+        as long as little is known, so that guesses are made and their cost is learnt. Computed when a guess asks
+        for it: every token is observed."""
+        if not self.is_known or not (plain_s := median(self._plain_s)):  # zero by a clock that stands still
+            return 0.0
+        return max(0.0, median((s / plain_s - 1) / count for count, s in self._wide_s))
 
     def forget(self) -> None:
         """What was learnt in a bad moment would be never corrected: rows that cost too much are not computed."""
         self._wide_s.clear()
-        self.share = 0.0

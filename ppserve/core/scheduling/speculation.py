@@ -177,7 +177,7 @@ class Speculation:
         """Guesses that a step of a lone sequence takes as further rows: as long as each brings more tokens per
         second than the step would have without it."""
         most = min(MAX_WIDTH if self._row_cost.is_known else EXPLORED_WIDTH, self._max_rows) - 1
-        row, step, tokens, count = self._row_cost.share, 1.0, sequence.certainty, 0
+        row, step, tokens, count = self._row_cost.share(), 1.0, sequence.certainty, 0
         while count < most and (guess := self._next_guess(sequence)) is not None:
             probability = sequence.certainty * guess.probability
             if probability < LEAST_PROBABILITY or probability * step <= row * tokens:

@@ -207,9 +207,11 @@ class Bench:
             if name not in self._flags.models.split(","):
                 continue
             for rate, told in RATES:
-                self._rate(name, model, rate, told, new)
+                load = f"right {rate:.1f}" + (f", told {told:.1f}" if told != rate else "")
+                if self._flags.only in load:
+                    self._rate(f"{name}, {load}", model, rate, told, new)
 
-    def _rate(self, name: str, model: str, rate: float, told: float, new: int) -> None:
+    def _rate(self, load: str, model: str, rate: float, told: float, new: int) -> None:
         prompt = [7, 11, 13, 17, 19]
         known: list[int] = []
         # Of answers with guesses. Seeds are fewer: where no guess is asked for, no drafter is made.
@@ -222,23 +224,21 @@ class Bench:
             next(runs)
             return auto(prompts, options)
 
-        stages, load = self._flags.stages, f"right {rate:.1f}"
-        if told != rate:
-            load += f", told {told:.1f}"
+        stages = self._flags.stages
         with self._pipeline(model, new_drafter=rated) as (off, auto, *times):
             options = {"temperature": 0, "max_tokens": self._flags.new, "ignore_eos": True}
             known += map(int, off([prompt], options)[2][0].split())
-            ratio = self.compare(load, f"{name}, {load}", off, guessing, [prompt], **options | {"max_tokens": new})
+            ratio = self.compare(load, load, off, guessing, [prompt], **options | {"max_tokens": new})
             if told != rate:
                 return
             predicted = simulated(*times, rate, len(prompt), new, next(runs) - ratio.count, ratio.count)
         ideal, error = stages / (stages - (stages - 1) * rate), ratio.error
         if rate:
             wanted = 1 + LEAST_SHARE_OF_DEPTH * (ideal - 1)
-            claim = f"{name}, {load}, {LEAST_SHARE_OF_DEPTH:.0%} of the gain by depth alone, x{ideal:.2f}"
+            claim = f"{load}, {LEAST_SHARE_OF_DEPTH:.0%} of the gain by depth alone, x{ideal:.2f}"
             self.verdicts.at_least(ratio.middle, error, wanted, claim)
         off_by = abs(predicted.middle / ratio.middle - 1)
-        claim = f"{name}, {load}, simulated {predicted}, off by"
+        claim = f"{load}, simulated {predicted}, off by"
         error = math.hypot(error / ratio.middle, predicted.error / predicted.middle)
         self.verdicts.at_most(off_by, error, MOST_OFF_SIMULATED, claim, other=0.0)
 
@@ -305,7 +305,7 @@ class Bench:
                 load = f"servers, {stages} stages"
                 self.compare("stream", f"{load}, a stream alone", off, auto, [LONG], max_tokens=300, temperature=0)
                 for name, (at_once, apart_s) in NEWCOMERS.items():
-                    if self._flags.apart not in name:
+                    if self._flags.only not in name:
                         continue
                     both = [BesideAStream(target, at_once, apart_s) for target in self._targets]
                     few = prompts if apart_s[1] < 1 else prompts[:4]
@@ -358,7 +358,7 @@ def main() -> None:
     parser.add_argument("parts", nargs="*", choices=(*parts, "all"), default="all")
     parser.add_argument("--stages", type=int, default=2)
     parser.add_argument("--models", default="built-in,124M", help="Of `rates`.")
-    parser.add_argument("--apart", default="", help="Of `newcomers`: only those whose name has this in it.")
+    parser.add_argument("--only", default="", help="Of `rates` and `newcomers`: loads whose name has this in it.")
     parser.add_argument("--new", type=int, default=96)
     parser.add_argument("--requests", type=int, default=1000, help="Of `equal`.")
     parser.add_argument("--kills", type=int, default=20)

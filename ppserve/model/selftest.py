@@ -3,7 +3,8 @@
 Our own kernels keep it by construction; a library's keep it where it was tried. So the question is put to the
 stage's own weights, shapes, threads and size of KV blocks: row counts up to the largest that take another way
 through the kernels (for a library's, up to the largest step), one layer with prompts at once, in chunks, in
-company and token by token, and hidden states and logits read alone and among others. Weights [w, -w] and inputs
+company and token by token (of a tensor rank also by both ways to gather), and hidden states and logits read alone
+and among others. Weights [w, -w] and inputs
 [r, r] of the same shapes are sharper: their true products are 0, so what comes out is the rounding of one order of
 summation, and any other order shows in nearly every number, whatever it is rounded to afterwards. On the way every
 kernel is compiled (or read from its cache), so that no request waits.
@@ -19,7 +20,7 @@ import torch
 from ppserve.core.cut import Cut
 from ppserve.core.plan import Draw, Drawn, Slice, StepPlan
 from ppserve.core.request import SamplingParams
-from ppserve.model.backend import KVCache, Linear
+from ppserve.model.backend import KVCache, Linear, Sublayer
 from ppserve.model.gather import ECHO, Gather
 from ppserve.model.gpt2 import GPT2Stage
 from ppserve.model.inputs import build_inputs
@@ -145,26 +146,33 @@ def _check_layer(stage: GPT2Stage, block_size: int, gather: Gather, generator: t
     most = max(stage.backend.more_rows, default=0)
     lengths = (*_LENGTHS, most - sum(_LENGTHS)) if most > sum(_LENGTHS) else _LENGTHS
     prompts_TD = [_hidden(stage, length, generator) for length in lengths]
-    through_layer = partial(_through_layer, stage, block_size, gather, prompts_TD)
+    joined = stage.backend.joined([stage.attentions[0].fused, stage.mlps[0].fused])
+    through_layer = partial(_through_layer, stage, joined, block_size, gather, prompts_TD)
     whole = [(number, 0, length) for number, length in enumerate(lengths)]
     alone_TD = [through_layer([[part]])[part[0]] for part in whole]
     for way, steps in _ways(whole).items():
         for number, rows_TD in through_layer(steps).items():
             if not torch.equal(rows_TD, alone_TD[number]):
                 return f"hidden states of a prompt {way} differ from the same prompt at once and alone"
+    if joined is not None and stage.layout.num_tensor > 1:
+        # So it goes where ranks share no memory, and in steps that do not fit into theirs.
+        apart_TD = _through_layer(stage, None, block_size, gather, prompts_TD, [whole])
+        if not all(torch.equal(apart_TD[number], rows_TD) for number, rows_TD in enumerate(alone_TD)):
+            return "hidden states differ between one call for all sublayers and one for each"
     return None
 
 
 def _through_layer(
     stage: GPT2Stage,
+    joined: Sublayer | None,
     block_size: int,
     gather: Gather,
     prompts_TD: Sequence[torch.Tensor],
     steps: Iterable[Sequence[_Part]],
 ) -> dict[int, torch.Tensor]:
-    """The stage's first attention and MLP, step by step, on a cache of its own: sequence number → all rows."""
+    """The stage's first attention and MLP, step by step, on a cache of its own: sequence number → all rows.
+    joined: both in one call."""
     attention, mlp = stage.attentions[0], stage.mlps[0]
-    joined = stage.backend.joined([attention.fused, mlp.fused])
     tables, num_blocks = [], 0
     for prompt_TD in prompts_TD:
         needed = -(-len(prompt_TD) // block_size)

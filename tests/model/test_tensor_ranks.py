@@ -23,7 +23,7 @@ from ppserve.model.backend import Backend
 from ppserve.model.checkpoint import Checkpoint
 from ppserve.model.checkpoint.opening import open_checkpoint
 from ppserve.model.cpu.backend import CpuBackend
-from ppserve.model.cpu.exchange import ExchangeSide
+from ppserve.model.cpu.exchange import ExchangeSide, memory_bytes
 from ppserve.model.cuda.backend import CudaBackend, DeviceOptions
 from ppserve.model.gather import Gather
 from ppserve.model.gpt2 import GPT2Stage
@@ -31,7 +31,7 @@ from ppserve.model.inputs import build_inputs
 from ppserve.model.sampling import read_logits
 from ppserve.model.sampling_slices import read_slices
 from ppserve.model.selftest import check_determinism
-from ppserve.stage.transport.gather import connect_ranks, pretend_ranks
+from ppserve.stage.transport.gather import MemoryGather, connect_ranks, pretend_ranks
 from tests.model.checkpoint.writers import architecture as small
 from tests.model.checkpoint.writers import random_tensors, write_hf, write_llmc, write_nanogpt
 from tests.model.pipelines import CPU, Pipeline, prompt
@@ -298,6 +298,22 @@ def test_ranks_share_weights_and_keys_out(count: int) -> None:
     assert [check_determinism(stage) for stage in stages] == [None] * count
     alone = [pretend_ranks(rank, count) for rank in range(count)]
     assert list(map(check_determinism, stages, [16] * count, alone)) == [None] * count
+
+
+class Shifts(MemoryGather):
+    """Where Python gathers, rows are not where they belong; kernels do it by themselves."""
+
+    def all(self, own_Tn: torch.Tensor, cut: Cut) -> torch.Tensor:
+        return super().all(own_Tn, cut).roll(1, dims=1)
+
+
+def test_the_selftest_tries_both_ways_to_gather() -> None:
+    (layout,) = stage_layouts(Split.parse("1"))
+    stage = GPT2Stage.load(RandomCheckpoint(architecture()), tensor_ranks(layout, 2)[0], CpuBackend("float32"))
+    gather = Shifts("none", torch.zeros(memory_bytes(2), dtype=torch.uint8), (0, 2))
+    gather.pretend()
+    said = "hidden states differ between one call for all sublayers and one for each"
+    assert check_determinism(stage, gather=gather) == said
 
 
 def test_things_are_shared_out_evenly() -> None:

@@ -21,6 +21,7 @@ import parallel_state
 from ppserve.core.architecture import StageLayout
 from ppserve.core.cut import Cut
 from ppserve.errors import TransportError
+from ppserve.model.cpu.kernels.atomics import SLEEPERS
 from ppserve.model.cpu.kernels.exchange import BUFFER_BYTES, LINE_BYTES
 from ppserve.model.gather import Gather
 from ppserve.model.stock import TorchBackend
@@ -96,7 +97,7 @@ def test_a_wait_ends(by: str) -> None:
 def line_of(gather: MemoryGather, rank: int) -> torch.Tensor:
     """The numbers of a rank's line: its count, and how many sleep until it counts up."""
     line = gather._memory[rank * LINE_BYTES : (rank + 1) * LINE_BYTES].view(torch.int64)
-    return line[[0, 9]]
+    return line[[0, SLEEPERS]]
 
 
 def test_who_waits_sleeps() -> None:
@@ -131,9 +132,14 @@ def test_a_rank_that_was_left_gives_nothing_more() -> None:
 
 
 def test_pretended_ranks_are_never_waited_for() -> None:
+    """Their columns show: they are all the same, and not 0."""
     gather = pretend_ranks(1, 3)
     for turn in range(1, 4):
-        assert gather.all(torch.full((1, 2), turn), Cut.of(6, 1, 3)).tolist() == [[0, 0, turn, turn, 0, 0]]
+        first, *own, last = gather.all(torch.full((1, 2), turn), Cut((1, 2, 1), 1))[0].tolist()
+        assert own == [turn, turn]
+        assert first == last != 0
+    (first, _, last) = gather.all(torch.ones(1, 1, dtype=torch.bfloat16), Cut((1, 1, 1), 1))[0].tolist()
+    assert first == last == 0.125
     assert pretend_ranks(0, 1).all(torch.ones(1, 2), Cut((2,), 0)).tolist() == [[1, 1]]
     assert pretend_ranks(1, 2, on_cpu=False).all(torch.ones(1, 2), Cut.of(4, 1, 2)).tolist() == [[1, 1, 1, 1]]
 

@@ -66,7 +66,6 @@ class SharedSublayers:
         self._listed, self._num_jobs = jobs_of(*jobs), len(jobs)
         self._address = address(self._listed)
         self._inner = max(each.between.size for each in several)
-        self._latest: ExchangeSide | None = None
         self._row_bytes = 4 * max(max(each.between.widths + each.columns.widths) for each in several)
 
     def __call__(self, hidden_TD: torch.Tensor, inputs: StepInputs) -> torch.Tensor:
@@ -79,7 +78,5 @@ class SharedSublayers:
         out_TD, rows_TK = torch.empty_like(hidden_TD), torch.empty(num_rows, self._inner)
         places = (each.data_ptr() for each in (hidden_TD, out_TD, rows_TK))
         self._team.run(self._address, self._num_jobs, table_of(inputs), *places, gather.seen_by_kernels)
-        # Kept until the next call is done: a thread that wakes up late may still look whether this one was lost.
-        self._latest = gather
         gather.check()
         return out_TD

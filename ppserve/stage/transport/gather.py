@@ -89,9 +89,7 @@ def pretend_ranks(rank: int, count: int, on_cpu: bool = True) -> TensorLink:
     it computes as where ranks share memory, also if they will not: it is not known yet where the others are."""
     if count == 1 or not on_cpu:
         return NoTensorLink(ALONE if count == 1 else ECHO)
-    # Written: memory that never was reads as one page of zeros, from the nearest cache.
-    memory = torch.empty(memory_bytes(count), dtype=torch.uint8).zero_()
-    gather = MemoryGather("none", memory, (rank, count))
+    gather = MemoryGather("none", torch.zeros(memory_bytes(count), dtype=torch.uint8), (rank, count))
     gather.pretend()
     return gather
 

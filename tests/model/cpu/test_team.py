@@ -12,9 +12,13 @@ import pytest
 
 from ppserve.model.compiled.jit import kernel
 from ppserve.model.compiled.lanes import load_int, store_int
-from ppserve.model.cpu.kernels.board import ARGUMENTS, ASLEEP, WAITING, await_job, board_size, meet
+from ppserve.model.cpu.backend import CpuBackend
+from ppserve.model.cpu.kernels.atomics import SLEEPERS
+from ppserve.model.cpu.kernels.board import ARGUMENTS, ARRIVED, JOBS, LOST, await_job, board_size, meet
+from ppserve.model.cpu.kernels.exchange import NUM_FIELDS
 from ppserve.model.cpu.kernels.memory import address, aligned
-from ppserve.model.cpu.team import Team
+from ppserve.model.cpu.kernels.work import COMPLETE, GATHER, as_table, jobs_of
+from ppserve.model.cpu.team import Team, _publish
 
 
 @kernel
@@ -59,16 +63,33 @@ def test_who_waits_long_for_another_thread_sleeps_and_is_woken() -> None:
     with ThreadPoolExecutor(2) as threads:
         waiting = [threads.submit(meet_once, address(board), thread, 3) for thread in (1, 2)]
         until_s = time.monotonic() + 20
-        while board[WAITING] < 2 and time.monotonic() < until_s:
+        while (num_asleep := board[ARRIVED + SLEEPERS]) < 2 and time.monotonic() < until_s:
             time.sleep(1e-3)
-        num_asleep, is_over = board[WAITING], [each.done() for each in waiting]
+        is_over = [each.done() for each in waiting]
         meet_once(address(board), 0, 3)
         for each in waiting:
             each.result(60)
-    assert board[WAITING] == 0
+    assert board[ARRIVED + SLEEPERS] == 0
     assert is_over == [False, False]
     if num_asleep < 2:
         pytest.skip("no core to spare: a thread yields to other programs 20,000 times before it sleeps")
+
+
+def test_a_late_thread_does_not_look_at_the_side_of_an_exchange_that_is_gone() -> None:
+    """Thread 0 is this test: it has the rows of other ranks lost, returns, and its side's memory is another's."""
+    work, board = CpuBackend("float32")._team._work, aligned(board_size(2), np.int64)
+    widths, side = as_table((1, 1)), aligned(NUM_FIELDS, np.int64)
+    jobs = jobs_of((GATHER, widths), (COMPLETE, widths))
+    late = threading.Thread(target=work, args=(address(board), 1, 2), daemon=True)
+    _publish(board, (address(jobs), 2, 0, 0, 0, 0, address(side)))
+    late.start()
+    while board[ARRIVED] < 1:
+        threading.Event().wait(0.001)
+    board[LOST] = 1
+    board[ARRIVED] += 1
+    _publish(board, ())
+    late.join(timeout=30)
+    assert not late.is_alive()  # with the other job it would wait for a thread that does not come
 
 
 def board_of(team: Team) -> np.ndarray:
@@ -77,7 +98,7 @@ def board_of(team: Team) -> np.ndarray:
 
 def asleep(team: Team) -> None:
     """Returns when all threads but the calling one are."""
-    while board_of(team)[ASLEEP] < team.num_threads - 1:
+    while board_of(team)[JOBS + SLEEPERS] < team.num_threads - 1:
         threading.Event().wait(0.001)
 
 

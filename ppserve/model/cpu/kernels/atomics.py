@@ -1,4 +1,4 @@
-"""int64 numbers that threads share, by address, and two ways to let time pass."""
+"""int64 numbers that threads share, by address, and how to wait until one changes."""
 # mypy: ignore-errors
 # (numba types these functions from their arguments; mypy cannot see through its intrinsics)
 
@@ -10,9 +10,14 @@ from llvmlite import ir
 from numba import types
 from numba.extending import intrinsic
 
+from ppserve.model.compiled.jit import inlined
 from ppserve.model.compiled.llvm import I32, I64, call
+from ppserve.model.cpu.kernels.system import sleep_while, wake_all
 
 _IS_X86 = platform.machine() in ("x86_64", "AMD64")
+
+SLEEPERS = 8
+"""So many numbers behind one that threads sleep on it says how many do."""
 
 
 def _number(builder, address):
@@ -62,3 +67,21 @@ def yield_core(typing):
         return context.get_dummy_value()
 
     return types.void(), generate
+
+
+@inlined
+def sleep_below(number, goal, most_ns):
+    """Unless the number is at its goal: until it changes and somebody calls `wake`, or for so long."""
+    # Whoever changes it from here on sees that somebody sleeps, or is seen to have changed it.
+    add_shared(number + 8 * SLEEPERS, 1)
+    value = load_shared(number)
+    if value < goal:
+        sleep_while(number, value, most_ns)
+    add_shared(number + 8 * SLEEPERS, -1)
+
+
+@inlined
+def wake(number):
+    """Those who sleep, once the number has changed."""
+    if load_shared(number + 8 * SLEEPERS) > 0:
+        wake_all(number)

@@ -91,7 +91,7 @@ class _Code:
         return load_stored(self.builder, self.kind.storage, place, self.kind.lanes)
 
     def fetch(self, address) -> None:
-        """Ask for the 16 numbers at an address."""
+        """Ask for the cache line at an address."""
         call(self.builder, "llvm.prefetch.p0i8", ir.VoidType(), self.pointer(address, I8), I32(0), I32(3), I32(1))
 
     def zeros(self, rows: int):

@@ -1,10 +1,11 @@
 """How the threads of a stage find their work and wait for each other, without the interpreter.
 
-The board is a few int64 numbers in shared memory, each on cache lines of its own. A job is published by counting
-up JOBS; its arguments stand on the board. Threads that work on a job meet as often as it needs: each counts up
-ARRIVED and waits until all have: it spins briefly, yields its core many times, since the one that is awaited may
-need it, then sleeps. A thread that finds no job for a while marks itself in ASLEEP and sleeps; whoever
-publishes then wakes it. None of this needs the interpreter, for whose lock a thread that wakes up would wait.
+The board is int64 numbers in shared memory; those that change at different times lie on cache lines of their own,
+and behind each that threads sleep on is how many do (`atomics.SLEEPERS`). A job is published by counting up JOBS;
+its arguments stand on the board. Threads that work on a job meet as often as it needs: each counts up ARRIVED and
+waits until all have: it spins briefly, yields its core many times, since the one that is awaited may need it, then
+sleeps. A thread that finds no job for a while sleeps too, until one is published. None of this needs the
+interpreter, for whose lock a thread that wakes up would wait.
 """
 # mypy: ignore-errors
 # (numba types these functions from their arguments; mypy cannot see through its intrinsics)
@@ -13,18 +14,19 @@ from __future__ import annotations
 
 from ppserve.model.compiled.jit import inlined, kernel
 from ppserve.model.compiled.lanes import load_int, store_int
-from ppserve.model.cpu.kernels.atomics import add_shared, load_shared, pause, yield_core
-from ppserve.model.cpu.kernels.system import NAP_NS, sleep_while, wake_all
+from ppserve.model.cpu.kernels.atomics import add_shared, load_shared, pause, sleep_below, wake, yield_core
+from ppserve.model.cpu.kernels.system import NAP_NS
 
 _NUMBERS_APART = 16
-JOBS, ARRIVED, ASLEEP, ARGUMENTS = (i * _NUMBERS_APART for i in range(4))
+JOBS, ARRIVED, ARGUMENTS = (i * _NUMBERS_APART for i in range(3))
 MOST_ARGUMENTS = 2 * _NUMBERS_APART
 _GOALS = ARGUMENTS + MOST_ARGUMENTS
 """Each thread's own: what ARRIVED will be when all have arrived; then which of its two counts of pieces is in use.
 Behind these the counts: how many pieces of a thread's share have been taken, by whomever."""
 
-WAITING = ARRIVED + 1
-"""How many sleep until all have arrived."""
+LOST = ARRIVED + 1
+"""Whether rows of the other ranks did not come. Thread 0 sets it before a meeting; others may look after it has
+returned, when its side of the exchange may be gone. It is not set again before all have met once more."""
 
 _SPINS_BEFORE_YIELD = 2_000
 _YIELDS_BEFORE_SLEEP = 20_000
@@ -45,10 +47,9 @@ def meet(board, thread, num_threads):
     own = _GOALS + thread * _NUMBERS_APART
     goal = load_int(board, own) + num_threads
     store_int(board, own, goal)
-    arrived, waiting = board + 8 * ARRIVED, board + 8 * WAITING
+    arrived = board + 8 * ARRIVED
     if add_shared(arrived, 1) + 1 == goal:
-        if load_shared(waiting) > 0:
-            wake_all(arrived)
+        wake(arrived)
         return
     for spins in range(_SPINS_BEFORE_YIELD + _YIELDS_BEFORE_SLEEP):
         if load_shared(arrived) >= goal:
@@ -57,13 +58,8 @@ def meet(board, thread, num_threads):
         if spins >= _SPINS_BEFORE_YIELD:
             # Sleep at once costs three times as much beside a busy program (docs/performance/kernels.md).
             yield_core()
-    # The last to arrive sees that somebody waits, or is seen to have arrived.
-    add_shared(waiting, 1)
-    count = load_shared(arrived)
-    while count < goal:
-        sleep_while(arrived, count, NAP_NS)
-        count = load_shared(arrived)
-    add_shared(waiting, -1)
+    while load_shared(arrived) < goal:
+        sleep_below(arrived, goal, NAP_NS)
 
 
 @inlined
@@ -88,18 +84,17 @@ def take_piece(counts, thread):
 @inlined
 def await_job(board, done):
     """Until a job beyond the `done` first has been published."""
-    jobs, asleep = board + 8 * JOBS, board + 8 * ASLEEP
+    jobs = board + 8 * JOBS
     for _ in range(_SPINS_BEFORE_SLEEP):
         if load_shared(jobs) != done:
             return
         pause()
-    # Whoever publishes sees that somebody sleeps, or is seen to have published.
-    add_shared(asleep, 1)
     nap_ns = NAP_NS
     while load_shared(jobs) == done:
-        sleep_while(jobs, done, nap_ns)
-        nap_ns = min(nap_ns + nap_ns // 8, _MOST_NAP_NS)  # the longer there was none, the less often it looks
-    add_shared(asleep, -1)
+        sleep_below(jobs, done + 1, nap_ns)
+        # The longer there was none, the less often it looks: where nobody can wake it, it comes late by at most an
+        # eighth of that time, and never by more than 5 ms.
+        nap_ns = min(nap_ns + nap_ns // 8, _MOST_NAP_NS)
 
 
 @kernel
@@ -107,5 +102,4 @@ def publish(board) -> None:
     """Publish what stands on the board as the next job."""
     jobs = board + 8 * JOBS
     add_shared(jobs, 1)
-    if load_shared(board + 8 * ASLEEP) > 0:
-        wake_all(jobs)
+    wake(jobs)

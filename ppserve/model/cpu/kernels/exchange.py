@@ -21,8 +21,8 @@ from numba.extending import intrinsic
 
 from ppserve.model.compiled.jit import inlined, kernel
 from ppserve.model.compiled.lanes import load_int, store_int
-from ppserve.model.cpu.kernels.atomics import add_shared, load_shared, pause
-from ppserve.model.cpu.kernels.system import NAP_NS, core_here, have_news, now_ns, sleep_while, wake_all
+from ppserve.model.cpu.kernels.atomics import SLEEPERS, add_shared, load_shared, pause, sleep_below, wake
+from ppserve.model.cpu.kernels.system import NAP_NS, core_here, have_news, now_ns
 
 LINE_BYTES = 128
 """Of each line: two of the CPU's, which fetches them in pairs."""
@@ -37,8 +37,8 @@ MOST_SPIN_NS = 100_000
 _LEAST_SPIN_NS = 4_000
 _LOOKS = 16
 
-_COUNT, _CORE, _ASLEEP = 0, 8, 9
-"""Of a rank's line. _CORE: where it last counted up. _ASLEEP: how many sleep until it does."""
+_CORE = SLEEPERS + 1
+"""Of a rank's line, which begins with its counter: the core where it last counted up."""
 
 
 @intrinsic
@@ -60,12 +60,12 @@ def own_room(side):
 
 
 @inlined
-def swap(side, widths, element_bytes, num_rows, whole) -> None:
+def swap(side, widths, element_bytes, num_rows, whole):
     """This rank's rows are in its room: has the others know, and once theirs are there too, puts rows of all ranks
-    next to each other. widths: how many numbers a row of each rank has. whole: where the rows go; nothing goes
-    there when a rank is lost."""
+    next to each other. widths: the address of int64, how many numbers a row of each rank has. whole: the address
+    where the rows go. Returns False, and nothing goes there, when a rank is lost."""
     if load_int(side, IS_LOST):
-        return
+        return False
     lines, count, turn = load_int(side, LINES), load_int(side, NUM_RANKS), load_int(side, TURN)
     store_int(side, TURN, turn + 1)
     _count_up(lines + LINE_BYTES * load_int(side, RANK))
@@ -75,7 +75,7 @@ def swap(side, widths, element_bytes, num_rows, whole) -> None:
     store_int(side, WAITED_NS, load_int(side, WAITED_NS) + now_ns() - begun_ns)
     if is_lost:
         store_int(side, IS_LOST, 1)
-        return
+        return False
     row_bytes = 0
     for rank in range(count):
         row_bytes += load_int(widths, rank) * element_bytes
@@ -85,14 +85,14 @@ def swap(side, widths, element_bytes, num_rows, whole) -> None:
         for row in range(num_rows):
             _copy_bytes(whole + row * row_bytes, room + row * width, width)
         whole, room = whole + width, room + 2 * BUFFER_BYTES
+    return True
 
 
 @inlined
 def _count_up(line) -> None:
     store_int(line, _CORE, core_here())
     add_shared(line, 1)
-    if load_shared(line + 8 * _ASLEEP) > 0:
-        wake_all(line)
+    wake(line)
 
 
 @inlined
@@ -129,12 +129,7 @@ def _sleep(side, line, goal):
             add_shared(over, 1)
         if load_shared(over) > 0:
             return load_shared(line) >= goal  # it may have counted up before the end
-        # Whoever counts up from here on sees that somebody sleeps, or is seen to have counted.
-        add_shared(line + 8 * _ASLEEP, 1)
-        count = load_shared(line)
-        if count < goal:
-            sleep_while(line, count, NAP_NS)
-        add_shared(line + 8 * _ASLEEP, -1)
+        sleep_below(line, goal, NAP_NS)
         has_slept = True
     return True
 

@@ -77,8 +77,8 @@ def multiplies_bfloat16(variant: str, found: Features) -> bool:
 
 
 class Weights(NamedTuple):
-    """Packed weights as kernels see them. panels, start, bias, scales: addresses; bias: 0 where sums are results
-    already. chunks: of one output. outputs: with padding."""
+    """Packed weights as kernels see them. panels, start, bias, scales: addresses; start: of what sums begin with;
+    bias: 0 where sums are results already. chunks: of one output. outputs: with padding."""
 
     panels: int
     start: int

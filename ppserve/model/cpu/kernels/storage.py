@@ -71,14 +71,14 @@ def _storing(value_type, integer):
 
 @intrinsic
 def keep_one(typing, kind, address, value):
-    """Write one float32 in the form of the kind's keys and values."""
+    """Write one float32 in the form of the kind's storage."""
     value_type, generate = _storing(types.float32, I32)
     return types.void(kind, types.intp, value_type), generate
 
 
 @intrinsic
 def keep_panel(typing, kind, address, values):
-    """Write 16 float32 side by side in the form of the kind's keys and values."""
+    """Write 16 float32 side by side in the form of the kind's storage."""
     value_type, generate = _storing(lanes, vector(I32, 16))
     return types.void(kind, types.intp, value_type), generate
 

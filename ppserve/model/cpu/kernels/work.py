@@ -23,11 +23,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ppserve.model.compiled.jit import inlined, kernel
-from ppserve.model.compiled.lanes import load_int, load_one
+from ppserve.model.compiled.lanes import load_int, load_one, store_int
 from ppserve.model.cpu.kernels.activation import Activation, activate
 from ppserve.model.cpu.kernels.attention import AttentionRoom, CacheLayer, Heads, StepSlices, attend, write_heads
-from ppserve.model.cpu.kernels.board import ARGUMENTS, await_job, meet, open_shares, take_piece
-from ppserve.model.cpu.kernels.exchange import IS_LOST, own_room, swap
+from ppserve.model.cpu.kernels.board import ARGUMENTS, LOST, await_job, meet, open_shares, take_piece
+from ppserve.model.cpu.kernels.exchange import own_room, swap
 from ppserve.model.cpu.kernels.memory import address, aligned
 from ppserve.model.cpu.kernels.products import PackedRows, Weights, multiply
 from ppserve.model.cpu.kernels.rows import Norm, add_row, normalise, pack_row, read_row
@@ -376,10 +376,10 @@ def work(product, attention, stored, single, board, thread, num_threads) -> None
                 _read(product, stored, table, step, x, out, rows, crew)
             elif thread == 0:  # the first of a crew gathers for all
                 to, element_bytes = (rows, 4) if job == GATHER else (out, stored.element_bytes)
-                swap(side, table, element_bytes, _room_at(step).num_rows, to)
+                store_int(board, LOST, not swap(side, table, element_bytes, _room_at(step).num_rows, to))
             meet(board, thread, num_threads)
             x = out if job <= COMPLETE else x
-            if job in (GATHER, COMPLETE) and load_int(side, IS_LOST):
+            if job in (GATHER, COMPLETE) and load_int(board, LOST):
                 break  # what remains would be computed from no rows, and its keys and values kept
         if thread == 0:
             return

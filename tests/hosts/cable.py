@@ -33,12 +33,14 @@ class Cable:
     """Two ends, each a link `eth0` of a network namespace, and a thread that carries frames between them.
 
     delay_s: of every frame. loss: the share of frames that is lost, of those that the first host sends, and of
-    those that the second does. Both may be changed at any time. Frames keep their order.
+    those that the second does. Both may be changed at any time. Frames keep their order. num_refused: frames beyond
+    those, which the other end did not take because its link was down.
     """
 
     def __init__(self, spaces: Sequence[str], seed: int = 0) -> None:
         self.delay_s = 0.0
         self.loss = [0.0, 0.0]
+        self.num_refused = 0
         self._chance = random.Random(seed)
         self._ends = [_tap(space, f"pp{os.getpid()}t{number}") for number, space in enumerate(spaces)]
         self._is_over = False
@@ -64,8 +66,13 @@ class Cable:
                         under_way[sender].append((time.monotonic() + self.delay_s, frame))
             for sender, frames in enumerate(under_way):
                 while frames and frames[0][0] <= time.monotonic():
-                    with suppress(OSError):
-                        os.write(self._ends[1 - sender], frames.popleft()[1])
+                    try:
+                        os.write(self._ends[1 - sender], frames[0][1])
+                    except BlockingIOError:
+                        break  # the system has no room now
+                    except OSError:
+                        self.num_refused += 1
+                    frames.popleft()
 
 
 def _tap(space: str, name: str) -> int:

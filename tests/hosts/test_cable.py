@@ -62,4 +62,12 @@ def test_it_delays_and_loses_frames_each_way() -> None:
             for lost in [1.0, 0.0], [0.0, 1.0]:
                 cable.loss = lost
                 assert ask()[0] == 0
+            cable.loss, refused = [0.0, 0.0], cable.num_refused
+            hosts.cable(connected=False)
+            assert ask()[0] == 0
+            assert cable.num_refused > refused
+            hosts.cable(connected=True)
+            refused = cable.num_refused
+            assert ask()[0] > 0
+            assert cable.num_refused == refused
             echo.kill()

@@ -33,8 +33,8 @@ class Cable:
     """Two ends, each a link `eth0` of a network namespace, and a thread that carries frames between them.
 
     delay_s: of every frame. loss: the share of frames that is lost, of those that the first host sends, and of
-    those that the second does. Both may be changed at any time. Frames keep their order. num_refused: frames beyond
-    those, which the other end did not take because its link was down.
+    those that the second does. Both may be changed at any time. Frames keep their order. num_refused: others
+    that were lost, because the link where they should go was down.
     """
 
     def __init__(self, spaces: Sequence[str], seed: int = 0) -> None:

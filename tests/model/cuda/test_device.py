@@ -21,8 +21,9 @@ from unittest.mock import MagicMock
 import pytest
 import torch
 
-from benchmarks import gpu_stage
-from benchmarks.gpu_stage import LIMITS_S, SECTIONS, Bench, answered, run_one
+from benchmarks.gpu_bench import LIMITS_S, Bench
+from benchmarks.gpu_stage import SECTIONS, run_one
+from benchmarks.gpu_timings import answered, ledger_gap_s
 from ppserve.errors import ConfigError
 from ppserve.model.backend import Reading
 from ppserve.model.cuda import backend
@@ -247,7 +248,7 @@ def test_a_step_that_waits_more_than_once_fails_the_section(
 def test_the_ledgers_gap_is_that_of_the_worst_stage() -> None:
     bubble_s = {"fill": 1.0, "drain": 2.0}
     stages = [SimpleNamespace(busy_s=busy_s, bubble_s=bubble_s, idle_s=3.0) for busy_s in (4.0, 3.5)]
-    assert gpu_stage.ledger_gap_s(SimpleNamespace(stages=stages, wall_s=10.0)) == 0.5
+    assert ledger_gap_s(SimpleNamespace(stages=stages, wall_s=10.0)) == 0.5
 
 
 @pytest.mark.slow

@@ -2,12 +2,15 @@
 
     python benchmarks/shape_prediction.py [--world 2,4] [--threads 1] [--callers 16] [--model tiny] [--json FILE]
 
-In each of `--rounds` a server with `--parallel auto` measures, prints its table and is ended; then every shape of
-it is served with its own flags, under the load that was predicted for. The medians of the rounds count, since a
-machine's speed may change within the hour. A prediction is good when it is within 15% of the figure, and when
-shapes that differ by more than 10% are in the right order. Beside each stands what ranks, head and callers compute
-for a token, in CPU time, and how many tokens a second the cores allow with that, which other programs on the
-machine change less than what was measured. Wants an otherwise quiet machine; it prints the load it found.
+In each of `--rounds` and for each world a server with `--parallel auto` measures, prints its table and is ended;
+then every shape of it is served with its own flags, under the load that was predicted for. The medians of the
+rounds count, since a machine's speed may change within the hour; how far the rounds lie apart, predicted and
+measured, stands beside them. A prediction is good when it is within 15% of the figure, and when shapes that differ
+by more than 10% are in the right order. What could be reached at all on this machine is said by the rounds too:
+how often what one measured is within 15% of the median of the others. Then follows what ranks, head and callers
+compute for a token, in CPU time, and how many tokens a second the cores allow with that, which other programs on
+the machine change less than what was measured. Wants an otherwise quiet machine; it prints the load it found. With
+a FILE that exists, its rounds count as well.
 """
 
 from __future__ import annotations
@@ -85,6 +88,31 @@ class Shape:
     @property
     def error(self) -> float:
         return self.predicted.tokens_per_s / self.measured.tokens_per_s - 1
+
+    @property
+    def again(self) -> list[float]:
+        """How far each round's measurement is from the median of the others."""
+        rates = [each.tokens_per_s for each in self.given]
+        return [rate / median(rates[:i] + rates[i + 1 :]) - 1 for i, rate in enumerate(rates) if len(rates) > 1]
+
+
+def span(rounds: list[Figures]) -> str:
+    """The least and the greatest, from the median."""
+    rates = [each.tokens_per_s for each in rounds]
+    return f"{min(rates) / median(rates) - 1:+.0%} {max(rates) / median(rates) - 1:+.0%}"
+
+
+def read(path: Path | None) -> dict[str, dict[str, Shape]]:
+    """By world and name, as `main` has written them."""
+    if path is None or not path.exists():
+        return {}
+    found: dict[str, dict[str, Shape]] = {}
+    for world, shapes in json.loads(path.read_text()).items():
+        for of in shapes:
+            rounds = {which: [Figures(**each) for each in of[which]] for which in ("promised", "given")}
+            shape = Shape(**of | rounds)
+            found.setdefault(world, {})[shape.name] = shape
+    return found
 
 
 def predict(world: int, flags: list[str], shapes: dict[str, Shape]) -> None:
@@ -177,30 +205,40 @@ def main(
     flags = ["--force-cpu", f"--threads={threads}", "--dtype=float32", f"--model={model}"]
     expected = [f"--expect-prompt={prompt}", f"--expect-new={new}", f"--expect-callers={callers}"]
     run = Run(model, prompt, new, callers, requests=6 * callers)
-    every: dict[str, list[Shape]] = {}
-    for count in map(int, world.split(",")):
-        found: dict[str, Shape] = {}
-        for _ in range(rounds):
+    every = read(path)
+    for number in range(rounds):
+        for count in map(int, world.split(",")):
+            found = every.setdefault(str(count), {})
             predict(count, [*flags, *expected], found)
             for shape in found.values():
                 measure(shape, run, flags)
-        shapes = every[str(count)] = list(found.values())
-        spent = ("ranks' us/token", "head's", "callers'", "cores allow/s")
-        rows = [("shape", "predicted/s", "measured/s", "error", "predicted ITL", "measured ITL", *spent)]
-        for each in shapes:
-            both = each.predicted, each.measured
-            rates = (*(f"{of.tokens_per_s:.0f}" for of in both), f"{each.error:+.0%}")
-            times = (f"{1e3 * of.itl_s:.2f} ms" for of in both)
-            spent_us = each.measured.cpu_us
-            allowed_per_s = 1e6 * cores_here() / sum(spent_us)
-            rows.append((each.name, *rates, *times, *(f"{us:.0f}" for us in spent_us), f"{allowed_per_s:.0f}"))
-        print("\n".join(table(*rows, left=1)))
-        good = sum(abs(each.error) <= WITHIN for each in shapes)
-        order = wrong_order(shapes)
-        print(f"{good} of {len(shapes)} within {WITHIN:.0%}; order: {', '.join(order) or 'right'}", flush=True)
-    if path is not None:
-        as_dicts = {count: [asdict(each) for each in shapes] for count, shapes in every.items()}
-        path.write_text(json.dumps(as_dicts, indent=1))
+        print(f"round {number + 1} of {rounds}; load {os.getloadavg()[0]:.1f}", flush=True)
+        if path is not None:
+            as_dicts = {count: [asdict(each) for each in found.values()] for count, found in every.items()}
+            path.write_text(json.dumps(as_dicts, indent=1))
+    for found in every.values():
+        report(list(found.values()))
+
+
+def report(shapes: list[Shape]) -> None:
+    spent = ("ranks' us/token", "head's", "callers'", "cores allow/s")
+    rates = ("predicted/s", "rounds", "measured/s", "rounds", "error")
+    rows = [("shape", *rates, "predicted ITL", "measured ITL", *spent)]
+    for each in shapes:
+        sides = (each.predicted, each.promised), (each.measured, each.given)
+        rates = (*(text for of, rounds in sides for text in (f"{of.tokens_per_s:.0f}", span(rounds))),)
+        times = (f"{1e3 * of.itl_s:.2f} ms" for of, _ in sides)
+        spent_us = each.measured.cpu_us
+        allowed_per_s = 1e6 * cores_here() / sum(spent_us)
+        error = f"{each.error:+.0%}"
+        rows.append((each.name, *rates, error, *times, *(f"{us:.0f}" for us in spent_us), f"{allowed_per_s:.0f}"))
+    print("\n".join(table(*rows, left=1)))
+    good = sum(abs(each.error) <= WITHIN for each in shapes)
+    order = wrong_order(shapes)
+    print(f"{good} of {len(shapes)} within {WITHIN:.0%}; order: {', '.join(order) or 'right'}")
+    again = [abs(error) <= WITHIN for each in shapes for error in each.again]
+    if again:
+        print(f"measured again: {sum(again)} of {len(again)} within {WITHIN:.0%} of the others", flush=True)
 
 
 if __name__ == "__main__":

@@ -15,6 +15,7 @@ import contextlib
 import hashlib
 import os
 import platform
+import queue
 import socket
 import subprocess
 import sys
@@ -22,6 +23,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from statistics import mean, median
 from typing import TypeVar
@@ -49,8 +51,10 @@ DECODES = 16
 _BLOCK_SIZE = 16
 _MAX_PROMPT_TOKENS = 128
 _REPEATS = 7
+# How long the parts of `layer_costs` are measured by turns, at least _REPEATS of them.
+_TURNS_S = 3.0
 _PAUSE_S = 2e-3
-_VERSION = 14
+_VERSION = 15
 # Of the layers that `layer_costs` measures, if there are as many. One layer would be computed from a cache, from
 # which a model's layers throw each other out.
 _PARAMS_BEYOND_CACHES = 32 << 20
@@ -59,6 +63,7 @@ _DECODES = (1, 4, 16, 64)
 _PROMPTS = (32, 128)
 # Those of these by which it is measured what a rank does around a step.
 _AROUND = (4, 16)
+_STEPS_SERVED = 2
 # Computes until the process that started it ends or ends it.
 _NEIGHBOUR = """
 import os
@@ -74,7 +79,9 @@ plan = ours.recv(int(ours.recv(16, socket.MSG_WAITALL)), socket.MSG_WAITALL)
 while not ours.sendall(plan) and ours.recv(1 << 16):
     {str(number): number for number in range(20_000)}
 """
-_HEARD_WITHIN_S = 30.0
+_HEARD_WITHIN_S, _DAY_S = 30.0, 86400.0
+_What = tuple[str, StepPlan]
+"""A quantity: of a step without layers or draws, with layers, with draws, or around one."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -204,40 +211,55 @@ def _fit(checkpoint: Checkpoint, compute: Compute, mix: Mix, num_tensor: int) ->
     )
     # One thread's own time, where it computes alone: whatever else runs, waits for a core are not in it.
     alone = compute.device.type == "cpu" and compute.threads == 1
-    times = _thread_times if alone else _times
-    # The head or callers keep a core busy beside each rank that serves. On a core whose other hyperthread computes
-    # or that another process has just used, a step takes up to a third longer.
-    with _process(_NEIGHBOUR) if alone else contextlib.nullcontext():
-        return _fitted(bare, whole, num_layers, decodes + prompts, times)
+    seconds = _thread_s if alone else _wall_s
+    measures: dict[_What, Callable[[], float]] = {}
+    with contextlib.ExitStack() as held:
+        if alone:
+            # The head or callers keep a core busy beside each rank that serves. On a core whose other hyperthread
+            # computes or that another process has just used, a step takes up to a third longer.
+            held.enter_context(_process(_NEIGHBOUR))
+        for plan in decodes + prompts:
+            silent = _silent(plan)
+            measures["bare", silent] = partial(seconds, bare, silent)
+            measures["whole", silent] = partial(seconds, whole, silent)
+            if num_drawn := StepSize.of(plan).sampled:
+                measures["drawn", plan] = partial(seconds, bare, plan)
+                # The shapes' ranks do the same around a step, whatever they compute in it.
+                if num_drawn in _AROUND and num_tensor == 1:
+                    served_s = held.enter_context(_served(bare, plan))
+                    measures["around", plan] = partial(_around_s, served_s, bare, plan)
+        taken = _by_turns(measures)
+    return _fitted(num_layers, {what: median(seconds) for what, seconds in taken.items()})
 
 
-def _fitted(
-    bare: Stage,
-    whole: Stage,
-    num_layers: int,
-    plans: list[StepPlan],
-    times: Callable[[Stage, StepPlan], list[float]],
-) -> LayerCosts:
+def _by_turns(measures: dict[_What, Callable[[], float]]) -> dict[_What, list[float]]:
+    """Each measured once in each of many short turns: a machine is half as fast again in some seconds as in the
+    next, which would colour what was measured in them. The first turn does not count."""
+    taken: dict[_What, list[float]] = {what: [] for what in measures}
+    for measure in measures.values():
+        measure()
+    until_s = time.monotonic() + _TURNS_S
+    while time.monotonic() < until_s or len(taken[next(iter(taken))]) < _REPEATS:
+        for what, measure in measures.items():
+            taken[what].append(measure())
+    return taken
+
+
+def _fitted(num_layers: int, seconds: dict[_What, float]) -> LayerCosts:
     """From steps without layers and steps with so many. Whole steps are fitted: small differences of times that
     others disturb may seem to be next to nothing, and would weigh most in a fit of relative errors."""
-    layers, heads, bare_s, around_s = StageCost(), StageCost(), [], []
-    for plan in plans:
-        silent = _silent(plan)
-        bare_s.append(median(times(bare, silent)))
-        layers.observe(StepSize.of(silent), median(times(whole, silent)))
-        if num_drawn := StepSize.of(plan).sampled:
-            drawn_s = median(times(bare, plan))
-            heads.observe(StepSize(sampled=num_drawn), drawn_s)
-            if num_drawn in _AROUND:
-                head_s = drawn_s - bare_s[-1]
-                if times is not _thread_times:
-                    head_s = median(_thread_times(bare, plan)) - median(_thread_times(bare, silent))
-                around_s.append(max(0.0, _served_s(bare, plan) - head_s))
-    layer, head = (
-        replace(fitted, step=max(0.0, fitted.step - mean(bare_s)))
-        for fitted in (layers.coefficients, heads.coefficients)
+    fits = {"whole": StageCost(), "drawn": StageCost()}
+    for (kind, plan), each_s in seconds.items():
+        size = StepSize.of(plan)
+        if kind in fits:
+            fits[kind].observe(StepSize(sampled=size.sampled) if kind == "drawn" else size, each_s)
+    bare_s, around_s = (
+        [each_s for (kind, _), each_s in seconds.items() if kind == wanted] for wanted in ("bare", "around")
     )
-    return LayerCosts(layer.times(1 / num_layers), head, mean(around_s))
+    layer, head = (
+        replace(fit.coefficients, step=max(0.0, fit.coefficients.step - mean(bare_s))) for fit in fits.values()
+    )
+    return LayerCosts(layer.times(1 / num_layers), head, mean(around_s) if around_s else 0.0)
 
 
 @contextlib.contextmanager
@@ -288,46 +310,73 @@ def _times(stage: Stage, plan: StepPlan) -> list[float]:
     return [(times.ended - times.begun) / 1e9 for times in stamps]
 
 
-def _thread_times(stage: Stage, plan: StepPlan) -> list[float]:
-    """Likewise, of this thread. Before each step it sleeps, as it does where it serves: steps right behind each
-    other find everything in the caches, and are up to a third faster."""
+def _wall_s(stage: Stage, plan: StepPlan) -> float:
+    stamps = stage.step(plan, 0).result.stamps
+    return (stamps.ended - stamps.begun) / 1e9
+
+
+def _thread_s(stage: Stage, plan: StepPlan) -> float:
+    """Of this thread. Before the step it sleeps, as it does where it serves: steps right behind each other find
+    everything in the caches, and are up to a third faster."""
+    time.sleep(_PAUSE_S)
+    begun_s = time.thread_time()
     stage.step(plan, 0)
-    times = []
-    for _ in range(_REPEATS):
-        time.sleep(_PAUSE_S)
-        begun_s = time.thread_time()
-        stage.step(plan, 0)
-        times.append(time.thread_time() - begun_s)
-    return times
+    return time.thread_time() - begun_s
 
 
-def _served_s(bare: Stage, plan: StepPlan) -> float:
-    """Seconds that two threads compute for a step without layers where a rank serves: the link's, which decodes
-    the plan that comes from another process, and the loop's, which makes inputs and sends the result. What the
-    loop's thread computes of the step itself is in it, what others help it with is not. Raises UsageError."""
+def _around_s(served_s: Callable[[], float], bare: Stage, plan: StepPlan) -> float:
+    """Seconds beside what layers and head compute, of two threads of a rank that serves."""
+    return max(0.0, served_s() - (_thread_s(bare, plan) - _thread_s(bare, _silent(plan))))
+
+
+@contextlib.contextmanager
+def _served(bare: Stage, plan: StepPlan) -> Iterator[Callable[[], float]]:
+    """What is yielded measures seconds that two threads compute for a step without layers where a rank serves: the
+    link's, which decodes the plan that comes from another process, and the loop's, which makes inputs and sends
+    the result. What the loop's thread computes of the step itself is in it, what others help it with is not.
+    Raises UsageError where it measures."""
     ours, heads = socket.socketpair()
     frame = wire.encode(wire.Plan(plan))
-    reads: list[Callable[[], None]] = []
-    decoding_s, stamps_s = [], []
-
-    def read() -> None:
-        reads[0]()
-        decoding_s.append(time.thread_time())
-
     with ours, _process(_HEAD, stdin=heads.fileno()):
         heads.close()
         with contextlib.suppress(OSError):  # the reader hears of it
             ours.sendall(b"%16d" % len(frame) + frame)
         lost = 0, None
-        link = HeadLink(ours, lambda epoch: None, lambda: link.inbox.put(lost), _HEARD_WITHIN_S, reads.append)
-        reader = threading.Thread(target=read, name="head-link", daemon=True)
-        reader.start()
-        for _ in range(2 * _REPEATS):
-            _, message = link.inbox.get()
+        ended = threading.Event()
+        readers: list[threading.Thread] = []
+
+        def start(read: Callable[[], None]) -> None:
+            def stay() -> None:
+                read()
+                ended.wait()  # the clock of a thread that is gone cannot be read
+
+            readers.append(threading.Thread(target=stay, name="head-link", daemon=True))
+            readers[0].start()
+
+        # It may be silent for as long as other quantities are measured.
+        link = HeadLink(ours, lambda epoch: None, lambda: link.inbox.put(lost), _DAY_S, start)
+
+        def step() -> float:
+            message = None
+            with contextlib.suppress(queue.Empty):
+                _, message = link.inbox.get(timeout=_HEARD_WITHIN_S)
             if message is None:
                 problem = f"has ended, or sent none in {_HEARD_WITHIN_S:.0f} s"
                 raise UsageError(f"--parallel auto: the process that sends plans to be measured {problem}")
             link.send(wire.Result(bare.step(message.plan, 0).result))
-            stamps_s.append(time.thread_time())
+            return time.thread_time() + time.clock_gettime(reading)
+
+        def measure() -> float:
+            begun_s = step()
+            for _ in range(_STEPS_SERVED):
+                ended_s = step()
+            return (ended_s - begun_s) / _STEPS_SERVED
+
+        (reader,) = readers
+        assert reader.ident is not None
+        reading = time.pthread_getcpuclockid(reader.ident)
+        try:
+            yield measure
+        finally:
+            ended.set()
     reader.join()
-    return (stamps_s[-1] - stamps_s[0]) / (len(stamps_s) - 1) + decoding_s[0] / len(stamps_s)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -133,7 +134,8 @@ def compute_for(seconds: float) -> None:
 def test_what_a_second_thread_computes_is_not_around_a_step() -> None:
     plan, _ = MIX.step(1024)
     stage: Any = HelpedStage()
-    assert 0 < calibrate._served_s(stage, plan) < 0.01
+    with calibrate._served(stage, plan) as measure:
+        assert all(0 < measure() < 0.01 for _ in range(2))
 
 
 @pytest.mark.parametrize(
@@ -148,5 +150,20 @@ def test_a_process_that_sends_no_plans_does_not_hold_a_start(
     monkeypatch.setattr(calibrate, "_HEAD", does)
     monkeypatch.setattr(calibrate, "_HEARD_WITHIN_S", within_s)
     stage: Any = HelpedStage()
-    with pytest.raises(UsageError, match=f"has ended, or sent none in {within_s:.0f} s"):
-        calibrate._served_s(stage, MIX.step(1024)[0])
+    problem = pytest.raises(UsageError, match=f"has ended, or sent none in {within_s:.0f} s")
+    with problem, calibrate._served(stage, MIX.step(1024)[0]) as measure:
+        measure()
+
+
+def test_quantities_are_measured_by_turns(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whatever slows the machine for a while slows all of them. The first turn does not count."""
+    monkeypatch.setattr(calibrate, "_TURNS_S", 0.0)
+    order: list[str] = []
+
+    def quantity(name: str) -> Callable[[], float]:
+        return lambda: order.append(name) or float(len(order))
+
+    plan = MIX.step(1024)[0]
+    taken = calibrate._by_turns({(name, plan): quantity(name) for name in ("bare", "whole", "drawn")})
+    assert order == ["bare", "whole", "drawn"] * (1 + calibrate._REPEATS)
+    assert taken["whole", plan] == [2.0 + 3 * turn for turn in range(1, 1 + calibrate._REPEATS)]

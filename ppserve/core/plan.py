@@ -7,13 +7,15 @@ their long draws (`core.telling`).
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 
 from ppserve.core.request import SamplingParams
 
 SPECULATIVE = "speculative"
 """The phase of a step that has nothing but guesses."""
+DRAWN = -1
+"""In place of a token in a plan that is sent ahead: the one that the step before draws for the sequence."""
 EVERYWHERE = 1 << 31
 """Beyond any position."""
 
@@ -71,6 +73,11 @@ class Slice:
         return self.num_guesses == len(self.token_ids)
 
     @property
+    def is_ahead(self) -> bool:
+        """Whether it was sent before its only token was drawn. Nobody needs it if the answer ends with that."""
+        return self.token_ids == (DRAWN,)
+
+    @property
     def num_draws(self) -> int:
         """How many of the last rows are drawn from: those of the guesses, and the last before them."""
         return 0 if self.draw is None else min(self.num_guesses + 1, len(self.token_ids))
@@ -111,6 +118,16 @@ class StepPlan:
             return SPECULATIVE
         decodes = sum(s.num_draws == len(s.token_ids) for s in self.slices)
         return "decode" if decodes == len(self.slices) else "mixed" if decodes else "prefill"
+
+    def following(self, drawn: Iterable[Drawn]) -> StepPlan:
+        """With the tokens that the step before drew. Where it drew none, it does not matter what is computed."""
+        if not any(s.is_ahead for s in self.slices):
+            return self
+        tokens = {of.sequence_id: of.token_id or 0 for of in drawn}
+        filled = (
+            replace(s, token_ids=(tokens.get(s.sequence_id, 0),)) if s.is_ahead else s for s in self.slices
+        )
+        return replace(self, slices=tuple(filled))
 
 
 @dataclass(frozen=True, slots=True)

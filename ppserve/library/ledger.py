@@ -90,7 +90,7 @@ class Ledger:
             for stage in self.stages
             if any(stage.gathered_ns)
         ]
-        wasted = [f"stage {stage.name} computed wrong guesses for {stage.wasted_s:.3f} s" for stage in guessing]
+        wasted = [f"stage {stage.name} computed in vain for {stage.wasted_s:.3f} s" for stage in guessing]
         advice = [self.advice] if self.advice else []
         return "\n".join([*lines, f"{self.wall_s:.3f} s", *ranks, *wasted, *advice])
 

@@ -124,6 +124,7 @@ def asked(
         max_model_len=plan.max_model_len,
         max_auto_chunk=max_chunk or MAX_PROMPT_TOKENS_PER_STEP,
         prefix_cache=False,
+        runs_ahead=len(plan.stages) == plan.stages[0].layout.num_tensor == 1,
     )
     simulator = Simulator(machine, config, machine, acceptance, head=head)
     simulator.ask(load.requests, load.concurrency)

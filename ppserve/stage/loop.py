@@ -23,7 +23,7 @@ from ppserve import wire
 from ppserve.config import ServeConfig
 from ppserve.core.cost_model import LayerCosts
 from ppserve.core.partition import Parts
-from ppserve.core.plan import StepPlan
+from ppserve.core.plan import Drawn, StepPlan
 from ppserve.core.telling import DrawMemory, Told
 from ppserve.errors import TransportError, UsageError
 from ppserve.model.backend import KVCache, StageModel
@@ -68,12 +68,13 @@ class Findings:
 
 @dataclass(slots=True)
 class Epoch:
-    """One life of the pipeline, as seen from this stage. draws: the long ones, on the last stage.
-    newest_expected: the step of the last `expect`."""
+    """One life of the pipeline, as seen from this stage. draws: the long ones, on the last stage. drawn: by the
+    step before, on the last stage. newest_expected: the step of the last `expect`."""
 
     number: int
     stage: Stage
     draws: DrawMemory = field(default_factory=DrawMemory)
+    drawn: tuple[Drawn, ...] = ()
     newest_expected: int = -1
 
 
@@ -309,6 +310,7 @@ class StageLoop:
         """One step, and its result; whether there is one. A plan of an epoch that was left is dropped."""
         if (epoch := self._epoch) is None or plan.epoch != epoch.number:
             return False
+        plan = plan.following(epoch.drawn)
         if epoch.stage.layout.is_last:
             plan = epoch.draws.restore(plan, told)
         try:
@@ -317,4 +319,5 @@ class StageLoop:
             self._break_epoch(epoch.number, f"step {plan.step_id} failed", error)
             return False
         self._link.send(wire.Result(computed.result))
+        epoch.drawn = computed.result.drawn
         return True

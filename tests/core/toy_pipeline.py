@@ -16,6 +16,7 @@ from dataclasses import dataclass
 
 from ppserve.core.plan import Draw, Drawn, Scored, Slice, StepPlan, StepResult, StepStamps, TokenLogprobs
 from ppserve.core.request import FinishReason, Request
+from ppserve.core.telling import NOTHING, DrawMemory, Told
 
 VOCAB_SIZE = 41
 EOS_ID = 7
@@ -91,7 +92,7 @@ class ToyPipeline:
     """Takes plans and returns the last stage's results, in order.
 
     not_finite: ids of sequences whose logits are not finite. plans: those executed so far. skipped: ids of steps
-    that are not to be computed.
+    that are not to be computed. memory: the last stage's, of what it was told of draws.
     """
 
     def __init__(self, block_size: int) -> None:
@@ -99,11 +100,15 @@ class ToyPipeline:
         self.plans: list[StepPlan] = []
         self.not_finite: set[int] = set()
         self.skipped: set[int] = set()
+        self.memory = DrawMemory()
+        self._drawn: tuple[Drawn, ...] = ()
         self._queue: deque[StepPlan] = deque()
+        self._told: deque[Told] = deque()
         self._slots: dict[tuple[int, int], int] = {}
 
-    def send(self, plan: StepPlan) -> None:
+    def send(self, plan: StepPlan, told: Told = NOTHING) -> None:
         self._queue.append(plan)
+        self._told.append(told)
 
     @property
     def num_in_flight(self) -> int:
@@ -112,11 +117,13 @@ class ToyPipeline:
     def lose(self) -> None:
         """A stage died: keys, values and steps in flight are lost."""
         self._queue.clear()
+        self._told.clear()
         self._slots.clear()
+        self.memory, self._drawn = DrawMemory(), ()
 
     def run_one(self) -> StepResult:
         """Execute the oldest plan."""
-        plan = self._queue.popleft()
+        plan = self.restored(self._queue.popleft(), self._told.popleft())
         if plan.step_id in self.skipped:
             self._leave_unwritten(plan)
             return StepResult(plan.epoch, plan.step_id, 0, STAMPS, skipped=True)
@@ -138,7 +145,12 @@ class ToyPipeline:
                 logprobs = [logprob_of(d, t) for d, t in zip(digests, piece.targets, strict=False)]
                 scored.append(Scored(piece.sequence_id, tuple(TokenLogprobs(p) for p in logprobs)))
         self._slots.update(writes)
-        return StepResult(plan.epoch, plan.step_id, 0, STAMPS, 0, tuple(drawn), tuple(scored))
+        self._drawn = tuple(drawn)
+        return StepResult(plan.epoch, plan.step_id, 0, STAMPS, 0, self._drawn, tuple(scored))
+
+    def restored(self, bare: StepPlan, told: Told) -> StepPlan:
+        """The next plan, with its tokens and draws, once the step before has run."""
+        return self.memory.restore(bare.following(self._drawn), told)
 
     def _leave_unwritten(self, plan: StepPlan) -> None:
         """What a skipped step would have written is whatever was there: it may be read, but must decide

@@ -41,7 +41,7 @@ from ppserve.core.plan import StepStamps
 class StageTimes:
     """One stage's wall time so far, in nanoseconds: busy by phase, bubble by cause, idle.
 
-    wasted_ns: of the busy time, that of steps which turned out to be sent on wrong guesses.
+    wasted_ns: of the busy time, that of steps that turned out to be needed by nobody.
     """
 
     busy_ns: dict[str, int]

@@ -45,7 +45,7 @@ class Step:
     fills_pipeline: with this step, at least as many steps were in flight as there are stages; doomed ones, which
     stages skip, do not count. fills_lanes: at least as many as there are lanes; guesses, which take none, do not
     count. returned_ns: when the head had the last stage's result. is_doomed: it was sent on guesses that were
-    wrong, so nobody needs it.
+    wrong, or ahead for answers that have ended, so nobody needs it.
     """
 
     def __init__(
@@ -63,6 +63,10 @@ class Step:
     @property
     def is_in_flight(self) -> bool:
         return self.returned_ns is None
+
+    @property
+    def takes_lane(self) -> bool:
+        return not self.is_doomed and self.plan.phase != SPECULATIVE
 
     @property
     def is_complete(self) -> bool:
@@ -97,14 +101,14 @@ class Step:
 class Steps:
     """The steps of one pipeline. See the module for who writes and who reads.
 
-    num_speculative: of those in flight, the steps on guesses alone. num_doomed: of these, those known to be in
-    vain. wasted_ns: what each stage computed for steps that are doomed.
+    num_known: of those in flight, the steps that take a lane: not on guesses alone, and not in vain. num_doomed:
+    those in vain. wasted_ns: what each stage computed for steps that are doomed.
     """
 
     def __init__(self, num_stages: int) -> None:
         self.num_stages = num_stages
         self.num_in_flight = 0
-        self.num_speculative = 0
+        self.num_known = 0
         self.num_doomed = 0
         self.wasted_ns = [0] * num_stages
         self._steps: dict[int, Step] = {}
@@ -129,8 +133,8 @@ class Steps:
         if not self._steps:
             self._progress_ns = sent_ns
         self.num_in_flight += 1
-        self.num_speculative += plan.phase == SPECULATIVE
-        fills_lanes = self.num_in_flight - self.num_speculative >= num_lanes
+        self.num_known += plan.phase != SPECULATIVE
+        fills_lanes = self.num_known >= num_lanes
         step = Step(plan, self.num_stages, woken_ns, sent_ns, self.fills_pipeline, fills_lanes)
         self._steps[plan.step_id] = step
         return step
@@ -147,7 +151,7 @@ class Steps:
         self._progress_ns = now_ns
         if result.stage == self.num_stages - 1:
             self.num_in_flight -= 1
-            self.num_speculative -= step.plan.phase == SPECULATIVE
+            self.num_known -= step.takes_lane
             self.num_doomed -= step.is_doomed
         if step.is_complete:
             del self._steps[result.step_id]
@@ -162,6 +166,7 @@ class Steps:
         step = self._steps.get(step_id)
         if step is None or step.is_doomed:
             return
+        self.num_known -= step.is_in_flight and step.takes_lane
         step.is_doomed = True
         self.num_doomed += step.is_in_flight
         for stage in range(self.num_stages):
@@ -171,7 +176,7 @@ class Steps:
     def lost(self) -> None:
         """The epoch is lost: no step in the book will be reported."""
         self._steps.clear()
-        self.num_in_flight = self.num_speculative = self.num_doomed = 0
+        self.num_in_flight = self.num_known = self.num_doomed = 0
 
     def head_paused(self, now_ns: int) -> None:
         """The head itself did not run until now, so deadlines start anew."""

@@ -5,6 +5,7 @@ How many steps are in flight, and in which lanes, is recorded in the book of ste
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from collections.abc import Sequence as Seq
 
 from ppserve.core.ledger.steps import Step, Steps
@@ -29,10 +30,11 @@ class Lanes:
 
     def __init__(self, steps: Steps, config: SchedulerConfig, epoch: int) -> None:
         self.num_lanes = config.microbatches or config.num_stages
+        self._runs_ahead = config.runs_ahead
         self.epoch = epoch
         self._steps = steps
         self._parts: dict[int, OwnedSlices] = {}
-        self._void: dict[int, set[int]] = {}  # by step: the sequences whose slice was sent on wrong guesses
+        self._void: dict[int, set[int]] = {}  # by step: the sequences whose slice nobody needs
         self._doomed: list[int] = []
         self.guesses = dict.fromkeys(OUTCOMES, 0)
         self._next_step_id = 0
@@ -46,7 +48,7 @@ class Lanes:
     def full(self) -> bool:
         """Whether no step of known tokens may be sent. Steps on guesses do not count: they must not delay
         others. So at most as many steps are in flight as lanes and stages together."""
-        return self._steps.num_in_flight - self._steps.num_speculative >= self.num_lanes
+        return self._steps.num_known >= self.num_lanes
 
     @property
     def have_gap(self) -> bool:
@@ -59,9 +61,12 @@ class Lanes:
         return sum(step.first_owing() == 0 for step in self._steps.in_flight)
 
     @property
-    def have_guesses_alone(self) -> bool:
-        """Whether a step in flight has nothing but guesses."""
-        return self._steps.num_speculative > 0
+    def drawing_alone(self) -> list[Sequence]:
+        """The sequences for which the only step in flight draws; none where no step may be sent ahead."""
+        if not self._runs_ahead or self.num_lanes > 1 or len(self._parts) != 1:
+            return []
+        (parts,) = self._parts.values()
+        return [sequence for sequence, piece in parts if piece.draw is not None and sequence.is_live]
 
     def drawing(self, sequence: Sequence) -> tuple[Step, Slice] | None:
         """The step in flight that draws the sequence's next token, and its slice."""
@@ -104,20 +109,31 @@ class Lanes:
 
     def drop_guesses(self, sequence: Sequence, num_dropped: int, start: int) -> None:
         """So many guesses are dropped: one was wrong, or nobody needs them now. Slices of guesses alone from
-        position `start` on are void. A step that has nothing else is doomed: it need not be computed."""
+        position `start` on are void."""
         if not num_dropped:
             return
+        num_void = self._void_slices(sequence, start, lambda piece: piece.is_guessed)
+        self.guesses["rejected"] += num_dropped - num_void
+
+    def drop_ahead(self, sequence: Sequence, start: int) -> None:
+        """Nobody needs what was sent ahead for the sequence from position `start` on."""
+        if self._runs_ahead:
+            self._void_slices(sequence, start, lambda piece: piece.is_ahead)
+
+    def _void_slices(self, sequence: Sequence, start: int, concerns: Callable[[Slice], bool]) -> int:
+        """How many guesses were in them. A step that has no other slices is doomed: it need not be computed."""
+        num_guesses = 0
         for step_id, parts in self._parts.items():
-            void = self._void.setdefault(step_id, set())
             for owner, piece in parts:
-                # Void slices of an earlier wrong guess may still be in flight: they were told before.
-                is_new = owner is sequence and sequence.id not in void
-                if is_new and piece.is_guessed and piece.start >= start:
+                # Some may have become void before, and still be in flight.
+                is_new = owner is sequence and sequence.id not in self._void.get(step_id, ())
+                if is_new and piece.start >= start and concerns(piece):
+                    void = self._void.setdefault(step_id, set())
                     void.add(sequence.id)
-                    num_dropped -= piece.num_guesses
+                    num_guesses += piece.num_guesses
                     if len(void) == len(parts):
                         self._doomed.append(step_id)
-        self.guesses["rejected"] += num_dropped
+        return num_guesses
 
     def take_doomed(self) -> tuple[int, ...]:
         """Steps that became doomed since the last call."""

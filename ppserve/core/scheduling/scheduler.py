@@ -4,9 +4,10 @@ There is one scheduler per replica. It runs on the head and is told everything: 
 Requests come from the intake, which all replicas share. It reads no clock and does no I/O.
 
 Laws
-- A drawn token is scheduled only after it has returned to the head. So no placeholder is sent. A guess may be
-  scheduled before, but what was computed from a wrong guess is dropped: nobody sees it, and the right token's step
-  writes its keys and values anew.
+- A token is scheduled after it has returned to the head, with two exceptions. A guess may be scheduled before, but
+  what was computed from a wrong guess is dropped: nobody sees it, and the right token's step writes its keys and
+  values anew. And where one rank computes all of the model, it knows what it has drawn: its next step is sent
+  ahead, without the tokens.
 - Stages run steps in order. Hence a prompt's next chunk may be scheduled while the chunk before is in flight, a
   block may be shared as soon as the step that fills it is scheduled, and a freed block may be reused at once.
 - The most blocks that a request can need are reserved at admission, so no sequence ever waits for a block. It can
@@ -27,6 +28,7 @@ from collections.abc import Collection, Hashable, Iterator, KeysView, Set
 from ppserve.core.ledger.steps import Steps
 from ppserve.core.plan import Drawn, Scored, Slice, StepPlan, StepResult
 from ppserve.core.scheduling.admission import worst_case_blocks
+from ppserve.core.scheduling.ahead import Ahead
 from ppserve.core.scheduling.block_manager import BlockManager, BlockTable
 from ppserve.core.scheduling.composer import Composer, CostModel, StepLimits
 from ppserve.core.scheduling.config import SchedulerConfig
@@ -65,6 +67,7 @@ class Scheduler:
         self.is_open = True
         self.intake = Intake() if intake is None else intake
         self.intake.join(self)
+        self._ahead = Ahead(self.lanes, self._roster, self.intake, self._speculation)
 
     # State
 
@@ -137,6 +140,7 @@ class Scheduler:
     def admit(self, group: SequenceGroup, known: BlockTable, now: float) -> None:
         """There is room. known: what `room_for` said."""
         self._speculation.make_way(self._roster.running, now)
+        self._ahead.make_way()
         leader, *siblings = group.live
         size, num_prompt = self.config.block_size, len(group.request.prompt_ids)
         self._start(leader, known)
@@ -176,6 +180,8 @@ class Scheduler:
         """A running sequence has ended. Steps in flight may still hold it."""
         self._roster.remove(sequence)
         self.lanes.drop_guesses(sequence, len(sequence.guesses), len(sequence.token_ids))
+        # But others may share blocks, and need what is written there.
+        self.lanes.drop_ahead(sequence, sequence.num_published * self.config.block_size)
         if sequence.steps_in_flight:
             sequence.move_to(SequenceStatus.ENDING)
             self._ending[sequence.id] = sequence
@@ -193,7 +199,7 @@ class Scheduler:
     def schedule(self, now: float) -> StepPlan | None:
         """The next step; None when the pipeline is full or nothing is ready."""
         if self.lanes.full:
-            return None
+            return self._build(picks) if (picks := self._ahead.picks(now)) else None
         self.intake.admit(now)
         if self.lanes.is_unproven and len(self._roster):
             if self.is_busy:

@@ -6,14 +6,15 @@ means a prompt, a chunk, a decode or a replay makes no difference.
 
 Guesses are tokens that may follow the known ones. Steps may take them as if they were known: then
 `scheduled > known`. When the next token is drawn, the first guess is either the same, and becomes known, or all
-guesses are dropped and `scheduled` goes back to that token.
+guesses are dropped and `scheduled` goes back to that token. Where one stage is all, a step may be sent ahead: it
+takes the next token before that is drawn. A sequence that `is_ahead` has no guesses.
 
     WAITING ──admit──▶ RUNNING ──end──▶ ENDED
      ▲ └────────end──────┼──▶ ENDED       ▲
      └──────give back────┤                │
                          └─end in flight─▶ ENDING (its terminal event was sent; a step still writes its blocks)
 
-0 <= computed <= scheduled <= known + guesses, and computed <= known, always.
+0 <= computed <= scheduled <= known + guesses + is_ahead, and computed <= known, always.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ import math
 from dataclasses import dataclass, replace
 from enum import StrEnum
 
-from ppserve.core.plan import Draw, Slice, TokenLogprobs
+from ppserve.core.plan import DRAWN, Draw, Slice, TokenLogprobs
 from ppserve.core.request import FinishReason, Request
 from ppserve.core.scheduling.drafter import Drafter, Guess
 from ppserve.errors import RequestError
@@ -86,7 +87,8 @@ class Sequence:
     known_end: set when the sequence ends without a draw (only scored, or resumed complete). fork_block: for n > 1,
     the leader's partly filled prompt block, copied before this sequence's first slice. loss_mark: the number of
     known tokens when a stage was last lost. guesses: assumed to follow the known tokens; those before `scheduled`
-    are in steps. drafter: makes the guesses; None before the first. returned_s: when its latest tokens came.
+    are in steps. is_ahead: the token after the known ones is in a step, whatever it will be. drafter: makes the
+    guesses; None before the first. returned_s: when its latest tokens came.
     """
 
     def __init__(self, sequence_id: int, request: Request, index: int, eos_id: int | None) -> None:
@@ -96,6 +98,7 @@ class Sequence:
         self.status = SequenceStatus.WAITING
         self.token_ids = [*request.prompt_ids, *request.resume_ids]
         self.guesses: list[Guess] = []
+        self.is_ahead = False
         self.drafter: Drafter | None = None
         self.returned_s: float | None = None
         self.scheduled = 0
@@ -133,7 +136,7 @@ class Sequence:
     @property
     def guess_room(self) -> int:
         """How many further guesses may be made: each needs a position for its keys and values."""
-        return self.max_positions - len(self.token_ids) - len(self.guesses)
+        return self.max_positions - len(self.token_ids) - len(self.guesses) - self.is_ahead
 
     @property
     def is_live(self) -> bool:
@@ -155,7 +158,7 @@ class Sequence:
         """Put the next `num_tokens` tokens, guesses included, into a step. The scheduler must commit it later."""
         start, end = self.scheduled, self.scheduled + num_tokens
         known = len(self.token_ids)
-        assert 0 < num_tokens <= known + len(self.guesses) - start, (self.id, num_tokens, start, known)
+        assert 0 < num_tokens <= known + len(self.guesses) + self.is_ahead - start, (self.id, num_tokens, start)
         draws = end >= known and self.known_end is None
         num_blocks = -(-end // block_size)
         if len(self._table_part) != num_blocks:
@@ -173,12 +176,15 @@ class Sequence:
             self._draw_after(max(start + 1, known)) if draws else None,
             targets,
             self.request.output.prompt_logprobs or 0,
-            max(0, end - max(start, known)),
+            0 if self.is_ahead else max(0, end - max(start, known)),
         )
 
     def append(self, token_id: int) -> int:
         """The next token was drawn. If a guess was wrong, all are dropped: how many."""
         self.token_ids.append(token_id)
+        if self.is_ahead:
+            self.is_ahead = False
+            return 0
         if self.guesses and self.guesses[0].token_id == token_id:
             del self.guesses[0]
             return 0
@@ -188,7 +194,7 @@ class Sequence:
         """Guesses of the tokens from position `start` on are dropped, and none of them is scheduled: how many."""
         num_guesses, known = len(self.guesses), len(self.token_ids)
         del self.guesses[max(0, start - known) :]
-        self.scheduled = min(self.scheduled, start)
+        self.scheduled, self.is_ahead = min(self.scheduled, start), False
         return num_guesses - len(self.guesses)
 
     def _draw_after(self, row_end: int) -> Draw:
@@ -201,6 +207,8 @@ class Sequence:
     def _assumed(self, start: int, end: int) -> tuple[int, ...]:
         """The tokens at positions [start, end), guesses included."""
         known = len(self.token_ids)
+        if self.is_ahead and end > known:
+            return (*self.token_ids[start:], DRAWN)
         guesses = self.guesses[max(0, start - known) : max(0, end - known)]
         return (*self.token_ids[start:end], *(guess.token_id for guess in guesses))
 
@@ -212,6 +220,7 @@ class Sequence:
         """Back to nothing computed, with all tokens known: a stage was lost."""
         self.scheduled = self.computed = self.steps_in_flight = self.num_published = 0
         self.fork_block = None
+        self.is_ahead = False
         self.guesses.clear()
         self.returned_s = None
         self.scores.clear()

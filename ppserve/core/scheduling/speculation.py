@@ -103,12 +103,14 @@ class Speculation:
                 picks.append((sequence, 1))
         return self._with_guesses(picks, len(running))
 
+    def may_guess(self, running: Collection[Sequence], now: float) -> bool:
+        """Whether the next step may have guesses: they follow known tokens, so it is not sent ahead."""
+        return self._way is not Way.PLAIN and not self._is_paused(running, now)
+
     def make_way(self, running: Collection[Sequence], now: float) -> None:
         """A request is admitted. Steps on guesses alone could delay it: they are void."""
         if running:
             self._paused_until_s = now + PAUSE_S
-        if not self._lanes.have_guesses_alone:
-            return
         for sequence in running:
             if sequence.guesses and (drawing := self._lanes.drawing(sequence)) is not None:
                 end = drawing[1].end

@@ -64,7 +64,7 @@ class Layout:
             layouts=stage_layouts(split),
             dtype=first.dtype,
             transport="local" if self._in_process else _transport(config.pipeline.transport, hellos, one_host),
-            scheduling=scheduler_config(config, arch, hellos, grid.pipeline),
+            scheduling=scheduler_config(config, arch, hellos, grid),
         )
 
     def num_blocks(self, decision: Decision, loaded: tuple[wire.Loaded, ...]) -> int:
@@ -127,12 +127,12 @@ def choose_split(
 
 
 def scheduler_config(
-    config: ServeConfig, arch: Architecture, hellos: tuple[wire.Hello, ...], num_stages: int
+    config: ServeConfig, arch: Architecture, hellos: tuple[wire.Hello, ...], grid: RankGrid
 ) -> SchedulerConfig:
     """The scheduler's configuration for this model. Raises ConfigError."""
-    check_microbatches(config, num_stages)
+    check_microbatches(config, grid.pipeline)
     return SchedulerConfig(
-        num_stages=num_stages,
+        num_stages=grid.pipeline,
         microbatches=config.pipeline.microbatches,
         max_num_seqs=config.scheduling.max_num_seqs,
         max_queue=config.scheduling.max_queue,
@@ -144,6 +144,7 @@ def scheduler_config(
         max_auto_chunk=CPU_CHUNK if any(hello.gpu is None for hello in hellos) else MAX_PROMPT_TOKENS_PER_STEP,
         eos_id=arch.eos_id,
         speculate=config.scheduling.speculate,
+        runs_ahead=grid.pipeline == grid.tensor == 1,
     )
 
 

@@ -161,7 +161,7 @@ class Replica:
         self._control.broadcast(ranks, wire.Plan(bare))
 
     def _cancel_doomed(self, scheduler: Scheduler) -> None:
-        """Tells all stages of steps on wrong guesses, at once: a stage that has not begun such a step skips it."""
+        """Tells all stages at once of steps that nobody needs: one that has not begun such a step skips it."""
         doomed = scheduler.lanes.take_doomed()
         for step_id in doomed:
             self.steps.doom(step_id)

@@ -57,7 +57,7 @@ def test_guesses_fill_no_lane_and_doomed_ones_no_stage() -> None:
     assert (first.fills_pipeline, second.fills_pipeline) == (False, True)
     assert (first.fills_lanes, second.fills_lanes) == (False, True)
     steps.reported(result(1, 1), 11)
-    assert (steps.num_in_flight, steps.num_doomed, steps.num_speculative) == (2, 0, 0)
+    assert (steps.num_in_flight, steps.num_doomed, steps.num_known) == (2, 0, 2)
     steps.doom(steps.sent(guess(4), 11, 11, num_lanes=2).plan.step_id)
     steps.lost()
     assert steps.num_doomed == 0

@@ -113,6 +113,7 @@ def walk(
         eos_id=EOS_ID,
         aging_s=20.0,
         speculate=speculate,
+        runs_ahead=num_stages == 1,
     )
     costs = RandomCosts(seed) if seed % 2 else None
     new_drafter = look_up_prompts if rate is None else partial(Oracle, rate=rate)
@@ -238,13 +239,14 @@ def test_the_walks_reach_every_feature() -> None:
         seen |= {str(event.finish) for events in rig.events.values() for event in events}
         seen |= {"cached" for events in rig.events.values() for event in events if event.cached_tokens}
         seen |= {"scored" for events in rig.events.values() for event in events if event.prompt_logprobs}
+        seen |= {"ahead" for _ in range(rig.num_ahead)}
         seen |= {"ended by engine" for _ in rig.ended_by_engine}
         seen |= {"copied" for plan in rig.pipeline.plans if plan.copies}
         seen |= {plan.phase for plan in rig.pipeline.plans}
         seen |= {f"epoch {plan.epoch}" for plan in rig.pipeline.plans}
         seen |= {"resumed" for request in rig.requests.values() if request.resume_ids}
     reasons = {str(reason) for reason in FinishReason} - {"STOP_STRING"}
-    features = {"cached", "scored", "ended by engine", "copied", "resumed"}
+    features = {"ahead", "cached", "scored", "ended by engine", "copied", "resumed"}
     assert seen >= reasons | features | {
         "prefill",
         "decode",

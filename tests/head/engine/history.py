@@ -79,6 +79,7 @@ class History:
         speculate = self.random.choice((0, 0, None, 1, 4))
         places = self.random.choice((3, 16))
         self._settings = {"max_num_seqs": places, "max_queue": _MAX_QUEUE, "speculate": speculate}
+        self._settings["runs_ahead"] = self.grid.tensor == self.num_stages == 1
         self._kinds = members, replica, quarantine, control
         self._turn_is_due = self._has_failed = False
         self.head_sleeps_until_ns = 0
@@ -299,7 +300,7 @@ class History:
             assert len(steps) == 0, "a step is awaited of an epoch that is lost"
         if replica.scheduler is not None:
             check_one_of_several(replica.scheduler)
-            num_known = steps.num_in_flight - steps.num_speculative
+            num_known = steps.num_known
             assert num_known <= replica.scheduler.config.max_microbatches
         num_killers = sum(caller.request.sampling.seed == POISON_SEED for caller in self.callers)
         losses = self.faults.number + self.hosts[replica.number].num_deaths + num_killers

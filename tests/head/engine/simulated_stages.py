@@ -16,7 +16,7 @@ from ppserve import wire
 from ppserve.core.grid import RankGrid
 from ppserve.core.plan import StepPlan, StepResult, StepStamps
 from ppserve.core.scheduling.quarantine import PROBE
-from ppserve.core.telling import DrawMemory
+from ppserve.core.telling import Told
 from ppserve.process.environment import EXIT_HEAD_GONE, EXIT_RESTART, EXIT_USAGE
 from ppserve.process.patience import Life, Patience
 from ppserve.stage.link import HeadLink
@@ -133,8 +133,7 @@ class StageProcess:
 
     def _forget(self) -> None:
         self._is_ready = self._computes = False
-        self._plans: deque[StepPlan] = deque()
-        self._draws = DrawMemory()
+        self._plans: deque[tuple[StepPlan, Told]] = deque()
         self._arrived: set[int] = set()
         # What it has computed of this step is given to the other tensor ranks; since when it computes it, and
         # whether it would skip it.
@@ -236,7 +235,7 @@ class StageProcess:
             case wire.Abandon(epoch) if epoch == self._epoch:
                 self._break("told by the head")
             case wire.Plan(plan, told) if plan.epoch == self._epoch:
-                self._plans.append(self._draws.restore(plan, told))
+                self._plans.append((plan, told))
                 self._compute()
 
     # ---- epochs ---------------------------------------------------------------------------------------
@@ -296,9 +295,11 @@ class StageProcess:
     def _compute(self) -> None:
         if self._computes or not self._is_ready or not self._plans or self._ends_at_once:
             return
-        if self.stage and self._plans[0].step_id not in self._arrived:
+        if self.stage and self._plans[0][0].step_id not in self._arrived:
             return
-        plan = self._plans.popleft()
+        plan, told = self._plans.popleft()
+        if self._is_last:
+            plan = self._toy.restored(plan, told)
         assert self._link is not None
         skipped = plan.step_id in self._link.cancelled
         poisoned = any(piece.draw and piece.draw.params.seed == POISON_SEED for piece in plan.slices)

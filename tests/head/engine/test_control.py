@@ -102,7 +102,7 @@ def test_after_the_proof_only_the_ranks_own_greeting_will_do(words: wire.FromSta
 
 @pytest.mark.parametrize("words", [b"", wire.encode(hello(0))[:-1]])
 def test_a_stranger_that_never_finishes_its_greeting_is_cut_off(words: bytes) -> None:
-    with listening(greeting_timeout_s=0.05) as control, greeted(control, 1) as silent:
+    with listening(greeting_timeout_s=0.5) as control, greeted(control, 1) as silent:
         with connected(control) as unproven:
             unproven.connection.sendall(words)
             assert cut_off(control, unproven) == []

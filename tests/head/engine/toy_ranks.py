@@ -15,7 +15,7 @@ from ppserve.core.grid import RankGrid
 from ppserve.core.plan import StepPlan, StepResult, StepStamps
 from ppserve.core.request import Request
 from ppserve.core.scheduling.config import SchedulerConfig
-from ppserve.core.telling import DrawMemory
+from ppserve.core.telling import Told
 from ppserve.head.engine.fleet import Fleet
 from ppserve.head.engine.loop import Engine
 from ppserve.head.engine.member import Decision
@@ -65,7 +65,6 @@ class Stages:
         self.hold = threading.Event()
         self.hold.set()
         self._toy = ToyPipeline(BLOCK_SIZE)
-        self._draws = DrawMemory()
         self._thread = threading.Thread(target=self._run, daemon=True)
         self._epoch = 0
         self._clock = clock
@@ -103,7 +102,6 @@ class Stages:
             case wire.Form(epoch):
                 if rank == 0:
                     self._epoch = epoch
-                    self._draws = DrawMemory()
                     self._toy.lose()  # what earlier epochs wrote is worth nothing
                     link.send(wire.StoreOpened(epoch, 1))
                 link.send(wire.Ready(epoch))
@@ -111,17 +109,17 @@ class Stages:
                 link.send(wire.Broken(epoch, "told"))
             case wire.Plan(plan, told) if rank == len(self.links) - 1:
                 self.arrived.append((plan.epoch, self._epoch))
-                self._compute(self._draws.restore(plan, told))
+                self._compute(plan, told)
             case wire.Shutdown(code):
                 self.shutdown_codes[rank] = code
                 link.hang_up("exit")
 
-    def _compute(self, plan: StepPlan) -> None:
+    def _compute(self, plan: StepPlan, told: Told) -> None:
         assert self.hold.wait(WITHIN_S)
         if plan.epoch != self._epoch:
             return
         self.plans.append(plan)
-        self._toy.send(plan)
+        self._toy.send(plan, told)
         result = self._toy.run_one()
         for rank, link in self.links.items():
             stamps = StepStamps(*(self._clock() for _ in range(6)))

@@ -14,7 +14,8 @@ from ppserve.core.scheduling.sequence import SequenceEvent
 from ppserve.errors import Overloaded, RequestFailed
 from ppserve.head.cards import ModelCard, RankCard, StageCard, Topology
 from ppserve.head.engine.open_request import OpenRequest
-from ppserve.head.observe.metrics import STATUSES, Metrics
+from ppserve.head.observe.metrics import Metrics
+from ppserve.head.observe.request_metrics import STATUSES
 from tests.core.artificial import account_of, plan
 
 CONTRACT = {

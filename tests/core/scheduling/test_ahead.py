@@ -1,0 +1,202 @@
+"""Steps that are sent before the step before them has drawn their tokens."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from ppserve.core.plan import DRAWN, StepPlan
+from ppserve.core.request import FinishReason, SamplingParams, StopConditions
+from tests.core.scheduling.rig import SchedulerRig, a_request, a_rig, fill
+from tests.core.toy_pipeline import expected_answer
+
+
+def a_rig_ahead(**config: object) -> SchedulerRig:
+    return a_rig(1, **{"runs_ahead": True, "prefix_cache": False, **config})  # type: ignore[arg-type]
+
+
+def ids(plan: StepPlan) -> list[tuple[int, ...]]:
+    return [piece.token_ids for piece in plan.slices]
+
+
+def test_the_next_step_is_sent_before_its_token_is_drawn() -> None:
+    rig = a_rig_ahead()
+    rig.submit(a_request("a", num_prompt=4, max_tokens=4))
+    prompt, ahead = fill(rig)
+    assert (len(prompt.slices[0].token_ids), ids(ahead)) == (4, [(DRAWN,)])
+    assert (ahead.phase, ahead.slices[0].start, ahead.slices[0].num_draws) == ("decode", 4, 1)
+    assert fill(rig) == [], "one step at most is sent ahead"
+    for _ in range(2):
+        rig.commit_one()
+        (ahead,) = fill(rig)
+        assert ids(ahead) == [(DRAWN,)]
+    rig.commit_one()
+    assert fill(rig) == [], "the last token is drawn by the step in flight"
+    rig.drain()
+    rig.check_answers()
+    assert [len(plan.slices) for plan in rig.pipeline.plans] == [1] * 4
+    assert all(count == 0 for count in rig.scheduler.lanes.guesses.values()), "it is no guess"
+
+
+def test_what_draws_from_the_history_has_the_token_in_it() -> None:
+    rig = a_rig_ahead()
+    rig.submit(a_request("a", max_tokens=20, sampling=SamplingParams(seed=3, presence_penalty=0.5)))
+    rig.submit(a_request("b", max_tokens=20, num_sequences=2, sampling=SamplingParams(seed=4)))
+    rig.drain()
+    rig.check_answers()
+    assert rig.num_ahead > 10
+
+
+def ends_early() -> tuple[Any, int]:
+    """A request, and the place of the token that ends its answer."""
+    for seed in range(100):
+        request = a_request("ends", max_tokens=30, sampling=SamplingParams(seed), stop=StopConditions(30))
+        answer = expected_answer(request)
+        if answer.finish is FinishReason.EOS and 3 <= len(answer.token_ids) < 20:
+            return request, len(answer.token_ids)
+    raise AssertionError
+
+
+def test_a_step_that_an_end_makes_useless_is_skipped_and_takes_no_lane() -> None:
+    rig = a_rig_ahead()
+    request, num_tokens = ends_early()
+    rig.submit(request)
+    for _ in range(num_tokens):
+        fill(rig)
+        events = rig.commit_one()
+    assert events[-1].finish is FinishReason.EOS
+    doomed = rig.scheduler.lanes.take_doomed()
+    assert len(doomed) == 1
+    rig.steps.doom(doomed[0])
+    assert (rig.steps.num_in_flight, rig.steps.num_known) == (1, 0)
+    rig.submit(a_request("next", max_tokens=3))
+    (prompt,) = fill(rig)
+    assert prompt.phase == "prefill", "it need not wait for the step that nobody needs"
+    rig.pipeline.skipped |= set(doomed)
+    assert rig.commit_one() == []
+    rig.drain()
+    rig.check_answers()
+
+
+def test_others_go_on_in_a_step_in_which_one_has_ended() -> None:
+    rig = a_rig_ahead()
+    request, num_tokens = ends_early()
+    rig.submit(request)
+    rig.submit(a_request("other", max_tokens=30))
+    for _ in range(num_tokens):
+        fill(rig)
+        rig.commit_one()
+    assert rig.scheduler.lanes.take_doomed() == ()
+    rig.drain()
+    rig.check_answers()
+    assert rig.scheduler.kv_usage == 0
+
+
+@pytest.mark.parametrize("hears_in_time", [True, False])
+def test_a_request_that_arrives_does_not_wait_for_a_step_that_was_sent_ahead(hears_in_time: bool) -> None:
+    rig = a_rig_ahead()
+    rig.skips = lambda: hears_in_time
+    rig.submit(a_request("stream", max_tokens=30))
+    fill(rig)
+    rig.commit_one()
+    (ahead,) = fill(rig)
+    rig.submit(a_request("newcomer", max_tokens=2))
+    assert fill(rig) == [], "the step in flight is computed"
+    assert rig.scheduler.lanes._doomed == [ahead.step_id]
+    rig.commit_one()
+    (both,) = fill(rig)
+    assert both.phase == "mixed"
+    assert DRAWN not in both.slices[0].token_ids
+    rig.drain()
+    rig.check_answers()
+
+
+def test_nothing_is_sent_ahead_where_something_else_should_come_first() -> None:
+    rig = a_rig_ahead(max_num_seqs=2)
+    rig.submit(a_request("a", max_tokens=30))
+    rig.scheduler.set_microbatches(2)
+    assert len(fill(rig)) == 1, "two lanes"
+    rig.scheduler.set_microbatches(1)
+    assert [plan.slices[0].is_ahead for plan in fill(rig)] == [True]
+    rig.drain()
+
+    rig.submit(a_request("long", num_prompt=900, max_tokens=4))
+    assert len(fill(rig)) == 1, "the next chunk of the prompt"
+    rig.drain()
+
+    rig.submit(a_request("b", max_tokens=2, caller="b"))
+    rig.submit(a_request("c", max_tokens=30, caller="c"))
+    fill(rig)
+    rig.submit(a_request("d", max_tokens=2, caller="c"))
+    rig.commit_one()
+    rig.commit_one()
+    assert fill(rig)
+    assert not rig.scheduler.intake.num_waiting
+    rig.drain()
+
+    rig.submit(a_request("e", max_tokens=30, caller="b"))
+    rig.submit(a_request("f", max_tokens=30, caller="c"))
+    fill(rig)
+    rig.submit(a_request("waits with nothing", max_tokens=2, caller="d"))
+    rig.commit_one()
+    assert fill(rig) == [], "who is in a step cannot be displaced"
+    rig.drain()
+    rig.check_answers()
+
+
+def test_nothing_is_sent_ahead_of_a_place_that_becomes_free() -> None:
+    rig = a_rig_ahead(max_num_seqs=2)
+    for name, max_tokens in (("a", 2), ("b", 30), ("waits", 3)):
+        rig.submit(a_request(name, max_tokens=max_tokens))
+    _, ahead = fill(rig)
+    assert len(ahead.slices) == 2
+    rig.commit_one()
+    assert fill(rig) == [], "a's last token is being drawn"
+    rig.commit_one()
+    assert fill(rig)[0].phase == "mixed"
+    rig.drain()
+    rig.check_answers()
+
+
+def test_guesses_are_not_kept_from_a_sequence() -> None:
+    rig = a_rig_ahead(speculate=2)
+    rig.submit(a_request("a", max_tokens=40, salt=5))
+    rig.drain()
+    rig.check_answers()
+    assert rig.num_ahead == 0
+
+
+def test_blocks_that_others_share_are_written_though_the_answer_has_ended() -> None:
+    """A stop string ends an answer when steps are in flight; one of them fills a block that was published."""
+    rig = a_rig_ahead(block_size=1, prefix_cache=True)
+    rig.submit(a_request("a", num_prompt=4, max_tokens=30))
+    fill(rig)
+    rig.commit_one()
+    fill(rig)
+    events = rig.commit_one()
+    fill(rig)
+    sequence = rig.scheduler.running(events[-1].sequence_id)
+    assert sequence is not None
+    assert sequence.num_published == len(sequence.token_ids)
+    rig.scheduler.intake.finish(sequence.id, FinishReason.STOP_STRING)
+    rig.ended_by_engine.add(("a", 0))
+    follows = tuple(sequence.token_ids)
+    rig.submit(replace(a_request("b", max_tokens=5), prompt_ids=(*follows, 3)))
+    rig.drain()
+    rig.check_answers()
+    (of_b,) = [events for (name, _), events in rig.events.items() if name == "b"]
+    assert of_b[0].cached_tokens == len(follows)
+
+
+def test_a_lost_step_that_was_sent_ahead_is_computed_again() -> None:
+    rig = a_rig_ahead()
+    rig.submit(a_request("a", max_tokens=12))
+    for _ in range(4):
+        fill(rig)
+        rig.commit_one()
+    fill(rig)
+    rig.lose_stage()
+    rig.drain()
+    rig.check_answers()

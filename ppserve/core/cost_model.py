@@ -15,6 +15,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import astuple, dataclass
+from itertools import pairwise
 from statistics import fmean
 
 from ppserve.core.architecture import StageLayout
@@ -78,6 +79,36 @@ class Coefficients:
         return self.step + self.row * size.rows + self.key * size.context + self.sample * size.sampled
 
 
+Bends = tuple[tuple[int, float], ...]
+"""By a number of rows, ascending: seconds beyond what coefficients say, as measured. Small steps are computed by
+other kernels than large ones, so a line through all is far off in between."""
+
+
+def _bent(bends: Bends, rows: int) -> float:
+    """In proportion between two numbers; outside them as at the nearest."""
+    for (low, low_s), (high, high_s) in pairwise(bends):
+        if low < rows < high:
+            return low_s + (high_s - low_s) * (rows - low) / (high - low)
+    return next((bend_s for number, bend_s in bends if rows <= number), bends[-1][1]) if bends else 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class BentCosts:
+    """A stage's: coefficients, and what steps take beyond them, by rows and by rows that are sampled."""
+
+    line: Coefficients
+    by_rows: Bends = ()
+    by_sampled: Bends = ()
+
+    def seconds(self, size: StepSize) -> float:
+        bent_s = _bent(self.by_rows, size.rows) + _bent(self.by_sampled, size.sampled)
+        return max(0.0, self.line.seconds(size) + bent_s)
+
+    def times(self, factor: float) -> BentCosts:
+        bends = (tuple((rows, s * factor) for rows, s in each) for each in (self.by_rows, self.by_sampled))
+        return BentCosts(self.line.times(factor), *bends)
+
+
 @dataclass(frozen=True, slots=True)
 class LayerCosts:
     """What a model's parts cost on one rank. head: final norm, LM head and drawing, besides the layers. around_s:
@@ -86,25 +117,33 @@ class LayerCosts:
     layer: Coefficients
     head: Coefficients
     around_s: float = 0.0
+    layer_bends: Bends = ()
+    head_bends: Bends = ()
 
-    def stage(self, layout: StageLayout) -> Coefficients:
+    def stage(self, layout: StageLayout) -> BentCosts:
         """What a step costs on a stage with these layers, whose ranks compute as these do."""
         head = self.head if layout.is_last else Coefficients()
-        return Coefficients(
+        line = Coefficients(
             self.layer.step * layout.layer_weights + head.step,
             self.layer.row * layout.layer_weights + head.row,
             self.layer.key * len(layout.attentions),
             head.sample,
         )
+        by_rows = tuple((rows, s * layout.layer_weights) for rows, s in self.layer_bends)
+        return BentCosts(line, by_rows, self.head_bends if layout.is_last else ())
 
     @classmethod
     def mean(cls, costs: Sequence[LayerCosts]) -> LayerCosts:
-        """Of what several ranks measured."""
+        """Of what several ranks measured, in steps of the same sizes."""
         layer, head = (
             Coefficients(*map(fmean, zip(*map(astuple, parts), strict=True)))
             for parts in ([each.layer for each in costs], [each.head for each in costs])
         )
-        return cls(layer, head, fmean(each.around_s for each in costs))
+        bends = (
+            tuple((at[0][0], fmean(s for _, s in at)) for at in zip(*every, strict=True))
+            for every in ([each.layer_bends for each in costs], [each.head_bends for each in costs])
+        )
+        return cls(layer, head, fmean(each.around_s for each in costs), *bends)
 
 
 class StageCost:

@@ -1,13 +1,14 @@
 """Cores are shared: ranks, the head and callers on one host take them from each other.
 
-Whoever computes for long, a rank, takes the core that is free first, and waits for it. Whoever computes for
-short, the head or a caller, has slept before and is let in at once: on an idle core or, where there is none, in
-the middle of a rank's step, which takes so much longer.
+As by Linux, which moves whoever waits to a core that has nothing to do, and shares out the rest. Who computes for
+short, the head or callers, has slept before and is let in at once, each on a core of its own if there are as many.
+Those who compute for long, the ranks, have what is left, in equal shares and none more than a core.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+import math
+from dataclasses import dataclass, replace
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,39 +29,58 @@ class SharedCores:
 
 @dataclass(slots=True)
 class Turn:
-    """Of a rank on a core. ended_s: as long as nobody interrupts it."""
+    """Of somebody who computes. ended_s: as long as nobody else comes. left_s: how long on a core of its own."""
 
     ended_s: float
-
-
-@dataclass(slots=True)
-class _Core:
-    free_s: float = 0.0
-    turns: list[Turn] = field(default_factory=list)
+    left_s: float = 0.0
 
 
 class Cores:
-    """Of a host that is simulated. Is asked in the order of time: a core that was taken for later would be missed
-    by whoever needs it before."""
+    """Of a host that is simulated. Is asked in the order of time: whoever came later would slow down what has been
+    before."""
 
     def __init__(self, of: SharedCores) -> None:
         self.of = of
-        self._cores = [_Core() for _ in range(of.cores)]
+        self._now_s = 0.0
+        self._ranks: list[Turn] = []
+        self._others: list[Turn] = []
 
     def take(self, now_s: float, seconds: float) -> Turn:
         """For a thread of a rank, which computes that long."""
-        core = self._first_free()
-        core.free_s = max(now_s, core.free_s) + seconds
-        core.turns.append(turn := Turn(core.free_s))
-        return turn
+        return self._come(now_s, seconds, self._ranks)
 
     def interrupt(self, now_s: float, seconds: float) -> None:
         """Somebody computes that long, at once."""
-        core = self._first_free()
-        core.free_s = max(now_s, core.free_s) + seconds
-        core.turns = [turn for turn in core.turns if turn.ended_s > now_s]
-        for turn in core.turns:
-            turn.ended_s += seconds
+        self._come(now_s, seconds, self._others)
 
-    def _first_free(self) -> _Core:
-        return min(self._cores, key=lambda core: core.free_s)
+    def _come(self, now_s: float, seconds: float, among: list[Turn]) -> Turn:
+        self._now_s = _pass(self._now_s, now_s, self._ranks, self._others, self.of.cores)
+        among.append(turn := Turn(now_s, seconds))
+        # What comes if nobody else does.
+        ranks, others = ([replace(each) for each in turns] for turns in (self._ranks, self._others))
+        foreseen = list(zip((*self._ranks, *self._others), (*ranks, *others), strict=True))
+        _pass(self._now_s, math.inf, ranks, others, self.of.cores)
+        for each, copy in foreseen:
+            each.ended_s = copy.ended_s
+        return turn
+
+
+def _pass(now_s: float, until_s: float, ranks: list[Turn], others: list[Turn], cores: int) -> float:
+    """Time passes while they compute; those who have ended are left out. Returns until_s."""
+    while now_s < until_s and (ranks or others):
+        other = min(1.0, cores / len(others)) if others else 0.0
+        rank = min(1.0, max(0.0, cores - len(others)) / len(ranks)) if ranks else 0.0
+        shares = [(each, share) for turns, share in ((ranks, rank), (others, other)) for each in turns if share]
+        # The first who ends does so exactly, whatever is lost in rounding.
+        seconds = min(each.left_s / share for each, share in shares)
+        ends_s = now_s + seconds
+        if ends_s > until_s:
+            seconds, ends_s = until_s - now_s, until_s
+        for each, share in shares:
+            each.left_s -= seconds * share
+            if each.left_s <= 1e-12:
+                each.left_s, each.ended_s = 0.0, ends_s
+        now_s = ends_s
+        for turns in (ranks, others):
+            turns[:] = [each for each in turns if each.left_s > 0]
+    return until_s

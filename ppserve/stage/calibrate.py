@@ -54,12 +54,12 @@ _REPEATS = 7
 # How long the parts of `layer_costs` are measured by turns, at least _REPEATS of them.
 _TURNS_S = 3.0
 _PAUSE_S = 2e-3
-_VERSION = 15
+_VERSION = 16
 # Of the layers that `layer_costs` measures, if there are as many. One layer would be computed from a cache, from
 # which a model's layers throw each other out.
 _PARAMS_BEYOND_CACHES = 32 << 20
 # Sizes of the steps that `layer_costs` measures: sequences that decode, and tokens of one prompt.
-_DECODES = (1, 4, 16, 64)
+_DECODES = (1, 4, 8, 16, 64)
 _PROMPTS = (32, 128)
 # Those of these by which it is measured what a rank does around a step.
 _AROUND = (4, 16)
@@ -81,7 +81,7 @@ while not ours.sendall(plan) and ours.recv(1 << 16):
 """
 _HEARD_WITHIN_S, _DAY_S = 30.0, 86400.0
 _What = tuple[str, StepPlan]
-"""A quantity: of a step without layers or draws, with layers, with draws, or around one."""
+"""A quantity and its step: `bare`, with `layers`, with both these and draws (`drawn`), or what is `around` it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -220,16 +220,17 @@ def _fit(checkpoint: Checkpoint, compute: Compute, mix: Mix, num_tensor: int) ->
             held.enter_context(_process(_NEIGHBOUR))
         for plan in decodes + prompts:
             silent = _silent(plan)
-            measures["bare", silent] = partial(seconds, bare, silent)
-            measures["whole", silent] = partial(seconds, whole, silent)
+            measures["bare", plan] = partial(seconds, bare, silent)
+            measures["layers", plan] = partial(seconds, whole, silent)
             if num_drawn := StepSize.of(plan).sampled:
-                measures["drawn", plan] = partial(seconds, bare, plan)
+                # Behind the layers: on its own, the head's weights and its inputs would be in nearer caches.
+                measures["drawn", plan] = partial(seconds, whole, plan)
                 # The shapes' ranks do the same around a step, whatever they compute in it.
                 if num_drawn in _AROUND and num_tensor == 1:
                     served_s = held.enter_context(_served(bare, plan))
                     measures["around", plan] = partial(_around_s, served_s, bare, plan)
         taken = _by_turns(measures)
-    return _fitted(num_layers, {what: median(seconds) for what, seconds in taken.items()})
+    return _fitted(num_layers, taken)
 
 
 def _by_turns(measures: dict[_What, Callable[[], float]]) -> dict[_What, list[float]]:
@@ -245,21 +246,35 @@ def _by_turns(measures: dict[_What, Callable[[], float]]) -> dict[_What, list[fl
     return taken
 
 
-def _fitted(num_layers: int, seconds: dict[_What, float]) -> LayerCosts:
-    """From steps without layers and steps with so many. Whole steps are fitted: small differences of times that
-    others disturb may seem to be next to nothing, and would weigh most in a fit of relative errors."""
-    fits = {"whole": StageCost(), "drawn": StageCost()}
-    for (kind, plan), each_s in seconds.items():
+def _fitted(num_layers: int, taken: dict[_What, list[float]]) -> LayerCosts:
+    """Medians over the turns, of steps and of differences of steps in the same turn. A line is fitted to whole
+    steps: small differences that others disturb may seem to be next to nothing, and would weigh most in a fit of
+    relative errors."""
+    layers, heads, whole_s, heads_s = StageCost(), StageCost(), {}, {}
+    bare_s = mean(median(seconds) for (kind, _), seconds in taken.items() if kind == "bare")
+    for (kind, plan), seconds in taken.items():
         size = StepSize.of(plan)
-        if kind in fits:
-            fits[kind].observe(StepSize(sampled=size.sampled) if kind == "drawn" else size, each_s)
-    bare_s, around_s = (
-        [each_s for (kind, _), each_s in seconds.items() if kind == wanted] for wanted in ("bare", "around")
-    )
+        if kind == "layers":
+            whole_s[replace(size, sampled=0)] = median(seconds)
+            layers.observe(replace(size, sampled=0), median(seconds))
+        elif kind == "drawn":
+            more_s = median(drawn - silent for drawn, silent in zip(seconds, taken["layers", plan], strict=True))
+            heads_s[StepSize(sampled=size.sampled)] = max(0.0, more_s)
+            heads.observe(StepSize(sampled=size.sampled), bare_s + max(0.0, more_s))
     layer, head = (
-        replace(fit.coefficients, step=max(0.0, fit.coefficients.step - mean(bare_s))) for fit in fits.values()
+        replace(fit.coefficients, step=max(0.0, fit.coefficients.step - bare_s)) for fit in (layers, heads)
     )
-    return LayerCosts(layer.times(1 / num_layers), head, mean(around_s) if around_s else 0.0)
+    # Of each step, what it took beyond the line.
+    layer_bends = {of.rows: (s - bare_s - layer.seconds(of)) / num_layers for of, s in whole_s.items()}
+    head_bends = {of.sampled: s - head.seconds(of) for of, s in heads_s.items()}
+    around_s = [median(seconds) for (kind, _), seconds in taken.items() if kind == "around"]
+    return LayerCosts(
+        layer.times(1 / num_layers),
+        head,
+        mean(around_s) if around_s else 0.0,
+        tuple(sorted(layer_bends.items())),
+        tuple(sorted(head_bends.items())),
+    )
 
 
 @contextlib.contextmanager

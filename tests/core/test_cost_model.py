@@ -1,8 +1,10 @@
 import random
+from dataclasses import replace
 
 import pytest
 
-from ppserve.core.cost_model import Coefficients, PipelineCosts, StageCost, StepSize
+from ppserve.core.architecture import Split, stage_layouts
+from ppserve.core.cost_model import Coefficients, LayerCosts, PipelineCosts, StageCost, StepSize
 from ppserve.core.plan import Draw, Slice, StepPlan
 from ppserve.core.request import SamplingParams
 
@@ -125,3 +127,17 @@ def test_the_spread_is_how_far_steps_are_from_the_prediction():
     means = [noisy.mean.seconds(x) / truth(x) for x in many]
     assert sum(means) / len(means) == pytest.approx(1, abs=0.015)
     assert fitted(DECODE, repeats=2).spread == 0, "too early to say"
+
+
+def test_a_step_of_a_measured_size_costs_what_was_measured() -> None:
+    """Between two sizes in proportion, outside as far from the line as the nearest; each layer has its part."""
+    layer, head = Coefficients(step=1e-3, row=1e-4, key=1e-6), Coefficients(sample=1e-4)
+    costs = LayerCosts(layer, head, 0.0, ((4, 0.0), (8, 4e-4)), ((4, 0.0), (8, -2e-4)))
+    first, last = (costs.stage(layout) for layout in stage_layouts(Split.parse("4,3")))
+    assert first.seconds(StepSize(8, 100, 8)) == pytest.approx(4 * (1e-3 + 8e-4 + 1e-4 + 4e-4))
+    assert last.seconds(StepSize(6, 0, 6)) == pytest.approx(3 * (1e-3 + 6e-4 + 2e-4) + 6e-4 - 1e-4)
+    assert first.seconds(StepSize(2)) == pytest.approx(4 * (1e-3 + 2e-4))
+    assert first.seconds(StepSize(20)) == pytest.approx(4 * (1e-3 + 2e-3 + 4e-4))
+    assert last.times(0.5).seconds(StepSize(6, 0, 6)) == pytest.approx(last.seconds(StepSize(6, 0, 6)) / 2)
+    other = replace(costs, layer_bends=((4, 2e-4), (8, 6e-4)))
+    assert dict(LayerCosts.mean([costs, other]).layer_bends) == pytest.approx({4: 1e-4, 8: 5e-4})

@@ -60,7 +60,7 @@ def sheet(split: str, unsplit: float = 0.0) -> str:
     """unsplit: how much of the last stage's cost per sampled row was taken for cost per row."""
     stages = []
     for layout in stage_layouts(Split.parse(split)):
-        c = TRUTH.stage(layout)
+        c = TRUTH.stage(layout).line
         moved = unsplit * c.sample
         named = {"step_s": c.step, "row_s": c.row + moved, "key_s": c.key, "sample_s": c.sample - moved}
         stages.append({"layers": layout.num_sublayers / 2, **named})

@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 import torch
 
+from ppserve.core.architecture import Split, stage_layouts
 from ppserve.core.cost_model import StepSize
 from ppserve.core.partition import Parts
 from ppserve.core.plan import StepPlan, StepResult, StepStamps
@@ -164,6 +165,27 @@ def test_quantities_are_measured_by_turns(monkeypatch: pytest.MonkeyPatch) -> No
         return lambda: order.append(name) or float(len(order))
 
     plan = MIX.step(1024)[0]
-    taken = calibrate._by_turns({(name, plan): quantity(name) for name in ("bare", "whole", "drawn")})
-    assert order == ["bare", "whole", "drawn"] * (1 + calibrate._REPEATS)
-    assert taken["whole", plan] == [2.0 + 3 * turn for turn in range(1, 1 + calibrate._REPEATS)]
+    taken = calibrate._by_turns({(name, plan): quantity(name) for name in ("bare", "layers", "drawn")})
+    assert order == ["bare", "layers", "drawn"] * (1 + calibrate._REPEATS)
+    assert taken["layers", plan] == [2.0 + 3 * turn for turn in range(1, 1 + calibrate._REPEATS)]
+
+
+def test_what_was_measured_is_what_is_predicted() -> None:
+    """Steps of 8 rows cost far more than a line through smaller and larger ones says, and a turn in which all was
+    twice as slow changes nothing."""
+    layers_ms = {1: 0.8, 4: 1.2, 8: 2.4, 16: 3.4, 64: 12.5}
+    heads_ms = {1: 0.4, 4: 0.4, 8: 0.6, 16: 0.8, 64: 1.7}
+    taken: dict[tuple[str, StepPlan], list[float]] = {}
+    for rows in layers_ms:
+        plan = calibrate._plan([(96, 1)] * rows)
+        whole_ms = 0.5 + layers_ms[rows]
+        for kind, ms in ("bare", 0.5), ("layers", whole_ms), ("drawn", whole_ms + heads_ms[rows]), ("around", 0.9):
+            taken[kind, plan] = [ms / 1e3, 2 * ms / 1e3, ms / 1e3]
+    costs = calibrate._fitted(8, taken)
+    assert costs.around_s == 0.9e-3
+    (whole,) = stage_layouts(Split.parse("8"))
+    first, _ = stage_layouts(Split.parse("4,4"))
+    for rows in layers_ms:
+        size = StepSize(rows, 97 * rows, rows)
+        assert costs.stage(whole).seconds(size) == pytest.approx((layers_ms[rows] + heads_ms[rows]) / 1e3)
+        assert costs.stage(first).seconds(size) == pytest.approx(layers_ms[rows] / 2e3)

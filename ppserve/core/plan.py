@@ -47,11 +47,12 @@ class Draw:
 class Slice:
     """One sequence's consecutive tokens in a step.
 
-    start: position of the first token. block_table: the KV blocks of positions 0 to start + len(token_ids) - 1, in
-    order; entry i holds the positions from i * block_size on. draw: None for a chunk that is not the prompt's
-    last. targets: when the prompt is scored, the token after each position of the slice (at the prompt's end one
-    fewer than token_ids). num_prompt_logprobs: how many alternatives are scored per target. num_guesses: how many
-    of the last token_ids were guesses when the step was sent; then there is a draw, see `draws`.
+    start: position of the first token. token_ids: DRAWN alone if it is sent ahead. block_table: the KV blocks of
+    positions 0 to start + len(token_ids) - 1, in order; entry i holds the positions from i * block_size on. draw:
+    None for a chunk that is not the prompt's last. targets: when the prompt is scored, the token after each
+    position of the slice (at the prompt's end one fewer than token_ids). num_prompt_logprobs: how many others are
+    scored per target. num_guesses: how many of the last token_ids were guesses when the step was sent; then there
+    is a draw, see `draws`.
     """
 
     sequence_id: int

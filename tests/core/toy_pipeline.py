@@ -92,7 +92,8 @@ class ToyPipeline:
     """Takes plans and returns the last stage's results, in order.
 
     not_finite: ids of sequences whose logits are not finite. plans: those executed so far. skipped: ids of steps
-    that are not to be computed. memory: the last stage's, of what it was told of draws.
+    that are not to be computed. memory: the last stage's, of what it was told of draws. drawn: by the step
+    before.
     """
 
     def __init__(self, block_size: int) -> None:
@@ -101,7 +102,7 @@ class ToyPipeline:
         self.not_finite: set[int] = set()
         self.skipped: set[int] = set()
         self.memory = DrawMemory()
-        self._drawn: tuple[Drawn, ...] = ()
+        self.drawn: tuple[Drawn, ...] = ()
         self._queue: deque[StepPlan] = deque()
         self._told: deque[Told] = deque()
         self._slots: dict[tuple[int, int], int] = {}
@@ -119,7 +120,7 @@ class ToyPipeline:
         self._queue.clear()
         self._told.clear()
         self._slots.clear()
-        self.memory, self._drawn = DrawMemory(), ()
+        self.memory, self.drawn = DrawMemory(), ()
 
     def run_one(self) -> StepResult:
         """Execute the oldest plan."""
@@ -145,12 +146,12 @@ class ToyPipeline:
                 logprobs = [logprob_of(d, t) for d, t in zip(digests, piece.targets, strict=False)]
                 scored.append(Scored(piece.sequence_id, tuple(TokenLogprobs(p) for p in logprobs)))
         self._slots.update(writes)
-        self._drawn = tuple(drawn)
-        return StepResult(plan.epoch, plan.step_id, 0, STAMPS, 0, self._drawn, tuple(scored))
+        self.drawn = tuple(drawn)
+        return StepResult(plan.epoch, plan.step_id, 0, STAMPS, 0, self.drawn, tuple(scored))
 
     def restored(self, bare: StepPlan, told: Told) -> StepPlan:
         """The next plan, with its tokens and draws, once the step before has run."""
-        return self.memory.restore(bare.following(self._drawn), told)
+        return self.memory.restore(bare.following(self.drawn), told)
 
     def _leave_unwritten(self, plan: StepPlan) -> None:
         """What a skipped step would have written is whatever was there: it may be read, but must decide

@@ -3,8 +3,8 @@
 Where one rank computes all of the model, it knows what it has drawn before the head does. So the next step can be
 there when it is done, and it need not wait for what the head does with a token, about a millisecond. Whether an
 answer ends with that token cannot be known: then its slice is void, like those after a wrong guess. A step is not
-sent ahead where another should come first: of a prompt, of a request that only waits for a place, of a suspect
-alone, or with guesses.
+sent ahead where another should come first: of a prompt (after a loss, of everybody's), of a request for which a
+place is about to become free, or with guesses.
 """
 
 from __future__ import annotations
@@ -38,10 +38,8 @@ class Ahead:
 
     def _comes_first(self, now: float) -> bool:
         """Whether another step should be the next. Who is in one cannot be displaced for a caller without any."""
-        roster, intake = self._roster, self._intake
-        if roster.returned or roster.filling or intake.quarantine.lone is not None:
-            return True
-        if intake.queue.first_of_those_without() is not None:
+        roster, queue = self._roster, self._intake.queue
+        if roster.returned or roster.filling or queue.first_of_those_without() is not None:
             return True
         return self._speculation.may_guess(roster.running, now)
 

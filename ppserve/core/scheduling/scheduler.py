@@ -198,9 +198,9 @@ class Scheduler:
 
     def schedule(self, now: float) -> StepPlan | None:
         """The next step; None when the pipeline is full or nothing is ready."""
+        self.intake.admit(now)
         if self.lanes.full:
             return self._build(picks) if (picks := self._ahead.picks(now)) else None
-        self.intake.admit(now)
         if self.lanes.is_unproven and len(self._roster):
             if self.is_busy:
                 return None
@@ -279,7 +279,8 @@ class Scheduler:
                 events += self._apply(sequence, piece, drawn[sequence.id], scored.get(sequence.id))
                 if num_new := len(sequence.token_ids) - num_before:
                     self._speculation.tokens_returned(sequence, piece, num_new, len(self._roster), now)
-        num_tokens = sum(len(piece.token_ids) - piece.num_guesses for _, piece in parts)
+        needed = (piece for sequence, piece in parts if not (piece.is_ahead and sequence.id in void))
+        num_tokens = sum(len(piece.token_ids) - piece.num_guesses for piece in needed)
         num_tokens += self.lanes.guesses["accepted"] - accepted
         self.intake.step_committed(num_tokens, now)
         return events

@@ -97,4 +97,5 @@ def check_lanes(lanes: Lanes, sequences: list[Sequence]) -> None:
                 assert piece.token_ids[0] in (sequence.token_ids[position], DRAWN), "a wrong guess is computed"
             position = piece.end
         assert position == sequence.scheduled
+        assert (position > known) >= sequence.is_ahead, "ahead of nothing"
     assert not in_flight, "an ended sequence is still in flight"

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 
 from ppserve.core.ledger.steps import Steps
-from ppserve.core.plan import StepPlan
+from ppserve.core.plan import Drawn, StepPlan
 from ppserve.core.request import FinishReason, Request, StopConditions
 from ppserve.core.scheduling.block_manager import BlockManager
 from ppserve.core.scheduling.composer import CostModel
@@ -92,16 +92,18 @@ class SchedulerRig:
         for step in self.scheduler.lanes.take_doomed():
             self.steps.doom(step)
             self.pipeline.skipped |= {step} if self.skips() else set()
+        drawn_before = self.pipeline.drawn
         result = self.pipeline.run_one()
-        self._check_arrived(self._sent.pop(result.step_id), result.skipped)
+        if not result.skipped:
+            self._check_arrived(_filled(self._sent[result.step_id], drawn_before))
+        del self._sent[result.step_id]
         for stage in range(self.config.num_stages):
             self.steps.reported(replace(result, stage=stage), 0)
         return self.tell(self.scheduler.commit(result, self.now))
 
-    def _check_arrived(self, sent: StepPlan, skipped: bool) -> None:
+    def _check_arrived(self, sent: StepPlan) -> None:
         """The last stage put the plan together again, and remembers little."""
-        if not skipped:
-            assert self.pipeline.plans[-1] == sent or any(piece.is_ahead for piece in sent.slices)
+        assert self.pipeline.plans[-1] == sent
         assert len(self.pipeline.memory) <= 2 * len(self.scheduler.running_ids) + len(sent.slices) + 64
 
     def lose_stage(self) -> None:
@@ -150,6 +152,17 @@ class SchedulerRig:
             assert tuple(tokens) == right.token_ids[first:]
             if index == 0 and not request.resume_ids:
                 assert scores == right.prompt_logprobs
+
+
+def _filled(sent: StepPlan, drawn: tuple[Drawn, ...]) -> StepPlan:
+    """With the tokens that were not known when it was sent, also in the histories of its draws."""
+    slices = []
+    for piece, filled in zip(sent.slices, sent.following(drawn).slices, strict=True):
+        if piece.is_ahead and filled.draw is not None and filled.draw.params.needs_history:
+            output_ids = (*filled.draw.output_ids[:-1], *filled.token_ids)
+            filled = replace(filled, draw=replace(filled.draw, output_ids=output_ids))
+        slices.append(filled)
+    return replace(sent, slices=tuple(slices))
 
 
 def a_rig(num_stages: int = 2, num_blocks: int = 400, **config: object) -> SchedulerRig:

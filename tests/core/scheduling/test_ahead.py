@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import pytest
 
 from ppserve.core.plan import DRAWN, StepPlan
 from ppserve.core.request import FinishReason, SamplingParams, StopConditions
+from ppserve.core.scheduling.guess_trial import Way
+from tests.core.scheduling.invariants import check_scheduler
 from tests.core.scheduling.rig import SchedulerRig, a_request, a_rig, fill
+from tests.core.scheduling.test_scheduler_walk import Oracle
 from tests.core.toy_pipeline import expected_answer
 
 
@@ -198,5 +202,71 @@ def test_a_lost_step_that_was_sent_ahead_is_computed_again() -> None:
         rig.commit_one()
     fill(rig)
     rig.lose_stage()
+    check_scheduler(rig.scheduler)
+    rig.drain()
+    rig.check_answers()
+
+
+def test_who_waits_is_admitted_while_steps_are_sent_ahead() -> None:
+    rig = a_rig_ahead(max_num_seqs=2)
+    rig.submit(a_request("ends", max_tokens=4))
+    rig.submit(a_request("goes on", max_tokens=60))
+    for _ in range(3):
+        fill(rig)
+        rig.commit_one()
+    rig.submit(a_request("waits", max_tokens=3))
+    for _ in range(3):
+        fill(rig)
+        rig.commit_one()
+    assert rig.events["waits", 0], "a place was free, and the first token is there three steps later"
+    rig.drain()
+    rig.check_answers()
+
+
+def test_a_step_that_nobody_needed_does_not_count_as_work() -> None:
+    rig = a_rig_ahead()
+    counts: list[int] = []
+    rig.scheduler.intake.step_committed = lambda num_tokens, now: counts.append(num_tokens)  # type: ignore[method-assign]
+    request, num_tokens = ends_early()
+    rig.submit(request)
+    rig.drain()
+    assert rig.num_ahead >= num_tokens
+    assert sum(counts) == len(request.prompt_ids) + num_tokens - 1
+
+
+def test_a_sequence_with_guesses_in_flight_is_not_sent_ahead() -> None:
+    """Guesses were made, then a request came and went at once: nothing may be guessed for a while."""
+    rig = a_rig_ahead(speculate=None)
+    rig.new_drafter = partial(Oracle, rate=1.0)
+    rig.__post_init__()
+    rig.submit(a_request("stream", max_tokens=60))
+    fill(rig)
+    for _ in range(2):  # the prompt, and what is sent ahead of its token
+        rig.commit_one()
+        rig.scheduler._speculation._trial.way = Way.WIDE
+    (wide,) = fill(rig)
+    assert wide.slices[0].num_guesses
+    rig.submit(a_request("goes", max_tokens=2))
+    rig.tell(rig.scheduler.intake.abort("goes", FinishReason.CANCELLED))
+    fill(rig)
+    check_scheduler(rig.scheduler)
+    rig.drain()
+    rig.check_answers()
+
+
+def test_nothing_is_sent_ahead_while_a_suspect_is_computed_alone() -> None:
+    """What is sent ahead could delay the others, who wait for the verdict."""
+    rig = a_rig_ahead()
+    rig.submit(a_request("suspect", max_tokens=30))
+    rig.submit(a_request("other", max_tokens=30))
+    for _ in range(2):
+        fill(rig)
+        rig.lose_stage()
+    assert rig.scheduler.intake.quarantine.lone is not None
+    num_ahead = rig.num_ahead
+    while rig.scheduler.intake.quarantine.lone is not None:
+        fill(rig)
+        assert rig.num_ahead == num_ahead
+        rig.commit_one()
     rig.drain()
     rig.check_answers()

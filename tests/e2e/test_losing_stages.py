@@ -137,6 +137,16 @@ def test_two_tensor_ranks_in_each_of_two_stages(
 
 
 @pytest.mark.timeout(240)
+def test_one_stage_whose_steps_are_sent_ahead(undisturbed: list[Answer]) -> None:
+    """With others beside it, and after it was killed, it answers like a request alone."""
+    with serving(1, by=Forked) as server:
+        requests = requests_with_everything(24, seed=6)
+        assert ask_all(server.grpc, requests, at_once=24) == answers_alone(requests)
+        for _ in range(2):
+            assert ask_and_hurt(server, 0, signal.SIGKILL) == undisturbed
+
+
+@pytest.mark.timeout(240)
 def test_a_second_stage_dies_while_the_epoch_forms(three_stages: Server, undisturbed: list[Answer]) -> None:
     server, so_far = three_stages, len(three_stages.log)
     survivor, second = server.stage_pid(0), server.stage_pid(2)

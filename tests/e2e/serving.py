@@ -85,7 +85,7 @@ class Server:
 
     def left_over(self) -> list[int]:
         """Process ids once seen below the launcher that are still alive (zombies do not count)."""
-        return [pid for pid in self.seen if _alive(pid)]
+        return [pid for pid in self.seen if alive(pid)]
 
     def wait_gone(self) -> None:
         """Until no process of this server is alive."""
@@ -118,7 +118,7 @@ class Server:
                 os.kill(pid, signal.SIGKILL)
 
 
-def _alive(pid: int) -> bool:
+def alive(pid: int) -> bool:
     try:
         return psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
     except psutil.NoSuchProcess:

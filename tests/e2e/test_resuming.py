@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import time
 from collections.abc import Iterator
 
 import grpc
@@ -12,7 +13,7 @@ import pytest
 from ppserve.client import CallFailed, Chunk, Client, RetryPolicy
 from ppserve.v1 import generation_pb2 as pb
 from ppserve.v1.generation_pb2_grpc import GenerationServiceStub
-from tests.e2e.serving import Forked, Server, serving
+from tests.e2e.serving import Forked, Server, alive, serving
 from tests.ports import port_to_come_back_to
 
 PROMPT = "Once upon a time"
@@ -91,7 +92,9 @@ def test_a_client_goes_on_when_its_server_is_killed_and_comes_back(one_stage: Se
         stream = client.stream(PROMPT, **options)
         while sum(chunk.num_tokens for chunk in chunks) < 40:
             chunks.append(next(stream))
-        os.kill(one_stage.head_pid(), signal.SIGKILL)
+        os.kill(head := one_stage.head_pid(), signal.SIGKILL)
+        while alive(head):  # until then its port is taken
+            time.sleep(0.01)
         with serving(1, "--port", one_stage.grpc.rpartition(":")[2], by=Forked):
             chunks += stream
     for sequence in whole.sequences:

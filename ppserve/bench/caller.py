@@ -15,6 +15,7 @@ from grpc import aio
 
 from ppserve.bench.workload import Question
 from ppserve.client import AsyncClient, CallFailed, RetryPolicy
+from ppserve.client.connection import TimeLimit
 from ppserve.client.failures import failure_of
 from ppserve.v1 import generation_pb2 as pb
 
@@ -91,7 +92,7 @@ class Caller(AsyncClient):
         arrivals: list[tuple[float, int]] = []
         sent_s = time.perf_counter()
         status, problem = "INCOMPLETE", "the stream ended before its last message"
-        call = self._stub.Generate(request, timeout=self._timeout_s, metadata=self._metadata)
+        call = self._stub.Generate(request, timeout=TimeLimit(self._timeout_s).left_s, metadata=self._metadata)
         try:
             while (message := await call.read()) is not aio.EOF:
                 if message.num_tokens:

@@ -103,5 +103,8 @@ def fetch_metrics(address: str, timeout_s: float = 5.0) -> MetricsReading:
             return parse_metrics(response.read().decode())
     except urllib.error.URLError as error:
         raise ScrapeFailed(f"{url}: {error.reason}") from None
-    except (OSError, http.client.HTTPException, ValueError) as error:
+    except http.client.HTTPException as error:
+        # It may hold whatever the other end has sent instead of HTTP.
+        raise ScrapeFailed(f"{url}: no HTTP answer ({type(error).__name__})") from None
+    except (OSError, ValueError) as error:
         raise ScrapeFailed(f"{url}: {error}") from None

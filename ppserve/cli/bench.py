@@ -30,12 +30,12 @@ from ppserve.bench.workload import (
     recorded_sizes,
 )
 from ppserve.cli.connection import connection, connection_options
-from ppserve.cli.types import COUNTS, Parsed
+from ppserve.cli.types import COUNTS, Number, Parsed
 from ppserve.errors import ConfigError
 
 T = TypeVar("T")
 _COUNT = click.IntRange(min=1)
-_POSITIVE = click.FloatRange(min=0, min_open=True)
+_POSITIVE = Number(min=0, min_open=True)
 _OUT = click.Path(dir_okay=False, path_type=Path)
 _IN = click.Path(exists=True, dir_okay=False, path_type=Path)
 _SEEDS = 1 << 32
@@ -68,7 +68,7 @@ _LENGTHS = Parsed("lengths", parse_lengths)
 @click.option("--duration", type=_POSITIVE, help="Seconds after which no more are sent.")
 @click.option("--warm-up", "num_warm_up", type=click.IntRange(0), help="Requests before, not counted."
               "  [default: one per caller]")
-@click.option("--temperature", type=click.FloatRange(min=0), default=0.0, show_default=True, help="0 is greedy.")
+@click.option("--temperature", type=Number(min=0), default=0.0, show_default=True, help="0 is greedy.")
 @click.option("--timeout", "timeout_s", type=_POSITIVE, help="Deadline of each request in seconds.")
 @click.option("--seed", type=click.IntRange(0), default=lambda: secrets.randbelow(_SEEDS),
               show_default="a new one",

@@ -15,13 +15,14 @@ from typing import Any, cast
 import click
 
 from ppserve.cli.connection import connection, connection_options
-from ppserve.cli.types import TEXT
+from ppserve.cli.types import TEXT, Number
 from ppserve.client import AsyncClient, CallFailed, Chunk, Client, Options, RetryPolicy, completion_of
 from ppserve.errors import ConfigError, PpserveError
 
 # The proto's uint32 and uint64.
 _COUNT = click.IntRange(0, 2**32 - 1)
 _SEED = click.IntRange(0, 2**64 - 1)
+_TIME = Number(min=0, min_open=True)
 
 # Name of a request's option, its type (bool: a flag; a tuple: may be repeated), and its help.
 _REQUEST_OPTIONS: tuple[tuple[str, Any, str], ...] = (
@@ -48,7 +49,7 @@ _REQUEST_OPTIONS: tuple[tuple[str, Any, str], ...] = (
     ("stream_interval", _COUNT, "Tokens per message."),
     ("priority", click.IntRange(-(2**31), 2**31 - 1), "Higher is admitted first; counts as at most 10."),
     ("request_id", TEXT, "A name for the server's log."),
-    ("timeout_s", click.FloatRange(min=0, min_open=True), "Seconds to wait for the answer."),
+    ("timeout_s", _TIME, "Seconds to wait for the answer."),
 )
 
 
@@ -72,7 +73,7 @@ def _request_options(command: Callable[..., Any]) -> Callable[..., Any]:
 @click.option("--json", "as_json", is_flag=True, help="One JSON object per message; per answer with --no-stream.")
 @click.option("--stream/--no-stream", default=True, help="Print text as it comes, or when it is complete.")
 @click.option("--logit-bias", metavar="ID=BIAS", multiple=True, help="Added to a token's logit. May be repeated.")
-@click.option("--resume-timeout", type=click.FloatRange(0), default=120.0, show_default=True,
+@click.option("--resume-timeout", type=Number(0), default=120.0, show_default=True,
               help="Seconds to try for while no server answers, or its queue is full.")
 @_request_options
 @connection_options
@@ -81,7 +82,7 @@ def generate(
 ) -> None:
     """Continue PROMPT, and print what comes as it comes. PROMPT may be - for standard input.
 
-    Ctrl-C cancels. Exit codes: 0 answered, 1 refused or failed, 2 wrong usage, 130 cancelled.
+    Ctrl-C cancels. Exit codes: 0 answered, 1 refused, failed or out of time, 2 wrong usage, 130 cancelled.
     """
     asked = _prompts(prompt, prompts)
     options = _options(flags)
@@ -98,7 +99,7 @@ def generate(
 
 @click.command()
 @click.option("--service", default="", help="Ask about one service by name, such as ppserve.v1.GenerationService.")
-@click.option("--timeout", "timeout_s", type=float, default=5.0, show_default=True, help="Seconds to wait.")
+@click.option("--timeout", "timeout_s", type=_TIME, default=5.0, show_default=True, help="Seconds to wait.")
 @connection_options
 def health(service: str, timeout_s: float, **flags: Any) -> None:
     """Exit code 0 when the server serves, 1 when it does not or cannot be reached."""
@@ -198,15 +199,21 @@ async def _answer_all(
                 return chunks
 
         answers = [asyncio.ensure_future(answer(place, prompt)) for place, prompt in enumerate(prompts)]
+        late = []
         try:
-            for place, waiting in enumerate(answers):
+            for place, (prompt, waiting) in enumerate(zip(prompts, answers, strict=True)):
                 chunks = await waiting
                 if not printer.takes_chunks(options):
                     printer.answer(place, chunks)
+                if any(chunk.finish is not None and chunk.finish.reason == "DEADLINE" for chunk in chunks):
+                    late.append(prompt)
         finally:
             for waiting in answers:
                 waiting.cancel()
             await asyncio.gather(*answers, return_exceptions=True)
+        if late:
+            more = f", and before that of {len(late) - 1} more" if len(late) > 1 else ""
+            raise PpserveError(f"{late[0].origin}--timeout passed before the answer's end{more}")
 
 
 def _tell(failure: CallFailed) -> None:

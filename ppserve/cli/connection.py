@@ -40,7 +40,10 @@ def connection(flags: dict[str, Any]) -> dict[str, Any]:
             tls.credentials()
         except OSError as error:
             raise ConfigError("--tls-ca", f"cannot read {error.filename}: {error.strerror}") from None
-    return {"target": flags["target"], "api_key": _api_key(flags["api_key_file"]), "tls": tls}
+    target: str = flags["target"]
+    if ":" not in target or target.startswith(("http://", "https://")):
+        raise ConfigError("--target", f"{target!r} is not HOST:PORT")
+    return {"target": target, "api_key": _api_key(flags["api_key_file"]), "tls": tls}
 
 
 def _api_key(file: Path | None) -> str | None:

@@ -11,7 +11,7 @@ from typing import Any
 import click
 
 from ppserve.bench.workload import clip, read_trace
-from ppserve.cli.types import COUNTS, LAYERS, SIZE, AutoOr, Parsed
+from ppserve.cli.types import COUNTS, LAYERS, SIZE, AutoOr, Number, Parsed
 from ppserve.config import DTYPES, KV_DTYPES, QUANTIZATIONS
 from ppserve.core.architecture import Architecture
 from ppserve.core.grid import RankGrid
@@ -31,7 +31,7 @@ from ppserve.planning.shapes import Conditions, prospect, prospects, render_pros
 from ppserve.planning.simulator import SimulatedRequest
 
 _COUNT = click.IntRange(min=1)
-_POSITIVE = click.FloatRange(min=0, min_open=True)
+_POSITIVE = Number(min=0, min_open=True)
 _FILE = click.Path(exists=True, dir_okay=False, path_type=Path)
 
 
@@ -80,7 +80,7 @@ _TIME = _quantity("time up to 1000 s, such as 50us", "s", "num", 0.0, 1e3)
 @click.option("--trace", type=_FILE, help="CSV with TIMESTAMP, ContextTokens, GeneratedTokens.")
 @click.option("--time-scale", type=_POSITIVE, default=1.0, help="2 = the trace twice as fast as recorded.")
 @click.option("--max-num-seqs", type=_COUNT, default=256, help="Sequences running at once.")
-@click.option("--acceptance", type=click.FloatRange(0, 1), default=0.0, help="Right guesses, as with --speculate.")
+@click.option("--acceptance", type=Number(0, 1), default=0.0, help="Right guesses, as with --speculate.")
 @click.option("--costs", type=_FILE, help="A server's /costs.json, in place of what follows.")
 @click.option("--flops", type=_SPEED, default="50G", help="Of one stage; the default is about one CPU core.")
 @click.option("--memory-bandwidth", type=_SPEED, default="10GB/s", help="Of one stage.")

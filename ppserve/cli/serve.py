@@ -11,7 +11,7 @@ from typing import Any
 import click
 
 from ppserve import config as cfg
-from ppserve.cli.types import GUESSES, LAYERS, ON_OFF, PORTS, SIZE, AutoOr
+from ppserve.cli.types import GUESSES, LAYERS, ON_OFF, PORTS, SIZE, AutoOr, Number
 from ppserve.errors import ConfigError
 from ppserve.process.environment import RankEnvironment, open_many_files
 from ppserve.process.rank import run_rank
@@ -90,8 +90,8 @@ def _load_config_file(ctx: click.Context, _param: click.Parameter, path: Path | 
 @click.option("--expect-prompt", type=_COUNT, default=128, help="Typical prompt tokens, for --layers auto.")
 @click.option("--expect-new", type=_COUNT, default=128, help="Typical new tokens, for --layers auto.")
 @click.option("--expect-callers", type=_COUNT, default=16, help="Typical requests at once, for --parallel auto.")
-@click.option("--shutdown-timeout", type=click.FloatRange(0, 86400), default=25, help="Seconds that streams have.")
-@click.option("--start-timeout", type=click.FloatRange(1), default=1800, help="Seconds without progress at start.")
+@click.option("--shutdown-timeout", type=Number(0, 86400), default=25, help="Seconds that streams have.")
+@click.option("--start-timeout", type=Number(1), default=1800, help="Seconds without progress at start.")
 @click.option("--tls-cert", type=_FILE)
 @click.option("--tls-key", type=_FILE)
 @click.option("--tls-client-ca", type=_FILE, help="Demand client certificates of this authority.")

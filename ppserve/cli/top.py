@@ -16,6 +16,7 @@ from ppserve.bench.scrape import ScrapeFailed
 from ppserve.bench.screen import render_line, render_screen
 from ppserve.bench.top import View, read, view_of
 from ppserve.cli.connection import connection, connection_options
+from ppserve.cli.types import Number
 from ppserve.client import CallFailed, Client, RetryPolicy
 
 _ENTER = "\x1b[?1049h\x1b[?25l"
@@ -26,7 +27,7 @@ _HOME, _TO_LINE_END, _TO_SCREEN_END = "\x1b[H", "\x1b[K", "\x1b[J"
 @click.command()
 @click.option("--metrics", default="127.0.0.1:9400", show_default=True, metavar="HOST:PORT",
               help="The server's metrics page; `none`: only the stages.")
-@click.option("--interval", "interval_s", type=click.FloatRange(min=0.1), default=1.0, show_default=True,
+@click.option("--interval", "interval_s", type=Number(0.1, 86400), default=1.0, show_default=True,
               help="Seconds that every view covers.")
 @click.option("--once", is_flag=True, help="One view, then the end.")
 @connection_options

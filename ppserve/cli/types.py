@@ -29,6 +29,16 @@ class Parsed(click.ParamType[Any]):
             self.fail(str(error), param, ctx)
 
 
+class Number(click.FloatRange):
+    """A number of a range. click's own takes `nan`, which no bound can refuse."""
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
+        number = super().convert(value, param, ctx)
+        if number != number:
+            self.fail("nan is no number", param, ctx)
+        return number
+
+
 class AutoOr(click.ParamType[Any]):
     """`auto` (None), or a value of another type."""
 

@@ -120,7 +120,7 @@ class AsyncClient:
         check = health_pb2_grpc.HealthStub(self._channel).Check
         asked = health_pb2.HealthCheckRequest(service=service)
         try:
-            answer = await self._style.result(check(asked, timeout=timeout_s))
+            answer = await self._style.result(check(asked, timeout=TimeLimit(timeout_s).left_s))
         except grpc.RpcError as error:
             raise failure_of(error) from None
         return bool(answer.status == health_pb2.HealthCheckResponse.SERVING)

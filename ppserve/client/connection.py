@@ -46,11 +46,15 @@ def call_metadata(api_key: str | None) -> tuple[tuple[str, str], ...]:
     return () if api_key is None else (("authorization", f"Bearer {api_key}"),)
 
 
+# gRPC takes much longer ones for limits that have passed.
+_LONGEST_S = 1e9
+
+
 class TimeLimit:
     """The deadline of a call over all its attempts. timeout_s None: no deadline."""
 
     def __init__(self, timeout_s: float | None) -> None:
-        self._deadline_s = None if timeout_s is None else time.monotonic() + timeout_s
+        self._deadline_s = None if timeout_s is None else time.monotonic() + min(timeout_s, _LONGEST_S)
 
     @property
     def left_s(self) -> float | None:

@@ -149,6 +149,7 @@ def test_failures_are_counted_and_named() -> None:
     [
         (("--prompt-tokens", "many"), "--prompt-tokens"),
         (("--sweep", "1,2", "--rate", "5"), "--sweep"),
+        (("--rate", "nan"), "--rate"),
         (("--goodput", "itl:5"), "--goodput"),
         (("ttft:500",), "ttft:500"),
         (("--stage-trace", __file__), "--plot"),

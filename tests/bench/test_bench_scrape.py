@@ -77,6 +77,23 @@ def test_pages_that_are_none() -> None:
         fetch_metrics("nonsense")
 
 
+def test_what_speaks_no_http_is_not_shown() -> None:
+    """gRPC's port, say: its bytes are not for a terminal."""
+
+    async def speak(_reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        writer.write(b"\x00\x00\x1b[2J\x04\n")
+        writer.close()
+
+    async def main() -> None:
+        async with await asyncio.start_server(speak, "127.0.0.1", 0) as server:
+            port = server.sockets[0].getsockname()[1]
+            with pytest.raises(ScrapeFailed, match="no HTTP answer") as failed:
+                await asyncio.to_thread(fetch_metrics, f"127.0.0.1:{port}")
+            assert str(failed.value).isprintable()
+
+    asyncio.run(main())
+
+
 def test_a_page_over_http() -> None:
     async def main() -> int:
         server = PageServer({"/metrics": lambda: Page("text/plain", b"up 1\n")})

@@ -13,7 +13,9 @@ from pathlib import Path
 
 import pytest
 
+from ppserve.core.request import FinishReason
 from ppserve.errors import Draining, StagesLost
+from ppserve.head.engine.output import TokenOutput
 from tests.fake_engine import FakeEngine, served, served_in_thread
 
 pytestmark = pytest.mark.slow
@@ -98,6 +100,9 @@ def test_prompts_from_a_file_in_its_order(target: str, tmp_path: Path) -> None:
         (("hello", "--api-key-file", "no-such-file"), 2, ("--api-key-file",)),
         (("hello", "--tls-ca", "no-such-file"), 2, ("no-such-file",)),
         (("hello", "--colour"), 2, ("--colour",)),
+        (("hello", "--timeout", "nan"), 2, ("--timeout", "nan")),
+        (("hello", "--target", "127.0.0.1"), 2, ("--target", "HOST:PORT")),
+        (("hello", "--target", "http://127.0.0.1:50051"), 2, ("--target", "HOST:PORT")),
     ],
 )
 def test_mistakes_are_one_line(target: str, arguments: tuple[str, ...], code: int, words: tuple[str, ...]) -> None:
@@ -152,6 +157,31 @@ def test_nobody_there_is_told_at_once() -> None:
         assert done.returncode == 1
         assert "127.0.0.1:1" in done.stderr
         assert len(done.stderr.splitlines()) == 1
+
+
+@pytest.mark.parametrize("seconds", ["1e12", "inf"])
+def test_a_time_limit_in_the_far_future_has_not_passed(target: str, seconds: str) -> None:
+    assert ppserve(target, "generate", "hello", "--max-tokens", "2", "--timeout", seconds).returncode == 0
+    assert ppserve(target, "health", "--timeout", seconds).returncode == 0
+
+
+def test_an_answer_that_its_time_limit_has_cut_is_no_success() -> None:
+    async def main(*flags: str) -> str:
+        engine = FakeEngine(by_hand=True)
+        async with served(engine) as (_, target):
+            process = await asyncio.create_subprocess_exec(
+                *command(target, "generate", "hello", *flags), stdout=subprocess.PIPE, stderr=subprocess.PIPE
+            )
+            await engine.until(lambda engine: bool(engine.sinks), 60)
+            _, sink = engine.sinks.popitem()
+            sink.push([TokenOutput(0, 0, 65, "A"), TokenOutput(0, 1, finish=FinishReason.DEADLINE)])
+            output, errors = await asyncio.wait_for(process.communicate(), 60)
+            assert process.returncode == 1
+            assert errors.decode() == "ppserve: error: --timeout passed before the answer's end\n"
+            return output.decode()
+
+    assert asyncio.run(main()) == "A\n"
+    assert '"DEADLINE"' in asyncio.run(main("--json", "--no-stream"))
 
 
 def test_a_broken_stream_goes_on() -> None:

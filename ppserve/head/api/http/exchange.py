@@ -169,8 +169,12 @@ def _decoded(decoder: msgspec.json.Decoder[B], body: bytes) -> B:
     except msgspec.ValidationError as error:
         problem, _, path = str(error).partition(" - at `$.")
         raise InvalidRequest([Violation(path.rstrip("`") or "body", problem)]) from error
-    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
-        raise InvalidRequest([Violation("body", "not JSON, or nested too deeply")]) from error
+    except msgspec.DecodeError as error:
+        why = str(error).removeprefix("JSON is malformed: ")
+        raise InvalidRequest([Violation("body", f"not JSON: {why}")]) from error
+    except (UnicodeDecodeError, RecursionError) as error:
+        problem = "not UTF-8" if isinstance(error, UnicodeDecodeError) else "nested too deeply"
+        raise InvalidRequest([Violation("body", problem)]) from error
 
 
 def _too_long() -> HttpError:

@@ -84,12 +84,41 @@ def test_all_mistakes_are_told_together() -> None:
 
 
 @pytest.mark.parametrize(
-    "body", [b"", b"[]", b"{", b"\xff", b'{"prompt": "\\ud800"}', b"[" * 100_000, b'{"x": ' + b"[" * 100_000]
+    ("prompts", "param"),
+    [
+        ([[104], [104, 999]], "prompt[1][1]"),
+        (["a", "b", "x" * 65], "prompt[2]"),
+        ([[104], [104] * 64, [104]], "prompt[1]"),
+    ],
 )
-def test_bodies_that_are_not_json(body: bytes) -> None:
+def test_a_refusal_says_which_of_several_prompts(prompts: list[object], param: str) -> None:
     async def scenario(served: Served) -> None:
-        answer = await served.ask("/v1/completions", body)
-        assert (answer.status, answer.json["error"]["param"]) == (400, "body")
+        status, named, message = await served.refusal(prompt=prompts)
+        assert (status, named) == (400, param), message
+        assert (await served.refusal(prompt=prompts, n=99))[1] == "n"
+
+    run(scenario)
+
+
+@pytest.mark.parametrize(
+    ("body", "why"),
+    [
+        (b"", "truncated"),
+        (b"[]", "array"),
+        (b"{", "truncated"),
+        (b'{"prompt": "a",}', "trailing comma in object (byte 15)"),
+        (b"\xff", "(byte 0)"),
+        (b'{"prompt": "\xff"}', "not UTF-8"),
+        (b'{"prompt": "\\ud800"}', "not JSON"),
+        (b"[" * 100_000, "array"),
+        (b'{"x": ' + b"[" * 100_000, "nested too deeply"),
+    ],
+)
+def test_bodies_that_are_not_json(body: bytes, why: str) -> None:
+    async def scenario(served: Served) -> None:
+        error = (await served.ask("/v1/completions", body)).json["error"]
+        assert error["param"] == "body"
+        assert why in error["message"]
 
     run(scenario)
 

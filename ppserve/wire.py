@@ -299,6 +299,10 @@ class DraftQuestion(_Message, frozen=True, tag=True):
     count: int
 
 
+class DraftStop(_Message, frozen=True, tag=True):
+    """The open question is answered at once, with the tokens that are drawn."""
+
+
 class Drafted(_Message, frozen=True, tag=True):
     token_ids: tuple[int, ...]
 
@@ -308,7 +312,7 @@ FromStranger = Proof
 FromKeeper = Start
 FromHead = Challenge | Welcome | Refused | Assign | Form | Abandon | Plan | Cancel | Ping | Shutdown
 
-ToDraft = DraftStart | DraftQuestion
+ToDraft = DraftStart | DraftQuestion | DraftStop
 FromDraft = DraftReady | Drafted
 
 Outgoing = FromStage | FromStranger | FromKeeper | FromHead | ToDraft | FromDraft

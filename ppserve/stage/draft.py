@@ -7,8 +7,10 @@ from its standard input and answers on its standard output. It ends when its inp
 from __future__ import annotations
 
 import os
+import select
 import signal
 import sys
+from collections import deque
 from collections.abc import Iterator
 from dataclasses import replace
 
@@ -92,8 +94,9 @@ def main() -> int:
     reader = wire.FrameReader(wire.ToDraft)
     draft: Draft | None = None
     while received := os.read(0, 1 << 16):
-        for message in reader.feed(received):
-            match message:
+        messages = deque(reader.feed(received))
+        while messages:
+            match messages.popleft():
                 case wire.DraftStart(path, of):
                     torch.set_num_threads(1)
                     try:
@@ -108,7 +111,12 @@ def main() -> int:
                     answers.write(wire.encode(wire.DraftReady(draft.max_positions)))
                 case wire.DraftQuestion(piece, count):
                     assert draft is not None
-                    answers.write(wire.encode(wire.Drafted(tuple(draft.continued(piece, count)))))
+                    drawn = []
+                    for token_id in draft.continued(piece, count):
+                        drawn.append(token_id)
+                        if messages or select.select([0], [], [], 0)[0]:  # only DraftStop comes before the answer
+                            break
+                    answers.write(wire.encode(wire.Drafted(tuple(drawn))))
             answers.flush()
     return 0
 

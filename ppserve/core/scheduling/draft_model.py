@@ -46,7 +46,8 @@ class DraftChannel(Protocol):
         ...
 
     def answer(self, *, wait: bool) -> tuple[int, ...] | None:
-        """The answer to the open question, once; None if it has not come. wait: for a moment."""
+        """The answer to the open question, once; None if it has not come. wait: for a moment. Raises Interrupted
+        if a request arrives meanwhile; then fewer tokens may be answered, at least one."""
         ...
 
 

@@ -21,13 +21,17 @@ class Guess(NamedTuple):
     probability: float
 
 
+class Interrupted(Exception):
+    """A request arrives while a drafter waits for a model."""
+
+
 class Drafter(Protocol):
     """Guesses for one sequence."""
 
     def guess(self, token_ids: Seq[int], guesses: Seq[int]) -> Guess | None:
         """The token that may follow `token_ids` and then `guesses`; None where there is nothing to go by.
 
-        token_ids only ever grows from call to call.
+        token_ids only ever grows from call to call. Raises Interrupted.
         """
         ...
 

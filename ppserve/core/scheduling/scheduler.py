@@ -32,7 +32,7 @@ from ppserve.core.scheduling.ahead import Ahead
 from ppserve.core.scheduling.block_manager import BlockManager, BlockTable
 from ppserve.core.scheduling.composer import Composer, CostModel, StepLimits
 from ppserve.core.scheduling.config import SchedulerConfig
-from ppserve.core.scheduling.drafter import NewDrafter, look_up_prompts
+from ppserve.core.scheduling.drafter import Interrupted, NewDrafter, look_up_prompts
 from ppserve.core.scheduling.intake import Intake
 from ppserve.core.scheduling.lanes import Lanes
 from ppserve.core.scheduling.prefix_cache import PrefixCache
@@ -197,7 +197,7 @@ class Scheduler:
     # Steps
 
     def schedule(self, now: float) -> StepPlan | None:
-        """The next step; None when the pipeline is full or nothing is ready."""
+        """The next step; None when the pipeline is full, nothing is ready, or a request arrives meanwhile."""
         self.intake.admit(now)
         if self.lanes.full:
             return self._build(picks) if (picks := self._ahead.picks(now)) else None
@@ -207,7 +207,11 @@ class Scheduler:
             self.intake.step_scheduled(now)
             return self.lanes.plan((), ())
         lone = self.intake.lone_at(self)
-        picks = self._compose(now) if lone is None else self._compose_alone(lone)
+        try:
+            picks = self._compose(now) if lone is None else self._compose_alone(lone)
+        except Interrupted:
+            self._speculation.withdraw_unsent(self._roster.running)
+            return None
         if picks and not self.is_busy:
             self.intake.step_scheduled(now)
         return self._build(picks) if picks else None

@@ -17,6 +17,7 @@ from collections.abc import Sequence
 from ppserve import wire
 from ppserve.core.plan import Slice
 from ppserve.core.scheduling.draft_model import NUM_SLOTS
+from ppserve.core.scheduling.drafter import Interrupted
 from ppserve.errors import WireError
 from ppserve.process.environment import EXIT_USAGE
 
@@ -78,6 +79,9 @@ class DraftProcess:
             self._listen(self._left_s if wait else 0.0)
             self._waited_s += time.monotonic() - began_s
             self._waited_before_s[self._slot] = self._waited_s
+            if wait and not self._answers and not self._is_lost and select.select(self._wakes, [], [], 0)[0]:
+                self._send(wire.DraftStop())  # it may need the core
+                raise Interrupted
         return self._answers.pop() if self._answers else None
 
     def refused(self) -> bool:
@@ -98,7 +102,7 @@ class DraftProcess:
         self._questions.close()
         self._frames.close()
 
-    def _send(self, message: wire.DraftStart | wire.DraftQuestion) -> None:
+    def _send(self, message: wire.ToDraft) -> None:
         """A question is smaller than what the pipe holds, unless the context has tens of thousands of tokens, and
         only one is open. What does not fit would be half a frame."""
         if self._is_lost:

@@ -11,7 +11,7 @@ from ppserve.core.cost_model import StepSize
 from ppserve.core.plan import SPECULATIVE, StepPlan, StepResult
 from ppserve.core.request import FinishReason, OutputOptions, Request, SamplingParams, StopConditions
 from ppserve.core.scheduling.config import SchedulerConfig
-from ppserve.core.scheduling.drafter import Drafter, Guess, NewDrafter
+from ppserve.core.scheduling.drafter import Drafter, Guess, Interrupted, NewDrafter
 from ppserve.core.scheduling.guess_trial import Way
 from ppserve.core.scheduling.speculation import PAUSE_S
 from tests.core.scheduling.rig import SchedulerRig, a_request, fill
@@ -118,6 +118,32 @@ def test_requests_that_arrive_go_before_guesses() -> None:
     commit_one()  # the newcomer's
     rig.drain()
     assert rig.scheduler.lanes.guesses["rejected"] == 0
+    rig.check_answers()
+
+
+def test_a_step_is_not_sent_before_a_request_that_arrives_while_it_is_guessed_for() -> None:
+    """The newcomer would wait for it at the first stage. So he is in the same step, and nothing is guessed."""
+
+    class Thinking(Always):
+        def guess(self, token_ids: Seq[int], guesses: Seq[int]) -> Guess | None:
+            if is_arriving and len(guesses) == 2:
+                raise Interrupted
+            return super().guess(token_ids, guesses)
+
+    rig = a_rig(None, SameCosts(), new_drafter=lambda request, _index: Thinking(request, ()))
+    rig.scheduler._speculation._trial.way = Way.WIDE
+    rig.submit(a_request("stream", max_tokens=40))
+    fill(rig)
+    rig.commit_one()
+    rig.scheduler._speculation._trial.way = Way.WIDE  # the trial would begin without
+    is_arriving = True
+    assert fill(rig) == []
+    is_arriving = False
+    rig.submit(a_request("newcomer", max_tokens=1))
+    (plan,) = fill(rig)
+    assert (plan.phase, len(plan.slices)) == ("mixed", 2)
+    assert rig.num_guesses == 0
+    rig.drain()
     rig.check_answers()
 
 

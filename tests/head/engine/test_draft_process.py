@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import signal
 import sys
 import time
 from collections.abc import Callable, Iterator
@@ -11,6 +13,7 @@ import pytest
 
 from ppserve.core.plan import Draw, Slice
 from ppserve.core.request import SamplingParams
+from ppserve.core.scheduling.drafter import Interrupted
 from ppserve.head.engine import draft_process
 from ppserve.head.engine.draft_process import WAIT_S, DraftProcess
 from tests.head.engine.control_rig import listening
@@ -72,8 +75,29 @@ def test_nothing_is_waited_for_when_a_request_arrives(monkeypatch: pytest.Monkey
         process.ask(QUESTION, 1)
         control.wake()
         began_s = time.monotonic()
-        assert process.answer(wait=True) is None
+        with pytest.raises(Interrupted):
+            process.answer(wait=True)
         assert time.monotonic() - began_s < 10.0
+        process.end()
+
+
+def test_what_is_drawn_when_a_request_arrives_is_the_answer() -> None:
+    """It may need the core. The process hears of both at once here, and begins with the question."""
+    with listening() as control:
+        process = DraftProcess("builtin", "tiny", wakes=[control.woken_file])
+        assert not process.refused()
+        until(lambda: process.max_positions)
+        os.kill(process._process.pid, signal.SIGSTOP)
+        process.ask(QUESTION, 100)
+        control.wake()
+        with pytest.raises(Interrupted):
+            process.answer(wait=True)
+        os.kill(process._process.pid, signal.SIGCONT)
+        control.poll(0.0)
+        assert len(first := answered(process)) == 1
+        process.ask(QUESTION, 4)
+        again = answered(process)
+        assert (again[:1], len(again)) == (first, 4), "the next one is answered in full"
         process.end()
 
 

@@ -22,7 +22,7 @@ from ppserve.head.api.desk import FrontDesk
 from ppserve.head.api.http.answers import AnswerJson, Answers, PromptProgress, UsageJson, finish_of
 from ppserve.head.api.http.exchange import Exchange
 from ppserve.head.api.http.failures import HttpError
-from ppserve.head.api.http.fields import Sampling, Unserved, asked_from, check_model, check_served
+from ppserve.head.api.http.fields import Sampling, Unserved, asked_from, called, check_model, check_served
 from ppserve.head.api.http.generating import generate
 from ppserve.head.api.http.logprobs import ChatLogprobsJson
 from ppserve.head.api.stream import Delta
@@ -192,9 +192,14 @@ async def chat_completions(template: ChatTemplate | None, exchange: Exchange, de
     prompt = await _prompt(template, body, desk)
     logprobs = (body.top_logprobs or 0) if body.logprobs else None
     more: dict[str, Any] = {"logprobs": logprobs}
+    names = {"prompt": "messages", "output.logprobs": "top_logprobs"}
     if body.max_completion_tokens is not None:
         more["max_tokens"] = body.max_completion_tokens
-    await generate(exchange, desk, body, [asked_from(body, prompt, **more)], ChatAnswers)
+        names["stop.max_tokens"] = "max_completion_tokens"
+    try:
+        await generate(exchange, desk, body, [asked_from(body, prompt, **more)], ChatAnswers)
+    except InvalidRequest as error:
+        raise called(names, error) from None
 
 
 async def _prompt(template: ChatTemplate, body: ChatBody, desk: FrontDesk) -> list[int]:

@@ -7,7 +7,7 @@ Only what has no counterpart in `Asked` is judged here; see `ppserve.head.api.re
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from functools import cache
 from itertools import islice
 from typing import Any, cast
@@ -171,6 +171,15 @@ def asked_from(body: Sampling, prompt: Prompt, **more: Any) -> Asked:
         given["resume"] = Resume(body.resume.index, body.resume.token_ids)
     given |= more
     return Asked(prompt=prompt, **{name: value for name, value in given.items() if value is not None})
+
+
+def called(names: Mapping[str, str], error: InvalidRequest) -> InvalidRequest:
+    """The same mistakes. names: what this body calls fields, where the proto's names do not tell."""
+    told = []
+    for violation in error.violations:
+        name, bracket, rest = violation.field.partition("[")
+        told.append(Violation(names.get(name, name) + bracket + rest, violation.problem))
+    return InvalidRequest(told)
 
 
 def completions_from(body: CompletionBody) -> list[Asked]:

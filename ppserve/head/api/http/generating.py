@@ -8,11 +8,11 @@ from contextlib import AsyncExitStack
 
 import msgspec
 
-from ppserve.errors import InvalidRequest, Violation
+from ppserve.errors import InvalidRequest
 from ppserve.head.api.desk import FrontDesk, aside
 from ppserve.head.api.http.answers import Answers
 from ppserve.head.api.http.exchange import Exchange
-from ppserve.head.api.http.fields import CompletionBody, Sampling, check_model, completions_from
+from ppserve.head.api.http.fields import CompletionBody, Sampling, called, check_model, completions_from
 from ppserve.head.api.requests import Asked
 from ppserve.head.api.stream import RequestStream
 
@@ -38,7 +38,8 @@ async def generate(
             try:
                 streams.append(await stack.enter_async_context(desk.generate(asked, exchange.call.another())))
             except InvalidRequest as error:
-                raise (error if len(prompts) == 1 else _of_prompt(place, error)) from None
+                names = dict.fromkeys(("prompt", "token_ids.ids"), f"prompt[{place}]")
+                raise (error if len(prompts) == 1 else called(names, error)) from None
         answers = kind(exchange.call, body, [stream.request for stream in streams], desk)
         if body.stream:
             await _send_events(exchange, answers, streams)
@@ -46,17 +47,6 @@ async def generate(
             deltas = [[delta async for delta in stream.deltas_in_time()] for stream in streams]
             num_tokens = sum(len(delta.tokens) + len(delta.prompt_scores) for part in deltas for delta in part)
             await exchange.answer(await aside(num_tokens, lambda: answers.whole(deltas)))
-
-
-def _of_prompt(place: int, error: InvalidRequest) -> InvalidRequest:
-    """The same mistakes, where those of a prompt say which of several it is."""
-    told = []
-    for violation in error.violations:
-        name, bracket, rest = violation.field.partition("[")
-        is_prompt = name in ("prompt", "token_ids.ids")
-        field = f"prompt[{place}]{bracket}{rest}" if is_prompt else violation.field
-        told.append(Violation(field, violation.problem))
-    return InvalidRequest(told)
 
 
 async def _send_events(exchange: Exchange, answers: Answers, streams: Sequence[RequestStream]) -> None:

@@ -110,6 +110,10 @@ def test_the_template_s_end_of_text_is_a_token_and_a_message_s_is_text(template:
         ),
         ({"messages": HELLO, "top_logprobs": 2}, "top_logprobs"),
         ({"messages": HELLO, "top_p": 7}, "top_p"),
+        ({"messages": HELLO, "logprobs": True, "top_logprobs": 99}, "top_logprobs"),
+        ({"messages": HELLO, "max_tokens": -1}, "max_tokens"),
+        ({"messages": HELLO, "max_completion_tokens": -1}, "max_completion_tokens"),
+        ({"messages": [{"role": "user", "content": "x" * 64}], "max_tokens": 1}, "messages"),
     ],
 )
 def test_a_refusal_names_the_field(template: Path, body: dict[str, Any], param: str) -> None:

@@ -1,7 +1,7 @@
 # syntax=docker/dockerfile:1
 #
 #   docker build -t ppserve .
-#   docker run --rm -p 50051:50051 -p 9400:9400 --shm-size 1g ppserve
+#   docker run --rm -p 50051:50051 -p 8000:8000 -p 9400:9400 --shm-size 1g ppserve
 #   docker run ... -v /models:/models:ro ppserve --model /models/gpt2 --stages 4 --host 0.0.0.0
 #
 # TORCH=cpu (the default) takes a CPU build of torch and nothing of CUDA. Where pip's own index has none, name

@@ -37,7 +37,7 @@ from simulator_against_server import Run, drive
 from ppserve.client import Client
 from ppserve.core.figures import table
 from ppserve.model.compiled.cache_directory import VARIABLE, cache_directory
-from ppserve.stage.device import cores_here
+from ppserve.stage.host import cores_here
 
 ROW = re.compile(
     r"^(\d+)x(\d+)x(\d+) .*? ([\d.]+(?:e\+\d+)?) +[\d.]+ ms +([\d.]+) ms +[\d.]+ ms +\d+%$", re.MULTILINE

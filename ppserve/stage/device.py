@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import contextlib
+import logging
 import os
 import platform
 from dataclasses import dataclass, field
-from pathlib import Path
 
 import torch
 
@@ -20,6 +19,9 @@ from ppserve.model.cpu.kernels.products import multiplies_bfloat16
 from ppserve.model.cpu.precision import cpu_precision
 from ppserve.model.cuda.backend import CudaBackend, DeviceOptions
 from ppserve.process.environment import RankEnvironment
+from ppserve.stage.host import available_bytes, cores_here
+
+log = logging.getLogger(__name__)
 
 _CPU_LIMIT_BYTES = 2 << 30
 # Of what is free, what the cache may take: weights are loaded by then, activations are small.
@@ -101,7 +103,7 @@ class Compute:
         """What weights and KV cache may take together; 0 where that is unknown."""
         if self.device.type == "cuda":
             return int(torch.cuda.mem_get_info(self.device)[1] * _GPU_SHARE) // self.stages_on_gpu
-        return _available_bytes() // self.stages_here
+        return available_bytes() // self.stages_here
 
     def kv_budget_bytes(self, weight_bytes: int = 0, vocab_size: int = 0) -> int:
         """What the KV cache may take. weight_bytes: of this stage, which are in memory. (What torch holds on a GPU
@@ -111,7 +113,7 @@ class Compute:
             free_bytes, total_bytes = torch.cuda.mem_get_info(self.device)
             share_bytes = gpu_share(free_bytes, total_bytes, weight_bytes, self.stages_on_gpu)
             return max(0, int((share_bytes - self.options.logits_bytes(vocab_size)) * _GPU_SHARE))
-        return min(int(_available_bytes() * CPU_KV_SHARE) // self.stages_here, _CPU_LIMIT_BYTES)
+        return min(int(available_bytes() * CPU_KV_SHARE) // self.stages_here, _CPU_LIMIT_BYTES)
 
 
 def choose(config: ServeConfig, environment: RankEnvironment, stored_dtype: str) -> Compute:
@@ -121,7 +123,8 @@ def choose(config: ServeConfig, environment: RankEnvironment, stored_dtype: str)
     device = devices[environment.local_rank]
     stages_on_gpu, on_gpu = devices.count(device), device.type == "cuda"
     dtype = _resolve_dtype(config.model.dtype, stored_dtype, device)
-    threads = config.pipeline.threads or max(1, cores_here() // stages_here)
+    cores = cores_here()
+    threads = config.pipeline.threads or max(1, cores // stages_here)
     quantization, kv_dtype = config.model.quantization, config.cache.kv_dtype
     reference = not on_gpu and os.environ.get(REFERENCE) == "1"
     if (on_gpu or reference) and quantization != "none":
@@ -130,6 +133,9 @@ def choose(config: ServeConfig, environment: RankEnvironment, stored_dtype: str)
         raise ConfigError("--kv-dtype", "int8 needs a CPU; add --force-cpu or choose another")
     if kv_dtype == "auto":
         kv_dtype = dtype
+    if config.pipeline.threads and not on_gpu and environment.local_rank == 0 and threads * stages_here > cores:
+        many = f"--threads {threads}: stages have {threads * stages_here} threads here and may use {cores} cores"
+        log.warning("%s; every step waits for threads that have none", many)
     asked, shares_gpu = config.device, on_gpu and stages_on_gpu > 1
     scheduling = config.scheduling
     max_rows = scheduling.max_num_seqs
@@ -137,11 +143,6 @@ def choose(config: ServeConfig, environment: RankEnvironment, stored_dtype: str)
     options = DeviceOptions(asked.batch_invariant, asked.cuda_graphs, max_rows, kv_dtype, max_step_rows)
     arithmetic = dtype, shares_gpu, stages_here, threads, quantization, kv_dtype
     return Compute(device, *arithmetic, options, reference, stages_on_gpu)
-
-
-def cores_here() -> int:
-    """That this process may use."""
-    return len(os.sched_getaffinity(0))
 
 
 def devices_here(config: ServeConfig, count: int) -> tuple[torch.device, ...]:
@@ -212,12 +213,3 @@ def _resolve_dtype(asked: str, stored: str, device: torch.device) -> str:
         return asked
     has_units = multiplies_bfloat16(variants.in_use(), variants.features())
     return "bfloat16" if stored == "bfloat16" and has_units else "float32"
-
-
-def _available_bytes() -> int:
-    """Memory that this host could still give; 0 where /proc does not say."""
-    with contextlib.suppress(OSError):
-        for line in Path("/proc/meminfo").read_text().splitlines():
-            if line.startswith("MemAvailable:"):
-                return int(line.split()[1]) * 1024
-    return 0

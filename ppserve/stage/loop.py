@@ -34,7 +34,8 @@ from ppserve.model.gpt2 import GPT2Stage
 from ppserve.model.selftest import check_determinism
 from ppserve.process.environment import RankEnvironment, this_machine
 from ppserve.process.interfaces import ONE_HOST, Route
-from ppserve.stage.device import Compute, choose, cores_here, in_words, is_lost, lacks_memory
+from ppserve.stage.device import Compute, choose, in_words, is_lost, lacks_memory
+from ppserve.stage.host import cores_here
 from ppserve.stage.link import Link, OnAbandon, Stamped
 from ppserve.stage.step import Stage
 from ppserve.stage.transport import Frames

@@ -220,3 +220,13 @@ def test_torch_has_threads_only_where_it_computes(reference: bool, expected: int
         assert torch.get_num_threads() == expected
     finally:
         torch.set_num_threads(num_threads)
+
+
+@pytest.mark.parametrize(("threads", "warns"), [(None, False), (1, False), (10_000, True)])
+def test_more_threads_than_cores_are_warned_of(
+    threads: int | None, warns: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    config = ServeConfig()
+    config = replace(config, pipeline=replace(config.pipeline, threads=threads))
+    choose(config, RankEnvironment(0, 1, 0, 1), "float32")
+    assert ("--threads 10000" in caplog.text) == warns

@@ -1,7 +1,8 @@
 """The time of a step on a stage: seconds = a + b·rows + c·context + d·sampled, fitted while serving.
 
-rows: tokens in the step. context: keys read by all rows together (a row at position p reads p + 1). sampled:
-rows that go through the LM head, which only the last stage has.
+rows: tokens in the step. context: keys that are read (a row at position p needs p + 1; a sequence's rows that
+follow each other read them together, up to eight at a time). sampled: rows that go through the LM head, which only
+the last stage has.
 
 The fit minimizes squared *relative* errors. So decode steps of 1 ms count as much as prompts of 1 s, and a step
 that something else delayed has little influence: its relative error is below 100%, however late it was. Steps are
@@ -30,6 +31,8 @@ _RIDGE = (1e-9, 1e-6, 1e-6, 1e-6)
 # Typical values of the four terms; the fit is scaled by them.
 _TYPICAL = (1.0, 8.0, 1024.0, 8.0)
 _MOST_STEPS_BETWEEN_FITS = 16
+# Rows of a slice for which a key is read once. Kernels take some 4 to 16; measured in docs/performance/shapes.md.
+_ROWS_TOGETHER = 8
 # Observations needed before the errors of predictions are counted.
 _MIN_OBSERVATIONS = 64
 
@@ -41,12 +44,12 @@ class StepSize:
     """The terms of a step's cost; see the module."""
 
     rows: int = 0
-    context: int = 0
+    context: float = 0
     sampled: int = 0
 
     @classmethod
     def of(cls, plan: StepPlan) -> StepSize:
-        context = sampled = 0
+        context, sampled = 0.0, 0
         for piece in plan.slices:
             context += _keys_read(piece.start, len(piece.token_ids))
             sampled += len(piece.targets) + piece.num_draws
@@ -58,9 +61,9 @@ class StepSize:
         return StepSize(self.rows + num_tokens, context, self.sampled + sampled)
 
 
-def _keys_read(start: int, num_tokens: int) -> int:
-    """Keys that `num_tokens` tokens from position `start` on read together; the one at position p reads p + 1."""
-    return num_tokens * start + num_tokens * (num_tokens + 1) // 2
+def _keys_read(start: int, num_tokens: int) -> float:
+    """By `num_tokens` tokens of a sequence from position `start` on."""
+    return max(num_tokens / _ROWS_TOGETHER, min(1, num_tokens)) * (start + (num_tokens + 1) / 2)
 
 
 @dataclass(frozen=True, slots=True)
@@ -112,19 +115,23 @@ class BentCosts:
 @dataclass(frozen=True, slots=True)
 class LayerCosts:
     """What a model's parts cost on one rank. head: final norm, LM head and drawing, besides the layers. around_s:
-    of a step, what the rank computes beside both: a plan in, inputs, a result out; 0 where it is not known."""
+    of a step, what any rank computes beside these: a plan in, inputs, a result out; 0 where it is not known.
+    ends_s: what comes to that on a lone stage, which embeds, and tells what it has drawn: half of it on the first
+    of several, half on the last."""
 
     layer: Coefficients
     head: Coefficients
     around_s: float = 0.0
     layer_bends: Bends = ()
     head_bends: Bends = ()
+    ends_s: float = 0.0
 
     def stage(self, layout: StageLayout) -> BentCosts:
         """What a step costs on a stage with these layers, whose ranks compute as these do."""
         head = self.head if layout.is_last else Coefficients()
+        ends_s = self.ends_s * (layout.is_first + layout.is_last) / 2
         line = Coefficients(
-            self.layer.step * layout.layer_weights + head.step,
+            self.layer.step * layout.layer_weights + head.step + ends_s,
             self.layer.row * layout.layer_weights + head.row,
             self.layer.key * len(layout.attentions),
             head.sample,
@@ -139,11 +146,12 @@ class LayerCosts:
             Coefficients(*map(fmean, zip(*map(astuple, parts), strict=True)))
             for parts in ([each.layer for each in costs], [each.head for each in costs])
         )
-        bends = (
+        layer_bends, head_bends = (
             tuple((at[0][0], fmean(s for _, s in at)) for at in zip(*every, strict=True))
             for every in ([each.layer_bends for each in costs], [each.head_bends for each in costs])
         )
-        return cls(layer, head, fmean(each.around_s for each in costs), *bends)
+        around_s, ends_s = (fmean(of) for of in ([c.around_s for c in costs], [c.ends_s for c in costs]))
+        return cls(layer, head, around_s, layer_bends, head_bends, ends_s)
 
 
 class StageCost:

@@ -19,9 +19,9 @@ from ppserve.planning.shapes import Conditions, Prospect, prospects
 
 # Requests simulated for each caller: enough that the first and the last ones weigh little.
 _REQUESTS_PER_CALLER = 4
-# What ranks compute around each step they have measured. It is interpreted code and system calls, as is what the
-# head does for each token and for each rank in a step, what a stage does to hand hidden states on, and what a
-# caller in Python does for each token. These are in proportion to it (docs/performance/shapes.md).
+# What ranks compute around each step they have measured. A lone one's is interpreted code and system calls, as is
+# what the head does for each token and for each rank in a step, what a stage does to hand hidden states on, and
+# what a caller in Python does for each token. These are in proportion to it (docs/performance/shapes.md).
 _TOKEN, _RANK, _SENDING, _CALLER = 0.28, 0.42, 0.18, 0.25
 _ONE_HOST = Wires(latency_s=50e-6, bandwidth=5e9, head_s=0.0, gather_s=10e-6, spin_s=15e-6)
 _SEVERAL_HOSTS = replace(_ONE_HOST, latency_s=200e-6, bandwidth=1e9, gather_s=200e-6, spin_s=0.0)
@@ -38,6 +38,8 @@ def compare_shapes(config: ServeConfig, hellos: Sequence[wire.Hello]) -> list[Pr
         raise ConfigError("--parallel", "auto: not every rank was started with it")
     on_cpus = any(hello.gpu is None for hello in hellos)
     means = {count: LayerCosts.mean([speed[count] for speed in measured]) for count in measured[0]}
+    around_s, ends_s = means[1].around_s, means[1].ends_s
+    means = {count: replace(costs, ends_s=ends_s) for count, costs in means.items()}
     chunk = CPU_CHUNK if on_cpus else MAX_PROMPT_TOKENS_PER_STEP
     speed = MeasuredCosts(means[1], max_chunk=chunk, shared=means)
     context = first.architecture.context(config.model.max_model_len)
@@ -46,8 +48,8 @@ def compare_shapes(config: ServeConfig, hellos: Sequence[wire.Hello]) -> list[Pr
     callers = expected.expect_callers
     load = fixed_load(_REQUESTS_PER_CALLER * callers, prompt, new, callers)
     wires = _ONE_HOST if len({hello.machine for hello in hellos}) == 1 else _SEVERAL_HOSTS
-    around_s = means[1].around_s
-    wires = replace(wires, telling_s=_TOKEN * around_s, prepare_s=around_s, sending_s=_SENDING * around_s)
+    whole_s = around_s + ends_s
+    wires = replace(wires, telling_s=_TOKEN * whole_s, prepare_s=around_s, sending_s=_SENDING * whole_s)
     intent = Intent(
         num_stages=1,
         dtype=first.dtype,
@@ -61,8 +63,8 @@ def compare_shapes(config: ServeConfig, hellos: Sequence[wire.Hello]) -> list[Pr
         expect_prompt=prompt,
         expect_new=new,
     )
-    hosts = _hosts(config, hellos, _CALLER * around_s)
-    under = Conditions(speed, wires, load, expected.max_num_seqs, hosts=hosts, rank_s=_RANK * around_s)
+    hosts = _hosts(config, hellos, _CALLER * whole_s)
+    under = Conditions(speed, wires, load, expected.max_num_seqs, hosts=hosts, rank_s=_RANK * whole_s)
     try:
         return prospects(first.architecture, intent, len(hellos), under)
     except ConfigError as error:

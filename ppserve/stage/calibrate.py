@@ -15,34 +15,27 @@ import contextlib
 import hashlib
 import os
 import platform
-import queue
-import socket
-import subprocess
-import sys
-import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from statistics import mean, median
+from statistics import fmean, median
 from typing import TypeVar
 
 import msgspec
 import torch
 
-from ppserve import wire
 from ppserve.config import ServeConfig
 from ppserve.core.architecture import Architecture, StageLayout
 from ppserve.core.cost_model import LayerCosts, StageCost, StepSize
 from ppserve.core.partition import Parts
 from ppserve.core.plan import Draw, Slice, StepPlan
 from ppserve.core.request import SamplingParams
-from ppserve.errors import UsageError
 from ppserve.model.checkpoint import Checkpoint
 from ppserve.model.gpt2 import GPT2Stage
+from ppserve.stage import around
 from ppserve.stage.device import Compute
-from ppserve.stage.link import HeadLink
 from ppserve.stage.step import Stage
 from ppserve.stage.transport import Frames, connect
 from ppserve.stage.transport.gather import pretend_ranks
@@ -54,7 +47,7 @@ _REPEATS = 7
 # How long the parts of `layer_costs` are measured by turns, at least _REPEATS of them.
 _TURNS_S = 3.0
 _PAUSE_S = 2e-3
-_VERSION = 16
+_VERSION = 17
 # Of the layers that `layer_costs` measures, if there are as many. One layer would be computed from a cache, from
 # which a model's layers throw each other out.
 _PARAMS_BEYOND_CACHES = 32 << 20
@@ -63,7 +56,6 @@ _DECODES = (1, 4, 8, 16, 64)
 _PROMPTS = (32, 128)
 # Those of these by which it is measured what a rank does around a step.
 _AROUND = (4, 16)
-_STEPS_SERVED = 2
 # Computes until the process that started it ends or ends it.
 _NEIGHBOUR = """
 import os
@@ -71,17 +63,9 @@ parent = os.getppid()
 while os.getppid() == parent:
     {str(number): number for number in range(20_000)}
 """
-# Hears a plan, and sends it again and again. When it has a result it computes, as the head and callers do.
-_HEAD = """
-import socket
-ours = socket.socket(fileno=0)
-plan = ours.recv(int(ours.recv(16, socket.MSG_WAITALL)), socket.MSG_WAITALL)
-while not ours.sendall(plan) and ours.recv(1 << 16):
-    {str(number): number for number in range(20_000)}
-"""
-_HEARD_WITHIN_S, _DAY_S = 30.0, 86400.0
 _What = tuple[str, StepPlan]
-"""A quantity and its step: `bare`, with `layers`, with both these and draws (`drawn`), or what is `around` it."""
+"""A quantity and its step: `bare`, with `layers`, with both these and draws (`drawn`), or what is around it: on a
+`lone` stage, or on one in the `middle`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -186,7 +170,7 @@ def _memory_path(arch: Architecture, compute: Compute, what: object) -> Path:
 def _measure(checkpoint: Checkpoint, compute: Compute, mix: Mix, part: tuple[int, int]) -> Parts:
     plan, share = mix.step(checkpoint.architecture.max_positions)
     silent = _silent(plan)
-    bare, attention, layer = (_stage(checkpoint, compute, (count, *part), plan) for count in (0, 1, 2))
+    bare, attention, layer = (_stage(checkpoint, compute, _whole(count, *part), plan) for count in (0, 1, 2))
     # The fastest of several, which others on the machine disturbed least.
     embed_and_draw_s, embed_s = min(_times(bare, plan)), min(_times(bare, silent))
     attend_s, whole_layer_s = (min(_times(stage, silent)) for stage in (attention, layer))
@@ -206,9 +190,8 @@ def _fit(checkpoint: Checkpoint, compute: Compute, mix: Mix, num_tensor: int) ->
     prompts = [_plan([(0, min(tokens, longest))]) for tokens in _PROMPTS]
     arch = checkpoint.architecture
     num_layers = min(arch.num_layers, -(-_PARAMS_BEYOND_CACHES // (arch.attention_params + arch.mlp_params)))
-    bare, whole = (
-        _stage(checkpoint, compute, (2 * count, 0, num_tensor), *decodes, *prompts) for count in (0, num_layers)
-    )
+    layouts = (_whole(2 * count, 0, num_tensor) for count in (0, num_layers))
+    bare, whole = (_stage(checkpoint, compute, layout, *decodes, *prompts) for layout in layouts)
     # One thread's own time, where it computes alone: whatever else runs, waits for a core are not in it.
     alone = compute.device.type == "cpu" and compute.threads == 1
     seconds = _thread_s if alone else _wall_s
@@ -217,7 +200,7 @@ def _fit(checkpoint: Checkpoint, compute: Compute, mix: Mix, num_tensor: int) ->
         if alone:
             # The head or callers keep a core busy beside each rank that serves. On a core whose other hyperthread
             # computes or that another process has just used, a step takes up to a third longer.
-            held.enter_context(_process(_NEIGHBOUR))
+            held.enter_context(around.process(_NEIGHBOUR))
         for plan in decodes + prompts:
             silent = _silent(plan)
             measures["bare", plan] = partial(seconds, bare, silent)
@@ -227,8 +210,10 @@ def _fit(checkpoint: Checkpoint, compute: Compute, mix: Mix, num_tensor: int) ->
                 measures["drawn", plan] = partial(seconds, whole, plan)
                 # The shapes' ranks do the same around a step, whatever they compute in it.
                 if num_drawn in _AROUND and num_tensor == 1:
-                    served_s = held.enter_context(_served(bare, plan))
-                    measures["around", plan] = partial(_around_s, served_s, bare, plan)
+                    own_s = partial(_drawing_s, bare, plan)
+                    measures["lone", plan] = held.enter_context(around.on_lone_stage(bare, plan, own_s))
+                    middle = _stage(checkpoint, compute, replace(bare.layout, stage=1, num_stages=3), plan)
+                    measures["middle", plan] = held.enter_context(around.on_middle_stage(middle, plan))
         taken = _by_turns(measures)
     return _fitted(num_layers, taken)
 
@@ -251,7 +236,7 @@ def _fitted(num_layers: int, taken: dict[_What, list[float]]) -> LayerCosts:
     steps: small differences that others disturb may seem to be next to nothing, and would weigh most in a fit of
     relative errors."""
     layers, heads, whole_s, heads_s = StageCost(), StageCost(), {}, {}
-    bare_s = mean(median(seconds) for (kind, _), seconds in taken.items() if kind == "bare")
+    bare_s = fmean(median(seconds) for (kind, _), seconds in taken.items() if kind == "bare")
     for (kind, plan), seconds in taken.items():
         size = StepSize.of(plan)
         if kind == "layers":
@@ -267,24 +252,18 @@ def _fitted(num_layers: int, taken: dict[_What, list[float]]) -> LayerCosts:
     # Of each step, what it took beyond the line.
     layer_bends = {of.rows: (s - bare_s - layer.seconds(of)) / num_layers for of, s in whole_s.items()}
     head_bends = {of.sampled: s - head.seconds(of) for of, s in heads_s.items()}
-    around_s = [median(seconds) for (kind, _), seconds in taken.items() if kind == "around"]
+    lone_s, middle_s = (
+        fmean([median(seconds) for (kind, _), seconds in taken.items() if kind == which] or [0.0])
+        for which in ("lone", "middle")
+    )
     return LayerCosts(
         layer.times(1 / num_layers),
         head,
-        mean(around_s) if around_s else 0.0,
+        middle_s,
         tuple(sorted(layer_bends.items())),
         tuple(sorted(head_bends.items())),
+        max(0.0, lone_s - middle_s),
     )
-
-
-@contextlib.contextmanager
-def _process(code: str, *arguments: str, stdin: int = subprocess.DEVNULL) -> Iterator[None]:
-    process = subprocess.Popen([sys.executable, "-ISc", code, *arguments], stdin=stdin)
-    try:
-        yield
-    finally:
-        process.kill()
-        process.wait()
 
 
 def _plan(rows: list[tuple[int, int]]) -> StepPlan:
@@ -304,10 +283,13 @@ def _silent(plan: StepPlan) -> StepPlan:
     return replace(plan, slices=tuple(replace(piece, draw=None) for piece in plan.slices))
 
 
-def _stage(checkpoint: Checkpoint, compute: Compute, what: tuple[int, int, int], *plans: StepPlan) -> Stage:
-    """A whole pipeline with the first sublayers only, as if the model had no others, with room for these plans.
-    what: the number of sublayers, and which tensor rank of how many."""
-    layout = StageLayout(0, 1, 0, *what)
+def _whole(num_sublayers: int, tensor: int = 0, num_tensor: int = 1) -> StageLayout:
+    """A whole pipeline with the first sublayers only, as if the model had no others."""
+    return StageLayout(0, 1, 0, num_sublayers, tensor, num_tensor)
+
+
+def _stage(checkpoint: Checkpoint, compute: Compute, layout: StageLayout, *plans: StepPlan) -> Stage:
+    """With room for these plans."""
     model = GPT2Stage.load(checkpoint, layout, compute.backend(compute.dtype))
     num_blocks = 1 + max(block for plan in plans for piece in plan.slices for block in piece.block_table)
     cache = model.backend.make_cache(model.arch, layout, num_blocks, _BLOCK_SIZE)
@@ -339,59 +321,5 @@ def _thread_s(stage: Stage, plan: StepPlan) -> float:
     return time.thread_time() - begun_s
 
 
-def _around_s(served_s: Callable[[], float], bare: Stage, plan: StepPlan) -> float:
-    """Seconds beside what layers and head compute, of two threads of a rank that serves."""
-    return max(0.0, served_s() - (_thread_s(bare, plan) - _thread_s(bare, _silent(plan))))
-
-
-@contextlib.contextmanager
-def _served(bare: Stage, plan: StepPlan) -> Iterator[Callable[[], float]]:
-    """What is yielded measures seconds that two threads compute for a step without layers where a rank serves: the
-    link's, which decodes the plan that comes from another process, and the loop's, which makes inputs and sends
-    the result. What the loop's thread computes of the step itself is in it, what others help it with is not.
-    Raises UsageError where it measures."""
-    ours, heads = socket.socketpair()
-    frame = wire.encode(wire.Plan(plan))
-    with ours, _process(_HEAD, stdin=heads.fileno()):
-        heads.close()
-        with contextlib.suppress(OSError):  # the reader hears of it
-            ours.sendall(b"%16d" % len(frame) + frame)
-        lost = 0, None
-        ended = threading.Event()
-        readers: list[threading.Thread] = []
-
-        def start(read: Callable[[], None]) -> None:
-            def stay() -> None:
-                read()
-                ended.wait()  # the clock of a thread that is gone cannot be read
-
-            readers.append(threading.Thread(target=stay, name="head-link", daemon=True))
-            readers[0].start()
-
-        # It may be silent for as long as other quantities are measured.
-        link = HeadLink(ours, lambda epoch: None, lambda: link.inbox.put(lost), _DAY_S, start)
-
-        def step() -> float:
-            message = None
-            with contextlib.suppress(queue.Empty):
-                _, message = link.inbox.get(timeout=_HEARD_WITHIN_S)
-            if message is None:
-                problem = f"has ended, or sent none in {_HEARD_WITHIN_S:.0f} s"
-                raise UsageError(f"--parallel auto: the process that sends plans to be measured {problem}")
-            link.send(wire.Result(bare.step(message.plan, 0).result))
-            return time.thread_time() + time.clock_gettime(reading)
-
-        def measure() -> float:
-            begun_s = step()
-            for _ in range(_STEPS_SERVED):
-                ended_s = step()
-            return (ended_s - begun_s) / _STEPS_SERVED
-
-        (reader,) = readers
-        assert reader.ident is not None
-        reading = time.pthread_getcpuclockid(reader.ident)
-        try:
-            yield measure
-        finally:
-            ended.set()
-    reader.join()
+def _drawing_s(bare: Stage, plan: StepPlan) -> float:
+    return _thread_s(bare, plan) - _thread_s(bare, _silent(plan))

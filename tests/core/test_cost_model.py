@@ -39,7 +39,13 @@ def test_a_plan_in_the_models_terms():
     chunk = Slice(1, 4, (1, 2, 3), (1,))
     scored = Slice(2, 0, (1, 2), (2,), draw, targets=(2,))
     plan = StepPlan(1, 1, 0, (decode, chunk, scored))
-    assert StepSize.of(plan) == StepSize(rows=6, context=10 + (5 + 6 + 7) + (1 + 2), sampled=3)
+    assert StepSize.of(plan) == StepSize(rows=6, context=10 + 6 + 1.5, sampled=3)
+
+
+def test_eight_rows_of_a_sequence_read_their_keys_together():
+    """Each as many as are before it and itself; a guess beside a token hardly costs more than the token."""
+    keys = [StepSize().with_slice(100, num_tokens, 0).context for num_tokens in (0, 1, 2, 8, 64)]
+    assert keys == [0, 101, 101.5, 104.5, 8 * 132.5]
 
 
 def test_nothing_seen_predicts_nothing():
@@ -141,3 +147,12 @@ def test_a_step_of_a_measured_size_costs_what_was_measured() -> None:
     assert last.times(0.5).seconds(StepSize(6, 0, 6)) == pytest.approx(last.seconds(StepSize(6, 0, 6)) / 2)
     other = replace(costs, layer_bends=((4, 2e-4), (8, 6e-4)))
     assert dict(LayerCosts.mean([costs, other]).layer_bends) == pytest.approx({4: 1e-4, 8: 5e-4})
+
+
+@pytest.mark.parametrize(("split", "more_s"), [("7", [2e-3]), ("4,3", [1e-3, 1e-3]), ("3,2,2", [1e-3, 0.0, 1e-3])])
+def test_the_first_and_the_last_stage_do_what_no_other_does(split: str, more_s: list[float]) -> None:
+    costs, size = LayerCosts(Coefficients(row=1e-3), Coefficients(sample=1e-4)), StepSize(8, 100, 8)
+    ends, layouts = replace(costs, ends_s=2e-3), stage_layouts(Split.parse(split))
+    found = [ends.stage(layout).seconds(size) - costs.stage(layout).seconds(size) for layout in layouts]
+    assert found == pytest.approx(more_s)
+    assert LayerCosts.mean([costs, ends]).ends_s == 1e-3

@@ -192,3 +192,15 @@ def test_only_computing_takes_a_core_for_each_thread() -> None:
     own = replace(under(16), wires=wires)
     shared = replace(own, hosts=(SharedCores(3, (0,), threads=3),))
     assert rate(1, 1, 1, shared) == pytest.approx(rate(1, 1, 1, own), rel=1e-3)
+
+
+def test_callers_who_compute_beside_the_head_leave_a_lone_rank_none_of_two_cores() -> None:
+    """They have their first token while the head still tells others theirs."""
+    telling = replace(under(16), wires=replace(FAST_WIRES, telling_s=1e-3))
+
+    def on(cores: int, caller_s: float) -> float:
+        return rate(1, 1, 1, replace(telling, hosts=(SharedCores(cores, (0,), caller_s=caller_s),)))
+
+    assert on(2, 0.0) == pytest.approx(on(3, 0.0), rel=1e-3)
+    assert on(3, 1e-3) == pytest.approx(on(3, 0.0), rel=1e-3)
+    assert on(2, 1e-3) < 0.95 * on(3, 1e-3)

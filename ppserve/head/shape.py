@@ -20,9 +20,9 @@ from ppserve.planning.shapes import Conditions, Prospect, prospects
 # Requests simulated for each caller: enough that the first and the last ones weigh little.
 _REQUESTS_PER_CALLER = 4
 # What ranks compute around each step they have measured. A lone one's is interpreted code and system calls, as is
-# what the head does for each token and for each rank in a step, what a stage does to hand hidden states on, and
+# what the head does for each token and for each stage in a step, what a stage does to hand hidden states on, and
 # what a caller in Python does for each token. These are in proportion to it (docs/performance/shapes.md).
-_TOKEN, _RANK, _SENDING, _CALLER = 0.28, 0.42, 0.18, 0.25
+_TOKEN, _STAGE, _SENDING, _CALLER = 0.27, 0.25, 0.18, 0.25
 _ONE_HOST = Wires(latency_s=50e-6, bandwidth=5e9, head_s=0.0, gather_s=10e-6, spin_s=15e-6)
 _SEVERAL_HOSTS = replace(_ONE_HOST, latency_s=200e-6, bandwidth=1e9, gather_s=200e-6, spin_s=0.0)
 _LOCAL = ("localhost", "127.0.0.1", "::1")
@@ -64,7 +64,7 @@ def compare_shapes(config: ServeConfig, hellos: Sequence[wire.Hello]) -> list[Pr
         expect_new=new,
     )
     hosts = _hosts(config, hellos, _CALLER * whole_s)
-    under = Conditions(speed, wires, load, expected.max_num_seqs, hosts=hosts, rank_s=_RANK * whole_s)
+    under = Conditions(speed, wires, load, expected.max_num_seqs, hosts=hosts, stage_s=_STAGE * whole_s)
     try:
         return prospects(first.architecture, intent, len(hellos), under)
     except ConfigError as error:

@@ -23,8 +23,8 @@ _AS_FAST = 0.97
 @dataclass(frozen=True, slots=True)
 class Conditions:
     """What every shape is asked: on ranks of this speed, under this load. num_seqs: at once in a replica.
-    acceptance: as in `simulate`. hosts: whose cores are shared; none: every rank has its own. rank_s: the head's
-    work for each rank that takes part in a step."""
+    acceptance: as in `simulate`. hosts: whose cores are shared; none: every rank has its own. stage_s: the head's
+    work for each stage in a step."""
 
     speed: Device | MeasuredCosts
     wires: Wires
@@ -32,7 +32,7 @@ class Conditions:
     num_seqs: int = 256
     acceptance: float = 0.0
     hosts: tuple[SharedCores, ...] = ()
-    rank_s: float = 0.0
+    stage_s: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -101,7 +101,7 @@ def prospect(arch: Architecture, intent: Intent, grid: RankGrid, under: Conditio
     plan = forecast(arch, replace(intent, num_stages=grid.pipeline, num_tensor=grid.tensor))
     if plan.max_sequences < 1:
         return Prospect(grid, plan)
-    wires = replace(under.wires, head_s=under.wires.head_s + under.rank_s * grid.tensor * grid.pipeline)
+    wires = replace(under.wires, head_s=under.wires.head_s + under.stage_s * grid.pipeline)
     hosts = [Cores(host) for host in under.hosts]
     cores = {rank: host for host in hosts for rank in host.of.ranks}
     if any(host.of.are_scarce for host in hosts):

@@ -79,10 +79,11 @@ def test_more_callers_than_requests() -> None:
             assert sum(len(each.duration_s) for each in found.outcomes) == requests
 
 
-def test_the_head_works_for_each_rank_in_a_step() -> None:
+def test_the_head_works_for_each_stage_in_a_step() -> None:
     callers = under(16)
-    heavy = Conditions(Device(1e15, 1e15, 1e-6), callers.wires, callers.load, rank_s=0.05)
-    assert rate(1, 1, 1, heavy) == pytest.approx(2 * rate(2, 1, 1, heavy), rel=0.1)
+    heavy = Conditions(Device(1e15, 1e15, 1e-6), callers.wires, callers.load, stage_s=0.05)
+    assert rate(1, 1, 1, heavy) == pytest.approx(rate(2, 1, 1, heavy), rel=0.1)
+    assert rate(1, 1, 1, heavy) > 4 * rate(1, 2, 1, heavy), "two steps of half the sequences, each for two stages"
 
 
 def test_the_best_comes_first_and_what_does_not_fit_last() -> None:
@@ -180,7 +181,7 @@ def test_cores_that_are_to_spare_change_nothing(shape: tuple[int, int, int]) -> 
     around_s = 8e-4
     costs = LayerCosts(Coefficients(step=1e-4, row=3e-5), Coefficients(step=2e-4, sample=3e-5))
     wires = Wires(head_s=2e-4, telling_s=3e-4, prepare_s=around_s, sending_s=2e-4)
-    own = Conditions(MeasuredCosts(costs), wires, fixed_load(48, 64, 24, 16), rank_s=4e-4)
+    own = Conditions(MeasuredCosts(costs), wires, fixed_load(48, 64, 24, 16), stage_s=4e-4)
     spare = replace(own, hosts=(SharedCores(5, (0, 1, 2, 3)),))
     assert rate(*shape, spare) == pytest.approx(rate(*shape, own), rel=1e-3)
 

@@ -29,6 +29,8 @@ def file_size(path: Path) -> int:
         raise CheckpointError(path, "is not a regular file")
     if not os.access(path, os.R_OK):
         raise CheckpointError(path, "may not be read by this user")
+    if status.st_size < 1024 and path.read_bytes().startswith(b"version https://git-lfs"):
+        raise CheckpointError(path, "only says where Git LFS keeps the file: fetch it with `git lfs pull`")
     return status.st_size
 
 

@@ -120,6 +120,17 @@ def test_directories_without_a_model(tmp_path: Path) -> None:
     assert "a.bin, b.bin" in str(refusal(tmp_path / "two"))
 
 
+@pytest.mark.parametrize("name", ["config.json", "model.safetensors", "pytorch_model.bin", "vocab.json"])
+def test_a_clone_without_git_lfs_is_told_so(tmp_path: Path, name: str) -> None:
+    write_hf(tmp_path, ARCH, TENSORS)
+    if name == "pytorch_model.bin":
+        (tmp_path / "model.safetensors").unlink()
+    (tmp_path / name).write_text("version https://git-lfs.github.com/spec/v1\noid sha256:4d7a\nsize 548118077\n")
+    error = refusal(tmp_path)
+    assert error.path.endswith(name)
+    assert "git lfs pull" in str(error)
+
+
 @pytest.mark.parametrize("path", ["no/such/thing/at-all", "/no/such", "nothing.bin", "x\0y", "a" * 5000, ""])
 def test_paths_that_lead_nowhere(path: str) -> None:
     with pytest.raises(CheckpointError):

@@ -124,7 +124,8 @@ def choose(config: ServeConfig, environment: RankEnvironment, stored_dtype: str)
     stages_on_gpu, on_gpu = devices.count(device), device.type == "cuda"
     dtype = _resolve_dtype(config.model.dtype, stored_dtype, device)
     cores = cores_here()
-    threads = config.pipeline.threads or max(1, cores // stages_here)
+    own_threads = max(1, cores // stages_here)
+    threads = config.pipeline.threads or own_threads
     quantization, kv_dtype = config.model.quantization, config.cache.kv_dtype
     reference = not on_gpu and os.environ.get(REFERENCE) == "1"
     if (on_gpu or reference) and quantization != "none":
@@ -133,7 +134,7 @@ def choose(config: ServeConfig, environment: RankEnvironment, stored_dtype: str)
         raise ConfigError("--kv-dtype", "int8 needs a CPU; add --force-cpu or choose another")
     if kv_dtype == "auto":
         kv_dtype = dtype
-    if config.pipeline.threads and not on_gpu and environment.local_rank == 0 and threads * stages_here > cores:
+    if not on_gpu and environment.local_rank == 0 and threads > own_threads:
         many = f"--threads {threads}: stages have {threads * stages_here} threads here and may use {cores} cores"
         log.warning("%s; every step waits for threads that have none", many)
     asked, shares_gpu = config.device, on_gpu and stages_on_gpu > 1

@@ -222,11 +222,15 @@ def test_torch_has_threads_only_where_it_computes(reference: bool, expected: int
         torch.set_num_threads(num_threads)
 
 
-@pytest.mark.parametrize(("threads", "warns"), [(None, False), (1, False), (10_000, True)])
+@pytest.mark.parametrize(
+    ("threads", "stages", "warns"),
+    [(None, 1, False), (1, 1, False), (9999, 1, True), (None, 9999, False), (1, 9999, False), (2, 9999, True)],
+)
 def test_more_threads_than_cores_are_warned_of(
-    threads: int | None, warns: bool, caplog: pytest.LogCaptureFixture
+    threads: int | None, stages: int, warns: bool, caplog: pytest.LogCaptureFixture
 ) -> None:
+    """Stages without a core of their own have a thread each, whatever is asked for."""
     config = ServeConfig()
     config = replace(config, pipeline=replace(config.pipeline, threads=threads))
-    choose(config, RankEnvironment(0, 1, 0, 1), "float32")
-    assert ("--threads 10000" in caplog.text) == warns
+    choose(config, RankEnvironment(0, stages, 0, stages), "float32")
+    assert (f"--threads {threads}" in caplog.text) == warns

@@ -9,7 +9,8 @@ import weakref
 from collections.abc import Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, wait
 from numbers import Integral
-from typing import Any, Self, TypedDict, Unpack, cast
+from operator import index
+from typing import Any, Self, TypedDict, Unpack, cast, get_type_hints
 
 import torch
 
@@ -105,6 +106,7 @@ class Pipeline:
         each = config.pipeline.tensor_parallel * num_replicas
         if stages is None:
             stages = max(1, len(settings.get("devices", "1")) // each)
+        stages = _whole("stages", stages)
         if stages < 1:
             raise ConfigError("stages", f"{stages} is not a number of stages; at least 1")
         world_size = stages * each
@@ -251,6 +253,16 @@ def _config_of(model: str, settings: Settings) -> cfg.ServeConfig:
     for name, known in _CHOICES.items():
         if name in given and given[name] not in known:
             raise ConfigError(name, f"{given[name]!r} is none of {', '.join(known)}")
+    for name, kind in get_type_hints(Settings).items():
+        value = given.get(name)
+        if value is None:
+            continue
+        if kind in (int, int | None):
+            given[name] = _whole(name, value)
+            if given[name] < (name != "speculate"):
+                raise ConfigError(name, f"{value} is not positive")
+        elif isinstance(value, str) != (kind is str) and kind is not bool:
+            raise ConfigError(name, f"{value!r} is not {'a text' if kind is str else 'a list of texts'}")
     if "devices" in given:
         given["devices"] = tuple(given["devices"])
     if "layers" in given:
@@ -258,10 +270,15 @@ def _config_of(model: str, settings: Settings) -> cfg.ServeConfig:
             given["layers"] = Split.parse(given["layers"])
         except ValueError as error:
             raise ConfigError("layers", str(error)) from None
-    for name, value in given.items():
-        if isinstance(value, int) and not isinstance(value, bool) and value < (name != "speculate"):
-            raise ConfigError(name, f"{value} is not positive")
     return cfg.ServeConfig.of(given)
+
+
+def _whole(name: str, value: Any) -> int:
+    """Also of a number of numpy's. Raises ConfigError."""
+    try:
+        return index(value)
+    except TypeError:
+        raise ConfigError(name, f"{value!r} is not a whole number") from None
 
 
 def _drafter_of(config: cfg.ServeConfig) -> NewDrafter:

@@ -177,7 +177,8 @@ def come_to_rest() -> None:
 
 def measure(shape: Shape, run: Run, flags: list[str]) -> None:
     with local_server.running([*shape.flags, *flags]) as server, Client(server.grpc) as client:
-        drive(client, run, range(-2 * run.concurrency, 0))
+        # Until one lane more has been tried (`core/scheduling/lane_count.py`): the time after that is predicted.
+        drive(client, run, range(-4 * run.concurrency, 0))
         come_to_rest()
         before_s, idle_before_s, began_s = cpu_s(), idle_s(), time.monotonic()
         per_s, _, itl_s = drive(client, run, range(run.requests))
@@ -215,7 +216,7 @@ def main(
     # of CPU time for a token, which is over when all of it has been used. This one has it before.
     flags = ["--force-cpu", f"--threads={threads}", "--dtype=float32", f"--model={model}", "--kv-cache-memory=64M"]
     expected = [f"--expect-prompt={prompt}", f"--expect-new={new}", f"--expect-callers={callers}"]
-    run = Run(model, prompt, new, callers, requests=6 * callers)
+    run = Run(model, prompt, new, callers, requests=12 * callers)
     every = read(path)
     for number in range(rounds):
         for count in map(int, world.split(",")):

@@ -239,14 +239,14 @@ class Simulator:
                 stage.queue.append(step)
                 if len(stage.queue) == 1:
                     self._await(stage)
-        told_s = now_s
-        now_s += num_tokens * self._machine.wires.telling_s
+        telling_s = num_tokens * self._machine.wires.telling_s
+        now_s += telling_s
         self._head.free_s = self._ended_s = now_s
         if (cores := self._head.cores) is not None:
             cores.interrupt(begun_s, now_s - begun_s)
             if callers_s := num_tokens * cores.of.caller_s:
-                # Beside the head, which tells them one after another.
-                self._when([Turn(told_s)], lambda when_s: cores.interrupt(when_s, callers_s))
+                # The head makes text of all tokens first, and computes beside its callers when it sends that.
+                self._when([Turn(now_s - telling_s / 2)], lambda when_s: cores.interrupt(when_s, callers_s))
         if not (scheduler.intake.groups or scheduler.is_busy):
             self._account.demand_ended(round(now_s * _NS))
 

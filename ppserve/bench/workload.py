@@ -74,17 +74,21 @@ def read_trace(path: Path, num_requests: int | None = None, time_scale: float = 
     first: datetime | None = None
     try:
         with path.open(newline="", encoding="utf-8") as file:
-            for number, row in enumerate(csv.DictReader(file), start=2):
+            table = csv.DictReader(file)
+            if missing := {"TIMESTAMP", "ContextTokens", "GeneratedTokens"} - set(table.fieldnames or ()):
+                raise ConfigError("--trace", f"{path} has no column {min(missing)}")
+            for number, row in enumerate(table, start=2):
                 if len(rows) == num_requests:
                     break
                 try:
                     at = datetime.fromisoformat(row["TIMESTAMP"])
                     prompt, new = int(row["ContextTokens"]), int(row["GeneratedTokens"])
-                except (KeyError, TypeError, ValueError) as error:
+                    first = first or at
+                    since_s = (at - first).total_seconds()
+                except (TypeError, ValueError) as error:
                     raise ConfigError("--trace", f"{path}:{number}: {error}") from None
-                first = first or at
-                rows.append(TraceRow((at - first).total_seconds() / time_scale, max(1, prompt), max(1, new)))
-    except (OSError, UnicodeDecodeError) as error:
+                rows.append(TraceRow(since_s / time_scale, max(1, prompt), max(1, new)))
+    except (OSError, UnicodeDecodeError, csv.Error) as error:
         raise ConfigError("--trace", f"cannot read {path}: {error}") from None
     if not rows:
         raise ConfigError("--trace", f"{path} holds no requests")

@@ -115,9 +115,14 @@ def test_a_trace_is_read_as_recorded(tmp_path: Path) -> None:
     [
         ("TIMESTAMP,ContextTokens,GeneratedTokens\n", "holds no requests"),
         ("TIMESTAMP,ContextTokens,GeneratedTokens\n2023-11-16 18:15:46,1,x\n", ":2:"),
-        ("TIMESTAMP,ContextTokens\n2023-11-16 18:15:46,1\n", ":2:"),
+        ("TIMESTAMP,ContextTokens\n2023-11-16 18:15:46,1\n", "no column GeneratedTokens"),
+        (
+            "TIMESTAMP,ContextTokens,GeneratedTokens\n2023-11-16 18:15:46,1,1\n2023-11-16 18:15:47+00:00,1,1\n",
+            ":3:",
+        ),
+        ("TIMESTAMP,ContextTokens,GeneratedTokens\n" + "1" * 200_000, "cannot read"),
         ("TIMESTAMP,ContextTokens,GeneratedTokens\n2023-11-16 18:15:46,1,1\n2023-11-16 18:15:47,1\n", ":3:"),
-        ("", "holds no requests"),
+        ("", "no column"),
         ("TIMESTAMP,ContextTokens,GeneratedTokens\nyesterday,1,1\n", "yesterday"),
     ],
 )

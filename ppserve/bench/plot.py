@@ -19,10 +19,15 @@ _CAUSE_COLOURS = dict(zip(CAUSES, ("#e0a030", "#c04040", "#8050a0", "#d080b0", "
 _MOST_SPANS = 600
 
 
-def require_matplotlib() -> None:
-    """Raises ConfigError without matplotlib: called before a long run, not after it."""
+def check_plot(path: Path) -> None:
+    """Raises ConfigError for what cannot be drawn: called before a long run, not after it."""
     if find_spec("matplotlib") is None:
         raise ConfigError("--plot", "needs matplotlib: pip install 'ppserve[plot]'")
+    from matplotlib.figure import Figure
+
+    known = Figure().canvas.get_supported_filetypes()
+    if path.suffix and path.suffix[1:].lower() not in known:
+        raise ConfigError("--plot", f"{path}: no picture is called {path.suffix}; one of {', '.join(known)}")
 
 
 def draw(path: Path, summaries: Sequence[Summary], measured: Sequence[Measurement], trace: Path | None) -> None:

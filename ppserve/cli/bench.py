@@ -36,6 +36,7 @@ from ppserve.errors import ConfigError
 T = TypeVar("T")
 _COUNT = click.IntRange(min=1)
 _POSITIVE = Number(min=0, min_open=True)
+_FACTOR = Number(1e-6, 1e6)
 _OUT = click.Path(dir_okay=False, path_type=Path)
 _IN = click.Path(exists=True, dir_okay=False, path_type=Path)
 _SEEDS = 1 << 32
@@ -51,11 +52,11 @@ _LENGTHS = Parsed("lengths", parse_lengths)
               f" requests in flight at most.  [default: {DEFAULT_CONCURRENCY}; with those, no limit]")
 @click.option("--sweep", type=COUNTS, help="One run for each of these concurrencies, such as 1,2,4,8.")
 @click.option("--rate", type=_POSITIVE, help="Open loop: so many requests a second, at random; inf = all at once.")
-@click.option("--burstiness", type=_POSITIVE, default=1.0, show_default=True,
+@click.option("--burstiness", type=_FACTOR, default=1.0, show_default=True,
               help="Of --rate: 1 = Poisson, below 1 in clumps, above 1 more even.")
 @click.option("--trace", type=_IN, help="Open loop: arrivals and lengths of a CSV with TIMESTAMP, ContextTokens,"
               " GeneratedTokens; with --rate only its lengths.")
-@click.option("--time-scale", type=_POSITIVE, default=1.0, show_default=True, help="2 = the trace twice as fast.")
+@click.option("--time-scale", type=_FACTOR, default=1.0, show_default=True, help="2 = the trace twice as fast.")
 @click.option("--prompt-tokens", type=_LENGTHS, default="128", show_default=True,
               help="128, uniform:64:256 or lognormal:MEDIAN:SIGMA.")
 @click.option("--new-tokens", type=_LENGTHS, default="64", show_default=True, help="Likewise, per answer.")
@@ -97,9 +98,9 @@ def bench(more_goodput: tuple[str, ...], **flags: Any) -> None:
     objectives = _objectives(flags["goodput"], more_goodput)
     _check(flags)
     if flags["plot_path"]:
-        from ppserve.bench.plot import require_matplotlib
+        from ppserve.bench.plot import check_plot
 
-        require_matplotlib()
+        check_plot(flags["plot_path"])
     measured = asyncio.run(_run_all(flags))
     summaries = [summarize(one, objectives) for one in measured]
     click.echo(render_sweep(summaries) if len(summaries) > 1 else render_table(summaries[0]))

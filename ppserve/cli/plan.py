@@ -31,7 +31,7 @@ from ppserve.planning.shapes import Conditions, prospect, prospects, render_pros
 from ppserve.planning.simulator import SimulatedRequest
 
 _COUNT = click.IntRange(min=1)
-_POSITIVE = Number(min=0, min_open=True)
+_FACTOR = Number(1e-6, 1e6)
 _FILE = click.Path(exists=True, dir_okay=False, path_type=Path)
 
 
@@ -78,7 +78,7 @@ _TIME = _quantity("time up to 1000 s, such as 50us", "s", "num", 0.0, 1e3)
 @click.option("--requests", type=_COUNT, default=200, help="How many to simulate.")
 @click.option("--concurrency", type=_COUNT, default=32, help="Callers with one request at a time.")
 @click.option("--trace", type=_FILE, help="CSV with TIMESTAMP, ContextTokens, GeneratedTokens.")
-@click.option("--time-scale", type=_POSITIVE, default=1.0, help="2 = the trace twice as fast as recorded.")
+@click.option("--time-scale", type=_FACTOR, default=1.0, help="2 = the trace twice as fast as recorded.")
 @click.option("--max-num-seqs", type=_COUNT, default=256, help="Sequences running at once.")
 @click.option("--acceptance", type=Number(0, 1), default=0.0, help="Right guesses, as with --speculate.")
 @click.option("--costs", type=_FILE, help="A server's /costs.json, in place of what follows.")

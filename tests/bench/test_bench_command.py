@@ -150,6 +150,8 @@ def test_failures_are_counted_and_named() -> None:
         (("--prompt-tokens", "many"), "--prompt-tokens"),
         (("--sweep", "1,2", "--rate", "5"), "--sweep"),
         (("--rate", "nan"), "--rate"),
+        (("--rate", "5", "--burstiness", "inf"), "--burstiness"),
+        (("--plot", "picture.foo"), "--plot"),
         (("--goodput", "itl:5"), "--goodput"),
         (("ttft:500",), "ttft:500"),
         (("--stage-trace", __file__), "--plot"),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import os
 import sys
 import time
@@ -57,6 +58,9 @@ def main() -> None:
     """Runs a command. A mistake of the operator is one line on standard error and exit code 2."""
     # All ranks parse the same flags and find the same mistakes: rank 0 reports them.
     reports = os.environ.get("RANK", "0") == "0"
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        # A terminal that is not UTF-8 shows a question mark for what it lacks.
+        sys.stdout.reconfigure(errors="replace")
     try:
         code: Any = cli.main(prog_name="ppserve", standalone_mode=False)
         sys.exit(code if isinstance(code, int) else 0)

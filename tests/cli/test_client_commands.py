@@ -131,6 +131,16 @@ def test_a_prompt_that_is_not_utf_8_is_named(target: str, tmp_path: Path) -> Non
         assert done.stderr.decode() == f"ppserve: error: {origin}: not UTF-8 text\n"
 
 
+def test_a_terminal_that_lacks_a_character_shows_a_question_mark(target: str) -> None:
+    flags = ("--max-tokens", "2", "--seed", "7", "--echo")
+    whole = ppserve(target, "generate", "caf\xe9 \u6f22", *flags, PYTHONIOENCODING="utf-8")
+    words = command(target, "generate", "caf\xe9 \u6f22", *flags)
+    environment = {**os.environ, "PYTHONIOENCODING": "latin-1"}
+    done = subprocess.run(words, capture_output=True, timeout=60, env=environment)
+    assert (done.returncode, done.stderr) == (0, b"")
+    assert done.stdout.decode("latin-1") == whole.stdout.replace("\u6f22", "?")
+
+
 def test_a_refused_line_of_a_file_is_named(target: str, tmp_path: Path) -> None:
     file = tmp_path / "prompts"
     file.write_text("one\n" + "x" * 70 + "\n")

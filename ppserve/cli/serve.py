@@ -5,13 +5,14 @@ from __future__ import annotations
 import ipaddress
 import sys
 import tomllib
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import click
 
 from ppserve import config as cfg
-from ppserve.cli.types import GUESSES, LAYERS, ON_OFF, PORTS, SIZE, AutoOr, Number
+from ppserve.cli.types import GUESSES, LAYERS, ON_OFF, PORTS, SIZE, AutoOr, Number, PortOption
 from ppserve.errors import ConfigError
 from ppserve.process.environment import RankEnvironment, open_many_files
 from ppserve.process.rank import run_rank
@@ -19,7 +20,7 @@ from ppserve.process.stage_process import ForkServer
 
 _FILE = click.Path(exists=True, dir_okay=False, readable=True, path_type=Path)
 _COUNT = click.IntRange(min=1)
-_PORT = click.IntRange(0, 65535)
+_port = partial(click.option, cls=PortOption, type=click.IntRange(0, 65535))
 
 
 def _load_config_file(ctx: click.Context, _param: click.Parameter, path: Path | None) -> None:
@@ -69,11 +70,11 @@ def _load_config_file(ctx: click.Context, _param: click.Parameter, path: Path | 
 @click.option("--batch-invariant", is_flag=True, help="GPUs: tokens that do not depend on what else is computed.")
 @click.option("--cuda-graphs", type=ON_OFF, default="on", help="Record decoding steps when serving begins.")
 @click.option("--host", default="127.0.0.1", help="Address to listen on.")
-@click.option("--port", type=_PORT, default=50051, help="gRPC; 0 picks a free one.")
-@click.option("--http-port", type=_PORT, default=8000, help="HTTP with OpenAI's paths; 0 picks a free one.")
+@_port("--port", default=50051, help="gRPC; 0 picks a free one.")
+@_port("--http-port", default=8000, help="HTTP with OpenAI's paths; 0 picks a free one.")
 @click.option("--chat-template", type=_FILE, help="Jinja template that makes one prompt of a chat's messages.")
 @click.option("--vllm-grpc", is_flag=True, help="Serve vllm.grpc.engine too, on the gRPC port, for routers.")
-@click.option("--metrics-port", type=_PORT, default=9400, help="HTTP /metrics; 0 picks a free one.")
+@_port("--metrics-port", default=9400, help="HTTP /metrics; 0 picks a free one.")
 @click.option("--max-num-seqs", type=_COUNT, default=256, help="Sequences running at once.")
 @click.option("--max-model-len", type=_COUNT, help="Longest prompt + answer; unset = what the model allows.")
 @click.option("--max-queue", type=_COUNT, default=1024, help="Requests waiting before new ones are refused.")
@@ -101,7 +102,7 @@ def _load_config_file(ctx: click.Context, _param: click.Parameter, path: Path | 
 @click.option("--stage-tls-ca", type=_FILE, help="Authority that signs for the ranks of this server alone.")
 @click.option("--interface", help="Of this host, for other stages; unset = the one that leads to the head.")
 @click.option("--advertise", help="This host's address for other stages; unset = found as --interface is.")
-@click.option("--control-port", type=click.IntRange(1, 65535), help="Of the head on several hosts, for stages.")
+@_port("--control-port", type=click.IntRange(1, 65535), help="Of the head on several hosts, for stages.")
 @click.option("--stage-ports", type=PORTS, help="Where stages listen for each other: 29600-29699; unset = any.")
 @click.option("--api-key-file", type=_FILE, help="One key a line; reloaded on SIGHUP.")
 @click.option("--log-level", type=click.Choice(["debug", "info", "warning", "error"]), default="info")

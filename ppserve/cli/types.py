@@ -39,6 +39,15 @@ class Number(click.FloatRange):
         return number
 
 
+class PortOption(click.Option):
+    """Kubernetes tells pods beside a Service named `ppserve` that PPSERVE_PORT is tcp://ADDRESS:PORT, beside one
+    named `ppserve-http` likewise. None of these are meant for us."""
+
+    def value_from_envvar(self, ctx: click.Context) -> Any:
+        value = super().value_from_envvar(ctx)
+        return None if isinstance(value, str) and value.startswith("tcp://") else value
+
+
 class AutoOr(click.ParamType[Any]):
     """`auto` (None), or a value of another type."""
 

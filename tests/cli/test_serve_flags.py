@@ -4,6 +4,9 @@ from __future__ import annotations
 
 from dataclasses import asdict
 
+import click
+import pytest
+
 from ppserve.cli.serve import build_config, serve
 
 NAMES = {param.name for param in serve.params} - {"config", "stages"}
@@ -15,3 +18,21 @@ def test_every_flag_reaches_the_configuration() -> None:
     fields = {name: value for part in asdict(build_config(FLAGS)).values() for name, value in part.items()}
     assert fields.pop("devices") is None, "only a `Pipeline` is told its devices"
     assert sorted(fields.values()) == sorted(FLAGS.values())
+
+
+def given(**environment: str) -> dict[str, object]:
+    """The flags of a command without any, in this environment."""
+    with pytest.MonkeyPatch.context() as patch:
+        for name, value in environment.items():
+            patch.setenv(name, value)
+        return serve.make_context("serve", []).params
+
+
+def test_what_kubernetes_says_of_a_service_named_like_us_is_no_flag() -> None:
+    address = "tcp://10.96.0.7:50051"
+    told = {f"PPSERVE_{name}": address for name in ("PORT", "HTTP_PORT", "METRICS_PORT", "CONTROL_PORT")}
+    told |= {"PPSERVE_PORT_50051_TCP_ADDR": "10.96.0.7", "PPSERVE_SERVICE_PORT_GRPC": "50051"}
+    assert given(**told) == given()
+    assert given(PPSERVE_PORT="7")["port"] == 7
+    with pytest.raises(click.BadParameter):
+        given(PPSERVE_PORT="udp")

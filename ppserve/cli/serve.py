@@ -28,17 +28,27 @@ def _load_config_file(ctx: click.Context, _param: click.Parameter, path: Path | 
     if path is None:
         return
     try:
-        entries = tomllib.loads(path.read_text())
-    except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
+        entries = tomllib.loads(path.read_text("utf-8"))
+    except (OSError, ValueError) as error:
         raise click.BadParameter(f"{path}: {error}") from None
     known = {param.name for param in ctx.command.params if param.name != "config"}
-    defaults: dict[str, Any] = {}
+    defaults: dict[str, str] = {}
     for key, value in entries.items():
         name = key.replace("-", "_")
         if name not in known:
             raise click.BadParameter(f"{path}: unknown entry {key!r}")
-        defaults[name] = value
+        defaults[name] = _as_text(f"{path}: {key}", value)
     ctx.default_map = {**(ctx.default_map or {}), **defaults}
+
+
+def _as_text(origin: str, value: object) -> str:
+    """An entry as the flag of its name would be given, for that is what is checked."""
+    parts = value if isinstance(value, list) else [value]
+    if isinstance(value, bool):
+        return "true" if value else "false"
+    if not isinstance(value, str) and not all(type(part) in (int, float) for part in parts):
+        raise click.BadParameter(f"{origin}: not a text, a number, a list of numbers, true or false")
+    return ",".join(map(str, parts))
 
 
 @click.command(context_settings={"show_default": True, "auto_envvar_prefix": "PPSERVE"})

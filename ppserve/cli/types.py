@@ -81,9 +81,9 @@ def _counts(text: str) -> tuple[int, ...]:
 
 
 def _on_or_off(text: str) -> bool:
-    if text not in ("on", "off"):
+    if text not in ("on", "off", "true", "false"):  # the latter two in a file
         raise ValueError(f"{text!r} is neither on nor off")
-    return text == "on"
+    return text in ("on", "true")
 
 
 def _guesses(text: str) -> int:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import asdict
+from pathlib import Path
 
 import click
 import pytest
@@ -36,3 +37,37 @@ def test_what_kubernetes_says_of_a_service_named_like_us_is_no_flag() -> None:
     assert given(PPSERVE_PORT="7")["port"] == 7
     with pytest.raises(click.BadParameter):
         given(PPSERVE_PORT="udp")
+
+
+@pytest.mark.parametrize(
+    ("entry", "flags"),
+    [
+        ("layers = [13, 12.5]", ["--layers", "13,12.5"]),
+        ("layers = 8", ["--layers", "8"]),
+        ("cuda-graphs = false", ["--cuda-graphs", "off"]),
+        ("force-cpu = true", ["--force-cpu"]),
+        ("force-cpu = false", []),
+        ("kv-cache-memory = 4096", ["--kv-cache-memory", "4096"]),
+        ("shutdown_timeout = 2.5", ["--shutdown-timeout", "2.5"]),
+        ('model = "a, b"', ["--model", "a, b"]),
+    ],
+)
+def test_entries_of_a_file_are_flags(tmp_path: Path, entry: str, flags: list[str]) -> None:
+    file = tmp_path / "serve.toml"
+    file.write_text(entry)
+    assert serve.make_context("serve", ["--config", str(file)]).params == serve.make_context("serve", flags).params
+
+
+@pytest.mark.parametrize(
+    "entry",
+    [
+        "port = 1.5", "stages = 2.5", "layers = true", "layers = [[1]]", 'model = ["a"]', "model = {}",
+        "model = 2026-11-23", "force-cpu = 5", "kv-cache-memory = -1", "stage-ports = [1, 2]",
+    ],
+)  # fmt: skip
+def test_an_entry_that_no_flag_could_be_is_named(tmp_path: Path, entry: str) -> None:
+    file = tmp_path / "serve.toml"
+    file.write_text(entry)
+    with pytest.raises(click.BadParameter) as refusal:
+        serve.make_context("serve", ["--config", str(file)])
+    assert entry.partition(" =")[0] in refusal.value.format_message()

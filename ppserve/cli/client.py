@@ -104,7 +104,12 @@ def generate(
 def health(service: str, timeout_s: float, **flags: Any) -> None:
     """Exit code 0 when the server serves, 1 when it does not or cannot be reached."""
     with Client(**connection(flags)) as client:
-        serving = client.is_serving(service, timeout_s)
+        try:
+            serving = client.is_serving(service, timeout_s)
+        except CallFailed as failure:
+            if failure.code != "NOT_FOUND":
+                raise
+            raise PpserveError(f"--service: the server has none called {service!r}") from None
     click.echo("SERVING" if serving else "NOT_SERVING")
     sys.exit(0 if serving else 1)
 

@@ -235,6 +235,9 @@ def test_health() -> None:
         done = ppserve(target, "health")
         assert (done.returncode, done.stdout) == (1, "NOT_SERVING\n")
     with served_in_thread(FakeEngine()) as target:
+        unknown = ppserve(target, "health", "--service", "foo")
+        assert unknown.returncode == 1
+        assert unknown.stderr == "ppserve: error: --service: the server has none called 'foo'\n"
         done = ppserve("elsewhere:1", "health", "--target", target)
         assert (done.returncode, done.stdout) == (0, "SERVING\n")
 

@@ -120,14 +120,15 @@ class FrontDesk:
     async def drain(self, timeout_s: float) -> None:
         """Refuse new requests from now on; return when the running ones are through, or have been ended with
         UNAVAILABLE because `timeout_s` passed."""
-        self._draining = True
+        is_told, self._draining = self._draining, True  # every protocol asks for it
         try:
             async with asyncio.timeout(timeout_s):
                 await self._idle.wait()
         except TimeoutError:
             for stream in self._streams:
                 stream.fail(Draining("the server shut down before this request was through"))
-            log.warning("ended %d streams at the shutdown timeout", len(self._streams))
+            if not is_told:
+                log.warning("ended %d streams that were still running", len(self._streams))
 
     # ---- the others ---------------------------------------------------------------------------------
 

@@ -121,11 +121,12 @@ def test_draining_waits_for_streams_and_refuses_new_ones() -> None:
     run(scenario, by_hand=True)
 
 
-def test_streams_that_outlast_the_drain_are_ended() -> None:
+def test_streams_that_outlast_the_drain_are_ended(caplog: pytest.LogCaptureFixture) -> None:
     async def scenario(engine: FakeEngine, desk: FrontDesk) -> None:
         running = asyncio.create_task(text_of(desk, Asked()))
         await engine.until(lambda engine: bool(engine.sinks))
-        await desk.drain(0.01)
+        await asyncio.gather(desk.drain(0.01), desk.drain(0.01))
+        assert caplog.text.count("ended 1 streams") == 1
         with pytest.raises(Draining, match="before this request was through"):
             await running
         assert len(engine.cancelled) == 1

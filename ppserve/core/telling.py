@@ -3,6 +3,9 @@
 A `Draw` may hold a thousand biases and the sequence's whole history. Such draws are left out of plans, and what is
 `Told` of them goes to the last stage alone. That stage puts them back; the tokens before a draw it knows from the
 first `Draw` and from all slices since. Both sides see the same plans in the same order, each epoch begins anew.
+
+A sequence may leave, gain tokens at another replica, come back, and begin with blocks that others have filled.
+Then tokens are missing between what the last stage remembers and the slice, and it is told again.
 """
 
 from __future__ import annotations
@@ -18,8 +21,8 @@ _MAX_ENDED = 64
 
 @dataclass(frozen=True, slots=True)
 class Told:
-    """draws: (place of a slice in the plan, its `Draw` at the sequence's first time, else None). forgotten: ids of
-    sequences that draw no more."""
+    """draws: (place of a slice in the plan, its `Draw` if it is told now, else None). forgotten: ids of sequences
+    that draw no more."""
 
     draws: tuple[tuple[int, Draw | None], ...] = ()
     forgotten: tuple[int, ...] = ()
@@ -32,7 +35,8 @@ class DrawTeller:
     """The head's side, for one epoch."""
 
     def __init__(self) -> None:
-        self._told: set[int] = set()
+        # By sequence: where the known tokens ended that its last stage has seen.
+        self._told: dict[int, int] = {}
 
     def tell(self, plan: StepPlan, running: Collection[int]) -> tuple[StepPlan, Told]:
         """The plan without its long draws, and what the last stage must be told. running: ids of sequences that
@@ -43,13 +47,17 @@ class DrawTeller:
         told, draws, slices = self._told, list[tuple[int, Draw | None]](), list(plan.slices)
         for place in places:
             s = slices[place]
-            draws.append((place, None if s.sequence_id in told else s.draw))
-            told.add(s.sequence_id)
+            # Before a slice of guesses was one of known tokens.
+            is_told = told.get(s.sequence_id, -1) >= (0 if s.is_guessed else s.start)
+            draws.append((place, None if is_told else s.draw))
+            if not is_told or not s.is_guessed:
+                told[s.sequence_id] = s.end - s.num_guesses
             slices[place] = replace(s, draw=None)
         forgotten: tuple[int, ...] = ()
         if len(told) > 2 * len(running) + _MAX_ENDED:
-            forgotten = tuple(told.difference(running, (slices[place].sequence_id for place in places)))
-            told.difference_update(forgotten)
+            forgotten = tuple(told.keys() - running - {slices[place].sequence_id for place in places})
+            for key in forgotten:
+                del told[key]
         return replace(plan, slices=tuple(slices)), Told(tuple(draws), forgotten)
 
 

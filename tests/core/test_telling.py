@@ -34,3 +34,19 @@ def test_sequences_that_ended_are_forgotten() -> None:
         assert memory.restore(*teller.tell(plan, {sequence_id})) == plan
         most = max(most, len(memory))
     assert 10 < most < 100
+
+
+def test_a_sequence_that_was_elsewhere_is_told_again_where_tokens_are_missing() -> None:
+    teller, memory = DrawTeller(), DrawMemory()
+    params = SamplingParams(repetition_penalty=1.5)
+
+    def step(start: int, end: int) -> StepPlan:
+        tokens = tuple(range(100, 100 + end))
+        draw = Draw(params, prompt_ids=tokens[:2], output_ids=tokens[2:])
+        return StepPlan(1, end, 0, (Slice(5, start, tokens[start:], (0,), draw),))
+
+    # Three tokens here, nine elsewhere; of these eight are in blocks that another sequence has filled.
+    for plan, is_told in ((step(0, 2), True), (step(2, 3), False), (step(8, 12), True), (step(12, 13), False)):
+        bare, told = teller.tell(plan, {5})
+        assert (told.draws[0][1] is not None) == is_told
+        assert memory.restore(bare, told) == plan

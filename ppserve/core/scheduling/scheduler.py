@@ -64,6 +64,7 @@ class Scheduler:
         self._ending: dict[int, Sequence] = {}
         self.lanes = Lanes(steps, config, epoch=0)
         self._speculation = Speculation(config, self.lanes, costs, new_drafter)
+        self._prompts_first = False  # in the next step, for who came while others' guesses were awaited
         self.is_open = True
         self.intake = Intake() if intake is None else intake
         self.intake.join(self)
@@ -211,6 +212,7 @@ class Scheduler:
             picks = self._compose(now) if lone is None else self._compose_alone(lone)
         except Interrupted:
             self._speculation.withdraw_unsent(self._roster.running)
+            self._prompts_first = True
             return None
         if picks and not self.is_busy:
             self.intake.step_scheduled(now)
@@ -220,7 +222,9 @@ class Scheduler:
         """Known tokens first; guesses beside them or, where stages would stand idle, alone."""
         self._skip_refilled()
         roster, speculation = self._roster, self._speculation
-        picks = self._composer.compose(roster.returned, roster.num_decoding, roster.filling, self.microbatches)
+        prompts_first, self._prompts_first = self._prompts_first, False
+        returned = () if prompts_first and roster.filling else roster.returned
+        picks = self._composer.compose(returned, roster.num_decoding, roster.filling, self.microbatches)
         if picks:
             return speculation.widen(picks, roster.running, now)
         # With as many sequences as stages a gap is over before a guess could fill it. And whoever has guesses in

@@ -177,6 +177,7 @@ class Trace:
                     file.write(event)
             except OSError as error:
                 self._file = None
+                file.let_go()
                 log.warning("the trace ends: %s: %s", file.path, error.strerror)
                 return
             if file.is_full:
@@ -219,7 +220,11 @@ class _EventFile:
             self._pending += b"\n]\n"
             self._flush()
         finally:
-            os.close(self._descriptor)
+            self.let_go()
+
+    def let_go(self) -> None:
+        """Closes the file as it is."""
+        os.close(self._descriptor)
 
     def _flush(self) -> None:
         pending = memoryview(bytes(self._pending))

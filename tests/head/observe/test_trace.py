@@ -1,4 +1,5 @@
 import json
+import os
 import threading
 from collections import Counter
 from pathlib import Path
@@ -136,6 +137,13 @@ def test_a_path_that_cannot_be_written_is_named(tmp_path):
 
 def test_a_full_disk_ends_the_trace_and_nothing_else():
     trace = Trace(RankGrid(1, 1, 1), Path("/dev/full"))
+    assert _descriptors_of("/dev/full")
     for step_id in range(1000):
         run_step(trace, step_id, num_stages=1)
     assert not trace.is_on
+    assert not _descriptors_of("/dev/full")
+
+
+def _descriptors_of(path: str) -> list[str]:
+    links = [f"/proc/self/fd/{number}" for number in os.listdir("/proc/self/fd")]
+    return [link for link in links if os.path.lexists(link) and os.readlink(link) == path]

@@ -76,7 +76,8 @@ def read_held(request: Request, tokenizer: Tokenizer | None, eos_id: int | None)
 class OpenRequest:
     """Turns one request's events into outputs until all of its sequences have ended.
 
-    busy_s: seconds that each stage has computed so far, for requests with timings.
+    busy_s: seconds that each stage has computed so far, for requests with timings. error: the first of a sequence,
+    which ends the request for its caller.
     """
 
     request: Request
@@ -86,6 +87,7 @@ class OpenRequest:
     busy_s: Callable[[], tuple[float, ...]]
     admitted_s: float | None = None
     replica: int | None = None
+    error: RequestError | None = None
     _sequences: dict[int, _SequenceText] = field(default_factory=dict)
     _num_ended: int = 0
     _busy_at_arrival_s: tuple[float, ...] = ()
@@ -117,6 +119,7 @@ class OpenRequest:
             self.admitted_s, self.replica = event.admitted_s, event.replica
         if event.error is not None:
             self._num_ended += 1
+            self.error = self.error or event.error
             return TokenOutput(event.index, event.offset, error=event.error)
         progress = self._progress(event.index)
         finish, matched, text = event.finish, None, ""
@@ -151,6 +154,7 @@ class OpenRequest:
     def fail(self, error: RequestError) -> TokenOutput:
         """The whole request ends with `error`."""
         self._num_ended = self.request.num_sequences
+        self.error = self.error or error
         return TokenOutput(0, 0, error=error)
 
     def _progress(self, index: int) -> _SequenceText:

@@ -83,7 +83,8 @@ class RequestMetrics:
         if opened.is_complete:
             del self._last_token_s[request_id]
             self.duration[_replica(opened)].observe(now_s - opened.arrived_s)
-            reason = output.finish or (output.error.status if output.error else "INTERNAL")
+            # After an error the caller leaves, and its other answers are cancelled.
+            reason = opened.error.status if opened.error else output.finish
             self.ended.labels(_replica(opened), reason).inc()
 
     def _admitted(self, opened: OpenRequest) -> None:

@@ -370,6 +370,8 @@ def main(arguments: Sequence[str]) -> int:
     parser.add_argument("--plot", type=Path, metavar="DIR", help="also draw pictures (needs matplotlib)")
     parser.add_argument("--port", type=int, default=0, help="of the server in part 5 (any free one)")
     options = parser.parse_args(arguments)
+    if options.stages is not None and options.stages < 1:
+        parser.error("argument --stages: at least 1")
     # Ranks that torchrun started all find the same mistakes: one of them speaks.
     speaks = os.environ.get("RANK", "0") == "0"
     try:

@@ -24,6 +24,10 @@ class ConfigError(UsageError):
         self.name = name
 
 
+class LauncherError(UsageError):
+    """An environment variable that a launcher sets for a rank and that cannot be used; each rank has its own."""
+
+
 class CheckpointError(UsageError):
     """A model file that cannot be used; names the file and, where there is one, the field."""
 

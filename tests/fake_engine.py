@@ -119,7 +119,6 @@ class FakeEngine:
     requests: list[Request] = field(default_factory=list)
     sinks: dict[str, Sink] = field(default_factory=dict)
     cancelled: dict[str, FinishReason] = field(default_factory=dict)
-    restarts: list[tuple[int, bool]] = field(default_factory=list)
     news: asyncio.Condition = field(default_factory=asyncio.Condition)
     _runs: set[asyncio.Task[None]] = field(default_factory=set)
 
@@ -152,7 +151,8 @@ class FakeEngine:
     async def restart(self, replica: int, pauses: bool) -> None:
         if replica:
             raise InvalidRequest([Violation("replica", f"there is no replica {replica}")])
-        self.restarts.append((replica, pauses))
+        if not pauses:
+            raise InvalidRequest([Violation("pauses", "no other replica serves")])
 
     def topology(self) -> Topology:
         return Topology((STAGE,), transport="local", epoch=1, microbatches=1)

@@ -30,6 +30,7 @@ from ppserve.bench.workload import (
     recorded_sizes,
 )
 from ppserve.cli.connection import connection, connection_options
+from ppserve.cli.output import say
 from ppserve.cli.types import COUNTS, Number, Parsed
 from ppserve.errors import ConfigError
 
@@ -103,10 +104,12 @@ def bench(more_goodput: tuple[str, ...], **flags: Any) -> None:
         check_plot(flags["plot_path"])
     measured = asyncio.run(_run_all(flags))
     summaries = [summarize(one, objectives) for one in measured]
-    click.echo(render_sweep(summaries) if len(summaries) > 1 else render_table(summaries[0]))
-    _write(flags, summaries, measured)
+    try:
+        say(render_sweep(summaries) if len(summaries) > 1 else render_table(summaries[0]))
+    finally:
+        _write(flags, summaries, measured)
     if measured[-1].was_interrupted:
-        click.echo("\nInterrupted: requests on their way were cancelled and not counted.")
+        say("\nInterrupted: requests on their way were cancelled and not counted.")
         sys.exit(130)
     sys.exit(1 if any(one.failed for one in summaries) else 0)
 

@@ -6,7 +6,6 @@ import asyncio
 import base64
 import dataclasses
 import json
-import os
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -15,6 +14,7 @@ from typing import Any, cast
 import click
 
 from ppserve.cli.connection import connection, connection_options
+from ppserve.cli.output import say
 from ppserve.cli.types import TEXT, Number
 from ppserve.client import AsyncClient, CallFailed, Chunk, Client, Options, RetryPolicy, completion_of
 from ppserve.errors import ConfigError, PpserveError
@@ -92,9 +92,6 @@ def generate(
     except KeyboardInterrupt:
         printer.interrupted()
         sys.exit(130)
-    except BrokenPipeError:  # `ppserve generate ... | head`
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        sys.exit(141)
 
 
 @click.command()
@@ -110,7 +107,7 @@ def health(service: str, timeout_s: float, **flags: Any) -> None:
             if failure.code != "NOT_FOUND":
                 raise
             raise PpserveError(f"--service: the server has none called {service!r}") from None
-    click.echo("SERVING" if serving else "NOT_SERVING")
+    say("SERVING" if serving else "NOT_SERVING")
     sys.exit(0 if serving else 1)
 
 
@@ -122,8 +119,13 @@ def restart(replica: int, pause: bool, **flags: Any) -> None:
     """Restart a replica's stage processes, one after the other. Its streams go on at another replica at once."""
     # Who asks for a restart is at the server: where none answers, nobody is waited for.
     with Client(**connection(flags), retry=RetryPolicy(max_attempts=1)) as client:
-        client.restart(replica, pause)
-    click.echo(f"replica {replica} serves again")
+        try:
+            client.restart(replica, pause)
+        except CallFailed as failure:
+            if "pauses" not in (violation.field for violation in failure.violations):
+                raise
+            raise PpserveError(f"--pause is wanted: {failure.violations[0].problem}") from None
+    say(f"replica {replica} serves again")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -151,10 +153,10 @@ class _Printer:
         if self._as_json:
             self._object(place, chunk)
             return
-        self._write(chunk.text)
+        say(chunk.text, end="")
         self._in_line = chunk.finish is None
         if chunk.finish is not None:
-            self._write("\n")
+            say("")
 
     def answer(self, place: int, chunks: list[Chunk]) -> None:
         completion = completion_of(chunks)
@@ -163,24 +165,20 @@ class _Printer:
             return
         for sequence in completion.sequences:
             if len(completion.sequences) > 1:
-                self._write(self._header(place, sequence.index))
-            self._write(sequence.text + "\n")
+                say(self._header(place, sequence.index))
+            say(sequence.text)
 
     def interrupted(self) -> None:
         if self._in_line:
-            self._write("\n")
+            say("")
 
     def _header(self, place: int, index: int) -> str:
-        return f"--- prompt {place}, answer {index} ---\n" if self._numbered else f"--- answer {index} ---\n"
+        return f"--- prompt {place}, answer {index} ---" if self._numbered else f"--- answer {index} ---"
 
     def _object(self, place: int, value: Any) -> None:
         fields = {"prompt": place} if self._numbered else {}
         fields |= dataclasses.asdict(value, dict_factory=_present)
-        self._write(json.dumps(fields, default=_base64) + "\n")
-
-    def _write(self, text: str) -> None:
-        sys.stdout.write(text)
-        sys.stdout.flush()
+        say(json.dumps(fields, default=_base64))
 
 
 async def _answer_all(

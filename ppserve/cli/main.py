@@ -10,7 +10,7 @@ from typing import Any, ClassVar
 
 import click
 
-from ppserve.errors import PpserveError, UsageError
+from ppserve.errors import LauncherError, PpserveError, UsageError
 from ppserve.process.environment import EXIT_USAGE
 
 _RANK_0_REPORTS_WITHIN_S = 2.0
@@ -70,7 +70,7 @@ def main() -> None:
         # Bytes of an argument that are not UTF-8 arrive as lone surrogates.
         _report("an argument is not UTF-8 text", reports)
     except PpserveError as error:
-        _report(str(error), reports)
+        _report(str(error), reports or isinstance(error, LauncherError))
         sys.exit(EXIT_USAGE if isinstance(error, UsageError) else 1)
     except (click.Abort, KeyboardInterrupt):
         sys.exit(130)

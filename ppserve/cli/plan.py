@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import json
 import re
+import sys
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
 import click
+from click.core import ParameterSource
 
 from ppserve.bench.workload import clip, read_trace
+from ppserve.cli.output import say
 from ppserve.cli.types import COUNTS, LAYERS, SIZE, AutoOr, Number, Parsed
 from ppserve.config import DTYPES, KV_DTYPES, QUANTIZATIONS
 from ppserve.core.architecture import Architecture
@@ -27,10 +30,11 @@ from ppserve.planning.scenarios import (
     read_costs,
     render_outcomes,
 )
-from ppserve.planning.shapes import Conditions, prospect, prospects, render_prospects
+from ppserve.planning.shapes import Conditions, prospect, prospects, render_prospects, shapes
 from ppserve.planning.simulator import SimulatedRequest
 
 _COUNT = click.IntRange(min=1)
+_RANKS = click.IntRange(1, 4096)
 _FACTOR = Number(1e-6, 1e6)
 _FILE = click.Path(exists=True, dir_okay=False, path_type=Path)
 
@@ -56,12 +60,21 @@ _SPEED = _quantity("rate from 1 to 1e30, such as 312T", r"(?:FLOPS|FLOP/s|B/s|/s
 _TIME = _quantity("time up to 1000 s, such as 50us", "s", "num", 0.0, 1e3)
 
 
+# What all shapes of a world differ in, and what only a simulation asks for.
+_OF_A_SHAPE = ("stages", "tensor_parallel", "replicas", "layers", "compare")
+_OF_A_SIMULATION = (
+    "compare", "requests", "concurrency", "trace", "time_scale", "max_num_seqs", "acceptance", "costs", "flops",
+    "memory_bandwidth", "launch_time", "link_latency", "link_bandwidth", "gather_latency", "control_latency",
+    "head_time",
+)  # fmt: skip
+
+
 @click.command(context_settings={"show_default": True})
 @click.option("--model", default="tiny", help="As for serve; of a directory only config.json is read.")
 @click.option("--stages", type=_COUNT, default=1)
 @click.option("--tensor-parallel", type=_COUNT, default=1, help="Ranks that compute each stage together.")
 @click.option("--replicas", type=_COUNT, default=1, help="Whole pipelines behind one head.")
-@click.option("--world", type=_COUNT, help="Compare all shapes of so many ranks: implies --simulate.")
+@click.option("--world", type=_RANKS, help="Compare all shapes of so many ranks: implies --simulate.")
 @click.option("--layers", type=AutoOr(LAYERS), default="auto", help="Layers per stage, as 9,3 or 7.5,4.5.")
 @click.option("--dtype", type=click.Choice(DTYPES), default="auto", help="auto = float32.")
 @click.option("--quantization", type=click.Choice(QUANTIZATIONS), default="none", help="As for serve.")
@@ -95,6 +108,7 @@ def plan(**flags: Any) -> None:
 
     With --simulate the real scheduler runs against the costs of your devices, and says what to expect.
     """
+    _refuse_unused(flags)
     arch = read_architecture(flags["model"])
     check_tensor_ranks(arch, flags["tensor_parallel"])
     intent = Intent(
@@ -111,8 +125,11 @@ def plan(**flags: Any) -> None:
         },
     )  # fmt: skip
     if flags["world"] is not None:
-        found = prospects(arch, intent, flags["world"], _conditions(arch, intent, flags))
-        click.echo(json.dumps([each.figures for each in found]) if flags["as_json"] else render_prospects(found))
+        under = _conditions(arch, intent, flags)
+        if sys.stderr.isatty():
+            click.echo(f"simulating {len(shapes(flags['world'], arch))} shapes ...", err=True)
+        found = prospects(arch, intent, flags["world"], under)
+        say(json.dumps([each.figures for each in found]) if flags["as_json"] else render_prospects(found))
         return
     layout = forecast(arch, intent)
     simulated: dict[int, dict[str, Any]] = {}
@@ -124,11 +141,22 @@ def plan(**flags: Any) -> None:
     if flags["as_json"]:
         grid = {name: flags[name] for name in ("tensor_parallel", "replicas")}
         more = {"simulated": simulated} if simulated else {}
-        click.echo(json.dumps(_as_json(flags["model"], layout) | grid | more))
+        say(json.dumps(_as_json(flags["model"], layout) | grid | more))
         return
-    click.echo(render(flags["model"], layout) + _shape(flags))
+    say(render(flags["model"], layout) + _shape(flags))
     if simulated:
-        click.echo("\nsimulated:\n" + render_outcomes(simulated))
+        say("\nsimulated:\n" + render_outcomes(simulated))
+
+
+def _refuse_unused(flags: dict[str, Any]) -> None:
+    """Raises ConfigError where a flag was given that this plan would not look at."""
+    of_world = flags["world"] is not None
+    unused: tuple[str, ...] = _OF_A_SHAPE if of_world else () if flags["wants_simulation"] else _OF_A_SIMULATION
+    problem = "--world compares all shapes" if of_world else "is of a simulation: add --simulate"
+    context = click.get_current_context()
+    for name in unused:
+        if context.get_parameter_source(name) is ParameterSource.COMMANDLINE:
+            raise ConfigError("--" + name.replace("_", "-"), problem)
 
 
 def _shape(flags: dict[str, Any]) -> str:

@@ -16,6 +16,7 @@ from ppserve.bench.scrape import ScrapeFailed
 from ppserve.bench.screen import render_line, render_screen
 from ppserve.bench.top import View, read, view_of
 from ppserve.cli.connection import connection, connection_options
+from ppserve.cli.output import say
 from ppserve.cli.types import Number
 from ppserve.client import CallFailed, Client, RetryPolicy
 
@@ -37,7 +38,7 @@ def top(metrics: str, interval_s: float, once: bool, **flags: Any) -> None:
     On a terminal a live screen, otherwise one line per interval. Exit code 1 when the server is gone, or its
     metrics page is not there at the start.
     """
-    live = sys.stdout.isatty() and not once
+    live = _is_terminal() and not once
     client = Client(**connection(flags), retry=RetryPolicy(max_attempts=1))
     gone: CallFailed | None = None
     with client:
@@ -75,25 +76,27 @@ def _views(client: Client, metrics: str | None, interval_s: float) -> Iterator[V
 
 
 def _show(view: View, target: str, live: bool) -> None:
-    if not sys.stdout.isatty():
-        sys.stdout.write(render_line(view, time.strftime("%H:%M:%S")) + "\n")
+    if not _is_terminal():
+        say(render_line(view, time.strftime("%H:%M:%S")))
+        return
+    size = shutil.get_terminal_size()
+    lines = render_screen(view, target, size.columns, "NO_COLOR" not in os.environ)
+    if live:
+        shown = "".join(f"{line}{_TO_LINE_END}\r\n" for line in lines[: size.lines - 1])
+        say(_HOME + shown + _TO_SCREEN_END, end="")
     else:
-        size = shutil.get_terminal_size()
-        lines = render_screen(view, target, size.columns, "NO_COLOR" not in os.environ)
-        if live:
-            shown = "".join(f"{line}{_TO_LINE_END}\r\n" for line in lines[: size.lines - 1])
-            sys.stdout.write(_HOME + shown + _TO_SCREEN_END)
-        else:
-            sys.stdout.write("\n".join(lines) + "\n")
-    sys.stdout.flush()
+        say("\n".join(lines))
+
+
+def _is_terminal() -> bool:
+    return sys.stdout is not None and sys.stdout.isatty()
 
 
 @contextmanager
 def _screen() -> Iterator[None]:
     """The terminal's alternate screen: afterwards the terminal shows what it showed before."""
-    sys.stdout.write(_ENTER)
+    say(_ENTER, end="")
     try:
         yield
     finally:
-        sys.stdout.write(_LEAVE)
-        sys.stdout.flush()
+        say(_LEAVE, end="")

@@ -28,7 +28,7 @@ from ppserve.errors import ConfigError
 from ppserve.planning.cores import Cores
 from ppserve.planning.forecast import ELEMENT_BYTES, Forecast
 from ppserve.planning.machine import Device, Machine, Roofline, StageSpeed, TensorRank, Wires
-from ppserve.planning.simulator import Outcome, SimulatedHead, SimulatedRequest, Simulator, run_together
+from ppserve.planning.simulator import Outcome, SimulatedHead, SimulatedRequest, Simulator
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,8 +88,10 @@ def simulate(
     acceptance: float = 0.0,
 ) -> Outcome:
     """What comes of `load` in the pipeline of `plan`; the rest as for `asked`."""
-    (outcome,) = run_together([asked(plan, speed, wires, load, num_seqs, acceptance)])
-    return outcome
+    head = SimulatedHead()
+    replica = asked(plan, speed, wires, load, num_seqs, acceptance, head)
+    head.run()
+    return replica.end()
 
 
 def asked(

@@ -14,7 +14,7 @@ from ppserve.planning.cores import Cores, SharedCores
 from ppserve.planning.forecast import Forecast, Intent, forecast
 from ppserve.planning.machine import Device, Wires
 from ppserve.planning.scenarios import MeasuredCosts, SimulatedLoad, asked, summary
-from ppserve.planning.simulator import Outcome, SimulatedHead, run_together
+from ppserve.planning.simulator import Outcome, SimulatedHead
 
 # Of shapes with at least this share of the best throughput, the one with the shortest wait for a token wins.
 _AS_FAST = 0.97
@@ -112,7 +112,8 @@ def prospect(arch: Architecture, intent: Intent, grid: RankGrid, under: Conditio
         asked(plan, under.speed, wires, load, *how, head, _places(grid, replica, cores))
         for replica, load in enumerate(shares(under.load, grid.data))
     ]
-    return Prospect(grid, plan, tuple(run_together(runs)))
+    head.run()
+    return Prospect(grid, plan, tuple(run.end() for run in runs))
 
 
 def _places(grid: RankGrid, replica: int, cores: dict[int, Cores]) -> tuple[tuple[Cores, ...], ...]:

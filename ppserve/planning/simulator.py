@@ -2,8 +2,7 @@
 
 Stages run steps in the order in which these are sent. Events are arrivals of requests, begins and ends of steps
 on stages, and stages' results. When a step begins it is known whether a cancel has overtaken it; then the stage
-skips it. The head is one thread: each event waits for the one before. Replicas that share the head, or cores, run
-together.
+skips it. The head is one thread: each event waits for the one before. Its replicas run together.
 """
 
 from __future__ import annotations
@@ -72,12 +71,19 @@ class Outcome:
 @dataclass(slots=True)
 class SimulatedHead:
     """Of all replicas that run together. free_s: when it has done what it was asked. cores: of its host, where
-    callers are who compute `caller_s` for each token; None: it has a core of its own. order: of what is to happen
-    at one time."""
+    callers are who compute `caller_s` for each token; None: it has a core of its own."""
 
     free_s: float = 0.0
     cores: Cores | None = None
-    order: Iterator[int] = field(default_factory=itertools.count)
+    numbers: Iterator[int] = field(default_factory=itertools.count)
+    # When it is the turn of what happened when, the order of what happened at that time, and to which replica.
+    events: list[tuple[float, float, int, Simulator, _Happening]] = field(default_factory=list)
+
+    def run(self) -> None:
+        """All that was asked of its replicas, in the order of their common time."""
+        while self.events:
+            turn_s, happened_s, _, replica, what = heapq.heappop(self.events)
+            replica.happens(turn_s, happened_s, what)
 
 
 @dataclass(slots=True)
@@ -158,18 +164,16 @@ class Simulator:
         self._stages = [_SimulatedStage(number) for number in range(len(machine.stages))]
         self._passing: dict[int, _Passing] = {}
         self._ended_s = 0.0
-        # When it is the turn of what happened when, and the order of what happened at that time.
-        self._events: list[tuple[float, float, int, _Happening]] = []
         self._running: dict[str, _Running] = {}
         self._backlog: list[SimulatedRequest] = []
         self._outcome = Outcome()
         self._lanes = None if config.microbatches else LaneCount(len(machine.stages), machine.fixed_s)
 
     def run(self, requests: Iterable[SimulatedRequest], concurrency: int | None = None) -> Outcome:
-        """`ask`, and what comes of it."""
+        """What comes of these requests, as for `ask`, and of all that was asked of others with the same head."""
         self.ask(requests, concurrency)
-        (outcome,) = run_together([self])
-        return outcome
+        self._head.run()
+        return self.end()
 
     def ask(self, requests: Iterable[SimulatedRequest], concurrency: int | None = None) -> None:
         """To be simulated: all requests, each at its arrival or, with `concurrency`, that many at any time."""
@@ -181,14 +185,8 @@ class Simulator:
             for _ in range(min(concurrency, len(self._backlog))):
                 self._push(0.0, self._backlog.pop())
 
-    @property
-    def next(self) -> tuple[float, float, int]:
-        """When something happens next (infinite: never), and its place among what happens at that time."""
-        return self._events[0][:3] if self._events else (math.inf, math.inf, 0)
-
-    def advance(self) -> None:
-        """By one event."""
-        now_s, happened_s, _, what = heapq.heappop(self._events)
+    def happens(self, now_s: float, happened_s: float, what: _Happening) -> None:
+        """happened_s: earlier, if it had to wait for its turn."""
         if isinstance(what, _Next):
             ended_s = max(turn.ended_s for turn in what.turns)
             if ended_s > now_s:  # somebody has interrupted it
@@ -202,6 +200,7 @@ class Simulator:
             self._turn(now_s, happened_s, what)
 
     def end(self) -> Outcome:
+        """When the head has run."""
         self._account.demand_ended(round(self._ended_s * _NS))
         self._outcome.wall_s, self._outcome.stages = self._ended_s, self._account.settled()
         return self._outcome
@@ -214,7 +213,7 @@ class Simulator:
     def _push(self, at_s: float, what: _Happening, happened_s: float | None = None) -> None:
         """happened_s: None: then."""
         happened_s = at_s if happened_s is None else happened_s
-        heapq.heappush(self._events, (at_s, happened_s, next(self._head.order), what))
+        heapq.heappush(self._head.events, (at_s, happened_s, next(self._head.numbers), self, what))
 
     def _turn(self, now_s: float, happened_s: float, what: SimulatedRequest | StepResult) -> None:
         """A turn of the engine: handles an event, then fills the pipeline."""
@@ -258,7 +257,7 @@ class Simulator:
                 doomed.cancelled_s = known_s
 
     def _submit(self, asked: SimulatedRequest, now_s: float, arrived_s: float) -> None:
-        name = str(next(self._head.order))
+        name = str(next(self._head.numbers))
         stop = StopConditions(asked.new_tokens, ignore_eos=True)
         self._running[name] = _Running(asked, arrived_s)
         self._outcome.prompt_tokens += asked.prompt_tokens
@@ -354,10 +353,3 @@ class Simulator:
                 self._receive(following)
         if stage.queue:
             self._await(stage)
-
-
-def run_together(simulators: Seq[Simulator]) -> list[Outcome]:
-    """What comes of all that was asked of them, in the order of their common time."""
-    while (first := min(simulators, key=lambda each: each.next)).next[0] < math.inf:
-        first.advance()
-    return [each.end() for each in simulators]

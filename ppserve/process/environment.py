@@ -12,6 +12,8 @@ import sys
 from dataclasses import dataclass
 from pathlib import Path
 
+from ppserve.errors import LauncherError
+
 EXIT_USAGE = 2
 # The head told the stage to end because the server fails: its keeper does not restart it.
 EXIT_FAILED = 76
@@ -23,7 +25,7 @@ EXIT_RESTART = 77
 
 # torchrun's own variable: seconds between its SIGTERM and its SIGKILL to the ranks.
 LAUNCHER_GRACE = "TORCH_ELASTIC_SHUTDOWN_TIMEOUT"
-_LAUNCHER_GRACE_S = 30.0
+_LAUNCHER_GRACE_S = 30
 
 # Enough for every connection that the head accepts. Some programs that a stage may start try to close every
 # descriptor that they could have.
@@ -41,12 +43,22 @@ class RankEnvironment:
 
     @classmethod
     def from_environ(cls) -> RankEnvironment | None:
-        """None when this process was not started by torchrun."""
+        """None when this process was not started by torchrun. Raises LauncherError."""
         if "RANK" not in os.environ or "WORLD_SIZE" not in os.environ:
             return None
-        rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
-        local_rank = int(os.environ.get("LOCAL_RANK", rank))
-        return cls(rank, world_size, local_rank, int(os.environ.get("LOCAL_WORLD_SIZE", world_size)))
+        rank, world_size = number_of("RANK"), number_of("WORLD_SIZE", least=1)
+        if rank >= world_size:
+            raise LauncherError(f"RANK: {rank} is not one of {world_size}, from 0 on (WORLD_SIZE)")
+        local_rank = number_of("LOCAL_RANK", rank)
+        return cls(rank, world_size, local_rank, number_of("LOCAL_WORLD_SIZE", world_size, least=1))
+
+
+def number_of(variable: str, unset: int = 0, least: int = 0) -> int:
+    """What an environment variable says. Raises LauncherError unless that is a whole number of at least this."""
+    said = os.environ.get(variable, str(unset))
+    if said.isdecimal() and int(said) >= least:
+        return int(said)
+    raise LauncherError(f"{variable}: {said!r} is not a whole number from {least} on")
 
 
 def die_with_parent(parent_pid: int | None = None) -> None:
@@ -88,11 +100,11 @@ def open_many_files() -> None:
 def launcher_grace_s() -> float | None:
     """Seconds that torchrun gives its ranks to end; None when another launcher started this process.
 
-    Read from the environment variable: ranks cannot see torchrun's flag of the same meaning.
+    Read from the environment variable: ranks cannot see torchrun's flag of the same meaning. Raises LauncherError.
     """
     if "TORCHELASTIC_RUN_ID" not in os.environ:
         return None
-    return float(os.environ.get(LAUNCHER_GRACE, _LAUNCHER_GRACE_S))
+    return number_of(LAUNCHER_GRACE, _LAUNCHER_GRACE_S)
 
 
 def this_machine() -> str:

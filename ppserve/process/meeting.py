@@ -20,7 +20,7 @@ from pathlib import Path
 from ppserve.config import NetworkSettings, ServeConfig
 from ppserve.errors import ConfigError, UsageError
 from ppserve.process import sockets
-from ppserve.process.environment import RankEnvironment
+from ppserve.process.environment import RankEnvironment, number_of
 from ppserve.wire import Meeting, StageTls, TcpAddress, UnixAddress
 
 MIN_SECRET_BYTES = 16
@@ -36,7 +36,7 @@ def find_meeting(config: ServeConfig, environment: RankEnvironment) -> Meeting:
     host = os.environ.get("MASTER_ADDR")
     if not host:
         raise UsageError("MASTER_ADDR is not set: start ranks on several hosts with torchrun")
-    port = config.network.control_port or int(os.environ.get("MASTER_PORT", "0")) + 1
+    port = config.network.control_port or number_of("MASTER_PORT") + 1
     if config.network.secret_file is None:
         raise ConfigError("--secret-file", "stages on several hosts need one, the same on every host")
     tls = _stage_tls(config.network)

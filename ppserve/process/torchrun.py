@@ -15,7 +15,7 @@ import uuid
 from collections.abc import Sequence
 from typing import Any
 
-from ppserve.process.environment import LAUNCHER_GRACE
+from ppserve.process.environment import LAUNCHER_GRACE, number_of
 
 # Longer than keepers wait before they kill a stage that does not end.
 _ENDING_S = 15
@@ -62,9 +62,10 @@ class AloneRendezvous:
 def run_ranks(num_ranks: int, arguments: Sequence[str], shutdown_timeout_s: float) -> int:
     """Starts this same command once per rank on this host, waits, and returns an exit code.
 
-    shutdown_timeout_s: how long streams may finish after a SIGTERM; ranks get a little more.
+    shutdown_timeout_s: how long streams may finish after a SIGTERM; ranks get a little more. Raises LauncherError
+    where an environment variable says otherwise, and no number.
     """
-    os.environ.setdefault(LAUNCHER_GRACE, str(math.ceil(shutdown_timeout_s) + _ENDING_S))
+    os.environ[LAUNCHER_GRACE] = str(number_of(LAUNCHER_GRACE, math.ceil(shutdown_timeout_s) + _ENDING_S))
     # Otherwise torchrun sets it and prints a warning; stages choose their number of threads themselves.
     os.environ.setdefault("OMP_NUM_THREADS", "1")
     # What is imported stays: the collector, which takes a tenth of the time, would find nothing.

@@ -253,3 +253,11 @@ def test_the_key_comes_from_a_file_or_the_environment(tmp_path: Path) -> None:
         assert refused.returncode == 1
         assert "UNAUTHENTICATED" in refused.stderr
 
+
+
+def test_a_refused_restart_names_the_flag(target: str) -> None:
+    refused = ppserve(target, "restart", "--replica", "0")
+    assert refused.returncode == 1
+    assert refused.stderr == "ppserve: error: --pause is wanted: no other replica serves\n"
+    assert "there is no replica 3" in ppserve(target, "restart", "--replica", "3", "--pause").stderr
+    assert ppserve(target, "restart", "--replica", "0", "--pause").stdout == "replica 0 serves again\n"

@@ -104,6 +104,10 @@ def test_a_simulation_as_json():
         (["--stages", "2", "--layers", "7,7"], "adds up to 14"),
         (["--model", "/nonexistent/model"], "nonexistent"),
         (["--max-model-len", "99999"], "--max-model-len"),
+        (["--world", "4", "--stages", "2"], "--stages: --world compares all shapes"),
+        (["--world", "4", "--layers", "auto"], "--layers: --world compares all shapes"),
+        (["--costs", __file__], "--costs: is of a simulation: add --simulate"),
+        (["--compare", "1,2"], "--compare: is of a simulation: add --simulate"),
     ],
 )
 def test_mistakes_are_named(args, problem):
@@ -121,6 +125,7 @@ def test_mistakes_are_named(args, problem):
         ["--launch-time", "1e999"],
         ["--link-latency", "5 parsecs"],
         ["--stages", "0"],
+        ["--world", "100000"],
     ],
 )
 def test_flags_that_are_no_quantities(args):

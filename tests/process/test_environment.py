@@ -6,7 +6,8 @@ import resource
 
 import pytest
 
-from ppserve.process.environment import open_many_files
+from ppserve.errors import LauncherError
+from ppserve.process.environment import LAUNCHER_GRACE, RankEnvironment, launcher_grace_s, open_many_files
 
 NO_LIMIT = resource.RLIM_INFINITY
 
@@ -30,3 +31,50 @@ def test_the_soft_limit_of_open_files_is_raised_and_never_lowered(
     monkeypatch.setattr(resource, "setrlimit", lambda _what, given: asked.append(given))
     open_many_files()
     assert asked == ([] if raised_to is None else [raised_to])
+
+
+@pytest.fixture
+def launcher(monkeypatch: pytest.MonkeyPatch) -> pytest.MonkeyPatch:
+    for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", LAUNCHER_GRACE):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("TORCHELASTIC_RUN_ID", "none")
+    return monkeypatch
+
+
+def test_a_rank_is_told_who_it_is_by_its_launcher(launcher: pytest.MonkeyPatch) -> None:
+    assert RankEnvironment.from_environ() is None
+    launcher.setenv("RANK", "2")
+    launcher.setenv("WORLD_SIZE", "4")
+    assert RankEnvironment.from_environ() == RankEnvironment(2, 4, 2, 4)
+    launcher.setenv("LOCAL_RANK", "0")
+    launcher.setenv("LOCAL_WORLD_SIZE", "2")
+    assert RankEnvironment.from_environ() == RankEnvironment(2, 4, 0, 2)
+
+
+@pytest.mark.parametrize(
+    ("told", "says"),
+    [
+        ({"RANK": "x", "WORLD_SIZE": "2"}, "RANK: 'x' is not a whole number from 0 on"),
+        ({"RANK": "-1", "WORLD_SIZE": "2"}, "RANK: '-1' is not"),
+        ({"RANK": "0", "WORLD_SIZE": "0"}, "WORLD_SIZE: '0' is not a whole number from 1 on"),
+        ({"RANK": "2", "WORLD_SIZE": "2"}, "RANK: 2 is not one of 2, from 0 on"),
+        ({"RANK": "0", "WORLD_SIZE": "2", "LOCAL_RANK": ""}, "LOCAL_RANK: '' is not"),
+        ({"RANK": "0", "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "1.5"}, "LOCAL_WORLD_SIZE: '1.5' is not"),
+    ],
+)
+def test_a_launchers_mistake_names_the_variable(
+    launcher: pytest.MonkeyPatch, told: dict[str, str], says: str
+) -> None:
+    for name, value in told.items():
+        launcher.setenv(name, value)
+    with pytest.raises(LauncherError, match=says):
+        RankEnvironment.from_environ()
+
+
+def test_torchruns_grace_is_a_number_of_seconds(launcher: pytest.MonkeyPatch) -> None:
+    assert launcher_grace_s() == 30
+    launcher.setenv(LAUNCHER_GRACE, "7")
+    assert launcher_grace_s() == 7
+    launcher.setenv(LAUNCHER_GRACE, "soon")
+    with pytest.raises(LauncherError, match=f"{LAUNCHER_GRACE}: 'soon' is not"):
+        launcher_grace_s()

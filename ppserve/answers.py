@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import reprlib
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TypedDict
+from operator import index
+from typing import Any, TypedDict, get_type_hints
 
 Prompt = str | Sequence[int]
 """A text, or token ids."""
 
 
 class Options(TypedDict, total=False):
-    """Everything a request may say beside its prompt; docs/api.md describes each. What is absent takes the
-    server's default. timeout_s: seconds for the whole call, retries included."""
+    """Everything a request may say beside its prompt; docs/api.md describes each. What is absent, or None, takes
+    the server's default. stop: one string or several. timeout_s: seconds for the whole call, retries included."""
 
     temperature: float
     top_k: int
@@ -26,7 +28,7 @@ class Options(TypedDict, total=False):
     logit_bias: Mapping[int, float]
     max_tokens: int
     min_tokens: int
-    stop: Sequence[str]
+    stop: str | Sequence[str]
     stop_token_ids: Sequence[int]
     ignore_eos: bool
     include_stop: bool
@@ -39,6 +41,79 @@ class Options(TypedDict, total=False):
     request_id: str
     priority: int
     timeout_s: float
+
+
+def prompt_of(given: Any) -> Prompt:
+    """A text or token ids, also of a program's arrays. Raises TypeError for anything else."""
+    return given if isinstance(given, str) else _read("prompt", given, _ids, "a text or a list of token ids")
+
+
+def options_of(given: Mapping[str, Any]) -> dict[str, Any]:
+    """Those that say something, in Python's own types. Raises TypeError, naming one that does not exist or cannot
+    be meant."""
+    if unknown := sorted(given.keys() - _KINDS.keys()):
+        raise TypeError(f"there is no option {unknown[0]!r}")
+    told = {name: value for name, value in given.items() if value is not None}
+    return {name: _read(name, value, *_READERS[_KINDS[name]]) for name, value in told.items()}
+
+
+def _read(name: str, value: Any, reader: Callable[[Any], Any], what: str) -> Any:
+    try:
+        return reader(value)
+    except (TypeError, ValueError, OverflowError):
+        raise TypeError(f"{name}: {reprlib.repr(value)} is not {what}") from None
+
+
+def _whole(value: Any) -> int:
+    return int(index(value))  # True is one of Python's whole numbers, and would stay what it is
+
+
+def _number(value: Any) -> float:
+    if isinstance(value, str | bytes) or value != value:
+        raise TypeError
+    return float(value)
+
+
+def _flag(value: Any) -> bool:
+    if value not in (False, True):
+        raise TypeError
+    return bool(value)
+
+
+def _text(value: Any) -> str:
+    if not isinstance(value, str):
+        raise TypeError
+    return value
+
+
+def _texts(value: Any) -> tuple[str, ...]:
+    """One string is not a list of its characters."""
+    return (value,) if isinstance(value, str) else tuple(map(_text, value))
+
+
+def _ids(value: Any) -> tuple[int, ...]:
+    """Bytes would be token ids below 256, which nobody means."""
+    if isinstance(value, bytes | bytearray | Mapping):
+        raise TypeError
+    return tuple(map(_whole, value))
+
+
+def _biases(value: Any) -> dict[int, float]:
+    if not isinstance(value, Mapping):
+        raise TypeError
+    return {_whole(token_id): _number(bias) for token_id, bias in value.items()}
+
+
+_KINDS = get_type_hints(Options)
+_READERS: dict[Any, tuple[Callable[[Any], Any], str]] = {
+    int: (_whole, "a whole number"),
+    float: (_number, "a number"),
+    bool: (_flag, "true or false"),
+    str: (_text, "a text"),
+    str | Sequence[str]: (_texts, "a text or a list of texts"),
+    Sequence[int]: (_ids, "a list of token ids"),
+    Mapping[int, float]: (_biases, "numbers by token id"),
+}
 
 
 @dataclass(frozen=True, slots=True)

@@ -15,7 +15,7 @@ import grpc
 from grpc import aio
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
-from ppserve.answers import Chunk, Completion, Options, Prompt, Token, completion_of
+from ppserve.answers import Chunk, Completion, Options, Prompt, Token, completion_of, options_of
 from ppserve.client.connection import TimeLimit, Tls, call_metadata, open_channel
 from ppserve.client.conversation import Conversation, Retries, RetryPolicy
 from ppserve.client.failures import failure_of
@@ -78,8 +78,9 @@ class AsyncClient:
 
     async def stream(self, prompt: Prompt, **options: Unpack[Options]) -> AsyncGenerator[Chunk, None]:
         """The answer as it is generated. Closing the iterator cancels the request. Raises CallFailed."""
-        limit = TimeLimit(options.get("timeout_s"))
-        conversation = Conversation(request_of(prompt, options), self._retry)
+        asked = options_of(options)
+        limit = TimeLimit(asked.get("timeout_s"))
+        conversation = Conversation(request_of(prompt, asked), self._retry)
         while (request := conversation.next_request()) is not None:
             call = self._stub.Generate(request, timeout=limit.left_s, metadata=self._metadata)
             try:

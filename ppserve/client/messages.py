@@ -2,51 +2,43 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 from google.protobuf.message import Message
 
-from ppserve.answers import Chunk, Finish, Options, Prompt, Timings, Token, Usage
+from ppserve.answers import Chunk, Finish, Prompt, Timings, Token, Usage, prompt_of
 from ppserve.v1 import generation_pb2 as pb
 
 
-def request_of(prompt: Prompt, options: Options) -> pb.GenerateRequest:
-    """The message that asks for this. Raises ValueError for a value that its field cannot hold, and
-    TypeError for an option that does not exist."""
-    asked: dict[str, Any] = dict(options)
-    asked.pop("timeout_s", None)
+def request_of(prompt: Prompt, options: Mapping[str, Any]) -> pb.GenerateRequest:
+    """The message that asks for this. options: as `answers.options_of` reads them. Raises ValueError for a value
+    that its field cannot hold, TypeError for a prompt that is none."""
     request = pb.GenerateRequest()
-    if isinstance(prompt, str):
-        request.text = prompt
+    asked = prompt_of(prompt)
+    if isinstance(asked, str):
+        _fill(request, "text", asked, "prompt")
     else:
-        request.token_ids.ids.extend(prompt)
+        _fill(request.token_ids, "ids", asked, "prompt")
     # The request comes last: its own fields `stop` and `token_ids` are messages, not the options of these names.
     homes = (request.sampling, request.stop, request.output, request)
-    for name, value in asked.items():
-        home = next((home for home in homes if name in home.DESCRIPTOR.fields_by_name and name in _OPTIONS), None)
-        if home is None:
-            raise TypeError(f"there is no option {name!r}")
-        try:
-            _fill(home, name, value)
-        except TypeError as error:
-            raise TypeError(f"{name}: {error}") from None
-        except ValueError as error:
-            raise ValueError(f"{name}: {error}") from None
+    for name, value in options.items():
+        if name != "timeout_s":
+            _fill(next(home for home in homes if name in home.DESCRIPTOR.fields_by_name), name, value, name)
     return request
 
 
-def _fill(home: Message, name: str, value: Any) -> None:
-    field = getattr(home, name)
-    if isinstance(value, Mapping):
-        field.update(value)
-    elif not isinstance(value, str) and isinstance(value, Iterable):
-        field.extend(value)
-    else:
-        setattr(home, name, value)
-
-
-_OPTIONS = frozenset(Options.__annotations__)
+def _fill(home: Message, field: str, value: Any, name: str) -> None:
+    """name: what the caller calls the field."""
+    try:
+        if isinstance(value, Mapping):
+            getattr(home, field).update(value)
+        elif isinstance(value, tuple):
+            getattr(home, field).extend(value)
+        else:
+            setattr(home, field, value)
+    except ValueError as error:
+        raise ValueError(f"{name}: {error}") from None
 
 
 def chunk_of(message: pb.GenerateResponse) -> Chunk:

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import logging
+import os
 import threading
 import time
 import weakref
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, wait
-from numbers import Integral
 from operator import index
 from typing import Any, Self, TypedDict, Unpack, cast, get_type_hints
 
@@ -16,12 +16,12 @@ import torch
 
 from ppserve import config as cfg
 from ppserve import wire
-from ppserve.answers import Completion, Options, Prompt
+from ppserve.answers import Completion, Options, Prompt, options_of, prompt_of
 from ppserve.core.architecture import Split
 from ppserve.core.scheduling.draft_model import DraftModel
 from ppserve.core.scheduling.drafter import NewDrafter, look_up_prompts
 from ppserve.core.scheduling.intake import Intake
-from ppserve.errors import ConfigError, InvalidRequest, StagesLost, UsageError, Violation
+from ppserve.errors import ConfigError, Draining, InvalidRequest, StagesLost, UsageError, Violation
 from ppserve.head.api.call import Call
 from ppserve.head.api.requests import Asked, check, to_request
 from ppserve.head.cards import ModelCard, Topology
@@ -124,6 +124,7 @@ class Pipeline:
         fleet = Fleet(replicas, self._control, time.monotonic_ns)
         self._engine = Engine(fleet, self._control, watcher, lambda call: call())
         self._tokenizer: Tokenizer | None = None
+        self._pid = os.getpid()
         wirings = [ThreadWiring() for _ in range(num_replicas)]
         found = [Findings.of(config, RankEnvironment(r, world_size, r, world_size)) for r in range(world_size)]
         self._stages = [
@@ -158,15 +159,16 @@ class Pipeline:
         return self._submit(_prompts_of(prompt), options)
 
     def _submit(self, prompts: Sequence[Prompt], options: Options) -> Stream:
-        name, timeout_s = options.pop("request_id", ""), options.pop("timeout_s", None)
+        given, engine = options_of(options), self._running()
+        name, timeout_s = given.pop("request_id", ""), given.pop("timeout_s", None)
         requests = []
         for prompt in prompts:
-            asked = Asked(prompt=prompt, **cast(Any, options))
+            asked = Asked(prompt=prompt, **given)
             check(asked, self._card)
             call = Call.begin("", timeout_s, None)
             requests.append(to_request(asked, self._ids_of(prompt), self._card, call))
         several = len(prompts) > 1
-        stream = Stream(self, self._engine, self._tokenizer)
+        stream = Stream(self, engine, self._tokenizer)
         try:
             for place, (prompt, request) in enumerate(zip(prompts, requests, strict=True)):
                 own = f"{name}-{place}" if name and several else name or str(place)
@@ -178,11 +180,12 @@ class Pipeline:
 
     def complete(self, prompt: Prompt, **options: Unpack[Options]) -> Completion:
         """`generate`, read to its end."""
-        return self.complete_all([prompt], **options)[0]
+        with self._submit([prompt_of(prompt)], options) as stream:
+            return stream.completions()[0]
 
     def complete_all(self, prompts: Sequence[Prompt], **options: Unpack[Options]) -> list[Completion]:
         """All of these together, in their order."""
-        with self._submit(prompts, options) as stream:
+        with self._submit(_prompts_of(prompts) if len(prompts) else [], options) as stream:
             return stream.completions()
 
     def _ids_of(self, prompt: Prompt) -> Sequence[int]:
@@ -208,11 +211,21 @@ class Pipeline:
 
     def ledger(self) -> Ledger:
         """Where every stage's time went, from the making of the pipeline to now."""
-        return ledger_of(self._engine.look())
+        return ledger_of(self._running().look())
 
     def topology(self) -> Topology:
         """What each stage holds, and how long its steps take."""
-        return topology_of(self._engine.look())
+        return topology_of(self._running().look())
+
+    def _running(self) -> Engine:
+        """Raises Draining after `close` and in another process, StagesLost where the stages are gone."""
+        if os.getpid() != self._pid:
+            raise Draining("this pipeline's threads are in another process: make one in each process")
+        if not self._end.alive:
+            raise Draining("this pipeline is closed")
+        if self._engine.failed.done():
+            raise StagesLost(self._engine.failed.result().reason)
+        return self._engine
 
     # ---- its end --------------------------------------------------------------------------------------
 
@@ -316,8 +329,13 @@ def _end(engine: Engine, stages: Sequence[threading.Thread], torch_threads: int)
     torch.set_num_threads(torch_threads)
 
 
-def _prompts_of(prompt: Prompt | Sequence[Prompt]) -> Sequence[Prompt]:
-    """A list of prompts, also of one. Token ids are a list as well, but of numbers."""
-    if isinstance(prompt, str) or all(isinstance(part, Integral) for part in prompt):
-        return [cast(Prompt, prompt)]
-    return cast(Sequence[Prompt], prompt)
+def _prompts_of(prompt: Any) -> list[Prompt]:
+    """A list of prompts, also of one. Token ids are a list as well, but of numbers. Raises TypeError."""
+    is_one = isinstance(prompt, str | bytes | Mapping) or not isinstance(prompt, Iterable)
+    parts = prompt if is_one else list(prompt)
+    try:
+        return [prompt_of(parts)]
+    except TypeError:
+        if is_one:
+            raise
+        return [prompt_of(part) for part in parts]

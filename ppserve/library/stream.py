@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import queue
+import threading
 from collections import deque
 from collections.abc import Iterator, Sequence
 from dataclasses import astuple, dataclass
@@ -10,7 +11,7 @@ from typing import Self
 
 from ppserve.answers import Chunk, Completion, Finish, Timings, Token, Usage, completion_of
 from ppserve.core.request import FinishReason, Request
-from ppserve.errors import RequestError, StagesLost
+from ppserve.errors import Draining, RequestError, StagesLost
 from ppserve.head.api.stream import Delta, Pending, Score
 from ppserve.head.engine.loop import Engine
 from ppserve.head.engine.output import TokenOutput
@@ -34,7 +35,8 @@ class _Entry:
 
 
 class Stream:
-    """An iterator over `Chunk`s. Reading it waits; closing it, or leaving its block, ends what still runs.
+    """An iterator over `Chunk`s. Reading it waits; closing it, or leaving its block, ends what still runs. Each of
+    several threads that read it gets other pieces.
 
     Raises a request's error where its next piece would be; the other requests can be read on.
     """
@@ -47,6 +49,7 @@ class Stream:
         self._entries: list[_Entry] = []
         self._news: queue.SimpleQueue[tuple[_Entry, Sequence[TokenOutput]]] = queue.SimpleQueue()
         self._ready: deque[tuple[_Entry, Chunk | RequestError]] = deque()
+        self._reading = threading.Lock()
 
     def submit(self, request: Request, name: str, echo: str) -> None:
         """One more request. echo: its prompt, where it is to be sent back. Raises RequestError."""
@@ -89,12 +92,13 @@ class Stream:
 
     def _next(self) -> tuple[_Entry, Chunk] | None:
         """The next piece, and of which request; None when all have ended. Raises RequestError."""
-        while not self._ready:
-            self._entries = [entry for entry in self._entries if not entry.pending.is_complete]
-            if not self._entries:
-                return None
-            self._take(*self._news.get())
-        entry, piece = self._ready.popleft()
+        with self._reading:
+            while not self._ready:
+                self._entries = [entry for entry in self._entries if not entry.pending.is_complete]
+                if not self._entries:
+                    return None
+                self._take(*self._news.get())
+            entry, piece = self._ready.popleft()
         if isinstance(piece, RequestError):
             raise self._explained(piece)
         return entry, piece
@@ -106,13 +110,13 @@ class Stream:
                 self._ready.append((entry, self._chunk(entry, delta)))
         except RequestError as error:
             self._ready.append((entry, error))
-            self._entries.remove(entry)
+            self._entries = [other for other in self._entries if other is not entry]
 
     def _explained(self, error: RequestError) -> RequestError:
         """A server does not tell its callers why a stage was lost; a program may know."""
         if isinstance(error, StagesLost):
             return StagesLost(self._engine.failed.result(_REASON_WITHIN_S).reason)
-        return error
+        return Draining("this pipeline is closed") if isinstance(error, Draining) else error
 
     def _chunk(self, entry: _Entry, delta: Delta) -> Chunk:
         output = entry.request.output

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -118,8 +119,24 @@ def test_options_that_do_not_exist_or_fit() -> None:
             client.generate("a", max_tokens=-1)
         with pytest.raises(ValueError, match=r"^stop: "):
             client.generate("a", stop=["\udcff"])
-        with pytest.raises(TypeError, match=r"^temperature: "):
-            client.generate("a", temperature="warm")  # type: ignore[arg-type]
+        with pytest.raises(ValueError, match=r"^prompt: "):
+            client.generate([-1])
+        wrong: tuple[tuple[Any, dict[str, Any], str], ...] = (
+            ("a", {"temperature": "warm"}, "^temperature: 'warm' is not a number$"),
+            ("a", {"logit_bias": [1]}, r"^logit_bias: \[1\] is not numbers by token id$"),
+            ("a", {"timeout_s": "5"}, "^timeout_s: '5' is not a number$"),
+            (b"a", {}, "^prompt: b'a' is not a text or a list of token ids$"),
+        )
+        for prompt, options, problem in wrong:
+            with pytest.raises(TypeError, match=problem):
+                client.generate(prompt, **options)
+
+
+def test_one_stop_string_may_be_a_text_and_none_says_nothing() -> None:
+    engine = FakeEngine()
+    with served_in_thread(engine) as target, Client(target) as client:
+        client.generate("a", stop="never", max_tokens=1, n=None, logit_bias=None)  # type: ignore[arg-type]
+    assert engine.requests[0].stop.stop == ("never",)
 
 
 def test_refusals_name_the_field() -> None:

@@ -3,13 +3,19 @@
 from __future__ import annotations
 
 import gc
+import math
+import os
+import signal
 import subprocess
 import sys
 import threading
 import time
+import warnings
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
@@ -198,11 +204,47 @@ def test_one_bad_prompt_of_several_leaves_nothing_running(two_stages: Pipeline) 
     assert two_stages.complete("Once", max_tokens=3, seed=1).text
 
 
-@pytest.mark.parametrize("option", ["max_tokens", "seed", "top_k", "logprobs", "n"])
-def test_a_number_that_is_not_whole_is_refused_before_anything_runs(two_stages: Pipeline, option: str) -> None:
-    with pytest.raises(TypeError, match=f"{option}: 2.5 is not a whole number"):
-        two_stages.generate("Once", **{option: 2.5})  # type: ignore[misc]
+@pytest.mark.parametrize(
+    ("prompt", "options", "problem"),
+    [
+        *(("Once", {name: 2.5}, f"{name}: 2.5 is not a whole number") for name in ("max_tokens", "top_k", "n")),
+        ("Once", {"temperature": "warm"}, "temperature: 'warm' is not a number"),
+        ("Once", {"timeout_s": math.nan}, "timeout_s: nan is not a number"),
+        ("Once", {"logit_bias": {1.5: 2.0}}, "logit_bias: .* is not numbers by token id"),
+        ("Once", {"stop_token_ids": [1.5]}, "stop_token_ids: .* is not a list of token ids"),
+        ("Once", {"stop": [b"."]}, "stop: .* is not a text or a list of texts"),
+        ("Once", {"echo": "no"}, "echo: 'no' is not true or false"),
+        ("Once", {"request_id": 5}, "request_id: 5 is not a text"),
+        (b"Once", {}, "prompt: b'Once' is not a text or a list of token ids"),
+        ([[1.5]], {}, "prompt: .* is not a text or a list of token ids"),
+    ],
+)
+def test_what_cannot_be_meant_is_refused_by_name_before_anything_runs(
+    two_stages: Pipeline, prompt: Any, options: dict[str, Any], problem: str
+) -> None:
+    """A bias for token 1.5 once ended the pipeline."""
+    with pytest.raises(TypeError, match=problem):
+        two_stages.generate(prompt, **options)
     assert two_stages.complete("Once", max_tokens=3, seed=1).text
+
+
+def test_a_text_is_one_stop_string_and_none_says_nothing(two_stages: Pipeline) -> None:
+    """Not one for each of its characters, of which the first would end the answer."""
+    told: dict[str, Any] = {"max_tokens": 40, "temperature": 0, "ignore_eos": True}
+    plain = two_stages.complete("Once upon a time", **told).text
+    word = plain.split()[4]
+    assert two_stages.complete("Once upon a time", stop=word, **told).text == plain.partition(word)[0]
+    none: Any = dict.fromkeys(("stop", "n", "top_p", "logit_bias", "timeout_s"))
+    assert two_stages.complete("Once upon a time", **told, **none).text == plain
+
+
+def test_arrays_of_ids_are_prompts(two_stages: Pipeline) -> None:
+    ids = [5, 6, 7]
+    arrays: list[Any] = [ids, tuple(ids), np.array(ids), torch.tensor(ids)]
+    answers = {two_stages.complete(each, max_tokens=5, seed=1).text for each in arrays}
+    rows: Any = torch.tensor([ids, ids])
+    assert answers == {completion.text for completion in two_stages.complete_all(rows, max_tokens=5, seed=1)}
+    assert len(two_stages.complete_all("Once", max_tokens=3)) == 1, "a text is one prompt"
 
 
 def test_an_option_that_does_not_exist_is_named(two_stages: Pipeline) -> None:
@@ -253,12 +295,32 @@ def test_a_closed_pipeline_refuses_and_open_streams_end() -> None:
     next(stream)
     pipeline.close()
     pipeline.close()
-    with pytest.raises(Draining):
-        list(stream)
-    with pytest.raises(Draining):
-        pipeline.generate("Once")
-    with pytest.raises(Draining):
-        pipeline.ledger()
+    for use in (lambda: list(stream), lambda: pipeline.generate("Once"), pipeline.ledger, pipeline.topology):
+        with pytest.raises(Draining, match="this pipeline is closed"):
+            use()
+
+
+def test_threads_that_read_one_stream_share_its_pieces_and_all_end(two_stages: Pipeline) -> None:
+    stream = two_stages.generate("Once", max_tokens=30, ignore_eos=True, seed=1)
+    with ThreadPoolExecutor(3) as readers:
+        read = [readers.submit(lambda: list(stream)) for _ in range(3)]
+        pieces = [piece for future in read for piece in future.result(60)]
+    assert sorted(piece.first_token for piece in pieces if piece.num_tokens) == list(range(30))
+
+
+def test_a_forked_process_is_told_instead_of_waiting_for_ever(two_stages: Pipeline) -> None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", DeprecationWarning)  # that this process has threads
+        child = os.fork()
+    if child == 0:
+        signal.alarm(30)
+        try:
+            two_stages.complete("Once", max_tokens=3)
+        except Draining as error:
+            os._exit(0 if "another process" in str(error) else 1)
+        os._exit(2)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+    assert two_stages.complete("Once", max_tokens=3, seed=1).text
 
 
 # ---- the ledger -------------------------------------------------------------------------------------------

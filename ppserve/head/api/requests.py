@@ -11,7 +11,6 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from ctypes import c_float
 from dataclasses import dataclass, field, fields
-from operator import index
 from typing import Any, TypeVar
 
 from ppserve.core.request import OutputOptions, Request, SamplingParams, StopConditions, context_problem
@@ -89,22 +88,9 @@ class Asked:
     def __post_init__(self) -> None:
         for name in _FLOATS:
             object.__setattr__(self, name, _float32(getattr(self, name)))
-        for name in _INTS:
-            value = getattr(self, name)
-            if value is not None and not isinstance(value, int):
-                object.__setattr__(self, name, _whole(name, value))
 
 
 _FLOATS = tuple(f.name for f in fields(Asked) if f.type == "float")
-_INTS = tuple(f.name for f in fields(Asked) if f.type in ("int", "int | None"))
-
-
-def _whole(name: str, value: Any) -> int:
-    """Protocols bring whole numbers; a program may bring anything. Raises TypeError."""
-    try:
-        return index(value)
-    except TypeError:
-        raise TypeError(f"{name}: {value!r} is not a whole number") from None
 
 
 class _Mistakes:

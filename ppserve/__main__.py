@@ -1,5 +1,10 @@
 """`python -m ppserve`."""
 
-from ppserve.cli.main import main
+import sys
+
+try:
+    from ppserve.cli.main import main
+except KeyboardInterrupt:
+    sys.exit(130)
 
 main()

@@ -9,6 +9,7 @@ import resource
 import signal
 import socket
 import sys
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -30,6 +31,8 @@ _LAUNCHER_GRACE_S = 30
 # Enough for every connection that the head accepts. Some programs that a stage may start try to close every
 # descriptor that they could have.
 _OPEN_FILES = 65_536
+
+_ENDING_SIGNALS = (signal.SIGINT, signal.SIGTERM)
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,6 +75,24 @@ def die_with_parent(parent_pid: int | None = None) -> None:
         ctypes.CDLL(None, use_errno=True).prctl(pr_set_pdeathsig, signal.SIGKILL, 0, 0, 0)
     if parent_pid is not None and os.getppid() != parent_pid:
         os._exit(EXIT_HEAD_GONE)
+
+
+@contextlib.contextmanager
+def born_deaf() -> Iterator[None]:
+    """A child that is started in the block hears no SIGINT or SIGTERM until `ignore_ending`: it may import for
+    seconds before. Ctrl-C in a terminal goes to all processes, and a supervisor's SIGTERM may."""
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, _ENDING_SIGNALS)
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+
+
+def ignore_ending() -> None:
+    """In such a child: others decide when it ends."""
+    for signum in _ENDING_SIGNALS:
+        signal.signal(signum, signal.SIG_IGN)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, _ENDING_SIGNALS)
 
 
 def name_process(name: str) -> None:

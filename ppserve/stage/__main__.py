@@ -10,7 +10,6 @@ import functools
 import gc
 import logging
 import os
-import signal
 import socket
 import sys
 import threading
@@ -21,7 +20,14 @@ from typing import NoReturn
 
 from ppserve import wire
 from ppserve.errors import UsageError
-from ppserve.process.environment import EXIT_HEAD_GONE, EXIT_USAGE, RankEnvironment, die_with_parent, name_process
+from ppserve.process.environment import (
+    EXIT_HEAD_GONE,
+    EXIT_USAGE,
+    RankEnvironment,
+    die_with_parent,
+    ignore_ending,
+    name_process,
+)
 from ppserve.process.greeting import connect_to_head
 from ppserve.process.interfaces import ONE_HOST, find_route, other_ports
 from ppserve.process.logs import set_up_logging, survive_full_disks
@@ -38,8 +44,7 @@ def main() -> int:
     requests, keeper_pid = socket.socket(fileno=int(sys.argv[1])), int(sys.argv[2])
     die_with_parent(keeper_pid)
     # The head and the keeper decide when this process and its stages end.
-    signal.signal(signal.SIGTERM, signal.SIG_IGN)
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    ignore_ending()
     name_process("ppserve.forks")
     server_pid, has_imported = os.getpid(), False
     while True:

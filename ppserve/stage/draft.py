@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import os
 import select
-import signal
 import sys
 from collections import deque
 from collections.abc import Iterator
@@ -26,7 +25,7 @@ from ppserve.model.checkpoint.opening import open_checkpoint, read_architecture
 from ppserve.model.cpu.backend import CpuBackend
 from ppserve.model.gpt2 import GPT2Stage
 from ppserve.model.inputs import build_inputs
-from ppserve.process.environment import EXIT_FAILED, EXIT_USAGE, die_with_parent
+from ppserve.process.environment import EXIT_FAILED, EXIT_USAGE, die_with_parent, ignore_ending
 
 _BLOCK_SIZE = 16
 
@@ -87,8 +86,7 @@ class Draft:
 def main() -> int:
     die_with_parent(int(sys.argv[1]))
     # The head decides when this process ends.
-    signal.signal(signal.SIGTERM, signal.SIG_IGN)
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    ignore_ending()
     # Whatever prints must not get between the frames.
     answers, sys.stdout = sys.stdout.buffer, sys.stderr
     reader = wire.FrameReader(wire.ToDraft)

@@ -57,6 +57,14 @@ def refuse(fork=os.fork):
     raise OSError(11, "Resource temporarily unavailable")
 os.fork = refuse
 """
+# Ctrl-C in a terminal, and a supervisor's SIGTERM to all processes, before the fork server has said what it does
+# on them. Its stage must not stay deaf to what it does not ignore.
+INTERRUPTED = """
+os.kill(os.getpid(), signal.SIGINT)
+os.kill(os.getpid(), signal.SIGTERM)
+def live(life):
+    return len(signal.pthread_sigmask(signal.SIG_BLOCK, ()))
+"""
 # A module of those that stages import that takes long.
 SLOW_IMPORT = """
 class Slow:
@@ -224,6 +232,15 @@ def test_a_fork_that_the_system_refuses_is_tried_again(
     assert lines_of(process)[-1] == "served"
     assert process.end() == 11
     assert capfd.readouterr().err.count("a stage cannot be forked yet: [Errno 11]") == 1
+
+
+def test_signals_that_come_while_a_server_is_not_ready_for_them_do_not_end_it(
+    server_of: Callable[[str], ForkServer],
+) -> None:
+    process = server_of(INTERRUPTED).fork()
+    pid_of(process)
+    assert lines_of(process)[-1:] == []
+    assert process.end() == 0
 
 
 def test_it_shows_life_while_it_imports(server_of: Callable[..., ForkServer]) -> None:

@@ -19,7 +19,7 @@ from ppserve.core.plan import Slice
 from ppserve.core.scheduling.draft_model import NUM_SLOTS
 from ppserve.core.scheduling.drafter import Interrupted
 from ppserve.errors import WireError
-from ppserve.process.environment import EXIT_USAGE
+from ppserve.process.environment import EXIT_USAGE, born_deaf
 
 log = logging.getLogger("ppserve.head")
 
@@ -50,9 +50,10 @@ class DraftProcess:
         # what was waited since then is at least what was waited in this step.
         self._waited_s, self._waited_before_s = 0.0, [0.0] * NUM_SLOTS
         self._slot, self._left_s = 0, WAIT_S
-        self._process = subprocess.Popen(
-            [*command, str(os.getpid())], stdin=subprocess.PIPE, stdout=subprocess.PIPE, bufsize=0
-        )
+        with born_deaf():
+            self._process = subprocess.Popen(
+                [*command, str(os.getpid())], stdin=subprocess.PIPE, stdout=subprocess.PIPE, bufsize=0
+            )
         assert self._process.stdin is not None and self._process.stdout is not None  # noqa: PT018
         self._questions, self._frames = self._process.stdin, self._process.stdout
         # The engine's thread never waits for a process that does not read.

@@ -67,6 +67,13 @@ def test_one_that_does_not_read_is_not_waited_for() -> None:
     process.end()
 
 
+def test_ctrl_c_while_it_imports_does_not_end_it() -> None:
+    program = "import os, signal; os.kill(os.getpid(), signal.SIGINT)"
+    process = DraftProcess("builtin", "tiny", (sys.executable, "-c", program))
+    assert process._process.wait(60) == 0
+    process.end()
+
+
 def test_nothing_is_waited_for_when_a_request_arrives(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(draft_process, "WAIT_S", 20.0)
     with listening() as control:

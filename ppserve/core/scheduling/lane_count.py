@@ -30,6 +30,8 @@ TURN = 64
 MARGIN = 1.03
 # Waiting of a smaller share of the computation is no reason to try it.
 MIN_WAIT = 0.02
+# A trial ends when so many turns of the other kind have ended in it.
+MAX_OTHERS = 2
 _FADE = 0.98
 
 
@@ -38,8 +40,8 @@ class LaneCount:
     the current estimate.
 
     What counts is the time between steps that follow each other while all lanes are in use. Steps with tokens of
-    prompts and steps without are trials of their own, because they take other times; in each turn the kind with
-    more steps decides.
+    prompts and steps without have trials and turns of their own, because they take other times. Only one of the
+    trials goes on at any time.
     """
 
     def __init__(self, num_stages: int, fixed_s: Callable[[int], float]) -> None:
@@ -47,8 +49,11 @@ class LaneCount:
         self._waits = _Waits(num_stages, fixed_s)
         ways = (num_stages, num_stages + 1)
         self._trials = {phase: Trial(ways, MARGIN) for phase in ("mixed", "decode")}
-        # Steps of each kind in the turn that is running.
+        # Steps of each kind in its turn that is running.
         self._num_steps: Counter[str] = Counter()
+        # The kind for which another way is being tried, and turns of the other kind that ended meanwhile.
+        self._tried_for: str | None = None
+        self._num_others = 0
         # The step before on the last stage, where it counts: its phase, and when the stage was done with it.
         self._before: tuple[str, int] | None = None
         # Steps that were sent in the turn before.
@@ -75,20 +80,29 @@ class LaneCount:
         if counts and before is not None and before[0] == phase:
             self._trials[phase].add((sent_ns - before[1]) / 1e9, num_tokens)
             self._num_steps[phase] += 1
-            if self._num_steps.total() == TURN:
-                self._end_turn()
+            if self._num_steps[phase] == TURN:
+                self._num_steps[phase] = 0
+                self._end_turn(phase)
 
-    def _end_turn(self) -> None:
-        usual = max(self._trials, key=self._num_steps.__getitem__)
-        self._num_steps.clear()
-        for phase, trial in self._trials.items():
-            if phase != usual:
-                trial.forget_turn()
-        trial = self._trials[usual]
-        choice = trial.next_way(self.choice)
+    def _end_turn(self, phase: str) -> None:
+        trial = self._trials[phase]
+        if self._tried_for not in (None, phase):
+            trial.forget_turn()
+            self._num_others += 1
+            if self._num_others < MAX_OTHERS:
+                return
+            # The kind that it is tried for has become rare.
+            phase, trial = self._tried_for, self._trials[self._tried_for]
+            choice = trial.give_up()
+        else:
+            choice = trial.next_way(self.choice)
         if choice != trial.best == self._num_stages and not self._waits.may_be_saved():
             choice = self._num_stages
+        self._tried_for, self._num_others = phase if choice != trial.best else None, 0
         if choice != self.choice:
+            self._num_steps.clear()
+            for each in self._trials.values():
+                each.forget_turn()
             self.choice, self._num_older, self._before = choice, self._num_stages + 1, None
             self._waits = _Waits(self._num_stages, self._waits.fixed_s)
 

@@ -62,6 +62,14 @@ class Trial:
         """The turn that is running will have no end."""
         self._seconds, self._tokens = 0.0, 0
 
+    def give_up(self) -> int:
+        """The turn that is running, of another way than the best, will have no end; returns the best. The next
+        trial comes later each time."""
+        self.forget_turn()
+        self._interval = min(max(2 * self._interval, FIRST_TRIAL), LAST_TRIAL)
+        self._try_in = self._interval
+        return self.best
+
     def next_way(self, ended: int, counts: bool = True) -> int:
         """The way of the next turn. ended: that of the last one. counts: whether it was really gone in it; if not,
         a trial of it says nothing, and has cost little, so there may be another one soon."""

@@ -105,6 +105,18 @@ def test_steps_with_prompts_are_compared_with_each_other_alone() -> None:
     assert machine.run() == 2
 
 
+def test_prompts_now_and_then_do_not_keep_it_trying() -> None:
+    """Callers who come at the same time: a turn with their prompts is followed by others without. What is tried
+    for steps with prompts, and cannot be ended, must not be tried anew whenever such steps come."""
+    machine = Machine(2, by_lanes(1.0, 0.8))
+    chosen: Counter[int] = Counter()
+    for _ in range(60):
+        for num_steps, prompt in (TURN, 64), (2 * TURN + TURN // 2, 0):
+            machine.run(num_steps, prompt=prompt)
+            chosen += machine.chosen
+    assert chosen[2] > 0.9 * chosen.total()
+
+
 def test_want_of_work_decides_nothing() -> None:
     assert Machine(2, by_lanes(1.0, 0.1)).run(was_full=False) == 2
 

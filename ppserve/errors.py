@@ -50,7 +50,7 @@ class RequestError(PpserveError):
 
 @dataclass(frozen=True, slots=True)
 class Violation:
-    """One field of a request that cannot be accepted: `field` in proto notation (`sampling.top_p`)."""
+    """One field of a request that cannot be accepted: `field` in proto notation (`sampling.top_p`), "" for all."""
 
     field: str
     problem: str
@@ -64,7 +64,7 @@ class InvalidRequest(RequestError):
 
     def __init__(self, violations: list[Violation]) -> None:
         assert violations
-        super().__init__("; ".join(f"{v.field}: {v.problem}" for v in violations))
+        super().__init__("; ".join(f"{v.field}: {v.problem}" if v.field else v.problem for v in violations))
         self.violations = violations
 
 

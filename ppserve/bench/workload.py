@@ -9,9 +9,11 @@ from __future__ import annotations
 import csv
 import math
 import random
+import re
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from datetime import datetime
+from operator import itemgetter
 from pathlib import Path
 
 from ppserve.errors import ConfigError
@@ -66,12 +68,11 @@ class TraceRow:
 
 
 def read_trace(path: Path, num_requests: int | None = None, time_scale: float = 1.0) -> tuple[TraceRow, ...]:
-    """The first requests of a CSV with the columns TIMESTAMP, ContextTokens and GeneratedTokens.
+    """The first requests of a CSV with the columns TIMESTAMP, ContextTokens and GeneratedTokens, by their times.
 
-    time_scale: 2.0 = twice as fast as recorded. Raises ConfigError naming the line.
+    time_scale: 2.0 = twice as fast as recorded. Raises ConfigError naming the line and the column.
     """
-    rows: list[TraceRow] = []
-    first: datetime | None = None
+    rows: list[tuple[datetime, int, int]] = []
     try:
         with path.open(newline="", encoding="utf-8") as file:
             table = csv.DictReader(file)
@@ -81,18 +82,35 @@ def read_trace(path: Path, num_requests: int | None = None, time_scale: float = 
                 if len(rows) == num_requests:
                     break
                 try:
-                    at = datetime.fromisoformat(row["TIMESTAMP"])
-                    prompt, new = int(row["ContextTokens"]), int(row["GeneratedTokens"])
-                    first = first or at
-                    since_s = (at - first).total_seconds()
-                except (TypeError, ValueError) as error:
+                    at = _time(row)
+                    if rows and (at.tzinfo is None) != (rows[0][0].tzinfo is None):
+                        raise ValueError("TIMESTAMP: some have a time zone, and others have none")
+                    rows.append((at, _tokens(row, "ContextTokens"), _tokens(row, "GeneratedTokens")))
+                except ValueError as error:
                     raise ConfigError("--trace", f"{path}:{number}: {error}") from None
-                rows.append(TraceRow(since_s / time_scale, max(1, prompt), max(1, new)))
     except (OSError, UnicodeDecodeError, csv.Error) as error:
         raise ConfigError("--trace", f"cannot read {path}: {error}") from None
     if not rows:
         raise ConfigError("--trace", f"{path} holds no requests")
-    return tuple(sorted(rows, key=lambda row: row.at_s))
+    rows.sort(key=itemgetter(0))
+    first = rows[0][0]
+    return tuple(TraceRow((at - first).total_seconds() / time_scale, prompt, new) for at, prompt, new in rows)
+
+
+def _time(row: dict[str, str]) -> datetime:
+    said = row["TIMESTAMP"]
+    try:
+        return datetime.fromisoformat(said)
+    except (TypeError, ValueError):
+        raise ValueError(f"TIMESTAMP: {said!r} is not a time such as 2023-11-16 18:15:46") from None
+
+
+def _tokens(row: dict[str, str], column: str) -> int:
+    """At least one: some traces have answers without tokens."""
+    said = row[column]
+    if said is None or not re.fullmatch(r"\s*\d{1,9}\s*", said):
+        raise ValueError(f"{column}: {said!r} is not a number of tokens")
+    return max(1, int(said))
 
 
 def poisson_arrivals(rate: float, seed: int, burstiness: float = 1.0) -> Iterator[float]:

@@ -95,7 +95,7 @@ class Pipeline:
 
     def __init__(
         self,
-        model: str = "tiny",
+        model: str | os.PathLike[str] = "tiny",
         stages: int | None = None,
         *,
         new_drafter: NewDrafter | None = None,
@@ -258,9 +258,11 @@ class Pipeline:
         return describe_model(config, decision, [replica.all for replica in self._members], self._tokenizer)
 
 
-def _config_of(model: str, settings: Settings) -> cfg.ServeConfig:
+def _config_of(model: str | os.PathLike[str], settings: Settings) -> cfg.ServeConfig:
     """Raises ConfigError for a setting that does not exist or cannot be meant."""
-    given: dict[str, Any] = {"path": model, **settings}
+    if not isinstance(model, str | os.PathLike):
+        raise ConfigError("model", f"{model!r} is neither a name nor a path")
+    given: dict[str, Any] = {"path": os.fspath(model), **settings}
     if unknown := set(given) - {"path", *Settings.__annotations__}:
         raise ConfigError(min(unknown), "there is no such setting")
     for name, known in _CHOICES.items():

@@ -110,20 +110,31 @@ def test_a_trace_is_read_as_recorded(tmp_path: Path) -> None:
     assert read_trace(file, 1) == rows[:1]
 
 
+def test_a_trace_begins_with_its_earliest_request_wherever_that_stands(tmp_path: Path) -> None:
+    """Before, such requests were due before the run, and their latency counted from then."""
+    file = tmp_path / "trace.csv"
+    file.write_text("TIMESTAMP,ContextTokens,GeneratedTokens\n2023-11-16 18:15:46,1,2\n2023-11-16 18:15:36,3,4\n")
+    assert read_trace(file) == (TraceRow(0.0, 3, 4), TraceRow(10.0, 1, 2))
+
+
 @pytest.mark.parametrize(
     ("text", "words"),
     [
         ("TIMESTAMP,ContextTokens,GeneratedTokens\n", "holds no requests"),
-        ("TIMESTAMP,ContextTokens,GeneratedTokens\n2023-11-16 18:15:46,1,x\n", ":2:"),
+        ("TIMESTAMP,ContextTokens,GeneratedTokens\n2023-11-16 18:15:46,1,x\n", ":2: GeneratedTokens: 'x'"),
+        ("TIMESTAMP,ContextTokens,GeneratedTokens\n2023-11-16 18:15:46,-5,1\n", ":2: ContextTokens: '-5'"),
         ("TIMESTAMP,ContextTokens\n2023-11-16 18:15:46,1\n", "no column GeneratedTokens"),
         (
             "TIMESTAMP,ContextTokens,GeneratedTokens\n2023-11-16 18:15:46,1,1\n2023-11-16 18:15:47+00:00,1,1\n",
-            ":3:",
+            ":3: TIMESTAMP: some have a time zone",
         ),
         ("TIMESTAMP,ContextTokens,GeneratedTokens\n" + "1" * 200_000, "cannot read"),
-        ("TIMESTAMP,ContextTokens,GeneratedTokens\n2023-11-16 18:15:46,1,1\n2023-11-16 18:15:47,1\n", ":3:"),
+        (
+            "TIMESTAMP,ContextTokens,GeneratedTokens\n2023-11-16 18:15:46,1,1\n2023-11-16 18:15:47,1\n",
+            ":3: GeneratedTokens: None",
+        ),
         ("", "no column"),
-        ("TIMESTAMP,ContextTokens,GeneratedTokens\nyesterday,1,1\n", "yesterday"),
+        ("TIMESTAMP,ContextTokens,GeneratedTokens\nyesterday,1,1\n", "TIMESTAMP: 'yesterday' is not a time"),
     ],
 )
 def test_a_trace_that_is_none(tmp_path: Path, text: str, words: str) -> None:

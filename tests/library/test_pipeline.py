@@ -13,6 +13,7 @@ import time
 import warnings
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -285,8 +286,12 @@ def test_a_pipeline_that_cannot_be_says_why_and_ends_its_threads(
 
 
 def test_a_model_that_is_not_there_is_named() -> None:
-    with pytest.raises(UsageError, match="no/such/model"):
-        Pipeline("no/such/model", stages=2)
+    for model in ("no/such/model", Path("no/such/model")):
+        with pytest.raises(UsageError, match="no/such/model"):
+            Pipeline(model, stages=2)
+    nothing: Any = None
+    with pytest.raises(UsageError, match="model: None is neither a name nor a path"):
+        Pipeline(nothing)
 
 
 def test_a_closed_pipeline_refuses_and_open_streams_end() -> None:

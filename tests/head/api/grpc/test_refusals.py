@@ -109,7 +109,9 @@ def test_bytes_that_are_no_message() -> None:
         async with served(FakeEngine()) as (_, target), aio.insecure_channel(target) as channel:
             generate = channel.unary_stream(GENERATE)
             for raw in (b"\xff\xff\xff", b"\x12\x02\xff\xfe", b"\x0a\xff"):
-                assert await code_of(generate(raw)) is grpc.StatusCode.INVALID_ARGUMENT
+                call = generate(raw)
+                assert await code_of(call) is grpc.StatusCode.INVALID_ARGUMENT
+                assert (await call.details()).startswith("not a GenerateRequest")
             assert await code_of(generate(b"\x00" * (600 << 10))) is grpc.StatusCode.RESOURCE_EXHAUSTED
             assert await code_of(generate(ask().SerializeToString())) is grpc.StatusCode.OK
 

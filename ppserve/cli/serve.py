@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import ipaddress
+import math
+import os
 import sys
 import tomllib
 from functools import partial
@@ -19,7 +21,10 @@ from ppserve.process.rank import run_rank
 from ppserve.process.stage_process import ForkServer
 
 _FILE = click.Path(exists=True, dir_okay=False, readable=True, path_type=Path)
-_COUNT = click.IntRange(min=1)
+# Numbers beyond this are nobody's, and stages are told no more than 64 bits.
+_COUNT = click.IntRange(1, 10**9)
+# So that a slip of the finger does not fill the host with processes.
+_RANKS_PER_CORE = 64
 _port = partial(click.option, cls=PortOption, type=click.IntRange(0, 65535))
 
 
@@ -125,11 +130,17 @@ def serve(stages: int | None, **flags: Any) -> None:
     """
     config = build_config(flags)
     environment = RankEnvironment.from_environ()
-    asked = (stages or 1) * config.pipeline.tensor_parallel * config.pipeline.replicas
+    sizes = {"--stages": stages or 1}
+    sizes |= {f"--{name}": flags[name.replace("-", "_")] for name in ("tensor-parallel", "replicas")}
+    asked = math.prod(sizes.values())
     if environment is None:
         from ppserve.cli.check import check
         from ppserve.process.torchrun import run_ranks
 
+        room = _RANKS_PER_CORE * (os.cpu_count() or 1)
+        if asked > room:
+            problem = f"{asked} ranks; on this host at most {room} are started, {_RANKS_PER_CORE} for each core"
+            raise ConfigError(max(sizes, key=sizes.__getitem__), problem)
         check(config, asked)
         sys.exit(run_ranks(asked, sys.argv[1:], config.server.shutdown_timeout_s))
     if stages is not None and asked != environment.world_size:

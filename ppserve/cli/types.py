@@ -12,6 +12,9 @@ from ppserve.core.architecture import Split
 
 _UNITS = {"": 1, "K": 1 << 10, "M": 1 << 20, "G": 1 << 30, "T": 1 << 40}
 
+# More than any machine has, and a number that every stage can be told.
+_MOST_BYTES = 1 << 60
+
 
 class Parsed(click.ParamType[Any]):
     """The value that a function makes of a text. Its ValueError is a mistake of the user."""
@@ -61,9 +64,10 @@ class AutoOr(click.ParamType[Any]):
 
 def _size(text: str) -> int:
     match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([KMGT]?)(?:i?B)?", text.strip(), re.IGNORECASE)
-    if match is None or float(match[1]) == 0:
+    size = float(match[1]) * _UNITS[match[2].upper()] if match else 0.0
+    if not 1 <= size <= _MOST_BYTES:
         raise ValueError(f"{text!r} is not a size such as 512M or 2GiB")
-    return int(float(match[1]) * _UNITS[match[2].upper()])
+    return int(size)
 
 
 def _text(text: str) -> str:

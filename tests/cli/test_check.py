@@ -137,3 +137,10 @@ def test_sizes_that_do_not_multiply_to_the_world_are_named(monkeypatch: pytest.M
     asked = ["serve", "--stages", "2", "--tensor-parallel", "2"]
     with pytest.raises(UsageError, match="--stages: 2 stages need 4 ranks, but torchrun started 2"):
         CliRunner().invoke(cli, asked, catch_exceptions=False, standalone_mode=False)
+
+
+def test_a_slip_of_the_finger_does_not_fill_the_host_with_processes() -> None:
+    """The draft model, which is refused too, only keeps a failing test from trying."""
+    asked = ["serve", "--stages", "2", "--replicas", "1000000", "--draft-model", "builtin"]
+    with pytest.raises(UsageError, match="--replicas: 2000000 ranks; on this host at most"):
+        CliRunner().invoke(cli, asked, catch_exceptions=False, standalone_mode=False)

@@ -71,3 +71,12 @@ def test_an_entry_that_no_flag_could_be_is_named(tmp_path: Path, entry: str) -> 
     with pytest.raises(click.BadParameter) as refusal:
         serve.make_context("serve", ["--config", str(file)])
     assert entry.partition(" =")[0] in refusal.value.format_message()
+
+
+@pytest.mark.parametrize(
+    "flags",
+    [["--max-queue", "1" + 20 * "0"], ["--kv-cache-memory", "99999999999T"], ["--kv-cache-memory", 400 * "9"]],
+)
+def test_a_number_that_no_stage_could_be_told_is_refused_as_the_flag(flags: list[str]) -> None:
+    with pytest.raises(click.BadParameter):
+        serve.make_context("serve", flags)

@@ -7,10 +7,12 @@ then every shape of it is served with its own flags, under the load that was pre
 rounds count, since a machine's speed may change within the hour; how far the rounds lie apart, predicted and
 measured, stands beside them. A prediction is good when it is within 15% of the figure, and when shapes that differ
 by more than 10% are in the right order. What could be reached at all on this machine is said by the rounds too:
-how often what one measured is within 15% of the median of the others. Then follows what ranks, head and callers
-compute for a token, in CPU time, and how many tokens a second the cores allow with that, which other programs on
-the machine change less than what was measured, and how long the cores were idle. Wants an otherwise quiet machine;
-it prints the load it found. With a FILE that exists, its rounds count as well.
+how often what one measured is within 15% of the median of the others. A loop of Python, timed fifty times a second
+by its own CPU time, says how fast the machine was while ranks measured and while a shape was served: `at equal
+speed` is the error that is left when the prediction is scaled by that, round by round. Then follows what ranks,
+head and callers compute for a token, in CPU time, and how many tokens a second the cores allow with that, which
+other programs on the machine change less than what was measured, and how long the cores were idle. Wants an
+otherwise quiet machine; it prints the load it found. With a FILE that exists, its rounds count as well.
 """
 
 from __future__ import annotations
@@ -25,6 +27,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from statistics import median
@@ -38,27 +41,44 @@ from ppserve.client import Client
 from ppserve.core.figures import table
 from ppserve.model.compiled.cache_directory import VARIABLE, cache_directory
 from ppserve.stage.host import cores_here
+from tests.orphans import dying_with_us
 
 ROW = re.compile(
     r"^(\d+)x(\d+)x(\d+) .*? ([\d.]+(?:e\+\d+)?) +[\d.]+ ms +([\d.]+) ms +[\d.]+ ms +\d+%$", re.MULTILINE
 )
 WITHIN, APART = 0.15, 0.10
+# Before a table is printed.
+_MEASURED_S = 5.0
+
+
+# Says how long a loop takes on this machine, again and again, until its input ends.
+_LOOP = """
+import select, sys, time
+while not select.select([sys.stdin], [], [], 0.02)[0]:
+    began_s = time.thread_time()
+    for number in range(3_000):
+        number * number
+    print(time.monotonic(), time.thread_time() - began_s, flush=True)
+"""
 
 
 @dataclass(frozen=True)
 class Figures:
-    """Of a round. cpu_us: what ranks, head and callers computed for a token. idle: share of the cores' time."""
+    """Of a round. cpu_us: what ranks, head and callers computed for a token. idle: share of the cores' time.
+    loop_us: what a loop took meanwhile."""
 
     tokens_per_s: float
     itl_s: float
     cpu_us: tuple[float, ...] = ()
     idle: float = 0.0
+    loop_us: float = 0.0
 
     @classmethod
     def median(cls, rounds: list[Figures]) -> Figures:
         cpu_us = tuple(map(median, zip(*(each.cpu_us for each in rounds), strict=True)))
-        rates, itls_s, idles = zip(*((each.tokens_per_s, each.itl_s, each.idle) for each in rounds), strict=True)
-        return cls(median(rates), median(itls_s), cpu_us, median(idles))
+        others = ((each.tokens_per_s, each.itl_s, each.idle, each.loop_us) for each in rounds)
+        rate, itl_s, idle, loop_us = map(median, zip(*others, strict=True))
+        return cls(rate, itl_s, cpu_us, idle, loop_us)
 
 
 @dataclass
@@ -92,6 +112,12 @@ class Shape:
         return self.predicted.tokens_per_s / self.measured.tokens_per_s - 1
 
     @property
+    def error_at_equal_speed(self) -> float:
+        """The median of the rounds', each with its prediction made for the speed that the machine had later."""
+        rounds = zip(self.promised, self.given, strict=True)
+        return median(p.tokens_per_s * p.loop_us / g.loop_us / g.tokens_per_s - 1 for p, g in rounds)
+
+    @property
     def again(self) -> list[float]:
         """How far each round's measurement is from the median of the others."""
         rates = [each.tokens_per_s for each in self.given]
@@ -117,20 +143,45 @@ def read(path: Path | None) -> dict[str, dict[str, Shape]]:
     return found
 
 
-def predict(world: int, flags: list[str], shapes: dict[str, Shape]) -> None:
+LoopUs = Callable[[float], float]
+"""How long a loop took, the median since a time."""
+
+
+@contextlib.contextmanager
+def watched_speed() -> Iterator[LoopUs]:
+    """Of the machine, during the block."""
+    with tempfile.TemporaryDirectory() as directory, open(Path(directory, "told"), "ab") as told:
+        command = dying_with_us([sys.executable, "-ISc", _LOOP])
+        process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=told)
+
+        def loop_us(since_s: float) -> float:
+            lines = Path(told.name).read_text().splitlines()[:-1]  # the last may be half a line
+            times = (tuple(map(float, line.split())) for line in lines)
+            return 1e6 * median(took_s for at_s, took_s in times if at_s >= since_s)
+
+        try:
+            yield loop_us
+        finally:
+            process.kill()
+            process.communicate()
+
+
+def predict(world: int, flags: list[str], shapes: dict[str, Shape], loop_us: LoopUs) -> None:
     """The table that a server prints before it serves. Ranks measure anew, with the kernels that are there."""
     kernels = cache_directory(os.environ, Path(tempfile.gettempdir()))
     with tempfile.TemporaryDirectory() as cache:
-        said = _said(world, flags, {**os.environ, "XDG_CACHE_HOME": cache, VARIABLE: str(kernels)})
+        said, done_s = _said(world, flags, {**os.environ, "XDG_CACHE_HOME": cache, VARIABLE: str(kernels)})
     found = ROW.findall(said)
     if not found:
         raise click.ClickException(f"no table in what the server said:\n{said}")
     for tensor, stages, replicas, rate, itl_ms in found:
         shape = Shape(int(tensor), int(stages), int(replicas))
-        shapes.setdefault(shape.name, shape).promised.append(Figures(float(rate), float(itl_ms) / 1e3))
+        figures = Figures(float(rate), float(itl_ms) / 1e3, loop_us=loop_us(done_s - _MEASURED_S))
+        shapes.setdefault(shape.name, shape).promised.append(figures)
 
 
-def _said(world: int, flags: list[str], environment: dict[str, str]) -> str:
+def _said(world: int, flags: list[str], environment: dict[str, str]) -> tuple[str, float]:
+    """And when it had said it."""
     command = [sys.executable, "-m", "ppserve", "serve", *local_server.FREE_PORTS, f"--stages={world}"]
     process = subprocess.Popen(
         [*command, "--parallel=auto", *flags],
@@ -143,10 +194,10 @@ def _said(world: int, flags: list[str], environment: dict[str, str]) -> str:
             said += line
             if line.startswith("(tensor ranks x"):
                 break
+        return said, time.monotonic()
     finally:
         process.send_signal(signal.SIGTERM)
         process.communicate(timeout=local_server.END_WITHIN_S)
-    return said
 
 
 def cpu_s() -> tuple[float, ...]:
@@ -175,7 +226,7 @@ def come_to_rest() -> None:
             return
 
 
-def measure(shape: Shape, run: Run, flags: list[str]) -> None:
+def measure(shape: Shape, run: Run, flags: list[str], loop_us: LoopUs) -> None:
     with local_server.running([*shape.flags, *flags]) as server, Client(server.grpc) as client:
         # Until one lane more has been tried (`core/scheduling/lane_count.py`): the time after that is predicted.
         drive(client, run, range(-4 * run.concurrency, 0))
@@ -183,9 +234,10 @@ def measure(shape: Shape, run: Run, flags: list[str]) -> None:
         before_s, idle_before_s, began_s = cpu_s(), idle_s(), time.monotonic()
         per_s, _, itl_s = drive(client, run, range(run.requests))
         idle = (idle_s() - idle_before_s) / (time.monotonic() - began_s) / cores_here()
+        took_us = loop_us(began_s)
         spent_s = [after - before for after, before in zip(cpu_s(), before_s, strict=True)]
     cpu_us = tuple(1e6 * seconds / (run.requests * run.new) for seconds in spent_s)
-    shape.given.append(Figures(per_s, itl_s, cpu_us, idle))
+    shape.given.append(Figures(per_s, itl_s, cpu_us, idle, took_us))
 
 
 def wrong_order(shapes: list[Shape]) -> list[str]:
@@ -218,23 +270,24 @@ def main(
     expected = [f"--expect-prompt={prompt}", f"--expect-new={new}", f"--expect-callers={callers}"]
     run = Run(model, prompt, new, callers, requests=12 * callers)
     every = read(path)
-    for number in range(rounds):
-        for count in map(int, world.split(",")):
-            found = every.setdefault(str(count), {})
-            predict(count, [*flags, *expected], found)
-            for shape in found.values():
-                measure(shape, run, flags)
-        print(f"round {number + 1} of {rounds}; load {os.getloadavg()[0]:.1f}", flush=True)
-        if path is not None:
-            as_dicts = {count: [asdict(each) for each in found.values()] for count, found in every.items()}
-            path.write_text(json.dumps(as_dicts, indent=1))
+    with watched_speed() as loop_us:
+        for number in range(rounds):
+            for count in map(int, world.split(",")):
+                found = every.setdefault(str(count), {})
+                predict(count, [*flags, *expected], found, loop_us)
+                for shape in found.values():
+                    measure(shape, run, flags, loop_us)
+            print(f"round {number + 1} of {rounds}; load {os.getloadavg()[0]:.1f}", flush=True)
+            if path is not None:
+                as_dicts = {count: [asdict(each) for each in found.values()] for count, found in every.items()}
+                path.write_text(json.dumps(as_dicts, indent=1))
     for found in every.values():
         report(list(found.values()))
 
 
 def report(shapes: list[Shape]) -> None:
     spent = ("ranks' us/token", "head's", "callers'", "cores allow/s", "idle")
-    rates = ("predicted/s", "rounds", "measured/s", "rounds", "error")
+    rates = ("predicted/s", "rounds", "measured/s", "rounds", "error", "at equal speed")
     rows = [("shape", *rates, "predicted ITL", "measured ITL", *spent)]
     for each in shapes:
         sides = (each.predicted, each.promised), (each.measured, each.given)
@@ -243,12 +296,15 @@ def report(shapes: list[Shape]) -> None:
         spent_us = each.measured.cpu_us
         allowed_per_s = 1e6 * cores_here() / sum(spent_us)
         error = f"{each.error:+.0%}"
+        at_equal_speed = f"{each.error_at_equal_speed:+.0%}"
         told = (*(f"{us:.0f}" for us in spent_us), f"{allowed_per_s:.0f}", f"{each.measured.idle:.0%}")
-        rows.append((each.name, *rates, error, *times, *told))
+        rows.append((each.name, *rates, error, at_equal_speed, *times, *told))
     print("\n".join(table(*rows, left=1)))
     good = sum(abs(each.error) <= WITHIN for each in shapes)
     order = wrong_order(shapes)
-    print(f"{good} of {len(shapes)} within {WITHIN:.0%}; order: {', '.join(order) or 'right'}")
+    equal = sum(abs(each.error_at_equal_speed) <= WITHIN for each in shapes)
+    of = f"{good} of {len(shapes)} within {WITHIN:.0%}, {equal} at equal speed"
+    print(f"{of}; order: {', '.join(order) or 'right'}")
     again = [abs(error) <= WITHIN for each in shapes for error in each.again]
     if again:
         print(f"measured again: {sum(again)} of {len(again)} within {WITHIN:.0%} of the others", flush=True)

@@ -160,11 +160,12 @@ def parse_objectives(texts: Sequence[str]) -> dict[str, float]:
     objectives: dict[str, float] = {}
     for text in " ".join(texts).replace(",", " ").split():
         name, _, limit = text.partition(":")
-        if name not in OBJECTIVES:
-            raise ValueError(f"{text!r} is not an objective such as ttft:500, tpot:50 or e2el:2000 (milliseconds)")
-        objectives[name] = float(limit)
-        if not objectives[name] > 0:
-            raise ValueError(f"{text!r}: the limit must be above 0 milliseconds")
+        try:
+            objectives[name] = float(limit)
+        except ValueError:
+            objectives[name] = math.nan
+        if name not in OBJECTIVES or not objectives[name] > 0:
+            raise ValueError(f"{text!r} is not a limit above 0 such as ttft:500, tpot:50 or e2el:2000 (in ms)")
     return objectives
 
 

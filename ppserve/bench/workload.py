@@ -37,7 +37,7 @@ def parse_lengths(text: str) -> Lengths:
                 raise ValueError(f"{text!r}: {low} is above {high}")
             return lambda rng: rng.randint(least, most)
         case ["lognormal", median, sigma]:
-            mean_log, spread = math.log(_positive(median)), _positive(sigma)
+            mean_log, spread = math.log(_positive(median, 1e9)), _positive(sigma, 10.0)
             return lambda rng: max(1, round(rng.lognormvariate(mean_log, spread)))
     raise ValueError(f"{text!r} is not a length such as 128, uniform:64:256 or lognormal:128:0.8")
 
@@ -48,10 +48,10 @@ def _count(text: str) -> int:
     return int(text)
 
 
-def _positive(text: str) -> float:
+def _positive(text: str, most: float) -> float:
     value = float(text)
-    if not 0 < value < math.inf:
-        raise ValueError(f"{text!r} is not a positive number")
+    if not 0 < value <= most:
+        raise ValueError(f"{text!r} is not a number above 0, up to {most:g}")
     return value
 
 
@@ -181,7 +181,7 @@ class Workload:
 
     def _prefix(self, which: int) -> list[int]:
         rng = random.Random(f"prefix {self.seed} {which}")
-        return rng.choices(range(self.vocab_size), k=self.shared_prefix)
+        return rng.choices(range(self.vocab_size), k=min(self.shared_prefix, self.max_context))
 
 
 def clip(prompt_tokens: int, new_tokens: int, max_context: int) -> tuple[int, int]:

@@ -6,7 +6,7 @@ import asyncio
 import math
 import secrets
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, TypeVar
@@ -215,18 +215,26 @@ def _until(flags: dict[str, Any], load: Load, rows: tuple[TraceRow, ...]) -> Unt
 
 
 def _write(flags: dict[str, Any], summaries: list[Summary], measured: list[Measurement]) -> None:
-    try:
-        if flags["json_path"]:
-            details = [_details(one) for one in measured] if flags["details"] else None
-            write_json(flags["json_path"], summaries, details)
-        if flags["csv_path"]:
-            write_csv(flags["csv_path"], summaries)
-        if flags["plot_path"]:
-            from ppserve.bench.plot import draw
+    """Raises ConfigError."""
 
-            draw(flags["plot_path"], summaries, measured, flags["stage_trace"])
-    except OSError as error:
-        raise ConfigError("output", f"cannot write {error.filename}: {error.strerror}") from None
+    def plot(path: Path) -> None:
+        from ppserve.bench.plot import draw
+
+        draw(path, summaries, measured, flags["stage_trace"])
+
+    details = [_details(one) for one in measured] if flags["details"] else None
+    writers: dict[str, Callable[[Path], None]] = {
+        "json": lambda path: write_json(path, summaries, details),
+        "csv": lambda path: write_csv(path, summaries),
+        "plot": plot,
+    }
+    for name, write in writers.items():
+        path: Path | None = flags[f"{name}_path"]
+        if path is not None:
+            try:
+                write(path)
+            except OSError as error:
+                raise ConfigError(f"--{name}", f"cannot write {path}: {error.strerror}") from None
 
 
 def _details(measured: Measurement) -> dict[str, Any]:

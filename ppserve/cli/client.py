@@ -112,7 +112,7 @@ def health(service: str, timeout_s: float, **flags: Any) -> None:
 
 
 @click.command()
-@click.option("--replica", type=click.IntRange(0), required=True, help="Its number, from 0.")
+@click.option("--replica", type=_COUNT, required=True, help="Its number, from 0.")
 @click.option("--pause", is_flag=True, help="Also if no other replica serves: its streams wait until it is back.")
 @connection_options
 def restart(replica: int, pause: bool, **flags: Any) -> None:

@@ -13,6 +13,8 @@ from ppserve.client import Tls
 from ppserve.errors import ConfigError
 from ppserve.head.api.auth import read_keys
 
+_SCHEMES = ("unix:", "unix-abstract:", "dns:", "ipv4:", "ipv6:", "vsock:")
+
 
 def connection_options(command: Callable[..., Any]) -> Callable[..., Any]:
     """Adds the flags. None holds the key itself: every user of a machine sees the arguments of processes."""
@@ -41,7 +43,10 @@ def connection(flags: dict[str, Any]) -> dict[str, Any]:
         except OSError as error:
             raise ConfigError("--tls-ca", f"cannot read {error.filename}: {error.strerror}") from None
     target: str = flags["target"]
-    if ":" not in target or target.startswith(("http://", "https://")):
+    host, _, port = target.rpartition(":")
+    # gRPC's own schemes are its to judge. Of a port it takes the lowest 16 bits.
+    is_port = len(port) < 6 and port.isdecimal() and 0 < int(port) < 1 << 16
+    if not (host and is_port and "/" not in host) and not target.startswith(_SCHEMES):
         raise ConfigError("--target", f"{target!r} is not HOST:PORT")
     return {"target": target, "api_key": _api_key(flags["api_key_file"]), "tls": tls}
 

@@ -167,6 +167,14 @@ def test_mistakes_are_one_line(target: str, arguments: tuple[str, ...], words: s
 
 
 @pytest.mark.slow
+def test_what_cannot_be_written_is_named_after_the_report(target: str) -> None:
+    done = bench(target, "--requests", "1", "--warm-up", "0", "--csv", "/dev/full")
+    assert done.returncode == 2
+    assert done.stderr.splitlines()[-1] == "ppserve: error: --csv: cannot write /dev/full: No space left on device"
+    assert "Request throughput" in done.stdout
+
+
+@pytest.mark.slow
 def test_nobody_there() -> None:
     done = bench("127.0.0.1:1")
     assert done.returncode == 1

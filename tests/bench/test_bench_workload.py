@@ -38,7 +38,10 @@ def test_lengths_are_what_they_say() -> None:
 
 @pytest.mark.parametrize(
     "text",
-    ["", "0", "-3", "1.5", "uniform:5", "uniform:9:3", "lognormal:0:1", "lognormal:9:nan", "normal:1:2", "a"],
+    [
+        *("", "0", "-3", "1.5", "uniform:5", "uniform:9:3", "lognormal:0:1", "lognormal:9:nan", "normal:1:2", "a"),
+        *("lognormal:1e308:1", "lognormal:9:50"),
+    ],
 )
 def test_lengths_that_are_none(text: str) -> None:
     with pytest.raises(ValueError, match=r"."):
@@ -53,6 +56,13 @@ def test_a_question_depends_on_seed_and_number_alone() -> None:
     assert len({question.prompt_ids for question in forwards}) == 25
     other = [Workload(SIZES, 50, 64, 4).question(number) for number in range(-5, 20)]
     assert all(a.prompt_ids != b.prompt_ids for a, b in zip(forwards, other, strict=True))
+
+
+def test_a_prefix_is_not_drawn_longer_than_the_context() -> None:
+    """One of 200 million tokens took all memory, and then 64 of them."""
+    long, fitting = (Workload(SIZES, 1000, 64, shared_prefix=length) for length in (10_000, 64))
+    assert long._prefix(0) == fitting._prefix(0)
+    assert len(long._prefix(0)) == 64
 
 
 def test_prefixes_are_shared_and_nothing_else() -> None:

@@ -103,6 +103,8 @@ def test_prompts_from_a_file_in_its_order(target: str, tmp_path: Path) -> None:
         (("hello", "--timeout", "nan"), 2, ("--timeout", "nan")),
         (("hello", "--target", "127.0.0.1"), 2, ("--target", "HOST:PORT")),
         (("hello", "--target", "http://127.0.0.1:50051"), 2, ("--target", "HOST:PORT")),
+        (("hello", "--target", "127.0.0.1:99999"), 2, ("--target", "HOST:PORT")),
+        (("hello", "--target", ":50051"), 2, ("--target", "HOST:PORT")),
     ],
 )
 def test_mistakes_are_one_line(target: str, arguments: tuple[str, ...], code: int, words: tuple[str, ...]) -> None:
@@ -260,4 +262,5 @@ def test_a_refused_restart_names_the_flag(target: str) -> None:
     assert refused.returncode == 1
     assert refused.stderr == "ppserve: error: --pause is wanted: no other replica serves\n"
     assert "there is no replica 3" in ppserve(target, "restart", "--replica", "3", "--pause").stderr
+    assert len(ppserve(target, "restart", "--replica", str(2**32)).stderr.splitlines()) == 1
     assert ppserve(target, "restart", "--replica", "0", "--pause").stdout == "replica 0 serves again\n"

@@ -125,9 +125,7 @@ class StepPlan:
         if not any(s.is_ahead for s in self.slices):
             return self
         tokens = {of.sequence_id: of.token_id or 0 for of in drawn}
-        filled = (
-            replace(s, token_ids=(tokens.get(s.sequence_id, 0),)) if s.is_ahead else s for s in self.slices
-        )
+        filled = (replace(s, token_ids=(tokens.get(s.sequence_id, 0),)) if s.is_ahead else s for s in self.slices)
         return replace(self, slices=tuple(filled))
 
 

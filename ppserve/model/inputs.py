@@ -16,9 +16,7 @@ from ppserve.model.backend import Ints, KVCache, StepInputs, StepRows
 from ppserve.model.gather import Gather
 
 
-def build_inputs(
-    plan: StepPlan, layout: StageLayout, cache: KVCache, gather: Gather | None = None
-) -> StepInputs:
+def build_inputs(plan: StepPlan, layout: StageLayout, cache: KVCache, gather: Gather | None = None) -> StepInputs:
     """The step's inputs, for this cache. Needs nothing but the plan, so it can run ahead of the data.
 
     gather: to the stage's other tensor ranks, if there are any.

@@ -48,9 +48,7 @@ class WeightReader:
     weight_bytes: what they occupy in the form in which they are kept.
     """
 
-    def __init__(
-        self, checkpoint: Checkpoint, layout: StageLayout, backend: Backend, progress: Progress
-    ) -> None:
+    def __init__(self, checkpoint: Checkpoint, layout: StageLayout, backend: Backend, progress: Progress) -> None:
         self.arch, self.layout = checkpoint.architecture, layout
         self.backend = backend
         self.num_params = self.weight_bytes = 0

@@ -16,14 +16,7 @@ import msgspec
 
 from ppserve.errors import CheckpointError
 from ppserve.files import checked, read_bytes, read_json, shown
-from ppserve.tokenizer.vocabulary import (
-    END_OF_TEXT,
-    MAX_TOKENS,
-    AddedToken,
-    NormalForm,
-    Vocabulary,
-    spelling,
-)
+from ppserve.tokenizer.vocabulary import END_OF_TEXT, MAX_TOKENS, AddedToken, NormalForm, Vocabulary, spelling
 
 MAX_FILE_BYTES = 64 * 2**20
 BIN_MAGIC = 20240328

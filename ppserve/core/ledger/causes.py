@@ -107,9 +107,7 @@ def upstream_wait(start: int, end: int, before: StageVisit, full: bool) -> Upstr
 
 def clip(spans: Iterable[Span], start: int, end: int) -> list[Span]:
     """The parts of `spans` within [start, end)."""
-    return [
-        Span(max(s.start, start), min(s.end, end), s.kind) for s in spans if s.end > start and s.start < end
-    ]
+    return [Span(max(s.start, start), min(s.end, end), s.kind) for s in spans if s.end > start and s.start < end]
 
 
 class RecentDelays:

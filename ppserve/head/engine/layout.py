@@ -10,14 +10,7 @@ from ppserve import wire
 from ppserve.config import ServeConfig
 from ppserve.core.architecture import Architecture, Split, stage_layouts
 from ppserve.core.grid import RankGrid
-from ppserve.core.partition import (
-    balance,
-    check_split,
-    check_tensor_ranks,
-    mean,
-    split_by_cost,
-    split_by_weight,
-)
+from ppserve.core.partition import balance, check_split, check_tensor_ranks, mean, split_by_cost, split_by_weight
 from ppserve.core.scheduling.config import MAX_PROMPT_TOKENS_PER_STEP, SchedulerConfig
 from ppserve.errors import ConfigError
 from ppserve.head.engine.member import Decision

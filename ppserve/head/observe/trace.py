@@ -42,9 +42,7 @@ class Trace:
     `max_bytes` or cannot be written. Raises ConfigError if `path` cannot be written.
     """
 
-    def __init__(
-        self, grid: RankGrid, path: Path | None, max_bytes: int = MAX_BYTES
-    ) -> None:
+    def __init__(self, grid: RankGrid, path: Path | None, max_bytes: int = MAX_BYTES) -> None:
         self._grid = grid
         self._num_stages, self._num_replicas = grid.pipeline, grid.data
         self._path = path or Path(f"ppserve-trace-{os.getpid()}.json")
@@ -147,9 +145,7 @@ class Trace:
         """The given path for the first trace, then the next free numbered one."""
         if self._num_started == 0:
             return self._path
-        numbered = (
-            self._path.with_stem(f"{self._path.stem}-{n}") for n in itertools.count(self._num_started + 1)
-        )
+        numbered = (self._path.with_stem(f"{self._path.stem}-{n}") for n in itertools.count(self._num_started + 1))
         return next(path for path in numbered if not path.exists())
 
     def _name_rows(self, file: _EventFile) -> None:

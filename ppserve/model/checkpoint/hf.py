@@ -20,14 +20,7 @@ from ppserve.files import file_size, is_file, reason, shown
 from ppserve.model.checkpoint.config_json import read_config
 from ppserve.model.checkpoint.hub import WEIGHT_FILES, read_index
 from ppserve.model.checkpoint.names import LAYER_NAME
-from ppserve.model.checkpoint.stored import (
-    Located,
-    ScratchTensor,
-    Stored,
-    StoredCheckpoint,
-    TensorFile,
-    locate,
-)
+from ppserve.model.checkpoint.stored import Located, ScratchTensor, Stored, StoredCheckpoint, TensorFile, locate
 from ppserve.model.checkpoint.torch_bin import TorchFile, load_objects
 
 SAFETENSORS_DTYPES = {"F32": "float32", "BF16": "bfloat16", "F16": "float16"}

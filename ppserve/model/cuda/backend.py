@@ -17,14 +17,7 @@ from ppserve.core.architecture import Architecture, StageLayout
 from ppserve.core.cut import Cut
 from ppserve.core.scheduling.config import MAX_PROMPT_TOKENS_PER_STEP
 from ppserve.errors import ConfigError
-from ppserve.model.backend import (
-    KVCache,
-    Linear,
-    Operator,
-    Reading,
-    StageModel,
-    StepInputs,
-)
+from ppserve.model.backend import KVCache, Linear, Operator, Reading, StageModel, StepInputs
 from ppserve.model.checkpoint import Matrix
 from ppserve.model.cuda.buckets import bucket_sizes
 from ppserve.model.cuda.device import Accelerator, CudaDevice, HostDevice

@@ -7,14 +7,7 @@ from collections.abc import Sequence
 
 import msgspec
 
-from ppserve.errors import (
-    DeadlinePassed,
-    InvalidRequest,
-    Overloaded,
-    RequestError,
-    RequestFailed,
-    Unauthenticated,
-)
+from ppserve.errors import DeadlinePassed, InvalidRequest, Overloaded, RequestError, RequestFailed, Unauthenticated
 from ppserve.head.api.requests import named_for
 
 _STATUSES = {

@@ -16,7 +16,7 @@ import threading
 import time
 from collections.abc import Callable
 from dataclasses import replace
-from typing import NoReturn
+from typing import TYPE_CHECKING, NoReturn
 
 from ppserve import wire
 from ppserve.errors import UsageError
@@ -32,6 +32,9 @@ from ppserve.process.greeting import connect_to_head
 from ppserve.process.interfaces import ONE_HOST, find_route, other_ports
 from ppserve.process.logs import set_up_logging, survive_full_disks
 from ppserve.process.stage_process import EXIT_CODE, FORK, REAP, START_EVERY_S, START_WITHIN_S
+
+if TYPE_CHECKING:
+    from ppserve.stage.loop import Findings
 
 log = logging.getLogger("ppserve.stage")
 
@@ -103,28 +106,20 @@ def be_stage(life: int, parent_pid: int) -> int:
     gc.enable()
     os.write(life, b"forked %d\n" % os.getpid())
     threading.Thread(target=_show_life, args=(life, threading.Event()), name="life", daemon=True).start()
-    from ppserve.stage import calibrate
     from ppserve.stage.link import HeadLink
-    from ppserve.stage.loop import Findings, StageLoop
+    from ppserve.stage.loop import StageLoop
     from ppserve.stage.wiring import ProcessGroupWiring
 
     start = _read_start(life)
     survive_full_disks()
-    grid = start.config.pipeline.grid(start.world_size)
     set_up_logging(start.config.log, start.config.pipeline.rank_name(start.rank, start.world_size))
     log.info("process %d", os.getpid())
     assert start.meeting is not None
     os.write(life, b"started\n")
-    environment = RankEnvironment.from_environ() or RankEnvironment(start.rank, start.world_size, 0, 1)
     mistake = ""
     try:
         # Before connecting, because it may take long (a download, a measurement), and the head is waiting.
-        found = Findings.of(start.config, environment)
-        found.compute.occupy()
-        tensor = grid.place(start.rank).tensor
-        costs = calibrate.costs_for_split(start.config, grid.pipeline, found.checkpoint, found.compute, tensor)
-        speed = calibrate.costs_for_shape(start.config, start.world_size, found.checkpoint, found.compute)
-        found = replace(found, costs=costs, speed=speed)
+        found = _find_out(start)
     except UsageError as error:
         mistake = str(error)
     try:
@@ -152,6 +147,21 @@ def be_stage(life: int, parent_pid: int) -> int:
         log.warning("%s", problem)
     stage = StageLoop(start, found, open_link, ProcessGroupWiring(ports), route)
     return stage.run(tell=lambda what: os.write(life, f"{what}\n".encode()))
+
+
+def _find_out(start: wire.Start) -> Findings:
+    """The checkpoint, the device and, if the head needs them, measured costs. Raises UsageError."""
+    from ppserve.stage import calibrate
+    from ppserve.stage.loop import Findings
+
+    config, world_size = start.config, start.world_size
+    found = Findings.of(config, RankEnvironment.from_environ() or RankEnvironment(start.rank, world_size, 0, 1))
+    found.compute.occupy()
+    grid = config.pipeline.grid(world_size)
+    tensor = grid.place(start.rank).tensor
+    costs = calibrate.costs_for_split(config, grid.pipeline, found.checkpoint, found.compute, tensor)
+    speed = calibrate.costs_for_shape(config, world_size, found.checkpoint, found.compute)
+    return replace(found, costs=costs, speed=speed)
 
 
 def _read_start(life: int) -> wire.Start:

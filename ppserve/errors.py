@@ -40,8 +40,8 @@ class CheckpointError(UsageError):
 class RequestError(PpserveError):
     """A request that is refused, or ends, with a gRPC status.
 
-    `status` is the name of a gRPC status code; `reason` is the stable identifier that clients
-    may switch on (`ErrorInfo.reason`).
+    status: the name of a gRPC status code. reason: the stable identifier that clients may switch on
+    (`ErrorInfo.reason`).
     """
 
     status = "INTERNAL"

@@ -114,10 +114,10 @@ class BentCosts:
 
 @dataclass(frozen=True, slots=True)
 class LayerCosts:
-    """What a model's parts cost on one rank. head: final norm, LM head and drawing, besides the layers. around_s:
-    of a step, what any rank computes beside these: a plan in, inputs, a result out; 0 where it is not known.
-    ends_s: what comes to that on a lone stage, which embeds, and tells what it has drawn: half of it on the first
-    of several, half on the last."""
+    """What a model's parts cost on one rank. head: final norm, LM head and drawing. around_s: what any rank does
+    besides in a step (reads a plan, makes inputs, sends a result); 0 where it is not known. ends_s: what a lone
+    stage does on top of that: it embeds, and reports what it has drawn. Of several stages the first has half of it
+    and the last the other half."""
 
     layer: Coefficients
     head: Coefficients

@@ -42,9 +42,9 @@ def refuse_plainly(status: int) -> tuple[Headers, bytes]:
 
 @dataclass(frozen=True, slots=True)
 class Bounds:
-    """Of one listener. connections: when there are more, the one that has waited longest without a request is
-    closed; where none waits, the one whose reader has taken nothing for longest; where all read, the new one.
-    And a request that comes while there are as many is its connection's last; the answer's head says so.
+    """Of one listener. connections: at most. When one more comes, the one that has waited longest for a request is
+    closed; where none waits, the one whose reader has taken nothing for longest; where all read, the new one. And
+    a request that comes while there are as many is its connection's last; the head of its answer says so.
     head_within_s: from the connection to the end of its first request's head. idle_s: from one answer to the end
     of the next request's head. unread_s: how long a connection's full buffer may wait for its reader."""
 

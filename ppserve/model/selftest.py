@@ -1,13 +1,18 @@
 """Is this machine batch-invariant: does a row's result not depend on the other rows? Asked once, at start-up.
 
-Our own kernels keep it by construction; a library's keep it where it was tried. So the question is put to the
-stage's own weights, shapes, threads and size of KV blocks: row counts up to the largest that take another way
-through the kernels (for a library's, up to the largest step), one layer with prompts at once, in chunks, in
-company and token by token (of a tensor rank also by both ways to gather), and hidden states and logits read alone
-and among others. Weights [w, -w] and inputs
-[r, r] of the same shapes are sharper: their true products are 0, so what comes out is the rounding of one order of
-summation, and any other order shows in nearly every number, whatever it is rounded to afterwards. On the way every
-kernel is compiled (or read from its cache), so that no request waits.
+Our own kernels are so by construction; a library's are known to be only where that was tried. So it is tried with
+the stage's own weights, shapes, threads and size of KV blocks:
+
+- linear layers, with every number of rows for which a kernel works in another way (a library's kernels: up to
+  the largest step);
+- one layer, with prompts at once, in chunks, beside others, and token by token (on a tensor rank, with both ways
+  to gather);
+- the LM head and the drawing, with rows alone and among others.
+
+Linear layers are tried with weights [w, -w] and inputs [r, r] of the same shapes too. Their true products are 0,
+so what comes out is the rounding of one order of summation, and any other order shows in nearly every number,
+whatever it is rounded to afterwards. On the way every kernel is compiled (or read from its cache), so that no
+request waits.
 """
 
 from __future__ import annotations

@@ -16,11 +16,10 @@ from pathlib import Path
 from ppserve.errors import LauncherError
 
 EXIT_USAGE = 2
-# The head told the stage to end because the server fails: its keeper does not restart it.
-EXIT_FAILED = 76
 # The stage lost its connection to the head: its keeper restarts it.
 EXIT_HEAD_GONE = 75
-
+# The head told the stage to end because the server fails: its keeper does not restart it.
+EXIT_FAILED = 76
 # The head asked the stage for a new process: its keeper starts one, and counts no death.
 EXIT_RESTART = 77
 

@@ -48,13 +48,13 @@ _REPEATS = 7
 _TURNS_S = 3.0
 _PAUSE_S = 2e-3
 _VERSION = 17
-# Of the layers that `layer_costs` measures, if there are as many. One layer would be computed from a cache, from
-# which a model's layers throw each other out.
+# Parameters of the layers that `layer_costs` measures together, if the model has so many. A single layer would
+# stay in the processor's caches, where a whole model's layers displace each other.
 _PARAMS_BEYOND_CACHES = 32 << 20
 # Sizes of the steps that `layer_costs` measures: sequences that decode, and tokens of one prompt.
 _DECODES = (1, 4, 8, 16, 64)
 _PROMPTS = (32, 128)
-# Those of these by which it is measured what a rank does around a step.
+# At these of `_DECODES`, what a rank does around a step is measured too.
 _AROUND = (4, 16)
 # Computes until the process that started it ends or ends it.
 _NEIGHBOUR = """
@@ -123,18 +123,18 @@ def costs_for_shape(
 
 
 def step_costs(checkpoint: Checkpoint, compute: Compute, mix: Mix, part: tuple[int, int] = (0, 1)) -> Parts:
-    """Seconds of each part in one step of this mix; from memory if known. part: which tensor rank of how many; the
-    others are not waited for."""
+    """Seconds of each part in one step of this mix; from the file if measured before. part: which tensor rank of
+    how many; the others are not waited for."""
     return _remembered(Parts, checkpoint, compute, (mix, part), lambda: _measure(checkpoint, compute, mix, part))
 
 
 def layer_costs(checkpoint: Checkpoint, compute: Compute, mix: Mix, num_tensor: int = 1) -> LayerCosts:
-    """Seconds of a layer and of the head by the step's size; from memory if known. num_tensor: on the first of so
-    many tensor ranks, which does not wait for the others.
+    """Seconds of a layer and of the head by the step's size; from the file if measured before. num_tensor: on the
+    first of so many tensor ranks, which does not wait for the others.
 
-    All ranks of a host measure at the same time, and are remembered as so many: what they take from each other is
-    part of the costs. Those of one thread have a busy neighbour each, in the place of the head and callers. Waits
-    for a core where ranks are more than cores are not in it: those depend on the shape.
+    All ranks of a host measure at the same time, and the file is named for their number: how they slow each other
+    down is part of the costs. Each rank of one thread has a busy neighbour, in the place of the head and callers.
+    Waits for a core, where there are more ranks than cores, are not included: they depend on the shape.
     """
     what = (mix, compute.stages_here, num_tensor)
     return _remembered(LayerCosts, checkpoint, compute, what, lambda: _fit(checkpoint, compute, mix, num_tensor))
@@ -219,8 +219,8 @@ def _fit(checkpoint: Checkpoint, compute: Compute, mix: Mix, num_tensor: int) ->
 
 
 def _by_turns(measures: dict[_What, Callable[[], float]]) -> dict[_What, list[float]]:
-    """Each measured once in each of many short turns: a machine is half as fast again in some seconds as in the
-    next, which would colour what was measured in them. The first turn does not count."""
+    """Each measured once in each of many short turns: a machine is half as fast again in some seconds as in
+    others, and so all are measured in the same seconds. The first turn does not count."""
     taken: dict[_What, list[float]] = {what: [] for what in measures}
     for measure in measures.values():
         measure()

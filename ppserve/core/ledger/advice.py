@@ -46,13 +46,11 @@ def advise(stages: tuple[StageTimes, ...], layouts: tuple[StageLayout, ...], mic
     return f"{cause} ({share:.0%} of the time): {remedy}"
 
 
-def measured_parts(stages: tuple[StageTimes, ...], layouts: tuple[StageLayout, ...]) -> Parts | None:
-    """Useful time of a layer and of the LM head. None with one stage, where the two cannot be told apart.
+def measured_parts(stages: tuple[StageTimes, ...], layouts: tuple[StageLayout, ...]) -> Parts:
+    """Useful time of a layer and of the LM head, which takes two stages to tell apart.
 
     The embedding only gathers a few rows, so its cost is counted with the first stage's layers.
     """
-    if len(layouts) < 2:
-        return None
     busy = [times.useful_ns for times in stages]
     layer = sum(busy[:-1]) / sum(layout.layer_weights for layout in layouts[:-1])
     head = max(0.0, busy[-1] - layouts[-1].layer_weights * layer)
@@ -65,7 +63,6 @@ def _rebalance(stages: tuple[StageTimes, ...], layouts: tuple[StageLayout, ...])
     others = (sum(busy) - busy[slowest]) / (len(busy) - 1)
     finding = f"stage {slowest} is {busy[slowest] / others - 1:.0%} slower than the others"
     parts = measured_parts(stages, layouts)
-    assert parts is not None, "imbalance takes two stages"
     better = split_by_cost(parts, layouts[-1].layers.stop, len(layouts))
     now, then = balance(tuple(busy)), balance(parts.costs(better))
     if then < now + _WORTHWHILE_GAIN:

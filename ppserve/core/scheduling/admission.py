@@ -26,8 +26,8 @@ _MANY_RUNNING = 8
 _MARGIN = 1.25
 # Predictions that differ by less are the same: then the few tokens by which prompts differ do not matter.
 _NEAR = 1.01
-# So long the reason why one request was too late holds for those that ask for as much. It is reckoned anew after
-# `_FRESH_S`, and forgotten after `_REMEMBERED_S`.
+# A request that was too late makes those that ask for as much too late for `_HOLDS_S`. The prediction is made anew
+# after `_FRESH_S`, and forgotten after `_REMEMBERED_S`.
 _HOLDS_S, _FRESH_S, _REMEMBERED_S = 0.05, 0.02, 1.0
 
 
@@ -94,8 +94,9 @@ class Beside:
 
 @dataclass(frozen=True, slots=True)
 class Refusals:
-    """What can be told to requests whose prompts are not known yet. full: to any but newcomers. full_for_all: to
-    newcomers too. late: to those that are as late as the request that was told so, and are no newcomers."""
+    """Refusals that hold for requests whose prompts are not known yet. full: of all but newcomers. full_for_all:
+    of newcomers too. late: of those that would be at least as late as the request that it refused, but not of
+    newcomers."""
 
     full: Overloaded | None = None
     full_for_all: Overloaded | None = None

@@ -126,10 +126,10 @@ class FairQueue:
         """Add tokens to the counter of a caller with live requests."""
         self._accounts[caller].served += num_tokens
 
-    def refund(self, caller: str, num_tokens: int) -> None:
-        """Take off what was charged too much, if the caller's counter is still known."""
+    def refund(self, caller: str) -> None:
+        """Take off one token that was charged too much, if the caller's counter is still known."""
         if (account := self._accounts.get(caller)) is not None:
-            account.served -= num_tokens
+            account.served -= 1
 
     def leave(self, caller: str) -> None:
         """One of a caller's live requests ended."""

@@ -47,7 +47,7 @@ class Intake:
         self.quarantine = Quarantine()
         self._displacement = Displacement(self.queue.served)
         self._throughput = Throughput()
-        self._late: TooLate | None = None  # the latest to be told so
+        self._late: TooLate | None = None  # the latest such refusal
         self._hosts: list[Host] = []
         self._homes: dict[str, Host] = {}
         self._returned: dict[str, SequenceGroup] = {}
@@ -281,7 +281,7 @@ class Intake:
 
     def token_withheld(self, caller: str) -> None:
         """A guess brought a token beyond the end that the engine has found: it is charged to nobody."""
-        self.queue.refund(caller, 1)
+        self.queue.refund(caller)
 
     def clear(self, group: SequenceGroup) -> None:
         """It gained a token since its last loss: it did not cause that."""

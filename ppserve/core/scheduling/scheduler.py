@@ -181,7 +181,7 @@ class Scheduler:
         """A running sequence has ended. Steps in flight may still hold it."""
         self._roster.remove(sequence)
         self.lanes.drop_guesses(sequence, len(sequence.guesses), len(sequence.token_ids))
-        # But others may share blocks, and need what is written there.
+        # Except into blocks that it has published: others may share them, and need what is written there.
         self.lanes.drop_ahead(sequence, sequence.num_published * self.config.block_size)
         if sequence.steps_in_flight:
             sequence.move_to(SequenceStatus.ENDING)
@@ -373,7 +373,7 @@ class Scheduler:
         self.intake.look_again()
 
     def _forget_steps(self, epoch: int) -> frozenset[str]:
-        """Of the steps in flight nothing will come. Returns the ids of their requests."""
+        """The steps in flight will have no results. Returns the ids of their requests."""
         in_flight = self.lanes.lose(epoch)
         self._blocks.forget_contents()
         for sequence in list(self._ending.values()):

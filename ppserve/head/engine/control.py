@@ -35,8 +35,8 @@ _ACCEPT_AGAIN_S = 0.5
 _EXHAUSTED = (errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM)
 # The log has at most one line about refused connections in this time.
 _COMPLAIN_EVERY_S = 5.0
-# Frames are much smaller than a socket's buffer. So a stage that takes nothing for so long, or owes so much, does
-# not read.
+# Frames are much smaller than a socket's buffer. So a stage that takes nothing for this long, or for which so many
+# bytes are still unsent, does not read.
 _SEND_TIMEOUT_S = 2.0
 _MAX_UNSENT_BYTES = wire.MAX_FRAME_BYTES
 
@@ -145,7 +145,7 @@ class SocketControlPlane:
         return self._wake_out.fileno()
 
     def show(self, tls: ssl.SSLContext) -> None:
-        """This certificate to new connections. Safe in any thread."""
+        """New connections see this certificate. Safe in any thread."""
         self._tls = tls
 
     def wake(self) -> None:
@@ -272,8 +272,8 @@ class SocketControlPlane:
         return heard + self._send_to(peer, b"")
 
     def _send_to(self, peer: _Peer, frame: bytes) -> list[Heard | Gone]:
-        """Sends, after what has not left yet. Returns the end of the connection, if this is how it is found out.
-        An empty frame: only what encryption has to say."""
+        """Sends a frame, after what is still unsent. Returns the end of the connection if sending fails. An empty
+        frame sends only what encryption has to say."""
         if not peer.is_open:
             return []
         if len(peer.unsent) > _MAX_UNSENT_BYTES:
@@ -307,7 +307,7 @@ class SocketControlPlane:
         return []
 
     def _end_full(self) -> list[Heard | Gone]:
-        """Whoever has taken nothing for too long."""
+        """Ends connections that have taken nothing for too long."""
         since_ns = self._clock() - self._send_timeout_ns
         late = [peer for peer, full_ns in self._full.items() if full_ns < since_ns]
         return [gone for peer in late for gone in self._end(peer, "timeout")]

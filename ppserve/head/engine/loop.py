@@ -4,8 +4,9 @@ Requests, cancellations, results of stages and the end of a stage's connection a
 theirs into the inbox and wake the engine; all are handled in this thread, so nothing needs a lock. The engine
 sleeps until a message arrives, at most 0.1 s: deadlines and silent ranks are checked that often. In each turn it
 sends new plans first, because stages may be waiting for them, then turns tokens into text and hands the outputs of
-all streams over in one call. A token that ends its answer, or whose text may, becomes text before, and so do those
-before it. An answer's first token is handed over before: a draft model may compute in this thread.
+all streams over in one call. There are two exceptions. A token that ends its answer, or whose text may end it,
+becomes text before the plans are made, because these depend on it; so do the tokens before it. And an answer's
+first token is handed over before the plans are made: a draft model may then compute in this thread.
 """
 
 from __future__ import annotations
@@ -282,7 +283,7 @@ class Engine(threading.Thread):
             log.exception("KV blocks are not balanced")
 
     def _give_up(self, hopeless: Hopeless) -> None:
-        """Ends every open stream with a status. `failed` tells the reason."""
+        """Ends every open stream with a status. `failed` has the reason."""
         self._stopping = True
         self._end_streams(StagesLost("a pipeline stage was lost and does not come back"))
         if not self.failed.done():

@@ -39,7 +39,7 @@ _MAX_LOSSES_IN_VAIN = 64
 
 ReplicaEvent = SequenceEvent | Formed | Hopeless
 Failure = tuple[int, int, str]
-"""Stage and tensor rank of one that failed, and how: its process ended, it was stuck, it told of an error."""
+"""A failed rank's stage and tensor rank, and how it failed: its process ended, was stuck, or reported an error."""
 
 
 class Replica:
@@ -66,7 +66,8 @@ class Replica:
         self._overheads = Overheads(self.steps)
         self._costs = PipelineCosts(num_stages)
         self._lanes = LaneCount(num_stages, self._costs.fixed_s)
-        # Since the last epoch formed. A death is told by neighbours, whose transport breaks, as well.
+        # Since the last epoch formed. When a process dies, its neighbours' transports break, and they report that:
+        # so reported errors count only where nothing died.
         self._died: set[Failure] = set()
         self._broke: set[Failure] = set()
         # Requests that were in flight at a loss for which no stage is known yet to have failed.
@@ -259,7 +260,8 @@ class Replica:
         return scheduler
 
     def _count_loss(self, lost: EpochLost) -> list[Hopeless]:
-        """Stages that compute a probe, and die of each request, are not replaced for ever."""
+        """A loss in vain is counted. Without a limit, stages that die of every request, but not of a probe, would
+        be replaced for ever."""
         if lost.rank is None or not self._may_blame or self.scheduler is None or not self.scheduler.num_running:
             return []
         self._losses_in_vain += 1
@@ -284,7 +286,8 @@ class Replica:
             self._in_flight = self.give_back()
 
     def _blame(self) -> list[SequenceEvent]:
-        """Requests that are computed elsewhere by now must not take the next replica with them as well."""
+        """As soon as a failed rank is known: another replica computes the requests by now, and one of them that
+        kills stages must not end that too."""
         failed = self._died or self._broke
         if not failed or not self._in_flight or self.scheduler is None:
             return []

@@ -28,7 +28,9 @@ class LocalLink(Link):
         self._head.put(Heard(self._rank, time.monotonic_ns(), message))
 
     def hang_up(self, cause: str) -> None:
-        """The rank is gone: as when a connection ends."""
+        """The rank is gone: as when a connection ends. What is told of abandoned epochs would hold the stage, with
+        its weights, keys and values, for as long as there is a pipeline, or until cycles are collected."""
+        self._on_abandon = lambda _epoch: None
         self._head.put(Gone(self._rank, cause))
 
     def deliver(self, message: wire.FromHead) -> None:

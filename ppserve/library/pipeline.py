@@ -48,7 +48,7 @@ _CHOICES = {"dtype": cfg.DTYPES, "quantization": cfg.QUANTIZATIONS, "kv_dtype": 
 
 
 class Settings(TypedDict, total=False):
-    """What a pipeline may be told beside its model; each is the flag of `ppserve serve` of that name.
+    """What a pipeline may be told beside its model; each is the flag of `ppserve serve` of that name. None: unset.
 
     tensor_parallel: how many ranks compute each stage together, each a thread. devices: of each rank, such as
     ["cuda:0", "cuda:1"], in order of stages. layers: of each stage, such as "7.5,4.5" (unset: equal weights).
@@ -102,10 +102,12 @@ class Pipeline:
         **settings: Unpack[Settings],
     ) -> None:
         config = _config_of(model, settings)
+        if not (new_drafter is None or callable(new_drafter)):
+            raise ConfigError("new_drafter", f"{new_drafter!r} cannot be called")
         num_replicas = config.pipeline.replicas
         each = config.pipeline.tensor_parallel * num_replicas
         if stages is None:
-            stages = max(1, len(settings.get("devices", "1")) // each)
+            stages = max(1, len(settings.get("devices") or "1") // each)
         stages = _whole("stages", stages)
         if stages < 1:
             raise ConfigError("stages", f"{stages} is not a number of stages; at least 1")
@@ -262,7 +264,8 @@ def _config_of(model: str | os.PathLike[str], settings: Settings) -> cfg.ServeCo
     """Raises ConfigError for a setting that does not exist or cannot be meant."""
     if not isinstance(model, str | os.PathLike):
         raise ConfigError("model", f"{model!r} is neither a name nor a path")
-    given: dict[str, Any] = {"path": os.fspath(model), **settings}
+    given: dict[str, Any] = {"path": os.fspath(model)}
+    given |= {name: value for name, value in settings.items() if value is not None or name == "speculate"}
     if unknown := set(given) - {"path", *Settings.__annotations__}:
         raise ConfigError(min(unknown), "there is no such setting")
     for name, known in _CHOICES.items():
@@ -272,11 +275,13 @@ def _config_of(model: str | os.PathLike[str], settings: Settings) -> cfg.ServeCo
         value = given.get(name)
         if value is None:
             continue
+        if kind is bool and not isinstance(value, bool):
+            raise ConfigError(name, f"{value!r} is neither True nor False")
         if kind in (int, int | None):
             given[name] = _whole(name, value)
             if given[name] < (name != "speculate"):
                 raise ConfigError(name, f"{value} is not positive")
-        elif isinstance(value, str) != (kind is str) and kind is not bool:
+        elif kind is not bool and isinstance(value, str) != (kind is str):
             raise ConfigError(name, f"{value!r} is not {'a text' if kind is str else 'a list of texts'}")
     if "devices" in given:
         given["devices"] = tuple(given["devices"])

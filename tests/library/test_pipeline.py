@@ -21,7 +21,7 @@ import pytest
 import torch
 
 import ppserve
-from ppserve import Completion, InvalidRequest, Ledger, Pipeline, UsageError
+from ppserve import Completion, GPT2Stage, InvalidRequest, Ledger, Pipeline, UsageError
 from ppserve.errors import Draining
 from tests.library.mixed import PROMPTS, assert_same, mixed_requests, tiny, together
 
@@ -177,6 +177,30 @@ def test_a_pipeline_that_nobody_holds_ends_and_gives_torch_its_threads_back() ->
     assert torch.get_num_threads() == torch_threads
 
 
+def test_a_closed_pipeline_holds_no_weights() -> None:
+    """Those of the next one would not fit beside them. Cycles would be collected some time, by their number."""
+
+    def stages() -> int:
+        return sum(type(each) is GPT2Stage for each in gc.get_objects())
+
+    gc.collect()
+    gc.disable()
+    try:
+        before = stages()
+        with tiny(2) as pipeline:
+            pipeline.complete("Once", max_tokens=3)
+            assert stages() == before + 2
+        assert stages() == before
+    finally:
+        gc.enable()
+
+
+def test_none_is_a_setting_that_is_not_made() -> None:
+    nothing: Any = dict.fromkeys(("stages", "layers", "dtype", "block_size", "cuda_graphs", "devices", "replicas"))
+    with Pipeline("tiny", threads=1, **nothing) as pipeline:
+        assert pipeline.complete("Once", max_tokens=3, seed=1).text
+
+
 # ---- refusals ---------------------------------------------------------------------------------------------
 
 
@@ -269,6 +293,8 @@ def test_an_option_that_does_not_exist_is_named(two_stages: Pipeline) -> None:
         (2, {"speculate": "auto"}, "speculate: 'auto' is not a whole number"),
         (2, {"layers": [3, 5]}, "layers: .* is not a text"),
         (1, {"devices": "cpu"}, "devices: 'cpu' is not a list"),
+        (1, {"force_cpu": "no"}, "force_cpu: 'no' is neither True nor False"),
+        (1, {"new_drafter": 5}, "new_drafter: 5 cannot be called"),
         (2, {"quantization": "int4"}, "quantization"),
         (2, {"kv_dtype": "float16"}, "kv_dtype"),
         (2, {"max_model_len": 100_000}, "max-model-len"),

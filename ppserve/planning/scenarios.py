@@ -176,6 +176,10 @@ def _own_speed(plan: Forecast, stage: int, speed: Device | MeasuredCosts) -> Sta
 # ---- measured costs ----------------------------------------------------------------------------------------
 
 
+# Fewer do not tell what a row costs, and what a key.
+_ENOUGH_STEPS = 50
+
+
 def read_costs(path: Path) -> MeasuredCosts:
     """The costs that a server measured, from its /costs.json or its topology as JSON. Raises ConfigError.
 
@@ -192,8 +196,9 @@ def read_costs(path: Path) -> MeasuredCosts:
         if not stages or not all(2 <= count <= 2 * MAX_LAYERS for count in split.sublayers):
             raise ConfigError("--costs", f"{path} describes no stages")
         layouts = stage_layouts(split)
-        if not all(any((c.step, c.row, c.key, c.sample)) for c in stages):
-            raise ConfigError("--costs", f"{path} is of a server that had computed nothing yet")
+        num_steps = min(int(entry.get("steps", _ENOUGH_STEPS)) for entry in entries)
+        if num_steps < _ENOUGH_STEPS or not all(any((c.step, c.row, c.key, c.sample)) for c in stages):
+            raise ConfigError("--costs", f"{path} is of a server that had computed hardly a step: give it a load first")
         overheads = OverheadTimes(**sheet["overheads"]) if "overheads" in sheet else None
         spread = fmean(float(entry.get("spread", 0.0)) for entry in entries)
         max_chunk = int(sheet["max_chunk"]) if "max_chunk" in sheet else None

@@ -169,11 +169,12 @@ def test_a_topology_whose_stages_share_a_layer(tmp_path):
     assert found.parts.stage(last).seconds(StepSize(1, 0, 1)) == pytest.approx(0.0018 + 0.0024 - 0.0003 * 14 / 3)
 
 
-def test_a_sheet_of_a_server_that_computed_nothing(tmp_path):
-    zeros = {"layers": 6, "step_s": 0.0, "row_s": 0.0, "key_s": 0.0, "sample_s": 0.0}
-    (tmp_path / "costs.json").write_text(json.dumps({"stages": [zeros, zeros]}))
-    with pytest.raises(ConfigError, match="had computed nothing yet"):
-        read_costs(tmp_path / "costs.json")
+def test_a_sheet_of_a_server_that_computed_next_to_nothing(tmp_path):
+    cost = {"layers": 6, "step_s": 1e-3, "row_s": 1e-4, "key_s": 1e-6, "sample_s": 1e-4}
+    for stage in dict.fromkeys(cost, 0.0) | {"layers": 6}, cost | {"steps": 6}:
+        (tmp_path / "costs.json").write_text(json.dumps({"stages": [cost, stage]}))
+        with pytest.raises(ConfigError, match="hardly a step: give it a load first"):
+            read_costs(tmp_path / "costs.json")
 
 
 @pytest.mark.parametrize("odd", [

@@ -198,7 +198,7 @@ def read_costs(path: Path) -> MeasuredCosts:
         layouts = stage_layouts(split)
         num_steps = min(int(entry.get("steps", _ENOUGH_STEPS)) for entry in entries)
         if num_steps < _ENOUGH_STEPS or not all(any((c.step, c.row, c.key, c.sample)) for c in stages):
-            raise ConfigError("--costs", f"{path} is of a server that had computed hardly a step: give it a load first")
+            raise ConfigError("--costs", f"{path}: its server had computed hardly a step: give it a load first")
         overheads = OverheadTimes(**sheet["overheads"]) if "overheads" in sheet else None
         spread = fmean(float(entry.get("spread", 0.0)) for entry in entries)
         max_chunk = int(sheet["max_chunk"]) if "max_chunk" in sheet else None

@@ -6,6 +6,7 @@ import pytest
 
 from ppserve import Pipeline, wire
 from ppserve.errors import ConfigError, StagesLost
+from ppserve.head.observe.live import describe_costs
 from tests.library.mixed import assert_same, mixed_requests, tiny, together
 
 LONG = {"max_tokens": 120, "ignore_eos": True}
@@ -55,6 +56,15 @@ def test_the_last_replica_that_is_lost_ends_the_pipeline() -> None:
         lose(pipeline, 0)
         with pytest.raises(StagesLost, match="as the test wants"):
             list(stream)
+
+
+def test_costs_are_told_of_the_replica_that_has_computed() -> None:
+    """A lone caller's requests may all go to the second one."""
+    with tiny(replicas=2) as pipeline:
+        pipeline.complete("Once upon a time", max_tokens=20, ignore_eos=True)
+        readings = pipeline._engine.look()
+    told = [describe_costs(ordered)["stages"][0]["steps"] for ordered in (readings, readings[::-1])]
+    assert told[0] == told[1] == sum(reading.stages[0].steps for reading in readings) > 0
 
 
 def test_a_conversation_stays_where_its_beginning_is_cached() -> None:

@@ -103,9 +103,9 @@ def live_pages(ask_state: Callable[[], dict[str, Any]]) -> dict[str, MakePage]:
 
 
 def describe_costs(readings: tuple[ReplicaReading, ...]) -> dict[str, Any]:
-    """The cost of steps on every stage of the first replica, as `ppserve plan --costs` reads it. Zeros before the
-    first step. tensor: ranks of each stage, whose waiting for each other the costs contain."""
-    reading = readings[0]
+    """The cost of steps on every stage of the replica that has computed most, as `ppserve plan --costs` reads it.
+    Zeros before the first step. tensor: ranks of each stage, whose waiting for each other the costs contain."""
+    reading = max(readings, key=lambda each: sum(stage.steps for stage in each.stages))
     scheduling = reading.decision.scheduling
     stages = [
         {

@@ -337,7 +337,8 @@ def _end(engine: Engine, stages: Sequence[threading.Thread], torch_threads: int)
 
 
 def _prompts_of(prompt: Any) -> list[Prompt]:
-    """A list of prompts, also of one. Token ids are a list as well, but of numbers. Raises TypeError."""
+    """One prompt, or a list of them, as a list. (Token ids are a list too, but of numbers: one prompt.) Raises
+    TypeError."""
     is_one = isinstance(prompt, str | bytes | Mapping) or not isinstance(prompt, Iterable)
     parts = prompt if is_one else list(prompt)
     try:

@@ -140,7 +140,8 @@ def _suffice(of_T: NDArray[np.float64]) -> bool:
 
 
 def _merged(of_T: NDArray[np.float64], vocab_size: int) -> _Row:
-    """A row in which all but the candidates is banned, but the least score: the search for the k-th needs it."""
+    """A row of the candidates' scores, and of each rank's least: the search for the k-th needs that. All other ids
+    are banned."""
     if (of_T[:, 0] == _NOT_FINITE).any():
         return _Row(None, whole=False)
     scores_V = np.full(vocab_size, -np.inf, np.float32)

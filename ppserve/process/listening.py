@@ -35,7 +35,8 @@ class OpenPort:
 
 
 def own_ports() -> list[OpenPort]:
-    """Of this process, in order. Empty where the system does not tell: only Linux has these files."""
+    """The ports that this process listens on, in order. Empty where the system does not tell: only Linux has these
+    files."""
     inodes = set[str]()
     for entry in _entries("/proc/self/fd"):
         with contextlib.suppress(OSError):  # the one that listed the directory is closed by now

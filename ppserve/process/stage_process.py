@@ -49,7 +49,7 @@ class ForkServer:
         return prepared or StageProcess(self)
 
     def ask(self, stage_end: int) -> None:
-        """For a stage with this end of a socket. Raises OSError."""
+        """Asks for a stage that has this end of a socket. Raises OSError."""
         if self._requests is not None:
             with contextlib.suppress(BrokenPipeError, ConnectionResetError):
                 socket.send_fds(self._requests, [FORK], [stage_end])

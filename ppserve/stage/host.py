@@ -11,8 +11,8 @@ _ROOT = Path("/")
 
 
 def cores_here(root: Path = _ROOT) -> int:
-    """That this process may use. Of threads beyond a container's share of cores most stand still for most of the
-    time, and every step waits for the last of them."""
+    """Cores that this process may use. With more threads than its share of cores, a container's threads are held
+    back most of the time, and every step waits for the last of them."""
     cores = float(len(os.sched_getaffinity(0)))
     for group in _groups("cpu", root):
         with contextlib.suppress(OSError, ValueError):  # `max` in place of a number: no limit

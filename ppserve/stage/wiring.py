@@ -64,7 +64,7 @@ class ProcessGroupWiring:
         else:
             store = rendezvous.join_epoch_store(form.store_host, form.store_port, _FORM_TIMEOUT)
         rendezvous.meet(store, layout.place, layout.num_places, lambda: link.abandoned >= form.epoch)
-        _say_interface(form.address)
+        _name_interface(form.address)
         if form.transport == "nccl":
             _keep_watchdog_from_ending_us()
         dist.init_process_group(
@@ -75,7 +75,7 @@ class ProcessGroupWiring:
             timeout=_FORM_TIMEOUT,
         )
         parallel_state.initialize_model_parallel(layout.num_tensor, layout.num_stages)
-        _tell_of_other_interfaces(form.address)
+        _warn_of_other_interfaces(form.address)
 
     def open_gather(self, form: wire.Form, layout: StageLayout) -> TensorLink:
         return create_gather(form.transport)
@@ -87,18 +87,18 @@ class ProcessGroupWiring:
             dist.destroy_process_group()
 
 
-def _say_interface(address: str) -> None:
-    """To gloo and NCCL, which would take what this host's own name means: a loopback address, on many. What the
-    operator says to them wins."""
+def _name_interface(address: str) -> None:
+    """Tells gloo and NCCL which interface to use. Else they would use the one that this host's own name leads to,
+    on many hosts the loopback. What the operator tells them wins."""
     name = interface_of(address, interfaces())
     if name is not None:
         os.environ.setdefault("GLOO_SOCKET_IFNAME", name)
         os.environ.setdefault("NCCL_SOCKET_IFNAME", f"={name}")
 
 
-def _tell_of_other_interfaces(address: str) -> None:
-    """Where gloo, or another library, listens on more than the interface that was meant. Not refused: the
-    operator may have told them so."""
+def _warn_of_other_interfaces(address: str) -> None:
+    """Warns where gloo, or another library, listens on more than the interface that was meant. That is not
+    refused: the operator may have told them to."""
     found = interfaces()
     meant = interface_of(address, found)
     other = [each for each in ports_elsewhere(address) if meant is None or interface_of(each.host, found) != meant]

@@ -24,8 +24,8 @@ OUTCOMES = ("accepted", "rejected", "cancelled")
 class Lanes:
     """Numbers steps, and keeps the sequences of each step until its result is committed.
 
-    guesses: how many have had each of the OUTCOMES so far. is_unproven: of the epoch before, which was not the
-    first, and of this one no step has returned; then a probe goes first (`quarantine`).
+    guesses: how many have had each of the OUTCOMES so far. is_unproven: no step of this epoch has returned, nor
+    any of the epoch before, and that was not the first one; then a probe goes first (`quarantine`).
     """
 
     def __init__(self, steps: Steps, config: SchedulerConfig, epoch: int) -> None:

@@ -71,8 +71,8 @@ class Trial:
         return self.best
 
     def next_way(self, ended: int, counts: bool = True) -> int:
-        """The way of the next turn. ended: that of the last one. counts: whether it was really gone in it; if not,
-        a trial of it says nothing, and has cost little, so there may be another one soon."""
+        """The way of the next turn. ended: that of the last one. counts: whether the turn really made use of it;
+        if not, a trial of it says nothing, and has cost little, so there may be another one soon."""
         pace = self._seconds / self._tokens if self._tokens else None
         self.forget_turn()
         if ended != self.best:
@@ -98,7 +98,7 @@ class Trial:
             return self._judge(tried / sqrt(before * pace))
         has_slowed = self._judged_pace is not None and pace > UNSTEADY * self._judged_pace
         if self.best != self._plain and has_slowed:
-            # Perhaps it is this way that has become slow, which nobody need bear.
+            # Perhaps only this way has become slow: another one is tried at once.
             self._judged_pace, self._tried = None, self._ways[-1]
             self._try_in = self._interval = 0
         self._try_in -= 1

@@ -104,13 +104,13 @@ class Pending:
 
     def _is_due(self, index: int) -> bool:
         pending = self._outputs[index]
-        if not pending or self._is_before_the_prompt_s(index):
+        if not pending or self._waits_for_prompt_scores(index):
             return False
         enough = len(pending) >= self._interval or index not in self._begun
         return enough or pending[-1].finish is not None or self._error is not None
 
-    def _is_before_the_prompt_s(self, index: int) -> bool:
-        """Whether this sequence must wait until the first sequence's delta with the prompt's scores was taken."""
+    def _waits_for_prompt_scores(self, index: int) -> bool:
+        """Whether the first sequence's delta, which has the prompt's scores, must be taken before this one's."""
         scored = self._scored_index
         return scored is not None and index != scored and scored not in self._begun and self._error is None
 

@@ -62,7 +62,7 @@ class Lobby:
                     self._last_words.append(event)
 
     def close(self) -> None:
-        """What was heard is put back for whoever polls next: to them it is as if it arrived now. They would take
-        the time that a rank has waited here for its silence."""
+        """What was heard is put back for whoever polls next, as if it arrived now: or else the time that a rank
+        has waited here would count as its silence."""
         heard = [*(heard for heard, _ in self._greeted.values()), *self._last_words]
         self._control.put_back([replace(each, arrived_ns=round(self._clock() * 1e9)) for each in heard])

@@ -45,10 +45,10 @@ class AnswerCounts(Protocol):
     """Is told of every answer. path: one of those that are served, or OTHER_PATHS."""
 
     def http_expected(self, path: str, statuses: Iterable[int]) -> None:
-        """Such answers may come."""
+        """Answers with these statuses may come: their counts begin at zero."""
 
     def http_answered(self, path: str, status: int) -> None:
-        """One did."""
+        """An answer was sent, or its caller had hung up."""
 
 
 class HttpServer:

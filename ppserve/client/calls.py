@@ -70,7 +70,9 @@ class AsyncClient:
         self._channel = channel = open_channel(self._style.library, target, tls)
         self._metadata = call_metadata(api_key)
         self._retry = retry or RetryPolicy()
+        # Both now: made of a channel that is closed, a stub ends the process (grpc 1.81).
         self._stub = GenerationServiceStub(channel)  # type: ignore[no-untyped-call]
+        self._health = health_pb2_grpc.HealthStub(channel)
 
     async def generate(self, prompt: Prompt, **options: Unpack[Options]) -> Completion:
         """The whole answer at once. Raises CallFailed."""
@@ -118,10 +120,9 @@ class AsyncClient:
 
     async def is_serving(self, service: str = "", timeout_s: float = 5.0) -> bool:
         """Whether the server answers that it serves. Raises CallFailed when there is no answer."""
-        check = health_pb2_grpc.HealthStub(self._channel).Check
         asked = health_pb2.HealthCheckRequest(service=service)
         try:
-            answer = await self._style.result(check(asked, timeout=TimeLimit(timeout_s).left_s))
+            answer = await self._style.result(self._health.Check(asked, timeout=TimeLimit(timeout_s).left_s))
         except grpc.RpcError as error:
             raise failure_of(error) from None
         return bool(answer.status == health_pb2.HealthCheckResponse.SERVING)

@@ -25,14 +25,14 @@ class Tls:
     """Encrypts the connection. ca: PEM file of the authority to trust, None: the system's. cert, key: PEM files of
     the client's own certificate, for servers that ask for one."""
 
-    ca: Path | None = None
-    cert: Path | None = None
-    key: Path | None = None
+    ca: Path | str | None = None
+    cert: Path | str | None = None
+    key: Path | str | None = None
 
     def credentials(self) -> grpc.ChannelCredentials:
         """Raises OSError when a file cannot be read."""
         paths = (self.ca, self.key, self.cert)
-        return grpc.ssl_channel_credentials(*(None if path is None else path.read_bytes() for path in paths))
+        return grpc.ssl_channel_credentials(*(None if path is None else Path(path).read_bytes() for path in paths))
 
 
 def open_channel(library: Any, target: str, tls: Tls | None) -> Any:
@@ -43,6 +43,9 @@ def open_channel(library: Any, target: str, tls: Tls | None) -> Any:
 
 
 def call_metadata(api_key: str | None) -> tuple[tuple[str, str], ...]:
+    """Raises ValueError for a key that gRPC could not send."""
+    if api_key is not None and not (api_key.isascii() and api_key.isprintable()):
+        raise ValueError("api_key: it may only have printable ASCII characters")
     return () if api_key is None else (("authorization", f"Bearer {api_key}"),)
 
 

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from ppserve.client import AsyncClient, CallFailed, Chunk, Client, RetryPolicy
+from ppserve.client import AsyncClient, CallFailed, Chunk, Client, RetryPolicy, Tls
 from ppserve.errors import Overloaded, RequestFailed, StagesLost
 from tests.fake_engine import FakeEngine, served, served_in_thread
 
@@ -137,6 +137,23 @@ def test_one_stop_string_may_be_a_text_and_none_says_nothing() -> None:
     with served_in_thread(engine) as target, Client(target) as client:
         client.generate("a", stop="never", max_tokens=1, n=None, logit_bias=None)  # type: ignore[arg-type]
     assert engine.requests[0].stop.stop == ("never",)
+
+
+def test_a_client_that_is_closed_says_so() -> None:
+    """grpc ended the process when it was asked for health."""
+    client = Client("127.0.0.1:1")
+    client.close()
+    client.close()
+    for use in (client.is_serving, client.model_info, lambda: client.generate("a")):
+        with pytest.raises(ValueError, match=r"[Cc]losed"):
+            use()
+
+
+def test_what_grpc_could_not_send_or_read_is_named(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=r"^api_key: "):
+        Client("127.0.0.1:1", api_key="schlüssel")
+    with pytest.raises(FileNotFoundError, match=r"ca\.pem"):
+        Client("127.0.0.1:1", tls=Tls(ca=str(tmp_path / "ca.pem")))
 
 
 def test_refusals_name_the_field() -> None:

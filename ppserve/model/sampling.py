@@ -27,6 +27,9 @@ from ppserve.model.sampling_kernels import draw, greatest, is_finite, log_normal
 
 Floats = NDArray[np.float32]
 
+GREATEST = float(np.finfo(np.float32).max)
+"""Of scores: beyond it `sampling_kernels` has no bins."""
+
 _MASK = (1 << 64) - 1
 
 
@@ -121,8 +124,10 @@ def _penalize(
     """Repetition looks at prompt and output, frequency and presence at the output alone."""
     if params.repetition_penalty != 1.0:
         seen = np.unique(np.concatenate([prompt, output]))
-        penalty = np.float32(params.repetition_penalty)
-        scores_v[seen] = np.where(scores_v[seen] < 0, scores_v[seen] * penalty, scores_v[seen] / penalty)
+        scores, penalty = scores_v[seen], np.float32(params.repetition_penalty)
+        with np.errstate(over="ignore"):
+            scores = np.where(scores < 0, scores * penalty, scores / penalty)
+        scores_v[seen] = np.clip(scores, -GREATEST, GREATEST)
     ids, times = np.unique(output, return_counts=True)
     scores_v[ids] -= np.float32(params.frequency_penalty) * times.astype(np.float32)
     scores_v[ids] -= np.float32(params.presence_penalty)

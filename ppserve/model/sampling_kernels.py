@@ -186,13 +186,14 @@ def _precedes(keys, ids, a, b):
 
 
 @inlined
-def _members(scores_V, wanted_bin, size, most, bins_per_unit):
-    """The ids of one bin by rank."""
+def _members(scores_V, least, wanted_bin, size, most, bins_per_unit):
+    """The ids of one bin by rank, those of scores >= least. size: how many these are."""
     ids = np.empty(size, np.int64)
     keys = np.empty(size, np.float32)
     held = 0
     for i in range(len(scores_V)):
-        if scores_V[i] > _LEAST and _bin_of(np.float64(scores_V[i]), most, bins_per_unit) == wanted_bin:
+        is_left = scores_V[i] >= least and scores_V[i] > _LEAST
+        if is_left and _bin_of(np.float64(scores_V[i]), most, bins_per_unit) == wanted_bin:
             ids[held], keys[held] = i, -scores_V[i]
             held += 1
     _sort(keys, ids)
@@ -209,7 +210,7 @@ def _kth_score(scores_V, k, most, bins_per_unit):
     above = 0
     for b in range(_BINS):
         if above + sizes[b] >= k:
-            return scores_V[_members(scores_V, b, sizes[b], most, bins_per_unit)[k - above - 1]]
+            return scores_V[_members(scores_V, _LEAST, b, sizes[b], most, bins_per_unit)[k - above - 1]]
         above += sizes[b]
     return _LEAST
 
@@ -235,8 +236,8 @@ def _last_of_nucleus(scores_V, weights_V, least, top_p, most, bins_per_unit):
             break
         above += sums[b]
     last = -1
-    for i in _members(scores_V, last_bin, sizes[last_bin], most, bins_per_unit):
-        if scores_V[i] < least or (last >= 0 and above >= limit):
+    for i in _members(scores_V, least, last_bin, sizes[last_bin], most, bins_per_unit):
+        if last >= 0 and above >= limit:
             break
         last = i
         above += weights_V[i]

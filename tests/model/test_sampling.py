@@ -146,6 +146,16 @@ def test_ties_go_to_the_lower_id() -> None:
     assert [i for i, _ in token_logprobs(logits, 17, 4).top] == [17, 40, 90, 0]
 
 
+def test_top_p_looks_only_at_what_top_k_leaves() -> None:
+    """Also where others have nearly the score of the k-th."""
+    logits = np.full(400, -10, np.float32)
+    logits[1:300] = 5 - np.arange(299, dtype=np.float32)[::-1] * 1e-5
+    logits[0] = 5.2
+    assert survivors(logits, SamplingParams(top_k=3)) == {0, 298, 299}
+    assert survivors(logits, SamplingParams(top_k=3, top_p=0.9999)) == {0, 298, 299}
+    assert survivors(logits, SamplingParams(top_k=3, top_p=0.5)) == {0, 299}
+
+
 def test_bias_penalties_and_bans() -> None:
     logits = scores(3)
     first, second, third = np.argsort(-logits)[:3].tolist()
@@ -192,6 +202,16 @@ def test_extremes_draw_something() -> None:
     assert token(logits, Draw(SamplingParams(top_k=10**9))) is not None
     assert token(np.zeros(1, np.float32), Draw(SamplingParams(top_p=0.5, top_k=3))) == 0
     assert token(logits, Draw(SamplingParams(), banned=tuple(range(VOCABULARY)))) is None
+
+
+def test_a_penalty_leaves_huge_scores_finite() -> None:
+    logits = scores(0)
+    logits[[5, 9]] = 1e38, -1e38
+    for penalty in (0.01, 10):
+        for params in (GREEDY, SamplingParams(), SamplingParams(top_k=3), SamplingParams(top_p=0.5)):
+            wanted = Draw(replace(params, repetition_penalty=penalty), prompt_ids=(5, 9))
+            assert token(logits, wanted) == 5
+            assert is_finite(sampling.adjusted(logits, wanted, 0))
 
 
 def test_logprobs_are_those_of_the_model() -> None:

@@ -21,6 +21,7 @@ from ppserve.core.plan import Draw, Drawn, Scored, StepPlan, TokenLogprobs
 from ppserve.model.backend import Results
 from ppserve.model.cuda.draws import ADJUSTMENTS, PER_ROW, Draws
 from ppserve.model.cuda.operators import Operators
+from ppserve.model.sampling import GREATEST
 
 DeviceArrays = Mapping[str, torch.Tensor]
 
@@ -138,7 +139,8 @@ def _adjust(kind: str, scores_n: torch.Tensor, numbers: list[torch.Tensor]) -> t
     if kind == "bias":
         return scores_n + numbers[0]
     if kind == "repeat":
-        return torch.where(scores_n < 0, scores_n * numbers[0], scores_n / numbers[0])
+        repeated_n = torch.where(scores_n < 0, scores_n * numbers[0], scores_n / numbers[0])
+        return repeated_n.clamp(-GREATEST, GREATEST)
     if kind == "count":
         frequency_n, times_n, presence_n = numbers
         return scores_n - frequency_n * times_n - presence_n

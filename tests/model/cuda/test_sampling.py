@@ -129,6 +129,17 @@ def test_ties_and_numbers_that_are_none(wrong: float, kind: str) -> None:
     assert [i for i, _ in drawn[0].logprobs.top] == [17, 40, 90, 0]
 
 
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_penalty_leaves_huge_scores_finite(kind: str) -> None:
+    logits = scores(2, 4)
+    logits[:, 5] = 1e38
+    params = SamplingParams(repetition_penalty=0.01, top_k=3)
+    draws = [Draw(each, prompt_ids=(5,)) for each in (params, replace(params, temperature=0))]
+    plan = StepPlan(0, 0, 0, tuple(Slice(i, 0, (1,), (0,), draw) for i, draw in enumerate(draws)))
+    drawn, _ = results(plan, logits, kind)
+    assert [of.token_id for of in drawn] == [5, 5]
+
+
 def test_prompts_are_scored_in_pieces_and_beside_draws() -> None:
     logits = scores(12, 4)
     slices = (

@@ -38,7 +38,9 @@ def load_tokenizer(
     directory = model_directory(path)
     vocabulary = find_vocabulary(directory)
     if vocabulary is not None:
-        highest = max(vocabulary.ids.values())
+        # Special tokens are never found in text: those that the model lacks harm nobody.
+        plain_added = (token.id for token in vocabulary.added if not token.special)
+        highest = max(*vocabulary.ids.values(), *plain_added)
         if vocab_size is not None and highest >= vocab_size:
             problem = f"token id {highest} is beyond the model's {vocab_size} tokens"
             raise CheckpointError(vocabulary.source, problem)

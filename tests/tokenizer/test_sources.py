@@ -225,6 +225,23 @@ def test_a_vocabulary_larger_than_the_models_is_refused() -> None:
         load_tokenizer("tiny", vocab_size=1000)
 
 
+@pytest.mark.parametrize("special", [True, False])
+def test_an_added_token_that_the_model_lacks_must_not_be_found_in_text(
+    special: bool, hugging_face: Path, tmp_path: Path
+) -> None:
+    copy_of([hugging_face / "tokenizer.json"], tmp_path)
+    size = loaded(hugging_face).vocab_size
+    added = {"id": size, "content": "ppserve", "special": special}
+    edit(tmp_path, "tokenizer.json", lambda document: document["added_tokens"].append(added))
+    if special:
+        tokenizer = load_tokenizer(str(tmp_path), vocab_size=size)
+        assert tokenizer is not None
+        assert max(tokenizer.encode("a ppserve stage")) < size
+    else:
+        with pytest.raises(CheckpointError, match=f"token id {size} is beyond the model's {size} tokens"):
+            load_tokenizer(str(tmp_path), vocab_size=size)
+
+
 def test_nothing_there_and_nothing_to_be_had(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     def offline(name: str) -> tiktoken.Encoding:
         raise OSError("no network here")

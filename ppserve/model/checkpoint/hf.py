@@ -131,7 +131,6 @@ def _settle_head(arch: Architecture, located: dict[str, Located]) -> tuple[Archi
         only = embedding or head
         assert only is not None
         return arch, located | {"wte.weight": only, "lm_head.weight": only}
-    shape = (arch.padded_vocab_size, arch.width)
-    if embedding.shape == head.shape == shape and not embedding.equals(head):
+    if not embedding.equals(head):
         return replace(arch, tied_embeddings=False), located
     return arch, located | {"lm_head.weight": embedding}

@@ -18,7 +18,10 @@ from ppserve.files import read_json, reason
 HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]{0,95}(/[A-Za-z0-9][\w.-]{0,95})?")
 
 REQUIRED = "config.json"
-OPTIONAL = ("generation_config.json", "tokenizer.json", "vocab.json", "merges.txt", "added_tokens.json")
+OPTIONAL = (
+    *("generation_config.json", "tokenizer.json", "tokenizer_config.json"),
+    *("vocab.json", "merges.txt", "added_tokens.json"),
+)
 WEIGHT_FILES = (
     "model.safetensors",
     "model.safetensors.index.json",

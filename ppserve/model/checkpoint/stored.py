@@ -115,18 +115,16 @@ class Located:
 
     def equals(self, other: Located) -> bool:
         """Whether two tensors hold the same bits; reads both, piece by piece, up to the first difference."""
-        if self.stored != other.stored or self.transposed != other.transposed:
+        mine, theirs = ((of.stored.shape, of.stored.dtype, of.transposed) for of in (self, other))
+        if mine != theirs:
             return False
         if self.file is other.file and self.file.is_one(self.name, other.name):
             return True
-        mine, theirs = ScratchTensor(), ScratchTensor()
-        return all(
-            torch.equal(
-                self.file.rows(self.name, start, stop, mine).view(torch.uint8),
-                other.file.rows(other.name, start, stop, theirs).view(torch.uint8),
-            )
-            for start, stop in self.pieces()
-        )
+        scratch, more = ScratchTensor(), ScratchTensor()
+        return all(torch.equal(self._bits(rows, scratch), other._bits(rows, more)) for rows in self.pieces())
+
+    def _bits(self, rows: tuple[int, int], scratch: ScratchTensor) -> torch.Tensor:
+        return self.file.rows(self.name, *rows, scratch).contiguous().view(torch.uint8)
 
 
 def _memory(shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
@@ -156,10 +154,10 @@ class ScratchTensor:
 
 
 class StoredCheckpoint:
-    """A checkpoint of which every tensor was found and has the right shape. Implements `Checkpoint`."""
+    """A checkpoint of which every tensor was found. Implements `Checkpoint`."""
 
     def __init__(self, path: Path, architecture: Architecture, located: Mapping[str, Located]) -> None:
-        """located: canonical name to place. Raises CheckpointError where one is missing or does not fit."""
+        """located: canonical name to place, of the right shape. Raises CheckpointError where one is missing."""
         self.path = path
         self.architecture = architecture
         self._pieces, self._turned = ScratchTensor(), ScratchTensor()
@@ -169,7 +167,6 @@ class StoredCheckpoint:
         for name, shape in tensor_shapes(architecture).items():
             if name not in located:
                 raise CheckpointError(path, "this tensor is missing", field=name)
-            _check(located[name], shape)
             dtypes[located[name].stored.dtype] += math.prod(shape)
         self.stored_dtype = dtypes.most_common(1)[0][0]
 
@@ -191,7 +188,7 @@ class StoredCheckpoint:
 def locate(
     files: Iterable[TensorFile], arch: Architecture, canonical: Callable[[str], str | None], in_out: bool = False
 ) -> dict[str, Located]:
-    """Canonical names to places. Raises CheckpointError for a tensor that a GPT-2 does not have.
+    """Canonical names to places. Raises CheckpointError for a tensor that a GPT-2 does not have, or not so.
 
     canonical: from the name that a file gives a tensor; None for what is passed over. in_out: the files hold the
     layers' linears as (in, out).
@@ -210,6 +207,7 @@ def locate(
                 raise CheckpointError(file.path, problem, field=stored_name)
             is_linear = name.startswith("h.") and len(expected[name]) == 2
             located[name] = Located(file, stored_name, transposed=in_out and is_linear)
+            _check(located[name], expected[name])
     return located
 
 

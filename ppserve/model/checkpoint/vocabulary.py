@@ -39,6 +39,12 @@ class _TokenizerJson(msgspec.Struct, frozen=True):
     added_tokens: list[_ListedToken] | None = None
 
 
+class _AddedById(msgspec.Struct, frozen=True):
+    """added_tokens_decoder: by id."""
+
+    added_tokens_decoder: dict[_Id, Any] | None = None
+
+
 def real_vocabulary(directory: Path, num_rows: int, eos_id: int | None) -> int:
     """Real tokens among `num_rows`. Raises CheckpointError when a tokenizer file is damaged."""
     count = _json_vocabulary(directory) or _ranked_vocabulary(directory, eos_id) or _llmc_vocabulary(directory)
@@ -48,7 +54,7 @@ def real_vocabulary(directory: Path, num_rows: int, eos_id: int | None) -> int:
 
 
 def _json_vocabulary(directory: Path) -> int | None:
-    """One past the highest id in tokenizer.json, vocab.json and added_tokens.json together."""
+    """One past the highest id in tokenizer.json, vocab.json and what lists added tokens beside them, together."""
     ids: list[int] = []
     path = directory / "tokenizer.json"
     if is_file(path):
@@ -59,6 +65,9 @@ def _json_vocabulary(directory: Path) -> int | None:
     for name in ("vocab.json", "added_tokens.json"):
         if is_file(directory / name):
             ids += read_json(directory / name, dict[str, _Id]).values()
+    path = directory / "tokenizer_config.json"
+    if ids and is_file(path):
+        ids += read_json(path, _AddedById).added_tokens_decoder or ()
     return max(ids) + 1 if ids else None
 
 

@@ -247,6 +247,8 @@ VOCAB = {f"t{i}": i for i in range(30)}
         ({}, 37),
         ({"vocab.json": VOCAB}, 30),
         ({"vocab.json": VOCAB, "added_tokens.json": {"<pad>": 31}}, 32),
+        ({"vocab.json": VOCAB, "tokenizer_config.json": {"added_tokens_decoder": {"30": {}, "7": {}}}}, 31),
+        ({"tokenizer_config.json": {"added_tokens_decoder": {"30": {}}}}, 37),
         ({"tokenizer.json": {"model": {"vocab": VOCAB}, "added_tokens": [{"id": 30, "content": "<e>"}]}}, 31),
         ({"tokenizer.json": {"model": {"vocab": VOCAB}}, "vocab.json": {"a": 35}}, 36),
         ({"tokenizer.json": {"model": {"type": "Unigram", "vocab": [["<unk>", 0.0], ["a", -1.5]]}}}, 2),

@@ -15,8 +15,10 @@ from ppserve.model.checkpoint.opening import open_checkpoint, read_architecture
 from tests.model.checkpoint.writers import (
     Tensors,
     architecture,
+    hf_state,
     random_tensors,
     write_hf,
+    write_hf_state,
     write_llmc,
     write_nanogpt,
 )
@@ -44,6 +46,22 @@ def test_hugging_face(tmp_path: Path, container: str, prefix: str, parts: int, d
     write_hf(tmp_path, arch, tensors, container=container, parts=parts, prefix=prefix)
     check(open_checkpoint(str(tmp_path)), arch, tensors)
     assert read_architecture(str(tmp_path)) == arch
+
+
+@pytest.mark.parametrize("container", ["safetensors", "bin", "legacy", "nanogpt"])
+def test_a_head_that_is_a_copy_of_the_embedding_is_tied(tmp_path: Path, container: str) -> None:
+    """Its bits count, not its place in the file, nor its layout there."""
+    arch = architecture(activation="gelu" if container == "nanogpt" else "gelu_new")
+    tensors = random_tensors(arch)
+    copy = tensors["wte.weight"].clone()
+    turned = copy.T.contiguous().T if container != "safetensors" else copy.clone()
+    if container == "nanogpt":
+        path = write_nanogpt(tmp_path / "ckpt.pt", arch, tensors | {"wte.weight": turned, "lm_head.weight": copy})
+    else:
+        path = write_hf(tmp_path, arch, tensors, container=container)
+        state = hf_state(arch, tensors) | {"transformer.wte.weight": turned, "lm_head.weight": copy}
+        write_hf_state(path, state, container=container)
+    assert open_checkpoint(str(path)).architecture == arch
 
 
 @pytest.mark.parametrize("version", [3, 5])

@@ -99,6 +99,29 @@ def test_heads_of_other_tasks_and_masks_are_ignored(tmp_path: Path) -> None:
     assert open_checkpoint(str(tmp_path)).architecture == ARCH
 
 
+@pytest.mark.parametrize("container", ["safetensors", "bin", "legacy", "nanogpt"])
+@pytest.mark.parametrize(
+    ("change", "problem"),
+    [
+        (lambda t: t.double(), "float64|F64"),
+        (lambda t: t[:, :0].clone(), "shape"),
+        (lambda t: t[0, 0].clone(), "shape"),
+    ],
+)
+def test_a_head_that_is_compared_with_its_embedding_must_fit(
+    tmp_path: Path, container: str, change: Callable[[torch.Tensor], torch.Tensor], problem: str
+) -> None:
+    """Both are stored, alike, and neither is what a GPT-2 has."""
+    both = {name: change(TENSORS["wte.weight"]) for name in ("wte.weight", "lm_head.weight")}
+    if container == "nanogpt":
+        path = write_nanogpt(tmp_path / "ckpt.pt", ARCH, TENSORS | both)
+    else:
+        path = write_hf(tmp_path, ARCH, TENSORS, container=container)
+        state = hf_state(ARCH, TENSORS) | {name.replace("wte", "transformer.wte"): t for name, t in both.items()}
+        write_hf_state(path, state, container=container)
+    assert any(word in str(refusal(path)) for word in problem.split("|"))
+
+
 def test_untied_needs_a_head_of_its_own(tmp_path: Path) -> None:
     write_hf(tmp_path, ARCH, TENSORS)
     config = json.loads((tmp_path / "config.json").read_text()) | {"tie_word_embeddings": False}

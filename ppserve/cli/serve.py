@@ -16,7 +16,7 @@ import click
 from ppserve import config as cfg
 from ppserve.cli.types import GUESSES, LAYERS, ON_OFF, PORTS, SIZE, AutoOr, Number, PortOption
 from ppserve.errors import ConfigError
-from ppserve.process.environment import RankEnvironment, open_many_files
+from ppserve.process.environment import RankEnvironment, ignore_what_is_for_the_head, open_many_files
 from ppserve.process.rank import run_rank
 from ppserve.process.stage_process import ForkServer
 
@@ -63,7 +63,7 @@ def _as_text(origin: str, value: object) -> str:
 )  # fmt: skip
 @click.option("--stages", type=_COUNT, help="From a plain shell: start this many stages under torchrun.")
 @click.option("--tensor-parallel", type=_COUNT, default=1, help="Ranks that share each stage's layers.")
-@click.option("--replicas", type=_COUNT, default=1, help="Pipelines behind one head; stages x this are started.")
+@click.option("--replicas", type=_COUNT, default=1, help="Pipelines with all layers each, behind one head.")
 @click.option(
     "--parallel", type=click.Choice(cfg.PARALLEL), default="as told",
     help="auto: measure, predict every shape that so many ranks can take, and take the best.",
@@ -101,10 +101,16 @@ def _as_text(origin: str, value: object) -> str:
     "--prefix-cache", type=click.Choice(cfg.PREFIX_CACHES), default="per-key", help="Who shares equal prefixes."
 )
 @click.option("--prefill-chunk", type=AutoOr(_COUNT), default="auto", help="Most prompt tokens in one step.")
-@click.option("--speculate", type=AutoOr(GUESSES), default="off", help="Guesses per step; auto = where they pay.")
+@click.option(
+    "--speculate", type=AutoOr(GUESSES), default="off", help="auto (where they pay), off, or guesses a step."
+)
 @click.option("--draft-model", help="A smaller model of the same vocabulary that guesses: `builtin` or a path.")
-@click.option("--expect-prompt", type=_COUNT, default=128, help="Typical prompt tokens, for --layers auto.")
-@click.option("--expect-new", type=_COUNT, default=128, help="Typical new tokens, for --layers auto.")
+@click.option(
+    "--expect-prompt", type=_COUNT, default=128, help="Typical prompt tokens, for --layers and --parallel auto."
+)
+@click.option(
+    "--expect-new", type=_COUNT, default=128, help="Typical new tokens, for --layers and --parallel auto."
+)
 @click.option("--expect-callers", type=_COUNT, default=16, help="Typical requests at once, for --parallel auto.")
 @click.option("--shutdown-timeout", type=Number(0, 86400), default=25, help="Seconds that streams have.")
 @click.option("--start-timeout", type=Number(1), default=1800, help="Seconds without progress at start.")
@@ -146,6 +152,7 @@ def serve(stages: int | None, **flags: Any) -> None:
     if stages is not None and asked != environment.world_size:
         problem = f"{stages} stages need {asked} ranks, but torchrun started {environment.world_size}"
         raise ConfigError("--stages", problem)
+    ignore_what_is_for_the_head()
     open_many_files()
     if environment.rank > 0:
         sys.exit(run_rank(config, environment))

@@ -31,7 +31,8 @@ _LAUNCHER_GRACE_S = 30
 # descriptor that they could have.
 _OPEN_FILES = 65_536
 
-_ENDING_SIGNALS = (signal.SIGINT, signal.SIGTERM)
+_FOR_THE_HEAD = (signal.SIGHUP, signal.SIGUSR1)
+_ENDING_SIGNALS = (signal.SIGINT, signal.SIGTERM, *_FOR_THE_HEAD)
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,8 +79,8 @@ def die_with_parent(parent_pid: int | None = None) -> None:
 
 @contextlib.contextmanager
 def born_deaf() -> Iterator[None]:
-    """A child that is started in the block hears no SIGINT or SIGTERM until `ignore_ending`: it may import for
-    seconds before. Ctrl-C in a terminal goes to all processes, and a supervisor's SIGTERM may."""
+    """A child that is started in the block hears no signal that would end it until `ignore_ending`: it may import
+    for seconds before. Ctrl-C in a terminal goes to all processes, and a supervisor's SIGTERM may."""
     before = signal.pthread_sigmask(signal.SIG_BLOCK, _ENDING_SIGNALS)
     try:
         yield
@@ -92,6 +93,12 @@ def ignore_ending() -> None:
     for signum in _ENDING_SIGNALS:
         signal.signal(signum, signal.SIG_IGN)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, _ENDING_SIGNALS)
+
+
+def ignore_what_is_for_the_head() -> None:
+    """In every rank: the head hears them once it serves. Sent to all ranks, they must not end one."""
+    for signum in _FOR_THE_HEAD:
+        signal.signal(signum, signal.SIG_IGN)
 
 
 def name_process(name: str) -> None:

@@ -22,7 +22,4 @@ def run_rank(config: ServeConfig, environment: RankEnvironment) -> int:
 
     signal.signal(signal.SIGTERM, on_signal)
     signal.signal(signal.SIGINT, on_signal)
-    # Meant for the head. Sent to all ranks, they must not end this one, nor its stage, which inherits this.
-    signal.signal(signal.SIGHUP, signal.SIG_IGN)
-    signal.signal(signal.SIGUSR1, signal.SIG_IGN)
     return keeper.run()

@@ -6,13 +6,16 @@ its exit code becomes the command's.
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import logging
 import math
 import os
+import signal
 import sys
 import uuid
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 from ppserve.process.environment import LAUNCHER_GRACE, number_of
@@ -21,6 +24,9 @@ from ppserve.process.environment import LAUNCHER_GRACE, number_of
 _ENDING_S = 15
 # No port: ranks of one host meet at a Unix socket (`process.meeting`), and nobody listens here.
 _NO_PORT = 0
+# torchrun's own variable. It would hand SIGHUP on as the signal by which its ranks are to end, and kill them when,
+# having read their keys again, they still serve.
+_SIGNALS_THAT_END = "TORCHELASTIC_SIGNALS_TO_HANDLE"
 
 
 class AloneRendezvous:
@@ -78,6 +84,7 @@ def run_ranks(num_ranks: int, arguments: Sequence[str], shutdown_timeout_s: floa
     gc.enable()
     logging.disable(logging.CRITICAL)
     command = ["serve", *arguments] if arguments[:1] != ["serve"] else list(arguments)
+    _hand_on_signals()
     make: Any = lambda parameters: AloneRendezvous(parameters.run_id)  # noqa: E731
     rendezvous_handler_registry.register("ppserve", make)
     launcher = [
@@ -95,3 +102,32 @@ def run_ranks(num_ranks: int, arguments: Sequence[str], shutdown_timeout_s: floa
     finally:
         sys.stderr.flush()
     return 0
+
+
+def _hand_on_signals() -> None:
+    """SIGHUP and SIGUSR1 to this process are for the head, and go to all ranks; the others ignore them. But where
+    SIGHUP says that our terminal was closed, it ends the server as SIGTERM does, unless `nohup` forbids that."""
+    if sys.platform != "linux":
+        return  # nothing here tells who the ranks are
+    os.environ[_SIGNALS_THAT_END] = "SIGTERM,SIGINT,SIGQUIT"
+    ends_with_terminal = signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN and _has_terminal()
+
+    def on_signal(signum: int, _frame: object) -> None:
+        if signum == signal.SIGHUP and ends_with_terminal and not _has_terminal():
+            signal.raise_signal(signal.SIGTERM)
+            return
+        with contextlib.suppress(OSError):  # a thread or a rank has just ended
+            for thread in Path("/proc/self/task").iterdir():
+                for rank in (thread / "children").read_text().split():
+                    os.kill(int(rank), signum)
+
+    for signum in (signal.SIGHUP, signal.SIGUSR1):
+        signal.signal(signum, on_signal)
+
+
+def _has_terminal() -> bool:
+    try:
+        os.close(os.open(os.ctermid(), os.O_RDWR | os.O_NOCTTY))
+    except OSError:
+        return False
+    return True

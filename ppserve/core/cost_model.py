@@ -97,19 +97,21 @@ def _bent(bends: Bends, rows: int) -> float:
 
 @dataclass(frozen=True, slots=True)
 class BentCosts:
-    """A stage's: coefficients, and what steps take beyond them, by rows and by rows that are sampled."""
+    """A stage's: coefficients, and what steps take beyond them, by rows and by rows that are sampled. head_s: of
+    steps that sample any."""
 
     line: Coefficients
+    head_s: float = 0.0
     by_rows: Bends = ()
     by_sampled: Bends = ()
 
     def seconds(self, size: StepSize) -> float:
-        bent_s = _bent(self.by_rows, size.rows) + _bent(self.by_sampled, size.sampled)
-        return max(0.0, self.line.seconds(size) + bent_s)
+        head_s = self.head_s + _bent(self.by_sampled, size.sampled) if size.sampled else 0.0
+        return max(0.0, self.line.seconds(size) + _bent(self.by_rows, size.rows) + head_s)
 
     def times(self, factor: float) -> BentCosts:
         bends = (tuple((rows, s * factor) for rows, s in each) for each in (self.by_rows, self.by_sampled))
-        return BentCosts(self.line.times(factor), *bends)
+        return BentCosts(self.line.times(factor), self.head_s * factor, *bends)
 
 
 @dataclass(frozen=True, slots=True)
@@ -131,13 +133,13 @@ class LayerCosts:
         head = self.head if layout.is_last else Coefficients()
         ends_s = self.ends_s * (layout.is_first + layout.is_last) / 2
         line = Coefficients(
-            self.layer.step * layout.layer_weights + head.step + ends_s,
+            self.layer.step * layout.layer_weights + ends_s,
             self.layer.row * layout.layer_weights + head.row,
             self.layer.key * len(layout.attentions),
             head.sample,
         )
         by_rows = tuple((rows, s * layout.layer_weights) for rows, s in self.layer_bends)
-        return BentCosts(line, by_rows, self.head_bends if layout.is_last else ())
+        return BentCosts(line, head.step, by_rows, self.head_bends if layout.is_last else ())
 
     @classmethod
     def mean(cls, costs: Sequence[LayerCosts]) -> LayerCosts:

@@ -3,6 +3,10 @@
 As by Linux, which moves whoever waits to a core that has nothing to do, and shares out the rest. Who computes for
 short, the head or callers, has slept before and is let in at once, each on a core of its own if there are as many.
 Those who compute for long, the ranks, have what is left, in equal shares and none more than a core.
+
+Threads that compute a step together wait for each other many times in it. One that has lost its core to somebody
+who computes for short waits for that core, since Linux moves no thread that has just run, and all others wait for
+it. So together they stand still beside others, and three on two cores are as slow as four.
 """
 
 from __future__ import annotations
@@ -29,10 +33,12 @@ class SharedCores:
 
 @dataclass(slots=True)
 class Turn:
-    """Of somebody who computes. ended_s: as long as nobody else comes. left_s: how long on a core of its own."""
+    """Of somebody who computes. ended_s: as long as nobody else comes. left_s: how long on a core of its own.
+    is_awaited: by others who compute the same step, many times in it."""
 
     ended_s: float
     left_s: float = 0.0
+    is_awaited: bool = False
 
 
 class Cores:
@@ -45,17 +51,17 @@ class Cores:
         self._ranks: list[Turn] = []
         self._others: list[Turn] = []
 
-    def take(self, now_s: float, seconds: float) -> Turn:
-        """For a thread of a rank, which computes that long."""
-        return self._come(now_s, seconds, self._ranks)
+    def take(self, now_s: float, seconds: float, is_awaited: bool = False) -> Turn:
+        """For a thread of a rank, which computes that long. is_awaited: as in `Turn`."""
+        return self._come(Turn(now_s, seconds, is_awaited), now_s, self._ranks)
 
     def interrupt(self, now_s: float, seconds: float) -> None:
         """Somebody computes that long, at once."""
-        self._come(now_s, seconds, self._others)
+        self._come(Turn(now_s, seconds), now_s, self._others)
 
-    def _come(self, now_s: float, seconds: float, among: list[Turn]) -> Turn:
+    def _come(self, turn: Turn, now_s: float, among: list[Turn]) -> Turn:
         self._now_s = _pass(self._now_s, now_s, self._ranks, self._others, self.of.cores)
-        among.append(turn := Turn(now_s, seconds))
+        among.append(turn)
         # What comes if nobody else does.
         ranks, others = ([replace(each) for each in turns] for turns in (self._ranks, self._others))
         foreseen = list(zip((*self._ranks, *self._others), (*ranks, *others), strict=True))
@@ -69,8 +75,11 @@ def _pass(now_s: float, until_s: float, ranks: list[Turn], others: list[Turn], c
     """Time passes while they compute; those who have ended are left out. Returns until_s."""
     while now_s < until_s and (ranks or others):
         other = min(1.0, cores / len(others)) if others else 0.0
-        rank = min(1.0, max(0.0, cores - len(others)) / len(ranks)) if ranks else 0.0
-        shares = [(each, share) for turns, share in ((ranks, rank), (others, other)) for each in turns if share]
+        rank = min(1.0, max(0, cores - len(others)) / len(ranks)) if ranks else 0.0
+        awaited = rank if rank == 1.0 else 0.0 if others else 1 / -(-len(ranks) // cores)
+        given = [(each, awaited if each.is_awaited else rank) for each in ranks]
+        given += [(each, other) for each in others]
+        shares = [(each, share) for each, share in given if share]
         # The first who ends does so exactly, whatever is lost in rounding.
         seconds = min(each.left_s / share for each, share in shares)
         ends_s = now_s + seconds

@@ -54,14 +54,15 @@ class Prospect:
 
     @cached_property
     def figures(self) -> dict[str, Any]:
-        """As numbers: the sizes, and `scenarios.summary` of the replica with the most work, with the rates of all
-        replicas together."""
+        """As numbers: the sizes, and `scenarios.summary` of the replica with the most work, with the requests and
+        the rates of all replicas together."""
         shape = {"tensor": self.grid.tensor, "stages": self.grid.pipeline, "replicas": self.grid.data}
         if not self.fits:
             return {**shape, "fits": False}
         summaries = [summary(outcome) for outcome in self.outcomes]
-        rates = {name: sum(each[name] for each in summaries) for name in summaries[0] if name.endswith("_per_s")}
-        return {**shape, "fits": True, **summaries[0], **rates}
+        added = [name for name in summaries[0] if name == "requests" or name.endswith("_per_s")]
+        of_all = {name: sum(each[name] for each in summaries) for name in added}
+        return {**shape, "fits": True, **summaries[0], **of_all}
 
 
 def shapes(world_size: int, arch: Architecture) -> list[RankGrid]:
@@ -126,13 +127,16 @@ def _places(grid: RankGrid, replica: int, cores: dict[int, Cores]) -> tuple[tupl
 
 def shares(load: SimulatedLoad, replicas: int) -> list[SimulatedLoad]:
     """A load divided among replicas, its requests and its callers; the largest share first. A replica without a
-    caller is left out."""
-    if load.concurrency is None:
-        return [SimulatedLoad(load.requests[::replicas], None)] * replicas
-    least, more = divmod(load.concurrency, replicas)
-    callers = [least + 1] * more + [least] * (replicas - more)
-    per_caller = len(load.requests) / load.concurrency
-    return [SimulatedLoad(load.requests[: round(count * per_caller)], count) for count in callers if count]
+    request or a caller is left out."""
+    # In turns: of a closed loop to the callers, who are dealt to the replicas; of a trace to these.
+    turns = load.concurrency or replicas
+    divided = []
+    for replica in range(replicas):
+        own = tuple(each for place, each in enumerate(load.requests) if place % turns % replicas == replica)
+        callers = load.concurrency and len(range(replica, load.concurrency, replicas))
+        if own:
+            divided.append(SimulatedLoad(own, callers))
+    return divided
 
 
 # ---- as text -----------------------------------------------------------------------------------------------

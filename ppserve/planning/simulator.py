@@ -326,7 +326,8 @@ class Simulator:
         turns = [Turn(received_s + seconds)]
         if machine.on:
             ranks = machine.on[stage.number]
-            turns = [cores.take(received_s, seconds) for cores in ranks for _ in range(cores.of.threads)]
+            threads = [cores for cores in ranks for _ in range(cores.of.threads)]
+            turns = [cores.take(received_s, seconds, len(threads) > 1) for cores in threads]
         self._when(turns, partial(self._end, stage, is_skipped, received_s))
 
     def _when(self, turns: list[Turn], do: Callable[[float], None]) -> None:

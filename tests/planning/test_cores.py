@@ -43,6 +43,19 @@ def test_and_elsewhere_all_ranks_by_its_share() -> None:
     assert second.ended_s == 5.0, "three on two cores take 0.75 s, and the rank has to wait"
 
 
+def test_ranks_that_wait_for_each_other_compute_only_when_all_can() -> None:
+    """Two on two cores stand still beside another; three take two turns for each piece of a step, four as well."""
+    for ranks, ended_s in ((2, 1.5), (3, 2.5), (4, 2.5)):
+        cores = Cores(SharedCores(2, tuple(range(ranks))))
+        turns = [cores.take(0.0, 1.0, is_awaited=True) for _ in range(ranks)]
+        cores.interrupt(0.25, 0.5)
+        assert {turn.ended_s for turn in turns} == {ended_s}
+    cores = Cores(SharedCores(3, (0, 1)))
+    turns = [cores.take(0.0, 1.0, is_awaited=True) for _ in range(2)]
+    cores.interrupt(0.25, 0.5)
+    assert {turn.ended_s for turn in turns} == {1.0}, "the third core is free"
+
+
 def test_cores_are_scarce_where_none_is_left() -> None:
     assert SharedCores(2, (0, 1)).are_scarce
     assert SharedCores(4, (0, 1), threads=2).are_scarce

@@ -60,9 +60,10 @@ def sheet(split: str, unsplit: float = 0.0) -> str:
     """unsplit: how much of the last stage's cost per sampled row was taken for cost per row."""
     stages = []
     for layout in stage_layouts(Split.parse(split)):
-        c = TRUTH.stage(layout).line
-        moved = unsplit * c.sample
-        named = {"step_s": c.step, "row_s": c.row + moved, "key_s": c.key, "sample_s": c.sample - moved}
+        truth = TRUTH.stage(layout)
+        c, moved = truth.line, unsplit * truth.line.sample
+        named = {"step_s": c.step + truth.head_s, "row_s": c.row + moved}
+        named |= {"key_s": c.key, "sample_s": c.sample - moved}
         stages.append({"layers": layout.num_sublayers / 2, **named})
     return json.dumps({"stages": stages})
 

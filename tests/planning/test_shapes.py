@@ -13,8 +13,9 @@ from ppserve.errors import ConfigError
 from ppserve.planning.cores import SharedCores
 from ppserve.planning.forecast import Intent, forecast
 from ppserve.planning.machine import Device, Wires
-from ppserve.planning.scenarios import MeasuredCosts, fixed_load
-from ppserve.planning.shapes import Conditions, prospect, prospects, render_prospects, shape_name, shapes
+from ppserve.planning.scenarios import MeasuredCosts, SimulatedLoad, fixed_load
+from ppserve.planning.shapes import Conditions, prospect, prospects, render_prospects, shape_name, shapes, shares
+from ppserve.planning.simulator import SimulatedRequest
 from tests.slow import quick_first
 
 GPT2 = Architecture(12, 768, 12, 1024, 50257, 50257, 3072)
@@ -77,6 +78,21 @@ def test_more_callers_than_requests() -> None:
         for replicas in (2, 4):
             found = prospect(GPT2, Intent(1), RankGrid(1, replicas, 1), conditions)
             assert sum(len(each.duration_s) for each in found.outcomes) == requests
+
+
+@pytest.mark.parametrize("callers", [None, 1, 2, 5])
+@pytest.mark.parametrize("replicas", [1, 2, 3])
+def test_every_request_is_asked_of_one_replica(callers: int | None, replicas: int) -> None:
+    requests = tuple(SimulatedRequest(float(at_s), 16, 24) for at_s in range(7))
+    divided = shares(SimulatedLoad(requests, callers), replicas)
+    assert sorted(each.arrival_s for load in divided for each in load.requests) == list(range(7))
+    sizes = [len(load.requests) for load in divided]
+    assert sizes == sorted(sizes, reverse=True)
+    assert sum(load.concurrency or 0 for load in divided) == (callers or 0)
+
+
+def test_the_requests_of_all_replicas_are_counted() -> None:
+    assert prospect(GPT2, Intent(1), RankGrid(1, 2, 1), under(2)).figures["requests"] == 8
 
 
 def test_the_head_works_for_each_stage_in_a_step() -> None:
@@ -155,13 +171,13 @@ def test_tensor_ranks_that_share_cores_spin_for_each_other() -> None:
 
 
 def test_ranks_share_what_callers_leave_of_the_cores() -> None:
-    """A tenth of two cores is taken from two replicas, and from two tensor ranks no more than that: one that was
-    interrupted goes on where the other waits for it."""
-    for shape in ((1, 1, 2), (2, 1, 1)):
+    """A tenth of two cores is taken from two replicas. Of two tensor ranks, one waits for the other that has lost
+    its core, so that a fifth is lost."""
+    for shape, longer in (((1, 1, 2), 1.1), ((2, 1, 1), 1.2)):
         alone = rate(*shape, under(64))
         host = SharedCores(2, (0, 1), caller_s=0.2 / alone)
         slowed = rate(*shape, replace(under(64), hosts=(host,)))
-        assert alone / slowed == pytest.approx(1.1, rel=0.03)
+        assert alone / slowed == pytest.approx(longer, rel=0.03)
 
 
 def test_cores_of_another_host_are_not_taken_by_callers() -> None:

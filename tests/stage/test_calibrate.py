@@ -147,3 +147,6 @@ def test_what_was_measured_is_what_is_predicted() -> None:
         size = StepSize(rows, 97 * rows, rows)
         assert costs.stage(whole).seconds(size) == pytest.approx((layers_ms[rows] + heads_ms[rows] + 0.2) / 1e3)
         assert costs.stage(first).seconds(size) == pytest.approx((layers_ms[rows] / 2 + 0.1) / 1e3)
+        # A chunk of a prompt that is not its last: no row goes through the head.
+        silent = replace(size, sampled=0)
+        assert costs.stage(whole).seconds(silent) == pytest.approx((layers_ms[rows] + 0.2) / 1e3)

@@ -22,11 +22,12 @@ for the next. It calls `commit` for every result of the last stage that is in th
 
 from __future__ import annotations
 
+import math
 from collections import defaultdict
 from collections.abc import Collection, Hashable, Iterator, KeysView, Set
 
 from ppserve.core.ledger.steps import Steps
-from ppserve.core.plan import Drawn, Scored, Slice, StepPlan, StepResult
+from ppserve.core.plan import Drawn, Scored, Slice, StepPlan, StepResult, TokenLogprobs
 from ppserve.core.scheduling.admission import worst_case_blocks
 from ppserve.core.scheduling.ahead import Ahead
 from ppserve.core.scheduling.block_manager import BlockManager, BlockTable
@@ -39,7 +40,6 @@ from ppserve.core.scheduling.prefix_cache import PrefixCache
 from ppserve.core.scheduling.roster import Roster
 from ppserve.core.scheduling.sequence import Sequence, SequenceEvent, SequenceGroup, SequenceStatus
 from ppserve.core.scheduling.speculation import Pick, Speculation
-from ppserve.errors import RequestFailed
 
 
 class Scheduler:
@@ -301,6 +301,9 @@ class Scheduler:
             if scored is None or len(scored.logprobs) != len(piece.targets):
                 yield from self.intake.fail(group, "the prompt could not be scored")
                 return
+            if not all(math.isfinite(of.logprob) for of in scored.logprobs):
+                yield from self._not_finite(group)
+                return
             sequence.scores.extend(scored.logprobs)
         sequence.computed = piece.end - piece.num_guesses + piece.is_guessed
         if piece.draw is None and sequence.known_end and sequence.computed == len(sequence.token_ids):
@@ -311,7 +314,11 @@ class Scheduler:
                 if sequence.token_ids[sequence.computed] != piece.token_ids[row - piece.num_draws]:
                     break
                 sequence.computed += 1
-            event = self._drawn(sequence, group, drawn[row] if row < len(drawn) else None)
+            token_id = drawn[row].token_id if row < len(drawn) else None
+            if token_id is None:
+                yield from self._not_finite(group)
+                return
+            event = self._drawn(sequence, group, token_id, drawn[row].logprobs)
             yield event
             if event.is_terminal:
                 return
@@ -323,17 +330,22 @@ class Scheduler:
         if is_watched and all(len(s.token_ids) > s.loss_mark for s in group.live):
             self.intake.clear(group)
 
-    def _drawn(self, sequence: Sequence, group: SequenceGroup, drawn: Drawn | None) -> SequenceEvent:
-        """The sequence's next token, or its end because there is none."""
-        if drawn is None or drawn.token_id is None:
+    def _not_finite(self, group: SequenceGroup) -> list[SequenceEvent]:
+        """The request's end, with all its sequences: its caller is told of the first error."""
+        for sequence in group.live:
             self._blocks.forget_contents_of(sequence.id)  # their KV may hold non-finite values: never share them
-            return self.intake.end(sequence, group, error=RequestFailed("the model's output is not finite"))
-        self.lanes.drawn(sequence, drawn.token_id)
+        return self.intake.fail(group, "the model's output is not finite")
+
+    def _drawn(
+        self, sequence: Sequence, group: SequenceGroup, token_id: int, logprobs: TokenLogprobs | None
+    ) -> SequenceEvent:
+        """The sequence's next token."""
+        self.lanes.drawn(sequence, token_id)
         self.intake.token_drawn(group)
-        end = sequence.end_after(drawn.token_id, self.config.eos_id)
+        end = sequence.end_after(token_id, self.config.eos_id)
         event = sequence.event(
-            token_id=drawn.token_id,
-            logprobs=drawn.logprobs,
+            token_id=token_id,
+            logprobs=logprobs,
             finish=end,
             admitted_s=group.admitted_s,
             replica=group.replica,

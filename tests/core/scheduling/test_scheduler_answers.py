@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import math
+
 import pytest
 
-from ppserve.core.plan import StepResult
+from ppserve.core.plan import Scored, StepResult, TokenLogprobs
 from ppserve.core.request import FinishReason, OutputOptions, SamplingParams, StopConditions
 from ppserve.errors import RequestFailed
 from tests.core.scheduling.invariants import check_scheduler
@@ -82,6 +84,20 @@ def test_output_that_is_not_finite_fails_only_its_request() -> None:
     assert rig.events["again", 0][0].cached_tokens == 0
 
 
+def test_output_that_is_not_finite_ends_all_answers_of_its_request() -> None:
+    rig = a_rig(num_stages=2)
+    rig.submit(a_request("bad", max_tokens=50, num_sequences=3))
+    rig.submit(a_request("good", max_tokens=9))
+    while len(rig.events) < 4:
+        fill(rig)
+        rig.commit_one()
+    rig.pipeline.not_finite.add(1)
+    rig.drain()
+    assert [type(rig.events["bad", i][-1].error) for i in range(3)] == [RequestFailed] * 3
+    assert rig.events["good", 0][-1].finish is FinishReason.MAX_TOKENS
+    assert len(rig.pipeline.plans) < 20
+
+
 def test_a_result_without_the_promised_token_or_score_fails_the_request() -> None:
     rig = a_rig(num_stages=1)
     rig.submit(a_request("draw"))
@@ -115,6 +131,19 @@ def test_scoring_only_ends_without_a_token_and_without_a_draw() -> None:
     (event,) = rig.events["r", 0]
     assert (event.token_id, event.finish, event.offset) == (None, FinishReason.MAX_TOKENS, 0)
     assert all(s.draw is None for plan in rig.pipeline.plans for s in plan.slices)
+
+
+@pytest.mark.parametrize("wrong", [math.nan, -math.inf])
+def test_scores_that_are_not_finite_fail_the_request(wrong: float) -> None:
+    rig = a_rig(num_stages=1)
+    rig.submit(a_request("r", num_prompt=3, max_tokens=0, output=OutputOptions(prompt_logprobs=0)))
+    plan = rig.scheduler.schedule(0.0)
+    assert plan is not None
+    scored = Scored(plan.slices[0].sequence_id, (TokenLogprobs(-1.0), TokenLogprobs(wrong)))
+    result = StepResult(plan.epoch, plan.step_id, 0, STAMPS, scored=(scored,))
+    (event,) = rig.scheduler.commit(result, 0.0)
+    assert isinstance(event.error, RequestFailed)
+    assert not rig.has_work
 
 
 def test_a_prompt_of_one_token_has_nothing_to_score() -> None:

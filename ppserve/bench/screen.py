@@ -8,6 +8,7 @@ from itertools import groupby
 
 from ppserve.bench.scrape import Histogram
 from ppserve.bench.top import Traffic, View
+from ppserve.core.figures import counted
 from ppserve.core.ledger.account import StageTimes
 from ppserve.core.ledger.causes import CAUSES, IDLE
 from ppserve.v1 import generation_pb2 as pb
@@ -26,7 +27,7 @@ def render_screen(view: View, target: str, width: int, colours: bool) -> list[st
     topology = view.topology
     lines = [
         f"ppserve {target}   {_shape(topology)} over {topology.transport},"
-        f" up to {topology.microbatches} microbatches, epoch {topology.epoch}",
+        f" up to {counted(topology.microbatches, 'microbatch', 'es')}, epoch {topology.epoch}",
         *_traffic_or_problem(view),
         "",
     ]
@@ -71,7 +72,7 @@ def bar(times: StageTimes, width: int, colours: bool) -> str:
 
 def _shape(topology: pb.GetTopologyResponse) -> str:
     count = len(topology.replicas)
-    stages = f"{len(topology.stages) // max(1, count)} stages"
+    stages = counted(len(topology.stages) // max(1, count), "stage")
     if topology.stages and (num_tensor := len(topology.stages[0].ranks)) > 1:
         stages += f" of {num_tensor} tensor ranks"
     return f"{count} replicas of {stages}" if count > 1 else stages

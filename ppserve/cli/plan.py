@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 import sys
+from collections.abc import Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
@@ -67,6 +68,8 @@ _OF_A_SIMULATION = (
     "memory_bandwidth", "launch_time", "link_latency", "link_bandwidth", "gather_latency", "control_latency",
     "head_time",
 )  # fmt: skip
+_IN_COSTS = ("flops", "memory_bandwidth", "launch_time")
+_IN_OVERHEADS = ("link_latency", "link_bandwidth", "control_latency", "head_time")
 
 
 @click.command(context_settings={"show_default": True})
@@ -94,7 +97,7 @@ _OF_A_SIMULATION = (
 @click.option("--time-scale", type=_FACTOR, default=1.0, help="2 = the trace twice as fast as recorded.")
 @click.option("--max-num-seqs", type=_COUNT, default=256, help="Sequences running at once.")
 @click.option("--acceptance", type=Number(0, 1), default=0.0, help="Right guesses, as with --speculate.")
-@click.option("--costs", type=_FILE, help="A server's /costs.json, in place of what follows.")
+@click.option("--costs", type=_FILE, help="A server's /costs.json, in place of speeds and times.")
 @click.option("--flops", type=_SPEED, default="50G", help="Of one stage; the default is about one CPU core.")
 @click.option("--memory-bandwidth", type=_SPEED, default="10GB/s", help="Of one stage.")
 @click.option("--launch-time", type=_TIME, default="200us", help="Of a step, however small.")
@@ -151,11 +154,18 @@ def plan(**flags: Any) -> None:
 def _refuse_unused(flags: dict[str, Any]) -> None:
     """Raises ConfigError where a flag was given that this plan would not look at."""
     of_world = flags["world"] is not None
-    unused: tuple[str, ...] = _OF_A_SHAPE if of_world else () if flags["wants_simulation"] else _OF_A_SIMULATION
-    problem = "--world compares all shapes" if of_world else "is of a simulation: add --simulate"
+    _refuse(of_world, _OF_A_SHAPE, "--world compares all shapes")
+    _refuse(not (of_world or flags["wants_simulation"]), _OF_A_SIMULATION, "is of a simulation: add --simulate")
+    _refuse(flags["trace"] is not None, ("concurrency",), "--trace has its own arrivals")
+    _refuse(flags["trace"] is None, ("time_scale",), "is of a --trace")
+    _refuse(flags["costs"] is not None, _IN_COSTS, "the sheet of --costs has it")
+
+
+def _refuse(applies: bool, names: Sequence[str], problem: str) -> None:
+    """Raises ConfigError for the first of these flags that was given."""
     context = click.get_current_context()
-    for name in unused:
-        if context.get_parameter_source(name) is ParameterSource.COMMANDLINE:
+    for name in names:
+        if applies and context.get_parameter_source(name) is ParameterSource.COMMANDLINE:
             raise ConfigError("--" + name.replace("_", "-"), problem)
 
 
@@ -193,12 +203,17 @@ def _conditions(arch: Architecture, intent: Intent, flags: dict[str, Any]) -> Co
         if speed.tensor not in (1, asked):
             of = f"{flags['costs']} is of a server with {speed.tensor} tensor ranks in each stage"
             raise ConfigError("--costs", f"{of}: it says nothing of other numbers")
-        wires = speed.wires or wires
+        if speed.wires is not None:
+            _refuse(True, _IN_OVERHEADS, "the sheet of --costs has it")
+            _refuse(speed.tensor > 1, ("gather_latency",), "the sheet of --costs has it")
+            wires = speed.wires if speed.tensor > 1 else replace(speed.wires, gather_s=wires.gather_s)
     return Conditions(speed, wires, load, flags["max_num_seqs"], flags["acceptance"])
 
 
 def load_of(max_model_len: int, flags: dict[str, Any]) -> SimulatedLoad:
     """The requests to simulate: a trace, cut to the context as `ppserve bench` cuts it, or equal requests."""
+    if max_model_len < 2:
+        raise ConfigError("--max-model-len", f"{max_model_len} has no room for a prompt and an answer")
     if flags["trace"]:
         rows = read_trace(flags["trace"], flags["requests"], flags["time_scale"])
         sizes = [clip(row.prompt_tokens, row.new_tokens, max_model_len) for row in rows]

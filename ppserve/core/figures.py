@@ -26,6 +26,11 @@ def count(number: float) -> str:
     return "{:.3g}{}".format(*_scaled(number, 1000, ("", "K", "M", "B")))
 
 
+def counted(number: int, what: str, plural: str = "s") -> str:
+    """`1 stage`, `2 stages`. plural: what is added to `what`."""
+    return f"{number} {what}{plural * (number != 1)}"
+
+
 def numbers(dtype: str, quantization: str, kv_dtype: str) -> str:
     """How a model's numbers are kept: `float32, int8 weights`."""
     words = [dtype]

@@ -11,6 +11,7 @@ from dataclasses import astuple, dataclass
 from statistics import fmean
 
 from ppserve.core.architecture import Architecture, Split, StageLayout, stage_layouts
+from ppserve.core.figures import counted
 from ppserve.errors import ConfigError
 
 _FLAG = "--layers"
@@ -131,7 +132,7 @@ def _cut_layers(parts: Parts, num_layers: int, num_stages: int, limit: float) ->
 def check_tensor_ranks(arch: Architecture, num_tensor: int) -> None:
     """Raises ConfigError where some of the ranks that share a stage would have no head."""
     if num_tensor > arch.num_heads:
-        heads = _count(arch.num_heads, "head")
+        heads = counted(arch.num_heads, "head")
         raise ConfigError("--tensor-parallel", f"{num_tensor} is more than the model's {heads}")
 
 
@@ -140,7 +141,7 @@ def check_split(split: Split, arch: Architecture, num_stages: int) -> None:
     _check_room(arch.num_layers, num_stages)
     counts = split.sublayers
     if len(counts) != num_stages:
-        raise ConfigError(_FLAG, f"{split} names {_count(len(counts), 'stage')}, but {num_stages} are running")
+        raise ConfigError(_FLAG, f"{split} names {counted(len(counts), 'stage')}, not {num_stages}")
     for stage, count in enumerate(counts):
         if count < 2:
             given = f"{count / 2:g} layers to stage {stage}"
@@ -159,9 +160,5 @@ def _check_room(num_layers: int, num_stages: int) -> None:
     if num_stages < 1:
         raise ConfigError(_FLAG, f"{num_stages} stages: at least one is needed")
     if num_stages > num_layers:
-        layers = _count(num_layers, "layer")
+        layers = counted(num_layers, "layer")
         raise ConfigError(_FLAG, f"{num_stages} stages cannot share {layers}; each needs at least one")
-
-
-def _count(n: int, what: str) -> str:
-    return f"{n} {what}" if n == 1 else f"{n} {what}s"

@@ -278,9 +278,9 @@ def _config_of(model: str | os.PathLike[str], settings: Settings) -> cfg.ServeCo
         if kind is bool and not isinstance(value, bool):
             raise ConfigError(name, f"{value!r} is neither True nor False")
         if kind in (int, int | None):
-            given[name] = _whole(name, value)
-            if given[name] < (name != "speculate"):
-                raise ConfigError(name, f"{value} is not positive")
+            given[name], least = _whole(name, value), int(kind is int)
+            if given[name] < least:
+                raise ConfigError(name, f"{value} is less than {least}")
         elif kind is not bool and isinstance(value, str) != (kind is str):
             raise ConfigError(name, f"{value!r} is not {'a text' if kind is str else 'a list of texts'}")
     if "devices" in given:

@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 import torch
 
 from ppserve.config import CPU_KV_SHARE, ServeConfig
+from ppserve.core.figures import counted
 from ppserve.core.scheduling.config import MAX_PROMPT_TOKENS_PER_STEP
 from ppserve.errors import ConfigError
 from ppserve.model.backend import Backend
@@ -56,7 +57,7 @@ class Compute:
     def name(self) -> str:
         if self.device.type == "cuda":
             return f"{self.device} ({torch.cuda.get_device_name(self.device)})"
-        return f"cpu ({platform.machine()}, {self.threads} thread{'s' * (self.threads > 1)})"
+        return f"cpu ({platform.machine()}, {counted(self.threads, 'thread')})"
 
     def backend(self, dtype: str) -> Backend:
         """Raises ConfigError for a dtype that the device does not have."""

@@ -97,6 +97,14 @@ def test_the_screen_says_it_all_and_fits() -> None:
     assert "metrics" not in text
 
 
+def test_one_stage_is_not_stages() -> None:
+    alone = pb.GetTopologyResponse(stages=[pb.Stage(live=True)], transport="local", microbatches=1, epoch=1)
+    view = View(alone, example().ledger[:1], None)
+    assert render_screen(view, "here:1", 120, colours=False)[0] == (
+        "ppserve here:1   1 stage over local, up to 1 microbatch, epoch 1"
+    )
+
+
 def without_stage_1() -> tuple[ServerReading, ServerReading]:
     """Two readings, in the second of which stage 1 is lost."""
     return ServerReading(1, topology(1, 1, 1), None), ServerReading(2, topology(2, 1, 1, live=False), None)

@@ -33,7 +33,7 @@ def test_the_defaults_are_fine() -> None:
         ({"model": ModelSettings(path="/no/such/place")}, "no/such/place: no such file or directory"),
         ({"model": ModelSettings(max_model_len=99_999)}, "--max-model-len: 99999 is beyond the model's"),
         ({"pipeline": PipelineSettings(layers=Split.parse("4,5"))}, "--layers: 4,5 adds up to 9"),
-        ({"pipeline": PipelineSettings(layers=Split.parse("8"))}, "--layers: 8 names 1 stage, but 2"),
+        ({"pipeline": PipelineSettings(layers=Split.parse("8"))}, "--layers: 8 names 1 stage, not 2"),
         ({"pipeline": PipelineSettings(microbatches=4)}, "--microbatches: 4 is more than 2 stages"),
         ({"pipeline": PipelineSettings(tensor_parallel=3)}, "--tensor-parallel: 3 tensor ranks x 1"),
         ({"pipeline": PipelineSettings(replicas=4)}, "--replicas: 1 tensor ranks x 4 replicas do not"),

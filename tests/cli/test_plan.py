@@ -67,6 +67,23 @@ def test_costs_of_tensor_ranks_say_nothing_of_other_numbers(tmp_path):
             plan(*others, *of_two)
 
 
+def test_speeds_and_times_beside_costs_that_have_them_are_refused(tmp_path):
+    stage = {"layers": 8, "step_s": 1e-3, "row_s": 0.0, "key_s": 0.0, "sample_s": 0.0}
+    names = ("head_s", "control_s", "prepare_s", "sending_s", "transfer_s", "return_s")
+    sheet = {"stages": [stage], "overheads": dict.fromkeys(names, 1e-4)}
+    (tmp_path / "costs.json").write_text(json.dumps(sheet))
+    simulated = ("--simulate", "--costs", str(tmp_path / "costs.json"), "--requests", "2", "--expect-new", "4")
+    for flag, value in (("--flops", "1T"), ("--head-time", "1us")):
+        with pytest.raises(PpserveError, match=f"{flag}: the sheet of --costs has it"):
+            plan(*simulated, flag, value)
+    # What ranks wait for each other, a server without tensor ranks cannot tell.
+    slow, fast = (
+        json.loads(plan(*simulated, "--json", "--tensor-parallel", "2", "--gather-latency", gather))["simulated"]
+        for gather in ("1ms", "1us")
+    )
+    assert slow["1"]["output_tokens_per_s"] < 0.5 * fast["1"]["output_tokens_per_s"]
+
+
 def test_a_simulation_beside_one_stage():
     output = plan("--stages", "2", "--simulate", "--compare", "1", "--requests", "6", "--expect-new", "8")
     table = output.partition("simulated:\n")[2].splitlines()
@@ -108,6 +125,9 @@ def test_a_simulation_as_json():
         (["--world", "4", "--layers", "auto"], "--layers: --world compares all shapes"),
         (["--costs", __file__], "--costs: is of a simulation: add --simulate"),
         (["--compare", "1,2"], "--compare: is of a simulation: add --simulate"),
+        (["--simulate", "--time-scale", "2"], "--time-scale: is of a --trace"),
+        (["--simulate", "--trace", __file__, "--concurrency", "4"], "--concurrency: --trace has its own arrivals"),
+        (["--simulate", "--max-model-len", "1"], "--max-model-len: 1 has no room for a prompt and an answer"),
     ],
 )
 def test_mistakes_are_named(args, problem):

@@ -93,8 +93,8 @@ def test_more_stages_than_layers_is_named():
 @pytest.mark.parametrize(
     ("split", "problem"),
     [
-        ("12", "--layers: 12 names 1 stage, but 2 are running"),
-        ("4,4,4", "--layers: 4,4,4 names 3 stages, but 2 are running"),
+        ("12", "--layers: 12 names 1 stage, not 2"),
+        ("4,4,4", "--layers: 4,4,4 names 3 stages, not 2"),
         ("9,4", "--layers: 9,4 adds up to 13 layers, but the model has 12"),
         ("12,0", "--layers: 12,0 gives 0 layers to stage 1; each needs at least one"),
         ("13,-1", "--layers: 13,-1 gives -1 layers to stage 1"),

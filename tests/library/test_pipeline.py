@@ -291,6 +291,8 @@ def test_an_option_that_does_not_exist_is_named(two_stages: Pipeline) -> None:
         (2, {"threads": 1.5}, "threads: 1.5 is not a whole number"),
         (2, {"kv_cache_memory": "64M"}, "kv_cache_memory: '64M' is not a whole number"),
         (2, {"speculate": "auto"}, "speculate: 'auto' is not a whole number"),
+        (2, {"speculate": -1}, "speculate: -1 is less than 0"),
+        (2, {"replicas": 0}, "replicas: 0 is less than 1"),
         (2, {"layers": [3, 5]}, "layers: .* is not a text"),
         (1, {"devices": "cpu"}, "devices: 'cpu' is not a list"),
         (1, {"force_cpu": "no"}, "force_cpu: 'no' is neither True nor False"),

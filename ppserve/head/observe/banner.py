@@ -6,7 +6,7 @@ import sys
 import threading
 from collections.abc import Sequence
 
-from ppserve.core.figures import count, size, table
+from ppserve.core.figures import count, counted, size, table
 from ppserve.head.binding import Ports
 from ppserve.head.cards import ModelCard, Topology
 from ppserve.head.engine.member import StageState
@@ -39,8 +39,8 @@ def banner(card: ModelCard, topology: Topology, host: str, ports: Ports) -> str:
     ranks = f" of {num_tensor} tensor ranks each" * (num_tensor > 1)
     replicas = f" in each of {num_replicas} replicas," * (num_replicas > 1)
     lines += [
-        f"  {arch.num_layers} layers over {num_stages} stage{'s' * (num_stages > 1)}{ranks},{replicas}"
-        f" {topology.transport} transport, {topology.microbatches} microbatch{'es' * (topology.microbatches > 1)}"
+        f"  {arch.num_layers} layers over {counted(num_stages, 'stage')}{ranks},{replicas}"
+        f" {topology.transport} transport, {counted(topology.microbatches, 'microbatch', 'es')}"
         " in flight",
     ]
     if not card.deterministic:

@@ -104,6 +104,8 @@ def enter_epoch(kind: str, path: str, stage: int, stages: int, dtype: torch.dtyp
     parallel_state.initialize_model_parallel(pipeline_model_parallel_size=stages)
     transport = create_transport(kind, Frames(WIDTH, dtype, max_rows=512, depth=DEPTH, device=device))
     transport.warm_up()
+    # A stage that has nothing to wait for would leave while others still connect, and they would see it die.
+    dist.barrier()
     return transport
 
 

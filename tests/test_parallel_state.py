@@ -112,6 +112,12 @@ def join(rank: int, size: int, path: str) -> None:
     )
 
 
+def leave() -> None:
+    """Nobody leaves before all are connected: who still connects would see a closed connection."""
+    dist.barrier()
+    dist.destroy_process_group()
+
+
 def sum_over(group: dist.ProcessGroup, rank: int) -> int:
     """Proof that a group works: the sum of its members' 10**rank shows who they are."""
     total = torch.tensor([10**rank])
@@ -131,7 +137,7 @@ def describe(rank: int, size: int, path: str, tensor: int, pipeline: int) -> dic
         ps.initialize_model_parallel(tensor, pipeline)
     ps.destroy_model_parallel()
     assert not ps.model_parallel_is_initialized()
-    dist.destroy_process_group()
+    leave()
     return seen
 
 
@@ -145,7 +151,7 @@ def live_again(rank: int, size: int, paths: list[str]) -> list[int]:
             sums.append(sum_over(ps.get_pipeline_model_parallel_group(), rank))
             ps.destroy_model_parallel()
         ps.initialize_model_parallel(1, size)
-        dist.destroy_process_group()
+        leave()
         ps.destroy_model_parallel()  # after the default group is gone: forgets, and does not raise
     return sums
 
@@ -155,7 +161,7 @@ def fail_to_fit(rank: int, size: int, path: str) -> str:
     with pytest.raises(ValueError, match="does not fill") as caught:
         ps.initialize_model_parallel(1, size + 1)
     assert not ps.model_parallel_is_initialized()
-    dist.destroy_process_group()
+    leave()
     return str(caught.value)
 
 

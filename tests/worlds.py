@@ -40,12 +40,19 @@ class World:
     def run(self, function: Callable[..., Any], *args: Any, size: int | None = None) -> list[Any]:
         """What `function(rank, *args)` returned in each rank (or the first `size`), or `Died`.
 
-        An exception in a rank fails the test.
+        An exception in a rank fails the test, after all have answered: the next test finds them waiting.
         """
         ranks = range(len(self._links) if size is None else size)
         for rank in ranks:
             self.start(rank, function, *args)
-        return [self.finish(rank) for rank in ranks]
+        answers, failures = [], []
+        for rank in ranks:
+            try:
+                answers.append(self.finish(rank))
+            except AssertionError as error:
+                failures.append(str(error))
+        assert not failures, "\n".join(failures)
+        return answers
 
     def start(self, rank: int, function: Callable[..., Any], *args: Any) -> None:
         """Begin `function(rank, *args)` in one rank; `finish` waits for it."""

@@ -20,10 +20,11 @@ from ppserve.planning.shapes import Conditions, Prospect, prospects
 # Requests simulated for each caller: enough that the first and the last ones weigh little.
 _REQUESTS_PER_CALLER = 4
 # What ranks compute around each step they have measured. A lone one's is interpreted code and system calls, as is
-# what the head does for each token and for each stage in a step, what a stage does to hand hidden states on, and
-# what a caller in Python does for each token. These are in proportion to it (docs/performance/shapes.md).
-_TOKEN, _STAGE, _SENDING, _CALLER = 0.27, 0.25, 0.18, 0.25
-_ONE_HOST = Wires(latency_s=50e-6, bandwidth=5e9, head_s=0.0, gather_s=10e-6, spin_s=15e-6)
+# what the head does for each step, for each rank's result of it and for each token, what a stage does to hand
+# hidden states on, and what a caller in Python does for each token. These are in proportion to it
+# (docs/performance/shapes.md).
+_STEP, _REPORT, _TOKEN, _SENDING, _CALLER = 0.27, 0.43, 0.23, 0.18, 0.25
+_ONE_HOST = Wires(latency_s=50e-6, bandwidth=5e9, gather_s=10e-6, spin_s=15e-6)
 _SEVERAL_HOSTS = replace(_ONE_HOST, latency_s=200e-6, bandwidth=1e9, gather_s=200e-6, spin_s=0.0)
 _LOCAL = ("localhost", "127.0.0.1", "::1")
 _ANY_MEMORY = 1 << 62
@@ -49,7 +50,14 @@ def compare_shapes(config: ServeConfig, hellos: Sequence[wire.Hello]) -> list[Pr
     load = fixed_load(_REQUESTS_PER_CALLER * callers, prompt, new, callers)
     wires = _ONE_HOST if len({hello.machine for hello in hellos}) == 1 else _SEVERAL_HOSTS
     whole_s = around_s + ends_s
-    wires = replace(wires, telling_s=_TOKEN * whole_s, prepare_s=around_s, sending_s=_SENDING * whole_s)
+    wires = replace(
+        wires,
+        head_s=_STEP * whole_s,
+        report_s=_REPORT * whole_s,
+        telling_s=_TOKEN * whole_s,
+        prepare_s=around_s,
+        sending_s=_SENDING * whole_s,
+    )
     intent = Intent(
         num_stages=1,
         dtype=first.dtype,
@@ -64,7 +72,7 @@ def compare_shapes(config: ServeConfig, hellos: Sequence[wire.Hello]) -> list[Pr
         expect_new=new,
     )
     hosts = _hosts(config, hellos, _CALLER * whole_s)
-    under = Conditions(speed, wires, load, expected.max_num_seqs, hosts=hosts, stage_s=_STAGE * whole_s)
+    under = Conditions(speed, wires, load, expected.max_num_seqs, hosts=hosts)
     try:
         return prospects(first.architecture, intent, len(hellos), under)
     except ConfigError as error:

@@ -67,6 +67,7 @@ class Wires:
     latency_s, bandwidth: of the link between two neighbours; bytes_per_row: hidden states of one token. control_s:
     from the head to a stage, for a plan; return_s: from a stage to the head, for a result. head_s: the head's work
     per step; token_s, telling_s: for each token, before the next plan goes out, and after it, to tell callers.
+    report_s: for a stage's result, after the plan that follows it.
     prepare_s: a stage's work per step before it receives hidden states; sending_s: after computing. gather_s: for
     tensor ranks to have each other's results, however small. spin_s: what one that waits for them computes: until
     it sleeps, and when it is woken.
@@ -83,6 +84,7 @@ class Wires:
     gather_s: float = 20e-6
     token_s: float = 0.0
     telling_s: float = 0.0
+    report_s: float = 0.0
     spin_s: float = 0.0
 
     def transfer_s(self, rows: int) -> float:

@@ -23,8 +23,7 @@ _AS_FAST = 0.97
 @dataclass(frozen=True, slots=True)
 class Conditions:
     """What every shape is asked: on ranks of this speed, under this load. num_seqs: at once in a replica.
-    acceptance: as in `simulate`. hosts: whose cores are shared; none: every rank has its own. stage_s: the head's
-    work for each stage in a step."""
+    acceptance: as in `simulate`. hosts: whose cores are shared; none: every rank has its own."""
 
     speed: Device | MeasuredCosts
     wires: Wires
@@ -32,7 +31,6 @@ class Conditions:
     num_seqs: int = 256
     acceptance: float = 0.0
     hosts: tuple[SharedCores, ...] = ()
-    stage_s: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -102,7 +100,8 @@ def prospect(arch: Architecture, intent: Intent, grid: RankGrid, under: Conditio
     plan = forecast(arch, replace(intent, num_stages=grid.pipeline, num_tensor=grid.tensor))
     if plan.max_sequences < 1:
         return Prospect(grid, plan)
-    wires = replace(under.wires, head_s=under.wires.head_s + under.stage_s * grid.pipeline)
+    # Every tensor rank of a stage sends its result.
+    wires = replace(under.wires, report_s=under.wires.report_s * grid.tensor)
     hosts = [Cores(host) for host in under.hosts]
     cores = {rank: host for host in hosts for rank in host.of.ranks}
     if any(host.of.are_scarce for host in hosts):

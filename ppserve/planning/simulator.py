@@ -2,7 +2,7 @@
 
 Stages run steps in the order in which these are sent. Events are arrivals of requests, begins and ends of steps
 on stages, and stages' results. When a step begins it is known whether a cancel has overtaken it; then the stage
-skips it. The head is one thread: each event waits for the one before. Its replicas run together.
+skips it. The head is one thread: each event waits for the one before, and for a core. Its replicas run together.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from functools import partial
 
 from ppserve.core.cost_model import StepSize
 from ppserve.core.ledger.account import StageTimes, TimeAccount
-from ppserve.core.ledger.steps import Steps
+from ppserve.core.ledger.steps import Step, Steps
 from ppserve.core.plan import Drawn, StepPlan, StepResult, StepStamps
 from ppserve.core.request import Request, StopConditions
 from ppserve.core.scheduling.block_manager import BlockManager
@@ -70,20 +70,51 @@ class Outcome:
 
 @dataclass(slots=True)
 class SimulatedHead:
-    """Of all replicas that run together. free_s: when it has done what it was asked. cores: of its host, where
+    """Of all replicas that run together, and the order of time in which all happens. cores: of its host, where
     callers are who compute `caller_s` for each token; None: it has a core of its own."""
 
-    free_s: float = 0.0
     cores: Cores | None = None
     numbers: Iterator[int] = field(default_factory=itertools.count)
-    # When it is the turn of what happened when, the order of what happened at that time, and to which replica.
-    events: list[tuple[float, float, int, Simulator, _Happening]] = field(default_factory=list)
+    _turn: Turn = field(default_factory=lambda: Turn(0.0))
+    _callers_turn: Turn | None = None
+    _is_awake: bool = False
+    _inbox: deque[Callable[[float], float]] = field(default_factory=deque)
+    _events: list[tuple[float, int, list[Turn], Callable[[float], None]]] = field(default_factory=list)
 
     def run(self) -> None:
-        """All that was asked of its replicas, in the order of their common time."""
-        while self.events:
-            turn_s, happened_s, _, replica, what = heapq.heappop(self.events)
-            replica.happens(turn_s, happened_s, what)
+        """Until nothing happens any more."""
+        while self._events:
+            now_s, _, turns, do = heapq.heappop(self._events)
+            if max(turn.ended_s for turn in turns) > now_s:  # others have come meanwhile
+                self.when(turns, do)
+            else:
+                do(now_s)
+
+    def when(self, turns: list[Turn], do: Callable[[float], None]) -> None:
+        """To be done at the end of all these."""
+        heapq.heappush(self._events, (max(turn.ended_s for turn in turns), next(self.numbers), turns, do))
+
+    def hear(self, handle: Callable[[float], float], now_s: float) -> None:
+        """A message: to be handled when it is its turn, which takes as long as is returned."""
+        self._inbox.append(handle)
+        if not self._is_awake:
+            self._is_awake = True
+            self._compute(now_s, 0.0, self._handle)
+
+    def tell(self, num_tokens: int, now_s: float) -> None:
+        """So many reach its callers."""
+        if self.cores is not None and (seconds := num_tokens * self.cores.of.caller_s):
+            self._callers_turn = self.cores.take(now_s, seconds, self._callers_turn)
+
+    def _handle(self, now_s: float) -> None:
+        self._is_awake = bool(self._inbox)
+        if self._is_awake:
+            self._compute(now_s, self._inbox.popleft()(now_s), self._handle)
+
+    def _compute(self, now_s: float, seconds: float, then: Callable[[float], None]) -> None:
+        own = Turn(now_s + seconds)
+        self._turn = own if self.cores is None else self.cores.take(now_s, seconds, self._turn)
+        self.when([self._turn], then)
 
 
 @dataclass(slots=True)
@@ -110,23 +141,14 @@ class _Passing:
 @dataclass(slots=True)
 class _SimulatedStage:
     """queue: the steps of which it has the plan, in order. free_s: when it was done with the one before.
-    awaited_s: since when it waits for hidden states of the queue's first; infinite: it has not prepared that."""
+    awaited_s: since when it waits for hidden states of the queue's first; infinite: it has not prepared that.
+    turns: the last ones of its threads."""
 
     number: int
     queue: deque[_Passing] = field(default_factory=deque)
     free_s: float = 0.0
     awaited_s: float = math.inf
-
-
-@dataclass(frozen=True, slots=True)
-class _Next:
-    """What a stage does when all these have ended."""
-
-    turns: list[Turn]
-    do: Callable[[float], None]
-
-
-_Happening = SimulatedRequest | StepResult | _Next
+    turns: list[Turn] = field(default_factory=list)
 
 
 class _Guesser:
@@ -179,25 +201,11 @@ class Simulator:
         """To be simulated: all requests, each at its arrival or, with `concurrency`, that many at any time."""
         if concurrency is None:
             for request in requests:
-                self._push(request.arrival_s, request)
+                self._reaches_head(request.arrival_s, request)
         else:
             self._backlog = list(requests)[::-1]
             for _ in range(min(concurrency, len(self._backlog))):
-                self._push(0.0, self._backlog.pop())
-
-    def happens(self, now_s: float, happened_s: float, what: _Happening) -> None:
-        """happened_s: earlier, if it had to wait for its turn."""
-        if isinstance(what, _Next):
-            ended_s = max(turn.ended_s for turn in what.turns)
-            if ended_s > now_s:  # somebody has interrupted it
-                self._push(ended_s, what)
-            else:
-                what.do(now_s)
-        elif now_s < self._head.free_s:
-            # It waits, and does not take a core ahead of time: others may need that earlier.
-            self._push(self._head.free_s, what, happened_s)
-        else:
-            self._turn(now_s, happened_s, what)
+                self._reaches_head(0.0, self._backlog.pop())
 
     def end(self) -> Outcome:
         """When the head has run."""
@@ -210,27 +218,24 @@ class Simulator:
         rate = self._acceptance if own is None else own
         return self._guessers.setdefault(rate, _Guesser(rate, self._seed))
 
-    def _push(self, at_s: float, what: _Happening, happened_s: float | None = None) -> None:
-        """happened_s: None: then."""
-        happened_s = at_s if happened_s is None else happened_s
-        heapq.heappush(self._head.events, (at_s, happened_s, next(self._head.numbers), self, what))
+    def _reaches_head(self, at_s: float, what: SimulatedRequest | StepResult) -> None:
+        self._head.when([Turn(at_s)], partial(self._head.hear, partial(self._handle, what, at_s)))
 
-    def _turn(self, now_s: float, happened_s: float, what: SimulatedRequest | StepResult) -> None:
-        """A turn of the engine: handles an event, then fills the pipeline."""
-        woken_ns, begun_s, num_tokens = round(now_s * _NS), now_s, 0
+    def _handle(self, what: SimulatedRequest | StepResult, arrived_s: float, begun_s: float) -> float:
+        """A turn of the engine: handles an event, then fills the pipeline. Returns how long it takes."""
+        now_s, scheduler, num_tokens = begun_s, self._scheduler, 0
         if isinstance(what, StepResult):
             num_tokens = self._reported(what, now_s)
             now_s += num_tokens * self._machine.wires.token_s
         else:
-            self._submit(what, now_s, happened_s)
-        scheduler = self._scheduler
+            self._submit(what, now_s, arrived_s)
         while True:
             plan = scheduler.schedule(now_s)
             self._cancel_doomed(now_s + self._machine.wires.control_s)
             if plan is None:
                 break
             now_s += self._machine.wires.head_s
-            self._account.dispatched(self._steps.sent(plan, woken_ns, round(now_s * _NS), scheduler.microbatches))
+            self._account.dispatched(self._sent(plan, begun_s, now_s))
             self._outcome.num_steps += 1
             planned_s = now_s + self._machine.wires.control_s
             step = self._passing[plan.step_id] = _Passing(plan, StepSize.of(plan), planned_s, planned_s)
@@ -238,16 +243,20 @@ class Simulator:
                 stage.queue.append(step)
                 if len(stage.queue) == 1:
                     self._await(stage)
+        if isinstance(what, StepResult):
+            now_s += self._machine.wires.report_s
         telling_s = num_tokens * self._machine.wires.telling_s
         now_s += telling_s
-        self._head.free_s = self._ended_s = now_s
-        if (cores := self._head.cores) is not None:
-            cores.interrupt(begun_s, now_s - begun_s)
-            if callers_s := num_tokens * cores.of.caller_s:
-                # The head makes text of all tokens first, and computes beside its callers when it sends that.
-                self._when([Turn(now_s - telling_s / 2)], lambda when_s: cores.interrupt(when_s, callers_s))
+        self._ended_s = now_s
+        if num_tokens:
+            # It makes text of all tokens first, and computes beside its callers when it sends that.
+            self._head.when([Turn(now_s - telling_s / 2)], partial(self._head.tell, num_tokens))
         if not (scheduler.intake.groups or scheduler.is_busy):
             self._account.demand_ended(round(now_s * _NS))
+        return now_s - begun_s
+
+    def _sent(self, plan: StepPlan, woken_s: float, sent_s: float) -> Step:
+        return self._steps.sent(plan, round(woken_s * _NS), round(sent_s * _NS), self._scheduler.microbatches)
 
     def _cancel_doomed(self, known_s: float) -> None:
         """known_s: to the stages."""
@@ -292,19 +301,30 @@ class Simulator:
             outcome.duration_s.append(now_s - running.arrived_s)
             del self._running[event.request_id]
             if self._backlog:
-                self._push(now_s, self._backlog.pop())
+                self._reaches_head(now_s, self._backlog.pop())
 
     def _await(self, stage: _SimulatedStage) -> None:
         """The stage has nothing to do before the first step in its queue."""
         ready_s = max(stage.queue[0].planned_s, stage.free_s)
         if self._machine.on:
-            self._when([Turn(ready_s)], partial(self._prepare, stage))
+            self._head.when([Turn(ready_s)], partial(self._prepare, stage))
         else:
             self._prepared(stage, ready_s + self._machine.wires.prepare_s)
 
     def _prepare(self, stage: _SimulatedStage, now_s: float) -> None:
-        turns = [cores.take(now_s, self._machine.wires.prepare_s) for cores in self._machine.on[stage.number]]
-        self._when(turns, partial(self._prepared, stage))
+        self._compute(stage, now_s, self._machine.wires.prepare_s, together=False)
+        self._head.when(stage.turns, partial(self._prepared, stage))
+
+    def _compute(self, stage: _SimulatedStage, now_s: float, seconds: float, together: bool) -> None:
+        """Every rank of the stage has a turn. together: with all its threads, which wait for each other."""
+        ranks = self._machine.on[stage.number] if self._machine.on else ()
+        if not ranks:
+            stage.turns = [Turn(now_s + seconds, began_s=now_s)]
+        elif len(ranks) == ranks[0].of.threads == 1:
+            stage.turns = [ranks[0].take(now_s, seconds, *stage.turns)]
+        else:
+            each = [cores for cores in ranks for _ in range(cores.of.threads if together else 1)]
+            stage.turns = [cores.take_together(now_s, seconds, together) for cores in each]
 
     def _prepared(self, stage: _SimulatedStage, awaited_s: float) -> None:
         stage.awaited_s = awaited_s
@@ -315,35 +335,28 @@ class Simulator:
         step = stage.queue[0]
         received_s = max(stage.awaited_s, step.arrives_s)
         if step.stage == stage.number and received_s < math.inf:
-            self._when([Turn(received_s)], partial(self._begin, stage))
+            self._head.when([Turn(received_s)], partial(self._begin, stage))
 
     def _begin(self, stage: _SimulatedStage, received_s: float) -> None:
         step, machine = stage.queue[0], self._machine
         is_last, is_skipped = stage is self._stages[-1], step.cancelled_s <= received_s
         size = step.size if is_last else replace(step.size, sampled=0)
         took_s = 0.0 if is_skipped else machine.delayed(machine.stages[stage.number].seconds(size))
-        seconds = took_s + (0.0 if is_last else machine.wires.sending_s)
-        turns = [Turn(received_s + seconds)]
-        if machine.on:
-            ranks = machine.on[stage.number]
-            threads = [cores for cores in ranks for _ in range(cores.of.threads)]
-            turns = [cores.take(received_s, seconds, len(threads) > 1) for cores in threads]
-        self._when(turns, partial(self._end, stage, is_skipped, received_s))
+        self._compute(stage, received_s, took_s + (0.0 if is_last else machine.wires.sending_s), together=True)
+        self._head.when(stage.turns, partial(self._end, stage, is_skipped))
 
-    def _when(self, turns: list[Turn], do: Callable[[float], None]) -> None:
-        self._push(max(turn.ended_s for turn in turns), _Next(turns, do))
-
-    def _end(self, stage: _SimulatedStage, is_skipped: bool, received_s: float, sent_s: float) -> None:
+    def _end(self, stage: _SimulatedStage, is_skipped: bool, sent_s: float) -> None:
         step, wires, is_last = stage.queue.popleft(), self._machine.wires, stage is self._stages[-1]
         ended_s = sent_s if is_last else sent_s - wires.sending_s
-        times_s = (step.planned_s, stage.awaited_s, received_s, received_s, ended_s, sent_s)
+        begun_s = max(turn.began_s for turn in stage.turns)
+        times_s = (step.planned_s, stage.awaited_s, begun_s, begun_s, ended_s, sent_s)
         stamps = StepStamps(*(round(s * _NS) for s in times_s))
         drawn: tuple[Drawn, ...] = ()
         if is_last and not is_skipped:
             drawn = tuple(Drawn(piece.sequence_id, 0) for piece in step.plan.slices for _ in piece.draws)
         plan = step.plan
         result = StepResult(plan.epoch, plan.step_id, stage.number, stamps, drawn=drawn, skipped=is_skipped)
-        self._push(sent_s + wires.return_s, result)
+        self._reaches_head(sent_s + wires.return_s, result)
         stage.free_s, stage.awaited_s = sent_s, math.inf
         if is_last:
             del self._passing[plan.step_id]

@@ -23,9 +23,11 @@ _REQUESTS_PER_CALLER = 4
 # what the head does for each step, for each rank's result of it and for each token, what a stage does to hand
 # hidden states on, and what a caller in Python does for each token. These are in proportion to it
 # (docs/performance/shapes.md).
-_STEP, _REPORT, _TOKEN, _SENDING, _CALLER = 0.27, 0.43, 0.23, 0.18, 0.25
-_ONE_HOST = Wires(latency_s=50e-6, bandwidth=5e9, gather_s=10e-6, spin_s=15e-6)
-_SEVERAL_HOSTS = replace(_ONE_HOST, latency_s=200e-6, bandwidth=1e9, gather_s=200e-6, spin_s=0.0)
+_STEP, _REPORT, _TOKEN, _SENDING, _CALLER = 0.30, 0.38, 0.24, 0.18, 0.25
+# And so is a gather on one host: what each rank does for it, and where cores are shared what waiting costs.
+_GATHER, _SPIN = 0.011, 0.017
+_ONE_HOST = Wires(latency_s=50e-6, bandwidth=5e9)
+_SEVERAL_HOSTS = Wires(latency_s=200e-6, bandwidth=1e9, gather_s=200e-6)
 _LOCAL = ("localhost", "127.0.0.1", "::1")
 _ANY_MEMORY = 1 << 62
 
@@ -48,8 +50,9 @@ def compare_shapes(config: ServeConfig, hellos: Sequence[wire.Hello]) -> list[Pr
     new = min(expected.expect_new, context - prompt)
     callers = expected.expect_callers
     load = fixed_load(_REQUESTS_PER_CALLER * callers, prompt, new, callers)
-    wires = _ONE_HOST if len({hello.machine for hello in hellos}) == 1 else _SEVERAL_HOSTS
-    whole_s = around_s + ends_s
+    whole_s, wires = around_s + ends_s, _SEVERAL_HOSTS
+    if len({hello.machine for hello in hellos}) == 1:
+        wires = replace(_ONE_HOST, gather_s=_GATHER * whole_s, spin_s=_SPIN * whole_s)
     wires = replace(
         wires,
         head_s=_STEP * whole_s,

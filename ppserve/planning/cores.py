@@ -76,7 +76,9 @@ class Cores:
         if last is not None and last.ended_s == now_s:
             turn.slice_s = last.slice_s
             queue = self._queues[turn.core]
-            queue[: last in queue] = [turn]
+            if queue and queue[0] is last:
+                del queue[0]
+            queue.insert(0, turn)
         else:
             if self._queues[turn.core] and not self._queues[shortest := self._shortest()]:
                 turn.core = shortest

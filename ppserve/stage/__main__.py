@@ -155,12 +155,14 @@ def _find_out(start: wire.Start) -> Findings:
     from ppserve.stage.loop import Findings
 
     config, world_size = start.config, start.world_size
-    found = Findings.of(config, RankEnvironment.from_environ() or RankEnvironment(start.rank, world_size, 0, 1))
+    environment = RankEnvironment.from_environ() or RankEnvironment(start.rank, world_size, 0, 1)
+    found = Findings.of(config, environment)
     found.compute.occupy()
     grid = config.pipeline.grid(world_size)
     tensor = grid.place(start.rank).tensor
     costs = calibrate.costs_for_split(config, grid.pipeline, found.checkpoint, found.compute, tensor)
-    speed = calibrate.costs_for_shape(config, world_size, found.checkpoint, found.compute)
+    local_rank = environment.local_rank
+    speed = calibrate.costs_for_shape(config, world_size, found.checkpoint, found.compute, local_rank)
     return replace(found, costs=costs, speed=speed)
 
 

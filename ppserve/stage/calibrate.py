@@ -47,7 +47,7 @@ _REPEATS = 7
 # How long the parts of `layer_costs` are measured by turns, at least _REPEATS of them.
 _TURNS_S = 3.0
 _PAUSE_S = 2e-3
-_VERSION = 17
+_VERSION = 18
 # Parameters of the layers that `layer_costs` measures together, if the model has so many. A single layer would
 # stay in the processor's caches, where a whole model's layers displace each other.
 _PARAMS_BEYOND_CACHES = 32 << 20
@@ -56,7 +56,9 @@ _DECODES = (1, 4, 8, 16, 64)
 _PROMPTS = (32, 128)
 # At these of `_DECODES`, what a rank does around a step is measured too.
 _AROUND = (4, 16)
-# Computes until the process that started it ends or ends it.
+# Of a host, in the place of the head and of callers. Each computes until the process that started it ends or ends
+# it.
+_NUM_NEIGHBOURS = 2
 _NEIGHBOUR = """
 import os
 parent = os.getppid()
@@ -111,7 +113,7 @@ def costs_for_split(
 
 
 def costs_for_shape(
-    config: ServeConfig, world_size: int, checkpoint: Checkpoint, compute: Compute
+    config: ServeConfig, world_size: int, checkpoint: Checkpoint, compute: Compute, local_rank: int
 ) -> dict[int, LayerCosts] | None:
     """What `--parallel auto` needs to know of this machine, by the number of tensor ranks; None: nobody asks."""
     if config.pipeline.parallel != "auto":
@@ -119,7 +121,8 @@ def costs_for_shape(
     mix = Mix(config.scheduling.expect_prompt, config.scheduling.expect_new)
     most = min(world_size, checkpoint.architecture.num_heads)
     counts = [count for count in range(1, most + 1) if world_size % count == 0]
-    return {count: layer_costs(checkpoint, compute, mix, count) for count in counts}
+    has_neighbour = local_rank < _NUM_NEIGHBOURS
+    return {count: layer_costs(checkpoint, compute, mix, count, has_neighbour) for count in counts}
 
 
 def step_costs(checkpoint: Checkpoint, compute: Compute, mix: Mix, part: tuple[int, int] = (0, 1)) -> Parts:
@@ -128,16 +131,19 @@ def step_costs(checkpoint: Checkpoint, compute: Compute, mix: Mix, part: tuple[i
     return _remembered(Parts, checkpoint, compute, (mix, part), lambda: _measure(checkpoint, compute, mix, part))
 
 
-def layer_costs(checkpoint: Checkpoint, compute: Compute, mix: Mix, num_tensor: int = 1) -> LayerCosts:
+def layer_costs(
+    checkpoint: Checkpoint, compute: Compute, mix: Mix, num_tensor: int = 1, has_neighbour: bool = True
+) -> LayerCosts:
     """Seconds of a layer and of the head by the step's size; from the file if measured before. num_tensor: on the
     first of so many tensor ranks, which does not wait for the others.
 
     All ranks of a host measure at the same time, and the file is named for their number: how they slow each other
-    down is part of the costs. Each rank of one thread has a busy neighbour, in the place of the head and callers.
+    down is part of the costs. has_neighbour: a rank of one thread has one that is busy all the time.
     Waits for a core, where there are more ranks than cores, are not included: they depend on the shape.
     """
     what = (mix, compute.stages_here, num_tensor)
-    return _remembered(LayerCosts, checkpoint, compute, what, lambda: _fit(checkpoint, compute, mix, num_tensor))
+    fit = partial(_fit, checkpoint, compute, mix, num_tensor, has_neighbour)
+    return _remembered(LayerCosts, checkpoint, compute, what, fit)
 
 
 Costs = TypeVar("Costs")
@@ -183,7 +189,7 @@ def _measure(checkpoint: Checkpoint, compute: Compute, mix: Mix, part: tuple[int
     )
 
 
-def _fit(checkpoint: Checkpoint, compute: Compute, mix: Mix, num_tensor: int) -> LayerCosts:
+def _fit(checkpoint: Checkpoint, compute: Compute, mix: Mix, num_tensor: int, has_neighbour: bool) -> LayerCosts:
     longest = checkpoint.architecture.max_positions - 1
     context = min(mix.prompt + mix.new // 2, longest)
     decodes = [_plan([(context, 1)] * count) for count in _DECODES]
@@ -197,9 +203,9 @@ def _fit(checkpoint: Checkpoint, compute: Compute, mix: Mix, num_tensor: int) ->
     seconds = _thread_s if alone else _wall_s
     measures: dict[_What, Callable[[], float]] = {}
     with contextlib.ExitStack() as held:
-        if alone:
-            # The head or callers keep a core busy beside each rank that serves. On a core whose other hyperthread
-            # computes or that another process has just used, a step takes up to a third longer.
+        if alone and has_neighbour:
+            # The head and callers compute beside the ranks that serve. On a core whose other hyperthread computes
+            # or that another process has just used, a step takes up to a third longer.
             held.enter_context(around.process(_NEIGHBOUR))
         for plan in decodes + prompts:
             silent = _silent(plan)

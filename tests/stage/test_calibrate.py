@@ -9,14 +9,16 @@ from pathlib import Path
 import pytest
 import torch
 
+from ppserve.config import PipelineSettings, ServeConfig
 from ppserve.core.architecture import Split, stage_layouts
-from ppserve.core.cost_model import StepSize
+from ppserve.core.cost_model import Coefficients, LayerCosts, StepSize
 from ppserve.core.partition import Parts
 from ppserve.core.plan import StepPlan
+from ppserve.model.checkpoint import Checkpoint
 from ppserve.model.checkpoint.opening import open_checkpoint
 from ppserve.model.cuda.backend import DeviceOptions
 from ppserve.stage import calibrate
-from ppserve.stage.calibrate import Mix, layer_costs, step_costs
+from ppserve.stage.calibrate import Mix, costs_for_shape, layer_costs, step_costs
 from ppserve.stage.device import Compute
 
 pytestmark = pytest.mark.slow
@@ -110,6 +112,25 @@ def test_the_step_of_a_mix(mix: Mix, decodes: int, prompts: list[tuple[int, int]
 def test_the_step_of_a_model_of_one_position() -> None:
     plan, _ = Mix(128, 128).step(1)
     assert {(s.start, len(s.token_ids)) for s in plan.slices} == {(0, 1)}
+
+
+def test_two_ranks_of_a_host_have_neighbours_as_head_and_callers_are_two(
+    cache: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    measured = []
+
+    def fit(_of: Checkpoint, _on: Compute, _mix: Mix, num_tensor: int, has_neighbour: bool) -> LayerCosts:
+        measured.append((num_tensor, has_neighbour))
+        return LayerCosts(Coefficients(), Coefficients())
+
+    monkeypatch.setattr(calibrate, "_fit", fit)
+    config = ServeConfig(pipeline=PipelineSettings(parallel="auto"))
+    for local_rank in range(4):
+        compute = replace(COMPUTE, stages_here=4 + local_rank)  # nothing is remembered for the next
+        costs = costs_for_shape(config, 4, open_checkpoint("tiny"), compute, local_rank)
+        assert costs is not None
+        assert set(costs) == {1, 2, 4}
+    assert measured == [(count, local_rank < 2) for local_rank in range(4) for count in (1, 2, 4)]
 
 
 def test_quantities_are_measured_by_turns(monkeypatch: pytest.MonkeyPatch) -> None:

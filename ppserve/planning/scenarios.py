@@ -90,7 +90,7 @@ def simulate(
     """What comes of `load` in the pipeline of `plan`; the rest as for `asked`."""
     head = SimulatedHead()
     replica = asked(plan, speed, wires, load, num_seqs, acceptance, head)
-    head.run()
+    head.clock.run()
     return replica.end()
 
 

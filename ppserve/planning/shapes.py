@@ -10,6 +10,7 @@ from ppserve.core.architecture import Architecture
 from ppserve.core.figures import size, table
 from ppserve.core.grid import RankGrid
 from ppserve.errors import ConfigError
+from ppserve.planning.clock import Clock
 from ppserve.planning.cores import Cores, SharedCores
 from ppserve.planning.forecast import Forecast, Intent, forecast
 from ppserve.planning.machine import Device, Wires
@@ -102,17 +103,18 @@ def prospect(arch: Architecture, intent: Intent, grid: RankGrid, under: Conditio
         return Prospect(grid, plan)
     # Every tensor rank of a stage sends its result.
     wires = replace(under.wires, report_s=under.wires.report_s * grid.tensor)
-    hosts = [Cores(host) for host in under.hosts]
+    clock = Clock()
+    hosts = [Cores(host, clock) for host in under.hosts]
     cores = {rank: host for host in hosts for rank in host.of.ranks}
     if any(host.of.are_scarce for host in hosts):
         # Ranks that share cores do not come to a gather at the same time. All but the last that comes spin.
         wires = replace(wires, gather_s=wires.gather_s + wires.spin_s * (1 - 1 / grid.tensor))
-    head, how = SimulatedHead(cores=cores.get(0)), (under.num_seqs, under.acceptance)
+    head, how = SimulatedHead(clock, cores.get(0)), (under.num_seqs, under.acceptance)
     runs = [
         asked(plan, under.speed, wires, load, *how, head, _places(grid, replica, cores))
         for replica, load in enumerate(shares(under.load, grid.data))
     ]
-    head.run()
+    clock.run()
     return Prospect(grid, plan, tuple(run.end() for run in runs))
 
 

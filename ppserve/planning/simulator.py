@@ -7,11 +7,10 @@ skips it. The head is one thread: each event waits for the one before, and for a
 
 from __future__ import annotations
 
-import heapq
 import itertools
 import math
 import random
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Iterable, Iterator
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field, replace
@@ -29,7 +28,8 @@ from ppserve.core.scheduling.drafter import Guess
 from ppserve.core.scheduling.lane_count import LaneCount
 from ppserve.core.scheduling.scheduler import Scheduler
 from ppserve.core.scheduling.sequence import SequenceEvent
-from ppserve.planning.cores import Cores, Turn
+from ppserve.planning.clock import Clock
+from ppserve.planning.cores import Cores, Thread
 from ppserve.planning.machine import Machine
 
 _NS = 1_000_000_000
@@ -70,29 +70,18 @@ class Outcome:
 
 @dataclass(slots=True)
 class SimulatedHead:
-    """Of all replicas that run together, and the order of time in which all happens. cores: of its host, where
-    callers are who compute `caller_s` for each token; None: it has a core of its own."""
+    """Of all replicas that run together. cores: of its host, where callers are who compute `caller_s` for each
+    token; None: it has a core of its own."""
 
+    clock: Clock = field(default_factory=Clock)
     cores: Cores | None = None
     numbers: Iterator[int] = field(default_factory=itertools.count)
-    _turn: Turn = field(default_factory=lambda: Turn(0.0))
-    _callers_turn: Turn | None = None
+    _thread: Thread = field(default_factory=Thread)
+    _callers: Thread = field(default_factory=Thread)
     _is_awake: bool = False
+    _are_called: bool = False
+    _untold_s: float = 0.0
     _inbox: deque[Callable[[float], float]] = field(default_factory=deque)
-    _events: list[tuple[float, int, list[Turn], Callable[[float], None]]] = field(default_factory=list)
-
-    def run(self) -> None:
-        """Until nothing happens any more."""
-        while self._events:
-            now_s, _, turns, do = heapq.heappop(self._events)
-            if max(turn.ended_s for turn in turns) > now_s:  # others have come meanwhile
-                self.when(turns, do)
-            else:
-                do(now_s)
-
-    def when(self, turns: list[Turn], do: Callable[[float], None]) -> None:
-        """To be done at the end of all these."""
-        heapq.heappush(self._events, (max(turn.ended_s for turn in turns), next(self.numbers), turns, do))
 
     def hear(self, handle: Callable[[float], float], now_s: float) -> None:
         """A message: to be handled when it is its turn, which takes as long as is returned."""
@@ -102,9 +91,17 @@ class SimulatedHead:
             self._compute(now_s, 0.0, self._handle)
 
     def tell(self, num_tokens: int, now_s: float) -> None:
-        """So many reach its callers."""
-        if self.cores is not None and (seconds := num_tokens * self.cores.of.caller_s):
-            self._callers_turn = self.cores.take(now_s, seconds, self._callers_turn)
+        """So many reach its callers, who are one thread."""
+        if self.cores is not None:
+            self._untold_s += num_tokens * self.cores.of.caller_s
+            if not self._are_called:
+                self._call(now_s)
+
+    def _call(self, now_s: float) -> None:
+        seconds, self._untold_s = self._untold_s, 0.0
+        self._are_called = seconds > 0.0
+        if self.cores is not None and self._are_called:
+            self.cores.take(now_s, seconds, self._callers, self._call)
 
     def _handle(self, now_s: float) -> None:
         self._is_awake = bool(self._inbox)
@@ -112,9 +109,10 @@ class SimulatedHead:
             self._compute(now_s, self._inbox.popleft()(now_s), self._handle)
 
     def _compute(self, now_s: float, seconds: float, then: Callable[[float], None]) -> None:
-        own = Turn(now_s + seconds)
-        self._turn = own if self.cores is None else self.cores.take(now_s, seconds, self._turn)
-        self.when([self._turn], then)
+        if self.cores is None:
+            self.clock.at(now_s + seconds, then)
+        else:
+            self.cores.take(now_s, seconds, self._thread, then)
 
 
 @dataclass(slots=True)
@@ -142,13 +140,14 @@ class _Passing:
 class _SimulatedStage:
     """queue: the steps of which it has the plan, in order. free_s: when it was done with the one before.
     awaited_s: since when it waits for hidden states of the queue's first; infinite: it has not prepared that.
-    turns: the last ones of its threads."""
+    threads: those that compute, or did. num_busy: how many of these, with several of one host as one, still do."""
 
     number: int
     queue: deque[_Passing] = field(default_factory=deque)
     free_s: float = 0.0
     awaited_s: float = math.inf
-    turns: list[Turn] = field(default_factory=list)
+    threads: list[Thread] = field(default_factory=lambda: [Thread()])
+    num_busy: int = 0
 
 
 class _Guesser:
@@ -176,6 +175,7 @@ class Simulator:
     ) -> None:
         self._machine = machine
         self._head = head or SimulatedHead()
+        self._clock = self._head.clock
         self._steps = Steps(len(machine.stages))
         blocks = BlockManager(machine.num_blocks, config.block_size)
         config = replace(config, speculate=None if acceptance else 0)
@@ -194,7 +194,7 @@ class Simulator:
     def run(self, requests: Iterable[SimulatedRequest], concurrency: int | None = None) -> Outcome:
         """What comes of these requests, as for `ask`, and of all that was asked of others with the same head."""
         self.ask(requests, concurrency)
-        self._head.run()
+        self._head.clock.run()
         return self.end()
 
     def ask(self, requests: Iterable[SimulatedRequest], concurrency: int | None = None) -> None:
@@ -208,7 +208,7 @@ class Simulator:
                 self._reaches_head(0.0, self._backlog.pop())
 
     def end(self) -> Outcome:
-        """When the head has run."""
+        """When the clock has run."""
         self._account.demand_ended(round(self._ended_s * _NS))
         self._outcome.wall_s, self._outcome.stages = self._ended_s, self._account.settled()
         return self._outcome
@@ -219,7 +219,7 @@ class Simulator:
         return self._guessers.setdefault(rate, _Guesser(rate, self._seed))
 
     def _reaches_head(self, at_s: float, what: SimulatedRequest | StepResult) -> None:
-        self._head.when([Turn(at_s)], partial(self._head.hear, partial(self._handle, what, at_s)))
+        self._clock.at(at_s, partial(self._head.hear, partial(self._handle, what, at_s)))
 
     def _handle(self, what: SimulatedRequest | StepResult, arrived_s: float, begun_s: float) -> float:
         """A turn of the engine: handles an event, then fills the pipeline. Returns how long it takes."""
@@ -250,7 +250,7 @@ class Simulator:
         self._ended_s = now_s
         if num_tokens:
             # It makes text of all tokens first, and computes beside its callers when it sends that.
-            self._head.when([Turn(now_s - telling_s / 2)], partial(self._head.tell, num_tokens))
+            self._clock.at(now_s - telling_s / 2, partial(self._head.tell, num_tokens))
         if not (scheduler.intake.groups or scheduler.is_busy):
             self._account.demand_ended(round(now_s * _NS))
         return now_s - begun_s
@@ -307,24 +307,34 @@ class Simulator:
         """The stage has nothing to do before the first step in its queue."""
         ready_s = max(stage.queue[0].planned_s, stage.free_s)
         if self._machine.on:
-            self._head.when([Turn(ready_s)], partial(self._prepare, stage))
+            self._clock.at(ready_s, partial(self._prepare, stage))
         else:
             self._prepared(stage, ready_s + self._machine.wires.prepare_s)
 
     def _prepare(self, stage: _SimulatedStage, now_s: float) -> None:
-        self._compute(stage, now_s, self._machine.wires.prepare_s, together=False)
-        self._head.when(stage.turns, partial(self._prepared, stage))
+        self._compute(stage, now_s, self._machine.wires.prepare_s, False, partial(self._prepared, stage))
 
-    def _compute(self, stage: _SimulatedStage, now_s: float, seconds: float, together: bool) -> None:
-        """Every rank of the stage has a turn. together: with all its threads, which wait for each other."""
-        ranks = self._machine.on[stage.number] if self._machine.on else ()
+    def _compute(
+        self, stage: _SimulatedStage, now_s: float, seconds: float, together: bool, then: Callable[[float], None]
+    ) -> None:
+        """Every rank of the stage does. together: with all its threads, which wait for each other."""
+        ranks = Counter(self._machine.on[stage.number] if self._machine.on else ())
+        done = partial(self._computed, stage, then)
         if not ranks:
-            stage.turns = [Turn(now_s + seconds, began_s=now_s)]
-        elif len(ranks) == ranks[0].of.threads == 1:
-            stage.turns = [ranks[0].take(now_s, seconds, *stage.turns)]
+            stage.threads, stage.num_busy = [Thread(began_s=now_s)], 1
+            self._clock.at(now_s + seconds, done)
+        elif [cores.of.threads * number for cores, number in ranks.items()] == [1]:
+            stage.num_busy = 1
+            next(iter(ranks)).take(now_s, seconds, stage.threads[0], done)
         else:
-            each = [cores for cores in ranks for _ in range(cores.of.threads if together else 1)]
-            stage.turns = [cores.take_together(now_s, seconds, together) for cores in each]
+            stage.num_busy = len(ranks)
+            each = [(cores, number * (cores.of.threads if together else 1)) for cores, number in ranks.items()]
+            stage.threads = [cores.take_together(now_s, seconds, count, together, done) for cores, count in each]
+
+    def _computed(self, stage: _SimulatedStage, then: Callable[[float], None], now_s: float) -> None:
+        stage.num_busy -= 1
+        if not stage.num_busy:
+            then(now_s)
 
     def _prepared(self, stage: _SimulatedStage, awaited_s: float) -> None:
         stage.awaited_s = awaited_s
@@ -335,20 +345,20 @@ class Simulator:
         step = stage.queue[0]
         received_s = max(stage.awaited_s, step.arrives_s)
         if step.stage == stage.number and received_s < math.inf:
-            self._head.when([Turn(received_s)], partial(self._begin, stage))
+            self._clock.at(received_s, partial(self._begin, stage))
 
     def _begin(self, stage: _SimulatedStage, received_s: float) -> None:
         step, machine = stage.queue[0], self._machine
         is_last, is_skipped = stage is self._stages[-1], step.cancelled_s <= received_s
         size = step.size if is_last else replace(step.size, sampled=0)
         took_s = 0.0 if is_skipped else machine.delayed(machine.stages[stage.number].seconds(size))
-        self._compute(stage, received_s, took_s + (0.0 if is_last else machine.wires.sending_s), together=True)
-        self._head.when(stage.turns, partial(self._end, stage, is_skipped))
+        seconds = took_s + (0.0 if is_last else machine.wires.sending_s)
+        self._compute(stage, received_s, seconds, True, partial(self._end, stage, is_skipped))
 
     def _end(self, stage: _SimulatedStage, is_skipped: bool, sent_s: float) -> None:
         step, wires, is_last = stage.queue.popleft(), self._machine.wires, stage is self._stages[-1]
         ended_s = sent_s if is_last else sent_s - wires.sending_s
-        begun_s = max(turn.began_s for turn in stage.turns)
+        begun_s = max(thread.began_s for thread in stage.threads)
         times_s = (step.planned_s, stage.awaited_s, begun_s, begun_s, ended_s, sent_s)
         stamps = StepStamps(*(round(s * _NS) for s in times_s))
         drawn: tuple[Drawn, ...] = ()

@@ -137,11 +137,12 @@ def layer_costs(
     """Seconds of a layer and of the head by the step's size; from the file if measured before. num_tensor: on the
     first of so many tensor ranks, which does not wait for the others.
 
-    All ranks of a host measure at the same time, and the file is named for their number: how they slow each other
-    down is part of the costs. has_neighbour: a rank of one thread has one that is busy all the time.
-    Waits for a core, where there are more ranks than cores, are not included: they depend on the shape.
+    All ranks of a host measure at the same time, and the file is named for their number and for the neighbour:
+    how they slow each other down is part of the costs. has_neighbour: a rank of one thread has one that is busy
+    all the time. Waits for a core, where there are more ranks than cores, are not included: they depend on the
+    shape.
     """
-    what = (mix, compute.stages_here, num_tensor)
+    what = (mix, compute.stages_here, num_tensor, has_neighbour)
     fit = partial(_fit, checkpoint, compute, mix, num_tensor, has_neighbour)
     return _remembered(LayerCosts, checkpoint, compute, what, fit)
 

@@ -13,8 +13,11 @@ from ppserve.config import CacheSettings, PipelineSettings, SchedulingSettings, 
 from ppserve.core.architecture import Architecture
 from ppserve.core.cost_model import Coefficients, LayerCosts
 from ppserve.errors import ConfigError
+from ppserve.head import shape
 from ppserve.head.shape import compare_shapes
-from ppserve.planning.shapes import shape_name
+from ppserve.planning.forecast import Intent
+from ppserve.planning.machine import Wires
+from ppserve.planning.shapes import Conditions, Prospect, shape_name
 
 GPT2 = Architecture(12, 768, 12, 1024, 50257, 50257, 3072)
 # As on a core where reading the weights takes most of a step.
@@ -76,6 +79,29 @@ def test_what_ranks_do_around_a_step_takes_time_in_every_shape() -> None:
 
     none, much = rates(0.0), rates(20e-3)
     assert all(much[name] < 0.8 * none[name] for name in none)
+
+
+def test_all_that_interpreted_code_costs_is_in_proportion_to_the_machine(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Gathers too, where shared memory carries them."""
+
+    def wires(around_s: float, machine: str) -> Wires:
+        speed = {count: replace(one, around_s=around_s) for count, one in ((1, READS), (2, HALF))}
+        first, second = hellos(2, speed=speed)
+        compare_shapes(config(), [first, replace_machine(second, machine)])
+        return asked[-1].wires
+
+    asked: list[Conditions] = []
+
+    def prospects(_arch: Architecture, _intent: Intent, _world: int, under: Conditions) -> list[Prospect]:
+        asked.append(under)
+        return []
+
+    monkeypatch.setattr(shape, "prospects", prospects)
+    slow, fast = wires(2e-3, "one"), wires(1e-3, "one")
+    ours = ("head_s", "report_s", "telling_s", "prepare_s", "sending_s", "gather_s", "spin_s")
+    for name in ours:
+        assert 0 < getattr(slow, name) == pytest.approx(2 * getattr(fast, name)), name
+    assert wires(2e-3, "another").gather_s == wires(1e-3, "another").gather_s > slow.gather_s
 
 
 def test_what_does_not_fit_is_not_chosen() -> None:

@@ -162,6 +162,21 @@ def test_cores_compute_no_more_than_their_work_for_a_token_allows(shape: tuple[i
         assert 0.8 * expected < each.output_tokens_per_s < 1.02 * expected
 
 
+@pytest.mark.parametrize("replicas", [2, 3, 4, 5])
+def test_replicas_on_shared_cores_end_together(replicas: int) -> None:
+    """So that the sum of their rates is what all of them give until the last has ended."""
+    around_s = 8e-4
+    costs = LayerCosts(Coefficients(step=1e-4, row=3e-5), Coefficients(step=2e-4, sample=3e-5))
+    wires = Wires(head_s=2e-4, report_s=4e-4, telling_s=3e-4, prepare_s=around_s, sending_s=2e-4)
+    host = SharedCores(2, tuple(range(replicas)), caller_s=2e-4)
+    load = fixed_load(12 * 20, 16, 32, 60)
+    under = Conditions(MeasuredCosts(costs), wires, load, hosts=(host,))
+    found = prospect(GPT2, Intent(1), RankGrid(1, replicas, 1), under)
+    longest_s = max(outcome.wall_s for outcome in found.outcomes)
+    tokens = sum(outcome.new_tokens for outcome in found.outcomes)
+    assert found.output_tokens_per_s == pytest.approx(tokens / longest_s, rel=0.05)
+
+
 def test_tensor_ranks_that_share_cores_spin_for_each_other() -> None:
     """On one core, each of 50 gathers of a step costs one of two ranks 10 ms more: half a second for 64 tokens."""
     on_one = replace(under(64), hosts=(SharedCores(1, (0, 1)),))

@@ -9,6 +9,7 @@ import pytest
 
 from ppserve.core.cost_model import Coefficients, StepSize
 from ppserve.core.scheduling.config import SchedulerConfig
+from ppserve.planning.clock import Clock
 from ppserve.planning.cores import Cores, SharedCores
 from ppserve.planning.machine import Device, Machine, Roofline, Wires
 from ppserve.planning.simulator import Outcome, SimulatedHead, SimulatedRequest, Simulator
@@ -221,10 +222,11 @@ def test_first_tokens_hardly_wait_for_guesses():
     requests += [SimulatedRequest(at_s, chance.randint(20, 40), 1, acceptance=0.0) for at_s in arrivals_s]
 
     def first_s(acceptance: float) -> float:
-        cores = Cores(SharedCores(2, (0, 1, 2, 3)))
+        clock = Clock()
+        cores = Cores(SharedCores(2, (0, 1, 2, 3)), clock)
         machine = Machine(stages, Wires(), 100_000, on=((cores,),) * 4)
         config = SchedulerConfig(4, prefix_cache=False, max_model_len=4096)
-        head = SimulatedHead(cores=cores)
+        head = SimulatedHead(clock, cores)
         simulator = Simulator(machine, config, machine, acceptance, head=head)
         outcome = simulator.run(requests)
         assert max(outcome.duration_s) > last_s, "the one caller was there all the time"

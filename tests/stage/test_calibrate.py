@@ -126,11 +126,11 @@ def test_two_ranks_of_a_host_have_neighbours_as_head_and_callers_are_two(
     monkeypatch.setattr(calibrate, "_fit", fit)
     config = ServeConfig(pipeline=PipelineSettings(parallel="auto"))
     for local_rank in range(4):
-        compute = replace(COMPUTE, stages_here=4 + local_rank)  # nothing is remembered for the next
-        costs = costs_for_shape(config, 4, open_checkpoint("tiny"), compute, local_rank)
+        costs = costs_for_shape(config, 4, open_checkpoint("tiny"), COMPUTE, local_rank)
         assert costs is not None
         assert set(costs) == {1, 2, 4}
-    assert measured == [(count, local_rank < 2) for local_rank in range(4) for count in (1, 2, 4)]
+    assert measured == [(count, has_neighbour) for has_neighbour in (True, False) for count in (1, 2, 4)]
+    assert len(list(cache.glob("costs-*.json"))) == 6, "a rank reads what one like it has measured"
 
 
 def test_quantities_are_measured_by_turns(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -197,7 +197,13 @@ def _said(world: int, flags: list[str], environment: dict[str, str]) -> tuple[st
         return said, time.monotonic()
     finally:
         process.send_signal(signal.SIGTERM)
-        process.communicate(timeout=local_server.END_WITHIN_S)
+        try:
+            process.communicate(timeout=local_server.END_WITHIN_S)
+        except subprocess.TimeoutExpired:
+            left = "\n".join(" ".join(each.cmdline()) for each in psutil.Process().children(recursive=True))
+            print(f"it did not end after SIGTERM; it said:\n{said}\nprocesses left:\n{left}", file=sys.stderr)
+            process.kill()  # its ranks end with it
+            raise
 
 
 def cpu_s() -> tuple[float, ...]:

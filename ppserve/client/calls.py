@@ -16,7 +16,7 @@ from grpc import aio
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from ppserve.answers import Chunk, Completion, Options, Prompt, Token, completion_of, options_of
-from ppserve.client.connection import TimeLimit, Tls, call_metadata, open_channel
+from ppserve.client.connection import TimeLimit, Tls, call_metadata, open_channel, refuse_other_kinds
 from ppserve.client.conversation import Conversation, Retries, RetryPolicy
 from ppserve.client.failures import failure_of
 from ppserve.client.messages import request_of, tokens_of
@@ -67,6 +67,7 @@ class AsyncClient:
         tls: Tls | None = None,
         retry: RetryPolicy | None = None,
     ) -> None:
+        refuse_other_kinds(api_key=(api_key, str), tls=(tls, Tls), retry=(retry, RetryPolicy))
         self._channel = channel = open_channel(self._style.library, target, tls)
         self._metadata = call_metadata(api_key)
         self._retry = retry or RetryPolicy()

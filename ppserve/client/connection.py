@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import reprlib
 import time
 from dataclasses import dataclass
 from pathlib import Path
@@ -40,6 +41,13 @@ def open_channel(library: Any, target: str, tls: Tls | None) -> Any:
     if tls is None:
         return library.insecure_channel(target, CHANNEL_OPTIONS)
     return library.secure_channel(target, tls.credentials(), CHANNEL_OPTIONS)
+
+
+def refuse_other_kinds(**given: tuple[object, type]) -> None:
+    """Raises TypeError for an argument that is not None and not of its kind."""
+    for name, (what, kind) in given.items():
+        if what is not None and not isinstance(what, kind):
+            raise TypeError(f"{name}: {reprlib.repr(what)} is not a {kind.__name__}")
 
 
 def call_metadata(api_key: str | None) -> tuple[tuple[str, str], ...]:

@@ -47,7 +47,7 @@ _REPEATS = 7
 # How long the parts of `layer_costs` are measured by turns, at least _REPEATS of them.
 _TURNS_S = 3.0
 _PAUSE_S = 2e-3
-_VERSION = 18
+_VERSION = 19
 # Parameters of the layers that `layer_costs` measures together, if the model has so many. A single layer would
 # stay in the processor's caches, where a whole model's layers displace each other.
 _PARAMS_BEYOND_CACHES = 32 << 20
@@ -56,9 +56,9 @@ _DECODES = (1, 4, 8, 16, 64)
 _PROMPTS = (32, 128)
 # At these of `_DECODES`, what a rank does around a step is measured too.
 _AROUND = (4, 16)
-# Of a host, in the place of the head and of callers. Each computes until the process that started it ends or ends
-# it.
-_NUM_NEIGHBOURS = 2
+# Which ranks of a host have a neighbour, in the place of the head and of callers: these are two, and compute
+# together half as much as the ranks, or as much. It computes until the process that started it ends or ends it.
+_WITH_NEIGHBOURS = (0, 2)
 _NEIGHBOUR = """
 import os
 parent = os.getppid()
@@ -121,7 +121,7 @@ def costs_for_shape(
     mix = Mix(config.scheduling.expect_prompt, config.scheduling.expect_new)
     most = min(world_size, checkpoint.architecture.num_heads)
     counts = [count for count in range(1, most + 1) if world_size % count == 0]
-    has_neighbour = local_rank < _NUM_NEIGHBOURS
+    has_neighbour = local_rank in _WITH_NEIGHBOURS
     return {count: layer_costs(checkpoint, compute, mix, count, has_neighbour) for count in counts}
 
 

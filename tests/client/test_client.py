@@ -152,6 +152,10 @@ def test_a_client_that_is_closed_says_so() -> None:
 def test_what_grpc_could_not_send_or_read_is_named(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=r"^api_key: "):
         Client("127.0.0.1:1", api_key="schlüssel")
+    wrong: dict[str, Any] = {"api_key": 5, "tls": True, "retry": 5}
+    for name, what in wrong.items():
+        with pytest.raises(TypeError, match=f"^{name}: {what} is not a "):
+            Client("127.0.0.1:1", **{name: what})
     with pytest.raises(FileNotFoundError, match=r"ca\.pem"):
         Client("127.0.0.1:1", tls=Tls(ca=str(tmp_path / "ca.pem")))
 

@@ -7,6 +7,7 @@ Only what has no counterpart in `Asked` is judged here; see `ppserve.head.api.re
 from __future__ import annotations
 
 import re
+import reprlib
 from collections.abc import Mapping, Sequence
 from functools import cache
 from itertools import islice
@@ -215,6 +216,6 @@ def _priority_from(given: int) -> int:
 
 
 def _bias_from(given: dict[str, float]) -> dict[int, float]:
-    if not all(_TOKEN_ID.fullmatch(name) for name in given):
-        raise InvalidRequest([Violation("logit_bias", "names of entries are token ids")])
+    if wrong := [name for name in given if not _TOKEN_ID.fullmatch(name)]:
+        raise InvalidRequest([Violation("logit_bias", f"{reprlib.repr(wrong[0])} is no token id")])
     return {int(token_id): bias for token_id, bias in given.items()}

@@ -75,6 +75,15 @@ def test_a_refusal_names_the_field_as_callers_know_it(body: dict[str, Any], para
     run(scenario)
 
 
+def test_a_bias_for_no_token_is_told() -> None:
+    async def scenario(served: Served) -> None:
+        _, _, message = await served.refusal(prompt="hello", logit_bias={"7": 1, "x" * 99: 1})
+        assert "xxx' is no token id" in message
+        assert len(message) < 80
+
+    run(scenario)
+
+
 def test_all_mistakes_are_told_together() -> None:
     async def scenario(served: Served) -> None:
         _, _, message = await served.refusal(prompt="hello", top_p=7, n=99, stop=[""])

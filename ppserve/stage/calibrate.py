@@ -47,7 +47,7 @@ _REPEATS = 7
 # How long the parts of `layer_costs` are measured by turns, at least _REPEATS of them.
 _TURNS_S = 3.0
 _PAUSE_S = 2e-3
-_VERSION = 19
+_VERSION = 20
 # Parameters of the layers that `layer_costs` measures together, if the model has so many. A single layer would
 # stay in the processor's caches, where a whole model's layers displace each other.
 _PARAMS_BEYOND_CACHES = 32 << 20
@@ -56,9 +56,7 @@ _DECODES = (1, 4, 8, 16, 64)
 _PROMPTS = (32, 128)
 # At these of `_DECODES`, what a rank does around a step is measured too.
 _AROUND = (4, 16)
-# Which ranks of a host have a neighbour, in the place of the head and of callers: these are two, and compute
-# together half as much as the ranks, or as much. It computes until the process that started it ends or ends it.
-_WITH_NEIGHBOURS = (0, 2)
+# In the place of the head and of callers. It computes until the process that started it ends or ends it.
 _NEIGHBOUR = """
 import os
 parent = os.getppid()
@@ -121,8 +119,14 @@ def costs_for_shape(
     mix = Mix(config.scheduling.expect_prompt, config.scheduling.expect_new)
     most = min(world_size, checkpoint.architecture.num_heads)
     counts = [count for count in range(1, most + 1) if world_size % count == 0]
-    has_neighbour = local_rank in _WITH_NEIGHBOURS
-    return {count: layer_costs(checkpoint, compute, mix, count, has_neighbour) for count in counts}
+    num_neighbours = _num_neighbours(local_rank, compute.stages_here)
+    return {count: layer_costs(checkpoint, compute, mix, count, num_neighbours) for count in counts}
+
+
+def _num_neighbours(local_rank: int, num_ranks: int) -> int:
+    """How many busy processes a rank of this host has beside it while it measures: two in all, as head and callers
+    are two. But two ranks, which disturb each other as well, have one."""
+    return 2 if num_ranks == 1 else int(local_rank in (0, 2))
 
 
 def step_costs(checkpoint: Checkpoint, compute: Compute, mix: Mix, part: tuple[int, int] = (0, 1)) -> Parts:
@@ -132,18 +136,18 @@ def step_costs(checkpoint: Checkpoint, compute: Compute, mix: Mix, part: tuple[i
 
 
 def layer_costs(
-    checkpoint: Checkpoint, compute: Compute, mix: Mix, num_tensor: int = 1, has_neighbour: bool = True
+    checkpoint: Checkpoint, compute: Compute, mix: Mix, num_tensor: int = 1, num_neighbours: int = 1
 ) -> LayerCosts:
     """Seconds of a layer and of the head by the step's size; from the file if measured before. num_tensor: on the
     first of so many tensor ranks, which does not wait for the others.
 
-    All ranks of a host measure at the same time, and the file is named for their number and for the neighbour:
-    how they slow each other down is part of the costs. has_neighbour: a rank of one thread has one that is busy
-    all the time. Waits for a core, where there are more ranks than cores, are not included: they depend on the
-    shape.
+    All ranks of a host measure at the same time, and the file is named for their number and for the neighbours:
+    how they slow each other down is part of the costs. num_neighbours: so many processes are busy all the time
+    beside a rank of one thread. Waits for a core, where there are more ranks than cores, are not included: they
+    depend on the shape.
     """
-    what = (mix, compute.stages_here, num_tensor, has_neighbour)
-    fit = partial(_fit, checkpoint, compute, mix, num_tensor, has_neighbour)
+    what = (mix, compute.stages_here, num_tensor, num_neighbours)
+    fit = partial(_fit, checkpoint, compute, mix, num_tensor, num_neighbours)
     return _remembered(LayerCosts, checkpoint, compute, what, fit)
 
 
@@ -190,7 +194,7 @@ def _measure(checkpoint: Checkpoint, compute: Compute, mix: Mix, part: tuple[int
     )
 
 
-def _fit(checkpoint: Checkpoint, compute: Compute, mix: Mix, num_tensor: int, has_neighbour: bool) -> LayerCosts:
+def _fit(checkpoint: Checkpoint, compute: Compute, mix: Mix, num_tensor: int, num_neighbours: int) -> LayerCosts:
     longest = checkpoint.architecture.max_positions - 1
     context = min(mix.prompt + mix.new // 2, longest)
     decodes = [_plan([(context, 1)] * count) for count in _DECODES]
@@ -204,9 +208,9 @@ def _fit(checkpoint: Checkpoint, compute: Compute, mix: Mix, num_tensor: int, ha
     seconds = _thread_s if alone else _wall_s
     measures: dict[_What, Callable[[], float]] = {}
     with contextlib.ExitStack() as held:
-        if alone and has_neighbour:
-            # The head and callers compute beside the ranks that serve. On a core whose other hyperthread computes
-            # or that another process has just used, a step takes up to a third longer.
+        # The head and callers compute beside the ranks that serve. On a core whose other hyperthread computes or
+        # that another process has just used, a step takes up to a third longer.
+        for _ in range(num_neighbours if alone else 0):
             held.enter_context(around.process(_NEIGHBOUR))
         for plan in decodes + prompts:
             silent = _silent(plan)

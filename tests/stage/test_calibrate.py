@@ -114,29 +114,38 @@ def test_the_step_of_a_model_of_one_position() -> None:
     assert {(s.start, len(s.token_ids)) for s in plan.slices} == {(0, 1)}
 
 
-def test_every_second_rank_of_a_host_has_a_neighbour_up_to_two(
-    cache: Path, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize(
+    ("num_ranks", "neighbours"), [(1, [2]), (2, [1, 0]), (3, [1, 0, 1]), (5, [1, 0, 1, 0, 0])]
+)
+def test_as_many_neighbours_as_head_and_callers(
+    cache: Path, monkeypatch: pytest.MonkeyPatch, num_ranks: int, neighbours: list[int]
 ) -> None:
     measured = []
 
-    def fit(_of: Checkpoint, _on: Compute, _mix: Mix, num_tensor: int, has_neighbour: bool) -> LayerCosts:
-        measured.append((num_tensor, has_neighbour))
+    def fit(_of: Checkpoint, _on: Compute, _mix: Mix, num_tensor: int, num_neighbours: int) -> LayerCosts:
+        measured.append((num_tensor, num_neighbours))
         return LayerCosts(Coefficients(), Coefficients())
 
     monkeypatch.setattr(calibrate, "_fit", fit)
     config = ServeConfig(pipeline=PipelineSettings(parallel="auto"))
-    for local_rank in range(5):
-        costs = costs_for_shape(config, 4, open_checkpoint("tiny"), COMPUTE, local_rank)
+    compute = replace(COMPUTE, stages_here=num_ranks)
+
+    def measure(local_rank: int) -> None:
+        costs = costs_for_shape(config, 4, open_checkpoint("tiny"), compute, local_rank)
         assert costs is not None
         assert set(costs) == {1, 2, 4}
-    of_either = [(count, has_neighbour) for has_neighbour in (True, False) for count in (1, 2, 4)]
-    assert measured == of_either, "the others read what one like them has measured"
-    measured.clear()
-    for local_rank in range(5):
+
+    for local_rank, number in enumerate(neighbours):
         for remembered in cache.glob("costs-*.json"):
             remembered.unlink()
-        costs_for_shape(config, 4, open_checkpoint("tiny"), COMPUTE, local_rank)
-    assert [has_neighbour for count, has_neighbour in measured if count == 1] == [True, False, True, False, False]
+        measure(local_rank)
+        assert measured == [(count, number) for count in (1, 2, 4)]
+        measured.clear()
+        measure(local_rank)
+        assert measured == [], "one reads what one like it has measured"
+    other = min(1, num_ranks - 1)
+    measure(other)
+    assert len(measured) == (3 if neighbours[other] != neighbours[-1] else 0), "but not what one beside others has"
 
 
 def test_quantities_are_measured_by_turns(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -140,9 +140,11 @@ class _Passing:
 class _SimulatedStage:
     """queue: the steps of which it has the plan, in order. free_s: when it was done with the one before.
     awaited_s: since when it waits for hidden states of the queue's first; infinite: it has not prepared that.
-    threads: those that compute, or did. num_busy: how many of these, with several of one host as one, still do."""
+    ranks: how many of its ranks are on each host whose cores are shared. threads: those that compute, or did.
+    num_busy: how many of these, with several of one host as one, still do."""
 
     number: int
+    ranks: Counter[Cores]
     queue: deque[_Passing] = field(default_factory=deque)
     free_s: float = 0.0
     awaited_s: float = math.inf
@@ -183,7 +185,8 @@ class Simulator:
         self._guessers: dict[float, _Guesser] = {}
         self._scheduler = Scheduler(config, blocks, self._steps, costs, new_drafter=self._guesser_of)
         self._account = TimeAccount(self._steps, 0)
-        self._stages = [_SimulatedStage(number) for number in range(len(machine.stages))]
+        on = machine.on or ((),) * len(machine.stages)
+        self._stages = [_SimulatedStage(number, Counter(cores)) for number, cores in enumerate(on)]
         self._passing: dict[int, _Passing] = {}
         self._ended_s = 0.0
         self._running: dict[str, _Running] = {}
@@ -194,7 +197,7 @@ class Simulator:
     def run(self, requests: Iterable[SimulatedRequest], concurrency: int | None = None) -> Outcome:
         """What comes of these requests, as for `ask`, and of all that was asked of others with the same head."""
         self.ask(requests, concurrency)
-        self._head.clock.run()
+        self._clock.run()
         return self.end()
 
     def ask(self, requests: Iterable[SimulatedRequest], concurrency: int | None = None) -> None:
@@ -306,7 +309,7 @@ class Simulator:
     def _await(self, stage: _SimulatedStage) -> None:
         """The stage has nothing to do before the first step in its queue."""
         ready_s = max(stage.queue[0].planned_s, stage.free_s)
-        if self._machine.on:
+        if stage.ranks:
             self._clock.at(ready_s, partial(self._prepare, stage))
         else:
             self._prepared(stage, ready_s + self._machine.wires.prepare_s)
@@ -318,7 +321,7 @@ class Simulator:
         self, stage: _SimulatedStage, now_s: float, seconds: float, together: bool, then: Callable[[float], None]
     ) -> None:
         """Every rank of the stage does. together: with all its threads, which wait for each other."""
-        ranks = Counter(self._machine.on[stage.number] if self._machine.on else ())
+        ranks = stage.ranks
         done = partial(self._computed, stage, then)
         if not ranks:
             stage.threads, stage.num_busy = [Thread(began_s=now_s)], 1

@@ -22,6 +22,9 @@ GPT2 = Architecture(12, 768, 12, 1024, 50257, 50257, 3072)
 # Reading the weights takes nearly all of a step's time.
 READS = Device(flops=1e15, memory_bandwidth=10e9, launch_s=1e-5)
 FAST_WIRES = Wires(latency_s=1e-6, control_s=1e-6, return_s=1e-6, head_s=1e-6, prepare_s=1e-6, gather_s=1e-7)
+# A small model's, and what is around its steps, which takes as long.
+SMALL_STEPS = MeasuredCosts(LayerCosts(Coefficients(step=1e-4, row=3e-5), Coefficients(step=2e-4, sample=3e-5)))
+MUCH_AROUND = Wires(head_s=2e-4, report_s=4e-4, telling_s=3e-4, prepare_s=8e-4, sending_s=2e-4)
 
 
 def under(callers: int, wires: Wires = FAST_WIRES) -> Conditions:
@@ -165,12 +168,9 @@ def test_cores_compute_no_more_than_their_work_for_a_token_allows(shape: tuple[i
 @pytest.mark.parametrize("replicas", [2, 3, 4, 5])
 def test_replicas_on_shared_cores_end_together(replicas: int) -> None:
     """So that the sum of their rates is what all of them give until the last has ended."""
-    around_s = 8e-4
-    costs = LayerCosts(Coefficients(step=1e-4, row=3e-5), Coefficients(step=2e-4, sample=3e-5))
-    wires = Wires(head_s=2e-4, report_s=4e-4, telling_s=3e-4, prepare_s=around_s, sending_s=2e-4)
     host = SharedCores(2, tuple(range(replicas)), caller_s=2e-4)
     load = fixed_load(12 * 20, 16, 32, 60)
-    under = Conditions(MeasuredCosts(costs), wires, load, hosts=(host,))
+    under = Conditions(SMALL_STEPS, MUCH_AROUND, load, hosts=(host,))
     found = prospect(GPT2, Intent(1), RankGrid(1, replicas, 1), under)
     longest_s = max(outcome.wall_s for outcome in found.outcomes)
     tokens = sum(outcome.new_tokens for outcome in found.outcomes)
@@ -210,10 +210,7 @@ def test_cores_of_another_host_are_not_taken_by_callers() -> None:
 def test_cores_that_are_to_spare_change_nothing(shape: tuple[int, int, int]) -> None:
     """Five for four ranks and the head, which compute around a step as much as in it: often the head has the next
     thing to do before it has done the last."""
-    around_s = 8e-4
-    costs = LayerCosts(Coefficients(step=1e-4, row=3e-5), Coefficients(step=2e-4, sample=3e-5))
-    wires = Wires(head_s=2e-4, report_s=4e-4, telling_s=3e-4, prepare_s=around_s, sending_s=2e-4)
-    own = Conditions(MeasuredCosts(costs), wires, fixed_load(48, 64, 24, 16))
+    own = Conditions(SMALL_STEPS, MUCH_AROUND, fixed_load(48, 64, 24, 16))
     spare = replace(own, hosts=(SharedCores(5, (0, 1, 2, 3)),))
     assert rate(*shape, spare) == pytest.approx(rate(*shape, own), rel=1e-3)
 

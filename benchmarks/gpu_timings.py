@@ -170,7 +170,10 @@ def _transformers(bench: Bench, model: Any, prompts: list[list[int]], new: int) 
     from transformers import GenerationConfig
 
     asked = GenerationConfig(
-        max_new_tokens=new, min_new_tokens=new, do_sample=True, pad_token_id=0,
+        max_new_tokens=new,
+        min_new_tokens=new,
+        do_sample=True,
+        pad_token_id=0,
         eos_token_id=model.config.eos_token_id,
     )
 

@@ -141,7 +141,7 @@ def limits_of(machine: dict[str, float], precision: str, num_rows: int) -> tuple
 
 
 def name_of(kind: MicroKernel) -> str:
-    return f"{kind.operation} {kind.rows[-1]}x{kind.panels}, {kind.lanes} lanes"
+    return f"{kind.operation} {kind.rows[-1]}x{kind.panels}, {kind.lanes} slots"
 
 
 def measure_activations(rounds: int) -> None:

@@ -234,7 +234,7 @@ def come_to_rest() -> None:
 
 def measure(shape: Shape, run: Run, flags: list[str], loop_us: LoopUs) -> None:
     with local_server.running([*shape.flags, *flags]) as server, Client(server.grpc) as client:
-        # Until one lane more has been tried (`core/scheduling/lane_count.py`): the time after that is predicted.
+        # Until one slot more has been tried (`core/scheduling/slot_count.py`): the time after that is predicted.
         drive(client, run, range(-4 * run.concurrency, 0))
         come_to_rest()
         before_s, idle_before_s, began_s = cpu_s(), idle_s(), time.monotonic()

@@ -1,24 +1,26 @@
-"""Guesses for few callers: tokens per second with `--speculate auto` beside `off`, in turns, with equal answers.
+"""Draft tokens for few callers: tokens per second with `--speculate auto` beside `off`, in turns, with equal
+answers.
 
     python benchmarks/speculation.py all          everything; ends with a verdict
-    python benchmarks/speculation.py equal        1,000 mixed requests with guesses forced: answers alone, no times
-    python benchmarks/speculation.py kills        stages killed in mid-guess: answers alone, no times
+    python benchmarks/speculation.py equal        1,000 mixed requests with draft tokens forced: answers alone, no
+    times python benchmarks/speculation.py kills        stages killed in mid-draft token: answers alone, no times
     python benchmarks/speculation.py rates        `Pipeline`, a drafter that is right as often as it is told
     python benchmarks/speculation.py texts        `Pipeline`, the product's drafter on texts of several kinds
     python benchmarks/speculation.py servers      the same over servers
     python benchmarks/speculation.py callers      2 to 64 callers over servers, sampled
-    python benchmarks/speculation.py draft        over servers, the built-in model guesses for a deeper one
-    python benchmarks/speculation.py newcomers    what others lose beside a stream whose guesses are all right
+    python benchmarks/speculation.py draft        over servers, the built-in model draft tokens for a deeper one
+    python benchmarks/speculation.py new clients    what others lose beside a stream whose draft tokens are all
+    right
 
 Ratios are medians of turns, with their standard error and the quartiles; `off beside off` is the machine by
 itself. There are turns for --seconds for each load, at least 4, and for less where the error is below 1% sooner.
 The ways of guessing were tried for --warm tokens before. In one process, the same pipeline runs with and without
-guesses. With the rates stands the gain by depth alone of equal stages without overheads, P / (P - (P - 1) a), and
-what the simulator says of the same load with the times of this run (`speculation_simulated.py`). Run it on an
-otherwise idle machine.
+draft tokens. With the rates stands the gain by depth alone of equal stages without overheads, P / (P - (P - 1)
+a), and what the simulator says of the same load with the times of this run (`speculation_simulated.py`). Run it
+on an otherwise idle machine.
 
 Verdicts: every load at least 0.97 times as fast, at least 85% of the gain by depth alone, the simulator within
-10%, the first tokens of those who come beside a stream, and no guesses for 16 callers and more. How a
+10%, the first tokens of those who come beside a stream, and no draft tokens for 16 callers and more. How a
 measurement's error counts is told in `verdicts.py`. Exit code 1 if any fails, 2 if some are unclear. A drafter
 that is `told` another probability than its rate overestimates itself.
 """
@@ -75,15 +77,15 @@ TEXTS = {
     "refrain": "The miller went to the mill. The baker went to the mill. The tailor went to the mill. " * 2,
     "code-like": "def add(a, b):\n    return a + b\n\ndef sub(a, b):\n    return a - b\n\ndef mul(a, b):\n",
 }
-# How often guesses are right, and how often the drafter says so.
+# How often draft tokens are right, and how often the drafter says so.
 RATES = ((0.0, 0.5), (0.3, 0.3), (0.3, 0.9), (0.5, 0.5), (0.7, 0.7), (0.9, 0.9))
 LEAST_SHARE_OF_DEPTH, MOST_OFF_SIMULATED = 0.85, 0.10
-# For so many callers nothing is guessed, whatever the times are: this counts, and needs no idle machine.
+# For so many callers nothing is drafted, whatever the times are: this counts, and needs no idle machine.
 MANY, MOST_GUESSES = 16, 0.01
 LEAST_TURNS, ERROR_ENOUGH = 4, 0.01
 # What a server loads and forks with its first requests would count against one of two that are compared.
 SETTLING_REQUESTS, SETTLING_S = 3, 10.0
-# Of `newcomers`: how many come at once, and how many seconds lie between them, from and to.
+# Of `new clients`: how many come at once, and how many seconds lie between them, from and to.
 NEWCOMERS = {
     "one after the other": (1, (0.0, 0.0)),
     "75 to 225 ms apart": (1, (0.075, 0.225)),
@@ -101,7 +103,7 @@ class Bench:
     def __init__(self, flags: argparse.Namespace, folder: Path) -> None:
         self._flags = flags
         self._folder = folder
-        self._guessing: Address | None = None  # the server of the two that guesses
+        self._guessing: Address | None = None  # the server of the two that draft tokens
         self._targets: Seq[str] = ()  # of both
         self.ratios: defaultdict[str, list[float]] = defaultdict(list)
         self.firsts: list[float] = []
@@ -121,11 +123,11 @@ class Bench:
         before, before_first_s, _ = off(prompts, options)
         until_s = time.monotonic() + self._flags.seconds
         while True:
-            guessed, guessed_first_s, texts = auto(prompts, options)
+            drafted, guessed_first_s, texts = auto(prompts, options)
             after, after_first_s, _ = off(prompts, options)
             if texts != right:
                 raise SystemExit(f"{name}: an answer differs")
-            speeds.append(guessed * (1 / before + 1 / after) / 2)
+            speeds.append(drafted * (1 / before + 1 / after) / 2)
             firsts.append(2 * guessed_first_s / (before_first_s + after_first_s))
             controls.append(after / before)
             first_controls.append(after_first_s / before_first_s)
@@ -147,7 +149,7 @@ class Bench:
         return ratio
 
     def equal(self) -> None:
-        """Every option, guesses forced into every step and gap, by every kind of drafter."""
+        """Every option, draft tokens forced into every step and gap, by every kind of drafter."""
         requests = mixed_requests(self._flags.requests)
         requests = [(prompt, options | {"token_ids": True}) for prompt, options in requests]
         with tiny(1, speculate=0) as plain:
@@ -170,11 +172,11 @@ class Bench:
                 with tiny(stages, speculate=5, **settings) as pipeline:
                     deep, first = DeepSteps(pipeline), 0
                     while first < len(requests):
-                        # As many callers as stages leave no gap for a step on guesses alone.
+                        # As many callers as stages leave no gap for a step on draft tokens alone.
                         wave = max(1, stages - 1) if first < SHARE_OF_FEW * len(requests) else WAVE
                         answers = together(pipeline, requests[first : first + wave])
-                        for guessed, answer in zip(answers, right[first:], strict=False):
-                            assert_same(guessed, answer)
+                        for drafted, answer in zip(answers, right[first:], strict=False):
+                            assert_same(drafted, answer)
                         first += wave
                     made = guesses_of(pipeline)
                 told = f"{len(requests)} answers equal: {stages} stages, {kind}, {made}, {deep.count} deep steps"
@@ -183,24 +185,24 @@ class Bench:
                     raise SystemExit(f"{deep.count} deep steps on {stages} stages: nothing is shown of them")
 
     def kills(self) -> None:
-        """A stage killed under each of many answers, with guesses forced. One caller at a time, because as many
-        callers as stages leave no gap for a step on guesses."""
+        """A stage killed under each of many answers, with draft tokens forced. One caller at a time, because as
+        many callers as stages leave no gap for a step on draft tokens."""
         with serving(2) as calm, serving(2, "--speculate", "4") as server:
-            with Client(calm.grpc) as plain, Client(server.grpc) as guessed:
+            with Client(calm.grpc) as plain, Client(server.grpc) as drafted:
                 for number in range(self._flags.kills):
                     options: dict[str, Any] = {"max_tokens": 600, "ignore_eos": True, "seed": number}
                     right = plain.generate(TEXTS["story"], **options).text
                     text, kill_at = "", 20 + 53 * number % 400
-                    for count, chunk in enumerate(guessed.stream(TEXTS["story"], **options), 1):
+                    for count, chunk in enumerate(drafted.stream(TEXTS["story"], **options), 1):
                         text += chunk.text
                         if count == kill_at:
                             os.kill(server.stage_pid(number % 2), signal.SIGKILL)
                     if text != right:
                         raise SystemExit("an answer differs after a loss")
-                    if (epoch := guessed.topology().epoch) < number + 2:
+                    if (epoch := drafted.topology().epoch) < number + 2:
                         raise SystemExit(f"answer {number} was done before its stage was killed: epoch {epoch}")
             made = draft_tokens(server)
-        print(f"{self._flags.kills} stages killed in mid-guess: answers equal, {made}", flush=True)
+        print(f"{self._flags.kills} stages killed in mid-draft token: answers equal, {made}", flush=True)
 
     # ---- in one process -------------------------------------------------------------------------------
 
@@ -216,7 +218,7 @@ class Bench:
     def _rate(self, load: str, model: str, rate: float, told: float, new: int) -> None:
         prompt = [7, 11, 13, 17, 19]
         known: list[int] = []
-        # Of answers with guesses. Seeds are fewer: where no guess is asked for, no drafter is made.
+        # Of answers with draft tokens. Seeds are fewer: where no draft token is asked for, no drafter is made.
         runs, seeds = itertools.count(), itertools.count()
 
         def rated(request: Request, _index: int) -> Drafter:
@@ -253,7 +255,7 @@ class Bench:
 
     @contextmanager
     def _pipeline(self, model: str, **settings: object) -> Iterator[tuple[Run, Run, Times, Times]]:
-        """One pipeline without guesses and with them, and its times."""
+        """One pipeline without draft tokens and with them, and its times."""
         with Pipeline(
             model, self._flags.stages, dtype="float32", threads=1, speculate=None, **settings,  # type: ignore[arg-type]
         ) as pipeline:  # fmt: skip
@@ -290,7 +292,7 @@ class Bench:
                         made = sum(draft_tokens(self._guessing).values()) - before
                         share = made / (ratio.count * count * new)
                         if count >= MANY:
-                            self.verdicts.at_most(share, 0.0, MOST_GUESSES, f"{load}, guesses per token")
+                            self.verdicts.at_most(share, 0.0, MOST_GUESSES, f"{load}, draft tokens per token")
 
     def draft(self) -> None:
         for noise in (0.0, 0.01, 0.03):
@@ -312,9 +314,9 @@ class Bench:
                         continue
                     both = [BesideAStream(target, at_once, apart_s) for target in self._targets]
                     few = prompts if apart_s[1] < 1 else prompts[:5]
-                    self.compare("newcomers", f"{load}, newcomers {name}", *both, few, max_tokens=1, seed=1)
-                    before, guessed = (statistics.fmean(run.stream_speeds) for run in both)
-                    print(f"    the stream beside them: {guessed:.0f} tokens/s, without guesses {before:.0f}")
+                    self.compare("newcomers", f"{load}, new clients {name}", *both, few, max_tokens=1, seed=1)
+                    before, drafted = (statistics.fmean(run.stream_speeds) for run in both)
+                    print(f"    the stream beside them: {drafted:.0f} tokens/s, without draft tokens {before:.0f}")
 
     @contextmanager
     def _servers(self, model: str, stages: int, *flags: str) -> Iterator[Seq[Run]]:
@@ -361,7 +363,9 @@ def main() -> None:
     parser.add_argument("parts", nargs="*", choices=(*parts, "all"), default="all")
     parser.add_argument("--stages", type=int, default=2)
     parser.add_argument("--models", default="built-in,124M", help="Of `rates`.")
-    parser.add_argument("--only", default="", help="Of rates, servers, newcomers: loads with this in their name.")
+    parser.add_argument(
+        "--only", default="", help="Of rates, servers, new clients: loads with this in their name."
+    )
     parser.add_argument("--new", type=int, default=96)
     parser.add_argument("--requests", type=int, default=1000, help="Of `equal`.")
     parser.add_argument("--kills", type=int, default=20)

@@ -15,7 +15,7 @@ from speculation_simulated import Times
 from ppserve import AsyncClient, Pipeline
 from ppserve.core.ledger.steps import Step
 from ppserve.core.plan import SPECULATIVE
-from ppserve.core.scheduling.drafter import Guess
+from ppserve.core.scheduling.drafter import DraftToken
 from ppserve.head.engine.watcher import Watcher
 
 LONG = "Once upon a time"
@@ -26,9 +26,9 @@ Run = Callable[[Prompts, dict[str, object]], tuple[float, float, list[str]]]
 
 
 class Rated:
-    """Knows the answer, and guesses right at a set rate. told: how likely it says that a guess is right; None: the
-    rate. seed: of which guesses are right. Each answer needs its own: of 48 guesses at a rate of 0.5, those of
-    seed 1 are right 0.6 times."""
+    """Knows the answer, and draft tokens right at a set rate. told: how likely it says that a draft token is
+    right; None: the rate. seed: of which draft tokens are right. Each answer needs its own: of 48 draft tokens at
+    a rate of 0.5, those of seed 1 are right 0.6 times."""
 
     def __init__(self, answer: Seq[int], first: int, rate: float, seed: int, told: float | None = None) -> None:
         self._answer, self._first, self._rate = answer, first, rate
@@ -36,18 +36,18 @@ class Rated:
         self._chance = random.Random(seed)
         self._guessed: dict[int, int] = {}
 
-    def guess(self, token_ids: Seq[int], guesses: Seq[int]) -> Guess | None:
-        place = len(token_ids) + len(guesses) - self._first
+    def draft_token(self, token_ids: Seq[int], draft_tokens: Seq[int]) -> DraftToken | None:
+        place = len(token_ids) + len(draft_tokens) - self._first
         if place >= len(self._answer):
             return None
         if place not in self._guessed:
             right = self._chance.random() < self._rate
             self._guessed[place] = self._answer[place] if right else 1 - min(1, self._answer[place])
-        return Guess(self._guessed[place], self._told)
+        return DraftToken(self._guessed[place], self._told)
 
 
 class DeepSteps(Watcher):
-    """Counts the steps on guesses alone that a pipeline sends."""
+    """Counts the steps on draft tokens alone that a pipeline sends."""
 
     def __init__(self, pipeline: Pipeline) -> None:
         self.count = 0
@@ -59,8 +59,8 @@ class DeepSteps(Watcher):
 
 
 def in_process(pipeline: Pipeline, times: Times, forced: int | None) -> Run:
-    """forced: as `speculate`, from then on. The same pipeline may so run without guesses and with them; of two
-    pipelines, one was up to 20% slower at the same steps, by where its threads and its memory were."""
+    """forced: as `speculate`, from then on. The same pipeline may so run without draft tokens and with them; of
+    two pipelines, one was up to 20% slower at the same steps, by where its threads and its memory were."""
 
     def run(prompts: Prompts, options: dict[str, object]) -> tuple[float, float, list[str]]:
         (replica,) = pipeline._engine._fleet.replicas

@@ -1,8 +1,8 @@
 """What the simulator says of the loads of `speculation.py`, from the measured times of the same run.
 
 Steps take what they took: on each stage by their number of rows, and each by a factor that one of them
-had, so that the trial of guesses has as much chance in it as there. The head takes what it took by the number of
-tokens that it handled. Rows that no step had cost as much more as the measured ones beside them.
+had, so that the trial of draft tokens has as much chance in it as there. The head takes what it took by the
+number of tokens that it handled. Rows that no step had cost as much more as the measured ones beside them.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from ppserve.head.engine.watcher import Watcher
 from ppserve.planning.machine import Machine, Wires
 from ppserve.planning.simulator import SimulatedRequest, Simulator
 
-# Simulated runs that differ by which guesses are right, and by which steps are late.
+# Simulated runs that differ by which draft tokens are right, and by which steps are late.
 RUNS = 5
 
 
@@ -111,9 +111,9 @@ class ByRows:
 
 
 def simulated(off: Times, auto: Times, rate: float, prompt: int, new: int, warm: int, answers: int) -> Ratio:
-    """How many times as fast a lone caller is with guesses: `answers` of `new` tokens, after `warm` others. The
-    median of the answers of each run, as in the measurement: by their sum, which unlucky ones make longer, answers
-    whose guesses are right at a rate of 0.9 look slower."""
+    """How many times as fast a lone caller is with draft tokens: `answers` of `new` tokens, after `warm` others.
+    The median of the answers of each run, as in the measurement: by their sum, which unlucky ones make longer,
+    answers whose draft tokens are right at a rate of 0.9 look slower."""
     asked = [SimulatedRequest(0.0, prompt, new)] * (warm + answers)
 
     def seconds(times: Times, rate: float, seed: int) -> list[float]:
@@ -123,6 +123,6 @@ def simulated(off: Times, auto: Times, rate: float, prompt: int, new: int, warm:
 
     def usual(seed: int) -> float:
         pairs = zip(seconds(off, 0.0, seed), seconds(auto, rate, seed), strict=True)
-        return median(before / guessed for before, guessed in pairs)
+        return median(before / drafted for before, drafted in pairs)
 
     return Ratio.of([usual(seed) for seed in range(RUNS)])

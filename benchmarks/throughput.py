@@ -59,9 +59,7 @@ async def run_once(target: str, shape: Shape, seed: int) -> Run:
         await warm_up(caller, warming, shape.num_requests, shape.num_requests)
         prefill = await _timed(caller, served, _workload(served, shape, 1, 2 * seed + 1), shape)
         whole = await _timed(caller, served, _workload(served, shape, shape.new_tokens, 2 * seed + 2), shape)
-    return Run(
-        served, prefill.duration, whole.duration, whole.output_throughput, whole.client_cores, whole.stages
-    )
+    return Run(served, prefill.duration, whole.duration, whole.output_throughput, whole.client_cores, whole.stages)
 
 
 def _workload(served: Served, shape: Shape, new_tokens: int, seed: int) -> Workload:

@@ -16,9 +16,9 @@ import msgspec
 from ppserve.config import ServeConfig
 from ppserve.core.architecture import Architecture, StageLayout
 from ppserve.core.cost_model import LayerCosts
-from ppserve.core.partition import Parts
+from ppserve.core.partition import PartCosts
 from ppserve.core.plan import Slice, StepPlan, StepResult
-from ppserve.core.telling import NOTHING, Told
+from ppserve.core.sampling_state import NOTHING, SamplingUpdate
 from ppserve.errors import WireError
 
 MAX_FRAME_BYTES = 64 << 20
@@ -84,7 +84,7 @@ class Hello(_Message, frozen=True, tag=True):
     dtype: str
     gpu: int | None
     shares_gpu: bool
-    costs: Parts | None
+    costs: PartCosts | None
     machine: str = ""
     address: str = "127.0.0.1"
     head_address: str = "127.0.0.1"
@@ -256,12 +256,12 @@ class Plan(_Message, frozen=True, tag=True):
     """A step. told: long draws, which its slices lack, and which the last stage alone must know."""
 
     plan: StepPlan
-    told: Told = NOTHING
+    told: SamplingUpdate = NOTHING
 
 
 class Cancel(_Message, frozen=True, tag=True):
-    """These steps need not be computed: what they were sent on was a wrong guess. They still travel, and every
-    stage reports them, so that the order of steps is the same everywhere."""
+    """These steps need not be computed: what they were sent on was a wrong draft token. They still travel, and
+    every stage reports them, so that the order of steps is the same everywhere."""
 
     step_ids: tuple[int, ...]
 
@@ -280,7 +280,7 @@ class Shutdown(_Message, frozen=True, tag=True):
 
 
 class DraftStart(_Message, frozen=True, tag=True):
-    """The first frame. path: of the draft model, or `builtin`. of: of the model whose tokens it guesses."""
+    """The first frame. path: of the draft model, or `builtin`. of: of the model whose tokens it draft tokens."""
 
     path: str
     of: str

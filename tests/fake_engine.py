@@ -18,19 +18,31 @@ from ppserve.core.plan import TokenLogprobs
 from ppserve.core.request import FinishReason, Request
 from ppserve.errors import InvalidRequest, RequestError, Violation
 from ppserve.head.api.auth import ApiKeys
-from ppserve.head.api.desk import FrontDesk
 from ppserve.head.api.grpc.server import GrpcServer
-from ppserve.head.cards import LoadCard, ModelCard, RankCard, StageCard, Topology
-from ppserve.head.doors import grpc_server
+from ppserve.head.api.request_handler import RequestHandler
+from ppserve.head.descriptions import (
+    LoadDescription,
+    ModelDescription,
+    RankDescription,
+    StageDescription,
+    Topology,
+)
 from ppserve.head.engine.output import Sink, TimingsOutput, TokenOutput
+from ppserve.head.servers import grpc_server
 from ppserve.v1.generation_pb2_grpc import GenerationServiceStub
 
 EOS = 256
-CARD = ModelCard(
+CARD = ModelDescription(
     name="fake",
     architecture=Architecture(
-        num_layers=2, width=8, num_heads=2, inner_width=32,
-        max_positions=64, vocab_size=257, padded_vocab_size=320, eos_id=EOS,
+        num_layers=2,
+        width=8,
+        num_heads=2,
+        inner_width=32,
+        max_positions=64,
+        vocab_size=257,
+        padded_vocab_size=320,
+        eos_id=EOS,
     ),
     num_parameters=12345,
     dtype="float32",
@@ -42,10 +54,22 @@ CARD = ModelCard(
     why_not="",
     version="0",
 )
-STAGE = StageCard(
-    stage=0, rank=0, host="here", device="cpu", first_layer=0, num_layers=2, layers="0-1", num_parameters=12345,
-    weight_bytes=4, kv_bytes=8, predicted_step_s=0.001, busy_s=1.0, bubble_s=(("host", 0.5),), idle_s=2.0,
-    ranks=(RankCard(0, 0, "here", "cpu", 12345),),
+STAGE = StageDescription(
+    stage=0,
+    rank=0,
+    host="here",
+    device="cpu",
+    first_layer=0,
+    num_layers=2,
+    layers="0-1",
+    num_parameters=12345,
+    weight_bytes=4,
+    kv_bytes=8,
+    predicted_step_s=0.001,
+    busy_s=1.0,
+    bubble_s=(("host", 0.5),),
+    idle_s=2.0,
+    ranks=(RankDescription(0, 0, "here", "cpu", 12345),),
 )
 
 
@@ -81,7 +105,8 @@ def generation(request: Request, index: int) -> list[TokenOutput]:
         scores = tuple(TokenLogprobs(-float(i)) for i in request.prompt_ids[1:])
     reason = FinishReason.CONTEXT_LENGTH if request.limited_by_context else FinishReason.MAX_TOKENS
     end = {
-        "finish": reason, "cached_tokens": 3,
+        "finish": reason,
+        "cached_tokens": 3,
         "timings": TimingsOutput(0.1, 0.2, 0.3, 0.4, (0.5, 0.6)),
     }
     outputs = []
@@ -107,7 +132,7 @@ class FakeEngine:
     there.
     """
 
-    card: ModelCard = CARD
+    description: ModelDescription = CARD
     by_hand: bool = False
     refusal: RequestError | None = None
     full: RequestError | None = None
@@ -145,8 +170,8 @@ class FakeEngine:
         self._runs.add(run)
         run.add_done_callback(self._runs.discard)
 
-    def model_card(self) -> ModelCard:
-        return self.card
+    def model_description(self) -> ModelDescription:
+        return self.description
 
     async def restart(self, replica: int, pauses: bool) -> None:
         if replica:
@@ -157,8 +182,8 @@ class FakeEngine:
     def topology(self) -> Topology:
         return Topology((STAGE,), transport="local", epoch=1, microbatches=1)
 
-    def load(self) -> LoadCard:
-        return LoadCard(running=2, waiting=1, max_running=8, kv_tokens=1024, kv_usage=0.25)
+    def load(self) -> LoadDescription:
+        return LoadDescription(running=2, waiting=1, max_running=8, kv_tokens=1024, kv_usage=0.25)
 
     async def until(self, condition: Callable[[FakeEngine], bool], timeout_s: float = 10) -> None:
         """Wait for the engine to have been told something."""
@@ -185,10 +210,10 @@ class FakeEngine:
             sink.push([outputs[step] for outputs in sequences if step < len(outputs)])
 
 
-def desk_of(engine: FakeEngine, settings: ServerSettings | None = None) -> FrontDesk:
-    tokenizer = ByteCodec() if engine.card.has_tokenizer else None
+def desk_of(engine: FakeEngine, settings: ServerSettings | None = None) -> RequestHandler:
+    tokenizer = ByteCodec() if engine.description.has_tokenizer else None
     key_file = settings.api_key_file if settings else None
-    return FrontDesk(engine, tokenizer, ApiKeys(key_file) if key_file else None)
+    return RequestHandler(engine, tokenizer, ApiKeys(key_file) if key_file else None)
 
 
 @asynccontextmanager

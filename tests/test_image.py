@@ -84,7 +84,7 @@ def serve_default(name: str) -> object:
 
 
 def test_a_stand_in_for_an_engine_reads_steps_as_one() -> None:
-    assert steps("# c\nFROM a AS b\nRUN x \\\n && y\n\nCMD [\"z\"]\n") == [
+    assert steps('# c\nFROM a AS b\nRUN x \\\n && y\n\nCMD ["z"]\n') == [
         ("FROM", "a AS b"),
         ("RUN", "x   && y"),
         ("CMD", '["z"]'),

@@ -154,13 +154,13 @@ def test_policies_monitor_and_scaling_name_our_pods_ports_and_gauges() -> None:
     assert template["restartPolicy"] == "None", "a worker that starts again joins"
     labels = {"leaderworkerset.sigs.k8s.io/name": "ppserve", **template["leaderTemplate"]["metadata"]["labels"]}
     found = {each["metadata"]["name"]: each["spec"] for each in all_documents() if each["kind"] == "NetworkPolicy"}
-    stages, doors = found["ppserve-stages"], found["ppserve-doors"]
+    stages, servers = found["ppserve-stages"], found["ppserve-doors"]
     monitor = documents("monitoring.yaml")["PodMonitor"]["spec"]
-    for spec in (stages["podSelector"], doors["podSelector"], monitor["selector"]):
+    for spec in (stages["podSelector"], servers["podSelector"], monitor["selector"]):
         assert spec["matchLabels"].items() <= labels.items()
     assert "role" not in stages["podSelector"]["matchLabels"], "workers are stages too"
     assert stages["ingress"] == [{"from": [{"podSelector": stages["podSelector"]}]}]
-    assert [port["port"] for rule in doors["ingress"] for port in rule["ports"]] == list(PORTS.values())
+    assert [port["port"] for rule in servers["ingress"] for port in rule["ports"]] == list(PORTS.values())
     assert [endpoint["port"] for endpoint in monitor["podMetricsEndpoints"]] == ["metrics"]
     scaled = documents("scaling.yaml")["ScaledObject"]["spec"]
     pipeline = documents("pipeline.yaml")["LeaderWorkerSet"]

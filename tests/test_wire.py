@@ -11,7 +11,7 @@ import pytest
 from ppserve import wire
 from ppserve.config import ServeConfig, ServerSettings
 from ppserve.core.architecture import Architecture, StageLayout
-from ppserve.core.partition import Parts
+from ppserve.core.partition import PartCosts
 from ppserve.core.plan import (
     Draw,
     Drawn,
@@ -23,18 +23,18 @@ from ppserve.core.plan import (
     TokenLogprobs,
 )
 from ppserve.core.request import SamplingParams
-from ppserve.core.telling import Told
+from ppserve.core.sampling_state import SamplingUpdate
 from ppserve.errors import WireError
 
 ARCH = Architecture(8, 160, 5, 1024, 1500, 1504, 640)
-COSTS = Parts(1.0, 2.0, 3.0, 4.0)
+COSTS = PartCosts(1.0, 2.0, 3.0, 4.0)
 PLAN = StepPlan(
     epoch=3,
     step_id=2**40,
-    lane=1,
+    slot=1,
     slices=(
         Slice(7, 100, (5,), (1, 2), Draw(SamplingParams(2**64 - 1, logit_bias=((3, -100.0),)), 2, 5, (9,), 99)),
-        Slice(9, 50, (5, 6), (5, 6, 7, 8), Draw(SamplingParams(1)), num_guesses=2),
+        Slice(9, 50, (5, 6), (5, 6, 7, 8), Draw(SamplingParams(1)), num_draft_tokens=2),
         Slice(8, 0, (1, 2, 3), (4,), None, targets=(2, 3), num_prompt_logprobs=1),
     ),
     copies=((1, 2),),
@@ -69,7 +69,7 @@ FROM_HEAD = [
     wire.Form(1, "gloo", 100, 768, "127.0.0.1", 0, "::1"),
     wire.Abandon(3),
     wire.Plan(PLAN),
-    wire.Plan(PLAN, Told(((0, PLAN.slices[0].draw), (1, None)), (7, 2**40))),
+    wire.Plan(PLAN, SamplingUpdate(((0, PLAN.slices[0].draw), (1, None)), (7, 2**40))),
     wire.Cancel((2**40, 7)),
     wire.Ping(2**60),
     wire.Shutdown(2),

@@ -1,7 +1,7 @@
 """Write deploy/grafana/ppserve.json: the dashboard, from one line per panel.
 
-    python tools/make_dashboard.py            # writes it
-    python tools/make_dashboard.py --check    # writes nothing; fails when it is out of date
+python tools/make_dashboard.py            # writes it
+python tools/make_dashboard.py --check    # writes nothing; fails when it is out of date
 """
 
 from __future__ import annotations

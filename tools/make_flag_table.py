@@ -1,7 +1,7 @@
 """Write the table of flags in docs/operations.md from the command itself.
 
-    python tools/make_flag_table.py            # writes it
-    python tools/make_flag_table.py --check    # writes nothing; fails when it is out of date
+python tools/make_flag_table.py            # writes it
+python tools/make_flag_table.py --check    # writes nothing; fails when it is out of date
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""What the tour measures on a bare pipeline: microbatches, decoding in lanes, and single hops.
+"""What the tour measures on a bare pipeline: microbatches, decoding in slots, and single hops.
 
 T tokens, D width, B sequences, m microbatches, p stages. Times are nanoseconds of this host's clock.
 """
@@ -73,23 +73,23 @@ class Decoding:
 
 
 def decode(tour: Tour, line: TourStage, num_sequences: int, in_flight: int, rounds: int) -> Decoding:
-    """Greedy decoding of B sequences in lanes: a lane's next step begins when its tokens have come back.
+    """Greedy decoding of B sequences in slots: a slot's next step begins when its tokens have come back.
 
     Tokens return from the last rank to the first outside the wires between stages.
     """
-    lanes = [range(lane, num_sequences, in_flight) for lane in range(in_flight)]
+    slots = [range(slot, num_sequences, in_flight) for slot in range(in_flight)]
     returning: deque[tuple[dist.Work | None, torch.Tensor]] = deque()
     busy_ns, token_ids = 0, []
     tour.tell("ready")
     start = time.monotonic_ns()
     for k in range(rounds * in_flight):
-        position, lane = divmod(k, in_flight)
-        tokens = torch.zeros(len(lanes[lane]), dtype=torch.int64)
+        position, slot = divmod(k, in_flight)
+        tokens = torch.zeros(len(slots[slot]), dtype=torch.int64)
         if tour.rank == 0 and position > 0:
             dist.recv(tokens, tour.size - 1)
-        if lane == 0:
+        if slot == 0:
             token_ids.append(int(tokens[0]))
-        plan = _decode_plan(k, position, lanes[lane], tokens.tolist())
+        plan = _decode_plan(k, position, slots[slot], tokens.tolist())
         [done] = line.run([plan])
         busy_ns += done.result.stamps.ended - done.result.stamps.begun
         if tour.is_last and position < rounds - 1:
@@ -109,33 +109,33 @@ def decode(tour: Tour, line: TourStage, num_sequences: int, in_flight: int, roun
     )
 
 
-def decode_guessed(tour: Tour, line: TourStage, guesses: Sequence[int]) -> tuple[float, list[float]]:
-    """Greedy decoding of one sequence whose tokens are guessed: a step does not wait for the one before to return.
+def decode_guessed(tour: Tour, line: TourStage, draft_tokens: Sequence[int]) -> tuple[float, list[float]]:
+    """Greedy decoding of one sequence whose tokens are drafted: a step does not wait for the one before to return.
 
-    guesses: right, else the answer would be another one. Each is compared with the token that returns. Returns
-    tokens per second, and the share of the time that each stage computed for.
+    draft tokens: right, else the answer would be another one. Each is compared with the token that returns.
+    Returns tokens per second, and the share of the time that each stage computed for.
     """
     returning: list[tuple[dist.Work | None, torch.Tensor]] = []
     busy_ns, right = 0, True
     tour.tell("ready")
     start = time.monotonic_ns()
-    for k, guess in enumerate(guesses):
+    for k, draft_token in enumerate(draft_tokens):
         if tour.rank == 0 and k >= tour.size:
-            right &= _returned(tour) == guesses[k - tour.size + 1]
-        [done] = line.run([_decode_plan(k, k, range(1), [guess])])
+            right &= _returned(tour) == draft_tokens[k - tour.size + 1]
+        [done] = line.run([_decode_plan(k, k, range(1), [draft_token])])
         busy_ns += done.result.stamps.ended - done.result.stamps.begun
         if tour.is_last:
             drawn = torch.tensor([drawn.token_id or 0 for drawn in done.result.drawn])
             returning.append((dist.isend(drawn, 0), drawn))
     if tour.rank == 0:
-        for after in [*guesses[1:], None][-tour.size :]:
+        for after in [*draft_tokens[1:], None][-tour.size :]:
             right &= _returned(tour) == after or after is None
     for handle, _ in returning:
         assert handle is not None
         handle.wait()
     wall_ns = max(tour.tell(time.monotonic_ns() - start))
-    require(right, "a guess was taken for right and was not")
-    return len(guesses) / (wall_ns / 1e9), [ns / wall_ns for ns in tour.tell(busy_ns)]
+    require(right, "a draft token was taken for right and was not")
+    return len(draft_tokens) / (wall_ns / 1e9), [ns / wall_ns for ns in tour.tell(busy_ns)]
 
 
 def _returned(tour: Tour) -> int:

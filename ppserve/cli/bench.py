@@ -49,41 +49,78 @@ _LENGTHS = Parsed("lengths", parse_lengths)
 
 
 @click.command(short_help="Load a server and say what it did.")
-@click.option("--concurrency", type=_COUNT, help="Callers with one request each at a time. With --rate or --trace:"
-              f" requests in flight at most.  [default: {DEFAULT_CONCURRENCY}; with those, no limit]")
+@click.option(
+    "--concurrency",
+    type=_COUNT,
+    help="Callers with one request each at a time. With --rate or --trace:"
+    f" requests in flight at most.  [default: {DEFAULT_CONCURRENCY}; with those, no limit]",
+)
 @click.option("--sweep", type=COUNTS, help="One run for each of these concurrencies, such as 1,2,4,8.")
 @click.option("--rate", type=_POSITIVE, help="Open loop: so many requests a second, at random; inf = all at once.")
-@click.option("--burstiness", type=_FACTOR, default=1.0, show_default=True,
-              help="Of --rate: 1 = Poisson, below 1 in clumps, above 1 more even.")
-@click.option("--trace", type=_IN, help="Open loop: arrivals and lengths of a CSV with TIMESTAMP, ContextTokens,"
-              " GeneratedTokens; with --rate only its lengths.")
+@click.option(
+    "--burstiness",
+    type=_FACTOR,
+    default=1.0,
+    show_default=True,
+    help="Of --rate: 1 = Poisson, below 1 in clumps, above 1 more even.",
+)
+@click.option(
+    "--trace",
+    type=_IN,
+    help="Open loop: arrivals and lengths of a CSV with TIMESTAMP, ContextTokens,"
+    " GeneratedTokens; with --rate only its lengths.",
+)
 @click.option("--time-scale", type=_FACTOR, default=1.0, show_default=True, help="2 = the trace twice as fast.")
-@click.option("--prompt-tokens", type=_LENGTHS, default="128", show_default=True,
-              help="128, uniform:64:256 or lognormal:MEDIAN:SIGMA.")
+@click.option(
+    "--prompt-tokens",
+    type=_LENGTHS,
+    default="128",
+    show_default=True,
+    help="128, uniform:64:256 or lognormal:MEDIAN:SIGMA.",
+)
 @click.option("--new-tokens", type=_LENGTHS, default="64", show_default=True, help="Likewise, per answer.")
-@click.option("--shared-prefix", type=click.IntRange(0), default=0,
-              help="Tokens before every prompt, all the same.")
-@click.option("--num-prefixes", type=_COUNT, default=1, show_default=True,
-              help="How many different such prefixes.")
-@click.option("--requests", type=_COUNT, help="Requests to send.  [default: 4 per caller, at least 16; open loop: "
-              f"{DEFAULT_OPEN_REQUESTS}; no limit with --duration]")
+@click.option(
+    "--shared-prefix", type=click.IntRange(0), default=0, help="Tokens before every prompt, all the same."
+)
+@click.option(
+    "--num-prefixes", type=_COUNT, default=1, show_default=True, help="How many different such prefixes."
+)
+@click.option(
+    "--requests",
+    type=_COUNT,
+    help="Requests to send.  [default: 4 per caller, at least 16; open loop: "
+    f"{DEFAULT_OPEN_REQUESTS}; no limit with --duration]",
+)
 @click.option("--duration", type=_POSITIVE, help="Seconds after which no more are sent.")
-@click.option("--warm-up", "num_warm_up", type=click.IntRange(0), help="Requests before, not counted."
-              "  [default: one per caller]")
+@click.option(
+    "--warm-up",
+    "num_warm_up",
+    type=click.IntRange(0),
+    help="Requests before, not counted.  [default: one per caller]",
+)
 @click.option("--temperature", type=Number(min=0), default=0.0, show_default=True, help="0 is greedy.")
 @click.option("--timeout", "timeout_s", type=_POSITIVE, help="Deadline of each request in seconds.")
-@click.option("--seed", type=click.IntRange(0), default=lambda: secrets.randbelow(_SEEDS),
-              show_default="a new one",
-              help="Same seed, same prompts and arrivals; and on the same server prompts that it knows.")
-@click.option("--goodput", multiple=True, metavar="NAME:MS ...",
-              help="Count requests that keep all limits, such as ttft:500 tpot:50 (or e2el), in milliseconds.")
+@click.option(
+    "--seed",
+    type=click.IntRange(0),
+    default=lambda: secrets.randbelow(_SEEDS),
+    show_default="a new one",
+    help="Same seed, same prompts and arrivals; and on the same server prompts that it knows.",
+)
+@click.option(
+    "--goodput",
+    multiple=True,
+    metavar="NAME:MS ...",
+    help="Count requests that keep all limits, such as ttft:500 tpot:50 (or e2el), in milliseconds.",
+)
 @click.option("--metrics", metavar="HOST:PORT", help="Also report what the server's metrics page counted.")
 @click.option("--json", "json_path", type=_OUT, help="Write the figures as JSON.")
 @click.option("--details", is_flag=True, help="In the JSON, every request's latencies too.")
 @click.option("--csv", "csv_path", type=_OUT, help="Write the figures as CSV, one row per run.")
 @click.option("--plot", "plot_path", type=_OUT, help="Draw throughput and latency; needs matplotlib.")
-@click.option("--stage-trace", type=_IN,
-              help="For --plot: a file of the server's --trace, drawn as stages over time.")
+@click.option(
+    "--stage-trace", type=_IN, help="For --plot: a file of the server's --trace, drawn as stages over time."
+)
 @connection_options
 @click.argument("more_goodput", nargs=-1, metavar="")
 def bench(more_goodput: tuple[str, ...], **flags: Any) -> None:

@@ -67,14 +67,23 @@ def _request_options(command: Callable[..., Any]) -> Callable[..., Any]:
 
 @click.command()
 @click.argument("prompt", required=False, type=TEXT)
-@click.option("--prompts", type=click.Path(path_type=Path), metavar="FILE",
-              help="Answer every line of a file instead, several at once, in the file's order.")
+@click.option(
+    "--prompts",
+    type=click.Path(path_type=Path),
+    metavar="FILE",
+    help="Answer every line of a file instead, several at once, in the file's order.",
+)
 @click.option("--concurrency", type=click.IntRange(1), default=16, show_default=True, help="How many at once.")
 @click.option("--json", "as_json", is_flag=True, help="One JSON object per message; per answer with --no-stream.")
 @click.option("--stream/--no-stream", default=True, help="Print text as it comes, or when it is complete.")
 @click.option("--logit-bias", metavar="ID=BIAS", multiple=True, help="Added to a token's logit. May be repeated.")
-@click.option("--resume-timeout", type=Number(0), default=120.0, show_default=True,
-              help="Seconds to try for while no server answers, or its queue is full.")
+@click.option(
+    "--resume-timeout",
+    type=Number(0),
+    default=120.0,
+    show_default=True,
+    help="Seconds to try for while no server answers, or its queue is full.",
+)
 @_request_options
 @connection_options
 def generate(

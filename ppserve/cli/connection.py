@@ -20,8 +20,14 @@ def connection_options(command: Callable[..., Any]) -> Callable[..., Any]:
     """Adds the flags. None holds the key itself: every user of a machine sees the arguments of processes."""
     path = click.Path(path_type=Path)
     options = (
-        click.option("--target", default="127.0.0.1:50051", envvar="PPSERVE_TARGET", show_default=True,
-                     metavar="HOST:PORT", help="The server."),
+        click.option(
+            "--target",
+            default="127.0.0.1:50051",
+            envvar="PPSERVE_TARGET",
+            show_default=True,
+            metavar="HOST:PORT",
+            help="The server.",
+        ),
         click.option("--api-key-file", type=path, help="Holds the key on its first line. Or set PPSERVE_API_KEY."),
         click.option("--tls", is_flag=True, help="Speak TLS, trusting the system's authorities."),
         click.option("--tls-ca", type=path, help="Speak TLS, trusting this authority."),

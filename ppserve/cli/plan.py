@@ -96,7 +96,7 @@ _IN_OVERHEADS = ("link_latency", "link_bandwidth", "control_latency", "head_time
 @click.option("--trace", type=_FILE, help="CSV with TIMESTAMP, ContextTokens, GeneratedTokens.")
 @click.option("--time-scale", type=_FACTOR, default=1.0, help="2 = the trace twice as fast as recorded.")
 @click.option("--max-num-seqs", type=_COUNT, default=256, help="Sequences running at once.")
-@click.option("--acceptance", type=Number(0, 1), default=0.0, help="Right guesses, as with --speculate.")
+@click.option("--acceptance", type=Number(0, 1), default=0.0, help="Right draft tokens, as with --speculate.")
 @click.option("--costs", type=_FILE, help="A server's /costs.json, in place of speeds and times.")
 @click.option("--flops", type=_SPEED, default="50G", help="Of one stage; the default is about one CPU core.")
 @click.option("--memory-bandwidth", type=_SPEED, default="10GB/s", help="Of one stage.")

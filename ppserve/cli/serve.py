@@ -102,9 +102,11 @@ def _as_text(origin: str, value: object) -> str:
 )
 @click.option("--prefill-chunk", type=AutoOr(_COUNT), default="auto", help="Most prompt tokens in one step.")
 @click.option(
-    "--speculate", type=AutoOr(GUESSES), default="off", help="auto (where they pay), off, or guesses a step."
+    "--speculate", type=AutoOr(GUESSES), default="off", help="auto (where they pay), off, or draft tokens a step."
 )
-@click.option("--draft-model", help="A smaller model of the same vocabulary that guesses: `builtin` or a path.")
+@click.option(
+    "--draft-model", help="A smaller model of the same vocabulary that draft tokens: `builtin` or a path."
+)
 @click.option(
     "--expect-prompt", type=_COUNT, default=128, help="Typical prompt tokens, for --layers and --parallel auto."
 )

@@ -26,10 +26,21 @@ _HOME, _TO_LINE_END, _TO_SCREEN_END = "\x1b[H", "\x1b[K", "\x1b[J"
 
 
 @click.command()
-@click.option("--metrics", default="127.0.0.1:9400", show_default=True, metavar="HOST:PORT",
-              help="The server's metrics page; `none`: only the stages.")
-@click.option("--interval", "interval_s", type=Number(0.1, 86400), default=1.0, show_default=True,
-              help="Seconds that every view covers.")
+@click.option(
+    "--metrics",
+    default="127.0.0.1:9400",
+    show_default=True,
+    metavar="HOST:PORT",
+    help="The server's metrics page; `none`: only the stages.",
+)
+@click.option(
+    "--interval",
+    "interval_s",
+    type=Number(0.1, 86400),
+    default=1.0,
+    show_default=True,
+    help="Seconds that every view covers.",
+)
 @click.option("--once", is_flag=True, help="One view, then the end.")
 @connection_options
 def top(metrics: str, interval_s: float, once: bool, **flags: Any) -> None:

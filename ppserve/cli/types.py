@@ -92,7 +92,7 @@ def _on_or_off(text: str) -> bool:
 
 def _guesses(text: str) -> int:
     if text != "off" and not re.fullmatch(r"\d{1,3}", text):
-        raise ValueError(f"{text!r} is neither auto nor off nor a number of guesses")
+        raise ValueError(f"{text!r} is neither auto nor off nor a number of draft tokens")
     return 0 if text == "off" else int(text)
 
 
@@ -112,7 +112,7 @@ ON_OFF = Parsed("on|off", _on_or_off)
 COUNTS = Parsed("n,n,...", _counts)
 """Several numbers from 1, such as 1,2,4."""
 GUESSES = Parsed("off|n", _guesses)
-"""Guesses per step: off (0) or a number."""
+"""Draft tokens per step: off (0) or a number."""
 PORTS = Parsed("A-B", _ports)
 """First and last of a range of ports."""
 LAYERS = Parsed("n,n,...", Split.parse)

@@ -87,16 +87,16 @@ Bends = tuple[tuple[int, float], ...]
 other kernels than large ones, so a line through all is far off in between."""
 
 
-def _bent(bends: Bends, rows: int) -> float:
+def _bent(piecewise: Bends, rows: int) -> float:
     """In proportion between two numbers; outside them as at the nearest."""
-    for (low, low_s), (high, high_s) in pairwise(bends):
+    for (low, low_s), (high, high_s) in pairwise(piecewise):
         if low < rows < high:
             return low_s + (high_s - low_s) * (rows - low) / (high - low)
-    return next((bend_s for number, bend_s in bends if rows <= number), bends[-1][1]) if bends else 0.0
+    return next((bend_s for number, bend_s in piecewise if rows <= number), piecewise[-1][1]) if piecewise else 0.0
 
 
 @dataclass(frozen=True, slots=True)
-class BentCosts:
+class PiecewiseCosts:
     """A stage's: coefficients, and what steps take beyond them, by rows and by rows that are sampled. head_s: of
     steps that sample any."""
 
@@ -109,9 +109,9 @@ class BentCosts:
         head_s = self.head_s + _bent(self.by_sampled, size.sampled) if size.sampled else 0.0
         return max(0.0, self.line.seconds(size) + _bent(self.by_rows, size.rows) + head_s)
 
-    def times(self, factor: float) -> BentCosts:
-        bends = (tuple((rows, s * factor) for rows, s in each) for each in (self.by_rows, self.by_sampled))
-        return BentCosts(self.line.times(factor), self.head_s * factor, *bends)
+    def times(self, factor: float) -> PiecewiseCosts:
+        piecewise = (tuple((rows, s * factor) for rows, s in each) for each in (self.by_rows, self.by_sampled))
+        return PiecewiseCosts(self.line.times(factor), self.head_s * factor, *piecewise)
 
 
 @dataclass(frozen=True, slots=True)
@@ -128,7 +128,7 @@ class LayerCosts:
     head_bends: Bends = ()
     ends_s: float = 0.0
 
-    def stage(self, layout: StageLayout) -> BentCosts:
+    def stage(self, layout: StageLayout) -> PiecewiseCosts:
         """What a step costs on a stage with these layers, whose ranks compute as these do."""
         head = self.head if layout.is_last else Coefficients()
         ends_s = self.ends_s * (layout.is_first + layout.is_last) / 2
@@ -139,7 +139,7 @@ class LayerCosts:
             head.sample,
         )
         by_rows = tuple((rows, s * layout.layer_weights) for rows, s in self.layer_bends)
-        return BentCosts(line, head.step, by_rows, self.head_bends if layout.is_last else ())
+        return PiecewiseCosts(line, head.step, by_rows, self.head_bends if layout.is_last else ())
 
     @classmethod
     def mean(cls, costs: Sequence[LayerCosts]) -> LayerCosts:

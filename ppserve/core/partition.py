@@ -22,7 +22,7 @@ _MOST_CUT = 128
 
 
 @dataclass(frozen=True, slots=True)
-class Parts:
+class PartCosts:
     """What the parts of a model cost, in one unit of your choice (seconds, bytes, parameters).
 
     attention, mlp: of one layer, each with its norm; embedding: only on the first stage; head:
@@ -46,28 +46,28 @@ class Parts:
         return tuple(map(self.stage_cost, stage_layouts(split)))
 
 
-def mean(parts: tuple[Parts, ...]) -> Parts:
+def mean(parts: tuple[PartCosts, ...]) -> PartCosts:
     """Of what several stages measured."""
-    return Parts(*map(fmean, zip(*map(astuple, parts), strict=True)))
+    return PartCosts(*map(fmean, zip(*map(astuple, parts), strict=True)))
 
 
-def decode_parts(arch: Architecture) -> Parts:
+def decode_parts(arch: Architecture) -> PartCosts:
     """Weights read by a decode step, in parameters: what such a step costs while memory is the limit.
 
     The head reads its whole matrix (5.45 layers of GPT-2 124M); the embedding only gathers two rows.
     """
-    return Parts(arch.attention_params, arch.mlp_params, 2 * arch.width, arch.head_params)
+    return PartCosts(arch.attention_params, arch.mlp_params, 2 * arch.width, arch.head_params)
 
 
-def prefill_parts(arch: Architecture, prompt_tokens: int) -> Parts:
+def prefill_parts(arch: Architecture, prompt_tokens: int) -> PartCosts:
     """Multiplications per prompt token; the head runs for one token of the prompt only."""
-    return Parts(arch.attention_params, arch.mlp_params, 2 * arch.width, arch.head_params / prompt_tokens)
+    return PartCosts(arch.attention_params, arch.mlp_params, 2 * arch.width, arch.head_params / prompt_tokens)
 
 
-def mixed_parts(prefill: Parts, decode: Parts, expect_prompt: int, expect_new: int) -> Parts:
+def mixed_parts(prefill: PartCosts, decode: PartCosts, expect_prompt: int, expect_new: int) -> PartCosts:
     """Cost of one expected request: `prefill` per prompt token and `decode` per generated token."""
     per_token = zip(astuple(prefill), astuple(decode), strict=True)
-    return Parts(*(expect_prompt * prompt + expect_new * new for prompt, new in per_token))
+    return PartCosts(*(expect_prompt * prompt + expect_new * new for prompt, new in per_token))
 
 
 def split_by_weight(arch: Architecture, num_stages: int) -> Split:
@@ -75,7 +75,7 @@ def split_by_weight(arch: Architecture, num_stages: int) -> Split:
     return split_by_cost(decode_parts(arch), arch.num_layers, num_stages)
 
 
-def split_by_cost(parts: Parts, num_layers: int, num_stages: int) -> Split:
+def split_by_cost(parts: PartCosts, num_layers: int, num_stages: int) -> Split:
     """The split, of at least one layer each, whose heaviest stage is lightest. Raises ConfigError.
 
     Among equals the one that cuts fewest layers; of whole layers the earlier stage gets one more.
@@ -89,7 +89,7 @@ def split_by_cost(parts: Parts, num_layers: int, num_stages: int) -> Split:
     return cut if max(parts.costs(cut)) < (1 - _WORTH_A_CUT) * heaviest else whole
 
 
-def _whole_layers(parts: Parts, num_layers: int, num_stages: int) -> Split:
+def _whole_layers(parts: PartCosts, num_layers: int, num_stages: int) -> Split:
     """One layer at a time to the stage that costs least, which is exact as all layers cost the same."""
     sublayers = [2] * num_stages
     costs = list(parts.costs(Split(tuple(sublayers))))
@@ -100,7 +100,7 @@ def _whole_layers(parts: Parts, num_layers: int, num_stages: int) -> Split:
     return Split(tuple(sublayers))
 
 
-def _cut_layers(parts: Parts, num_layers: int, num_stages: int, limit: float) -> Split:
+def _cut_layers(parts: PartCosts, num_layers: int, num_stages: int, limit: float) -> Split:
     """The split, over all cuts between sublayers, whose heaviest stage is lightest; at most `limit` is possible.
 
     Dynamic programming from the last stage to the first: for every sublayer where a stage may begin, the best

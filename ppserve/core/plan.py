@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 from ppserve.core.request import SamplingParams
 
 SPECULATIVE = "speculative"
-"""The phase of a step that has nothing but guesses."""
+"""The phase of a step that has nothing but draft tokens."""
 DRAWN = -1
 """In place of a token in a plan that is sent ahead: the one that the step before draws for the sequence."""
 EVERYWHERE = 1 << 31
@@ -51,8 +51,8 @@ class Slice:
     positions 0 to start + len(token_ids) - 1, in order; entry i holds the positions from i * block_size on. draw:
     None for a chunk that is not the prompt's last. targets: when the prompt is scored, the token after each
     position of the slice (at the prompt's end one fewer than token_ids). num_prompt_logprobs: how many others are
-    scored per target. num_guesses: how many of the last token_ids were guesses when the step was sent; then there
-    is a draw, see `draws`.
+    scored per target. num_draft_tokens: how many of the last token_ids were draft tokens when the step was sent;
+    then there is a draw, see `draws`.
     """
 
     sequence_id: int
@@ -62,16 +62,16 @@ class Slice:
     draw: Draw | None = None
     targets: tuple[int, ...] = ()
     num_prompt_logprobs: int = 0
-    num_guesses: int = 0
+    num_draft_tokens: int = 0
 
     @property
     def end(self) -> int:
         return self.start + len(self.token_ids)
 
     @property
-    def is_guessed(self) -> bool:
-        """Whether all its tokens were guesses. If the first was wrong, nobody needs any of it."""
-        return self.num_guesses == len(self.token_ids)
+    def is_draft(self) -> bool:
+        """Whether all its tokens were draft tokens. If the first was wrong, nobody needs any of it."""
+        return self.num_draft_tokens == len(self.token_ids)
 
     @property
     def is_ahead(self) -> bool:
@@ -80,12 +80,12 @@ class Slice:
 
     @property
     def num_draws(self) -> int:
-        """How many of the last rows are drawn from: those of the guesses, and the last before them."""
-        return 0 if self.draw is None else min(self.num_guesses + 1, len(self.token_ids))
+        """How many of the last rows are drawn from: those of the draft tokens, and the last before them."""
+        return 0 if self.draw is None else min(self.num_draft_tokens + 1, len(self.token_ids))
 
     @property
     def draws(self) -> Iterator[tuple[int, Draw]]:
-        """Each draw with the position of its token. It takes the guesses up to its row for what was drawn."""
+        """Each draw with the position of its token. It takes the draft tokens up to its row for what was drawn."""
         if self.draw is None:
             return
         first = len(self.token_ids) - self.num_draws
@@ -102,7 +102,7 @@ class StepPlan:
 
     epoch: int
     step_id: int
-    lane: int
+    slot: int
     slices: tuple[Slice, ...]
     copies: tuple[tuple[int, int], ...] = ()
 
@@ -113,9 +113,9 @@ class StepPlan:
 
     @property
     def phase(self) -> str:
-        """`prefill`, `decode`, `mixed`, or `speculative` (guesses alone). For metrics and the ledger; all four are
-        computed alike."""
-        if all(s.is_guessed for s in self.slices):
+        """`prefill`, `decode`, `mixed`, or `speculative` (draft tokens alone). For metrics and the ledger; all
+        four are computed alike."""
+        if all(s.is_draft for s in self.slices):
             return SPECULATIVE
         decodes = sum(s.num_draws == len(s.token_ids) for s in self.slices)
         return "decode" if decodes == len(self.slices) else "mixed" if decodes else "prefill"

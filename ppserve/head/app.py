@@ -17,21 +17,20 @@ from dataclasses import replace
 from ppserve.config import ServeConfig
 from ppserve.core.scheduling.draft_model import DraftModel
 from ppserve.core.scheduling.drafter import look_up_prompts
-from ppserve.core.scheduling.intake import Intake
+from ppserve.core.scheduling.request_queue import RequestQueue
 from ppserve.errors import ConfigError, UsageError
 from ppserve.head.api.auth import ApiKeys
-from ppserve.head.api.desk import FrontDesk
+from ppserve.head.api.request_handler import RequestHandler
 from ppserve.head.binding import Ports
-from ppserve.head.doors import Doors
 from ppserve.head.engine.control import SocketControlPlane
 from ppserve.head.engine.draft_process import DraftProcess
 from ppserve.head.engine.fleet import Fleet
-from ppserve.head.engine.layout import Layout
-from ppserve.head.engine.lobby import Lobby
 from ppserve.head.engine.loop import Engine
-from ppserve.head.engine.member import Hopeless
+from ppserve.head.engine.member import FatalError
 from ppserve.head.engine.members import Members
+from ppserve.head.engine.placement import Placement
 from ppserve.head.engine.replica import Replica
+from ppserve.head.engine.startup_barrier import StartupBarrier
 from ppserve.head.handle import PipelineHandle, describe_model
 from ppserve.head.observe.banner import StartProgress, banner
 from ppserve.head.observe.live import RecentSpans, describe_costs, live_pages, read_state
@@ -39,8 +38,9 @@ from ppserve.head.observe.metrics import Metrics
 from ppserve.head.observe.observer import Observer
 from ppserve.head.observe.pages import MakePage, json_page
 from ppserve.head.observe.trace import Trace
+from ppserve.head.servers import Servers
 from ppserve.head.shape import compare_shapes
-from ppserve.head.starting import LobbyWatch, StartWatch
+from ppserve.head.starting import StartupBarrierWatch, StartWatch
 from ppserve.planning.shapes import render_prospects, shape_name
 from ppserve.process import meeting
 from ppserve.process.environment import (
@@ -107,7 +107,7 @@ class HeadProcess:
         self._control = SocketControlPlane(listener, self._world_size, secret, tls)
         self._keeper = Keeper(config, 0, self._world_size, self._meeting, fork_server)
         self._keeper_thread = threading.Thread(target=self._keep_stage, name="keeper", daemon=True)
-        self._keeper_failed: Future[Hopeless] = Future()
+        self._keeper_failed: Future[FatalError] = Future()
         self._stop = asyncio.Event()
         self._stop_now = asyncio.Event()
 
@@ -120,7 +120,7 @@ class HeadProcess:
         self._metrics = Metrics(num_stages, num_replicas)
         self._trace = Trace(grid, config.server.trace)
         self._schedule = RecentSpans(num_stages, num_replicas)
-        machine, rules, intake, clock = this_machine(), Layout(config), Intake(), time.monotonic_ns
+        machine, rules, request_queue, clock = this_machine(), Placement(config), RequestQueue(), time.monotonic_ns
         numbers = range(num_replicas)
         observers = [Observer(self._metrics, self._trace, self._schedule, number) for number in numbers]
         self._members = tuple(Members(grid, machine, rules, control, number) for number in numbers)
@@ -128,7 +128,7 @@ class HeadProcess:
         self._draft = DraftProcess(draft_path, path, wakes=[control.woken_file]) if draft_path else None
         new_drafter = DraftModel(self._draft).drafter if self._draft else look_up_prompts
         replicas = [
-            Replica(members, control, observer, clock, intake, new_drafter)
+            Replica(members, control, observer, clock, request_queue, new_drafter)
             for members, observer in zip(self._members, observers, strict=True)
         ]
         self._fleet = Fleet(replicas, control, clock)
@@ -161,31 +161,31 @@ class HeadProcess:
                 self._draft.end()
             self._trace.close()
 
-    async def _choose_shape(self) -> Hopeless | None:
+    async def _choose_shape(self) -> FatalError | None:
         """Once every rank has measured. A rank that cannot serve, or a signal, is the engine's to handle."""
-        lobby = Lobby(self._control, self._world_size)
-        watch = LobbyWatch(lobby, self._config.server.start_timeout_s, time.monotonic())
-        hopeless: Hopeless | None = None
+        startup_barrier = StartupBarrier(self._control, self._world_size)
+        watch = StartupBarrierWatch(startup_barrier, self._config.server.start_timeout_s, time.monotonic())
+        fatal: FatalError | None = None
 
         def is_over() -> bool:
-            nonlocal hopeless
-            if lobby.hellos is not None or self._stop.is_set() or self._keeper_failed.done():
+            nonlocal fatal
+            if startup_barrier.hellos is not None or self._stop.is_set() or self._keeper_failed.done():
                 return True
-            hopeless = watch.look(time.monotonic())
-            return hopeless is not None
+            fatal = watch.look(time.monotonic())
+            return fatal is not None
 
-        await asyncio.to_thread(lobby.wait, is_over)
-        hellos = lobby.hellos
+        await asyncio.to_thread(startup_barrier.wait, is_over)
+        hellos = startup_barrier.hellos
         if hellos is None:
-            lobby.close()
-            return hopeless
+            startup_barrier.close()
+            return fatal
         comparing = asyncio.ensure_future(asyncio.to_thread(compare_shapes, self._config, hellos))
-        await asyncio.to_thread(lobby.wait, comparing.done)
-        lobby.close()
+        await asyncio.to_thread(startup_barrier.wait, comparing.done)
+        startup_barrier.close()
         try:
             found = await comparing
         except UsageError as error:
-            return Hopeless(str(error), usage=True)
+            return FatalError(str(error), usage=True)
         grid = found[0].grid
         shape = replace(self._config.pipeline, tensor_parallel=grid.tensor, replicas=grid.data)
         self._config = replace(self._config, pipeline=shape)
@@ -206,22 +206,22 @@ class HeadProcess:
             self._engine, describe_model(self._config, decision, members, tokenizer), tokenizer
         )
         key_file = self._config.server.api_key_file
-        desk = FrontDesk(handle, tokenizer, ApiKeys(key_file) if key_file else None)
-        doors = Doors(self._config.server, desk, self._metrics, self._pages(handle))
+        request_handler = RequestHandler(handle, tokenizer, ApiKeys(key_file) if key_file else None)
+        servers = Servers(self._config.server, request_handler, self._metrics, self._pages(handle))
         topology = await asyncio.to_thread(handle.topology)
-        self._metrics.describe(handle.model_card(), topology)
-        ports = await doors.open()
+        self._metrics.describe(handle.model_description(), topology)
+        ports = await servers.open()
         # What has been made until now stays. Looking through it, the collector would stop all streams for 0.1 s.
         gc.collect()
         gc.freeze()
         self._check_listeners(ports)
-        await doors.set_serving(True)
-        self._on_reload(desk, doors)
+        await servers.set_serving(True)
+        self._on_reload(request_handler, servers)
         host = self._config.server.host
-        print(banner(handle.model_card(), topology, host, ports), file=sys.stderr, flush=True)
+        print(banner(handle.model_description(), topology, host, ports), file=sys.stderr, flush=True)
         places = f"grpc={host}:{ports.grpc} metrics={host}:{ports.metrics} stages={self._num_stages}"
         print(f"ppserve ready {places} http={host}:{ports.http}", flush=True)
-        health = asyncio.create_task(self._report_health(doors))
+        health = asyncio.create_task(self._report_health(servers))
         try:
             await self._first(self._stop.wait(), self._failed)
             if not self._failed.done():
@@ -229,7 +229,7 @@ class HeadProcess:
                 self._engine.drain()
         finally:
             health.cancel()
-        return await self._close(doors)
+        return await self._close(servers)
 
     async def _wait_for_pipeline(self) -> int | None:
         """None when it has formed; an exit code if it will not, or if a signal came first."""
@@ -243,9 +243,9 @@ class HeadProcess:
 
     async def _watch_start(self) -> None:
         watch = StartWatch(self._members, self._config.server.start_timeout_s, time.monotonic())
-        while (hopeless := watch.look(time.monotonic())) is None:
+        while (fatal := watch.look(time.monotonic())) is None:
             await asyncio.sleep(_WATCH_EVERY_S)
-        self._engine.give_up(hopeless)
+        self._engine.give_up(fatal)
 
     async def _wait_for_draft(self) -> int | None:
         """None when the draft model can be asked, or is gone, or there is none; an exit code if it cannot be used,
@@ -260,16 +260,16 @@ class HeadProcess:
             return 0
         return EXIT_USAGE if refused.result() else None
 
-    async def _close(self, doors: Doors) -> int:
+    async def _close(self, servers: Servers) -> int:
         """Until all streams have finished, --shutdown-timeout has passed, or a second signal came."""
         timeout_s = 0.0 if self._failed.done() else self._config.server.shutdown_timeout_s
-        closing = asyncio.ensure_future(doors.close(timeout_s))
+        closing = asyncio.ensure_future(servers.close(timeout_s))
         await self._first(closing, self._stop_now.wait())
         if not closing.done():
             closing.cancel()
             with contextlib.suppress(asyncio.CancelledError):
                 await closing
-            await doors.close(0.0)
+            await servers.close(0.0)
         return self._complain(self._failed.result()) if self._failed.done() else 0
 
     async def _end_stages(self) -> None:
@@ -284,7 +284,7 @@ class HeadProcess:
             self._keeper.run()
         except Exception as error:
             log.exception("the keeper of stage 0 failed")
-            self._keeper_failed.set_result(Hopeless(f"stage 0 cannot be kept alive: {error}", usage=False))
+            self._keeper_failed.set_result(FatalError(f"stage 0 cannot be kept alive: {error}", usage=False))
 
     # ---- parts ----------------------------------------------------------------------------------------
 
@@ -314,7 +314,7 @@ class HeadProcess:
         costs = json_page(lambda: describe_costs(handle.look()))
         return {"/metrics": metrics.page, "/costs.json": costs, **live}
 
-    async def _report_health(self, doors: Doors) -> None:
+    async def _report_health(self, servers: Servers) -> None:
         """Health is SERVING only while a replica is healthy."""
         serving = True
         while True:
@@ -322,7 +322,7 @@ class HeadProcess:
             healthy = self._fleet.is_healthy(time.monotonic_ns())
             if healthy != serving:
                 serving = healthy
-                await doors.set_serving(serving)
+                await servers.set_serving(serving)
 
     # ---- signals --------------------------------------------------------------------------------------
 
@@ -336,10 +336,10 @@ class HeadProcess:
         for signum in (signal.SIGTERM, signal.SIGINT):
             loop.add_signal_handler(signum, on_stop)
 
-    def _on_reload(self, desk: FrontDesk, doors: Doors) -> None:
+    def _on_reload(self, request_handler: RequestHandler, servers: Servers) -> None:
         def reload() -> None:
-            desk.reload_keys()
-            doors.reload_certificates()
+            request_handler.reload_keys()
+            servers.reload_certificates()
             self._reload_stage_tls()
 
         loop = asyncio.get_running_loop()
@@ -364,6 +364,6 @@ class HeadProcess:
                 task.cancel()
 
     @staticmethod
-    def _complain(hopeless: Hopeless) -> int:
-        print(f"ppserve: error: {hopeless.reason}", file=sys.stderr, flush=True)
-        return EXIT_USAGE if hopeless.usage else 1
+    def _complain(fatal: FatalError) -> int:
+        print(f"ppserve: error: {fatal.reason}", file=sys.stderr, flush=True)
+        return EXIT_USAGE if fatal.usage else 1

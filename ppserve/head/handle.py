@@ -14,7 +14,14 @@ from ppserve.core.ledger.account import StageTimes
 from ppserve.core.ledger.advice import advise
 from ppserve.core.partition import mean
 from ppserve.core.request import FinishReason, Request
-from ppserve.head.cards import LoadCard, ModelCard, RankCard, ReplicaCard, StageCard, Topology
+from ppserve.head.descriptions import (
+    LoadDescription,
+    ModelDescription,
+    RankDescription,
+    ReplicaDescription,
+    StageDescription,
+    Topology,
+)
 from ppserve.head.engine.loop import Engine
 from ppserve.head.engine.member import Decision, Member, StageState
 from ppserve.head.engine.open_request import read_held
@@ -30,13 +37,13 @@ _MANY_HELD = 256
 class PipelineHandle:
     """Implements `EngineHandle`. Made once the pipeline has formed for the first time."""
 
-    def __init__(self, engine: Engine, card: ModelCard, tokenizer: Tokenizer | None) -> None:
+    def __init__(self, engine: Engine, description: ModelDescription, tokenizer: Tokenizer | None) -> None:
         self._engine = engine
-        self._card = card
+        self._description = description
         self._tokenizer = tokenizer
 
     async def submit(self, request: Request, sink: Sink) -> None:
-        read = functools.partial(read_held, request, self._tokenizer, self._card.eos_id)
+        read = functools.partial(read_held, request, self._tokenizer, self._description.eos_id)
         held = await asyncio.to_thread(read) if len(request.resume_ids) > _MANY_HELD else read()
         await asyncio.wrap_future(self._engine.submit(request, sink, self._tokenizer, held))
 
@@ -46,8 +53,8 @@ class PipelineHandle:
     def cancel(self, request_id: str, reason: FinishReason) -> None:
         self._engine.cancel(request_id, reason)
 
-    def model_card(self) -> ModelCard:
-        return self._card
+    def model_description(self) -> ModelDescription:
+        return self._description
 
     async def restart(self, replica: int, pauses: bool) -> None:
         await asyncio.wrap_future(self._engine.restart(replica, pauses))
@@ -59,13 +66,13 @@ class PipelineHandle:
     def topology(self) -> Topology:
         return topology_of(self.look())
 
-    def load(self) -> LoadCard:
+    def load(self) -> LoadDescription:
         """Of what the replicas that serve can hold."""
         readings = self.look()
         scheduling = readings[0].decision.scheduling
         there = [reading for reading in readings if reading.serves] or readings
         num_blocks = sum(reading.num_blocks for reading in there)
-        return LoadCard(
+        return LoadDescription(
             running=sum(reading.num_running for reading in readings),
             waiting=readings[0].num_waiting,
             max_running=len(there) * scheduling.max_num_seqs,
@@ -83,10 +90,10 @@ def topology_of(readings: tuple[ReplicaReading, ...]) -> Topology:
     thread."""
     replicas = tuple(map(_replica_card, readings))
     return Topology(
-        stages=tuple(card for reading in readings for card in _stage_cards(reading)),
+        stages=tuple(description for reading in readings for description in _stage_cards(reading)),
         replicas=replicas,
         transport=readings[0].decision.transport,
-        epoch=1 + sum(card.epoch - 1 for card in replicas),
+        epoch=1 + sum(description.epoch - 1 for description in replicas),
         microbatches=readings[0].microbatches,
         advice=advice_of(readings),
     )
@@ -103,8 +110,8 @@ def _advice(reading: ReplicaReading) -> str:
     return advise(times, reading.decision.layouts, reading.microbatches)
 
 
-def _replica_card(reading: ReplicaReading) -> ReplicaCard:
-    return ReplicaCard(
+def _replica_card(reading: ReplicaReading) -> ReplicaDescription:
+    return ReplicaDescription(
         replica=reading.replica,
         serves=reading.serves,
         epoch=reading.epoch,
@@ -114,19 +121,19 @@ def _replica_card(reading: ReplicaReading) -> ReplicaCard:
     )
 
 
-def _stage_cards(reading: ReplicaReading) -> tuple[StageCard, ...]:
+def _stage_cards(reading: ReplicaReading) -> tuple[StageDescription, ...]:
     predicted_s = predicted_step_s(reading.decision, reading.stages)
     return tuple(_stage_card(reading, stage, predicted_s) for stage in reading.stages)
 
 
-def _stage_card(reading: ReplicaReading, stage: StageReading, predicted_s: tuple[float, ...]) -> StageCard:
+def _stage_card(reading: ReplicaReading, stage: StageReading, predicted_s: tuple[float, ...]) -> StageDescription:
     member, times, num_ranks = stage.member, stage.times, len(stage.ranks)
     loaded = [rank.loaded for rank in stage.ranks if rank.loaded is not None]
     ranks = tuple(map(_rank_card, stage.ranks, stage.gathered_ns))
     assert len(loaded) == num_ranks
     layout = reading.decision.layouts[member.stage]
     busy_s = times.computed_ns / 1e9
-    return StageCard(
+    return StageDescription(
         replica=reading.replica,
         stage=member.stage,
         tensor=member.tensor,
@@ -150,11 +157,11 @@ def _stage_card(reading: ReplicaReading, stage: StageReading, predicted_s: tuple
     )
 
 
-def _rank_card(member: Member, gathered_ns: int) -> RankCard:
+def _rank_card(member: Member, gathered_ns: int) -> RankDescription:
     hello, loaded = member.hello, member.loaded
     assert hello is not None
     assert loaded is not None
-    return RankCard(
+    return RankDescription(
         rank=member.rank,
         tensor=member.tensor,
         host=hello.host,
@@ -217,12 +224,12 @@ def _remedy(members: Sequence[Member]) -> str:
 
 def describe_model(
     config: ServeConfig, decision: Decision, replicas: Sequence[tuple[Member, ...]], tokenizer: Tokenizer | None
-) -> ModelCard:
+) -> ModelDescription:
     """The model as served. Every rank has loaded its part. replicas: the members of each."""
     arch, limits = decision.architecture, Limits()
     reasons = why_not_deterministic(*replicas)
     members = [member for replica in replicas for member in replica]
-    return ModelCard(
+    return ModelDescription(
         # Not the whole path: callers need not know the server's directories.
         name=Path(config.model.path).name,
         architecture=arch,

@@ -134,10 +134,10 @@ class _State(ServerState):
         """Below 0: too many have come."""
         return self.max_connections - len(self.connections) - len(self.handshakes)
 
-    def make_room(self, newcomer: _Connection | _Handshake) -> None:
+    def make_room(self, new_client: _Connection | _Handshake) -> None:
         """One has come: there may be one too many."""
         if self.num_free < 0:
-            next(iter((*self.waiting, *self.unread, newcomer))).end()
+            next(iter((*self.waiting, *self.unread, new_client))).end()
 
 
 class _Handshake(SSLProtocol):

@@ -10,7 +10,7 @@ from ppserve.config import CPU_KV_SHARE, ServeConfig
 from ppserve.core.cost_model import LayerCosts
 from ppserve.core.scheduling.config import MAX_PROMPT_TOKENS_PER_STEP
 from ppserve.errors import ConfigError
-from ppserve.head.engine.layout import CPU_CHUNK
+from ppserve.head.engine.placement import CPU_CHUNK
 from ppserve.planning.cores import SharedCores
 from ppserve.planning.forecast import Intent
 from ppserve.planning.machine import Wires

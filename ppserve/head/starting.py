@@ -9,9 +9,9 @@ import logging
 from collections.abc import Callable, Sequence
 
 from ppserve.core.figures import size
-from ppserve.head.engine.lobby import Lobby
-from ppserve.head.engine.member import Hopeless, Member, StageState
+from ppserve.head.engine.member import FatalError, Member, StageState
 from ppserve.head.engine.members import Members
+from ppserve.head.engine.startup_barrier import StartupBarrier
 
 log = logging.getLogger("ppserve.head")
 
@@ -26,32 +26,32 @@ class WaitLimit:
         self._seen: object = None
         self._since_s = self._told_s = now_s
 
-    def look(self, seen: object, missing: Callable[[], str], now_s: float) -> Hopeless | None:
+    def look(self, seen: object, missing: Callable[[], str], now_s: float) -> FatalError | None:
         """Why the server must end; None while it may wait. seen: changes when something happens."""
         if seen != self._seen:
             self._seen, self._since_s = seen, now_s
         waited_s = now_s - self._since_s
         if waited_s >= self._limit_s:
             reason = f"nothing has happened for {waited_s:.0f} s (--start-timeout); waiting for {missing()}"
-            return Hopeless(reason, usage=False)
+            return FatalError(reason, usage=False)
         if now_s - self._told_s >= TELL_EVERY_S:
             self._told_s = now_s
             log.warning("waiting for %s", missing())
         return None
 
 
-class LobbyWatch:
-    """Looks at the lobby, where `--parallel auto` waits until all ranks have measured."""
+class StartupBarrierWatch:
+    """Looks at the startup barrier, where `--parallel auto` waits until all ranks have measured."""
 
-    def __init__(self, lobby: Lobby, limit_s: float, now_s: float) -> None:
-        self._lobby, self._limit = lobby, WaitLimit(limit_s, now_s)
+    def __init__(self, startup_barrier: StartupBarrier, limit_s: float, now_s: float) -> None:
+        self._startup_barrier, self._limit = startup_barrier, WaitLimit(limit_s, now_s)
 
-    def look(self, now_s: float) -> Hopeless | None:
+    def look(self, now_s: float) -> FatalError | None:
         """Why the server must end; None while it may wait."""
-        return self._limit.look(self._lobby.missing, self._missing, now_s)
+        return self._limit.look(self._startup_barrier.missing, self._missing, now_s)
 
     def _missing(self) -> str:
-        ranks = ", ".join(f"rank {rank}" for rank in self._lobby.missing)
+        ranks = ", ".join(f"rank {rank}" for rank in self._startup_barrier.missing)
         return f"{ranks}, which {_WHAT[StageState.ABSENT]} Or it measures still (--parallel auto)"
 
 
@@ -61,7 +61,7 @@ class StartWatch:
     def __init__(self, replicas: Sequence[Members], limit_s: float, now_s: float) -> None:
         self._replicas, self._limit = replicas, WaitLimit(limit_s, now_s)
 
-    def look(self, now_s: float) -> Hopeless | None:
+    def look(self, now_s: float) -> FatalError | None:
         """Why the server must end; None while it may wait."""
         seen = [(member.state, member.progress) for replica in self._replicas for member in replica.all]
         return self._limit.look(seen, self._missing, now_s)

@@ -50,7 +50,7 @@ class StageLedger:
 
     @property
     def wasted_s(self) -> float:
-        """Of `busy_s`, the steps on guesses that were wrong."""
+        """Of `busy_s`, the steps on draft tokens that were wrong."""
         return self.times.wasted_ns / 1e9
 
     @property

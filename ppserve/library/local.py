@@ -7,14 +7,14 @@ import time
 from collections.abc import Callable, Iterable
 
 from ppserve import wire
-from ppserve.head.engine.control import Gone, Heard
+from ppserve.head.engine.control import Disconnected, Received
 from ppserve.stage.link import Link
 
 
 class LocalLink(Link):
     """A rank's end. Messages are handed over as they are: all of them are frozen."""
 
-    def __init__(self, rank: int, head: queue.SimpleQueue[Heard | Gone | None]) -> None:
+    def __init__(self, rank: int, head: queue.SimpleQueue[Received | Disconnected | None]) -> None:
         super().__init__(lambda _epoch: None)
         self._rank = rank
         self._head = head
@@ -25,13 +25,13 @@ class LocalLink(Link):
         return self
 
     def send(self, message: wire.FromStage) -> None:
-        self._head.put(Heard(self._rank, time.monotonic_ns(), message))
+        self._head.put(Received(self._rank, time.monotonic_ns(), message))
 
     def hang_up(self, cause: str) -> None:
         """The rank is gone: as when a connection ends. What is told of abandoned epochs would hold the stage, with
         its weights, keys and values, for as long as there is a pipeline, or until cycles are collected."""
         self._on_abandon = lambda _epoch: None
-        self._head.put(Gone(self._rank, cause))
+        self._head.put(Disconnected(self._rank, cause))
 
     def deliver(self, message: wire.FromHead) -> None:
         """From the head, in the engine's thread."""
@@ -42,19 +42,19 @@ class LocalControlPlane:
     """The head's end (`engine.control.ControlPlane`)."""
 
     def __init__(self, ranks: Iterable[int]) -> None:
-        self._arrived: queue.SimpleQueue[Heard | Gone | None] = queue.SimpleQueue()
+        self._arrived: queue.SimpleQueue[Received | Disconnected | None] = queue.SimpleQueue()
         self.links = {rank: LocalLink(rank, self._arrived) for rank in ranks}
         self._connected = set(self.links)
 
-    def poll(self, timeout_s: float) -> list[Heard | Gone]:
-        came: list[Heard | Gone | None] = []
+    def poll(self, timeout_s: float) -> list[Received | Disconnected]:
+        came: list[Received | Disconnected | None] = []
         try:
             came.append(self._arrived.get(timeout=timeout_s) if timeout_s else self._arrived.get_nowait())
             while True:
                 came.append(self._arrived.get_nowait())
         except queue.Empty:
             pass
-        self._connected -= {message.rank for message in came if isinstance(message, Gone)}
+        self._connected -= {message.rank for message in came if isinstance(message, Disconnected)}
         return [message for message in came if message is not None]
 
     def wake(self) -> None:

@@ -20,15 +20,15 @@ from ppserve.answers import Completion, Options, Prompt, options_of, prompt_of
 from ppserve.core.architecture import Split
 from ppserve.core.scheduling.draft_model import DraftModel
 from ppserve.core.scheduling.drafter import NewDrafter, look_up_prompts
-from ppserve.core.scheduling.intake import Intake
+from ppserve.core.scheduling.request_queue import RequestQueue
 from ppserve.errors import ConfigError, Draining, InvalidRequest, StagesLost, UsageError, Violation
 from ppserve.head.api.call import Call
-from ppserve.head.api.requests import Asked, check, to_request
-from ppserve.head.cards import ModelCard, Topology
+from ppserve.head.api.requests import ParsedRequest, check, to_request
+from ppserve.head.descriptions import ModelDescription, Topology
 from ppserve.head.engine.fleet import Fleet
-from ppserve.head.engine.layout import Layout
 from ppserve.head.engine.loop import Engine
 from ppserve.head.engine.members import Members
+from ppserve.head.engine.placement import Placement
 from ppserve.head.engine.replica import Replica
 from ppserve.head.engine.watcher import Watcher
 from ppserve.head.handle import describe_model, topology_of
@@ -37,7 +37,7 @@ from ppserve.library.local import LocalControlPlane, LocalLink
 from ppserve.library.stream import Stream
 from ppserve.process.environment import RankEnvironment, this_machine
 from ppserve.stage.draft import Draft
-from ppserve.stage.loop import Findings, StageLoop
+from ppserve.stage.loop import ProbeResult, StageLoop
 from ppserve.stage.wiring import ThreadWiring
 from ppserve.tokenizer import Tokenizer, load_tokenizer
 
@@ -52,8 +52,8 @@ class Settings(TypedDict, total=False):
 
     tensor_parallel: how many ranks compute each stage together, each a thread. devices: of each rank, such as
     ["cuda:0", "cuda:1"], in order of stages. layers: of each stage, such as "7.5,4.5" (unset: equal weights).
-    threads: of each rank. Sizes are bytes. speculate: guesses per step and sequence, None = where they pay (unset:
-    none). draft_model: a model of the same vocabulary that guesses, "builtin" or as the model.
+    threads: of each rank. Sizes are bytes. speculate: draft tokens per step and sequence, None = where they pay
+    (unset: none). draft_model: a model of the same vocabulary that draft tokens, "builtin" or as the model.
     """
 
     dtype: str
@@ -89,8 +89,8 @@ class Pipeline:
     model: as for `--model` of the server. stages: one, or one for each of `devices`, unless told. The same request
     gives the same tokens here and there, over any number of stages. Any thread may use it. Raises UsageError
     (ConfigError, CheckpointError) for what cannot be run.
-    new_drafter: makes the drafter of an answer, which guesses its next tokens; no drafter changes a token. Unset:
-    the draft_model's, else one that looks for repetitions.
+    new_drafter: makes the drafter of an answer, which draft tokens its next tokens; no drafter changes a token.
+    Unset: the draft_model's, else one that looks for repetitions.
     """
 
     def __init__(
@@ -114,13 +114,18 @@ class Pipeline:
         world_size = stages * each
         grid = config.pipeline.grid(world_size)
         self._control = LocalControlPlane(range(world_size))
-        machine, rules, watcher, intake = this_machine(), Layout(config, in_process=True), Watcher(), Intake()
+        machine, rules, watcher, request_queue = (
+            this_machine(),
+            Placement(config, in_process=True),
+            Watcher(),
+            RequestQueue(),
+        )
         self._members = tuple(
             Members(grid, machine, rules, self._control, number) for number in range(num_replicas)
         )
         new_drafter = new_drafter or _drafter_of(config)
         replicas = [
-            Replica(members, self._control, watcher, time.monotonic_ns, intake, new_drafter)
+            Replica(members, self._control, watcher, time.monotonic_ns, request_queue, new_drafter)
             for members in self._members
         ]
         fleet = Fleet(replicas, self._control, time.monotonic_ns)
@@ -128,7 +133,7 @@ class Pipeline:
         self._tokenizer: Tokenizer | None = None
         self._pid = os.getpid()
         wirings = [ThreadWiring() for _ in range(num_replicas)]
-        found = [Findings.of(config, RankEnvironment(r, world_size, r, world_size)) for r in range(world_size)]
+        found = [ProbeResult.of(config, RankEnvironment(r, world_size, r, world_size)) for r in range(world_size)]
         self._stages = [
             threading.Thread(
                 target=_live,
@@ -143,7 +148,7 @@ class Pipeline:
         for thread in (self._engine, *self._stages):
             thread.start()
         try:
-            self._card = self._when_formed(config)
+            self._description = self._when_formed(config)
         except BaseException:
             self.close()
             raise
@@ -165,10 +170,10 @@ class Pipeline:
         name, timeout_s = given.pop("request_id", ""), given.pop("timeout_s", None)
         requests = []
         for prompt in prompts:
-            asked = Asked(prompt=prompt, **given)
-            check(asked, self._card)
+            asked = ParsedRequest(prompt=prompt, **given)
+            check(asked, self._description)
             call = Call.begin("", timeout_s, None)
-            requests.append(to_request(asked, self._ids_of(prompt), self._card, call))
+            requests.append(to_request(asked, self._ids_of(prompt), self._description, call))
         several = len(prompts) > 1
         stream = Stream(self, engine, self._tokenizer)
         try:
@@ -207,9 +212,9 @@ class Pipeline:
     # ---- what it says ---------------------------------------------------------------------------------
 
     @property
-    def model(self) -> ModelCard:
+    def model(self) -> ModelDescription:
         """What is computed, in which arithmetic, and whether the promises hold on this machine."""
-        return self._card
+        return self._description
 
     def ledger(self) -> Ledger:
         """Where every stage's time went, from the making of the pipeline to now."""
@@ -245,15 +250,15 @@ class Pipeline:
         decision = self._members[0].decision
         assert decision is not None
         spans = " | ".join(layout.span for layout in decision.layouts)
-        return f"<Pipeline {self._card.name!r}, {self._card.dtype}, layers {spans}>"
+        return f"<Pipeline {self._description.name!r}, {self._description.dtype}, layers {spans}>"
 
-    def _when_formed(self, config: cfg.ServeConfig) -> ModelCard:
+    def _when_formed(self, config: cfg.ServeConfig) -> ModelDescription:
         """Waits until every stage has loaded its layers."""
         engine = self._engine
         wait([cast("Future[Any]", engine.formed), cast("Future[Any]", engine.failed)], return_when=FIRST_COMPLETED)
         if engine.failed.done():
-            hopeless = engine.failed.result()
-            raise UsageError(hopeless.reason) if hopeless.usage else StagesLost(hopeless.reason)
+            fatal = engine.failed.result()
+            raise UsageError(fatal.reason) if fatal.usage else StagesLost(fatal.reason)
         decision, hello = self._members[0].decision, self._members[0].first.hello
         assert decision is not None and hello is not None  # noqa: PT018
         self._tokenizer = load_tokenizer(hello.checkpoint, decision.architecture.vocab_size)
@@ -311,7 +316,7 @@ def _drafter_of(config: cfg.ServeConfig) -> NewDrafter:
     return DraftModel(Draft(draft_model, config.model.path)).drafter
 
 
-def _live(start: wire.Start, found: Findings, link: LocalLink, wiring: ThreadWiring) -> None:
+def _live(start: wire.Start, found: ProbeResult, link: LocalLink, wiring: ThreadWiring) -> None:
     """The life of a stage's thread. What ends it unforeseen ends the pipeline, with the reason."""
     try:
         found.compute.occupy()

@@ -104,8 +104,8 @@ def asked(
     head: SimulatedHead | None = None,
     on: tuple[tuple[Cores, ...], ...] = (),
 ) -> Simulator:
-    """`load`, to be run through the pipeline of `plan`. acceptance: the share of guessed tokens that are right, 0:
-    no guesses. head: others may share it. on: as in `Machine`. Raises ConfigError when nothing fits into its
+    """`load`, to be run through the pipeline of `plan`. acceptance: the share of drafted tokens that are right, 0:
+    no draft tokens. head: others may share it. on: as in `Machine`. Raises ConfigError when nothing fits into its
     memory."""
     if plan.max_sequences < 1:
         raise ConfigError("--kv-cache-memory", f"not one sequence of {plan.max_model_len} tokens fits")

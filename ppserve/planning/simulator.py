@@ -24,10 +24,10 @@ from ppserve.core.request import Request, StopConditions
 from ppserve.core.scheduling.block_manager import BlockManager
 from ppserve.core.scheduling.composer import CostModel
 from ppserve.core.scheduling.config import SchedulerConfig
-from ppserve.core.scheduling.drafter import Guess
-from ppserve.core.scheduling.lane_count import LaneCount
+from ppserve.core.scheduling.drafter import DraftToken
 from ppserve.core.scheduling.scheduler import Scheduler
 from ppserve.core.scheduling.sequence import SequenceEvent
+from ppserve.core.scheduling.slot_count import SlotCount
 from ppserve.planning.clock import Clock
 from ppserve.planning.cores import Cores, Thread
 from ppserve.planning.machine import Machine
@@ -37,8 +37,8 @@ _NS = 1_000_000_000
 
 @dataclass(frozen=True, slots=True)
 class SimulatedRequest:
-    """arrival_s: after the start. prompt_tokens, new_tokens: at least 1 each. acceptance: the share of guesses of
-    its tokens that are right; None: the simulator's."""
+    """arrival_s: after the start. prompt_tokens, new_tokens: at least 1 each. acceptance: the share of draft
+    tokens of its tokens that are right; None: the simulator's."""
 
     arrival_s: float
     prompt_tokens: int
@@ -152,19 +152,20 @@ class _SimulatedStage:
     num_busy: int = 0
 
 
-class _Guesser:
-    """Guesses the simulated token 0, as often as it is told to be right."""
+class _SimulatedDrafter:
+    """Draft tokens the simulated token 0, as often as it is told to be right."""
 
     def __init__(self, rate: float, seed: int) -> None:
         self._rate, self._chance = rate, random.Random(seed)
 
-    def guess(self, token_ids: Seq[int], guesses: Seq[int]) -> Guess | None:
-        return Guess(int(self._chance.random() >= self._rate), self._rate)
+    def draft_token(self, token_ids: Seq[int], draft_tokens: Seq[int]) -> DraftToken | None:
+        return DraftToken(int(self._chance.random() >= self._rate), self._rate)
 
 
 class Simulator:
     """One run of one replica. costs: the scheduler's predictions; None: it fills steps by tokens only. acceptance:
-    the share of guesses that are right; 0: none are made. seed: of which they are. head: None: one of its own."""
+    the share of draft tokens that are right; 0: none are made. seed: of which they are. head: None: one of its
+    own."""
 
     def __init__(
         self,
@@ -182,7 +183,7 @@ class Simulator:
         blocks = BlockManager(machine.num_blocks, config.block_size)
         config = replace(config, speculate=None if acceptance else 0)
         self._acceptance, self._seed = acceptance, seed
-        self._guessers: dict[float, _Guesser] = {}
+        self._guessers: dict[float, _SimulatedDrafter] = {}
         self._scheduler = Scheduler(config, blocks, self._steps, costs, new_drafter=self._guesser_of)
         self._account = TimeAccount(self._steps, 0)
         on = machine.on or ((),) * len(machine.stages)
@@ -192,7 +193,7 @@ class Simulator:
         self._running: dict[str, _Running] = {}
         self._backlog: list[SimulatedRequest] = []
         self._outcome = Outcome()
-        self._lanes = None if config.microbatches else LaneCount(len(machine.stages), machine.fixed_s)
+        self._slots = None if config.microbatches else SlotCount(len(machine.stages), machine.fixed_s)
 
     def run(self, requests: Iterable[SimulatedRequest], concurrency: int | None = None) -> Outcome:
         """What comes of these requests, as for `ask`, and of all that was asked of others with the same head."""
@@ -216,10 +217,10 @@ class Simulator:
         self._outcome.wall_s, self._outcome.stages = self._ended_s, self._account.settled()
         return self._outcome
 
-    def _guesser_of(self, request: Request, _index: int) -> _Guesser:
+    def _guesser_of(self, request: Request, _index: int) -> _SimulatedDrafter:
         own = self._running[request.id].asked.acceptance
         rate = self._acceptance if own is None else own
-        return self._guessers.setdefault(rate, _Guesser(rate, self._seed))
+        return self._guessers.setdefault(rate, _SimulatedDrafter(rate, self._seed))
 
     def _reaches_head(self, at_s: float, what: SimulatedRequest | StepResult) -> None:
         self._clock.at(at_s, partial(self._head.hear, partial(self._handle, what, at_s)))
@@ -254,7 +255,7 @@ class Simulator:
         if num_tokens:
             # It makes text of all tokens first, and computes beside its callers when it sends that.
             self._clock.at(now_s - telling_s / 2, partial(self._head.tell, num_tokens))
-        if not (scheduler.intake.groups or scheduler.is_busy):
+        if not (scheduler.request_queue.groups or scheduler.is_busy):
             self._account.demand_ended(round(now_s * _NS))
         return now_s - begun_s
 
@@ -263,10 +264,10 @@ class Simulator:
 
     def _cancel_doomed(self, known_s: float) -> None:
         """known_s: to the stages."""
-        for step_id in self._scheduler.lanes.take_doomed():
+        for step_id in self._scheduler.slots.take_cancelled():
             self._steps.doom(step_id)
-            if (doomed := self._passing.get(step_id)) is not None:
-                doomed.cancelled_s = known_s
+            if (cancelled_steps := self._passing.get(step_id)) is not None:
+                cancelled_steps.cancelled_s = known_s
 
     def _submit(self, asked: SimulatedRequest, now_s: float, arrived_s: float) -> None:
         name = str(next(self._head.numbers))
@@ -274,7 +275,7 @@ class Simulator:
         self._running[name] = _Running(asked, arrived_s)
         self._outcome.prompt_tokens += asked.prompt_tokens
         self._account.demand_began(round(now_s * _NS))
-        self._scheduler.intake.submit(Request(name, (0,) * asked.prompt_tokens, stop), now_s)
+        self._scheduler.request_queue.submit(Request(name, (0,) * asked.prompt_tokens, stop), now_s)
 
     def _reported(self, result: StepResult, now_s: float) -> int:
         """How many tokens the result brought."""
@@ -286,9 +287,9 @@ class Simulator:
             for event in self._scheduler.commit(result, now_s):
                 num_tokens += event.token_id is not None
                 self._heard(event, now_s)
-        if self._lanes is not None:
-            lanes = self._lanes.observe(step.plan, result, step.fills_lanes, num_tokens)
-            self._scheduler.set_microbatches(lanes)
+        if self._slots is not None:
+            slots = self._slots.observe(step.plan, result, step.fills_slots, num_tokens)
+            self._scheduler.set_microbatches(slots)
         return num_tokens
 
     def _heard(self, event: SequenceEvent, now_s: float) -> None:

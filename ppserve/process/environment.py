@@ -78,7 +78,7 @@ def die_with_parent(parent_pid: int | None = None) -> None:
 
 
 @contextlib.contextmanager
-def born_deaf() -> Iterator[None]:
+def signals_ignored() -> Iterator[None]:
     """A child that is started in the block hears no signal that would end it until `ignore_ending`: it may import
     for seconds before. Ctrl-C in a terminal goes to all processes, and a supervisor's SIGTERM may."""
     before = signal.pthread_sigmask(signal.SIG_BLOCK, _ENDING_SIGNALS)

@@ -13,7 +13,7 @@ import sys
 from collections.abc import Callable, Sequence
 
 from ppserve import wire
-from ppserve.process.environment import born_deaf
+from ppserve.process.environment import signals_ignored
 
 STAGE_COMMAND = (sys.executable, "-m", "ppserve.stage")
 # What the fork server is asked, and its answer to REAP: an exit code (-9: killed).
@@ -64,7 +64,7 @@ class ForkServer:
         # A BLAS that starts threads when it is imported would leave the forked stages without them.
         environment = {**os.environ, "OPENBLAS_NUM_THREADS": "1"}
         command = [*self._command, str(theirs.fileno()), str(os.getpid())]
-        with theirs, born_deaf():
+        with theirs, signals_ignored():
             try:
                 self._process = subprocess.Popen(
                     command, stdin=subprocess.DEVNULL, pass_fds=(theirs.fileno(),), env=environment

@@ -34,7 +34,7 @@ from ppserve.process.logs import set_up_logging, survive_full_disks
 from ppserve.process.stage_process import EXIT_CODE, FORK, REAP, START_EVERY_S, START_WITHIN_S
 
 if TYPE_CHECKING:
-    from ppserve.stage.loop import Findings
+    from ppserve.stage.loop import ProbeResult
 
 log = logging.getLogger("ppserve.stage")
 
@@ -149,14 +149,14 @@ def be_stage(life: int, parent_pid: int) -> int:
     return stage.run(tell=lambda what: os.write(life, f"{what}\n".encode()))
 
 
-def _find_out(start: wire.Start) -> Findings:
+def _find_out(start: wire.Start) -> ProbeResult:
     """The checkpoint, the device and, if the head needs them, measured costs. Raises UsageError."""
     from ppserve.stage import calibrate
-    from ppserve.stage.loop import Findings
+    from ppserve.stage.loop import ProbeResult
 
     config, world_size = start.config, start.world_size
     environment = RankEnvironment.from_environ() or RankEnvironment(start.rank, world_size, 0, 1)
-    found = Findings.of(config, environment)
+    found = ProbeResult.of(config, environment)
     found.compute.occupy()
     grid = config.pipeline.grid(world_size)
     tensor = grid.place(start.rank).tensor

@@ -29,12 +29,12 @@ import torch
 from ppserve.config import ServeConfig
 from ppserve.core.architecture import Architecture, StageLayout
 from ppserve.core.cost_model import LayerCosts, StageCost, StepSize
-from ppserve.core.partition import Parts
+from ppserve.core.partition import PartCosts
 from ppserve.core.plan import Draw, Slice, StepPlan
 from ppserve.core.request import SamplingParams
 from ppserve.model.checkpoint import Checkpoint
 from ppserve.model.gpt2 import GPT2Stage
-from ppserve.stage import around
+from ppserve.stage import step_overhead
 from ppserve.stage.device import Compute
 from ppserve.stage.step import Stage
 from ppserve.stage.transport import Frames, connect
@@ -49,7 +49,7 @@ _TURNS_S = 3.0
 _PAUSE_S = 2e-3
 _VERSION = 20
 # Parameters of the layers that `layer_costs` measures together, if the model has so many. A single layer would
-# stay in the processor's caches, where a whole model's layers displace each other.
+# stay in the processor's caches, where a whole model's layers preempt each other.
 _PARAMS_BEYOND_CACHES = 32 << 20
 # Sizes of the steps that `layer_costs` measures: sequences that decode, and tokens of one prompt.
 _DECODES = (1, 4, 8, 16, 64)
@@ -69,7 +69,7 @@ _What = tuple[str, StepPlan]
 
 
 @dataclass(frozen=True, slots=True)
-class Mix:
+class ExpectedWorkload:
     """A typical request: tokens of its prompt and of its answer."""
 
     prompt: int
@@ -98,7 +98,7 @@ class Mix:
 
 def costs_for_split(
     config: ServeConfig, num_stages: int, checkpoint: Checkpoint, compute: Compute, tensor: int = 0
-) -> Parts | None:
+) -> PartCosts | None:
     """What `--layers auto` needs to know of this machine; None where there is nothing to decide. tensor: which of
     its stage's tensor ranks this is."""
     # Too many stages for the model: the head says so.
@@ -106,7 +106,7 @@ def costs_for_split(
     if not cuts or config.pipeline.layers is not None:
         return None
     expected = config.scheduling
-    mix = Mix(expected.expect_prompt, expected.expect_new)
+    mix = ExpectedWorkload(expected.expect_prompt, expected.expect_new)
     return step_costs(checkpoint, compute, mix, (tensor, config.pipeline.tensor_parallel))
 
 
@@ -116,7 +116,7 @@ def costs_for_shape(
     """What `--parallel auto` needs to know of this machine, by the number of tensor ranks; None: nobody asks."""
     if config.pipeline.parallel != "auto":
         return None
-    mix = Mix(config.scheduling.expect_prompt, config.scheduling.expect_new)
+    mix = ExpectedWorkload(config.scheduling.expect_prompt, config.scheduling.expect_new)
     most = min(world_size, checkpoint.architecture.num_heads)
     counts = [count for count in range(1, most + 1) if world_size % count == 0]
     num_neighbours = _num_neighbours(local_rank, compute.stages_here)
@@ -129,14 +129,18 @@ def _num_neighbours(local_rank: int, num_ranks: int) -> int:
     return 2 if num_ranks == 1 else int(local_rank in (0, 2))
 
 
-def step_costs(checkpoint: Checkpoint, compute: Compute, mix: Mix, part: tuple[int, int] = (0, 1)) -> Parts:
+def step_costs(
+    checkpoint: Checkpoint, compute: Compute, mix: ExpectedWorkload, part: tuple[int, int] = (0, 1)
+) -> PartCosts:
     """Seconds of each part in one step of this mix; from the file if measured before. part: which tensor rank of
     how many; the others are not waited for."""
-    return _remembered(Parts, checkpoint, compute, (mix, part), lambda: _measure(checkpoint, compute, mix, part))
+    return _remembered(
+        PartCosts, checkpoint, compute, (mix, part), lambda: _measure(checkpoint, compute, mix, part)
+    )
 
 
 def layer_costs(
-    checkpoint: Checkpoint, compute: Compute, mix: Mix, num_tensor: int = 1, num_neighbours: int = 1
+    checkpoint: Checkpoint, compute: Compute, mix: ExpectedWorkload, num_tensor: int = 1, num_neighbours: int = 1
 ) -> LayerCosts:
     """Seconds of a layer and of the head by the step's size; from the file if measured before. num_tensor: on the
     first of so many tensor ranks, which does not wait for the others.
@@ -178,7 +182,7 @@ def _memory_path(arch: Architecture, compute: Compute, what: object) -> Path:
     return Path(cache) / "ppserve" / f"costs-{hashlib.sha256(repr(of).encode()).hexdigest()[:16]}.json"
 
 
-def _measure(checkpoint: Checkpoint, compute: Compute, mix: Mix, part: tuple[int, int]) -> Parts:
+def _measure(checkpoint: Checkpoint, compute: Compute, mix: ExpectedWorkload, part: tuple[int, int]) -> PartCosts:
     plan, share = mix.step(checkpoint.architecture.max_positions)
     silent = _silent(plan)
     bare, attention, layer = (_stage(checkpoint, compute, _whole(count, *part), plan) for count in (0, 1, 2))
@@ -186,7 +190,7 @@ def _measure(checkpoint: Checkpoint, compute: Compute, mix: Mix, part: tuple[int
     embed_and_draw_s, embed_s = min(_times(bare, plan)), min(_times(bare, silent))
     attend_s, whole_layer_s = (min(_times(stage, silent)) for stage in (attention, layer))
     # Noise may make a part that costs next to nothing seem to cost less.
-    return Parts(
+    return PartCosts(
         attention=max(attend_s - embed_s, 1e-9),
         mlp=max(whole_layer_s - attend_s, 1e-9),
         embedding=embed_s,
@@ -194,7 +198,9 @@ def _measure(checkpoint: Checkpoint, compute: Compute, mix: Mix, part: tuple[int
     )
 
 
-def _fit(checkpoint: Checkpoint, compute: Compute, mix: Mix, num_tensor: int, num_neighbours: int) -> LayerCosts:
+def _fit(
+    checkpoint: Checkpoint, compute: Compute, mix: ExpectedWorkload, num_tensor: int, num_neighbours: int
+) -> LayerCosts:
     longest = checkpoint.architecture.max_positions - 1
     context = min(mix.prompt + mix.new // 2, longest)
     decodes = [_plan([(context, 1)] * count) for count in _DECODES]
@@ -211,7 +217,7 @@ def _fit(checkpoint: Checkpoint, compute: Compute, mix: Mix, num_tensor: int, nu
         # The head and callers compute beside the ranks that serve. On a core whose other hyperthread computes or
         # that another process has just used, a step takes up to a third longer.
         for _ in range(num_neighbours if alone else 0):
-            held.enter_context(around.process(_NEIGHBOUR))
+            held.enter_context(step_overhead.process(_NEIGHBOUR))
         for plan in decodes + prompts:
             silent = _silent(plan)
             measures["bare", plan] = partial(seconds, bare, silent)
@@ -222,9 +228,9 @@ def _fit(checkpoint: Checkpoint, compute: Compute, mix: Mix, num_tensor: int, nu
                 # The shapes' ranks do the same around a step, whatever they compute in it.
                 if num_drawn in _AROUND and num_tensor == 1:
                     own_s = partial(_drawing_s, bare, plan)
-                    measures["lone", plan] = held.enter_context(around.on_lone_stage(bare, plan, own_s))
+                    measures["lone", plan] = held.enter_context(step_overhead.on_lone_stage(bare, plan, own_s))
                     middle = _stage(checkpoint, compute, replace(bare.layout, stage=1, num_stages=3), plan)
-                    measures["middle", plan] = held.enter_context(around.on_middle_stage(middle, plan))
+                    measures["middle", plan] = held.enter_context(step_overhead.on_middle_stage(middle, plan))
         taken = _by_turns(measures)
     return _fitted(num_layers, taken)
 

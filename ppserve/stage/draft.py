@@ -33,7 +33,7 @@ _BLOCK_SIZE = 16
 class Draft:
     """The model, and keys and values of NUM_SLOTS answers. A `DraftChannel` for whoever is in the same process.
 
-    path: of the checkpoint, or `builtin`. of: the model whose tokens it guesses. Raises ConfigError if their
+    path: of the checkpoint, or `builtin`. of: the model whose tokens it draft tokens. Raises ConfigError if their
     vocabularies differ in size, CheckpointError.
     """
 

@@ -22,9 +22,9 @@ import torch
 from ppserve import wire
 from ppserve.config import ServeConfig
 from ppserve.core.cost_model import LayerCosts
-from ppserve.core.partition import Parts
+from ppserve.core.partition import PartCosts
 from ppserve.core.plan import Drawn, StepPlan
-from ppserve.core.telling import DrawMemory, Told
+from ppserve.core.sampling_state import SamplingDecoder, SamplingUpdate
 from ppserve.errors import TransportError, UsageError
 from ppserve.model.backend import KVCache, StageModel
 from ppserve.model.checkpoint import Checkpoint
@@ -49,17 +49,17 @@ _TOKENS_AHEAD = 2048
 
 
 @dataclass(frozen=True, slots=True)
-class Findings:
+class ProbeResult:
     """What a stage finds out before it meets the head. costs, speed: None where they decide nothing."""
 
     checkpoint: Checkpoint
     compute: Compute
     weights: str = ""
-    costs: Parts | None = None
+    costs: PartCosts | None = None
     speed: dict[int, LayerCosts] | None = None
 
     @classmethod
-    def of(cls, config: ServeConfig, environment: RankEnvironment) -> Findings:
+    def of(cls, config: ServeConfig, environment: RankEnvironment) -> ProbeResult:
         """Opens the checkpoint (headers and samples only) and chooses the device. Raises UsageError."""
         stored = open_checkpoint(config.model.path)
         compute = choose(config, environment, stored.stored_dtype)
@@ -74,7 +74,7 @@ class Epoch:
 
     number: int
     stage: Stage
-    draws: DrawMemory = field(default_factory=DrawMemory)
+    draws: SamplingDecoder = field(default_factory=SamplingDecoder)
     drawn: tuple[Drawn, ...] = ()
     newest_expected: int = -1
 
@@ -85,7 +85,7 @@ class StageLoop:
     def __init__(
         self,
         start: wire.Start,
-        found: Findings,
+        found: ProbeResult,
         open_link: Callable[[OnAbandon], Link],
         wiring: Wiring,
         route: Route = ONE_HOST,
@@ -307,7 +307,7 @@ class StageLoop:
                 except (TransportError, RuntimeError) as error:
                     self._break_epoch(epoch.number, f"step {plan.step_id} failed", error)
 
-    def _step(self, plan: StepPlan, told: Told, planned_ns: int) -> bool:
+    def _step(self, plan: StepPlan, told: SamplingUpdate, planned_ns: int) -> bool:
         """One step, and its result; whether there is one. A plan of an epoch that was left is dropped."""
         if (epoch := self._epoch) is None or plan.epoch != epoch.number:
             return False

@@ -9,8 +9,14 @@ from ppserve.core.ledger.account import StageTimes
 from ppserve.core.ledger.causes import CAUSES
 
 SETTING = Setting(
-    target="here:1", model_id="m", dtype="float32", num_stages=2, microbatches=2,
-    max_concurrency=2, request_rate=float("inf"), seed=0,
+    target="here:1",
+    model_id="m",
+    dtype="float32",
+    num_stages=2,
+    microbatches=2,
+    max_concurrency=2,
+    request_rate=float("inf"),
+    seed=0,
 )
 
 

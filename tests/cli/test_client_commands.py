@@ -31,7 +31,11 @@ def command(target: str, *arguments: str) -> list[str]:
 def ppserve(target: str, *arguments: str, stdin: str = "", **environment: str) -> subprocess.CompletedProcess[str]:
     """Run a command to its end."""
     return subprocess.run(
-        command(target, *arguments), input=stdin, capture_output=True, text=True, timeout=60,
+        command(target, *arguments),
+        input=stdin,
+        capture_output=True,
+        text=True,
+        timeout=60,
         env={**os.environ, **environment},
     )
 
@@ -254,7 +258,6 @@ def test_the_key_comes_from_a_file_or_the_environment(tmp_path: Path) -> None:
         refused = ppserve(target, *flags)
         assert refused.returncode == 1
         assert "UNAUTHENTICATED" in refused.stderr
-
 
 
 def test_a_refused_restart_names_the_flag(target: str) -> None:

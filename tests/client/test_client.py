@@ -246,7 +246,7 @@ def test_a_server_that_drains_and_goes_is_named_as_such() -> None:
     async def main() -> None:
         async with served(FakeEngine(by_hand=True)) as (door, target), AsyncClient(target, retry=policy) as client:
             assert await client.is_serving()
-            await door.desk.drain(0)
+            await door.request_handler.drain(0)
             reading = asyncio.ensure_future(client.generate("hello"))
             while not heard:
                 await asyncio.sleep(0)

@@ -22,6 +22,9 @@ def test_there_are_examples() -> None:
 
 @pytest.mark.parametrize("number", range(len(EXAMPLES)))
 def test_an_example_runs(number: int) -> None:
-    with served_in_thread(FakeEngine(card=TINY)) as target, http_in_thread(FakeEngine(card=TINY)) as http:
+    with (
+        served_in_thread(FakeEngine(description=TINY)) as target,
+        http_in_thread(FakeEngine(description=TINY)) as http,
+    ):
         source = EXAMPLES[number].replace("127.0.0.1:50051", target).replace("127.0.0.1:8000", http)
         exec(compile(source, f"{PAGE.name}, example {number}", "exec"), {"__name__": "__main__"})

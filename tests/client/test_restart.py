@@ -61,7 +61,6 @@ def test_a_stream_outlives_its_server() -> None:
         assert mine[-1].usage == sequence.usage
 
 
-
 def test_a_call_that_had_no_token_yet_waits_for_the_next_server() -> None:
     process, target = start(port=0, halt=-1)
     process.kill()

@@ -15,9 +15,11 @@ def plan(step_id: int, epoch: int = 1) -> StepPlan:
     return StepPlan(epoch, step_id, 0, (Slice(step_id, 0, (7,), (0,), Draw(SamplingParams())),))
 
 
-def guess(step_id: int, epoch: int = 1) -> StepPlan:
-    """A step on a guess alone."""
-    return StepPlan(epoch, step_id, 0, (Slice(step_id, 0, (7,), (0,), Draw(SamplingParams()), num_guesses=1),))
+def draft_token(step_id: int, epoch: int = 1) -> StepPlan:
+    """A step on a draft token alone."""
+    return StepPlan(
+        epoch, step_id, 0, (Slice(step_id, 0, (7,), (0,), Draw(SamplingParams()), num_draft_tokens=1),)
+    )
 
 
 def account_of(num_stages: int, started_ns: int = 0, **observer: Any) -> TimeAccount:
@@ -27,7 +29,7 @@ def account_of(num_stages: int, started_ns: int = 0, **observer: Any) -> TimeAcc
 
 def send(account: TimeAccount, plan: StepPlan, at: int, woken: int) -> None:
     """As the replica does when it has sent a plan."""
-    account.dispatched(account.steps.sent(plan, woken, at, num_lanes=1))
+    account.dispatched(account.steps.sent(plan, woken, at, num_slots=1))
 
 
 def report(account: TimeAccount, result: StepResult, at: int) -> None:
@@ -39,7 +41,7 @@ def report(account: TimeAccount, result: StepResult, at: int) -> None:
 
 @dataclass
 class ArtificialPipeline:
-    """`lanes` chains of steps, each step dispatched when its predecessor in the lane has returned.
+    """`slots` chains of steps, each step dispatched when its predecessor in the slot has returned.
 
     All durations are in ns. compute_ns: per stage. transfer_ns: from sent to received. sending_ns: how long a
     stage is occupied with sending. prepare_ns: from received to begun. token_return_ns: from the last stage's end
@@ -47,7 +49,7 @@ class ArtificialPipeline:
     """
 
     compute_ns: tuple[int, ...]
-    lanes: int
+    slots: int
     transfer_ns: int = 0
     sending_ns: int = 0
     prepare_ns: int = 0
@@ -61,8 +63,8 @@ class ArtificialPipeline:
     def run(self, num_steps: int) -> ArtificialPipeline:
         """Computes the times of `num_steps` steps."""
         for k in range(num_steps):
-            first = k < self.lanes
-            at = self.start_ns if first else self.returned[k - self.lanes] + self.schedule_ns
+            first = k < self.slots
+            at = self.start_ns if first else self.returned[k - self.slots] + self.schedule_ns
             self.dispatched.append(at)
             arrives = at
             for i, compute in enumerate(self.compute_ns):

@@ -43,7 +43,7 @@ def test_a_plan_in_the_models_terms():
 
 
 def test_eight_rows_of_a_sequence_read_their_keys_together():
-    """Each as many as are before it and itself; a guess beside a token hardly costs more than the token."""
+    """Each as many as are before it and itself; a draft token beside a token hardly costs more than the token."""
     keys = [StepSize().with_slice(100, num_tokens, 0).context for num_tokens in (0, 1, 2, 8, 64)]
     assert keys == [0, 101, 101.5, 104.5, 8 * 132.5]
 
@@ -72,7 +72,7 @@ def test_pure_decode_predicts_decode_although_rows_and_sampled_cannot_be_told_ap
 
 
 def test_a_further_row_costs_nothing_until_one_was_seen():
-    """Else steps of one row each, a lone caller's, would say that a guess is too expensive to be tried."""
+    """Else steps of one row each, a lone caller's, would say that a draft token is too expensive to be tried."""
     one_row, two_rows = StepSize(1, 400, 1), StepSize(2, 800, 2)
     cost = fitted([one_row])
     assert cost.predict(two_rows) == pytest.approx(truth(one_row), rel=0.005)

@@ -6,7 +6,7 @@ from hypothesis import strategies as st
 
 from ppserve.core.architecture import Architecture, Split
 from ppserve.core.partition import (
-    Parts,
+    PartCosts,
     balance,
     check_split,
     decode_parts,
@@ -58,7 +58,7 @@ def test_a_prefill_heavy_mix_moves_layers_to_the_last_stage():
 @given(
     num_layers=st.integers(1, 12),
     num_stages=st.integers(1, 5),
-    parts=st.builds(Parts, st.floats(0.1, 5), st.floats(0.1, 5), st.floats(0, 30), st.floats(0, 30)),
+    parts=st.builds(PartCosts, st.floats(0.1, 5), st.floats(0.1, 5), st.floats(0, 30), st.floats(0, 30)),
 )
 def test_no_other_split_has_a_lighter_heaviest_stage(num_layers, num_stages, parts):
     if num_stages > num_layers:
@@ -79,10 +79,10 @@ def test_no_other_split_has_a_lighter_heaviest_stage(num_layers, num_stages, par
 
 
 def test_a_layer_is_cut_where_whole_ones_do_not_balance():
-    assert split_by_cost(Parts(1, 2, 0, 0), 3, 2) == Split.parse("1.5,1.5")
-    assert split_by_cost(Parts(1, 2, 0, 0), 4, 2) == Split.parse("2,2")
-    assert split_by_cost(Parts(1, 2, 0, 4), 3, 2) == Split.parse("2,1")
-    assert Parts(1, 2, 10, 100).costs(Split.parse("1.5,1.5")) == (10 + 4, 100 + 5)
+    assert split_by_cost(PartCosts(1, 2, 0, 0), 3, 2) == Split.parse("1.5,1.5")
+    assert split_by_cost(PartCosts(1, 2, 0, 0), 4, 2) == Split.parse("2,2")
+    assert split_by_cost(PartCosts(1, 2, 0, 4), 3, 2) == Split.parse("2,1")
+    assert PartCosts(1, 2, 10, 100).costs(Split.parse("1.5,1.5")) == (10 + 4, 100 + 5)
 
 
 def test_more_stages_than_layers_is_named():

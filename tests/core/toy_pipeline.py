@@ -16,7 +16,7 @@ from dataclasses import dataclass
 
 from ppserve.core.plan import Draw, Drawn, Scored, Slice, StepPlan, StepResult, StepStamps, TokenLogprobs
 from ppserve.core.request import FinishReason, Request
-from ppserve.core.telling import NOTHING, DrawMemory, Told
+from ppserve.core.sampling_state import NOTHING, SamplingDecoder, SamplingUpdate
 
 VOCAB_SIZE = 41
 EOS_ID = 7
@@ -101,13 +101,13 @@ class ToyPipeline:
         self.plans: list[StepPlan] = []
         self.not_finite: set[int] = set()
         self.skipped: set[int] = set()
-        self.memory = DrawMemory()
+        self.memory = SamplingDecoder()
         self.drawn: tuple[Drawn, ...] = ()
         self._queue: deque[StepPlan] = deque()
-        self._told: deque[Told] = deque()
+        self._told: deque[SamplingUpdate] = deque()
         self._slots: dict[tuple[int, int], int] = {}
 
-    def send(self, plan: StepPlan, told: Told = NOTHING) -> None:
+    def send(self, plan: StepPlan, told: SamplingUpdate = NOTHING) -> None:
         self._queue.append(plan)
         self._told.append(told)
 
@@ -120,7 +120,7 @@ class ToyPipeline:
         self._queue.clear()
         self._told.clear()
         self._slots.clear()
-        self.memory, self.drawn = DrawMemory(), ()
+        self.memory, self.drawn = SamplingDecoder(), ()
 
     def run_one(self) -> StepResult:
         """Execute the oldest plan."""
@@ -149,7 +149,7 @@ class ToyPipeline:
         self.drawn = tuple(drawn)
         return StepResult(plan.epoch, plan.step_id, 0, STAMPS, 0, self.drawn, tuple(scored))
 
-    def restored(self, bare: StepPlan, told: Told) -> StepPlan:
+    def restored(self, bare: StepPlan, told: SamplingUpdate) -> StepPlan:
         """The next plan, with its tokens and draws, once the step before has run."""
         return self.memory.restore(bare.following(self.drawn), told)
 

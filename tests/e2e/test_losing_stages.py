@@ -196,7 +196,8 @@ def test_requests_that_arrive_while_a_stage_is_away_are_served(
 def test_stages_killed_in_mid_guess_change_no_token_and_one_that_cannot_come_back_ends_streams_and_server(
     undisturbed: list[Answer], tmp_path: Path
 ) -> None:
-    """Guesses forced into every step, most of them wrong; the drafter knows the answers' own repetitions only."""
+    """Draft tokens forced into every step, most of them wrong; the drafter knows the answers' own repetitions
+    only."""
     model = tmp_path / "model"
     shutil.copytree(TINY, model)
     with serving(2, "--model", str(model), "--speculate", "4", by=Forked) as server:

@@ -84,9 +84,7 @@ def test_streams_survive_the_kill_of_a_replica_and_the_restart_of_the_other(
 
 
 @pytest.mark.timeout(240)
-def test_an_idle_replica_comes_and_goes_while_the_other_serves(
-    server: Server, undisturbed: list[Answer]
-) -> None:
+def test_an_idle_replica_comes_and_goes_while_the_other_serves(server: Server, undisturbed: list[Answer]) -> None:
     """The one that does not compute the only stream is killed, three times."""
     since = len(server.log)
     for _ in range(3):

@@ -84,9 +84,7 @@ def test_a_second_sigterm_ends_at_once() -> None:
         server.wait_gone()
 
 
-def refused(
-    tmp_path: Path, stages: int, *arguments: str, by: Callable[[int], Launcher] = ForkedTorchrun
-) -> str:
+def refused(tmp_path: Path, stages: int, *arguments: str, by: Callable[[int], Launcher] = ForkedTorchrun) -> str:
     """The one line of a server that does not start; all its ranks end with a non-zero code."""
     server = launch(by(stages), arguments, tmp_path / "log")
     try:

@@ -6,7 +6,7 @@ from types import SimpleNamespace
 from typing import Any
 
 from ppserve.core.architecture import Split, stage_layouts
-from ppserve.core.partition import Parts
+from ppserve.core.partition import PartCosts
 from ppserve.head.handle import PipelineHandle, predicted_step_s, why_not_deterministic
 
 
@@ -20,8 +20,8 @@ def reading(serves: bool, running: int, kv_usage: float) -> Any:
 
 def load_of(*readings: Any) -> Any:
     engine: Any = SimpleNamespace(look=lambda: readings)
-    card: Any = None
-    return PipelineHandle(engine, card, None).load()
+    description: Any = None
+    return PipelineHandle(engine, description, None).load()
 
 
 def test_a_replica_that_does_not_serve_holds_nothing() -> None:
@@ -41,7 +41,7 @@ def test_a_stage_is_predicted_to_be_as_fast_as_its_slowest_tensor_rank() -> None
     decision: Any = SimpleNamespace(layouts=stage_layouts(Split.parse("2,1")))
 
     def stage(*attention_s: float | None) -> Any:
-        costs = [None if seconds is None else Parts(seconds, 0.0, 0.0, 0.0) for seconds in attention_s]
+        costs = [None if seconds is None else PartCosts(seconds, 0.0, 0.0, 0.0) for seconds in attention_s]
         return SimpleNamespace(ranks=[SimpleNamespace(hello=SimpleNamespace(costs=each)) for each in costs])
 
     assert predicted_step_s(decision, (stage(1.0, 2.0), stage(1.0, 4.0))) == (6.0, 3.0)

@@ -7,10 +7,10 @@ from collections import deque
 import pytest
 
 from ppserve import wire
-from ppserve.head.engine.lobby import Lobby
-from ppserve.head.starting import TELL_EVERY_S, LobbyWatch, StartWatch
+from ppserve.head.engine.startup_barrier import StartupBarrier
+from ppserve.head.starting import TELL_EVERY_S, StartupBarrierWatch, StartWatch
 from tests.head.engine.members_rig import MembersRig
-from tests.head.engine.test_lobby import Door, hello
+from tests.head.engine.test_startup_barrier import Door, hello
 
 
 def test_who_is_missing_is_told_every_half_minute(caplog: pytest.LogCaptureFixture) -> None:
@@ -45,11 +45,11 @@ def test_a_start_without_progress_ends_with_the_reason_and_one_with_progress_doe
 
 
 def test_the_lobby_too_names_who_is_missing_and_does_not_wait_for_ever(caplog: pytest.LogCaptureFixture) -> None:
-    lobby = Lobby(Door(deque([[hello(0)]])), 2)
-    watch = LobbyWatch(lobby, 60.0, now_s=0.0)
+    startup_barrier = StartupBarrier(Door(deque([[hello(0)]])), 2)
+    watch = StartupBarrierWatch(startup_barrier, 60.0, now_s=0.0)
     assert watch.look(50.0) is None
     assert "rank 0, rank 1, which has not come" in caplog.text
-    lobby.wait(lambda: lobby.missing == [1])
+    startup_barrier.wait(lambda: startup_barrier.missing == [1])
     assert watch.look(70.0) is None, "rank 0 came"
     end = watch.look(130.0)
     assert end is not None

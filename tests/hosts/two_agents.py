@@ -120,9 +120,7 @@ class TwoAgents:
 
 
 @contextmanager
-def two_agents(
-    rendezvous: str, *flags: str, variants: tuple[str, str] | None = None
-) -> Iterator[TwoAgents]:
+def two_agents(rendezvous: str, *flags: str, variants: tuple[str, str] | None = None) -> Iterator[TwoAgents]:
     require_slow_test("agents of torchrun")
     with tempfile.TemporaryDirectory(prefix="ppserve-agents-") as directory:
         agents = TwoAgents(rendezvous, Path(directory), flags, variants)

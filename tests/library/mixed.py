@@ -6,9 +6,9 @@ import random
 from typing import Any
 
 from ppserve import Completion, Pipeline
-from ppserve.core.scheduling.intake import Intake
+from ppserve.core.scheduling.request_queue import RequestQueue
 from ppserve.head.api.call import Call
-from ppserve.head.api.requests import Asked, check, to_request
+from ppserve.head.api.requests import ParsedRequest, check, to_request
 from ppserve.library.stream import Stream
 
 PROMPTS = (
@@ -57,7 +57,7 @@ def together(pipeline: Pipeline, requests: list[tuple[str, dict[str, Any]]]) -> 
 
 def generate_as(caller: str, pipeline: Pipeline, prompt: str, **options: Any) -> Stream:
     """As `pipeline.generate`, for one of several callers, as a server has them."""
-    asked = Asked(prompt=prompt, **options)
+    asked = ParsedRequest(prompt=prompt, **options)
     check(asked, pipeline.model)
     assert pipeline._tokenizer is not None
     request = to_request(asked, pipeline._tokenizer.encode(prompt), pipeline.model, Call.begin(caller, None, None))
@@ -66,15 +66,15 @@ def generate_as(caller: str, pipeline: Pipeline, prompt: str, **options: Any) ->
     return stream
 
 
-def intake_of(pipeline: Pipeline) -> Intake:
-    return pipeline._engine._fleet.intake
+def intake_of(pipeline: Pipeline) -> RequestQueue:
+    return pipeline._engine._fleet.request_queue
 
 
 def guesses_of(pipeline: Pipeline) -> dict[str, int]:
     """Guessed tokens so far, by what became of them."""
     scheduler = pipeline._engine._fleet.replicas[0].scheduler
     assert scheduler is not None
-    return scheduler.lanes.guesses
+    return scheduler.slots.draft_tokens
 
 
 def assert_same(one: Completion, other: Completion) -> None:

@@ -28,7 +28,7 @@ from tests.library.mixed import PROMPTS, assert_same, mixed_requests, tiny, toge
 
 @pytest.fixture(scope="module")
 def one_stage() -> Iterator[Pipeline]:
-    """The yardstick: one stage, no guesses."""
+    """The yardstick: one stage, no draft tokens."""
     with tiny(speculate=0) as pipeline:
         yield pipeline
 
@@ -377,17 +377,21 @@ def test_tensor_ranks_waits_are_in_the_ledger() -> None:
         before = pipeline.ledger()
         pipeline.complete_all(list(PROMPTS), max_tokens=20, ignore_eos=True)
         ledger = pipeline.ledger().since(before)
-        cards = pipeline.topology().stages
-    assert all(card.device.startswith("2 x cpu") for card in cards)
-    assert [[(rank.rank, rank.tensor, rank.live) for rank in card.ranks] for card in cards] == [
+        descriptions = pipeline.topology().stages
+    assert all(description.device.startswith("2 x cpu") for description in descriptions)
+    assert [[(rank.rank, rank.tensor, rank.live) for rank in description.ranks] for description in descriptions
+    ] == [
         [(0, 0, True), (1, 1, True)], [(2, 0, True), (3, 1, True)]
     ]  # fmt: skip
-    assert all(rank.gather_s > 0 for card in cards for rank in card.ranks)
-    assert all(sum(rank.num_parameters for rank in card.ranks) == card.num_parameters for card in cards)
+    assert all(rank.gather_s > 0 for description in descriptions for rank in description.ranks)
+    assert all(
+        sum(rank.num_parameters for rank in description.ranks) == description.num_parameters
+        for description in descriptions
+    )
     # Of all ranks together; both have all norms, two of each layer and the last.
     arch = ppserve.read_architecture("tiny")
     held_twice = arch.shared_params + (2 * arch.num_layers + 1) * arch.norm_params
-    assert sum(card.num_parameters for card in cards) == arch.num_params + held_twice
+    assert sum(description.num_parameters for description in descriptions) == arch.num_params + held_twice
     for stage in ledger.stages:
         # Every rank computes and waits as long as its stage; the stage waits as its ranks do on average.
         assert len(stage.gathered_s) == 2

@@ -86,7 +86,10 @@ def test_a_ledger_of_replicas_sums_to_the_wall_for_each_stage_of_each() -> None:
         walls_ns = [stage.times.wall_ns for stage in ledger.stages]
         assert (walls_ns[0], walls_ns[2]) == (walls_ns[1], walls_ns[3])
         assert "1.1" in repr(ledger)
-        places = [(card.replica, card.stage, card.rank) for card in pipeline.topology().stages]
+        places = [
+            (description.replica, description.stage, description.rank)
+            for description in pipeline.topology().stages
+        ]
         assert places == [(0, 0, 0), (0, 1, 2), (1, 0, 1), (1, 1, 3)]
 
 

@@ -1,4 +1,5 @@
-"""Guesses over real stages: whatever is guessed, every answer stays as it is without guesses, bit for bit."""
+"""Draft tokens over real stages: whatever is drafted, every answer stays as it is without draft tokens, bit for
+bit."""
 
 from __future__ import annotations
 
@@ -13,7 +14,7 @@ import pytest
 
 from ppserve import Completion, Pipeline
 from ppserve.core.request import Request
-from ppserve.core.scheduling.drafter import Drafter, Guess
+from ppserve.core.scheduling.drafter import Drafter, DraftToken
 from ppserve.errors import ConfigError
 from tests.library.mixed import (
     PROMPTS,
@@ -34,14 +35,14 @@ VOCABULARY = 1280
 
 
 class Fixed:
-    """Guesses a token that a function of the place in the answer names."""
+    """Draft tokens a token that a function of the place in the answer names."""
 
     def __init__(self, token_at: Callable[[int], int | None], first: int) -> None:
         self._token_at, self._first = token_at, first
 
-    def guess(self, token_ids: Seq[int], guesses: Seq[int]) -> Guess | None:
-        token_id = self._token_at(len(token_ids) + len(guesses) - self._first)
-        return None if token_id is None else Guess(token_id, 0.9)
+    def draft_token(self, token_ids: Seq[int], draft_tokens: Seq[int]) -> DraftToken | None:
+        token_id = self._token_at(len(token_ids) + len(draft_tokens) - self._first)
+        return None if token_id is None else DraftToken(token_id, 0.9)
 
 
 @pytest.fixture(scope="module")
@@ -70,8 +71,8 @@ def answers(alone: list[Completion]) -> dict[tuple[int, int], list[int]]:
 
 
 @pytest.mark.parametrize("drafter", ["wrong", "random", "mixed", "own"])
-@pytest.mark.parametrize(("stages", "guesses"), [(1, 3), (2, 1), (4, 5)])
-def test_no_guess_changes_an_answer(drafter: str, stages: int, guesses: int, alone: list[Completion]) -> None:
+@pytest.mark.parametrize(("stages", "draft_tokens"), [(1, 3), (2, 1), (4, 5)])
+def test_no_guess_changes_an_answer(drafter: str, stages: int, draft_tokens: int, alone: list[Completion]) -> None:
     known, chance = answers(alone), random.Random(stages)
 
     def new_drafter(request: Request, index: int) -> Drafter:
@@ -87,11 +88,11 @@ def test_no_guess_changes_an_answer(drafter: str, stages: int, guesses: int, alo
         return Fixed(token_at, len(request.prompt_ids))
 
     own = {} if drafter == "own" else {"new_drafter": new_drafter}
-    with tiny(stages, speculate=guesses, **own) as pipeline:
-        for guessed, plain in zip(together(pipeline, requests()), alone, strict=True):
-            assert_same(guessed, plain)
-        # A lone caller leaves gaps, but for its only stage. On a busy machine not each guess meets one, and prompt
-        # lookup has few for these texts.
+    with tiny(stages, speculate=draft_tokens, **own) as pipeline:
+        for drafted, plain in zip(together(pipeline, requests()), alone, strict=True):
+            assert_same(drafted, plain)
+        # A lone caller leaves gaps, but for its only stage. On a busy machine not each draft token meets one, and
+        # prompt lookup has few for these texts.
         for number, (prompt, options) in enumerate(4 * requests()):
             assert_same(pipeline.complete(prompt, **options), alone[number % len(alone)])
             filled = [stage.times.busy_ns["speculative"] > 0 for stage in pipeline.ledger().stages]
@@ -101,10 +102,10 @@ def test_no_guess_changes_an_answer(drafter: str, stages: int, guesses: int, alo
 
 
 def test_a_draft_model_changes_no_answer(alone: list[Completion]) -> None:
-    """With the model itself as draft model, every guess that it makes is right: the draws are the same."""
+    """With the model itself as draft model, every draft token that it makes is right: the draws are the same."""
     with tiny(2, speculate=3, draft_model="builtin") as pipeline:
-        for guessed, plain in zip(together(pipeline, requests()), alone, strict=True):
-            assert_same(guessed, plain)
+        for drafted, plain in zip(together(pipeline, requests()), alone, strict=True):
+            assert_same(drafted, plain)
         assert guesses_of(pipeline)["accepted"] > 0
 
 
@@ -112,7 +113,7 @@ def test_a_first_token_does_not_wait_for_a_guess() -> None:
     read, was_read = threading.Event(), []
 
     class Late:
-        def guess(self, token_ids: Seq[int], guesses: Seq[int]) -> None:
+        def draft_token(self, token_ids: Seq[int], draft_tokens: Seq[int]) -> None:
             was_read.append(read.wait(20))
 
     with tiny(1, speculate=3, new_drafter=lambda *_: Late()) as pipeline:

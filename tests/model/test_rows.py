@@ -104,6 +104,7 @@ class StockAttending(Unfused):
 
 def test_stock_attention_without_padding_feels_its_neighbours() -> None:
     """The control for attention itself: what padding to 512 keys and 4 rows prevents."""
+
     def hidden(chunk: int, **padding: int) -> torch.Tensor:
         checkpoint = RandomCheckpoint(architecture(width=64))
         return Pipeline(checkpoint, "2", backend=StockAttending(**padding)).hidden(prompt(101), chunk)

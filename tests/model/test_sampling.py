@@ -134,8 +134,6 @@ def test_the_point_for_a_key_is_written_in_stone() -> None:
     assert [token(scores(0), wanted, position) for position in range(5)] == [247, 603, 779, 219, 247]
 
 
-
-
 def test_ties_go_to_the_lower_id() -> None:
     logits = np.full(100, -5, np.float32)
     logits[[17, 40, 90]] = 3

@@ -178,21 +178,35 @@ def test_a_sheet_of_a_server_that_computed_next_to_nothing(tmp_path):
             read_costs(tmp_path / "costs.json")
 
 
-@pytest.mark.parametrize("odd", [
-    {"max_chunk": 0}, {"max_chunk": "many"}, {"tensor": 0}, {"tensor": None},
-    {"stages": [{"layers": "many", "measured_step_seconds": 1}]},
-])
+@pytest.mark.parametrize(
+    "odd",
+    [
+        {"max_chunk": 0},
+        {"max_chunk": "many"},
+        {"tensor": 0},
+        {"tensor": None},
+        {"stages": [{"layers": "many", "measured_step_seconds": 1}]},
+    ],
+)
 def test_a_sheet_with_odd_numbers(tmp_path, odd):
     (tmp_path / "costs.json").write_text(json.dumps(json.loads(sheet("9,3")) | odd))
     with pytest.raises(ConfigError, match=r"--costs: .*no cost sheet"):
         read_costs(tmp_path / "costs.json")
 
 
-@pytest.mark.parametrize("stages", [
-    "[]", '[{"layers": 1}]', "[3]", "3", '[{"layers": NaN, "measured_step_seconds": 1}]',
-    '[{"layers": 1.25, "measured_step_seconds": 1}]', '[{"layers": 1e20, "measured_step_seconds": 1}]',
-    '[{"layers": 1' + "0" * 400 + ', "measured_step_seconds": 1}]',
-])
+@pytest.mark.parametrize(
+    "stages",
+    [
+        "[]",
+        '[{"layers": 1}]',
+        "[3]",
+        "3",
+        '[{"layers": NaN, "measured_step_seconds": 1}]',
+        '[{"layers": 1.25, "measured_step_seconds": 1}]',
+        '[{"layers": 1e20, "measured_step_seconds": 1}]',
+        '[{"layers": 1' + "0" * 400 + ', "measured_step_seconds": 1}]',
+    ],
+)
 def test_stages_that_are_none_are_named(tmp_path, stages):
     (tmp_path / "costs.json").write_text(f'{{"stages": {stages}}}')
     with pytest.raises(ConfigError, match=r"--costs: .*costs\.json"):

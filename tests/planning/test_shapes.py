@@ -226,10 +226,10 @@ def test_only_computing_takes_a_core_for_each_thread() -> None:
 
 def test_callers_and_the_head_take_more_than_the_core_that_a_lone_rank_leaves() -> None:
     """Of two; on three the callers have one of their own, since they compute while the head still tells others."""
-    telling = replace(under(16), wires=replace(FAST_WIRES, telling_s=1e-3))
+    sampling_state = replace(under(16), wires=replace(FAST_WIRES, telling_s=1e-3))
 
     def on(cores: int, caller_s: float) -> float:
-        return rate(1, 1, 1, replace(telling, hosts=(SharedCores(cores, (0,), caller_s=caller_s),)))
+        return rate(1, 1, 1, replace(sampling_state, hosts=(SharedCores(cores, (0,), caller_s=caller_s),)))
 
     assert on(2, 0.0) == pytest.approx(on(3, 0.0), rel=1e-3)
     assert on(2, 1e-3) == pytest.approx(on(3, 0.0), rel=1e-3), "it is enough"

@@ -129,22 +129,22 @@ def test_a_roofline_reads_weights_or_computes_for_longer():
 
 
 def test_steps_that_take_unequal_time_make_stages_wait_and_one_more_lane_catches_it():
-    """Two stages whose steps cost by the row, late in turn: with two lanes each waits for the later of the two."""
+    """Two stages whose steps cost by the row, late in turn: with two slots each waits for the later of the two."""
     stages = (Coefficients(0.0, S),) * 2
     load = one_token_prompts(12, 400)
 
-    def wall_s(lanes: int | None, delayed: Callable[[float], float]) -> float:
+    def wall_s(slots: int | None, delayed: Callable[[float], float]) -> float:
         limits = {"max_queue": 10**6, "max_queue_tokens": 10**9}
-        config = SchedulerConfig(2, microbatches=lanes, prefix_cache=False, **limits)
+        config = SchedulerConfig(2, microbatches=slots, prefix_cache=False, **limits)
         machine = Machine(stages, FREE, 100_000, delayed)
         return Simulator(machine, config).run(load).wall_s
 
     late = (0.7, 1.3, 1.0, 1.2, 0.8)
     even_s = wall_s(2, in_turn((1.0,)))
-    two_s, three_s, own_choice_s = (wall_s(lanes, in_turn(late)) for lanes in (2, 3, None))
+    two_s, three_s, own_choice_s = (wall_s(slots, in_turn(late)) for slots in (2, 3, None))
     assert two_s > 1.1 * even_s
     assert three_s < 1.05 * even_s
-    assert own_choice_s < 1.06 * even_s, "it starts with two lanes and finds out"
+    assert own_choice_s < 1.06 * even_s, "it starts with two slots and finds out"
 
 
 @pytest.mark.parametrize("num_stages", [2, 4])
@@ -153,13 +153,13 @@ def test_a_stages_own_work_brings_no_further_lane(num_stages):
     stages = (Coefficients(0.4 * S, 0.1 * S),) * num_stages
     wires = replace(FREE, prepare_s=0.1 * S, sending_s=0.1 * S)
     load = one_token_prompts(6 * num_stages, 300)
-    fixed, chosen = (simulate(stages, load, wires=wires, **lanes) for lanes in ({"microbatches": num_stages}, {}))
+    fixed, chosen = (simulate(stages, load, wires=wires, **slots) for slots in ({"microbatches": num_stages}, {}))
     assert chosen.wall_s == pytest.approx(fixed.wall_s)
 
 
 @cache
 def one_callers_wall_s(num_stages: int) -> float:
-    """Without guesses, of the requests of the next test."""
+    """Without draft tokens, of the requests of the next test."""
     stages = (Coefficients(row=S),) * num_stages
     return simulate(stages, one_token_prompts(1, 3000), max_model_len=4096).wall_s
 
@@ -167,11 +167,11 @@ def one_callers_wall_s(num_stages: int) -> float:
 @pytest.mark.parametrize("num_stages", quick_first([2, 4]))
 @pytest.mark.parametrize("rate", quick_first([1.0, 0.2, 0.5, 0.7, 0.9]))
 def test_one_caller_gains_by_depth_what_the_arithmetic_says(num_stages, rate):
-    """Every row costs a whole step, so width never pays. Turns without guesses are a few percent of all."""
+    """Every row costs a whole step, so width never pays. Turns without draft tokens are a few percent of all."""
     stages, requests = (Coefficients(row=S),) * num_stages, one_token_prompts(1, 3000)
-    guessed = simulate(stages, requests, acceptance=rate, max_model_len=4096)
+    drafted = simulate(stages, requests, acceptance=rate, max_model_len=4096)
     ideal = num_stages / (num_stages - (num_stages - 1) * rate)
-    assert one_callers_wall_s(num_stages) / guessed.wall_s == pytest.approx(ideal, rel=0.1)
+    assert one_callers_wall_s(num_stages) / drafted.wall_s == pytest.approx(ideal, rel=0.1)
 
 
 @pytest.mark.parametrize("believed", [0.0, 0.4, 1.0])
@@ -181,41 +181,42 @@ def test_a_lone_callers_guesses_pay_by_what_rows_really_cost(believed):
     config = SchedulerConfig(2, prefix_cache=False)
     machine = Machine(stages, FREE, 100_000)
     costs = replace(machine, stages=(Coefficients(step=S, row=S * believed),) * 2)
-    guessed = Simulator(machine, config, costs, acceptance=0.3).run(requests)
-    assert simulate(stages, requests).wall_s / guessed.wall_s > 1 + 0.85 * 0.18
+    drafted = Simulator(machine, config, costs, acceptance=0.3).run(requests)
+    assert simulate(stages, requests).wall_s / drafted.wall_s > 1 + 0.85 * 0.18
 
 
 def test_one_stage_gains_by_width_alone():
     stages, requests = (Coefficients(step=S, row=S / 50),), one_token_prompts(1, 800)
-    plain, guessed = simulate(stages, requests), simulate(stages, requests, acceptance=0.8)
-    assert plain.wall_s / guessed.wall_s > 2.5
-    assert guessed.stages[0].busy_ns["speculative"] == 0, "there was a gap to fill"
+    plain, drafted = simulate(stages, requests), simulate(stages, requests, acceptance=0.8)
+    assert plain.wall_s / drafted.wall_s > 2.5
+    assert drafted.stages[0].busy_ns["speculative"] == 0, "there was a gap to fill"
 
 
 @pytest.mark.parametrize("rate", [0.3, 0.9])
 def test_many_callers_lose_nothing_to_guesses(rate):
     stages, requests = (Coefficients(step=S, row=S / 8, sample=S / 100),) * 2, one_token_prompts(64, 30)
-    plain, guessed = simulate(stages, requests), simulate(stages, requests, acceptance=rate)
-    assert guessed.wall_s <= 1.01 * plain.wall_s
+    plain, drafted = simulate(stages, requests), simulate(stages, requests, acceptance=rate)
+    assert drafted.wall_s <= 1.01 * plain.wall_s
 
 
 @pytest.mark.parametrize("num_stages", [1, 2])
 @pytest.mark.parametrize("row_share", quick_first([0.05, 0.01, 0.02]))
 def test_one_callers_guesses_hardly_slow_the_others(num_stages, row_share):
-    """The one whose guesses are right runs longer than the three others, so that they never are without it."""
+    """The one whose draft tokens are right runs longer than the three others, so that they never are without
+    it."""
     lucky, other = SimulatedRequest(0.0, 1, 5000, acceptance=0.95), SimulatedRequest(0.0, 1, 400, acceptance=0.0)
     stages, requests = (Coefficients(step=S, row=S * row_share),) * num_stages, [lucky, other, other, other]
     plain = simulate(stages, requests, max_model_len=8192)
-    guessed = simulate(stages, requests, acceptance=0.5, max_model_len=8192)
-    for before, after in zip(sorted(plain.duration_s), sorted(guessed.duration_s), strict=True):
+    drafted = simulate(stages, requests, acceptance=0.5, max_model_len=8192)
+    for before, after in zip(sorted(plain.duration_s), sorted(drafted.duration_s), strict=True):
         assert after <= before / 0.97
-    assert max(guessed.duration_s) < max(plain.duration_s) / 2
+    assert max(drafted.duration_s) < max(plain.duration_s) / 2
 
 
 @pytest.mark.slow
 def test_first_tokens_hardly_wait_for_guesses():
-    """Four stages share two cores, beside one caller whose guesses are mostly right: 1.12 times as long, if what
-    comes meanwhile would not hold his guesses back."""
+    """Four stages share two cores, beside one caller whose draft tokens are mostly right: 1.12 times as long, if
+    what comes meanwhile would not hold his draft tokens back."""
     stages, chance = (Coefficients(step=S, row=S / 20),) * 4, random.Random(0)
     *arrivals_s, last_s = itertools.accumulate((chance.uniform(8, 48) * S for _ in range(40)), initial=3.0)
     requests = [SimulatedRequest(0.0, 8, 2500, acceptance=0.95)]
@@ -243,7 +244,8 @@ def test_wasted_time_is_told_and_part_of_the_busy_time():
 
 
 def test_a_cancel_spares_the_stages_that_have_not_begun_the_step():
-    """A guess is on stage 0 while the true token is drawn on stage 1, which then need not compute a wrong one."""
+    """A draft token is on stage 0 while the true token is drawn on stage 1, which then need not compute a wrong
+    one."""
     wires = replace(FREE, control_s=0.1 * S, return_s=0.1 * S)
     outcome = simulate((Coefficients(row=S),) * 2, one_token_prompts(1, 600), wires=wires, acceptance=0.5)
     first, last = outcome.stages
@@ -252,7 +254,7 @@ def test_a_cancel_spares_the_stages_that_have_not_begun_the_step():
 
 
 def test_a_guess_that_was_wrong_is_no_token_that_the_head_sends():
-    """One stage that computes in no time: only the head's work per token counts, whatever is guessed."""
+    """One stage that computes in no time: only the head's work per token counts, whatever is drafted."""
     wires = replace(FREE, token_s=S)
     outcome = simulate((Coefficients(),), one_token_prompts(1, 200), wires=wires, acceptance=0.5)
     assert outcome.num_steps < 190

@@ -12,7 +12,7 @@ import pytest
 from ppserve import wire
 from ppserve.core.architecture import StageLayout
 from ppserve.errors import ConfigError
-from ppserve.head.engine.control import Gone, Heard
+from ppserve.head.engine.control import Disconnected, Received
 from ppserve.process.greeting import connect_to_head
 from ppserve.process.tls import stage_context
 from ppserve.stage.link import HeadLink
@@ -68,7 +68,7 @@ def overheard(directory: Path, tls: wire.StageTls | None) -> bytes:
         with connect_to_head(wire.Meeting(where, meeting.secret_file, False, tls), 0, WITHIN_S) as connection:
             connection.sendall(wire.encode(hello(0)) + wire.encode(wire.Broken(1, "said in confidence")))
             assert [running.next_event().message.__class__ for _ in "ab"] == [wire.Hello, wire.Broken]
-        assert running.next_event() == Gone(0, "exit")
+        assert running.next_event() == Disconnected(0, "exit")
     return bytes(heard)
 
 
@@ -110,7 +110,7 @@ def test_another_authority_nothing_and_garbage_do_not_get_in(tmp_path: Path, tls
                     pass
         with connect_to_head(meeting, 0, WITHIN_S) as connection:
             connection.sendall(wire.encode(hello(0)))
-            assert isinstance(running.next_event(), Heard)
+            assert isinstance(running.next_event(), Received)
 
 
 def test_files_that_cannot_be_used(tls: wire.StageTls, tmp_path: Path) -> None:

@@ -18,12 +18,12 @@ from ppserve.core.architecture import Split, StageLayout, stage_layouts
 from ppserve.core.plan import Draw, Slice, StepPlan
 from ppserve.core.request import SamplingParams
 from ppserve.errors import TransportError
-from ppserve.head.engine.control import Gone, Heard
+from ppserve.head.engine.control import Disconnected, Received
 from ppserve.library.local import LocalLink
 from ppserve.model.checkpoint import Checkpoint
 from ppserve.stage.device import Compute
 from ppserve.stage.link import Link
-from ppserve.stage.loop import Findings, StageLoop
+from ppserve.stage.loop import ProbeResult, StageLoop
 from ppserve.stage.transport import Frames, Transport
 from ppserve.stage.wiring import Wiring
 from tests.model.random_checkpoint import RandomCheckpoint, architecture
@@ -51,7 +51,7 @@ class OneStage:
     """The head's side. told: what the stage has told its keeper."""
 
     link: LocalLink
-    said: queue.SimpleQueue[Heard | Gone | None]
+    said: queue.SimpleQueue[Received | Disconnected | None]
     exit_code: Future[int]
     told: list[str] = field(default_factory=list)
 
@@ -61,7 +61,7 @@ class OneStage:
     def next(self) -> wire.FromStage:
         """What the stage says next, whatever it is."""
         heard = self.said.get(timeout=WITHIN_S)
-        assert isinstance(heard, Heard)
+        assert isinstance(heard, Received)
         return heard.message
 
     def hear(self, kind: type[_Message]) -> _Message:
@@ -129,10 +129,10 @@ def start(
     compute: Compute = CPU,
 ) -> OneStage:
     """A stage that has just begun; its Hello is to be heard yet."""
-    said: queue.SimpleQueue[Heard | Gone | None] = queue.SimpleQueue()
+    said: queue.SimpleQueue[Received | Disconnected | None] = queue.SimpleQueue()
     link = LocalLink(stage, said)
     order = wire.Start(CONFIG, stage, num_stages)
-    loop = StageLoop(order, Findings(checkpoint, compute, None), link.opened, wiring)
+    loop = StageLoop(order, ProbeResult(checkpoint, compute, None), link.opened, wiring)
     told: list[str] = []
     return OneStage(link, said, threads.submit(loop.run, told.append), told)
 

@@ -12,13 +12,13 @@ import torch
 from ppserve.config import PipelineSettings, ServeConfig
 from ppserve.core.architecture import Split, stage_layouts
 from ppserve.core.cost_model import Coefficients, LayerCosts, StepSize
-from ppserve.core.partition import Parts
+from ppserve.core.partition import PartCosts
 from ppserve.core.plan import StepPlan
 from ppserve.model.checkpoint import Checkpoint
 from ppserve.model.checkpoint.opening import open_checkpoint
 from ppserve.model.cuda.backend import DeviceOptions
 from ppserve.stage import calibrate
-from ppserve.stage.calibrate import Mix, costs_for_shape, layer_costs, step_costs
+from ppserve.stage.calibrate import ExpectedWorkload, costs_for_shape, layer_costs, step_costs
 from ppserve.stage.device import Compute
 
 pytestmark = pytest.mark.slow
@@ -26,7 +26,7 @@ pytestmark = pytest.mark.slow
 COMPUTE = Compute(torch.device("cpu"), "float32", False, 1)
 
 
-MIX = Mix(prompt=32, new=64)
+MIX = ExpectedWorkload(prompt=32, new=64)
 
 
 @pytest.fixture
@@ -44,7 +44,7 @@ def test_every_part_costs_something_and_is_remembered(cache: Path) -> None:
     (remembered,) = cache.glob("costs-*.json")
     # Another measurement would never give the same seconds to the last bit.
     assert step_costs(open_checkpoint("tiny"), COMPUTE, MIX) == costs
-    step_costs(open_checkpoint("tiny"), COMPUTE, Mix(64, 16))
+    step_costs(open_checkpoint("tiny"), COMPUTE, ExpectedWorkload(64, 16))
     assert len(list(cache.glob("costs-*.json"))) == 2
     assert remembered.exists()
 
@@ -78,27 +78,27 @@ def test_a_damaged_memory_is_measured_again(cache: Path, damage: str) -> None:
     step_costs(open_checkpoint("tiny"), COMPUTE, MIX)
     (remembered,) = cache.glob("costs-*.json")
     remembered.write_text(damage)
-    assert isinstance(step_costs(open_checkpoint("tiny"), COMPUTE, MIX), Parts)
+    assert isinstance(step_costs(open_checkpoint("tiny"), COMPUTE, MIX), PartCosts)
 
 
 def test_a_cache_that_cannot_be_written_is_done_without(cache: Path) -> None:
     cache.parent.joinpath("ppserve").write_text("a file where the directory should be")
-    assert isinstance(step_costs(open_checkpoint("tiny"), COMPUTE, MIX), Parts)
+    assert isinstance(step_costs(open_checkpoint("tiny"), COMPUTE, MIX), PartCosts)
 
 
 @pytest.mark.parametrize(
     ("mix", "decodes", "prompts"),
     [
-        (Mix(128, 128), 16, [(56, 16)]),
-        (Mix(128, 64), 16, [(48, 32)]),
-        (Mix(8, 128), 16, [(3, 1)]),
-        (Mix(1, 256), 16, []),
-        (Mix(32, 4), 16, [(0, 32)] * 4),
-        (Mix(512, 16), 4, [(192, 128)]),
-        (Mix(4000, 1), 1, [(447, 128)]),
+        (ExpectedWorkload(128, 128), 16, [(56, 16)]),
+        (ExpectedWorkload(128, 64), 16, [(48, 32)]),
+        (ExpectedWorkload(8, 128), 16, [(3, 1)]),
+        (ExpectedWorkload(1, 256), 16, []),
+        (ExpectedWorkload(32, 4), 16, [(0, 32)] * 4),
+        (ExpectedWorkload(512, 16), 4, [(192, 128)]),
+        (ExpectedWorkload(4000, 1), 1, [(447, 128)]),
     ],
 )
-def test_the_step_of_a_mix(mix: Mix, decodes: int, prompts: list[tuple[int, int]]) -> None:
+def test_the_step_of_a_mix(mix: ExpectedWorkload, decodes: int, prompts: list[tuple[int, int]]) -> None:
     """Requests come as fast as they end, so a step has tokens of both in their ratio, up to a limit."""
     plan, share = mix.step(1024)
     found = [(s.start, len(s.token_ids)) for s in plan.slices]
@@ -110,7 +110,7 @@ def test_the_step_of_a_mix(mix: Mix, decodes: int, prompts: list[tuple[int, int]
 
 
 def test_the_step_of_a_model_of_one_position() -> None:
-    plan, _ = Mix(128, 128).step(1)
+    plan, _ = ExpectedWorkload(128, 128).step(1)
     assert {(s.start, len(s.token_ids)) for s in plan.slices} == {(0, 1)}
 
 
@@ -122,7 +122,9 @@ def test_as_many_neighbours_as_head_and_callers(
 ) -> None:
     measured = []
 
-    def fit(_of: Checkpoint, _on: Compute, _mix: Mix, num_tensor: int, num_neighbours: int) -> LayerCosts:
+    def fit(
+        _of: Checkpoint, _on: Compute, _mix: ExpectedWorkload, num_tensor: int, num_neighbours: int
+    ) -> LayerCosts:
         measured.append((num_tensor, num_neighbours))
         return LayerCosts(Coefficients(), Coefficients())
 

@@ -217,9 +217,9 @@ class TimeAccount:
     def snapshot(self, now_ns: int) -> tuple[StageTimes, ...]:
         """Every stage's time up to now. It sums to the wall exactly, and no figure is less than in an earlier one.
 
-        Time that is not settled yet is guessed. When a guess proves wrong, the figure that was given out is kept,
-        and later time is counted elsewhere until the two agree. So a figure differs from the truth by at most
-        the time that was not settled at earlier snapshots, usually the length of a step.
+        Time that is not settled yet is drafted. When a draft token proves wrong, the figure that was given out is
+        kept, and later time is counted elsewhere until the two agree. So a figure differs from the truth by at
+        most the time that was not settled at earlier snapshots, usually the length of a step.
         """
         wasted_ns = self.steps.wasted_ns
         return tuple(_times(self._export(i, now_ns), wasted_ns[i]) for i in range(self.num_stages))

@@ -5,7 +5,7 @@ from __future__ import annotations
 from ppserve.core.architecture import ATTENTION_SHARE, StageLayout
 from ppserve.core.ledger.account import StageTimes
 from ppserve.core.ledger.causes import CAUSES, FILL_DRAIN, GATHER, HOST, IMBALANCE, TOKEN_RETURN, TRANSFER
-from ppserve.core.partition import Parts, balance, split_by_cost
+from ppserve.core.partition import PartCosts, balance, split_by_cost
 
 # Below these there is no advice: the largest cause's share of the time, the time measured per stage, and the gain
 # in balance of another split.
@@ -46,7 +46,7 @@ def advise(stages: tuple[StageTimes, ...], layouts: tuple[StageLayout, ...], mic
     return f"{cause} ({share:.0%} of the time): {remedy}"
 
 
-def measured_parts(stages: tuple[StageTimes, ...], layouts: tuple[StageLayout, ...]) -> Parts:
+def measured_parts(stages: tuple[StageTimes, ...], layouts: tuple[StageLayout, ...]) -> PartCosts:
     """Useful time of a layer and of the LM head, which takes two stages to tell apart.
 
     The embedding only gathers a few rows, so its cost is counted with the first stage's layers.
@@ -54,7 +54,7 @@ def measured_parts(stages: tuple[StageTimes, ...], layouts: tuple[StageLayout, .
     busy = [times.useful_ns for times in stages]
     layer = sum(busy[:-1]) / sum(layout.layer_weights for layout in layouts[:-1])
     head = max(0.0, busy[-1] - layouts[-1].layer_weights * layer)
-    return Parts(layer * ATTENTION_SHARE, layer * (1 - ATTENTION_SHARE), 0.0, head)
+    return PartCosts(layer * ATTENTION_SHARE, layer * (1 - ATTENTION_SHARE), 0.0, head)
 
 
 def _rebalance(stages: tuple[StageTimes, ...], layouts: tuple[StageLayout, ...]) -> str:

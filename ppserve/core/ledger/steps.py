@@ -1,8 +1,8 @@
 """The one book of steps: which are in flight, which stages owe a result, when each was sent, how many bytes moved.
 
-The replica writes into it when a plan was sent and when a stage reports. Lanes, time account, overheads, metrics
-and trace only read it. A step is *in flight* until the last stage has reported it, because only then are its
-tokens known. It stays in the book until every stage has reported it.
+The replica writes into it when a plan was sent and when a stage reports. MicrobatchSlots, time account,
+overheads, metrics and trace only read it. A step is *in flight* until the last stage has reported it, because
+only then are its tokens known. It stays in the book until every stage has reported it.
 
 All times are nanoseconds on the head's monotonic clock.
 """
@@ -42,22 +42,22 @@ class Step:
     """A step from its dispatch until every stage has reported it. Only `Steps` writes to it.
 
     woken_ns: when the engine's turn that made it began. sent_ns: when its plan had been sent to all stages.
-    fills_pipeline: with this step, at least as many steps were in flight as there are stages; doomed ones, which
-    stages skip, do not count. fills_lanes: at least as many as there are lanes; guesses, which take none, do not
-    count. returned_ns: when the head had the last stage's result. is_doomed: it was sent on guesses that were
-    wrong, or ahead for answers that have ended, so nobody needs it.
+    fills_pipeline: with this step, at least as many steps were in flight as there are stages; cancelled ones,
+    which stages skip, do not count. fills_slots: at least as many as there are slots; draft tokens, which take
+    none, do not count. returned_ns: when the head had the last stage's result. is_cancelled: it was sent on draft
+    tokens that were wrong, or ahead for answers that have ended, so nobody needs it.
     """
 
     def __init__(
-        self, plan: StepPlan, num_stages: int, woken_ns: int, sent_ns: int, fills_pipeline: bool, fills_lanes: bool
+        self, plan: StepPlan, num_stages: int, woken_ns: int, sent_ns: int, fills_pipeline: bool, fills_slots: bool
     ) -> None:
         self.plan = plan
         self.woken_ns = woken_ns
         self.sent_ns = sent_ns
         self.fills_pipeline = fills_pipeline
-        self.fills_lanes = fills_lanes
+        self.fills_slots = fills_slots
         self.returned_ns: int | None = None
-        self.is_doomed = False
+        self.is_cancelled = False
         self._results: list[StepResult | None] = [None] * num_stages
 
     @property
@@ -66,7 +66,7 @@ class Step:
 
     @property
     def takes_lane(self) -> bool:
-        return not self.is_doomed and self.plan.phase != SPECULATIVE
+        return not self.is_cancelled and self.plan.phase != SPECULATIVE
 
     @property
     def is_complete(self) -> bool:
@@ -101,15 +101,15 @@ class Step:
 class Steps:
     """The steps of one pipeline. See the module for who writes and who reads.
 
-    num_known: of those in flight, the steps that take a lane: not on guesses alone, and not in vain. num_doomed:
-    those in vain. wasted_ns: what each stage computed for steps that are doomed.
+    num_known: of those in flight, the steps that take a slot: not on draft tokens alone, and not in vain.
+    num_cancelled: those in vain. wasted_ns: what each stage computed for steps that are cancelled.
     """
 
     def __init__(self, num_stages: int) -> None:
         self.num_stages = num_stages
         self.num_in_flight = 0
         self.num_known = 0
-        self.num_doomed = 0
+        self.num_cancelled = 0
         self.wasted_ns = [0] * num_stages
         self._steps: dict[int, Step] = {}
         self._progress_ns = 0  # when a stage last reported, or a step was sent while the book was empty
@@ -121,21 +121,21 @@ class Steps:
 
     @property
     def fills_pipeline(self) -> bool:
-        """Whether as many steps are in flight as there are stages, doomed ones apart."""
-        return self.num_in_flight - self.num_doomed >= self.num_stages
+        """Whether as many steps are in flight as there are stages, cancelled ones apart."""
+        return self.num_in_flight - self.num_cancelled >= self.num_stages
 
     @property
     def in_flight(self) -> Iterator[Step]:
         return (step for step in self._steps.values() if step.is_in_flight)
 
-    def sent(self, plan: StepPlan, woken_ns: int, sent_ns: int, num_lanes: int) -> Step:
-        """A plan was sent to all stages. num_lanes: how many steps may be in flight now."""
+    def sent(self, plan: StepPlan, woken_ns: int, sent_ns: int, num_slots: int) -> Step:
+        """A plan was sent to all stages. num_slots: how many steps may be in flight now."""
         if not self._steps:
             self._progress_ns = sent_ns
         self.num_in_flight += 1
         self.num_known += plan.phase != SPECULATIVE
-        fills_lanes = self.num_known >= num_lanes
-        step = Step(plan, self.num_stages, woken_ns, sent_ns, self.fills_pipeline, fills_lanes)
+        fills_slots = self.num_known >= num_slots
+        step = Step(plan, self.num_stages, woken_ns, sent_ns, self.fills_pipeline, fills_slots)
         self._steps[plan.step_id] = step
         return step
 
@@ -152,23 +152,23 @@ class Steps:
         if result.stage == self.num_stages - 1:
             self.num_in_flight -= 1
             self.num_known -= step.takes_lane
-            self.num_doomed -= step.is_doomed
+            self.num_cancelled -= step.is_cancelled
         if step.is_complete:
             del self._steps[result.step_id]
         computed_ns = result.computed_ns
         self._row_ns = max(self._row_ns, computed_ns / step.plan.num_tokens)
-        if step.is_doomed:
+        if step.is_cancelled:
             self.wasted_ns[result.stage] += computed_ns
         return step
 
     def doom(self, step_id: int) -> None:
         """A step is needed by nobody any more. Nothing happens if that is known, or it is not in the book."""
         step = self._steps.get(step_id)
-        if step is None or step.is_doomed:
+        if step is None or step.is_cancelled:
             return
         self.num_known -= step.is_in_flight and step.takes_lane
-        step.is_doomed = True
-        self.num_doomed += step.is_in_flight
+        step.is_cancelled = True
+        self.num_cancelled += step.is_in_flight
         for stage in range(self.num_stages):
             if (result := step.result(stage)) is not None:
                 self.wasted_ns[stage] += result.computed_ns
@@ -176,7 +176,7 @@ class Steps:
     def lost(self) -> None:
         """The epoch is lost: no step in the book will be reported."""
         self._steps.clear()
-        self.num_in_flight = self.num_known = self.num_doomed = 0
+        self.num_in_flight = self.num_known = self.num_cancelled = 0
 
     def head_paused(self, now_ns: int) -> None:
         """The head itself did not run until now, so deadlines start anew."""

@@ -4,8 +4,8 @@ A request is refused when it is submitted: with InvalidRequest if it could not r
 Overloaded, which says after how many seconds to try again, if too much is waiting already or if its deadline would
 pass before its answer is complete.
 
-A *newcomer* is the request of a caller who has no other: for these the queue has as many places again. So a caller
-who fills the queue keeps out nobody but itself, and the queue has a bound all the same.
+A *new client* is the request of a caller who has no other: for these the queue has as many places again. So a
+caller who fills the queue keeps out nobody but itself, and the queue has a bound all the same.
 """
 
 from __future__ import annotations
@@ -46,32 +46,32 @@ class TooLate(Overloaded):
         self.new_tokens, self.priority, self.came_s, self.now = new_tokens, priority, came_s, now
         self.end_s = now + _NEAR * _MARGIN * shortest_s
 
-    def as_of(self, now: float, others: Callable[[], Beside]) -> TooLate | None:
+    def as_of(self, now: float, others: Callable[[], LoadEstimate]) -> TooLate | None:
         """The same reason now; None if it no longer counts."""
         if now <= self.now + _FRESH_S:
             return self
         if now > self.came_s + _REMEMBERED_S:
             return None
         there, new = others(), self.new_tokens
-        beside = there.tokens_beside(new, self.priority)
-        shortest_s = None if beside is None else there.throughput.seconds_to_end(1 + new + beside, new)
+        load = there.tokens_beside(new, self.priority)
+        shortest_s = None if load is None else there.throughput.seconds_to_end(1 + new + load, new)
         if shortest_s is None:
             return None
         return TooLate(shortest_s, shortest_s, new, self.priority, self.came_s, now)
 
 
 @dataclass(frozen=True, slots=True)
-class Beside:
+class LoadEstimate:
     """What would compute beside a request that came now."""
 
     running: Collection[Sequence]
     queue: FairQueue
     throughput: Throughput
 
-    def tokens_beside(self, new: int, priority: int, newcomer: bool = False) -> int | None:
+    def tokens_beside(self, new: int, priority: int, new_client: bool = False) -> int | None:
         """The tokens that others compute until a request has its `new` ones.
 
-        A newcomer displaces requests of a caller who has several running (`displacement`), so it waits for the
+        A new client preempts requests of a caller who has several running (`preemption`), so it waits for the
         turn of each caller at most. Where no caller has, it may wait as long as any other.
 
         All that run get a token a step, so until then each of them gets at most as many, after what is left of its
@@ -80,7 +80,7 @@ class Beside:
         """
         if len(self.running) < _MANY_RUNNING:
             return None
-        tokens = self.queue.tokens_ahead(priority, takes_turns=newcomer and self.some_caller_has_several)
+        tokens = self.queue.tokens_ahead(priority, takes_turns=new_client and self.some_caller_has_several)
         for sequence in self.running:
             known = len(sequence.token_ids)
             tokens += max(0, known - sequence.computed) + min(new, max(0, sequence.max_positions - known))
@@ -94,23 +94,23 @@ class Beside:
 
 @dataclass(frozen=True, slots=True)
 class Refusals:
-    """Refusals that hold for requests whose prompts are not known yet. full: of all but newcomers. full_for_all:
-    of newcomers too. late: of those that would be at least as late as the request that it refused, but not of
-    newcomers."""
+    """Refusals that hold for requests whose prompts are not known yet. full: of all but new clients. full_for_all:
+    of new clients too. late: of those that would be at least as late as the request that it refused, but not of
+    new clients."""
 
     full: Overloaded | None = None
     full_for_all: Overloaded | None = None
     late: TooLate | None = None
 
-    def of_request(self, request: Request, now: float, newcomer: bool) -> Overloaded | None:
+    def of_request(self, request: Request, now: float, new_client: bool) -> Overloaded | None:
         """Of this one; None if it may be admitted, or may wait."""
-        return self.of(request.stop.max_tokens, request.priority, request.deadline_s, now, newcomer)
+        return self.of(request.stop.max_tokens, request.priority, request.deadline_s, now, new_client)
 
     def of(
-        self, new_tokens: int, priority: int, deadline_s: float | None, now: float, newcomer: bool
+        self, new_tokens: int, priority: int, deadline_s: float | None, now: float, new_client: bool
     ) -> Overloaded | None:
         """Of a request of at least so many new tokens; None if it may be admitted, or may wait."""
-        if newcomer:
+        if new_client:
             return self.full_for_all
         late = self.late
         if self.full is not None or late is None or deadline_s is None or now > late.now + _HOLDS_S:
@@ -149,27 +149,27 @@ def refuse_impossible(request: Request, config: SchedulerConfig, num_blocks: int
         raise InvalidRequest(violations)
 
 
-def too_late(request: Request, others: Callable[[], Beside], now: float, newcomer: bool) -> TooLate | None:
+def too_late(request: Request, others: Callable[[], LoadEstimate], now: float, new_client: bool) -> TooLate | None:
     """Why a request is refused whose answer would not be complete by its deadline."""
     if request.deadline_s is None:
         return None
     there, new = others(), request.stop.max_tokens
-    beside = there.tokens_beside(new, request.priority, newcomer)
-    if beside is None:
+    load = there.tokens_beside(new, request.priority, new_client)
+    if load is None:
         return None
     own = request.num_sequences * (len(request.prompt_ids) + new)
-    answer_s = there.throughput.seconds_to_end(own + beside, new)
+    answer_s = there.throughput.seconds_to_end(own + load, new)
     if answer_s is None or now + _MARGIN * answer_s <= request.deadline_s:
         return None
-    shortest_s = there.throughput.seconds_to_end(1 + new + beside, new) or 0.0
+    shortest_s = there.throughput.seconds_to_end(1 + new + load, new) or 0.0
     return TooLate(answer_s, shortest_s, new, request.priority, now, now)
 
 
 def refusal_by_number(
-    num_waiting: int, num_tokens: int, throughput: Throughput, config: SchedulerConfig, newcomer: bool
+    num_waiting: int, num_tokens: int, throughput: Throughput, config: SchedulerConfig, new_client: bool
 ) -> Overloaded | None:
     """Why no further request may wait beside `num_waiting` with `num_tokens`; None if it may."""
-    if num_waiting < config.max_queue * (1 + newcomer):
+    if num_waiting < config.max_queue * (1 + new_client):
         return None
     return Overloaded(f"{num_waiting} requests are waiting", _retry_after_s(num_tokens, throughput))
 
@@ -179,7 +179,7 @@ def refusals_by_number(
 ) -> Refusals:
     """Where no replica has room for any request."""
     known = len(queue), queue.num_tokens, throughput, config
-    full, full_for_all = (refusal_by_number(*known, newcomer=newcomer) for newcomer in (False, True))
+    full, full_for_all = (refusal_by_number(*known, new_client=new_client) for new_client in (False, True))
     return Refusals(full, full_for_all, late)
 
 
@@ -190,22 +190,22 @@ def _retry_after_s(num_tokens: int, throughput: Throughput) -> float:
 
 
 def refuse_overload(
-    group: SequenceGroup, beside: Beside, config: SchedulerConfig, now: float, newcomer: bool
+    group: SequenceGroup, load: LoadEstimate, config: SchedulerConfig, now: float, new_client: bool
 ) -> None:
     """Raises Overloaded when `group`, the latest in the queue, may not wait.
 
     The bound on tokens does not apply to a request that is alone in the queue, however long it is.
     """
-    queue, throughput = beside.queue, beside.throughput
+    queue, throughput = load.queue, load.throughput
     num_before, tokens_before = len(queue) - 1, queue.num_tokens - group.num_tokens
-    if refusal := refusal_by_number(num_before, tokens_before, throughput, config, newcomer):
+    if refusal := refusal_by_number(num_before, tokens_before, throughput, config, new_client):
         raise refusal
     retry_after_s = _retry_after_s(tokens_before, throughput)
-    if num_before and queue.num_tokens > config.max_queue_tokens * (1 + newcomer):
+    if num_before and queue.num_tokens > config.max_queue_tokens * (1 + new_client):
         raise Overloaded(f"{tokens_before} tokens are waiting", retry_after_s)
     deadline_s = group.request.deadline_s
     if deadline_s is not None:
-        ahead = queue.tokens_ahead(group.priority, newcomer and beside.some_caller_has_several)
+        ahead = queue.tokens_ahead(group.priority, new_client and load.some_caller_has_several)
         wait_s = throughput.seconds_for(ahead - group.num_tokens) or 0.0
         if now + wait_s > deadline_s:
             raise Overloaded(f"the wait is about {wait_s:.1f} s, longer than the deadline", retry_after_s)

@@ -1,12 +1,12 @@
 """Composes a step: which sequences are in it, and how many tokens of each.
 
-Decodes are spread evenly over the m lanes: a step takes 1/m of all decoding sequences (those in flight count as
-well), those that returned first, and leaves the rest to the next lane. Tokens of prompts and replays then fill the
+Decodes are spread evenly over the m slots: a step takes 1/m of all decoding sequences (those in flight count as
+well), those that returned first, and leaves the rest to the next slot. Tokens of prompts and replays then fill the
 step up to a budget:
 
 - the configured `prefill_chunk`; if it is automatic,
 - 1/(2m) of the pending tokens (guided self-scheduling, Polychronopoulos and Kuck 1987), so that one long prompt
-  makes enough chunks for every stage, and many short ones are not all put into the first lane;
+  makes enough chunks for every stage, and many short ones are not all put into the first slot;
 - beside decodes and with a cost model only 1/(3m) of them, in smaller chunks: when steps take unequal times,
   stages wait for each other (simulated with 2 equal CPU-like stages: 6% more tokens per second than with chunks
   of 64);
@@ -31,7 +31,7 @@ MIN_CHUNK = 64
 MAX_CHUNK_BESIDE_DECODES = 256
 # Tokens of a prompt that a step takes even if it is predicted to be too slow.
 MIN_TIMED_CHUNK = 8
-# Beside decodes: the smallest chunk in tokens, and over how many rounds of all lanes the pending tokens are
+# Beside decodes: the smallest chunk in tokens, and over how many rounds of all slots the pending tokens are
 # spread.
 MIN_SPREAD_CHUNK = 8
 SPREAD_ROUNDS = 3
@@ -71,7 +71,7 @@ def joined(size: StepSize, sequence: Sequence, num_tokens: int) -> StepSize:
     """The size of the step with the next `num_tokens` tokens of a sequence.
 
     The LM head computes every row of a scored prompt, otherwise only the row of the last known token and of
-    guesses.
+    draft tokens.
     """
     sampled = num_tokens if sequence.wants_scores else max(0, 1 + num_tokens - max(1, sequence.remaining))
     return size.with_slice(sequence.scheduled, num_tokens, sampled)

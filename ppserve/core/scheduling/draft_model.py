@@ -1,4 +1,5 @@
-"""Guesses by a draft model: a smaller one with the same vocabulary, which computes elsewhere (`DraftChannel`).
+"""Draft tokens by a draft model: a smaller one with the same vocabulary, which computes elsewhere
+(`DraftChannel`).
 
 It draws with the request's own parameters, seed and index. Where it agrees with the model about the likely tokens,
 it then mostly draws the same one, also at a high temperature.
@@ -14,7 +15,7 @@ from typing import Protocol
 
 from ppserve.core.plan import Draw, Slice
 from ppserve.core.request import Request
-from ppserve.core.scheduling.drafter import Drafter, Guess
+from ppserve.core.scheduling.drafter import Drafter, DraftToken
 
 NUM_SLOTS = 4
 """Answers whose keys and values the draft model keeps."""
@@ -23,11 +24,11 @@ NUM_SLOTS = 4
 MOST_WAITED_FOR = 32
 # Tokens in one answer of the draft model.
 MOST_DRAFTED = 8
-# The probability that a guess is right, before there is experience.
+# The probability that a draft token is right, before there is experience.
 PRIOR = 0.7
 # No more tokens are asked for than are all right with this probability.
 LEAST_CHAIN = 0.1
-# Where guesses are right with less than this probability, the answer is not guessed any more.
+# Where draft tokens are right with less than this probability, the answer is not drafted any more.
 LEAST = 0.15
 _NEWEST = 1 / 16
 
@@ -125,7 +126,7 @@ class DraftModel:
 
 
 class ModelDrafter:
-    """Of one answer. num_wrong: how many of its guesses were wrong."""
+    """Of one answer. num_wrong: how many of its draft tokens were wrong."""
 
     def __init__(self, model: DraftModel, request: Request, index: int) -> None:
         self.num_wrong = 0
@@ -136,25 +137,25 @@ class ModelDrafter:
         self._hit_rate = PRIOR
         self._num_known = 0
 
-    def guess(self, token_ids: Seq[int], guesses: Seq[int]) -> Guess | None:
+    def draft_token(self, token_ids: Seq[int], draft_tokens: Seq[int]) -> DraftToken | None:
         self._learn(token_ids)
-        place = len(token_ids) + len(guesses)
+        place = len(token_ids) + len(draft_tokens)
         if place not in self._said:
             if self._hit_rate < LEAST:
                 self._model.give_up(self)
                 return None
-            count = min(self._num_wanted() - len(guesses), self._model.max_positions - place)
+            count = min(self._num_wanted() - len(draft_tokens), self._model.max_positions - place)
             if count <= 0:
                 return None
-            assumed = [*token_ids, *guesses]
+            assumed = [*token_ids, *draft_tokens]
             self._model.draft(self, assumed, self._draw_after(assumed), count)
             self._learn(token_ids)  # what is said may be older than the last tokens
         if place not in self._said:
             return None
-        return Guess(self._said[place], self._hit_rate)
+        return DraftToken(self._said[place], self._hit_rate)
 
     def told(self, place: int, token_ids: Seq[int]) -> None:
-        """The model draws these from position `place` on, if nothing that was known or guessed when it was asked
+        """The model draws these from position `place` on, if nothing that was known or drafted when it was asked
         proves wrong."""
         self._said.update(enumerate(token_ids, place))
         self._num_known = min(self._num_known, place)

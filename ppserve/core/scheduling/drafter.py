@@ -1,8 +1,8 @@
-"""Guesses of a sequence's next token, from the sequence itself.
+"""Draft tokens of a sequence's next token, from the sequence itself.
 
-A guess changes no token: each token is drawn from the model as it would be without guesses, and a guess only
-decides what may be computed before that token is known. So a drafter may be anything, and need not be kept when a
-stage is lost or an answer is resumed.
+A draft token changes no token: each token is drawn from the model as it would be without draft tokens, and a
+draft token only decides what may be computed before that token is known. So a drafter may be anything, and need
+not be kept when a stage is lost or an answer is resumed.
 """
 
 from __future__ import annotations
@@ -14,8 +14,8 @@ from typing import NamedTuple, Protocol
 from ppserve.core.request import Request
 
 
-class Guess(NamedTuple):
-    """probability: of the guess being right, if all tokens before it are."""
+class DraftToken(NamedTuple):
+    """probability: of the draft token being right, if all tokens before it are."""
 
     token_id: int
     probability: float
@@ -26,10 +26,10 @@ class Interrupted(Exception):
 
 
 class Drafter(Protocol):
-    """Guesses for one sequence."""
+    """Draft tokens for one sequence."""
 
-    def guess(self, token_ids: Seq[int], guesses: Seq[int]) -> Guess | None:
-        """The token that may follow `token_ids` and then `guesses`; None where there is nothing to go by.
+    def draft_token(self, token_ids: Seq[int], draft_tokens: Seq[int]) -> DraftToken | None:
+        """The token that may follow `token_ids` and then `draft tokens`; None where there is nothing to go by.
 
         token_ids only ever grows from call to call. Raises Interrupted.
         """
@@ -47,8 +47,8 @@ def look_up_prompts(_request: Request, _index: int) -> Drafter:
 LONGEST = 3
 """Tokens. Longer matches are hardly better: the latest place where three tokens match is mostly the right one."""
 
-# How often a guess is right before there is experience, by the length of the match, and the weight of the newest
-# experience: about the last 16 count.
+# How often a draft token is right before there is experience, by the length of the match, and the weight of the
+# newest experience: about the last 16 count.
 _PRIORS = (0.0, 0.2, 0.4, 0.6)
 _NEWEST = 1 / 16
 _TOKEN_BITS = 20
@@ -57,11 +57,12 @@ MOST_LEARNT = 256
 
 
 class PromptLookup:
-    """Finds the latest earlier place where the last tokens, up to LONGEST, stand too; guesses what followed there.
+    """Finds the latest earlier place where the last tokens, up to LONGEST, stand too; draft tokens what followed
+    there.
 
-    Every known token tells whether it would have been guessed, also while no guess is asked for. So how much a
-    guess is worth is known for this very text, and guesses that would fail are known to before they cost anything.
-    Time and memory are constant per token.
+    Every known token tells whether it would have been drafted, also while no draft token is asked for. So how
+    much a draft token is worth is known for this very text, and draft tokens that would fail are known to before
+    they cost anything. Time and memory are constant per token.
     """
 
     def __init__(self) -> None:
@@ -69,26 +70,26 @@ class PromptLookup:
         self._hit_rates = list(_PRIORS)
         self._num_learned = 0
 
-    def guess(self, token_ids: Seq[int], guesses: Seq[int]) -> Guess | None:
+    def draft_token(self, token_ids: Seq[int], draft_tokens: Seq[int]) -> DraftToken | None:
         self._learn(token_ids)
         if self._num_learned < len(token_ids):
             return None
-        tail = [*token_ids[-LONGEST:], *guesses][-LONGEST:]
+        tail = [*token_ids[-LONGEST:], *draft_tokens][-LONGEST:]
         found = self._find(tail)
         if found is None:
             return None
         length, token_id = found
-        return Guess(token_id, self._hit_rates[length])
+        return DraftToken(token_id, self._hit_rates[length])
 
     def _learn(self, token_ids: Seq[int]) -> None:
-        """The next tokens not seen yet: how good a guess of each would have been, and what followed what."""
+        """The next tokens not seen yet: how good a draft token of each would have been, and what followed what."""
         until = min(len(token_ids), self._num_learned + MOST_LEARNT)
         for place in range(self._num_learned, until):
             token_id = token_ids[place]
             before = token_ids[max(0, place - LONGEST) : place]
             if (found := self._find(before)) is not None:
-                length, guessed = found
-                self._hit_rates[length] += ((guessed == token_id) - self._hit_rates[length]) * _NEWEST
+                length, drafted = found
+                self._hit_rates[length] += ((drafted == token_id) - self._hit_rates[length]) * _NEWEST
             for key in _keys(before):
                 self._followers[key] = token_id
         self._num_learned = until

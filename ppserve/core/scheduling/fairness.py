@@ -90,7 +90,7 @@ class FairQueue:
         best = min(turns.values(), key=rank, default=None)
         return best[3] if best else None
 
-    def first_of_those_without(self) -> SequenceGroup | None:
+    def first_unserved(self) -> SequenceGroup | None:
         """Of the callers of whom no request was admitted, that of the one who will have been served least after
         its answer. So who wants little is not held up by those who want as much as they who run."""
         heads = [head for head in self._heads() if head[1].num_live == head[1].num_waiting]
@@ -102,7 +102,7 @@ class FairQueue:
         for (priority, caller), line in self._lines.items():
             yield priority, self._accounts[caller], *next(iter(line.values()))
 
-    def has_nothing(self, caller: str) -> bool:
+    def is_idle(self, caller: str) -> bool:
         """Whether a caller has no live request. Safe in any thread."""
         account = self._accounts.get(caller)
         return account is None or account.num_live == 0

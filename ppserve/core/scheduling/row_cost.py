@@ -1,9 +1,9 @@
-"""What guesses as further rows of a lone sequence's steps cost, by measurement.
+"""What draft tokens as further rows of a lone sequence's steps cost, by measurement.
 
 A step's time on a stage, which the cost model fits, is only a part of the time from token to token: plans, hidden
 states and tokens travel, and the head works. And the fit is for steps of all sizes: a short prompt, the first step
-after a pause, has few rows too and takes longer than guesses do. So a lone sequence's steps are compared with each
-other alone: those with guesses with those without.
+after a pause, has few rows too and takes longer than draft tokens do. So a lone sequence's steps are compared
+with each other alone: those with draft tokens with those without.
 """
 
 from __future__ import annotations
@@ -11,12 +11,13 @@ from __future__ import annotations
 from collections import deque
 from statistics import median
 
-# Steps of either kind that are remembered, and those with guesses that must be known to tell what a row costs.
+# Steps of either kind that are remembered, and those with draft tokens that must be known to tell what a row
+# costs.
 _REMEMBERED, _LEAST_KNOWN = 32, 3
 
 
 class RowCost:
-    """A lone sequence's steps, with guesses and without."""
+    """A lone sequence's steps, with draft tokens and without."""
 
     def __init__(self) -> None:
         self._plain_s: deque[float] = deque(maxlen=_REMEMBERED)
@@ -26,17 +27,17 @@ class RowCost:
     def is_known(self) -> bool:
         return len(self._wide_s) >= _LEAST_KNOWN and bool(self._plain_s)
 
-    def observe(self, num_guesses: int, seconds: float) -> None:
-        """The sequence had its tokens so long after the ones before, by a step with so many guesses."""
-        if num_guesses:
-            self._wide_s.append((num_guesses, seconds))
+    def observe(self, num_draft_tokens: int, seconds: float) -> None:
+        """The sequence had its tokens so long after the ones before, by a step with so many draft tokens."""
+        if num_draft_tokens:
+            self._wide_s.append((num_draft_tokens, seconds))
         else:
             self._plain_s.append(seconds)
 
     def share(self) -> float:
-        """What each further row adds to the time from token to token, as a share of that without guesses. Zero
-        as long as little is known, so that guesses are made and their cost is learnt. Computed when a guess asks
-        for it: every token is observed."""
+        """What each further row adds to the time from token to token, as a share of that without draft tokens.
+        Zero as long as little is known, so that draft tokens are made and their cost is learnt. Computed when a
+        draft token asks for it: every token is observed."""
         if not self.is_known or not (plain_s := median(self._plain_s)):  # zero by a clock that stands still
             return 0.0
         return max(0.0, median((s / plain_s - 1) / count for count, s in self._wide_s))

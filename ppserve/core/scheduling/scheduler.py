@@ -1,20 +1,20 @@
 """The scheduler: which tokens of which sequences go into the next step.
 
 There is one scheduler per replica. It runs on the head and is told everything: results, losses and the time.
-Requests come from the intake, which all replicas share. It reads no clock and does no I/O.
+Requests come from the request queue, which all replicas share. It reads no clock and does no I/O.
 
 Laws
-- A token is scheduled after it has returned to the head, with two exceptions. A guess may be scheduled before, but
-  what was computed from a wrong guess is dropped: nobody sees it, and the right token's step writes its keys and
-  values anew. And where one rank computes all of the model, it knows what it has drawn: its next step is sent
-  ahead, without the tokens.
+- A token is scheduled after it has returned to the head, with two exceptions. A draft token may be scheduled
+  before, but what was computed from a wrong draft token is dropped: nobody sees it, and the right token's step
+  writes its keys and values anew. And where one rank computes all of the model, it knows what it has drawn: its
+  next step is sent ahead, without the tokens.
 - Stages run steps in order. Hence a prompt's next chunk may be scheduled while the chunk before is in flight, a
   block may be shared as soon as the step that fills it is scheduled, and a freed block may be reused at once.
 - The most blocks that a request can need are reserved at admission, so no sequence ever waits for a block. It can
-  be displaced by a caller who has nothing (`displacement`), keeps its tokens, and is computed again.
+  be preempted by a caller who has nothing (`preemption`), keeps its tokens, and is computed again.
 - When a stage is lost, its sequences are computed again: by another replica (`give_back`) or, without one, here
   with their block tables kept (`lose_stage`).
-- Every sequence causes exactly one terminal event, except one that the engine ends (`Intake.finish`).
+- Every sequence causes exactly one terminal event, except one that the engine ends (`RequestQueue.finish`).
 
 The replica calls `schedule(now)` until it returns None, and enters each plan in the book of steps before it asks
 for the next. It calls `commit` for every result of the last stage that is in the book.
@@ -34,10 +34,10 @@ from ppserve.core.scheduling.block_manager import BlockManager, BlockTable
 from ppserve.core.scheduling.composer import Composer, CostModel, StepLimits
 from ppserve.core.scheduling.config import SchedulerConfig
 from ppserve.core.scheduling.drafter import Interrupted, NewDrafter, look_up_prompts
-from ppserve.core.scheduling.intake import Intake
-from ppserve.core.scheduling.lanes import Lanes
+from ppserve.core.scheduling.microbatch_slots import MicrobatchSlots
 from ppserve.core.scheduling.prefix_cache import PrefixCache
-from ppserve.core.scheduling.roster import Roster
+from ppserve.core.scheduling.request_queue import RequestQueue
+from ppserve.core.scheduling.running_set import RunningSet
 from ppserve.core.scheduling.sequence import Sequence, SequenceEvent, SequenceGroup, SequenceStatus
 from ppserve.core.scheduling.speculation import Pick, Speculation
 
@@ -51,7 +51,7 @@ class Scheduler:
         blocks: BlockManager,
         steps: Steps,
         costs: CostModel | None = None,
-        intake: Intake | None = None,
+        request_queue: RequestQueue | None = None,
         new_drafter: NewDrafter = look_up_prompts,
     ) -> None:
         if blocks.block_size != config.block_size:
@@ -60,22 +60,22 @@ class Scheduler:
         self._prefix_cache = PrefixCache(blocks, config.prefix_cache, config.per_caller)
         self._blocks = blocks
         self._composer = Composer(StepLimits(config.prefill_chunk, config.max_auto_chunk), costs)
-        self._roster = Roster()
+        self._running_set = RunningSet()
         self._ending: dict[int, Sequence] = {}
-        self.lanes = Lanes(steps, config, epoch=0)
-        self._speculation = Speculation(config, self.lanes, costs, new_drafter)
-        self._prompts_first = False  # in the next step, for who came while others' guesses were awaited
+        self.slots = MicrobatchSlots(steps, config, epoch=0)
+        self._speculation = Speculation(config, self.slots, costs, new_drafter)
+        self._prompts_first = False  # in the next step, for who came while others' draft tokens were awaited
         self.is_open = True
-        self.intake = Intake() if intake is None else intake
-        self.intake.join(self)
-        self._ahead = Ahead(self.lanes, self._roster, self.intake, self._speculation)
+        self.request_queue = RequestQueue() if request_queue is None else request_queue
+        self.request_queue.join(self)
+        self._ahead = Ahead(self.slots, self._running_set, self.request_queue, self._speculation)
 
     # State
 
     @property
     def num_running(self) -> int:
         """Admitted sequences that have not ended."""
-        return len(self._roster)
+        return len(self._running_set)
 
     @property
     def num_blocks(self) -> int:
@@ -84,22 +84,22 @@ class Scheduler:
     @property
     def may_admit(self) -> bool:
         """Whether there may be room for a request: it needs a place, and a block."""
-        return self.is_open and len(self._roster) < self.config.max_num_seqs and self._blocks.num_free > 0
+        return self.is_open and len(self._running_set) < self.config.max_num_seqs and self._blocks.num_free > 0
 
     @property
     def tokens_left(self) -> int:
         """To compute until all running sequences have their longest answers."""
-        return sum(sequence.max_positions - sequence.computed for sequence in self._roster.running)
+        return sum(sequence.max_positions - sequence.computed for sequence in self._running_set.running)
 
     @property
     def running_ids(self) -> KeysView[int]:
         """Ids of the admitted sequences that have not ended."""
-        return self._roster.ids
+        return self._running_set.ids
 
     @property
     def is_busy(self) -> bool:
         """Whether steps are in flight."""
-        return len(self.lanes) > 0
+        return len(self.slots) > 0
 
     @property
     def kv_usage(self) -> float:
@@ -109,28 +109,28 @@ class Scheduler:
     @property
     def epoch(self) -> int:
         """The current epoch. Plans carry it, and results of older epochs are ignored."""
-        return self.lanes.epoch
+        return self.slots.epoch
 
     @property
     def microbatches(self) -> int:
-        return self.lanes.num_lanes
+        return self.slots.num_slots
 
     def set_microbatches(self, microbatches: int) -> None:
         """Change how many steps may be in flight. Steps above the new number finish."""
         if not 1 <= microbatches <= self.config.max_microbatches:
             raise ValueError(f"microbatches: {microbatches} is not within 1 .. {self.config.max_microbatches}")
-        self.lanes.num_lanes = microbatches
+        self.slots.num_slots = microbatches
 
     # Requests
 
     def running(self, sequence_id: int) -> Sequence | None:
-        return self._roster.get(sequence_id)
+        return self._running_set.get(sequence_id)
 
     def room_for(self, group: SequenceGroup, without: Collection[Sequence] = ()) -> BlockTable | None:
         """The cached blocks that a request would begin with; None if there is no room for it. without: running
-        ones that would be displaced."""
+        ones that would be preempted."""
         live = group.live
-        if len(self._roster) - len(without) + len(live) > self.config.max_num_seqs:
+        if len(self._running_set) - len(without) + len(live) > self.config.max_num_seqs:
             return None
         num_prompt, num_positions = len(group.request.prompt_ids), live[0].max_positions
         known = self._prefix_cache.find(live[0])
@@ -140,7 +140,7 @@ class Scheduler:
 
     def admit(self, group: SequenceGroup, known: BlockTable, now: float) -> None:
         """There is room. known: what `room_for` said."""
-        self._speculation.make_way(self._roster.running, now)
+        self._speculation.make_way(self._running_set.running, now)
         self._ahead.make_way()
         leader, *siblings = group.live
         size, num_prompt = self.config.block_size, len(group.request.prompt_ids)
@@ -151,7 +151,7 @@ class Scheduler:
         for sibling in siblings:
             self._start(sibling, leader.block_table[:num_shared])
         if leader.loss_mark:  # it ran before: as after a loss, each is computed from its first token
-            self._roster.admit_again((leader, *siblings))
+            self._running_set.admit_again((leader, *siblings))
             return
         for sibling in siblings:
             sibling.num_published = num_shared
@@ -160,12 +160,12 @@ class Scheduler:
                 self._blocks.pin(sibling.id, sibling.fork_block)
         for sequence in group.sequences:
             sequence.cached_tokens = leader.scheduled
-        self._roster.admit(leader, siblings)
+        self._running_set.admit(leader, siblings)
 
-    def displace(self, group: SequenceGroup) -> int:
+    def preempt(self, group: SequenceGroup) -> int:
         """It gives up places and blocks. Returns how many of its tokens are then in no cached block."""
         for sequence in group.live:
-            self._roster.remove(sequence)
+            self._running_set.remove(sequence)
             self._blocks.release(sequence.id)
             sequence.give_back()
         num_cached = len(self._prefix_cache.find(group.live[0])) * self.config.block_size
@@ -179,10 +179,10 @@ class Scheduler:
 
     def drop(self, sequence: Sequence) -> None:
         """A running sequence has ended. Steps in flight may still hold it."""
-        self._roster.remove(sequence)
-        self.lanes.drop_guesses(sequence, len(sequence.guesses), len(sequence.token_ids))
+        self._running_set.remove(sequence)
+        self.slots.drop_draft_tokens(sequence, len(sequence.draft_tokens), len(sequence.token_ids))
         # Except into blocks that it has published: others may share them, and need what is written there.
-        self.lanes.drop_ahead(sequence, sequence.num_published * self.config.block_size)
+        self.slots.drop_ahead(sequence, sequence.num_published * self.config.block_size)
         if sequence.steps_in_flight:
             sequence.move_to(SequenceStatus.ENDING)
             self._ending[sequence.id] = sequence
@@ -193,60 +193,60 @@ class Scheduler:
         sequence.move_to(SequenceStatus.ENDED)
         self._blocks.release(sequence.id)
         self._ending.pop(sequence.id, None)
-        self.intake.look_again()
+        self.request_queue.look_again()
 
     # Steps
 
     def schedule(self, now: float) -> StepPlan | None:
         """The next step; None when the pipeline is full, nothing is ready, or a request arrives meanwhile."""
-        self.intake.admit(now)
-        if self.lanes.full:
+        self.request_queue.admit(now)
+        if self.slots.full:
             return self._build(picks) if (picks := self._ahead.picks(now)) else None
-        if self.lanes.is_unproven and len(self._roster):
+        if self.slots.is_unproven and len(self._running_set):
             if self.is_busy:
                 return None
-            self.intake.step_scheduled(now)
-            return self.lanes.plan((), ())
-        lone = self.intake.lone_at(self)
+            self.request_queue.step_scheduled(now)
+            return self.slots.plan((), ())
+        lone = self.request_queue.lone_at(self)
         try:
             picks = self._compose(now) if lone is None else self._compose_alone(lone)
         except Interrupted:
-            self._speculation.withdraw_unsent(self._roster.running)
+            self._speculation.withdraw_unsent(self._running_set.running)
             self._prompts_first = True
             return None
         if picks and not self.is_busy:
-            self.intake.step_scheduled(now)
+            self.request_queue.step_scheduled(now)
         return self._build(picks) if picks else None
 
     def _compose(self, now: float) -> list[Pick]:
-        """Known tokens first; guesses beside them or, where stages would stand idle, alone."""
+        """Known tokens first; draft tokens beside them or, where stages would stand idle, alone."""
         self._skip_refilled()
-        roster, speculation = self._roster, self._speculation
+        running_set, speculation = self._running_set, self._speculation
         prompts_first, self._prompts_first = self._prompts_first, False
-        returned = () if prompts_first and roster.filling else roster.returned
-        picks = self._composer.compose(returned, roster.num_decoding, roster.filling, self.microbatches)
+        returned = () if prompts_first and running_set.filling else running_set.returned
+        picks = self._composer.compose(returned, running_set.num_decoding, running_set.filling, self.microbatches)
         if picks:
-            return speculation.widen(picks, roster.running, now)
-        # With as many sequences as stages a gap is over before a guess could fill it. And whoever has guesses in
-        # flight cannot be displaced.
-        has_gap = self.lanes.have_gap and len(roster) < self.config.num_stages
-        if not has_gap or self.intake.queue.first_of_those_without() is not None:
+            return speculation.widen(picks, running_set.running, now)
+        # With as many sequences as stages a gap is over before a draft token could fill it. And whoever has draft
+        # tokens in flight cannot be preempted.
+        has_gap = self.slots.have_gap and len(running_set) < self.config.num_stages
+        if not has_gap or self.request_queue.queue.first_unserved() is not None:
             return []
-        return speculation.deepen(roster.running, now)
+        return speculation.deepen(running_set.running, now)
 
     def _skip_refilled(self) -> None:
         """After a loss, compute a prefix that several sequences share only once."""
-        for sequence in self._roster.filling:
+        for sequence in self._running_set.filling:
             if sequence.loss_mark and sequence.scheduled == 0:
                 num_blocks = self._prefix_cache.num_refilled(sequence)
                 sequence.scheduled = sequence.computed = num_blocks * self.config.block_size
                 sequence.num_published = num_blocks
 
     def _compose_alone(self, lone: str) -> list[Pick]:
-        if self.lanes.holds_others_than(lone):
+        if self.slots.holds_others_than(lone):
             return []
-        returned = [s for s in self._roster.returned if s.request.id == lone]
-        filling = [s for s in self._roster.filling if s.request.id == lone]
+        returned = [s for s in self._running_set.returned if s.request.id == lone]
+        filling = [s for s in self._running_set.filling if s.request.id == lone]
         return self._composer.compose(returned, len(returned), filling, 1)
 
     def _build(self, picks: list[Pick]) -> StepPlan:
@@ -262,16 +262,16 @@ class Scheduler:
         sequences = [sequence for sequence, _ in parts]
         for sequence in sequences:
             self._prefix_cache.offer(sequence)
-        self._roster.slices_taken(sequences)
-        return self.lanes.plan(tuple(parts), copies)
+        self._running_set.slices_taken(sequences)
+        return self.slots.plan(tuple(parts), copies)
 
     def commit(self, result: StepResult, now: float) -> list[SequenceEvent]:
         """Apply the last stage's result of a step. A result of an older epoch or an unknown step is ignored."""
-        taken = self.lanes.take(result)
+        taken = self.slots.take(result)
         if taken is None:
             return []
-        parts, void = taken
-        accepted = self.lanes.guesses["accepted"]
+        parts, rejected = taken
+        accepted = self.slots.draft_tokens["accepted"]
         drawn: dict[int, list[Drawn]] = defaultdict(list)
         for of in result.drawn:
             drawn[of.sequence_id].append(of)
@@ -282,32 +282,32 @@ class Scheduler:
             if sequence.status is SequenceStatus.ENDING:
                 if sequence.steps_in_flight == 0:
                     self._release(sequence)
-            elif sequence.id not in void:
+            elif sequence.id not in rejected:
                 num_before = len(sequence.token_ids)
                 events += self._apply(sequence, piece, drawn[sequence.id], scored.get(sequence.id))
                 if num_new := len(sequence.token_ids) - num_before:
-                    self._speculation.tokens_returned(sequence, piece, num_new, len(self._roster), now)
-        needed = (piece for sequence, piece in parts if not (piece.is_ahead and sequence.id in void))
-        num_tokens = sum(len(piece.token_ids) - piece.num_guesses for piece in needed)
-        num_tokens += self.lanes.guesses["accepted"] - accepted
-        self.intake.step_committed(num_tokens, now)
+                    self._speculation.tokens_returned(sequence, piece, num_new, len(self._running_set), now)
+        needed = (piece for sequence, piece in parts if not (piece.is_ahead and sequence.id in rejected))
+        num_tokens = sum(len(piece.token_ids) - piece.num_draft_tokens for piece in needed)
+        num_tokens += self.slots.draft_tokens["accepted"] - accepted
+        self.request_queue.step_committed(num_tokens, now)
         return events
 
     def _apply(
         self, sequence: Sequence, piece: Slice, drawn: list[Drawn], scored: Scored | None
     ) -> Iterator[SequenceEvent]:
-        group = self.intake.groups[sequence.request.id]
+        group = self.request_queue.groups[sequence.request.id]
         if piece.targets:
             if scored is None or len(scored.logprobs) != len(piece.targets):
-                yield from self.intake.fail(group, "the prompt could not be scored")
+                yield from self.request_queue.fail(group, "the prompt could not be scored")
                 return
             if not all(math.isfinite(of.logprob) for of in scored.logprobs):
                 yield from self._not_finite(group)
                 return
             sequence.scores.extend(scored.logprobs)
-        sequence.computed = piece.end - piece.num_guesses + piece.is_guessed
+        sequence.computed = piece.end - piece.num_draft_tokens + piece.is_draft
         if piece.draw is None and sequence.known_end and sequence.computed == len(sequence.token_ids):
-            yield self.intake.end(sequence, group, finish=sequence.known_end)
+            yield self.request_queue.end(sequence, group, finish=sequence.known_end)
             return
         for row in range(piece.num_draws):
             if row:
@@ -325,23 +325,23 @@ class Scheduler:
         if piece.draw is None:
             return
         if sequence.remaining:
-            self._roster.token_returned(sequence)
-        is_watched = self.intake.quarantine.watches(group.key)
+            self._running_set.token_returned(sequence)
+        is_watched = self.request_queue.poison_isolation.watches(group.key)
         if is_watched and all(len(s.token_ids) > s.loss_mark for s in group.live):
-            self.intake.clear(group)
+            self.request_queue.clear(group)
 
     def _not_finite(self, group: SequenceGroup) -> list[SequenceEvent]:
         """The request's end, with all its sequences: its caller is told of the first error."""
         for sequence in group.live:
             self._blocks.forget_contents_of(sequence.id)  # their KV may hold non-finite values: never share them
-        return self.intake.fail(group, "the model's output is not finite")
+        return self.request_queue.fail(group, "the model's output is not finite")
 
     def _drawn(
         self, sequence: Sequence, group: SequenceGroup, token_id: int, logprobs: TokenLogprobs | None
     ) -> SequenceEvent:
         """The sequence's next token."""
-        self.lanes.drawn(sequence, token_id)
-        self.intake.token_drawn(group)
+        self.slots.drawn(sequence, token_id)
+        self.request_queue.token_drawn(group)
         end = sequence.end_after(token_id, self.config.eos_id)
         event = sequence.event(
             token_id=token_id,
@@ -351,7 +351,7 @@ class Scheduler:
             replica=group.replica,
         )
         if end is not None:
-            self.intake.retire(sequence, group)
+            self.request_queue.retire(sequence, group)
         return event
 
     def lose_stage(self, epoch: int, failed: Set[Hashable]) -> list[SequenceEvent]:
@@ -361,35 +361,35 @@ class Scheduler:
         blamed. No token is lost, so there are no events, but a request that is certain to have killed ranks fails.
         """
         in_flight = self._forget_steps(epoch)
-        for sequence in self._roster.running:
+        for sequence in self._running_set.running:
             sequence.rewind()
             self._blocks.unpin(sequence.id)
-        self._roster.restart()
-        return self.intake.blame(self, in_flight, failed)
+        self._running_set.restart()
+        return self.request_queue.blame(self, in_flight, failed)
 
     def give_back(self) -> frozenset[str]:
         """Close, and let other replicas go on with all requests. The ids of those that had steps in flight."""
         self.is_open = False
         in_flight = self._forget_steps(self.epoch + 1)
-        groups = {s.request.id: self.intake.groups[s.request.id] for s in self._roster.running}
+        groups = {s.request.id: self.request_queue.groups[s.request.id] for s in self._running_set.running}
         for group in groups.values():
-            self.displace(group)
-        self.intake.give_back(groups.values())
+            self.preempt(group)
+        self.request_queue.give_back(groups.values())
         return in_flight
 
     def open(self, epoch: int) -> None:
         """The first epoch, or the next one after `give_back`, has formed: requests may be admitted."""
         assert epoch >= self.epoch, (epoch, self.epoch)
-        self.lanes.epoch = epoch
+        self.slots.epoch = epoch
         self.is_open = True
-        self.intake.look_again()
+        self.request_queue.look_again()
 
     def _forget_steps(self, epoch: int) -> frozenset[str]:
         """The steps in flight will have no results. Returns the ids of their requests."""
-        in_flight = self.lanes.lose(epoch)
+        in_flight = self.slots.lose(epoch)
         self._blocks.forget_contents()
         for sequence in list(self._ending.values()):
             self._release(sequence)
-        for sequence in self._roster.running:
-            self.lanes.guesses["cancelled"] += len(sequence.guesses)
+        for sequence in self._running_set.running:
+            self.slots.draft_tokens["cancelled"] += len(sequence.draft_tokens)
         return in_flight

@@ -4,17 +4,17 @@ A sequence knows its tokens (prompt, resumed and drawn), how many positions were
 for how many of these the result has returned (`computed`). It is ready when `known > scheduled`. Whether that
 means a prompt, a chunk, a decode or a replay makes no difference.
 
-Guesses are tokens that may follow the known ones. Steps may take them as if they were known: then
-`scheduled > known`. When the next token is drawn, the first guess is either the same, and becomes known, or all
-guesses are dropped and `scheduled` goes back to that token. Where one stage is all, a step may be sent ahead: it
-takes the next token before that is drawn. A sequence that `is_ahead` has no guesses.
+Draft tokens are tokens that may follow the known ones. Steps may take them as if they were known: then
+`scheduled > known`. When the next token is drawn, the first draft token is either the same, and becomes known, or
+all draft tokens are dropped and `scheduled` goes back to that token. Where one stage is all, a step may be sent
+ahead: it takes the next token before that is drawn. A sequence that `is_ahead` has no draft tokens.
 
     WAITING ──admit──▶ RUNNING ──end──▶ ENDED
      ▲ └────────end──────┼──▶ ENDED       ▲
      └──────give back────┤                │
                          └─end in flight─▶ ENDING (its terminal event was sent; a step still writes its blocks)
 
-0 <= computed <= scheduled <= known + guesses + is_ahead, and computed <= known, always.
+0 <= computed <= scheduled <= known + draft tokens + is_ahead, and computed <= known, always.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from enum import StrEnum
 
 from ppserve.core.plan import DRAWN, Draw, Slice, TokenLogprobs
 from ppserve.core.request import FinishReason, Request
-from ppserve.core.scheduling.drafter import Drafter, Guess
+from ppserve.core.scheduling.drafter import Drafter, DraftToken
 from ppserve.errors import RequestError
 
 
@@ -86,9 +86,9 @@ class Sequence:
 
     known_end: set when the sequence ends without a draw (only scored, or resumed complete). fork_block: for n > 1,
     the leader's partly filled prompt block, copied before this sequence's first slice. loss_mark: the number of
-    known tokens when a stage was last lost. guesses: assumed to follow the known tokens; those before `scheduled`
-    are in steps. is_ahead: the token after the known ones is in a step, whatever it will be. drafter: makes the
-    guesses; None before the first. returned_s: when its latest tokens came.
+    known tokens when a stage was last lost. draft tokens: assumed to follow the known tokens; those before
+    `scheduled` are in steps. is_ahead: the token after the known ones is in a step, whatever it will be. drafter:
+    makes the draft tokens; None before the first. returned_s: when its latest tokens came.
     """
 
     def __init__(self, sequence_id: int, request: Request, index: int, eos_id: int | None) -> None:
@@ -97,7 +97,7 @@ class Sequence:
         self.index = index
         self.status = SequenceStatus.WAITING
         self.token_ids = [*request.prompt_ids, *request.resume_ids]
-        self.guesses: list[Guess] = []
+        self.draft_tokens: list[DraftToken] = []
         self.is_ahead = False
         self.drafter: Drafter | None = None
         self.returned_s: float | None = None
@@ -130,13 +130,13 @@ class Sequence:
 
     @property
     def certainty(self) -> float:
-        """The probability that all guesses so far are right."""
-        return math.prod(guess.probability for guess in self.guesses)
+        """The probability that all draft tokens so far are right."""
+        return math.prod(draft_token.probability for draft_token in self.draft_tokens)
 
     @property
-    def guess_room(self) -> int:
-        """How many further guesses may be made: each needs a position for its keys and values."""
-        return self.max_positions - len(self.token_ids) - len(self.guesses) - self.is_ahead
+    def draft_room(self) -> int:
+        """How many further draft tokens may be made: each needs a position for its keys and values."""
+        return self.max_positions - len(self.token_ids) - len(self.draft_tokens) - self.is_ahead
 
     @property
     def is_live(self) -> bool:
@@ -155,10 +155,15 @@ class Sequence:
         self.status = status
 
     def take(self, num_tokens: int, block_size: int) -> Slice:
-        """Put the next `num_tokens` tokens, guesses included, into a step. The scheduler must commit it later."""
+        """Put the next `num_tokens` tokens, draft tokens included, into a step. The scheduler must commit it
+        later."""
         start, end = self.scheduled, self.scheduled + num_tokens
         known = len(self.token_ids)
-        assert 0 < num_tokens <= known + len(self.guesses) + self.is_ahead - start, (self.id, num_tokens, start)
+        assert 0 < num_tokens <= known + len(self.draft_tokens) + self.is_ahead - start, (
+            self.id,
+            num_tokens,
+            start,
+        )
         draws = end >= known and self.known_end is None
         num_blocks = -(-end // block_size)
         if len(self._table_part) != num_blocks:
@@ -180,22 +185,23 @@ class Sequence:
         )
 
     def append(self, token_id: int) -> int:
-        """The next token was drawn. If a guess was wrong, all are dropped: how many."""
+        """The next token was drawn. If a draft token was wrong, all are dropped: how many."""
         self.token_ids.append(token_id)
         if self.is_ahead:
             self.is_ahead = False
             return 0
-        if self.guesses and self.guesses[0].token_id == token_id:
-            del self.guesses[0]
+        if self.draft_tokens and self.draft_tokens[0].token_id == token_id:
+            del self.draft_tokens[0]
             return 0
         return self.withdraw(len(self.token_ids) - 1)
 
     def withdraw(self, start: int) -> int:
-        """Guesses of the tokens from position `start` on are dropped, and none of them is scheduled: how many."""
-        num_guesses, known = len(self.guesses), len(self.token_ids)
-        del self.guesses[max(0, start - known) :]
+        """Draft tokens of the tokens from position `start` on are dropped, and none of them is scheduled: how
+        many."""
+        num_draft_tokens, known = len(self.draft_tokens), len(self.token_ids)
+        del self.draft_tokens[max(0, start - known) :]
         self.scheduled, self.is_ahead = min(self.scheduled, start), False
-        return num_guesses - len(self.guesses)
+        return num_draft_tokens - len(self.draft_tokens)
 
     def _draw_after(self, row_end: int) -> Draw:
         """The draw of the token at position `row_end`; always the same object where it needs no history."""
@@ -205,12 +211,12 @@ class Sequence:
         return replace(self._draw, prompt_ids=prompt_ids, output_ids=self._assumed(len(prompt_ids), row_end))
 
     def _assumed(self, start: int, end: int) -> tuple[int, ...]:
-        """The tokens at positions [start, end), guesses included."""
+        """The tokens at positions [start, end), draft tokens included."""
         known = len(self.token_ids)
         if self.is_ahead and end > known:
             return (*self.token_ids[start:], DRAWN)
-        guesses = self.guesses[max(0, start - known) : max(0, end - known)]
-        return (*self.token_ids[start:end], *(guess.token_id for guess in guesses))
+        draft_tokens = self.draft_tokens[max(0, start - known) : max(0, end - known)]
+        return (*self.token_ids[start:end], *(draft_token.token_id for draft_token in draft_tokens))
 
     def end_after(self, token_id: int, eos_id: int | None) -> FinishReason | None:
         """Why the answer ends with `token_id`, its latest token; None when it does not end."""
@@ -221,7 +227,7 @@ class Sequence:
         self.scheduled = self.computed = self.steps_in_flight = self.num_published = 0
         self.fork_block = None
         self.is_ahead = False
-        self.guesses.clear()
+        self.draft_tokens.clear()
         self.returned_s = None
         self.scores.clear()
         self.loss_mark = len(self.token_ids)
@@ -295,7 +301,7 @@ def _length_end(request: Request) -> FinishReason:
 
 class SequenceGroup:
     """The sequences of one request, and its place in the queue. admitted_s, replica: when and where it was
-    admitted; None while it waits for the first time. num_displaced: how often it gave its place to another."""
+    admitted; None while it waits for the first time. num_preempted: how often it gave its place to another."""
 
     def __init__(self, request: Request, sequences: list[Sequence], submitted_s: float) -> None:
         self.request = request
@@ -303,7 +309,7 @@ class SequenceGroup:
         self.submitted_s = submitted_s
         self.admitted_s: float | None = None
         self.replica: int | None = None
-        self.num_displaced = 0
+        self.num_preempted = 0
         self.num_tokens = len(sequences) * (len(request.prompt_ids) + request.stop.max_tokens)
 
     @property

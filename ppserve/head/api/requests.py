@@ -16,7 +16,7 @@ from typing import Any, TypeVar
 from ppserve.core.request import OutputOptions, Request, SamplingParams, StopConditions, context_problem
 from ppserve.errors import InvalidRequest, Violation
 from ppserve.head.api.call import Call
-from ppserve.head.cards import ModelCard
+from ppserve.head.descriptions import ModelDescription
 from ppserve.head.limits import (
     LEAST_URGENT,
     MAX_BIAS,
@@ -46,7 +46,7 @@ class Resume:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Asked:
+class ParsedRequest:
     """What a caller asks for, not yet checked. Fields and defaults are the proto's; docs/api.md describes them.
 
     prompt: text or token ids; an empty one starts from the end-of-text token. seed: None for a random one.
@@ -90,7 +90,7 @@ class Asked:
             object.__setattr__(self, name, _float32(getattr(self, name)))
 
 
-_FLOATS = tuple(f.name for f in fields(Asked) if f.type == "float")
+_FLOATS = tuple(f.name for f in fields(ParsedRequest) if f.type == "float")
 
 
 class _Mistakes:
@@ -130,58 +130,58 @@ class _Mistakes:
             raise InvalidRequest(self.violations)
 
 
-def check(asked: Asked, card: ModelCard) -> None:
+def check(parsed: ParsedRequest, description: ModelDescription) -> None:
     """Raise InvalidRequest, naming every field that is outside the limits of `card`."""
     mistakes = _Mistakes()
-    _check_request_id(asked.request_id, card, mistakes)
-    mistakes.within("priority", asked.priority, -MAX_PRIORITY - 1, MAX_PRIORITY)
-    _check_prompt(asked.prompt, card, mistakes)
-    _check_sampling(asked, card, mistakes)
-    _check_stop(asked, card, mistakes)
-    _check_output(asked, card, mistakes)
-    if asked.resume is not None:
-        _check_resume(asked.resume, asked, card, mistakes)
+    _check_request_id(parsed.request_id, description, mistakes)
+    mistakes.within("priority", parsed.priority, -MAX_PRIORITY - 1, MAX_PRIORITY)
+    _check_prompt(parsed.prompt, description, mistakes)
+    _check_sampling(parsed, description, mistakes)
+    _check_stop(parsed, description, mistakes)
+    _check_output(parsed, description, mistakes)
+    if parsed.resume is not None:
+        _check_resume(parsed.resume, parsed, description, mistakes)
     mistakes.raise_any()
 
 
-def check_text(field: str, text: str, card: ModelCard) -> None:
+def check_text(field: str, text: str, description: ModelDescription) -> None:
     """Raise InvalidRequest when `text` cannot be tokenized here."""
     mistakes = _Mistakes()
-    if not card.has_tokenizer:
+    if not description.has_tokenizer:
         mistakes.add(field, "this model has no tokenizer")
-    mistakes.text(field, text, card.limits.max_prompt_bytes)
+    mistakes.text(field, text, description.limits.max_prompt_bytes)
     mistakes.raise_any()
 
 
-def check_ids(field: str, ids: Sequence[int], card: ModelCard) -> None:
+def check_ids(field: str, ids: Sequence[int], description: ModelDescription) -> None:
     """Raise InvalidRequest when `ids` cannot be turned into text here."""
     mistakes = _Mistakes()
-    if not card.has_tokenizer:
+    if not description.has_tokenizer:
         mistakes.add(field, "this model has no tokenizer")
-    elif mistakes.at_most(field, len(ids), card.limits.max_prompt_bytes, "tokens"):
-        mistakes.ids(field, ids, card.architecture.vocab_size)
+    elif mistakes.at_most(field, len(ids), description.limits.max_prompt_bytes, "tokens"):
+        mistakes.ids(field, ids, description.architecture.vocab_size)
     mistakes.raise_any()
 
 
-def is_fit_for_logs(request_id: str, card: ModelCard) -> bool:
+def is_fit_for_logs(request_id: str, description: ModelDescription) -> bool:
     """Whether a caller's name for its request may go into logs and headers."""
     mistakes = _Mistakes()
-    _check_request_id(request_id, card, mistakes)
+    _check_request_id(request_id, description, mistakes)
     return not mistakes.violations
 
 
-def min_new_tokens(asked: Asked, card: ModelCard) -> int:
+def min_new_tokens(parsed: ParsedRequest, description: ModelDescription) -> int:
     """At least so many tokens the answer may have, whatever tokens the prompt turns out to be: one for each byte
     at most. `asked` has passed `check`."""
-    if asked.max_tokens is None:
+    if parsed.max_tokens is None:
         return 0
-    most = len(asked.prompt.encode()) if isinstance(asked.prompt, str) else len(asked.prompt)
-    return max(0, min(asked.max_tokens, card.max_context - max(1, most)))
+    most = len(parsed.prompt.encode()) if isinstance(parsed.prompt, str) else len(parsed.prompt)
+    return max(0, min(parsed.max_tokens, description.max_context - max(1, most)))
 
 
-def priority_of(asked: Asked) -> int:
+def priority_of(parsed: ParsedRequest) -> int:
     """As it counts, whatever was asked for."""
-    return max(LEAST_URGENT, min(asked.priority, MOST_URGENT))
+    return max(LEAST_URGENT, min(parsed.priority, MOST_URGENT))
 
 
 def named_for(field: str, names: Mapping[str, str], home: str = "") -> str:
@@ -195,134 +195,140 @@ def named_for(field: str, names: Mapping[str, str], home: str = "") -> str:
     return name + bracket + rest
 
 
-def to_request(asked: Asked, prompt_ids: Sequence[int], card: ModelCard, call: Call) -> Request:
+def to_request(
+    parsed: ParsedRequest, prompt_ids: Sequence[int], description: ModelDescription, call: Call
+) -> Request:
     """The request that the core sees. `asked` has passed `check`; `prompt_ids`, its prompt, may be empty.
 
     Raises InvalidRequest when prompt and resumed tokens exceed the context.
     """
-    if not prompt_ids and card.eos_id is not None:
-        prompt_ids = [card.eos_id]
-    resume_ids = () if asked.resume is None else tuple(asked.resume.ids)
-    room, held = card.max_context - len(prompt_ids), len(resume_ids)
+    if not prompt_ids and description.eos_id is not None:
+        prompt_ids = [description.eos_id]
+    resume_ids = () if parsed.resume is None else tuple(parsed.resume.ids)
+    room, held = description.max_context - len(prompt_ids), len(resume_ids)
     mistakes = _Mistakes()
     if not prompt_ids:
         mistakes.add("prompt", "empty, and this model has no end-of-text token to start from")
-    elif problem := context_problem(len(prompt_ids), int(asked.max_tokens != 0), card.max_context):
+    elif problem := context_problem(len(prompt_ids), int(parsed.max_tokens != 0), description.max_context):
         mistakes.add("prompt", problem)
     elif held > room:
-        problem = f"{held} tokens do not fit the context of {card.max_context} after the prompt"
+        problem = f"{held} tokens do not fit the context of {description.max_context} after the prompt"
         mistakes.add("resume.generated_token_ids", problem)
     mistakes.raise_any()
     return Request(
         id=call.id,
         prompt_ids=tuple(prompt_ids),
         sampling=_record(
-            SamplingParams, asked,
-            seed=call.seed if asked.seed is None else asked.seed,
-            logit_bias=tuple((token_id, _float32(bias)) for token_id, bias in sorted(asked.logit_bias.items())),
+            SamplingParams,
+            parsed,
+            seed=call.seed if parsed.seed is None else parsed.seed,
+            logit_bias=tuple((token_id, _float32(bias)) for token_id, bias in sorted(parsed.logit_bias.items())),
         ),
         stop=_record(
-            StopConditions, asked,
-            max_tokens=room if asked.max_tokens is None else min(asked.max_tokens, room),
-            stop=tuple(asked.stop),
-            stop_token_ids=tuple(sorted(set(asked.stop_token_ids))),
+            StopConditions,
+            parsed,
+            max_tokens=room if parsed.max_tokens is None else min(parsed.max_tokens, room),
+            stop=tuple(parsed.stop),
+            stop_token_ids=tuple(sorted(set(parsed.stop_token_ids))),
         ),
         # Who holds tokens already was sent what concerns the prompt.
-        output=_record(OutputOptions, asked, **({"echo": False, "prompt_logprobs": None} if held else {})),
-        num_sequences=asked.n if asked.resume is None else 1,
-        resume_index=None if asked.resume is None else asked.resume.index,
+        output=_record(OutputOptions, parsed, **({"echo": False, "prompt_logprobs": None} if held else {})),
+        num_sequences=parsed.n if parsed.resume is None else 1,
+        resume_index=None if parsed.resume is None else parsed.resume.index,
         resume_ids=resume_ids,
-        limited_by_context=asked.max_tokens is None or asked.max_tokens > room,
-        priority=priority_of(asked),
+        limited_by_context=parsed.max_tokens is None or parsed.max_tokens > room,
+        priority=priority_of(parsed),
         caller=call.caller,
         deadline_s=call.deadline_s,
     )
 
 
-def _check_request_id(request_id: str, card: ModelCard, mistakes: _Mistakes) -> None:
-    mistakes.text("request_id", request_id, card.limits.max_request_id_bytes)
+def _check_request_id(request_id: str, description: ModelDescription, mistakes: _Mistakes) -> None:
+    mistakes.text("request_id", request_id, description.limits.max_request_id_bytes)
     if not (request_id.isascii() and request_id.isprintable()):
         mistakes.add("request_id", "holds characters that are not printable ASCII")
 
 
-def _check_prompt(prompt: str | Sequence[int], card: ModelCard, mistakes: _Mistakes) -> None:
+def _check_prompt(prompt: str | Sequence[int], description: ModelDescription, mistakes: _Mistakes) -> None:
     if isinstance(prompt, str):
-        if prompt and not card.has_tokenizer:
+        if prompt and not description.has_tokenizer:
             mistakes.add("prompt", "this model has no tokenizer: send token_ids")
-        mistakes.text("prompt", prompt, card.limits.max_prompt_bytes)
-    elif mistakes.at_most("prompt", len(prompt), card.max_context, "tokens"):
-        mistakes.ids("token_ids.ids", prompt, card.architecture.vocab_size)
+        mistakes.text("prompt", prompt, description.limits.max_prompt_bytes)
+    elif mistakes.at_most("prompt", len(prompt), description.max_context, "tokens"):
+        mistakes.ids("token_ids.ids", prompt, description.architecture.vocab_size)
 
 
-def _check_sampling(asked: Asked, card: ModelCard, mistakes: _Mistakes) -> None:
-    limits, vocab_size = card.limits, card.architecture.vocab_size
-    if asked.temperature != 0:
+def _check_sampling(parsed: ParsedRequest, description: ModelDescription, mistakes: _Mistakes) -> None:
+    limits, vocab_size = description.limits, description.architecture.vocab_size
+    if parsed.temperature != 0:
         range_ends = _float32(MIN_TEMPERATURE), MAX_TEMPERATURE
-        mistakes.within("sampling.temperature", asked.temperature, *range_ends, or_else="0 (greedy) or ")
-    mistakes.within("sampling.top_k", asked.top_k, 0, MAX_COUNT)
-    if not 0 < asked.top_p <= 1:
-        mistakes.add("sampling.top_p", f"{asked.top_p:g} is not above 0 and at most 1")
-    mistakes.within("sampling.min_p", asked.min_p, 0, 1)
+        mistakes.within("sampling.temperature", parsed.temperature, *range_ends, or_else="0 (greedy) or ")
+    mistakes.within("sampling.top_k", parsed.top_k, 0, MAX_COUNT)
+    if not 0 < parsed.top_p <= 1:
+        mistakes.add("sampling.top_p", f"{parsed.top_p:g} is not above 0 and at most 1")
+    mistakes.within("sampling.min_p", parsed.min_p, 0, 1)
     range_ends = _float32(MIN_REPETITION_PENALTY), MAX_REPETITION_PENALTY
-    mistakes.within("sampling.repetition_penalty", asked.repetition_penalty, *range_ends)
-    mistakes.within("sampling.frequency_penalty", asked.frequency_penalty, -MAX_PENALTY, MAX_PENALTY)
-    mistakes.within("sampling.presence_penalty", asked.presence_penalty, -MAX_PENALTY, MAX_PENALTY)
-    if asked.seed is not None:
-        mistakes.within("sampling.seed", asked.seed, 0, MAX_SEED)
-    if asked.n < 1:
-        mistakes.add("sampling.n", f"{asked.n} sequences; ask for at least one")
-    mistakes.at_most("sampling.n", asked.n, limits.max_n, "sequences")
-    if mistakes.at_most("sampling.logit_bias", len(asked.logit_bias), limits.max_logit_bias, "entries"):
-        for token_id, bias in asked.logit_bias.items():
+    mistakes.within("sampling.repetition_penalty", parsed.repetition_penalty, *range_ends)
+    mistakes.within("sampling.frequency_penalty", parsed.frequency_penalty, -MAX_PENALTY, MAX_PENALTY)
+    mistakes.within("sampling.presence_penalty", parsed.presence_penalty, -MAX_PENALTY, MAX_PENALTY)
+    if parsed.seed is not None:
+        mistakes.within("sampling.seed", parsed.seed, 0, MAX_SEED)
+    if parsed.n < 1:
+        mistakes.add("sampling.n", f"{parsed.n} sequences; ask for at least one")
+    mistakes.at_most("sampling.n", parsed.n, limits.max_n, "sequences")
+    if mistakes.at_most("sampling.logit_bias", len(parsed.logit_bias), limits.max_logit_bias, "entries"):
+        for token_id, bias in parsed.logit_bias.items():
             field = f"sampling.logit_bias[{token_id}]"
             if not 0 <= token_id < vocab_size:
                 mistakes.add(field, f"outside the vocabulary of {vocab_size}")
             mistakes.within(field, bias, -MAX_BIAS, MAX_BIAS)
 
 
-def _check_stop(asked: Asked, card: ModelCard, mistakes: _Mistakes) -> None:
-    limits = card.limits
-    mistakes.within("stop.min_tokens", asked.min_tokens, 0, MAX_COUNT)
-    if asked.max_tokens is not None:
-        mistakes.within("stop.max_tokens", asked.max_tokens, 0, MAX_COUNT)
-        if asked.min_tokens > asked.max_tokens:
-            mistakes.add("stop.min_tokens", f"{asked.min_tokens} is more than max_tokens, {asked.max_tokens}")
-    if asked.stop and not card.has_tokenizer:
+def _check_stop(parsed: ParsedRequest, description: ModelDescription, mistakes: _Mistakes) -> None:
+    limits = description.limits
+    mistakes.within("stop.min_tokens", parsed.min_tokens, 0, MAX_COUNT)
+    if parsed.max_tokens is not None:
+        mistakes.within("stop.max_tokens", parsed.max_tokens, 0, MAX_COUNT)
+        if parsed.min_tokens > parsed.max_tokens:
+            mistakes.add("stop.min_tokens", f"{parsed.min_tokens} is more than max_tokens, {parsed.max_tokens}")
+    if parsed.stop and not description.has_tokenizer:
         mistakes.add("stop.stop", "this model has no tokenizer, so there is no text to match")
-    if mistakes.at_most("stop.stop", len(asked.stop), limits.max_stop, "strings"):
-        for place, string in enumerate(asked.stop):
+    if mistakes.at_most("stop.stop", len(parsed.stop), limits.max_stop, "strings"):
+        for place, string in enumerate(parsed.stop):
             if not string:
                 mistakes.add(f"stop.stop[{place}]", "empty")
             mistakes.text(f"stop.stop[{place}]", string, limits.max_stop_bytes)
-    if mistakes.at_most("stop.stop_token_ids", len(asked.stop_token_ids), limits.max_stop_token_ids, "tokens"):
-        mistakes.ids("stop.stop_token_ids", asked.stop_token_ids, card.architecture.vocab_size)
+    if mistakes.at_most("stop.stop_token_ids", len(parsed.stop_token_ids), limits.max_stop_token_ids, "tokens"):
+        mistakes.ids("stop.stop_token_ids", parsed.stop_token_ids, description.architecture.vocab_size)
 
 
-def _check_output(asked: Asked, card: ModelCard, mistakes: _Mistakes) -> None:
-    limit = card.limits.max_logprobs
-    for name, count in (("logprobs", asked.logprobs), ("prompt_logprobs", asked.prompt_logprobs)):
+def _check_output(parsed: ParsedRequest, description: ModelDescription, mistakes: _Mistakes) -> None:
+    limit = description.limits.max_logprobs
+    for name, count in (("logprobs", parsed.logprobs), ("prompt_logprobs", parsed.prompt_logprobs)):
         if count is not None and mistakes.at_most(f"output.{name}", count, limit, "alternatives"):
             mistakes.within(f"output.{name}", count, 0, limit)
-    if asked.echo and not card.has_tokenizer:
+    if parsed.echo and not description.has_tokenizer:
         mistakes.add("output.echo", "this model has no tokenizer, so there is no text to send back")
-    mistakes.within("output.stream_interval", asked.stream_interval, 1, MAX_COUNT)
+    mistakes.within("output.stream_interval", parsed.stream_interval, 1, MAX_COUNT)
 
 
-def _check_resume(resume: Resume, asked: Asked, card: ModelCard, mistakes: _Mistakes) -> None:
-    if not 0 <= resume.index < asked.n:
-        mistakes.add("resume.index", f"{resume.index}, but the request has {asked.n} sequences")
+def _check_resume(
+    resume: Resume, parsed: ParsedRequest, description: ModelDescription, mistakes: _Mistakes
+) -> None:
+    if not 0 <= resume.index < parsed.n:
+        mistakes.add("resume.index", f"{resume.index}, but the request has {parsed.n} sequences")
     ids = resume.ids
-    if mistakes.at_most("resume.generated_token_ids", len(ids), card.max_context, "tokens"):
-        mistakes.ids("resume.generated_token_ids", ids, card.architecture.vocab_size)
-    if asked.max_tokens is not None and len(ids) > asked.max_tokens:
-        mistakes.add("resume.generated_token_ids", f"{len(ids)} tokens, but max_tokens is {asked.max_tokens}")
-    if ids and asked.temperature != 0 and asked.seed is None:
+    if mistakes.at_most("resume.generated_token_ids", len(ids), description.max_context, "tokens"):
+        mistakes.ids("resume.generated_token_ids", ids, description.architecture.vocab_size)
+    if parsed.max_tokens is not None and len(ids) > parsed.max_tokens:
+        mistakes.add("resume.generated_token_ids", f"{len(ids)} tokens, but max_tokens is {parsed.max_tokens}")
+    if ids and parsed.temperature != 0 and parsed.seed is None:
         mistakes.add("sampling.seed", "needed to resume: send the seed that came back with the first stream")
 
 
-def _record(kind: type[R], asked: Asked, **resolved: Any) -> R:
+def _record(kind: type[R], parsed: ParsedRequest, **resolved: Any) -> R:
     """One of the core's records: `resolved`, and for the rest what was asked under the same names."""
-    same = {f.name: getattr(asked, f.name) for f in fields(kind) if f.name not in resolved}
+    same = {f.name: getattr(parsed, f.name) for f in fields(kind) if f.name not in resolved}
     return kind(**same, **resolved)
 
 

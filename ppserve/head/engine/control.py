@@ -42,7 +42,7 @@ _MAX_UNSENT_BYTES = wire.MAX_FRAME_BYTES
 
 
 @dataclass(frozen=True, slots=True)
-class Heard:
+class Received:
     """A message from a rank; arrived_ns on the head's monotonic clock."""
 
     rank: int
@@ -51,7 +51,7 @@ class Heard:
 
 
 @dataclass(frozen=True, slots=True)
-class Gone:
+class Disconnected:
     """A rank's connection ended. cause: one word, a label of the metrics."""
 
     rank: int
@@ -61,7 +61,7 @@ class Gone:
 class ControlPlane(Protocol):
     """One connection from each rank to the head, for messages both ways. Its end is an event."""
 
-    def poll(self, timeout_s: float) -> list[Heard | Gone]:
+    def poll(self, timeout_s: float) -> list[Received | Disconnected]:
         """Waits for messages from ranks and for ends of connections. Empty after `timeout_s` or a `wake`."""
 
     def wake(self) -> None:
@@ -131,7 +131,7 @@ class SocketControlPlane:
         self._strangers: dict[_Peer, None] = {}
         # Those with something unsent: since when they have taken nothing.
         self._full: dict[_Peer, int] = {}
-        self._due: list[Heard | Gone] = []
+        self._due: list[Received | Disconnected] = []
         self._wake_in, self._wake_out = socket.socketpair()
         self._wake_in.setblocking(False)
         self._wake_out.setblocking(False)
@@ -152,11 +152,11 @@ class SocketControlPlane:
         with contextlib.suppress(OSError):  # unread wakes fill the buffer, or everything is closed
             self._wake_in.send(b"\0")
 
-    def put_back(self, heard: Sequence[Heard | Gone]) -> None:
+    def put_back(self, heard: Sequence[Received | Disconnected]) -> None:
         """The next `poll` returns these first."""
         self._due = [*heard, *self._due]
 
-    def poll(self, timeout_s: float) -> list[Heard | Gone]:
+    def poll(self, timeout_s: float) -> list[Received | Disconnected]:
         ready = self._selector.select(timeout_s if not self._due else 0)
         heard, self._due = self._due, []
         # Strangers last: judging one reads what is there of the rank that it claims to be.
@@ -236,7 +236,7 @@ class SocketControlPlane:
             self._accepts_from_ns = 0
             self._selector.register(self._listener, selectors.EVENT_READ, None)
 
-    def _read(self, peer: _Peer) -> list[Heard | Gone] | None:
+    def _read(self, peer: _Peer) -> list[Received | Disconnected] | None:
         """What has arrived on a connection, which may be its end; None where there is nothing."""
         if not peer.is_open:  # it was ended meanwhile, by another's greeting
             return None
@@ -258,20 +258,20 @@ class SocketControlPlane:
         if not received:
             return self._end(peer, "exit")
         arrived_ns = self._clock()
-        heard: list[Heard | Gone] = []
+        heard: list[Received | Disconnected] = []
         for message in messages:
             if isinstance(message, wire.Proof):
                 heard += self._judge(peer, message)
             elif peer not in self._strangers or self._admit(peer, message):
                 assert peer.rank is not None
-                heard.append(Heard(peer.rank, arrived_ns, message))
+                heard.append(Received(peer.rank, arrived_ns, message))
                 if self._peers.get(peer.rank) is not peer:
                     self._end(peer, "a keeper has said what it had to say")
             if not peer.is_open:
                 break
         return heard + self._send_to(peer, b"")
 
-    def _send_to(self, peer: _Peer, frame: bytes) -> list[Heard | Gone]:
+    def _send_to(self, peer: _Peer, frame: bytes) -> list[Received | Disconnected]:
         """Sends a frame, after what is still unsent. Returns the end of the connection if sending fails. An empty
         frame sends only what encryption has to say."""
         if not peer.is_open:
@@ -284,7 +284,7 @@ class SocketControlPlane:
             return self._end(peer, "protocol")
         return [] if peer in self._full or not peer.unsent else self._flush(peer)
 
-    def _flush(self, peer: _Peer) -> list[Heard | Gone]:
+    def _flush(self, peer: _Peer) -> list[Received | Disconnected]:
         """Gives the socket as much as it takes now."""
         had = len(peer.unsent)
         try:
@@ -306,13 +306,13 @@ class SocketControlPlane:
             self._full[peer] = self._clock()
         return []
 
-    def _end_full(self) -> list[Heard | Gone]:
+    def _end_full(self) -> list[Received | Disconnected]:
         """Ends connections that have taken nothing for too long."""
         since_ns = self._clock() - self._send_timeout_ns
         late = [peer for peer, full_ns in self._full.items() if full_ns < since_ns]
         return [gone for peer in late for gone in self._end(peer, "timeout")]
 
-    def _end(self, peer: _Peer, cause: str) -> list[Heard | Gone]:
+    def _end(self, peer: _Peer, cause: str) -> list[Received | Disconnected]:
         """Closes a connection, once. Its rank is gone, unless the connection was not the rank's current one."""
         if not peer.is_open:
             return []
@@ -323,11 +323,11 @@ class SocketControlPlane:
         if peer.rank is None or self._peers.get(peer.rank) is not peer:
             return []
         del self._peers[peer.rank]
-        return [Gone(peer.rank, cause)]
+        return [Disconnected(peer.rank, cause)]
 
     # ---- who gets in ----------------------------------------------------------------------------------
 
-    def _judge(self, peer: _Peer, said: wire.Proof) -> list[Heard | Gone]:
+    def _judge(self, peer: _Peer, said: wire.Proof) -> list[Received | Disconnected]:
         """A stranger's proof: the head answers with its own, or refuses. Returns what its rank said before."""
         expected = proof.rank_proof(self._secret, said.rank, peer.challenge, said.nonce)
         if not proof.is_same(said.proof, expected):
@@ -360,10 +360,10 @@ class SocketControlPlane:
             self._peers[peer.rank] = peer
         return True
 
-    def _read_what_is_there(self, rank: int) -> list[Heard | Gone]:
+    def _read_what_is_there(self, rank: int) -> list[Received | Disconnected]:
         """Everything that arrived on a rank's connection, the end included: its next process may be at the door
         before the end of the last one was read."""
-        peer, heard = self._peers.get(rank), list[Heard | Gone]()
+        peer, heard = self._peers.get(rank), list[Received | Disconnected]()
         while peer is not None and (more := self._read(peer)) is not None:
             heard += more
         return heard

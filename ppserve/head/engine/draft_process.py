@@ -1,4 +1,4 @@
-"""The draft model's process as the head sees it. When it is gone, nothing is guessed, and nothing else changes."""
+"""The draft model's process as the head sees it. When it is gone, nothing is drafted, and nothing else changes."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from ppserve.core.plan import Slice
 from ppserve.core.scheduling.draft_model import NUM_SLOTS
 from ppserve.core.scheduling.drafter import Interrupted
 from ppserve.errors import WireError
-from ppserve.process.environment import EXIT_USAGE, born_deaf
+from ppserve.process.environment import EXIT_USAGE, signals_ignored
 
 log = logging.getLogger("ppserve.head")
 
@@ -27,7 +27,7 @@ DRAFT_COMMAND = (sys.executable, "-m", "ppserve.stage.draft")
 WAIT_S = 0.02
 """The longest time for which the engine waits for answers of one step. All requests wait with it."""
 _PIPE_BYTES = 1 << 20
-# The model may have to be downloaded. A server without guesses is better than none.
+# The model may have to be downloaded. A server without draft tokens is better than none.
 _LOADED_WITHIN_S = 600.0
 
 
@@ -50,7 +50,7 @@ class DraftProcess:
         # what was waited since then is at least what was waited in this step.
         self._waited_s, self._waited_before_s = 0.0, [0.0] * NUM_SLOTS
         self._slot, self._left_s = 0, WAIT_S
-        with born_deaf():
+        with signals_ignored():
             self._process = subprocess.Popen(
                 [*command, str(os.getpid())], stdin=subprocess.PIPE, stdout=subprocess.PIPE, bufsize=0
             )
@@ -135,6 +135,6 @@ class DraftProcess:
 
     def _lose(self) -> None:
         if not self._is_lost:
-            log.warning("the draft model's process is gone: nothing is guessed any more")
+            log.warning("the draft model's process is gone: nothing is drafted any more")
             self._process.kill()
         self._is_lost = True

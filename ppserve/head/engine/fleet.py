@@ -1,7 +1,8 @@
 """All replicas behind one head: what one of them cannot go on with, another does.
 
-Messages of ranks go to the replica that the rank belongs to, requests to the intake that all replicas share. A
-replica that will not form again ends alone, as long as another is left. Everything runs in the engine's thread.
+Messages of ranks go to the replica that the rank belongs to, requests to the request queue that all replicas
+share. A replica that will not form again ends alone, as long as another is left. Everything runs in the engine's
+thread.
 """
 
 from __future__ import annotations
@@ -14,9 +15,9 @@ from ppserve import wire
 from ppserve.core.request import FinishReason, Request
 from ppserve.core.scheduling.sequence import SequenceEvent
 from ppserve.errors import Draining, InvalidRequest, RequestFailed, Violation
-from ppserve.head.engine.control import ControlPlane, Gone, Heard
-from ppserve.head.engine.layout import difference_in_words, first_difference
-from ppserve.head.engine.member import Formed, Hopeless
+from ppserve.head.engine.control import ControlPlane, Disconnected, Received
+from ppserve.head.engine.member import FatalError, Formed
+from ppserve.head.engine.placement import difference_in_words, first_difference
 from ppserve.head.engine.reading import ReplicaReading
 from ppserve.head.engine.replica import Replica, ReplicaEvent
 from ppserve.head.engine.rolling import RollingRestart
@@ -28,9 +29,9 @@ class Fleet:
     """See the module. clock: monotonic, in nanoseconds."""
 
     def __init__(self, replicas: Sequence[Replica], control: ControlPlane, clock: Callable[[], int]) -> None:
-        """replicas: in order of their numbers, with one intake."""
+        """replicas: in order of their numbers, with one request queue."""
         self.replicas = tuple(replicas)
-        self.intake = replicas[0].intake
+        self.request_queue = replicas[0].request_queue
         self._living = list(replicas)
         self._control = control
         self._clock = clock
@@ -44,15 +45,15 @@ class Fleet:
         """Queue a request. Raises RequestError: Draining until every replica has formed."""
         if not self._has_formed:
             raise Draining("the server is not serving")
-        self.intake.submit(request, self._now_s())
+        self.request_queue.submit(request, self._now_s())
 
     def abort(self, request_id: str, reason: FinishReason) -> list[SequenceEvent]:
         """End a request now. Returns the terminal events of its sequences."""
-        return self.intake.abort(request_id, reason)
+        return self.request_queue.abort(request_id, reason)
 
     def finish(self, sequence_id: int, reason: FinishReason) -> None:
         """End a sequence because of its text (a stop string): no event, no further step."""
-        self.intake.finish(sequence_id, reason)
+        self.request_queue.finish(sequence_id, reason)
 
     def demand(self, exists: bool) -> bool:
         """Whether the server has work: a request is open, or a step of a request that has ended is in flight."""
@@ -68,12 +69,12 @@ class Fleet:
         for replica in self.replicas:
             replica.start()
 
-    def take(self, heard: Heard | Gone) -> list[ReplicaEvent]:
+    def take(self, heard: Received | Disconnected) -> list[ReplicaEvent]:
         """A rank sent a message, or its connection ended."""
         replica = self._of_rank[heard.rank]
         if replica in self._living:
             return self._sift(replica, replica.take(heard))
-        if isinstance(heard, Heard) and isinstance(heard.message, wire.Hello):
+        if isinstance(heard, Received) and isinstance(heard.message, wire.Hello):
             # It was away when the others of its replica were told to end.
             self._control.send(heard.rank, wire.Shutdown())
         return []
@@ -84,12 +85,12 @@ class Fleet:
         if self._restart is not None and self._restart.tick(self._clock()):
             log.info("replica %d was restarted", self._restart.replica.number)
             self._restart = None
-        return [*events, *self.intake.expire(self._now_s())]
+        return [*events, *self.request_queue.expire(self._now_s())]
 
     def refill(self, woken_ns: int) -> None:
-        """Sends steps while lanes are free and sequences are ready. woken_ns: when the engine's turn began."""
+        """Sends steps while slots are free and sequences are ready. woken_ns: when the engine's turn began."""
         # First: a replica that is refilled early gets its share too, and tells of steps that made way for it.
-        self.intake.admit(self._now_s())
+        self.request_queue.admit(self._now_s())
         for replica in self._living:
             replica.refill(woken_ns)
 
@@ -131,17 +132,17 @@ class Fleet:
             self._control.send(rank, wire.Shutdown(code))
 
     def _sift(self, replica: Replica, events: list[ReplicaEvent]) -> list[ReplicaEvent]:
-        """Formed when the last replica has formed for the first time; Hopeless when no other replica is left."""
+        """Formed when the last replica has formed for the first time; FatalError when no other replica is left."""
         passed: list[ReplicaEvent] = []
         for event in events:
             if isinstance(event, Formed):
                 if any(other.scheduler is None for other in self.replicas):
                     continue
                 if mistake := self._what_differs():
-                    passed.append(Hopeless(mistake, usage=True))
+                    passed.append(FatalError(mistake, usage=True))
                     continue
                 self._has_formed = True
-            elif isinstance(event, Hopeless) and self._has_formed and self._living != [replica]:
+            elif isinstance(event, FatalError) and self._has_formed and self._living != [replica]:
                 self._end(replica, event)
                 continue
             passed.append(event)
@@ -155,16 +156,16 @@ class Fleet:
                 return f"replica {number} on {hello.host} has {difference_in_words(name)} than replica 0"
         return None
 
-    def _end(self, replica: Replica, hopeless: Hopeless) -> None:
+    def _end(self, replica: Replica, fatal: FatalError) -> None:
         if replica not in self._living:
             return
-        log.error("replica %d is gone for good: %s", replica.number, hopeless.reason)
+        log.error("replica %d is gone for good: %s", replica.number, fatal.reason)
         if self._restart is not None and self._restart.replica is replica:
-            self._restart.fail(RequestFailed(hopeless.reason))
+            self._restart.fail(RequestFailed(fatal.reason))
             self._restart = None
         replica.give_back()
         if replica.scheduler is not None:
-            self.intake.leave(replica.scheduler)
+            self.request_queue.leave(replica.scheduler)
         self._living.remove(replica)
         self._control.broadcast(replica.members.ranks, wire.Shutdown())
 

@@ -24,7 +24,7 @@ from ppserve.core.scheduling.sequence import SequenceEvent
 from ppserve.errors import Draining, RequestError, StagesLost
 from ppserve.head.engine.control import ControlPlane
 from ppserve.head.engine.fleet import Fleet
-from ppserve.head.engine.member import Formed, Hopeless
+from ppserve.head.engine.member import FatalError, Formed
 from ppserve.head.engine.messages import Abort, Drain, Look, Message, Restart, Stop, Submit
 from ppserve.head.engine.open_request import HeldAnswer, OpenRequest
 from ppserve.head.engine.output import Sink, TokenOutput
@@ -58,7 +58,7 @@ class Engine(threading.Thread):
     ) -> None:
         super().__init__(name="engine", daemon=True)
         self.formed: Future[None] = Future()
-        self.failed: Future[Hopeless] = Future()
+        self.failed: Future[FatalError] = Future()
         self._fleet = fleet
         self._control = control
         self._watcher = watcher
@@ -84,8 +84,8 @@ class Engine(threading.Thread):
 
     def refuse_early(self, caller: str, new_tokens: int, priority: int, deadline_s: float | None) -> None:
         """Raises Overloaded where any request of at least so many tokens would be refused. Safe in any thread."""
-        newcomer = self._fleet.intake.queue.has_nothing(caller)
-        refusal = self._refusals.of(new_tokens, priority, deadline_s, self._clock() / 1e9, newcomer)
+        new_client = self._fleet.request_queue.queue.is_idle(caller)
+        refusal = self._refusals.of(new_tokens, priority, deadline_s, self._clock() / 1e9, new_client)
         if refusal is not None:
             self._watcher.refused(refusal)
             raise refusal.with_traceback(None)
@@ -110,9 +110,9 @@ class Engine(threading.Thread):
         """The server is stopping; see `messages.Drain`."""
         self._post(Drain())
 
-    def give_up(self, hopeless: Hopeless) -> None:
+    def give_up(self, fatal: FatalError) -> None:
         """End with this reason."""
-        self._post(hopeless)
+        self._post(fatal)
 
     def stop(self) -> None:
         """Shut the stages down, in order, and end the thread."""
@@ -134,10 +134,10 @@ class Engine(threading.Thread):
                 self.turn()
         except Exception as error:
             log.exception("the engine failed")
-            self._give_up(Hopeless(f"internal error: {type(error).__name__}", usage=False))
+            self._give_up(FatalError(f"internal error: {type(error).__name__}", usage=False))
         self._end_streams(_shutting_down())
-        hopeless = self.failed.result() if self.failed.done() else None
-        code = 0 if hopeless is None else EXIT_USAGE if hopeless.usage else EXIT_FAILED
+        fatal = self.failed.result() if self.failed.done() else None
+        code = 0 if fatal is None else EXIT_USAGE if fatal.usage else EXIT_FAILED
         self._fleet.shut_down(code)
         self._ended, self._refusals = True, Refusals()
         self._refuse_the_rest()
@@ -159,7 +159,7 @@ class Engine(threading.Thread):
         self._fleet.refill(woken_ns)
         self._publish_later()
         self._fleet.report_load()
-        self._refusals = self._fleet.intake.refusals(self._clock() / 1e9)
+        self._refusals = self._fleet.request_queue.refusals(self._clock() / 1e9)
         self._deliver()
 
     def _take(self, message: Message) -> None:
@@ -178,7 +178,7 @@ class Engine(threading.Thread):
                 self._fleet.drain()
             case Stop():
                 self._stopping = True
-            case Hopeless():
+            case FatalError():
                 self._give_up(message)
 
     def _happened(self, events: Iterable[ReplicaEvent]) -> None:
@@ -190,7 +190,7 @@ class Engine(threading.Thread):
                         self._publish_later()
                 case Formed():
                     self.formed.set_result(None)
-                case Hopeless():
+                case FatalError():
                     self._give_up(event)
 
     def _refuse_the_rest(self) -> None:
@@ -253,7 +253,7 @@ class Engine(threading.Thread):
         if opened is None or opened.has_ended(event.index):
             # One step may bring several tokens, and a stop string may end the answer at the first.
             if event.token_id is not None:
-                self._fleet.intake.token_withheld(event.caller)
+                self._fleet.request_queue.token_withheld(event.caller)
             return
         now_s = self._clock() / 1e9
         output = opened.output(event, now_s)
@@ -282,12 +282,12 @@ class Engine(threading.Thread):
             self._is_unbalanced = True  # it stays so: once in the log is enough
             log.exception("KV blocks are not balanced")
 
-    def _give_up(self, hopeless: Hopeless) -> None:
+    def _give_up(self, fatal: FatalError) -> None:
         """Ends every open stream with a status. `failed` has the reason."""
         self._stopping = True
         self._end_streams(StagesLost("a pipeline stage was lost and does not come back"))
         if not self.failed.done():
-            self.failed.set_result(hopeless)
+            self.failed.set_result(fatal)
 
     def _end_streams(self, error: RequestError) -> None:
         """Never raises: the stages must still be told to end."""

@@ -92,14 +92,14 @@ class Formed:
 
 
 @dataclass(frozen=True, slots=True)
-class Hopeless:
+class FatalError:
     """The pipeline will not form (again). usage: because of the operator's configuration, not a failure."""
 
     reason: str
     usage: bool
 
 
-MemberEvent = StepResult | StageDied | EpochLost | Formed | Hopeless
+MemberEvent = StepResult | StageDied | EpochLost | Formed | FatalError
 """The stamps of a result are on the head's clock."""
 
 

@@ -17,18 +17,18 @@ from typing import Any, Protocol
 from ppserve import wire
 from ppserve.core.grid import RankGrid
 from ppserve.errors import UsageError
-from ppserve.head.engine.layout import stage_addresses, what_changed
 from ppserve.head.engine.member import (
     Decision,
     EpochLost,
+    FatalError,
     Formed,
-    Hopeless,
     InvalidMove,
     Member,
     MemberEvent,
     StageDied,
     StageState,
 )
+from ppserve.head.engine.placement import stage_addresses, what_changed
 
 log = logging.getLogger("ppserve.members")
 
@@ -187,9 +187,9 @@ class Members:
             case wire.Broken():
                 return self._left(member, message, now_ns)
             case wire.Failed():
-                return [Hopeless(message.reason, usage=self.decision is None or self.epoch == 0)]
+                return [FatalError(message.reason, usage=self.decision is None or self.epoch == 0)]
             case wire.GaveUp():
-                return [Hopeless(message.reason, usage=self.epoch == 0)]
+                return [FatalError(message.reason, usage=self.epoch == 0)]
 
     def gone(self, rank: int, cause: str, now_ns: int) -> list[MemberEvent]:
         """A rank's connection ended: its stage process is dead, and its keeper starts another."""
@@ -223,7 +223,7 @@ class Members:
                 # Before the first epoch a rank may take any time to download; its keeper says if it dies.
                 patience_ns = _REJOIN_WHILE_DRAINING_NS if self.draining else _REJOIN_WITHIN_NS
                 if self.epoch and now_ns - member.since_ns > patience_ns:
-                    return [Hopeless(f"{self.name(member)} did not come back in time", usage=False)]
+                    return [FatalError(f"{self.name(member)} did not come back in time", usage=False)]
             elif cause := self._overdue(member, now_ns):
                 self._control.drop(member.rank, cause)
         return [*self._lose_silent(now_ns), *self._form_if_complete(now_ns)]
@@ -270,13 +270,13 @@ class Members:
 
     def _greet(self, member: Member, hello: wire.Hello, now_ns: int) -> list[MemberEvent]:
         if hello.world_size != self.grid.size:
-            return [Hopeless(f"{self.name(member)} belongs to {hello.world_size} ranks", usage=True)]
+            return [FatalError(f"{self.name(member)} belongs to {hello.world_size} ranks", usage=True)]
         before = member.hello
         self._move(member.rank, StageState.LOADING, now_ns)
         self._update(member.rank, hello=hello, round_trips=())
         if self.decision is not None:
             if before is not None and (change := what_changed(before, hello, self.decision.transport)):
-                return [Hopeless(f"{self.name(member)} came back with {change}", usage=True)]
+                return [FatalError(f"{self.name(member)} came back with {change}", usage=True)]
             self._assign(member, self.decision)
             return []
         hellos = [m.hello for m in self.all if m.hello is not None]
@@ -285,7 +285,7 @@ class Members:
         try:
             self.decision = self._rules.decide(tuple(hellos))
         except UsageError as error:
-            return [Hopeless(str(error), usage=True)]
+            return [FatalError(str(error), usage=True)]
         for other in self.all:
             self._assign(other, self.decision)
         return []
@@ -311,7 +311,7 @@ class Members:
                 loaded = tuple(member.loaded for member in self.all if member.loaded is not None)
                 self.num_blocks = self._rules.num_blocks(decision, loaded)
         except UsageError as error:
-            return [Hopeless(str(error), usage=True)]
+            return [FatalError(str(error), usage=True)]
         self.epoch += 1
         self._forming = True
         self._send_form(self.first, 0, now_ns)
@@ -381,7 +381,7 @@ class Members:
     def _failed(self, what: str, cause: str) -> list[MemberEvent]:
         self._attempts += 1
         reason = f"the pipeline did not {what} in {_MAX_ATTEMPTS} attempts; the last one: {cause}"
-        return [Hopeless(reason, usage=False)] if self._attempts >= _MAX_ATTEMPTS else []
+        return [FatalError(reason, usage=False)] if self._attempts >= _MAX_ATTEMPTS else []
 
     def _complained(self, member: Member) -> None:
         """Its transport, its cache or a step failed. If it keeps failing, a new process may not."""

@@ -9,7 +9,7 @@ from concurrent.futures import Future
 from dataclasses import dataclass, field
 
 from ppserve.core.request import FinishReason, Request
-from ppserve.head.engine.member import Hopeless
+from ppserve.head.engine.member import FatalError
 from ppserve.head.engine.open_request import HeldAnswer
 from ppserve.head.engine.output import Sink
 from ppserve.head.engine.reading import ReplicaReading
@@ -68,4 +68,4 @@ class Restart:
     done: Future[None] = field(default_factory=Future, repr=False, compare=False)
 
 
-Message = Submit | Abort | Look | Restart | Drain | Stop | Hopeless
+Message = Submit | Abort | Look | Restart | Drain | Stop | FatalError

@@ -17,16 +17,16 @@ from ppserve.core.ledger.overheads import Overheads
 from ppserve.core.ledger.steps import Step, Steps
 from ppserve.core.ledger.tensor_ranks import TensorRanks
 from ppserve.core.plan import StepPlan, StepResult
+from ppserve.core.sampling_state import NOTHING, SamplingEncoder
 from ppserve.core.scheduling.block_manager import BlockManager
 from ppserve.core.scheduling.drafter import NewDrafter, look_up_prompts
-from ppserve.core.scheduling.intake import Intake
-from ppserve.core.scheduling.lane_count import LaneCount
+from ppserve.core.scheduling.request_queue import RequestQueue
 from ppserve.core.scheduling.scheduler import Scheduler
 from ppserve.core.scheduling.sequence import SequenceEvent
-from ppserve.core.telling import NOTHING, DrawTeller
+from ppserve.core.scheduling.slot_count import SlotCount
 from ppserve.errors import Draining
-from ppserve.head.engine.control import ControlPlane, Gone, Heard
-from ppserve.head.engine.member import EpochLost, Formed, Hopeless, MemberEvent, StageDied
+from ppserve.head.engine.control import ControlPlane, Disconnected, Received
+from ppserve.head.engine.member import EpochLost, FatalError, Formed, MemberEvent, StageDied
 from ppserve.head.engine.members import Members
 from ppserve.head.engine.reading import ReplicaReading, StageReading
 from ppserve.head.engine.watcher import Watcher
@@ -37,14 +37,14 @@ log = logging.getLogger("ppserve.engine")
 # that kills its stage costs at most four (`core.scheduling.quarantine`), so this is more than a few of these make.
 _MAX_LOSSES_IN_VAIN = 64
 
-ReplicaEvent = SequenceEvent | Formed | Hopeless
+ReplicaEvent = SequenceEvent | Formed | FatalError
 Failure = tuple[int, int, str]
 """A failed rank's stage and tensor rank, and how it failed: its process ended, was stuck, or reported an error."""
 
 
 class Replica:
-    """See the module. clock: monotonic, in nanoseconds. intake: common to all replicas. scheduler: None until the
-    first epoch has formed."""
+    """See the module. clock: monotonic, in nanoseconds. request queue: common to all replicas. scheduler: None
+    until the first epoch has formed."""
 
     def __init__(
         self,
@@ -52,20 +52,20 @@ class Replica:
         control: ControlPlane,
         watcher: Watcher,
         clock: Callable[[], int],
-        intake: Intake | None = None,
+        request_queue: RequestQueue | None = None,
         new_drafter: NewDrafter = look_up_prompts,
     ) -> None:
         num_stages = members.num_stages
         self.number = members.replica
         self.members = members
-        self.intake = Intake() if intake is None else intake
+        self.request_queue = RequestQueue() if request_queue is None else request_queue
         self.scheduler: Scheduler | None = None
         self.steps = Steps(num_stages)
         self._ranks = TensorRanks(num_stages, members.grid.tensor)
         self._account = TimeAccount(self.steps, clock(), watcher.settled)
         self._overheads = Overheads(self.steps)
         self._costs = PipelineCosts(num_stages)
-        self._lanes = LaneCount(num_stages, self._costs.fixed_s)
+        self._slots = SlotCount(num_stages, self._costs.fixed_s)
         # Since the last epoch formed. When a process dies, its neighbours' transports break, and they report that:
         # so reported errors count only where nothing died.
         self._died: set[Failure] = set()
@@ -76,7 +76,7 @@ class Replica:
         # The latest result, until it is accounted for: after the plan that follows it has been sent.
         self._unaccounted: tuple[StepResult, Step] | None = None
         self._prefix = f"replica {self.number}: " if members.grid.data > 1 else ""
-        self._teller = DrawTeller()
+        self._teller = SamplingEncoder()
         self._control = control
         self._watcher = watcher
         self._new_drafter = new_drafter
@@ -117,9 +117,9 @@ class Replica:
         """The engine has started: ranks may connect."""
         self.members.start(self._clock())
 
-    def take(self, heard: Heard | Gone) -> list[ReplicaEvent]:
+    def take(self, heard: Received | Disconnected) -> list[ReplicaEvent]:
         """A rank sent a message, or its connection ended."""
-        if isinstance(heard, Gone):
+        if isinstance(heard, Disconnected):
             return self._happened(self.members.gone(heard.rank, heard.cause, self._clock()))
         return self._happened(self.members.heard(heard.rank, heard.arrived_ns, heard.message))
 
@@ -137,7 +137,7 @@ class Replica:
         return events
 
     def refill(self, woken_ns: int) -> None:
-        """Sends steps while lanes are free and sequences are ready. woken_ns: when the engine's turn began."""
+        """Sends steps while slots are free and sequences are ready. woken_ns: when the engine's turn began."""
         scheduler = self.scheduler
         if scheduler is None or not self.members.formed:
             return
@@ -163,18 +163,20 @@ class Replica:
 
     def _cancel_doomed(self, scheduler: Scheduler) -> None:
         """Tells all stages at once of steps that nobody needs: one that has not begun such a step skips it."""
-        doomed = scheduler.lanes.take_doomed()
-        for step_id in doomed:
+        cancelled_steps = scheduler.slots.take_cancelled()
+        for step_id in cancelled_steps:
             self.steps.doom(step_id)
-        if doomed:
-            self._control.broadcast(self.members.ranks, wire.Cancel(doomed))
+        if cancelled_steps:
+            self._control.broadcast(self.members.ranks, wire.Cancel(cancelled_steps))
 
     def report_load(self) -> None:
         """Tells the watcher how full everything is, also while the pipeline is lost."""
         if (scheduler := self.scheduler) is not None:
             in_flight = self.steps.num_in_flight
-            self._watcher.guessed(scheduler.lanes.guesses)
-            self._watcher.load(scheduler.num_running, self.intake.num_waiting, in_flight, scheduler.kv_usage)
+            self._watcher.drafted(scheduler.slots.draft_tokens)
+            self._watcher.load(
+                scheduler.num_running, self.request_queue.num_waiting, in_flight, scheduler.kv_usage
+            )
 
     def _happened(self, member_events: list[MemberEvent]) -> list[ReplicaEvent]:
         events: list[ReplicaEvent] = []
@@ -194,7 +196,7 @@ class Replica:
                     log.warning("%s died (%s)", self.members.grid.name(event.rank), event.cause)
                     self._watcher.stage_died(event.stage, event.cause)
                     events += self._blame()
-                case Hopeless():
+                case FatalError():
                     events.append(event)
         return events
 
@@ -214,7 +216,7 @@ class Replica:
             self._cancel_doomed(self.scheduler)
         if self.scheduler.config.microbatches is None:
             brought = sum(event.token_id is not None for event in events)
-            self.scheduler.set_microbatches(self._lanes.observe(step.plan, result, step.fills_lanes, brought))
+            self.scheduler.set_microbatches(self._slots.observe(step.plan, result, step.fills_slots, brought))
         return events
 
     def _account_for_result(self) -> None:
@@ -236,7 +238,7 @@ class Replica:
             self.scheduler = self._new_scheduler(formed)
             return [formed]
         # Steps that were in flight when the last epoch was lost do not count.
-        self._teller = DrawTeller()
+        self._teller = SamplingEncoder()
         if self.scheduler.is_open:
             return [*self.scheduler.lose_stage(formed.epoch, failed)]
         self.scheduler.open(formed.epoch)
@@ -249,17 +251,22 @@ class Replica:
         loaded = [member.loaded for member in self.members.all if member.loaded is not None]
         why_not = next((of_rank.why_not for of_rank in loaded if of_rank.why_not), None)
         if why_not and config.speculate != 0:
-            # Without batch-invariance a guess beside a row could change its bits, and so its token.
-            log.warning("%snothing is guessed: %s", self._prefix, why_not)
+            # Without batch-invariance a draft token beside a row could change its bits, and so its token.
+            log.warning("%snothing is drafted: %s", self._prefix, why_not)
             config = replace(config, speculate=0)
         blocks = BlockManager(formed.num_blocks, config.block_size)
         scheduler = Scheduler(
-            config, blocks, self.steps, self._costs, intake=self.intake, new_drafter=self._new_drafter
+            config,
+            blocks,
+            self.steps,
+            self._costs,
+            request_queue=self.request_queue,
+            new_drafter=self._new_drafter,
         )
         scheduler.open(formed.epoch)
         return scheduler
 
-    def _count_loss(self, lost: EpochLost) -> list[Hopeless]:
+    def _count_loss(self, lost: EpochLost) -> list[FatalError]:
         """A loss in vain is counted. Without a limit, stages that die of every request, but not of a probe, would
         be replaced for ever."""
         if lost.rank is None or not self._may_blame or self.scheduler is None or not self.scheduler.num_running:
@@ -268,7 +275,7 @@ class Replica:
         if self._losses_in_vain < _MAX_LOSSES_IN_VAIN:
             return []
         reason = f"no request got a token between {_MAX_LOSSES_IN_VAIN} losses in a row"
-        return [Hopeless(f"{reason}; the last one: {lost.cause}", usage=False)]
+        return [FatalError(f"{reason}; the last one: {lost.cause}", usage=False)]
 
     def _epoch_lost(self, lost: EpochLost) -> None:
         """Steps in flight will not return. Requests go on at other replicas at once; if there are none, the
@@ -279,10 +286,10 @@ class Replica:
         self._account_for_result()
         self.steps.lost()
         self._ranks.lost()
-        self._lanes.lost()
+        self._slots.lost()
         self._account.stage_lost(self._clock())
         self._watcher.epoch_lost()
-        if self.intake.has_several_hosts:
+        if self.request_queue.has_several_schedulers:
             self._in_flight = self.give_back()
 
     def _blame(self) -> list[SequenceEvent]:
@@ -292,7 +299,7 @@ class Replica:
         if not failed or not self._in_flight or self.scheduler is None:
             return []
         in_flight, self._in_flight = self._in_flight, frozenset()
-        return self.intake.blame(self.scheduler, in_flight, failed)
+        return self.request_queue.blame(self.scheduler, in_flight, failed)
 
     # ---- state ----------------------------------------------------------------------------------------
 
@@ -325,7 +332,7 @@ class Replica:
                 for times, cost, ranks, gathered_ns in every
             ),
             num_running=scheduler.num_running,
-            num_waiting=self.intake.num_waiting,
+            num_waiting=self.request_queue.num_waiting,
             kv_usage=scheduler.kv_usage,
         )
 

@@ -35,8 +35,8 @@ class Watcher:
     def load(self, running: int, waiting: int, in_flight: int, kv_usage: float) -> None:
         """At the end of a turn. running: sequences. waiting: requests. in_flight: steps. kv_usage: 0 to 1."""
 
-    def guessed(self, outcomes: Mapping[str, int]) -> None:
-        """At the end of a turn. outcomes: guessed tokens so far, by what became of them."""
+    def drafted(self, outcomes: Mapping[str, int]) -> None:
+        """At the end of a turn. outcomes: drafted tokens so far, by what became of them."""
 
     def refused(self, error: RequestError) -> None:
         """A request was refused. Called in any thread."""

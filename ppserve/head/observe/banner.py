@@ -8,7 +8,7 @@ from collections.abc import Sequence
 
 from ppserve.core.figures import count, counted, size, table
 from ppserve.head.binding import Ports
-from ppserve.head.cards import ModelCard, Topology
+from ppserve.head.descriptions import ModelDescription, Topology
 from ppserve.head.engine.member import StageState
 from ppserve.head.engine.members import Members
 
@@ -16,13 +16,13 @@ _REDRAW_S = 0.2
 _BAR = 24
 
 
-def banner(card: ModelCard, topology: Topology, host: str, ports: Ports) -> str:
+def banner(description: ModelDescription, topology: Topology, host: str, ports: Ports) -> str:
     """A table of the stages, the addresses, and a command to try."""
-    arch = card.architecture
+    arch = description.architecture
     lines = [
         "",
-        f"ppserve {card.version}: {card.name}, {count(card.num_parameters)} parameters, {card.numbers},"
-        f" context {card.max_context}",
+        f"ppserve {description.version}: {description.name}, {count(description.num_parameters)} parameters,"
+        f" {description.numbers}, context {description.max_context}",
     ]
     rows = [("stage", "layers", "device", "params", "weights", "KV")]
     num_stages = 1 + max(stage.stage for stage in topology.stages)
@@ -43,11 +43,11 @@ def banner(card: ModelCard, topology: Topology, host: str, ports: Ports) -> str:
         f" {topology.transport} transport, {counted(topology.microbatches, 'microbatch', 'es')}"
         " in flight",
     ]
-    if not card.deterministic:
-        lines.append(f"  not deterministic here: {card.why_not}")
+    if not description.deterministic:
+        lines.append(f"  not deterministic here: {description.why_not}")
     lines += [f"  gRPC     {host}:{ports.grpc}", f"  HTTP     http://{host}:{ports.http}/v1"]
     lines += [f"  metrics  http://{host}:{ports.metrics}/metrics", "", "Try:"]
-    if card.has_tokenizer:
+    if description.has_tokenizer:
         lines.append(f'  ppserve generate --target {host}:{ports.grpc} "Once upon a time"')
     else:
         lines.append(f"  ppserve health --target {host}:{ports.grpc}    (no tokenizer: send token ids)")

@@ -67,18 +67,18 @@ def describe_schedule(spans: Iterable[list[Settled]], now_ns: int) -> list[list[
 
 def read_state(handle: PipelineHandle, load: ServerLoad, spans: list[list[Settled]]) -> dict[str, Any]:
     """What the page shows now. Durations are seconds; counters run since the start. Waits for the engine."""
-    readings, card = handle.look(), handle.model_card()
+    readings, description = handle.look(), handle.model_description()
     topology, now_ns = topology_of(readings), readings[0].now_ns
     measured_stages = [stage for reading in readings for stage in reading.stages]
     of_stages = zip(topology.stages, measured_stages, describe_schedule(spans, now_ns), strict=True)
     return {
         "now_s": now_ns / 1e9,
         "model": {
-            "name": card.name,
-            "params": card.num_parameters,
-            "dtype": card.dtype,
-            "deterministic": card.deterministic,
-            "version": card.version,
+            "name": description.name,
+            "params": description.num_parameters,
+            "dtype": description.dtype,
+            "deterministic": description.deterministic,
+            "version": description.version,
         },
         **asdict(load),
         **asdict(topology),

@@ -28,9 +28,9 @@ from prometheus_client.registry import Collector
 from ppserve.core.ledger.account import StageTimes
 from ppserve.core.ledger.causes import BUSY
 from ppserve.core.ledger.steps import Step
-from ppserve.core.scheduling.lanes import OUTCOMES
+from ppserve.core.scheduling.microbatch_slots import OUTCOMES
 from ppserve.errors import RequestError
-from ppserve.head.cards import ModelCard, Topology
+from ppserve.head.descriptions import ModelDescription, Topology
 from ppserve.head.engine.open_request import OpenRequest
 from ppserve.head.engine.output import TokenOutput
 from ppserve.head.observe.pages import Page
@@ -83,7 +83,7 @@ class ReplicaMetrics:
         self._transfer = [families.transfer.labels(replica, stage) for stage in stages[:-1]]
         self._transfer_bytes = [families.transfer_bytes.labels(replica, stage) for stage in stages[:-1]]
         self._tokens = {phase: families.tokens.labels(replica, phase) for phase in BUSY}
-        self._guesses = {outcome: families.guesses.labels(replica, outcome) for outcome in OUTCOMES}
+        self._guesses = {outcome: families.draft_tokens.labels(replica, outcome) for outcome in OUTCOMES}
         self._num_guesses = dict.fromkeys(OUTCOMES, 0)
         self._in_flight = families.in_flight.labels(replica)
         self._kv_usage = families.kv_usage.labels(replica)
@@ -107,8 +107,8 @@ class ReplicaMetrics:
         self._in_flight.set(in_flight)
         self._kv_usage.set(kv_usage)
 
-    def guessed(self, outcomes: Mapping[str, int]) -> None:
-        """outcomes: guessed tokens so far, by what became of them."""
+    def drafted(self, outcomes: Mapping[str, int]) -> None:
+        """outcomes: drafted tokens so far, by what became of them."""
         if outcomes != self._num_guesses:
             for outcome, count in outcomes.items():
                 self._guesses[outcome].inc(count - self._num_guesses[outcome])
@@ -132,7 +132,7 @@ class _StepFamilies:
         rows = ["replica", "phase"]
         self.tokens = histogram("ppserve_microbatch_tokens", "Rows of a step.", rows, buckets=ROWS_BUCKETS)
         guess_text = "Guessed tokens, by what became of them."
-        self.guesses = counter("ppserve_draft_tokens", guess_text, ["replica", "outcome"])
+        self.draft_tokens = counter("ppserve_draft_tokens", guess_text, ["replica", "outcome"])
         by_cause = ["replica", "stage", "cause"]
         self.restarts = counter("ppserve_stage_restarts", "Stages that died, by how.", by_cause)
         self.in_flight = gauge("ppserve_microbatches_in_flight", "Steps in the pipeline.", ["replica"])
@@ -187,14 +187,16 @@ class Metrics:
 
     # ---- what is served -------------------------------------------------------------------------------
 
-    def describe(self, card: ModelCard, topology: Topology) -> None:
+    def describe(self, description: ModelDescription, topology: Topology) -> None:
         """Sets the info metrics: which rank of which stage runs where, and what is served."""
         for stage in topology.stages:
             for rank in stage.ranks:
                 place = (stage.replica, stage.stage, rank.rank)
                 what = (rank.host, rank.device, stage.layers, rank.num_parameters)
                 self._stage_info.labels(*map(str, (*place, *what))).set(1)
-        self._build_info.labels(card.version, platform.python_version(), card.name, card.dtype).set(1)
+        self._build_info.labels(
+            description.version, platform.python_version(), description.name, description.dtype
+        ).set(1)
 
     def output(self, opened: OpenRequest, output: TokenOutput, now_s: float) -> None:
         self._requests.output(opened, output, now_s)

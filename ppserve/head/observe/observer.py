@@ -43,8 +43,8 @@ class Observer(Watcher):
         self._steps.load(running, waiting, in_flight, kv_usage)
         self.trace.load(running, waiting, kv_usage, self._replica)
 
-    def guessed(self, outcomes: Mapping[str, int]) -> None:
-        self._steps.guessed(outcomes)
+    def drafted(self, outcomes: Mapping[str, int]) -> None:
+        self._steps.drafted(outcomes)
 
     def refused(self, error: RequestError) -> None:
         self.metrics.refused(error)

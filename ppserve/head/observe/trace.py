@@ -96,7 +96,7 @@ class Trace:
             return
         row: Event = {"pid": self._process(replica, stage), "tid": _STEPS}
         duration_ns = max(stamps.ended - stamps.begun, 0)
-        args = {"phase": plan.phase, "tokens": plan.num_tokens, "slices": len(plan.slices), "lane": plan.lane}
+        args = {"phase": plan.phase, "tokens": plan.num_tokens, "slices": len(plan.slices), "slot": plan.slot}
         name = f"{stage}F{plan.step_id}"
         events: list[Event] = [
             {"ph": "X", "name": name, "cat": plan.phase, **row, **_at(stamps.begun), "dur": duration_ns / 1e3}

@@ -15,15 +15,22 @@ from ppserve.model.cpu.kernels.attention import StepSlices
 from ppserve.model.cpu.kernels.attention_tile import AttentionKernel
 from ppserve.model.cpu.kernels.memory import address
 from ppserve.model.cpu.kernels.work import ATTEND, CacheShape, as_table, jobs_of
-from ppserve.model.cpu.rooms import Rooms
-from ppserve.model.cpu.team import Team
+from ppserve.model.cpu.scratch_memory import ScratchMemory
+from ppserve.model.cpu.thread_pool import ThreadPool
 
 
 class BlockAttention:
     """One step. seen_by_kernels: the address of what they read of it, kept as long as this object is."""
 
-    def __init__(self, rows: StepRows, shape: CacheShape, kind: AttentionKernel, team: Team, rooms: Rooms) -> None:
-        self._team = team
+    def __init__(
+        self,
+        rows: StepRows,
+        shape: CacheShape,
+        kind: AttentionKernel,
+        thread_pool: ThreadPool,
+        scratch_memory: ScratchMemory,
+    ) -> None:
+        self._thread_pool = thread_pool
         self._width = shape.num_heads * shape.head_size
         self.num_rows = len(rows.slots_T)
         arrays = rows.slots_T, rows.first_row_S, rows.num_rows_S, rows.start_S, rows.tables, rows.table_begin_S
@@ -31,9 +38,9 @@ class BlockAttention:
         *places, _ = accumulate((array.nbytes for array in arrays), initial=address(together))
         slices = StepSlices(self.num_rows, len(rows.start_S), *places)
         most_positions = int((rows.start_S + rows.num_rows_S).max())
-        own, memory = rooms.attention_rooms(kind, shape, most_positions)
-        room, room_arrays = rooms.room(self.num_rows)
-        table = as_table(room, slices, shape, *own)
+        own, memory = scratch_memory.attention_scratch(kind, shape, most_positions)
+        scratch, room_arrays = scratch_memory.scratch(self.num_rows)
+        table = as_table(scratch, slices, shape, *own)
         self._kept = (together, memory, room_arrays, table)
         self.seen_by_kernels = address(table)
 
@@ -44,5 +51,5 @@ class BlockAttention:
         # One row more: whole vectors are loaded, also at the end of the last row.
         padded_TE = torch.nn.functional.pad(qkv_TE, (0, 0, 0, 1))
         mixed_TD = torch.empty(self.num_rows, self._width)
-        self._team.run(address(jobs), 1, self.seen_by_kernels, padded_TE.data_ptr(), mixed_TD.data_ptr())
+        self._thread_pool.run(address(jobs), 1, self.seen_by_kernels, padded_TE.data_ptr(), mixed_TD.data_ptr())
         return mixed_TD

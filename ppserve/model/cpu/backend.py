@@ -40,8 +40,8 @@ from ppserve.model.cpu.kv_cache import CpuCache, block_bytes
 from ppserve.model.cpu.linear import FusedHead, PackedLinear
 from ppserve.model.cpu.norm import CpuNorm
 from ppserve.model.cpu.precision import cpu_precision, dtype_name
-from ppserve.model.cpu.rooms import Rooms
-from ppserve.model.cpu.team import Team
+from ppserve.model.cpu.scratch_memory import ScratchMemory
+from ppserve.model.cpu.thread_pool import ThreadPool
 from ppserve.model.sampling_slices import read_slices
 from ppserve.model.timing import HostTiming, Timing
 
@@ -65,8 +65,8 @@ class CpuBackend:
         self.more_rows: tuple[int, ...] = (self._product.rows_at_once + 8,)
         self._attention = attention_kernels(dtype_name(self.precision.kv), variant)[0]
         kinds = (self._product, self._attention, Storage(dtype_name(self.precision.hidden)), Storage("float32"))
-        self._team = Team(num_threads, ForSettings(work, *kinds))
-        self._rooms = Rooms(self._product, num_threads)
+        self._thread_pool = ThreadPool(num_threads, ForSettings(work, *kinds))
+        self._scratch_memory = ScratchMemory(self._product, num_threads)
         self._memory = HugePages()
 
     def stored(self, tensor: torch.Tensor) -> torch.Tensor:
@@ -74,7 +74,9 @@ class CpuBackend:
 
     def linear(self, weight_NK: Matrix, bias_N: torch.Tensor | None) -> Linear:
         precision = dtype_name(self.precision.weights)
-        return PackedLinear(weight_NK, bias_N, precision, self._product, self._team, self._rooms, self._memory)
+        return PackedLinear(
+            weight_NK, bias_N, precision, self._product, self._thread_pool, self._scratch_memory, self._memory
+        )
 
     def norm(self, weight_D: torch.Tensor, bias_D: torch.Tensor | None, epsilon: float) -> Operator:
         return CpuNorm(weight_D, bias_D, epsilon)
@@ -83,10 +85,10 @@ class CpuBackend:
         return CpuActivation(name)
 
     def fused_attention(self, parts: AttentionParts) -> Sublayer | None:
-        return attention_sublayer(parts, self._team, self._rooms)
+        return attention_sublayer(parts, self._thread_pool, self._scratch_memory)
 
     def fused_mlp(self, parts: MLPParts) -> Sublayer | None:
-        return mlp_sublayer(parts, self._team, self._rooms)
+        return mlp_sublayer(parts, self._thread_pool, self._scratch_memory)
 
     def fused_head(self, norm: Operator, linear: Linear) -> Read | None:
         assert isinstance(norm, CpuNorm)
@@ -102,7 +104,7 @@ class CpuBackend:
     def make_cache(
         self, arch: Architecture, layout: StageLayout, num_blocks: int, block_size: int, *, num_ahead: int = 0
     ) -> CpuCache:
-        workers = self._team, self._rooms
+        workers = self._thread_pool, self._scratch_memory
         return CpuCache(arch, layout, num_blocks, block_size, self._attention, workers, num_ahead=num_ahead)
 
     def recorded(self, model: StageModel, cache: KVCache) -> StageModel:

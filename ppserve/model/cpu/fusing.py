@@ -14,38 +14,38 @@ from ppserve.model.cpu.kernels.products import Weights
 from ppserve.model.cpu.kernels.work import ATTENTION, EXPAND, HEADS, MLP, as_table
 from ppserve.model.cpu.linear import PackedLinear
 from ppserve.model.cpu.norm import CpuNorm
-from ppserve.model.cpu.rooms import Rooms
+from ppserve.model.cpu.scratch_memory import ScratchMemory
 from ppserve.model.cpu.shared_sublayers import SharedSublayer, SharedSublayers
 from ppserve.model.cpu.sublayers import FusedSublayers
-from ppserve.model.cpu.team import Team
+from ppserve.model.cpu.thread_pool import ThreadPool
 
 
-def attention_sublayer(parts: AttentionParts, team: Team, rooms: Rooms) -> Sublayer:
+def attention_sublayer(parts: AttentionParts, thread_pool: ThreadPool, scratch_memory: ScratchMemory) -> Sublayer:
     norm, qkv, proj = parts.norm, parts.qkv, parts.proj
     assert isinstance(norm, CpuNorm)
     assert isinstance(qkv, PackedLinear)
     assert isinstance(proj, PackedLinear)
-    first, second = _weights(rooms, qkv, proj)
+    first, second = _weights(scratch_memory, qkv, proj)
     layer, kept = (parts.own, np.float32(parts.scale)), (norm, qkv, proj)
     if len(parts.columns.widths) == 1:
         table = as_table(norm.seen_by_kernels, first, second, layer)
-        return FusedSublayers([(ATTENTION, table)], kept, team)
+        return FusedSublayers([(ATTENTION, table)], kept, thread_pool)
     table = as_table(norm.seen_by_kernels, first, layer)
-    return SharedSublayer(HEADS, table, second, (parts.context, parts.columns), kept, team)
+    return SharedSublayer(HEADS, table, second, (parts.context, parts.columns), kept, thread_pool)
 
 
-def mlp_sublayer(parts: MLPParts, team: Team, rooms: Rooms) -> Sublayer:
+def mlp_sublayer(parts: MLPParts, thread_pool: ThreadPool, scratch_memory: ScratchMemory) -> Sublayer:
     norm, expand, contract, activate = parts.norm, parts.expand, parts.contract, parts.activate
     assert isinstance(norm, CpuNorm)
     assert isinstance(expand, PackedLinear)
     assert isinstance(contract, PackedLinear)
     assert isinstance(activate, CpuActivation)
-    (first, second), kept = _weights(rooms, expand, contract), (norm, expand, contract)
+    (first, second), kept = _weights(scratch_memory, expand, contract), (norm, expand, contract)
     if len(parts.columns.widths) == 1:
         table = as_table(norm.seen_by_kernels, first, second, activate.seen_by_kernels)
-        return FusedSublayers([(MLP, table)], kept, team)
+        return FusedSublayers([(MLP, table)], kept, thread_pool)
     table = as_table(norm.seen_by_kernels, first, activate.seen_by_kernels, (parts.inner.width,))
-    return SharedSublayer(EXPAND, table, second, (parts.inner, parts.columns), kept, team)
+    return SharedSublayer(EXPAND, table, second, (parts.inner, parts.columns), kept, thread_pool)
 
 
 def joined_sublayers(sublayers: Sequence[Sublayer | None]) -> Sublayer | None:
@@ -55,9 +55,9 @@ def joined_sublayers(sublayers: Sequence[Sublayer | None]) -> Sublayer | None:
     return SharedSublayers(shared) if shared and len(shared) == len(sublayers) else None
 
 
-def _weights(rooms: Rooms, *linears: PackedLinear) -> list[Weights]:
+def _weights(scratch_memory: ScratchMemory, *linears: PackedLinear) -> list[Weights]:
     """Of a sublayer's linear layers, for whose results there is room."""
     weights = [linear.packed.seen_by_kernels for linear in linears]
     for each in weights:
-        rooms.fit_results(each)
+        scratch_memory.fit_results(each)
     return weights

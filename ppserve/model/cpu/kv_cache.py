@@ -21,8 +21,8 @@ from ppserve.model.cpu.kernels.attention_tile import GROUP, AttentionKernel
 from ppserve.model.cpu.kernels.memory import aligned
 from ppserve.model.cpu.kernels.work import CacheShape
 from ppserve.model.cpu.prefault import Prefaulter
-from ppserve.model.cpu.rooms import Rooms
-from ppserve.model.cpu.team import Team
+from ppserve.model.cpu.scratch_memory import ScratchMemory
+from ppserve.model.cpu.thread_pool import ThreadPool
 
 
 def padded(size: int) -> int:
@@ -55,7 +55,7 @@ class CpuCache:
         num_blocks: int,
         block_size: int,
         kind: AttentionKernel,
-        workers: tuple[Team, Rooms],
+        workers: tuple[ThreadPool, ScratchMemory],
         *,
         num_ahead: int = 0,
     ) -> None:

@@ -15,8 +15,8 @@ from ppserve.model.cpu.kernels.memory import address
 from ppserve.model.cpu.kernels.tile_code import MicroKernel
 from ppserve.model.cpu.kernels.work import LINEAR, READ, as_table, jobs_of
 from ppserve.model.cpu.norm import CpuNorm
-from ppserve.model.cpu.rooms import Rooms
-from ppserve.model.cpu.team import Team
+from ppserve.model.cpu.scratch_memory import ScratchMemory
+from ppserve.model.cpu.thread_pool import ThreadPool
 from ppserve.model.cpu.weights import PackedWeights
 
 
@@ -29,17 +29,17 @@ class PackedLinear:
         bias_N: torch.Tensor | None,
         precision: str,
         kind: MicroKernel,
-        team: Team,
-        rooms: Rooms,
+        thread_pool: ThreadPool,
+        scratch_memory: ScratchMemory,
         memory: HugePages,
     ) -> None:
         self.num_outputs, self.num_inputs = weight_NK.shape
         self.packed = PackedWeights(weight_NK, bias_N, precision, kind, memory)
         self.num_bytes = self.packed.num_bytes
-        self._kind, self._team, self._rooms = kind, team, rooms
+        self._kind, self._thread_pool, self._scratch_memory = kind, thread_pool, scratch_memory
         self._table = as_table(self.packed.seen_by_kernels, (self.num_inputs,))
         self._jobs = jobs_of((LINEAR, self._table))
-        rooms.fit_rows(self.packed.seen_by_kernels)
+        scratch_memory.fit_rows(self.packed.seen_by_kernels)
 
     def __call__(self, x_TK: torch.Tensor) -> torch.Tensor:
         x_TK = x_TK.contiguous()
@@ -47,10 +47,10 @@ class PackedLinear:
 
     def last_of(self, jobs: NDArray[np.int64], num_rows: int, x: int, rows: int = 0) -> torch.Tensor:
         """What a job puts out that ends with this product. x, rows: addresses, as `kernels.work` takes them."""
-        room, kept = self._rooms.room(num_rows)
-        step = as_table(room)
+        scratch, kept = self._scratch_memory.scratch(num_rows)
+        step = as_table(scratch)
         y_TN = torch.empty(self._kind.padded_rows(num_rows), self.packed.num_padded_outputs)
-        self._team.run(address(jobs), 1, address(step), x, y_TN.data_ptr(), rows)
+        self._thread_pool.run(address(jobs), 1, address(step), x, y_TN.data_ptr(), rows)
         del kept
         return y_TN[:num_rows, : self.num_outputs]
 

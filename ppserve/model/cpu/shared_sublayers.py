@@ -19,7 +19,7 @@ from ppserve.model.cpu.kernels.memory import address
 from ppserve.model.cpu.kernels.products import Weights
 from ppserve.model.cpu.kernels.work import COMPLETE, GATHER, PROJECT, as_table, jobs_of
 from ppserve.model.cpu.sublayers import table_of
-from ppserve.model.cpu.team import Team
+from ppserve.model.cpu.thread_pool import ThreadPool
 
 
 class SharedSublayer:
@@ -36,18 +36,18 @@ class SharedSublayer:
         second: Weights,
         cuts: tuple[Cut, Cut],
         parts: tuple[object, ...],
-        team: Team,
+        thread_pool: ThreadPool,
     ) -> None:
         self.between, self.columns = between, columns = cuts
         projection = as_table(second, (between.size, columns.size, columns.first, columns.width))
         gather, complete = as_table(between.widths), as_table(columns.widths)
         self.jobs = [(job, table), (GATHER, gather), (PROJECT, projection), (COMPLETE, complete)]
-        self._parts, self.team = parts, team
+        self._parts, self.thread_pool = parts, thread_pool
         self._lists = jobs_of(self.jobs[0]), jobs_of(self.jobs[2])
         self._first, self._second = map(address, self._lists)
 
     def __call__(self, hidden_TD: torch.Tensor, inputs: StepInputs) -> torch.Tensor:
-        hidden_TD, step, run = hidden_TD.contiguous(), table_of(inputs), self.team.run
+        hidden_TD, step, run = hidden_TD.contiguous(), table_of(inputs), self.thread_pool.run
         num_rows, x = len(hidden_TD), hidden_TD.data_ptr()
         own_Tk = torch.empty(num_rows, self.between.width)
         run(self._first, 1, step, x, own_Tk.data_ptr())
@@ -61,7 +61,7 @@ class SharedSublayers:
     """One after the other."""
 
     def __init__(self, several: Sequence[SharedSublayer]) -> None:
-        self._several, self._team = several, several[0].team
+        self._several, self._thread_pool = several, several[0].thread_pool
         jobs = [job for each in several for job in each.jobs]
         self._listed, self._num_jobs = jobs_of(*jobs), len(jobs)
         self._address = address(self._listed)
@@ -77,6 +77,6 @@ class SharedSublayers:
         hidden_TD = hidden_TD.contiguous()
         out_TD, rows_TK = torch.empty_like(hidden_TD), torch.empty(num_rows, self._inner)
         places = (each.data_ptr() for each in (hidden_TD, out_TD, rows_TK))
-        self._team.run(self._address, self._num_jobs, table_of(inputs), *places, gather.seen_by_kernels)
+        self._thread_pool.run(self._address, self._num_jobs, table_of(inputs), *places, gather.seen_by_kernels)
         gather.check()
         return out_TD

@@ -39,9 +39,7 @@ class TritonOperators:
         self, qkv_TE: torch.Tensor, keys_BpHd: torch.Tensor, values_BpHd: torch.Tensor, slots_T: torch.Tensor
     ) -> None:
         num_rows, width = qkv_TE.shape[0], qkv_TE.shape[1] // 3
-        _write[(num_rows,)](
-            qkv_TE, keys_BpHd, values_BpHd, slots_T, width, COLUMNS=triton.next_power_of_2(width)
-        )
+        _write[(num_rows,)](qkv_TE, keys_BpHd, values_BpHd, slots_T, width, COLUMNS=triton.next_power_of_2(width))
 
     def attend(
         self, qkv_TE: torch.Tensor, keys_BpHd: torch.Tensor, values_BpHd: torch.Tensor, at: Tiles, scale: float

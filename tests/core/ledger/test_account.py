@@ -31,7 +31,7 @@ def bubbles(times: StageTimes) -> dict[str, int]:
 @pytest.mark.parametrize("num_stages", range(2, 9))
 @pytest.mark.parametrize("num_microbatches", range(1, 17))
 def test_fill_drain_of_m_microbatches(num_stages, num_microbatches):
-    pipeline = ArtificialPipeline((S,) * num_stages, lanes=num_stages)
+    pipeline = ArtificialPipeline((S,) * num_stages, slots=num_stages)
     for times in account_for(pipeline, num_microbatches):
         if num_microbatches >= num_stages:
             wall = (num_microbatches + num_stages - 1) * S
@@ -41,7 +41,7 @@ def test_fill_drain_of_m_microbatches(num_stages, num_microbatches):
 
 
 def test_one_sequence_is_fill_drain():
-    for times in account_for(ArtificialPipeline((S, S), lanes=1), 20):
+    for times in account_for(ArtificialPipeline((S, S), slots=1), 20):
         assert bubbles(times) == {"fill_drain": 20 * S}
         assert times.busy_ns == {"prefill": 0, "decode": 20 * S, "mixed": 0, "speculative": 0}
 
@@ -63,7 +63,7 @@ def steady(pipeline: ArtificialPipeline, num_steps: int = 40) -> list[dict[str, 
 
 @pytest.mark.parametrize("num_stages", range(1, 9))
 def test_equal_stages_with_enough_sequences_have_no_bubble(num_stages):
-    assert steady(ArtificialPipeline((S,) * num_stages, lanes=num_stages)) == [{}] * num_stages
+    assert steady(ArtificialPipeline((S,) * num_stages, slots=num_stages)) == [{}] * num_stages
 
 
 @pytest.mark.parametrize(
@@ -77,7 +77,7 @@ def test_equal_stages_with_enough_sequences_have_no_bubble(num_stages):
     ],
 )
 def test_imbalance(compute, waits):
-    pipeline = ArtificialPipeline(compute, lanes=len(compute))
+    pipeline = ArtificialPipeline(compute, slots=len(compute))
     assert steady(pipeline) == [{"imbalance": 20 * w} if w else {} for w in waits]
 
 
@@ -93,18 +93,18 @@ def test_imbalance(compute, waits):
 )
 @pytest.mark.parametrize("num_stages", [2, 3, 4])
 def test_a_delay_in_a_full_pipeline_of_equal_stages_has_one_name(cause, delay, num_stages):
-    stages = steady(ArtificialPipeline((S,) * num_stages, lanes=num_stages, **delay))
+    stages = steady(ArtificialPipeline((S,) * num_stages, slots=num_stages, **delay))
     assert [set(bubble) for bubble in stages] == [{cause}] * num_stages
 
 
 def test_one_token_on_its_way_is_token_return_on_every_stage():
-    pipeline = ArtificialPipeline((S, S), lanes=1, token_return_ns=S, transfer_ns=S, prepare_ns=S)
+    pipeline = ArtificialPipeline((S, S), slots=1, token_return_ns=S, transfer_ns=S, prepare_ns=S)
     for bubble in steady(pipeline, 40):
         assert bubble == {"fill_drain": 20 * S, "transfer": 20 * S, "token_return": 20 * S, "host": 40 * S}
 
 
 def test_a_lane_more_than_stages_hides_the_token_return():
-    hidden = ArtificialPipeline((S, S), lanes=3, token_return_ns=S)
+    hidden = ArtificialPipeline((S, S), slots=3, token_return_ns=S)
     assert steady(hidden) == [{}, {}]
 
 
@@ -115,19 +115,19 @@ durations = st.integers(0, 5)
 
 @given(
     compute=st.lists(st.integers(1, 6), min_size=1, max_size=5).map(tuple),
-    lanes=st.integers(1, 7),
+    slots=st.integers(1, 7),
     num_steps=st.integers(1, 25),
     delays=st.tuples(durations, durations, durations, durations, durations),
     seed=st.integers(0, 1000),
 )
-@example(compute=(1,), lanes=1, num_steps=2, delays=(0, 0, 0, 0, 1), seed=2)
-def test_scrapes_at_any_moment_sum_to_the_wall_and_never_decrease(compute, lanes, num_steps, delays, seed):
-    pipeline = ArtificialPipeline(compute, lanes, *delays, start_ns=7).run(num_steps)
+@example(compute=(1,), slots=1, num_steps=2, delays=(0, 0, 0, 0, 1), seed=2)
+def test_scrapes_at_any_moment_sum_to_the_wall_and_never_decrease(compute, slots, num_steps, delays, seed):
+    pipeline = ArtificialPipeline(compute, slots, *delays, start_ns=7).run(num_steps)
     account = account_of(len(compute))
     account.demand_began(7)
     rng = random.Random(seed)
     before = account.snapshot(3)
-    open_ns = 0  # the longest stretch that any scrape had to guess
+    open_ns = 0  # the longest stretch that any scrape had to draft token
     for event in delayed(pipeline.events(), rng, len(compute) - 1):
         pipeline.play(account, event)
         now = event[0] + rng.randrange(4)

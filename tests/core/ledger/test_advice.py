@@ -4,7 +4,7 @@ from ppserve.core.architecture import Split, stage_layouts
 from ppserve.core.ledger.account import StageTimes
 from ppserve.core.ledger.advice import advise, measured_parts
 from ppserve.core.plan import StepResult, StepStamps
-from tests.core.artificial import ArtificialPipeline, account_of, guess, plan, report, send
+from tests.core.artificial import ArtificialPipeline, account_of, draft_token, plan, report, send
 
 MS = 1_000_000
 NINE_AND_THREE = stage_layouts(Split.parse("9,3"))
@@ -17,7 +17,7 @@ def measured(pipeline: ArtificialPipeline, num_steps: int = 1000) -> tuple[Stage
 
 
 def test_an_even_split_of_gpt2_is_told_the_better_one():
-    stages = measured(ArtificialPipeline((6 * MS, 11_450_000), lanes=2))
+    stages = measured(ArtificialPipeline((6 * MS, 11_450_000), slots=2))
     assert advise(stages, stage_layouts(Split.parse("6,6")), 2) == (
         "imbalance (24% of the time): stage 1 is 91% slower than the others;"
         " --layers 9,3 predicts 97% instead of 76%"
@@ -25,20 +25,20 @@ def test_an_even_split_of_gpt2_is_told_the_better_one():
 
 
 def test_an_imbalance_that_moving_half_a_layer_removes():
-    stages = measured(ArtificialPipeline((2 * MS, 1 * MS), lanes=2), 2000)
+    stages = measured(ArtificialPipeline((2 * MS, 1 * MS), slots=2), 2000)
     advice = advise(stages, stage_layouts(Split.parse("2,1")), 2)
     assert advice.endswith("--layers 1.5,1.5 predicts 90% instead of 75%")
 
 
 def test_an_imbalance_that_no_split_removes():
-    stages = measured(ArtificialPipeline((1 * MS, 2 * MS), lanes=2), 2000)
+    stages = measured(ArtificialPipeline((1 * MS, 2 * MS), slots=2), 2000)
     assert advise(stages, stage_layouts(Split.parse("2,1")), 2).endswith(
         "stage 1 is 100% slower than the others; no other split would be better"
     )
 
 
 @pytest.mark.parametrize(
-    ("cause", "hint", "lanes", "delay"),
+    ("cause", "hint", "slots", "delay"),
     [
         ("fill_drain", "more concurrent requests", 1, {}),
         ("transfer", "--transport shm", 2, {"transfer_ns": 5 * MS}),
@@ -46,21 +46,21 @@ def test_an_imbalance_that_no_split_removes():
         ("token_return", "--microbatches 3 would hide it", 2, {"token_return_ns": 5 * MS}),
     ],
 )
-def test_each_cause_has_its_remedy(cause, hint, lanes, delay):
-    stages = measured(ArtificialPipeline((10 * MS, 10 * MS), lanes=lanes, **delay))
+def test_each_cause_has_its_remedy(cause, hint, slots, delay):
+    stages = measured(ArtificialPipeline((10 * MS, 10 * MS), slots=slots, **delay))
     advice = advise(stages, NINE_AND_THREE, 2)
     assert advice.startswith(f"{cause} (")
     assert hint in advice
 
 
 def test_one_lane_more_does_not_always_hide_the_return():
-    stages = measured(ArtificialPipeline((10 * MS, 10 * MS), lanes=3, token_return_ns=50 * MS))
+    stages = measured(ArtificialPipeline((10 * MS, 10 * MS), slots=3, token_return_ns=50 * MS))
     assert "larger steps" in advise(stages, NINE_AND_THREE, 3)
 
 
 def test_stages_of_equal_speed_are_not_out_of_balance_because_guesses_are_wrong():
-    """One caller, two stages without overheads. Stage 0 computes a wrong guess behind every step, stage 1 skips
-    it: half of stage 0's time is wasted, and half of stage 1's is `fill_drain`."""
+    """One caller, two stages without overheads. Stage 0 computes a wrong draft token behind every step, stage 1
+    skips it: half of stage 0's time is wasted, and half of stage 1's is `fill_drain`."""
     account, step_ns = account_of(2), 10 * MS
     account.demand_began(0)
 
@@ -74,7 +74,7 @@ def test_stages_of_equal_speed_are_not_out_of_balance_because_guesses_are_wrong(
         if turn:
             reported(known - 1, 1, at, at)
         reported(known, 0, at, at + step_ns)
-        send(account, guess(known + 1), at + step_ns, at + step_ns)
+        send(account, draft_token(known + 1), at + step_ns, at + step_ns)
         reported(known + 1, 0, at + step_ns, at + 2 * step_ns)
         reported(known, 1, at + step_ns, at + 2 * step_ns)
         account.steps.doom(known + 1)
@@ -89,9 +89,9 @@ def test_stages_of_equal_speed_are_not_out_of_balance_because_guesses_are_wrong(
 
 
 def test_a_good_pipeline_gets_no_advice():
-    assert advise(measured(ArtificialPipeline((10 * MS, 10 * MS), lanes=2)), NINE_AND_THREE, 2) == ""
+    assert advise(measured(ArtificialPipeline((10 * MS, 10 * MS), slots=2)), NINE_AND_THREE, 2) == ""
 
 
 def test_too_little_seen_is_no_reason_for_advice():
-    assert advise(measured(ArtificialPipeline((10 * MS, 20 * MS), lanes=2), 10), NINE_AND_THREE, 2) == ""
+    assert advise(measured(ArtificialPipeline((10 * MS, 20 * MS), slots=2), 10), NINE_AND_THREE, 2) == ""
     assert advise(account_of(2).snapshot(10**12), NINE_AND_THREE, 2) == ""

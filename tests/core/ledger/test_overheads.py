@@ -16,7 +16,7 @@ def feed(pipeline: ArtificialPipeline, num_steps: int) -> Overheads:
     overheads = Overheads(steps)
     for at, _, what, k, i in pipeline.run(num_steps).events():
         if what == "dispatched":
-            overheads.dispatched(steps.sent(plan(k), at - pipeline.schedule_ns, at, num_lanes=1))
+            overheads.dispatched(steps.sent(plan(k), at - pipeline.schedule_ns, at, num_slots=1))
         else:
             report(steps, overheads, StepResult(1, k, i, pipeline.stamps[i, k]), at)
     return overheads
@@ -44,10 +44,10 @@ def test_preparing_and_the_way_to_a_stage():
     overheads = Overheads(steps)
     for k in range(100):
         at = 100 * MS * k
-        overheads.dispatched(steps.sent(plan(k), at, at, num_lanes=1))
+        overheads.dispatched(steps.sent(plan(k), at, at, num_slots=1))
         stamps = StepStamps(at + MS, at + 3 * MS, at + 3 * MS, at + 3 * MS, at + 9 * MS, at + 9 * MS)
         if k == 50:  # a pause, which says nothing about steps
-            stamps = in_head_clock(stamps, -10**12)
+            stamps = in_head_clock(stamps, -(10**12))
         report(steps, overheads, StepResult(1, k, 0, stamps), at + 9 * MS)
     assert overheads.times.control_s == pytest.approx(0.001)
     assert overheads.times.prepare_s == pytest.approx(0.002, rel=0.03)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from ppserve.core.ledger.steps import STEP_DEADLINE_NS, Steps, Transfer
 from ppserve.core.plan import StepResult, StepStamps
-from tests.core.artificial import guess, plan
+from tests.core.artificial import draft_token, plan
 
 S = 1_000_000_000
 
@@ -17,7 +17,7 @@ def result(
 
 def test_a_step_is_in_flight_until_the_last_stage_reports_and_in_the_book_until_all_have() -> None:
     steps = Steps(3)
-    step = steps.sent(plan(0), 5, 7, num_lanes=3)
+    step = steps.sent(plan(0), 5, 7, num_slots=3)
     assert (steps.num_in_flight, len(steps), step.first_owing()) == (1, 1, 0)
     assert steps.reported(result(0, 2), 20) is step
     assert (steps.num_in_flight, len(steps), step.returned_ns) == (0, 1, 20)
@@ -30,7 +30,7 @@ def test_a_step_is_in_flight_until_the_last_stage_reports_and_in_the_book_until_
 
 def test_what_is_unknown_repeated_or_of_another_epoch_is_not_entered() -> None:
     steps = Steps(2)
-    steps.sent(plan(0), 0, 0, num_lanes=2)
+    steps.sent(plan(0), 0, 0, num_slots=2)
     assert steps.reported(result(1, 0), 1) is None
     assert steps.reported(result(0, 0, epoch=2), 1) is None
     assert steps.reported(result(0, 0), 1) is not None
@@ -42,31 +42,31 @@ def test_what_is_unknown_repeated_or_of_another_epoch_is_not_entered() -> None:
 
 def test_a_step_knows_whether_it_fills_the_pipeline_and_the_lanes() -> None:
     steps = Steps(2)
-    sent = [steps.sent(plan(k), 0, 0, num_lanes=3) for k in range(3)]
+    sent = [steps.sent(plan(k), 0, 0, num_slots=3) for k in range(3)]
     assert [step.fills_pipeline for step in sent] == [False, True, True]
-    assert [step.fills_lanes for step in sent] == [False, False, True]
+    assert [step.fills_slots for step in sent] == [False, False, True]
 
 
 def test_guesses_fill_no_lane_and_doomed_ones_no_stage() -> None:
     steps = Steps(2)
-    known, guessed = steps.sent(plan(0), 0, 0, num_lanes=2), steps.sent(guess(1), 0, 0, num_lanes=2)
-    assert (known.fills_lanes, guessed.fills_lanes, guessed.fills_pipeline) == (False, False, True)
+    known, drafted = steps.sent(plan(0), 0, 0, num_slots=2), steps.sent(draft_token(1), 0, 0, num_slots=2)
+    assert (known.fills_slots, drafted.fills_slots, drafted.fills_pipeline) == (False, False, True)
     steps.reported(result(0, 1), 10)
     steps.doom(1)
-    first, second = (steps.sent(plan(step_id), 10, 10, num_lanes=2) for step_id in (2, 3))
+    first, second = (steps.sent(plan(step_id), 10, 10, num_slots=2) for step_id in (2, 3))
     assert (first.fills_pipeline, second.fills_pipeline) == (False, True)
-    assert (first.fills_lanes, second.fills_lanes) == (False, True)
+    assert (first.fills_slots, second.fills_slots) == (False, True)
     steps.reported(result(1, 1), 11)
-    assert (steps.num_in_flight, steps.num_doomed, steps.num_known) == (2, 0, 2)
-    steps.doom(steps.sent(guess(4), 11, 11, num_lanes=2).plan.step_id)
+    assert (steps.num_in_flight, steps.num_cancelled, steps.num_known) == (2, 0, 2)
+    steps.doom(steps.sent(draft_token(4), 11, 11, num_slots=2).plan.step_id)
     steps.lost()
-    assert steps.num_doomed == 0
+    assert steps.num_cancelled == 0
 
 
 def test_what_is_computed_for_a_doomed_step_is_wasted_before_and_after_it_is_known() -> None:
     steps = Steps(3)
     for step_id in range(2):
-        steps.sent(plan(step_id), 0, 0, num_lanes=3)
+        steps.sent(plan(step_id), 0, 0, num_slots=3)
     steps.reported(result(1, 0, 10, 14), 20)
     steps.doom(1)
     steps.reported(result(0, 0, 1, 9), 21)
@@ -86,7 +86,7 @@ def test_a_transfer_is_known_once_both_ends_have_reported_whichever_is_first() -
         receiver = StepResult(1, 0, 1, StepStamps(0, waiting, 18, 18, 20, 20))
         for first, second in ((sender, receiver), (receiver, sender)):
             steps = Steps(2)
-            step = steps.sent(plan(0), 0, 0, num_lanes=2)
+            step = steps.sent(plan(0), 0, 0, num_slots=2)
             steps.reported(first, 1)
             assert list(step.transfers(first.stage)) == []
             steps.reported(second, 2)
@@ -96,7 +96,7 @@ def test_a_transfer_is_known_once_both_ends_have_reported_whichever_is_first() -
 def test_the_first_stage_that_owes_the_oldest_step_is_stuck_once_nothing_has_moved_for_too_long() -> None:
     steps = Steps(2)
     assert steps.stuck(10**18) is None, "nothing is owed"
-    steps.sent(plan(0), S, S, num_lanes=2)
+    steps.sent(plan(0), S, S, num_slots=2)
     assert steps.stuck(S + STEP_DEADLINE_NS) is None
     assert steps.stuck(S + STEP_DEADLINE_NS + 1) == (0, 0)
     steps.reported(result(0, 0, S, 2 * S), 2 * S)

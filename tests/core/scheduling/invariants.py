@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from ppserve.core.plan import DRAWN, Slice
 from ppserve.core.scheduling.block_manager import BlockManager
-from ppserve.core.scheduling.intake import Intake
-from ppserve.core.scheduling.lanes import Lanes
-from ppserve.core.scheduling.roster import Roster
+from ppserve.core.scheduling.microbatch_slots import MicrobatchSlots
+from ppserve.core.scheduling.request_queue import RequestQueue
+from ppserve.core.scheduling.running_set import RunningSet
 from ppserve.core.scheduling.scheduler import Scheduler
 from ppserve.core.scheduling.sequence import Sequence
 
@@ -32,50 +32,53 @@ def check_blocks(blocks: BlockManager) -> None:
 
 
 def check_scheduler(scheduler: Scheduler) -> None:
-    """Blocks, roster and lanes agree with the sequences; nothing is held without work. Alone with its intake."""
+    """Blocks, running set and slots agree with the sequences; nothing is held without work. Alone with its
+    request queue."""
     check_one_of_several(scheduler)
-    check_intake(scheduler.intake, [scheduler])
+    check_intake(scheduler.request_queue, [scheduler])
 
 
 def check_one_of_several(scheduler: Scheduler) -> None:
     check_blocks(scheduler._blocks)
-    assert len(scheduler.lanes) <= scheduler.config.max_microbatches + scheduler.config.num_stages
-    check_roster(scheduler._roster)
-    admitted = [*scheduler._roster.running, *scheduler._ending.values()]
-    check_lanes(scheduler.lanes, admitted)
+    assert len(scheduler.slots) <= scheduler.config.max_microbatches + scheduler.config.num_stages
+    check_roster(scheduler._running_set)
+    admitted = [*scheduler._running_set.running, *scheduler._ending.values()]
+    check_lanes(scheduler.slots, admitted)
     for sequence in admitted:
         assert sequence.block_table == scheduler._blocks.table(sequence.id)
     if not scheduler.num_running and not scheduler.is_busy:
         assert scheduler._blocks.num_held == 0, "idle, yet blocks are held"
 
 
-def check_intake(intake: Intake, schedulers: list[Scheduler]) -> None:
-    """Every live sequence waits, or is in the roster of its home."""
-    live = {key: [s.id for s in group.live] for key, group in intake.groups.items()}
-    waiting = [g for g in intake.groups.values() if g in intake.queue or g.key in intake._returned]
-    assert len(waiting) == intake.num_waiting
-    assert not {group.key for group in waiting} & set(intake._homes)
+def check_intake(request_queue: RequestQueue, schedulers: list[Scheduler]) -> None:
+    """Every live sequence waits, or is in the running set of its home."""
+    live = {key: [s.id for s in group.live] for key, group in request_queue.groups.items()}
+    waiting = [
+        g for g in request_queue.groups.values() if g in request_queue.queue or g.key in request_queue._returned
+    ]
+    assert len(waiting) == request_queue.num_waiting
+    assert not {group.key for group in waiting} & set(request_queue._homes)
     queued = [i for group in waiting for i in live[group.key]]
-    running = [s.id for scheduler in schedulers for s in scheduler._roster.running]
+    running = [s.id for scheduler in schedulers for s in scheduler._running_set.running]
     assert sorted(i for ids in live.values() for i in ids) == sorted([*queued, *running])
     for scheduler in schedulers:
-        assert all(intake._homes[s.request.id] is scheduler for s in scheduler._roster.running)
+        assert all(request_queue._homes[s.request.id] is scheduler for s in scheduler._running_set.running)
 
 
-def check_roster(roster: Roster) -> None:
+def check_roster(running_set: RunningSet) -> None:
     """A sequence that has something to schedule is in one place, any other in none."""
-    waiting = {s.id for siblings in roster._siblings.values() for s in siblings}
-    for i, sequence in roster._running.items():
+    waiting = {s.id for siblings in running_set._siblings.values() for s in siblings}
+    for i, sequence in running_set._running.items():
         assert sequence.is_live
-        places = (i in roster._returned) + (i in roster._filling) + (i in waiting)
+        places = (i in running_set._returned) + (i in running_set._filling) + (i in waiting)
         assert places == (sequence.remaining > 0), (i, places, sequence.remaining)
-    assert waiting | set(roster._filling) | set(roster._returned) <= set(roster._running)
+    assert waiting | set(running_set._filling) | set(running_set._returned) <= set(running_set._running)
 
 
-def check_lanes(lanes: Lanes, sequences: list[Sequence]) -> None:
-    """A sequence is in one step, or in several with consecutive slices, apart from those on wrong guesses."""
+def check_lanes(slots: MicrobatchSlots, sequences: list[Sequence]) -> None:
+    """A sequence is in one step, or in several with consecutive slices, apart from those on wrong draft tokens."""
     in_flight: dict[int, list[tuple[int, Slice]]] = {}
-    for step_id, parts in lanes._parts.items():
+    for step_id, parts in slots._parts.items():
         assert len({s.id for s, _ in parts}) == len(parts), "a sequence twice in one step"
         for sequence, piece in parts:
             in_flight.setdefault(sequence.id, []).append((step_id, piece))
@@ -83,18 +86,22 @@ def check_lanes(lanes: Lanes, sequences: list[Sequence]) -> None:
         pieces = in_flight.pop(sequence.id, [])
         known = len(sequence.token_ids)
         assert len(pieces) == sequence.steps_in_flight
-        assert 0 <= sequence.computed <= sequence.scheduled <= known + len(sequence.guesses) + sequence.is_ahead
-        assert not (sequence.guesses and sequence.is_ahead)
+        assert (
+            0 <= sequence.computed <= sequence.scheduled <= known + len(sequence.draft_tokens) + sequence.is_ahead
+        )
+        assert not (sequence.draft_tokens and sequence.is_ahead)
         assert sequence.computed <= known
         if not sequence.is_live:
             continue
         position = sequence.computed
         for step_id, piece in pieces:
-            if sequence.id in lanes._void.get(step_id, ()):
+            if sequence.id in slots._void.get(step_id, ()):
                 continue
             assert piece.start == position, "slices in flight must follow one another"
             if position < known:
-                assert piece.token_ids[0] in (sequence.token_ids[position], DRAWN), "a wrong guess is computed"
+                assert piece.token_ids[0] in (sequence.token_ids[position], DRAWN), (
+                    "a wrong draft token is computed"
+                )
             position = piece.end
         assert position == sequence.scheduled
         assert (position > known) >= sequence.is_ahead, "ahead of nothing"

@@ -9,14 +9,14 @@ from dataclasses import dataclass, field, replace
 from ppserve.core.ledger.steps import Steps
 from ppserve.core.plan import Drawn, StepPlan
 from ppserve.core.request import FinishReason, Request, StopConditions
+from ppserve.core.sampling_state import SamplingEncoder
 from ppserve.core.scheduling.block_manager import BlockManager
 from ppserve.core.scheduling.composer import CostModel
 from ppserve.core.scheduling.config import SchedulerConfig
 from ppserve.core.scheduling.drafter import NewDrafter, look_up_prompts
-from ppserve.core.scheduling.intake import Intake
+from ppserve.core.scheduling.request_queue import RequestQueue
 from ppserve.core.scheduling.scheduler import Scheduler
 from ppserve.core.scheduling.sequence import SequenceEvent
-from ppserve.core.telling import DrawTeller
 from ppserve.errors import Overloaded
 from tests.core.scheduling.invariants import check_scheduler
 from tests.core.toy_pipeline import EOS_ID, VOCAB_SIZE, ToyPipeline, expected_answer, mix
@@ -27,35 +27,35 @@ CUT_SHORT = (FinishReason.CANCELLED, FinishReason.DEADLINE, FinishReason.STOP_ST
 @dataclass
 class SchedulerRig:
     """See the module. ended_by_engine: sequences ended with `finish`, which has no event. skips: whether the
-    pipeline hears in time that a step need not be computed. num_guesses: that were sent. num_ahead: steps sent
-    ahead."""
+    pipeline hears in time that a step need not be computed. num_draft_tokens: that were sent. num_ahead: steps
+    sent ahead."""
 
     config: SchedulerConfig
     num_blocks: int = 48
     costs: CostModel | None = None
     new_drafter: NewDrafter = look_up_prompts
     skips: Callable[[], bool] = lambda: True
-    intake: Intake | None = None
+    request_queue: RequestQueue | None = None
     now: float = 0.0
     requests: dict[str, Request] = field(default_factory=dict)
     events: dict[tuple[str, int], list[SequenceEvent]] = field(default_factory=lambda: defaultdict(list))
     ended_by_engine: set[tuple[str, int]] = field(default_factory=set)
-    num_guesses: int = 0
+    num_draft_tokens: int = 0
     num_ahead: int = 0
 
     def __post_init__(self) -> None:
         self.blocks = BlockManager(self.num_blocks, self.config.block_size)
         self.steps = Steps(self.config.num_stages)
         self.scheduler = Scheduler(
-            self.config, self.blocks, self.steps, self.costs, self.intake, new_drafter=self.new_drafter
+            self.config, self.blocks, self.steps, self.costs, self.request_queue, new_drafter=self.new_drafter
         )
         self.pipeline = ToyPipeline(self.config.block_size)
-        self.teller = DrawTeller()
+        self.teller = SamplingEncoder()
         self._sent: dict[int, StepPlan] = {}
 
     @property
     def has_work(self) -> bool:
-        return bool(self.scheduler.intake.groups) or self.scheduler.is_busy
+        return bool(self.scheduler.request_queue.groups) or self.scheduler.is_busy
 
     def tell(self, events: list[SequenceEvent]) -> list[SequenceEvent]:
         for event in events:
@@ -64,18 +64,18 @@ class SchedulerRig:
 
     def submit(self, request: Request) -> bool:
         try:
-            self.scheduler.intake.submit(request, self.now)
+            self.scheduler.request_queue.submit(request, self.now)
         except Overloaded:
             return False
         self.requests[request.id] = request
         return True
 
     def schedule_one(self) -> StepPlan | None:
-        self.tell(self.scheduler.intake.expire(self.now))
+        self.tell(self.scheduler.request_queue.expire(self.now))
         plan = self.scheduler.schedule(self.now)
         if plan is not None:
             assert plan.slices, "a step is never empty"
-            self.num_guesses += sum(piece.num_guesses for piece in plan.slices)
+            self.num_draft_tokens += sum(piece.num_draft_tokens for piece in plan.slices)
             self.steps.sent(plan, 0, 0, self.scheduler.microbatches)
             self._send(plan)
         return plan
@@ -89,7 +89,7 @@ class SchedulerRig:
         self._sent[plan.step_id] = plan
 
     def commit_one(self) -> list[SequenceEvent]:
-        for step in self.scheduler.lanes.take_doomed():
+        for step in self.scheduler.slots.take_cancelled():
             self.steps.doom(step)
             self.pipeline.skipped |= {step} if self.skips() else set()
         drawn_before = self.pipeline.drawn
@@ -109,7 +109,7 @@ class SchedulerRig:
     def lose_stage(self) -> None:
         self.pipeline.lose()
         self._sent.clear()
-        self.teller = DrawTeller()
+        self.teller = SamplingEncoder()
         self.steps.lost()
         self.tell(self.scheduler.lose_stage(self.scheduler.epoch + 1, {0}))
 

@@ -10,7 +10,7 @@ import pytest
 
 from ppserve.core.plan import DRAWN, StepPlan
 from ppserve.core.request import FinishReason, SamplingParams, StopConditions
-from ppserve.core.scheduling.guess_trial import Way
+from ppserve.core.scheduling.speculation_trial import Way
 from tests.core.scheduling.invariants import check_scheduler
 from tests.core.scheduling.rig import SchedulerRig, a_request, a_rig, fill
 from tests.core.scheduling.test_scheduler_walk import Oracle
@@ -41,7 +41,7 @@ def test_the_next_step_is_sent_before_its_token_is_drawn() -> None:
     rig.drain()
     rig.check_answers()
     assert [len(plan.slices) for plan in rig.pipeline.plans] == [1] * 4
-    assert all(count == 0 for count in rig.scheduler.lanes.guesses.values()), "it is no guess"
+    assert all(count == 0 for count in rig.scheduler.slots.draft_tokens.values()), "it is no draft token"
 
 
 def test_what_draws_from_the_history_has_the_token_in_it() -> None:
@@ -71,14 +71,14 @@ def test_a_step_that_an_end_makes_useless_is_skipped_and_takes_no_lane() -> None
         fill(rig)
         events = rig.commit_one()
     assert events[-1].finish is FinishReason.EOS
-    doomed = rig.scheduler.lanes.take_doomed()
-    assert len(doomed) == 1
-    rig.steps.doom(doomed[0])
+    cancelled_steps = rig.scheduler.slots.take_cancelled()
+    assert len(cancelled_steps) == 1
+    rig.steps.doom(cancelled_steps[0])
     assert (rig.steps.num_in_flight, rig.steps.num_known) == (1, 0)
     rig.submit(a_request("next", max_tokens=3))
     (prompt,) = fill(rig)
     assert prompt.phase == "prefill", "it need not wait for the step that nobody needs"
-    rig.pipeline.skipped |= set(doomed)
+    rig.pipeline.skipped |= set(cancelled_steps)
     assert rig.commit_one() == []
     rig.drain()
     rig.check_answers()
@@ -92,7 +92,7 @@ def test_others_go_on_in_a_step_in_which_one_has_ended() -> None:
     for _ in range(num_tokens):
         fill(rig)
         rig.commit_one()
-    assert rig.scheduler.lanes.take_doomed() == ()
+    assert rig.scheduler.slots.take_cancelled() == ()
     rig.drain()
     rig.check_answers()
     assert rig.scheduler.kv_usage == 0
@@ -106,9 +106,9 @@ def test_a_request_that_arrives_does_not_wait_for_a_step_that_was_sent_ahead(hea
     fill(rig)
     rig.commit_one()
     (ahead,) = fill(rig)
-    rig.submit(a_request("newcomer", max_tokens=2))
+    rig.submit(a_request("new_client", max_tokens=2))
     assert fill(rig) == [], "the step in flight is computed"
-    assert rig.scheduler.lanes._doomed == [ahead.step_id]
+    assert rig.scheduler.slots._doomed == [ahead.step_id]
     rig.commit_one()
     (both,) = fill(rig)
     assert both.phase == "mixed"
@@ -121,7 +121,7 @@ def test_nothing_is_sent_ahead_where_something_else_should_come_first() -> None:
     rig = a_rig_ahead(max_num_seqs=2)
     rig.submit(a_request("a", max_tokens=30))
     rig.scheduler.set_microbatches(2)
-    assert len(fill(rig)) == 1, "two lanes"
+    assert len(fill(rig)) == 1, "two slots"
     rig.scheduler.set_microbatches(1)
     assert [plan.slices[0].is_ahead for plan in fill(rig)] == [True]
     rig.drain()
@@ -137,7 +137,7 @@ def test_nothing_is_sent_ahead_where_something_else_should_come_first() -> None:
     rig.commit_one()
     rig.commit_one()
     assert fill(rig)
-    assert not rig.scheduler.intake.num_waiting
+    assert not rig.scheduler.request_queue.num_waiting
     rig.drain()
 
     rig.submit(a_request("e", max_tokens=30, caller="b"))
@@ -145,7 +145,7 @@ def test_nothing_is_sent_ahead_where_something_else_should_come_first() -> None:
     fill(rig)
     rig.submit(a_request("waits with nothing", max_tokens=2, caller="d"))
     rig.commit_one()
-    assert fill(rig) == [], "who is in a step cannot be displaced"
+    assert fill(rig) == [], "who is in a step cannot be preempted"
     rig.drain()
     rig.check_answers()
 
@@ -184,7 +184,7 @@ def test_blocks_that_others_share_are_written_though_the_answer_has_ended() -> N
     sequence = rig.scheduler.running(events[-1].sequence_id)
     assert sequence is not None
     assert sequence.num_published == len(sequence.token_ids)
-    rig.scheduler.intake.finish(sequence.id, FinishReason.STOP_STRING)
+    rig.scheduler.request_queue.finish(sequence.id, FinishReason.STOP_STRING)
     rig.ended_by_engine.add(("a", 0))
     follows = tuple(sequence.token_ids)
     rig.submit(replace(a_request("b", max_tokens=5), prompt_ids=(*follows, 3)))
@@ -226,7 +226,7 @@ def test_who_waits_is_admitted_while_steps_are_sent_ahead() -> None:
 def test_a_step_that_nobody_needed_does_not_count_as_work() -> None:
     rig = a_rig_ahead()
     counts: list[int] = []
-    rig.scheduler.intake.step_committed = lambda num_tokens, now: counts.append(num_tokens)  # type: ignore[method-assign]
+    rig.scheduler.request_queue.step_committed = lambda num_tokens, now: counts.append(num_tokens)  # type: ignore[method-assign]
     request, num_tokens = ends_early()
     rig.submit(request)
     rig.drain()
@@ -235,7 +235,7 @@ def test_a_step_that_nobody_needed_does_not_count_as_work() -> None:
 
 
 def test_a_sequence_with_guesses_in_flight_is_not_sent_ahead() -> None:
-    """Guesses were made, then a request came and went at once: nothing may be guessed for a while."""
+    """Draft tokens were made, then a request came and went at once: nothing may be drafted for a while."""
     rig = a_rig_ahead(speculate=None)
     rig.new_drafter = partial(Oracle, rate=1.0)
     rig.__post_init__()
@@ -245,9 +245,9 @@ def test_a_sequence_with_guesses_in_flight_is_not_sent_ahead() -> None:
         rig.commit_one()
         rig.scheduler._speculation._trial.way = Way.WIDE
     (wide,) = fill(rig)
-    assert wide.slices[0].num_guesses
+    assert wide.slices[0].num_draft_tokens
     rig.submit(a_request("goes", max_tokens=2))
-    rig.tell(rig.scheduler.intake.abort("goes", FinishReason.CANCELLED))
+    rig.tell(rig.scheduler.request_queue.abort("goes", FinishReason.CANCELLED))
     fill(rig)
     check_scheduler(rig.scheduler)
     rig.drain()
@@ -262,9 +262,9 @@ def test_nothing_is_sent_ahead_while_a_suspect_is_computed_alone() -> None:
     for _ in range(2):
         fill(rig)
         rig.lose_stage()
-    assert rig.scheduler.intake.quarantine.lone is not None
+    assert rig.scheduler.request_queue.poison_isolation.lone is not None
     num_ahead = rig.num_ahead
-    while rig.scheduler.intake.quarantine.lone is not None:
+    while rig.scheduler.request_queue.poison_isolation.lone is not None:
         fill(rig)
         assert rig.num_ahead == num_ahead
         rig.commit_one()

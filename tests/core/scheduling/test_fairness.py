@@ -135,13 +135,13 @@ def test_the_control_without_ageing_starves() -> None:
 
 def test_a_caller_has_nothing_before_its_first_request_and_after_its_last() -> None:
     queue: FairQueue = FairQueue()
-    assert queue.has_nothing("a")
+    assert queue.is_idle("a")
     queue.push(Entry("r", "a"))
-    assert not queue.has_nothing("a")
+    assert not queue.is_idle("a")
     served_order(queue, 1)
-    assert not queue.has_nothing("a"), "it runs"
+    assert not queue.is_idle("a"), "it runs"
     queue.leave("a")
-    assert queue.has_nothing("a")
+    assert queue.is_idle("a")
 
 
 def test_who_takes_turns_has_the_first_of_each_caller_before_it() -> None:

@@ -72,7 +72,7 @@ def test_worst_case_blocks_are_reserved_so_nobody_is_ever_preempted() -> None:
     for i in range(4):
         rig.submit(a_request(f"r{i}", num_prompt=5, max_tokens=12))
     assert rig.scheduler.num_running == 2
-    assert rig.scheduler.intake.num_waiting == 2
+    assert rig.scheduler.request_queue.num_waiting == 2
     rig.drain()
     rig.check_answers()
     steps_of: dict[int, list[int]] = {}
@@ -94,24 +94,24 @@ def test_no_more_sequences_than_allowed() -> None:
 def test_the_queue_is_bounded_by_requests_that_really_wait() -> None:
     rig = a_rig(max_num_seqs=2, max_queue=3)
     for i in range(5):
-        rig.scheduler.intake.submit(a_request(f"r{i}"), 0.0)
+        rig.scheduler.request_queue.submit(a_request(f"r{i}"), 0.0)
     with pytest.raises(Overloaded) as refusal:
-        rig.scheduler.intake.submit(a_request("r5"), 0.0)
+        rig.scheduler.request_queue.submit(a_request("r5"), 0.0)
     assert refusal.value.retry_after_s > 0
-    assert (rig.scheduler.num_running, rig.scheduler.intake.num_waiting) == (2, 3)
+    assert (rig.scheduler.num_running, rig.scheduler.request_queue.num_waiting) == (2, 3)
     check_scheduler(rig.scheduler)
 
 
 @pytest.mark.parametrize("max_queue", [0, 2])
 def test_who_is_refused_without_looking_would_be_refused_in_any_case(max_queue: int) -> None:
-    """And whoever would be refused is refused without looking, unless somebody was displaced: he takes the next
+    """And whoever would be refused is refused without looking, unless somebody was preempted: he takes the next
     free place. (All requests are equally long here: none fits because it is short.)"""
     rig, dice, num_refused = a_rig(max_num_seqs=2, max_queue=max_queue, num_blocks=60), random.Random(0), 0
     for i in range(200):
         asked = a_request(f"r{i}", priority=dice.randrange(3), caller=dice.choice("ab"))
-        newcomer = rig.scheduler.intake.queue.has_nothing(asked.caller)
-        refusal = rig.scheduler.intake.refusals(rig.now).of(6, asked.priority, None, rig.now, newcomer)
-        nobody_displaced = rig.scheduler.intake.num_waiting == len(rig.scheduler.intake.queue)
+        new_client = rig.scheduler.request_queue.queue.is_idle(asked.caller)
+        refusal = rig.scheduler.request_queue.refusals(rig.now).of(6, asked.priority, None, rig.now, new_client)
+        nobody_displaced = rig.scheduler.request_queue.num_waiting == len(rig.scheduler.request_queue.queue)
         is_in = rig.submit(asked)
         assert not (is_in and refusal)
         assert is_in or refusal or not nobody_displaced
@@ -122,7 +122,7 @@ def test_who_is_refused_without_looking_would_be_refused_in_any_case(max_queue: 
                 rig.commit_one()
     assert num_refused > 20
     rig.drain()
-    assert rig.scheduler.intake.refusals(rig.now).full is None
+    assert rig.scheduler.request_queue.refusals(rig.now).full is None
 
 
 def test_who_fills_the_queue_keeps_out_nobody_else() -> None:
@@ -130,8 +130,8 @@ def test_who_fills_the_queue_keeps_out_nobody_else() -> None:
     rig = a_rig(max_num_seqs=1, max_queue=4, max_queue_tokens=100)
     while rig.submit(a_request(f"flood{len(rig.requests)}", caller="flood")):
         pass
-    assert rig.scheduler.intake.num_waiting == 4
-    told = rig.scheduler.intake.refusals(rig.now)
+    assert rig.scheduler.request_queue.num_waiting == 4
+    told = rig.scheduler.request_queue.refusals(rig.now)
     assert told.full is not None
     assert told.full_for_all is None
     for i in range(3):
@@ -139,7 +139,7 @@ def test_who_fills_the_queue_keeps_out_nobody_else() -> None:
         assert not rig.submit(a_request(f"second{i}", caller=f"light{i}")), "it is not light any more"
     assert not rig.submit(a_request("too long", num_prompt=150, caller="new"))
     assert rig.submit(a_request("light3", caller="light3"))
-    assert rig.scheduler.intake.refusals(rig.now).full_for_all is not None
+    assert rig.scheduler.request_queue.refusals(rig.now).full_for_all is not None
     assert not rig.submit(a_request("light4", caller="light4"))
     check_scheduler(rig.scheduler)
     rig.drain()
@@ -183,10 +183,10 @@ def test_no_queue_at_all_still_serves_what_fits() -> None:
 def test_the_queue_is_bounded_by_tokens() -> None:
     rig = a_rig(max_num_seqs=1, max_queue_tokens=40)
     for i in range(3):
-        rig.scheduler.intake.submit(a_request(f"r{i}", num_prompt=10, max_tokens=10), 0.0)
+        rig.scheduler.request_queue.submit(a_request(f"r{i}", num_prompt=10, max_tokens=10), 0.0)
     with pytest.raises(Overloaded):
-        rig.scheduler.intake.submit(a_request("r3", num_prompt=10, max_tokens=10), 0.0)
-    assert rig.scheduler.intake.num_waiting == 2
+        rig.scheduler.request_queue.submit(a_request("r3", num_prompt=10, max_tokens=10), 0.0)
+    assert rig.scheduler.request_queue.num_waiting == 2
 
 
 def test_a_refused_request_leaves_nothing_behind() -> None:
@@ -195,7 +195,7 @@ def test_a_refused_request_leaves_nothing_behind() -> None:
     for i in range(50):
         assert not rig.submit(a_request(f"refused{i}", deadline_s=1e9, caller=f"c{i}"))
     check_scheduler(rig.scheduler)
-    assert rig.scheduler.intake.expire(2e9) == []
+    assert rig.scheduler.request_queue.expire(2e9) == []
     rig.drain()
     rig.check_answers()
 
@@ -249,9 +249,9 @@ def test_cancelling_while_waiting() -> None:
     rig = a_rig(max_num_seqs=1)
     rig.submit(a_request("running"))
     rig.submit(a_request("waiting"))
-    (event,) = rig.tell(rig.scheduler.intake.abort("waiting", FinishReason.CANCELLED))
+    (event,) = rig.tell(rig.scheduler.request_queue.abort("waiting", FinishReason.CANCELLED))
     assert event.finish is FinishReason.CANCELLED
-    assert rig.scheduler.intake.num_waiting == 0
+    assert rig.scheduler.request_queue.num_waiting == 0
     rig.drain()
     rig.check_answers()
 
@@ -261,7 +261,7 @@ def test_cancelling_between_steps_frees_the_blocks_at_once() -> None:
     rig.submit(a_request("r", max_tokens=50))
     fill(rig)
     rig.commit_one()
-    rig.tell(rig.scheduler.intake.abort("r", FinishReason.CANCELLED))
+    rig.tell(rig.scheduler.request_queue.abort("r", FinishReason.CANCELLED))
     assert rig.scheduler.kv_usage == 0
     assert not rig.has_work
 
@@ -270,7 +270,7 @@ def test_cancelling_in_flight_frees_the_blocks_at_the_commit() -> None:
     rig = a_rig(num_stages=2, prefill_chunk=4)
     rig.submit(a_request("r", num_prompt=8, max_tokens=50))
     assert len(fill(rig)) == 2
-    assert len(rig.tell(rig.scheduler.intake.abort("r", FinishReason.CANCELLED))) == 1
+    assert len(rig.tell(rig.scheduler.request_queue.abort("r", FinishReason.CANCELLED))) == 1
     assert rig.scheduler.num_running == 0
     rig.commit_one()
     assert rig.scheduler.kv_usage > 0, "the second chunk is still being written"
@@ -283,9 +283,9 @@ def test_cancelling_twice_or_for_nobody_is_nothing() -> None:
     rig = a_rig()
     rig.submit(a_request("r"))
     fill(rig)
-    assert len(rig.scheduler.intake.abort("r", FinishReason.CANCELLED)) == 1
-    assert rig.scheduler.intake.abort("r", FinishReason.CANCELLED) == []
-    assert rig.scheduler.intake.abort("nobody", FinishReason.CANCELLED) == []
+    assert len(rig.scheduler.request_queue.abort("r", FinishReason.CANCELLED)) == 1
+    assert rig.scheduler.request_queue.abort("r", FinishReason.CANCELLED) == []
+    assert rig.scheduler.request_queue.abort("nobody", FinishReason.CANCELLED) == []
 
 
 def test_room_that_an_end_makes_is_used_in_the_next_step() -> None:
@@ -294,7 +294,7 @@ def test_room_that_an_end_makes_is_used_in_the_next_step() -> None:
     rig.submit(a_request("second"))
     fill(rig)
     rig.commit_one()
-    rig.tell(rig.scheduler.intake.abort("first", FinishReason.CANCELLED))
+    rig.tell(rig.scheduler.request_queue.abort("first", FinishReason.CANCELLED))
     (plan,) = fill(rig)
     assert [s.sequence_id for s in plan.slices] == [1]
 
@@ -304,7 +304,7 @@ def test_half_scored_prompts_are_not_delivered() -> None:
     rig.submit(a_request("r", num_prompt=12, output=OutputOptions(prompt_logprobs=0)))
     fill(rig)
     rig.commit_one()
-    (event,) = rig.tell(rig.scheduler.intake.abort("r", FinishReason.CANCELLED))
+    (event,) = rig.tell(rig.scheduler.request_queue.abort("r", FinishReason.CANCELLED))
     assert event.prompt_logprobs == ()
 
 

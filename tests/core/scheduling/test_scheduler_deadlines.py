@@ -29,7 +29,7 @@ def test_a_wait_longer_than_the_deadline_is_refused_at_once() -> None:
     rig.submit(a_request("running", max_tokens=200))
     rig.submit(a_request("waiting", num_prompt=100, max_tokens=200))
     with pytest.raises(Overloaded, match="longer than the deadline"):
-        rig.scheduler.intake.submit(a_request("hurried", deadline_s=rig.now + 1.0), rig.now)
+        rig.scheduler.request_queue.submit(a_request("hurried", deadline_s=rig.now + 1.0), rig.now)
     assert rig.submit(a_request("patient", deadline_s=rig.now + 10.0))
     assert rig.submit(a_request("important", priority=1, deadline_s=rig.now + 1.0)), "nothing is ahead of it"
 
@@ -41,7 +41,7 @@ def test_the_prediction_learns_that_requests_end_before_their_limit() -> None:
         fill(rig)
         rig.now += 0.1
         (event,) = rig.commit_one()
-        rig.scheduler.intake.finish(event.sequence_id, FinishReason.STOP_STRING)
+        rig.scheduler.request_queue.finish(event.sequence_id, FinishReason.STOP_STRING)
     rig.submit(a_request("running", num_prompt=10, max_tokens=500))
     rig.submit(a_request("waiting", num_prompt=10, max_tokens=500))
     # By max_tokens the request before it would take about 5 s; as measured, it takes a fraction of a second.
@@ -65,8 +65,8 @@ def test_an_answer_that_would_be_late_is_refused_although_it_could_begin_at_once
         assert rig.submit(hurried)
     else:
         with pytest.raises(Overloaded, match="longer than its deadline"):
-            rig.scheduler.intake.submit(hurried, rig.now)
-        told = rig.scheduler.intake.refusals(rig.now)
+            rig.scheduler.request_queue.submit(hurried, rig.now)
+        told = rig.scheduler.request_queue.refusals(rig.now)
         late, in_s = told.late, rig.now + 3.0
         assert late is not None
         assert told.of(20, 0, in_s, rig.now, False) is told.of(30, -1, in_s - 1.0, rig.now, False) is late
@@ -82,18 +82,21 @@ def test_an_answer_that_would_be_late_is_refused_although_it_could_begin_at_once
 
 def overloaded(rig: SchedulerRig, times: float, limit_s: float, seconds: float, early: bool) -> tuple[int, ...]:
     """So many times the requests that can be served, each with a time limit: (answers, admitted but late, those
-    of which the intake was asked). A step takes 4 ms, and 0.4 ms a row. early: refused unasked where possible."""
+    of which the request queue was asked). A step takes 4 ms, and 0.4 ms a row. early: refused unasked where
+    possible."""
     dice, sent, asked, good, late, due_s = random.Random(0), 0, 0, 0, 0, 0.0
     rows: deque[int] = deque()
     while rig.now < seconds:
         while due_s < rig.now:
             due_s += dice.expovariate(50.0 * times)
             sent += 1
-            if early and rig.scheduler.intake.refusals(rig.now).of(24, 0, rig.now + limit_s, rig.now, False):
+            if early and rig.scheduler.request_queue.refusals(rig.now).of(
+                24, 0, rig.now + limit_s, rig.now, False
+            ):
                 continue
             asked += 1
             rig.submit(a_request(f"r{sent}", num_prompt=8, max_tokens=24, deadline_s=rig.now + limit_s))
-        late += len(rig.scheduler.intake.expire(rig.now))
+        late += len(rig.scheduler.request_queue.expire(rig.now))
         while (plan := rig.schedule_one()) is not None:
             rows.append(plan.num_tokens)
         if rows:
@@ -108,8 +111,8 @@ def overloaded(rig: SchedulerRig, times: float, limit_s: float, seconds: float, 
 @pytest.mark.parametrize("limit_s", [1.0, 3.0])
 def test_under_overload_those_who_are_admitted_end_in_time(limit_s: float) -> None:
     """Answers cut off by their deadline taught that answers are short, and ever more were admitted. Nearly all who
-    are refused are so before the intake is asked, for the reason that it told one before. It refuses one itself
-    for each that it admits."""
+    are refused are so before the request queue is asked, for the reason that it told one before. It refuses one
+    itself for each that it admits."""
     usual, _, _ = overloaded(a_rig(num_blocks=9000, max_num_seqs=256), 0.8, 100.0, 6.0, early=False)
     good, late, asked = overloaded(a_rig(num_blocks=9000, max_num_seqs=256), 10.0, limit_s, 6.0, early=True)
     assert good >= 0.9 * usual
@@ -133,7 +136,7 @@ def test_a_deadline_is_told_by_the_turn_that_a_caller_who_has_nothing_gets(num_g
         assert not rig.submit(light)
         return
     assert rig.submit(light)
-    while "light" in rig.scheduler.intake.groups:
+    while "light" in rig.scheduler.request_queue.groups:
         while (plan := rig.schedule_one()) is not None:
             rig.now += plan.num_tokens / 1000.0
         rig.commit_one()
@@ -144,7 +147,7 @@ def test_overdue_requests_end_before_they_cost_a_step() -> None:
     rig = a_rig(max_num_seqs=1)
     rig.submit(a_request("running", max_tokens=20))
     rig.submit(a_request("late", deadline_s=5.0))
-    assert rig.scheduler.intake.expire(4.9) == []
+    assert rig.scheduler.request_queue.expire(4.9) == []
     fill(rig)
     rig.now = 5.0
     rig.drain()
@@ -182,7 +185,7 @@ def test_each_deadline_is_kept_whatever_ended_before() -> None:
     rig = a_rig(max_num_seqs=1)
     for name, deadline_s in (("runs", None), ("late", 9.0), ("early", 3.0), ("gone", 2.0), ("later", 9.5)):
         rig.submit(a_request(name, max_tokens=30, deadline_s=deadline_s))
-    rig.tell(rig.scheduler.intake.abort("gone", FinishReason.CANCELLED))
-    expire = rig.scheduler.intake.expire
+    rig.tell(rig.scheduler.request_queue.abort("gone", FinishReason.CANCELLED))
+    expire = rig.scheduler.request_queue.expire
     overdue = {now: [event.request_id for event in expire(now)] for now in (2.5, 3.5, 4.0, 10.0)}
     assert overdue == {2.5: [], 3.5: ["early"], 4.0: [], 10.0: ["late", "later"]}

@@ -6,7 +6,7 @@ import pytest
 
 from ppserve.core.plan import Drawn, StepResult
 from ppserve.core.request import FinishReason, OutputOptions
-from ppserve.core.scheduling.quarantine import PROBE
+from ppserve.core.scheduling.poison_isolation import PROBE
 from ppserve.errors import RequestFailed
 from tests.core.scheduling.invariants import check_scheduler
 from tests.core.scheduling.rig import SchedulerRig, a_request, a_rig, fill
@@ -73,7 +73,7 @@ def test_ended_sequences_are_released_at_a_loss() -> None:
     rig = a_rig(num_stages=2)
     rig.submit(a_request("r"))
     fill(rig)
-    rig.tell(rig.scheduler.intake.abort("r", FinishReason.CANCELLED))
+    rig.tell(rig.scheduler.request_queue.abort("r", FinishReason.CANCELLED))
     assert rig.scheduler.kv_usage > 0
     rig.lose_stage()
     assert rig.scheduler.kv_usage == 0
@@ -115,7 +115,7 @@ def test_siblings_that_have_not_begun_survive_the_loss_of_their_source() -> None
 def run_with_poison(rig: SchedulerRig, poison: str, at_token: int) -> int:
     """Loses a stage whenever a step would compute token number `at_token` of `poison`; counts losses."""
     losses = 0
-    ids = {s.id for s in rig.scheduler.intake.groups[poison].sequences}
+    ids = {s.id for s in rig.scheduler.request_queue.groups[poison].sequences}
     deadly = len(rig.requests[poison].prompt_ids) + at_token
     while rig.has_work:
         fill(rig)
@@ -166,7 +166,7 @@ def test_an_outage_before_a_probe_is_no_time_of_computing() -> None:
         fill(rig)
         rig.now += 0.1
         rig.commit_one()
-    throughput = rig.scheduler.intake._throughput
+    throughput = rig.scheduler.request_queue._throughput
     before_s = throughput.seconds_for(100)
     assert before_s is not None
     rig.submit(a_request("r"))
@@ -203,8 +203,8 @@ def test_suspects_run_alone_and_everybody_else_waits() -> None:
     for _ in range(2):
         fill(rig)
         rig.lose_stage()
-    rig.submit(a_request("newcomer"))
-    assert rig.scheduler.intake.num_waiting == 1, "nobody is admitted meanwhile"
+    rig.submit(a_request("new_client"))
+    assert rig.scheduler.request_queue.num_waiting == 1, "nobody is admitted meanwhile"
     prove(rig)
     alone = fill(rig)
     assert {s.sequence_id for plan in alone for s in plan.slices} == {0}
@@ -224,12 +224,12 @@ def test_the_next_suspect_waits_until_the_last_step_of_the_one_before_is_back() 
     for _ in range(2):
         fill(rig)
         rig.lose_stage()
-    assert rig.scheduler.intake.quarantine.lone == "first"
+    assert rig.scheduler.request_queue.poison_isolation.lone == "first"
     prove(rig)
     while rig.has_work:
         fill(rig)
         in_flight = {s.sequence_id for plan in rig.pipeline._queue for s in plan.slices}
-        if rig.scheduler.intake.quarantine.lone is not None:
+        if rig.scheduler.request_queue.poison_isolation.lone is not None:
             assert in_flight <= {0, 1} or in_flight == {2}, "two requests at once"
         rig.commit_one()
     rig.check_answers()
@@ -258,7 +258,7 @@ def test_a_suspect_that_is_cancelled_lets_the_others_go_on() -> None:
     for _ in range(2):
         fill(rig)
         rig.lose_stage()
-    rig.tell(rig.scheduler.intake.abort("r0", FinishReason.CANCELLED))
+    rig.tell(rig.scheduler.request_queue.abort("r0", FinishReason.CANCELLED))
     rig.drain()
     rig.check_answers()
 

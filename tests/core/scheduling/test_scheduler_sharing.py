@@ -49,7 +49,7 @@ def test_a_partly_filled_block_is_copied_for_each_sibling() -> None:
     leader = 0
     assert sources <= set(rig.blocks.table(leader))
     held = rig.blocks.num_held
-    rig.scheduler.intake.finish(leader, FinishReason.STOP_STRING)
+    rig.scheduler.request_queue.finish(leader, FinishReason.STOP_STRING)
     rig.ended_by_engine.add(("r", 0))
     rig.commit_one()
     assert rig.blocks.num_held < held - 1, "once copied, the source is no longer kept"
@@ -82,7 +82,7 @@ def test_all_siblings_end_with_their_request() -> None:
     rig = a_rig(num_stages=2, prefill_chunk=2)
     rig.submit(a_request("r", num_prompt=9, num_sequences=5))
     fill(rig)
-    events = rig.tell(rig.scheduler.intake.abort("r", FinishReason.CANCELLED))
+    events = rig.tell(rig.scheduler.request_queue.abort("r", FinishReason.CANCELLED))
     assert [e.index for e in events] == [0, 1, 2, 3, 4]
     rig.drain()
     assert rig.scheduler.kv_usage == 0
@@ -104,7 +104,7 @@ def test_resumed_tokens_are_charged_as_a_prompt_is() -> None:
     rig = a_rig(max_num_seqs=1)
     rig.submit(a_request("r", num_prompt=6, max_tokens=60, resume_index=0, resume_ids=answer[:50], caller="a"))
     rig.drain()
-    assert rig.scheduler.intake.queue._accounts["a"].served == 6 + 60
+    assert rig.scheduler.request_queue.queue._accounts["a"].served == 6 + 60
 
 
 def test_a_complete_answer_can_be_resumed() -> None:

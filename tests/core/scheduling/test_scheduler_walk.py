@@ -13,7 +13,7 @@ import pytest
 from ppserve.core.cost_model import StepSize
 from ppserve.core.request import FinishReason, OutputOptions, Request, SamplingParams, StopConditions
 from ppserve.core.scheduling.config import SchedulerConfig
-from ppserve.core.scheduling.drafter import Drafter, Guess, Interrupted, look_up_prompts
+from ppserve.core.scheduling.drafter import Drafter, DraftToken, Interrupted, look_up_prompts
 from tests.core.scheduling.invariants import check_scheduler
 from tests.core.scheduling.rig import SchedulerRig, a_request, fill
 from tests.core.toy_pipeline import EOS_ID, VOCAB_SIZE, expected_answer
@@ -77,8 +77,8 @@ class RandomCosts:
 
 
 class Oracle:
-    """Guesses from the undisturbed run: each is right as often as `rate` says. None of them may change a token.
-    is_interrupted: whether a request arrives while it thinks."""
+    """Draft tokens from the undisturbed run: each is right as often as `rate` says. None of them may change a
+    token. is_interrupted: whether a request arrives while it thinks."""
 
     def __init__(
         self, request: Request, index: int, rate: float, is_interrupted: Callable[[], bool] = lambda: False
@@ -89,12 +89,12 @@ class Oracle:
         self._rate = rate
         self._is_interrupted = is_interrupted
 
-    def guess(self, token_ids: Seq[int], guesses: Seq[int]) -> Guess | None:
+    def draft_token(self, token_ids: Seq[int], draft_tokens: Seq[int]) -> DraftToken | None:
         if self._is_interrupted():
             raise Interrupted
-        place = len(token_ids) + len(guesses) - self._first
+        place = len(token_ids) + len(draft_tokens) - self._first
         right = self._answer[place] if place < len(self._answer) else EOS_ID
-        return Guess(right if self._rng.random() < self._rate else (right + 1) % VOCAB_SIZE, self._rate)
+        return DraftToken(right if self._rng.random() < self._rate else (right + 1) % VOCAB_SIZE, self._rate)
 
 
 def walk(
@@ -141,7 +141,7 @@ def walk(
         if action < 0.16:
             rig.submit(random_request(rng, f"r{i}", rig.now, shared_prompt))
         elif action < 0.20 and rig.requests:
-            rig.tell(rig.scheduler.intake.abort(rng.choice(list(rig.requests)), FinishReason.CANCELLED))
+            rig.tell(rig.scheduler.request_queue.abort(rng.choice(list(rig.requests)), FinishReason.CANCELLED))
         elif action < 0.21 and losses < 2:  # a third in a row would fail the request in flight, rightly
             rig.lose_stage()
             losses += 1
@@ -153,7 +153,7 @@ def walk(
             last = {(event.request_id, event.index): event for event in rig.commit_one()}
             for event in last.values():
                 if not event.is_terminal and rng.random() < 0.01:
-                    rig.scheduler.intake.finish(event.sequence_id, FinishReason.STOP_STRING)
+                    rig.scheduler.request_queue.finish(event.sequence_id, FinishReason.STOP_STRING)
                     rig.ended_by_engine.add((event.request_id, event.index))
         check_scheduler(rig.scheduler)
     share_interrupted = 0.0
@@ -184,15 +184,17 @@ def test_any_walk_gives_everybody_the_tokens_of_an_undisturbed_run(
 @pytest.mark.parametrize("speculate", quick_first([5, 1]))
 @pytest.mark.parametrize("rate", [0.0, 0.3, 0.8, 1.0, None])
 def test_no_guess_changes_a_token(num_stages: int, speculate: int, rate: float | None) -> None:
-    """Guesses forced into every step that decodes, and into every gap: always wrong, sometimes right, always
+    """Draft tokens forced into every step that decodes, and into every gap: always wrong, sometimes right, always
     right, and the product's own."""
     outcomes: Counter[str] = Counter()
     for seed in seeds_of(num_stages, speculate, rate):
         rig = walk(seed, num_stages, None if seed % 2 else 5, bool(seed % 3), speculate, rate)
         rig.check_answers()
         assert rig.scheduler.kv_usage == 0
-        outcomes.update(rig.scheduler.lanes.guesses)
-        assert sum(rig.scheduler.lanes.guesses.values()) == rig.num_guesses, "every guess has one outcome"
+        outcomes.update(rig.scheduler.slots.draft_tokens)
+        assert sum(rig.scheduler.slots.draft_tokens.values()) == rig.num_draft_tokens, (
+            "every draft token has one outcome"
+        )
     if rate is not None:  # the product's own drafter is right by chance only, among random tokens
         assert (outcomes["accepted"] > 0) == (rate > 0)
     assert (outcomes["rejected"] > 0) or rate == 1.0
@@ -201,7 +203,8 @@ def test_no_guess_changes_a_token(num_stages: int, speculate: int, rate: float |
 @pytest.mark.parametrize("num_stages", [2, 3, 4])
 @pytest.mark.parametrize("rate", [0.0, 0.8, 1.0])
 def test_guesses_may_be_cancelled_for_a_request_at_any_moment(num_stages: int, rate: float) -> None:
-    """Guesses of one caller, and others who come one at a time. Stages hear of a cancel in time, or do not."""
+    """Draft tokens of one caller, and others who come one at a time. Stages hear of a cancel in time, or do
+    not."""
     rng, num_cancelled = random.Random(num_stages), 0
     config = SchedulerConfig(num_stages, max_model_len=128, block_size=4, eos_id=EOS_ID, speculate=2)
     rig = SchedulerRig(config, 200, None, partial(Oracle, rate=rate), skips=lambda: rng.random() < 0.5)
@@ -213,36 +216,38 @@ def test_guesses_may_be_cancelled_for_a_request_at_any_moment(num_stages: int, r
             if rig.has_work:
                 rig.commit_one()
         fill(rig)
-        doomed = len(rig.scheduler.lanes._doomed)
-        rig.submit(a_request(f"newcomer {number}", max_tokens=rng.choice((1, 2))))
-        num_cancelled += len(rig.scheduler.lanes._doomed) - doomed
+        cancelled_steps = len(rig.scheduler.slots._doomed)
+        rig.submit(a_request(f"new client {number}", max_tokens=rng.choice((1, 2))))
+        num_cancelled += len(rig.scheduler.slots._doomed) - cancelled_steps
         check_scheduler(rig.scheduler)
     rig.drain()
     rig.check_answers()
-    assert sum(rig.scheduler.lanes.guesses.values()) == rig.num_guesses, "every guess has one outcome"
+    assert sum(rig.scheduler.slots.draft_tokens.values()) == rig.num_draft_tokens, (
+        "every draft token has one outcome"
+    )
     assert num_cancelled > 3
 
 
 @pytest.mark.parametrize("num_stages", [2, 3, 4])
 @pytest.mark.parametrize("num_commits", range(8))
 def test_a_caller_may_leave_at_any_moment_of_wrong_guesses(num_stages: int, num_commits: int) -> None:
-    """Steps on guesses that are known to be wrong may still be in flight. Each guess has one outcome all the same,
-    and what a step computed in vain is counted once."""
+    """Steps on draft tokens that are known to be wrong may still be in flight. Each draft token has one outcome
+    all the same, and what a step computed in vain is counted once."""
     config = SchedulerConfig(num_stages, max_model_len=64, block_size=4, eos_id=EOS_ID, speculate=2)
     rig = SchedulerRig(config, new_drafter=partial(Oracle, rate=0.0), skips=lambda: False)
     rig.submit(a_request("leaves", max_tokens=30))
-    doomed: list[int] = []
+    cancelled_steps: list[int] = []
     for _ in range(num_commits):
         fill(rig)
         rig.commit_one()
-        doomed += rig.scheduler.lanes.take_doomed()
+        cancelled_steps += rig.scheduler.slots.take_cancelled()
     fill(rig)
-    rig.scheduler.intake.abort("leaves", FinishReason.CANCELLED)
-    doomed += rig.scheduler.lanes.take_doomed()
+    rig.scheduler.request_queue.abort("leaves", FinishReason.CANCELLED)
+    cancelled_steps += rig.scheduler.slots.take_cancelled()
     rig.drain()
-    assert sum(rig.scheduler.lanes.guesses.values()) == rig.num_guesses
-    assert min(rig.scheduler.lanes.guesses.values()) >= 0
-    assert len(doomed) == len(set(doomed)), "no step is doomed twice"
+    assert sum(rig.scheduler.slots.draft_tokens.values()) == rig.num_draft_tokens
+    assert min(rig.scheduler.slots.draft_tokens.values()) >= 0
+    assert len(cancelled_steps) == len(set(cancelled_steps)), "no step is cancelled twice"
 
 
 @pytest.mark.slow

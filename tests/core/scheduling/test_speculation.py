@@ -1,4 +1,5 @@
-"""Which guesses are computed, and when: the scheduler on a toy pipeline, with a drafter that always guesses."""
+"""Which draft tokens are computed, and when: the scheduler on a toy pipeline, with a drafter that always draft
+tokens."""
 
 from __future__ import annotations
 
@@ -11,9 +12,9 @@ from ppserve.core.cost_model import StepSize
 from ppserve.core.plan import SPECULATIVE, StepPlan, StepResult
 from ppserve.core.request import FinishReason, OutputOptions, Request, SamplingParams, StopConditions
 from ppserve.core.scheduling.config import SchedulerConfig
-from ppserve.core.scheduling.drafter import Drafter, Guess, Interrupted, NewDrafter
-from ppserve.core.scheduling.guess_trial import Way
+from ppserve.core.scheduling.drafter import Drafter, DraftToken, Interrupted, NewDrafter
 from ppserve.core.scheduling.speculation import PAUSE_S
+from ppserve.core.scheduling.speculation_trial import Way
 from tests.core.scheduling.rig import SchedulerRig, a_request, fill
 from tests.core.toy_pipeline import EOS_ID, STAMPS, expected_answer
 
@@ -31,14 +32,14 @@ class SameCosts:
 
 
 class Always:
-    """right: the answer that it knows; without it, it guesses some token."""
+    """right: the answer that it knows; without it, it draft tokens some token."""
 
     def __init__(self, request: Request, right: Seq[int]) -> None:
         self._known = (*request.prompt_ids, *right)
 
-    def guess(self, token_ids: Seq[int], guesses: Seq[int]) -> Guess | None:
-        place = len(token_ids) + len(guesses)
-        return Guess(self._known[place] if place < len(self._known) else 1, 0.9)
+    def draft_token(self, token_ids: Seq[int], draft_tokens: Seq[int]) -> DraftToken | None:
+        place = len(token_ids) + len(draft_tokens)
+        return DraftToken(self._known[place] if place < len(self._known) else 1, 0.9)
 
 
 def some(request: Request, _index: int) -> Drafter:
@@ -77,7 +78,7 @@ def test_a_step_on_guesses_is_sent_when_the_first_stage_has_nothing_before_it() 
 
 def test_requests_that_arrive_find_a_lane_beside_any_number_of_guesses() -> None:
     rig = a_rig(1)
-    rig.submit(a_request("guessed", num_prompt=2, max_tokens=40))
+    rig.submit(a_request("drafted", num_prompt=2, max_tokens=40))
     assert [plan.phase for plan in fill(rig)] == ["prefill"] + [SPECULATIVE] * (NUM_STAGES - 1)
     for number in range(1, NUM_STAGES):
         rig.submit(a_request(f"new {number}", num_prompt=2))
@@ -88,14 +89,15 @@ def test_requests_that_arrive_find_a_lane_beside_any_number_of_guesses() -> None
 
 
 def test_requests_that_arrive_go_before_guesses() -> None:
-    """Steps on guesses alone are cancelled, and nothing is guessed before the newcomer has his first token."""
+    """Steps on draft tokens alone are cancelled, and nothing is drafted before the new client has his first
+    token."""
 
     def sent() -> list[tuple[str, int]]:
         plans = fill(rig)
         for plan in plans:
             first_stage_reports(rig, plan)
         plans += fill(rig)
-        return [(plan.phase, sum(piece.num_guesses for piece in plan.slices)) for plan in plans]
+        return [(plan.phase, sum(piece.num_draft_tokens for piece in plan.slices)) for plan in plans]
 
     def commit_one() -> None:
         rig.commit_one()
@@ -108,28 +110,28 @@ def test_requests_that_arrive_go_before_guesses() -> None:
     commit_one()
     (_, num_wide), (phase, num_deep) = sent()
     assert (num_wide > 0, phase, num_deep > 0) == (True, SPECULATIVE, True)
-    rig.submit(a_request("newcomer", max_tokens=9))
-    assert rig.scheduler.lanes._doomed, "it was cancelled"
+    rig.submit(a_request("new_client", max_tokens=9))
+    assert rig.scheduler.slots._doomed, "it was cancelled"
     assert sent() == [("prefill", 0)]
     commit_one()  # the stream's
     assert sent() == [("decode", 0)]
     rig.commit_one()  # what was cancelled
-    assert rig.scheduler.lanes.guesses["cancelled"] == num_deep
-    commit_one()  # the newcomer's
+    assert rig.scheduler.slots.draft_tokens["cancelled"] == num_deep
+    commit_one()  # the new client's
     rig.drain()
-    assert rig.scheduler.lanes.guesses["rejected"] == 0
+    assert rig.scheduler.slots.draft_tokens["rejected"] == 0
     rig.check_answers()
 
 
 def test_a_step_is_not_sent_before_a_request_that_arrives_while_it_is_guessed_for() -> None:
-    """The newcomer would wait for it at the first stage, or his token with its. So he is in a step before it, and
-    nothing is guessed."""
+    """The new client would wait for it at the first stage, or his token with its. So he is in a step before it,
+    and nothing is drafted."""
 
     class Thinking(Always):
-        def guess(self, token_ids: Seq[int], guesses: Seq[int]) -> Guess | None:
-            if is_arriving and len(guesses) == 2:
+        def draft_token(self, token_ids: Seq[int], draft_tokens: Seq[int]) -> DraftToken | None:
+            if is_arriving and len(draft_tokens) == 2:
                 raise Interrupted
-            return super().guess(token_ids, guesses)
+            return super().draft_token(token_ids, draft_tokens)
 
     rig = a_rig(None, SameCosts(), new_drafter=lambda request, _index: Thinking(request, ()))
     rig.scheduler._speculation._trial.way = Way.WIDE
@@ -140,9 +142,9 @@ def test_a_step_is_not_sent_before_a_request_that_arrives_while_it_is_guessed_fo
     is_arriving = True
     assert fill(rig) == []
     is_arriving = False
-    rig.submit(a_request("newcomer", max_tokens=1))
+    rig.submit(a_request("new_client", max_tokens=1))
     assert [(plan.phase, len(plan.slices)) for plan in fill(rig)] == [("prefill", 1), ("decode", 1)]
-    assert rig.num_guesses == 0
+    assert rig.num_draft_tokens == 0
     rig.drain()
     rig.check_answers()
 
@@ -155,19 +157,19 @@ def test_after_a_request_came_beside_others_nothing_is_guessed_for_a_while() -> 
     trial.way = Way.WIDE
 
     def guesses_of_a_step(sent_s: float, committed_s: float) -> int:
-        before = rig.num_guesses
+        before = rig.num_draft_tokens
         rig.now = sent_s
         fill(rig)
         rig.now = committed_s
         rig.commit_one()
-        return rig.num_guesses - before
+        return rig.num_draft_tokens - before
 
     rig.submit(a_request("short", max_tokens=1))
     guesses_of_a_step(0.0, 0.1)
     rig.submit(a_request("stream", max_tokens=400))
     guesses_of_a_step(0.1, 0.9)
     assert guesses_of_a_step(0.9, 1.0) > 0, "nobody came beside it"
-    rig.submit(a_request("newcomer", max_tokens=1))
+    rig.submit(a_request("new_client", max_tokens=1))
     guesses_of_a_step(1.0, 1.5)
     assert guesses_of_a_step(1.5, 2.9) == 0
     assert guesses_of_a_step(2.9, 3.1) == 0
@@ -187,8 +189,8 @@ def test_no_step_has_more_guesses_of_a_sequence_than_were_asked_for() -> None:
     rig = a_rig(2)
     rig.submit(a_request("r", num_prompt=1, max_tokens=40))
     known, *deep = fill(rig)
-    assert [piece.num_guesses for piece in known.slices] == [2]
-    assert [[piece.num_guesses for piece in plan.slices] for plan in deep] == [[2]] * (NUM_STAGES - 1)
+    assert [piece.num_draft_tokens for piece in known.slices] == [2]
+    assert [[piece.num_draft_tokens for piece in plan.slices] for plan in deep] == [[2]] * (NUM_STAGES - 1)
 
 
 def test_the_last_token_of_a_prompt_takes_no_guesses_before_the_rest_is_known() -> None:
@@ -212,18 +214,18 @@ def test_tokens_after_a_stop_string_are_charged_to_nobody(max_tokens: int) -> No
     fill(rig)
     first, *others = rig.commit_one()
     assert len(others) == 3
-    intake = rig.scheduler.intake
-    assert intake.queue.served("c") == 1 + 4
+    request_queue = rig.scheduler.request_queue
+    assert request_queue.queue.served("c") == 1 + 4
     assert others[-1].is_terminal == (max_tokens == 4)
-    intake.finish(first.sequence_id, FinishReason.STOP_STRING)
+    request_queue.finish(first.sequence_id, FinishReason.STOP_STRING)
     for event in others:
-        intake.token_withheld(event.caller)
-    assert intake.queue.served("c") == 1 + 1
-    assert not intake.groups
+        request_queue.token_withheld(event.caller)
+    assert request_queue.queue.served("c") == 1 + 1
+    assert not request_queue.groups
 
 
 def test_a_block_is_found_by_others_when_all_its_tokens_are_known() -> None:
-    """The first step has guesses up to the end of the block, all of them wrong."""
+    """The first step has draft tokens up to the end of the block, all of them wrong."""
     rig = a_rig(7, num_stages=1)
     request = a_request("first", num_prompt=1, max_tokens=20)
     rig.submit(request)
@@ -269,14 +271,14 @@ def test_what_a_request_asks_for_holds_among_guesses(line: str, num_stages: int,
     rig.submit(request)
     rig.drain()
     rig.check_answers()
-    accepted = rig.scheduler.lanes.guesses["accepted"]
-    assert (accepted > 0) == (new_drafter is not some), "what was shown was shown among guesses"
+    accepted = rig.scheduler.slots.draft_tokens["accepted"]
+    assert (accepted > 0) == (new_drafter is not some), "what was shown was shown among draft tokens"
     longest = max(len(expected_answer(request, index).token_ids) for index in range(request.num_sequences))
-    assert longest > 3, "there was room for guesses"
+    assert longest > 3, "there was room for draft tokens"
 
 
 def test_guesses_stay_within_the_blocks_that_were_reserved() -> None:
-    """The pipeline has as many as the request needs, without guesses."""
+    """The pipeline has as many as the request needs, without draft tokens."""
     config = SchedulerConfig(2, block_size=4, eos_id=EOS_ID, speculate=16)
     rig = SchedulerRig(config, num_blocks=4, new_drafter=some)
     rig.submit(a_request("r", num_prompt=5, max_tokens=12))  # 16 positions: the last token has none
@@ -298,8 +300,8 @@ def test_whoever_leaves_among_guesses_holds_nothing_once_his_steps_are_back(*, s
     rig.submit(a_request("leaves", max_tokens=40))
     _, *deep = fill(rig)
     assert len(deep) == NUM_STAGES - 1
-    rig.tell(rig.scheduler.intake.abort("leaves", FinishReason.CANCELLED))
-    assert rig.scheduler.lanes._doomed == [plan.step_id for plan in deep]
+    rig.tell(rig.scheduler.request_queue.abort("leaves", FinishReason.CANCELLED))
+    assert rig.scheduler.slots._doomed == [plan.step_id for plan in deep]
     rig.submit(a_request("stays", max_tokens=5))
     rig.drain()  # in the end no block is held
     rig.check_answers()
@@ -327,4 +329,4 @@ def test_a_resumed_answer_is_guessed_from_where_it_was() -> None:
     rig.submit(resumed)
     rig.drain()
     rig.check_answers()
-    assert rig.scheduler.lanes.guesses["accepted"] > 0
+    assert rig.scheduler.slots.draft_tokens["accepted"] > 0

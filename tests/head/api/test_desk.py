@@ -16,15 +16,15 @@ from ppserve.core.request import FinishReason
 from ppserve.errors import Draining, InvalidRequest, Overloaded, Unauthenticated
 from ppserve.head.api.auth import ApiKeys, bearer_key, caller_name
 from ppserve.head.api.call import Call, Unexpected
-from ppserve.head.api.desk import LONG_TEXT, FrontDesk
-from ppserve.head.api.requests import Asked
+from ppserve.head.api.request_handler import LONG_TEXT, RequestHandler
+from ppserve.head.api.requests import ParsedRequest
 from ppserve.head.engine.output import TokenOutput
 from tests.fake_engine import CARD, EOS, ByteCodec, FakeEngine, desk_of, drawn_token
 
 PARENT = "00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-01"
 
 
-def run(scenario: Callable[[FakeEngine, FrontDesk], Awaitable[None]], **engine: object) -> None:
+def run(scenario: Callable[[FakeEngine, RequestHandler], Awaitable[None]], **engine: object) -> None:
     async def main() -> None:
         fake = FakeEngine(**engine)
         async with asyncio.timeout(20):
@@ -37,15 +37,15 @@ def a_call(caller: str = "somebody", timeout_s: float | None = None, traceparent
     return Call.begin(caller, timeout_s, traceparent)
 
 
-async def text_of(desk: FrontDesk, asked: Asked, call: Call | None = None) -> str:
-    async with desk.generate(asked, call or a_call()) as stream:
+async def text_of(request_handler: RequestHandler, parsed: ParsedRequest, call: Call | None = None) -> str:
+    async with request_handler.generate(parsed, call or a_call()) as stream:
         return "".join([delta.text async for delta in stream.deltas()])
 
 
 def test_text_and_ids_ask_for_the_same() -> None:
-    async def scenario(engine: FakeEngine, desk: FrontDesk) -> None:
+    async def scenario(engine: FakeEngine, request_handler: RequestHandler) -> None:
         for prompt in ("hello", [*b"hello"]):
-            said = await text_of(desk, Asked(prompt=prompt, max_tokens=3, seed=5, echo=True))
+            said = await text_of(request_handler, ParsedRequest(prompt=prompt, max_tokens=3, seed=5, echo=True))
             drawn = [drawn_token(engine.requests[-1], 0, offset) for offset in range(3)]
             assert said == "hello" + ByteCodec().decode(drawn)
         assert engine.requests[0].prompt_ids == engine.requests[1].prompt_ids == tuple(b"hello")
@@ -56,19 +56,19 @@ def test_text_and_ids_ask_for_the_same() -> None:
 
 
 def test_a_refused_request_does_not_reach_the_engine() -> None:
-    async def scenario(engine: FakeEngine, desk: FrontDesk) -> None:
+    async def scenario(engine: FakeEngine, request_handler: RequestHandler) -> None:
         with pytest.raises(InvalidRequest):
-            await text_of(desk, Asked(top_p=7))
-        assert (engine.requests, desk.num_open_streams) == ([], 0)
+            await text_of(request_handler, ParsedRequest(top_p=7))
+        assert (engine.requests, request_handler.num_open_streams) == ([], 0)
 
     run(scenario)
 
 
 def test_the_engines_refusal_comes_through() -> None:
-    async def scenario(engine: FakeEngine, desk: FrontDesk) -> None:
+    async def scenario(engine: FakeEngine, request_handler: RequestHandler) -> None:
         with pytest.raises(Overloaded):
-            await text_of(desk, Asked())
-        assert desk.num_open_streams == 0
+            await text_of(request_handler, ParsedRequest())
+        assert request_handler.num_open_streams == 0
         assert engine.cancelled == {}, "it was never open"
 
     run(scenario, refusal=Overloaded("the queue is full", 1.5))
@@ -81,11 +81,11 @@ def test_a_full_server_refuses_before_it_tokenizes() -> None:
 
     async def main() -> None:
         engine = FakeEngine(full=Overloaded("3 requests are waiting", 1.5))
-        desk = FrontDesk(engine, NoWork())
+        request_handler = RequestHandler(engine, NoWork())
         with pytest.raises(Overloaded):
-            await text_of(desk, Asked(prompt="hello"))
+            await text_of(request_handler, ParsedRequest(prompt="hello"))
         with pytest.raises(InvalidRequest):
-            await text_of(desk, Asked(prompt="hello", top_p=7))
+            await text_of(request_handler, ParsedRequest(prompt="hello", top_p=7))
 
     asyncio.run(main())
 
@@ -95,23 +95,23 @@ def test_a_full_server_refuses_before_it_tokenizes() -> None:
     [(None, FinishReason.CANCELLED), (60.0, FinishReason.CANCELLED), (0.0, FinishReason.DEADLINE)],
 )
 def test_leaving_early_ends_the_request(timeout_s: float | None, reason: FinishReason) -> None:
-    async def scenario(engine: FakeEngine, desk: FrontDesk) -> None:
-        async with desk.generate(Asked(), a_call(timeout_s=timeout_s)):
-            assert desk.num_open_streams == 1
+    async def scenario(engine: FakeEngine, request_handler: RequestHandler) -> None:
+        async with request_handler.generate(ParsedRequest(), a_call(timeout_s=timeout_s)):
+            assert request_handler.num_open_streams == 1
         assert engine.cancelled == {engine.requests[0].id: reason}
-        assert desk.num_open_streams == 0
+        assert request_handler.num_open_streams == 0
 
     run(scenario, by_hand=True)
 
 
 def test_draining_waits_for_streams_and_refuses_new_ones() -> None:
-    async def scenario(engine: FakeEngine, desk: FrontDesk) -> None:
-        running = asyncio.create_task(text_of(desk, Asked()))
+    async def scenario(engine: FakeEngine, request_handler: RequestHandler) -> None:
+        running = asyncio.create_task(text_of(request_handler, ParsedRequest()))
         await engine.until(lambda engine: bool(engine.sinks))
-        draining = asyncio.create_task(desk.drain(20))
+        draining = asyncio.create_task(request_handler.drain(20))
         await asyncio.sleep(0)
         with pytest.raises(Draining):
-            await text_of(desk, Asked())
+            await text_of(request_handler, ParsedRequest())
         assert not draining.done()
         engine.sinks[engine.requests[0].id].push([TokenOutput(0, 0, 65, "A", finish=FinishReason.EOS)])
         assert await running == "A"
@@ -122,10 +122,10 @@ def test_draining_waits_for_streams_and_refuses_new_ones() -> None:
 
 
 def test_streams_that_outlast_the_drain_are_ended(caplog: pytest.LogCaptureFixture) -> None:
-    async def scenario(engine: FakeEngine, desk: FrontDesk) -> None:
-        running = asyncio.create_task(text_of(desk, Asked()))
+    async def scenario(engine: FakeEngine, request_handler: RequestHandler) -> None:
+        running = asyncio.create_task(text_of(request_handler, ParsedRequest()))
         await engine.until(lambda engine: bool(engine.sinks))
-        await asyncio.gather(desk.drain(0.01), desk.drain(0.01))
+        await asyncio.gather(request_handler.drain(0.01), request_handler.drain(0.01))
         assert caplog.text.count("ended 1 streams") == 1
         with pytest.raises(Draining, match="before this request was through"):
             await running
@@ -135,16 +135,18 @@ def test_streams_that_outlast_the_drain_are_ended(caplog: pytest.LogCaptureFixtu
 
 
 def test_long_texts_are_tokenized_and_back() -> None:
-    async def scenario(engine: FakeEngine, desk: FrontDesk) -> None:
+    async def scenario(engine: FakeEngine, request_handler: RequestHandler) -> None:
         for text in ("", "é", "x" * (LONG_TEXT + 1)):
-            ids = await desk.tokenize("prompt", text)
+            ids = await request_handler.tokenize("prompt", text)
             assert ids == list(text.encode())
-            assert await desk.detokenize("tokens", ids) == (text, text.encode())
+            assert await request_handler.detokenize("tokens", ids) == (text, text.encode())
         with pytest.raises(InvalidRequest, match=r"^tokens\[0\]: "):
-            await desk.detokenize("tokens", [5000])
-        assert await desk.tokenize("prompt", "a", "", "b") == [*b"a", EOS, EOS, *b"b"]
+            await request_handler.detokenize("tokens", [5000])
+        assert await request_handler.tokenize("prompt", "a", "", "b") == [*b"a", EOS, EOS, *b"b"]
         with pytest.raises(InvalidRequest, match="the limit is"):
-            await desk.tokenize("prompt", *["x" * LONG_TEXT] * (CARD.limits.max_prompt_bytes // LONG_TEXT + 1))
+            await request_handler.tokenize(
+                "prompt", *["x" * LONG_TEXT] * (CARD.limits.max_prompt_bytes // LONG_TEXT + 1)
+            )
 
     run(scenario)
 
@@ -158,7 +160,7 @@ def test_many_short_texts_are_tokenized_aside_as_a_long_one_is() -> None:
             return super().encode(text)
 
     async def main() -> None:
-        await FrontDesk(FakeEngine(), Codec()).tokenize("prompt", *["hello "] * 1000)
+        await RequestHandler(FakeEngine(), Codec()).tokenize("prompt", *["hello "] * 1000)
 
     asyncio.run(main())
     assert threads
@@ -166,23 +168,25 @@ def test_many_short_texts_are_tokenized_aside_as_a_long_one_is() -> None:
 
 
 def test_without_a_tokenizer_nothing_is_text() -> None:
-    async def scenario(engine: FakeEngine, desk: FrontDesk) -> None:
-        for refused in (desk.tokenize("prompt", "a"), desk.detokenize("tokens", [1])):
+    async def scenario(engine: FakeEngine, request_handler: RequestHandler) -> None:
+        for refused in (request_handler.tokenize("prompt", "a"), request_handler.detokenize("tokens", [1])):
             with pytest.raises(InvalidRequest, match="no tokenizer"):
                 await refused
-        assert await text_of(desk, Asked(prompt=[1], max_tokens=1)) == chr(drawn_token(engine.requests[0], 0, 0))
-        assert desk.token_bytes(65) == b""
+        assert await text_of(request_handler, ParsedRequest(prompt=[1], max_tokens=1)) == chr(
+            drawn_token(engine.requests[0], 0, 0)
+        )
+        assert request_handler.token_bytes(65) == b""
 
-    run(scenario, card=replace(CARD, has_tokenizer=False))
+    run(scenario, description=replace(CARD, has_tokenizer=False))
 
 
 def test_a_call_is_named_by_its_caller_where_that_is_fit_for_logs() -> None:
-    async def scenario(engine: FakeEngine, desk: FrontDesk) -> None:
+    async def scenario(engine: FakeEngine, request_handler: RequestHandler) -> None:
         call = a_call()
-        assert desk.name(call, "mine").request_id == "mine"
+        assert request_handler.name(call, "mine").request_id == "mine"
         for unfit in ("", "two\nlines", "naïve", "x" * 129):
-            assert desk.name(call, unfit) == call
-        await text_of(desk, Asked(max_tokens=1), desk.name(call, "mine"))
+            assert request_handler.name(call, unfit) == call
+        await text_of(request_handler, ParsedRequest(max_tokens=1), request_handler.name(call, "mine"))
         assert engine.requests[0].id.partition("/")[0] == "mine"
 
     run(scenario)
@@ -223,19 +227,19 @@ def test_what_nobody_foresaw_is_logged_and_not_told(caplog: pytest.LogCaptureFix
 def test_keys_open_the_door_until_they_are_taken_out(tmp_path: Path) -> None:
     path = tmp_path / "keys"
     path.write_text("# one\n0123456789abcdef\n")
-    desk = FrontDesk(FakeEngine(), None, ApiKeys(path))
-    assert desk.keys is not None
-    desk.keys.check("0123456789abcdef")
+    request_handler = RequestHandler(FakeEngine(), None, ApiKeys(path))
+    assert request_handler.keys is not None
+    request_handler.keys.check("0123456789abcdef")
     for wrong in (None, "", "0123456789abcdeF", "# one"):
         with pytest.raises(Unauthenticated):
-            desk.keys.check(wrong)
+            request_handler.keys.check(wrong)
     path.write_text("short\n")
-    desk.reload_keys()
-    desk.keys.check("0123456789abcdef")
+    request_handler.reload_keys()
+    request_handler.keys.check("0123456789abcdef")
     path.write_text("fedcba9876543210\n")
-    desk.reload_keys()
+    request_handler.reload_keys()
     with pytest.raises(Unauthenticated):
-        desk.keys.check("0123456789abcdef")
+        request_handler.keys.check("0123456789abcdef")
 
 
 def test_whom_a_call_counts_for() -> None:

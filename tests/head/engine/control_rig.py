@@ -12,7 +12,7 @@ from typing import Any
 
 from ppserve import wire
 from ppserve.core.architecture import Architecture
-from ppserve.head.engine.control import Gone, Heard, SocketControlPlane
+from ppserve.head.engine.control import Disconnected, Received, SocketControlPlane
 from ppserve.process.proof import head_proof, rank_proof
 
 ARCH = Architecture(4, 64, 4, 128, 300, 300, 256)
@@ -21,7 +21,7 @@ WITHIN_S = 20.0
 AGES_S = 3600.0
 # Of the sockets' buffers: systems differ, and let them grow to many megabytes.
 _SMALL = 1 << 18
-Events = list[Heard | Gone]
+Events = list[Received | Disconnected]
 
 
 class Plane(SocketControlPlane):
@@ -106,7 +106,7 @@ def listening(**settings: Any) -> Iterator[Plane]:
 def greeted(control: Plane, rank: int) -> Iterator[Rank]:
     with proven(control, rank) as peer:
         peer.say(hello(rank))
-        until(control, lambda events: [event.rank for event in events if isinstance(event, Heard)] == [rank])
+        until(control, lambda events: [event.rank for event in events if isinstance(event, Received)] == [rank])
         yield peer
 
 
@@ -135,7 +135,7 @@ def until(control: Plane, condition: Callable[[Events], bool]) -> Events:
 
 def told(events: Events) -> list[tuple[int, object]]:
     """Without times: (rank, message or cause)."""
-    return [(event.rank, event.message if isinstance(event, Heard) else event.cause) for event in events]
+    return [(event.rank, event.message if isinstance(event, Received) else event.cause) for event in events]
 
 
 def in_thread(work: Callable[[], object]) -> threading.Thread:

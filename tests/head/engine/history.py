@@ -11,8 +11,8 @@ from functools import partial
 from ppserve.core.grid import RankGrid
 from ppserve.core.ledger.steps import Step
 from ppserve.core.request import FinishReason, Request, SamplingParams, StopConditions
-from ppserve.core.scheduling.intake import Intake
-from ppserve.core.scheduling.quarantine import Quarantine
+from ppserve.core.scheduling.poison_isolation import PoisonIsolation
+from ppserve.core.scheduling.request_queue import RequestQueue
 from ppserve.errors import Draining, Overloaded
 from ppserve.head.engine.fleet import Fleet
 from ppserve.head.engine.loop import Engine
@@ -43,13 +43,13 @@ _MAX_QUEUE = 8
 
 
 class GuessCount(Watcher):
-    """Of a replica: guesses that were sent."""
+    """Of a replica: draft tokens that were sent."""
 
     def __init__(self) -> None:
         self.num_sent = 0
 
     def dispatched(self, step: Step) -> None:
-        self.num_sent += sum(piece.num_guesses for piece in step.plan.slices)
+        self.num_sent += sum(piece.num_draft_tokens for piece in step.plan.slices)
 
 
 class History:
@@ -64,7 +64,7 @@ class History:
         members: type[Members] = Members,
         replica: type[Replica] = Replica,
         num_replicas: int | None = None,
-        quarantine: type[Quarantine] = Quarantine,
+        poison_isolation: type[PoisonIsolation] = PoisonIsolation,
         control: type[SimulatedControl] = SimulatedControl,
         host: type[Host] = Host,
     ) -> None:
@@ -80,7 +80,7 @@ class History:
         places = self.random.choice((3, 16))
         self._settings = {"max_num_seqs": places, "max_queue": _MAX_QUEUE, "speculate": speculate}
         self._settings["runs_ahead"] = self.grid.tensor == self.num_stages == 1
-        self._kinds = members, replica, quarantine, control
+        self._kinds = members, replica, poison_isolation, control
         self._turn_is_due = self._has_failed = False
         self.head_sleeps_until_ns = 0
         self._start_head()
@@ -92,17 +92,17 @@ class History:
 
     def _start_head(self) -> None:
         """The head's process begins: it knows of nothing."""
-        world, (members, replica, quarantine, control) = self.world, self._kinds
+        world, (members, replica, poison_isolation, control) = self.world, self._kinds
         self._head_began_ns = world.now_ns
         self.control = control(world, self.network, self.grid.size)
         self.control.on_news = self._wake
         rules, numbers = ToyRules(self.num_stages, self._settings), range(self.num_replicas)
         self.members = [members(self.grid, "here", rules, self.control, number) for number in numbers]
-        self.intake = Intake()
-        self.intake.quarantine = quarantine()
+        self.request_queue = RequestQueue()
+        self.request_queue.poison_isolation = poison_isolation()
         self.guess_counts = [GuessCount() for _ in self.members]
         self.replicas = [
-            replica(each, self.control, count, lambda: world.now_ns, self.intake)
+            replica(each, self.control, count, lambda: world.now_ns, self.request_queue)
             for each, count in zip(self.members, self.guess_counts, strict=True)
         ]
         self.fleet = Fleet(self.replicas, self.control, lambda: world.now_ns)
@@ -287,11 +287,13 @@ class History:
     def _check(self) -> None:
         """After every turn."""
         assert not self._has_failed, f"the server ends: {self.engine.failed.result().reason}"
-        assert len(self.intake.queue) <= 2 * _MAX_QUEUE, "a caller who has nothing finds the queue twice as long"
+        assert len(self.request_queue.queue) <= 2 * _MAX_QUEUE, (
+            "a caller who has nothing finds the queue twice as long"
+        )
         for replica in self.replicas:
             self._check_replica(replica)
         schedulers = [replica.scheduler for replica in self.replicas if replica.scheduler is not None]
-        check_intake(self.intake, schedulers)
+        check_intake(self.request_queue, schedulers)
 
     def _check_replica(self, replica: Replica) -> None:
         members, steps = replica.members, replica.steps
@@ -313,8 +315,8 @@ class History:
             accounted = sum(times.busy_ns.values()) + sum(times.bubble_ns.values()) + times.idle_ns
             assert accounted == self.world.now_ns - self._head_began_ns, "the ledger's times are not the wall's"
         for each, count in zip(self.replicas, self.guess_counts, strict=True):
-            outcomes = {} if each.scheduler is None else each.scheduler.lanes.guesses
-            assert sum(outcomes.values()) == count.num_sent, f"each guess has one outcome: {outcomes}"
+            outcomes = {} if each.scheduler is None else each.scheduler.slots.draft_tokens
+            assert sum(outcomes.values()) == count.num_sent, f"each draft token has one outcome: {outcomes}"
         for caller in self.callers:
             if caller.request.sampling.seed == POISON_SEED and not caller.is_refused:
                 ends = set(caller.ends.values())

@@ -12,10 +12,10 @@ from ppserve.core.ledger.account import StageTimes
 from ppserve.core.ledger.steps import Step
 from ppserve.core.plan import Drawn, StepPlan, StepResult, StepStamps
 from ppserve.core.request import Request, SamplingParams, StopConditions
-from ppserve.core.scheduling.quarantine import PROBE
+from ppserve.core.sampling_state import SamplingDecoder, SamplingUpdate
+from ppserve.core.scheduling.poison_isolation import PROBE
 from ppserve.core.scheduling.sequence import SequenceEvent
-from ppserve.core.telling import DrawMemory, Told
-from ppserve.head.engine.control import Gone, Heard
+from ppserve.head.engine.control import Disconnected, Received
 from ppserve.head.engine.fleet import Fleet
 from ppserve.head.engine.member import Formed
 from ppserve.head.engine.members import Members
@@ -35,7 +35,7 @@ class ScriptedControl:
     sent: list[tuple[int, wire.FromHead]] = field(default_factory=list)
     dropped: list[tuple[int, str]] = field(default_factory=list)
 
-    def poll(self, timeout_s: float) -> list[Heard | Gone]:
+    def poll(self, timeout_s: float) -> list[Received | Disconnected]:
         raise AssertionError("the engine polls, not the replica")
 
     def wake(self) -> None:
@@ -89,7 +89,7 @@ class Rig:
         self.fleet.start()
 
     def say(self, rank: int, message: wire.FromStage) -> list[ReplicaEvent]:
-        return self.fleet.take(Heard(rank, self.now_ns, message))
+        return self.fleet.take(Received(rank, self.now_ns, message))
 
     def greet(self, rank: int, why_not: str = "") -> None:
         """A stage process of this rank connects and loads its weights. why_not: what its self-test found."""
@@ -99,7 +99,7 @@ class Rig:
 
     def join(self) -> list[ReplicaEvent]:
         """All ranks join the epoch that the first was invited to."""
-        self.draws = DrawMemory()
+        self.draws = SamplingDecoder()
         epoch = self.replica.members.epoch
         self.say(self.ranks[0], wire.StoreOpened(epoch, 1))
         return [event for rank in self.ranks for event in self.say(rank, wire.Ready(epoch))]
@@ -123,7 +123,7 @@ class Rig:
         sent = {rank: [m for r, m in self.control.sent if r == rank and isinstance(m, wire.Plan)]
                 for rank in self.ranks}  # fmt: skip
         assert all([m.plan for m in sent[rank]] == [m.plan for m in sent[self.ranks[0]]] for rank in self.ranks)
-        assert all(m.told == Told() for rank in self.ranks[:-1] for m in sent[rank])
+        assert all(m.told == SamplingUpdate() for rank in self.ranks[:-1] for m in sent[rank])
         return [self.draws.restore(m.plan, m.told) for m in sent[self.ranks[-1]]]
 
     def result(self, plan: StepPlan, stage: int, compute_ns: int = MS) -> wire.Result:
@@ -156,7 +156,7 @@ class Rig:
     def lose(self, rank: int, cause: str = "exit") -> list[ReplicaEvent]:
         """A rank's process dies; the others leave the epoch."""
         epoch = self.replica.members.epoch
-        events = self.fleet.take(Gone(rank, cause))
+        events = self.fleet.take(Disconnected(rank, cause))
         for other in self.ranks:
             if other != rank:
                 events += self.say(other, wire.Broken(epoch, "told"))

@@ -15,8 +15,8 @@ from typing import Any
 from ppserve import wire
 from ppserve.core.grid import RankGrid
 from ppserve.core.plan import StepPlan, StepResult, StepStamps
-from ppserve.core.scheduling.quarantine import PROBE
-from ppserve.core.telling import Told
+from ppserve.core.sampling_state import SamplingUpdate
+from ppserve.core.scheduling.poison_isolation import PROBE
 from ppserve.process.environment import EXIT_HEAD_GONE, EXIT_RESTART, EXIT_USAGE
 from ppserve.process.patience import Life, Patience
 from ppserve.stage.link import HeadLink
@@ -133,7 +133,7 @@ class StageProcess:
 
     def _forget(self) -> None:
         self._is_ready = self._computes = False
-        self._plans: deque[tuple[StepPlan, Told]] = deque()
+        self._plans: deque[tuple[StepPlan, SamplingUpdate]] = deque()
         self._arrived: set[int] = set()
         # What it has computed of this step is given to the other tensor ranks; since when it computes it, and
         # whether it would skip it.

@@ -60,9 +60,7 @@ class Network:
 class OneWay:
     """One direction of a connection: messages arrive late and in order, and after a cut, like TCP's."""
 
-    def __init__(
-        self, world: World, network: Network, where: tuple[int, str], to: Callable[[Any], None]
-    ) -> None:
+    def __init__(self, world: World, network: Network, where: tuple[int, str], to: Callable[[Any], None]) -> None:
         self._world = world
         self._network = network
         self._where = where

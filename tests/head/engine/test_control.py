@@ -11,7 +11,7 @@ import pytest
 from msgspec.structs import replace
 
 from ppserve import wire
-from ppserve.head.engine.control import Gone, Heard
+from ppserve.head.engine.control import Disconnected, Received
 from tests.head.engine.control_rig import (
     AGES_S,
     SECRET,
@@ -42,13 +42,13 @@ def test_messages_come_in_order_with_their_rank_however_they_are_cut() -> None:
             peer.connection.sendall(stream[at : at + 7])
             assert control.poll(0) == []
         assert [type(answer) for answer in peer.hear()] == [wire.Welcome]
-        stream, events = b"".join(map(wire.encode, said)), list[Heard | Gone]()
+        stream, events = b"".join(map(wire.encode, said)), list[Received | Disconnected]()
         for at in range(0, len(stream), 7):
             peer.connection.sendall(stream[at : at + 7])
             events += control.poll(0)
         events += until(control, lambda more: len(events) + len(more) == 3)
         assert told(events) == [(1, message) for message in said]
-        times = [event.arrived_ns for event in events if isinstance(event, Heard)]
+        times = [event.arrived_ns for event in events if isinstance(event, Received)]
         assert times == sorted(times)
 
 
@@ -78,7 +78,7 @@ REFUSED: dict[str, Says] = {
 
 def cut_off(control: Plane, stranger: Rank) -> Events:
     """What the head hears until it has ended the stranger's connection."""
-    waiting, events = in_thread(lambda: stranger.is_cut_off), list[Heard | Gone]()
+    waiting, events = in_thread(lambda: stranger.is_cut_off), list[Received | Disconnected]()
     while waiting.is_alive():
         events += control.poll(0.1)
     return events
@@ -293,7 +293,7 @@ def test_a_rank_that_reads_slowly_stays_and_one_that_stops_is_gone() -> None:
             waiting = in_thread(lambda: slow.hear_all(3))
             while waiting.is_alive():
                 assert control.poll(0.01) == []
-        events = list[Heard | Gone]()
+        events = list[Received | Disconnected]()
         for _ in range(3):  # the first may still find that it has read a little more
             now_s[0] += 2.5
             events += control.poll(0.01)

@@ -67,7 +67,7 @@ def test_streams_hear_their_own_answers_and_one_end_each(num_stages: int) -> Non
             assert tokens(outputs) == expected_answer(request).token_ids
             assert [o.finish for o in outputs if o.finish] == [FinishReason.MAX_TOKENS]
             assert outputs[-1].timings is not None
-        assert max(plan.lane for plan in run.stages.plans) == num_stages - 1, "as many lanes as stages were used"
+        assert max(plan.slot for plan in run.stages.plans) == num_stages - 1, "as many slots as stages were used"
 
 
 def test_a_token_becomes_text_while_the_next_step_is_computed_unless_its_text_may_end_the_answer() -> None:

@@ -17,13 +17,13 @@ from ppserve import wire
 from ppserve.core.ledger.tensor_ranks import TensorRanks
 from ppserve.core.plan import StepResult
 from ppserve.core.request import FinishReason
-from ppserve.core.scheduling.lanes import Lanes
-from ppserve.core.scheduling.quarantine import Quarantine
+from ppserve.core.scheduling.microbatch_slots import MicrobatchSlots
+from ppserve.core.scheduling.poison_isolation import PoisonIsolation
 from ppserve.core.scheduling.scheduler import Scheduler
 from ppserve.core.scheduling.sequence import SequenceEvent
 from ppserve.errors import RequestError
-from ppserve.head.engine.control import Gone, Heard
-from ppserve.head.engine.member import EpochLost, Formed, Hopeless, MemberEvent, StageState
+from ppserve.head.engine.control import Disconnected, Received
+from ppserve.head.engine.member import EpochLost, FatalError, Formed, MemberEvent, StageState
 from ppserve.head.engine.members import Members
 from ppserve.head.engine.output import TokenOutput
 from ppserve.head.engine.replica import Replica
@@ -132,7 +132,7 @@ class IsForgetful(Host):
     new_patience = ForgetsSlowDeaths
 
 
-class ThreeLossesConvict(Quarantine):
+class ThreeLossesConvict(PoisonIsolation):
     """Whoever was in flight at three losses without a token between them is convicted."""
 
     def lost(self, in_flight: Iterable[str], failed: Set[int], elsewhere: Container[str] = ()) -> str | None:
@@ -164,7 +164,7 @@ class RemembersTheSecret(Host):
 class ReadsTheDead(SimulatedControl):
     """Reads in the kernel's order, also a connection that a greeting in the same poll has ended."""
 
-    def poll(self, timeout_s: float) -> list[Heard | Gone]:
+    def poll(self, timeout_s: float) -> list[Received | Disconnected]:
         heard, self._due = self._due, []
         for key, events in self._selector.select(timeout_s):
             if key.fileobj is self._listener:
@@ -180,7 +180,7 @@ class ReadsTheDead(SimulatedControl):
         return super().poll(timeout_s)
 
 
-class SaysNothingOfProbes(Lanes):
+class SaysNothingOfProbes(MicrobatchSlots):
     """Requests that kill, many at once, use up the deaths and the epochs that a server may lose."""
 
     def lose(self, epoch: int) -> frozenset[str]:
@@ -192,21 +192,21 @@ class SaysNothingOfProbes(Lanes):
 class HasNoProbes(Replica):
     def _new_scheduler(self, formed: Formed) -> Scheduler:
         scheduler = super()._new_scheduler(formed)
-        scheduler.lanes.__class__ = SaysNothingOfProbes
+        scheduler.slots.__class__ = SaysNothingOfProbes
         return scheduler
 
 
 class ReplacesForEver(Replica):
     """Stages that compute a probe and die of each request are replaced without end."""
 
-    def _count_loss(self, lost: EpochLost) -> list[Hopeless]:
+    def _count_loss(self, lost: EpochLost) -> list[FatalError]:
         return []
 
 
 DEFECTS: dict[str, tuple[dict[str, Any], range]] = {
     "forms for ever": ({"members": TriesForEver}, NEVER_HEAL),
     "slow crash loops": ({"host": IsForgetful}, NEVER_HEAL),
-    "innocents convicted": ({"quarantine": ThreeLossesConvict}, range(60)),
+    "innocents convicted": ({"poison_isolation": ThreeLossesConvict}, range(60)),
     "stages that die of each request": ({"replica": ReplacesForEver}, NEVER_HEAL),
     "a restarted rank waits for a key": ({"host": WaitsForAKey}, range(60)),
     "a head's secret is remembered": ({"host": RemembersTheSecret}, range(60)),

@@ -8,7 +8,7 @@ import pytest
 from ppserve import wire
 from ppserve.core.architecture import Architecture
 from ppserve.errors import ConfigError
-from ppserve.head.engine.member import EpochLost, Hopeless, InvalidMove, Member, StageState
+from ppserve.head.engine.member import EpochLost, FatalError, InvalidMove, Member, StageState
 from tests.head.engine.members_rig import MembersRig, loaded_pipeline, result
 
 OTHER = Architecture(6, 64, 4, 128, 300, 300, 256)
@@ -70,7 +70,7 @@ def test_another_model_after_a_restart_is_refused() -> None:
     pipeline.members.gone(1, "exit", pipeline.now_ns)
     other = Architecture(6, 64, 4, 128, 300, 300, 256)
     (event,) = pipeline.hello(1, arch=other)
-    assert isinstance(event, Hopeless)
+    assert isinstance(event, FatalError)
 
 
 @pytest.mark.parametrize(
@@ -94,10 +94,10 @@ def test_a_stage_that_comes_back_different_is_refused(changes: dict[str, object]
     assert before is not None
     pipeline.members.gone(1, "exit", pipeline.now_ns)
     events = pipeline.say(1, msgspec.structs.replace(before, **changes))
-    assert events == ([] if named is None else [Hopeless(named, usage=True)])
+    assert events == ([] if named is None else [FatalError(named, usage=True)])
 
 
 def test_mistakes_before_the_first_epoch_are_the_operators() -> None:
     pipeline = MembersRig(1, mistake=ConfigError("--layers", "no"))
-    assert pipeline.hello(0) == [Hopeless("--layers: no", usage=True)]
-    assert pipeline.say(0, wire.GaveUp("bad file")) == [Hopeless("bad file", usage=True)]
+    assert pipeline.hello(0) == [FatalError("--layers: no", usage=True)]
+    assert pipeline.say(0, wire.GaveUp("bad file")) == [FatalError("bad file", usage=True)]

@@ -6,7 +6,7 @@ import pytest
 
 from ppserve import wire
 from ppserve.core.plan import StepResult, StepStamps
-from ppserve.head.engine.member import EpochLost, Formed, Hopeless, MemberEvent, StageState
+from ppserve.head.engine.member import EpochLost, FatalError, Formed, MemberEvent, StageState
 from tests.head.engine.members_rig import SECOND, MembersRig, answer, loaded_pipeline, result
 
 
@@ -84,7 +84,7 @@ def test_a_stage_that_stays_away_is_hopeless() -> None:
     answer(pipeline, 0)
     assert pipeline.tick(300) == [], "a host may need minutes"
     (event,) = pipeline.tick(301)
-    assert event == Hopeless("stage 1 did not come back in time", usage=False)
+    assert event == FatalError("stage 1 did not come back in time", usage=False)
 
 
 def test_a_drain_does_not_wait_for_a_stage_whose_keeper_died_too() -> None:
@@ -94,7 +94,7 @@ def test_a_drain_does_not_wait_for_a_stage_whose_keeper_died_too() -> None:
     pipeline.members.gone(1, "exit", pipeline.now_ns)
     assert pipeline.tick(9) == []
     (event,) = pipeline.tick(2)
-    assert isinstance(event, Hopeless)
+    assert isinstance(event, FatalError)
 
 
 def fail_to_form(pipeline: MembersRig, complainer: int) -> list[MemberEvent]:
@@ -127,7 +127,7 @@ def test_after_ten_epochs_that_did_not_form_the_server_ends_with_the_reason() ->
             pipeline.loaded(stage)
         pipeline.dropped.clear()
     reason = "the pipeline did not form in 10 attempts; the last one: no route to host"
-    assert events == [Hopeless(reason, usage=False)]
+    assert events == [FatalError(reason, usage=False)]
 
 
 def test_an_epoch_that_computes_a_step_ends_the_count() -> None:
@@ -170,7 +170,7 @@ def test_after_ten_epochs_without_a_step_the_server_ends_with_the_reason() -> No
     pipeline = loaded_pipeline()
     for attempt in range(9):
         events = fail_at_first_step(pipeline, attempt % 2)
-        assert not any(isinstance(event, Hopeless) for event in events), f"after {attempt}"
+        assert not any(isinstance(event, FatalError) for event in events), f"after {attempt}"
         if attempt == 4:
             assert fail_to_form(pipeline, 0) == []
         for stage, cause in pipeline.dropped:
@@ -179,7 +179,7 @@ def test_after_ten_epochs_without_a_step_the_server_ends_with_the_reason() -> No
             pipeline.loaded(stage)
         pipeline.dropped.clear()
     reason = "the pipeline did not compute a step in 10 attempts; the last one: step 7 failed"
-    assert Hopeless(reason, usage=False) in fail_at_first_step(pipeline, 1)
+    assert FatalError(reason, usage=False) in fail_at_first_step(pipeline, 1)
 
 
 def test_an_idle_server_may_lose_its_links_as_often_as_it_likes() -> None:
@@ -192,7 +192,7 @@ def test_an_idle_server_may_lose_its_links_as_often_as_it_likes() -> None:
         pipeline.tick(21)
         assert pipeline.join() == [Formed(pipeline.members.epoch, 10)]
         events = pipeline.members.gone(1, "exit", pipeline.now_ns)
-        assert not any(isinstance(event, Hopeless) for event in events)
+        assert not any(isinstance(event, FatalError) for event in events)
         pipeline.leave(0)
         pipeline.hello(1)
         pipeline.loaded(1)
@@ -204,7 +204,7 @@ def test_deaths_between_epochs_are_no_attempts() -> None:
     pipeline.start()
     for _ in range(20):
         events = pipeline.members.gone(1, "exit", pipeline.now_ns)
-        assert not any(isinstance(event, Hopeless) for event in events)
+        assert not any(isinstance(event, FatalError) for event in events)
         pipeline.hello(1)
 
 

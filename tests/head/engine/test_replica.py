@@ -10,10 +10,10 @@ from ppserve.core.plan import StepPlan, StepResult, StepStamps
 from ppserve.core.request import FinishReason
 from ppserve.core.scheduling.sequence import SequenceEvent
 from ppserve.errors import Draining
-from ppserve.head.engine.member import Hopeless
+from ppserve.head.engine.member import FatalError
 from tests.head.engine.replica_rig import MS, SECOND, Rig, finished, formed
 
-# ---- lanes --------------------------------------------------------------------------------------------
+# ---- slots --------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("num_stages", [1, 2, 4])
@@ -22,11 +22,11 @@ def test_as_many_steps_are_in_flight_as_there_are_lanes(num_stages: int) -> None
     assert rig.refill() == [], "nothing is ready"
     rig.submit(*(f"r{i}" for i in range(3 * num_stages)))
     plans = rig.refill()
-    assert [plan.lane for plan in plans] == list(range(num_stages))
-    assert rig.refill() == [], "all lanes are taken"
+    assert [plan.slot for plan in plans] == list(range(num_stages))
+    assert rig.refill() == [], "all slots are taken"
     rig.compute(plans[0])
     (following,) = rig.refill()
-    assert following.lane == plans[0].lane
+    assert following.slot == plans[0].slot
     assert rig.notes.called[0] == ("dispatched", plans[0].step_id)
     assert ("reported", plans[0].step_id, num_stages - 1) in rig.notes.called
 
@@ -184,7 +184,7 @@ def test_a_lost_stage_is_waited_for_less_long_while_draining(draining: bool, pat
     assert rig.notes.called[-2:] == [("died", 1, "exit"), ("epoch lost",)]
     assert rig.wait(patience_s, silent=(3,)) == []
     (event, *_) = rig.wait(1, silent=(3,))
-    assert isinstance(event, Hopeless)
+    assert isinstance(event, FatalError)
     assert not event.usage
 
 

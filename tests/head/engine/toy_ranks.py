@@ -14,8 +14,8 @@ from ppserve.core.architecture import Architecture, Split, stage_layouts
 from ppserve.core.grid import RankGrid
 from ppserve.core.plan import StepPlan, StepResult, StepStamps
 from ppserve.core.request import Request
+from ppserve.core.sampling_state import SamplingUpdate
 from ppserve.core.scheduling.config import SchedulerConfig
-from ppserve.core.telling import Told
 from ppserve.head.engine.fleet import Fleet
 from ppserve.head.engine.loop import Engine
 from ppserve.head.engine.member import Decision
@@ -114,7 +114,7 @@ class Stages:
                 self.shutdown_codes[rank] = code
                 link.hang_up("exit")
 
-    def _compute(self, plan: StepPlan, told: Told) -> None:
+    def _compute(self, plan: StepPlan, told: SamplingUpdate) -> None:
         assert self.hold.wait(WITHIN_S)
         if plan.epoch != self._epoch:
             return

@@ -12,7 +12,7 @@ from ppserve.core.plan import StepResult, StepStamps
 from ppserve.core.request import FinishReason, Request, StopConditions
 from ppserve.core.scheduling.sequence import SequenceEvent
 from ppserve.errors import Overloaded, RequestFailed
-from ppserve.head.cards import ModelCard, RankCard, StageCard, Topology
+from ppserve.head.descriptions import ModelDescription, RankDescription, StageDescription, Topology
 from ppserve.head.engine.open_request import OpenRequest
 from ppserve.head.observe.metrics import Metrics
 from ppserve.head.observe.request_metrics import STATUSES
@@ -84,15 +84,19 @@ def read(metrics: Metrics) -> Scrape:
     return Scrape(page.body.decode())
 
 
-def card() -> ModelCard:
+def description() -> ModelDescription:
     arch = Architecture(4, 64, 4, 128, 300, 300, 256)
-    return ModelCard("tiny", arch, 1000, "float32", "none", 128, None, True, True, "", "0.1.0")
+    return ModelDescription("tiny", arch, 1000, "float32", "none", 128, None, True, True, "", "0.1.0")
 
 
 def topology() -> Topology:
     stages = (
-        StageCard(0, 0, "one", "cpu", 0, 3, "0-2", 700, 2800, 100, ranks=(RankCard(0, 0, "one", "cpu", 700),)),
-        StageCard(1, 1, "two", "cuda:0", 3, 1, "3", 300, 1200, 100, ranks=(RankCard(1, 0, "two", "cuda:0", 300),)),
+        StageDescription(
+            0, 0, "one", "cpu", 0, 3, "0-2", 700, 2800, 100, ranks=(RankDescription(0, 0, "one", "cpu", 700),)
+        ),
+        StageDescription(
+            1, 1, "two", "cuda:0", 3, 1, "3", 300, 1200, 100, ranks=(RankDescription(1, 0, "two", "cuda:0", 300),)
+        ),
     )
     return Topology(stages, "gloo", 1, 2)
 
@@ -110,7 +114,7 @@ def hear(metrics: Metrics, request: OpenRequest, event: SequenceEvent, now_s: fl
 
 
 def test_every_name_of_the_contract_has_its_type_and_a_zero(metrics):
-    metrics.describe(card(), topology())
+    metrics.describe(description(), topology())
     seen = scrape(metrics)
     types = dict(re.findall(r"^# TYPE (\S+) (\S+)$", seen.text, re.MULTILINE))
     assert types.items() >= CONTRACT.items()
@@ -140,7 +144,7 @@ def test_buckets_reach_below_a_millisecond(metrics):
 
 
 def test_what_runs_where(metrics):
-    metrics.describe(card(), topology())
+    metrics.describe(description(), topology())
     seen = scrape(metrics)
     labels = {"stage": "1", "rank": "1", "host": "two", "device": "cuda:0", "layers": "3", "params": "300"}
     assert seen("ppserve_stage_info", **labels) == 1
@@ -151,12 +155,13 @@ def test_what_runs_where(metrics):
 def test_every_tensor_rank_of_every_replica_has_its_row():
     metrics = Metrics(1, num_replicas=2)
     stages = tuple(
-        StageCard(0, 2 * number, "one", "2 x cpu", 0, 4, "0-3", 1000, 4000, 100, replica=number, ranks=(
-            RankCard(2 * number, 0, "one", "cpu", 510), RankCard(2 * number + 1, 1, f"host{number}", "cpu", 490),
+        StageDescription(0, 2 * number, "one", "2 x cpu", 0, 4, "0-3", 1000, 4000, 100, replica=number, ranks=(
+            RankDescription(2 * number, 0, "one", "cpu", 510),
+            RankDescription(2 * number + 1, 1, f"host{number}", "cpu", 490),
         ))
         for number in range(2)
     )  # fmt: skip
-    metrics.describe(card(), Topology(stages, "gloo", 1, 1))
+    metrics.describe(description(), Topology(stages, "gloo", 1, 1))
     seen = read(metrics)
     assert seen.total("ppserve_stage_info", stage="0") == 4
     assert seen.total("ppserve_stage_info", replica="1", rank="3", host="host1", params="490") == 1
@@ -223,7 +228,7 @@ def test_a_step_in_either_order_of_reports(metrics):
     second = StepResult(1, 7, 1, StepStamps(0, 1_000_000, 5_000_000, 5_000_000, 6_000_000, 6_000_000))
     steps = Steps(2)
     for order in ((first, second), (second, first)):
-        step = steps.sent(plan(7), 0, 0, num_lanes=2)
+        step = steps.sent(plan(7), 0, 0, num_slots=2)
         metrics.replicas[0].dispatched(step)
         for result in order:
             assert steps.reported(result, 7_000_000) is step

@@ -22,7 +22,7 @@ def plan(step_id: int) -> StepPlan:
 
 def run_step(trace: Trace, step_id: int, num_stages: int = 3) -> None:
     steps = Steps(num_stages)
-    step = steps.sent(plan(step_id), 0, 0, num_lanes=1)
+    step = steps.sent(plan(step_id), 0, 0, num_slots=1)
     for stage in range(num_stages):
         begun = 10_000 * (step_id + stage)
         stamps = StepStamps(0, begun, begun, begun, begun + 8_000, begun + 9_000)
@@ -43,7 +43,7 @@ def test_steps_arrows_waits_and_counters(tmp_path):
     steps = {e["name"]: e for e in events if e["ph"] == "X" and e["cat"] == "decode"}
     assert set(steps) == {"0F7", "1F7", "2F7"}
     assert (steps["2F7"]["pid"], steps["2F7"]["ts"], steps["2F7"]["dur"]) == (2, 90, 8)
-    assert steps["2F7"]["args"] == {"phase": "decode", "tokens": 1, "slices": 1, "lane": 0}
+    assert steps["2F7"]["args"] == {"phase": "decode", "tokens": 1, "slices": 1, "slot": 0}
     assert [(e["name"], e["dur"]) for e in events if e.get("cat") == "bubble"] == [("imbalance", 50)]
     begins = {e["id"]: e for e in events if e["ph"] == "s"}
     ends = {e["id"]: e for e in events if e["ph"] == "f"}

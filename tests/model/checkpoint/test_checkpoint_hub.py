@@ -114,9 +114,7 @@ def open_in_a_process(
         process.join()
 
 
-def _open(
-    answer: Connection, model: str, config_only: bool, path: list[str], environment: dict[str, str]
-) -> None:
+def _open(answer: Connection, model: str, config_only: bool, path: list[str], environment: dict[str, str]) -> None:
     assert "huggingface_hub" not in sys.modules, "it has read another environment"
     os.environ.clear()
     os.environ.update(environment)

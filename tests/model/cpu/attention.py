@@ -10,7 +10,14 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ppserve.model.compiled.jit import kernel
-from ppserve.model.cpu.kernels.attention import AttentionRoom, CacheLayer, Heads, StepSlices, attend, write_heads
+from ppserve.model.cpu.kernels.attention import (
+    AttentionScratch,
+    CacheLayer,
+    Heads,
+    StepSlices,
+    attend,
+    write_heads,
+)
 from ppserve.model.cpu.kernels.attention_tile import AttentionKernel
 from ppserve.model.cpu.kernels.memory import address, aligned
 
@@ -71,20 +78,20 @@ class Layer:
         del kept
         return np.split(mixed, np.cumsum(counts)[:-1])
 
-    def _scratch(self, most_positions: int) -> tuple[AttentionRoom, list[NDArray[Any]]]:
+    def _scratch(self, most_positions: int) -> tuple[AttentionScratch, list[NDArray[Any]]]:
         """Room for a step, and the arrays that it is in."""
         kind, rows = self.kind, max(self.num_heads, self.kind.most_rows)
-        room = -(-most_positions // self.block_size) * -(-self.block_size // 16)
-        room += max(kind.panels, kind.groups_ahead)
+        scratch = -(-most_positions // self.block_size) * -(-self.block_size // 16)
+        scratch += max(kind.panels, kind.groups_ahead)
         stride = most_positions + 64
         arrays = [
-            aligned((6, room), np.int64),
+            aligned((6, scratch), np.int64),
             aligned(rows * self.head_size + 16, np.float32),
             aligned(rows * stride, np.float32),
             aligned(rows * (self.head_size + 32), np.float32),
         ]
         groups, queries, scores, sums = (address(array) for array in arrays)
-        return AttentionRoom(groups, room, queries, scores, 4 * stride, sums), arrays
+        return AttentionScratch(groups, scratch, queries, scores, 4 * stride, sums), arrays
 
     def _slots(self, part: Part) -> NDArray[np.int64]:
         positions = part.start + np.arange(len(part.qkv))

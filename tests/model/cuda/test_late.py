@@ -121,16 +121,14 @@ def test_steps_may_be_given_faster_than_they_are_done() -> None:
 def test_the_loop_draws_what_the_model_draws(split: str) -> None:
     """Two lanes: a stage has the next plan of one before its step of the other has ended."""
     prompts, count = ((1, 2, 3), (4, 5)), 5
-    expected = [
-        [drawn.token_id for drawn in Pipeline(CHECKPOINT, "3").generate(ids, count)] for ids in prompts
-    ]
+    expected = [[drawn.token_id for drawn in Pipeline(CHECKPOINT, "3").generate(ids, count)] for ids in prompts]
     tokens: list[list[int]] = [[], []]
 
     def next_plan(step_id: int) -> StepPlan:
-        lane = step_id % 2
-        ids = tokens[lane][-1:] or prompts[lane]
-        start = len(prompts[lane]) + len(tokens[lane]) - len(ids) if tokens[lane] else 0
-        return StepPlan(1, step_id, 0, (Slice(lane, start, tuple(ids), (2 * lane, 2 * lane + 1), GREEDY_DRAW),))
+        slot = step_id % 2
+        ids = tokens[slot][-1:] or prompts[slot]
+        start = len(prompts[slot]) + len(tokens[slot]) - len(ids) if tokens[slot] else 0
+        return StepPlan(1, step_id, 0, (Slice(slot, start, tuple(ids), (2 * slot, 2 * slot + 1), GREEDY_DRAW),))
 
     with stages(split, ThreadWiring(), CHECKPOINT, compute=LateCompute.like(CPU)) as pipeline:
         for stage in pipeline:

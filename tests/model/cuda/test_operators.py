@@ -55,8 +55,10 @@ class Sequences:
         sizes = np.array([len(table) for table in tables])
         positions = np.concatenate([np.arange(s, s + n) for s, n in zip(start, count, strict=True)])
         blocks = np.concatenate(
-            [table[np.arange(s, s + n) // self.block_size] for table, s, n in zip(tables, start, count,
-            strict=True)]
+            [
+                table[np.arange(s, s + n) // self.block_size]
+                for table, s, n in zip(tables, start, count, strict=True)
+            ]
         )
         return StepRows(
             plan=StepPlan(0, 0, 0, ()),
@@ -145,6 +147,7 @@ def test_keys_and_values_may_be_in_another_dtype(dtype: torch.dtype, kv_dtype: t
 @pytest.mark.parametrize("block_size", [1, 7, 16, 64, 100])
 def test_attention_takes_any_block_size_and_rows_stand_alone(block_size: int, kind: str) -> None:
     """Bit for bit: whole prompts, chunks that begin anywhere in a tile, decodes alone and among others."""
+
     def fresh() -> Sequences:
         return Sequences(kind, 2, 24, block_size, torch.float32, (90, 41, 20))
 

@@ -91,6 +91,7 @@ def test_a_decode_without_a_draw_and_an_empty_bucket() -> None:
     for pipeline in (recorded, exact):
         for i in range(3):
             pipeline.step([pipeline.slice(i, prompt(10, seed=i), 0)])
+
     def slices(pipeline: Pipeline) -> list[Slice]:
         return [pipeline.slice(i, (7,), 10, GREEDY_DRAW if i != 1 else None) for i in range(3)]
 

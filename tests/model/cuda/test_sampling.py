@@ -84,9 +84,7 @@ def test_tokens_are_those_of_the_cpu(kind: str) -> None:
     chance = random.Random(3)
     for round_number in range(4):
         count = 60
-        slices = tuple(
-            Slice(i, chance.randrange(40), (1,), (0, 1, 2), any_draw(chance)) for i in range(count)
-        )
+        slices = tuple(Slice(i, chance.randrange(40), (1,), (0, 1, 2), any_draw(chance)) for i in range(count))
         plan, logits = StepPlan(0, 0, 0, slices), scores(count, round_number)
         drawn, scored = results(plan, logits, kind, at_once=chance.choice([7, 64]))
         assert scored == ()

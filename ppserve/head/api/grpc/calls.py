@@ -51,7 +51,7 @@ class KeyCheck(aio.ServerInterceptor):
 
 
 def call_from(context: Context, keys_are_checked: bool) -> Call:
-    """The call as the desk sees it. Call this when it comes in: its deadline counts from now."""
+    """The call as the request handler sees it. Call this when it comes in: its deadline counts from now."""
     metadata = context.invocation_metadata()
     key = _key(metadata) if keys_are_checked else None
     certificate = b",".join(context.peer_identities() or ())

@@ -108,23 +108,23 @@ class HeldCalls(aio.ServerInterceptor):
         return self._listening(handler) if method.startswith(_LISTENING) else handler
 
     def _with_one_message(self, handler: Handler, incomplete: LimitedPlaces) -> Handler:
-        asked, to_message, to_bytes = _method(handler), handler.request_deserializer, handler.response_serializer
+        parsed, to_message, to_bytes = _method(handler), handler.request_deserializer, handler.response_serializer
 
         async def method(_messages: object, context: Context) -> Any:
             message = await self._message(context, incomplete)
-            return None if message is None else await asked(message, context)
+            return None if message is None else await parsed(message, context)
 
         if handler.response_streaming:
             return grpc.stream_stream_rpc_method_handler(method, to_message, to_bytes)
         return grpc.stream_unary_rpc_method_handler(method, to_message, to_bytes)
 
     def _listening(self, handler: Handler) -> Handler:
-        asked, to_message, to_bytes = _method(handler), handler.request_deserializer, handler.response_serializer
+        parsed, to_message, to_bytes = _method(handler), handler.request_deserializer, handler.response_serializer
 
         async def method(messages: object, context: Context) -> None:
             try:
                 async with self._listeners.hold():
-                    await asked(messages, context)
+                    await parsed(messages, context)
             except NoPlace:
                 end_with(context, _TooManyCalls("too many calls listen already: ask again later"))
             except DecodeError:
@@ -155,12 +155,12 @@ class HeldCalls(aio.ServerInterceptor):
 def _method(handler: Handler) -> Method:
     """What answers, whether it writes its messages or yields them."""
     methods = (handler.unary_unary, handler.unary_stream, handler.stream_unary, handler.stream_stream)
-    asked: Any = next(method for method in methods if method is not None)
-    if not inspect.isasyncgenfunction(asked):
-        return cast(Method, asked)
+    parsed: Any = next(method for method in methods if method is not None)
+    if not inspect.isasyncgenfunction(parsed):
+        return cast(Method, parsed)
 
     async def writing(request: Any, context: Context) -> None:
-        async for message in asked(request, context):
+        async for message in parsed(request, context):
             await context.write(message)
 
     return writing

@@ -8,9 +8,15 @@ from dataclasses import fields
 from typing import Any
 
 from ppserve.core.request import FinishReason, Request
-from ppserve.head.api.requests import Asked, Resume
+from ppserve.head.api.requests import ParsedRequest, Resume
 from ppserve.head.api.stream import Delta, Score
-from ppserve.head.cards import ModelCard, RankCard, ReplicaCard, StageCard, Topology
+from ppserve.head.descriptions import (
+    ModelDescription,
+    RankDescription,
+    ReplicaDescription,
+    StageDescription,
+    Topology,
+)
 from ppserve.head.engine.output import TimingsOutput
 from ppserve.head.limits import Limits
 from ppserve.v1 import generation_pb2 as pb
@@ -19,7 +25,7 @@ REASONS = {reason: pb.Finish.Reason.Value(reason.value) for reason in FinishReas
 _SHAPE = ("num_layers", "width", "num_heads", "inner_width", "vocab_size", "max_positions")
 
 
-def asked_from(message: pb.GenerateRequest) -> Asked:
+def asked_from(message: pb.GenerateRequest) -> ParsedRequest:
     """What the message asks for: every field that it sets, under its own name."""
     given: dict[str, Any] = {"request_id": message.request_id, "priority": message.priority}
     for part in (message.sampling, message.stop, message.output):
@@ -27,7 +33,7 @@ def asked_from(message: pb.GenerateRequest) -> Asked:
     if message.HasField("resume"):
         given["resume"] = Resume(message.resume.index, message.resume.generated_token_ids)
     is_text = message.WhichOneof("prompt") == "text"
-    return Asked(prompt=message.text if is_text else message.token_ids.ids, **given)
+    return ParsedRequest(prompt=message.text if is_text else message.token_ids.ids, **given)
 
 
 class GenerateMessages:
@@ -86,25 +92,25 @@ class GenerateMessages:
         return token
 
 
-def model_message(card: ModelCard) -> pb.GetModelInfoResponse:
+def model_message(description: ModelDescription) -> pb.GetModelInfoResponse:
     """GetModelInfo's answer."""
-    arch = card.architecture
+    arch = description.architecture
     return pb.GetModelInfoResponse(
-        model=card.name,
+        model=description.name,
         architecture=pb.Architecture(
-            **{name: getattr(arch, name) for name in _SHAPE}, num_parameters=card.num_parameters
+            **{name: getattr(arch, name) for name in _SHAPE}, num_parameters=description.num_parameters
         ),
-        dtype=card.dtype,
-        quantization=card.quantization,
-        max_context=card.max_context,
-        eos_token_id=card.eos_id,
-        has_tokenizer=card.has_tokenizer,
-        limits=pb.Limits(**_fields(card.limits), max_prompt_tokens=card.max_context),
-        deterministic=card.deterministic,
-        nondeterministic_reason=card.why_not,
-        kernels=card.kernels,
-        kv_dtype=card.kv_dtype,
-        version=card.version,
+        dtype=description.dtype,
+        quantization=description.quantization,
+        max_context=description.max_context,
+        eos_token_id=description.eos_id,
+        has_tokenizer=description.has_tokenizer,
+        limits=pb.Limits(**_fields(description.limits), max_prompt_tokens=description.max_context),
+        deterministic=description.deterministic,
+        nondeterministic_reason=description.why_not,
+        kernels=description.kernels,
+        kv_dtype=description.kv_dtype,
+        version=description.version,
     )
 
 
@@ -120,11 +126,15 @@ def topology_message(topology: Topology) -> pb.GetTopologyResponse:
     )
 
 
-def _stage_message(stage: StageCard) -> pb.Stage:
+def _stage_message(stage: StageDescription) -> pb.Stage:
     ranks = [pb.StageRank(**_fields(rank)) for rank in stage.ranks]
     return pb.Stage(**{**_fields(stage), "bubble_seconds": dict(stage.bubble_s), "ranks": ranks})
 
 
-def _fields(card: StageCard | RankCard | ReplicaCard | Limits | TimingsOutput) -> dict[str, Any]:
+def _fields(
+    description: StageDescription | RankDescription | ReplicaDescription | Limits | TimingsOutput,
+) -> dict[str, Any]:
     """Its fields under the proto's names, in which units are written out."""
-    return {re.sub("_s$", "_seconds", field.name): getattr(card, field.name) for field in fields(card)}
+    return {
+        re.sub("_s$", "_seconds", field.name): getattr(description, field.name) for field in fields(description)
+    }

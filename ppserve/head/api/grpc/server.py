@@ -14,12 +14,12 @@ from grpc_reflection.v1alpha import reflection
 
 from ppserve.config import ServerSettings
 from ppserve.errors import ConfigError
-from ppserve.head.api.desk import FrontDesk
 from ppserve.head.api.grpc.calls import KeyCheck
 from ppserve.head.api.grpc.eager import EagerServer
 from ppserve.head.api.grpc.health import HEALTH_NAME, Health
 from ppserve.head.api.grpc.holding import HeldCalls
 from ppserve.head.api.grpc.service import SERVICE_NAME, GrpcService
+from ppserve.head.api.request_handler import RequestHandler
 from ppserve.head.api.tls import Certificates, read_certificates
 from ppserve.head.binding import address_text, bound
 from ppserve.head.limits import Limits
@@ -43,14 +43,16 @@ class OtherService(Protocol):
 class GrpcServer:
     """Serves until `stop`. Not serving, for health checks, until told that it is."""
 
-    def __init__(self, settings: ServerSettings, desk: FrontDesk, others: Sequence[OtherService] = ()) -> None:
+    def __init__(
+        self, settings: ServerSettings, request_handler: RequestHandler, others: Sequence[OtherService] = ()
+    ) -> None:
         """Raises ConfigError for certificates that cannot be used. Call inside the event loop."""
         self._settings = settings
-        self.desk = desk
+        self.request_handler = request_handler
         self._tls = read_certificates(settings)
-        key_check = [KeyCheck(desk.keys)] if desk.keys else []
-        self._server = EagerServer([HeldCalls(), *key_check], server_options(desk.card.limits))
-        self._server.add_generic_rpc_handlers((GrpcService(desk).handlers(),))
+        key_check = [KeyCheck(request_handler.keys)] if request_handler.keys else []
+        self._server = EagerServer([HeldCalls(), *key_check], server_options(request_handler.description.limits))
+        self._server.add_generic_rpc_handlers((GrpcService(request_handler).handlers(),))
         self._others = others
         self._server.add_generic_rpc_handlers(tuple(service.handlers() for service in others))
         services = [SERVICE_NAME, *(service.name for service in others)]
@@ -97,7 +99,7 @@ class GrpcServer:
         self._health.end()
         for service in self._others:
             service.is_serving = False
-        await self.desk.drain(timeout_s)
+        await self.request_handler.drain(timeout_s)
         await self._server.stop(CLOSING_S)
 
 

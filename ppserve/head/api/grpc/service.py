@@ -1,4 +1,4 @@
-"""The methods of `ppserve.v1.GenerationService`: a message in, the desk's answer out as messages."""
+"""The methods of `ppserve.v1.GenerationService`: a message in, the request handler's answer out as messages."""
 
 from __future__ import annotations
 
@@ -6,23 +6,23 @@ import grpc
 
 from ppserve.errors import Forbidden
 from ppserve.head.api.call import Call
-from ppserve.head.api.desk import FrontDesk, aside
 from ppserve.head.api.grpc.calls import Context, call_from, end_stream, parse, unary
 from ppserve.head.api.grpc.messages import GenerateMessages, asked_from, model_message, topology_message
+from ppserve.head.api.request_handler import RequestHandler, run_in_thread_if_long
 from ppserve.v1 import generation_pb2 as pb
 
 SERVICE_NAME = "ppserve.v1.GenerationService"
 
 
 class GrpcService:
-    """Answers calls with what the desk says."""
+    """Answers calls with what the request handler says."""
 
-    def __init__(self, desk: FrontDesk) -> None:
-        self._desk = desk
+    def __init__(self, request_handler: RequestHandler) -> None:
+        self._request_handler = request_handler
 
     def handlers(self) -> grpc.GenericRpcHandler:
         """What a server registers."""
-        keys_are_checked = self._desk.keys is not None
+        keys_are_checked = self._request_handler.keys is not None
         answers = {
             "Tokenize": self._tokenize,
             "Detokenize": self._detokenize,
@@ -40,43 +40,43 @@ class GrpcService:
         )
 
     async def _generate(self, raw: bytes, context: Context) -> None:
-        call = call_from(context, keys_are_checked=self._desk.keys is not None)
+        call = call_from(context, keys_are_checked=self._request_handler.keys is not None)
         try:
             message = parse(pb.GenerateRequest, raw)
-            call = self._desk.name(call, message.request_id)
+            call = self._request_handler.name(call, message.request_id)
             context.set_trailing_metadata(tuple(call.names))
-            async with self._desk.generate(asked_from(message), call) as stream:
-                messages = GenerateMessages(stream.request, call.request_id, self._desk.token_bytes)
+            async with self._request_handler.generate(asked_from(message), call) as stream:
+                messages = GenerateMessages(stream.request, call.request_id, self._request_handler.token_bytes)
                 async for delta in stream.deltas():
                     await context.write(messages.message(delta))
         except Exception as error:
             end_stream(context, call, error)
 
     async def _tokenize(self, raw: bytes, _call: Call) -> pb.TokenizeResponse:
-        ids = await self._desk.tokenize("text", parse(pb.TokenizeRequest, raw).text)
-        token_bytes = self._desk.token_bytes
+        ids = await self._request_handler.tokenize("text", parse(pb.TokenizeRequest, raw).text)
+        token_bytes = self._request_handler.token_bytes
 
         def answer() -> pb.TokenizeResponse:
             return pb.TokenizeResponse(tokens=[pb.TokenInfo(id=i, bytes=token_bytes(i)) for i in ids])
 
-        return await aside(len(ids), answer)
+        return await run_in_thread_if_long(len(ids), answer)
 
     async def _detokenize(self, raw: bytes, _call: Call) -> pb.DetokenizeResponse:
         ids = list(parse(pb.DetokenizeRequest, raw).token_ids.ids)
-        text, content = await self._desk.detokenize("token_ids.ids", ids)
+        text, content = await self._request_handler.detokenize("token_ids.ids", ids)
         return pb.DetokenizeResponse(text=text, bytes=content)
 
     async def _get_model_info(self, raw: bytes, _call: Call) -> pb.GetModelInfoResponse:
         parse(pb.GetModelInfoRequest, raw)
-        return model_message(self._desk.card)
+        return model_message(self._request_handler.description)
 
     async def _get_topology(self, raw: bytes, _call: Call) -> pb.GetTopologyResponse:
         parse(pb.GetTopologyRequest, raw)
-        return topology_message(await self._desk.topology())
+        return topology_message(await self._request_handler.topology())
 
     async def _restart_replica(self, raw: bytes, call: Call) -> pb.RestartReplicaResponse:
-        asked = parse(pb.RestartReplicaRequest, raw)
+        parsed = parse(pb.RestartReplicaRequest, raw)
         if not call.is_local:
             raise Forbidden("only callers on the head's own host may restart a replica")
-        await self._desk.restart(asked.replica, asked.pauses)
+        await self._request_handler.restart(parsed.replica, parsed.pauses)
         return pb.RestartReplicaResponse()

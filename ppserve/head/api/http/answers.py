@@ -12,9 +12,9 @@ from msgspec import UNSET, UnsetType
 
 from ppserve.core.request import FinishReason, Request
 from ppserve.head.api.call import Call
-from ppserve.head.api.desk import FrontDesk
 from ppserve.head.api.http.fields import Sampling, StreamOptions
 from ppserve.head.api.http.logprobs import LogprobsJson, LogprobWriter, ScoredToken
+from ppserve.head.api.request_handler import RequestHandler
 from ppserve.head.api.stream import FINISH_WORDS, Delta, Score
 
 _encode = msgspec.json.Encoder().encode
@@ -47,7 +47,7 @@ class ChoiceJson(msgspec.Struct, kw_only=True):
 
 
 class AnswerJson(msgspec.Struct):
-    """An answer, or one event of it. seed: the one in use. system_fingerprint: see `ModelCard.fingerprint`.
+    """An answer, or one event of it. seed: the one in use. system_fingerprint: see `ModelDescription.fingerprint`.
     prompt_token_ids: of a chat, whose choices have one prompt."""
 
     id: str
@@ -67,15 +67,22 @@ class Answers:
     objects: ClassVar[tuple[str, str]] = ("text_completion", "text_completion")
     id_prefix: ClassVar[str] = "cmpl-"
 
-    def __init__(self, call: Call, body: Sampling, requests: Sequence[Request], desk: FrontDesk) -> None:
-        card = desk.card
+    def __init__(
+        self, call: Call, body: Sampling, requests: Sequence[Request], request_handler: RequestHandler
+    ) -> None:
+        description = request_handler.description
         self._options = body.stream_options or StreamOptions()
-        self._head = (self.id_prefix + call.request_id, int(time.time()), card.name, card.fingerprint)
+        self._head = (
+            self.id_prefix + call.request_id,
+            int(time.time()),
+            description.name,
+            description.fingerprint,
+        )
         self._seed = requests[0].sampling.seed if body.seed is None else body.seed
         as_ids = bool(body.return_tokens_as_token_ids)
 
         def new_writer() -> LogprobWriter:
-            return LogprobWriter(desk.token_bytes, desk.text_bytes, as_ids)
+            return LogprobWriter(request_handler.token_bytes, request_handler.text_bytes, as_ids)
 
         self._prompts = [PromptProgress(place, request, new_writer) for place, request in enumerate(requests)]
 

@@ -18,13 +18,13 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment
 from msgspec import UNSET, UnsetType
 
 from ppserve.errors import ConfigError, InvalidRequest, Violation
-from ppserve.head.api.desk import FrontDesk
 from ppserve.head.api.http.answers import AnswerJson, Answers, PromptProgress, UsageJson, finish_of
 from ppserve.head.api.http.exchange import Exchange
 from ppserve.head.api.http.failures import HttpError
 from ppserve.head.api.http.fields import Sampling, Unserved, asked_from, called, check_model, check_served
 from ppserve.head.api.http.generating import generate
 from ppserve.head.api.http.logprobs import ChatLogprobsJson
+from ppserve.head.api.request_handler import RequestHandler
 from ppserve.head.api.stream import Delta
 
 MAX_MESSAGES = 1024
@@ -181,15 +181,17 @@ class ChatTemplate:
 _chat_body = msgspec.json.Decoder(ChatBody)
 
 
-async def chat_completions(template: ChatTemplate | None, exchange: Exchange, desk: FrontDesk) -> None:
+async def chat_completions(
+    template: ChatTemplate | None, exchange: Exchange, request_handler: RequestHandler
+) -> None:
     """POST /v1/chat/completions. template: None where the operator gave none."""
     body = await exchange.read(_chat_body)
-    check_model(body.model, desk.card.name)
+    check_model(body.model, request_handler.description.name)
     if template is None:
         problem = "this model has no chat template, and the server was given none: see --chat-template"
         raise HttpError(400, "NO_CHAT_TEMPLATE", problem)
     _check(body)
-    prompt = await _prompt(template, body, desk)
+    prompt = await _prompt(template, body, request_handler)
     logprobs = (body.top_logprobs or 0) if body.logprobs else None
     more: dict[str, Any] = {"logprobs": logprobs}
     names = {"prompt": "messages", "output.logprobs": "top_logprobs"}
@@ -197,16 +199,16 @@ async def chat_completions(template: ChatTemplate | None, exchange: Exchange, de
         more["max_tokens"] = body.max_completion_tokens
         names["stop.max_tokens"] = "max_completion_tokens"
     try:
-        await generate(exchange, desk, body, [asked_from(body, prompt, **more)], ChatAnswers)
+        await generate(exchange, request_handler, body, [asked_from(body, prompt, **more)], ChatAnswers)
     except InvalidRequest as error:
         raise called(names, error) from None
 
 
-async def _prompt(template: ChatTemplate, body: ChatBody, desk: FrontDesk) -> list[int]:
+async def _prompt(template: ChatTemplate, body: ChatBody, request_handler: RequestHandler) -> list[int]:
     """Where the template says end-of-text that token stands; where a message says so it is only text."""
     mark = secrets.token_hex(16)
     text = await asyncio.to_thread(template.render, body, mark)
-    return await desk.tokenize("messages", *text.split(mark))
+    return await request_handler.tokenize("messages", *text.split(mark))
 
 
 def _check(body: ChatBody) -> None:

@@ -15,8 +15,8 @@ from starlette.types import Message, Receive, Scope, Send
 from ppserve.errors import InvalidRequest, RequestError, Violation
 from ppserve.head.api.auth import bearer_key, caller_name
 from ppserve.head.api.call import Call
-from ppserve.head.api.desk import FrontDesk, aside
 from ppserve.head.api.http.failures import Headers, HttpError, content_of, headers_of, status_of
+from ppserve.head.api.request_handler import RequestHandler, run_in_thread_if_long
 
 MAX_BODY_BYTES = 1 << 20
 BODY_WITHIN_S = 30.0
@@ -28,20 +28,20 @@ B = TypeVar("B")
 
 
 class Exchange:
-    """call: as the desk knows it. status: of the answer, None before it begins."""
+    """call: as the request handler knows it. status: of the answer, None before it begins."""
 
-    def __init__(self, scope: Scope, receive: Receive, send: Send, desk: FrontDesk) -> None:
+    def __init__(self, scope: Scope, receive: Receive, send: Send, request_handler: RequestHandler) -> None:
         self._scope = scope
         self._receive = receive
         self._send = send
         self._is_stream = False
         self.status: int | None = None
         self.key = bearer_key(self.header("authorization"))
-        checked_key = self.key if desk.keys is not None else None
+        checked_key = self.key if request_handler.keys is not None else None
         host = (scope["client"] or ("", 0))[0]
         caller = caller_name(checked_key, scope["state"]["certificate"], host)
         call = Call.begin(caller, None, self.header("traceparent") or None)
-        call = desk.name(call, self.header("x-request-id"))
+        call = request_handler.name(call, self.header("x-request-id"))
         # Every reader of JSON holds 53 bits of a number.
         self.call = replace(call, seed=call.seed >> 11)
 
@@ -93,7 +93,7 @@ class Exchange:
                 raise
             raise HttpError(408, "BODY_TIMEOUT", f"the body did not come within {within_s:g} s") from None
         # `aside` counts characters to tokenize; decoding JSON is some 16 times as fast.
-        return await aside(len(body) // 16, lambda: _decoded(decoder, bytes(body)))
+        return await run_in_thread_if_long(len(body) // 16, lambda: _decoded(decoder, bytes(body)))
 
     @asynccontextmanager
     async def attended(self) -> AsyncIterator[None]:

@@ -17,7 +17,7 @@ import msgspec
 
 from ppserve.errors import InvalidRequest, Violation
 from ppserve.head.api.http.failures import HttpError
-from ppserve.head.api.requests import MAX_TOLD, Asked, Resume
+from ppserve.head.api.requests import MAX_TOLD, ParsedRequest, Resume
 from ppserve.head.limits import MAX_PRIORITY
 
 MAX_PROMPTS = 256
@@ -153,7 +153,7 @@ def _asks_for_something(name: str, value: Any) -> bool:
     return value is not False and value not in ("", [])
 
 
-def asked_from(body: Sampling, prompt: Prompt, **more: Any) -> Asked:
+def asked_from(body: Sampling, prompt: Prompt, **more: Any) -> ParsedRequest:
     """What the body asks for, from one prompt; `more` as in `Asked`. Raises InvalidRequest."""
     if body.stream_options is not None and not body.stream:
         raise InvalidRequest([Violation("stream_options", "only with stream")])
@@ -171,7 +171,7 @@ def asked_from(body: Sampling, prompt: Prompt, **more: Any) -> Asked:
     if body.resume is not None:
         given["resume"] = Resume(body.resume.index, body.resume.token_ids)
     given |= more
-    return Asked(prompt=prompt, **{name: value for name, value in given.items() if value is not None})
+    return ParsedRequest(prompt=prompt, **{name: value for name, value in given.items() if value is not None})
 
 
 def called(names: Mapping[str, str], error: InvalidRequest) -> InvalidRequest:
@@ -183,7 +183,7 @@ def called(names: Mapping[str, str], error: InvalidRequest) -> InvalidRequest:
     return InvalidRequest(told)
 
 
-def completions_from(body: CompletionBody) -> list[Asked]:
+def completions_from(body: CompletionBody) -> list[ParsedRequest]:
     """What the body asks for, of each of its prompts. Raises InvalidRequest."""
     prompts = _prompts_from(body.prompt)
     check_served(("", body))

@@ -1,4 +1,4 @@
-"""The paths that generate: from a body to the desk's streams, and from their deltas to the answer."""
+"""The paths that generate: from a body to the request handler's streams, and from their deltas to the answer."""
 
 from __future__ import annotations
 
@@ -9,44 +9,50 @@ from contextlib import AsyncExitStack
 import msgspec
 
 from ppserve.errors import InvalidRequest
-from ppserve.head.api.desk import FrontDesk, aside
 from ppserve.head.api.http.answers import Answers
 from ppserve.head.api.http.exchange import Exchange
 from ppserve.head.api.http.fields import CompletionBody, Sampling, called, check_model, completions_from
-from ppserve.head.api.requests import Asked
+from ppserve.head.api.request_handler import RequestHandler, run_in_thread_if_long
+from ppserve.head.api.requests import ParsedRequest
 from ppserve.head.api.stream import RequestStream
 
 _completion_body = msgspec.json.Decoder(CompletionBody)
 
 
-async def completions(exchange: Exchange, desk: FrontDesk) -> None:
+async def completions(exchange: Exchange, request_handler: RequestHandler) -> None:
     """POST /v1/completions."""
     body = await exchange.read(_completion_body)
-    check_model(body.model, desk.card.name)
-    await generate(exchange, desk, body, completions_from(body), Answers)
+    check_model(body.model, request_handler.description.name)
+    await generate(exchange, request_handler, body, completions_from(body), Answers)
 
 
 async def generate(
-    exchange: Exchange, desk: FrontDesk, body: Sampling, prompts: Sequence[Asked], kind: type[Answers]
+    exchange: Exchange,
+    request_handler: RequestHandler,
+    body: Sampling,
+    prompts: Sequence[ParsedRequest],
+    kind: type[Answers],
 ) -> None:
     """Answers with what `prompts` bring: all of it, or as events. All of them run, or none."""
     # A header's value, as which the name goes back, has no spaces at its ends.
-    exchange.call = desk.name(exchange.call, (body.request_id or "").strip())
+    exchange.call = request_handler.name(exchange.call, (body.request_id or "").strip())
     async with exchange.attended(), AsyncExitStack() as stack:
         streams: list[RequestStream] = []
-        for place, asked in enumerate(prompts):
+        for place, parsed in enumerate(prompts):
             try:
-                streams.append(await stack.enter_async_context(desk.generate(asked, exchange.call.another())))
+                streams.append(
+                    await stack.enter_async_context(request_handler.generate(parsed, exchange.call.another()))
+                )
             except InvalidRequest as error:
                 names = dict.fromkeys(("prompt", "token_ids.ids"), f"prompt[{place}]")
                 raise (error if len(prompts) == 1 else called(names, error)) from None
-        answers = kind(exchange.call, body, [stream.request for stream in streams], desk)
+        answers = kind(exchange.call, body, [stream.request for stream in streams], request_handler)
         if body.stream:
             await _send_events(exchange, answers, streams)
         else:
             deltas = [[delta async for delta in stream.deltas_in_time()] for stream in streams]
             num_tokens = sum(len(delta.tokens) + len(delta.prompt_scores) for part in deltas for delta in part)
-            await exchange.answer(await aside(num_tokens, lambda: answers.whole(deltas)))
+            await exchange.answer(await run_in_thread_if_long(num_tokens, lambda: answers.whole(deltas)))
 
 
 async def _send_events(exchange: Exchange, answers: Answers, streams: Sequence[RequestStream]) -> None:

@@ -19,12 +19,12 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 from ppserve.config import ServerSettings
 from ppserve.errors import DeadlinePassed, Draining
 from ppserve.head.api.call import Call
-from ppserve.head.api.desk import FrontDesk
 from ppserve.head.api.http import describing
 from ppserve.head.api.http.chat import ChatTemplate, chat_completions
 from ppserve.head.api.http.exchange import Exchange
 from ppserve.head.api.http.failures import HttpError, content_of
 from ppserve.head.api.http.generating import completions
+from ppserve.head.api.request_handler import RequestHandler
 from ppserve.head.api.tls import Certificates, LiveContext, read_certificates
 from ppserve.head.listener import Bounds, Headers, Listener
 
@@ -38,7 +38,7 @@ _CALLER_GONE = 499
 STATUSES = (200, 400, 401, 404, 405, 408, 413, 429, 431, _CALLER_GONE, 500, 503, 504)
 OTHER_PATHS = "other"
 
-Endpoint = Callable[[Exchange, FrontDesk], Awaitable[None]]
+Endpoint = Callable[[Exchange, RequestHandler], Awaitable[None]]
 
 
 class AnswerCounts(Protocol):
@@ -54,11 +54,11 @@ class AnswerCounts(Protocol):
 class HttpServer:
     """Serves until `stop`. Not healthy until told that it is serving."""
 
-    def __init__(self, settings: ServerSettings, desk: FrontDesk, counts: AnswerCounts) -> None:
+    def __init__(self, settings: ServerSettings, request_handler: RequestHandler, counts: AnswerCounts) -> None:
         """Raises ConfigError for certificates and a chat template that cannot be used."""
         self._settings = settings
         template = ChatTemplate(settings.chat_template) if settings.chat_template else None
-        self._desk = desk
+        self._request_handler = request_handler
         self._is_serving = False
         endpoints: list[tuple[str, str, Endpoint]] = [
             ("POST", "/v1/completions", completions),
@@ -74,10 +74,13 @@ class HttpServer:
         paths = frozenset(path for _, path, _ in endpoints if "{" not in path)
         for path in (*paths, OTHER_PATHS):
             counts.http_expected(path, STATUSES)
-        routes = [Route(path, _Serving(endpoint, desk), methods=[method]) for method, path, endpoint in endpoints]
+        routes = [
+            Route(path, _Serving(endpoint, request_handler), methods=[method])
+            for method, path, endpoint in endpoints
+        ]
         app = Starlette(
             routes=routes,
-            middleware=[Middleware(_Gate, desk, counts, paths)],
+            middleware=[Middleware(_Gate, request_handler, counts, paths)],
             exception_handlers={HTTPException: _no_such_path},
         )
         # Not sent elsewhere: an address made of the caller's own Host header may be anybody's.
@@ -104,10 +107,10 @@ class HttpServer:
     async def stop(self, timeout_s: float) -> None:
         """Turn unhealthy at once, refuse new requests, let running ones finish for `timeout_s`, then close."""
         self._is_serving = False
-        await self._desk.drain(timeout_s)
+        await self._request_handler.drain(timeout_s)
         await self._listener.stop()
 
-    async def _health(self, exchange: Exchange, _desk: FrontDesk) -> None:
+    async def _health(self, exchange: Exchange, _request_handler: RequestHandler) -> None:
         if not self._is_serving:
             raise Draining("not serving: a stage is away, or the server is shutting down")
         await exchange.answer(b"{}")
@@ -127,25 +130,27 @@ class HttpServer:
 class _Serving:
     """An endpoint as ASGI."""
 
-    def __init__(self, endpoint: Endpoint, desk: FrontDesk) -> None:
+    def __init__(self, endpoint: Endpoint, request_handler: RequestHandler) -> None:
         self._endpoint = endpoint
-        self._desk = desk
+        self._request_handler = request_handler
 
     async def __call__(self, scope: Scope, _receive: Receive, _send: Send) -> None:
-        await self._endpoint(scope["state"]["exchange"], self._desk)
+        await self._endpoint(scope["state"]["exchange"], self._request_handler)
 
 
 class _Gate:
     """Stands before every path, also those that there are not: whoever has no key does not learn which."""
 
-    def __init__(self, app: ASGIApp, desk: FrontDesk, counts: AnswerCounts, paths: frozenset[str]) -> None:
+    def __init__(
+        self, app: ASGIApp, request_handler: RequestHandler, counts: AnswerCounts, paths: frozenset[str]
+    ) -> None:
         self._app = app
-        self._desk = desk
+        self._request_handler = request_handler
         self._counts = counts
         self._paths = paths
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        exchange = Exchange(scope, receive, send, self._desk)
+        exchange = Exchange(scope, receive, send, self._request_handler)
         scope["state"]["exchange"] = exchange
         try:
             await self._answer(exchange, scope, receive)
@@ -161,8 +166,8 @@ class _Gate:
             # The listener has refused it unless all of it came at once.
             if sum(len(name) + len(value) for name, value in scope["headers"]) > BOUNDS.head_bytes:
                 raise _head_too_long()
-            if self._desk.keys is not None and scope["path"] not in OPEN_PATHS:
-                self._desk.keys.check(exchange.key)
+            if self._request_handler.keys is not None and scope["path"] not in OPEN_PATHS:
+                self._request_handler.keys.check(exchange.key)
             try:
                 async with exchange.limited() as limit:
                     await self._app(scope, receive, exchange.send)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from ppserve.errors import InvalidRequest, Violation
-from ppserve.head.api.requests import Asked, named_for
+from ppserve.head.api.requests import ParsedRequest, named_for
 from ppserve.head.limits import MAX_COUNT, MAX_SEED
 from ppserve.vllm import engine_pb2 as pb
 
@@ -22,7 +22,7 @@ _NAMES = {
 }
 
 
-def asked_from(message: pb.GenerateRequest) -> Asked:
+def asked_from(message: pb.GenerateRequest) -> ParsedRequest:
     """What the message asks for. Raises InvalidRequest for what no GPT-2 of ours serves."""
     params = message.sampling_params
     constraint = params.WhichOneof("constraint")
@@ -45,7 +45,7 @@ def asked_from(message: pb.GenerateRequest) -> Asked:
     if params.HasField("seed"):
         # The field is signed; all of its values are good seeds.
         given["seed"] = params.seed & MAX_SEED
-    return Asked(
+    return ParsedRequest(
         prompt=message.text if kind == "text" else message.tokenized.input_ids,
         top_p=params.top_p or 1.0,
         repetition_penalty=params.repetition_penalty or 1.0,

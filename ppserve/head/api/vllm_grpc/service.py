@@ -12,8 +12,8 @@ import grpc
 
 from ppserve.errors import InvalidRequest, Violation
 from ppserve.head.api.call import Call
-from ppserve.head.api.desk import FrontDesk
 from ppserve.head.api.grpc.calls import Context, call_from, end_stream, parse, unary
+from ppserve.head.api.request_handler import RequestHandler
 from ppserve.head.api.vllm_grpc.convert import asked_from, renamed
 from ppserve.head.api.vllm_grpc.messages import SequenceMessages
 from ppserve.head.api.vllm_grpc.tokenizer_files import archive, chunks
@@ -25,13 +25,13 @@ TOKENIZER_PLACE = "grpc:GetTokenizer"
 
 
 class VllmService:
-    """Answers calls with what the desk says. is_serving: what HealthCheck says; set from outside."""
+    """Answers calls with what the request handler says. is_serving: what HealthCheck says; set from outside."""
 
     name = "vllm.grpc.engine.VllmEngine"
 
-    def __init__(self, desk: FrontDesk, chat_template: Path | None) -> None:
+    def __init__(self, request_handler: RequestHandler, chat_template: Path | None) -> None:
         self.is_serving = False
-        self._desk = desk
+        self._request_handler = request_handler
         self._chat_template = None if chat_template is None else chat_template.read_text()
         self._started_s = time.monotonic()
         self._archive: bytes | None = None
@@ -46,7 +46,7 @@ class VllmService:
             "GetServerInfo": self._get_server_info,
             "GetLoads": self._get_loads,
         }
-        keys_are_checked = self._desk.keys is not None
+        keys_are_checked = self._request_handler.keys is not None
         return grpc.method_handlers_generic_handler(
             self.name,
             {
@@ -59,13 +59,13 @@ class VllmService:
         )
 
     async def _generate(self, raw: bytes, context: Context) -> None:
-        call = call_from(context, keys_are_checked=self._desk.keys is not None)
+        call = call_from(context, keys_are_checked=self._request_handler.keys is not None)
         message = pb.GenerateRequest()
         try:
             message = parse(pb.GenerateRequest, raw)
-            call = self._desk.name(call, message.request_id)
+            call = self._request_handler.name(call, message.request_id)
             context.set_trailing_metadata(tuple(call.names))
-            async with self._desk.generate(asked_from(message), call) as stream:
+            async with self._request_handler.generate(asked_from(message), call) as stream:
                 messages = SequenceMessages(stream.request, message.stream)
                 async for delta in stream.deltas_in_time():
                     for answer in messages.of(delta):
@@ -76,7 +76,7 @@ class VllmService:
             end_stream(context, call, error)
 
     async def _get_tokenizer(self, raw: bytes, context: Context) -> None:
-        call = call_from(context, keys_are_checked=self._desk.keys is not None)
+        call = call_from(context, keys_are_checked=self._request_handler.keys is not None)
         try:
             parse(pb.GetTokenizerRequest, raw)
             for chunk in chunks(await self._tokenizer_archive()):
@@ -87,13 +87,13 @@ class VllmService:
     async def _tokenizer_archive(self) -> bytes:
         """Made when it is first asked for. Raises InvalidRequest without a tokenizer."""
         if self._archive is None:
-            content = await self._desk.tokenizer_json()
+            content = await self._request_handler.tokenizer_json()
             if content is None:
                 raise InvalidRequest([Violation("", "this model has no tokenizer: send tokenized.input_ids")])
-            card = self._desk.card
-            special = b"" if card.eos_id is None else self._desk.token_bytes(card.eos_id)
+            description = self._request_handler.description
+            special = b"" if description.eos_id is None else self._request_handler.token_bytes(description.eos_id)
             end_of_text = special.decode("utf-8", "replace")
-            self._archive = archive(card, content, end_of_text, self._chat_template)
+            self._archive = archive(description, content, end_of_text, self._chat_template)
         return self._archive
 
     async def _health_check(self, raw: bytes, _call: Call) -> pb.HealthCheckResponse:
@@ -102,30 +102,30 @@ class VllmService:
         return pb.HealthCheckResponse(healthy=self.is_serving, message="" if self.is_serving else problem)
 
     async def _abort(self, raw: bytes, call: Call) -> pb.AbortResponse:
-        self._desk.abort(frozenset(parse(pb.AbortRequest, raw).request_ids), call.caller)
+        self._request_handler.abort(frozenset(parse(pb.AbortRequest, raw).request_ids), call.caller)
         return pb.AbortResponse()
 
     async def _get_model_info(self, raw: bytes, _call: Call) -> pb.GetModelInfoResponse:
         parse(pb.GetModelInfoRequest, raw)
-        card = self._desk.card
+        description = self._request_handler.description
         return pb.GetModelInfoResponse(
-            model_path=card.name,
+            model_path=description.name,
             is_generation=True,
-            max_context_length=card.max_context,
-            vocab_size=card.architecture.vocab_size,
-            served_model_name=card.name,
-            tokenizer_path=TOKENIZER_PLACE if card.has_tokenizer else "",
+            max_context_length=description.max_context,
+            vocab_size=description.architecture.vocab_size,
+            served_model_name=description.name,
+            tokenizer_path=TOKENIZER_PLACE if description.has_tokenizer else "",
             model_type="gpt2",
             architectures=["GPT2LMHeadModel"],
-            eos_token_ids=[] if card.eos_id is None else [card.eos_id],
-            bos_token_id=card.eos_id or 0,
-            max_req_input_len=card.max_context,
+            eos_token_ids=[] if description.eos_id is None else [description.eos_id],
+            bos_token_id=description.eos_id or 0,
+            max_req_input_len=description.max_context,
         )
 
     async def _get_server_info(self, raw: bytes, _call: Call) -> pb.GetServerInfoResponse:
         parse(pb.GetServerInfoRequest, raw)
         return pb.GetServerInfoResponse(
-            active_requests=self._desk.num_open_streams,
+            active_requests=self._request_handler.num_open_streams,
             uptime_seconds=time.monotonic() - self._started_s,
             server_type="vllm-grpc",
             data_parallel_size=1,
@@ -133,7 +133,7 @@ class VllmService:
 
     async def _get_loads(self, raw: bytes, _call: Call) -> pb.GetLoadsResponse:
         parse(pb.GetLoadsRequest, raw)
-        load = await self._desk.load()
+        load = await self._request_handler.load()
         scheduler = pb.SchedulerLoad(
             num_running_reqs=load.running,
             num_waiting_reqs=load.waiting,
@@ -145,5 +145,5 @@ class VllmService:
         )
         now = datetime.now(UTC).isoformat()
         return pb.GetLoadsResponse(
-            timestamp=now, version=self._desk.card.version, dp_rank_count=1, loads=[scheduler]
+            timestamp=now, version=self._request_handler.description.version, dp_rank_count=1, loads=[scheduler]
         )

@@ -9,19 +9,25 @@ import json
 import zipfile
 from collections.abc import Iterator
 
-from ppserve.head.cards import ModelCard
+from ppserve.head.descriptions import ModelDescription
 from ppserve.vllm import engine_pb2 as pb
 
 CHUNK_BYTES = 256 << 10
 
 
-def archive(card: ModelCard, tokenizer_json: bytes, end_of_text: str, chat_template: str | None) -> bytes:
+def archive(
+    description: ModelDescription, tokenizer_json: bytes, end_of_text: str, chat_template: str | None
+) -> bytes:
     """A zip file. end_of_text: the text of the token `card.eos_id`, "" without one."""
     special = dict.fromkeys(("bos_token", "eos_token"), end_of_text) if end_of_text else {}
-    described = {"tokenizer_class": "GPT2Tokenizer", "model_max_length": card.max_context, **special}
+    described = {"tokenizer_class": "GPT2Tokenizer", "model_max_length": description.max_context, **special}
     if chat_template is not None:
         described["chat_template"] = chat_template
-    config = {"model_type": "gpt2", "vocab_size": card.architecture.vocab_size, "eos_token_id": card.eos_id}
+    config = {
+        "model_type": "gpt2",
+        "vocab_size": description.architecture.vocab_size,
+        "eos_token_id": description.eos_id,
+    }
     content = io.BytesIO()
     with zipfile.ZipFile(content, "w", zipfile.ZIP_DEFLATED) as zipped:
         zipped.writestr("tokenizer.json", tokenizer_json)

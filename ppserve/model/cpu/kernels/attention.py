@@ -84,7 +84,7 @@ class Heads(NamedTuple):
     end: int
 
 
-class AttentionRoom(NamedTuple):
+class AttentionScratch(NamedTuple):
     """What a thread writes while it attends; addresses. scores_stride: of a row of scores."""
 
     groups: int
@@ -102,7 +102,7 @@ def panels_of(cache):
 
 
 @inlined
-def _write_keys(kind, cache, room, source, stride, count, cell, offset):
+def _write_keys(kind, cache, scratch, source, stride, count, cell, offset):
     """Keys of one head of `count` rows: 16 that fill a group, or one."""
     size, elements = cache.head_size, kind.element_bytes
     positions = -(-cache.block_size // GROUP) * GROUP
@@ -112,13 +112,13 @@ def _write_keys(kind, cache, room, source, stride, count, cell, offset):
         for r in range(count):
             scale, factor = scale_for_int8(source + r * stride, size)
             store_one(cell + positions * size, offset + r, scale)
-            store_one(room.queries, r, factor)
+            store_one(scratch.queries, r, factor)
     if count == GROUP:
         for d in range(0, size, GROUP):
             at = place + d * GROUP * elements
-            keep_transposed(kind, at, size - d, source + 4 * d, stride, room.queries)
+            keep_transposed(kind, at, size - d, source + 4 * d, stride, scratch.queries)
         return
-    factor = load_one(room.queries, 0) if elements == 1 else _ONE
+    factor = load_one(scratch.queries, 0) if elements == 1 else _ONE
     for d in range(size):
         keep_one(kind, place + d * GROUP * elements, load_one(source, d) * factor)
 
@@ -137,7 +137,7 @@ def _write_value(kind, cache, source, cell, offset):
 
 
 @inlined
-def write_heads(kind, cache, slices, room, heads):
+def write_heads(kind, cache, slices, scratch, heads):
     """Put each row's key and value of some heads into its slot."""
     width = 4 * cache.num_heads * cache.head_size
     for head in range(heads.first, heads.end):
@@ -150,14 +150,14 @@ def write_heads(kind, cache, slices, room, heads):
             cell = block * cache.num_heads + head
             key_cell, value_cell = cache.keys + cell * cache.key_cell, cache.values + cell * cache.value_cell
             source = heads.qkv + row * heads.qkv_stride + width + 4 * head * cache.head_size
-            _write_keys(kind, cache, room, source, heads.qkv_stride, count, key_cell, offset)
+            _write_keys(kind, cache, scratch, source, heads.qkv_stride, count, key_cell, offset)
             for r in range(count):
                 _write_value(kind, cache, source + r * heads.qkv_stride + width, value_cell, offset + r)
             row += count
 
 
 @inlined
-def _find_groups(kind, cache, room, table, count):
+def _find_groups(kind, cache, scratch, table, count):
     """Fill `room.groups` for a sequence's first `count` positions; returns the number of groups.
 
     `room.groups` is six columns of `room.most_groups` numbers, one row for each group: the address of its keys, of
@@ -166,9 +166,9 @@ def _find_groups(kind, cache, room, table, count):
     """
     number = 0
     elements, size = kind.element_bytes, cache.head_size
-    keys, values = room.groups, room.groups + 8 * room.most_groups
-    positions, counts = values + 8 * room.most_groups, values + 16 * room.most_groups
-    key_scales, value_scales = values + 24 * room.most_groups, values + 32 * room.most_groups
+    keys, values = scratch.groups, scratch.groups + 8 * scratch.most_groups
+    positions, counts = values + 8 * scratch.most_groups, values + 16 * scratch.most_groups
+    key_scales, value_scales = values + 24 * scratch.most_groups, values + 32 * scratch.most_groups
     key_numbers = -(-cache.block_size // GROUP) * GROUP * size
     value_numbers = panels_of(cache) * GROUP * cache.block_size
     for begin in range(0, count, cache.block_size):
@@ -194,12 +194,12 @@ def _find_groups(kind, cache, room, table, count):
 
 
 @inlined
-def _score_groups(kind, cache, room, group, num_rows, queries, head, scores):
+def _score_groups(kind, cache, scratch, group, num_rows, queries, head, scores):
     """Scores of some rows against a tile's groups, of which the first is `group`."""
-    at, column = room.groups + 8 * group, 8 * room.most_groups
+    at, column = scratch.groups + 8 * group, 8 * scratch.most_groups
     score(
         kind, num_rows, queries, 4 * cache.head_size, cache.head_size, (at, at + 2 * column, at + 4 * column),
-        head * cache.key_cell, cache.key_cell, scores, room.scores_stride,
+        head * cache.key_cell, cache.key_cell, scores, scratch.scores_stride,
     )  # fmt: skip
 
 
@@ -225,10 +225,10 @@ def _weigh(scores, count, end):
 
 
 @inlined
-def _scale_weights(room, num_groups, head_at, weights):
+def _scale_weights(scratch, num_groups, head_at, weights):
     """Multiply the weights of int8 values by the values' scales."""
-    positions, counts = room.groups + 16 * room.most_groups, room.groups + 24 * room.most_groups
-    scales = room.groups + 40 * room.most_groups
+    positions, counts = scratch.groups + 16 * scratch.most_groups, scratch.groups + 24 * scratch.most_groups
+    scales = scratch.groups + 40 * scratch.most_groups
     for group in range(num_groups):
         at, scale = weights + load_int(positions, group), load_int(scales, group) + head_at
         if load_int(counts, group) == GROUP:
@@ -239,9 +239,9 @@ def _scale_weights(room, num_groups, head_at, weights):
 
 
 @inlined
-def _mix_head(kind, cache, room, num_groups, num_rows, head, weights, sums):
+def _mix_head(kind, cache, scratch, num_groups, num_rows, head, weights, sums):
     """The weighted sums of a head's values for some rows, into `sums`."""
-    at, column = room.groups, 8 * room.most_groups
+    at, column = scratch.groups, 8 * scratch.most_groups
     groups = (at + column, at + 2 * column, at + 3 * column)
     panel_bytes = cache.block_size * GROUP * kind.element_bytes
     panels, panel = panels_of(cache), 0
@@ -250,12 +250,12 @@ def _mix_head(kind, cache, room, num_groups, num_rows, head, weights, sums):
         to, stride = sums + 4 * GROUP * panel, 4 * GROUP * panels
         if panels - panel >= kind.panels:
             mix_panels(
-                kind, num_rows, weights, room.scores_stride, num_groups, groups, place, panel_bytes, to, stride
+                kind, num_rows, weights, scratch.scores_stride, num_groups, groups, place, panel_bytes, to, stride
             )  # fmt: skip
             panel += kind.panels
         else:
             mix_panel(
-                kind, num_rows, weights, room.scores_stride, num_groups, groups, place, panel_bytes, to, stride
+                kind, num_rows, weights, scratch.scores_stride, num_groups, groups, place, panel_bytes, to, stride
             )  # fmt: skip
             panel += 1
 
@@ -278,30 +278,30 @@ def _load_query(source, size, scale, query):
 
 
 @inlined
-def _attend_row(kind, cache, room, heads, row, count, num_groups):
+def _attend_row(kind, cache, scratch, heads, row, count, num_groups):
     """One row over its `count` positions: block after block, all heads of a block while it streams past."""
-    size, stride = cache.head_size, room.scores_stride
+    size, stride = cache.head_size, scratch.scores_stride
     query, mixed = heads.qkv + row * heads.qkv_stride, heads.mixed + row * heads.mixed_stride
     for head in range(heads.first, heads.end):
-        _load_query(query + 4 * head * size, size, cache.scale, room.queries + 4 * (head - heads.first) * size)
+        _load_query(query + 4 * head * size, size, cache.scale, scratch.queries + 4 * (head - heads.first) * size)
     for group in range(0, num_groups, kind.panels):
         for head in range(heads.first, heads.end):
             number = head - heads.first
-            queries, scores = room.queries + 4 * number * size, room.scores + number * stride
-            _score_groups(kind, cache, room, group, 1, queries, head, scores)
+            queries, scores = scratch.queries + 4 * number * size, scratch.scores + number * stride
+            _score_groups(kind, cache, scratch, group, 1, queries, head, scores)
     for head in range(heads.first, heads.end):
-        scores = room.scores + (head - heads.first) * stride
+        scores = scratch.scores + (head - heads.first) * stride
         total = _weigh(scores, count, count)
         if kind.element_bytes == 1:
-            _scale_weights(room, num_groups, head * cache.value_cell, scores)
-        _mix_head(kind, cache, room, num_groups, 1, head, scores, room.sums)
-        _write_mixed(cache, room.sums, total, mixed + 4 * head * size)
+            _scale_weights(scratch, num_groups, head * cache.value_cell, scores)
+        _mix_head(kind, cache, scratch, num_groups, 1, head, scores, scratch.sums)
+        _write_mixed(cache, scratch.sums, total, mixed + 4 * head * size)
 
 
 @inlined
-def _groups_before(room, num_groups, end):
+def _groups_before(scratch, num_groups, end):
     """How many groups begin before position `end`; the last of them loses what is not before it."""
-    positions, counts = room.groups + 16 * room.most_groups, room.groups + 24 * room.most_groups
+    positions, counts = scratch.groups + 16 * scratch.most_groups, scratch.groups + 24 * scratch.most_groups
     while num_groups > 0 and load_int(positions, num_groups - 1) >= 4 * end:
         num_groups -= 1
     begin = load_int(positions, num_groups - 1) // 4
@@ -325,45 +325,45 @@ def _are_a_rows_own(sums, size):
 
 
 @inlined
-def _attend_tile(kind, cache, room, heads, head, first_row, num_rows, position, num_groups):
+def _attend_tile(kind, cache, scratch, heads, head, first_row, num_rows, position, num_groups):
     """One head of some consecutive rows, of which the first stands at `position`."""
     size, panels = cache.head_size, panels_of(cache)
     for r in range(num_rows):
         query = heads.qkv + (first_row + r) * heads.qkv_stride + 4 * head * size
-        _load_query(query, size, cache.scale, room.queries + 4 * r * size)
+        _load_query(query, size, cache.scale, scratch.queries + 4 * r * size)
     for group in range(0, num_groups, kind.panels):
-        _score_groups(kind, cache, room, group, num_rows, room.queries, head, room.scores)
-    totals = room.sums + 4 * kind.most_rows * GROUP * panels
+        _score_groups(kind, cache, scratch, group, num_rows, scratch.queries, head, scratch.scores)
+    totals = scratch.sums + 4 * kind.most_rows * GROUP * panels
     for r in range(num_rows):
-        scores = room.scores + r * room.scores_stride
+        scores = scratch.scores + r * scratch.scores_stride
         store_one(totals, r, _weigh(scores, position + r + 1, position + num_rows))
         if kind.element_bytes == 1:
-            _scale_weights(room, num_groups, head * cache.value_cell, scores)
-    _mix_head(kind, cache, room, num_groups, num_rows, head, room.scores, room.sums)
+            _scale_weights(scratch, num_groups, head * cache.value_cell, scores)
+    _mix_head(kind, cache, scratch, num_groups, num_rows, head, scratch.scores, scratch.sums)
     # From the last row to the first: the list of groups gets shorter.
     for r in range(num_rows - 1, -1, -1):
-        sums = room.sums + 4 * r * GROUP * panels
+        sums = scratch.sums + 4 * r * GROUP * panels
         if not _are_a_rows_own(sums, size):
-            num_groups = _groups_before(room, num_groups, position + r + 1)
-            _mix_head(kind, cache, room, num_groups, 1, head, room.scores + r * room.scores_stride, sums)
+            num_groups = _groups_before(scratch, num_groups, position + r + 1)
+            _mix_head(kind, cache, scratch, num_groups, 1, head, scratch.scores + r * scratch.scores_stride, sums)
         mixed = heads.mixed + (first_row + r) * heads.mixed_stride + 4 * head * size
         _write_mixed(cache, sums, load_one(totals, r), mixed)
 
 
 @inlined
-def attend(kind, cache, slices, room, heads):
+def attend(kind, cache, slices, scratch, heads):
     """Attention of some heads for all rows. Their keys and values have been written."""
     for s in range(slices.num_slices):
         first_row, num_rows = load_int(slices.first_row, s), load_int(slices.rows, s)
         start, table = load_int(slices.start, s), slices.tables + 8 * load_int(slices.table_begin, s)
         if num_rows == 1:
-            num_groups = _find_groups(kind, cache, room, table, start + 1)
-            _attend_row(kind, cache, room, heads, first_row, start + 1, num_groups)
+            num_groups = _find_groups(kind, cache, scratch, table, start + 1)
+            _attend_row(kind, cache, scratch, heads, first_row, start + 1, num_groups)
             continue
         for head in range(heads.first, heads.end):
             # From the last rows to the first: the list of groups gets shorter.
-            num_groups = _find_groups(kind, cache, room, table, start + num_rows)
+            num_groups = _find_groups(kind, cache, scratch, table, start + num_rows)
             for row in range((num_rows - 1) // kind.most_rows * kind.most_rows, -1, -kind.most_rows):
                 rows, position = min(kind.most_rows, num_rows - row), start + row
-                num_groups = _groups_before(room, num_groups, position + rows)
-                _attend_tile(kind, cache, room, heads, head, first_row + row, rows, position, num_groups)
+                num_groups = _groups_before(scratch, num_groups, position + rows)
+                _attend_tile(kind, cache, scratch, heads, head, first_row + row, rows, position, num_groups)

@@ -79,12 +79,12 @@ def swap(side, widths, element_bytes, num_rows, whole):
     row_bytes = 0
     for rank in range(count):
         row_bytes += load_int(widths, rank) * element_bytes
-    room = load_int(side, BUFFERS) + turn % 2 * BUFFER_BYTES
+    scratch = load_int(side, BUFFERS) + turn % 2 * BUFFER_BYTES
     for rank in range(count):
         width = load_int(widths, rank) * element_bytes
         for row in range(num_rows):
-            _copy_bytes(whole + row * row_bytes, room + row * width, width)
-        whole, room = whole + width, room + 2 * BUFFER_BYTES
+            _copy_bytes(whole + row * row_bytes, scratch + row * width, width)
+        whole, scratch = whole + width, scratch + 2 * BUFFER_BYTES
     return True
 
 

@@ -19,16 +19,31 @@ def _maybe(**fields: st.SearchStrategy[object]) -> st.SearchStrategy[dict[str, o
 
 
 sampling = _maybe(
-    temperature=floats, top_k=counts, top_p=floats, min_p=floats,
-    repetition_penalty=floats, frequency_penalty=floats, presence_penalty=floats,
-    seed=st.integers(0, 2**64 - 1), n=small, logit_bias=st.dictionaries(ids, floats),
+    temperature=floats,
+    top_k=counts,
+    top_p=floats,
+    min_p=floats,
+    repetition_penalty=floats,
+    frequency_penalty=floats,
+    presence_penalty=floats,
+    seed=st.integers(0, 2**64 - 1),
+    n=small,
+    logit_bias=st.dictionaries(ids, floats),
 ).map(lambda fields: pb.SamplingParams(**fields))
 stop = _maybe(
-    max_tokens=counts, min_tokens=small, stop=st.lists(texts, max_size=6),
-    stop_token_ids=st.lists(ids, max_size=70), ignore_eos=st.booleans(), include_stop=st.booleans(),
+    max_tokens=counts,
+    min_tokens=small,
+    stop=st.lists(texts, max_size=6),
+    stop_token_ids=st.lists(ids, max_size=70),
+    ignore_eos=st.booleans(),
+    include_stop=st.booleans(),
 ).map(lambda fields: pb.StopConditions(**fields))
 output = _maybe(
-    echo=st.booleans(), logprobs=small, prompt_logprobs=small, token_ids=st.booleans(), timings=st.booleans(),
+    echo=st.booleans(),
+    logprobs=small,
+    prompt_logprobs=small,
+    token_ids=st.booleans(),
+    timings=st.booleans(),
     stream_interval=counts,
 ).map(lambda fields: pb.OutputOptions(**fields))
 resume = _maybe(index=small, generated_token_ids=st.lists(ids, max_size=70)).map(
@@ -40,7 +55,11 @@ prompt = st.fixed_dictionaries({"text": texts}) | st.fixed_dictionaries(
 requests = st.tuples(
     prompt,
     _maybe(
-        request_id=st.text(max_size=20), sampling=sampling, stop=stop, output=output, resume=resume,
+        request_id=st.text(max_size=20),
+        sampling=sampling,
+        stop=stop,
+        output=output,
+        resume=resume,
         priority=st.integers(-(2**31), 2**31 - 1),
     ),
 ).map(lambda parts: pb.GenerateRequest(**parts[0], **parts[1]))

@@ -8,7 +8,7 @@ import pytest
 
 from ppserve.errors import InvalidRequest
 from ppserve.head.api.grpc.messages import asked_from
-from ppserve.head.api.requests import Asked, check
+from ppserve.head.api.requests import ParsedRequest, check
 from ppserve.v1 import generation_pb2 as pb
 from tests.fake_engine import CARD
 from tests.head.api.test_requests import REFUSED
@@ -20,16 +20,20 @@ BY_TYPE = {bool: True, int: 3, float: 0.5}
 
 
 def test_an_empty_message_asks_for_the_defaults() -> None:
-    assert asked_from(pb.GenerateRequest()) == Asked(prompt=[])
+    assert asked_from(pb.GenerateRequest()) == ParsedRequest(prompt=[])
 
 
 @pytest.mark.parametrize(("home", "field"), FIELDS)
 def test_every_field_arrives_under_its_name(home: str, field: str) -> None:
     part = PARTS[home]
     value = COMPOSITE.get(field) or BY_TYPE[type(getattr(part(), field))]
-    asked = asked_from(pb.GenerateRequest(**{home: part(**{field: value})}))
-    assert getattr(asked, field) == value
-    changed = [f.name for f in fields(Asked) if getattr(asked, f.name) != getattr(Asked(prompt=[]), f.name)]
+    parsed = asked_from(pb.GenerateRequest(**{home: part(**{field: value})}))
+    assert getattr(parsed, field) == value
+    changed = [
+        f.name
+        for f in fields(ParsedRequest)
+        if getattr(parsed, f.name) != getattr(ParsedRequest(prompt=[]), f.name)
+    ]
     assert changed == [field]
 
 
@@ -37,27 +41,29 @@ def test_prompt_name_priority_and_resume() -> None:
     message = pb.GenerateRequest(
         text="hello", request_id="mine", priority=-3, resume=pb.ResumeFrom(generated_token_ids=[4, 5])
     )
-    asked = asked_from(message)
-    assert (asked.prompt, asked.request_id, asked.priority) == ("hello", "mine", -3)
-    assert asked.resume is not None
-    assert (asked.resume.index, list(asked.resume.ids)) == (0, [4, 5])
+    parsed = asked_from(message)
+    assert (parsed.prompt, parsed.request_id, parsed.priority) == ("hello", "mine", -3)
+    assert parsed.resume is not None
+    assert (parsed.resume.index, list(parsed.resume.ids)) == (0, [4, 5])
     assert list(asked_from(pb.GenerateRequest(token_ids=pb.TokenIds(ids=[1, 2]))).prompt) == [1, 2]
     assert asked_from(pb.GenerateRequest(text="")).prompt == ""
 
 
 def test_zero_is_not_the_default() -> None:
-    zeros = asked_from(pb.GenerateRequest(
-        sampling=pb.SamplingParams(temperature=0, seed=0, n=0),
-        stop=pb.StopConditions(max_tokens=0),
-        output=pb.OutputOptions(logprobs=0),
-    ))
+    zeros = asked_from(
+        pb.GenerateRequest(
+            sampling=pb.SamplingParams(temperature=0, seed=0, n=0),
+            stop=pb.StopConditions(max_tokens=0),
+            output=pb.OutputOptions(logprobs=0),
+        )
+    )
     assert (zeros.temperature, zeros.seed, zeros.n, zeros.max_tokens, zeros.logprobs) == (0.0, 0, 0, 0, 0)
 
 
-@pytest.mark.parametrize(("asked", "named"), REFUSED)
-def test_errors_name_fields_of_the_message(asked: Asked, named: str) -> None:
+@pytest.mark.parametrize(("parsed", "named"), REFUSED)
+def test_errors_name_fields_of_the_message(parsed: ParsedRequest, named: str) -> None:
     with pytest.raises(InvalidRequest) as refusal:
-        check(asked, CARD)
+        check(parsed, CARD)
     for violation in refusal.value.violations:
         descriptor = pb.GenerateRequest.DESCRIPTOR
         for name in violation.field.partition("[")[0].split("."):

@@ -93,8 +93,8 @@ def test_a_refused_call_is_gone_when_its_caller_is_told(is_ours: bool) -> None:
 
     async def main() -> int:
         server = EagerServer([], [])
-        desk = desk_of(FakeEngine(full=Overloaded("full", 1.0)))
-        server.add_generic_rpc_handlers((GrpcService(desk).handlers() if is_ours else Aborts(),))
+        request_handler = desk_of(FakeEngine(full=Overloaded("full", 1.0)))
+        server.add_generic_rpc_handlers((GrpcService(request_handler).handlers() if is_ours else Aborts(),))
         port = server.add_insecure_port("127.0.0.1:0")
         await server.start()
         async with stub_of(f"127.0.0.1:{port}") as stub:

@@ -30,21 +30,23 @@ served_each = settings(quick, max_examples=max(1, EXAMPLES // 10), phases=[Phase
 @given(requests)
 @quick
 def test_a_request_is_refused_or_within_all_limits(message: pb.GenerateRequest) -> None:
-    card = FakeEngine().card
-    asked = asked_from(message)
+    description = FakeEngine().description
+    parsed = asked_from(message)
     try:
-        check(asked, card)
-        made = to_request(asked, list(message.token_ids.ids or message.text.encode()), card, Call("x", 0, 1))
+        check(parsed, description)
+        made = to_request(
+            parsed, list(message.token_ids.ids or message.text.encode()), description, Call("x", 0, 1)
+        )
     except InvalidRequest:
         return
     held = len(made.prompt_ids) + len(made.resume_ids)
-    assert 0 < len(made.prompt_ids) <= card.max_context
-    assert held + (made.stop.max_tokens > len(made.resume_ids)) <= card.max_context
-    assert len(made.prompt_ids) + made.stop.max_tokens <= card.max_context
-    assert 1 <= made.num_sequences <= card.limits.max_n
+    assert 0 < len(made.prompt_ids) <= description.max_context
+    assert held + (made.stop.max_tokens > len(made.resume_ids)) <= description.max_context
+    assert len(made.prompt_ids) + made.stop.max_tokens <= description.max_context
+    assert 1 <= made.num_sequences <= description.limits.max_n
     assert made.sampling.temperature == 0 or 1e-4 <= made.sampling.temperature * 1.001 <= 101
     assert 0 < made.sampling.top_p <= 1
-    assert all(token < card.architecture.vocab_size for token, _ in made.sampling.logit_bias)
+    assert all(token < description.architecture.vocab_size for token, _ in made.sampling.logit_bias)
 
 
 async def _send_all(messages: list[tuple[str, bytes]]) -> list[grpc.StatusCode]:
@@ -96,7 +98,7 @@ def test_the_fuzz_sees_both_outcomes(accepted: bool) -> None:
 
     def is_such(message: pb.GenerateRequest) -> bool:
         try:
-            check(asked_from(message), FakeEngine().card)
+            check(asked_from(message), FakeEngine().description)
         except InvalidRequest:
             return not accepted
         return accepted

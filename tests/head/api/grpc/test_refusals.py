@@ -62,8 +62,10 @@ def test_unforeseen_errors_tell_clients_nothing() -> None:
 
 @pytest.mark.parametrize(
     ("error", "code"),
-    [(StagesLost("stage 1 is gone"), grpc.StatusCode.UNAVAILABLE),
-     (RequestFailed("logits are not finite"), grpc.StatusCode.INTERNAL)],
+    [
+        (StagesLost("stage 1 is gone"), grpc.StatusCode.UNAVAILABLE),
+        (RequestFailed("logits are not finite"), grpc.StatusCode.INTERNAL),
+    ],
 )
 def test_error_in_mid_stream_comes_after_what_was_generated(error: Exception, code: grpc.StatusCode) -> None:
     async def scenario(engine: FakeEngine, stub: GenerationServiceStub) -> None:
@@ -147,8 +149,8 @@ def test_tokens_only_without_a_tokenizer() -> None:
     async def scenario(engine: FakeEngine, stub: GenerationServiceStub) -> None:
         assert await code_of(stub.Tokenize(pb.TokenizeRequest(text="a"))) is grpc.StatusCode.INVALID_ARGUMENT
         assert await code_of(stub.Detokenize(pb.DetokenizeRequest())) is grpc.StatusCode.INVALID_ARGUMENT
-        asked = pb.GenerateRequest(token_ids=pb.TokenIds(ids=[1, 2]), output=pb.OutputOptions(token_ids=True))
-        messages = [message async for message in stub.Generate(asked)]
+        parsed = pb.GenerateRequest(token_ids=pb.TokenIds(ids=[1, 2]), output=pb.OutputOptions(token_ids=True))
+        messages = [message async for message in stub.Generate(parsed)]
         assert sum(len(message.tokens) for message in messages) == 62
 
-    run(scenario, card=replace(CARD, has_tokenizer=False))
+    run(scenario, description=replace(CARD, has_tokenizer=False))

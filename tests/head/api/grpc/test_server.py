@@ -58,11 +58,11 @@ def test_reflection_describes_the_service() -> None:
     async def main() -> None:
         async with served(FakeEngine()) as (_, target), aio.insecure_channel(target) as channel:
             stub = reflection_pb2_grpc.ServerReflectionStub(channel)
-            asked = [
+            parsed = [
                 reflection_pb2.ServerReflectionRequest(list_services=""),
                 reflection_pb2.ServerReflectionRequest(file_containing_symbol="ppserve.v1.GenerationService"),
             ]
-            listed, described = [answer async for answer in stub.ServerReflectionInfo(iter(asked))]
+            listed, described = [answer async for answer in stub.ServerReflectionInfo(iter(parsed))]
             names = {service.name for service in listed.list_services_response.service}
             assert {"ppserve.v1.GenerationService", "grpc.health.v1.Health"} <= names
             assert b"ResumeFrom" in described.file_descriptor_response.file_descriptor_proto[0]
@@ -122,14 +122,14 @@ def test_every_method_but_health_wants_a_key(tmp_path: Path) -> None:
                 assert not any("0123456789abcdef" in caller for caller in callers)
 
                 keys.write_text("a-key-that-is-new-today\n")
-                door.desk.reload_keys()
+                door.request_handler.reload_keys()
                 old = stub.GetModelInfo(pb.GetModelInfoRequest(), metadata=bearer("0123456789abcdef"))
                 new = stub.GetModelInfo(pb.GetModelInfoRequest(), metadata=bearer("a-key-that-is-new-today"))
                 assert await code_of(old) is grpc.StatusCode.UNAUTHENTICATED
                 assert await code_of(new) is grpc.StatusCode.OK
 
                 keys.write_text("short\n")
-                door.desk.reload_keys()
+                door.request_handler.reload_keys()
                 kept = stub.GetModelInfo(pb.GetModelInfoRequest(), metadata=bearer("a-key-that-is-new-today"))
                 assert await code_of(kept) is grpc.StatusCode.OK
 
@@ -138,8 +138,13 @@ def test_every_method_but_health_wants_a_key(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     ("content", "problem"),
-    [(b"short\n", "line 1"), (b"# nothing\n", "holds no key"), (b"\xff\xfe", "not text"), (None, "cannot read"),
-     (b"0123456789abcdef\nwith spaces in it, so no\n", "line 2")],
+    [
+        (b"short\n", "line 1"),
+        (b"# nothing\n", "holds no key"),
+        (b"\xff\xfe", "not text"),
+        (None, "cannot read"),
+        (b"0123456789abcdef\nwith spaces in it, so no\n", "line 2"),
+    ],
 )
 def test_key_files_that_cannot_be_used(tmp_path: Path, content: bytes | None, problem: str) -> None:
     path = tmp_path / "keys"

@@ -10,8 +10,8 @@ from grpc import aio
 
 from ppserve.core.plan import TokenLogprobs
 from ppserve.core.request import FinishReason
-from ppserve.head.api.desk import FrontDesk
 from ppserve.head.api.grpc.service import GrpcService
+from ppserve.head.api.request_handler import RequestHandler
 from ppserve.head.engine.output import TokenOutput
 from ppserve.v1 import generation_pb2 as pb
 from ppserve.v1.generation_pb2_grpc import GenerationServiceStub
@@ -27,8 +27,10 @@ from tests.head.api.grpc.asking import ask, run
 
 def test_tokens_text_finish_usage_and_seed() -> None:
     async def scenario(engine: FakeEngine, stub: GenerationServiceStub) -> None:
-        asked = ask(request_id="mine", sampling=pb.SamplingParams(seed=7), output=pb.OutputOptions(token_ids=True))
-        messages = [message async for message in stub.Generate(asked)]
+        parsed = ask(
+            request_id="mine", sampling=pb.SamplingParams(seed=7), output=pb.OutputOptions(token_ids=True)
+        )
+        messages = [message async for message in stub.Generate(parsed)]
         expected = [drawn_token(engine.requests[0], 0, offset) for offset in range(5)]
         assert [token.id for message in messages for token in message.tokens] == expected
         assert "".join(message.text for message in messages) == ByteCodec().decode(expected)
@@ -61,8 +63,8 @@ def test_seed_is_random_unless_named() -> None:
 def test_n_sequences_echo_logprobs_and_timings() -> None:
     async def scenario(engine: FakeEngine, stub: GenerationServiceStub) -> None:
         output = pb.OutputOptions(echo=True, logprobs=2, prompt_logprobs=0, timings=True)
-        asked = ask(sampling=pb.SamplingParams(n=3), output=output)
-        messages = [message async for message in stub.Generate(asked)]
+        parsed = ask(sampling=pb.SamplingParams(n=3), output=output)
+        messages = [message async for message in stub.Generate(parsed)]
         for index in range(3):
             mine = [message for message in messages if message.index == index]
             tokens = [drawn_token(engine.requests[0], index, offset) for offset in range(5)]
@@ -104,10 +106,12 @@ def test_what_matched_is_named() -> None:
     async def scenario(engine: FakeEngine, stub: GenerationServiceStub) -> None:
         call = stub.Generate(ask(sampling=pb.SamplingParams(n=2)))
         await engine.until(lambda engine: bool(engine.sinks))
-        next(iter(engine.sinks.values())).push([
-            TokenOutput(0, 0, 104, "h", finish=FinishReason.STOP_STRING, matched="stop!"),
-            TokenOutput(1, 0, 256, "", finish=FinishReason.EOS, matched=256),
-        ])
+        next(iter(engine.sinks.values())).push(
+            [
+                TokenOutput(0, 0, 104, "h", finish=FinishReason.STOP_STRING, matched="stop!"),
+                TokenOutput(1, 0, 256, "", finish=FinishReason.EOS, matched=256),
+            ]
+        )
         finishes = {message.index: message.finish async for message in call}
         assert (finishes[0].reason, finishes[0].stop) == (pb.Finish.STOP_STRING, "stop!")
         assert (finishes[1].reason, finishes[1].token_id) == (pb.Finish.EOS, 256)
@@ -243,10 +247,10 @@ def test_a_reader_that_takes_nothing_is_cut_and_others_go_on() -> None:
     """The client opens a stream and does not read; writes pile up in gRPC until one does not return."""
 
     async def main() -> None:
-        engine = FakeEngine(by_hand=True, card=replace(CARD, max_context=1 << 20))
-        desk = FrontDesk(engine, ByteCodec(), stall_timeout_s=0.2)
+        engine = FakeEngine(by_hand=True, description=replace(CARD, max_context=1 << 20))
+        request_handler = RequestHandler(engine, ByteCodec(), stall_timeout_s=0.2)
         server = aio.server()
-        server.add_generic_rpc_handlers((GrpcService(desk).handlers(),))
+        server.add_generic_rpc_handlers((GrpcService(request_handler).handlers(),))
         port = server.add_insecure_port("127.0.0.1:0")
         await server.start()
         options = [("grpc.http2.lookahead_bytes", 1024), ("grpc.http2.bdp_probe", 0)]
@@ -263,7 +267,7 @@ def test_a_reader_that_takes_nothing_is_cut_and_others_go_on() -> None:
                 assert (await other.read()).text == "y"
                 offset += 1
             assert [request_id.partition("/")[0] for request_id in engine.cancelled] == ["stalled"]
-            assert desk.num_open_streams == 1
+            assert request_handler.num_open_streams == 1
             other_sink.push([TokenOutput(0, offset, 1, "z", finish=FinishReason.MAX_TOKENS)])
             assert (await other.read()).text == "z"
             stalled.cancel()

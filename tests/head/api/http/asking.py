@@ -100,9 +100,9 @@ class Served:
 async def served_http(engine: FakeEngine | None = None, **settings: Any) -> AsyncIterator[Served]:
     """A server on a free port that says that it is healthy."""
     engine = engine or FakeEngine()
-    asked = ServerSettings(http_port=0, **settings)
+    parsed = ServerSettings(http_port=0, **settings)
     counted = Counted()
-    server = HttpServer(asked, desk_of(engine, asked), counted)
+    server = HttpServer(parsed, desk_of(engine, parsed), counted)
     port = await server.start()
     await server.set_serving(True)
     try:

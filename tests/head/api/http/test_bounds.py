@@ -121,9 +121,7 @@ async def until_closed(reader: asyncio.StreamReader) -> None:
             pass
 
 
-async def _listening(
-    bounds: Bounds, size: int = 2, tls: ssl.SSLContext | None = None
-) -> tuple[Listener, int]:
+async def _listening(bounds: Bounds, size: int = 2, tls: ssl.SSLContext | None = None) -> tuple[Listener, int]:
     async def app(_scope: object, _receive: object, send: Any) -> None:
         length = str(size).encode()
         await send({"type": "http.response.start", "status": 200, "headers": [(b"content-length", length)]})

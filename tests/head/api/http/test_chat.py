@@ -52,11 +52,11 @@ def run(template: Path | None, scenario: Callable[[Served], Awaitable[None]]) ->
 
 def test_a_chat_whole_and_streamed_for_openai_s_client(template: Path) -> None:
     async def scenario(served: Served) -> None:
-        asked: Any = {"model": "fake", "messages": HELLO, "seed": 3, "max_completion_tokens": 6, "n": 2}
-        asked |= {"logprobs": True, "top_logprobs": 2}
+        parsed: Any = {"model": "fake", "messages": HELLO, "seed": 3, "max_completion_tokens": 6, "n": 2}
+        parsed |= {"logprobs": True, "top_logprobs": 2}
         async with AsyncOpenAI(base_url=f"http://127.0.0.1:{served.port}/v1", api_key="none") as client:
-            whole = await client.chat.completions.create(**asked)
-            chunks = [chunk async for chunk in await client.chat.completions.create(**asked, stream=True)]
+            whole = await client.chat.completions.create(**parsed)
+            chunks = [chunk async for chunk in await client.chat.completions.create(**parsed, stream=True)]
         assert (whole.object, chunks[0].object) == ("chat.completion", "chat.completion.chunk")
         for choice in whole.choices:
             ids = [drawn_token(served.engine.requests[0], choice.index, offset) for offset in range(6)]
@@ -82,9 +82,9 @@ def test_the_template_s_end_of_text_is_a_token_and_a_message_s_is_text(template:
         answer = await served.ask(CHAT, {"messages": messages, "max_tokens": 1})
         assert answer.status == 200, answer.body
         assert list(served.engine.requests[0].prompt_ids) == [*b"u:a<eos>", EOS, *b"\na:"]
-        asked = {"messages": HELLO, "max_tokens": 2, "return_token_ids": True, "n": 2}
-        whole = (await served.ask(CHAT, asked)).json
-        first, *others = (await served.ask(CHAT, {**asked, "stream": True})).events
+        parsed = {"messages": HELLO, "max_tokens": 2, "return_token_ids": True, "n": 2}
+        whole = (await served.ask(CHAT, parsed)).json
+        first, *others = (await served.ask(CHAT, {**parsed, "stream": True})).events
         assert whole["prompt_token_ids"] == first["prompt_token_ids"] == [*b"u:hi", EOS, *b"\na:"]
         assert not any("prompt_token_ids" in part for part in (*others, *whole["choices"]))
         served.engine.requests[1:] = []
@@ -166,14 +166,14 @@ def test_templates_bring_the_prompt_that_transformers_makes_of_them(
     ids = [*first.encode(), *(token_id for part in more for token_id in (EOS, *part.encode()))]
 
     async def scenario(served: Served) -> None:
-        asked = {"messages": messages, "max_tokens": 1, "chat_template_kwargs": kwargs, "documents": documents}
-        answer = await served.ask(CHAT, {**asked, "continue_final_message": continues})
+        parsed = {"messages": messages, "max_tokens": 1, "chat_template_kwargs": kwargs, "documents": documents}
+        answer = await served.ask(CHAT, {**parsed, "continue_final_message": continues})
         assert answer.status == 200, answer.body
         assert list(served.engine.requests[0].prompt_ids) == ids
 
     async def main() -> None:
-        card = replace(CARD, max_context=400)
-        async with served_http(FakeEngine(card=card), chat_template=path) as served:
+        description = replace(CARD, max_context=400)
+        async with served_http(FakeEngine(description=description), chat_template=path) as served:
             await scenario(served)
 
     asyncio.run(main())

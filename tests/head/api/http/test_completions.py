@@ -47,10 +47,10 @@ def test_a_completion_is_what_openai_s_clients_expect() -> None:
 
 def test_events_say_what_a_whole_answer_says() -> None:
     async def scenario(served: Served) -> None:
-        asked = {"prompt": ["hello", "you"], "n": 2, "seed": 7, "logprobs": 2, "echo": True, "max_tokens": 6,
+        parsed = {"prompt": ["hello", "you"], "n": 2, "seed": 7, "logprobs": 2, "echo": True, "max_tokens": 6,
                  "return_token_ids": True}  # fmt: skip
-        whole = await served.complete(**asked)
-        events = await served.stream(**asked, stream_options={"include_usage": True})
+        whole = await served.complete(**parsed)
+        events = await served.stream(**parsed, stream_options={"include_usage": True})
         assert [event["choices"] for event in events[-1:]] == [[]]
         assert events[-1]["usage"] == whole["usage"]
         assert all(event["usage"] is None for event in events[:-1])
@@ -125,9 +125,9 @@ def test_choices_of_many_prompts_are_in_order_and_as_if_alone() -> None:
 
 def test_scoring_as_the_evaluation_harness_reads_it() -> None:
     async def scenario(served: Served) -> None:
-        asked = {"model": "fake", "prompt": [[104, 105, 106]], "temperature": 0, "max_tokens": 1, "logprobs": 1,
+        parsed = {"model": "fake", "prompt": [[104, 105, 106]], "temperature": 0, "max_tokens": 1, "logprobs": 1,
                  "seed": 1234, "echo": True}  # fmt: skip
-        answer = await served.complete(**asked)
+        answer = await served.complete(**parsed)
         (choice,) = answer["choices"]
         (token,) = drawn(served, count=1)
         assert choice["text"] == "hij" + chr(token)
@@ -234,13 +234,13 @@ def test_the_seed_in_use_comes_back_and_is_one_for_all_prompts() -> None:
 
 def test_a_stream_that_broke_is_resumed() -> None:
     async def scenario(served: Served) -> None:
-        asked = {"prompt": "hello", "max_tokens": 8, "return_token_ids": True, "echo": True, "n": 2}
-        (first, *_) = events = await served.stream(**asked)
+        parsed = {"prompt": "hello", "max_tokens": 8, "return_token_ids": True, "echo": True, "n": 2}
+        (first, *_) = events = await served.stream(**parsed)
         seed = first["seed"]
         mine = [c for event in events for c in event["choices"] if c["index"] == 1]
         held, rest = mine[:2], mine[2:]
         ids = [token_id for part in held for token_id in part["token_ids"]]
-        more = await served.stream(**asked, seed=seed, resume={"index": 1, "token_ids": ids})
+        more = await served.stream(**parsed, seed=seed, resume={"index": 1, "token_ids": ids})
         parts = [choice for event in more for choice in event["choices"]]
         assert {part["index"] for part in parts} == {1}
         assert "".join(part["text"] for part in parts) == "".join(part["text"] for part in rest)

@@ -8,8 +8,8 @@ import pytest
 
 from ppserve.config import ServerSettings
 from ppserve.core.request import FinishReason
-from ppserve.head.api.desk import FrontDesk
 from ppserve.head.api.http.server import HttpServer
+from ppserve.head.api.request_handler import RequestHandler
 from ppserve.head.engine.output import TokenOutput
 from tests.fake_engine import ByteCodec, FakeEngine
 from tests.head.api.http.asking import Counted, Served, raw, run
@@ -56,8 +56,8 @@ def test_a_finished_answer_is_not_cancelled() -> None:
 def test_a_reader_that_stalls_is_cut_off() -> None:
     async def main() -> None:
         engine = FakeEngine(by_hand=True)
-        desk = FrontDesk(engine, ByteCodec(), stall_timeout_s=0.1)
-        server = HttpServer(ServerSettings(http_port=0), desk, Counted())
+        request_handler = RequestHandler(engine, ByteCodec(), stall_timeout_s=0.1)
+        server = HttpServer(ServerSettings(http_port=0), request_handler, Counted())
         port = await server.start()
         _, writer = await asyncio.open_connection("127.0.0.1", port, limit=1)
         writer.write(raw("/v1/completions", {"prompt": "a", "stream": True}))

@@ -30,12 +30,12 @@ served_each = settings(
 CANARY = b'{"prompt": "canary", "seed": 1}'
 
 
-def ask_all(port: int, asked: Sequence[tuple[str, bytes]]) -> list[int]:
+def ask_all(port: int, parsed: Sequence[tuple[str, bytes]]) -> list[int]:
     """The statuses, all over one connection, with a canary after every tenth."""
     connection = http.client.HTTPConnection("127.0.0.1", port, timeout=20)
     statuses: list[int] = []
     songs = set()
-    for number, (path, body) in enumerate(asked):
+    for number, (path, body) in enumerate(parsed):
         connection.request("POST", path, body)
         answer = connection.getresponse()
         content = answer.read()
@@ -61,10 +61,10 @@ def song(port: int) -> bytes:
     return content.partition(b'"choices"')[2]
 
 
-def statuses_of(asked: Sequence[tuple[str, bytes]], template: Path) -> list[int]:
+def statuses_of(parsed: Sequence[tuple[str, bytes]], template: Path) -> list[int]:
     async def main() -> list[int]:
         async with served_http(chat_template=template) as served:
-            return await asyncio.to_thread(ask_all, served.port, asked)
+            return await asyncio.to_thread(ask_all, served.port, parsed)
 
     return asyncio.run(main())
 
@@ -73,16 +73,16 @@ def is_fine(status: int) -> bool:
     return 200 <= status < 300 or 400 <= status < 500
 
 
-@given(asked=st.lists(bodies(), min_size=5, max_size=20))
+@given(parsed=st.lists(bodies(), min_size=5, max_size=20))
 @served_each
-def test_strange_bodies(tmp_path_factory: object, asked: list[tuple[str, bytes]]) -> None:
-    assert all(map(is_fine, statuses_of(asked, _template(tmp_path_factory))))
+def test_strange_bodies(tmp_path_factory: object, parsed: list[tuple[str, bytes]]) -> None:
+    assert all(map(is_fine, statuses_of(parsed, _template(tmp_path_factory))))
 
 
-@given(asked=st.lists(damaged(), min_size=5, max_size=20))
+@given(parsed=st.lists(damaged(), min_size=5, max_size=20))
 @served_each
-def test_bytes_that_may_be_no_body(tmp_path_factory: object, asked: list[tuple[str, bytes]]) -> None:
-    assert all(map(is_fine, statuses_of(asked, _template(tmp_path_factory))))
+def test_bytes_that_may_be_no_body(tmp_path_factory: object, parsed: list[tuple[str, bytes]]) -> None:
+    assert all(map(is_fine, statuses_of(parsed, _template(tmp_path_factory))))
 
 
 @pytest.mark.slow
@@ -113,17 +113,17 @@ def collected(strategy: st.SearchStrategy[Example], count: int) -> list[Example]
     return found
 
 
-@given(asked=st.lists(heads() | st.binary(min_size=1, max_size=300), min_size=5, max_size=20))
+@given(parsed=st.lists(heads() | st.binary(min_size=1, max_size=300), min_size=5, max_size=20))
 @served_each
-def test_strange_heads(caplog: pytest.LogCaptureFixture, asked: list[bytes]) -> None:
-    assert all(map(is_fine, statuses_of_heads(asked)))
+def test_strange_heads(caplog: pytest.LogCaptureFixture, parsed: list[bytes]) -> None:
+    assert all(map(is_fine, statuses_of_heads(parsed)))
     assert [record for record in caplog.records if record.levelname == "ERROR"] == []
 
 
-def statuses_of_heads(asked: Sequence[bytes], patience_s: float = 0.1) -> list[int]:
+def statuses_of_heads(parsed: Sequence[bytes], patience_s: float = 0.1) -> list[int]:
     async def main() -> list[int]:
         async with served_http() as served:
-            asking = (asyncio.to_thread(statuses_of_head, served.port, raw, patience_s) for raw in asked)
+            asking = (asyncio.to_thread(statuses_of_head, served.port, raw, patience_s) for raw in parsed)
             before = await asyncio.to_thread(song, served.port)
             said = await asyncio.gather(*asking)
             assert await asyncio.to_thread(song, served.port) == before
@@ -136,8 +136,8 @@ def statuses_of_heads(asked: Sequence[bytes], patience_s: float = 0.1) -> list[i
 def test_the_fuzz_of_heads_sees_all_outcomes(caplog: pytest.LogCaptureFixture) -> None:
     """The control: strange heads are answered, refused for what they are, and refused for what they ask."""
     too_long = b"GET /health HTTP/1.1\r\nhost: here\r\n" + b"x: y\r\n" * 9000 + b"\r\n"  # seldom among the others
-    asked = [*collected(heads(), 300), too_long]
-    assert {200, 400, 404, 405, 431} <= set(statuses_of_heads(asked, patience_s=1.0))
+    parsed = [*collected(heads(), 300), too_long]
+    assert {200, 400, 404, 405, 431} <= set(statuses_of_heads(parsed, patience_s=1.0))
     assert [record for record in caplog.records if record.levelname == "ERROR"] == []
 
 

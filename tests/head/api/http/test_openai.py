@@ -52,14 +52,14 @@ def client_of(served: Served, **settings: Any) -> AsyncOpenAI:
 
 def test_a_completion_and_its_stream() -> None:
     async def scenario(served: Served, client: AsyncOpenAI) -> None:
-        asked: Any = {"model": "fake", "prompt": ["hello", "you"], "n": 2, "seed": 3, "logprobs": 2}
-        asked["max_tokens"] = 6
-        whole = await client.completions.create(**asked)
+        parsed: Any = {"model": "fake", "prompt": ["hello", "you"], "n": 2, "seed": 3, "logprobs": 2}
+        parsed["max_tokens"] = 6
+        whole = await client.completions.create(**parsed)
         assert whole.usage is not None
         assert (whole.usage.prompt_tokens, whole.usage.completion_tokens) == (8, 24)
         text = ByteCodec().decode([drawn_token(served.engine.requests[1], 1, offset) for offset in range(6)])
         assert (whole.choices[3].text, whole.choices[3].finish_reason) == (text, "length")
-        stream = await client.completions.create(**asked, stream=True, stream_options={"include_usage": True})
+        stream = await client.completions.create(**parsed, stream=True, stream_options={"include_usage": True})
         chunks = [chunk async for chunk in stream]
         assert chunks[-1].usage == whole.usage
         for choice in whole.choices:

@@ -306,7 +306,7 @@ def test_without_a_tokenizer_there_is_no_archive() -> None:
         assert await code_of(stub.GetTokenizer(pb.GetTokenizerRequest())) is grpc.StatusCode.INVALID_ARGUMENT
         assert (await stub.GetModelInfo(pb.GetModelInfoRequest())).tokenizer_path == ""
 
-    run(scenario, FakeEngine(card=replace(CARD, has_tokenizer=False)))
+    run(scenario, FakeEngine(description=replace(CARD, has_tokenizer=False)))
 
 
 def test_health_follows_the_server_under_both_names() -> None:
@@ -321,9 +321,9 @@ def test_health_follows_the_server_under_both_names() -> None:
 
 
 async def listed(channel: aio.Channel) -> set[str]:
-    asked = reflection_pb2.ServerReflectionRequest(list_services="")
+    parsed = reflection_pb2.ServerReflectionRequest(list_services="")
     reflection = reflection_pb2_grpc.ServerReflectionStub(channel)
-    (answer,) = [answer async for answer in reflection.ServerReflectionInfo(iter([asked]))]
+    (answer,) = [answer async for answer in reflection.ServerReflectionInfo(iter([parsed]))]
     return {service.name for service in answer.list_services_response.service}
 
 

@@ -1,0 +1,222 @@
+"""A call's life, the same for every protocol: check, tokenize, submit, stream, and in any case tell the engine
+when nobody reads any more. The engine is behind `EngineHandle`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import AsyncIterator, Callable, Collection, Sequence
+from contextlib import asynccontextmanager
+from dataclasses import replace
+from typing import TypeVar
+
+from ppserve.core.request import FinishReason, Request
+from ppserve.errors import Draining, InvalidRequest, Overloaded, Violation
+from ppserve.head.api.auth import ApiKeys
+from ppserve.head.api.call import Call
+from ppserve.head.api.requests import (
+    ParsedRequest,
+    check,
+    check_ids,
+    check_text,
+    is_fit_for_logs,
+    min_new_tokens,
+    priority_of,
+    to_request,
+)
+from ppserve.head.api.requirements import EngineHandle
+from ppserve.head.api.stream import RequestStream
+from ppserve.head.descriptions import LoadDescription, ModelDescription, Topology
+from ppserve.tokenizer import Tokenizer
+
+log = logging.getLogger(__name__)
+
+STALL_TIMEOUT_S = 30.0
+# Work on this many characters or tokens takes some milliseconds; the event loop may not stand still for longer.
+LONG_TEXT = 4096
+
+# Beginning a further text takes as long as so many characters of it.
+_PART_COSTS = 8
+
+T = TypeVar("T")
+
+
+class RequestHandler:
+    """Serves the calls of all protocols, from one engine.
+
+    tokenizer: None when only tokens can be served. keys: None when everybody may call.
+    """
+
+    def __init__(
+        self,
+        engine: EngineHandle,
+        tokenizer: Tokenizer | None,
+        keys: ApiKeys | None = None,
+        stall_timeout_s: float = STALL_TIMEOUT_S,
+    ) -> None:
+        self.keys = keys
+        self._engine = engine
+        self._tokenizer = tokenizer
+        self._stall_timeout_s = stall_timeout_s
+        self._streams: dict[RequestStream, Call] = {}
+        self._idle = asyncio.Event()
+        self._idle.set()
+        self._draining = False
+
+    def reload_keys(self) -> None:
+        """Read the key file again, where there is one."""
+        if self.keys is not None:
+            self.keys.reload()
+
+    # ---- generating ---------------------------------------------------------------------------------
+
+    def name(self, call: Call, request_id: str) -> Call:
+        """The call under its caller's own name for it, where that is fit for logs and headers."""
+        fit = request_id and is_fit_for_logs(request_id, self.description)
+        return replace(call, request_id=request_id) if fit else call
+
+    @asynccontextmanager
+    async def generate(self, parsed: ParsedRequest, call: Call) -> AsyncIterator[RequestStream]:
+        """The stream of a new request, to be read in the block; leaving the block early ends the request.
+
+        Raises RequestError when it is refused. A task that keeps a delta beyond the stall timeout is cancelled.
+        """
+        check(parsed, self.description)
+        if not self._draining:
+            new_tokens, priority = min_new_tokens(parsed, self.description), priority_of(parsed)
+            self._engine.refuse_early(call.caller, new_tokens, priority, call.deadline_s)
+        prompt = parsed.prompt
+        prompt_ids = await self._encode("prompt", prompt) if isinstance(prompt, str) else prompt
+        request = to_request(parsed, prompt_ids, self.description, call)
+        if self._draining:
+            raise Draining("the server is shutting down")
+        stream = RequestStream(request, self._echo(prompt, request), self._stall_timeout_s)
+        self._enter(stream, call)
+        was_refused = False
+        try:
+            await self._engine.submit(request, stream)
+            yield stream
+        except Overloaded:  # by the engine alone, which then knows of no request to cancel
+            was_refused = True
+            raise
+        finally:
+            self._leave(stream)
+            if not was_refused and not stream.is_complete:
+                self._engine.cancel(request.id, _why_gone(request))
+        log.info("request %s: answered", call.request_id, extra=call.trace | {"caller": call.caller})
+
+    def abort(self, request_ids: Collection[str], caller: str) -> None:
+        """End the open requests of these names; those of `caller` alone, for names are no secret."""
+        for stream, call in self._streams.items():
+            if call.request_id in request_ids and call.caller == caller:
+                self._engine.cancel(stream.request.id, FinishReason.CANCELLED)
+
+    @property
+    def num_open_streams(self) -> int:
+        return len(self._streams)
+
+    async def drain(self, timeout_s: float) -> None:
+        """Refuse new requests from now on; return when the running ones are through, or have been ended with
+        UNAVAILABLE because `timeout_s` passed."""
+        is_told, self._draining = self._draining, True  # every protocol asks for it
+        try:
+            async with asyncio.timeout(timeout_s):
+                await self._idle.wait()
+        except TimeoutError:
+            for stream in self._streams:
+                stream.fail(Draining("the server shut down before this request was through"))
+            if not is_told:
+                log.warning("ended %d streams that were still running", len(self._streams))
+
+    # ---- the others ---------------------------------------------------------------------------------
+
+    @property
+    def description(self) -> ModelDescription:
+        """What is served."""
+        return self._engine.model_description()
+
+    async def restart(self, replica: int, pauses: bool) -> None:
+        """As the engine does. Raises RequestError."""
+        await self._engine.restart(replica, pauses)
+
+    async def topology(self) -> Topology:
+        """Where it runs."""
+        return await asyncio.to_thread(self._engine.topology)
+
+    async def load(self) -> LoadDescription:
+        """How full it is."""
+        return await asyncio.to_thread(self._engine.load)
+
+    async def tokenizer_json(self) -> bytes | None:
+        """The tokenizer, for those who tokenize by themselves; None without one."""
+        return None if self._tokenizer is None else await asyncio.to_thread(self._tokenizer.to_json)
+
+    async def tokenize(self, field: str, *texts: str) -> list[int]:
+        """The tokens of a text; of several, with the end-of-text token between them. field: what the protocol
+        calls them. Raises InvalidRequest."""
+        check_text(field, "".join(texts), self.description)
+        return await self._encode(field, *texts)
+
+    async def detokenize(self, field: str, ids: Sequence[int]) -> tuple[str, bytes]:
+        """The text and the exact bytes of `ids`. field: what the protocol calls them. Raises InvalidRequest."""
+        check_ids(field, ids, self.description)
+        tokenizer = self._tokenizer
+        assert tokenizer is not None, "checked before"
+        return await run_in_thread_if_long(
+            len(ids), lambda: (tokenizer.decode(ids), b"".join(map(tokenizer.token_bytes, ids)))
+        )
+
+    def token_bytes(self, token_id: int) -> bytes:
+        """What one token stands for; nothing without a tokenizer."""
+        return b"" if self._tokenizer is None else self._tokenizer.token_bytes(token_id)
+
+    def text_bytes(self, token_id: int) -> bytes:
+        """What one token adds to a text; nothing without a tokenizer."""
+        return b"" if self._tokenizer is None else self._tokenizer.text_bytes(token_id)
+
+    # ---- parts --------------------------------------------------------------------------------------
+
+    async def _encode(self, field: str, *texts: str) -> list[int]:
+        if texts == ("",):
+            return []
+        tokenizer, end = self._tokenizer, self.description.eos_id
+        assert tokenizer is not None, "checked before"
+
+        def encode() -> list[int]:
+            ids: list[int] = []
+            for place, text in enumerate(texts):
+                ids += [end] if place and end is not None else []
+                ids += tokenizer.encode(text)
+            return ids
+
+        try:
+            return await run_in_thread_if_long(sum(map(len, texts)) + _PART_COSTS * len(texts), encode)
+        except ValueError as error:
+            raise InvalidRequest([Violation(field, "this text cannot be tokenized")]) from error
+
+    def _echo(self, prompt: str | Sequence[int], request: Request) -> str:
+        if not request.output.echo or self._tokenizer is None:
+            return ""
+        return prompt if isinstance(prompt, str) else self._tokenizer.decode(prompt)
+
+    def _enter(self, stream: RequestStream, call: Call) -> None:
+        self._streams[stream] = call
+        self._idle.clear()
+
+    def _leave(self, stream: RequestStream) -> None:
+        stream.close()
+        del self._streams[stream]
+        if not self._streams:
+            self._idle.set()
+
+
+async def run_in_thread_if_long(length: int, work: Callable[[], T]) -> T:
+    """What `work` returns; in a thread where it has so much to do that other streams would wait for it."""
+    return work() if length < LONG_TEXT else await asyncio.to_thread(work)
+
+
+def _why_gone(request: Request) -> FinishReason:
+    late = request.deadline_s is not None and time.monotonic() >= request.deadline_s
+    return FinishReason.DEADLINE if late else FinishReason.CANCELLED

@@ -1,0 +1,191 @@
+"""Which layers each rank loads, and which transport connects them. Decided once, when every rank has connected."""
+
+from __future__ import annotations
+
+import logging
+import sys
+from collections.abc import Sequence
+
+from ppserve import wire
+from ppserve.config import ServeConfig
+from ppserve.core.architecture import Architecture, Split, stage_layouts
+from ppserve.core.grid import RankGrid
+from ppserve.core.partition import balance, check_split, check_tensor_ranks, mean, split_by_cost, split_by_weight
+from ppserve.core.scheduling.config import MAX_PROMPT_TOKENS_PER_STEP, SchedulerConfig
+from ppserve.errors import ConfigError
+from ppserve.head.engine.member import Decision
+from ppserve.process.interfaces import LOOPBACK, is_loopback
+
+log = logging.getLogger("ppserve.head")
+
+# On a CPU a token in a step of more rows is no cheaper, and with equal chunks stages wait for each other less
+# (docs/performance/beside-others.md, "Equal chunks beat shrinking ones").
+CPU_CHUNK = 128
+_FOUND = {"architecture": "another model", "weights": "other weights"}
+
+
+class Placement:
+    """Implements `members.Rules`: what the operator's configuration leaves open is decided by what ranks found."""
+
+    def __init__(self, config: ServeConfig, in_process: bool = False) -> None:
+        """in_process: stages are threads of this process."""
+        self._config = config
+        self._in_process = in_process
+
+    def decide(self, hellos: tuple[wire.Hello, ...]) -> Decision:
+        """Layouts, dtype and transport for these ranks. Raises ConfigError."""
+        config, first = self._config, hellos[0]
+        grid = config.pipeline.grid(first.world_size)
+        for hello in hellos[1:]:
+            name = first_difference(first, hello)
+            if name in _FOUND:
+                theirs, ours = (f"{grid.name(one.rank)} on {one.host}" for one in (hello, first))
+                what = f"{difference_in_words(name)} in {hello.checkpoint}"
+                raise ConfigError("--model", f"{theirs} found {what} than {ours} in {first.checkpoint}")
+            if name is not None:
+                theirs, ours = getattr(hello, name), getattr(first, name)
+                flag = f"--{name.replace('_', '-')}"
+                raise ConfigError(flag, f"{grid.name(hello.rank)} would use {theirs}, stage 0 {ours}")
+        arch = first.architecture
+        check_tensor_ranks(arch, grid.tensor)
+        split = config.pipeline.layers or choose_split(config, arch, hellos, grid.pipeline)
+        check_split(split, arch, grid.pipeline)
+        stage_addresses(hellos, grid)
+        one_host = len({hello.machine for hello in hellos}) == 1
+        return Decision(
+            architecture=arch,
+            layouts=stage_layouts(split),
+            dtype=first.dtype,
+            transport="local" if self._in_process else _transport(config.pipeline.transport, hellos, one_host),
+            scheduling=scheduler_config(config, arch, hellos, grid),
+        )
+
+    def num_blocks(self, decision: Decision, loaded: tuple[wire.Loaded, ...]) -> int:
+        """KV blocks on every stage: as many as fit the stage with least room, but no more than could ever be used.
+
+        Raises ConfigError if one sequence of full length does not fit.
+        """
+        scheduling = decision.scheduling
+        block_size, context = scheduling.block_size, scheduling.max_model_len
+        needed = -(-context // block_size)
+        can_hold = [stage.kv_bytes // stage.block_bytes for stage in loaded]
+        num_blocks = min(can_hold)
+        if num_blocks < needed:
+            tightest = can_hold.index(num_blocks)
+            stage = tightest * len(decision.layouts) // len(loaded)
+            raise ConfigError(
+                "--kv-cache-memory",
+                f"stage {stage} has room for {num_blocks * block_size} tokens; one sequence may take {context}"
+                f" ({needed * loaded[tightest].block_bytes} bytes); lower --max-model-len or give it more",
+            )
+        return min(num_blocks, needed * scheduling.max_num_seqs)
+
+
+def stage_addresses(hellos: Sequence[wire.Hello], grid: RankGrid) -> tuple[str, ...]:
+    """Of each rank, the address by which the others reach it. grid: of the world. Raises ConfigError.
+
+    A stage on the head's host may have found the head by a loopback address, which is of no use to other hosts.
+    Those reach it by the address at which they found the head.
+    """
+    if len({hello.machine for hello in hellos}) == 1:
+        return (LOOPBACK,) * len(hellos)
+    heads = [hello.head_address for hello in hellos if not is_loopback(hello.head_address)]
+    addresses = []
+    for hello in hellos:
+        own = heads[0] if is_loopback(hello.address) and heads else hello.address
+        if is_loopback(own):
+            where = f"{grid.name(hello.rank)} on {hello.host} at {own}"
+            raise ConfigError("--interface", f"other hosts cannot reach {where}")
+        addresses.append(own)
+    return tuple(addresses)
+
+
+def choose_split(
+    config: ServeConfig, arch: Architecture, hellos: tuple[wire.Hello, ...], num_stages: int
+) -> Split:
+    """The split for the expected prompts and answers: by costs that the stages measured, or else by parameters."""
+    measured = tuple(hello.costs for hello in hellos if hello.costs is not None)
+    if len(measured) < len(hellos):
+        return split_by_weight(arch, num_stages)
+    parts = mean(measured)
+    split = split_by_cost(parts, arch.num_layers, num_stages)
+    log.info(
+        "--layers auto: %s, predicted balance %.0f%% for prompts of %d tokens and answers of %d",
+        split,
+        100 * balance(parts.costs(split)),
+        config.scheduling.expect_prompt,
+        config.scheduling.expect_new,
+    )
+    return split
+
+
+def scheduler_config(
+    config: ServeConfig, arch: Architecture, hellos: tuple[wire.Hello, ...], grid: RankGrid
+) -> SchedulerConfig:
+    """The scheduler's configuration for this model. Raises ConfigError."""
+    check_microbatches(config, grid.pipeline)
+    return SchedulerConfig(
+        num_stages=grid.pipeline,
+        microbatches=config.pipeline.microbatches,
+        max_num_seqs=config.scheduling.max_num_seqs,
+        max_queue=config.scheduling.max_queue,
+        max_model_len=arch.context(config.model.max_model_len),
+        block_size=config.cache.block_size,
+        prefix_cache=config.cache.prefix_cache != "off",
+        per_caller=config.cache.prefix_cache == "per-key",
+        prefill_chunk=config.scheduling.prefill_chunk,
+        max_auto_chunk=CPU_CHUNK if any(hello.gpu is None for hello in hellos) else MAX_PROMPT_TOKENS_PER_STEP,
+        eos_id=arch.eos_id,
+        speculate=config.scheduling.speculate,
+        runs_ahead=grid.pipeline == grid.tensor == 1,
+    )
+
+
+def check_microbatches(config: ServeConfig, num_stages: int) -> None:
+    """Raises ConfigError if --microbatches is more than `num_stages` stages can use."""
+    asked = config.pipeline.microbatches
+    if asked is not None and asked > num_stages + 1:
+        raise ConfigError("--microbatches", f"{asked} is more than {num_stages} stages + 1 can use")
+
+
+def _transport(asked: str, hellos: tuple[wire.Hello, ...], one_host: bool) -> str:
+    if len(hellos) == 1:
+        return "local"
+    own_gpus = all(hello.gpu is not None and not hello.shares_gpu for hello in hellos)
+    if asked == "auto":
+        # shm needs Linux's memfd. It is much faster than sockets and notices a dead neighbour as fast.
+        return "nccl" if own_gpus else "shm" if one_host and sys.platform == "linux" else "gloo"
+    if asked == "nccl" and not own_gpus:
+        raise ConfigError("--transport", "nccl needs a GPU of its own for every stage")
+    if asked == "shm" and not one_host:
+        raise ConfigError("--transport", "shm needs all stages on one host")
+    if asked == "local":
+        raise ConfigError("--transport", "local connects stages within one process; these are several")
+    return asked
+
+
+def first_difference(one: wire.Hello, other: wire.Hello) -> str | None:
+    """The first field that decides which tokens are drawn and differs between two ranks; None if they agree."""
+    decisive = (*_FOUND, "dtype", "quantization", "kv_dtype")
+    return next((name for name in decisive if getattr(one, name) != getattr(other, name)), None)
+
+
+def difference_in_words(name: str) -> str:
+    """What `first_difference` found."""
+    return _FOUND.get(name, f"another {name.replace('_', '-')}")
+
+
+def what_changed(before: wire.Hello, now: wire.Hello, transport: str) -> str | None:
+    """What a stage has now that the pipeline was not decided for; None if it may take its old place."""
+    name = first_difference(before, now)
+    if name in _FOUND:
+        return f"{difference_in_words(name)} in {now.checkpoint}"
+    if name is not None:
+        return f"{name.replace('_', '-')} {getattr(now, name)} instead of {getattr(before, name)}"
+    if (now.gpu is None) != (before.gpu is None):
+        return "a CPU instead of a GPU" if now.gpu is None else "a GPU instead of a CPU"
+    if now.host != before.host:
+        return f"another machine, {now.host} instead of {before.host}"
+    if transport == "shm" and now.machine != before.machine:
+        return "another machine of the same name; shm needs all stages on one"
+    return None

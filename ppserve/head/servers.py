@@ -1,0 +1,68 @@
+"""All that the server listens on: gRPC, HTTP and the pages of the metrics port, opened and closed as one."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Mapping
+
+from ppserve.config import ServerSettings
+from ppserve.errors import ConfigError
+from ppserve.head.api.grpc.server import GrpcServer
+from ppserve.head.api.http.server import AnswerCounts, HttpServer
+from ppserve.head.api.request_handler import RequestHandler
+from ppserve.head.api.tls import read_certificates
+from ppserve.head.api.vllm_grpc.service import VllmService
+from ppserve.head.binding import Ports
+from ppserve.head.observe.pages import MakePage, PageServer
+
+log = logging.getLogger("ppserve.head")
+
+
+def grpc_server(settings: ServerSettings, request_handler: RequestHandler) -> GrpcServer:
+    """With the services that the settings ask for. Raises and needs what `Servers` does."""
+    others = [VllmService(request_handler, settings.chat_template)] if settings.vllm_grpc else []
+    return GrpcServer(settings, request_handler, others)
+
+
+class Servers:
+    """Not serving, for all protocols' health checks, until told that it is."""
+
+    def __init__(
+        self,
+        settings: ServerSettings,
+        request_handler: RequestHandler,
+        counts: AnswerCounts,
+        pages: Mapping[str, MakePage],
+    ) -> None:
+        """Raises ConfigError for certificates that cannot be used. Call inside the event loop."""
+        self._settings = settings
+        self._grpc = grpc_server(settings, request_handler)
+        self._http = HttpServer(settings, request_handler, counts)
+        self._pages = PageServer(pages)
+
+    async def open(self) -> Ports:
+        """Bind and listen. Raises ConfigError for an address that cannot be bound."""
+        metrics = await self._pages.start(self._settings.host, self._settings.metrics_port)
+        return Ports(await self._grpc.start(), await self._http.start(), metrics)
+
+    def reload_certificates(self) -> None:
+        """Shows what the files hold now to new connections; files that cannot be used change nothing."""
+        try:
+            certificates = read_certificates(self._settings)
+        except ConfigError as error:
+            log.error("the certificates stay as they are: %s", error)
+            return
+        if certificates is not None:
+            self._grpc.show(certificates)
+            self._http.show(certificates)
+            log.info("certificates read again")
+
+    async def set_serving(self, serving: bool) -> None:
+        await self._grpc.set_serving(serving)
+        await self._http.set_serving(serving)
+
+    async def close(self, timeout_s: float) -> None:
+        """Refuse new requests, let running ones finish for `timeout_s`, then close; the pages last."""
+        await asyncio.gather(self._grpc.stop(timeout_s), self._http.stop(timeout_s))
+        await self._pages.stop()

@@ -1,0 +1,105 @@
+"""How the threads of a stage find their work and wait for each other, without the interpreter.
+
+The job queue is int64 numbers in shared memory; those that change at different times lie on cache lines of their
+own, and behind each that threads sleep on is how many do (`atomics.SLEEPERS`). A job is published by counting up
+JOBS; its arguments stand on the job queue. Threads that work on a job meet as often as it needs: each counts up
+ARRIVED and waits until all have: it spins briefly, yields its core many times, since the one that is awaited may
+need it, then sleeps. A thread that finds no job for a while sleeps too, until one is published. None of this
+needs the interpreter, for whose lock a thread that wakes up would wait.
+"""
+# mypy: ignore-errors
+# (numba types these functions from their arguments; mypy cannot see through its intrinsics)
+
+from __future__ import annotations
+
+from ppserve.model.compiled.jit import inlined, kernel
+from ppserve.model.compiled.lanes import load_int, store_int
+from ppserve.model.cpu.kernels.atomics import add_shared, load_shared, pause, sleep_below, wake, yield_core
+from ppserve.model.cpu.kernels.system import NAP_NS
+
+_NUMBERS_APART = 16
+JOBS, ARRIVED, ARGUMENTS = (i * _NUMBERS_APART for i in range(3))
+MOST_ARGUMENTS = 2 * _NUMBERS_APART
+_GOALS = ARGUMENTS + MOST_ARGUMENTS
+"""Each thread's own: what ARRIVED will be when all have arrived; then which of its two counts of pieces is in use.
+Behind these the counts: how many pieces of a thread's share have been taken, by whomever."""
+
+LOST = ARRIVED + 1
+"""Whether rows of the other ranks did not come. Thread 0 sets it before a meeting; others may look after it has
+returned, when its side of the exchange may be gone. It is not set again before all have met once more."""
+
+_SPINS_BEFORE_YIELD = 2_000
+_YIELDS_BEFORE_SLEEP = 20_000
+_SPINS_BEFORE_SLEEP = 8_000
+_MOST_NAP_NS = 100 * NAP_NS
+
+
+def job_queue_size(num_threads: int) -> int:
+    """Numbers of a job queue."""
+    return _GOALS + 3 * num_threads * _NUMBERS_APART
+
+
+@inlined
+def barrier(job_queue, thread, num_threads):
+    """Wait until all threads are here; what they wrote before is then visible."""
+    if num_threads == 1:
+        return
+    own = _GOALS + thread * _NUMBERS_APART
+    goal = load_int(job_queue, own) + num_threads
+    store_int(job_queue, own, goal)
+    arrived = job_queue + 8 * ARRIVED
+    if add_shared(arrived, 1) + 1 == goal:
+        wake(arrived)
+        return
+    for spins in range(_SPINS_BEFORE_YIELD + _YIELDS_BEFORE_SLEEP):
+        if load_shared(arrived) >= goal:
+            return
+        pause()
+        if spins >= _SPINS_BEFORE_YIELD:
+            # Sleep at once costs three times as much beside a busy program (docs/performance/kernels.md).
+            yield_core()
+    while load_shared(arrived) < goal:
+        sleep_below(arrived, goal, NAP_NS)
+
+
+@inlined
+def open_shares(job_queue, thread, num_threads):
+    """Called by all threads after they have met, and to be followed by a meeting: no piece has been taken yet.
+    Returns where the counts are, for `take_piece`."""
+    own = _GOALS + thread * _NUMBERS_APART
+    turn = load_int(job_queue, own + 1)
+    store_int(job_queue, own + 1, 1 - turn)
+    counts = job_queue + 8 * (_GOALS + num_threads * _NUMBERS_APART)
+    # Those of the next time: all have met since they were in use.
+    store_int(counts, (2 * thread + 1 - turn) * _NUMBERS_APART, 0)
+    return counts + 8 * turn * _NUMBERS_APART
+
+
+@inlined
+def take_piece(counts, thread):
+    """The number of the next piece of a thread's share: this thread's own, or that of one which is slower."""
+    return add_shared(counts + 16 * thread * _NUMBERS_APART, 1)
+
+
+@inlined
+def await_job(job_queue, done):
+    """Until a job beyond the `done` first has been published."""
+    jobs = job_queue + 8 * JOBS
+    for _ in range(_SPINS_BEFORE_SLEEP):
+        if load_shared(jobs) != done:
+            return
+        pause()
+    nap_ns = NAP_NS
+    while load_shared(jobs) == done:
+        sleep_below(jobs, done + 1, nap_ns)
+        # The longer there was none, the less often it looks: where nobody can wake it, it comes late by at most an
+        # eighth of that time, and never by more than 5 ms.
+        nap_ns = min(nap_ns + nap_ns // 8, _MOST_NAP_NS)
+
+
+@kernel
+def publish(job_queue) -> None:
+    """Publish what stands on the job queue as the next job."""
+    jobs = job_queue + 8 * JOBS
+    add_shared(jobs, 1)
+    wake(jobs)

@@ -1,0 +1,67 @@
+"""The threads of a stage: they wait for jobs by spinning briefly, then asleep, and compute each job together.
+
+Nothing here decides what is added to what, so no bit depends on the number of threads.
+"""
+
+from __future__ import annotations
+
+import threading
+import weakref
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from ppserve.model.cpu.kernels.job_queue import ARGUMENTS, MOST_ARGUMENTS, job_queue_size, publish
+from ppserve.model.cpu.kernels.memory import address, aligned
+
+Work = Callable[[int, int, int], None]
+"""What each thread runs: (job queue, its number, number of threads).
+
+Thread 0 does its part of the one published job. The others do their parts of job after job, until one without
+arguments tells them to end. At the end of a job all threads wait for each other, so none can miss the next."""
+
+
+class ThreadPool:
+    """num_threads: how many compute at once, the calling thread included. work: a kernel that holds the
+    interpreter lock no longer than it takes to call it."""
+
+    def __init__(self, num_threads: int, work: Work) -> None:
+        self.num_threads = num_threads
+        self._work = work
+        self._job_queue = aligned(job_queue_size(num_threads), np.int64)
+        self._place = address(self._job_queue)
+        self._calls = threading.Lock()
+        own = (self._job_queue, work, num_threads)
+        threads = [
+            threading.Thread(target=_serve, args=(*own, number), name=f"kernel {number}", daemon=True)
+            for number in range(1, num_threads)
+        ]
+        for thread in threads:
+            thread.start()
+        self._end = weakref.finalize(self, _publish, self._job_queue, ())
+
+    def run(self, *arguments: int) -> None:
+        """Have a job done; returns when it is. Calls of several threads follow each other."""
+        with self._calls:
+            _publish(self._job_queue, arguments)
+            self._work(self._place, 0, self.num_threads)
+
+    def close(self) -> None:
+        """Ends the threads."""
+        self._end()
+
+
+def _publish(job_queue: NDArray[Any], arguments: Sequence[int]) -> None:
+    assert len(arguments) <= MOST_ARGUMENTS
+    job_queue[ARGUMENTS : ARGUMENTS + MOST_ARGUMENTS] = (
+        0  # also those that the job before had and this one has not
+    )
+    job_queue[ARGUMENTS : ARGUMENTS + len(arguments)] = arguments
+    publish(address(job_queue))
+
+
+def _serve(job_queue: NDArray[Any], work: Work, num_threads: int, thread: int) -> None:
+    """Keeps the job queue as long as this thread looks at it."""
+    work(address(job_queue), thread, num_threads)

@@ -1,0 +1,91 @@
+"""Which transport connects which stages, and by which addresses they reach each other."""
+
+from __future__ import annotations
+
+import sys
+
+import pytest
+
+from ppserve import wire
+from ppserve.config import PipelineSettings, ServeConfig
+from ppserve.core.architecture import Architecture
+from ppserve.core.grid import RankGrid
+from ppserve.errors import ConfigError
+from ppserve.head.engine.placement import Placement, stage_addresses
+
+ARCH = Architecture(8, 160, 5, 1024, 1280, 1280, 640)
+SAME_HOST = "shm" if sys.platform == "linux" else "gloo"
+
+
+def hello(stage: int, host: str = "a", gpu: int | None = None, shares_gpu: bool = False) -> wire.Hello:
+    return wire.Hello(stage, 2, host, "/m", ARCH, "float32", gpu, shares_gpu, None, host, "10.0.0.1", "10.0.0.1")
+
+
+@pytest.mark.parametrize(
+    ("hellos", "chosen"),
+    [
+        ((hello(0),), "local"),
+        ((hello(0), hello(1)), SAME_HOST),
+        ((hello(0), hello(1, host="b")), "gloo"),
+        ((hello(0, gpu=0), hello(1, gpu=1)), "nccl"),
+        ((hello(0, gpu=0), hello(1, host="b", gpu=0)), "nccl"),
+        ((hello(0, gpu=0, shares_gpu=True), hello(1, gpu=0, shares_gpu=True)), SAME_HOST),
+        ((hello(0, gpu=0), hello(1)), SAME_HOST),
+    ],
+)
+def test_auto_takes_the_best_that_connects_all(hellos: tuple[wire.Hello, ...], chosen: str) -> None:
+    assert Placement(ServeConfig()).decide(hellos).transport == chosen
+
+
+@pytest.mark.parametrize(
+    ("asked", "second", "says"),
+    [
+        ("nccl", hello(1), "--transport: nccl needs a GPU of its own for every stage"),
+        ("shm", hello(1, host="b"), "--transport: shm needs all stages on one host"),
+        ("local", hello(1), "--transport: local connects stages within one process"),
+    ],
+)
+def test_what_cannot_connect_them_is_refused(asked: str, second: wire.Hello, says: str) -> None:
+    with pytest.raises(ConfigError, match=says):
+        Placement(ServeConfig(pipeline=PipelineSettings(transport=asked))).decide((hello(0), second))
+
+
+def test_what_was_asked_for_is_taken_where_it_can_be() -> None:
+    asked = ServeConfig(pipeline=PipelineSettings(transport="gloo"))
+    assert Placement(asked).decide((hello(0), hello(1))).transport == "gloo"
+
+
+# ---- addresses ---------------------------------------------------------------------------------------------
+
+
+def at(stage: int, machine: str, own: str, head: str) -> wire.Hello:
+    return wire.Hello(
+        stage, 2, machine, "/m", ARCH, "float32", None, False, None, machine, address=own, head_address=head
+    )
+
+
+LOOP = "127.0.0.1"
+
+
+@pytest.mark.parametrize(
+    ("hellos", "expected"),
+    [
+        ((at(0, "a", "10.0.0.1", "10.0.0.1"), at(1, "a", "10.0.0.1", "10.0.0.1")), (LOOP, LOOP)),
+        ((at(0, "a", "10.0.0.1", "10.0.0.1"), at(1, "b", "10.0.0.2", "10.0.0.1")), ("10.0.0.1", "10.0.0.2")),
+        ((at(0, "a", LOOP, "127.0.1.1"), at(1, "b", "10.0.0.2", "10.0.0.1")), ("10.0.0.1", "10.0.0.2")),
+        ((at(0, "a", "::1", "::1"), at(1, "b", "fd00::2", "fd00::1")), ("fd00::1", "fd00::2")),
+    ],
+    ids=["one host", "two", "the head by its own name, which is loopback", "the same in IPv6"],
+)
+def test_stages_are_reached_by_addresses_that_others_can_use(
+    hellos: tuple[wire.Hello, ...], expected: tuple[str, ...]
+) -> None:
+    assert stage_addresses(hellos, RankGrid(1, 1, 2)) == expected
+
+
+def test_a_stage_that_only_its_own_host_can_reach_is_refused_by_name() -> None:
+    hellos = (at(0, "a", LOOP, LOOP), at(1, "b", LOOP, LOOP))
+    with pytest.raises(ConfigError, match="--interface: other hosts cannot reach stage 0 on a"):
+        stage_addresses(hellos, RankGrid(1, 1, 2))
+    with pytest.raises(ConfigError, match="cannot reach stage 0 tensor 1 on b"):
+        stage_addresses((at(0, "a", "10.0.0.1", LOOP), at(1, "b", LOOP, LOOP)), RankGrid(2, 1, 1))

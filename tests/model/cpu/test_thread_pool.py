@@ -1,0 +1,151 @@
+"""The threads of a stage: each job is done once by each, and those that went to sleep are woken."""
+
+from __future__ import annotations
+
+import gc
+import threading
+import time
+from concurrent.futures import ThreadPoolExecutor
+
+import numpy as np
+import pytest
+
+from ppserve.model.compiled.jit import kernel
+from ppserve.model.compiled.lanes import load_int, store_int
+from ppserve.model.cpu.backend import CpuBackend
+from ppserve.model.cpu.kernels.atomics import SLEEPERS
+from ppserve.model.cpu.kernels.exchange import NUM_FIELDS
+from ppserve.model.cpu.kernels.job_queue import ARGUMENTS, ARRIVED, JOBS, LOST, await_job, barrier, job_queue_size
+from ppserve.model.cpu.kernels.memory import address, aligned
+from ppserve.model.cpu.kernels.work import COMPLETE, GATHER, as_table, jobs_of
+from ppserve.model.cpu.thread_pool import ThreadPool, _publish
+
+
+@kernel
+def count_in_turns(job_queue, thread, num_threads) -> None:  # type: ignore[no-untyped-def]
+    """A job has an address and a number of rounds. In each round every thread adds to its number the round and
+    what its neighbour had before the round; so a thread that does not wait for the others shows."""
+    done = 0
+    while True:
+        if thread > 0:
+            await_job(job_queue, done)
+            done += 1
+        place, rounds = load_int(job_queue, ARGUMENTS), load_int(job_queue, ARGUMENTS + 1)
+        if place == 0:
+            return
+        for step in range(rounds):
+            neighbour = load_int(place, 16 * ((thread + 1) % num_threads))
+            barrier(job_queue, thread, num_threads)
+            own = load_int(place, 16 * thread)
+            store_int(place, 16 * thread, own + neighbour % 7 + step)
+            barrier(job_queue, thread, num_threads)
+        barrier(job_queue, thread, num_threads)
+        if thread == 0:
+            return
+
+
+def expected(num_threads: int, rounds: list[int]) -> list[int]:
+    numbers = list(range(num_threads))
+    for count in rounds:
+        for step in range(count):
+            numbers = [n + numbers[(t + 1) % num_threads] % 7 + step for t, n in enumerate(numbers)]
+    return numbers
+
+
+@kernel
+def meet_once(job_queue, thread, num_threads) -> None:  # type: ignore[no-untyped-def]
+    barrier(job_queue, thread, num_threads)
+
+
+def test_who_waits_long_for_another_thread_sleeps_and_is_woken() -> None:
+    job_queue = aligned(job_queue_size(3), np.int64)
+    meet_once(address(job_queue), 0, 1)  # compiles
+    with ThreadPoolExecutor(2) as threads:
+        waiting = [threads.submit(meet_once, address(job_queue), thread, 3) for thread in (1, 2)]
+        until_s = time.monotonic() + 20
+        while (num_asleep := job_queue[ARRIVED + SLEEPERS]) < 2 and time.monotonic() < until_s:
+            time.sleep(1e-3)
+        is_over = [each.done() for each in waiting]
+        meet_once(address(job_queue), 0, 3)
+        for each in waiting:
+            each.result(60)
+    assert job_queue[ARRIVED + SLEEPERS] == 0
+    assert is_over == [False, False]
+    if num_asleep < 2:
+        pytest.skip("no core to spare: a thread yields to other programs 20,000 times before it sleeps")
+
+
+def test_a_late_thread_does_not_look_at_the_side_of_an_exchange_that_is_gone() -> None:
+    """Thread 0 is this test: it has the rows of other ranks lost, returns, and its side's memory is another's."""
+    work, job_queue = CpuBackend("float32")._thread_pool._work, aligned(job_queue_size(2), np.int64)
+    widths, side = as_table((1, 1)), aligned(NUM_FIELDS, np.int64)
+    jobs = jobs_of((GATHER, widths), (COMPLETE, widths))
+    late = threading.Thread(target=work, args=(address(job_queue), 1, 2), daemon=True)
+    _publish(job_queue, (address(jobs), 2, 0, 0, 0, 0, address(side)))
+    late.start()
+    while job_queue[ARRIVED] < 1:
+        threading.Event().wait(0.001)
+    job_queue[LOST] = 1
+    job_queue[ARRIVED] += 1
+    _publish(job_queue, ())
+    late.join(timeout=30)
+    assert not late.is_alive()  # with the other job it would wait for a thread that does not come
+
+
+def board_of(thread_pool: ThreadPool) -> np.ndarray:
+    return thread_pool._job_queue
+
+
+def asleep(thread_pool: ThreadPool) -> None:
+    """Returns when all threads but the calling one are."""
+    while board_of(thread_pool)[JOBS + SLEEPERS] < thread_pool.num_threads - 1:
+        threading.Event().wait(0.001)
+
+
+@pytest.mark.parametrize("num_threads", [1, 2, 3, 5])
+def test_threads_do_jobs_together_asleep_or_not(num_threads: int) -> None:
+    thread_pool = ThreadPool(num_threads, count_in_turns)
+    numbers = aligned(16 * num_threads, np.int64)
+    numbers[::16] = range(num_threads)
+    rounds = [1, 40, 0, 7, 200, 3]
+    for position, count in enumerate(rounds):
+        if position % 2:
+            asleep(thread_pool)
+        thread_pool.run(address(numbers), count)
+    assert numbers[::16].tolist() == expected(num_threads, rounds)
+    thread_pool.close()
+
+
+def test_callers_wait_for_each_other() -> None:
+    thread_pool = ThreadPool(2, count_in_turns)
+    places = [aligned(32, np.int64) for _ in range(4)]
+    for place in places:
+        place[16] = 1
+
+    def call(place: np.ndarray) -> None:
+        for _ in range(20):
+            thread_pool.run(address(place), 5)
+
+    callers = [threading.Thread(target=call, args=(place,)) for place in places]
+    for caller in callers:
+        caller.start()
+    for caller in callers:
+        caller.join()
+    assert all(place[::16].tolist() == expected(2, [5] * 20) for place in places)
+    thread_pool.close()
+
+
+@pytest.mark.parametrize("forgotten", [False, True])
+def test_threads_end_with_their_team(forgotten: bool) -> None:
+    before = set(threading.enumerate())
+    thread_pool = ThreadPool(3, count_in_turns)
+    own = set(threading.enumerate()) - before
+    assert len(own) == 2
+    if forgotten:
+        del thread_pool
+        gc.collect()
+    else:
+        thread_pool.close()
+    for thread in own:
+        thread.join(timeout=30)
+        assert not thread.is_alive()

@@ -31,7 +31,7 @@ _RIDGE = (1e-9, 1e-6, 1e-6, 1e-6)
 # Typical values of the four terms; the fit is scaled by them.
 _TYPICAL = (1.0, 8.0, 1024.0, 8.0)
 _MOST_STEPS_BETWEEN_FITS = 16
-# Rows of a slice for which a key is read once. Kernels take some 4 to 16; measured in docs/performance/shapes.md.
+# Rows of a slice for which a key is read once. Kernels take some 4 to 16; measured in docs/performance.md.
 _ROWS_TOGETHER = 8
 # Observations needed before the errors of predictions are counted.
 _MIN_OBSERVATIONS = 64

@@ -22,7 +22,7 @@ _REQUESTS_PER_CALLER = 4
 # What ranks compute around each step they have measured. A lone one's is interpreted code and system calls, as is
 # what the head does for each step, for each rank's result of it and for each token, what a stage does to hand
 # hidden states on, and what a caller in Python does for each token. These are in proportion to it
-# (docs/performance/shapes.md).
+# (docs/performance.md).
 _STEP, _REPORT, _TOKEN, _SENDING, _CALLER = 0.30, 0.38, 0.24, 0.18, 0.25
 # And so is a gather on one host: what each rank does for it, and where cores are shared what waiting costs.
 _GATHER, _SPIN = 0.011, 0.017

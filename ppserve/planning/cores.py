@@ -22,7 +22,7 @@ from ppserve.planning.clock import Clock
 # Of a machine with one core; Linux' base slice grows with the cores' logarithm, up to eight.
 _SLICE_S = 0.7e-3
 # A core that has nothing to do for this long gets somebody who waits. Nine in ten such times that were traced are
-# shorter than 0.87 ms (docs/performance/shapes.md).
+# shorter than 0.87 ms (docs/performance.md).
 _IDLE_S = 1e-3
 # What is left of a turn, or of a slice, by rounding.
 _NOTHING_S = 1e-9

@@ -19,7 +19,7 @@ from ppserve.process.interfaces import LOOPBACK, is_loopback
 log = logging.getLogger("ppserve.head")
 
 # On a CPU a token in a step of more rows is no cheaper, and with equal chunks stages wait for each other less
-# (docs/performance/beside-others.md, "Equal chunks beat shrinking ones").
+# (docs/performance.md).
 CPU_CHUNK = 128
 _FOUND = {"architecture": "another model", "weights": "other weights"}
 

@@ -1,7 +1,7 @@
 """Memory for weights, in huge pages where the system has them.
 
 Each step of a decode reads all weights. In pages of 4 KiB a processor looks up a page's place for every 64 cache
-lines, on a virtual machine twice, and fetches nothing ahead beyond the page's end (docs/performance/kernels.md).
+lines, on a virtual machine twice, and fetches nothing ahead beyond the page's end (docs/performance.md).
 Where huge pages must be asked for, as on most systems, the C library's heap, where a layer's matrices would lie,
 has none.
 """

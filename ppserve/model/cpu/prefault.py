@@ -3,7 +3,7 @@
 A large zeroed array costs nothing until it is written. Whoever first writes to a page (2 MB where pages are huge)
 waits while the system clears it. Keys and values of all layers reach the ends of their pages in the same step, so
 a stage would wait for all of these pages at once: 10 ms for each on a virtual machine whose host hands out memory
-lazily (docs/performance/pipeline.md).
+lazily (docs/performance.md).
 """
 
 from __future__ import annotations

@@ -56,7 +56,7 @@ def barrier(job_queue, thread, num_threads):
             return
         pause()
         if spins >= _SPINS_BEFORE_YIELD:
-            # Sleep at once costs three times as much beside a busy program (docs/performance/kernels.md).
+            # Sleep at once costs three times as much beside a busy program (docs/performance.md).
             yield_core()
     while load_shared(arrived) < goal:
         sleep_below(arrived, goal, NAP_NS)

@@ -170,9 +170,6 @@ class FakeEngine:
         self._runs.add(run)
         run.add_done_callback(self._runs.discard)
 
-    def model_description(self) -> ModelDescription:
-        return self.description
-
     async def restart(self, replica: int, pauses: bool) -> None:
         if replica:
             raise InvalidRequest([Violation("replica", f"there is no replica {replica}")])

@@ -31,7 +31,7 @@ from ppserve.head.engine.members import Members
 from ppserve.head.engine.placement import Placement
 from ppserve.head.engine.replica import Replica
 from ppserve.head.engine.startup_barrier import StartupBarrier
-from ppserve.head.handle import PipelineHandle, describe_model
+from ppserve.head.handle import EngineHandle, describe_model
 from ppserve.head.observe.banner import StartProgress, banner
 from ppserve.head.observe.live import RecentSpans, describe_costs, live_pages, read_state
 from ppserve.head.observe.metrics import Metrics
@@ -202,14 +202,14 @@ class HeadProcess:
         assert decision is not None
         tokenizer = self._load_tokenizer()
         members = [replica.all for replica in self._members]
-        handle = PipelineHandle(
+        handle = EngineHandle(
             self._engine, describe_model(self._config, decision, members, tokenizer), tokenizer
         )
         key_file = self._config.server.api_key_file
         request_handler = RequestHandler(handle, tokenizer, ApiKeys(key_file) if key_file else None)
         servers = Servers(self._config.server, request_handler, self._metrics, self._pages(handle))
         topology = await asyncio.to_thread(handle.topology)
-        self._metrics.describe(handle.model_description(), topology)
+        self._metrics.describe(handle.description, topology)
         ports = await servers.open()
         # What has been made until now stays. Looking through it, the collector would stop all streams for 0.1 s.
         gc.collect()
@@ -218,7 +218,7 @@ class HeadProcess:
         await servers.set_serving(True)
         self._on_reload(request_handler, servers)
         host = self._config.server.host
-        print(banner(handle.model_description(), topology, host, ports), file=sys.stderr, flush=True)
+        print(banner(handle.description, topology, host, ports), file=sys.stderr, flush=True)
         places = f"grpc={host}:{ports.grpc} metrics={host}:{ports.metrics} stages={self._num_stages}"
         print(f"ppserve ready {places} http={host}:{ports.http}", flush=True)
         health = asyncio.create_task(self._report_health(servers))
@@ -307,11 +307,11 @@ class HeadProcess:
             meant[port] = True
         log.info("the head listens on %s", ", ".join(map(str, refuse_unmeant(meant))))
 
-    def _pages(self, handle: PipelineHandle) -> dict[str, MakePage]:
+    def _pages(self, handle: EngineHandle) -> dict[str, MakePage]:
         metrics, schedule = self._metrics, self._schedule
         metrics.read_ledger(handle.stage_times)
         live = live_pages(lambda: read_state(handle, metrics.reading(), schedule.recent()))
-        costs = json_page(lambda: describe_costs(handle.look()))
+        costs = json_page(lambda: describe_costs(handle.snapshot()))
         return {"/metrics": metrics.page, "/costs.json": costs, **live}
 
     async def _report_health(self, servers: Servers) -> None:

@@ -34,41 +34,49 @@ from ppserve.tokenizer import Tokenizer
 _MANY_HELD = 256
 
 
-class PipelineHandle:
-    """Implements `EngineHandle`. Made once the pipeline has formed for the first time."""
+class EngineHandle:
+    """The engine as every protocol uses it, in the event loop. Made once the pipeline has formed."""
 
     def __init__(self, engine: Engine, description: ModelDescription, tokenizer: Tokenizer | None) -> None:
+        self.description = description
+        """The model as served."""
         self._engine = engine
-        self._description = description
         self._tokenizer = tokenizer
 
     async def submit(self, request: Request, sink: Sink) -> None:
-        read = functools.partial(read_held, request, self._tokenizer, self._description.eos_id)
+        """Queue a request, whose outputs go to `sink`. Raises RequestError (Overloaded, Draining, ...)."""
+        read = functools.partial(read_held, request, self._tokenizer, self.description.eos_id)
         held = await asyncio.to_thread(read) if len(request.resume_ids) > _MANY_HELD else read()
         await asyncio.wrap_future(self._engine.submit(request, sink, self._tokenizer, held))
 
     def refuse_early(self, caller: str, new_tokens: int, priority: int, deadline_s: float | None) -> None:
+        """Raises Overloaded where every request of so many new tokens or more would be refused now."""
         self._engine.refuse_early(caller, new_tokens, priority, deadline_s)
 
     def cancel(self, request_id: str, reason: FinishReason) -> None:
+        """End a request. Nothing happens if it has ended, or is unknown."""
         self._engine.cancel(request_id, reason)
 
-    def model_description(self) -> ModelDescription:
-        return self._description
-
     async def restart(self, replica: int, pauses: bool) -> None:
+        """Restart a replica's stage processes; return when it serves again. Raises RequestError.
+
+        pauses: also if no other replica could serve its streams, which then wait.
+        """
         await asyncio.wrap_future(self._engine.restart(replica, pauses))
 
-    def look(self) -> tuple[ReplicaReading, ...]:
-        """Every replica now. Waits for the engine's thread: do not call it in the event loop."""
-        return self._engine.look()
+    # These wait for the engine's thread: call them in a thread, not in the event loop.
+
+    def snapshot(self) -> tuple[ReplicaReading, ...]:
+        """Every replica now."""
+        return self._engine.snapshot()
 
     def topology(self) -> Topology:
-        return topology_of(self.look())
+        """What runs where, and where its time went."""
+        return topology_of(self.snapshot())
 
     def load(self) -> LoadDescription:
-        """Of what the replicas that serve can hold."""
-        readings = self.look()
+        """How full the replicas that serve are."""
+        readings = self.snapshot()
         scheduling = readings[0].decision.scheduling
         there = [reading for reading in readings if reading.serves] or readings
         num_blocks = sum(reading.num_blocks for reading in there)
@@ -82,7 +90,7 @@ class PipelineHandle:
 
     def stage_times(self) -> tuple[tuple[StageTimes, ...], ...]:
         """Every stage's time up to one moment, by replica."""
-        return tuple(tuple(stage.times for stage in reading.stages) for reading in self.look())
+        return tuple(tuple(stage.times for stage in reading.stages) for reading in self.snapshot())
 
 
 def topology_of(readings: tuple[ReplicaReading, ...]) -> Topology:

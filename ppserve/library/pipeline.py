@@ -218,11 +218,11 @@ class Pipeline:
 
     def ledger(self) -> Ledger:
         """Where every stage's time went, from the making of the pipeline to now."""
-        return ledger_of(self._running().look())
+        return ledger_of(self._running().snapshot())
 
     def topology(self) -> Topology:
         """What each stage holds, and how long its steps take."""
-        return topology_of(self._running().look())
+        return topology_of(self._running().snapshot())
 
     def _running(self) -> Engine:
         """Raises Draining after `close` and in another process, StagesLost where the stages are gone."""

@@ -7,7 +7,7 @@ from typing import Any
 
 from ppserve.core.architecture import Split, stage_layouts
 from ppserve.core.partition import PartCosts
-from ppserve.head.handle import PipelineHandle, predicted_step_s, why_not_deterministic
+from ppserve.head.handle import EngineHandle, predicted_step_s, why_not_deterministic
 
 
 def reading(serves: bool, running: int, kv_usage: float) -> Any:
@@ -19,9 +19,9 @@ def reading(serves: bool, running: int, kv_usage: float) -> Any:
 
 
 def load_of(*readings: Any) -> Any:
-    engine: Any = SimpleNamespace(look=lambda: readings)
+    engine: Any = SimpleNamespace(snapshot=lambda: readings)
     description: Any = None
-    return PipelineHandle(engine, description, None).load()
+    return EngineHandle(engine, description, None).load()
 
 
 def test_a_replica_that_does_not_serve_holds_nothing() -> None:

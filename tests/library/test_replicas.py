@@ -62,7 +62,7 @@ def test_costs_are_told_of_the_replica_that_has_computed() -> None:
     """A lone caller's requests may all go to the second one."""
     with tiny(replicas=2) as pipeline:
         pipeline.complete("Once upon a time", max_tokens=20, ignore_eos=True)
-        readings = pipeline._engine.look()
+        readings = pipeline._engine.snapshot()
     told = [describe_costs(ordered)["stages"][0]["steps"] for ordered in (readings, readings[::-1])]
     assert told[0] == told[1] == sum(reading.stages[0].steps for reading in readings) > 0
 

@@ -1,5 +1,5 @@
 """A call's life, the same for every protocol: check, tokenize, submit, stream, and in any case tell the engine
-when nobody reads any more. The engine is behind `EngineHandle`.
+when nobody reads any more.
 """
 
 from __future__ import annotations
@@ -26,9 +26,9 @@ from ppserve.head.api.requests import (
     priority_of,
     to_request,
 )
-from ppserve.head.api.requirements import EngineHandle
 from ppserve.head.api.stream import RequestStream
 from ppserve.head.descriptions import LoadDescription, ModelDescription, Topology
+from ppserve.head.handle import EngineHandle
 from ppserve.tokenizer import Tokenizer
 
 log = logging.getLogger(__name__)
@@ -135,7 +135,7 @@ class RequestHandler:
     @property
     def description(self) -> ModelDescription:
         """What is served."""
-        return self._engine.model_description()
+        return self._engine.description
 
     async def restart(self, replica: int, pauses: bool) -> None:
         """As the engine does. Raises RequestError."""

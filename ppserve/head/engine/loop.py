@@ -25,7 +25,7 @@ from ppserve.errors import Draining, RequestError, StagesLost
 from ppserve.head.engine.control import ControlPlane
 from ppserve.head.engine.fleet import Fleet
 from ppserve.head.engine.member import FatalError, Formed
-from ppserve.head.engine.messages import Abort, Drain, Look, Message, Restart, Stop, Submit
+from ppserve.head.engine.messages import Abort, Drain, Message, Restart, Snapshot, Stop, Submit
 from ppserve.head.engine.open_request import HeldAnswer, OpenRequest
 from ppserve.head.engine.output import Sink, TokenOutput
 from ppserve.head.engine.reading import ReplicaReading
@@ -94,11 +94,11 @@ class Engine(threading.Thread):
         """End a request. Nothing happens if it has ended."""
         self._post(Abort(request_id, reason))
 
-    def look(self) -> tuple[ReplicaReading, ...]:
+    def snapshot(self) -> tuple[ReplicaReading, ...]:
         """The state of every replica. Waits for the engine's thread. Raises Draining if the engine has ended."""
-        message = Look()
+        message = Snapshot()
         self._post(message)
-        return message.seen.result(_ANSWER_WITHIN_S)
+        return message.readings.result(_ANSWER_WITHIN_S)
 
     def restart(self, replica: int, pauses: bool) -> Future[None]:
         """Restart a replica's stage processes; see `messages.Restart`."""
@@ -169,8 +169,8 @@ class Engine(threading.Thread):
             case Abort(request_id, reason):
                 if request_id in self._open:
                     self._happened(self._fleet.abort(request_id, reason))
-            case Look(seen):
-                _settle(seen, self._fleet.readings)
+            case Snapshot(readings):
+                _settle(readings, self._fleet.readings)
             case Restart(replica, pauses, done):
                 if done.set_running_or_notify_cancel():
                     self._restart(replica, pauses, done)
@@ -201,7 +201,7 @@ class Engine(threading.Thread):
             except IndexError:  # another thread refused it
                 return
             match message:
-                case Submit(accepted=waiting) | Look(seen=waiting) | Restart(done=waiting):
+                case Submit(accepted=waiting) | Snapshot(readings=waiting) | Restart(done=waiting):
                     if waiting.set_running_or_notify_cancel():
                         waiting.set_exception(_shutting_down())
 

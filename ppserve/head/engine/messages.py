@@ -40,10 +40,10 @@ class Abort:
 
 
 @dataclass(frozen=True, slots=True)
-class Look:
+class Snapshot:
     """Read the state of every replica."""
 
-    seen: Future[tuple[ReplicaReading, ...]] = field(default_factory=Future, repr=False, compare=False)
+    readings: Future[tuple[ReplicaReading, ...]] = field(default_factory=Future, repr=False, compare=False)
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,4 +68,4 @@ class Restart:
     done: Future[None] = field(default_factory=Future, repr=False, compare=False)
 
 
-Message = Submit | Abort | Look | Restart | Drain | Stop | FatalError
+Message = Submit | Abort | Snapshot | Restart | Drain | Stop | FatalError

@@ -18,7 +18,7 @@ from typing import Any
 from ppserve.core.ledger.account import Settled, StageTimes
 from ppserve.core.ledger.causes import IDLE, KINDS
 from ppserve.head.engine.reading import ReplicaReading
-from ppserve.head.handle import PipelineHandle, topology_of
+from ppserve.head.handle import EngineHandle, topology_of
 from ppserve.head.observe.metrics import ServerLoad
 from ppserve.head.observe.pages import MakePage, Page, json_page
 
@@ -65,9 +65,9 @@ def describe_schedule(spans: Iterable[list[Settled]], now_ns: int) -> list[list[
     ]
 
 
-def read_state(handle: PipelineHandle, load: ServerLoad, spans: list[list[Settled]]) -> dict[str, Any]:
+def read_state(handle: EngineHandle, load: ServerLoad, spans: list[list[Settled]]) -> dict[str, Any]:
     """What the page shows now. Durations are seconds; counters run since the start. Waits for the engine."""
-    readings, description = handle.look(), handle.model_description()
+    readings, description = handle.snapshot(), handle.description
     topology, now_ns = topology_of(readings), readings[0].now_ns
     measured_stages = [stage for reading in readings for stage in reading.stages]
     of_stages = zip(topology.stages, measured_stages, describe_schedule(spans, now_ns), strict=True)

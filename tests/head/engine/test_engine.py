@@ -95,7 +95,7 @@ def test_a_refused_request_is_told_why_and_leaves_nothing() -> None:
             run.engine.refuse_early("", 0, 0, None)  # what any request would be told, without its asking
         run.stages.hold.set()
         assert first.rest()[-1].finish is waiting.rest()[-1].finish is FinishReason.MAX_TOKENS
-        run.engine.look()
+        run.engine.snapshot()
         run.engine.refuse_early("", 0, 0, None)
         assert notes.said == ["INVALID_REQUEST", "QUEUE_FULL", "INVALID_REQUEST", "QUEUE_FULL"]
 
@@ -122,8 +122,8 @@ def test_streams_go_on_with_the_same_tokens_after_a_stage_was_lost() -> None:
             assert tokens(outputs) == expected_answer(a_request(name, seed=i, max_tokens=30)).token_ids
             assert [output.offset for output in outputs if output.token_id is not None] == list(range(30))
         assert notes.said == ["1 exit", "lost"]
-        assert run.engine.look()[0].epoch == 2
-        assert [stage.member.restarts for stage in run.engine.look()[0].stages] == [0, 1, 0]
+        assert run.engine.snapshot()[0].epoch == 2
+        assert [stage.member.restarts for stage in run.engine.snapshot()[0].stages] == [0, 1, 0]
 
 
 def lose(run: Running, rank: int) -> None:
@@ -147,7 +147,7 @@ def test_a_pipeline_that_is_hopeless_ends_every_stream_with_a_status() -> None:
         with pytest.raises(Draining):
             run.submit(a_request("late"))
         with pytest.raises(Draining):
-            run.engine.look()
+            run.engine.snapshot()
 
 
 def test_streams_are_told_of_the_end_when_their_latest_tokens_cannot_be(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -175,9 +175,9 @@ def test_stopping_shuts_every_stage_down_and_refuses_what_comes_later() -> None:
 
 def test_a_reading_is_of_one_moment_and_its_times_sum_to_the_wall() -> None:
     with running(2) as run:
-        (before,) = run.engine.look()
+        (before,) = run.engine.snapshot()
         run.submit(a_request("a")).rest()
-        (after,) = run.engine.look()
+        (after,) = run.engine.snapshot()
         for early, late in zip(before.stages, after.stages, strict=True):
             assert late.times.wall_ns - early.times.wall_ns == after.now_ns - before.now_ns
             assert sum(late.times.busy_ns.values()) > sum(early.times.busy_ns.values()) == 0
@@ -226,10 +226,10 @@ def test_the_load_is_told_while_the_pipeline_is_lost() -> None:
         run.stages.hold.clear()
         reader = run.submit(a_request("a"))
         run.stages.links[1].hang_up("exit")
-        run.engine.look()
+        run.engine.snapshot()
         seen = len(loads.in_flight)
-        run.engine.look()
-        run.engine.look()
+        run.engine.snapshot()
+        run.engine.snapshot()
         assert loads.in_flight[seen:], "nothing was told during the loss"
         assert loads.in_flight[-1] == 0, "what was in flight is lost"
         run.stages.hold.set()

@@ -9,15 +9,14 @@ from collections.abc import Sequence
 from typing import Any, Protocol
 
 import grpc
+from grpc import aio
 from grpc_health.v1 import health_pb2_grpc
 from grpc_reflection.v1alpha import reflection
 
 from ppserve.config import ServerSettings
 from ppserve.errors import ConfigError
 from ppserve.head.api.grpc.calls import KeyCheck
-from ppserve.head.api.grpc.eager import EagerServer
 from ppserve.head.api.grpc.health import HEALTH_NAME, Health
-from ppserve.head.api.grpc.holding import HeldCalls
 from ppserve.head.api.grpc.service import SERVICE_NAME, GrpcService
 from ppserve.head.api.request_handler import RequestHandler
 from ppserve.head.api.tls import Certificates, read_certificates
@@ -27,6 +26,8 @@ from ppserve.v1 import generation_pb2 as _registered  # noqa: F401  reflection s
 
 log = logging.getLogger(__name__)
 
+# gRPC refuses more calls than this at once, streams and health checks included, with RESOURCE_EXHAUSTED.
+MAX_CALLS = 4096
 # After the drain: time for the last statuses to leave.
 CLOSING_S = 1.0
 
@@ -50,8 +51,11 @@ class GrpcServer:
         self._settings = settings
         self.request_handler = request_handler
         self._tls = read_certificates(settings)
-        key_check = [KeyCheck(request_handler.keys)] if request_handler.keys else []
-        self._server = EagerServer([HeldCalls(), *key_check], server_options(request_handler.description.limits))
+        self._server = aio.server(
+            interceptors=[KeyCheck(request_handler.keys)] if request_handler.keys else [],
+            options=server_options(request_handler.description.limits),
+            maximum_concurrent_rpcs=MAX_CALLS,
+        )
         self._server.add_generic_rpc_handlers((GrpcService(request_handler).handlers(),))
         self._others = others
         self._server.add_generic_rpc_handlers(tuple(service.handlers() for service in others))
@@ -114,13 +118,11 @@ def server_options(limits: Limits) -> list[tuple[str, Any]]:
         ("grpc.absolute_max_metadata_size", limits.max_metadata_bytes),
         # A message is decompressed before its size is looked at, and half a megabyte may hold half a gigabyte.
         ("grpc.compression_enabled_algorithms_bitset", 1),
-        ("grpc.max_concurrent_streams", 4096),
-        # A quarter of the files that may be open. Who says nothing in time gives its place back. A client whose
-        # connection was closed because it made no call opens another one with its next call.
+        # A quarter of the files that may be open.
         ("grpc.max_allowed_incoming_connections", min(4096, resource.getrlimit(resource.RLIMIT_NOFILE)[0] // 4)),
-        ("grpc.server_handshake_timeout_ms", 10_000),
+        # A client whose idle connection was closed opens another one with its next call.
         ("grpc.max_connection_idle_ms", 300_000),
-        # Find dead connections; tolerate the pings of idle clients, which the defaults answer with GOAWAY.
+        # Find dead connections, and permit the pings of idle clients, which the defaults answer with GOAWAY.
         ("grpc.keepalive_time_ms", 30_000),
         ("grpc.keepalive_timeout_ms", 10_000),
         ("grpc.keepalive_permit_without_calls", 1),

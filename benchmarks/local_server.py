@@ -1,4 +1,4 @@
-"""A server of this checkout for a measurement: started with flags, ended by process id, one at a time."""
+"""A server for a measurement, of this checkout or of another one: started with flags, ended by its process id."""
 
 from __future__ import annotations
 
@@ -18,6 +18,7 @@ sys.path.insert(0, str(Path(__file__).parents[1]))  # tests are no package of th
 
 from tests.orphans import dying_with_us
 
+THIS_TREE = Path(__file__).parents[1]
 READY = re.compile(r"^ppserve ready grpc=(\S+) metrics=(\S+) stages=(\d+) http=(\S+)$", re.MULTILINE)
 FREE_PORTS = ("--port", "0", "--http-port", "0", "--metrics-port", "0")
 START_WITHIN_S = 300.0
@@ -31,16 +32,18 @@ class Address:
     grpc: str
     metrics: str
     http: str
+    ready_s: float
+    """From its start to its ready line."""
 
 
 @contextmanager
-def running(flags: Sequence[str]) -> Iterator[Address]:
-    """A ready server with these flags of `ppserve serve`, and none of its processes afterwards, also where the
-    measurement is killed."""
+def running(flags: Sequence[str], tree: Path = THIS_TREE) -> Iterator[Address]:
+    """A ready server of the checkout `tree` with these flags of `ppserve serve`, and none of its processes
+    afterwards, also where the measurement is killed."""
     command = dying_with_us([sys.executable, "-m", "ppserve", "serve", *FREE_PORTS, *flags])
     process = subprocess.Popen(
-        command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, stdin=subprocess.DEVNULL,
-        env={**os.environ, "PYTHONUNBUFFERED": "1"},
+        command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, stdin=subprocess.DEVNULL, cwd=tree,
+        env={**os.environ, "PYTHONUNBUFFERED": "1", "PYTHONPATH": str(tree)},
     )  # fmt: skip
     try:
         yield _wait_ready(process, command)
@@ -56,13 +59,13 @@ def running(flags: Sequence[str]) -> Iterator[Address]:
 def _wait_ready(process: subprocess.Popen[bytes], command: Sequence[str]) -> Address:
     assert process.stdout is not None
     os.set_blocking(process.stdout.fileno(), False)
-    until_s = time.monotonic() + START_WITHIN_S
+    begun_s = time.monotonic()
     seen = ""
     with selectors.DefaultSelector() as selector:
         selector.register(process.stdout, selectors.EVENT_READ)
         while (match := READY.search(seen)) is None:
             selector.select(1.0)
             seen += (process.stdout.read() or b"").decode(errors="replace")
-            if process.poll() is not None or time.monotonic() > until_s:
+            if process.poll() is not None or time.monotonic() - begun_s > START_WITHIN_S:
                 raise SystemExit(f"no server: {' '.join(command)}\n{seen}")
-    return Address(match[1], match[2], match[4])
+    return Address(match[1], match[2], match[4], time.monotonic() - begun_s)

@@ -94,14 +94,13 @@ class CacheSettings:
 class SchedulingSettings:
     """max_queue: how many requests may wait. prefill_chunk: prompt tokens per step. expect_prompt and expect_new:
     tokens of a typical prompt and answer, for which `--layers auto` balances the stages. speculate: draft tokens
-    per step and sequence, 0 = none, None = where they pay. draft_model: whose draft tokens they are, None = the
-    sequence's own repetitions. expect_callers: requests at once that `--parallel auto` chooses a shape for."""
+    per step and sequence, 0 = none, None = where they pay. expect_callers: requests at once that `--parallel auto`
+    chooses a shape for."""
 
     max_num_seqs: int = 256
     max_queue: int = 1024
     prefill_chunk: int | None = None
     speculate: int | None = 0
-    draft_model: str | None = None
     expect_prompt: int = 128
     expect_new: int = 128
     expect_callers: int = 16

@@ -17,7 +17,7 @@ from ppserve.config import ServeConfig
 from ppserve.core.architecture import Architecture, StageLayout
 from ppserve.core.cost_model import LayerCosts
 from ppserve.core.partition import PartCosts
-from ppserve.core.plan import Slice, StepPlan, StepResult
+from ppserve.core.plan import StepPlan, StepResult
 from ppserve.core.sampling_state import NOTHING, SamplingUpdate
 from ppserve.errors import WireError
 
@@ -276,46 +276,12 @@ class Shutdown(_Message, frozen=True, tag=True):
     code: int = 0
 
 
-# ---- head ↔ draft model ---------------------------------------------------------------------------------
-
-
-class DraftStart(_Message, frozen=True, tag=True):
-    """The first frame. path: of the draft model, or `builtin`. of: of the model whose tokens it draft tokens."""
-
-    path: str
-    of: str
-
-
-class DraftReady(_Message, frozen=True, tag=True):
-    """It is loaded; its context."""
-
-    max_positions: int
-
-
-class DraftQuestion(_Message, frozen=True, tag=True):
-    """Which `count` tokens follow those of the slice? See `core.scheduling.draft_model.DraftChannel`."""
-
-    piece: Slice
-    count: int
-
-
-class DraftStop(_Message, frozen=True, tag=True):
-    """The open question is answered at once, with the tokens that are drawn."""
-
-
-class Drafted(_Message, frozen=True, tag=True):
-    token_ids: tuple[int, ...]
-
-
 FromStage = Hello | Loading | Loaded | StoreOpened | Ready | Result | Heartbeat | Broken | Failed | GaveUp
 FromStranger = Proof
 FromKeeper = Start
 FromHead = Challenge | Welcome | Refused | Assign | Form | Abandon | Plan | Cancel | Ping | Shutdown
 
-ToDraft = DraftStart | DraftQuestion | DraftStop
-FromDraft = DraftReady | Drafted
-
-Outgoing = FromStage | FromStranger | FromKeeper | FromHead | ToDraft | FromDraft
+Outgoing = FromStage | FromStranger | FromKeeper | FromHead
 
 
 def _encode_path(value: object) -> str:
@@ -334,7 +300,7 @@ def _decode_path(kind: type, value: object) -> Path:
 _encoder = msgspec.msgpack.Encoder(enc_hook=_encode_path)
 _decoders = {
     kind: msgspec.msgpack.Decoder(kind, dec_hook=_decode_path)
-    for kind in (FromStage, FromStranger, FromKeeper, FromHead, ToDraft, FromDraft)
+    for kind in (FromStage, FromStranger, FromKeeper, FromHead)
 }
 
 

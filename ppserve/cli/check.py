@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from ppserve.config import SchedulingSettings, ServeConfig, ServerSettings
+from ppserve.config import ServeConfig, ServerSettings
 from ppserve.core.architecture import Architecture
 from ppserve.core.grid import RankGrid
 from ppserve.core.partition import check_split, check_tensor_ranks, split_by_weight
@@ -36,8 +36,6 @@ def check(config: ServeConfig, world_size: int) -> None:
         check_microbatches(config, grid.pipeline)
         if arch is not None:
             _check_shape(config, arch, grid)
-    if arch is not None:
-        _check_draft_model(config.scheduling, arch)
 
 
 def _check_any_shape(config: ServeConfig, arch: Architecture | None, world_size: int) -> None:
@@ -57,17 +55,6 @@ def _check_shape(config: ServeConfig, arch: Architecture, grid: RankGrid) -> Non
         split_by_weight(arch, grid.pipeline)
     else:
         check_split(config.pipeline.layers, arch, grid.pipeline)
-
-
-def _check_draft_model(scheduling: SchedulingSettings, arch: Architecture) -> None:
-    path = scheduling.draft_model
-    if path is None:
-        return
-    if scheduling.speculate == 0:
-        raise ConfigError("--draft-model", "needs --speculate")
-    draft = _architecture("tiny" if path == "builtin" else path)
-    if draft is not None and draft.vocab_size != arch.vocab_size:
-        raise ConfigError("--draft-model", f"knows {draft.vocab_size} tokens, and the model {arch.vocab_size}")
 
 
 def _architecture(path: str) -> Architecture | None:

@@ -105,9 +105,6 @@ def _as_text(origin: str, value: object) -> str:
     "--speculate", type=AutoOr(GUESSES), default="off", help="auto (where they pay), off, or draft tokens a step."
 )
 @click.option(
-    "--draft-model", help="A smaller model of the same vocabulary that draft tokens: `builtin` or a path."
-)
-@click.option(
     "--expect-prompt", type=_COUNT, default=128, help="Typical prompt tokens, for --layers and --parallel auto."
 )
 @click.option(

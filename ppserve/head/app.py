@@ -15,15 +15,12 @@ from concurrent.futures import Future
 from dataclasses import replace
 
 from ppserve.config import ServeConfig
-from ppserve.core.scheduling.draft_model import DraftModel
-from ppserve.core.scheduling.drafter import look_up_prompts
 from ppserve.core.scheduling.request_queue import RequestQueue
 from ppserve.errors import ConfigError, UsageError
 from ppserve.head.api.auth import ApiKeys
 from ppserve.head.api.request_handler import RequestHandler
 from ppserve.head.binding import Ports
 from ppserve.head.engine.control import SocketControlPlane
-from ppserve.head.engine.draft_process import DraftProcess
 from ppserve.head.engine.fleet import Fleet
 from ppserve.head.engine.loop import Engine
 from ppserve.head.engine.member import FatalError
@@ -124,11 +121,8 @@ class HeadProcess:
         numbers = range(num_replicas)
         observers = [Observer(self._metrics, self._trace, self._schedule, number) for number in numbers]
         self._members = tuple(Members(grid, machine, rules, control, number) for number in numbers)
-        path, draft_path = config.model.path, config.scheduling.draft_model
-        self._draft = DraftProcess(draft_path, path, wakes=[control.woken_file]) if draft_path else None
-        new_drafter = DraftModel(self._draft).drafter if self._draft else look_up_prompts
         replicas = [
-            Replica(members, control, observer, clock, request_queue, new_drafter)
+            Replica(members, control, observer, clock, request_queue)
             for members, observer in zip(self._members, observers, strict=True)
         ]
         self._fleet = Fleet(replicas, control, clock)
@@ -157,8 +151,6 @@ class HeadProcess:
         finally:
             self._engine.stop()
             await self._end_stages()
-            if self._draft:
-                self._draft.end()
             self._trace.close()
 
     async def _choose_shape(self) -> FatalError | None:
@@ -239,26 +231,13 @@ class HeadProcess:
         watching.cancel()
         if self._failed.done():
             return self._complain(self._failed.result())
-        return await self._wait_for_draft() if self._formed.done() else 0
+        return None if self._formed.done() else 0
 
     async def _watch_start(self) -> None:
         watch = StartWatch(self._members, self._config.server.start_timeout_s, time.monotonic())
         while (fatal := watch.look(time.monotonic())) is None:
             await asyncio.sleep(_WATCH_EVERY_S)
         self._engine.give_up(fatal)
-
-    async def _wait_for_draft(self) -> int | None:
-        """None when the draft model can be asked, or is gone, or there is none; an exit code if it cannot be used,
-        or if a signal came first."""
-        if self._draft is None:
-            return None
-        refused = asyncio.ensure_future(asyncio.to_thread(self._draft.refused))
-        await self._first(self._stop.wait(), self._failed, refused)
-        if self._failed.done():
-            return self._complain(self._failed.result())
-        if not refused.done():
-            return 0
-        return EXIT_USAGE if refused.result() else None
 
     async def _close(self, servers: Servers) -> int:
         """Until all streams have finished, --shutdown-timeout has passed, or a second signal came."""

@@ -18,8 +18,6 @@ from ppserve import config as cfg
 from ppserve import wire
 from ppserve.answers import Completion, Options, Prompt, options_of, prompt_of
 from ppserve.core.architecture import Split
-from ppserve.core.scheduling.draft_model import DraftModel
-from ppserve.core.scheduling.drafter import NewDrafter, look_up_prompts
 from ppserve.core.scheduling.request_queue import RequestQueue
 from ppserve.errors import ConfigError, Draining, InvalidRequest, StagesLost, UsageError, Violation
 from ppserve.head.api.call import Call
@@ -36,7 +34,6 @@ from ppserve.library.ledger import Ledger, ledger_of
 from ppserve.library.local import LocalControlPlane, LocalLink
 from ppserve.library.stream import Stream
 from ppserve.process.environment import RankEnvironment, this_machine
-from ppserve.stage.draft import Draft
 from ppserve.stage.loop import ProbeResult, StageLoop
 from ppserve.stage.wiring import ThreadWiring
 from ppserve.tokenizer import Tokenizer, load_tokenizer
@@ -53,7 +50,7 @@ class Settings(TypedDict, total=False):
     tensor_parallel: how many ranks compute each stage together, each a thread. devices: of each rank, such as
     ["cuda:0", "cuda:1"], in order of stages. layers: of each stage, such as "7.5,4.5" (unset: equal weights).
     threads: of each rank. Sizes are bytes. speculate: draft tokens per step and sequence, None = where they pay
-    (unset: none). draft_model: a model of the same vocabulary that draft tokens, "builtin" or as the model.
+    (unset: none).
     """
 
     dtype: str
@@ -71,7 +68,6 @@ class Settings(TypedDict, total=False):
     max_queue: int
     prefill_chunk: int
     speculate: int | None
-    draft_model: str
     replicas: int
     batch_invariant: bool
     cuda_graphs: bool
@@ -89,21 +85,15 @@ class Pipeline:
     model: as for `--model` of the server. stages: one, or one for each of `devices`, unless told. The same request
     gives the same tokens here and there, over any number of stages. Any thread may use it. Raises UsageError
     (ConfigError, CheckpointError) for what cannot be run.
-    new_drafter: makes the drafter of an answer, which draft tokens its next tokens; no drafter changes a token.
-    Unset: the draft_model's, else one that looks for repetitions.
     """
 
     def __init__(
         self,
         model: str | os.PathLike[str] = "tiny",
         stages: int | None = None,
-        *,
-        new_drafter: NewDrafter | None = None,
         **settings: Unpack[Settings],
     ) -> None:
         config = _config_of(model, settings)
-        if not (new_drafter is None or callable(new_drafter)):
-            raise ConfigError("new_drafter", f"{new_drafter!r} cannot be called")
         num_replicas = config.pipeline.replicas
         each = config.pipeline.tensor_parallel * num_replicas
         if stages is None:
@@ -123,9 +113,8 @@ class Pipeline:
         self._members = tuple(
             Members(grid, machine, rules, self._control, number) for number in range(num_replicas)
         )
-        new_drafter = new_drafter or _drafter_of(config)
         replicas = [
-            Replica(members, self._control, watcher, time.monotonic_ns, request_queue, new_drafter)
+            Replica(members, self._control, watcher, time.monotonic_ns, request_queue)
             for members in self._members
         ]
         fleet = Fleet(replicas, self._control, time.monotonic_ns)
@@ -304,16 +293,6 @@ def _whole(name: str, value: Any) -> int:
         return index(value)
     except TypeError:
         raise ConfigError(name, f"{value!r} is not a whole number") from None
-
-
-def _drafter_of(config: cfg.ServeConfig) -> NewDrafter:
-    """Raises UsageError."""
-    draft_model = config.scheduling.draft_model
-    if draft_model is None:
-        return look_up_prompts
-    if config.scheduling.speculate == 0:
-        raise ConfigError("draft_model", "needs speculate")
-    return DraftModel(Draft(draft_model, config.model.path)).drafter
 
 
 def _live(start: wire.Start, found: ProbeResult, link: LocalLink, wiring: ThreadWiring) -> None:

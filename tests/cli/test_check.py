@@ -13,11 +13,10 @@ from click.testing import CliRunner
 
 from ppserve.cli.check import check
 from ppserve.cli.main import cli
-from ppserve.config import ModelSettings, PipelineSettings, SchedulingSettings, ServeConfig, ServerSettings
+from ppserve.config import ModelSettings, PipelineSettings, ServeConfig, ServerSettings
 from ppserve.core.architecture import Split
 from ppserve.errors import UsageError
 from ppserve.head.app import warn_of_short_grace
-from tools.make_random_gpt2 import Shape, write_checkpoint
 
 FREE = ServerSettings(port=0, http_port=0, metrics_port=0)
 FINE = ServeConfig(server=FREE)
@@ -37,7 +36,6 @@ def test_the_defaults_are_fine() -> None:
         ({"pipeline": PipelineSettings(microbatches=4)}, "--microbatches: 4 is more than 2 stages"),
         ({"pipeline": PipelineSettings(tensor_parallel=3)}, "--tensor-parallel: 3 tensor ranks x 1"),
         ({"pipeline": PipelineSettings(replicas=4)}, "--replicas: 1 tensor ranks x 4 replicas do not"),
-        ({"scheduling": SchedulingSettings(draft_model="builtin")}, "--draft-model: needs --speculate"),
     ],
 )
 def test_what_the_model_cannot_do(change: dict[str, object], says: str) -> None:
@@ -54,13 +52,6 @@ def test_more_tensor_ranks_than_heads() -> None:
     many = dataclasses.replace(FINE, pipeline=PipelineSettings(tensor_parallel=64))
     with pytest.raises(UsageError, match="--tensor-parallel: 64 is more than the model's"):
         check(many, 64)
-
-
-def test_a_draft_model_of_another_vocabulary(tmp_path: Path) -> None:
-    write_checkpoint(tmp_path, Shape(num_layers=1, width=16, num_heads=1, max_positions=32, vocab_size=300))
-    scheduling = SchedulingSettings(speculate=None, draft_model=str(tmp_path))
-    with pytest.raises(UsageError, match="--draft-model: knows 300 tokens, and the model 1280"):
-        check(dataclasses.replace(FINE, scheduling=scheduling), 1)
 
 
 def test_a_broken_configuration(tmp_path: Path) -> None:
@@ -140,7 +131,7 @@ def test_sizes_that_do_not_multiply_to_the_world_are_named(monkeypatch: pytest.M
 
 
 def test_a_slip_of_the_finger_does_not_fill_the_host_with_processes() -> None:
-    """The draft model, which is refused too, only keeps a failing test from trying."""
-    asked = ["serve", "--stages", "2", "--replicas", "1000000", "--draft-model", "builtin"]
+    """The model, which is refused too, only keeps a failing test from trying."""
+    asked = ["serve", "--stages", "2", "--replicas", "1000000", "--model", "/no/such/place"]
     with pytest.raises(UsageError, match="--replicas: 2000000 ranks; on this host at most"):
         CliRunner().invoke(cli, asked, catch_exceptions=False, standalone_mode=False)

@@ -296,7 +296,6 @@ def test_an_option_that_does_not_exist_is_named(two_stages: Pipeline) -> None:
         (2, {"layers": [3, 5]}, "layers: .* is not a text"),
         (1, {"devices": "cpu"}, "devices: 'cpu' is not a list"),
         (1, {"force_cpu": "no"}, "force_cpu: 'no' is neither True nor False"),
-        (1, {"new_drafter": 5}, "new_drafter: 5 cannot be called"),
         (2, {"quantization": "int4"}, "quantization"),
         (2, {"kv_dtype": "float16"}, "kv_dtype"),
         (2, {"max_model_len": 100_000}, "max-model-len"),

@@ -21,17 +21,13 @@ class DraftToken(NamedTuple):
     probability: float
 
 
-class Interrupted(Exception):
-    """A request arrives while a drafter waits for a model."""
-
-
 class Drafter(Protocol):
     """Draft tokens for one sequence."""
 
     def draft_token(self, token_ids: Seq[int], draft_tokens: Seq[int]) -> DraftToken | None:
         """The token that may follow `token_ids` and then `draft tokens`; None where there is nothing to go by.
 
-        token_ids only ever grows from call to call. Raises Interrupted.
+        token_ids only ever grows from call to call.
         """
         ...
 

@@ -33,7 +33,7 @@ from ppserve.core.scheduling.ahead import Ahead
 from ppserve.core.scheduling.block_manager import BlockManager, BlockTable
 from ppserve.core.scheduling.composer import Composer, CostModel, StepLimits
 from ppserve.core.scheduling.config import SchedulerConfig
-from ppserve.core.scheduling.drafter import Interrupted, NewDrafter, look_up_prompts
+from ppserve.core.scheduling.drafter import NewDrafter, look_up_prompts
 from ppserve.core.scheduling.microbatch_slots import MicrobatchSlots
 from ppserve.core.scheduling.prefix_cache import PrefixCache
 from ppserve.core.scheduling.request_queue import RequestQueue
@@ -64,7 +64,6 @@ class Scheduler:
         self._ending: dict[int, Sequence] = {}
         self.slots = MicrobatchSlots(steps, config, epoch=0)
         self._speculation = Speculation(config, self.slots, costs, new_drafter)
-        self._prompts_first = False  # in the next step, for who came while others' draft tokens were awaited
         self.is_open = True
         self.request_queue = RequestQueue() if request_queue is None else request_queue
         self.request_queue.join(self)
@@ -198,7 +197,7 @@ class Scheduler:
     # Steps
 
     def schedule(self, now: float) -> StepPlan | None:
-        """The next step; None when the pipeline is full, nothing is ready, or a request arrives meanwhile."""
+        """The next step; None when the pipeline is full or nothing is ready."""
         self.request_queue.admit(now)
         if self.slots.full:
             return self._build(picks) if (picks := self._ahead.picks(now)) else None
@@ -208,12 +207,7 @@ class Scheduler:
             self.request_queue.step_scheduled(now)
             return self.slots.plan((), ())
         lone = self.request_queue.lone_at(self)
-        try:
-            picks = self._compose(now) if lone is None else self._compose_alone(lone)
-        except Interrupted:
-            self._speculation.withdraw_unsent(self._running_set.running)
-            self._prompts_first = True
-            return None
+        picks = self._compose(now) if lone is None else self._compose_alone(lone)
         if picks and not self.is_busy:
             self.request_queue.step_scheduled(now)
         return self._build(picks) if picks else None
@@ -222,9 +216,9 @@ class Scheduler:
         """Known tokens first; draft tokens beside them or, where stages would stand idle, alone."""
         self._skip_refilled()
         running_set, speculation = self._running_set, self._speculation
-        prompts_first, self._prompts_first = self._prompts_first, False
-        returned = () if prompts_first and running_set.filling else running_set.returned
-        picks = self._composer.compose(returned, running_set.num_decoding, running_set.filling, self.microbatches)
+        picks = self._composer.compose(
+            running_set.returned, running_set.num_decoding, running_set.filling, self.microbatches
+        )
         if picks:
             return speculation.widen(picks, running_set.running, now)
         # With as many sequences as stages a gap is over before a draft token could fill it. And whoever has draft

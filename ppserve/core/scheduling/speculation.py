@@ -120,12 +120,6 @@ class Speculation:
                 end = drawing[1].end
                 self._slots.drop_draft_tokens(sequence, sequence.withdraw(end), end)
 
-    def withdraw_unsent(self, running: Collection[Sequence]) -> None:
-        """The step for which they were made is not sent."""
-        for sequence in running:
-            if sequence.draft_tokens:
-                sequence.withdraw(max(sequence.scheduled, len(sequence.token_ids)))
-
     def _is_paused(self, running: Collection[Sequence], now: float) -> bool:
         """Whether first tokens are computed, or may be soon. Draft tokens could delay them: stages may share
         cores."""

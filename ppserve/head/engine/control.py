@@ -139,11 +139,6 @@ class SocketControlPlane:
         self._selector.register(self._listener, selectors.EVENT_READ, None)
         self._selector.register(self._wake_out, selectors.EVENT_READ, None)
 
-    @property
-    def woken_file(self) -> int:
-        """Has something to read from a `wake` until the next `poll`."""
-        return self._wake_out.fileno()
-
     def show(self, tls: ssl.SSLContext) -> None:
         """New connections see this certificate. Safe in any thread."""
         self._tls = tls

@@ -4,9 +4,8 @@ Requests, cancellations, results of stages and the end of a stage's connection a
 theirs into the inbox and wake the engine; all are handled in this thread, so nothing needs a lock. The engine
 sleeps until a message arrives, at most 0.1 s: deadlines and silent ranks are checked that often. In each turn it
 sends new plans first, because stages may be waiting for them, then turns tokens into text and hands the outputs of
-all streams over in one call. There are two exceptions. A token that ends its answer, or whose text may end it,
-becomes text before the plans are made, because these depend on it; so do the tokens before it. And an answer's
-first token is handed over before the plans are made: a draft model may then compute in this thread.
+all streams over in one call. With one exception: a token that ends its answer, or whose text may end it, becomes
+text before the plans are made, because these depend on it; so do the tokens before it.
 """
 
 from __future__ import annotations
@@ -153,9 +152,6 @@ class Engine(threading.Thread):
             self._take(self._inbox.popleft())
         self._happened(self._fleet.tick())
         self._note_demand()
-        if any(event.offset == 0 for event in self._later):
-            self._publish_later()
-            self._deliver()
         self._fleet.refill(woken_ns)
         self._publish_later()
         self._fleet.report_load()

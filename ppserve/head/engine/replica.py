@@ -19,7 +19,6 @@ from ppserve.core.ledger.tensor_ranks import TensorRanks
 from ppserve.core.plan import StepPlan, StepResult
 from ppserve.core.sampling_state import NOTHING, SamplingEncoder
 from ppserve.core.scheduling.block_manager import BlockManager
-from ppserve.core.scheduling.drafter import NewDrafter, look_up_prompts
 from ppserve.core.scheduling.request_queue import RequestQueue
 from ppserve.core.scheduling.scheduler import Scheduler
 from ppserve.core.scheduling.sequence import SequenceEvent
@@ -53,7 +52,6 @@ class Replica:
         watcher: Watcher,
         clock: Callable[[], int],
         request_queue: RequestQueue | None = None,
-        new_drafter: NewDrafter = look_up_prompts,
     ) -> None:
         num_stages = members.num_stages
         self.number = members.replica
@@ -79,7 +77,6 @@ class Replica:
         self._teller = SamplingEncoder()
         self._control = control
         self._watcher = watcher
-        self._new_drafter = new_drafter
         self._clock = clock
 
     # ---- requests -------------------------------------------------------------------------------------
@@ -255,14 +252,7 @@ class Replica:
             log.warning("%snothing is drafted: %s", self._prefix, why_not)
             config = replace(config, speculate=0)
         blocks = BlockManager(formed.num_blocks, config.block_size)
-        scheduler = Scheduler(
-            config,
-            blocks,
-            self.steps,
-            self._costs,
-            request_queue=self.request_queue,
-            new_drafter=self._new_drafter,
-        )
+        scheduler = Scheduler(config, blocks, self.steps, self._costs, self.request_queue)
         scheduler.open(formed.epoch)
         return scheduler
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import random
 from collections import Counter
-from collections.abc import Callable
 from collections.abc import Sequence as Seq
 from functools import partial
 
@@ -13,7 +12,7 @@ import pytest
 from ppserve.core.cost_model import StepSize
 from ppserve.core.request import FinishReason, OutputOptions, Request, SamplingParams, StopConditions
 from ppserve.core.scheduling.config import SchedulerConfig
-from ppserve.core.scheduling.drafter import Drafter, DraftToken, Interrupted, look_up_prompts
+from ppserve.core.scheduling.drafter import Drafter, DraftToken, look_up_prompts
 from tests.core.scheduling.invariants import check_scheduler
 from tests.core.scheduling.rig import SchedulerRig, a_request, fill
 from tests.core.toy_pipeline import EOS_ID, VOCAB_SIZE, expected_answer
@@ -78,20 +77,15 @@ class RandomCosts:
 
 class Oracle:
     """Draft tokens from the undisturbed run: each is right as often as `rate` says. None of them may change a
-    token. is_interrupted: whether a request arrives while it thinks."""
+    token."""
 
-    def __init__(
-        self, request: Request, index: int, rate: float, is_interrupted: Callable[[], bool] = lambda: False
-    ) -> None:
+    def __init__(self, request: Request, index: int, rate: float) -> None:
         self._first = len(request.prompt_ids)
         self._answer = expected_answer(request, index).token_ids
         self._rng = random.Random(index)
         self._rate = rate
-        self._is_interrupted = is_interrupted
 
     def draft_token(self, token_ids: Seq[int], draft_tokens: Seq[int]) -> DraftToken | None:
-        if self._is_interrupted():
-            raise Interrupted
         place = len(token_ids) + len(draft_tokens) - self._first
         right = self._answer[place] if place < len(self._answer) else EOS_ID
         return DraftToken(right if self._rng.random() < self._rate else (right + 1) % VOCAB_SIZE, self._rate)
@@ -123,14 +117,10 @@ def walk(
         runs_ahead=num_stages == 1,
     )
     costs = RandomCosts(seed) if seed % 2 else None
-    restless = random.Random(seed)
 
     def new_drafter(request: Request, index: int) -> Drafter:
-        if rate is None:
-            return look_up_prompts(request, index)
-        return Oracle(request, index, rate, lambda: restless.random() < share_interrupted)
+        return look_up_prompts(request, index) if rate is None else Oracle(request, index, rate)
 
-    share_interrupted = 0.1
     rig = SchedulerRig(
         config, 2 * 3 * 80 // config.block_size, costs, new_drafter, skips=lambda: rng.random() < 0.5
     )
@@ -156,7 +146,6 @@ def walk(
                     rig.scheduler.request_queue.finish(event.sequence_id, FinishReason.STOP_STRING)
                     rig.ended_by_engine.add((event.request_id, event.index))
         check_scheduler(rig.scheduler)
-    share_interrupted = 0.0
     rig.drain()
     return rig
 

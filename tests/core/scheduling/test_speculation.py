@@ -12,7 +12,7 @@ from ppserve.core.cost_model import StepSize
 from ppserve.core.plan import SPECULATIVE, StepPlan, StepResult
 from ppserve.core.request import FinishReason, OutputOptions, Request, SamplingParams, StopConditions
 from ppserve.core.scheduling.config import SchedulerConfig
-from ppserve.core.scheduling.drafter import Drafter, DraftToken, Interrupted, NewDrafter
+from ppserve.core.scheduling.drafter import Drafter, DraftToken, NewDrafter
 from ppserve.core.scheduling.speculation import PAUSE_S
 from ppserve.core.scheduling.speculation_trial import Way
 from tests.core.scheduling.rig import SchedulerRig, a_request, fill
@@ -120,32 +120,6 @@ def test_requests_that_arrive_go_before_guesses() -> None:
     commit_one()  # the new client's
     rig.drain()
     assert rig.scheduler.slots.draft_tokens["rejected"] == 0
-    rig.check_answers()
-
-
-def test_a_step_is_not_sent_before_a_request_that_arrives_while_it_is_guessed_for() -> None:
-    """The new client would wait for it at the first stage, or his token with its. So he is in a step before it,
-    and nothing is drafted."""
-
-    class Thinking(Always):
-        def draft_token(self, token_ids: Seq[int], draft_tokens: Seq[int]) -> DraftToken | None:
-            if is_arriving and len(draft_tokens) == 2:
-                raise Interrupted
-            return super().draft_token(token_ids, draft_tokens)
-
-    rig = a_rig(None, SameCosts(), new_drafter=lambda request, _index: Thinking(request, ()))
-    rig.scheduler._speculation._trial.way = Way.WIDE
-    rig.submit(a_request("stream", max_tokens=40))
-    fill(rig)
-    rig.commit_one()
-    rig.scheduler._speculation._trial.way = Way.WIDE  # the trial would begin without
-    is_arriving = True
-    assert fill(rig) == []
-    is_arriving = False
-    rig.submit(a_request("new_client", max_tokens=1))
-    assert [(plan.phase, len(plan.slices)) for plan in fill(rig)] == [("prefill", 1), ("decode", 1)]
-    assert rig.num_draft_tokens == 0
-    rig.drain()
     rig.check_answers()
 
 

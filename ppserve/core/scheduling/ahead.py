@@ -43,9 +43,9 @@ class Ahead:
         return [(sequence, 1) for sequence in going_on]
 
     def _comes_first(self, now: float) -> bool:
-        """Whether another step should be the next. Who is in one cannot be preempted for a caller without any."""
-        running_set, queue = self._running_set, self._request_queue.queue
-        if running_set.returned or running_set.filling or queue.first_unserved() is not None:
+        """Whether another step should be the next."""
+        running_set = self._running_set
+        if running_set.returned or running_set.filling:
             return True
         return self._speculation.may_draft(running_set.running, now)
 

@@ -18,8 +18,7 @@ from __future__ import annotations
 
 import hashlib
 from array import array
-from collections import Counter, OrderedDict
-from collections.abc import Iterable
+from collections import OrderedDict
 from collections.abc import Sequence as Seq
 
 BlockTable = tuple[int, ...]
@@ -72,11 +71,6 @@ class BlockManager:
     def fits(self, num_fresh: int, shared: BlockTable = ()) -> bool:
         """Whether `num_fresh` new blocks can be allocated in a table that shares `shared`."""
         return num_fresh <= self.num_free - sum(self._references[b] == 0 for b in shared)
-
-    def num_freed(self, sequence_ids: Iterable[int], kept: BlockTable = ()) -> int:
-        """How many blocks these sequences alone hold, those of `kept` not counted."""
-        holders = Counter(block for sequence_id in sequence_ids for block in self._tables[sequence_id])
-        return sum(held == self._references[block] for block, held in holders.items() if block not in kept)
 
     def try_allocate(self, sequence_id: int, num_blocks: int, shared: BlockTable = ()) -> BlockTable | None:
         """A table of `num_blocks` that begins with `shared`; None, and nothing changes, if it does not fit."""

@@ -3,9 +3,9 @@
 1. priority, higher first; of each class the request whose turn it is by 2 and 3 competes, raised by one for every
    `aging_s` seconds that it has waited, so that the lowest class is served too, and no caller gains by waiting in
    a long line of its own;
-2. the tokens served to its caller, fewest first (virtual token counters, Sheng et al., "Fairness in Serving Large
-   Language Models", arXiv 2401.00588); a caller that was idle starts at the smallest counter of the callers with
-   requests, so being idle earns no advantage;
+2. the tokens that its caller will have been served after its answer, fewest first (virtual token counters, Sheng
+   et al., "Fairness in Serving Large Language Models", arXiv 2401.00588); a caller that was idle starts at the
+   smallest counter of the callers with requests, so being idle earns no advantage;
 3. arrival.
 """
 
@@ -23,11 +23,10 @@ MAX_IDLE_CALLERS = 1024
 
 @dataclass(slots=True)
 class _Account:
-    """A caller: its virtual token counter, how many requests it has, and how many of these wait in the queue."""
+    """A caller: its virtual token counter, and how many requests it has."""
 
     served: float = 0.0
     num_live: int = 0
-    num_waiting: int = 0
 
 
 _Head = tuple[int, _Account, int, SequenceGroup]
@@ -65,7 +64,6 @@ class FairQueue:
             self._raise_floor()
             account.served = max(account.served, self._floor)
         account.num_live += 1
-        account.num_waiting += 1
         line = self._lines.setdefault((entry.priority, entry.caller), {})
         line[entry.key] = (self._arrivals, entry)
         self._arrivals += 1
@@ -79,22 +77,14 @@ class FairQueue:
         turns: dict[int, _Head] = {}
         for head in self._heads():
             other = turns.get(head[0])
-            if other is None or (head[1].served, head[2]) < (other[1].served, other[2]):
+            if other is None or _turn(head) < _turn(other):
                 turns[head[0]] = head
 
         def rank(head: _Head) -> tuple[float, float, int]:
-            priority, account, arrival, entry = head
-            waited_s = max(0.0, now - entry.submitted_s)
-            return -(priority + waited_s // self.aging_s), account.served, arrival
+            waited_s = max(0.0, now - head[3].submitted_s)
+            return -(head[0] + waited_s // self.aging_s), *_turn(head)
 
         best = min(turns.values(), key=rank, default=None)
-        return best[3] if best else None
-
-    def first_unserved(self) -> SequenceGroup | None:
-        """Of the callers of whom no request was admitted, that of the one who will have been served least after
-        its answer. So who wants little is not held up by those who want as much as they who run."""
-        heads = [head for head in self._heads() if head[1].num_live == head[1].num_waiting]
-        best = min(heads, key=lambda head: (-head[0], head[1].served + head[3].num_tokens, head[2]), default=None)
         return best[3] if best else None
 
     def _heads(self) -> Iterator[_Head]:
@@ -115,7 +105,6 @@ class FairQueue:
         """Take a request out of the queue. It counts as live for its caller until `leave`."""
         where = (entry.priority, entry.caller)
         del self._lines[where][entry.key]
-        self._accounts[entry.caller].num_waiting -= 1
         if not self._lines[where]:
             del self._lines[where]
         self._tokens_of_priority[entry.priority] -= entry.num_tokens
@@ -154,6 +143,12 @@ class FairQueue:
             return sum(tokens for p, tokens in self._tokens_of_priority.items() if p >= priority)
         heads = (next(iter(line.values()))[1] for (p, _), line in self._lines.items() if p == priority)
         return self.tokens_ahead(priority + 1) + sum(head.num_tokens for head in heads)
+
+
+def _turn(head: _Head) -> tuple[float, int]:
+    """Who is served least after its answer goes first, then who arrived first."""
+    _, account, arrival, entry = head
+    return account.served + entry.num_tokens, arrival
 
 
 def in_turns(filling: Iterable[Sequence], short: int) -> list[Sequence]:

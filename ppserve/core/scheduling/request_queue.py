@@ -7,9 +7,9 @@ replica's own (`scheduler`). Laws
 - Of the replicas with room, a request goes to the one where fewest tokens are left to compute: of all its
   requests, and of this one without the prefix that is cached there. So a cached prefix counts for as much as it
   saves, and a replica that is much busier than another does not get every request with a common prefix.
-- Requests that a replica gives back, because it is lost or drained, and those that are preempted go before all
-  waiting ones, in the order of their first admission. They keep their tokens and are computed again. Of a lost
-  replica that is the only one, requests keep their blocks, and wait for it.
+- Requests that a replica gives back, because it is lost or drained, go before all waiting ones, in the order of
+  their first admission. They keep their tokens and are computed again. Of a lost replica that is the only one,
+  requests keep their blocks, and wait for it.
 - A suspect of the quarantine runs alone in the replica that died with it; others go on with all but suspects.
 """
 
@@ -31,7 +31,6 @@ from ppserve.core.scheduling.admission import (
 from ppserve.core.scheduling.block_manager import BlockTable
 from ppserve.core.scheduling.fairness import FairQueue
 from ppserve.core.scheduling.poison_isolation import PoisonIsolation
-from ppserve.core.scheduling.preemption import Preemption
 from ppserve.core.scheduling.scheduler_protocol import RequestScheduler
 from ppserve.core.scheduling.sequence import Sequence, SequenceEvent, SequenceGroup, SequenceStatus
 from ppserve.core.scheduling.throughput import Throughput
@@ -45,7 +44,6 @@ class RequestQueue:
         self.groups: dict[str, SequenceGroup] = {}
         self.queue = FairQueue()
         self.poison_isolation = PoisonIsolation()
-        self._preemption = Preemption(self.queue.served)
         self._throughput = Throughput()
         self._late: TooLate | None = None  # the latest such refusal
         self._schedulers: list[RequestScheduler] = []
@@ -209,16 +207,6 @@ class RequestQueue:
             group = self._first(schedulers, now)
             if group is None or not self._place(group, self._schedulers_for(group, schedulers), now):
                 self._may_move = False
-        group = self.queue.first_unserved()
-        if group is None or self.poison_isolation.lone is not None:
-            return
-        for scheduler in self._schedulers:
-            running = [self.groups[key] for key, home in self._homes.items() if home is scheduler]
-            if victims := self._preemption.make_room(group, scheduler, running):
-                is_placed = self._place(group, [scheduler], now)
-                assert is_placed, (group.key, [victim.key for victim in victims])
-                self.give_back(victims)
-                return
 
     def _first(self, schedulers: list[RequestScheduler], now: float) -> SequenceGroup | None:
         """The next to be admitted: a lone suspect, then what was given back, then the queue's first."""
@@ -282,7 +270,6 @@ class RequestQueue:
     def step_committed(self, num_tokens: int, now: float) -> None:
         is_empty = not any(scheduler.is_busy for scheduler in self._schedulers)
         self._throughput.committed(num_tokens, now, pipeline_empty=is_empty)
-        self._preemption.computed(num_tokens)
 
     def token_drawn(self, group: SequenceGroup) -> None:
         self.queue.charge(group.caller, 1)

@@ -10,8 +10,7 @@ Laws
   next step is sent ahead, without the tokens.
 - Stages run steps in order. Hence a prompt's next chunk may be scheduled while the chunk before is in flight, a
   block may be shared as soon as the step that fills it is scheduled, and a freed block may be reused at once.
-- The most blocks that a request can need are reserved at admission, so no sequence ever waits for a block. It can
-  be preempted by a caller who has nothing (`preemption`), keeps its tokens, and is computed again.
+- The most blocks that a request can need are reserved at admission, so no sequence ever waits for a block.
 - When a stage is lost, its sequences are computed again: by another replica (`give_back`) or, without one, here
   with their block tables kept (`lose_stage`).
 - Every sequence causes exactly one terminal event, except one that the engine ends (`RequestQueue.finish`).
@@ -24,7 +23,7 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict
-from collections.abc import Collection, Hashable, Iterator, KeysView, Set
+from collections.abc import Hashable, Iterator, KeysView, Set
 
 from ppserve.core.ledger.steps import Steps
 from ppserve.core.plan import Drawn, Scored, Slice, StepPlan, StepResult, TokenLogprobs
@@ -125,17 +124,15 @@ class Scheduler:
     def running(self, sequence_id: int) -> Sequence | None:
         return self._running_set.get(sequence_id)
 
-    def room_for(self, group: SequenceGroup, without: Collection[Sequence] = ()) -> BlockTable | None:
-        """The cached blocks that a request would begin with; None if there is no room for it. without: running
-        ones that would be preempted."""
+    def room_for(self, group: SequenceGroup) -> BlockTable | None:
+        """The cached blocks that a request would begin with; None if there is no room for it."""
         live = group.live
-        if len(self._running_set) - len(without) + len(live) > self.config.max_num_seqs:
+        if len(self._running_set) + len(live) > self.config.max_num_seqs:
             return None
         num_prompt, num_positions = len(group.request.prompt_ids), live[0].max_positions
         known = self._prefix_cache.find(live[0])
         needed = worst_case_blocks(num_prompt, num_positions, len(live), self.config.block_size)
-        needed -= len(known) + self._blocks.num_freed([s.id for s in without], known)
-        return known if self._blocks.fits(needed, known) else None
+        return known if self._blocks.fits(needed - len(known), known) else None
 
     def admit(self, group: SequenceGroup, known: BlockTable, now: float) -> None:
         """There is room. known: what `room_for` said."""
@@ -160,15 +157,6 @@ class Scheduler:
         for sequence in group.sequences:
             sequence.cached_tokens = leader.scheduled
         self._running_set.admit(leader, siblings)
-
-    def preempt(self, group: SequenceGroup) -> int:
-        """It gives up places and blocks. Returns how many of its tokens are then in no cached block."""
-        for sequence in group.live:
-            self._running_set.remove(sequence)
-            self._blocks.release(sequence.id)
-            sequence.give_back()
-        num_cached = len(self._prefix_cache.find(group.live[0])) * self.config.block_size
-        return sum(len(sequence.token_ids) for sequence in group.live) - num_cached
 
     def _start(self, sequence: Sequence, shared: BlockTable) -> None:
         table = self._blocks.try_allocate(sequence.id, self._blocks.blocks_for(sequence.max_positions), shared)
@@ -221,10 +209,8 @@ class Scheduler:
         )
         if picks:
             return speculation.widen(picks, running_set.running, now)
-        # With as many sequences as stages a gap is over before a draft token could fill it. And whoever has draft
-        # tokens in flight cannot be preempted.
-        has_gap = self.slots.have_gap and len(running_set) < self.config.num_stages
-        if not has_gap or self.request_queue.queue.first_unserved() is not None:
+        # With as many sequences as stages a gap is over before a draft token could fill it.
+        if not self.slots.have_gap or len(running_set) >= self.config.num_stages:
             return []
         return speculation.deepen(running_set.running, now)
 
@@ -366,8 +352,10 @@ class Scheduler:
         self.is_open = False
         in_flight = self._forget_steps(self.epoch + 1)
         groups = {s.request.id: self.request_queue.groups[s.request.id] for s in self._running_set.running}
-        for group in groups.values():
-            self.preempt(group)
+        for sequence in list(self._running_set.running):
+            self._running_set.remove(sequence)
+            self._blocks.release(sequence.id)
+            sequence.give_back()
         self.request_queue.give_back(groups.values())
         return in_flight
 

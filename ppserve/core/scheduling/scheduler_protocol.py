@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
 from typing import Protocol
 
 from ppserve.core.scheduling.block_manager import BlockTable
@@ -34,12 +33,8 @@ class RequestScheduler(Protocol):
 
     def running(self, sequence_id: int) -> Sequence | None: ...
 
-    def room_for(self, group: SequenceGroup, without: Collection[Sequence] = ()) -> BlockTable | None:
-        """The cached blocks that a request would begin with; None if there is no room for it. without: running
-        ones that would be preempted."""
-
-    def preempt(self, group: SequenceGroup) -> int:
-        """It gives up places and blocks. Returns how many of its tokens are then in no cached block."""
+    def room_for(self, group: SequenceGroup) -> BlockTable | None:
+        """The cached blocks that a request would begin with; None if there is no room for it."""
 
     def admit(self, group: SequenceGroup, known: BlockTable, now: float) -> None:
         """There is room. known: what `room_for` said."""

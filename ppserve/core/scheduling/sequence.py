@@ -301,7 +301,7 @@ def _length_end(request: Request) -> FinishReason:
 
 class SequenceGroup:
     """The sequences of one request, and its place in the queue. admitted_s, replica: when and where it was
-    admitted; None while it waits for the first time. num_preempted: how often it gave its place to another."""
+    admitted; None while it waits for the first time."""
 
     def __init__(self, request: Request, sequences: list[Sequence], submitted_s: float) -> None:
         self.request = request
@@ -309,7 +309,6 @@ class SequenceGroup:
         self.submitted_s = submitted_s
         self.admitted_s: float | None = None
         self.replica: int | None = None
-        self.num_preempted = 0
         self.num_tokens = len(sequences) * (len(request.prompt_ids) + request.stop.max_tokens)
 
     @property

@@ -52,7 +52,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "ppserve.head": {
         *("ppserve.head", "ppserve.core", "ppserve.tokenizer", "ppserve.config", "ppserve.errors"),
     },
-    "ppserve.head.app": {"ppserve.planning", "ppserve.process"},
+    "ppserve.head.app": {"ppserve.process"},
     "ppserve.head.shape": {"ppserve.planning", "ppserve.wire"},
     "ppserve.head.engine": {"ppserve.wire", "ppserve.process.environment"},
     "ppserve.head.engine.placement": {"ppserve.process.interfaces"},

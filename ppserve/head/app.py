@@ -27,7 +27,6 @@ from ppserve.head.engine.member import FatalError
 from ppserve.head.engine.members import Members
 from ppserve.head.engine.placement import Placement
 from ppserve.head.engine.replica import Replica
-from ppserve.head.engine.startup_barrier import StartupBarrier
 from ppserve.head.handle import EngineHandle, describe_model
 from ppserve.head.observe.banner import StartProgress, banner
 from ppserve.head.observe.live import RecentSpans, describe_costs, live_pages, read_state
@@ -36,9 +35,8 @@ from ppserve.head.observe.observer import Observer
 from ppserve.head.observe.pages import MakePage, json_page
 from ppserve.head.observe.trace import Trace
 from ppserve.head.servers import Servers
-from ppserve.head.shape import compare_shapes
-from ppserve.head.starting import StartupBarrierWatch, StartWatch
-from ppserve.planning.shapes import render_prospects, shape_name
+from ppserve.head.shape import choose_shape
+from ppserve.head.starting import StartWatch
 from ppserve.process import meeting
 from ppserve.process.environment import (
     EXIT_USAGE,
@@ -154,36 +152,17 @@ class HeadProcess:
             self._trace.close()
 
     async def _choose_shape(self) -> FatalError | None:
-        """Once every rank has measured. A rank that cannot serve, or a signal, is the engine's to handle."""
-        startup_barrier = StartupBarrier(self._control, self._world_size)
-        watch = StartupBarrierWatch(startup_barrier, self._config.server.start_timeout_s, time.monotonic())
-        fatal: FatalError | None = None
+        """`--parallel auto`: settles the configuration once every rank has measured. None where it could."""
 
-        def is_over() -> bool:
-            nonlocal fatal
-            if startup_barrier.hellos is not None or self._stop.is_set() or self._keeper_failed.done():
-                return True
-            fatal = watch.look(time.monotonic())
-            return fatal is not None
+        def is_stopping() -> bool:
+            return self._stop.is_set() or self._keeper_failed.done()
 
-        await asyncio.to_thread(startup_barrier.wait, is_over)
-        hellos = startup_barrier.hellos
-        if hellos is None:
-            startup_barrier.close()
-            return fatal
-        comparing = asyncio.ensure_future(asyncio.to_thread(compare_shapes, self._config, hellos))
-        await asyncio.to_thread(startup_barrier.wait, comparing.done)
-        startup_barrier.close()
-        try:
-            found = await comparing
-        except UsageError as error:
-            return FatalError(str(error), usage=True)
-        grid = found[0].grid
-        shape = replace(self._config.pipeline, tensor_parallel=grid.tensor, replicas=grid.data)
-        self._config = replace(self._config, pipeline=shape)
-        callers = self._config.scheduling.expect_callers
-        print(f"predicted for {callers} callers:\n{render_prospects(found)}", file=sys.stderr, flush=True)
-        log.info("--parallel auto: %s", shape_name(grid))
+        chosen = await asyncio.to_thread(
+            choose_shape, self._config, self._control, self._world_size, is_stopping
+        )
+        if isinstance(chosen, FatalError):
+            return chosen
+        self._config = replace(self._config, pipeline=chosen)
         return None
 
     async def _serve(self) -> int:

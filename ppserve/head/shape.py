@@ -2,20 +2,28 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import logging
+import sys
+import time
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 from ppserve import wire
-from ppserve.config import CPU_KV_SHARE, ServeConfig
+from ppserve.config import CPU_KV_SHARE, PipelineSettings, ServeConfig
 from ppserve.core.cost_model import LayerCosts
 from ppserve.core.scheduling.config import MAX_PROMPT_TOKENS_PER_STEP
-from ppserve.errors import ConfigError
+from ppserve.errors import ConfigError, UsageError
+from ppserve.head.engine.member import FatalError
 from ppserve.head.engine.placement import CPU_CHUNK
+from ppserve.head.engine.startup_barrier import BarrierControl, wait_for_hellos
+from ppserve.head.starting import WaitLimit, missing_ranks
 from ppserve.planning.cores import SharedCores
 from ppserve.planning.forecast import Intent
 from ppserve.planning.machine import Wires
 from ppserve.planning.scenarios import MeasuredCosts, fixed_load
-from ppserve.planning.shapes import Conditions, Prospect, prospects
+from ppserve.planning.shapes import Conditions, Prospect, prospects, render_prospects, shape_name
+
+log = logging.getLogger("ppserve.head")
 
 # Requests simulated for each caller: enough that the first and the last ones weigh little.
 _REQUESTS_PER_CALLER = 4
@@ -30,6 +38,33 @@ _ONE_HOST = Wires(latency_s=50e-6, bandwidth=5e9)
 _SEVERAL_HOSTS = Wires(latency_s=200e-6, bandwidth=1e9, gather_s=200e-6)
 _LOCAL = ("localhost", "127.0.0.1", "::1")
 _ANY_MEMORY = 1 << 62
+
+
+def choose_shape(
+    config: ServeConfig, control: BarrierControl, world_size: int, is_stopping: Callable[[], bool]
+) -> PipelineSettings | FatalError:
+    """The settings with the best shape, once every rank has measured; why the server must end where none can be
+    chosen. A rank that cannot serve, or a signal, is the engine's to handle: then the settings are unchanged."""
+    limit = WaitLimit(config.server.start_timeout_s, time.monotonic())
+    fatal: FatalError | None = None
+
+    def is_over(missing: list[int]) -> bool:
+        nonlocal fatal
+        fatal = limit.look(missing, lambda: missing_ranks(missing), time.monotonic())
+        return fatal is not None or is_stopping()
+
+    hellos = wait_for_hellos(control, world_size, is_over)
+    if not hellos:
+        return fatal or config.pipeline
+    try:
+        found = compare_shapes(config, hellos)
+    except UsageError as error:
+        return FatalError(str(error), usage=True)
+    grid = found[0].grid
+    callers = config.scheduling.expect_callers
+    print(f"predicted for {callers} callers:\n{render_prospects(found)}", file=sys.stderr, flush=True)
+    log.info("--parallel auto: %s", shape_name(grid))
+    return replace(config.pipeline, tensor_parallel=grid.tensor, replicas=grid.data)
 
 
 def compare_shapes(config: ServeConfig, hellos: Sequence[wire.Hello]) -> list[Prospect]:

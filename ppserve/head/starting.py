@@ -11,7 +11,6 @@ from collections.abc import Callable, Sequence
 from ppserve.core.figures import size
 from ppserve.head.engine.member import FatalError, Member, StageState
 from ppserve.head.engine.members import Members
-from ppserve.head.engine.startup_barrier import StartupBarrier
 
 log = logging.getLogger("ppserve.head")
 
@@ -40,19 +39,10 @@ class WaitLimit:
         return None
 
 
-class StartupBarrierWatch:
-    """Looks at the startup barrier, where `--parallel auto` waits until all ranks have measured."""
-
-    def __init__(self, startup_barrier: StartupBarrier, limit_s: float, now_s: float) -> None:
-        self._startup_barrier, self._limit = startup_barrier, WaitLimit(limit_s, now_s)
-
-    def look(self, now_s: float) -> FatalError | None:
-        """Why the server must end; None while it may wait."""
-        return self._limit.look(self._startup_barrier.missing, self._missing, now_s)
-
-    def _missing(self) -> str:
-        ranks = ", ".join(f"rank {rank}" for rank in self._startup_barrier.missing)
-        return f"{ranks}, which {_WHAT[StageState.ABSENT]} Or it measures still (--parallel auto)"
+def missing_ranks(ranks: Sequence[int]) -> str:
+    """What the server waits for while these ranks have not said Hello, for `--parallel auto`."""
+    names = ", ".join(f"rank {rank}" for rank in ranks)
+    return f"{names}, which {_WHAT[StageState.ABSENT]} Or it measures still (--parallel auto)"
 
 
 class StartWatch:

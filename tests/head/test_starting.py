@@ -2,15 +2,11 @@
 
 from __future__ import annotations
 
-from collections import deque
-
 import pytest
 
 from ppserve import wire
-from ppserve.head.engine.startup_barrier import StartupBarrier
-from ppserve.head.starting import TELL_EVERY_S, StartupBarrierWatch, StartWatch
+from ppserve.head.starting import TELL_EVERY_S, StartWatch, missing_ranks
 from tests.head.engine.members_rig import MembersRig
-from tests.head.engine.test_startup_barrier import Door, hello
 
 
 def test_who_is_missing_is_told_every_half_minute(caplog: pytest.LogCaptureFixture) -> None:
@@ -44,15 +40,6 @@ def test_a_start_without_progress_ends_with_the_reason_and_one_with_progress_doe
     assert "stage 0" not in end.reason
 
 
-def test_the_lobby_too_names_who_is_missing_and_does_not_wait_for_ever(caplog: pytest.LogCaptureFixture) -> None:
-    startup_barrier = StartupBarrier(Door(deque([[hello(0)]])), 2)
-    watch = StartupBarrierWatch(startup_barrier, 60.0, now_s=0.0)
-    assert watch.look(50.0) is None
-    assert "rank 0, rank 1, which has not come" in caplog.text
-    startup_barrier.wait(lambda: startup_barrier.missing == [1])
-    assert watch.look(70.0) is None, "rank 0 came"
-    end = watch.look(130.0)
-    assert end is not None
-    assert "--start-timeout" in end.reason
-    assert "waiting for rank 1, which has not come" in end.reason
-    assert not end.usage
+def test_ranks_that_have_not_measured_are_named() -> None:
+    assert "rank 0, rank 1, which has not come" in missing_ranks([0, 1])
+    assert "--parallel auto" in missing_ranks([0, 1])

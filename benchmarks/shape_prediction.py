@@ -273,7 +273,7 @@ def main(
     # A server that has just started makes memory for keys and values ready beside the first requests: 50 to 110 us
     # of CPU time for a token, which is over when all of it has been used. This one has it before.
     flags = ["--force-cpu", f"--threads={threads}", "--dtype=float32", f"--model={model}", "--kv-cache-memory=64M"]
-    expected = [f"--expect-prompt={prompt}", f"--expect-new={new}", f"--expect-callers={callers}"]
+    expected = [f"--expect={prompt},{new},{callers}"]
     run = Run(model, prompt, new, callers, requests=12 * callers)
     every = read(path)
     with watched_speed() as loop_us:

@@ -6,7 +6,7 @@ Sizes are bytes, times are seconds. None means `auto`: decided at start-up or wh
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +23,14 @@ PREFIX_CACHES = ("shared", "per-key", "off")
 CPU_KV_SHARE = 0.25
 """Of the memory that is available on a host once the weights are loaded, what the KV caches of its CPU stages may
 take, unless the operator says."""
+
+_FIELD_OF_FLAG = {
+    "model": "path",
+    "shutdown_timeout": "shutdown_timeout_s",
+    "start_timeout": "start_timeout_s",
+    "log_level": "level",
+    "log_format": "format",
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -162,8 +170,14 @@ class ServeConfig:
     log: LogSettings = field(default_factory=LogSettings)
 
     @classmethod
-    def of(cls, values: Mapping[str, Any]) -> ServeConfig:
-        """From flat values: each goes into the part that has a field of its name."""
-        defaults = {part.name: getattr(cls(), part.name) for part in fields(cls)}
-        own = {part: [f.name for f in fields(default) if f.name in values] for part, default in defaults.items()}
-        return cls(**{part: type(defaults[part])(**{n: values[n] for n in own[part]}) for part in own})
+    def from_flags(cls, flags: Mapping[str, Any]) -> ServeConfig:
+        """Each flag goes into the part that has a field of its name, or of its name in _FIELD_OF_FLAG."""
+        values = {_FIELD_OF_FLAG.get(name, name): value for name, value in flags.items()}
+        if expected := values.pop("expect", None):
+            values |= zip(("expect_prompt", "expect_new", "expect_callers"), expected, strict=True)
+        parts: dict[str, Any] = {}
+        for part in fields(cls):
+            default = getattr(cls(), part.name)
+            own = {field.name: values[field.name] for field in fields(default) if field.name in values}
+            parts[part.name] = replace(default, **own)
+        return cls(**parts)

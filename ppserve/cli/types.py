@@ -78,6 +78,12 @@ def _text(text: str) -> str:
     return text
 
 
+def _count(text: str) -> int:
+    if not re.fullmatch(r"\s*0*[1-9]\d{0,8}\s*", text):
+        raise ValueError(f"{text!r} is not a whole number from 1 to 999999999")
+    return int(text)
+
+
 def _counts(text: str) -> tuple[int, ...]:
     if not re.fullmatch(r"\s*[1-9]\d*(\s*,\s*[1-9]\d*)*\s*", text):
         raise ValueError(f"{text!r} is not a list such as 1,2,4,8")
@@ -90,7 +96,14 @@ def _on_or_off(text: str) -> bool:
     return text in ("on", "true")
 
 
-def _guesses(text: str) -> int:
+def _expected(text: str) -> tuple[int, ...]:
+    numbers = _counts(text)
+    if len(numbers) != 3:
+        raise ValueError(f"{text!r} is not prompt tokens, new tokens and requests such as 128,128,16")
+    return numbers
+
+
+def _draft_tokens(text: str) -> int:
     if text != "off" and not re.fullmatch(r"\d{1,3}", text):
         raise ValueError(f"{text!r} is neither auto nor off nor a number of draft tokens")
     return 0 if text == "off" else int(text)
@@ -109,9 +122,12 @@ SIZE = Parsed("size", _size)
 TEXT = Parsed("text", _text)
 """Bytes that are not UTF-8 reach Python as lone surrogates, which no message can hold."""
 ON_OFF = Parsed("on|off", _on_or_off)
+COUNT = Parsed("n", _count)
 COUNTS = Parsed("n,n,...", _counts)
 """Several numbers from 1, such as 1,2,4."""
-GUESSES = Parsed("off|n", _guesses)
+EXPECTED = Parsed("n,n,n", _expected)
+"""Tokens of a typical prompt and answer, and requests at once."""
+DRAFT_TOKENS = Parsed("off|n", _draft_tokens)
 """Draft tokens per step: off (0) or a number."""
 PORTS = Parsed("A-B", _ports)
 """First and last of a range of ports."""

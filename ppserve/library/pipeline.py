@@ -284,7 +284,7 @@ def _config_of(model: str | os.PathLike[str], settings: Settings) -> cfg.ServeCo
             given["layers"] = Split.parse(given["layers"])
         except ValueError as error:
             raise ConfigError("layers", str(error)) from None
-    return cfg.ServeConfig.of(given)
+    return cfg.ServeConfig.from_flags(given)
 
 
 def _whole(name: str, value: Any) -> int:

@@ -11,14 +11,23 @@ import pytest
 from ppserve.cli.serve import build_config, serve
 
 NAMES = {param.name for param in serve.params} - {"config", "stages"}
-GIVEN = {"host": "::1", "advertise": "127.0.0.9"}
+GIVEN = {"host": "::1", "advertise": "127.0.0.9", "expect": ("a prompt", "an answer", "callers")}
 FLAGS = {name: GIVEN.get(name, f"value of {name}") for name in NAMES}
 
 
 def test_every_flag_reaches_the_configuration() -> None:
     fields = {name: value for part in asdict(build_config(FLAGS)).values() for name, value in part.items()}
     assert fields.pop("devices") is None, "only a `Pipeline` is told its devices"
-    assert sorted(fields.values()) == sorted(FLAGS.values())
+    several = [part for value in FLAGS.values() for part in (value if isinstance(value, tuple) else [value])]
+    assert sorted(fields.values()) == sorted(several)
+
+
+def test_help_has_every_flag_under_a_heading() -> None:
+    assert len(serve.params) <= 48
+    shown = serve.get_help(click.Context(serve))
+    for heading in ("Model:", "Pipeline:", "Memory:", "Front doors:", "Several hosts:", "Logs:"):
+        assert f"\n{heading}\n" in shown
+    assert all(param.opts[0] in shown for param in serve.params)
 
 
 def given(**environment: str) -> dict[str, object]:

@@ -43,7 +43,7 @@ def test_from_a_plain_shell_only_this_host_can_reach_any_process_and_none_outliv
 @pytest.mark.timeout(200)
 def test_four_processes_in_the_predicted_shape_answer_like_one_thread() -> None:
     requests = mixed_requests(12, seed=5)
-    with serving(4, "--parallel", "auto", "--expect-callers", "6", by=Forked) as server:
+    with serving(4, "--parallel", "auto", "--expect", "128,128,6", by=Forked) as server:
         together = ask(server.grpc, requests, at_once=6)
         assert "predicted for 6 callers" in server.log
         assert all(f"\n{shape} " in server.log for shape in ("1x1x4", "1x2x2", "2x1x2", "1x4x1", "2x2x1", "4x1x1"))

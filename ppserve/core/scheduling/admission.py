@@ -39,7 +39,7 @@ class Verdict(StrEnum):
 
 
 @dataclass(frozen=True, slots=True)
-class Decision:
+class AdmissionDecision:
     """What becomes of a submitted request. problem, retry_after_s: of a refusal."""
 
     verdict: Verdict
@@ -60,7 +60,7 @@ class Load:
 
 def decide(
     group: SequenceGroup, load: Load, config: SchedulerConfig, now: float, *, fits: bool, is_only_one: bool
-) -> Decision:
+) -> AdmissionDecision:
     """Admit, wait or refuse. fits: it is next, and a replica has room. is_only_one: its caller has no other."""
     if group.request.deadline_s is not None:
         answer_s = _answer_s(group, load, fits)
@@ -68,19 +68,19 @@ def decide(
             problem = f"the answer would take about {answer_s:.1f} s, longer than its deadline"
             return _refuse(problem, answer_s / 2)
     if fits:
-        return Decision(Verdict.ADMIT)
+        return AdmissionDecision(Verdict.ADMIT)
     queues = 2 if is_only_one else 1
     half_of_queue_s = load.throughput.seconds_for(load.tokens_waiting // 2)
     if load.num_waiting >= config.max_queue * queues:
         return _refuse(f"{load.num_waiting} requests are waiting", half_of_queue_s)
     if load.num_waiting and load.tokens_waiting + group.num_tokens > config.max_queue_tokens * queues:
         return _refuse(f"{load.tokens_waiting} tokens are waiting", half_of_queue_s)
-    return Decision(Verdict.WAIT)
+    return AdmissionDecision(Verdict.WAIT)
 
 
-def _refuse(problem: str, retry_after_s: float | None) -> Decision:
+def _refuse(problem: str, retry_after_s: float | None) -> AdmissionDecision:
     retry_after_s = 1.0 if retry_after_s is None else retry_after_s
-    return Decision(Verdict.REFUSE, problem, min(MAX_RETRY_S, max(MIN_RETRY_S, retry_after_s)))
+    return AdmissionDecision(Verdict.REFUSE, problem, min(MAX_RETRY_S, max(MIN_RETRY_S, retry_after_s)))
 
 
 def _answer_s(group: SequenceGroup, load: Load, fits: bool) -> float | None:

@@ -62,7 +62,7 @@ class RequestScheduler(Protocol):
         """A running sequence has ended."""
 
 
-class _Placement(NamedTuple):
+class _Assignment(NamedTuple):
     """A waiting request, a replica that has room for it, and the cached blocks that it would begin with there."""
 
     group: SequenceGroup
@@ -127,8 +127,8 @@ class RequestQueue:
         group = SequenceGroup.of_request(request, self._next_sequence_id, config.eos_id, now)
         self.queue.push(group)
         self._may_fit = True
-        placement = self._next_placement(now)
-        fits = placement is not None and placement.group is group
+        assignment = self._next_assignment(now)
+        fits = assignment is not None and assignment.group is group
         decision = decide(group, load, config, now, fits=fits, is_only_one=is_only_one)
         if decision.verdict is Verdict.REFUSE:
             self.queue.remove(group)
@@ -138,8 +138,8 @@ class RequestQueue:
         self._next_sequence_id += len(group.sequences)
         if request.deadline_s is not None:
             self._next_deadline_s = min(self._next_deadline_s, request.deadline_s)
-        if placement is not None and decision.verdict is Verdict.ADMIT:
-            self._start(placement, now)
+        if assignment is not None and decision.verdict is Verdict.ADMIT:
+            self._start(assignment, now)
 
     def _load(self, priority: int, is_only_one: bool) -> Load:
         """What a request would find that comes now. is_only_one: its caller has no other."""
@@ -221,10 +221,10 @@ class RequestQueue:
 
     def admit(self, now: float) -> None:
         """Admit waiting requests, in their order, until the first that fits nowhere."""
-        while placement := self._next_placement(now):
-            self._start(placement, now)
+        while assignment := self._next_assignment(now):
+            self._start(assignment, now)
 
-    def _next_placement(self, now: float) -> _Placement | None:
+    def _next_assignment(self, now: float) -> _Assignment | None:
         """The next waiting request, at the replica that takes it; None if it fits nowhere."""
         if not self._may_fit:
             return None
@@ -235,7 +235,7 @@ class RequestQueue:
         places = []
         if group is not None:
             known = [(scheduler, scheduler.room_for(group)) for scheduler in self._allowed(group, schedulers)]
-            places = [_Placement(group, scheduler, blocks) for scheduler, blocks in known if blocks is not None]
+            places = [_Assignment(group, scheduler, blocks) for scheduler, blocks in known if blocks is not None]
         self._may_fit = bool(places)
         return min(places, key=lambda place: place.tokens_left, default=None)
 
@@ -254,8 +254,8 @@ class RequestQueue:
             return schedulers
         return [s for s in schedulers if s.config.replica == own or s.tokens_left == 0]
 
-    def _start(self, placement: _Placement, now: float) -> None:
-        group, scheduler, known = placement
+    def _start(self, assignment: _Assignment, now: float) -> None:
+        group, scheduler, known = assignment
         self.queue.remove(group)
         self._homes[group.key] = scheduler
         is_first_time = group.admitted_s is None

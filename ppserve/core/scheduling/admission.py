@@ -48,7 +48,7 @@ class AdmissionDecision:
 
 
 @dataclass(frozen=True, slots=True)
-class Load:
+class QueueLoad:
     """What a submitted request finds. tokens_ahead: of the waiting requests that go before it."""
 
     running: Collection[Sequence]
@@ -59,7 +59,7 @@ class Load:
 
 
 def decide(
-    group: SequenceGroup, load: Load, config: SchedulerConfig, now: float, *, fits: bool, is_only_one: bool
+    group: SequenceGroup, load: QueueLoad, config: SchedulerConfig, now: float, *, fits: bool, is_only_one: bool
 ) -> AdmissionDecision:
     """Admit, wait or refuse. fits: it is next, and a replica has room. is_only_one: its caller has no other."""
     if group.request.deadline_s is not None:
@@ -83,7 +83,7 @@ def _refuse(problem: str, retry_after_s: float | None) -> AdmissionDecision:
     return AdmissionDecision(Verdict.REFUSE, problem, min(MAX_RETRY_S, max(MIN_RETRY_S, retry_after_s)))
 
 
-def _answer_s(group: SequenceGroup, load: Load, fits: bool) -> float | None:
+def _answer_s(group: SequenceGroup, load: QueueLoad, fits: bool) -> float | None:
     """Predicted time until the answer is complete; until it begins where few sequences run; None = unknown.
 
     Every running sequence gets a token per step. So until the request has its own tokens, each of the others gets

@@ -20,7 +20,7 @@ from collections.abc import Hashable, Iterable, Set
 from typing import NamedTuple, Protocol
 
 from ppserve.core.request import FinishReason, Request
-from ppserve.core.scheduling.admission import Load, Throughput, Verdict, check_possible, decide
+from ppserve.core.scheduling.admission import QueueLoad, Throughput, Verdict, check_possible, decide
 from ppserve.core.scheduling.block_manager import BlockTable
 from ppserve.core.scheduling.config import SchedulerConfig
 from ppserve.core.scheduling.fairness import FairQueue
@@ -141,12 +141,12 @@ class RequestQueue:
         if assignment is not None and decision.verdict is Verdict.ADMIT:
             self._start(assignment, now)
 
-    def _load(self, priority: int, is_only_one: bool) -> Load:
+    def _load(self, priority: int, is_only_one: bool) -> QueueLoad:
         """What a request would find that comes now. is_only_one: its caller has no other."""
         running = [sequence for key in self._homes for sequence in self.groups[key].live]
         queue = self.queue
         tokens_ahead = queue.tokens_ahead(priority, is_only_one)
-        return Load(running, len(queue), queue.num_tokens(), tokens_ahead, self._throughput)
+        return QueueLoad(running, len(queue), queue.num_tokens(), tokens_ahead, self._throughput)
 
     def abort(self, request_id: str, reason: FinishReason) -> list[SequenceEvent]:
         """End a request now, whatever its state. Nothing happens if it is unknown or has ended."""

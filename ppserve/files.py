@@ -1,4 +1,7 @@
-"""Reading small files that may be hostile: regular files only, bounded, and every failure names the file."""
+"""Reading small files that may be hostile: regular files only, bounded, and every failure names the file.
+
+`within` bounds what a network may take.
+"""
 
 from __future__ import annotations
 
@@ -6,6 +9,9 @@ import json
 import os
 import re
 import stat
+import threading
+from collections.abc import Callable
+from concurrent.futures import Future
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -92,6 +98,23 @@ def checked(path: Path, value: object, schema: type[T]) -> T:
             problem = problem[: named.start()].removeprefix("Object ")
             field = f"{field}.{named[1]}".lstrip(".")
         raise CheckpointError(path, shown(problem), field=shown(field) or None) from error
+
+
+def within(seconds: float, fetch: Callable[[], T]) -> T:
+    """What `fetch` returns or raises. Raises TimeoutError after `seconds`; its thread is then left behind."""
+    outcome: Future[T] = Future()
+
+    def run() -> None:
+        try:
+            outcome.set_result(fetch())
+        except Exception as error:
+            outcome.set_exception(error)
+
+    threading.Thread(target=run, name="within", daemon=True).start()
+    try:
+        return outcome.result(seconds)
+    except TimeoutError as error:
+        raise TimeoutError(f"no answer within {seconds:g} s") from error
 
 
 def shown(value: object, limit: int = 80) -> str:

@@ -5,14 +5,13 @@ from __future__ import annotations
 import importlib.resources
 import logging
 import os
-import threading
 from collections.abc import Callable
-from concurrent.futures import Future
 from pathlib import Path
 
 import tiktoken
 
 from ppserve.errors import CheckpointError
+from ppserve.files import within
 from ppserve.tokenizer.files import READERS, read_tiktoken
 from ppserve.tokenizer.tokenizer import Tokenizer
 from ppserve.tokenizer.vocabulary import END_OF_TEXT, AddedToken, Vocabulary
@@ -21,6 +20,7 @@ logger = logging.getLogger(__name__)
 
 GPT2_VOCAB_SIZE = 50257
 DOWNLOAD_TIMEOUT_S = 20.0
+"""tiktoken's own download has no limit."""
 
 
 def load_tokenizer(
@@ -50,7 +50,7 @@ def load_tokenizer(
         logger.warning("no tokenizer, token ids only: %s, and %d tokens are not GPT-2's", problem, vocab_size)
         return None
     try:
-        return Tokenizer(_within(DOWNLOAD_TIMEOUT_S, lambda: _gpt2_vocabulary(get_encoding)))
+        return Tokenizer(within(DOWNLOAD_TIMEOUT_S, lambda: _gpt2_vocabulary(get_encoding)))
     except Exception as error:  # no network, no cache, a wrong hash: in each case there is no tokenizer
         logger.warning("no tokenizer, token ids only: %s, and GPT-2's own cannot be had (%s)", problem, error)
         return None
@@ -74,20 +74,6 @@ def find_vocabulary(directory: Path) -> Vocabulary | None:
         names = " and ".join(file.name for file in others)
         raise CheckpointError(directory, f"{names}: rename the one to use to tokenizer.tiktoken")
     return read_tiktoken(others[0]) if others else None
-
-
-def _within(seconds: float, fetch: Callable[[], Vocabulary]) -> Vocabulary:
-    """What `fetch` returns or raises; TimeoutError after `seconds`, because tiktoken's download has no limit."""
-    outcome: Future[Vocabulary] = Future()
-
-    def run() -> None:
-        try:
-            outcome.set_result(fetch())
-        except Exception as error:
-            outcome.set_exception(error)
-
-    threading.Thread(target=run, name="gpt2-vocabulary", daemon=True).start()
-    return outcome.result(seconds)
 
 
 def _gpt2_vocabulary(get_encoding: Callable[[str], tiktoken.Encoding]) -> Vocabulary:

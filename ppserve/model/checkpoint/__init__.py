@@ -7,7 +7,8 @@ Canonical names (global layer index i), linear weights always as (out, in), V' =
     h.{i}.ln_2.weight|bias (D)      h.{i}.mlp.c_fc.weight (F, D) |bias        h.{i}.mlp.c_proj.weight (D, F) |bias
     ln_f.weight|bias (D)            lm_head.weight (V', D): the stored one, or wte when tied
 
-Opening reads headers only; `tensor` reads one tensor, or a part of it, from the file and keeps no copy.
+A format is one file (`hf`, `torch_save`, `llmc`, `nanogpt`) that lists its tensors as `StoredTensor`s. A family of
+models is a table of tensor names (`names`) and one of config keys (`config_json`).
 """
 
 from __future__ import annotations
@@ -25,11 +26,12 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class Part:
-    """Some of a tensor. rows: ranges of its first dimension, which are put together. columns: one of the last.
-    None is all of them."""
+    """The part of a tensor that a rank reads."""
 
     rows: tuple[slice, ...] | None = None
+    """Ranges of the first dimension, which are concatenated; None for all of it."""
     columns: slice | None = None
+    """A range of the last dimension; None for all of it."""
 
     def of(self, tensor: torch.Tensor) -> torch.Tensor:
         """This part of a tensor that is in memory."""
@@ -44,7 +46,7 @@ WHOLE = Part()
 
 
 class Matrix(Protocol):
-    """A weight (N, K) as the checkpoint has it: a tensor, or outputs that are read when they are asked for."""
+    """A weight (N, K) that a backend packs: a tensor, or a part of a checkpoint that is read when it is sliced."""
 
     @property
     def shape(self) -> Sequence[int]: ...
@@ -53,13 +55,16 @@ class Matrix(Protocol):
 
 
 class Checkpoint(Protocol):
-    """An opened checkpoint. stored_dtype: `float32`, `bfloat16` or `float16`, as most weights are stored."""
+    """An opened checkpoint."""
 
     path: Path
     architecture: Architecture
     stored_dtype: str
+    """`float32`, `bfloat16` or `float16`, as most weights are stored."""
 
     def tensor(self, name: str, part: Part = WHOLE) -> torch.Tensor:
-        """One tensor on the CPU in its stored dtype, shape checked; only this part is ever in memory, but for a
-        piece of the file. Raises CheckpointError."""
+        """A part of one tensor on the CPU, in memory of its own; only this part of the file is read.
+
+        Raises CheckpointError.
+        """
         ...

@@ -7,15 +7,17 @@ configuration and the tokenizer are fetched, with huggingface-hub's own progress
 from __future__ import annotations
 
 import re
-from collections.abc import Callable
+from collections.abc import Iterator
 from pathlib import Path
 
 import msgspec
 
 from ppserve.errors import CheckpointError
-from ppserve.files import read_json, reason
+from ppserve.files import read_json, reason, within
 
-HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]{0,95}(/[A-Za-z0-9][\w.-]{0,95})?")
+HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]{0,95}/[A-Za-z0-9][\w.-]{0,95}")
+ANSWER_TIMEOUT_S = 5.0
+"""For the hub's first answer, before anything is downloaded."""
 
 REQUIRED = "config.json"
 OPTIONAL = (
@@ -44,7 +46,7 @@ def read_index(path: Path) -> dict[str, str]:
 
 
 def is_hub_id(name: str) -> bool:
-    """`org/name`, or one of the oldest models' bare names; not anything that looks like a file."""
+    """Whether it has the form `org/name` and does not look like a file."""
     return bool(HUB_ID.fullmatch(name)) and not re.search(r"\.(bin|pt|pth|safetensors|json)$|\.\.|--", name)
 
 
@@ -59,50 +61,45 @@ def fetch(model: str, cache_dir: Path | None = None, weights: bool = True) -> Pa
     except ImportError as error:
         problem = "no such file or directory, and hub ids need the hub extra: pip install 'ppserve[hub]'"
         raise CheckpointError(model, problem) from error
-
-    def cached(name: str, required: bool) -> Path | None:
-        found = hub.try_to_load_from_cache(model, name, cache_dir=cache_dir)
-        return Path(found) if isinstance(found, str) else None
-
-    def downloaded(name: str, required: bool) -> Path | None:
-        try:
-            return Path(hub.hf_hub_download(model, name, cache_dir=cache_dir))
-        except errors.EntryNotFoundError as error:
-            if required or isinstance(error, errors.LocalEntryNotFoundError):
-                raise
-            return None
-
+    cached = hub.try_to_load_from_cache(model, REQUIRED, cache_dir=cache_dir)
+    if isinstance(cached, str) and _is_complete(Path(cached).parent, weights):
+        return Path(cached).parent
     try:
-        # If all is in the cache, nothing is asked of the network.
-        directory = _collect(cached, weights) or _collect(downloaded, weights)
+        # One question without retries: a download would repeat it for 23 s.
+        answer = within(ANSWER_TIMEOUT_S, lambda: hub.HfApi().model_info(model))
+        names = _needed(model, {file.rfilename for file in answer.siblings or ()}, weights)
+        paths = [Path(hub.hf_hub_download(model, name, cache_dir=cache_dir)) for name in names]
+    except CheckpointError:
+        raise
     except errors.RepositoryNotFoundError as error:
         problem = "no such file or directory, and no such model on the hub, or no access to it"
         raise CheckpointError(model, problem) from error
-    except (errors.LocalEntryNotFoundError, errors.OfflineModeIsEnabled) as error:
-        problem = "no such file or directory, not in the local hub cache, and the hub cannot be reached (offline?)"
-        raise CheckpointError(model, problem) from error
-    except errors.EntryNotFoundError as error:
-        raise CheckpointError(model, f"the hub's model lacks a file: {reason(error)}") from error
-    except (errors.HfHubHTTPError, OSError, ValueError) as error:
-        raise CheckpointError(model, f"cannot be had from the hub ({reason(error)})") from error
-    if directory is None:
+    except Exception as error:  # of several HTTP libraries, by the version of huggingface-hub
+        problem = "no such file or directory, not in the local hub cache, and the hub cannot be asked"
+        raise CheckpointError(model, f"{problem} ({reason(error)})") from error
+    return paths[0].parent
+
+
+def _is_complete(directory: Path, weights: bool) -> bool:
+    """Whether all that `open_directory` reads is there; the configuration is."""
+    main = next((directory / name for name in WEIGHT_FILES if (directory / name).exists()), None)
+    if not weights or main is None:
+        return not weights
+    parts = set(read_index(main).values()) if main.suffix == ".json" else set()
+    return all((directory / part).exists() for part in parts)
+
+
+def _needed(model: str, offered: set[str], weights: bool) -> Iterator[str]:
+    """Which of the files that the hub offers are downloaded, the configuration first."""
+    main = next((name for name in WEIGHT_FILES if name in offered), None)
+    if REQUIRED not in offered:
+        raise CheckpointError(model, f"the hub's model has no {REQUIRED}")
+    if weights and main is None:
         raise CheckpointError(model, f"the hub's model has none of {', '.join(WEIGHT_FILES)}")
-    return directory
-
-
-def _collect(get: Callable[[str, bool], Path | None], weights: bool) -> Path | None:
-    """The directory in which a model's files were found; None where one is missing.
-
-    get: from a file's name, and whether it must be there, to where it is now.
-    """
-    config = get(REQUIRED, True)
-    if config is None:
-        return None
-    for name in OPTIONAL:
-        get(name, False)
-    if weights:
-        main = next((path for name in WEIGHT_FILES if (path := get(name, False))), None)
-        parts = set(read_index(main).values()) if main and main.suffix == ".json" else set()
-        if main is None or not all(get(name, True) for name in sorted(parts)):
-            return None
-    return config.parent
+    yield REQUIRED
+    yield from (name for name in OPTIONAL if name in offered)
+    if weights and main is not None:
+        yield main
+        stem, suffix, *_ = main.removesuffix(".index.json").split(".")
+        if main.endswith(".index.json"):
+            yield from sorted(name for name in offered if re.fullmatch(rf"{stem}-[\d-]+of-\d+\.{suffix}", name))

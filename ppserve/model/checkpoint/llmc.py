@@ -1,7 +1,7 @@
 """llm.c's `gpt2_124M.bin`: a header of 256 integers, then every tensor, each stacked over the layers.
 
-Offsets follow from the header alone, so the file's size is checked first and then only the rows asked for
-are read. Linears are (out, in), the head is tied, GELU is the tanh form, layer norm's epsilon is 1e-5.
+Offsets follow from the header alone, so the file's size is checked against it. Linears are (out, in), the head is
+tied, GELU is the tanh form, layer norm's epsilon is 1e-5.
 (Layout: karpathy/llm.c, train_gpt2.py, write_model.)
 """
 
@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import math
 import struct
+from functools import partial
 from pathlib import Path
 
 import msgspec
@@ -16,10 +17,10 @@ import torch
 
 from ppserve.core.architecture import Architecture
 from ppserve.errors import CheckpointError
-from ppserve.files import checked, file_size, read_start
+from ppserve.files import checked, file_size, read_start, reason
 from ppserve.model.checkpoint.fields import END_OF_TEXT, Layers, Positions, Rows, Width, check_heads, known_id
 from ppserve.model.checkpoint.names import layer_shapes
-from ppserve.model.checkpoint.stored import DTYPES, Located, Placed, RawFile, StoredCheckpoint
+from ppserve.model.checkpoint.tensors import DTYPES, FileCheckpoint, StoredTensor
 
 MAGIC = 20240326
 HEADER_BYTES = 256 * 4
@@ -60,13 +61,12 @@ def read_header(path: Path) -> tuple[Architecture, str]:
     return _architecture(path, checked(path, numbers, Header)), STORED_DTYPES[version]
 
 
-def open_llmc(path: Path) -> StoredCheckpoint:
+def open_llmc(path: Path) -> FileCheckpoint:
     """Open a .bin of version 3 (float32) or 5 (bfloat16). Raises CheckpointError."""
     arch, dtype = read_header(path)
-    file = _lay_out(path, arch, dtype)
-    located = {name: Located(file, name) for name in file.tensors}
-    located["lm_head.weight"] = located["wte.weight"]
-    return StoredCheckpoint(path, arch, located)
+    tensors = _stored_tensors(path, arch, dtype)
+    tensors["lm_head.weight"] = tensors["wte.weight"]
+    return FileCheckpoint(path, arch, tensors)
 
 
 def _architecture(path: Path, header: Header) -> Architecture:
@@ -87,8 +87,8 @@ def _architecture(path: Path, header: Header) -> Architecture:
     return arch
 
 
-def _lay_out(path: Path, arch: Architecture, dtype: str) -> RawFile:
-    """Every tensor's place, in closed form; the last one must end where the file ends."""
+def _stored_tensors(path: Path, arch: Architecture, dtype: str) -> dict[str, StoredTensor]:
+    """Every tensor follows the one before; the last one must end where the file ends."""
     width = arch.width
     order: dict[str, tuple[int, ...]] = {
         "wte.weight": (arch.padded_vocab_size, width),
@@ -96,11 +96,22 @@ def _lay_out(path: Path, arch: Architecture, dtype: str) -> RawFile:
     }
     order |= {f"h.{i}.{name}": s for name, s in layer_shapes(arch).items() for i in range(arch.num_layers)}
     order |= {"ln_f.weight": (width,), "ln_f.bias": (width,)}
-    tensors, offset = {}, HEADER_BYTES
+    itemsize = DTYPES[dtype].itemsize
+    tensors, begin = {}, HEADER_BYTES // itemsize
     for name, shape in order.items():
-        tensors[name] = Placed(shape, dtype, offset, torch.empty(shape, device="meta").stride())
-        offset += math.prod(shape) * DTYPES[dtype].itemsize
+        mapped = partial(_map_tensor, path, begin, shape, DTYPES[dtype])
+        tensors[name] = StoredTensor(path, name, shape, dtype, mapped)
+        begin += math.prod(shape)
     size = file_size(path)
-    if size != offset:
-        raise CheckpointError(path, f"is {size} bytes long; its header asks for {offset}", field="size")
-    return RawFile(path, tensors)
+    if size != begin * itemsize:
+        raise CheckpointError(path, f"is {size} bytes long; its header asks for {begin * itemsize}", field="size")
+    return tensors
+
+
+def _map_tensor(path: Path, begin: int, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+    """begin: numbers before it in the file, the header counted as numbers."""
+    end = begin + math.prod(shape)
+    try:
+        return torch.from_file(str(path), shared=False, size=end, dtype=dtype)[begin:].view(shape)
+    except RuntimeError as error:
+        raise CheckpointError(path, f"cannot be read: removed or truncated ({reason(error)})") from error

@@ -16,8 +16,8 @@ from ppserve.errors import CheckpointError
 from ppserve.files import checked
 from ppserve.model.checkpoint.fields import END_OF_TEXT, Layers, Positions, Rows, Width, check_heads, known_id
 from ppserve.model.checkpoint.names import LAYER_NAME
-from ppserve.model.checkpoint.stored import Located, StoredCheckpoint, locate
-from ppserve.model.checkpoint.torch_bin import TorchFile, load_objects
+from ppserve.model.checkpoint.tensors import FileCheckpoint, StoredTensor, by_canonical_name
+from ppserve.model.checkpoint.torch_save import load_objects, stored_tensors
 from ppserve.model.checkpoint.vocabulary import GPT2_VOCABULARY, real_vocabulary
 
 
@@ -37,15 +37,15 @@ class _Contents(msgspec.Struct, frozen=True):
     model_args: ModelArgs
 
 
-def open_nanogpt(path: Path) -> StoredCheckpoint:
+def open_nanogpt(path: Path) -> FileCheckpoint:
     """Open a ckpt.pt. Raises CheckpointError."""
     objects = load_objects(path)
     if not isinstance(objects, dict) or not {"model", "model_args"} <= objects.keys():
         raise CheckpointError(path, "holds no model_args and model: not a checkpoint of nanoGPT")
     settings = checked(path, {"model_args": objects["model_args"]}, _Contents)
     arch = _architecture(path, settings.model_args)
-    file = TorchFile(path, objects["model"], field="model")
-    return StoredCheckpoint(path, arch, _tied(locate([file], arch, _canonical)))
+    stored = stored_tensors(path, objects["model"], field="model")
+    return FileCheckpoint(path, arch, _tied(by_canonical_name(stored, arch, _canonical)))
 
 
 def _architecture(path: Path, args: ModelArgs) -> Architecture:
@@ -76,10 +76,10 @@ def _canonical(stored_name: str) -> str | None:
     return None if match and match[2] == "attn.bias" else name
 
 
-def _tied(located: dict[str, Located]) -> dict[str, Located]:
-    embedding, head = located.get("wte.weight"), located.get("lm_head.weight")
+def _tied(tensors: dict[str, StoredTensor]) -> dict[str, StoredTensor]:
+    embedding, head = tensors.get("wte.weight"), tensors.get("lm_head.weight")
     if embedding is None:
-        return located
-    if head is not None and not embedding.equals(head):
-        raise CheckpointError(head.file.path, "differs from the embedding, to which nanoGPT ties it", head.name)
-    return located | {"lm_head.weight": embedding}
+        return tensors
+    if head is not None and not embedding.has_bits_of(head):
+        raise CheckpointError(head.path, "differs from the embedding, to which nanoGPT ties it", head.name)
+    return tensors | {"lm_head.weight": embedding}

@@ -17,18 +17,18 @@ from ppserve.files import file_size, is_file, read_start, shown
 from ppserve.model.checkpoint import hub
 
 if TYPE_CHECKING:
-    from ppserve.model.checkpoint.stored import StoredCheckpoint
+    from ppserve.model.checkpoint.tensors import FileCheckpoint
 
 TINY = Path(__file__).parents[2] / "assets" / "tiny"
 LLMC_MAGIC = (20240326).to_bytes(4, "little")
 
 
-def open_checkpoint(path: str) -> StoredCheckpoint:
+def open_checkpoint(path: str) -> FileCheckpoint:
     """Open a checkpoint of any format, reading headers only; every tensor is found and its shape checked.
 
     Raises CheckpointError, which names the file and the field.
     """
-    place = locate(path)
+    place = find_model(path)
     if place.is_dir():
         from ppserve.model.checkpoint.hf import open_directory
 
@@ -41,7 +41,7 @@ def read_architecture(path: str) -> Architecture:
 
     Raises CheckpointError.
     """
-    place = locate(path, weights=False)
+    place = find_model(path, weights=False)
     if place.is_dir():
         from ppserve.model.checkpoint.config_json import read_config
 
@@ -53,7 +53,7 @@ def read_architecture(path: str) -> Architecture:
     return _open_file(place).architecture
 
 
-def locate(path: str, weights: bool = True) -> Path:
+def find_model(path: str, weights: bool = True) -> Path:
     """The directory (with a config.json) or the file that `path` means; a hub id is downloaded.
 
     weights=False: of a hub id only the configuration and the tokenizer.
@@ -68,7 +68,7 @@ def locate(path: str, weights: bool = True) -> Path:
     if not found:
         if hub.is_hub_id(path):
             return hub.fetch(path, weights=weights)
-        raise CheckpointError(shown(path), "no such file or directory")
+        raise CheckpointError(shown(path), "no such file or directory (a model on the hub is called org/name)")
     if place.is_dir():
         return place if is_file(place / "config.json") else _only_file(place)
     return place
@@ -87,7 +87,7 @@ def _only_file(directory: Path) -> Path:
     raise CheckpointError(directory, "holds no config.json, no ckpt.pt and no model of llm.c")
 
 
-def _open_file(path: Path) -> StoredCheckpoint:
+def _open_file(path: Path) -> FileCheckpoint:
     if file_size(path) == 0:
         raise CheckpointError(path, "is empty")
     if path.suffix == ".safetensors" or path.name in {"config.json", "pytorch_model.bin"}:

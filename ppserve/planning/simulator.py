@@ -288,7 +288,7 @@ class Simulator:
                 num_tokens += event.token_id is not None
                 self._heard(event, now_s)
         if self._slots is not None:
-            slots = self._slots.observe(step.plan, result, step.fills_slots, num_tokens)
+            slots = self._slots.observe(result, step.fills_slots)
             self._scheduler.set_microbatches(slots)
         return num_tokens
 

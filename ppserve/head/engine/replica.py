@@ -212,8 +212,7 @@ class Replica:
             self._losses_in_vain = 0 if events else self._losses_in_vain
             self._cancel_doomed(self.scheduler)
         if self.scheduler.config.microbatches is None:
-            brought = sum(event.token_id is not None for event in events)
-            self.scheduler.set_microbatches(self._slots.observe(step.plan, result, step.fills_slots, brought))
+            self.scheduler.set_microbatches(self._slots.observe(result, step.fills_slots))
         return events
 
     def _account_for_result(self) -> None:
@@ -276,7 +275,7 @@ class Replica:
         self._account_for_result()
         self.steps.lost()
         self._ranks.lost()
-        self._slots.lost()
+        self._slots.lose_stage()
         self._account.stage_lost(self._clock())
         self._watcher.epoch_lost()
         if self.request_queue.has_several_schedulers:

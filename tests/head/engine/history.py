@@ -287,8 +287,9 @@ class History:
     def _check(self) -> None:
         """After every turn."""
         assert not self._has_failed, f"the server ends: {self.engine.failed.result().reason}"
-        num_new = sum(group.admitted_s is None for group in self.request_queue.groups.values())
-        assert num_new <= 2 * _MAX_QUEUE, "a caller without other requests finds a queue of twice the size"
+        assert len(self.request_queue.queue) <= 2 * _MAX_QUEUE, (
+            "a caller who has nothing finds the queue twice as long"
+        )
         for replica in self.replicas:
             self._check_replica(replica)
         schedulers = [replica.scheduler for replica in self.replicas if replica.scheduler is not None]

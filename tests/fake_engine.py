@@ -135,7 +135,6 @@ class FakeEngine:
     description: ModelDescription = CARD
     by_hand: bool = False
     refusal: RequestError | None = None
-    full: RequestError | None = None
     crash: Exception | None = None
     break_error: RequestError | None = None
     break_after: int = 0
@@ -146,10 +145,6 @@ class FakeEngine:
     cancelled: dict[str, FinishReason] = field(default_factory=dict)
     news: asyncio.Condition = field(default_factory=asyncio.Condition)
     _runs: set[asyncio.Task[None]] = field(default_factory=set)
-
-    def refuse_early(self, caller: str, new_tokens: int, priority: int, deadline_s: float | None) -> None:
-        if self.full is not None:
-            raise self.full.with_traceback(None)  # or each call would keep those before it
 
     async def submit(self, request: Request, sink: Sink) -> None:
         if self.crash is not None:

@@ -49,10 +49,6 @@ class EngineHandle:
         held = await asyncio.to_thread(read) if len(request.resume_ids) > _MANY_HELD else read()
         await asyncio.wrap_future(self._engine.submit(request, sink, self._tokenizer, held))
 
-    def refuse_early(self, caller: str, new_tokens: int, priority: int, deadline_s: float | None) -> None:
-        """Raises Overloaded where every request of so many new tokens or more would be refused now."""
-        self._engine.refuse_early(caller, new_tokens, priority, deadline_s)
-
     def cancel(self, request_id: str, reason: FinishReason) -> None:
         """End a request. Nothing happens if it has ended, or is unknown."""
         self._engine.cancel(request_id, reason)

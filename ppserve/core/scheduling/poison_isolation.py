@@ -16,7 +16,7 @@ is to blame, and the counts go on until the server ends.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Container, Hashable, Iterable, Set
+from collections.abc import Collection, Container, Hashable, Iterable, Set
 
 from ppserve.core.plan import Draw, Slice
 from ppserve.core.request import SamplingParams
@@ -46,9 +46,10 @@ class PoisonIsolation:
         """Whether a request was in flight at a loss and is not cleared."""
         return request_id in self._losses
 
-    def suspects(self, request_id: str) -> bool:
-        """Whether a request may run only alone."""
-        return request_id in self._suspects
+    @property
+    def suspects(self) -> Collection[str]:
+        """The requests that may run only alone."""
+        return self._suspects
 
     def lost(self, in_flight: Iterable[str], failed: Set[Hashable], elsewhere: Container[str] = ()) -> str | None:
         """Ranks failed with these requests in flight. Returns the culprit if it is certain, else None.
@@ -69,11 +70,11 @@ class PoisonIsolation:
             self.cleared(lone)
             return lone
         # Also while a suspect is alone at another pipeline, which may be stuck there.
-        stay = [r for r in self._losses if r not in present and (r in elsewhere or self.suspects(r))]
+        stay = [r for r in self._losses if r not in present and (r in elsewhere or r in self._suspects)]
         absent = {request: self._losses[request] for request in stay}
         self._losses = absent | {request: self._losses.get(request, 0) + 1 for request in sorted(present)}
         suspicious = [r for r, losses in self._losses.items() if losses >= SUSPICIOUS_LOSSES]
-        self._suspects.extend(r for r in suspicious if not self.suspects(r))
+        self._suspects.extend(r for r in suspicious if r not in self._suspects)
         return None
 
     def cleared(self, request_id: str) -> None:

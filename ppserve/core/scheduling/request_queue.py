@@ -1,67 +1,103 @@
-"""The request queue: the requests of all replicas, those that wait, and which replica takes the next one.
+"""The request queue: all open requests, those that wait, and which replica takes the next one.
 
-Queue, fairness, refusals, deadlines and quarantine are common to all replicas; blocks, slots and steps are each
-replica's own (`scheduler`). Laws
+Queue, fairness, admission, deadlines and poison-request isolation are common to all replicas. Blocks, slots and
+steps are each replica's own (`scheduler`). Laws
 
-- Requests are admitted in the queue's order, until the first that fits nowhere.
+- A submitted request is admitted, waits or is refused (`admission`).
+- Waiting requests are admitted in the queue's order (`fairness`), until the first that fits nowhere.
 - Of the replicas with room, a request goes to the one where fewest tokens are left to compute: of all its
   requests, and of this one without the prefix that is cached there. So a cached prefix counts for as much as it
   saves, and a replica that is much busier than another does not get every request with a common prefix.
-- Requests that a replica gives back, because it is lost or drained, go before all waiting ones, in the order of
-  their first admission. They keep their tokens and are computed again. Of a lost replica that is the only one,
-  requests keep their blocks, and wait for it.
-- A suspect of the quarantine runs alone in the replica that died with it; others go on with all but suspects.
+- Requests that a lost or drained replica gives back keep their tokens and are computed again. If the lost replica
+  is the only one, requests keep their blocks, and wait for it.
+- A suspect runs alone in the replica that died with it. Other replicas run all but suspects (`poison_isolation`).
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Hashable, Iterable, Set
+from typing import NamedTuple, Protocol
 
 from ppserve.core.request import FinishReason, Request
-from ppserve.core.scheduling.admission import (
-    LoadEstimate,
-    Refusals,
-    TooLate,
-    refusals_by_number,
-    refuse_impossible,
-    refuse_overload,
-    too_late,
-)
+from ppserve.core.scheduling.admission import QueueLoad, Throughput, Verdict, check_possible, decide
 from ppserve.core.scheduling.block_manager import BlockTable
+from ppserve.core.scheduling.config import SchedulerConfig
 from ppserve.core.scheduling.fairness import FairQueue
 from ppserve.core.scheduling.poison_isolation import PoisonIsolation
-from ppserve.core.scheduling.scheduler_protocol import RequestScheduler
 from ppserve.core.scheduling.sequence import Sequence, SequenceEvent, SequenceGroup, SequenceStatus
-from ppserve.core.scheduling.throughput import Throughput
-from ppserve.errors import InvalidRequest, RequestError, RequestFailed, Violation
+from ppserve.errors import InvalidRequest, Overloaded, RequestError, RequestFailed, Violation
+
+
+class RequestScheduler(Protocol):
+    """One replica's scheduler, as the request queue needs it."""
+
+    @property
+    def config(self) -> SchedulerConfig: ...
+
+    @property
+    def num_blocks(self) -> int: ...
+
+    @property
+    def may_admit(self) -> bool:
+        """Whether there may be room for a request."""
+
+    @property
+    def is_busy(self) -> bool:
+        """Whether steps are in flight."""
+
+    @property
+    def tokens_left(self) -> int:
+        """Tokens to compute for all its requests, at most."""
+
+    def running(self, sequence_id: int) -> Sequence | None: ...
+
+    def room_for(self, group: SequenceGroup) -> BlockTable | None:
+        """The cached blocks that a request would begin with; None if there is no room for it."""
+
+    def admit(self, group: SequenceGroup, known: BlockTable, now: float) -> None:
+        """Run a request. There is room for it; known: what `room_for` returned."""
+
+    def drop(self, sequence: Sequence) -> None:
+        """A running sequence has ended."""
+
+
+class _Assignment(NamedTuple):
+    """A waiting request, a replica that has room for it, and the cached blocks that it would begin with there."""
+
+    group: SequenceGroup
+    scheduler: RequestScheduler
+    known: BlockTable
+
+    @property
+    def tokens_left(self) -> int:
+        """Tokens to compute at the replica, with this request there."""
+        cached = len(self.known) * self.scheduler.config.block_size
+        return self.scheduler.tokens_left + sum(len(s.token_ids) for s in self.group.live) - cached
 
 
 class RequestQueue:
-    """See the module. `now` is the head's monotonic clock, in seconds. groups: the open requests, by id."""
+    """All open requests, by id in `groups`. `now` is the head's monotonic clock, in seconds."""
 
     def __init__(self) -> None:
         self.groups: dict[str, SequenceGroup] = {}
         self.queue = FairQueue()
         self.poison_isolation = PoisonIsolation()
         self._throughput = Throughput()
-        self._late: TooLate | None = None  # the latest such refusal
         self._schedulers: list[RequestScheduler] = []
         self._homes: dict[str, RequestScheduler] = {}
-        self._returned: dict[str, SequenceGroup] = {}
         self._next_deadline_s = math.inf  # no open request has an earlier one
-        self._may_move = True
+        self._may_fit = True
         self._next_sequence_id = 0
 
     # Replicas
 
     def join(self, scheduler: RequestScheduler) -> None:
         self._schedulers.append(scheduler)
-        self.queue.aging_s = scheduler.config.aging_s
         self.look_again()
 
     def leave(self, scheduler: RequestScheduler) -> None:
-        """A replica is gone for good, and has given its requests back."""
+        """A replica will not come back, and has given its requests back."""
         self._schedulers.remove(scheduler)
 
     @property
@@ -71,63 +107,53 @@ class RequestQueue:
     @property
     def num_waiting(self) -> int:
         """Requests that no replica computes."""
-        return len(self.queue) + len(self._returned)
+        return len(self.queue)
 
     def look_again(self) -> None:
         """Room was made, or a replica opened: the next waiting request may fit now."""
-        self._may_move = True
+        self._may_fit = True
 
     # Requests
 
     def submit(self, request: Request, now: float) -> None:
-        """Queue a request. Raises InvalidRequest (it can never run) or Overloaded (it cannot run now)."""
+        """Admit or queue a request. Raises InvalidRequest (it can never run) or Overloaded (it cannot run now)."""
         if request.id in self.groups:
             raise InvalidRequest([Violation("request_id", "is in use by another request")])
         config = self._schedulers[0].config
-        refuse_impossible(request, config, min(scheduler.num_blocks for scheduler in self._schedulers))
-        new_client = self.queue.is_idle(request.caller)
-        refusal = self.refusals(now).of_request(request, now, new_client)
-        if refusal is None:
-            refusal = late = too_late(request, self._load, now, new_client)
-            self._late = late or self._late
-        if refusal is not None:
-            raise refusal.with_traceback(None)
-        indices = range(request.num_sequences) if request.resume_index is None else [request.resume_index]
-        first_id = self._next_sequence_id
-        sequences = [Sequence(first_id + i, request, index, config.eos_id) for i, index in enumerate(indices)]
-        sequences[0].wants_scores = request.output.prompt_logprobs is not None and not request.resume_ids
-        group = SequenceGroup(request, sequences, now)
-        self.groups[request.id] = group
+        check_possible(request, config, min(scheduler.num_blocks for scheduler in self._schedulers))
+        self.admit(now)
+        is_only_one = self.queue.is_idle(request.caller)
+        load = self._load(request.priority, is_only_one)
+        group = SequenceGroup.of_request(request, self._next_sequence_id, config.eos_id, now)
         self.queue.push(group)
-        self._may_move = True
-        self.admit(now)  # first, so that the queue's bounds hold for requests that do wait
-        if group.admitted_s is None:
-            try:
-                refuse_overload(group, self._load(), config, now, new_client)
-            except RequestError:
-                self._leave(group)
-                raise
-        self._next_sequence_id += len(sequences)
+        self._may_fit = True
+        assignment = self._next_assignment(now)
+        fits = assignment is not None and assignment.group is group
+        decision = decide(group, load, config, now, fits=fits, is_only_one=is_only_one)
+        if decision.verdict is Verdict.REFUSE:
+            self.queue.remove(group)
+            self.queue.end_request(group.caller)
+            raise Overloaded(decision.problem, decision.retry_after_s)
+        self.groups[request.id] = group
+        self._next_sequence_id += len(group.sequences)
         if request.deadline_s is not None:
             self._next_deadline_s = min(self._next_deadline_s, request.deadline_s)
+        if assignment is not None and decision.verdict is Verdict.ADMIT:
+            self._start(assignment, now)
 
-    def refusals(self, now: float) -> Refusals:
-        """What requests would be refused with now, whatever their prompts."""
-        self._late = self._late and self._late.as_of(now, self._load)
-        if not self._schedulers or any(scheduler.may_admit for scheduler in self._schedulers):
-            return Refusals(late=self._late)
-        return refusals_by_number(self.queue, self._throughput, self._schedulers[0].config, self._late)
-
-    def _load(self) -> LoadEstimate:
-        running = [s for g in self.groups.values() if g.admitted_s is not None for s in g.live]
-        return LoadEstimate(running, self.queue, self._throughput)
+    def _load(self, priority: int, is_only_one: bool) -> QueueLoad:
+        """What a request would find that comes now. is_only_one: its caller has no other."""
+        running = [sequence for key in self._homes for sequence in self.groups[key].live]
+        queue = self.queue
+        tokens_ahead = queue.tokens_ahead(priority, is_only_one)
+        return QueueLoad(running, len(queue), queue.num_tokens(), tokens_ahead, self._throughput)
 
     def abort(self, request_id: str, reason: FinishReason) -> list[SequenceEvent]:
         """End a request now, whatever its state. Nothing happens if it is unknown or has ended."""
         group = self.groups.get(request_id)
         if group is None:
             return []
-        return [self.end(s, group, finish=reason) for s in group.live]
+        return [self.end_sequence(s, group, finish=reason) for s in group.live]
 
     def finish(self, sequence_id: int, reason: FinishReason) -> None:
         """End a sequence whose end the engine has found (a stop string): no event, no further step. If it ended
@@ -135,7 +161,7 @@ class RequestQueue:
         for scheduler in self._schedulers:
             sequence = scheduler.running(sequence_id)
             if sequence is not None:
-                self.end(sequence, self.groups[sequence.request.id], finish=reason)
+                self.end_sequence(sequence, self.groups[sequence.request.id], finish=reason)
                 return
 
     def expire(self, now: float) -> list[SequenceEvent]:
@@ -148,7 +174,10 @@ class RequestQueue:
         self._next_deadline_s = deadlines[len(overdue)][0] if len(overdue) < len(deadlines) else math.inf
         return [event for key in overdue for event in self.abort(key, FinishReason.DEADLINE)]
 
-    def end(
+    def fail(self, group: SequenceGroup, problem: str) -> list[SequenceEvent]:
+        return [self.end_sequence(s, group, error=RequestFailed(problem)) for s in group.live]
+
+    def end_sequence(
         self,
         sequence: Sequence,
         group: SequenceGroup,
@@ -161,9 +190,6 @@ class RequestQueue:
         self.retire(sequence, group, was_late=finish is FinishReason.DEADLINE)
         return event
 
-    def fail(self, group: SequenceGroup, problem: str) -> list[SequenceEvent]:
-        return [self.end(s, group, error=RequestFailed(problem)) for s in group.live]
-
     def retire(self, sequence: Sequence, group: SequenceGroup, was_late: bool = False) -> None:
         """A live sequence has had its last event. was_late: its deadline passed."""
         if sequence.status is SequenceStatus.WAITING:
@@ -171,19 +197,18 @@ class RequestQueue:
         else:
             self._homes[group.key].drop(sequence)
         if not group.live:
-            self._leave(group, was_late)
-        self._may_move = True
+            self._end_request(group, was_late)
+        self._may_fit = True
 
-    def _leave(self, group: SequenceGroup, was_late: bool = False) -> None:
+    def _end_request(self, group: SequenceGroup, was_late: bool) -> None:
         """All sequences of a request have ended. How little a late one has used says nothing of what the next one
         will need: if it counted, overload would look like short answers, and ever more would be admitted."""
         if group.admitted_s is not None and not was_late:
             self._throughput.request_ended(group.num_tokens, group.num_known_tokens)
         if group in self.queue:
             self.queue.remove(group)
-        self._returned.pop(group.key, None)
         self._homes.pop(group.key, None)
-        self.queue.leave(group.caller)
+        self.queue.end_request(group.caller)
         self.poison_isolation.cleared(group.key)
         del self.groups[group.key]
 
@@ -196,68 +221,58 @@ class RequestQueue:
 
     def admit(self, now: float) -> None:
         """Admit waiting requests, in their order, until the first that fits nowhere."""
-        while self._may_move:
-            schedulers = [
-                scheduler
-                for scheduler in self._schedulers
-                if scheduler.may_admit and self.lone_at(scheduler) is None
-            ]
-            if not schedulers:
-                break
-            group = self._first(schedulers, now)
-            if group is None or not self._place(group, self._schedulers_for(group, schedulers), now):
-                self._may_move = False
+        while assignment := self._next_assignment(now):
+            self._start(assignment, now)
 
-    def _first(self, schedulers: list[RequestScheduler], now: float) -> SequenceGroup | None:
-        """The next to be admitted: a lone suspect, then what was given back, then the queue's first."""
-        lone = self._returned.get(self.poison_isolation.lone or "")
-        if lone is not None and self._schedulers_for(lone, schedulers):
+    def _next_assignment(self, now: float) -> _Assignment | None:
+        """The next waiting request, at the replica that takes it; None if it fits nowhere."""
+        if not self._may_fit:
+            return None
+        schedulers = [s for s in self._schedulers if s.may_admit and self.lone_at(s) is None]
+        if not schedulers:
+            return None
+        group = self._next_group(schedulers, now)
+        places = []
+        if group is not None:
+            known = [(scheduler, scheduler.room_for(group)) for scheduler in self._allowed(group, schedulers)]
+            places = [_Assignment(group, scheduler, blocks) for scheduler, blocks in known if blocks is not None]
+        self._may_fit = bool(places)
+        return min(places, key=lambda place: place.tokens_left, default=None)
+
+    def _next_group(self, schedulers: list[RequestScheduler], now: float) -> SequenceGroup | None:
+        """The lone suspect if it can run, else the queue's first that is no suspect."""
+        lone = self.groups.get(self.poison_isolation.lone or "")
+        if lone is not None and lone in self.queue and self._allowed(lone, schedulers):
             return lone
-        innocent = (group for group in self._returned.values() if not self.poison_isolation.suspects(group.key))
-        return next(innocent, None) or self.queue.first(now)
+        return self.queue.first(now, self.poison_isolation.suspects)
 
-    def _schedulers_for(self, group: SequenceGroup, schedulers: list[RequestScheduler]) -> list[RequestScheduler]:
-        """Of these, where the request may run. A lone suspect waits for the replica that died with it, unless that
-        is gone for good, or another has nothing to lose."""
+    def _allowed(self, group: SequenceGroup, schedulers: list[RequestScheduler]) -> list[RequestScheduler]:
+        """Those of the replicas that may run the request. A lone suspect waits for the replica that died with it,
+        unless that does not come back, or another has nothing to lose."""
         own = group.replica
-        if group.key != self.poison_isolation.lone or all(
-            scheduler.config.replica != own for scheduler in self._schedulers
-        ):
+        if group.key != self.poison_isolation.lone or all(s.config.replica != own for s in self._schedulers):
             return schedulers
-        return [
-            scheduler for scheduler in schedulers if scheduler.config.replica == own or scheduler.tokens_left == 0
-        ]
+        return [s for s in schedulers if s.config.replica == own or s.tokens_left == 0]
 
-    def _place(self, group: SequenceGroup, schedulers: list[RequestScheduler], now: float) -> bool:
-        """Whether a replica had room."""
-        able = [(scheduler, known) for scheduler in schedulers if (known := scheduler.room_for(group)) is not None]
-        if not able:
-            return False
-        scheduler, known = able[0]
-        if len(able) > 1:
-            scheduler, known = min(able, key=lambda pair: _tokens_left(pair[0], pair[1], group))
-        self._homes[group.key] = scheduler
-        group.replica = scheduler.config.replica
-        if group.admitted_s is not None:
-            del self._returned[group.key]
-            scheduler.admit(group, known, now)
-            return True
+    def _start(self, assignment: _Assignment, now: float) -> None:
+        group, scheduler, known = assignment
         self.queue.remove(group)
-        group.admitted_s = now
+        self._homes[group.key] = scheduler
+        is_first_time = group.admitted_s is None
+        group.place(scheduler.config.replica, now)
         scheduler.admit(group, known, now)
-        leader = group.sequences[0]
-        prompt_tokens = len(leader.token_ids) - leader.scheduled
-        self._throughput.request_admitted(prompt_tokens)
-        self.queue.charge(group.caller, prompt_tokens)
-        return True
+        if is_first_time:
+            leader = group.sequences[0]
+            prompt_tokens = len(leader.token_ids) - leader.scheduled
+            self._throughput.request_admitted(prompt_tokens)
+            self.queue.charge(group.caller, prompt_tokens)
 
     def give_back(self, groups: Iterable[SequenceGroup]) -> None:
-        """Takes back requests that have no admitted sequence left; they go on when there is room for them."""
-        self._returned |= {group.key: group for group in groups}
-        for key in self._returned:
-            self._homes.pop(key, None)
-        in_order = sorted(self._returned.values(), key=lambda group: group.admitted_s or 0.0)
-        self._returned = {group.key: group for group in in_order}
+        """Requests that have no running sequence left wait for another replica."""
+        groups = list(groups)
+        for group in groups:
+            del self._homes[group.key]
+        self.queue.give_back(groups)
         self.look_again()
 
     # Computing
@@ -276,7 +291,7 @@ class RequestQueue:
 
     def token_withheld(self, caller: str) -> None:
         """A draft token brought a token beyond the end that the engine has found: it is charged to nobody."""
-        self.queue.refund(caller)
+        self.queue.charge(caller, -1)
 
     def clear(self, group: SequenceGroup) -> None:
         """It gained a token since its last loss: it did not cause that."""
@@ -288,15 +303,10 @@ class RequestQueue:
     ) -> list[SequenceEvent]:
         """Ranks of a replica failed with steps of these requests in flight. A request that is certain to have
         killed them fails."""
-        elsewhere = {key for key, home in self._homes.items() if home is not scheduler} | self._returned.keys()
+        started = {key for key, group in self.groups.items() if group.admitted_s is not None}
+        elsewhere = {key for key in started if self._homes.get(key) is not scheduler}
         culprit = self.poison_isolation.lost([key for key in in_flight if key in self.groups], failed, elsewhere)
         self.look_again()
         if culprit is None:
             return []
         return self.fail(self.groups[culprit], "a stage died each time this request was computed")
-
-
-def _tokens_left(scheduler: RequestScheduler, known: BlockTable, group: SequenceGroup) -> int:
-    """At a replica, with this request there."""
-    cached = len(known) * scheduler.config.block_size
-    return scheduler.tokens_left + sum(len(s.token_ids) for s in group.live) - cached

@@ -287,7 +287,7 @@ class Scheduler:
             sequence.scores.extend(scored.logprobs)
         sequence.computed = piece.end - piece.num_draft_tokens + piece.is_draft
         if piece.draw is None and sequence.known_end and sequence.computed == len(sequence.token_ids):
-            yield self.request_queue.end(sequence, group, finish=sequence.known_end)
+            yield self.request_queue.end_sequence(sequence, group, finish=sequence.known_end)
             return
         for row in range(piece.num_draws):
             if row:

@@ -311,6 +311,20 @@ class SequenceGroup:
         self.replica: int | None = None
         self.num_tokens = len(sequences) * (len(request.prompt_ids) + request.stop.max_tokens)
 
+    @classmethod
+    def of_request(cls, request: Request, first_id: int, eos_id: int | None, now: float) -> SequenceGroup:
+        """All sequences of a request, or the one that it resumes. first_id: of the ids of its sequences."""
+        indices = range(request.num_sequences) if request.resume_index is None else [request.resume_index]
+        sequences = [Sequence(first_id + i, request, index, eos_id) for i, index in enumerate(indices)]
+        sequences[0].wants_scores = request.output.prompt_logprobs is not None and not request.resume_ids
+        return cls(request, sequences, now)
+
+    def place(self, replica: int, now: float) -> None:
+        """A replica computes it from now on."""
+        self.replica = replica
+        if self.admitted_s is None:
+            self.admitted_s = now
+
     @property
     def key(self) -> str:
         return self.request.id

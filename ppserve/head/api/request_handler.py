@@ -22,8 +22,6 @@ from ppserve.head.api.requests import (
     check_ids,
     check_text,
     is_fit_for_logs,
-    min_new_tokens,
-    priority_of,
     to_request,
 )
 from ppserve.head.api.stream import RequestStream
@@ -84,9 +82,6 @@ class RequestHandler:
         Raises RequestError when it is refused. A task that keeps a delta beyond the stall timeout is cancelled.
         """
         check(parsed, self.description)
-        if not self._draining:
-            new_tokens, priority = min_new_tokens(parsed, self.description), priority_of(parsed)
-            self._engine.refuse_early(call.caller, new_tokens, priority, call.deadline_s)
         prompt = parsed.prompt
         prompt_ids = await self._encode("prompt", prompt) if isinstance(prompt, str) else prompt
         request = to_request(parsed, prompt_ids, self.description, call)

@@ -170,15 +170,6 @@ def is_fit_for_logs(request_id: str, description: ModelDescription) -> bool:
     return not mistakes.violations
 
 
-def min_new_tokens(parsed: ParsedRequest, description: ModelDescription) -> int:
-    """At least so many tokens the answer may have, whatever tokens the prompt turns out to be: one for each byte
-    at most. `asked` has passed `check`."""
-    if parsed.max_tokens is None:
-        return 0
-    most = len(parsed.prompt.encode()) if isinstance(parsed.prompt, str) else len(parsed.prompt)
-    return max(0, min(parsed.max_tokens, description.max_context - max(1, most)))
-
-
 def priority_of(parsed: ParsedRequest) -> int:
     """As it counts, whatever was asked for."""
     return max(LEAST_URGENT, min(parsed.priority, MOST_URGENT))

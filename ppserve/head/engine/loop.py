@@ -18,7 +18,6 @@ from collections.abc import Callable, Iterable
 from concurrent.futures import Future
 
 from ppserve.core.request import FinishReason, Request
-from ppserve.core.scheduling.admission import Refusals
 from ppserve.core.scheduling.sequence import SequenceEvent
 from ppserve.errors import Draining, RequestError, StagesLost
 from ppserve.head.engine.control import ControlPlane
@@ -68,7 +67,6 @@ class Engine(threading.Thread):
         self._later: list[SequenceEvent] = []  # what this turn publishes once its plans are sent
         self._outputs: dict[Sink, list[TokenOutput]] = {}
         self._stopping = self._ended = self._is_unbalanced = False
-        self._refusals = Refusals()  # as of the latest turn; replaced as a whole
 
     # ---- for other threads ----------------------------------------------------------------------------
 
@@ -80,14 +78,6 @@ class Engine(threading.Thread):
         message = Submit(request, sink, tokenizer, held)
         self._post(message)
         return message.accepted
-
-    def refuse_early(self, caller: str, new_tokens: int, priority: int, deadline_s: float | None) -> None:
-        """Raises Overloaded where any request of at least so many tokens would be refused. Safe in any thread."""
-        new_client = self._fleet.request_queue.queue.is_idle(caller)
-        refusal = self._refusals.of(new_tokens, priority, deadline_s, self._clock() / 1e9, new_client)
-        if refusal is not None:
-            self._watcher.refused(refusal)
-            raise refusal.with_traceback(None)
 
     def cancel(self, request_id: str, reason: FinishReason) -> None:
         """End a request. Nothing happens if it has ended."""
@@ -138,7 +128,7 @@ class Engine(threading.Thread):
         fatal = self.failed.result() if self.failed.done() else None
         code = 0 if fatal is None else EXIT_USAGE if fatal.usage else EXIT_FAILED
         self._fleet.shut_down(code)
-        self._ended, self._refusals = True, Refusals()
+        self._ended = True
         self._refuse_the_rest()
         self._control.close(_GOODBYE_S)
 
@@ -155,7 +145,6 @@ class Engine(threading.Thread):
         self._fleet.refill(woken_ns)
         self._publish_later()
         self._fleet.report_load()
-        self._refusals = self._fleet.request_queue.refusals(self._clock() / 1e9)
         self._deliver()
 
     def _take(self, message: Message) -> None:

@@ -53,9 +53,7 @@ def check_one_of_several(scheduler: Scheduler) -> None:
 def check_intake(request_queue: RequestQueue, schedulers: list[Scheduler]) -> None:
     """Every live sequence waits, or is in the running set of its home."""
     live = {key: [s.id for s in group.live] for key, group in request_queue.groups.items()}
-    waiting = [
-        g for g in request_queue.groups.values() if g in request_queue.queue or g.key in request_queue._returned
-    ]
+    waiting = [group for group in request_queue.groups.values() if group in request_queue.queue]
     assert len(waiting) == request_queue.num_waiting
     assert not {group.key for group in waiting} & set(request_queue._homes)
     queued = [i for group in waiting for i in live[group.key]]

@@ -15,6 +15,7 @@ class Entry:
     priority: int = 0
     num_tokens: int = 10
     submitted_s: float = 0.0
+    admitted_s: float | None = None
 
 
 def served_order(queue: FairQueue, count: int, now: float = 0.0) -> list[str]:
@@ -73,7 +74,7 @@ def test_a_heavy_caller_is_not_punished_for_having_been_alone() -> None:
     queue.push(Entry("h", "heavy"))
     queue.charge("heavy", 1_000_000)
     served_order(queue, 1)
-    queue.leave("heavy")
+    queue.end_request("heavy")
     for i in range(10):
         queue.push(Entry(f"new{i}", "new"))
         queue.push(Entry(f"heavy{i}", "heavy"))
@@ -140,7 +141,7 @@ def test_a_caller_has_nothing_before_its_first_request_and_after_its_last() -> N
     assert not queue.is_idle("a")
     served_order(queue, 1)
     assert not queue.is_idle("a"), "it runs"
-    queue.leave("a")
+    queue.end_request("a")
     assert queue.is_idle("a")
 
 
@@ -150,8 +151,8 @@ def test_who_takes_turns_has_the_first_of_each_caller_before_it() -> None:
         for caller in "ab":
             queue.push(Entry(f"{caller}{i}", caller, num_tokens=7))
         queue.push(Entry(f"urgent{i}", "a", priority=1, num_tokens=3))
-    assert queue.tokens_ahead(0) == 5 * 17
-    assert queue.tokens_ahead(0, takes_turns=True) == 5 * 3 + 2 * 7
+    assert queue.num_tokens(0) == 5 * 17
+    assert queue.tokens_ahead(0, is_only_one=True) == 5 * 3 + 2 * 7
 
 
 def test_tokens_are_counted_as_they_come_and_go() -> None:
@@ -159,10 +160,10 @@ def test_tokens_are_counted_as_they_come_and_go() -> None:
     a, b = Entry("a", num_tokens=5, priority=1), Entry("b", num_tokens=7)
     queue.push(a)
     queue.push(b)
-    assert queue.num_tokens == 12
-    assert [queue.tokens_ahead(priority) for priority in (0, 1, 2)] == [12, 5, 0]
+    assert queue.num_tokens() == 12
+    assert [queue.num_tokens(priority) for priority in (0, 1, 2)] == [12, 5, 0]
     queue.remove(a)
-    assert (queue.num_tokens, queue.tokens_ahead(0), queue.tokens_ahead(1)) == (7, 7, 0)
+    assert (queue.num_tokens(), queue.num_tokens(0), queue.num_tokens(1)) == (7, 7, 0)
     assert a not in queue
     assert b in queue
     assert len(queue) == 1
@@ -173,6 +174,6 @@ def test_idle_callers_are_forgotten() -> None:
     for i in range(3 * fairness.MAX_IDLE_CALLERS):
         queue.push(Entry("r", f"caller{i}"))
         served_order(queue, 1)
-        queue.leave(f"caller{i}")
+        queue.end_request(f"caller{i}")
     assert len(queue._accounts) == fairness.MAX_IDLE_CALLERS
     assert "caller0" not in queue._accounts

@@ -112,7 +112,6 @@ def walk(
         prefill_chunk=prefill_chunk,
         prefix_cache=prefix_cache,
         eos_id=EOS_ID,
-        aging_s=20.0,
         speculate=speculate,
         runs_ahead=num_stages == 1,
     )

@@ -74,22 +74,6 @@ def test_the_engines_refusal_comes_through() -> None:
     run(scenario, refusal=Overloaded("the queue is full", 1.5))
 
 
-def test_a_full_server_refuses_before_it_tokenizes() -> None:
-    class NoWork(ByteCodec):
-        def encode(self, text: str) -> list[int]:
-            raise AssertionError("tokenized in vain")
-
-    async def main() -> None:
-        engine = FakeEngine(full=Overloaded("3 requests are waiting", 1.5))
-        request_handler = RequestHandler(engine, NoWork())
-        with pytest.raises(Overloaded):
-            await text_of(request_handler, ParsedRequest(prompt="hello"))
-        with pytest.raises(InvalidRequest):
-            await text_of(request_handler, ParsedRequest(prompt="hello", top_p=7))
-
-    asyncio.run(main())
-
-
 @pytest.mark.parametrize(
     ("timeout_s", "reason"),
     [(None, FinishReason.CANCELLED), (60.0, FinishReason.CANCELLED), (0.0, FinishReason.DEADLINE)],

@@ -17,7 +17,6 @@ from ppserve.head.api.requests import (
     check_ids,
     check_text,
     is_fit_for_logs,
-    min_new_tokens,
     priority_of,
     to_request,
 )
@@ -215,18 +214,6 @@ def test_prompt_beyond_context(prompt: int, parsed: int | None, problem: str) ->
     with pytest.raises(InvalidRequest) as refusal:
         to_request(ParsedRequest(max_tokens=parsed), [1] * prompt, CARD, CALL)
     assert str(refusal.value) == f"prompt: {problem}"
-
-
-@pytest.mark.parametrize("parsed", [None, 0, 5, 60, 1000])
-@pytest.mark.parametrize("prompt", ["", "ab", "äö" * 10, "a" * 60, "a" * 200])
-def test_what_is_known_of_an_answer_before_its_prompt_is_tokenized(prompt: str, parsed: int | None) -> None:
-    """However few tokens the prompt turns out to be."""
-    wanted = ParsedRequest(prompt=prompt, max_tokens=parsed)
-    known = min_new_tokens(wanted, CARD)
-    for num_tokens in range(1, min(len(prompt.encode()) + 1, CARD.max_context - 1)):
-        assert to_request(wanted, list(range(num_tokens)), CARD, CALL).stop.max_tokens >= known
-    assert known <= (parsed or 0)
-    assert min_new_tokens(ParsedRequest(prompt="ab", max_tokens=5), CARD) == 5
 
 
 def test_empty_prompt_starts_from_end_of_text() -> None:

@@ -287,9 +287,8 @@ class History:
     def _check(self) -> None:
         """After every turn."""
         assert not self._has_failed, f"the server ends: {self.engine.failed.result().reason}"
-        assert len(self.request_queue.queue) <= 2 * _MAX_QUEUE, (
-            "a caller who has nothing finds the queue twice as long"
-        )
+        num_new = sum(group.admitted_s is None for group in self.request_queue.groups.values())
+        assert num_new <= 2 * _MAX_QUEUE, "a caller without other requests finds a queue of twice the size"
         for replica in self.replicas:
             self._check_replica(replica)
         schedulers = [replica.scheduler for replica in self.replicas if replica.scheduler is not None]

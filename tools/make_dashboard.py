@@ -102,7 +102,7 @@ PANELS = (
             (f"sum(ppserve_microbatches_in_flight{{{WHERE}}})", "microbatches in flight"),
         ),
     ),
-    Panel("Guessed tokens", ((rate("ppserve_draft_tokens_total", "outcome"), "{{outcome}}"),)),
+    Panel("Draft tokens", ((rate("ppserve_draft_tokens_total", "outcome"), "{{outcome}}"),)),
     Panel("KV cache in use", ((f"max(ppserve_kv_usage_ratio{{{WHERE}}})", "share"),), "percentunit", top=1.0),
     Panel("Time in the queue", quantiles("ppserve_request_queue_seconds"), "s"),
     Panel("Time per output token", quantiles("ppserve_time_per_output_token_seconds"), "s"),

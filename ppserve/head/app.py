@@ -15,23 +15,17 @@ from concurrent.futures import Future
 from dataclasses import replace
 
 from ppserve.config import ServeConfig
-from ppserve.core.scheduling.request_queue import RequestQueue
 from ppserve.errors import ConfigError, UsageError
 from ppserve.head.api.auth import ApiKeys
 from ppserve.head.api.request_handler import RequestHandler
 from ppserve.head.binding import Ports
+from ppserve.head.engine.building import build_engine
 from ppserve.head.engine.control import SocketControlPlane
-from ppserve.head.engine.fleet import Fleet
-from ppserve.head.engine.loop import Engine
 from ppserve.head.engine.member import FatalError
-from ppserve.head.engine.members import Members
-from ppserve.head.engine.placement import Placement
-from ppserve.head.engine.replica import Replica
 from ppserve.head.handle import EngineHandle, describe_model
 from ppserve.head.observe.banner import StartProgress, banner
 from ppserve.head.observe.live import RecentSpans, describe_costs, live_pages, read_state
 from ppserve.head.observe.metrics import Metrics
-from ppserve.head.observe.observer import Observer
 from ppserve.head.observe.pages import MakePage, json_page
 from ppserve.head.observe.trace import Trace
 from ppserve.head.servers import Servers
@@ -44,7 +38,6 @@ from ppserve.process.environment import (
     RankEnvironment,
     die_with_launcher,
     launcher_grace_s,
-    this_machine,
 )
 from ppserve.process.keeper import Keeper
 from ppserve.process.listening import OpenPort, refuse_unmeant
@@ -108,24 +101,14 @@ class HeadProcess:
 
     def _make_engine(self) -> None:
         """For the shape of the configuration, which is final now."""
-        config, control = self._config, self._control
-        grid = config.pipeline.grid(self._world_size)
-        self._num_stages = num_stages = grid.pipeline
-        num_replicas = grid.data
-        self._metrics = Metrics(num_stages, num_replicas)
+        config, grid = self._config, self._config.pipeline.grid(self._world_size)
+        self._metrics = Metrics(grid.pipeline, grid.data)
         self._trace = Trace(grid, config.server.trace)
-        self._schedule = RecentSpans(num_stages, num_replicas)
-        machine, rules, request_queue, clock = this_machine(), Placement(config), RequestQueue(), time.monotonic_ns
-        numbers = range(num_replicas)
-        observers = [Observer(self._metrics, self._trace, self._schedule, number) for number in numbers]
-        self._members = tuple(Members(grid, machine, rules, control, number) for number in numbers)
-        replicas = [
-            Replica(members, control, observer, clock, request_queue)
-            for members, observer in zip(self._members, observers, strict=True)
-        ]
-        self._fleet = Fleet(replicas, control, clock)
-        loop = asyncio.get_running_loop()
-        self._engine = Engine(self._fleet, control, observers[0], loop.call_soon_threadsafe)
+        self._spans = RecentSpans(grid.pipeline, grid.data)
+        observers = self._metrics.requests, self._metrics.steps, self._trace, self._spans
+        hand_over = asyncio.get_running_loop().call_soon_threadsafe
+        self._engine = build_engine(config, self._world_size, self._control, hand_over, observers)
+        self._members = tuple(replica.members for replica in self._engine.replicas)
         self._formed = asyncio.wrap_future(self._engine.formed)
         self._failed = asyncio.wrap_future(self._engine.failed)
         self._keeper_failed.add_done_callback(lambda failed: self._engine.give_up(failed.result()))
@@ -190,7 +173,7 @@ class HeadProcess:
         self._on_reload(request_handler, servers)
         host = self._config.server.host
         print(banner(handle.description, topology, host, ports), file=sys.stderr, flush=True)
-        places = f"grpc={host}:{ports.grpc} metrics={host}:{ports.metrics} stages={self._num_stages}"
+        places = f"grpc={host}:{ports.grpc} metrics={host}:{ports.metrics} stages={self._members[0].num_stages}"
         print(f"ppserve ready {places} http={host}:{ports.http}", flush=True)
         health = asyncio.create_task(self._report_health(servers))
         try:
@@ -266,9 +249,9 @@ class HeadProcess:
         log.info("the head listens on %s", ", ".join(map(str, refuse_unmeant(meant))))
 
     def _pages(self, handle: EngineHandle) -> dict[str, MakePage]:
-        metrics, schedule = self._metrics, self._schedule
+        metrics, spans = self._metrics, self._spans
         metrics.read_ledger(handle.stage_times)
-        live = live_pages(lambda: read_state(handle, metrics.reading(), schedule.recent()))
+        live = live_pages(lambda: read_state(handle, metrics.reading(), spans.recent()))
         costs = json_page(lambda: describe_costs(handle.snapshot()))
         return {"/metrics": metrics.page, "/costs.json": costs, **live}
 
@@ -277,7 +260,7 @@ class HeadProcess:
         serving = True
         while True:
             await asyncio.sleep(_HEALTH_EVERY_S)
-            healthy = self._fleet.is_healthy(time.monotonic_ns())
+            healthy = self._engine.is_healthy(time.monotonic_ns())
             if healthy != serving:
                 serving = healthy
                 await servers.set_serving(serving)

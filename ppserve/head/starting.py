@@ -58,7 +58,7 @@ class StartWatch:
 
     def _missing(self) -> str:
         waits = [(r, m) for r in self._replicas for m in r.all if m.state in _WHAT]
-        told = [f"{replica.name(member)} (rank {member.rank}), which {_what(member)}" for replica, member in waits]
+        told = [f"{r.grid.name(m.rank)} (rank {m.rank}), which {_what(m)}" for r, m in waits]
         return "; ".join(told) or "the epoch to form"
 
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import logging
 import os
 import threading
-import time
 import weakref
 from collections.abc import Iterable, Mapping, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, wait
@@ -18,22 +17,17 @@ from ppserve import config as cfg
 from ppserve import wire
 from ppserve.answers import Completion, Options, Prompt, options_of, prompt_of
 from ppserve.core.architecture import Split
-from ppserve.core.scheduling.request_queue import RequestQueue
 from ppserve.errors import ConfigError, Draining, InvalidRequest, StagesLost, UsageError, Violation
 from ppserve.head.api.call import Call
 from ppserve.head.api.requests import ParsedRequest, check, to_request
 from ppserve.head.descriptions import ModelDescription, Topology
-from ppserve.head.engine.fleet import Fleet
+from ppserve.head.engine.building import build_engine
 from ppserve.head.engine.loop import Engine
-from ppserve.head.engine.members import Members
-from ppserve.head.engine.placement import Placement
-from ppserve.head.engine.replica import Replica
-from ppserve.head.engine.watcher import Watcher
 from ppserve.head.handle import describe_model, topology_of
 from ppserve.library.ledger import Ledger, ledger_of
 from ppserve.library.local import LocalControlPlane, LocalLink
 from ppserve.library.stream import Stream
-from ppserve.process.environment import RankEnvironment, this_machine
+from ppserve.process.environment import RankEnvironment
 from ppserve.stage.loop import ProbeResult, StageLoop
 from ppserve.stage.wiring import ThreadWiring
 from ppserve.tokenizer import Tokenizer, load_tokenizer
@@ -94,47 +88,15 @@ class Pipeline:
         **settings: Unpack[Settings],
     ) -> None:
         config = _config_of(model, settings)
-        num_replicas = config.pipeline.replicas
-        each = config.pipeline.tensor_parallel * num_replicas
-        if stages is None:
-            stages = max(1, len(settings.get("devices") or "1") // each)
-        stages = _whole("stages", stages)
-        if stages < 1:
-            raise ConfigError("stages", f"{stages} is not a number of stages; at least 1")
-        world_size = stages * each
-        grid = config.pipeline.grid(world_size)
+        world_size = _world_size(config, stages, settings)
         self._control = LocalControlPlane(range(world_size))
-        machine, rules, watcher, request_queue = (
-            this_machine(),
-            Placement(config, in_process=True),
-            Watcher(),
-            RequestQueue(),
-        )
-        self._members = tuple(
-            Members(grid, machine, rules, self._control, number) for number in range(num_replicas)
-        )
-        replicas = [
-            Replica(members, self._control, watcher, time.monotonic_ns, request_queue)
-            for members in self._members
-        ]
-        fleet = Fleet(replicas, self._control, time.monotonic_ns)
-        self._engine = Engine(fleet, self._control, watcher, lambda call: call())
+        self._engine = build_engine(config, world_size, self._control, lambda call: call(), in_process=True)
         self._tokenizer: Tokenizer | None = None
         self._pid = os.getpid()
-        wirings = [ThreadWiring() for _ in range(num_replicas)]
-        found = [ProbeResult.of(config, RankEnvironment(r, world_size, r, world_size)) for r in range(world_size)]
-        self._stages = [
-            threading.Thread(
-                target=_live,
-                args=(wire.Start(config, rank, world_size), found[rank], link, wirings[grid.place(rank).replica]),
-                name=grid.name(rank),
-                daemon=True,
-            )
-            for rank, link in self._control.links.items()
-        ]
+        threads = (self._engine, *_make_stages(config, world_size, self._control))
         # Also when nobody holds the pipeline any more, and before the interpreter ends.
-        self._end = weakref.finalize(self, _end, self._engine, tuple(self._stages), torch.get_num_threads())
-        for thread in (self._engine, *self._stages):
+        self._end = weakref.finalize(self, _end, self._engine, threads, torch.get_num_threads())
+        for thread in threads:
             thread.start()
         try:
             self._description = self._when_formed(config)
@@ -236,7 +198,7 @@ class Pipeline:
         self.close()
 
     def __repr__(self) -> str:
-        decision = self._members[0].decision
+        decision = self._engine.replicas[0].members.decision
         assert decision is not None
         spans = " | ".join(layout.span for layout in decision.layouts)
         return f"<Pipeline {self._description.name!r}, {self._description.dtype}, layers {spans}>"
@@ -248,10 +210,11 @@ class Pipeline:
         if engine.failed.done():
             fatal = engine.failed.result()
             raise UsageError(fatal.reason) if fatal.usage else StagesLost(fatal.reason)
-        decision, hello = self._members[0].decision, self._members[0].first.hello
+        members = [replica.members for replica in engine.replicas]
+        decision, hello = members[0].decision, members[0].first.hello
         assert decision is not None and hello is not None  # noqa: PT018
         self._tokenizer = load_tokenizer(hello.checkpoint, decision.architecture.vocab_size)
-        return describe_model(config, decision, [replica.all for replica in self._members], self._tokenizer)
+        return describe_model(config, decision, [replica.all for replica in members], self._tokenizer)
 
 
 def _config_of(model: str | os.PathLike[str], settings: Settings) -> cfg.ServeConfig:
@@ -287,6 +250,35 @@ def _config_of(model: str | os.PathLike[str], settings: Settings) -> cfg.ServeCo
     return cfg.ServeConfig.from_flags(given)
 
 
+def _world_size(config: cfg.ServeConfig, stages: int | None, settings: Settings) -> int:
+    """How many ranks there are. Raises ConfigError."""
+    ranks_per_stage = config.pipeline.tensor_parallel * config.pipeline.replicas
+    if stages is None:
+        stages = max(1, len(settings.get("devices") or "1") // ranks_per_stage)
+    stages = _whole("stages", stages)
+    if stages < 1:
+        raise ConfigError("stages", f"{stages} is not a number of stages; at least 1")
+    return stages * ranks_per_stage
+
+
+def _make_stages(
+    config: cfg.ServeConfig, world_size: int, control: LocalControlPlane
+) -> list[threading.Thread]:
+    """A thread for each rank."""
+    grid = config.pipeline.grid(world_size)
+    wirings = [ThreadWiring() for _ in range(grid.data)]
+    found = [ProbeResult.of(config, RankEnvironment(r, world_size, r, world_size)) for r in range(world_size)]
+    return [
+        threading.Thread(
+            target=_live,
+            args=(wire.Start(config, rank, world_size), found[rank], link, wirings[grid.place(rank).replica]),
+            name=grid.name(rank),
+            daemon=True,
+        )
+        for rank, link in control.links.items()
+    ]
+
+
 def _whole(name: str, value: Any) -> int:
     """Also of a number of numpy's. Raises ConfigError."""
     try:
@@ -311,11 +303,11 @@ def _live(start: wire.Start, found: ProbeResult, link: LocalLink, wiring: Thread
         link.hang_up("exit")
 
 
-def _end(engine: Engine, stages: Sequence[threading.Thread], torch_threads: int) -> None:
+def _end(engine: Engine, threads: Sequence[threading.Thread], torch_threads: int) -> None:
     """Ends all threads, and gives torch back the number of threads that it had. Does not hold the pipeline, which
     would live for ever."""
     engine.stop()
-    for thread in (engine, *stages):
+    for thread in threads:
         thread.join(_END_WITHIN_S)
     torch.set_num_threads(torch_threads)
 

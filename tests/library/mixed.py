@@ -67,12 +67,12 @@ def generate_as(caller: str, pipeline: Pipeline, prompt: str, **options: Any) ->
 
 
 def intake_of(pipeline: Pipeline) -> RequestQueue:
-    return pipeline._engine._fleet.request_queue
+    return pipeline._engine.request_queue
 
 
 def guesses_of(pipeline: Pipeline) -> dict[str, int]:
     """Guessed tokens so far, by what became of them."""
-    scheduler = pipeline._engine._fleet.replicas[0].scheduler
+    scheduler = pipeline._engine.replicas[0].scheduler
     assert scheduler is not None
     return scheduler.slots.draft_tokens
 

@@ -109,6 +109,7 @@ class Member:
 
     progress: (bytes loaded, of how many). since_ns: when this state began. leave_by_ns: when a rank that is
     LEAVING is cut off. round_trips: of its latest pings, each with its clock minus the head's as measured by it.
+    restart_by_ns: when a rank that was told to restart is cut off; 0 if it was not told.
     complaints: epochs in a row that an error at this stage ended, none of which computed a step after the first.
     """
 
@@ -123,6 +124,7 @@ class Member:
     leave_by_ns: int = 0
     round_trips: tuple[tuple[int, int], ...] = ()
     restarts: int = 0
+    restart_by_ns: int = 0
     complaints: int = 0
 
     @property

@@ -12,11 +12,12 @@ from __future__ import annotations
 
 import logging
 from dataclasses import replace
-from typing import Any, Protocol
+from typing import Any
 
 from ppserve import wire
 from ppserve.core.grid import RankGrid
 from ppserve.errors import UsageError
+from ppserve.head.engine.control import ControlPlane
 from ppserve.head.engine.member import (
     Decision,
     EpochLost,
@@ -28,7 +29,8 @@ from ppserve.head.engine.member import (
     StageDied,
     StageState,
 )
-from ppserve.head.engine.placement import stage_addresses, what_changed
+from ppserve.head.engine.placement import Placement, stage_addresses, what_changed
+from ppserve.process.environment import EXIT_RESTART
 
 log = logging.getLogger("ppserve.members")
 
@@ -48,6 +50,8 @@ _REJOIN_WHILE_DRAINING_NS = 10_000_000_000
 # only forming has no step to finish: gloo's connect cannot be interrupted, and restarting the process is faster.
 _LEAVE_WITHIN_NS = 25_000_000_000
 _LEAVE_FORMING_WITHIN_NS = 2_000_000_000
+# A stage that is told to restart and has not ended by then is stuck in a step.
+_RESTART_WITHIN_NS = 5_000_000_000
 # Time between a loss and the next epoch: a network that fails at once is not retried without a pause, and the end
 # of a dead stage's connection arrives before the epoch forms.
 _SETTLE_NS = 200_000_000
@@ -68,24 +72,6 @@ _QUICK = (StageState.READY, StageState.LEAVING)
 _IN_EPOCH = (StageState.FORMING, StageState.READY, StageState.LEAVING)
 
 
-class Rules(Protocol):
-    """The decisions that depend on the operator's configuration. Both raise UsageError if none is possible."""
-
-    def decide(self, hellos: tuple[wire.Hello, ...]) -> Decision:
-        """hellos: of every rank of the replica, in order of stages, then of tensor ranks."""
-
-    def num_blocks(self, decision: Decision, loaded: tuple[wire.Loaded, ...]) -> int:
-        """KV blocks on every stage. loaded: of every rank, in the order of `decide`."""
-
-
-class Sender(Protocol):
-    """The part of the control plane that `Members` needs."""
-
-    def send(self, rank: int, message: wire.FromHead) -> None: ...
-
-    def drop(self, rank: int, cause: str) -> None: ...
-
-
 class Members:
     """The ranks of one pipeline. Changed by the engine's thread alone.
 
@@ -93,7 +79,9 @@ class Members:
     `healthy`.
     """
 
-    def __init__(self, grid: RankGrid, machine: str, rules: Rules, control: Sender, replica: int = 0) -> None:
+    def __init__(
+        self, grid: RankGrid, machine: str, rules: Placement, control: ControlPlane, replica: int = 0
+    ) -> None:
         """grid: of the whole world; the members are the ranks of `replica` in it. machine: the head's; ranks on
         the same machine have the same clock."""
         self.grid = grid
@@ -106,9 +94,9 @@ class Members:
         self.formed = False
         self.decision: Decision | None = None
         self.num_blocks = 0
-        self.draining = False
-        self.held = False  # no epoch forms
-        self.restarting: set[int] = set()  # ranks that were told to begin anew
+        self.is_held = False
+        """No epoch forms."""
+        self._draining = False
         self._heard_ns = dict.fromkeys(self.ranks, 0)
         self._machine = machine
         self._rules = rules
@@ -126,14 +114,25 @@ class Members:
         """In order of stages, then of tensor ranks."""
         return tuple(self._place)
 
-    def name(self, member: Member) -> str:
-        """For people."""
-        return self.grid.name(member.rank)
-
     @property
     def first(self) -> Member:
         """The rank of the first stage: it opens each epoch's store."""
         return self.all[0]
+
+    # ---- commands -------------------------------------------------------------------------------------
+
+    def start_draining(self) -> None:
+        """The server is stopping: a lost rank must come back sooner than usual."""
+        self._draining = True
+
+    def hold_epochs(self, held: bool) -> None:
+        """No epoch forms while they are held."""
+        self.is_held = held
+
+    def restart_rank(self, rank: int, now_ns: int) -> None:
+        """Tells a stage process to exit. Its keeper starts another."""
+        self._update(rank, restart_by_ns=now_ns + _RESTART_WITHIN_NS)
+        self._control.send(rank, wire.Shutdown(EXIT_RESTART))
 
     # ---- events ---------------------------------------------------------------------------------------
 
@@ -144,17 +143,17 @@ class Members:
             self._heard_ns[rank] = now_ns
             self._update(rank, since_ns=now_ns)
 
-    def heard(self, rank: int, now_ns: int, message: wire.FromStage) -> list[MemberEvent]:
+    def handle_message(self, rank: int, now_ns: int, message: wire.FromStage) -> list[MemberEvent]:
         """A message from a rank arrived. If it asks for an invalid change of state, its connection is ended."""
         self._heard_ns[rank] = now_ns
         try:
-            return self._take(rank, now_ns, message)
+            return self._handle(rank, now_ns, message)
         except InvalidMove as error:
             log.warning("%s: its connection is ended", error)
             self._control.drop(rank, "protocol")
             return []
 
-    def _take(self, rank: int, now_ns: int, message: wire.FromStage) -> list[MemberEvent]:
+    def _handle(self, rank: int, now_ns: int, message: wire.FromStage) -> list[MemberEvent]:
         member = self[rank]
         match message:
             case wire.Result(result):
@@ -169,7 +168,7 @@ class Members:
                 self._align_clock(member, message, now_ns)
                 return []
             case wire.Hello():
-                return self._greet(member, message, now_ns)
+                return self._handle_hello(member, message, now_ns)
             case wire.Loading():
                 self._update(rank, progress=(message.done_bytes, message.total_bytes), since_ns=now_ns)
                 return []
@@ -183,29 +182,28 @@ class Members:
                 self._invite(message, now_ns)
                 return []
             case wire.Ready():
-                return self._ready(member, message, now_ns)
+                return self._handle_ready(member, message, now_ns)
             case wire.Broken():
-                return self._left(member, message, now_ns)
+                return self._handle_broken(member, message, now_ns)
             case wire.Failed():
                 return [FatalError(message.reason, usage=self.decision is None or self.epoch == 0)]
             case wire.GaveUp():
                 return [FatalError(message.reason, usage=self.epoch == 0)]
 
-    def gone(self, rank: int, cause: str, now_ns: int) -> list[MemberEvent]:
+    def handle_disconnect(self, rank: int, cause: str, now_ns: int) -> list[MemberEvent]:
         """A rank's connection ended: its stage process is dead, and its keeper starts another."""
         self._move(rank, StageState.ABSENT, now_ns)
-        member, is_restart = self[rank], rank in self.restarting
-        if self.epoch or is_restart:
-            self._update(rank, restarts=member.restarts + 1)
-        if is_restart:
-            self.restarting.remove(rank)
+        member = self[rank]
+        if self.epoch or member.restart_by_ns:
+            self._update(rank, restarts=member.restarts + 1, restart_by_ns=0)
+        if member.restart_by_ns:
             cause = "restart"
         if not self.epoch:
             return []
         # A process that never finishes a step does not die, as its keeper sees it: it loses its connection.
         is_fruitless = cause == "stuck" and self.formed and not self._worked
-        lost = self._lose_epoch(f"{self.name(member)}: {cause}", rank, now_ns)
-        lost += self._computed_nothing(f"{self.name(member)}: {cause}") if is_fruitless else []
+        lost = self._lose_epoch(f"{self.grid.name(member.rank)}: {cause}", rank, now_ns)
+        lost += self._count_fruitless(f"{self.grid.name(member.rank)}: {cause}") if is_fruitless else []
         return [StageDied(rank, member.stage, cause), *lost]
 
     def tick(self, now_ns: int) -> list[MemberEvent]:
@@ -221,9 +219,9 @@ class Members:
         for member in self.all:
             if member.state is StageState.ABSENT:
                 # Before the first epoch a rank may take any time to download; its keeper says if it dies.
-                patience_ns = _REJOIN_WHILE_DRAINING_NS if self.draining else _REJOIN_WITHIN_NS
+                patience_ns = _REJOIN_WHILE_DRAINING_NS if self._draining else _REJOIN_WITHIN_NS
                 if self.epoch and now_ns - member.since_ns > patience_ns:
-                    return [FatalError(f"{self.name(member)} did not come back in time", usage=False)]
+                    return [FatalError(f"{self.grid.name(member.rank)} did not come back in time", usage=False)]
             elif cause := self._overdue(member, now_ns):
                 self._control.drop(member.rank, cause)
         return [*self._lose_silent(now_ns), *self._form_if_complete(now_ns)]
@@ -232,26 +230,28 @@ class Members:
         """Whether the head itself did not run since the last tick, so that silence says nothing about ranks."""
         return now_ns - self._ticked_ns > _PAUSE_NS
 
-    def healthy(self, now_ns: int) -> bool:
+    def is_healthy(self, now_ns: int) -> bool:
         """Whether the pipeline is formed and every rank has sent a message in the last 2 s. Safe in any thread."""
         return self.formed and all(now_ns - heard_ns < _HEALTHY_WITHIN_NS for heard_ns in self._heard_ns.values())
 
     # ---- changes of state -----------------------------------------------------------------------------
 
     def _update(self, rank: int, **changes: Any) -> None:
-        self._replace(replace(self[rank], **changes))
+        self._put(replace(self[rank], **changes))
 
-    def _replace(self, member: Member) -> None:
+    def _put(self, member: Member) -> None:
         self.all = tuple(member if other.rank == member.rank else other for other in self.all)
 
     def _move(self, rank: int, state: StageState, now_ns: int) -> None:
         """Raises InvalidMove, and then changes nothing."""
-        self._replace(self[rank].moved(state, now_ns))
+        self._put(self[rank].moved(state, now_ns))
 
     def _overdue(self, member: Member, now_ns: int) -> str | None:
         """Why a connected rank must be cut off, in one word; None if it need not be."""
         if now_ns - self._heard_ns[member.rank] > (_CUT_OFF_NS if member.state in _QUICK else _SILENT_BEFORE_NS):
             return "frozen"
+        if member.restart_by_ns and now_ns > member.restart_by_ns:
+            return "restart"
         if member.state is StageState.FORMING and now_ns - member.since_ns > _FORM_WITHIN_NS:
             return "late"
         if member.state is StageState.LEAVING and now_ns > member.leave_by_ns:
@@ -263,20 +263,20 @@ class Members:
         for member in self.all:
             heard_ns = self._heard_ns[member.rank]
             if member.state is StageState.READY and now_ns - heard_ns > _SILENT_NS:
-                lost = self._lose_epoch(f"{self.name(member)}: silent", None, now_ns)
+                lost = self._lose_epoch(f"{self.grid.name(member.rank)}: silent", None, now_ns)
                 self._update(member.rank, leave_by_ns=heard_ns + _CUT_OFF_NS)
                 return lost
         return []
 
-    def _greet(self, member: Member, hello: wire.Hello, now_ns: int) -> list[MemberEvent]:
+    def _handle_hello(self, member: Member, hello: wire.Hello, now_ns: int) -> list[MemberEvent]:
         if hello.world_size != self.grid.size:
-            return [FatalError(f"{self.name(member)} belongs to {hello.world_size} ranks", usage=True)]
+            return [FatalError(f"{self.grid.name(member.rank)} belongs to {hello.world_size} ranks", usage=True)]
         before = member.hello
         self._move(member.rank, StageState.LOADING, now_ns)
         self._update(member.rank, hello=hello, round_trips=())
         if self.decision is not None:
             if before is not None and (change := what_changed(before, hello, self.decision.transport)):
-                return [FatalError(f"{self.name(member)} came back with {change}", usage=True)]
+                return [FatalError(f"{self.grid.name(member.rank)} came back with {change}", usage=True)]
             self._assign(member, self.decision)
             return []
         hellos = [m.hello for m in self.all if m.hello is not None]
@@ -300,7 +300,7 @@ class Members:
         others, because it opens the store."""
         decision = self.decision
         is_complete = all(member.state is StageState.LOADED for member in self.all)
-        if now_ns < self._settled_ns or self.held or decision is None or not is_complete:
+        if now_ns < self._settled_ns or self.is_held or decision is None or not is_complete:
             return []
         try:
             # Anew for each epoch: a stage that was replaced may have another address.
@@ -337,7 +337,7 @@ class Members:
         )
         self._control.send(member.rank, form)
 
-    def _ready(self, member: Member, ready: wire.Ready, now_ns: int) -> list[MemberEvent]:
+    def _handle_ready(self, member: Member, ready: wire.Ready, now_ns: int) -> list[MemberEvent]:
         if ready.epoch != self.epoch or member.state is not StageState.FORMING:
             return []
         self._move(member.rank, StageState.READY, now_ns)
@@ -346,16 +346,16 @@ class Members:
         self.formed, self._forming, self._worked, self._attempts = True, False, False, self._fruitless
         return [Formed(self.epoch, self.num_blocks)]
 
-    def _left(self, member: Member, broken: wire.Broken, now_ns: int) -> list[MemberEvent]:
+    def _handle_broken(self, member: Member, broken: wire.Broken, now_ns: int) -> list[MemberEvent]:
         """A rank has left the epoch. If it was not told to, the epoch is lost."""
         if broken.epoch != self.epoch or member.state not in _IN_EPOCH:
             return []
         self._move(member.rank, StageState.LOADED, now_ns)
         if member.state is not StageState.LEAVING:
             is_fruitless = self.formed and not self._worked
-            self._complained(member)
+            self._count_complaint(member)
             lost = self._lose_epoch(broken.reason, member.rank, now_ns)
-            return [*lost, *self._computed_nothing(broken.reason)] if is_fruitless else lost
+            return [*lost, *self._count_fruitless(broken.reason)] if is_fruitless else lost
         return self._form_if_complete(now_ns)
 
     def _lose_epoch(self, cause: str, rank: int | None, now_ns: int) -> list[MemberEvent]:
@@ -372,18 +372,18 @@ class Members:
             return [EpochLost(self.epoch, cause, rank)] if was_formed else []
         log.warning("epoch %d did not form: %s", self.epoch, cause)
         self._forming = False
-        return self._failed("form", cause)
+        return self._count_failure("form", cause)
 
-    def _computed_nothing(self, cause: str) -> list[MemberEvent]:
+    def _count_fruitless(self, cause: str) -> list[MemberEvent]:
         self._fruitless += 1
-        return self._failed("compute a step", cause)
+        return self._count_failure("compute a step", cause)
 
-    def _failed(self, what: str, cause: str) -> list[MemberEvent]:
+    def _count_failure(self, what: str, cause: str) -> list[MemberEvent]:
         self._attempts += 1
         reason = f"the pipeline did not {what} in {_MAX_ATTEMPTS} attempts; the last one: {cause}"
         return [FatalError(reason, usage=False)] if self._attempts >= _MAX_ATTEMPTS else []
 
-    def _complained(self, member: Member) -> None:
+    def _count_complaint(self, member: Member) -> None:
         """Its transport, its cache or a step failed. If it keeps failing, a new process may not."""
         complaints = member.complaints + 1
         self._update(member.rank, complaints=complaints % _MAX_COMPLAINTS)

@@ -12,7 +12,7 @@ from dataclasses import replace
 
 from ppserve import wire
 from ppserve.core.cost_model import PipelineCosts
-from ppserve.core.ledger.account import TimeAccount
+from ppserve.core.ledger.account import Settled, TimeAccount
 from ppserve.core.ledger.overheads import Overheads
 from ppserve.core.ledger.steps import Step, Steps
 from ppserve.core.ledger.tensor_ranks import TensorRanks
@@ -27,8 +27,8 @@ from ppserve.errors import Draining
 from ppserve.head.engine.control import ControlPlane, Disconnected, Received
 from ppserve.head.engine.member import EpochLost, FatalError, Formed, MemberEvent, StageDied
 from ppserve.head.engine.members import Members
+from ppserve.head.engine.observer import Observers
 from ppserve.head.engine.reading import ReplicaReading, StageReading
-from ppserve.head.engine.watcher import Watcher
 
 log = logging.getLogger("ppserve.engine")
 
@@ -42,25 +42,27 @@ Failure = tuple[int, int, str]
 
 
 class Replica:
-    """See the module. clock: monotonic, in nanoseconds. request queue: common to all replicas. scheduler: None
-    until the first epoch has formed."""
+    """One pipeline: it passes messages between its members, its scheduler and its ledger."""
 
     def __init__(
         self,
         members: Members,
         control: ControlPlane,
-        watcher: Watcher,
+        observers: Observers,
         clock: Callable[[], int],
-        request_queue: RequestQueue | None = None,
+        request_queue: RequestQueue,
     ) -> None:
+        """clock: monotonic, in nanoseconds. request_queue: common to all replicas."""
         num_stages = members.num_stages
         self.number = members.replica
         self.members = members
-        self.request_queue = RequestQueue() if request_queue is None else request_queue
+        self.request_queue = request_queue
         self.scheduler: Scheduler | None = None
+        """None until the first epoch has formed."""
         self.steps = Steps(num_stages)
+        self._observers = observers
         self._ranks = TensorRanks(num_stages, members.grid.tensor)
-        self._account = TimeAccount(self.steps, clock(), watcher.settled)
+        self._account = TimeAccount(self.steps, clock(), self._note_settled)
         self._overheads = Overheads(self.steps)
         self._costs = PipelineCosts(num_stages)
         self._slots = SlotCount(num_stages, self._costs.fixed_s)
@@ -76,7 +78,6 @@ class Replica:
         self._prefix = f"replica {self.number}: " if members.grid.data > 1 else ""
         self._teller = SamplingEncoder()
         self._control = control
-        self._watcher = watcher
         self._clock = clock
 
     # ---- requests -------------------------------------------------------------------------------------
@@ -91,7 +92,7 @@ class Replica:
         """Whether some stage has not reported a step, also of a request that has ended."""
         return len(self.steps) > 0
 
-    def demand(self, exists: bool) -> None:
+    def note_demand(self, exists: bool) -> None:
         """exists: the server has work. Then waiting stages have bubbles; otherwise they are idle."""
         if exists:
             self._account.demand_began(self._clock())
@@ -114,18 +115,18 @@ class Replica:
         """The engine has started: ranks may connect."""
         self.members.start(self._clock())
 
-    def take(self, heard: Received | Disconnected) -> list[ReplicaEvent]:
+    def handle_rank(self, event: Received | Disconnected) -> list[ReplicaEvent]:
         """A rank sent a message, or its connection ended."""
-        if isinstance(heard, Disconnected):
-            return self._happened(self.members.gone(heard.rank, heard.cause, self._clock()))
-        return self._happened(self.members.heard(heard.rank, heard.arrived_ns, heard.message))
+        if isinstance(event, Disconnected):
+            return self._handle_events(self.members.handle_disconnect(event.rank, event.cause, self._clock()))
+        return self._handle_events(self.members.handle_message(event.rank, event.arrived_ns, event.message))
 
     def tick(self) -> list[ReplicaEvent]:
         """Checks what no message reports: silent ranks, overdue steps."""
         now_ns = self._clock()
         if self.members.head_paused(now_ns):
             self.steps.head_paused(now_ns)
-        events = self._happened(self.members.tick(now_ns))
+        events = self._handle_events(self.members.tick(now_ns))
         stuck = self.steps.stuck(now_ns)
         if stuck is not None:
             step_id, stage = stuck
@@ -145,7 +146,8 @@ class Replica:
             self._account_for_result()
             self._account.dispatched(step)
             self._overheads.dispatched(step)
-            self._watcher.dispatched(step)
+            for observer in self._observers:
+                observer.on_step_sent(self.number, step)
         self._account_for_result()
 
     def _send(self, plan: StepPlan, scheduler: Scheduler) -> None:
@@ -167,15 +169,15 @@ class Replica:
             self._control.broadcast(self.members.ranks, wire.Cancel(cancelled_steps))
 
     def report_load(self) -> None:
-        """Tells the watcher how full everything is, also while the pipeline is lost."""
-        if (scheduler := self.scheduler) is not None:
-            in_flight = self.steps.num_in_flight
-            self._watcher.drafted(scheduler.slots.draft_tokens)
-            self._watcher.load(
-                scheduler.num_running, self.request_queue.num_waiting, in_flight, scheduler.kv_usage
-            )
+        """Tells the observers how full everything is, also while the pipeline is lost."""
+        if (scheduler := self.scheduler) is None:
+            return
+        waiting, in_flight = self.request_queue.num_waiting, self.steps.num_in_flight
+        for observer in self._observers:
+            observer.on_drafted(self.number, scheduler.slots.draft_tokens)
+            observer.on_load(self.number, scheduler.num_running, waiting, in_flight, scheduler.kv_usage)
 
-    def _happened(self, member_events: list[MemberEvent]) -> list[ReplicaEvent]:
+    def _handle_events(self, member_events: list[MemberEvent]) -> list[ReplicaEvent]:
         events: list[ReplicaEvent] = []
         for event in member_events:
             match event:
@@ -191,7 +193,8 @@ class Replica:
                     if self._may_blame:
                         self._died.add(self._failure(event.rank, event.cause))
                     log.warning("%s died (%s)", self.members.grid.name(event.rank), event.cause)
-                    self._watcher.stage_died(event.stage, event.cause)
+                    for observer in self._observers:
+                        observer.on_stage_died(self.number, event.stage, event.cause)
                     events += self._blame()
                 case FatalError():
                     events.append(event)
@@ -223,7 +226,12 @@ class Replica:
         self._overheads.reported(step, result.stage)
         if not result.skipped:
             self._costs.observe(result.stage, step.plan, (result.stamps.ended - result.stamps.begun) / 1e9)
-        self._watcher.reported(step, result.stage)
+        for observer in self._observers:
+            observer.on_step_reported(self.number, step, result.stage)
+
+    def _note_settled(self, settled: Settled) -> None:
+        for observer in self._observers:
+            observer.on_span_settled(self.number, settled)
 
     def _formed(self, formed: Formed) -> list[ReplicaEvent]:
         log.info("%sepoch %d formed", self._prefix, formed.epoch)
@@ -277,7 +285,6 @@ class Replica:
         self._ranks.lost()
         self._slots.lose_stage()
         self._account.stage_lost(self._clock())
-        self._watcher.epoch_lost()
         if self.request_queue.has_several_schedulers:
             self._in_flight = self.give_back()
 
@@ -297,7 +304,7 @@ class Replica:
         self._account_for_result()
         return tuple(sum(times.busy_ns.values()) / 1e9 for times in self._account.settled())
 
-    def reading(self, now_ns: int) -> ReplicaReading:
+    def read(self, now_ns: int) -> ReplicaReading:
         """The pipeline now. Raises Draining if no epoch has formed yet."""
         self._account_for_result()
         scheduler, decision = self.scheduler, self.members.decision
@@ -339,7 +346,7 @@ class Replica:
     def _may_blame(self) -> bool:
         """Whether a request may be to blame for the end of a stage: not if the stage heard nothing of the head, or
         was told to end."""
-        return not self.members.held and not self.members.head_paused(self._clock())
+        return not self.members.is_held and not self.members.head_paused(self._clock())
 
     def _now_s(self) -> float:
         return self._clock() / 1e9

@@ -5,65 +5,52 @@ from __future__ import annotations
 from collections import deque
 from concurrent.futures import Future
 
-from ppserve import wire
-from ppserve.head.engine.control import ControlPlane
 from ppserve.head.engine.member import StageState
-from ppserve.head.engine.replica import Replica
-from ppserve.process.environment import EXIT_RESTART
-
-# A stage that has not ended by then is stuck in a step.
-_ENDS_WITHIN_NS = 5_000_000_000
+from ppserve.head.engine.members import Members
 
 
 class RollingRestart:
-    """done: when the replica has formed again. One process at a time, so that no more memory and cores are needed
-    than while it serves."""
+    """The restart of one replica's processes, one at a time: no more memory and cores are needed than to serve."""
 
-    def __init__(self, replica: Replica, control: ControlPlane, done: Future[None]) -> None:
-        self.replica = replica
-        self.done = done
-        self._control = control
-        self._ranks = deque(replica.members.ranks)
+    def __init__(self, members: Members, done: Future[None]) -> None:
+        """done: when the replica has formed again."""
+        self.members = members
+        self._done = done
+        self._ranks = deque(members.ranks)
         self._current: int | None = None
         self._num_restarts = 0
-        self._ends_by_ns = 0
-        replica.members.held = True
+        members.hold_epochs(True)
 
     def tick(self, now_ns: int) -> bool:
-        """Whether it is over."""
-        members = self.replica.members
-        if self._current is not None and not self._is_back(self._current, now_ns):
+        """Restarts the next process when the last one is back. Returns whether the replica has formed again."""
+        if self._current is not None and not self._is_back(self._current):
             return False
         self._current = None
         if self._ranks:
-            self._begin(self._ranks.popleft(), now_ns)
+            self._restart(self._ranks.popleft(), now_ns)
             return False
-        members.held = False
-        if members.formed:
-            self.done.set_result(None)
-        return members.formed
+        self.members.hold_epochs(False)
+        if self.members.formed:
+            self._done.set_result(None)
+        return self.members.formed
 
-    def _begin(self, rank: int, now_ns: int) -> None:
-        member = self.replica.members[rank]
+    def cut_short(self) -> None:
+        """The server is stopping: processes that are not restarted yet stay as they are."""
+        self._ranks.clear()
+
+    def fail(self, error: Exception) -> None:
+        self.members.hold_epochs(False)
+        self._done.set_exception(error)
+
+    def _restart(self, rank: int, now_ns: int) -> None:
+        member = self.members[rank]
         self._current, self._num_restarts = rank, member.restarts
         if member.state is StageState.ABSENT:  # its process has ended by itself, and was counted
             self._num_restarts -= 1
             return
-        self._ends_by_ns = now_ns + _ENDS_WITHIN_NS
-        self.replica.members.restarting.add(rank)
-        self._control.send(rank, wire.Shutdown(EXIT_RESTART))
+        self.members.restart_rank(rank, now_ns)
 
-    def cut_short(self) -> None:
-        """The server is stopping: what is not restarted yet goes on as it is."""
-        self._ranks.clear()
-
-    def fail(self, error: Exception) -> None:
-        self.replica.members.held = False
-        self.done.set_exception(error)
-
-    def _is_back(self, rank: int, now_ns: int) -> bool:
+    def _is_back(self, rank: int) -> bool:
         """Whether the rank's next process has loaded its weights."""
-        member = self.replica.members[rank]
-        if member.restarts == self._num_restarts and now_ns > self._ends_by_ns:
-            self._control.drop(rank, "restart")
+        member = self.members[rank]
         return member.restarts > self._num_restarts and member.state is StageState.LOADED

@@ -79,7 +79,7 @@ class StartProgress:
     def _stages(self) -> list[str]:
         words = []
         for replica, member in ((r, member) for r in self._replicas for member in r.all):
-            name, (done, total) = replica.name(member), member.progress
+            name, (done, total) = replica.grid.name(member.rank), member.progress
             if member.state is StageState.LOADING and total:
                 filled = _BAR * done // total
                 words.append(f"{name} [{'#' * filled}{'.' * (_BAR - filled)}] {size(done)}")

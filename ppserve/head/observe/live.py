@@ -17,6 +17,7 @@ from typing import Any
 
 from ppserve.core.ledger.account import Settled, StageTimes
 from ppserve.core.ledger.causes import IDLE, KINDS
+from ppserve.head.engine.observer import Observer
 from ppserve.head.engine.reading import ReplicaReading
 from ppserve.head.handle import EngineHandle, topology_of
 from ppserve.head.observe.metrics import ServerLoad
@@ -29,16 +30,16 @@ WINDOW_S = 10.0
 _KIND_NUMBERS = {kind: number for number, kind in enumerate(KINDS)}
 
 
-class RecentSpans:
+class RecentSpans(Observer):
     """The latest MAX_SPANS spans of every stage of every replica. Written by the engine's thread."""
 
-    def __init__(self, num_stages: int, num_replicas: int = 1) -> None:
+    def __init__(self, num_stages: int, num_replicas: int) -> None:
         self._num_stages = num_stages
         num_rows = num_replicas * num_stages
         self._spans: list[deque[Settled]] = [deque(maxlen=MAX_SPANS) for _ in range(num_rows)]
 
-    def settled(self, settled: Settled, replica: int = 0) -> None:
-        """The ledger attributed an interval of a stage's time. Idle time is not drawn."""
+    def on_span_settled(self, replica: int, settled: Settled) -> None:
+        """Idle time is not drawn."""
         if settled.span.kind != IDLE:
             self._spans[replica * self._num_stages + settled.stage].append(settled)
 

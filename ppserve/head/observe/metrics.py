@@ -11,7 +11,7 @@ import platform
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from itertools import product
 
 from prometheus_client import (
     CollectorRegistry,
@@ -29,10 +29,8 @@ from ppserve.core.ledger.account import StageTimes
 from ppserve.core.ledger.causes import BUSY
 from ppserve.core.ledger.steps import Step
 from ppserve.core.scheduling.microbatch_slots import OUTCOMES
-from ppserve.errors import RequestError
 from ppserve.head.descriptions import ModelDescription, Topology
-from ppserve.head.engine.open_request import OpenRequest
-from ppserve.head.engine.output import TokenOutput
+from ppserve.head.engine.observer import Observer
 from ppserve.head.observe.pages import Page
 from ppserve.head.observe.request_metrics import RequestMetrics
 
@@ -70,89 +68,79 @@ class ServerLoad:
     itl: Latency
 
 
-class ReplicaMetrics:
-    """Those of one replica's steps. Made by `Metrics`."""
+class StepMetrics(Observer):
+    """The metrics of steps and stages, by replica."""
 
-    def __init__(self, families: _StepFamilies, replica: str, stages: Sequence[str]) -> None:
-        def of_stages(family: Family, labels: Iterable[str]) -> list[dict[str, Any]]:
-            return [{label: family.labels(replica, stage, label) for label in labels} for stage in stages]
-
-        self._step = of_stages(families.step, BUSY)
-        of_stages(families.restarts, RESTART_CAUSES)
-        self._restarts, self._replica = families.restarts, replica
-        self._transfer = [families.transfer.labels(replica, stage) for stage in stages[:-1]]
-        self._transfer_bytes = [families.transfer_bytes.labels(replica, stage) for stage in stages[:-1]]
-        self._tokens = {phase: families.tokens.labels(replica, phase) for phase in BUSY}
-        self._guesses = {outcome: families.draft_tokens.labels(replica, outcome) for outcome in OUTCOMES}
-        self._num_guesses = dict.fromkeys(OUTCOMES, 0)
-        self._in_flight = families.in_flight.labels(replica)
-        self._kv_usage = families.kv_usage.labels(replica)
-        self._running = families.running.labels(replica)
-        self._waiting = families.waiting
-
-    def dispatched(self, step: Step) -> None:
-        self._tokens[step.plan.phase].observe(step.plan.num_tokens)
-
-    def reported(self, step: Step, stage: int) -> None:
-        stamps = step.stamps(stage)
-        assert stamps is not None
-        self._step[stage][step.plan.phase].observe((stamps.ended - stamps.begun) / 1e9)
-        for transfer in step.transfers(stage):
-            self._transfer[transfer.sender].observe(transfer.waited_ns / 1e9)
-            self._transfer_bytes[transfer.sender].inc(transfer.num_bytes)
-
-    def load(self, running: int, waiting: int, in_flight: int, kv_usage: float) -> None:
-        self._running.set(running)
-        self._waiting.set(waiting)
-        self._in_flight.set(in_flight)
-        self._kv_usage.set(kv_usage)
-
-    def drafted(self, outcomes: Mapping[str, int]) -> None:
-        """outcomes: drafted tokens so far, by what became of them."""
-        if outcomes != self._num_guesses:
-            for outcome, count in outcomes.items():
-                self._guesses[outcome].inc(count - self._num_guesses[outcome])
-            self._num_guesses = dict(outcomes)
-
-    def stage_restarted(self, stage: int, cause: str) -> None:
-        self._restarts.labels(self._replica, str(stage), cause).inc()
-
-
-class _StepFamilies:
-    def __init__(self, registry: CollectorRegistry) -> None:
+    def __init__(self, registry: CollectorRegistry, replicas: Sequence[str], stages: Sequence[str]) -> None:
         counter, gauge = partial(Counter, registry=registry), partial(Gauge, registry=registry)
         histogram = partial(Histogram, registry=registry)
         step_text = "Compute time of one step on one stage."
-        by_phase = ["replica", "stage", "phase"]
-        self.step = histogram("ppserve_stage_step_seconds", step_text, by_phase, buckets=STEP_BUCKETS)
+        by_phase, by_stage = ["replica", "stage", "phase"], ["replica", "stage"]
+        step = histogram("ppserve_stage_step_seconds", step_text, by_phase, buckets=STEP_BUCKETS)
         transfer_text = "From computed on this stage, or from when the next was ready for it, to received there."
-        by_stage = ["replica", "stage"]
-        self.transfer = histogram("ppserve_transfer_seconds", transfer_text, by_stage, buckets=STEP_BUCKETS)
-        self.transfer_bytes = counter("ppserve_transfer_bytes", "Hidden states sent by this stage.", by_stage)
-        rows = ["replica", "phase"]
-        self.tokens = histogram("ppserve_microbatch_tokens", "Rows of a step.", rows, buckets=ROWS_BUCKETS)
-        guess_text = "Guessed tokens, by what became of them."
-        self.draft_tokens = counter("ppserve_draft_tokens", guess_text, ["replica", "outcome"])
+        transfer = histogram("ppserve_transfer_seconds", transfer_text, by_stage, buckets=STEP_BUCKETS)
+        transfer_bytes = counter("ppserve_transfer_bytes", "Hidden states sent by this stage.", by_stage)
+        by_rows = ["replica", "phase"]
+        tokens = histogram("ppserve_microbatch_tokens", "Rows of a step.", by_rows, buckets=ROWS_BUCKETS)
+        draft_text = "Draft tokens, by what became of them."
+        drafted = counter("ppserve_draft_tokens", draft_text, ["replica", "outcome"])
         by_cause = ["replica", "stage", "cause"]
-        self.restarts = counter("ppserve_stage_restarts", "Stages that died, by how.", by_cause)
+        self._restarts = counter("ppserve_stage_restarts", "Stages that died, by how.", by_cause)
         self.in_flight = gauge("ppserve_microbatches_in_flight", "Steps in the pipeline.", ["replica"])
         self.kv_usage = gauge("ppserve_kv_usage_ratio", "Share of KV blocks in use.", ["replica"])
         self.running = gauge("ppserve_requests_running", "Admitted sequences.", ["replica"])
         self.waiting = gauge("ppserve_requests_waiting", "Requests in the queue of all replicas.")
+        # The children of each label, which `labels` finds slowly: by replica, then by stage.
+        self._step = [[{p: step.labels(r, s, p) for p in BUSY} for s in stages] for r in replicas]
+        self._transfer = [[transfer.labels(r, s) for s in stages[:-1]] for r in replicas]
+        self._transfer_bytes = [[transfer_bytes.labels(r, s) for s in stages[:-1]] for r in replicas]
+        self._tokens = [{phase: tokens.labels(r, phase) for phase in BUSY} for r in replicas]
+        self._drafted = [{outcome: drafted.labels(r, outcome) for outcome in OUTCOMES} for r in replicas]
+        self._num_drafted = [dict.fromkeys(OUTCOMES, 0) for _ in replicas]
+        for labels in product(replicas, stages, RESTART_CAUSES):
+            self._restarts.labels(*labels)
+        for replica, family in product(replicas, (self.in_flight, self.kv_usage, self.running)):
+            family.labels(replica)
+
+    def on_step_sent(self, replica: int, step: Step) -> None:
+        self._tokens[replica][step.plan.phase].observe(step.plan.num_tokens)
+
+    def on_step_reported(self, replica: int, step: Step, stage: int) -> None:
+        stamps = step.stamps(stage)
+        assert stamps is not None
+        self._step[replica][stage][step.plan.phase].observe((stamps.ended - stamps.begun) / 1e9)
+        for transfer in step.transfers(stage):
+            self._transfer[replica][transfer.sender].observe(transfer.waited_ns / 1e9)
+            self._transfer_bytes[replica][transfer.sender].inc(transfer.num_bytes)
+
+    def on_load(self, replica: int, running: int, waiting: int, in_flight: int, kv_usage: float) -> None:
+        label = str(replica)
+        self.running.labels(label).set(running)
+        self.waiting.set(waiting)
+        self.in_flight.labels(label).set(in_flight)
+        self.kv_usage.labels(label).set(kv_usage)
+
+    def on_drafted(self, replica: int, outcomes: Mapping[str, int]) -> None:
+        before = self._num_drafted[replica]
+        if outcomes != before:
+            for outcome, count in outcomes.items():
+                self._drafted[replica][outcome].inc(count - before[outcome])
+            self._num_drafted[replica] = dict(outcomes)
+
+    def on_stage_died(self, replica: int, stage: int, cause: str) -> None:
+        self._restarts.labels(str(replica), str(stage), cause).inc()
 
 
 class Metrics:
-    """Written by the engine's thread and the event loop, read by the threads that make pages.
-
-    replicas: those of each replica's steps.
-    """
+    """The registry of all metrics. Written by the engine's thread and the event loop, read by threads that make
+    pages."""
 
     def __init__(self, num_stages: int, num_replicas: int = 1) -> None:
         self.registry = CollectorRegistry(auto_describe=False)
         replicas, stages = [str(i) for i in range(num_replicas)], [str(i) for i in range(num_stages)]
-        self._requests = RequestMetrics(self.registry, replicas)
-        self._families = _StepFamilies(self.registry)
-        self.replicas = [ReplicaMetrics(self._families, replica, stages) for replica in replicas]
+        self.requests = RequestMetrics(self.registry, replicas)
+        self.steps = StepMetrics(self.registry, replicas, stages)
+        self._num_replicas = num_replicas
         counter, gauge = partial(Counter, registry=self.registry), partial(Gauge, registry=self.registry)
         where = ["replica", "stage", "rank", "host", "device", "layers", "params"]
         self._stage_info = gauge("ppserve_stage_info", "What runs where; the value is 1.", where)
@@ -172,17 +160,17 @@ class Metrics:
 
     def reading(self) -> ServerLoad:
         """The figures that the live page shows."""
-        requests, steps = self._requests, self._families
+        requests, steps = self.requests, self.steps
         return ServerLoad(
             running=int(_total(steps.running)),
             waiting=int(_total(steps.waiting)),
             in_flight=int(_total(steps.in_flight)),
-            kv_usage=_total(steps.kv_usage) / len(self.replicas),
+            kv_usage=_total(steps.kv_usage) / self._num_replicas,
             requests=int(_total(requests.ended)),
-            prompt_tokens=int(_total(requests.prompt.family)),
-            generated_tokens=int(_total(requests.generated.family)),
-            ttft=_latency(requests.ttft.family),
-            itl=_latency(requests.itl.family),
+            prompt_tokens=int(_total(requests.prompt)),
+            generated_tokens=int(_total(requests.generated)),
+            ttft=_latency(requests.ttft),
+            itl=_latency(requests.itl),
         )
 
     # ---- what is served -------------------------------------------------------------------------------
@@ -197,12 +185,6 @@ class Metrics:
         self._build_info.labels(
             description.version, platform.python_version(), description.name, description.dtype
         ).set(1)
-
-    def output(self, opened: OpenRequest, output: TokenOutput, now_s: float) -> None:
-        self._requests.output(opened, output, now_s)
-
-    def refused(self, error: RequestError) -> None:
-        self._requests.ended.labels("", error.status).inc()
 
     def http_expected(self, path: str, statuses: Iterable[int]) -> None:
         for status in statuses:

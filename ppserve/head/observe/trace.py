@@ -23,6 +23,7 @@ from ppserve.core.ledger.account import Settled
 from ppserve.core.ledger.causes import BUSY, IDLE
 from ppserve.core.ledger.steps import Step
 from ppserve.errors import ConfigError
+from ppserve.head.engine.observer import Observer
 
 log = logging.getLogger(__name__)
 
@@ -34,8 +35,8 @@ _STEPS, _WAITS = 0, 1  # thread ids; both in the stage's process
 Event = dict[str, object]
 
 
-class Trace:
-    """Safe in any thread.
+class Trace(Observer):
+    """The schedule, written to a file while it is on. Safe in any thread.
 
     path: written from now on. None: off until `toggle`, then ppserve-trace-PID.json in the working directory.
     Later starts write to new files with a number in the name. A trace ends with a warning when its file reaches
@@ -90,7 +91,7 @@ class Trace:
 
     # ---- events ---------------------------------------------------------------------------------------
 
-    def reported(self, step: Step, stage: int, replica: int = 0) -> None:
+    def on_step_reported(self, replica: int, step: Step, stage: int) -> None:
         plan, stamps = step.plan, step.stamps(stage)
         if self._file is None or stamps is None:
             return
@@ -113,8 +114,8 @@ class Trace:
             events.append({**into, **arrow, **row, **_at(stamps.begun)})
         self._write(events)
 
-    def settled(self, settled: Settled, replica: int = 0) -> None:
-        """The ledger attributed an interval of a stage's time. Only waits: `reported` draws computations."""
+    def on_span_settled(self, replica: int, settled: Settled) -> None:
+        """Draws waits; `on_step_reported` draws computations."""
         span = settled.span
         if self._file is None or span.kind in BUSY or span.kind == IDLE:
             return
@@ -124,7 +125,7 @@ class Trace:
         event: Event = {"ph": "X", "name": span.kind, "cat": "bubble", **row, **_at(span.start), **duration}
         self._write([event | waited_for])
 
-    def load(self, running: int, waiting: int, kv_usage: float, replica: int = 0) -> None:
+    def on_load(self, replica: int, running: int, waiting: int, in_flight: int, kv_usage: float) -> None:
         if self._file is None:
             return
         now = {"pid": self._num_replicas * self._num_stages, **_at(time.monotonic_ns())}

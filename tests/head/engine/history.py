@@ -14,13 +14,12 @@ from ppserve.core.request import FinishReason, Request, SamplingParams, StopCond
 from ppserve.core.scheduling.poison_isolation import PoisonIsolation
 from ppserve.core.scheduling.request_queue import RequestQueue
 from ppserve.errors import Draining, Overloaded
-from ppserve.head.engine.fleet import Fleet
 from ppserve.head.engine.loop import Engine
 from ppserve.head.engine.member import StageState
 from ppserve.head.engine.members import Members
+from ppserve.head.engine.observer import Observer
 from ppserve.head.engine.open_request import read_held
 from ppserve.head.engine.replica import Replica
-from ppserve.head.engine.watcher import Watcher
 from ppserve.process.patience import MAX_DEATHS
 from tests.core.scheduling.invariants import check_intake, check_one_of_several
 from tests.core.scheduling.rig import prompt_of
@@ -42,13 +41,13 @@ _EPOCHS_PER_LOSS = 3
 _MAX_QUEUE = 8
 
 
-class GuessCount(Watcher):
+class GuessCount(Observer):
     """Of a replica: draft tokens that were sent."""
 
     def __init__(self) -> None:
         self.num_sent = 0
 
-    def dispatched(self, step: Step) -> None:
+    def on_step_sent(self, replica: int, step: Step) -> None:
         self.num_sent += sum(piece.num_draft_tokens for piece in step.plan.slices)
 
 
@@ -102,11 +101,10 @@ class History:
         self.request_queue.poison_isolation = poison_isolation()
         self.guess_counts = [GuessCount() for _ in self.members]
         self.replicas = [
-            replica(each, self.control, count, lambda: world.now_ns, self.request_queue)
+            replica(each, self.control, [count], lambda: world.now_ns, self.request_queue)
             for each, count in zip(self.members, self.guess_counts, strict=True)
         ]
-        self.fleet = Fleet(self.replicas, self.control, lambda: world.now_ns)
-        self.engine = Engine(self.fleet, self.control, Watcher(), lambda call: call(), lambda: world.now_ns)
+        self.engine = Engine(self.replicas, self.control, (), lambda call: call(), lambda: world.now_ns)
 
     def run(self) -> list[str]:
         """To its end. Returns what happened; raises AssertionError with that where an invariant does not hold."""
@@ -122,14 +120,14 @@ class History:
     def run_without_a_way(self) -> str:
         """Stages can never reach each other. Returns the reason with which the server ends."""
         self.network.stages_are_cut = True
-        self.fleet.start()
+        self.engine.begin()
         self._tick()
         while not self.engine.failed.done():
             self._step(_SERVED_WITHIN_S)
         return self.engine.failed.result().reason
 
     def _live(self) -> None:
-        self.fleet.start()
+        self.engine.begin()
         self._tick()
         while not self.engine.formed.done():
             self._step(60.0)
@@ -274,7 +272,7 @@ class History:
         self._start_head()
         for host in self.hosts:
             host.has_new_head(self.control)
-        self.fleet.start()
+        self.engine.begin()
         self._wake()
         for caller in self.callers:
             if not caller.is_over and not caller.waits_for_server:
@@ -308,8 +306,10 @@ class History:
         assert members.epoch <= 1 + _EPOCHS_PER_LOSS * losses + 10, "epochs without end"
 
     def _check_the_end(self) -> None:
-        self.fleet.prove_idle()
-        for stage in [stage for reading in self.fleet.readings() for stage in reading.stages]:
+        for replica in self.replicas:
+            replica.prove_idle()
+        readings = [replica.read(self.world.now_ns) for replica in self.replicas]
+        for stage in [stage for reading in readings for stage in reading.stages]:
             times = stage.times
             accounted = sum(times.busy_ns.values()) + sum(times.bubble_ns.values()) + times.idle_ns
             assert accounted == self.world.now_ns - self._head_began_ns, "the ledger's times are not the wall's"

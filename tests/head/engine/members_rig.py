@@ -48,7 +48,11 @@ class MembersRig:
         self.dropped.append((rank, cause))
 
     def say(self, stage: int, message: object) -> list[MemberEvent]:
-        return self.members.heard(stage, self.now_ns, message)
+        return self.members.handle_message(stage, self.now_ns, message)
+
+    def lose(self, stage: int, cause: str) -> list[MemberEvent]:
+        """Its connection ends."""
+        return self.members.handle_disconnect(stage, cause, self.now_ns)
 
     def hello(self, stage: int, machine: str = "here", arch: Architecture = ARCH) -> list[MemberEvent]:
         about = (stage, self.num_stages, "same name", "/m", arch, "float32", None, False, None)

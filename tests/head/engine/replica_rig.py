@@ -14,13 +14,13 @@ from ppserve.core.plan import Drawn, StepPlan, StepResult, StepStamps
 from ppserve.core.request import Request, SamplingParams, StopConditions
 from ppserve.core.sampling_state import SamplingDecoder, SamplingUpdate
 from ppserve.core.scheduling.poison_isolation import PROBE
+from ppserve.core.scheduling.request_queue import RequestQueue
 from ppserve.core.scheduling.sequence import SequenceEvent
 from ppserve.head.engine.control import Disconnected, Received
-from ppserve.head.engine.fleet import Fleet
 from ppserve.head.engine.member import Formed
 from ppserve.head.engine.members import Members
+from ppserve.head.engine.observer import Observer
 from ppserve.head.engine.replica import Replica, ReplicaEvent
-from ppserve.head.engine.watcher import Watcher
 from tests.core.scheduling.rig import prompt_of
 from tests.head.engine.toy_ranks import ARCH, NUM_BLOCKS, ToyRules
 
@@ -30,19 +30,18 @@ MS = 1_000_000
 
 @dataclass
 class ScriptedControl:
-    """A control plane that only remembers what was sent and which ranks were dropped."""
+    """A control plane that remembers what was sent and which ranks were dropped. arrived: for the next `poll`."""
 
     sent: list[tuple[int, wire.FromHead]] = field(default_factory=list)
     dropped: list[tuple[int, str]] = field(default_factory=list)
+    arrived: list[Received | Disconnected] = field(default_factory=list)
 
     def poll(self, timeout_s: float) -> list[Received | Disconnected]:
-        raise AssertionError("the engine polls, not the replica")
+        arrived, self.arrived = self.arrived, []
+        return arrived
 
     def wake(self) -> None:
-        raise AssertionError("nobody waits")
-
-    def close(self, goodbye_s: float) -> None:
-        raise AssertionError("the engine closes, not the replica")
+        """The test makes the turns."""
 
     def send(self, rank: int, message: wire.FromHead) -> None:
         self.sent.append((rank, message))
@@ -55,22 +54,19 @@ class ScriptedControl:
         self.dropped.append((rank, cause))
 
 
-class Notes(Watcher):
+class Notes(Observer):
     """The callbacks, in order."""
 
     def __init__(self) -> None:
         self.called: list[tuple[object, ...]] = []
 
-    def dispatched(self, step: Step) -> None:
-        self.called.append(("dispatched", step.plan.step_id))
+    def on_step_sent(self, replica: int, step: Step) -> None:
+        self.called.append(("sent", step.plan.step_id))
 
-    def reported(self, step: Step, stage: int) -> None:
+    def on_step_reported(self, replica: int, step: Step, stage: int) -> None:
         self.called.append(("reported", step.plan.step_id, stage))
 
-    def epoch_lost(self) -> None:
-        self.called.append(("epoch lost",))
-
-    def stage_died(self, stage: int, cause: str) -> None:
+    def on_stage_died(self, replica: int, stage: int, cause: str) -> None:
         self.called.append(("died", stage, cause))
 
 
@@ -84,12 +80,12 @@ class Rig:
         self.control = ScriptedControl()
         self.notes = Notes()
         members = Members(self.grid, "here", ToyRules(num_stages, config), self.control, replica=1)
-        self.replica = Replica(members, self.control, self.notes, lambda: self.now_ns)
-        self.fleet = Fleet((self.replica,), self.control, lambda: self.now_ns)
-        self.fleet.start()
+        self.request_queue = RequestQueue()
+        self.replica = Replica(members, self.control, [self.notes], lambda: self.now_ns, self.request_queue)
+        self.replica.start()
 
     def say(self, rank: int, message: wire.FromStage) -> list[ReplicaEvent]:
-        return self.fleet.take(Received(rank, self.now_ns, message))
+        return self.replica.handle_rank(Received(rank, self.now_ns, message))
 
     def greet(self, rank: int, why_not: str = "") -> None:
         """A stage process of this rank connects and loads its weights. why_not: what its self-test found."""
@@ -113,13 +109,17 @@ class Rig:
     def submit(self, *names: str, num_prompt: int = 4, max_tokens: int = 6) -> None:
         for name in names:
             stop = StopConditions(max_tokens, ignore_eos=True)
-            self.fleet.submit(Request(name, prompt_of(num_prompt, len(name)), stop, SamplingParams()))
-        self.fleet.demand(True)
+            self.ask(Request(name, prompt_of(num_prompt, len(name)), stop, SamplingParams()))
+
+    def ask(self, request: Request) -> None:
+        self.request_queue.submit(request, self.now_ns / SECOND)
+        self.replica.note_demand(True)
 
     def refill(self) -> list[StepPlan]:
         """The plans of a turn; every rank was sent each of them, in order, the last one with long draws."""
         self.control.sent.clear()
-        self.fleet.refill(self.now_ns)
+        self.request_queue.admit(self.now_ns / SECOND)
+        self.replica.refill(self.now_ns)
         sent = {rank: [m for r, m in self.control.sent if r == rank and isinstance(m, wire.Plan)]
                 for rank in self.ranks}  # fmt: skip
         assert all([m.plan for m in sent[rank]] == [m.plan for m in sent[self.ranks[0]]] for rank in self.ranks)
@@ -150,13 +150,13 @@ class Rig:
             for rank in self.ranks:
                 if rank not in silent:
                     self.say(rank, wire.Heartbeat(self.now_ns, self.now_ns))
-            events += self.fleet.tick()
+            events += self.replica.tick()
         return events
 
     def lose(self, rank: int, cause: str = "exit") -> list[ReplicaEvent]:
         """A rank's process dies; the others leave the epoch."""
         epoch = self.replica.members.epoch
-        events = self.fleet.take(Disconnected(rank, cause))
+        events = self.replica.handle_rank(Disconnected(rank, cause))
         for other in self.ranks:
             if other != rank:
                 events += self.say(other, wire.Broken(epoch, "told"))
@@ -175,7 +175,7 @@ class Rig:
         return any(isinstance(event, SequenceEvent) and event.error is not None for event in self.join())
 
     def times(self) -> tuple[StageTimes, ...]:
-        return tuple(stage.times for stage in self.replica.reading(self.now_ns).stages)
+        return tuple(stage.times for stage in self.replica.read(self.now_ns).stages)
 
 
 def formed(num_stages: int = 2, num_tensor: int = 1, **config: Any) -> Rig:

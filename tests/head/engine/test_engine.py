@@ -10,9 +10,9 @@ from ppserve import wire
 from ppserve.core.ledger.steps import Step
 from ppserve.core.request import FinishReason, Request, SamplingParams, StopConditions
 from ppserve.errors import Draining, InvalidRequest, Overloaded, RequestError, StagesLost
+from ppserve.head.engine.observer import Observer
 from ppserve.head.engine.open_request import OpenRequest
 from ppserve.head.engine.output import TokenOutput
-from ppserve.head.engine.watcher import Watcher
 from ppserve.process.environment import EXIT_FAILED
 from tests.core.scheduling.rig import prompt_of
 from tests.core.toy_pipeline import expected_answer
@@ -28,32 +28,29 @@ def tokens(outputs: list[TokenOutput]) -> tuple[int, ...]:
     return tuple(output.token_id for output in outputs if output.token_id is not None)
 
 
-class Notes(Watcher):
+class Notes(Observer):
     """The callbacks that the engine made."""
 
     def __init__(self) -> None:
         self.said: list[str] = []
 
-    def epoch_lost(self) -> None:
-        self.said.append("lost")
-
-    def stage_died(self, stage: int, cause: str) -> None:
+    def on_stage_died(self, replica: int, stage: int, cause: str) -> None:
         self.said.append(f"{stage} {cause}")
 
-    def refused(self, error: RequestError) -> None:
+    def on_refused(self, error: RequestError) -> None:
         self.said.append(error.reason)
 
 
-class Order(Watcher):
+class Order(Observer):
     """What the engine did first."""
 
     def __init__(self) -> None:
         self.did: list[str] = []
 
-    def dispatched(self, step: Step) -> None:
+    def on_step_sent(self, replica: int, step: Step) -> None:
         self.did.append("plan")
 
-    def output(self, opened: OpenRequest, output: TokenOutput, now_s: float) -> None:
+    def on_output(self, opened: OpenRequest, output: TokenOutput, now_s: float) -> None:
         self.did.append("token")
 
 
@@ -71,18 +68,17 @@ def test_streams_hear_their_own_answers_and_one_end_each(num_stages: int) -> Non
 
 
 def test_a_token_becomes_text_while_the_next_step_is_computed_unless_its_text_may_end_the_answer() -> None:
-    """An answer's first token does so before anything follows it."""
     request = a_request("a", max_tokens=4)
-    for stop, did in ((), "plan token plan plan token plan token token"), (("x",), "plan token " * 4):
+    for stop, did in ((), "plan plan token plan token plan token token"), (("x",), "plan token " * 4):
         order = Order()
-        with running(1, watcher=order) as run:
+        with running(1, order) as run:
             run.submit(replace(request, stop=replace(request.stop, stop=stop))).rest()
         assert order.did == did.split()
 
 
 def test_a_refused_request_is_told_why_and_leaves_nothing() -> None:
     notes = Notes()
-    with running(watcher=notes, max_queue=1, max_num_seqs=1) as run:
+    with running(2, notes, max_queue=1, max_num_seqs=1) as run:
         with pytest.raises(InvalidRequest, match="500 tokens"):
             run.submit(a_request("long", num_prompt=500))
         run.stages.hold.clear()
@@ -110,7 +106,7 @@ def test_a_cancelled_request_ends_now_although_its_step_is_under_way() -> None:
 
 def test_streams_go_on_with_the_same_tokens_after_a_stage_was_lost() -> None:
     notes = Notes()
-    with running(3, watcher=notes) as run:
+    with running(3, notes) as run:
         readers = {f"r{i}": run.submit(a_request(f"r{i}", seed=i, max_tokens=30)) for i in range(6)}
         heard = {name: [reader.next()] for name, reader in readers.items()}
         lose(run, 1)
@@ -118,7 +114,7 @@ def test_streams_go_on_with_the_same_tokens_after_a_stage_was_lost() -> None:
             outputs = heard[name] + reader.rest()
             assert tokens(outputs) == expected_answer(a_request(name, seed=i, max_tokens=30)).token_ids
             assert [output.offset for output in outputs if output.token_id is not None] == list(range(30))
-        assert notes.said == ["1 exit", "lost"]
+        assert notes.said == ["1 exit"]
         assert run.engine.snapshot()[0].epoch == 2
         assert [stage.member.restarts for stage in run.engine.snapshot()[0].stages] == [0, 1, 0]
 
@@ -148,13 +144,13 @@ def test_a_pipeline_that_is_hopeless_ends_every_stream_with_a_status() -> None:
 
 
 def test_streams_are_told_of_the_end_when_their_latest_tokens_cannot_be(monkeypatch: pytest.MonkeyPatch) -> None:
-    def fail() -> None:
+    def fail(now_s: float) -> None:
         raise RuntimeError("no text")
 
     with running() as run:
         run.stages.hold.clear()
         readers = [run.submit(a_request(name)) for name in "ab"]
-        monkeypatch.setattr(run.engine, "_publish_later", fail)
+        monkeypatch.setattr(run.engine._streams, "publish", fail)
         run.stages.hold.set()
         for reader in readers:
             assert isinstance(reader.rest()[-1].error, StagesLost)
@@ -211,15 +207,15 @@ def test_a_request_that_nobody_foresaw_fails_alone() -> None:
 
 
 def test_the_load_is_told_while_the_pipeline_is_lost() -> None:
-    class Loads(Watcher):
+    class Loads(Observer):
         def __init__(self) -> None:
             self.in_flight: list[int] = []
 
-        def load(self, running: int, waiting: int, in_flight: int, kv_usage: float) -> None:
+        def on_load(self, replica: int, running: int, waiting: int, in_flight: int, kv_usage: float) -> None:
             self.in_flight.append(in_flight)
 
     loads = Loads()
-    with running(2, watcher=loads) as run:
+    with running(2, loads) as run:
         run.stages.hold.clear()
         reader = run.submit(a_request("a"))
         run.stages.links[1].hang_up("exit")

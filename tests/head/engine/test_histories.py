@@ -72,11 +72,11 @@ def test_what_cannot_be_is_not_tried_for_ever(seed: int) -> None:
 class LoadsAtAnyTime(Members):
     """Takes weights that were loaded again for the word of a stage that has left its epoch."""
 
-    def _take(self, rank: int, now_ns: int, message: wire.FromStage) -> list[MemberEvent]:
+    def _handle(self, rank: int, now_ns: int, message: wire.FromStage) -> list[MemberEvent]:
         if isinstance(message, wire.Ready) and self[rank].stage == 0:
             self._move(rank, StageState.LOADED, now_ns)
             return []
-        return super()._take(rank, now_ns, message)
+        return super()._handle(rank, now_ns, message)
 
 
 class HasNoPatience(Members):
@@ -276,7 +276,7 @@ def test_a_last_stage_whose_every_step_fails_is_replaced_or_ends_the_server(
     history = next(h for h in (History(seed, num_replicas=1) for seed in range(9)) if h.num_stages > 1)
     ends, engine = Ends(), history.engine
     monkeypatch.setattr(history, "_check", lambda: None)  # it knows nothing of these requests
-    history.fleet.start()
+    history.engine.begin()
     history._tick()
     while not engine.formed.done():
         history.world.step()

@@ -45,7 +45,7 @@ def test_a_message_at_the_wrong_time_ends_the_connection_and_changes_nothing() -
     assert pipeline.hello(1) == [], "a second greeting on the same connection"
     assert pipeline.dropped[1:] == [(1, "protocol")]
     assert pipeline.members.formed, "the epoch is lost when the connection is gone, not before"
-    assert pipeline.members.gone(1, "protocol", pipeline.now_ns)[1] == EpochLost(1, "stage 1: protocol", 1)
+    assert pipeline.lose(1, "protocol")[1] == EpochLost(1, "stage 1: protocol", 1)
 
 
 def test_weights_that_are_loaded_twice_end_the_connection_and_not_the_epoch() -> None:
@@ -67,7 +67,7 @@ def test_a_rank_cannot_report_another_stages_step() -> None:
 def test_another_model_after_a_restart_is_refused() -> None:
     pipeline = MembersRig(2)
     pipeline.start()
-    pipeline.members.gone(1, "exit", pipeline.now_ns)
+    pipeline.lose(1, "exit")
     other = Architecture(6, 64, 4, 128, 300, 300, 256)
     (event,) = pipeline.hello(1, arch=other)
     assert isinstance(event, FatalError)
@@ -92,7 +92,7 @@ def test_a_stage_that_comes_back_different_is_refused(changes: dict[str, object]
     pipeline.start()
     before = pipeline.members[1].hello
     assert before is not None
-    pipeline.members.gone(1, "exit", pipeline.now_ns)
+    pipeline.lose(1, "exit")
     events = pipeline.say(1, msgspec.structs.replace(before, **changes))
     assert events == ([] if named is None else [FatalError(named, usage=True)])
 

@@ -21,7 +21,7 @@ def test_a_survivor_that_cannot_leave_is_replaced(formed: bool, patience_s: int)
         for stage in range(3):
             pipeline.loaded(stage)
         pipeline.say(0, wire.StoreOpened(1, 4001))
-    pipeline.members.gone(2, "exit", pipeline.now_ns)
+    pipeline.lose(2, "exit")
     pipeline.say(0, wire.Broken(1, "told"))
     for _ in range(2 * patience_s):
         pipeline.tick(0.5)
@@ -73,13 +73,13 @@ def test_a_silent_stage_is_noticed_within_three_seconds_and_cut_off_after_ten() 
     assert 2 * SECOND < lost_ns - began_ns <= 3 * SECOND
     assert 10 * SECOND < pipeline.now_ns - began_ns < 11 * SECOND
     assert [stage for stage, _ in pipeline.dropped] == [1]
-    assert not pipeline.members.healthy(pipeline.now_ns)
+    assert not pipeline.members.is_healthy(pipeline.now_ns)
 
 
 def test_a_stage_that_stays_away_is_hopeless() -> None:
     pipeline = MembersRig(2)
     pipeline.start()
-    pipeline.members.gone(1, "exit", pipeline.now_ns)
+    pipeline.lose(1, "exit")
     pipeline.say(0, wire.Heartbeat(pipeline.now_ns, pipeline.now_ns))
     answer(pipeline, 0)
     assert pipeline.tick(300) == [], "a host may need minutes"
@@ -90,8 +90,8 @@ def test_a_stage_that_stays_away_is_hopeless() -> None:
 def test_a_drain_does_not_wait_for_a_stage_whose_keeper_died_too() -> None:
     pipeline = MembersRig(2)
     pipeline.start()
-    pipeline.members.draining = True
-    pipeline.members.gone(1, "exit", pipeline.now_ns)
+    pipeline.members.start_draining()
+    pipeline.lose(1, "exit")
     assert pipeline.tick(9) == []
     (event,) = pipeline.tick(2)
     assert isinstance(event, FatalError)
@@ -122,7 +122,7 @@ def test_after_ten_epochs_that_did_not_form_the_server_ends_with_the_reason() ->
         events = fail_to_form(pipeline, attempt % 2)
         for stage, cause in pipeline.dropped:
             assert cause == "forming"
-            pipeline.members.gone(stage, cause, pipeline.now_ns)
+            pipeline.lose(stage, cause)
             pipeline.hello(stage)
             pipeline.loaded(stage)
         pipeline.dropped.clear()
@@ -174,7 +174,7 @@ def test_after_ten_epochs_without_a_step_the_server_ends_with_the_reason() -> No
         if attempt == 4:
             assert fail_to_form(pipeline, 0) == []
         for stage, cause in pipeline.dropped:
-            pipeline.members.gone(stage, cause, pipeline.now_ns)
+            pipeline.lose(stage, cause)
             pipeline.hello(stage)
             pipeline.loaded(stage)
         pipeline.dropped.clear()
@@ -191,7 +191,7 @@ def test_an_idle_server_may_lose_its_links_as_often_as_it_likes() -> None:
         pipeline.sent.clear()
         pipeline.tick(21)
         assert pipeline.join() == [Formed(pipeline.members.epoch, 10)]
-        events = pipeline.members.gone(1, "exit", pipeline.now_ns)
+        events = pipeline.lose(1, "exit")
         assert not any(isinstance(event, FatalError) for event in events)
         pipeline.leave(0)
         pipeline.hello(1)
@@ -203,7 +203,7 @@ def test_deaths_between_epochs_are_no_attempts() -> None:
     pipeline = MembersRig(2)
     pipeline.start()
     for _ in range(20):
-        events = pipeline.members.gone(1, "exit", pipeline.now_ns)
+        events = pipeline.lose(1, "exit")
         assert not any(isinstance(event, FatalError) for event in events)
         pipeline.hello(1)
 

@@ -17,7 +17,7 @@ from tests.head.engine.members_rig import ARCH, MembersRig, result
 def test_forms_once_all_are_ready_with_the_tightest_stages_blocks(num_stages: int) -> None:
     pipeline = MembersRig(num_stages)
     assert pipeline.start() == [Formed(1, 10)]
-    assert pipeline.members.healthy(pipeline.now_ns)
+    assert pipeline.members.is_healthy(pipeline.now_ns)
 
 
 def test_one_stage_needs_no_store() -> None:
@@ -39,7 +39,7 @@ def test_nothing_is_assigned_before_all_have_greeted() -> None:
 def test_a_lost_stage_begins_a_new_epoch_when_it_is_back() -> None:
     pipeline = MembersRig(3)
     pipeline.start()
-    events = pipeline.members.gone(1, "exit", pipeline.now_ns)
+    events = pipeline.lose(1, "exit")
     assert events == [StageDied(1, 1, "exit"), EpochLost(1, "stage 1: exit", 1)]
     assert not pipeline.members.formed
     assert pipeline.say(0, result(1)) == [], "a result of a lost epoch counts for nothing"
@@ -59,7 +59,7 @@ def test_an_epoch_does_not_form_before_the_death_behind_a_broken_transport_is_kn
     assert pipeline.say(0, wire.Broken(1, "reset")) == [EpochLost(1, "reset", 0)]
     pipeline.tick(1)
     assert pipeline.forms() == {}, "stage 1 has not said that it left: the epoch would form around a corpse"
-    assert pipeline.members.gone(1, "exit", pipeline.now_ns) == [StageDied(1, 1, "exit")]
+    assert pipeline.lose(1, "exit") == [StageDied(1, 1, "exit")]
     pipeline.tick(1)
     assert pipeline.forms() == {}
 
@@ -79,7 +79,7 @@ def test_after_a_broken_transport_alone_the_same_stages_form_again() -> None:
 def test_a_second_loss_while_forming_ends_that_epoch_too() -> None:
     pipeline = MembersRig(3)
     pipeline.start()
-    pipeline.members.gone(0, "exit", pipeline.now_ns)
+    pipeline.lose(0, "exit")
     pipeline.leave(1, 2)
     pipeline.hello(0)
     pipeline.loaded(0)
@@ -87,7 +87,7 @@ def test_a_second_loss_while_forming_ends_that_epoch_too() -> None:
     pipeline.say(0, wire.StoreOpened(2, 4002))
     assert pipeline.forms()
     pipeline.say(1, wire.Ready(2))
-    assert pipeline.members.gone(2, "exit", pipeline.now_ns) == [StageDied(2, 2, "exit")], "nothing was in flight"
+    assert pipeline.lose(2, "exit") == [StageDied(2, 2, "exit")], "nothing was in flight"
     assert pipeline.leave(0, 1) == []
     assert pipeline.say(0, wire.Ready(2)) == [], "a late word of the epoch that never was"
     pipeline.hello(2)
@@ -103,7 +103,7 @@ def test_a_death_while_forming_starts_over() -> None:
     pipeline.loaded(0)
     pipeline.loaded(1)
     assert pipeline.members.all[0].state is StageState.FORMING
-    pipeline.members.gone(1, "exit", pipeline.now_ns)
+    pipeline.lose(1, "exit")
     pipeline.leave(0)
     pipeline.hello(1)
     pipeline.loaded(1)
@@ -115,7 +115,7 @@ def test_a_death_while_forming_starts_over() -> None:
 def test_messages_of_an_old_epoch_are_ignored() -> None:
     pipeline = MembersRig(2)
     pipeline.start()
-    pipeline.members.gone(1, "exit", pipeline.now_ns)
+    pipeline.lose(1, "exit")
     pipeline.leave(0)
     pipeline.hello(1)
     pipeline.loaded(1)
@@ -149,7 +149,7 @@ def test_tensor_ranks_load_the_same_stage_and_the_epoch_has_all_of_them() -> Non
     assert list(rig.forms()) == [3, 6, 7]
     formed = [event for rank in ranks for event in rig.say(rank, wire.Ready(1))]
     assert formed == [Formed(1, 10)]
-    died, lost = members.gone(7, "exit", rig.now_ns)
+    died, lost = members.handle_disconnect(7, "exit", rig.now_ns)
     assert (died, lost) == (StageDied(7, 1, "exit"), EpochLost(1, "replica 1 stage 1 tensor 1: exit", 7))
     left = {rank for rank, message in rig.sent if isinstance(message, wire.Abandon)}
     assert left == {2, 3, 6}, "the others keep their weights"

@@ -12,8 +12,7 @@ from tests.head.engine.replica_rig import Rig, finished, formed
 
 def repeats(rig: Rig) -> None:
     """Submits a prompt of one token several times, which is drafted to follow again."""
-    rig.fleet.submit(Request("r", (5,) * 6, StopConditions(6, ignore_eos=True), SamplingParams()))
-    rig.fleet.demand(True)
+    rig.ask(Request("r", (5,) * 6, StopConditions(6, ignore_eos=True), SamplingParams()))
 
 
 def test_every_rank_hears_at_once_of_a_step_that_is_doomed() -> None:
@@ -30,8 +29,7 @@ def test_every_rank_hears_at_once_of_a_step_that_is_doomed() -> None:
 def test_every_rank_hears_of_steps_that_are_void_before_the_plan_of_the_request_for_which_they_make_way() -> None:
     rig = formed(4, speculate=1, max_num_seqs=2)
     for name, prompt, max_tokens in (("drafted", (3,) * 6, 9), ("short", (7, 8), 1), ("waiting", (1, 2), 1)):
-        rig.fleet.submit(Request(name, prompt, StopConditions(max_tokens, ignore_eos=True), SamplingParams()))
-    rig.fleet.demand(True)
+        rig.ask(Request(name, prompt, StopConditions(max_tokens, ignore_eos=True), SamplingParams()))
     both, *drafted = rig.refill()
     assert [plan.phase for plan in drafted] == [SPECULATIVE] * 3
     assert finished(rig.compute(both)) == ["short"]

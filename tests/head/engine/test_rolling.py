@@ -18,7 +18,7 @@ class Calm(History):
 
     def __init__(self, num_replicas: int, formed: bool = True) -> None:
         super().__init__(3, num_replicas=num_replicas)
-        self.fleet.start()
+        self.engine.begin()
         self._tick()
         if formed:
             self.until(self.engine.formed)

@@ -16,13 +16,13 @@ from ppserve.core.plan import StepPlan, StepResult, StepStamps
 from ppserve.core.request import Request
 from ppserve.core.sampling_state import SamplingUpdate
 from ppserve.core.scheduling.config import SchedulerConfig
-from ppserve.head.engine.fleet import Fleet
+from ppserve.core.scheduling.request_queue import RequestQueue
 from ppserve.head.engine.loop import Engine
 from ppserve.head.engine.member import Decision
 from ppserve.head.engine.members import Members
+from ppserve.head.engine.observer import Observer
 from ppserve.head.engine.output import TokenOutput
 from ppserve.head.engine.replica import Replica
-from ppserve.head.engine.watcher import Watcher
 from ppserve.library.local import LocalControlPlane, LocalLink
 from tests.core.toy_pipeline import EOS_ID, VOCAB_SIZE, ToyPipeline
 
@@ -135,7 +135,6 @@ class Running:
     engine: Engine
     replica: Replica
     stages: Stages
-    watcher: Watcher
     readers: dict[str, Reader] = field(default_factory=dict)
 
     def submit(self, request: Request) -> Reader:
@@ -162,19 +161,19 @@ class ToyRules:
 
 
 @contextmanager
-def running(num_stages: int = 2, watcher: Watcher | None = None, **config: Any) -> Iterator[Running]:
+def running(num_stages: int = 2, *observers: Observer, **config: Any) -> Iterator[Running]:
     """A formed pipeline of toy ranks; stopped at the end."""
-    control, watcher = LocalControlPlane(range(num_stages)), watcher or Watcher()
+    control = LocalControlPlane(range(num_stages))
     members = Members(RankGrid(1, 1, num_stages), "here", ToyRules(num_stages, config), control)
     clock_ns = _Clock()
-    replica = Replica(members, control, watcher, clock_ns)
-    engine = Engine(Fleet((replica,), control, clock_ns), control, watcher, lambda call: call(), clock_ns)
+    replica = Replica(members, control, observers, clock_ns, RequestQueue())
+    engine = Engine([replica], control, observers, lambda call: call(), clock_ns)
     stages = Stages(control, clock_ns)
     engine.start()
     stages.start()
     try:
         engine.formed.result(WITHIN_S)
-        yield Running(engine, replica, stages, watcher)
+        yield Running(engine, replica, stages)
     finally:
         stages.hold.set()
         engine.stop()

@@ -24,18 +24,18 @@ SECOND = 1_000_000_000
 
 
 def test_the_schedule_keeps_the_latest_and_no_more() -> None:
-    schedule = RecentSpans(2)
+    schedule = RecentSpans(2, 1)
     for step in range(3 * MAX_SPANS):
-        schedule.settled(Settled(1, Span(step, step + 1, "decode"), step))
+        schedule.on_span_settled(0, Settled(1, Span(step, step + 1, "decode"), step))
     first, second = schedule.recent()
     assert first == []
     assert [s.step_id for s in second] == list(range(2 * MAX_SPANS, 3 * MAX_SPANS))
 
 
 def test_idle_time_is_not_drawn_and_bubbles_are() -> None:
-    schedule = RecentSpans(1)
-    schedule.settled(Settled(0, Span(0, 5, IDLE), None))
-    schedule.settled(Settled(0, Span(5, 9, HOST), 7))
+    schedule = RecentSpans(1, 1)
+    schedule.on_span_settled(0, Settled(0, Span(0, 5, IDLE), None))
+    schedule.on_span_settled(0, Settled(0, Span(5, 9, HOST), 7))
     assert [s.span.kind for s in schedule.recent()[0]] == [HOST]
 
 

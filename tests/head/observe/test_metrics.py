@@ -107,7 +107,7 @@ def opened(num_sequences: int = 1) -> OpenRequest:
 
 
 def hear(metrics: Metrics, request: OpenRequest, event: SequenceEvent, now_s: float) -> None:
-    metrics.output(request, request.output(event, now_s), now_s)
+    metrics.requests.on_output(request, request.output(event, now_s), now_s)
 
 
 # ---- the contract -----------------------------------------------------------------------------------------
@@ -171,8 +171,8 @@ def test_each_replica_has_its_own_figures():
     metrics = Metrics(1, num_replicas=2)
     times = [account_of(1).snapshot(0)[0], replace(account_of(1).snapshot(0)[0], idle_ns=3_000_000_000)]
     metrics.read_ledger(lambda: ((times[0],), (times[1],)))
-    metrics.replicas[0].load(running=4, waiting=3, in_flight=2, kv_usage=0.25)
-    metrics.replicas[1].load(running=1, waiting=3, in_flight=1, kv_usage=0.75)
+    metrics.steps.on_load(0, running=4, waiting=3, in_flight=2, kv_usage=0.25)
+    metrics.steps.on_load(1, running=1, waiting=3, in_flight=1, kv_usage=0.75)
     hear(metrics, opened(), SequenceEvent("r1", 0, 0, 0, 5, admitted_s=10.25, replica=1), 11.0)
     seen = read(metrics)
     for replica, running, usage, idle_s, tokens in (("0", 4, 0.25, 0.0, 0), ("1", 1, 0.75, 3.0, 1)):
@@ -229,11 +229,11 @@ def test_a_step_in_either_order_of_reports(metrics):
     steps = Steps(2)
     for order in ((first, second), (second, first)):
         step = steps.sent(plan(7), 0, 0, num_slots=2)
-        metrics.replicas[0].dispatched(step)
+        metrics.steps.on_step_sent(0, step)
         for result in order:
             assert steps.reported(result, 7_000_000) is step
-            metrics.replicas[0].reported(step, result.stage)
-    metrics.replicas[0].load(running=4, waiting=3, in_flight=2, kv_usage=0.25)
+            metrics.steps.on_step_reported(0, step, result.stage)
+    metrics.steps.on_load(0, running=4, waiting=3, in_flight=2, kv_usage=0.25)
     seen = scrape(metrics)
     assert seen("ppserve_stage_step_seconds_count", stage="0", phase="decode") == 2
     assert seen("ppserve_stage_step_seconds_sum", stage="0", phase="decode") == pytest.approx(0.006)
@@ -248,8 +248,8 @@ def test_a_step_in_either_order_of_reports(metrics):
 
 
 def test_a_restarted_stage_is_counted_by_cause(metrics):
-    metrics.replicas[0].stage_restarted(1, "exit")
-    metrics.replicas[0].stage_restarted(1, "did not join")
+    metrics.steps.on_stage_died(0, 1, "exit")
+    metrics.steps.on_stage_died(0, 1, "did not join")
     seen = scrape(metrics)
     assert seen("ppserve_stage_restarts_total", stage="1", cause="exit") == 1
     assert seen("ppserve_stage_restarts_total", stage="1", cause="did not join") == 1
@@ -306,7 +306,7 @@ def test_a_request_of_which_one_answer_failed_has_failed_though_the_others_were_
 
 def test_a_request_that_fails_and_one_that_is_refused(metrics):
     hear(metrics, opened(), SequenceEvent("r1", 0, 0, 0, error=RequestFailed("not finite")), 12.0)
-    metrics.refused(Overloaded("the queue is full", 1.0))
+    metrics.requests.on_refused(Overloaded("the queue is full", 1.0))
     seen = scrape(metrics)
     assert seen("ppserve_requests_total", replica="", reason="INTERNAL") == 1
     assert seen("ppserve_requests_total", replica="", reason="RESOURCE_EXHAUSTED") == 1

@@ -27,17 +27,17 @@ def run_step(trace: Trace, step_id: int, num_stages: int = 3) -> None:
         begun = 10_000 * (step_id + stage)
         stamps = StepStamps(0, begun, begun, begun, begun + 8_000, begun + 9_000)
         steps.reported(StepResult(1, step_id, stage, stamps), begun + 9_000)
-        trace.reported(step, stage)
+        trace.on_step_reported(0, step, stage)
 
 
 def test_steps_arrows_waits_and_counters(tmp_path):
     path = tmp_path / "trace.json"
     trace = Trace(RankGrid(1, 1, 3), path)
     run_step(trace, 7)
-    trace.settled(Settled(2, Span(40_000, 90_000, "imbalance"), 7))
-    trace.settled(Settled(2, Span(90_000, 98_000, "decode"), 7))
-    trace.settled(Settled(2, Span(98_000, 99_000, "idle"), None))
-    trace.load(3, 2, 0.5)
+    trace.on_span_settled(0, Settled(2, Span(40_000, 90_000, "imbalance"), 7))
+    trace.on_span_settled(0, Settled(2, Span(90_000, 98_000, "decode"), 7))
+    trace.on_span_settled(0, Settled(2, Span(98_000, 99_000, "idle"), None))
+    trace.on_load(0, 3, 2, 1, 0.5)
     trace.close()
     events = json.loads(path.read_text())
     steps = {e["name"]: e for e in events if e["ph"] == "X" and e["cat"] == "decode"}

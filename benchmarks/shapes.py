@@ -24,11 +24,11 @@ from local_server import running
 from race import Peers
 
 from ppserve.bench.caller import Caller
-from ppserve.bench.load import ClosedLoop, Until, Watch
+from ppserve.bench.load import ClosedLoop, Until
 from ppserve.bench.measure import introduce, measure, warm_up
 from ppserve.bench.report import render_ledger
 from ppserve.bench.summary import Summary, summarize
-from ppserve.bench.workload import Workload, drawn_sizes
+from ppserve.bench.workload import Workload
 
 SHAPES = {
     "1x1x1 1 thread": "--stages 1 --threads 1",
@@ -45,14 +45,12 @@ async def loads(target: str, callers: list[int], sizes: tuple[int, int], rounds:
     """One summary for each number of callers. sizes: tokens of a prompt and of an answer."""
     found = []
     async with Caller(target) as caller:
-        served = await introduce(caller, target, None)
+        served = await introduce(caller, target)
         for number, at_once in enumerate(callers):
-            drawn = drawn_sizes(lambda _: sizes[0], lambda _: sizes[1])
-            workload = Workload(drawn, served.vocab_size, served.max_context, number)
+            workload = Workload(lambda number, rng: sizes, served.vocab_size, number)
             await warm_up(caller, workload, at_once, at_once)
-            under = served.under(at_once, float("inf"), workload.seed)
             load, until = ClosedLoop(at_once), Until(rounds * at_once)
-            found.append(summarize(await measure(caller, under, workload, load, until, Watch())))
+            found.append(summarize(await measure(caller, served, workload, load, until)))
     return found
 
 
@@ -98,7 +96,7 @@ def main() -> None:
                 f" load {os.getloadavg()[0]:.1f}",
                 flush=True,
             )
-            print("\n".join(render_ledger(summary.stages, summary.setting.num_replicas)))
+            print("\n".join(render_ledger(summary.stages, summary.served.num_replicas)))
             print(sums(summary), flush=True)
     if flags.peers and flags.peer_script:
         run_peers(Peers(flags.peers, flags.peer_script), flags.dtype, callers, (flags.prompt, flags.new))

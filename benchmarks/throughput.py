@@ -33,11 +33,11 @@ import click
 from local_server import THIS_TREE, Address, running
 
 from ppserve.bench.caller import Caller
-from ppserve.bench.load import ClosedLoop, Until, Watch
+from ppserve.bench.load import ClosedLoop, Until
 from ppserve.bench.measure import Served, introduce, measure, warm_up
 from ppserve.bench.report import render_ledger
 from ppserve.bench.summary import Summary, summarize
-from ppserve.bench.workload import Workload, drawn_sizes
+from ppserve.bench.workload import Workload
 from ppserve.core.ledger.account import StageTimes
 
 TWO_CORES = ("--stages 1 --threads 1", "--stages 1 --threads 2", "--stages 2 --threads 1")
@@ -61,8 +61,7 @@ class Shape:
     new_tokens: int
 
     def workload(self, served: Served, seed: int) -> Workload:
-        sizes = drawn_sizes(lambda _: self.prompt_tokens, lambda _: self.new_tokens)
-        return Workload(sizes, served.vocab_size, served.max_context, seed)
+        return Workload(lambda number, rng: (self.prompt_tokens, self.new_tokens), served.vocab_size, seed)
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,7 +80,7 @@ async def run_once(target: str, shape: Shape, seed: int) -> Run:
     """Warm up, then time the prompts alone, then the whole."""
     at_once = shape.num_requests
     async with Caller(target) as caller:
-        served = await introduce(caller, target, None)
+        served = await introduce(caller, target)
         await warm_up(caller, shape.workload(served, seed), at_once, at_once)
         prompts_alone = Shape(at_once, shape.prompt_tokens, 1).workload(served, 2 * seed + 1)
         prefill = await timed(caller, served, prompts_alone, at_once, at_once)
@@ -91,9 +90,7 @@ async def run_once(target: str, shape: Shape, seed: int) -> Run:
 
 async def timed(caller: Caller, served: Served, workload: Workload, callers: int, num_requests: int) -> Summary:
     """A closed loop of so many callers and requests. Exits if a request fails."""
-    served = served.under(callers, float("inf"), workload.seed)
-    load, until = ClosedLoop(callers), Until(num_requests)
-    summary = summarize(await measure(caller, served, workload, load, until, Watch()))
+    summary = summarize(await measure(caller, served, workload, ClosedLoop(callers), Until(num_requests)))
     if summary.failed:
         raise SystemExit(f"{summary.failed} requests failed: {dict(summary.problems)}")
     return summary
@@ -155,7 +152,7 @@ async def _compare_servers(servers: dict[str, Address], cells: Iterable[Cell], n
     pairs = []
     async with Caller(servers[OLD].grpc) as old, Caller(servers[NEW].grpc) as new:
         callers = {OLD: old, NEW: new}
-        served = {name: await introduce(callers[name], servers[name].grpc, None) for name in servers}
+        served = {name: await introduce(callers[name], servers[name].grpc) for name in servers}
         for name in servers:
             await warm_up(callers[name], Shape(8, 128, 4).workload(served[name], number), 8, 8)
         for place, cell in enumerate(cells):
@@ -191,7 +188,7 @@ def configuration_line(flags: str, shape: Shape, runs: list[Run]) -> str:
     """One configuration in one line; figures are medians."""
     rates = [run.tokens_per_s for run in runs]
     return (
-        f"PEER ppserve {runs[0].served.setting.dtype} {flags}: batch={shape.num_requests}"
+        f"PEER ppserve {runs[0].served.dtype} {flags}: batch={shape.num_requests}"
         f" prompt={shape.prompt_tokens} new={shape.new_tokens}"
         f" prefill_s={statistics.median(run.prefill_s for run in runs):.2f}"
         f" total_s={statistics.median(run.total_s for run in runs):.2f}"

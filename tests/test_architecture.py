@@ -78,7 +78,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     },
     "ppserve.bench": {
         *("ppserve.bench", "ppserve.client", "ppserve.core", "ppserve.v1", "ppserve.errors"),
-        *("grpc", "matplotlib"),
+        "grpc",
     },
     "ppserve.bench.scrape": {"prometheus_client"},
     "ppserve.cli": {

@@ -25,18 +25,16 @@ _ENDS = frozenset((pb.Finish.MAX_TOKENS, pb.Finish.CONTEXT_LENGTH))
 
 @dataclass(frozen=True, slots=True)
 class Answer:
-    """How one request went. Times are seconds on this process's clock.
-
-    intended_s: when it was due, from which its latency counts; sent_s: when it was sent. arrivals: for every
-    message with tokens, (when, how many). status: OK, the name of a gRPC status, or how the answer fell short.
-    """
+    """How one request went. Times are seconds on this process's clock."""
 
     question: Question
     intended_s: float
-    sent_s: float
+    """When it was due, from which its latency counts."""
     ended_s: float
     arrivals: tuple[tuple[float, int], ...]
+    """For every message with tokens: when it came, and how many tokens it had."""
     status: str
+    """OK, the name of a gRPC status, or how the answer fell short."""
     problem: str = ""
 
     @property
@@ -72,25 +70,21 @@ class Answer:
 class Caller(AsyncClient):
     """One HTTP/2 connection for all requests, as a client library has. For one event loop. Never retries.
 
-    temperature, timeout_s: of every request; its deadline counts from when it is sent.
+    timeout_s: of every request; its deadline counts from when it is sent.
     """
 
-    def __init__(
-        self, target: str, temperature: float = 0.0, timeout_s: float | None = None, **connection: Any
-    ) -> None:
+    def __init__(self, target: str, timeout_s: float | None = None, **connection: Any) -> None:
         super().__init__(target, retry=RetryPolicy(max_attempts=1, resume=False), **connection)
-        self._temperature = temperature
         self._timeout_s = timeout_s
 
     async def ask(self, question: Question, intended_s: float) -> Answer:
         """Sends a request and waits for its end. No behaviour of the server raises: the answer has it."""
         request = pb.GenerateRequest(
             token_ids=pb.TokenIds(ids=question.prompt_ids),
-            sampling=pb.SamplingParams(temperature=self._temperature, seed=question.number % 2**64),
+            sampling=pb.SamplingParams(temperature=0.0, seed=question.number % 2**64),
             stop=pb.StopConditions(max_tokens=question.max_tokens, ignore_eos=True),
         )
         arrivals: list[tuple[float, int]] = []
-        sent_s = time.perf_counter()
         status, problem = "INCOMPLETE", "the stream ended before its last message"
         call = self._stub.Generate(request, timeout=TimeLimit(self._timeout_s).left_s, metadata=self._metadata)
         try:
@@ -105,7 +99,7 @@ class Caller(AsyncClient):
             status, problem, ended_s = failure.code, failure.problem, time.perf_counter()
         finally:
             call.cancel()
-        return Answer(question, intended_s, sent_s, ended_s, tuple(arrivals), status, problem)
+        return Answer(question, intended_s, ended_s, tuple(arrivals), status, problem)
 
 
 def _ending(message: pb.GenerateResponse, num_received: int) -> tuple[str, str]:

@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 from ppserve.core.ledger.account import StageTimes
-from ppserve.core.ledger.causes import CAUSES
+from ppserve.core.ledger.causes import CAUSES, IDLE
 from ppserve.v1 import generation_pb2 as pb
+
+BUSY = "busy"
 
 
 def read_ledger(topology: pb.GetTopologyResponse) -> tuple[StageTimes, ...]:
     """The totals of all stages, in their order. Phases are not told apart."""
     return tuple(
         StageTimes(
-            {"busy": round(stage.busy_seconds * 1e9)},
+            {BUSY: round(stage.busy_seconds * 1e9)},
             {cause: round(stage.bubble_seconds.get(cause, 0.0) * 1e9) for cause in CAUSES},
             round(stage.idle_seconds * 1e9),
         )
@@ -28,3 +30,9 @@ def between(earlier: tuple[StageTimes, ...], later: tuple[StageTimes, ...]) -> t
         return ()
     pairs = zip(earlier, later, strict=True)
     return tuple(now.since(then) if now.wall_ns >= then.wall_ns else now for then, now in pairs)
+
+
+def shares(times: StageTimes) -> dict[str, float]:
+    """Shares of a stage's wall time by kind, busy first, idle last, which sum to 1. Without time, all is idle."""
+    spent_ns = {BUSY: times.computed_ns, **times.bubble_ns, IDLE: times.idle_ns if times.wall_ns else 1}
+    return {kind: ns / (times.wall_ns or 1) for kind, ns in spent_ns.items()}

@@ -7,9 +7,9 @@ from when it sent the request hides the waiting that the slow server causes ("co
 from __future__ import annotations
 
 import asyncio
+import math
 import time
-from collections.abc import Awaitable, Callable, Iterable
-from contextlib import AbstractAsyncContextManager, nullcontext
+from collections.abc import Awaitable, Callable, Iterable, Iterator
 from dataclasses import dataclass
 from itertools import count
 
@@ -25,92 +25,72 @@ class Until:
     """When sending stops; requests in flight are then waited for. At least one of the two is set."""
 
     num_requests: int | None = None
-    duration_s: float | None = None
+    duration_s: float = math.inf
+
+    def numbers(self) -> Iterator[int]:
+        return iter(count() if self.num_requests is None else range(self.num_requests))
 
 
 @dataclass(frozen=True, slots=True)
 class ClosedLoop:
-    """`concurrency` callers, each with one request at a time."""
+    """Callers with one request at a time each."""
 
     concurrency: int
 
 
 @dataclass(frozen=True, slots=True)
 class OpenLoop:
-    """Requests at given times (seconds after the start, ascending). max_in_flight: further requests wait in the
-    load generator, and their latency includes it."""
+    """Requests at given times."""
 
     arrivals_s: Iterable[float]
-    max_in_flight: int | None = None
+    """Seconds after the start, ascending."""
+    rate: float
+    """Requests per second, for the report."""
 
 
 Load = ClosedLoop | OpenLoop
 
 
-class Watch:
-    """Is told of every event of a run; this one ignores them."""
+async def run_load(ask: Ask, question: Callable[[int], Question], load: Load, until: Until) -> list[Answer]:
+    """All answers, in the order of their questions' numbers, which count from 0.
 
-    def sent(self) -> None:
-        """A request was sent."""
-
-    def answered(self, answer: Answer) -> None:
-        """A request ended."""
-
-
-async def run_load(
-    ask: Ask, question: Callable[[int], Question], load: Load, until: Until, watch: Watch
-) -> list[Answer]:
-    """All answers, in the order of their questions' numbers, which count from 0."""
-    run = _Run(ask, question, until, watch)
-    await (run.closed(load.concurrency) if isinstance(load, ClosedLoop) else run.open(load))
-    return sorted(run.answers, key=lambda answer: answer.question.number)
+    If this task is cancelled, so are the requests in flight.
+    """
+    answers: list[Answer] = []
+    if isinstance(load, ClosedLoop):
+        await _closed_loop(ask, question, load, until, answers)
+    else:
+        await _open_loop(ask, question, load, until, answers)
+    return sorted(answers, key=lambda answer: answer.question.number)
 
 
-class _Run:
-    def __init__(self, ask: Ask, question: Callable[[int], Question], until: Until, watch: Watch) -> None:
-        assert until.num_requests is not None or until.duration_s is not None
-        self._ask = ask
-        self._question = question
-        self._until = until
-        self._watch = watch
-        self._numbers = count() if until.num_requests is None else iter(range(until.num_requests))
-        self._begun_s = time.perf_counter()
-        self.answers: list[Answer] = []
+async def _closed_loop(
+    ask: Ask, question: Callable[[int], Question], load: ClosedLoop, until: Until, answers: list[Answer]
+) -> None:
+    numbers, ends_s = until.numbers(), time.perf_counter() + until.duration_s
 
-    async def closed(self, concurrency: int) -> None:
-        async with asyncio.TaskGroup() as callers:
-            for _ in range(concurrency):
-                callers.create_task(self._ask_in_turn())
+    async def call_in_turn() -> None:
+        while (now_s := time.perf_counter()) < ends_s and (number := next(numbers, None)) is not None:
+            answers.append(await ask(question(number), now_s))
 
-    async def _ask_in_turn(self) -> None:
-        while not self._is_over(time.perf_counter() - self._begun_s):
-            number = next(self._numbers, None)
-            if number is None:
+    async with asyncio.TaskGroup() as callers:
+        for _ in range(load.concurrency):
+            callers.create_task(call_in_turn())
+
+
+async def _open_loop(
+    ask: Ask, question: Callable[[int], Question], load: OpenLoop, until: Until, answers: list[Answer]
+) -> None:
+    async def call(asked: Question, intended_s: float) -> None:
+        answers.append(await ask(asked, intended_s))
+
+    begun_s = time.perf_counter()
+    async with asyncio.TaskGroup() as calls:
+        for at_s, number in zip(load.arrivals_s, until.numbers(), strict=False):
+            if at_s >= until.duration_s:
                 return
-            question = self._question(number)
-            await self._answer(question, time.perf_counter(), nullcontext())
-
-    async def open(self, load: OpenLoop) -> None:
-        room = asyncio.Semaphore(load.max_in_flight) if load.max_in_flight else nullcontext()
-        async with asyncio.TaskGroup() as calls:
-            for at_s, number in zip(load.arrivals_s, self._numbers, strict=False):
-                if self._is_over(at_s):
-                    return
-                # Made before it is due, so that making it adds no latency.
-                question = self._question(number)
-                intended_s = self._begun_s + at_s
-                # Also when late, for 0 s: without a pause the event loop would read no answers.
-                await asyncio.sleep(max(0.0, intended_s - time.perf_counter()))
-                calls.create_task(self._answer(question, intended_s, room))
-
-    def _is_over(self, elapsed_s: float) -> bool:
-        return self._until.duration_s is not None and elapsed_s >= self._until.duration_s
-
-    async def _answer(
-        self, question: Question, intended_s: float, room: AbstractAsyncContextManager[None]
-    ) -> None:
-        async with room:
-            self._watch.sent()
-            answer = await self._ask(question, intended_s)
-            self.answers.append(answer)
-            self._watch.answered(answer)
+            # Made before it is due, so that making it adds no latency.
+            asked, intended_s = question(number), begun_s + at_s
+            # Also when late, for 0 s: without a pause the event loop would read no answers.
+            await asyncio.sleep(max(0.0, intended_s - time.perf_counter()))
+            calls.create_task(call(asked, intended_s))

@@ -22,26 +22,21 @@ class ScrapeFailed(PpserveError):
 
 @dataclass(frozen=True, slots=True)
 class Histogram:
-    """Cumulative counts by upper bound; the last bound is infinite. total: the sum of all observations."""
+    """Cumulative counts by upper bound; the last bound is infinite."""
 
     bounds: tuple[float, ...] = ()
     counts: tuple[float, ...] = ()
-    total: float = 0.0
 
     @property
     def num(self) -> float:
         return self.counts[-1] if self.counts else 0.0
-
-    @property
-    def mean(self) -> float | None:
-        return self.total / self.num if self.num else None
 
     def since(self, earlier: Histogram) -> Histogram:
         """The observations made between two readings."""
         if earlier.bounds != self.bounds or earlier.num > self.num:
             return self
         counts = tuple(after - before for before, after in zip(earlier.counts, self.counts, strict=True))
-        return Histogram(self.bounds, counts, self.total - earlier.total)
+        return Histogram(self.bounds, counts)
 
     def quantile(self, q: float) -> float | None:
         """As PromQL's histogram_quantile: linear within a bucket. None without observations."""
@@ -64,10 +59,9 @@ class MetricsReading:
     def __init__(self, samples: Mapping[str, Mapping[Labels, float]]) -> None:
         self._samples = samples
 
-    def value(self, name: str, **labels: str) -> float:
-        """The sum of a metric's samples that have these labels; 0 without any."""
-        wanted = set(labels.items())
-        return sum(value for found, value in self._samples.get(name, {}).items() if wanted <= found)
+    def value(self, name: str) -> float:
+        """The sum of a metric's samples; 0 without any."""
+        return sum(self._samples.get(name, {}).values())
 
     def num(self, name: str) -> int:
         """How many samples a metric has."""
@@ -80,7 +74,7 @@ class MetricsReading:
             bound = float(dict(labels)["le"])
             buckets[bound] = buckets.get(bound, 0.0) + value
         bounds = tuple(sorted(buckets))
-        return Histogram(bounds, tuple(buckets[bound] for bound in bounds), self.value(name + "_sum"))
+        return Histogram(bounds, tuple(buckets[bound] for bound in bounds))
 
 
 def parse_metrics(text: str) -> MetricsReading:
@@ -104,7 +98,6 @@ def fetch_metrics(address: str, timeout_s: float = 5.0) -> MetricsReading:
     except urllib.error.URLError as error:
         raise ScrapeFailed(f"{url}: {error.reason}") from None
     except http.client.HTTPException as error:
-        # It may hold whatever the other end has sent instead of HTTP.
         raise ScrapeFailed(f"{url}: no HTTP answer ({type(error).__name__})") from None
     except (OSError, ValueError) as error:
         raise ScrapeFailed(f"{url}: {error}") from None

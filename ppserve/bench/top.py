@@ -1,29 +1,41 @@
-"""What `ppserve top` shows: the difference of two readings of a server. All but `read` is pure."""
+"""What `ppserve top` shows: the difference of two readings of a server, as a screen or as one line."""
 
 from __future__ import annotations
 
+import textwrap
 import time
+from collections.abc import Iterator
 from dataclasses import dataclass
+from itertools import groupby
 
-from ppserve.bench.ledger import between, read_ledger
+from ppserve.bench.ledger import BUSY, between, read_ledger, shares
 from ppserve.bench.scrape import Histogram, MetricsReading, ScrapeFailed, fetch_metrics
 from ppserve.client import Client
+from ppserve.core.figures import counted
 from ppserve.core.ledger.account import StageTimes
+from ppserve.core.ledger.causes import CAUSES, IDLE
 from ppserve.v1 import generation_pb2 as pb
+
+# A letter for every cause, so that bars can be read without colours.
+_GLYPHS = {BUSY: "█", **dict(zip(CAUSES, "fixrhg", strict=True)), IDLE: "·"}
+_COLOURS = {BUSY: 32, **dict(zip(CAUSES, (33, 31, 35, 95, 36, 34), strict=True)), IDLE: 90}
+_SMALLEST_BAR = 10
+_LEAST_SHOWN = 0.0005
 
 
 @dataclass(frozen=True, slots=True)
 class ServerReading:
-    """A server at one moment. metrics: None when not wanted, or when `problem` says why they could not be read."""
+    """A server at one moment."""
 
     at_s: float
     topology: pb.GetTopologyResponse
     metrics: MetricsReading | None
     problem: str = ""
+    """Why the metrics could not be read."""
 
 
 def read(client: Client, metrics: str | None) -> ServerReading:
-    """metrics: HOST:PORT of the page, None: not wanted. Raises CallFailed when the server does not answer."""
+    """metrics: HOST:PORT of the page, or None. Raises CallFailed when the server does not answer."""
     topology = client.topology()
     found, problem = None, ""
     if metrics is not None:
@@ -35,42 +47,106 @@ def read(client: Client, metrics: str | None) -> ServerReading:
 
 
 @dataclass(frozen=True, slots=True)
-class Traffic:
-    """The metrics page at both ends of an interval. Metrics are named without `ppserve_`."""
-
-    before: MetricsReading
-    after: MetricsReading
-    interval_s: float
-
-    def now(self, name: str) -> float:
-        return self.after.value(f"ppserve_{name}")
-
-    def per_s(self, name: str) -> float:
-        # A head that restarted in between counts from zero again.
-        return max(0.0, self.now(name) - self.before.value(f"ppserve_{name}")) / self.interval_s
-
-    def latency(self, name: str) -> Histogram:
-        """Of the interval."""
-        before, after = (page.histogram(f"ppserve_{name}_seconds") for page in (self.before, self.after))
-        return after.since(before)
-
-
-@dataclass(frozen=True, slots=True)
 class View:
-    """One screen. topology: at the end of the interval. ledger: over the interval. problem: why there is no
-    traffic."""
+    """Two readings and what lies between them."""
 
-    topology: pb.GetTopologyResponse
-    ledger: tuple[StageTimes, ...]
-    traffic: Traffic | None
-    problem: str = ""
+    before: ServerReading
+    after: ServerReading
+
+    @property
+    def stages(self) -> Iterator[tuple[str, pb.Stage, StageTimes]]:
+        """Name, stage, and its time over the interval. The name has the replica's number if there are several."""
+        topology = self.after.topology
+        later = read_ledger(topology)
+        ledger = between(read_ledger(self.before.topology), later) or later
+        for stage, times in zip(topology.stages, ledger, strict=True):
+            several = len(topology.replicas) > 1
+            yield f"{stage.replica}.{stage.stage}" if several else str(stage.stage), stage, times
+
+    def render_screen(self, target: str, width: int, colours: bool) -> list[str]:
+        """The whole view; no line is wider than `width` characters."""
+        topology = self.after.topology
+        head = (
+            f"ppserve {target}   {_shape(topology)} over {topology.transport},"
+            f" up to {counted(topology.microbatches, 'microbatch', 'es')}, epoch {topology.epoch}"
+        )
+        lines = [line[:width] for line in (head, *self._traffic(), "")]
+        for place, stage, times in self.stages:
+            name, percent = f"stage {place:<3}", f" {shares(times)[BUSY]:6.1%} busy"
+            cells = max(_SMALLEST_BAR, width - len(name) - len(percent) - 1)
+            lines.append(name + bar(times, cells, colours) + percent)
+            facts = ["LOST"] * (not stage.live) + [*_waits(times), f"layers {stage.layers} on {stage.device}"]
+            facts += [f"restarted {stage.restarts} x"] * bool(stage.restarts)
+            lines.append((" " * len(name) + "  ".join(facts))[:width])
+        legend = (f"{_coloured(glyph, kind, colours)} {kind}" for kind, glyph in _GLYPHS.items())
+        return [*lines, "", "  ".join(legend), *textwrap.wrap(topology.advice, max(width, _SMALLEST_BAR))]
+
+    def render_line(self, time_of_day: str) -> str:
+        """The view in one line, for logs and pipes."""
+        parts = [time_of_day]
+        for place, stage, times in self.stages:
+            name = f"stage {place}" + ("" if stage.live else " LOST")
+            parts.append(f"{name}: busy {shares(times)[BUSY]:.1%} {' '.join(_waits(times))}")
+        return " | ".join([*parts, *self._traffic()])
+
+    def _traffic(self) -> list[str]:
+        """Queue, rates and latencies by the metrics page, or why they are missing."""
+        before, after = self.before.metrics, self.after.metrics
+        if before is None or after is None:
+            problem = self.after.problem or self.before.problem
+            return [f"no metrics: {problem}"] if problem else []
+        interval_s = max(self.after.at_s - self.before.at_s, 1e-9)
+
+        def per_s(name: str) -> float:
+            # A head that restarted in between counts from zero again.
+            return max(0.0, after.value(name) - before.value(name)) / interval_s
+
+        def latency(name: str) -> str:
+            return _quantiles(after.histogram(name).since(before.histogram(name)))
+
+        # The mean: each replica has its own.
+        kv_usage = after.value("ppserve_kv_usage_ratio") / max(1, after.num("ppserve_kv_usage_ratio"))
+        return [
+            f"running {after.value('ppserve_requests_running'):.0f}"
+            f"  waiting {after.value('ppserve_requests_waiting'):.0f}"
+            f"  microbatches in flight {after.value('ppserve_microbatches_in_flight'):.0f}  KV {kv_usage:.1%}",
+            f"{per_s('ppserve_generated_tokens_total'):.1f} tok/s"
+            f"  {per_s('ppserve_prompt_tokens_total'):.1f} prompt tok/s"
+            f"  {per_s('ppserve_requests_total'):.2f} req/s"
+            f"  TTFT {latency('ppserve_time_to_first_token_seconds')}"
+            f"  ITL {latency('ppserve_inter_token_latency_seconds')}",
+        ]
 
 
-def view_of(before: ServerReading, after: ServerReading) -> View:
-    interval_s = max(after.at_s - before.at_s, 1e-9)
-    later = read_ledger(after.topology)
-    ledger = between(read_ledger(before.topology), later) or later
-    traffic = None
-    if before.metrics is not None and after.metrics is not None:
-        traffic = Traffic(before.metrics, after.metrics, interval_s)
-    return View(after.topology, ledger, traffic, after.problem or before.problem)
+def bar(times: StageTimes, width: int, colours: bool) -> str:
+    """`width` cells. The ends of the shares are rounded, not the shares, so that the number of cells is exact."""
+    kinds: list[str] = []
+    reached = 0.0
+    for kind, share in shares(times).items():
+        reached += share
+        kinds += [kind] * (round(reached * width) - len(kinds))
+    kinds += [IDLE] * (width - len(kinds))
+    return "".join(_coloured(_GLYPHS[kind] * len(list(run)), kind, colours) for kind, run in groupby(kinds))
+
+
+def _shape(topology: pb.GetTopologyResponse) -> str:
+    count = len(topology.replicas)
+    stages = counted(len(topology.stages) // max(1, count), "stage")
+    if topology.stages and (num_tensor := len(topology.stages[0].ranks)) > 1:
+        stages += f" of {num_tensor} tensor ranks"
+    return f"{count} replicas of {stages}" if count > 1 else stages
+
+
+def _waits(times: StageTimes) -> list[str]:
+    """Bubbles that are large enough to be seen, and the idle time, as shares of wall time."""
+    waits = {kind: share for kind, share in shares(times).items() if kind != BUSY}
+    return [f"{kind} {share:.1%}" for kind, share in waits.items() if share >= _LEAST_SHOWN or kind == IDLE]
+
+
+def _quantiles(seconds: Histogram) -> str:
+    p50_s, p99_s = seconds.quantile(0.5), seconds.quantile(0.99)
+    return "-" if p50_s is None or p99_s is None else f"p50 {1e3 * p50_s:.1f} p99 {1e3 * p99_s:.1f} ms"
+
+
+def _coloured(text: str, kind: str, colours: bool) -> str:
+    return f"\x1b[{_COLOURS[kind]}m{text}\x1b[0m" if colours else text

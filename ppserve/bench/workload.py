@@ -1,7 +1,7 @@
 """The requests of a load: lengths of prompts and answers, tokens, and when they are due.
 
 A request depends on the seed and its number alone, not on the order in which requests are sent. Prompts are
-random tokens: no two share a prefix that the server could have cached, except that of `shared_prefix`.
+random tokens, so no two share a prefix that the server could have cached.
 """
 
 from __future__ import annotations
@@ -18,41 +18,69 @@ from pathlib import Path
 
 from ppserve.errors import ConfigError
 
-Lengths = Callable[[random.Random], int]
-"""Draws a number of tokens, at least 1."""
+
+@dataclass(frozen=True, slots=True)
+class Lengths:
+    """A uniform distribution of numbers of tokens; both ends are included."""
+
+    least: int
+    most: int
+
+    @classmethod
+    def parse(cls, text: str) -> Lengths:
+        """`128` or `uniform:64:256`. Raises ValueError."""
+        match = re.fullmatch(r"\s*(?:uniform:(\d{1,9}):)?(\d{1,9})\s*", text)
+        most = int(match[2]) if match else 0
+        least = int(match[1]) if match and match[1] else most
+        if not 1 <= least <= most:
+            raise ValueError(f"{text!r} is not a length such as 128 or uniform:64:256")
+        return cls(least, most)
+
+    def draw(self, rng: random.Random) -> int:
+        return rng.randint(self.least, self.most)
 
 
-def parse_lengths(text: str) -> Lengths:
-    """`128`, `uniform:64:256` (both included) or `lognormal:MEDIAN:SIGMA`. Raises ValueError.
-
-    Log-normal: many short ones, few very long ones. SIGMA is the standard deviation of the logarithm.
-    """
-    match text.strip().split(":"):
-        case [count] | ["fixed", count]:
-            always = _count(count)
-            return lambda rng: always
-        case ["uniform", low, high]:
-            least, most = _count(low), _count(high)
-            if least > most:
-                raise ValueError(f"{text!r}: {low} is above {high}")
-            return lambda rng: rng.randint(least, most)
-        case ["lognormal", median, sigma]:
-            mean_log, spread = math.log(_positive(median, 1e9)), _positive(sigma, 10.0)
-            return lambda rng: max(1, round(rng.lognormvariate(mean_log, spread)))
-    raise ValueError(f"{text!r} is not a length such as 128, uniform:64:256 or lognormal:128:0.8")
+Sizes = Callable[[int, random.Random], tuple[int, int]]
+"""How long the prompt and the answer of the request of a number are, in tokens."""
 
 
-def _count(text: str) -> int:
-    if not text.isdecimal() or int(text) == 0:
-        raise ValueError(f"{text!r} is not a number of tokens")
-    return int(text)
+def drawn_sizes(prompt: Lengths, new: Lengths) -> Sizes:
+    """Both drawn independently."""
+    return lambda number, rng: (prompt.draw(rng), new.draw(rng))
 
 
-def _positive(text: str, most: float) -> float:
-    value = float(text)
-    if not 0 < value <= most:
-        raise ValueError(f"{text!r} is not a number above 0, up to {most:g}")
-    return value
+@dataclass(frozen=True, slots=True)
+class Question:
+    """One request."""
+
+    number: int
+    prompt_ids: tuple[int, ...]
+    max_tokens: int
+
+
+@dataclass(frozen=True, slots=True)
+class Workload:
+    """Endless requests for a model."""
+
+    sizes: Sizes
+    vocab_size: int
+    seed: int = 0
+
+    def question(self, number: int) -> Question:
+        """The request of a number, always the same. Numbers below 0 are for the warm-up."""
+        rng = random.Random(f"question {self.seed} {number}")
+        prompt_tokens, new_tokens = self.sizes(number, rng)
+        return Question(number, tuple(rng.choices(range(self.vocab_size), k=prompt_tokens)), new_tokens)
+
+
+def poisson_arrivals(rate: float, seed: int) -> Iterator[float]:
+    """Endless arrival times in seconds after the start, `rate` a second on average. Infinite: all at once."""
+    rng = random.Random(f"arrivals {seed}")
+    at_s = 0.0
+    while True:
+        yield at_s
+        if not math.isinf(rate):
+            at_s += rng.expovariate(rate)
 
 
 # ---- recorded traffic ------------------------------------------------------------------------------------
@@ -111,77 +139,6 @@ def _tokens(row: dict[str, str], column: str) -> int:
     if said is None or not re.fullmatch(r"\s*\d{1,9}\s*", said):
         raise ValueError(f"{column}: {said!r} is not a number of tokens")
     return max(1, int(said))
-
-
-def poisson_arrivals(rate: float, seed: int, burstiness: float = 1.0) -> Iterator[float]:
-    """Endless arrival times, in seconds after the start; `rate` a second on average.
-
-    The gaps follow a gamma distribution of shape `burstiness`: 1 is a Poisson process, below 1 requests come in
-    bursts, above 1 more evenly. With an infinite rate all arrive at once.
-    """
-    rng = random.Random(f"arrivals {seed}")
-    at_s = 0.0
-    while True:
-        yield at_s
-        if not math.isinf(rate):
-            at_s += rng.gammavariate(burstiness, 1 / (rate * burstiness))
-
-
-# ---- questions ---------------------------------------------------------------------------------------------
-
-
-Sizes = Callable[[int, random.Random], tuple[int, int]]
-"""How long the prompt and the answer of the request of a number are, in tokens."""
-
-
-def drawn_sizes(prompt: Lengths, new: Lengths) -> Sizes:
-    """Both drawn independently."""
-    return lambda number, rng: (prompt(rng), new(rng))
-
-
-def recorded_sizes(rows: tuple[TraceRow, ...]) -> Sizes:
-    """Those of recorded traffic, in its order, repeated without end."""
-    sizes = [(row.prompt_tokens, row.new_tokens) for row in rows]
-    return lambda number, rng: sizes[number % len(sizes)]
-
-
-@dataclass(frozen=True, slots=True)
-class Question:
-    """One request. was_clipped: it was longer than the context."""
-
-    number: int
-    prompt_ids: tuple[int, ...]
-    max_tokens: int
-    was_clipped: bool = False
-
-
-@dataclass(frozen=True, slots=True)
-class Workload:
-    """Endless requests that fit a model.
-
-    shared_prefix: how many tokens precede every prompt: the same ones, or one of `num_prefixes` such prefixes.
-    """
-
-    sizes: Sizes
-    vocab_size: int
-    max_context: int
-    seed: int = 0
-    shared_prefix: int = 0
-    num_prefixes: int = 1
-
-    def question(self, number: int) -> Question:
-        """The request of a number, always the same. Numbers below 0 are for the warm-up."""
-        rng = random.Random(f"question {self.seed} {number}")
-        own, new = self.sizes(number, rng)
-        prompt_tokens, new_tokens = clip(self.shared_prefix + own, new, self.max_context)
-        prefix = self._prefix(rng.randrange(self.num_prefixes))[:prompt_tokens]
-        prompt_ids = (*prefix, *rng.choices(range(self.vocab_size), k=prompt_tokens - len(prefix)))
-        was_clipped = (prompt_tokens, new_tokens) != (self.shared_prefix + own, new)
-        return Question(number, prompt_ids, new_tokens, was_clipped)
-
-    def _prefix(self, which: int) -> list[int]:
-        rng = random.Random(f"prefix {self.seed} {which}")
-        return rng.choices(range(self.vocab_size), k=min(self.shared_prefix, self.max_context))
 
 
 def clip(prompt_tokens: int, new_tokens: int, max_context: int) -> tuple[int, int]:

@@ -13,8 +13,7 @@ from typing import Any
 import click
 
 from ppserve.bench.scrape import ScrapeFailed
-from ppserve.bench.screen import render_line, render_screen
-from ppserve.bench.top import View, read, view_of
+from ppserve.bench.top import View, read
 from ppserve.cli.connection import connection, connection_options
 from ppserve.cli.output import say
 from ppserve.cli.types import Number
@@ -82,16 +81,16 @@ def _views(client: Client, metrics: str | None, interval_s: float) -> Iterator[V
         due_s = max(due_s + interval_s, time.monotonic())
         time.sleep(max(0.0, due_s - time.monotonic()))
         after = read(client, metrics)
-        yield view_of(before, after)
+        yield View(before, after)
         before = after
 
 
 def _show(view: View, target: str, live: bool) -> None:
     if not _is_terminal():
-        say(render_line(view, time.strftime("%H:%M:%S")))
+        say(view.render_line(time.strftime("%H:%M:%S")))
         return
     size = shutil.get_terminal_size()
-    lines = render_screen(view, target, size.columns, "NO_COLOR" not in os.environ)
+    lines = view.render_screen(target, size.columns, "NO_COLOR" not in os.environ)
     if live:
         shown = "".join(f"{line}{_TO_LINE_END}\r\n" for line in lines[: size.lines - 1])
         say(_HOME + shown + _TO_SCREEN_END, end="")

@@ -3,8 +3,7 @@
 # mypy: implicit_reexport=True
 # ruff: noqa: F401
 
-from ppserve.bench.ledger import between, read_ledger
-from ppserve.bench.screen import BUSY, shares
+from ppserve.bench.ledger import BUSY, between, read_ledger, shares
 from ppserve.core.architecture import Architecture, Split, StageLayout, stage_layouts, stage_params
 from ppserve.core.ledger.account import StageTimes
 from ppserve.core.ledger.causes import CAUSES, IDLE

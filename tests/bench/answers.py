@@ -3,21 +3,17 @@
 from __future__ import annotations
 
 from ppserve.bench.caller import OK, Answer
-from ppserve.bench.summary import Measurement, Setting
+from ppserve.bench.load import ClosedLoop, Load
+from ppserve.bench.measure import Measurement, Served
 from ppserve.bench.workload import Question
 from ppserve.core.ledger.account import StageTimes
 from ppserve.core.ledger.causes import CAUSES
 
-SETTING = Setting(
-    target="here:1",
-    model_id="m",
-    dtype="float32",
-    num_stages=2,
-    microbatches=2,
-    max_concurrency=2,
-    request_rate=float("inf"),
-    seed=0,
-)
+SERVED = Served(
+    *("here:1", "m", "float32"), num_stages=2, num_tensor=1, num_replicas=1, microbatches=2, vocab_size=50,
+    max_context=64,
+)  # fmt: skip
+TWO_CALLERS = ClosedLoop(2)
 
 
 def times_of(busy_s: float, bubble_s: dict[str, float], idle_s: float) -> StageTimes:
@@ -43,12 +39,14 @@ def answer(
     tokens = sum(count for _, count in arrivals)
     intended_s = sent_s if intended_s is None else intended_s
     question = Question(number, (1,) * prompt, tokens)
-    return Answer(question, intended_s, sent_s, arrivals[-1][0], tuple(arrivals), OK)
+    return Answer(question, intended_s, arrivals[-1][0], tuple(arrivals), OK)
 
 
 def failed(number: int, sent_s: float, ended_s: float, status: str = "RESOURCE_EXHAUSTED") -> Answer:
-    return Answer(Question(number, (1,) * 5, 4), sent_s, sent_s, ended_s, (), status, "the queue is full")
+    return Answer(Question(number, (1,) * 5, 4), sent_s, ended_s, (), status, "the queue is full")
 
 
-def measurement(*answers: Answer, duration_s: float = 10.0) -> Measurement:
-    return Measurement(SETTING, answers, duration_s, LEDGER, client_cpu_s=1.0)
+def measurement(
+    *answers: Answer, duration_s: float = 10.0, load: Load = TWO_CALLERS, served: Served = SERVED
+) -> Measurement:
+    return Measurement(served, load, 0, [*answers], duration_s, LEDGER, client_cpu_s=1.0, was_interrupted=False)

@@ -21,9 +21,7 @@ def test_values_and_labels() -> None:
     counter.labels("b", "").inc(1.5e9)
     Gauge("level", "Now.", registry=registry).set(0.25)
     reading = parse_metrics(generate_latest(registry).decode())
-    assert reading.value("things_total", kind="a") == 3
-    assert reading.value("things_total", note='quote " back \\ line \n comma , brace }') == 3
-    assert reading.value("things_total") == 3 + 1.5e9
+    assert (reading.value("things_total"), reading.num("things_total")) == (3 + 1.5e9, 2)
     assert reading.value("level") == 0.25
     assert reading.value("nothing") == 0
 
@@ -41,7 +39,6 @@ def test_histograms_subtract(before: list[float], between: list[float]) -> None:
     added = second.since(first)
     assert added.num == len(between)
     if between:
-        assert added.mean == pytest.approx(sum(between) / len(between), abs=1e-6)
         quantile = added.quantile(0.5)
         assert quantile is not None
         # The true median and the estimate lie in the same bucket.
@@ -50,7 +47,6 @@ def test_histograms_subtract(before: list[float], between: list[float]) -> None:
         assert any(low <= quantile <= high and low <= true <= high for low, high in pairwise(bounds))
     else:
         assert added.quantile(0.5) is None
-        assert added.mean is None
 
 
 def test_quantiles_are_promql_s() -> None:

@@ -14,9 +14,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 
+from ppserve.bench.ledger import shares
 from ppserve.bench.scrape import MetricsReading, parse_metrics
-from ppserve.bench.screen import bar, render_line, render_screen, shares
-from ppserve.bench.top import ServerReading, View, view_of
+from ppserve.bench.top import ServerReading, View, bar
 from ppserve.core.ledger.account import StageTimes
 from ppserve.core.ledger.causes import CAUSES
 from ppserve.v1 import generation_pb2 as pb
@@ -52,55 +52,52 @@ def page(generated: int, ttfts_s: list[float]) -> MetricsReading:
 def example() -> View:
     before = ServerReading(10.0, topology(100.0, 50.0, 1000.0), page(500, [0.3]))
     after = ServerReading(12.0, topology(101.0, 50.5, 1000.5), page(700, [0.3, 0.15, 0.15]))
-    return view_of(before, after)
+    return View(before, after)
 
 
 def test_a_view_is_the_difference_of_two_readings() -> None:
-    view = example()
-    assert view.ledger == (times_of(1.0, {"host": 0.5}, 0.5),) * 2
-    assert view.traffic is not None
-    assert view.traffic.per_s("generated_tokens_total") == 100
-    assert (view.traffic.now("requests_running"), view.traffic.now("kv_usage_ratio")) == (3, 0.125)
-    assert view.traffic.latency("time_to_first_token").quantile(0.5) == pytest.approx(0.15)
-    assert view.traffic.latency("inter_token_latency").quantile(0.5) is None
+    assert [times for _, _, times in example().stages] == [times_of(1.0, {"host": 0.5}, 0.5)] * 2
+    text = example().render_line("")
+    assert "100.0 tok/s" in text
+    assert "TTFT p50 150.0" in text
+    assert "ITL -" in text
 
 
 def test_a_server_that_began_anew_has_no_negative_rates() -> None:
     before = ServerReading(10.0, topology(100, 50, 0), page(500, [0.3] * 9))
-    view = view_of(before, ServerReading(11.0, topology(1, 0, 0), page(2, [])))
-    assert view.traffic is not None
-    assert view.traffic.per_s("generated_tokens_total") == 0
-    assert view.ledger[0].computed_ns == 10**9
+    view = View(before, ServerReading(11.0, topology(1, 0, 0), page(2, [])))
+    assert "  0.0 tok/s" in view.render_line("").replace("|", " ")
+    assert next(view.stages)[2].computed_ns == 10**9
 
 
 def test_the_kv_use_of_replicas_is_their_mean() -> None:
     shares = 'ppserve_kv_usage_ratio{replica="0"} 0.6\nppserve_kv_usage_ratio{replica="1"} 0.7\n'
     readings = [ServerReading(at_s, topology(1, 1, 1), parse_metrics(shares)) for at_s in (1, 2)]
-    assert "KV 65.0%" in "\n".join(render_screen(view_of(*readings), "here:1", 120, colours=False))
+    assert "KV 65.0%" in "\n".join(View(*readings).render_screen("here:1", 120, colours=False))
 
 
 def test_the_screen_says_it_all_and_fits() -> None:
     for width in (40, 80, 200):
-        for line in render_screen(example(), "here:1", width, colours=True):
+        for line in example().render_screen("here:1", width, colours=True):
             text = ESCAPES.sub("", line)
             assert len(text) <= width or text.startswith("█ busy")
-    text = "\n".join(render_screen(example(), "here:1", 120, colours=False))
+    text = "\n".join(example().render_screen("here:1", 120, colours=False))
     assert "\x1b" not in text
     for part in ("2 stages over shm", "running 3", "KV 12.5%", "100.0 tok/s", "host 25.0%", "idle 25.0%", "ITL -"):
         assert part in text
     assert "50.0% busy" in text
-    assert "started again 1 x" in text
+    assert "restarted 1 x" in text
     assert "buy a cluster" in text
-    lost = view_of(*without_stage_1())
-    text = "\n".join(render_screen(lost, "here:1", 120, colours=False))
+    lost = View(*without_stage_1())
+    text = "\n".join(lost.render_screen("here:1", 120, colours=False))
     assert text.count("LOST") == 1
     assert "metrics" not in text
 
 
 def test_one_stage_is_not_stages() -> None:
     alone = pb.GetTopologyResponse(stages=[pb.Stage(live=True)], transport="local", microbatches=1, epoch=1)
-    view = View(alone, example().ledger[:1], None)
-    assert render_screen(view, "here:1", 120, colours=False)[0] == (
+    view = View(ServerReading(1, alone, None), ServerReading(2, alone, None))
+    assert view.render_screen("here:1", 120, colours=False)[0] == (
         "ppserve here:1   1 stage over local, up to 1 microbatch, epoch 1"
     )
 
@@ -111,12 +108,12 @@ def without_stage_1() -> tuple[ServerReading, ServerReading]:
 
 
 def test_the_line_says_it_all() -> None:
-    line = render_line(example(), "12:00:00")
+    line = example().render_line("12:00:00")
     assert line.startswith("12:00:00 | stage 0: busy 50.0% host 25.0% idle 25.0% | stage 1:")
     assert "100.0 tok/s" in line
     assert "\n" not in line
-    lost = view_of(*without_stage_1())
-    assert "stage 1 LOST" in render_line(lost, "")
+    lost = View(*without_stage_1())
+    assert "stage 1 LOST" in lost.render_line("")
 
 
 def test_a_metrics_page_that_went_away_is_visible_until_it_is_back() -> None:
@@ -126,9 +123,9 @@ def test_a_metrics_page_that_went_away_is_visible_until_it_is_back() -> None:
         ServerReading(3, topology(3, 1, 1), page(7, [])),
         ServerReading(4, topology(4, 1, 1), page(8, [])),
     ]
-    lines = [render_line(view_of(a, b), "") for a, b in pairwise(readings)]
+    lines = [View(a, b).render_line("") for a, b in pairwise(readings)]
     assert [line.count("no metrics: http://here:1/metrics: refused") for line in lines] == [1, 1, 0]
-    screen = "\n".join(render_screen(view_of(*readings[:2]), "here:1", 120, colours=False))
+    screen = "\n".join(View(*readings[:2]).render_screen("here:1", 120, colours=False))
     assert "no metrics: http://here:1/metrics: refused" in screen
 
 

@@ -16,12 +16,9 @@ import grpc
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
-from ppserve.bench.plot import draw, read_spans
-from ppserve.bench.summary import Measurement, summarize
 from ppserve.core.ledger.causes import KINDS
 from ppserve.v1 import generation_pb2 as pb
 from ppserve.v1.generation_pb2_grpc import GenerationServiceStub
-from tests.bench.answers import LEDGER, SETTING, answer
 from tests.e2e.asking import ask, mixed_requests
 from tests.e2e.serving import Forked, Server, serving
 
@@ -88,7 +85,6 @@ def test_every_second_is_accounted_for(tmp_path: Path) -> None:
         for load in loads:
             load.start()
         readings.append(read(server))
-        killed_us = time.monotonic() * 1e6
         os.kill(server.stage_pid(1), signal.SIGKILL)
         while any(load.is_alive() for load in loads):
             readings.append(read(server))
@@ -104,14 +100,6 @@ def test_every_second_is_accounted_for(tmp_path: Path) -> None:
         check_topology(server, readings[-1])
         server.terminate()
     check_trace(trace)
-    check_picture(until(trace, killed_us, tmp_path / "calm.json"), tmp_path / "out.png")
-
-
-def until(trace: Path, end_us: float, calm: Path) -> Path:
-    """The trace up to a moment. The middle of the whole may be the recovery, in which no stage computes."""
-    events = json.loads(trace.read_text())
-    calm.write_text(json.dumps([event for event in events if event.get("ts", 0) < end_us]))
-    return calm
 
 
 def check_costs(server: Server) -> None:
@@ -141,11 +129,3 @@ def check_trace(path: Path) -> None:
         drawn = sorted((e["ts"], e["ts"] + e["dur"]) for e in steps + waits)
         overlap = sum(max(0.0, end - start) for (_, end), (start, _) in pairwise(drawn))
         assert overlap < 1.0, "microseconds by which computations and waits overlap"
-
-
-def check_picture(trace: Path, picture: Path) -> None:
-    """What `ppserve bench --plot --stage-trace` draws of it."""
-    assert {(span.stage, span.kind) for span in read_spans(trace)} >= {(0, "decode"), (1, "decode")}
-    measured = Measurement(SETTING, (answer(0, 1.0, [(1.5, 1)]),), 10.0, LEDGER)
-    draw(picture, [summarize(measured)], [measured], trace)
-    assert picture.read_bytes().startswith(b"\x89PNG\r\n\x1a\n")

@@ -15,7 +15,6 @@ import msgspec
 
 from ppserve.config import ServeConfig
 from ppserve.core.architecture import Architecture, StageLayout
-from ppserve.core.cost_model import LayerCosts
 from ppserve.core.partition import PartCosts
 from ppserve.core.plan import StepPlan, StepResult
 from ppserve.core.sampling_state import NOTHING, SamplingUpdate
@@ -68,9 +67,9 @@ class Hello(_Message, frozen=True, tag=True):
 
     checkpoint: the file or directory that `--model` means on its host; weights: their fingerprint. dtype: never
     "auto". gpu: index of the device that the stage would use, None for the CPU. shares_gpu: with other stages of
-    this host. costs: for `--layers auto`, else None. speed: for `--parallel auto`, by the number of tensor ranks.
-    memory_bytes: for weights and KV blocks together. cores: that processes of its host may use. Both are 0 where
-    unknown. kv_bytes: what KV blocks could take at most, of the memory that is free now. machine: equal for
+    this host. costs: for `--layers auto`, else None. shape_costs: for `--parallel auto`, by the number of tensor
+    ranks. memory_bytes: for weights and KV blocks together. cores: that processes of its host may use. Both are 0
+    where unknown. kv_bytes: what KV blocks could take at most, of the memory that is free now. machine: equal for
     processes that share memory, clock and loopback; host names do not show that. address: by which other stages
     reach it. head_address: by which it reached the head. quantization: of the weights. kv_dtype: of keys and
     values, never "auto".
@@ -90,7 +89,7 @@ class Hello(_Message, frozen=True, tag=True):
     head_address: str = "127.0.0.1"
     quantization: str = "none"
     kv_dtype: str = "float32"
-    speed: dict[int, LayerCosts] | None = None
+    shape_costs: dict[int, PartCosts] | None = None
     memory_bytes: int = 0
     kv_bytes: int = 0
     cores: int = 0

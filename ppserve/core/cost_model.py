@@ -13,13 +13,8 @@ fitted again, because negative coefficients extrapolate badly.
 
 from __future__ import annotations
 
-import math
-from collections.abc import Sequence
-from dataclasses import astuple, dataclass
-from itertools import pairwise
-from statistics import fmean
+from dataclasses import dataclass
 
-from ppserve.core.architecture import StageLayout
 from ppserve.core.plan import StepPlan
 
 _TERMS = 4
@@ -33,8 +28,6 @@ _TYPICAL = (1.0, 8.0, 1024.0, 8.0)
 _MOST_STEPS_BETWEEN_FITS = 16
 # Rows of a slice for which a key is read once. Kernels take some 4 to 16; measured in docs/performance.md.
 _ROWS_TOGETHER = 8
-# Observations needed before the errors of predictions are counted.
-_MIN_OBSERVATIONS = 64
 
 Square = list[list[float]]
 
@@ -75,85 +68,8 @@ class Coefficients:
     key: float = 0.0
     sample: float = 0.0
 
-    def times(self, factor: float) -> Coefficients:
-        return Coefficients(self.step * factor, self.row * factor, self.key * factor, self.sample * factor)
-
     def seconds(self, size: StepSize) -> float:
         return self.step + self.row * size.rows + self.key * size.context + self.sample * size.sampled
-
-
-Bends = tuple[tuple[int, float], ...]
-"""By a number of rows, ascending: seconds beyond what coefficients say, as measured. Small steps are computed by
-other kernels than large ones, so a line through all is far off in between."""
-
-
-def _bent(piecewise: Bends, rows: int) -> float:
-    """In proportion between two numbers; outside them as at the nearest."""
-    for (low, low_s), (high, high_s) in pairwise(piecewise):
-        if low < rows < high:
-            return low_s + (high_s - low_s) * (rows - low) / (high - low)
-    return next((bend_s for number, bend_s in piecewise if rows <= number), piecewise[-1][1]) if piecewise else 0.0
-
-
-@dataclass(frozen=True, slots=True)
-class PiecewiseCosts:
-    """A stage's: coefficients, and what steps take beyond them, by rows and by rows that are sampled. head_s: of
-    steps that sample any."""
-
-    line: Coefficients
-    head_s: float = 0.0
-    by_rows: Bends = ()
-    by_sampled: Bends = ()
-
-    def seconds(self, size: StepSize) -> float:
-        head_s = self.head_s + _bent(self.by_sampled, size.sampled) if size.sampled else 0.0
-        return max(0.0, self.line.seconds(size) + _bent(self.by_rows, size.rows) + head_s)
-
-    def times(self, factor: float) -> PiecewiseCosts:
-        piecewise = (tuple((rows, s * factor) for rows, s in each) for each in (self.by_rows, self.by_sampled))
-        return PiecewiseCosts(self.line.times(factor), self.head_s * factor, *piecewise)
-
-
-@dataclass(frozen=True, slots=True)
-class LayerCosts:
-    """What a model's parts cost on one rank. head: final norm, LM head and drawing. around_s: what any rank does
-    besides in a step (reads a plan, makes inputs, sends a result); 0 where it is not known. ends_s: what a lone
-    stage does on top of that: it embeds, and reports what it has drawn. Of several stages the first has half of it
-    and the last the other half."""
-
-    layer: Coefficients
-    head: Coefficients
-    around_s: float = 0.0
-    layer_bends: Bends = ()
-    head_bends: Bends = ()
-    ends_s: float = 0.0
-
-    def stage(self, layout: StageLayout) -> PiecewiseCosts:
-        """What a step costs on a stage with these layers, whose ranks compute as these do."""
-        head = self.head if layout.is_last else Coefficients()
-        ends_s = self.ends_s * (layout.is_first + layout.is_last) / 2
-        line = Coefficients(
-            self.layer.step * layout.layer_weights + ends_s,
-            self.layer.row * layout.layer_weights + head.row,
-            self.layer.key * len(layout.attentions),
-            head.sample,
-        )
-        by_rows = tuple((rows, s * layout.layer_weights) for rows, s in self.layer_bends)
-        return PiecewiseCosts(line, head.step, by_rows, self.head_bends if layout.is_last else ())
-
-    @classmethod
-    def mean(cls, costs: Sequence[LayerCosts]) -> LayerCosts:
-        """Of what several ranks measured, in steps of the same sizes."""
-        layer, head = (
-            Coefficients(*map(fmean, zip(*map(astuple, parts), strict=True)))
-            for parts in ([each.layer for each in costs], [each.head for each in costs])
-        )
-        layer_bends, head_bends = (
-            tuple((at[0][0], fmean(s for _, s in at)) for at in zip(*every, strict=True))
-            for every in ([each.layer_bends for each in costs], [each.head_bends for each in costs])
-        )
-        around_s, ends_s = (fmean(of) for of in ([c.around_s for c in costs], [c.ends_s for c in costs]))
-        return cls(layer, head, around_s, layer_bends, head_bends, ends_s)
 
 
 class StageCost:
@@ -164,7 +80,6 @@ class StageCost:
         self._groups: dict[int, _NormalEquations] = {}
         self._fitted = Coefficients()
         self._fit_at = 1
-        self._error = self._squared_error = 0.0
 
     def observe(self, size: StepSize, seconds: float) -> None:
         """A step of this size took that long. Times of zero or less are ignored."""
@@ -174,24 +89,6 @@ class StageCost:
         features = [value / typical / seconds for value, typical in zip(values, _TYPICAL, strict=True)]
         self._groups.setdefault(size.rows.bit_length(), _NormalEquations()).add(features)
         self.num_observed += 1
-        if self.num_observed <= _MIN_OBSERVATIONS:
-            return
-        predicted_s = self.predict(size)
-        if predicted_s > 0:
-            error = min(seconds / predicted_s - 1, 1.0)
-            self._error += (error - self._error) * (1 - _FADE)
-            self._squared_error += (error * error - self._squared_error) * (1 - _FADE)
-
-    @property
-    def mean(self) -> Coefficients:
-        """The coefficients of the mean time. A fit of relative errors underestimates the mean; corrected here."""
-        return self.coefficients.times(1 + self._error)
-
-    @property
-    def spread(self) -> float:
-        """Standard deviation of recent steps from the mean, as a share of it."""
-        variance = self._squared_error - self._error * self._error
-        return math.sqrt(max(0.0, variance)) / (1 + self._error)
 
     @property
     def coefficients(self) -> Coefficients:
@@ -265,17 +162,12 @@ def _solve_non_negative(products: Square, targets: list[float]) -> list[float]:
 
 
 def _solve(matrix: Square, right: list[float]) -> list[float]:
-    """Gaussian elimination with pivoting; `matrix` is positive definite."""
-    n = len(right)
+    """Gauss-Jordan elimination; `matrix` is positive definite, so no pivot is near zero."""
     rows = [[*row, value] for row, value in zip(matrix, right, strict=True)]
-    for column in range(n):
-        pivot = max(range(column, n), key=lambda i: abs(rows[i][column]))
-        rows[column], rows[pivot] = rows[pivot], rows[column]
-        for i in range(column + 1, n):
-            factor = rows[i][column] / rows[column][column]
-            rows[i] = [a - factor * b for a, b in zip(rows[i], rows[column], strict=True)]
-    solution = [0.0] * n
-    for i in reversed(range(n)):
-        known = sum(rows[i][j] * solution[j] for j in range(i + 1, n))
-        solution[i] = (rows[i][n] - known) / rows[i][i]
-    return solution
+    for column, pivot in enumerate(rows):
+        pivot[:] = [value / pivot[column] for value in pivot]
+        for row in rows:
+            if row is not pivot:
+                factor = row[column]
+                row[:] = [value - factor * other for value, other in zip(row, pivot, strict=True)]
+    return [row[-1] for row in rows]

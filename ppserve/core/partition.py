@@ -1,8 +1,8 @@
 """Which part of the model goes to which stage: the split whose heaviest stage is lightest.
 
-All layers of a GPT-2 cost the same, the first stage also embeds and the last also runs the LM head. Stages are
-cut between layers or, where that balances them better, between a layer's attention and its MLP, a third and two
-thirds of its weights: either way the same hidden states cross.
+All layers of a GPT-2 cost the same, and the last stage also runs the LM head. Stages are cut between layers or,
+where that balances them better, between a layer's attention and its MLP, a third and two thirds of its weights:
+either way the same hidden states cross.
 """
 
 from __future__ import annotations
@@ -23,15 +23,15 @@ _MOST_CUT = 128
 
 @dataclass(frozen=True, slots=True)
 class PartCosts:
-    """What the parts of a model cost, in one unit of your choice (seconds, bytes, parameters).
+    """What the parts of a model cost in a step, in one unit of your choice (seconds, bytes, parameters).
 
-    attention, mlp: of one layer, each with its norm; embedding: only on the first stage; head:
-    final norm, LM head and sampling, only on the last.
+    attention, mlp: of one layer, each with its norm. overhead: on every stage, embedding a few rows included.
+    head: final norm, LM head and sampling, only on the last stage.
     """
 
     attention: float
     mlp: float
-    embedding: float
+    overhead: float
     head: float
 
     @property
@@ -39,29 +39,29 @@ class PartCosts:
         return self.attention + self.mlp
 
     def stage_cost(self, layout: StageLayout) -> float:
-        ends = layout.is_first * self.embedding + layout.is_last * self.head
-        return len(layout.attentions) * self.attention + len(layout.mlps) * self.mlp + ends
+        layers = len(layout.attentions) * self.attention + len(layout.mlps) * self.mlp
+        return layers + self.overhead + layout.is_last * self.head
 
     def costs(self, split: Split) -> tuple[float, ...]:
         return tuple(map(self.stage_cost, stage_layouts(split)))
 
 
 def mean(parts: tuple[PartCosts, ...]) -> PartCosts:
-    """Of what several stages measured."""
+    """The mean of what several stages measured."""
     return PartCosts(*map(fmean, zip(*map(astuple, parts), strict=True)))
 
 
 def decode_parts(arch: Architecture) -> PartCosts:
     """Weights read by a decode step, in parameters: what such a step costs while memory is the limit.
 
-    The head reads its whole matrix (5.45 layers of GPT-2 124M); the embedding only gathers two rows.
+    The head reads its whole matrix (5.45 layers of GPT-2 124M); the embedding gathers two rows, next to nothing.
     """
-    return PartCosts(arch.attention_params, arch.mlp_params, 2 * arch.width, arch.head_params)
+    return PartCosts(arch.attention_params, arch.mlp_params, 0.0, arch.head_params)
 
 
 def prefill_parts(arch: Architecture, prompt_tokens: int) -> PartCosts:
     """Multiplications per prompt token; the head runs for one token of the prompt only."""
-    return PartCosts(arch.attention_params, arch.mlp_params, 2 * arch.width, arch.head_params / prompt_tokens)
+    return PartCosts(arch.attention_params, arch.mlp_params, 0.0, arch.head_params / prompt_tokens)
 
 
 def mixed_parts(prefill: PartCosts, decode: PartCosts, expect_prompt: int, expect_new: int) -> PartCosts:
@@ -108,7 +108,7 @@ def _cut_layers(parts: PartCosts, num_layers: int, num_stages: int, limit: float
     shares of the limit.
     """
     ends = 2 * num_layers
-    # What so many sublayers cost; embedding and head come on top.
+    # What so many sublayers cost; overhead and head come on top.
     upto = [parts.stage_cost(StageLayout(1, 3, 0, size)) / limit for size in range(ends + 1)]
     best: dict[int, tuple[float, int, float, tuple[int, ...]]] = {ends: (0.0, 0, 0.0, ())}
     for stage in reversed(range(num_stages)):

@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 from ppserve.core.architecture import Architecture, Split, StageLayout, stage_layouts, stage_params
 from ppserve.core.figures import numbers, size, table
 from ppserve.core.partition import (
+    PartCosts,
     balance,
     check_split,
     decode_parts,
@@ -21,39 +22,43 @@ _SCALE_BYTES = 4
 
 @dataclass(frozen=True, slots=True)
 class Intent:
-    """What the operator wants to run.
-
-    layers None: split by weight. max_model_len None: all positions of the model. stage_memory: bytes of a rank for
-    weights and KV cache. kv_cache_memory: the most of it that its KV cache may take, None: all that the weights
-    leave. kv_share: of what the weights leave, how much it may take. kv_dtype: of keys and values, `auto` is
-    dtype. expect_prompt, expect_new: tokens of a typical request. num_tensor: ranks that compute each stage
-    together.
-    """
+    """What the operator wants to run."""
 
     num_stages: int
     layers: Split | None = None
+    """None: split by `parts`."""
+    parts: PartCosts | None = None
+    """What the model's parts cost; None: the weights that decode steps read."""
     dtype: str = "float32"
     quantization: str = "none"
     kv_dtype: str = "auto"
+    """Of keys and values; `auto` is dtype."""
     max_model_len: int | None = None
+    """None: all positions of the model."""
     block_size: int = 16
     stage_memory: int = 16 << 30
+    """Bytes of a rank for weights and KV cache."""
     kv_cache_memory: int | None = None
-    expect_prompt: int = 128
-    expect_new: int = 128
-    num_tensor: int = 1
+    """The most that the KV cache may take; None: `kv_share` of what the weights leave."""
     kv_share: float = 1.0
+    expect_prompt: int = 128
+    """Tokens of a typical prompt."""
+    expect_new: int = 128
+    """Tokens of a typical answer."""
+    num_tensor: int = 1
+    """Ranks that compute each stage together."""
 
 
 @dataclass(frozen=True, slots=True)
 class StageForecast:
-    """One stage; sizes in bytes. kv_memory: for keys and values, 0 when not even the weights fit."""
+    """One stage; sizes in bytes."""
 
     layout: StageLayout
     num_parameters: int
     weight_bytes: int
     kv_bytes_per_token: int
     kv_memory: int
+    """For keys and values; 0 when not even the weights fit."""
 
     @property
     def max_tokens(self) -> int:
@@ -63,7 +68,7 @@ class StageForecast:
 
 @dataclass(frozen=True, slots=True)
 class Forecast:
-    """The pipeline. The balances are shares of time in which stages compute; at 1.0 no stage waits for another."""
+    """The pipeline. A balance is the share of time in which stages compute; at 1.0 no stage waits for another."""
 
     arch: Architecture
     dtype: str
@@ -75,6 +80,10 @@ class Forecast:
     decode_balance: float
     prefill_balance: float
     mixed_balance: float
+
+    @property
+    def balance(self) -> dict[str, float]:
+        return {"decode": self.decode_balance, "prefill": self.prefill_balance, "mixed": self.mixed_balance}
 
     @property
     def split(self) -> Split:
@@ -90,7 +99,7 @@ def forecast(arch: Architecture, intent: Intent) -> Forecast:
     """Raises ConfigError for a split or a context that the model does not allow."""
     prefill, decode = prefill_parts(arch, intent.expect_prompt), decode_parts(arch)
     mix = mixed_parts(prefill, decode, intent.expect_prompt, intent.expect_new)
-    split = intent.layers or split_by_cost(decode, arch.num_layers, intent.num_stages)
+    split = intent.layers or split_by_cost(intent.parts or decode, arch.num_layers, intent.num_stages)
     check_split(split, arch, intent.num_stages)
     max_model_len = arch.context(intent.max_model_len)
     # For each stage its first tensor rank: no other one has more.

@@ -1,67 +1,74 @@
-"""Every shape that a world of ranks can take, tensor ranks x stages x replicas, and what each would be worth."""
+"""Every shape that a world of ranks can take, tensor ranks x stages x replicas, and what each would give.
+
+B sequences in m microbatches on P stages that compute a step in s, with a time h in which tokens return:
+
+    tokens per second = B / max(P·s + h, m·s)
+
+The first term is the way of a token through all stages, the second the steps of the busiest one.
+"""
 
 from __future__ import annotations
 
+import math
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property
 from typing import Any
 
-from ppserve.core.architecture import Architecture
+from ppserve.core.architecture import Architecture, StageLayout
 from ppserve.core.figures import size, table
 from ppserve.core.grid import RankGrid
+from ppserve.core.workload import ExpectedStep, ExpectedWorkload
 from ppserve.errors import ConfigError
-from ppserve.planning.clock import Clock
-from ppserve.planning.cores import Cores, SharedCores
-from ppserve.planning.forecast import Forecast, Intent, forecast
-from ppserve.planning.machine import Device, Wires
-from ppserve.planning.scenarios import MeasuredCosts, SimulatedLoad, asked, summary
-from ppserve.planning.simulator import Outcome, SimulatedHead
+from ppserve.planning.forecast import ELEMENT_BYTES, Forecast, Intent, forecast
 
-# Of shapes with at least this share of the best throughput, the one with the shortest wait for a token wins.
-_AS_FAST = 0.97
+StageSeconds = Callable[[StageLayout, ExpectedStep], float]
+"""What a rank of a stage computes in a step."""
+
+
+@dataclass(frozen=True, slots=True)
+class Network:
+    """Between ranks: a message of n bytes takes latency_s + n / bandwidth."""
+
+    latency_s: float = 50e-6
+    bandwidth: float = 5e9
+    return_s: float = 0.5e-3
+    """From the end of a step to the beginning of the one with its tokens: result, the head's work, plan."""
 
 
 @dataclass(frozen=True, slots=True)
 class Conditions:
-    """What every shape is asked: on ranks of this speed, under this load. num_seqs: at once in a replica.
-    acceptance: as in `simulate`. hosts: whose cores are shared; none: every rank has its own."""
+    """What is equal for all shapes that are compared."""
 
-    speed: Device | MeasuredCosts
-    wires: Wires
-    load: SimulatedLoad
-    num_seqs: int = 256
-    acceptance: float = 0.0
-    hosts: tuple[SharedCores, ...] = ()
+    workload: ExpectedWorkload
+    stage_s: StageSeconds
+    network: Network = Network()
+    num_cores: float = math.inf
+    """Ranks that can compute at the same time, with all their threads."""
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, slots=True)
 class Prospect:
-    """What one shape promises. outcomes: of each replica that has work under its share of the load, the largest
-    share first; none: it does not fit."""
+    """What one shape promises."""
 
     grid: RankGrid
     plan: Forecast
-    outcomes: tuple[Outcome, ...] = ()
+    tokens_per_s: float | None = None
+    """Of all replicas together; None where nothing is known of the ranks' speed."""
+    itl_s: float | None = None
 
     @property
     def fits(self) -> bool:
-        return bool(self.outcomes)
+        return self.plan.max_sequences > 0
 
     @property
-    def output_tokens_per_s(self) -> float:
-        return float(self.figures.get("output_tokens_per_s", 0.0))
-
-    @cached_property
     def figures(self) -> dict[str, Any]:
-        """As numbers: the sizes, and `scenarios.summary` of the replica with the most work, with the requests and
-        the rates of all replicas together."""
-        shape = {"tensor": self.grid.tensor, "stages": self.grid.pipeline, "replicas": self.grid.data}
-        if not self.fits:
-            return {**shape, "fits": False}
-        summaries = [summary(outcome) for outcome in self.outcomes]
-        added = [name for name in summaries[0] if name == "requests" or name.endswith("_per_s")]
-        of_all = {name: sum(each[name] for each in summaries) for name in added}
-        return {**shape, "fits": True, **summaries[0], **of_all}
+        plan, shape = self.plan, self.grid
+        figures: dict[str, Any] = {"tensor": shape.tensor, "stages": shape.pipeline, "replicas": shape.data}
+        figures |= {"fits": self.fits, "weight_bytes": max(stage.weight_bytes for stage in plan.stages)}
+        figures |= {"max_sequences": plan.max_sequences * shape.data, "balance": plan.balance}
+        if self.tokens_per_s is not None:
+            figures |= {"output_tokens_per_s": self.tokens_per_s, "itl_s": self.itl_s}
+        return figures
 
 
 def shapes(world_size: int, arch: Architecture) -> list[RankGrid]:
@@ -74,92 +81,78 @@ def shapes(world_size: int, arch: Architecture) -> list[RankGrid]:
     ]
 
 
-def prospects(arch: Architecture, intent: Intent, world_size: int, under: Conditions) -> list[Prospect]:
-    """One of each shape, the best first; what does not fit comes last. intent: its number of stages, of tensor
-    ranks, and its split are not used. Raises ConfigError where no shape fits."""
+def compare(arch: Architecture, intent: Intent, world_size: int, under: Conditions | None) -> list[Prospect]:
+    """One of each shape, the fastest first where `under` says how fast ranks are; what does not fit comes last.
+
+    intent: its number of stages, of tensor ranks, and its split are not used. Raises ConfigError where no shape
+    fits.
+    """
     anyhow = replace(intent, layers=None)
-    found = [prospect(arch, anyhow, grid, under) for grid in shapes(world_size, arch)]
-    fitting = [each for each in found if each.fits]
-    if not fitting:
+    found = [_prospect(arch, anyhow, grid, under) for grid in shapes(world_size, arch)]
+    if not any(each.fits for each in found):
         raise ConfigError("--world", f"no shape of {world_size} ranks holds this model")
-    first = best(fitting)
-    rest = sorted((p for p in found if p is not first), key=lambda p: -p.output_tokens_per_s)
-    return [first, *rest]
+    return sorted(found, key=lambda each: (not each.fits, -(each.tokens_per_s or 0.0)))
 
 
-def best(fitting: list[Prospect]) -> Prospect:
-    """The most tokens per second; among those as fast, the one with the shortest time between tokens."""
-    limit = _AS_FAST * max(each.output_tokens_per_s for each in fitting)
-    return min(
-        (each for each in fitting if each.output_tokens_per_s >= limit),
-        key=lambda each: (each.figures["itl_s_p50"], each.grid.size - each.grid.data),
-    )
-
-
-def prospect(arch: Architecture, intent: Intent, grid: RankGrid, under: Conditions) -> Prospect:
-    """One shape's. Raises ConfigError where the intent names a split for another number of stages."""
+def _prospect(arch: Architecture, intent: Intent, grid: RankGrid, under: Conditions | None) -> Prospect:
     plan = forecast(arch, replace(intent, num_stages=grid.pipeline, num_tensor=grid.tensor))
-    if plan.max_sequences < 1:
+    if plan.max_sequences < 1 or under is None:
         return Prospect(grid, plan)
-    # Every tensor rank of a stage sends its result.
-    wires = replace(under.wires, report_s=under.wires.report_s * grid.tensor)
-    clock = Clock()
-    hosts = [Cores(host, clock) for host in under.hosts]
-    cores = {rank: host for host in hosts for rank in host.of.ranks}
-    if any(host.of.are_scarce for host in hosts):
-        # Ranks that share cores do not come to a gather at the same time. All but the last that comes spin.
-        wires = replace(wires, gather_s=wires.gather_s + wires.spin_s * (1 - 1 / grid.tensor))
-    head, how = SimulatedHead(clock, cores.get(0)), (under.num_seqs, under.acceptance)
-    runs = [
-        asked(plan, under.speed, wires, load, *how, head, _places(grid, replica, cores))
-        for replica, load in enumerate(shares(under.load, grid.data))
-    ]
-    clock.run()
-    return Prospect(grid, plan, tuple(run.end() for run in runs))
+    workload, network = under.workload, under.network
+    step = workload.step(plan.max_model_len, workload.decodes(grid.size, grid.tensor))
+    row_bytes = arch.width * ELEMENT_BYTES[plan.dtype] * step.plan.num_tokens
+    layouts = [stage.layout for stage in plan.stages]
+    seconds = [under.stage_s(layout, step) + gathers_s(arch, layout, row_bytes, network) for layout in layouts]
+    longest = min(workload.prompt + workload.new, plan.max_model_len)
+    fitting = max(1, plan.tightest.max_tokens // longest)
+    replicas = min(grid.data, workload.callers)
+    slots = min(grid.pipeline, max(1, workload.callers // replicas), fitting)
+    return_s = network.return_s + (grid.pipeline - 1) * (network.latency_s + row_bytes / network.bandwidth)
+    # Ranks that share cores take turns.
+    in_turn_s = replicas * slots * grid.tensor * sum(seconds) / under.num_cores
+    round_s = max(round_seconds(seconds, slots, return_s), in_turn_s)
+    new_tokens = min(slots * step.new_tokens, fitting)
+    return Prospect(grid, plan, min(replicas * new_tokens, workload.callers) / round_s, round_s)
 
 
-def _places(grid: RankGrid, replica: int, cores: dict[int, Cores]) -> tuple[tuple[Cores, ...], ...]:
-    """For each stage of a replica, the cores of each of its ranks; none where every rank has its own."""
-    if not cores:
-        return ()
-    stages, tensors = range(grid.pipeline), range(grid.tensor)
-    return tuple(tuple(cores[grid.rank(tensor, replica, stage)] for tensor in tensors) for stage in stages)
+def round_seconds(stage_s: Sequence[float], slots: int, return_s: float) -> float:
+    """In which every sequence in flight gets a token: max(P·s + h, m·s), for stages that may differ."""
+    return max(sum(stage_s) + return_s, slots * max(stage_s))
 
 
-def shares(load: SimulatedLoad, replicas: int) -> list[SimulatedLoad]:
-    """A load divided among replicas, its requests and its callers; the largest share first. A replica without a
-    request or a caller is left out."""
-    # In turns: of a closed loop to the callers, who are dealt to the replicas; of a trace to these.
-    turns = load.concurrency or replicas
-    divided = []
-    for replica in range(replicas):
-        own = tuple(each for place, each in enumerate(load.requests) if place % turns % replicas == replica)
-        callers = load.concurrency and len(range(replica, load.concurrency, replicas))
-        if own:
-            divided.append(SimulatedLoad(own, callers))
-    return divided
+def gathers_s(arch: Architecture, layout: StageLayout, row_bytes: float, network: Network) -> float:
+    """What the tensor ranks of a stage wait for each other's results in a step. row_bytes: of its hidden states.
+
+    The embedding gathers its columns, each attention its heads and its result, each MLP its inner rows and its
+    result, the head its draws.
+    """
+    if layout.num_tensor == 1:
+        return 0.0
+    count = layout.is_first + 2 * layout.num_sublayers + layout.is_last
+    widths = layout.is_first + 2 * len(layout.attentions) + len(layout.mlps) * (1 + arch.inner_width / arch.width)
+    return count * network.latency_s + (1 - 1 / layout.num_tensor) * widths * row_bytes / network.bandwidth
 
 
 # ---- as text -----------------------------------------------------------------------------------------------
 
 
 def render_prospects(found: list[Prospect]) -> str:
-    """A row per shape, the best first."""
-    heading = ("shape", "layers", "weights", "tokens/s", "TTFT p50", "ITL p50", "ITL p99", "busy")
+    """A row per shape."""
+    heading = ("shape", "layers", "weights", "sequences", "balance", "tokens/s", "ITL")
     rows = [heading, *(_row(each) for each in found)]
-    note = "(tensor ranks x stages x replicas; weights of the heaviest rank; busy: share of the time with work)"
+    note = "(tensor ranks x stages x replicas; weights of the heaviest rank; balance of decode steps)"
     return "\n".join([*table(*rows, left=2), note])
 
 
 def _row(each: Prospect) -> tuple[str, ...]:
-    weights = size(max(stage.weight_bytes for stage in each.plan.stages))
-    what = (shape_name(each.grid), str(each.plan.split), weights)
-    if not each.fits:
-        return (*what, "does not fit", "", "", "", "")
     figures = each.figures
-    busy = [stage["busy"] for stage in figures["stages"]]
-    times = (f"{1e3 * figures[key]:.3g} ms" for key in ("ttft_s_p50", "itl_s_p50", "itl_s_p99"))
-    return (*what, f"{each.output_tokens_per_s:.4g}", *times, f"{sum(busy) / len(busy):.0%}")
+    what = (shape_name(each.grid), str(each.plan.split), size(figures["weight_bytes"]))
+    if not each.fits:
+        return (*what, "do not fit", "", "", "")
+    speed = ("", "")
+    if each.tokens_per_s is not None and each.itl_s is not None:
+        speed = (f"{each.tokens_per_s:.4g}", f"{1e3 * each.itl_s:.3g} ms")
+    return (*what, f"{figures['max_sequences']:,}", f"{each.plan.decode_balance:.0%}", *speed)
 
 
 def shape_name(grid: RankGrid) -> str:

@@ -161,9 +161,8 @@ def _find_out(start: wire.Start) -> ProbeResult:
     grid = config.pipeline.grid(world_size)
     tensor = grid.place(start.rank).tensor
     costs = calibrate.costs_for_split(config, grid.pipeline, found.checkpoint, found.compute, tensor)
-    local_rank = environment.local_rank
-    speed = calibrate.costs_for_shape(config, world_size, found.checkpoint, found.compute, local_rank)
-    return replace(found, costs=costs, speed=speed)
+    shape_costs = calibrate.costs_for_shape(config, world_size, found.checkpoint, found.compute)
+    return replace(found, costs=costs, shape_costs=shape_costs)
 
 
 def _read_start(life: int) -> wire.Start:

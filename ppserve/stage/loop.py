@@ -21,7 +21,6 @@ import torch
 
 from ppserve import wire
 from ppserve.config import ServeConfig
-from ppserve.core.cost_model import LayerCosts
 from ppserve.core.partition import PartCosts
 from ppserve.core.plan import Drawn, StepPlan
 from ppserve.core.sampling_state import SamplingDecoder, SamplingUpdate
@@ -50,13 +49,13 @@ _TOKENS_AHEAD = 2048
 
 @dataclass(frozen=True, slots=True)
 class ProbeResult:
-    """What a stage finds out before it meets the head. costs, speed: None where they decide nothing."""
+    """What a stage finds out before it meets the head. costs, shape_costs: None where they decide nothing."""
 
     checkpoint: Checkpoint
     compute: Compute
     weights: str = ""
     costs: PartCosts | None = None
-    speed: dict[int, LayerCosts] | None = None
+    shape_costs: dict[int, PartCosts] | None = None
 
     @classmethod
     def of(cls, config: ServeConfig, environment: RankEnvironment) -> ProbeResult:
@@ -152,7 +151,7 @@ class StageLoop:
             head_address=self._route.head,
             quantization=compute.quantization,
             kv_dtype=compute.kv_dtype,
-            speed=self._found.speed,
+            shape_costs=self._found.shape_costs,
             memory_bytes=compute.memory_bytes(),
             kv_bytes=start.config.cache.kv_cache_memory or compute.kv_budget_bytes(),
             cores=cores_here(),

@@ -4,9 +4,7 @@ import pytest
 from click.testing import CliRunner
 
 from ppserve.cli.main import cli
-from ppserve.cli.plan import load_of
 from ppserve.errors import PpserveError
-from ppserve.planning.simulator import SimulatedRequest
 
 CONFIG_13B = {
     "architectures": ["GPT2LMHeadModel"],
@@ -57,61 +55,43 @@ def test_more_tensor_ranks_than_heads_are_refused():
         plan("--tensor-parallel", "64")
 
 
-def test_costs_of_tensor_ranks_say_nothing_of_other_numbers(tmp_path):
-    stage = {"layers": 4, "step_s": 1e-3, "row_s": 0.0, "key_s": 0.0, "sample_s": 0.0}
-    (tmp_path / "costs.json").write_text(json.dumps({"stages": [stage], "tensor": 2}))
-    of_two = ("--costs", str(tmp_path / "costs.json"), "--simulate", "--requests", "2", "--expect-new", "2")
-    assert "simulated:" in plan("--tensor-parallel", "2", *of_two)
-    for others in (["--tensor-parallel", "1"], ["--world", "2"]):
-        with pytest.raises(PpserveError, match="is of a server with 2 tensor ranks in each stage"):
-            plan(*others, *of_two)
-
-
-def test_speeds_and_times_beside_costs_that_have_them_are_refused(tmp_path):
-    stage = {"layers": 8, "step_s": 1e-3, "row_s": 0.0, "key_s": 0.0, "sample_s": 0.0}
+@pytest.fixture
+def costs(tmp_path):
+    """As a server with two stages of the built-in model would measure."""
+    stage = {"layers": 4, "steps": 900, "step_s": 1e-3, "row_s": 1e-5, "key_s": 0.0, "sample_s": 0.0}
     names = ("head_s", "control_s", "prepare_s", "sending_s", "transfer_s", "return_s")
-    sheet = {"stages": [stage], "overheads": dict.fromkeys(names, 1e-4)}
-    (tmp_path / "costs.json").write_text(json.dumps(sheet))
-    simulated = ("--simulate", "--costs", str(tmp_path / "costs.json"), "--requests", "2", "--expect-new", "4")
-    for flag, value in (("--flops", "1T"), ("--head-time", "1us")):
-        with pytest.raises(PpserveError, match=f"{flag}: the sheet of --costs has it"):
-            plan(*simulated, flag, value)
-    # What ranks wait for each other, a server without tensor ranks cannot tell.
-    slow, fast = (
-        json.loads(plan(*simulated, "--json", "--tensor-parallel", "2", "--gather-latency", gather))["simulated"]
-        for gather in ("1ms", "1us")
-    )
-    assert slow["1"]["output_tokens_per_s"] < 0.5 * fast["1"]["output_tokens_per_s"]
+    sheet = {"stages": [stage] * 2, "tensor": 1, "max_chunk": 128, "overheads": dict.fromkeys(names, 1e-4)}
+    path = tmp_path / "costs.json"
+    path.write_text(json.dumps(sheet))
+    return path
 
 
-def test_a_simulation_beside_one_stage():
-    output = plan("--stages", "2", "--simulate", "--compare", "1", "--requests", "6", "--expect-new", "8")
-    table = output.partition("simulated:\n")[2].splitlines()
-    assert table[0].split() == ["stages", "1", "2"]
+def test_costs_of_tensor_ranks_say_nothing_of_other_numbers(costs):
+    costs.write_text(json.dumps(json.loads(costs.read_text()) | {"tensor": 2}))
+    assert "simulated" in plan("--tensor-parallel", "2", "--costs", str(costs))
+    for others in (["--tensor-parallel", "1"], ["--world", "2"]):
+        with pytest.raises(PpserveError, match="--costs: it is of a server with 2 tensor ranks in each stage"):
+            plan(*others, "--costs", str(costs))
 
 
-def test_a_recorded_load_is_cut_to_the_context_and_sped_up(tmp_path):
-    trace = tmp_path / "trace.csv"
-    trace.write_text(
-        "TIMESTAMP,ContextTokens,GeneratedTokens\n2023-11-16 18:15:46.6805900,374,44\n"
-        "2023-11-16 18:15:50.9951690,5000,109\n2023-11-16 18:15:51.6805900,1000,0\n"
-    )
-    flags = {"trace": trace, "requests": 10, "time_scale": 2.0}
-    load = load_of(1024, flags)
-    assert load.concurrency is None
-    assert load.requests[0] == SimulatedRequest(0.0, 374, 44)
-    assert (load.requests[1].prompt_tokens, load.requests[1].new_tokens) == (1024 - 109, 109)
-    assert load.requests[2] == SimulatedRequest(pytest.approx(2.5), 1000, 1)
-    assert len(load_of(1024, flags | {"requests": 2}).requests) == 2
-    output = plan("--simulate", "--trace", str(trace), "--requests", "2")
-    assert "simulated:" in output
+def test_a_simulation(costs):
+    output = plan("--stages", "2", "--costs", str(costs), "--replicas", "2", "--expect", "8,8,6")
+    table = output.partition("simulated, a pipeline with 3 callers:\n")[2].splitlines()
+    assert table[0].split()[0] == "requests/s"
+    found = json.loads(plan("--stages", "2", "--costs", str(costs), "--expect", "8,8,4", "--json"))
+    assert found["simulated"]["requests"] == 24
+    assert len(found["simulated"]["stages"]) == 2
 
 
-def test_a_simulation_as_json():
-    speeds = ["--flops", "312T", "--memory-bandwidth", "2TB/s", "--link-latency", "5us", "--launch-time", "20e-6"]
-    found = json.loads(plan("--stages", "2", "--simulate", "--requests", "4", "--json", *speeds))
-    assert found["simulated"]["2"]["requests"] == 4
-    assert len(found["simulated"]["2"]["stages"]) == 2
+def test_all_shapes_of_a_world(costs):
+    shapes = {"1x1x4", "1x2x2", "1x4x1", "2x1x2", "2x2x1", "4x1x1"}
+    lines = plan("--world", "4").splitlines()
+    assert {line.split()[0] for line in lines[1:-1]} == shapes
+    found = json.loads(plan("--world", "4", "--costs", str(costs), "--expect", "8,8,16", "--json"))
+    rates = [each["output_tokens_per_s"] for each in found]
+    assert rates == sorted(rates, reverse=True)
+    assert rates[0] > 1000
+    assert all(each["weight_bytes"] > 0 and each["balance"]["decode"] <= 1 for each in found)
 
 
 @pytest.mark.parametrize(
@@ -121,13 +101,11 @@ def test_a_simulation_as_json():
         (["--stages", "2", "--layers", "7,7"], "adds up to 14"),
         (["--model", "/nonexistent/model"], "nonexistent"),
         (["--max-model-len", "99999"], "--max-model-len"),
+        (["--max-model-len", "1"], "--max-model-len: 1 has no room for a prompt and an answer"),
         (["--world", "4", "--stages", "2"], "--stages: --world compares all shapes"),
         (["--world", "4", "--layers", "auto"], "--layers: --world compares all shapes"),
-        (["--costs", __file__], "--costs: is of a simulation: add --simulate"),
-        (["--compare", "1,2"], "--compare: is of a simulation: add --simulate"),
-        (["--simulate", "--time-scale", "2"], "--time-scale: is of a --trace"),
-        (["--simulate", "--trace", __file__, "--concurrency", "4"], "--concurrency: --trace has its own arrivals"),
-        (["--simulate", "--max-model-len", "1"], "--max-model-len: 1 has no room for a prompt and an answer"),
+        (["--world", "4", "--stage-memory", "1M"], "--world: no shape of 4 ranks holds this model"),
+        (["--costs", __file__], "--costs: .*test_plan.py is no cost sheet"),
     ],
 )
 def test_mistakes_are_named(args, problem):
@@ -135,20 +113,16 @@ def test_mistakes_are_named(args, problem):
         CliRunner().invoke(cli, ["plan", *args], catch_exceptions=False, standalone_mode=False)
 
 
+def test_a_simulation_of_what_does_not_fit(costs):
+    with pytest.raises(PpserveError, match="--kv-cache-memory: not one sequence of 1024 tokens fits"):
+        plan("--costs", str(costs), "--kv-cache-memory", "1K")
+
+
 @pytest.mark.parametrize(
     "args",
-    [
-        ["--flops", "many"],
-        ["--flops", "0"],
-        ["--flops", "1e-300"],
-        ["--flops", "٣T"],
-        ["--launch-time", "1e999"],
-        ["--link-latency", "5 parsecs"],
-        ["--stages", "0"],
-        ["--world", "100000"],
-    ],
+    [["--stages", "0"], ["--world", "100000"], ["--expect", "8,8"], ["--expect", "8,8,0"], ["--costs", "/no"]],
 )
-def test_flags_that_are_no_quantities(args):
+def test_values_that_flags_do_not_take(args):
     result = CliRunner().invoke(cli, ["plan", *args])
     assert result.exit_code == 2
     assert args[0] in result.output

@@ -1,10 +1,8 @@
 import random
-from dataclasses import replace
 
 import pytest
 
-from ppserve.core.architecture import Split, stage_layouts
-from ppserve.core.cost_model import Coefficients, LayerCosts, PipelineCosts, StageCost, StepSize
+from ppserve.core.cost_model import Coefficients, PipelineCosts, StageCost, StepSize
 from ppserve.core.plan import Draw, Slice, StepPlan
 from ppserve.core.request import SamplingParams
 
@@ -122,37 +120,3 @@ def test_the_pipeline_is_as_slow_as_its_slowest_stage():
     costs.observe(0, plan, 0.001)
     costs.observe(1, plan, 0.003)
     assert costs.predict(StepSize(1, 10, 1)) == pytest.approx(0.003, rel=1e-3)
-
-
-def test_the_spread_is_how_far_steps_are_from_the_prediction():
-    assert fitted(DECODE + MIXED).spread < 1e-3
-    noisy = fitted(DECODE + MIXED, noise=0.3)
-    assert noisy.spread == pytest.approx(0.3 / 3**0.5, rel=0.25)  # of a uniform distribution
-    many = DECODE * 4 + MIXED * 4
-    assert sum(noisy.predict(x) / truth(x) for x in many) / len(many) < 0.98
-    means = [noisy.mean.seconds(x) / truth(x) for x in many]
-    assert sum(means) / len(means) == pytest.approx(1, abs=0.015)
-    assert fitted(DECODE, repeats=2).spread == 0, "too early to say"
-
-
-def test_a_step_of_a_measured_size_costs_what_was_measured() -> None:
-    """Between two sizes in proportion, outside as far from the line as the nearest; each layer has its part."""
-    layer, head = Coefficients(step=1e-3, row=1e-4, key=1e-6), Coefficients(sample=1e-4)
-    costs = LayerCosts(layer, head, 0.0, ((4, 0.0), (8, 4e-4)), ((4, 0.0), (8, -2e-4)))
-    first, last = (costs.stage(layout) for layout in stage_layouts(Split.parse("4,3")))
-    assert first.seconds(StepSize(8, 100, 8)) == pytest.approx(4 * (1e-3 + 8e-4 + 1e-4 + 4e-4))
-    assert last.seconds(StepSize(6, 0, 6)) == pytest.approx(3 * (1e-3 + 6e-4 + 2e-4) + 6e-4 - 1e-4)
-    assert first.seconds(StepSize(2)) == pytest.approx(4 * (1e-3 + 2e-4))
-    assert first.seconds(StepSize(20)) == pytest.approx(4 * (1e-3 + 2e-3 + 4e-4))
-    assert last.times(0.5).seconds(StepSize(6, 0, 6)) == pytest.approx(last.seconds(StepSize(6, 0, 6)) / 2)
-    other = replace(costs, layer_bends=((4, 2e-4), (8, 6e-4)))
-    assert dict(LayerCosts.mean([costs, other]).layer_bends) == pytest.approx({4: 1e-4, 8: 5e-4})
-
-
-@pytest.mark.parametrize(("split", "more_s"), [("7", [2e-3]), ("4,3", [1e-3, 1e-3]), ("3,2,2", [1e-3, 0.0, 1e-3])])
-def test_the_first_and_the_last_stage_do_what_no_other_does(split: str, more_s: list[float]) -> None:
-    costs, size = LayerCosts(Coefficients(row=1e-3), Coefficients(sample=1e-4)), StepSize(8, 100, 8)
-    ends, layouts = replace(costs, ends_s=2e-3), stage_layouts(Split.parse(split))
-    found = [ends.stage(layout).seconds(size) - costs.stage(layout).seconds(size) for layout in layouts]
-    assert found == pytest.approx(more_s)
-    assert LayerCosts.mean([costs, ends]).ends_s == 1e-3

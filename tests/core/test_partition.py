@@ -82,7 +82,7 @@ def test_a_layer_is_cut_where_whole_ones_do_not_balance():
     assert split_by_cost(PartCosts(1, 2, 0, 0), 3, 2) == Split.parse("1.5,1.5")
     assert split_by_cost(PartCosts(1, 2, 0, 0), 4, 2) == Split.parse("2,2")
     assert split_by_cost(PartCosts(1, 2, 0, 4), 3, 2) == Split.parse("2,1")
-    assert PartCosts(1, 2, 10, 100).costs(Split.parse("1.5,1.5")) == (10 + 4, 100 + 5)
+    assert PartCosts(1, 2, 10, 100).costs(Split.parse("1.5,1.5")) == (10 + 4, 10 + 100 + 5)
 
 
 def test_more_stages_than_layers_is_named():

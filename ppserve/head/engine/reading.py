@@ -12,14 +12,13 @@ from ppserve.head.engine.member import Decision, Member
 
 @dataclass(frozen=True, slots=True)
 class StageReading:
-    """One stage at one moment. steps: computed since the start. cost: of a step, on average. spread: standard
-    deviation from that, as a share of it. ranks: of the stage. gathered_ns: what each has waited for the others.
+    """One stage at one moment. steps: computed since the start. cost: of a step, by its size. ranks: of the
+    stage. gathered_ns: what each has waited for the others.
     """
 
     times: StageTimes
     steps: int
     cost: Coefficients
-    spread: float
     ranks: tuple[Member, ...]
     gathered_ns: tuple[int, ...]
 

@@ -324,7 +324,7 @@ class Replica:
             microbatches=scheduler.microbatches,
             overheads=self._overheads.times,
             stages=tuple(
-                StageReading(times, cost.num_observed, cost.mean, cost.spread, ranks, gathered_ns)
+                StageReading(times, cost.num_observed, cost.coefficients, ranks, gathered_ns)
                 for times, cost, ranks, gathered_ns in every
             ),
             num_running=scheduler.num_running,

@@ -113,7 +113,6 @@ def describe_costs(readings: tuple[ReplicaReading, ...]) -> dict[str, Any]:
             "layers": layout.num_sublayers / 2,
             "steps": stage.steps,
             **{f"{term}_s": seconds for term, seconds in asdict(stage.cost).items()},
-            "spread": stage.spread,
         }
         for layout, stage in zip(reading.decision.layouts, reading.stages, strict=True)
     ]

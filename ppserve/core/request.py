@@ -6,6 +6,18 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 
 
+class FinishReason(StrEnum):
+    """Why a sequence ended; the names are those of the proto's `FinishReason`."""
+
+    EOS = "EOS"
+    STOP_TOKEN = "STOP_TOKEN"
+    STOP_STRING = "STOP_STRING"
+    MAX_TOKENS = "MAX_TOKENS"
+    CONTEXT_LENGTH = "CONTEXT_LENGTH"
+    CANCELLED = "CANCELLED"
+    DEADLINE = "DEADLINE"
+
+
 @dataclass(frozen=True, slots=True)
 class SamplingParams:
     """How the next token is drawn from its logits.
@@ -79,6 +91,31 @@ class Request:
     caller: str = ""
     deadline_s: float | None = None
 
+    @property
+    def length_end(self) -> FinishReason:
+        """Why an answer of max_tokens tokens ends."""
+        return FinishReason.CONTEXT_LENGTH if self.limited_by_context else FinishReason.MAX_TOKENS
+
+    def end_after(self, num_generated: int, token_id: int, eos_id: int | None) -> FinishReason | None:
+        """Why an answer of `num_generated` tokens ends with `token_id`, its latest; None when it does not."""
+        stop = self.stop
+        if num_generated >= stop.min_tokens:
+            # Before min_tokens such a token is never drawn; in a resumed answer it does not end the answer.
+            if token_id == eos_id and not stop.ignore_eos:
+                return FinishReason.EOS
+            if token_id in stop.stop_token_ids:
+                return FinishReason.STOP_TOKEN
+        return self.length_end if num_generated >= stop.max_tokens else None
+
+    def banned(self, eos_id: int | None) -> tuple[int, ...]:
+        """The tokens that would end an answer before it has `min_tokens`."""
+        if not self.stop.min_tokens:
+            return ()
+        banned = set(self.stop.stop_token_ids)
+        if eos_id is not None and not self.stop.ignore_eos:
+            banned.add(eos_id)
+        return tuple(sorted(banned))
+
 
 def context_problem(num_prompt: int, num_new: int, max_context: int) -> str | None:
     """Why a prompt, together with the tokens to generate from it, exceeds the context; None when it does not."""
@@ -88,15 +125,3 @@ def context_problem(num_prompt: int, num_new: int, max_context: int) -> str | No
     if num_prompt > max_context:
         return problem
     return f"{problem} together with {'a generated one' if num_new == 1 else f'{num_new} generated ones'}"
-
-
-class FinishReason(StrEnum):
-    """Why a sequence ended; the names are those of the proto's `FinishReason`."""
-
-    EOS = "EOS"
-    STOP_TOKEN = "STOP_TOKEN"
-    STOP_STRING = "STOP_STRING"
-    MAX_TOKENS = "MAX_TOKENS"
-    CONTEXT_LENGTH = "CONTEXT_LENGTH"
-    CANCELLED = "CANCELLED"
-    DEADLINE = "DEADLINE"

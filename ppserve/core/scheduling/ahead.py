@@ -39,7 +39,7 @@ class Ahead:
         if len(going_on) < len(drawing) and self._request_queue.num_waiting:  # a place becomes free
             return []
         for sequence in going_on:
-            sequence.is_ahead = True
+            sequence.run_ahead()
         return [(sequence, 1) for sequence in going_on]
 
     def _comes_first(self, now: float) -> bool:
@@ -54,5 +54,5 @@ class Ahead:
         for sequence in self._running_set.running:
             if sequence.is_ahead:
                 known = len(sequence.token_ids)
-                sequence.withdraw(known)
+                sequence.drop_drafts(known)
                 self._slots.drop_ahead(sequence, known)

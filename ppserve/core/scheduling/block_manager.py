@@ -16,17 +16,13 @@ caller's conversation.
 
 from __future__ import annotations
 
-import hashlib
-from array import array
 from collections import OrderedDict
 from collections.abc import Sequence as Seq
+from itertools import takewhile
+
+from ppserve.core.scheduling.sequence import Sequence
 
 BlockTable = tuple[int, ...]
-
-
-def block_digest(parent: bytes, token_ids: Seq[int]) -> bytes:
-    """The name of a full block that follows the block named `parent` (b"" for the first)."""
-    return hashlib.sha256(parent + array("q", token_ids).tobytes()).digest()
 
 
 class BlockManager:
@@ -150,3 +146,51 @@ class BlockManager:
                 self._cached[block] = None
             else:
                 self._free.append(block)
+
+
+class PrefixCache:
+    """Finds and publishes the blocks of prefixes that several sequences share. Its unit is the full block.
+
+    A sequence's block can be found by others as soon as the step that fills it is *scheduled*. Stages run steps in
+    order, so steps that read the block run later. If a stage is lost with that step, all digests are forgotten.
+    So of many equal prompts that arrive together, the second already shares blocks of the first.
+
+    A digest names the whole prefix, so a shared block holds exactly the keys and values that the sequence would
+    have computed. Blocks of generated tokens are shared as well: the next turn of a conversation finds them. Where
+    prefixes are shared per caller, the digest names the caller too.
+    """
+
+    def __init__(self, blocks: BlockManager, enabled: bool, per_caller: bool) -> None:
+        self._blocks = blocks
+        self._enabled = enabled
+        self._per_caller = per_caller
+
+    def find(self, sequence: Sequence) -> BlockTable:
+        """Cached blocks that a sequence may begin with.
+
+        They never cover all of its tokens, because the last must be computed to draw. There are none when its
+        prompt is scored, because scores need the logits of every position.
+        """
+        if not self._enabled or sequence.wants_scores:
+            return ()
+        return self._blocks.match(self._digests(sequence, len(sequence.token_ids) - 1))
+
+    def offer(self, sequence: Sequence) -> None:
+        """Publish the blocks that will be full of known tokens when the steps scheduled so far have run."""
+        num_tokens = min(sequence.scheduled, len(sequence.token_ids))
+        if num_tokens // self._blocks.block_size == sequence.num_published or not self._enabled:
+            return
+        digests = self._digests(sequence, num_tokens)
+        for i in sequence.publish(len(digests)):
+            self._blocks.publish(sequence.block_table[i], digests[i])
+
+    def num_refilled(self, sequence: Sequence) -> int:
+        """After a loss: how many leading blocks of the sequence's table another sequence has filled again."""
+        same = (a == b for a, b in zip(self.find(sequence), sequence.block_table, strict=False))
+        return sum(takewhile(bool, same))
+
+    def _digests(self, sequence: Sequence, num_tokens: int) -> list[bytes]:
+        """The names of the blocks that its first tokens fill."""
+        size = self._blocks.block_size
+        salt = sequence.request.caller.encode() if self._per_caller else b""
+        return sequence.digests(num_tokens // size, size, salt)

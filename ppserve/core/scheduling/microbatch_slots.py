@@ -104,7 +104,7 @@ class MicrobatchSlots:
     def drawn(self, sequence: Sequence, token_id: int) -> None:
         """A sequence's next token. If it is not the one that was drafted, the draft tokens are dropped."""
         was_guessed = bool(sequence.draft_tokens)
-        num_dropped = sequence.append(token_id)
+        num_dropped = sequence.commit_token(token_id)
         self.drop_draft_tokens(sequence, num_dropped, sequence.scheduled)
         self.draft_tokens["accepted"] += was_guessed and not num_dropped
 

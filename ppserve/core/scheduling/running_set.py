@@ -84,7 +84,7 @@ class RunningSet:
         fork = len(leader.request.prompt_ids) - 1
         if leader.scheduled >= fork:
             for sibling in self._siblings.pop(leader.id):
-                sibling.scheduled = sibling.computed = fork
+                sibling.follow_leader()
                 self._returned[sibling.id] = sibling
 
     def remove(self, sequence: Sequence) -> None:

@@ -29,12 +29,11 @@ from ppserve.core.ledger.steps import Steps
 from ppserve.core.plan import Drawn, Scored, Slice, StepPlan, StepResult, TokenLogprobs
 from ppserve.core.scheduling.admission import worst_case_blocks
 from ppserve.core.scheduling.ahead import Ahead
-from ppserve.core.scheduling.block_manager import BlockManager, BlockTable
+from ppserve.core.scheduling.block_manager import BlockManager, BlockTable, PrefixCache
 from ppserve.core.scheduling.composer import Composer, CostModel, StepLimits
 from ppserve.core.scheduling.config import SchedulerConfig
 from ppserve.core.scheduling.drafter import NewDrafter, look_up_prompts
 from ppserve.core.scheduling.microbatch_slots import MicrobatchSlots
-from ppserve.core.scheduling.prefix_cache import PrefixCache
 from ppserve.core.scheduling.request_queue import RequestQueue
 from ppserve.core.scheduling.running_set import RunningSet
 from ppserve.core.scheduling.sequence import Sequence, SequenceEvent, SequenceGroup, SequenceStatus
@@ -140,29 +139,26 @@ class Scheduler:
         self._ahead.make_way()
         leader, *siblings = group.live
         size, num_prompt = self.config.block_size, len(group.request.prompt_ids)
-        self._start(leader, known)
-        leader.scheduled = leader.computed = len(known) * size
-        leader.num_published = len(known)
+        cached_tokens = len(known) * size
+        self._start(leader, known, cached_tokens)
+        leader.reuse_blocks(len(known), size)
         num_shared = (num_prompt - 1) // size
         for sibling in siblings:
-            self._start(sibling, leader.block_table[:num_shared])
+            self._start(sibling, leader.block_table[:num_shared], cached_tokens)
         if leader.loss_mark:  # it ran before: as after a loss, each is computed from its first token
             self._running_set.admit_again((leader, *siblings))
             return
         for sibling in siblings:
-            sibling.num_published = num_shared
-            if (num_prompt - 1) % size:
-                sibling.fork_block = leader.block_table[num_shared]
-                self._blocks.pin(sibling.id, sibling.fork_block)
-        for sequence in group.sequences:
-            sequence.cached_tokens = leader.scheduled
+            partly_filled = leader.block_table[num_shared] if (num_prompt - 1) % size else None
+            sibling.fork(num_shared, partly_filled)
+            if partly_filled is not None:
+                self._blocks.pin(sibling.id, partly_filled)
         self._running_set.admit(leader, siblings)
 
-    def _start(self, sequence: Sequence, shared: BlockTable) -> None:
+    def _start(self, sequence: Sequence, shared: BlockTable, cached_tokens: int) -> None:
         table = self._blocks.try_allocate(sequence.id, self._blocks.blocks_for(sequence.max_positions), shared)
         assert table is not None, "the fit was checked"
-        sequence.block_table = table
-        sequence.move_to(SequenceStatus.RUNNING)
+        sequence.start(table, cached_tokens)
 
     def drop(self, sequence: Sequence) -> None:
         """A running sequence has ended. Steps in flight may still hold it."""
@@ -218,9 +214,7 @@ class Scheduler:
         """After a loss, compute a prefix that several sequences share only once."""
         for sequence in self._running_set.filling:
             if sequence.loss_mark and sequence.scheduled == 0:
-                num_blocks = self._prefix_cache.num_refilled(sequence)
-                sequence.scheduled = sequence.computed = num_blocks * self.config.block_size
-                sequence.num_published = num_blocks
+                sequence.reuse_blocks(self._prefix_cache.num_refilled(sequence), self.config.block_size)
 
     def _compose_alone(self, lone: str) -> list[Pick]:
         if self.slots.holds_others_than(lone):
@@ -233,12 +227,10 @@ class Scheduler:
         parts: list[tuple[Sequence, Slice]] = []
         copies: list[tuple[int, int]] = []
         for sequence, num_tokens in picks:
-            if sequence.fork_block is not None:
-                own = sequence.block_table[sequence.scheduled // self.config.block_size]
-                copies.append((sequence.fork_block, own))
-                sequence.fork_block = None
+            if (copy := sequence.copy_block(self.config.block_size)) is not None:
+                copies.append(copy)
                 self._blocks.unpin(sequence.id)
-            parts.append((sequence, sequence.take(num_tokens, self.config.block_size)))
+            parts.append((sequence, sequence.schedule(num_tokens, self.config.block_size)))
         sequences = [sequence for sequence, _ in parts]
         for sequence in sequences:
             self._prefix_cache.offer(sequence)
@@ -258,7 +250,7 @@ class Scheduler:
         scored = {s.sequence_id: s for s in result.scored}
         events: list[SequenceEvent] = []
         for sequence, piece in parts:
-            sequence.steps_in_flight -= 1
+            sequence.end_step()
             if sequence.status is SequenceStatus.ENDING:
                 if sequence.steps_in_flight == 0:
                     self._release(sequence)
@@ -284,16 +276,13 @@ class Scheduler:
             if not all(math.isfinite(of.logprob) for of in scored.logprobs):
                 yield from self._not_finite(group)
                 return
-            sequence.scores.extend(scored.logprobs)
-        sequence.computed = piece.end - piece.num_draft_tokens + piece.is_draft
+        sequence.commit_slice(piece, scored.logprobs if scored else ())
         if piece.draw is None and sequence.known_end and sequence.computed == len(sequence.token_ids):
             yield self.request_queue.end_sequence(sequence, group, finish=sequence.known_end)
             return
         for row in range(piece.num_draws):
-            if row:
-                if sequence.token_ids[sequence.computed] != piece.token_ids[row - piece.num_draws]:
-                    break
-                sequence.computed += 1
+            if row and not sequence.accept_draft(piece.token_ids[row - piece.num_draws]):
+                break
             token_id = drawn[row].token_id if row < len(drawn) else None
             if token_id is None:
                 yield from self._not_finite(group)

@@ -19,14 +19,22 @@ ahead: it takes the next token before that is drawn. A sequence that `is_ahead` 
 
 from __future__ import annotations
 
+import hashlib
 import math
+from array import array
+from collections.abc import Sequence as Seq
 from dataclasses import dataclass, replace
 from enum import StrEnum
 
 from ppserve.core.plan import DRAWN, Draw, Slice, TokenLogprobs
 from ppserve.core.request import FinishReason, Request
-from ppserve.core.scheduling.drafter import Drafter, DraftToken
+from ppserve.core.scheduling.drafter import Drafter, DraftToken, NewDrafter
 from ppserve.errors import RequestError
+
+
+def block_digest(parent: bytes, token_ids: Seq[int]) -> bytes:
+    """The name of a full block that follows the block named `parent`."""
+    return hashlib.sha256(parent + array("q", token_ids).tobytes()).digest()
 
 
 class SequenceStatus(StrEnum):
@@ -82,41 +90,37 @@ class SequenceEvent:
 
 
 class Sequence:
-    """The progress of one answer. Changed in `core.scheduling` only.
-
-    known_end: set when the sequence ends without a draw (only scored, or resumed complete). fork_block: for n > 1,
-    the leader's partly filled prompt block, copied before this sequence's first slice. loss_mark: the number of
-    known tokens when a stage was last lost. draft tokens: assumed to follow the known tokens; those before
-    `scheduled` are in steps. is_ahead: the token after the known ones is in a step, whatever it will be. drafter:
-    makes the draft tokens; None before the first. returned_s: when its latest tokens came.
-    """
+    """The progress of one answer. Its attributes are set in this module only."""
 
     def __init__(self, sequence_id: int, request: Request, index: int, eos_id: int | None) -> None:
         self.id = sequence_id
         self.request = request
-        self.index = index
+        self.index = index  # of the request's answers
         self.status = SequenceStatus.WAITING
         self.token_ids = [*request.prompt_ids, *request.resume_ids]
-        self.draft_tokens: list[DraftToken] = []
-        self.is_ahead = False
-        self.drafter: Drafter | None = None
-        self.returned_s: float | None = None
+        self.draft_tokens: list[DraftToken] = []  # assumed to follow; those before `scheduled` are in steps
+        self.is_ahead = False  # the token after the known ones is in a step, before it is drawn
         self.scheduled = 0
         self.computed = 0
         self.steps_in_flight = 0
-        self.cached_tokens = 0
-        self.loss_mark = 0
+        self.returned_s: float | None = None  # when its latest tokens were drawn
+        self.loss_mark = 0  # known tokens when a stage was last lost
+        self.cached_tokens = 0  # of the prompt, found in the prefix cache when it was admitted
         self.block_table: tuple[int, ...] = ()
-        self.fork_block: int | None = None
-        self.digests: list[bytes] = []
-        self.num_published = 0
-        self.scores: list[TokenLogprobs] = []
-        self.wants_scores = False
-        self._table_part: tuple[int, ...] = ()
-        self._draw = Draw(request.sampling, index, request.output.logprobs, *_bans(request, eos_id))
+        self.num_published = 0  # leading blocks that others may find
+        self.fork_block: int | None = None  # the leader's block that is copied before the first slice, for n > 1
+        self.scores: list[TokenLogprobs] = []  # of the prompt, until they are delivered
+        is_first = index == (request.resume_index or 0)
+        self.wants_scores = is_first and request.output.prompt_logprobs is not None and not request.resume_ids
+        # Why it ends without a draw: it is only scored, or resumed complete.
         self.known_end = self.end_after(self.token_ids[-1], eos_id) if request.resume_ids else None
         if request.stop.max_tokens == 0:
-            self.known_end = _length_end(request)
+            self.known_end = request.length_end
+        self._drafter: Drafter | None = None
+        self._digests: list[bytes] = []
+        self._table_part: tuple[int, ...] = ()
+        banned, banned_before = request.banned(eos_id), len(request.prompt_ids) + request.stop.min_tokens
+        self._draw = Draw(request.sampling, index, request.output.logprobs, banned, banned_before if banned else 0)
 
     @property
     def num_generated(self) -> int:
@@ -154,16 +158,53 @@ class Sequence:
             raise InvalidTransition(self.id, self.status, status)
         self.status = status
 
-    def take(self, num_tokens: int, block_size: int) -> Slice:
+    def start(self, block_table: tuple[int, ...], cached_tokens: int) -> None:
+        """Run with these blocks. cached_tokens: tokens of the prompt that were found in the prefix cache."""
+        self.move_to(SequenceStatus.RUNNING)
+        self.block_table = block_table
+        if not self.loss_mark:
+            self.cached_tokens = cached_tokens
+
+    def reuse_blocks(self, num_blocks: int, block_size: int) -> None:
+        """Begin behind its first blocks: another sequence has computed them."""
+        self.scheduled = self.computed = num_blocks * block_size
+        self.num_published = num_blocks
+
+    def fork(self, num_blocks: int, partly_filled: int | None) -> None:
+        """Share the first blocks with the leader, and copy the leader's block that the prompt fills partly."""
+        self.num_published, self.fork_block = num_blocks, partly_filled
+
+    def follow_leader(self) -> None:
+        """Begin at the prompt's last token: the leader has scheduled those before."""
+        self.scheduled = self.computed = len(self.request.prompt_ids) - 1
+
+    def copy_block(self, block_size: int) -> tuple[int, int] | None:
+        """Source and destination of the copy that the next step begins with; None = no copy."""
+        if self.fork_block is None:
+            return None
+        copy = (self.fork_block, self.block_table[self.scheduled // block_size])
+        self.fork_block = None
+        return copy
+
+    def publish(self, num_blocks: int) -> range:
+        """Others may find its first blocks from now on. Returns the indices of those that were not published."""
+        newly_published = range(self.num_published, num_blocks)
+        self.num_published = num_blocks
+        return newly_published
+
+    def digests(self, num_blocks: int, block_size: int, salt: bytes) -> list[bytes]:
+        """The names of its first full blocks. salt: sequences with different ones share no names."""
+        while len(self._digests) < num_blocks:
+            start = len(self._digests) * block_size
+            parent = self._digests[-1] if self._digests else salt
+            self._digests.append(block_digest(parent, self.token_ids[start : start + block_size]))
+        return self._digests[:num_blocks]
+
+    def schedule(self, num_tokens: int, block_size: int) -> Slice:
         """Put the next `num_tokens` tokens, draft tokens included, into a step. The scheduler must commit it
         later."""
-        start, end = self.scheduled, self.scheduled + num_tokens
-        known = len(self.token_ids)
-        assert 0 < num_tokens <= known + len(self.draft_tokens) + self.is_ahead - start, (
-            self.id,
-            num_tokens,
-            start,
-        )
+        start, end, known = self.scheduled, self.scheduled + num_tokens, len(self.token_ids)
+        assert 0 < num_tokens <= known + len(self.draft_tokens) + self.is_ahead - start, (self.id, num_tokens)
         draws = end >= known and self.known_end is None
         num_blocks = -(-end // block_size)
         if len(self._table_part) != num_blocks:
@@ -184,8 +225,25 @@ class Sequence:
             0 if self.is_ahead else max(0, end - max(start, known)),
         )
 
-    def append(self, token_id: int) -> int:
-        """The next token was drawn. If a draft token was wrong, all are dropped: how many."""
+    def end_step(self) -> None:
+        """A step that it was in has returned."""
+        self.steps_in_flight -= 1
+
+    def commit_slice(self, piece: Slice, scores: Seq[TokenLogprobs]) -> None:
+        """A step has computed its known tokens of a slice, or the first token of a slice of draft tokens. scores:
+        of the prompt's tokens in it."""
+        self.scores.extend(scores)
+        self.computed = piece.end - piece.num_draft_tokens + piece.is_draft
+
+    def accept_draft(self, token_id: int) -> bool:
+        """Whether the next token that a step has computed is right. Then it counts as computed."""
+        if self.token_ids[self.computed] != token_id:
+            return False
+        self.computed += 1
+        return True
+
+    def commit_token(self, token_id: int) -> int:
+        """The next token was drawn. If a draft token was wrong, all are dropped. Returns how many."""
         self.token_ids.append(token_id)
         if self.is_ahead:
             self.is_ahead = False
@@ -193,13 +251,32 @@ class Sequence:
         if self.draft_tokens and self.draft_tokens[0].token_id == token_id:
             del self.draft_tokens[0]
             return 0
-        return self.withdraw(len(self.token_ids) - 1)
+        return self.drop_drafts(len(self.token_ids) - 1)
 
-    def withdraw(self, start: int) -> int:
-        """Draft tokens of the tokens from position `start` on are dropped, and none of them is scheduled: how
-        many."""
-        num_draft_tokens, known = len(self.draft_tokens), len(self.token_ids)
-        del self.draft_tokens[max(0, start - known) :]
+    def next_draft(self, new_drafter: NewDrafter) -> DraftToken | None:
+        """The token that may follow its known and draft tokens; None if there is no room or none is found."""
+        if self.draft_room <= 0:
+            return None
+        if self._drafter is None:
+            self._drafter = new_drafter(self.request, self.index)
+        return self._drafter.draft_token(self.token_ids, [token.token_id for token in self.draft_tokens])
+
+    def add_draft(self, draft_token: DraftToken) -> None:
+        """A step may take this token after the known and draft tokens."""
+        self.draft_tokens.append(draft_token)
+
+    def run_ahead(self) -> None:
+        """A step may take the next token before it is drawn."""
+        self.is_ahead = True
+
+    def note_returned(self, now: float) -> None:
+        """A step has brought tokens of it."""
+        self.returned_s = now
+
+    def drop_drafts(self, start: int) -> int:
+        """Draft tokens from position `start` on are dropped, and not scheduled any more. Returns how many."""
+        num_draft_tokens = len(self.draft_tokens)
+        del self.draft_tokens[max(0, start - len(self.token_ids)) :]
         self.scheduled, self.is_ahead = min(self.scheduled, start), False
         return num_draft_tokens - len(self.draft_tokens)
 
@@ -220,7 +297,7 @@ class Sequence:
 
     def end_after(self, token_id: int, eos_id: int | None) -> FinishReason | None:
         """Why the answer ends with `token_id`, its latest token; None when it does not end."""
-        return end_with(self.request, self.num_generated, token_id, eos_id)
+        return self.request.end_after(self.num_generated, token_id, eos_id)
 
     def rewind(self) -> None:
         """Back to nothing computed, with all tokens known: a stage was lost."""
@@ -272,43 +349,15 @@ class Sequence:
         )
 
 
-def end_with(request: Request, num_generated: int, token_id: int, eos_id: int | None) -> FinishReason | None:
-    """Why an answer of `num_generated` tokens ends with `token_id`, the last of them; None when it does not."""
-    stop = request.stop
-    if num_generated >= stop.min_tokens:
-        # Before min_tokens such a token is never drawn; in a resumed answer it does not end the answer.
-        if token_id == eos_id and not stop.ignore_eos:
-            return FinishReason.EOS
-        if token_id in stop.stop_token_ids:
-            return FinishReason.STOP_TOKEN
-    return _length_end(request) if num_generated >= stop.max_tokens else None
-
-
-def _bans(request: Request, eos_id: int | None) -> tuple[tuple[int, ...], int]:
-    """`Draw.banned` and `Draw.banned_before`: what would end the answer before it has `min_tokens`."""
-    stop = request.stop
-    if not stop.min_tokens:
-        return (), 0
-    banned = set(stop.stop_token_ids)
-    if eos_id is not None and not stop.ignore_eos:
-        banned.add(eos_id)
-    return tuple(sorted(banned)), len(request.prompt_ids) + stop.min_tokens
-
-
-def _length_end(request: Request) -> FinishReason:
-    return FinishReason.CONTEXT_LENGTH if request.limited_by_context else FinishReason.MAX_TOKENS
-
-
 class SequenceGroup:
-    """The sequences of one request, and its place in the queue. admitted_s, replica: when and where it was
-    admitted; None while it waits for the first time."""
+    """The sequences of one request, and where it is computed."""
 
     def __init__(self, request: Request, sequences: list[Sequence], submitted_s: float) -> None:
         self.request = request
         self.sequences = sequences
         self.submitted_s = submitted_s
-        self.admitted_s: float | None = None
-        self.replica: int | None = None
+        self.admitted_s: float | None = None  # for the first time
+        self.replica: int | None = None  # the latest to compute it
         self.num_tokens = len(sequences) * (len(request.prompt_ids) + request.stop.max_tokens)
 
     @classmethod
@@ -316,7 +365,6 @@ class SequenceGroup:
         """All sequences of a request, or the one that it resumes. first_id: of the ids of its sequences."""
         indices = range(request.num_sequences) if request.resume_index is None else [request.resume_index]
         sequences = [Sequence(first_id + i, request, index, eos_id) for i, index in enumerate(indices)]
-        sequences[0].wants_scores = request.output.prompt_logprobs is not None and not request.resume_ids
         return cls(request, sequences, now)
 
     def place(self, replica: int, now: float) -> None:

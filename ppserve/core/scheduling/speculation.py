@@ -80,7 +80,7 @@ class Speculation:
                 self._row_cost.observe(piece.num_draft_tokens, now - of.returned_s)
             if of.returned_s >= self._paused_until_s:
                 self._trial.observe(num_running, of.returned_s, now, num_tokens)
-        of.returned_s = now
+        of.note_returned(now)
 
     def widen(self, picks: list[Pick], running: Collection[Sequence], now: float) -> list[Pick]:
         """The picks of a step, with draft tokens; unchanged where the step has tokens of prompts."""
@@ -99,7 +99,7 @@ class Speculation:
             if (
                 sequence.remaining
                 or sequence.known_end
-                or (draft_token := self._next_draft_token(sequence)) is None
+                or (draft_token := sequence.next_draft(self._new_drafter)) is None
             ):
                 continue
             if self._forced or self._pays_deep(sequence, sequence.certainty * draft_token.probability):
@@ -118,7 +118,7 @@ class Speculation:
         for sequence in running:
             if sequence.draft_tokens and (drawing := self._slots.drawing(sequence)) is not None:
                 end = drawing[1].end
-                self._slots.drop_draft_tokens(sequence, sequence.withdraw(end), end)
+                self._slots.drop_draft_tokens(sequence, sequence.drop_drafts(end), end)
 
     def _is_paused(self, running: Collection[Sequence], now: float) -> bool:
         """Whether first tokens are computed, or may be soon. Draft tokens could delay them: stages may share
@@ -126,15 +126,6 @@ class Speculation:
         if self._forced:
             return False
         return now < self._paused_until_s or any(sequence.returned_s is None for sequence in running)
-
-    def _next_draft_token(self, sequence: Sequence) -> DraftToken | None:
-        if sequence.draft_room <= 0:
-            return None
-        if sequence.drafter is None:
-            sequence.drafter = self._new_drafter(sequence.request, sequence.index)
-        return sequence.drafter.draft_token(
-            sequence.token_ids, [draft_token.token_id for draft_token in sequence.draft_tokens]
-        )
 
     def _pays_deep(self, sequence: Sequence, probability: float) -> bool:
         """Whether a step on a draft token, sent now, is likely to gain more time than it is likely to cost."""
@@ -187,7 +178,7 @@ class Speculation:
         per second than the step would have without it."""
         most = min(MAX_WIDTH if self._row_cost.is_known else EXPLORED_WIDTH, self._max_rows) - 1
         row, step, tokens, count = self._row_cost.share(), 1.0, sequence.certainty, 0
-        while count < most and (draft_token := self._next_draft_token(sequence)) is not None:
+        while count < most and (draft_token := sequence.next_draft(self._new_drafter)) is not None:
             probability = sequence.certainty * draft_token.probability
             if probability < LEAST_PROBABILITY or probability * step <= row * tokens:
                 break
@@ -196,11 +187,11 @@ class Speculation:
         return count
 
     def _add(self, sequence: Sequence, draft_token: DraftToken) -> None:
-        sequence.draft_tokens.append(draft_token)
+        sequence.add_draft(draft_token)
         self._trial.drafted()
 
     def _consider(self, likeliest: list[tuple[float, int, DraftToken]], place: int, sequence: Sequence) -> None:
-        if (draft_token := self._next_draft_token(sequence)) is not None:
+        if (draft_token := sequence.next_draft(self._new_drafter)) is not None:
             heapq.heappush(likeliest, (-sequence.certainty * draft_token.probability, place, draft_token))
 
     def _pays_wide(self, probability: float, token_s: float, row_s: float) -> bool:

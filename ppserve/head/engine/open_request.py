@@ -9,7 +9,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from ppserve.core.request import FinishReason, Request
-from ppserve.core.scheduling.sequence import SequenceEvent, end_with
+from ppserve.core.scheduling.sequence import SequenceEvent
 from ppserve.errors import InvalidRequest, RequestError, Violation
 from ppserve.head.engine.output import Sink, TimingsOutput, TokenOutput
 from ppserve.tokenizer import Detokenizer, Tokenizer
@@ -64,7 +64,7 @@ def read_held(request: Request, tokenizer: Tokenizer | None, eos_id: int | None)
         return None
     held, num_held = HeldAnswer(_new_text(request, tokenizer)), len(request.resume_ids)
     for count, token_id in enumerate(request.resume_ids, 1):
-        finish = end_with(request, count, token_id, eos_id)
+        finish = request.end_after(count, token_id, eos_id)
         held.finish, held.matched, _ = held.text.read(request, finish, token_id)
         if held.finish is not None and count < num_held:
             problem = f"token {count - 1} of these ends the answer: nothing can follow it"

@@ -6,7 +6,8 @@ import random
 
 import pytest
 
-from ppserve.core.scheduling.block_manager import BlockManager, block_digest
+from ppserve.core.scheduling.block_manager import BlockManager
+from ppserve.core.scheduling.sequence import block_digest
 from tests.core.scheduling.invariants import check_blocks
 
 

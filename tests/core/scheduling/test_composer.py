@@ -41,7 +41,6 @@ def sequence_of(num_tokens: int, scheduled: int = 0, scored: bool = False, calle
     request = Request("r", tuple(range(num_tokens)), StopConditions(5), output=output, caller=caller)
     sequence = Sequence(num_tokens, request, 0, None)
     sequence.scheduled = scheduled
-    sequence.wants_scores = scored
     return sequence
 
 

@@ -34,42 +34,42 @@ def test_only_the_moves_of_the_table_are_made(old: SequenceStatus, new: Sequence
 
 def test_slices_follow_one_another_and_only_the_last_draws() -> None:
     sequence = sequence_for()
-    first, second = sequence.take(3, 2), sequence.take(2, 2)
+    first, second = sequence.schedule(3, 2), sequence.schedule(2, 2)
     assert (first.start, first.token_ids, first.block_table, first.draw) == (0, (1, 2, 3), (10, 11), None)
     assert (second.start, second.token_ids, second.block_table) == (3, (4, 5), (10, 11, 12))
     assert second.draw is not None
     assert sequence.remaining == 0
     with pytest.raises(AssertionError):
-        sequence.take(1, 2)
+        sequence.schedule(1, 2)
 
 
 def test_a_plain_draw_is_the_same_object_every_time() -> None:
     sequence = sequence_for()
-    first = sequence.take(5, 2)
-    sequence.token_ids.append(9)
-    second = sequence.take(1, 2)
+    first = sequence.schedule(5, 2)
+    sequence.commit_token(9)
+    second = sequence.schedule(1, 2)
     assert first.draw is second.draw
 
 
 def test_a_draw_with_penalties_carries_the_history() -> None:
     sequence = sequence_for(sampling=SamplingParams(frequency_penalty=0.5))
-    sequence.take(5, 2)
-    sequence.token_ids.append(9)
-    draw = sequence.take(1, 2).draw
+    sequence.schedule(5, 2)
+    sequence.commit_token(9)
+    draw = sequence.schedule(1, 2).draw
     assert draw is not None
     assert (draw.prompt_ids, draw.output_ids) == ((1, 2, 3, 4, 5), (9,))
 
 
 def test_min_tokens_bans_what_would_end_the_answer() -> None:
     sequence = sequence_for(StopConditions(4, min_tokens=1, stop_token_ids=(3,)))
-    draw = sequence.take(5, 2).draw
+    draw = sequence.schedule(5, 2).draw
     assert draw is not None
     assert (draw.banned, draw.banned_before) == ((3, EOS_ID), 6), "the first token of the answer is at position 5"
 
 
 def test_ignored_eos_is_not_banned() -> None:
     sequence = sequence_for(StopConditions(4, min_tokens=1, ignore_eos=True))
-    draw = sequence.take(5, 2).draw
+    draw = sequence.schedule(5, 2).draw
     assert draw is not None
     assert draw.banned == ()
 
@@ -91,29 +91,28 @@ def test_why_an_answer_ends(
     stop: StopConditions, limited: bool, token_id: int, finish: FinishReason | None
 ) -> None:
     sequence = sequence_for(stop, limited_by_context=limited)
-    sequence.token_ids.append(token_id)
+    sequence.commit_token(token_id)
     assert sequence.end_after(token_id, EOS_ID) is finish
 
 
 def test_what_is_resumed_complete_draws_nothing() -> None:
     sequence = sequence_for(resume_index=0, resume_ids=(9, EOS_ID))
     assert sequence.known_end is FinishReason.EOS
-    assert sequence.take(7, 2).draw is None
+    assert sequence.schedule(7, 2).draw is None
 
 
 def test_a_resumed_answer_goes_on_where_it_stood() -> None:
     sequence = sequence_for(resume_index=0, resume_ids=(9, 8))
     assert sequence.num_generated == 2
-    draw = sequence.take(7, 2).draw
+    draw = sequence.schedule(7, 2).draw
     assert draw is not None
-    sequence.token_ids.append(6)
+    sequence.commit_token(6)
     assert sequence.event(token_id=6).offset == 2
 
 
 def test_targets_are_the_tokens_that_follow_in_the_prompt() -> None:
     sequence = sequence_for(output=OutputOptions(prompt_logprobs=2))
-    sequence.wants_scores = True
-    first, second = sequence.take(2, 2), sequence.take(3, 2)
+    first, second = sequence.schedule(2, 2), sequence.schedule(3, 2)
     assert (first.targets, first.num_prompt_logprobs) == ((2, 3), 2)
     assert second.targets == (4, 5)
     assert len(second.targets) == len(second.token_ids) - 1
@@ -126,9 +125,9 @@ def test_worst_case_positions() -> None:
 
 def test_rewinding_keeps_the_tokens() -> None:
     sequence = sequence_for()
-    sequence.take(5, 2)
-    sequence.token_ids.append(9)
+    sequence.schedule(5, 2)
+    sequence.commit_token(9)
     sequence.rewind()
     assert (sequence.scheduled, sequence.computed, sequence.steps_in_flight) == (0, 0, 0)
     assert sequence.loss_mark == 6
-    assert sequence.take(6, 2).token_ids == (1, 2, 3, 4, 5, 9)
+    assert sequence.schedule(6, 2).token_ids == (1, 2, 3, 4, 5, 9)

@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from benchmarks.stage_step import GPT2, RandomWeights
+from benchmarks.kernels import GPT2, RandomWeights
 from ppserve.core.architecture import Architecture, StageLayout
 from ppserve.core.plan import Draw, Slice, StepPlan
 from ppserve.core.request import SamplingParams

@@ -23,7 +23,7 @@ import torch
 import torch.distributed as dist
 
 import parallel_state
-from benchmarks.stage_step import RandomWeights
+from benchmarks.kernels import RandomWeights
 from ppserve.core.architecture import Architecture
 from ppserve.core.partition import Split, stage_layouts
 from ppserve.core.plan import Draw, Slice, StepPlan

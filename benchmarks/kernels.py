@@ -1,90 +1,158 @@
-"""The matrix products of GPT-2 124M's layers, ours beside oneDNN's, per precision, kernel and number of rows.
+"""Times the kernels of a CPU stage on a 124M-shaped GPT-2 with random weights.
 
-    OMP_NUM_THREADS=1 python benchmarks/kernels.py [--rows 1,8,16] [--precision int8] [--best] [--rounds 15]
-    OMP_NUM_THREADS=1 python benchmarks/kernels.py --activations
+    OMP_NUM_THREADS=1 python benchmarks/kernels.py step [--dtype bfloat16] [--quantization int8] [--threads 1,2]
+    OMP_NUM_THREADS=1 python benchmarks/kernels.py products [--rows 1,8,16] [--precision int8]
 
-Contenders take turns and the table has the least time of all rounds, in milliseconds for the 48 products of 12
-layers, with what that is in GFLOP/s and in GB/s of weights, and the time that each of the machine's limits allows:
-reading the weights once at the speed of memory, and the arithmetic at the speed of torch's best large product (of
-int8 twice bfloat16's, of float32 at least half of it). The last column is the greater limit's share of the time.
-One thread, on its own CPU time, so that a busy machine disturbs it less.
+`step` prints the milliseconds of a step of the whole model in one stage, by numbers of decoding rows and prompt
+tokens: the fastest by one thread, by several, and by tensor ranks that are threads, in turns.
 
-With --activations it measures those instead, each on 16 rows of 3072: microseconds.
+`products` prints the milliseconds of the 48 products of all layers, beside oneDNN's, with what that is in GFLOP/s
+and in GB/s of weights. One thread alone is timed by its own CPU time, which a busy machine disturbs less.
 """
 
 from __future__ import annotations
 
-import json
-import platform
 import sys
 import time
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
+from zlib import crc32
 
 import click
 import numpy as np
 import torch
 
-sys.path.insert(0, str(Path(__file__).parents[1]))  # tests and tools are no packages of the environment
+sys.path.insert(0, str(Path(__file__).parents[1]))  # tests are no package of the environment
 
-from ppserve.model.compiled.jit import kernel
-from ppserve.model.compiled.lanes import load, splat, sum_lanes
-from ppserve.model.cpu.activations import CpuActivation
-from ppserve.model.cpu.huge_pages import HugePages
-from ppserve.model.cpu.kernels.activation import activate_all
-from ppserve.model.cpu.kernels.memory import address, aligned
+from ppserve.core.architecture import Architecture, StageLayout
+from ppserve.core.plan import Draw, Slice, StepPlan
+from ppserve.core.request import SamplingParams
+from ppserve.model.checkpoint import WHOLE, Part
+from ppserve.model.cpu.backend import CpuBackend
+from ppserve.model.cpu.kernels.memory import Arena, address, aligned
 from ppserve.model.cpu.kernels.products import PackedRows, micro_kernels
 from ppserve.model.cpu.kernels.storage import Storage
 from ppserve.model.cpu.kernels.tile_code import MicroKernel
-from ppserve.model.cpu.kernels.variants import choose, features
-from ppserve.model.cpu.weights import PackedWeights
-from ppserve.model.stock import ACTIVATIONS
+from ppserve.model.cpu.kernels.variants import features, in_use
+from ppserve.model.cpu.linear import PackedWeights
+from ppserve.model.gpt2 import GPT2Stage
+from ppserve.model.inputs import build_inputs
+from ppserve.stage.transport.gather import NoTensorLink, TensorLink, connect_ranks
 from tests.model.cpu.products import count_tile_rows, multiply_rows, pack_rows
 
-LAYERS = 12
+GPT2 = Architecture(12, 768, 12, 1024, 50257, 50257, 3072)
 SHAPES = ((768, 2304), (768, 768), (768, 3072), (3072, 768))
-WEIGHTS = LAYERS * sum(inputs * outputs for inputs, outputs in SHAPES)
-WEIGHT_BYTES = {"float32": 4, "bfloat16": 2, "int8": 1}
-
-Contender = Callable[[], None]
+BLOCK_SIZE, MOST_ROWS = 16, 64
+GREEDY = SamplingParams(temperature=0)
 
 
-def ours(kind: MicroKernel, precision: str, num_rows: int, layers: list[list[PackedWeights]]) -> Contender:
+@dataclass
+class RandomWeights:
+    """GPT-2's initialisation: normal, 0.02. The same in every process."""
+
+    architecture: Architecture
+    path: Path = Path("random")
+    stored_dtype: str = "float32"
+
+    def tensor(self, name: str, part: Part = WHOLE) -> torch.Tensor:
+        return part.of(self._whole(name))
+
+    def _whole(self, name: str) -> torch.Tensor:
+        arch = self.architecture
+        width, inner = arch.width, arch.inner_width
+        part, kind = name.split(".")[-2:]
+        outputs = {"wte": arch.vocab_size, "wpe": arch.max_positions, "lm_head": arch.vocab_size}
+        outputs |= {"c_attn": 3 * width, "c_fc": inner, "c_proj": width}
+        if part.startswith("ln_"):
+            return torch.ones(width) if kind == "weight" else torch.zeros(width)
+        if kind == "bias":
+            return torch.zeros(outputs[part])
+        shape = outputs[part], inner if name.endswith("mlp.c_proj.weight") else width
+        return torch.randn(shape, generator=torch.Generator().manual_seed(crc32(name.encode()))) * 0.02
+
+
+def decode_plan(num_rows: int, context: int, sampling: SamplingParams = GREEDY) -> StepPlan:
+    table_size = -(-(context + 1) // BLOCK_SIZE)
+    tables = [tuple(range(i * table_size, (i + 1) * table_size)) for i in range(num_rows)]
+    slices = (Slice(i, context, (11,), table, Draw(sampling)) for i, table in enumerate(tables))
+    return StepPlan(0, 0, 0, tuple(slices))
+
+
+def prefill_plan(num_tokens: int, context: int) -> StepPlan:
+    table = tuple(range(-(-(context + num_tokens) // BLOCK_SIZE)))
+    return StepPlan(0, 0, 0, (Slice(0, context, tuple(range(num_tokens)), table, Draw(GREEDY)),))
+
+
+class Contender:
+    """A whole model in one stage: by a number of threads, or by tensor ranks, which are threads as well."""
+
+    def __init__(self, dtype: str, quantization: str, threads: int, ranks: int, num_blocks: int) -> None:
+        self.threads = threads * ranks
+        links: tuple[TensorLink, ...] = connect_ranks(ranks) if ranks > 1 else (NoTensorLink(),)
+        whole = StageLayout(0, 1, 0, 2 * GPT2.num_layers)
+        self._ranks = []
+        for rank, link in enumerate(links):
+            layout, backend = (
+                replace(whole, tensor=rank, num_tensor=ranks),
+                CpuBackend(dtype, threads, quantization),
+            )
+            cache = backend.make_cache(GPT2, layout, num_blocks, BLOCK_SIZE)
+            self._ranks.append((GPT2Stage.load(RandomWeights(GPT2), layout, backend), cache, link))
+        self._pool = ThreadPoolExecutor(ranks)
+
+    def __call__(self, plan: StepPlan) -> None:
+        if len(self._ranks) == 1:
+            self._step(0, plan)
+        else:
+            list(self._pool.map(self._step, range(len(self._ranks)), [plan] * len(self._ranks)))
+
+    def _step(self, rank: int, plan: StepPlan) -> None:
+        stage, cache, link = self._ranks[rank]
+        inputs = build_inputs(plan, stage.layout, cache, link)
+        stage.read_out(inputs, stage.forward(inputs, None, cache))()
+
+
+def best_of(
+    contenders: dict[str, Callable[[], None]], seconds: float, clock: Callable[[], float]
+) -> dict[str, float]:
+    """Least milliseconds of each; they take turns for so long, and the first round does not count."""
+    best = dict.fromkeys(contenders, float("inf"))
+    for contender in contenders.values():
+        contender()
+    until = time.monotonic() + seconds
+    while time.monotonic() < until or float("inf") in best.values():
+        for name, contender in contenders.items():
+            begun = clock()
+            contender()
+            best[name] = min(best[name], 1e3 * (clock() - begun))
+    return best
+
+
+def ours(kind: MicroKernel, num_rows: int, layers: list[list[PackedWeights]]) -> Callable[[], None]:
     """Packing the rows and multiplying them, for every matrix."""
-    steps, inputs = kind.steps, kind.inputs
-    tile_rows = count_tile_rows(kind, num_rows)
-    padded = -(-num_rows // tile_rows) * tile_rows
+    tile_rows, padded = count_tile_rows(kind, num_rows), kind.padded_rows(num_rows)
     x, values = aligned((num_rows, 3072), np.float32), aligned(3072, np.float32)
     x[:] = np.random.default_rng(0).standard_normal(x.shape)
-    words, scales = aligned(padded * 3072 * steps // inputs, np.int32), aligned(padded, np.float32)
+    words, scales = aligned(padded * 3072 * kind.steps // kind.inputs, np.int32), aligned(padded, np.float32)
     y = aligned((padded, 3072), np.float32)
 
     def multiply_all() -> None:
         rows = PackedRows(address(words), address(scales), num_rows, tile_rows)
-        for layer in layers:
-            for packed in layer:
-                weights = packed.seen_by_kernels
-                depth, chunks = packed.num_inputs, weights.chunks
-                pack_rows(kind, Storage("float32"), address(x), depth, rows, chunks, address(values))
-                multiply_rows(kind, weights, rows, address(y), 0, weights.outputs // 16)
+        for packed in (packed for layer in layers for packed in layer):
+            weights = packed.seen_by_kernels
+            shape = packed.num_inputs, rows, weights.chunks
+            pack_rows(kind, Storage("float32"), address(x), *shape, address(values))
+            multiply_rows(kind, weights, rows, address(y), 0, weights.outputs // 16)
 
     return multiply_all
 
 
-def packed_layers(kind: MicroKernel, precision: str) -> list[list[PackedWeights]]:
-    matrices = [torch.randn(outputs, inputs) * 0.02 for inputs, outputs in SHAPES]
-    memory = HugePages()
-    return [[PackedWeights(matrix, None, precision, kind, memory) for matrix in matrices] for _ in range(LAYERS)]
-
-
-def onednn(dtype: torch.dtype, num_rows: int) -> Contender:
-    packed = [
-        [
-            torch.ops.mkldnn._reorder_linear_weight(torch.randn(outputs, inputs).to(dtype), None)
-            for inputs, outputs in SHAPES
-        ]
-        for _ in range(LAYERS)
-    ]
+def onednn(dtype: torch.dtype, num_rows: int) -> Callable[[], None]:
+    reorder = torch.ops.mkldnn._reorder_linear_weight
+    packed = [[reorder(torch.randn(n, k).to(dtype), None) for k, n in SHAPES] for _ in range(GPT2.num_layers)]
     rows = [torch.randn(num_rows, inputs).to(dtype) for inputs, _ in SHAPES]
 
     def multiply_all() -> None:
@@ -95,116 +163,56 @@ def onednn(dtype: torch.dtype, num_rows: int) -> Contender:
     return multiply_all
 
 
-@kernel
-def read_all(values, count) -> float:  # type: ignore[no-untyped-def]
-    """The sum of `count` values at an address, in four chains."""
-    a = b = c = d = splat(np.float32(0))
-    for i in range(0, count, 64):
-        a = a + load(values, i)
-        b = b + load(values, i + 16)
-        c = c + load(values, i + 32)
-        d = d + load(values, i + 48)
-    return sum_lanes((a + b) + (c + d))
-
-
-def best_of(contenders: dict[str, Contender], rounds: int) -> dict[str, float]:
-    """Least seconds of each; they take turns, and the first round does not count."""
-    best = dict.fromkeys(contenders, float("inf"))
-    for number in range(rounds + 1):
-        for name, contender in contenders.items():
-            begun = time.thread_time()
-            contender()
-            spent = time.thread_time() - begun
-            if number:
-                best[name] = min(best[name], spent)
-    return best
-
-
-def limits(rounds: int) -> dict[str, float]:
-    """GB/s of reading, GFLOP/s of torch's product of 2048 x 2048 matrices."""
-    memory = aligned(WEIGHTS, np.float32)
-    memory[:] = 1.0
-    contenders: dict[str, Contender] = {"read GB/s": lambda: read_all(address(memory), memory.size)}
-    for name, dtype in (("float32", torch.float32), ("bfloat16", torch.bfloat16)):
-        a, b = torch.randn(2048, 2048).to(dtype), torch.randn(2048, 2048).to(dtype)
-        contenders[f"torch {name} GFLOP/s"] = lambda a=a, b=b: torch.matmul(a, b)  # type: ignore[misc]
-    best = best_of(contenders, rounds)
-    return {name: (memory.nbytes if "GB" in name else 2 * 2048**3) / best[name] / 1e9 for name in best}
-
-
-def limits_of(machine: dict[str, float], precision: str, num_rows: int) -> tuple[float, float]:
-    """Seconds to read the weights once, and to do the arithmetic."""
-    bfloat16, float32 = machine["torch bfloat16 GFLOP/s"], machine["torch float32 GFLOP/s"]
-    gflops = {"int8": 2 * bfloat16, "bfloat16": bfloat16, "float32": max(float32, bfloat16 / 2)}[precision]
-    gbytes = WEIGHTS * WEIGHT_BYTES[precision] / 1e9
-    return gbytes / machine["read GB/s"], 2 * WEIGHTS * num_rows / 1e9 / gflops
-
-
-def name_of(kind: MicroKernel) -> str:
-    return f"{kind.operation} {kind.rows[-1]}x{kind.panels}, {kind.lanes} slots"
-
-
-def measure_activations(rounds: int) -> None:
-    x, values = (aligned((16, 3072), np.float32) for _ in range(2))
-    x[:] = np.random.default_rng(0).standard_normal(x.shape)
-
-    def applying(name: str) -> Contender:
-        activation = CpuActivation(name).seen_by_kernels
-
-        def apply() -> None:
-            values[:] = x
-            activate_all(activation, address(values), values.size)
-
-        return apply
-
-    for name, seconds in best_of({name: applying(name) for name in ACTIVATIONS}, 20 * rounds).items():
-        print(f"{name:18} {1e6 * seconds:7.1f}")
-
-
-@click.command()
-@click.option("--rows", default="1,2,4,8,16,32,64,128,512", help="numbers of rows, with commas")
-@click.option("--precision", multiple=True, default=list(WEIGHT_BYTES))
-@click.option("--best", is_flag=True, help="only the kernels that serving would use, without the others")
-@click.option("--activations", is_flag=True, help="activations instead of products")
-@click.option("--rounds", default=15)
-@click.option("--json", "json_file", type=click.Path(path_type=Path))
-def main(
-    rows: str, precision: tuple[str, ...], best: bool, activations: bool, rounds: int, json_file: Path | None
-) -> None:
+@click.group()
+def main() -> None:
     torch.set_num_threads(1)
-    if activations:
-        measure_activations(rounds)
-        return
-    machine = limits(rounds)
-    print(", ".join(f"{name} {value:.0f}" for name, value in machine.items()))
-    print(f"{'':45} ms  GFLOP/s   GB/s   by bytes  by arithmetic  reached")
-    records = []
+
+
+@main.command()
+@click.option("--dtype", default="float32", type=click.Choice(["float32", "bfloat16"]))
+@click.option("--quantization", default="none", type=click.Choice(["none", "int8"]))
+@click.option("--threads", default="1", help="Numbers of threads, with commas.")
+@click.option("--ranks", default=1, help="Tensor ranks of one thread each, beside those; 1: none.")
+@click.option("--context", default=160, help="Positions before each decoded row.")
+@click.option("--seconds", default=2.0, help="Time for each line.")
+def step(dtype: str, quantization: str, threads: str, ranks: int, context: int, seconds: float) -> None:
+    num_blocks = MOST_ROWS * (-(-(context + 1) // BLOCK_SIZE)) + 64
+    shapes = {f"{count} threads": (int(count), 1) for count in threads.split(",")}
+    shapes |= {f"{ranks} ranks": (1, ranks)} if ranks > 1 else {}
+    stages = {name: Contender(dtype, quantization, *shape, num_blocks) for name, shape in shapes.items()}
+    clock = time.thread_time if all(stage.threads == 1 for stage in stages.values()) else time.perf_counter
+    plans = {f"decode {count} rows at {context}": decode_plan(count, context) for count in (1, 4, 8, 16, 32, 64)}
+    plans["decode 8 rows, top_p 0.95"] = decode_plan(8, context, SamplingParams(top_p=0.95, seed=1))
+    plans |= {f"prefill {count} tokens": prefill_plan(count, 0) for count in (64, 128, 512)}
+    plans["prefill 128 tokens after 896"] = prefill_plan(128, 896)
+    print(f"{dtype}, {quantization}".ljust(30), *(name.rjust(12) for name in stages), "ms")
+    for name, plan in plans.items():
+        best = best_of({key: partial(stage, plan) for key, stage in stages.items()}, seconds, clock)
+        print(name.ljust(30), *(f"{best[key]:12.3f}" for key in stages), flush=True)
+
+
+@main.command()
+@click.option("--rows", default="1,2,4,8,16,32,64,128,512", help="Numbers of rows, with commas.")
+@click.option("--precision", multiple=True, default=["float32", "bfloat16", "int8"])
+@click.option("--seconds", default=1.0, help="Time for each line.")
+def products(rows: str, precision: tuple[str, ...], seconds: float) -> None:
+    num_weights = GPT2.num_layers * sum(inputs * outputs for inputs, outputs in SHAPES)
+    print(f"{'':45} ms  GFLOP/s   GB/s")
     for name in precision:
-        able = micro_kernels(name, choose({}, features()), features())
-        kinds = {name_of(kind): kind for kind in (able[:1] if best else able)}
-        layers = {label: packed_layers(kind, name) for label, kind in kinds.items()}
-        for num_rows in (int(count) for count in rows.split(",")):
-            contenders = {label: ours(kind, name, num_rows, layers[label]) for label, kind in kinds.items()}
-            if name != "int8" and not best:
-                contenders["oneDNN"] = onednn(getattr(torch, name), num_rows)
-            for label, seconds in best_of(contenders, rounds).items():
-                gflops, gbytes = (
-                    2 * WEIGHTS * num_rows / seconds / 1e9,
-                    WEIGHTS * WEIGHT_BYTES[name] / seconds / 1e9,
-                )
-                by_bytes, by_arithmetic = limits_of(machine, name, num_rows)
-                reached = max(by_bytes, by_arithmetic) / seconds
-                print(
-                    f"{name:9} {num_rows:5}  {label:28} {1e3 * seconds:7.2f} {gflops:8.0f} {gbytes:6.1f}"
-                    f" {1e3 * by_bytes:10.2f} {1e3 * by_arithmetic:14.2f} {reached:8.0%}",
-                    flush=True,
-                )
-                records.append(
-                    {"precision": name, "rows": num_rows, "kernel": label, "milliseconds": 1e3 * seconds}
-                )
-    if json_file:
-        document = {"machine": platform.processor(), "features": sorted(features()), "limits": machine}
-        json_file.write_text(json.dumps(document | {"products": records}, indent=1))
+        dtype, arena = getattr(torch, name), Arena()
+        kinds = {f"{k.operation} {k.rows[-1]}x{k.panels}": k for k in micro_kernels(name, in_use(), features())}
+        matrices = [torch.randn(outputs, inputs) * 0.02 for inputs, outputs in SHAPES]
+        layers = {
+            label: [[PackedWeights(m, None, dtype, kind, arena) for m in matrices] for _ in range(GPT2.num_layers)]
+            for label, kind in kinds.items()
+        }
+        for num_rows in map(int, rows.split(",")):
+            contenders = {label: ours(kind, num_rows, layers[label]) for label, kind in kinds.items()}
+            if name != "int8":
+                contenders["oneDNN"] = onednn(dtype, num_rows)
+            for label, ms in best_of(contenders, seconds, time.thread_time).items():
+                gflops, gbytes = 2 * num_weights * num_rows / ms / 1e6, num_weights * dtype.itemsize / ms / 1e6
+                print(f"{name:9} {num_rows:5}  {label:26} {ms:8.2f} {gflops:8.0f} {gbytes:6.1f}", flush=True)
 
 
 if __name__ == "__main__":

@@ -77,7 +77,7 @@ class Model:
         for begin in range(0, len(ids), CHUNK):
             plan = StepPlan(0, 0, 0, (Slice(0, begin, ids[begin : begin + CHUNK], self._blocks),))
             hidden_TD = self._stage.forward(build_inputs(plan, self._layout, self._cache), None, self._cache)
-            pieces.append(self._stage.head(hidden_TD.float()))
+            pieces.append(self._stage.head.logits(hidden_TD))
         return torch.cat(pieces).double().log_softmax(dim=1)
 
 

@@ -9,7 +9,7 @@ T rows, D width, E = 3D, K inputs, N outputs, V vocabulary, R rows read out, S s
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Protocol
 
@@ -25,9 +25,6 @@ from ppserve.model.gather import ALONE, Gather
 from ppserve.model.timing import Timing
 
 Ints = NDArray[np.int64]
-
-Operator = Callable[[torch.Tensor], torch.Tensor]
-"""A norm or an activation, on contiguous rows in the computing dtype. An activation may work in place."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,73 +79,71 @@ class Linear(Protocol):
         """(T, K), contiguous → (T, N), a new tensor; both in the computing dtype."""
 
 
-class Attend(Protocol):
-    """The attention of one step, for any of a stage's layers."""
+@dataclass(frozen=True, slots=True)
+class LayerNorm:
+    """The weights of a layer norm over D numbers, as `Backend.stored` gives them."""
 
-    def __call__(self, layer: int, qkv_TE: torch.Tensor, scale: float) -> torch.Tensor:
-        """(T, D), of the rank's own heads. Keeps the rows' keys and values, then attends to them and to all before
-        them.
-
-        layer: of those whose attention is on this stage, counted from 0. scale: the factor on Q·K.
-        """
+    weight_D: torch.Tensor
+    bias_D: torch.Tensor | None
+    epsilon: float
 
 
-class AttentionParts(Protocol):
-    """What an attention sublayer is made of. own: its number among the stage's attentions. context, columns: how
-    tensor ranks share out what the heads give, and the results."""
+@dataclass(frozen=True, slots=True)
+class AttentionWeights:
+    """What an attention sublayer is made of."""
 
-    own: int
+    number: int
+    """Among the attentions of the stage, from 0."""
     scale: float
-    norm: Operator
+    """The factor on Q·K."""
+    norm: LayerNorm
     qkv: Linear
     proj: Linear
-    context: Cut
+    heads: Cut
+    """The outputs of all heads, as tensor ranks share them."""
     columns: Cut
+    """The hidden states, as tensor ranks share them."""
 
 
-class MLPParts(Protocol):
-    """What an MLP sublayer is made of. inner, columns: how tensor ranks share out inner rows and results."""
+@dataclass(frozen=True, slots=True)
+class MLPWeights:
+    """What an MLP sublayer is made of."""
 
-    norm: Operator
+    norm: LayerNorm
     expand: Linear
-    activate: Operator
+    activation: str
     contract: Linear
     inner: Cut
+    """The outputs of `expand`, as tensor ranks share them."""
     columns: Cut
+    """The hidden states, as tensor ranks share them."""
 
 
 @dataclass(frozen=True, slots=True)
 class StepInputs:
     """What all layers of a stage share in one step. Rows are the slices' tokens one after the other.
 
-    token_ids_T, positions_T, read_rows_R: as in `rows`, on the stage's device. attend: the attention of this step.
-    gather: to the other tensor ranks of the stage.
+    A cache's own subclass adds what its backend needs to attend.
     """
 
     rows: StepRows
     token_ids_T: torch.Tensor
+    """As in `rows`, on the stage's device; the next two likewise."""
     positions_T: torch.Tensor
     read_rows_R: torch.Tensor
-    attend: Attend
     gather: Gather = field(default=ALONE, kw_only=True)
+    """To the other tensor ranks of the stage."""
 
     @property
     def num_rows(self) -> int:
         return len(self.rows.slots_T)
 
-    @classmethod
-    def in_host_memory(cls, rows: StepRows, attend: Attend) -> StepInputs:
-        """For a device that computes in host memory: nothing is copied."""
-        here = torch.from_numpy
-        return cls(rows, here(rows.token_ids_T), here(rows.positions_T), here(rows.read_rows), attend)
-
 
 Sublayer = Callable[[torch.Tensor, StepInputs], torch.Tensor]
-"""(T, D) hidden states to (T, D), as `Precision.hidden` has them: attention or MLP with the residual."""
+"""(T, D) hidden states x to x + attention(norm(x)) or x + mlp(norm(x)), both as `Precision.hidden`."""
 
-
-Read = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
-"""(T, D) hidden states and the numbers of R rows to their float32 logits (R, v)."""
+Head = Callable[[torch.Tensor], torch.Tensor]
+"""(R, D) hidden states to float32 logits (R, v) of the rank's own ids."""
 
 
 class KVCache(Protocol):
@@ -169,9 +164,6 @@ class KVCache(Protocol):
 
     def fill(self, value: float) -> None:
         """Sets every number in the cache."""
-
-    def close(self) -> None:
-        """Ends what runs beside it; the memory goes with the last reference."""
 
 
 Results = tuple[tuple[Drawn, ...], tuple[Scored, ...]]
@@ -217,31 +209,22 @@ class Backend(Protocol):
     def linear(self, weight_NK: Matrix, bias_N: torch.Tensor | None) -> Linear:
         """Packs a weight as the checkpoint has it, which can be released afterwards. bias_N: as `stored`."""
 
-    def norm(self, weight_D: torch.Tensor, bias_D: torch.Tensor | None, epsilon: float) -> Operator:
-        """A layer norm over D. weight_D, bias_D: as `stored`."""
+    def attention(self, weights: AttentionWeights) -> Sublayer:
+        """x + proj(attend(qkv(norm(x)))). It keeps the rows' keys and values in the step's cache."""
 
-    def activation(self, name: str) -> Operator:
-        """One of `stock.ACTIVATIONS`."""
+    def mlp(self, weights: MLPWeights) -> Sublayer:
+        """x + contract(activation(expand(norm(x)))). Raises KeyError unless `ACTIVATIONS` has the activation."""
 
-    def fused_attention(self, parts: AttentionParts) -> Sublayer | None:
-        """The sublayer with the bits of its parts in as few calls as can be; None where the parts are as good."""
-
-    def fused_mlp(self, parts: MLPParts) -> Sublayer | None:
-        """Likewise."""
-
-    def fused_head(self, norm: Operator, linear: Linear) -> Read | None:
-        """The final norm and the LM head likewise."""
-
-    def joined(self, sublayers: Sequence[Sublayer | None]) -> Sublayer | None:
-        """All fused sublayers of a stage in one call; None where one by one is as good."""
+    def head(self, norm: LayerNorm, linear: Linear) -> Head:
+        """linear(norm(x))."""
 
     def block_bytes(self, arch: Architecture, layout: StageLayout, block_size: int) -> int:
         """Bytes that one KV block takes on a rank."""
 
     def make_cache(
-        self, arch: Architecture, layout: StageLayout, num_blocks: int, block_size: int, *, num_ahead: int = 0
+        self, arch: Architecture, layout: StageLayout, num_blocks: int, block_size: int, *, populate: bool = False
     ) -> KVCache:
-        """num_ahead: for a server; the memory of so many blocks is to be ready before they are used."""
+        """populate: its memory is taken from the system now, not when a block is first written."""
 
     def recorded(self, model: StageModel, cache: KVCache) -> StageModel:
         """The model with what a server computes all the time recorded, if this device can; else the model.

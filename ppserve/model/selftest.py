@@ -5,8 +5,7 @@ the stage's own weights, shapes, threads and size of KV blocks:
 
 - linear layers, with every number of rows for which a kernel works in another way (a library's kernels: up to
   the largest step);
-- one layer, with prompts at once, in chunks, beside others, and token by token (on a tensor rank, with both ways
-  to gather);
+- one layer, with prompts at once, in chunks, beside others, and token by token;
 - the LM head and the drawing, with rows alone and among others.
 
 Linear layers are tried with weights [w, -w] and inputs [r, r] of the same shapes too. Their true products are 0,
@@ -25,7 +24,7 @@ import torch
 from ppserve.core.cut import Cut
 from ppserve.core.plan import Draw, Drawn, Slice, StepPlan
 from ppserve.core.request import SamplingParams
-from ppserve.model.backend import KVCache, Linear, Sublayer
+from ppserve.model.backend import KVCache, Linear
 from ppserve.model.gather import ECHO, Gather
 from ppserve.model.gpt2 import GPT2Stage
 from ppserve.model.inputs import build_inputs
@@ -76,11 +75,9 @@ def check_determinism(stage: GPT2Stage, block_size: int = 16, gather: Gather = E
         row_counts = _HEAD_ROW_COUNTS + stage.backend.more_head_rows
         if reason := _check_linear(stage, stage.head.linear, row_counts, generator):
             return f"the LM head: {reason}"
-        hidden_TD = _hidden(stage, row_counts[-1], generator)
-        backwards_R = torch.arange(row_counts[-1] - 1, -1, -1, device=stage.backend.device)
-        if reason := _compare_rows(partial(stage.head.read, hidden_TD), backwards_R, row_counts):
+        if reason := _compare_rows(stage.head.logits, _hidden(stage, row_counts[-1], generator), row_counts):
             return f"logits of hidden states: {reason}"
-    for linear in _linears(stage):
+    for linear in {(each.num_inputs, each.num_outputs): each for each in stage.linears.values()}.values():
         if reason := _check_linear(stage, linear, _ROW_COUNTS + stage.backend.more_rows, generator):
             return f"a linear layer of {linear.num_inputs} inputs: {reason}"
     return _check_layer(stage, block_size, gather, generator)
@@ -103,12 +100,6 @@ def _check_reading(stage: GPT2Stage, generator: torch.Generator) -> str | None:
     if list(read(slice(count))[: len(params)]) != alone:
         return f"tokens or log-probabilities of the same logits differ between 1 and {count} rows at once"
     return None
-
-
-def _linears(stage: GPT2Stage) -> tuple[Linear, ...]:
-    """One of each shape: those of the first attention and the first MLP."""
-    attention, mlp = stage.attentions[0], stage.mlps[0]
-    return attention.qkv, attention.proj, mlp.expand, mlp.contract
 
 
 def _check_linear(
@@ -147,37 +138,30 @@ def _hidden(stage: GPT2Stage, num_rows: int, generator: torch.Generator) -> torc
 
 
 def _check_layer(stage: GPT2Stage, block_size: int, gather: Gather, generator: torch.Generator) -> str | None:
-    """Whether attention and MLP give prompts the same hidden states however they are cut, whoever is beside."""
+    """Whether attention and MLP give prompts the same hidden states in any chunks, beside any others."""
     most = max(stage.backend.more_rows, default=0)
     lengths = (*_LENGTHS, most - sum(_LENGTHS)) if most > sum(_LENGTHS) else _LENGTHS
     prompts_TD = [_hidden(stage, length, generator) for length in lengths]
-    joined = stage.backend.joined([stage.attentions[0].fused, stage.mlps[0].fused])
-    through_layer = partial(_through_layer, stage, joined, block_size, gather, prompts_TD)
+    through_layer = partial(_through_layer, stage, block_size, gather, prompts_TD)
     whole = [(number, 0, length) for number, length in enumerate(lengths)]
     alone_TD = [through_layer([[part]])[part[0]] for part in whole]
     for way, steps in _ways(whole).items():
         for number, rows_TD in through_layer(steps).items():
             if not torch.equal(rows_TD, alone_TD[number]):
                 return f"hidden states of a prompt {way} differ from the same prompt at once and alone"
-    if joined is not None and stage.layout.num_tensor > 1:
-        # So it goes where ranks share no memory, and in steps that do not fit into theirs.
-        apart_TD = _through_layer(stage, None, block_size, gather, prompts_TD, [whole])
-        if not all(torch.equal(apart_TD[number], rows_TD) for number, rows_TD in enumerate(alone_TD)):
-            return "hidden states differ between one call for all sublayers and one for each"
     return None
 
 
 def _through_layer(
     stage: GPT2Stage,
-    joined: Sublayer | None,
     block_size: int,
     gather: Gather,
     prompts_TD: Sequence[torch.Tensor],
     steps: Iterable[Sequence[_Part]],
 ) -> dict[int, torch.Tensor]:
-    """The stage's first attention and MLP, step by step, on a cache of its own: sequence number → all rows.
-    joined: both in one call."""
-    attention, mlp = stage.attentions[0], stage.mlps[0]
+    """The stage's first two sublayers, step by step, on a cache of its own: sequence number → all rows."""
+    halves = [half for block in stage.blocks[:2] for half in (block.attention, block.mlp)]
+    sublayers = [half for half in halves if half is not None][:2]
     tables, num_blocks = [], 0
     for prompt_TD in prompts_TD:
         needed = -(-len(prompt_TD) // block_size)
@@ -189,8 +173,9 @@ def _through_layer(
         rows_TD = torch.cat([prompts_TD[number][start : start + count] for number, start, count in parts])
         slices = tuple(Slice(number, start, (0,) * count, tables[number]) for number, start, count in parts)
         inputs = build_inputs(StepPlan(0, 0, 0, slices), stage.layout, cache, gather)
-        mixed_TD = joined(rows_TD, inputs) if joined else mlp(attention(rows_TD, inputs), inputs)
-        each_TD = torch.split(mixed_TD, [count for _, _, count in parts])
+        for sublayer in sublayers:
+            rows_TD = sublayer(rows_TD, inputs)
+        each_TD = torch.split(rows_TD, [count for _, _, count in parts])
         for (number, _, _), part_TD in zip(parts, each_TD, strict=True):
             done.setdefault(number, []).append(part_TD)
     return {number: torch.cat(parts_TD) for number, parts_TD in done.items()}

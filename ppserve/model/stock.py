@@ -1,19 +1,34 @@
 """What backends whose norms, activations and plain linears are torch's have in common.
 
-T rows, D width, K inputs, N outputs.
+T rows, D width, E = 3D, K inputs, N outputs; c, d, n a tensor rank's own columns of heads, hidden states and inner
+rows.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable
+from dataclasses import dataclass
 from functools import partial
+from typing import Protocol
 
 import torch
 from torch.nn.functional import gelu, layer_norm, linear, relu, silu
 
 from ppserve.core.architecture import Architecture, StageLayout
-from ppserve.model.backend import AttentionParts, Linear, MLPParts, Operator, Precision, Read, Sublayer
+from ppserve.model.backend import (
+    AttentionWeights,
+    Head,
+    LayerNorm,
+    Linear,
+    MLPWeights,
+    Precision,
+    StepInputs,
+    Sublayer,
+)
 from ppserve.model.checkpoint import Matrix
+
+Operator = Callable[[torch.Tensor], torch.Tensor]
+"""A norm or an activation of rows."""
 
 ACTIVATIONS: dict[str, Operator] = {
     "gelu_new": partial(gelu, approximate="tanh"),
@@ -26,6 +41,28 @@ ACTIVATIONS: dict[str, Operator] = {
     "tanh": torch.tanh,
 }
 """The activations of the GPT-2 family by Hugging Face's names, and what each of them means."""
+
+
+class Attend(Protocol):
+    """The attention of one step, for any of a stage's layers."""
+
+    def __call__(self, layer: int, qkv_TE: torch.Tensor, scale: float) -> torch.Tensor:
+        """(T, c), of the rank's own heads: keeps the rows' keys and values, then attends to them and to all before
+        them. layer: among the attentions of the stage. scale: the factor on Q·K."""
+
+
+@dataclass(frozen=True, slots=True)
+class AttendInputs(StepInputs):
+    """Inputs of a cache that attends by a call of its own."""
+
+    attend: Attend
+
+
+def _norm(weights: LayerNorm) -> Operator:
+    shape = weights.weight_D.shape
+    return partial(
+        layer_norm, normalized_shape=shape, weight=weights.weight_D, bias=weights.bias_D, eps=weights.epsilon
+    )
 
 
 class TorchBackend:
@@ -45,23 +82,36 @@ class TorchBackend:
     def linear(self, weight_NK: Matrix, bias_N: torch.Tensor | None) -> Linear:
         return PlainLinear(self.stored(weight_NK[:]), bias_N)
 
-    def norm(self, weight_D: torch.Tensor, bias_D: torch.Tensor | None, epsilon: float) -> Operator:
-        return partial(layer_norm, normalized_shape=weight_D.shape, weight=weight_D, bias=bias_D, eps=epsilon)
+    def attention(self, weights: AttentionWeights) -> Sublayer:
+        norm, own = _norm(weights.norm), weights.columns.own
+
+        def residual(x_TD: torch.Tensor, inputs: StepInputs) -> torch.Tensor:
+            assert isinstance(inputs, AttendInputs)
+            gather = inputs.gather
+            own_Tc = inputs.attend(weights.number, weights.qkv(norm(x_TD)), weights.scale)
+            own_Td = x_TD[:, own] + weights.proj(gather.all(own_Tc, weights.heads))
+            return gather.all(own_Td, weights.columns)
+
+        return residual
+
+    def mlp(self, weights: MLPWeights) -> Sublayer:
+        norm, activate, own = _norm(weights.norm), self.activation(weights.activation), weights.columns.own
+
+        def residual(x_TD: torch.Tensor, inputs: StepInputs) -> torch.Tensor:
+            gather = inputs.gather
+            own_Tn = activate(weights.expand(norm(x_TD)))
+            own_Td = x_TD[:, own] + weights.contract(gather.all(own_Tn, weights.inner))
+            return gather.all(own_Td, weights.columns)
+
+        return residual
+
+    def head(self, norm: LayerNorm, linear: Linear) -> Head:
+        normed = _norm(norm)
+        return lambda hidden_RD: linear(normed(hidden_RD)).float()
 
     def activation(self, name: str) -> Operator:
+        """One of ACTIVATIONS."""
         return ACTIVATIONS[name]
-
-    def fused_attention(self, parts: AttentionParts) -> Sublayer | None:
-        return None
-
-    def fused_mlp(self, parts: MLPParts) -> Sublayer | None:
-        return None
-
-    def fused_head(self, norm: Operator, linear: Linear) -> Read | None:
-        return None
-
-    def joined(self, sublayers: Sequence[Sublayer | None]) -> Sublayer | None:
-        return None
 
     def block_bytes(self, arch: Architecture, layout: StageLayout, block_size: int) -> int:
         return block_size * layout.kv_bytes_per_token(arch, self.precision.kv.itemsize)

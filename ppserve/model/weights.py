@@ -10,7 +10,7 @@ from collections.abc import Callable
 import torch
 
 from ppserve.core.architecture import StageLayout, stage_params
-from ppserve.model.backend import Backend, Linear, Operator
+from ppserve.model.backend import Backend, LayerNorm, Linear
 from ppserve.model.checkpoint import WHOLE, Checkpoint, Part
 from ppserve.model.checkpoint.names import tensor_shapes
 
@@ -45,13 +45,14 @@ class WeightReader:
     """Takes tensors one at a time, by their canonical names, and counts what it took.
 
     Of a matrix it takes the outputs that are asked for: those of a tensor rank. num_params: numbers read.
-    weight_bytes: what they occupy in the form in which they are kept.
+    weight_bytes: what they occupy in the form in which they are kept. linears: by name.
     """
 
     def __init__(self, checkpoint: Checkpoint, layout: StageLayout, backend: Backend, progress: Progress) -> None:
         self.arch, self.layout = checkpoint.architecture, layout
         self.backend = backend
         self.num_params = self.weight_bytes = 0
+        self.linears: dict[str, Linear] = {}
         self._checkpoint = checkpoint
         self._progress = progress
         self._done_bytes = 0
@@ -62,14 +63,15 @@ class WeightReader:
         """These columns of an embedding."""
         return self._stored(name, Part(columns=columns))
 
-    def norm(self, name: str) -> Operator:
+    def norm(self, name: str) -> LayerNorm:
         weight_D = self._stored(f"{name}.weight")
         bias_D = self._stored(f"{name}.bias") if self.arch.biases else None
-        return self.backend.norm(weight_D, bias_D, self.arch.layer_norm_epsilon)
+        return LayerNorm(weight_D, bias_D, self.arch.layer_norm_epsilon)
 
     def linear(self, name: str, *outputs: slice) -> Linear:
         bias_N = self._stored(f"{name}.bias", Part(outputs)) if self.arch.biases else None
-        return self._linear(f"{name}.weight", outputs, bias_N)
+        self.linears[name] = linear = self._linear(f"{name}.weight", outputs, bias_N)
+        return linear
 
     def lm_head(self, outputs: slice) -> Linear:
         return self._linear("lm_head.weight", (outputs,), None)

@@ -14,10 +14,9 @@ from ppserve.core.figures import counted
 from ppserve.core.scheduling.config import MAX_PROMPT_TOKENS_PER_STEP
 from ppserve.errors import ConfigError
 from ppserve.model.backend import Backend
-from ppserve.model.cpu.backend import CpuBackend
+from ppserve.model.cpu.backend import CpuBackend, cpu_precision
 from ppserve.model.cpu.kernels import variants
 from ppserve.model.cpu.kernels.products import multiplies_bfloat16
-from ppserve.model.cpu.precision import cpu_precision
 from ppserve.model.cuda.backend import CudaBackend, DeviceOptions
 from ppserve.process.environment import RankEnvironment
 from ppserve.stage.host import available_bytes, cores_here

@@ -43,9 +43,6 @@ from ppserve.stage.wiring import Wiring
 
 log = logging.getLogger("ppserve.stage")
 
-# What a server that has just started has memory ready for.
-_TOKENS_AHEAD = 2048
-
 
 @dataclass(frozen=True, slots=True)
 class ProbeResult:
@@ -103,13 +100,6 @@ class StageLoop:
     def run(self, tell: Callable[[str], object] = lambda _: None) -> int:
         """Runs until the head says Shutdown, and returns the exit code that it asks for. tell: called with `ready`
         when this stage has entered an epoch, and with `served` after its first step."""
-        try:
-            return self._run(tell)
-        finally:
-            if self._cache is not None:
-                self._cache.close()
-
-    def _run(self, tell: Callable[[str], object]) -> int:
         self._link.send(self._hello())
         has_served = False
         while True:
@@ -234,8 +224,8 @@ class StageLoop:
         if self._cache is None:
             of = self._start.config.cache
             # Memory that the operator has set aside is taken at once, any other as the load grows.
-            ahead = num_blocks if of.kv_cache_memory else -(-_TOKENS_AHEAD // of.block_size)
-            cache = model.backend.make_cache(model.arch, model.layout, num_blocks, of.block_size, num_ahead=ahead)
+            shape = model.arch, model.layout, num_blocks, of.block_size
+            cache = model.backend.make_cache(*shape, populate=of.kv_cache_memory is not None)
             model = self._model = model.backend.recorded(model, cache)
             self._cache = cache
         return model, self._cache

@@ -9,7 +9,7 @@ import torch
 from ppserve.core.architecture import Split, stage_layouts
 from ppserve.core.plan import Draw, Drawn, Scored, Slice, StepPlan
 from ppserve.core.request import SamplingParams
-from ppserve.model.backend import AttentionParts, Backend, Linear, MLPParts, Operator
+from ppserve.model.backend import Backend
 from ppserve.model.checkpoint import Checkpoint
 from ppserve.model.cpu.backend import CpuBackend
 from ppserve.model.cuda.backend import CudaBackend
@@ -25,19 +25,6 @@ BACKENDS: dict[str, Backend] = {
     "stock": StockBackend("float32"),
     "gpu reference": CudaBackend(CPU, "float32"),
 }
-
-
-class Unfused(CpuBackend):
-    """Every operator in a call of its own."""
-
-    def fused_attention(self, parts: AttentionParts) -> None:
-        pass
-
-    def fused_mlp(self, parts: MLPParts) -> None:
-        pass
-
-    def fused_head(self, norm: Operator, linear: Linear) -> None:
-        pass
 
 
 class Pipeline:
@@ -92,7 +79,7 @@ class Pipeline:
         head = self.stages[-1].head
         assert head is not None
         with torch.inference_mode():
-            return head(hidden_TD.float())
+            return head.logits(hidden_TD)
 
     def generate(
         self, prompt: tuple[int, ...], count: int, draw: Draw = GREEDY_DRAW, sequence: int = 0

@@ -15,7 +15,7 @@ from ppserve.core.cut import Cut
 from ppserve.model import sampling
 from ppserve.model.backend import KVCache, Reading, StageModel, StepInputs, StepRows
 from ppserve.model.gather import whole_rows
-from ppserve.model.stock import TorchBackend
+from ppserve.model.stock import AttendInputs, TorchBackend
 from ppserve.model.timing import HostTiming, Timing
 
 
@@ -28,7 +28,7 @@ class StockBackend(TorchBackend):
         super().__init__(torch.device("cpu"), dtype, kv_dtype)
 
     def make_cache(
-        self, arch: Architecture, layout: StageLayout, num_blocks: int, block_size: int, *, serves: bool = False
+        self, arch: Architecture, layout: StageLayout, num_blocks: int, block_size: int, *, populate: bool = False
     ) -> StockCache:
         heads = layout.heads(arch).width
         shape = (len(layout.attentions), num_blocks, block_size, heads, arch.head_size)
@@ -66,7 +66,8 @@ class StockCache:
         self._padding = keys_multiple, least_rows
 
     def inputs(self, rows: StepRows) -> StepInputs:
-        return StepInputs.in_host_memory(rows, StockAttention(self, rows, *self._padding))
+        here, attend = torch.from_numpy, StockAttention(self, rows, *self._padding)
+        return AttendInputs(rows, here(rows.token_ids_T), here(rows.positions_T), here(rows.read_rows), attend)
 
     def begin(self, rows: StepRows) -> None:
         for source, destination in rows.copies:
@@ -76,9 +77,6 @@ class StockCache:
     def fill(self, value: float) -> None:
         self.keys_LBpHd.fill_(value)
         self.values_LBpHd.fill_(value)
-
-    def close(self) -> None:
-        pass
 
 
 class StockAttention:

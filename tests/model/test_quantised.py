@@ -13,7 +13,7 @@ from ppserve.model.backend import Linear
 from ppserve.model.checkpoint import WHOLE, Checkpoint, Matrix, Part
 from ppserve.model.checkpoint.opening import open_checkpoint
 from ppserve.model.cpu.backend import CpuBackend
-from ppserve.model.cpu.weights import READ_BYTES
+from ppserve.model.cpu.linear import READ_BYTES
 from ppserve.model.gpt2 import GPT2Stage
 from ppserve.planning.forecast import Intent, forecast
 from tests.model.checkpoint import writers
@@ -102,10 +102,10 @@ def test_no_large_matrix_is_whole_in_memory_while_it_is_quantised(
     assert stage.head is not None
     assert whole.head is not None
     x_TD, x_TF = torch.randn(3, 1024), torch.randn(3, 4096)
-    assert torch.equal(stage.head(x_TD), whole.head(x_TD))
-    assert torch.equal(stage.attentions[0].qkv(x_TD), whole.attentions[0].qkv(x_TD))
-    assert torch.equal(stage.mlps[0].expand(x_TD), whole.mlps[0].expand(x_TD))
-    assert torch.equal(stage.mlps[0].contract(x_TF), whole.mlps[0].contract(x_TF))
+    assert torch.equal(stage.head.logits(x_TD), whole.head.logits(x_TD))
+    for name, linear in stage.linears.items():
+        x_TK = x_TF if linear.num_inputs == arch.inner_width else x_TD
+        assert torch.equal(linear(x_TK), whole.linears[name](x_TK))
 
 
 class WholeMatrices(CpuBackend):

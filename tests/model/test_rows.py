@@ -2,22 +2,28 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from typing import Any
+from collections.abc import Callable
 
 import pytest
 import torch
 
 from ppserve.core.architecture import Architecture, StageLayout
 from ppserve.core.plan import Draw
-from ppserve.model.backend import Attend, Backend, Linear, Operator, Read, StepRows, Sublayer
+from ppserve.model.backend import (
+    AttentionWeights,
+    Backend,
+    Head,
+    LayerNorm,
+    Linear,
+    MLPWeights,
+    StepRows,
+    Sublayer,
+)
 from ppserve.model.checkpoint import Matrix
-from ppserve.model.cpu.activations import CpuActivation
 from ppserve.model.cpu.backend import CpuBackend
-from ppserve.model.cpu.kv_cache import CpuCache
+from ppserve.model.cuda.backend import CudaBackend, DeviceOptions
 from ppserve.model.selftest import check_determinism
-from ppserve.model.stock import ACTIVATIONS
-from tests.model.pipelines import BACKENDS, GREEDY, Pipeline, Unfused, prompt
+from tests.model.pipelines import BACKENDS, CPU, GREEDY, Pipeline, prompt
 from tests.model.random_checkpoint import RandomCheckpoint, architecture
 from tests.model.stock import StockBackend, StockCache
 
@@ -54,18 +60,6 @@ def test_plain_linear_rows_do_not_stand_alone() -> None:
     assert any(not torch.equal(plain(x[:count], weight), plain(x, weight)[:count]) for count in ROW_COUNTS)
 
 
-@pytest.mark.parametrize("name", ACTIVATIONS)
-@pytest.mark.parametrize("width", [16, 48, 61, 200])
-def test_activations_treat_every_element_alike(name: str, width: int) -> None:
-    torch.manual_seed(0)
-    activate = CpuActivation(name)
-    x = 4 * torch.randn(33, width)
-    whole = activate(x.clone())
-    torch.testing.assert_close(whole, ACTIVATIONS[name](x), atol=2e-6, rtol=1e-5)
-    for count in (1, 2, 5, 32):
-        assert torch.equal(activate(x[:count].clone()), whole[:count])
-
-
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("width", [48, 100, 160])
 def test_any_chunking_gives_the_same_bits(width: int, dtype: str) -> None:
@@ -88,17 +82,21 @@ def test_block_sizes_change_no_bit(block_size: int) -> None:
         assert torch.equal(pipeline.hidden(ids, chunk, sequence=1), usual)
 
 
-class StockAttending(Unfused):
-    """Attention by torch's operator, all else by the kernels."""
+class InvariantStock(StockBackend):
+    """torch's operators, but for linear layers, whose rows would depend on the other rows."""
 
     def __init__(self, **padding: int) -> None:
         super().__init__("float32")
         self._padding = padding
+        self._kernels = CpuBackend("float32")
 
-    def make_cache(  # type: ignore[override]
-        self, arch: Architecture, layout: StageLayout, num_blocks: int, block_size: int, *, serves: bool = False
+    def linear(self, weight_NK: Matrix, bias_N: torch.Tensor | None) -> Linear:
+        return self._kernels.linear(weight_NK, bias_N)
+
+    def make_cache(
+        self, arch: Architecture, layout: StageLayout, num_blocks: int, block_size: int, *, populate: bool = False
     ) -> StockCache:
-        stock = StockBackend("float32").make_cache(arch, layout, num_blocks, block_size)
+        stock = super().make_cache(arch, layout, num_blocks, block_size)
         return StockCache(stock.keys_LBpHd, stock.values_LBpHd, **self._padding)
 
 
@@ -107,7 +105,7 @@ def test_stock_attention_without_padding_feels_its_neighbours() -> None:
 
     def hidden(chunk: int, **padding: int) -> torch.Tensor:
         checkpoint = RandomCheckpoint(architecture(width=64))
-        return Pipeline(checkpoint, "2", backend=StockAttending(**padding)).hidden(prompt(101), chunk)
+        return Pipeline(checkpoint, "2", backend=InvariantStock(**padding)).hidden(prompt(101), chunk)
 
     assert torch.equal(hidden(101), hidden(1))
     assert not torch.equal(hidden(101, keys_multiple=1, least_rows=1), hidden(1, keys_multiple=1, least_rows=1))
@@ -145,28 +143,6 @@ def test_alone_and_among_others(dtype: str) -> None:
         assert steps[2][s] == expected[s][0]
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("width", [48, 100, 256])
-def test_fused_sublayers_have_the_bits_of_their_parts(width: int, dtype: str) -> None:
-    checkpoint, ids = RandomCheckpoint(architecture(width=width)), prompt(101)
-    fused, parts = (Pipeline(checkpoint, "2", backend=kind(dtype)) for kind in (CpuBackend, Unfused))
-    for chunk in (1, 30, 101):
-        assert torch.equal(fused.hidden(ids, chunk), parts.hidden(ids, chunk, sequence=1))
-
-
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("width", [48, 100, 256])
-def test_the_fused_head_reads_the_rows_it_is_told_to(width: int, dtype: str) -> None:
-    pipeline = Pipeline(RandomCheckpoint(architecture(width=width)), "2", backend=CpuBackend(dtype, 2))
-    head, hidden_TD = pipeline.stages[-1].head, pipeline.hidden(prompt(30), 30)
-    assert head is not None
-    for rows in ([29], [3, 0, 17, 17], list(range(29, -1, -1))):
-        with torch.inference_mode():
-            read = head.read(hidden_TD, torch.tensor(rows))
-            assert torch.equal(read, head(hidden_TD[rows].float()))
-            assert not torch.equal(read[:1], head(hidden_TD[rows[0] - 1 :][:1].float()))
-
-
 def test_threads_change_no_bit() -> None:
     checkpoint = RandomCheckpoint(architecture(width=64))
     ids = prompt(128)
@@ -202,7 +178,7 @@ def test_copied_blocks_hold_the_same_keys() -> None:
 def test_selftest_passes_and_can_fail(dtype: str) -> None:
     stage = Pipeline(RandomCheckpoint(architecture(width=200)), "1,1", dtype).stages[1]
     assert check_determinism(stage) is None
-    exact = stage.mlps[0].expand
+    exact = stage.linears["h.1.mlp.c_fc"]
 
     class FeelsNeighbours:
         num_inputs, num_outputs, num_bytes = exact.num_inputs, exact.num_outputs, 0
@@ -210,11 +186,11 @@ def test_selftest_passes_and_can_fail(dtype: str) -> None:
         def __call__(self, x_TK: torch.Tensor) -> torch.Tensor:
             return exact(x_TK) + 1e-6 * len(x_TK)
 
-    stage.mlps[0].expand = FeelsNeighbours()
+    stage.linears["h.1.mlp.c_fc"] = FeelsNeighbours()
     assert check_determinism(stage) == "a linear layer of 200 inputs: rows differ between 1 and 200 rows at once"
 
 
-class InTwoHalves(Unfused):
+class InTwoHalves(CudaBackend):
     """From 128 rows on, products are summed in two halves; what comes out is rounded to bfloat16, as a library's
     bfloat16 products are, so that with usual weights hardly a number differs."""
 
@@ -236,29 +212,27 @@ class InTwoHalves(Unfused):
 
 
 def test_selftest_sees_any_change_of_order() -> None:
-    stage = Pipeline(RandomCheckpoint(architecture()), "1,1", backend=InTwoHalves("float32")).stages[0]
+    backend = InTwoHalves(CPU, "float32", DeviceOptions(batch_invariant=True, max_rows=4, max_step_rows=68))
+    stage = Pipeline(RandomCheckpoint(architecture()), "1,1", backend=backend).stages[0]
     said = check_determinism(stage)
     assert said is not None
-    assert said.startswith("a linear layer of 48 inputs: rows differ between 1 and 200 rows")
+    assert said.startswith("a linear layer of 48 inputs: rows differ between 1 and 128 rows")
 
 
-class FeelsInOneCall(CpuBackend):
-    """Operators are right one by one, not in the calls that serving makes."""
+class FeelsInSublayers(CpuBackend):
+    """Linear layers are right by themselves, not in the calls that serving makes."""
 
     def __init__(self, what: str) -> None:
         super().__init__("float32")
         self._feels = what
 
-    def fused_head(self, norm: Operator, linear: Linear) -> Read | None:
-        read = super().fused_head(norm, linear)
-        assert read is not None
-        return lambda hidden_TD, rows_R: read(hidden_TD, rows_R) + 1e-6 * len(rows_R) * (self._feels == "head")
+    def head(self, norm: LayerNorm, linear: Linear) -> Head:
+        exact = super().head(norm, linear)
+        return lambda hidden_RD: exact(hidden_RD) + 1e-6 * len(hidden_RD) * (self._feels == "head")
 
-    def joined(self, sublayers: Sequence[Sublayer | None]) -> Sublayer | None:
-        exact = super().joined(sublayers)
-        assert exact is not None
-        each = 1e-6 * (self._feels == "layers")
-        return lambda hidden_TD, inputs: exact(hidden_TD, inputs) + each * len(hidden_TD)
+    def mlp(self, weights: MLPWeights) -> Sublayer:
+        exact, each = super().mlp(weights), 1e-6 * (self._feels == "layers")
+        return lambda x_TD, inputs: exact(x_TD, inputs) + each * len(x_TD)
 
 
 @pytest.mark.parametrize(
@@ -270,29 +244,20 @@ class FeelsInOneCall(CpuBackend):
     ],
 )
 def test_selftest_makes_the_calls_that_serving_makes(what: str, said: str | None) -> None:
-    stage = Pipeline(RandomCheckpoint(architecture()), "1,1", backend=FeelsInOneCall(what)).stages[1]
+    stage = Pipeline(RandomCheckpoint(architecture()), "1,1", backend=FeelsInSublayers(what)).stages[1]
     assert check_determinism(stage) == said
 
 
-class Sensitive(Unfused):
+class Sensitive(CpuBackend):
     """Attention gives other numbers in some steps."""
 
     def __init__(self, feels: Callable[[StepRows], bool]) -> None:
         super().__init__("float32")
         self._feels = feels
 
-    def make_cache(self, *shape: Any, serves: bool = False) -> CpuCache:
-        feels, cache = self._feels, super().make_cache(*shape)
-
-        exact = cache.attention
-
-        def attention(rows: StepRows) -> Attend:
-            attend = exact(rows)
-
-            return lambda layer, qkv_TE, scale: attend(layer, qkv_TE, scale) + 1e-6 * feels(rows)
-
-        cache.attention = attention  # type: ignore[method-assign]
-        return cache
+    def attention(self, weights: AttentionWeights) -> Sublayer:
+        exact = super().attention(weights)
+        return lambda x_TD, inputs: exact(x_TD, inputs) + 1e-6 * self._feels(inputs.rows)
 
 
 @pytest.mark.parametrize(

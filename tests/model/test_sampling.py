@@ -269,12 +269,12 @@ def test_mixed_draws_are_those_of_each_alone() -> None:
 def test_a_plan_without_draws_skips_the_head() -> None:
     pipeline = Pipeline(RandomCheckpoint(architecture()), "2")
 
-    def refuse(hidden_TD: torch.Tensor, rows_R: torch.Tensor) -> torch.Tensor:
+    def refuse(hidden_RD: torch.Tensor) -> torch.Tensor:
         raise AssertionError("the head ran")
 
     head = pipeline.stages[0].head
     assert head is not None
-    head.read = refuse
+    head.logits = refuse
     assert pipeline.step([pipeline.slice(0, prompt(9), 0)])[1:] == ((), ())
     with pytest.raises(AssertionError, match="the head ran"):
         pipeline.step([pipeline.slice(0, prompt(9), 0, Draw(GREEDY))])

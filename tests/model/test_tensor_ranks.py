@@ -23,7 +23,6 @@ from ppserve.model.backend import Backend
 from ppserve.model.checkpoint import Checkpoint
 from ppserve.model.checkpoint.opening import open_checkpoint
 from ppserve.model.cpu.backend import CpuBackend
-from ppserve.model.cpu.exchange import ExchangeSide, memory_bytes
 from ppserve.model.cuda.backend import CudaBackend, DeviceOptions
 from ppserve.model.gather import Gather
 from ppserve.model.gpt2 import GPT2Stage
@@ -31,7 +30,7 @@ from ppserve.model.inputs import build_inputs
 from ppserve.model.sampling import read_logits
 from ppserve.model.sampling_slices import read_slices
 from ppserve.model.selftest import check_determinism
-from ppserve.stage.transport.gather import MemoryGather, connect_ranks, pretend_ranks
+from ppserve.stage.transport.gather import connect_ranks, pretend_ranks
 from tests.model.checkpoint.writers import architecture as small
 from tests.model.checkpoint.writers import random_tensors, write_hf, write_llmc, write_nanogpt
 from tests.model.pipelines import CPU, Pipeline, prompt
@@ -178,43 +177,7 @@ def test_the_tour_says_what_travels(count: int, split: str) -> None:
 
 
 @pytest.mark.parametrize("num_threads", [1, 2])
-def test_kernels_gather_by_themselves_with_the_same_bits(num_threads: int) -> None:
-    """As when Python gathers, which it does where ranks share no memory, or rows do not fit into it."""
-    checkpoint = RandomCheckpoint(architecture(num_layers=2, num_heads=3, width=48))
-    make = lambda: CpuBackend("bfloat16", num_threads)  # noqa: E731
-    found, num_calls = [], []
-    for by_python in (False, True):
-        pipeline = TensorPipeline(checkpoint, "2", 2, make)
-        counted = [Counted(gather) for _, _, gather in pipeline._ranks[0]]
-        if by_python:
-            pipeline._ranks[0] = [
-                (stage, cache, gather)
-                for (stage, cache, _), gather in zip(pipeline._ranks[0], counted, strict=True)
-            ]
-        found.append(answers(pipeline))
-        num_calls.append(counted[0].num_calls)
-        pipeline.close()
-    assert same(*found)
-    assert num_calls[0] == 0
-    assert num_calls[1] > 4 * 4
-
-
-def test_a_step_too_large_for_the_shared_memory_comes_after_one_that_fits(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Kernels gather in the small one, Python in the large one, which must not take anything over from it."""
-    monkeypatch.setattr(ExchangeSide, "most_bytes", 4 * 96 * 8)
-    checkpoint, ids = RandomCheckpoint(architecture(num_layers=2, num_heads=3, width=48)), prompt(30)
-    cut, whole = (
-        TensorPipeline(checkpoint, "2", 2, BACKENDS["int8"], 1),
-        Pipeline(checkpoint, "2", backend=BACKENDS["int8"](), num_sequences=1),
-    )
-    for first, last in (0, 3), (3, 25), (25, 30):
-        expected, *_ = whole.step([whole.slice(0, ids[first:last], first)])
-        assert torch.equal(cut.step([cut.slice(0, ids[first:last], first)])[0], expected)
-    cut.close()
-
-
-@pytest.mark.parametrize("num_threads", [1, 2])
-def test_a_rank_that_is_gone_ends_what_kernels_gather(num_threads: int) -> None:
+def test_a_rank_that_is_gone_ends_the_step(num_threads: int) -> None:
     """At once: keys and values that were computed from rows that did not come could be any numbers."""
     arch = architecture(num_layers=2)
     pipeline = TensorPipeline(RandomCheckpoint(arch), "2", 2, lambda: CpuBackend("float32", num_threads))
@@ -222,9 +185,8 @@ def test_a_rank_that_is_gone_ends_what_kernels_gather(num_threads: int) -> None:
     plan = StepPlan(0, 0, 0, (pipeline.slice(0, (5,), 0),))
     inputs = build_inputs(plan, stage.layout, cache, gather)
     gone.close()  # type: ignore[attr-defined]
-    assert stage.joined is not None
     with pytest.raises(TransportError, match="gone"):
-        stage.joined(torch.randn(1, arch.width), inputs)
+        stage.blocks[0](torch.randn(1, arch.width), inputs)
     assert [bool(keys_BHc.any()) for keys_BHc in cache.keys_LBHc] == [True, False]
     pipeline.close()
 
@@ -298,22 +260,6 @@ def test_ranks_share_weights_and_keys_out(count: int) -> None:
     assert [check_determinism(stage) for stage in stages] == [None] * count
     alone = [pretend_ranks(rank, count) for rank in range(count)]
     assert list(map(check_determinism, stages, [16] * count, alone)) == [None] * count
-
-
-class Shifts(MemoryGather):
-    """Where Python gathers, rows are not where they belong; kernels do it by themselves."""
-
-    def all(self, own_Tn: torch.Tensor, cut: Cut) -> torch.Tensor:
-        return super().all(own_Tn, cut).roll(1, dims=1)
-
-
-def test_the_selftest_tries_both_ways_to_gather() -> None:
-    (layout,) = stage_layouts(Split.parse("1"))
-    stage = GPT2Stage.load(RandomCheckpoint(architecture()), tensor_ranks(layout, 2)[0], CpuBackend("float32"))
-    gather = Shifts("none", torch.zeros(memory_bytes(2), dtype=torch.uint8), (0, 2))
-    gather.pretend()
-    said = "hidden states differ between one call for all sublayers and one for each"
-    assert check_determinism(stage, gather=gather) == said
 
 
 def test_things_are_shared_out_evenly() -> None:

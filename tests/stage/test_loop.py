@@ -23,7 +23,7 @@ from ppserve.stage.transport import Frames, Transport
 from ppserve.stage.wiring import ThreadWiring
 from tests.model.pipelines import Pipeline
 from tests.model.random_checkpoint import RandomCheckpoint, architecture
-from tests.stage.one_stage import WITHIN_S, ByHand, OneStage, plan, stages, start
+from tests.stage.one_stage import NUM_BLOCKS, WITHIN_S, ByHand, OneStage, plan, stages, start
 
 pytestmark = pytest.mark.timeout(120)
 
@@ -263,10 +263,10 @@ class FailingGpu(CudaBackend):
 
     at, error = "", Exception()
 
-    def make_cache(self, *shape: Any, num_ahead: int = 0) -> DeviceCache:
-        if self.at == ("cache" if num_ahead else "self-test"):
+    def make_cache(self, arch: Any, layout: Any, num_blocks: int, *rest: Any, **options: Any) -> DeviceCache:
+        if self.at == ("cache" if num_blocks == NUM_BLOCKS else "self-test"):
             raise self.error
-        return super().make_cache(*shape, num_ahead=num_ahead)
+        return super().make_cache(arch, layout, num_blocks, *rest, **options)
 
     def recorded(self, model: StageModel, cache: KVCache) -> StageModel:
         if self.at == "recording":

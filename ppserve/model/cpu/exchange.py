@@ -1,5 +1,4 @@
-"""A rank's side of the exchange through shared memory, as kernels see it: those that only exchange rows, and those
-that compute all sublayers of a stage and gather in between."""
+"""The exchange of rows through memory that the tensor ranks of a stage share, as one of them sees it."""
 
 from __future__ import annotations
 
@@ -9,7 +8,6 @@ from select import POLLIN
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 
 from ppserve.core.cut import Cut
 from ppserve.errors import TransportError
@@ -23,10 +21,11 @@ def memory_bytes(num_ranks: int) -> int:
     return (num_ranks + 1) * LINE_BYTES + num_ranks * 2 * BUFFER_BYTES
 
 
-class ExchangeSide:
-    """Used by one thread, except `end`. most_bytes: of a rank's rows at a time."""
+class MemoryExchange:
+    """One rank's side of the exchange. Used by one thread, except `end`."""
 
     most_bytes = BUFFER_BYTES
+    """Of a rank's rows at a time."""
 
     def __init__(self, memory: torch.Tensor, place: tuple[int, int], signs_of_end: Sequence[int] = ()) -> None:
         """memory: `memory_bytes` bytes, zeros at first. place: this rank, and how many there are. signs_of_end:
@@ -37,13 +36,11 @@ class ExchangeSide:
         signs = b"".join(struct.pack("ihh", descriptor, POLLIN, 0) for descriptor in signs_of_end)
         self._signs = np.frombuffer(signs or bytes(8), np.uint8).copy()
         self._side = side = aligned(kernels.NUM_FIELDS, np.int64)
+        self._address = address(side)
         lines = memory.data_ptr()
         side[[kernels.LINES, kernels.BUFFERS]] = lines, lines + (count + 1) * LINE_BYTES
         side[[kernels.RANK, kernels.NUM_RANKS]] = place
         side[[kernels.SIGNS, kernels.NUM_SIGNS]] = address(self._signs), len(signs_of_end)
-        side[kernels.SPIN_NS] = kernels.MOST_SPIN_NS
-        self.seen_by_kernels = address(side)
-        self._widths: dict[tuple[int, ...], tuple[NDArray[np.int64], int]] = {}
 
     @property
     def waited_ns(self) -> int:
@@ -57,24 +54,18 @@ class ExchangeSide:
         # As bfloat16 0.125, as float32 hardly more.
         self._memory[(count + 1) * LINE_BYTES :].view(torch.int16).fill_(0x3E00)
 
-    def check(self) -> None:
-        """Raises TransportError where rows did not come, because a rank is gone."""
-        if self._side[kernels.IS_LOST]:
-            raise TransportError("a tensor rank of this stage is gone")
-
     def swap(self, own_Tn: torch.Tensor, cut: Cut) -> torch.Tensor:
         """Rows of all ranks. own_Tn: contiguous, at most `most_bytes`. Raises TransportError."""
         whole_TN = torch.empty(len(own_Tn), cut.size, dtype=own_Tn.dtype)
-        if (known := self._widths.get(cut.widths)) is None:
-            widths = np.array(cut.widths, np.int64)
-            known = self._widths[cut.widths] = widths, address(widths)
-        sizes, to = (known[1], own_Tn.itemsize, len(own_Tn)), whole_TN.data_ptr()
-        kernels.exchange(self.seen_by_kernels, own_Tn.data_ptr(), own_Tn.nbytes, *sizes, to)
-        self.check()
+        widths = np.array(cut.widths, np.int64)
+        rows = own_Tn.data_ptr(), own_Tn.nbytes, address(widths), own_Tn.itemsize, len(own_Tn)
+        kernels.exchange(self._address, *rows, whole_TN.data_ptr())
+        if self._side[kernels.IS_LOST]:
+            raise TransportError("a tensor rank of this stage is gone")
         return whole_TN
 
     def end(self) -> None:
-        """Of all waits, this rank's and the others', within some milliseconds."""
+        """Ends all waits, this rank's and the others', within some milliseconds."""
         self._over[0] = 1
 
     def forget_signs(self) -> None:

@@ -12,28 +12,31 @@ Padding to a multiple of 16 is never read as a key and its results are never use
 
 from __future__ import annotations
 
+import math
+from dataclasses import dataclass
+from itertools import accumulate
+
+import numpy as np
 import torch
 
 from ppserve.core.architecture import Architecture, StageLayout
-from ppserve.model.backend import Attend, StepInputs, StepRows
-from ppserve.model.cpu.attention import BlockAttention
+from ppserve.model.backend import StepInputs, StepRows
+from ppserve.model.cpu.kernels.attention import StepSlices
 from ppserve.model.cpu.kernels.attention_tile import GROUP, AttentionKernel
-from ppserve.model.cpu.kernels.memory import aligned
-from ppserve.model.cpu.kernels.work import CacheShape
-from ppserve.model.cpu.prefault import Prefaulter
-from ppserve.model.cpu.scratch_memory import ScratchMemory
-from ppserve.model.cpu.thread_pool import ThreadPool
+from ppserve.model.cpu.kernels.memory import address, huge_pages
+from ppserve.model.cpu.kernels.work import CacheShape, as_table
+from ppserve.model.cpu.scratch import ScratchMemory
 
 
-def padded(size: int) -> int:
+def _padded(size: int) -> int:
     """`size` rounded up to whole groups or panels."""
     return -(-size // GROUP) * GROUP
 
 
 def cell_bytes(head_size: int, block_size: int, element_bytes: int) -> tuple[int, int]:
     """Bytes of one block and head: of its keys, of its values."""
-    scales = 4 * padded(block_size) if element_bytes == 1 else 0
-    keys, values = padded(block_size) * head_size, padded(head_size) * block_size
+    scales = 4 * _padded(block_size) if element_bytes == 1 else 0
+    keys, values = _padded(block_size) * head_size, _padded(head_size) * block_size
     return keys * element_bytes + scales, values * element_bytes + scales
 
 
@@ -43,8 +46,18 @@ def block_bytes(arch: Architecture, layout: StageLayout, block_size: int, dtype:
     return len(layout.attentions) * heads * sum(cell_bytes(arch.head_size, block_size, dtype.itemsize))
 
 
+@dataclass(frozen=True, slots=True)
+class CpuInputs(StepInputs):
+    """The inputs of a step for kernels."""
+
+    step: int
+    """The address of the step's table, as `kernels.work` reads it."""
+    kept: tuple[object, ...]
+    """The table, and what it has the addresses of."""
+
+
 class CpuCache:
-    """A `KVCache`. num_ahead: so many blocks have memory before they are used; 0 where it comes as they are."""
+    """A `KVCache`."""
 
     device = torch.device("cpu")
 
@@ -52,44 +65,49 @@ class CpuCache:
         self,
         arch: Architecture,
         layout: StageLayout,
-        num_blocks: int,
-        block_size: int,
+        blocks: tuple[int, int],
         kind: AttentionKernel,
-        workers: tuple[ThreadPool, ScratchMemory],
+        scratch: ScratchMemory,
         *,
-        num_ahead: int = 0,
+        populate: bool,
     ) -> None:
-        self.num_blocks = num_blocks
-        self.block_size = block_size
-        self._kind, self._workers = kind, workers
-        cells = cell_bytes(arch.head_size, block_size, kind.element_bytes)
-        num_heads = layout.heads(arch).width
-        shape = (len(layout.attentions), num_blocks, num_heads)
-        self.keys_LBHc, self.values_LBHc = (torch.from_numpy(aligned((*shape, cell), "uint8")) for cell in cells)
+        """blocks: their number and size. populate: all memory is provided now, not as it is written."""
+        self.num_blocks, self.block_size = blocks
+        self._kind, self._scratch = kind, scratch
+        cells = cell_bytes(arch.head_size, self.block_size, kind.element_bytes)
+        shape = len(layout.attentions), self.num_blocks, layout.heads(arch).width
+        self.keys_LBHc, self.values_LBHc = (
+            torch.from_numpy(huge_pages(math.prod(shape) * cell, populate)).view(*shape, cell) for cell in cells
+        )
         self._shape = CacheShape(
             keys=self.keys_LBHc.data_ptr(),
             values=self.values_LBHc.data_ptr(),
-            key_layer=num_blocks * num_heads * cells[0],
-            value_layer=num_blocks * num_heads * cells[1],
-            num_heads=num_heads,
+            key_layer=math.prod(shape[1:]) * cells[0],
+            value_layer=math.prod(shape[1:]) * cells[1],
+            num_heads=shape[2],
             head_size=arch.head_size,
-            block_size=block_size,
+            block_size=self.block_size,
             key_cell=cells[0],
             value_cell=cells[1],
         )
-        self.prefaulter = (
-            Prefaulter(self.keys_LBHc, self.values_LBHc, least_ahead=num_ahead) if num_ahead else None
-        )
 
-    def inputs(self, rows: StepRows) -> StepInputs:
-        return StepInputs.in_host_memory(rows, self.attention(rows))
+    def inputs(self, rows: StepRows) -> CpuInputs:
+        here = torch.from_numpy
+        step, kept = self._step_table(rows)
+        return CpuInputs(rows, here(rows.token_ids_T), here(rows.positions_T), here(rows.read_rows), step, kept)
 
-    def attention(self, rows: StepRows) -> Attend:
-        return BlockAttention(rows, self._shape, self._kind, *self._workers)
+    def _step_table(self, rows: StepRows) -> tuple[int, tuple[object, ...]]:
+        arrays = rows.slots_T, rows.first_row_S, rows.num_rows_S, rows.start_S, rows.tables, rows.table_begin_S
+        together = np.concatenate(arrays)
+        *places, _ = accumulate((array.nbytes for array in arrays), initial=address(together))
+        slices = StepSlices(len(rows.slots_T), len(rows.start_S), *places)
+        most_positions = int((rows.start_S + rows.num_rows_S).max())
+        scratch, scratch_arrays = self._scratch.of_step(slices.num_rows)
+        attention, attention_array = self._scratch.of_attention(self._kind, self._shape, most_positions)
+        table = as_table(scratch, slices, self._shape, *attention)
+        return address(table), (table, together, scratch_arrays, attention_array)
 
     def begin(self, rows: StepRows) -> None:
-        if self.prefaulter is not None:
-            self.prefaulter.mark_used(rows.highest_block + 1)
         for source, destination in rows.copies:
             self.keys_LBHc[:, destination] = self.keys_LBHc[:, source]
             self.values_LBHc[:, destination] = self.values_LBHc[:, source]
@@ -98,7 +116,3 @@ class CpuCache:
         number = getattr(torch, {1: "float32", 2: "bfloat16", 4: "float32"}[self._kind.element_bytes])
         for cells_LBHc in (self.keys_LBHc, self.values_LBHc):
             cells_LBHc.view(number).fill_(value)
-
-    def close(self) -> None:
-        if self.prefaulter is not None:
-            self.prefaulter.close()

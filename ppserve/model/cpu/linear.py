@@ -1,68 +1,131 @@
-"""Linear layers whose weights are packed once. A row's result does not depend on the other rows.
+"""Linear layers: weights are packed once, a slice of outputs at a time, while a checkpoint is loaded.
 
-T rows, K inputs, N outputs.
+T rows, N outputs, K inputs, W words.
 """
 
 from __future__ import annotations
+
+from typing import Any
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from ppserve.errors import ConfigError
 from ppserve.model.checkpoint import Matrix
-from ppserve.model.cpu.huge_pages import HugePages
-from ppserve.model.cpu.kernels.memory import address
-from ppserve.model.cpu.kernels.tile_code import MicroKernel
-from ppserve.model.cpu.kernels.work import LINEAR, READ, as_table, jobs_of
-from ppserve.model.cpu.norm import CpuNorm
-from ppserve.model.cpu.scratch_memory import ScratchMemory
+from ppserve.model.cpu.kernels.memory import Arena, address, aligned
+from ppserve.model.cpu.kernels.operations import OPERATIONS, SMALLEST_BF16
+from ppserve.model.cpu.kernels.products import Weights
+from ppserve.model.cpu.kernels.tile_code import PANEL, MicroKernel
+from ppserve.model.cpu.kernels.work import LINEAR, as_table, jobs_of
+from ppserve.model.cpu.scratch import ScratchMemory
 from ppserve.model.cpu.thread_pool import ThreadPool
-from ppserve.model.cpu.weights import PackedWeights
+
+OUTPUTS_MULTIPLE = 64
+"""Outputs are padded to it, so that a row of results can be packed as the next row of inputs."""
+
+READ_BYTES = 8 << 20
+"""Of a matrix as float32: the most that is in memory beside the packed weights."""
+
+_MOST_INT8 = 127
+MOST_INT8_INPUTS = (2**31 - 1) // _MOST_INT8**2
+"""Of a linear layer: a sum of more products may not fit in 32 bits."""
+
+
+class PackedWeights:
+    """A matrix and its bias for one micro-kernel.
+
+    Products start from the bias in float32, so that a result is one chain of multiply-adds; for the others the
+    bias is added at the end. int8 weights are symmetric, one scale for each output. Raises ConfigError where there
+    are more inputs than int8 sums have room for.
+    """
+
+    def __init__(
+        self, weight_NK: Matrix, bias_N: torch.Tensor | None, dtype: torch.dtype, kind: MicroKernel, arena: Arena
+    ) -> None:
+        self.num_outputs, self.num_inputs = weight_NK.shape
+        if dtype == torch.int8 and self.num_inputs > MOST_INT8_INPUTS:
+            most = f"int8 takes linear layers of at most {MOST_INT8_INPUTS} inputs"
+            raise ConfigError("--quantization", f"{most}; this model has one of {self.num_inputs}")
+        self._dtype = dtype
+        self._chunks = -(-self.num_inputs // (4 // dtype.itemsize * PANEL))
+        self._padded_outputs = outputs = -(-self.num_outputs // OUTPUTS_MULTIPLE) * OUTPUTS_MULTIPLE
+        self._panels = arena.zeros((outputs // PANEL, self._chunks * PANEL, PANEL), np.int32)
+        self._bias, self._scales = aligned(outputs, np.float32), aligned(outputs, np.float32)
+        self._sums_of_weights = aligned(outputs, np.int32)
+        if bias_N is not None:
+            self._bias[: self.num_outputs] = bias_N.float().numpy()
+        at_once = max(PANEL, READ_BYTES // (4 * self.num_inputs) // PANEL * PANEL)
+        for begin in range(0, self.num_outputs, at_once):
+            self._pack(begin, weight_NK[begin : begin + at_once])
+        self._start: NDArray[Any] = aligned(outputs, np.int32)
+        if dtype == torch.float32:
+            self._start = self._bias
+        elif raised := OPERATIONS[kind.operation].raised:
+            self._start[:] = -raised * self._sums_of_weights
+        self.num_bytes = self._panels.nbytes + self._bias.nbytes + self._scales.nbytes
+
+    @property
+    def seen_by_kernels(self) -> Weights:
+        return Weights(
+            address(self._panels),
+            address(self._start),
+            0 if self._start is self._bias else address(self._bias),
+            address(self._scales),
+            self._chunks,
+            self._padded_outputs,
+        )
+
+    def _pack(self, begin: int, weight_nK: torch.Tensor) -> None:
+        """Put some outputs, of which the first is `begin`, into their panels."""
+        count = len(weight_nK)
+        num_panels = -(-count // PANEL)
+        per_chunk = PANEL * 4 // self._dtype.itemsize
+        padded_nK = torch.zeros(num_panels * PANEL, self._chunks * per_chunk, dtype=self._dtype)
+        padded_nK[:count, : self.num_inputs] = self._rounded(weight_nK, slice(begin, begin + count))
+        words_nW = padded_nK.view(torch.int32).numpy()
+        first = begin // PANEL
+        self._panels[first : first + num_panels] = words_nW.reshape(num_panels, PANEL, -1).transpose(0, 2, 1)
+
+    def _rounded(self, weight_nK: torch.Tensor, outputs: slice) -> torch.Tensor:
+        if self._dtype == torch.float32:
+            return weight_nK.float()
+        if self._dtype == torch.bfloat16:
+            rounded = weight_nK.to(torch.bfloat16)
+            return rounded.masked_fill_(rounded.abs() < SMALLEST_BF16, 0)
+        weight_nK = weight_nK.float()
+        scale_n = weight_nK.abs().amax(dim=1) / _MOST_INT8
+        # An output whose weights are all 0 has no scale of its own.
+        steps_nK = weight_nK / scale_n.clamp_min(torch.finfo(torch.float32).tiny)[:, None]
+        quantised = steps_nK.round_().clamp_(-_MOST_INT8, _MOST_INT8).to(torch.int8)
+        self._scales[outputs] = scale_n.numpy()
+        self._sums_of_weights[outputs] = quantised.sum(dim=1, dtype=torch.int32).numpy()
+        return quantised
 
 
 class PackedLinear:
-    """One product. Rows come and go in float32."""
+    """A linear layer. Rows come and go in float32; a row's result does not depend on the other rows."""
 
     def __init__(
-        self,
-        weight_NK: Matrix,
-        bias_N: torch.Tensor | None,
-        precision: str,
-        kind: MicroKernel,
-        thread_pool: ThreadPool,
-        scratch_memory: ScratchMemory,
-        memory: HugePages,
+        self, packed: PackedWeights, kind: MicroKernel, thread_pool: ThreadPool, scratch: ScratchMemory
     ) -> None:
-        self.num_outputs, self.num_inputs = weight_NK.shape
-        self.packed = PackedWeights(weight_NK, bias_N, precision, kind, memory)
-        self.num_bytes = self.packed.num_bytes
-        self._kind, self._thread_pool, self._scratch_memory = kind, thread_pool, scratch_memory
-        self._table = as_table(self.packed.seen_by_kernels, (self.num_inputs,))
+        self.num_outputs, self.num_inputs, self.num_bytes = packed.num_outputs, packed.num_inputs, packed.num_bytes
+        self.weights = packed.seen_by_kernels
+        """Valid as long as this object."""
+        self._packed, self._kind, self._thread_pool, self._scratch = packed, kind, thread_pool, scratch
+        self._table = as_table(self.weights, (self.num_inputs,))
         self._jobs = jobs_of((LINEAR, self._table))
-        scratch_memory.fit_rows(self.packed.seen_by_kernels)
+        scratch.fit(self.weights)
 
     def __call__(self, x_TK: torch.Tensor) -> torch.Tensor:
-        x_TK = x_TK.contiguous()
-        return self.last_of(self._jobs, x_TK.shape[0], x_TK.data_ptr())
+        return self.result_of(self._jobs, x_TK)
 
-    def last_of(self, jobs: NDArray[np.int64], num_rows: int, x: int, rows: int = 0) -> torch.Tensor:
-        """What a job puts out that ends with this product. x, rows: addresses, as `kernels.work` takes them."""
-        scratch, kept = self._scratch_memory.scratch(num_rows)
+    def result_of(self, jobs: NDArray[np.int64], x_TK: torch.Tensor) -> torch.Tensor:
+        """The result of a job that ends with this product."""
+        x_TK, num_rows = x_TK.contiguous(), len(x_TK)
+        scratch, kept = self._scratch.of_step(num_rows)
         step = as_table(scratch)
-        y_TN = torch.empty(self._kind.padded_rows(num_rows), self.packed.num_padded_outputs)
-        self._thread_pool.run(address(jobs), 1, address(step), x, y_TN.data_ptr(), rows)
+        y_TN = torch.empty(self._kind.padded_rows(num_rows), self.weights.outputs)
+        self._thread_pool.run(address(jobs), 1, address(step), x_TK.data_ptr(), 0, y_TN.data_ptr())
         del kept
         return y_TN[:num_rows, : self.num_outputs]
-
-
-class FusedHead:
-    """Final norm and LM head, of some rows of hidden states (T, D), in one call."""
-
-    def __init__(self, norm: CpuNorm, linear: PackedLinear) -> None:
-        self._table = as_table(norm.seen_by_kernels, linear.packed.seen_by_kernels)
-        self._jobs = jobs_of((READ, self._table))
-        self._norm, self._linear = norm, linear
-
-    def __call__(self, hidden_TD: torch.Tensor, rows_R: torch.Tensor) -> torch.Tensor:
-        hidden_TD, rows_R = hidden_TD.contiguous(), rows_R.contiguous()
-        return self._linear.last_of(self._jobs, len(rows_R), hidden_TD.data_ptr(), rows_R.data_ptr())

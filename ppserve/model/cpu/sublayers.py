@@ -1,50 +1,123 @@
-"""Attention and MLP sublayers, one or several in a call: norms, products, attention, activation and the residual.
+"""Attention, MLP and LM head: norm, products, activation and residual in one call of the kernels.
 
-T rows, D width.
+T rows, D width, d a rank's own of it, K inputs of the second product, k a rank's own of them, R rows read out.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import math
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from ppserve.model.backend import StepInputs
-from ppserve.model.cpu.attention import BlockAttention
-from ppserve.model.cpu.kernels.memory import address
-from ppserve.model.cpu.kernels.work import jobs_of
+from ppserve.core.cut import Cut
+from ppserve.model.backend import AttentionWeights, Head, LayerNorm, Linear, MLPWeights, StepInputs
+from ppserve.model.cpu.kernels.activation import EXACT_GELU, GATE, RELU, TANH, Activation
+from ppserve.model.cpu.kernels.memory import LINE_BYTES, address, aligned
+from ppserve.model.cpu.kernels.rows import Norm
+from ppserve.model.cpu.kernels.work import EXPAND, HEADS, PROJECT, READ, as_table, jobs_of
+from ppserve.model.cpu.kv_cache import CpuInputs
+from ppserve.model.cpu.linear import PackedLinear
 from ppserve.model.cpu.thread_pool import ThreadPool
 
+_ROOT = 2 * math.sqrt(2 / math.pi)
+_TANH_GELU = Activation(GATE, np.float32(_ROOT), np.float32(0.044715 * _ROOT))
 
-class FusedSublayers:
-    """The bits of the operators that they are made of, without what torch needs to call them one by one.
+ACTIVATIONS = {
+    "gelu_new": _TANH_GELU,
+    "gelu_fast": _TANH_GELU,
+    "gelu_pytorch_tanh": _TANH_GELU,
+    "quick_gelu": Activation(GATE, np.float32(1.702), np.float32(0)),
+    "silu": Activation(GATE, np.float32(1), np.float32(0)),
+    "tanh": Activation(TANH, np.float32(0), np.float32(0)),
+    "relu": Activation(RELU, np.float32(0), np.float32(0)),
+    "gelu": Activation(EXACT_GELU, np.float32(0), np.float32(0)),
+}
+"""Those of `stock.ACTIVATIONS`. torch's CPU operators treat the end of a tensor with scalar code that differs in
+the last bit; these treat every element alike."""
 
-    jobs: of each its kind, one of `kernels.work`, and its table. parts: what the tables have the addresses of.
+
+class CpuSublayer:
+    """A `Sublayer` as two jobs of the kernels: up to the inputs of its second product, then that product and the
+    residual. One call where a rank computes the stage alone; tensor ranks gather behind each.
+
+    job, table: the first job. second, inner, columns: the second product, and how tensor ranks share its inputs
+    and the results. kept: what the table has the addresses of.
     """
 
     def __init__(
-        self, jobs: list[tuple[int, NDArray[np.int64]]], parts: tuple[object, ...], thread_pool: ThreadPool
+        self,
+        job: int,
+        table: NDArray[np.int64],
+        second: PackedLinear,
+        inner: Cut,
+        columns: Cut,
+        kept: tuple[object, ...],
+        thread_pool: ThreadPool,
     ) -> None:
-        self.jobs, self._parts, self._thread_pool = jobs, parts, thread_pool
-        self._listed = jobs_of(*jobs)
-        self._address = address(self._listed)
+        shape = inner.size, columns.size, columns.first, columns.width
+        projection = as_table(second.weights, shape)
+        self._kept = table, projection, second, kept
+        self._jobs = jobs_of((job, table), (PROJECT, projection))
+        self._first = address(self._jobs)
+        self._second = self._first + self._jobs.nbytes // 2
+        self._inner, self._columns, self._is_alone = inner, columns, len(columns.widths) == 1
+        self._run = thread_pool.run
 
-    @classmethod
-    def joined(cls, several: Sequence[FusedSublayers]) -> FusedSublayers:
-        """One after the other."""
-        return cls([job for each in several for job in each.jobs], tuple(several), several[0]._thread_pool)
+    def __call__(self, x_TD: torch.Tensor, inputs: StepInputs) -> torch.Tensor:
+        assert isinstance(inputs, CpuInputs), "inputs are built for the cache of this backend"
+        x_TD, step = x_TD.contiguous(), inputs.step
+        x = x_TD.data_ptr()
+        if self._is_alone:
+            out_TD = torch.empty_like(x_TD)
+            self._run(self._first, 2, step, x, 0, out_TD.data_ptr())
+            return out_TD
+        own_Tk = torch.empty(len(x_TD), self._inner.width)
+        self._run(self._first, 1, step, x, own_Tk.data_ptr(), 0)
+        inner_TK = inputs.gather.all(own_Tk, self._inner)
+        own_Td = torch.empty(len(x_TD), self._columns.width, dtype=x_TD.dtype)
+        self._run(self._second, 1, step, x, inner_TK.data_ptr(), own_Td.data_ptr())
+        return inputs.gather.all(own_Td, self._columns)
 
-    def __call__(self, hidden_TD: torch.Tensor, inputs: StepInputs) -> torch.Tensor:
-        hidden_TD = hidden_TD.contiguous()
-        out_TD = torch.empty_like(hidden_TD)
-        places = table_of(inputs), hidden_TD.data_ptr(), out_TD.data_ptr()
-        self._thread_pool.run(self._address, len(self.jobs), *places)
-        return out_TD
+
+def attention_sublayer(of: AttentionWeights, thread_pool: ThreadPool) -> CpuSublayer:
+    qkv, proj = _packed(of.qkv), _packed(of.proj)
+    norm, kept = _norm(of.norm)
+    table = as_table(norm, qkv.weights, (of.number, np.float32(of.scale)))
+    return CpuSublayer(HEADS, table, proj, of.heads, of.columns, (qkv, kept), thread_pool)
 
 
-def table_of(inputs: StepInputs) -> int:
-    """The address of the step's table."""
-    assert isinstance(inputs.attend, BlockAttention), "inputs are built for the cache of this backend"
-    return inputs.attend.seen_by_kernels
+def mlp_sublayer(of: MLPWeights, thread_pool: ThreadPool) -> CpuSublayer:
+    expand, contract = _packed(of.expand), _packed(of.contract)
+    norm, kept = _norm(of.norm)
+    table = as_table(norm, expand.weights, ACTIVATIONS[of.activation], (of.inner.width,))
+    return CpuSublayer(EXPAND, table, contract, of.inner, of.columns, (expand, kept), thread_pool)
+
+
+def lm_head(weights: LayerNorm, linear: Linear) -> Head:
+    packed = _packed(linear)
+    norm, kept = _norm(weights)
+    table = as_table(norm, packed.weights)
+    jobs = jobs_of((READ, table))
+
+    def logits(hidden_RD: torch.Tensor, kept: object = (table, kept)) -> torch.Tensor:
+        return packed.result_of(jobs, hidden_RD)
+
+    return logits
+
+
+def _packed(linear: Linear) -> PackedLinear:
+    assert isinstance(linear, PackedLinear), "a linear layer of this backend"
+    return linear
+
+
+def _norm(weights: LayerNorm) -> tuple[Norm, tuple[NDArray[np.float32], ...]]:
+    """A norm as kernels see it, and what it has the addresses of."""
+    width = len(weights.weight_D)
+    padded = -(-width * 4 // LINE_BYTES) * LINE_BYTES // 4
+    weight, bias = aligned(padded, np.float32), aligned(padded, np.float32)
+    weight[:width] = weights.weight_D.float().numpy()
+    if weights.bias_D is not None:
+        bias[:width] = weights.bias_D.float().numpy()
+    return Norm(address(weight), address(bias), width, np.float32(weights.epsilon)), (weight, bias)

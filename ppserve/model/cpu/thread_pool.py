@@ -20,18 +20,20 @@ Work = Callable[[int, int, int], None]
 """What each thread runs: (job queue, its number, number of threads).
 
 Thread 0 does its part of the one published job. The others do their parts of job after job, until one without
-arguments tells them to end. At the end of a job all threads wait for each other, so none can miss the next."""
+arguments tells them to end. All threads wait for each other at the end of a job, so none can miss the next."""
 
 
 class ThreadPool:
-    """num_threads: how many compute at once, the calling thread included. work: a kernel that holds the
-    interpreter lock no longer than it takes to call it."""
+    """The threads that compute together, the calling thread included.
+
+    work: a kernel that holds the interpreter lock no longer than it takes to call it.
+    """
 
     def __init__(self, num_threads: int, work: Work) -> None:
         self.num_threads = num_threads
         self._work = work
         self._job_queue = aligned(job_queue_size(num_threads), np.int64)
-        self._place = address(self._job_queue)
+        self._address = address(self._job_queue)
         self._calls = threading.Lock()
         own = (self._job_queue, work, num_threads)
         threads = [
@@ -46,7 +48,7 @@ class ThreadPool:
         """Have a job done; returns when it is. Calls of several threads follow each other."""
         with self._calls:
             _publish(self._job_queue, arguments)
-            self._work(self._place, 0, self.num_threads)
+            self._work(self._address, 0, self.num_threads)
 
     def close(self) -> None:
         """Ends the threads."""
@@ -54,14 +56,11 @@ class ThreadPool:
 
 
 def _publish(job_queue: NDArray[Any], arguments: Sequence[int]) -> None:
-    assert len(arguments) <= MOST_ARGUMENTS
-    job_queue[ARGUMENTS : ARGUMENTS + MOST_ARGUMENTS] = (
-        0  # also those that the job before had and this one has not
-    )
-    job_queue[ARGUMENTS : ARGUMENTS + len(arguments)] = arguments
+    """Arguments that this job lacks become 0, whatever the job before had."""
+    job_queue[ARGUMENTS : ARGUMENTS + MOST_ARGUMENTS] = (*arguments, *[0] * (MOST_ARGUMENTS - len(arguments)))
     publish(address(job_queue))
 
 
 def _serve(job_queue: NDArray[Any], work: Work, num_threads: int, thread: int) -> None:
-    """Keeps the job queue as long as this thread looks at it."""
+    """Keeps the job queue as long as this thread uses it."""
     work(address(job_queue), thread, num_threads)

@@ -17,7 +17,7 @@ from ppserve.core.architecture import Architecture, StageLayout
 from ppserve.core.cut import Cut
 from ppserve.core.scheduling.config import MAX_PROMPT_TOKENS_PER_STEP
 from ppserve.errors import ConfigError
-from ppserve.model.backend import KVCache, Linear, Operator, Reading, StageModel, StepInputs
+from ppserve.model.backend import KVCache, Linear, Reading, StageModel, StepInputs
 from ppserve.model.checkpoint import Matrix
 from ppserve.model.cuda.buckets import bucket_sizes
 from ppserve.model.cuda.device import Accelerator, CudaDevice, HostDevice
@@ -30,7 +30,7 @@ from ppserve.model.cuda.sampling import read_rows
 from ppserve.model.cuda.staging import Staging
 from ppserve.model.gather import whole_rows
 from ppserve.model.gpt2 import GPT2Stage
-from ppserve.model.stock import TorchBackend
+from ppserve.model.stock import Operator, TorchBackend
 from ppserve.model.timing import Timing
 
 log = logging.getLogger("ppserve.stage")
@@ -94,7 +94,7 @@ class CudaBackend(TorchBackend):
         return self.operators.quick_gelu if name == "quick_gelu" else super().activation(name)
 
     def make_cache(
-        self, arch: Architecture, layout: StageLayout, num_blocks: int, block_size: int, *, num_ahead: int = 0
+        self, arch: Architecture, layout: StageLayout, num_blocks: int, block_size: int, *, populate: bool = False
     ) -> DeviceCache:
         blocks = num_blocks, block_size
         return DeviceCache(arch, layout, blocks, self.precision.kv, self.operators, self.staging)

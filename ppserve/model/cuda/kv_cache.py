@@ -12,16 +12,17 @@ from dataclasses import dataclass
 import torch
 
 from ppserve.core.architecture import Architecture, StageLayout
-from ppserve.model.backend import StepInputs, StepRows
+from ppserve.model.backend import StepRows
 from ppserve.model.cuda.arrays import padded_arrays, step_arrays
 from ppserve.model.cuda.buckets import Buckets, padding
 from ppserve.model.cuda.draws import Draws, rows_of_slices, rows_read
 from ppserve.model.cuda.operators import Operators, Tiles
 from ppserve.model.cuda.staging import Staging
+from ppserve.model.stock import AttendInputs
 
 
 @dataclass(frozen=True, slots=True)
-class DeviceInputs(StepInputs):
+class DeviceInputs(AttendInputs):
     """arrays: all arrays of the step, on the device. draws: what they draw, on the host. bucket: rows of the
     recorded step that computes this one, whose memory the inputs are in; None for a step that is computed as it
     comes."""
@@ -103,9 +104,6 @@ class DeviceCache:
     def fill(self, value: float) -> None:
         self.keys_LBpHd.fill_(value)
         self.values_LBpHd.fill_(value)
-
-    def close(self) -> None:
-        pass
 
     def _placed(
         self, rows: StepRows, arrays: dict[str, torch.Tensor], draws: Draws, bucket: int | None = None

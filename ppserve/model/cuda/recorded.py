@@ -85,7 +85,7 @@ class RecordedStage:
             hidden_TD = self._model.forward(inputs, received_TD, cache)
             self._hidden_TD[:size].copy_(hidden_TD)
             if self._model.head is not None:
-                self._logits_RV[:size].copy_(self._model.head(hidden_TD))
+                self._logits_RV[:size].copy_(self._model.head.logits(hidden_TD))
                 tokens_R1 = draw_plain(self._operators, self._logits_RV[:size], inputs.arrays)
                 self._tokens_R1[:size].copy_(tokens_R1)
 

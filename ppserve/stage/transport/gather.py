@@ -17,7 +17,7 @@ from typing import Protocol
 import torch
 
 from ppserve.core.cut import Cut
-from ppserve.model.cpu.exchange import ExchangeSide, memory_bytes
+from ppserve.model.cpu.exchange import MemoryExchange, memory_bytes
 from ppserve.model.gather import ALONE, ECHO, Gather
 
 
@@ -52,7 +52,7 @@ class NoTensorLink:
         pass
 
 
-class MemoryGather(ExchangeSide):
+class MemoryGather(MemoryExchange):
     """Rows are put into shared memory, and a number says that they are there: put-with-signal, without a copy but
     the reader's.
 

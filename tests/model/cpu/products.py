@@ -9,13 +9,12 @@ import torch
 from numpy.typing import NDArray
 
 from ppserve.model.compiled.jit import kernel
-from ppserve.model.cpu.huge_pages import HugePages
-from ppserve.model.cpu.kernels.memory import address, aligned
+from ppserve.model.cpu.kernels.memory import Arena, address, aligned
 from ppserve.model.cpu.kernels.products import PackedRows, multiply
 from ppserve.model.cpu.kernels.rows import pack_row, read_row
 from ppserve.model.cpu.kernels.storage import Storage
 from ppserve.model.cpu.kernels.tile_code import PANEL, MicroKernel
-from ppserve.model.cpu.weights import PackedWeights
+from ppserve.model.cpu.linear import PackedWeights
 
 Floats = NDArray[np.float32]
 
@@ -42,7 +41,7 @@ class Product:
 
     def __init__(self, kind: MicroKernel, precision: str, weight: torch.Tensor, bias: torch.Tensor | None) -> None:
         self.kind = kind
-        self.packed = PackedWeights(weight, bias, precision, kind, HugePages())
+        self.packed = PackedWeights(weight, bias, getattr(torch, precision), kind, Arena())
 
     def __call__(self, x: Floats, cuts: tuple[int, ...] = ()) -> Floats:
         kind, weights = self.kind, self.packed.seen_by_kernels

@@ -1,4 +1,4 @@
-"""A step that decodes takes memory for its rows' hidden states and logits, and for nothing in a layer."""
+"""A step that decodes takes memory for its rows' hidden states and logits, and for nothing inside a sublayer."""
 
 from __future__ import annotations
 
@@ -17,8 +17,9 @@ from ppserve.model.backend import Backend
 from ppserve.model.cpu.backend import CpuBackend
 from ppserve.model.gpt2 import GPT2Stage
 from ppserve.model.inputs import build_inputs
-from tests.model.pipelines import GREEDY_DRAW, Unfused
+from tests.model.pipelines import GREEDY_DRAW
 from tests.model.random_checkpoint import RandomCheckpoint, architecture
+from tests.model.stock import StockBackend
 
 WIDTH, VOCABULARY, PADDED_VOCABULARY, CONTEXT = 64, 1000, 1024, 40
 MOST_TILE_ROWS = 32
@@ -87,17 +88,18 @@ class Decoding:
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_a_step_makes_tensors_for_hidden_states_and_logits_alone(dtype: str) -> None:
     shallow, deep = Decoding(CpuBackend(dtype), 2), Decoding(CpuBackend(dtype), 5)
+    itemsize = getattr(torch, dtype).itemsize
     for num_rows in (1, 7, 64):
-        made = deep.tensors(num_rows)
-        assert shallow.tensors(num_rows) == made
-        of_hidden, of_logits = 4 * WIDTH * num_rows, 4 * PADDED_VOCABULARY * (num_rows + MOST_TILE_ROWS)
-        assert len(made) <= 7
-        assert sum(made) <= 6 * of_hidden + of_logits
+        made, more = shallow.tensors(num_rows), deep.tensors(num_rows)
+        of_hidden, of_logits = WIDTH * num_rows * itemsize, 4 * PADDED_VOCABULARY * (num_rows + MOST_TILE_ROWS)
+        assert sorted(more) == sorted([*made, *[of_hidden] * 2 * 3])  # what each sublayer gives
+        assert len(made) <= 6 + 2 * 2
+        assert sum(made) <= (5 + 2 * 2) * 4 * WIDTH * num_rows + of_logits
 
 
 def test_layers_computed_by_operators_make_tensors_of_their_own() -> None:
-    """What the test above would see."""
-    shallow, deep = (Decoding(Unfused("float32"), num_layers) for num_layers in (2, 5))
+    """The control: what the test above would see."""
+    shallow, deep = (Decoding(StockBackend("float32"), num_layers) for num_layers in (2, 5))
     assert len(deep.tensors(1)) >= len(shallow.tensors(1)) + 3 * 8
 
 

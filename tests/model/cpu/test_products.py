@@ -13,7 +13,7 @@ from ppserve.model.cpu.kernels.operations import SMALLEST_BF16
 from ppserve.model.cpu.kernels.products import micro_kernels
 from ppserve.model.cpu.kernels.tile_code import MicroKernel
 from ppserve.model.cpu.kernels.variants import choose, features
-from ppserve.model.cpu.weights import MOST_INT8_INPUTS
+from ppserve.model.cpu.linear import MOST_INT8_INPUTS
 from tests.model.cpu.products import Floats, Product
 
 pytestmark = pytest.mark.slow

@@ -12,13 +12,10 @@ import pytest
 
 from ppserve.model.compiled.jit import kernel
 from ppserve.model.compiled.lanes import load_int, store_int
-from ppserve.model.cpu.backend import CpuBackend
 from ppserve.model.cpu.kernels.atomics import SLEEPERS
-from ppserve.model.cpu.kernels.exchange import NUM_FIELDS
-from ppserve.model.cpu.kernels.job_queue import ARGUMENTS, ARRIVED, JOBS, LOST, await_job, barrier, job_queue_size
+from ppserve.model.cpu.kernels.job_queue import ARGUMENTS, ARRIVED, JOBS, await_job, barrier, job_queue_size
 from ppserve.model.cpu.kernels.memory import address, aligned
-from ppserve.model.cpu.kernels.work import COMPLETE, GATHER, as_table, jobs_of
-from ppserve.model.cpu.thread_pool import ThreadPool, _publish
+from ppserve.model.cpu.thread_pool import ThreadPool
 
 
 @kernel
@@ -53,20 +50,20 @@ def expected(num_threads: int, rounds: list[int]) -> list[int]:
 
 
 @kernel
-def meet_once(job_queue, thread, num_threads) -> None:  # type: ignore[no-untyped-def]
+def wait_once(job_queue, thread, num_threads) -> None:  # type: ignore[no-untyped-def]
     barrier(job_queue, thread, num_threads)
 
 
-def test_who_waits_long_for_another_thread_sleeps_and_is_woken() -> None:
+def test_a_thread_that_waits_long_sleeps_and_is_woken() -> None:
     job_queue = aligned(job_queue_size(3), np.int64)
-    meet_once(address(job_queue), 0, 1)  # compiles
+    wait_once(address(job_queue), 0, 1)  # compiles
     with ThreadPoolExecutor(2) as threads:
-        waiting = [threads.submit(meet_once, address(job_queue), thread, 3) for thread in (1, 2)]
+        waiting = [threads.submit(wait_once, address(job_queue), thread, 3) for thread in (1, 2)]
         until_s = time.monotonic() + 20
         while (num_asleep := job_queue[ARRIVED + SLEEPERS]) < 2 and time.monotonic() < until_s:
             time.sleep(1e-3)
         is_over = [each.done() for each in waiting]
-        meet_once(address(job_queue), 0, 3)
+        wait_once(address(job_queue), 0, 3)
         for each in waiting:
             each.result(60)
     assert job_queue[ARRIVED + SLEEPERS] == 0
@@ -75,30 +72,13 @@ def test_who_waits_long_for_another_thread_sleeps_and_is_woken() -> None:
         pytest.skip("no core to spare: a thread yields to other programs 20,000 times before it sleeps")
 
 
-def test_a_late_thread_does_not_look_at_the_side_of_an_exchange_that_is_gone() -> None:
-    """Thread 0 is this test: it has the rows of other ranks lost, returns, and its side's memory is another's."""
-    work, job_queue = CpuBackend("float32")._thread_pool._work, aligned(job_queue_size(2), np.int64)
-    widths, side = as_table((1, 1)), aligned(NUM_FIELDS, np.int64)
-    jobs = jobs_of((GATHER, widths), (COMPLETE, widths))
-    late = threading.Thread(target=work, args=(address(job_queue), 1, 2), daemon=True)
-    _publish(job_queue, (address(jobs), 2, 0, 0, 0, 0, address(side)))
-    late.start()
-    while job_queue[ARRIVED] < 1:
-        threading.Event().wait(0.001)
-    job_queue[LOST] = 1
-    job_queue[ARRIVED] += 1
-    _publish(job_queue, ())
-    late.join(timeout=30)
-    assert not late.is_alive()  # with the other job it would wait for a thread that does not come
-
-
-def board_of(thread_pool: ThreadPool) -> np.ndarray:
+def job_queue_of(thread_pool: ThreadPool) -> np.ndarray:
     return thread_pool._job_queue
 
 
 def asleep(thread_pool: ThreadPool) -> None:
     """Returns when all threads but the calling one are."""
-    while board_of(thread_pool)[JOBS + SLEEPERS] < thread_pool.num_threads - 1:
+    while job_queue_of(thread_pool)[JOBS + SLEEPERS] < thread_pool.num_threads - 1:
         threading.Event().wait(0.001)
 
 
@@ -136,7 +116,7 @@ def test_callers_wait_for_each_other() -> None:
 
 
 @pytest.mark.parametrize("forgotten", [False, True])
-def test_threads_end_with_their_team(forgotten: bool) -> None:
+def test_threads_end_with_their_pool(forgotten: bool) -> None:
     before = set(threading.enumerate())
     thread_pool = ThreadPool(3, count_in_turns)
     own = set(threading.enumerate()) - before

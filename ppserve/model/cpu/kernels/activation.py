@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from ppserve.model.compiled.jit import inlined, kernel
+from ppserve.model.compiled.jit import inlined
 from ppserve.model.compiled.lanes import exp, fma, load, splat, store, where_greater
 
 _ZERO, _ONE, _TWO = np.float32(0), np.float32(1), np.float32(2)
@@ -82,9 +82,3 @@ def activate(activation, values, count):
     else:
         for i in range(0, count, 16):
             store(values, i, _exact_gelu(load(values, i)))
-
-
-@kernel
-def activate_all(activation, values, count) -> None:
-    """`activate`, for those who have only that to do."""
-    activate(activation, values, count)

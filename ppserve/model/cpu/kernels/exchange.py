@@ -2,13 +2,13 @@
 
 The memory begins with lines of int64 numbers: one for each rank, with a counter that only this rank changes, and
 one that says whether all is over. Behind these are two buffers for each rank. A rank puts its rows into one of its
-buffers, then counts up. Whoever sees the new count also sees the rows. When all ranks have counted up, each copies
-the rows of all. The buffers take turns: nobody is more than one exchange ahead, so the buffer before the last has
+buffers, then counts up; a rank that sees the new count also sees the rows. When all have counted up, each copies
+the rows of all. The buffers take turns: no rank is more than one exchange ahead, so the buffer before the last has
 been read by all.
 
-Who waits spins for some microseconds, as long as that has been enough of late, then sleeps, so that another thread
-has the core. It does not yield: Linux counts a yield as a slice of time used up, and a rank that yields beside two
-busy threads is hardly let in again.
+A rank that waits spins for some microseconds, then sleeps, so that another thread has the core. It does not yield:
+Linux counts a yield as a slice of time used up, and a rank that yields beside two busy threads is hardly let in
+again.
 """
 # mypy: ignore-errors
 # (numba types these functions from their arguments; mypy cannot see through its intrinsics)
@@ -28,13 +28,12 @@ LINE_BYTES = 128
 """Of each line: two of the CPU's, which fetches them in pairs."""
 BUFFER_BYTES = 4 << 20
 
-LINES, RANK, NUM_RANKS, BUFFERS, TURN, SPIN_NS, WAITED_NS, SIGNS, NUM_SIGNS, IS_LOST = range(10)
-"""Numbers of a side, which is what one rank knows of the exchange. TURN: exchanges so far. SPIN_NS: how long to
-spin. WAITED_NS: for others, so far. SIGNS: of an end, `struct pollfd`. IS_LOST: an exchange has failed, because a
-rank was gone, and there are no more."""
-NUM_FIELDS = 10
-MOST_SPIN_NS = 100_000
-_LEAST_SPIN_NS = 4_000
+LINES, RANK, NUM_RANKS, BUFFERS, TURN, WAITED_NS, SIGNS, NUM_SIGNS, IS_LOST = range(9)
+"""Numbers of a side, which is what one rank knows of the exchange. TURN: exchanges so far. WAITED_NS: for others,
+so far. SIGNS: of an end, `struct pollfd`. IS_LOST: an exchange has failed, because a rank was gone, and there are
+no more."""
+NUM_FIELDS = 9
+_SPIN_NS = 50_000
 _LOOKS = 16
 
 _CORE = SLEEPERS + 1
@@ -53,20 +52,15 @@ def _copy_bytes(typing, to, source, count):
     return types.void(types.intp, types.intp, types.intp), generate
 
 
-@inlined
-def own_room(side):
-    """Where this rank's rows of the next exchange go."""
-    return load_int(side, BUFFERS) + (2 * load_int(side, RANK) + load_int(side, TURN) % 2) * BUFFER_BYTES
-
-
-@inlined
-def swap(side, widths, element_bytes, num_rows, whole):
-    """This rank's rows are in its room: has the others know, and once theirs are there too, puts rows of all ranks
-    next to each other. widths: the address of int64, how many numbers a row of each rank has. whole: the address
-    where the rows go. Returns False, and nothing goes there, when a rank is lost."""
+@kernel
+def exchange(side, rows, num_bytes, widths, element_bytes, num_rows, whole) -> None:
+    """Puts rows of all ranks next to each other, at `whole`. rows: this rank's, `num_bytes` in all. widths: the
+    address of int64, how many numbers a row of each rank has. Where a rank is lost, IS_LOST is set instead."""
     if load_int(side, IS_LOST):
-        return False
+        return
     lines, count, turn = load_int(side, LINES), load_int(side, NUM_RANKS), load_int(side, TURN)
+    buffers = load_int(side, BUFFERS) + turn % 2 * BUFFER_BYTES
+    _copy_bytes(buffers + 2 * load_int(side, RANK) * BUFFER_BYTES, rows, num_bytes)
     store_int(side, TURN, turn + 1)
     _count_up(lines + LINE_BYTES * load_int(side, RANK))
     begun_ns, is_lost = now_ns(), False
@@ -75,17 +69,15 @@ def swap(side, widths, element_bytes, num_rows, whole):
     store_int(side, WAITED_NS, load_int(side, WAITED_NS) + now_ns() - begun_ns)
     if is_lost:
         store_int(side, IS_LOST, 1)
-        return False
+        return
     row_bytes = 0
     for rank in range(count):
         row_bytes += load_int(widths, rank) * element_bytes
-    scratch = load_int(side, BUFFERS) + turn % 2 * BUFFER_BYTES
     for rank in range(count):
         width = load_int(widths, rank) * element_bytes
         for row in range(num_rows):
-            _copy_bytes(whole + row * row_bytes, scratch + row * width, width)
-        whole, scratch = whole + width, scratch + 2 * BUFFER_BYTES
-    return True
+            _copy_bytes(whole + row * row_bytes, buffers + row * width, width)
+        whole, buffers = whole + width, buffers + 2 * BUFFER_BYTES
 
 
 @inlined
@@ -98,25 +90,13 @@ def _count_up(line) -> None:
 @inlined
 def _await(side, line, goal):
     """Whether a rank has counted up to `goal`; False: it never will."""
-    if load_shared(line) >= goal:
-        return True
-    begun_ns, spin_ns = now_ns(), load_int(side, SPIN_NS)
-    core = core_here()
-    if core > 0 and load_int(line, _CORE) == core:
-        # It probably needs this core.
-        return _sleep(side, line, goal)
-    while now_ns() - begun_ns < spin_ns:
+    begun_ns, core = now_ns(), core_here()
+    # A rank that last counted up on this core probably needs it.
+    shares_core = core > 0 and load_int(line, _CORE) == core
+    while load_shared(line) < goal and not shares_core and now_ns() - begun_ns < _SPIN_NS:
         for _ in range(_LOOKS):
             pause()
-        if load_shared(line) >= goal:
-            break
-    if not _sleep(side, line, goal):
-        return False
-    if now_ns() - begun_ns < MOST_SPIN_NS:
-        store_int(side, SPIN_NS, min(2 * spin_ns, MOST_SPIN_NS))
-    else:
-        store_int(side, SPIN_NS, max(spin_ns // 2, _LEAST_SPIN_NS))
-    return True
+    return _sleep(side, line, goal)
 
 
 @inlined
@@ -132,10 +112,3 @@ def _sleep(side, line, goal):
         sleep_below(line, goal, NAP_NS)
         has_slept = True
     return True
-
-
-@kernel
-def exchange(side, rows, num_bytes, widths, element_bytes, num_rows, whole) -> None:
-    """`swap` of rows that are elsewhere."""
-    _copy_bytes(own_room(side), rows, num_bytes)
-    swap(side, widths, element_bytes, num_rows, whole)

@@ -19,14 +19,10 @@ from ppserve.model.cpu.kernels.system import NAP_NS
 
 _NUMBERS_APART = 16
 JOBS, ARRIVED, ARGUMENTS = (i * _NUMBERS_APART for i in range(3))
-MOST_ARGUMENTS = 2 * _NUMBERS_APART
-_GOALS = ARGUMENTS + MOST_ARGUMENTS
+MOST_ARGUMENTS = 8
+_GOALS = ARGUMENTS + _NUMBERS_APART
 """Each thread's own: what ARRIVED will be when all have arrived; then which of its two counts of pieces is in use.
-Behind these the counts: how many pieces of a thread's share have been taken, by whomever."""
-
-LOST = ARRIVED + 1
-"""Whether rows of the other ranks did not come. Thread 0 sets it before a meeting; others may look after it has
-returned, when its side of the exchange may be gone. It is not set again before all have met once more."""
+Behind these the counts: how many pieces of a thread's partition have been taken, by any thread."""
 
 _SPINS_BEFORE_YIELD = 2_000
 _YIELDS_BEFORE_SLEEP = 20_000
@@ -63,21 +59,21 @@ def barrier(job_queue, thread, num_threads):
 
 
 @inlined
-def open_shares(job_queue, thread, num_threads):
-    """Called by all threads after they have met, and to be followed by a meeting: no piece has been taken yet.
-    Returns where the counts are, for `take_piece`."""
+def begin_pieces(job_queue, thread, num_threads):
+    """Called by all threads after a barrier, and to be followed by another: no piece has been taken yet.
+    Returns where the counts are, for `next_piece`."""
     own = _GOALS + thread * _NUMBERS_APART
     turn = load_int(job_queue, own + 1)
     store_int(job_queue, own + 1, 1 - turn)
     counts = job_queue + 8 * (_GOALS + num_threads * _NUMBERS_APART)
-    # Those of the next time: all have met since they were in use.
+    # Those of the next time: a barrier has passed since they were in use.
     store_int(counts, (2 * thread + 1 - turn) * _NUMBERS_APART, 0)
     return counts + 8 * turn * _NUMBERS_APART
 
 
 @inlined
-def take_piece(counts, thread):
-    """The number of the next piece of a thread's share: this thread's own, or that of one which is slower."""
+def next_piece(counts, thread):
+    """The number of the next piece of a thread's partition: of this thread, or of one that is slower."""
     return add_shared(counts + 16 * thread * _NUMBERS_APART, 1)
 
 

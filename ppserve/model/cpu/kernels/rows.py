@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from ppserve.model.compiled.jit import inlined, kernel
+from ppserve.model.compiled.jit import inlined
 from ppserve.model.compiled.lanes import (
     fma,
     keep_first,
@@ -122,10 +122,3 @@ def normalise(norm, values):
     factor = splat(_ONE / np.sqrt(sum_lanes(squares) / size + norm.epsilon))
     for i in range(0, norm.width, 16):
         store(values, i, fma((load(values, i) - mean) * factor, load(norm.weight, i), load(norm.bias, i)))
-
-
-@kernel
-def normalise_rows(norm, values, num_rows, stride) -> None:
-    """`normalise`, for those who have only that to do. stride: numbers from a row to the next."""
-    for row in range(num_rows):
-        normalise(norm, values + 4 * row * stride)

@@ -22,25 +22,22 @@ _ROWS_AT_FIRST = 64
 
 
 class ScratchMemory:
-    """kind: of the products. Nothing in a room outlives a job, so all steps share one; a step that was prepared
-    keeps the arrays that it was prepared with."""
+    """Scratch memory of a stage. No step leaves anything in it for the next, so all steps share it; a step that
+    was prepared keeps the arrays that it was prepared with."""
 
     def __init__(self, kind: MicroKernel, num_threads: int) -> None:
+        """kind: of the products."""
         self._kind, self._num_threads = kind, num_threads
         self._chunks = self._outputs = 0
         # Each with its address, which takes longer to ask for than to remember.
         self._arrays: dict[str, tuple[NDArray[Any], int]] = {}
 
-    def fit_rows(self, weights: Weights) -> None:
-        """Rows for these weights will be packed."""
-        self._chunks = max(self._chunks, weights.chunks)
+    def fit(self, weights: Weights) -> None:
+        """Makes it large enough for products with these weights."""
+        self._chunks, self._outputs = max(self._chunks, weights.chunks), max(self._outputs, weights.outputs)
 
-    def fit_results(self, weights: Weights) -> None:
-        """Products with these weights will be kept here."""
-        self._outputs = max(self._outputs, weights.outputs)
-
-    def scratch(self, num_rows: int) -> tuple[Scratch, list[NDArray[Any]]]:
-        """For a step, and what must be kept as long as it is used."""
+    def of_step(self, num_rows: int) -> tuple[Scratch, list[NDArray[Any]]]:
+        """What a step writes, and the arrays to keep as long as it does."""
         kind = self._kind
         # Tiles are whole; the rows behind the last are computed and never read.
         rows = max(num_rows, _ROWS_AT_FIRST) + kind.rows[-1]
@@ -49,17 +46,16 @@ class ScratchMemory:
             self._array("words", rows * self._chunks * PANEL * kind.steps, np.int32),
             self._array("scales", rows, np.float32),
             self._array("y", rows * self._outputs + LINE_BYTES, np.float32),
-            self._array("mixed", rows * width, np.float32),
+            self._array("inner", rows * width, np.float32),
             self._array("values", self._num_threads * width, np.float32),
         ]
-        words, scales, y, mixed, values = (place for _, place in arrays)
-        scratch = Scratch(num_rows, words, scales, y, mixed, 4 * width, values, 4 * width)
-        return scratch, [array for array, _ in arrays]
+        words, scales, y, inner, values = (place for _, place in arrays)
+        return Scratch(num_rows, words, scales, y, inner, values, 4 * width), [array for array, _ in arrays]
 
-    def attention_scratch(
+    def of_attention(
         self, kind: AttentionKernel, cache: CacheShape, most_positions: int
     ) -> tuple[list[AttentionScratch], NDArray[Any]]:
-        """One for each thread."""
+        """What each thread writes, and the array to keep as long as it does."""
         rows = max(cache.num_heads, kind.rows[-1])
         most_groups = -(-most_positions // cache.block_size) * -(-cache.block_size // GROUP)
         most_groups += max(kind.panels, kind.groups_ahead)
@@ -70,12 +66,12 @@ class ScratchMemory:
         scores, sums = rows * stride, 4 * (kind.rows[-1] * panels + 1) * GROUP
         sizes = [-(-size // LINE_BYTES) * LINE_BYTES for size in (groups, queries, scores, sums)]
         memory, begin = self._array("attention", self._num_threads * sum(sizes), np.uint8)
-        scratch_memory = []
+        threads = []
         for _ in range(self._num_threads):
             at = [*accumulate(sizes, initial=begin)]
-            scratch_memory.append(AttentionScratch(at[0], most_groups, at[1], at[2], stride, at[3]))
+            threads.append(AttentionScratch(at[0], most_groups, at[1], at[2], stride, at[3]))
             begin = at[4]
-        return scratch_memory, memory
+        return threads, memory
 
     def _array(self, name: str, size: int, dtype: type) -> tuple[NDArray[Any], int]:
         """At least so many numbers, and where; half as many again when more are needed than there are."""

@@ -1,0 +1,92 @@
+"""Memory for kernels: huge pages that the system was asked for, there before they are written if asked for."""
+
+from __future__ import annotations
+
+import resource
+from pathlib import Path
+
+import numpy as np
+import pytest
+from numpy.typing import NDArray
+
+from ppserve.core.architecture import Split, stage_layouts
+from ppserve.model.cpu.backend import CpuBackend
+from ppserve.model.cpu.kernels.memory import LINE_BYTES, PAGE_BYTES, Arena, huge_pages
+from tests.model.random_checkpoint import architecture
+
+THP = Path("/sys/kernel/mm/transparent_hugepage/enabled")
+LARGE = 16 << 20
+
+
+def flags_at(place: int) -> list[str]:
+    """What the kernel notes of the memory at an address."""
+    is_there = False
+    for line in Path("/proc/self/smaps").read_text().splitlines():
+        name, *values = line.split()
+        if "-" in name and not name.endswith(":"):
+            begin, end = (int(word, 16) for word in name.split("-"))
+            is_there = begin <= place < end
+        elif is_there and name == "VmFlags:":
+            return values
+    raise AssertionError("no memory there")
+
+
+def faults_of_writing(array: NDArray[np.uint8]) -> int:
+    """Pages that the system had to provide while this thread wrote all of it."""
+    before = resource.getrusage(resource.RUSAGE_THREAD).ru_minflt
+    array.fill(1)
+    return resource.getrusage(resource.RUSAGE_THREAD).ru_minflt - before
+
+
+@pytest.mark.skipif(not THP.exists(), reason="this system has no transparent huge pages")
+def test_the_system_is_asked_for_huge_pages() -> None:
+    array = Arena().zeros((3, 1000), np.int32)
+    assert "hg" in flags_at(array.ctypes.data)
+
+
+def test_pages_are_zeros_and_there_before_they_are_written_if_asked_for() -> None:
+    populated, fresh = huge_pages(LARGE, populate=True), huge_pages(LARGE)
+    assert not populated.any()
+    at_first = faults_of_writing(fresh)
+    assert at_first >= 4  # of huge pages; thousands of small ones
+    if (again := faults_of_writing(populated)) >= at_first:
+        pytest.skip("needs a Linux of 5.14 or newer (MADV_POPULATE_WRITE)")
+    assert again <= 2
+
+
+def test_a_cache_has_all_its_memory_before_it_is_written_if_asked_for() -> None:
+    (layout,) = stage_layouts(Split.parse("2"))
+    backend, faults = CpuBackend("float32"), []
+    for populate in (False, True):
+        cache = backend.make_cache(architecture(), layout, 4000, 16, populate=populate)
+        assert cache.keys_LBHc.nbytes > LARGE
+        faults.append(faults_of_writing(cache.keys_LBHc.numpy()))
+    if faults[1] >= faults[0]:
+        pytest.skip("needs a Linux of 5.14 or newer (MADV_POPULATE_WRITE)")
+    assert faults[1] <= 2
+
+
+def test_arrays_lie_apart_on_lines_and_begin_as_zeros() -> None:
+    arena = Arena()
+    shapes = [(3, 5), (1,), (1 << 20,), (7, 1 << 21), (64,)]
+    arrays = [arena.zeros(shape, np.int32) for shape in shapes]
+    assert arrays[0].ctypes.data % PAGE_BYTES == 0
+    for number, (array, shape) in enumerate(zip(arrays, shapes, strict=True), 1):
+        assert array.shape == shape
+        assert array.ctypes.data % LINE_BYTES == 0
+        assert not array.any()
+        array.fill(number)
+    for number, array in enumerate(arrays, 1):
+        assert (array == number).all()
+
+
+def test_too_little_memory_is_told() -> None:
+    with pytest.raises(MemoryError, match="the system has no 1099511627776 MB"):
+        Arena().zeros((1 << 60,), np.int8)
+
+
+def test_memory_lives_as_long_as_an_array_in_it() -> None:
+    first, second = (arena := Arena()).zeros((1000,), np.int32), arena.zeros((1000,), np.int32)
+    del arena, first
+    second.fill(5)
+    assert (second == 5).all()

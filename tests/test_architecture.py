@@ -30,7 +30,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "ppserve.files": {"ppserve.errors", "msgspec"},
     "ppserve.tokenizer": {
         *("ppserve.tokenizer", "ppserve.errors", "ppserve.files"),
-        *("tiktoken", "tiktoken_ext", "msgspec"),
+        *("tiktoken", "tiktoken_ext", "tokenizers", "msgspec"),
     },
     "ppserve.v1": {"ppserve.v1", "google.protobuf", "grpc"},
     "ppserve.vllm": {"ppserve.vllm", "google.protobuf", "grpc"},
@@ -97,7 +97,7 @@ NEVER_LOADS = {
     "ppserve.head.api.request_handler": {"grpc", "google", "torch"},
     "ppserve.head.app": {"torch", "numba"},
     "ppserve.cli.check": {"torch", "grpc"},
-    "ppserve.stage.loop": {"grpc", "prometheus_client", "tiktoken"},
+    "ppserve.stage.loop": {"grpc", "prometheus_client", "tiktoken", "tokenizers"},
     "ppserve.client": {"torch", "msgspec", "prometheus_client"},
 }
 

@@ -1,4 +1,4 @@
-"""Text to token ids and back. Never a request. The only room that imports tiktoken.
+"""Text to token ids and back. Never a request. The only room that imports tiktoken and tokenizers.
 
 load_tokenizer(path)         what lies beside the weights, as a Tokenizer; None when nothing does
 Tokenizer                    encode, decode, the bytes of each token

@@ -20,32 +20,6 @@ class Piece:
     matched: str | None = None
 
 
-class StopString:
-    """Finds one string in text that arrives character by character (Knuth, Morris and Pratt).
-
-    length: how many of the last characters equal the beginning of the stop string.
-    """
-
-    def __init__(self, text: str) -> None:
-        if not text:
-            raise ValueError("a stop string must not be empty")
-        self.text = text
-        self.length = 0
-        self._fallback = [0] * (len(text) + 1)
-        for end in range(1, len(text)):
-            self._fallback[end + 1] = self._extend(self._fallback[end], text[end])
-
-    def see(self, character: str) -> bool:
-        """Reads the next character. Returns whether it completes the stop string."""
-        self.length = self._extend(self.length, character)
-        return self.length == len(self.text)
-
-    def _extend(self, length: int, character: str) -> int:
-        while length and (length == len(self.text) or self.text[length] != character):
-            length = self._fallback[length]
-        return length + 1 if self.text[length] == character else 0
-
-
 class Detokenizer:
     """Undecoded bytes and held-back text of one stream.
 
@@ -59,8 +33,10 @@ class Detokenizer:
         self, tokenizer: Tokenizer, stop: tuple[str, ...] = (), include_stop: bool = False, min_tokens: int = 0
     ) -> None:
         self._tokenizer = tokenizer
-        self._stops = sorted((StopString(text) for text in set(stop)), key=lambda s: (-len(s.text), s.text))
-        self._first_characters = frozenset(stop.text[0] for stop in self._stops)
+        if "" in stop:
+            raise ValueError("a stop string must not be empty")
+        self._stops = frozenset(stop)
+        self._first_characters = frozenset(text[0] for text in stop)
         self._include_stop = include_stop
         self._num_unsearched = min_tokens
         self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
@@ -90,14 +66,19 @@ class Detokenizer:
         if not self._held and self._first_characters.isdisjoint(text):
             return Piece(text)
         seen = self._held + text
-        for at in range(len(self._held), len(seen)):
-            # A list, not `any`: every stop string must read the character. The first one complete is the longest.
-            complete = [stop for stop in self._stops if stop.see(seen[at])]
-            if complete:
-                self._ended = True
-                self._held = ""
-                end = at + 1 if self._include_stop else at + 1 - len(complete[0].text)
-                return Piece(seen[:end], complete[0].text)
-        keep = max(stop.length for stop in self._stops)
+        # Where each stop string is complete, and where it begins; what is held contains no complete one.
+        found = [(begin + len(stop), begin) for stop in self._stops if (begin := seen.find(stop)) >= 0]
+        if found:
+            end, begin = min(found)
+            self._ended = True
+            self._held = ""
+            return Piece(seen[: end if self._include_stop else begin], seen[begin:end])
+        keep = max(_begun(stop, seen) for stop in self._stops)
         self._held = seen[len(seen) - keep :]
         return Piece(seen[: len(seen) - keep])
+
+
+def _begun(stop: str, text: str) -> int:
+    """How many of the last characters of `text` are the beginning of `stop`."""
+    longest = min(len(stop) - 1, len(text))
+    return next((length for length in range(longest, 0, -1) if text.endswith(stop[:length])), 0)

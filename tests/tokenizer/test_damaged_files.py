@@ -12,8 +12,8 @@ from typing import Any
 import pytest
 
 from ppserve.errors import CheckpointError
+from ppserve.files import MAX_JSON_BYTES
 from ppserve.tokenizer import Tokenizer, load_tokenizer
-from ppserve.tokenizer.files import MAX_FILE_BYTES
 from tests.tokenizer.conftest import VOCABULARIES
 from tools import make_random_gpt2 as maker
 
@@ -51,7 +51,7 @@ def open_damaged(directory: Path, name: str, content: bytes, intact: dict[str, b
         assert len(message) < len(str(directory)) + 400
     else:
         assert outcome is not None
-        assert outcome.decode(outcome.encode(" time")).strip() == "time"
+        assert "time" in outcome.decode(outcome.encode(" time"))
     return outcome
 
 
@@ -155,6 +155,6 @@ def test_what_is_no_regular_file_is_not_read(tmp_path: Path) -> None:
 
 def test_a_huge_file_is_not_read_into_memory(tmp_path: Path) -> None:
     with (tmp_path / "vocab.json").open("wb") as file:
-        file.truncate(MAX_FILE_BYTES + 1)
-    with pytest.raises(CheckpointError, match="larger than 64 MiB"):
+        file.truncate(MAX_JSON_BYTES + 1)
+    with pytest.raises(CheckpointError, match="larger than 256 MiB"):
         load_tokenizer(str(tmp_path))

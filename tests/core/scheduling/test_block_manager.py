@@ -27,11 +27,6 @@ def test_a_table_that_does_not_fit_takes_nothing() -> None:
     assert blocks.try_allocate(2, 1) is not None
 
 
-def test_blocks_for_counts_whole_blocks() -> None:
-    blocks = BlockManager(1, 16)
-    assert [blocks.blocks_for(n) for n in (0, 1, 16, 17)] == [0, 1, 1, 2]
-
-
 def test_a_released_prefix_is_found_again_and_shared() -> None:
     blocks = BlockManager(8, 2)
     a, b = chain((1, 2), (3, 4))
@@ -130,20 +125,6 @@ def test_a_lost_stage_makes_every_content_unknown_and_keeps_tables() -> None:
     blocks.forget_contents()
     assert blocks.match(digests) == ()
     assert (len(blocks._cached), blocks.num_free, blocks.num_held) == (0, 3, 1)
-    check_blocks(blocks)
-
-
-def test_the_content_of_one_table_can_be_forgotten() -> None:
-    blocks = BlockManager(4, 2)
-    digests = chain((1, 2), (3, 4))
-    table = blocks.try_allocate(1, 2)
-    assert table is not None
-    for block, digest in zip(table, digests, strict=True):
-        blocks.publish(block, digest)
-    blocks.forget_contents_of(1)
-    assert blocks.match(digests) == ()
-    blocks.release(1)
-    assert len(blocks._cached) == 0
     check_blocks(blocks)
 
 

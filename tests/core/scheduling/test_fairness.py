@@ -124,27 +124,6 @@ def test_who_waits_behind_others_of_its_class_does_not_raise_those() -> None:
     assert served_order(queue, 1, now=60.0) == ["urgent"]
 
 
-def test_the_control_without_ageing_starves() -> None:
-    queue: FairQueue = FairQueue(aging_s=1e12)
-    queue.push(Entry("old", priority=0))
-    served = []
-    for i in range(100):
-        queue.push(Entry(f"high{i}", priority=2, submitted_s=float(i)))
-        served += served_order(queue, 1, float(i))
-    assert "old" not in served
-
-
-def test_a_caller_has_nothing_before_its_first_request_and_after_its_last() -> None:
-    queue: FairQueue = FairQueue()
-    assert queue.is_idle("a")
-    queue.push(Entry("r", "a"))
-    assert not queue.is_idle("a")
-    served_order(queue, 1)
-    assert not queue.is_idle("a"), "it runs"
-    queue.end_request("a")
-    assert queue.is_idle("a")
-
-
 def test_who_takes_turns_has_the_first_of_each_caller_before_it() -> None:
     queue: FairQueue = FairQueue()
     for i in range(5):

@@ -53,15 +53,6 @@ def test_a_loss_while_nothing_ran_blames_nobody() -> None:
     assert poison_isolation.lone == "a"
 
 
-def test_a_request_that_ends_leaves_no_trace() -> None:
-    poison_isolation = PoisonIsolation()
-    poison_isolation.lost({"a"}, {0})
-    poison_isolation.lost({"a"}, {0})
-    poison_isolation.cleared("a")
-    assert poison_isolation.lone is None
-    assert not poison_isolation.watches("a")
-
-
 def test_a_loss_at_which_no_stage_failed_blames_nobody() -> None:
     poison_isolation = PoisonIsolation()
     for _ in range(9):

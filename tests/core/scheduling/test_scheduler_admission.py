@@ -140,16 +140,6 @@ def test_a_light_caller_beside_a_hundred_greedy_ones_waits_for_one_free_place() 
     assert max(num_places_freed) <= 16, "all places that became free in one step"
 
 
-def test_no_queue_at_all_still_serves_what_fits() -> None:
-    rig = a_rig(max_num_seqs=1, max_queue=0)
-    assert rig.submit(a_request("a"))
-    assert not rig.submit(a_request("b"))
-    rig.drain()
-    assert rig.submit(a_request("c"))
-    rig.drain()
-    rig.check_answers()
-
-
 def test_the_queue_is_bounded_by_tokens() -> None:
     rig = a_rig(max_num_seqs=1, max_queue_tokens=40)
     for i in range(3):
@@ -184,24 +174,6 @@ def test_priority_and_fairness_decide_who_is_next() -> None:
     assert len(admitted) == 8
 
 
-def test_while_one_caller_keeps_submitting_another_waits_for_one_request() -> None:
-    rig = a_rig(max_num_seqs=2, max_queue=10_000, num_blocks=1000)
-    for i in range(200):
-        rig.submit(a_request(f"flood{i}", caller="flood"))
-    positions = []
-    for k in range(10):
-        for _ in range(20):
-            fill(rig)
-            rig.commit_one()
-        rig.submit(a_request(f"light{k}", caller="light"))
-        before = len(rig.events)
-        while (f"light{k}", 0) not in rig.events:
-            fill(rig)
-            rig.commit_one()
-        positions.append(len(rig.events) - before)
-    assert max(positions) <= 3
-
-
 def test_long_answers_count_for_more_than_short_ones() -> None:
     rig = a_rig(max_num_seqs=1, num_blocks=1000)
     for i in range(30):
@@ -226,16 +198,6 @@ def test_cancelling_while_waiting() -> None:
     rig.check_answers()
 
 
-def test_cancelling_between_steps_frees_the_blocks_at_once() -> None:
-    rig = a_rig()
-    rig.submit(a_request("r", max_tokens=50))
-    fill(rig)
-    rig.commit_one()
-    rig.tell(rig.scheduler.request_queue.abort("r", FinishReason.CANCELLED))
-    assert rig.scheduler.kv_usage == 0
-    assert not rig.has_work
-
-
 def test_cancelling_in_flight_frees_the_blocks_at_the_commit() -> None:
     rig = a_rig(num_stages=2, prefill_chunk=4)
     rig.submit(a_request("r", num_prompt=8, max_tokens=50))
@@ -256,17 +218,6 @@ def test_cancelling_twice_or_for_nobody_is_nothing() -> None:
     assert len(rig.scheduler.request_queue.abort("r", FinishReason.CANCELLED)) == 1
     assert rig.scheduler.request_queue.abort("r", FinishReason.CANCELLED) == []
     assert rig.scheduler.request_queue.abort("nobody", FinishReason.CANCELLED) == []
-
-
-def test_room_that_an_end_makes_is_used_in_the_next_step() -> None:
-    rig = a_rig(max_num_seqs=1)
-    rig.submit(a_request("first", max_tokens=50))
-    rig.submit(a_request("second"))
-    fill(rig)
-    rig.commit_one()
-    rig.tell(rig.scheduler.request_queue.abort("first", FinishReason.CANCELLED))
-    (plan,) = fill(rig)
-    assert [s.sequence_id for s in plan.slices] == [1]
 
 
 def test_half_scored_prompts_are_not_delivered() -> None:

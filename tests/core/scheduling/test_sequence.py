@@ -60,18 +60,12 @@ def test_a_draw_with_penalties_carries_the_history() -> None:
     assert (draw.prompt_ids, draw.output_ids) == ((1, 2, 3, 4, 5), (9,))
 
 
-def test_min_tokens_bans_what_would_end_the_answer() -> None:
-    sequence = sequence_for(StopConditions(4, min_tokens=1, stop_token_ids=(3,)))
+@pytest.mark.parametrize(("ignore_eos", "banned"), [(False, (3, EOS_ID)), (True, (3,))])
+def test_min_tokens_bans_what_would_end_the_answer(ignore_eos: bool, banned: tuple[int, ...]) -> None:
+    sequence = sequence_for(StopConditions(4, min_tokens=1, stop_token_ids=(3,), ignore_eos=ignore_eos))
     draw = sequence.schedule(5, 2).draw
     assert draw is not None
-    assert (draw.banned, draw.banned_before) == ((3, EOS_ID), 6), "the first token of the answer is at position 5"
-
-
-def test_ignored_eos_is_not_banned() -> None:
-    sequence = sequence_for(StopConditions(4, min_tokens=1, ignore_eos=True))
-    draw = sequence.schedule(5, 2).draw
-    assert draw is not None
-    assert draw.banned == ()
+    assert (draw.banned, draw.banned_before) == (banned, 6), "the first token of the answer is at position 5"
 
 
 @pytest.mark.parametrize(

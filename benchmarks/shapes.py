@@ -123,7 +123,7 @@ def by_turns(model: str, world: int, loads: list[Load], rounds: int) -> list[dic
     """For each load the rates of all shapes."""
     grids = {shape_name(grid): grid for grid in shapes(world, read_architecture(model))}
     every = [{name: Rates() for name in grids} for _ in loads]
-    flags = ["--force-cpu", "--threads=1", "--dtype=float32", f"--model={model}", "--kv-cache-memory=64M"]
+    flags = ["--force-cpu", "--threads=1", "--dtype=float32", f"--model={model}", "--kv-cache-memory=256M"]
     for _ in range(rounds):
         for load, rates in zip(loads, every, strict=True):
             predict(world, flags, load, rates)

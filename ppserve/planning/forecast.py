@@ -68,7 +68,7 @@ class StageForecast:
 
 @dataclass(frozen=True, slots=True)
 class Forecast:
-    """The pipeline. A balance is the share of time in which stages compute; at 1.0 no stage waits for another."""
+    """The pipeline."""
 
     arch: Architecture
     dtype: str
@@ -77,13 +77,8 @@ class Forecast:
     max_model_len: int
     stages: tuple[StageForecast, ...]
     max_sequences: int
-    decode_balance: float
-    prefill_balance: float
-    mixed_balance: float
-
-    @property
-    def balance(self) -> dict[str, float]:
-        return {"decode": self.decode_balance, "prefill": self.prefill_balance, "mixed": self.mixed_balance}
+    balance: dict[str, float]
+    """By `decode`, `prefill` and `mixed`: the share of time in which stages compute; at 1.0 none waits."""
 
     @property
     def split(self) -> Split:
@@ -98,7 +93,8 @@ class Forecast:
 def forecast(arch: Architecture, intent: Intent) -> Forecast:
     """Raises ConfigError for a split or a context that the model does not allow."""
     prefill, decode = prefill_parts(arch, intent.expect_prompt), decode_parts(arch)
-    mix = mixed_parts(prefill, decode, intent.expect_prompt, intent.expect_new)
+    mixed = mixed_parts(prefill, decode, intent.expect_prompt, intent.expect_new)
+    by_kind = {"decode": decode, "prefill": prefill, "mixed": mixed}
     split = intent.layers or split_by_cost(intent.parts or decode, arch.num_layers, intent.num_stages)
     check_split(split, arch, intent.num_stages)
     max_model_len = arch.context(intent.max_model_len)
@@ -115,9 +111,7 @@ def forecast(arch: Architecture, intent: Intent) -> Forecast:
         max_model_len=max_model_len,
         stages=stages,
         max_sequences=num_blocks // blocks_per_sequence,
-        decode_balance=balance(decode.costs(split)),
-        prefill_balance=balance(prefill.costs(split)),
-        mixed_balance=balance(mix.costs(split)),
+        balance={kind: balance(parts.costs(split)) for kind, parts in by_kind.items()},
     )
 
 
@@ -175,8 +169,8 @@ def render(model: str, plan: Forecast) -> str:
         ),
         "",
         _capacity(plan),
-        f"predicted balance: decode {plan.decode_balance:.0%}, prefill {plan.prefill_balance:.0%},"
-        f" expected mix {plan.mixed_balance:.0%}  (100% = no stage waits for another)",
+        f"predicted balance: decode {plan.balance['decode']:.0%}, prefill {plan.balance['prefill']:.0%},"
+        f" expected mix {plan.balance['mixed']:.0%}  (100% = no stage waits for another)",
     ]
     return "\n".join(lines)
 

@@ -152,7 +152,7 @@ def _row(each: Prospect) -> tuple[str, ...]:
     speed = ("", "")
     if each.tokens_per_s is not None and each.itl_s is not None:
         speed = (f"{each.tokens_per_s:.4g}", f"{1e3 * each.itl_s:.3g} ms")
-    return (*what, f"{figures['max_sequences']:,}", f"{each.plan.decode_balance:.0%}", *speed)
+    return (*what, f"{figures['max_sequences']:,}", f"{each.plan.balance['decode']:.0%}", *speed)
 
 
 def shape_name(grid: RankGrid) -> str:

@@ -18,7 +18,7 @@ def test_gpt2_on_two_stages():
     assert [s.kv_bytes_per_token for s in plan.stages] == [9 * 2 * 768 * 4, 3 * 2 * 768 * 4]
     assert plan.tightest.layout.stage == 0
     assert plan.max_sequences == GiB // (9 * 2 * 768 * 4) // 16 // 64
-    assert (plan.decode_balance, plan.prefill_balance) == pytest.approx((0.97, 0.67), abs=0.01)
+    assert (plan.balance["decode"], plan.balance["prefill"]) == pytest.approx((0.97, 0.67), abs=0.01)
 
 
 def test_one_stage_counts_a_tied_embedding_once_and_keeps_its_head_apart():
@@ -34,7 +34,7 @@ def test_13b_on_eight_stages():
     assert plan.arch.num_params == pytest.approx(12.85e9, rel=1e-3)
     assert plan.split == Split.parse("5,5,5,5,5,5,5.5,4.5")
     even = forecast(CEREBRAS_13B, Intent(8, layers=Split((10,) * 8)))
-    assert (plan.decode_balance, even.decode_balance) == pytest.approx((0.930, 0.877), abs=1e-3)
+    assert (plan.balance["decode"], even.balance["decode"]) == pytest.approx((0.930, 0.877), abs=1e-3)
     assert sum(s.weight_bytes for s in plan.stages) == pytest.approx(2 * 13.11e9, rel=1e-3)
     assert 50 <= plan.max_sequences <= 60
 

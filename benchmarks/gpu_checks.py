@@ -36,7 +36,7 @@ def waits(bench: Bench) -> None:
         stage = Alone(bench, arch, 4, graphs=graphs)
         for kind, slices in _kinds_of_steps(stage, bench.context).items():
             stage.step(slices)
-            waited = stage.backend.beside.num_waits
+            waited = stage.backend.accelerator.num_waits
             if bench.device.type == "cuda":
                 torch.cuda.set_sync_debug_mode("error")
             try:
@@ -47,7 +47,7 @@ def waits(bench: Bench) -> None:
                 if bench.device.type == "cuda":
                     torch.cuda.set_sync_debug_mode("default")
             reading()
-            num_waits = stage.backend.beside.num_waits - waited
+            num_waits = stage.backend.accelerator.num_waits - waited
             figures = {"graphs": graphs, "step": kind, "waits": num_waits}
             bench.check("waits", figures, at_most_one_wait=num_waits <= 1)
 

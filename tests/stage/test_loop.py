@@ -16,7 +16,7 @@ from ppserve.errors import CheckpointError, TransportError
 from ppserve.model.backend import Backend, KVCache, StageModel
 from ppserve.model.checkpoint import WHOLE, Part
 from ppserve.model.cuda.backend import CudaBackend, DeviceOptions
-from ppserve.model.cuda.kv_cache import DeviceCache
+from ppserve.model.cuda.cache import DeviceCache
 from ppserve.stage.device import Compute
 from ppserve.stage.link import Link
 from ppserve.stage.transport import Frames, Transport

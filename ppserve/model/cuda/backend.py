@@ -19,15 +19,13 @@ from ppserve.core.scheduling.config import MAX_PROMPT_TOKENS_PER_STEP
 from ppserve.errors import ConfigError
 from ppserve.model.backend import KVCache, Linear, Reading, StageModel, StepInputs
 from ppserve.model.checkpoint import Matrix
-from ppserve.model.cuda.buckets import bucket_sizes
-from ppserve.model.cuda.device import Accelerator, CudaDevice, HostDevice
-from ppserve.model.cuda.kv_cache import DeviceCache, DeviceInputs
+from ppserve.model.cuda.cache import DeviceCache, DeviceInputs
+from ppserve.model.cuda.device import Accelerator, CudaDevice
+from ppserve.model.cuda.graphs import RecordedStage
+from ppserve.model.cuda.inputs import bucket_sizes
 from ppserve.model.cuda.operators import Operators
-from ppserve.model.cuda.readback import Readback
-from ppserve.model.cuda.recorded import RecordedStage
-from ppserve.model.cuda.reference import ReferenceOperators
 from ppserve.model.cuda.sampling import read_rows
-from ppserve.model.cuda.staging import Staging
+from ppserve.model.cuda.transfers import Readback, Staging
 from ppserve.model.gather import whole_rows
 from ppserve.model.gpt2 import GPT2Stage
 from ppserve.model.stock import Operator, TorchBackend
@@ -44,24 +42,26 @@ _LOGITS_BYTES = 96
 
 @dataclass(frozen=True, slots=True)
 class DeviceOptions:
-    """batch_invariant: linears whose rows do not depend on the other rows, which torch's own do not promise.
-    graphs: record steps of single rows. max_rows: of the largest recorded step. kv_dtype: of keys and values,
-    None for that of all else. max_step_rows: of the largest step, recorded or not."""
+    """How a stage computes on a device."""
 
     batch_invariant: bool = False
+    """Whether a linear's rows must not depend on the other rows, which torch's own linears do not promise."""
     graphs: bool = True
+    """Whether steps of single rows are recorded."""
     max_rows: int = 256
+    """Of the largest recorded step."""
     kv_dtype: str | None = None
+    """Of keys and values; None for that of all else."""
     max_step_rows: int = 256 + MAX_PROMPT_TOKENS_PER_STEP
+    """Of the largest step, recorded or not."""
 
     def logits_bytes(self, vocab_size: int) -> int:
-        """What drawing takes at most; on the last stage, beside weights and cache."""
+        """The memory that drawing takes at most; on the last stage, in addition to weights and cache."""
         return _LOGITS_BYTES * vocab_size * max(READ_ROWS_AT_ONCE, self.max_rows)
 
 
 class CudaBackend(TorchBackend):
-    """device: a GPU; or the CPU, which then computes by the reference operators. operators, beside: others than
-    the device's own, for tests."""
+    """A GPU; or the CPU in its place, which computes by the operators of torch."""
 
     read_rows_at_once = READ_ROWS_AT_ONCE
 
@@ -71,14 +71,15 @@ class CudaBackend(TorchBackend):
         dtype: str,
         options: DeviceOptions | None = None,
         operators: Operators | None = None,
-        beside: Accelerator | None = None,
+        accelerator: Accelerator | None = None,
     ) -> None:
+        """operators, accelerator: others than the device's own, for tests."""
         self.options = options or DeviceOptions()
         super().__init__(device, dtype, self.options.kv_dtype)
-        self.beside = beside or _own_accelerator(device)
+        self.accelerator = accelerator or _own_accelerator(device)
         self.operators = operators or _own_operators(device)
-        self.staging = Staging(self.beside)
-        self.readback = Readback(self.beside)
+        self.staging = Staging(self.accelerator)
+        self.readback = Readback(self.accelerator)
         rows = {*bucket_sizes(self.options.max_step_rows), *bucket_sizes(self.options.max_rows)}
         self.more_rows = _above_128(rows)
         # A recorded step's rows are read all at once.
@@ -105,9 +106,9 @@ class CudaBackend(TorchBackend):
             return model
         assert isinstance(model, GPT2Stage)
         assert isinstance(cache, DeviceCache)
-        held_bytes = self.beside.allocated_bytes()
-        stage = RecordedStage(model, cache, bucket_sizes(self.options.max_rows), self.beside, self.readback)
-        held_bytes = self.beside.allocated_bytes() - held_bytes
+        held_bytes = self.accelerator.allocated_bytes()
+        stage = RecordedStage(model, cache, bucket_sizes(self.options.max_rows), self.accelerator, self.readback)
+        held_bytes = self.accelerator.allocated_bytes() - held_bytes
         log.info("recorded steps of %s rows, in %.0f MB", ", ".join(map(str, stage.sizes)), held_bytes / 1e6)
         return stage
 
@@ -120,11 +121,11 @@ class CudaBackend(TorchBackend):
         return self.readback.reading(inputs.rows.plan, torch.cat(columns) if columns else None)
 
     def timing(self) -> Timing:
-        return self.beside.timing()
+        return self.accelerator.timing()
 
     def describe(self) -> str:
         linears = self.operators.name if self.options.batch_invariant else "torch"
-        return f"{self.beside.name}; attention by {self.operators.name}, linears by {linears}"
+        return f"{self.accelerator.name}; attention by {self.operators.name}, linears by {linears}"
 
 
 class InvariantLinear:
@@ -144,12 +145,12 @@ def _above_128(rows: Iterable[int]) -> tuple[int, ...]:
 
 
 def _own_accelerator(device: torch.device) -> Accelerator:
-    return CudaDevice(device) if device.type == "cuda" else HostDevice()
+    return CudaDevice(device) if device.type == "cuda" else Accelerator(device)
 
 
 def _own_operators(device: torch.device) -> Operators:
     if device.type != "cuda":
-        return ReferenceOperators()
+        return Operators()
     # Triton comes with torch for CUDA, and is missing where torch is for the CPU.
     from ppserve.model.cuda.triton_operators import TritonOperators
 

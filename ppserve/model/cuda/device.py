@@ -1,7 +1,6 @@
-"""What a device that computes beside the host can do: copies that are not waited for, events, graphs.
+"""Copies, events and graphs of a device that computes beside the host.
 
-`CudaDevice` is a GPU. `HostDevice` is the CPU in its place, for tests: it does at once what a GPU does later, and
-its graphs run again what was recorded. Work is given to the calling thread's current stream.
+Work is given to the calling thread's current stream.
 """
 
 from __future__ import annotations
@@ -22,57 +21,32 @@ class Mark(Protocol):
     def is_reached(self) -> bool: ...
 
     def wait(self) -> None:
-        """Until the device has come so far; later work goes on."""
+        """Returns when the device has come so far. Work that was given later continues meanwhile."""
 
 
-class Accelerator(Protocol):
-    """num_waits: how often the host has waited for the device."""
+class Accelerator:
+    """The CPU in a GPU's place: it does at once what a GPU does later. `CudaDevice` overrides all of it."""
 
-    device: torch.device
-    num_waits: int
-
-    @property
-    def name(self) -> str: ...
-
-    def host_buffer(self, num_bytes: int) -> torch.Tensor:
-        """Bytes of host memory that the device can copy from and to by itself."""
-
-    def copy(self, to: torch.Tensor, source: torch.Tensor) -> None:
-        """Between a host buffer and the device, behind all work that was given. Nobody waits: until a later mark
-        is reached, the host's side is neither to be read nor to be written."""
-
-    def mark(self) -> Mark: ...
-
-    def timing(self) -> Timing: ...
-
-    def record(self, work: Callable[[], None]) -> Callable[[], None]:
-        """Records a function's work, which must use the same memory every time; what comes back repeats it.
-
-        The function is called several times.
-        """
-
-    def allocated_bytes(self) -> int:
-        """Memory that the device holds for this process."""
-
-
-class HostDevice:
-    """The CPU in a GPU's place."""
-
-    def __init__(self) -> None:
-        self.device = torch.device("cpu")
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
         self.num_waits = 0
+        """How often the host has waited for the device."""
 
     @property
     def name(self) -> str:
         return f"torch for {torch.backends.cpu.get_cpu_capability()}, as a GPU's reference"
 
     def host_buffer(self, num_bytes: int) -> torch.Tensor:
+        """Bytes of host memory that the device can copy from and to by itself."""
         return torch.empty(num_bytes, dtype=torch.uint8)
 
     def copy(self, to: torch.Tensor, source: torch.Tensor) -> None:
+        """Copies between a host buffer and the device, behind all work that was given, without a wait. Until a
+        later mark is reached, the host's side must be neither read nor written."""
         to.copy_(source)
 
     def mark(self) -> Mark:
+        """The end of the work that was given so far."""
         return self
 
     def is_reached(self) -> bool:
@@ -82,29 +56,34 @@ class HostDevice:
         self.num_waits += 1
 
     def timing(self) -> Timing:
+        """A step's work begins now."""
         return HostTiming()
 
     def record(self, work: Callable[[], None]) -> Callable[[], None]:
+        """Records a function's work, which must use the same memory every time. The result repeats it.
+
+        The function is called several times.
+        """
         work()
         return work
 
     def allocated_bytes(self) -> int:
+        """Memory that the device holds for this process."""
         return 0
 
 
 _RECORDING = threading.Lock()
-"""Stages may be threads of one process, and begin to serve together. torch's bookkeeping of a graph that is being
-recorded (its synchronising, its random state, its collecting of garbage) is the process's."""
+"""Stages may be threads of one process. torch's bookkeeping of a graph that is being recorded (synchronisation,
+random state, garbage collection) is the process's."""
 
 
-class CudaDevice:
+class CudaDevice(Accelerator):
     """A GPU. Graphs share one pool of memory: they never run at the same time."""
 
     def __init__(self, device: torch.device) -> None:
-        self.device = device
-        self.num_waits = 0
+        super().__init__(device)
         self._pool: object | None = None
-        self._beside: torch.cuda.Stream | None = None
+        self._recording: torch.cuda.Stream | None = None
 
     @property
     def name(self) -> str:
@@ -128,23 +107,23 @@ class CudaDevice:
 
     def _record(self, work: Callable[[], None]) -> Callable[[], None]:
         # A stream of this stage's own: torch's default is one for all threads.
-        beside = self._beside = self._beside or torch.cuda.Stream(self.device)  # type: ignore[no-untyped-call]
-        beside.wait_stream(torch.cuda.current_stream(self.device))
+        stream = self._recording = self._recording or torch.cuda.Stream(self.device)  # type: ignore[no-untyped-call]
+        stream.wait_stream(torch.cuda.current_stream(self.device))
         # Compiling, and whatever an operator sets up when it is first called, must not be recorded.
-        with torch.cuda.stream(beside):
+        with torch.cuda.stream(stream):
             for _ in range(2):
                 work()
-        torch.cuda.current_stream(self.device).wait_stream(beside)
+        torch.cuda.current_stream(self.device).wait_stream(stream)
         graph = torch.cuda.CUDAGraph()
         # Other threads of this process may be at work on the device.
         mode = "thread_local"
-        with torch.cuda.graph(graph, pool=self._pool, stream=beside, capture_error_mode=mode):  # type: ignore[arg-type]
+        with torch.cuda.graph(graph, pool=self._pool, stream=stream, capture_error_mode=mode):  # type: ignore[arg-type]
             work()
         self._pool = self._pool or graph.pool()
         return graph.replay
 
     def allocated_bytes(self) -> int:
-        # What torch keeps for nobody goes back to the device first: recording gives it back as well.
+        # torch's unused memory goes back to the device first: recording gives it back as well.
         torch.cuda.empty_cache()
         return torch.cuda.memory_reserved(self.device)
 

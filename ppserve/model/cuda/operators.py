@@ -1,17 +1,19 @@
-"""The operators that torch does not have, or not for every row alone: by Triton on GPUs, by torch as their
-reference.
+"""The operators that torch does not have, or not for every row alone.
+
+Here torch computes them on any device: the reference of the kernels in `triton_operators`. It computes in the
+kernels' order, tile by tile of keys, and loops over keys and pieces of rows, never over sequences.
 
 T rows, D width, E = 3D, H heads, d head size, B blocks, p positions of a block, K inputs, N outputs, V vocabulary,
-R rows read out, n tiles: up to ROWS_PER_TILE consecutive rows of one slice each.
+R rows read out, n tiles: up to ROWS_PER_TILE consecutive rows of one slice each, m rows and k keys of a tile.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Protocol
 
 import numpy as np
 import torch
+from torch.nn.functional import linear, pad
 
 ROWS_PER_TILE = 16
 """Rows that share loads of keys and values: what a tensor core's smallest product takes."""
@@ -46,30 +48,123 @@ class Tiles:
     max_keys: int
 
 
-class Operators(Protocol):
+class Operators:
     """One launch each. A result's row depends on that row of the arguments alone."""
 
-    name: str
+    name = "torch's operators"
 
     def write(
         self, qkv_TE: torch.Tensor, keys_BpHd: torch.Tensor, values_BpHd: torch.Tensor, slots_T: torch.Tensor
     ) -> None:
         """Keeps the rows' keys and values. slots_T: block * block size + offset, int32; -1 for none."""
+        _, keys_THd, values_THd = _heads(qkv_TE, keys_BpHd)
+        # Rows that only pad the step write once more what the first of the others writes, or where there is none
+        # what is there already: a mask would make the host wait for its sum.
+        held_T = slots_T >= 0
+        row_T = torch.where(held_T, torch.arange(len(slots_T), device=slots_T.device), held_T.byte().argmax())
+        slots_T = slots_T[row_T].clamp(min=0)
+        for new_THd, numbers_BpHd in ((keys_THd, keys_BpHd), (values_THd, values_BpHd)):
+            slots_nHd = numbers_BpHd.flatten(0, 1)
+            slots_nHd[slots_T] = torch.where(held_T.any(), new_THd[row_T].to(slots_nHd.dtype), slots_nHd[:1])
 
     def attend(
         self, qkv_TE: torch.Tensor, keys_BpHd: torch.Tensor, values_BpHd: torch.Tensor, at: Tiles, scale: float
     ) -> torch.Tensor:
         """(T, D): each row's mix of the values at its position and before."""
+        queries_THd, _, _ = _heads(qkv_TE, keys_BpHd)
+        num_rows = len(queries_THd)
+        first_n, count_n, start_n, begin_n = at.tiles_n4.long().unbind(1)
+        within_m = torch.arange(ROWS_PER_TILE, device=qkv_TE.device)
+        is_row_nm = within_m < count_n[:, None]
+        rows_nm = torch.where(is_row_nm, first_n[:, None] + within_m, num_rows)
+        last_nm = torch.where(is_row_nm & (start_n >= 0)[:, None], start_n[:, None] + within_m, -1)
+        queries_nHmd = queries_THd[rows_nm.clamp(max=num_rows - 1)].transpose(1, 2)
+        mixed_nHmd = _mix(queries_nHmd, last_nm, begin_n, (keys_BpHd, values_BpHd), at, scale)
+        # A row beyond the others takes what belongs to none.
+        mixed_THd = torch.zeros(num_rows + 1, *queries_THd.shape[1:], dtype=qkv_TE.dtype, device=qkv_TE.device)
+        mixed_THd[rows_nm] = mixed_nHmd.transpose(1, 2).to(qkv_TE.dtype)
+        return mixed_THd[:num_rows].flatten(1)
 
     def product(self, x_TK: torch.Tensor, weight_NK: torch.Tensor, bias_N: torch.Tensor | None) -> torch.Tensor:
         """x Wᵀ + b."""
+        num_rows = len(x_TK)
+        pieces_nmK = pad(x_TK, (0, 0, 0, -num_rows % ROWS_PER_TILE)).view(-1, ROWS_PER_TILE, x_TK.shape[1])
+        return torch.cat([linear(piece_mK, weight_NK, bias_N) for piece_mK in pieces_nmK.unbind(0)])[:num_rows]
 
     def quick_gelu(self, x_TN: torch.Tensor) -> torch.Tensor:
         """x sigmoid(1.702 x), computed in float32. Of torch's operators it would take three."""
+        wide_TN = x_TN.float()
+        return (wide_TN * torch.sigmoid(1.702 * wide_TN)).to(x_TN.dtype)
 
     def weights(self, scores_RV: torch.Tensor, most_R: torch.Tensor, temperature_R: torch.Tensor) -> torch.Tensor:
         """exp((score - most) / temperature) in float32, as `compiled.lanes.exp` computes it. All float32."""
+        x_RV = (scores_RV - most_R[:, None]) / temperature_R[:, None]
+        inside_RV = x_RV.clamp(EXP_LEAST, EXP_MOST)
+        shifted_RV = _multiply_add(inside_RV, EXP_LOG2_E, EXP_ROUND)
+        n_RV = shifted_RV - EXP_ROUND
+        r_RV = _multiply_add(n_RV, EXP_LN2_LOW, _multiply_add(n_RV, EXP_LN2_HIGH, inside_RV))
+        p_RV = torch.full_like(r_RV, EXP_C6)
+        for coefficient in (EXP_C5, EXP_C4, EXP_C3, EXP_C2, EXP_C1):
+            p_RV = _multiply_add(p_RV, r_RV, coefficient)
+        p_RV = _multiply_add(p_RV, r_RV * r_RV, r_RV) + 1.0
+        power_RV = ((shifted_RV.view(torch.int32) + 127) << 23).view(torch.float32)
+        return torch.where(x_RV < EXP_LEAST, 0.0, p_RV * power_RV)
 
     def running_sums(self, weights_RV: torch.Tensor) -> torch.Tensor:
-        """Of float32 weights, in float64. torch's own sums of a row take an order that depends on how many rows
-        there are, and of a lone row on chance."""
+        """Sums of float32 weights, in float64.
+
+        On a GPU the order of torch's own sums depends on the number of rows, and of a lone row on chance.
+        """
+        return weights_RV.cumsum(1, dtype=torch.float64)
+
+
+def _heads(qkv_TE: torch.Tensor, keys_BpHd: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    """Queries, keys and values of the rows, each (T, H, d)."""
+    return qkv_TE.view(-1, 3, *keys_BpHd.shape[2:]).unbind(1)
+
+
+def _mix(
+    queries_nHmd: torch.Tensor,
+    last_nm: torch.Tensor,
+    begin_n: torch.Tensor,
+    numbers_BpHd: tuple[torch.Tensor, torch.Tensor],
+    at: Tiles,
+    scale: float,
+) -> torch.Tensor:
+    """Softmax of the scores times the values, one tile of keys after the other. last_nm: the position up to which
+    a row sees keys, -1 for none."""
+    block_size, dtype = numbers_BpHd[0].shape[1], queries_nHmd.dtype
+    queries_nHmd = queries_nHmd.float()
+    most_nHm = torch.full(queries_nHmd.shape[:3], -torch.inf, device=queries_nHmd.device)
+    total_nHm = torch.zeros_like(most_nHm)
+    mixed_nHmd = torch.zeros_like(queries_nHmd)
+    # Keys that no row sees change nothing. A device would have to be waited for to know which those are.
+    num_keys = at.max_keys if last_nm.device.type != "cpu" else int(last_nm.max()) + 1
+    for first in range(0, num_keys, KEYS_PER_TILE):
+        keys_k = torch.arange(first, first + KEYS_PER_TILE, device=begin_n.device)
+        places_nk = (begin_n[:, None] + keys_k // block_size).clamp(max=len(at.tables) - 1)
+        blocks_nk, offsets_k = at.tables[places_nk], keys_k % block_size
+        sees_nmk = keys_k <= last_nm[:, :, None]
+        is_seen_nk = sees_nmk.any(1)
+        # What stands behind a sequence is another's, and may be no number: times zero it would still be none.
+        keys_nkHd, values_nkHd = (
+            torch.where(is_seen_nk[:, :, None, None], of_BpHd[blocks_nk, offsets_k].to(dtype).float(), 0.0)
+            for of_BpHd in numbers_BpHd
+        )
+        scores_nHmk = queries_nHmd @ keys_nkHd.permute(0, 2, 3, 1) * scale
+        scores_nHmk = torch.where(sees_nmk[:, None], scores_nHmk, -torch.inf)
+        new_nHm = torch.maximum(most_nHm, scores_nHmk.amax(3))
+        reference_nHm = torch.where(new_nHm == -torch.inf, 0.0, new_nHm)
+        weights_nHmk = torch.exp(scores_nHmk - reference_nHm[..., None])
+        fading_nHm = torch.exp(most_nHm - reference_nHm)
+        total_nHm = total_nHm * fading_nHm + weights_nHmk.sum(3)
+        rounded_nHmk = weights_nHmk.to(dtype).float()
+        mixed_nHmd = mixed_nHmd * fading_nHm[..., None] + rounded_nHmk @ values_nkHd.transpose(1, 2)
+        most_nHm = new_nHm
+    return mixed_nHmd / torch.where(total_nHm == 0, 1.0, total_nHm)[..., None]
+
+
+def _multiply_add(a: torch.Tensor, b: torch.Tensor | float, c: torch.Tensor | float) -> torch.Tensor:
+    """a * b + c of float32 numbers, nearly always as if rounded once: their product is exact in float64."""
+    b, c = (number.double() if isinstance(number, torch.Tensor) else number for number in (b, c))
+    return (a.double() * b + c).float()

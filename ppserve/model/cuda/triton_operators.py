@@ -13,7 +13,7 @@ import triton
 import triton.language as tl
 
 from ppserve.model.cuda import operators as of
-from ppserve.model.cuda.operators import KEYS_PER_TILE, ROWS_PER_TILE, Tiles
+from ppserve.model.cuda.operators import KEYS_PER_TILE, ROWS_PER_TILE, Operators, Tiles
 
 # Of attention: what the keys of a tile may take. With as many values, and the rows, that fits into the 64 KiB that
 # a program has at compute capability 7.5.
@@ -30,8 +30,8 @@ C6, C5, C4 = tl.constexpr(of.EXP_C6), tl.constexpr(of.EXP_C5), tl.constexpr(of.E
 C3, C2, C1 = tl.constexpr(of.EXP_C3), tl.constexpr(of.EXP_C2), tl.constexpr(of.EXP_C1)
 
 
-class TritonOperators:
-    """See `operators.Operators`. Tensors are contiguous, and on one GPU."""
+class TritonOperators(Operators):
+    """The operators as kernels. Tensors are contiguous, and on one GPU."""
 
     name = f"Triton {triton.__version__}"
 
@@ -156,7 +156,7 @@ def _attend(
         is_key = position < end
         block = tl.load(tables + begin + position // BLOCK, mask=is_key, other=0).to(tl.int64)
         at = (block * BLOCK + position % BLOCK)[:, None] * width + column
-        # What stands behind the sequence is somebody else's and may be no number: it is not loaded.
+        # What stands behind the sequence is another's and may be no number: it is not loaded.
         inside = is_key[:, None] & (feature < HEAD)[None, :]
         key = tl.load(keys + at, mask=inside, other=0.0).to(query.dtype)
         value = tl.load(values + at, mask=inside, other=0.0).to(query.dtype)

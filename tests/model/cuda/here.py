@@ -10,7 +10,6 @@ import pytest
 import torch
 
 from ppserve.model.cuda.operators import Operators
-from ppserve.model.cuda.reference import ReferenceOperators
 
 CPU = torch.device("cpu")
 DEVICE = torch.device("cuda", 0) if torch.cuda.is_available() else CPU
@@ -27,7 +26,7 @@ def device_of(kind: str) -> torch.device:
 
 def operators_of(kind: str) -> Operators:
     if kind == "reference":
-        return ReferenceOperators()
+        return Operators()
     from ppserve.model.cuda.triton_operators import TritonOperators
 
     return TritonOperators()

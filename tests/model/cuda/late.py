@@ -15,7 +15,7 @@ import torch
 
 from ppserve.model.backend import Backend
 from ppserve.model.cuda.backend import CudaBackend, DeviceOptions
-from ppserve.model.cuda.device import HostDevice
+from ppserve.model.cuda.device import Accelerator
 from ppserve.model.timing import Busy, HostTiming
 from ppserve.stage.device import Compute
 
@@ -27,11 +27,11 @@ class WrittenTooEarly(AssertionError):
     """The host has changed what a copy had not read yet."""
 
 
-class LateDevice(HostDevice):
+class LateDevice(Accelerator):
     """num_waits: how often somebody had to wait."""
 
     def __init__(self) -> None:
-        super().__init__()
+        super().__init__(torch.device("cpu"))
         self._num_given = self._num_done = 0
         self._under_way: deque[tuple[int, Callable[[], object]]] = deque()
         self._hosts: dict[int, torch.Tensor] = {}
@@ -129,4 +129,4 @@ class LateCompute(Compute):
 
 def late_backend(dtype: str = "float32", max_rows: int = 8) -> CudaBackend:
     options = DeviceOptions(batch_invariant=True, max_rows=max_rows, max_step_rows=max_rows + 64)
-    return CudaBackend(torch.device("cpu"), dtype, options, beside=LateDevice())
+    return CudaBackend(torch.device("cpu"), dtype, options, accelerator=LateDevice())

@@ -16,9 +16,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from ppserve.core.plan import Draw, Slice
 from ppserve.core.request import SamplingParams
 from ppserve.model.cuda.backend import CudaBackend, DeviceOptions
+from ppserve.model.cuda.graphs import RecordedStage
 from ppserve.model.cuda.operators import Operators
-from ppserve.model.cuda.recorded import RecordedStage
-from ppserve.model.cuda.reference import ReferenceOperators
 from ppserve.model.selftest import check_determinism
 from ppserve.model.stock import ACTIVATIONS
 from tests.model.cuda.here import DEVICE, KINDS, device_of, operators_of
@@ -32,7 +31,7 @@ def backend_of(operators: Operators | None = None, device: torch.device = DEVICE
     return CudaBackend(device, "float32", DeviceOptions(**options), operators)
 
 
-class FeelsRows(ReferenceOperators):
+class FeelsRows(Operators):
     """A product, attention, or sums over the vocabulary that do not keep the promise in steps of more than so many
     rows."""
 
@@ -175,7 +174,7 @@ class CountedOperators:
 
     def __init__(self) -> None:
         self.launches: Launches | None = None
-        self._inner = ReferenceOperators()
+        self._inner = Operators()
 
     def __getattr__(self, name: str) -> Callable[..., Any]:
         operator = getattr(self._inner, name)
@@ -213,7 +212,8 @@ def test_a_decode_takes_few_launches_a_layer_and_no_wait(activation: str, batch_
             arch = architecture(num_layers=layers, activation=activation)
             pipeline = Pipeline(RandomCheckpoint(arch), str(layers), backend=backend)
             slices = decodes(pipeline, count)
-            copies, back, waits = backend.staging.num_copies, backend.readback.num_copies, backend.beside.num_waits
+            copies, back = backend.staging.num_copies, backend.readback.num_copies
+            waits = backend.accelerator.num_waits
             with Launches() as launches, Waits(launches) as waited:
                 operators.launches = launches
                 pipeline.step(slices)
@@ -221,7 +221,7 @@ def test_a_decode_takes_few_launches_a_layer_and_no_wait(activation: str, batch_
             assert not launches.waits
             assert waited.noted == NO_OTHER_WAIT
             assert (backend.staging.num_copies - copies, backend.readback.num_copies - back) == (1, 1)
-            assert backend.beside.num_waits == waits
+            assert backend.accelerator.num_waits == waits
             assert launches.counts["write"] == launches.counts["attend"] == layers
             totals[layers, count] = launches.total
     assert totals[1, 2] == totals[1, 9], "launches must not depend on the number of sequences"

@@ -29,9 +29,8 @@ from ppserve.model.backend import Reading
 from ppserve.model.cuda import backend
 from ppserve.model.cuda.backend import launch_once
 from ppserve.model.cuda.device import CudaDevice
-from ppserve.model.cuda.operators import KEYS_PER_TILE, ROWS_PER_TILE
-from ppserve.model.cuda.readback import Readback
-from ppserve.model.cuda.reference import ReferenceOperators
+from ppserve.model.cuda.operators import KEYS_PER_TILE, ROWS_PER_TILE, Operators
+from ppserve.model.cuda.transfers import Readback
 from tests.model.cuda.here import needs_triton
 
 ROOT = Path(__file__).parents[3]
@@ -158,7 +157,7 @@ NO_COMPILER = RuntimeError("Failed to find C compiler. Please specify via CC env
 
 @pytest.mark.parametrize("error", [NO_COMPILER, subprocess.CalledProcessError(1, ["gcc", "launcher.c"])])
 def test_a_launch_that_cannot_be_compiled_says_what_to_install(error: Exception) -> None:
-    class Broken(ReferenceOperators):
+    class Broken(Operators):
         def quick_gelu(self, x_TN: torch.Tensor) -> torch.Tensor:
             raise error
 
@@ -170,13 +169,13 @@ def test_a_device_that_is_lost_or_full_is_nothing_to_install() -> None:
     """The control."""
     for error in (torch.AcceleratorError("an illegal address"), torch.OutOfMemoryError("full")):
 
-        class Broken(ReferenceOperators):
+        class Broken(Operators):
             def quick_gelu(self, x_TN: torch.Tensor, error: Exception = error) -> torch.Tensor:
                 raise error
 
         with pytest.raises(type(error)):
             launch_once(Broken(), torch.device("cpu"))
-    launch_once(ReferenceOperators(), torch.device("cpu"))
+    launch_once(Operators(), torch.device("cpu"))
 
 
 @needs_triton

@@ -13,8 +13,8 @@ from torch.utils._pytree import tree_leaves
 
 from ppserve.core.plan import Slice, StepPlan
 from ppserve.model.cuda.backend import CudaBackend, DeviceOptions
-from ppserve.model.cuda.device import HostDevice
-from ppserve.model.cuda.recorded import RecordedStage
+from ppserve.model.cuda.device import Accelerator
+from ppserve.model.cuda.graphs import RecordedStage
 from ppserve.model.inputs import build_inputs
 from tests.model.cuda.test_sampling import VOCABULARY, any_draw
 from tests.model.pipelines import Pipeline, prompt
@@ -23,12 +23,11 @@ from tests.model.random_checkpoint import RandomCheckpoint, architecture
 META = torch.device("meta")
 
 
-class NoNumbers(HostDevice):
+class NoNumbers(Accelerator):
     """The device's side of copies has no numbers; those to the host bring none."""
 
     def __init__(self) -> None:
-        super().__init__()
-        self.device = META
+        super().__init__(META)
 
     def copy(self, to: torch.Tensor, source: torch.Tensor) -> None:
         assert {to.device.type, source.device.type} == {"cpu", "meta"}

@@ -11,10 +11,9 @@ from ppserve import wire
 from ppserve.core.architecture import Split, stage_layouts
 from ppserve.core.plan import Slice, StepPlan
 from ppserve.model.backend import KVCache, StageModel
-from ppserve.model.cuda.buckets import Buckets
-from ppserve.model.cuda.readback import Readback
-from ppserve.model.cuda.recorded import RecordedStage
-from ppserve.model.cuda.staging import Staging
+from ppserve.model.cuda.graphs import RecordedStage
+from ppserve.model.cuda.inputs import Buckets
+from ppserve.model.cuda.transfers import Readback, Staging
 from ppserve.model.inputs import build_inputs
 from ppserve.stage.wiring import ThreadWiring
 from tests.model.cuda.here import CPU as ON_CPU
@@ -34,7 +33,7 @@ def test_a_buffer_is_written_again_only_when_its_copy_has_read_it() -> None:
     device = LateDevice()
     staging = Staging(device)
     for count in (8, 100_000, 8, 8, 200_000, 8, 8, 8):
-        assert staging.put_new(numbers(count, count))["ids"].tolist() == list(range(count, 2 * count))
+        assert staging.copy_new(numbers(count, count))["ids"].tolist() == list(range(count, 2 * count))
     assert device.num_waits == 5, "three copies are under way before the first wait"
     device.mark().wait()
 
@@ -70,7 +69,7 @@ def test_what_is_written_too_early_is_seen() -> None:
     device = LateDevice()
     staging = Impatient(device)
     for first in range(4):
-        staging.put_new(numbers(first))
+        staging.copy_new(numbers(first))
     with pytest.raises(WrittenTooEarly):
         device.mark().wait()
 
@@ -113,8 +112,8 @@ def test_steps_may_be_given_faster_than_they_are_done() -> None:
         assert torch.equal(hidden_TD, forward(exact.stages[0], exact.caches[0], number))
     assert isinstance(stage, RecordedStage)
     assert stage.num_replays == 8
-    assert backend.beside.num_waits == 10, "of 13 copies, recording's among them, three are under way"
-    backend.beside.mark().wait()
+    assert backend.accelerator.num_waits == 10, "of 13 copies, recording's among them, three are under way"
+    backend.accelerator.mark().wait()
 
 
 @pytest.mark.parametrize("split", ["3", "1.5,1.5"])

@@ -11,8 +11,7 @@ import torch
 from ppserve.core.architecture import StageLayout
 from ppserve.core.plan import StepPlan
 from ppserve.model.backend import StepRows
-from ppserve.model.cuda.arrays import padded_arrays, step_arrays
-from ppserve.model.cuda.buckets import padding
+from ppserve.model.cuda.inputs import padded, padding, step_arrays
 from ppserve.model.cuda.operators import Tiles
 from ppserve.model.sampling_kernels import draw
 from tests.model.cuda.here import KINDS, device_of, operators_of
@@ -78,7 +77,8 @@ class Sequences:
     def step(self, parts: list[tuple[int, int, int]], pad_to: int = 0) -> torch.Tensor:
         """The rows' results; keys and values are kept."""
         rows = self.rows(parts)
-        arrays = padded_arrays(rows, pad_to) if pad_to else step_arrays(rows)
+        layout = StageLayout(0, 1, 0, 4)
+        arrays = step_arrays(padded(rows, pad_to, layout) if pad_to else rows)
         on_device = {name: torch.from_numpy(array).to(self.device) for name, array in arrays.items()}
         qkv = torch.cat([self.qkv[i][start : start + count] for i, start, count in parts])
         more = len(arrays["slots"]) - len(qkv)
@@ -181,7 +181,7 @@ def test_a_step_of_padding_alone_is_zeros_and_keeps_nothing(size: int, kind: str
     """What a step is recorded with: no row has a key, and the block that its table names holds no numbers."""
     operators, layout = operators_of(kind), StageLayout(0, 1, 0, 4)
     sequences = Sequences(kind, 2, 12, 16, torch.float32, (40,))
-    arrays = padded_arrays(padding(size, layout), size)
+    arrays = step_arrays(padding(size, layout))
     on_device = {name: torch.from_numpy(array).to(device_of(kind)) for name, array in arrays.items()}
     qkv = torch.full((size, 72), torch.nan, device=device_of(kind))
     operators.write(qkv, sequences.keys, sequences.values, on_device["slots"])

@@ -16,7 +16,7 @@ from ppserve.core.request import SamplingParams
 from ppserve.model import sampling
 from ppserve.model.cuda.backend import CudaBackend
 from ppserve.model.cuda.draws import uniforms
-from ppserve.model.cuda.readback import Readback
+from ppserve.model.cuda.transfers import Readback
 from ppserve.model.inputs import build_inputs
 from tests.model.cuda.here import CPU, KINDS, device_of, operators_of
 from tests.model.random_checkpoint import architecture
@@ -174,7 +174,7 @@ def test_only_what_was_asked_for_goes_back() -> None:
             copied.append(tuple(columns_RC.shape) if columns_RC is not None else ())
             return super().reading(plan, columns_RC, *rows)  # type: ignore[arg-type]
 
-    backend.readback = Watched(backend.beside)
+    backend.readback = Watched(backend.accelerator)
     for num_logprobs, columns in ((None, 1), (0, 3), (4, 11)):
         draw = Draw(SamplingParams(), num_logprobs=num_logprobs)
         plan = StepPlan(0, 0, 0, (Slice(0, 0, (1,), (0,), draw), Slice(1, 0, (1,), (1,), Draw(SamplingParams()))))

@@ -13,23 +13,23 @@ import torch
 
 from ppserve.core.architecture import Architecture, StageLayout
 from ppserve.model.backend import StepRows
-from ppserve.model.cuda.arrays import padded_arrays, step_arrays
-from ppserve.model.cuda.buckets import Buckets, padding
 from ppserve.model.cuda.draws import Draws, rows_of_slices, rows_read
+from ppserve.model.cuda.inputs import Buckets, padded, padding, step_arrays
 from ppserve.model.cuda.operators import Operators, Tiles
-from ppserve.model.cuda.staging import Staging
+from ppserve.model.cuda.transfers import Staging
 from ppserve.model.stock import AttendInputs
 
 
 @dataclass(frozen=True, slots=True)
 class DeviceInputs(AttendInputs):
-    """arrays: all arrays of the step, on the device. draws: what they draw, on the host. bucket: rows of the
-    recorded step that computes this one, whose memory the inputs are in; None for a step that is computed as it
-    comes."""
+    """A step's inputs on the device."""
 
     arrays: dict[str, torch.Tensor]
     draws: Draws
+    """What the step draws, on the host."""
     bucket: int | None = None
+    """Rows of the recorded step that computes this one, whose memory the inputs are in; None for a step that is
+    computed as it comes."""
 
 
 class DeviceAttention:
@@ -76,7 +76,7 @@ class DeviceCache:
         self._views = {size: self._buckets.views(size) for size in sizes}
         nothing = Draws.of((), 0)
         return {
-            size: self._placed(padding(size, self._layout), views, nothing, size)
+            size: self._inputs(padding(size, self._layout), views, nothing, size)
             for size, views in self._views.items()
         }
 
@@ -87,13 +87,13 @@ class DeviceCache:
         if buckets is None or bucket is None:
             draws = Draws.of(rows_read(plan) if self._layout.is_last else (), vocab_size)
             arrays = {**draws.arrays(), **draws.adjustments, **step_arrays(rows)}
-            return self._placed(rows, self._staging.put_new(arrays), draws)
+            return self._inputs(rows, self._staging.copy_new(arrays), draws)
         draws = Draws.of(rows_of_slices(plan, bucket) if self._layout.is_last else (), vocab_size)
-        buckets.put({**draws.arrays(), **padded_arrays(rows, bucket)})
+        buckets.put({**draws.arrays(), **step_arrays(padded(rows, bucket, self._layout))})
         views = self._views[bucket]
         if draws.adjustments:
-            views = views | self._staging.put_new(draws.adjustments)
-        return self._placed(rows, views, draws, bucket)
+            views = views | self._staging.copy_new(draws.adjustments)
+        return self._inputs(rows, views, draws, bucket)
 
     @torch.inference_mode()
     def begin(self, rows: StepRows) -> None:
@@ -105,7 +105,7 @@ class DeviceCache:
         self.keys_LBpHd.fill_(value)
         self.values_LBpHd.fill_(value)
 
-    def _placed(
+    def _inputs(
         self, rows: StepRows, arrays: dict[str, torch.Tensor], draws: Draws, bucket: int | None = None
     ) -> DeviceInputs:
         # A recorded step is repeated for sequences of any length.

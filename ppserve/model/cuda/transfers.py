@@ -1,9 +1,9 @@
-"""The arrays of a step on their way to the device: one pinned buffer, one copy that nobody waits for."""
+"""The two copies of a step: its arrays to the device, without a wait, and what it draws back, the only wait."""
 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -11,7 +11,10 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from ppserve.core.plan import StepPlan
+from ppserve.model.backend import Reading, Results
 from ppserve.model.cuda.device import Accelerator, Mark
+from ppserve.model.cuda.sampling import results_of
 
 Arrays = Mapping[str, NDArray[Any]]
 
@@ -28,19 +31,21 @@ _TORCH: dict[np.dtype[Any], torch.dtype] = {
 
 @dataclass(frozen=True, slots=True)
 class Place:
-    """Where an array lies in the buffer; `capacity` counts elements."""
+    """Where an array lies in a buffer of bytes."""
 
     offset: int
     dtype: np.dtype[Any]
     capacity: int
+    """In elements."""
 
 
 @dataclass(frozen=True, slots=True)
 class Places:
-    """Of all arrays of a step. num_bytes: of the whole buffer."""
+    """The places of all arrays of a step in one buffer."""
 
-    of: Mapping[str, Place]
+    by_name: Mapping[str, Place]
     num_bytes: int
+    """Of the whole buffer."""
 
     @classmethod
     def for_arrays(cls, arrays: Arrays) -> Places:
@@ -55,12 +60,12 @@ class Places:
         """The arrays within a buffer of bytes, flat."""
         return {
             name: buffer[at.offset : at.offset + at.capacity * at.dtype.itemsize].view(_TORCH[at.dtype])
-            for name, at in self.of.items()
+            for name, at in self.by_name.items()
         }
 
 
 class Staging:
-    """Used by one thread. num_copies: how often it has copied."""
+    """Copies arrays to the device by way of pinned buffers. Used by one thread."""
 
     def __init__(self, device: Accelerator) -> None:
         self.device = device.device
@@ -68,15 +73,16 @@ class Staging:
         self._free: deque[torch.Tensor] = deque(device.host_buffer(1 << 16) for _ in range(_BUFFERS))
         self._under_way: deque[tuple[Mark, torch.Tensor]] = deque()
         self.num_copies = 0
+        """How often it has copied."""
 
-    def put(self, arrays: Arrays, places: Places, buffer: torch.Tensor) -> None:
+    def copy(self, arrays: Arrays, places: Places, buffer: torch.Tensor) -> None:
         """Copies arrays into a buffer of the device, each to its place. What lies behind an array stays as it
         was."""
         host = self._host_buffer(places.num_bytes)
         numbers = host.numpy()
         end = 0
         for name, array in arrays.items():
-            at = places.of[name]
+            at = places.by_name[name]
             assert array.size <= at.capacity, f"{array.size} {name} where {at.capacity} fit"
             assert array.dtype == at.dtype, f"{name} are {array.dtype}, not {at.dtype}"
             stop = at.offset + array.nbytes
@@ -88,19 +94,19 @@ class Staging:
         self._under_way.append((self._device.mark(), host))
 
     def make_room(self, num_bytes: int) -> None:
-        """For arrays of so many bytes, at once: later, the host would wait while memory is pinned."""
+        """Pins buffers for arrays of so many bytes now. Later, the host would wait while memory is pinned."""
         for _ in range(_BUFFERS):
             self._free.append(self._host_buffer(num_bytes))
 
-    def put_new(self, arrays: Arrays) -> dict[str, torch.Tensor]:
+    def copy_new(self, arrays: Arrays) -> dict[str, torch.Tensor]:
         """Copies arrays into memory of their own: flat tensors."""
         places = Places.for_arrays(arrays)
         buffer = torch.empty(places.num_bytes, dtype=torch.uint8, device=self.device)
-        self.put(arrays, places, buffer)
+        self.copy(arrays, places, buffer)
         return places.views(buffer)
 
     def _host_buffer(self, num_bytes: int) -> torch.Tensor:
-        """A pinned buffer that no copy reads any more."""
+        """A pinned buffer that no copy still reads."""
         if not self._free:
             mark, host = self._under_way.popleft()
             if not mark.is_reached():
@@ -108,3 +114,37 @@ class Staging:
             self._free.append(host)
         host = self._free.popleft()
         return host if len(host) >= num_bytes else self._device.host_buffer(2 * num_bytes)
+
+
+class Readback:
+    """Copies results to pinned memory of the host."""
+
+    def __init__(self, device: Accelerator) -> None:
+        self._device = device
+        self._host = device.host_buffer(1 << 12)
+        self.num_copies = 0
+        """How often it has copied."""
+
+    def reading(
+        self, plan: StepPlan, columns_RC: torch.Tensor | None, rows: Sequence[int] | None = None
+    ) -> Reading:
+        """Starts the copy of the columns of a plan's rows. rows: which of them are the plan's, where not all are.
+
+        What comes back must be called before the next step's is asked for.
+        """
+        if columns_RC is None:
+            return lambda: ((), ())
+        if len(self._host) < columns_RC.nbytes:
+            self._host = self._device.host_buffer(2 * columns_RC.nbytes)
+        host_RC = self._host[: columns_RC.nbytes].view(torch.float64).view(columns_RC.shape)
+        self._device.copy(host_RC, columns_RC)
+        self.num_copies += 1
+        mark = self._device.mark()
+
+        def results() -> Results:
+            if not mark.is_reached():
+                mark.wait()
+            numbers_RC = host_RC.numpy()
+            return results_of(plan, numbers_RC if rows is None else numbers_RC[list(rows)])
+
+        return results

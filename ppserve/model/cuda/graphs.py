@@ -14,18 +14,17 @@ import torch
 
 from ppserve.core.architecture import Architecture, StageLayout
 from ppserve.model.backend import KVCache, Reading, StepInputs
+from ppserve.model.cuda.cache import DeviceCache, DeviceInputs
 from ppserve.model.cuda.device import Accelerator
-from ppserve.model.cuda.kv_cache import DeviceCache, DeviceInputs
-from ppserve.model.cuda.readback import Readback
 from ppserve.model.cuda.sampling import draw_plain, read_rows
+from ppserve.model.cuda.transfers import Readback
 from ppserve.model.gpt2 import GPT2Stage
 
 log = logging.getLogger("ppserve.stage")
 
 
 class RecordedStage:
-    """A `StageModel`. sizes: the rows of the recorded steps. replays: what repeats each. num_replays: how often
-    one was repeated."""
+    """A `StageModel` that repeats recorded steps."""
 
     @torch.inference_mode()
     def __init__(
@@ -33,8 +32,11 @@ class RecordedStage:
     ) -> None:
         self.arch: Architecture = model.arch
         self.layout: StageLayout = model.layout
-        self.backend, self.sizes = model.backend, sizes
+        self.backend = model.backend
+        self.sizes = sizes
+        """The rows of the recorded steps."""
         self.num_replays = 0
+        """How often one was repeated."""
         self._model, self._operators, self._readback = model, cache.operators, readback
         most, dtype = sizes[-1], self.backend.precision.hidden
         # In and out, shared by all buckets: their steps never overlap.
@@ -43,7 +45,9 @@ class RecordedStage:
         vocabulary = model.arch.vocab_size if model.layout.is_last else 0
         self._logits_RV = torch.zeros(most, vocabulary, device=cache.device)
         self._tokens_R1 = torch.zeros(most, 1, dtype=torch.float64, device=cache.device)
-        inputs, self.replays = cache.use_buckets(sizes), dict[int, Callable[[], None]]()
+        inputs = cache.use_buckets(sizes)
+        self.replays: dict[int, Callable[[], None]] = {}
+        """What repeats the recorded step of a size."""
         # The largest first: smaller ones then find memory for theirs.
         for number, size in enumerate(reversed(sizes), 1):
             log.info("recording steps of %d rows (%d of %d)", size, number, len(sizes))

@@ -61,7 +61,7 @@ def serve(stages: int | None, **flags: Any) -> None:
     fork_server.prepare()
     from ppserve.head.app import run_head
 
-    sys.exit(run_head(config, environment, fork_server))
+    run_head(config, environment, fork_server)
 
 
 def build_config(flags: dict[str, Any]) -> ServeConfig:

@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import gc
 import logging
 import math
+import os
 import signal
 import sys
 import threading
 import time
 from concurrent.futures import Future
 from dataclasses import replace
+from typing import Any, NoReturn
 
 from ppserve.config import ServeConfig
 from ppserve.errors import ConfigError, UsageError
@@ -55,22 +56,28 @@ _STAGES_END_WITHIN_S = 5.0
 _ENDING_S = 5.0
 
 
-def run_head(config: ServeConfig, environment: RankEnvironment, fork_server: ForkServer) -> int:
-    """Runs rank 0, which keeps a stage of this fork server alive; returns its exit code."""
+def run_head(config: ServeConfig, environment: RankEnvironment, fork_server: ForkServer) -> NoReturn:
+    """Runs rank 0, which keeps a stage of this fork server alive, and ends this process with its exit code.
+
+    Not by way of the interpreter's own end, which gRPC's threads could hold up.
+    """
     die_with_launcher()
     survive_full_disks()
     set_up_logging(config.log)
     # The engine's thread must not wait long for the interpreter's lock while streams are written.
     sys.setswitchinterval(0.0005)
+
+    async def run() -> int:
+        return await HeadProcess(config, environment, fork_server).run()
+
     try:
-        return asyncio.run(_run(config, environment, fork_server))
+        code = asyncio.run(run())
     except UsageError as error:
         print(f"ppserve: error: {error}", file=sys.stderr, flush=True)
-        return EXIT_USAGE
-
-
-async def _run(config: ServeConfig, environment: RankEnvironment, fork_server: ForkServer) -> int:
-    return await HeadProcess(config, environment, fork_server).run()
+        code = EXIT_USAGE
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code)
 
 
 def warn_of_short_grace(config: ServeConfig) -> None:
@@ -96,8 +103,29 @@ class HeadProcess:
         self._keeper = Keeper(config, 0, self._world_size, self._meeting, fork_server)
         self._keeper_thread = threading.Thread(target=self._keep_stage, name="keeper", daemon=True)
         self._keeper_failed: Future[FatalError] = Future()
-        self._stop = asyncio.Event()
-        self._stop_now = asyncio.Event()
+        loop = asyncio.get_running_loop()
+        self._stop: asyncio.Future[None] = loop.create_future()
+        """Done at the first signal to end."""
+        self._stop_now: asyncio.Future[None] = loop.create_future()
+        """Done at the second one."""
+
+    async def run(self) -> int:
+        """Until a signal, or until the pipeline will not form again. Returns the exit code."""
+        try:
+            self._listen_to_signals()
+            warn_of_short_grace(self._config)
+            self._keeper_thread.start()
+            mistake = await self._choose_shape() if self._config.pipeline.parallel == "auto" else None
+            self._make_engine()
+            self._engine.start()
+            try:
+                return self._complain(mistake) if mistake is not None else await self._serve()
+            finally:
+                self._engine.stop()
+                await self._end_stages()
+                self._trace.close()
+        finally:
+            meeting.end(self._meeting)
 
     def _make_engine(self) -> None:
         """For the shape of the configuration, which is final now."""
@@ -113,32 +141,11 @@ class HeadProcess:
         self._failed = asyncio.wrap_future(self._engine.failed)
         self._keeper_failed.add_done_callback(lambda failed: self._engine.give_up(failed.result()))
 
-    async def run(self) -> int:
-        """Until a signal, or until the pipeline will not form again. Returns the exit code."""
-        try:
-            return await self._run()
-        finally:
-            meeting.end(self._meeting)
-
-    async def _run(self) -> int:
-        self._listen_to_signals()
-        warn_of_short_grace(self._config)
-        self._keeper_thread.start()
-        mistake = await self._choose_shape() if self._config.pipeline.parallel == "auto" else None
-        self._make_engine()
-        self._engine.start()
-        try:
-            return self._complain(mistake) if mistake is not None else await self._serve()
-        finally:
-            self._engine.stop()
-            await self._end_stages()
-            self._trace.close()
-
     async def _choose_shape(self) -> FatalError | None:
         """`--parallel auto`: settles the configuration once every rank has measured. None where it could."""
 
         def is_stopping() -> bool:
-            return self._stop.is_set() or self._keeper_failed.done()
+            return self._stop.done() or self._keeper_failed.done()
 
         chosen = await asyncio.to_thread(
             choose_shape, self._config, self._control, self._world_size, is_stopping
@@ -149,19 +156,35 @@ class HeadProcess:
         return None
 
     async def _serve(self) -> int:
-        code = await self._wait_for_pipeline()
-        if code is not None:
-            return code
-        decision = self._members[0].decision
-        assert decision is not None
+        with StartProgress(self._members):
+            watching = asyncio.create_task(self._watch_start())
+            await _first_of(self._stop, self._formed, self._failed)
+            watching.cancel()
+        if self._failed.done():
+            return self._complain(self._failed.result())
+        if not self._formed.done():
+            return 0
         tokenizer = self._load_tokenizer()
-        members = [replica.all for replica in self._members]
-        handle = EngineHandle(
-            self._engine, describe_model(self._config, decision, members, tokenizer), tokenizer
-        )
+        handle = EngineHandle(self._engine, describe_model(self._config, self._members, tokenizer), tokenizer)
         key_file = self._config.server.api_key_file
         request_handler = RequestHandler(handle, tokenizer, ApiKeys(key_file) if key_file else None)
         servers = Servers(self._config.server, request_handler, self._metrics, self._pages(handle))
+        await self._open(servers, handle)
+        self._on_reload(request_handler, servers)
+        health = asyncio.create_task(self._report_health(servers))
+        await _first_of(self._stop, self._failed)
+        health.cancel()
+        if self._failed.done():
+            await servers.close(0.0, self._stop_now)
+            return self._complain(self._failed.result())
+        timeout_s = self._config.server.shutdown_timeout_s
+        log.info("draining: running streams have %g s", timeout_s)
+        self._engine.drain()
+        await servers.close(timeout_s, self._stop_now)
+        return self._complain(self._failed.result()) if self._failed.done() else 0
+
+    async def _open(self, servers: Servers, handle: EngineHandle) -> None:
+        """Serves, and says so. Raises UsageError."""
         topology = await asyncio.to_thread(handle.topology)
         self._metrics.describe(handle.description, topology)
         ports = await servers.open()
@@ -170,48 +193,16 @@ class HeadProcess:
         gc.freeze()
         self._check_listeners(ports)
         await servers.set_serving(True)
-        self._on_reload(request_handler, servers)
         host = self._config.server.host
         print(banner(handle.description, topology, host, ports), file=sys.stderr, flush=True)
         places = f"grpc={host}:{ports.grpc} metrics={host}:{ports.metrics} stages={self._members[0].num_stages}"
         print(f"ppserve ready {places} http={host}:{ports.http}", flush=True)
-        health = asyncio.create_task(self._report_health(servers))
-        try:
-            await self._first(self._stop.wait(), self._failed)
-            if not self._failed.done():
-                log.info("draining: running streams have %g s", self._config.server.shutdown_timeout_s)
-                self._engine.drain()
-        finally:
-            health.cancel()
-        return await self._close(servers)
-
-    async def _wait_for_pipeline(self) -> int | None:
-        """None when it has formed; an exit code if it will not, or if a signal came first."""
-        watching = asyncio.create_task(self._watch_start())
-        with StartProgress(self._members):
-            await self._first(self._stop.wait(), self._formed, self._failed)
-        watching.cancel()
-        if self._failed.done():
-            return self._complain(self._failed.result())
-        return None if self._formed.done() else 0
 
     async def _watch_start(self) -> None:
         watch = StartWatch(self._members, self._config.server.start_timeout_s, time.monotonic())
         while (fatal := watch.look(time.monotonic())) is None:
             await asyncio.sleep(_WATCH_EVERY_S)
         self._engine.give_up(fatal)
-
-    async def _close(self, servers: Servers) -> int:
-        """Until all streams have finished, --shutdown-timeout has passed, or a second signal came."""
-        timeout_s = 0.0 if self._failed.done() else self._config.server.shutdown_timeout_s
-        closing = asyncio.ensure_future(servers.close(timeout_s))
-        await self._first(closing, self._stop_now.wait())
-        if not closing.done():
-            closing.cancel()
-            with contextlib.suppress(asyncio.CancelledError):
-                await closing
-            await servers.close(0.0)
-        return self._complain(self._failed.result()) if self._failed.done() else 0
 
     async def _end_stages(self) -> None:
         """The engine has told the stages to exit. The keeper kills stage 0, its child, if it does not."""
@@ -269,9 +260,10 @@ class HeadProcess:
 
     def _listen_to_signals(self) -> None:
         def on_stop() -> None:
-            if self._stop.is_set():
-                self._stop_now.set()
-            self._stop.set()
+            for signalled in (self._stop, self._stop_now):
+                if not signalled.done():
+                    signalled.set_result(None)
+                    return
 
         loop = asyncio.get_running_loop()
         for signum in (signal.SIGTERM, signal.SIGINT):
@@ -296,15 +288,11 @@ class HeadProcess:
                 log.error("the control plane's certificate stays as it is: %s", error)
 
     @staticmethod
-    async def _first(*waits: object) -> None:
-        """Until one of them is done. Futures are not cancelled; the tasks of coroutines are."""
-        tasks = [asyncio.ensure_future(w) for w in waits]  # type: ignore[call-overload]
-        await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
-        for wait, task in zip(waits, tasks, strict=True):
-            if task is not wait:
-                task.cancel()
-
-    @staticmethod
     def _complain(fatal: FatalError) -> int:
         print(f"ppserve: error: {fatal.reason}", file=sys.stderr, flush=True)
         return EXIT_USAGE if fatal.usage else 1
+
+
+async def _first_of(*futures: asyncio.Future[Any]) -> None:
+    """Until one of them is done."""
+    await asyncio.wait(futures, return_when=asyncio.FIRST_COMPLETED)

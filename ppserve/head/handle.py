@@ -24,6 +24,7 @@ from ppserve.head.descriptions import (
 )
 from ppserve.head.engine.loop import Engine
 from ppserve.head.engine.member import Decision, Member, StageState
+from ppserve.head.engine.members import Members
 from ppserve.head.engine.open_request import read_held
 from ppserve.head.engine.output import Sink
 from ppserve.head.engine.reading import ReplicaReading, StageReading
@@ -227,12 +228,14 @@ def _remedy(members: Sequence[Member]) -> str:
 
 
 def describe_model(
-    config: ServeConfig, decision: Decision, replicas: Sequence[tuple[Member, ...]], tokenizer: Tokenizer | None
+    config: ServeConfig, replicas: Sequence[Members], tokenizer: Tokenizer | None
 ) -> ModelDescription:
-    """The model as served. Every rank has loaded its part. replicas: the members of each."""
+    """The model as served. Every rank has loaded its part."""
+    decision = replicas[0].decision
+    assert decision is not None
     arch, limits = decision.architecture, Limits()
-    reasons = why_not_deterministic(*replicas)
-    members = [member for replica in replicas for member in replica]
+    reasons = why_not_deterministic(*(replica.all for replica in replicas))
+    members = [member for replica in replicas for member in replica.all]
     return ModelDescription(
         # Not the whole path: callers need not know the server's directories.
         name=Path(config.model.path).name,

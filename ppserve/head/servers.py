@@ -18,6 +18,9 @@ from ppserve.head.observe.pages import MakePage, PageServer
 
 log = logging.getLogger("ppserve.head")
 
+# Streams have ended: time for the servers to close.
+_CLOSES_WITHIN_S = 5.0
+
 
 def grpc_server(settings: ServerSettings, request_handler: RequestHandler) -> GrpcServer:
     """With the services that the settings ask for. Raises and needs what `Servers` does."""
@@ -37,6 +40,7 @@ class Servers:
     ) -> None:
         """Raises ConfigError for certificates that cannot be used. Call inside the event loop."""
         self._settings = settings
+        self._request_handler = request_handler
         self._grpc = grpc_server(settings, request_handler)
         self._http = HttpServer(settings, request_handler, counts)
         self._pages = PageServer(pages)
@@ -62,7 +66,23 @@ class Servers:
         await self._grpc.set_serving(serving)
         await self._http.set_serving(serving)
 
-    async def close(self, timeout_s: float) -> None:
-        """Refuse new requests, let running ones finish for `timeout_s`, then close; the pages last."""
+    async def close(self, timeout_s: float, at_once: asyncio.Future[None]) -> None:
+        """Refuse new requests, let running ones finish for `timeout_s`, or until `at_once`, and close all.
+
+        Closing is neither begun twice nor cancelled: a gRPC server that is interrupted while it stops may not stop
+        any more. Nor does the head wait for it without a limit: connections end with its process anyway.
+        """
+        closing = asyncio.ensure_future(self._close(timeout_s))
+        waits = closing, at_once
+        await asyncio.wait(waits, timeout=timeout_s + _CLOSES_WITHIN_S, return_when=asyncio.FIRST_COMPLETED)
+        if not closing.done():
+            await self._request_handler.drain(0.0)
+            await asyncio.wait((closing,), timeout=_CLOSES_WITHIN_S)
+        if not closing.done():
+            log.warning("the servers have not closed within %g s", _CLOSES_WITHIN_S)
+            return
+        closing.result()
+
+    async def _close(self, timeout_s: float) -> None:
         await asyncio.gather(self._grpc.stop(timeout_s), self._http.stop(timeout_s))
         await self._pages.stop()

@@ -214,7 +214,7 @@ class Pipeline:
         decision, hello = members[0].decision, members[0].first.hello
         assert decision is not None and hello is not None  # noqa: PT018
         self._tokenizer = load_tokenizer(hello.checkpoint, decision.architecture.vocab_size)
-        return describe_model(config, decision, [replica.all for replica in members], self._tokenizer)
+        return describe_model(config, members, self._tokenizer)
 
 
 def _config_of(model: str | os.PathLike[str], settings: Settings) -> cfg.ServeConfig:

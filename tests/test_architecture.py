@@ -34,7 +34,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     },
     "ppserve.v1": {"ppserve.v1", "google.protobuf", "grpc"},
     "ppserve.vllm": {"ppserve.vllm", "google.protobuf", "grpc"},
-    "ppserve.process": {"ppserve.process", "ppserve.wire", "ppserve.config", "ppserve.errors"},
+    "ppserve.process": {"ppserve.process", "ppserve.wire", "ppserve.config", "ppserve.errors", "psutil"},
     "ppserve.process.torchrun": {"torch"},
     "ppserve.planning": {"ppserve.planning", "ppserve.core", "ppserve.errors"},
     "ppserve.model": {"ppserve.model", "ppserve.core", "ppserve.errors", "torch", "numpy"},

@@ -19,7 +19,6 @@ from ppserve.config import ServeConfig
 from ppserve.errors import ConfigError, UsageError
 from ppserve.head.api.auth import ApiKeys
 from ppserve.head.api.request_handler import RequestHandler
-from ppserve.head.binding import Ports
 from ppserve.head.engine.building import build_engine
 from ppserve.head.engine.control import SocketControlPlane
 from ppserve.head.engine.member import FatalError
@@ -41,7 +40,6 @@ from ppserve.process.environment import (
     launcher_grace_s,
 )
 from ppserve.process.keeper import Keeper
-from ppserve.process.listening import OpenPort, refuse_unmeant
 from ppserve.process.logs import set_up_logging, survive_full_disks
 from ppserve.process.stage_process import ForkServer
 from ppserve.process.tls import stage_context
@@ -191,7 +189,6 @@ class HeadProcess:
         # What has been made until now stays. Looking through it, the collector would stop all streams for 0.1 s.
         gc.collect()
         gc.freeze()
-        self._check_listeners(ports)
         await servers.set_serving(True)
         host = self._config.server.host
         print(banner(handle.description, topology, host, ports), file=sys.stderr, flush=True)
@@ -228,16 +225,6 @@ class HeadProcess:
         if tokenizer is None:
             log.warning("no tokenizer beside %s: only token ids are served", self._config.model.path)
         return tokenizer
-
-    def _check_listeners(self, ports: Ports) -> None:
-        """Raises UsageError where this process listens on anything else than the operator asked for."""
-        host = self._config.server.host
-        is_open = host != "localhost" and not OpenPort(host, ports.grpc).is_local
-        meant = dict.fromkeys((ports.grpc, ports.http, ports.metrics), is_open)
-        port = meeting.port_of(self._meeting)
-        if port is not None:
-            meant[port] = True
-        log.info("the head listens on %s", ", ".join(map(str, refuse_unmeant(meant))))
 
     def _pages(self, handle: EngineHandle) -> dict[str, MakePage]:
         metrics, spans = self._metrics, self._spans

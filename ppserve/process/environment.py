@@ -27,8 +27,7 @@ EXIT_RESTART = 77
 LAUNCHER_GRACE = "TORCH_ELASTIC_SHUTDOWN_TIMEOUT"
 _LAUNCHER_GRACE_S = 30
 
-# Enough for every connection that the head accepts. Some programs that a stage may start try to close every
-# descriptor that they could have.
+# Enough for every connection that the head accepts. Programs that close all possible descriptors stay fast.
 _OPEN_FILES = 65_536
 
 _FOR_THE_HEAD = (signal.SIGHUP, signal.SIGUSR1)
@@ -57,18 +56,17 @@ class RankEnvironment:
 
 
 def number_of(variable: str, unset: int = 0, least: int = 0) -> int:
-    """What an environment variable says. Raises LauncherError unless that is a whole number of at least this."""
-    said = os.environ.get(variable, str(unset))
-    if said.isdecimal() and int(said) >= least:
-        return int(said)
-    raise LauncherError(f"{variable}: {said!r} is not a whole number from {least} on")
+    """The value of an environment variable. Raises LauncherError unless it is a whole number from `least` on."""
+    value = os.environ.get(variable, str(unset))
+    if value.isdecimal() and int(value) >= least:
+        return int(value)
+    raise LauncherError(f"{variable}: {value!r} is not a whole number from {least} on")
 
 
 def die_with_parent(parent_pid: int | None = None) -> None:
-    """Asks the kernel to kill this process when its parent ends, so that none is orphaned. Only on Linux.
+    """Asks the kernel to kill this process when the thread that started it ends. Only on Linux.
 
-    Strictly when the thread ends that started it. parent_pid: if the parent is another process by now, this
-    process ends at once.
+    parent_pid: if the parent is another process by now, this process ends at once.
     """
     if sys.platform == "linux":
         pr_set_pdeathsig = 1
@@ -79,8 +77,8 @@ def die_with_parent(parent_pid: int | None = None) -> None:
 
 @contextlib.contextmanager
 def signals_ignored() -> Iterator[None]:
-    """A child that is started in the block hears no signal that would end it until `ignore_ending`: it may import
-    for seconds before. Ctrl-C in a terminal goes to all processes, and a supervisor's SIGTERM may."""
+    """A child that is started in the block receives no signal that would end it until it calls `ignore_ending`,
+    perhaps seconds later. Ctrl-C in a terminal goes to all processes, and a supervisor's SIGTERM may."""
     before = signal.pthread_sigmask(signal.SIG_BLOCK, _ENDING_SIGNALS)
     try:
         yield
@@ -89,20 +87,20 @@ def signals_ignored() -> Iterator[None]:
 
 
 def ignore_ending() -> None:
-    """In such a child: others decide when it ends."""
+    """In such a child, whose parent decides when it ends."""
     for signum in _ENDING_SIGNALS:
         signal.signal(signum, signal.SIG_IGN)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, _ENDING_SIGNALS)
 
 
 def ignore_what_is_for_the_head() -> None:
-    """In every rank: the head hears them once it serves. Sent to all ranks, they must not end one."""
+    """In every rank. The signals go to all ranks and must not end one; the head installs its handlers later."""
     for signum in _FOR_THE_HEAD:
         signal.signal(signum, signal.SIG_IGN)
 
 
 def name_process(name: str) -> None:
-    """What `top` shows for this process, at most 15 letters. Only on Linux."""
+    """Sets the name that `top` shows for this process, at most 15 letters. Only on Linux."""
     if sys.platform == "linux":
         pr_set_name = 15
         ctypes.CDLL(None).prctl(pr_set_name, name.encode(), 0, 0, 0)
@@ -115,8 +113,8 @@ def die_with_launcher() -> None:
 
 
 def open_many_files() -> None:
-    """Raises the soft limit of open files, often 1024, to the hard one or 65,536: connections of clients must not
-    take the descriptors that are needed to replace a stage. Child processes inherit it."""
+    """Raises the soft limit of open files to the hard one or 65,536: connections of clients must not take the
+    descriptors that are needed to replace a stage. Child processes inherit it."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     wanted = _OPEN_FILES if hard == resource.RLIM_INFINITY else min(hard, _OPEN_FILES)
     if soft != resource.RLIM_INFINITY and soft < wanted:
@@ -125,9 +123,9 @@ def open_many_files() -> None:
 
 
 def launcher_grace_s() -> float | None:
-    """Seconds that torchrun gives its ranks to end; None when another launcher started this process.
+    """Seconds that torchrun gives its ranks to end, by its environment variable; None under another launcher.
 
-    Read from the environment variable: ranks cannot see torchrun's flag of the same meaning. Raises LauncherError.
+    Raises LauncherError.
     """
     if "TORCHELASTIC_RUN_ID" not in os.environ:
         return None
@@ -135,8 +133,8 @@ def launcher_grace_s() -> float | None:
 
 
 def this_machine() -> str:
-    """Equal for processes that share memory, clock and loopback: made of the kernel's boot id, the network
-    namespace and the host's name. Names alone do not tell machines and containers apart."""
+    """Equal for processes that share memory, clock and loopback: the host's name, the kernel's boot id and the
+    network namespace. Names alone do not tell machines and containers apart."""
     parts = [socket.gethostname()]
     with contextlib.suppress(OSError):  # only Linux has these files
         parts += [Path("/proc/sys/kernel/random/boot_id").read_text().strip(), os.readlink("/proc/self/ns/net")]

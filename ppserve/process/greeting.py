@@ -1,4 +1,4 @@
-"""How a rank's processes connect to the head: both ends prove the secret before anything else is said."""
+"""How a rank's processes connect to the head: both ends prove the secret before any other message."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def connect_to_head(meeting: wire.Meeting, rank: int, within_s: float) -> socket
         except (OSError, WireError) as error:
             if time.monotonic() > until_s:
                 raise ConnectionError(f"{meeting.address}: {error}") from error
-        time.sleep(_RETRY_EVERY_S)  # nothing tells when a head begins to listen
+        time.sleep(_RETRY_EVERY_S)
 
 
 def _connect(meeting: wire.Meeting, rank: int, timeout_s: float) -> socket.socket:
@@ -55,19 +55,18 @@ def _greet(connection: socket.socket, secret: bytes, rank: int) -> None:
 
 
 class Greeting:
-    """What a rank says to who listens in the place of the head, without the socket. is_done: each has proved to
-    know the secret."""
+    """A rank's side of the handshake with the head, without the socket."""
 
     def __init__(self, secret: bytes, rank: int) -> None:
         self.is_done = False
+        """Each side has proved that it knows the secret."""
         self._secret, self._rank = secret, rank
         self._reader = wire.FrameReader(wire.FromHead, wire.MAX_GREETING_BYTES)
         self._nonce = proof.new_nonce()
         self._challenge: bytes | None = None
 
     def heard(self, received: bytes) -> bytes:
-        """Returns what to answer to these bytes. Raises OSError, WireError, UsageError if it is a refusal for
-        good."""
+        """Returns the answer to these bytes. Raises OSError, WireError, and UsageError if retrying cannot help."""
         if not received:
             raise ConnectionError("the head ended the connection")
         match self._reader.feed(received):
@@ -82,7 +81,7 @@ class Greeting:
             case [wire.Welcome(answer)] if self._challenge is not None:
                 expected = proof.head_proof(self._secret, self._rank, self._challenge, self._nonce)
                 if not proof.is_same(answer, expected):
-                    raise UsageError("who listens in the place of the head does not know this server's secret")
+                    raise UsageError("the process at the head's address does not know this server's secret")
                 self.is_done = True
                 return b""
             case messages:

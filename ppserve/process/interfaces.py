@@ -2,21 +2,17 @@
 
 from __future__ import annotations
 
-import ctypes
 import ipaddress
 import socket
-import struct
-import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
-from pathlib import Path
+
+import psutil
 
 from ppserve.config import NetworkSettings
 from ppserve.errors import ConfigError
 
 LOOPBACK = "127.0.0.1"
-# The first and the last of the ports that the system gives those who ask for any.
-_LOCAL_PORTS = "/proc/sys/net/ipv4/ip_local_port_range"
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,10 +25,12 @@ class Interface:
 
 @dataclass(frozen=True, slots=True)
 class Route:
-    """How a stage and the head reach each other. own: the stage's address. head: where it found the head."""
+    """How a stage and the head reach each other."""
 
     own: str
+    """The stage's address."""
     head: str
+    """Where the stage found the head."""
 
 
 ONE_HOST = Route(LOOPBACK, LOOPBACK)
@@ -53,20 +51,6 @@ def find_route(connection: socket.socket, settings: NetworkSettings) -> Route:
     return Route(own, head)
 
 
-def other_ports(ports: tuple[int, int] | None) -> str | None:
-    """Why stages will listen on others than --stage-ports; None if they will not. gloo and NCCL take ports from
-    the system and cannot be told which."""
-    if ports is None:
-        return None
-    try:
-        first, last = map(int, Path(_LOCAL_PORTS).read_text().split())
-    except (OSError, ValueError):
-        return "--stage-ports: gloo and NCCL take any port"
-    if ports[0] <= first and last <= ports[1]:
-        return None
-    return f"--stage-ports: gloo and NCCL take any of {first}-{last}; set net.ipv4.ip_local_port_range"
-
-
 def is_loopback(address: str) -> bool:
     return ipaddress.ip_address(address).is_loopback
 
@@ -74,7 +58,7 @@ def is_loopback(address: str) -> bool:
 def address_of(name: str, known: Sequence[Interface], version: int) -> str:
     """An address of the interface, of this version of IP if it has one. Raises ConfigError."""
     found = [ipaddress.ip_address(one.address) for one in known if one.name == name]
-    # An address that only its own link understands needs the link's name with it.
+    # A link-local IPv6 address is only valid together with the link's name.
     usable = [address for address in found if not address.is_link_local or address.version == 4]
     if not usable:
         names = ", ".join(sorted({one.name for one in known}))
@@ -88,45 +72,11 @@ def interface_of(address: str, known: Sequence[Interface]) -> str | None:
     return next((one.name for one in known if ipaddress.ip_address(one.address) == wanted), None)
 
 
-class _Node(ctypes.Structure):
-    """The beginning of Linux's `struct ifaddrs`."""
-
-
-_Node._fields_ = [
-    ("next", ctypes.POINTER(_Node)),
-    ("name", ctypes.c_char_p),
-    ("flags", ctypes.c_uint),
-    ("address", ctypes.c_void_p),
-]
-
-
 def interfaces() -> tuple[Interface, ...]:
-    """Every address of every interface, as getifaddrs(3) lists them. None where the system is not Linux."""
-    if sys.platform != "linux":
-        return ()
-    libc = ctypes.CDLL(None, use_errno=True)
-    first = ctypes.POINTER(_Node)()
-    if libc.getifaddrs(ctypes.byref(first)):
-        raise OSError(ctypes.get_errno(), "getifaddrs")
-    found: list[Interface] = []
-    try:
-        node = first
-        while node:
-            if address := _read_address(node.contents.address):
-                found.append(Interface(node.contents.name.decode(), address))
-            node = node.contents.next
-    finally:
-        libc.freeifaddrs(first)
-    return tuple(found)
-
-
-def _read_address(where: int | None) -> str | None:
-    """A `struct sockaddr` of IP; None for other kinds."""
-    if not where:
-        return None
-    (family,) = struct.unpack("=H", ctypes.string_at(where, 2))
-    if family == socket.AF_INET:
-        return socket.inet_ntop(socket.AF_INET, ctypes.string_at(where + 4, 4))
-    if family == socket.AF_INET6:
-        return socket.inet_ntop(socket.AF_INET6, ctypes.string_at(where + 8, 16))
-    return None
+    """Every IP address of every interface."""
+    return tuple(
+        Interface(name, found.address.partition("%")[0])
+        for name, addresses in psutil.net_if_addrs().items()
+        for found in addresses
+        if found.family in (socket.AF_INET, socket.AF_INET6)
+    )

@@ -6,6 +6,7 @@ this keeper, which never imports torch; its stage is a child process that it rep
 
 from __future__ import annotations
 
+import os
 import sys
 import time
 from collections.abc import Callable
@@ -16,16 +17,18 @@ from ppserve.errors import UsageError
 from ppserve.process.environment import EXIT_FAILED, EXIT_HEAD_GONE, EXIT_USAGE
 from ppserve.process.greeting import connect_to_head
 from ppserve.process.patience import Life, Patience
-from ppserve.process.stage_process import ForkServer, StageProcess, start_patiently
+from ppserve.process.stage_process import ForkServer, StageProcess
 
 # A stage sends a sign of life at least every half second; after this long without one it is killed as frozen.
 FROZEN_AFTER_S = 4.0
-# Until it knows the head: loading a library from a cold disk, or making a GPU's context, holds up all threads.
+# Before it has found the head: loading a library from a cold disk, or creating a GPU context, blocks all threads.
 FROZEN_WHILE_PREPARING_S = 30.0
 # For telling the head that the stage keeps dying.
-_TELL_WITHIN_S = 2.0
-# How often the keeper looks whether a stage is frozen or a stop is overdue.
-_LOOK_EVERY_S = 0.5
+_REPORT_WITHIN_S = 2.0
+# How often the keeper checks whether a stage is frozen or a stop is overdue.
+_CHECK_EVERY_S = 0.5
+# Stands for the exit code of a stage that the system could not start.
+_NOT_STARTED = os.EX_OSERR
 
 
 class Keeper:
@@ -43,6 +46,7 @@ class Keeper:
     ) -> None:
         self._config = config
         self._rank, self._world_size = rank, world_size
+        self._name = config.pipeline.rank_name(rank, world_size)
         self._meeting = meeting
         self._found_head = self._was_ready = False
         self._clock, self._sleep = clock, sleep
@@ -52,25 +56,24 @@ class Keeper:
         self._kill_at_s: float | None = None
 
     def run(self) -> int:
-        """Until the stage ends for good; returns the rank's exit code. Raises OSError if none can be started."""
+        """Keeps the stage alive until it is not replaced; returns the rank's exit code."""
         try:
             return self._keep()
         finally:
             self._fork_server.end()
 
     def stop(self, grace_s: float) -> None:
-        """The server stops. For `grace_s` a stage that dies is still replaced, because running streams may
-        finish; after that the stage is killed. At once, if it has lost the head. Safe in a signal handler."""
+        """Stops within `grace_s`. Until then a stage that dies is still replaced, because running streams may
+        finish; a stage that has no head is killed at once. Safe in a signal handler."""
         at_s = self._clock() + grace_s
         self._kill_at_s = at_s if self._kill_at_s is None else min(at_s, self._kill_at_s)
         self._stopping = True
         child = self._child
         if child is not None and not self._found_head:
-            # It has not found the head, or has lost it, and never will.
             child.kill()
 
     def _is_overdue(self) -> bool:
-        """Whether a stop has lasted longer than it may. Where there is no head, it may take no time."""
+        """Whether a stop has lasted longer than it may; without a head it may take no time."""
         if not self._stopping:
             return False
         return not self._found_head or (self._kill_at_s is not None and self._clock() > self._kill_at_s)
@@ -86,19 +89,22 @@ class Keeper:
             if self._is_overdue():
                 return 1
             if code == EXIT_USAGE:
-                return self._for_good(EXIT_USAGE)
+                return self._final_code(EXIT_USAGE)
             if code == EXIT_FAILED:
                 return 1
             if reason := patience.ended(life, code, self._clock()):
                 return self._give_up(reason)
             until_s = self._clock() + patience.pause_s(life)
             while self._clock() < until_s and not self._is_overdue():
-                self._sleep(_LOOK_EVERY_S)
+                self._sleep(_CHECK_EVERY_S)
 
     def _one_life(self) -> tuple[Life, int]:
-        """Starts a stage and waits for its end: (what it said, exit code)."""
-        start = self._fork_server.fork, self._name, self._is_overdue, self._clock, self._sleep
-        child = self._child = start_patiently(*start)
+        """Starts a stage and waits for its end. Returns what it reported, and its exit code."""
+        try:
+            child = self._child = self._fork_server.fork()
+        except OSError as error:  # no descriptor, process or memory left
+            print(f"ppserve: {self._name} cannot be started now: {error}", file=sys.stderr, flush=True)
+            return Life(), _NOT_STARTED
         child.start(wire.Start(self._config, self._rank, self._world_size, self._meeting))
         life = self._watch(child)
         code = child.end()
@@ -110,9 +116,9 @@ class Keeper:
         life = Life()
         last_sign_s = self._clock()
         while True:
-            # Before listening: if this process was held up itself, the signs of life are in the pipe by now.
+            # Before listening: if this process was suspended, the signs of life are in the pipe by now.
             now_s = self._clock()
-            lines = child.listen(_LOOK_EVERY_S)
+            lines = child.listen(_CHECK_EVERY_S)
             if lines is None:
                 return life
             if lines:
@@ -128,22 +134,17 @@ class Keeper:
             if frozen or self._is_overdue():
                 child.kill()
 
-    @property
-    def _name(self) -> str:
-        return self._config.pipeline.rank_name(self._rank, self._world_size)
-
     def _give_up(self, reason: str) -> int:
         """Tells the head why, so that streams end with a status instead of waiting."""
         try:
-            with connect_to_head(self._meeting, self._rank, _TELL_WITHIN_S) as connection:
+            with connect_to_head(self._meeting, self._rank, _REPORT_WITHIN_S) as connection:
                 connection.sendall(wire.encode(wire.GaveUp(reason)))
         except (OSError, UsageError):
             print(f"ppserve: {reason}", file=sys.stderr, flush=True)
-        return self._for_good(1)
+        return self._final_code(1)
 
-    def _for_good(self, code: int) -> int:
-        """The exit code of a rank whose stage does not come back: 0 where other replicas may go on without it,
-        because torchrun ends all ranks when one fails. Where none does, and until all have formed, the head fails.
-        """
+    def _final_code(self, code: int) -> int:
+        """The exit code of a rank whose stage is not replaced: 0 if other replicas may serve without it, because
+        torchrun ends all ranks when one fails."""
         pipeline = self._config.pipeline
         return 0 if self._was_ready and (pipeline.replicas > 1 or pipeline.parallel == "auto") else code

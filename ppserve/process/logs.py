@@ -39,13 +39,13 @@ def set_up_logging(settings: LogSettings, who: str = "head") -> None:
     else:
         handler.setFormatter(logging.Formatter(f"%(asctime)s {who} %(levelname)s %(message)s", "%H:%M:%S"))
     logging.basicConfig(level=settings.level.upper(), handlers=[handler], force=True)
-    # At `debug` it logs every instruction that it compiles: tens of thousands of lines.
+    # At `debug` numba logs every instruction that it compiles.
     logging.getLogger("numba").setLevel(max(logging.INFO, logging.getLogger().level))
 
 
 def survive_full_disks() -> None:
-    """What this process writes on its standard output or error is lost where it cannot be written. Otherwise a log
-    on a full disk would end the server, at the next line."""
+    """Makes standard output and error drop what cannot be written. Otherwise a log on a full disk would end the
+    server."""
     for fd, name in ((1, "stdout"), (2, "stderr")):
         buffer = io.BufferedWriter(_Unfailing(fd, "w", closefd=False))
         setattr(sys, name, io.TextIOWrapper(buffer, "utf-8", "backslashreplace", line_buffering=True))

@@ -1,8 +1,8 @@
-"""Where the head listens, and the secret that it shares with all ranks. Each rank works out both by itself.
+"""Where the head listens, and the secret that it shares with all ranks. Each rank finds both by itself.
 
 On one host: a Unix socket and a file, in a directory of this user alone that is named for the launcher.
 On several hosts: a port of MASTER_ADDR, and --secret-file.
-Nothing goes through the launcher's store, which everyone who can reach it may read and write.
+The launcher's store is not used: everyone who can reach it may read and write it.
 """
 
 from __future__ import annotations
@@ -49,10 +49,10 @@ def port_of(meeting: Meeting) -> int | None:
 
 
 def begin(meeting: Meeting) -> tuple[socket.socket, bytes]:
-    """The head begins: it listens, and has the secret. Raises UsageError.
+    """Opens the head's socket; returns it with the secret. Raises UsageError.
 
-    On one host it makes the secret anew. It puts away what a killed head left before it listens, so that no rank
-    takes an old secret to a new head.
+    On one host it makes a new secret. A killed head's files are removed before it listens, so that no rank takes
+    an old secret to a new head.
     """
     place = meeting.secret_file.parent
     if meeting.is_ours:
@@ -76,7 +76,7 @@ def begin(meeting: Meeting) -> tuple[socket.socket, bytes]:
 
 
 def end(meeting: Meeting) -> None:
-    """The head ends: nothing of it stays on disk."""
+    """Removes the head's files."""
     if meeting.is_ours:
         shutil.rmtree(meeting.secret_file.parent, ignore_errors=True)
 
@@ -99,17 +99,15 @@ def read_secret(meeting: Meeting) -> bytes:
 
 def _stage_tls(network: NetworkSettings) -> StageTls | None:
     cert, key, ca = network.stage_tls_cert, network.stage_tls_key, network.stage_tls_ca
-    if cert is None or key is None or ca is None:
-        return None
-    return StageTls(cert, key, ca)
+    return StageTls(cert, key, ca) if cert and key and ca else None
 
 
 def _directory_of_launcher() -> Path:
-    """While a launcher runs, no other says the same to its ranks in the same network."""
-    said = [os.environ.get(name, "") for name in ("TORCHELASTIC_RUN_ID", "MASTER_ADDR", "MASTER_PORT")]
-    with contextlib.suppress(OSError):  # only Linux tells networks apart
-        said.append(os.readlink("/proc/self/ns/net"))
-    name = hashlib.sha256("\0".join(said).encode()).hexdigest()[:16]
+    """Named for what only this launcher tells its ranks in this network namespace."""
+    told = [os.environ.get(name, "") for name in ("TORCHELASTIC_RUN_ID", "MASTER_ADDR", "MASTER_PORT")]
+    with contextlib.suppress(OSError):  # only Linux has network namespaces
+        told.append(os.readlink("/proc/self/ns/net"))
+    name = hashlib.sha256("\0".join(told).encode()).hexdigest()[:16]
     return _place_for_sockets() / f"ppserve-{os.getuid()}" / name
 
 

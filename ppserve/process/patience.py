@@ -1,4 +1,4 @@
-"""How often a keeper replaces its stage before it gives up. Policy only: ends and the time are arguments."""
+"""How often a keeper replaces its stage before it gives up. Policy only: exit codes and the time are arguments."""
 
 from __future__ import annotations
 
@@ -6,35 +6,37 @@ from dataclasses import dataclass
 
 from ppserve.process.environment import EXIT_HEAD_GONE, EXIT_RESTART
 
-# So many deaths in a row without a computed step, however slowly they follow each other. Of requests that kill
-# their stage, every other death or more comes after a step (`core.scheduling.quarantine`). Six were too few: links
-# that were cut, a killed head and two such requests reached them (histories 1000487 and 1001481).
+# Deaths in a row without a computed step, however slowly they follow each other. Two requests that kill their
+# stage (`core.scheduling` isolates such requests) together with cut links and a killed head stay below it.
 MAX_DEATHS = 10
 # A stage that ends because there is no head is not to blame. But no head for so long is the end.
 HEADLESS_FOR_S = 900.0
 # After a stage that died before it found the head, one more pause for each death in a row but the first: the cause
-# may pass by (no thread or memory, a device that is still held), and the next is forked within milliseconds.
-_LONGER_S = 0.5
+# may pass (no process or memory left, a device that is still held), and the next is forked within milliseconds.
+_LONGER_S = 1.0
 
 
 @dataclass
 class Life:
-    """What a stage process said of itself: it has found the head, entered an epoch, computed a step."""
+    """What a stage process reported about itself."""
 
     is_connected: bool = False
+    """It has found the head."""
     is_ready: bool = False
+    """It has entered an epoch."""
     served: bool = False
+    """It has computed a step."""
 
 
 class Patience:
-    """name: of the rank, for people. now_s: monotonic."""
+    """The deaths of one rank's stages. name: of the rank, for people. now_s: monotonic."""
 
     def __init__(self, name: str, now_s: float) -> None:
         self._name = name
         self._deaths, self._had_head_s = 0, now_s
 
     def ended(self, life: Life, code: int, now_s: float) -> str | None:
-        """A stage process ended with this code. Why no other is started; None if one is."""
+        """A stage process ended with this code. Returns why no other is started; None if one is."""
         if code == EXIT_RESTART:
             self._deaths, self._had_head_s = 0, now_s
             return None

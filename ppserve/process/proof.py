@@ -8,12 +8,13 @@ from __future__ import annotations
 
 import hmac
 import secrets
+from hmac import compare_digest as is_same
 
-NONCE_BYTES = 32
+__all__ = ["head_proof", "is_same", "new_nonce", "rank_proof"]
 
 
 def new_nonce() -> bytes:
-    return secrets.token_bytes(NONCE_BYTES)
+    return secrets.token_bytes(32)
 
 
 def rank_proof(secret: bytes, rank: int, challenge: bytes, nonce: bytes) -> bytes:
@@ -26,11 +27,6 @@ def head_proof(secret: bytes, rank: int, challenge: bytes, nonce: bytes) -> byte
     return _keyed_hash(secret, b"head", rank, challenge, nonce)
 
 
-def is_same(proof: bytes, expected: bytes) -> bool:
-    """Takes the same time wherever they differ."""
-    return hmac.compare_digest(proof, expected)
-
-
-def _keyed_hash(secret: bytes, who: bytes, rank: int, challenge: bytes, nonce: bytes) -> bytes:
+def _keyed_hash(secret: bytes, side: bytes, rank: int, challenge: bytes, nonce: bytes) -> bytes:
     # With the length of what varies, no two different inputs make the same message.
-    return hmac.digest(secret, b"ppserve %s %d %d " % (who, rank, len(challenge)) + challenge + nonce, "sha256")
+    return hmac.digest(secret, b"ppserve %s %d %d " % (side, rank, len(challenge)) + challenge + nonce, "sha256")

@@ -11,7 +11,7 @@ from ppserve.process.meeting import find_meeting
 
 
 def run_rank(config: ServeConfig, environment: RankEnvironment) -> int:
-    """The whole life of the rank; returns its exit code. Raises UsageError, and OSError as `Keeper.run` does."""
+    """The whole life of the rank; returns its exit code. Raises UsageError."""
     die_with_launcher()
     keeper = Keeper(config, environment.rank, environment.world_size, find_meeting(config, environment))
     grace_s = config.server.shutdown_timeout_s + 2.0

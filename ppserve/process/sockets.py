@@ -40,20 +40,20 @@ def connect(address: Address, timeout_s: float) -> socket.socket:
 
 
 def prepare(connection: socket.socket) -> None:
-    """For the control plane. Frames are small, and somebody waits for each. A host that is gone without a word is
-    found out by the kernel as well: after 20 s without an answer, whether data or nothing was to be sent."""
+    """Sets options of the control plane: small frames leave at once, and the kernel ends a connection whose other
+    host has not answered for 20 s."""
     if connection.family == socket.AF_UNIX:
         return
     connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
     options = {"TCP_KEEPIDLE": 8, "TCP_KEEPINTVL": 4, "TCP_KEEPCNT": 3, "TCP_USER_TIMEOUT": 20_000}
     for name, value in options.items():
-        if hasattr(socket, name):  # not every system has them all
+        if hasattr(socket, name):  # macOS lacks some
             connection.setsockopt(socket.IPPROTO_TCP, getattr(socket, name), value)
 
 
 def answers(address: Address) -> bool:
-    """Whether anybody listens there."""
+    """Whether a process listens there."""
     try:
         connect(address, timeout_s=1.0).close()
     except OSError:
@@ -62,9 +62,9 @@ def answers(address: Address) -> bool:
 
 
 def _listen_to_hosts(address: TcpAddress) -> socket.socket:
-    """On the one address that the host's name means here; on all, where it means none that others could reach."""
+    """On the address that the host's name resolves to here; on all addresses if other hosts cannot reach it."""
     for family, _, _, _, where in socket.getaddrinfo(address.host, address.port, type=socket.SOCK_STREAM):
-        # A host's own name often means 127.0.0.1 or 127.0.1.1 to the host itself, and to nobody else.
+        # /etc/hosts often maps a host's own name to 127.0.0.1 or 127.0.1.1.
         if is_loopback(str(where[0]).partition("%")[0]) and not _means_this_host_alone(address.host):
             continue
         with contextlib.suppress(OSError):

@@ -1,4 +1,4 @@
-"""A stage process as its keeper sees it: forked, handed its configuration, listened to, and ended."""
+"""A stage process as its keeper sees it: forked, given its configuration, watched, and ended."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import socket
 import struct
 import subprocess
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 from ppserve import wire
 from ppserve.process.environment import signals_ignored
@@ -19,16 +19,13 @@ STAGE_COMMAND = (sys.executable, "-m", "ppserve.stage")
 # What the fork server is asked, and its answer to REAP: an exit code (-9: killed).
 FORK, REAP = b"f", b"r"
 EXIT_CODE = struct.Struct("i")
-# The system may have no descriptor, process or memory left for a while.
-START_WITHIN_S = 60.0
-START_EVERY_S = 0.5
 _KILLED = -signal.SIGKILL
 
 
 class ForkServer:
-    """A child process that imports what stages import (seconds), once, and forks a stage (10 ms) when it is asked.
+    """A child process that imports what stages import once, which takes seconds, and forks stages in milliseconds.
 
-    Started with the first stage, and anew after its death, which is its stage's death too. Its command gets two
+    Started with the first stage, and again after its death, which ends its stage too. Its command gets two
     arguments: the file descriptor of a socket to this process, and this process's id.
     """
 
@@ -39,17 +36,16 @@ class ForkServer:
         self._prepared: StageProcess | None = None
 
     def prepare(self) -> None:
-        """Begins with the imports, for the first `fork`. Raises OSError."""
+        """Starts the imports for the first `fork`. Raises OSError."""
         self._prepared = StageProcess(self)
 
     def fork(self) -> StageProcess:
-        """The next stage process; the one before has ended. Raises OSError, and leaves nothing open, if the system
-        does not allow it now."""
+        """The next stage process; the one before has ended. Raises OSError, and leaves nothing open."""
         prepared, self._prepared = self._prepared, None
         return prepared or StageProcess(self)
 
-    def ask(self, stage_end: int) -> None:
-        """Asks for a stage that has this end of a socket. Raises OSError."""
+    def request_stage(self, stage_end: int) -> None:
+        """Requests a stage that gets this end of a socket. Raises OSError."""
         if self._requests is not None:
             with contextlib.suppress(BrokenPipeError, ConnectionResetError):
                 socket.send_fds(self._requests, [FORK], [stage_end])
@@ -75,12 +71,12 @@ class ForkServer:
         self._requests = ours
 
     def reap(self) -> int:
-        """The exit code of the stage, which is ending: waits for it. A driver may take a while to let go of its
-        device, which the next stage needs. The server's own code where it has ended itself."""
+        """Waits for the end of the stage, whose socket has closed, and so until its device is free. Returns its
+        exit code, or the fork server's if that has ended."""
         assert self._process is not None
         assert self._requests is not None
         code = b""
-        self._process.send_signal(signal.SIGCONT)  # somebody may have stopped it
+        self._process.send_signal(signal.SIGCONT)  # in case it was stopped
         with contextlib.suppress(OSError):
             self._requests.sendall(REAP)
             code = self._requests.recv(EXIT_CODE.size)
@@ -120,7 +116,7 @@ class StageProcess:
         self._life, theirs = socket.socketpair()
         with theirs:
             try:
-                server.ask(theirs.fileno())
+                server.request_stage(theirs.fileno())
             except OSError:
                 self._life.close()
                 raise
@@ -151,9 +147,9 @@ class StageProcess:
     def kill(self) -> None:
         """SIGKILL; harmless when it has ended. Safe in a signal handler."""
         if self._pid is None:
-            self._server.kill()  # perhaps it still imports
+            self._server.kill()  # it may still import
         elif not self._has_ended:
-            # The number is this process's until the fork server, or, where that died, the system reaps it.
+            # Nobody else can have this id: the process is not reaped yet.
             with contextlib.suppress(ProcessLookupError):
                 os.kill(self._pid, signal.SIGKILL)
 
@@ -162,25 +158,3 @@ class StageProcess:
         self._has_ended = True
         self._life.close()
         return self._server.reap()
-
-
-def start_patiently(
-    spawn: Callable[[], StageProcess],
-    name: str,
-    is_over: Callable[[], bool],
-    clock: Callable[[], float],
-    sleep: Callable[[float], None],
-) -> StageProcess:
-    """Starts the process of the stage of this name. Raises OSError when the system could not for START_WITHIN_S,
-    or when `is_over` says that nobody needs it any more."""
-    since_s, is_told = clock(), False
-    while True:
-        try:
-            return spawn()
-        except OSError as error:
-            if is_over() or clock() - since_s >= START_WITHIN_S:
-                raise
-            if not is_told:
-                print(f"ppserve: {name} cannot be started yet: {error}", file=sys.stderr, flush=True)
-                is_told = True
-        sleep(START_EVERY_S)

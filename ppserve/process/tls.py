@@ -1,7 +1,7 @@
 """TLS of the control plane between hosts.
 
 Each end shows a certificate of one authority, which signs for the ranks of this server alone. So names are not
-compared, and ranks may move.
+compared, and a rank may move to another host.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ class TlsConnection(socket.socket):
     """A connected socket whose bytes are encrypted. One thread may receive while another sends, and `recv` waits
     for bytes once: `ssl.SSLSocket` promises neither.
 
-    What is sent before both ends know each other is kept, and leaves when they do.
+    What is sent before the handshake is complete is kept, and leaves after it.
     """
 
     def __init__(self, raw: socket.socket, context: ssl.SSLContext, *, serves: bool) -> None:
@@ -66,9 +66,9 @@ class TlsConnection(socket.socket):
         self._flush()
 
     def recv(self, size: int, flags: int = 0) -> bytes:
-        """Empty at the end. Where the bytes that came complete nothing, the head raises SSLWantReadError, since
-        others wait for it; a stage goes on waiting. The head then sends what `seal` returns. Raises OSError, which
-        ssl.SSLError is."""
+        """Empty at the end. Where the received bytes complete no record, the head raises SSLWantReadError, because
+        it must not block, and then sends what `seal` returns; a stage waits for more. Raises OSError (SSLError is
+        one)."""
         while received := super().recv(size, flags):
             try:
                 with self._state:
@@ -84,8 +84,7 @@ class TlsConnection(socket.socket):
         return b""
 
     def seal(self, frame: bytes) -> bytes:
-        """What has to leave now, after all that was sealed before: the frame, encrypted, if both ends know each
-        other, and what a handshake has to say."""
+        """The bytes to send now: messages of the handshake and, once that is done, the encrypted frame."""
         with self._state:
             if self._is_open:
                 self._encrypt(frame)
@@ -99,19 +98,17 @@ class TlsConnection(socket.socket):
             super().sendall(self.seal(frame), flags)
 
     def _flush(self) -> None:
-        """What a handshake has to say. Rarely anything: else the receiver would wait for a sender that waits for
-        the other end to receive."""
-        with self._state:
-            if not self._leaving.pending:
-                return
+        """Sends messages of the handshake, if there are any. `_order` is only taken then, or a receiver would wait
+        for a sender that waits for the other end to receive."""
+        if not self._leaving.pending:
+            return
         with self._order:
             with self._state:
                 leaving = self._leaving.read()
-            if leaving:
-                super().sendall(leaving)
+            super().sendall(leaving)
 
     def _decrypt(self) -> tuple[bytes, bool]:
-        """All that can be read, and whether the other end has said that nothing follows."""
+        """All decrypted bytes, and whether the other end has closed its side."""
         text = bytearray()
         if self._is_open or self._shake_hands():
             try:
@@ -123,7 +120,7 @@ class TlsConnection(socket.socket):
         return b"", False
 
     def _shake_hands(self) -> bool:
-        """Whether both ends know each other now."""
+        """Whether the handshake is complete."""
         try:
             self._tls.do_handshake()
         except ssl.SSLWantReadError:

@@ -15,8 +15,9 @@ import signal
 import sys
 import uuid
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
+
+import psutil
 
 from ppserve.process.environment import LAUNCHER_GRACE, number_of
 
@@ -24,8 +25,8 @@ from ppserve.process.environment import LAUNCHER_GRACE, number_of
 _ENDING_S = 15
 # No port: ranks of one host meet at a Unix socket (`process.meeting`), and nobody listens here.
 _NO_PORT = 0
-# torchrun's own variable. It would hand SIGHUP on as the signal by which its ranks are to end, and kill them when,
-# having read their keys again, they still serve.
+# torchrun's own variable. By default it forwards SIGHUP as a signal that ends its ranks, and kills those that
+# reload their keys and serve on.
 _SIGNALS_THAT_END = "TORCHELASTIC_SIGNALS_TO_HANDLE"
 
 
@@ -53,7 +54,7 @@ class AloneRendezvous:
         return False
 
     def set_closed(self) -> None:
-        """Nobody else could join."""
+        """No other agent could join."""
 
     def num_nodes_waiting(self) -> int:
         return 0
@@ -68,8 +69,7 @@ class AloneRendezvous:
 def run_ranks(num_ranks: int, arguments: Sequence[str], shutdown_timeout_s: float) -> int:
     """Starts this same command once per rank on this host, waits, and returns an exit code.
 
-    shutdown_timeout_s: how long streams may finish after a SIGTERM; ranks get a little more. Raises LauncherError
-    where an environment variable says otherwise, and no number.
+    shutdown_timeout_s: how long streams may finish after a SIGTERM; ranks get a little more. Raises LauncherError.
     """
     os.environ[LAUNCHER_GRACE] = str(number_of(LAUNCHER_GRACE, math.ceil(shutdown_timeout_s) + _ENDING_S))
     # Otherwise torchrun sets it and prints a warning; stages choose their number of threads themselves.
@@ -105,10 +105,8 @@ def run_ranks(num_ranks: int, arguments: Sequence[str], shutdown_timeout_s: floa
 
 
 def _hand_on_signals() -> None:
-    """SIGHUP and SIGUSR1 to this process are for the head, and go to all ranks; the others ignore them. But where
-    SIGHUP says that our terminal was closed, it ends the server as SIGTERM does, unless `nohup` forbids that."""
-    if sys.platform != "linux":
-        return  # nothing here tells who the ranks are
+    """SIGHUP and SIGUSR1 to this process go to all ranks; only the head acts on them. Where SIGHUP says that our
+    terminal was closed, it ends the server as SIGTERM does, unless `nohup` forbids that."""
     os.environ[_SIGNALS_THAT_END] = "SIGTERM,SIGINT,SIGQUIT"
     ends_with_terminal = signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN and _has_terminal()
 
@@ -116,10 +114,9 @@ def _hand_on_signals() -> None:
         if signum == signal.SIGHUP and ends_with_terminal and not _has_terminal():
             signal.raise_signal(signal.SIGTERM)
             return
-        with contextlib.suppress(OSError):  # a thread or a rank has just ended
-            for thread in Path("/proc/self/task").iterdir():
-                for rank in (thread / "children").read_text().split():
-                    os.kill(int(rank), signum)
+        for rank in psutil.Process().children():
+            with contextlib.suppress(psutil.NoSuchProcess):  # it has just ended
+                rank.send_signal(signum)
 
     for signum in (signal.SIGHUP, signal.SIGUSR1):
         signal.signal(signum, on_signal)

@@ -13,7 +13,6 @@ import os
 import socket
 import sys
 import threading
-import time
 from collections.abc import Callable
 from dataclasses import replace
 from typing import TYPE_CHECKING, NoReturn
@@ -29,9 +28,9 @@ from ppserve.process.environment import (
     name_process,
 )
 from ppserve.process.greeting import connect_to_head
-from ppserve.process.interfaces import ONE_HOST, find_route, other_ports
+from ppserve.process.interfaces import find_route
 from ppserve.process.logs import set_up_logging, survive_full_disks
-from ppserve.process.stage_process import EXIT_CODE, FORK, REAP, START_EVERY_S, START_WITHIN_S
+from ppserve.process.stage_process import EXIT_CODE, FORK, REAP
 
 if TYPE_CHECKING:
     from ppserve.stage.loop import ProbeResult
@@ -61,7 +60,7 @@ def main() -> int:
         if not has_imported:
             _import(life)
             has_imported = True
-        if _fork(life) == 0:
+        if os.fork() == 0:
             requests.close()
             return be_stage(life, server_pid)
         os.close(life)
@@ -81,22 +80,6 @@ def _import(life: int) -> None:
         is_done.set()
         thread.join()
     gc.freeze()
-
-
-def _fork(life: int) -> int:
-    """`os.fork`, tried for START_WITHIN_S: the system may have no process or memory left for a while."""
-    until_s, is_told = time.monotonic() + START_WITHIN_S, False
-    while True:
-        try:
-            return os.fork()
-        except OSError as error:
-            if time.monotonic() > until_s:
-                raise
-            if not is_told:
-                print(f"ppserve: a stage cannot be forked yet: {error}", file=sys.stderr, flush=True)
-                is_told = True
-        os.write(life, b"\n")
-        time.sleep(START_EVERY_S)
 
 
 def be_stage(life: int, parent_pid: int) -> int:
@@ -143,8 +126,6 @@ def be_stage(life: int, parent_pid: int) -> int:
     # When the head is gone nothing is left to do.
     open_link = functools.partial(HeadLink, connection, on_lost=lambda: os._exit(EXIT_HEAD_GONE))
     ports = start.config.network.stage_ports
-    if route != ONE_HOST and (problem := other_ports(ports)):
-        log.warning("%s", problem)
     stage = StageLoop(start, found, open_link, ProcessGroupWiring(ports), route)
     return stage.run(tell=lambda what: os.write(life, f"{what}\n".encode()))
 

@@ -14,7 +14,6 @@ import parallel_state
 from ppserve import wire
 from ppserve.core.architecture import StageLayout
 from ppserve.process.interfaces import interface_of, interfaces
-from ppserve.process.listening import ports_elsewhere
 from ppserve.stage import rendezvous
 from ppserve.stage.link import Link
 from ppserve.stage.transport import Frames, Transport, create_transport
@@ -75,7 +74,6 @@ class ProcessGroupWiring:
             timeout=_FORM_TIMEOUT,
         )
         parallel_state.initialize_model_parallel(layout.num_tensor, layout.num_stages)
-        _warn_of_other_interfaces(form.address)
 
     def open_gather(self, form: wire.Form, layout: StageLayout) -> TensorLink:
         return create_gather(form.transport)
@@ -94,17 +92,6 @@ def _name_interface(address: str) -> None:
     if name is not None:
         os.environ.setdefault("GLOO_SOCKET_IFNAME", name)
         os.environ.setdefault("NCCL_SOCKET_IFNAME", f"={name}")
-
-
-def _warn_of_other_interfaces(address: str) -> None:
-    """Warns where gloo, or another library, listens on more than the interface that was meant. That is not
-    refused: the operator may have told them to."""
-    found = interfaces()
-    meant = interface_of(address, found)
-    other = [each for each in ports_elsewhere(address) if meant is None or interface_of(each.host, found) != meant]
-    if other:
-        listens = ", ".join(map(str, other))
-        log.warning("this stage listens on %s, beside %s where others reach it", listens, address)
 
 
 def _keep_watchdog_from_ending_us() -> None:

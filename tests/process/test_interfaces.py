@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import socket
-import sys
 
 import pytest
 
@@ -17,7 +16,6 @@ from ppserve.process.interfaces import (
     find_route,
     interface_of,
     interfaces,
-    other_ports,
 )
 
 KNOWN = (
@@ -48,9 +46,8 @@ def test_the_interface_of_an_address_however_it_is_written() -> None:
     assert interface_of("10.0.0.6", KNOWN) is None
 
 
-@pytest.mark.skipif(sys.platform != "linux", reason="interfaces are listed on Linux")
 def test_this_host_has_a_loopback() -> None:
-    assert Interface("lo", "127.0.0.1") in interfaces()
+    assert "127.0.0.1" in {one.address for one in interfaces()}
 
 
 def test_over_a_unix_socket_all_are_on_one_host() -> None:
@@ -66,9 +63,3 @@ def test_over_a_unix_socket_all_are_on_one_host() -> None:
 def test_the_address_that_reaches_the_head_is_the_stages_own(settings: NetworkSettings, own: str) -> None:
     with socket.create_server(("127.0.0.1", 0)) as head, socket.create_connection(head.getsockname()) as stage:
         assert find_route(stage, settings) == Route(own, "127.0.0.1")
-
-
-def test_ports_that_gloo_takes_from_the_system_are_told() -> None:
-    assert other_ports(None) is None
-    assert other_ports((1, 65535)) is None
-    assert "ip_local_port_range" in str(other_ports((29600, 29601)))

@@ -51,12 +51,6 @@ def live(life):
     return 7
 """
 RUN = "main.run_and_exit(main.main)"
-REFUSED = """
-def refuse(fork=os.fork):
-    os.fork = fork
-    raise OSError(11, "Resource temporarily unavailable")
-os.fork = refuse
-"""
 # Ctrl-C in a terminal, and a supervisor's SIGTERM to all processes, before the fork server has said what it does
 # on them. Its stage must not stay deaf to what it does not ignore.
 INTERRUPTED = """
@@ -220,18 +214,6 @@ def test_a_child_that_died_in_waiting_is_found_out_at_its_end(server_of: Callabl
     lines_of(process)
     process.start(START)
     assert process.end() == 7
-
-
-def test_a_fork_that_the_system_refuses_is_tried_again(
-    server_of: Callable[[str], ForkServer], capfd: pytest.CaptureFixture[str]
-) -> None:
-    server = server_of(STAGE + REFUSED)
-    process = server.fork()
-    pid_of(process)
-    process.start(START)
-    assert lines_of(process)[-1] == "served"
-    assert process.end() == 11
-    assert capfd.readouterr().err.count("a stage cannot be forked yet: [Errno 11]") == 1
 
 
 def test_signals_that_come_while_a_server_is_not_ready_for_them_do_not_end_it(

@@ -141,6 +141,7 @@ class FakeEngine:
     num_breaks: int = 0
     halt_after: int | None = None
     requests: list[Request] = field(default_factory=list)
+    refused: list[RequestError] = field(default_factory=list)
     sinks: dict[str, Sink] = field(default_factory=dict)
     cancelled: dict[str, FinishReason] = field(default_factory=dict)
     news: asyncio.Condition = field(default_factory=asyncio.Condition)
@@ -202,10 +203,10 @@ class FakeEngine:
             sink.push([outputs[step] for outputs in sequences if step < len(outputs)])
 
 
-def desk_of(engine: FakeEngine, settings: ServerSettings | None = None) -> RequestHandler:
+def handler_of(engine: FakeEngine, settings: ServerSettings | None = None) -> RequestHandler:
     tokenizer = ByteCodec() if engine.description.has_tokenizer else None
     key_file = settings.api_key_file if settings else None
-    return RequestHandler(engine, tokenizer, ApiKeys(key_file) if key_file else None)
+    return RequestHandler(engine, tokenizer, ApiKeys(key_file) if key_file else None, engine.refused.append)
 
 
 @asynccontextmanager
@@ -214,7 +215,7 @@ async def served(
 ) -> AsyncIterator[tuple[GrpcServer, str]]:
     """A real server in this process on a free port: (door, target)."""
     settings = settings or ServerSettings(port=0)
-    door = grpc_server(settings, desk_of(engine, settings))
+    door = grpc_server(settings, handler_of(engine, settings))
     port = await door.start()
     await door.set_serving(True)
     try:

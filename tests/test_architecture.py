@@ -61,7 +61,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "ppserve.head.api.vllm_grpc": {"ppserve.vllm", "grpc"},
     "ppserve.head.api.http": {"msgspec", "starlette"},
     "ppserve.head.api.http.chat": {"jinja2"},
-    "ppserve.head.listener": {"h11", "uvicorn"},
+    "ppserve.head.listener": {"starlette", "uvicorn"},
     "ppserve.head.observe.pages": {"starlette"},
     "ppserve.head.observe.metrics": {"prometheus_client"},
     "ppserve.head.observe.request_metrics": {"prometheus_client"},

@@ -165,7 +165,9 @@ class HeadProcess:
         tokenizer = self._load_tokenizer()
         handle = EngineHandle(self._engine, describe_model(self._config, self._members, tokenizer), tokenizer)
         key_file = self._config.server.api_key_file
-        request_handler = RequestHandler(handle, tokenizer, ApiKeys(key_file) if key_file else None)
+        request_handler = RequestHandler(
+            handle, tokenizer, ApiKeys(key_file) if key_file else None, self._metrics.requests.on_refused
+        )
         servers = Servers(self._config.server, request_handler, self._metrics, self._pages(handle))
         await self._open(servers, handle)
         self._on_reload(request_handler, servers)

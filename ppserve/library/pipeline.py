@@ -19,7 +19,7 @@ from ppserve.answers import Completion, Options, Prompt, options_of, prompt_of
 from ppserve.core.architecture import Split
 from ppserve.errors import ConfigError, Draining, InvalidRequest, StagesLost, UsageError, Violation
 from ppserve.head.api.call import Call
-from ppserve.head.api.requests import ParsedRequest, check, to_request
+from ppserve.head.api.requests import check_text, to_request
 from ppserve.head.descriptions import ModelDescription, Topology
 from ppserve.head.engine.building import build_engine
 from ppserve.head.engine.loop import Engine
@@ -121,10 +121,8 @@ class Pipeline:
         name, timeout_s = given.pop("request_id", ""), given.pop("timeout_s", None)
         requests = []
         for prompt in prompts:
-            asked = ParsedRequest(prompt=prompt, **given)
-            check(asked, self._description)
             call = Call.begin("", timeout_s, None)
-            requests.append(to_request(asked, self._ids_of(prompt), self._description, call))
+            requests.append(to_request(given, self._ids_of(prompt), self._description, call))
         several = len(prompts) > 1
         stream = Stream(self, engine, self._tokenizer)
         try:
@@ -149,7 +147,7 @@ class Pipeline:
     def _ids_of(self, prompt: Prompt) -> Sequence[int]:
         if not isinstance(prompt, str):
             return prompt
-        assert self._tokenizer is not None or not prompt, "checked before"
+        check_text("prompt", prompt, self._description)
         try:
             return self._tokenizer.encode(prompt) if self._tokenizer is not None else ()
         except ValueError as error:

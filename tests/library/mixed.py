@@ -8,7 +8,7 @@ from typing import Any
 from ppserve import Completion, Pipeline
 from ppserve.core.scheduling.request_queue import RequestQueue
 from ppserve.head.api.call import Call
-from ppserve.head.api.requests import ParsedRequest, check, to_request
+from ppserve.head.api.requests import to_request
 from ppserve.library.stream import Stream
 
 PROMPTS = (
@@ -57,12 +57,11 @@ def together(pipeline: Pipeline, requests: list[tuple[str, dict[str, Any]]]) -> 
 
 def generate_as(caller: str, pipeline: Pipeline, prompt: str, **options: Any) -> Stream:
     """As `pipeline.generate`, for one of several callers, as a server has them."""
-    asked = ParsedRequest(prompt=prompt, **options)
-    check(asked, pipeline.model)
     assert pipeline._tokenizer is not None
-    request = to_request(asked, pipeline._tokenizer.encode(prompt), pipeline.model, Call.begin(caller, None, None))
+    call = Call.begin(caller, None, None)
+    request = to_request(options, pipeline._tokenizer.encode(prompt), pipeline.model, call)
     stream = Stream(pipeline, pipeline._engine, pipeline._tokenizer)
-    stream.submit(request, "0", prompt if asked.echo else "")
+    stream.submit(request, "0", prompt if request.output.echo else "")
     return stream
 
 

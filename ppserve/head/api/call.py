@@ -9,7 +9,7 @@ import secrets
 import time
 from dataclasses import dataclass, replace
 
-from ppserve.errors import InvalidRequest, Overloaded, RequestError
+from ppserve.errors import InvalidRequest, Overloaded, RequestError, Violation
 
 log = logging.getLogger(__name__)
 
@@ -30,20 +30,22 @@ class Unexpected(RequestError):
 
 @dataclass(frozen=True, slots=True)
 class Call:
-    """One call, as its protocol received it.
-
-    request_id: its name in logs and answers. serial: its number in this process. seed: used when the request
-    names none. caller: whom fairness counts it for. deadline_s: on the monotonic clock. traceparent: as the
-    W3C defines it. is_local: it comes from the head's own host.
-    """
+    """One call, as its protocol received it."""
 
     request_id: str
+    """Its name in logs and answers."""
     serial: int
+    """Its number in this process."""
     seed: int
+    """Used when the request names none."""
     caller: str = ""
+    """Whom fairness counts it for."""
     deadline_s: float | None = None
+    """On the monotonic clock."""
     traceparent: str | None = None
+    """As the W3C defines it."""
     is_local: bool = False
+    """Whether it comes from the head's own host."""
 
     @classmethod
     def begin(cls, caller: str, timeout_s: float | None, traceparent: str | None) -> Call:
@@ -59,6 +61,15 @@ class Call:
         """The same call, whose caller waits so long from now."""
         deadline_s = time.monotonic() + timeout_s - min(DEADLINE_MARGIN_S, timeout_s / 10)
         return replace(self, deadline_s=deadline_s)
+
+    def named(self, request_id: str, max_bytes: int) -> Call:
+        """The call under its caller's own name for it, if it has one. Raises InvalidRequest for a name that is not
+        fit for logs and headers."""
+        if len(request_id) > max_bytes:
+            raise InvalidRequest([Violation("request_id", f"{len(request_id)} bytes; the limit is {max_bytes}")])
+        if not (request_id.isascii() and request_id.isprintable()):
+            raise InvalidRequest([Violation("request_id", "holds characters that are not printable ASCII")])
+        return replace(self, request_id=request_id) if request_id else self
 
     def another(self) -> Call:
         """A further request of the same call, with the same seed."""

@@ -1,5 +1,5 @@
-"""A call's life, the same for every protocol: check, tokenize, submit, stream, and in any case tell the engine
-when nobody reads any more.
+"""A call's life, the same for every protocol: check, tokenize, submit, stream; and the engine is told when nobody
+reads any more.
 """
 
 from __future__ import annotations
@@ -7,23 +7,15 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import AsyncIterator, Callable, Collection, Sequence
-from contextlib import asynccontextmanager
-from dataclasses import replace
+from collections.abc import AsyncIterator, Callable, Collection, Iterator, Sequence
+from contextlib import asynccontextmanager, contextmanager
 from typing import TypeVar
 
 from ppserve.core.request import FinishReason, Request
-from ppserve.errors import Draining, InvalidRequest, Overloaded, Violation
+from ppserve.errors import Draining, InvalidRequest, RequestError, Violation
 from ppserve.head.api.auth import ApiKeys
 from ppserve.head.api.call import Call
-from ppserve.head.api.requests import (
-    ParsedRequest,
-    check,
-    check_ids,
-    check_text,
-    is_fit_for_logs,
-    to_request,
-)
+from ppserve.head.api.requests import Fields, check_ids, check_text, to_request
 from ppserve.head.api.stream import RequestStream
 from ppserve.head.descriptions import LoadDescription, ModelDescription, Topology
 from ppserve.head.handle import EngineHandle
@@ -42,21 +34,22 @@ T = TypeVar("T")
 
 
 class RequestHandler:
-    """Serves the calls of all protocols, from one engine.
-
-    tokenizer: None when only tokens can be served. keys: None when everybody may call.
-    """
+    """Serves the calls of all protocols, from one engine."""
 
     def __init__(
         self,
         engine: EngineHandle,
         tokenizer: Tokenizer | None,
         keys: ApiKeys | None = None,
+        count_refusal: Callable[[RequestError], None] = lambda error: None,
         stall_timeout_s: float = STALL_TIMEOUT_S,
     ) -> None:
+        """tokenizer: None when only tokens can be served. keys: None when everybody may call. count_refusal: is
+        told of every error that ends a request before the engine knows of it."""
         self.keys = keys
         self._engine = engine
         self._tokenizer = tokenizer
+        self._count_refusal = count_refusal
         self._stall_timeout_s = stall_timeout_s
         self._streams: dict[RequestStream, Call] = {}
         self._idle = asyncio.Event()
@@ -68,37 +61,45 @@ class RequestHandler:
         if self.keys is not None:
             self.keys.reload()
 
+    def check_key(self, key: str | None) -> None:
+        """Raises Unauthenticated where keys are needed and this is none."""
+        if self.keys is not None:
+            with self.counting_refusals():
+                self.keys.check(key)
+
     # ---- generating ---------------------------------------------------------------------------------
 
-    def name(self, call: Call, request_id: str) -> Call:
-        """The call under its caller's own name for it, where that is fit for logs and headers."""
-        fit = request_id and is_fit_for_logs(request_id, self.description)
-        return replace(call, request_id=request_id) if fit else call
+    @contextmanager
+    def counting_refusals(self) -> Iterator[None]:
+        """Counts an error that ends the block as the end of a request."""
+        try:
+            yield
+        except RequestError as error:
+            self._count_refusal(error)
+            raise
 
     @asynccontextmanager
-    async def generate(self, parsed: ParsedRequest, call: Call) -> AsyncIterator[RequestStream]:
+    async def generate(
+        self, given: Fields, prompt: str | Sequence[int], call: Call, news: asyncio.Event | None = None
+    ) -> AsyncIterator[RequestStream]:
         """The stream of a new request, to be read in the block; leaving the block early ends the request.
 
-        Raises RequestError when it is refused. A task that keeps a delta beyond the stall timeout is cancelled.
+        news: one event for streams that are read together. Raises RequestError when the request is refused. A task
+        that keeps a delta beyond the stall timeout is cancelled.
         """
-        check(parsed, self.description)
-        prompt = parsed.prompt
-        prompt_ids = await self._encode("prompt", prompt) if isinstance(prompt, str) else prompt
-        request = to_request(parsed, prompt_ids, self.description, call)
-        if self._draining:
-            raise Draining("the server is shutting down")
-        stream = RequestStream(request, self._echo(prompt, request), self._stall_timeout_s)
+        with self.counting_refusals():
+            prompt_ids = await self._encode("prompt", prompt) if isinstance(prompt, str) else prompt
+            request = to_request(given, prompt_ids, self.description, call)
+            if self._draining:
+                raise Draining("the server is shutting down")
+        stream = RequestStream(request, self._echo(prompt, request), self._stall_timeout_s, news)
         self._enter(stream, call)
-        was_refused = False
         try:
             await self._engine.submit(request, stream)
             yield stream
-        except Overloaded:  # by the engine alone, which then knows of no request to cancel
-            was_refused = True
-            raise
         finally:
             self._leave(stream)
-            if not was_refused and not stream.is_complete:
+            if not stream.is_complete:
                 self._engine.cancel(request.id, _why_gone(request))
         log.info("request %s: answered", call.request_id, extra=call.trace | {"caller": call.caller})
 
@@ -151,7 +152,6 @@ class RequestHandler:
     async def tokenize(self, field: str, *texts: str) -> list[int]:
         """The tokens of a text; of several, with the end-of-text token between them. field: what the protocol
         calls them. Raises InvalidRequest."""
-        check_text(field, "".join(texts), self.description)
         return await self._encode(field, *texts)
 
     async def detokenize(self, field: str, ids: Sequence[int]) -> tuple[str, bytes]:
@@ -174,10 +174,10 @@ class RequestHandler:
     # ---- parts --------------------------------------------------------------------------------------
 
     async def _encode(self, field: str, *texts: str) -> list[int]:
-        if texts == ("",):
-            return []
+        check_text(field, "".join(texts), self.description)
         tokenizer, end = self._tokenizer, self.description.eos_id
-        assert tokenizer is not None, "checked before"
+        if tokenizer is None:
+            return []  # of an empty text
 
         def encode() -> list[int]:
             ids: list[int] = []

@@ -1,16 +1,15 @@
 """From what a caller asks for to the core's `Request`: every limit is checked here and every default resolved
 (that the KV cache can hold it, the scheduler checks).
 
-In two steps, because tokenizing is work: `check` looks at everything that can be judged without the
-prompt's tokens and reports all mistakes together; `to_request` then takes the tokens and builds the
-`Request`. Fields in errors are named as in the proto; a protocol with other names translates them.
+Fields are named as in the proto, here and in errors; a protocol with other names translates them.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from ctypes import c_float
-from dataclasses import dataclass, field, fields
+from dataclasses import fields
+from itertools import chain, islice
 from typing import Any, TypeVar
 
 from ppserve.core.request import OutputOptions, Request, SamplingParams, StopConditions, context_problem
@@ -34,150 +33,87 @@ from ppserve.head.limits import (
 # A request may have thousands of mistakes; so many are enough to tell.
 MAX_TOLD = 8
 
+Fields = Mapping[str, Any]
+"""What a caller names of `SamplingParams`, `StopConditions`, `OutputOptions`, and of `n`, `priority`,
+`resume_index` and `resume_ids`. An absent field takes the proto's default; docs/api.md describes each."""
+
 R = TypeVar("R", SamplingParams, StopConditions, OutputOptions)
 
 
-@dataclass(frozen=True, slots=True)
-class Resume:
-    """A sequence whose stream broke, by its index, and the tokens of it that the caller holds."""
+def to_request(given: Fields, prompt_ids: Sequence[int], description: ModelDescription, call: Call) -> Request:
+    """The request that the core sees. An empty prompt starts from the end-of-text token.
 
-    index: int
-    ids: Sequence[int]
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ParsedRequest:
-    """What a caller asks for, not yet checked. Fields and defaults are the proto's; docs/api.md describes them.
-
-    prompt: text or token ids; an empty one starts from the end-of-text token. seed: None for a random one.
-    max_tokens: None for as many as fit the context. Numbers with a fraction are rounded to float32, which is
-    what gRPC carries: the same request draws the same tokens by every protocol.
+    Numbers with a fraction are rounded to float32, which is what gRPC carries: the same request draws the same
+    tokens by every protocol. Raises InvalidRequest, naming every field that is outside the limits.
     """
-
-    prompt: str | Sequence[int] = ""
-    request_id: str = ""
-    priority: int = 0
-
-    temperature: float = 1.0
-    top_k: int = 0
-    top_p: float = 1.0
-    min_p: float = 0.0
-    repetition_penalty: float = 1.0
-    frequency_penalty: float = 0.0
-    presence_penalty: float = 0.0
-    seed: int | None = None
-    n: int = 1
-    logit_bias: Mapping[int, float] = field(default_factory=dict)
-
-    max_tokens: int | None = None
-    min_tokens: int = 0
-    stop: Sequence[str] = ()
-    stop_token_ids: Sequence[int] = ()
-    ignore_eos: bool = False
-    include_stop: bool = False
-
-    echo: bool = False
-    logprobs: int | None = None
-    prompt_logprobs: int | None = None
-    token_ids: bool = False
-    timings: bool = False
-    stream_interval: int = 1
-
-    resume: Resume | None = None
-
-    def __post_init__(self) -> None:
-        for name in _FLOATS:
-            object.__setattr__(self, name, _float32(getattr(self, name)))
-
-
-_FLOATS = tuple(f.name for f in fields(ParsedRequest) if f.type == "float")
-
-
-class _Mistakes:
-    """The mistakes found so far."""
-
-    def __init__(self) -> None:
-        self.violations: list[Violation] = []
-
-    def add(self, field: str, problem: str) -> None:
-        if len(self.violations) < MAX_TOLD:
-            self.violations.append(Violation(field, problem))
-
-    def at_most(self, field: str, value: int, limit: int, what: str) -> bool:
-        if value > limit:
-            self.add(field, f"{value} {what}; the limit is {limit}")
-        return value <= limit
-
-    def text(self, field: str, text: str, max_bytes: int) -> None:
-        try:
-            self.at_most(field, len(text.encode()), max_bytes, "bytes")
-        except UnicodeEncodeError:
-            self.add(field, "holds half of a surrogate pair, which is no character")
-
-    def within(self, field: str, value: float, low: float, high: float, or_else: str = "") -> None:
-        """or_else: what is allowed besides, in words; the caller has made sure that it is not that."""
-        if not low <= value <= high:  # also catches NaN
-            self.add(field, f"{_shown(value)} is outside {or_else}{_shown(low)} to {_shown(high)}")
-
-    def ids(self, field: str, ids: Sequence[int], vocab_size: int) -> None:
-        for place, token_id in enumerate(ids):
-            if not 0 <= token_id < vocab_size:
-                self.add(f"{field}[{place}]", f"token {token_id} is outside the vocabulary of {vocab_size}")
-                return
-
-    def raise_any(self) -> None:
-        if self.violations:
-            raise InvalidRequest(self.violations)
+    eos_id, asked_tokens, held = description.eos_id, given.get("max_tokens"), tuple(given.get("resume_ids", ()))
+    ids = tuple(prompt_ids) or (() if eos_id is None else (eos_id,))
+    room = description.max_context - len(ids)
+    biases = sorted(given.get("logit_bias", {}).items())
+    sampling = _record(
+        SamplingParams,
+        given,
+        seed=given.get("seed", call.seed),
+        logit_bias=tuple((token_id, _float32(bias)) for token_id, bias in biases),
+    )
+    stop = _record(
+        StopConditions,
+        given,
+        max_tokens=room if asked_tokens is None else min(asked_tokens, room),
+        stop=tuple(given.get("stop", ())),
+        stop_token_ids=tuple(sorted(set(given.get("stop_token_ids", ())))),
+    )
+    # A caller that holds tokens already was sent what concerns the prompt.
+    output = _record(OutputOptions, given, **({"echo": False, "prompt_logprobs": None} if held else {}))
+    refuse(
+        _outside("priority", given.get("priority", 0), -MAX_PRIORITY - 1, MAX_PRIORITY),
+        _wrong_prompt(ids, int(asked_tokens != 0), description),
+        _wrong_sampling(sampling, given.get("n", 1), description),
+        _wrong_stop(stop, given, description),
+        _wrong_output(given, description),
+        _wrong_resume(given, held, room, description),
+    )
+    return Request(
+        id=call.id,
+        prompt_ids=ids,
+        sampling=sampling,
+        stop=stop,
+        output=output,
+        num_sequences=1 if "resume_index" in given else given.get("n", 1),
+        resume_index=given.get("resume_index"),
+        resume_ids=held,
+        limited_by_context=asked_tokens is None or asked_tokens > room,
+        priority=max(LEAST_URGENT, min(given.get("priority", 0), MOST_URGENT)),
+        caller=call.caller,
+        deadline_s=call.deadline_s,
+    )
 
 
-def check(parsed: ParsedRequest, description: ModelDescription) -> None:
-    """Raise InvalidRequest, naming every field that is outside the limits of `card`."""
-    mistakes = _Mistakes()
-    _check_request_id(parsed.request_id, description, mistakes)
-    mistakes.within("priority", parsed.priority, -MAX_PRIORITY - 1, MAX_PRIORITY)
-    _check_prompt(parsed.prompt, description, mistakes)
-    _check_sampling(parsed, description, mistakes)
-    _check_stop(parsed, description, mistakes)
-    _check_output(parsed, description, mistakes)
-    if parsed.resume is not None:
-        _check_resume(parsed.resume, parsed, description, mistakes)
-    mistakes.raise_any()
+def refuse(*mistakes: Iterable[Violation]) -> None:
+    """Raises InvalidRequest if there is any mistake, with the first of them."""
+    if told := list(islice(chain(*mistakes), MAX_TOLD)):
+        raise InvalidRequest(told)
 
 
 def check_text(field: str, text: str, description: ModelDescription) -> None:
-    """Raise InvalidRequest when `text` cannot be tokenized here."""
-    mistakes = _Mistakes()
-    if not description.has_tokenizer:
-        mistakes.add(field, "this model has no tokenizer")
-    mistakes.text(field, text, description.limits.max_prompt_bytes)
-    mistakes.raise_any()
+    """Raises InvalidRequest when `text` cannot be tokenized here."""
+    mute = [] if description.has_tokenizer or not text else [Violation(field, "this model has no tokenizer")]
+    refuse(mute, _wrong_text(field, text, description.limits.max_prompt_bytes))
 
 
 def check_ids(field: str, ids: Sequence[int], description: ModelDescription) -> None:
-    """Raise InvalidRequest when `ids` cannot be turned into text here."""
-    mistakes = _Mistakes()
-    if not description.has_tokenizer:
-        mistakes.add(field, "this model has no tokenizer")
-    elif mistakes.at_most(field, len(ids), description.limits.max_prompt_bytes, "tokens"):
-        mistakes.ids(field, ids, description.architecture.vocab_size)
-    mistakes.raise_any()
+    """Raises InvalidRequest when `ids` cannot be turned into text here."""
+    mute = [] if description.has_tokenizer else [Violation(field, "this model has no tokenizer")]
+    refuse(mute, _wrong_ids(field, field, ids, description.limits.max_prompt_bytes, description))
 
 
-def is_fit_for_logs(request_id: str, description: ModelDescription) -> bool:
-    """Whether a caller's name for its request may go into logs and headers."""
-    mistakes = _Mistakes()
-    _check_request_id(request_id, description, mistakes)
-    return not mistakes.violations
+def renamed(error: InvalidRequest, names: Mapping[str, str], home: str = "") -> InvalidRequest:
+    """The same mistakes, with the field names of another protocol: those of `names`, else the part after the dot
+    with `home` in front."""
+    return InvalidRequest([Violation(_renamed(v.field, names, home), v.problem) for v in error.violations])
 
 
-def priority_of(parsed: ParsedRequest) -> int:
-    """As it counts, whatever was asked for."""
-    return max(LEAST_URGENT, min(parsed.priority, MOST_URGENT))
-
-
-def named_for(field: str, names: Mapping[str, str], home: str = "") -> str:
-    """A field of an error as another protocol calls it: by `names`, else the part after the dot, with `home` in
-    front."""
+def _renamed(field: str, names: Mapping[str, str], home: str) -> str:
     name, bracket, rest = field.partition("[")
     if name in names:
         name = names[name]
@@ -186,141 +122,137 @@ def named_for(field: str, names: Mapping[str, str], home: str = "") -> str:
     return name + bracket + rest
 
 
-def to_request(
-    parsed: ParsedRequest, prompt_ids: Sequence[int], description: ModelDescription, call: Call
-) -> Request:
-    """The request that the core sees. `asked` has passed `check`; `prompt_ids`, its prompt, may be empty.
-
-    Raises InvalidRequest when prompt and resumed tokens exceed the context.
-    """
-    if not prompt_ids and description.eos_id is not None:
-        prompt_ids = [description.eos_id]
-    resume_ids = () if parsed.resume is None else tuple(parsed.resume.ids)
-    room, held = description.max_context - len(prompt_ids), len(resume_ids)
-    mistakes = _Mistakes()
-    if not prompt_ids:
-        mistakes.add("prompt", "empty, and this model has no end-of-text token to start from")
-    elif problem := context_problem(len(prompt_ids), int(parsed.max_tokens != 0), description.max_context):
-        mistakes.add("prompt", problem)
-    elif held > room:
-        problem = f"{held} tokens do not fit the context of {description.max_context} after the prompt"
-        mistakes.add("resume.generated_token_ids", problem)
-    mistakes.raise_any()
-    return Request(
-        id=call.id,
-        prompt_ids=tuple(prompt_ids),
-        sampling=_record(
-            SamplingParams,
-            parsed,
-            seed=call.seed if parsed.seed is None else parsed.seed,
-            logit_bias=tuple((token_id, _float32(bias)) for token_id, bias in sorted(parsed.logit_bias.items())),
-        ),
-        stop=_record(
-            StopConditions,
-            parsed,
-            max_tokens=room if parsed.max_tokens is None else min(parsed.max_tokens, room),
-            stop=tuple(parsed.stop),
-            stop_token_ids=tuple(sorted(set(parsed.stop_token_ids))),
-        ),
-        # Who holds tokens already was sent what concerns the prompt.
-        output=_record(OutputOptions, parsed, **({"echo": False, "prompt_logprobs": None} if held else {})),
-        num_sequences=parsed.n if parsed.resume is None else 1,
-        resume_index=None if parsed.resume is None else parsed.resume.index,
-        resume_ids=resume_ids,
-        limited_by_context=parsed.max_tokens is None or parsed.max_tokens > room,
-        priority=priority_of(parsed),
-        caller=call.caller,
-        deadline_s=call.deadline_s,
-    )
+def _record(kind: type[R], given: Fields, **resolved: Any) -> R:
+    """One of the core's records: `resolved`, and for the rest what was given under the same names."""
+    same = {f.name: given[f.name] for f in fields(kind) if f.name in given}
+    rounded = {name: _float32(value) for name, value in same.items() if name in _FLOATS}
+    return kind(**{**same, **rounded, **resolved})
 
 
-def _check_request_id(request_id: str, description: ModelDescription, mistakes: _Mistakes) -> None:
-    mistakes.text("request_id", request_id, description.limits.max_request_id_bytes)
-    if not (request_id.isascii() and request_id.isprintable()):
-        mistakes.add("request_id", "holds characters that are not printable ASCII")
+_FLOATS = frozenset(f.name for f in fields(SamplingParams) if f.type == "float")
 
 
-def _check_prompt(prompt: str | Sequence[int], description: ModelDescription, mistakes: _Mistakes) -> None:
-    if isinstance(prompt, str):
-        if prompt and not description.has_tokenizer:
-            mistakes.add("prompt", "this model has no tokenizer: send token_ids")
-        mistakes.text("prompt", prompt, description.limits.max_prompt_bytes)
-    elif mistakes.at_most("prompt", len(prompt), description.max_context, "tokens"):
-        mistakes.ids("token_ids.ids", prompt, description.architecture.vocab_size)
+def _wrong_prompt(ids: Sequence[int], num_new: int, description: ModelDescription) -> Iterator[Violation]:
+    """num_new: 1 if a token is to be generated."""
+    if not ids:
+        yield Violation("prompt", "empty, and this model has no end-of-text token to start from")
+    elif problem := context_problem(len(ids), num_new, description.max_context):
+        yield Violation("prompt", problem)
+    else:
+        yield from _wrong_ids("prompt", "token_ids.ids", ids, len(ids), description)
 
 
-def _check_sampling(parsed: ParsedRequest, description: ModelDescription, mistakes: _Mistakes) -> None:
+# Inclusive. Rounded, as the values are.
+_SAMPLING_RANGES = {
+    "top_k": (0, MAX_COUNT),
+    "min_p": (0, 1),
+    "repetition_penalty": (c_float(MIN_REPETITION_PENALTY).value, MAX_REPETITION_PENALTY),
+    "frequency_penalty": (-MAX_PENALTY, MAX_PENALTY),
+    "presence_penalty": (-MAX_PENALTY, MAX_PENALTY),
+    "seed": (0, MAX_SEED),
+}
+
+
+def _wrong_sampling(sampling: SamplingParams, n: int, description: ModelDescription) -> Iterator[Violation]:
     limits, vocab_size = description.limits, description.architecture.vocab_size
-    if parsed.temperature != 0:
+    if sampling.temperature != 0:
         range_ends = _float32(MIN_TEMPERATURE), MAX_TEMPERATURE
-        mistakes.within("sampling.temperature", parsed.temperature, *range_ends, or_else="0 (greedy) or ")
-    mistakes.within("sampling.top_k", parsed.top_k, 0, MAX_COUNT)
-    if not 0 < parsed.top_p <= 1:
-        mistakes.add("sampling.top_p", f"{parsed.top_p:g} is not above 0 and at most 1")
-    mistakes.within("sampling.min_p", parsed.min_p, 0, 1)
-    range_ends = _float32(MIN_REPETITION_PENALTY), MAX_REPETITION_PENALTY
-    mistakes.within("sampling.repetition_penalty", parsed.repetition_penalty, *range_ends)
-    mistakes.within("sampling.frequency_penalty", parsed.frequency_penalty, -MAX_PENALTY, MAX_PENALTY)
-    mistakes.within("sampling.presence_penalty", parsed.presence_penalty, -MAX_PENALTY, MAX_PENALTY)
-    if parsed.seed is not None:
-        mistakes.within("sampling.seed", parsed.seed, 0, MAX_SEED)
-    if parsed.n < 1:
-        mistakes.add("sampling.n", f"{parsed.n} sequences; ask for at least one")
-    mistakes.at_most("sampling.n", parsed.n, limits.max_n, "sequences")
-    if mistakes.at_most("sampling.logit_bias", len(parsed.logit_bias), limits.max_logit_bias, "entries"):
-        for token_id, bias in parsed.logit_bias.items():
-            field = f"sampling.logit_bias[{token_id}]"
-            if not 0 <= token_id < vocab_size:
-                mistakes.add(field, f"outside the vocabulary of {vocab_size}")
-            mistakes.within(field, bias, -MAX_BIAS, MAX_BIAS)
+        yield from _outside("sampling.temperature", sampling.temperature, *range_ends, "0 (greedy) or ")
+    if not 0 < sampling.top_p <= 1:
+        yield Violation("sampling.top_p", f"{sampling.top_p:g} is not above 0 and at most 1")
+    for name, (low, high) in _SAMPLING_RANGES.items():
+        yield from _outside(f"sampling.{name}", getattr(sampling, name), low, high)
+    yield from _outside("sampling.n", n, 1, limits.max_n)
+    if len(sampling.logit_bias) > limits.max_logit_bias:
+        yield _too_many("sampling.logit_bias", len(sampling.logit_bias), limits.max_logit_bias, "entries")
+        return
+    for token_id, bias in sampling.logit_bias:
+        field = f"sampling.logit_bias[{token_id}]"
+        if not 0 <= token_id < vocab_size:
+            yield Violation(field, f"outside the vocabulary of {vocab_size}")
+        yield from _outside(field, bias, -MAX_BIAS, MAX_BIAS)
 
 
-def _check_stop(parsed: ParsedRequest, description: ModelDescription, mistakes: _Mistakes) -> None:
-    limits = description.limits
-    mistakes.within("stop.min_tokens", parsed.min_tokens, 0, MAX_COUNT)
-    if parsed.max_tokens is not None:
-        mistakes.within("stop.max_tokens", parsed.max_tokens, 0, MAX_COUNT)
-        if parsed.min_tokens > parsed.max_tokens:
-            mistakes.add("stop.min_tokens", f"{parsed.min_tokens} is more than max_tokens, {parsed.max_tokens}")
-    if parsed.stop and not description.has_tokenizer:
-        mistakes.add("stop.stop", "this model has no tokenizer, so there is no text to match")
-    if mistakes.at_most("stop.stop", len(parsed.stop), limits.max_stop, "strings"):
-        for place, string in enumerate(parsed.stop):
+def _wrong_stop(stop: StopConditions, given: Fields, description: ModelDescription) -> Iterator[Violation]:
+    limits, asked_tokens = description.limits, given.get("max_tokens")
+    yield from _outside("stop.min_tokens", stop.min_tokens, 0, MAX_COUNT)
+    if asked_tokens is not None:
+        yield from _outside("stop.max_tokens", asked_tokens, 0, MAX_COUNT)
+        if stop.min_tokens > asked_tokens:
+            yield Violation("stop.min_tokens", f"{stop.min_tokens} is more than max_tokens, {asked_tokens}")
+    if stop.stop and not description.has_tokenizer:
+        yield Violation("stop.stop", "this model has no tokenizer, so there is no text to match")
+    if len(stop.stop) > limits.max_stop:
+        yield _too_many("stop.stop", len(stop.stop), limits.max_stop, "strings")
+    else:
+        for place, string in enumerate(stop.stop):
             if not string:
-                mistakes.add(f"stop.stop[{place}]", "empty")
-            mistakes.text(f"stop.stop[{place}]", string, limits.max_stop_bytes)
-    if mistakes.at_most("stop.stop_token_ids", len(parsed.stop_token_ids), limits.max_stop_token_ids, "tokens"):
-        mistakes.ids("stop.stop_token_ids", parsed.stop_token_ids, description.architecture.vocab_size)
+                yield Violation(f"stop.stop[{place}]", "empty")
+            yield from _wrong_text(f"stop.stop[{place}]", string, limits.max_stop_bytes)
+    field, ids = "stop.stop_token_ids", given.get("stop_token_ids", ())
+    yield from _wrong_ids(field, field, ids, limits.max_stop_token_ids, description)
 
 
-def _check_output(parsed: ParsedRequest, description: ModelDescription, mistakes: _Mistakes) -> None:
-    limit = description.limits.max_logprobs
-    for name, count in (("logprobs", parsed.logprobs), ("prompt_logprobs", parsed.prompt_logprobs)):
-        if count is not None and mistakes.at_most(f"output.{name}", count, limit, "alternatives"):
-            mistakes.within(f"output.{name}", count, 0, limit)
-    if parsed.echo and not description.has_tokenizer:
-        mistakes.add("output.echo", "this model has no tokenizer, so there is no text to send back")
-    mistakes.within("output.stream_interval", parsed.stream_interval, 1, MAX_COUNT)
+def _wrong_output(given: Fields, description: ModelDescription) -> Iterator[Violation]:
+    for name in ("logprobs", "prompt_logprobs"):
+        if given.get(name) is not None:
+            yield from _outside(f"output.{name}", given[name], 0, description.limits.max_logprobs)
+    if given.get("echo") and not description.has_tokenizer:
+        yield Violation("output.echo", "this model has no tokenizer, so there is no text to send back")
+    yield from _outside("output.stream_interval", given.get("stream_interval", 1), 1, MAX_COUNT)
 
 
-def _check_resume(
-    resume: Resume, parsed: ParsedRequest, description: ModelDescription, mistakes: _Mistakes
-) -> None:
-    if not 0 <= resume.index < parsed.n:
-        mistakes.add("resume.index", f"{resume.index}, but the request has {parsed.n} sequences")
-    ids = resume.ids
-    if mistakes.at_most("resume.generated_token_ids", len(ids), description.max_context, "tokens"):
-        mistakes.ids("resume.generated_token_ids", ids, description.architecture.vocab_size)
-    if parsed.max_tokens is not None and len(ids) > parsed.max_tokens:
-        mistakes.add("resume.generated_token_ids", f"{len(ids)} tokens, but max_tokens is {parsed.max_tokens}")
-    if ids and parsed.temperature != 0 and parsed.seed is None:
-        mistakes.add("sampling.seed", "needed to resume: send the seed that came back with the first stream")
+def _wrong_resume(
+    given: Fields, held: Sequence[int], room: int, description: ModelDescription
+) -> Iterator[Violation]:
+    if "resume_index" not in given:
+        return
+    index, n, asked_tokens = given["resume_index"], given.get("n", 1), given.get("max_tokens")
+    if not 0 <= index < n:
+        yield Violation("resume.index", f"{index}, but the request has {n} sequences")
+    field = "resume.generated_token_ids"
+    if len(held) > max(0, room):
+        problem = f"{len(held)} tokens do not fit the context of {description.max_context} after the prompt"
+        yield Violation(field, problem)
+    else:
+        yield from _wrong_ids(field, field, held, len(held), description)
+    if asked_tokens is not None and len(held) > asked_tokens:
+        yield Violation(field, f"{len(held)} tokens, but max_tokens is {asked_tokens}")
+    if held and given.get("temperature") != 0 and "seed" not in given:
+        yield Violation("sampling.seed", "needed to resume: send the seed that came back with the first stream")
 
 
-def _record(kind: type[R], parsed: ParsedRequest, **resolved: Any) -> R:
-    """One of the core's records: `resolved`, and for the rest what was asked under the same names."""
-    same = {f.name: getattr(parsed, f.name) for f in fields(kind) if f.name not in resolved}
-    return kind(**same, **resolved)
+def _wrong_text(field: str, text: str, max_bytes: int) -> Iterator[Violation]:
+    try:
+        num_bytes = len(text.encode())
+    except UnicodeEncodeError:
+        yield Violation(field, "holds half of a surrogate pair, which is no character")
+        return
+    if num_bytes > max_bytes:
+        yield _too_many(field, num_bytes, max_bytes, "bytes")
+
+
+def _wrong_ids(
+    field: str, entries: str, ids: Sequence[int], limit: int, description: ModelDescription
+) -> Iterator[Violation]:
+    """At most one mistake. entries: the name of the field that lists them."""
+    vocab_size = description.architecture.vocab_size
+    if len(ids) > limit:
+        yield _too_many(field, len(ids), limit, "tokens")
+        return
+    wrong = ((place, token_id) for place, token_id in enumerate(ids) if not 0 <= token_id < vocab_size)
+    for place, token_id in islice(wrong, 1):
+        yield Violation(f"{entries}[{place}]", f"token {token_id} is outside the vocabulary of {vocab_size}")
+
+
+def _outside(field: str, value: float, low: float, high: float, or_else: str = "") -> Iterator[Violation]:
+    """or_else: what is allowed besides, in words."""
+    if not low <= value <= high:  # also catches NaN
+        yield Violation(field, f"{_shown(value)} is outside {or_else}{_shown(low)} to {_shown(high)}")
+
+
+def _too_many(field: str, count: int, limit: int, what: str) -> Violation:
+    return Violation(field, f"{count} {what}; the limit is {limit}")
 
 
 def _float32(number: float) -> float:

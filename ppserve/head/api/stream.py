@@ -141,52 +141,73 @@ class Pending:
 
 
 class RequestStream(Pending):
-    """With a reader who waits in the event loop. Implements `Sink`.
+    """What one reader in the event loop takes of one request. Implements `Sink`.
 
     Made in the task that reads it, which is cancelled when it keeps one delta for `stall_timeout_s` before it asks
     for the next.
     """
 
-    def __init__(self, request: Request, echo: str, stall_timeout_s: float) -> None:
+    def __init__(
+        self, request: Request, echo: str, stall_timeout_s: float, news: asyncio.Event | None = None
+    ) -> None:
+        """news: shared by the streams that are read together; see `deltas_in_time`."""
         super().__init__(request, echo)
-        self._has_news = asyncio.Event()
+        self.news = news or asyncio.Event()
         self._watch = _StallWatch(stall_timeout_s)
+        self._is_late = False
 
     def push(self, outputs: Iterable[TokenOutput]) -> None:
         super().push(outputs)
-        self._has_news.set()
+        self.news.set()
 
     def fail(self, error: RequestError) -> None:
         super().fail(error)
-        self._has_news.set()
+        self.news.set()
+
+    def take(self) -> Iterator[Delta]:
+        for delta in super().take():
+            self._watch.handed_out()
+            yield delta
+            self._watch.came_back()
+
+    def take_in_time(self) -> Iterator[Delta]:
+        """As `take`, for protocols that have no word for a sequence that ended at its deadline. Raises
+        DeadlinePassed once all sequences have ended and one of them did so."""
+        for delta in self.take():
+            if delta.last.finish is not FinishReason.DEADLINE:
+                yield delta
+                continue
+            self._is_late = True
+            if delta.tokens:
+                yield replace(delta, last=replace(delta.last, finish=None))
+        if self._is_late and self.is_complete:
+            raise DeadlinePassed("the caller's time limit passed")
 
     async def deltas(self) -> AsyncIterator[Delta]:
         """Deltas until every sequence has ended. Raises the request's error after what came before it."""
         while not self.is_complete:
-            await self._has_news.wait()
-            self._has_news.clear()
+            await self.news.wait()
+            self.news.clear()
             for delta in self.take():
-                self._watch.handed_out()
                 yield delta
-                self._watch.came_back()
-
-    async def deltas_in_time(self) -> AsyncIterator[Delta]:
-        """As `deltas`, for protocols that have no word for a sequence that ended at its deadline. Raises
-        DeadlinePassed after what came before it."""
-        is_late = False
-        async for delta in self.deltas():
-            if delta.last.finish is not FinishReason.DEADLINE:
-                yield delta
-                continue
-            is_late = True  # and so are the request's other sequences, whose last tokens may be yet to come
-            if delta.tokens:
-                yield replace(delta, last=replace(delta.last, finish=None))
-        if is_late:
-            raise DeadlinePassed("the caller's time limit passed")
 
     def close(self) -> None:
         """Nobody reads any more."""
         self._watch.close()
+
+
+async def deltas_in_time(streams: Sequence[RequestStream]) -> AsyncIterator[tuple[int, Delta]]:
+    """Deltas of requests that share their `news`, each with its request's place among them, as they come. Raises
+    the first error, or DeadlinePassed, after what came before it."""
+    open_streams, news = dict(enumerate(streams)), streams[0].news
+    while open_streams:
+        await news.wait()
+        news.clear()
+        for place, stream in list(open_streams.items()):
+            for delta in stream.take_in_time():
+                yield place, delta
+            if stream.is_complete:
+                del open_streams[place]
 
 
 class _StallWatch:

@@ -18,11 +18,11 @@ from starlette.requests import Request
 from starlette.responses import PlainTextResponse, Response
 from starlette.routing import Route
 
-from ppserve.head.listener import Bounds, Listener
+from ppserve.head.listener import Listener
 
 log = logging.getLogger(__name__)
 
-_BOUNDS = Bounds(connections=32)
+_MAX_CONNECTIONS = 32
 # Few enough that many readers of slow pages take little from everything else.
 _NUM_THREADS = 2
 _HEADERS = {
@@ -61,7 +61,8 @@ class PageServer:
             return PlainTextResponse(f"try {known}\n", error.status_code, {**_HEADERS, **(error.headers or {})})
 
         routes = [Route(path, self._endpoint(path, make), methods=["GET"]) for path, make in pages.items()]
-        self._listener = Listener(Starlette(routes=routes, exception_handlers={HTTPException: missing}), _BOUNDS)
+        app = Starlette(routes=routes, exception_handlers={HTTPException: missing})
+        self._listener = Listener(app, _MAX_CONNECTIONS)
 
     async def start(self, host: str, port: int) -> int:
         """Bind and listen; return the port. Raises ConfigError when the address cannot be bound."""

@@ -49,7 +49,11 @@ class RequestMetrics(Observer):
         self.tpot = histogram("time_per_output_token", tpot_text, TOKEN_BUCKETS)
         self.duration = histogram("request_duration", "From arrival to a request's end.", DURATION_BUCKETS)
         self.queue = histogram("request_queue", "From arrival to admission.", QUEUE_BUCKETS)
-        self.ended = counter("ppserve_requests", "Requests that ended, by how.", ["replica", "reason"])
+        ended_text = (
+            "Requests that ended, by how: also calls without an accepted key, and messages and bodies that hold no"
+            " request. Not what gRPC refuses itself: messages, metadata and calls beyond its limits."
+        )
+        self.ended = counter("ppserve_requests", ended_text, ["replica", "reason"])
         for replica, reason in product(("", *replicas), (*(r.value for r in FinishReason), *STATUSES)):
             self.ended.labels(replica, reason)
         self.prompt = counter("ppserve_prompt_tokens", "Prompt tokens of admitted requests.", ["replica"])

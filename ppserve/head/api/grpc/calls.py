@@ -13,7 +13,7 @@ from google.protobuf.message import DecodeError, Message
 from grpc import aio
 
 from ppserve.errors import InvalidRequest, Unauthenticated, Violation
-from ppserve.head.api.auth import ApiKeys, bearer_key, caller_name
+from ppserve.head.api.auth import bearer_key, caller_name
 from ppserve.head.api.call import Call
 from ppserve.head.api.grpc.status import end_with
 
@@ -34,8 +34,9 @@ class KeyCheck(aio.ServerInterceptor):
     It stands before the method is even looked up, so a new method cannot be forgotten.
     """
 
-    def __init__(self, keys: ApiKeys) -> None:
-        self._keys = keys
+    def __init__(self, check_key: Callable[[str | None], None]) -> None:
+        """check_key: raises Unauthenticated."""
+        self._check_key = check_key
 
     async def intercept_service(
         self,
@@ -44,7 +45,7 @@ class KeyCheck(aio.ServerInterceptor):
     ) -> grpc.RpcMethodHandler[Any, Any] | None:
         if not handler_call_details.method.startswith(OPEN_SERVICES):
             try:
-                self._keys.check(_key(handler_call_details.invocation_metadata))
+                self._check_key(_key(handler_call_details.invocation_metadata))
             except Unauthenticated as error:
                 return _refusal(error)
         return await continuation(handler_call_details)
@@ -91,6 +92,7 @@ def end_stream(context: Context, call: Call, error: Exception) -> None:
     if isinstance(error, aio.BaseError):
         log.debug("the caller went away in the middle of a write", extra=call.trace)
         raise asyncio.CancelledError from None
+    context.set_trailing_metadata(tuple(call.names))
     end_with(context, call.refusal(error))
 
 

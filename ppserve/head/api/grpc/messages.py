@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import fields
 from typing import Any
 
 from ppserve.core.request import FinishReason, Request
-from ppserve.head.api.requests import ParsedRequest, Resume
 from ppserve.head.api.stream import Delta, Score
 from ppserve.head.descriptions import (
     ModelDescription,
@@ -25,15 +24,15 @@ REASONS = {reason: pb.Finish.Reason.Value(reason.value) for reason in FinishReas
 _SHAPE = ("num_layers", "width", "num_heads", "inner_width", "vocab_size", "max_positions")
 
 
-def asked_from(message: pb.GenerateRequest) -> ParsedRequest:
-    """What the message asks for: every field that it sets, under its own name."""
-    given: dict[str, Any] = {"request_id": message.request_id, "priority": message.priority}
+def request_fields(message: pb.GenerateRequest) -> tuple[dict[str, Any], str | Sequence[int]]:
+    """What the message asks for: every field that it sets, under its own name; and its prompt."""
+    given: dict[str, Any] = {"priority": message.priority}
     for part in (message.sampling, message.stop, message.output):
         given |= {field.name: value for field, value in part.ListFields()}
     if message.HasField("resume"):
-        given["resume"] = Resume(message.resume.index, message.resume.generated_token_ids)
-    is_text = message.WhichOneof("prompt") == "text"
-    return ParsedRequest(prompt=message.text if is_text else message.token_ids.ids, **given)
+        resume = message.resume
+        given |= {"resume_index": resume.index, "resume_ids": resume.generated_token_ids}
+    return given, message.text if message.WhichOneof("prompt") == "text" else message.token_ids.ids
 
 
 class GenerateMessages:

@@ -52,7 +52,7 @@ class GrpcServer:
         self.request_handler = request_handler
         self._tls = read_certificates(settings)
         self._server = aio.server(
-            interceptors=[KeyCheck(request_handler.keys)] if request_handler.keys else [],
+            interceptors=[KeyCheck(request_handler.check_key)] if request_handler.keys else [],
             options=server_options(request_handler.description.limits),
             maximum_concurrent_rpcs=MAX_CALLS,
         )

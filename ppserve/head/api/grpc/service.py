@@ -7,7 +7,7 @@ import grpc
 from ppserve.errors import Forbidden
 from ppserve.head.api.call import Call
 from ppserve.head.api.grpc.calls import Context, call_from, end_stream, parse, unary
-from ppserve.head.api.grpc.messages import GenerateMessages, asked_from, model_message, topology_message
+from ppserve.head.api.grpc.messages import GenerateMessages, model_message, request_fields, topology_message
 from ppserve.head.api.request_handler import RequestHandler, run_in_thread_if_long
 from ppserve.v1 import generation_pb2 as pb
 
@@ -22,7 +22,6 @@ class GrpcService:
 
     def handlers(self) -> grpc.GenericRpcHandler:
         """What a server registers."""
-        keys_are_checked = self._request_handler.keys is not None
         answers = {
             "Tokenize": self._tokenize,
             "Detokenize": self._detokenize,
@@ -31,6 +30,7 @@ class GrpcService:
             "RestartReplica": self._restart_replica,
         }
         to_bytes = pb.GenerateResponse.SerializeToString
+        keys_are_checked = self._request_handler.keys is not None
         return grpc.method_handlers_generic_handler(
             SERVICE_NAME,
             {
@@ -40,13 +40,15 @@ class GrpcService:
         )
 
     async def _generate(self, raw: bytes, context: Context) -> None:
-        call = call_from(context, keys_are_checked=self._request_handler.keys is not None)
+        handler = self._request_handler
+        call = call_from(context, keys_are_checked=handler.keys is not None)
         try:
-            message = parse(pb.GenerateRequest, raw)
-            call = self._request_handler.name(call, message.request_id)
+            with handler.counting_refusals():
+                message = parse(pb.GenerateRequest, raw)
+                call = call.named(message.request_id, handler.description.limits.max_request_id_bytes)
             context.set_trailing_metadata(tuple(call.names))
-            async with self._request_handler.generate(asked_from(message), call) as stream:
-                messages = GenerateMessages(stream.request, call.request_id, self._request_handler.token_bytes)
+            async with handler.generate(*request_fields(message), call) as stream:
+                messages = GenerateMessages(stream.request, call.request_id, handler.token_bytes)
                 async for delta in stream.deltas():
                     await context.write(messages.message(delta))
         except Exception as error:

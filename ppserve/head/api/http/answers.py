@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from typing import Any, ClassVar
 
@@ -12,7 +12,7 @@ from msgspec import UNSET, UnsetType
 
 from ppserve.core.request import FinishReason, Request
 from ppserve.head.api.call import Call
-from ppserve.head.api.http.fields import Sampling, StreamOptions
+from ppserve.head.api.http.fields import Body
 from ppserve.head.api.http.logprobs import LogprobsJson, LogprobWriter, ScoredToken
 from ppserve.head.api.request_handler import RequestHandler
 from ppserve.head.api.stream import FINISH_WORDS, Delta, Score
@@ -68,18 +68,19 @@ class Answers:
     id_prefix: ClassVar[str] = "cmpl-"
 
     def __init__(
-        self, call: Call, body: Sampling, requests: Sequence[Request], request_handler: RequestHandler
+        self, call: Call, body: Body, requests: Sequence[Request], request_handler: RequestHandler
     ) -> None:
         description = request_handler.description
-        self._options = body.stream_options or StreamOptions()
+        options = body.get("stream_options", {})
+        self._has_usage, self._usage_on_all = options.get("include_usage"), options.get("continuous_usage_stats")
         self._head = (
             self.id_prefix + call.request_id,
             int(time.time()),
             description.name,
             description.fingerprint,
         )
-        self._seed = requests[0].sampling.seed if body.seed is None else body.seed
-        as_ids = bool(body.return_tokens_as_token_ids)
+        self._seed = body.get("seed", requests[0].sampling.seed)
+        as_ids = body.get("return_tokens_as_token_ids", False)
 
         def new_writer() -> LogprobWriter:
             return LogprobWriter(request_handler.token_bytes, request_handler.text_bytes, as_ids)
@@ -100,13 +101,13 @@ class Answers:
         prompt = self._prompts[place]
         choice = self._choice(prompt, delta, is_whole=False)
         usage: UsageJson | UnsetType | None = UNSET
-        if self._options.include_usage:
-            usage = self._usage([prompt]) if self._options.continuous_usage_stats else None
+        if self._has_usage:
+            usage = self._usage([prompt]) if self._usage_on_all else None
         return _encode(self._record(self.objects[1], (choice,), usage))
 
     def last_event(self) -> bytes | None:
         """The usage of all, where it is asked for."""
-        if not self._options.include_usage:
+        if not self._has_usage:
             return None
         return _encode(self._record(self.objects[1], (), self._usage(self._prompts)))
 
@@ -120,7 +121,7 @@ class Answers:
         return ChoiceJson(
             index=prompt.choice_index(delta),
             text=delta.text,
-            logprobs=prompt.writer(delta.index).completion(prompt.scored(delta)) if prompt.has_scores else None,
+            logprobs=prompt.completion_logprobs(delta),
             token_ids=prompt.ids(delta),
             prompt_token_ids=prompt.prompt_ids(delta),
             **finish_of(delta),
@@ -161,11 +162,16 @@ class PromptProgress:
             self._writers[index] = self._new_writer()
         return self._writers[index]
 
-    def scored(self, delta: Delta) -> Sequence[ScoredToken]:
-        """The tokens of a delta; after those of the prompt where these were asked for and come first."""
-        if not delta.is_first or not self._prompt_scores:
-            return delta.tokens
-        return [*zip(self.request.prompt_ids, self._prompt_scores, strict=True), *delta.tokens]
+    def scored_prompt(self, delta: Delta) -> Iterable[ScoredToken]:
+        """The prompt's tokens, where they are asked for and come first."""
+        scores = self._prompt_scores if delta.is_first else ()
+        return zip(self.request.prompt_ids, scores, strict=True) if scores else ()
+
+    def completion_logprobs(self, delta: Delta) -> LogprobsJson | None:
+        """As completions show them; None where they are not asked for."""
+        if not self.has_scores:
+            return None
+        return self.writer(delta.index).completion(self.scored_prompt(delta), delta.tokens)
 
     def ids(self, delta: Delta) -> list[int] | UnsetType:
         return [token_id for token_id, _ in delta.tokens] if self.request.output.token_ids else UNSET

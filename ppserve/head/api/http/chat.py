@@ -16,15 +16,27 @@ from jinja2.ext import Extension
 from jinja2.parser import Parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 from msgspec import UNSET, UnsetType
+from starlette.requests import Request
+from starlette.responses import Response
 
 from ppserve.errors import ConfigError, InvalidRequest, Violation
 from ppserve.head.api.http.answers import AnswerJson, Answers, PromptProgress, UsageJson, finish_of
-from ppserve.head.api.http.exchange import Exchange
-from ppserve.head.api.http.failures import HttpError
-from ppserve.head.api.http.fields import Sampling, Unserved, asked_from, called, check_model, check_served
+from ppserve.head.api.http.calls import read_body
+from ppserve.head.api.http.failures import HTTP_NAMES, HttpError
+from ppserve.head.api.http.fields import (
+    SAMPLING,
+    Body,
+    Field,
+    Table,
+    Unserved,
+    check_common,
+    parse_fields,
+    request_fields,
+)
 from ppserve.head.api.http.generating import generate
 from ppserve.head.api.http.logprobs import ChatLogprobsJson
 from ppserve.head.api.request_handler import RequestHandler
+from ppserve.head.api.requests import refuse
 from ppserve.head.api.stream import Delta
 
 MAX_MESSAGES = 1024
@@ -39,39 +51,32 @@ class TextPart(msgspec.Struct, kw_only=True):
     text: str = ""
 
 
-class ChatMessage(msgspec.Struct, kw_only=True):
-    role: str
-    content: str | list[TextPart] | None = None
-    name: str | None = None
+MESSAGE: Table = {
+    "role": Field(str, is_needed=True),
+    "content": Field(str | list[TextPart]),
+    "name": Field(str),
+    **dict.fromkeys(("tool_calls", "function_call", "audio"), Unserved()),
+}
 
-    tool_calls: Unserved = None
-    function_call: Unserved = None
-    audio: Unserved = None
-
-
-class ChatBody(Sampling, kw_only=True):
-    """Of /v1/chat/completions. max_completion_tokens: OpenAI's newer name of max_tokens. chat_template_kwargs,
-    documents, reasoning_effort: for the template. continue_final_message: the answer is the rest of it."""
-
-    messages: list[ChatMessage]
-    max_completion_tokens: int | None = None
-    logprobs: bool | None = None
-    top_logprobs: int | None = None
-    add_generation_prompt: bool | None = None
-    continue_final_message: bool | None = None
-    chat_template_kwargs: dict[str, Any] | None = None
-    documents: list[Any] | None = None
-    reasoning_effort: str | None = None
-
-    audio: Unserved = None
-    chat_template: Unserved = None
-    echo: Unserved = None
-    function_call: Unserved = None
-    functions: Unserved = None
-    modalities: Unserved = None
-    tool_choice: Unserved = None
-    tools: Unserved = None
-    web_search_options: Unserved = None
+CHAT: Table = {
+    **SAMPLING,
+    "messages": Field(list[dict[str, Any]], is_needed=True),
+    # OpenAI's newer name of max_tokens.
+    "max_completion_tokens": Field(int, "max_tokens"),
+    "logprobs": Field(bool),
+    "top_logprobs": Field(int),
+    # The answer is the rest of the last message.
+    "continue_final_message": Field(bool),
+    # For the template.
+    "add_generation_prompt": Field(bool),
+    "chat_template_kwargs": Field(dict[str, Any]),
+    "documents": Field(list[Any]),
+    "reasoning_effort": Field(str),
+    **dict.fromkeys(("audio", "chat_template", "echo", "functions", "tools", "web_search_options"), Unserved()),
+    "function_call": Unserved("none"),
+    "modalities": Unserved(["text"]),
+    "tool_choice": Unserved("none"),
+}
 
 
 class MessageJson(msgspec.Struct):
@@ -151,22 +156,20 @@ class ChatTemplate:
         except (UnicodeDecodeError, TemplateError) as error:
             raise ConfigError("--chat-template", f"{path} is not a Jinja template: {error}") from error
 
-    def render(self, body: ChatBody, end_of_text: str) -> str:
+    def render(self, body: Body, messages: Sequence[Body], end_of_text: str) -> str:
         """The messages as one text. end_of_text: what the template's `eos_token` and `bos_token` stand for. Raises
         InvalidRequest for messages that the template does not take."""
-        continues = bool(body.continue_final_message)
-        opens = not continues if body.add_generation_prompt is None else body.add_generation_prompt
-        messages = [_shown(message) for message in body.messages]
+        continues = body.get("continue_final_message", False)
+        shown = [_shown(message) for message in messages]
         # With a space, as transformers has it: a template that strips messages shows itself.
         mark = secrets.token_hex(16) + " "
         if continues:
-            messages[-1]["content"] += mark
-        more = {"documents": body.documents, "reasoning_effort": body.reasoning_effort}
+            shown[-1]["content"] += mark
         given = {
-            **(body.chat_template_kwargs or {}),
-            **{name: value for name, value in more.items() if value is not None},
-            "messages": messages,
-            "add_generation_prompt": opens,
+            **body.get("chat_template_kwargs", {}),
+            **{name: body[name] for name in ("documents", "reasoning_effort") if name in body},
+            "messages": shown,
+            "add_generation_prompt": body.get("add_generation_prompt", not continues),
             **dict.fromkeys(("eos_token", "bos_token"), end_of_text),
         }
         try:
@@ -178,57 +181,47 @@ class ChatTemplate:
         return _until(mark, text) if continues else text
 
 
-_chat_body = msgspec.json.Decoder(ChatBody)
-
-
-async def chat_completions(
-    template: ChatTemplate | None, exchange: Exchange, request_handler: RequestHandler
-) -> None:
+async def chat_completions(template: ChatTemplate | None, request: Request, handler: RequestHandler) -> Response:
     """POST /v1/chat/completions. template: None where the operator gave none."""
-    body = await exchange.read(_chat_body)
-    check_model(body.model, request_handler.description.name)
-    if template is None:
-        problem = "this model has no chat template, and the server was given none: see --chat-template"
-        raise HttpError(400, "NO_CHAT_TEMPLATE", problem)
-    _check(body)
-    prompt = await _prompt(template, body, request_handler)
-    logprobs = (body.top_logprobs or 0) if body.logprobs else None
-    more: dict[str, Any] = {"logprobs": logprobs}
-    names = {"prompt": "messages", "output.logprobs": "top_logprobs"}
-    if body.max_completion_tokens is not None:
-        more["max_tokens"] = body.max_completion_tokens
+    with handler.counting_refusals():
+        body = await read_body(request, CHAT)
+        check_common(body, handler.description.name)
+        if template is None:
+            problem = "this model has no chat template, and the server was given none: see --chat-template"
+            raise HttpError(400, "NO_CHAT_TEMPLATE", problem)
+        messages = _messages_from(body)
+        # Where the template says end-of-text that token stands; where a message says so it is only text.
+        mark = secrets.token_hex(16)
+        text = await asyncio.to_thread(template.render, body, messages, mark)
+        prompt = await handler.tokenize("messages", *text.split(mark))
+        given = request_fields(body, CHAT)
+    if body.get("logprobs"):
+        given["logprobs"] = body.get("top_logprobs", 0)
+    names = {**HTTP_NAMES, "prompt": "messages", "output.logprobs": "top_logprobs"}
+    if "max_completion_tokens" in body:
         names["stop.max_tokens"] = "max_completion_tokens"
-    try:
-        await generate(exchange, request_handler, body, [asked_from(body, prompt, **more)], ChatAnswers)
-    except InvalidRequest as error:
-        raise called(names, error) from None
+    return await generate(request, handler, body, given, [prompt], ChatAnswers, names)
 
 
-async def _prompt(template: ChatTemplate, body: ChatBody, request_handler: RequestHandler) -> list[int]:
-    """Where the template says end-of-text that token stands; where a message says so it is only text."""
-    mark = secrets.token_hex(16)
-    text = await asyncio.to_thread(template.render, body, mark)
-    return await request_handler.tokenize("messages", *text.split(mark))
-
-
-def _check(body: ChatBody) -> None:
+def _messages_from(body: Body) -> list[Body]:
+    """Raises InvalidRequest."""
+    given = body["messages"]
+    if not 1 <= len(given) <= MAX_MESSAGES:
+        raise InvalidRequest([Violation("messages", f"{len(given)} messages; 1 to {MAX_MESSAGES} are allowed")])
+    messages = [parse_fields(message, MESSAGE, f"messages[{place}].") for place, message in enumerate(given)]
     wrong = []
-    if not 1 <= len(body.messages) <= MAX_MESSAGES:
-        wrong.append(Violation("messages", f"{len(body.messages)} messages; 1 to {MAX_MESSAGES} are allowed"))
-    for place, message in enumerate(body.messages):
-        if isinstance(message.content, list) and any(part.type != "text" for part in message.content):
+    for place, message in enumerate(messages):
+        content = message.get("content")
+        if isinstance(content, list) and any(part.type != "text" for part in content):
             wrong.append(Violation(f"messages[{place}].content", "only text is served"))
-            break
-    if body.top_logprobs and not body.logprobs:
+    if body.get("top_logprobs") and not body.get("logprobs"):
         wrong.append(Violation("top_logprobs", "only with logprobs"))
-    if body.continue_final_message and body.add_generation_prompt:
+    if body.get("continue_final_message") and body.get("add_generation_prompt"):
         wrong.append(Violation("continue_final_message", "not together with add_generation_prompt"))
-    if taken := sorted(_OTHER_FIELDS & (body.chat_template_kwargs or {}).keys()):
+    if taken := sorted(_OTHER_FIELDS & body.get("chat_template_kwargs", {}).keys()):
         wrong.append(Violation(f"chat_template_kwargs.{taken[0]}", "is given by another field"))
-    if wrong:
-        raise InvalidRequest(wrong)
-    places = ((f"messages[{place}].", message) for place, message in enumerate(body.messages))
-    check_served(("", body), *places)
+    refuse(wrong)
+    return messages
 
 
 def _until(mark: str, text: str) -> str:
@@ -239,12 +232,11 @@ def _until(mark: str, text: str) -> str:
     return before if after.startswith(" ") else before.rstrip()
 
 
-def _shown(message: ChatMessage) -> dict[str, str]:
-    content = message.content or ""
+def _shown(message: Body) -> dict[str, str]:
+    content = message.get("content", "")
     if not isinstance(content, str):
         content = "".join(part.text for part in content)
-    named = {} if message.name is None else {"name": message.name}
-    return {"role": message.role, "content": content, **named}
+    return {**message, "content": content}
 
 
 def _refuse(message: str) -> NoReturn:

@@ -5,95 +5,81 @@ from __future__ import annotations
 import time
 from typing import Any
 
-import msgspec
+from starlette.requests import Request
+from starlette.responses import Response
 
 from ppserve.errors import InvalidRequest, Violation
-from ppserve.head.api.http.exchange import Exchange
-from ppserve.head.api.http.fields import check_model
+from ppserve.head.api.http.calls import JsonResponse, read_body
+from ppserve.head.api.http.fields import Field, Table, check_model
 from ppserve.head.api.http.logprobs import token_name
 from ppserve.head.api.request_handler import RequestHandler, run_in_thread_if_long
 from ppserve.head.api.requests import check_text
 
-_encode = msgspec.json.Encoder().encode
 _STARTED_S = int(time.time())
 
-
-class TokenizeBody(msgspec.Struct, kw_only=True):
-    """Of /tokenize. return_token_strs: vLLM's."""
-
-    prompt: str
-    model: str | None = None
-    return_token_strs: bool | None = None
-
-
-class DetokenizeBody(msgspec.Struct, kw_only=True):
-    """Of /detokenize."""
-
-    tokens: list[int]
-    model: str | None = None
+# return_token_strs: vLLM's.
+TOKENIZE: Table = {
+    "prompt": Field(str, is_needed=True),
+    "model": Field(str),
+    "return_token_strs": Field(bool),
+}
+DETOKENIZE: Table = {"tokens": Field(list[int], is_needed=True), "model": Field(str)}
 
 
-_tokenize_body = msgspec.json.Decoder(TokenizeBody)
-_detokenize_body = msgspec.json.Decoder(DetokenizeBody)
-
-
-async def models(exchange: Exchange, request_handler: RequestHandler) -> None:
+async def models(_request: Request, handler: RequestHandler) -> Response:
     """GET /v1/models."""
-    await exchange.answer(_encode({"object": "list", "data": [_model(request_handler)]}))
+    return JsonResponse({"object": "list", "data": [_model(handler)]})
 
 
-async def model(exchange: Exchange, request_handler: RequestHandler) -> None:
+async def model(request: Request, handler: RequestHandler) -> Response:
     """GET /v1/models/NAME."""
-    check_model(exchange.path_parameter("name"), request_handler.description.name)
-    await exchange.answer(_encode(_model(request_handler)))
+    check_model(request.path_params["name"], handler.description.name)
+    return JsonResponse(_model(handler))
 
 
-async def version(exchange: Exchange, request_handler: RequestHandler) -> None:
+async def version(_request: Request, handler: RequestHandler) -> Response:
     """GET /version."""
-    description = request_handler.description
-    await exchange.answer(_encode({"version": description.version, "system_fingerprint": description.fingerprint}))
+    description = handler.description
+    return JsonResponse({"version": description.version, "system_fingerprint": description.fingerprint})
 
 
-async def tokenize(exchange: Exchange, request_handler: RequestHandler) -> None:
+async def tokenize(request: Request, handler: RequestHandler) -> Response:
     """POST /tokenize. Other than in a prompt, the text of the end-of-text token is that token: this is how
     evaluation harnesses ask for its number."""
-    body = await exchange.read(_tokenize_body)
-    check_model(body.model, request_handler.description.name)
-    check_text("prompt", body.prompt, request_handler.description)
-    special = _end_of_text(request_handler)
-    ids = await request_handler.tokenize("prompt", *(body.prompt.split(special) if special else [body.prompt]))
-    answer: dict[str, Any] = {
-        "count": len(ids),
-        "max_model_len": request_handler.description.max_context,
-        "tokens": ids,
-    }
-    if body.return_token_strs:
+    body = await read_body(request, TOKENIZE)
+    text = body["prompt"]
+    check_model(body.get("model"), handler.description.name)
+    check_text("prompt", text, handler.description)
+    special = _end_of_text(handler)
+    ids = await handler.tokenize("prompt", *(text.split(special) if special else [text]))
+    answer: dict[str, Any] = {"count": len(ids), "max_model_len": handler.description.max_context, "tokens": ids}
+    if body.get("return_token_strs"):
         answer["token_strs"] = await run_in_thread_if_long(
-            len(ids), lambda: [token_name(request_handler.token_bytes(i)) for i in ids]
+            len(ids), lambda: [token_name(handler.token_bytes(i)) for i in ids]
         )
-    await exchange.answer(_encode(answer))
+    return JsonResponse(answer)
 
 
-async def detokenize(exchange: Exchange, request_handler: RequestHandler) -> None:
+async def detokenize(request: Request, handler: RequestHandler) -> Response:
     """POST /detokenize. Special tokens show their text."""
-    body = await exchange.read(_detokenize_body)
-    check_model(body.model, request_handler.description.name)
-    _, content = await request_handler.detokenize("tokens", body.tokens)
-    await exchange.answer(_encode({"prompt": content.decode("utf-8", "replace")}))
+    body = await read_body(request, DETOKENIZE)
+    check_model(body.get("model"), handler.description.name)
+    _, content = await handler.detokenize("tokens", body["tokens"])
+    return JsonResponse({"prompt": content.decode("utf-8", "replace")})
 
 
-async def tokenizer_info(chat_template: str | None, exchange: Exchange, request_handler: RequestHandler) -> None:
+async def tokenizer_info(chat_template: str | None, _request: Request, handler: RequestHandler) -> Response:
     """GET /tokenizer_info. chat_template: its source, where there is one."""
-    if not request_handler.description.has_tokenizer:
+    if not handler.description.has_tokenizer:
         raise InvalidRequest([Violation("model", "this model has no tokenizer")])
-    special = _end_of_text(request_handler) or None
+    special = _end_of_text(handler) or None
     info: dict[str, Any] = dict.fromkeys(("bos_token", "eos_token", "pad_token"), special)
-    info |= {"tokenizer_class": "ppserve", "model_max_length": request_handler.description.max_context}
-    await exchange.answer(_encode(info | {"chat_template": chat_template}))
+    info |= {"tokenizer_class": "ppserve", "model_max_length": handler.description.max_context}
+    return JsonResponse(info | {"chat_template": chat_template})
 
 
-def _model(request_handler: RequestHandler) -> dict[str, Any]:
-    description = request_handler.description
+def _model(handler: RequestHandler) -> dict[str, Any]:
+    description = handler.description
     return {
         "id": description.name,
         "object": "model",
@@ -103,6 +89,6 @@ def _model(request_handler: RequestHandler) -> dict[str, Any]:
     }
 
 
-def _end_of_text(request_handler: RequestHandler) -> str:
-    eos_id = request_handler.description.eos_id
-    return "" if eos_id is None else request_handler.token_bytes(eos_id).decode("utf-8", "replace")
+def _end_of_text(handler: RequestHandler) -> str:
+    eos_id = handler.description.eos_id
+    return "" if eos_id is None else handler.token_bytes(eos_id).decode("utf-8", "replace")

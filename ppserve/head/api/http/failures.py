@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping
 
 import msgspec
 
 from ppserve.errors import DeadlinePassed, InvalidRequest, Overloaded, RequestError, RequestFailed, Unauthenticated
-from ppserve.head.api.requests import named_for
 
 _STATUSES = {
     "INVALID_ARGUMENT": 400,
@@ -21,7 +20,7 @@ _STATUSES = {
 # A server that drains, or has lost its stages, is replaced; nobody knows when.
 _RETRY_UNAVAILABLE_S = 5.0
 # What the proto calls it -> what callers of HTTP call it, where that is not the part after the dot.
-_HTTP_NAMES = {
+HTTP_NAMES = {
     "token_ids.ids": "prompt",
     "output.prompt_logprobs": "logprobs",
     "stop.include_stop": "include_stop_str_in_output",
@@ -29,22 +28,28 @@ _HTTP_NAMES = {
     "resume.index": "resume.index",
 }
 
-Headers = Sequence[tuple[bytes, bytes]]
-
 
 class HttpError(RequestError):
-    """An error that only HTTP has. code: the HTTP status. param: the wrong field. headers: of the answer."""
+    """An error that only HTTP has."""
 
     status = "INVALID_ARGUMENT"
 
     def __init__(
-        self, code: int, reason: str, message: str, param: str | None = None, headers: Headers = ()
+        self,
+        code: int,
+        reason: str,
+        message: str,
+        param: str | None = None,
+        headers: Mapping[str, str] | None = None,
     ) -> None:
         super().__init__(message)
         self.code = code
+        """The HTTP status."""
         self.reason = reason
         self.param = param
-        self.headers = headers
+        """The wrong field."""
+        self.headers = headers or {}
+        """Of the answer."""
 
 
 class ErrorJson(msgspec.Struct):
@@ -62,36 +67,28 @@ def status_of(error: RequestError) -> int:
 
 
 def content_of(error: RequestError) -> bytes:
-    """The error as JSON. Fields have the names that callers of HTTP know."""
-    message, param = str(error), None
-    if isinstance(error, InvalidRequest):
-        named = [(named_for(violation.field, _HTTP_NAMES), violation.problem) for violation in error.violations]
-        message, param = "; ".join(f"{name}: {problem}" for name, problem in named), named[0][0]
-    elif isinstance(error, HttpError):
-        param = error.param
+    """The error as JSON."""
+    param = error.violations[0].field if isinstance(error, InvalidRequest) else getattr(error, "param", None)
     status = status_of(error)
     kind = "server_error" if status >= 500 else "rate_limit_error" if status == 429 else "invalid_request_error"
-    return msgspec.json.encode({"error": ErrorJson(message, kind, param, error.reason.lower())})
+    return msgspec.json.encode({"error": ErrorJson(str(error), kind, param, error.reason.lower())})
 
 
-def headers_of(error: RequestError) -> list[tuple[bytes, bytes]]:
+def headers_of(error: RequestError) -> Mapping[str, str]:
     """Whether and when to try again, and what to bring."""
     match error:
         case HttpError(headers=headers):
-            return list(headers)
+            return headers
         case Unauthenticated():
-            return [(b"www-authenticate", b"Bearer")]
+            return {"www-authenticate": "Bearer"}
         case RequestFailed() | DeadlinePassed():
-            # Again it would fail again, and openai-python repeats every 5xx unless told not to.
-            return [(b"x-should-retry", b"false")]
+            # It would fail again, and openai-python repeats every 5xx unless told not to.
+            return {"x-should-retry": "false"}
         case Overloaded(retry_after_s=retry_after_s):
             return _retry_after(retry_after_s)
-    return _retry_after(_RETRY_UNAVAILABLE_S) if status_of(error) == 503 else []
+    return _retry_after(_RETRY_UNAVAILABLE_S) if status_of(error) == 503 else {}
 
 
-def _retry_after(seconds: float) -> list[tuple[bytes, bytes]]:
+def _retry_after(seconds: float) -> Mapping[str, str]:
     """In whole seconds, as the standard has it, and exactly, as openai-python also reads it."""
-    return [
-        (b"retry-after", str(math.ceil(seconds)).encode()),
-        (b"retry-after-ms", str(math.ceil(seconds * 1000)).encode()),
-    ]
+    return {"retry-after": str(math.ceil(seconds)), "retry-after-ms": str(math.ceil(seconds * 1000))}

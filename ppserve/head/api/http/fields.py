@@ -1,201 +1,228 @@
-"""What bodies may hold, and what it asks for. Fields that are not named here are ignored, as clients expect; those
-that would change the answer, if they were served, are of the type `Unserved` and refused by their names.
+"""What bodies may hold, and what it asks for: one table for each kind of body, read by `parse_body`.
 
-Only what has no counterpart in `Asked` is judged here; see `ppserve.head.api.requests`.
+Fields that no table names are ignored, as clients expect. Those that would change the answer if they were served
+are refused by their names, unless their value asks for nothing.
 """
 
 from __future__ import annotations
 
 import re
 import reprlib
-from collections.abc import Mapping, Sequence
-from functools import cache
-from itertools import islice
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any, cast
 
 import msgspec
 
 from ppserve.errors import InvalidRequest, Violation
 from ppserve.head.api.http.failures import HttpError
-from ppserve.head.api.requests import MAX_TOLD, ParsedRequest, Resume
-from ppserve.head.limits import MAX_PRIORITY
+from ppserve.head.api.requests import MAX_TOLD
+from ppserve.head.limits import MAX_PRIORITY, MAX_SEED
 
 MAX_PROMPTS = 256
 # OpenAI's default for completions; those of a chat may take what is left of the context.
 DEFAULT_MAX_TOKENS = 16
-# More than any caller means, so that a whole answer is one piece.
-_ALL = 2**32 - 1
 _TOKEN_ID = re.compile(r"0|-?[1-9][0-9]{0,18}")
 
 Prompt = str | Sequence[int]
-# The type of fields that are refused where they ask for something: see `check_served`.
-Unserved = Any
+Body = dict[str, Any]
+"""The fields of a body that are in its table and not null, by their names there, of the types there."""
 
 
-class StreamOptions(msgspec.Struct):
-    """include_usage: a last event with it. continuous_usage_stats: on every event."""
+@dataclass(frozen=True, slots=True)
+class Field:
+    """A field of a body that is served."""
 
-    include_usage: bool | None = None
-    continuous_usage_stats: bool | None = None
+    type: Any
+    """As msgspec converts to it; or the table of an object's fields."""
+    to: str = ""
+    """The field of a request, as in the proto; "" for what HTTP alone reads."""
+    read: Callable[[Any], Any] = lambda value: value
+    """From its value to the request's. Raises ValueError, saying what is wrong."""
+    default: Any = None
+    is_needed: bool = False
+    is_closed: bool = False
+    """Whether an object with other fields than those of its table is refused."""
 
 
-class ResumeBody(msgspec.Struct, forbid_unknown_fields=True):
-    """A sequence whose stream broke: its index, and the token ids of it that the caller holds. Other names are
-    refused: an answer that began anew would give the caller its text twice."""
+@dataclass(frozen=True, slots=True)
+class Unserved:
+    """A field that is refused, unless it is null, false, empty or `neutral`."""
 
-    token_ids: list[int]
-    index: int = 0
+    neutral: Any = None
+
+    def refuse(self, value: Any) -> None:
+        """Raises ValueError for a value that asks for something."""
+        is_empty = value is None or value is False or value in ("", [])
+        if not (value is None or value == self.neutral if self.neutral is not None else is_empty):
+            raise ValueError("not served")
 
 
-# What asks for nothing of a field that is not served, where that is not null, false, or an empty text or list.
-_NEUTRAL: dict[str, Any] = {
-    "best_of": 1,
-    "function_call": "none",
-    "modalities": ["text"],
-    "response_format": {"type": "text"},
-    "skip_special_tokens": True,
-    "tool_choice": "none",
+Table = Mapping[str, Field | Unserved]
+
+
+def _read_priority(given: int) -> int:
+    """In vLLM's interface the lowest comes first, in ours the highest."""
+    if abs(given) > MAX_PRIORITY:
+        raise ValueError(f"{given} is outside {-MAX_PRIORITY} to {MAX_PRIORITY}")
+    return -given
+
+
+def _read_bias(given: dict[str, float]) -> dict[int, float]:
+    if wrong := [name for name in given if not _TOKEN_ID.fullmatch(name)]:
+        raise ValueError(f"{reprlib.repr(wrong[0])} is no token id")
+    return {int(token_id): bias for token_id, bias in given.items()}
+
+
+def _read_seed(given: int) -> int:
+    """OpenAI's seeds are signed; ours are the same 64 bits."""
+    return given & MAX_SEED if -(2**63) <= given < 0 else given
+
+
+RESUME: Table = {
+    "token_ids": Field(list[int], "resume_ids", is_needed=True),
+    "index": Field(int, "resume_index", default=0),
+}
+"""A sequence whose stream broke: its index, and the token ids of it that the caller holds."""
+
+SAMPLING: Table = {
+    "model": Field(str),
+    "temperature": Field(float, "temperature"),
+    "top_k": Field(int, "top_k", lambda top_k: 0 if top_k == -1 else top_k),
+    "top_p": Field(float, "top_p"),
+    "min_p": Field(float, "min_p"),
+    "repetition_penalty": Field(float, "repetition_penalty"),
+    "frequency_penalty": Field(float, "frequency_penalty"),
+    "presence_penalty": Field(float, "presence_penalty"),
+    "seed": Field(int, "seed", _read_seed),
+    "n": Field(int, "n"),
+    "logit_bias": Field(dict[str, float], "logit_bias", _read_bias),
+    "max_tokens": Field(int, "max_tokens"),
+    "min_tokens": Field(int, "min_tokens"),
+    "stop": Field(str | list[str], "stop", lambda stop: [stop] if isinstance(stop, str) else stop),
+    "stop_token_ids": Field(list[int], "stop_token_ids"),
+    "ignore_eos": Field(bool, "ignore_eos"),
+    "include_stop_str_in_output": Field(bool, "include_stop"),
+    "return_token_ids": Field(bool, "token_ids"),
+    "return_tokens_as_token_ids": Field(bool),
+    "stream": Field(bool),
+    "stream_options": Field({"include_usage": Field(bool), "continuous_usage_stats": Field(bool)}),
+    "stream_interval": Field(int, "stream_interval"),
+    "priority": Field(int, "priority", _read_priority),
+    "request_id": Field(str),
+    "resume": Field(RESUME, is_closed=True),
+    **dict.fromkeys(
+        (
+            *("allowed_token_ids", "bad_words", "guided_choice", "guided_grammar", "guided_json", "guided_regex"),
+            *("kv_transfer_params", "logprob_token_ids", "logits_processors", "prompt_logprobs"),
+            *("repetition_detection", "structured_outputs", "truncate_prompt_tokens", "use_beam_search"),
+            "vllm_xargs",
+        ),
+        Unserved(),
+    ),
+    "best_of": Unserved(1),
+    "response_format": Unserved({"type": "text"}),
+    "skip_special_tokens": Unserved(True),
+}
+"""What completions and chats have in common."""
+
+COMPLETION: Table = {
+    **SAMPLING,
+    "prompt": Field(str | list[str | int | list[int]]),
+    "echo": Field(bool, "echo"),
+    "logprobs": Field(int, "logprobs"),
+    "suffix": Unserved(),
+    "prompt_embeds": Unserved(),
 }
 
 
-class Sampling(msgspec.Struct, kw_only=True):
-    """What completions and chats have in common. null is the same as absent."""
-
-    model: str | None = None
-    temperature: float | None = None
-    top_k: int | None = None
-    top_p: float | None = None
-    min_p: float | None = None
-    repetition_penalty: float | None = None
-    frequency_penalty: float | None = None
-    presence_penalty: float | None = None
-    seed: int | None = None
-    n: int | None = None
-    logit_bias: dict[str, float] | None = None
-    max_tokens: int | None = None
-    min_tokens: int | None = None
-    stop: str | list[str] | None = None
-    stop_token_ids: list[int] | None = None
-    ignore_eos: bool | None = None
-    include_stop_str_in_output: bool | None = None
-    return_token_ids: bool | None = None
-    return_tokens_as_token_ids: bool | None = None
-    stream: bool | None = None
-    stream_options: StreamOptions | None = None
-    stream_interval: int | None = None
-    priority: int | None = None
-    request_id: str | None = None
-    resume: ResumeBody | None = None
-
-    allowed_token_ids: Unserved = None
-    bad_words: Unserved = None
-    best_of: Unserved = None
-    guided_choice: Unserved = None
-    guided_grammar: Unserved = None
-    guided_json: Unserved = None
-    guided_regex: Unserved = None
-    kv_transfer_params: Unserved = None
-    logprob_token_ids: Unserved = None
-    logits_processors: Unserved = None
-    prompt_logprobs: Unserved = None
-    repetition_detection: Unserved = None
-    response_format: Unserved = None
-    skip_special_tokens: Unserved = None
-    structured_outputs: Unserved = None
-    truncate_prompt_tokens: Unserved = None
-    use_beam_search: Unserved = None
-    vllm_xargs: Unserved = None
+def parse_body(content: bytes, table: Table) -> Body:
+    """Raises InvalidRequest, naming the fields that are wrong."""
+    try:
+        given = msgspec.json.decode(content, type=dict[str, Any])
+    except msgspec.ValidationError as error:
+        raise InvalidRequest([Violation("body", str(error))]) from error
+    except msgspec.DecodeError as error:
+        why = str(error).removeprefix("JSON is malformed: ")
+        raise InvalidRequest([Violation("body", f"not JSON: {why}")]) from error
+    except (UnicodeDecodeError, RecursionError) as error:
+        problem = "not UTF-8" if isinstance(error, UnicodeDecodeError) else "nested too deeply"
+        raise InvalidRequest([Violation("body", problem)]) from error
+    return parse_fields(given, table)
 
 
-class CompletionBody(Sampling, kw_only=True):
-    """Of /v1/completions. prompt: a text, token ids, or a list of texts or of lists of token ids."""
+def parse_fields(given: Mapping[str, Any], table: Table, place: str = "") -> Body:
+    """place: what stands before the names of these fields in errors. Raises InvalidRequest."""
+    body: Body = {}
+    wrong: list[Violation] = []
+    for name, field in table.items():
+        value = given.get(name)
+        try:
+            if isinstance(field, Unserved):
+                field.refuse(value)
+            elif value is not None:
+                body[name] = _converted(value, field, f"{place}{name}.")
+            elif field.is_needed:
+                raise ValueError("is missing")
+            elif field.default is not None:
+                body[name] = field.default
+        except InvalidRequest as error:
+            wrong += error.violations
+        except ValueError as error:  # msgspec's as well
+            problem, _, path = str(error).partition(" - at `$")
+            wrong.append(Violation(place + name + path.rstrip("`").replace("[...]", ""), problem))
+    if wrong:
+        raise InvalidRequest(wrong[:MAX_TOLD])
+    return body
 
-    prompt: str | list[str | int | list[int]] | None = None
-    echo: bool | None = None
-    logprobs: int | None = None
-    suffix: Unserved = None
-    prompt_embeds: Unserved = None
+
+def _converted(value: Any, field: Field, place: str) -> Any:
+    if not isinstance(field.type, Mapping):
+        return msgspec.convert(value, field.type)
+    fields = msgspec.convert(value, dict[str, Any])
+    if field.is_closed and (unknown := sorted(fields.keys() - field.type.keys())):
+        raise InvalidRequest([Violation(place + unknown[0], "there is no such field")])
+    return parse_fields(fields, field.type, place)
 
 
-_SAME_NAMES = (
-    *("temperature", "top_p", "min_p", "repetition_penalty", "frequency_penalty", "presence_penalty", "n"),
-    *("max_tokens", "min_tokens", "stop_token_ids", "ignore_eos", "stream_interval"),
-)
+def request_fields(body: Body, table: Table) -> dict[str, Any]:
+    """What the body asks for, as `to_request` takes it. Raises InvalidRequest."""
+    given: dict[str, Any] = {}
+    for name, field in table.items():
+        if name not in body or isinstance(field, Unserved):
+            continue
+        if isinstance(field.type, Mapping):
+            given |= request_fields(body[name], field.type)
+        elif field.to:
+            try:
+                given[field.to] = field.read(body[name])
+            except ValueError as error:
+                raise InvalidRequest([Violation(name, str(error))]) from None
+    return given
+
+
+def check_common(body: Body, served: str) -> None:
+    """What no single field tells. Raises InvalidRequest, and HttpError for a model that is not `served`."""
+    check_model(body.get("model"), served)
+    if "stream_options" in body and not body.get("stream"):
+        raise InvalidRequest([Violation("stream_options", "only with stream")])
 
 
 def check_model(name: str | None, served: str) -> None:
-    """Raises HttpError for a model that is not `served`. Who names none means the one that there is."""
+    """Raises HttpError for a model that is not `served`. No name means the one that there is."""
     if name is not None and name != served:
         raise HttpError(404, "MODEL_NOT_FOUND", f"this model is not served; {served!r} is", "model")
 
 
-def check_served(*parts: tuple[str, msgspec.Struct]) -> None:
-    """Raises InvalidRequest for fields that are not served and ask for something. parts: of a body, each with what
-    stands before the names of its fields."""
-    wrong = (
-        Violation(f"{place}{name}", "not served")
-        for place, part in parts
-        for name in _unserved(type(part))
-        if _asks_for_something(name, getattr(part, name))
-    )
-    if told := list(islice(wrong, MAX_TOLD)):
-        raise InvalidRequest(told)
+def completion_fields(body: Body) -> dict[str, Any]:
+    """What a body of /v1/completions asks for of each of its prompts. Raises InvalidRequest."""
+    given = {"max_tokens": DEFAULT_MAX_TOKENS} | request_fields(body, COMPLETION)
+    return given | {"prompt_logprobs": body.get("logprobs") if body.get("echo") else None}
 
 
-@cache
-def _unserved(kind: type[msgspec.Struct]) -> tuple[str, ...]:
-    return tuple(field.name for field in msgspec.structs.fields(kind) if field.type is Unserved)
-
-
-def _asks_for_something(name: str, value: Any) -> bool:
-    if value is None or name in _NEUTRAL:
-        return value is not None and value != _NEUTRAL[name]
-    return value is not False and value not in ("", [])
-
-
-def asked_from(body: Sampling, prompt: Prompt, **more: Any) -> ParsedRequest:
-    """What the body asks for, from one prompt; `more` as in `Asked`. Raises InvalidRequest."""
-    if body.stream_options is not None and not body.stream:
-        raise InvalidRequest([Violation("stream_options", "only with stream")])
-    given = {name: getattr(body, name) for name in _SAME_NAMES}
-    given["include_stop"] = body.include_stop_str_in_output
-    given["token_ids"] = body.return_token_ids
-    given["top_k"] = 0 if body.top_k == -1 else body.top_k
-    # OpenAI's seeds are signed; ours are the same 64 bits.
-    given["seed"] = body.seed + 2**64 if body.seed is not None and -(2**63) <= body.seed < 0 else body.seed
-    given["priority"] = None if body.priority is None else _priority_from(body.priority)
-    given["stop"] = [body.stop] if isinstance(body.stop, str) else body.stop
-    given["logit_bias"] = None if body.logit_bias is None else _bias_from(body.logit_bias)
-    if not body.stream:
-        given["stream_interval"] = _ALL
-    if body.resume is not None:
-        given["resume"] = Resume(body.resume.index, body.resume.token_ids)
-    given |= more
-    return ParsedRequest(prompt=prompt, **{name: value for name, value in given.items() if value is not None})
-
-
-def called(names: Mapping[str, str], error: InvalidRequest) -> InvalidRequest:
-    """The same mistakes. names: what this body calls fields, where the proto's names do not tell."""
-    told = []
-    for violation in error.violations:
-        name, bracket, rest = violation.field.partition("[")
-        told.append(Violation(names.get(name, name) + bracket + rest, violation.problem))
-    return InvalidRequest(told)
-
-
-def completions_from(body: CompletionBody) -> list[ParsedRequest]:
-    """What the body asks for, of each of its prompts. Raises InvalidRequest."""
-    prompts = _prompts_from(body.prompt)
-    check_served(("", body))
-    if body.resume is not None and len(prompts) > 1:
-        raise InvalidRequest([Violation("resume", "with one prompt only")])
-    max_tokens = DEFAULT_MAX_TOKENS if body.max_tokens is None else body.max_tokens
-    scored = body.logprobs if body.echo else None
-    more = {"max_tokens": max_tokens, "echo": body.echo, "logprobs": body.logprobs, "prompt_logprobs": scored}
-    return [asked_from(body, prompt, **more) for prompt in prompts]
-
-
-def _prompts_from(given: str | list[str | int | list[int]] | None) -> list[Prompt]:
+def completion_prompts(body: Body) -> list[Prompt]:
+    """Raises InvalidRequest."""
+    given = body.get("prompt")
     if given is None or isinstance(given, str):
         return [given or ""]
     kinds = {type(part) for part in given}
@@ -205,17 +232,6 @@ def _prompts_from(given: str | list[str | int | list[int]] | None) -> list[Promp
         return [cast(Sequence[int], given)]
     if not 1 <= len(given) <= MAX_PROMPTS:
         raise InvalidRequest([Violation("prompt", f"{len(given)} prompts; 1 to {MAX_PROMPTS} are allowed")])
+    if "resume" in body and len(given) > 1:
+        raise InvalidRequest([Violation("resume", "with one prompt only")])
     return cast("list[Prompt]", given)
-
-
-def _priority_from(given: int) -> int:
-    """In vLLM's interface the lowest comes first, in ours the highest."""
-    if abs(given) > MAX_PRIORITY:
-        raise InvalidRequest([Violation("priority", f"{given} is outside {-MAX_PRIORITY} to {MAX_PRIORITY}")])
-    return -given
-
-
-def _bias_from(given: dict[str, float]) -> dict[int, float]:
-    if wrong := [name for name in given if not _TOKEN_ID.fullmatch(name)]:
-        raise InvalidRequest([Violation("logit_bias", f"{reprlib.repr(wrong[0])} is no token id")])
-    return {int(token_id): bias for token_id, bias in given.items()}

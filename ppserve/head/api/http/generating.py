@@ -3,72 +3,97 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Mapping, Sequence
 from contextlib import AsyncExitStack
 
-import msgspec
+from starlette.requests import Request
+from starlette.responses import Response
 
 from ppserve.errors import InvalidRequest
+from ppserve.head.api.call import Call
 from ppserve.head.api.http.answers import Answers
-from ppserve.head.api.http.exchange import Exchange
-from ppserve.head.api.http.fields import CompletionBody, Sampling, called, check_model, completions_from
+from ppserve.head.api.http.calls import EventStream, JsonResponse, ended_by_hang_up, read_body
+from ppserve.head.api.http.failures import HTTP_NAMES, content_of
+from ppserve.head.api.http.fields import (
+    COMPLETION,
+    Body,
+    Prompt,
+    check_common,
+    completion_fields,
+    completion_prompts,
+)
 from ppserve.head.api.request_handler import RequestHandler, run_in_thread_if_long
-from ppserve.head.api.requests import ParsedRequest
-from ppserve.head.api.stream import RequestStream
-
-_completion_body = msgspec.json.Decoder(CompletionBody)
+from ppserve.head.api.requests import Fields, renamed
+from ppserve.head.api.stream import Delta, RequestStream, deltas_in_time
 
 
-async def completions(exchange: Exchange, request_handler: RequestHandler) -> None:
+async def completions(request: Request, handler: RequestHandler) -> Response:
     """POST /v1/completions."""
-    body = await exchange.read(_completion_body)
-    check_model(body.model, request_handler.description.name)
-    await generate(exchange, request_handler, body, completions_from(body), Answers)
+    with handler.counting_refusals():
+        body = await read_body(request, COMPLETION)
+        check_common(body, handler.description.name)
+        given, prompts = completion_fields(body), completion_prompts(body)
+    return await generate(request, handler, body, given, prompts, Answers)
 
 
 async def generate(
-    exchange: Exchange,
-    request_handler: RequestHandler,
-    body: Sampling,
-    prompts: Sequence[ParsedRequest],
+    request: Request,
+    handler: RequestHandler,
+    body: Body,
+    given: Fields,
+    prompts: Sequence[Prompt],
     kind: type[Answers],
-) -> None:
-    """Answers with what `prompts` bring: all of it, or as events. All of them run, or none."""
+    names: Mapping[str, str] = HTTP_NAMES,
+) -> Response:
+    """Answers with what `prompts` bring: all of it, or as events. All of them run, or none. names: what the body
+    calls a request's fields, where the proto's names do not tell."""
     # A header's value, as which the name goes back, has no spaces at its ends.
-    exchange.call = request_handler.name(exchange.call, (body.request_id or "").strip())
-    async with exchange.attended(), AsyncExitStack() as stack:
-        streams: list[RequestStream] = []
-        for place, parsed in enumerate(prompts):
+    name, max_bytes = body.get("request_id", "").strip(), handler.description.limits.max_request_id_bytes
+    with handler.counting_refusals():
+        call: Call = request.state.call.named(name, max_bytes)
+    request.state.call = call
+    async with ended_by_hang_up(request), AsyncExitStack() as stack:
+        news, streams = asyncio.Event(), []
+        for place, prompt in enumerate(prompts):
+            stream = handler.generate(given, prompt, call.another(), news)
             try:
-                streams.append(
-                    await stack.enter_async_context(request_handler.generate(parsed, exchange.call.another()))
-                )
+                streams.append(await stack.enter_async_context(stream))
             except InvalidRequest as error:
-                names = dict.fromkeys(("prompt", "token_ids.ids"), f"prompt[{place}]")
-                raise (error if len(prompts) == 1 else called(names, error)) from None
-        answers = kind(exchange.call, body, [stream.request for stream in streams], request_handler)
-        if body.stream:
-            await _send_events(exchange, answers, streams)
-        else:
-            deltas = [[delta async for delta in stream.deltas_in_time()] for stream in streams]
-            num_tokens = sum(len(delta.tokens) + len(delta.prompt_scores) for part in deltas for delta in part)
-            await exchange.answer(await run_in_thread_if_long(num_tokens, lambda: answers.whole(deltas)))
+                which = {} if len(prompts) == 1 else dict.fromkeys(("prompt", "token_ids.ids"), f"prompt[{place}]")
+                raise renamed(error, {**names, **which}) from None
+        answers = kind(call, body, [stream.request for stream in streams], handler)
+        if not body.get("stream"):
+            return JsonResponse(await _whole(answers, streams))
+        events = _events(answers, streams)
+        first = await anext(events)  # until then, an error can be told by a status
+        return EventStream(_answered(call, first, events), stack.pop_all())
 
 
-async def _send_events(exchange: Exchange, answers: Answers, streams: Sequence[RequestStream]) -> None:
-    async def send(place: int, stream: RequestStream) -> None:
-        async for delta in stream.deltas_in_time():
-            await exchange.event(answers.event(place, delta))
+async def _whole(answers: Answers, streams: Sequence[RequestStream]) -> bytes:
+    deltas: list[list[Delta]] = [[] for _ in streams]
+    async for place, delta in deltas_in_time(streams):
+        deltas[place].append(delta)
+    num_tokens = sum(len(delta.tokens) + len(delta.prompt_scores) for part in deltas for delta in part)
+    return await run_in_thread_if_long(num_tokens, lambda: answers.whole(deltas))
 
-    if len(streams) == 1:
-        await send(0, streams[0])
-    else:
-        try:
-            async with asyncio.TaskGroup() as group:
-                for place, stream in enumerate(streams):
-                    group.create_task(send(place, stream))
-        except ExceptionGroup as errors:
-            raise errors.exceptions[0] from None
+
+async def _events(answers: Answers, streams: Sequence[RequestStream]) -> AsyncIterator[bytes]:
+    async for place, delta in deltas_in_time(streams):
+        yield _event(answers.event(place, delta))
     if (last := answers.last_event()) is not None:
-        await exchange.event(last)
-    await exchange.end_events()
+        yield _event(last)
+
+
+async def _answered(call: Call, first: bytes, others: AsyncIterator[bytes]) -> AsyncGenerator[bytes, None]:
+    """The events of an answer that has begun: an error is told by an event now."""
+    yield first
+    try:
+        async for event in others:
+            yield event
+    except Exception as error:
+        yield _event(content_of(call.refusal(error)))
+    yield _event(b"[DONE]")
+
+
+def _event(content: bytes) -> bytes:
+    return b"data: %b\n\n" % content

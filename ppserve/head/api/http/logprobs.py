@@ -56,9 +56,16 @@ class LogprobWriter:
         self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
         self._offset = 0
 
-    def completion(self, scored: Iterable[ScoredToken]) -> LogprobsJson:
-        """Of the sequence's next tokens."""
+    def completion(self, prompt: Iterable[ScoredToken], generated: Iterable[ScoredToken]) -> LogprobsJson:
+        """Of the sequence's next tokens. prompt: those of the prompt where they are asked for and come first. Its
+        text and the generated one are decoded apart: a character is not completed across them."""
         lists = LogprobsJson([], [], [], [])
+        self._add(lists, prompt)
+        self._offset += len(self._decoder.decode(b"", final=True)) if lists.tokens else 0
+        self._add(lists, generated)
+        return lists
+
+    def _add(self, lists: LogprobsJson, scored: Iterable[ScoredToken]) -> None:
         for token_id, score in scored:
             name = self._name(token_id)
             lists.tokens.append(name)
@@ -76,7 +83,6 @@ class LogprobWriter:
             top.setdefault(name, logprob)
             lists.token_logprobs.append(logprob)
             lists.top_logprobs.append(top)
-        return lists
 
     def chat(self, scored: Iterable[ScoredToken]) -> ChatLogprobsJson:
         """Of the sequence's next tokens."""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import logging
 from collections.abc import Awaitable, Callable, Iterable
 from functools import partial
@@ -11,34 +10,32 @@ from typing import NoReturn, Protocol
 
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
-from starlette.middleware import Middleware
-from starlette.requests import Request
+from starlette.requests import ClientDisconnect, Request
+from starlette.responses import Response
 from starlette.routing import Route
-from starlette.types import ASGIApp, Receive, Scope, Send
 
 from ppserve.config import ServerSettings
-from ppserve.errors import DeadlinePassed, Draining
-from ppserve.head.api.call import Call
+from ppserve.errors import Draining
 from ppserve.head.api.http import describing
+from ppserve.head.api.http.calls import JsonResponse, begin_call, key_of, time_limit
 from ppserve.head.api.http.chat import ChatTemplate, chat_completions
-from ppserve.head.api.http.exchange import Exchange
-from ppserve.head.api.http.failures import HttpError, content_of
+from ppserve.head.api.http.failures import HttpError, content_of, headers_of, status_of
 from ppserve.head.api.http.generating import completions
 from ppserve.head.api.request_handler import RequestHandler
 from ppserve.head.api.tls import Certificates, LiveContext, read_certificates
-from ppserve.head.listener import Bounds, Headers, Listener
+from ppserve.head.listener import Listener
 
 log = logging.getLogger(__name__)
 
-BOUNDS = Bounds()
+MAX_CONNECTIONS = 2048
 OPEN_PATHS = ("/health",)
 # The caller hung up before it was answered: nginx's number.
 _CALLER_GONE = 499
 
-STATUSES = (200, 400, 401, 404, 405, 408, 413, 429, 431, _CALLER_GONE, 500, 503, 504)
+STATUSES = (200, 400, 401, 404, 405, 413, 429, _CALLER_GONE, 500, 503, 504)
 OTHER_PATHS = "other"
 
-Endpoint = Callable[[Exchange, RequestHandler], Awaitable[None]]
+Endpoint = Callable[[Request, RequestHandler], Awaitable[Response]]
 
 
 class AnswerCounts(Protocol):
@@ -48,7 +45,7 @@ class AnswerCounts(Protocol):
         """Answers with these statuses may come: their counts begin at zero."""
 
     def http_answered(self, path: str, status: int) -> None:
-        """An answer was sent, or its caller had hung up."""
+        """An answer has begun, or its caller had hung up."""
 
 
 class HttpServer:
@@ -59,6 +56,7 @@ class HttpServer:
         self._settings = settings
         template = ChatTemplate(settings.chat_template) if settings.chat_template else None
         self._request_handler = request_handler
+        self._counts = counts
         self._is_serving = False
         endpoints: list[tuple[str, str, Endpoint]] = [
             ("POST", "/v1/completions", completions),
@@ -71,25 +69,18 @@ class HttpServer:
             ("POST", "/tokenize", describing.tokenize),
             ("POST", "/detokenize", describing.detokenize),
         ]
-        paths = frozenset(path for _, path, _ in endpoints if "{" not in path)
-        for path in (*paths, OTHER_PATHS):
+        self._paths = frozenset(path for _, path, _ in endpoints if "{" not in path)
+        for path in (*self._paths, OTHER_PATHS):
             counts.http_expected(path, STATUSES)
-        routes = [
-            Route(path, _Serving(endpoint, request_handler), methods=[method])
-            for method, path, endpoint in endpoints
-        ]
         app = Starlette(
-            routes=routes,
-            middleware=[Middleware(_Gate, request_handler, counts, paths)],
-            exception_handlers={HTTPException: _no_such_path},
+            routes=[Route(path, self._served(endpoint), methods=[method]) for method, path, endpoint in endpoints],
+            exception_handlers={HTTPException: self._missing},
         )
         # Not sent elsewhere: an address made of the caller's own Host header may be anybody's.
         app.router.redirect_slashes = False
         certificates = read_certificates(settings)
-        self._counts = counts
         self._tls = LiveContext(certificates) if certificates else None
-        context = self._tls.context if self._tls else None
-        self._listener = Listener(app, BOUNDS, context, self._refuse)
+        self._listener = Listener(app, MAX_CONNECTIONS, self._tls.context if self._tls else None)
 
     async def start(self) -> int:
         """Bind and listen; return the port. Raises ConfigError when the address cannot be bound."""
@@ -110,83 +101,47 @@ class HttpServer:
         await self._request_handler.drain(timeout_s)
         await self._listener.stop()
 
-    async def _health(self, exchange: Exchange, _request_handler: RequestHandler) -> None:
+    async def _health(self, _request: Request, _handler: RequestHandler) -> Response:
         if not self._is_serving:
             raise Draining("not serving: a stage is away, or the server is shutting down")
-        await exchange.answer(b"{}")
+        return JsonResponse({})
 
-    def _refuse(self, status: int) -> tuple[Headers, bytes]:
-        """The answer to bytes that are no request, so that nobody knows whose they are."""
-        error = HttpError(400, "NO_HTTP", "this is no HTTP request, or one whose headers contradict each other")
-        if status == 431:
-            error = _head_too_long()
-        call = Call.begin("", None, None)
-        call.refusal(error)
-        self._counts.http_answered(OTHER_PATHS, error.code)
-        names = [(name.encode(), value.encode()) for name, value in call.names]
-        return [(b"content-type", b"application/json"), *names], content_of(error)
+    # ---- around every path ----------------------------------------------------------------------------
 
+    def _served(self, endpoint: Endpoint) -> Callable[[Request], Awaitable[Response]]:
+        async def answer(request: Request) -> Response:
+            return await self._answer(endpoint, request)
 
-class _Serving:
-    """An endpoint as ASGI."""
+        return answer
 
-    def __init__(self, endpoint: Endpoint, request_handler: RequestHandler) -> None:
-        self._endpoint = endpoint
-        self._request_handler = request_handler
+    async def _missing(self, request: Request, error: Exception) -> Response:
+        """What the router says of paths and methods that there are not; only those who may call learn which."""
+        assert isinstance(error, HTTPException)
+        phrase, headers = HTTPStatus(error.status_code).phrase, error.headers
+        reason, message = phrase.upper().replace(" ", "_"), f"{phrase.lower()} on this server"
 
-    async def __call__(self, scope: Scope, _receive: Receive, _send: Send) -> None:
-        await self._endpoint(scope["state"]["exchange"], self._request_handler)
+        async def refuse(_request: Request, _handler: RequestHandler) -> NoReturn:
+            raise HttpError(error.status_code, reason, message, headers=headers)
 
+        return await self._answer(refuse, request)
 
-class _Gate:
-    """Stands before every path, also those that there are not: whoever has no key does not learn which."""
-
-    def __init__(
-        self, app: ASGIApp, request_handler: RequestHandler, counts: AnswerCounts, paths: frozenset[str]
-    ) -> None:
-        self._app = app
-        self._request_handler = request_handler
-        self._counts = counts
-        self._paths = paths
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        exchange = Exchange(scope, receive, send, self._request_handler)
-        scope["state"]["exchange"] = exchange
+    async def _answer(self, endpoint: Endpoint, request: Request) -> Response:
+        """The endpoint's answer, or its error as one; counted, and with the call's names."""
+        handler, path = self._request_handler, request.scope["path"]
+        request.state.call = begin_call(request, handler)
         try:
-            await self._answer(exchange, scope, receive)
-        except asyncio.CancelledError:
-            # The caller hung up, stopped reading, or the server closes: nobody reads the rest.
-            log.debug("request %s: ended before its answer", exchange.call.request_id, extra=exchange.call.trace)
-            exchange.abort()
-        path = scope["path"] if scope["path"] in self._paths else OTHER_PATHS
-        self._counts.http_answered(path, exchange.status or _CALLER_GONE)
-
-    async def _answer(self, exchange: Exchange, scope: Scope, receive: Receive) -> None:
-        try:
-            # The listener has refused it unless all of it came at once.
-            if sum(len(name) + len(value) for name, value in scope["headers"]) > BOUNDS.head_bytes:
-                raise _head_too_long()
-            if self._request_handler.keys is not None and scope["path"] not in OPEN_PATHS:
-                self._request_handler.keys.check(exchange.key)
-            try:
-                async with exchange.limited() as limit:
-                    await self._app(scope, receive, exchange.send)
-            except TimeoutError:
-                if not limit.expired():
-                    raise
-                raise DeadlinePassed("the caller's time limit passed") from None
+            if path not in OPEN_PATHS:
+                handler.check_key(key_of(request))
+            async with time_limit(request):
+                response = await endpoint(request, handler)
+        except ClientDisconnect:
+            log.debug(
+                "request %s: its caller hung up", request.state.call.request_id, extra=request.state.call.trace
+            )
+            response = Response(status_code=_CALLER_GONE)
         except Exception as error:
-            await exchange.fail(exchange.call.refusal(error))
-
-
-def _head_too_long() -> HttpError:
-    return HttpError(431, "HEAD_TOO_LONG", f"the head has more than {BOUNDS.head_bytes} bytes")
-
-
-async def _no_such_path(_request: Request, error: Exception) -> NoReturn:
-    """What the router says, as one of our errors, which the gate answers."""
-    assert isinstance(error, HTTPException)
-    phrase = HTTPStatus(error.status_code).phrase
-    headers = [(name.lower().encode(), value.encode()) for name, value in (error.headers or {}).items()]
-    reason, message = phrase.upper().replace(" ", "_"), f"{phrase.lower()} on this server"
-    raise HttpError(error.status_code, reason, message, headers=headers)
+            told = request.state.call.refusal(error)
+            response = JsonResponse(content_of(told), status_of(told), dict(headers_of(told)))
+        response.headers.update(dict(request.state.call.names))
+        self._counts.http_answered(path if path in self._paths else OTHER_PATHS, response.status_code)
+        return response

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 from ppserve.errors import InvalidRequest, Violation
-from ppserve.head.api.requests import ParsedRequest, named_for
+from ppserve.head.api.requests import refuse, renamed
 from ppserve.head.limits import MAX_COUNT, MAX_SEED
 from ppserve.vllm import engine_pb2 as pb
 
@@ -14,6 +15,7 @@ _PLAIN = (
     *("top_k", "min_p", "frequency_penalty", "presence_penalty", "min_tokens", "stop", "stop_token_ids"),
     *("ignore_eos", "logit_bias"),
 )
+_ONE_BY_DEFAULT = ("top_p", "repetition_penalty", "n")
 # What our proto calls it -> what this one does, where that is not the part after the dot.
 _NAMES = {
     "request_id": "request_id",
@@ -22,43 +24,34 @@ _NAMES = {
 }
 
 
-def asked_from(message: pb.GenerateRequest) -> ParsedRequest:
-    """What the message asks for. Raises InvalidRequest for what no GPT-2 of ours serves."""
+def request_fields(message: pb.GenerateRequest) -> tuple[dict[str, Any], str | Sequence[int]]:
+    """What the message asks for, under our proto's names; and its prompt. Raises InvalidRequest for what is not
+    served."""
     params = message.sampling_params
     constraint = params.WhichOneof("constraint")
-    refused = [
-        ("mm_inputs", message.HasField("mm_inputs")),
-        ("kv_transfer_params", message.HasField("kv_transfer_params")),
-        ("kv_transfer_params_json", message.HasField("kv_transfer_params_json")),
-        ("data_parallel_rank", message.data_parallel_rank != 0),
-        (f"sampling_params.{constraint}", constraint is not None),
-        ("sampling_params.truncate_prompt_tokens", params.HasField("truncate_prompt_tokens")),
-    ]
-    wrong = [Violation(field, "not served") for field, is_there in refused if is_there]
+    unserved = {
+        "mm_inputs": message.HasField("mm_inputs"),
+        "kv_transfer_params": message.HasField("kv_transfer_params"),
+        "kv_transfer_params_json": message.HasField("kv_transfer_params_json"),
+        "data_parallel_rank": message.data_parallel_rank != 0,
+        f"sampling_params.{constraint}": constraint is not None,
+        "sampling_params.truncate_prompt_tokens": params.HasField("truncate_prompt_tokens"),
+    }
     kind = message.WhichOneof("input")
-    if kind is None:
-        wrong.append(Violation("input", "neither tokenized nor text"))
-    if wrong:
-        raise InvalidRequest(wrong)
-    given: dict[str, Any] = {name: getattr(params, name) for name in _PLAIN}
+    missing = [Violation("input", "neither tokenized nor text")] if kind is None else []
+    refuse((Violation(field, "not served") for field, is_there in unserved.items() if is_there), missing)
+    given = {name: getattr(params, name) for name in _PLAIN}
     given |= {name: getattr(params, name) for name in _OPTIONAL if params.HasField(name)}
+    given |= {name: getattr(params, name) or 1 for name in _ONE_BY_DEFAULT}
+    given["include_stop"] = params.include_stop_str_in_output
+    # Without chunks, all that a sequence brings may come with its end.
+    given["stream_interval"] = 1 if message.stream else MAX_COUNT
     if params.HasField("seed"):
-        # The field is signed; all of its values are good seeds.
-        given["seed"] = params.seed & MAX_SEED
-    return ParsedRequest(
-        prompt=message.text if kind == "text" else message.tokenized.input_ids,
-        top_p=params.top_p or 1.0,
-        repetition_penalty=params.repetition_penalty or 1.0,
-        n=params.n or 1,
-        include_stop=params.include_stop_str_in_output,
-        # Without chunks, all that a sequence brings may come with its end.
-        stream_interval=1 if message.stream else MAX_COUNT,
-        **given,
-    )
+        given["seed"] = params.seed & MAX_SEED  # the field is signed, and all of its values are good seeds
+    return given, message.text if kind == "text" else message.tokenized.input_ids
 
 
-def renamed(error: InvalidRequest, message: pb.GenerateRequest) -> InvalidRequest:
+def in_words_of(message: pb.GenerateRequest, error: InvalidRequest) -> InvalidRequest:
     """The same error, with the names that this protocol's fields have."""
-    names = {**_NAMES, "prompt": "text" if message.WhichOneof("input") == "text" else "tokenized"}
-    home = "sampling_params."
-    return InvalidRequest([Violation(named_for(v.field, names, home), v.problem) for v in error.violations])
+    prompt = "text" if message.WhichOneof("input") == "text" else "tokenized"
+    return renamed(error, _NAMES | {"prompt": prompt}, "sampling_params.")

@@ -21,7 +21,7 @@ class SequenceMessages:
         self._prompt_scores: Sequence[Score] = ()
         self._ends: dict[int, pb.GenerateResponse] = {}
 
-    def of(self, delta: Delta) -> Iterator[pb.GenerateResponse]:
+    def answers(self, delta: Delta) -> Iterator[pb.GenerateResponse]:
         """What a delta brings: a chunk, ends, both or nothing."""
         self._prompt_scores = delta.prompt_scores or self._prompt_scores
         tokens = self._tokens.setdefault(delta.index, [])

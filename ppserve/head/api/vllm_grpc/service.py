@@ -14,7 +14,8 @@ from ppserve.errors import InvalidRequest, Violation
 from ppserve.head.api.call import Call
 from ppserve.head.api.grpc.calls import Context, call_from, end_stream, parse, unary
 from ppserve.head.api.request_handler import RequestHandler
-from ppserve.head.api.vllm_grpc.convert import asked_from, renamed
+from ppserve.head.api.stream import deltas_in_time
+from ppserve.head.api.vllm_grpc.convert import in_words_of, request_fields
 from ppserve.head.api.vllm_grpc.messages import SequenceMessages
 from ppserve.head.api.vllm_grpc.tokenizer_files import archive, chunks
 from ppserve.vllm import engine_pb2 as pb
@@ -59,19 +60,21 @@ class VllmService:
         )
 
     async def _generate(self, raw: bytes, context: Context) -> None:
-        call = call_from(context, keys_are_checked=self._request_handler.keys is not None)
-        message = pb.GenerateRequest()
+        handler, message = self._request_handler, pb.GenerateRequest()
+        call = call_from(context, keys_are_checked=handler.keys is not None)
         try:
-            message = parse(pb.GenerateRequest, raw)
-            call = self._request_handler.name(call, message.request_id)
+            with handler.counting_refusals():
+                message = parse(pb.GenerateRequest, raw)
+                call = call.named(message.request_id, handler.description.limits.max_request_id_bytes)
+                given, prompt = request_fields(message)
             context.set_trailing_metadata(tuple(call.names))
-            async with self._request_handler.generate(asked_from(message), call) as stream:
+            async with handler.generate(given, prompt, call) as stream:
                 messages = SequenceMessages(stream.request, message.stream)
-                async for delta in stream.deltas_in_time():
-                    for answer in messages.of(delta):
+                async for _, delta in deltas_in_time([stream]):
+                    for answer in messages.answers(delta):
                         await context.write(answer)
         except InvalidRequest as error:
-            end_stream(context, call, renamed(error, message))
+            end_stream(context, call, in_words_of(message, error))
         except Exception as error:
             end_stream(context, call, error)
 

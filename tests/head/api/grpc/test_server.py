@@ -23,7 +23,7 @@ from ppserve.head.limits import Limits
 from ppserve.v1 import generation_pb2 as pb
 from ppserve.v1.generation_pb2_grpc import GenerationServiceStub
 from tests.certificates import make_certificates, needs_openssl
-from tests.fake_engine import FakeEngine, code_of, desk_of, generation, served, stub_of, texts_until_failure
+from tests.fake_engine import FakeEngine, code_of, generation, handler_of, served, stub_of, texts_until_failure
 
 SERVING = health_pb2.HealthCheckResponse.SERVING
 NOT_SERVING = health_pb2.HealthCheckResponse.NOT_SERVING
@@ -73,7 +73,7 @@ def test_a_second_server_on_the_port_fails_to_bind() -> None:
     async def main() -> None:
         async with served(FakeEngine()) as (_, target):
             port = int(target.rpartition(":")[2])
-            second = GrpcServer(ServerSettings(port=port), desk_of(FakeEngine()))
+            second = GrpcServer(ServerSettings(port=port), handler_of(FakeEngine()))
             with pytest.raises(ConfigError, match="address already in use") as refusal:
                 await second.start()
             assert refusal.value.name == "--port"
@@ -83,7 +83,7 @@ def test_a_second_server_on_the_port_fails_to_bind() -> None:
 
 def test_a_foreign_address_is_a_wrong_host() -> None:
     async def main() -> None:
-        door = GrpcServer(ServerSettings(host="192.0.2.1", port=0), desk_of(FakeEngine()))
+        door = GrpcServer(ServerSettings(host="192.0.2.1", port=0), handler_of(FakeEngine()))
         with pytest.raises(ConfigError) as refusal:
             await door.start()
         assert refusal.value.name == "--host"
@@ -152,7 +152,7 @@ def test_key_files_that_cannot_be_used(tmp_path: Path, content: bytes | None, pr
 
     async def main() -> None:
         with pytest.raises(ConfigError, match=problem) as refusal:
-            desk_of(FakeEngine(), ServerSettings(port=0, api_key_file=path))
+            handler_of(FakeEngine(), ServerSettings(port=0, api_key_file=path))
         assert refusal.value.name == "--api-key-file"
 
     asyncio.run(main())
@@ -243,7 +243,7 @@ def test_certificates_that_cannot_be_used(tmp_path: Path, files: dict[str, str],
     async def main() -> None:
         settings = ServerSettings(port=0, **{name: tmp_path / file for name, file in files.items()})
         with pytest.raises(ConfigError) as refusal:
-            GrpcServer(settings, desk_of(FakeEngine()))
+            GrpcServer(settings, handler_of(FakeEngine()))
         assert refusal.value.name == flag
 
     asyncio.run(main())

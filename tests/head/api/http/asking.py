@@ -13,7 +13,7 @@ from typing import Any
 
 from ppserve.config import ServerSettings
 from ppserve.head.api.http.server import HttpServer
-from tests.fake_engine import FakeEngine, desk_of, in_thread
+from tests.fake_engine import FakeEngine, handler_of, in_thread
 
 
 @dataclass
@@ -102,7 +102,7 @@ async def served_http(engine: FakeEngine | None = None, **settings: Any) -> Asyn
     engine = engine or FakeEngine()
     parsed = ServerSettings(http_port=0, **settings)
     counted = Counted()
-    server = HttpServer(parsed, desk_of(engine, parsed), counted)
+    server = HttpServer(parsed, handler_of(engine, parsed), counted)
     port = await server.start()
     await server.set_serving(True)
     try:

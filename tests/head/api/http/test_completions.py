@@ -143,15 +143,25 @@ def test_scoring_as_the_evaluation_harness_reads_it() -> None:
     run(scenario)
 
 
+def test_a_prompt_that_ends_inside_a_character_is_a_text_of_its_own() -> None:
+    async def scenario(served: Served) -> None:
+        answer = await served.complete(prompt=[104, 0xC3], max_tokens=2, logprobs=0, echo=True)
+        (choice,) = answer["choices"]
+        assert choice["text"][:2] == "h\ufffd"
+        assert choice["logprobs"]["text_offset"] == [0, 1, 2, 3]
+
+    run(scenario)
+
+
 def test_top_logprobs_hold_the_drawn_token_besides() -> None:
     words = {1: b"the", 2: b"\xe2\x80", 3: b"\xe2\x81", 4: "ä".encode()}
     writer = LogprobWriter(words.__getitem__, words.__getitem__, as_ids=False)
     score = TokenLogprobs(-math.inf, ((2, -0.5), (3, -0.75)))
-    lists = writer.completion([(1, score), (4, TokenLogprobs(-1.1)), (2, TokenLogprobs(-1.0))])
+    lists = writer.completion((), [(1, score), (4, TokenLogprobs(-1.1)), (2, TokenLogprobs(-1.0))])
     assert lists.top_logprobs[0] == {"bytes:\\xe2\\x80": -0.5, "bytes:\\xe2\\x81": -0.75, "the": -9999.0}
     assert lists.token_logprobs[1] == lists.top_logprobs[1]["ä"] == pytest.approx(-1.1)
     assert lists.text_offset == [0, 3, 4]
-    named = LogprobWriter(words.__getitem__, words.__getitem__, as_ids=True).completion([(1, score)])
+    named = LogprobWriter(words.__getitem__, words.__getitem__, as_ids=True).completion((), [(1, score)])
     assert named.tokens == ["token_id:1"]
     assert list(named.top_logprobs[0]) == ["token_id:2", "token_id:3", "token_id:1"]
 

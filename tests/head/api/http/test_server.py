@@ -14,10 +14,10 @@ from ppserve.errors import ConfigError
 from ppserve.head.api.http.server import HttpServer
 from ppserve.head.api.tls import read_certificates
 from tests.certificates import make_certificates, needs_openssl
-from tests.fake_engine import CARD, EOS, FakeEngine, desk_of
+from tests.fake_engine import CARD, EOS, FakeEngine, handler_of
 from tests.head.api.grpc.test_server import KEYS
 from tests.head.api.http.asking import Counted, Served, raw, run, served_http
-from tests.head.api.test_desk import PARENT
+from tests.head.api.test_request_handler import PARENT
 
 
 def test_what_is_served() -> None:
@@ -39,7 +39,7 @@ def test_text_to_tokens_and_back() -> None:
         assert (answer["tokens"], answer["token_strs"]) == ([104, 105, EOS, 106], ["h", "i", "<eos>", "j"])
         assert (answer["count"], answer["max_model_len"]) == (4, 64)
         assert (await served.ask("/detokenize", {"tokens": answer["tokens"]})).json == {"prompt": "hi<eos>j"}
-        assert (await served.refusal("/tokenize"))[:2] == (400, "body")
+        assert (await served.refusal("/tokenize"))[:2] == (400, "prompt")
         assert (await served.refusal("/tokenize", prompt="a", model="b"))[:2] == (404, "model")
         assert (await served.refusal("/detokenize", tokens=[999]))[:2] == (400, "tokens[0]")
 
@@ -79,7 +79,7 @@ def test_an_address_that_cannot_be_bound() -> None:
                 (ServerSettings(http_port=served.port), "--http-port", "address already in use"),
                 (ServerSettings(host="192.0.2.1", http_port=0), "--host", "cannot assign"),
             ):
-                second = HttpServer(settings, desk_of(FakeEngine()), Counted())
+                second = HttpServer(settings, handler_of(FakeEngine()), Counted())
                 with pytest.raises(ConfigError, match=problem) as refusal:
                     await second.start()
                 assert refusal.value.name == flag
@@ -131,9 +131,8 @@ def test_names_come_back() -> None:
         for name, expected in ((" mine, ", "mine,"), ("mine\t", "mine")):
             spaced = await served.ask("/v1/completions", {"prompt": "a", "request_id": name})
             assert (spaced.status, spaced.headers["x-request-id"]) == (200, expected)
-        for name in ("  ", "two\nlines", "naïve"):
-            unfit = await served.ask("/v1/completions", {"prompt": "a", "request_id": name})
-            assert unfit.headers["x-request-id"].startswith("req-")
+        blank = await served.ask("/v1/completions", {"prompt": "a", "request_id": "  "})
+        assert blank.headers["x-request-id"].startswith("req-")
         other = await served.ask("/version", x_request_id="x" * 200, traceparent="nonsense")
         assert other.headers["x-request-id"].startswith("req-")
         assert "traceparent" not in other.headers

@@ -17,9 +17,8 @@ from ppserve.errors import Draining, InvalidRequest, Overloaded, Unauthenticated
 from ppserve.head.api.auth import ApiKeys, bearer_key, caller_name
 from ppserve.head.api.call import Call, Unexpected
 from ppserve.head.api.request_handler import LONG_TEXT, RequestHandler
-from ppserve.head.api.requests import ParsedRequest
 from ppserve.head.engine.output import TokenOutput
-from tests.fake_engine import CARD, EOS, ByteCodec, FakeEngine, desk_of, drawn_token
+from tests.fake_engine import CARD, EOS, ByteCodec, FakeEngine, drawn_token, handler_of
 
 PARENT = "00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-01"
 
@@ -28,7 +27,7 @@ def run(scenario: Callable[[FakeEngine, RequestHandler], Awaitable[None]], **eng
     async def main() -> None:
         fake = FakeEngine(**engine)
         async with asyncio.timeout(20):
-            await scenario(fake, desk_of(fake))
+            await scenario(fake, handler_of(fake))
 
     asyncio.run(main())
 
@@ -37,15 +36,17 @@ def a_call(caller: str = "somebody", timeout_s: float | None = None, traceparent
     return Call.begin(caller, timeout_s, traceparent)
 
 
-async def text_of(request_handler: RequestHandler, parsed: ParsedRequest, call: Call | None = None) -> str:
-    async with request_handler.generate(parsed, call or a_call()) as stream:
+async def text_of(
+    request_handler: RequestHandler, prompt: str | list[int] = "", call: Call | None = None, **given: object
+) -> str:
+    async with request_handler.generate(given, prompt, call or a_call()) as stream:
         return "".join([delta.text async for delta in stream.deltas()])
 
 
 def test_text_and_ids_ask_for_the_same() -> None:
     async def scenario(engine: FakeEngine, request_handler: RequestHandler) -> None:
         for prompt in ("hello", [*b"hello"]):
-            said = await text_of(request_handler, ParsedRequest(prompt=prompt, max_tokens=3, seed=5, echo=True))
+            said = await text_of(request_handler, prompt=prompt, max_tokens=3, seed=5, echo=True)
             drawn = [drawn_token(engine.requests[-1], 0, offset) for offset in range(3)]
             assert said == "hello" + ByteCodec().decode(drawn)
         assert engine.requests[0].prompt_ids == engine.requests[1].prompt_ids == tuple(b"hello")
@@ -58,7 +59,7 @@ def test_text_and_ids_ask_for_the_same() -> None:
 def test_a_refused_request_does_not_reach_the_engine() -> None:
     async def scenario(engine: FakeEngine, request_handler: RequestHandler) -> None:
         with pytest.raises(InvalidRequest):
-            await text_of(request_handler, ParsedRequest(top_p=7))
+            await text_of(request_handler, top_p=7)
         assert (engine.requests, request_handler.num_open_streams) == ([], 0)
 
     run(scenario)
@@ -67,9 +68,8 @@ def test_a_refused_request_does_not_reach_the_engine() -> None:
 def test_the_engines_refusal_comes_through() -> None:
     async def scenario(engine: FakeEngine, request_handler: RequestHandler) -> None:
         with pytest.raises(Overloaded):
-            await text_of(request_handler, ParsedRequest())
+            await text_of(request_handler)
         assert request_handler.num_open_streams == 0
-        assert engine.cancelled == {}, "it was never open"
 
     run(scenario, refusal=Overloaded("the queue is full", 1.5))
 
@@ -80,7 +80,7 @@ def test_the_engines_refusal_comes_through() -> None:
 )
 def test_leaving_early_ends_the_request(timeout_s: float | None, reason: FinishReason) -> None:
     async def scenario(engine: FakeEngine, request_handler: RequestHandler) -> None:
-        async with request_handler.generate(ParsedRequest(), a_call(timeout_s=timeout_s)):
+        async with request_handler.generate({}, "", a_call(timeout_s=timeout_s)):
             assert request_handler.num_open_streams == 1
         assert engine.cancelled == {engine.requests[0].id: reason}
         assert request_handler.num_open_streams == 0
@@ -90,12 +90,12 @@ def test_leaving_early_ends_the_request(timeout_s: float | None, reason: FinishR
 
 def test_draining_waits_for_streams_and_refuses_new_ones() -> None:
     async def scenario(engine: FakeEngine, request_handler: RequestHandler) -> None:
-        running = asyncio.create_task(text_of(request_handler, ParsedRequest()))
+        running = asyncio.create_task(text_of(request_handler))
         await engine.until(lambda engine: bool(engine.sinks))
         draining = asyncio.create_task(request_handler.drain(20))
         await asyncio.sleep(0)
         with pytest.raises(Draining):
-            await text_of(request_handler, ParsedRequest())
+            await text_of(request_handler)
         assert not draining.done()
         engine.sinks[engine.requests[0].id].push([TokenOutput(0, 0, 65, "A", finish=FinishReason.EOS)])
         assert await running == "A"
@@ -107,7 +107,7 @@ def test_draining_waits_for_streams_and_refuses_new_ones() -> None:
 
 def test_streams_that_outlast_the_drain_are_ended(caplog: pytest.LogCaptureFixture) -> None:
     async def scenario(engine: FakeEngine, request_handler: RequestHandler) -> None:
-        running = asyncio.create_task(text_of(request_handler, ParsedRequest()))
+        running = asyncio.create_task(text_of(request_handler))
         await engine.until(lambda engine: bool(engine.sinks))
         await asyncio.gather(request_handler.drain(0.01), request_handler.drain(0.01))
         assert caplog.text.count("ended 1 streams") == 1
@@ -156,7 +156,7 @@ def test_without_a_tokenizer_nothing_is_text() -> None:
         for refused in (request_handler.tokenize("prompt", "a"), request_handler.detokenize("tokens", [1])):
             with pytest.raises(InvalidRequest, match="no tokenizer"):
                 await refused
-        assert await text_of(request_handler, ParsedRequest(prompt=[1], max_tokens=1)) == chr(
+        assert await text_of(request_handler, prompt=[1], max_tokens=1) == chr(
             drawn_token(engine.requests[0], 0, 0)
         )
         assert request_handler.token_bytes(65) == b""
@@ -165,15 +165,36 @@ def test_without_a_tokenizer_nothing_is_text() -> None:
 
 
 def test_a_call_is_named_by_its_caller_where_that_is_fit_for_logs() -> None:
-    async def scenario(engine: FakeEngine, request_handler: RequestHandler) -> None:
-        call = a_call()
-        assert request_handler.name(call, "mine").request_id == "mine"
-        for unfit in ("", "two\nlines", "naïve", "x" * 129):
-            assert request_handler.name(call, unfit) == call
-        await text_of(request_handler, ParsedRequest(max_tokens=1), request_handler.name(call, "mine"))
-        assert engine.requests[0].id.partition("/")[0] == "mine"
+    call = a_call()
+    assert call.named("mine", 128).request_id == "mine"
+    assert call.named("", 128) == call
+    for unfit in ("two\nlines", "naïve", "x" * 129):
+        with pytest.raises(InvalidRequest, match=r"^request_id: "):
+            call.named(unfit, 128)
 
-    run(scenario)
+
+def test_what_ends_a_request_before_the_engine_knows_of_it_is_counted(tmp_path: Path) -> None:
+    """And nothing else: the engine counts what it refuses itself."""
+    counted: list[str] = []
+    keys = tmp_path / "keys"
+    keys.write_text("0123456789abcdef\n")
+
+    async def main() -> None:
+        engine = FakeEngine(refusal=Overloaded("the queue is full", 1.5))
+        handler = RequestHandler(engine, ByteCodec(), ApiKeys(keys), lambda error: counted.append(error.status))
+        with pytest.raises(InvalidRequest):
+            await text_of(handler, top_p=7)
+        with pytest.raises(Overloaded):
+            await text_of(handler, "a")
+        with pytest.raises(Unauthenticated):
+            handler.check_key("wrong")
+        handler.check_key("0123456789abcdef")
+        await handler.drain(0)
+        with pytest.raises(Draining):
+            await text_of(handler, "a")
+
+    asyncio.run(main())
+    assert counted == ["INVALID_ARGUMENT", "UNAUTHENTICATED", "UNAVAILABLE"]
 
 
 def test_only_a_traceparent_is_kept_as_one() -> None:

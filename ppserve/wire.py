@@ -17,7 +17,7 @@ from ppserve.config import ServeConfig
 from ppserve.core.architecture import Architecture, StageLayout
 from ppserve.core.partition import PartCosts
 from ppserve.core.plan import StepPlan, StepResult
-from ppserve.core.sampling_state import NOTHING, SamplingUpdate
+from ppserve.core.sampling_state import NO_UPDATE, SamplingUpdate
 from ppserve.errors import WireError
 
 MAX_FRAME_BYTES = 64 << 20
@@ -252,15 +252,14 @@ class Abandon(_Message, frozen=True, tag=True):
 
 
 class Plan(_Message, frozen=True, tag=True):
-    """A step. told: long draws, which its slices lack, and which the last stage alone must know."""
+    """A step. sampling: what the last stage alone must know of how its slices draw."""
 
     plan: StepPlan
-    told: SamplingUpdate = NOTHING
+    sampling: SamplingUpdate = NO_UPDATE
 
 
 class Cancel(_Message, frozen=True, tag=True):
-    """These steps need not be computed: what they were sent on was a wrong draft token. They still travel, and
-    every stage reports them, so that the order of steps is the same everywhere."""
+    """These steps, which were sent ahead, need not be computed. They are reported all the same."""
 
     step_ids: tuple[int, ...]
 

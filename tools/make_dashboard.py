@@ -19,7 +19,6 @@ COLOURS = {
     "busy prefill": "#1d4e89",
     "busy decode": "#22867a",
     "busy mixed": "#3a75a8",
-    "busy speculative": "#9aa83c",
     "fill_drain": "#e9b44c",
     "imbalance": "#c8442f",
     "transfer": "#7b5ea7",

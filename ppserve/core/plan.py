@@ -2,7 +2,7 @@
 
 step: one pass of one microbatch through all stages. slice: one sequence's consecutive tokens in a step. A plan
 holds everything that a stage must know: a stage has no state about sequences except their keys and values, and
-their long draws (`core.telling`).
+their sampling state (`core.sampling_state`).
 """
 
 from __future__ import annotations
@@ -12,10 +12,8 @@ from dataclasses import dataclass, replace
 
 from ppserve.core.request import SamplingParams
 
-SPECULATIVE = "speculative"
-"""The phase of a step that has nothing but draft tokens."""
 DRAWN = -1
-"""In place of a token in a plan that is sent ahead: the one that the step before draws for the sequence."""
+"""In place of each token of a plan that is sent ahead: the one that the step before draws for the sequence."""
 EVERYWHERE = 1 << 31
 """Beyond any position."""
 
@@ -47,12 +45,12 @@ class Draw:
 class Slice:
     """One sequence's consecutive tokens in a step.
 
-    start: position of the first token. token_ids: DRAWN alone if it is sent ahead. block_table: the KV blocks of
+    start: position of the first token. block_table: the KV blocks of
     positions 0 to start + len(token_ids) - 1, in order; entry i holds the positions from i * block_size on. draw:
     None for a chunk that is not the prompt's last. targets: when the prompt is scored, the token after each
     position of the slice (at the prompt's end one fewer than token_ids). num_prompt_logprobs: how many others are
-    scored per target. num_draft_tokens: how many of the last token_ids were draft tokens when the step was sent;
-    then there is a draw, see `draws`.
+    scored per target. num_draft_tokens: how many of the last token_ids are draft tokens, which follow
+    a known one; then there is a draw, see `draws`.
     """
 
     sequence_id: int
@@ -69,19 +67,9 @@ class Slice:
         return self.start + len(self.token_ids)
 
     @property
-    def is_draft(self) -> bool:
-        """Whether all its tokens were draft tokens. If the first was wrong, nobody needs any of it."""
-        return self.num_draft_tokens == len(self.token_ids)
-
-    @property
-    def is_ahead(self) -> bool:
-        """Whether it was sent before its only token was drawn. Nobody needs it if the answer ends with that."""
-        return self.token_ids == (DRAWN,)
-
-    @property
     def num_draws(self) -> int:
         """How many of the last rows are drawn from: those of the draft tokens, and the last before them."""
-        return 0 if self.draw is None else min(self.num_draft_tokens + 1, len(self.token_ids))
+        return 0 if self.draw is None else self.num_draft_tokens + 1
 
     @property
     def draws(self) -> Iterator[tuple[int, Draw]]:
@@ -98,13 +86,15 @@ class Slice:
 
 @dataclass(frozen=True, slots=True)
 class StepPlan:
-    """One step. copies: (source, destination) KV blocks to copy before anything is computed."""
+    """One step. copies: (source, destination) KV blocks to copy before anything is computed. is_ahead: it is sent
+    before the step before it has drawn its tokens: each slice has one, and for that DRAWN."""
 
     epoch: int
     step_id: int
     slot: int
     slices: tuple[Slice, ...]
     copies: tuple[tuple[int, int], ...] = ()
+    is_ahead: bool = False
 
     @property
     def num_tokens(self) -> int:
@@ -113,20 +103,16 @@ class StepPlan:
 
     @property
     def phase(self) -> str:
-        """`prefill`, `decode`, `mixed`, or `speculative` (draft tokens alone). For metrics and the ledger; all
-        four are computed alike."""
-        if all(s.is_draft for s in self.slices):
-            return SPECULATIVE
+        """`prefill`, `decode` or `mixed`. For metrics and the ledger; all three are computed alike."""
         decodes = sum(s.num_draws == len(s.token_ids) for s in self.slices)
         return "decode" if decodes == len(self.slices) else "mixed" if decodes else "prefill"
 
-    def following(self, drawn: Iterable[Drawn]) -> StepPlan:
-        """With the tokens that the step before drew. Where it drew none, it does not matter what is computed."""
-        if not any(s.is_ahead for s in self.slices):
-            return self
-        tokens = {of.sequence_id: of.token_id or 0 for of in drawn}
-        filled = (replace(s, token_ids=(tokens.get(s.sequence_id, 0),)) if s.is_ahead else s for s in self.slices)
-        return replace(self, slices=tuple(filled))
+    def with_drawn(self, drawn: Iterable[Drawn]) -> StepPlan:
+        """A plan that is sent ahead, with the tokens that the step before drew. Where it drew none, the result is
+        not used."""
+        tokens = {one.sequence_id: one.token_id or 0 for one in drawn}
+        slices = tuple(replace(s, token_ids=(tokens.get(s.sequence_id, 0),)) for s in self.slices)
+        return replace(self, slices=slices)
 
 
 @dataclass(frozen=True, slots=True)
@@ -176,9 +162,8 @@ class StepResult:
     """One stage's result of one step. Every stage sends one for every step; only the last draws and scores.
 
     stage: as a rank sends it, the rank's place in the replica, stage * T + tensor; the stage's number once
-    `TensorRanks` has made one result of those of its ranks. skipped: the stage computed nothing, because the head
-    had cancelled the step. gathered_ns: of the time from begun to ended, what the rank waited for the other tensor
-    ranks of its stage.
+    `TensorRanks` has made one result of those of its ranks. gathered_ns: of the time from begun to ended, what the
+    rank waited for the other tensor ranks of its stage.
     """
 
     epoch: int
@@ -188,7 +173,6 @@ class StepResult:
     bytes_sent: int = 0
     drawn: tuple[Drawn, ...] = ()
     scored: tuple[Scored, ...] = ()
-    skipped: bool = False
     gathered_ns: int = 0
 
     @property

@@ -49,11 +49,6 @@ class StageLedger:
         return {cause: ns / 1e9 for cause, ns in self.times.bubble_ns.items()}
 
     @property
-    def wasted_s(self) -> float:
-        """Of `busy_s`, the steps on draft tokens that were wrong."""
-        return self.times.wasted_ns / 1e9
-
-    @property
     def idle_s(self) -> float:
         """Seconds without any work."""
         return self.times.idle_ns / 1e9
@@ -83,16 +78,14 @@ class Ledger:
 
     def __repr__(self) -> str:
         lines = table(_HEADINGS, *map(_row, self.stages))
-        guessing = [stage for stage in self.stages if stage.wasted_s]
         ranks = [
             f"tensor ranks of stage {stage.name} waited for each other for"
             f" {', '.join(f'{seconds:.3f}' for seconds in stage.gathered_s)} s"
             for stage in self.stages
             if any(stage.gathered_ns)
         ]
-        wasted = [f"stage {stage.name} computed in vain for {stage.wasted_s:.3f} s" for stage in guessing]
         advice = [self.advice] if self.advice else []
-        return "\n".join([*lines, f"{self.wall_s:.3f} s", *ranks, *wasted, *advice])
+        return "\n".join([*lines, f"{self.wall_s:.3f} s", *ranks, *advice])
 
     def _repr_html_(self) -> str:
         """For notebooks."""

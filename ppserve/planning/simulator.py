@@ -68,7 +68,7 @@ class Simulator:
         self._stages, self._overheads = stages, overheads
         self._steps, self._costs = Steps(len(stages)), PipelineCosts(len(stages))
         blocks = BlockManager(num_blocks, config.block_size)
-        self._scheduler = Scheduler(replace(config, speculate=0), blocks, self._steps, self._costs)
+        self._scheduler = Scheduler(replace(config, speculate=0), blocks, self._costs)
         self._slots = None if config.microbatches else SlotCount(len(stages), self._costs.fixed_s)
         self._account = TimeAccount(self._steps, 0)
         self._free_s = [0.0] * len(stages)

@@ -13,6 +13,7 @@ import contextlib
 import logging
 import queue
 import socket
+import time
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -22,7 +23,7 @@ import torch
 from ppserve import wire
 from ppserve.config import ServeConfig
 from ppserve.core.partition import PartCosts
-from ppserve.core.plan import Drawn, StepPlan
+from ppserve.core.plan import Drawn, StepPlan, StepResult, StepStamps
 from ppserve.core.sampling_state import SamplingDecoder, SamplingUpdate
 from ppserve.errors import TransportError, UsageError
 from ppserve.model.backend import KVCache, StageModel
@@ -107,8 +108,8 @@ class StageLoop:
             self._expect_plans()
             arrived_ns, message = self._arrived.popleft()
             match message:
-                case wire.Plan(plan, told):
-                    if self._step(plan, told, arrived_ns) and not has_served:
+                case wire.Plan(plan, sampling):
+                    if self._step(plan, sampling, arrived_ns) and not has_served:
                         has_served = True
                         tell("served")
                 case wire.Assign():
@@ -296,15 +297,20 @@ class StageLoop:
                 except (TransportError, RuntimeError) as error:
                     self._break_epoch(epoch.number, f"step {plan.step_id} failed", error)
 
-    def _step(self, plan: StepPlan, told: SamplingUpdate, planned_ns: int) -> bool:
+    def _step(self, plan: StepPlan, sampling: SamplingUpdate, planned_ns: int) -> bool:
         """One step, and its result; whether there is one. A plan of an epoch that was left is dropped."""
         if (epoch := self._epoch) is None or plan.epoch != epoch.number:
             return False
-        plan = plan.following(epoch.drawn)
+        if plan.is_ahead:
+            plan = plan.with_drawn(epoch.drawn)
         if epoch.stage.layout.is_last:
-            plan = epoch.draws.restore(plan, told)
+            plan = epoch.draws.decode(plan, sampling)
+        if plan.is_ahead and plan.step_id in self._link.cancelled:
+            now_ns = time.monotonic_ns()
+            self._link.send(wire.Result(StepResult(plan.epoch, plan.step_id, 0, StepStamps(*(now_ns,) * 6))))
+            return True
         try:
-            computed = epoch.stage.step(plan, planned_ns, self._link.cancelled)
+            computed = epoch.stage.step(plan, planned_ns)
         except (TransportError, RuntimeError) as error:
             self._break_epoch(epoch.number, f"step {plan.step_id} failed", error)
             return False

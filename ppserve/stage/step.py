@@ -6,12 +6,11 @@ T tokens, D width.
 from __future__ import annotations
 
 import time
-from collections.abc import Container
 from dataclasses import dataclass
 
 import torch
 
-from ppserve.core.plan import SPECULATIVE, StepPlan, StepResult, StepStamps
+from ppserve.core.plan import StepPlan, StepResult, StepStamps
 from ppserve.model.backend import KVCache, StageModel
 from ppserve.model.inputs import build_inputs
 from ppserve.stage.transport import Transport
@@ -67,25 +66,16 @@ class Stage:
         if not self.layout.is_first:
             self.transport.post_receive(plan)
 
-    def step(self, plan: StepPlan, planned_ns: int, cancelled: Container[int] = ()) -> Computed:
-        """Receive, compute, hand on. planned_ns: when the plan came, for the stamps. Raises TransportError.
-
-        cancelled: steps that need not be computed. Zeros are handed on for them, because the next stage may not
-        have heard of it; what it computes from them is used by nobody.
-        """
+    def step(self, plan: StepPlan, planned_ns: int) -> Computed:
+        """Receive, compute, hand on. planned_ns: when the plan came, for the stamps. Raises TransportError."""
         clock, layout, model, gather = time.monotonic_ns, self.layout, self.model, self._gather
         inputs = build_inputs(plan, layout, self._cache, gather)
         awaited_ns = clock()
         received_TD = None if layout.is_first else self.transport.receive(plan)
         received_ns = clock()
         timing, waited_ns = model.backend.timing(), gather.waited_ns
-        skipped = self._is_skipped(plan, cancelled)
-        if skipped:
-            precision, device = model.backend.precision, model.backend.device
-            hidden_TD = torch.zeros(plan.num_tokens, model.arch.width, dtype=precision.hidden, device=device)
-        else:
-            hidden_TD = model.forward(inputs, received_TD, self._cache)
-        reading = model.read_out(inputs, hidden_TD) if layout.is_last and not skipped else None
+        hidden_TD = model.forward(inputs, received_TD, self._cache)
+        reading = model.read_out(inputs, hidden_TD) if layout.is_last else None
         timing.computed()
         # Before the wait for the device: what goes from device to device follows the computation there.
         bytes_sent = 0 if layout.is_last else self.transport.send(plan, hidden_TD)
@@ -96,15 +86,5 @@ class Stage:
             # On a device, hidden states arrive after `receive` has returned: when the computation begins, at last.
             received_ns = max(received_ns, busy.begun_ns)
         stamps = StepStamps(planned_ns, awaited_ns, received_ns, busy.begun_ns, busy.ended_ns, sent=clock())
-        made = bytes_sent, drawn, scored, skipped, gathered_ns
+        made = bytes_sent, drawn, scored, gathered_ns
         return Computed(StepResult(plan.epoch, plan.step_id, layout.place, stamps, *made), hidden_TD)
-
-    def _is_skipped(self, plan: StepPlan, cancelled: Container[int]) -> bool:
-        """Whether nobody needs this step. Tensor ranks hear of it at different times, and must do the same."""
-        is_cancelled = plan.step_id in cancelled
-        if self.layout.num_tensor == 1:
-            return is_cancelled
-        if plan.phase != SPECULATIVE:
-            return False
-        mine_11 = torch.tensor([[is_cancelled]], dtype=torch.uint8, device=self.model.backend.device)
-        return bool(self._gather.all(mine_11, self.layout.cut(self.layout.num_tensor)).all())

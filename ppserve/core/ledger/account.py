@@ -39,23 +39,15 @@ from ppserve.core.plan import StepStamps
 
 @dataclass(frozen=True, slots=True)
 class StageTimes:
-    """One stage's wall time so far, in nanoseconds: busy by phase, bubble by cause, idle.
-
-    wasted_ns: of the busy time, that of steps that turned out to be needed by nobody.
-    """
+    """One stage's wall time so far, in nanoseconds: busy by phase, bubble by cause, idle."""
 
     busy_ns: dict[str, int]
     bubble_ns: dict[str, int]
     idle_ns: int
-    wasted_ns: int = 0
 
     @property
     def computed_ns(self) -> int:
         return sum(self.busy_ns.values())
-
-    @property
-    def useful_ns(self) -> int:
-        return self.computed_ns - self.wasted_ns
 
     @property
     def demand_ns(self) -> int:
@@ -87,7 +79,6 @@ class StageTimes:
             {k: v - earlier.busy_ns[k] for k, v in self.busy_ns.items()},
             {k: v - earlier.bubble_ns[k] for k, v in self.bubble_ns.items()},
             self.idle_ns - earlier.idle_ns,
-            self.wasted_ns - earlier.wasted_ns,
         )
 
 
@@ -211,18 +202,16 @@ class TimeAccount:
 
     def settled(self) -> tuple[StageTimes, ...]:
         """Every stage's settled time. Stages may be settled up to different moments."""
-        wasted_ns = self.steps.wasted_ns
-        return tuple(_times(t.settled, ns) for t, ns in zip(self._timelines, wasted_ns, strict=True))
+        return tuple(_times(timeline.settled) for timeline in self._timelines)
 
     def snapshot(self, now_ns: int) -> tuple[StageTimes, ...]:
         """Every stage's time up to now. It sums to the wall exactly, and no figure is less than in an earlier one.
 
-        Time that is not settled yet is drafted. When a draft token proves wrong, the figure that was given out is
-        kept, and later time is counted elsewhere until the two agree. So a figure differs from the truth by at
-        most the time that was not settled at earlier snapshots, usually the length of a step.
+        The kind of time that is not settled yet is estimated. Where an estimate proves wrong, the figure that was
+        given out is kept, and later time is counted elsewhere until the two agree. So a figure differs from the
+        truth by at most the time that was not settled at earlier snapshots, usually the length of a step.
         """
-        wasted_ns = self.steps.wasted_ns
-        return tuple(_times(self._export(i, now_ns), wasted_ns[i]) for i in range(self.num_stages))
+        return tuple(_times(self._export(i, now_ns)) for i in range(self.num_stages))
 
     def _export(self, stage: int, now_ns: int) -> dict[str, int]:
         timeline = self._timelines[stage]
@@ -231,7 +220,7 @@ class TimeAccount:
         if new_ns <= 0:
             return exported
         owed = {kind: ns - exported[kind] for kind, ns in timeline.settled.items()}
-        for span in self._guess(stage, now_ns):
+        for span in self._estimate(stage, now_ns):
             owed[span.kind] += span.end - span.start
         owed = {kind: ns for kind, ns in owed.items() if ns > 0}
         total, left = sum(owed.values()), new_ns
@@ -245,7 +234,7 @@ class TimeAccount:
                 left -= 1
         return exported
 
-    def _guess(self, stage: int, now_ns: int) -> list[Span]:
+    def _estimate(self, stage: int, now_ns: int) -> list[Span]:
         """The probable kinds of the time since the last settled span."""
         timeline = self._timelines[stage]
         start = timeline.cursor
@@ -362,5 +351,5 @@ def _end(spans: list[Span], start: int) -> int:
     return spans[-1].end if spans else start
 
 
-def _times(ns: dict[str, int], wasted_ns: int) -> StageTimes:
-    return StageTimes({k: ns[k] for k in BUSY}, {k: ns[k] for k in CAUSES}, ns[IDLE], wasted_ns)
+def _times(ns: dict[str, int]) -> StageTimes:
+    return StageTimes({k: ns[k] for k in BUSY}, {k: ns[k] for k in CAUSES}, ns[IDLE])

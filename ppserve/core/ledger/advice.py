@@ -51,14 +51,14 @@ def measured_parts(stages: tuple[StageTimes, ...], layouts: tuple[StageLayout, .
 
     The embedding only gathers a few rows, so its cost is counted with the first stage's layers.
     """
-    busy = [times.useful_ns for times in stages]
+    busy = [times.computed_ns for times in stages]
     layer = sum(busy[:-1]) / sum(layout.layer_weights for layout in layouts[:-1])
     head = max(0.0, busy[-1] - layouts[-1].layer_weights * layer)
     return PartCosts(layer * ATTENTION_SHARE, layer * (1 - ATTENTION_SHARE), 0.0, head)
 
 
 def _rebalance(stages: tuple[StageTimes, ...], layouts: tuple[StageLayout, ...]) -> str:
-    busy = [times.useful_ns for times in stages]
+    busy = [times.computed_ns for times in stages]
     slowest = max(range(len(busy)), key=busy.__getitem__)
     others = (sum(busy) - busy[slowest]) / (len(busy) - 1)
     finding = f"stage {slowest} is {busy[slowest] / others - 1:.0%} slower than the others"

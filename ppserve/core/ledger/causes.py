@@ -15,7 +15,7 @@ A stage waits for its next step b. The cause is decided by where b was at each m
 Within a step, the tensor ranks of a stage wait for each other: `gather` (see `tensor_ranks`).
 
 As below: while the stage before has not computed b, the wait is `fill_drain` if fewer steps were in flight than
-there are stages when b was sent (steps on draft tokens that had proved wrong do not count). In a full pipeline a
+there are stages when b was sent. In a full pipeline a
 delay keeps its cause as it moves from stage to stage with its step: if the stage before had itself waited for w
 ns, then w ns of this stage's wait have the same causes. Only the rest is `imbalance`. So stages of equal speed
 show no imbalance, whatever else delays them.
@@ -30,9 +30,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
-from ppserve.core.plan import SPECULATIVE
-
-BUSY = ("prefill", "decode", "mixed", SPECULATIVE)
+BUSY = ("prefill", "decode", "mixed")
 FILL_DRAIN = "fill_drain"
 IMBALANCE = "imbalance"
 TRANSFER = "transfer"

@@ -1,7 +1,7 @@
 """The one book of steps: which are in flight, which stages owe a result, when each was sent, how many bytes moved.
 
-The replica writes into it when a plan was sent and when a stage reports. MicrobatchSlots, time account,
-overheads, metrics and trace only read it. A step is *in flight* until the last stage has reported it, because
+The replica writes into it when a plan was sent and when a stage reports. Time account, overheads, metrics and
+trace only read it. A step is *in flight* until the last stage has reported it, because
 only then are its tokens known. It stays in the book until every stage has reported it.
 
 All times are nanoseconds on the head's monotonic clock.
@@ -12,7 +12,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from ppserve.core.plan import SPECULATIVE, StepPlan, StepResult, StepStamps
+from ppserve.core.plan import StepPlan, StepResult, StepStamps
 
 STEP_DEADLINE_NS = 60_000_000_000
 _LEAST_DEADLINE_NS = 10_000_000_000
@@ -42,10 +42,8 @@ class Step:
     """A step from its dispatch until every stage has reported it. Only `Steps` writes to it.
 
     woken_ns: when the engine's turn that made it began. sent_ns: when its plan had been sent to all stages.
-    fills_pipeline: with this step, at least as many steps were in flight as there are stages; cancelled ones,
-    which stages skip, do not count. fills_slots: at least as many as there are slots; draft tokens, which take
-    none, do not count. returned_ns: when the head had the last stage's result. is_cancelled: it was sent on draft
-    tokens that were wrong, or ahead for answers that have ended, so nobody needs it.
+    fills_pipeline: with this step, at least as many steps were in flight as there are stages. fills_slots: at
+    least as many as there are slots. returned_ns: when the head had the last stage's result.
     """
 
     def __init__(
@@ -57,16 +55,11 @@ class Step:
         self.fills_pipeline = fills_pipeline
         self.fills_slots = fills_slots
         self.returned_ns: int | None = None
-        self.is_cancelled = False
         self._results: list[StepResult | None] = [None] * num_stages
 
     @property
     def is_in_flight(self) -> bool:
         return self.returned_ns is None
-
-    @property
-    def takes_lane(self) -> bool:
-        return not self.is_cancelled and self.plan.phase != SPECULATIVE
 
     @property
     def is_complete(self) -> bool:
@@ -99,18 +92,11 @@ class Step:
 
 
 class Steps:
-    """The steps of one pipeline. See the module for who writes and who reads.
-
-    num_known: of those in flight, the steps that take a slot: not on draft tokens alone, and not in vain.
-    num_cancelled: those in vain. wasted_ns: what each stage computed for steps that are cancelled.
-    """
+    """The steps of one pipeline. See the module for who writes and who reads."""
 
     def __init__(self, num_stages: int) -> None:
         self.num_stages = num_stages
         self.num_in_flight = 0
-        self.num_known = 0
-        self.num_cancelled = 0
-        self.wasted_ns = [0] * num_stages
         self._steps: dict[int, Step] = {}
         self._progress_ns = 0  # when a stage last reported, or a step was sent while the book was empty
         self._row_ns = 0.0  # the highest time per row that any stage has taken in a step
@@ -121,8 +107,8 @@ class Steps:
 
     @property
     def fills_pipeline(self) -> bool:
-        """Whether as many steps are in flight as there are stages, cancelled ones apart."""
-        return self.num_in_flight - self.num_cancelled >= self.num_stages
+        """Whether as many steps are in flight as there are stages."""
+        return self.num_in_flight >= self.num_stages
 
     @property
     def in_flight(self) -> Iterator[Step]:
@@ -133,8 +119,7 @@ class Steps:
         if not self._steps:
             self._progress_ns = sent_ns
         self.num_in_flight += 1
-        self.num_known += plan.phase != SPECULATIVE
-        fills_slots = self.num_known >= num_slots
+        fills_slots = self.num_in_flight >= num_slots
         step = Step(plan, self.num_stages, woken_ns, sent_ns, self.fills_pipeline, fills_slots)
         self._steps[plan.step_id] = step
         return step
@@ -151,32 +136,15 @@ class Steps:
         self._progress_ns = now_ns
         if result.stage == self.num_stages - 1:
             self.num_in_flight -= 1
-            self.num_known -= step.takes_lane
-            self.num_cancelled -= step.is_cancelled
         if step.is_complete:
             del self._steps[result.step_id]
-        computed_ns = result.computed_ns
-        self._row_ns = max(self._row_ns, computed_ns / step.plan.num_tokens)
-        if step.is_cancelled:
-            self.wasted_ns[result.stage] += computed_ns
+        self._row_ns = max(self._row_ns, result.computed_ns / step.plan.num_tokens)
         return step
-
-    def doom(self, step_id: int) -> None:
-        """A step is needed by nobody any more. Nothing happens if that is known, or it is not in the book."""
-        step = self._steps.get(step_id)
-        if step is None or step.is_cancelled:
-            return
-        self.num_known -= step.is_in_flight and step.takes_lane
-        step.is_cancelled = True
-        self.num_cancelled += step.is_in_flight
-        for stage in range(self.num_stages):
-            if (result := step.result(stage)) is not None:
-                self.wasted_ns[stage] += result.computed_ns
 
     def lost(self) -> None:
         """The epoch is lost: no step in the book will be reported."""
         self._steps.clear()
-        self.num_in_flight = self.num_known = self.num_cancelled = 0
+        self.num_in_flight = 0
 
     def head_paused(self, now_ns: int) -> None:
         """The head itself did not run until now, so deadlines start anew."""

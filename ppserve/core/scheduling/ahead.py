@@ -1,58 +1,59 @@
 """Steps that are sent ahead: before the step in flight has drawn their tokens.
 
 Where one rank computes all of the model, it knows what it has drawn before the head does. So the next step can be
-there when it is done, and it need not wait for what the head does with a token, about a millisecond. Whether an
-answer ends with that token cannot be known: then its slice is void, like those after a wrong draft token. A step
-is not sent ahead where another should come first: of a prompt (after a loss, of everybody's), of a request for
-which a place is about to become free, or with draft tokens.
+there when it is done, and it need not wait about a millisecond for what the head does with a token. Such a step is
+marked in its plan (`StepPlan.is_ahead`). It holds one token of each sequence for which the step in flight draws.
+
+If an answer ends with that token, its slice is computed but not used. If all end, or a request is admitted, the
+step is cancelled. No step is sent ahead where another should come first: one of a prompt, or with draft tokens.
 """
 
 from __future__ import annotations
 
+from ppserve.core.plan import Slice
 from ppserve.core.scheduling.microbatch_slots import MicrobatchSlots
-from ppserve.core.scheduling.request_queue import RequestQueue
 from ppserve.core.scheduling.running_set import RunningSet
-from ppserve.core.scheduling.speculation import Pick, Speculation
+from ppserve.core.scheduling.sequence import Sequence
+from ppserve.core.scheduling.speculation import Speculation
 
 
 class Ahead:
-    """Picks the sequences of a step that is sent ahead."""
+    """Chooses and cancels steps that are sent ahead."""
 
     def __init__(
-        self,
-        slots: MicrobatchSlots,
-        running_set: RunningSet,
-        request_queue: RequestQueue,
-        speculation: Speculation,
+        self, slots: MicrobatchSlots, running_set: RunningSet, speculation: Speculation, block_size: int
     ) -> None:
         self._slots = slots
+        self._block_size = block_size
         self._running_set = running_set
-        self._request_queue = request_queue
         self._speculation = speculation
 
-    def picks(self, now: float) -> list[Pick]:
-        """One token of each sequence for which the only step in flight draws; none if that is not to be done."""
-        drawing = self._slots.drawing_alone
-        going_on = [sequence for sequence in drawing if sequence.draft_room > 0]
-        if not going_on or self._comes_first(now) or any(sequence.draft_tokens for sequence in drawing):
+    def choose(self, has_waiting: bool) -> list[Sequence]:
+        """The sequences of a step to be sent ahead now; none where there should be none. has_waiting: requests
+        wait, and one of them takes a place that becomes free."""
+        running_set, parts = self._running_set, self._slots.only_step
+        if running_set.returned or running_set.filling or any(piece.num_draft_tokens for _, piece in parts):
             return []
-        if len(going_on) < len(drawing) and self._request_queue.num_waiting:  # a place becomes free
+        drawing = [s for s, piece in parts if piece.draw is not None and s.is_live and s.num_free_positions > 0]
+        if has_waiting and len(drawing) < len(parts):
             return []
-        for sequence in going_on:
-            sequence.run_ahead()
-        return [(sequence, 1) for sequence in going_on]
-
-    def _comes_first(self, now: float) -> bool:
-        """Whether another step should be the next."""
-        running_set = self._running_set
-        if running_set.returned or running_set.filling:
-            return True
-        return self._speculation.may_draft(running_set.running, now)
+        num_running = len(running_set)
+        return [] if any(self._speculation.draft(s, num_running) for s in drawing) else drawing
 
     def make_way(self) -> None:
         """A request is admitted: it need not wait for a step that was sent ahead."""
-        for sequence in self._running_set.running:
-            if sequence.is_ahead:
-                known = len(sequence.token_ids)
-                sequence.drop_drafts(known)
-                self._slots.drop_ahead(sequence, known)
+        self._cancel(also_running=True)
+
+    def cancel_unused(self) -> None:
+        """A sequence has ended: the step that was sent ahead is not needed if it was the last one."""
+        self._cancel(also_running=False)
+
+    def _cancel(self, also_running: bool) -> None:
+        def is_unused(sequence: Sequence, piece: Slice) -> bool:
+            if sequence.is_live:
+                return also_running and piece.start >= len(sequence.token_ids)
+            # Others may share the blocks that it has published, and need what is written there.
+            return piece.start >= sequence.num_published * self._block_size
+
+        for sequence, _ in self._slots.cancel_ahead(is_unused):
+            sequence.cancel_ahead()

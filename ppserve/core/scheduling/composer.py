@@ -18,7 +18,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 from ppserve.core.cost_model import StepSize
 from ppserve.core.scheduling.config import MAX_PROMPT_TOKENS_PER_STEP
@@ -37,6 +37,15 @@ MIN_SPREAD_CHUNK = 8
 SPREAD_ROUNDS = 3
 # How many times as long as its decodes alone a step may take before it delays the steps after it noticeably.
 MAX_STEP_STRETCH = 1.25
+
+
+class Pick(NamedTuple):
+    """A sequence of a step."""
+
+    sequence: Sequence
+    num_tokens: int
+    """Of its known ones."""
+    draft_ids: tuple[int, ...] = ()
 
 
 class CostModel(Protocol):
@@ -70,10 +79,9 @@ class StepLimits:
 def joined(size: StepSize, sequence: Sequence, num_tokens: int) -> StepSize:
     """The size of the step with the next `num_tokens` tokens of a sequence.
 
-    The LM head computes every row of a scored prompt, otherwise only the row of the last known token and of
-    draft tokens.
+    The LM head computes every row of a scored prompt, otherwise only the row of the last known token.
     """
-    sampled = num_tokens if sequence.wants_scores else max(0, 1 + num_tokens - max(1, sequence.remaining))
+    sampled = num_tokens if sequence.wants_scores else int(num_tokens >= sequence.remaining)
     return size.with_slice(sequence.scheduled, num_tokens, sampled)
 
 
@@ -86,20 +94,20 @@ class Composer:
 
     def compose(
         self, returned: Iterable[Sequence], num_decoding: int, filling: Iterable[Sequence], microbatches: int
-    ) -> list[tuple[Sequence, int]]:
-        """(sequence, number of tokens) pairs for the next step; empty when there is nothing to do.
+    ) -> list[Pick]:
+        """The sequences of the next step; empty when there is nothing to do.
 
         returned: decodes that are ready, oldest return first. num_decoding: all decodes, those in flight included.
         filling: sequences with prompt or replay tokens to compute, in order of admission.
         """
         share = -(-num_decoding // microbatches)
-        picks = [(sequence, 1) for sequence, _ in zip(returned, range(share), strict=False)]
+        picks = [Pick(sequence, 1) for sequence, _ in zip(returned, range(share), strict=False)]
         if prompts := in_turns(filling, short=MIN_CHUNK):
             self._fill(picks, prompts, bool(num_decoding), microbatches)
         return picks
 
     def _fill(
-        self, picks: list[tuple[Sequence, int]], prompts: list[Sequence], beside_decodes: bool, microbatches: int
+        self, picks: list[Pick], prompts: list[Sequence], beside_decodes: bool, microbatches: int
     ) -> None:
         time = self._time_budget(picks, beside_decodes)
         budget = self._token_budget(prompts, time, beside_decodes, microbatches)
@@ -109,7 +117,7 @@ class Composer:
                 num_tokens = time.take(sequence, num_tokens, at_least=0 if time.used else MIN_TIMED_CHUNK)
             if num_tokens == 0:
                 return
-            picks.append((sequence, num_tokens))
+            picks.append(Pick(sequence, num_tokens))
             budget -= num_tokens
             if budget == 0:
                 return
@@ -131,12 +139,12 @@ class Composer:
             return min(most, max(spread, MIN_SPREAD_CHUNK, time.most_within_stretch(prompts[0])))
         return max(MIN_CHUNK, min(most, -(-pending // (2 * microbatches))))
 
-    def _time_budget(self, picks: list[tuple[Sequence, int]], beside_decodes: bool) -> _TimeBudget | None:
+    def _time_budget(self, picks: list[Pick], beside_decodes: bool) -> _TimeBudget | None:
         """The bound on the step's predicted time; None where the time is not bounded."""
         if self.costs is None or self.limits.prefill_chunk is not None:
             return None
         size = StepSize()
-        for sequence, num_tokens in picks:
+        for sequence, num_tokens, _ in picks:
             size = joined(size, sequence, num_tokens)
         allowed_s = self.limits.seconds_alone
         if beside_decodes:

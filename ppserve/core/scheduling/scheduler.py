@@ -4,10 +4,9 @@ There is one scheduler per replica. It runs on the head and is told everything: 
 Requests come from the request queue, which all replicas share. It reads no clock and does no I/O.
 
 Laws
-- A token is scheduled after it has returned to the head, with two exceptions. A draft token may be scheduled
-  before, but what was computed from a wrong draft token is dropped: nobody sees it, and the right token's step
-  writes its keys and values anew. And where one rank computes all of the model, it knows what it has drawn: its
-  next step is sent ahead, without the tokens.
+- A token is scheduled after it has returned to the head, with two exceptions. A draft token may be in a step
+  before, but what was computed from a wrong one is dropped, and the right token's step writes its keys and values
+  anew. And where one rank computes all of the model, its next step is sent ahead, without the tokens (`ahead`).
 - Stages run steps in order. Hence a prompt's next chunk may be scheduled while the chunk before is in flight, a
   block may be shared as soon as the step that fills it is scheduled, and a freed block may be reused at once.
 - The most blocks that a request can need are reserved at admission, so no sequence ever waits for a block.
@@ -23,21 +22,22 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict
-from collections.abc import Hashable, Iterator, KeysView, Set
+from collections.abc import Callable, Hashable, Iterator, KeysView, Set
 
-from ppserve.core.ledger.steps import Steps
 from ppserve.core.plan import Drawn, Scored, Slice, StepPlan, StepResult, TokenLogprobs
 from ppserve.core.scheduling.admission import worst_case_blocks
 from ppserve.core.scheduling.ahead import Ahead
 from ppserve.core.scheduling.block_manager import BlockManager, BlockTable, PrefixCache
-from ppserve.core.scheduling.composer import Composer, CostModel, StepLimits
+from ppserve.core.scheduling.composer import Composer, CostModel, Pick, StepLimits
 from ppserve.core.scheduling.config import SchedulerConfig
-from ppserve.core.scheduling.drafter import NewDrafter, look_up_prompts
 from ppserve.core.scheduling.microbatch_slots import MicrobatchSlots
 from ppserve.core.scheduling.request_queue import RequestQueue
 from ppserve.core.scheduling.running_set import RunningSet
 from ppserve.core.scheduling.sequence import Sequence, SequenceEvent, SequenceGroup, SequenceStatus
-from ppserve.core.scheduling.speculation import Pick, Speculation
+from ppserve.core.scheduling.speculation import Drafter, PromptLookup, Speculation
+
+OUTCOMES = ("accepted", "rejected")
+"""What becomes of a draft token whose step returns: its token is drawn, or another one."""
 
 
 class Scheduler:
@@ -47,10 +47,9 @@ class Scheduler:
         self,
         config: SchedulerConfig,
         blocks: BlockManager,
-        steps: Steps,
         costs: CostModel | None = None,
         request_queue: RequestQueue | None = None,
-        new_drafter: NewDrafter = look_up_prompts,
+        new_drafter: Callable[[Sequence], Drafter] = PromptLookup,
     ) -> None:
         if blocks.block_size != config.block_size:
             raise ValueError(f"block_size: {config.block_size} here, {blocks.block_size} in the block manager")
@@ -60,12 +59,13 @@ class Scheduler:
         self._composer = Composer(StepLimits(config.prefill_chunk, config.max_auto_chunk), costs)
         self._running_set = RunningSet()
         self._ending: dict[int, Sequence] = {}
-        self.slots = MicrobatchSlots(steps, config, epoch=0)
-        self._speculation = Speculation(config, self.slots, costs, new_drafter)
+        self.slots = MicrobatchSlots(config.microbatches or config.num_stages)
+        self._speculation = Speculation(config, costs, new_drafter)
+        self._ahead = Ahead(self.slots, self._running_set, self._speculation, config.block_size)
+        self.num_draft_tokens = dict.fromkeys(OUTCOMES, 0)
         self.is_open = True
         self.request_queue = RequestQueue() if request_queue is None else request_queue
         self.request_queue.join(self)
-        self._ahead = Ahead(self.slots, self._running_set, self.request_queue, self._speculation)
 
     # State
 
@@ -135,8 +135,8 @@ class Scheduler:
 
     def admit(self, group: SequenceGroup, known: BlockTable, now: float) -> None:
         """There is room. known: what `room_for` said."""
-        self._speculation.make_way(self._running_set.running, now)
         self._ahead.make_way()
+        self._release_ended()
         leader, *siblings = group.live
         size, num_prompt = self.config.block_size, len(group.request.prompt_ids)
         cached_tokens = len(known) * size
@@ -163,52 +163,57 @@ class Scheduler:
     def drop(self, sequence: Sequence) -> None:
         """A running sequence has ended. Steps in flight may still hold it."""
         self._running_set.remove(sequence)
-        self.slots.drop_draft_tokens(sequence, len(sequence.draft_tokens), len(sequence.token_ids))
-        # Except into blocks that it has published: others may share them, and need what is written there.
-        self.slots.drop_ahead(sequence, sequence.num_published * self.config.block_size)
-        if sequence.steps_in_flight:
-            sequence.move_to(SequenceStatus.ENDING)
-            self._ending[sequence.id] = sequence
-        else:
-            self._release(sequence)
+        sequence.move_to(SequenceStatus.ENDING)
+        self._ending[sequence.id] = sequence
+        self._ahead.cancel_unused()
+        self._release_ended()
+
+    def _release_ended(self) -> None:
+        for sequence in list(self._ending.values()):
+            if not sequence.steps_in_flight:
+                self._release(sequence)
 
     def _release(self, sequence: Sequence) -> None:
         sequence.move_to(SequenceStatus.ENDED)
         self._blocks.release(sequence.id)
-        self._ending.pop(sequence.id, None)
+        del self._ending[sequence.id]
         self.request_queue.look_again()
 
     # Steps
 
     def schedule(self, now: float) -> StepPlan | None:
         """The next step; None when the pipeline is full or nothing is ready."""
-        self.request_queue.admit(now)
-        if self.slots.full:
-            return self._build(picks) if (picks := self._ahead.picks(now)) else None
-        if self.slots.is_unproven and len(self._running_set):
-            if self.is_busy:
-                return None
-            self.request_queue.step_scheduled(now)
-            return self.slots.plan((), ())
-        lone = self.request_queue.lone_at(self)
-        picks = self._compose(now) if lone is None else self._compose_alone(lone)
-        if picks and not self.is_busy:
-            self.request_queue.step_scheduled(now)
-        return self._build(picks) if picks else None
+        queue = self.request_queue
+        queue.admit(now)
+        if self.slots.are_full:
+            return self._schedule_ahead()
+        is_probe = self.slots.is_unproven and len(self._running_set) > 0
+        if is_probe and self.is_busy:
+            return None
+        lone = queue.lone_at(self)
+        picks = [] if is_probe else self._compose() if lone is None else self._compose_alone(lone)
+        if not picks and not is_probe:
+            return None
+        if not self.is_busy:
+            queue.step_scheduled(now)
+        return self._build(picks)
 
-    def _compose(self, now: float) -> list[Pick]:
-        """Known tokens first; draft tokens beside them or, where stages would stand idle, alone."""
+    def _schedule_ahead(self) -> StepPlan | None:
+        if not self.config.runs_ahead or self.slots.num_slots > 1:
+            return None
+        sequences = self._ahead.choose(has_waiting=self.request_queue.num_waiting > 0)
+        owned = tuple((sequence, sequence.schedule_ahead(self.config.block_size)) for sequence in sequences)
+        for sequence in sequences:
+            self._prefix_cache.offer(sequence)
+        return self.slots.add_step(owned, (), is_ahead=True) if owned else None
+
+    def _compose(self) -> list[Pick]:
         self._skip_refilled()
-        running_set, speculation = self._running_set, self._speculation
+        running_set = self._running_set
         picks = self._composer.compose(
             running_set.returned, running_set.num_decoding, running_set.filling, self.microbatches
         )
-        if picks:
-            return speculation.widen(picks, running_set.running, now)
-        # With as many sequences as stages a gap is over before a draft token could fill it.
-        if not self.slots.have_gap or len(running_set) >= self.config.num_stages:
-            return []
-        return speculation.deepen(running_set.running, now)
+        return self._speculation.add_drafts(picks, len(running_set))
 
     def _skip_refilled(self) -> None:
         """After a loss, compute a prefix that several sequences share only once."""
@@ -217,53 +222,54 @@ class Scheduler:
                 sequence.reuse_blocks(self._prefix_cache.num_refilled(sequence), self.config.block_size)
 
     def _compose_alone(self, lone: str) -> list[Pick]:
-        if self.slots.holds_others_than(lone):
+        if self.slots.hold_others_than(lone):
             return []
         returned = [s for s in self._running_set.returned if s.request.id == lone]
         filling = [s for s in self._running_set.filling if s.request.id == lone]
         return self._composer.compose(returned, len(returned), filling, 1)
 
     def _build(self, picks: list[Pick]) -> StepPlan:
-        parts: list[tuple[Sequence, Slice]] = []
+        owned: list[tuple[Sequence, Slice]] = []
         copies: list[tuple[int, int]] = []
-        for sequence, num_tokens in picks:
+        for sequence, num_tokens, draft_ids in picks:
             if (copy := sequence.copy_block(self.config.block_size)) is not None:
                 copies.append(copy)
                 self._blocks.unpin(sequence.id)
-            parts.append((sequence, sequence.schedule(num_tokens, self.config.block_size)))
-        sequences = [sequence for sequence, _ in parts]
+            owned.append((sequence, sequence.schedule(num_tokens, self.config.block_size, draft_ids)))
+        sequences = [pick.sequence for pick in picks]
         for sequence in sequences:
             self._prefix_cache.offer(sequence)
         self._running_set.slices_taken(sequences)
-        return self.slots.plan(tuple(parts), copies)
+        return self.slots.add_step(tuple(owned), copies)
 
     def commit(self, result: StepResult, now: float) -> list[SequenceEvent]:
         """Apply the last stage's result of a step. A result of an older epoch or an unknown step is ignored."""
-        taken = self.slots.take(result)
-        if taken is None:
+        owned = self.slots.remove_step(result)
+        if owned is None:
             return []
-        parts, rejected = taken
-        accepted = self.slots.draft_tokens["accepted"]
         drawn: dict[int, list[Drawn]] = defaultdict(list)
-        for of in result.drawn:
-            drawn[of.sequence_id].append(of)
-        scored = {s.sequence_id: s for s in result.scored}
+        for one in result.drawn:
+            drawn[one.sequence_id].append(one)
+        scored = {one.sequence_id: one for one in result.scored}
         events: list[SequenceEvent] = []
-        for sequence, piece in parts:
+        num_tokens = 0
+        for sequence, piece in owned:
             sequence.end_step()
-            if sequence.status is SequenceStatus.ENDING:
-                if sequence.steps_in_flight == 0:
-                    self._release(sequence)
-            elif sequence.id not in rejected:
+            num_tokens += len(piece.token_ids) - piece.num_draft_tokens
+            if sequence.is_live:
                 num_before = len(sequence.token_ids)
                 events += self._apply(sequence, piece, drawn[sequence.id], scored.get(sequence.id))
-                if num_new := len(sequence.token_ids) - num_before:
-                    self._speculation.tokens_returned(sequence, piece, num_new, len(self._running_set), now)
-        needed = (piece for sequence, piece in parts if not (piece.is_ahead and sequence.id in rejected))
-        num_tokens = sum(len(piece.token_ids) - piece.num_draft_tokens for piece in needed)
-        num_tokens += self.slots.draft_tokens["accepted"] - accepted
+                num_tokens += self._count_drafts(piece, len(sequence.token_ids) - num_before)
+        self._release_ended()
         self.request_queue.step_committed(num_tokens, now)
         return events
+
+    def _count_drafts(self, piece: Slice, num_new: int) -> int:
+        """How many draft tokens of a slice that brought `num_new` tokens were right."""
+        num_accepted = min(max(0, num_new - 1), piece.num_draft_tokens)
+        self.num_draft_tokens["accepted"] += num_accepted
+        self.num_draft_tokens["rejected"] += piece.num_draft_tokens - num_accepted
+        return num_accepted
 
     def _apply(
         self, sequence: Sequence, piece: Slice, drawn: list[Drawn], scored: Scored | None
@@ -309,7 +315,7 @@ class Scheduler:
         self, sequence: Sequence, group: SequenceGroup, token_id: int, logprobs: TokenLogprobs | None
     ) -> SequenceEvent:
         """The sequence's next token."""
-        self.slots.drawn(sequence, token_id)
+        sequence.commit_token(token_id)
         self.request_queue.token_drawn(group)
         end = sequence.end_after(token_id, self.config.eos_id)
         event = sequence.event(
@@ -361,6 +367,4 @@ class Scheduler:
         self._blocks.forget_contents()
         for sequence in list(self._ending.values()):
             self._release(sequence)
-        for sequence in self._running_set.running:
-            self.slots.draft_tokens["cancelled"] += len(sequence.draft_tokens)
         return in_flight

@@ -4,23 +4,20 @@ A sequence knows its tokens (prompt, resumed and drawn), how many positions were
 for how many of these the result has returned (`computed`). It is ready when `known > scheduled`. Whether that
 means a prompt, a chunk, a decode or a replay makes no difference.
 
-Draft tokens are tokens that may follow the known ones. Steps may take them as if they were known: then
-`scheduled > known`. When the next token is drawn, the first draft token is either the same, and becomes known, or
-all draft tokens are dropped and `scheduled` goes back to that token. Where one stage is all, a step may be sent
-ahead: it takes the next token before that is drawn. A sequence that `is_ahead` has no draft tokens.
+Draft tokens, which may follow the known ones, are in slices alone. Where one stage is all, a step may be sent
+ahead: it takes the next token before that is drawn. Then `scheduled` is one more than the known tokens.
 
     WAITING ──admit──▶ RUNNING ──end──▶ ENDED
      ▲ └────────end──────┼──▶ ENDED       ▲
      └──────give back────┤                │
                          └─end in flight─▶ ENDING (its terminal event was sent; a step still writes its blocks)
 
-0 <= computed <= scheduled <= known + draft tokens + is_ahead, and computed <= known, always.
+0 <= computed <= scheduled <= known + 1, and computed <= known, always.
 """
 
 from __future__ import annotations
 
 import hashlib
-import math
 from array import array
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass, replace
@@ -28,7 +25,6 @@ from enum import StrEnum
 
 from ppserve.core.plan import DRAWN, Draw, Slice, TokenLogprobs
 from ppserve.core.request import FinishReason, Request
-from ppserve.core.scheduling.drafter import Drafter, DraftToken, NewDrafter
 from ppserve.errors import RequestError
 
 
@@ -98,12 +94,9 @@ class Sequence:
         self.index = index  # of the request's answers
         self.status = SequenceStatus.WAITING
         self.token_ids = [*request.prompt_ids, *request.resume_ids]
-        self.draft_tokens: list[DraftToken] = []  # assumed to follow; those before `scheduled` are in steps
-        self.is_ahead = False  # the token after the known ones is in a step, before it is drawn
         self.scheduled = 0
         self.computed = 0
         self.steps_in_flight = 0
-        self.returned_s: float | None = None  # when its latest tokens were drawn
         self.loss_mark = 0  # known tokens when a stage was last lost
         self.cached_tokens = 0  # of the prompt, found in the prefix cache when it was admitted
         self.block_table: tuple[int, ...] = ()
@@ -116,7 +109,6 @@ class Sequence:
         self.known_end = self.end_after(self.token_ids[-1], eos_id) if request.resume_ids else None
         if request.stop.max_tokens == 0:
             self.known_end = request.length_end
-        self._drafter: Drafter | None = None
         self._digests: list[bytes] = []
         self._table_part: tuple[int, ...] = ()
         banned, banned_before = request.banned(eos_id), len(request.prompt_ids) + request.stop.min_tokens
@@ -133,14 +125,9 @@ class Sequence:
         return max(0, len(self.token_ids) - self.scheduled)
 
     @property
-    def certainty(self) -> float:
-        """The probability that all draft tokens so far are right."""
-        return math.prod(draft_token.probability for draft_token in self.draft_tokens)
-
-    @property
-    def draft_room(self) -> int:
-        """How many further draft tokens may be made: each needs a position for its keys and values."""
-        return self.max_positions - len(self.token_ids) - len(self.draft_tokens) - self.is_ahead
+    def num_free_positions(self) -> int:
+        """Positions after the known tokens that its blocks have room for."""
+        return self.max_positions - len(self.token_ids)
 
     @property
     def is_live(self) -> bool:
@@ -200,100 +187,74 @@ class Sequence:
             self._digests.append(block_digest(parent, self.token_ids[start : start + block_size]))
         return self._digests[:num_blocks]
 
-    def schedule(self, num_tokens: int, block_size: int) -> Slice:
-        """Put the next `num_tokens` tokens, draft tokens included, into a step. The scheduler must commit it
-        later."""
-        start, end, known = self.scheduled, self.scheduled + num_tokens, len(self.token_ids)
-        assert 0 < num_tokens <= known + len(self.draft_tokens) + self.is_ahead - start, (self.id, num_tokens)
-        draws = end >= known and self.known_end is None
-        num_blocks = -(-end // block_size)
-        if len(self._table_part) != num_blocks:
-            self._table_part = self.block_table[:num_blocks]
+    def schedule(self, num_tokens: int, block_size: int, draft_ids: tuple[int, ...] = ()) -> Slice:
+        """Put the next `num_tokens` known tokens into a step, and draft tokens after them. The scheduler must
+        commit it later."""
+        start, end = self.scheduled, self.scheduled + num_tokens
+        assert 0 < num_tokens <= self.remaining, (self.id, num_tokens)
+        draws = end == len(self.token_ids) and self.known_end is None
         targets: tuple[int, ...] = ()
         if self.wants_scores and start < len(self.request.prompt_ids):
             targets = self.request.prompt_ids[start + 1 : end + 1]
+        token_ids = (*self.token_ids[start:end], *draft_ids)
         self.scheduled = end
+        return self._slice(start, token_ids, block_size, draws, targets, len(draft_ids))
+
+    def schedule_ahead(self, block_size: int) -> Slice:
+        """Put the token that follows the known ones into a step, before it is drawn."""
+        start = self.scheduled
+        assert start == len(self.token_ids), (self.id, start)
+        self.scheduled += 1
+        return self._slice(start, (DRAWN,), block_size, draws=True)
+
+    def _slice(
+        self,
+        start: int,
+        token_ids: tuple[int, ...],
+        block_size: int,
+        draws: bool,
+        targets: tuple[int, ...] = (),
+        num_draft_tokens: int = 0,
+    ) -> Slice:
+        num_blocks = -(-(start + len(token_ids)) // block_size)
+        if len(self._table_part) != num_blocks:
+            self._table_part = self.block_table[:num_blocks]
         self.steps_in_flight += 1
-        return Slice(
-            self.id,
-            start,
-            self._assumed(start, end),
-            self._table_part,
-            self._draw_after(max(start + 1, known)) if draws else None,
-            targets,
-            self.request.output.prompt_logprobs or 0,
-            0 if self.is_ahead else max(0, end - max(start, known)),
-        )
+        draw, num_scored = self._next_draw() if draws else None, self.request.output.prompt_logprobs or 0
+        return Slice(self.id, start, token_ids, self._table_part, draw, targets, num_scored, num_draft_tokens)
+
+    def _next_draw(self) -> Draw:
+        """The draw after the known tokens; always the same object where it needs no history."""
+        if not self.request.sampling.needs_history:
+            return self._draw
+        prompt_ids = self.request.prompt_ids
+        return replace(self._draw, prompt_ids=prompt_ids, output_ids=tuple(self.token_ids[len(prompt_ids) :]))
+
+    def cancel_ahead(self) -> None:
+        """The step that was sent ahead is cancelled."""
+        self.scheduled = min(self.scheduled, len(self.token_ids))
+        self.steps_in_flight -= 1
 
     def end_step(self) -> None:
         """A step that it was in has returned."""
         self.steps_in_flight -= 1
 
     def commit_slice(self, piece: Slice, scores: Seq[TokenLogprobs]) -> None:
-        """A step has computed its known tokens of a slice, or the first token of a slice of draft tokens. scores:
-        of the prompt's tokens in it."""
+        """A step has computed the known tokens of a slice. scores: of the prompt's tokens in it."""
         self.scores.extend(scores)
-        self.computed = piece.end - piece.num_draft_tokens + piece.is_draft
+        self.computed = piece.end - piece.num_draft_tokens
 
     def accept_draft(self, token_id: int) -> bool:
-        """Whether the next token that a step has computed is right. Then it counts as computed."""
+        """Whether a draft token is the token that was drawn. Then it counts as computed."""
         if self.token_ids[self.computed] != token_id:
             return False
         self.computed += 1
+        self.scheduled = max(self.scheduled, self.computed)
         return True
 
-    def commit_token(self, token_id: int) -> int:
-        """The next token was drawn. If a draft token was wrong, all are dropped. Returns how many."""
+    def commit_token(self, token_id: int) -> None:
+        """The next token was drawn."""
         self.token_ids.append(token_id)
-        if self.is_ahead:
-            self.is_ahead = False
-            return 0
-        if self.draft_tokens and self.draft_tokens[0].token_id == token_id:
-            del self.draft_tokens[0]
-            return 0
-        return self.drop_drafts(len(self.token_ids) - 1)
-
-    def next_draft(self, new_drafter: NewDrafter) -> DraftToken | None:
-        """The token that may follow its known and draft tokens; None if there is no room or none is found."""
-        if self.draft_room <= 0:
-            return None
-        if self._drafter is None:
-            self._drafter = new_drafter(self.request, self.index)
-        return self._drafter.draft_token(self.token_ids, [token.token_id for token in self.draft_tokens])
-
-    def add_draft(self, draft_token: DraftToken) -> None:
-        """A step may take this token after the known and draft tokens."""
-        self.draft_tokens.append(draft_token)
-
-    def run_ahead(self) -> None:
-        """A step may take the next token before it is drawn."""
-        self.is_ahead = True
-
-    def note_returned(self, now: float) -> None:
-        """A step has brought tokens of it."""
-        self.returned_s = now
-
-    def drop_drafts(self, start: int) -> int:
-        """Draft tokens from position `start` on are dropped, and not scheduled any more. Returns how many."""
-        num_draft_tokens = len(self.draft_tokens)
-        del self.draft_tokens[max(0, start - len(self.token_ids)) :]
-        self.scheduled, self.is_ahead = min(self.scheduled, start), False
-        return num_draft_tokens - len(self.draft_tokens)
-
-    def _draw_after(self, row_end: int) -> Draw:
-        """The draw of the token at position `row_end`; always the same object where it needs no history."""
-        if not self.request.sampling.needs_history:
-            return self._draw
-        prompt_ids = self.request.prompt_ids
-        return replace(self._draw, prompt_ids=prompt_ids, output_ids=self._assumed(len(prompt_ids), row_end))
-
-    def _assumed(self, start: int, end: int) -> tuple[int, ...]:
-        """The tokens at positions [start, end), draft tokens included."""
-        known = len(self.token_ids)
-        if self.is_ahead and end > known:
-            return (*self.token_ids[start:], DRAWN)
-        draft_tokens = self.draft_tokens[max(0, start - known) : max(0, end - known)]
-        return (*self.token_ids[start:end], *(draft_token.token_id for draft_token in draft_tokens))
 
     def end_after(self, token_id: int, eos_id: int | None) -> FinishReason | None:
         """Why the answer ends with `token_id`, its latest token; None when it does not end."""
@@ -303,9 +264,6 @@ class Sequence:
         """Back to nothing computed, with all tokens known: a stage was lost."""
         self.scheduled = self.computed = self.steps_in_flight = self.num_published = 0
         self.fork_block = None
-        self.is_ahead = False
-        self.draft_tokens.clear()
-        self.returned_s = None
         self.scores.clear()
         self.loss_mark = len(self.token_ids)
 

@@ -17,7 +17,7 @@ from ppserve.core.ledger.overheads import Overheads
 from ppserve.core.ledger.steps import Step, Steps
 from ppserve.core.ledger.tensor_ranks import TensorRanks
 from ppserve.core.plan import StepPlan, StepResult
-from ppserve.core.sampling_state import NOTHING, SamplingEncoder
+from ppserve.core.sampling_state import NO_UPDATE, SamplingEncoder
 from ppserve.core.scheduling.block_manager import BlockManager
 from ppserve.core.scheduling.request_queue import RequestQueue
 from ppserve.core.scheduling.scheduler import Scheduler
@@ -76,7 +76,7 @@ class Replica:
         # The latest result, until it is accounted for: after the plan that follows it has been sent.
         self._unaccounted: tuple[StepResult, Step] | None = None
         self._prefix = f"replica {self.number}: " if members.grid.data > 1 else ""
-        self._teller = SamplingEncoder()
+        self._sampling = SamplingEncoder()
         self._control = control
         self._clock = clock
 
@@ -139,7 +139,7 @@ class Replica:
         scheduler = self.scheduler
         if scheduler is None or not self.members.formed:
             return
-        self._cancel_doomed(scheduler)
+        self._cancel_steps(scheduler)
         while (plan := scheduler.schedule(self._now_s())) is not None:
             self._send(plan, scheduler)
             step = self.steps.sent(plan, woken_ns, self._clock(), scheduler.microbatches)
@@ -152,21 +152,18 @@ class Replica:
 
     def _send(self, plan: StepPlan, scheduler: Scheduler) -> None:
         """Sends a plan to every stage. Long draws go to the last stage alone: no other needs them."""
-        bare, told = self._teller.tell(plan, scheduler.running_ids)
+        bare, sampling = self._sampling.encode(plan, scheduler.running_ids)
         ranks = self.members.ranks
-        if told is not NOTHING:
+        if sampling is not NO_UPDATE:
             num_others = len(ranks) - self.members.grid.tensor
-            self._control.broadcast(ranks[num_others:], wire.Plan(bare, told))
+            self._control.broadcast(ranks[num_others:], wire.Plan(bare, sampling))
             ranks = ranks[:num_others]
         self._control.broadcast(ranks, wire.Plan(bare))
 
-    def _cancel_doomed(self, scheduler: Scheduler) -> None:
-        """Tells all stages at once of steps that nobody needs: one that has not begun such a step skips it."""
-        cancelled_steps = scheduler.slots.take_cancelled()
-        for step_id in cancelled_steps:
-            self.steps.doom(step_id)
-        if cancelled_steps:
-            self._control.broadcast(self.members.ranks, wire.Cancel(cancelled_steps))
+    def _cancel_steps(self, scheduler: Scheduler) -> None:
+        """A stage that has not begun a cancelled step skips it."""
+        if cancelled := scheduler.slots.take_cancelled():
+            self._control.broadcast(self.members.ranks, wire.Cancel(cancelled))
 
     def report_load(self) -> None:
         """Tells the observers how full everything is, also while the pipeline is lost."""
@@ -174,7 +171,7 @@ class Replica:
             return
         waiting, in_flight = self.request_queue.num_waiting, self.steps.num_in_flight
         for observer in self._observers:
-            observer.on_drafted(self.number, scheduler.slots.draft_tokens)
+            observer.on_drafted(self.number, scheduler.num_draft_tokens)
             observer.on_load(self.number, scheduler.num_running, waiting, in_flight, scheduler.kv_usage)
 
     def _handle_events(self, member_events: list[MemberEvent]) -> list[ReplicaEvent]:
@@ -213,7 +210,7 @@ class Replica:
         if result.stage == self.members.num_stages - 1:
             events = self.scheduler.commit(result, self._now_s())
             self._losses_in_vain = 0 if events else self._losses_in_vain
-            self._cancel_doomed(self.scheduler)
+            self._cancel_steps(self.scheduler)
         if self.scheduler.config.microbatches is None:
             self.scheduler.set_microbatches(self._slots.observe(result, step.fills_slots))
         return events
@@ -224,8 +221,7 @@ class Replica:
         (result, step), self._unaccounted = self._unaccounted, None
         self._account.reported(step, result.stage)
         self._overheads.reported(step, result.stage)
-        if not result.skipped:
-            self._costs.observe(result.stage, step.plan, (result.stamps.ended - result.stamps.begun) / 1e9)
+        self._costs.observe(result.stage, step.plan, (result.stamps.ended - result.stamps.begun) / 1e9)
         for observer in self._observers:
             observer.on_step_reported(self.number, step, result.stage)
 
@@ -242,7 +238,7 @@ class Replica:
             self.scheduler = self._new_scheduler(formed)
             return [formed]
         # Steps that were in flight when the last epoch was lost do not count.
-        self._teller = SamplingEncoder()
+        self._sampling = SamplingEncoder()
         if self.scheduler.is_open:
             return [*self.scheduler.lose_stage(formed.epoch, failed)]
         self.scheduler.open(formed.epoch)
@@ -259,7 +255,7 @@ class Replica:
             log.warning("%snothing is drafted: %s", self._prefix, why_not)
             config = replace(config, speculate=0)
         blocks = BlockManager(formed.num_blocks, config.block_size)
-        scheduler = Scheduler(config, blocks, self.steps, self._costs, self.request_queue)
+        scheduler = Scheduler(config, blocks, self._costs, self.request_queue)
         scheduler.open(formed.epoch)
         return scheduler
 

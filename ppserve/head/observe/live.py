@@ -88,7 +88,6 @@ def read_state(handle: EngineHandle, load: ServerLoad, spans: list[list[Settled]
             {
                 **asdict(stage),
                 "time_s": _seconds(measured.times),
-                "wasted_s": measured.times.wasted_ns / 1e9,
                 "spans": drawn,
             }
             for stage, measured, drawn in of_stages

@@ -28,7 +28,7 @@ from prometheus_client.registry import Collector
 from ppserve.core.ledger.account import StageTimes
 from ppserve.core.ledger.causes import BUSY
 from ppserve.core.ledger.steps import Step
-from ppserve.core.scheduling.microbatch_slots import OUTCOMES
+from ppserve.core.scheduling.scheduler import OUTCOMES
 from ppserve.head.descriptions import ModelDescription, Topology
 from ppserve.head.engine.observer import Observer
 from ppserve.head.observe.pages import Page

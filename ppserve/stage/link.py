@@ -33,8 +33,9 @@ class Link(ABC):
     inbox: the head's messages in order; pings are answered by the link and never get here, so that the head can
     tell a busy stage from a frozen one. abandoned: the newest epoch that the head has given up. The stage may be
     waiting for a neighbour that never answers: so an Abandon sets `abandoned`, then calls the OnAbandon that the
-    link was made with, and only then enters the inbox. cancelled: the latest steps sent ahead that need not be computed; a
-    Cancel changes it at once and does not enter the inbox, so that it overtakes the plans there.
+    link was made with, and only then enters the inbox. cancelled: the latest steps sent ahead that
+    need not be computed; a Cancel changes it at once and does not enter the inbox, so that it overtakes the plans
+    there.
     """
 
     def __init__(self, on_abandon: OnAbandon) -> None:

@@ -15,13 +15,6 @@ def plan(step_id: int, epoch: int = 1) -> StepPlan:
     return StepPlan(epoch, step_id, 0, (Slice(step_id, 0, (7,), (0,), Draw(SamplingParams())),))
 
 
-def draft_token(step_id: int, epoch: int = 1) -> StepPlan:
-    """A step on a draft token alone."""
-    return StepPlan(
-        epoch, step_id, 0, (Slice(step_id, 0, (7,), (0,), Draw(SamplingParams()), num_draft_tokens=1),)
-    )
-
-
 def account_of(num_stages: int, started_ns: int = 0, **observer: Any) -> TimeAccount:
     """A ledger with an empty book of steps."""
     return TimeAccount(Steps(num_stages), started_ns, **observer)

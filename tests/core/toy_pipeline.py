@@ -16,7 +16,7 @@ from dataclasses import dataclass
 
 from ppserve.core.plan import Draw, Drawn, Scored, Slice, StepPlan, StepResult, StepStamps, TokenLogprobs
 from ppserve.core.request import FinishReason, Request
-from ppserve.core.sampling_state import NOTHING, SamplingDecoder, SamplingUpdate
+from ppserve.core.sampling_state import NO_UPDATE, SamplingDecoder, SamplingUpdate
 
 VOCAB_SIZE = 41
 EOS_ID = 7
@@ -104,12 +104,12 @@ class ToyPipeline:
         self.memory = SamplingDecoder()
         self.drawn: tuple[Drawn, ...] = ()
         self._queue: deque[StepPlan] = deque()
-        self._told: deque[SamplingUpdate] = deque()
+        self._sampling: deque[SamplingUpdate] = deque()
         self._slots: dict[tuple[int, int], int] = {}
 
-    def send(self, plan: StepPlan, told: SamplingUpdate = NOTHING) -> None:
+    def send(self, plan: StepPlan, sampling: SamplingUpdate = NO_UPDATE) -> None:
         self._queue.append(plan)
-        self._told.append(told)
+        self._sampling.append(sampling)
 
     @property
     def num_in_flight(self) -> int:
@@ -118,16 +118,16 @@ class ToyPipeline:
     def lose(self) -> None:
         """A stage died: keys, values and steps in flight are lost."""
         self._queue.clear()
-        self._told.clear()
+        self._sampling.clear()
         self._slots.clear()
         self.memory, self.drawn = SamplingDecoder(), ()
 
     def run_one(self) -> StepResult:
         """Execute the oldest plan."""
-        plan = self.restored(self._queue.popleft(), self._told.popleft())
+        plan = self.restored(self._queue.popleft(), self._sampling.popleft())
         if plan.step_id in self.skipped:
             self._leave_unwritten(plan)
-            return StepResult(plan.epoch, plan.step_id, 0, STAMPS, skipped=True)
+            return StepResult(plan.epoch, plan.step_id, 0, STAMPS)
         self.plans.append(plan)
         for source, destination in plan.copies:
             for offset in range(self.block_size):
@@ -149,9 +149,9 @@ class ToyPipeline:
         self.drawn = tuple(drawn)
         return StepResult(plan.epoch, plan.step_id, 0, STAMPS, 0, self.drawn, tuple(scored))
 
-    def restored(self, bare: StepPlan, told: SamplingUpdate) -> StepPlan:
+    def restored(self, bare: StepPlan, sampling: SamplingUpdate) -> StepPlan:
         """The next plan, with its tokens and draws, once the step before has run."""
-        return self.memory.restore(bare.following(self.drawn), told)
+        return self.memory.decode(bare.with_drawn(self.drawn) if bare.is_ahead else bare, sampling)
 
     def _leave_unwritten(self, plan: StepPlan) -> None:
         """What a skipped step would have written is whatever was there: it may be read, but must decide

@@ -205,7 +205,7 @@ def test_stages_killed_in_mid_guess_change_no_token_and_one_that_cannot_come_bac
             assert ask_and_hurt(server, stage, signal.SIGKILL) == undisturbed
         outcomes = draft_tokens(server)
         assert outcomes["accepted"] > 0
-        assert outcomes["rejected"] + outcomes["cancelled"] > 0
+        assert outcomes["rejected"] > 0
         lose_for_good(server, model / "model.safetensors")
 
 

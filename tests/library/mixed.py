@@ -73,7 +73,7 @@ def guesses_of(pipeline: Pipeline) -> dict[str, int]:
     """Guessed tokens so far, by what became of them."""
     scheduler = pipeline._engine.replicas[0].scheduler
     assert scheduler is not None
-    return scheduler.slots.draft_tokens
+    return scheduler.num_draft_tokens
 
 
 def assert_same(one: Completion, other: Completion) -> None:

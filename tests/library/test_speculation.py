@@ -51,7 +51,7 @@ def test_no_draft_token_changes_an_answer(stages: int, draft_tokens: int, alone:
             assert_same(pipeline.complete(prompt, **options), plain)
         outcomes = guesses_of(pipeline)
         assert outcomes["accepted"] > 0
-        assert outcomes["rejected"] + outcomes["cancelled"] > 0
+        assert outcomes["rejected"] > 0
 
 
 def test_what_lies_behind_a_stop_string_is_charged_to_nobody(plain: Pipeline) -> None:

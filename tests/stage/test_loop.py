@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -12,6 +13,7 @@ import torch
 
 from ppserve import wire
 from ppserve.core.architecture import StageLayout
+from ppserve.core.plan import DRAWN
 from ppserve.errors import CheckpointError, TransportError
 from ppserve.model.backend import Backend, KVCache, StageModel
 from ppserve.model.checkpoint import WHOLE, Part
@@ -112,32 +114,29 @@ def test_plans_that_are_known_are_expected_before_they_are_computed(last: OneSta
     assert transport.log == order
 
 
-def test_a_cancelled_step_is_received_and_reported_but_not_computed(last: OneStage, wiring: ByHand) -> None:
-    """Also if the Cancel comes while the stage waits for that step's hidden states. Its neighbours need the
-    order."""
-    last.tell(wire.Plan(plan(1, 0)))
-    assert wiring.opened[0].waiting.wait(WITHIN_S)
-    last.tell(wire.Cancel((0, 2)))
-    for step_id in (1, 2):
-        last.tell(wire.Plan(plan(1, step_id)))
-    results = []
-    for _ in range(3):
-        wiring.opened[0].arrived.release()
-        results.append(last.hear(wire.Result).result)
-    assert [(result.step_id, result.skipped, len(result.drawn)) for result in results] == [
-        (0, True, 0),
-        (1, False, 1),
-        (2, True, 0),
-    ]
+@pytest.fixture
+def lone(wiring: ByHand) -> Iterator[OneStage]:
+    """The only stage, in epoch 1."""
+    with stages("2", wiring) as [stage]:
+        stage.enter(1)
+        yield stage
 
 
-def test_a_cancelled_step_is_sent_on(first: OneStage, wiring: ByHand) -> None:
-    """The next stage may not have heard of it."""
-    wiring.opened[0].taken.release()
-    first.tell(wire.Cancel((0,)))
-    first.tell(wire.Plan(plan(1, 0)))
-    result = first.hear(wire.Result).result
-    assert (result.skipped, result.bytes_sent > 0) == (True, True)
+def test_a_step_that_was_sent_ahead_takes_the_token_that_the_step_before_drew(lone: OneStage) -> None:
+    """And a cancelled one is reported, but not computed."""
+    lone.tell(wire.Plan(plan(1, 0)))
+    (drawn,) = lone.hear(wire.Result).result.drawn
+    assert drawn.token_id is not None
+    lone.tell(wire.Plan(plan(1, 1, (drawn.token_id,), start=3)))
+    right = lone.hear(wire.Result).result.drawn
+    ahead = replace(plan(1, 3, (DRAWN,), start=3), is_ahead=True)
+    for sent in (plan(1, 2), ahead):
+        lone.tell(wire.Plan(sent))
+    assert [lone.hear(wire.Result).result.drawn for _ in range(2)] == [(drawn,), right]
+    lone.tell(wire.Cancel((4,)))
+    lone.tell(wire.Plan(replace(ahead, step_id=4)))
+    result = lone.hear(wire.Result).result
+    assert (result.step_id, result.drawn, result.computed_ns) == (4, (), 0)
 
 
 def test_a_broken_epoch_is_reported_before_it_is_left(last: OneStage, wiring: ByHand) -> None:

@@ -1,4 +1,4 @@
-"""The sequences of the steps in flight. A slot is a place for one step; the next step takes the lowest free slot."""
+"""The steps in flight, with their sequences. A slot is a place for one step; the next takes the lowest free."""
 
 from __future__ import annotations
 
@@ -27,7 +27,8 @@ class MicrobatchSlots:
         self.epoch = epoch
         self.is_unproven, self._has_returned = False, True
         self._steps: dict[int, tuple[StepPlan, OwnedSlices]] = {}
-        self._cancelled: list[int] = []
+        self._cancelled: set[int] = set()  # still in flight
+        self._newly_cancelled: list[int] = []
         self._next_step_id = 0
 
     def __len__(self) -> int:
@@ -40,8 +41,9 @@ class MicrobatchSlots:
 
     @property
     def only_step(self) -> OwnedSlices:
-        """The slices of the step in flight; none if there are several, or none."""
-        if len(self._steps) != 1:
+        """The slices of the only step in flight. None if there are others, also cancelled ones: then it is not
+        certain which step the stage computes last."""
+        if len(self._steps) != 1 or self._cancelled:
             return ()
         ((_, owned),) = self._steps.values()
         return owned
@@ -58,7 +60,10 @@ class MicrobatchSlots:
 
     def remove_step(self, result: StepResult) -> OwnedSlices | None:
         """The slices and sequences of the step that returned; None if the step is unknown or of an older epoch."""
-        if result.epoch != self.epoch or result.step_id not in self._steps:
+        if result.epoch != self.epoch:
+            return None
+        self._cancelled.discard(result.step_id)
+        if result.step_id not in self._steps:
             return None
         self.is_unproven, self._has_returned = False, True
         return self._steps.pop(result.step_id)[1]
@@ -68,13 +73,14 @@ class MicrobatchSlots:
         for step_id, (plan, owned) in self._steps.items():
             if plan.is_ahead and all(is_unused(sequence, piece) for sequence, piece in owned):
                 del self._steps[step_id]
-                self._cancelled.append(step_id)
+                self._cancelled.add(step_id)
+                self._newly_cancelled.append(step_id)
                 return owned
         return ()
 
     def take_cancelled(self) -> tuple[int, ...]:
         """Steps that were cancelled since the last call."""
-        cancelled, self._cancelled = tuple(self._cancelled), []
+        cancelled, self._newly_cancelled = tuple(self._newly_cancelled), []
         return cancelled
 
     def lose(self, epoch: int) -> frozenset[str]:
@@ -85,6 +91,7 @@ class MicrobatchSlots:
         requests = frozenset(s.request.id for _, owned in self._steps.values() for s, _ in owned if s.is_live)
         self._steps.clear()
         self._cancelled.clear()
+        self._newly_cancelled.clear()
         return requests
 
     def hold_others_than(self, request_id: str) -> bool:

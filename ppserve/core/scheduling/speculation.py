@@ -114,7 +114,7 @@ MAX_LEARNED = 256
 
 
 class PromptLookup:
-    """A `Drafter` that finds the latest earlier place where the last tokens, up to MAX_MATCH, stand too, and drafts
+    """A `Drafter` that finds the latest earlier place where the last tokens, up to MAX_MATCH, stand too. It drafts
     what followed there.
 
     Every known token tells whether it would have been drafted, also while none is asked for. So the acceptance is

@@ -228,14 +228,12 @@ class _LedgerCollector(Collector):
         bubble_text = "Time a stage waited while the server had work, by cause."
         bubble = family("bubble_seconds", bubble_text, "cause")
         idle = family("idle_seconds", "Time the server had no work at all.")
-        wasted = family("wasted_seconds", "Of the busy time, that of steps that nobody needed.")
         for replica, stages in enumerate(replicas):
             for stage, times in enumerate(stages):
                 place = [str(replica), str(stage)]
-                wasted.add_metric(place, times.wasted_ns / 1e9)
                 for phase, ns in times.busy_ns.items():
                     busy.add_metric([*place, phase], ns / 1e9)
                 for cause, ns in times.bubble_ns.items():
                     bubble.add_metric([*place, cause], ns / 1e9)
                 idle.add_metric(place, times.idle_ns / 1e9)
-        return busy, bubble, idle, wasted
+        return busy, bubble, idle

@@ -43,7 +43,7 @@ def test_fill_drain_of_m_microbatches(num_stages, num_microbatches):
 def test_one_sequence_is_fill_drain():
     for times in account_for(ArtificialPipeline((S, S), slots=1), 20):
         assert bubbles(times) == {"fill_drain": 20 * S}
-        assert times.busy_ns == {"prefill": 0, "decode": 20 * S, "mixed": 0, "speculative": 0}
+        assert times.busy_ns == {"prefill": 0, "decode": 20 * S, "mixed": 0}
 
 
 def steady(pipeline: ArtificialPipeline, num_steps: int = 40) -> list[dict[str, int]]:

@@ -2,9 +2,8 @@ import pytest
 
 from ppserve.core.architecture import Split, stage_layouts
 from ppserve.core.ledger.account import StageTimes
-from ppserve.core.ledger.advice import advise, measured_parts
-from ppserve.core.plan import StepResult, StepStamps
-from tests.core.artificial import ArtificialPipeline, account_of, draft_token, plan, report, send
+from ppserve.core.ledger.advice import advise
+from tests.core.artificial import ArtificialPipeline, account_of
 
 MS = 1_000_000
 NINE_AND_THREE = stage_layouts(Split.parse("9,3"))
@@ -56,36 +55,6 @@ def test_each_cause_has_its_remedy(cause, hint, slots, delay):
 def test_one_lane_more_does_not_always_hide_the_return():
     stages = measured(ArtificialPipeline((10 * MS, 10 * MS), slots=3, token_return_ns=50 * MS))
     assert "larger steps" in advise(stages, NINE_AND_THREE, 3)
-
-
-def test_stages_of_equal_speed_are_not_out_of_balance_because_guesses_are_wrong():
-    """One caller, two stages without overheads. Stage 0 computes a wrong draft token behind every step, stage 1
-    skips it: half of stage 0's time is wasted, and half of stage 1's is `fill_drain`."""
-    account, step_ns = account_of(2), 10 * MS
-    account.demand_began(0)
-
-    def reported(step_id: int, stage: int, begun: int, ended: int) -> None:
-        stamps = StepStamps(begun, begun, begun, begun, ended, ended)
-        report(account, StepResult(1, step_id, stage, stamps, skipped=begun == ended), ended)
-
-    for turn in range(200):
-        at, known = turn * 2 * step_ns, 2 * turn
-        send(account, plan(known), at, at)
-        if turn:
-            reported(known - 1, 1, at, at)
-        reported(known, 0, at, at + step_ns)
-        send(account, draft_token(known + 1), at + step_ns, at + step_ns)
-        reported(known + 1, 0, at + step_ns, at + 2 * step_ns)
-        reported(known, 1, at + step_ns, at + 2 * step_ns)
-        account.steps.doom(known + 1)
-    stages = account.settled()
-    assert [times.bubble_share("imbalance") for times in stages] == [0, 0]
-    assert stages[1].bubble_share("fill_drain") == pytest.approx(0.5, abs=0.01)
-    assert [times.wasted_ns for times in stages] == [200 * step_ns, 0]
-    even = stage_layouts(Split.parse("12,12"))
-    assert advise(stages, even, 2).startswith("fill_drain (25% of the time): fewer sequences are ready")
-    parts = measured_parts(stages, even)
-    assert parts.attention + parts.mlp == pytest.approx(200 * step_ns / 12), "of a layer"
 
 
 def test_a_good_pipeline_gets_no_advice():

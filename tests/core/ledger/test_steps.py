@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from ppserve.core.ledger.steps import STEP_DEADLINE_NS, Steps, Transfer
 from ppserve.core.plan import StepResult, StepStamps
-from tests.core.artificial import draft_token, plan
+from tests.core.artificial import plan
 
 S = 1_000_000_000
 
@@ -45,35 +45,6 @@ def test_a_step_knows_whether_it_fills_the_pipeline_and_the_lanes() -> None:
     sent = [steps.sent(plan(k), 0, 0, num_slots=3) for k in range(3)]
     assert [step.fills_pipeline for step in sent] == [False, True, True]
     assert [step.fills_slots for step in sent] == [False, False, True]
-
-
-def test_guesses_fill_no_lane_and_doomed_ones_no_stage() -> None:
-    steps = Steps(2)
-    known, drafted = steps.sent(plan(0), 0, 0, num_slots=2), steps.sent(draft_token(1), 0, 0, num_slots=2)
-    assert (known.fills_slots, drafted.fills_slots, drafted.fills_pipeline) == (False, False, True)
-    steps.reported(result(0, 1), 10)
-    steps.doom(1)
-    first, second = (steps.sent(plan(step_id), 10, 10, num_slots=2) for step_id in (2, 3))
-    assert (first.fills_pipeline, second.fills_pipeline) == (False, True)
-    assert (first.fills_slots, second.fills_slots) == (False, True)
-    steps.reported(result(1, 1), 11)
-    assert (steps.num_in_flight, steps.num_cancelled, steps.num_known) == (2, 0, 2)
-    steps.doom(steps.sent(draft_token(4), 11, 11, num_slots=2).plan.step_id)
-    steps.lost()
-    assert steps.num_cancelled == 0
-
-
-def test_what_is_computed_for_a_doomed_step_is_wasted_before_and_after_it_is_known() -> None:
-    steps = Steps(3)
-    for step_id in range(2):
-        steps.sent(plan(step_id), 0, 0, num_slots=3)
-    steps.reported(result(1, 0, 10, 14), 20)
-    steps.doom(1)
-    steps.reported(result(0, 0, 1, 9), 21)
-    steps.reported(result(1, 1, 20, 23), 24)
-    assert steps.wasted_ns == [4, 3, 0]
-    steps.doom(7)
-    assert steps.wasted_ns == [4, 3, 0], "not in the book"
 
 
 def test_a_transfer_is_known_once_both_ends_have_reported_whichever_is_first() -> None:

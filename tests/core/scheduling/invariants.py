@@ -40,10 +40,10 @@ def check_scheduler(scheduler: Scheduler) -> None:
 
 def check_one_of_several(scheduler: Scheduler) -> None:
     check_blocks(scheduler._blocks)
-    assert len(scheduler.slots) <= scheduler.config.max_microbatches + scheduler.config.num_stages
+    assert len(scheduler.slots) <= scheduler.config.max_microbatches + scheduler.config.runs_ahead
     check_roster(scheduler._running_set)
     admitted = [*scheduler._running_set.running, *scheduler._ending.values()]
-    check_lanes(scheduler.slots, admitted)
+    check_slots(scheduler.slots, admitted)
     for sequence in admitted:
         assert sequence.block_table == scheduler._blocks.table(sequence.id)
     if not scheduler.num_running and not scheduler.is_busy:
@@ -73,34 +73,26 @@ def check_roster(running_set: RunningSet) -> None:
     assert waiting | set(running_set._filling) | set(running_set._returned) <= set(running_set._running)
 
 
-def check_lanes(slots: MicrobatchSlots, sequences: list[Sequence]) -> None:
-    """A sequence is in one step, or in several with consecutive slices, apart from those on wrong draft tokens."""
-    in_flight: dict[int, list[tuple[int, Slice]]] = {}
-    for step_id, parts in slots._parts.items():
-        assert len({s.id for s, _ in parts}) == len(parts), "a sequence twice in one step"
-        for sequence, piece in parts:
-            in_flight.setdefault(sequence.id, []).append((step_id, piece))
+def check_slots(slots: MicrobatchSlots, sequences: list[Sequence]) -> None:
+    """A sequence is in one step, or in several with consecutive slices."""
+    in_flight: dict[int, list[Slice]] = {}
+    for _, owned in slots._steps.values():
+        assert len({s.id for s, _ in owned}) == len(owned), "a sequence twice in one step"
+        for sequence, piece in owned:
+            in_flight.setdefault(sequence.id, []).append(piece)
     for sequence in sequences:
         pieces = in_flight.pop(sequence.id, [])
         known = len(sequence.token_ids)
         assert len(pieces) == sequence.steps_in_flight
-        assert (
-            0 <= sequence.computed <= sequence.scheduled <= known + len(sequence.draft_tokens) + sequence.is_ahead
-        )
-        assert not (sequence.draft_tokens and sequence.is_ahead)
-        assert sequence.computed <= known
+        assert 0 <= sequence.computed <= min(sequence.scheduled, known)
+        assert sequence.scheduled <= known + 1
         if not sequence.is_live:
             continue
         position = sequence.computed
-        for step_id, piece in pieces:
-            if sequence.id in slots._void.get(step_id, ()):
-                continue
+        for piece in pieces:
             assert piece.start == position, "slices in flight must follow one another"
             if position < known:
-                assert piece.token_ids[0] in (sequence.token_ids[position], DRAWN), (
-                    "a wrong draft token is computed"
-                )
-            position = piece.end
+                assert piece.token_ids[0] in (sequence.token_ids[position], DRAWN)
+            position = piece.end - piece.num_draft_tokens
         assert position == sequence.scheduled
-        assert (position > known) >= sequence.is_ahead, "ahead of nothing"
     assert not in_flight, "an ended sequence is still in flight"

@@ -13,10 +13,10 @@ from ppserve.core.sampling_state import SamplingEncoder
 from ppserve.core.scheduling.block_manager import BlockManager
 from ppserve.core.scheduling.composer import CostModel
 from ppserve.core.scheduling.config import SchedulerConfig
-from ppserve.core.scheduling.drafter import NewDrafter, look_up_prompts
 from ppserve.core.scheduling.request_queue import RequestQueue
 from ppserve.core.scheduling.scheduler import Scheduler
-from ppserve.core.scheduling.sequence import SequenceEvent
+from ppserve.core.scheduling.sequence import Sequence, SequenceEvent
+from ppserve.core.scheduling.speculation import Drafter, PromptLookup
 from ppserve.errors import Overloaded
 from tests.core.scheduling.invariants import check_scheduler
 from tests.core.toy_pipeline import EOS_ID, VOCAB_SIZE, ToyPipeline, expected_answer, mix
@@ -27,13 +27,12 @@ CUT_SHORT = (FinishReason.CANCELLED, FinishReason.DEADLINE, FinishReason.STOP_ST
 @dataclass
 class SchedulerRig:
     """See the module. ended_by_engine: sequences ended with `finish`, which has no event. skips: whether the
-    pipeline hears in time that a step need not be computed. num_draft_tokens: that were sent. num_ahead: steps
-    sent ahead."""
+    pipeline hears in time of a cancelled step. num_draft_tokens: that were sent. num_ahead: steps sent ahead."""
 
     config: SchedulerConfig
     num_blocks: int = 48
     costs: CostModel | None = None
-    new_drafter: NewDrafter = look_up_prompts
+    new_drafter: Callable[[Sequence], Drafter] = PromptLookup
     skips: Callable[[], bool] = lambda: True
     request_queue: RequestQueue | None = None
     now: float = 0.0
@@ -47,10 +46,10 @@ class SchedulerRig:
         self.blocks = BlockManager(self.num_blocks, self.config.block_size)
         self.steps = Steps(self.config.num_stages)
         self.scheduler = Scheduler(
-            self.config, self.blocks, self.steps, self.costs, self.request_queue, new_drafter=self.new_drafter
+            self.config, self.blocks, self.costs, self.request_queue, new_drafter=self.new_drafter
         )
         self.pipeline = ToyPipeline(self.config.block_size)
-        self.teller = SamplingEncoder()
+        self.sampling = SamplingEncoder()
         self._sent: dict[int, StepPlan] = {}
 
     @property
@@ -82,19 +81,18 @@ class SchedulerRig:
 
     def _send(self, plan: StepPlan) -> None:
         """Long draws travel apart, and only once."""
-        bare, told = self.teller.tell(plan, self.scheduler.running_ids)
+        bare, sampling = self.sampling.encode(plan, self.scheduler.running_ids)
         assert not any(piece.draw and piece.draw.is_long for piece in bare.slices)
-        self.num_ahead += any(piece.is_ahead for piece in bare.slices)
-        self.pipeline.send(bare, told)
+        self.num_ahead += plan.is_ahead
+        self.pipeline.send(bare, sampling)
         self._sent[plan.step_id] = plan
 
     def commit_one(self) -> list[SequenceEvent]:
         for step in self.scheduler.slots.take_cancelled():
-            self.steps.doom(step)
             self.pipeline.skipped |= {step} if self.skips() else set()
         drawn_before = self.pipeline.drawn
         result = self.pipeline.run_one()
-        if not result.skipped:
+        if result.step_id not in self.pipeline.skipped:
             self._check_arrived(_filled(self._sent[result.step_id], drawn_before))
         del self._sent[result.step_id]
         for stage in range(self.config.num_stages):
@@ -104,12 +102,12 @@ class SchedulerRig:
     def _check_arrived(self, sent: StepPlan) -> None:
         """The last stage put the plan together again, and remembers little."""
         assert self.pipeline.plans[-1] == sent
-        assert len(self.pipeline.memory) <= 2 * len(self.scheduler.running_ids) + len(sent.slices) + 64
+        assert len(self.pipeline.memory) <= self.config.max_num_seqs + len(sent.slices)
 
     def lose_stage(self) -> None:
         self.pipeline.lose()
         self._sent.clear()
-        self.teller = SamplingEncoder()
+        self.sampling = SamplingEncoder()
         self.steps.lost()
         self.tell(self.scheduler.lose_stage(self.scheduler.epoch + 1, {0}))
 
@@ -156,12 +154,15 @@ class SchedulerRig:
 
 def _filled(sent: StepPlan, drawn: tuple[Drawn, ...]) -> StepPlan:
     """With the tokens that were not known when it was sent, also in the histories of its draws."""
+    if not sent.is_ahead:
+        return sent
     slices = []
-    for piece, filled in zip(sent.slices, sent.following(drawn).slices, strict=True):
-        if piece.is_ahead and filled.draw is not None and filled.draw.params.needs_history:
-            output_ids = (*filled.draw.output_ids[:-1], *filled.token_ids)
-            filled = replace(filled, draw=replace(filled.draw, output_ids=output_ids))
-        slices.append(filled)
+    for piece in sent.with_drawn(drawn).slices:
+        assert piece.draw is not None
+        draw = piece.draw
+        if draw.params.needs_history:
+            draw = replace(draw, output_ids=(*draw.output_ids, *piece.token_ids))
+        slices.append(replace(piece, draw=draw))
     return replace(sent, slices=tuple(slices))
 
 

@@ -14,6 +14,7 @@ from ppserve.core.scheduling.composer import (
     MIN_TIMED_CHUNK,
     SPREAD_ROUNDS,
     Composer,
+    Pick,
     StepLimits,
 )
 from ppserve.core.scheduling.config import MAX_PROMPT_TOKENS_PER_STEP, SchedulerConfig
@@ -48,8 +49,8 @@ def decodes(count: int, context: int = 10) -> list[Sequence]:
     return [sequence_of(context, context - 1) for _ in range(count)]
 
 
-def sizes(picks: list[tuple[Sequence, int]]) -> list[int]:
-    return [num_tokens for _, num_tokens in picks]
+def sizes(picks: list[Pick]) -> list[int]:
+    return [pick.num_tokens for pick in picks]
 
 
 @pytest.mark.parametrize(
@@ -73,9 +74,9 @@ def test_chunks_shrink_so_that_every_lane_gets_some_but_not_below_the_minimum() 
     sequence = sequence_of(1000)
     chunks = []
     while sequence.remaining:
-        ((_, num_tokens),) = composer.compose([], 0, [sequence], 2)
-        chunks.append(num_tokens)
-        sequence.scheduled += num_tokens
+        (pick,) = composer.compose([], 0, [sequence], 2)
+        chunks.append(pick.num_tokens)
+        sequence.scheduled += pick.num_tokens
     assert chunks[0] == 250
     assert chunks == sorted(chunks, reverse=True)
     assert min(chunks[:-1]) >= MIN_CHUNK
@@ -171,8 +172,8 @@ def test_a_light_caller_s_prompt_does_not_wait_for_all_prompts_of_greedy_ones(gr
     prompts = [sequence_of(900, caller=caller) for caller in greedy]
     light = sequence_of(3, caller="light")
     picks = Composer(StepLimits()).compose([], 0, [*prompts, light], 2)
-    assert picks[0] == (light, 3)
-    assert [sequence for sequence, _ in picks[1:]] == prompts[: len(picks) - 1]
+    assert picks[0] == Pick(light, 3)
+    assert [pick.sequence for pick in picks[1:]] == prompts[: len(picks) - 1]
 
 
 def test_callers_take_turns_and_each_one_s_prompts_keep_their_order() -> None:

@@ -48,7 +48,7 @@ class Replicas:
     def lose(self, replica: int, failed: frozenset[int] = frozenset({0})) -> list[SequenceEvent]:
         rig = self.rigs[replica]
         rig.pipeline.lose()
-        rig.teller = type(rig.teller)()
+        rig.sampling = type(rig.sampling)()
         rig.steps.lost()
         events = rig.tell(self.request_queue.blame(rig.scheduler, rig.scheduler.give_back(), failed))
         self.check()
@@ -201,7 +201,7 @@ def test_the_request_that_kills_is_convicted_across_replicas_and_nobody_else() -
                 continue
             while rig.schedule_one() is not None:
                 pass
-            if poison in {s.request.id for parts in rig.scheduler.slots._parts.values() for s, _ in parts}:
+            if poison in {s.request.id for _, owned in rig.scheduler.slots._steps.values() for s, _ in owned}:
                 tried_at += [number] * (replicas.request_queue.poison_isolation.lone == poison)
                 convicted += [event.request_id for event in replicas.lose(number)]
             elif rig.pipeline.num_in_flight:

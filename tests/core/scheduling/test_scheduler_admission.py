@@ -232,4 +232,4 @@ def test_half_scored_prompts_are_not_delivered() -> None:
 def test_block_sizes_must_agree() -> None:
     rig = a_rig(block_size=4)
     with pytest.raises(ValueError, match="block_size"):
-        Scheduler(SchedulerConfig(2, block_size=8), rig.blocks, rig.steps)
+        Scheduler(SchedulerConfig(2, block_size=8), rig.blocks)

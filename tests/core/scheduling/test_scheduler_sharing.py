@@ -163,7 +163,7 @@ def test_the_control_a_wrong_digest_is_noticed() -> None:
 
     rig = a_rig(block_size=4)
     rig.blocks = Colliding(64, 4)
-    rig.scheduler = Scheduler(rig.config, rig.blocks, rig.steps)
+    rig.scheduler = Scheduler(rig.config, rig.blocks)
     for i in range(4):
         rig.submit(a_request(f"r{i}", num_prompt=9))
         rig.drain()

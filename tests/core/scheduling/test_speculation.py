@@ -1,173 +1,109 @@
-"""Which draft tokens are computed, and when: the scheduler on a toy pipeline, with a drafter that always draft
-tokens."""
+"""Draft tokens: which are made, that they change no answer, and the drafter that looks into the sequence."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from collections.abc import Sequence as Seq
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 import pytest
 
 from ppserve.core.cost_model import StepSize
-from ppserve.core.plan import SPECULATIVE, StepPlan, StepResult
-from ppserve.core.request import FinishReason, OutputOptions, Request, SamplingParams, StopConditions
+from ppserve.core.request import FinishReason, OutputOptions, SamplingParams, StopConditions
 from ppserve.core.scheduling.config import SchedulerConfig
-from ppserve.core.scheduling.drafter import Drafter, DraftToken, NewDrafter
-from ppserve.core.scheduling.speculation import PAUSE_S
-from ppserve.core.scheduling.speculation_trial import Way
+from ppserve.core.scheduling.sequence import Sequence
+from ppserve.core.scheduling.speculation import (
+    MARGIN,
+    MAX_DRAFT_TOKENS,
+    MAX_LEARNED,
+    MAX_MATCH,
+    Drafter,
+    DraftToken,
+    PromptLookup,
+)
 from tests.core.scheduling.rig import SchedulerRig, a_request, fill
-from tests.core.toy_pipeline import EOS_ID, STAMPS, expected_answer
+from tests.core.toy_pipeline import EOS_ID, expected_answer
 
-NUM_STAGES = 4
+SURE = 0.9
 
 
-class SameCosts:
-    """Every step takes 10 ms on every stage."""
+@dataclass
+class Costs:
+    """A step takes 10 ms on every stage, and each further row a share of that."""
 
-    def predict(self, _size: StepSize) -> float:
-        return 0.01
+    row: float
+    num_stages: int
 
-    def predict_each(self, _size: StepSize) -> Seq[float]:
-        return [0.01] * NUM_STAGES
+    def predict(self, size: StepSize) -> float:
+        return 0.01 * (1 + self.row * (size.rows - 1))
+
+    def predict_each(self, size: StepSize) -> Seq[float]:
+        return [self.predict(size)] * self.num_stages
 
 
 class Always:
-    """right: the answer that it knows; without it, it draft tokens some token."""
+    """right: the answer that it knows; without it, it drafts some token."""
 
-    def __init__(self, request: Request, right: Seq[int]) -> None:
-        self._known = (*request.prompt_ids, *right)
+    def __init__(self, sequence: Sequence, right: Seq[int]) -> None:
+        self._known = (*sequence.request.prompt_ids, *right)
 
-    def draft_token(self, token_ids: Seq[int], draft_tokens: Seq[int]) -> DraftToken | None:
-        place = len(token_ids) + len(draft_tokens)
-        return DraftToken(self._known[place] if place < len(self._known) else 1, 0.9)
-
-
-def some(request: Request, _index: int) -> Drafter:
-    return Always(request, ())
+    def draft(self, token_ids: Seq[int], draft_ids: Seq[int]) -> DraftToken | None:
+        place = len(token_ids) + len(draft_ids)
+        return DraftToken(self._known[place] if place < len(self._known) else 1, SURE)
 
 
-def right(request: Request, index: int) -> Drafter:
-    return Always(request, expected_answer(request, index).token_ids)
+def some(sequence: Sequence) -> Drafter:
+    return Always(sequence, ())
+
+
+def right(sequence: Sequence) -> Drafter:
+    return Always(sequence, expected_answer(sequence.request, sequence.index).token_ids)
+
+
+NewDrafter = Callable[[Sequence], Drafter]
 
 
 def a_rig(
-    speculate: int | None,
-    costs: SameCosts | None = None,
-    num_stages: int = NUM_STAGES,
-    new_drafter: NewDrafter = some,
+    speculate: int | None, row: float | None = None, num_stages: int = 1, new_drafter: NewDrafter = some
 ) -> SchedulerRig:
+    """row: of the costs; None = no costs are known."""
     config = SchedulerConfig(num_stages, block_size=4, eos_id=EOS_ID, speculate=speculate)
-    return SchedulerRig(config, 400, costs, new_drafter)
+    return SchedulerRig(config, 400, None if row is None else Costs(row, num_stages), new_drafter)
 
 
-def first_stage_reports(rig: SchedulerRig, plan: StepPlan) -> None:
-    assert rig.steps.reported(StepResult(plan.epoch, plan.step_id, 0, STAMPS), 0) is not None
-
-
-def test_a_step_on_guesses_is_sent_when_the_first_stage_has_nothing_before_it() -> None:
-    rig = a_rig(1, SameCosts())
-    rig.submit(a_request("lone", num_prompt=1, max_tokens=40))
+def num_drafted(rig: SchedulerRig) -> int:
+    """In the second step of a lone sequence; the first computes its prompt."""
+    rig.submit(a_request("lone", max_tokens=90))
+    fill(rig)
+    rig.commit_one()
     (plan,) = fill(rig)
-    for _ in range(1, NUM_STAGES):
-        first_stage_reports(rig, plan)
-        (plan,) = fill(rig)
-        assert plan.phase == SPECULATIVE
-    first_stage_reports(rig, plan)
-    assert fill(rig) == [], "no stage would stand idle"
+    return sum(piece.num_draft_tokens for piece in plan.slices)
 
 
-def test_requests_that_arrive_find_a_lane_beside_any_number_of_guesses() -> None:
-    rig = a_rig(1)
-    rig.submit(a_request("drafted", num_prompt=2, max_tokens=40))
-    assert [plan.phase for plan in fill(rig)] == ["prefill"] + [SPECULATIVE] * (NUM_STAGES - 1)
-    for number in range(1, NUM_STAGES):
-        rig.submit(a_request(f"new {number}", num_prompt=2))
-        (plan,) = fill(rig)
-        assert plan.phase == "prefill"
-    rig.drain()
-    rig.check_answers()
+def test_as_many_draft_tokens_as_bring_more_tokens_per_second() -> None:
+    assert num_drafted(a_rig(None, row=0.0)) == MAX_DRAFT_TOKENS
+    assert num_drafted(a_rig(None, row=1.0)) == 0
+    assert num_drafted(a_rig(None)) == 0, "no costs are known yet"
+    row, count = 0.1, num_drafted(a_rig(None, row=0.1))
+    assert 0 < count < MAX_DRAFT_TOKENS
+    for last, pays in ((count, True), (count + 1, False)):
+        num_expected = sum(SURE**place for place in range(last))
+        assert (SURE**last * (1 + (last - 1) * row) > MARGIN * num_expected * row) == pays
 
 
-def test_requests_that_arrive_go_before_guesses() -> None:
-    """Steps on draft tokens alone are cancelled, and nothing is drafted before the new client has his first
-    token."""
-
-    def sent() -> list[tuple[str, int]]:
-        plans = fill(rig)
-        for plan in plans:
-            first_stage_reports(rig, plan)
-        plans += fill(rig)
-        return [(plan.phase, sum(piece.num_draft_tokens for piece in plan.slices)) for plan in plans]
-
-    def commit_one() -> None:
-        rig.commit_one()
-        rig.scheduler._speculation._trial.way = Way.DEEP  # the trial would begin without
-
-    rig = a_rig(None, SameCosts(), new_drafter=right)
-    rig.scheduler._speculation._trial.way = Way.DEEP
-    rig.submit(a_request("stream", max_tokens=40))
-    assert sent() == [("prefill", 0)], "its own first token goes first as well"
-    commit_one()
-    (_, num_wide), (phase, num_deep) = sent()
-    assert (num_wide > 0, phase, num_deep > 0) == (True, SPECULATIVE, True)
-    rig.submit(a_request("new_client", max_tokens=9))
-    assert rig.scheduler.slots._doomed, "it was cancelled"
-    assert sent() == [("prefill", 0)]
-    commit_one()  # the stream's
-    assert sent() == [("decode", 0)]
-    rig.commit_one()  # what was cancelled
-    assert rig.scheduler.slots.draft_tokens["cancelled"] == num_deep
-    commit_one()  # the new client's
-    rig.drain()
-    assert rig.scheduler.slots.draft_tokens["rejected"] == 0
-    rig.check_answers()
-
-
-def test_after_a_request_came_beside_others_nothing_is_guessed_for_a_while() -> None:
-    """And the trial of ways learns nothing of that while. Who comes to an empty pipeline begins no pause."""
-    rig = a_rig(None, SameCosts(), num_stages=1, new_drafter=right)
-    trial, observed = rig.scheduler._speculation._trial, []
-    trial.observe = lambda _number, began_s, *_: observed.append(began_s)  # type: ignore[method-assign]
-    trial.way = Way.WIDE
-
-    def guesses_of_a_step(sent_s: float, committed_s: float) -> int:
+@pytest.mark.parametrize(("num_stages", "most"), [(1, 1), (2, 1), (4, 3)])
+def test_only_while_one_sequence_runs_or_fewer_than_stages(num_stages: int, most: int) -> None:
+    rig = a_rig(None, 0.0, num_stages)
+    for number in range(most + 1):
         before = rig.num_draft_tokens
-        rig.now = sent_s
-        fill(rig)
-        rig.now = committed_s
-        rig.commit_one()
-        return rig.num_draft_tokens - before
-
-    rig.submit(a_request("short", max_tokens=1))
-    guesses_of_a_step(0.0, 0.1)
-    rig.submit(a_request("stream", max_tokens=400))
-    guesses_of_a_step(0.1, 0.9)
-    assert guesses_of_a_step(0.9, 1.0) > 0, "nobody came beside it"
-    rig.submit(a_request("new_client", max_tokens=1))
-    guesses_of_a_step(1.0, 1.5)
-    assert guesses_of_a_step(1.5, 2.9) == 0
-    assert guesses_of_a_step(2.9, 3.1) == 0
-    assert guesses_of_a_step(3.1, 3.2) > 0
-    assert guesses_of_a_step(3.2, 3.3) > 0
-    assert observed == [0.9, 3.1, 3.2]
-    # Whoever comes in a pause makes it longer.
-    for came_s in (5.0, 6.5):
-        rig.now = came_s
-        rig.submit(a_request(f"at {came_s}", max_tokens=1))
-        guesses_of_a_step(came_s, came_s + 0.1)
-    assert guesses_of_a_step(8.4, 8.45) == 0
-    assert guesses_of_a_step(6.5 + PAUSE_S, 8.6) > 0
+        rig.submit(a_request(f"r{number}", max_tokens=200))
+        for _ in range(8):
+            fill(rig)
+            rig.commit_one()
+        assert (rig.num_draft_tokens - before > 50) == (number < most)
 
 
-def test_no_step_has_more_guesses_of_a_sequence_than_were_asked_for() -> None:
-    rig = a_rig(2)
-    rig.submit(a_request("r", num_prompt=1, max_tokens=40))
-    known, *deep = fill(rig)
-    assert [piece.num_draft_tokens for piece in known.slices] == [2]
-    assert [[piece.num_draft_tokens for piece in plan.slices] for plan in deep] == [[2]] * (NUM_STAGES - 1)
-
-
-def test_the_last_token_of_a_prompt_takes_no_guesses_before_the_rest_is_known() -> None:
+def test_none_beside_tokens_of_prompts() -> None:
     """A slice of one token may still be a part of a prompt, which draws nothing."""
     config = SchedulerConfig(1, block_size=4, eos_id=EOS_ID, speculate=3, prefill_chunk=1)
     rig = SchedulerRig(config, 400, None, some)
@@ -183,7 +119,7 @@ def test_the_last_token_of_a_prompt_takes_no_guesses_before_the_rest_is_known() 
 @pytest.mark.parametrize("max_tokens", [40, 4])
 def test_tokens_after_a_stop_string_are_charged_to_nobody(max_tokens: int) -> None:
     """Also where the step that brings it ends the answer by its length as well."""
-    rig = a_rig(3, num_stages=1, new_drafter=right)
+    rig = a_rig(3, new_drafter=right)
     rig.submit(a_request("r", num_prompt=1, max_tokens=max_tokens, caller="c"))
     fill(rig)
     first, *others = rig.commit_one()
@@ -200,7 +136,7 @@ def test_tokens_after_a_stop_string_are_charged_to_nobody(max_tokens: int) -> No
 
 def test_a_block_is_found_by_others_when_all_its_tokens_are_known() -> None:
     """The first step has draft tokens up to the end of the block, all of them wrong."""
-    rig = a_rig(7, num_stages=1)
+    rig = a_rig(7)
     request = a_request("first", num_prompt=1, max_tokens=20)
     rig.submit(request)
     (plan,) = fill(rig)
@@ -226,32 +162,24 @@ LINES = {
 }
 
 
-def beyond(request: Request, index: int) -> Drafter:
-    """Right up to the end of the answer, and on without minding what ended it."""
-    stop = replace(request.stop, max_tokens=60, stop_token_ids=(), ignore_eos=True)
-    if request.stop.min_tokens:
-        stop = replace(request.stop, min_tokens=60, max_tokens=60)
-    endless = replace(request, stop=stop)
-    return Always(request, expected_answer(endless, index).token_ids)
-
-
 @pytest.mark.parametrize("line", LINES)
-@pytest.mark.parametrize("num_stages", [1, 2, 4])
-@pytest.mark.parametrize("new_drafter", [some, right, beyond])
-def test_what_a_request_asks_for_holds_among_guesses(line: str, num_stages: int, new_drafter: NewDrafter) -> None:
+@pytest.mark.parametrize("num_stages", [1, 4])
+@pytest.mark.parametrize("new_drafter", [some, right])
+def test_what_a_request_asks_for_holds_among_draft_tokens(
+    line: str, num_stages: int, new_drafter: NewDrafter
+) -> None:
     stop, fields = LINES[line]
     rig = a_rig(6, num_stages=num_stages, new_drafter=new_drafter)
     request = a_request("v", stop=stop, **fields)  # EOS is its sixth token
     rig.submit(request)
     rig.drain()
     rig.check_answers()
-    accepted = rig.scheduler.slots.draft_tokens["accepted"]
-    assert (accepted > 0) == (new_drafter is not some), "what was shown was shown among draft tokens"
+    assert (rig.scheduler.num_draft_tokens["accepted"] > 0) == (new_drafter is right)
     longest = max(len(expected_answer(request, index).token_ids) for index in range(request.num_sequences))
     assert longest > 3, "there was room for draft tokens"
 
 
-def test_guesses_stay_within_the_blocks_that_were_reserved() -> None:
+def test_draft_tokens_stay_within_the_blocks_that_were_reserved() -> None:
     """The pipeline has as many as the request needs, without draft tokens."""
     config = SchedulerConfig(2, block_size=4, eos_id=EOS_ID, speculate=16)
     rig = SchedulerRig(config, num_blocks=4, new_drafter=some)
@@ -267,40 +195,117 @@ def test_guesses_stay_within_the_blocks_that_were_reserved() -> None:
     rig.check_answers()
 
 
-@pytest.mark.parametrize("skips", [True, False])
-def test_whoever_leaves_among_guesses_holds_nothing_once_his_steps_are_back(*, skips: bool) -> None:
-    rig = a_rig(2)
-    rig.skips = lambda: skips
-    rig.submit(a_request("leaves", max_tokens=40))
-    _, *deep = fill(rig)
-    assert len(deep) == NUM_STAGES - 1
-    rig.tell(rig.scheduler.request_queue.abort("leaves", FinishReason.CANCELLED))
-    assert rig.scheduler.slots._doomed == [plan.step_id for plan in deep]
-    rig.submit(a_request("stays", max_tokens=5))
-    rig.drain()  # in the end no block is held
-    rig.check_answers()
-    assert len(rig.events["leaves", 0]) == 1
-
-
-@pytest.mark.parametrize("num_generated", [1, 7])
-def test_a_loss_among_guesses_costs_no_token(num_generated: int) -> None:
+def test_a_loss_among_draft_tokens_costs_no_token() -> None:
     rig = a_rig(3, num_stages=2, new_drafter=right)
     rig.submit(a_request("r", max_tokens=30))
-    while len(rig.events["r", 0]) < num_generated:
+    while len(rig.events["r", 0]) < 7:
         fill(rig)
         rig.commit_one()
-    fill(rig)
-    assert rig.steps.num_in_flight > rig.steps.num_known
+    (plan,) = fill(rig)
+    assert plan.slices[0].num_draft_tokens
     rig.lose_stage()
     rig.drain()
     rig.check_answers()
 
 
-def test_a_resumed_answer_is_guessed_from_where_it_was() -> None:
+def test_a_resumed_answer_is_drafted_from_where_it_was() -> None:
     rig = a_rig(3, num_stages=2, new_drafter=right)
     whole = a_request("r", max_tokens=20)
-    resumed = replace(whole, resume_index=0, resume_ids=expected_answer(whole).token_ids[:9])
-    rig.submit(resumed)
+    rig.submit(replace(whole, resume_index=0, resume_ids=expected_answer(whole).token_ids[:9]))
     rig.drain()
     rig.check_answers()
-    assert rig.scheduler.slots.draft_tokens["accepted"] > 0
+    assert rig.scheduler.num_draft_tokens["accepted"] > 0
+
+
+def drafted(token_ids: list[int], draft_ids: tuple[int, ...] = ()) -> int | None:
+    draft_token = PromptLookup().draft(token_ids, draft_ids)
+    return None if draft_token is None else draft_token.token_id
+
+
+@pytest.mark.parametrize(
+    ("token_ids", "expected"),
+    [
+        ([], None),
+        ([5], None),
+        ([1, 2, 3], None),
+        ([1, 1], 1),
+        ([7, 8, 9, 7], 8),
+        ([1, 2, 3, 4, 9, 2, 3], 4),
+        ([1, 2, 5, 1, 2, 6, 1, 2], 6),
+        ([1, 2, 3, 50, 9, 2, 3, 60, 0, 1, 2, 3], 50),
+    ],
+    ids=["nothing", "one", "new", "twice", "one match", "two match", "latest", "longest before latest"],
+)
+def test_what_followed_the_longest_and_latest_match(token_ids: list[int], expected: int | None) -> None:
+    assert drafted(token_ids) == expected
+
+
+def test_a_long_prompt_is_learned_in_parts() -> None:
+    token_ids = [number % 300 for number in range(3 * MAX_LEARNED)]
+    drafter = PromptLookup()
+    assert [drafter.draft(token_ids, ()) for _ in range(2)] == [None, None]
+    draft_token = drafter.draft(token_ids, ())
+    assert draft_token is not None
+    assert draft_token.token_id == 3 * MAX_LEARNED % 300
+    assert drafter.draft([*token_ids, draft_token.token_id], ()) is not None
+
+
+def test_draft_tokens_count_as_the_end_of_the_sequence() -> None:
+    text = [1, 2, 3, 4, 5, 1, 2]
+    assert [drafted(text, (3, 4)[:n]) for n in range(3)] == [3, 4, 5]
+
+
+def test_a_draft_token_leaves_no_trace() -> None:
+    drafter = PromptLookup()
+    drafter.draft([1, 2, 3, 1], (2, 9, 9, 9))
+    assert drafter.draft([1, 2, 3, 1, 2], ()) == PromptLookup().draft([1, 2, 3, 1, 2], ())
+
+
+def test_ends_of_different_lengths_are_different() -> None:
+    """Token 0 is a token like any other, also in front."""
+    assert drafted([0, 5, 1, 5]) == 1
+    assert drafted([9, 0, 0, 5, 1, 7, 5]) == 1
+
+
+def test_experience_raises_and_lowers_the_probability() -> None:
+    def probability(token_ids: list[int]) -> float:
+        draft_token = PromptLookup().draft(token_ids, ())
+        assert isinstance(draft_token, DraftToken)
+        return draft_token.probability
+
+    assert probability([1, 2, 3] * 30) > 0.9
+    liar = [token for n in range(100, 160) for token in (1, 2, 3, n)]
+    assert probability([*liar, 1, 2, 3]) < 0.2
+
+
+def test_experience_is_gained_while_nothing_is_asked() -> None:
+    asked, silent = PromptLookup(), PromptLookup()
+    text = [n * n % 7 for n in range(200)]
+    for end in range(1, 200):
+        asked.draft(text[:end], ())
+    assert asked.draft(text, ()) == silent.draft(text, ())
+
+
+class Counting(list[int]):
+    """Counts the tokens that are looked at."""
+
+    num_read = 0
+
+    def __getitem__(self, place):  # type: ignore[no-untyped-def, override]
+        found = super().__getitem__(place)
+        self.num_read += len(found) if isinstance(found, list) else 1
+        return found
+
+
+def test_time_and_memory_per_token_are_constant() -> None:
+    drafter, text = PromptLookup(), Counting(n * 7919 % 50257 for n in range(5_000))
+    for _ in range(5_000 // MAX_LEARNED + 1):
+        drafter.draft(text, ())
+    assert len(drafter._followers) <= MAX_MATCH * len(text)
+    text.num_read = 0
+    drafter.draft(text, ())
+    assert text.num_read <= MAX_MATCH
+    text.append(3)
+    text.num_read = 0
+    drafter.draft(text, ())
+    assert text.num_read <= 2 * MAX_MATCH + 1

@@ -12,7 +12,7 @@ from ppserve.core.ledger.account import StageTimes
 from ppserve.core.ledger.steps import Step
 from ppserve.core.plan import Drawn, StepPlan, StepResult, StepStamps
 from ppserve.core.request import Request, SamplingParams, StopConditions
-from ppserve.core.sampling_state import SamplingDecoder, SamplingUpdate
+from ppserve.core.sampling_state import NO_UPDATE, SamplingDecoder
 from ppserve.core.scheduling.poison_isolation import PROBE
 from ppserve.core.scheduling.request_queue import RequestQueue
 from ppserve.core.scheduling.sequence import SequenceEvent
@@ -123,8 +123,8 @@ class Rig:
         sent = {rank: [m for r, m in self.control.sent if r == rank and isinstance(m, wire.Plan)]
                 for rank in self.ranks}  # fmt: skip
         assert all([m.plan for m in sent[rank]] == [m.plan for m in sent[self.ranks[0]]] for rank in self.ranks)
-        assert all(m.told == SamplingUpdate() for rank in self.ranks[:-1] for m in sent[rank])
-        return [self.draws.restore(m.plan, m.told) for m in sent[self.ranks[-1]]]
+        assert all(m.sampling == NO_UPDATE for rank in self.ranks[:-1] for m in sent[rank])
+        return [self.draws.decode(m.plan, m.sampling) for m in sent[self.ranks[-1]]]
 
     def result(self, plan: StepPlan, stage: int, compute_ns: int = MS) -> wire.Result:
         """A stage's result of a step that it computed until now."""

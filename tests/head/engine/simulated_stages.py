@@ -137,7 +137,7 @@ class StageProcess:
         self._arrived: set[int] = set()
         # What it has computed of this step is given to the other tensor ranks; since when it computes it, and
         # whether it would skip it.
-        self._gathers: tuple[StepPlan, int, bool] | None = None
+        self._gathers: tuple[StepPlan, int] | None = None
 
     # ---- life -----------------------------------------------------------------------------------------
 
@@ -234,8 +234,8 @@ class StageProcess:
                 self._enter(epoch)
             case wire.Abandon(epoch) if epoch == self._epoch:
                 self._break("told by the head")
-            case wire.Plan(plan, told) if plan.epoch == self._epoch:
-                self._plans.append((plan, told))
+            case wire.Plan(plan, sampling) if plan.epoch == self._epoch:
+                self._plans.append((plan, sampling))
                 self._compute()
 
     # ---- epochs ---------------------------------------------------------------------------------------
@@ -297,11 +297,11 @@ class StageProcess:
             return
         if self.stage and self._plans[0][0].step_id not in self._arrived:
             return
-        plan, told = self._plans.popleft()
+        plan, sampling = self._plans.popleft()
         if self._is_last:
-            plan = self._toy.restored(plan, told)
+            plan = self._toy.restored(plan, sampling)
         assert self._link is not None
-        skipped = plan.step_id in self._link.cancelled
+        skipped = plan.is_ahead and plan.step_id in self._link.cancelled
         poisoned = any(piece.draw and piece.draw.params.seed == POISON_SEED for piece in plan.slices)
         if self._is_last and poisoned and not skipped:
             self._break("step failed") if self._host.poison_breaks else self.end("poison")
@@ -325,11 +325,11 @@ class StageProcess:
         if self._host.grid.tensor == 1:
             self._finish(plan, begun_ns, skipped)
             return
-        self._gathers = plan, begun_ns, skipped
+        self._gathers = plan, begun_ns
         self._gather(plan)
 
     def _gather(self, plan: StepPlan) -> None:
-        """The last tensor rank that comes to it lets all of them go on. They skip what all of them would."""
+        """The last tensor rank that comes to it lets all of them go on."""
         if plan.epoch != self._epoch or self._gathers is None or self._gathers[0] is not plan:
             return
         if self._host.network.stages_are_cut:
@@ -340,13 +340,12 @@ class StageProcess:
         came = [rank._gathers for rank in ranks if rank.is_alive and rank._epoch == plan.epoch]
         if sum(each is not None and each[0].step_id == plan.step_id for each in came) < len(ranks):
             return
-        skipped = all(each[2] for each in came if each is not None)
         for rank in ranks:
             assert rank._gathers is not None
-            (of_rank, begun_ns, _), rank._gathers = rank._gathers, None
-            rank.do(partial(rank._finish, of_rank, begun_ns, skipped))
+            (of_rank, begun_ns), rank._gathers = rank._gathers, None
+            rank.do(partial(rank._finish, of_rank, begun_ns))
 
-    def _finish(self, plan: StepPlan, begun_ns: int, skipped: bool) -> None:
+    def _finish(self, plan: StepPlan, begun_ns: int, skipped: bool = False) -> None:
         if plan.epoch != self._epoch:
             return
         self._computes, self.life.served = False, True
@@ -357,7 +356,7 @@ class StageProcess:
             self._toy.send(plan)
             self._say(wire.Result(replace(self._toy.run_one(), stage=self.place, stamps=stamps)))
         else:
-            self._say(wire.Result(StepResult(plan.epoch, plan.step_id, self.place, stamps, skipped=skipped)))
+            self._say(wire.Result(StepResult(plan.epoch, plan.step_id, self.place, stamps)))
         if not self._is_last:
             self._hand_on(plan.epoch, plan.step_id)
         self._compute()

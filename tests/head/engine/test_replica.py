@@ -218,7 +218,7 @@ def test_time_without_demand_is_idle_and_time_without_a_stage_is_host() -> None:
     for times in rig.times():
         assert times.wall_ns == rig.now_ns - SECOND
         assert times.idle_ns == 12 * SECOND
-        assert times.busy_ns == {"prefill": MS, "decode": 0, "mixed": 0, "speculative": 0}
+        assert times.busy_ns == {"prefill": MS, "decode": 0, "mixed": 0}
         assert times.bubble_ns["host"] >= 3 * SECOND
         assert times.demand_ns == 3 * SECOND + 3 * MS
     assert plan.epoch < again.epoch

@@ -200,12 +200,6 @@ def test_a_scrape_sums_to_the_wall_on_every_stage(metrics):
         assert total == pytest.approx(7.5)
 
 
-def test_time_of_steps_on_wrong_guesses_is_told_as_well(metrics):
-    times = replace(account_of(1).snapshot(0)[0], wasted_ns=2_500_000_000)
-    metrics.read_ledger(lambda: ((times,),))
-    assert read(metrics)("ppserve_stage_wasted_seconds_total", stage="0") == 2.5
-
-
 def test_one_reading_of_the_ledger_per_scrape(metrics):
     readings: list[int] = []
 

@@ -1,21 +1,18 @@
-"""Finds the request that kills stages, without failing others.
+"""Poison-request isolation: finds the request that kills stages, without failing others.
 
 The loss of a stage does not show which request caused it, so everything in flight is replayed. A request that was
 in flight at two losses, and gained no token between them, becomes a suspect. Suspects are replayed alone, one
-after the other, while all other requests wait. A suspect that gains a token is cleared. A suspect that was alone
-in the pipeline when the same rank failed twice in the same way, or ranks failed four times, is the culprit and
-fails. So a request fails at its fourth loss at the earliest: others may have caused the first two, and the first
-one alone may be chance. A loss at which no rank failed, as when a network is cut, blames nobody.
+after the other, while all other requests wait. A suspect that gains a token is cleared. A suspect fails if, while
+it was alone in the pipeline, the same rank failed twice in the same way, or ranks failed four times. So a request
+fails at its fourth loss at the earliest. If no rank failed, as when a network is cut, no request is to blame.
 
-Where an epoch is lost before any of its steps returned, the next one begins with a probe: a step of nobody. (Not
-after the first epoch: stages that have just formed are taken to work.) If it returns, the stages work, however
-many requests kill them, and lives and epochs without a step are counted anew. If a stage dies of it, no request
-is to blame, and the counts go on until the server ends.
+If an epoch is lost before any of its steps returned, the next one begins with a probe, a step without a request.
+If the probe returns, the stages work, however many requests kill them, and restarts are counted anew. If a stage
+dies of it, no request is to blame. The first epoch needs no probe: stages that have just formed work.
 """
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Collection, Container, Hashable, Iterable, Set
 
 from ppserve.core.plan import Draw, Slice
@@ -29,55 +26,56 @@ _CONVICTING_LOSSES = 4
 
 
 class PoisonIsolation:
-    """Counts losses per request and decides which requests may run. Requests are named by id."""
+    """The number of losses of each request, and the suspects. Requests are named by id."""
 
     def __init__(self) -> None:
         self._losses: dict[str, int] = {}
-        self._suspects: deque[str] = deque()
-        # Of the lone request: the ranks that failed, and how, at each loss.
-        self._failures: list[Set[Hashable]] = []
+        self._suspects: list[str] = []
+        self._failures: list[Set[Hashable]] = []  # at each loss of the lone request: which ranks failed, and how
 
     @property
     def lone(self) -> str | None:
         """The only request that may run now; None = all may."""
         return self._suspects[0] if self._suspects else None
 
-    def watches(self, request_id: str) -> bool:
-        """Whether a request was in flight at a loss and is not cleared."""
-        return request_id in self._losses
-
     @property
     def suspects(self) -> Collection[str]:
         """The requests that may run only alone."""
         return self._suspects
 
-    def lost(self, in_flight: Iterable[str], failed: Set[Hashable], elsewhere: Container[str] = ()) -> str | None:
+    def watches(self, request_id: str) -> bool:
+        """Whether a request was in flight at a loss and is not cleared."""
+        return request_id in self._losses
+
+    def record_loss(
+        self, in_flight: Iterable[str], failed: Set[Hashable], elsewhere: Container[str] = ()
+    ) -> str | None:
         """Ranks failed with these requests in flight. Returns the culprit if it is certain, else None.
 
         failed: each by its place in the pipeline and how it failed. elsewhere: requests that other pipelines
         compute, of which this loss says nothing.
         """
-        if not failed:
-            return None
         present, lone = set(in_flight), self.lone
-        if lone is not None and not present:
+        if not failed or (lone is not None and not present):
             return None
         if lone is not None and lone in present:
             self._failures.append(failed)
             times = max(sum(rank in each for each in self._failures) for rank in failed)
             if times < _CONVICTING_LOSSES_OF_ONE_RANK and len(self._failures) < _CONVICTING_LOSSES:
                 return None
-            self.cleared(lone)
+            self.clear(lone)
             return lone
-        # Also while a suspect is alone at another pipeline, which may be stuck there.
-        stay = [r for r in self._losses if r not in present and (r in elsewhere or r in self._suspects)]
-        absent = {request: self._losses[request] for request in stay}
-        self._losses = absent | {request: self._losses.get(request, 0) + 1 for request in sorted(present)}
-        suspicious = [r for r, losses in self._losses.items() if losses >= SUSPICIOUS_LOSSES]
-        self._suspects.extend(r for r in suspicious if r not in self._suspects)
+        # A suspect may be alone at another pipeline, which may be stuck there: it keeps its losses.
+        for request in [r for r in self._losses if r not in elsewhere and r not in self._suspects]:
+            if request not in present:
+                del self._losses[request]
+        for request in sorted(present):
+            self._losses[request] = self._losses.get(request, 0) + 1
+            if self._losses[request] >= SUSPICIOUS_LOSSES and request not in self._suspects:
+                self._suspects.append(request)
         return None
 
-    def cleared(self, request_id: str) -> None:
+    def clear(self, request_id: str) -> None:
         """The request gained a token since its last loss, or ended."""
         self._losses.pop(request_id, None)
         if request_id == self.lone:

@@ -209,7 +209,7 @@ class RequestQueue:
             self.queue.remove(group)
         self._homes.pop(group.key, None)
         self.queue.end_request(group.caller)
-        self.poison_isolation.cleared(group.key)
+        self.poison_isolation.clear(group.key)
         del self.groups[group.key]
 
     # Admission
@@ -295,7 +295,7 @@ class RequestQueue:
 
     def clear(self, group: SequenceGroup) -> None:
         """It gained a token since its last loss: it did not cause that."""
-        self.poison_isolation.cleared(group.key)
+        self.poison_isolation.clear(group.key)
         self.look_again()
 
     def blame(
@@ -305,7 +305,8 @@ class RequestQueue:
         killed them fails."""
         started = {key for key, group in self.groups.items() if group.admitted_s is not None}
         elsewhere = {key for key in started if self._homes.get(key) is not scheduler}
-        culprit = self.poison_isolation.lost([key for key in in_flight if key in self.groups], failed, elsewhere)
+        open_requests = self.groups.keys() & set(in_flight)
+        culprit = self.poison_isolation.record_loss(open_requests, failed, elsewhere)
         self.look_again()
         if culprit is None:
             return []

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import logging
 import selectors
-from collections.abc import Container, Iterable, Iterator, Sequence, Set
+from collections.abc import Container, Hashable, Iterable, Iterator, Sequence, Set
 from dataclasses import replace
 from typing import Any
 
@@ -135,7 +135,9 @@ class IsForgetful(Host):
 class ThreeLossesConvict(PoisonIsolation):
     """Whoever was in flight at three losses without a token between them is convicted."""
 
-    def lost(self, in_flight: Iterable[str], failed: Set[int], elsewhere: Container[str] = ()) -> str | None:
+    def record_loss(
+        self, in_flight: Iterable[str], failed: Set[Hashable], elsewhere: Container[str] = ()
+    ) -> str | None:
         for request in in_flight:
             self._losses[request] = self._losses.get(request, 0) + 1
             if self._losses[request] == 3:

@@ -1,8 +1,8 @@
 """The engine: one thread that handles all messages and keeps the pipelines full.
 
-Requests, cancellations, results of stages and the end of a stage's connection are messages. Other threads put
-theirs into the inbox and wake the engine; all are handled in this thread, so nothing needs a lock. The engine
-sleeps until a message arrives, at most 0.1 s: deadlines and silent ranks are checked that often.
+Ranks send messages. Other threads, such as the event loop of the servers, put calls into the inbox and wake the
+engine. All are handled in this thread, so nothing needs a lock. The engine sleeps until something arrives, at most
+0.1 s: deadlines and silent ranks are checked that often.
 
 Several replicas share one request queue, which decides which of them computes a request. What one of them cannot
 finish, another does. A replica that will not form again ends alone, as long as another is left.
@@ -16,6 +16,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future
+from typing import Any, TypeVar
 
 from ppserve import wire
 from ppserve.core.request import FinishReason, Request
@@ -23,7 +24,6 @@ from ppserve.core.scheduling.sequence import SequenceEvent
 from ppserve.errors import Draining, InvalidRequest, RequestError, RequestFailed, StagesLost, Violation
 from ppserve.head.engine.control import ControlPlane, Disconnected, Received
 from ppserve.head.engine.member import FatalError, Formed
-from ppserve.head.engine.messages import Abort, Drain, Message, Restart, Snapshot, Stop, Submit
 from ppserve.head.engine.observer import Observers
 from ppserve.head.engine.open_request import HeldAnswer, OpenRequest
 from ppserve.head.engine.output import Sink
@@ -36,6 +36,8 @@ from ppserve.process.environment import EXIT_FAILED, EXIT_USAGE
 from ppserve.tokenizer import Tokenizer
 
 log = logging.getLogger("ppserve.engine")
+
+T = TypeVar("T")
 
 _TICK_S = 0.1
 _GOODBYE_S = 5.0
@@ -66,7 +68,8 @@ class Engine(threading.Thread):
         self._control = control
         self._observers = observers
         self._clock = clock
-        self._inbox: deque[Message] = deque()
+        self._inbox: deque[tuple[Callable[[], object], Future[Any]]] = deque()
+        """Functions that other threads want to be called, and the futures of their results."""
         self._streams = OpenStreams(self.request_queue, observers, hand_over)
         self._rolling: RollingRestart | None = None
         self._has_formed = self._stopping = self._ended = self._is_unbalanced = False
@@ -76,50 +79,61 @@ class Engine(threading.Thread):
     def submit(
         self, request: Request, sink: Sink, tokenizer: Tokenizer | None, held: HeldAnswer | None = None
     ) -> Future[None]:
-        """Queue a request. Its outputs go to `sink`. held: of a request that resumes an answer (`read_held`). The
-        future is done when it is queued, or has a RequestError."""
-        message = Submit(request, sink, tokenizer, held)
-        self._post(message)
-        return message.accepted
+        """Queue a request. Its outputs go to `sink`. The future is done when it is queued, or has a RequestError.
+
+        tokenizer: None where only token ids are served. held: of a request that resumes an answer (`read_held`).
+        """
+        return self._call(lambda: self._queue_request(request, sink, tokenizer, held))
 
     def cancel(self, request_id: str, reason: FinishReason) -> None:
         """End a request. Nothing happens if it has ended."""
-        self._post(Abort(request_id, reason))
+        self._call(lambda: self._abort_request(request_id, reason))
 
     def snapshot(self) -> tuple[ReplicaReading, ...]:
         """The state of every replica. Waits for the engine's thread. Raises Draining if the engine has ended."""
-        message = Snapshot()
-        self._post(message)
-        return message.readings.result(_ANSWER_WITHIN_S)
+        return self._call(self._read_replicas).result(_ANSWER_WITHIN_S)
 
     def restart(self, replica: int, pauses: bool) -> Future[None]:
-        """Restart a replica's stage processes; see `messages.Restart`."""
-        message = Restart(replica, pauses)
-        self._post(message)
-        return message.done
+        """Restart the stage processes of a replica. The future is done when it serves again.
+
+        It has a RequestError if that is refused, or the replica does not come back. pauses: also if no other
+        replica could serve its streams, which then wait.
+        """
+        done: Future[None] = Future()
+        done.set_running_or_notify_cancel()  # it cannot be cancelled
+
+        def begun(call: Future[None]) -> None:
+            if (error := call.exception()) is not None:
+                done.set_exception(error)
+
+        self._call(lambda: self._begin_restart(replica, pauses, done)).add_done_callback(begun)
+        return done
 
     def drain(self) -> None:
-        """The server is stopping; see `messages.Drain`."""
-        self._post(Drain())
+        """The server is stopping: open streams may finish, and a lost stage must come back sooner than usual."""
+        self._call(self._start_draining)
 
     def give_up(self, fatal: FatalError) -> None:
         """End with this reason."""
-        self._post(fatal)
+        self._call(lambda: self._fail(fatal))
 
     def stop(self) -> None:
         """Shut the stages down, in order, and end the thread."""
-        self._post(Stop())
+        self._call(self._end_loop)
 
     def is_healthy(self, now_ns: int) -> bool:
         """Whether a replica serves."""
         return any(replica.members.is_healthy(now_ns) for replica in tuple(self._living))
 
-    def _post(self, message: Message) -> None:
-        self._inbox.append(message)
+    def _call(self, function: Callable[[], T]) -> Future[T]:
+        """Calls a function in the engine's thread, in its turn."""
+        future: Future[T] = Future()
+        self._inbox.append((function, future))
         if self._ended:
-            self._refuse_the_rest()
+            self._refuse_calls()
         else:
             self._control.wake()
+        return future
 
     # ---- the loop -------------------------------------------------------------------------------------
 
@@ -134,7 +148,7 @@ class Engine(threading.Thread):
         self._streams.fail_all(_shutting_down(), self._now_s())
         self._shut_down_ranks()
         self._ended = True
-        self._refuse_the_rest()
+        self._refuse_calls()
         self._control.close(_GOODBYE_S)
 
     def begin(self) -> None:
@@ -149,7 +163,7 @@ class Engine(threading.Thread):
         for event in received:
             self._handle_rank(event)
         while self._inbox and not self._stopping:
-            self._handle_message(self._inbox.popleft())
+            self._answer(*self._inbox.popleft())
         self._tick()
         self._note_demand()
         # For all replicas first: one that is refilled early gets its share too.
@@ -169,27 +183,26 @@ class Engine(threading.Thread):
             # It was away when the others of its replica were told to exit.
             self._control.send(event.rank, wire.Shutdown())
 
-    def _handle_message(self, message: Message) -> None:
-        match message:
-            case Submit():
-                self._handle_submit(message)
-            case Abort(request_id, reason):
-                if request_id in self._streams:
-                    self._streams.add_events(self.request_queue.abort(request_id, reason), self._now_s())
-            case Snapshot(readings):
-                _settle(readings, self._read_replicas)
-            case Restart(number, pauses, done):
-                if done.set_running_or_notify_cancel():
-                    self._handle_restart(number, pauses, done)
-            case Drain():
-                for replica in self.replicas:
-                    replica.members.start_draining()
-                if self._rolling is not None:
-                    self._rolling.cut_short()
-            case Stop():
-                self._stopping = True
-            case FatalError():
-                self._fail(message)
+    def _answer(self, function: Callable[[], object], future: Future[Any]) -> None:
+        """Makes a call of another thread."""
+        if not future.set_running_or_notify_cancel():
+            return  # its caller left
+        try:
+            future.set_result(function())
+        except Exception as error:
+            if not isinstance(error, RequestError):
+                log.exception("a call of the engine failed")
+            future.set_exception(error)
+
+    def _refuse_calls(self) -> None:
+        """Refuses calls after the last turn. Safe in any thread."""
+        while self._inbox:
+            try:
+                _, future = self._inbox.popleft()
+            except IndexError:  # another thread refused it
+                return
+            if future.set_running_or_notify_cancel():
+                future.set_exception(_shutting_down())
 
     def _handle_events(self, replica: Replica, events: Iterable[ReplicaEvent]) -> None:
         for event in events:
@@ -212,47 +225,28 @@ class Engine(threading.Thread):
 
     # ---- requests -------------------------------------------------------------------------------------
 
-    def _handle_submit(self, asked: Submit) -> None:
-        if not asked.accepted.set_running_or_notify_cancel():
-            return  # its caller left before the request was queued
-        try:
-            self._queue_request(asked)
-        except RequestError as error:
-            self._note_refusal(error)
-            asked.accepted.set_exception(error)
-        except Exception as error:
-            log.exception("request %s could not be queued", asked.request.id)
-            asked.accepted.set_exception(error)
-        else:
-            asked.accepted.set_result(None)
-
-    def _queue_request(self, asked: Submit) -> None:
+    def _queue_request(
+        self, request: Request, sink: Sink, tokenizer: Tokenizer | None, held: HeldAnswer | None
+    ) -> None:
         """Raises RequestError."""
         now_s = self._now_s()
-        opened = OpenRequest(asked.request, asked.sink, asked.tokenizer, now_s, self._read_busy_s)
-        if asked.held is not None and (end := opened.resume(asked.held, now_s)) is not None:
+        opened = OpenRequest(request, sink, tokenizer, now_s, self._read_busy_s)
+        if held is not None and (end := opened.resume(held, now_s)) is not None:
             self._streams.add_output(opened, end, now_s)
             return
-        if not self._has_formed:
-            raise Draining("the server is not serving")
-        self.request_queue.submit(asked.request, now_s)
+        try:
+            if not self._has_formed:
+                raise Draining("the server is not serving")
+            self.request_queue.submit(request, now_s)
+        except RequestError as error:
+            for observer in self._observers:
+                observer.on_refused(error)
+            raise
         self._streams.open(opened)
 
-    def _note_refusal(self, error: RequestError) -> None:
-        for observer in self._observers:
-            observer.on_refused(error)
-
-    def _refuse_the_rest(self) -> None:
-        """Refuses messages that arrived after the last turn. Safe in any thread."""
-        while self._inbox:
-            try:
-                message = self._inbox.popleft()
-            except IndexError:  # another thread refused it
-                return
-            match message:
-                case Submit(accepted=waiting) | Snapshot(readings=waiting) | Restart(done=waiting):
-                    if waiting.set_running_or_notify_cancel():
-                        waiting.set_exception(_shutting_down())
+    def _abort_request(self, request_id: str, reason: FinishReason) -> None:
+        if request_id in self._streams:
+            self._streams.add_events(self.request_queue.abort(request_id, reason), self._now_s())
 
     def _note_demand(self) -> None:
         """The server has work while a request is open, or a step of a request that has ended is in flight."""
@@ -300,23 +294,30 @@ class Engine(threading.Thread):
         self._living.remove(replica)
         self._control.broadcast(replica.members.ranks, wire.Shutdown())
 
-    def _handle_restart(self, number: int, pauses: bool, done: Future[None]) -> None:
-        """Other replicas compute the requests of this one, and then its stage processes are restarted."""
-        replica = next((replica for replica in self._living if replica.number == number), None)
-        others = [other for other in self._living if other is not replica and other.serves]
+    def _begin_restart(self, number: int, pauses: bool, done: Future[None]) -> None:
+        """Other replicas compute the requests of this one, and then its stage processes are restarted. Raises
+        InvalidRequest."""
         if self._rolling is not None:
-            problem = f"replica {self._rolling.members.replica} is being restarted"
-            done.set_exception(_refused("replica", problem))
-        elif replica is None:
-            done.set_exception(_refused("replica", f"there is no replica {number}"))
-        elif not others and not pauses:
-            problem = "no other replica serves: streams would have to wait for this one"
-            done.set_exception(_refused("pauses", problem))
-        else:
-            log.info("replica %d is restarted", number)
-            if others:
-                replica.give_back()
-            self._rolling = RollingRestart(replica.members, done)
+            raise _refused("replica", f"replica {self._rolling.members.replica} is being restarted")
+        replica = next((replica for replica in self._living if replica.number == number), None)
+        if replica is None:
+            raise _refused("replica", f"there is no replica {number}")
+        others = [other for other in self._living if other is not replica and other.serves]
+        if not others and not pauses:
+            raise _refused("pauses", "no other replica serves: streams would have to wait for this one")
+        log.info("replica %d is restarted", number)
+        if others:
+            replica.give_back()
+        self._rolling = RollingRestart(replica.members, done)
+
+    def _start_draining(self) -> None:
+        for replica in self.replicas:
+            replica.members.start_draining()
+        if self._rolling is not None:
+            self._rolling.cut_short()
+
+    def _end_loop(self) -> None:
+        self._stopping = True
 
     def _fail(self, fatal: FatalError) -> None:
         """Ends every open stream with a status. `failed` has the reason."""
@@ -354,10 +355,3 @@ def _shutting_down() -> Draining:
 
 def _refused(field: str, problem: str) -> InvalidRequest:
     return InvalidRequest([Violation(field, problem)])
-
-
-def _settle(future: Future[tuple[ReplicaReading, ...]], answer: Callable[[], tuple[ReplicaReading, ...]]) -> None:
-    try:
-        future.set_result(answer())
-    except Exception as error:
-        future.set_exception(error)

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import json
 import os
 import signal
 import threading
-import urllib.request
 from collections.abc import Iterator
 
 import pytest
@@ -145,15 +143,6 @@ def test_a_stage_that_was_replaced_is_told(server: Server, page: browser.Page) -
     page.wait_for("byId('model').textContent.includes('epoch 2') && !document.querySelector('.dead')")
     page.wait_for("shown.stages.every((stage) => stage.spans.length > 0)")
     assert page.complaints == []
-
-
-def test_the_state_adds_up(server: Server) -> None:
-    with urllib.request.urlopen(f"http://{server.metrics}/state.json", timeout=10) as answer:
-        body = answer.read()
-    state = json.loads(body)
-    walls = [sum(stage["time_s"].values()) for stage in state["stages"]]
-    assert walls[0] == pytest.approx(walls[1], abs=1e-6)
-    assert len(body) < 1_000_000
 
 
 def test_a_server_that_is_gone_is_noticed(page: browser.Page) -> None:

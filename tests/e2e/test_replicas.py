@@ -113,7 +113,7 @@ def test_a_replica_that_comes_back_with_other_weights_is_refused_by_name(
     train_on(model / "model.safetensors")
     thread, answers = asking(server)
     os.kill(server.stage_pid(1), signal.SIGKILL)
-    wait_for_line(server, "replica 1 is gone for good: replica 1 stage 0 came back with other weights in .*model")
+    wait_for_line(server, "replica 1 has ended: replica 1 stage 0 came back with other weights in .*model")
     thread.join()
     assert answers == undisturbed
     assert [replica.serves for replica in topology_of(server).replicas] == [True, False]

@@ -1,6 +1,6 @@
 """Some hundreds of damaged files: a one-line refusal or a model, never anything else.
 
-Thousands of the same are run by hand: benchmarks/fuzz_checkpoints.py.
+Thousands of the same are run by hand: benchmarks/checkpoints.py fuzz.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Served over 1, 2 and 3 stages, every format and field gives the numbers of its authors' code.
 
-The same at full length (100 prompts of 64 tokens) is run by hand: benchmarks/checkpoint_parity.py.
+The same at full length (100 prompts of 64 tokens) is run by hand: benchmarks/checkpoints.py parity.
 """
 
 from __future__ import annotations

@@ -44,7 +44,7 @@ demo: setup
 
 # Other people's clients, in environments of their own outside the tree; ARGS=--help says more.
 clients: setup
-	$(BIN)/python -m benchmarks.clients.run $(ARGS)
+	$(BIN)/python -m benchmarks.clients $(ARGS)
 
 # Ours beside the programs built in PEERS by the script's own instructions; without PEERS ours alone.
 race: setup

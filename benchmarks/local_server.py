@@ -8,15 +8,17 @@ import selectors
 import signal
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).parents[1]))  # tests are no package of the environment
+sys.path.insert(0, str(Path(__file__).parents[1]))  # tests and tools are no packages of the environment
 
 from tests.orphans import dying_with_us
+from tools.make_random_gpt2 import Shape, write_checkpoint
 
 THIS_TREE = Path(__file__).parents[1]
 READY = re.compile(r"^ppserve ready grpc=(\S+) metrics=(\S+) stages=(\d+) http=(\S+)$", re.MULTILINE)
@@ -69,3 +71,20 @@ def _wait_ready(process: subprocess.Popen[bytes], command: Sequence[str]) -> Add
             if process.poll() is not None or time.monotonic() - begun_s > START_WITHIN_S:
                 raise SystemExit(f"no server: {' '.join(command)}\n{seen}")
     return Address(match[1], match[2], match[4], time.monotonic() - begun_s)
+
+
+@contextmanager
+def model_or_random(model: str | None) -> Iterator[str]:
+    """`model`, or a GPT-2 124M of random weights that is deleted afterwards. A path becomes absolute, because
+    servers run in the directory of their checkout."""
+    if model is not None:
+        yield str(Path(model).absolute()) if Path(model).exists() else model
+        return
+    with tempfile.TemporaryDirectory() as directory:
+        write_checkpoint(Path(directory), Shape())
+        yield directory
+
+
+def cpu_name() -> str:
+    with open("/proc/cpuinfo") as lines:
+        return next((line.partition(":")[2].strip() for line in lines if line.startswith("model name")), "unknown")

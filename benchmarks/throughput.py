@@ -1,12 +1,12 @@
 """Output tokens per second for one fixed workload: configurations of this server, or two checkouts, by turns.
 
-    python benchmarks/throughput.py MODEL_DIR
-    python benchmarks/throughput.py MODEL_DIR --serve "--stages 1 --threads 2" --serve "--stages 2 --threads 1"
-    python benchmarks/throughput.py MODEL_DIR --against OTHER_CHECKOUT [--cells 'int8:*:16'] [--rounds 3]
+    python benchmarks/throughput.py [--model MODEL_DIR]
+    python benchmarks/throughput.py --serve "--stages 1 --threads 2" --serve "--stages 2 --threads 1"
+    python benchmarks/throughput.py --against OTHER_CHECKOUT [--cells 'int8:*:16'] [--rounds 3]
 
 Random prompts of 128 tokens, 64 new tokens each, greedy, end-of-text ignored, prefill included, over gRPC, with
 the load generator on the same machine. Every run has prompts of its own, which no prefix cache knows. Run it on an
-otherwise idle machine, and compare only figures of one run.
+otherwise idle machine, and compare only figures of one run. Without --model a random GPT-2 124M is made.
 
 Without --against: 16 requests at once, every configuration with a fresh server in each round; medians are printed.
 With --against: this checkout beside another one, in cells of dtype, stages and callers. Both servers run; the load
@@ -30,7 +30,7 @@ from itertools import groupby, product
 from pathlib import Path
 
 import click
-from local_server import THIS_TREE, Address, running
+from local_server import THIS_TREE, Address, model_or_random, running
 
 from ppserve.bench.caller import Caller
 from ppserve.bench.load import ClosedLoop, Until
@@ -209,7 +209,7 @@ def time_configurations(model: str, configurations: Sequence[str], shape: Shape,
 
 
 @click.command(help=__doc__)
-@click.argument("model")
+@click.option("--model", help="As for `ppserve serve --model`.")
 @click.option("--serve", "configurations", multiple=True, default=TWO_CORES, help="One configuration's flags.")
 @click.option("--against", type=click.Path(path_type=Path, exists=True, file_okay=False, resolve_path=True))
 @click.option("--cells", default="*", help="With --against: patterns of dtype:stages:callers, with commas.")
@@ -218,18 +218,18 @@ def time_configurations(model: str, configurations: Sequence[str], shape: Shape,
 @click.option("--kv-cache-mib", default=1024, help="With --against: of all stages of each server.")
 @click.option("--json", "json_file", type=click.Path(path_type=Path), help="With --against.")
 def main(
-    model: str, configurations: tuple[str, ...], against: Path | None, cells: str, rounds: int, requests: int,
-    kv_cache_mib: int, json_file: Path | None,
+    model: str | None, configurations: tuple[str, ...], against: Path | None, cells: str, rounds: int,
+    requests: int, kv_cache_mib: int, json_file: Path | None,
 ) -> None:  # fmt: skip
-    if Path(model).exists():
-        model = str(Path(model).absolute())  # servers run in the directory of their checkout
-    if against is None:
-        time_configurations(model, configurations, Shape(requests, 128, 64), rounds)
-        return
     pairs = []
-    for pair in compare(model, against, select_cells(cells.split(",")), rounds, kv_cache_mib):
-        print(f"{pair.name:18} {pair.old:8.1f} {pair.new:8.1f}  {pair.ratio:.3f}  load {os.getloadavg()[0]:.1f}")
-        pairs.append(pair)
+    with model_or_random(model) as path:
+        if against is None:
+            time_configurations(path, configurations, Shape(requests, 128, 64), rounds)
+            return
+        for pair in compare(path, against, select_cells(cells.split(",")), rounds, kv_cache_mib):
+            load = os.getloadavg()[0]
+            print(f"{pair.name:18} {pair.old:8.1f} {pair.new:8.1f}  {pair.ratio:.3f}  load {load:.1f}", flush=True)
+            pairs.append(pair)
     print("\n" + comparison_table(pairs))
     if json_file is not None:
         json_file.write_text(json.dumps([{**asdict(pair), "ratio": pair.ratio} for pair in pairs], indent=1))

@@ -7,10 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.chaos.flatness import growth
 from benchmarks.chaos.record import Record, check
-
-LIMIT = 512.0
+from benchmarks.chaos.soak import LIMIT_BYTES, growth
 
 
 def memory_of(bytes_per_request: float, seed: int) -> list[tuple[int, float]]:
@@ -26,9 +24,9 @@ def memory_of(bytes_per_request: float, seed: int) -> list[tuple[int, float]]:
 def test_a_leak_of_a_kilobyte_is_found_and_none_is_seen_where_none_is(seed: int) -> None:
     leaking, flat = growth(memory_of(1024.0, seed)), growth(memory_of(0.0, seed))
     assert leaking is not None
-    assert leaking.plainly_above(LIMIT)
+    assert leaking.low > LIMIT_BYTES
     assert flat is not None
-    assert flat.surely_below(LIMIT)
+    assert flat.high < LIMIT_BYTES
 
 
 def wandering(seed: int) -> list[tuple[int, float]]:
@@ -43,8 +41,8 @@ def wandering(seed: int) -> list[tuple[int, float]]:
 def test_a_memory_that_wanders_is_hardly_ever_taken_for_a_leak_or_for_flat() -> None:
     verdicts = [found for seed in range(40) if (found := growth(wandering(seed))) is not None]
     assert len(verdicts) == 40
-    assert sum(found.plainly_above(LIMIT) for found in verdicts) <= 3
-    assert sum(found.surely_below(LIMIT) for found in verdicts) <= 6
+    assert sum(found.low > LIMIT_BYTES for found in verdicts) <= 3
+    assert sum(found.high < LIMIT_BYTES for found in verdicts) <= 6
     assert growth(wandering(0)[:5]) is None
 
 

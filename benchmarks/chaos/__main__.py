@@ -8,7 +8,6 @@ What clients saw is left in --records, one file a row, and judged from there.
 from __future__ import annotations
 
 import argparse
-import functools
 import json
 import os
 import platform
@@ -20,10 +19,10 @@ import traceback
 from pathlib import Path
 from typing import Any
 
-from benchmarks.chaos import host_rows, load_rows, server_rows, soak_row, stage_rows
+from benchmarks.chaos import faults, soak
 from benchmarks.chaos.record import Record
 
-ROWS = {**stage_rows.ROWS, **server_rows.ROWS, **load_rows.ROWS, **host_rows.ROWS, **soak_row.ROWS}
+ROWS = {**faults.ROWS, **soak.ROWS}
 
 
 def machine() -> dict[str, Any]:
@@ -34,9 +33,8 @@ def machine() -> dict[str, Any]:
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--rows", default="all", help="such as 3,7; 1 to 13")
+    parser.add_argument("--rows", default="all", help=f"such as 3,7; there are {', '.join(map(str, ROWS))}")
     parser.add_argument("--short", action="store_true", help="minutes instead of hours")
-    parser.add_argument("--model", help="of row 1, which then kills 20 stages under 8 streams")
     parser.add_argument("--json", type=Path)
     parser.add_argument("--records", type=Path, default=Path(tempfile.gettempdir()) / "ppserve-chaos")
     flags = parser.parse_args()
@@ -46,8 +44,6 @@ def main() -> int:
     results: dict[str, Any] = {"machine": machine(), "short": flags.short, "rows": {}}
     for number in numbers:
         row, begun_s = ROWS[number], time.monotonic()
-        if number == 1 and flags.model:
-            row = functools.partial(stage_rows.kills_of, flags.model)
         try:
             figures = row(Record(flags.records / f"row{number}.jsonl"), flags.short)
         except Exception as error:

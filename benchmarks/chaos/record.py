@@ -41,15 +41,16 @@ class Record:
 
 @dataclass
 class Crowd:
-    """Callers who ask for the same answer again and again, each for one of its own. policy: whether a broken
-    stream is resumed. latest_s: when each had its latest token."""
+    """Callers who ask for the same answer again and again, each for one of its own."""
 
     target: str
     record: Record
     callers: int = 16
     max_tokens: int = 300
     policy: RetryPolicy = field(default_factory=lambda: ONE_CONNECTION)
+    """Whether a broken stream is resumed."""
     latest_s: dict[int, float] = field(default_factory=dict)
+    """When each had its latest token."""
     _over: threading.Event = field(default_factory=threading.Event)
 
     def ask_undisturbed(self) -> None:
@@ -101,13 +102,15 @@ def _plain(token: Token) -> list[Any]:
 
 @dataclass
 class Verdict:
-    """answers: complete ones. wrong: those that differ from the undisturbed. failures: by status. pauses: seconds
-    without a token of a stream, the longest after each fault."""
+    """What a record shows."""
 
     answers: int = 0
+    """Complete ones."""
     wrong: int = 0
+    """Answers that differ from the undisturbed."""
     failures: Counter[str] = field(default_factory=Counter)
     pauses: list[float] = field(default_factory=list)
+    """Of each stream after each fault: the longest time without a token, in seconds."""
 
     @property
     def is_clean(self) -> bool:

@@ -8,8 +8,8 @@ import struct
 from grpc import aio
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
-from benchmarks.chaos.callers import END_HEADERS, END_STREAM, HEADERS, INITIAL_WINDOW_SIZE, SETTINGS, frame, header
 from tests.fake_engine import FakeEngine, code_of, served
+from tests.http2 import END_HEADERS, END_STREAM, HEADERS, INITIAL_WINDOW_SIZE, SETTINGS, frame, header
 
 WATCH = "/grpc.health.v1.Health/Watch"
 SERVING, NOT_SERVING = health_pb2.HealthCheckResponse.SERVING, health_pb2.HealthCheckResponse.NOT_SERVING

@@ -1,0 +1,1 @@
+"""Clients that people already have, unmodified, against servers of this checkout."""

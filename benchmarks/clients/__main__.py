@@ -1,0 +1,237 @@
+"""Clients that people already have, unmodified, against servers of this checkout: `make clients`.
+
+    python -m benchmarks.clients                            all but vLLM's, whose package takes gigabytes
+    python -m benchmarks.clients --only harness --only vllm
+
+Each client is installed, at the version that was tried, in a virtual environment outside the tree
+(--environments); the first time takes minutes and needs a package index. A line says what each one showed; the
+first that shows something wrong ends the run with a trace.
+
+    harness    lm-evaluation-harness: transformers' log-likelihoods, the same bits in each setting
+    langchain  LangChain's class for completions: whole, streamed, several prompts, asynchronous
+    smg        an OpenAI client in front of smg in front of vllm.grpc.engine: the texts that HTTP gives
+    vllm       `vllm bench serve` at 8 requests: every request complete
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import click
+import openai
+import torch
+import transformers
+
+from benchmarks.local_server import running
+from ppserve.tokenizer import load_tokenizer
+from tests.ports import port_to_come_back_to
+from tools.tiny_stories import story
+
+HERE = Path(__file__).parent
+MODEL = HERE.parents[1] / "ppserve" / "assets" / "tiny"
+PLAIN, VLLM = "requirements.txt", "requirements-vllm.txt"
+WITHIN_S = 600
+TOLERANCE = 1e-3
+NUM_STORIES, NUM_REQUESTS, NEW_TOKENS = 16, 64, 32
+OFFLINE = dict.fromkeys(("HF_HUB_OFFLINE", "HF_DATASETS_OFFLINE", "TRANSFORMERS_OFFLINE"), "1")
+TASK = """\
+task: stories
+dataset_path: json
+dataset_kwargs: {{data_files: {{test: {texts}}}}}
+test_split: test
+output_type: multiple_choice
+doc_to_text: "{{{{context}}}}"
+doc_to_target: "{{{{answer}}}}"
+doc_to_choice: "{{{{ends}}}}"
+target_delimiter: ""
+metric_list: [{{metric: acc}}]
+"""
+PROMPTS = ("Once upon a time", "The little boat — of Ruth’s —", "A lamp\n\nin the 3rd window")
+ASKED: tuple[dict[str, Any], ...] = (
+    {"max_tokens": 30, "temperature": 0},
+    {"max_tokens": 60, "seed": 8, "stop": [".", "\n"], "presence_penalty": 0.5, "frequency_penalty": 0.3},
+    {"max_tokens": 20, "seed": 9, "n": 3},
+)
+
+
+def run(command: Sequence[str], folder: Path) -> str:
+    """What a client's program prints, as on a machine without a network. Raises SystemExit when it fails."""
+    # Without this checkout on its path: it must not import what is installed for us.
+    inherited = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
+    environment = {**inherited, **OFFLINE, "HF_HOME": str(folder / "hf")}
+    done = subprocess.run(
+        command, cwd=folder, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
+        timeout=WITHIN_S,
+    )  # fmt: skip
+    if done.returncode != 0:
+        raise SystemExit(f"{' '.join(command)}\nended with {done.returncode}:\n{done.stdout[-4000:]}")
+    return done.stdout
+
+
+def show_harness(programs: Path, folder: Path) -> str:
+    """Log-likelihoods of two ends of each story, in two settings of stages and prompts per request."""
+    rng = random.Random(8)
+    stories = [story(rng).split(" ") for _ in range(NUM_STORIES)]
+    parts = [(" ".join(words[:24]), " " + " ".join(words[24:32])) for words in stories]
+    rows: list[dict[str, Any]] = [
+        {"context": context, "ends": [end, parts[place - 1][1]], "answer": 0}
+        for place, (context, end) in enumerate(parts)
+    ]
+    texts = folder / "texts.jsonl"
+    texts.write_text("\n".join(map(json.dumps, rows)))
+    (folder / "stories.yaml").write_text(TASK.format(texts=texts))
+    seen = [_evaluate(programs, folder, stages, batch) for stages, batch in ((1, 1), (2, 8))]
+    assert seen[0] == seen[1], "the settings give different figures"
+    tokenizer = load_tokenizer("tiny")
+    assert tokenizer is not None
+    model = transformers.AutoModelForCausalLM.from_pretrained(str(MODEL), dtype=torch.float32).eval()
+    differences = []
+    for row, choices in zip(rows, seen[0], strict=True):
+        for end, [[said, _]] in zip(row["ends"], choices, strict=True):
+            context_ids, ids = (tokenizer.encode(text) for text in (row["context"], row["context"] + end))
+            with torch.no_grad():
+                logprobs = model(torch.tensor([ids])).logits[0].log_softmax(-1)
+            places = range(len(context_ids), len(ids))
+            differences.append(abs(float(said) - sum(float(logprobs[at - 1, ids[at]]) for at in places)))
+    assert max(differences) < TOLERANCE, max(differences)
+    return f"{len(differences)} log-likelihoods within {max(differences):.1e} of transformers'"
+
+
+def _evaluate(programs: Path, folder: Path, stages: int, batch: int) -> list[Any]:
+    """What the harness notes for every text."""
+    results = folder / f"results-{stages}"
+    with running(["--stages", str(stages), "--force-cpu", "--dtype", "float32"]) as server:
+        url = f"http://{server.http}/v1/completions"
+        run(
+            [
+                *(str(programs / "lm_eval"), "run", "--model", "local-completions", "--tasks", "stories"),
+                *("--model_args", f"model=tiny,base_url={url},max_length=1024,num_concurrent=2"),
+                *("--include_path", str(folder), "--batch_size", str(batch)),
+                *("--log_samples", "--output_path", str(results)),
+            ],
+            folder,
+        )
+    (file,) = results.rglob("samples_stories_*.jsonl")
+    samples = sorted(map(json.loads, file.read_text().splitlines()), key=lambda sample: sample["doc_id"])
+    return [sample["resps"] for sample in samples]
+
+
+def show_langchain(programs: Path, folder: Path) -> str:
+    """The last line of `langchain_class.py`."""
+    with running(["--stages", "2", "--force-cpu"]) as server:
+        command = [str(programs / "python"), str(HERE / "langchain_class.py"), server.http]
+        return run(command, folder).strip().splitlines()[-1]
+
+
+def show_smg(programs: Path, folder: Path) -> str:
+    """The same texts through smg as over our own HTTP. smg gets the tokenizer from the server."""
+    port, metrics_port = port_to_come_back_to(), port_to_come_back_to()
+    with running(["--stages", "2", "--force-cpu", "--dtype", "float32", "--vllm-grpc"]) as server:
+        command = [
+            *(str(programs / "smg"), "launch", "--host", "127.0.0.1", "--port", str(port)),
+            *("--prometheus-host", "127.0.0.1", "--prometheus-port", str(metrics_port)),
+            *("--worker-urls", f"grpc://{server.grpc}", "--policy", "round_robin"),
+        ]
+        smg = subprocess.Popen(command, cwd=folder, stdout=subprocess.DEVNULL, stderr=subprocess.STDOUT)
+        try:
+            direct, routed = (
+                openai.OpenAI(base_url=f"http://{address}/v1", api_key="none", max_retries=0, timeout=60)
+                for address in (server.http, f"127.0.0.1:{port}")
+            )
+            until_s = time.monotonic() + 60
+            while not _completions(routed, "a", {"max_tokens": 1}):
+                assert smg.poll() is None, f"smg ended with {smg.returncode}"
+                assert time.monotonic() < until_s, "smg does not know the model"
+                time.sleep(0.2)
+            for prompt in PROMPTS:
+                for asked in ASKED:
+                    assert _completions(routed, prompt, asked) == _completions(direct, prompt, asked), prompt
+        finally:
+            smg.terminate()
+            smg.wait(30)
+    return f"{len(PROMPTS) * len(ASKED)} answers have the texts and ends that our own HTTP gives"
+
+
+def _completions(client: openai.OpenAI, prompt: str, asked: dict[str, Any]) -> dict[int, tuple[str, str]]:
+    """Text and reason of each choice; empty where the server does not answer."""
+    with suppress(openai.OpenAIError):
+        choices = client.completions.create(model="tiny", prompt=prompt, **asked).choices
+        return {choice.index: (choice.text, choice.finish_reason) for choice in choices}
+    return {}
+
+
+def show_vllm(programs: Path, folder: Path) -> str:
+    """`vllm bench serve`'s figures. Raises AssertionError where a request failed or is short of tokens."""
+    prompts, tokenizer, files = folder / "prompts.jsonl", load_tokenizer("tiny"), folder / "tokenizer"
+    assert tokenizer is not None
+    prompts.write_text("\n".join(json.dumps({"prompt": f"Story {n}: once upon"}) for n in range(NUM_REQUESTS)))
+    files.mkdir()
+    (files / "tokenizer.json").write_bytes(tokenizer.to_json())
+    described = {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": "<|endoftext|>"}
+    (files / "tokenizer_config.json").write_text(json.dumps(described))
+    with running(["--stages", "2", "--force-cpu"]) as server:
+        host, port = server.http.rsplit(":", 1)
+        run(
+            [
+                *(str(programs / "vllm"), "bench", "serve", "--backend", "openai", "--model", "tiny"),
+                *("--host", host, "--port", port, "--endpoint", "/v1/completions", "--tokenizer", str(files)),
+                *("--dataset-name", "custom", "--dataset-path", str(prompts), "--skip-chat-template"),
+                *("--custom-output-len", str(NEW_TOKENS), "--num-prompts", str(NUM_REQUESTS), "--ignore-eos"),
+                *("--max-concurrency", "8", "--save-result", "--result-dir", str(folder)),
+                *("--result-filename", "report.json"),
+            ],
+            folder,
+        )
+    report = json.loads((folder / "report.json").read_text())
+    assert report["completed"] == NUM_REQUESTS, report["completed"]
+    assert report["total_output_tokens"] == NUM_REQUESTS * NEW_TOKENS, report["total_output_tokens"]
+    return f"{NUM_REQUESTS} requests complete; median TTFT {report['median_ttft_ms']:.0f} ms"
+
+
+# Name -> what it needs, and what it shows: given the environment's folder of programs, and an empty folder.
+CLIENTS: dict[str, tuple[str, Callable[[Path, Path], str]]] = {
+    "harness": (PLAIN, show_harness),
+    "langchain": (PLAIN, show_langchain),
+    "smg": (PLAIN, show_smg),
+    "vllm": (VLLM, show_vllm),
+}
+
+
+def make_environment(environments: Path, requirements: str) -> Path:
+    """The `bin` folder of an environment with these packages, which is made if it is not there."""
+    folder = environments / Path(requirements).stem
+    installed, wanted = folder / "installed.txt", (HERE / requirements).read_text()
+    if not installed.exists() or installed.read_text() != wanted:
+        subprocess.run([sys.executable, "-m", "venv", str(folder)], check=True)
+        pip = [str(folder / "bin" / "pip"), "install", "--quiet", "--disable-pip-version-check"]
+        subprocess.run([*pip, "-r", str(HERE / requirements)], check=True)
+        if requirements == VLLM:  # builds for another torch, which end every program that imports transformers
+            unwanted = ("torchvision", "torchaudio", "torchcodec")
+            subprocess.run([pip[0], "uninstall", "--quiet", "--yes", *unwanted], check=True)
+        installed.write_text(wanted)
+    return folder / "bin"
+
+
+@click.command(help=__doc__)
+@click.option("--only", multiple=True, type=click.Choice(list(CLIENTS)), default=("harness", "langchain", "smg"))
+@click.option("--environments", type=click.Path(path_type=Path), default=Path.home() / ".cache/ppserve-clients")
+def main(only: tuple[str, ...], environments: Path) -> None:
+    for name in only:
+        requirements, show = CLIENTS[name]
+        programs = make_environment(environments, requirements)
+        with tempfile.TemporaryDirectory() as folder:
+            print(f"{name}: {show(programs, Path(folder))}", flush=True)
+
+
+if __name__ == "__main__":
+    main()

@@ -327,6 +327,18 @@ def test_the_name_of_a_type_has_one_meaning() -> None:
     assert {name for name, found in meanings.items() if len(found) > 1} == known
 
 
+def test_the_scheduler_sets_attributes_only_where_they_are_declared() -> None:
+    """So a Sequence is written in one file, and nobody sets another object's attributes."""
+    for module, path in modules():
+        if not is_within(module, {"ppserve.core.scheduling"}):
+            continue
+        nodes = list(ast.walk(parsed(path)))
+        declared = {ast.unparse(node.target) for node in nodes if isinstance(node, ast.AnnAssign)}
+        written = [n for n in nodes if isinstance(n, ast.Attribute) and not isinstance(n.ctx, ast.Load)]
+        others = [n for n in written if ast.unparse(n.value) != "self" and n.attr not in declared]
+        assert [ast.unparse(node) for node in others] == [], module
+
+
 def test_files_stay_small() -> None:
     own = [(module, path) for module, path in modules() if not is_within(module, GENERATED)]
     assert not {module: lines for module, path in own if (lines := len(path.read_text().splitlines())) > 400}

@@ -6,10 +6,6 @@ import random
 from typing import Any
 
 from ppserve import Completion, Pipeline
-from ppserve.core.scheduling.request_queue import RequestQueue
-from ppserve.head.api.call import Call
-from ppserve.head.api.requests import to_request
-from ppserve.library.stream import Stream
 
 PROMPTS = (
     "Once upon a time",
@@ -53,20 +49,6 @@ def together(pipeline: Pipeline, requests: list[tuple[str, dict[str, Any]]]) -> 
     """All at once: every request has been submitted before the first is read."""
     streams = [pipeline.generate(prompt, **options) for prompt, options in requests]
     return [stream.completions()[0] for stream in streams]
-
-
-def generate_as(caller: str, pipeline: Pipeline, prompt: str, **options: Any) -> Stream:
-    """As `pipeline.generate`, for one of several callers, as a server has them."""
-    assert pipeline._tokenizer is not None
-    call = Call.begin(caller, None, None)
-    request = to_request(options, pipeline._tokenizer.encode(prompt), pipeline.model, call)
-    stream = Stream(pipeline, pipeline._engine, pipeline._tokenizer)
-    stream.submit(request, "0", prompt if request.output.echo else "")
-    return stream
-
-
-def intake_of(pipeline: Pipeline) -> RequestQueue:
-    return pipeline._engine.request_queue
 
 
 def guesses_of(pipeline: Pipeline) -> dict[str, int]:

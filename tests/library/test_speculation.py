@@ -4,17 +4,13 @@ bit."""
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Any
 
 import pytest
 
 from ppserve import Completion, Pipeline
 from tests.library.mixed import (
-    PROMPTS,
     assert_same,
-    generate_as,
     guesses_of,
-    intake_of,
     mixed_requests,
     tiny,
     together,
@@ -52,20 +48,6 @@ def test_no_draft_token_changes_an_answer(stages: int, draft_tokens: int, alone:
         outcomes = guesses_of(pipeline)
         assert outcomes["accepted"] > 0
         assert outcomes["rejected"] > 0
-
-
-def test_what_lies_behind_a_stop_string_is_charged_to_nobody(plain: Pipeline) -> None:
-    """The second step draws the stop string and, from accepted draft tokens, two tokens behind it."""
-    options: dict[str, Any] = {"temperature": 0, "ignore_eos": True}
-    prompt = PROMPTS[0] + plain.complete(PROMPTS[0], max_tokens=40, **options).text + " " + PROMPTS[0]
-    stop = plain.complete(prompt, max_tokens=2, **options).text.split()[1]
-    with tiny(1, speculate=7) as pipeline:
-        stream = generate_as("c", pipeline, prompt, stop=[stop], max_tokens=8, token_ids=True, **options)
-        (stopped,) = stream.completions()[0].sequences
-        assert len(stopped.tokens) == 2
-        assert guesses_of(pipeline)["accepted"] == 2
-        assert pipeline._tokenizer is not None
-        assert intake_of(pipeline).queue.served("c") == len(pipeline._tokenizer.encode(prompt)) + 2
 
 
 def test_tensor_ranks_guess_as_well(alone: list[Completion]) -> None:

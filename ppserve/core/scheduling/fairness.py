@@ -137,9 +137,8 @@ class FairQueue:
         return self._accounts[caller].served
 
     def charge(self, caller: str, num_tokens: int) -> None:
-        """Add tokens to the counter of a caller, if it is still known."""
-        if (account := self._accounts.get(caller)) is not None:
-            account.served += num_tokens
+        """Add tokens to the counter of a caller with live requests."""
+        self._accounts[caller].served += num_tokens
 
     def end_request(self, caller: str) -> None:
         """One of a caller's live requests ended."""

@@ -186,7 +186,7 @@ class RequestQueue:
         error: RequestError | None = None,
     ) -> SequenceEvent:
         """End a live sequence. Steps in flight may still hold it."""
-        event = sequence.event(finish=finish, error=error, admitted_s=group.admitted_s, replica=group.replica)
+        event = group.event(sequence, finish=finish, error=error)
         self.retire(sequence, group, was_late=finish is FinishReason.DEADLINE)
         return event
 
@@ -287,16 +287,12 @@ class RequestQueue:
         self._throughput.committed(num_tokens, now, pipeline_empty=is_empty)
 
     def token_drawn(self, group: SequenceGroup) -> None:
+        """A sequence of this request has one token more."""
         self.queue.charge(group.caller, 1)
-
-    def token_withheld(self, caller: str) -> None:
-        """A draft token brought a token beyond the end that the engine has found: it is charged to nobody."""
-        self.queue.charge(caller, -1)
-
-    def clear(self, group: SequenceGroup) -> None:
-        """It gained a token since its last loss: it did not cause that."""
-        self.poison_isolation.clear(group.key)
-        self.look_again()
+        is_watched = self.poison_isolation.watches(group.key)
+        if is_watched and all(len(s.token_ids) > s.loss_mark for s in group.live):  # it did not cause the loss
+            self.poison_isolation.clear(group.key)
+            self.look_again()
 
     def blame(
         self, scheduler: RequestScheduler, in_flight: Iterable[str], failed: Set[Hashable]

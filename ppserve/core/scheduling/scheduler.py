@@ -116,7 +116,7 @@ class Scheduler:
         """Change how many steps may be in flight. Steps above the new number finish."""
         if not 1 <= microbatches <= self.config.max_microbatches:
             raise ValueError(f"microbatches: {microbatches} is not within 1 .. {self.config.max_microbatches}")
-        self.slots.num_slots = microbatches
+        self.slots.resize(microbatches)
 
     # Requests
 
@@ -138,22 +138,20 @@ class Scheduler:
         self._ahead.make_way()
         self._release_ended()
         leader, *siblings = group.live
-        size, num_prompt = self.config.block_size, len(group.request.prompt_ids)
-        cached_tokens = len(known) * size
+        size, cached_tokens = self.config.block_size, len(known) * self.config.block_size
         self._start(leader, known, cached_tokens)
         leader.reuse_blocks(len(known), size)
-        num_shared = (num_prompt - 1) // size
+        num_shared, rest = divmod(len(group.request.prompt_ids) - 1, size)
         for sibling in siblings:
             self._start(sibling, leader.block_table[:num_shared], cached_tokens)
-        if leader.loss_mark:  # it ran before: as after a loss, each is computed from its first token
-            self._running_set.admit_again((leader, *siblings))
-            return
-        for sibling in siblings:
-            partly_filled = leader.block_table[num_shared] if (num_prompt - 1) % size else None
-            sibling.fork(num_shared, partly_filled)
+            if leader.loss_mark:  # it ran before: as after a loss, each is computed from its first token
+                continue
+            partly_filled = leader.block_table[num_shared] if rest else None
+            sibling.fork(leader, num_shared, partly_filled)
             if partly_filled is not None:
                 self._blocks.pin(sibling.id, partly_filled)
-        self._running_set.admit(leader, siblings)
+        for sequence in (leader, *siblings):
+            self._running_set.admit(sequence)
 
     def _start(self, sequence: Sequence, shared: BlockTable, cached_tokens: int) -> None:
         table = self._blocks.try_allocate(sequence.id, self._blocks.blocks_for(sequence.max_positions), shared)
@@ -239,7 +237,7 @@ class Scheduler:
         sequences = [pick.sequence for pick in picks]
         for sequence in sequences:
             self._prefix_cache.offer(sequence)
-        self._running_set.slices_taken(sequences)
+        self._running_set.remove_scheduled(sequences)
         return self.slots.add_step(tuple(owned), copies)
 
     def commit(self, result: StepResult, now: float) -> list[SequenceEvent]:
@@ -297,13 +295,8 @@ class Scheduler:
             yield event
             if event.is_terminal:
                 return
-        if piece.draw is None:
-            return
-        if sequence.remaining:
-            self._running_set.token_returned(sequence)
-        is_watched = self.request_queue.poison_isolation.watches(group.key)
-        if is_watched and all(len(s.token_ids) > s.loss_mark for s in group.live):
-            self.request_queue.clear(group)
+        if piece.draw is not None and sequence.remaining:
+            self._running_set.add_returned(sequence)
 
     def _not_finite(self, group: SequenceGroup) -> list[SequenceEvent]:
         """The request's end, with all its sequences: its caller is told of the first error."""
@@ -318,13 +311,7 @@ class Scheduler:
         sequence.commit_token(token_id)
         self.request_queue.token_drawn(group)
         end = sequence.end_after(token_id, self.config.eos_id)
-        event = sequence.event(
-            token_id=token_id,
-            logprobs=logprobs,
-            finish=end,
-            admitted_s=group.admitted_s,
-            replica=group.replica,
-        )
+        event = group.event(sequence, token_id, logprobs, end)
         if end is not None:
             self.request_queue.retire(sequence, group)
         return event
@@ -356,8 +343,7 @@ class Scheduler:
 
     def open(self, epoch: int) -> None:
         """The first epoch, or the next one after `give_back`, has formed: requests may be admitted."""
-        assert epoch >= self.epoch, (epoch, self.epoch)
-        self.slots.epoch = epoch
+        self.slots.begin_epoch(epoch)
         self.is_open = True
         self.request_queue.look_again()
 

@@ -42,7 +42,7 @@ class SequenceStatus(StrEnum):
 
 NEXT: dict[SequenceStatus, frozenset[SequenceStatus]] = {
     SequenceStatus.WAITING: frozenset({SequenceStatus.RUNNING, SequenceStatus.ENDED}),
-    SequenceStatus.RUNNING: frozenset({SequenceStatus.ENDING, SequenceStatus.ENDED, SequenceStatus.WAITING}),
+    SequenceStatus.RUNNING: frozenset({SequenceStatus.ENDING, SequenceStatus.WAITING}),
     SequenceStatus.ENDING: frozenset({SequenceStatus.ENDED}),
     SequenceStatus.ENDED: frozenset(),
 }
@@ -63,7 +63,7 @@ class SequenceEvent:
     number of tokens in the answer. token_id None: no token. prompt_logprobs: of the prompt's tokens from the
     second on; only in the first event that is not an error. finish or error set: the sequence's last event.
     admitted_s: when the request left the queue, on the head's clock; None if it never did. replica: the latest to
-    compute it. caller: who was charged for the token.
+    compute it.
     """
 
     request_id: str
@@ -78,7 +78,6 @@ class SequenceEvent:
     cached_tokens: int = 0
     admitted_s: float | None = None
     replica: int | None = None
-    caller: str = ""
 
     @property
     def is_terminal(self) -> bool:
@@ -101,7 +100,8 @@ class Sequence:
         self.cached_tokens = 0  # of the prompt, found in the prefix cache when it was admitted
         self.block_table: tuple[int, ...] = ()
         self.num_published = 0  # leading blocks that others may find
-        self.fork_block: int | None = None  # the leader's block that is copied before the first slice, for n > 1
+        self.leader: Sequence | None = None  # for n > 1: it computes the prompt for this one too
+        self.fork_block: int | None = None  # the leader's block that is copied before the first slice
         self.scores: list[TokenLogprobs] = []  # of the prompt, until they are delivered
         is_first = index == (request.resume_index or 0)
         self.wants_scores = is_first and request.output.prompt_logprobs is not None and not request.resume_ids
@@ -123,6 +123,11 @@ class Sequence:
     def remaining(self) -> int:
         """Known tokens that are in no step yet."""
         return max(0, len(self.token_ids) - self.scheduled)
+
+    @property
+    def is_ready(self) -> bool:
+        """Whether its next known token may be scheduled: the tokens before it are in earlier steps."""
+        return self.leader is None or self.leader.scheduled >= len(self.request.prompt_ids) - 1
 
     @property
     def num_free_positions(self) -> int:
@@ -157,12 +162,10 @@ class Sequence:
         self.scheduled = self.computed = num_blocks * block_size
         self.num_published = num_blocks
 
-    def fork(self, num_blocks: int, partly_filled: int | None) -> None:
-        """Share the first blocks with the leader, and copy the leader's block that the prompt fills partly."""
-        self.num_published, self.fork_block = num_blocks, partly_filled
-
-    def follow_leader(self) -> None:
-        """Begin at the prompt's last token: the leader has scheduled those before."""
+    def fork(self, leader: Sequence, num_blocks: int, partly_filled: int | None) -> None:
+        """Begin at the prompt's last token, once the leader has scheduled those before. The first blocks are the
+        leader's, and its block that the prompt fills partly is copied."""
+        self.leader, self.num_published, self.fork_block = leader, num_blocks, partly_filled
         self.scheduled = self.computed = len(self.request.prompt_ids) - 1
 
     def copy_block(self, block_size: int) -> tuple[int, int] | None:
@@ -263,7 +266,7 @@ class Sequence:
     def rewind(self) -> None:
         """Back to nothing computed, with all tokens known: a stage was lost."""
         self.scheduled = self.computed = self.steps_in_flight = self.num_published = 0
-        self.fork_block = None
+        self.leader = self.fork_block = None
         self.scores.clear()
         self.loss_mark = len(self.token_ids)
 
@@ -273,38 +276,12 @@ class Sequence:
         self.rewind()
         self.block_table = self._table_part = ()
 
-    def event(
-        self,
-        *,
-        token_id: int | None = None,
-        logprobs: TokenLogprobs | None = None,
-        finish: FinishReason | None = None,
-        error: RequestError | None = None,
-        admitted_s: float | None = None,
-        replica: int | None = None,
-    ) -> SequenceEvent:
-        """An event of this sequence. `token_id` must already be the last of `token_ids`."""
-        prompt_logprobs: tuple[TokenLogprobs, ...] = ()
-        if self.wants_scores and error is None and self.computed >= len(self.request.prompt_ids):
-            prompt_logprobs = tuple(self.scores)
-            self.scores.clear()
-            self.wants_scores = False
-        offset = self.num_generated - (token_id is not None)
-        return SequenceEvent(
-            self.request.id,
-            self.index,
-            self.id,
-            offset,
-            token_id,
-            logprobs,
-            prompt_logprobs,
-            finish,
-            error,
-            self.cached_tokens,
-            admitted_s,
-            replica,
-            self.request.caller,
-        )
+    def take_scores(self) -> tuple[TokenLogprobs, ...]:
+        """The prompt's scores, once all are there; nothing after that."""
+        if not self.wants_scores or self.computed < len(self.request.prompt_ids):
+            return ()
+        scores, self.scores, self.wants_scores = tuple(self.scores), [], False
+        return scores
 
 
 class SequenceGroup:
@@ -330,6 +307,30 @@ class SequenceGroup:
         self.replica = replica
         if self.admitted_s is None:
             self.admitted_s = now
+
+    def event(
+        self,
+        sequence: Sequence,
+        token_id: int | None = None,
+        logprobs: TokenLogprobs | None = None,
+        finish: FinishReason | None = None,
+        error: RequestError | None = None,
+    ) -> SequenceEvent:
+        """An event of one of the sequences. `token_id` must already be the last of its `token_ids`."""
+        return SequenceEvent(
+            request_id=self.key,
+            index=sequence.index,
+            sequence_id=sequence.id,
+            offset=sequence.num_generated - (token_id is not None),
+            token_id=token_id,
+            logprobs=logprobs,
+            prompt_logprobs=sequence.take_scores() if error is None else (),
+            finish=finish,
+            error=error,
+            cached_tokens=sequence.cached_tokens,
+            admitted_s=self.admitted_s,
+            replica=self.replica,
+        )
 
     @property
     def key(self) -> str:

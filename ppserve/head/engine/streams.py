@@ -60,10 +60,7 @@ class OpenStreams:
     def _publish_event(self, event: SequenceEvent, now_s: float) -> None:
         opened = self._open.get(event.request_id)
         if opened is None or opened.has_ended(event.index):
-            # One step may bring several tokens, and a stop string may end the answer at the first.
-            if event.token_id is not None:
-                self._request_queue.token_withheld(event.caller)
-            return
+            return  # one step may bring several tokens, and a stop string may end the answer at the first
         output = opened.output(event, now_s)
         if output.finish is FinishReason.STOP_STRING and event.finish is None:
             self._request_queue.finish(event.sequence_id, FinishReason.STOP_STRING)

@@ -7,7 +7,7 @@ import itertools
 import pytest
 
 from ppserve.core.request import FinishReason, OutputOptions, Request, SamplingParams, StopConditions
-from ppserve.core.scheduling.sequence import NEXT, InvalidTransition, Sequence, SequenceStatus
+from ppserve.core.scheduling.sequence import NEXT, InvalidTransition, Sequence, SequenceGroup, SequenceStatus
 
 EOS_ID = 7
 
@@ -101,7 +101,7 @@ def test_a_resumed_answer_goes_on_where_it_stood() -> None:
     draw = sequence.schedule(7, 2).draw
     assert draw is not None
     sequence.commit_token(6)
-    assert sequence.event(token_id=6).offset == 2
+    assert SequenceGroup(sequence.request, [sequence], 0.0).event(sequence, 6).offset == 2
 
 
 def test_targets_are_the_tokens_that_follow_in_the_prompt() -> None:

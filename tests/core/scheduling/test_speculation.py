@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 import pytest
 
 from ppserve.core.cost_model import StepSize
-from ppserve.core.request import FinishReason, OutputOptions, SamplingParams, StopConditions
+from ppserve.core.request import OutputOptions, SamplingParams, StopConditions
 from ppserve.core.scheduling.config import SchedulerConfig
 from ppserve.core.scheduling.sequence import Sequence
 from ppserve.core.scheduling.speculation import (
@@ -114,24 +114,6 @@ def test_none_beside_tokens_of_prompts() -> None:
         widths.append(plan.num_tokens)
         rig.commit_one()
     assert widths[:3] == [1, 1, 4]
-
-
-@pytest.mark.parametrize("max_tokens", [40, 4])
-def test_tokens_after_a_stop_string_are_charged_to_nobody(max_tokens: int) -> None:
-    """Also where the step that brings it ends the answer by its length as well."""
-    rig = a_rig(3, new_drafter=right)
-    rig.submit(a_request("r", num_prompt=1, max_tokens=max_tokens, caller="c"))
-    fill(rig)
-    first, *others = rig.commit_one()
-    assert len(others) == 3
-    request_queue = rig.scheduler.request_queue
-    assert request_queue.queue.served("c") == 1 + 4
-    assert others[-1].is_terminal == (max_tokens == 4)
-    request_queue.finish(first.sequence_id, FinishReason.STOP_STRING)
-    for event in others:
-        request_queue.token_withheld(event.caller)
-    assert request_queue.queue.served("c") == 1 + 1
-    assert not request_queue.groups
 
 
 def test_a_block_is_found_by_others_when_all_its_tokens_are_known() -> None:

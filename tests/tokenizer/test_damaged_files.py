@@ -106,13 +106,6 @@ def test_odd_values(name: str, intact: dict[str, bytes], tmp_path: Path) -> None
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_cut_short(name: str, intact: dict[str, bytes], tmp_path: Path) -> None:
-    rng = random.Random(name)
-    for length in [0, 1, *(rng.randrange(len(intact[name])) for _ in range(100))]:
-        open_damaged(tmp_path, name, intact[name][:length], intact)
-
-
-@pytest.mark.parametrize("name", NAMES)
 def test_noise_and_nesting(name: str, intact: dict[str, bytes], tmp_path: Path) -> None:
     rng = random.Random(name)
     samples = [rng.randbytes(rng.randrange(4000)) for _ in range(50)]

@@ -54,11 +54,6 @@ def test_pieces_join_to_the_one_shot_decode(ids: list[int]) -> None:
     assert stream(Detokenizer(TINY), ids) == (TINY.decode(ids), None)
 
 
-@given(st.text(max_size=40), st.randoms(use_true_random=False))
-def test_any_way_to_cut_text_into_tokens_gives_the_text(text: str, rng: random.Random) -> None:
-    assert stream(Detokenizer(TINY), split_anyhow(text, rng)) == (text, None)
-
-
 @given(st.text(max_size=20), st.randoms(use_true_random=False))
 def test_no_piece_ever_shows_a_part_of_a_character(text: str, rng: random.Random) -> None:
     detokenizer, shown = Detokenizer(TINY), ""
@@ -112,24 +107,12 @@ def test_special_and_unknown_tokens_show_nothing(tiny: Tokenizer) -> None:
     assert [detokenizer.push(i).text for i in (tiny.eos_id, 60_000, -1, ID_OF[b"a"])] == ["", "", "", "a"]
 
 
-def test_the_stop_string_that_is_complete_first_wins_and_the_longest_of_those(tiny: Tokenizer) -> None:
-    letters = [ID_OF[letter] for letter in (b"x", b"a", b"b", b"c", b"d")]
-    assert stream(Detokenizer(tiny, ("abcd", "bc")), letters) == ("xa", "bc")
-    assert stream(Detokenizer(tiny, ("bc", "abc")), letters) == ("x", "abc")
-
-
 def test_after_a_match_there_is_nothing_more(tiny: Tokenizer) -> None:
     detokenizer = Detokenizer(tiny, ("stage",), include_stop=True)
     ids = tiny.encode("the last stage is idle")
     assert "".join(detokenizer.push(i).text for i in ids) == "the last stage"
     assert detokenizer.push(ids[0]) == Piece("")
     assert detokenizer.finish() == ""
-
-
-def test_text_held_back_comes_at_the_end_when_no_stop_string_came_of_it(tiny: Tokenizer) -> None:
-    detokenizer = Detokenizer(tiny, ("stages",))
-    shown = "".join(detokenizer.push(i).text for i in tiny.encode("the last stage"))
-    assert (shown, detokenizer.finish()) == ("the last ", "stage")
 
 
 def test_stop_strings_are_not_looked_for_in_the_first_min_tokens(tiny: Tokenizer) -> None:

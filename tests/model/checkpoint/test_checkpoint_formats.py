@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -84,36 +83,6 @@ def test_nanogpt(tmp_path: Path, prefix: str, biases: bool) -> None:
     check(open_checkpoint(str(path)), arch, tensors)
     check(open_checkpoint(str(tmp_path)), arch, tensors)
     assert read_architecture(str(path)) == arch
-
-
-def test_one_model_in_all_formats(tmp_path: Path) -> None:
-    """The readers agree with each other tensor by tensor (nanoGPT differs in its activation only)."""
-    arch = architecture()
-    tensors = random_tensors(arch)
-    places = [
-        write_hf(tmp_path / "safetensors", arch, tensors),
-        write_hf(tmp_path / "parts", arch, tensors, parts=4),
-        write_hf(tmp_path / "bin", arch, tensors, container="bin"),
-        write_hf(tmp_path / "bins", arch, tensors, container="bin", parts=2),
-        write_hf(tmp_path / "legacy", arch, tensors, container="legacy"),
-        write_llmc(tmp_path / "model.bin", arch, tensors),
-        write_nanogpt(tmp_path / "nanogpt" / "ckpt.pt", arch, tensors),
-    ]
-    for place in places:
-        activation = "gelu" if place.suffix == ".pt" else "gelu_new"
-        check(open_checkpoint(str(place)), replace(arch, activation=activation), tensors)
-
-
-def test_pieces_put_a_large_tensor_together(tmp_path: Path) -> None:
-    """Tensors above the size of a piece, whole rows and transposed, in every reader."""
-    arch = architecture(num_layers=1, width=640, num_heads=8, inner_width=2560, vocab_size=3000)
-    tensors = random_tensors(arch)
-    for place in (
-        write_hf(tmp_path / "safetensors", arch, tensors),
-        write_hf(tmp_path / "bin", arch, tensors, container="bin"),
-        write_llmc(tmp_path / "model.bin", arch, tensors),
-    ):
-        check(open_checkpoint(str(place)), arch, tensors)
 
 
 def test_a_tensor_shares_nothing_with_the_file(tmp_path: Path) -> None:

@@ -46,33 +46,6 @@ def test_a_wrong_activation_would_show(tmp_path: Path) -> None:
         check(replace(exact, place=tanh), "3", num_prompts=2, num_tokens=64)
 
 
-def test_one_model_from_every_format_draws_the_same_tokens(tmp_path: Path) -> None:
-    arch = architecture(width=40, inner_width=160, max_positions=96, vocab_size=211)
-    tensors = random_tensors(arch)
-    places = [
-        write_hf(tmp_path / "safetensors", arch, tensors),
-        write_hf(tmp_path / "parts", arch, tensors, parts=3),
-        write_hf(tmp_path / "bin", arch, tensors, container="bin"),
-        write_hf(tmp_path / "legacy", arch, tensors, container="legacy"),
-        write_llmc(tmp_path / "model.bin", arch, tensors),
-    ]
-    exact = replace(arch, activation="gelu")
-    pairs = [
-        write_hf(tmp_path / "exact", exact, tensors),
-        write_nanogpt(tmp_path / "ckpt.pt", exact, tensors),
-    ]
-    draw = Draw(SamplingParams(temperature=0.9, seed=7))
-
-    def tokens(place: Path) -> list[int | None]:
-        pipeline = Pipeline(open_checkpoint(str(place)), "2,1", num_sequences=1)
-        return [drawn.token_id for drawn in pipeline.generate(prompt(6), 24, draw)]
-
-    for group in (places, pairs):
-        first, *others = (tokens(place) for place in group)
-        assert len(set(first)) > 6
-        assert all(other == first for other in others)
-
-
 def padded_model() -> tuple[Architecture, Tensors]:
     """Every real logit near -70, every row of the padding at 0."""
     arch = architecture(width=40, inner_width=160, max_positions=96, vocab_size=211, padded_vocab_size=256)

@@ -43,10 +43,8 @@ TENSORS = random_tensors(ARCH)
         ("h.0.attn.c_attn.weight", lambda t: t.T.contiguous(), "shape"),
         ("wte.weight", lambda t: t[:-1].contiguous(), "shape"),
         ("ln_f.bias", lambda t: t[None], "shape"),
-        ("ln_f.weight", lambda t: t[:0].clone(), "shape"),
         ("wpe.weight", lambda t: t.double(), "float64|F64"),
         ("wpe.weight", lambda t: t.to(torch.int32), "int32|I32"),
-        ("wpe.weight", lambda t: t.bool(), "bool|BOOL"),
     ],
 )
 def test_a_tensor_that_does_not_fit(
@@ -73,9 +71,7 @@ def test_a_tensor_that_does_not_fit(
         ("transformer.h.01.ln_1.weight", "no tensor"),
         ("transformer.h.0.crossattention.c_attn.weight", "cross attention"),
         ("transformer.h.0.attn.q_attn.weight", "cross attention"),
-        ("transformer.h.0.adapter.weight", "no tensor"),
         ("transformer.h.0.attn.c_attn.lora_A.weight", "no tensor"),
-        ("transformer.transformer.wte.weight", "no tensor"),
         ("wte.weight", "twice"),
         ("model.layers.0.self_attn.q_proj.weight", "no tensor"),
         ("two\nlines", "no tensor"),
@@ -97,29 +93,6 @@ def test_heads_of_other_tasks_and_masks_are_ignored(tmp_path: Path) -> None:
     extra |= {"transformer.h.1.attn.masked_bias": torch.tensor(-1e4), "v_head.summary.bias": torch.zeros(1)}
     save_file(load_file(path) | extra, path)
     assert open_checkpoint(str(tmp_path)).architecture == ARCH
-
-
-@pytest.mark.parametrize("container", ["safetensors", "bin", "legacy", "nanogpt"])
-@pytest.mark.parametrize(
-    ("change", "problem"),
-    [
-        (lambda t: t.double(), "float64|F64"),
-        (lambda t: t[:, :0].clone(), "shape"),
-        (lambda t: t[0, 0].clone(), "shape"),
-    ],
-)
-def test_a_head_that_is_compared_with_its_embedding_must_fit(
-    tmp_path: Path, container: str, change: Callable[[torch.Tensor], torch.Tensor], problem: str
-) -> None:
-    """Both are stored, alike, and neither is what a GPT-2 has."""
-    both = {name: change(TENSORS["wte.weight"]) for name in ("wte.weight", "lm_head.weight")}
-    if container == "nanogpt":
-        path = write_nanogpt(tmp_path / "ckpt.pt", ARCH, TENSORS | both)
-    else:
-        path = write_hf(tmp_path, ARCH, TENSORS, container=container)
-        state = hf_state(ARCH, TENSORS) | {name.replace("wte", "transformer.wte"): t for name, t in both.items()}
-        write_hf_state(path, state, container=container)
-    assert any(word in str(refusal(path)) for word in problem.split("|"))
 
 
 def test_untied_needs_a_head_of_its_own(tmp_path: Path) -> None:
@@ -289,14 +262,10 @@ def test_a_header_that_lies(tmp_path: Path, entry: Any) -> None:
     [
         ("n_layer", 0),
         ("n_layer", 4),
-        ("n_layer", "3"),
         ("n_layer", ...),
         ("n_head", 3),
         ("n_embd", 2**40),
-        ("n_embd", True),
-        ("block_size", -1),
         ("block_size", 25),
-        ("vocab_size", None),
         ("vocab_size", 38),
         ("bias", 1),
         ("rotary", True),
@@ -320,12 +289,6 @@ def test_a_nanogpt_head_that_is_not_tied(tmp_path: Path) -> None:
     assert "ties" in str(refusal(path))
 
 
-def test_biases_must_be_as_declared(tmp_path: Path) -> None:
-    arch = architecture(biases=False)
-    path = write_nanogpt(tmp_path / "ckpt.pt", arch, TENSORS)
-    assert "no tensor" in str(refusal(path))
-
-
 # llm.c
 
 
@@ -333,27 +296,19 @@ def test_biases_must_be_as_declared(tmp_path: Path) -> None:
     ("field", "value", "name"),
     [
         (0, 20240327, "magic"),
-        (0, 20240801, "magic"),
         (1, 1, "version"),
-        (1, 2, "version"),
         (1, 4, "version"),
-        (1, 6, "version"),
         (1, 5, "size"),
         (2, 0, "maxT"),
-        (2, 2**31 - 1, "maxT"),
         (3, -1, "V"),
         (3, 38, "Vp"),
         (4, 0, "L"),
-        (4, 2**31 - 1, "L"),
         (4, 4, "size"),
         (5, 0, "NH"),
         (5, 3, "NH"),
-        (5, -4, "NH"),
         (6, 0, "C"),
-        (6, 2**31 - 1, "C"),
         (6, 24, "size"),
         (7, 36, "Vp"),
-        (7, 2**31 - 1, "Vp"),
     ],
 )
 def test_llmc_headers_that_are_refused(tmp_path: Path, field: int, value: int, name: str) -> None:

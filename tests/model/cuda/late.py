@@ -9,15 +9,13 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 
 import torch
 
-from ppserve.model.backend import Backend
 from ppserve.model.cuda.backend import CudaBackend, DeviceOptions
 from ppserve.model.cuda.device import Accelerator
 from ppserve.model.timing import Busy, HostTiming
-from ppserve.stage.device import Compute
 
 NO_NUMBER = 0xFF
 """In every byte: of float64 no number, of token ids -1."""
@@ -114,17 +112,6 @@ class LateTiming(HostTiming):
     def busy(self) -> Busy:
         self._mark.wait()
         return super().busy()
-
-
-class LateCompute(Compute):
-    """Of a stage that computes on a late device."""
-
-    @classmethod
-    def like(cls, compute: Compute) -> LateCompute:
-        return cls(**{field.name: getattr(compute, field.name) for field in fields(compute)})
-
-    def backend(self, dtype: str) -> Backend:
-        return late_backend(dtype)
 
 
 def late_backend(dtype: str = "float32", max_rows: int = 8) -> CudaBackend:

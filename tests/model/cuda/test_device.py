@@ -26,7 +26,7 @@ from ppserve.model.backend import Reading
 from ppserve.model.cuda import backend
 from ppserve.model.cuda.backend import launch_once
 from ppserve.model.cuda.device import CudaDevice
-from ppserve.model.cuda.operators import KEYS_PER_TILE, ROWS_PER_TILE, Operators
+from ppserve.model.cuda.operators import Operators
 from ppserve.model.cuda.transfers import Readback
 from tests.model.cuda.here import needs_triton
 
@@ -65,18 +65,6 @@ def test_stages_that_are_threads_record_one_after_the_other(monkeypatch: pytest.
     first, second = (set(map(id, used)) for used in streams.values())
     assert len(first) == len(second) == 1
     assert first != second
-
-
-def test_memory_that_torch_keeps_for_nobody_is_not_held(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Recording gives it back: a difference of two readings that count it would be less than what was taken."""
-    held, idle = [3_000], [5_000]
-    monkeypatch.setattr(torch.cuda, "memory_reserved", lambda device: sum(held + idle))
-    monkeypatch.setattr(torch.cuda, "empty_cache", idle.clear)
-    device = CudaDevice(torch.device("cuda", 0))
-    before = device.allocated_bytes()
-    held.append(700)
-    idle.append(80)
-    assert device.allocated_bytes() - before == 700
 
 
 class Gpu:
@@ -140,15 +128,6 @@ def test_busy_is_what_lies_between_a_steps_events(monkeypatch: pytest.MonkeyPatc
     assert sum(busy.ended_ns - busy.begun_ns for busy in told) <= ended_ns - begun_ns
 
 
-def test_a_step_that_gives_no_work_takes_no_time(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The control: without a second event, a skipped step on another clock, nothing is counted twice."""
-    gpu = Gpu()
-    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: gpu)
-    monkeypatch.setattr(torch.cuda, "Event", lambda enable_timing: Event(gpu, "one"))
-    busy = CudaDevice(torch.device("cuda", 0)).timing().busy()
-    assert busy.begun_ns == busy.ended_ns
-
-
 NO_COMPILER = RuntimeError("Failed to find C compiler. Please specify via CC environment variable")
 
 
@@ -160,31 +139,6 @@ def test_a_launch_that_cannot_be_compiled_says_what_to_install(error: Exception)
 
     with pytest.raises(ConfigError, match=r"Triton: it cannot launch .*gcc libc6-dev"):
         launch_once(Broken(), torch.device("cpu"))
-
-
-def test_a_device_that_is_lost_or_full_is_nothing_to_install() -> None:
-    """The control."""
-    for error in (torch.AcceleratorError("an illegal address"), torch.OutOfMemoryError("full")):
-
-        class Broken(Operators):
-            def quick_gelu(self, x_TN: torch.Tensor, error: Exception = error) -> torch.Tensor:
-                raise error
-
-        with pytest.raises(type(error)):
-            launch_once(Broken(), torch.device("cpu"))
-    launch_once(Operators(), torch.device("cpu"))
-
-
-@needs_triton
-def test_tiles_of_wide_heads_fit_into_the_smallest_shared_memory() -> None:
-    """Keys, values and rows, within 64 KiB. As many keys as ever of heads that are not wide."""
-    from ppserve.model.cuda.triton_operators import keys_per_tile
-
-    for features in (16, 64, 128, 256):
-        for itemsize in (2, 4):
-            key_bytes = features * itemsize
-            assert key_bytes * (2 * keys_per_tile(key_bytes) + ROWS_PER_TILE) < 64 << 10
-    assert keys_per_tile(64 * 4) == keys_per_tile(128 * 2) == KEYS_PER_TILE
 
 
 @needs_triton

@@ -7,21 +7,16 @@ import numpy as np
 import pytest
 import torch
 
-from ppserve import wire
-from ppserve.core.architecture import Split, stage_layouts
-from ppserve.core.plan import Slice, StepPlan
+from ppserve.core.plan import StepPlan
 from ppserve.model.backend import KVCache, StageModel
 from ppserve.model.cuda.graphs import RecordedStage
-from ppserve.model.cuda.inputs import Buckets
 from ppserve.model.cuda.transfers import Readback, Staging
 from ppserve.model.inputs import build_inputs
-from ppserve.stage.wiring import ThreadWiring
 from tests.model.cuda.here import CPU as ON_CPU
-from tests.model.cuda.late import LateCompute, LateDevice, WrittenTooEarly, late_backend
+from tests.model.cuda.late import LateDevice, WrittenTooEarly, late_backend
 from tests.model.cuda.test_recorded import CHECKPOINT, Recorded, conversation
-from tests.model.pipelines import GREEDY_DRAW, Pipeline, prompt
-from tests.model.random_checkpoint import architecture
-from tests.stage.one_stage import CPU, plan, stages
+from tests.model.pipelines import Pipeline, prompt
+from tests.stage.one_stage import plan
 
 
 def numbers(first: int, count: int = 8) -> dict[str, np.ndarray]:
@@ -36,26 +31,6 @@ def test_a_buffer_is_written_again_only_when_its_copy_has_read_it() -> None:
         assert staging.copy_new(numbers(count, count))["ids"].tolist() == list(range(count, 2 * count))
     assert device.num_waits == 5, "three copies are under way before the first wait"
     device.mark().wait()
-
-
-def test_all_room_for_recorded_steps_is_there_before_the_first() -> None:
-    """The host waits while memory is pinned. Here the arrays of a step are 128 KiB."""
-
-    class Counting(LateDevice):
-        num_buffers = 0
-
-        def host_buffer(self, num_bytes: int) -> torch.Tensor:
-            self.num_buffers += 1
-            return super().host_buffer(num_bytes)
-
-    device = Counting()
-    staging = Staging(device)
-    (layout,) = stage_layouts(Split.parse("1"))
-    buckets = Buckets((1, 256), architecture(max_positions=2048), layout, 16, staging)
-    begun_with = device.num_buffers
-    for _ in range(4):
-        buckets.put({"tables": np.zeros(256 * 128, np.int32)})
-    assert device.num_buffers == begun_with
 
 
 def test_what_is_written_too_early_is_seen() -> None:
@@ -114,31 +89,3 @@ def test_steps_may_be_given_faster_than_they_are_done() -> None:
     assert stage.num_replays == 8
     assert backend.accelerator.num_waits == 10, "of 13 copies, recording's among them, three are under way"
     backend.accelerator.mark().wait()
-
-
-@pytest.mark.parametrize("split", ["3", "1.5,1.5"])
-def test_the_loop_draws_what_the_model_draws(split: str) -> None:
-    """Two lanes: a stage has the next plan of one before its step of the other has ended."""
-    prompts, count = ((1, 2, 3), (4, 5)), 5
-    expected = [[drawn.token_id for drawn in Pipeline(CHECKPOINT, "3").generate(ids, count)] for ids in prompts]
-    tokens: list[list[int]] = [[], []]
-
-    def next_plan(step_id: int) -> StepPlan:
-        slot = step_id % 2
-        ids = tokens[slot][-1:] or prompts[slot]
-        start = len(prompts[slot]) + len(tokens[slot]) - len(ids) if tokens[slot] else 0
-        return StepPlan(1, step_id, 0, (Slice(slot, start, tuple(ids), (2 * slot, 2 * slot + 1), GREEDY_DRAW),))
-
-    with stages(split, ThreadWiring(), CHECKPOINT, compute=LateCompute.like(CPU)) as pipeline:
-        for stage in pipeline:
-            stage.form(1)
-        for stage in pipeline:
-            stage.hear(wire.Ready)
-        for step_id in range(2 * count + 2):
-            if step_id >= 2:
-                drawn = [stage.hear(wire.Result).result for stage in pipeline][-1].drawn
-                tokens[step_id % 2].append(drawn[0].token_id)
-            if step_id < 2 * count:
-                for stage in pipeline:
-                    stage.tell(wire.Plan(next_plan(step_id)))
-    assert tokens == expected

@@ -11,7 +11,7 @@ import torch
 from ppserve.core.architecture import StageLayout
 from ppserve.core.plan import StepPlan
 from ppserve.model.backend import StepRows
-from ppserve.model.cuda.inputs import padded, padding, step_arrays
+from ppserve.model.cuda.inputs import padded, step_arrays
 from ppserve.model.cuda.operators import Tiles
 from ppserve.model.sampling_kernels import draw
 from tests.model.cuda.here import KINDS, device_of, operators_of
@@ -173,24 +173,6 @@ def test_padding_changes_nothing(kind: str) -> None:
     for bucket in (4, 16):
         assert torch.equal(sequences.step(decodes, pad_to=bucket), exact)
         assert torch.equal(sequences.keys.nan_to_num(), kept.nan_to_num()), "padding was kept"
-
-
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("size", [1, 4, 17])
-def test_a_step_of_padding_alone_is_zeros_and_keeps_nothing(size: int, kind: str) -> None:
-    """What a step is recorded with: no row has a key, and the block that its table names holds no numbers."""
-    operators, layout = operators_of(kind), StageLayout(0, 1, 0, 4)
-    sequences = Sequences(kind, 2, 12, 16, torch.float32, (40,))
-    arrays = step_arrays(padding(size, layout))
-    on_device = {name: torch.from_numpy(array).to(device_of(kind)) for name, array in arrays.items()}
-    qkv = torch.full((size, 72), torch.nan, device=device_of(kind))
-    operators.write(qkv, sequences.keys, sequences.values, on_device["slots"])
-    assert sequences.keys.isnan().all()
-    tiles = Tiles(on_device["tiles"].view(-1, 4), on_device["tables"], 40)
-    for numbers in (torch.nan, 7.0):
-        mixed = operators.attend(qkv.fill_(numbers), sequences.keys, sequences.values, tiles, 0.3)
-        assert mixed.shape == (size, 24)
-        assert not mixed.any()
 
 
 @pytest.mark.parametrize("kind", KINDS)

@@ -78,12 +78,6 @@ def test_padding_to_a_bucket_changes_no_token(max_rows: int, split: str) -> None
     assert all(count == (5 if max_rows >= 8 else 0) for count in recorded.replays)
 
 
-def test_bfloat16_and_float16_are_recorded_too() -> None:
-    for dtype in ("bfloat16", "float16"):
-        ours, theirs = conversation(Recorded(8, dtype=dtype), 4), conversation(plain(dtype=dtype), 4)
-        assert [drawn for _, drawn in ours] == [drawn for _, drawn in theirs]
-
-
 def test_a_decode_without_a_draw_and_an_empty_bucket() -> None:
     """A slice of one token that draws nothing is computed like the others; the smallest bucket may be all padding
     but one row."""
@@ -113,19 +107,6 @@ def test_scored_prompts_are_computed_as_they_come() -> None:
     scored = recorded.slice(0, (3,), 0, targets=(4,), num_prompt_logprobs=1)
     assert recorded.step([scored])[2] == plain().step([scored])[2]
     assert recorded.replays == [0]
-
-
-def test_a_padded_step_may_write_into_the_first_block_of_all() -> None:
-    """Its first position is where padding would write, if it wrote."""
-    recorded, exact, length = Recorded(4), plain(), 16 * 7
-    for pipeline in (recorded, exact):
-        assert pipeline.table(0)[7] == 0
-        for i in range(3):
-            pipeline.step([pipeline.slice(i, prompt(length, seed=i), 0)])
-    for position in range(length, length + 3):
-        both = [of.step([of.slice(i, (7,), position, GREEDY_DRAW) for i in range(3)]) for of in (recorded, exact)]
-        assert torch.equal(both[0][0], both[1][0])
-    assert recorded.replays == [3]
 
 
 def test_a_recorded_step_leaves_no_trace_in_blocks() -> None:

@@ -16,7 +16,6 @@ from ppserve.core.request import SamplingParams
 from ppserve.model import sampling
 from ppserve.model.cuda.backend import CudaBackend
 from ppserve.model.cuda.draws import uniforms
-from ppserve.model.cuda.transfers import Readback
 from ppserve.model.inputs import build_inputs
 from tests.model.cuda.here import CPU, KINDS, device_of, operators_of
 from tests.model.random_checkpoint import architecture
@@ -161,24 +160,3 @@ def test_points_are_those_of_the_cpu() -> None:
     keys = [(s, i, p) for s in (0, 1, 42, 2**63, 2**64 - 1) for i in (0, 1, 7) for p in (0, 1, 500, 10**6)]
     columns = (np.array(column, np.uint64) for column in zip(*keys, strict=True))
     assert uniforms(*columns).tolist() == [sampling.uniform(*key) for key in keys]
-
-
-def test_only_what_was_asked_for_goes_back() -> None:
-    backend = CudaBackend(CPU, "float32")
-    (layout,) = stage_layouts(Split.parse("2"))
-    cache = backend.make_cache(ARCHITECTURE, layout, 4, 16)
-    copied: list[tuple[int, ...]] = []
-
-    class Watched(Readback):
-        def reading(self, plan: StepPlan, columns_RC: torch.Tensor | None, *rows: object) -> object:  # type: ignore[override]
-            copied.append(tuple(columns_RC.shape) if columns_RC is not None else ())
-            return super().reading(plan, columns_RC, *rows)  # type: ignore[arg-type]
-
-    backend.readback = Watched(backend.accelerator)
-    for num_logprobs, columns in ((None, 1), (0, 3), (4, 11)):
-        draw = Draw(SamplingParams(), num_logprobs=num_logprobs)
-        plan = StepPlan(0, 0, 0, (Slice(0, 0, (1,), (0,), draw), Slice(1, 0, (1,), (1,), Draw(SamplingParams()))))
-        logits = scores(2, 0)
-        vocabulary = Cut((logits.shape[1],), 0)
-        backend.read_logits(build_inputs(plan, layout, cache), iter([logits]), vocabulary)()
-        assert copied.pop() == (2, columns)

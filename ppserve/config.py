@@ -35,32 +35,33 @@ _FIELD_OF_FLAG = {
 
 @dataclass(frozen=True, slots=True)
 class ModelSettings:
-    """Which weights, and how they are kept. path: `tiny`, a directory, a file or a hub id. quantization: of the
-    linear layers and the LM head."""
+    """Which weights, and how they are kept."""
 
     path: str = "tiny"
+    """`tiny`, a directory, a file or a hub id."""
     dtype: str = "auto"
     quantization: str = "none"
+    """Of the linear layers and the LM head."""
     force_cpu: bool = False
     max_model_len: int | None = None
 
 
 @dataclass(frozen=True, slots=True)
 class PipelineSettings:
-    """How the model is cut, and how stages exchange hidden states. layers: per stage, None = balanced.
-
-    threads: computing threads per stage, None = the host's cores divided evenly among its stages.
-    tensor_parallel: ranks that share the layers of a stage. replicas: pipelines with all layers, behind one head.
-    parallel: `auto` divides the ranks in the way that is predicted to be best, whatever the two say.
-    """
+    """How the model is cut, and how stages exchange hidden states."""
 
     layers: Split | None = None
+    """Per stage; None = balanced."""
     microbatches: int | None = None
     transport: str = "auto"
     threads: int | None = None
+    """Computing threads per stage; None = the host's cores divided evenly among its stages."""
     tensor_parallel: int = 1
+    """Ranks that share the layers of a stage."""
     replicas: int = 1
+    """Pipelines with all layers, behind one head."""
     parallel: str = "as told"
+    """`auto` chooses the shape that is predicted to be best, and ignores the two numbers above."""
 
     def rank_name(self, rank: int, world_size: int) -> str:
         """For people."""
@@ -78,40 +79,46 @@ class PipelineSettings:
 
 @dataclass(frozen=True, slots=True)
 class DeviceSettings:
-    """Of GPUs. batch_invariant: tokens that do not depend on what else is computed, for some of the speed.
-    cuda_graphs: record the steps of decodes when serving begins. devices: of each stage on this host, None = GPUs
-    in turn, or the CPU."""
+    """How GPUs compute."""
 
     batch_invariant: bool = False
+    """Tokens do not depend on what else is computed, for some of the speed."""
     cuda_graphs: bool = True
+    """Record decoding steps when serving begins."""
     devices: tuple[str, ...] | None = None
+    """Of each stage on this host; None = GPUs in turn, or the CPU."""
 
 
 @dataclass(frozen=True, slots=True)
 class CacheSettings:
-    """block_size: tokens per KV block. kv_cache_memory: bytes per stage, None = from free memory. kv_dtype: of
-    keys and values; `auto` is the model's. prefix_cache: who shares equal prefixes."""
+    """Memory for keys and values, and who shares it."""
 
     block_size: int = 16
+    """Tokens per KV block."""
     kv_cache_memory: int | None = None
+    """Bytes per stage; None = from free memory."""
     kv_dtype: str = "auto"
+    """`auto` is the model's."""
     prefix_cache: str = "per-key"
+    """Whose requests share equal prefixes."""
 
 
 @dataclass(frozen=True, slots=True)
 class SchedulingSettings:
-    """max_queue: how many requests may wait. prefill_chunk: prompt tokens per step. expect_prompt and expect_new:
-    tokens of a typical prompt and answer, for which `--layers auto` balances the stages. speculate: draft tokens
-    per step and sequence, 0 = none, None = where they pay. expect_callers: requests at once that `--parallel auto`
-    chooses a shape for."""
+    """How many sequences run and wait, and what a step holds."""
 
     max_num_seqs: int = 256
     max_queue: int = 1024
+    """Requests that may wait."""
     prefill_chunk: int | None = None
+    """Prompt tokens per step."""
     speculate: int | None = 0
+    """Draft tokens per step and sequence; None = where they pay."""
     expect_prompt: int = 128
+    """Tokens of a typical prompt; with the next two, what `auto` layers and shapes are chosen for."""
     expect_new: int = 128
     expect_callers: int = 16
+    """Requests at once."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -135,19 +142,21 @@ class ServerSettings:
 
 @dataclass(frozen=True, slots=True)
 class NetworkSettings:
-    """How head and stages on several hosts find and trust each other. control_port: the head's, for its stages;
-    None = the one after MASTER_PORT. interface, advertise: the name of a stage's interface, or its address, for
-    the other stages; None = found from its connection to the head. stage_tls_*: of the control plane, all
-    or none. stage_ports: first and last on which stages listen, as far as that can be told."""
+    """How head and stages on several hosts find and trust each other."""
 
     secret_file: Path | None = None
     stage_tls_cert: Path | None = None
+    """The three files of the control plane's TLS: all or none."""
     stage_tls_key: Path | None = None
     stage_tls_ca: Path | None = None
     stage_ports: tuple[int, int] | None = None
+    """First and last on which stages listen, as far as that can be told."""
     control_port: int | None = None
+    """The head's, for its stages; None = the one after MASTER_PORT."""
     interface: str | None = None
+    """The name of a stage's interface for the other stages; None = found from its connection to the head."""
     advertise: str | None = None
+    """A stage's address for the other stages; None = found like the interface."""
 
 
 @dataclass(frozen=True, slots=True)

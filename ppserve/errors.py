@@ -1,6 +1,23 @@
 """All exceptions that ppserve raises on purpose.
 
-The gRPC status is a plain string, so that only the rooms that speak gRPC import grpc.
+    PpserveError
+      x UsageError                an operator's mistake; ends start-up with exit code 2
+        - ConfigError             a flag, by name
+        - CheckpointError         a model file, by file and field
+        - LauncherError           a launcher's environment variable
+      x RequestError              a refused or failed request; has a gRPC status
+        - InvalidRequest          INVALID_ARGUMENT
+        - Overloaded              RESOURCE_EXHAUSTED
+        - Draining, StagesLost    UNAVAILABLE
+        - DeadlinePassed          DEADLINE_EXCEEDED
+        - Forbidden               PERMISSION_DENIED
+        - Unauthenticated         UNAUTHENTICATED
+        - RequestFailed           INTERNAL
+      x TransportError            a neighbour stage is gone: a new epoch follows
+      x WireError                 a frame that is not of the control plane's schema
+
+`client.CallFailed` (what a server answered) and `bench.ScrapeFailed` are PpserveErrors of their rooms. The gRPC
+status is a plain string, so that only the rooms that speak gRPC import grpc.
 """
 
 from __future__ import annotations
@@ -38,21 +55,20 @@ class CheckpointError(UsageError):
 
 
 class RequestError(PpserveError):
-    """A request that is refused, or ends, with a gRPC status.
-
-    status: the name of a gRPC status code. reason: the stable identifier that clients may switch on
-    (`ErrorInfo.reason`).
-    """
+    """A request that is refused, or ends, with a gRPC status."""
 
     status = "INTERNAL"
+    """The name of a gRPC status code."""
     reason = "INTERNAL"
+    """The stable identifier that clients may switch on (`ErrorInfo.reason`)."""
 
 
 @dataclass(frozen=True, slots=True)
 class Violation:
-    """One field of a request that cannot be accepted: `field` in proto notation (`sampling.top_p`), "" for all."""
+    """One field of a request that cannot be accepted."""
 
     field: str
+    """In proto notation (`sampling.top_p`); empty for the whole request."""
     problem: str
 
 
@@ -87,7 +103,7 @@ class Draining(RequestError):
 
 
 class StagesLost(RequestError):
-    """A stage died and does not come back: the stream cannot go on here."""
+    """A stage died and is not replaced: the stream cannot continue on this server."""
 
     status = "UNAVAILABLE"
     reason = "STAGES_LOST"
@@ -101,7 +117,7 @@ class DeadlinePassed(RequestError):
 
 
 class Forbidden(RequestError):
-    """The call may not do what it asks for, whoever makes it."""
+    """The call asks for something that no caller may do here."""
 
     status = "PERMISSION_DENIED"
     reason = "FORBIDDEN"

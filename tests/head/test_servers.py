@@ -10,7 +10,7 @@ import pytest
 from ppserve.config import ServerSettings
 from ppserve.head.servers import Servers
 from ppserve.v1 import generation_pb2 as pb
-from tests.fake_engine import FakeEngine, code_of, desk_of, stub_of
+from tests.fake_engine import FakeEngine, code_of, handler_of, stub_of
 
 SETTINGS = ServerSettings(port=0, http_port=0, metrics_port=0)
 WITHIN_S = 20.0
@@ -30,7 +30,7 @@ def test_two_signals_right_behind_the_start_close_the_servers_whatever_had_begun
     """num_turns: of the event loop, between the two."""
 
     async def main() -> None:
-        servers = Servers(SETTINGS, desk_of(FakeEngine(halt_after=1), SETTINGS), Counts(), {})
+        servers = Servers(SETTINGS, handler_of(FakeEngine(halt_after=1), SETTINGS), Counts(), {})
         ports = await servers.open()
         await servers.set_serving(True)
         at_once = asyncio.get_running_loop().create_future()

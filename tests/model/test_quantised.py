@@ -121,7 +121,7 @@ class WholeMatrices(CpuBackend):
 def test_a_stage_takes_the_bytes_that_were_planned(split: str, dtype: str, quantization: str) -> None:
     """But for the padding of outputs and inputs to whole panels, and biases that are always float32."""
     arch = architecture(num_layers=3, width=256, vocab_size=2048)
-    intent = Intent(len(Split.parse(split).sublayers), Split.parse(split), dtype, quantization)
+    intent = Intent(len(Split.parse(split).sublayers), Split.parse(split), dtype=dtype, quantization=quantization)
     plan = forecast(arch, intent)
     for layout, planned in zip(stage_layouts(Split.parse(split)), plan.stages, strict=True):
         backend = CpuBackend(dtype, quantization=quantization)

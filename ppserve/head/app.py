@@ -199,7 +199,7 @@ class HeadProcess:
 
     async def _watch_start(self) -> None:
         watch = StartWatch(self._members, self._config.server.start_timeout_s, time.monotonic())
-        while (fatal := watch.look(time.monotonic())) is None:
+        while (fatal := watch.check(time.monotonic())) is None:
             await asyncio.sleep(_WATCH_EVERY_S)
         self._engine.give_up(fatal)
 

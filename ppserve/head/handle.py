@@ -69,7 +69,7 @@ class EngineHandle:
 
     def topology(self) -> Topology:
         """What runs where, and where its time went."""
-        return topology_of(self.snapshot())
+        return describe_topology(self.snapshot())
 
     def load(self) -> LoadDescription:
         """How full the replicas that serve are."""
@@ -90,32 +90,32 @@ class EngineHandle:
         return tuple(tuple(stage.times for stage in reading.stages) for reading in self.snapshot())
 
 
-def topology_of(readings: tuple[ReplicaReading, ...]) -> Topology:
-    """A reading of every replica as a card, with advice. It may search for a better split: not for the engine's
+def describe_topology(readings: tuple[ReplicaReading, ...]) -> Topology:
+    """What a reading of every replica says, with advice. It may search for a better split: not for the engine's
     thread."""
-    replicas = tuple(map(_replica_card, readings))
+    replicas = tuple(map(_describe_replica, readings))
     return Topology(
-        stages=tuple(description for reading in readings for description in _stage_cards(reading)),
+        stages=tuple(description for reading in readings for description in _describe_stages(reading)),
         replicas=replicas,
         transport=readings[0].decision.transport,
         epoch=1 + sum(description.epoch - 1 for description in replicas),
         microbatches=readings[0].microbatches,
-        advice=advice_of(readings),
+        advice=give_advice(readings),
     )
 
 
-def advice_of(readings: tuple[ReplicaReading, ...]) -> str:
+def give_advice(readings: tuple[ReplicaReading, ...]) -> str:
     """What would help most; empty when nothing would."""
-    all_words = [(f"Replica {reading.replica}: " * (len(readings) > 1), _advice(reading)) for reading in readings]
-    return " ".join(whose + words for whose, words in all_words if words)
+    found = [(f"Replica {each.replica}: " * (len(readings) > 1), _advice_for(each)) for each in readings]
+    return " ".join(whose + advice for whose, advice in found if advice)
 
 
-def _advice(reading: ReplicaReading) -> str:
+def _advice_for(reading: ReplicaReading) -> str:
     times = tuple(stage.times for stage in reading.stages)
     return advise(times, reading.decision.layouts, reading.microbatches)
 
 
-def _replica_card(reading: ReplicaReading) -> ReplicaDescription:
+def _describe_replica(reading: ReplicaReading) -> ReplicaDescription:
     return ReplicaDescription(
         replica=reading.replica,
         serves=reading.serves,
@@ -126,15 +126,17 @@ def _replica_card(reading: ReplicaReading) -> ReplicaDescription:
     )
 
 
-def _stage_cards(reading: ReplicaReading) -> tuple[StageDescription, ...]:
+def _describe_stages(reading: ReplicaReading) -> tuple[StageDescription, ...]:
     predicted_s = predicted_step_s(reading.decision, reading.stages)
-    return tuple(_stage_card(reading, stage, predicted_s) for stage in reading.stages)
+    return tuple(_describe_stage(reading, stage, predicted_s) for stage in reading.stages)
 
 
-def _stage_card(reading: ReplicaReading, stage: StageReading, predicted_s: tuple[float, ...]) -> StageDescription:
+def _describe_stage(
+    reading: ReplicaReading, stage: StageReading, predicted_s: tuple[float, ...]
+) -> StageDescription:
     member, times, num_ranks = stage.member, stage.times, len(stage.ranks)
     loaded = [rank.loaded for rank in stage.ranks if rank.loaded is not None]
-    ranks = tuple(map(_rank_card, stage.ranks, stage.gathered_ns))
+    ranks = tuple(map(_describe_rank, stage.ranks, stage.gathered_ns))
     assert len(loaded) == num_ranks
     layout = reading.decision.layouts[member.stage]
     busy_s = times.computed_ns / 1e9
@@ -162,7 +164,7 @@ def _stage_card(reading: ReplicaReading, stage: StageReading, predicted_s: tuple
     )
 
 
-def _rank_card(member: Member, gathered_ns: int) -> RankDescription:
+def _describe_rank(member: Member, gathered_ns: int) -> RankDescription:
     hello, loaded = member.hello, member.loaded
     assert hello is not None
     assert loaded is not None

@@ -36,7 +36,7 @@ def choose_shape(
 
     def is_over(missing: list[int]) -> bool:
         nonlocal fatal
-        fatal = limit.look(missing, lambda: missing_ranks(missing), time.monotonic())
+        fatal = limit.check(missing, lambda: missing_ranks(missing), time.monotonic())
         return fatal is not None or is_stopping()
 
     hellos = wait_for_hellos(control, world_size, is_over)

@@ -1,4 +1,4 @@
-"""Whom the head waits for while the pipeline forms for the first time: told every half minute, and not for ever.
+"""How long the head waits for ranks while the pipeline forms for the first time, and what the log says meanwhile.
 
 A rank may take long to download its weights, so what counts is the time in which nothing happened at any rank.
 """
@@ -25,7 +25,7 @@ class WaitLimit:
         self._seen: object = None
         self._since_s = self._told_s = now_s
 
-    def look(self, seen: object, missing: Callable[[], str], now_s: float) -> FatalError | None:
+    def check(self, seen: object, missing: Callable[[], str], now_s: float) -> FatalError | None:
         """Why the server must end; None while it may wait. seen: changes when something happens."""
         if seen != self._seen:
             self._seen, self._since_s = seen, now_s
@@ -51,10 +51,10 @@ class StartWatch:
     def __init__(self, replicas: Sequence[Members], limit_s: float, now_s: float) -> None:
         self._replicas, self._limit = replicas, WaitLimit(limit_s, now_s)
 
-    def look(self, now_s: float) -> FatalError | None:
+    def check(self, now_s: float) -> FatalError | None:
         """Why the server must end; None while it may wait."""
         seen = [(member.state, member.progress) for replica in self._replicas for member in replica.all]
-        return self._limit.look(seen, self._missing, now_s)
+        return self._limit.check(seen, self._missing, now_s)
 
     def _missing(self) -> str:
         waits = [(r, m) for r in self._replicas for m in r.all if m.state in _WHAT]

@@ -10,7 +10,7 @@ from ppserve.core.figures import table
 from ppserve.core.ledger.account import StageTimes
 from ppserve.core.ledger.causes import CAUSES
 from ppserve.head.engine.reading import ReplicaReading
-from ppserve.head.handle import advice_of
+from ppserve.head.handle import give_advice
 
 _HEADINGS = ("stage", "layers", "busy", *CAUSES, "idle", "steps", "ms/step")
 
@@ -96,7 +96,7 @@ class Ledger:
 
 def ledger_of(readings: tuple[ReplicaReading, ...]) -> Ledger:
     stages = tuple(stage for reading in readings for stage in _stages(reading, readings))
-    return Ledger(stages, advice_of(readings))
+    return Ledger(stages, give_advice(readings))
 
 
 def _stages(reading: ReplicaReading, among: tuple[ReplicaReading, ...]) -> Iterator[StageLedger]:

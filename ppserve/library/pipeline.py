@@ -23,7 +23,7 @@ from ppserve.head.api.requests import check_text, to_request
 from ppserve.head.descriptions import ModelDescription, Topology
 from ppserve.head.engine.building import build_engine
 from ppserve.head.engine.loop import Engine
-from ppserve.head.handle import describe_model, topology_of
+from ppserve.head.handle import describe_model, describe_topology
 from ppserve.library.ledger import Ledger, ledger_of
 from ppserve.library.local import LocalControlPlane, LocalLink
 from ppserve.library.stream import Stream
@@ -171,7 +171,7 @@ class Pipeline:
 
     def topology(self) -> Topology:
         """What each stage holds, and how long its steps take."""
-        return topology_of(self._running().snapshot())
+        return describe_topology(self._running().snapshot())
 
     def _running(self) -> Engine:
         """Raises Draining after `close` and in another process, StagesLost where the stages are gone."""

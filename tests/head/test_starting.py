@@ -14,7 +14,7 @@ def test_who_is_missing_is_told_every_half_minute(caplog: pytest.LogCaptureFixtu
     watch = StartWatch([pipeline.members], 1000.0, now_s=0.0)
     pipeline.hello(0)
     for second in range(int(3 * TELL_EVERY_S)):
-        assert watch.look(float(second)) is None
+        assert watch.check(float(second)) is None
     told = [record.getMessage() for record in caplog.records]
     assert len(told) == 2
     assert "stage 1 (rank 1), which has not come" in told[0]
@@ -24,15 +24,15 @@ def test_who_is_missing_is_told_every_half_minute(caplog: pytest.LogCaptureFixtu
 def test_a_start_without_progress_ends_with_the_reason_and_one_with_progress_does_not() -> None:
     pipeline = MembersRig(2)
     watch = StartWatch([pipeline.members], 60.0, now_s=0.0)
-    assert watch.look(50.0) is None
+    assert watch.check(50.0) is None
     for stage in range(2):
         pipeline.hello(stage)
     pipeline.loaded(0)
     for number in range(5):
         pipeline.say(1, wire.Loading(number, 9))
-        assert watch.look(100.0 + 50 * number) is None, "it loads, however slowly"
-    assert watch.look(355.0) is None
-    end = watch.look(361.0)
+        assert watch.check(100.0 + 50 * number) is None, "it loads, however slowly"
+    assert watch.check(355.0) is None
+    end = watch.check(361.0)
     assert end is not None
     assert not end.usage
     assert "--start-timeout" in end.reason

@@ -75,7 +75,7 @@ class StageDied:
 class EpochLost:
     """The epoch is lost: results of steps in flight will not arrive.
 
-    rank: which failed, or said that it cannot go on; None if one was only silent, as when a network is cut.
+    rank: which failed, or reported an error; None if one was only silent, as when a network is cut.
     """
 
     epoch: int

@@ -36,7 +36,7 @@ log = logging.getLogger("ppserve.members")
 
 _PING_EVERY_NS = 500_000_000
 # A silent stage ends the epoch, so that health says so and the others are free. It keeps its connection, and so
-# its weights, for longer: a link that comes back, or a process that goes on, costs no loading.
+# its weights, for longer: a link or a process that comes back costs no loading.
 _SILENT_NS = 2_500_000_000
 _CUT_OFF_NS = 10_000_000_000
 # While it compiles kernels, reads weights or opens its cache, a stage may not answer for seconds.

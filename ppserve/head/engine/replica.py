@@ -32,9 +32,9 @@ from ppserve.head.engine.reading import ReplicaReading, StageReading
 
 log = logging.getLogger("ppserve.engine")
 
-# An epoch with requests that a stage's failure ended before any of them got a token is lost in vain. Each request
-# that kills its stage costs at most four (`core.scheduling.quarantine`), so this is more than a few of these make.
-_MAX_LOSSES_IN_VAIN = 64
+# A loss is fruitless if no request got a token since the one before. A request that kills its stage causes at most
+# four (`core.scheduling.poison_isolation`), so only a stage that dies of every request causes so many in a row.
+_MAX_FRUITLESS_LOSSES = 64
 
 ReplicaEvent = SequenceEvent | Formed | FatalError
 Failure = tuple[int, int, str]
@@ -66,13 +66,13 @@ class Replica:
         self._overheads = Overheads(self.steps)
         self._costs = PipelineCosts(num_stages)
         self._slots = SlotCount(num_stages, self._costs.fixed_s)
-        # Since the last epoch formed. When a process dies, its neighbours' transports break, and they report that:
-        # so reported errors count only where nothing died.
+        # Since the last epoch formed. When a process dies, its neighbours report that their transports broke: so
+        # reported errors count only where nothing died.
         self._died: set[Failure] = set()
         self._broke: set[Failure] = set()
         # Requests that were in flight at a loss for which no stage is known yet to have failed.
         self._in_flight: frozenset[str] = frozenset()
-        self._losses_in_vain = 0  # in a row
+        self._fruitless_losses = 0  # in a row
         # The latest result, until it is accounted for: after the plan that follows it has been sent.
         self._unaccounted: tuple[StepResult, Step] | None = None
         self._prefix = f"replica {self.number}: " if members.grid.data > 1 else ""
@@ -101,12 +101,14 @@ class Replica:
             self._account.demand_ended(self._clock())
 
     def give_back(self) -> frozenset[str]:
-        """Other replicas go on with all requests, and no further one is admitted here until an epoch has formed.
-        Returns the ids of those that had steps in flight."""
+        """Other replicas compute all requests, and no further one is admitted here until an epoch has formed.
+
+        Returns the ids of those that had steps in flight.
+        """
         if self.scheduler is None or not self.scheduler.is_open:
             return frozenset()
         if num_running := self.scheduler.num_running:
-            log.info("%s%d sequences go on at another replica", self._prefix, num_running)
+            log.info("%s%d sequences move to other replicas", self._prefix, num_running)
         return self.scheduler.give_back()
 
     # ---- events ---------------------------------------------------------------------------------------
@@ -179,25 +181,25 @@ class Replica:
         for event in member_events:
             match event:
                 case StepResult():
-                    events += self._step_done(event)
+                    events += self._handle_result(event)
                 case Formed():
-                    events += self._formed(event)
+                    events += self._handle_formed(event)
                 case EpochLost():
                     events += self._count_loss(event)
-                    self._epoch_lost(event)
-                    events += self._blame()
+                    self._handle_epoch_lost(event)
+                    events += self._blame_requests()
                 case StageDied():
                     if self._may_blame:
                         self._died.add(self._failure(event.rank, event.cause))
                     log.warning("%s died (%s)", self.members.grid.name(event.rank), event.cause)
                     for observer in self._observers:
                         observer.on_stage_died(self.number, event.stage, event.cause)
-                    events += self._blame()
+                    events += self._blame_requests()
                 case FatalError():
                     events.append(event)
         return events
 
-    def _step_done(self, of_rank: StepResult) -> list[SequenceEvent]:
+    def _handle_result(self, of_rank: StepResult) -> list[SequenceEvent]:
         result = self._ranks.take(of_rank)
         if result is None:
             return []
@@ -209,7 +211,7 @@ class Replica:
         events: list[SequenceEvent] = []
         if result.stage == self.members.num_stages - 1:
             events = self.scheduler.commit(result, self._now_s())
-            self._losses_in_vain = 0 if events else self._losses_in_vain
+            self._fruitless_losses = 0 if events else self._fruitless_losses
             self._cancel_steps(self.scheduler)
         if self.scheduler.config.microbatches is None:
             self.scheduler.set_microbatches(self._slots.observe(result, step.fills_slots))
@@ -229,7 +231,7 @@ class Replica:
         for observer in self._observers:
             observer.on_span_settled(self.number, settled)
 
-    def _formed(self, formed: Formed) -> list[ReplicaEvent]:
+    def _handle_formed(self, formed: Formed) -> list[ReplicaEvent]:
         log.info("%sepoch %d formed", self._prefix, formed.epoch)
         self._account.formed(self._clock())
         failed, self._died, self._broke = self._died or self._broke, set(), set()
@@ -260,19 +262,19 @@ class Replica:
         return scheduler
 
     def _count_loss(self, lost: EpochLost) -> list[FatalError]:
-        """A loss in vain is counted. Without a limit, stages that die of every request, but not of a probe, would
-        be replaced for ever."""
+        """Counts fruitless losses: a stage that dies of every request, but not of a probe, is not replaced without
+        end."""
         if lost.rank is None or not self._may_blame or self.scheduler is None or not self.scheduler.num_running:
             return []
-        self._losses_in_vain += 1
-        if self._losses_in_vain < _MAX_LOSSES_IN_VAIN:
+        self._fruitless_losses += 1
+        if self._fruitless_losses < _MAX_FRUITLESS_LOSSES:
             return []
-        reason = f"no request got a token between {_MAX_LOSSES_IN_VAIN} losses in a row"
+        reason = f"no request got a token between {_MAX_FRUITLESS_LOSSES} losses in a row"
         return [FatalError(f"{reason}; the last one: {lost.cause}", usage=False)]
 
-    def _epoch_lost(self, lost: EpochLost) -> None:
-        """Steps in flight will not return. Requests go on at other replicas at once; if there are none, the
-        scheduler is told when the next epoch has formed."""
+    def _handle_epoch_lost(self, lost: EpochLost) -> None:
+        """Steps in flight will not return. Other replicas compute the requests at once. If there are none, this one
+        does when the next epoch has formed."""
         log.warning("%sepoch %d lost: %s", self._prefix, lost.epoch, lost.cause)
         if lost.rank is not None and self._may_blame:
             self._broke.add(self._failure(lost.rank, "error"))
@@ -284,9 +286,9 @@ class Replica:
         if self.request_queue.has_several_schedulers:
             self._in_flight = self.give_back()
 
-    def _blame(self) -> list[SequenceEvent]:
-        """As soon as a failed rank is known: another replica computes the requests by now, and one of them that
-        kills stages must not end that too."""
+    def _blame_requests(self) -> list[SequenceEvent]:
+        """Names the requests that were in flight as soon as a failed rank is known. Another replica computes them
+        by now, and one that kills stages must not end that replica too."""
         failed = self._died or self._broke
         if not failed or not self._in_flight or self.scheduler is None:
             return []
@@ -340,8 +342,7 @@ class Replica:
 
     @property
     def _may_blame(self) -> bool:
-        """Whether a request may be to blame for the end of a stage: not if the stage heard nothing of the head, or
-        was told to end."""
+        """Whether a request may have ended a stage: not if the head was silent, or told the stage to end."""
         return not self.members.is_held and not self.members.head_paused(self._clock())
 
     def _now_s(self) -> float:

@@ -19,7 +19,7 @@ from ppserve.core.ledger.account import Settled, StageTimes
 from ppserve.core.ledger.causes import IDLE, KINDS
 from ppserve.head.engine.observer import Observer
 from ppserve.head.engine.reading import ReplicaReading
-from ppserve.head.handle import EngineHandle, topology_of
+from ppserve.head.handle import EngineHandle, describe_topology
 from ppserve.head.observe.metrics import ServerLoad
 from ppserve.head.observe.pages import MakePage, Page, json_page
 
@@ -69,7 +69,7 @@ def describe_schedule(spans: Iterable[list[Settled]], now_ns: int) -> list[list[
 def read_state(handle: EngineHandle, load: ServerLoad, spans: list[list[Settled]]) -> dict[str, Any]:
     """What the page shows now. Durations are seconds; counters run since the start. Waits for the engine."""
     readings, description = handle.snapshot(), handle.description
-    topology, now_ns = topology_of(readings), readings[0].now_ns
+    topology, now_ns = describe_topology(readings), readings[0].now_ns
     measured_stages = [stage for reading in readings for stage in reading.stages]
     of_stages = zip(topology.stages, measured_stages, describe_schedule(spans, now_ns), strict=True)
     return {

@@ -26,9 +26,8 @@ from tests.core.scheduling.rig import prompt_of
 from tests.core.toy_pipeline import EOS_ID
 from tests.head.engine.history_callers import CUT_SHORT, Caller
 from tests.head.engine.history_faults import Faults
-from tests.head.engine.simulated_sockets import SimulatedControl
-from tests.head.engine.simulated_stages import POISON_SEED, Host
-from tests.head.engine.simulated_world import SECOND, Network, World
+from tests.head.engine.simulated_stages import POISON_SEED, Host, StageProcess
+from tests.head.engine.simulated_world import SECOND, Network, SimulatedControl, World
 from tests.head.engine.toy_ranks import ToyRules
 
 # The head looks at least every 0.1 s; that one which is busy looks less often is part of the simulation.
@@ -263,6 +262,10 @@ class History:
         request, held = caller.request, tuple(caller.tokens[index])
         name = f"{request.id}/{index} after {len(self.world.trace)}"
         self._ask(caller, replace(request, id=name, resume_index=index, resume_ids=held))
+
+    def process(self, rank: int) -> StageProcess:
+        """The process that lives now of a rank."""
+        return self.hosts[self.grid.place(rank).replica].processes[rank]
 
     def _cancel(self, key: str) -> None:
         self.world.note(f"cancel {key}")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import partial
 from typing import TYPE_CHECKING
 
@@ -11,58 +12,58 @@ from tests.head.engine.simulated_world import SECOND
 if TYPE_CHECKING:
     from tests.head.engine.history import History
 
+LASTS_S = (0.3, 2.0, 6.0, 11.0, 20.0)
+
 
 class Faults:
-    """Of one history. number: planned so far."""
+    """The faults of one history. number: planned so far."""
 
     def __init__(self, history: History) -> None:
         self.number = 0
-        self._of = history
-        self._world, self._network, self._grid = history.world, history.network, history.grid
-        self._random = history.random
+        self._history, self._world, self._network = history, history.world, history.network
+        self._random, self._size = history.random, history.grid.size
         self._is_cut_for_good = False
 
     def plan(self) -> float:
         """Returns when the last one is over."""
         random, over_s, at_s = self._random, 1.0, 0.0
-        at_once = self._kill, self._spin, self._restart, self._twin
-        if self._of.never_heals:
+        if self._history.never_heals:
             self._world.after(random.uniform(0.0, 2.0), self._hurt_for_ever)
+        faults = [self._kill, self._kill, self._freeze, self._pause, self._spin, self._slow,
+                  self._cut, self._cut_stages, self._head_sleeps]  # fmt: skip
+        faults += [self._restart, self._restart] if self._history.num_replicas > 1 else []
         for _ in range(random.randint(0, 5)):
             # Often while the last fault is not over: that is where histories are interesting.
             at_s += random.choice((random.uniform(0.0, 0.2), random.uniform(0.0, 2.0), random.uniform(0.0, 12.0)))
-            faults = [self._kill, self._kill, self._freeze, self._pause, self._spin, self._slow,
-                      self._cut, self._cut_stages, self._head_sleeps, self._starve, self._twin]  # fmt: skip
-            faults += [self._restart, self._restart] if self._of.num_replicas > 1 else []
-            fault = random.choice(faults)
-            rank, lasts_s = random.randrange(self._grid.size), random.choice((0.3, 2.0, 6.0, 11.0, 20.0))
-            self.number += 1
-            self._world.after(at_s, partial(fault, rank, lasts_s))
-            over_s = max(over_s, at_s + lasts_s * (fault not in at_once))
+            fault, lasts_s = random.choice(faults), random.choice(LASTS_S)
+            is_momentary = fault in (self._kill, self._spin, self._restart)
+            over_s = max(over_s, self._plan(fault, at_s, lasts_s) - lasts_s * is_momentary)
         for fault in (self._restart_head, self._lose_agent):
-            if random.random() < 0.15 and not self._of.never_heals:
-                at_s, lasts_s = random.uniform(0.0, 6.0), random.choice((0.3, 2.0, 11.0))
-                self.number += 1
-                self._world.after(at_s, partial(fault, random.randrange(self._grid.size), lasts_s))
-                over_s = max(over_s, at_s + lasts_s)
+            if random.random() < 0.15 and not self._history.never_heals:
+                over_s = max(over_s, self._plan(fault, random.uniform(0.0, 6.0), random.choice((0.3, 2.0, 11.0))))
         return over_s
+
+    def _plan(self, fault: Callable[[int, float], None], at_s: float, lasts_s: float) -> float:
+        self.number += 1
+        self._world.after(at_s, partial(fault, self._random.randrange(self._size), lasts_s))
+        return at_s + lasts_s
 
     def heal(self) -> None:
         self._world.note("the faults are over")
         self._join_stages()
-        for rank in range(self._grid.size):
+        for rank in range(self._size):
             self._network.heal(rank)
 
     def _process(self, rank: int, what: str) -> StageProcess:
         self._world.note(f"{what} rank {rank}")
-        return self._of.hosts[self._grid.place(rank).replica].processes[rank]
+        return self._history.process(rank)
 
     def _kill(self, rank: int, _lasts_s: float) -> None:
         self._process(rank, "kill").end("killed")
 
     def _restart(self, rank: int, _lasts_s: float) -> None:
         self._world.note(f"restart the replica of rank {rank}")
-        self._of.engine.restart(self._grid.place(rank).replica, pauses=True)
+        self._history.engine.restart(self._history.grid.place(rank).replica, pauses=True)
 
     def _freeze(self, rank: int, lasts_s: float) -> None:
         self._process(rank, f"freeze for {lasts_s} s").freeze(lasts_s, with_its_host=False)
@@ -94,61 +95,30 @@ class Faults:
 
     def _head_sleeps(self, _rank: int, lasts_s: float) -> None:
         self._world.note(f"the head sleeps for {lasts_s} s")
-        self._of.head_sleeps_until_ns = self._world.now_ns + int(lasts_s * SECOND)
+        self._history.head_sleeps_until_ns = self._world.now_ns + int(lasts_s * SECOND)
 
     def _restart_head(self, _rank: int, lasts_s: float) -> None:
         """Its memory is lost. Callers resume; stages find the next head, which may come at once or late."""
-        if not self._of.control.is_up:
-            return
-        self._world.note(f"the head dies; another comes after {lasts_s} s")
-        self._of.control.die()
-        self._world.after(lasts_s, self._of.next_head)
+        if self._history.control.is_up:
+            self._world.note(f"the head dies; another comes after {lasts_s} s")
+            self._history.control.die()
+            self._world.after(lasts_s, self._history.next_head)
 
     def _lose_agent(self, rank: int, lasts_s: float) -> None:
         """A rank's keeper ends with its stage, and its agent, or another host's, starts both again."""
         self._process(rank, f"end for {lasts_s} s the agent of").end("its agent is gone", back_after_s=lasts_s)
 
-    def _starve(self, _rank: int, lasts_s: float) -> None:
-        """The head has no free file descriptor."""
-        self._world.note(f"no descriptors for {lasts_s} s")
-        listener = self._of.control.listener
-        listener.is_starved = True
-        self._world.after(lasts_s, lambda: setattr(listener, "is_starved", False))
-
-    def _twin(self, rank: int, _lasts_s: float) -> None:
-        """Another process of a rank connects, with the right proof, and leaves at once."""
-        self._world.note(f"a twin of rank {rank}")
-        if self._of.control.is_up:
-            # It leaves, welcome or not, and does not come again.
-            twin: list[bool] = []
-            host = self._of.hosts[self._grid.place(rank).replica]
-            greeter = host.greet(rank, id, lambda do: None if twin else do())
-
-            def leave() -> None:
-                twin.append(True)
-                if greeter.connection is not None:
-                    greeter.connection.end()
-
-            self._world.after(self._random.choice((0.0, 0.005, 1.0)), leave)
-
     def _hurt_for_ever(self) -> None:
-        host, rank = self._of.hosts[0], self._random.randrange(self._grid.size)
-        kinds = [self._die_at_once, self._die_at_once, self._die_of_requests]
-        self._random.choice(kinds if self._of.num_stages == 1 else [*kinds, self._never_reach_others])(rank)
+        """Stages never reach each other, or those of one rank die after a time, or of every request."""
+        host, rank = self._history.hosts[0], self._random.randrange(self._size)
+        hurt = self._random.choice(("dies", "dies", "requests", "cut")[: 3 + (self._history.num_stages > 1)])
+        self._world.note(f"rank {rank} for ever: {hurt}")
+        if hurt == "dies":
+            host.ends_at_once = rank, self._random.choice((0.5, 15.0))
+        elif hurt == "requests":  # it computes probes, and there is always a request
+            host.dies_of_requests = rank
+            self._history.all_may_be_convicted = True
+            self._history.ask_on(1000)
+        else:
+            self._network.stages_are_cut = self._is_cut_for_good = True
         host.processes[rank].end("the first time")
-
-    def _never_reach_others(self, _rank: int) -> None:
-        self._world.note("stages never reach each other again")
-        self._network.stages_are_cut = self._is_cut_for_good = True
-
-    def _die_at_once(self, rank: int) -> None:
-        after_s = self._random.choice((0.5, 15.0))
-        self._world.note(f"every stage of rank {rank} dies after {after_s} s")
-        self._of.hosts[0].ends_at_once = rank, after_s
-
-    def _die_of_requests(self, rank: int) -> None:
-        """It computes probes. There is always a request."""
-        self._world.note(f"every stage of rank {rank} dies of any request")
-        self._of.hosts[0].dies_of_requests = rank
-        self._of.all_may_be_convicted = True
-        self._of.ask_on(1000)

@@ -19,10 +19,9 @@ from ppserve.core.sampling_state import SamplingUpdate
 from ppserve.core.scheduling.poison_isolation import PROBE
 from ppserve.process.environment import EXIT_HEAD_GONE, EXIT_RESTART, EXIT_USAGE
 from ppserve.process.patience import Life, Patience
-from ppserve.stage.link import HeadLink
+from ppserve.stage.link import _SILENCE_S, HeadLink
 from tests.core.toy_pipeline import ToyPipeline
-from tests.head.engine.simulated_sockets import Connection, Do, Greeter, SimulatedControl, at_once
-from tests.head.engine.simulated_world import SECOND, Network, World
+from tests.head.engine.simulated_world import SECOND, Connection, Greeter, Network, SimulatedControl, World
 from tests.head.engine.toy_ranks import ARCH, BLOCK_SIZE, NUM_BLOCKS
 
 POISON_SEED = 666
@@ -85,7 +84,7 @@ class Host:
             connection.sendall(wire.encode(wire.GaveUp(reason)))
             connection.end()
 
-        self.greet(rank, tell)
+        Greeter(rank, lambda: self.control, self.secret, tell, self.world.note, lambda action: action())
 
     def end_of_last(self, rank: int) -> None:
         if connection := self.lingering.pop(rank, None):
@@ -94,10 +93,6 @@ class Host:
     def secret(self) -> bytes:
         """Of the head that there is now."""
         return self.control.secret
-
-    def greet(self, rank: int, then: Callable[[Connection], object], do: Do = at_once) -> Greeter:
-        """A process of this rank connects."""
-        return Greeter(self.world, rank, lambda: self.control, self.secret, then, do)
 
     def has_new_head(self, control: SimulatedControl) -> None:
         """It counts its epochs anew; who is in the old ones' groups does not hear of it."""
@@ -186,8 +181,9 @@ class StageProcess:
     def connect(self) -> None:
         if self.is_alive:
             self._groups = self._host.groups
-            self._greeter = self._host.greet(self.rank, self._welcome, self.do)
-            self._greeter.refused = lambda reason: self.end(reason, EXIT_USAGE)
+            refused = partial(self.end, code=EXIT_USAGE)
+            control, secret = lambda: self._host.control, self._host.secret
+            self._greeter = Greeter(self.rank, control, secret, self._welcome, refused, self.do)
             self._world.after(self._world.between(0.001, 0.006), partial(self._host.end_of_last, self.rank))
 
     def _welcome(self, connection: Connection) -> None:
@@ -198,7 +194,7 @@ class StageProcess:
         link = HeadLink(socket, lambda _: None, lambda: self.end("the head is gone", EXIT_HEAD_GONE), start=id)
         self._link, connection.on_bytes = link, self._arrived_of_head
         self._heard_ns = self._world.now_ns
-        self._watch_head(connection)
+        self._watch_head()
         about = (self.rank, self._host.grid.size, "host", "/m", ARCH, "float32", None, False, None, "here")
         self._say(wire.Hello(*about))
 
@@ -210,14 +206,13 @@ class StageProcess:
         while self.is_alive and not link.inbox.empty():
             self._take(link.inbox.get()[1])
 
-    def _watch_head(self, connection: Connection) -> None:
+    def _watch_head(self) -> None:
         """As a socket with a time-out that is read."""
-        assert connection.timeout_s is not None
-        left_s = connection.timeout_s - (self._world.now_ns - self._heard_ns) / SECOND
+        left_s = _SILENCE_S - (self._world.now_ns - self._heard_ns) / SECOND
         if left_s <= 0:
             self.end("nothing of the head", EXIT_HEAD_GONE)
         else:
-            self.later(left_s, lambda: self._watch_head(connection))
+            self.later(left_s, self._watch_head)
 
     def _say(self, message: wire.FromStage) -> None:
         assert self._link is not None

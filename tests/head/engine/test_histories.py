@@ -29,8 +29,8 @@ from ppserve.head.engine.output import TokenOutput
 from ppserve.head.engine.replica import Replica
 from ppserve.process.patience import Life, Patience
 from tests.head.engine.history import History
-from tests.head.engine.simulated_sockets import SimulatedControl
 from tests.head.engine.simulated_stages import Host, StageProcess
+from tests.head.engine.simulated_world import SimulatedControl
 from tests.slow import quick_first
 
 pytestmark = pytest.mark.any_worker
@@ -99,7 +99,7 @@ class TriesForEver(Members):
 class RemembersLostSteps(Replica):
     """Waits for the results of an epoch that is lost."""
 
-    def _epoch_lost(self, lost: EpochLost) -> None:
+    def _handle_epoch_lost(self, lost: EpochLost) -> None:
         self._account.stage_lost(self._clock())
 
 
@@ -230,7 +230,7 @@ def test_a_planted_defect_is_found(kind: dict[str, Any], seeds: range) -> None:
 class BlamesNobody(Replica):
     """A request that kills its stage is handed from replica to replica."""
 
-    def _blame(self) -> list[SequenceEvent]:
+    def _blame_requests(self) -> list[SequenceEvent]:
         return []
 
 

@@ -14,8 +14,9 @@ from ppserve.config import CPU_KV_SHARE, PipelineSettings, ServeConfig
 from ppserve.core.partition import mean
 from ppserve.core.workload import ExpectedWorkload
 from ppserve.errors import ConfigError, UsageError
+from ppserve.head.engine.control import SocketControlPlane
 from ppserve.head.engine.member import FatalError
-from ppserve.head.engine.startup_barrier import BarrierControl, wait_for_hellos
+from ppserve.head.engine.startup_barrier import wait_for_hellos
 from ppserve.head.starting import WaitLimit, missing_ranks
 from ppserve.planning.forecast import Intent
 from ppserve.planning.shapes import Conditions, Network, Prospect, compare, render_prospects, shape_name
@@ -27,7 +28,7 @@ _ANY_MEMORY = 1 << 62
 
 
 def choose_shape(
-    config: ServeConfig, control: BarrierControl, world_size: int, is_stopping: Callable[[], bool]
+    config: ServeConfig, control: SocketControlPlane, world_size: int, is_stopping: Callable[[], bool]
 ) -> PipelineSettings | FatalError:
     """The settings with the best shape, once every rank has measured; why the server must end where none can be
     chosen. A rank that cannot serve, or a signal, is the engine's to handle: then the settings are unchanged."""

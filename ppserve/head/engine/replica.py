@@ -273,7 +273,7 @@ class Replica:
         return [FatalError(f"{reason}; the last one: {lost.cause}", usage=False)]
 
     def _handle_epoch_lost(self, lost: EpochLost) -> None:
-        """Steps in flight will not return. Other replicas compute the requests at once. If there are none, this one
+        """Steps in flight will not return. Other replicas compute the requests at once; without them, this one
         does when the next epoch has formed."""
         log.warning("%sepoch %d lost: %s", self._prefix, lost.epoch, lost.cause)
         if lost.rank is not None and self._may_blame:

@@ -3,29 +3,18 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import replace
-from typing import Protocol
 
 from ppserve import wire
-from ppserve.head.engine.control import Disconnected, Received
+from ppserve.head.engine.control import Disconnected, Received, SocketControlPlane
 
 _POLL_S = 0.1
 _PING_EVERY_S = 0.5
 
 
-class BarrierControl(Protocol):
-    """The part of the control plane that the startup barrier uses."""
-
-    def poll(self, timeout_s: float) -> list[Received | Disconnected]: ...
-
-    def send(self, rank: int, message: wire.FromHead) -> None: ...
-
-    def put_back(self, heard: Sequence[Received | Disconnected]) -> None: ...
-
-
 def wait_for_hellos(
-    control: BarrierControl,
+    control: SocketControlPlane,
     world_size: int,
     is_over: Callable[[list[int]], bool],
     clock: Callable[[], float] = time.monotonic,

@@ -26,14 +26,17 @@ FURTHER_SHAPES: list[tuple[int, dict[str, Any]]] = [
     (1, {"tensor_parallel": 2}),
     (1, {"tensor_parallel": 3}),
 ]
-REPLICAS: list[tuple[int, dict[str, Any]]] = [
+PLAIN: list[tuple[int, dict[str, Any]]] = [
+    (2, {"microbatches": 3}),
+    (4, {"max_num_seqs": 7}),
+    (8, {"block_size": 32}),
     (2, {"replicas": 2}),
     (1, {"replicas": 2}),
     (1, {"replicas": 3}),
     (1, {"replicas": 4}),
 ]
 """Together all ways to use up to four ranks. FURTHER_SHAPES only for float32, bfloat16 and int8 alone:
-combinations of numbers meet no others there. REPLICAS only for float32: replicas exchange no numbers."""
+combinations of numbers meet no others there. PLAIN only for float32: what they change is no arithmetic."""
 ALONE: list[dict[str, str]] = [{}, {"dtype": "bfloat16"}, {"quantization": "int8"}]
 
 
@@ -58,7 +61,7 @@ def test_any_pipeline_among_others_answers_as_one_stage_alone(numbers: dict[str,
     with tiny(**numbers) as pipeline:
         assert pipeline.model.deterministic, pipeline.model.why_not
         alone = [pipeline.complete(prompt, **options) for prompt, options in requests]
-    for stages, settings in SHAPES + FURTHER_SHAPES * (numbers in ALONE) + REPLICAS * (not numbers):
+    for stages, settings in SHAPES + FURTHER_SHAPES * (numbers in ALONE) + PLAIN * (not numbers):
         with tiny(stages, **numbers, **settings) as pipeline:
             for mixed, by_itself in zip(together(pipeline, requests), alone, strict=True):
                 assert_same(mixed, by_itself)

@@ -21,9 +21,9 @@ import pytest
 import torch
 
 import ppserve
-from ppserve import Completion, GPT2Stage, InvalidRequest, Ledger, Pipeline, UsageError
+from ppserve import GPT2Stage, InvalidRequest, Ledger, Pipeline, UsageError
 from ppserve.errors import Draining
-from tests.library.mixed import PROMPTS, assert_same, mixed_requests, tiny, together
+from tests.library.mixed import PROMPTS, tiny
 
 
 @pytest.fixture(scope="module")
@@ -39,44 +39,10 @@ def two_stages() -> Iterator[Pipeline]:
         yield pipeline
 
 
-@pytest.fixture(scope="module")
-def alone(one_stage: Pipeline) -> list[Completion]:
-    return [one_stage.complete(prompt, **options) for prompt, options in mixed_requests(48)]
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    ("stages", "settings"),
-    [
-        (1, {}),
-        (2, {}),
-        (2, {"layers": "2.5,5.5", "block_size": 8, "prefill_chunk": 5}),
-        (2, {"microbatches": 3, "threads": 2}),
-        (3, {"layers": "1.5,5,1.5"}),
-        (4, {"max_num_seqs": 7}),
-        (8, {"block_size": 32}),
-    ],
-)
-def test_any_pipeline_among_others_answers_as_one_stage_alone(
-    stages: int, settings: dict[str, Any], alone: list[Completion]
-) -> None:
-    """Tokens, text and log-probabilities, bit for bit."""
-    with tiny(stages, **settings) as pipeline:
-        for mixed, by_itself in zip(together(pipeline, mixed_requests(48)), alone, strict=True):
-            assert_same(mixed, by_itself)
-
-
 def test_another_seed_gives_another_answer(one_stage: Pipeline) -> None:
-    """The control of the test above: its comparison can fail."""
+    """The control of test_numbers.py: its comparison can fail."""
     first, second = (one_stage.complete("Once upon a time", seed=seed, max_tokens=20).text for seed in (1, 2))
     assert first != second
-
-
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_both_precisions_are_deterministic_here_or_say_why_not(dtype: str) -> None:
-    with tiny(2, dtype=dtype) as pipeline:
-        assert pipeline.model.dtype == dtype
-        assert pipeline.model.deterministic == (not pipeline.model.why_not)
 
 
 # ---- reading ----------------------------------------------------------------------------------------------
@@ -99,8 +65,9 @@ def test_lists_run_together_and_pieces_name_their_place(two_stages: Pipeline) ->
     assert set(places) == {"0", "1", "2", "3", "4"}
     assert places != sorted(places), "they ran one after the other"
     one_by_one = [two_stages.complete(prompt, max_tokens=30, temperature=0, ignore_eos=True) for prompt in PROMPTS]
-    every = two_stages.complete_all(PROMPTS, max_tokens=30, temperature=0, ignore_eos=True)
-    assert [c.text for c in every] == [c.text for c in one_by_one]
+    every = two_stages.complete_all(PROMPTS, max_tokens=30, temperature=0, ignore_eos=True, request_id="x")
+    assert [(c.request_id, c.text) for c in every] == [(f"x-{i}", c.text) for i, c in enumerate(one_by_one)]
+    assert two_stages.complete_all([]) == []
     for place, completion in enumerate(one_by_one):
         assert "".join(p.text for p in pieces if p.request_id == str(place)) == completion.text
 
@@ -113,9 +80,10 @@ def test_token_ids_are_a_prompt_and_a_list_of_them_is_several(two_stages: Pipeli
     assert [c.text for c in two_stages.complete_all([ids, ids], max_tokens=8, seed=5)] == [as_text.text] * 2
 
 
-def test_a_stream_that_is_closed_early_frees_what_it_held(two_stages: Pipeline) -> None:
+def test_a_stream_that_is_closed_early_or_dropped_frees_what_it_held(two_stages: Pipeline) -> None:
     with two_stages.generate("Once upon a time", max_tokens=200, ignore_eos=True, seed=1) as stream:
         next(stream)
+    next(two_stages.generate("Once upon a time", max_tokens=200, ignore_eos=True, seed=1))
     # Had it gone on, the pipeline would not be idle: the ledger's idle time grows only without work.
     two_stages.complete("The miller", max_tokens=2)
     assert all(stage.idle_s > 0 and stage.steps == 0 for stage in _next_moment(two_stages).stages)
@@ -135,20 +103,6 @@ def test_many_threads_may_ask_at_once(two_stages: Pipeline) -> None:
     assert len(texts) == 12
     assert all(texts[number] == texts[number % 4] for number in texts)
     assert len(set(texts.values())) > 1
-
-
-def test_several_prompts_with_a_name_keep_their_own_answers(two_stages: Pipeline) -> None:
-    named = two_stages.complete_all(PROMPTS[:3], request_id="x", max_tokens=8, seed=1)
-    plain = two_stages.complete_all(PROMPTS[:3], max_tokens=8, seed=1)
-    assert [c.text for c in named] == [c.text for c in plain]
-    assert [c.request_id for c in named] == ["x-0", "x-1", "x-2"]
-    assert two_stages.complete_all([]) == []
-
-
-def test_a_stream_that_nobody_holds_ends(two_stages: Pipeline) -> None:
-    next(two_stages.generate("Once upon a time", max_tokens=200, ignore_eos=True, seed=1))
-    two_stages.complete("The miller", max_tokens=2)
-    assert all(stage.steps == 0 for stage in _next_moment(two_stages).stages)
 
 
 def _next_moment(pipeline: Pipeline) -> Ledger:
@@ -209,9 +163,7 @@ def test_none_is_a_setting_that_is_not_made() -> None:
     [
         ({"temperature": -1}, ["sampling.temperature"]),
         ({"top_p": 0}, ["sampling.top_p"]),
-        ({"stop": [""]}, ["stop.stop"]),
         ({"max_tokens": -1}, ["stop.max_tokens", "stop.min_tokens"]),
-        ({"logprobs": 10_000}, ["output.logprobs"]),
         ({"logit_bias": {10**9: 1.0}}, ["sampling.logit_bias"]),
     ],
 )
@@ -233,12 +185,8 @@ def test_one_bad_prompt_of_several_leaves_nothing_running(two_stages: Pipeline) 
     ("prompt", "options", "problem"),
     [
         *(("Once", {name: 2.5}, f"{name}: 2.5 is not a whole number") for name in ("max_tokens", "top_k", "n")),
-        ("Once", {"temperature": "warm"}, "temperature: 'warm' is not a number"),
         ("Once", {"timeout_s": math.nan}, "timeout_s: nan is not a number"),
         ("Once", {"logit_bias": {1.5: 2.0}}, "logit_bias: .* is not numbers by token id"),
-        ("Once", {"stop_token_ids": [1.5]}, "stop_token_ids: .* is not a list of token ids"),
-        ("Once", {"stop": [b"."]}, "stop: .* is not a text or a list of texts"),
-        ("Once", {"echo": "no"}, "echo: 'no' is not true or false"),
         ("Once", {"request_id": 5}, "request_id: 5 is not a text"),
         (b"Once", {}, "prompt: b'Once' is not a text or a list of token ids"),
         ([[1.5]], {}, "prompt: .* is not a text or a list of token ids"),
@@ -282,25 +230,18 @@ def test_an_option_that_does_not_exist_is_named(two_stages: Pipeline) -> None:
     [
         (0, {}, "stages"),
         (9, {}, "layers|stages"),
-        (2, {"dtype": "float8"}, "dtype"),
         (2, {"layers": "3,3"}, "layers"),
-        (2, {"layers": "a,b"}, "layers"),
         (2, {"block_sise": 3}, "block_sise"),
         (2, {"threads": 0}, "threads"),
         ("2", {}, "stages: '2' is not a whole number"),
-        (2, {"threads": 1.5}, "threads: 1.5 is not a whole number"),
-        (2, {"kv_cache_memory": "64M"}, "kv_cache_memory: '64M' is not a whole number"),
         (2, {"speculate": "auto"}, "speculate: 'auto' is not a whole number"),
-        (2, {"speculate": -1}, "speculate: -1 is less than 0"),
         (2, {"replicas": 0}, "replicas: 0 is less than 1"),
         (2, {"layers": [3, 5]}, "layers: .* is not a text"),
         (1, {"devices": "cpu"}, "devices: 'cpu' is not a list"),
         (1, {"force_cpu": "no"}, "force_cpu: 'no' is neither True nor False"),
-        (2, {"quantization": "int4"}, "quantization"),
         (2, {"kv_dtype": "float16"}, "kv_dtype"),
         (2, {"max_model_len": 100_000}, "max-model-len"),
         (2, {"kv_cache_memory": 1}, "kv-cache-memory"),
-        (2, {"microbatches": 9}, "microbatches"),
     ],
 )
 def test_a_pipeline_that_cannot_be_says_why_and_ends_its_threads(

@@ -61,6 +61,11 @@ class MembersRig:
     def loaded(self, stage: int) -> list[MemberEvent]:
         return self.say(stage, wire.Loaded("cpu", 1, 1, 100, 1000 + stage * 100, ""))
 
+    def load(self, stage: int) -> None:
+        """Its process greets and loads its weights; the last one begins an epoch."""
+        self.hello(stage)
+        self.loaded(stage)
+
     def tick(self, seconds: float) -> list[MemberEvent]:
         self.now_ns += int(seconds * SECOND)
         return self.members.tick(self.now_ns)

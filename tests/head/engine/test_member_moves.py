@@ -64,15 +64,6 @@ def test_a_rank_cannot_report_another_stages_step() -> None:
     assert len(pipeline.say(0, result(1))) == 1
 
 
-def test_another_model_after_a_restart_is_refused() -> None:
-    pipeline = MembersRig(2)
-    pipeline.start()
-    pipeline.lose(1, "exit")
-    other = Architecture(6, 64, 4, 128, 300, 300, 256)
-    (event,) = pipeline.hello(1, arch=other)
-    assert isinstance(event, FatalError)
-
-
 @pytest.mark.parametrize(
     ("changes", "named"),
     [

@@ -76,27 +76,6 @@ def test_a_silent_stage_is_noticed_within_three_seconds_and_cut_off_after_ten() 
     assert not pipeline.members.is_healthy(pipeline.now_ns)
 
 
-def test_a_stage_that_stays_away_is_hopeless() -> None:
-    pipeline = MembersRig(2)
-    pipeline.start()
-    pipeline.lose(1, "exit")
-    pipeline.say(0, wire.Heartbeat(pipeline.now_ns, pipeline.now_ns))
-    answer(pipeline, 0)
-    assert pipeline.tick(300) == [], "a host may need minutes"
-    (event,) = pipeline.tick(301)
-    assert event == FatalError("stage 1 did not come back in time", usage=False)
-
-
-def test_a_drain_does_not_wait_for_a_stage_whose_keeper_died_too() -> None:
-    pipeline = MembersRig(2)
-    pipeline.start()
-    pipeline.members.start_draining()
-    pipeline.lose(1, "exit")
-    assert pipeline.tick(9) == []
-    (event,) = pipeline.tick(2)
-    assert isinstance(event, FatalError)
-
-
 def fail_to_form(pipeline: MembersRig, complainer: int) -> list[MemberEvent]:
     """An epoch that one stage's transport keeps from forming; both leave it."""
     pipeline.tick(21)
@@ -123,8 +102,7 @@ def test_after_ten_epochs_that_did_not_form_the_server_ends_with_the_reason() ->
         for stage, cause in pipeline.dropped:
             assert cause == "forming"
             pipeline.lose(stage, cause)
-            pipeline.hello(stage)
-            pipeline.loaded(stage)
+            pipeline.load(stage)
         pipeline.dropped.clear()
     reason = "the pipeline did not form in 10 attempts; the last one: no route to host"
     assert events == [FatalError(reason, usage=False)]
@@ -175,8 +153,7 @@ def test_after_ten_epochs_without_a_step_the_server_ends_with_the_reason() -> No
             assert fail_to_form(pipeline, 0) == []
         for stage, cause in pipeline.dropped:
             pipeline.lose(stage, cause)
-            pipeline.hello(stage)
-            pipeline.loaded(stage)
+            pipeline.load(stage)
         pipeline.dropped.clear()
     reason = "the pipeline did not compute a step in 10 attempts; the last one: step 7 failed"
     assert FatalError(reason, usage=False) in fail_at_first_step(pipeline, 1)
@@ -194,8 +171,7 @@ def test_an_idle_server_may_lose_its_links_as_often_as_it_likes() -> None:
         events = pipeline.lose(1, "exit")
         assert not any(isinstance(event, FatalError) for event in events)
         pipeline.leave(0)
-        pipeline.hello(1)
-        pipeline.loaded(1)
+        pipeline.load(1)
 
 
 def test_deaths_between_epochs_are_no_attempts() -> None:

@@ -8,7 +8,7 @@ import pytest
 
 from ppserve import wire
 from ppserve.core.grid import RankGrid
-from ppserve.head.engine.member import EpochLost, Formed, StageDied, StageState
+from ppserve.head.engine.member import EpochLost, Formed, StageDied
 from ppserve.head.engine.members import Members
 from tests.head.engine.members_rig import ARCH, MembersRig, result
 
@@ -22,8 +22,7 @@ def test_forms_once_all_are_ready_with_the_tightest_stages_blocks(num_stages: in
 
 def test_one_stage_needs_no_store() -> None:
     pipeline = MembersRig(1)
-    pipeline.hello(0)
-    pipeline.loaded(0)
+    pipeline.load(0)
     assert set(pipeline.forms()) == {0}
     assert pipeline.say(0, wire.Ready(1)) == [Formed(1, 10)]
 
@@ -46,8 +45,7 @@ def test_a_lost_stage_begins_a_new_epoch_when_it_is_back() -> None:
     assert pipeline.leave(0, 2) == []
     pipeline.tick(1)
     assert pipeline.forms() == {}, "the epoch must not form without stage 1"
-    pipeline.hello(1)
-    pipeline.loaded(1)
+    pipeline.load(1)
     assert pipeline.join() == [Formed(2, 10)]
     assert [m.restarts for m in pipeline.members.all] == [0, 1, 0]
     assert len(pipeline.say(0, result(2))) == 1
@@ -81,8 +79,7 @@ def test_a_second_loss_while_forming_ends_that_epoch_too() -> None:
     pipeline.start()
     pipeline.lose(0, "exit")
     pipeline.leave(1, 2)
-    pipeline.hello(0)
-    pipeline.loaded(0)
+    pipeline.load(0)
     pipeline.tick(1)
     pipeline.say(0, wire.StoreOpened(2, 4002))
     assert pipeline.forms()
@@ -90,26 +87,9 @@ def test_a_second_loss_while_forming_ends_that_epoch_too() -> None:
     assert pipeline.lose(2, "exit") == [StageDied(2, 2, "exit")], "nothing was in flight"
     assert pipeline.leave(0, 1) == []
     assert pipeline.say(0, wire.Ready(2)) == [], "a late word of the epoch that never was"
-    pipeline.hello(2)
-    pipeline.loaded(2)
+    pipeline.load(2)
     pipeline.tick(1)
     assert pipeline.join() == [Formed(3, 10)]
-
-
-def test_a_death_while_forming_starts_over() -> None:
-    pipeline = MembersRig(2)
-    pipeline.hello(0)
-    pipeline.hello(1)
-    pipeline.loaded(0)
-    pipeline.loaded(1)
-    assert pipeline.members.all[0].state is StageState.FORMING
-    pipeline.lose(1, "exit")
-    pipeline.leave(0)
-    pipeline.hello(1)
-    pipeline.loaded(1)
-    pipeline.tick(1)
-    assert pipeline.members.epoch == 2
-    assert pipeline.join() == [Formed(2, 10)]
 
 
 def test_messages_of_an_old_epoch_are_ignored() -> None:
@@ -117,8 +97,7 @@ def test_messages_of_an_old_epoch_are_ignored() -> None:
     pipeline.start()
     pipeline.lose(1, "exit")
     pipeline.leave(0)
-    pipeline.hello(1)
-    pipeline.loaded(1)
+    pipeline.load(1)
     pipeline.tick(1)
     assert pipeline.say(0, wire.Ready(1)) == []
     assert pipeline.say(0, wire.Broken(1, "old")) == []

@@ -149,16 +149,6 @@ def test_who_is_alone_when_a_rank_ends_twice_in_the_same_way_is_convicted(other:
     assert [rig.convicts(rig.ranks[tensor], 0, cause) for tensor, cause in losses] == [False] * 4 + [True]
 
 
-def test_a_silent_rank_ends_the_epoch_long_before_its_step_is_overdue_and_is_cut_off_later() -> None:
-    rig = formed(2)
-    rig.submit("a")
-    rig.refill()
-    rig.wait(4, silent=(3,))
-    assert (rig.replica.members.formed, rig.control.dropped) == (False, [])
-    rig.wait(7, silent=(3,))
-    assert {rank for rank, _ in rig.control.dropped} == {3}
-
-
 # ---- starting and ending ------------------------------------------------------------------------------
 
 

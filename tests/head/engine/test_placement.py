@@ -1,10 +1,12 @@
-"""Which transport connects which stages, and by which addresses they reach each other."""
+"""Which stages are refused, which transport connects the others, and by which addresses they reach each other."""
 
 from __future__ import annotations
 
+import dataclasses
 import sys
 
 import pytest
+from msgspec.structs import replace
 
 from ppserve import wire
 from ppserve.config import PipelineSettings, ServeConfig
@@ -89,3 +91,27 @@ def test_a_stage_that_only_its_own_host_can_reach_is_refused_by_name() -> None:
         stage_addresses(hellos, RankGrid(1, 1, 2))
     with pytest.raises(ConfigError, match="cannot reach stage 0 tensor 1 on b"):
         stage_addresses((at(0, "a", "10.0.0.1", LOOP), at(1, "b", LOOP, LOOP)), RankGrid(2, 1, 1))
+
+
+# ---- stages that found something else to compute are refused, by the flag's name ----
+
+
+@pytest.mark.parametrize(
+    ("second", "says"),
+    [
+        (replace(hello(1), dtype="bfloat16"), "--dtype: stage 1 would use bfloat16, stage 0 float32"),
+        (replace(hello(1), quantization="int8"), "--quantization: stage 1 would use int8, stage 0 none"),
+        (replace(hello(1), kv_dtype="int8"), "--kv-dtype: stage 1 would use int8, stage 0 float32"),
+        (
+            replace(hello(1, host="b"), weights="trained on", checkpoint="/n"),
+            "--model: stage 1 on b found other weights in /n than stage 0 on a in /m",
+        ),
+        (
+            replace(hello(1), architecture=dataclasses.replace(ARCH, num_layers=7)),
+            "--model: stage 1 on a found another model in /m than stage 0",
+        ),
+    ],
+)
+def test_stages_that_differ_are_refused(second: wire.Hello, says: str) -> None:
+    with pytest.raises(ConfigError, match=says):
+        Placement(ServeConfig()).decide((hello(0), second))

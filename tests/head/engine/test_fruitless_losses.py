@@ -1,13 +1,17 @@
-"""Stages that die of each request, though they compute a probe, are not replaced for ever."""
+"""Stages that die of each request, though they compute a probe, are not replaced without end."""
 
 from __future__ import annotations
+
+from typing import Any
+
+import pytest
 
 from ppserve.core.scheduling.poison_isolation import PROBE
 from ppserve.head.engine.member import FatalError
 from tests.head.engine.replica_rig import formed
 
 
-def hopeless_after(num_losses: int, *, asks: bool = True, brings_token_at: int | None = None) -> int | None:
+def losses_borne(num_losses: int, *, asks: bool = True, brings_token_at: int | None = None) -> int | None:
     """How many losses the server bears while each request kills the last stage. asks: there is always one."""
     rig = formed()
     for number in range(num_losses):
@@ -27,13 +31,10 @@ def hopeless_after(num_losses: int, *, asks: bool = True, brings_token_at: int |
     return None
 
 
-def test_stages_that_die_of_each_request_end_the_server_in_the_end() -> None:
-    assert hopeless_after(100) == 64
-
-
-def test_a_token_of_any_request_begins_the_count_anew() -> None:
-    assert hopeless_after(100, brings_token_at=50) is None
-
-
-def test_losses_without_a_request_are_not_counted() -> None:
-    assert hopeless_after(100, asks=False) is None
+@pytest.mark.parametrize(
+    ("options", "ends_after"), [({}, 64), ({"brings_token_at": 50}, None), ({"asks": False}, None)]
+)
+def test_only_losses_in_a_row_with_a_request_and_without_a_token_end_the_server(
+    options: dict[str, Any], ends_after: int | None
+) -> None:
+    assert losses_borne(100, **options) == ends_after

@@ -89,7 +89,7 @@ def warn_of_short_grace(config: ServeConfig) -> None:
 
 
 class HeadProcess:
-    """Connects the parts of the head. Must be made in the event loop in which it will run."""
+    """The head: stage 0's keeper, the engine and the servers. Made in the event loop in which it runs."""
 
     def __init__(self, config: ServeConfig, environment: RankEnvironment, fork_server: ForkServer) -> None:
         self._config = config

@@ -11,7 +11,7 @@ from ppserve.errors import ConfigError
 
 @dataclass(frozen=True, slots=True)
 class Ports:
-    """On which a head listens."""
+    """The ports on which a head listens."""
 
     grpc: int
     http: int

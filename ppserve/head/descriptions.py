@@ -12,27 +12,22 @@ from ppserve.head.limits import Limits
 
 @dataclass(frozen=True, slots=True)
 class ModelDescription:
-    """The model as served.
-
-    dtype: resolved, never `auto`. max_context: tokens of prompt and output together. eos_id: None where the
-    model has no end-of-text token. why_not: empty when `deterministic`. kernels: those of all stages, in words.
-    kv_dtype: of keys and values.
-    """
+    """The model as served."""
 
     name: str
     architecture: Architecture
     num_parameters: int
-    dtype: str
+    dtype: str  # resolved, never `auto`
     quantization: str
-    max_context: int
-    eos_id: int | None
+    max_context: int  # tokens of prompt and output together
+    eos_id: int | None  # None where the model has no end-of-text token
     has_tokenizer: bool
     deterministic: bool
-    why_not: str
+    why_not: str  # empty when `deterministic`
     version: str
     limits: Limits = field(default_factory=Limits)
-    kernels: str = ""
-    kv_dtype: str = "float32"
+    kernels: str = ""  # those of all stages, in words
+    kv_dtype: str = "float32"  # of keys and values
 
     @property
     def numbers(self) -> str:
@@ -48,28 +43,24 @@ class ModelDescription:
 
 @dataclass(frozen=True, slots=True)
 class RankDescription:
-    """One of the ranks that compute a stage together. gather_s: how long it has waited for the others."""
+    """One of the ranks that compute a stage together."""
 
     rank: int
     tensor: int
     host: str
     device: str
     num_parameters: int
-    gather_s: float = 0.0
+    gather_s: float = 0.0  # how long it has waited for the others
     live: bool = True
     restarts: int = 0
 
 
 @dataclass(frozen=True, slots=True)
 class StageDescription:
-    """One stage: where it runs, what it holds, and where its time went (in seconds, since the head started).
-
-    The step times are None until they were predicted or measured; `bubble_s` holds (cause, seconds). rank, host:
-    of the first of its ranks.
-    """
+    """One stage: where it runs, what it holds, and where its time went since the head started."""
 
     stage: int
-    rank: int
+    rank: int  # the first of its ranks; so is `host`
     host: str
     device: str
     first_layer: int
@@ -78,10 +69,10 @@ class StageDescription:
     num_parameters: int
     weight_bytes: int
     kv_bytes: int
-    predicted_step_s: float | None = None
-    measured_step_s: float | None = None
+    predicted_step_s: float | None = None  # None where it was not predicted
+    measured_step_s: float | None = None  # None before the first step
     busy_s: float = 0.0
-    bubble_s: tuple[tuple[str, float], ...] = ()
+    bubble_s: tuple[tuple[str, float], ...] = ()  # (cause, seconds)
     idle_s: float = 0.0
     live: bool = True
     restarts: int = 0
@@ -92,39 +83,34 @@ class StageDescription:
 
 @dataclass(frozen=True, slots=True)
 class LoadDescription:
-    """How full all replicas together are.
+    """How full all replicas together are."""
 
-    running: sequences that are computed, at most max_running. waiting: requests in the queue. kv_usage: share of
-    the KV cache's kv_tokens that is held, 0 to 1.
-    """
-
-    running: int
-    waiting: int
+    running: int  # sequences that are computed
+    waiting: int  # requests in the queue
     max_running: int
-    kv_tokens: int
-    kv_usage: float
+    kv_tokens: int  # that the KV cache can hold
+    kv_usage: float  # share of them that is held, 0 to 1
 
 
 @dataclass(frozen=True, slots=True)
 class ReplicaDescription:
-    """One of the replicas. serves: all its stages are there. running: sequences. kv_usage: 0 to 1."""
+    """One of the replicas."""
 
     replica: int
-    serves: bool
+    serves: bool  # all its stages are there
     epoch: int
     microbatches: int
-    running: int = 0
-    kv_usage: float = 0.0
+    running: int = 0  # sequences
+    kv_usage: float = 0.0  # 0 to 1
 
 
 @dataclass(frozen=True, slots=True)
 class Topology:
-    """The pipelines as they stand. stages: of all replicas, in their order. epoch: one more than how often any was
-    lost. microbatches: of the first replica."""
+    """The pipelines as they stand."""
 
-    stages: tuple[StageDescription, ...]
+    stages: tuple[StageDescription, ...]  # of all replicas, in their order
     transport: str
-    epoch: int
-    microbatches: int
+    epoch: int  # one more than how often any replica was lost
+    microbatches: int  # of the first replica
     advice: str = ""
     replicas: tuple[ReplicaDescription, ...] = ()

@@ -29,7 +29,7 @@ def grpc_server(settings: ServerSettings, request_handler: RequestHandler) -> Gr
 
 
 class Servers:
-    """Not serving, for all protocols' health checks, until told that it is."""
+    """The servers of all protocols. Their health checks say NOT_SERVING until `set_serving`."""
 
     def __init__(
         self,

@@ -18,9 +18,10 @@ TELL_EVERY_S = 30.0
 
 
 class WaitLimit:
-    """limit_s: of `--start-timeout`."""
+    """The time in which something must happen, and when the log names what is missing."""
 
     def __init__(self, limit_s: float, now_s: float) -> None:
+        """limit_s: of `--start-timeout`."""
         self._limit_s = limit_s
         self._seen: object = None
         self._since_s = self._told_s = now_s
@@ -46,7 +47,7 @@ def missing_ranks(ranks: Sequence[int]) -> str:
 
 
 class StartWatch:
-    """Looks at the ranks of all replicas now and then."""
+    """A watch over the ranks of all replicas until they have formed."""
 
     def __init__(self, replicas: Sequence[Members], limit_s: float, now_s: float) -> None:
         self._replicas, self._limit = replicas, WaitLimit(limit_s, now_s)

@@ -17,17 +17,14 @@ _HEADINGS = ("stage", "layers", "busy", *CAUSES, "idle", "steps", "ms/step")
 
 @dataclass(frozen=True, slots=True)
 class StageLedger:
-    """One stage. layers: of the model, as `0-6`. times: its wall time, in nanoseconds by kind. steps: computed.
-    replica: None where there is only one. gathered_ns: of each of its tensor ranks, how long it has waited for the
-    others; the stage's `gather` is the average of these.
-    """
+    """One stage of a ledger."""
 
     stage: int
-    layers: str
-    times: StageTimes
-    steps: int
-    replica: int | None = None
-    gathered_ns: tuple[int, ...] = (0,)
+    layers: str  # of the model, as `0-6`
+    times: StageTimes  # its wall time, in nanoseconds by kind
+    steps: int  # computed
+    replica: int | None = None  # None where there is only one
+    gathered_ns: tuple[int, ...] = (0,)  # of each tensor rank, its waits for others; `gather` is their average
 
     @property
     def name(self) -> str:

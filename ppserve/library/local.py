@@ -12,7 +12,7 @@ from ppserve.stage.link import Link
 
 
 class LocalLink(Link):
-    """A rank's end. Messages are handed over as they are: all of them are frozen."""
+    """A rank's end of the control plane. Messages are handed over as they are: all of them are frozen."""
 
     def __init__(self, rank: int, head: queue.SimpleQueue[Received | Disconnected | None]) -> None:
         super().__init__(lambda _epoch: None)
@@ -39,7 +39,7 @@ class LocalLink(Link):
 
 
 class LocalControlPlane:
-    """The head's end (`engine.control.ControlPlane`)."""
+    """The head's end of the control plane (`engine.control.ControlPlane`)."""
 
     def __init__(self, ranks: Iterable[int]) -> None:
         self._arrived: queue.SimpleQueue[Received | Disconnected | None] = queue.SimpleQueue()

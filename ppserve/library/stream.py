@@ -22,10 +22,9 @@ _REASON_WITHIN_S = 5.0
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Entry:
-    """One request of a stream. name: as its reader knows it. Implements `Sink`: the engine leaves in `news`
-    what is new of the request."""
+    """One request of a stream, and the `Sink` of its outputs."""
 
-    name: str
+    name: str  # as the stream's reader knows it
     request: Request
     pending: Pending
     news: queue.SimpleQueue[tuple[_Entry, Sequence[TokenOutput]]]

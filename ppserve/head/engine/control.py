@@ -43,19 +43,19 @@ _MAX_UNSENT_BYTES = wire.MAX_FRAME_BYTES
 
 @dataclass(frozen=True, slots=True)
 class Received:
-    """A message from a rank; arrived_ns on the head's monotonic clock."""
+    """A message from a rank."""
 
     rank: int
-    arrived_ns: int
+    arrived_ns: int  # on the head's monotonic clock
     message: wire.FromStage
 
 
 @dataclass(frozen=True, slots=True)
 class Disconnected:
-    """A rank's connection ended. cause: one word, a label of the metrics."""
+    """A rank's connection ended."""
 
     rank: int
-    cause: str
+    cause: str  # one word, a label of the metrics
 
 
 class ControlPlane(Protocol):
@@ -82,15 +82,14 @@ class ControlPlane(Protocol):
 
 @dataclass(slots=True, eq=False)
 class _Peer:
-    """One connection. challenge: what it must answer to. rank: None until it has proved to know the secret.
-    unsent: what its socket has not taken yet."""
+    """One connection."""
 
     connection: socket.socket
     since_ns: int
     reader: wire.FrameReader
-    challenge: bytes = field(default_factory=proof.new_nonce)
-    rank: int | None = None
-    unsent: bytearray = field(default_factory=bytearray)
+    challenge: bytes = field(default_factory=proof.new_nonce)  # what it must answer to
+    rank: int | None = None  # None until it has proved to know the secret
+    unsent: bytearray = field(default_factory=bytearray)  # what its socket has not taken yet
 
     @property
     def is_open(self) -> bool:
@@ -98,11 +97,10 @@ class _Peer:
 
 
 class SocketControlPlane:
-    """Accepts connections from ranks, and exchanges frames with them.
+    """The head's sockets: they accept connections from ranks, and exchange frames with them.
 
     A connection is a stranger's until it has said Hello. To do so it proves to know the secret, and names a rank
-    that exists and is not connected. Strangers are few, and their frames short. tls: None in the clear. clock:
-    monotonic, in nanoseconds.
+    that exists and is not connected. Strangers are few, and their frames short.
     """
 
     def __init__(

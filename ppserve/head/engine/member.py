@@ -64,39 +64,36 @@ class Decision:
 
 @dataclass(frozen=True, slots=True)
 class StageDied:
-    """A rank's stage process died. Its keeper starts another. cause: one word."""
+    """A rank's stage process died. Its keeper starts another."""
 
     rank: int
     stage: int
-    cause: str
+    cause: str  # one word
 
 
 @dataclass(frozen=True, slots=True)
 class EpochLost:
-    """The epoch is lost: results of steps in flight will not arrive.
-
-    rank: which failed, or reported an error; None if one was only silent, as when a network is cut.
-    """
+    """The epoch is lost: results of steps in flight will not arrive."""
 
     epoch: int
     cause: str
-    rank: int | None
+    rank: int | None  # which failed or reported an error; None if one was only silent, as when a network is cut
 
 
 @dataclass(frozen=True, slots=True)
 class Formed:
-    """All stages are ready in this epoch. num_blocks: KV blocks on every stage."""
+    """All stages are ready in this epoch."""
 
     epoch: int
-    num_blocks: int
+    num_blocks: int  # of KV, on every stage
 
 
 @dataclass(frozen=True, slots=True)
 class FatalError:
-    """The pipeline will not form (again). usage: because of the operator's configuration, not a failure."""
+    """The pipeline will not form (again)."""
 
     reason: str
-    usage: bool
+    usage: bool  # because of the operator's configuration, not a failure
 
 
 MemberEvent = StepResult | StageDied | EpochLost | Formed | FatalError
@@ -105,27 +102,21 @@ MemberEvent = StepResult | StageDied | EpochLost | Formed | FatalError
 
 @dataclass(frozen=True, slots=True)
 class Member:
-    """The head's record of one rank. stage, tensor: which of a stage's tensor ranks it is.
-
-    progress: (bytes loaded, of how many). since_ns: when this state began. leave_by_ns: when a rank that is
-    LEAVING is cut off. round_trips: of its latest pings, each with its clock minus the head's as measured by it.
-    restart_by_ns: when a rank that was told to restart is cut off; 0 if it was not told.
-    complaints: epochs in a row that an error at this stage ended, none of which computed a step after the first.
-    """
+    """The head's record of one rank."""
 
     rank: int
     stage: int
-    tensor: int = 0
+    tensor: int = 0  # which of the stage's ranks it is
     state: StageState = StageState.ABSENT
     hello: wire.Hello | None = None
     loaded: wire.Loaded | None = None
-    progress: tuple[int, int] = (0, 0)
-    since_ns: int = 0
-    leave_by_ns: int = 0
-    round_trips: tuple[tuple[int, int], ...] = ()
+    progress: tuple[int, int] = (0, 0)  # bytes loaded, of how many
+    since_ns: int = 0  # when this state began
+    leave_by_ns: int = 0  # when it is cut off while it is LEAVING
+    round_trips: tuple[tuple[int, int], ...] = ()  # of its latest pings: (duration, its clock minus the head's)
     restarts: int = 0
-    restart_by_ns: int = 0
-    complaints: int = 0
+    restart_by_ns: int = 0  # when it is cut off after it was told to restart; 0 if it was not told
+    complaints: int = 0  # epochs in a row that an error of this rank ended before a step was computed
 
     @property
     def clock_offset_ns(self) -> int:

@@ -17,7 +17,7 @@ from ppserve.tokenizer import Detokenizer, Tokenizer
 
 @dataclass(slots=True)
 class _SequenceText:
-    """One sequence's detokenizer and the times of its tokens (seconds, on the head's clock)."""
+    """One sequence's text so far, and the times of its tokens on the head's clock."""
 
     detokenizer: Detokenizer | None
     first_token_s: float | None = None
@@ -49,12 +49,11 @@ def _new_text(request: Request, tokenizer: Tokenizer | None) -> _SequenceText:
 
 @dataclass(slots=True)
 class HeldAnswer:
-    """What the caller of a resumed answer has, as text: where the next text begins. finish and matched: why these
-    tokens end the answer; None if they do not. The engine owns it once the request is submitted."""
+    """What the caller of a resumed answer has. The engine owns it once the request is submitted."""
 
     text: _SequenceText
-    finish: FinishReason | None = None
-    matched: int | str | None = None
+    finish: FinishReason | None = None  # why these tokens end the answer; None if they do not
+    matched: int | str | None = None  # as in `TokenOutput`
 
 
 def read_held(request: Request, tokenizer: Tokenizer | None, eos_id: int | None) -> HeldAnswer | None:
@@ -74,20 +73,16 @@ def read_held(request: Request, tokenizer: Tokenizer | None, eos_id: int | None)
 
 @dataclass(slots=True)
 class OpenRequest:
-    """Turns one request's events into outputs until all of its sequences have ended.
-
-    busy_s: seconds that each stage has computed so far, for requests with timings. error: the first of a sequence,
-    which ends the request for its caller.
-    """
+    """An open request: turns its events into outputs until all of its sequences have ended."""
 
     request: Request
     sink: Sink
     tokenizer: Tokenizer | None
     arrived_s: float
-    busy_s: Callable[[], tuple[float, ...]]
+    busy_s: Callable[[], tuple[float, ...]]  # returns seconds that each stage has computed, for timings
     admitted_s: float | None = None
     replica: int | None = None
-    error: RequestError | None = None
+    error: RequestError | None = None  # the first of a sequence, which ends the request for its caller
     _sequences: dict[int, _SequenceText] = field(default_factory=dict)
     _num_ended: int = 0
     _busy_at_arrival_s: tuple[float, ...] = ()

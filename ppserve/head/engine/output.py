@@ -13,40 +13,34 @@ from ppserve.errors import RequestError
 
 @dataclass(frozen=True, slots=True)
 class TimingsOutput:
-    """Seconds; see `Timings` in the proto. stage_busy_s: one per stage."""
+    """The times of one answer; see `Timings` in the proto."""
 
     queue_s: float
     prefill_s: float
     ttft_s: float
     decode_s: float
-    stage_busy_s: tuple[float, ...] = ()
+    stage_busy_s: tuple[float, ...] = ()  # one per stage
 
 
 @dataclass(frozen=True, slots=True)
 class TokenOutput:
-    """A token of one sequence, its end, or both.
+    """A token of one sequence, its end, or both."""
 
-    offset: the token's index among the generated tokens; without a token, their number. token_id: None if the
-    sequence ends without a token. text: what the detokenizer released. matched: the token or string that ended the
-    sequence. prompt_logprobs: of prompt tokens 1, 2, ..., in the first output of the request's first sequence.
-    error: ends the whole request. cached_tokens and timings are valid with `finish`.
-    """
-
-    index: int
-    offset: int
-    token_id: int | None = None
-    text: str = ""
+    index: int  # of the sequence
+    offset: int  # the token's index among the generated tokens; without a token, their number
+    token_id: int | None = None  # None if the sequence ends without a token
+    text: str = ""  # what the detokenizer released
     logprobs: TokenLogprobs | None = None
-    prompt_logprobs: tuple[TokenLogprobs, ...] = ()
+    prompt_logprobs: tuple[TokenLogprobs, ...] = ()  # of prompt tokens 1, 2, ..., in the request's first output
     finish: FinishReason | None = None
-    matched: int | str | None = None
-    error: RequestError | None = None
-    cached_tokens: int = 0
+    matched: int | str | None = None  # the token or string that ended the sequence
+    error: RequestError | None = None  # ends the whole request
+    cached_tokens: int = 0  # valid with `finish`, as is `timings`
     timings: TimingsOutput | None = None
 
 
 class Sink(Protocol):
-    """Takes the outputs of one request."""
+    """A receiver of one request's outputs."""
 
     def push(self, outputs: Sequence[TokenOutput]) -> None:
         """The outputs of one turn of the engine. Called where `Engine.hand_over` runs; must return at once."""

@@ -25,7 +25,7 @@ _FOUND = {"architecture": "another model", "weights": "other weights"}
 
 
 class Placement:
-    """Implements `members.Rules`: what the operator's configuration leaves open is decided by what ranks found."""
+    """The decisions that the operator's configuration leaves open, made by what the ranks found."""
 
     def __init__(self, config: ServeConfig, in_process: bool = False) -> None:
         """in_process: stages are threads of this process."""

@@ -12,15 +12,13 @@ from ppserve.head.engine.member import Decision, Member
 
 @dataclass(frozen=True, slots=True)
 class StageReading:
-    """One stage at one moment. steps: computed since the start. cost: of a step, by its size. ranks: of the
-    stage. gathered_ns: what each has waited for the others.
-    """
+    """One stage at one moment."""
 
     times: StageTimes
-    steps: int
-    cost: Coefficients
+    steps: int  # computed since the start
+    cost: Coefficients  # of a step, by its size
     ranks: tuple[Member, ...]
-    gathered_ns: tuple[int, ...]
+    gathered_ns: tuple[int, ...]  # what each rank has waited for the others
 
     @property
     def member(self) -> Member:
@@ -30,12 +28,11 @@ class StageReading:
 
 @dataclass(frozen=True, slots=True)
 class ReplicaReading:
-    """A replica at one moment, on the engine's clock. Frozen. serves: all its stages are there. num_waiting:
-    requests that no replica computes. kv_usage: 0 to 1."""
+    """A replica at one moment."""
 
-    now_ns: int
+    now_ns: int  # on the engine's clock
     replica: int
-    serves: bool
+    serves: bool  # all its stages are there
     decision: Decision
     epoch: int
     num_blocks: int
@@ -43,5 +40,5 @@ class ReplicaReading:
     overheads: OverheadTimes
     stages: tuple[StageReading, ...]
     num_running: int
-    num_waiting: int
-    kv_usage: float
+    num_waiting: int  # requests that no replica computes
+    kv_usage: float  # 0 to 1

@@ -47,20 +47,20 @@ ROWS_BUCKETS = tuple(2**k for k in range(13))
 
 @dataclass(frozen=True, slots=True)
 class Latency:
-    """A cumulative histogram since the start. counts: of values up to each bound."""
+    """A cumulative histogram since the start."""
 
     bounds_s: tuple[float, ...]
-    counts: tuple[int, ...]
+    counts: tuple[int, ...]  # of values up to each bound
 
 
 @dataclass(frozen=True, slots=True)
 class ServerLoad:
-    """The load of the server now, and its counters since the start. kv_usage: 0 to 1."""
+    """The load of the server now, and its counters since the start."""
 
     running: int
     waiting: int
     in_flight: int
-    kv_usage: float
+    kv_usage: float  # 0 to 1
     requests: int
     prompt_tokens: int
     generated_tokens: int

@@ -34,11 +34,11 @@ _HEADERS = {
 
 
 class Page(NamedTuple):
-    """headers: added to `_HEADERS`, or replacing them."""
+    """A page of the metrics port."""
 
     content_type: str
     body: bytes
-    headers: Mapping[str, str] = {}
+    headers: Mapping[str, str] = {}  # added to `_HEADERS`, or replacing them
 
 
 MakePage = Callable[[], Page]
@@ -50,7 +50,7 @@ def json_page(ask: Callable[[], object]) -> MakePage:
 
 
 class PageServer:
-    """Serves `pages` until `stop`."""
+    """The HTTP server of the metrics port."""
 
     def __init__(self, pages: Mapping[str, MakePage]) -> None:
         self._threads = ThreadPoolExecutor(_NUM_THREADS, thread_name_prefix="page")

@@ -3,8 +3,8 @@
 Queue, fairness, admission, deadlines and poison-request isolation are common to all replicas. Blocks, slots and
 steps are each replica's own (`scheduler`). Laws
 
-- A submitted request is admitted, waits or is refused (`admission`).
-- Waiting requests are admitted in the queue's order (`fairness`), until the first that fits nowhere.
+- A submitted request is admitted, waits or is refused (`admission.decide`).
+- Waiting requests are admitted in the order of `admission.FairQueue`, until the first that fits nowhere.
 - Of the replicas with room, a request goes to the one where fewest tokens are left to compute: of all its
   requests, and of this one without the prefix that is cached there. So a cached prefix counts for as much as it
   saves, and a replica that is much busier than another does not get every request with a common prefix.
@@ -20,10 +20,9 @@ from collections.abc import Hashable, Iterable, Set
 from typing import NamedTuple, Protocol
 
 from ppserve.core.request import FinishReason, Request
-from ppserve.core.scheduling.admission import QueueLoad, Throughput, Verdict, check_possible, decide
+from ppserve.core.scheduling.admission import FairQueue, QueueLoad, Throughput, Verdict, check_possible, decide
 from ppserve.core.scheduling.block_manager import BlockTable
 from ppserve.core.scheduling.config import SchedulerConfig
-from ppserve.core.scheduling.fairness import FairQueue
 from ppserve.core.scheduling.poison_isolation import PoisonIsolation
 from ppserve.core.scheduling.sequence import Sequence, SequenceEvent, SequenceGroup, SequenceStatus
 from ppserve.errors import InvalidRequest, Overloaded, RequestError, RequestFailed, Violation

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from ppserve.core.scheduling import fairness
-from ppserve.core.scheduling.fairness import FairQueue
+from ppserve.core.scheduling.admission import MAX_IDLE_CALLERS, FairQueue
 
 
 @dataclass
@@ -150,9 +149,9 @@ def test_tokens_are_counted_as_they_come_and_go() -> None:
 
 def test_idle_callers_are_forgotten() -> None:
     queue: FairQueue = FairQueue()
-    for i in range(3 * fairness.MAX_IDLE_CALLERS):
+    for i in range(3 * MAX_IDLE_CALLERS):
         queue.push(Entry("r", f"caller{i}"))
         served_order(queue, 1)
         queue.end_request(f"caller{i}")
-    assert len(queue._accounts) == fairness.MAX_IDLE_CALLERS
+    assert len(queue._accounts) == MAX_IDLE_CALLERS
     assert "caller0" not in queue._accounts

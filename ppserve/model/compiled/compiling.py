@@ -59,7 +59,7 @@ class SharedCache(FunctionCache):
             return None, damage
 
     def _acquire(self):
-        """Wait until no other process compiles this kernel. Without files or locks nobody waits, and several may
+        """Wait until no other process compiles this kernel. Without files or locks none waits, and several may
         compile the same."""
         try:
             self._impl.locator.ensure_cache_path()

@@ -1,7 +1,7 @@
 """Sixteen float32 lanes as a value inside numba kernels, and the arithmetic on them.
 
 numba has no SIMD types and, without fast-math, LLVM may not vectorise a sum. So kernels say what they
-want: a `MicrobatchSlots` value is LLVM's <16 x float> (two AVX2 registers, one of AVX-512, four of NEON), and
+want: a `lanes` value is LLVM's <16 x float> (two AVX2 registers, one of AVX-512, four of NEON), and
 every operation here is either exact IEEE arithmetic per lane (`fma` is a fused multiply-add by definition, on
 every machine) or a reduction in a fixed tree. Results therefore depend on the order that a kernel writes
 down and on nothing else: not on the vectoriser, not on the row's neighbours, not on the CPU model.
@@ -33,7 +33,7 @@ class LanesType(types.Type):
     """numba's name for the <16 x float> value."""
 
     def __init__(self) -> None:
-        super().__init__("MicrobatchSlots")
+        super().__init__("Lanes")
 
 
 lanes = LanesType()
@@ -66,7 +66,7 @@ def splat(typing, scalar):
 
 @intrinsic
 def load(typing, array, index):
-    """MicrobatchSlots of array[index : index + 16]."""
+    """array[index : index + 16]."""
 
     def generate(context, builder, signature, arguments):
         return builder.load(_address(context, builder, signature.args[0], *arguments, _LANES), align=4)
@@ -190,7 +190,7 @@ def where_greater(typing, a, b, yes, no):
 
 @intrinsic
 def keep_first(typing, value, count, other):
-    """MicrobatchSlots below `count` from `value`, the rest from `other`."""
+    """Lanes below `count` from `value`, the rest from `other`."""
 
     def generate(context, builder, signature, arguments):
         value, count, other = arguments

@@ -13,9 +13,8 @@ from numpy.typing import NDArray
 
 from ppserve.core.cut import Cut
 from ppserve.model.backend import AttentionWeights, Head, LayerNorm, Linear, MLPWeights, StepInputs
-from ppserve.model.cpu.kernels.activation import EXACT_GELU, GATE, RELU, TANH, Activation
 from ppserve.model.cpu.kernels.memory import LINE_BYTES, address, aligned
-from ppserve.model.cpu.kernels.rows import Norm
+from ppserve.model.cpu.kernels.rows import EXACT_GELU, GATE, RELU, TANH, Activation, Norm
 from ppserve.model.cpu.kernels.work import EXPAND, HEADS, PROJECT, READ, as_table, jobs_of
 from ppserve.model.cpu.kv_cache import CpuInputs
 from ppserve.model.cpu.linear import PackedLinear

@@ -7,7 +7,7 @@ import re
 from llvmlite import binding, ir
 
 from ppserve.model.cpu.kernels.amx_tile import AmxTile
-from ppserve.model.cpu.kernels.micro_kernel import TILE_CODES
+from ppserve.model.cpu.kernels.products import TILE_CODES
 from ppserve.model.cpu.kernels.tile_code import MicroKernel, TileArguments
 
 X86 = "x86_64-unknown-linux-gnu"

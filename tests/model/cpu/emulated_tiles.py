@@ -12,8 +12,8 @@ from llvmlite import ir
 from numba.core import cgutils
 
 from ppserve.model.cpu.kernels.amx_tile import AmxTile, TileUnit
-from ppserve.model.cpu.kernels.micro_kernel import TILE_CODES
 from ppserve.model.cpu.kernels.operations import F32, I8, I16, I32, I64, OPERATIONS
+from ppserve.model.cpu.kernels.products import TILE_CODES
 from ppserve.model.cpu.kernels.tile_code import MicroKernel
 
 WORDS, REGISTER_WORDS = 16, 256

@@ -10,8 +10,8 @@ import torch
 from numpy.typing import NDArray
 
 from ppserve.model.compiled.jit import kernel
-from ppserve.model.cpu.kernels.activation import activate
 from ppserve.model.cpu.kernels.memory import address, aligned
+from ppserve.model.cpu.kernels.rows import activate
 from ppserve.model.cpu.sublayers import ACTIVATIONS
 from ppserve.model.stock import ACTIVATIONS as OF_TORCH
 

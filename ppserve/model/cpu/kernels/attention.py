@@ -158,9 +158,9 @@ def write_heads(kind, cache, slices, scratch, heads):
 
 @inlined
 def _find_groups(kind, cache, scratch, table, count):
-    """Fill `room.groups` for a sequence's first `count` positions; returns the number of groups.
+    """Fill `scratch.groups` for a sequence's first `count` positions; returns the number of groups.
 
-    `room.groups` is six columns of `room.most_groups` numbers, one row for each group: the address of its keys, of
+    `scratch.groups` is six columns of `most_groups` numbers, one row for each group: the address of its keys, of
     its values, 4 times its first position (where its scores begin in a row of scores), its number of positions,
     the address of the keys' scales, of the values' scales. Addresses are those of head 0.
     """

@@ -21,8 +21,18 @@ from numba.extending import intrinsic
 
 from ppserve.model.compiled.jit import inlined, kernel
 from ppserve.model.compiled.lanes import load_int, store_int
-from ppserve.model.cpu.kernels.atomics import SLEEPERS, add_shared, load_shared, pause, sleep_below, wake
-from ppserve.model.cpu.kernels.system import NAP_NS, core_here, have_news, now_ns
+from ppserve.model.cpu.kernels.atomics import (
+    NAP_NS,
+    SLEEPERS,
+    add_shared,
+    core_here,
+    have_news,
+    load_shared,
+    now_ns,
+    pause,
+    sleep_below,
+    wake,
+)
 
 LINE_BYTES = 128
 """Of each line: two of the CPU's, which fetches them in pairs."""

@@ -2,10 +2,10 @@
 
 The job queue is int64 numbers in shared memory; those that change at different times lie on cache lines of their
 own, and behind each that threads sleep on is how many do (`atomics.SLEEPERS`). A job is published by counting up
-JOBS; its arguments stand on the job queue. Threads that work on a job meet as often as it needs: each counts up
-ARRIVED and waits until all have: it spins briefly, yields its core many times, since the one that is awaited may
-need it, then sleeps. A thread that finds no job for a while sleeps too, until one is published. None of this
-needs the interpreter, for whose lock a thread that wakes up would wait.
+JOBS; its arguments stand in the job queue. At a barrier each thread counts up ARRIVED and waits until all have: it
+spins briefly, yields its core many times, since an awaited thread may need it, then sleeps. A thread that finds
+no job for a while sleeps too, until one is published. None of this needs the interpreter, for whose lock a thread
+that wakes up would wait.
 """
 # mypy: ignore-errors
 # (numba types these functions from their arguments; mypy cannot see through its intrinsics)
@@ -14,8 +14,7 @@ from __future__ import annotations
 
 from ppserve.model.compiled.jit import inlined, kernel
 from ppserve.model.compiled.lanes import load_int, store_int
-from ppserve.model.cpu.kernels.atomics import add_shared, load_shared, pause, sleep_below, wake, yield_core
-from ppserve.model.cpu.kernels.system import NAP_NS
+from ppserve.model.cpu.kernels.atomics import NAP_NS, add_shared, load_shared, pause, sleep_below, wake, yield_core
 
 _NUMBERS_APART = 16
 JOBS, ARRIVED, ARGUMENTS = (i * _NUMBERS_APART for i in range(3))
@@ -88,14 +87,14 @@ def await_job(job_queue, done):
     nap_ns = NAP_NS
     while load_shared(jobs) == done:
         sleep_below(jobs, done + 1, nap_ns)
-        # The longer there was none, the less often it looks: where nobody can wake it, it comes late by at most an
-        # eighth of that time, and never by more than 5 ms.
+        # The longer there was none, the less often it looks. Where no thread can wake it, it comes late by at most
+        # an eighth of that time, and never by more than 5 ms.
         nap_ns = min(nap_ns + nap_ns // 8, _MOST_NAP_NS)
 
 
 @kernel
 def publish(job_queue) -> None:
-    """Publish what stands on the job queue as the next job."""
+    """Publish what stands in the job queue as the next job."""
     jobs = job_queue + 8 * JOBS
     add_shared(jobs, 1)
     wake(jobs)

@@ -1,37 +1,133 @@
 """Products of packed rows and packed weights, and which micro-kernel makes them on which CPU.
 
+Everything is seen as words of 32 bits: one float32, two bfloat16 or four int8 values, consecutive inputs of one
+row or one output. The micro-kernel multiplies a few rows by a few panels of weights and keeps the sums in
+registers: a word of a row is multiplied into the words of 16 outputs at once, and each output is one chain of such
+steps over its words, in order. So its bits depend on its own inputs alone: not on the rows beside it, the size of
+the tile, the threads or where the work was cut. (The micro-kernel of BLIS: Van Zee and van de Geijn, 2015.)
+
+    weights  (N / 16, W, 16) words: panels of 16 outputs; N padded with zeros to a multiple of 64, W to one of 16
+    rows     tiles of R rows, each (W / 16, R, 16) words: 16 words of one row, then of the next
+    sums     (T, N) float32 or int32, row after row, with memory for whole tiles
+
 Rows and panels pass in blocks that stay in the caches; a sum that is not complete is stored and loaded again,
 which is exact. While a tile is computed, the panels after it are fetched, so that the arithmetic units do not wait
 for memory. Where a CPU is better at it (AVX-512, few rows) that is left to it: `MicroKernel.by_panel`,
 `fetches_alone`.
 
-T rows, N outputs.
+T rows, N outputs, W words of a row. Addresses and strides are in bytes.
 """
 # mypy: ignore-errors
 # (numba types these functions from their arguments; mypy cannot see through its intrinsics)
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import Any, NamedTuple
 
+from numba import types
+from numba.extending import intrinsic, overload_method
+
 from ppserve.model.compiled.jit import inlined
+from ppserve.model.compiled.lanes import lanes
+from ppserve.model.compiled.llvm import I64
+from ppserve.model.cpu.kernels.amx_tile import AmxTile
+from ppserve.model.cpu.kernels.kinds import KindType
 from ppserve.model.cpu.kernels.memory import LINE_BYTES
-from ppserve.model.cpu.kernels.micro_kernel import configure, multiply_tile, release
-from ppserve.model.cpu.kernels.tile_code import CHUNK_BYTES, PANEL, MicroKernel
+from ppserve.model.cpu.kernels.operations import OPERATIONS
+from ppserve.model.cpu.kernels.tile_code import CHUNK_BYTES, PANEL, MicroKernel, TileArguments, VectorTile
 from ppserve.model.cpu.kernels.variants import NEEDS, Features
 
+TILE_CODES = dict.fromkeys(OPERATIONS, VectorTile) | {"bf16_tiles": AmxTile, "int8_tiles": AmxTile}
 
-@dataclass(frozen=True)
-class _Choice:
+
+@overload_method(KindType, "tile_rows")
+def _tile_rows(kind, num_rows):
+    """Rows of each of the fewest tiles that hold `num_rows`, about equally many in each."""
+    sizes = kind.kind.rows
+
+    def tile_rows(kind, num_rows):
+        num_tiles = -(-num_rows // sizes[-1])
+        needed = -(-num_rows // num_tiles)
+        for size in sizes:
+            if size >= needed:
+                return size
+        return needed
+
+    return tile_rows
+
+
+@intrinsic
+def pack(typing, kind, place, values):
+    """Write 16 consecutive inputs of a row at an address, as `Operation.packed` has them."""
+
+    def generate(context, builder, signature, arguments):
+        _, place, values = arguments
+        packed = OPERATIONS[signature.args[0].kind.operation].packed(builder, values)
+        builder.store(packed, builder.inttoptr(place, packed.type.as_pointer()), align=4)
+        return context.get_dummy_value()
+
+    return types.void(kind, types.intp, lanes), generate
+
+
+def _on_tile_unit(name, doc):
+    """An intrinsic without arguments that asks AMX's unit for this, and for other kernels does nothing."""
+
+    def ask(typing, kind):
+        def generate(context, builder, signature, arguments):
+            code = TILE_CODES[signature.args[0].kind.operation]
+            if issubclass(code, AmxTile):
+                getattr(code.unit(builder), name)()
+            return context.get_dummy_value()
+
+        return types.void(kind), generate
+
+    ask.__name__, ask.__doc__ = name, doc
+    return intrinsic(ask)
+
+
+configure = _on_tile_unit("configure", "Makes the registers of a micro-kernel ready, before its first tile.")
+release = _on_tile_unit("release", "The counterpart of `configure`, after the last tile.")
+
+
+@intrinsic
+def multiply_tile(
+    typing, kind, tile_rows, x, weights, panel_bytes, chunks, start, start_stride, y, y_stride, bias,
+    output_scales, row_scales, fetch, fetch_step,
+):  # fmt: skip
+    """For the rows r of a tile and the outputs n of its panels, one panel after the other:
+
+        y[r, n] = start[r, n] + Σ over 16 * chunks words of x[r] · weights[n]
+
+    start_stride: 0 where all rows begin with the same. bias: 0, or an address: then a bias is added to each sum,
+    which for integers is multiplied by the row's and the output's scale before. fetch: unless a tile goes panel by
+    panel (`MicroKernel.by_panel`), it asks for one cache line for every word and panel, `fetch_step` bytes after
+    the one before.
+    """
+
+    def generate(context, builder, signature, arguments):
+        kind, values = signature.args[0].kind, TileArguments(*arguments[1:])
+        code = TILE_CODES[kind.operation](builder, kind, values)
+        done = builder.append_basic_block("done")
+        switch = builder.switch(values.tile_rows, done)
+        for rows in kind.rows:
+            block = builder.append_basic_block(f"{rows}_rows")
+            switch.add_case(I64(rows), block)
+            builder.position_at_end(block)
+            code.tile(rows)
+            builder.branch(done)
+        builder.position_at_end(done)
+        return context.get_dummy_value()
+
+    return types.void(kind, *[types.intp] * len(TileArguments._fields)), generate
+
+
+class Choice(NamedTuple):
     precision: str
-    variant: str  # the weakest that can run it
-    needs: frozenset[str]  # beyond the variant
+    variant: str
+    """The weakest that can run it."""
     kind: MicroKernel
-
-
-def _choice(precision: str, variant: str, kind: MicroKernel, *needs: str) -> _Choice:
-    return _Choice(precision, variant, frozenset(needs), kind)
+    needs: frozenset[str] = frozenset()
+    """Beyond the variant."""
 
 
 def _up_to(rows: int) -> tuple[int, ...]:
@@ -46,17 +142,17 @@ def _few(by_panel: int) -> dict[str, Any]:
 
 # As many sums as the registers hold beside what is multiplied: 16 registers of AVX2, 32 of AVX-512.
 CHOICES = (
-    _choice("float32", "avx512", MicroKernel("fma", 16, 2, _up_to(12), **_few(4))),
-    _choice("float32", "portable", MicroKernel("fma", 8, 1, _up_to(6))),
-    _choice("bfloat16", "amx", MicroKernel("bf16_tiles", 16, 2, (16, 32))),
-    _choice("bfloat16", "avx512_bf16", MicroKernel("bf16_dot", 16, 2, _up_to(12), **_few(6))),
-    _choice("bfloat16", "avx512", MicroKernel("bf16_fma", 16, 2, _up_to(12), **_few(4))),
-    _choice("bfloat16", "portable", MicroKernel("bf16_fma", 8, 1, _up_to(5))),
-    _choice("int8", "amx", MicroKernel("int8_tiles", 16, 2, (16, 32))),
-    _choice("int8", "avx512", MicroKernel("int8_dot", 16, 2, _up_to(12), by_panel=6), "avx512vnni"),
-    _choice("int8", "avx512", MicroKernel("int8_pairs", 16, 2, _up_to(12), by_panel=6)),
-    _choice("int8", "avx2", MicroKernel("int8_dot", 8, 1, _up_to(6)), "avxvnni"),
-    _choice("int8", "portable", MicroKernel("int8_pairs", 8, 1, _up_to(4))),
+    Choice("float32", "avx512", MicroKernel("fma", 16, 2, _up_to(12), **_few(4))),
+    Choice("float32", "portable", MicroKernel("fma", 8, 1, _up_to(6))),
+    Choice("bfloat16", "amx", MicroKernel("bf16_tiles", 16, 2, (16, 32))),
+    Choice("bfloat16", "avx512_bf16", MicroKernel("bf16_dot", 16, 2, _up_to(12), **_few(6))),
+    Choice("bfloat16", "avx512", MicroKernel("bf16_fma", 16, 2, _up_to(12), **_few(4))),
+    Choice("bfloat16", "portable", MicroKernel("bf16_fma", 8, 1, _up_to(5))),
+    Choice("int8", "amx", MicroKernel("int8_tiles", 16, 2, (16, 32))),
+    Choice("int8", "avx512", MicroKernel("int8_dot", 16, 2, _up_to(12), by_panel=6), frozenset({"avx512vnni"})),
+    Choice("int8", "avx512", MicroKernel("int8_pairs", 16, 2, _up_to(12), by_panel=6)),
+    Choice("int8", "avx2", MicroKernel("int8_dot", 8, 1, _up_to(6)), frozenset({"avxvnni"})),
+    Choice("int8", "portable", MicroKernel("int8_pairs", 8, 1, _up_to(4))),
 )
 """All micro-kernels, of each precision the best first."""
 

@@ -18,14 +18,16 @@ T rows, D width.
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import NamedTuple, get_type_hints
 
 import numpy as np
+from numba import types
+from numba.extending import intrinsic
 from numpy.typing import NDArray
 
 from ppserve.model.compiled.jit import inlined, kernel
 from ppserve.model.compiled.lanes import load_int, load_one
-from ppserve.model.cpu.kernels.activation import Activation, activate
+from ppserve.model.compiled.llvm import I64
 from ppserve.model.cpu.kernels.attention import (
     AttentionScratch,
     CacheLayer,
@@ -37,7 +39,7 @@ from ppserve.model.cpu.kernels.attention import (
 from ppserve.model.cpu.kernels.job_queue import ARGUMENTS, await_job, barrier, begin_pieces, next_piece
 from ppserve.model.cpu.kernels.memory import address, aligned
 from ppserve.model.cpu.kernels.products import PackedRows, Weights, multiply
-from ppserve.model.cpu.kernels.rows import Norm, add_row, normalise, pack_row, read_row
+from ppserve.model.cpu.kernels.rows import Activation, Norm, activate, add_row, normalise, pack_row, read_row
 from ppserve.model.cpu.kernels.tile_code import CHUNK_BYTES, PANEL
 
 HEADS, EXPAND, PROJECT, READ, LINEAR = range(1, 6)
@@ -90,64 +92,48 @@ def jobs_of(*jobs: tuple[int, NDArray[np.int64]]) -> NDArray[np.int64]:
     return as_table(*((kind, address(table)) for kind, table in jobs))
 
 
-_NORM, _WEIGHTS, _SCRATCH, _SLICES, _CACHE, _ATTENTION_SCRATCH = (
-    8 * len(record._fields) for record in (Norm, Weights, Scratch, StepSlices, CacheShape, AttentionScratch)
+_NORM, _WEIGHTS, _ACTIVATION, _SCRATCH, _SLICES, _CACHE, _ATTENTION_SCRATCH = (
+    8 * len(record._fields)
+    for record in (Norm, Weights, Activation, Scratch, StepSlices, CacheShape, AttentionScratch)
 )
 """Bytes of records in a table."""
 
 
-@inlined
-def _float(table, index):
-    return load_one(table + 8 * index, 0)
+def _record_at(record):
+    """An intrinsic that reads this record from a table, at an address."""
+    kinds = [types.float32 if hint is np.float32 else types.int64 for hint in get_type_hints(record).values()]
+    result = types.BaseTuple.from_types(kinds, record)
+
+    def read(typing, table):
+        def generate(context, builder, signature, arguments):
+            fields = []
+            for number, kind in enumerate(kinds):
+                place = builder.add(arguments[0], I64(8 * number))
+                pointer = builder.inttoptr(place, context.get_value_type(kind).as_pointer())
+                fields.append(builder.load(pointer))
+            return context.make_tuple(builder, result, fields)
+
+        return result(types.intp), generate
+
+    return intrinsic(read)
+
+
+_norm_at, _weights_at, _activation_at, _scratch_at, _slices_at, _cache_at, _attention_scratch_at = (
+    _record_at(record) for record in (Norm, Weights, Activation, Scratch, StepSlices, CacheShape, AttentionScratch)
+)
 
 
 @inlined
-def _norm_at(t):
-    return Norm(load_int(t, 0), load_int(t, 1), load_int(t, 2), _float(t, 3))
-
-
-@inlined
-def _weights_at(t):
-    return Weights(
-        load_int(t, 0), load_int(t, 1), load_int(t, 2), load_int(t, 3), load_int(t, 4), load_int(t, 5)
-    )  # fmt: skip
-
-
-@inlined
-def _scratch_at(t):
-    return Scratch(
-        load_int(t, 0), load_int(t, 1), load_int(t, 2), load_int(t, 3), load_int(t, 4), load_int(t, 5),
-        load_int(t, 6),
-    )  # fmt: skip
-
-
-@inlined
-def _slices_at(t):
-    return StepSlices(
-        load_int(t, 0), load_int(t, 1), load_int(t, 2), load_int(t, 3), load_int(t, 4), load_int(t, 5),
-        load_int(t, 6), load_int(t, 7),
-    )  # fmt: skip
-
-
-@inlined
-def _layer_at(t, layer, scale):
+def _layer_at(table, layer, scale):
+    cache = _cache_at(table)
+    keys, values = cache.keys + layer * cache.key_layer, cache.values + layer * cache.value_layer
     return CacheLayer(
-        load_int(t, 0) + layer * load_int(t, 2), load_int(t, 1) + layer * load_int(t, 3), load_int(t, 4),
-        load_int(t, 5), load_int(t, 6), load_int(t, 7), load_int(t, 8), scale,
-    )  # fmt: skip
-
-
-@inlined
-def _attention_scratch_at(t, thread):
-    """Each thread has its own, one after the other."""
-    t += _ATTENTION_SCRATCH * thread
-    return AttentionScratch(
-        load_int(t, 0), load_int(t, 1), load_int(t, 2), load_int(t, 3), load_int(t, 4), load_int(t, 5)
-    )  # fmt: skip
+        keys, values, cache.num_heads, cache.head_size, cache.block_size, cache.key_cell, cache.value_cell, scale
+    )
 
 
 class ThreadContext(NamedTuple):
-    """A thread of a stage: its number, how many there are, and where they meet."""
+    """A thread of a stage: its job queue, its number, and how many there are."""
 
     job_queue: int
     thread: int
@@ -234,13 +220,13 @@ def _heads(product, attention, stored, table, step, x, out, context, following):
     """Attention of a rank's own heads; out: float32."""
     norm, qkv, scratch = _norm_at(table), _weights_at(table + _NORM), _scratch_at(step)
     table += _NORM + _WEIGHTS
-    cache = _layer_at(step + _SCRATCH + _SLICES, load_int(table, 0), _float(table, 1))
+    cache = _layer_at(step + _SCRATCH + _SLICES, load_int(table, 0), load_one(table + 8, 0))
     _norm_rows(product, stored, norm, qkv, scratch, x, context)
     _multiply(product, qkv, scratch, scratch.y, context, following)
     first, end = _partition(context, cache.num_heads, 1)
     heads = Heads(scratch.y, 4 * qkv.outputs, out, 4 * cache.num_heads * cache.head_size, first, end)
     slices = _slices_at(step + _SCRATCH)
-    own = _attention_scratch_at(step + _SCRATCH + _SLICES + _CACHE, context.thread)
+    own = _attention_scratch_at(step + _SCRATCH + _SLICES + _CACHE + _ATTENTION_SCRATCH * context.thread)
     write_heads(attention, cache, slices, own, heads)
     attend(attention, cache, slices, own, heads)
 
@@ -250,7 +236,7 @@ def _expand(product, stored, single, table, step, x, out, context, following):
     """A rank's own part of the inner rows; out: float32."""
     norm, weights, scratch = _norm_at(table), _weights_at(table + _NORM), _scratch_at(step)
     table += _NORM + _WEIGHTS
-    activation, own = Activation(load_int(table, 0), _float(table, 1), _float(table, 2)), load_int(table, 3)
+    activation, own = _activation_at(table), load_int(table + _ACTIVATION, 0)
     _norm_rows(product, stored, norm, weights, scratch, x, context)
     _multiply(product, weights, scratch, scratch.y, context, following)
     first, end = _partition(context, scratch.num_rows, 1)
@@ -279,7 +265,7 @@ def _project(product, stored, single, table, step, x, inner, out, context):
 def work(product, attention, stored, single, job_queue, thread, num_threads) -> None:
     """What a thread of a `ThreadPool` runs. stored: how hidden states are kept. single: the same for float32.
 
-    The arguments on the job queue are addresses, and one count: a list of pairs (kind of job, its table), how many
+    The arguments in the job queue are addresses, and one count: a list of pairs (kind of job, its table), how many
     pairs, the step's table, the rows that come in, the rows between two jobs (0: in scratch), the rows that go
     out. The jobs are done one after the other.
     """

@@ -122,11 +122,11 @@ def choose(config: ServeConfig, environment: RankEnvironment, stored_dtype: str)
     devices = devices_here(config, stages_here)
     device = devices[environment.local_rank]
     stages_on_gpu, on_gpu = devices.count(device), device.type == "cuda"
-    dtype = _resolve_dtype(config.model.dtype, stored_dtype, device)
+    quantization, kv_dtype = config.model.quantization, config.cache.kv_dtype
+    dtype = _resolve_dtype(config.model.dtype, stored_dtype, device, quantization)
     cores = cores_here()
     own_threads = max(1, cores // stages_here)
     threads = config.pipeline.threads or own_threads
-    quantization, kv_dtype = config.model.quantization, config.cache.kv_dtype
     reference = not on_gpu and os.environ.get(REFERENCE) == "1"
     if (on_gpu or reference) and quantization != "none":
         raise ConfigError("--quantization", f"{quantization} needs a CPU; add --force-cpu or leave it out")
@@ -199,10 +199,10 @@ def in_words(error: Exception) -> str:
     return f"{said}; {_TAKES_LESS}" if lacks_memory(error) else said
 
 
-def _resolve_dtype(asked: str, stored: str, device: torch.device) -> str:
+def _resolve_dtype(asked: str, stored: str, device: torch.device, quantization: str) -> str:
     """`auto` is the fastest arithmetic that loses nothing which the file holds, except on GPUs, where
     float32 checkpoints run in bfloat16 as everywhere else. Before compute capability 8.0 they have no
-    bfloat16, only emulate it: there float16."""
+    bfloat16, only emulate it: there float16. Beside int8 weights it is float32, whose bits all CPUs share."""
     if device.type == "cuda":
         if asked != "auto":
             return asked
@@ -212,5 +212,7 @@ def _resolve_dtype(asked: str, stored: str, device: torch.device) -> str:
     if asked != "auto":
         cpu_precision(asked)
         return asked
+    if quantization == "int8":
+        return "float32"
     has_units = multiplies_bfloat16(variants.in_use(), variants.features())
     return "bfloat16" if stored == "bfloat16" and has_units else "float32"

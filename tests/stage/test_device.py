@@ -14,6 +14,7 @@ from ppserve import Pipeline, wire
 from ppserve.config import DeviceSettings, ServeConfig
 from ppserve.core.architecture import StageLayout
 from ppserve.errors import ConfigError
+from ppserve.model.cpu.kernels import variants
 from ppserve.model.cuda.backend import DeviceOptions
 from ppserve.process.environment import RankEnvironment
 from ppserve.stage.device import Compute, choose, devices_here, gpu_share
@@ -115,6 +116,24 @@ def test_int8_is_refused_by_name_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> No
     for asked, flag in ((weights, "--quantization"), (keys, "--kv-dtype")):
         with pytest.raises(ConfigError, match=f"{flag}: int8 needs a CPU"):
             choose(asked, RankEnvironment(0, 1, 0, 1), "float32")
+
+
+@pytest.mark.parametrize("variant", ["avx2", "avx512_bf16"])
+def test_int8_means_float32_for_the_rest_on_every_cpu(variant: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also where the CPU multiplies bfloat16 and the checkpoint holds it: answers do not differ between CPUs."""
+    if variant not in variants.available(variants.features()):
+        pytest.skip(f"this CPU has no {variant}")
+    monkeypatch.setenv(variants.VARIABLE, variant)
+    variants.in_use.cache_clear()
+    config, place = replace(ServeConfig(), device=DeviceSettings(devices=("cpu",))), RankEnvironment(0, 1, 0, 1)
+    computes = [
+        choose(replace(config, model=replace(config.model, quantization=weights, dtype=asked)), place, "bfloat16")
+        for weights, asked in (("int8", "auto"), ("int8", "bfloat16"), ("none", "auto"))
+    ]
+    variants.in_use.cache_clear()
+    by_itself = "bfloat16" if variant == "avx512_bf16" else "float32"
+    assert [compute.dtype for compute in computes] == ["float32", "bfloat16", by_itself]
+    assert computes[0].kv_dtype == "float32"
 
 
 def test_a_stage_says_what_it_weighs() -> None:

@@ -2,14 +2,13 @@
 
 No sum is ever divided among ranks, so whole columns are all that the model exchanges
 (docs/decisions/tensor-parallelism.md). By the same call ranks agree whether to skip a step (`stage.step`), and
-show each other their best candidates for a draw (`sampling_slices`).
+show each other their best scores for a greedy draw (`sampling`).
 
 T rows, N columns, n those of one rank.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
 from typing import Protocol
 
 import torch
@@ -41,8 +40,8 @@ class Alone:
 
 
 class Echo:
-    """One of several, without the others: its own columns stand for theirs. For what is tried before ranks meet;
-    a row of it still depends on that row alone."""
+    """One of several tensor ranks, without the others: its own columns stand for theirs. For the self-test: a row
+    of it still depends on that row alone."""
 
     waited_ns = 0
 
@@ -52,8 +51,3 @@ class Echo:
 
 
 ALONE, ECHO = Alone(), Echo()
-
-
-def whole_rows(gather: Gather, pieces_Rn: Iterable[torch.Tensor], cut: Cut) -> Iterator[torch.Tensor]:
-    """The same pieces with the columns of all ranks."""
-    return (gather.all(own_Rn, cut) for own_Rn in pieces_Rn)

@@ -9,20 +9,28 @@ top_k; top_p; min_p. The surviving set is that of transformers' logits processor
 at the edge of top_p, and for greedy, the lower id wins (transformers leaves that to its sort).
 Log-probabilities are the model's own: of the raw logits, before any of the above.
 
-V vocabulary, v consecutive ids of it, R rows.
+Each tensor rank has the logits of its own ids. A greedy draw takes each rank's best score and its id. All else
+takes the whole row, because weights are summed over all ids in one order, and to sum by ranks would change bits.
+
+V vocabulary, v consecutive ids of it, R rows, T tensor ranks.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterable
+from dataclasses import dataclass
+from itertools import chain, islice
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from ppserve.core.plan import Draw, Drawn, Scored, Slice, StepPlan, TokenLogprobs
+from ppserve.core.cut import Cut
+from ppserve.core.plan import Draw, Drawn, Scored, StepPlan, TokenLogprobs
 from ppserve.core.request import SamplingParams
+from ppserve.model.backend import Results
+from ppserve.model.gather import Gather
 from ppserve.model.sampling_kernels import draw, greatest, is_finite, log_normalizer, most_likely
 
 Floats = NDArray[np.float32]
@@ -33,41 +41,85 @@ GREATEST = float(np.finfo(np.float32).max)
 _MASK = (1 << 64) - 1
 
 
-def read_logits(plan: StepPlan, pieces_RV: Iterator[torch.Tensor]) -> tuple[tuple[Drawn, ...], tuple[Scored, ...]]:
-    """Draw from and score a plan's logits. pieces_RV: float32 rows in the order of `StepInputs.read_rows`,
-    in pieces of any size."""
-    rows = (row_V for piece_RV in pieces_RV for row_V in piece_RV.cpu().numpy())
-    drawn = tuple(
-        draw_token(s.sequence_id, draw, position, next(rows)) for s in plan.slices for position, draw in s.draws
+@dataclass(frozen=True, slots=True)
+class _Row:
+    """What a row of logits is read for: a draw, or the log-probability of a target."""
+
+    sequence_id: int
+    position: int = 0
+    draw: Draw | None = None
+    target: int = 0
+    num_logprobs: int = 0
+
+    @property
+    def needs_best_only(self) -> bool:
+        return self.draw is not None and self.draw.params.temperature == 0 and self.draw.num_logprobs is None
+
+
+def read_logits(plan: StepPlan, pieces_Rv: Iterable[torch.Tensor], gather: Gather, vocabulary: Cut) -> Results:
+    """Draw from and score a plan's logits. pieces_Rv: float32 rows of this rank's ids, in the order of
+    `StepRows.read_rows`, in pieces of any size. Only the first tensor rank gets results."""
+    drawing = (_Row(s.sequence_id, position, draw) for s in plan.slices for position, draw in s.draws)
+    scoring = (
+        _Row(s.sequence_id, target=target, num_logprobs=s.num_prompt_logprobs)
+        for s in plan.slices
+        for target in s.targets
     )
-    scored = tuple(score(s, rows) for s in plan.slices if s.targets)
-    return drawn, scored
+    rows, drawn, logprobs = chain(drawing, scoring), list[Drawn](), list[TokenLogprobs]()
+    for own_Rv in pieces_Rv:
+        here = list(islice(rows, len(own_Rv)))
+        few = [i for i, row in enumerate(here) if row.needs_best_only and len(vocabulary.widths) > 1]
+        best = dict(zip(few, _best_ids([here[i] for i in few], own_Rv[few], gather, vocabulary), strict=True))
+        whole = [i for i in range(len(here)) if i not in best]
+        logits = dict(zip(whole, gather.all(own_Rv[whole] if few else own_Rv, vocabulary).numpy(), strict=True))
+        for i, row in enumerate(here if vocabulary.rank == 0 else ()):
+            if row.draw is None:
+                logprobs.append(token_logprobs(logits[i], row.target, row.num_logprobs))
+            elif i in best:
+                drawn.append(Drawn(row.sequence_id, best[i]))
+            else:
+                drawn.append(draw_token(row.sequence_id, row.draw, row.position, logits[i]))
+    left = iter(logprobs)
+    scored = (Scored(s.sequence_id, tuple(islice(left, len(s.targets)))) for s in plan.slices if s.targets)
+    return tuple(drawn), tuple(scored) if vocabulary.rank == 0 else ()
 
 
-def score(s: Slice, rows: Iterator[Floats]) -> Scored:
-    logprobs = tuple(token_logprobs(next(rows), target, s.num_prompt_logprobs) for target in s.targets)
-    return Scored(s.sequence_id, logprobs)
+def _best_ids(rows: list[_Row], own_Rv: torch.Tensor, gather: Gather, vocabulary: Cut) -> list[int | None]:
+    """The id of each row's best score, the lowest of several; None where none is left or logits are not finite."""
+    if not rows:
+        return []
+    own_R2 = np.empty((len(rows), 2))  # a rank's best score and its id, both exact in float64
+    for row, logits_v, best in zip(rows, own_Rv.numpy(), own_R2, strict=True):
+        assert row.draw is not None
+        scores_v = adjusted(logits_v, row.draw, row.position, vocabulary.first)
+        own = int(greatest(scores_v))
+        best[:] = (
+            (scores_v[own] if own >= 0 else -np.inf) if is_finite(logits_v) else np.nan,
+            vocabulary.first + own,
+        )
+    count = len(vocabulary.widths)
+    pairs = Cut((2,) * count, vocabulary.rank)
+    all_RT2 = gather.all(torch.from_numpy(own_R2), pairs).numpy().reshape(len(rows), count, 2)
+    where_R = all_RT2[:, :, 0].argmax(1)  # of equal scores the first; a NaN counts as the greatest
+    best_R2 = all_RT2[np.arange(len(rows)), where_R]
+    return [int(token_id) if np.isfinite(best) else None for best, token_id in best_R2]
 
 
 def draw_token(sequence_id: int, wanted: Draw, position: int, logits_V: Floats) -> Drawn:
     """Draw the token at absolute `position` of a sequence."""
     if not is_finite(logits_V):
         return Drawn(sequence_id, None)
-    token_id = draw_from(adjusted(logits_V, wanted, position), wanted, position)
+    scores_V, params = adjusted(logits_V, wanted, position), wanted.params
+    if params.temperature == 0:
+        token_id = int(greatest(scores_V))
+    else:
+        where, temperature = uniform(params.seed, wanted.index, position), np.float32(params.temperature)
+        token_id = int(draw(scores_V, temperature, params.top_k, params.top_p, params.min_p, where))
     if token_id < 0:
         return Drawn(sequence_id, None)
     if wanted.num_logprobs is None:
         return Drawn(sequence_id, token_id)
     return Drawn(sequence_id, token_id, token_logprobs(logits_V, token_id, wanted.num_logprobs))
-
-
-def draw_from(scores_V: Floats, wanted: Draw, position: int) -> int:
-    """An id by its score; -1 where none is left."""
-    params = wanted.params
-    if params.temperature == 0:
-        return int(greatest(scores_V))
-    where = uniform(params.seed, wanted.index, position)
-    return int(draw(scores_V, np.float32(params.temperature), params.top_k, params.top_p, params.min_p, where))
 
 
 def token_logprobs(logits_V: Floats, token_id: int, num_top: int) -> TokenLogprobs:

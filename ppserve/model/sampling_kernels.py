@@ -45,46 +45,29 @@ def _load_or(array, i, other):
 
 
 @inlined
-def _four_greatest(scores_V, i, most):  # four independent chains hide its latency
-    a, b, c, d = load(scores_V, i), load(scores_V, i + 16), load(scores_V, i + 32), load(scores_V, i + 48)
-    a, c = where_greater(a, b, a, b), where_greater(c, d, c, d)
-    a = where_greater(a, c, a, c)
-    return where_greater(a, most, a, most)
-
-
-@inlined
-def _greatest_of(scores_V, begin, end):
+def _maximum(scores_V, begin, end):
     """The greatest of scores_V[begin:end]."""
-    most = splat(_LEAST)
-    whole = begin + (end - begin) // 64 * 64
-    for i in range(begin, whole, 64):
-        most = _four_greatest(scores_V, i, most)
+    most, whole = splat(_LEAST), begin + (end - begin) // 16 * 16
+    for i in range(begin, whole, 16):
+        here = load(scores_V, i)
+        most = where_greater(here, most, here, most)
     greatest_here = max_lanes(most)
     for i in range(whole, end):
         greatest_here = max(greatest_here, scores_V[i])
     return greatest_here
 
 
-@inlined
-def _maximum(scores_V):
-    return _greatest_of(scores_V, 0, len(scores_V))
-
-
 @kernel
 def is_finite(scores_V: Floats) -> bool:
     """Whether no score is infinite or a NaN: zero times any of those is a NaN, and a NaN stays in a sum."""
-    zero = splat(np.float32(0))
-    a, b, c, d = zero, zero, zero, zero
-    whole = len(scores_V) // 64 * 64
-    for i in range(0, whole, 64):
-        a = fma(load(scores_V, i), zero, a)
-        b = fma(load(scores_V, i + 16), zero, b)
-        c = fma(load(scores_V, i + 32), zero, c)
-        d = fma(load(scores_V, i + 48), zero, d)
-    total = sum_lanes((a + b) + (c + d))
+    zero, whole = splat(np.float32(0)), len(scores_V) // 16 * 16
+    total = zero
+    for i in range(0, whole, 16):
+        total = fma(load(scores_V, i), zero, total)
+    rest = sum_lanes(total)
     for i in range(whole, len(scores_V)):
-        total += np.float32(0) * scores_V[i]
-    return total == 0
+        rest += np.float32(0) * scores_V[i]
+    return rest == 0
 
 
 @kernel
@@ -92,7 +75,7 @@ def greatest(scores_V: Floats) -> int:
     """The id of the greatest score; the lowest such id; -1 when all are -inf."""
     most, where = _LEAST, 0
     for begin in range(0, len(scores_V), _PIECE):
-        here = _greatest_of(scores_V, begin, min(begin + _PIECE, len(scores_V)))
+        here = _maximum(scores_V, begin, min(begin + _PIECE, len(scores_V)))
         if here > most:
             most, where = here, begin
     for i in range(where, len(scores_V)):
@@ -104,7 +87,7 @@ def greatest(scores_V: Floats) -> int:
 @kernel
 def log_normalizer(scores_V: Floats) -> float:
     """log Σ exp(score), float32 exponentials summed piecewise in float64."""
-    most = _maximum(scores_V)
+    most = _maximum(scores_V, 0, len(scores_V))
     total = 0.0
     for begin in range(0, len(scores_V), _PIECE):
         piece = splat(np.float32(0))
@@ -159,33 +142,6 @@ def _bins_per_unit(scores_V, most):
 
 
 @inlined
-def _sort(keys, ids):
-    """Sort by key, then id, in place: heapsort, for a bin may hold the whole vocabulary."""
-    size = len(keys)
-    for step in range(size // 2 + size - 1, 0, -1):
-        if step >= size:  # first half: build the heap
-            root, end = step - size, size
-        else:  # then: move the greatest behind the shrinking heap
-            keys[0], keys[step] = keys[step], keys[0]
-            ids[0], ids[step] = ids[step], ids[0]
-            root, end = 0, step
-        while 2 * root + 1 < end:
-            child = 2 * root + 1
-            if child + 1 < end and _precedes(keys, ids, child, child + 1):
-                child += 1
-            if not _precedes(keys, ids, root, child):
-                break
-            keys[root], keys[child] = keys[child], keys[root]
-            ids[root], ids[child] = ids[child], ids[root]
-            root = child
-
-
-@inlined
-def _precedes(keys, ids, a, b):
-    return keys[a] < keys[b] or (keys[a] == keys[b] and ids[a] < ids[b])
-
-
-@inlined
 def _members(scores_V, least, wanted_bin, size, most, bins_per_unit):
     """The ids of one bin by rank, those of scores >= least. size: how many these are."""
     ids = np.empty(size, np.int64)
@@ -196,8 +152,7 @@ def _members(scores_V, least, wanted_bin, size, most, bins_per_unit):
         if is_left and _bin_of(np.float64(scores_V[i]), most, bins_per_unit) == wanted_bin:
             ids[held], keys[held] = i, -scores_V[i]
             held += 1
-    _sort(keys, ids)
-    return ids
+    return ids[np.argsort(keys, kind="mergesort")]  # stable: of equal scores the lower id first
 
 
 @inlined
@@ -248,7 +203,7 @@ def _last_of_nucleus(scores_V, weights_V, least, top_p, most, bins_per_unit):
 def draw(scores_V: Floats, temperature: np.float32, top_k: int, top_p: float, min_p: float, where: float) -> int:
     """Draw an id: `where` in [0, 1) is the point of the cumulative distribution over the survivors, in id
     order. -1 when nothing survives."""
-    most = _maximum(scores_V)
+    most = _maximum(scores_V, 0, len(scores_V))
     if most == _LEAST:
         return -1
     weights_V = _weights(scores_V, most, temperature)

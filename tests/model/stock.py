@@ -14,7 +14,6 @@ from ppserve.core.architecture import Architecture, StageLayout
 from ppserve.core.cut import Cut
 from ppserve.model import sampling
 from ppserve.model.backend import KVCache, Reading, StageModel, StepInputs, StepRows
-from ppserve.model.gather import whole_rows
 from ppserve.model.stock import AttendInputs, TorchBackend
 from ppserve.model.timing import HostTiming, Timing
 
@@ -39,7 +38,7 @@ class StockBackend(TorchBackend):
         return model
 
     def read_logits(self, inputs: StepInputs, pieces_Rv: Iterator[torch.Tensor], vocabulary: Cut) -> Reading:
-        results = sampling.read_logits(inputs.rows.plan, whole_rows(inputs.gather, pieces_Rv, vocabulary))
+        results = sampling.read_logits(inputs.rows.plan, pieces_Rv, inputs.gather, vocabulary)
         return lambda: results
 
     def timing(self) -> Timing:

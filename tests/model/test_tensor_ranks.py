@@ -24,11 +24,10 @@ from ppserve.model.checkpoint import Checkpoint
 from ppserve.model.checkpoint.opening import open_checkpoint
 from ppserve.model.cpu.backend import CpuBackend
 from ppserve.model.cuda.backend import CudaBackend, DeviceOptions
-from ppserve.model.gather import Gather
+from ppserve.model.gather import ALONE, Gather
 from ppserve.model.gpt2 import GPT2Stage
 from ppserve.model.inputs import build_inputs
 from ppserve.model.sampling import read_logits
-from ppserve.model.sampling_slices import read_slices
 from ppserve.model.selftest import check_determinism
 from ppserve.stage.transport.gather import connect_ranks, pretend_ranks
 from tests.model.checkpoint.writers import architecture as small
@@ -288,7 +287,7 @@ def read_in_slices(plan: StepPlan, logits_RV: torch.Tensor, count: int) -> list[
     cuts = [Cut.of(logits_RV.shape[1], rank, count) for rank in range(count)]
     with ThreadPoolExecutor(count) as threads:
         pieces = [iter(logits_RV[:, cut.own].contiguous().split(4)) for cut in cuts]
-        return list(threads.map(read_slices, [plan] * count, pieces, connect_ranks(count), cuts))
+        return list(threads.map(read_logits, [plan] * count, pieces, connect_ranks(count), cuts))
 
 
 @pytest.mark.parametrize("ties", [False, True])
@@ -311,7 +310,7 @@ def test_draws_are_those_of_whole_rows(count: int, ties: bool) -> None:
         slices.append(Slice(99, 0, (1, 2), (0,), None, targets=(70,), num_prompt_logprobs=3))
         plan = StepPlan(0, 0, 0, tuple(slices))
         first, *others = read_in_slices(plan, logits_RV, count)
-        assert first == read_logits(plan, iter([logits_RV]))
+        assert first == read_logits(plan, iter([logits_RV]), ALONE, Cut((vocabulary,), 0))
         assert others == [((), ())] * (count - 1)
 
 

@@ -41,7 +41,7 @@ from ppserve.model.cpu.linear import PackedLinear, PackedWeights
 from ppserve.model.cpu.scratch import ScratchMemory
 from ppserve.model.cpu.sublayers import attention_sublayer, lm_head, mlp_sublayer
 from ppserve.model.cpu.thread_pool import ThreadPool
-from ppserve.model.sampling_slices import read_slices
+from ppserve.model.sampling import read_logits
 from ppserve.model.timing import HostTiming, Timing
 
 
@@ -107,7 +107,7 @@ class CpuBackend:
         return model
 
     def read_logits(self, inputs: StepInputs, pieces_Rv: Iterator[torch.Tensor], vocabulary: Cut) -> Reading:
-        results = read_slices(inputs.rows.plan, pieces_Rv, inputs.gather, vocabulary)
+        results = read_logits(inputs.rows.plan, pieces_Rv, inputs.gather, vocabulary)
         return lambda: results
 
     def timing(self) -> Timing:

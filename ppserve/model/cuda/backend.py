@@ -26,7 +26,6 @@ from ppserve.model.cuda.inputs import bucket_sizes
 from ppserve.model.cuda.operators import Operators
 from ppserve.model.cuda.sampling import read_rows
 from ppserve.model.cuda.transfers import Readback, Staging
-from ppserve.model.gather import whole_rows
 from ppserve.model.gpt2 import GPT2Stage
 from ppserve.model.stock import Operator, TorchBackend
 from ppserve.model.timing import Timing
@@ -115,7 +114,8 @@ class CudaBackend(TorchBackend):
     def read_logits(self, inputs: StepInputs, pieces_Rv: Iterator[torch.Tensor], vocabulary: Cut) -> Reading:
         assert isinstance(inputs, DeviceInputs)
         first, columns = 0, []
-        for logits_RV in whole_rows(inputs.gather, pieces_Rv, vocabulary):
+        for own_Rv in pieces_Rv:
+            logits_RV = inputs.gather.all(own_Rv, vocabulary)
             columns.append(read_rows(self.operators, logits_RV, inputs.draws, inputs.arrays, first))
             first += len(logits_RV)
         return self.readback.reading(inputs.rows.plan, torch.cat(columns) if columns else None)

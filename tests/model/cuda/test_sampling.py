@@ -16,6 +16,7 @@ from ppserve.core.request import SamplingParams
 from ppserve.model import sampling
 from ppserve.model.cuda.backend import CudaBackend
 from ppserve.model.cuda.draws import uniforms
+from ppserve.model.gather import ALONE
 from ppserve.model.inputs import build_inputs
 from tests.model.cuda.here import CPU, KINDS, device_of, operators_of
 from tests.model.random_checkpoint import architecture
@@ -145,7 +146,7 @@ def test_prompts_are_scored_in_pieces_and_beside_draws() -> None:
         Slice(2, 0, (1,) * 7, (2,), Draw(SamplingParams(seed=2), num_logprobs=1), targets=(9,) * 5),
     )
     plan = StepPlan(0, 0, 0, slices)
-    expected, theirs = sampling.read_logits(plan, iter([logits]))
+    expected, theirs = sampling.read_logits(plan, iter([logits]), ALONE, Cut((logits.shape[1],), 0))
     for at_once in (1, 3, 5, 256):
         drawn, scored = results(plan, logits, "reference", at_once)
         assert [of.token_id for of in drawn] == [of.token_id for of in expected]

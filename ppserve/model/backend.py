@@ -50,8 +50,7 @@ class StepRows:
     offset. first_row_S, num_rows_S, start_S: each slice's rows and the position of its first. tables,
     table_begin_S: all block tables one after the other, and where each slice's begins. read_rows: the rows that go
     through the head: first those that are drawn from, in slice order, then those that are scored; empty but on the
-    last stage. copies: (source, destination) blocks, to copy first. highest_block: the greatest block id mentioned
-    anywhere, -1 for none.
+    last stage. copies: (source, destination) blocks, to copy first.
     """
 
     plan: StepPlan
@@ -65,7 +64,6 @@ class StepRows:
     table_begin_S: Ints
     read_rows: Ints
     copies: tuple[tuple[int, int], ...]
-    highest_block: int
 
 
 class Linear(Protocol):
@@ -147,7 +145,7 @@ Head = Callable[[torch.Tensor], torch.Tensor]
 
 
 class KVCache(Protocol):
-    """The keys and values of one stage: preallocated blocks, addressed by id, owned by nobody else.
+    """The keys and values of one stage: preallocated blocks, addressed by id, and owned by it alone.
 
     A block is written before it is read, so nothing is ever erased.
     """
@@ -175,14 +173,9 @@ Reading = Callable[[], Results]
 class StageModel(Protocol):
     """What computes a stage's steps: a `GPT2Stage`, or one whose work was recorded."""
 
-    @property
-    def arch(self) -> Architecture: ...
-
-    @property
-    def layout(self) -> StageLayout: ...
-
-    @property
-    def backend(self) -> Backend: ...
+    arch: Architecture
+    layout: StageLayout
+    backend: Backend
 
     def forward(self, inputs: StepInputs, hidden_TD: torch.Tensor | None, cache: KVCache) -> torch.Tensor:
         """(T, D) hidden states after this stage's sublayers. hidden_TD: those of the stage before, None on the

@@ -37,7 +37,6 @@ def build_inputs(plan: StepPlan, layout: StageLayout, cache: KVCache, gather: Ga
     positions_T = _runs(start_S, num_rows_S)
     blocks_T = tables[table_begin_S[slice_T] + positions_T // block_size]
     token_ids_T = np.fromiter(chain.from_iterable(s.token_ids for s in slices if layout.is_first), np.int64)
-    mentioned = max((block for copy in plan.copies for block in copy), default=-1)
     rows = StepRows(
         plan=plan,
         token_ids_T=token_ids_T,
@@ -50,9 +49,9 @@ def build_inputs(plan: StepPlan, layout: StageLayout, cache: KVCache, gather: Ga
         table_begin_S=table_begin_S,
         read_rows=_read_rows(plan, first_row_S, num_rows_S) if layout.is_last else np.empty(0, np.int64),
         copies=plan.copies,
-        highest_block=max(mentioned, int(tables.max(initial=-1))),
     )
-    assert rows.highest_block < cache.num_blocks, "a plan names a block that the cache does not have"
+    highest = max(int(tables.max(initial=-1)), *chain.from_iterable(plan.copies), -1)
+    assert highest < cache.num_blocks, "a plan names a block that the cache does not have"
     inputs = cache.inputs(rows)
     return inputs if gather is None else replace(inputs, gather=gather)
 

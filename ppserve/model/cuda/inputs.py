@@ -58,7 +58,7 @@ def padded(rows: StepRows, num_rows: int, layout: StageLayout) -> StepRows:
 def padding(size: int, layout: StageLayout) -> StepRows:
     """A step of rows that have no keys, and of which nothing is kept."""
     tables = np.zeros(1, np.int64)
-    none = StepRows(_NO_PLAN, _NONE, _NONE, _NONE, _NONE, _NONE, _NONE, tables, _NONE, _NONE, (), -1)
+    none = StepRows(_NO_PLAN, _NONE, _NONE, _NONE, _NONE, _NONE, _NONE, tables, _NONE, _NONE, ())
     return padded(none, size, layout)
 
 

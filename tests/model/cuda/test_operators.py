@@ -71,7 +71,6 @@ class Sequences:
             table_begin_S=np.cumsum(sizes) - sizes,
             read_rows=np.empty(0, np.int64),
             copies=(),
-            highest_block=0,
         )
 
     def step(self, parts: list[tuple[int, int, int]], pad_to: int = 0) -> torch.Tensor:

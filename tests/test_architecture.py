@@ -58,7 +58,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "ppserve.head.engine.placement": {"ppserve.process.interfaces"},
     "ppserve.head.engine.control": {"ppserve.process.proof", "ppserve.process.sockets", "ppserve.process.tls"},
     "ppserve.head.api.grpc": {"ppserve.v1", "grpc", "google", "grpc_health", "grpc_reflection"},
-    "ppserve.head.api.vllm_grpc": {"ppserve.vllm", "grpc"},
+    "ppserve.head.api.vllm_grpc": {"ppserve.vllm"},
     "ppserve.head.api.http": {"msgspec", "starlette"},
     "ppserve.head.api.http.chat": {"jinja2"},
     "ppserve.head.listener": {"starlette", "uvicorn"},

@@ -17,13 +17,11 @@ from ppserve.head.api.auth import ApiKeys
 from ppserve.head.api.call import Call
 from ppserve.head.api.requests import Fields, check_ids, check_text, to_request
 from ppserve.head.api.stream import RequestStream
-from ppserve.head.descriptions import LoadDescription, ModelDescription, Topology
 from ppserve.head.handle import EngineHandle
 from ppserve.tokenizer import Tokenizer
 
 log = logging.getLogger(__name__)
 
-STALL_TIMEOUT_S = 30.0
 # Work on this many characters or tokens takes some milliseconds; the event loop may not stand still for longer.
 LONG_TEXT = 4096
 
@@ -42,15 +40,16 @@ class RequestHandler:
         tokenizer: Tokenizer | None,
         keys: ApiKeys | None = None,
         count_refusal: Callable[[RequestError], None] = lambda error: None,
-        stall_timeout_s: float = STALL_TIMEOUT_S,
     ) -> None:
-        """tokenizer: None when only tokens can be served. keys: None when everybody may call. count_refusal: is
-        told of every error that ends a request before the engine knows of it."""
+        """count_refusal: is told of every error that ends a request before the engine knows of it."""
+        self.engine = engine
+        self.description = engine.description
+        """What is served."""
+        self.tokenizer = tokenizer
+        """None when only tokens can be served."""
         self.keys = keys
-        self._engine = engine
-        self._tokenizer = tokenizer
+        """None when everybody may call."""
         self._count_refusal = count_refusal
-        self._stall_timeout_s = stall_timeout_s
         self._streams: dict[RequestStream, Call] = {}
         self._idle = asyncio.Event()
         self._idle.set()
@@ -84,30 +83,29 @@ class RequestHandler:
     ) -> AsyncIterator[RequestStream]:
         """The stream of a new request, to be read in the block; leaving the block early ends the request.
 
-        news: one event for streams that are read together. Raises RequestError when the request is refused. A task
-        that keeps a delta beyond the stall timeout is cancelled.
+        news: one event for streams that are read together. Raises RequestError when the request is refused.
         """
         with self.counting_refusals():
             prompt_ids = await self._encode("prompt", prompt) if isinstance(prompt, str) else prompt
             request = to_request(given, prompt_ids, self.description, call)
             if self._draining:
                 raise Draining("the server is shutting down")
-        stream = RequestStream(request, self._echo(prompt, request), self._stall_timeout_s, news)
+        stream = RequestStream(request, self._echo(prompt, request), news)
         self._enter(stream, call)
         try:
-            await self._engine.submit(request, stream)
+            await self.engine.submit(request, stream)
             yield stream
         finally:
             self._leave(stream)
             if not stream.is_complete:
-                self._engine.cancel(request.id, _why_gone(request))
+                self.engine.cancel(request.id, _why_gone(request))
         log.info("request %s: answered", call.request_id, extra=call.trace | {"caller": call.caller})
 
     def abort(self, request_ids: Collection[str], caller: str) -> None:
         """End the open requests of these names; those of `caller` alone, for names are no secret."""
         for stream, call in self._streams.items():
             if call.request_id in request_ids and call.caller == caller:
-                self._engine.cancel(stream.request.id, FinishReason.CANCELLED)
+                self.engine.cancel(stream.request.id, FinishReason.CANCELLED)
 
     @property
     def num_open_streams(self) -> int:
@@ -126,28 +124,7 @@ class RequestHandler:
             if not is_told:
                 log.warning("ended %d streams that were still running", len(self._streams))
 
-    # ---- the others ---------------------------------------------------------------------------------
-
-    @property
-    def description(self) -> ModelDescription:
-        """What is served."""
-        return self._engine.description
-
-    async def restart(self, replica: int, pauses: bool) -> None:
-        """As the engine does. Raises RequestError."""
-        await self._engine.restart(replica, pauses)
-
-    async def topology(self) -> Topology:
-        """Where it runs."""
-        return await asyncio.to_thread(self._engine.topology)
-
-    async def load(self) -> LoadDescription:
-        """How full it is."""
-        return await asyncio.to_thread(self._engine.load)
-
-    async def tokenizer_json(self) -> bytes | None:
-        """The tokenizer, for those who tokenize by themselves; None without one."""
-        return None if self._tokenizer is None else await asyncio.to_thread(self._tokenizer.to_json)
+    # ---- text and tokens -----------------------------------------------------------------------------
 
     async def tokenize(self, field: str, *texts: str) -> list[int]:
         """The tokens of a text; of several, with the end-of-text token between them. field: what the protocol
@@ -157,7 +134,7 @@ class RequestHandler:
     async def detokenize(self, field: str, ids: Sequence[int]) -> tuple[str, bytes]:
         """The text and the exact bytes of `ids`. field: what the protocol calls them. Raises InvalidRequest."""
         check_ids(field, ids, self.description)
-        tokenizer = self._tokenizer
+        tokenizer = self.tokenizer
         assert tokenizer is not None, "checked before"
         return await run_in_thread_if_long(
             len(ids), lambda: (tokenizer.decode(ids), b"".join(map(tokenizer.token_bytes, ids)))
@@ -165,17 +142,17 @@ class RequestHandler:
 
     def token_bytes(self, token_id: int) -> bytes:
         """What one token stands for; nothing without a tokenizer."""
-        return b"" if self._tokenizer is None else self._tokenizer.token_bytes(token_id)
+        return b"" if self.tokenizer is None else self.tokenizer.token_bytes(token_id)
 
     def text_bytes(self, token_id: int) -> bytes:
         """What one token adds to a text; nothing without a tokenizer."""
-        return b"" if self._tokenizer is None else self._tokenizer.text_bytes(token_id)
+        return b"" if self.tokenizer is None else self.tokenizer.text_bytes(token_id)
 
     # ---- parts --------------------------------------------------------------------------------------
 
     async def _encode(self, field: str, *texts: str) -> list[int]:
         check_text(field, "".join(texts), self.description)
-        tokenizer, end = self._tokenizer, self.description.eos_id
+        tokenizer, end = self.tokenizer, self.description.eos_id
         if tokenizer is None:
             return []  # of an empty text
 
@@ -192,16 +169,15 @@ class RequestHandler:
             raise InvalidRequest([Violation(field, "this text cannot be tokenized")]) from error
 
     def _echo(self, prompt: str | Sequence[int], request: Request) -> str:
-        if not request.output.echo or self._tokenizer is None:
+        if not request.output.echo or self.tokenizer is None:
             return ""
-        return prompt if isinstance(prompt, str) else self._tokenizer.decode(prompt)
+        return prompt if isinstance(prompt, str) else self.tokenizer.decode(prompt)
 
     def _enter(self, stream: RequestStream, call: Call) -> None:
         self._streams[stream] = call
         self._idle.clear()
 
     def _leave(self, stream: RequestStream) -> None:
-        stream.close()
         del self._streams[stream]
         if not self._streams:
             self._idle.set()

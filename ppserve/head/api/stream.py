@@ -10,7 +10,6 @@ Everything here runs in the event loop's thread.
 from __future__ import annotations
 
 import asyncio
-import logging
 from collections.abc import AsyncIterator, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
@@ -18,8 +17,6 @@ from ppserve.core.plan import TokenLogprobs
 from ppserve.core.request import FinishReason, Request
 from ppserve.errors import DeadlinePassed, RequestError
 from ppserve.head.engine.output import TokenOutput
-
-log = logging.getLogger(__name__)
 
 Score = TokenLogprobs | None
 
@@ -141,20 +138,12 @@ class Pending:
 
 
 class RequestStream(Pending):
-    """What one reader in the event loop takes of one request. Implements `Sink`.
+    """What one reader in the event loop takes of one request. Implements `Sink`."""
 
-    Made in the task that reads it, which is cancelled when it keeps one delta for `stall_timeout_s` before it asks
-    for the next.
-    """
-
-    def __init__(
-        self, request: Request, echo: str, stall_timeout_s: float, news: asyncio.Event | None = None
-    ) -> None:
-        """news: shared by the streams that are read together; see `deltas_in_time`."""
+    def __init__(self, request: Request, echo: str, news: asyncio.Event | None = None) -> None:
         super().__init__(request, echo)
         self.news = news or asyncio.Event()
-        self._watch = _StallWatch(stall_timeout_s)
-        self._is_late = False
+        """Set when there may be deltas. Streams that are read together share it."""
 
     def push(self, outputs: Iterable[TokenOutput]) -> None:
         super().push(outputs)
@@ -164,25 +153,6 @@ class RequestStream(Pending):
         super().fail(error)
         self.news.set()
 
-    def take(self) -> Iterator[Delta]:
-        for delta in super().take():
-            self._watch.handed_out()
-            yield delta
-            self._watch.came_back()
-
-    def take_in_time(self) -> Iterator[Delta]:
-        """As `take`, for protocols that have no word for a sequence that ended at its deadline. Raises
-        DeadlinePassed once all sequences have ended and one of them did so."""
-        for delta in self.take():
-            if delta.last.finish is not FinishReason.DEADLINE:
-                yield delta
-                continue
-            self._is_late = True
-            if delta.tokens:
-                yield replace(delta, last=replace(delta.last, finish=None))
-        if self._is_late and self.is_complete:
-            raise DeadlinePassed("the caller's time limit passed")
-
     async def deltas(self) -> AsyncIterator[Delta]:
         """Deltas until every sequence has ended. Raises the request's error after what came before it."""
         while not self.is_complete:
@@ -191,55 +161,26 @@ class RequestStream(Pending):
             for delta in self.take():
                 yield delta
 
-    def close(self) -> None:
-        """Nobody reads any more."""
-        self._watch.close()
-
 
 async def deltas_in_time(streams: Sequence[RequestStream]) -> AsyncIterator[tuple[int, Delta]]:
-    """Deltas of requests that share their `news`, each with its request's place among them, as they come. Raises
-    the first error, or DeadlinePassed, after what came before it."""
-    open_streams, news = dict(enumerate(streams)), streams[0].news
+    """Deltas of requests that share their `news`, each with its request's place among them, as they come.
+
+    For protocols that have no word for a sequence that ended at its deadline: once its request has ended,
+    DeadlinePassed is raised. Raises the first error after what came before it.
+    """
+    open_streams, late, news = dict(enumerate(streams)), set(), streams[0].news
     while open_streams:
         await news.wait()
         news.clear()
         for place, stream in list(open_streams.items()):
-            for delta in stream.take_in_time():
-                yield place, delta
+            for delta in stream.take():
+                is_late = delta.last.finish is FinishReason.DEADLINE
+                if is_late:
+                    late.add(place)
+                    delta = replace(delta, last=replace(delta.last, finish=None))
+                if delta.tokens or not is_late:
+                    yield place, delta
             if stream.is_complete:
                 del open_streams[place]
-
-
-class _StallWatch:
-    """Cancels the task that created it when that task keeps a delta for longer than `timeout_s`.
-
-    A timer for each delta would cost more than writing it; this one looks at the clock when it fires.
-    """
-
-    def __init__(self, timeout_s: float) -> None:
-        task = asyncio.current_task()
-        assert task is not None
-        self._task = task
-        self._timeout_s = timeout_s
-        self._loop = asyncio.get_running_loop()
-        self._since_s: float | None = None
-        self._timer = self._loop.call_later(timeout_s, self._look)
-
-    def handed_out(self) -> None:
-        self._since_s = self._loop.time()
-
-    def came_back(self) -> None:
-        self._since_s = None
-
-    def close(self) -> None:
-        self._timer.cancel()
-
-    def _look(self) -> None:
-        left_s = self._timeout_s
-        if self._since_s is not None:
-            left_s -= self._loop.time() - self._since_s
-        if left_s <= 0:
-            log.warning("a reader took nothing for %g s: its call is cut", self._timeout_s)
-            self._task.cancel()
-        else:
-            self._timer = self._loop.call_later(left_s, self._look)
+                if place in late:
+                    raise DeadlinePassed("the caller's time limit passed")

@@ -28,12 +28,8 @@ def a_token(offset: int, index: int = 0, finish: FinishReason | None = None, **m
 
 def read(request: Request, scenario: Callable[[RequestStream], Awaitable[T]], echo: str = "") -> T:
     async def main() -> T:
-        stream = RequestStream(request, echo, stall_timeout_s=30)
-        try:
-            async with asyncio.timeout(20):
-                return await scenario(stream)
-        finally:
-            stream.close()
+        async with asyncio.timeout(20):
+            return await scenario(RequestStream(request, echo))
 
     return asyncio.run(main())
 
@@ -163,29 +159,6 @@ def test_the_first_error_is_told_and_a_finished_sequence_outlives_it() -> None:
             await anext(reader)
 
     read(a_request(num_sequences=2), scenario)
-
-
-def test_a_reader_that_keeps_a_delta_for_too_long_is_cancelled() -> None:
-    async def main() -> None:
-        stream = RequestStream(a_request(), "", stall_timeout_s=0.01)
-        stream.push([a_token(0)])
-        async for _ in stream.deltas():
-            await asyncio.Event().wait()
-
-    with pytest.raises(asyncio.CancelledError):
-        asyncio.run(main())
-
-
-def test_a_reader_that_waits_for_tokens_is_not_cancelled() -> None:
-    """The control: many timeouts pass while it is the engine that has nothing."""
-
-    async def main() -> None:
-        stream, loop = RequestStream(a_request(), "", stall_timeout_s=0.01), asyncio.get_running_loop()
-        loop.call_later(0.1, stream.push, [a_token(0, finish=END)])
-        assert [delta.text async for delta in stream.deltas()] == ["a"]
-        stream.close()
-
-    asyncio.run(main())
 
 
 def test_no_sequence_begins_before_the_prompt_s_scores() -> None:

@@ -5,27 +5,41 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Awaitable, Callable, Iterable, Iterator
+from contextlib import aclosing, nullcontext
 from dataclasses import replace
-from typing import Any, TypeVar
+from typing import Any, Protocol, TypeAlias
 
 import grpc
+from google.protobuf.descriptor import MethodDescriptor, ServiceDescriptor
 from google.protobuf.message import DecodeError, Message
+from google.protobuf.message_factory import GetMessageClass
 from grpc import aio
 
 from ppserve.errors import InvalidRequest, Unauthenticated, Violation
 from ppserve.head.api.auth import bearer_key, caller_name
 from ppserve.head.api.call import Call
 from ppserve.head.api.grpc.status import end_with
+from ppserve.head.api.request_handler import RequestHandler
 
 log = logging.getLogger(__name__)
 
 Context = aio.ServicerContext[Any, Any]
-M = TypeVar("M", bound=Message)
 Metadata = Iterable[tuple[str, str | bytes]] | None
+MethodHandler: TypeAlias = "grpc.RpcMethodHandler[Any, Any]"
 
 OPEN_SERVICES = ("/grpc.health.v1.Health/",)
 
 _LOCAL_PEERS = ("ipv4:127.", "ipv6:[::1]", "ipv6:%5B::1%5D", "ipv6:[::ffff:127.", "ipv6:%5B::ffff:127.", "unix:")
+
+
+class Service(Protocol):
+    """A service whose methods are called as in its proto. Each takes a message and its call; it returns a message,
+    or yields messages. What it does not have is answered with UNIMPLEMENTED."""
+
+    descriptor: ServiceDescriptor
+
+    def set_serving(self, serving: bool) -> None:
+        """Whether the server serves."""
 
 
 class KeyCheck(aio.ServerInterceptor):
@@ -40,15 +54,22 @@ class KeyCheck(aio.ServerInterceptor):
 
     async def intercept_service(
         self,
-        continuation: Callable[[grpc.HandlerCallDetails], Awaitable[grpc.RpcMethodHandler[Any, Any] | None]],
+        continuation: Callable[[grpc.HandlerCallDetails], Awaitable[MethodHandler | None]],
         handler_call_details: grpc.HandlerCallDetails,
-    ) -> grpc.RpcMethodHandler[Any, Any] | None:
+    ) -> MethodHandler | None:
         if not handler_call_details.method.startswith(OPEN_SERVICES):
             try:
                 self._check_key(_key(handler_call_details.invocation_metadata))
             except Unauthenticated as error:
                 return _refusal(error)
         return await continuation(handler_call_details)
+
+
+def registered(service: Service, handler: RequestHandler) -> grpc.GenericRpcHandler:
+    """A service as a server registers it."""
+    methods = [method for method in service.descriptor.methods if hasattr(service, method.name)]
+    handlers = {method.name: _method(service, method, handler) for method in methods}
+    return grpc.method_handlers_generic_handler(service.descriptor.full_name, handlers)
 
 
 def call_from(context: Context, keys_are_checked: bool) -> Call:
@@ -62,38 +83,44 @@ def call_from(context: Context, keys_are_checked: bool) -> Call:
     return replace(call, is_local=peer.startswith(_LOCAL_PEERS))
 
 
-def parse(kind: type[M], raw: bytes) -> M:
-    """The message. Raises InvalidRequest: services parse for themselves, so that bad bytes get a proper status."""
+def _method(service: Service, method: MethodDescriptor, handler: RequestHandler) -> MethodHandler:
+    """Bytes in, bytes out. The message is parsed here, not by gRPC, so that bad bytes get a proper status."""
+    kind, answer = GetMessageClass(method.input_type), getattr(service, method.name)
+    max_id_bytes, has_keys = handler.description.limits.max_request_id_bytes, handler.keys is not None
+
+    async def answered(raw: bytes, context: Context) -> bytes:
+        call = call_from(context, has_keys)
+        try:
+            with handler.counting_refusals() if method.server_streaming else nullcontext():
+                message = _parsed(kind, raw)
+                call = call.named(getattr(message, "request_id", ""), max_id_bytes)
+            context.set_trailing_metadata(tuple(call.names))
+            if not method.server_streaming:
+                content: bytes = (await answer(message, call)).SerializeToString()
+                return content
+            async with aclosing(answer(message, call)) as messages:
+                async for message in messages:
+                    await context.write(message.SerializeToString())
+        except aio.BaseError:
+            log.debug("the caller went away in the middle of a write", extra=call.trace)
+            raise asyncio.CancelledError from None
+        except Exception as error:
+            context.set_trailing_metadata(tuple(call.names))
+            end_with(context, call.refusal(error))
+        return b""
+
+    if method.server_streaming:
+        return grpc.unary_stream_rpc_method_handler(answered)
+    return grpc.unary_unary_rpc_method_handler(answered)
+
+
+def _parsed(kind: type[Message], raw: bytes) -> Any:
+    """Raises InvalidRequest."""
     try:
         return kind.FromString(raw)
     except DecodeError as error:
         problem = f"not a {kind.DESCRIPTOR.name}: malformed, or text that is not UTF-8"
         raise InvalidRequest([Violation("", problem)]) from error
-
-
-def unary(
-    answer: Callable[[bytes, Call], Awaitable[Message]], keys_are_checked: bool
-) -> grpc.RpcMethodHandler[Any, Any]:
-    """A method with one answer: errors become statuses, messages become bytes."""
-
-    async def method(raw: bytes, context: Context) -> bytes:
-        call = call_from(context, keys_are_checked)
-        try:
-            return (await answer(raw, call)).SerializeToString()
-        except Exception as error:
-            end_with(context, call.refusal(error))
-            return b""
-
-    return grpc.unary_unary_rpc_method_handler(method)
-
-
-def end_stream(context: Context, call: Call, error: Exception) -> None:
-    """Ends a method with many answers: with the status of what it raised, unless the caller has gone."""
-    if isinstance(error, aio.BaseError):
-        log.debug("the caller went away in the middle of a write", extra=call.trace)
-        raise asyncio.CancelledError from None
-    context.set_trailing_metadata(tuple(call.names))
-    end_with(context, call.refusal(error))
 
 
 def _key(metadata: Metadata) -> str | None:
@@ -105,7 +132,7 @@ def _texts(metadata: Metadata, name: str) -> Iterator[str]:
     return (value for key, value in metadata or () if key == name and isinstance(value, str))
 
 
-def _refusal(error: Unauthenticated) -> grpc.RpcMethodHandler[Any, Any]:
+def _refusal(error: Unauthenticated) -> MethodHandler:
     async def refuse(_messages: object, context: Context) -> None:
         end_with(context, error)
 

@@ -6,7 +6,7 @@ import ipaddress
 import logging
 import resource
 from collections.abc import Sequence
-from typing import Any, Protocol
+from typing import Any
 
 import grpc
 from grpc import aio
@@ -15,14 +15,13 @@ from grpc_reflection.v1alpha import reflection
 
 from ppserve.config import ServerSettings
 from ppserve.errors import ConfigError
-from ppserve.head.api.grpc.calls import KeyCheck
+from ppserve.head.api.grpc.calls import KeyCheck, Service, registered
 from ppserve.head.api.grpc.health import HEALTH_NAME, Health
-from ppserve.head.api.grpc.service import SERVICE_NAME, GrpcService
+from ppserve.head.api.grpc.service import GenerationService
 from ppserve.head.api.request_handler import RequestHandler
 from ppserve.head.api.tls import Certificates, read_certificates
 from ppserve.head.binding import address_text, bound
 from ppserve.head.limits import Limits
-from ppserve.v1 import generation_pb2 as _registered  # noqa: F401  reflection serves what is registered
 
 log = logging.getLogger(__name__)
 
@@ -32,22 +31,14 @@ MAX_CALLS = 4096
 CLOSING_S = 1.0
 
 
-class OtherService(Protocol):
-    """Of another protocol, on the same port. is_serving: what it answers when asked; the server sets it."""
-
-    name: str
-    is_serving: bool
-
-    def handlers(self) -> grpc.GenericRpcHandler: ...
-
-
 class GrpcServer:
     """Serves until `stop`. Not serving, for health checks, until told that it is."""
 
     def __init__(
-        self, settings: ServerSettings, request_handler: RequestHandler, others: Sequence[OtherService] = ()
+        self, settings: ServerSettings, request_handler: RequestHandler, others: Sequence[Service] = ()
     ) -> None:
-        """Raises ConfigError for certificates that cannot be used. Call inside the event loop."""
+        """others: services of other protocols on the same port. Raises ConfigError for certificates that cannot be
+        used. Call inside the event loop."""
         self._settings = settings
         self.request_handler = request_handler
         self._tls = read_certificates(settings)
@@ -56,14 +47,12 @@ class GrpcServer:
             options=server_options(request_handler.description.limits),
             maximum_concurrent_rpcs=MAX_CALLS,
         )
-        self._server.add_generic_rpc_handlers((GrpcService(request_handler).handlers(),))
-        self._others = others
-        self._server.add_generic_rpc_handlers(tuple(service.handlers() for service in others))
-        services = [SERVICE_NAME, *(service.name for service in others)]
-        self._health = Health(services)
+        self._services = [GenerationService(request_handler), *others]
+        names = [service.descriptor.full_name for service in self._services]
+        self._server.add_generic_rpc_handlers([registered(service, request_handler) for service in self._services])
+        self._health = Health(names)
         health_pb2_grpc.add_HealthServicer_to_server(self._health, self._server)
-        names = (*services, HEALTH_NAME, reflection.SERVICE_NAME)
-        reflection.enable_server_reflection(names, self._server)
+        reflection.enable_server_reflection((*names, HEALTH_NAME, reflection.SERVICE_NAME), self._server)
 
     async def start(self) -> int:
         """Bind and listen; return the port. Raises ConfigError when the address cannot be bound."""
@@ -85,8 +74,8 @@ class GrpcServer:
     async def set_serving(self, serving: bool) -> None:
         """What health checks are told, for the server and for its services by name."""
         self._health.set_serving(serving)
-        for service in self._others:
-            service.is_serving = serving
+        for service in self._services:
+            service.set_serving(serving)
 
     def show(self, certificates: Certificates) -> None:
         """To new connections, from now on; those that stand keep theirs."""
@@ -100,9 +89,8 @@ class GrpcServer:
 
     async def stop(self, timeout_s: float) -> None:
         """Say NOT_SERVING at once, refuse new requests, let running ones finish for `timeout_s`, then close."""
+        await self.set_serving(False)
         self._health.end()
-        for service in self._others:
-            service.is_serving = False
         await self.request_handler.drain(timeout_s)
         await self._server.stop(CLOSING_S)
 

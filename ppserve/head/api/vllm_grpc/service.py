@@ -4,15 +4,14 @@ Embed and SubscribeKvEvents are missing on purpose: gRPC answers them with UNIMP
 
 from __future__ import annotations
 
+import asyncio
 import time
+from collections.abc import AsyncIterator
 from datetime import UTC, datetime
 from pathlib import Path
 
-import grpc
-
 from ppserve.errors import InvalidRequest, Violation
 from ppserve.head.api.call import Call
-from ppserve.head.api.grpc.calls import Context, call_from, end_stream, parse, unary
 from ppserve.head.api.request_handler import RequestHandler
 from ppserve.head.api.stream import deltas_in_time
 from ppserve.head.api.vllm_grpc.convert import in_words_of, request_fields
@@ -26,91 +25,49 @@ TOKENIZER_PLACE = "grpc:GetTokenizer"
 
 
 class VllmService:
-    """Answers calls with what the request handler says. is_serving: what HealthCheck says; set from outside."""
+    """Answers calls with what the request handler says."""
 
-    name = "vllm.grpc.engine.VllmEngine"
+    descriptor = pb.DESCRIPTOR.services_by_name["VllmEngine"]
 
     def __init__(self, request_handler: RequestHandler, chat_template: Path | None) -> None:
-        self.is_serving = False
-        self._request_handler = request_handler
+        self._handler = request_handler
         self._chat_template = None if chat_template is None else chat_template.read_text()
+        self._is_serving = False
         self._started_s = time.monotonic()
         self._archive: bytes | None = None
 
-    def handlers(self) -> grpc.GenericRpcHandler:
-        """What a server registers."""
-        stream = grpc.unary_stream_rpc_method_handler
-        answers = {
-            "HealthCheck": self._health_check,
-            "Abort": self._abort,
-            "GetModelInfo": self._get_model_info,
-            "GetServerInfo": self._get_server_info,
-            "GetLoads": self._get_loads,
-        }
-        keys_are_checked = self._request_handler.keys is not None
-        return grpc.method_handlers_generic_handler(
-            self.name,
-            {
-                "Generate": stream(self._generate, response_serializer=pb.GenerateResponse.SerializeToString),
-                "GetTokenizer": stream(
-                    self._get_tokenizer, response_serializer=pb.GetTokenizerChunk.SerializeToString
-                ),
-                **{name: unary(answer, keys_are_checked) for name, answer in answers.items()},
-            },
-        )
+    def set_serving(self, serving: bool) -> None:
+        """What HealthCheck says."""
+        self._is_serving = serving
 
-    async def _generate(self, raw: bytes, context: Context) -> None:
-        handler, message = self._request_handler, pb.GenerateRequest()
-        call = call_from(context, keys_are_checked=handler.keys is not None)
+    async def Generate(self, message: pb.GenerateRequest, call: Call) -> AsyncIterator[pb.GenerateResponse]:
         try:
-            with handler.counting_refusals():
-                message = parse(pb.GenerateRequest, raw)
-                call = call.named(message.request_id, handler.description.limits.max_request_id_bytes)
+            with self._handler.counting_refusals():
                 given, prompt = request_fields(message)
-            context.set_trailing_metadata(tuple(call.names))
-            async with handler.generate(given, prompt, call) as stream:
+            async with self._handler.generate(given, prompt, call) as stream:
                 messages = SequenceMessages(stream.request, message.stream)
                 async for _, delta in deltas_in_time([stream]):
                     for answer in messages.answers(delta):
-                        await context.write(answer)
+                        yield answer
         except InvalidRequest as error:
-            end_stream(context, call, in_words_of(message, error))
-        except Exception as error:
-            end_stream(context, call, error)
+            raise in_words_of(message, error) from None
 
-    async def _get_tokenizer(self, raw: bytes, context: Context) -> None:
-        call = call_from(context, keys_are_checked=self._request_handler.keys is not None)
-        try:
-            parse(pb.GetTokenizerRequest, raw)
-            for chunk in chunks(await self._tokenizer_archive()):
-                await context.write(chunk)
-        except Exception as error:
-            end_stream(context, call, error)
+    async def GetTokenizer(
+        self, _message: pb.GetTokenizerRequest, _call: Call
+    ) -> AsyncIterator[pb.GetTokenizerChunk]:
+        for chunk in chunks(await self._tokenizer_archive()):
+            yield chunk
 
-    async def _tokenizer_archive(self) -> bytes:
-        """Made when it is first asked for. Raises InvalidRequest without a tokenizer."""
-        if self._archive is None:
-            content = await self._request_handler.tokenizer_json()
-            if content is None:
-                raise InvalidRequest([Violation("", "this model has no tokenizer: send tokenized.input_ids")])
-            description = self._request_handler.description
-            special = b"" if description.eos_id is None else self._request_handler.token_bytes(description.eos_id)
-            end_of_text = special.decode("utf-8", "replace")
-            self._archive = archive(description, content, end_of_text, self._chat_template)
-        return self._archive
+    async def HealthCheck(self, _message: pb.HealthCheckRequest, _call: Call) -> pb.HealthCheckResponse:
+        problem = "" if self._is_serving else "a stage is away, or the server is shutting down"
+        return pb.HealthCheckResponse(healthy=self._is_serving, message=problem)
 
-    async def _health_check(self, raw: bytes, _call: Call) -> pb.HealthCheckResponse:
-        parse(pb.HealthCheckRequest, raw)
-        problem = "a stage is away, or the server is shutting down"
-        return pb.HealthCheckResponse(healthy=self.is_serving, message="" if self.is_serving else problem)
-
-    async def _abort(self, raw: bytes, call: Call) -> pb.AbortResponse:
-        self._request_handler.abort(frozenset(parse(pb.AbortRequest, raw).request_ids), call.caller)
+    async def Abort(self, message: pb.AbortRequest, call: Call) -> pb.AbortResponse:
+        self._handler.abort(frozenset(message.request_ids), call.caller)
         return pb.AbortResponse()
 
-    async def _get_model_info(self, raw: bytes, _call: Call) -> pb.GetModelInfoResponse:
-        parse(pb.GetModelInfoRequest, raw)
-        description = self._request_handler.description
+    async def GetModelInfo(self, _message: pb.GetModelInfoRequest, _call: Call) -> pb.GetModelInfoResponse:
+        description = self._handler.description
         return pb.GetModelInfoResponse(
             model_path=description.name,
             is_generation=True,
@@ -125,18 +82,16 @@ class VllmService:
             max_req_input_len=description.max_context,
         )
 
-    async def _get_server_info(self, raw: bytes, _call: Call) -> pb.GetServerInfoResponse:
-        parse(pb.GetServerInfoRequest, raw)
+    async def GetServerInfo(self, _message: pb.GetServerInfoRequest, _call: Call) -> pb.GetServerInfoResponse:
         return pb.GetServerInfoResponse(
-            active_requests=self._request_handler.num_open_streams,
+            active_requests=self._handler.num_open_streams,
             uptime_seconds=time.monotonic() - self._started_s,
             server_type="vllm-grpc",
             data_parallel_size=1,
         )
 
-    async def _get_loads(self, raw: bytes, _call: Call) -> pb.GetLoadsResponse:
-        parse(pb.GetLoadsRequest, raw)
-        load = await self._request_handler.load()
+    async def GetLoads(self, _message: pb.GetLoadsRequest, _call: Call) -> pb.GetLoadsResponse:
+        load = await asyncio.to_thread(self._handler.engine.load)
         scheduler = pb.SchedulerLoad(
             num_running_reqs=load.running,
             num_waiting_reqs=load.waiting,
@@ -146,7 +101,17 @@ class VllmService:
             token_usage=load.kv_usage,
             max_running_requests=load.max_running,
         )
-        now = datetime.now(UTC).isoformat()
-        return pb.GetLoadsResponse(
-            timestamp=now, version=self._request_handler.description.version, dp_rank_count=1, loads=[scheduler]
-        )
+        now, version = datetime.now(UTC).isoformat(), self._handler.description.version
+        return pb.GetLoadsResponse(timestamp=now, version=version, dp_rank_count=1, loads=[scheduler])
+
+    async def _tokenizer_archive(self) -> bytes:
+        """Made when it is first asked for. Raises InvalidRequest without a tokenizer."""
+        if self._archive is None:
+            tokenizer, description = self._handler.tokenizer, self._handler.description
+            if tokenizer is None:
+                raise InvalidRequest([Violation("", "this model has no tokenizer: send tokenized.input_ids")])
+            content = await asyncio.to_thread(tokenizer.to_json)
+            special = b"" if description.eos_id is None else self._handler.token_bytes(description.eos_id)
+            end_of_text = special.decode("utf-8", "replace")
+            self._archive = archive(description, content, end_of_text, self._chat_template)
+        return self._archive

@@ -2,21 +2,14 @@
 
 from __future__ import annotations
 
-import asyncio
-from dataclasses import replace
-
 import grpc
-from grpc import aio
 
 from ppserve.core.plan import TokenLogprobs
 from ppserve.core.request import FinishReason
-from ppserve.head.api.grpc.service import GrpcService
-from ppserve.head.api.request_handler import RequestHandler
 from ppserve.head.engine.output import TokenOutput
 from ppserve.v1 import generation_pb2 as pb
 from ppserve.v1.generation_pb2_grpc import GenerationServiceStub
 from tests.fake_engine import (
-    CARD,
     ByteCodec,
     FakeEngine,
     code_of,
@@ -241,36 +234,3 @@ def test_a_slow_reader_gets_merged_messages() -> None:
         assert (messages[0].text, messages[0].num_tokens) == ("x" * 50, 50)
 
     run(scenario, by_hand=True)
-
-
-def test_a_reader_that_takes_nothing_is_cut_and_others_go_on() -> None:
-    """The client opens a stream and does not read; writes pile up in gRPC until one does not return."""
-
-    async def main() -> None:
-        engine = FakeEngine(by_hand=True, description=replace(CARD, max_context=1 << 20))
-        request_handler = RequestHandler(engine, ByteCodec(), stall_timeout_s=0.2)
-        server = aio.server()
-        server.add_generic_rpc_handlers((GrpcService(request_handler).handlers(),))
-        port = server.add_insecure_port("127.0.0.1:0")
-        await server.start()
-        options = [("grpc.http2.lookahead_bytes", 1024), ("grpc.http2.bdp_probe", 0)]
-        async with aio.insecure_channel(f"127.0.0.1:{port}", options=options) as channel:
-            stub = GenerationServiceStub(channel)
-            stalled, other = (stub.Generate(ask(1 << 19, request_id=name)) for name in ("stalled", "other"))
-            await engine.until(lambda engine: len(engine.sinks) == 2)
-            sinks = {request_id.partition("/")[0]: sink for request_id, sink in engine.sinks.items()}
-            stalled_sink, other_sink = sinks["stalled"], sinks["other"]
-            offset = 0
-            while not engine.cancelled:
-                stalled_sink.push([TokenOutput(0, offset, 1, "x" * 65536)])
-                other_sink.push([TokenOutput(0, offset, 1, "y")])
-                assert (await other.read()).text == "y"
-                offset += 1
-            assert [request_id.partition("/")[0] for request_id in engine.cancelled] == ["stalled"]
-            assert request_handler.num_open_streams == 1
-            other_sink.push([TokenOutput(0, offset, 1, "z", finish=FinishReason.MAX_TOKENS)])
-            assert (await other.read()).text == "z"
-            stalled.cancel()
-        await server.stop(0)
-
-    asyncio.run(main())

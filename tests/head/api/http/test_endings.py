@@ -6,13 +6,9 @@ import asyncio
 
 import pytest
 
-from ppserve.config import ServerSettings
 from ppserve.core.request import FinishReason
-from ppserve.head.api.http.server import HttpServer
-from ppserve.head.api.request_handler import RequestHandler
 from ppserve.head.engine.output import TokenOutput
-from tests.fake_engine import ByteCodec, FakeEngine
-from tests.head.api.http.asking import Counted, Served, raw, run
+from tests.head.api.http.asking import Served, raw, run
 
 
 def test_the_caller_s_time_limit() -> None:
@@ -51,28 +47,6 @@ def test_a_finished_answer_is_not_cancelled() -> None:
         assert served.engine.cancelled == {}
 
     run(scenario)
-
-
-def test_a_reader_that_stalls_is_cut_off() -> None:
-    async def main() -> None:
-        engine = FakeEngine(by_hand=True)
-        request_handler = RequestHandler(engine, ByteCodec(), stall_timeout_s=0.1)
-        server = HttpServer(ServerSettings(http_port=0), request_handler, Counted())
-        port = await server.start()
-        _, writer = await asyncio.open_connection("127.0.0.1", port, limit=1)
-        writer.write(raw("/v1/completions", {"prompt": "a", "stream": True}))
-        await engine.until(lambda engine: bool(engine.sinks))
-        (sink,) = engine.sinks.values()
-        async with asyncio.timeout(20):
-            offset = 0
-            while not engine.cancelled:  # until all buffers between here and there are full
-                sink.push([TokenOutput(0, offset, 65, "A" * 100_000)])
-                offset += 1
-                await asyncio.sleep(0)
-        writer.close()
-        await server.stop(0)
-
-    asyncio.run(main())
 
 
 def test_draining_lets_answers_finish_and_refuses_new_ones() -> None:

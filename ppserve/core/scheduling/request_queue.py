@@ -91,11 +91,11 @@ class RequestQueue:
 
     # Replicas
 
-    def join(self, scheduler: RequestScheduler) -> None:
+    def add_scheduler(self, scheduler: RequestScheduler) -> None:
         self._schedulers.append(scheduler)
-        self.look_again()
+        self.retry_admission()
 
-    def leave(self, scheduler: RequestScheduler) -> None:
+    def remove_scheduler(self, scheduler: RequestScheduler) -> None:
         """A replica will not come back, and has given its requests back."""
         self._schedulers.remove(scheduler)
 
@@ -108,7 +108,7 @@ class RequestQueue:
         """Requests that no replica computes."""
         return len(self.queue)
 
-    def look_again(self) -> None:
+    def retry_admission(self) -> None:
         """Room was made, or a replica opened: the next waiting request may fit now."""
         self._may_fit = True
 
@@ -154,7 +154,7 @@ class RequestQueue:
             return []
         return [self.end_sequence(s, group, finish=reason) for s in group.live]
 
-    def finish(self, sequence_id: int, reason: FinishReason) -> None:
+    def finish_sequence(self, sequence_id: int, reason: FinishReason) -> None:
         """End a sequence whose end the engine has found (a stop string): no event, no further step. If it ended
         by itself in the same step, nothing happens."""
         for scheduler in self._schedulers:
@@ -173,7 +173,7 @@ class RequestQueue:
         self._next_deadline_s = deadlines[len(overdue)][0] if len(overdue) < len(deadlines) else math.inf
         return [event for key in overdue for event in self.abort(key, FinishReason.DEADLINE)]
 
-    def fail(self, group: SequenceGroup, problem: str) -> list[SequenceEvent]:
+    def fail_request(self, group: SequenceGroup, problem: str) -> list[SequenceEvent]:
         return [self.end_sequence(s, group, error=RequestFailed(problem)) for s in group.live]
 
     def end_sequence(
@@ -272,7 +272,7 @@ class RequestQueue:
         for group in groups:
             del self._homes[group.key]
         self.queue.give_back(groups)
-        self.look_again()
+        self.retry_admission()
 
     # Computing
 
@@ -291,9 +291,9 @@ class RequestQueue:
         is_watched = self.poison_isolation.watches(group.key)
         if is_watched and all(len(s.token_ids) > s.loss_mark for s in group.live):  # it did not cause the loss
             self.poison_isolation.clear(group.key)
-            self.look_again()
+            self.retry_admission()
 
-    def blame(
+    def record_loss(
         self, scheduler: RequestScheduler, in_flight: Iterable[str], failed: Set[Hashable]
     ) -> list[SequenceEvent]:
         """Ranks of a replica failed with steps of these requests in flight. A request that is certain to have
@@ -302,7 +302,7 @@ class RequestQueue:
         elsewhere = {key for key in started if self._homes.get(key) is not scheduler}
         open_requests = self.groups.keys() & set(in_flight)
         culprit = self.poison_isolation.record_loss(open_requests, failed, elsewhere)
-        self.look_again()
+        self.retry_admission()
         if culprit is None:
             return []
-        return self.fail(self.groups[culprit], "a stage died each time this request was computed")
+        return self.fail_request(self.groups[culprit], "a stage died each time this request was computed")

@@ -12,7 +12,7 @@ Laws
 - The most blocks that a request can need are reserved at admission, so no sequence ever waits for a block.
 - When a stage is lost, its sequences are computed again: by another replica (`give_back`) or, without one, here
   with their block tables kept (`lose_stage`).
-- Every sequence causes exactly one terminal event, except one that the engine ends (`RequestQueue.finish`).
+- Every sequence has one terminal event, except one that the engine ends (`RequestQueue.finish_sequence`).
 
 The replica calls `schedule(now)` until it returns None, and enters each plan in the book of steps before it asks
 for the next. It calls `commit` for every result of the last stage that is in the book.
@@ -65,7 +65,7 @@ class Scheduler:
         self.num_draft_tokens = dict.fromkeys(OUTCOMES, 0)
         self.is_open = True
         self.request_queue = RequestQueue() if request_queue is None else request_queue
-        self.request_queue.join(self)
+        self.request_queue.add_scheduler(self)
 
     # State
 
@@ -175,7 +175,7 @@ class Scheduler:
         sequence.move_to(SequenceStatus.ENDED)
         self._blocks.release(sequence.id)
         del self._ending[sequence.id]
-        self.request_queue.look_again()
+        self.request_queue.retry_admission()
 
     # Steps
 
@@ -275,7 +275,7 @@ class Scheduler:
         group = self.request_queue.groups[sequence.request.id]
         if piece.targets:
             if scored is None or len(scored.logprobs) != len(piece.targets):
-                yield from self.request_queue.fail(group, "the prompt could not be scored")
+                yield from self.request_queue.fail_request(group, "the prompt could not be scored")
                 return
             if not all(math.isfinite(of.logprob) for of in scored.logprobs):
                 yield from self._not_finite(group)
@@ -302,7 +302,7 @@ class Scheduler:
         """The request's end, with all its sequences: its caller is told of the first error."""
         for sequence in group.live:
             self._blocks.forget_contents_of(sequence.id)  # their KV may hold non-finite values: never share them
-        return self.request_queue.fail(group, "the model's output is not finite")
+        return self.request_queue.fail_request(group, "the model's output is not finite")
 
     def _drawn(
         self, sequence: Sequence, group: SequenceGroup, token_id: int, logprobs: TokenLogprobs | None
@@ -327,7 +327,7 @@ class Scheduler:
             sequence.rewind()
             self._blocks.unpin(sequence.id)
         self._running_set.restart()
-        return self.request_queue.blame(self, in_flight, failed)
+        return self.request_queue.record_loss(self, in_flight, failed)
 
     def give_back(self) -> frozenset[str]:
         """Close, and let other replicas go on with all requests. The ids of those that had steps in flight."""
@@ -345,7 +345,7 @@ class Scheduler:
         """The first epoch, or the next one after `give_back`, has formed: requests may be admitted."""
         self.slots.begin_epoch(epoch)
         self.is_open = True
-        self.request_queue.look_again()
+        self.request_queue.retry_admission()
 
     def _forget_steps(self, epoch: int) -> frozenset[str]:
         """The steps in flight will have no results. Returns the ids of their requests."""

@@ -290,7 +290,7 @@ class Engine(threading.Thread):
             self._rolling = None
         replica.give_back()
         if replica.scheduler is not None:
-            self.request_queue.leave(replica.scheduler)
+            self.request_queue.remove_scheduler(replica.scheduler)
         self._living.remove(replica)
         self._control.broadcast(replica.members.ranks, wire.Shutdown())
 

@@ -176,7 +176,7 @@ def test_blocks_that_others_share_are_written_though_the_answer_has_ended() -> N
     sequence = rig.scheduler.running(events[-1].sequence_id)
     assert sequence is not None
     assert sequence.num_published == len(sequence.token_ids)
-    rig.scheduler.request_queue.finish(sequence.id, FinishReason.STOP_STRING)
+    rig.scheduler.request_queue.finish_sequence(sequence.id, FinishReason.STOP_STRING)
     rig.ended_by_engine.add(("a", 0))
     follows = tuple(sequence.token_ids)
     rig.submit(replace(a_request("b", max_tokens=5), prompt_ids=(*follows, 3)))

@@ -49,7 +49,7 @@ def test_a_partly_filled_block_is_copied_for_each_sibling() -> None:
     leader = 0
     assert sources <= set(rig.blocks.table(leader))
     held = rig.blocks.num_held
-    rig.scheduler.request_queue.finish(leader, FinishReason.STOP_STRING)
+    rig.scheduler.request_queue.finish_sequence(leader, FinishReason.STOP_STRING)
     rig.ended_by_engine.add(("r", 0))
     rig.commit_one()
     assert rig.blocks.num_held < held - 1, "once copied, the source is no longer kept"

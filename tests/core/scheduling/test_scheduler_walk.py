@@ -142,7 +142,7 @@ def walk(
             last = {(event.request_id, event.index): event for event in rig.commit_one()}
             for event in last.values():
                 if not event.is_terminal and rng.random() < 0.01:
-                    rig.scheduler.request_queue.finish(event.sequence_id, FinishReason.STOP_STRING)
+                    rig.scheduler.request_queue.finish_sequence(event.sequence_id, FinishReason.STOP_STRING)
                     rig.ended_by_engine.add((event.request_id, event.index))
         check_scheduler(rig.scheduler)
     rig.drain()

@@ -30,7 +30,7 @@ sys.path.insert(0, str(Path(__file__).parents[1]))  # tests are no package of th
 from ppserve.core.architecture import Architecture, StageLayout
 from ppserve.core.plan import Draw, Slice, StepPlan
 from ppserve.core.request import SamplingParams
-from ppserve.model.checkpoint import WHOLE, Part
+from ppserve.model.checkpoint import WHOLE, TensorPart
 from ppserve.model.cpu.backend import CpuBackend
 from ppserve.model.cpu.kernels.memory import Arena, address, aligned
 from ppserve.model.cpu.kernels.products import PackedRows, micro_kernels
@@ -57,7 +57,7 @@ class RandomWeights:
     path: Path = Path("random")
     stored_dtype: str = "float32"
 
-    def tensor(self, name: str, part: Part = WHOLE) -> torch.Tensor:
+    def tensor(self, name: str, part: TensorPart = WHOLE) -> torch.Tensor:
         return part.of(self._whole(name))
 
     def _whole(self, name: str) -> torch.Tensor:

@@ -37,8 +37,8 @@ _NAMES = {
     "ppserve.library.pipeline": "Pipeline",
     "ppserve.library.stream": "Stream",
     "ppserve.library.parts": """BUSY CAUSES IDLE Architecture Checkpoint Compute Computed Draw Frames GPT2Stage
-        Part SamplingParams Slice Split Stage StageLayout StageTimes StepPlan Transport balance between connect
-        create_transport decode_parts load_tokenizer open_checkpoint read_architecture read_ledger shares
+        SamplingParams Slice Split Stage StageLayout StageTimes StepPlan TensorPart Transport balance between
+        connect create_transport decode_parts load_tokenizer open_checkpoint read_architecture read_ledger shares
         split_by_weight stage_layouts stage_params""",
 }
 _HOME_OF = {name: home for home, names in _NAMES.items() for name in names.split()}

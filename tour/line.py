@@ -21,13 +21,13 @@ from ppserve import (
     Draw,
     Frames,
     GPT2Stage,
-    Part,
     SamplingParams,
     Slice,
     Split,
     Stage,
     StageLayout,
     StepPlan,
+    TensorPart,
     Transport,
     connect,
     stage_layouts,
@@ -59,7 +59,7 @@ class RandomWeights:
     path: Path = Path("random weights")
     stored_dtype: str = "float32"
 
-    def tensor(self, name: str, part: Part | None = None) -> torch.Tensor:
+    def tensor(self, name: str, part: TensorPart | None = None) -> torch.Tensor:
         whole = self._whole(name)
         return whole if part is None else part.of(whole)
 

@@ -10,7 +10,7 @@ from ppserve.core.ledger.causes import CAUSES, IDLE
 from ppserve.core.partition import balance, decode_parts, split_by_weight
 from ppserve.core.plan import Draw, Slice, StepPlan
 from ppserve.core.request import SamplingParams
-from ppserve.model.checkpoint import Checkpoint, Part
+from ppserve.model.checkpoint import Checkpoint, TensorPart
 from ppserve.model.checkpoint.opening import open_checkpoint, read_architecture
 from ppserve.model.gpt2 import GPT2Stage
 from ppserve.stage.device import Compute

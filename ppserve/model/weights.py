@@ -11,7 +11,7 @@ import torch
 
 from ppserve.core.architecture import StageLayout, stage_params
 from ppserve.model.backend import Backend, LayerNorm, Linear
-from ppserve.model.checkpoint import WHOLE, Checkpoint, Part
+from ppserve.model.checkpoint import WHOLE, Checkpoint, TensorPart
 from ppserve.model.checkpoint.names import tensor_shapes
 
 Progress = Callable[[int, int], None]
@@ -25,7 +25,11 @@ class StoredMatrix:
     """
 
     def __init__(
-        self, read: Callable[[str, Part], torch.Tensor], name: str, outputs: tuple[slice, ...], num_inputs: int
+        self,
+        read: Callable[[str, TensorPart], torch.Tensor],
+        name: str,
+        outputs: tuple[slice, ...],
+        num_inputs: int,
     ) -> None:
         self._read, self._name, self._outputs = read, name, outputs
         self.shape = sum(own.stop - own.start for own in outputs), num_inputs
@@ -38,7 +42,7 @@ class StoredMatrix:
             if first < last:
                 rows.append(slice(first, last))
             at += own.stop - own.start
-        return self._read(self._name, Part(tuple(rows)))
+        return self._read(self._name, TensorPart(tuple(rows)))
 
 
 class WeightReader:
@@ -61,7 +65,7 @@ class WeightReader:
 
     def embedding(self, name: str, columns: slice) -> torch.Tensor:
         """These columns of an embedding."""
-        return self._stored(name, Part(columns=columns))
+        return self._stored(name, TensorPart(columns=columns))
 
     def norm(self, name: str) -> LayerNorm:
         weight_D = self._stored(f"{name}.weight")
@@ -69,7 +73,7 @@ class WeightReader:
         return LayerNorm(weight_D, bias_D, self.arch.layer_norm_epsilon)
 
     def linear(self, name: str, *outputs: slice) -> Linear:
-        bias_N = self._stored(f"{name}.bias", Part(outputs)) if self.arch.biases else None
+        bias_N = self._stored(f"{name}.bias", TensorPart(outputs)) if self.arch.biases else None
         self.linears[name] = linear = self._linear(f"{name}.weight", outputs, bias_N)
         return linear
 
@@ -82,13 +86,13 @@ class WeightReader:
         self.weight_bytes += linear.num_bytes
         return linear
 
-    def _stored(self, name: str, part: Part = WHOLE) -> torch.Tensor:
+    def _stored(self, name: str, part: TensorPart = WHOLE) -> torch.Tensor:
         """A tensor as the backend stores it."""
         tensor = self.backend.stored(self._tensor(name, part))
         self.weight_bytes += tensor.nbytes
         return tensor
 
-    def _tensor(self, name: str, part: Part) -> torch.Tensor:
+    def _tensor(self, name: str, part: TensorPart) -> torch.Tensor:
         tensor = self._checkpoint.tensor(name, part)
         self.num_params += tensor.numel()
         self._done_bytes += tensor.nbytes

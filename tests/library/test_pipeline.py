@@ -363,12 +363,12 @@ def test_the_public_names_are_these() -> None:
     assert ppserve.__all__ == [
         *("Architecture", "AsyncClient", "BUSY", "CAUSES", "CallFailed", "Checkpoint", "Chunk", "Client"),
         *("Completion", "Compute", "Computed", "ConfigError", "Draw", "Frames", "GPT2Stage", "IDLE"),
-        *("InvalidRequest", "Ledger", "Options", "Part", "Pipeline", "PpserveError"),
+        *("InvalidRequest", "Ledger", "Options", "Pipeline", "PpserveError"),
         *("RequestError", "RetryPolicy"),
-        *("SamplingParams", "Slice", "Split", "Stage", "StageLayout", "StageTimes", "StepPlan", "Stream", "Tls"),
-        *("Transport", "UsageError", "balance", "between", "connect", "create_transport", "decode_parts"),
-        *("load_tokenizer", "open_checkpoint", "read_architecture", "read_ledger", "shares", "split_by_weight"),
-        *("stage_layouts", "stage_params"),
+        *("SamplingParams", "Slice", "Split", "Stage", "StageLayout", "StageTimes", "StepPlan", "Stream"),
+        *("TensorPart", "Tls", "Transport", "UsageError", "balance", "between", "connect", "create_transport"),
+        *("decode_parts", "load_tokenizer", "open_checkpoint", "read_architecture", "read_ledger", "shares"),
+        *("split_by_weight", "stage_layouts", "stage_params"),
     ]
     assert all(getattr(ppserve, name) is not None for name in ppserve.__all__)
     assert set(ppserve.__all__) <= set(dir(ppserve))

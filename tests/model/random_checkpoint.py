@@ -8,7 +8,7 @@ from pathlib import Path
 import torch
 
 from ppserve.core.architecture import Architecture
-from ppserve.model.checkpoint import WHOLE, Part
+from ppserve.model.checkpoint import WHOLE, TensorPart
 
 
 def architecture(
@@ -34,7 +34,7 @@ class RandomCheckpoint:
         self._seed = seed
         self.asked: list[str] = []
 
-    def tensor(self, name: str, part: Part = WHOLE) -> torch.Tensor:
+    def tensor(self, name: str, part: TensorPart = WHOLE) -> torch.Tensor:
         """The tensor called `name` (see `ppserve.model.checkpoint`)."""
         self.asked.append(name)
         return part.of(self._whole(name)).clone()

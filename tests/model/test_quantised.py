@@ -10,7 +10,7 @@ import torch
 from ppserve.core.architecture import Split, StageLayout, stage_layouts
 from ppserve.errors import ConfigError
 from ppserve.model.backend import Linear
-from ppserve.model.checkpoint import WHOLE, Checkpoint, Matrix, Part
+from ppserve.model.checkpoint import WHOLE, Checkpoint, Matrix, TensorPart
 from ppserve.model.checkpoint.opening import open_checkpoint
 from ppserve.model.cpu.backend import CpuBackend
 from ppserve.model.cpu.linear import READ_BYTES
@@ -75,7 +75,7 @@ class CountingReads:
         self.path, self.architecture = checkpoint.path, checkpoint.architecture
         self.stored_dtype = checkpoint.stored_dtype
 
-    def tensor(self, name: str, part: Part = WHOLE) -> torch.Tensor:
+    def tensor(self, name: str, part: TensorPart = WHOLE) -> torch.Tensor:
         tensor = self._checkpoint.tensor(name, part)
         if ".c_" in name or name.startswith("lm_head"):
             self.largest_bytes = max(self.largest_bytes, tensor.nbytes)

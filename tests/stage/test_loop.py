@@ -16,7 +16,7 @@ from ppserve.core.architecture import StageLayout
 from ppserve.core.plan import DRAWN
 from ppserve.errors import CheckpointError, TransportError
 from ppserve.model.backend import Backend, KVCache, StageModel
-from ppserve.model.checkpoint import WHOLE, Part
+from ppserve.model.checkpoint import WHOLE, TensorPart
 from ppserve.model.cuda.backend import CudaBackend, DeviceOptions
 from ppserve.model.cuda.cache import DeviceCache
 from ppserve.stage.device import Compute
@@ -243,7 +243,7 @@ def test_pings_are_answered_while_the_stage_waits(last: OneStage, wiring: ByHand
 
 
 class Damaged(RandomCheckpoint):
-    def tensor(self, name: str, part: Part = WHOLE) -> torch.Tensor:
+    def tensor(self, name: str, part: TensorPart = WHOLE) -> torch.Tensor:
         raise CheckpointError(self.path, f"{name}: truncated")
 
 

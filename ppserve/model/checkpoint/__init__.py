@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True, slots=True)
-class Part:
+class TensorPart:
     """The part of a tensor that a rank reads."""
 
     rows: tuple[slice, ...] | None = None
@@ -42,7 +42,7 @@ class Part:
         return tensor if self.columns is None else tensor[..., self.columns]
 
 
-WHOLE = Part()
+WHOLE = TensorPart()
 
 
 class Matrix(Protocol):
@@ -62,7 +62,7 @@ class Checkpoint(Protocol):
     stored_dtype: str
     """`float32`, `bfloat16` or `float16`, as most weights are stored."""
 
-    def tensor(self, name: str, part: Part = WHOLE) -> torch.Tensor:
+    def tensor(self, name: str, part: TensorPart = WHOLE) -> torch.Tensor:
         """A part of one tensor on the CPU, in memory of its own; only this part of the file is read.
 
         Raises CheckpointError.

@@ -18,7 +18,7 @@ import torch
 from ppserve.core.architecture import Architecture
 from ppserve.errors import CheckpointError
 from ppserve.files import shown
-from ppserve.model.checkpoint import WHOLE, Part
+from ppserve.model.checkpoint import WHOLE, TensorPart
 from ppserve.model.checkpoint.names import LAYER_NAME, tensor_shapes
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
@@ -49,7 +49,7 @@ class StoredTensor:
     def canonical_shape(self) -> tuple[int, ...]:
         return self.shape[::-1] if self.is_transposed else self.shape
 
-    def read(self, part: Part, dtype: torch.dtype) -> torch.Tensor:
+    def read(self, part: TensorPart, dtype: torch.dtype) -> torch.Tensor:
         """A new contiguous tensor. Each range of rows is converted while it is copied."""
         stored = self.open()
         num_rows, *depth = self.canonical_shape
@@ -91,7 +91,7 @@ class FileCheckpoint:
             num_stored[tensors[name].dtype] += math.prod(shape)
         self.stored_dtype = num_stored.most_common(1)[0][0]
 
-    def tensor(self, name: str, part: Part = WHOLE) -> torch.Tensor:
+    def tensor(self, name: str, part: TensorPart = WHOLE) -> torch.Tensor:
         stored = self._tensors[name]
         return stored.read(part, DTYPES[self._converted_to or stored.dtype])
 

@@ -15,7 +15,7 @@ import torch
 import transformers
 
 from ppserve.core.architecture import Architecture
-from ppserve.model.checkpoint import WHOLE, Part
+from ppserve.model.checkpoint import WHOLE, TensorPart
 from ppserve.model.checkpoint.opening import open_checkpoint
 from tests.model.checkpoint.writers import (
     Tensors,
@@ -52,7 +52,7 @@ class MemoryCheckpoint:
         self.architecture = arch
         self._tensors = tensors
 
-    def tensor(self, name: str, part: Part = WHOLE) -> torch.Tensor:
+    def tensor(self, name: str, part: TensorPart = WHOLE) -> torch.Tensor:
         return part.of(self._tensors[name])
 
 

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from ppserve.model.checkpoint import WHOLE, Checkpoint, Part
+from ppserve.model.checkpoint import WHOLE, Checkpoint, TensorPart
 from ppserve.model.checkpoint.fingerprint import fingerprint
 from ppserve.model.checkpoint.names import tensor_shapes
 from ppserve.model.checkpoint.opening import open_checkpoint
@@ -33,7 +33,7 @@ def test_one_model_in_all_formats_has_one(tmp_path: Path) -> None:
 @pytest.mark.parametrize("name", tensor_shapes(of_random(num_layers=1)))
 def test_a_single_tensor_that_was_trained_further_shows(name: str) -> None:
     class TrainedOn(RandomCheckpoint):
-        def tensor(self, asked: str, part: Part) -> torch.Tensor:  # type: ignore[override]
+        def tensor(self, asked: str, part: TensorPart) -> torch.Tensor:  # type: ignore[override]
             return super().tensor(asked, part) * (1.001 if asked == name else 1.0)
 
     arch = of_random(num_layers=1, tied_embeddings=False)
@@ -42,7 +42,7 @@ def test_a_single_tensor_that_was_trained_further_shows(name: str) -> None:
 
 def test_adapters_of_queries_and_values_alone_show() -> None:
     class Adapted(RandomCheckpoint):
-        def tensor(self, asked: str, part: Part) -> torch.Tensor:  # type: ignore[override]
+        def tensor(self, asked: str, part: TensorPart) -> torch.Tensor:  # type: ignore[override]
             whole = super().tensor(asked, WHOLE)
             if asked.endswith("attn.c_attn.weight"):
                 keys = slice(len(whole) // 3, 2 * len(whole) // 3)
@@ -66,7 +66,7 @@ def test_little_of_a_matrix_is_read() -> None:
     sizes: list[int] = []
 
     class Counting(RandomCheckpoint):
-        def tensor(self, name: str, part: Part) -> torch.Tensor:  # type: ignore[override]
+        def tensor(self, name: str, part: TensorPart) -> torch.Tensor:  # type: ignore[override]
             sizes.append((read := super().tensor(name, part)).numel())
             return read
 

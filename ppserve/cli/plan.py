@@ -158,9 +158,9 @@ def _simulate(plan: Forecast, sheet: CostSheet, workload: ExpectedWorkload, repl
 def _as_json(model: str, layout: Forecast) -> dict[str, Any]:
     return {
         "model": model,
-        "dtype": layout.dtype,
-        "quantization": layout.quantization,
-        "kv_dtype": layout.kv_dtype,
+        "dtype": layout.intent.dtype,
+        "quantization": layout.intent.quantization,
+        "kv_dtype": layout.intent.kv_numbers,
         "parameters": layout.arch.num_params,
         "max_model_len": layout.max_model_len,
         "max_sequences": layout.max_sequences,

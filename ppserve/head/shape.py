@@ -23,7 +23,7 @@ from ppserve.planning.shapes import Conditions, Network, Prospect, compare, rend
 
 log = logging.getLogger("ppserve.head")
 
-_BETWEEN_HOSTS = Network(latency_s=200e-6, bandwidth=1e9, return_s=1e-3)
+_BETWEEN_HOSTS = Network(latency_s=200e-6, return_s=1e-3)
 _ANY_MEMORY = 1 << 62
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -44,10 +43,8 @@ class CostSheet:
             of = f"it is of a server with {self.num_tensor} tensor ranks in each stage"
             raise ConfigError("--costs", f"{of}, and says nothing of {layout.num_tensor}")
         head = self.head if layout.is_last else Coefficients()
-        whole = replace(layout, tensor=0, num_tensor=1)
-        share = 1.0
-        if layout.num_tensor != self.num_tensor:
-            share = sublayer_params(arch, layout) / sublayer_params(arch, whole)
+        measured = replace(layout, tensor=0, num_tensor=self.num_tensor)
+        share = sublayer_params(arch, layout) / sublayer_params(arch, measured)
         return Coefficients(
             share * (self.layer.step * layout.layer_weights + head.step),
             share * (self.layer.row * layout.layer_weights + head.row),
@@ -80,28 +77,21 @@ def _coefficients(entry: dict[str, Any]) -> Coefficients:
     return Coefficients(*(float(entry[key]) for key in ("step_s", "row_s", "key_s", "sample_s")))
 
 
-def _divided(
-    stages: list[Coefficients], layouts: tuple[StageLayout, ...]
-) -> tuple[Coefficients, Coefficients]:
-    """A layer and the head. All stages but the last have layers only; what the last takes beyond these is the
-    head. A lone stage's cost per sampled row is the head, and the rest is its layers."""
-    without_head = range(max(1, len(stages) - 1))
-    num_layers = sum(layouts[i].layer_weights for i in without_head)
-    num_attentions = sum(len(layouts[i].attentions) for i in without_head)
-
-    def total(of: Callable[[Coefficients], float]) -> float:
-        return sum(of(stages[i]) for i in without_head)
-
+def _divided(stages: list[Coefficients], layouts: tuple[StageLayout, ...]) -> tuple[Coefficients, Coefficients]:
+    """A layer and the head. What the last stage takes beyond its layers is the head; the others have only layers. A
+    lone stage's cost per sampled row is the head, and the rest is its layers."""
+    others = list(zip(stages, layouts, strict=True))[: max(1, len(stages) - 1)]
+    num_layers = sum(layout.layer_weights for _, layout in others)
+    num_attentions = sum(len(layout.attentions) for _, layout in others)
     # In decode every row is sampled, so the fit cannot separate the two; before the last stage they are added.
+    rows_s = sum(cost.row for cost, _ in others) + sum(cost.sample for cost in stages[:-1])
     layer = Coefficients(
-        total(lambda c: c.step) / num_layers,
-        total(lambda c: c.row + (c.sample if len(stages) > 1 else 0)) / num_layers,
-        total(lambda c: c.key) / num_attentions,
+        step=sum(cost.step for cost, _ in others) / num_layers,
+        row=rows_s / num_layers,
+        key=sum(cost.key for cost, _ in others) / num_attentions,
     )
     last, own = stages[-1], layouts[-1].layer_weights
-    beyond_row = last.row - layer.row * own
     head = Coefficients(
-        step=max(0.0, last.step - layer.step * own),
-        sample=max(0.0, last.sample + beyond_row) if len(stages) > 1 else last.sample,
+        step=max(0.0, last.step - layer.step * own), sample=max(0.0, last.sample + last.row - layer.row * own)
     )
     return layer, head

@@ -48,6 +48,11 @@ class Intent:
     num_tensor: int = 1
     """Ranks that compute each stage together."""
 
+    @property
+    def kv_numbers(self) -> str:
+        """The dtype of keys and values."""
+        return self.dtype if self.kv_dtype == "auto" else self.kv_dtype
+
 
 @dataclass(frozen=True, slots=True)
 class StageForecast:
@@ -71,9 +76,7 @@ class Forecast:
     """The pipeline."""
 
     arch: Architecture
-    dtype: str
-    quantization: str
-    kv_dtype: str
+    intent: Intent
     max_model_len: int
     stages: tuple[StageForecast, ...]
     max_sequences: int
@@ -105,9 +108,7 @@ def forecast(arch: Architecture, intent: Intent) -> Forecast:
     num_blocks = min(stage.max_tokens // intent.block_size for stage in stages)
     return Forecast(
         arch=arch,
-        dtype=intent.dtype,
-        quantization=intent.quantization,
-        kv_dtype=intent.dtype if intent.kv_dtype == "auto" else intent.kv_dtype,
+        intent=intent,
         max_model_len=max_model_len,
         stages=stages,
         max_sequences=num_blocks // blocks_per_sequence,
@@ -148,20 +149,19 @@ def _weight_bytes(arch: Architecture, layout: StageLayout, intent: Intent) -> in
 
 def _kv_bytes_per_token(arch: Architecture, layout: StageLayout, intent: Intent) -> int:
     """int8 keys and values have a scale for each head."""
-    dtype = intent.dtype if intent.kv_dtype == "auto" else intent.kv_dtype
-    count = len(layout.attentions)
-    scales = 2 * count * layout.heads(arch).width * _SCALE_BYTES if dtype == "int8" else 0
-    return layout.kv_bytes_per_token(arch, ELEMENT_BYTES[dtype]) + scales
+    scales = 2 * len(layout.attentions) * layout.heads(arch).width * _SCALE_BYTES
+    own = layout.kv_bytes_per_token(arch, ELEMENT_BYTES[intent.kv_numbers])
+    return own + (scales if intent.kv_numbers == "int8" else 0)
 
 
 # ---- as text -----------------------------------------------------------------------------------------------
 
 
 def render(model: str, plan: Forecast) -> str:
-    arch = plan.arch
+    arch, intent = plan.arch, plan.intent
     lines = [
         f"{model}: {arch.num_params / 1e6:,.1f} M parameters, {arch.num_layers} layers of width {arch.width},"
-        f" {numbers(plan.dtype, plan.quantization, plan.kv_dtype)}, context {plan.max_model_len}",
+        f" {numbers(intent.dtype, intent.quantization, intent.kv_numbers)}, context {plan.max_model_len}",
         "",
         *table(
             ("stage", "layers", "also", "parameters", "weights", "KV/token", "KV memory", "tokens"),

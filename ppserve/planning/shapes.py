@@ -19,7 +19,7 @@ from ppserve.core.figures import size, table
 from ppserve.core.grid import RankGrid
 from ppserve.core.workload import ExpectedStep, ExpectedWorkload
 from ppserve.errors import ConfigError
-from ppserve.planning.forecast import ELEMENT_BYTES, Forecast, Intent, forecast
+from ppserve.planning.forecast import Forecast, Intent, forecast
 
 StageSeconds = Callable[[StageLayout, ExpectedStep], float]
 """What a rank of a stage computes in a step."""
@@ -27,10 +27,9 @@ StageSeconds = Callable[[StageLayout, ExpectedStep], float]
 
 @dataclass(frozen=True, slots=True)
 class Network:
-    """Between ranks: a message of n bytes takes latency_s + n / bandwidth."""
+    """Between ranks. Only latencies count: what ranks exchange in a step is small."""
 
     latency_s: float = 50e-6
-    bandwidth: float = 5e9
     return_s: float = 0.5e-3
     """From the end of a step to the beginning of the one with its tokens: result, the head's work, plan."""
 
@@ -100,14 +99,13 @@ def _prospect(arch: Architecture, intent: Intent, grid: RankGrid, under: Conditi
         return Prospect(grid, plan)
     workload, network = under.workload, under.network
     step = workload.step(plan.max_model_len, workload.decodes(grid.size, grid.tensor))
-    row_bytes = arch.width * ELEMENT_BYTES[plan.dtype] * step.plan.num_tokens
     layouts = [stage.layout for stage in plan.stages]
-    seconds = [under.stage_s(layout, step) + gathers_s(arch, layout, row_bytes, network) for layout in layouts]
+    seconds = [under.stage_s(layout, step) + num_gathers(layout) * network.latency_s for layout in layouts]
     longest = min(workload.prompt + workload.new, plan.max_model_len)
     fitting = max(1, plan.tightest.max_tokens // longest)
     replicas = min(grid.data, workload.callers)
     slots = min(grid.pipeline, max(1, workload.callers // replicas), fitting)
-    return_s = network.return_s + (grid.pipeline - 1) * (network.latency_s + row_bytes / network.bandwidth)
+    return_s = network.return_s + (grid.pipeline - 1) * network.latency_s
     # Ranks that share cores take turns.
     in_turn_s = replicas * slots * grid.tensor * sum(seconds) / under.num_cores
     round_s = max(round_seconds(seconds, slots, return_s), in_turn_s)
@@ -120,17 +118,15 @@ def round_seconds(stage_s: Sequence[float], slots: int, return_s: float) -> floa
     return max(sum(stage_s) + return_s, slots * max(stage_s))
 
 
-def gathers_s(arch: Architecture, layout: StageLayout, row_bytes: float, network: Network) -> float:
-    """What the tensor ranks of a stage wait for each other's results in a step. row_bytes: of its hidden states.
+def num_gathers(layout: StageLayout) -> int:
+    """How often in a step the tensor ranks of a stage wait for each other's results.
 
     The embedding gathers its columns, each attention its heads and its result, each MLP its inner rows and its
     result, the head its draws.
     """
     if layout.num_tensor == 1:
-        return 0.0
-    count = layout.is_first + 2 * layout.num_sublayers + layout.is_last
-    widths = layout.is_first + 2 * len(layout.attentions) + len(layout.mlps) * (1 + arch.inner_width / arch.width)
-    return count * network.latency_s + (1 - 1 / layout.num_tensor) * widths * row_bytes / network.bandwidth
+        return 0
+    return layout.is_first + 2 * layout.num_sublayers + layout.is_last
 
 
 # ---- as text -----------------------------------------------------------------------------------------------

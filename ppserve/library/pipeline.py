@@ -28,7 +28,8 @@ from ppserve.library.ledger import Ledger, ledger_of
 from ppserve.library.local import LocalControlPlane, LocalLink
 from ppserve.library.stream import Stream
 from ppserve.process.environment import RankEnvironment
-from ppserve.stage.loop import ProbeResult, StageLoop
+from ppserve.stage.loop import StageLoop
+from ppserve.stage.probe import ProbeResult, probe
 from ppserve.stage.wiring import ThreadWiring
 from ppserve.tokenizer import Tokenizer, load_tokenizer
 
@@ -265,7 +266,7 @@ def _make_stages(
     """A thread for each rank."""
     grid = config.pipeline.grid(world_size)
     wirings = [ThreadWiring() for _ in range(grid.data)]
-    found = [ProbeResult.of(config, RankEnvironment(r, world_size, r, world_size)) for r in range(world_size)]
+    found = [probe(config, RankEnvironment(r, world_size, r, world_size)) for r in range(world_size)]
     return [
         threading.Thread(
             target=_live,

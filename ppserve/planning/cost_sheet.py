@@ -78,8 +78,10 @@ def _coefficients(entry: dict[str, Any]) -> Coefficients:
 
 
 def _divided(stages: list[Coefficients], layouts: tuple[StageLayout, ...]) -> tuple[Coefficients, Coefficients]:
-    """A layer and the head. What the last stage takes beyond its layers is the head; the others have only layers. A
-    lone stage's cost per sampled row is the head, and the rest is its layers."""
+    """A layer and the head. What the last stage takes beyond its layers is the head; the others have only layers.
+
+    A lone stage's cost per sampled row is the head, and the rest is its layers.
+    """
     others = list(zip(stages, layouts, strict=True))[: max(1, len(stages) - 1)]
     num_layers = sum(layout.layer_weights for _, layout in others)
     num_attentions = sum(len(layout.attentions) for _, layout in others)

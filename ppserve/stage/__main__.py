@@ -14,7 +14,6 @@ import socket
 import sys
 import threading
 from collections.abc import Callable
-from dataclasses import replace
 from typing import TYPE_CHECKING, NoReturn
 
 from ppserve import wire
@@ -33,7 +32,7 @@ from ppserve.process.logs import set_up_logging, survive_full_disks
 from ppserve.process.stage_process import EXIT_CODE, FORK, REAP
 
 if TYPE_CHECKING:
-    from ppserve.stage.loop import ProbeResult
+    from ppserve.stage.probe import ProbeResult
 
 log = logging.getLogger("ppserve.stage")
 
@@ -75,7 +74,7 @@ def _import(life: int) -> None:
     thread = threading.Thread(target=_show_life, args=(life, is_done))
     thread.start()
     try:
-        from ppserve.stage import calibrate, link, loop, wiring  # noqa: F401
+        from ppserve.stage import link, loop, probe, wiring  # noqa: F401
     finally:
         is_done.set()
         thread.join()
@@ -89,22 +88,14 @@ def be_stage(life: int, parent_pid: int) -> int:
     gc.enable()
     os.write(life, b"forked %d\n" % os.getpid())
     threading.Thread(target=_show_life, args=(life, threading.Event()), name="life", daemon=True).start()
-    from ppserve.stage.link import HeadLink
-    from ppserve.stage.loop import StageLoop
-    from ppserve.stage.wiring import ProcessGroupWiring
-
     start = _read_start(life)
     survive_full_disks()
     set_up_logging(start.config.log, start.config.pipeline.rank_name(start.rank, start.world_size))
     log.info("process %d", os.getpid())
     assert start.meeting is not None
     os.write(life, b"started\n")
-    mistake = ""
-    try:
-        # Before connecting, because it may take long (a download, a measurement), and the head is waiting.
-        found = _find_out(start)
-    except UsageError as error:
-        mistake = str(error)
+    # Before connecting, because it may take long (a download, a measurement), and the head is waiting.
+    found = _probe(start)
     try:
         connection = connect_to_head(start.meeting, start.rank, _CONNECT_WITHIN_S)
     except OSError as error:
@@ -114,36 +105,39 @@ def be_stage(life: int, parent_pid: int) -> int:
         log.error("%s", error)
         return EXIT_USAGE
     os.write(life, b"connected\n")
+    return _serve(start, found, connection, life)
+
+
+def _probe(start: wire.Start) -> ProbeResult | UsageError:
+    from ppserve.stage.probe import probe_and_measure
+
+    environment = RankEnvironment.from_environ() or RankEnvironment(start.rank, start.world_size, 0, 1)
     try:
+        return probe_and_measure(start.config, environment)
+    except UsageError as error:
+        return error
+
+
+def _serve(start: wire.Start, found: ProbeResult | UsageError, connection: socket.socket, life: int) -> int:
+    """Tells the head of a mistake, or runs the stage until the head ends it; returns the exit code."""
+    from ppserve.stage.link import HeadLink
+    from ppserve.stage.loop import StageLoop
+    from ppserve.stage.wiring import ProcessGroupWiring
+
+    try:
+        if isinstance(found, UsageError):
+            raise found
         route = find_route(connection, start.config.network)
     except UsageError as error:
-        mistake = mistake or str(error)
-    if mistake:
-        # A closed connection means the head has heard of the mistake from another stage already.
+        # A closed connection means that another stage has told the head already.
         with contextlib.suppress(OSError):
-            connection.sendall(wire.encode(wire.GaveUp(mistake)))
+            connection.sendall(wire.encode(wire.GaveUp(str(error))))
         return EXIT_USAGE
-    # When the head is gone nothing is left to do.
+    # Without a head nothing is left to do.
     open_link = functools.partial(HeadLink, connection, on_lost=lambda: os._exit(EXIT_HEAD_GONE))
     ports = start.config.network.stage_ports
     stage = StageLoop(start, found, open_link, ProcessGroupWiring(ports), route)
-    return stage.run(tell=lambda what: os.write(life, f"{what}\n".encode()))
-
-
-def _find_out(start: wire.Start) -> ProbeResult:
-    """The checkpoint, the device and, if the head needs them, measured costs. Raises UsageError."""
-    from ppserve.stage import calibrate
-    from ppserve.stage.loop import ProbeResult
-
-    config, world_size = start.config, start.world_size
-    environment = RankEnvironment.from_environ() or RankEnvironment(start.rank, world_size, 0, 1)
-    found = ProbeResult.of(config, environment)
-    found.compute.occupy()
-    grid = config.pipeline.grid(world_size)
-    tensor = grid.place(start.rank).tensor
-    costs = calibrate.costs_for_split(config, grid.pipeline, found.checkpoint, found.compute, tensor)
-    shape_costs = calibrate.costs_for_shape(config, world_size, found.checkpoint, found.compute)
-    return replace(found, costs=costs, shape_costs=shape_costs)
+    return stage.run(report=lambda what: os.write(life, f"{what}\n".encode()))
 
 
 def _read_start(life: int) -> wire.Start:

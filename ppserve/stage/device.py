@@ -19,7 +19,7 @@ from ppserve.model.cpu.kernels import variants
 from ppserve.model.cpu.kernels.products import multiplies_bfloat16
 from ppserve.model.cuda.backend import CudaBackend, DeviceOptions
 from ppserve.process.environment import RankEnvironment
-from ppserve.stage.host import available_bytes, cores_here
+from ppserve.stage.machine import available_bytes, available_cores
 
 log = logging.getLogger(__name__)
 
@@ -124,7 +124,7 @@ def choose(config: ServeConfig, environment: RankEnvironment, stored_dtype: str)
     stages_on_gpu, on_gpu = devices.count(device), device.type == "cuda"
     quantization, kv_dtype = config.model.quantization, config.cache.kv_dtype
     dtype = _resolve_dtype(config.model.dtype, stored_dtype, device, quantization)
-    cores = cores_here()
+    cores = available_cores()
     own_threads = max(1, cores // stages_here)
     threads = config.pipeline.threads or own_threads
     reference = not on_gpu and os.environ.get(REFERENCE) == "1"

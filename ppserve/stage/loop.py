@@ -21,22 +21,18 @@ from dataclasses import dataclass, field
 import torch
 
 from ppserve import wire
-from ppserve.config import ServeConfig
-from ppserve.core.partition import PartCosts
 from ppserve.core.plan import Drawn, StepPlan, StepResult, StepStamps
 from ppserve.core.sampling_state import SamplingDecoder, SamplingUpdate
 from ppserve.errors import TransportError, UsageError
 from ppserve.model.backend import KVCache, StageModel
-from ppserve.model.checkpoint import Checkpoint
-from ppserve.model.checkpoint.fingerprint import fingerprint
-from ppserve.model.checkpoint.opening import open_checkpoint
 from ppserve.model.gpt2 import GPT2Stage
 from ppserve.model.selftest import check_determinism
-from ppserve.process.environment import RankEnvironment, this_machine
+from ppserve.process.environment import this_machine
 from ppserve.process.interfaces import ONE_HOST, Route
-from ppserve.stage.device import Compute, choose, in_words, is_lost, lacks_memory
-from ppserve.stage.host import cores_here
+from ppserve.stage.device import in_words, is_lost, lacks_memory
 from ppserve.stage.link import Link, OnAbandon, Stamped
+from ppserve.stage.machine import available_cores
+from ppserve.stage.probe import ProbeResult
 from ppserve.stage.step import Stage
 from ppserve.stage.transport import Frames
 from ppserve.stage.transport.gather import pretend_ranks
@@ -45,35 +41,18 @@ from ppserve.stage.wiring import Wiring
 log = logging.getLogger("ppserve.stage")
 
 
-@dataclass(frozen=True, slots=True)
-class ProbeResult:
-    """What a stage finds out before it meets the head. costs, shape_costs: None where they decide nothing."""
-
-    checkpoint: Checkpoint
-    compute: Compute
-    weights: str = ""
-    costs: PartCosts | None = None
-    shape_costs: dict[int, PartCosts] | None = None
-
-    @classmethod
-    def of(cls, config: ServeConfig, environment: RankEnvironment) -> ProbeResult:
-        """Opens the checkpoint (headers and samples only) and chooses the device. Raises UsageError."""
-        stored = open_checkpoint(config.model.path)
-        compute = choose(config, environment, stored.stored_dtype)
-        checkpoint = stored.rounded_to(compute.dtype)
-        return cls(checkpoint, compute, fingerprint(checkpoint))
-
-
 @dataclass(slots=True)
 class Epoch:
-    """One life of the pipeline, as seen from this stage. draws: the long ones, on the last stage. drawn: by the
-    step before, on the last stage. newest_expected: the step of the last `expect`."""
+    """One life of the pipeline, as seen from this stage."""
 
     number: int
     stage: Stage
     draws: SamplingDecoder = field(default_factory=SamplingDecoder)
+    """The long draws, on the last stage."""
     drawn: tuple[Drawn, ...] = ()
+    """By the step before, on the last stage."""
     newest_expected: int = -1
+    """The step of the last `expect`."""
 
 
 class StageLoop:
@@ -98,25 +77,27 @@ class StageLoop:
         self._link = open_link(self._end_waits)
 
     @torch.inference_mode()
-    def run(self, tell: Callable[[str], object] = lambda _: None) -> int:
-        """Runs until the head says Shutdown, and returns the exit code that it asks for. tell: called with `ready`
-        when this stage has entered an epoch, and with `served` after its first step."""
+    def run(self, report: Callable[[str], object] = lambda _: None) -> int:
+        """Runs until the head says Shutdown; returns the exit code that it asks for.
+
+        report: called with `ready` when this stage has entered an epoch, and with `served` after its first step.
+        """
         self._link.send(self._hello())
         has_served = False
         while True:
-            self._take_arrived()
+            self._receive_messages()
             self._expect_plans()
             arrived_ns, message = self._arrived.popleft()
             match message:
                 case wire.Plan(plan, sampling):
                     if self._step(plan, sampling, arrived_ns) and not has_served:
                         has_served = True
-                        tell("served")
+                        report("served")
                 case wire.Assign():
                     self._load(message)
                 case wire.Form():
                     if self._enter_epoch(message):
-                        tell("ready")
+                        report("ready")
                 case wire.Abandon(epoch):
                     self._abandon(epoch)
                 case wire.Shutdown(code):
@@ -145,11 +126,11 @@ class StageLoop:
             shape_costs=self._found.shape_costs,
             memory_bytes=compute.memory_bytes(),
             kv_bytes=start.config.cache.kv_cache_memory or compute.kv_budget_bytes(),
-            cores=cores_here(),
+            cores=available_cores(),
             weights=self._found.weights,
         )
 
-    def _take_arrived(self) -> None:
+    def _receive_messages(self) -> None:
         """At least one message, and all that is there."""
         if not self._arrived:
             self._arrived.append(self._link.inbox.get())

@@ -23,7 +23,8 @@ from ppserve.library.local import LocalLink
 from ppserve.model.checkpoint import Checkpoint
 from ppserve.stage.device import Compute
 from ppserve.stage.link import Link
-from ppserve.stage.loop import ProbeResult, StageLoop
+from ppserve.stage.loop import StageLoop
+from ppserve.stage.probe import ProbeResult
 from ppserve.stage.transport import Frames, Transport
 from ppserve.stage.wiring import Wiring
 from tests.model.random_checkpoint import RandomCheckpoint, architecture

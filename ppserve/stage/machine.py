@@ -1,4 +1,4 @@
-"""What of this host a process may use: cores and memory. A container's limits are those of its cgroup."""
+"""What a process may use of its machine: cores and memory. A container's limits are those of its cgroup."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from pathlib import Path
 _ROOT = Path("/")
 
 
-def cores_here(root: Path = _ROOT) -> int:
+def available_cores(root: Path = _ROOT) -> int:
     """Cores that this process may use. With more threads than its share of cores, a container's threads are held
     back most of the time, and every step waits for the last of them."""
     cores = float(len(os.sched_getaffinity(0)))

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from ppserve.stage.host import available_bytes, cores_here
+from ppserve.stage.machine import available_bytes, available_cores
 
 GIB = 1 << 30
 CORES = set(range(16))
@@ -46,7 +46,7 @@ def _many_cores(monkeypatch: pytest.MonkeyPatch) -> None:
     ],
 )  # fmt: skip
 def test_cores_are_those_of_the_container(tmp_path: Path, files: dict[str, str], cores: int) -> None:
-    assert cores_here(tree(tmp_path, **files)) == cores
+    assert available_cores(tree(tmp_path, **files)) == cores
 
 
 @pytest.mark.parametrize(

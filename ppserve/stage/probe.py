@@ -1,0 +1,50 @@
+"""What a stage finds out before it meets the head: its model, its device and, where they decide something, costs."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+from ppserve.config import ServeConfig
+from ppserve.core.partition import PartCosts
+from ppserve.model.checkpoint import Checkpoint
+from ppserve.model.checkpoint.fingerprint import fingerprint
+from ppserve.model.checkpoint.opening import open_checkpoint
+from ppserve.process.environment import RankEnvironment
+from ppserve.stage import calibrate
+from ppserve.stage.device import Compute, choose
+
+
+@dataclass(frozen=True, slots=True)
+class ProbeResult:
+    """The model and the device of one stage."""
+
+    checkpoint: Checkpoint
+    compute: Compute
+    weights: str = ""
+    """The checkpoint's fingerprint."""
+    costs: PartCosts | None = None
+    """For `--layers auto`; None where they decide nothing."""
+    shape_costs: dict[int, PartCosts] | None = None
+    """For `--parallel auto`, by the number of tensor ranks; None without it."""
+
+
+def probe(config: ServeConfig, environment: RankEnvironment) -> ProbeResult:
+    """Opens the checkpoint (headers and samples only) and chooses the device. Raises UsageError."""
+    stored = open_checkpoint(config.model.path)
+    compute = choose(config, environment, stored.stored_dtype)
+    checkpoint = stored.rounded_to(compute.dtype)
+    return ProbeResult(checkpoint, compute, fingerprint(checkpoint))
+
+
+def probe_and_measure(config: ServeConfig, environment: RankEnvironment) -> ProbeResult:
+    """As `probe`, for a process that is this stage: it takes over its device, and measures what the head needs."""
+    found = probe(config, environment)
+    found.compute.occupy()
+    world_size = environment.world_size
+    grid = config.pipeline.grid(world_size)
+    tensor = grid.place(environment.rank).tensor
+    return replace(
+        found,
+        costs=calibrate.costs_for_split(config, grid.pipeline, found.checkpoint, found.compute, tensor),
+        shape_costs=calibrate.costs_for_shape(config, world_size, found.checkpoint, found.compute),
+    )

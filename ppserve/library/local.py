@@ -35,7 +35,7 @@ class LocalLink(Link):
 
     def deliver(self, message: wire.FromHead) -> None:
         """From the head, in the engine's thread."""
-        self.take(time.monotonic_ns(), message)
+        self.handle_message(time.monotonic_ns(), message)
 
 
 class LocalControlPlane:

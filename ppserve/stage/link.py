@@ -47,8 +47,8 @@ class Link(ABC):
     @abstractmethod
     def send(self, message: wire.FromStage) -> None: ...
 
-    def take(self, now_ns: int, message: Any) -> None:
-        """A message of the head arrived."""
+    def handle_message(self, now_ns: int, message: Any) -> None:
+        """What to do with a message of the head."""
         match message:
             case wire.Ping(sent_ns):
                 self.send(wire.Heartbeat(sent_ns, now_ns))
@@ -105,14 +105,14 @@ class HeadLink(Link):
                 received = self._connection.recv(1 << 16)
             except OSError:
                 received = b""
-            if not self.arrived(received, time.monotonic_ns()):
+            if not self.handle_bytes(received, time.monotonic_ns()):
                 return
 
-    def arrived(self, received: bytes, now_ns: int) -> bool:
-        """Bytes of the head; none at its end. Whether to go on reading."""
+    def handle_bytes(self, received: bytes, now_ns: int) -> bool:
+        """Bytes of the head; none where its connection has ended. Returns whether to continue reading."""
         try:
             for message in self._reader.feed(received):
-                self.take(now_ns, message)
+                self.handle_message(now_ns, message)
                 if isinstance(message, wire.Shutdown):
                     return False
         except WireError:

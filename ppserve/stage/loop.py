@@ -249,7 +249,7 @@ class StageLoop:
             self._epoch.stage.close()
             log.debug("epoch %d: left", self._epoch.number)
         self._epoch = None
-        self._wiring.leave()
+        self._wiring.leave_epoch()
 
     def _break_epoch(self, number: int, what: str, error: Exception) -> None:
         """A wire or a computation failed: keep the weights, wait for the next epoch. Raises where the device is

@@ -1,4 +1,4 @@
-"""What a stage finds out before it meets the head: its model, its device and, where they decide something, costs."""
+"""What a stage finds out before it connects to the head: its model, its device and what their parts cost."""
 
 from __future__ import annotations
 

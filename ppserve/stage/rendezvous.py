@@ -54,7 +54,7 @@ def join_epoch_store(host: str, port: int, timeout: timedelta) -> dist.TCPStore:
         raise TransportError(f"cannot reach the epoch's store at {host}:{port}: {error}") from error
 
 
-def meet(store: dist.Store, place: int, num_places: int, is_over: Callable[[], bool]) -> None:
+def wait_for_ranks(store: dist.Store, place: int, num_places: int, is_over: Callable[[], bool]) -> None:
     """Waits until every rank of the replica has come to the epoch's store.
 
     Raises TransportError when the epoch is over first.

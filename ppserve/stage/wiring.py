@@ -33,14 +33,14 @@ class Wiring(Protocol):
         """A transport for the epoch of `form`; every stage calls it.
 
         link: to tell the head where the epoch's store is, and to hear that the epoch is lost meanwhile. Raises
-        TransportError or RuntimeError; `leave` is due even then.
+        TransportError or RuntimeError; `leave_epoch` is due even then.
         """
 
     def open_gather(self, form: wire.Form, layout: StageLayout) -> TensorLink:
         """To the other tensor ranks of the stage, after `open_transport`; every one of them calls it. Raises as
         that does."""
 
-    def leave(self) -> None:
+    def leave_epoch(self) -> None:
         """Releases what the newest transport was made from. May be called twice."""
 
 
@@ -62,7 +62,7 @@ class ProcessGroupWiring:
             link.send(wire.StoreOpened(form.epoch, port))
         else:
             store = rendezvous.join_epoch_store(form.store_host, form.store_port, _FORM_TIMEOUT)
-        rendezvous.meet(store, layout.place, layout.num_places, lambda: link.abandoned >= form.epoch)
+        rendezvous.wait_for_ranks(store, layout.place, layout.num_places, lambda: link.abandoned >= form.epoch)
         _name_interface(form.address)
         if form.transport == "nccl":
             _keep_watchdog_from_ending_us()
@@ -78,7 +78,7 @@ class ProcessGroupWiring:
     def open_gather(self, form: wire.Form, layout: StageLayout) -> TensorLink:
         return create_gather(form.transport)
 
-    def leave(self) -> None:
+    def leave_epoch(self) -> None:
         """Stages further on, blocked on this one, wake up as its connections end."""
         parallel_state.destroy_model_parallel()
         if dist.is_initialized():
@@ -127,5 +127,5 @@ class ThreadWiring:
     def open_gather(self, form: wire.Form, layout: StageLayout) -> TensorLink:
         return self._gathers[layout.stage][layout.tensor]
 
-    def leave(self) -> None:
+    def leave_epoch(self) -> None:
         """Nothing to do: queues go with the transports that use them."""

@@ -215,5 +215,5 @@ class ByHand:
         self.opened.append(Obedient(frames))
         return self.opened[-1]
 
-    def leave(self) -> None:
+    def leave_epoch(self) -> None:
         self.left += 1

@@ -12,7 +12,7 @@ import pytest
 import torch.distributed as dist
 
 from ppserve.errors import TransportError
-from ppserve.stage.rendezvous import join_epoch_store, meet, open_epoch_store
+from ppserve.stage.rendezvous import join_epoch_store, open_epoch_store, wait_for_ranks
 
 TIMEOUT = timedelta(seconds=20)
 
@@ -32,10 +32,10 @@ def test_everybody_waits_for_the_last() -> None:
         return False
 
     with ThreadPoolExecutor(2) as threads:
-        early = [threads.submit(meet, stores[stage], stage, 3, partial(is_over, stage)) for stage in (0, 1)]
+        early = [threads.submit(wait_for_ranks, stores[stage], stage, 3, partial(is_over, stage)) for stage in (0, 1)]
         assert all(event.wait(30) for event in asked)
         assert not any(meeting.done() for meeting in early)
-        meet(stores[2], 2, 3, lambda: False)
+        wait_for_ranks(stores[2], 2, 3, lambda: False)
         for meeting in early:
             meeting.result()
 
@@ -44,7 +44,7 @@ def test_everybody_waits_for_the_last() -> None:
 def test_a_lost_epoch_is_not_waited_for() -> None:
     stores, over = open_stores(2), threading.Event()
     with ThreadPoolExecutor(1) as threads:
-        meeting = threads.submit(meet, stores[0], 0, 2, over.is_set)
+        meeting = threads.submit(wait_for_ranks, stores[0], 0, 2, over.is_set)
         over.set()
         with pytest.raises(TransportError, match="was lost"):
             meeting.result()
@@ -56,7 +56,7 @@ def test_a_store_whose_host_died_ends_the_meeting() -> None:
     guest = join_epoch_store("127.0.0.1", port, TIMEOUT)
     del store
     with pytest.raises(TransportError, match="store is gone"):
-        meet(guest, 1, 2, lambda: False)
+        wait_for_ranks(guest, 1, 2, lambda: False)
 
 
 @pytest.mark.timeout(60)

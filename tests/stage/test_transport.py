@@ -220,12 +220,12 @@ class RecordingPassage(Passage):
         self.log.append(("post", buffer.data_ptr()))
         return super().posting(buffer)
 
-    def leave(self, hidden_TD: torch.Tensor) -> torch.Tensor:
+    def to_backend(self, hidden_TD: torch.Tensor) -> torch.Tensor:
         copy_TD = hidden_TD.clone()
         self.log.append(("leave", copy_TD.data_ptr()))
         return copy_TD
 
-    def enter(self, buffer_TD: torch.Tensor) -> torch.Tensor:
+    def to_stage(self, buffer_TD: torch.Tensor) -> torch.Tensor:
         self.log.append(("enter", buffer_TD.data_ptr()))
         return buffer_TD
 

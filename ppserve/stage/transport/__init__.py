@@ -16,9 +16,10 @@ from __future__ import annotations
 import parallel_state
 from ppserve.errors import ConfigError
 from ppserve.stage.transport.frames import MAX_ROWS, Frames, Transport
-from ppserve.stage.transport.gloo import gloo_transport
+from ppserve.stage.transport.gloo import PinnedPassage
 from ppserve.stage.transport.local import connect
-from ppserve.stage.transport.nccl import nccl_transport
+from ppserve.stage.transport.nccl import StreamPassage
+from ppserve.stage.transport.point_to_point import Passage, PointToPoint
 from ppserve.stage.transport.shm import SharedMemoryTransport
 
 __all__ = ["MAX_ROWS", "Frames", "Transport", "connect", "create_transport"]
@@ -37,7 +38,8 @@ def create_transport(name: str, frames: Frames) -> Transport:
     if name == "shm":
         return SharedMemoryTransport(frames, group)
     if name == "gloo":
-        return gloo_transport(frames, group)
+        passage = Passage() if frames.device.type == "cpu" else PinnedPassage(frames.device)
+        return PointToPoint(name, frames, group, passage)
     if name == "nccl":
-        return nccl_transport(frames, group)
+        return PointToPoint(name, frames, group, StreamPassage(frames.device))
     raise ConfigError("--transport", f"{name!r} does not connect processes; choose shm, gloo or nccl")

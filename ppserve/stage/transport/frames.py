@@ -60,7 +60,7 @@ class ReceiveOrder:
     def post(self, plan: StepPlan) -> None:
         self._posted.append(plan.step_id)
 
-    def take(self, plan: StepPlan) -> None:
+    def check_next(self, plan: StepPlan) -> None:
         assert self._posted, f"step {plan.step_id} was not posted"
         step_id = self._posted.popleft()
         assert step_id == plan.step_id, f"step {plan.step_id} is received where step {step_id} is next"

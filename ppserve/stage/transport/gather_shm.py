@@ -1,8 +1,8 @@
 """The gather between processes of one host: anonymous memory that all tensor ranks of a stage have mapped.
 
 The first rank makes the memory and hands it to the others over Unix sockets, which stay open and silent: the
-kernel closes them when a rank dies, and whoever waits looks at them. So the first rank learns of the end of any
-other, and says so in the memory; the others learn of the first's.
+kernel closes them when a rank dies, and a rank that waits looks at them. So the first rank learns of the end of
+any other, and says so in the memory; the others learn of the first's.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ def shm_gather(group: ParallelGroup) -> MemoryGather:
     except (OSError, RuntimeError) as error:
         for connection in connections:
             connection.close()
-        raise TransportError(f"shm: cannot meet the tensor ranks of this stage: {error}") from error
+        raise TransportError(f"shm: cannot connect to the tensor ranks of this stage: {error}") from error
     return MemoryGather("shm", memory, (group.rank_in_group, group.world_size), connections)
 
 

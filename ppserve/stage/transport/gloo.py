@@ -11,9 +11,8 @@ from __future__ import annotations
 
 import torch
 
-from parallel_state import ParallelGroup
-from ppserve.stage.transport.frames import Frames, Transport
-from ppserve.stage.transport.point_to_point import Passage, PointToPoint
+from ppserve.stage.transport.frames import Frames
+from ppserve.stage.transport.point_to_point import Passage
 
 
 class PinnedPassage(Passage):
@@ -25,15 +24,10 @@ class PinnedPassage(Passage):
     def buffer(self, frames: Frames) -> torch.Tensor:
         return frames.empty(torch.device("cpu"), pin_memory=True)
 
-    def leave(self, hidden_TD: torch.Tensor) -> torch.Tensor:
+    def to_backend(self, hidden_TD: torch.Tensor) -> torch.Tensor:
         # A blocking copy: the bytes are on the host when it returns.
         return torch.empty(hidden_TD.shape, dtype=hidden_TD.dtype, pin_memory=True).copy_(hidden_TD)
 
-    def enter(self, buffer_TD: torch.Tensor) -> torch.Tensor:
+    def to_stage(self, buffer_TD: torch.Tensor) -> torch.Tensor:
         # Blocking as well: afterwards the buffer may receive the next frame.
         return buffer_TD.to(self._device)
-
-
-def gloo_transport(frames: Frames, group: ParallelGroup) -> Transport:
-    passage = Passage() if frames.device.type == "cpu" else PinnedPassage(frames.device)
-    return PointToPoint("gloo", frames, group, passage)

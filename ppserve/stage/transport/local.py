@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from itertools import pairwise
 from queue import SimpleQueue
 
@@ -10,19 +11,44 @@ import torch
 from ppserve.core.plan import StepPlan
 from ppserve.errors import TransportError
 from ppserve.stage.transport.frames import Frames, ReceiveOrder
-from ppserve.stage.transport.handover import Handover
-
-# A frame with its step, so that a skipped step is noticed; None: the other end is closed.
-_Frames = SimpleQueue[tuple[int, Handover] | None]
 
 
-Ends = tuple[_Frames | None, _Frames | None]
-"""Of one stage: frames from the previous stage (None: this is the first), and to the next (None: the last)."""
+@dataclass(frozen=True, slots=True)
+class _Frame:
+    """Hidden states that one thread's stream makes and another's uses."""
+
+    step_id: int
+    hidden_TD: torch.Tensor
+    made: torch.cuda.Event | None
+    """On a GPU, an event after the work that makes them; None on CPUs, where the work is done."""
+
+    @classmethod
+    def record(cls, step_id: int, hidden_TD: torch.Tensor) -> _Frame:
+        """By the thread that makes them. It does not wait."""
+        if not hidden_TD.is_cuda:
+            return cls(step_id, hidden_TD, None)
+        return cls(step_id, hidden_TD, torch.cuda.current_stream(hidden_TD.device).record_event())
+
+    def on(self, device: torch.device) -> torch.Tensor:
+        """On the device of the thread that receives them; its stream waits, the thread does not."""
+        if self.made is not None:
+            # On the device that holds them: a copy to another device is made there too.
+            stream = torch.cuda.current_stream(self.hidden_TD.device)
+            stream.wait_event(self.made)
+            # Otherwise the maker's stream would reuse their memory as soon as no tensor holds it, read or not.
+            self.hidden_TD.record_stream(stream)
+        return self.hidden_TD.to(device)
+
+
+_Queue = SimpleQueue[_Frame | None]
+"""None: the other end is closed."""
+Ends = tuple[_Queue | None, _Queue | None]
+"""One stage's: frames from the previous stage (None: this is the first), and to the next (None: the last)."""
 
 
 def make_ends(num_stages: int) -> tuple[Ends, ...]:
     """A queue between each two neighbours, as every stage sees them."""
-    links: list[_Frames] = [SimpleQueue() for _ in range(num_stages - 1)]
+    links: list[_Queue] = [SimpleQueue() for _ in range(num_stages - 1)]
     return tuple(pairwise([None, *links, None]))
 
 
@@ -44,22 +70,22 @@ class LocalTransport:
 
     def receive(self, plan: StepPlan) -> torch.Tensor:
         assert self._incoming is not None, "the first stage receives nothing"
-        self._order.take(plan)
+        self._order.check_next(plan)
         self._check_open()
         frame = self._incoming.get()
         self._check_open()
         if frame is None:
             raise TransportError("local: the previous stage is closed")
-        step_id, handover = frame
-        assert step_id == plan.step_id, f"the previous stage sent step {step_id} where step {plan.step_id} is next"
-        self._frames.check(plan, handover.hidden_TD)
-        return handover.taken(self._frames.device)
+        sent, next_id = frame.step_id, plan.step_id
+        assert sent == next_id, f"the previous stage sent step {sent} where step {next_id} is next"
+        self._frames.check(plan, frame.hidden_TD)
+        return frame.on(self._frames.device)
 
     def send(self, plan: StepPlan, hidden_TD: torch.Tensor) -> int:
         assert self._outgoing is not None, "the last stage sends nothing"
         self._frames.check(plan, hidden_TD)
         self._check_open()
-        self._outgoing.put((plan.step_id, Handover.of(hidden_TD)))
+        self._outgoing.put(_Frame.record(plan.step_id, hidden_TD))
         return hidden_TD.nbytes
 
     def warm_up(self) -> None:

@@ -9,7 +9,7 @@ Frames flow one way, from each stage to the next, so no pair of ranks ever sends
 A dead neighbour does not end NCCL's wait: the head notices it by other means (end of file, heartbeat) and
 announces it, and the thread that hears so aborts the communicators. An aborted wait returns as if all were
 well, with anything in its buffer: see `PointToPoint.interrupt`. What is computed from such a buffer bears a
-lost epoch's number and is dropped. Each group that carries anything is aborted by whoever uses it: the
+lost epoch's number and is dropped. Each group that carries anything is aborted by its user: the
 pipeline's by its transport, that of tensor ranks by their gather.
 """
 
@@ -21,10 +21,9 @@ from contextlib import AbstractContextManager
 import torch
 import torch.distributed as dist
 
-from parallel_state import ParallelGroup
 from ppserve.errors import TransportError
-from ppserve.stage.transport.frames import Frames, Transport
-from ppserve.stage.transport.point_to_point import Passage, PointToPoint
+from ppserve.stage.transport.frames import Frames
+from ppserve.stage.transport.point_to_point import Passage
 
 _ABORT_WITHIN_S = 30.0
 """An abort may take the group's timeout, which is 20 s."""
@@ -76,7 +75,7 @@ class StreamPassage(AbortedPassage):
             self._transfers.wait_event(last_use)
         return torch.cuda.stream(self._transfers)
 
-    def leave(self, hidden_TD: torch.Tensor) -> torch.Tensor:
+    def to_backend(self, hidden_TD: torch.Tensor) -> torch.Tensor:
         # The send follows the compute that makes these hidden states. Their memory is not reused before
         # the send is done: the handle is waited for on the compute stream before the tensor is let go.
         self.release(hidden_TD)
@@ -84,7 +83,3 @@ class StreamPassage(AbortedPassage):
 
     def release(self, buffer: torch.Tensor) -> None:
         self._last_use[buffer.data_ptr()] = torch.cuda.current_stream(self._device).record_event()
-
-
-def nccl_transport(frames: Frames, group: ParallelGroup) -> Transport:
-    return PointToPoint("nccl", frames, group, StreamPassage(frames.device))

@@ -32,11 +32,11 @@ class Passage:
         """The context in which a send or receive of this buffer is posted."""
         return nullcontext()
 
-    def leave(self, hidden_TD: torch.Tensor) -> torch.Tensor:
+    def to_backend(self, hidden_TD: torch.Tensor) -> torch.Tensor:
         """The tensor to send: hidden_TD, or a copy where the backend can read."""
         return hidden_TD
 
-    def enter(self, buffer_TD: torch.Tensor) -> torch.Tensor:
+    def to_stage(self, buffer_TD: torch.Tensor) -> torch.Tensor:
         """The tensor for the stage, from a buffer that has been received."""
         return buffer_TD
 
@@ -47,7 +47,7 @@ class Passage:
         """Called from another thread: ends what is under way in the group, where a neighbour's end does not."""
 
     def close(self, group: dist.ProcessGroup) -> None:
-        """Whatever must have ended before the group is destroyed, which happens next. May be called twice."""
+        """Ends what must have ended before the group is destroyed, which happens next. May be called twice."""
 
 
 class GroupUser:
@@ -114,7 +114,7 @@ class PointToPoint(GroupUser):
         self._post()
 
     def receive(self, plan: StepPlan) -> torch.Tensor:
-        self._order.take(plan)
+        self._order.check_next(plan)
         if self._in_use is not None:
             self._passage.release(self._in_use)
             self._free.append(self._in_use)
@@ -124,7 +124,7 @@ class PointToPoint(GroupUser):
         frame = self._arriving.popleft()
         self._wait(frame.handle)
         self._in_use = frame.buffer
-        return self._passage.enter(frame.buffer[: frame.rows])
+        return self._passage.to_stage(frame.buffer[: frame.rows])
 
     def send(self, plan: StepPlan, hidden_TD: torch.Tensor) -> int:
         self._frames.check(plan, hidden_TD)
@@ -162,7 +162,7 @@ class PointToPoint(GroupUser):
         assert self._group.next_rank is not None, "the last stage sends nothing"
         if len(self._sending) == self._frames.depth:
             self._wait(self._sending.popleft()[0])
-        outgoing_TD = self._passage.leave(hidden_TD)
+        outgoing_TD = self._passage.to_backend(hidden_TD)
         with self._exchange(), self._passage.posting(outgoing_TD):
             handle = dist.isend(outgoing_TD, self._group.next_rank, group=self._group.process_group)
         assert handle is not None

@@ -55,7 +55,7 @@ class _Slots:
     def num_bytes(frames: Frames) -> int:
         return frames.depth * frames.max_rows * frames.width * frames.dtype.itemsize
 
-    def next(self, rows: int) -> torch.Tensor:
+    def next_slot(self, rows: int) -> torch.Tensor:
         slot_TD = self._slots[self._next][:rows]
         self._next = (self._next + 1) % len(self._slots)
         return slot_TD
@@ -76,10 +76,10 @@ class _Outgoing:
         self._occupied = 0
         self._depth = frames.depth
 
-    def put(self, hidden_TD: torch.Tensor) -> None:
+    def send(self, hidden_TD: torch.Tensor) -> None:
         while self._occupied == self._depth:
             self._occupied -= _receive_bytes(self.connection, "next")
-        self._slots.next(hidden_TD.shape[0]).copy_(hidden_TD)
+        self._slots.next_slot(hidden_TD.shape[0]).copy_(hidden_TD)
         self.connection.sendall(b"\0")
         self._occupied += 1
 
@@ -99,19 +99,19 @@ class _Incoming:
         self.connection = connection
         self._arrived = 0
 
-    def take(self, rows: int) -> torch.Tensor:
+    def receive(self, rows: int) -> torch.Tensor:
         """The next frame, where it lies in the shared memory; after `give_back` the sender overwrites it."""
         while self._arrived == 0:
             self._arrived += _receive_bytes(self.connection, "previous")
         self._arrived -= 1
-        return self._slots.next(rows)
+        return self._slots.next_slot(rows)
 
     def give_back(self) -> None:
         self.connection.sendall(b"\0")
 
 
 class SharedMemoryTransport:
-    """A `Transport` between the processes of one host. The constructor meets the neighbours: collective."""
+    """A `Transport` between the processes of one host. The constructor connects to the neighbours: collective."""
 
     name = "shm"
 
@@ -123,10 +123,10 @@ class SharedMemoryTransport:
         self._reading = False
         self._closed = False
         try:
-            self._meet(group)
+            self._connect(group)
         except (OSError, RuntimeError) as error:
             self.close()
-            raise TransportError(f"shm: cannot meet the neighbours: {error}") from error
+            raise TransportError(f"shm: cannot connect to the neighbours: {error}") from error
 
     def post_receive(self, plan: StepPlan) -> None:
         """Nothing to prepare: frames are put where they will be read."""
@@ -137,24 +137,24 @@ class SharedMemoryTransport:
     def receive(self, plan: StepPlan) -> torch.Tensor:
         incoming = self._incoming
         assert incoming is not None, "the first stage receives nothing"
-        self._order.take(plan)
+        self._order.check_next(plan)
         rows = self._frames.check(plan)
-        return self._talk(lambda: self._take(incoming, rows))
+        return self._exchange(lambda: self._receive(incoming, rows))
 
     def send(self, plan: StepPlan, hidden_TD: torch.Tensor) -> int:
         outgoing = self._outgoing
         assert outgoing is not None, "the last stage sends nothing"
         self._frames.check(plan, hidden_TD)
-        self._talk(lambda: outgoing.put(hidden_TD))
+        self._exchange(lambda: outgoing.send(hidden_TD))
         return hidden_TD.nbytes
 
     def warm_up(self) -> None:
         outgoing, incoming = self._outgoing, self._incoming
         if outgoing is not None:
             row_TD = torch.zeros(1, self._frames.width, dtype=self._frames.dtype, device=self._frames.device)
-            self._talk(lambda: outgoing.put(row_TD))
+            self._exchange(lambda: outgoing.send(row_TD))
         if incoming is not None:
-            self._talk(lambda: self._take(incoming, 1))
+            self._exchange(lambda: self._receive(incoming, 1))
 
     def interrupt(self) -> None:
         self._closed = True
@@ -169,24 +169,30 @@ class SharedMemoryTransport:
             if end is not None:
                 end.connection.close()
 
-    def _meet(self, group: ParallelGroup) -> None:
-        """First the names, down the line; then everybody connects to the previous stage."""
+    def _connect(self, group: ParallelGroup) -> None:
+        """Names travel from stage to stage, then every stage connects to the previous one."""
         with contextlib.ExitStack() as opened:
-            listener = opened.enter_context(_announce(group)) if group.next_rank is not None else None
+            listener = None
+            if group.next_rank is not None:
+                listener, name = listen()
+                opened.enter_context(listener)
+                dist.send(name, group.next_rank, group=group.process_group)
             if group.prev_rank is not None:
-                self._incoming = _Incoming(self._frames, _find(group))
+                name = no_name()
+                dist.recv(name, group.prev_rank, group=group.process_group)
+                self._incoming = _Incoming(self._frames, dial(name))
             if listener is not None:
                 self._outgoing = _Outgoing(self._frames, accept(listener))
 
-    def _take(self, incoming: _Incoming, rows: int) -> torch.Tensor:
+    def _receive(self, incoming: _Incoming, rows: int) -> torch.Tensor:
         if self._reading:
             self._reading = False
             incoming.give_back()
-        slot_TD = incoming.take(rows)
+        slot_TD = incoming.receive(rows)
         self._reading = True
         return slot_TD.to(self._frames.device)
 
-    def _talk(self, exchange: Callable[[], _Answer]) -> _Answer:
+    def _exchange(self, exchange: Callable[[], _Answer]) -> _Answer:
         try:
             if self._closed:
                 raise TransportError("shm: the transport is closed")
@@ -195,22 +201,8 @@ class SharedMemoryTransport:
             raise TransportError(f"shm: a neighbour is gone: {error}") from error
 
 
-def _announce(group: ParallelGroup) -> socket.socket:
-    """A listening socket, and its name on the way to the next stage."""
-    listener, name = listen()
-    dist.send(name, group.next_rank, group=group.process_group)
-    return listener
-
-
-def _find(group: ParallelGroup) -> socket.socket:
-    """A connection to the previous stage, under the name that it sends."""
-    name = no_name()
-    dist.recv(name, group.prev_rank, group=group.process_group)
-    return dial(name)
-
-
 def listen(backlog: int = 1) -> tuple[socket.socket, torch.Tensor]:
-    """A listening socket under a random name, and the name, to be sent to whoever is to connect."""
+    """A listening socket under a random name, and the name, to be sent to those that connect."""
     token = secrets.token_bytes(_TOKEN_BYTES)
     listener = socket.socket(socket.AF_UNIX)
     listener.settimeout(_MEET_TIMEOUT_S)
@@ -232,8 +224,8 @@ def dial(name: torch.Tensor) -> socket.socket:
 
 
 def accept(listener: socket.socket) -> socket.socket:
-    """The next connection. Names in the abstract namespace can be listed by every user of the host, so whoever
-    connects must be the same user."""
+    """The next connection. Names in the abstract namespace can be listed by every user of the host, so a
+    peer must be the same user."""
     while True:
         connection, _ = listener.accept()
         credentials = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, struct.calcsize("3i"))

@@ -202,7 +202,7 @@ class StageProcess:
         self._heard_ns = self._world.now_ns
         if (link := self._link) is None:
             return
-        link.arrived(part, self._world.now_ns)
+        link.handle_bytes(part, self._world.now_ns)
         while self.is_alive and not link.inbox.empty():
             self._take(link.inbox.get()[1])
 

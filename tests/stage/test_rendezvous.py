@@ -32,7 +32,7 @@ def test_everybody_waits_for_the_last() -> None:
         return False
 
     with ThreadPoolExecutor(2) as threads:
-        early = [threads.submit(wait_for_ranks, stores[stage], stage, 3, partial(is_over, stage)) for stage in (0, 1)]
+        early = [threads.submit(wait_for_ranks, stores[n], n, 3, partial(is_over, n)) for n in (0, 1)]
         assert all(event.wait(30) for event in asked)
         assert not any(meeting.done() for meeting in early)
         wait_for_ranks(stores[2], 2, 3, lambda: False)

@@ -96,13 +96,13 @@ class Stream:
                 self._entries = [entry for entry in self._entries if not entry.pending.is_complete]
                 if not self._entries:
                     return None
-                self._take(*self._news.get())
+                self._add_outputs(*self._news.get())
             entry, piece = self._ready.popleft()
         if isinstance(piece, RequestError):
             raise self._explained(piece)
         return entry, piece
 
-    def _take(self, entry: _Entry, outputs: Sequence[TokenOutput]) -> None:
+    def _add_outputs(self, entry: _Entry, outputs: Sequence[TokenOutput]) -> None:
         entry.pending.push(outputs)
         try:
             for delta in entry.pending.take():

@@ -34,7 +34,7 @@ _MAX_STRANGERS = 16
 _ACCEPT_AGAIN_S = 0.5
 _EXHAUSTED = (errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM)
 # The log has at most one line about refused connections in this time.
-_COMPLAIN_EVERY_S = 5.0
+_WARN_EVERY_S = 5.0
 # Frames are much smaller than a socket's buffer. So a stage that takes nothing for this long, or for which so many
 # bytes are still unsent, does not read.
 _SEND_TIMEOUT_S = 2.0
@@ -123,13 +123,13 @@ class SocketControlPlane:
         self._listener = listener
         self._listener.setblocking(False)
         self._accepts_from_ns = 0
-        self._complains_from_ns = 0
+        self._warns_from_ns = 0
         self._peers: dict[int, _Peer] = {}
         # In order of arrival.
         self._strangers: dict[_Peer, None] = {}
         # Those with something unsent: since when they have taken nothing.
         self._full: dict[_Peer, int] = {}
-        self._due: list[Received | Disconnected] = []
+        self._arrived: list[Received | Disconnected] = []  # since the last poll
         self._wake_in, self._wake_out = socket.socketpair()
         self._wake_in.setblocking(False)
         self._wake_out.setblocking(False)
@@ -145,30 +145,28 @@ class SocketControlPlane:
         with contextlib.suppress(OSError):  # unread wakes fill the buffer, or everything is closed
             self._wake_in.send(b"\0")
 
-    def put_back(self, heard: Sequence[Received | Disconnected]) -> None:
+    def put_back(self, events: Sequence[Received | Disconnected]) -> None:
         """The next `poll` returns these first."""
-        self._due = [*heard, *self._due]
+        self._arrived = [*events, *self._arrived]
 
     def poll(self, timeout_s: float) -> list[Received | Disconnected]:
-        ready = self._selector.select(timeout_s if not self._due else 0)
-        heard, self._due = self._due, []
-        # Strangers last: judging one reads what is there of the rank that it claims to be.
-        for key, events in sorted(ready, key=lambda event: event[0].data in self._strangers):
+        ready = self._selector.select(timeout_s if not self._arrived else 0)
+        # Strangers last: checking one reads what is there of the rank that it claims to be.
+        for key, mask in sorted(ready, key=lambda event: event[0].data in self._strangers):
             if key.fileobj is self._listener:
                 self._accept()
             elif key.fileobj is self._wake_out:
                 self._wake_out.recv(4096)
             else:
-                if events & selectors.EVENT_WRITE:
-                    heard += self._flush(key.data)
-                if events & selectors.EVENT_READ:
-                    heard += self._read(key.data) or []
-        heard += self._end_full()
-        heard += self._due
-        self._due = []
+                if mask & selectors.EVENT_WRITE:
+                    self._flush(key.data)
+                if mask & selectors.EVENT_READ:
+                    self._read(key.data)
+        self._end_full()
         self._refuse_silent_strangers()
         self._accept_again()
-        return heard
+        arrived, self._arrived = self._arrived, []
+        return arrived
 
     def send(self, rank: int, message: wire.FromHead) -> None:
         self._send_frame(rank, wire.encode(message))
@@ -181,12 +179,12 @@ class SocketControlPlane:
     def _send_frame(self, rank: int, frame: bytes) -> None:
         peer = self._peers.get(rank)
         if peer is not None:
-            self._due += self._send_to(peer, frame)
+            self._send_to(peer, frame)
 
     def drop(self, rank: int, cause: str) -> None:
         peer = self._peers.get(rank)
         if peer is not None:
-            self._due += self._end(peer, cause)
+            self._end(peer, cause)
 
     def close(self, goodbye_s: float) -> None:
         until_ns = self._clock() + int(1e9 * goodbye_s)
@@ -229,55 +227,63 @@ class SocketControlPlane:
             self._accepts_from_ns = 0
             self._selector.register(self._listener, selectors.EVENT_READ, None)
 
-    def _read(self, peer: _Peer) -> list[Received | Disconnected] | None:
-        """What has arrived on a connection, which may be its end; None where there is nothing."""
+    def _read(self, peer: _Peer) -> bool:
+        """Reads what has arrived on a connection, which may be its end. Returns whether there was something."""
         if not peer.is_open:  # it was ended meanwhile, by another's greeting
-            return None
+            return False
         try:
             received = peer.connection.recv(1 << 16 if peer.rank is not None else wire.MAX_GREETING_BYTES)
             messages = peer.reader.feed(received)
         except ssl.SSLWantReadError:  # a part of something encrypted
-            return self._send_to(peer, b"")
+            self._send_to(peer, b"")
+            return True
         except BlockingIOError:
-            return None
+            return False
         except WireError as error:
-            self._complain(f"a message on the control plane does not fit the schema: {error}")
-            return self._end(peer, "protocol")
+            self._warn(f"a message on the control plane does not fit the schema: {error}")
+            self._end(peer, "protocol")
+            return True
         except OSError as error:
             received, messages = b"", []
             if isinstance(error, ssl.SSLError):
-                self._complain(f"refused a connection: {error.reason}")
-                self._due += self._send_to(peer, b"")  # the other end is told why
+                self._warn(f"refused a connection: {error.reason}")
+                self._send_to(peer, b"")  # the other end is told why
         if not received:
-            return self._end(peer, "exit")
+            self._end(peer, "exit")
+            return True
+        self._handle_messages(peer, messages)
+        self._send_to(peer, b"")
+        return True
+
+    def _handle_messages(self, peer: _Peer, messages: list[Any]) -> None:
         arrived_ns = self._clock()
-        heard: list[Received | Disconnected] = []
         for message in messages:
             if isinstance(message, wire.Proof):
-                heard += self._judge(peer, message)
+                self._check_proof(peer, message)
             elif peer not in self._strangers or self._admit(peer, message):
                 assert peer.rank is not None
-                heard.append(Received(peer.rank, arrived_ns, message))
+                self._arrived.append(Received(peer.rank, arrived_ns, message))
                 if self._peers.get(peer.rank) is not peer:
                     self._end(peer, "a keeper has said what it had to say")
             if not peer.is_open:
-                break
-        return heard + self._send_to(peer, b"")
+                return
 
-    def _send_to(self, peer: _Peer, frame: bytes) -> list[Received | Disconnected]:
-        """Sends a frame, after what is still unsent. Returns the end of the connection if sending fails. An empty
-        frame sends only what encryption has to say."""
+    def _send_to(self, peer: _Peer, frame: bytes) -> None:
+        """Sends a frame, after what is still unsent. An empty one sends only what encryption has to say."""
         if not peer.is_open:
-            return []
+            return
         if len(peer.unsent) > _MAX_UNSENT_BYTES:
-            return self._end(peer, "timeout")
+            self._end(peer, "timeout")
+            return
         try:
             peer.unsent += peer.connection.seal(frame) if isinstance(peer.connection, TlsConnection) else frame
         except ssl.SSLError:
-            return self._end(peer, "protocol")
-        return [] if peer in self._full or not peer.unsent else self._flush(peer)
+            self._end(peer, "protocol")
+            return
+        if peer not in self._full and peer.unsent:
+            self._flush(peer)
 
-    def _flush(self, peer: _Peer) -> list[Received | Disconnected]:
+    def _flush(self, peer: _Peer) -> None:
         """Gives the socket as much as it takes now."""
         had = len(peer.unsent)
         try:
@@ -286,42 +292,40 @@ class SocketControlPlane:
         except BlockingIOError:
             pass
         except OSError:
-            return self._end(peer, "exit")
+            self._end(peer, "exit")
         if not peer.is_open:
-            return []
+            return
         if not peer.unsent:
             if self._full.pop(peer, None) is not None:
                 self._selector.modify(peer.connection, selectors.EVENT_READ, peer)
-            return []
+            return
         if peer not in self._full:
             self._selector.modify(peer.connection, selectors.EVENT_READ | selectors.EVENT_WRITE, peer)
         if peer not in self._full or len(peer.unsent) < had:
             self._full[peer] = self._clock()
-        return []
 
-    def _end_full(self) -> list[Received | Disconnected]:
+    def _end_full(self) -> None:
         """Ends connections that have taken nothing for too long."""
         since_ns = self._clock() - self._send_timeout_ns
-        late = [peer for peer, full_ns in self._full.items() if full_ns < since_ns]
-        return [gone for peer in late for gone in self._end(peer, "timeout")]
+        for peer in [peer for peer, full_ns in self._full.items() if full_ns < since_ns]:
+            self._end(peer, "timeout")
 
-    def _end(self, peer: _Peer, cause: str) -> list[Received | Disconnected]:
+    def _end(self, peer: _Peer, cause: str) -> None:
         """Closes a connection, once. Its rank is gone, unless the connection was not the rank's current one."""
         if not peer.is_open:
-            return []
+            return
         self._selector.unregister(peer.connection)
         peer.connection.close()
         self._strangers.pop(peer, None)
         self._full.pop(peer, None)
-        if peer.rank is None or self._peers.get(peer.rank) is not peer:
-            return []
-        del self._peers[peer.rank]
-        return [Disconnected(peer.rank, cause)]
+        if peer.rank is not None and self._peers.get(peer.rank) is peer:
+            del self._peers[peer.rank]
+            self._arrived.append(Disconnected(peer.rank, cause))
 
     # ---- who gets in ----------------------------------------------------------------------------------
 
-    def _judge(self, peer: _Peer, said: wire.Proof) -> list[Received | Disconnected]:
-        """A stranger's proof: the head answers with its own, or refuses. Returns what its rank said before."""
+    def _check_proof(self, peer: _Peer, said: wire.Proof) -> None:
+        """The head answers a stranger's proof with its own, or refuses."""
         expected = proof.rank_proof(self._secret, said.rank, peer.challenge, said.nonce)
         if not proof.is_same(said.proof, expected):
             self._refuse(peer, "the head has another secret than this stage")
@@ -330,16 +334,14 @@ class SocketControlPlane:
         elif not peer.reader.is_empty or peer.rank is not None:
             self._refuse(peer, "a proof is one frame, sent once")
         else:
-            heard = self._read_what_is_there(said.rank)
+            self._read_last_words(said.rank)
             if said.rank in self._peers:
                 self._refuse(peer, f"rank {said.rank} is connected already", may_retry=True)
-                return heard
+                return
             peer.rank = said.rank
             peer.reader = wire.FrameReader(wire.FromStage)
             answer = proof.head_proof(self._secret, said.rank, peer.challenge, said.nonce)
             self._send_to(peer, wire.encode(wire.Welcome(answer)))
-            return heard
-        return []
 
     def _admit(self, peer: _Peer, message: Any) -> bool:
         """Whether the first message after the Welcome is a greeting, of a rank that is not connected meanwhile."""
@@ -353,16 +355,15 @@ class SocketControlPlane:
             self._peers[peer.rank] = peer
         return True
 
-    def _read_what_is_there(self, rank: int) -> list[Received | Disconnected]:
-        """Everything that arrived on a rank's connection, the end included: its next process may be at the door
-        before the end of the last one was read."""
-        peer, heard = self._peers.get(rank), list[Received | Disconnected]()
-        while peer is not None and (more := self._read(peer)) is not None:
-            heard += more
-        return heard
+    def _read_last_words(self, rank: int) -> None:
+        """Reads everything that arrived on a rank's connection: its next process may connect before the end of the
+        last one was read."""
+        peer = self._peers.get(rank)
+        while peer is not None and self._read(peer):
+            pass
 
     def _refuse(self, peer: _Peer, reason: str, may_retry: bool = False) -> None:
-        self._complain(f"refused a connection: {reason}")
+        self._warn(f"refused a connection: {reason}")
         self._send_to(peer, wire.encode(wire.Refused(reason, may_retry)))
         self._end(peer, "refused")
 
@@ -371,7 +372,7 @@ class SocketControlPlane:
         for peer in [stranger for stranger in self._strangers if stranger.since_ns < silent_since_ns]:
             self._end(peer, "said nothing")
 
-    def _complain(self, problem: str) -> None:
-        if self._clock() >= self._complains_from_ns:
-            self._complains_from_ns = self._clock() + int(1e9 * _COMPLAIN_EVERY_S)
+    def _warn(self, problem: str) -> None:
+        if self._clock() >= self._warns_from_ns:
+            self._warns_from_ns = self._clock() + int(1e9 * _WARN_EVERY_S)
             log.warning("%s", problem)

@@ -167,18 +167,16 @@ class ReadsTheDead(SimulatedControl):
     """Reads in the kernel's order, also a connection that a greeting in the same poll has ended."""
 
     def poll(self, timeout_s: float) -> list[Received | Disconnected]:
-        heard, self._due = self._due, []
-        for key, events in self._selector.select(timeout_s):
+        for key, mask in self._selector.select(timeout_s):
             if key.fileobj is self._listener:
                 self._accept()
                 continue
             if not key.data.is_open:
                 self._selector.unregister(key.data.connection)
-            if events & selectors.EVENT_WRITE:
-                heard += self._flush(key.data)
-            if events & selectors.EVENT_READ:
-                heard += self._read(key.data) or []
-        self.put_back(heard)
+            if mask & selectors.EVENT_WRITE:
+                self._flush(key.data)
+            if mask & selectors.EVENT_READ:
+                self._read(key.data)
         return super().poll(timeout_s)
 
 

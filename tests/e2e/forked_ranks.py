@@ -42,7 +42,7 @@ class ForkingKeeper(stage_process.ForkServer):
 
     _pid: int | None = None
 
-    def ask(self, stage_end: int) -> None:
+    def request_stage(self, stage_end: int) -> None:
         keeper, self._pid = os.getpid(), None
         pid = os.fork()
         if pid == 0:

@@ -26,7 +26,7 @@ MAX_JSON_BYTES = 256 << 20
 
 
 def file_size(path: Path) -> int:
-    """Bytes of a regular file. Refuses what `open` would wait on for ever (a pipe) or not at all."""
+    """Bytes of a regular file. Raises CheckpointError for anything else, such as a pipe, which blocks `open`."""
     try:
         status = path.stat()
     except (OSError, ValueError) as error:
@@ -41,10 +41,7 @@ def file_size(path: Path) -> int:
 
 
 def is_file(path: Path) -> bool:
-    """Whether something of this name is there to be opened, a broken or looping link included.
-
-    A link that leads nowhere is a fault to report, not an absent file to pass over.
-    """
+    """Whether the name exists, also as a broken or looping link: that is a fault to report, no absent file."""
     return path.is_symlink() or path.exists()
 
 

@@ -45,13 +45,13 @@ ACTIVATIONS = {
 
 
 class EndOfText(TypedDict, total=False):
-    """null: none. Of several, the first ends a text."""
+    """The id that ends a text: null for none, the first of several."""
 
     eos_token_id: int | Annotated[list[int], Meta(min_length=1)] | None
 
 
 class Config(msgspec.Struct, frozen=True):
-    """What is read beside `EndOfText`. What is absent has GPT-2 small's value, as in transformers."""
+    """The other keys that are read. Absent ones have GPT-2 small's values, as in transformers."""
 
     model_type: str = "gpt2"
     architectures: list[str] = []

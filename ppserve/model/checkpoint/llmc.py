@@ -25,24 +25,22 @@ from ppserve.model.checkpoint.tensors import DTYPES, FileCheckpoint, StoredTenso
 MAGIC = 20240326
 HEADER_BYTES = 256 * 4
 STORED_DTYPES = {3: "float32", 5: "bfloat16"}
-REFUSED = {
-    1: "float32 with an unpadded vocabulary, which llm.c itself no longer reads",
-    2: "bfloat16 with layer norms in float32 and an unpadded vocabulary, which llm.c itself no longer reads",
-    4: "bfloat16 with layer norms in float32, which llm.c itself no longer reads",
-}
+"""By version. llm.c itself no longer reads versions 1, 2 and 4."""
 
 
 class Header(msgspec.Struct, frozen=True):
-    """The integers of the header that are used, in their order; V: real tokens, Vp: rows of the embedding."""
+    """The integers of the header that are used, in their order, by llm.c's names."""
 
     magic: int
     version: int
     maxT: Positions
     V: Rows
+    """Real tokens."""
     L: Layers
     NH: Width
     C: Width
     Vp: Rows
+    """Rows of the embedding."""
 
 
 def read_header(path: Path) -> tuple[Architecture, str]:
@@ -55,8 +53,7 @@ def read_header(path: Path) -> tuple[Architecture, str]:
     if magic != MAGIC:
         raise CheckpointError(path, f"is {magic}, not {MAGIC}: not a GPT-2 of llm.c", field="magic")
     if version not in STORED_DTYPES:
-        why = REFUSED.get(version, "unknown")
-        problem = f"is {version} ({why}); 3 (float32) and 5 (bfloat16) are served"
+        problem = f"is {version}; 3 (float32) and 5 (bfloat16) are served"
         raise CheckpointError(path, problem, field="version")
     return _architecture(path, checked(path, numbers, Header)), STORED_DTYPES[version]
 

@@ -1,8 +1,7 @@
-"""From what the operator typed to an opened checkpoint: which format is this?
+"""Opens the checkpoint that an operator names, whatever its format.
 
-tiny | a directory with config.json, or with one ckpt.pt or llm.c file | such a file | a hub id.
-Formats are told apart by content. Readers are imported when needed: those of torch's files need torch,
-those of a configuration or a header do not.
+A name is `tiny`, a directory with config.json or with one ckpt.pt or llm.c file, such a file, or a hub id. Formats
+are told apart by content. Readers are imported when needed: a configuration or a header needs no torch.
 """
 
 from __future__ import annotations
@@ -37,10 +36,7 @@ def open_checkpoint(path: str) -> FileCheckpoint:
 
 
 def read_architecture(path: str) -> Architecture:
-    """The architecture alone; of a directory or a hub id only the configuration is needed and read.
-
-    Raises CheckpointError.
-    """
+    """The architecture alone. A directory or a hub id needs only its configuration. Raises CheckpointError."""
     place = find_model(path, weights=False)
     if place.is_dir():
         from ppserve.model.checkpoint.config_json import read_config
@@ -56,7 +52,7 @@ def read_architecture(path: str) -> Architecture:
 def find_model(path: str, weights: bool = True) -> Path:
     """The directory (with a config.json) or the file that `path` means; a hub id is downloaded.
 
-    weights=False: of a hub id only the configuration and the tokenizer.
+    weights=False: a hub id's configuration and tokenizer only.
     """
     if path == "tiny":
         return TINY

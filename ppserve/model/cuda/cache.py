@@ -74,7 +74,7 @@ class DeviceCache:
         where those that come back lie."""
         self._buckets = Buckets(sizes, self._arch, self._layout, self.block_size, self._staging)
         self._views = {size: self._buckets.views(size) for size in sizes}
-        nothing = Draws.of((), 0)
+        nothing = Draws.of_rows((), 0)
         return {
             size: self._inputs(padding(size, self._layout), views, nothing, size)
             for size, views in self._views.items()
@@ -85,10 +85,10 @@ class DeviceCache:
         plan, buckets, vocab_size = rows.plan, self._buckets, self._arch.vocab_size
         bucket = buckets.smallest(rows) if buckets is not None else None
         if buckets is None or bucket is None:
-            draws = Draws.of(rows_read(plan) if self._layout.is_last else (), vocab_size)
+            draws = Draws.of_rows(rows_read(plan) if self._layout.is_last else (), vocab_size)
             arrays = {**draws.arrays(), **draws.adjustments, **step_arrays(rows)}
             return self._inputs(rows, self._staging.copy_new(arrays), draws)
-        draws = Draws.of(rows_of_slices(plan, bucket) if self._layout.is_last else (), vocab_size)
+        draws = Draws.of_rows(rows_of_slices(plan, bucket) if self._layout.is_last else (), vocab_size)
         buckets.put({**draws.arrays(), **step_arrays(padded(rows, bucket, self._layout))})
         views = self._views[bucket]
         if draws.adjustments:

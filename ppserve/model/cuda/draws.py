@@ -28,14 +28,15 @@ token's occurrences, banned ids."""
 
 @dataclass(frozen=True, slots=True)
 class ReadRow:
-    """One row that is read out. draw: None for a row that is scored, or not of interest. position: of the token
-    that is drawn. target: the token whose log-probability is asked for, or NO_TARGET. num_top: how many of the
-    most likely are asked for; None where no log-probability is."""
+    """One row that is read out: drawn from, scored, or neither."""
 
     draw: Draw | None = None
     position: int = 0
+    """Of the token that is drawn."""
     target: int = NO_TARGET
+    """The token whose log-probability is asked for."""
     num_top: int | None = None
+    """How many of the most likely tokens are asked for; None without log-probabilities."""
 
 
 def rows_read(plan: StepPlan) -> list[ReadRow]:
@@ -46,7 +47,7 @@ def rows_read(plan: StepPlan) -> list[ReadRow]:
 
 
 def rows_of_slices(plan: StepPlan, count: int) -> list[ReadRow]:
-    """One per slice, in order, and as many more as make `count`: the rows of a recorded step."""
+    """The rows of a recorded step: one per slice, in order, and padding up to `count`."""
     of_slices = [
         next((ReadRow(draw, at, num_top=draw.num_logprobs) for at, draw in s.draws), ReadRow())
         for s in plan.slices
@@ -56,17 +57,18 @@ def rows_of_slices(plan: StepPlan, count: int) -> list[ReadRow]:
 
 @dataclass(frozen=True, slots=True)
 class Draws:
-    """rows: what they ask for. filters: whether any draw leaves ids out by top_k, top_p or min_p. adjustments: of
-    scores before drawing (see `_adjustments`). num_top: the most that any row asks for, None where no
-    log-probability is."""
+    """What the rows of a step ask for."""
 
     rows: Sequence[ReadRow]
     filters: bool
+    """Whether any draw leaves ids out by top_k, top_p or min_p."""
     adjustments: dict[str, NDArray[Any]]
+    """Changes of scores before drawing, as `_adjustments` lists them."""
     num_top: int | None
+    """The most that any row asks for; None without log-probabilities."""
 
     @classmethod
-    def of(cls, rows: Sequence[ReadRow], vocab_size: int) -> Draws:
+    def of_rows(cls, rows: Sequence[ReadRow], vocab_size: int) -> Draws:
         asked = [row.num_top for row in rows if row.num_top is not None]
         return cls(
             rows=rows,
@@ -81,11 +83,11 @@ class Draws:
         return not self.filters and not self.adjustments and self.num_top is None
 
     def entries(self, kind: str, rows: slice) -> slice:
-        """Which adjustments of a kind belong to these rows."""
+        """The adjustments of a kind that belong to these rows."""
         return slice(*np.searchsorted(self.adjustments[f"{kind}.rows"], (rows.start, rows.stop)).tolist())
 
     def arrays(self) -> dict[str, NDArray[Any]]:
-        """For every row: where to draw, and within which limits. Greedy: temperature 0."""
+        """The point and the limits of every row's draw. A greedy draw has temperature 0."""
         params = [_ANY if row.draw is None else row.draw.params for row in self.rows]
         seeds = np.array([of.seed & _MASK for of in params], np.uint64)
         index = np.array([0 if row.draw is None else row.draw.index for row in self.rows], np.uint64)
@@ -121,8 +123,8 @@ def _filters(params: SamplingParams) -> bool:
 
 
 def _adjustments(rows: Sequence[ReadRow], vocab_size: int) -> dict[str, NDArray[Any]]:
-    """What is done to scores, one kind after the other, as entries (row, id, numbers), rows ascending. Arrays are
-    called `bias.rows`, `bias.ids`, `bias.0` and so on; a kind without entries has none."""
+    """Entries (row, id, numbers) of each kind, rows ascending. Arrays are called `bias.rows`, `bias.ids`, `bias.0`
+    and so on; a kind without entries has none."""
     drawn = [(number, row.draw, row.draw.params) for number, row in enumerate(rows) if row.draw is not None]
     banned = [(n, draw.banned) for n, draw, _ in drawn if draw.banned and rows[n].position < draw.banned_before]
     biased = [(n, tuple(zip(*of.logit_bias, strict=True))) for n, _, of in drawn if of.logit_bias]
@@ -158,13 +160,13 @@ _Lists = Sequence[tuple[int, Sequence[float]]]
 
 
 def _listed(lists: _Lists) -> tuple[NDArray[Any], NDArray[Any]]:
-    """All of these numbers one after the other: (n,) their rows, (n,) the numbers."""
+    """All numbers one after the other: (n,) their rows, (n,) the numbers."""
     rows_n = np.repeat(np.array([row for row, _ in lists], np.int64), [len(numbers) for _, numbers in lists])
     return rows_n, np.fromiter(chain.from_iterable(numbers for _, numbers in lists), np.float64, len(rows_n))
 
 
 def _counted(lists: _Lists) -> tuple[NDArray[Any], NDArray[Any], NDArray[Any]]:
-    """Every id of every row once: (n,) rows, (n,) ids, (n,) how often."""
+    """Each row's ids without repetitions: (n,) rows, (n,) ids, (n,) counts."""
     rows_n, ids_n = _listed(lists)
     keys_n, times_n = np.unique((rows_n << 32) + ids_n.astype(np.int64), return_counts=True)
     return keys_n >> 32, keys_n & 0xFFFFFFFF, times_n

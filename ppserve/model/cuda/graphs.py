@@ -1,8 +1,8 @@
 """A stage whose steps of single rows are recorded: a step is then one call, whatever it is made of.
 
 For every bucket the stage's own `forward`, and on the last stage the head and plain draws, are recorded over
-inputs that keep their place. Steps of several rows per slice are computed as they come. What a request asks for
-beside a plain draw is computed from the recorded step's logits.
+inputs that keep their place. Steps of several rows per slice are not recorded. Whatever a request asks for in
+addition to a plain draw is computed from the recorded step's logits.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ class RecordedStage:
         self._tokens_R1 = torch.zeros(most, 1, dtype=torch.float64, device=cache.device)
         inputs = cache.use_buckets(sizes)
         self.replays: dict[int, Callable[[], None]] = {}
-        """What repeats the recorded step of a size."""
+        """By size: repeats the recorded step."""
         # The largest first: smaller ones then find memory for theirs.
         for number, size in enumerate(reversed(sizes), 1):
             log.info("recording steps of %d rows (%d of %d)", size, number, len(sizes))
@@ -81,7 +81,7 @@ class RecordedStage:
         return self._readback.reading(inputs.rows.plan, columns_RC, drawn)
 
     def _step(self, inputs: DeviceInputs, cache: DeviceCache) -> Callable[[], None]:
-        """What is recorded of a bucket."""
+        """The work that is recorded for a bucket."""
         size = inputs.num_rows
         received_TD = None if self.layout.is_first else self._received_TD[:size]
 

@@ -26,7 +26,7 @@ _NONE = np.zeros(0, np.int64)
 
 
 def step_arrays(rows: StepRows) -> dict[str, NDArray[Any]]:
-    """All int32. Block tables come last: of a buffer with room for the longest, the rest need not be copied."""
+    """All int32. Block tables come last, so that the unused end of a bucket's buffer is not copied."""
     return {
         "token_ids": rows.token_ids_T.astype(np.int32),
         "positions": rows.positions_T.astype(np.int32),
@@ -105,7 +105,7 @@ class Buckets:
         return {name: view if name == "tables" else view[: sizes[name]] for name, view in views.items()}
 
     def _padding(self, size: int) -> dict[str, NDArray[Any]]:
-        draws = Draws.of(rows_of_slices(_NO_PLAN, size) if self._layout.is_last else (), 0)
+        draws = Draws.of_rows(rows_of_slices(_NO_PLAN, size) if self._layout.is_last else (), 0)
         return {**draws.arrays(), **step_arrays(padding(size, self._layout))}
 
 
@@ -114,8 +114,8 @@ def _extended(numbers: Ints, count: int, filler: int) -> Ints:
 
 
 def _tiles(rows: StepRows) -> Ints:
-    """Every slice's rows in groups of up to ROWS_PER_TILE: (row, number of rows, position of the first, where its
-    table begins)."""
+    """Every slice's rows in groups of up to ROWS_PER_TILE: (first row, number of rows, position of the first row,
+    begin of its table)."""
     tiles_per_slice = -(-rows.num_rows_S // ROWS_PER_TILE)
     slice_of = np.repeat(np.arange(len(rows.num_rows_S)), tiles_per_slice)
     first_tile_S = np.cumsum(tiles_per_slice) - tiles_per_slice

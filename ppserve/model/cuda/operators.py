@@ -36,16 +36,14 @@ EXP_C3, EXP_C2, EXP_C1 = _float32(4.1665795894e-2), _float32(1.6666665459e-1), 0
 
 @dataclass(frozen=True, slots=True)
 class Tiles:
-    """The rows of a step for attention, on the device, int32.
-
-    tiles_n4: of each tile its first row, its number of rows, the position of the first, and where the slice's
-    blocks begin in `tables`. A tile at position -1 pads a step: it has no keys, and its rows become zeros.
-    max_keys: no row has more (on the host).
-    """
+    """The rows of a step for attention, on the device, int32."""
 
     tiles_n4: torch.Tensor
+    """Each tile's first row, number of rows, position of the first row, and begin of the slice's blocks in
+    `tables`. A tile at position -1 pads a step: it has no keys, and its rows become zeros."""
     tables: torch.Tensor
     max_keys: int
+    """The most keys that any row has, on the host."""
 
 
 class Operators:

@@ -58,7 +58,7 @@ def results_of(plan: StepPlan, columns_RC: NDArray[np.float64]) -> Results:
     lines = iter(columns_RC.tolist())
     drawn = tuple(_drawn(s.sequence_id, draw, next(lines)) for s in plan.slices for _, draw in s.draws)
     scored = tuple(
-        Scored(s.sequence_id, tuple(_told(next(lines), s.num_prompt_logprobs) for _ in s.targets))
+        Scored(s.sequence_id, tuple(_token_logprobs(next(lines), s.num_prompt_logprobs) for _ in s.targets))
         for s in plan.slices
         if s.targets
     )
@@ -69,11 +69,12 @@ def _drawn(sequence_id: int, wanted: Draw, line: list[float]) -> Drawn:
     token_id = int(line[0])
     if token_id == _NOTHING:
         return Drawn(sequence_id, None)
-    return Drawn(sequence_id, token_id, None if wanted.num_logprobs is None else _told(line, wanted.num_logprobs))
+    num_top = wanted.num_logprobs
+    return Drawn(sequence_id, token_id, None if num_top is None else _token_logprobs(line, num_top))
 
 
-def _told(line: list[float], num_top: int) -> TokenLogprobs:
-    """The log-probabilities of one row."""
+def _token_logprobs(line: list[float], num_top: int) -> TokenLogprobs:
+    """One row's log-probabilities."""
     _, normalizer, logit, *top = line
     most = len(top) // 2
     logits, ids = top[: min(num_top, most)], top[most:]

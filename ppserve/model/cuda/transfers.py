@@ -76,8 +76,7 @@ class Staging:
         """How often it has copied."""
 
     def copy(self, arrays: Arrays, places: Places, buffer: torch.Tensor) -> None:
-        """Copies arrays into a buffer of the device, each to its place. What lies behind an array stays as it
-        was."""
+        """Copies arrays into a buffer of the device, each to its place. The rest of a place keeps its content."""
         host = self._host_buffer(places.num_bytes)
         numbers = host.numpy()
         end = 0
@@ -128,9 +127,9 @@ class Readback:
     def reading(
         self, plan: StepPlan, columns_RC: torch.Tensor | None, rows: Sequence[int] | None = None
     ) -> Reading:
-        """Starts the copy of the columns of a plan's rows. rows: which of them are the plan's, where not all are.
+        """Starts the copy of the columns of a plan's rows. rows: those that are the plan's, if not all are.
 
-        What comes back must be called before the next step's is asked for.
+        The reading must be called before the next one is made.
         """
         if columns_RC is None:
             return lambda: ((), ())

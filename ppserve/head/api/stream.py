@@ -17,8 +17,12 @@ from ppserve.core.plan import TokenLogprobs
 from ppserve.core.request import FinishReason, Request
 from ppserve.errors import DeadlinePassed, RequestError
 from ppserve.head.engine.output import TokenOutput
+from ppserve.head.limits import MAX_COUNT
 
 Score = TokenLogprobs | None
+
+AT_THE_END = MAX_COUNT
+"""The `stream_interval` with which all of a sequence is one delta."""
 
 FINISH_WORDS = {
     FinishReason.EOS: "stop",
@@ -103,8 +107,9 @@ class Pending:
         pending = self._outputs[index]
         if not pending or self._waits_for_prompt_scores(index):
             return False
-        enough = len(pending) >= self._interval or index not in self._begun
-        return enough or pending[-1].finish is not None or self._error is not None
+        is_first = index not in self._begun and self._interval != AT_THE_END
+        is_last = pending[-1].finish is not None or self._error is not None
+        return is_first or is_last or len(pending) >= self._interval
 
     def _waits_for_prompt_scores(self, index: int) -> bool:
         """Whether the first sequence's delta, which has the prompt's scores, must be taken before this one's."""

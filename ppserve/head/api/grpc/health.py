@@ -1,8 +1,7 @@
 """grpc.health.v1: whether the server serves.
 
-grpcio-health-checking's service for asyncio is not used. It writes to a watcher while it holds the lock that a
-change of the state needs: one watcher who does not read, for which no key is needed, would keep the server from
-turning NOT_SERVING, and from ending. And when one watcher leaves, the others hear of no further change.
+grpcio-health-checking's service for asyncio is not used: when one of its watchers leaves, the others hear of no
+further change, and one that does not read blocks every change (grpcio 1.81).
 """
 
 from __future__ import annotations
@@ -21,26 +20,18 @@ Context = aio.ServicerContext[Any, Any]
 
 
 class Health(health_pb2_grpc.HealthServicer):  # type: ignore[misc]
-    """Of the server (the empty name) and of its services by name. NOT_SERVING until told otherwise."""
+    """The state of the server (the empty name) and of its services by name. NOT_SERVING until told otherwise."""
 
     def __init__(self, services: Iterable[str]) -> None:
         self._names = frozenset(("", *services))
         self._state = HealthState.NOT_SERVING
-        self._has_ended = False
         self._changed = asyncio.Event()
 
     def set_serving(self, serving: bool) -> None:
-        """Does nothing once the server ends."""
-        if not self._has_ended:
-            self._state = HealthState.SERVING if serving else HealthState.NOT_SERVING
-            # Watchers wait for the old event. They hold nothing while they write.
-            self._changed.set()
-            self._changed = asyncio.Event()
-
-    def end(self) -> None:
-        """NOT_SERVING from now on."""
-        self.set_serving(False)
-        self._has_ended = True
+        self._state = HealthState.SERVING if serving else HealthState.NOT_SERVING
+        # Watchers wait for the old event.
+        self._changed.set()
+        self._changed = asyncio.Event()
 
     async def Check(self, request: health_pb2.HealthCheckRequest, context: Context) -> HealthState:
         if request.service not in self._names:

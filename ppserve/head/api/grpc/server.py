@@ -90,7 +90,6 @@ class GrpcServer:
     async def stop(self, timeout_s: float) -> None:
         """Say NOT_SERVING at once, refuse new requests, let running ones finish for `timeout_s`, then close."""
         await self.set_serving(False)
-        self._health.end()
         await self.request_handler.drain(timeout_s)
         await self._server.stop(CLOSING_S)
 

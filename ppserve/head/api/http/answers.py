@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import replace
 from typing import Any, ClassVar
 
 import msgspec
@@ -87,12 +86,9 @@ class Answers:
 
         self._prompts = [PromptProgress(place, request, new_writer) for place, request in enumerate(requests)]
 
-    def whole(self, deltas: Sequence[Sequence[Delta]]) -> bytes:
-        """All of every prompt's deltas as one answer."""
-        choices = []
-        for prompt, of_prompt in zip(self._prompts, deltas, strict=True):
-            for delta in _merged(of_prompt):
-                choices.append(self._choice(prompt, delta, is_whole=True))
+    def whole(self, deltas: Sequence[tuple[int, Delta]]) -> bytes:
+        """All sequences as one answer. deltas: one for each of them, with its prompt's place."""
+        choices = [self._choice(self._prompts[place], delta, is_whole=True) for place, delta in deltas]
         choices.sort(key=lambda choice: choice.index)
         return _encode(self._record(self.objects[0], choices, self._usage(self._prompts)))
 
@@ -191,19 +187,3 @@ def finish_of(delta: Delta) -> dict[str, Any]:
         return {"finish_reason": None, "stop_reason": None}
     stop_reason = None if reason is FinishReason.EOS else matched
     return {"finish_reason": FINISH_WORDS[reason], "stop_reason": stop_reason}
-
-
-def _merged(deltas: Sequence[Delta]) -> list[Delta]:
-    """All deltas of a request as one for each of its sequences."""
-    by_index: dict[int, list[Delta]] = {}
-    for delta in deltas:
-        by_index.setdefault(delta.index, []).append(delta)
-    return [
-        replace(
-            parts[0],
-            tokens=tuple(token for part in parts for token in part.tokens),
-            text="".join(part.text for part in parts),
-            last=parts[-1].last,
-        )
-        for parts in by_index.values()
-    ]

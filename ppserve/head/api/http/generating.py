@@ -24,7 +24,7 @@ from ppserve.head.api.http.fields import (
 )
 from ppserve.head.api.request_handler import RequestHandler, run_in_thread_if_long
 from ppserve.head.api.requests import Fields, renamed
-from ppserve.head.api.stream import Delta, RequestStream, deltas_in_time
+from ppserve.head.api.stream import AT_THE_END, RequestStream, deltas_in_time
 
 
 async def completions(request: Request, handler: RequestHandler) -> Response:
@@ -52,6 +52,8 @@ async def generate(
     with handler.counting_refusals():
         call: Call = request.state.call.named(name, max_bytes)
     request.state.call = call
+    if not body.get("stream"):
+        given = {**given, "stream_interval": AT_THE_END}
     async with ended_by_hang_up(request), AsyncExitStack() as stack:
         news, streams = asyncio.Event(), []
         for place, prompt in enumerate(prompts):
@@ -63,18 +65,12 @@ async def generate(
                 raise renamed(error, {**names, **which}) from None
         answers = kind(call, body, [stream.request for stream in streams], handler)
         if not body.get("stream"):
-            return JsonResponse(await _whole(answers, streams))
+            deltas = [pair async for pair in deltas_in_time(streams)]
+            num_tokens = sum(len(delta.tokens) + len(delta.prompt_scores) for _, delta in deltas)
+            return JsonResponse(await run_in_thread_if_long(num_tokens, lambda: answers.whole(deltas)))
         events = _events(answers, streams)
         first = await anext(events)  # until then, an error can be told by a status
         return EventStream(_answered(call, first, events), stack.pop_all())
-
-
-async def _whole(answers: Answers, streams: Sequence[RequestStream]) -> bytes:
-    deltas: list[list[Delta]] = [[] for _ in streams]
-    async for place, delta in deltas_in_time(streams):
-        deltas[place].append(delta)
-    num_tokens = sum(len(delta.tokens) + len(delta.prompt_scores) for part in deltas for delta in part)
-    return await run_in_thread_if_long(num_tokens, lambda: answers.whole(deltas))
 
 
 async def _events(answers: Answers, streams: Sequence[RequestStream]) -> AsyncIterator[bytes]:

@@ -7,7 +7,8 @@ from typing import Any
 
 from ppserve.errors import InvalidRequest, Violation
 from ppserve.head.api.requests import refuse, renamed
-from ppserve.head.limits import MAX_COUNT, MAX_SEED
+from ppserve.head.api.stream import AT_THE_END
+from ppserve.head.limits import MAX_SEED
 from ppserve.vllm import engine_pb2 as pb
 
 _OPTIONAL = ("temperature", "max_tokens", "logprobs", "prompt_logprobs")
@@ -44,8 +45,7 @@ def request_fields(message: pb.GenerateRequest) -> tuple[dict[str, Any], str | S
     given |= {name: getattr(params, name) for name in _OPTIONAL if params.HasField(name)}
     given |= {name: getattr(params, name) or 1 for name in _ONE_BY_DEFAULT}
     given["include_stop"] = params.include_stop_str_in_output
-    # Without chunks, all that a sequence brings may come with its end.
-    given["stream_interval"] = 1 if message.stream else MAX_COUNT
+    given["stream_interval"] = 1 if message.stream else AT_THE_END
     if params.HasField("seed"):
         given["seed"] = params.seed & MAX_SEED  # the field is signed, and all of its values are good seeds
     return given, message.text if kind == "text" else message.tokenized.input_ids

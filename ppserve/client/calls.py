@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import AsyncGenerator, Callable
-from typing import Any, Protocol, Self, Unpack
+from typing import Any, Self, Unpack
 
 import grpc
 from grpc import aio
@@ -24,29 +24,17 @@ from ppserve.v1 import generation_pb2 as pb
 from ppserve.v1.generation_pb2_grpc import GenerationServiceStub
 
 
-class CallStyle(Protocol):
-    """How gRPC is called: through its blocking interface or the one for asyncio. library: grpc, or grpc.aio."""
-
-    library: Any
-
-    async def result(self, call: Any) -> Any:
-        """The answer of a unary call. Raises grpc.RpcError."""
-
-    async def next_message(self, call: Any) -> Any:
-        """The next message of a stream, None at its end. Raises grpc.RpcError."""
-
-    async def sleep(self, seconds: float) -> None: ...
-
-
-class Awaiting:
-    """gRPC's interface for asyncio."""
+class CallStyle:
+    """How gRPC is called: here through its interface for asyncio."""
 
     library: Any = aio
 
     async def result(self, call: Any) -> Any:
+        """The answer of a unary call. Raises grpc.RpcError."""
         return await call
 
     async def next_message(self, call: Any) -> Any:
+        """The next message of a stream, None at its end. Raises grpc.RpcError."""
         message = await call.read()
         return None if message is aio.EOF else message
 
@@ -57,7 +45,7 @@ class Awaiting:
 class AsyncClient:
     """One connection to a server, for one event loop. target: `host:port`. api_key: sent with every call."""
 
-    _style: CallStyle = Awaiting()
+    _style = CallStyle()
 
     def __init__(
         self,
@@ -88,7 +76,7 @@ class AsyncClient:
             call = self._stub.Generate(request, timeout=limit.left_s, metadata=self._metadata)
             try:
                 while (message := await self._style.next_message(call)) is not None:
-                    yield conversation.take(message)
+                    yield conversation.record(message)
                 conversation.check_end(request)
             except grpc.RpcError as error:
                 await self._style.sleep(limit.pause(conversation.pause_after(failure_of(error), time.monotonic())))

@@ -1,9 +1,9 @@
 """One request until it is answered, over as many calls as that takes. Pure: no sockets, no clock, no sleep.
 
-`Calls` drives it: it sends `next_request`, hands every message to `take`, and reports how the call ended. After a
-stream broke, the next request holds the token ids that were received (`ResumeFrom`), and the server continues from
-there. Text may lag behind tokens, but a message that completes text also holds the tokens that complete it. So the
-tokens received determine the text received, and nothing is lost or repeated.
+`AsyncClient` drives it: it sends `next_request`, hands every message to `record`, and reports how the call ended.
+After a stream broke, the next request holds the token ids that were received (`ResumeFrom`); the server continues
+from there. Text may lag behind tokens, but a message that completes text also holds the tokens that complete it.
+So the tokens received determine the text received, and nothing is lost or repeated.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from ppserve.v1 import generation_pb2 as pb
 
 log = logging.getLogger("ppserve.client")
 
-# A server that is restarted comes back at some moment, and may be gone again soon: who asks seldom misses it.
+# A server that is restarted may be gone again soon: a client that seldom asks would miss it.
 _UNANSWERED_PAUSE_S = 1.0
 
 
@@ -116,7 +116,7 @@ class Conversation:
         index = next((index for index, held in self._held.items() if not held.has_ended), None)
         return None if index is None else self._rest_of(index)
 
-    def take(self, message: pb.GenerateResponse) -> Chunk:
+    def record(self, message: pb.GenerateResponse) -> Chunk:
         """Records a message, and returns it as a chunk."""
         self._retries.progress()
         held = self._held[message.index]

@@ -18,7 +18,7 @@ P = ParamSpec("P")
 R = TypeVar("R")
 
 
-class _Blocking:
+class _Blocking(CallStyle):
     """gRPC's blocking interface: these coroutines never suspend."""
 
     library: Any = grpc
@@ -34,7 +34,7 @@ class _Blocking:
 
 
 class _BlockingCalls(AsyncClient):
-    _style: CallStyle = _Blocking()
+    _style = _Blocking()
 
 
 def _run(awaitable: Awaitable[R]) -> R:

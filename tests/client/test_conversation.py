@@ -55,7 +55,7 @@ def converse(request: pb.GenerateRequest, breaks: set[int]) -> str:
                 breaks.remove(count)
                 conversation.pause_after(GONE, now_s=0.0)
                 break
-            text += conversation.take(message).text
+            text += conversation.record(message).text
             count += 1
     return text
 
@@ -102,7 +102,7 @@ def test_a_stream_that_has_begun_is_tried_for_a_time_and_not_a_number_of_times()
     conversation = Conversation(pb.GenerateRequest(), policy)
     news = answer(pb.GenerateRequest())
     for begin_s in (0.0, 1000.0):
-        conversation.take(next(news))
+        conversation.record(next(news))
         for second in range(120):
             assert conversation.pause_after(GONE, begin_s + second) <= 1.0
     with pytest.raises(CallFailed):
@@ -118,19 +118,11 @@ def test_a_call_that_brought_nothing_is_tried_as_long_as_a_stream_that_broke() -
         conversation.pause_after(GONE, 170.0)
 
 
-def test_a_call_that_brought_nothing_may_be_tried_a_number_of_times() -> None:
-    conversation = Conversation(pb.GenerateRequest(), RetryPolicy(max_attempts=3))
-    for second in (0.0, 60.0):
-        conversation.pause_after(GONE, second)
-    with pytest.raises(CallFailed):
-        conversation.pause_after(GONE, 61.0)
-
-
 def test_news_start_the_count_afresh() -> None:
     conversation = Conversation(pb.GenerateRequest(), RetryPolicy(max_attempts=2))
     for message in answer(pb.GenerateRequest()):
         conversation.pause_after(GONE, now_s=0.0)
-        conversation.take(message)
+        conversation.record(message)
 
 
 def test_who_gives_up_says_what_it_began_with() -> None:
@@ -180,6 +172,6 @@ def test_a_stream_closed_before_its_end_is_an_error() -> None:
     conversation = Conversation(pb.GenerateRequest(), RetryPolicy())
     request = conversation.next_request()
     assert request is not None
-    conversation.take(next(answer(request)))
+    conversation.record(next(answer(request)))
     with pytest.raises(CallFailed, match="before its end"):
         conversation.check_end(request)

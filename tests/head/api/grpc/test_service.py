@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import grpc
 
-from ppserve.core.plan import TokenLogprobs
 from ppserve.core.request import FinishReason
 from ppserve.head.engine.output import TokenOutput
 from ppserve.v1 import generation_pb2 as pb
@@ -86,15 +85,6 @@ def test_scoring_without_generating() -> None:
     run(scenario)
 
 
-def test_messages_wait_for_the_stream_interval() -> None:
-    async def scenario(engine: FakeEngine, stub: GenerationServiceStub) -> None:
-        messages = [m async for m in stub.Generate(ask(max_tokens=10, output=pb.OutputOptions(stream_interval=4)))]
-        assert all(message.num_tokens >= 4 for message in messages[1:-1])
-        assert sum(message.num_tokens for message in messages) == 10
-
-    run(scenario)
-
-
 def test_what_matched_is_named() -> None:
     async def scenario(engine: FakeEngine, stub: GenerationServiceStub) -> None:
         call = stub.Generate(ask(sampling=pb.SamplingParams(n=2)))
@@ -141,29 +131,6 @@ def test_an_end_at_the_deadline_is_told_with_what_was_made() -> None:
         assert (answer.text, answer.finish.reason) == ("A", pb.Finish.DEADLINE)
 
     run(scenario, by_hand=True)
-
-
-def test_finished_streams_are_not_cancelled() -> None:
-    async def scenario(engine: FakeEngine, stub: GenerationServiceStub) -> None:
-        [message async for message in stub.Generate(ask())]
-        engine.by_hand = True
-        call = stub.Generate(ask())
-        await engine.until(lambda engine: len(engine.requests) == 2)
-        call.cancel()  # the control: this one is
-        await engine.until(lambda engine: bool(engine.cancelled))
-        assert engine.requests[0].id not in engine.cancelled
-
-    run(scenario)
-
-
-def test_two_calls_may_carry_one_id() -> None:
-    async def scenario(engine: FakeEngine, stub: GenerationServiceStub) -> None:
-        calls = [stub.Generate(ask(request_id="same")) for _ in range(2)]
-        for call in calls:
-            assert {message.request_id async for message in call} == {"same"}
-        assert len({request.id for request in engine.requests}) == 2
-
-    run(scenario)
 
 
 def test_inventing_keys_does_not_make_many_callers() -> None:
@@ -216,21 +183,3 @@ def test_model_and_topology() -> None:
         assert not stage.HasField("measured_step_seconds")
 
     run(scenario)
-
-
-def test_a_slow_reader_gets_merged_messages() -> None:
-    """Nobody takes messages while 50 steps pass: they become one, with nothing lost."""
-
-    async def scenario(engine: FakeEngine, stub: GenerationServiceStub) -> None:
-        call = stub.Generate(ask(max_tokens=50, output=pb.OutputOptions(logprobs=0)))
-        await engine.until(lambda engine: bool(engine.sinks))
-        sink = next(iter(engine.sinks.values()))
-        for offset in range(50):  # the loop does not turn in between
-            end = FinishReason.MAX_TOKENS if offset == 49 else None
-            sink.push([TokenOutput(0, offset, 97 + offset % 26, "x", TokenLogprobs(-float(offset)), finish=end)])
-        messages = [message async for message in call]
-        assert len(messages) == 1
-        assert [token.logprob for token in messages[0].tokens] == [-float(offset) for offset in range(50)]
-        assert (messages[0].text, messages[0].num_tokens) == ("x" * 50, 50)
-
-    run(scenario, by_hand=True)

@@ -19,7 +19,6 @@ from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 
 from ppserve.config import ServerSettings
 from ppserve.core.request import FinishReason
-from ppserve.errors import Overloaded
 from ppserve.head.api.grpc.server import GrpcServer
 from ppserve.head.engine.output import TokenOutput
 from ppserve.vllm import engine_pb2 as pb
@@ -180,58 +179,38 @@ def test_an_end_at_the_deadline_is_a_status(stream: bool) -> None:
     run(scenario, FakeEngine(by_hand=True))
 
 
+def text(**fields: object) -> pb.GenerateRequest:
+    return pb.GenerateRequest(text="a", **fields)
+
+
 @pytest.mark.parametrize(
     ("wrong", "field"),
     [
-        ({"top_p": 2}, "sampling_params.top_p"),
-        ({"logprobs": -1}, "sampling_params.logprobs"),
-        ({"max_tokens": 1, "min_tokens": 2}, "sampling_params.min_tokens"),
-        ({"regex": "a*"}, "sampling_params.regex"),
-        ({"truncate_prompt_tokens": -1}, "sampling_params.truncate_prompt_tokens"),
-        ({"logit_bias": {-1: 1.0}}, "sampling_params.logit_bias[-1]"),
-        ({"text": "x" * 65}, "text"),
-        ({"request_id": "\u00fc"}, "request_id"),
+        (ask(True, top_p=2), "sampling_params.top_p"),
+        (ask(True, logprobs=-1), "sampling_params.logprobs"),
+        (ask(True, max_tokens=1, min_tokens=2), "sampling_params.min_tokens"),
+        (ask(True, regex="a*"), "sampling_params.regex"),
+        (ask(True, truncate_prompt_tokens=-1), "sampling_params.truncate_prompt_tokens"),
+        (ask(True, logit_bias={-1: 1.0}), "sampling_params.logit_bias[-1]"),
+        (ask(True, text="x" * 65), "text"),
+        (ask(True, request_id="\u00fc"), "request_id"),
+        (pb.GenerateRequest(), "input"),
+        (pb.GenerateRequest(tokenized=pb.TokenizedInput(input_ids=[999])), "tokenized.input_ids[0]"),
+        (text(mm_inputs=pb.MultimodalInputs()), "mm_inputs"),
+        (text(kv_transfer_params_json="{}"), "kv_transfer_params_json"),
+        (text(kv_transfer_params=pb.KvTransferParams()), "kv_transfer_params"),
+        (text(data_parallel_rank=1), "data_parallel_rank"),
     ],
 )
-def test_what_is_wrong_is_named_as_the_protocol_names_it(wrong: dict[str, object], field: str) -> None:
-    async def scenario(_engine: FakeEngine, stub: VllmEngineStub, _door: GrpcServer) -> None:
+def test_what_is_wrong_is_named_as_the_protocol_names_it(wrong: pb.GenerateRequest, field: str) -> None:
+    async def scenario(engine: FakeEngine, stub: VllmEngineStub, _door: GrpcServer) -> None:
         with pytest.raises(aio.AioRpcError) as failure:
-            await answers_to(stub, ask(True, **wrong))
+            await answers_to(stub, wrong)
         assert failure.value.code() is grpc.StatusCode.INVALID_ARGUMENT
         assert failure.value.details().startswith(f"{field}: ")
+        assert [error.status for error in engine.refused] == ["INVALID_ARGUMENT"]
 
     run(scenario)
-
-
-@pytest.mark.parametrize(
-    "wrong",
-    [
-        pb.GenerateRequest(),
-        pb.GenerateRequest(tokenized=pb.TokenizedInput(input_ids=[999])),
-        pb.GenerateRequest(text="a", mm_inputs=pb.MultimodalInputs()),
-        pb.GenerateRequest(text="a", kv_transfer_params_json="{}"),
-        pb.GenerateRequest(text="a", kv_transfer_params=pb.KvTransferParams()),
-        pb.GenerateRequest(text="a", data_parallel_rank=1),
-    ],
-)
-def test_what_cannot_be_served_is_refused(wrong: pb.GenerateRequest) -> None:
-    async def scenario(_engine: FakeEngine, stub: VllmEngineStub, _door: GrpcServer) -> None:
-        assert await code_of(stub.Generate(wrong)) is grpc.StatusCode.INVALID_ARGUMENT
-
-    run(scenario)
-
-
-def test_bytes_that_are_no_message_and_a_full_queue() -> None:
-    async def main() -> None:
-        engine = FakeEngine(refusal=Overloaded("full", 1.0))
-        async with served(engine, ServerSettings(port=0, vllm_grpc=True)) as (_, target):
-            async with aio.insecure_channel(target) as channel:
-                raw = channel.unary_stream(f"/{SERVICE}/Generate")(b"\xff\xff")
-                assert await code_of(raw) is grpc.StatusCode.INVALID_ARGUMENT
-                full = VllmEngineStub(channel).Generate(ask(True))
-                assert await code_of(full) is grpc.StatusCode.RESOURCE_EXHAUSTED
-
-    asyncio.run(main())
 
 
 def test_abort_ends_the_requests_of_that_name_and_no_others() -> None:
@@ -341,12 +320,3 @@ def test_it_is_there_only_where_it_is_asked_for(is_on: bool) -> None:
                 assert await code_of(health) is (OK if is_on else grpc.StatusCode.NOT_FOUND)
 
     asyncio.run(main())
-
-
-def test_pings_of_idle_routers_are_welcome() -> None:
-    """Their keepalive: every 30 s, also without calls; the defaults of gRPC answer it with GOAWAY."""
-    from ppserve.head.api.grpc.server import server_options
-
-    options = dict(server_options(CARD.limits))
-    assert options["grpc.keepalive_permit_without_calls"] == 1
-    assert options["grpc.http2.min_ping_interval_without_data_ms"] <= 30_000

@@ -128,7 +128,7 @@ def _conditions(arch: Architecture, workload: ExpectedWorkload, sheet: CostSheet
     around_s = over.prepare_s + over.sending_s
     return Conditions(
         workload=workload,
-        stage_s=lambda layout, step: around_s + sheet.stage(arch, layout).seconds(StepSize.of(step.plan)),
+        stage_s=lambda layout, step: around_s + sheet.stage(arch, layout).seconds(StepSize.from_plan(step.plan)),
         network=Network(
             latency_s=over.transfer_s or Network().latency_s, return_s=over.return_s + over.head_s + over.control_s
         ),

@@ -29,7 +29,8 @@ _MOST_STEPS_BETWEEN_FITS = 16
 # Rows of a slice for which a key is read once. Kernels take some 4 to 16; measured in docs/performance.md.
 _ROWS_TOGETHER = 8
 
-Square = list[list[float]]
+Equations = list[list[float]]
+"""Normal equations: a row for each term, with the right side as its last element."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,7 +42,7 @@ class StepSize:
     sampled: int = 0
 
     @classmethod
-    def of(cls, plan: StepPlan) -> StepSize:
+    def from_plan(cls, plan: StepPlan) -> StepSize:
         context, sampled = 0.0, 0
         for piece in plan.slices:
             context += _keys_read(piece.start, len(piece.token_ids))
@@ -77,7 +78,7 @@ class StageCost:
 
     def __init__(self) -> None:
         self.num_observed = 0
-        self._groups: dict[int, _NormalEquations] = {}
+        self._groups: dict[int, Equations] = {}
         self._fitted = Coefficients()
         self._fit_at = 1
 
@@ -86,8 +87,11 @@ class StageCost:
         if seconds <= 0:
             return
         values = (1, size.rows, size.context, size.sampled)
+        # Divided by the step's seconds: so its target is 1, and the error that is minimized is relative.
         features = [value / typical / seconds for value, typical in zip(values, _TYPICAL, strict=True)]
-        self._groups.setdefault(size.rows.bit_length(), _NormalEquations()).add(features)
+        group = self._groups.setdefault(size.rows.bit_length(), [[0.0] * (_TERMS + 1) for _ in range(_TERMS)])
+        for row, feature in zip(group, features, strict=True):
+            row[:] = [old * _FADE + feature * other for old, other in zip(row, (*features, 1.0), strict=True)]
         self.num_observed += 1
 
     @property
@@ -101,25 +105,10 @@ class StageCost:
         return self.coefficients.seconds(size)
 
     def _fit(self) -> Coefficients:
-        groups = list(self._groups.values())
-        products = [[sum(g.products[i][j] for g in groups) for j in range(_TERMS)] for i in range(_TERMS)]
-        targets = [sum(g.targets[i] for g in groups) for i in range(_TERMS)]
-        solution = _solve_non_negative(products, targets)
+        groups = self._groups.values()
+        equations = [[sum(group[i][j] for group in groups) for j in range(_TERMS + 1)] for i in range(_TERMS)]
+        solution = _solve_non_negative(equations)
         return Coefficients(*(value / typical for value, typical in zip(solution, _TYPICAL, strict=True)))
-
-
-class _NormalEquations:
-    """Of the steps of one group. Features are divided by the step's seconds, so every target is 1."""
-
-    def __init__(self) -> None:
-        self.products: Square = [[0.0] * _TERMS for _ in range(_TERMS)]
-        self.targets = [0.0] * _TERMS
-
-    def add(self, features: list[float]) -> None:
-        for row, xi in zip(self.products, features, strict=True):
-            for j, xj in enumerate(features):
-                row[j] = row[j] * _FADE + xi * xj
-        self.targets = [t * _FADE + xi for t, xi in zip(self.targets, features, strict=True)]
 
 
 class PipelineCosts:
@@ -129,7 +118,7 @@ class PipelineCosts:
         self.stages = tuple(StageCost() for _ in range(num_stages))
 
     def observe(self, stage: int, plan: StepPlan, seconds: float) -> None:
-        self.stages[stage].observe(StepSize.of(plan), seconds)
+        self.stages[stage].observe(StepSize.from_plan(plan), seconds)
 
     def fixed_s(self, stage: int) -> float:
         """Seconds of a step on a stage that do not depend on its size."""
@@ -144,15 +133,15 @@ class PipelineCosts:
         return max(self.predict_each(size))
 
 
-def _solve_non_negative(products: Square, targets: list[float]) -> list[float]:
+def _solve_non_negative(equations: Equations) -> list[float]:
     """Least squares without negative coefficients: leaves out the most negative term until there is none."""
-    floor = 1e-12 * max(products[i][i] for i in range(_TERMS))
+    floor = 1e-12 * max(equations[i][i] for i in range(_TERMS))
     kept = list(range(_TERMS))
     while kept:
-        matrix = [[products[i][j] for j in kept] for i in kept]
-        for i, row in enumerate(matrix):
-            row[i] += _RIDGE[kept[i]] * row[i] + floor
-        found = _solve(matrix, [targets[i] for i in kept])
+        rows = [[equations[i][j] for j in (*kept, _TERMS)] for i in kept]
+        for place, row in enumerate(rows):
+            row[place] += _RIDGE[kept[place]] * row[place] + floor
+        found = _solve(rows)
         worst = min(range(len(kept)), key=found.__getitem__)
         if found[worst] >= 0:
             values = dict(zip(kept, found, strict=True))
@@ -161,9 +150,8 @@ def _solve_non_negative(products: Square, targets: list[float]) -> list[float]:
     return [0.0] * _TERMS
 
 
-def _solve(matrix: Square, right: list[float]) -> list[float]:
-    """Gauss-Jordan elimination; `matrix` is positive definite, so no pivot is near zero."""
-    rows = [[*row, value] for row, value in zip(matrix, right, strict=True)]
+def _solve(rows: Equations) -> list[float]:
+    """Gauss-Jordan elimination in place; the matrix is positive definite, so no pivot is near zero."""
     for column, pivot in enumerate(rows):
         pivot[:] = [value / pivot[column] for value in pivot]
         for row in rows:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
 
 from ppserve.core.architecture import (
     MAX_LAYERS,
@@ -22,6 +21,7 @@ from ppserve.errors import ConfigError
 
 # Fewer steps do not tell what a row costs, and what a key.
 _ENOUGH_STEPS = 50
+_TERMS = ("step_s", "row_s", "key_s", "sample_s")
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,7 +59,7 @@ def read_costs(path: Path) -> CostSheet:
     try:
         sheet = json.loads(path.read_text())
         split = Split(tuple(count_sublayers(float(entry["layers"])) for entry in sheet["stages"]))
-        stages = [_coefficients(entry) for entry in sheet["stages"]]
+        stages = [Coefficients(*(float(entry[key]) for key in _TERMS)) for entry in sheet["stages"]]
         num_steps = min(int(entry["steps"]) for entry in sheet["stages"])
         overheads = OverheadTimes(**{name: float(seconds) for name, seconds in sheet["overheads"].items()})
         max_chunk, num_tensor = int(sheet["max_chunk"]), int(sheet["tensor"])
@@ -71,10 +71,6 @@ def read_costs(path: Path) -> CostSheet:
     if num_steps < _ENOUGH_STEPS or not all(any((c.step, c.row, c.key, c.sample)) for c in stages):
         raise ConfigError("--costs", f"{path}: its server had computed hardly a step: give it a load first")
     return CostSheet(*_divided(stages, stage_layouts(split)), overheads, max_chunk, num_tensor)
-
-
-def _coefficients(entry: dict[str, Any]) -> Coefficients:
-    return Coefficients(*(float(entry[key]) for key in ("step_s", "row_s", "key_s", "sample_s")))
 
 
 def _divided(stages: list[Coefficients], layouts: tuple[StageLayout, ...]) -> tuple[Coefficients, Coefficients]:

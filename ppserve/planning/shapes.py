@@ -61,13 +61,18 @@ class Prospect:
 
     @property
     def figures(self) -> dict[str, Any]:
-        plan, shape = self.plan, self.grid
-        figures: dict[str, Any] = {"tensor": shape.tensor, "stages": shape.pipeline, "replicas": shape.data}
-        figures |= {"fits": self.fits, "weight_bytes": max(stage.weight_bytes for stage in plan.stages)}
-        figures |= {"max_sequences": plan.max_sequences * shape.data, "balance": plan.balance}
-        if self.tokens_per_s is not None:
-            figures |= {"output_tokens_per_s": self.tokens_per_s, "itl_s": self.itl_s}
-        return figures
+        plan, grid = self.plan, self.grid
+        return {
+            "tensor": grid.tensor,
+            "stages": grid.pipeline,
+            "replicas": grid.data,
+            "fits": self.fits,
+            "weight_bytes": max(stage.weight_bytes for stage in plan.stages),
+            "max_sequences": plan.max_sequences * grid.data,
+            "balance": plan.balance,
+            "output_tokens_per_s": self.tokens_per_s,
+            "itl_s": self.itl_s,
+        }
 
 
 def shapes(world_size: int, arch: Architecture) -> list[RankGrid]:

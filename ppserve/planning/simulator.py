@@ -118,7 +118,7 @@ class Simulator:
 
     def _send(self, plan: StepPlan, now_s: float) -> None:
         """The step's way through the stages."""
-        over, last, size = self._overheads, len(self._stages) - 1, StepSize.of(plan)
+        over, last, size = self._overheads, len(self._stages) - 1, StepSize.from_plan(plan)
         planned_s = arrives_s = now_s + over.control_s
         for stage, cost in enumerate(self._stages):
             awaited_s = max(self._free_s[stage], planned_s) + over.prepare_s

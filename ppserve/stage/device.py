@@ -35,22 +35,23 @@ REFERENCE = "PPSERVE_GPU_REFERENCE"
 
 @dataclass(frozen=True, slots=True)
 class Compute:
-    """The device and arithmetic of one stage. stages_here: stages on this host. threads: its own, on the CPU.
-
-    kv_dtype: of keys and values. reference: the CPU takes a GPU's place, and computes by the reference operators.
-    stages_on_gpu: how many share its memory.
-    """
+    """The device and arithmetic of one stage."""
 
     device: torch.device
     dtype: str
     shares_gpu: bool
     stages_here: int
+    """Stages on this machine."""
     threads: int = 1
+    """Its own, on the CPU."""
     quantization: str = "none"
     kv_dtype: str = "float32"
+    """Of keys and values."""
     options: DeviceOptions = field(default_factory=DeviceOptions)
     reference: bool = False
+    """The CPU takes a GPU's place, and computes by the reference operators."""
     stages_on_gpu: int = 1
+    """How many share its memory."""
 
     @property
     def name(self) -> str:
@@ -109,7 +110,7 @@ class Compute:
         """What the KV cache may take. weight_bytes: of this stage, which are in memory. (What torch holds on a GPU
         belongs to all stages of this process.) vocab_size: where rows are drawn from, on the last stage."""
         if self.device.type == "cuda":
-            torch.cuda.empty_cache()  # what loading and the self-test took, and torch keeps for nobody, is free
+            torch.cuda.empty_cache()  # what loading and the self-test let go is free to others only after this
             free_bytes, total_bytes = torch.cuda.mem_get_info(self.device)
             share_bytes = gpu_share(free_bytes, total_bytes, weight_bytes, self.stages_on_gpu)
             return max(0, int((share_bytes - self.options.logits_bytes(vocab_size)) * _GPU_SHARE))

@@ -35,7 +35,7 @@ def available_bytes(root: Path = _ROOT) -> int:
         ):
             with contextlib.suppress(OSError, ValueError):
                 left = int((group / limit).read_text()) - int((group / used).read_text())
-                # What files left behind is given up for whoever needs memory.
+                # The kernel gives up its cache of files when memory is needed.
                 available.append(left + sum(_entries(group / "memory.stat", cached)))
     return max(0, min(available, default=0))
 

@@ -44,8 +44,8 @@ def _listener(host: str, ports: tuple[int, int] | None) -> socket.socket:
 def join_epoch_store(host: str, port: int, timeout: timedelta) -> dist.TCPStore:
     """The other stages: connect to it. Raises TransportError.
 
-    It listens since before anyone was told of it. So if nobody does, its stage is gone. torch would try again for
-    longer than `timeout`, and cannot be interrupted meanwhile.
+    It listens before any stage is told of it. So if the connection is refused, its stage is gone. torch would try
+    again for longer than `timeout`, and cannot be interrupted meanwhile.
     """
     try:
         socket.create_connection((host, port), timeout.total_seconds()).close()

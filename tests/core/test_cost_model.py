@@ -37,7 +37,7 @@ def test_a_plan_in_the_models_terms():
     chunk = Slice(1, 4, (1, 2, 3), (1,))
     scored = Slice(2, 0, (1, 2), (2,), draw, targets=(2,))
     plan = StepPlan(1, 1, 0, (decode, chunk, scored))
-    assert StepSize.of(plan) == StepSize(rows=6, context=10 + 6 + 1.5, sampled=3)
+    assert StepSize.from_plan(plan) == StepSize(rows=6, context=10 + 6 + 1.5, sampled=3)
 
 
 def test_eight_rows_of_a_sequence_read_their_keys_together():

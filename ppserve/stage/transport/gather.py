@@ -37,7 +37,7 @@ class TensorLink(Gather, Protocol):
 
 
 class NoTensorLink:
-    """To nobody: of a rank that is its whole stage, or that computes as if it were."""
+    """The link of a rank that is its whole stage, or that computes as if it were."""
 
     name = "none"
     waited_ns = 0

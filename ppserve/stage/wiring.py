@@ -96,8 +96,8 @@ def _name_interface(address: str) -> None:
 
 def _keep_watchdog_from_ending_us() -> None:
     """torch's thread beside NCCL ends the whole process when an exchange fails or is late, as after a neighbour's
-    death: it waits a minute for its dump and throws where nothing can catch it. Survivors would lose their weights.
-    Here the head notices losses, and the stage aborts its groups. What the operator says wins."""
+    death: it waits a minute for its dump and throws an exception that cannot be caught. Survivors would lose their
+    weights. Here the head notices losses, and the stage aborts its groups. What the operator says wins."""
     os.environ.setdefault("TORCH_NCCL_ASYNC_ERROR_HANDLING", "0")
     os.environ.setdefault("TORCH_NCCL_DUMP_ON_TIMEOUT", "0")
     os.environ.setdefault("TORCH_NCCL_WAIT_TIMEOUT_DUMP_MILSEC", "0")

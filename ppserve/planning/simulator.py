@@ -25,7 +25,7 @@ from ppserve.core.scheduling.block_manager import BlockManager
 from ppserve.core.scheduling.config import SchedulerConfig
 from ppserve.core.scheduling.scheduler import Scheduler
 from ppserve.core.scheduling.sequence import SequenceEvent
-from ppserve.core.scheduling.slot_count import SlotCount
+from ppserve.core.scheduling.slots import SlotCount
 
 _NS = 1_000_000_000
 

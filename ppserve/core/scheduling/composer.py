@@ -8,13 +8,13 @@ step up to a budget:
 - 1/(2m) of the pending tokens (guided self-scheduling, Polychronopoulos and Kuck 1987), so that one long prompt
   makes enough chunks for every stage, and many short ones are not all put into the first slot;
 - beside decodes and with a cost model only 1/(3m) of them, in smaller chunks: when steps take unequal times,
-  stages wait for each other (simulated with 2 equal CPU-like stages: 6% more tokens per second than with chunks
-  of 64);
+  stages wait for each other;
 - never more than the predicted time allows, so that decodes in the same step are not delayed for long.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass
@@ -29,10 +29,9 @@ from ppserve.core.scheduling.sequence import Sequence
 MIN_CHUNK = 64
 # Tokens. Without a cost model, the only bound on how long a prompt delays decodes.
 MAX_CHUNK_BESIDE_DECODES = 256
-# Tokens of a prompt that a step takes even if it is predicted to be too slow.
+# Tokens of a prompt that a step takes even if it is predicted to be too slow: prompts progress beside any decodes.
 MIN_TIMED_CHUNK = 8
-# Beside decodes: the smallest chunk in tokens, and over how many rounds of all slots the pending tokens are
-# spread.
+# Beside decodes: the smallest chunk in tokens, and the rounds of all slots over which pending tokens are spread.
 MIN_SPREAD_CHUNK = 8
 SPREAD_ROUNDS = 3
 # How many times as long as its decodes alone a step may take before it delays the steps after it noticeably.
@@ -62,35 +61,26 @@ class CostModel(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class StepLimits:
-    """prefill_chunk: prompt tokens per step, None = automatic, up to max_auto_chunk.
-
-    The other three need a cost model. They bound the predicted time of a step with prompt tokens: by seconds_alone
-    when nothing decodes; else by seconds_beside_decodes or by `stretch` times the predicted time of the decodes
-    alone, whichever is longer.
-    """
+    """How much prompt a step takes. The last three bound the predicted time of a step with prompt tokens, so they
+    need a cost model."""
 
     prefill_chunk: int | None = None
+    """Prompt tokens per step; None = automatic, up to `max_auto_chunk`."""
     max_auto_chunk: int = MAX_PROMPT_TOKENS_PER_STEP
-    seconds_beside_decodes: float = 0.08
     seconds_alone: float = 0.16
+    """While nothing decodes."""
+    seconds_beside_decodes: float = 0.08
     stretch: float = 2.0
-
-
-def joined(size: StepSize, sequence: Sequence, num_tokens: int) -> StepSize:
-    """The size of the step with the next `num_tokens` tokens of a sequence.
-
-    The LM head computes every row of a scored prompt, otherwise only the row of the last known token.
-    """
-    sampled = num_tokens if sequence.wants_scores else int(num_tokens >= sequence.remaining)
-    return size.with_slice(sequence.scheduled, num_tokens, sampled)
+    """Or so many times the predicted time of the step's decodes, whichever is longer."""
 
 
 class Composer:
-    """Chooses the slices of a step. Changes nothing; the scheduler makes the slices."""
+    """Chooses the sequences of a step. Changes nothing; the scheduler makes the slices."""
 
     def __init__(self, limits: StepLimits, costs: CostModel | None = None) -> None:
-        self.limits = limits
-        self.costs = costs
+        self._limits = limits
+        # A configured chunk is exact, whatever it costs.
+        self._costs = costs if limits.prefill_chunk is None else None
 
     def compose(
         self, returned: Iterable[Sequence], num_decoding: int, filling: Iterable[Sequence], microbatches: int
@@ -103,87 +93,55 @@ class Composer:
         share = -(-num_decoding // microbatches)
         picks = [Pick(sequence, 1) for sequence, _ in zip(returned, range(share), strict=False)]
         if prompts := in_turns(filling, short=MIN_CHUNK):
-            self._fill(picks, prompts, bool(num_decoding), microbatches)
+            self._fill(picks, prompts, num_decoding > 0, microbatches)
         return picks
 
-    def _fill(
-        self, picks: list[Pick], prompts: list[Sequence], beside_decodes: bool, microbatches: int
-    ) -> None:
-        time = self._time_budget(picks, beside_decodes)
-        budget = self._token_budget(prompts, time, beside_decodes, microbatches)
+    def _fill(self, picks: list[Pick], prompts: list[Sequence], beside_decodes: bool, microbatches: int) -> None:
+        size = StepSize()
+        for pick in picks:
+            size = _joined(size, pick.sequence, pick.num_tokens)
+        budget = self._token_budget(size, prompts, beside_decodes, microbatches)
+        limit_s, at_least = self._time_limit_s(size, beside_decodes), MIN_TIMED_CHUNK
         for sequence in prompts:
-            num_tokens = min(sequence.remaining, budget)
-            if time is not None:
-                num_tokens = time.take(sequence, num_tokens, at_least=0 if time.used else MIN_TIMED_CHUNK)
+            most = min(sequence.remaining, budget)
+            num_tokens = max(self._most_within(limit_s, size, sequence, most), min(at_least, most))
             if num_tokens == 0:
                 return
             picks.append(Pick(sequence, num_tokens))
-            budget -= num_tokens
-            if budget == 0:
-                return
+            size = _joined(size, sequence, num_tokens)
+            budget, at_least = budget - num_tokens, 0
 
     def _token_budget(
-        self, prompts: list[Sequence], time: _TimeBudget | None, beside_decodes: bool, microbatches: int
+        self, decodes: StepSize, prompts: list[Sequence], beside_decodes: bool, microbatches: int
     ) -> int:
         """How many prompt tokens the step may take, apart from the bound on its time."""
-        if self.limits.prefill_chunk is not None:
-            return self.limits.prefill_chunk
-        most = min(MAX_CHUNK_BESIDE_DECODES, self.limits.max_auto_chunk)
-        if not beside_decodes:
-            most = self.limits.max_auto_chunk
+        if self._limits.prefill_chunk is not None:
+            return self._limits.prefill_chunk
+        most = self._limits.max_auto_chunk
+        if beside_decodes:
+            most = min(most, MAX_CHUNK_BESIDE_DECODES)
         if microbatches == 1:
             return most
         pending = sum(sequence.remaining for sequence in prompts)
-        if time is not None and time.has_decodes:
-            spread = -(-pending // (SPREAD_ROUNDS * microbatches))
-            return min(most, max(spread, MIN_SPREAD_CHUNK, time.most_within_stretch(prompts[0])))
-        return max(MIN_CHUNK, min(most, -(-pending // (2 * microbatches))))
+        if self._costs is None or not decodes.rows:
+            return max(MIN_CHUNK, min(most, -(-pending // (2 * microbatches))))
+        unnoticed_s = MAX_STEP_STRETCH * self._costs.predict(decodes)
+        unnoticed = self._most_within(unnoticed_s, decodes, prompts[0], min(prompts[0].remaining, most))
+        return min(most, max(-(-pending // (SPREAD_ROUNDS * microbatches)), MIN_SPREAD_CHUNK, unnoticed))
 
-    def _time_budget(self, picks: list[Pick], beside_decodes: bool) -> _TimeBudget | None:
-        """The bound on the step's predicted time; None where the time is not bounded."""
-        if self.costs is None or self.limits.prefill_chunk is not None:
-            return None
-        size = StepSize()
-        for sequence, num_tokens, _ in picks:
-            size = joined(size, sequence, num_tokens)
-        allowed_s = self.limits.seconds_alone
-        if beside_decodes:
-            allowed_s = self.limits.seconds_beside_decodes
-            if size.rows:
-                allowed_s = max(allowed_s, self.limits.stretch * self.costs.predict(size))
-        return _TimeBudget(self.costs, size, allowed_s)
+    def _time_limit_s(self, decodes: StepSize, beside_decodes: bool) -> float:
+        if self._costs is None:
+            return math.inf
+        if not beside_decodes:
+            return self._limits.seconds_alone
+        stretched_s = self._limits.stretch * self._costs.predict(decodes) if decodes.rows else 0.0
+        return max(self._limits.seconds_beside_decodes, stretched_s)
 
-
-class _TimeBudget:
-    """How much prompt fits into a step of a predicted time. used: whether the step has taken prompt tokens."""
-
-    def __init__(self, costs: CostModel, size: StepSize, allowed_s: float) -> None:
-        self.used = False
-        self.has_decodes = size.rows > 0
-        self._costs = costs
-        self._size = size
-        self._allowed_s = allowed_s
-
-    def most_within_stretch(self, sequence: Sequence) -> int:
-        """The most tokens of a sequence with which the step takes at most MAX_STEP_STRETCH times as long."""
-        limit_s = MAX_STEP_STRETCH * self._costs.predict(self._size)
-        return self._most(sequence, min(sequence.remaining, MAX_CHUNK_BESIDE_DECODES), limit_s)
-
-    def take(self, sequence: Sequence, most: int, at_least: int) -> int:
-        """Adds as many tokens of a sequence, up to `most`, as the time allows, and says how many.
-
-        at_least: added even if the step takes too long, so that prompts progress beside any number of decodes.
-        """
-        num_tokens = max(self._most(sequence, most, self._allowed_s), min(at_least, most))
-        self._size = joined(self._size, sequence, num_tokens)
-        self.used = True
-        return num_tokens
-
-    def _most(self, sequence: Sequence, most: int, limit_s: float) -> int:
-        """The most tokens, 0 to `most`, with which the step is predicted to take at most `limit_s`."""
+    def _most_within(self, limit_s: float, size: StepSize, sequence: Sequence, most: int) -> int:
+        """How many tokens of a sequence, up to `most`, a step can take that is predicted to end in time."""
 
         def fits(num_tokens: int) -> bool:
-            return self._costs.predict(joined(self._size, sequence, num_tokens)) <= limit_s
+            return self._costs is None or self._costs.predict(_joined(size, sequence, num_tokens)) <= limit_s
 
         if fits(most):
             return most
@@ -192,3 +150,10 @@ class _TimeBudget:
             middle = (low + high) // 2
             low, high = (middle, high) if fits(middle) else (low, middle)
         return low
+
+
+def _joined(size: StepSize, sequence: Sequence, num_tokens: int) -> StepSize:
+    """The size of the step with the next `num_tokens` tokens of a sequence. The LM head computes every row of a
+    scored prompt, otherwise only the row of the last known token."""
+    sampled = num_tokens if sequence.wants_scores else int(num_tokens >= sequence.remaining)
+    return size.with_slice(sequence.scheduled, num_tokens, sampled)

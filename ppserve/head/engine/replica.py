@@ -22,7 +22,7 @@ from ppserve.core.scheduling.block_manager import BlockManager
 from ppserve.core.scheduling.request_queue import RequestQueue
 from ppserve.core.scheduling.scheduler import Scheduler
 from ppserve.core.scheduling.sequence import SequenceEvent
-from ppserve.core.scheduling.slot_count import SlotCount
+from ppserve.core.scheduling.slots import SlotCount
 from ppserve.errors import Draining
 from ppserve.head.engine.control import ControlPlane, Disconnected, Received
 from ppserve.head.engine.member import EpochLost, FatalError, Formed, MemberEvent, StageDied

@@ -17,10 +17,10 @@ from ppserve import wire
 from ppserve.core.ledger.tensor_ranks import TensorRanks
 from ppserve.core.plan import StepResult
 from ppserve.core.request import FinishReason
-from ppserve.core.scheduling.microbatch_slots import MicrobatchSlots
 from ppserve.core.scheduling.poison_isolation import PoisonIsolation
 from ppserve.core.scheduling.scheduler import Scheduler
 from ppserve.core.scheduling.sequence import SequenceEvent
+from ppserve.core.scheduling.slots import MicrobatchSlots
 from ppserve.errors import RequestError
 from ppserve.head.engine.control import Disconnected, Received
 from ppserve.head.engine.member import EpochLost, FatalError, Formed, MemberEvent, StageState

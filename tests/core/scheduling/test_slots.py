@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from ppserve.core.plan import StepResult, StepStamps
-from ppserve.core.scheduling.slot_count import HELD_STEPS, MEASURED_STEPS, SlotCount
+from ppserve.core.scheduling.slots import HELD_STEPS, MEASURED_STEPS, SlotCount
 
 
 class Machine:

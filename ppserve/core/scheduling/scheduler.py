@@ -58,7 +58,6 @@ class Scheduler:
         self._blocks = blocks
         self._composer = Composer(StepLimits(config.prefill_chunk, config.max_auto_chunk), costs)
         self._running_set = RunningSet()
-        self._ending: dict[int, Sequence] = {}
         self.slots = MicrobatchSlots(config.microbatches or config.num_stages)
         self._speculation = Speculation(config, costs, new_drafter)
         self._ahead = Ahead(self.slots, self._running_set, self._speculation, config.block_size)
@@ -136,7 +135,6 @@ class Scheduler:
     def admit(self, group: SequenceGroup, known: BlockTable, now: float) -> None:
         """There is room. known: what `room_for` said."""
         self._ahead.make_way()
-        self._release_ended()
         leader, *siblings = group.live
         size, cached_tokens = self.config.block_size, len(known) * self.config.block_size
         self._start(leader, known, cached_tokens)
@@ -159,22 +157,11 @@ class Scheduler:
         sequence.start(table, cached_tokens)
 
     def drop(self, sequence: Sequence) -> None:
-        """A running sequence has ended. Steps in flight may still hold it."""
-        self._running_set.remove(sequence)
-        sequence.move_to(SequenceStatus.ENDING)
-        self._ending[sequence.id] = sequence
-        self._ahead.cancel_unused()
-        self._release_ended()
-
-    def _release_ended(self) -> None:
-        for sequence in list(self._ending.values()):
-            if not sequence.steps_in_flight:
-                self._release(sequence)
-
-    def _release(self, sequence: Sequence) -> None:
+        """A running sequence has ended. Steps in flight may still write its blocks, before any later step does."""
         sequence.move_to(SequenceStatus.ENDED)
+        self._running_set.remove(sequence)
         self._blocks.release(sequence.id)
-        del self._ending[sequence.id]
+        self._ahead.cancel_unused()
         self.request_queue.retry_admission()
 
     # Steps
@@ -252,13 +239,11 @@ class Scheduler:
         events: list[SequenceEvent] = []
         num_tokens = 0
         for sequence, piece in owned:
-            sequence.end_step()
             num_tokens += len(piece.token_ids) - piece.num_draft_tokens
             if sequence.is_live:
                 num_before = len(sequence.token_ids)
                 events += self._apply(sequence, piece, drawn[sequence.id], scored.get(sequence.id))
                 num_tokens += self._count_drafts(piece, len(sequence.token_ids) - num_before)
-        self._release_ended()
         self.request_queue.step_committed(num_tokens, now)
         return events
 
@@ -351,6 +336,4 @@ class Scheduler:
         """The steps in flight will have no results. Returns the ids of their requests."""
         in_flight = self.slots.lose(epoch)
         self._blocks.forget_contents()
-        for sequence in list(self._ending.values()):
-            self._release(sequence)
         return in_flight

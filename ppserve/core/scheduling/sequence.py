@@ -8,9 +8,8 @@ Draft tokens, which may follow the known ones, are in slices alone. Where one st
 ahead: it takes the next token before that is drawn. Then `scheduled` is one more than the known tokens.
 
     WAITING ──admit──▶ RUNNING ──end──▶ ENDED
-     ▲ └────────end──────┼──▶ ENDED       ▲
-     └──────give back────┤                │
-                         └─end in flight─▶ ENDING (its terminal event was sent; a step still writes its blocks)
+     ▲ └────────end──────┼──▶ ENDED
+     └──────give back────┘
 
 0 <= computed <= scheduled <= known + 1, and computed <= known, always.
 """
@@ -36,14 +35,12 @@ def block_digest(parent: bytes, token_ids: Seq[int]) -> bytes:
 class SequenceStatus(StrEnum):
     WAITING = "waiting"
     RUNNING = "running"
-    ENDING = "ending"
     ENDED = "ended"
 
 
 NEXT: dict[SequenceStatus, frozenset[SequenceStatus]] = {
     SequenceStatus.WAITING: frozenset({SequenceStatus.RUNNING, SequenceStatus.ENDED}),
-    SequenceStatus.RUNNING: frozenset({SequenceStatus.ENDING, SequenceStatus.WAITING}),
-    SequenceStatus.ENDING: frozenset({SequenceStatus.ENDED}),
+    SequenceStatus.RUNNING: frozenset({SequenceStatus.ENDED, SequenceStatus.WAITING}),
     SequenceStatus.ENDED: frozenset(),
 }
 
@@ -95,7 +92,6 @@ class Sequence:
         self.token_ids = [*request.prompt_ids, *request.resume_ids]
         self.scheduled = 0
         self.computed = 0
-        self.steps_in_flight = 0
         self.loss_mark = 0  # known tokens when a stage was last lost
         self.cached_tokens = 0  # of the prompt, found in the prefix cache when it was admitted
         self.block_table: tuple[int, ...] = ()
@@ -222,7 +218,6 @@ class Sequence:
         num_blocks = -(-(start + len(token_ids)) // block_size)
         if len(self._table_part) != num_blocks:
             self._table_part = self.block_table[:num_blocks]
-        self.steps_in_flight += 1
         draw, num_scored = self._next_draw() if draws else None, self.request.output.prompt_logprobs or 0
         return Slice(self.id, start, token_ids, self._table_part, draw, targets, num_scored, num_draft_tokens)
 
@@ -236,11 +231,6 @@ class Sequence:
     def cancel_ahead(self) -> None:
         """The step that was sent ahead is cancelled."""
         self.scheduled = min(self.scheduled, len(self.token_ids))
-        self.steps_in_flight -= 1
-
-    def end_step(self) -> None:
-        """A step that it was in has returned."""
-        self.steps_in_flight -= 1
 
     def commit_slice(self, piece: Slice, scores: Seq[TokenLogprobs]) -> None:
         """A step has computed the known tokens of a slice. scores: of the prompt's tokens in it."""
@@ -265,7 +255,7 @@ class Sequence:
 
     def rewind(self) -> None:
         """Back to nothing computed, with all tokens known: a stage was lost."""
-        self.scheduled = self.computed = self.steps_in_flight = self.num_published = 0
+        self.scheduled = self.computed = self.num_published = 0
         self.leader = self.fork_block = None
         self.scores.clear()
         self.loss_mark = len(self.token_ids)

@@ -49,6 +49,15 @@ class MicrobatchSlots:
         """Steps whose result is awaited."""
         return len(self._steps)
 
+    def resize(self, num_slots: int) -> None:
+        """Steps above the new number finish."""
+        self.num_slots = num_slots
+
+    def begin_epoch(self, epoch: int) -> None:
+        """The first epoch, or the next one after `lose`, has formed."""
+        assert epoch >= self.epoch, (epoch, self.epoch)
+        self.epoch = epoch
+
     @property
     def are_full(self) -> bool:
         return len(self._steps) >= self.num_slots

@@ -28,8 +28,9 @@ from ppserve.core.scheduling.sequence import Sequence
 
 # Most draft tokens of a sequence in one step.
 MAX_DRAFT_TOKENS = 15
-# By which the left side must exceed the right one: both are estimates, and a row takes energy.
-MARGIN = 1.5
+# Less likely draft tokens are not made. The cost model does not see that a row takes energy and work of the head,
+# and that a step with draft tokens cannot be sent ahead.
+MIN_PROBABILITY = 0.25
 
 
 class DraftToken(NamedTuple):
@@ -86,7 +87,8 @@ class Speculation:
         probability, num_expected, draft_ids = 1.0, 1.0, list[int]()
         while len(draft_ids) < limit and (found := drafter.draft(sequence.token_ids, draft_ids)) is not None:
             probability *= found.probability
-            if self._forced is None and probability * step_s <= MARGIN * num_expected * row_s:
+            pays = probability >= MIN_PROBABILITY and probability * step_s > num_expected * row_s
+            if self._forced is None and not pays:
                 break
             draft_ids.append(found.token_id)
             step_s, num_expected = step_s + row_s, num_expected + probability

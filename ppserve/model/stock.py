@@ -9,7 +9,6 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
-from typing import Protocol
 
 import torch
 from torch.nn.functional import gelu, layer_norm, linear, relu, silu
@@ -43,12 +42,9 @@ ACTIVATIONS: dict[str, Operator] = {
 """The activations of the GPT-2 family by Hugging Face's names, and what each of them means."""
 
 
-class Attend(Protocol):
-    """The attention of one step, for any of a stage's layers."""
-
-    def __call__(self, layer: int, qkv_TE: torch.Tensor, scale: float) -> torch.Tensor:
-        """(T, c), of the rank's own heads: keeps the rows' keys and values, then attends to them and to all before
-        them. layer: among the attentions of the stage. scale: the factor on Q·K."""
+Attend = Callable[[int, torch.Tensor, float], torch.Tensor]
+"""The attention of one step: its number among those of the stage, (T, E) rows and the factor on Q·K give (T, c).
+It keeps the rows' keys and values, then attends to them and to all before them."""
 
 
 @dataclass(frozen=True, slots=True)

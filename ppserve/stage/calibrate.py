@@ -147,5 +147,5 @@ def _stage(checkpoint: Checkpoint, compute: Compute, layout: StageLayout, plan: 
     # Memory that was never written reads as one page of zeros, from the nearest cache.
     cache.fill(0.01)
     (alone,) = connect((Frames(model.arch.width, model.backend.precision.hidden, device=compute.device),))
-    gather = pretend_ranks(layout.tensor, layout.num_tensor, compute.device.type == "cpu")
+    gather = pretend_ranks(layout.num_tensor)
     return Stage(model, cache, alone, gather)

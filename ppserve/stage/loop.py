@@ -146,7 +146,7 @@ class StageLoop:
         try:
             backend = compute.backend(assign.dtype)
             model = GPT2Stage.load(self._found.checkpoint, layout, backend, self._report_progress)
-            alone = pretend_ranks(layout.tensor, layout.num_tensor, compute.device.type == "cpu")
+            alone = pretend_ranks(layout.num_tensor)
             why_not = check_determinism(model, self._start.config.cache.block_size, alone) or compute.doubt
         except (UsageError, MemoryError) as error:
             self._link.send(wire.Failed(f"stage {layout.stage}: {in_words(error)}"))

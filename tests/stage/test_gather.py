@@ -132,16 +132,8 @@ def test_a_rank_that_was_left_gives_nothing_more() -> None:
 
 
 def test_pretended_ranks_are_never_waited_for() -> None:
-    """Their columns show: they are all the same, and not 0."""
-    gather = pretend_ranks(1, 3)
-    for turn in range(1, 4):
-        first, *own, last = gather.all(torch.full((1, 2), turn), Cut((1, 2, 1), 1))[0].tolist()
-        assert own == [turn, turn]
-        assert first == last != 0
-    (first, _, last) = gather.all(torch.ones(1, 1, dtype=torch.bfloat16), Cut((1, 1, 1), 1))[0].tolist()
-    assert first == last == 0.125
-    assert pretend_ranks(0, 1).all(torch.ones(1, 2), Cut((2,), 0)).tolist() == [[1, 1]]
-    assert pretend_ranks(1, 2, on_cpu=False).all(torch.ones(1, 2), Cut.of(4, 1, 2)).tolist() == [[1, 1, 1, 1]]
+    assert pretend_ranks(1).all(torch.ones(1, 2), Cut((2,), 0)).tolist() == [[1, 1]]
+    assert pretend_ranks(2).all(torch.ones(1, 2), Cut.of(4, 1, 2)).tolist() == [[1, 1, 1, 1]]
 
 
 def test_a_rank_alone_gathers_what_it_has() -> None:

@@ -154,27 +154,21 @@ def _binary(name: str):
     return intrinsic(implementation)
 
 
-_add, _subtract, _multiply, _divide = (_binary(name) for name in ("fadd", "fsub", "fmul", "fdiv"))
+def _overload(symbol, emit) -> None:
+    """Let kernels write this operator between lanes."""
+
+    @overload(symbol)
+    def between(a, b):
+        return (lambda a, b: emit(a, b)) if a is lanes and b is lanes else None
 
 
-@overload(operator.add)
-def _overload_add(a, b):
-    return (lambda a, b: _add(a, b)) if a is lanes and b is lanes else None
-
-
-@overload(operator.sub)
-def _overload_sub(a, b):
-    return (lambda a, b: _subtract(a, b)) if a is lanes and b is lanes else None
-
-
-@overload(operator.mul)
-def _overload_mul(a, b):
-    return (lambda a, b: _multiply(a, b)) if a is lanes and b is lanes else None
-
-
-@overload(operator.truediv)
-def _overload_truediv(a, b):
-    return (lambda a, b: _divide(a, b)) if a is lanes and b is lanes else None
+for _symbol, _name in (
+    (operator.add, "fadd"),
+    (operator.sub, "fsub"),
+    (operator.mul, "fmul"),
+    (operator.truediv, "fdiv"),
+):
+    _overload(_symbol, _binary(_name))
 
 
 @intrinsic

@@ -84,14 +84,9 @@ class MemoryGather(MemoryExchange):
             connection.close()
 
 
-def pretend_ranks(rank: int, count: int, on_cpu: bool = True) -> TensorLink:
-    """One rank alone, which never waits for the others: for trying and measuring what it computes itself. On CPUs
-    it computes as where ranks share memory, also if they will not: it is not known yet where the others are."""
-    if count == 1 or not on_cpu:
-        return NoTensorLink(ALONE if count == 1 else ECHO)
-    gather = MemoryGather("none", torch.zeros(memory_bytes(count), dtype=torch.uint8), (rank, count))
-    gather.pretend()
-    return gather
+def pretend_ranks(count: int) -> TensorLink:
+    """One rank alone, which never waits for the others: for trying and measuring what it computes itself."""
+    return NoTensorLink(ALONE if count == 1 else ECHO)
 
 
 def connect_ranks(count: int) -> tuple[MemoryGather, ...]:

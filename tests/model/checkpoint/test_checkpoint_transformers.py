@@ -18,6 +18,7 @@ pytestmark = pytest.mark.slow
 
 SMALL: dict[str, Any] = {"n_layer": 2, "n_embd": 32, "n_head": 4, "n_positions": 40, "vocab_size": 101}
 
+
 def make(changes: dict[str, Any], cls: type = transformers.GPT2LMHeadModel) -> Any:
     torch.manual_seed(0)
     model = cls(transformers.GPT2Config(**SMALL | {"eos_token_id": 100, "bos_token_id": 100} | changes)).eval()

@@ -26,7 +26,7 @@ Floats = NDArray[np.float32]
 
 @kernel
 def run(kind, cache, slices, scratch, heads) -> None:  # type: ignore[no-untyped-def]
-    write_heads(kind, cache, slices, scratch, heads)
+    write_heads(kind, cache, slices, heads)
     attend(kind, cache, slices, scratch, heads)
 
 

@@ -11,11 +11,10 @@ from numpy.typing import NDArray
 
 from ppserve.core.architecture import Split, stage_layouts
 from ppserve.model.cpu.backend import CpuBackend
-from ppserve.model.cpu.kernels.memory import LINE_BYTES, PAGE_BYTES, Arena, huge_pages
+from ppserve.model.cpu.kernels.memory import LINE_BYTES, PAGE_BYTES, Arena
 from tests.model.random_checkpoint import architecture
 
 THP = Path("/sys/kernel/mm/transparent_hugepage/enabled")
-LARGE = 16 << 20
 
 
 def flags_at(place: int) -> list[str]:
@@ -44,22 +43,12 @@ def test_the_system_is_asked_for_huge_pages() -> None:
     assert "hg" in flags_at(array.ctypes.data)
 
 
-def test_pages_are_zeros_and_there_before_they_are_written_if_asked_for() -> None:
-    populated, fresh = huge_pages(LARGE, populate=True), huge_pages(LARGE)
-    assert not populated.any()
-    at_first = faults_of_writing(fresh)
-    assert at_first >= 4  # of huge pages; thousands of small ones
-    if (again := faults_of_writing(populated)) >= at_first:
-        pytest.skip("needs a Linux of 5.14 or newer (MADV_POPULATE_WRITE)")
-    assert again <= 2
-
-
 def test_a_cache_has_all_its_memory_before_it_is_written_if_asked_for() -> None:
     (layout,) = stage_layouts(Split.parse("2"))
     backend, faults = CpuBackend("float32"), []
     for populate in (False, True):
         cache = backend.make_cache(architecture(), layout, 4000, 16, populate=populate)
-        assert cache.keys_LBHc.nbytes > LARGE
+        assert cache.keys_LBHc.nbytes > 4 * PAGE_BYTES
         faults.append(faults_of_writing(cache.keys_LBHc.numpy()))
     if faults[1] >= faults[0]:
         pytest.skip("needs a Linux of 5.14 or newer (MADV_POPULATE_WRITE)")

@@ -71,18 +71,6 @@ def now_ns(typing):
 
 
 @intrinsic
-def core_here(typing):
-    """One more than the number of the core; 0 where the system does not say."""
-
-    def generate(context, builder, signature, arguments):
-        if not _IS_LINUX:
-            return I64(0)
-        return builder.sext(builder.add(call(builder, "sched_getcpu", I32), I32(1)), I64)
-
-    return types.int64(), generate
-
-
-@intrinsic
 def sleep_while(typing, address, value, most_ns):
     """Until the number at this address is another one and `wake_all` is called, or for so long. Processes that
     share memory can wake each other."""

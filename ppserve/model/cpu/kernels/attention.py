@@ -35,13 +35,12 @@ from ppserve.model.compiled.lanes import (
 )
 from ppserve.model.cpu.kernels.attention_tile import (
     GROUP,
-    keep_transposed,
     mix_panel,
     mix_panels,
     score,
 )
 from ppserve.model.cpu.kernels.rows import scale_for_int8
-from ppserve.model.cpu.kernels.storage import keep_one, keep_panel
+from ppserve.model.cpu.kernels.storage import keep
 
 _ZERO, _ONE, _LEAST = np.float32(0), np.float32(1), np.float32(-np.inf)
 
@@ -102,25 +101,16 @@ def panels_of(cache):
 
 
 @inlined
-def _write_keys(kind, cache, scratch, source, stride, count, cell, offset):
-    """Keys of one head of `count` rows: 16 that fill a group, or one."""
+def _write_key(kind, cache, source, cell, offset):
+    """The key of one row and head."""
     size, elements = cache.head_size, kind.element_bytes
-    positions = -(-cache.block_size // GROUP) * GROUP
-    group = offset // GROUP * GROUP
-    place = cell + (group * size + offset % GROUP) * elements
+    factor = _ONE
     if elements == 1:
-        for r in range(count):
-            scale, factor = scale_for_int8(source + r * stride, size)
-            store_one(cell + positions * size, offset + r, scale)
-            store_one(scratch.queries, r, factor)
-    if count == GROUP:
-        for d in range(0, size, GROUP):
-            at = place + d * GROUP * elements
-            keep_transposed(kind, at, size - d, source + 4 * d, stride, scratch.queries)
-        return
-    factor = load_one(scratch.queries, 0) if elements == 1 else _ONE
+        scale, factor = scale_for_int8(source, size)
+        store_one(cell + -(-cache.block_size // GROUP) * GROUP * size, offset, scale)
+    place = cell + (offset // GROUP * GROUP * size + offset % GROUP) * elements
     for d in range(size):
-        keep_one(kind, place + d * GROUP * elements, load_one(source, d) * factor)
+        keep(kind, place + d * GROUP * elements, load_one(source, d) * factor)
 
 
 @inlined
@@ -133,27 +123,20 @@ def _write_value(kind, cache, source, cell, offset):
         store_one(cell + panels_of(cache) * GROUP * cache.block_size, offset, scale)
     place = cell + offset * GROUP * elements
     for d in range(0, size, GROUP):
-        keep_panel(kind, place + d * cache.block_size * elements, load(source, d) * splat(factor))
+        keep(kind, place + d * cache.block_size * elements, load(source, d) * splat(factor))
 
 
 @inlined
-def write_heads(kind, cache, slices, scratch, heads):
+def write_heads(kind, cache, slices, heads):
     """Put each row's key and value of some heads into its slot."""
     width = 4 * cache.num_heads * cache.head_size
     for head in range(heads.first, heads.end):
-        row = 0
-        while row < slices.num_rows:
+        for row in range(slices.num_rows):
             slot = load_int(slices.slots, row)
-            block, offset = slot // cache.block_size, slot % cache.block_size
-            whole = offset % GROUP == 0 and offset + GROUP <= cache.block_size and row + GROUP <= slices.num_rows
-            count = GROUP if whole and load_int(slices.slots, row + GROUP - 1) == slot + GROUP - 1 else 1
-            cell = block * cache.num_heads + head
-            key_cell, value_cell = cache.keys + cell * cache.key_cell, cache.values + cell * cache.value_cell
+            cell, offset = slot // cache.block_size * cache.num_heads + head, slot % cache.block_size
             source = heads.qkv + row * heads.qkv_stride + width + 4 * head * cache.head_size
-            _write_keys(kind, cache, scratch, source, heads.qkv_stride, count, key_cell, offset)
-            for r in range(count):
-                _write_value(kind, cache, source + r * heads.qkv_stride + width, value_cell, offset + r)
-            row += count
+            _write_key(kind, cache, source, cache.keys + cell * cache.key_cell, offset)
+            _write_value(kind, cache, source + width, cache.values + cell * cache.value_cell, offset)
 
 
 @inlined

@@ -19,10 +19,11 @@ from numba import types
 from numba.core import cgutils
 from numba.extending import intrinsic
 
-from ppserve.model.compiled.llvm import F32, I8, I32, I64, call, splat, vector
+from ppserve.model.compiled.llvm import F32, I64, call, splat, vector
 from ppserve.model.cpu.kernels.kinds import setting
 from ppserve.model.cpu.kernels.memory import LINE_BYTES
-from ppserve.model.cpu.kernels.storage import ELEMENT_BYTES, as_stored, load_stored
+from ppserve.model.cpu.kernels.storage import ELEMENT_BYTES, load_stored
+from ppserve.model.cpu.kernels.tile_code import Code
 from ppserve.model.cpu.kernels.variants import NEEDS
 
 GROUP = 16
@@ -65,34 +66,24 @@ def attention_kernels(storage: str, variant: str) -> list[AttentionKernel]:
     return [AttentionKernel(storage, *shape) for name, shape in _SHAPES.items() if name in included]
 
 
-class _Code:
+class _AttentionCode(Code):
     """Emits tiles of one kind."""
 
     def __init__(self, builder, kind: AttentionKernel, panels: int) -> None:
-        self.builder, self.kind, self.panels = builder, kind, panels
+        super().__init__(builder)
+        self.kind, self.panels = kind, panels
         self.parts = GROUP // kind.lanes
         self.part_bytes = kind.lanes * kind.element_bytes
         self.floats = vector(F32, kind.lanes)
 
-    def pointer(self, address, kind: ir.Type):
-        return self.builder.inttoptr(address, kind.as_pointer())
-
     def number(self, table, index):
         """table[index] of int64 at an address."""
-        place = self.builder.add(table, self.builder.mul(index, I64(8)))
-        return self.builder.load(self.pointer(place, I64))
-
-    def floats_at(self, address, offset: int):
-        return self.builder.load(self.pointer(self.builder.add(address, I64(offset)), self.floats), align=4)
+        return self.load(self.nth(table, I64(8), index), 0, I64)
 
     def stored_at(self, address, offset: int):
         """Keys or values at an address as float32."""
         place = self.builder.add(address, I64(offset))
         return load_stored(self.builder, self.kind.storage, place, self.kind.lanes)
-
-    def fetch(self, address) -> None:
-        """Ask for the cache line at an address."""
-        call(self.builder, "llvm.prefetch.p0i8", ir.VoidType(), self.pointer(address, I8), I32(0), I32(3), I32(1))
 
     def zeros(self, rows: int):
         zero = ir.Constant(self.floats, [0.0] * self.kind.lanes)
@@ -106,19 +97,17 @@ class _Code:
         builder = self.builder
         columns = [self.stored_at(place, part * self.part_bytes) for place in panels for part in range(self.parts)]
         for r, row in enumerate(totals):
-            place = builder.add(x, builder.mul(x_stride, I64(r)))
-            value = splat(builder, builder.load(self.pointer(place, F32), align=4), self.kind.lanes)
+            value = splat(builder, self.load(self.nth(x, x_stride, r), 0, F32), self.kind.lanes)
             for total, column in zip(row, columns, strict=True):
                 name, addend = f"llvm.fma.v{self.kind.lanes}f32", builder.load(total)
                 builder.store(call(builder, name, self.floats, value, column, addend), total)
 
-    def store(self, totals, address_of) -> None:
+    def store_sums(self, totals, address_of) -> None:
         """address_of: where a row's panel goes, from the row and the panel."""
         for r, row in enumerate(totals):
             for column, total in enumerate(row):
                 panel, part = divmod(column, self.parts)
-                place = self.builder.add(address_of(r, panel), I64(4 * part * self.kind.lanes))
-                self.builder.store(self.builder.load(total), self.pointer(place, self.floats), align=4)
+                self.store(self.builder.load(total), address_of(r, panel), 4 * part * self.kind.lanes)
 
 
 def _for_each_size(builder, sizes, size, emit) -> None:
@@ -147,7 +136,7 @@ def score(typing, kind, num_rows, queries, stride, size, groups, head, ahead, sc
     def generate(context, builder, signature, arguments):
         _, num_rows, queries, stride, size, groups, head, ahead, scores, scores_stride = arguments
         kind = signature.args[0].kind
-        code = _Code(builder, kind, kind.panels)
+        code = _AttentionCode(builder, kind, kind.panels)
         keys, positions, scales = (builder.extract_value(groups, i) for i in range(3))
 
         def emit(rows):
@@ -164,12 +153,12 @@ def score(typing, kind, num_rows, queries, stride, size, groups, head, ahead, sc
                 for panel in range(kind.panels):
                     place = builder.add(code.number(scales, I64(panel)), head)
                     for part in range(code.parts):
-                        scale = code.floats_at(place, 4 * part * kind.lanes)
+                        scale = code.load(place, 4 * part * kind.lanes, code.floats)
                         for row in totals:
                             total = row[panel * code.parts + part]
                             builder.store(builder.fmul(builder.load(total), scale), total)
             at = [builder.add(scores, code.number(positions, I64(panel))) for panel in range(kind.panels)]
-            code.store(totals, lambda r, panel: builder.add(at[panel], builder.mul(scores_stride, I64(r))))
+            code.store_sums(totals, lambda r, panel: builder.add(at[panel], builder.mul(scores_stride, I64(r))))
 
         _for_each_size(builder, kind.rows, num_rows, emit)
         return context.get_dummy_value()
@@ -185,7 +174,7 @@ def _mixing(name: str, panels_of):
         def generate(context, builder, signature, arguments):
             _, num_rows, weights, stride, num_groups, groups, panel, panel_bytes, mixed, mixed_stride = arguments
             kind = signature.args[0].kind
-            code = _Code(builder, kind, panels_of(kind))
+            code = _AttentionCode(builder, kind, panels_of(kind))
             values, positions, counts = (builder.extract_value(groups, i) for i in range(3))
 
             def emit(rows):
@@ -209,7 +198,7 @@ def _mixing(name: str, panels_of):
                     row = builder.add(mixed, builder.mul(mixed_stride, I64(r)))
                     return builder.add(row, I64(4 * GROUP * p))
 
-                code.store(totals, address_of)
+                code.store_sums(totals, address_of)
 
             _for_each_size(builder, kind.rows, num_rows, emit)
             return context.get_dummy_value()
@@ -229,47 +218,3 @@ def _mixing(name: str, panels_of):
 
 mix_panels = _mixing("mix_panels", lambda kind: kind.panels)
 mix_panel = _mixing("mix_panel", lambda kind: 1)
-
-
-@intrinsic
-def keep_transposed(typing, kind, place, count, source, stride, factors):
-    """Turn 16 numbers of each of 16 rows into 16 positions of each of `count` features, as keys are kept.
-
-    source: the first row; the others lie `stride` bytes apart. factors: what each row is multiplied by, for int8.
-    """
-
-    def generate(context, builder, signature, arguments):
-        _, place, count, source, stride, factors = arguments
-        kind, floats = signature.args[0].kind, vector(F32, GROUP)
-
-        def floats_at(address):
-            return builder.load(builder.inttoptr(address, floats.as_pointer()), align=4)
-
-        rows = [floats_at(builder.add(source, builder.mul(stride, I64(r)))) for r in range(GROUP)]
-        by_row = floats_at(factors) if kind.storage == "int8" else None
-        for feature, value in enumerate(_transposed(builder, rows)):
-            if by_row is not None:
-                value = builder.fmul(value, by_row)
-            with builder.if_then(builder.icmp_signed("<", I64(feature), count)):
-                stored = as_stored(builder, kind.storage, value, vector(I32, GROUP))
-                at = builder.add(place, I64(feature * GROUP * kind.element_bytes))
-                builder.store(stored, builder.inttoptr(at, stored.type.as_pointer()), align=1)
-        return context.get_dummy_value()
-
-    return types.void(kind, *[types.intp] * 5), generate
-
-
-def _transposed(builder, rows):
-    """16 vectors of 16: in each of four rounds two vectors exchange blocks of 1, 2, 4, then 8 elements."""
-    size = 1
-    while size < GROUP:
-        low = [i if not i & size else GROUP + i - size for i in range(GROUP)]
-        high = [i + size if not i & size else GROUP + i for i in range(GROUP)]
-        exchanged = list(rows)
-        for i in range(GROUP):
-            if not i & size:
-                mask_low, mask_high = (ir.Constant(vector(I32, GROUP), indices) for indices in (low, high))
-                exchanged[i] = builder.shuffle_vector(rows[i], rows[i + size], mask_low)
-                exchanged[i + size] = builder.shuffle_vector(rows[i], rows[i + size], mask_high)
-        rows, size = exchanged, 2 * size
-    return rows

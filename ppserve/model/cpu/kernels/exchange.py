@@ -23,9 +23,7 @@ from ppserve.model.compiled.jit import inlined, kernel
 from ppserve.model.compiled.lanes import load_int, store_int
 from ppserve.model.cpu.kernels.atomics import (
     NAP_NS,
-    SLEEPERS,
     add_shared,
-    core_here,
     have_news,
     load_shared,
     now_ns,
@@ -45,9 +43,6 @@ no more."""
 NUM_FIELDS = 9
 _SPIN_NS = 50_000
 _LOOKS = 16
-
-_CORE = SLEEPERS + 1
-"""Of a rank's line, which begins with its counter: the core where it last counted up."""
 
 
 @intrinsic
@@ -72,7 +67,9 @@ def exchange(side, rows, num_bytes, widths, element_bytes, num_rows, whole) -> N
     buffers = load_int(side, BUFFERS) + turn % 2 * BUFFER_BYTES
     _copy_bytes(buffers + 2 * load_int(side, RANK) * BUFFER_BYTES, rows, num_bytes)
     store_int(side, TURN, turn + 1)
-    _count_up(lines + LINE_BYTES * load_int(side, RANK))
+    own_line = lines + LINE_BYTES * load_int(side, RANK)
+    add_shared(own_line, 1)
+    wake(own_line)
     begun_ns, is_lost = now_ns(), False
     for rank in range(count):
         is_lost = is_lost or not _await(side, lines + LINE_BYTES * rank, turn + 1)
@@ -91,27 +88,12 @@ def exchange(side, rows, num_bytes, widths, element_bytes, num_rows, whole) -> N
 
 
 @inlined
-def _count_up(line) -> None:
-    store_int(line, _CORE, core_here())
-    add_shared(line, 1)
-    wake(line)
-
-
-@inlined
 def _await(side, line, goal):
     """Whether a rank has counted up to `goal`; False: it never will."""
-    begun_ns, core = now_ns(), core_here()
-    # A rank that last counted up on this core probably needs it.
-    shares_core = core > 0 and load_int(line, _CORE) == core
-    while load_shared(line) < goal and not shares_core and now_ns() - begun_ns < _SPIN_NS:
+    begun_ns = now_ns()
+    while load_shared(line) < goal and now_ns() - begun_ns < _SPIN_NS:
         for _ in range(_LOOKS):
             pause()
-    return _sleep(side, line, goal)
-
-
-@inlined
-def _sleep(side, line, goal):
-    """The same, without spinning."""
     over = load_int(side, LINES) + LINE_BYTES * load_int(side, NUM_RANKS)
     has_slept = False
     while load_shared(line) < goal:

@@ -27,7 +27,7 @@ from ppserve.model.compiled.lanes import (
 )
 from ppserve.model.cpu.kernels.memory import LINE_BYTES
 from ppserve.model.cpu.kernels.products import pack
-from ppserve.model.cpu.kernels.storage import keep_one, keep_panel, read_one, read_panel
+from ppserve.model.cpu.kernels.storage import keep, read_one, read_panel
 
 _ZERO, _HALF, _ONE, _TWO = np.float32(0), np.float32(0.5), np.float32(1), np.float32(2)
 _MOST_INT8, _SMALLEST_ROW = np.float32(127), np.float32(1e-30)
@@ -92,9 +92,9 @@ def add_row(stored, source, count, values, to):
     """Write the `count` numbers at `source` plus float32 values."""
     whole, size = count // 16 * 16, stored.element_bytes
     for i in range(0, whole, 16):
-        keep_panel(stored, to + i * size, read_panel(stored, source + i * size) + load(values, i))
+        keep(stored, to + i * size, read_panel(stored, source + i * size) + load(values, i))
     for i in range(whole, count):
-        keep_one(stored, to + i * size, read_one(stored, source + i * size) + load_one(values, i))
+        keep(stored, to + i * size, read_one(stored, source + i * size) + load_one(values, i))
 
 
 class Norm(NamedTuple):

@@ -59,47 +59,31 @@ def as_stored(builder, storage: str, value, integer):
     return builder.trunc(builder.bitcast(shifted, integer), like(I8))
 
 
-def _storing(value_type, integer):
+@intrinsic
+def keep(typing, kind, address, value):
+    """Write one float32, or 16 side by side, in the form of the kind's storage."""
+
     def generate(context, builder, signature, arguments):
-        _, address, value = arguments
-        stored = as_stored(builder, signature.args[0].kind.storage, value, integer)
-        builder.store(stored, builder.inttoptr(address, stored.type.as_pointer()), align=1)
+        kind, _, value_type = signature.args
+        integer = vector(I32, 16) if value_type is lanes else I32
+        stored = as_stored(builder, kind.kind.storage, arguments[2], integer)
+        builder.store(stored, builder.inttoptr(arguments[1], stored.type.as_pointer()), align=1)
         return context.get_dummy_value()
 
-    return value_type, generate
+    return types.void(kind, types.intp, lanes if value is lanes else types.float32), generate
 
 
-@intrinsic
-def keep_one(typing, kind, address, value):
-    """Write one float32 in the form of the kind's storage."""
-    value_type, generate = _storing(types.float32, I32)
-    return types.void(kind, types.intp, value_type), generate
+def _reading(value_type, count: int):
+    """An intrinsic that reads so many numbers as float32, without the scale of int8."""
+
+    def read(typing, kind, address):
+        def generate(context, builder, signature, arguments):
+            value = load_stored(builder, signature.args[0].kind.storage, arguments[1], count)
+            return builder.extract_element(value, I32(0)) if count == 1 else value
+
+        return value_type(kind, types.intp), generate
+
+    return intrinsic(read)
 
 
-@intrinsic
-def keep_panel(typing, kind, address, values):
-    """Write 16 float32 side by side in the form of the kind's storage."""
-    value_type, generate = _storing(lanes, vector(I32, 16))
-    return types.void(kind, types.intp, value_type), generate
-
-
-def _loading(value_type, count: int):
-    def generate(context, builder, signature, arguments):
-        value = load_stored(builder, signature.args[0].kind.storage, arguments[1], count)
-        return builder.extract_element(value, I32(0)) if count == 1 else value
-
-    return value_type, generate
-
-
-@intrinsic
-def read_one(typing, kind, address):
-    """The counterpart of `keep_one`, without the scale of int8."""
-    value_type, generate = _loading(types.float32, 1)
-    return value_type(kind, types.intp), generate
-
-
-@intrinsic
-def read_panel(typing, kind, address):
-    """The counterpart of `keep_panel`, without the scale of int8."""
-    value_type, generate = _loading(lanes, 16)
-    return value_type(kind, types.intp), generate
+read_one, read_panel = _reading(types.float32, 1), _reading(lanes, 16)

@@ -76,29 +76,16 @@ class TileArguments(NamedTuple):
     fetch_step: ir.Value
 
 
-class TileCode(ABC):
-    """Emits the code of one micro-kernel's tiles. Columns: the vector registers beside each other in a row of
-    sums.
-    """
+class Code:
+    """Emits loads and stores at addresses."""
 
-    def __init__(self, builder, kind: MicroKernel, arguments: TileArguments) -> None:
-        self.builder, self.kind, self.arguments = builder, kind, arguments
-        self.operation = OPERATIONS[kind.operation](kind.lanes)
-        self.column_bytes = 4 * kind.lanes
-        self.columns_of_panel = PANEL // kind.lanes
-        self.columns = range(kind.panels * self.columns_of_panel)
-
-    @abstractmethod
-    def tile(self, num_rows: int) -> None:
-        """The code of a tile of so many rows, where the builder stands."""
+    def __init__(self, builder) -> None:
+        self.builder = builder
 
     def nth(self, address, stride, number):
         """number: of Python, or an LLVM value."""
         number = I64(number) if isinstance(number, int) else number
         return self.builder.add(address, self.builder.mul(stride, number))
-
-    def each_panel(self, address):
-        return [self.nth(address, self.arguments.panel_bytes, panel) for panel in range(self.kind.panels)]
 
     def pointer(self, address, offset: int, kind: ir.Type):
         place = self.builder.gep(self.builder.inttoptr(address, I8.as_pointer()), [I64(offset)])
@@ -114,6 +101,27 @@ class TileCode(ABC):
         """Ask for the cache line at an address."""
         place = self.pointer(address, 0, I8)
         call(self.builder, "llvm.prefetch.p0i8", ir.VoidType(), place, I32(0), I32(3), I32(1))
+
+
+class TileCode(Code, ABC):
+    """Emits the code of one micro-kernel's tiles. Columns: the vector registers beside each other in a row of
+    sums.
+    """
+
+    def __init__(self, builder, kind: MicroKernel, arguments: TileArguments) -> None:
+        super().__init__(builder)
+        self.kind, self.arguments = kind, arguments
+        self.operation = OPERATIONS[kind.operation](kind.lanes)
+        self.column_bytes = 4 * kind.lanes
+        self.columns_of_panel = PANEL // kind.lanes
+        self.columns = range(kind.panels * self.columns_of_panel)
+
+    @abstractmethod
+    def tile(self, num_rows: int) -> None:
+        """The code of a tile of so many rows, where the builder stands."""
+
+    def each_panel(self, address):
+        return [self.nth(address, self.arguments.panel_bytes, panel) for panel in range(self.kind.panels)]
 
     def finish(self, num_rows: int) -> None:
         """Once the sums in memory are complete: make them results, where they are."""

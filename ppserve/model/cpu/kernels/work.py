@@ -227,7 +227,7 @@ def _heads(product, attention, stored, table, step, x, out, context, following):
     heads = Heads(scratch.y, 4 * qkv.outputs, out, 4 * cache.num_heads * cache.head_size, first, end)
     slices = _slices_at(step + _SCRATCH)
     own = _attention_scratch_at(step + _SCRATCH + _SLICES + _CACHE + _ATTENTION_SCRATCH * context.thread)
-    write_heads(attention, cache, slices, own, heads)
+    write_heads(attention, cache, slices, heads)
     attend(attention, cache, slices, own, heads)
 
 

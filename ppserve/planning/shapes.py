@@ -141,7 +141,7 @@ def render_prospects(found: list[Prospect]) -> str:
     """A row per shape."""
     heading = ("shape", "layers", "weights", "sequences", "balance", "tokens/s", "ITL")
     rows = [heading, *(_row(each) for each in found)]
-    note = "(tensor ranks x stages x replicas; weights of the heaviest rank; balance of decode steps)"
+    note = "(tensor ranks x stages x replicas; weights of the heaviest rank; tokens/s without the head's work)"
     return "\n".join([*table(*rows, left=2), note])
 
 

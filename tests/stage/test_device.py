@@ -31,20 +31,20 @@ def asking(*devices: str) -> ServeConfig:
     return replace(ServeConfig(), device=DeviceSettings(devices=devices or None))
 
 
-def test_stages_that_share_a_gpu_share_its_memory() -> None:
-    """Whoever asks first does not take what the other will need for its weights. Caches are made when all have
-    asked."""
-    assert gpu_share(70 * GIB, 80 * GIB, 10 * GIB, stages=1) == 70 * GIB
-    first = gpu_share(70 * GIB, 80 * GIB, 10 * GIB, stages=2)
-    second = gpu_share(60 * GIB, 80 * GIB, 10 * GIB, stages=2)
-    assert first == second == 30 * GIB
-
-
-def test_other_programs_memory_is_shared_out_to_nobody() -> None:
-    """Half of the GPU is somebody else's. All stages have as many blocks as the one with least room."""
-    asked = [gpu_share(free * GIB, 80 * GIB, 10 * GIB, stages=2) for free in (30, 20)]
-    assert min(asked) == 10 * GIB
-    assert 40 * GIB + 2 * (10 * GIB + min(asked)) == 80 * GIB
+@pytest.mark.parametrize(
+    ("free", "own", "stages", "share"),
+    [
+        (70, 10, 1, 70),
+        (1, 0, 1, 1),
+        # Two stages with weights of 10: the first does not take what the second needs for its weights.
+        *((70, 10, 2, 30), (60, 10, 2, 30)),
+        # Half of the GPU is another program's. All stages have as many blocks as the one with least room.
+        *((30, 10, 2, 15), (20, 10, 2, 10)),
+        (40, 50, 2, 0),
+    ],
+)
+def test_stages_that_share_a_gpu_share_its_memory(free: int, own: int, stages: int, share: int) -> None:
+    assert gpu_share(free * GIB, 80 * GIB, own * GIB, stages) == share * GIB
 
 
 def test_threads_that_share_a_gpu_count_what_is_theirs(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -204,11 +204,6 @@ def test_stages_that_are_threads_have_streams_of_their_own(monkeypatch: pytest.M
     assert received_TD is hidden_TD
     assert log == [("of stage 0", "records", "event 0"), ("of stage 1", "waits for", "event 0")]
     assert [user.name for user in hidden_TD.users] == ["of stage 1"]
-
-
-def test_no_more_than_is_free_and_never_less_than_nothing() -> None:
-    assert gpu_share(1 * GIB, 80 * GIB, 0, stages=1) == 1 * GIB
-    assert gpu_share(40 * GIB, 80 * GIB, 50 * GIB, stages=2) == 0
 
 
 def test_devices_are_those_that_were_asked_for() -> None:

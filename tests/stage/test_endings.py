@@ -72,15 +72,11 @@ WHERE = pytest.mark.parametrize("at", ["warm up", "expect 0", "receive 0"])
 
 
 @WHERE
-def test_an_error_that_has_poisoned_the_device_ends_the_stage(at: str) -> None:
-    """Its process ends with it, and the keeper starts another; only leaving the epoch would not help."""
-    with failing_stage(FailsOnce(at, ILLEGAL), CPU) as stage, pytest.raises(torch.AcceleratorError):
-        stage.exit_code.result(WITHIN_S)
-
-
-@WHERE
-def test_an_error_that_does_not_say_so_is_asked_of_the_device(at: str) -> None:
-    with failing_stage(FailsOnce(at, TRITON), POISONED) as stage, pytest.raises(torch.AcceleratorError):
+@pytest.mark.parametrize(("error", "compute"), [(ILLEGAL, CPU), (TRITON, POISONED)])
+def test_an_error_that_has_poisoned_the_device_ends_the_stage(at: str, error: Exception, compute: Compute) -> None:
+    """Its process ends with it, and the keeper starts another: leaving the epoch would not help. Where the error
+    does not say so, the device is asked."""
+    with failing_stage(FailsOnce(at, error), compute) as stage, pytest.raises(torch.AcceleratorError):
         stage.exit_code.result(WITHIN_S)
 
 

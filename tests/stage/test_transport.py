@@ -6,19 +6,17 @@ import ctypes
 import gc
 import threading
 from collections.abc import Iterator
-from contextlib import AbstractContextManager
 from pathlib import Path
 
 import pytest
 import torch
 import torch.distributed as dist
 
-import parallel_state
 from parallel_state import ParallelGroup
 from ppserve.errors import ConfigError, TransportError
 from ppserve.stage.transport import Frames, Transport, create_transport
 from ppserve.stage.transport.nccl import AbortedPassage
-from ppserve.stage.transport.point_to_point import Passage, PointToPoint
+from ppserve.stage.transport.point_to_point import PointToPoint
 from tests.pipelines import DEPTH, SHAPES, STAGES, WIDTH, Pipeline, Processes, Threads, frame, meet, relay, step
 from tests.worlds import World
 
@@ -204,60 +202,6 @@ def interrupt_from_outside(transport: Transport, stage: int) -> str:
 @pytest.mark.parametrize("pipeline", ["local", "shm"], indirect=True)
 def test_an_interrupt_ends_ones_own_wait(pipeline: Pipeline) -> None:
     assert pipeline.run(interrupt_from_outside)[-1].endswith(("closed", "gone"))
-
-
-class RecordingPassage(Passage):
-    """Stands where a GPU's streams would, and writes down what was done with which buffer.
-
-    It copies on both sides as the passage through pinned memory does, and soils what it was done with, so
-    a buffer that is reused too early shows in the frames as well.
-    """
-
-    def __init__(self) -> None:
-        self.log: list[tuple[str, int]] = []
-
-    def posting(self, buffer: torch.Tensor) -> AbstractContextManager[object]:
-        self.log.append(("post", buffer.data_ptr()))
-        return super().posting(buffer)
-
-    def to_backend(self, hidden_TD: torch.Tensor) -> torch.Tensor:
-        copy_TD = hidden_TD.clone()
-        self.log.append(("leave", copy_TD.data_ptr()))
-        return copy_TD
-
-    def to_stage(self, buffer_TD: torch.Tensor) -> torch.Tensor:
-        self.log.append(("enter", buffer_TD.data_ptr()))
-        return buffer_TD
-
-    def release(self, buffer: torch.Tensor) -> None:
-        self.log.append(("release", buffer.data_ptr()))
-        buffer.fill_(-1)
-
-
-def relay_and_record(transport: Transport, stage: int) -> tuple[list[bool], list[tuple[str, int]]]:
-    passage = RecordingPassage()
-    frames = Frames(WIDTH, torch.float32, 512, DEPTH)
-    recorded = PointToPoint("recorded", frames, parallel_state.get_pp_group(), passage)
-    recorded.warm_up()
-    return relay(recorded, stage, torch.float32, 20), passage.log
-
-
-@pytest.mark.parametrize("pipeline", ["gloo"], indirect=True)
-def test_every_buffer_is_released_before_it_is_posted_again(pipeline: Pipeline) -> None:
-    """What NCCL's streams rely on, shown over gloo: see `StreamPassage`."""
-    for stage, (right, log) in enumerate(pipeline.run(relay_and_record)):
-        assert all(right)
-        received = {buffer for event, buffer in log if event == "enter"}
-        assert len(received) == (DEPTH + 1 if stage > 0 else 0)
-        for buffer in received:
-            life = [event for event, b in log if b == buffer and event != "leave"]
-            if life[:2] == ["post", "post"]:  # the first buffer also received the warm-up's row
-                life = life[1:]
-            turns = [life[i : i + 3] for i in range(0, len(life), 3)]
-            assert all(turn == ["post", "enter", "release"][: len(turn)] for turn in turns), life
-        left = [i for i, (event, _) in enumerate(log) if event == "leave"]
-        assert all(log[i + 1] == ("post", log[i][1]) for i in left)
-        assert len(left) == (len(SHAPES) + 1 if stage < STAGES - 1 else 0)
 
 
 class AbortableGroup(dist.ProcessGroup):

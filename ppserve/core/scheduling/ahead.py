@@ -11,7 +11,7 @@ step is cancelled. No step is sent ahead where another should come first: one of
 from __future__ import annotations
 
 from ppserve.core.plan import Slice
-from ppserve.core.scheduling.running_set import RunningSet
+from ppserve.core.scheduling.composer import RunningSet
 from ppserve.core.scheduling.sequence import Sequence
 from ppserve.core.scheduling.slots import MicrobatchSlots
 from ppserve.core.scheduling.speculation import Speculation

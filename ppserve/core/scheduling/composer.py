@@ -15,14 +15,15 @@ step up to a budget:
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from collections import Counter
+from collections.abc import Iterable, KeysView, ValuesView
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass
+from operator import itemgetter
 from typing import NamedTuple, Protocol
 
 from ppserve.core.cost_model import StepSize
 from ppserve.core.scheduling.config import MAX_PROMPT_TOKENS_PER_STEP
-from ppserve.core.scheduling.fairness import in_turns
 from ppserve.core.scheduling.sequence import Sequence
 
 # Tokens. Smaller chunks are not worth a step of their own, and prompts of at most so many are short.
@@ -57,6 +58,79 @@ class CostModel(Protocol):
     def predict_each(self, size: StepSize) -> Seq[float]:
         """On every stage."""
         ...
+
+
+class RunningSet:
+    """The running sequences, by what they can do next. Each is in at most one of these places, which are kept in
+    the order in which their sequences are scheduled:
+
+    filling   tokens of its prompt (or, after a loss, of its replay) are left to schedule
+    returned  its latest token has returned and can be scheduled; for n > 1, once its leader is far enough
+    (none)    all its known tokens are in flight
+    """
+
+    def __init__(self) -> None:
+        self._running: dict[int, Sequence] = {}
+        self._filling: dict[int, Sequence] = {}
+        self._returned: dict[int, Sequence] = {}
+
+    def __len__(self) -> int:
+        return len(self._running)
+
+    def get(self, sequence_id: int) -> Sequence | None:
+        return self._running.get(sequence_id)
+
+    @property
+    def ids(self) -> KeysView[int]:
+        return self._running.keys()
+
+    @property
+    def running(self) -> ValuesView[Sequence]:
+        """All of them, in order of admission."""
+        return self._running.values()
+
+    @property
+    def filling(self) -> ValuesView[Sequence]:
+        """In order of admission."""
+        return self._filling.values()
+
+    @property
+    def returned(self) -> list[Sequence]:
+        """Oldest return first."""
+        return [sequence for sequence in self._returned.values() if sequence.is_ready]
+
+    @property
+    def num_decoding(self) -> int:
+        """Sequences of which at most the latest known token is left to schedule."""
+        num_waiting = sum(not sequence.is_ready for sequence in self._returned.values())
+        return len(self._running) - len(self._filling) - num_waiting
+
+    def admit(self, sequence: Sequence) -> None:
+        """A sequence that follows a leader has its prompt's last token left, any other one its prompt."""
+        self._running[sequence.id] = sequence
+        (self._filling if sequence.leader is None else self._returned)[sequence.id] = sequence
+
+    def add_returned(self, sequence: Sequence) -> None:
+        """Its latest token has returned."""
+        self._returned[sequence.id] = sequence
+
+    def remove_scheduled(self, sequences: Iterable[Sequence]) -> None:
+        """A step takes slices of these."""
+        for sequence in sequences:
+            if sequence.remaining == 0:
+                self._filling.pop(sequence.id, None)
+                self._returned.pop(sequence.id, None)
+
+    def remove(self, sequence: Sequence) -> None:
+        """The sequence ended, or leaves the replica."""
+        del self._running[sequence.id]
+        self._filling.pop(sequence.id, None)
+        self._returned.pop(sequence.id, None)
+
+    def restart(self) -> None:
+        """All sequences compute from their first token, in order of admission."""
+        self._returned.clear()
+        self._filling = dict(self._running)
 
 
 @dataclass(frozen=True, slots=True)
@@ -157,3 +231,16 @@ def _joined(size: StepSize, sequence: Sequence, num_tokens: int) -> StepSize:
     scored prompt, otherwise only the row of the last known token."""
     sampled = num_tokens if sequence.wants_scores else int(num_tokens >= sequence.remaining)
     return size.with_slice(sequence.scheduled, num_tokens, sampled)
+
+
+def in_turns(filling: Iterable[Sequence], short: int) -> list[Sequence]:
+    """First one prompt of each caller, the short ones first, then the second of each, and so on. So however many
+    prompts others have, a caller's first one waits for one of each of them at most, and a short one for no long
+    one. Prompts of one caller keep their order. short: a prompt with at most so many tokens left."""
+    turns: Counter[str] = Counter()
+    ranked = []
+    for sequence in filling:
+        caller = sequence.request.caller
+        ranked.append(((turns[caller], sequence.remaining > short), sequence))
+        turns[caller] += 1
+    return [sequence for _, sequence in sorted(ranked, key=itemgetter(0))]

@@ -28,10 +28,9 @@ from ppserve.core.plan import Drawn, Scored, Slice, StepPlan, StepResult, TokenL
 from ppserve.core.scheduling.admission import worst_case_blocks
 from ppserve.core.scheduling.ahead import Ahead
 from ppserve.core.scheduling.block_manager import BlockManager, BlockTable, PrefixCache
-from ppserve.core.scheduling.composer import Composer, CostModel, Pick, StepLimits
+from ppserve.core.scheduling.composer import Composer, CostModel, Pick, RunningSet, StepLimits
 from ppserve.core.scheduling.config import SchedulerConfig
 from ppserve.core.scheduling.request_queue import RequestQueue
-from ppserve.core.scheduling.running_set import RunningSet
 from ppserve.core.scheduling.sequence import Sequence, SequenceEvent, SequenceGroup, SequenceStatus
 from ppserve.core.scheduling.slots import MicrobatchSlots
 from ppserve.core.scheduling.speculation import Drafter, PromptLookup, Speculation

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from ppserve.core.plan import DRAWN, Slice
 from ppserve.core.scheduling.block_manager import BlockManager
+from ppserve.core.scheduling.composer import RunningSet
 from ppserve.core.scheduling.request_queue import RequestQueue
-from ppserve.core.scheduling.running_set import RunningSet
 from ppserve.core.scheduling.scheduler import Scheduler
 from ppserve.core.scheduling.sequence import Sequence
 from ppserve.core.scheduling.slots import MicrobatchSlots

@@ -16,9 +16,9 @@ from ppserve.core.scheduling.composer import (
     Composer,
     Pick,
     StepLimits,
+    in_turns,
 )
 from ppserve.core.scheduling.config import MAX_PROMPT_TOKENS_PER_STEP, SchedulerConfig
-from ppserve.core.scheduling.fairness import in_turns
 from ppserve.core.scheduling.sequence import Sequence
 
 

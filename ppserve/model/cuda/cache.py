@@ -8,6 +8,7 @@ head size, T rows, E = 3D.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 
@@ -30,19 +31,6 @@ class DeviceInputs(AttendInputs):
     bucket: int | None = None
     """Rows of the recorded step that computes this one, whose memory the inputs are in; None for a step that is
     computed as it comes."""
-
-
-class DeviceAttention:
-    """The attention of one step."""
-
-    def __init__(self, cache: DeviceCache, slots_T: torch.Tensor, tiles: Tiles) -> None:
-        self._cache, self._slots_T, self._tiles = cache, slots_T, tiles
-
-    def __call__(self, layer: int, qkv_TE: torch.Tensor, scale: float) -> torch.Tensor:
-        operators = self._cache.operators
-        keys_BpHd, values_BpHd = self._cache.keys_LBpHd[layer], self._cache.values_LBpHd[layer]
-        operators.write(qkv_TE, keys_BpHd, values_BpHd, self._slots_T)
-        return operators.attend(qkv_TE, keys_BpHd, values_BpHd, self._tiles, scale)
 
 
 class DeviceCache:
@@ -105,6 +93,14 @@ class DeviceCache:
         self.keys_LBpHd.fill_(value)
         self.values_LBpHd.fill_(value)
 
+    def _attend(
+        self, slots_T: torch.Tensor, tiles: Tiles, layer: int, qkv_TE: torch.Tensor, scale: float
+    ) -> torch.Tensor:
+        """See `stock.Attend`. slots_T, tiles: of the step."""
+        keys_BpHd, values_BpHd = self.keys_LBpHd[layer], self.values_LBpHd[layer]
+        self.operators.write(qkv_TE, keys_BpHd, values_BpHd, slots_T)
+        return self.operators.attend(qkv_TE, keys_BpHd, values_BpHd, tiles, scale)
+
     def _inputs(
         self, rows: StepRows, arrays: dict[str, torch.Tensor], draws: Draws, bucket: int | None = None
     ) -> DeviceInputs:
@@ -116,7 +112,7 @@ class DeviceCache:
             token_ids_T=arrays["token_ids"],
             positions_T=arrays["positions"],
             read_rows_R=arrays["read_rows"],
-            attend=DeviceAttention(self, arrays["slots"], tiles),
+            attend=partial(self._attend, arrays["slots"], tiles),
             arrays=arrays,
             draws=draws,
             bucket=bucket,

@@ -314,10 +314,6 @@ class FairQueue:
         account = self._accounts.get(caller)
         return account is None or account.num_live == 0
 
-    def served(self, caller: str) -> float:
-        """The counter of a caller with live requests."""
-        return self._accounts[caller].served
-
     def charge(self, caller: str, num_tokens: int) -> None:
         """Add tokens to the counter of a caller with live requests."""
         self._accounts[caller].served += num_tokens

@@ -81,9 +81,6 @@ class BlockManager:
         self._tables[sequence_id] = table
         return table
 
-    def table(self, sequence_id: int) -> BlockTable:
-        return self._tables[sequence_id]
-
     def release(self, sequence_id: int) -> None:
         """Free a sequence's blocks, last ones first, so that the first blocks of a prefix are evicted last."""
         self.unpin(sequence_id)

@@ -35,22 +35,22 @@ def check_scheduler(scheduler: Scheduler) -> None:
     """Blocks, running set and slots agree with the sequences; nothing is held without work. Alone with its
     request queue."""
     check_one_of_several(scheduler)
-    check_intake(scheduler.request_queue, [scheduler])
+    check_request_queue(scheduler.request_queue, [scheduler])
 
 
 def check_one_of_several(scheduler: Scheduler) -> None:
     check_blocks(scheduler._blocks)
     assert len(scheduler.slots) <= scheduler.config.max_microbatches + scheduler.config.runs_ahead
-    check_roster(scheduler._running_set)
+    check_running_set(scheduler._running_set)
     admitted = list(scheduler._running_set.running)
     check_slots(scheduler.slots, admitted)
     for sequence in admitted:
-        assert sequence.block_table == scheduler._blocks.table(sequence.id)
+        assert sequence.block_table == scheduler._blocks._tables[sequence.id]
     if not scheduler.num_running and not scheduler.is_busy:
         assert scheduler._blocks.num_held == 0, "idle, yet blocks are held"
 
 
-def check_intake(request_queue: RequestQueue, schedulers: list[Scheduler]) -> None:
+def check_request_queue(request_queue: RequestQueue, schedulers: list[Scheduler]) -> None:
     """Every live sequence waits, or is in the running set of its home."""
     live = {key: [s.id for s in group.live] for key, group in request_queue.groups.items()}
     waiting = [group for group in request_queue.groups.values() if group in request_queue.queue]
@@ -63,7 +63,7 @@ def check_intake(request_queue: RequestQueue, schedulers: list[Scheduler]) -> No
         assert all(request_queue._homes[s.request.id] is scheduler for s in scheduler._running_set.running)
 
 
-def check_roster(running_set: RunningSet) -> None:
+def check_running_set(running_set: RunningSet) -> None:
     """A sequence that has something to schedule is in one place, any other in none."""
     for i, sequence in running_set._running.items():
         assert sequence.is_live

@@ -10,7 +10,7 @@ from ppserve.core.request import FinishReason, SamplingParams
 from ppserve.core.scheduling.config import SchedulerConfig
 from ppserve.core.scheduling.request_queue import RequestQueue
 from ppserve.core.scheduling.sequence import SequenceEvent
-from tests.core.scheduling.invariants import check_intake, check_one_of_several
+from tests.core.scheduling.invariants import check_one_of_several, check_request_queue
 from tests.core.scheduling.rig import SchedulerRig, a_request
 from tests.core.toy_pipeline import EOS_ID
 
@@ -69,7 +69,7 @@ class Replicas:
     def check(self) -> None:
         for rig in self.rigs:
             check_one_of_several(rig.scheduler)
-        check_intake(self.request_queue, [rig.scheduler for rig in self.rigs])
+        check_request_queue(self.request_queue, [rig.scheduler for rig in self.rigs])
 
 
 # ---- where a request goes ---------------------------------------------------------------------------------

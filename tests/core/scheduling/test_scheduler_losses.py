@@ -98,7 +98,7 @@ def test_siblings_that_have_not_begun_survive_the_loss_of_their_source() -> None
     rig.check_answers()
 
 
-# ---- quarantine ----
+# ---- poison-request isolation ----
 
 
 def run_with_poison(rig: SchedulerRig, poison: str, at_token: int) -> int:

@@ -47,7 +47,7 @@ def test_a_partly_filled_block_is_copied_for_each_sibling() -> None:
     assert len(plan.copies) == 2
     assert len(sources) == 1
     leader = 0
-    assert sources <= set(rig.blocks.table(leader))
+    assert sources <= set(rig.blocks._tables[leader])
     held = rig.blocks.num_held
     rig.scheduler.request_queue.finish_sequence(leader, FinishReason.STOP_STRING)
     rig.ended_by_engine.add(("r", 0))

@@ -21,7 +21,7 @@ from ppserve.head.engine.observer import Observer
 from ppserve.head.engine.open_request import read_held
 from ppserve.head.engine.replica import Replica
 from ppserve.process.patience import MAX_DEATHS
-from tests.core.scheduling.invariants import check_intake, check_one_of_several
+from tests.core.scheduling.invariants import check_one_of_several, check_request_queue
 from tests.core.scheduling.rig import prompt_of
 from tests.core.toy_pipeline import EOS_ID
 from tests.head.engine.history_callers import CUT_SHORT, Caller
@@ -293,7 +293,7 @@ class History:
         for replica in self.replicas:
             self._check_replica(replica)
         schedulers = [replica.scheduler for replica in self.replicas if replica.scheduler is not None]
-        check_intake(self.request_queue, schedulers)
+        check_request_queue(self.request_queue, schedulers)
 
     def _check_replica(self, replica: Replica) -> None:
         members, steps = replica.members, replica.steps

@@ -8,7 +8,6 @@ import dataclasses
 import json
 import sys
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any, cast
 
 import click
@@ -17,7 +16,7 @@ from ppserve.cli.connection import connection, connection_options
 from ppserve.cli.output import say
 from ppserve.cli.types import TEXT, Number
 from ppserve.client import AsyncClient, CallFailed, Chunk, Client, Options, RetryPolicy, completion_of
-from ppserve.errors import ConfigError, PpserveError
+from ppserve.errors import PpserveError
 
 # The proto's uint32 and uint64.
 _COUNT = click.IntRange(0, 2**32 - 1)
@@ -66,40 +65,28 @@ def _request_options(command: Callable[..., Any]) -> Callable[..., Any]:
 
 
 @click.command()
-@click.argument("prompt", required=False, type=TEXT)
-@click.option(
-    "--prompts",
-    type=click.Path(path_type=Path),
-    metavar="FILE",
-    help="Answer every line of a file instead, several at once, in the file's order.",
-)
-@click.option("--concurrency", type=click.IntRange(1), default=16, show_default=True, help="How many at once.")
+@click.argument("prompt", type=TEXT)
 @click.option("--json", "as_json", is_flag=True, help="One JSON object per message; per answer with --no-stream.")
 @click.option("--stream/--no-stream", default=True, help="Print text as it comes, or when it is complete.")
 @click.option("--logit-bias", metavar="ID=BIAS", multiple=True, help="Added to a token's logit. May be repeated.")
 @click.option(
-    "--resume-timeout",
-    type=Number(0),
-    default=120.0,
-    show_default=True,
+    "--resume-timeout", type=Number(0), default=120.0, show_default=True,
     help="Seconds to try for while no server answers, or its queue is full.",
-)
+)  # fmt: skip
 @_request_options
 @connection_options
-def generate(
-    prompt: str | None, prompts: Path | None, concurrency: int, as_json: bool, stream: bool, **flags: Any
-) -> None:
+def generate(prompt: str, as_json: bool, stream: bool, **flags: Any) -> None:
     """Continue PROMPT, and print what comes as it comes. PROMPT may be - for standard input.
 
     Ctrl-C cancels. Exit codes: 0 answered, 1 refused, failed or out of time, 2 wrong usage, 130 cancelled.
     """
-    asked = _prompts(prompt, prompts)
+    text = _read_standard_input() if prompt == "-" else prompt
     options = _options(flags)
-    printer = _Printer(as_json, stream, numbered=prompts is not None)
+    printer = _Printer(as_json, stream and (as_json or options.get("n", 1) == 1))
     try:
-        asyncio.run(_answer_all(asked, options, flags, printer, concurrency))
+        asyncio.run(_answer(text, options, flags, printer))
     except KeyboardInterrupt:
-        printer.interrupted()
+        printer.end_line()
         sys.exit(130)
 
 
@@ -137,121 +124,71 @@ def restart(replica: int, pause: bool, **flags: Any) -> None:
     say(f"replica {replica} serves again")
 
 
-@dataclasses.dataclass(frozen=True)
-class _Prompt:
-    """origin: where it was read, the beginning of messages about it."""
-
-    text: str
-    origin: str = ""
-
-
 class _Printer:
-    """Writes answers to standard output: as text or JSON, as they arrive or complete, in the prompts' order."""
+    """Writes an answer to standard output, as text or JSON.
 
-    def __init__(self, as_json: bool, stream: bool, numbered: bool) -> None:
+    as_it_comes: chunk by chunk, or when it is complete: texts of several sequences would be mixed.
+    """
+
+    def __init__(self, as_json: bool, as_it_comes: bool) -> None:
         self._as_json = as_json
-        self._stream = stream
-        self._numbered = numbered
+        self._as_it_comes = as_it_comes
         self._in_line = False
 
-    def takes_chunks(self, options: Options) -> bool:
-        """Whether to print chunks as they arrive; not where texts of several sequences would be mixed."""
-        return self._stream and (self._as_json or (options.get("n", 1) == 1 and not self._numbered))
-
-    def chunk(self, place: int, chunk: Chunk) -> None:
+    def print_chunk(self, chunk: Chunk) -> None:
+        if not self._as_it_comes:
+            return
         if self._as_json:
-            self._object(place, chunk)
+            self._print_object(chunk)
             return
         say(chunk.text, end="")
-        self._in_line = chunk.finish is None
+        self._in_line = True
         if chunk.finish is not None:
-            say("")
+            self.end_line()
 
-    def answer(self, place: int, chunks: list[Chunk]) -> None:
+    def print_answer(self, chunks: list[Chunk]) -> None:
+        if self._as_it_comes:
+            return
         completion = completion_of(chunks)
         if self._as_json:
-            self._object(place, completion)
+            self._print_object(completion)
             return
         for sequence in completion.sequences:
             if len(completion.sequences) > 1:
-                say(self._header(place, sequence.index))
+                say(f"--- answer {sequence.index} ---")
             say(sequence.text)
 
-    def interrupted(self) -> None:
+    def end_line(self) -> None:
         if self._in_line:
             say("")
+        self._in_line = False
 
-    def _header(self, place: int, index: int) -> str:
-        return f"--- prompt {place}, answer {index} ---" if self._numbered else f"--- answer {index} ---"
-
-    def _object(self, place: int, value: Any) -> None:
-        fields = {"prompt": place} if self._numbered else {}
-        fields |= dataclasses.asdict(value, dict_factory=_present)
-        say(json.dumps(fields, default=_base64))
+    def _print_object(self, value: Any) -> None:
+        say(json.dumps(dataclasses.asdict(value, dict_factory=_present), default=_base64))
 
 
-async def _answer_all(
-    prompts: list[_Prompt], options: Options, flags: dict[str, Any], printer: _Printer, concurrency: int
-) -> None:
-    room = asyncio.Semaphore(concurrency)
-    policy = RetryPolicy(resume_timeout_s=flags["resume_timeout"], on_retry=_tell)
+async def _answer(prompt: str, options: Options, flags: dict[str, Any], printer: _Printer) -> None:
+    policy = RetryPolicy(resume_timeout_s=flags["resume_timeout"], on_retry=_report_retry)
     async with AsyncClient(**connection(flags), retry=policy) as client:
         await client.is_serving()  # without a server this fails at once, not after all retries
-
-        async def answer(place: int, prompt: _Prompt) -> list[Chunk]:
-            async with room:
-                chunks = []
-                try:
-                    async for chunk in client.stream(prompt.text, **options):
-                        chunks.append(chunk)
-                        if printer.takes_chunks(options):
-                            printer.chunk(place, chunk)
-                except CallFailed as failure:
-                    raise PpserveError(f"{prompt.origin}{failure}") from failure
-                return chunks
-
-        answers = [asyncio.ensure_future(answer(place, prompt)) for place, prompt in enumerate(prompts)]
-        late = []
-        try:
-            for place, (prompt, waiting) in enumerate(zip(prompts, answers, strict=True)):
-                chunks = await waiting
-                if not printer.takes_chunks(options):
-                    printer.answer(place, chunks)
-                if any(chunk.finish is not None and chunk.finish.reason == "DEADLINE" for chunk in chunks):
-                    late.append(prompt)
-        finally:
-            for waiting in answers:
-                waiting.cancel()
-            await asyncio.gather(*answers, return_exceptions=True)
-        if late:
-            more = f", and before that of {len(late) - 1} more" if len(late) > 1 else ""
-            raise PpserveError(f"{late[0].origin}--timeout passed before the answer's end{more}")
+        chunks = []
+        async for chunk in client.stream(prompt, **options):
+            chunks.append(chunk)
+            printer.print_chunk(chunk)
+        printer.print_answer(chunks)
+    if any(chunk.finish is not None and chunk.finish.reason == "DEADLINE" for chunk in chunks):
+        raise PpserveError("--timeout passed before the answer's end")
 
 
-def _tell(failure: CallFailed) -> None:
+def _report_retry(failure: CallFailed) -> None:
     click.echo(f"ppserve: trying again: {failure}", err=True)
 
 
-def _prompts(prompt: str | None, file: Path | None) -> list[_Prompt]:
-    if file is None and prompt == "-":
-        return [_Prompt(_text(sys.stdin.buffer.read().removesuffix(b"\n"), "standard input"))]
-    if file is None and prompt is not None:
-        return [_Prompt(prompt)]
-    if file is None or prompt is not None:
-        raise click.UsageError("give a PROMPT (- for standard input), or --prompts FILE")
+def _read_standard_input() -> str:
     try:
-        lines = file.read_bytes().splitlines()
-    except OSError as error:
-        raise ConfigError("--prompts", f"cannot read {file}: {error.strerror}") from None
-    origins = [f"{file}, line {number}" for number in range(1, len(lines) + 1)]
-    return [_Prompt(_text(line, origin), f"{origin}: ") for line, origin in zip(lines, origins, strict=True)]
-
-
-def _text(line: bytes, origin: str) -> str:
-    try:
-        return line.decode()
+        return sys.stdin.buffer.read().removesuffix(b"\n").decode()
     except UnicodeDecodeError:
-        raise click.UsageError(f"{origin}: not UTF-8 text") from None
+        raise click.UsageError("standard input: not UTF-8 text") from None
 
 
 def _options(flags: dict[str, Any]) -> Options:

@@ -73,17 +73,6 @@ def test_json_has_an_object_per_message(target: str) -> None:
     assert [sequence["text"] for sequence in whole["sequences"]] == texts
 
 
-def test_prompts_from_a_file_in_its_order(target: str, tmp_path: Path) -> None:
-    file = tmp_path / "prompts"
-    file.write_text("one\ntwo\nthree\n")
-    flags = ("--max-tokens", "4", "--seed", "7")
-    expected = "".join(ppserve(target, "generate", line, *flags).stdout for line in ("one", "two", "three"))
-    done = ppserve(target, "generate", "--prompts", str(file), *flags)
-    assert (done.returncode, done.stdout) == (0, expected)
-    objects = ppserve(target, "generate", "--prompts", str(file), "--json", *flags).stdout.splitlines()
-    assert {json.loads(line)["prompt"] for line in objects} == {0, 1, 2}
-
-
 @pytest.mark.parametrize(
     ("arguments", "code", "words"),
     [
@@ -100,7 +89,6 @@ def test_prompts_from_a_file_in_its_order(target: str, tmp_path: Path) -> None:
         (("hello", "--max-tokens", "many"), 2, ("--max-tokens", "many")),
         (("hello", "--logit-bias", "three"), 2, ("--logit-bias", "ID=BIAS")),
         ((), 2, ("PROMPT",)),
-        (("--prompts", "no-such-file"), 2, ("--prompts", "no-such-file")),
         (("hello", "--api-key-file", "no-such-file"), 2, ("--api-key-file",)),
         (("hello", "--tls-ca", "no-such-file"), 2, ("no-such-file",)),
         (("hello", "--colour"), 2, ("--colour",)),
@@ -127,14 +115,10 @@ def test_a_key_that_grpc_could_not_send_is_refused(target: str, tmp_path: Path) 
     assert done.stderr == "ppserve: error: --api-key-file: the key may only have printable ASCII characters\n"
 
 
-def test_a_prompt_that_is_not_utf_8_is_named(target: str, tmp_path: Path) -> None:
-    file = tmp_path / "prompts"
-    file.write_bytes(b"one\n\xff\xfe\n")
-    for arguments, origin in (["-"], "standard input"), (["--prompts", str(file)], f"{file}, line 2"):
-        words = command(target, "generate", *arguments)
-        done = subprocess.run(words, input=b"\xff", capture_output=True, timeout=60)
-        assert (done.returncode, done.stdout) == (2, b"")
-        assert done.stderr.decode() == f"ppserve: error: {origin}: not UTF-8 text\n"
+def test_a_prompt_that_is_not_utf_8_is_named(target: str) -> None:
+    done = subprocess.run(command(target, "generate", "-"), input=b"\xff", capture_output=True, timeout=60)
+    assert (done.returncode, done.stdout) == (2, b"")
+    assert done.stderr == b"ppserve: error: standard input: not UTF-8 text\n"
 
 
 def test_a_terminal_that_lacks_a_character_shows_a_question_mark(target: str) -> None:
@@ -147,24 +131,10 @@ def test_a_terminal_that_lacks_a_character_shows_a_question_mark(target: str) ->
     assert done.stdout.decode("latin-1") == whole.stdout.replace("\u6f22", "?")
 
 
-def test_a_refused_line_of_a_file_is_named(target: str, tmp_path: Path) -> None:
-    file = tmp_path / "prompts"
-    file.write_text("one\n" + "x" * 70 + "\n")
-    done = ppserve(target, "generate", "--prompts", str(file), "--max-tokens", "4", "--seed", "7")
-    assert (done.returncode, len(done.stdout.splitlines())) == (1, 1)
-    assert done.stderr.startswith(f"ppserve: error: {file}, line 2: INVALID_ARGUMENT: prompt: 70 tokens")
-
-
-def test_several_answers_are_told_apart(target: str, tmp_path: Path) -> None:
-    file = tmp_path / "prompts"
-    file.write_text("one\ntwo\n")
-    flags = ("--max-tokens", "4", "--seed", "7", "--n", "2")
-    lines = ppserve(target, "generate", "one", *flags).stdout.splitlines()
+def test_several_answers_are_told_apart(target: str) -> None:
+    lines = ppserve(target, "generate", "one", "--max-tokens", "4", "--seed", "7", "--n", "2").stdout.splitlines()
     assert lines[::2] == ["--- answer 0 ---", "--- answer 1 ---"]
     assert lines[1] == ppserve(target, "generate", "one", "--max-tokens", "4", "--seed", "7").stdout.strip()
-    every = ppserve(target, "generate", "--prompts", str(file), *flags).stdout.splitlines()
-    assert every[::2] == [f"--- prompt {place}, answer {index} ---" for place in range(2) for index in range(2)]
-    assert every[1:4:2] == lines[1::2]
 
 
 def test_nobody_there_is_told_at_once() -> None:

@@ -62,38 +62,59 @@ class Refused(_Message, frozen=True, tag=True):
 # ---- stage → head ---------------------------------------------------------------------------------
 
 
-class Hello(_Message, frozen=True, tag=True):
-    """A stage process after the Welcome: its rank, its host, and the model that it found.
+class StageHost(msgspec.Struct, frozen=True):
+    """The host of a stage process, and how the process is reached."""
 
-    checkpoint: the file or directory that `--model` means on its host; weights: their fingerprint. dtype: never
-    "auto". gpu: index of the device that the stage would use, None for the CPU. shares_gpu: with other stages of
-    this host. costs: for `--layers auto`, else None. shape_costs: for `--parallel auto`, by the number of tensor
-    ranks. memory_bytes: for weights and KV blocks together. cores: that processes of its host may use. Both are 0
-    where unknown. kv_bytes: what KV blocks could take at most, of the memory that is free now. machine: equal for
-    processes that share memory, clock and loopback; host names do not show that. address: by which other stages
-    reach it. head_address: by which it reached the head. quantization: of the weights. kv_dtype: of keys and
-    values, never "auto".
-    """
+    name: str
+    machine: str = ""
+    """Equal for processes that share memory, clock and loopback; host names do not show that."""
+    address: str = "127.0.0.1"
+    """By which other stages reach it."""
+    head_address: str = "127.0.0.1"
+    """By which it reached the head."""
+    cores: int = 0
+    """That processes of the host may use; 0 = unknown."""
+
+
+class FoundModel(msgspec.Struct, frozen=True):
+    """What `--model` means on a stage's host, and in which precisions the stage would compute it."""
+
+    checkpoint: str
+    """A file or directory."""
+    architecture: Architecture
+    dtype: str
+    """Never "auto", like the other precisions."""
+    quantization: str = "none"
+    kv_dtype: str = "float32"
+    weights: str = ""
+    """Their fingerprint."""
+
+
+class StageDevice(msgspec.Struct, frozen=True):
+    """The device that a stage would use."""
+
+    gpu: int | None = None
+    """Its index; None for the CPU."""
+    shares_gpu: bool = False
+    """With other stages of this host."""
+    memory_bytes: int = 0
+    """For weights and KV blocks together; 0 = unknown."""
+    kv_bytes: int = 0
+    """What KV blocks could take at most, of the memory that is free now."""
+
+
+class Hello(_Message, frozen=True, tag=True):
+    """A stage process after the Welcome: its rank, its host, and the model that it found."""
 
     rank: int
     world_size: int
-    host: str
-    checkpoint: str
-    architecture: Architecture
-    dtype: str
-    gpu: int | None
-    shares_gpu: bool
-    costs: PartCosts | None
-    machine: str = ""
-    address: str = "127.0.0.1"
-    head_address: str = "127.0.0.1"
-    quantization: str = "none"
-    kv_dtype: str = "float32"
+    host: StageHost
+    model: FoundModel
+    device: StageDevice = StageDevice()
+    costs: PartCosts | None = None
+    """For `--layers auto`."""
     shape_costs: dict[int, PartCosts] | None = None
-    memory_bytes: int = 0
-    kv_bytes: int = 0
-    cores: int = 0
-    weights: str = ""
+    """For `--parallel auto`, by the number of tensor ranks."""
 
 
 class Loading(_Message, frozen=True, tag=True):

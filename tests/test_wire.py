@@ -25,6 +25,7 @@ from ppserve.core.plan import (
 from ppserve.core.request import SamplingParams
 from ppserve.core.sampling_state import SamplingUpdate
 from ppserve.errors import WireError
+from tests.hellos import hello
 
 ARCH = Architecture(8, 160, 5, 1024, 1500, 1504, 640)
 COSTS = PartCosts(1.0, 2.0, 3.0, 4.0)
@@ -49,7 +50,7 @@ RESULT = StepResult(
     scored=(Scored(8, (TokenLogprobs(-1.5),)),),
 )
 FROM_STAGE = [
-    wire.Hello(1, 2, "host", "/m", ARCH, "float32", None, False, COSTS),
+    hello(1, 2, ARCH, costs=COSTS),
     wire.Loading(1, 2),
     wire.Loaded("cpu", 10, 40, 100, 2**40, ""),
     wire.StoreOpened(1, 5),

@@ -223,7 +223,7 @@ class HeadProcess:
         hello = self._members[0].first.hello
         assert hello is not None
         # Beside the weights that stage 0, on this host, has opened: so a hub id is downloaded once.
-        tokenizer = load_tokenizer(hello.checkpoint, hello.architecture.vocab_size)
+        tokenizer = load_tokenizer(hello.model.checkpoint, hello.model.architecture.vocab_size)
         if tokenizer is None:
             log.warning("no tokenizer beside %s: only token ids are served", self._config.model.path)
         return tokenizer

@@ -171,7 +171,7 @@ def _describe_rank(member: Member, gathered_ns: int) -> RankDescription:
     return RankDescription(
         rank=member.rank,
         tensor=member.tensor,
-        host=hello.host,
+        host=hello.host.name,
         device=loaded.device,
         num_parameters=loaded.params,
         gather_s=gathered_ns / 1e9,
@@ -221,7 +221,7 @@ def _why_not(members: tuple[Member, ...]) -> list[str]:
 
 def _remedy(members: Sequence[Member]) -> str:
     """What gives all of them the same kernels; empty where one is no CPU."""
-    can = [(member.hello.host, member.loaded.variants) for member in members if member.hello and member.loaded]
+    can = [(one.hello.host.name, one.loaded.variants) for one in members if one.hello and one.loaded]
     common = [name for name in can[0][1] if all(name in variants for _, variants in can)]
     if not common:
         return ""
@@ -253,5 +253,5 @@ def describe_model(
         version=metadata.version("ppserve"),
         limits=replace(limits, max_n=min(limits.max_n, config.scheduling.max_num_seqs)),
         kernels="; ".join(dict.fromkeys(member.loaded.kernels for member in members if member.loaded is not None)),
-        kv_dtype=next((member.hello.kv_dtype for member in members if member.hello is not None), decision.dtype),
+        kv_dtype=next((one.hello.model.kv_dtype for one in members if one.hello is not None), decision.dtype),
     )

@@ -64,17 +64,17 @@ def compare_shapes(config: ServeConfig, hellos: Sequence[wire.Hello]) -> list[Pr
     if len(measured) < len(hellos):
         raise ConfigError("--parallel", "auto: not every rank was started with it")
     means = {count: mean(tuple(costs[count] for costs in measured)) for count in measured[0]}
-    on_cpus = any(hello.gpu is None for hello in hellos)
+    on_cpus = any(hello.device.gpu is None for hello in hellos)
     intent = Intent(
         num_stages=1,
         parts=means[1],
-        dtype=first.dtype,
-        quantization=first.quantization,
-        kv_dtype=first.kv_dtype,
+        dtype=first.model.dtype,
+        quantization=first.model.quantization,
+        kv_dtype=first.model.kv_dtype,
         max_model_len=config.model.max_model_len,
         block_size=config.cache.block_size,
-        stage_memory=min(hello.memory_bytes or _ANY_MEMORY for hello in hellos),
-        kv_cache_memory=min(hello.kv_bytes for hello in hellos),
+        stage_memory=min(hello.device.memory_bytes or _ANY_MEMORY for hello in hellos),
+        kv_cache_memory=min(hello.device.kv_bytes for hello in hellos),
         kv_share=CPU_KV_SHARE if on_cpus and config.cache.kv_cache_memory is None else 1.0,
         expect_prompt=expected.expect_prompt,
         expect_new=expected.expect_new,
@@ -82,11 +82,11 @@ def compare_shapes(config: ServeConfig, hellos: Sequence[wire.Hello]) -> list[Pr
     under = Conditions(
         workload=ExpectedWorkload(expected.expect_prompt, expected.expect_new, expected.expect_callers),
         stage_s=lambda layout, step: means[layout.num_tensor].stage_cost(layout),
-        network=Network() if len({hello.machine for hello in hellos}) == 1 else _BETWEEN_HOSTS,
+        network=Network() if len({hello.host.machine for hello in hellos}) == 1 else _BETWEEN_HOSTS,
         num_cores=_num_cores(config, hellos) if on_cpus else math.inf,
     )
     try:
-        return compare(first.architecture, intent, len(hellos), under)
+        return compare(first.model.architecture, intent, len(hellos), under)
     except ConfigError as error:
         if error.name != "--world":
             raise
@@ -96,8 +96,8 @@ def compare_shapes(config: ServeConfig, hellos: Sequence[wire.Hello]) -> list[Pr
 def _num_cores(config: ServeConfig, hellos: Sequence[wire.Hello]) -> float:
     """How many ranks can compute at the same time: the cores of all machines, by the threads of a rank."""
     total = 0.0
-    for machine in {hello.machine for hello in hellos}:
-        here = [hello for hello in hellos if hello.machine == machine]
-        threads = config.pipeline.threads or max(1, here[0].cores // len(here))
-        total += here[0].cores / threads if here[0].cores else len(here)
+    for machine in {hello.host.machine for hello in hellos}:
+        here = [hello for hello in hellos if hello.host.machine == machine]
+        threads = config.pipeline.threads or max(1, here[0].host.cores // len(here))
+        total += here[0].host.cores / threads if here[0].host.cores else len(here)
     return total

@@ -212,7 +212,7 @@ class Pipeline:
         members = [replica.members for replica in engine.replicas]
         decision, hello = members[0].decision, members[0].first.hello
         assert decision is not None and hello is not None  # noqa: PT018
-        self._tokenizer = load_tokenizer(hello.checkpoint, decision.architecture.vocab_size)
+        self._tokenizer = load_tokenizer(hello.model.checkpoint, decision.architecture.vocab_size)
         return describe_model(config, members, self._tokenizer)
 
 

@@ -108,27 +108,25 @@ class StageLoop:
 
     def _hello(self) -> wire.Hello:
         start, compute, checkpoint = self._start, self._found.compute, self._found.checkpoint
-        return wire.Hello(
-            rank=start.rank,
-            world_size=start.world_size,
-            host=socket.gethostname(),
-            checkpoint=str(checkpoint.path),
-            architecture=checkpoint.architecture,
-            dtype=compute.dtype,
-            gpu=compute.device.index,
-            shares_gpu=compute.shares_gpu,
-            costs=self._found.costs,
-            machine=this_machine(),
-            address=self._route.own,
-            head_address=self._route.head,
-            quantization=compute.quantization,
-            kv_dtype=compute.kv_dtype,
-            shape_costs=self._found.shape_costs,
+        host = wire.StageHost(
+            socket.gethostname(), this_machine(), self._route.own, self._route.head, cores=available_cores()
+        )
+        model = wire.FoundModel(
+            str(checkpoint.path),
+            checkpoint.architecture,
+            compute.dtype,
+            compute.quantization,
+            compute.kv_dtype,
+            self._found.weights,
+        )
+        device = wire.StageDevice(
+            compute.device.index,
+            compute.shares_gpu,
             memory_bytes=compute.memory_bytes(),
             kv_bytes=start.config.cache.kv_cache_memory or compute.kv_budget_bytes(),
-            cores=available_cores(),
-            weights=self._found.weights,
         )
+        costs, shape_costs = self._found.costs, self._found.shape_costs
+        return wire.Hello(start.rank, start.world_size, host, model, device, costs, shape_costs)
 
     def _receive_messages(self) -> None:
         """At least one message, and all that is there."""

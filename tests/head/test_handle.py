@@ -5,6 +5,7 @@ from __future__ import annotations
 from types import SimpleNamespace
 from typing import Any
 
+from ppserve import wire
 from ppserve.core.architecture import Split, stage_layouts
 from ppserve.core.partition import PartCosts
 from ppserve.head.handle import EngineHandle, predicted_step_s, why_not_deterministic
@@ -51,7 +52,7 @@ def test_a_stage_is_predicted_to_be_as_fast_as_its_slowest_tensor_rank() -> None
 
 def on(stage: int, host: str, kernels: str, *variants: str) -> Any:
     loaded = SimpleNamespace(kernels=kernels, variants=variants, why_not="")
-    return SimpleNamespace(stage=stage, hello=SimpleNamespace(host=host), loaded=loaded)
+    return SimpleNamespace(stage=stage, hello=SimpleNamespace(host=wire.StageHost(host)), loaded=loaded)
 
 
 def test_unequal_kernels_are_told_with_what_makes_them_equal() -> None:

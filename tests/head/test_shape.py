@@ -15,6 +15,7 @@ from ppserve.core.partition import PartCosts
 from ppserve.errors import ConfigError
 from ppserve.head.shape import compare_shapes
 from ppserve.planning.shapes import shape_name
+from tests.hellos import hello
 
 GPT2 = Architecture(12, 768, 12, 1024, 50257, 50257, 3072)
 # As on a core where reading the weights takes most of a step.
@@ -23,10 +24,12 @@ HALF = PartCosts(attention=0.5e-3, mlp=1e-3, overhead=0.5e-3, head=7e-3)
 
 
 def hellos(count: int, **about: Any) -> list[wire.Hello]:
-    said: dict[str, Any] = {"memory_bytes": 4 << 30, "kv_bytes": 2 << 30, "machine": "one"}
-    said |= {"shape_costs": {1: READS, 2: HALF}} | about
+    cores, shape_costs = about.pop("cores", 0), about.pop("shape_costs", {1: READS, 2: HALF})
+    host = wire.StageHost("here", about.pop("machine", "one"), cores=cores)
+    device = wire.StageDevice(**{"memory_bytes": 4 << 30, "kv_bytes": 2 << 30, **about})
     return [
-        wire.Hello(rank, count, "here", "/m", GPT2, "float32", None, False, None, **said) for rank in range(count)
+        msgspec.structs.replace(hello(rank, count, GPT2, host, device=device), shape_costs=shape_costs)
+        for rank in range(count)
     ]
 
 
@@ -43,7 +46,7 @@ def test_the_shape_follows_from_the_load_and_the_network() -> None:
     one_host = rates(config(), hellos(2))
     assert list(one_host) == ["2x1x1", "1x1x2", "1x2x1"], "weights are read once for all callers"
     apart = hellos(2)
-    apart[1] = msgspec.structs.replace(apart[1], machine="another")
+    apart[1] = msgspec.structs.replace(apart[1], host=wire.StageHost("there", "another"))
     assert rates(config(), apart)["2x1x1"] < one_host["2x1x1"], "gathers between hosts take longer"
 
 
@@ -66,7 +69,7 @@ def test_ranks_share_the_cores_of_their_machine() -> None:
     assert own == pytest.approx(rates(config(threads=1), hellos(2, cores=8)))
     assert scarce["2x1x1"] == pytest.approx(own["2x1x1"] / 2, rel=0.05)
     apart = hellos(2, cores=1)
-    apart[1] = msgspec.structs.replace(apart[1], machine="another")
+    apart[1] = msgspec.structs.replace(apart[1], host=wire.StageHost("there", "another"))
     assert rates(config(threads=1), apart)["1x1x2"] > 1.8 * scarce["1x1x2"]
     assert rates(config(threads=2), hellos(2, cores=2)) == pytest.approx(scarce), "each rank keeps two cores busy"
 

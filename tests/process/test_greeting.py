@@ -16,6 +16,7 @@ from ppserve.errors import UsageError
 from ppserve.process import proof
 from ppserve.process.greeting import connect_to_head
 from ppserve.process.sockets import connect, listen
+from tests.hellos import hello as hello_of
 from tests.process.heads import SECRET, WITHIN_S, head, place
 
 pytestmark = pytest.mark.timeout(60)
@@ -24,7 +25,7 @@ ARCH = Architecture(4, 64, 4, 128, 300, 300, 256)
 
 
 def hello(rank: int) -> bytes:
-    return wire.encode(wire.Hello(rank, 2, "here", "/m", ARCH, "float32", None, False, None))
+    return wire.encode(hello_of(rank, 2, ARCH))
 
 
 def test_with_the_same_secret_a_rank_is_heard(tmp_path: Path) -> None:

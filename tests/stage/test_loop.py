@@ -86,7 +86,8 @@ def test_a_stage_says_what_it_found_and_what_it_holds() -> None:
         stage = start(threads, 0, 1, ThreadWiring(), checkpoint)
         hello = stage.hear(wire.Hello)
         assert (hello.rank, hello.world_size) == (0, 1)
-        assert (hello.architecture, hello.dtype, hello.gpu) == (checkpoint.architecture, "float32", None)
+        assert (hello.model.architecture, hello.model.dtype) == (checkpoint.architecture, "float32")
+        assert hello.device.gpu is None
         loaded = stage.load(StageLayout(0, 1, 0, 4))
         assert loaded.params == checkpoint.architecture.num_params + checkpoint.architecture.shared_params
         assert loaded.why_not == ""

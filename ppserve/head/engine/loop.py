@@ -271,7 +271,7 @@ class Engine(threading.Thread):
         hellos = [hello for replica in self.replicas if (hello := replica.members.first.hello) is not None]
         for number, hello in enumerate(hellos):
             if name := first_difference(hellos[0], hello):
-                mistake = f"replica {number} on {hello.host} has {difference_in_words(name)} than replica 0"
+                mistake = f"replica {number} on {hello.host.name} has {difference_in_words(name)} than replica 0"
                 self._fail(FatalError(mistake, usage=True))
                 return
         self._has_formed = True

@@ -392,6 +392,6 @@ class Members:
 
     def _align_clock(self, member: Member, beat: wire.Heartbeat, now_ns: int) -> None:
         """Keeps what this round trip says of the rank's clock. Processes of the head's machine have its clock."""
-        if member.hello is not None and member.hello.machine != self._machine:
+        if member.hello is not None and member.hello.host.machine != self._machine:
             measured = (now_ns - beat.echo_ns, beat.clock_ns - (beat.echo_ns + now_ns) // 2)
             self._update(member.rank, round_trips=(*member.round_trips, measured)[-_NUM_ROUND_TRIPS:])

@@ -39,23 +39,23 @@ class Placement:
         for hello in hellos[1:]:
             name = first_difference(first, hello)
             if name in _FOUND:
-                theirs, ours = (f"{grid.name(one.rank)} on {one.host}" for one in (hello, first))
-                what = f"{difference_in_words(name)} in {hello.checkpoint}"
-                raise ConfigError("--model", f"{theirs} found {what} than {ours} in {first.checkpoint}")
+                theirs, ours = (f"{grid.name(one.rank)} on {one.host.name}" for one in (hello, first))
+                what = f"{difference_in_words(name)} in {hello.model.checkpoint}"
+                raise ConfigError("--model", f"{theirs} found {what} than {ours} in {first.model.checkpoint}")
             if name is not None:
-                theirs, ours = getattr(hello, name), getattr(first, name)
+                theirs, ours = getattr(hello.model, name), getattr(first.model, name)
                 flag = f"--{name.replace('_', '-')}"
                 raise ConfigError(flag, f"{grid.name(hello.rank)} would use {theirs}, stage 0 {ours}")
-        arch = first.architecture
+        arch = first.model.architecture
         check_tensor_ranks(arch, grid.tensor)
         split = config.pipeline.layers or choose_split(config, arch, hellos, grid.pipeline)
         check_split(split, arch, grid.pipeline)
         stage_addresses(hellos, grid)
-        one_host = len({hello.machine for hello in hellos}) == 1
+        one_host = len({hello.host.machine for hello in hellos}) == 1
         return Decision(
             architecture=arch,
             layouts=stage_layouts(split),
-            dtype=first.dtype,
+            dtype=first.model.dtype,
             transport="local" if self._in_process else _transport(config.pipeline.transport, hellos, one_host),
             scheduling=scheduler_config(config, arch, hellos, grid),
         )
@@ -87,14 +87,14 @@ def stage_addresses(hellos: Sequence[wire.Hello], grid: RankGrid) -> tuple[str, 
     A stage on the head's host may have found the head by a loopback address, which is of no use to other hosts.
     Those reach it by the address at which they found the head.
     """
-    if len({hello.machine for hello in hellos}) == 1:
+    if len({hello.host.machine for hello in hellos}) == 1:
         return (LOOPBACK,) * len(hellos)
-    heads = [hello.head_address for hello in hellos if not is_loopback(hello.head_address)]
+    heads = [hello.host.head_address for hello in hellos if not is_loopback(hello.host.head_address)]
     addresses = []
     for hello in hellos:
-        own = heads[0] if is_loopback(hello.address) and heads else hello.address
+        own = heads[0] if is_loopback(hello.host.address) and heads else hello.host.address
         if is_loopback(own):
-            where = f"{grid.name(hello.rank)} on {hello.host} at {own}"
+            where = f"{grid.name(hello.rank)} on {hello.host.name} at {own}"
             raise ConfigError("--interface", f"other hosts cannot reach {where}")
         addresses.append(own)
     return tuple(addresses)
@@ -124,6 +124,7 @@ def scheduler_config(
 ) -> SchedulerConfig:
     """The scheduler's configuration for this model. Raises ConfigError."""
     check_microbatches(config, grid.pipeline)
+    on_cpus = any(hello.device.gpu is None for hello in hellos)
     return SchedulerConfig(
         num_stages=grid.pipeline,
         microbatches=config.pipeline.microbatches,
@@ -134,7 +135,7 @@ def scheduler_config(
         prefix_cache=config.cache.prefix_cache != "off",
         per_caller=config.cache.prefix_cache == "per-key",
         prefill_chunk=config.scheduling.prefill_chunk,
-        max_auto_chunk=CPU_CHUNK if any(hello.gpu is None for hello in hellos) else MAX_PROMPT_TOKENS_PER_STEP,
+        max_auto_chunk=CPU_CHUNK if on_cpus else MAX_PROMPT_TOKENS_PER_STEP,
         eos_id=arch.eos_id,
         speculate=config.scheduling.speculate,
         runs_ahead=grid.pipeline == grid.tensor == 1,
@@ -151,7 +152,7 @@ def check_microbatches(config: ServeConfig, num_stages: int) -> None:
 def _transport(asked: str, hellos: tuple[wire.Hello, ...], one_host: bool) -> str:
     if len(hellos) == 1:
         return "local"
-    own_gpus = all(hello.gpu is not None and not hello.shares_gpu for hello in hellos)
+    own_gpus = all(hello.device.gpu is not None and not hello.device.shares_gpu for hello in hellos)
     if asked == "auto":
         # shm needs Linux's memfd. It is much faster than sockets and notices a dead neighbour as fast.
         return "nccl" if own_gpus else "shm" if one_host and sys.platform == "linux" else "gloo"
@@ -167,7 +168,7 @@ def _transport(asked: str, hellos: tuple[wire.Hello, ...], one_host: bool) -> st
 def first_difference(one: wire.Hello, other: wire.Hello) -> str | None:
     """The first field that decides which tokens are drawn and differs between two ranks; None if they agree."""
     decisive = (*_FOUND, "dtype", "quantization", "kv_dtype")
-    return next((name for name in decisive if getattr(one, name) != getattr(other, name)), None)
+    return next((name for name in decisive if getattr(one.model, name) != getattr(other.model, name)), None)
 
 
 def difference_in_words(name: str) -> str:
@@ -179,13 +180,13 @@ def what_changed(before: wire.Hello, now: wire.Hello, transport: str) -> str | N
     """What a stage has now that the pipeline was not decided for; None if it may take its old place."""
     name = first_difference(before, now)
     if name in _FOUND:
-        return f"{difference_in_words(name)} in {now.checkpoint}"
+        return f"{difference_in_words(name)} in {now.model.checkpoint}"
     if name is not None:
-        return f"{name.replace('_', '-')} {getattr(now, name)} instead of {getattr(before, name)}"
-    if (now.gpu is None) != (before.gpu is None):
-        return "a CPU instead of a GPU" if now.gpu is None else "a GPU instead of a CPU"
-    if now.host != before.host:
-        return f"another machine, {now.host} instead of {before.host}"
-    if transport == "shm" and now.machine != before.machine:
+        return f"{name.replace('_', '-')} {getattr(now.model, name)} instead of {getattr(before.model, name)}"
+    if (now.device.gpu is None) != (before.device.gpu is None):
+        return "a CPU instead of a GPU" if now.device.gpu is None else "a GPU instead of a CPU"
+    if now.host.name != before.host.name:
+        return f"another machine, {now.host.name} instead of {before.host.name}"
+    if transport == "shm" and now.host.machine != before.host.machine:
         return "another machine of the same name; shm needs all stages on one"
     return None

@@ -14,6 +14,7 @@ from ppserve import wire
 from ppserve.core.architecture import Architecture
 from ppserve.head.engine.control import Disconnected, Received, SocketControlPlane
 from ppserve.process.proof import head_proof, rank_proof
+from tests.hellos import hello as hello_of
 
 ARCH = Architecture(4, 64, 4, 128, 300, 300, 256)
 SECRET = b"the secret of this server"
@@ -90,7 +91,7 @@ class Rank:
 
 
 def hello(rank: int) -> wire.Hello:
-    return wire.Hello(rank, 2, "here", "/m", ARCH, "float32", None, False, None)
+    return hello_of(rank, 2, ARCH)
 
 
 @contextmanager

@@ -12,6 +12,7 @@ from ppserve.core.scheduling.config import SchedulerConfig
 from ppserve.errors import ConfigError
 from ppserve.head.engine.member import Decision, MemberEvent
 from ppserve.head.engine.members import Members
+from tests.hellos import hello
 
 ARCH = Architecture(4, 64, 4, 128, 300, 300, 256)
 SECOND = 1_000_000_000
@@ -55,8 +56,8 @@ class MembersRig:
         return self.members.handle_disconnect(stage, cause, self.now_ns)
 
     def hello(self, stage: int, machine: str = "here", arch: Architecture = ARCH) -> list[MemberEvent]:
-        about = (stage, self.num_stages, "same name", "/m", arch, "float32", None, False, None)
-        return self.say(stage, wire.Hello(*about, machine, "10.0.0.1", "10.0.0.1"))
+        host = wire.StageHost("same name", machine, "10.0.0.1", "10.0.0.1")
+        return self.say(stage, hello(stage, self.num_stages, arch, host))
 
     def loaded(self, stage: int) -> list[MemberEvent]:
         return self.say(stage, wire.Loaded("cpu", 1, 1, 100, 1000 + stage * 100, ""))

@@ -23,6 +23,7 @@ from ppserve.head.engine.observer import Observer
 from ppserve.head.engine.replica import Replica, ReplicaEvent
 from tests.core.scheduling.rig import prompt_of
 from tests.head.engine.toy_ranks import ARCH, NUM_BLOCKS, ToyRules
+from tests.hellos import hello
 
 SECOND = 1_000_000_000
 MS = 1_000_000
@@ -89,8 +90,7 @@ class Rig:
 
     def greet(self, rank: int, why_not: str = "") -> None:
         """A stage process of this rank connects and loads its weights. why_not: what its self-test found."""
-        about = (self.grid.size, "host", "/m", ARCH, "float32", None, False, None, "here")
-        self.say(rank, wire.Hello(rank, *about))
+        self.say(rank, hello(rank, self.grid.size, ARCH, wire.StageHost("host", "here")))
         self.say(rank, wire.Loaded("cpu", 1, 1, 10, 10 * NUM_BLOCKS, why_not))
 
     def join(self) -> list[ReplicaEvent]:

@@ -23,6 +23,7 @@ from ppserve.stage.link import _SILENCE_S, HeadLink
 from tests.core.toy_pipeline import ToyPipeline
 from tests.head.engine.simulated_world import SECOND, Connection, Greeter, Network, SimulatedControl, World
 from tests.head.engine.toy_ranks import ARCH, BLOCK_SIZE, NUM_BLOCKS
+from tests.hellos import hello
 
 POISON_SEED = 666
 _FROZEN_S = 4.0
@@ -195,8 +196,7 @@ class StageProcess:
         self._link, connection.on_bytes = link, self._arrived_of_head
         self._heard_ns = self._world.now_ns
         self._watch_head()
-        about = (self.rank, self._host.grid.size, "host", "/m", ARCH, "float32", None, False, None, "here")
-        self._say(wire.Hello(*about))
+        self._say(hello(self.rank, self._host.grid.size, ARCH, wire.StageHost("host", "here")))
 
     def _arrived_of_head(self, part: bytes) -> None:
         self._heard_ns = self._world.now_ns

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import pytest
-from msgspec import structs
 
 from ppserve import wire
 from ppserve.core.grid import RankGrid
@@ -17,14 +16,14 @@ from ppserve.head.engine.members import Members
 from ppserve.head.engine.replica import Replica
 from tests.head.engine.replica_rig import SECOND, ScriptedControl
 from tests.head.engine.toy_ranks import ARCH, NUM_BLOCKS, Reader, ToyRules
+from tests.hellos import hello as hello_of
 
 GRID = RankGrid(1, 2, 1)
 LOADED = wire.Loaded("cpu", 1, 1, 10, 10 * NUM_BLOCKS, "")
 
 
 def hello(rank: int, weights: str = "") -> wire.Hello:
-    found = wire.Hello(rank, GRID.size, "host", "/m", ARCH, "float32", None, False, None, "here")
-    return structs.replace(found, weights=weights) if weights else found
+    return hello_of(rank, GRID.size, ARCH, wire.StageHost("host", "here"), weights=weights)
 
 
 class Rig:

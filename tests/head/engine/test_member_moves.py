@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import msgspec
 import pytest
 
 from ppserve import wire
@@ -10,6 +9,7 @@ from ppserve.core.architecture import Architecture
 from ppserve.errors import ConfigError
 from ppserve.head.engine.member import EpochLost, FatalError, InvalidMove, Member, StageState
 from tests.head.engine.members_rig import MembersRig, loaded_pipeline, result
+from tests.hellos import changed
 
 OTHER = Architecture(6, 64, 4, 128, 300, 300, 256)
 
@@ -71,7 +71,7 @@ def test_a_rank_cannot_report_another_stages_step() -> None:
         ({"dtype": "bfloat16"}, "stage 1 came back with dtype bfloat16 instead of float32"),
         ({"quantization": "int8"}, "stage 1 came back with quantization int8 instead of none"),
         ({"kv_dtype": "int8"}, "stage 1 came back with kv-dtype int8 instead of float32"),
-        ({"host": "elsewhere"}, "stage 1 came back with another machine, elsewhere instead of same name"),
+        ({"name": "elsewhere"}, "stage 1 came back with another machine, elsewhere instead of same name"),
         ({"architecture": OTHER}, "stage 1 came back with another model in /m"),
         ({"weights": "trained on", "checkpoint": "/n"}, "stage 1 came back with other weights in /n"),
         ({"machine": "started anew"}, None),
@@ -84,7 +84,7 @@ def test_a_stage_that_comes_back_different_is_refused(changes: dict[str, object]
     before = pipeline.members[1].hello
     assert before is not None
     pipeline.lose(1, "exit")
-    events = pipeline.say(1, msgspec.structs.replace(before, **changes))
+    events = pipeline.say(1, changed(before, **changes))
     assert events == ([] if named is None else [FatalError(named, usage=True)])
 
 

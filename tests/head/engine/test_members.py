@@ -11,6 +11,7 @@ from ppserve.core.grid import RankGrid
 from ppserve.head.engine.member import EpochLost, Formed, StageDied
 from ppserve.head.engine.members import Members
 from tests.head.engine.members_rig import ARCH, MembersRig, result
+from tests.hellos import hello
 
 
 @pytest.mark.parametrize("num_stages", [2, 3, 4])
@@ -114,9 +115,9 @@ def test_tensor_ranks_load_the_same_stage_and_the_epoch_has_all_of_them() -> Non
     assert members.ranks == ranks
     assert [(member.stage, member.tensor) for member in members.all] == [(0, 0), (0, 1), (1, 0), (1, 1)]
     members.start(0)
-    about = (8, "h", "/m", ARCH, "float32", None, False, None, "here", "10.0.0.1", "10.0.0.1")
+    host = wire.StageHost("h", "here", "10.0.0.1", "10.0.0.1")
     for rank in ranks:
-        rig.say(rank, wire.Hello(rank, *about))
+        rig.say(rank, hello(rank, 8, ARCH, host))
     layouts = {rank: message.layout for rank, message in rig.sent if isinstance(message, wire.Assign)}
     assert [layouts[rank].place for rank in ranks] == [0, 1, 2, 3]
     assert layouts[7] == replace(layouts[6], tensor=1)

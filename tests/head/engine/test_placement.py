@@ -6,7 +6,6 @@ import dataclasses
 import sys
 
 import pytest
-from msgspec.structs import replace
 
 from ppserve import wire
 from ppserve.config import PipelineSettings, ServeConfig
@@ -14,13 +13,16 @@ from ppserve.core.architecture import Architecture
 from ppserve.core.grid import RankGrid
 from ppserve.errors import ConfigError
 from ppserve.head.engine.placement import Placement, stage_addresses
+from tests.hellos import changed
+from tests.hellos import hello as hello_of
 
 ARCH = Architecture(8, 160, 5, 1024, 1280, 1280, 640)
 SAME_HOST = "shm" if sys.platform == "linux" else "gloo"
 
 
 def hello(stage: int, host: str = "a", gpu: int | None = None, shares_gpu: bool = False) -> wire.Hello:
-    return wire.Hello(stage, 2, host, "/m", ARCH, "float32", gpu, shares_gpu, None, host, "10.0.0.1", "10.0.0.1")
+    at = wire.StageHost(host, host, "10.0.0.1", "10.0.0.1")
+    return hello_of(stage, 2, ARCH, at, device=wire.StageDevice(gpu, shares_gpu))
 
 
 @pytest.mark.parametrize(
@@ -61,9 +63,7 @@ def test_what_was_asked_for_is_taken_where_it_can_be() -> None:
 
 
 def at(stage: int, machine: str, own: str, head: str) -> wire.Hello:
-    return wire.Hello(
-        stage, 2, machine, "/m", ARCH, "float32", None, False, None, machine, address=own, head_address=head
-    )
+    return hello_of(stage, 2, ARCH, wire.StageHost(machine, machine, own, head))
 
 
 LOOP = "127.0.0.1"
@@ -99,15 +99,15 @@ def test_a_stage_that_only_its_own_host_can_reach_is_refused_by_name() -> None:
 @pytest.mark.parametrize(
     ("second", "says"),
     [
-        (replace(hello(1), dtype="bfloat16"), "--dtype: stage 1 would use bfloat16, stage 0 float32"),
-        (replace(hello(1), quantization="int8"), "--quantization: stage 1 would use int8, stage 0 none"),
-        (replace(hello(1), kv_dtype="int8"), "--kv-dtype: stage 1 would use int8, stage 0 float32"),
+        (changed(hello(1), dtype="bfloat16"), "--dtype: stage 1 would use bfloat16, stage 0 float32"),
+        (changed(hello(1), quantization="int8"), "--quantization: stage 1 would use int8, stage 0 none"),
+        (changed(hello(1), kv_dtype="int8"), "--kv-dtype: stage 1 would use int8, stage 0 float32"),
         (
-            replace(hello(1, host="b"), weights="trained on", checkpoint="/n"),
+            changed(hello(1, host="b"), weights="trained on", checkpoint="/n"),
             "--model: stage 1 on b found other weights in /n than stage 0 on a in /m",
         ),
         (
-            replace(hello(1), architecture=dataclasses.replace(ARCH, num_layers=7)),
+            changed(hello(1), architecture=dataclasses.replace(ARCH, num_layers=7)),
             "--model: stage 1 on a found another model in /m than stage 0",
         ),
     ],

@@ -12,6 +12,7 @@ from ppserve import wire
 from ppserve.core.architecture import Architecture
 from ppserve.head.engine.control import Disconnected, Received
 from ppserve.head.engine.startup_barrier import wait_for_hellos
+from tests.hellos import hello as hello_of
 
 ARCH = Architecture(4, 64, 4, 128, 300, 300, 256)
 GAVE_UP = Received(1, 1, wire.GaveUp("no such file"))
@@ -20,7 +21,7 @@ Event = Received | Disconnected
 
 
 def hello(rank: int, host: str = "here") -> Received:
-    return Received(rank, 1, wire.Hello(rank, 2, host, "/m", ARCH, "float32", None, False, None))
+    return Received(rank, 1, hello_of(rank, 2, ARCH, host))
 
 
 @dataclass
@@ -45,7 +46,7 @@ def wait(*turns: list[Event], clock: Callable[[], float] = lambda: 1e-9) -> tupl
     """The hellos that were returned, as rank@host. The clock stands still when `hello` arrives."""
     control = ScriptedControl(deque(turns))
     found = wait_for_hellos(control, 2, lambda missing: not control.turns, clock)
-    return [f"{each.rank}@{each.host}" for each in found], control
+    return [f"{each.rank}@{each.host.name}" for each in found], control
 
 
 @pytest.mark.parametrize(

@@ -25,6 +25,7 @@ from ppserve.head.engine.output import TokenOutput
 from ppserve.head.engine.replica import Replica
 from ppserve.library.local import LocalControlPlane, LocalLink
 from tests.core.toy_pipeline import EOS_ID, VOCAB_SIZE, ToyPipeline
+from tests.hellos import hello
 
 ARCH = Architecture(4, 64, 4, 128, VOCAB_SIZE, VOCAB_SIZE, 256, eos_id=EOS_ID)
 BLOCK_SIZE = 4
@@ -79,8 +80,7 @@ class Stages:
         assert not self._thread.is_alive()
 
     def greet(self, rank: int) -> None:
-        hello = wire.Hello(rank, len(self.links), "host", "/m", ARCH, "float32", None, False, None, "here")
-        self.links[rank].send(hello)
+        self.links[rank].send(hello(rank, len(self.links), ARCH, wire.StageHost("host", "here")))
 
     def die(self, rank: int) -> None:
         """The rank's process dies."""

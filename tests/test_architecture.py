@@ -323,7 +323,7 @@ def test_the_name_of_a_type_has_one_meaning() -> None:
             if isinstance(target, ast.Name) and re.fullmatch("[A-Z]+[a-z]+[A-Za-z]*", target.id):
                 meanings.setdefault(target.id, set()).add(ast.unparse(line.value))
     # A line of a file of prompts, and any prompt; a send under way, and all that is sent.
-    known = {"Outgoing", "Prompt"}
+    known = {"Outgoing"}
     assert {name for name, found in meanings.items() if len(found) > 1} == known
 
 

@@ -1,12 +1,13 @@
 """The messages of the control plane, and their encoding in frames. Nothing is pickled.
 
 A frame is a 4-byte little-endian length and that many bytes of MessagePack, decoded against the types below. An
-unknown tag, a missing field or a wrong type raises `WireError`. So does a length above the limit, before the frame
-is received: MAX_FRAME_BYTES, and for whoever has not yet proved to know the secret MAX_GREETING_BYTES.
+unknown tag, a missing field, a wrong type or a length above the limit raises `WireError`: MAX_FRAME_BYTES, and
+MAX_GREETING_BYTES until the other end has proved that it knows the secret.
 """
 
 from __future__ import annotations
 
+import os
 import struct
 from pathlib import Path
 from typing import Any
@@ -47,7 +48,7 @@ class Proof(_Message, frozen=True, tag=True):
 
 
 class Welcome(_Message, frozen=True, tag=True):
-    """The head's answer: now each knows that the other knows the secret."""
+    """The head's proof: now each knows that the other knows the secret."""
 
     proof: bytes
 
@@ -80,7 +81,6 @@ class FoundModel(msgspec.Struct, frozen=True):
     """What `--model` means on a stage's host, and in which precisions the stage would compute it."""
 
     checkpoint: str
-    """A file or directory."""
     architecture: Architecture
     dtype: str
     """Never "auto", like the other precisions."""
@@ -192,8 +192,6 @@ class GaveUp(_Message, frozen=True, tag=True):
 
 
 class UnixAddress(_Message, frozen=True, tag=True):
-    """A socket in the file system of one host."""
-
     path: str
 
     def __str__(self) -> str:
@@ -201,8 +199,6 @@ class UnixAddress(_Message, frozen=True, tag=True):
 
 
 class TcpAddress(_Message, frozen=True, tag=True):
-    """host: a name or an address."""
-
     host: str
     port: int
 
@@ -232,8 +228,7 @@ class Meeting(_Message, frozen=True, tag=True):
 
 
 class Start(_Message, frozen=True, tag=True):
-    """The only frame on a stage process's standard input; what the rank computes, `Assign` tells it. meeting: None
-    in the head's own process."""
+    """The only frame on a stage process's standard input. meeting: None in the head's own process."""
 
     config: ServeConfig
     rank: int
@@ -303,22 +298,10 @@ FromHead = Challenge | Welcome | Refused | Assign | Form | Abandon | Plan | Canc
 Outgoing = FromStage | FromStranger | FromKeeper | FromHead
 
 
-def _encode_path(value: object) -> str:
-    """Paths in the configuration are encoded as strings. All other types msgspec encodes itself."""
-    if isinstance(value, Path):
-        return str(value)
-    raise TypeError(f"{type(value).__name__} has no place in a frame")
-
-
-def _decode_path(kind: type, value: object) -> Path:
-    if issubclass(kind, Path) and isinstance(value, str):
-        return Path(value)
-    raise TypeError(f"{kind.__name__} has no place in a frame")
-
-
-_encoder = msgspec.msgpack.Encoder(enc_hook=_encode_path)
+# Paths in the configuration are strings in frames.
+_encoder = msgspec.msgpack.Encoder(enc_hook=os.fspath)
 _decoders = {
-    kind: msgspec.msgpack.Decoder(kind, dec_hook=_decode_path)
+    kind: msgspec.msgpack.Decoder(kind, dec_hook=lambda path, text: path(text))
     for kind in (FromStage, FromStranger, FromKeeper, FromHead)
 }
 

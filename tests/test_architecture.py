@@ -322,7 +322,7 @@ def test_the_name_of_a_type_has_one_meaning() -> None:
             target = line.targets[0] if isinstance(line, ast.Assign) else None
             if isinstance(target, ast.Name) and re.fullmatch("[A-Z]+[a-z]+[A-Za-z]*", target.id):
                 meanings.setdefault(target.id, set()).add(ast.unparse(line.value))
-    # A line of a file of prompts, and any prompt; a send under way, and all that is sent.
+    # A send in progress, and all messages that are sent.
     known = {"Outgoing"}
     assert {name for name, found in meanings.items() if len(found) > 1} == known
 

@@ -27,8 +27,6 @@ FROZEN_WHILE_PREPARING_S = 30.0
 _REPORT_WITHIN_S = 2.0
 # How often the keeper checks whether a stage is frozen or a stop is overdue.
 _CHECK_EVERY_S = 0.5
-# Stands for the exit code of a stage that the system could not start.
-_NOT_STARTED = os.EX_OSERR
 
 
 class Keeper:
@@ -104,7 +102,7 @@ class Keeper:
             child = self._child = self._fork_server.fork()
         except OSError as error:  # no descriptor, process or memory left
             print(f"ppserve: {self._name} cannot be started now: {error}", file=sys.stderr, flush=True)
-            return Life(), _NOT_STARTED
+            return Life(), os.EX_OSERR
         child.start(wire.Start(self._config, self._rank, self._world_size, self._meeting))
         life = self._watch(child)
         code = child.end()

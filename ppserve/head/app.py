@@ -117,7 +117,7 @@ class HeadProcess:
             self._make_engine()
             self._engine.start()
             try:
-                return self._complain(mistake) if mistake is not None else await self._serve()
+                return self._report(mistake) if mistake is not None else await self._serve()
             finally:
                 self._engine.stop()
                 await self._end_stages()
@@ -159,7 +159,7 @@ class HeadProcess:
             await _first_of(self._stop, self._formed, self._failed)
             watching.cancel()
         if self._failed.done():
-            return self._complain(self._failed.result())
+            return self._report(self._failed.result())
         if not self._formed.done():
             return 0
         tokenizer = self._load_tokenizer()
@@ -169,19 +169,19 @@ class HeadProcess:
             handle, tokenizer, ApiKeys(key_file) if key_file else None, self._metrics.requests.on_refused
         )
         servers = Servers(self._config.server, request_handler, self._metrics, self._pages(handle))
-        await self._open(servers, handle)
         self._on_reload(request_handler, servers)
+        await self._open(servers, handle)
         health = asyncio.create_task(self._report_health(servers))
         await _first_of(self._stop, self._failed)
         health.cancel()
         if self._failed.done():
             await servers.close(0.0, self._stop_now)
-            return self._complain(self._failed.result())
+            return self._report(self._failed.result())
         timeout_s = self._config.server.shutdown_timeout_s
         log.info("draining: running streams have %g s", timeout_s)
         self._engine.drain()
         await servers.close(timeout_s, self._stop_now)
-        return self._complain(self._failed.result()) if self._failed.done() else 0
+        return self._report(self._failed.result()) if self._failed.done() else 0
 
     async def _open(self, servers: Servers, handle: EngineHandle) -> None:
         """Serves, and says so. Raises UsageError."""
@@ -210,7 +210,7 @@ class HeadProcess:
         await asyncio.to_thread(self._keeper_thread.join, 2 * _STAGES_END_WITHIN_S)
 
     def _keep_stage(self) -> None:
-        """The keeper's thread. Nobody else would replace stage 0, and it ends with this thread."""
+        """The keeper's thread. Stage 0 ends with it."""
         try:
             self._keeper.run()
         except Exception as error:
@@ -277,7 +277,8 @@ class HeadProcess:
                 log.error("the control plane's certificate stays as it is: %s", error)
 
     @staticmethod
-    def _complain(fatal: FatalError) -> int:
+    def _report(fatal: FatalError) -> int:
+        """Prints why the server ends; returns its exit code."""
         print(f"ppserve: error: {fatal.reason}", file=sys.stderr, flush=True)
         return EXIT_USAGE if fatal.usage else 1
 

@@ -16,14 +16,21 @@ from ppserve.tokenizer import Detokenizer, Tokenizer
 
 
 @dataclass(slots=True)
-class _SequenceText:
+class SequenceProgress:
     """One sequence's text so far, and the times of its tokens on the head's clock."""
 
     detokenizer: Detokenizer | None
     first_token_s: float | None = None
     last_token_s: float | None = None
+    gap_s: float | None = None  # between its last two tokens
     num_tokens: int = 0
     has_ended: bool = False
+
+    def note_token(self, now_s: float) -> None:
+        self.num_tokens += 1
+        self.gap_s = None if self.last_token_s is None else now_s - self.last_token_s
+        self.first_token_s = self.first_token_s or now_s
+        self.last_token_s = now_s
 
     def read(
         self, request: Request, finish: FinishReason | None, token_id: int
@@ -40,18 +47,18 @@ class _SequenceText:
         return finish, token_id if ends_by_token else None, piece.text
 
 
-def _new_text(request: Request, tokenizer: Tokenizer | None) -> _SequenceText:
+def _new_progress(request: Request, tokenizer: Tokenizer | None) -> SequenceProgress:
     if tokenizer is None:
-        return _SequenceText(None)
+        return SequenceProgress(None)
     stop = request.stop
-    return _SequenceText(Detokenizer(tokenizer, stop.stop, stop.include_stop, stop.min_tokens))
+    return SequenceProgress(Detokenizer(tokenizer, stop.stop, stop.include_stop, stop.min_tokens))
 
 
 @dataclass(slots=True)
 class HeldAnswer:
     """What the caller of a resumed answer has. The engine owns it once the request is submitted."""
 
-    text: _SequenceText
+    text: SequenceProgress
     finish: FinishReason | None = None  # why these tokens end the answer; None if they do not
     matched: int | str | None = None  # as in `TokenOutput`
 
@@ -61,7 +68,7 @@ def read_held(request: Request, tokenizer: Tokenizer | None, eos_id: int | None)
     milliseconds, so it is not for the engine's thread. Raises InvalidRequest if tokens follow the end."""
     if not request.resume_ids:
         return None
-    held, num_held = HeldAnswer(_new_text(request, tokenizer)), len(request.resume_ids)
+    held, num_held = HeldAnswer(_new_progress(request, tokenizer)), len(request.resume_ids)
     for count, token_id in enumerate(request.resume_ids, 1):
         finish = request.end_after(count, token_id, eos_id)
         held.finish, held.matched, _ = held.text.read(request, finish, token_id)
@@ -83,7 +90,9 @@ class OpenRequest:
     admitted_s: float | None = None
     replica: int | None = None
     error: RequestError | None = None  # the first of a sequence, which ends the request for its caller
-    _sequences: dict[int, _SequenceText] = field(default_factory=dict)
+    num_outputs: int = 0
+    num_tokens: int = 0  # of all sequences
+    _sequences: dict[int, SequenceProgress] = field(default_factory=dict)
     _num_ended: int = 0
     _busy_at_arrival_s: tuple[float, ...] = ()
 
@@ -110,18 +119,18 @@ class OpenRequest:
     def output(self, event: SequenceEvent, now_s: float) -> TokenOutput:
         """The output for an event. Its `finish` is STOP_STRING if the text ends the sequence; then the engine must
         end it in the scheduler."""
+        self.num_outputs += 1
         if event.admitted_s is not None:
             self.admitted_s, self.replica = event.admitted_s, event.replica
         if event.error is not None:
             self._num_ended += 1
             self.error = self.error or event.error
             return TokenOutput(event.index, event.offset, error=event.error)
-        progress = self._progress(event.index)
+        progress = self.progress(event.index)
         finish, matched, text = event.finish, None, ""
         if event.token_id is not None:
-            progress.num_tokens += 1
-            progress.first_token_s = progress.first_token_s or now_s
-            progress.last_token_s = now_s
+            self.num_tokens += 1
+            progress.note_token(now_s)
             finish, matched, text = progress.read(self.request, event.finish, event.token_id)
         if finish is not None:
             self._num_ended += 1
@@ -152,13 +161,13 @@ class OpenRequest:
         self.error = self.error or error
         return TokenOutput(0, 0, error=error)
 
-    def _progress(self, index: int) -> _SequenceText:
+    def progress(self, index: int) -> SequenceProgress:
         progress = self._sequences.get(index)
         if progress is None:
-            progress = self._sequences[index] = _new_text(self.request, self.tokenizer)
+            progress = self._sequences[index] = _new_progress(self.request, self.tokenizer)
         return progress
 
-    def _timings(self, progress: _SequenceText, now_s: float) -> TimingsOutput:
+    def _timings(self, progress: SequenceProgress, now_s: float) -> TimingsOutput:
         admitted_s = self.admitted_s if self.admitted_s is not None else now_s
         first_s = progress.first_token_s or now_s
         last_s = progress.last_token_s or now_s
@@ -172,10 +181,3 @@ class OpenRequest:
             decode_s=last_s - first_s,
             stage_busy_s=busy_s,
         )
-
-    def token_times(self, index: int) -> tuple[float | None, float | None, int]:
-        """Of one sequence: the times of its first and its last token, and the number of tokens."""
-        progress = self._sequences.get(index)
-        if progress is None:
-            return None, None, 0
-        return progress.first_token_s, progress.last_token_s, progress.num_tokens

@@ -64,49 +64,37 @@ class RequestMetrics(Observer):
             family.labels(replica)
         for replica, total in product(replicas, (self.prompt, self.cached, self.generated)):
             total.labels(replica)
-        # Of every open request that has had an output: when the last token of each sequence came, by index.
-        self._last_token_s: dict[str, dict[int, float]] = {}
 
     def on_output(self, opened: OpenRequest, output: TokenOutput, now_s: float) -> None:
-        request_id = opened.request.id
-        if request_id not in self._last_token_s:
-            self._last_token_s[request_id] = {}
-            self._admitted(opened)
+        replica = "" if opened.replica is None else str(opened.replica)
+        if opened.num_outputs == 1 and opened.admitted_s is not None:
+            self.queue.labels(replica).observe(max(0.0, opened.admitted_s - opened.arrived_s))
+            self.prompt.labels(replica).inc(len(opened.request.prompt_ids))
         if output.token_id is not None:
-            self._token(opened, output.index, now_s)
+            self._count_token(opened, output.index, replica, now_s)
         if output.finish is not None:
-            self._sequence_ended(opened, output)
+            self._end_sequence(opened, output, replica)
         if opened.is_complete:
-            del self._last_token_s[request_id]
-            self.duration.labels(_replica(opened)).observe(now_s - opened.arrived_s)
+            self.duration.labels(replica).observe(now_s - opened.arrived_s)
             # After an error the caller leaves, and its other answers are cancelled.
             reason = opened.error.status if opened.error else output.finish
-            self.ended.labels(_replica(opened), reason).inc()
+            self.ended.labels(replica, reason).inc()
 
     def on_refused(self, error: RequestError) -> None:
         self.ended.labels("", error.status).inc()
 
-    def _admitted(self, opened: OpenRequest) -> None:
-        if opened.admitted_s is not None:
-            self.queue.labels(_replica(opened)).observe(max(0.0, opened.admitted_s - opened.arrived_s))
-            self.prompt.labels(_replica(opened)).inc(len(opened.request.prompt_ids))
-
-    def _token(self, opened: OpenRequest, index: int, now_s: float) -> None:
-        last_token_s, replica = self._last_token_s[opened.request.id], _replica(opened)
+    def _count_token(self, opened: OpenRequest, index: int, replica: str, now_s: float) -> None:
         self.generated.labels(replica).inc()
-        if not last_token_s:
+        gap_s = opened.progress(index).gap_s
+        if opened.num_tokens == 1:
             self.ttft.labels(replica).observe(now_s - opened.arrived_s)
-        elif index in last_token_s:
-            self.itl.labels(replica).observe(now_s - last_token_s[index])
-        last_token_s[index] = now_s
+        elif gap_s is not None:
+            self.itl.labels(replica).observe(gap_s)
 
-    def _sequence_ended(self, opened: OpenRequest, output: TokenOutput) -> None:
+    def _end_sequence(self, opened: OpenRequest, output: TokenOutput, replica: str) -> None:
         if output.cached_tokens:
-            self.cached.labels(_replica(opened)).inc(output.cached_tokens)
-        first_s, last_s, num_tokens = opened.token_times(output.index)
-        if first_s is not None and last_s is not None and num_tokens > 1:
-            self.tpot.labels(_replica(opened)).observe((last_s - first_s) / (num_tokens - 1))
-
-
-def _replica(opened: OpenRequest) -> str:
-    return "" if opened.replica is None else str(opened.replica)
+            self.cached.labels(replica).inc(output.cached_tokens)
+        progress = opened.progress(output.index)
+        first_s, last_s = progress.first_token_s, progress.last_token_s
+        if first_s is not None and last_s is not None and progress.num_tokens > 1:
+            self.tpot.labels(replica).observe((last_s - first_s) / (progress.num_tokens - 1))

@@ -4,13 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import http.client
-import socket
 import threading
 from collections.abc import Mapping
 
 import pytest
 
-from ppserve.errors import ConfigError
 from ppserve.head.observe.pages import MakePage, Page, PageServer, json_page
 
 Answer = tuple[int, dict[str, str], bytes]
@@ -86,15 +84,3 @@ def test_bytes_that_are_no_request_are_refused(sent: bytes) -> None:
         return answer
 
     assert asyncio.run(main()).startswith(b"HTTP/1.1 400 ")
-
-
-def test_a_port_in_use() -> None:
-    async def main(port: int) -> None:
-        server = PageServer({})
-        with pytest.raises(ConfigError, match="address already in use") as refusal:
-            await server.start("127.0.0.1", port)
-        assert refusal.value.name == "--metrics-port"
-        await server.stop()
-
-    with socket.create_server(("127.0.0.1", 0)) as taken:
-        asyncio.run(main(taken.getsockname()[1]))

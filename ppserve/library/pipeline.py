@@ -88,7 +88,7 @@ class Pipeline:
         stages: int | None = None,
         **settings: Unpack[Settings],
     ) -> None:
-        config = _config_of(model, settings)
+        config = _parse_settings(model, settings)
         world_size = _world_size(config, stages, settings)
         self._control = LocalControlPlane(range(world_size))
         self._engine = build_engine(config, world_size, self._control, lambda call: call(), in_process=True)
@@ -96,11 +96,11 @@ class Pipeline:
         self._pid = os.getpid()
         threads = (self._engine, *_make_stages(config, world_size, self._control))
         # Also when nobody holds the pipeline any more, and before the interpreter ends.
-        self._end = weakref.finalize(self, _end, self._engine, threads, torch.get_num_threads())
+        self._end = weakref.finalize(self, _end_threads, self._engine, threads, torch.get_num_threads())
         for thread in threads:
             thread.start()
         try:
-            self._description = self._when_formed(config)
+            self._description = self._wait_until_formed(config)
         except BaseException:
             self.close()
             raise
@@ -115,7 +115,7 @@ class Pipeline:
         its requests. Raises InvalidRequest, naming what is wrong, or TypeError before anything runs; Overloaded
         ends those that were queued.
         """
-        return self._submit(_prompts_of(prompt), options)
+        return self._submit(_as_prompts(prompt), options)
 
     def _submit(self, prompts: Sequence[Prompt], options: Options) -> Stream:
         given, engine = options_of(options), self._running()
@@ -142,7 +142,7 @@ class Pipeline:
 
     def complete_all(self, prompts: Sequence[Prompt], **options: Unpack[Options]) -> list[Completion]:
         """All of these together, in their order."""
-        with self._submit(_prompts_of(prompts) if len(prompts) else [], options) as stream:
+        with self._submit(_as_prompts(prompts) if len(prompts) else [], options) as stream:
             return stream.completions()
 
     def _ids_of(self, prompt: Prompt) -> Sequence[int]:
@@ -202,7 +202,7 @@ class Pipeline:
         spans = " | ".join(layout.span for layout in decision.layouts)
         return f"<Pipeline {self._description.name!r}, {self._description.dtype}, layers {spans}>"
 
-    def _when_formed(self, config: cfg.ServeConfig) -> ModelDescription:
+    def _wait_until_formed(self, config: cfg.ServeConfig) -> ModelDescription:
         """Waits until every stage has loaded its layers."""
         engine = self._engine
         wait([cast("Future[Any]", engine.formed), cast("Future[Any]", engine.failed)], return_when=FIRST_COMPLETED)
@@ -216,7 +216,7 @@ class Pipeline:
         return describe_model(config, members, self._tokenizer)
 
 
-def _config_of(model: str | os.PathLike[str], settings: Settings) -> cfg.ServeConfig:
+def _parse_settings(model: str | os.PathLike[str], settings: Settings) -> cfg.ServeConfig:
     """Raises ConfigError for a setting that does not exist or cannot be meant."""
     if not isinstance(model, str | os.PathLike):
         raise ConfigError("model", f"{model!r} is neither a name nor a path")
@@ -234,7 +234,7 @@ def _config_of(model: str | os.PathLike[str], settings: Settings) -> cfg.ServeCo
         if kind is bool and not isinstance(value, bool):
             raise ConfigError(name, f"{value!r} is neither True nor False")
         if kind in (int, int | None):
-            given[name], least = _whole(name, value), int(kind is int)
+            given[name], least = _as_whole(name, value), int(kind is int)
             if given[name] < least:
                 raise ConfigError(name, f"{value} is less than {least}")
         elif kind is not bool and isinstance(value, str) != (kind is str):
@@ -254,7 +254,7 @@ def _world_size(config: cfg.ServeConfig, stages: int | None, settings: Settings)
     ranks_per_stage = config.pipeline.tensor_parallel * config.pipeline.replicas
     if stages is None:
         stages = max(1, len(settings.get("devices") or "1") // ranks_per_stage)
-    stages = _whole("stages", stages)
+    stages = _as_whole("stages", stages)
     if stages < 1:
         raise ConfigError("stages", f"{stages} is not a number of stages; at least 1")
     return stages * ranks_per_stage
@@ -269,7 +269,7 @@ def _make_stages(
     found = [probe(config, RankEnvironment(r, world_size, r, world_size)) for r in range(world_size)]
     return [
         threading.Thread(
-            target=_live,
+            target=_run_stage,
             args=(wire.Start(config, rank, world_size), found[rank], link, wirings[grid.place(rank).replica]),
             name=grid.name(rank),
             daemon=True,
@@ -278,15 +278,15 @@ def _make_stages(
     ]
 
 
-def _whole(name: str, value: Any) -> int:
-    """Also of a number of numpy's. Raises ConfigError."""
+def _as_whole(name: str, value: Any) -> int:
+    """A whole number, of Python's or numpy's. Raises ConfigError."""
     try:
         return index(value)
     except TypeError:
         raise ConfigError(name, f"{value!r} is not a whole number") from None
 
 
-def _live(start: wire.Start, found: ProbeResult, link: LocalLink, wiring: ThreadWiring) -> None:
+def _run_stage(start: wire.Start, found: ProbeResult, link: LocalLink, wiring: ThreadWiring) -> None:
     """The life of a stage's thread. What ends it unforeseen ends the pipeline, with the reason."""
     try:
         found.compute.occupy()
@@ -302,16 +302,18 @@ def _live(start: wire.Start, found: ProbeResult, link: LocalLink, wiring: Thread
         link.hang_up("exit")
 
 
-def _end(engine: Engine, threads: Sequence[threading.Thread], torch_threads: int) -> None:
-    """Ends all threads, and gives torch back the number of threads that it had. Does not hold the pipeline, which
-    would live for ever."""
+def _end_threads(engine: Engine, threads: Sequence[threading.Thread], torch_threads: int) -> None:
+    """Ends all threads, and gives torch back the number of threads that it had.
+
+    A function, not a method: a finalizer that held the pipeline would keep it alive.
+    """
     engine.stop()
     for thread in threads:
         thread.join(_END_WITHIN_S)
     torch.set_num_threads(torch_threads)
 
 
-def _prompts_of(prompt: Any) -> list[Prompt]:
+def _as_prompts(prompt: Any) -> list[Prompt]:
     """One prompt, or a list of them, as a list. (Token ids are a list too, but of numbers: one prompt.) Raises
     TypeError."""
     is_one = isinstance(prompt, str | bytes | Mapping) or not isinstance(prompt, Iterable)

@@ -33,7 +33,7 @@ from ppserve.stage.transport import Frames, connect
 from ppserve.stage.transport.gather import pretend_ranks
 
 _REPEATS = 7
-_MEASURE_S = 0.5
+_MEASURE_S = 0.1
 """Steps are measured by turns for so long, and at least _REPEATS times."""
 _VERSION = 21
 

@@ -33,7 +33,7 @@ from ppserve.stage.transport import Frames, connect
 from ppserve.stage.transport.gather import pretend_ranks
 
 _REPEATS = 7
-_MEASURE_S = 0.1
+_MEASURE_S, _MEASURE_SHAPE_S = 0.1, 0.5
 """Steps are measured by turns for so long, and at least _REPEATS times."""
 _VERSION = 21
 
@@ -60,7 +60,7 @@ def costs_for_shape(
     workload, arch = _workload(config), checkpoint.architecture
     counts = [n for n in range(1, min(world_size, arch.num_heads) + 1) if world_size % n == 0]
     steps = {n: workload.step(arch.max_positions, workload.decodes(world_size, n)) for n in counts}
-    return {n: part_costs(checkpoint, compute, step, 0, n) for n, step in steps.items()}
+    return {n: part_costs(checkpoint, compute, step, 0, n, _MEASURE_SHAPE_S) for n, step in steps.items()}
 
 
 def _workload(config: ServeConfig) -> ExpectedWorkload:
@@ -69,16 +69,21 @@ def _workload(config: ServeConfig) -> ExpectedWorkload:
 
 
 def part_costs(
-    checkpoint: Checkpoint, compute: Compute, step: ExpectedStep, tensor: int = 0, num_tensor: int = 1
+    checkpoint: Checkpoint,
+    compute: Compute,
+    step: ExpectedStep,
+    tensor: int = 0,
+    num_tensor: int = 1,
+    measure_s: float = _MEASURE_S,
 ) -> PartCosts:
     """Seconds of each part in this step; read from the file where it was measured before.
 
     tensor, num_tensor: which tensor rank of how many; it does not wait for the others.
     """
-    path = _memory_path(checkpoint, compute, (step, tensor, num_tensor))
+    path = _memory_path(checkpoint, compute, (step, tensor, num_tensor, measure_s))
     with contextlib.suppress(OSError, msgspec.MsgspecError):
         return msgspec.json.decode(path.read_bytes(), type=PartCosts)
-    costs = _measure(checkpoint, compute, step, tensor, num_tensor)
+    costs = _measure(checkpoint, compute, step, (tensor, num_tensor), measure_s)
     with contextlib.suppress(OSError):  # a cache that cannot be written costs seconds, not service
         path.parent.mkdir(parents=True, exist_ok=True)
         scratch = path.with_suffix(f".{os.getpid()}")
@@ -98,16 +103,16 @@ def _memory_path(checkpoint: Checkpoint, compute: Compute, what: object) -> Path
 
 
 def _measure(
-    checkpoint: Checkpoint, compute: Compute, step: ExpectedStep, tensor: int, num_tensor: int
+    checkpoint: Checkpoint, compute: Compute, step: ExpectedStep, rank: tuple[int, int], measure_s: float
 ) -> PartCosts:
     silent = _without_draws(step.plan)
-    layouts = (StageLayout(0, 1, 0, num_sublayers, tensor, num_tensor) for num_sublayers in (0, 1, 2))
+    layouts = (StageLayout(0, 1, 0, num_sublayers, *rank) for num_sublayers in (0, 1, 2))
     bare, attention, layer = (_stage(checkpoint, compute, layout, step.plan) for layout in layouts)
     # CPU time where one thread computes: ranks that measure at the same time may share cores.
     alone = compute.device.type == "cpu" and compute.threads == 1
     clock = time.thread_time if alone else time.perf_counter
     overhead_s, drawn_s, attention_s, layer_s = _fastest(
-        clock, [(bare, silent), (bare, step.plan), (attention, silent), (layer, silent)]
+        clock, measure_s, [(bare, silent), (bare, step.plan), (attention, silent), (layer, silent)]
     )
     # Noise may make a part that costs next to nothing seem to cost less.
     return PartCosts(
@@ -118,13 +123,13 @@ def _measure(
     )
 
 
-def _fastest(clock: Callable[[], float], steps: list[tuple[Stage, StepPlan]]) -> list[float]:
+def _fastest(clock: Callable[[], float], measure_s: float, steps: list[tuple[Stage, StepPlan]]) -> list[float]:
     """Seconds of each step at its fastest, when others on the machine disturbed it least. Steps are measured by
     turns, because a machine is faster in some seconds than in others. The first turn does not count."""
     fastest_s = [float("inf")] * len(steps)
     for stage, plan in steps:
         stage.step(plan, 0)
-    num_turns, until_s = 0, time.monotonic() + _MEASURE_S
+    num_turns, until_s = 0, time.monotonic() + measure_s
     while num_turns < _REPEATS or time.monotonic() < until_s:
         for number, (stage, plan) in enumerate(steps):
             begun_s = clock()

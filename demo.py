@@ -42,7 +42,7 @@ from tour.dimensions import SHAPES, Travels, run_shape
 from tour.errors import TourError, require
 from tour.generation import show_generation
 from tour.line import PRACTICE_MODEL, RandomWeights, TourStage, even_split, slice_of
-from tour.measure import decode, decode_guessed, measure_hop, practice_prompts, resident_bytes, run_microbatches
+from tour.measure import decode, measure_hop, practice_prompts, resident_bytes, run_microbatches
 from tour.pictures import Pictures
 from tour.ranks import Tour, num_cores, start_ranks
 from tour.schedule import Schedule
@@ -228,8 +228,6 @@ def efficiency(tour: Tour) -> None:
     runs = [decode(tour, line, in_flight, in_flight, rounds=16) for in_flight in range(1, p + 2)]
     for run in runs:
         tour.say(f"  {run.in_flight:9} {run.tokens_per_s:10.0f} {sum(run.busy):11.2f} of {p}")
-    guessed_per_s, guessed_busy = decode_guessed(tour, line, runs[0].token_ids)
-    tour.say(f"  {'1 drafted':9} {guessed_per_s:10.0f} {sum(guessed_busy):11.2f} of {p}")
     for line in lines.values():
         line.close()
     if tour.pictures is not None:
@@ -238,12 +236,7 @@ def efficiency(tour: Tour) -> None:
         f"""Seen: stages stand still {schedules[0].bubble:.0%} of the time with one microbatch and
         {schedules[-1].bubble:.0%} with {schedules[-1].m}; an even split balances them to {balances[0]:.0%}, one
         that counts the LM head to {balances[-1]:.0%}; a single sequence keeps {sum(runs[0].busy):.1f} of {p}
-        stages busy, {p} sequences {sum(runs[p - 1].busy):.1f}. One caller, drafted: if the next tokens are
-        drafted, steps need not wait for each other, and one sequence keeps {sum(guessed_busy):.1f} stages busy,
-        with {guessed_per_s:.0f} tokens/s instead of {runs[0].tokens_per_s:.0f}. A draft token changes no token,
-        because the drawn one is compared with it. Here all draft tokens were right; right with probability a,
-        they make a sequence up to p / (p - (p - 1) a) times as fast: 1.5 times with two stages and a = 2/3
-        (`--speculate auto`)."""
+        stages busy, {p} sequences {sum(runs[p - 1].busy):.1f}."""
     )
 
 

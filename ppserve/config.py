@@ -112,7 +112,7 @@ class SchedulingSettings:
     """Requests that may wait."""
     prefill_chunk: int | None = None
     """Prompt tokens per step."""
-    speculate: int | None = 0
+    speculate: int | None = None
     """Draft tokens per step and sequence; None = where they pay."""
     expect_prompt: int = 128
     """Tokens of a typical prompt; with the next two, what `auto` layers and shapes are chosen for."""

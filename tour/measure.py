@@ -14,14 +14,13 @@ import statistics
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
 
 from ppserve import Frames, Slice, StepPlan, Transport, connect
-from tour.errors import require
 from tour.line import TourStage, microbatches, slice_of
 from tour.ranks import Tour
 from tour.schedule import Schedule
@@ -60,16 +59,12 @@ def run_microbatches(
 
 @dataclass(frozen=True, slots=True)
 class Decoding:
-    """Decoding with so many microbatches in flight. step_ms, busy: per stage, mean and share of the time.
-
-    token_ids: of the first sequence, but for the last one drawn.
-    """
+    """Decoding with so many microbatches in flight. step_ms, busy: per stage, mean and share of the time."""
 
     in_flight: int
     tokens_per_s: float
     step_ms: list[float]
     busy: list[float]
-    token_ids: list[int]
 
 
 def decode(tour: Tour, line: TourStage, num_sequences: int, in_flight: int, rounds: int) -> Decoding:
@@ -79,7 +74,7 @@ def decode(tour: Tour, line: TourStage, num_sequences: int, in_flight: int, roun
     """
     slots = [range(slot, num_sequences, in_flight) for slot in range(in_flight)]
     returning: deque[tuple[dist.Work | None, torch.Tensor]] = deque()
-    busy_ns, token_ids = 0, []
+    busy_ns = 0
     tour.tell("ready")
     start = time.monotonic_ns()
     for k in range(rounds * in_flight):
@@ -87,8 +82,6 @@ def decode(tour: Tour, line: TourStage, num_sequences: int, in_flight: int, roun
         tokens = torch.zeros(len(slots[slot]), dtype=torch.int64)
         if tour.rank == 0 and position > 0:
             dist.recv(tokens, tour.size - 1)
-        if slot == 0:
-            token_ids.append(int(tokens[0]))
         plan = _decode_plan(k, position, slots[slot], tokens.tolist())
         [done] = line.run([plan])
         busy_ns += done.result.stamps.ended - done.result.stamps.begun
@@ -105,43 +98,7 @@ def decode(tour: Tour, line: TourStage, num_sequences: int, in_flight: int, roun
         num_sequences * rounds / (wall_ns / 1e9),
         [ns / (rounds * in_flight) / 1e6 for ns in busy],
         [ns / wall_ns for ns in busy],
-        tour.tell(token_ids)[0],
     )
-
-
-def decode_guessed(tour: Tour, line: TourStage, draft_tokens: Sequence[int]) -> tuple[float, list[float]]:
-    """Greedy decoding of one sequence whose tokens are drafted: a step does not wait for the one before to return.
-
-    draft tokens: right, else the answer would be another one. Each is compared with the token that returns.
-    Returns tokens per second, and the share of the time that each stage computed for.
-    """
-    returning: list[tuple[dist.Work | None, torch.Tensor]] = []
-    busy_ns, right = 0, True
-    tour.tell("ready")
-    start = time.monotonic_ns()
-    for k, draft_token in enumerate(draft_tokens):
-        if tour.rank == 0 and k >= tour.size:
-            right &= _returned(tour) == draft_tokens[k - tour.size + 1]
-        [done] = line.run([_decode_plan(k, k, range(1), [draft_token])])
-        busy_ns += done.result.stamps.ended - done.result.stamps.begun
-        if tour.is_last:
-            drawn = torch.tensor([drawn.token_id or 0 for drawn in done.result.drawn])
-            returning.append((dist.isend(drawn, 0), drawn))
-    if tour.rank == 0:
-        for after in [*draft_tokens[1:], None][-tour.size :]:
-            right &= _returned(tour) == after or after is None
-    for handle, _ in returning:
-        assert handle is not None
-        handle.wait()
-    wall_ns = max(tour.tell(time.monotonic_ns() - start))
-    require(right, "a draft token was taken for right and was not")
-    return len(draft_tokens) / (wall_ns / 1e9), [ns / wall_ns for ns in tour.tell(busy_ns)]
-
-
-def _returned(tour: Tour) -> int:
-    tokens = torch.zeros(1, dtype=torch.int64)
-    dist.recv(tokens, tour.size - 1)
-    return int(tokens[0])
 
 
 def _decode_plan(step_id: int, position: int, sequences: range, tokens: list[int]) -> StepPlan:

@@ -94,7 +94,7 @@ FLAGS: dict[str, tuple[click.Option, ...]] = {
         _flag("--prefill-chunk", "Most prompt tokens in one step.", type=AutoOr(COUNT), default="auto"),
         _flag(
             "--speculate", "Draft tokens per step; auto = where they pay.",
-            type=AutoOr(DRAFT_TOKENS), default="off",
+            type=AutoOr(DRAFT_TOKENS), default="auto",
         ),
         _flag(
             "--expect", "Typical prompt tokens, new tokens, requests at once; for --layers and --parallel auto.",

@@ -44,8 +44,8 @@ class Settings(TypedDict, total=False):
 
     tensor_parallel: how many ranks compute each stage together, each a thread. devices: of each rank, such as
     ["cuda:0", "cuda:1"], in order of stages. layers: of each stage, such as "7.5,4.5" (unset: equal weights).
-    threads: of each rank. Sizes are bytes. speculate: draft tokens per step and sequence, None = where they pay
-    (unset: none).
+    threads: of each rank. Sizes are bytes. speculate: draft tokens per step and sequence, None or unset = where
+    they pay.
     """
 
     dtype: str

@@ -10,7 +10,7 @@ import pytest
 
 from ppserve import Completion, ConfigError, Pipeline
 from ppserve.stage.device import REFERENCE
-from tests.library.test_pipeline import mixed_requests, tiny, together
+from tests.library.mixed import mixed_requests, tiny, together
 
 pytestmark = pytest.mark.slow
 

@@ -13,7 +13,7 @@ Prompt = str | Sequence[int]
 
 
 class Options(TypedDict, total=False):
-    """Everything a request may say beside its prompt; docs/api.md describes each. What is absent, or None, takes
+    """Everything a request may say beside its prompt; the proto describes each. What is absent, or None, takes
     the server's default. stop: one string or several. timeout_s: seconds for the whole call, retries included."""
 
     temperature: float
@@ -145,7 +145,7 @@ class Usage:
 
 @dataclass(frozen=True, slots=True)
 class Timings:
-    """Seconds; see `Timings` in docs/api.md."""
+    """Seconds; see `Timings` in the proto."""
 
     queue_s: float
     prefill_s: float

@@ -35,7 +35,7 @@ MAX_TOLD = 8
 
 Fields = Mapping[str, Any]
 """What a caller names of `SamplingParams`, `StopConditions`, `OutputOptions`, and of `n`, `priority`,
-`resume_index` and `resume_ids`. An absent field takes the proto's default; docs/api.md describes each."""
+`resume_index` and `resume_ids`. An absent field takes the proto's default; the proto describes each."""
 
 R = TypeVar("R", SamplingParams, StopConditions, OutputOptions)
 

@@ -10,7 +10,6 @@ import pytest
 from ppserve.bench.caller import Answer, Caller
 from ppserve.bench.ledger import read_ledger
 from ppserve.bench.workload import Question
-from ppserve.client import CallFailed
 from ppserve.config import ServerSettings
 from ppserve.core.request import FinishReason
 from ppserve.errors import Overloaded, StagesLost
@@ -101,15 +100,6 @@ def test_the_model_and_the_ledger() -> None:
             assert (stage.computed_ns, stage.bubble_ns["host"], stage.idle_ns) == (10**9, 10**9 // 2, 2 * 10**9)
 
     asyncio.run(main())
-
-
-def test_nobody_there_and_no_key() -> None:
-    async def nobody() -> None:
-        async with Caller("127.0.0.1:1") as caller:
-            await caller.model_info()
-
-    with pytest.raises(CallFailed, match="UNAVAILABLE"):
-        asyncio.run(nobody())
 
 
 def test_the_key_is_sent(tmp_path: Path) -> None:

@@ -11,7 +11,6 @@ from hypothesis import strategies as st
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 
 from ppserve.bench.scrape import ScrapeFailed, fetch_metrics, parse_metrics
-from ppserve.head.observe.pages import Page, PageServer
 
 
 def test_values_and_labels() -> None:
@@ -88,17 +87,3 @@ def test_what_speaks_no_http_is_not_shown() -> None:
             assert str(failed.value).isprintable()
 
     asyncio.run(main())
-
-
-def test_a_page_over_http() -> None:
-    async def main() -> int:
-        server = PageServer({"/metrics": lambda: Page("text/plain", b"up 1\n")})
-        port = await server.start("127.0.0.1", 0)
-        found = await asyncio.to_thread(fetch_metrics, f"127.0.0.1:{port}")
-        assert found.value("up") == 1
-        await server.stop()
-        return port
-
-    port = asyncio.run(main())
-    with pytest.raises(ScrapeFailed):
-        fetch_metrics(f"127.0.0.1:{port}")

@@ -23,7 +23,6 @@ import pytest
 
 from tests.e2e.serving import READY, START_WITHIN_S
 from tests.forking import ForkedLauncher
-from tests.hosts.cable import Cable
 from tests.orphans import dying_with_us
 
 ADDRESSES = ("10.77.0.1", "10.77.0.2")
@@ -85,11 +84,10 @@ class Streamed:
 
 @dataclass
 class TwoHosts:
-    """Commands and servers on them, and the cable; slow: one that can be."""
+    """Commands and servers on them, and the cable."""
 
     namespaces: tuple[str, str]
     directory: Path
-    slow: Cable | None
     agents: list[Agent] = field(default_factory=list)
 
     def command(self, host: int, words: Sequence[str]) -> list[str]:
@@ -166,7 +164,7 @@ class TwoHosts:
 
 
 @contextmanager
-def two_hosts(names_are_loopback: bool = False, slow_cable: bool = False) -> Iterator[TwoHosts]:
+def two_hosts(names_are_loopback: bool = False) -> Iterator[TwoHosts]:
     """names_are_loopback: a host takes its own name for 127.0.1.1, as on Debian, and does not know the other's."""
     with ExitStack() as undo, tempfile.TemporaryDirectory(prefix="ppserve-hosts-") as directory:
         spaces = (f"pp{os.getpid()}a", f"pp{os.getpid()}b")
@@ -175,19 +173,14 @@ def two_hosts(names_are_loopback: bool = False, slow_cable: bool = False) -> Ite
             undo.callback(_ip, "netns", "del", space)
             undo.callback(shutil.rmtree, f"/etc/netns/{space}", ignore_errors=True)
             _write_hosts_file(space, host, names_are_loopback)
-        slow = None
-        if slow_cable:
-            slow = Cable(spaces)
-            undo.callback(slow.close)
-        else:
-            peer = ("peer", "name", "eth0", "netns", spaces[1])
-            _ip("link", "add", "eth0", "netns", spaces[0], "type", "veth", *peer)
+        peer = ("peer", "name", "eth0", "netns", spaces[1])
+        _ip("link", "add", "eth0", "netns", spaces[0], "type", "veth", *peer)
         for host, space in enumerate(spaces):
             _ip("-n", space, "addr", "add", f"{ADDRESSES[host]}/24", "dev", "eth0")
             _ip("-n", space, "addr", "add", f"{ADDRESSES_6[host]}/64", "dev", "eth0", "nodad")
             for link in ("lo", "eth0"):
                 _ip("-n", space, "link", "set", link, "up")
-        hosts = TwoHosts(spaces, Path(directory), slow)
+        hosts = TwoHosts(spaces, Path(directory))
         try:
             yield hosts
         finally:

@@ -58,10 +58,6 @@ class Step:
         self._results: list[StepResult | None] = [None] * num_stages
 
     @property
-    def is_in_flight(self) -> bool:
-        return self.returned_ns is None
-
-    @property
     def is_complete(self) -> bool:
         return None not in self._results
 
@@ -109,10 +105,6 @@ class Steps:
     def fills_pipeline(self) -> bool:
         """Whether as many steps are in flight as there are stages."""
         return self.num_in_flight >= self.num_stages
-
-    @property
-    def in_flight(self) -> Iterator[Step]:
-        return (step for step in self._steps.values() if step.is_in_flight)
 
     def sent(self, plan: StepPlan, woken_ns: int, sent_ns: int, num_slots: int) -> Step:
         """A plan was sent to all stages. num_slots: how many steps may be in flight now."""

@@ -40,7 +40,7 @@ OUTCOMES = ("accepted", "rejected")
 
 
 class Scheduler:
-    """See the module. `now` is the head's monotonic clock, in seconds."""
+    """The scheduler of one replica. `now` is the head's monotonic clock, in seconds."""
 
     def __init__(
         self,

@@ -9,7 +9,6 @@ import pytest
 
 from ppserve.core.plan import DRAWN, StepPlan
 from ppserve.core.request import FinishReason, SamplingParams, StopConditions
-from tests.core.scheduling.invariants import check_scheduler
 from tests.core.scheduling.rig import SchedulerRig, a_request, a_rig, fill
 from tests.core.scheduling.test_scheduler_walk import Oracle
 from tests.core.toy_pipeline import expected_answer
@@ -184,19 +183,6 @@ def test_blocks_that_others_share_are_written_though_the_answer_has_ended() -> N
     rig.check_answers()
     (of_b,) = [events for (name, _), events in rig.events.items() if name == "b"]
     assert of_b[0].cached_tokens == len(follows)
-
-
-def test_a_lost_step_that_was_sent_ahead_is_computed_again() -> None:
-    rig = a_rig_ahead()
-    rig.submit(a_request("a", max_tokens=12))
-    for _ in range(4):
-        fill(rig)
-        rig.commit_one()
-    fill(rig)
-    rig.lose_stage()
-    check_scheduler(rig.scheduler)
-    rig.drain()
-    rig.check_answers()
 
 
 def test_who_waits_is_admitted_while_steps_are_sent_ahead() -> None:

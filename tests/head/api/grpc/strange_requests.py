@@ -5,6 +5,7 @@ from __future__ import annotations
 from hypothesis import strategies as st
 
 from ppserve.v1 import generation_pb2 as pb
+from ppserve.vllm import engine_pb2 as vllm
 
 floats = st.floats(width=32) | st.sampled_from([0.0, 1.0, -1.0, 0.5])
 small = st.integers(0, 40)
@@ -63,6 +64,30 @@ requests = st.tuples(
         priority=st.integers(-(2**31), 2**31 - 1),
     ),
 ).map(lambda parts: pb.GenerateRequest(**parts[0], **parts[1]))
+
+
+signed = st.integers(-3, 30) | st.integers(-(2**31), 2**31 - 1)
+vllm_sampling = st.fixed_dictionaries(
+    {},
+    optional={
+        **dict.fromkeys(("temperature", "top_p", "min_p", "repetition_penalty", "frequency_penalty"), floats),
+        **dict.fromkeys(("top_k", "max_tokens", "min_tokens"), counts),
+        **dict.fromkeys(("seed", "logprobs", "prompt_logprobs", "truncate_prompt_tokens"), signed),
+        "n": small,
+        "stop": st.lists(texts, max_size=6),
+        "stop_token_ids": st.lists(ids, max_size=70),
+        "logit_bias": st.dictionaries(signed, floats),
+        "regex": texts,
+    },
+).map(lambda fields: vllm.SamplingParams(**fields))
+vllm_prompts = st.fixed_dictionaries({"text": texts}) | st.fixed_dictionaries(
+    {"tokenized": st.lists(ids, max_size=70).map(lambda some: vllm.TokenizedInput(input_ids=some))}
+)
+vllm_requests = st.tuples(vllm_prompts, vllm_sampling, st.booleans(), texts).map(
+    lambda parts: vllm.GenerateRequest(
+        **parts[0], sampling_params=parts[1], stream=parts[2], request_id=parts[3]
+    ).SerializeToString()
+)
 
 
 @st.composite

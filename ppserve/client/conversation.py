@@ -25,22 +25,21 @@ _UNANSWERED_PAUSE_S = 1.0
 
 @dataclass(frozen=True, slots=True)
 class RetryPolicy:
-    """How long to try, and how long to wait in between: seconds, doubling from the first pause to the longest, and
-    to a second at most while no server answers.
-
-    resume_timeout_s: from the first of several failures in a row to the last attempt, whether or not anything of
-    the answer had come: a server that restarts may need minutes to read its weights. max_attempts: ends a call
-    earlier, after so many failures in a row; a stream that has begun goes on. resume: whether to continue a
-    stream that has begun and broke; the server then sends the ids of tokens, a few bytes each. on_retry: called
-    with every failure that is retried; None: the first of a row is logged as a warning by "ppserve.client".
-    """
+    """How long to try, and how long to wait in between."""
 
     max_attempts: int | None = None
+    """Ends a call after so many failures in a row, unless its stream has begun."""
     resume_timeout_s: float = 120.0
+    """Seconds from the first of several failures in a row to the last attempt. A server that restarts may need
+    minutes to read its weights."""
     first_pause_s: float = 0.1
+    """Seconds. Pauses double up to the longest, and to a second at most while no server answers."""
     max_pause_s: float = 5.0
     resume: bool = True
+    """Whether to continue a stream that broke. The server then sends the ids of tokens, a few bytes each."""
     on_retry: Callable[[CallFailed], None] | None = None
+    """Called with every failure that is retried. None: the first of a row is logged as a warning by
+    "ppserve.client"."""
 
 
 class Retries:

@@ -1,4 +1,4 @@
-"""Who may call, and whom a call counts for.
+"""The accepted keys, and the name under which fairness counts a call.
 
 With a key file every call, health excepted, carries `authorization: Bearer KEY`. Keys are kept as SHA-256
 digests.
@@ -55,9 +55,9 @@ def bearer_key(authorization: str) -> str | None:
 
 
 def caller_name(key: str | None, certificate: bytes, host: str) -> str:
-    """Whom fairness counts a call for: its key, else its certificate, else its host.
+    """The name under which fairness counts a call: its key, else its certificate, else its host.
 
-    key: an accepted one. One that nobody checked is only a claim: whoever invents many would be many callers.
+    key: an accepted one. A key that was not checked is only a claim: a client could be as many callers as it likes.
     """
     if key is not None:
         return "key:" + _digest(key).hex()[:16]

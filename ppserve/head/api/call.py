@@ -1,4 +1,4 @@
-"""What surrounds a request: who calls, under which name, until when; and what its caller is told of an error."""
+"""What surrounds a request: its caller, its name, its time limit; and what its caller is told of an error."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _serials = itertools.count()
 
 
 class Unexpected(RequestError):
-    """What a caller learns of an error that nobody foresaw."""
+    """What a caller is told of an unexpected error."""
 
     def __init__(self) -> None:
         super().__init__(INTERNAL_TEXT)
@@ -39,7 +39,7 @@ class Call:
     seed: int
     """Used when the request names none."""
     caller: str = ""
-    """Whom fairness counts it for."""
+    """The name under which fairness counts it."""
     deadline_s: float | None = None
     """On the monotonic clock."""
     traceparent: str | None = None

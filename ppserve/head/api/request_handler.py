@@ -1,5 +1,5 @@
-"""A call's life, the same for every protocol: check, tokenize, submit, stream; and the engine is told when nobody
-reads any more.
+"""A call's life, the same for every protocol: tokenize, check, submit, stream. When its reader leaves early, the
+request is cancelled.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""One request's stream of answers, between the engine, which never waits, and a reader, who may be slow.
+"""One request's stream of answers, between the engine, which never waits, and a reader that may be slow.
 
 The engine pushes what each step brought; the reader's task takes it as deltas. What a slow reader has not
 taken yet is merged into one delta per sequence, so a stream never holds more than the outputs of its own

@@ -17,7 +17,7 @@ _STATUSES = {
     "UNAVAILABLE": 503,
     "DEADLINE_EXCEEDED": 504,
 }
-# A server that drains, or has lost its stages, is replaced; nobody knows when.
+# A server that drains, or has lost its stages, is replaced at an unknown time.
 _RETRY_UNAVAILABLE_S = 5.0
 # What the proto calls it -> what callers of HTTP call it, where that is not the part after the dot.
 HTTP_NAMES = {

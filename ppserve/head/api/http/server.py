@@ -115,7 +115,7 @@ class HttpServer:
         return answer
 
     async def _missing(self, request: Request, error: Exception) -> Response:
-        """What the router says of paths and methods that there are not; only those who may call learn which."""
+        """The answer for a path or method that does not exist. Callers without a key do not learn which exist."""
         assert isinstance(error, HTTPException)
         phrase, headers = HTTPStatus(error.status_code).phrase, error.headers
         reason, message = phrase.upper().replace(" ", "_"), f"{phrase.lower()} on this server"

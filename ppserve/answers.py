@@ -13,8 +13,8 @@ Prompt = str | Sequence[int]
 
 
 class Options(TypedDict, total=False):
-    """Everything a request may say beside its prompt; the proto describes each. What is absent, or None, takes
-    the server's default. stop: one string or several. timeout_s: seconds for the whole call, retries included."""
+    """What a request may say beside its prompt; the proto describes each. What is absent, or None, takes the
+    server's default."""
 
     temperature: float
     top_k: int
@@ -29,6 +29,7 @@ class Options(TypedDict, total=False):
     max_tokens: int
     min_tokens: int
     stop: str | Sequence[str]
+    """One string or several."""
     stop_token_ids: Sequence[int]
     ignore_eos: bool
     include_stop: bool
@@ -41,16 +42,17 @@ class Options(TypedDict, total=False):
     request_id: str
     priority: int
     timeout_s: float
+    """Seconds for the whole call, retries included."""
 
 
-def prompt_of(given: Any) -> Prompt:
+def read_prompt(given: Any) -> Prompt:
     """A text or token ids, also of a program's arrays. Raises TypeError for anything else."""
     return given if isinstance(given, str) else _read("prompt", given, _ids, "a text or a list of token ids")
 
 
-def options_of(given: Mapping[str, Any]) -> dict[str, Any]:
-    """Those that say something, in Python's own types. Raises TypeError, naming one that does not exist or cannot
-    be meant."""
+def read_options(given: Mapping[str, Any]) -> dict[str, Any]:
+    """The options that are not None, in Python's own types. Raises TypeError, naming an option that does not exist
+    or has another type."""
     if unknown := sorted(given.keys() - _KINDS.keys()):
         raise TypeError(f"there is no option {unknown[0]!r}")
     told = {name: value for name, value in given.items() if value is not None}
@@ -92,7 +94,7 @@ def _texts(value: Any) -> tuple[str, ...]:
 
 
 def _ids(value: Any) -> tuple[int, ...]:
-    """Bytes would be token ids below 256, which nobody means."""
+    """Bytes are refused: they would be read as token ids below 256."""
     if isinstance(value, bytes | bytearray | Mapping):
         raise TypeError
     return tuple(map(_whole, value))
@@ -118,29 +120,34 @@ _READERS: dict[Any, tuple[Callable[[Any], Any], str]] = {
 
 @dataclass(frozen=True, slots=True)
 class Token:
-    """A token. logprob: natural logarithm, None when not asked for. top: the most likely ones instead of it."""
+    """A token."""
 
     id: int
     bytes: bytes
     logprob: float | None = None
+    """Natural logarithm; None when not asked for."""
     top: tuple[Token, ...] = ()
+    """The most likely tokens in its place."""
 
 
 @dataclass(frozen=True, slots=True)
 class Finish:
-    """reason: a name of the proto's `Finish.Reason`, such as EOS. matched: the token or string, if any did."""
+    """Why a sequence ended."""
 
     reason: str
+    """A name of the proto's `Finish.Reason`, such as EOS."""
     matched: int | str | None = None
+    """The token or string that ended it, if one did."""
 
 
 @dataclass(frozen=True, slots=True)
 class Usage:
-    """Tokens; cached_tokens are those of the prompt that were found in the prefix cache."""
+    """How many tokens a sequence has."""
 
     prompt_tokens: int
     completion_tokens: int
     cached_tokens: int
+    """Those of the prompt that were found in the prefix cache."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -156,20 +163,20 @@ class Timings:
 
 @dataclass(frozen=True, slots=True)
 class Chunk:
-    """News of one sequence. The last one of a sequence, and no other, has `finish` and `usage`.
-
-    first_token: offset of its first token. num_tokens: how many it stands for, listed or not. tokens and
-    prompt_tokens: when asked for. seed: the one in use, on the first and the last chunk.
-    """
+    """What is new of one sequence. Its last chunk, and no other, has `finish` and `usage`."""
 
     request_id: str
     index: int
     first_token: int
+    """Offset of the chunk's first token."""
     num_tokens: int
+    """How many tokens it stands for, listed or not."""
     text: str
     tokens: tuple[Token, ...] = ()
+    """When asked for; so are `prompt_tokens`."""
     prompt_tokens: tuple[Token, ...] = ()
     seed: int | None = None
+    """The seed in use, on the first and the last chunk."""
     finish: Finish | None = None
     usage: Usage | None = None
     timings: Timings | None = None

@@ -16,7 +16,7 @@ from grpc import aio
 from ppserve.bench.workload import Question
 from ppserve.client import AsyncClient, CallFailed, RetryPolicy
 from ppserve.client.connection import TimeLimit
-from ppserve.client.failures import failure_of
+from ppserve.client.failures import read_failure
 from ppserve.v1 import generation_pb2 as pb
 
 OK = "OK"
@@ -95,7 +95,7 @@ class Caller(AsyncClient):
                     status, problem = _ending(message, sum(count for _, count in arrivals))
             ended_s = arrivals[-1][0] if arrivals else time.perf_counter()
         except aio.AioRpcError as error:
-            failure: CallFailed = failure_of(error)
+            failure: CallFailed = read_failure(error)
             status, problem, ended_s = failure.code, failure.problem, time.perf_counter()
         finally:
             call.cancel()

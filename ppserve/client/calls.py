@@ -15,11 +15,11 @@ import grpc
 from grpc import aio
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
-from ppserve.answers import Chunk, Completion, Options, Prompt, Token, completion_of, options_of
+from ppserve.answers import Chunk, Completion, Options, Prompt, Token, completion_of, read_options
 from ppserve.client.connection import TimeLimit, Tls, call_metadata, open_channel, refuse_other_kinds
 from ppserve.client.conversation import Conversation, Retries, RetryPolicy
-from ppserve.client.failures import failure_of
-from ppserve.client.messages import request_of, tokens_of
+from ppserve.client.failures import read_failure
+from ppserve.client.messages import read_tokens, to_message
 from ppserve.v1 import generation_pb2 as pb
 from ppserve.v1.generation_pb2_grpc import GenerationServiceStub
 
@@ -69,9 +69,9 @@ class AsyncClient:
 
     async def stream(self, prompt: Prompt, **options: Unpack[Options]) -> AsyncGenerator[Chunk, None]:
         """The answer as it is generated. Closing the iterator cancels the request. Raises CallFailed."""
-        asked = options_of(options)
+        asked = read_options(options)
         limit = TimeLimit(asked.get("timeout_s"))
-        conversation = Conversation(request_of(prompt, asked), self._retry)
+        conversation = Conversation(to_message(prompt, asked), self._retry)
         while (request := conversation.next_request()) is not None:
             call = self._stub.Generate(request, timeout=limit.left_s, metadata=self._metadata)
             try:
@@ -79,13 +79,14 @@ class AsyncClient:
                     yield conversation.record(message)
                 conversation.check_end(request)
             except grpc.RpcError as error:
-                await self._style.sleep(limit.pause(conversation.pause_after(failure_of(error), time.monotonic())))
+                pause_s = conversation.pause_after(read_failure(error), time.monotonic())
+                await self._style.sleep(limit.pause(pause_s))
             finally:
                 call.cancel()
 
     async def tokenize(self, text: str) -> tuple[Token, ...]:
         """The tokens that `generate` would see."""
-        return tokens_of(await self._ask(self._stub.Tokenize, pb.TokenizeRequest(text=text)))
+        return read_tokens(await self._ask(self._stub.Tokenize, pb.TokenizeRequest(text=text)))
 
     async def detokenize(self, ids: list[int]) -> str:
         """The text of tokens."""
@@ -113,7 +114,7 @@ class AsyncClient:
         try:
             answer = await self._style.result(self._health.Check(asked, timeout=TimeLimit(timeout_s).left_s))
         except grpc.RpcError as error:
-            raise failure_of(error) from None
+            raise read_failure(error) from None
         return bool(answer.status == health_pb2.HealthCheckResponse.SERVING)
 
     async def close(self) -> None:
@@ -133,4 +134,4 @@ class AsyncClient:
             try:
                 return await self._style.result(method(request, metadata=self._metadata))
             except grpc.RpcError as error:
-                await self._style.sleep(retries.pause_after(failure_of(error), time.monotonic()))
+                await self._style.sleep(retries.pause_after(read_failure(error), time.monotonic()))

@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 
 from ppserve.answers import Chunk
 from ppserve.client.failures import CallFailed
-from ppserve.client.messages import chunk_of
+from ppserve.client.messages import read_chunk
 from ppserve.v1 import generation_pb2 as pb
 
 log = logging.getLogger("ppserve.client")
@@ -127,7 +127,7 @@ class Conversation:
             self._request.sampling.seed = message.seed
         if not self._request.request_id:
             self._request.request_id = message.request_id
-        return chunk_of(message)
+        return read_chunk(message)
 
     def check_end(self, request: pb.GenerateRequest) -> None:
         """The call for `request` ended with status OK. Raises CallFailed if sequences have no end yet."""

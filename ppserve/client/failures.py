@@ -44,7 +44,7 @@ class CallFailed(PpserveError):
         return failure
 
 
-def failure_of(error: grpc.RpcError) -> CallFailed:
+def read_failure(error: grpc.RpcError) -> CallFailed:
     """The exception for a call that gRPC ended with an error, blocking or not."""
     assert isinstance(error, grpc.Call | grpc.aio.AioRpcError)
     named, wrong, pause = ErrorInfo(), BadRequest(), RetryInfo()

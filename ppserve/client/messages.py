@@ -7,15 +7,15 @@ from typing import Any
 
 from google.protobuf.message import Message
 
-from ppserve.answers import Chunk, Finish, Prompt, Timings, Token, Usage, prompt_of
+from ppserve.answers import Chunk, Finish, Prompt, Timings, Token, Usage, read_prompt
 from ppserve.v1 import generation_pb2 as pb
 
 
-def request_of(prompt: Prompt, options: Mapping[str, Any]) -> pb.GenerateRequest:
-    """The message that asks for this. options: as `answers.options_of` reads them. Raises ValueError for a value
+def to_message(prompt: Prompt, options: Mapping[str, Any]) -> pb.GenerateRequest:
+    """The message that asks for this. options: as `answers.read_options` reads them. Raises ValueError for a value
     that its field cannot hold, TypeError for a prompt that is none."""
     request = pb.GenerateRequest()
-    asked = prompt_of(prompt)
+    asked = read_prompt(prompt)
     if isinstance(asked, str):
         _fill(request, "text", asked, "prompt")
     else:
@@ -41,7 +41,7 @@ def _fill(home: Message, field: str, value: Any, name: str) -> None:
         raise ValueError(f"{name}: {error}") from None
 
 
-def chunk_of(message: pb.GenerateResponse) -> Chunk:
+def read_chunk(message: pb.GenerateResponse) -> Chunk:
     ended, usage = message.HasField("finish"), message.usage
     return Chunk(
         request_id=message.request_id,
@@ -58,7 +58,7 @@ def chunk_of(message: pb.GenerateResponse) -> Chunk:
     )
 
 
-def tokens_of(response: pb.TokenizeResponse) -> tuple[Token, ...]:
+def read_tokens(response: pb.TokenizeResponse) -> tuple[Token, ...]:
     return tuple(_token(token) for token in response.tokens)
 
 

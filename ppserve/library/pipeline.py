@@ -15,7 +15,7 @@ import torch
 
 from ppserve import config as cfg
 from ppserve import wire
-from ppserve.answers import Completion, Options, Prompt, options_of, prompt_of
+from ppserve.answers import Completion, Options, Prompt, read_options, read_prompt
 from ppserve.core.architecture import Split
 from ppserve.errors import ConfigError, Draining, InvalidRequest, StagesLost, UsageError, Violation
 from ppserve.head.api.call import Call
@@ -118,7 +118,7 @@ class Pipeline:
         return self._submit(_as_prompts(prompt), options)
 
     def _submit(self, prompts: Sequence[Prompt], options: Options) -> Stream:
-        given, engine = options_of(options), self._running()
+        given, engine = read_options(options), self._running()
         name, timeout_s = given.pop("request_id", ""), given.pop("timeout_s", None)
         requests = []
         for prompt in prompts:
@@ -137,7 +137,7 @@ class Pipeline:
 
     def complete(self, prompt: Prompt, **options: Unpack[Options]) -> Completion:
         """`generate`, read to its end."""
-        with self._submit([prompt_of(prompt)], options) as stream:
+        with self._submit([read_prompt(prompt)], options) as stream:
             return stream.completions()[0]
 
     def complete_all(self, prompts: Sequence[Prompt], **options: Unpack[Options]) -> list[Completion]:
@@ -319,8 +319,8 @@ def _as_prompts(prompt: Any) -> list[Prompt]:
     is_one = isinstance(prompt, str | bytes | Mapping) or not isinstance(prompt, Iterable)
     parts = prompt if is_one else list(prompt)
     try:
-        return [prompt_of(parts)]
+        return [read_prompt(parts)]
     except TypeError:
         if is_one:
             raise
-        return [prompt_of(part) for part in parts]
+        return [read_prompt(part) for part in parts]

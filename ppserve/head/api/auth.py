@@ -57,7 +57,7 @@ def bearer_key(authorization: str) -> str | None:
 def caller_name(key: str | None, certificate: bytes, host: str) -> str:
     """The name under which fairness counts a call: its key, else its certificate, else its host.
 
-    key: an accepted one. A key that was not checked is only a claim: a client could be as many callers as it likes.
+    key: an accepted one. An unchecked key is only a claim: a client could be as many callers as it likes.
     """
     if key is not None:
         return "key:" + _digest(key).hex()[:16]

@@ -37,22 +37,21 @@ FINISH_WORDS = {
 
 @dataclass(frozen=True, slots=True)
 class Delta:
-    """What is new of one sequence: the merged outputs of one or more steps.
-
-    offset: of its first token among the generated tokens. tokens: with their log-probabilities, if asked for.
-    text: what these tokens complete; on a sequence's first delta it begins with the prompt's text, if `echo`
-    asks for it. is_first: of its sequence. prompt_scores: for each token of the prompt (None for the first), if
-    asked for; on one delta of the request. last: the newest output; its finish, matched, cached_tokens and
-    timings hold for the sequence.
-    """
+    """What is new of one sequence: the merged outputs of one or more steps."""
 
     index: int
     offset: int
+    """Of its first token among the generated tokens."""
     tokens: tuple[tuple[int, Score], ...]
+    """With their log-probabilities, if asked for."""
     text: str
+    """What these tokens complete, after the prompt's text on a first delta if `echo` asks for it."""
     is_first: bool
+    """Whether it is its sequence's first."""
     prompt_scores: tuple[Score, ...]
+    """For each token of the prompt (None for the first), if asked for; on one delta of the request."""
     last: TokenOutput
+    """The newest output; its finish, matched, cached_tokens and timings hold for the sequence."""
 
     @property
     def num_generated(self) -> int:

@@ -18,13 +18,14 @@ BytesOf = Callable[[int], bytes]
 
 
 class LogprobsJson(msgspec.Struct):
-    """Of completions: an entry per token in every list. text_offset: where in the sequence's text it begins, in
-    characters. The first token of a prompt has null for its log-probabilities."""
+    """Log-probabilities of completions: an entry for each token in every list."""
 
     tokens: list[str]
     token_logprobs: list[float | None]
+    """null for the first token of a prompt."""
     top_logprobs: list[dict[str, float] | None]
     text_offset: list[int]
+    """Where the token begins in the sequence's text, in characters."""
 
 
 class TopTokenJson(msgspec.Struct):
@@ -38,7 +39,7 @@ class TokenJson(TopTokenJson):
 
 
 class ChatLogprobsJson(msgspec.Struct):
-    """Of chats."""
+    """Log-probabilities of chats."""
 
     content: list[TokenJson]
 

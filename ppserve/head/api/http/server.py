@@ -73,7 +73,10 @@ class HttpServer:
         for path in (*self._paths, OTHER_PATHS):
             counts.http_expected(path, STATUSES)
         app = Starlette(
-            routes=[Route(path, self._served(endpoint), methods=[method]) for method, path, endpoint in endpoints],
+            routes=[
+                Route(path, partial(self._answer, endpoint), methods=[method])
+                for method, path, endpoint in endpoints
+            ],
             exception_handlers={HTTPException: self._missing},
         )
         # Not sent elsewhere: an address made of the caller's own Host header may be anybody's.
@@ -107,12 +110,6 @@ class HttpServer:
         return JsonResponse({})
 
     # ---- around every path ----------------------------------------------------------------------------
-
-    def _served(self, endpoint: Endpoint) -> Callable[[Request], Awaitable[Response]]:
-        async def answer(request: Request) -> Response:
-            return await self._answer(endpoint, request)
-
-        return answer
 
     async def _missing(self, request: Request, error: Exception) -> Response:
         """The answer for a path or method that does not exist. Callers without a key do not learn which exist."""

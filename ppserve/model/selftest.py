@@ -25,7 +25,7 @@ from ppserve.core.cut import Cut
 from ppserve.core.plan import Draw, Drawn, Slice, StepPlan
 from ppserve.core.request import SamplingParams
 from ppserve.model.backend import KVCache, Linear
-from ppserve.model.gather import ECHO, Gather
+from ppserve.model.gather import ECHO
 from ppserve.model.gpt2 import GPT2Stage
 from ppserve.model.inputs import build_inputs
 
@@ -61,12 +61,11 @@ def _ways(whole: Sequence[_Part]) -> dict[str, list[list[_Part]]]:
 
 
 @torch.inference_mode()
-def check_determinism(stage: GPT2Stage, block_size: int = 16, gather: Gather = ECHO) -> str | None:
+def check_determinism(stage: GPT2Stage, block_size: int = 16) -> str | None:
     """None when every promise holds on this machine; else the first check that failed, in words.
 
-    block_size: of KV blocks. gather: one that does not wait for the other tensor ranks, which load at their own
-    pace. Takes well under a second or, with a large head or wide layers, one or two; on a machine's first start
-    what compiling takes.
+    block_size: of KV blocks. Other tensor ranks load at their own pace, and are not waited for. Takes well under a
+    second or, with a large head or wide layers, one or two; on a machine's first start what compiling takes.
     """
     generator = torch.Generator().manual_seed(0)
     if stage.head is not None:
@@ -80,7 +79,7 @@ def check_determinism(stage: GPT2Stage, block_size: int = 16, gather: Gather = E
     for linear in {(each.num_inputs, each.num_outputs): each for each in stage.linears.values()}.values():
         if reason := _check_linear(stage, linear, _ROW_COUNTS + stage.backend.more_rows, generator):
             return f"a linear layer of {linear.num_inputs} inputs: {reason}"
-    return _check_layer(stage, block_size, gather, generator)
+    return _check_layer(stage, block_size, generator)
 
 
 def _check_reading(stage: GPT2Stage, generator: torch.Generator) -> str | None:
@@ -137,12 +136,12 @@ def _hidden(stage: GPT2Stage, num_rows: int, generator: torch.Generator) -> torc
     return hidden_TD.to(stage.backend.device, stage.backend.precision.hidden)
 
 
-def _check_layer(stage: GPT2Stage, block_size: int, gather: Gather, generator: torch.Generator) -> str | None:
+def _check_layer(stage: GPT2Stage, block_size: int, generator: torch.Generator) -> str | None:
     """Whether attention and MLP give prompts the same hidden states in any chunks, beside any others."""
     most = max(stage.backend.more_rows, default=0)
     lengths = (*_LENGTHS, most - sum(_LENGTHS)) if most > sum(_LENGTHS) else _LENGTHS
     prompts_TD = [_hidden(stage, length, generator) for length in lengths]
-    through_layer = partial(_through_layer, stage, block_size, gather, prompts_TD)
+    through_layer = partial(_through_layer, stage, block_size, prompts_TD)
     whole = [(number, 0, length) for number, length in enumerate(lengths)]
     alone_TD = [through_layer([[part]])[part[0]] for part in whole]
     for way, steps in _ways(whole).items():
@@ -153,11 +152,7 @@ def _check_layer(stage: GPT2Stage, block_size: int, gather: Gather, generator: t
 
 
 def _through_layer(
-    stage: GPT2Stage,
-    block_size: int,
-    gather: Gather,
-    prompts_TD: Sequence[torch.Tensor],
-    steps: Iterable[Sequence[_Part]],
+    stage: GPT2Stage, block_size: int, prompts_TD: Sequence[torch.Tensor], steps: Iterable[Sequence[_Part]]
 ) -> dict[int, torch.Tensor]:
     """The stage's first two sublayers, step by step, on a cache of its own: sequence number → all rows."""
     halves = [half for block in stage.blocks[:2] for half in (block.attention, block.mlp)]
@@ -172,7 +167,7 @@ def _through_layer(
     for parts in steps:
         rows_TD = torch.cat([prompts_TD[number][start : start + count] for number, start, count in parts])
         slices = tuple(Slice(number, start, (0,) * count, tables[number]) for number, start, count in parts)
-        inputs = build_inputs(StepPlan(0, 0, 0, slices), stage.layout, cache, gather)
+        inputs = build_inputs(StepPlan(0, 0, 0, slices), stage.layout, cache, ECHO)
         for sublayer in sublayers:
             rows_TD = sublayer(rows_TD, inputs)
         each_TD = torch.split(rows_TD, [count for _, _, count in parts])

@@ -35,7 +35,6 @@ from ppserve.stage.machine import available_cores
 from ppserve.stage.probe import ProbeResult
 from ppserve.stage.step import Stage
 from ppserve.stage.transport import Frames
-from ppserve.stage.transport.gather import pretend_ranks
 from ppserve.stage.wiring import Wiring
 
 log = logging.getLogger("ppserve.stage")
@@ -144,8 +143,7 @@ class StageLoop:
         try:
             backend = compute.backend(assign.dtype)
             model = GPT2Stage.load(self._found.checkpoint, layout, backend, self._report_progress)
-            alone = pretend_ranks(layout.num_tensor)
-            why_not = check_determinism(model, self._start.config.cache.block_size, alone) or compute.doubt
+            why_not = check_determinism(model, self._start.config.cache.block_size) or compute.doubt
         except (UsageError, MemoryError) as error:
             self._link.send(wire.Failed(f"stage {layout.stage}: {in_words(error)}"))
             return

@@ -41,7 +41,7 @@ from ppserve.model.cpu.linear import PackedWeights
 from ppserve.model.gpt2 import GPT2Stage
 from ppserve.model.inputs import build_inputs
 from ppserve.stage.transport.gather import NoTensorLink, TensorLink, connect_ranks
-from tests.model.cpu.products import count_tile_rows, multiply_rows, pack_rows
+from tests.model.cpu.products import multiply_rows, pack_rows
 
 GPT2 = Architecture(12, 768, 12, 1024, 50257, 50257, 3072)
 SHAPES = ((768, 2304), (768, 768), (768, 3072), (3072, 768))
@@ -133,7 +133,8 @@ def best_of(
 
 def ours(kind: MicroKernel, num_rows: int, layers: list[list[PackedWeights]]) -> Callable[[], None]:
     """Packing the rows and multiplying them, for every matrix."""
-    tile_rows, padded = count_tile_rows(kind, num_rows), kind.padded_rows(num_rows)
+    tile_rows = kind.tile_rows(num_rows)
+    padded = -(-num_rows // tile_rows) * tile_rows
     x, values = aligned((num_rows, 3072), np.float32), aligned(3072, np.float32)
     x[:] = np.random.default_rng(0).standard_normal(x.shape)
     words, scales = aligned(padded * 3072 * kind.steps // kind.inputs, np.int32), aligned(padded, np.float32)

@@ -134,7 +134,9 @@ def choose(config: ServeConfig, environment: RankEnvironment, stored_dtype: str)
     if (on_gpu or reference) and kv_dtype == "int8":
         raise ConfigError("--kv-dtype", "int8 needs a CPU; add --force-cpu or choose another")
     if kv_dtype == "auto":
-        kv_dtype = dtype
+        # Beside int8 weights as in the file, on all CPUs: float32 would be twice what every step reads.
+        as_in_file = quantization == "int8" and config.model.dtype == "auto" and stored_dtype == "bfloat16"
+        kv_dtype = "bfloat16" if as_in_file else dtype
     if not on_gpu and environment.local_rank == 0 and threads > own_threads:
         many = f"--threads {threads}: stages have {threads * stages_here} threads here and may use {cores} cores"
         log.warning("%s; every step waits for threads that have none", many)

@@ -133,7 +133,7 @@ def test_int8_means_float32_for_the_rest_on_every_cpu(variant: str, monkeypatch:
     variants.in_use.cache_clear()
     by_itself = "bfloat16" if variant == "avx512_bf16" else "float32"
     assert [compute.dtype for compute in computes] == ["float32", "bfloat16", by_itself]
-    assert computes[0].kv_dtype == "float32"
+    assert computes[0].kv_dtype == "bfloat16"
 
 
 def test_a_stage_says_what_it_weighs() -> None:

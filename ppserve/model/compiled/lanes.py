@@ -64,48 +64,35 @@ def splat(typing, scalar):
     return lanes(types.float32), generate
 
 
-@intrinsic
-def load(typing, array, index):
-    """array[index : index + 16]."""
+def _loading(element, result):
+    """An intrinsic that reads this type at array[index]."""
 
-    def generate(context, builder, signature, arguments):
-        return builder.load(_address(context, builder, signature.args[0], *arguments, _LANES), align=4)
+    def load(typing, array, index):
+        def generate(context, builder, signature, arguments):
+            return builder.load(_address(context, builder, signature.args[0], *arguments, element), align=4)
 
-    return lanes(array, types.intp), generate
+        return result(array, types.intp), generate
 
-
-@intrinsic
-def store(typing, array, index, value):
-    """Write 16 lanes to array[index : index + 16]."""
-
-    def generate(context, builder, signature, arguments):
-        array, index, value = arguments
-        builder.store(value, _address(context, builder, signature.args[0], array, index, _LANES), align=4)
-        return context.get_dummy_value()
-
-    return types.void(array, types.intp, lanes), generate
+    return intrinsic(load)
 
 
-@intrinsic
-def store_one(typing, array, index, value):
-    """Write one float32 to array[index]."""
+def _storing(element, kind):
+    """An intrinsic that writes this type to array[index]."""
 
-    def generate(context, builder, signature, arguments):
-        array, index, value = arguments
-        builder.store(value, _address(context, builder, signature.args[0], array, index, F32))
-        return context.get_dummy_value()
+    def store(typing, array, index, value):
+        def generate(context, builder, signature, arguments):
+            array, index, value = arguments
+            builder.store(value, _address(context, builder, signature.args[0], array, index, element), align=4)
+            return context.get_dummy_value()
 
-    return types.void(array, types.intp, types.float32), generate
+        return types.void(array, types.intp, kind), generate
+
+    return intrinsic(store)
 
 
-@intrinsic
-def load_one(typing, array, index):
-    """array[index]."""
-
-    def generate(context, builder, signature, arguments):
-        return builder.load(_address(context, builder, signature.args[0], *arguments, F32))
-
-    return types.float32(array, types.intp), generate
+load, store = _loading(_LANES, lanes), _storing(_LANES, lanes)
+"""16 float32, from array[index] on."""
+load_one, store_one = _loading(F32, types.float32), _storing(F32, types.float32)
 
 
 @intrinsic
@@ -206,27 +193,21 @@ def _tree(builder, value, combine):
     return builder.extract_element(value, I32(0))
 
 
-@intrinsic
-def sum_lanes(typing, value):
-    """The sum of all lanes, by halves."""
+def _reduction(combination):
+    """An intrinsic that reduces lanes by halves. combination: of a builder, what combines two halves."""
 
-    def generate(context, builder, signature, arguments):
-        return _tree(builder, arguments[0], builder.fadd)
+    def reduce(typing, value):
+        def generate(context, builder, signature, arguments):
+            return _tree(builder, arguments[0], combination(builder))
 
-    return types.float32(lanes), generate
+        return types.float32(lanes), generate
+
+    return intrinsic(reduce)
 
 
-@intrinsic
-def max_lanes(typing, value):
-    """The greatest lane (no promise which, if there is a NaN)."""
-
-    def generate(context, builder, signature, arguments):
-        def greater(a, b):
-            return builder.select(builder.fcmp_ordered(">", a, b), a, b)
-
-        return _tree(builder, arguments[0], greater)
-
-    return types.float32(lanes), generate
+sum_lanes = _reduction(lambda builder: builder.fadd)
+max_lanes = _reduction(lambda builder: lambda a, b: builder.select(builder.fcmp_ordered(">", a, b), a, b))
+"""The greatest lane (no promise which, if there is a NaN)."""
 
 
 @intrinsic

@@ -83,7 +83,7 @@ class CpuBackend:
 
     def linear(self, weight_NK: Matrix, bias_N: torch.Tensor | None) -> Linear:
         packed = PackedWeights(weight_NK, bias_N, self.precision.weights, self._product, self._arena)
-        return PackedLinear(packed, self._product, self._thread_pool, self._scratch)
+        return PackedLinear(packed, self._thread_pool, self._scratch)
 
     def attention(self, weights: AttentionWeights) -> Sublayer:
         return attention_sublayer(weights, self._thread_pool)

@@ -106,13 +106,11 @@ class PackedWeights:
 class PackedLinear:
     """A linear layer. Rows come and go in float32; a row's result does not depend on the other rows."""
 
-    def __init__(
-        self, packed: PackedWeights, kind: MicroKernel, thread_pool: ThreadPool, scratch: ScratchMemory
-    ) -> None:
+    def __init__(self, packed: PackedWeights, thread_pool: ThreadPool, scratch: ScratchMemory) -> None:
         self.num_outputs, self.num_inputs, self.num_bytes = packed.num_outputs, packed.num_inputs, packed.num_bytes
         self.weights = packed.seen_by_kernels
         """Valid as long as this object."""
-        self._packed, self._kind, self._thread_pool, self._scratch = packed, kind, thread_pool, scratch
+        self._packed, self._thread_pool, self._scratch = packed, thread_pool, scratch
         self._table = as_table(self.weights, (self.num_inputs,))
         self._jobs = jobs_of((LINEAR, self._table))
         scratch.fit(self.weights)
@@ -125,7 +123,8 @@ class PackedLinear:
         x_TK, num_rows = x_TK.contiguous(), len(x_TK)
         scratch, kept = self._scratch.of_step(num_rows)
         step = as_table(scratch)
-        y_TN = torch.empty(self._kind.padded_rows(num_rows), self.weights.outputs)
+        # Tiles are whole.
+        y_TN = torch.empty(-(-num_rows // scratch.tile_rows) * scratch.tile_rows, self.weights.outputs)
         self._thread_pool.run(address(jobs), 1, address(step), x_TK.data_ptr(), 0, y_TN.data_ptr())
         del kept
         return y_TN[:num_rows, : self.num_outputs]

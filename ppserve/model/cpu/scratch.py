@@ -50,7 +50,10 @@ class ScratchMemory:
             self._array("values", self._num_threads * width, np.float32),
         ]
         words, scales, y, inner, values = (place for _, place in arrays)
-        return Scratch(num_rows, words, scales, y, inner, values, 4 * width), [array for array, _ in arrays]
+        tile_rows = kind.tile_rows(num_rows)
+        return Scratch(num_rows, tile_rows, words, scales, y, inner, values, 4 * width), [
+            array for array, _ in arrays
+        ]
 
     def of_attention(
         self, kind: AttentionKernel, cache: CacheShape, most_positions: int

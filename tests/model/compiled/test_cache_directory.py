@@ -29,11 +29,6 @@ def test_it_is_ours_alone(tmp_path: Path) -> None:
     assert [stat.S_IMODE(each.stat().st_mode) for each in (directory, directory.parent)] == [0o700, 0o700]
 
 
-def test_without_a_home_it_is_under_the_temporary_directory(tmp_path: Path) -> None:
-    directory = cache_directory(unusable_home(tmp_path), tmp_path)
-    assert directory == in_temporary(tmp_path) / directory_name()
-
-
 @pytest.mark.parametrize("which", ["parent", "directory"])
 def test_a_directory_that_others_may_write_to_is_not_used(which: str, tmp_path: Path) -> None:
     home = unusable_home(tmp_path)
@@ -42,12 +37,12 @@ def test_a_directory_that_others_may_write_to_is_not_used(which: str, tmp_path: 
     other = cache_directory(home, tmp_path)
     assert other.parent == tmp_path
     assert stat.S_IMODE(other.stat().st_mode) == 0o700
-    in_temporary(tmp_path).chmod(0o1777)  # nobody else can put another directory in place of ours
+    in_temporary(tmp_path).chmod(0o1777)  # no other user can put another directory in place of ours
     assert (cache_directory(home, tmp_path) == directory) == (which == "parent")
 
 
-@pytest.mark.skipif(os.getuid() != 0, reason="only root can give a directory to somebody else")
-def test_a_parent_of_somebody_else_is_not_used(tmp_path: Path) -> None:
+@pytest.mark.skipif(os.getuid() != 0, reason="only root can give a directory to another user")
+def test_a_parent_of_another_user_is_not_used(tmp_path: Path) -> None:
     in_temporary(tmp_path).mkdir()
     os.chown(in_temporary(tmp_path), 65534, 65534)
     assert cache_directory(unusable_home(tmp_path), tmp_path).parent == tmp_path

@@ -1,4 +1,4 @@
-"""How kernels are compiled: each once, whoever needs it at the same time."""
+"""How kernels are compiled: each once, however many need it at the same time."""
 # mypy: ignore-errors
 # (numba's compiler has no types that mypy could check)
 
@@ -49,7 +49,7 @@ def test_who_lacks_a_kernel_waits_for_who_compiles_it(tmp_path: Path, monkeypatc
     assert found[0] is not None
 
 
-def test_a_compilation_that_failed_holds_up_nobody(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_compilation_that_failed_delays_no_other(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     first, _ = caches(tmp_path, monkeypatch)
     context = cpu_target.target_context
     assert first.load_overload(SIGNATURE, context) is None

@@ -31,11 +31,6 @@ def multiply_rows(kind, weights, rows, y, first_panel, end_panel) -> None:  # ty
     multiply(kind, weights, rows, y, first_panel, end_panel, 0)
 
 
-@kernel
-def count_tile_rows(kind, num_rows) -> int:  # type: ignore[no-untyped-def]
-    return kind.tile_rows(num_rows)
-
-
 class Product:
     """y = x Wᵀ + b by one micro-kernel; cuts: where the panels are cut into calls, as threads would."""
 
@@ -46,8 +41,8 @@ class Product:
     def __call__(self, x: Floats, cuts: tuple[int, ...] = ()) -> Floats:
         kind, weights = self.kind, self.packed.seen_by_kernels
         count, depth = x.shape
-        tile_rows, padded = count_tile_rows(kind, count), kind.padded_rows(count)
-        assert padded == -(-count // tile_rows) * tile_rows
+        tile_rows = kind.tile_rows(count)
+        padded = -(-count // tile_rows) * tile_rows
         words, scales = (
             aligned(padded * weights.chunks * PANEL * kind.steps, np.int32),
             aligned(padded, np.float32),

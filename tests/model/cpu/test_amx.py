@@ -1,4 +1,4 @@
-"""AMX on any machine: the tile code runs on emulated instructions, its machine code has the real ones."""
+"""AMX on any machine: the tile code runs on emulated instructions."""
 
 from __future__ import annotations
 
@@ -7,7 +7,6 @@ import pytest
 import torch
 
 from ppserve.model.cpu.kernels.products import CHOICES
-from tests.model.cpu.assembly import assembly, innermost_loop
 from tests.model.cpu.emulated_tiles import emulated
 from tests.model.cpu.products import Product
 from tests.model.cpu.test_products import ROW_COUNTS, SHAPES, kinds, problem, same
@@ -36,13 +35,3 @@ def test_bfloat16_tiles_multiply_and_their_rows_stand_alone(depth: int, width: i
     np.testing.assert_allclose(whole, plain.numpy(), atol=1e-4, rtol=1e-4)
     for count in ROW_COUNTS:
         assert same(tiles(x[:count]), whole[:count])
-
-
-@pytest.mark.parametrize(("precision", "instruction"), [("bfloat16", "tdpbf16ps"), ("int8", "tdpbssd")])
-def test_machine_code_has_the_instructions(precision: str, instruction: str) -> None:
-    text = assembly(AMX[precision], "sapphirerapids")
-    loop = innermost_loop(text, instruction)
-    assert sum(instruction in line for line in loop) == 4
-    assert sum("tileloadd" in line for line in loop) == 4
-    for name in ("ldtilecfg", "tilestored", "tilerelease"):
-        assert name in text

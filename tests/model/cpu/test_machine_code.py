@@ -4,11 +4,14 @@ registers.
 
 from __future__ import annotations
 
-import pytest
+import re
 
-from ppserve.model.cpu.kernels.products import CHOICES
-from ppserve.model.cpu.kernels.tile_code import MicroKernel
-from tests.model.cpu.assembly import assembly, innermost_loop
+import pytest
+from llvmlite import binding, ir
+
+from ppserve.model.cpu.kernels.amx_tile import AmxTile
+from ppserve.model.cpu.kernels.products import CHOICES, TILE_CODES
+from ppserve.model.cpu.kernels.tile_code import MicroKernel, TileArguments
 
 CPUS = {"portable": "haswell", "avx2": "alderlake", "avx512": "skylake-avx512", "avx512_bf16": "cooperlake"}
 INSTRUCTIONS = {
@@ -23,6 +26,39 @@ CASES = [
     for choice in CHOICES
     if choice.variant != "amx"
 ]
+X86 = "x86_64-unknown-linux-gnu"
+
+
+def assembly(kind: MicroKernel, cpu: str, triple: str = X86) -> str:
+    """Of the tile with the most rows, optimised as numba does."""
+    module = ir.Module("tile")
+    module.triple = triple
+    number = ir.IntType(64)
+    function = ir.Function(module, ir.FunctionType(ir.VoidType(), [number] * len(TileArguments._fields)), "tile")
+    builder = ir.IRBuilder(function.append_basic_block("entry"))
+    code = TILE_CODES[kind.operation](builder, kind, TileArguments(*function.args))
+    uses_tiles = isinstance(code, AmxTile)
+    if uses_tiles:
+        code.unit(builder).configure()
+    code.tile(kind.rows[-1])
+    if uses_tiles:
+        code.unit(builder).release()
+    builder.ret_void()
+    binding.initialize_all_targets()
+    binding.initialize_all_asmprinters()
+    target = binding.Target.from_triple(triple)
+    machine = target.create_target_machine(cpu=cpu, opt=3, reloc="pic", codemodel="small")
+    parsed = binding.parse_assembly(str(module))
+    parsed.verify()
+    passes = binding.create_pass_builder(machine, binding.create_pipeline_tuning_options(speed_level=3))
+    passes.getModulePassManager().run(parsed, passes)
+    return str(machine.emit_assembly(parsed))
+
+
+def innermost_loop(text: str, instruction: str) -> list[str]:
+    """The lines of the block with most of these instructions."""
+    blocks = re.split(r"\n(?=\.L[^:\s]*:)", text)
+    return max(blocks, key=lambda block: block.count(instruction)).splitlines()
 
 
 @pytest.mark.parametrize(("kind", "cpu"), CASES)
@@ -45,3 +81,14 @@ def test_other_architectures_get_their_own_vectors() -> None:
     kind = next(choice.kind for choice in CHOICES if (choice.precision, choice.variant) == ("float32", "portable"))
     loop = innermost_loop(assembly(kind, "neoverse-n1", "aarch64-unknown-linux-gnu"), "fmla")
     assert sum("fmla" in line for line in loop) % (4 * kind.rows[-1]) == 0
+
+
+@pytest.mark.parametrize(("precision", "instruction"), [("bfloat16", "tdpbf16ps"), ("int8", "tdpbssd")])
+def test_amx_has_its_instructions(precision: str, instruction: str) -> None:
+    kind = next(choice.kind for choice in CHOICES if (choice.precision, choice.variant) == (precision, "amx"))
+    text = assembly(kind, "sapphirerapids")
+    loop = innermost_loop(text, instruction)
+    assert sum(instruction in line for line in loop) == 4
+    assert sum("tileloadd" in line for line in loop) == 4
+    for name in ("ldtilecfg", "tilestored", "tilerelease"):
+        assert name in text

@@ -25,35 +25,18 @@ from __future__ import annotations
 from typing import Any, NamedTuple
 
 from numba import types
-from numba.extending import intrinsic, overload_method
+from numba.extending import intrinsic
 
 from ppserve.model.compiled.jit import inlined
 from ppserve.model.compiled.lanes import lanes
 from ppserve.model.compiled.llvm import I64
 from ppserve.model.cpu.kernels.amx_tile import AmxTile
-from ppserve.model.cpu.kernels.kinds import KindType
 from ppserve.model.cpu.kernels.memory import LINE_BYTES
 from ppserve.model.cpu.kernels.operations import OPERATIONS
 from ppserve.model.cpu.kernels.tile_code import CHUNK_BYTES, PANEL, MicroKernel, TileArguments, VectorTile
 from ppserve.model.cpu.kernels.variants import NEEDS, Features
 
 TILE_CODES = dict.fromkeys(OPERATIONS, VectorTile) | {"bf16_tiles": AmxTile, "int8_tiles": AmxTile}
-
-
-@overload_method(KindType, "tile_rows")
-def _tile_rows(kind, num_rows):
-    """Rows of each of the fewest tiles that hold `num_rows`, about equally many in each."""
-    sizes = kind.kind.rows
-
-    def tile_rows(kind, num_rows):
-        num_tiles = -(-num_rows // sizes[-1])
-        needed = -(-num_rows // num_tiles)
-        for size in sizes:
-            if size >= needed:
-                return size
-        return needed
-
-    return tile_rows
 
 
 @intrinsic

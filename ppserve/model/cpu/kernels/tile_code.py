@@ -46,10 +46,10 @@ class MicroKernel:
     def steps(self) -> int:
         return OPERATIONS[self.operation].steps
 
-    def padded_rows(self, num_rows: int) -> int:
-        """Those of the tiles that hold `num_rows`."""
+    def tile_rows(self, num_rows: int) -> int:
+        """Rows of each of the fewest tiles that hold `num_rows`, about equally many in each."""
         num_tiles = -(-num_rows // self.rows[-1])
-        return num_tiles * min(size for size in self.rows if size * num_tiles >= num_rows)
+        return min(size for size in self.rows if size * num_tiles >= num_rows)
 
     @property
     def inputs(self) -> int:

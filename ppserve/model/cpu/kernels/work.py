@@ -51,12 +51,14 @@ _PIECE_BYTES = 256 << 10
 
 class Scratch(NamedTuple):
     """What the threads of a stage write while they work; addresses, of a step's size. num_rows: of the step.
+    tile_rows: of each tile of packed rows.
 
     words, scales: packed rows. y: results of products. inner: rows between the two jobs of a sublayer. values: a
     row for each thread, `values_stride` bytes apart.
     """
 
     num_rows: int
+    tile_rows: int
     words: int
     scales: int
     y: int
@@ -153,8 +155,8 @@ def _partition(context, size, least):
 
 
 @inlined
-def _packed(product, scratch):
-    return PackedRows(scratch.words, scratch.scales, scratch.num_rows, product.tile_rows(scratch.num_rows))
+def _packed(scratch):
+    return PackedRows(scratch.words, scratch.scales, scratch.num_rows, scratch.tile_rows)
 
 
 @inlined
@@ -175,7 +177,7 @@ def _multiply(product, weights, scratch, y, context, following):
     the others'."""
     barrier(context.job_queue, context.thread, context.count)
     counts = begin_pieces(context.job_queue, context.thread, context.count)
-    rows, panels, panel_bytes = _packed(product, scratch), weights.outputs // PANEL, weights.chunks * CHUNK_BYTES
+    rows, panels, panel_bytes = _packed(scratch), weights.outputs // PANEL, weights.chunks * CHUNK_BYTES
     at_once = panels
     if context.count > 1:
         at_once = _PIECE_BYTES * -(-rows.count // rows.tile_rows) // panel_bytes // 2 * 2 + 2
@@ -199,7 +201,7 @@ def _norm_rows(product, stored, norm, weights, scratch, x, context):
     for row in range(first, end):
         read_row(stored, x + row * norm.width * stored.element_bytes, norm.width, values, padded)
         normalise(norm, values)
-        pack_row(product, values, _packed(product, scratch), weights.chunks, row)
+        pack_row(product, values, _packed(scratch), weights.chunks, row)
 
 
 @inlined
@@ -212,7 +214,7 @@ def _pack_rows(product, single, weights, scratch, x, depth, context):
         if depth < padded:
             read_row(single, source, depth, values, padded)
             source = values
-        pack_row(product, source, _packed(product, scratch), weights.chunks, row)
+        pack_row(product, source, _packed(scratch), weights.chunks, row)
 
 
 @inlined

@@ -1,4 +1,4 @@
-"""Requests as nobody would write them: for fuzzing, here and in benchmarks."""
+"""Requests as nobody would write them: for fuzzing."""
 
 from __future__ import annotations
 

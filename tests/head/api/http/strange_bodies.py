@@ -1,4 +1,4 @@
-"""Bodies as nobody would write them: for fuzzing, here and in benchmarks."""
+"""Bodies as nobody would write them: for fuzzing."""
 
 from __future__ import annotations
 

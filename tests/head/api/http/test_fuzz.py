@@ -1,4 +1,4 @@
-"""Strange requests get 2xx or 4xx, and harm nobody else. benchmarks/fuzz_http.py is the long form."""
+"""Strange requests get 2xx or 4xx, and harm nobody else."""
 
 from __future__ import annotations
 

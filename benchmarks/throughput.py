@@ -11,7 +11,7 @@ otherwise idle machine, and compare only figures of one run. Without --model a r
 Without --against: 16 requests at once, every configuration with a fresh server in each round; medians are printed.
 With --against: this checkout beside another one, in cells of dtype, stages and callers. Both servers run; the load
 goes to one after the other, so that both meet the same machine. A ratio is new/old in one round; the table has
-medians of rounds. `start` compares seconds to the ready line.
+medians of rounds. `start` compares seconds to the ready line; a first start may compile kernels.
 """
 
 from __future__ import annotations
@@ -49,6 +49,8 @@ DTYPES = {
 STAGES = {1: "--stages 1 --threads 2", 2: "--stages 2 --threads 1"}
 CALLERS = (1, 16, 64)
 LEAST_REQUESTS = 4
+# A server that has just started still takes memory and frees what loading needed.
+SETTLE_S = 3.0
 OLD, NEW = "old", "new"
 
 
@@ -154,11 +156,12 @@ async def _compare_servers(servers: dict[str, Address], cells: Iterable[Cell], n
         callers = {OLD: old, NEW: new}
         served = {name: await introduce(callers[name], servers[name].grpc) for name in servers}
         for name in servers:
-            await warm_up(callers[name], Shape(8, 128, 4).workload(served[name], number), 8, 8)
+            await warm_up(callers[name], Shape(8, 128, 32).workload(served[name], number), 8, 8)
+        await asyncio.sleep(SETTLE_S)
         for place, cell in enumerate(cells):
             shape = Shape(max(LEAST_REQUESTS, cell.callers), 128, 64)
             rates = {}
-            for name in servers:
+            for name in servers if place % 2 == 0 else reversed(servers):
                 workload = shape.workload(served[name], 100 * (number + 1) + place)
                 summary = await timed(callers[name], served[name], workload, cell.callers, shape.num_requests)
                 rates[name] = summary.output_throughput

@@ -114,7 +114,8 @@ class Cell:
 
     def server_flags(self, model: str, kv_mib: int) -> list[str]:
         memory = f"--kv-cache-memory={kv_mib // self.stages}M"
-        flags = f"{DTYPES[self.dtype]} {STAGES[self.stages]} --force-cpu {memory}"
+        # Without draft tokens: what a random model repeats would be measured instead of its steps.
+        flags = f"{DTYPES[self.dtype]} {STAGES[self.stages]} --force-cpu --speculate off {memory}"
         return ["--model", model, *shlex.split(flags)]
 
 

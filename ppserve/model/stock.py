@@ -91,7 +91,7 @@ class TorchBackend:
         return residual
 
     def mlp(self, weights: MLPWeights) -> Sublayer:
-        norm, activate, own = _norm(weights.norm), self.activation(weights.activation), weights.columns.own
+        norm, activate, own = _norm(weights.norm), ACTIVATIONS[weights.activation], weights.columns.own
 
         def residual(x_TD: torch.Tensor, inputs: StepInputs) -> torch.Tensor:
             gather = inputs.gather
@@ -104,10 +104,6 @@ class TorchBackend:
     def head(self, norm: LayerNorm, linear: Linear) -> Head:
         normed = _norm(norm)
         return lambda hidden_RD: linear(normed(hidden_RD)).float()
-
-    def activation(self, name: str) -> Operator:
-        """One of ACTIVATIONS."""
-        return ACTIVATIONS[name]
 
     def block_bytes(self, arch: Architecture, layout: StageLayout, block_size: int) -> int:
         return block_size * layout.kv_bytes_per_token(arch, self.precision.kv.itemsize)

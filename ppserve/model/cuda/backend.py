@@ -27,7 +27,7 @@ from ppserve.model.cuda.operators import Operators
 from ppserve.model.cuda.sampling import read_rows
 from ppserve.model.cuda.transfers import Readback, Staging
 from ppserve.model.gpt2 import GPT2Stage
-from ppserve.model.stock import Operator, TorchBackend
+from ppserve.model.stock import TorchBackend
 from ppserve.model.timing import Timing
 
 log = logging.getLogger("ppserve.stage")
@@ -89,9 +89,6 @@ class CudaBackend(TorchBackend):
         if self.options.batch_invariant:
             return InvariantLinear(self.operators, self.stored(weight_NK[:]), bias_N)
         return super().linear(weight_NK, bias_N)
-
-    def activation(self, name: str) -> Operator:
-        return self.operators.quick_gelu if name == "quick_gelu" else super().activation(name)
 
     def make_cache(
         self, arch: Architecture, layout: StageLayout, num_blocks: int, block_size: int, *, populate: bool = False
@@ -163,7 +160,7 @@ def launch_once(operators: Operators, device: torch.device) -> None:
     """Raises ConfigError where Triton cannot launch anything on this machine. With its first launch it compiles a
     C file: what that lacks is to be said in a sentence, before a process has read its weights."""
     try:
-        operators.quick_gelu(torch.zeros(1, device=device))
+        operators.running_sums(torch.zeros(1, 1, device=device))
     except (torch.AcceleratorError, torch.OutOfMemoryError):
         raise
     except (RuntimeError, OSError, subprocess.CalledProcessError) as error:

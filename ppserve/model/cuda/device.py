@@ -18,8 +18,6 @@ from ppserve.model.timing import Busy, HostTiming, Timing
 class Mark(Protocol):
     """A point in the work that was given to a device."""
 
-    def is_reached(self) -> bool: ...
-
     def wait(self) -> None:
         """Returns when the device has come so far. Work that was given later continues meanwhile."""
 
@@ -30,7 +28,7 @@ class Accelerator:
     def __init__(self, device: torch.device) -> None:
         self.device = device
         self.num_waits = 0
-        """How often the host has waited for the device."""
+        """How often the host has waited for work that was not done."""
 
     @property
     def name(self) -> str:
@@ -49,11 +47,8 @@ class Accelerator:
         """The end of the work that was given so far."""
         return self
 
-    def is_reached(self) -> bool:
-        return True
-
     def wait(self) -> None:
-        self.num_waits += 1
+        """Nothing is left to be done."""
 
     def timing(self) -> Timing:
         """A step's work begins now."""
@@ -132,12 +127,10 @@ class _CudaMark:
     def __init__(self, device: CudaDevice, event: torch.cuda.Event) -> None:
         self._device, self._event = device, event
 
-    def is_reached(self) -> bool:
-        return bool(self._event.query())  # type: ignore[no-untyped-call]
-
     def wait(self) -> None:
-        self._device.num_waits += 1
-        self._event.synchronize()
+        if not self._event.query():  # type: ignore[no-untyped-call]
+            self._device.num_waits += 1
+            self._event.synchronize()
 
 
 def _timed_event() -> torch.cuda.Event:

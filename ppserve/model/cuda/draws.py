@@ -21,9 +21,10 @@ NO_TARGET = -1
 PER_ROW = ("points", "top_p", "min_p", "temperature", "top_k", "targets")
 """The arrays with one number for every row."""
 
-ADJUSTMENTS = ("bias", "repeat", "count", "ban")
-"""Of scores before drawing, in this order: added biases, the repetition penalty, the penalties that count a
-token's occurrences, banned ids."""
+ADJUSTMENTS = ("adjusted_rows", "adjusted_ids", "bias", "repetition", "frequency", "presence")
+"""The arrays with one number for every row and id whose score is changed before drawing. In this order: a bias is
+added; repetition multiplies a negative score and divides others; frequency (times occurrences) and presence are
+subtracted, and the presence of a banned id is infinite."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,20 +40,11 @@ class ReadRow:
     """How many of the most likely tokens are asked for; None without log-probabilities."""
 
 
-def rows_read(plan: StepPlan) -> list[ReadRow]:
-    """In the order of `StepRows.read_rows`."""
+def rows_read(plan: StepPlan, pad_to: int = 0) -> list[ReadRow]:
+    """In the order of `StepRows.read_rows`, then padding up to so many."""
     drawn = [ReadRow(draw, at, num_top=draw.num_logprobs) for s in plan.slices for at, draw in s.draws]
     scored = [ReadRow(target=t, num_top=s.num_prompt_logprobs) for s in plan.slices for t in s.targets]
-    return drawn + scored
-
-
-def rows_of_slices(plan: StepPlan, count: int) -> list[ReadRow]:
-    """The rows of a recorded step: one per slice, in order, and padding up to `count`."""
-    of_slices = [
-        next((ReadRow(draw, at, num_top=draw.num_logprobs) for at, draw in s.draws), ReadRow())
-        for s in plan.slices
-    ]
-    return of_slices + [ReadRow()] * (count - len(of_slices))
+    return drawn + scored + [ReadRow()] * (pad_to - len(drawn) - len(scored))
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,7 +55,7 @@ class Draws:
     filters: bool
     """Whether any draw leaves ids out by top_k, top_p or min_p."""
     adjustments: dict[str, NDArray[Any]]
-    """Changes of scores before drawing, as `_adjustments` lists them."""
+    """`ADJUSTMENTS` by name, rows ascending; empty if no score is changed."""
     num_top: int | None
     """The most that any row asks for; None without log-probabilities."""
 
@@ -82,9 +74,9 @@ class Draws:
         """Whether nothing is asked for but a draw from all ids."""
         return not self.filters and not self.adjustments and self.num_top is None
 
-    def entries(self, kind: str, rows: slice) -> slice:
-        """The adjustments of a kind that belong to these rows."""
-        return slice(*np.searchsorted(self.adjustments[f"{kind}.rows"], (rows.start, rows.stop)).tolist())
+    def adjustments_of(self, rows: slice) -> slice:
+        """The places in `adjustments` that belong to these rows."""
+        return slice(*np.searchsorted(self.adjustments["adjusted_rows"], (rows.start, rows.stop)).tolist())
 
     def arrays(self) -> dict[str, NDArray[Any]]:
         """The point and the limits of every row's draw. A greedy draw has temperature 0."""
@@ -123,50 +115,42 @@ def _filters(params: SamplingParams) -> bool:
 
 
 def _adjustments(rows: Sequence[ReadRow], vocab_size: int) -> dict[str, NDArray[Any]]:
-    """Entries (row, id, numbers) of each kind, rows ascending. Arrays are called `bias.rows`, `bias.ids`, `bias.0`
-    and so on; a kind without entries has none."""
+    """See `ADJUSTMENTS`."""
     drawn = [(number, row.draw, row.draw.params) for number, row in enumerate(rows) if row.draw is not None]
-    banned = [(n, draw.banned) for n, draw, _ in drawn if draw.banned and rows[n].position < draw.banned_before]
-    biased = [(n, tuple(zip(*of.logit_bias, strict=True))) for n, _, of in drawn if of.logit_bias]
     past = [(n, draw, of) for n, draw, of in drawn if of.needs_history]
-    repeated = [(n, draw.prompt_ids + draw.output_ids) for n, draw, of in past if of.repetition_penalty != 1.0]
-    entries: dict[str, tuple[NDArray[Any], ...]] = {}
-    if banned:
-        entries["ban"] = _listed(banned)
-    if biased:
-        ids, biases = ([(n, both[i]) for n, both in biased] for i in range(2))
-        entries["bias"] = *_listed(ids), _listed(biases)[1]
-    if past:
-        frequency_R, presence_R, repetition_R = np.zeros((3, len(rows)))
-        for n, _, of in past:
-            frequency_R[n], presence_R[n] = of.frequency_penalty, of.presence_penalty
-            repetition_R[n] = of.repetition_penalty
-        rows_n, ids_n, times_n = _counted([(n, draw.output_ids) for n, draw, _ in past])
-        entries["count"] = rows_n, ids_n, frequency_R[rows_n], times_n, presence_R[rows_n]
-        rows_n, ids_n, _ = _counted(repeated)
-        entries["repeat"] = rows_n, ids_n, repetition_R[rows_n]
-    arrays: dict[str, NDArray[Any]] = {}
-    for kind, (rows_n, ids_n, *numbers) in entries.items():
-        known_n = ids_n < vocab_size
-        if known_n.any():
-            whole = {"rows": rows_n, "ids": ids_n}
-            arrays |= {f"{kind}.{name}": of_n[known_n].astype(np.int32) for name, of_n in whole.items()}
-            arrays |= {f"{kind}.{i}": of_n[known_n].astype(np.float32) for i, of_n in enumerate(numbers)}
-    return arrays
+    lists = (
+        [(n, draw.banned) for n, draw, _ in drawn if rows[n].position < draw.banned_before],
+        [(n, [token_id for token_id, _ in of.logit_bias]) for n, _, of in drawn],
+        [(n, draw.prompt_ids) for n, draw, _ in past],
+        [(n, draw.output_ids) for n, draw, _ in past],
+    )
+    keys = [_keys(each) for each in lists]
+    keys_n, entry = np.unique(np.concatenate(keys), return_inverse=True)
+    banned, biased, prompt, output = np.split(entry, np.cumsum([len(each) for each in keys])[:-1])
+    rows_n, ids_n = keys_n >> 32, keys_n & 0xFFFFFFFF
+    bias_n, presence_n, repetition_n = np.zeros(len(keys_n)), np.zeros(len(keys_n)), np.ones(len(keys_n))
+    frequency_R, presence_R, repetition_R = np.zeros((3, len(rows)), np.float32)
+    for n, _, of in past:
+        frequency_R[n], presence_R[n], repetition_R[n] = (
+            of.frequency_penalty, of.presence_penalty, of.repetition_penalty
+        )  # fmt: skip
+    bias_n[biased] = [bias for _, _, of in drawn for _, bias in of.logit_bias]
+    for seen in (prompt, output):
+        repetition_n[seen] = repetition_R[rows_n[seen]]
+    times_n = np.bincount(output, minlength=len(keys_n)).astype(np.float32)
+    presence_n[output] = presence_R[rows_n[output]]
+    presence_n[banned] = np.inf
+    columns_n = (rows_n, ids_n, bias_n, repetition_n, frequency_R[rows_n] * times_n, presence_n)
+    known_n = ids_n < vocab_size
+    if not known_n.any():
+        return {}
+    types = (np.int32, np.int32, *[np.float32] * 4)
+    columns = (of_n[known_n].astype(of_type) for of_n, of_type in zip(columns_n, types, strict=True))
+    return dict(zip(ADJUSTMENTS, columns, strict=True))
 
 
-_Lists = Sequence[tuple[int, Sequence[float]]]
-"""Rows, each with numbers."""
-
-
-def _listed(lists: _Lists) -> tuple[NDArray[Any], NDArray[Any]]:
-    """All numbers one after the other: (n,) their rows, (n,) the numbers."""
-    rows_n = np.repeat(np.array([row for row, _ in lists], np.int64), [len(numbers) for _, numbers in lists])
-    return rows_n, np.fromiter(chain.from_iterable(numbers for _, numbers in lists), np.float64, len(rows_n))
-
-
-def _counted(lists: _Lists) -> tuple[NDArray[Any], NDArray[Any], NDArray[Any]]:
-    """Each row's ids without repetitions: (n,) rows, (n,) ids, (n,) counts."""
-    rows_n, ids_n = _listed(lists)
-    keys_n, times_n = np.unique((rows_n << 32) + ids_n.astype(np.int64), return_counts=True)
-    return keys_n >> 32, keys_n & 0xFFFFFFFF, times_n
+def _keys(lists: Sequence[tuple[int, Sequence[int]]]) -> NDArray[np.int64]:
+    """Rows, each with ids: row << 32 | id for all of them, one after the other."""
+    rows_n = np.repeat(np.array([row for row, _ in lists], np.int64), [len(ids) for _, ids in lists])
+    ids = chain.from_iterable(ids for _, ids in lists)
+    return (rows_n << 32) + np.fromiter(ids, np.int64, len(rows_n))

@@ -72,13 +72,13 @@ class RecordedStage:
         assert isinstance(inputs, DeviceInputs)
         if inputs.bucket is None:
             return self._model.read_out(inputs, hidden_TD)
-        rows, draws = slice(0, inputs.num_rows), inputs.draws
-        if draws.is_plain:
-            columns_RC = self._tokens_R1[rows]
-        else:
-            columns_RC = read_rows(self._operators, self._logits_RV[rows], draws, inputs.arrays, 0)
-        drawn = [number for number, s in enumerate(inputs.rows.plan.slices) if s.draw is not None]
-        return self._readback.reading(inputs.rows.plan, columns_RC, drawn)
+        plan, count = inputs.rows.plan, len(inputs.rows.read_rows)
+        if not count:
+            return self._readback.reading(plan, None)
+        columns_RC = self._tokens_R1[:count]
+        if not inputs.draws.is_plain:
+            columns_RC = read_rows(self._operators, self._logits_RV[:count], inputs.draws, inputs.arrays, 0)
+        return self._readback.reading(plan, columns_RC)
 
     def _step(self, inputs: DeviceInputs, cache: DeviceCache) -> Callable[[], None]:
         """The work that is recorded for a bucket."""
@@ -89,7 +89,8 @@ class RecordedStage:
             hidden_TD = self._model.forward(inputs, received_TD, cache)
             self._hidden_TD[:size].copy_(hidden_TD)
             if self._model.head is not None:
-                self._logits_RV[:size].copy_(self._model.head.logits(hidden_TD))
+                hidden_RD = hidden_TD.index_select(0, inputs.read_rows_R)
+                self._logits_RV[:size].copy_(self._model.head.logits(hidden_RD))
                 tokens_R1 = draw_plain(self._operators, self._logits_RV[:size], inputs.arrays)
                 self._tokens_R1[:size].copy_(tokens_R1)
 

@@ -1,10 +1,9 @@
 """The operators that torch does not have, or not for every row alone.
 
-Here torch computes them on any device: the reference of the kernels in `triton_operators`. It computes in the
-kernels' order, tile by tile of keys, and loops over keys and pieces of rows, never over sequences.
+Here torch computes them on any device: the reference of the kernels in `triton_operators`.
 
 T rows, D width, E = 3D, H heads, d head size, B blocks, p positions of a block, K inputs, N outputs, V vocabulary,
-R rows read out, n tiles: up to ROWS_PER_TILE consecutive rows of one slice each, m rows and k keys of a tile.
+R rows read out, n tiles: up to ROWS_PER_TILE consecutive rows of one slice each, m rows of a tile, P positions.
 """
 
 from __future__ import annotations
@@ -17,9 +16,6 @@ from torch.nn.functional import linear, pad
 
 ROWS_PER_TILE = 16
 """Rows that share loads of keys and values: what a tensor core's smallest product takes."""
-
-KEYS_PER_TILE = 64
-"""Keys that are taken at a time, from position 0 on, whatever the block size; of wide heads, fewer."""
 
 
 def _float32(number: float) -> float:
@@ -43,7 +39,7 @@ class Tiles:
     `tables`. A tile at position -1 pads a step: it has no keys, and its rows become zeros."""
     tables: torch.Tensor
     max_keys: int
-    """The most keys that any row has, on the host."""
+    """The most keys that a row of any step may have, on the host."""
 
 
 class Operators:
@@ -70,17 +66,28 @@ class Operators:
     ) -> torch.Tensor:
         """(T, D): each row's mix of the values at its position and before."""
         queries_THd, _, _ = _heads(qkv_TE, keys_BpHd)
-        num_rows = len(queries_THd)
-        first_n, count_n, start_n, begin_n = at.tiles_n4.long().unbind(1)
-        within_m = torch.arange(ROWS_PER_TILE, device=qkv_TE.device)
-        is_row_nm = within_m < count_n[:, None]
-        rows_nm = torch.where(is_row_nm, first_n[:, None] + within_m, num_rows)
-        last_nm = torch.where(is_row_nm & (start_n >= 0)[:, None], start_n[:, None] + within_m, -1)
-        queries_nHmd = queries_THd[rows_nm.clamp(max=num_rows - 1)].transpose(1, 2)
-        mixed_nHmd = _mix(queries_nHmd, last_nm, begin_n, (keys_BpHd, values_BpHd), at, scale)
+        num_rows, block_size, device = len(queries_THd), keys_BpHd.shape[1], qkv_TE.device
+        first_n1, count_n1, start_n1, begin_n1 = at.tiles_n4.long().T[:, :, None].unbind(0)
+        row_m, position_P = (torch.arange(count, device=device) for count in (ROWS_PER_TILE, at.max_keys))
+        is_row_nm = row_m < count_n1
+        rows_nm = torch.where(is_row_nm, first_n1 + row_m, num_rows)
+        last_nm = torch.where(is_row_nm & (start_n1 >= 0), start_n1 + row_m, -1)
+        sees_nmP = position_P <= last_nm[:, :, None]
+        blocks_nP = at.tables.long()[(begin_n1 + position_P // block_size).clamp(max=len(at.tables) - 1)]
+        # What stands behind a sequence is another's, and may be no number: times zero it would still be none.
+        keys_nHPd, values_nHPd = (
+            torch.where(
+                sees_nmP.any(1)[:, :, None, None], of_BpHd[blocks_nP, position_P % block_size].float(), 0.0
+            ).transpose(1, 2)
+            for of_BpHd in (keys_BpHd, values_BpHd)
+        )
+        queries_nHmd = queries_THd[rows_nm.clamp(max=num_rows - 1)].transpose(1, 2).float()
+        scores_nHmP = queries_nHmd @ keys_nHPd.transpose(2, 3) * scale
+        weights_nHmP = torch.where(sees_nmP[:, None], scores_nHmP, -torch.inf).softmax(3)
+        mixed_nmHd = (weights_nHmP @ values_nHPd).transpose(1, 2).to(qkv_TE.dtype)
         # A row beyond the others takes what belongs to none.
-        mixed_THd = torch.zeros(num_rows + 1, *queries_THd.shape[1:], dtype=qkv_TE.dtype, device=qkv_TE.device)
-        mixed_THd[rows_nm] = mixed_nHmd.transpose(1, 2).to(qkv_TE.dtype)
+        mixed_THd = torch.zeros(num_rows + 1, *queries_THd.shape[1:], dtype=qkv_TE.dtype, device=device)
+        mixed_THd[rows_nm] = torch.where((last_nm >= 0)[:, :, None, None], mixed_nmHd, 0.0)
         return mixed_THd[:num_rows].flatten(1)
 
     def product(self, x_TK: torch.Tensor, weight_NK: torch.Tensor, bias_N: torch.Tensor | None) -> torch.Tensor:
@@ -88,11 +95,6 @@ class Operators:
         num_rows = len(x_TK)
         pieces_nmK = pad(x_TK, (0, 0, 0, -num_rows % ROWS_PER_TILE)).view(-1, ROWS_PER_TILE, x_TK.shape[1])
         return torch.cat([linear(piece_mK, weight_NK, bias_N) for piece_mK in pieces_nmK.unbind(0)])[:num_rows]
-
-    def quick_gelu(self, x_TN: torch.Tensor) -> torch.Tensor:
-        """x sigmoid(1.702 x), computed in float32. Of torch's operators it would take three."""
-        wide_TN = x_TN.float()
-        return (wide_TN * torch.sigmoid(1.702 * wide_TN)).to(x_TN.dtype)
 
     def weights(self, scores_RV: torch.Tensor, most_R: torch.Tensor, temperature_R: torch.Tensor) -> torch.Tensor:
         """exp((score - most) / temperature) in float32, as `compiled.lanes.exp` computes it. All float32."""
@@ -119,47 +121,6 @@ class Operators:
 def _heads(qkv_TE: torch.Tensor, keys_BpHd: torch.Tensor) -> tuple[torch.Tensor, ...]:
     """Queries, keys and values of the rows, each (T, H, d)."""
     return qkv_TE.view(-1, 3, *keys_BpHd.shape[2:]).unbind(1)
-
-
-def _mix(
-    queries_nHmd: torch.Tensor,
-    last_nm: torch.Tensor,
-    begin_n: torch.Tensor,
-    numbers_BpHd: tuple[torch.Tensor, torch.Tensor],
-    at: Tiles,
-    scale: float,
-) -> torch.Tensor:
-    """Softmax of the scores times the values, one tile of keys after the other. last_nm: the position up to which
-    a row sees keys, -1 for none."""
-    block_size, dtype = numbers_BpHd[0].shape[1], queries_nHmd.dtype
-    queries_nHmd = queries_nHmd.float()
-    most_nHm = torch.full(queries_nHmd.shape[:3], -torch.inf, device=queries_nHmd.device)
-    total_nHm = torch.zeros_like(most_nHm)
-    mixed_nHmd = torch.zeros_like(queries_nHmd)
-    # Keys that no row sees change nothing. A device would have to be waited for to know which those are.
-    num_keys = at.max_keys if last_nm.device.type != "cpu" else int(last_nm.max()) + 1
-    for first in range(0, num_keys, KEYS_PER_TILE):
-        keys_k = torch.arange(first, first + KEYS_PER_TILE, device=begin_n.device)
-        places_nk = (begin_n[:, None] + keys_k // block_size).clamp(max=len(at.tables) - 1)
-        blocks_nk, offsets_k = at.tables[places_nk], keys_k % block_size
-        sees_nmk = keys_k <= last_nm[:, :, None]
-        is_seen_nk = sees_nmk.any(1)
-        # What stands behind a sequence is another's, and may be no number: times zero it would still be none.
-        keys_nkHd, values_nkHd = (
-            torch.where(is_seen_nk[:, :, None, None], of_BpHd[blocks_nk, offsets_k].to(dtype).float(), 0.0)
-            for of_BpHd in numbers_BpHd
-        )
-        scores_nHmk = queries_nHmd @ keys_nkHd.permute(0, 2, 3, 1) * scale
-        scores_nHmk = torch.where(sees_nmk[:, None], scores_nHmk, -torch.inf)
-        new_nHm = torch.maximum(most_nHm, scores_nHmk.amax(3))
-        reference_nHm = torch.where(new_nHm == -torch.inf, 0.0, new_nHm)
-        weights_nHmk = torch.exp(scores_nHmk - reference_nHm[..., None])
-        fading_nHm = torch.exp(most_nHm - reference_nHm)
-        total_nHm = total_nHm * fading_nHm + weights_nHmk.sum(3)
-        rounded_nHmk = weights_nHmk.to(dtype).float()
-        mixed_nHmd = mixed_nHmd * fading_nHm[..., None] + rounded_nHmk @ values_nkHd.transpose(1, 2)
-        most_nHm = new_nHm
-    return mixed_nHmd / torch.where(total_nHm == 0, 1.0, total_nHm)[..., None]
 
 
 def _multiply_add(a: torch.Tensor, b: torch.Tensor | float, c: torch.Tensor | float) -> torch.Tensor:

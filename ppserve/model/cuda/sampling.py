@@ -126,26 +126,14 @@ def _adjusted(logits_RV: torch.Tensor, arrays: DeviceArrays, draws: Draws, rows:
     """Scores after biases, penalties and bans; the logits themselves where there are none."""
     if not draws.adjustments:
         return logits_RV
+    own = draws.adjustments_of(rows)
+    row_n, id_n, bias_n, repetition_n, frequency_n, presence_n = (arrays[name][own] for name in ADJUSTMENTS)
+    at = row_n.long() - rows.start, id_n.long()
+    scores_n = logits_RV[at] + bias_n
+    repeated_n = torch.where(scores_n < 0, scores_n * repetition_n, scores_n / repetition_n)
     scores_RV = logits_RV.clone()
-    for kind in ADJUSTMENTS:
-        if f"{kind}.rows" in draws.adjustments:
-            of = draws.entries(kind, rows)
-            at = arrays[f"{kind}.rows"][of].long() - rows.start, arrays[f"{kind}.ids"][of].long()
-            numbers = [arrays[name][of] for i in range(3) if (name := f"{kind}.{i}") in arrays]
-            scores_RV[at] = _adjust(kind, scores_RV[at], numbers)
+    scores_RV[at] = repeated_n.clamp(-GREATEST, GREATEST) - frequency_n - presence_n
     return scores_RV
-
-
-def _adjust(kind: str, scores_n: torch.Tensor, numbers: list[torch.Tensor]) -> torch.Tensor:
-    if kind == "bias":
-        return scores_n + numbers[0]
-    if kind == "repeat":
-        repeated_n = torch.where(scores_n < 0, scores_n * numbers[0], scores_n / numbers[0])
-        return repeated_n.clamp(-GREATEST, GREATEST)
-    if kind == "count":
-        frequency_n, times_n, presence_n = numbers
-        return scores_n - frequency_n * times_n - presence_n
-    return torch.full_like(scores_n, -torch.inf)
 
 
 def _logprobs(

@@ -13,9 +13,11 @@ import triton
 import triton.language as tl
 
 from ppserve.model.cuda import operators as of
-from ppserve.model.cuda.operators import KEYS_PER_TILE, ROWS_PER_TILE, Operators, Tiles
+from ppserve.model.cuda.operators import ROWS_PER_TILE, Operators, Tiles
 
-# Of attention: what the keys of a tile may take. With as many values, and the rows, that fits into the 64 KiB that
+# Of attention: keys that are taken at a time, from position 0 on, whatever the block size; of wide heads, fewer.
+_KEYS_PER_TILE = 64
+# What the keys of a tile may take. With as many values, and the rows, that fits into the 64 KiB that
 # a program has at compute capability 7.5.
 _KEYS_BYTES = 16 << 10
 # Of a product: rows, outputs and inputs that one program takes at a time.
@@ -73,12 +75,6 @@ class TritonOperators(Operators):
         )
         return y_TN
 
-    def quick_gelu(self, x_TN: torch.Tensor) -> torch.Tensor:
-        y_TN = torch.empty_like(x_TN)
-        grid = (triton.cdiv(x_TN.numel(), _NUMBERS_AT_ONCE),)
-        _quick_gelu[grid](x_TN, y_TN, x_TN.numel(), COUNT=_NUMBERS_AT_ONCE)
-        return y_TN
-
     def weights(self, scores_RV: torch.Tensor, most_R: torch.Tensor, temperature_R: torch.Tensor) -> torch.Tensor:
         num_rows, vocabulary = scores_RV.shape
         weights_RV = torch.empty_like(scores_RV)
@@ -95,7 +91,7 @@ class TritonOperators(Operators):
 
 def keys_per_tile(key_bytes: int) -> int:
     """The same on every device, in every step."""
-    return max(16, min(KEYS_PER_TILE, _KEYS_BYTES // key_bytes))
+    return max(16, min(_KEYS_PER_TILE, _KEYS_BYTES // key_bytes))
 
 
 @triton.jit
@@ -210,14 +206,6 @@ def _product(
         total += tl.load(bias + output, mask=is_output, other=0.0).to(tl.float32)[None, :]
     to = y + own_rows[:, None] * num_outputs + own_outputs[None, :]
     tl.store(to, total.to(y.dtype.element_ty), mask=is_row[:, None] & is_output[None, :])
-
-
-@triton.jit
-def _quick_gelu(x, y, count, COUNT: tl.constexpr):
-    number = tl.program_id(0).to(tl.int64) * COUNT + tl.arange(0, COUNT)
-    inside = number < count
-    wide = tl.load(x + number, mask=inside, other=0.0).to(tl.float32)
-    tl.store(y + number, (wide * tl.sigmoid(1.702 * wide)).to(y.dtype.element_ty), mask=inside)
 
 
 @triton.jit

@@ -92,12 +92,10 @@ class LateMark:
     device: LateDevice
     number: int
 
-    def is_reached(self) -> bool:
-        return self.device.is_done(self.number)
-
     def wait(self) -> None:
-        self.device.num_waits += 1
-        self.device.do(self.number)
+        if not self.device.is_done(self.number):
+            self.device.num_waits += 1
+            self.device.do(self.number)
 
 
 class LateTiming(HostTiming):

@@ -15,6 +15,7 @@ from ppserve.core.plan import Slice, StepPlan
 from ppserve.model.cuda.backend import CudaBackend, DeviceOptions
 from ppserve.model.cuda.device import Accelerator
 from ppserve.model.cuda.graphs import RecordedStage
+from ppserve.model.cuda.operators import Operators
 from ppserve.model.inputs import build_inputs
 from tests.model.cuda.test_sampling import VOCABULARY, any_draw
 from tests.model.pipelines import Pipeline, prompt
@@ -31,30 +32,6 @@ class NoNumbers(Accelerator):
 
     def copy(self, to: torch.Tensor, source: torch.Tensor) -> None:
         assert {to.device.type, source.device.type} == {"cpu", "meta"}
-
-
-class Shapes:
-    """`Operators` whose results have no numbers."""
-
-    name = "shapes"
-
-    def write(self, qkv_TE: torch.Tensor, *rest: object) -> None:
-        pass
-
-    def attend(self, qkv_TE: torch.Tensor, *rest: object) -> torch.Tensor:
-        return qkv_TE.new_empty(len(qkv_TE), qkv_TE.shape[1] // 3)
-
-    def product(self, x_TK: torch.Tensor, weight_NK: torch.Tensor, bias_N: torch.Tensor | None) -> torch.Tensor:
-        return x_TK.new_empty(len(x_TK), len(weight_NK))
-
-    def quick_gelu(self, x_TN: torch.Tensor) -> torch.Tensor:
-        return torch.empty_like(x_TN)
-
-    def weights(self, scores_RV: torch.Tensor, *rest: object) -> torch.Tensor:
-        return torch.empty_like(scores_RV)
-
-    def running_sums(self, weights_RV: torch.Tensor) -> torch.Tensor:
-        return torch.empty_like(weights_RV, dtype=torch.float64)
 
 
 class Mixed(TorchDispatchMode):
@@ -77,7 +54,7 @@ class Mixed(TorchDispatchMode):
 def test_steps_mix_nothing_of_the_host_with_the_device(records: bool, batch_invariant: bool) -> None:
     """Prompts, decodes, both, copies of blocks, every kind of draw; recording and what was recorded."""
     options = DeviceOptions(batch_invariant, records, max_rows=16)
-    backend = CudaBackend(META, "bfloat16", options, Shapes(), NoNumbers())
+    backend = CudaBackend(META, "bfloat16", options, Operators(), NoNumbers())
     checkpoint = RandomCheckpoint(architecture(num_layers=2, vocab_size=VOCABULARY))
     pipeline = Pipeline(checkpoint, "1,1", backend=backend)
     chance, number = random.Random(3), range(12)

@@ -13,7 +13,7 @@ from ppserve.model.cuda.graphs import RecordedStage
 from ppserve.model.cuda.transfers import Readback, Staging
 from ppserve.model.inputs import build_inputs
 from tests.model.cuda.here import CPU as ON_CPU
-from tests.model.cuda.late import LateDevice, WrittenTooEarly, late_backend
+from tests.model.cuda.late import LateDevice, late_backend
 from tests.model.cuda.test_recorded import CHECKPOINT, Recorded, conversation
 from tests.model.pipelines import Pipeline, prompt
 from tests.stage.one_stage import plan
@@ -27,26 +27,10 @@ def test_a_buffer_is_written_again_only_when_its_copy_has_read_it() -> None:
     """Many copies that nobody waits for, small and large."""
     device = LateDevice()
     staging = Staging(device)
-    for count in (8, 100_000, 8, 8, 200_000, 8, 8, 8):
-        assert staging.copy_new(numbers(count, count))["ids"].tolist() == list(range(count, 2 * count))
+    for count in (8, 300_000, 8, 8, 600_000, 8, 8, 8):
+        assert staging.copy(numbers(count, count))["ids"].tolist() == list(range(count, 2 * count))
     assert device.num_waits == 5, "three copies are under way before the first wait"
     device.mark().wait()
-
-
-def test_what_is_written_too_early_is_seen() -> None:
-    """The control: a host that does not wait."""
-
-    class Impatient(Staging):
-        def _host_buffer(self, num_bytes: int) -> torch.Tensor:
-            self._under_way.rotate()
-            return self._under_way[0][1] if len(self._under_way) > 1 else super()._host_buffer(num_bytes)
-
-    device = LateDevice()
-    staging = Impatient(device)
-    for first in range(4):
-        staging.copy_new(numbers(first))
-    with pytest.raises(WrittenTooEarly):
-        device.mark().wait()
 
 
 def test_what_is_read_too_early_is_no_number() -> None:
@@ -87,5 +71,5 @@ def test_steps_may_be_given_faster_than_they_are_done() -> None:
         assert torch.equal(hidden_TD, forward(exact.stages[0], exact.caches[0], number))
     assert isinstance(stage, RecordedStage)
     assert stage.num_replays == 8
-    assert backend.accelerator.num_waits == 10, "of 13 copies, recording's among them, three are under way"
+    assert backend.accelerator.num_waits == 13, "of 16 copies, recording's among them, three are under way"
     backend.accelerator.mark().wait()

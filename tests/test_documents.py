@@ -232,7 +232,7 @@ def test_the_page_on_sampling_parameters_names_every_place_of_one() -> None:
 def samples() -> Iterator[dict[str, list[dict[str, str]]]]:
     """Labels of every series of a server of two stages, by name."""
     metrics = Metrics(2)
-    metrics.http_expected("/v1/completions", [200])
+    metrics.http_answered("/v1/completions", 200)
     metrics.read_ledger(lambda: (account_of(2).snapshot(1),))
     # Set where a pipeline has formed.
     found: dict[str, list[dict[str, str]]] = {"ppserve_stage_info": [{}], "ppserve_build_info": [{}]}

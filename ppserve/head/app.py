@@ -168,7 +168,7 @@ class HeadProcess:
         request_handler = RequestHandler(
             handle, tokenizer, ApiKeys(key_file) if key_file else None, self._metrics.requests.on_refused
         )
-        servers = Servers(self._config.server, request_handler, self._metrics, self._pages(handle))
+        servers = Servers(self._config.server, request_handler, self._metrics.http_answered, self._pages(handle))
         self._on_reload(request_handler, servers)
         await self._open(servers, handle)
         health = asyncio.create_task(self._report_health(servers))

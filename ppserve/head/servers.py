@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 
 from ppserve.config import ServerSettings
 from ppserve.errors import ConfigError
 from ppserve.head.api.grpc.server import GrpcServer
-from ppserve.head.api.http.server import AnswerCounts, HttpServer
+from ppserve.head.api.http.server import HttpServer
 from ppserve.head.api.request_handler import RequestHandler
 from ppserve.head.api.tls import read_certificates
 from ppserve.head.api.vllm_grpc.service import VllmService
@@ -35,14 +35,14 @@ class Servers:
         self,
         settings: ServerSettings,
         request_handler: RequestHandler,
-        counts: AnswerCounts,
+        count_answer: Callable[[str, int], None],
         pages: Mapping[str, MakePage],
     ) -> None:
         """Raises ConfigError for certificates that cannot be used. Call inside the event loop."""
         self._settings = settings
         self._request_handler = request_handler
         self._grpc = grpc_server(settings, request_handler)
-        self._http = HttpServer(settings, request_handler, counts)
+        self._http = HttpServer(settings, request_handler, count_answer)
         self._pages = PageServer(pages)
 
     async def open(self) -> Ports:

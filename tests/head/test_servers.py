@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterable
 
 import pytest
 
@@ -16,12 +15,6 @@ SETTINGS = ServerSettings(port=0, http_port=0, metrics_port=0)
 WITHIN_S = 20.0
 
 
-class Counts:
-    def http_expected(self, path: str, statuses: Iterable[int]) -> None: ...
-
-    def http_answered(self, path: str, status: int) -> None: ...
-
-
 @pytest.mark.parametrize("has_stream", [False, True])
 @pytest.mark.parametrize("num_turns", [0, 1, 2, 4, 8])
 def test_two_signals_right_behind_the_start_close_the_servers_whatever_had_begun(
@@ -30,7 +23,7 @@ def test_two_signals_right_behind_the_start_close_the_servers_whatever_had_begun
     """num_turns: of the event loop, between the two."""
 
     async def main() -> None:
-        servers = Servers(SETTINGS, handler_of(FakeEngine(halt_after=1), SETTINGS), Counts(), {})
+        servers = Servers(SETTINGS, handler_of(FakeEngine(halt_after=1), SETTINGS), lambda path, status: None, {})
         ports = await servers.open()
         await servers.set_serving(True)
         at_once = asyncio.get_running_loop().create_future()

@@ -186,11 +186,8 @@ class Metrics:
             description.version, platform.python_version(), description.name, description.dtype
         ).set(1)
 
-    def http_expected(self, path: str, statuses: Iterable[int]) -> None:
-        for status in statuses:
-            self._http.labels(path, str(status))
-
     def http_answered(self, path: str, status: int) -> None:
+        """path: "other" for one that is not served."""
         self._http.labels(path, str(status)).inc()
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import math
 from collections.abc import AsyncGenerator, AsyncIterator
-from contextlib import AsyncExitStack, asynccontextmanager, suppress
+from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import replace
 from typing import Any
 
@@ -28,16 +28,21 @@ encode = msgspec.json.Encoder().encode
 
 
 def begin_call(request: Request, handler: RequestHandler) -> Call:
-    """The call as the request handler knows it, under the name that a proxy gave it if that is fit for logs."""
+    """The call as the request handler knows it, under a name of ours."""
     key = key_of(request) if handler.keys is not None else None
     tls = request.state.transport.get_extra_info("ssl_object")
     certificate = tls.getpeercert(binary_form=True) if tls is not None else None
     host = request.client.host if request.client is not None else ""
     call = Call.begin(caller_name(key, certificate or b"", host), None, request.headers.get("traceparent"))
-    with suppress(InvalidRequest):
-        call = call.named(request.headers.get("x-request-id", ""), handler.description.limits.max_request_id_bytes)
     # Every reader of JSON holds 53 bits of a number.
     return replace(call, seed=call.seed >> 11)
+
+
+def name_call(request: Request, handler: RequestHandler) -> None:
+    """The call gets the name that its caller, or a proxy, gave it. Raises InvalidRequest for an unfit one."""
+    name, max_bytes = request.headers.get("x-request-id", ""), handler.description.limits.max_request_id_bytes
+    with handler.counting_refusals():
+        request.state.call = request.state.call.named(name, max_bytes, "x-request-id")
 
 
 def key_of(request: Request) -> str | None:

@@ -15,12 +15,11 @@ from jinja2 import TemplateError, nodes
 from jinja2.ext import Extension
 from jinja2.parser import Parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
-from msgspec import UNSET, UnsetType
 from starlette.requests import Request
 from starlette.responses import Response
 
 from ppserve.errors import ConfigError, InvalidRequest, Violation
-from ppserve.head.api.http.answers import AnswerJson, Answers, PromptProgress, UsageJson, finish_of
+from ppserve.head.api.http.answers import Answers, Json, PromptProgress
 from ppserve.head.api.http.calls import read_body
 from ppserve.head.api.http.failures import HTTP_NAMES, HttpError
 from ppserve.head.api.http.fields import (
@@ -34,7 +33,6 @@ from ppserve.head.api.http.fields import (
     request_fields,
 )
 from ppserve.head.api.http.generating import generate
-from ppserve.head.api.http.logprobs import ChatLogprobsJson
 from ppserve.head.api.request_handler import RequestHandler
 from ppserve.head.api.requests import refuse
 from ppserve.head.api.stream import Delta
@@ -79,25 +77,6 @@ CHAT: Table = {
 }
 
 
-class MessageJson(msgspec.Struct):
-    """An answer's message, or what is new of it. role: on the first event only, and on whole answers."""
-
-    content: str
-    role: str | UnsetType = UNSET
-
-
-class ChatChoiceJson(msgspec.Struct, kw_only=True):
-    """One answer, with `message`, or what is new of it, with `delta`."""
-
-    index: int
-    message: MessageJson | UnsetType = UNSET
-    delta: MessageJson | UnsetType = UNSET
-    logprobs: ChatLogprobsJson | None
-    finish_reason: str | None
-    stop_reason: int | str | None
-    token_ids: list[int] | UnsetType = UNSET
-
-
 class ChatAnswers(Answers):
     """Makes the answers to one chat."""
 
@@ -105,25 +84,18 @@ class ChatAnswers(Answers):
     id_prefix: ClassVar[str] = "chatcmpl-"
     _is_first = True
 
-    def _choice(self, prompt: PromptProgress, delta: Delta, is_whole: bool) -> ChatChoiceJson:
-        prompt.note(delta)
-        said = MessageJson(delta.text, "assistant" if delta.is_first else UNSET)
-        return ChatChoiceJson(
-            index=prompt.choice_index(delta),
-            message=said if is_whole else UNSET,
-            delta=UNSET if is_whole else said,
-            logprobs=prompt.writer(delta.index).chat(delta.tokens) if prompt.has_scores else None,
-            token_ids=prompt.ids(delta),
-            **finish_of(delta),
-        )
+    def _choice(self, prompt: PromptProgress, delta: Delta, is_whole: bool) -> Json:
+        role = {"role": "assistant"} if delta.is_first else {}
+        logprobs = prompt.writers[delta.index].chat(delta.tokens) if prompt.has_scores else None
+        message = {**role, "content": delta.text}
+        return {**prompt.choice(delta), "message" if is_whole else "delta": message, "logprobs": logprobs}
 
-    def _record(self, kind: str, choices: Sequence[Any], usage: UsageJson | UnsetType | None) -> AnswerJson:
+    def _record(self, kind: str, choices: Sequence[Json], **more: Any) -> Json:
         """As vLLM has it: the prompt's tokens are on whole answers, and on a stream's first event."""
-        record = super()._record(kind, choices, usage)
-        if self._is_first:
-            record.prompt_token_ids = self._prompts[0].all_prompt_ids
+        if self._is_first and self._prompts[0].has_ids:
+            more["prompt_token_ids"] = self._prompts[0].request.prompt_ids
         self._is_first = False
-        return record
+        return super()._record(kind, choices, **more)
 
 
 class GenerationBlock(Extension):

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Awaitable, Callable, Iterable
+from collections.abc import Awaitable, Callable
 from functools import partial
 from http import HTTPStatus
-from typing import NoReturn, Protocol
+from typing import NoReturn
 
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
@@ -17,7 +17,7 @@ from starlette.routing import Route
 from ppserve.config import ServerSettings
 from ppserve.errors import Draining
 from ppserve.head.api.http import describing
-from ppserve.head.api.http.calls import JsonResponse, begin_call, key_of, time_limit
+from ppserve.head.api.http.calls import JsonResponse, begin_call, key_of, name_call, time_limit
 from ppserve.head.api.http.chat import ChatTemplate, chat_completions
 from ppserve.head.api.http.failures import HttpError, content_of, headers_of, status_of
 from ppserve.head.api.http.generating import completions
@@ -31,32 +31,23 @@ MAX_CONNECTIONS = 2048
 OPEN_PATHS = ("/health",)
 # The caller hung up before it was answered: nginx's number.
 _CALLER_GONE = 499
-
-STATUSES = (200, 400, 401, 404, 405, 413, 429, _CALLER_GONE, 500, 503, 504)
-OTHER_PATHS = "other"
+_OTHER_PATHS = "other"
 
 Endpoint = Callable[[Request, RequestHandler], Awaitable[Response]]
-
-
-class AnswerCounts(Protocol):
-    """Is told of every answer. path: one of those that are served, or OTHER_PATHS."""
-
-    def http_expected(self, path: str, statuses: Iterable[int]) -> None:
-        """Answers with these statuses may come: their counts begin at zero."""
-
-    def http_answered(self, path: str, status: int) -> None:
-        """An answer has begun, or its caller had hung up."""
 
 
 class HttpServer:
     """Serves until `stop`. Not healthy until told that it is serving."""
 
-    def __init__(self, settings: ServerSettings, request_handler: RequestHandler, counts: AnswerCounts) -> None:
-        """Raises ConfigError for certificates and a chat template that cannot be used."""
+    def __init__(
+        self, settings: ServerSettings, request_handler: RequestHandler, count_answer: Callable[[str, int], None]
+    ) -> None:
+        """count_answer: is told the path of every answer ("other" where it is not served) and its status. Raises
+        ConfigError for certificates and a chat template that cannot be used."""
         self._settings = settings
         template = ChatTemplate(settings.chat_template) if settings.chat_template else None
         self._request_handler = request_handler
-        self._counts = counts
+        self._count_answer = count_answer
         self._is_serving = False
         endpoints: list[tuple[str, str, Endpoint]] = [
             ("POST", "/v1/completions", completions),
@@ -70,8 +61,6 @@ class HttpServer:
             ("POST", "/detokenize", describing.detokenize),
         ]
         self._paths = frozenset(path for _, path, _ in endpoints if "{" not in path)
-        for path in (*self._paths, OTHER_PATHS):
-            counts.http_expected(path, STATUSES)
         app = Starlette(
             routes=[
                 Route(path, partial(self._answer, endpoint), methods=[method])
@@ -129,6 +118,7 @@ class HttpServer:
         try:
             if path not in OPEN_PATHS:
                 handler.check_key(key_of(request))
+            name_call(request, handler)
             async with time_limit(request):
                 response = await endpoint(request, handler)
         except ClientDisconnect:
@@ -140,5 +130,5 @@ class HttpServer:
             told = request.state.call.refusal(error)
             response = JsonResponse(content_of(told), status_of(told), dict(headers_of(told)))
         response.headers.update(dict(request.state.call.names))
-        self._counts.http_answered(path if path in self._paths else OTHER_PATHS, response.status_code)
+        self._count_answer(path if path in self._paths else _OTHER_PATHS, response.status_code)
         return response

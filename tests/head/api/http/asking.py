@@ -6,29 +6,14 @@ import asyncio
 import http.client
 import json
 from collections import Counter
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Iterator, Mapping
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping
 from contextlib import asynccontextmanager, contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 from ppserve.config import ServerSettings
 from ppserve.head.api.http.server import HttpServer
 from tests.fake_engine import FakeEngine, handler_of, in_thread
-
-
-@dataclass
-class Counted:
-    """What the server said of its answers."""
-
-    answers: Counter[tuple[str, int]] = field(default_factory=Counter)
-    expected: set[tuple[str, int]] = field(default_factory=set)
-
-    def http_expected(self, path: str, statuses: Iterable[int]) -> None:
-        self.expected |= {(path, status) for status in statuses}
-
-    def http_answered(self, path: str, status: int) -> None:
-        assert (path, status) in self.expected
-        self.answers[path, status] += 1
 
 
 @dataclass(frozen=True)
@@ -58,7 +43,8 @@ class Served:
     engine: FakeEngine
     server: HttpServer
     port: int
-    counted: Counted
+    counted: Counter[tuple[str, int]]
+    """Answers, by path and status."""
 
     async def ask(self, path: str, body: object = None, method: str = "", **headers: str) -> Answer:
         """One request on a connection of its own. body: bytes as they are, anything else as JSON; None for GET."""
@@ -101,8 +87,8 @@ async def served_http(engine: FakeEngine | None = None, **settings: Any) -> Asyn
     """A server on a free port that says that it is healthy."""
     engine = engine or FakeEngine()
     parsed = ServerSettings(http_port=0, **settings)
-    counted = Counted()
-    server = HttpServer(parsed, handler_of(engine, parsed), counted)
+    counted: Counter[tuple[str, int]] = Counter()
+    server = HttpServer(parsed, handler_of(engine, parsed), lambda *answer: counted.update([answer]))
     port = await server.start()
     await server.set_serving(True)
     try:

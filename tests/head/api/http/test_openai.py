@@ -119,7 +119,7 @@ def test_errors_are_its_classes() -> None:
         served.engine.refusal = StagesLost("stage 1 is gone")
         with pytest.raises(openai.InternalServerError):
             await client.completions.create(model="fake", prompt="a")
-        assert set(served.counted.answers.values()) == {1}, "something was asked again"
+        assert set(served.counted.values()) == {1}, "something was asked again"
 
     run(scenario, max_retries=0)
 
@@ -153,7 +153,7 @@ def test_a_wrong_key(tmp_path: Path) -> None:
 def test_it_comes_back_when_it_was_told_to(caplog: pytest.LogCaptureFixture) -> None:
     async def scenario(served: Served, client: AsyncOpenAI) -> None:
         await client.completions.create(model="fake", prompt="a")
-        assert served.counted.answers == {("/v1/completions", 429): 2, ("/v1/completions", 200): 1}
+        assert served.counted == {("/v1/completions", 429): 2, ("/v1/completions", 200): 1}
 
     with caplog.at_level(logging.INFO, "openai"):
         run(scenario, BusyAtFirst(refusal=Overloaded("the queue is full", 0.023), times=2))
@@ -176,6 +176,6 @@ def test_it_does_not_come_back_when_that_cannot_help() -> None:
     async def scenario(served: Served, client: AsyncOpenAI) -> None:
         with pytest.raises(openai.InternalServerError):
             await client.completions.create(model="fake", prompt="a")
-        assert served.counted.answers == {("/v1/completions", 504): 1}
+        assert served.counted == {("/v1/completions", 504): 1}
 
     run(scenario, FakeEngine(refusal=DeadlinePassed("too late")))

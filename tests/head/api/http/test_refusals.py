@@ -66,7 +66,7 @@ def test_a_refusal_names_the_field_as_callers_know_it(body: dict[str, Any], para
         assert (status, named) == (400, param), message
         assert "sampling." not in message
         assert served.engine.requests == []
-        assert served.counted.answers == {("/v1/completions", 400): 1}
+        assert served.counted == {("/v1/completions", 400): 1}
 
     run(scenario)
 

@@ -16,7 +16,7 @@ from ppserve.head.api.tls import read_certificates
 from tests.certificates import make_certificates, needs_openssl
 from tests.fake_engine import CARD, EOS, FakeEngine, handler_of
 from tests.head.api.grpc.test_server import KEYS
-from tests.head.api.http.asking import Counted, Served, raw, run, served_http
+from tests.head.api.http.asking import Served, raw, run, served_http
 from tests.head.api.test_request_handler import PARENT
 
 
@@ -55,7 +55,7 @@ def test_paths_and_methods_that_there_are_not() -> None:
         wrong = await served.ask("/v1/completions")
         assert (wrong.status, wrong.headers["allow"]) == (405, "POST")
         assert wrong.json["error"]["code"] == "method_not_allowed"
-        assert served.counted.answers == {("other", 404): 2, ("/v1/completions", 405): 1}
+        assert served.counted == {("other", 404): 2, ("/v1/completions", 405): 1}
         assert all(answer.headers["x-request-id"].startswith("req-") for answer in (missing, slash, wrong))
         named = await served.ask("/nothing", x_request_id="mine", traceparent=PARENT)
         assert (named.headers["x-request-id"], named.headers["traceparent"]) == ("mine", PARENT)
@@ -79,7 +79,7 @@ def test_an_address_that_cannot_be_bound() -> None:
                 (ServerSettings(http_port=served.port), "--http-port", "address already in use"),
                 (ServerSettings(host="192.0.2.1", http_port=0), "--host", "cannot assign"),
             ):
-                second = HttpServer(settings, handler_of(FakeEngine()), Counted())
+                second = HttpServer(settings, handler_of(FakeEngine()), lambda path, status: None)
                 with pytest.raises(ConfigError, match=problem) as refusal:
                     await second.start()
                 assert refusal.value.name == flag
@@ -124,8 +124,11 @@ def test_names_come_back() -> None:
             assert (spaced.status, spaced.headers["x-request-id"]) == (200, expected)
         blank = await served.ask("/v1/completions", {"prompt": "a", "request_id": "  "})
         assert blank.headers["x-request-id"].startswith("req-")
-        other = await served.ask("/version", x_request_id="x" * 200, traceparent="nonsense")
-        assert other.headers["x-request-id"].startswith("req-")
+        for wrong in ("x" * 129, "na\xefve", "tab\there"):
+            unfit = await served.ask("/version", x_request_id=wrong)
+            assert (unfit.status, unfit.json["error"]["param"]) == (400, "x-request-id")
+            assert unfit.headers["x-request-id"].startswith("req-")
+        other = await served.ask("/version", traceparent="nonsense")
         assert "traceparent" not in other.headers
 
     run(scenario)

@@ -134,7 +134,9 @@ def _serve(start: wire.Start, found: ProbeResult | UsageError, connection: socke
             connection.sendall(wire.encode(wire.GaveUp(str(error))))
         return EXIT_USAGE
     # Without a head nothing is left to do.
-    open_link = functools.partial(HeadLink, connection, on_lost=lambda: os._exit(EXIT_HEAD_GONE))
+    open_link = functools.partial(
+        HeadLink, connection, on_lost=lambda: os._exit(EXIT_HEAD_GONE), on_overdue=os._exit
+    )
     ports = start.config.network.stage_ports
     stage = StageLoop(start, found, open_link, ProcessGroupWiring(ports), route)
     return stage.run(report=lambda what: os.write(life, f"{what}\n".encode()))

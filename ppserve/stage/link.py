@@ -16,6 +16,8 @@ from ppserve.errors import WireError
 
 # Longer than the head waits for a silent stage, so that it is the head who decides.
 _SILENCE_S = 15.0
+# A stage that is told to exit and has not ended by then is stuck in a step.
+_END_WITHIN_S = 10.0
 
 Stamped = tuple[int, Any]
 """When a message arrived (monotonic ns), and the message."""
@@ -72,6 +74,7 @@ class HeadLink(Link):
     That thread stamps each message as it arrives, so that a plan which came during compute is known as such.
     on_lost: called, perhaps by both threads, when the head is gone, has said nothing for `silence_s`, or sends
     what is not in the schema. The head pings twice a second, so a head that is silent is gone, or cut off.
+    on_overdue: called with the code of a Shutdown if the process has not ended `end_within_s` later.
     """
 
     def __init__(
@@ -79,7 +82,9 @@ class HeadLink(Link):
         connection: socket.socket,
         on_abandon: OnAbandon,
         on_lost: Callable[[], object],
+        on_overdue: Callable[[int], object] = lambda _code: None,
         silence_s: float = _SILENCE_S,
+        end_within_s: float = _END_WITHIN_S,
         start: Callable[[Callable[[], None]], None] = _in_a_thread,
     ) -> None:
         super().__init__(on_abandon)
@@ -87,6 +92,9 @@ class HeadLink(Link):
         self._connection = connection
         self._reader = wire.FrameReader(wire.FromHead)
         self._on_lost = on_lost
+        self._on_overdue = on_overdue
+        self._end_within_s = end_within_s
+        self._exit_code: int | None = None
         self._sending = threading.Lock()  # the loop sends results, the reader answers pings
         start(self._read)
 
@@ -100,13 +108,18 @@ class HeadLink(Link):
 
     def _read(self) -> None:
         """Until the head has said Shutdown: what follows is only the end of the connection."""
-        while True:
-            try:
-                received = self._connection.recv(1 << 16)
-            except OSError:
-                received = b""
-            if not self.handle_bytes(received, time.monotonic_ns()):
-                return
+        received = self._receive()
+        while self.handle_bytes(received, time.monotonic_ns()):
+            received = self._receive()
+        if self._exit_code is not None:
+            time.sleep(self._end_within_s)
+            self._on_overdue(self._exit_code)
+
+    def _receive(self) -> bytes:
+        try:
+            return self._connection.recv(1 << 16)
+        except OSError:
+            return b""
 
     def handle_bytes(self, received: bytes, now_ns: int) -> bool:
         """Bytes of the head; none where its connection has ended. Returns whether to continue reading."""
@@ -114,6 +127,7 @@ class HeadLink(Link):
             for message in self._reader.feed(received):
                 self.handle_message(now_ns, message)
                 if isinstance(message, wire.Shutdown):
+                    self._exit_code = message.code
                     return False
         except WireError:
             received = b""

@@ -46,7 +46,12 @@ def ends() -> Iterator[Ends]:
     head.settimeout(WITHIN_S)
     lost, abandoned = threading.Event(), queue.SimpleQueue[tuple[int, int, bool]]()
     with head, stage:
-        link = HeadLink(stage, lambda epoch: abandoned.put((epoch, link.abandoned, link.inbox.empty())), lost.set)
+        link = HeadLink(
+            stage,
+            lambda epoch: abandoned.put((epoch, link.abandoned, link.inbox.empty())),
+            lost.set,
+            end_within_s=0.1,
+        )
         yield Ends(link, head, lost, abandoned)
 
 
@@ -125,6 +130,15 @@ def test_after_shutdown_the_end_of_the_connection_means_nothing(ends: Ends) -> N
     reader.join(WITHIN_S)
     assert not reader.is_alive()
     assert not ends.lost.is_set()
+
+
+def test_a_stage_that_does_not_end_after_a_shutdown_is_ended_with_its_code() -> None:
+    head, stage = socket.socketpair()
+    ended: queue.SimpleQueue[int] = queue.SimpleQueue()
+    with head, stage:
+        HeadLink(stage, lambda epoch: None, lambda: None, ended.put, end_within_s=0.1)
+        head.sendall(wire.encode(wire.Shutdown(76)))
+        assert ended.get(timeout=WITHIN_S) == 76
 
 
 def test_a_send_that_blocks_does_not_keep_messages_from_arriving(ends: Ends) -> None:

@@ -54,6 +54,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     },
     "ppserve.head.app": {"ppserve.process"},
     "ppserve.head.shape": {"ppserve.planning", "ppserve.wire"},
+    "ppserve.head.starting": {"ppserve.wire"},
     "ppserve.head.engine": {"ppserve.wire", "ppserve.process.environment"},
     "ppserve.head.engine.placement": {"ppserve.process.interfaces"},
     "ppserve.head.engine.control": {"ppserve.process.proof", "ppserve.process.sockets", "ppserve.process.tls"},

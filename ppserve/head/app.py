@@ -23,7 +23,7 @@ from ppserve.head.engine.building import build_engine
 from ppserve.head.engine.control import SocketControlPlane
 from ppserve.head.engine.member import FatalError
 from ppserve.head.handle import EngineHandle, describe_model
-from ppserve.head.observe.banner import StartProgress, banner
+from ppserve.head.observe.banner import banner
 from ppserve.head.observe.live import RecentSpans, describe_costs, live_pages, read_state
 from ppserve.head.observe.metrics import Metrics
 from ppserve.head.observe.pages import MakePage, json_page
@@ -145,19 +145,16 @@ class HeadProcess:
         def is_stopping() -> bool:
             return self._stop.done() or self._keeper_failed.done()
 
-        chosen = await asyncio.to_thread(
-            choose_shape, self._config, self._control, self._world_size, is_stopping
-        )
+        chosen = await asyncio.to_thread(choose_shape, self._config, self._control, self._world_size, is_stopping)
         if isinstance(chosen, FatalError):
             return chosen
         self._config = replace(self._config, pipeline=chosen)
         return None
 
     async def _serve(self) -> int:
-        with StartProgress(self._members):
-            watching = asyncio.create_task(self._watch_start())
-            await _first_of(self._stop, self._formed, self._failed)
-            watching.cancel()
+        watching = asyncio.create_task(self._watch_start())
+        await _first_of(self._stop, self._formed, self._failed)
+        watching.cancel()
         if self._failed.done():
             return self._report(self._failed.result())
         if not self._formed.done():
@@ -200,6 +197,8 @@ class HeadProcess:
     async def _watch_start(self) -> None:
         watch = StartWatch(self._members, self._config.server.start_timeout_s, time.monotonic())
         while (fatal := watch.check(time.monotonic())) is None:
+            if sys.stderr.isatty():
+                print(f"\r\x1b[K{watch.progress()}", end="\r", file=sys.stderr, flush=True)
             await asyncio.sleep(_WATCH_EVERY_S)
         self._engine.give_up(fatal)
 

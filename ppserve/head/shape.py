@@ -16,8 +16,7 @@ from ppserve.core.workload import ExpectedWorkload
 from ppserve.errors import ConfigError, UsageError
 from ppserve.head.engine.control import SocketControlPlane
 from ppserve.head.engine.member import FatalError
-from ppserve.head.engine.startup_barrier import wait_for_hellos
-from ppserve.head.starting import WaitLimit, missing_ranks
+from ppserve.head.starting import WaitLimit, wait_for_hellos
 from ppserve.planning.forecast import Intent
 from ppserve.planning.shapes import Conditions, Network, Prospect, compare, render_prospects, shape_name
 
@@ -33,16 +32,11 @@ def choose_shape(
     """The settings with the best shape, once every rank has measured; why the server must end where none can be
     chosen. A rank that cannot serve, or a signal, is the engine's to handle: then the settings are unchanged."""
     limit = WaitLimit(config.server.start_timeout_s, time.monotonic())
-    fatal: FatalError | None = None
-
-    def is_over(missing: list[int]) -> bool:
-        nonlocal fatal
-        fatal = limit.check(missing, lambda: missing_ranks(missing), time.monotonic())
-        return fatal is not None or is_stopping()
-
-    hellos = wait_for_hellos(control, world_size, is_over)
+    hellos = wait_for_hellos(control, world_size, limit, is_stopping)
+    if isinstance(hellos, FatalError):
+        return hellos
     if not hellos:
-        return fatal or config.pipeline
+        return config.pipeline
     try:
         found = compare_shapes(config, hellos)
     except UsageError as error:

@@ -1,4 +1,4 @@
-"""How long the head waits for ranks while the pipeline forms for the first time, and what the log says meanwhile.
+"""How long the head waits for ranks while the pipeline forms for the first time, and what it says meanwhile.
 
 A rank may take long to download its weights, so what counts is the time in which nothing happened at any rank.
 """
@@ -6,15 +6,26 @@ A rank may take long to download its weights, so what counts is the time in whic
 from __future__ import annotations
 
 import logging
+import time
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 
+from ppserve import wire
 from ppserve.core.figures import size
+from ppserve.head.engine.control import Disconnected, Received, SocketControlPlane
 from ppserve.head.engine.member import FatalError, Member, StageState
 from ppserve.head.engine.members import Members
 
 log = logging.getLogger("ppserve.head")
 
 TELL_EVERY_S = 30.0
+_POLL_S = 0.1
+_PING_EVERY_S = 0.5
+_WHAT = {
+    StageState.ABSENT: "has not come: is it started, with the same MASTER_ADDR, --control-port and --secret-file?",
+    StageState.LOADING: "loads its weights",
+    StageState.FORMING: "connects to its neighbours (--interface, --advertise)",
+}
 
 
 class WaitLimit:
@@ -26,23 +37,62 @@ class WaitLimit:
         self._seen: object = None
         self._since_s = self._told_s = now_s
 
-    def check(self, seen: object, missing: Callable[[], str], now_s: float) -> FatalError | None:
+    def check(self, seen: object, missing: str, now_s: float) -> FatalError | None:
         """Why the server must end; None while it may wait. seen: changes when something happens."""
         if seen != self._seen:
             self._seen, self._since_s = seen, now_s
         waited_s = now_s - self._since_s
         if waited_s >= self._limit_s:
-            reason = f"nothing has happened for {waited_s:.0f} s (--start-timeout); waiting for {missing()}"
+            reason = f"nothing has happened for {waited_s:.0f} s (--start-timeout); waiting for {missing}"
             return FatalError(reason, usage=False)
         if now_s - self._told_s >= TELL_EVERY_S:
             self._told_s = now_s
-            log.warning("waiting for %s", missing())
+            log.warning("waiting for %s", missing)
         return None
 
 
-def missing_ranks(ranks: Sequence[int]) -> str:
-    """What the server waits for while these ranks have not said Hello, for `--parallel auto`."""
-    names = ", ".join(f"rank {rank}" for rank in ranks)
+def wait_for_hellos(
+    control: SocketControlPlane,
+    world_size: int,
+    limit: WaitLimit,
+    is_stopping: Callable[[], bool],
+    clock: Callable[[], float] = time.monotonic,
+) -> tuple[wire.Hello, ...] | FatalError:
+    """The Hello of every rank, in the order of ranks; empty where a rank cannot serve or the server is stopping.
+
+    All messages are put back for the engine as if they arrived at the end of this wait: otherwise the wait would
+    count as a rank's silence. clock: monotonic, in seconds.
+    """
+    hellos: dict[int, Received] = {}
+    failures: list[Received] = []
+    fatal: FatalError | None = None
+    now_s = pinged_s = clock()
+    while len(hellos) < world_size and not failures and not is_stopping():
+        if fatal := limit.check(set(hellos), _missing_ranks(set(range(world_size)) - set(hellos)), now_s):
+            break
+        if now_s - pinged_s > _PING_EVERY_S:
+            # A stage that receives nothing ends itself.
+            pinged_s = now_s
+            for rank in hellos:
+                control.send(rank, wire.Ping(round(now_s * 1e9)))
+        for event in control.poll(_POLL_S):
+            match event:
+                case Disconnected(rank):
+                    hellos.pop(rank, None)
+                case Received(rank, _, wire.Hello()):
+                    hellos[rank] = event
+                case Received(_, _, wire.GaveUp() | wire.Failed()):
+                    failures.append(event)
+        now_s = clock()
+    control.put_back([replace(each, arrived_ns=round(now_s * 1e9)) for each in (*hellos.values(), *failures)])
+    if fatal is not None or failures or len(hellos) < world_size:
+        return fatal or ()
+    messages = [hellos[rank].message for rank in range(world_size)]
+    return tuple(message for message in messages if isinstance(message, wire.Hello))
+
+
+def _missing_ranks(ranks: set[int]) -> str:
+    names = ", ".join(f"rank {rank}" for rank in sorted(ranks))
     return f"{names}, which {_WHAT[StageState.ABSENT]} Or it measures still (--parallel auto)"
 
 
@@ -50,27 +100,26 @@ class StartWatch:
     """A watch over the ranks of all replicas until they have formed."""
 
     def __init__(self, replicas: Sequence[Members], limit_s: float, now_s: float) -> None:
-        self._replicas, self._limit = replicas, WaitLimit(limit_s, now_s)
+        self._limit = WaitLimit(limit_s, now_s)
+        self._ranks = [(replica, rank) for replica in replicas for rank in replica.ranks]
 
     def check(self, now_s: float) -> FatalError | None:
         """Why the server must end; None while it may wait."""
-        seen = [(member.state, member.progress) for replica in self._replicas for member in replica.all]
-        return self._limit.check(seen, self._missing, now_s)
+        members = [(replica.grid.name(rank), replica[rank]) for replica, rank in self._ranks]
+        seen = [(member.state, member.progress) for _, member in members]
+        missing = [
+            f"{name} (rank {member.rank}), which {_WHAT[member.state]}{_amount(member)}"
+            for name, member in members
+            if member.state in _WHAT
+        ]
+        return self._limit.check(seen, "; ".join(missing) or "the epoch to form", now_s)
 
-    def _missing(self) -> str:
-        waits = [(r, m) for r in self._replicas for m in r.all if m.state in _WHAT]
-        told = [f"{r.grid.name(m.rank)} (rank {m.rank}), which {_what(m)}" for r, m in waits]
-        return "; ".join(told) or "the epoch to form"
+    def progress(self) -> str:
+        """How far each rank is, in one line for a terminal."""
+        members = [(replica.grid.name(rank), replica[rank]) for replica, rank in self._ranks]
+        return "  ".join(f"{name} {member.state.name.lower()}{_amount(member)}" for name, member in members)
 
 
-def _what(member: Member) -> str:
+def _amount(member: Member) -> str:
     done, total = member.progress
-    amount = f", {size(done)} of {size(total)}" if member.state is StageState.LOADING and total else ""
-    return _WHAT[member.state] + amount
-
-
-_WHAT = {
-    StageState.ABSENT: "has not come: is it started, with the same MASTER_ADDR, --control-port and --secret-file?",
-    StageState.LOADING: "loads its weights",
-    StageState.FORMING: "connects to its neighbours (--interface, --advertise)",
-}
+    return f", {size(done)} of {size(total)}" if member.state is StageState.LOADING and total else ""

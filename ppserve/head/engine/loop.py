@@ -27,7 +27,7 @@ from ppserve.head.engine.member import FatalError, Formed
 from ppserve.head.engine.observer import Observers
 from ppserve.head.engine.open_request import HeldAnswer, OpenRequest
 from ppserve.head.engine.output import Sink
-from ppserve.head.engine.placement import difference_in_words, first_difference
+from ppserve.head.engine.placement import difference
 from ppserve.head.engine.reading import ReplicaReading
 from ppserve.head.engine.replica import Replica, ReplicaEvent
 from ppserve.head.engine.rolling import RollingRestart
@@ -270,8 +270,8 @@ class Engine(threading.Thread):
             return
         hellos = [hello for replica in self.replicas if (hello := replica.members.first.hello) is not None]
         for number, hello in enumerate(hellos):
-            if name := first_difference(hellos[0], hello):
-                mistake = f"replica {number} on {hello.host.name} has {difference_in_words(name)} than replica 0"
+            if found := difference(hellos[0], hello):
+                mistake = f"replica {number} on {hello.host.name} has {found[1]}, unlike replica 0"
                 self._fail(FatalError(mistake, usage=True))
                 return
         self._has_formed = True

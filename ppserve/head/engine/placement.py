@@ -21,7 +21,6 @@ log = logging.getLogger("ppserve.head")
 # On a CPU a token in a step of more rows is no cheaper, and with equal chunks stages wait for each other less
 # (docs/performance.md).
 CPU_CHUNK = 128
-_FOUND = {"architecture": "another model", "weights": "other weights"}
 
 
 class Placement:
@@ -37,15 +36,10 @@ class Placement:
         config, first = self._config, hellos[0]
         grid = config.pipeline.grid(first.world_size)
         for hello in hellos[1:]:
-            name = first_difference(first, hello)
-            if name in _FOUND:
+            if found := difference(first, hello):
                 theirs, ours = (f"{grid.name(one.rank)} on {one.host.name}" for one in (hello, first))
-                what = f"{difference_in_words(name)} in {hello.model.checkpoint}"
-                raise ConfigError("--model", f"{theirs} found {what} than {ours} in {first.model.checkpoint}")
-            if name is not None:
-                theirs, ours = getattr(hello.model, name), getattr(first.model, name)
-                flag = f"--{name.replace('_', '-')}"
-                raise ConfigError(flag, f"{grid.name(hello.rank)} would use {theirs}, stage 0 {ours}")
+                flag, what = found
+                raise ConfigError(flag, f"{theirs} has {what}, unlike {ours}")
         arch = first.model.architecture
         check_tensor_ranks(arch, grid.tensor)
         split = config.pipeline.layers or choose_split(config, arch, hellos, grid.pipeline)
@@ -165,24 +159,24 @@ def _transport(asked: str, hellos: tuple[wire.Hello, ...], one_host: bool) -> st
     return asked
 
 
-def first_difference(one: wire.Hello, other: wire.Hello) -> str | None:
-    """The first field that decides which tokens are drawn and differs between two ranks; None if they agree."""
-    decisive = (*_FOUND, "dtype", "quantization", "kv_dtype")
-    return next((name for name in decisive if getattr(one.model, name) != getattr(other.model, name)), None)
-
-
-def difference_in_words(name: str) -> str:
-    """What `first_difference` found."""
-    return _FOUND.get(name, f"another {name.replace('_', '-')}")
+def difference(ours: wire.Hello, theirs: wire.Hello) -> tuple[str, str] | None:
+    """The first thing that decides which tokens are drawn and that another rank has otherwise: its flag, and what
+    the other has. None if they agree."""
+    if ours.model.architecture != theirs.model.architecture:
+        return "--model", f"another model in {theirs.model.checkpoint}"
+    if ours.model.weights != theirs.model.weights:
+        return "--model", f"other weights in {theirs.model.checkpoint}"
+    for name in ("dtype", "quantization", "kv_dtype"):
+        own, other = getattr(ours.model, name), getattr(theirs.model, name)
+        if own != other:
+            return f"--{name.replace('_', '-')}", f"{name.replace('_', '-')} {other} instead of {own}"
+    return None
 
 
 def what_changed(before: wire.Hello, now: wire.Hello, transport: str) -> str | None:
     """What a stage has now that the pipeline was not decided for; None if it may take its old place."""
-    name = first_difference(before, now)
-    if name in _FOUND:
-        return f"{difference_in_words(name)} in {now.model.checkpoint}"
-    if name is not None:
-        return f"{name.replace('_', '-')} {getattr(now.model, name)} instead of {getattr(before.model, name)}"
+    if found := difference(before, now):
+        return found[1]
     if (now.device.gpu is None) != (before.device.gpu is None):
         return "a CPU instead of a GPU" if now.device.gpu is None else "a GPU instead of a CPU"
     if now.host.name != before.host.name:

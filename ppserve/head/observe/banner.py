@@ -1,19 +1,10 @@
-"""What the terminal shows at start-up: progress while weights load, then one table and a command to try."""
+"""What the terminal shows when the server is ready: one table and a command to try."""
 
 from __future__ import annotations
-
-import sys
-import threading
-from collections.abc import Sequence
 
 from ppserve.core.figures import count, counted, size, table
 from ppserve.head.binding import Ports
 from ppserve.head.descriptions import ModelDescription, Topology
-from ppserve.head.engine.member import StageState
-from ppserve.head.engine.members import Members
-
-_REDRAW_S = 0.2
-_BAR = 24
 
 
 def banner(description: ModelDescription, topology: Topology, host: str, ports: Ports) -> str:
@@ -52,47 +43,3 @@ def banner(description: ModelDescription, topology: Topology, host: str, ports: 
     else:
         lines.append(f"  ppserve health --target {host}:{ports.grpc}    (no tokenizer: send token ids)")
     return "\n".join([*lines, ""])
-
-
-class StartProgress:
-    """A context in which a terminal shows how far each stage has started. Silent if stderr is no terminal."""
-
-    def __init__(self, replicas: Sequence[Members]) -> None:
-        self._replicas = replicas
-        self._done = threading.Event()
-        self._thread = threading.Thread(target=self._draw, name="progress", daemon=True)
-
-    def __enter__(self) -> None:
-        if sys.stderr.isatty():
-            self._thread.start()
-
-    def __exit__(self, *_error: object) -> None:
-        self._done.set()
-        if self._thread.is_alive():
-            self._thread.join()
-            print("\r\x1b[K", end="", file=sys.stderr, flush=True)
-
-    def _draw(self) -> None:
-        while not self._done.wait(_REDRAW_S):
-            print("\r\x1b[K" + "  ".join(self._stages()), end="", file=sys.stderr, flush=True)
-
-    def _stages(self) -> list[str]:
-        words = []
-        for replica, member in ((r, member) for r in self._replicas for member in r.all):
-            name, (done, total) = replica.grid.name(member.rank), member.progress
-            if member.state is StageState.LOADING and total:
-                filled = _BAR * done // total
-                words.append(f"{name} [{'#' * filled}{'.' * (_BAR - filled)}] {size(done)}")
-            else:
-                words.append(f"{name} {_WORDS[member.state]}")
-        return words
-
-
-_WORDS = {
-    StageState.ABSENT: "starting",
-    StageState.LOADING: "loading",
-    StageState.LOADED: "loaded",
-    StageState.FORMING: "joining",
-    StageState.READY: "ready",
-    StageState.LEAVING: "leaving",
-}

@@ -80,7 +80,7 @@ def test_a_stage_that_comes_back_to_a_replica_that_has_ended_is_told_to_exit() -
 def test_a_replica_that_found_other_weights_does_not_serve_and_is_named() -> None:
     rig = Rig()
     rig.form("as published", "trained on")
-    reason = "replica 1 on host has other weights than replica 0"
+    reason = "replica 1 on host has other weights in /m, unlike replica 0"
     assert rig.engine.failed.result(0) == FatalError(reason, usage=True)
 
 

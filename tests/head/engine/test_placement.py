@@ -99,16 +99,16 @@ def test_a_stage_that_only_its_own_host_can_reach_is_refused_by_name() -> None:
 @pytest.mark.parametrize(
     ("second", "says"),
     [
-        (changed(hello(1), dtype="bfloat16"), "--dtype: stage 1 would use bfloat16, stage 0 float32"),
-        (changed(hello(1), quantization="int8"), "--quantization: stage 1 would use int8, stage 0 none"),
-        (changed(hello(1), kv_dtype="int8"), "--kv-dtype: stage 1 would use int8, stage 0 float32"),
+        (changed(hello(1), dtype="bfloat16"), "--dtype: stage 1 on a has dtype bfloat16 instead of float32"),
+        (changed(hello(1), quantization="int8"), "--quantization: stage 1 on a has quantization int8"),
+        (changed(hello(1), kv_dtype="int8"), "--kv-dtype: stage 1 on a has kv-dtype int8 instead of float32"),
         (
             changed(hello(1, host="b"), weights="trained on", checkpoint="/n"),
-            "--model: stage 1 on b found other weights in /n than stage 0 on a in /m",
+            "--model: stage 1 on b has other weights in /n, unlike stage 0 on a",
         ),
         (
             changed(hello(1), architecture=dataclasses.replace(ARCH, num_layers=7)),
-            "--model: stage 1 on a found another model in /m than stage 0",
+            "--model: stage 1 on a has another model in /m, unlike stage 0 on a",
         ),
     ],
 )

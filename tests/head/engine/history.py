@@ -9,7 +9,6 @@ from dataclasses import replace
 from functools import partial
 
 from ppserve.core.grid import RankGrid
-from ppserve.core.ledger.steps import Step
 from ppserve.core.request import FinishReason, Request, SamplingParams, StopConditions
 from ppserve.core.scheduling.poison_isolation import PoisonIsolation
 from ppserve.core.scheduling.request_queue import RequestQueue
@@ -17,7 +16,6 @@ from ppserve.errors import Draining, Overloaded
 from ppserve.head.engine.loop import Engine
 from ppserve.head.engine.member import StageState
 from ppserve.head.engine.members import Members
-from ppserve.head.engine.observer import Observer
 from ppserve.head.engine.open_request import read_held
 from ppserve.head.engine.replica import Replica
 from ppserve.process.patience import MAX_DEATHS
@@ -40,16 +38,6 @@ _EPOCHS_PER_LOSS = 3
 _MAX_QUEUE = 8
 
 
-class GuessCount(Observer):
-    """Of a replica: draft tokens that were sent."""
-
-    def __init__(self) -> None:
-        self.num_sent = 0
-
-    def on_step_sent(self, replica: int, step: Step) -> None:
-        self.num_sent += sum(piece.num_draft_tokens for piece in step.plan.slices)
-
-
 class History:
     """One seed, one history. num_replicas: None = by the seed. members, ...: subclasses, to plant a defect.
 
@@ -63,12 +51,11 @@ class History:
         replica: type[Replica] = Replica,
         num_replicas: int | None = None,
         poison_isolation: type[PoisonIsolation] = PoisonIsolation,
-        control: type[SimulatedControl] = SimulatedControl,
         host: type[Host] = Host,
     ) -> None:
         self.world = world = World(seed)
         self.random = world.random
-        self.network = Network(self.random.choice((600, 1 << 16, 1 << 16, 1 << 16)))
+        self.network = Network()
         self.never_heals = seed % 32 == 10
         self.num_stages = self.random.choice((1, 2, 2, 3))
         # Not by chance, so that histories of one replica, of one tensor rank a stage, are what they were.
@@ -78,7 +65,7 @@ class History:
         places = self.random.choice((3, 16))
         self._settings = {"max_num_seqs": places, "max_queue": _MAX_QUEUE, "speculate": speculate}
         self._settings["runs_ahead"] = self.grid.tensor == self.num_stages == 1
-        self._kinds = members, replica, poison_isolation, control
+        self._kinds = members, replica, poison_isolation
         self._turn_is_due = self._has_failed = False
         self.head_sleeps_until_ns = 0
         self._start_head()
@@ -90,18 +77,16 @@ class History:
 
     def _start_head(self) -> None:
         """The head's process begins: it knows of nothing."""
-        world, (members, replica, poison_isolation, control) = self.world, self._kinds
+        world, (members, replica, poison_isolation) = self.world, self._kinds
         self._head_began_ns = world.now_ns
-        self.control = control(world, self.network, self.grid.size)
+        self.control = SimulatedControl(world, self.network)
         self.control.on_news = self._wake
         rules, numbers = ToyRules(self.num_stages, self._settings), range(self.num_replicas)
         self.members = [members(self.grid, "here", rules, self.control, number) for number in numbers]
         self.request_queue = RequestQueue()
         self.request_queue.poison_isolation = poison_isolation()
-        self.guess_counts = [GuessCount() for _ in self.members]
         self.replicas = [
-            replica(each, self.control, [count], lambda: world.now_ns, self.request_queue)
-            for each, count in zip(self.members, self.guess_counts, strict=True)
+            replica(each, self.control, (), lambda: world.now_ns, self.request_queue) for each in self.members
         ]
         self.engine = Engine(self.replicas, self.control, (), lambda call: call(), lambda: world.now_ns)
 
@@ -111,19 +96,7 @@ class History:
             self._live()
         except Exception as error:
             raise AssertionError(f"{error!r}\n" + "\n".join(self.world.trace[-60:])) from error
-        finally:
-            if self.control.is_up:
-                self.control.die()
         return self.world.trace
-
-    def run_without_a_way(self) -> str:
-        """Stages can never reach each other. Returns the reason with which the server ends."""
-        self.network.stages_are_cut = True
-        self.engine.begin()
-        self._tick()
-        while not self.engine.failed.done():
-            self._step(_SERVED_WITHIN_S)
-        return self.engine.failed.result().reason
 
     def _live(self) -> None:
         self.engine.begin()
@@ -185,7 +158,6 @@ class History:
         self._has_failed = self.engine.failed.done()
         if self._has_failed and self.never_heals:
             self.engine.run()  # what is left of it
-            self.control.die()
             return
         if not self.network.stages_are_cut or self.callers:
             self._check()
@@ -315,9 +287,6 @@ class History:
             times = stage.times
             accounted = sum(times.busy_ns.values()) + sum(times.bubble_ns.values()) + times.idle_ns
             assert accounted == self.world.now_ns - self._head_began_ns, "the ledger's times are not the wall's"
-        for each, count in zip(self.replicas, self.guess_counts, strict=True):
-            outcomes = {} if each.scheduler is None else each.scheduler.num_draft_tokens
-            assert sum(outcomes.values()) <= count.num_sent, f"no draft token has two outcomes: {outcomes}"
         for caller in self.callers:
             if caller.request.sampling.seed == POISON_SEED and not caller.is_refused:
                 ends = set(caller.ends.values())

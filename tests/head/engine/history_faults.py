@@ -38,9 +38,9 @@ class Faults:
             fault, lasts_s = random.choice(faults), random.choice(LASTS_S)
             is_momentary = fault in (self._kill, self._spin, self._restart)
             over_s = max(over_s, self._plan(fault, at_s, lasts_s) - lasts_s * is_momentary)
-        for fault in (self._restart_head, self._lose_agent):
-            if random.random() < 0.15 and not self._history.never_heals:
-                over_s = max(over_s, self._plan(fault, random.uniform(0.0, 6.0), random.choice((0.3, 2.0, 11.0))))
+        if random.random() < 0.15 and not self._history.never_heals:
+            at_s, lasts_s = random.uniform(0.0, 6.0), random.choice((0.3, 2.0, 11.0))
+            over_s = max(over_s, self._plan(self._restart_head, at_s, lasts_s))
         return over_s
 
     def _plan(self, fault: Callable[[int, float], None], at_s: float, lasts_s: float) -> float:
@@ -101,12 +101,8 @@ class Faults:
         """Its memory is lost. Callers resume; stages find the next head, which may come at once or late."""
         if self._history.control.is_up:
             self._world.note(f"the head dies; another comes after {lasts_s} s")
-            self._history.control.die()
+            self._history.control.close(0.0)
             self._world.after(lasts_s, self._history.next_head)
-
-    def _lose_agent(self, rank: int, lasts_s: float) -> None:
-        """A rank's keeper ends with its stage, and its agent, or another host's, starts both again."""
-        self._process(rank, f"end for {lasts_s} s the agent of").end("its agent is gone", back_after_s=lasts_s)
 
     def _hurt_for_ever(self) -> None:
         """Stages never reach each other, or those of one rank die after a time, or of every request."""

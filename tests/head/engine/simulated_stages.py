@@ -19,26 +19,21 @@ from ppserve.core.sampling_state import SamplingUpdate
 from ppserve.core.scheduling.poison_isolation import PROBE
 from ppserve.process.environment import EXIT_HEAD_GONE, EXIT_RESTART, EXIT_USAGE
 from ppserve.process.patience import Life, Patience
-from ppserve.stage.link import _SILENCE_S, HeadLink
+from ppserve.stage.link import _SILENCE_S, Link
 from tests.core.toy_pipeline import ToyPipeline
-from tests.head.engine.simulated_world import SECOND, Connection, Greeter, Network, SimulatedControl, World
+from tests.head.engine.simulated_world import SECOND, Connection, Network, SimulatedControl, World
 from tests.head.engine.toy_ranks import ARCH, BLOCK_SIZE, NUM_BLOCKS
 from tests.hellos import hello
 
 POISON_SEED = 666
 _FROZEN_S = 4.0
 _JOIN_WITHIN_S = 25.0
+_RETRY_EVERY_S = 0.2
 _KILLED = -9
 
 
 class Host:
-    """All ranks of one replica, and their keepers' patience.
-
-    neighbours_notice: a stage whose neighbour is gone finds its transport broken; else it waits for the head's
-    word. poison_breaks: a request that kills does it by an error, which the stage survives. ends_at_once: a rank
-    whose stages compute nothing and die so many seconds after they have begun. dies_of_requests: a rank whose
-    stages compute nothing but probes.
-    """
+    """All ranks of one replica, and their keepers' patience."""
 
     new_patience = Patience
 
@@ -49,56 +44,55 @@ class Host:
         self.network = network
         self.control = control
         self.grid = grid
-        self.num_stages = grid.pipeline
         self.neighbours_notice = world.random.random() < 0.5
+        """A stage whose neighbour is gone finds its transport broken; else it waits for the head's word."""
         self.poison_breaks = world.random.random() < 0.3
+        """A request that kills does it by an error, which the stage survives."""
         self.ends_at_once: tuple[int, float] | None = None
+        """A rank whose stages compute nothing and die so many seconds after they have begun."""
         self.dies_of_requests: int | None = None
+        """A rank whose stages compute nothing but probes."""
         self.num_deaths = 0
         self._patience = {r: self.new_patience(f"rank {r}", 0.0) for r in grid.ranks_of(replica)}
         self.groups: dict[int, dict[int, StageProcess]] = {}
-        self.lingering: dict[int, Connection] = {}  # of a process that has ended
         self.processes = {rank: StageProcess(self, rank) for rank in grid.ranks_of(replica)}
         for process in self.processes.values():
             world.after(world.between(0.0, 0.5), process.connect)
 
-    def replace(self, rank: int, code: int, after_s: float = 0.0) -> None:
-        """What a keeper does when its stage has ended. after_s: until there is a keeper again."""
+    def replace(self, rank: int, code: int) -> None:
+        """What a keeper does when its stage has ended."""
         self.num_deaths += 1
-        patience, now_s = self._patience[rank], self.world.now_ns / SECOND
         if code in (0, EXIT_USAGE):
-            return  # it ends for good
-        if after_s:
-            self._patience[rank] = self.new_patience(f"rank {rank}", now_s)
-        elif reason := patience.ended(self.processes[rank].life, code, now_s):
+            return
+        if reason := self._patience[rank].ended(self.processes[rank].life, code, self.world.now_ns / SECOND):
             self.world.note(reason)
-            self.end_of_last(rank)
             self._give_up(rank, reason)
             return
         self.processes[rank] = StageProcess(self, rank)
-        self.world.after(after_s + self.world.between(0.2, 1.5), self.processes[rank].connect)
+        self.world.after(self.world.between(0.2, 1.5), self.processes[rank].connect)
 
     def _give_up(self, rank: int, reason: str) -> None:
         """A keeper tells the head."""
-
-        def tell(connection: Connection) -> None:
-            connection.sendall(wire.encode(wire.GaveUp(reason)))
-            connection.end()
-
-        Greeter(rank, lambda: self.control, self.secret, tell, self.world.note, lambda action: action())
-
-    def end_of_last(self, rank: int) -> None:
-        if connection := self.lingering.pop(rank, None):
-            connection.end()
-
-    def secret(self) -> bytes:
-        """Of the head that there is now."""
-        return self.control.secret
+        if self.control.accepts(rank):
+            self.control.connect(rank, lambda _: None).up.send(wire.GaveUp(reason))
+        else:
+            self.world.after(_RETRY_EVERY_S, partial(self._give_up, rank, reason))
 
     def has_new_head(self, control: SimulatedControl) -> None:
-        """It counts its epochs anew; who is in the old ones' groups does not hear of it."""
+        """It counts its epochs anew; stages in the old ones' groups do not hear of it."""
         self.control = control
         self.groups = {}
+
+
+class SimulatedLink(Link):
+    """A stage's end of a simulated connection."""
+
+    def __init__(self, control: SimulatedControl, rank: int, read: Callable[[Any], None]) -> None:
+        super().__init__(lambda _epoch: None)
+        self.connection: Connection = control.connect(rank, read)
+
+    def send(self, message: wire.FromStage) -> None:
+        self.connection.up.send(message)
 
 
 class StageProcess:
@@ -109,6 +103,7 @@ class StageProcess:
         at = host.grid.place(rank)
         self.stage, self.tensor = at.stage, at.tensor
         self.place = at.stage * host.grid.tensor + at.tensor
+        self.life = Life()
         self.is_alive = True
         self.is_frozen = False
         self.spins = False
@@ -117,12 +112,10 @@ class StageProcess:
         self._world = host.world
         self._groups = host.groups
         self._waiting: deque[Callable[[], None]] = deque()
-        self._greeter: Greeter | None = None
-        self._link: HeadLink | None = None
+        self._link: SimulatedLink | None = None
         self._heard_ns = 0
         self._toy = ToyPipeline(BLOCK_SIZE)
         self._epoch = 0
-        self.life = Life()
         if self._ends_at_once and host.ends_at_once:
             host.world.after(host.ends_at_once[1], lambda: self.end("as every time"))
         self._forget()
@@ -131,14 +124,13 @@ class StageProcess:
         self._is_ready = self._computes = False
         self._plans: deque[tuple[StepPlan, SamplingUpdate]] = deque()
         self._arrived: set[int] = set()
-        # What it has computed of this step is given to the other tensor ranks; since when it computes it, and
-        # whether it would skip it.
-        self._gathers: tuple[StepPlan, int] | None = None
+        self._gathers: tuple[StepPlan, int, bool] | None = None
+        """A step whose part is computed and that waits for the other tensor ranks: since when, whether skipped."""
 
     # ---- life -----------------------------------------------------------------------------------------
 
     def do(self, action: Callable[[], None]) -> None:
-        """Now; when it goes on, if it stands still; never, if it has ended."""
+        """Now; when the process continues, if it stands still; never, if it has ended."""
         if self.is_frozen:
             self._waiting.append(action)
         elif self.is_alive:
@@ -151,19 +143,15 @@ class StageProcess:
     def _ends_at_once(self) -> bool:
         return self._host.ends_at_once is not None and self._host.ends_at_once[0] == self.rank
 
-    def end(self, why: str, code: int = _KILLED, back_after_s: float = 0.0) -> None:
+    def end(self, why: str, code: int = _KILLED) -> None:
         if not self.is_alive:
             return
         self._world.note(f"process of rank {self.rank} ends: {why}")
         self.is_alive = self.is_frozen = False
-        if self._greeter is not None and self._greeter.connection is not None:
-            # Or a moment after the next process has connected: something else of the old one held it open.
-            late = self._world.random.random() < 0.15 and not back_after_s
-            self._host.lingering[self.rank] = self._greeter.connection
-            if not late:
-                self._host.end_of_last(self.rank)
+        if self._link is not None:
+            self._link.connection.up.send(None)
         self._leave()
-        self._host.replace(self.rank, code, back_after_s)
+        self._host.replace(self.rank, code)
 
     def freeze(self, seconds: float, with_its_host: bool) -> None:
         """A keeper that runs kills a stage that stands still."""
@@ -180,34 +168,30 @@ class StageProcess:
     # ---- the head -------------------------------------------------------------------------------------
 
     def connect(self) -> None:
-        if self.is_alive:
-            self._groups = self._host.groups
-            refused = partial(self.end, code=EXIT_USAGE)
-            control, secret = lambda: self._host.control, self._host.secret
-            self._greeter = Greeter(self.rank, control, secret, self._welcome, refused, self.do)
-            self._world.after(self._world.between(0.001, 0.006), partial(self._host.end_of_last, self.rank))
-
-    def _welcome(self, connection: Connection) -> None:
+        if not self.is_alive:
+            return
+        if not self._host.control.accepts(self.rank):
+            self.later(_RETRY_EVERY_S, self.connect)
+            return
         self.life.is_connected = True
         self._groups = self._host.groups
-        socket: Any = connection
-        # Its thread is this world: it reads what arrives.
-        link = HeadLink(socket, lambda _: None, lambda: self.end("the head is gone", EXIT_HEAD_GONE), start=id)
-        self._link, connection.on_bytes = link, self._arrived_of_head
+        self._link = SimulatedLink(self._host.control, self.rank, lambda said: self.do(partial(self._read, said)))
         self._heard_ns = self._world.now_ns
         self._watch_head()
         self._say(hello(self.rank, self._host.grid.size, ARCH, wire.StageHost("host", "here")))
 
-    def _arrived_of_head(self, part: bytes) -> None:
+    def _read(self, message: wire.FromHead | None) -> None:
         self._heard_ns = self._world.now_ns
-        if (link := self._link) is None:
+        if message is None:
+            self.end("the head is gone", EXIT_HEAD_GONE)
             return
-        link.handle_bytes(part, self._world.now_ns)
-        while self.is_alive and not link.inbox.empty():
-            self._take(link.inbox.get()[1])
+        assert self._link is not None
+        self._link.handle_message(self._world.now_ns, message)
+        while self.is_alive and not self._link.inbox.empty():
+            self._take(self._link.inbox.get()[1])
 
     def _watch_head(self) -> None:
-        """As a socket with a time-out that is read."""
+        """As a socket with a timeout that is read."""
         left_s = _SILENCE_S - (self._world.now_ns - self._heard_ns) / SECOND
         if left_s <= 0:
             self.end("nothing of the head", EXIT_HEAD_GONE)
@@ -281,6 +265,10 @@ class StageProcess:
 
     # ---- steps ----------------------------------------------------------------------------------------
 
+    @property
+    def _is_last(self) -> bool:
+        return self.stage == self._host.grid.pipeline - 1
+
     def arrived(self, epoch: int, step_id: int) -> None:
         """Hidden states of a step, from the stage before."""
         if epoch == self._epoch:
@@ -310,48 +298,41 @@ class StageProcess:
             seconds = self._world.between(0.5, 1.5) * self.slowness * (0.002 + 0.0001 * plan.num_tokens)
             self.later(0.0001 if skipped else seconds, lambda: self._computed(plan, begun_ns, skipped))
 
-    @property
-    def _is_last(self) -> bool:
-        return self.stage == self._host.num_stages - 1
-
     def _computed(self, plan: StepPlan, begun_ns: int, skipped: bool) -> None:
-        if plan.epoch != self._epoch:
-            return
-        if self._host.grid.tensor == 1:
-            self._finish(plan, begun_ns, skipped)
-            return
-        self._gathers = plan, begun_ns
-        self._gather(plan)
+        if plan.epoch == self._epoch:
+            self._gathers = plan, begun_ns, skipped
+            self._gather(plan)
 
     def _gather(self, plan: StepPlan) -> None:
-        """The last tensor rank that comes to it lets all of them go on."""
+        """The last tensor rank of a stage that arrives lets all of them continue."""
         if plan.epoch != self._epoch or self._gathers is None or self._gathers[0] is not plan:
             return
-        if self._host.network.stages_are_cut:
+        tensor, group = self._host.grid.tensor, self._groups[plan.epoch]
+        if tensor > 1 and self._host.network.stages_are_cut:
             self.later(0.05, lambda: self._gather(plan))
             return
-        first, group = self.place - self.tensor, self._groups[plan.epoch]
-        ranks = [group[first + tensor] for tensor in range(self._host.grid.tensor)]
-        came = [rank._gathers for rank in ranks if rank.is_alive and rank._epoch == plan.epoch]
-        if sum(each is not None and each[0].step_id == plan.step_id for each in came) < len(ranks):
-            return
-        for rank in ranks:
-            assert rank._gathers is not None
-            (of_rank, begun_ns), rank._gathers = rank._gathers, None
-            rank.do(partial(rank._finish, of_rank, begun_ns))
+        ranks = [group[self.place - self.tensor + number] for number in range(tensor)]
+        if all(rank._is_at(plan) for rank in ranks):
+            for rank in ranks:
+                rank.do(rank._finish)
 
-    def _finish(self, plan: StepPlan, begun_ns: int, skipped: bool = False) -> None:
-        if plan.epoch != self._epoch:
+    def _is_at(self, plan: StepPlan) -> bool:
+        is_in_epoch = self.is_alive and self._epoch == plan.epoch
+        return is_in_epoch and self._gathers is not None and self._gathers[0].step_id == plan.step_id
+
+    def _finish(self) -> None:
+        if self._gathers is None:  # it has left the epoch
             return
+        (plan, begun_ns, skipped), self._gathers = self._gathers, None
         self._computes, self.life.served = False, True
         now_ns = self._world.now_ns
         stamps = StepStamps(begun_ns, begun_ns, begun_ns, begun_ns, now_ns, now_ns)
+        result = StepResult(plan.epoch, plan.step_id, self.place, stamps)
         if self._is_last and self.tensor == 0:
             self._toy.skipped = {plan.step_id} if skipped else set()
             self._toy.send(plan)
-            self._say(wire.Result(replace(self._toy.run_one(), stage=self.place, stamps=stamps)))
-        else:
-            self._say(wire.Result(StepResult(plan.epoch, plan.step_id, self.place, stamps)))
+            result = replace(self._toy.run_one(), stage=self.place, stamps=stamps)
+        self._say(wire.Result(result))
         if not self._is_last:
             self._hand_on(plan.epoch, plan.step_id)
         self._compute()

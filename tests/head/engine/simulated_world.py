@@ -1,32 +1,22 @@
 """A world for the engine, in one thread: time, chance, and a network between the head and its ranks' processes.
 
-Whatever happens is an event with a time; time jumps from one to the next. Chance comes from one generator, so that
-a seed replays its history exactly. The head's control plane is the real one. Only its sockets are simulated: bytes
-arrive late, in parts, and, where the other end does not read, not at all.
+Everything that happens is an event with a time; time jumps from one to the next. Chance comes from one generator,
+so that a seed replays its history exactly. The sockets of the real control plane are the business of
+`test_control`; here messages arrive late, in order, and after a cut, or never.
 """
 
 from __future__ import annotations
 
-import contextlib
-import errno
 import heapq
-import selectors
-import socket
-import weakref
 from collections import deque
-from collections.abc import Callable, Mapping
-from functools import partial
+from collections.abc import Callable, Iterable
 from random import Random
 from typing import Any
 
-from ppserve.errors import UsageError, WireError
-from ppserve.head.engine.control import SocketControlPlane
-from ppserve.process.greeting import _RETRY_EVERY_S, Greeting
+from ppserve import wire
+from ppserve.head.engine.control import Disconnected, Received
 
 SECOND = 1_000_000_000
-
-Do = Callable[[Callable[[], None]], None]
-"""Runs an action when a process runs: later, or never, where it stands still or has ended."""
 
 
 class World:
@@ -58,12 +48,13 @@ class World:
 class Network:
     """Which rank's control connection is cut in which direction, and whether stages reach each other."""
 
-    def __init__(self, capacity: int) -> None:
-        self.capacity = capacity
-        """Bytes that a connection holds while nobody reads."""
+    def __init__(self) -> None:
         self.cut: set[tuple[int, str]] = set()
         self.stages_are_cut = False
         self.ways: list[OneWay] = []
+
+    def is_cut(self, rank: int) -> bool:
+        return not self.cut.isdisjoint({(rank, "up"), (rank, "down")})
 
     def heal(self, rank: int) -> None:
         self.cut -= {(rank, "up"), (rank, "down")}
@@ -72,17 +63,16 @@ class Network:
 
 
 class OneWay:
-    """One direction of a connection: parts arrive late, in order, and after a cut, like TCP's; at the end None."""
+    """One direction of a connection. Messages arrive late and in order; during a cut they wait, as in TCP."""
 
-    def __init__(
-        self, world: World, network: Network, where: tuple[int, str], to: Callable[[bytes | None], None]
-    ) -> None:
+    def __init__(self, world: World, network: Network, where: tuple[int, str], to: Callable[[Any], None]) -> None:
         self._world, self._network, self._where, self._to = world, network, where, to
-        self._under_way: deque[bytes | None] = deque()
+        self._under_way: deque[Any] = deque()
         network.ways.append(self)
 
-    def send(self, part: bytes | None) -> None:
-        self._under_way.append(part)
+    def send(self, message: Any) -> None:
+        """None is the connection's end."""
+        self._under_way.append(message)
         self._world.after(self._world.between(0.0001, 0.003), self._arrive)
 
     def resume(self) -> None:
@@ -94,237 +84,76 @@ class OneWay:
             self._to(self._under_way.popleft())
 
 
-# ---- the head's end ---------------------------------------------------------------------------------------
+class Connection:
+    """A process's connection to the head. read: called with each message of the head, and with None at the end."""
+
+    def __init__(self, control: SimulatedControl, rank: int, read: Callable[[Any], None]) -> None:
+        self.rank = rank
+        world, network = control.world, control.network
+        self.up = OneWay(world, network, (rank, "up"), lambda message: control.arrive(self, message))
+        self.down = OneWay(world, network, (rank, "down"), read)
 
 
-class Listener:
-    """The head's listening socket: connections that were not accepted yet."""
+class SimulatedControl:
+    """A control plane: one connection from each rank. on_news: called when something has arrived."""
 
-    def __init__(self) -> None:
-        self.waiting: list[HeadEnd] = []
-
-    @property
-    def ready(self) -> int:
-        return selectors.EVENT_READ if self.waiting else 0
-
-    def accept(self) -> tuple[HeadEnd, None]:
-        return self.waiting.pop(0), None
-
-    def setblocking(self, flag: bool) -> None:
-        assert not flag
-
-    def fileno(self) -> int:
-        return 1
-
-    def close(self) -> None:
-        while self.waiting:
-            self.waiting.pop().close()
-
-
-class HeadEnd:
-    """The head's end of a connection, as much of a socket as the control plane uses."""
-
-    family = socket.AF_UNIX
-
-    def __init__(self, connection: Connection) -> None:
-        self._connection = connection
-        self._arrived = bytearray()
-        self._is_at_end = self._is_closed = False
-
-    @property
-    def ready(self) -> int:
-        reads = selectors.EVENT_READ if self._arrived or self._is_at_end else 0
-        return reads | (selectors.EVENT_WRITE if self._connection.room > 0 else 0)
-
-    def arrived(self, part: bytes | None) -> None:
-        self._is_at_end |= part is None
-        self._arrived += part or b""
-
-    def setblocking(self, flag: bool) -> None:
-        assert not flag
-
-    def fileno(self) -> int:
-        return -1 if self._is_closed else 2
-
-    def recv(self, size: int) -> bytes:
-        if self._is_closed:
-            raise OSError(errno.EBADF, "Bad file descriptor")
-        if not self._arrived and not self._is_at_end:
-            raise BlockingIOError
-        part = bytes(self._arrived[:size])
-        del self._arrived[:size]
-        return part
-
-    def send(self, data: bytes) -> int:
-        if self._connection.room <= 0:
-            raise BlockingIOError
-        part = bytes(data[: self._connection.room])
-        self._connection.unread += len(part)
-        self._connection.down.send(part)
-        return len(part)
-
-    def close(self) -> None:
-        assert not self._is_closed
-        self._is_closed = True
-        self._connection.down.send(None)
-
-
-class Selector(selectors.BaseSelector):
-    """Which of the simulated sockets are ready; several in any order, as the kernel would say."""
-
-    def __init__(self, world: World) -> None:
-        self._world = world
-        self._keys: dict[Any, selectors.SelectorKey] = {}
-
-    def register(self, fileobj: Any, events: int, data: Any = None) -> selectors.SelectorKey:
-        assert fileobj not in self._keys
-        key = self._keys[fileobj] = selectors.SelectorKey(fileobj, fileobj.fileno(), events, data)
-        return key
-
-    def unregister(self, fileobj: Any) -> selectors.SelectorKey:
-        if fileobj.fileno() < 0:
-            raise ValueError("Invalid file descriptor: -1")
-        return self._keys.pop(fileobj)
-
-    def select(self, timeout: float | None = None) -> list[tuple[selectors.SelectorKey, int]]:
-        keys = [key for key in self._keys.values() if isinstance(key.fileobj, HeadEnd | Listener)]
-        found = [(key, ready) for key in keys if (ready := key.events & key.fileobj.ready)]
-        if len(found) > 1:
-            self._world.random.shuffle(found)
-        return found
-
-    def get_map(self) -> Mapping[Any, selectors.SelectorKey]:
-        return self._keys
-
-
-class SimulatedControl(SocketControlPlane):
-    """The head's control plane, with nothing changed but its sockets. on_news: something has arrived."""
-
-    def __init__(self, world: World, network: Network, num_ranks: int) -> None:
+    def __init__(self, world: World, network: Network) -> None:
         self.world, self.network = world, network
         self.on_news: Callable[[], None] = lambda: None
         self.is_up = True
-        self.listener = Listener()
-        # On one host each head has another.
-        self.secret = b"of the head that began at %d" % world.now_ns
-        listener: Any = self.listener
-        super().__init__(listener, num_ranks, self.secret, selector=Selector(world), clock=lambda: world.now_ns)
-        weakref.finalize(self, _close, self._wake_in, self._wake_out)
+        self._connections: dict[int, Connection] = {}
+        self._unread: list[tuple[Connection, Any]] = []
+        self._dropped: list[Disconnected] = []
+
+    def accepts(self, rank: int) -> bool:
+        """A rank whose last process is still connected is refused, as the real control plane does."""
+        return self.is_up and rank not in self._connections and not self.network.is_cut(rank)
+
+    def connect(self, rank: int, read: Callable[[Any], None]) -> Connection:
+        self._connections[rank] = Connection(self, rank, read)
+        return self._connections[rank]
+
+    def arrive(self, connection: Connection, message: Any) -> None:
+        self._unread.append((connection, message))
+        self.on_news()
+
+    def poll(self, timeout_s: float) -> list[Received | Disconnected]:
+        events: list[Received | Disconnected] = [*self._dropped]
+        unread, self._unread, self._dropped = self._unread, [], []
+        for connection, message in unread:
+            rank = connection.rank
+            if self._connections.get(rank) is not connection:
+                continue
+            if message is None or isinstance(message, wire.GaveUp):  # a keeper says nothing else
+                del self._connections[rank]
+            events.append(Disconnected(rank, "exit") if message is None else self._received(rank, message))
+        return events
+
+    def _received(self, rank: int, message: wire.FromStage) -> Received:
+        return Received(rank, self.world.now_ns, message)
 
     def wake(self) -> None:
         self.on_news()
 
+    def send(self, rank: int, message: wire.FromHead) -> None:
+        if rank in self._connections:
+            self._connections[rank].down.send(message)
+
+    def broadcast(self, ranks: Iterable[int], message: wire.FromHead) -> None:
+        for rank in ranks:
+            self.send(rank, message)
+
     def drop(self, rank: int, cause: str) -> None:
-        self.world.note(f"rank {rank} is cut off: {cause}")
-        super().drop(rank, cause)
+        if rank in self._connections:
+            self.world.note(f"rank {rank} is cut off: {cause}")
+            self._connections.pop(rank).down.send(None)
+            self._dropped.append(Disconnected(rank, cause))
+            self.on_news()
 
     def close(self, goodbye_s: float) -> None:
-        super().close(0.0)  # no clock advances meanwhile
-
-    def die(self) -> None:
         """The head's process ends: so do all connections, and new ones are refused."""
         self.is_up = False
         self.on_news = lambda: None
-        self.close(0.0)
-
-
-def _close(*pair: socket.socket) -> None:
-    for end in pair:
-        with contextlib.suppress(OSError):
-            end.close()
-
-
-# ---- a process's end --------------------------------------------------------------------------------------
-
-
-class Connection:
-    """A process's connection to the head, as much of a socket as `HeadLink` uses."""
-
-    def __init__(self, control: SimulatedControl, rank: int, do: Do) -> None:
-        self.on_bytes: Callable[[bytes], object] = id
-        """Called with what has arrived, once the process reads; with nothing at the end."""
-        self.unread = 0
-        """Bytes that the process has not read."""
-        self._control, self._do = control, do
-        self._is_over = False
-        self._at_head = HeadEnd(self)
-        self._up = OneWay(control.world, control.network, (rank, "up"), self._to_head)
-        self.down = OneWay(control.world, control.network, (rank, "down"), self._to_process)
-        control.listener.waiting.append(self._at_head)
-        control.on_news()
-
-    @property
-    def room(self) -> int:
-        return self._control.network.capacity - self.unread
-
-    def settimeout(self, timeout_s: float | None) -> None:
-        """Stages watch the head's silence themselves here."""
-
-    def sendall(self, data: bytes) -> None:
-        self._up.send(data)
-
-    def end(self) -> None:
-        """Once: a process may end before or after its connection is ended for it."""
-        if not self._is_over:
-            self._is_over = True
-            self._up.send(None)
-
-    def _to_process(self, part: bytes | None) -> None:
-        self._do(lambda: self._read(part))
-
-    def _read(self, part: bytes | None) -> None:
-        was_full = self.room <= 0
-        self.unread -= len(part or b"")
-        if was_full:
-            self._control.on_news()
-        if not self._is_over:
-            self.on_bytes(part or b"")
-
-    def _to_head(self, part: bytes | None) -> None:
-        self._at_head.arrived(part)
-        self._control.on_news()
-
-
-class Greeter:
-    """A process of a rank connects as `connect_to_head` does: the real greeting, again until it is welcome.
-
-    control, secret: of the head that there is now. then: with the connection, once both have proved the secret.
-    refused: by a head that will never let it in.
-    """
-
-    def __init__(
-        self,
-        rank: int,
-        control: Callable[[], SimulatedControl],
-        secret: Callable[[], bytes],
-        then: Callable[[Connection], object],
-        refused: Callable[[str], object],
-        do: Do,
-    ) -> None:
-        self.connection: Connection | None = None
-        self._rank, self._do, self._control, self._secret = rank, do, control, secret
-        self._then, self._refused = then, refused
-        self._try()
-
-    def _try(self) -> None:
-        control = self._control()
-        if not control.is_up or {(self._rank, "up"), (self._rank, "down")} & control.network.cut:
-            self._again()
-            return
-        self.connection = connection = Connection(control, self._rank, self._do)
-        connection.on_bytes = partial(self._hear, connection, Greeting(self._secret(), self._rank))
-
-    def _again(self) -> None:
-        self._control().world.after(_RETRY_EVERY_S, lambda: self._do(self._try))
-
-    def _hear(self, connection: Connection, greeting: Greeting, part: bytes) -> None:
-        try:
-            if answer := greeting.heard(part):
-                connection.sendall(answer)
-        except UsageError as error:
-            self._refused(str(error))
-        except (OSError, WireError):
-            connection.end()
-            self._again()
-        if greeting.is_done:
-            self._then(connection)
+        for connection in self._connections.values():
+            connection.down.send(None)
+        self._connections.clear()

@@ -61,7 +61,7 @@ class Config(msgspec.Struct, frozen=True):
     n_layer: Layers = 12
     n_head: Width = 12
     n_inner: InnerWidth | None = None
-    activation_function: str = "gelu_new"
+    activation_function: Annotated[str, Meta(pattern=rf"^({'|'.join(ACTIVATIONS)})\Z")] = "gelu_new"
     layer_norm_epsilon: Annotated[float, Meta(gt=0, le=1)] = 1e-5
     scale_attn_weights: bool = True
     scale_attn_by_inverse_layer_idx: bool = False
@@ -127,7 +127,7 @@ def read_config(directory: Path) -> Architecture:
         vocab_size=vocab_size,
         padded_vocab_size=config.vocab_size,
         inner_width=config.n_inner or 4 * config.n_embd,
-        activation=_activation(path, config.activation_function),
+        activation=ACTIVATIONS[config.activation_function],
         layer_norm_epsilon=config.layer_norm_epsilon,
         scale_attn_weights=config.scale_attn_weights,
         scale_attn_by_inverse_layer_idx=config.scale_attn_by_inverse_layer_idx,
@@ -196,13 +196,6 @@ def _check_others(path: Path, given: dict[str, Any], arch: Architecture) -> None
         elif value is not False:
             problem = "an unknown key that may change what is computed; remove it if it does not"
             raise CheckpointError(path, f"is {shown(value)}: {problem}", field=shown(name))
-
-
-def _activation(path: Path, name: str) -> str:
-    if name not in ACTIVATIONS:
-        problem = f"is {shown(name)}, not one of {', '.join(ACTIVATIONS)}"
-        raise CheckpointError(path, problem, field="activation_function")
-    return ACTIVATIONS[name]
 
 
 def _eos_id(config: Path, values: dict[str, Any]) -> int | None:

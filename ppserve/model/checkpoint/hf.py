@@ -6,23 +6,19 @@ Linears of this format are Conv1D, stored (in, out). safetensors are read by the
 from __future__ import annotations
 
 import re
-from dataclasses import replace
-from functools import partial
 from pathlib import Path
 
 from safetensors import SafetensorError, safe_open
 
-from ppserve.core.architecture import Architecture
 from ppserve.errors import CheckpointError
 from ppserve.files import file_size, is_file, reason, shown
 from ppserve.model.checkpoint.config_json import read_config
 from ppserve.model.checkpoint.hub import WEIGHT_FILES, read_index
 from ppserve.model.checkpoint.names import LAYER_NAME
-from ppserve.model.checkpoint.tensors import FileCheckpoint, Sliceable, StoredTensor, by_canonical_name
+from ppserve.model.checkpoint.tensors import FileCheckpoint, StoredTensor
 from ppserve.model.checkpoint.torch_save import load_objects, stored_tensors
 
 SAFETENSORS_DTYPES = {"F32": "float32", "BF16": "bfloat16", "F16": "float16"}
-READ_ERRORS = (SafetensorError, OSError, RuntimeError, ValueError)
 
 MASK_BUFFER = re.compile(r"attn\.(bias|masked_bias)")
 TASK_HEAD = re.compile(r"(score|classifier|qa_outputs|multiple_choice_head|v_head)\..+")
@@ -36,8 +32,7 @@ def open_directory(directory: Path) -> FileCheckpoint:
         raise CheckpointError(directory, f"holds none of {', '.join(WEIGHT_FILES)}")
     path = directory / name
     stored = _indexed_tensors(path) if name.endswith(".json") else _stored_tensors(path)
-    arch, tensors = _settle_head(arch, by_canonical_name(stored, arch, _canonical, is_in_out=True))
-    return FileCheckpoint(path, arch, tensors)
+    return FileCheckpoint(path, arch, stored, _canonical, is_in_out=True)
 
 
 def _stored_tensors(path: Path) -> list[StoredTensor]:
@@ -56,21 +51,10 @@ def _safetensors(path: Path) -> list[StoredTensor]:
                 tensor = file.get_slice(name)
                 dtype = str(tensor.get_dtype())
                 dtype = SAFETENSORS_DTYPES.get(dtype, dtype)
-                mapped = partial(_map_safetensors, path, name)
-                stored.append(StoredTensor(path, name, tuple(tensor.get_shape()), dtype, mapped))
-    except READ_ERRORS as error:
+                stored.append(StoredTensor(path, name, tuple(tensor.get_shape()), dtype, tensor))
+    except (SafetensorError, OSError, RuntimeError, ValueError) as error:
         raise CheckpointError(path, f"is not a safetensors file ({reason(error)})") from error
     return stored
-
-
-def _map_safetensors(path: Path, name: str) -> Sliceable:
-    """Maps the file for this tensor alone: its pages are given back before the next tensor is read."""
-    try:
-        with safe_open(path, framework="pt") as file:
-            tensor: Sliceable = file.get_slice(name)
-            return tensor
-    except READ_ERRORS as error:
-        raise CheckpointError(path, f"cannot be read ({reason(error)})", field=name) from error
 
 
 def _indexed_tensors(index: Path) -> list[StoredTensor]:
@@ -113,23 +97,3 @@ def _canonical(stored_name: str) -> str | None:
     match = LAYER_NAME.fullmatch(name)
     is_ignored = MASK_BUFFER.fullmatch(match[2]) if match else TASK_HEAD.fullmatch(name)
     return None if is_ignored else name
-
-
-def _settle_head(
-    arch: Architecture, tensors: dict[str, StoredTensor]
-) -> tuple[Architecture, dict[str, StoredTensor]]:
-    """Which matrix is the LM head, decided as transformers does.
-
-    Untied: the stored one. Tied: the embedding, or the head where only that is stored; and where both are
-    stored and differ, the config is taken to be wrong and they stay apart.
-    """
-    embedding, head = tensors.get("wte.weight"), tensors.get("lm_head.weight")
-    if not arch.tied_embeddings or (embedding is None and head is None):
-        return arch, tensors
-    if embedding is None or head is None:
-        only = embedding or head
-        assert only is not None
-        return arch, tensors | {"wte.weight": only, "lm_head.weight": only}
-    if not embedding.has_bits_of(head):
-        return replace(arch, tied_embeddings=False), tensors
-    return arch, tensors | {"lm_head.weight": embedding}

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import math
 import struct
-from functools import partial
 from pathlib import Path
 
 import msgspec
@@ -17,9 +16,9 @@ import torch
 
 from ppserve.core.architecture import Architecture
 from ppserve.errors import CheckpointError
-from ppserve.files import checked, file_size, read_start, reason
+from ppserve.files import checked, file_size, read_start
 from ppserve.model.checkpoint.fields import END_OF_TEXT, Layers, Positions, Rows, Width, check_heads, known_id
-from ppserve.model.checkpoint.names import layer_shapes
+from ppserve.model.checkpoint.names import layer_shapes, tensor_shapes
 from ppserve.model.checkpoint.tensors import DTYPES, FileCheckpoint, StoredTensor
 
 MAGIC = 20240326
@@ -43,7 +42,7 @@ class Header(msgspec.Struct, frozen=True):
     """Rows of the embedding."""
 
 
-def read_header(path: Path) -> tuple[Architecture, str]:
+def _read_header(path: Path) -> tuple[Architecture, str]:
     """The architecture and the stored dtype. Raises CheckpointError naming the header's field."""
     content = read_start(path, HEADER_BYTES)
     if len(content) < HEADER_BYTES:
@@ -60,10 +59,8 @@ def read_header(path: Path) -> tuple[Architecture, str]:
 
 def open_llmc(path: Path) -> FileCheckpoint:
     """Open a .bin of version 3 (float32) or 5 (bfloat16). Raises CheckpointError."""
-    arch, dtype = read_header(path)
-    tensors = _stored_tensors(path, arch, dtype)
-    tensors["lm_head.weight"] = tensors["wte.weight"]
-    return FileCheckpoint(path, arch, tensors)
+    arch, dtype = _read_header(path)
+    return FileCheckpoint(path, arch, _stored_tensors(path, arch, dtype))
 
 
 def _architecture(path: Path, header: Header) -> Architecture:
@@ -84,31 +81,18 @@ def _architecture(path: Path, header: Header) -> Architecture:
     return arch
 
 
-def _stored_tensors(path: Path, arch: Architecture, dtype: str) -> dict[str, StoredTensor]:
+def _stored_tensors(path: Path, arch: Architecture, dtype: str) -> list[StoredTensor]:
     """Every tensor follows the one before; the last one must end where the file ends."""
-    width = arch.width
-    order: dict[str, tuple[int, ...]] = {
-        "wte.weight": (arch.padded_vocab_size, width),
-        "wpe.weight": (arch.max_positions, width),
-    }
-    order |= {f"h.{i}.{name}": s for name, s in layer_shapes(arch).items() for i in range(arch.num_layers)}
-    order |= {"ln_f.weight": (width,), "ln_f.bias": (width,)}
-    itemsize = DTYPES[dtype].itemsize
-    tensors, begin = {}, HEADER_BYTES // itemsize
-    for name, shape in order.items():
-        mapped = partial(_map_tensor, path, begin, shape, DTYPES[dtype])
-        tensors[name] = StoredTensor(path, name, shape, dtype, mapped)
-        begin += math.prod(shape)
-    size = file_size(path)
-    if size != begin * itemsize:
-        raise CheckpointError(path, f"is {size} bytes long; its header asks for {begin * itemsize}", field="size")
-    return tensors
-
-
-def _map_tensor(path: Path, begin: int, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
-    """begin: numbers before it in the file, the header counted as numbers."""
-    end = begin + math.prod(shape)
-    try:
-        return torch.from_file(str(path), shared=False, size=end, dtype=dtype)[begin:].view(shape)
-    except RuntimeError as error:
-        raise CheckpointError(path, f"cannot be read: removed or truncated ({reason(error)})") from error
+    layers = [f"h.{i}.{name}" for name in layer_shapes(arch) for i in range(arch.num_layers)]
+    names = ("wte.weight", "wpe.weight", *layers, "ln_f.weight", "ln_f.bias")
+    shapes, itemsize = tensor_shapes(arch), DTYPES[dtype].itemsize
+    begin, total = HEADER_BYTES // itemsize, sum(math.prod(shapes[name]) for name in names)
+    size, expected = file_size(path), (begin + total) * itemsize
+    if size != expected:
+        raise CheckpointError(path, f"is {size} bytes long; its header asks for {expected}", field="size")
+    numbers = torch.from_file(str(path), shared=False, size=begin + total, dtype=DTYPES[dtype])[begin:]
+    each = torch.split(numbers, [math.prod(shapes[name]) for name in names])
+    return [
+        StoredTensor(path, name, shapes[name], dtype, of.view(shapes[name]))
+        for name, of in zip(names, each, strict=True)
+    ]

@@ -1,6 +1,6 @@
 """nanoGPT's `ckpt.pt`: model_args and a state dict, beside an optimizer state that is never read.
 
-Linears are (out, in), the head is tied, GELU is the exact one, layer norm's epsilon is 1e-5, and with
+Linears are (out, in), GELU is the exact one, layer norm's epsilon is 1e-5, and with
 `bias=False` there is no bias anywhere, layer norms included. (Layout: karpathy/nanoGPT, train.py, model.py.)
 """
 
@@ -16,7 +16,7 @@ from ppserve.errors import CheckpointError
 from ppserve.files import checked
 from ppserve.model.checkpoint.fields import END_OF_TEXT, Layers, Positions, Rows, Width, check_heads, known_id
 from ppserve.model.checkpoint.names import LAYER_NAME
-from ppserve.model.checkpoint.tensors import FileCheckpoint, StoredTensor, by_canonical_name
+from ppserve.model.checkpoint.tensors import FileCheckpoint
 from ppserve.model.checkpoint.torch_save import load_objects, stored_tensors
 from ppserve.model.checkpoint.vocabulary import GPT2_VOCABULARY, real_vocabulary
 
@@ -44,8 +44,7 @@ def open_nanogpt(path: Path) -> FileCheckpoint:
         raise CheckpointError(path, "holds no model_args and model: not a checkpoint of nanoGPT")
     settings = checked(path, {"model_args": objects["model_args"]}, _Contents)
     arch = _architecture(path, settings.model_args)
-    stored = stored_tensors(path, objects["model"], field="model")
-    return FileCheckpoint(path, arch, _tied(by_canonical_name(stored, arch, _canonical)))
+    return FileCheckpoint(path, arch, stored_tensors(path, objects["model"], field="model"), _canonical)
 
 
 def _architecture(path: Path, args: ModelArgs) -> Architecture:
@@ -74,12 +73,3 @@ def _canonical(stored_name: str) -> str | None:
     match = LAYER_NAME.fullmatch(name)
     # The causal mask is a buffer in files of older torch.
     return None if match and match[2] == "attn.bias" else name
-
-
-def _tied(tensors: dict[str, StoredTensor]) -> dict[str, StoredTensor]:
-    embedding, head = tensors.get("wte.weight"), tensors.get("lm_head.weight")
-    if embedding is None:
-        return tensors
-    if head is not None and not embedding.has_bits_of(head):
-        raise CheckpointError(head.path, "differs from the embedding, to which nanoGPT ties it", head.name)
-    return tensors | {"lm_head.weight": embedding}

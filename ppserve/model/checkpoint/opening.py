@@ -1,7 +1,7 @@
 """Opens the checkpoint that an operator names, whatever its format.
 
 A name is `tiny`, a directory with config.json or with one ckpt.pt or llm.c file, such a file, or a hub id. Formats
-are told apart by content. Readers are imported when needed: a configuration or a header needs no torch.
+are told apart by content. Readers are imported when needed: a configuration needs no torch.
 """
 
 from __future__ import annotations
@@ -42,10 +42,6 @@ def read_architecture(path: str) -> Architecture:
         from ppserve.model.checkpoint.config_json import read_config
 
         return read_config(place)
-    if read_start(place, len(LLMC_MAGIC)) == LLMC_MAGIC:
-        from ppserve.model.checkpoint.llmc import read_header
-
-        return read_header(place)[0]
     return _open_file(place).architecture
 
 

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable
 from copy import copy
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -17,9 +17,9 @@ import torch
 
 from ppserve.core.architecture import Architecture
 from ppserve.errors import CheckpointError
-from ppserve.files import shown
+from ppserve.files import file_size, shown
 from ppserve.model.checkpoint import WHOLE, TensorPart
-from ppserve.model.checkpoint.names import LAYER_NAME, tensor_shapes
+from ppserve.model.checkpoint.names import tensor_shapes
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
@@ -40,8 +40,8 @@ class StoredTensor:
     shape: tuple[int, ...]
     dtype: str
     """As the file names it, e.g. `float32` or `int8`."""
-    open: Callable[[], Sliceable]
-    """Maps the tensor. Raises CheckpointError."""
+    numbers: Sliceable
+    """Mapped, not read."""
     is_transposed: bool = False
     """Whether the file holds (in, out) where a checkpoint has (out, in)."""
 
@@ -50,49 +50,54 @@ class StoredTensor:
         return self.shape[::-1] if self.is_transposed else self.shape
 
     def read(self, part: TensorPart, dtype: torch.dtype) -> torch.Tensor:
-        """A new contiguous tensor. Each range of rows is converted while it is copied."""
-        stored = self.open()
-        num_rows, *depth = self.canonical_shape
-        rows = part.rows or (slice(0, num_rows),)
-        columns = part.columns or slice(0, depth[0] if depth else 0)
-        out_rows = sum(own.stop - own.start for own in rows)
-        out = torch.empty((out_rows, columns.stop - columns.start) if depth else (out_rows,), dtype=dtype)
-        begin = 0
-        for own in rows:
-            end = begin + own.stop - own.start
-            if self.is_transposed:
-                out[begin:end] = stored[columns, own].T
-            else:
-                out[begin:end] = stored[own, columns] if depth else stored[own]
-            begin = end
-        return out
+        """A new contiguous tensor."""
+        rows, columns = part.rows or (slice(None),), part.columns or slice(None)
+        if len(self.shape) == 1:
+            pieces = [self.numbers[own] for own in rows]
+        elif self.is_transposed:
+            pieces = [self.numbers[columns, own].T for own in rows]
+        else:
+            pieces = [self.numbers[own, columns] for own in rows]
+        return torch.cat([piece.to(dtype) for piece in pieces])
 
     def has_bits_of(self, other: StoredTensor) -> bool:
         """Whether both hold the same bits in the same shape."""
         if (self.canonical_shape, self.dtype) != (other.canonical_shape, other.dtype):
             return False
-        mine, theirs = (stored.open()[:].contiguous().view(torch.uint8) for stored in (self, other))
+        mine, theirs = (stored.numbers[:].contiguous().view(torch.uint8) for stored in (self, other))
         return torch.equal(mine, theirs)
 
 
 class FileCheckpoint:
     """A checkpoint whose tensors are all in files. Implements `Checkpoint`."""
 
-    def __init__(self, path: Path, architecture: Architecture, tensors: Mapping[str, StoredTensor]) -> None:
-        """tensors: by canonical name, of the right shape. Raises CheckpointError where one is missing."""
+    def __init__(
+        self,
+        path: Path,
+        arch: Architecture,
+        stored: Iterable[StoredTensor],
+        canonical: Callable[[str], str | None] = str,
+        is_in_out: bool = False,
+    ) -> None:
+        """canonical: from a name in the file; None for what is no weight. is_in_out: the file holds the layers'
+        linears as (in, out). Raises CheckpointError for a tensor that is missing, does not fit, or that a GPT-2 of
+        this architecture does not have."""
         self.path = path
-        self.architecture = architecture
         self._converted_to: str | None = None
-        self._tensors = tensors
+        tensors = _by_canonical_name(stored, arch, canonical, is_in_out)
+        self._sizes = {tensor.path: file_size(tensor.path) for tensor in tensors.values()}
+        self.architecture, self._tensors = _settle_head(arch, tensors)
         num_stored: Counter[str] = Counter()
-        for name, shape in tensor_shapes(architecture).items():
-            if name not in tensors:
+        for name, shape in tensor_shapes(arch).items():
+            if name not in self._tensors:
                 raise CheckpointError(path, "this tensor is missing", field=name)
-            num_stored[tensors[name].dtype] += math.prod(shape)
+            num_stored[self._tensors[name].dtype] += math.prod(shape)
         self.stored_dtype = num_stored.most_common(1)[0][0]
 
     def tensor(self, name: str, part: TensorPart = WHOLE) -> torch.Tensor:
         stored = self._tensors[name]
+        if file_size(stored.path) != self._sizes[stored.path]:  # what is mapped and gone ends the process
+            raise CheckpointError(stored.path, "has another size than when it was opened", field=stored.name)
         return stored.read(part, DTYPES[self._converted_to or stored.dtype])
 
     def rounded_to(self, dtype: str) -> FileCheckpoint:
@@ -102,17 +107,27 @@ class FileCheckpoint:
         return rounded
 
 
-def by_canonical_name(
-    stored: Iterable[StoredTensor],
-    arch: Architecture,
-    canonical: Callable[[str], str | None],
-    is_in_out: bool = False,
-) -> dict[str, StoredTensor]:
-    """The tensors of a file under their canonical names, their shapes and dtypes checked.
+def _settle_head(
+    arch: Architecture, tensors: dict[str, StoredTensor]
+) -> tuple[Architecture, dict[str, StoredTensor]]:
+    """Which matrix is the LM head, decided as transformers does.
 
-    canonical: from a name in the file; None for what is no weight. is_in_out: the file holds the layers' linears
-    as (in, out). Raises CheckpointError for a tensor that a GPT-2 of this architecture does not have.
+    Untied: the stored one. Tied: the embedding, or the head where only that is stored; and where both are
+    stored and differ, the config is taken to be wrong and they stay apart.
     """
+    embedding, head = tensors.get("wte.weight"), tensors.get("lm_head.weight")
+    one = embedding or head
+    if not arch.tied_embeddings or one is None:
+        return arch, tensors
+    if embedding and head and not embedding.has_bits_of(head):
+        return replace(arch, tied_embeddings=False), tensors
+    return arch, tensors | {"wte.weight": one, "lm_head.weight": one}
+
+
+def _by_canonical_name(
+    stored: Iterable[StoredTensor], arch: Architecture, canonical: Callable[[str], str | None], is_in_out: bool
+) -> dict[str, StoredTensor]:
+    """The tensors of a file under their canonical names, their shapes and dtypes checked."""
     expected = tensor_shapes(arch)
     found: dict[str, StoredTensor] = {}
     for tensor in stored:
@@ -120,7 +135,8 @@ def by_canonical_name(
         if name is None:
             continue
         if name not in expected:
-            raise CheckpointError(tensor.path, _unexpected(name, arch), field=shown(tensor.name))
+            problem = f"is no tensor of a GPT-2 with {arch.num_layers} layers and this configuration"
+            raise CheckpointError(tensor.path, problem, field=shown(tensor.name))
         if name in found:
             problem = f"is given twice: also as {found[name].name} in {found[name].path.name}"
             raise CheckpointError(tensor.path, problem, field=tensor.name)
@@ -128,15 +144,6 @@ def by_canonical_name(
         found[name] = replace(tensor, is_transposed=is_in_out and is_linear)
         _check(found[name], expected[name])
     return found
-
-
-def _unexpected(name: str, arch: Architecture) -> str:
-    match = LAYER_NAME.fullmatch(name)
-    if match and int(match[1]) >= arch.num_layers:
-        return f"belongs to a layer that the config, with {arch.num_layers}, does not have"
-    if "cross" in name or "q_attn" in name:
-        return "belongs to cross attention, which is not served"
-    return "is no tensor of a GPT-2 with this configuration"
 
 
 def _check(tensor: StoredTensor, shape: tuple[int, ...]) -> None:

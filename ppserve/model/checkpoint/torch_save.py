@@ -50,7 +50,7 @@ def _stored(path: Path, name: object, tensor: object, field: str | None) -> Stor
     if tensor.nbytes > tensor.untyped_storage().nbytes():
         raise CheckpointError(path, "reaches beyond what is stored", field=shown(name))
     dtype = str(tensor.dtype).removeprefix("torch.")
-    return StoredTensor(path, name, tuple(tensor.shape), dtype, tensor.detach)
+    return StoredTensor(path, name, tuple(tensor.shape), dtype, tensor)
 
 
 def _check_archive(path: Path) -> None:

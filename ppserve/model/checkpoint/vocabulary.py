@@ -29,9 +29,7 @@ class _ListedToken(msgspec.Struct, frozen=True):
 
 
 class _Model(msgspec.Struct, frozen=True):
-    """Lists its tokens in the order of their ids, or maps them to ids."""
-
-    vocab: dict[str, _Id] | list[Any]
+    vocab: dict[str, _Id]
 
 
 class _TokenizerJson(msgspec.Struct, frozen=True):
@@ -40,8 +38,6 @@ class _TokenizerJson(msgspec.Struct, frozen=True):
 
 
 class _AddedById(msgspec.Struct, frozen=True):
-    """added_tokens_decoder: by id."""
-
     added_tokens_decoder: dict[_Id, Any] | None = None
 
 
@@ -59,9 +55,7 @@ def _json_vocabulary(directory: Path) -> int | None:
     path = directory / "tokenizer.json"
     if is_file(path):
         tokenizer = read_json(path, _TokenizerJson)
-        vocab = tokenizer.model.vocab
-        ids += vocab.values() if isinstance(vocab, dict) else range(len(vocab))
-        ids += (token.id for token in tokenizer.added_tokens or ())
+        ids += [*tokenizer.model.vocab.values(), *(token.id for token in tokenizer.added_tokens or ())]
     for name in ("vocab.json", "added_tokens.json"):
         if is_file(directory / name):
             ids += read_json(directory / name, dict[str, _Id]).values()

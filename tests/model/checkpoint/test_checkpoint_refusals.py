@@ -16,7 +16,7 @@ from safetensors.torch import load_file, save_file
 
 from ppserve.errors import CheckpointError
 from ppserve.model.checkpoint.opening import open_checkpoint
-from tests.model.checkpoint.damage import refusal
+from tests.model.checkpoint.damage import refusal, write_originals
 from tests.model.checkpoint.writers import (
     architecture,
     hf_state,
@@ -67,10 +67,9 @@ def test_a_tensor_that_does_not_fit(
 @pytest.mark.parametrize(
     ("name", "problem"),
     [
-        ("transformer.h.3.ln_1.weight", "does not have"),
+        ("transformer.h.3.ln_1.weight", "no tensor"),
         ("transformer.h.01.ln_1.weight", "no tensor"),
-        ("transformer.h.0.crossattention.c_attn.weight", "cross attention"),
-        ("transformer.h.0.attn.q_attn.weight", "cross attention"),
+        ("transformer.h.0.crossattention.c_attn.weight", "no tensor"),
         ("transformer.h.0.attn.c_attn.lora_A.weight", "no tensor"),
         ("wte.weight", "twice"),
         ("model.layers.0.self_attn.q_proj.weight", "no tensor"),
@@ -284,11 +283,6 @@ def test_model_args_that_are_refused(tmp_path: Path, name: str, value: Any) -> N
     assert shape_only or error.field == f"model_args.{name}"
 
 
-def test_a_nanogpt_head_that_is_not_tied(tmp_path: Path) -> None:
-    path = write_nanogpt(tmp_path / "ckpt.pt", ARCH, {**TENSORS, "lm_head.weight": torch.zeros(37, 20)})
-    assert "ties" in str(refusal(path))
-
-
 # llm.c
 
 
@@ -328,14 +322,17 @@ def test_an_llmc_file_of_the_wrong_size(tmp_path: Path, change: int) -> None:
     assert refusal(path).field == "size"
 
 
-def test_a_file_cut_short_after_opening(tmp_path: Path) -> None:
-    path = write_llmc(tmp_path / "model.bin", ARCH, TENSORS)
-    checkpoint = open_checkpoint(str(path))
-    os.truncate(path, 4096)
-    with pytest.raises(CheckpointError, match="truncated"):
+@pytest.mark.parametrize("name", ["safetensors", "bin", "llm.c", "nanoGPT"])
+def test_a_file_cut_short_after_opening(tmp_path: Path, name: str) -> None:
+    """Reading mapped numbers that are gone would end the process."""
+    place = write_originals(tmp_path)[name]
+    checkpoint = open_checkpoint(str(place))
+    path = checkpoint.path
+    os.truncate(path, path.stat().st_size - 8)
+    with pytest.raises(CheckpointError, match="another size than when it was opened"):
         checkpoint.tensor("ln_f.bias")
     path.unlink()
-    with pytest.raises(CheckpointError, match=r"model\.bin"):
+    with pytest.raises(CheckpointError, match=path.name):
         checkpoint.tensor("wte.weight")
 
 

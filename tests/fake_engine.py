@@ -67,7 +67,7 @@ STAGE = StageDescription(
     kv_bytes=8,
     predicted_step_s=0.001,
     busy_s=1.0,
-    bubble_s=(("host", 0.5),),
+    bubble_s={"host": 0.5},
     idle_s=2.0,
     ranks=(RankDescription(0, 0, "here", "cpu", 12345),),
 )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from ppserve.core.architecture import Architecture
@@ -72,12 +73,13 @@ class StageDescription:
     predicted_step_s: float | None = None  # None where it was not predicted
     measured_step_s: float | None = None  # None before the first step
     busy_s: float = 0.0
-    bubble_s: tuple[tuple[str, float], ...] = ()  # (cause, seconds)
+    bubble_s: Mapping[str, float] = field(default_factory=dict)  # by cause
     idle_s: float = 0.0
     live: bool = True
     restarts: int = 0
     replica: int = 0
     tensor: int = 0
+    steps: int = 0  # computed
     ranks: tuple[RankDescription, ...] = ()
 
 

@@ -23,7 +23,7 @@ from ppserve.head.descriptions import (
     Topology,
 )
 from ppserve.head.engine.loop import Engine
-from ppserve.head.engine.member import Decision, Member, StageState
+from ppserve.head.engine.member import Member, StageState
 from ppserve.head.engine.members import Members
 from ppserve.head.engine.open_request import read_held
 from ppserve.head.engine.output import Sink
@@ -93,47 +93,41 @@ class EngineHandle:
 def describe_topology(readings: tuple[ReplicaReading, ...]) -> Topology:
     """What a reading of every replica says, with advice. It may search for a better split: not for the engine's
     thread."""
-    replicas = tuple(map(_describe_replica, readings))
     return Topology(
-        stages=tuple(description for reading in readings for description in _describe_stages(reading)),
-        replicas=replicas,
+        stages=tuple(
+            _describe_stage(reading, stage, predicted_s)
+            for reading in readings
+            for stage, predicted_s in zip(reading.stages, predict_steps(reading), strict=True)
+        ),
+        replicas=tuple(
+            ReplicaDescription(
+                replica=reading.replica,
+                serves=reading.serves,
+                epoch=reading.epoch,
+                microbatches=reading.microbatches,
+                running=reading.num_running,
+                kv_usage=reading.kv_usage,
+            )
+            for reading in readings
+        ),
         transport=readings[0].decision.transport,
-        epoch=1 + sum(description.epoch - 1 for description in replicas),
+        epoch=1 + sum(reading.epoch - 1 for reading in readings),
         microbatches=readings[0].microbatches,
-        advice=give_advice(readings),
+        advice=_give_advice(readings),
     )
 
 
-def give_advice(readings: tuple[ReplicaReading, ...]) -> str:
+def _give_advice(readings: tuple[ReplicaReading, ...]) -> str:
     """What would help most; empty when nothing would."""
-    found = [(f"Replica {each.replica}: " * (len(readings) > 1), _advice_for(each)) for each in readings]
-    return " ".join(whose + advice for whose, advice in found if advice)
+    advice = []
+    for reading in readings:
+        times = tuple(stage.times for stage in reading.stages)
+        if found := advise(times, reading.decision.layouts, reading.microbatches):
+            advice.append(f"Replica {reading.replica}: " * (len(readings) > 1) + found)
+    return " ".join(advice)
 
 
-def _advice_for(reading: ReplicaReading) -> str:
-    times = tuple(stage.times for stage in reading.stages)
-    return advise(times, reading.decision.layouts, reading.microbatches)
-
-
-def _describe_replica(reading: ReplicaReading) -> ReplicaDescription:
-    return ReplicaDescription(
-        replica=reading.replica,
-        serves=reading.serves,
-        epoch=reading.epoch,
-        microbatches=reading.microbatches,
-        running=reading.num_running,
-        kv_usage=reading.kv_usage,
-    )
-
-
-def _describe_stages(reading: ReplicaReading) -> tuple[StageDescription, ...]:
-    predicted_s = predicted_step_s(reading.decision, reading.stages)
-    return tuple(_describe_stage(reading, stage, predicted_s) for stage in reading.stages)
-
-
-def _describe_stage(
-    reading: ReplicaReading, stage: StageReading, predicted_s: tuple[float, ...]
-) -> StageDescription:
+def _describe_stage(reading: ReplicaReading, stage: StageReading, predicted_s: float | None) -> StageDescription:
     member, times, num_ranks = stage.member, stage.times, len(stage.ranks)
     loaded = [rank.loaded for rank in stage.ranks if rank.loaded is not None]
     ranks = tuple(map(_describe_rank, stage.ranks, stage.gathered_ns))
@@ -153,13 +147,14 @@ def _describe_stage(
         num_parameters=sum(rank.params for rank in loaded),
         weight_bytes=sum(rank.weight_bytes for rank in loaded),
         kv_bytes=sum(reading.num_blocks * rank.block_bytes for rank in loaded),
-        predicted_step_s=predicted_s[member.stage] if predicted_s else None,
+        predicted_step_s=predicted_s,
         measured_step_s=busy_s / stage.steps if stage.steps else None,
         busy_s=busy_s,
-        bubble_s=tuple((cause, ns / 1e9) for cause, ns in times.bubble_ns.items()),
+        bubble_s={cause: ns / 1e9 for cause, ns in times.bubble_ns.items()},
         idle_s=times.idle_ns / 1e9,
         live=all(rank.live for rank in ranks),
         restarts=sum(rank.restarts for rank in ranks),
+        steps=stage.steps,
         ranks=ranks,
     )
 
@@ -180,17 +175,18 @@ def _describe_rank(member: Member, gathered_ns: int) -> RankDescription:
     )
 
 
-def predicted_step_s(decision: Decision, stages: tuple[StageReading, ...]) -> tuple[float, ...]:
-    """Of every stage, from what `--layers auto` measured; () if it did not measure. A tensor rank measures its own
-    part: a stage is as fast as its slowest."""
+def predict_steps(reading: ReplicaReading) -> tuple[float | None, ...]:
+    """Seconds of a step on every stage, by what `--layers auto` measured; None where it did not measure. A tensor
+    rank measures its own part: a stage is as fast as its slowest."""
     parts = []
-    for ranks in zip(*(stage.ranks for stage in stages), strict=True):
-        hellos = [rank.hello for rank in ranks if rank.hello is not None]
-        costs = tuple(hello.costs for hello in hellos if hello.costs is not None)
-        if len(costs) < len(stages):
-            return ()
+    for ranks in zip(*(stage.ranks for stage in reading.stages), strict=True):
+        costs = tuple(
+            rank.hello.costs for rank in ranks if rank.hello is not None and rank.hello.costs is not None
+        )
+        if len(costs) < len(reading.stages):
+            return (None,) * len(reading.stages)
         parts.append(mean(costs))
-    return tuple(max(each.stage_cost(layout) for each in parts) for layout in decision.layouts)
+    return tuple(max(each.stage_cost(layout) for each in parts) for layout in reading.decision.layouts)
 
 
 def why_not_deterministic(*replicas: tuple[Member, ...]) -> list[str]:
@@ -221,12 +217,9 @@ def _why_not(members: tuple[Member, ...]) -> list[str]:
 
 def _remedy(members: Sequence[Member]) -> str:
     """What gives all of them the same kernels; empty where one is no CPU."""
-    can = [(one.hello.host.name, one.loaded.variants) for one in members if one.hello and one.loaded]
-    common = [name for name in can[0][1] if all(name in variants for _, variants in can)]
-    if not common:
-        return ""
-    best = ", ".join(dict.fromkeys(f"{host} {variants[-1]}" for host, variants in can))
-    return f"; set PPSERVE_CPU_KERNELS={common[-1]} on every host (the best that each can run: {best})"
+    variants = [member.loaded.variants for member in members if member.loaded is not None]
+    common = [name for name in variants[0] if all(name in others for others in variants)]
+    return f"; set PPSERVE_CPU_KERNELS={common[-1]} on every host" if common else ""
 
 
 def describe_model(

@@ -1,85 +1,46 @@
-"""The ledger of a pipeline as a person reads it: a table in a terminal, the same in colour in a notebook."""
+"""The ledger of a pipeline as a person reads it: a table in a terminal, the same in a notebook."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from html import escape
 
 from ppserve.core.figures import table
-from ppserve.core.ledger.account import StageTimes
 from ppserve.core.ledger.causes import CAUSES
-from ppserve.head.engine.reading import ReplicaReading
-from ppserve.head.handle import give_advice
+from ppserve.head.descriptions import StageDescription
 
 _HEADINGS = ("stage", "layers", "busy", *CAUSES, "idle", "steps", "ms/step")
 
 
 @dataclass(frozen=True, slots=True)
-class StageLedger:
-    """One stage of a ledger."""
-
-    stage: int
-    layers: str  # of the model, as `0-6`
-    times: StageTimes  # its wall time, in nanoseconds by kind
-    steps: int  # computed
-    replica: int | None = None  # None where there is only one
-    gathered_ns: tuple[int, ...] = (0,)  # of each tensor rank, its waits for others; `gather` is their average
-
-    @property
-    def name(self) -> str:
-        return str(self.stage) if self.replica is None else f"{self.replica}.{self.stage}"
-
-    @property
-    def gathered_s(self) -> tuple[float, ...]:
-        """Seconds in which each tensor rank waited for the others."""
-        return tuple(ns / 1e9 for ns in self.gathered_ns)
-
-    @property
-    def busy_s(self) -> float:
-        """Seconds in which it computed."""
-        return self.times.computed_ns / 1e9
-
-    @property
-    def bubble_s(self) -> dict[str, float]:
-        """Seconds in which it waited while there was work, by cause."""
-        return {cause: ns / 1e9 for cause, ns in self.times.bubble_ns.items()}
-
-    @property
-    def idle_s(self) -> float:
-        """Seconds without any work."""
-        return self.times.idle_ns / 1e9
-
-
-@dataclass(frozen=True, slots=True)
 class Ledger:
-    """Where every stage's time went. `busy + bubbles + idle` is the wall time of every stage, exactly.
+    """Where every stage's time went. `busy + bubbles + idle` is the wall time of every stage.
 
     Shares in the table are of the time in which there was work, except `idle`, which is of all time. advice: what
     would help most; empty when nothing would.
     """
 
-    stages: tuple[StageLedger, ...]
+    stages: tuple[StageDescription, ...]
     advice: str
 
     @property
     def wall_s(self) -> float:
         """Seconds since the pipeline was made, or between two ledgers: the same for every stage of a replica, and
         within microseconds for those of others."""
-        return self.stages[0].times.wall_ns / 1e9
+        first = self.stages[0]
+        return first.busy_s + sum(first.bubble_s.values()) + first.idle_s
 
     def since(self, earlier: Ledger) -> Ledger:
         """What was added after an earlier ledger of the same pipeline."""
-        stages = tuple(map(_since, self.stages, earlier.stages))
-        return replace(self, stages=stages)
+        return replace(self, stages=tuple(map(_since, self.stages, earlier.stages)))
 
     def __repr__(self) -> str:
-        lines = table(_HEADINGS, *map(_row, self.stages))
+        lines = table(_HEADINGS, *map(self._row, self.stages))
         ranks = [
-            f"tensor ranks of stage {stage.name} waited for each other for"
-            f" {', '.join(f'{seconds:.3f}' for seconds in stage.gathered_s)} s"
+            f"tensor ranks of stage {self._name(stage)} waited for each other for"
+            f" {', '.join(f'{rank.gather_s:.3f}' for rank in stage.ranks)} s"
             for stage in self.stages
-            if any(stage.gathered_ns)
+            if any(rank.gather_s for rank in stage.ranks)
         ]
         advice = [self.advice] if self.advice else []
         return "\n".join([*lines, f"{self.wall_s:.3f} s", *ranks, *advice])
@@ -87,32 +48,31 @@ class Ledger:
     def _repr_html_(self) -> str:
         """For notebooks."""
         head = "".join(f"<th>{escape(heading)}</th>" for heading in _HEADINGS)
-        rows = "".join(f"<tr>{''.join(f'<td>{escape(cell)}</td>' for cell in _row(s))}</tr>" for s in self.stages)
+        cells = ("".join(f"<td>{escape(cell)}</td>" for cell in self._row(stage)) for stage in self.stages)
+        rows = "".join(f"<tr>{row}</tr>" for row in cells)
         return f"<table><tr>{head}</tr>{rows}</table><p>{self.wall_s:.3f} s. {escape(self.advice)}</p>"
 
+    def _name(self, stage: StageDescription) -> str:
+        return f"{stage.replica}.{stage.stage}" if self.stages[-1].replica else str(stage.stage)
 
-def ledger_of(readings: tuple[ReplicaReading, ...]) -> Ledger:
-    stages = tuple(stage for reading in readings for stage in _stages(reading, readings))
-    return Ledger(stages, give_advice(readings))
-
-
-def _stages(reading: ReplicaReading, among: tuple[ReplicaReading, ...]) -> Iterator[StageLedger]:
-    replica = reading.replica if len(among) > 1 else None
-    for stage in reading.stages:
-        number = stage.member.stage
-        span = reading.decision.layouts[number].span
-        yield StageLedger(number, span, stage.times, stage.steps, replica, stage.gathered_ns)
+    def _row(self, stage: StageDescription) -> tuple[str, ...]:
+        lost_s = [stage.bubble_s[cause] for cause in CAUSES]
+        with_work_s = stage.busy_s + sum(lost_s)
+        shares = [f"{spent_s / with_work_s:.1%}" if with_work_s else "-" for spent_s in (stage.busy_s, *lost_s)]
+        idle = f"{stage.idle_s / (self.wall_s or 1):.1%}"
+        step = f"{1e3 * stage.busy_s / stage.steps:.2f}" if stage.steps else "-"
+        return (self._name(stage), stage.layers, *shares, idle, str(stage.steps), step)
 
 
-def _since(now: StageLedger, before: StageLedger) -> StageLedger:
-    gathered_ns = tuple(ns - was for ns, was in zip(now.gathered_ns, before.gathered_ns, strict=True))
-    times, steps = now.times.since(before.times), now.steps - before.steps
-    return replace(now, times=times, steps=steps, gathered_ns=gathered_ns)
-
-
-def _row(stage: StageLedger) -> tuple[str, ...]:
-    times = stage.times
-    of_demand = (times.busy_share, *map(times.bubble_share, CAUSES))
-    shares = [f"{share:.1%}" if times.demand_ns else "-" for share in of_demand]
-    step = f"{1e3 * stage.busy_s / stage.steps:.2f}" if stage.steps else "-"
-    return (stage.name, stage.layers, *shares, f"{times.idle_share:.1%}", str(stage.steps), step)
+def _since(now: StageDescription, before: StageDescription) -> StageDescription:
+    busy_s, steps = now.busy_s - before.busy_s, now.steps - before.steps
+    pairs = zip(now.ranks, before.ranks, strict=True)
+    return replace(
+        now,
+        busy_s=busy_s,
+        bubble_s={cause: seconds - before.bubble_s[cause] for cause, seconds in now.bubble_s.items()},
+        idle_s=now.idle_s - before.idle_s,
+        steps=steps,
+        measured_step_s=busy_s / steps if steps else None,
+        ranks=tuple(replace(rank, gather_s=rank.gather_s - then.gather_s) for rank, then in pairs),
+    )

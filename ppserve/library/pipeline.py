@@ -24,7 +24,7 @@ from ppserve.head.descriptions import ModelDescription, Topology
 from ppserve.head.engine.building import build_engine
 from ppserve.head.engine.loop import Engine
 from ppserve.head.handle import describe_model, describe_topology
-from ppserve.library.ledger import Ledger, ledger_of
+from ppserve.library.ledger import Ledger
 from ppserve.library.local import LocalControlPlane, LocalLink
 from ppserve.library.stream import Stream
 from ppserve.process.environment import RankEnvironment
@@ -168,7 +168,8 @@ class Pipeline:
 
     def ledger(self) -> Ledger:
         """Where every stage's time went, from the making of the pipeline to now."""
-        return ledger_of(self._running().snapshot())
+        topology = self.topology()
+        return Ledger(topology.stages, topology.advice)
 
     def topology(self) -> Topology:
         """What each stage holds, and how long its steps take."""

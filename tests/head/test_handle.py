@@ -8,7 +8,7 @@ from typing import Any
 from ppserve import wire
 from ppserve.core.architecture import Split, stage_layouts
 from ppserve.core.partition import PartCosts
-from ppserve.head.handle import EngineHandle, predicted_step_s, why_not_deterministic
+from ppserve.head.handle import EngineHandle, predict_steps, why_not_deterministic
 
 
 def reading(serves: bool, running: int, kv_usage: float) -> Any:
@@ -41,13 +41,16 @@ def test_the_only_replica_counts_while_it_is_lost() -> None:
 def test_a_stage_is_predicted_to_be_as_fast_as_its_slowest_tensor_rank() -> None:
     decision: Any = SimpleNamespace(layouts=stage_layouts(Split.parse("2,1")))
 
-    def stage(*attention_s: float | None) -> Any:
-        costs = [None if seconds is None else PartCosts(seconds, 0.0, 0.0, 0.0) for seconds in attention_s]
-        return SimpleNamespace(ranks=[SimpleNamespace(hello=SimpleNamespace(costs=each)) for each in costs])
+    def predicted(*stages: tuple[float | None, ...]) -> Any:
+        costs = [[s and PartCosts(s, 0.0, 0.0, 0.0) for s in attention_s] for attention_s in stages]
+        ranks = [[SimpleNamespace(hello=SimpleNamespace(costs=each)) for each in of_stage] for of_stage in costs]
+        of_stages = [SimpleNamespace(ranks=each) for each in ranks]
+        asked: Any = SimpleNamespace(decision=decision, stages=of_stages)
+        return predict_steps(asked)
 
-    assert predicted_step_s(decision, (stage(1.0, 2.0), stage(1.0, 4.0))) == (6.0, 3.0)
-    assert predicted_step_s(decision, (stage(1.0), stage(3.0))) == (4.0, 2.0)
-    assert predicted_step_s(decision, (stage(1.0, 2.0), stage(1.0, None))) == ()
+    assert predicted((1.0, 2.0), (1.0, 4.0)) == (6.0, 3.0)
+    assert predicted((1.0,), (3.0,)) == (4.0, 2.0)
+    assert predicted((1.0, 2.0), (1.0, None)) == (None, None)
 
 
 def on(stage: int, host: str, kernels: str, *variants: str) -> Any:
@@ -58,7 +61,7 @@ def on(stage: int, host: str, kernels: str, *variants: str) -> Any:
 def test_unequal_kernels_are_told_with_what_makes_them_equal() -> None:
     old = on(0, "old", "fma", "portable", "avx2", "avx512")
     new = on(1, "new", "dots", "portable", "avx2", "avx512", "avx512_bf16", "amx")
-    remedy = "; set PPSERVE_CPU_KERNELS=avx512 on every host (the best that each can run: old avx512, new amx)"
+    remedy = "; set PPSERVE_CPU_KERNELS=avx512 on every host"
     for replicas in ([(old, new)], [(old,), (new,)]):
         (told,) = why_not_deterministic(*replicas)
         assert told.endswith(remedy)

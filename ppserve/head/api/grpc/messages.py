@@ -127,7 +127,9 @@ def topology_message(topology: Topology) -> pb.GetTopologyResponse:
 
 def _stage_message(stage: StageDescription) -> pb.Stage:
     ranks = [pb.StageRank(**_fields(rank)) for rank in stage.ranks]
-    return pb.Stage(**{**_fields(stage), "bubble_seconds": dict(stage.bubble_s), "ranks": ranks})
+    given = {**_fields(stage), "ranks": ranks}
+    del given["steps"]
+    return pb.Stage(**given)
 
 
 def _fields(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from ctypes import c_float
 from dataclasses import dataclass
 
 
@@ -25,18 +26,28 @@ class Limits:
     max_metadata_bytes: int = 16 << 10
 
 
-# Ranges of numbers, inclusive. Within them, arithmetic on logits stays finite.
-MAX_TEMPERATURE = 100.0
-MIN_TEMPERATURE = 1e-4
-# Logits divided by less than this may leave the range of float32.
-MIN_REPETITION_PENALTY = 0.01
-MAX_REPETITION_PENALTY = 10.0
-MAX_PENALTY = 10.0
-MAX_BIAS = 100.0
 # What the proto's integers hold.
 MAX_COUNT = 2**32 - 1
 MAX_SEED = 2**64 - 1
 MAX_PRIORITY = 2**31 - 1
+# Within these, arithmetic on logits stays finite. The temperature is 0 or in its range.
+MIN_TEMPERATURE, MAX_TEMPERATURE = 1e-4, 100.0
+MAX_BIAS = 100.0
+RANGES: dict[str, tuple[float, float]] = {
+    "sampling.top_k": (0, MAX_COUNT),
+    "sampling.min_p": (0, 1),
+    # Logits divided by less may leave the range of float32. Rounded as the values are.
+    "sampling.repetition_penalty": (c_float(0.01).value, 10),
+    "sampling.frequency_penalty": (-10, 10),
+    "sampling.presence_penalty": (-10, 10),
+    "sampling.seed": (0, MAX_SEED),
+    "stop.min_tokens": (0, MAX_COUNT),
+    "stop.max_tokens": (0, MAX_COUNT),
+    "output.stream_interval": (1, MAX_COUNT),
+    "priority": (-MAX_PRIORITY - 1, MAX_PRIORITY),
+}
+"""Inclusive; by the field's name in the proto."""
+
 # Priorities beyond these count as these. Ten seconds of waiting raise a request by one, so that no caller can hold
 # up the others for more than minutes.
 MOST_URGENT = 10

@@ -64,7 +64,6 @@ class Servers:
 
     async def set_serving(self, serving: bool) -> None:
         await self._grpc.set_serving(serving)
-        await self._http.set_serving(serving)
 
     async def close(self, timeout_s: float, at_once: asyncio.Future[None]) -> None:
         """Refuse new requests, let running ones finish for `timeout_s`, or until `at_once`, and close all.

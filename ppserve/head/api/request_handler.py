@@ -28,6 +28,8 @@ LONG_TEXT = 4096
 # Beginning a further text takes as long as so many characters of it.
 _PART_COSTS = 8
 
+NOT_SERVING = "not serving: a stage is away, or the server is shutting down"
+
 T = TypeVar("T")
 
 
@@ -53,7 +55,7 @@ class RequestHandler:
         self._streams: dict[RequestStream, Call] = {}
         self._idle = asyncio.Event()
         self._idle.set()
-        self._draining = False
+        self._is_serving = self._draining = False
 
     def reload_keys(self) -> None:
         """Read the key file again, where there is one."""
@@ -86,17 +88,20 @@ class RequestHandler:
         news: one event for streams that are read together. Raises RequestError when the request is refused.
         """
         with self.counting_refusals():
-            prompt_ids = await self._encode("prompt", prompt) if isinstance(prompt, str) else prompt
+            prompt_ids = await self.tokenize("prompt", prompt) if isinstance(prompt, str) else prompt
             request = to_request(given, prompt_ids, self.description, call)
             if self._draining:
                 raise Draining("the server is shutting down")
         stream = RequestStream(request, self._echo(prompt, request), news)
-        self._enter(stream, call)
+        self._streams[stream] = call
+        self._idle.clear()
         try:
             await self.engine.submit(request, stream)
             yield stream
         finally:
-            self._leave(stream)
+            del self._streams[stream]
+            if not self._streams:
+                self._idle.set()
             if not stream.is_complete:
                 self.engine.cancel(request.id, _why_gone(request))
         log.info("request %s: answered", call.request_id, extra=call.trace | {"caller": call.caller})
@@ -110,6 +115,15 @@ class RequestHandler:
     @property
     def num_open_streams(self) -> int:
         return len(self._streams)
+
+    @property
+    def is_serving(self) -> bool:
+        """What health checks are told."""
+        return self._is_serving and not self._draining
+
+    def set_serving(self, serving: bool) -> None:
+        """Whether the stages of a replica answer."""
+        self._is_serving = serving
 
     async def drain(self, timeout_s: float) -> None:
         """Refuse new requests from now on; return when the running ones are through, or have been ended with
@@ -129,28 +143,6 @@ class RequestHandler:
     async def tokenize(self, field: str, *texts: str) -> list[int]:
         """The tokens of a text; of several, with the end-of-text token between them. field: what the protocol
         calls them. Raises InvalidRequest."""
-        return await self._encode(field, *texts)
-
-    async def detokenize(self, field: str, ids: Sequence[int]) -> tuple[str, bytes]:
-        """The text and the exact bytes of `ids`. field: what the protocol calls them. Raises InvalidRequest."""
-        check_ids(field, ids, self.description)
-        tokenizer = self.tokenizer
-        assert tokenizer is not None, "checked before"
-        return await run_in_thread_if_long(
-            len(ids), lambda: (tokenizer.decode(ids), b"".join(map(tokenizer.token_bytes, ids)))
-        )
-
-    def token_bytes(self, token_id: int) -> bytes:
-        """What one token stands for; nothing without a tokenizer."""
-        return b"" if self.tokenizer is None else self.tokenizer.token_bytes(token_id)
-
-    def text_bytes(self, token_id: int) -> bytes:
-        """What one token adds to a text; nothing without a tokenizer."""
-        return b"" if self.tokenizer is None else self.tokenizer.text_bytes(token_id)
-
-    # ---- parts --------------------------------------------------------------------------------------
-
-    async def _encode(self, field: str, *texts: str) -> list[int]:
         check_text(field, "".join(texts), self.description)
         tokenizer, end = self.tokenizer, self.description.eos_id
         if tokenizer is None:
@@ -168,19 +160,33 @@ class RequestHandler:
         except ValueError as error:
             raise InvalidRequest([Violation(field, "this text cannot be tokenized")]) from error
 
+    async def detokenize(self, field: str, ids: Sequence[int]) -> tuple[str, bytes]:
+        """The text and the exact bytes of `ids`. field: what the protocol calls them. Raises InvalidRequest."""
+        check_ids(field, ids, self.description)
+        tokenizer = self.tokenizer
+        assert tokenizer is not None, "checked before"
+        return await run_in_thread_if_long(
+            len(ids), lambda: (tokenizer.decode(ids), b"".join(map(tokenizer.token_bytes, ids)))
+        )
+
+    def token_bytes(self, token_id: int) -> bytes:
+        """What one token stands for; nothing without a tokenizer."""
+        return b"" if self.tokenizer is None else self.tokenizer.token_bytes(token_id)
+
+    @property
+    def end_of_text(self) -> str:
+        """The text of the end-of-text token; nothing where there is none."""
+        eos_id = self.description.eos_id
+        return "" if eos_id is None else self.token_bytes(eos_id).decode("utf-8", "replace")
+
+    def text_bytes(self, token_id: int) -> bytes:
+        """What one token adds to a text; nothing without a tokenizer."""
+        return b"" if self.tokenizer is None else self.tokenizer.text_bytes(token_id)
+
     def _echo(self, prompt: str | Sequence[int], request: Request) -> str:
         if not request.output.echo or self.tokenizer is None:
             return ""
         return prompt if isinstance(prompt, str) else self.tokenizer.decode(prompt)
-
-    def _enter(self, stream: RequestStream, call: Call) -> None:
-        self._streams[stream] = call
-        self._idle.clear()
-
-    def _leave(self, stream: RequestStream) -> None:
-        del self._streams[stream]
-        if not self._streams:
-            self._idle.set()
 
 
 async def run_in_thread_if_long(length: int, work: Callable[[], T]) -> T:

@@ -19,15 +19,11 @@ from ppserve.head.descriptions import ModelDescription
 from ppserve.head.limits import (
     LEAST_URGENT,
     MAX_BIAS,
-    MAX_COUNT,
-    MAX_PENALTY,
-    MAX_PRIORITY,
-    MAX_REPETITION_PENALTY,
-    MAX_SEED,
     MAX_TEMPERATURE,
-    MIN_REPETITION_PENALTY,
     MIN_TEMPERATURE,
     MOST_URGENT,
+    RANGES,
+    Limits,
 )
 
 # A request may have thousands of mistakes; so many are enough to tell.
@@ -46,6 +42,7 @@ def to_request(given: Fields, prompt_ids: Sequence[int], description: ModelDescr
     Numbers with a fraction are rounded to float32, which is what gRPC carries: the same request draws the same
     tokens by every protocol. Raises InvalidRequest, naming every field that is outside the limits.
     """
+    given = {name: c_float(value).value if name in _FLOATS else value for name, value in given.items()}
     eos_id, asked_tokens, held = description.eos_id, given.get("max_tokens"), tuple(given.get("resume_ids", ()))
     ids = tuple(prompt_ids) or (() if eos_id is None else (eos_id,))
     room = description.max_context - len(ids)
@@ -54,7 +51,7 @@ def to_request(given: Fields, prompt_ids: Sequence[int], description: ModelDescr
         SamplingParams,
         given,
         seed=given.get("seed", call.seed),
-        logit_bias=tuple((token_id, _float32(bias)) for token_id, bias in biases),
+        logit_bias=tuple((token_id, c_float(bias).value) for token_id, bias in biases),
     )
     stop = _record(
         StopConditions,
@@ -66,11 +63,10 @@ def to_request(given: Fields, prompt_ids: Sequence[int], description: ModelDescr
     # A caller that holds tokens already was sent what concerns the prompt.
     output = _record(OutputOptions, given, **({"echo": False, "prompt_logprobs": None} if held else {}))
     refuse(
-        _outside("priority", given.get("priority", 0), -MAX_PRIORITY - 1, MAX_PRIORITY),
         _wrong_prompt(ids, int(asked_tokens != 0), description),
-        _wrong_sampling(sampling, given.get("n", 1), description),
+        _wrong_numbers(given, description.limits),
+        _wrong_bias(sampling, description),
         _wrong_stop(stop, given, description),
-        _wrong_output(given, description),
         _wrong_resume(given, held, room, description),
     )
     return Request(
@@ -124,9 +120,7 @@ def _renamed(field: str, names: Mapping[str, str], home: str) -> str:
 
 def _record(kind: type[R], given: Fields, **resolved: Any) -> R:
     """One of the core's records: `resolved`, and for the rest what was given under the same names."""
-    same = {f.name: given[f.name] for f in fields(kind) if f.name in given}
-    rounded = {name: _float32(value) for name, value in same.items() if name in _FLOATS}
-    return kind(**{**same, **rounded, **resolved})
+    return kind(**{f.name: given[f.name] for f in fields(kind) if f.name in given} | resolved)
 
 
 _FLOATS = frozenset(f.name for f in fields(SamplingParams) if f.type == "float")
@@ -142,29 +136,25 @@ def _wrong_prompt(ids: Sequence[int], num_new: int, description: ModelDescriptio
         yield from _wrong_ids("prompt", "token_ids.ids", ids, len(ids), description)
 
 
-# Inclusive. Rounded, as the values are.
-_SAMPLING_RANGES = {
-    "top_k": (0, MAX_COUNT),
-    "min_p": (0, 1),
-    "repetition_penalty": (c_float(MIN_REPETITION_PENALTY).value, MAX_REPETITION_PENALTY),
-    "frequency_penalty": (-MAX_PENALTY, MAX_PENALTY),
-    "presence_penalty": (-MAX_PENALTY, MAX_PENALTY),
-    "seed": (0, MAX_SEED),
-}
+def _wrong_numbers(given: Fields, limits: Limits) -> Iterator[Violation]:
+    if given.get("temperature", 0) != 0:
+        range_ends = c_float(MIN_TEMPERATURE).value, MAX_TEMPERATURE
+        yield from _outside("sampling.temperature", given["temperature"], *range_ends, "0 (greedy) or ")
+    if not 0 < given.get("top_p", 1) <= 1:
+        yield Violation("sampling.top_p", f"{given['top_p']:g} is not above 0 and at most 1")
+    of_model = {
+        "sampling.n": (1, limits.max_n),
+        **dict.fromkeys(("output.logprobs", "output.prompt_logprobs"), (0, limits.max_logprobs)),
+    }
+    for field, (low, high) in (RANGES | of_model).items():
+        if (value := given.get(field.rpartition(".")[2])) is not None:
+            yield from _outside(field, value, low, high)
 
 
-def _wrong_sampling(sampling: SamplingParams, n: int, description: ModelDescription) -> Iterator[Violation]:
-    limits, vocab_size = description.limits, description.architecture.vocab_size
-    if sampling.temperature != 0:
-        range_ends = _float32(MIN_TEMPERATURE), MAX_TEMPERATURE
-        yield from _outside("sampling.temperature", sampling.temperature, *range_ends, "0 (greedy) or ")
-    if not 0 < sampling.top_p <= 1:
-        yield Violation("sampling.top_p", f"{sampling.top_p:g} is not above 0 and at most 1")
-    for name, (low, high) in _SAMPLING_RANGES.items():
-        yield from _outside(f"sampling.{name}", getattr(sampling, name), low, high)
-    yield from _outside("sampling.n", n, 1, limits.max_n)
-    if len(sampling.logit_bias) > limits.max_logit_bias:
-        yield _too_many("sampling.logit_bias", len(sampling.logit_bias), limits.max_logit_bias, "entries")
+def _wrong_bias(sampling: SamplingParams, description: ModelDescription) -> Iterator[Violation]:
+    limit, vocab_size = description.limits.max_logit_bias, description.architecture.vocab_size
+    if len(sampling.logit_bias) > limit:
+        yield _too_many("sampling.logit_bias", len(sampling.logit_bias), limit, "entries")
         return
     for token_id, bias in sampling.logit_bias:
         field = f"sampling.logit_bias[{token_id}]"
@@ -175,13 +165,11 @@ def _wrong_sampling(sampling: SamplingParams, n: int, description: ModelDescript
 
 def _wrong_stop(stop: StopConditions, given: Fields, description: ModelDescription) -> Iterator[Violation]:
     limits, asked_tokens = description.limits, given.get("max_tokens")
-    yield from _outside("stop.min_tokens", stop.min_tokens, 0, MAX_COUNT)
-    if asked_tokens is not None:
-        yield from _outside("stop.max_tokens", asked_tokens, 0, MAX_COUNT)
-        if stop.min_tokens > asked_tokens:
-            yield Violation("stop.min_tokens", f"{stop.min_tokens} is more than max_tokens, {asked_tokens}")
-    if stop.stop and not description.has_tokenizer:
-        yield Violation("stop.stop", "this model has no tokenizer, so there is no text to match")
+    if asked_tokens is not None and 0 <= asked_tokens < stop.min_tokens:
+        yield Violation("stop.min_tokens", f"{stop.min_tokens} is more than max_tokens, {asked_tokens}")
+    for field, name in (("stop.stop", "stop"), ("output.echo", "echo")):
+        if given.get(name) and not description.has_tokenizer:
+            yield Violation(field, "this model has no tokenizer, so there is no text")
     if len(stop.stop) > limits.max_stop:
         yield _too_many("stop.stop", len(stop.stop), limits.max_stop, "strings")
     else:
@@ -191,15 +179,6 @@ def _wrong_stop(stop: StopConditions, given: Fields, description: ModelDescripti
             yield from _wrong_text(f"stop.stop[{place}]", string, limits.max_stop_bytes)
     field, ids = "stop.stop_token_ids", given.get("stop_token_ids", ())
     yield from _wrong_ids(field, field, ids, limits.max_stop_token_ids, description)
-
-
-def _wrong_output(given: Fields, description: ModelDescription) -> Iterator[Violation]:
-    for name in ("logprobs", "prompt_logprobs"):
-        if given.get(name) is not None:
-            yield from _outside(f"output.{name}", given[name], 0, description.limits.max_logprobs)
-    if given.get("echo") and not description.has_tokenizer:
-        yield Violation("output.echo", "this model has no tokenizer, so there is no text to send back")
-    yield from _outside("output.stream_interval", given.get("stream_interval", 1), 1, MAX_COUNT)
 
 
 def _wrong_resume(
@@ -253,11 +232,6 @@ def _outside(field: str, value: float, low: float, high: float, or_else: str = "
 
 def _too_many(field: str, count: int, limit: int, what: str) -> Violation:
     return Violation(field, f"{count} {what}; the limit is {limit}")
-
-
-def _float32(number: float) -> float:
-    """The nearest float32; infinity for what is beyond its range."""
-    return c_float(number).value
 
 
 def _shown(number: float) -> str:

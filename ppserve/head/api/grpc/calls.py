@@ -38,9 +38,6 @@ class Service(Protocol):
 
     descriptor: ServiceDescriptor
 
-    def set_serving(self, serving: bool) -> None:
-        """Whether the server serves."""
-
 
 class KeyCheck(aio.ServerInterceptor):
     """Refuses every call without an accepted key, health excepted.

@@ -47,9 +47,9 @@ class GrpcServer:
             options=server_options(request_handler.description.limits),
             maximum_concurrent_rpcs=MAX_CALLS,
         )
-        self._services = [GenerationService(request_handler), *others]
-        names = [service.descriptor.full_name for service in self._services]
-        self._server.add_generic_rpc_handlers([registered(service, request_handler) for service in self._services])
+        services = [GenerationService(request_handler), *others]
+        names = [service.descriptor.full_name for service in services]
+        self._server.add_generic_rpc_handlers([registered(service, request_handler) for service in services])
         self._health = Health(names)
         health_pb2_grpc.add_HealthServicer_to_server(self._health, self._server)
         reflection.enable_server_reflection((*names, HEALTH_NAME, reflection.SERVICE_NAME), self._server)
@@ -73,9 +73,8 @@ class GrpcServer:
 
     async def set_serving(self, serving: bool) -> None:
         """What health checks are told, for the server and for its services by name."""
+        self.request_handler.set_serving(serving)
         self._health.set_serving(serving)
-        for service in self._services:
-            service.set_serving(serving)
 
     def show(self, certificates: Certificates) -> None:
         """To new connections, from now on; those that stand keep theirs."""

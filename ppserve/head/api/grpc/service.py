@@ -20,9 +20,6 @@ class GenerationService:
     def __init__(self, request_handler: RequestHandler) -> None:
         self._handler = request_handler
 
-    def set_serving(self, serving: bool) -> None:
-        """Health checks are told by a service of their own."""
-
     async def Generate(self, message: pb.GenerateRequest, call: Call) -> AsyncIterator[pb.GenerateResponse]:
         given, prompt = request_fields(message)
         async with self._handler.generate(given, prompt, call) as stream:

@@ -8,12 +8,11 @@ from typing import Any
 from starlette.requests import Request
 from starlette.responses import Response
 
-from ppserve.errors import InvalidRequest, Violation
+from ppserve.errors import Draining, InvalidRequest, Violation
 from ppserve.head.api.http.calls import JsonResponse, read_body
 from ppserve.head.api.http.fields import Field, Table, check_model
 from ppserve.head.api.http.logprobs import token_name
-from ppserve.head.api.request_handler import RequestHandler, run_in_thread_if_long
-from ppserve.head.api.requests import check_text
+from ppserve.head.api.request_handler import NOT_SERVING, RequestHandler, run_in_thread_if_long
 
 _STARTED_S = int(time.time())
 
@@ -24,6 +23,13 @@ TOKENIZE: Table = {
     "return_token_strs": Field(bool),
 }
 DETOKENIZE: Table = {"tokens": Field(list[int], is_needed=True), "model": Field(str)}
+
+
+async def health(_request: Request, handler: RequestHandler) -> Response:
+    """GET /health."""
+    if not handler.is_serving:
+        raise Draining(NOT_SERVING)
+    return JsonResponse({})
 
 
 async def models(_request: Request, handler: RequestHandler) -> Response:
@@ -49,8 +55,7 @@ async def tokenize(request: Request, handler: RequestHandler) -> Response:
     body = await read_body(request, TOKENIZE)
     text = body["prompt"]
     check_model(body.get("model"), handler.description.name)
-    check_text("prompt", text, handler.description)
-    special = _end_of_text(handler)
+    special = handler.end_of_text
     ids = await handler.tokenize("prompt", *(text.split(special) if special else [text]))
     answer: dict[str, Any] = {"count": len(ids), "max_model_len": handler.description.max_context, "tokens": ids}
     if body.get("return_token_strs"):
@@ -72,8 +77,7 @@ async def tokenizer_info(chat_template: str | None, _request: Request, handler: 
     """GET /tokenizer_info. chat_template: its source, where there is one."""
     if not handler.description.has_tokenizer:
         raise InvalidRequest([Violation("model", "this model has no tokenizer")])
-    special = _end_of_text(handler) or None
-    info: dict[str, Any] = dict.fromkeys(("bos_token", "eos_token", "pad_token"), special)
+    info: dict[str, Any] = dict.fromkeys(("bos_token", "eos_token", "pad_token"), handler.end_of_text or None)
     info |= {"tokenizer_class": "ppserve", "model_max_length": handler.description.max_context}
     return JsonResponse(info | {"chat_template": chat_template})
 
@@ -87,8 +91,3 @@ def _model(handler: RequestHandler) -> dict[str, Any]:
         "owned_by": "ppserve",
         "max_model_len": description.max_context,
     }
-
-
-def _end_of_text(handler: RequestHandler) -> str:
-    eos_id = handler.description.eos_id
-    return "" if eos_id is None else handler.token_bytes(eos_id).decode("utf-8", "replace")

@@ -15,7 +15,6 @@ from starlette.responses import Response
 from starlette.routing import Route
 
 from ppserve.config import ServerSettings
-from ppserve.errors import Draining
 from ppserve.head.api.http import describing
 from ppserve.head.api.http.calls import JsonResponse, begin_call, key_of, name_call, time_limit
 from ppserve.head.api.http.chat import ChatTemplate, chat_completions
@@ -37,7 +36,7 @@ Endpoint = Callable[[Request, RequestHandler], Awaitable[Response]]
 
 
 class HttpServer:
-    """Serves until `stop`. Not healthy until told that it is serving."""
+    """Serves until `stop`."""
 
     def __init__(
         self, settings: ServerSettings, request_handler: RequestHandler, count_answer: Callable[[str, int], None]
@@ -48,13 +47,12 @@ class HttpServer:
         template = ChatTemplate(settings.chat_template) if settings.chat_template else None
         self._request_handler = request_handler
         self._count_answer = count_answer
-        self._is_serving = False
         endpoints: list[tuple[str, str, Endpoint]] = [
             ("POST", "/v1/completions", completions),
             ("POST", "/v1/chat/completions", partial(chat_completions, template)),
             ("GET", "/v1/models", describing.models),
             ("GET", "/v1/models/{name}", describing.model),
-            ("GET", "/health", self._health),
+            ("GET", "/health", describing.health),
             ("GET", "/version", describing.version),
             ("GET", "/tokenizer_info", partial(describing.tokenizer_info, template.source if template else None)),
             ("POST", "/tokenize", describing.tokenize),
@@ -83,20 +81,10 @@ class HttpServer:
         if self._tls is not None:
             self._tls.show(certificates)
 
-    async def set_serving(self, serving: bool) -> None:
-        """What /health says."""
-        self._is_serving = serving
-
     async def stop(self, timeout_s: float) -> None:
         """Turn unhealthy at once, refuse new requests, let running ones finish for `timeout_s`, then close."""
-        self._is_serving = False
         await self._request_handler.drain(timeout_s)
         await self._listener.stop()
-
-    async def _health(self, _request: Request, _handler: RequestHandler) -> Response:
-        if not self._is_serving:
-            raise Draining("not serving: a stage is away, or the server is shutting down")
-        return JsonResponse({})
 
     # ---- around every path ----------------------------------------------------------------------------
 

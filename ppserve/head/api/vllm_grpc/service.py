@@ -10,9 +10,9 @@ from collections.abc import AsyncIterator
 from datetime import UTC, datetime
 from pathlib import Path
 
-from ppserve.errors import InvalidRequest, Violation
+from ppserve.errors import InvalidRequest
 from ppserve.head.api.call import Call
-from ppserve.head.api.request_handler import RequestHandler
+from ppserve.head.api.request_handler import NOT_SERVING, RequestHandler
 from ppserve.head.api.stream import deltas_in_time
 from ppserve.head.api.vllm_grpc.convert import in_words_of, request_fields
 from ppserve.head.api.vllm_grpc.messages import SequenceMessages
@@ -32,13 +32,7 @@ class VllmService:
     def __init__(self, request_handler: RequestHandler, chat_template: Path | None) -> None:
         self._handler = request_handler
         self._chat_template = None if chat_template is None else chat_template.read_text()
-        self._is_serving = False
         self._started_s = time.monotonic()
-        self._archive: bytes | None = None
-
-    def set_serving(self, serving: bool) -> None:
-        """What HealthCheck says."""
-        self._is_serving = serving
 
     async def Generate(self, message: pb.GenerateRequest, call: Call) -> AsyncIterator[pb.GenerateResponse]:
         try:
@@ -55,12 +49,12 @@ class VllmService:
     async def GetTokenizer(
         self, _message: pb.GetTokenizerRequest, _call: Call
     ) -> AsyncIterator[pb.GetTokenizerChunk]:
-        for chunk in chunks(await self._tokenizer_archive()):
+        for chunk in chunks(await asyncio.to_thread(archive, self._handler, self._chat_template)):
             yield chunk
 
     async def HealthCheck(self, _message: pb.HealthCheckRequest, _call: Call) -> pb.HealthCheckResponse:
-        problem = "" if self._is_serving else "a stage is away, or the server is shutting down"
-        return pb.HealthCheckResponse(healthy=self._is_serving, message=problem)
+        is_serving = self._handler.is_serving
+        return pb.HealthCheckResponse(healthy=is_serving, message="" if is_serving else NOT_SERVING)
 
     async def Abort(self, message: pb.AbortRequest, call: Call) -> pb.AbortResponse:
         self._handler.abort(frozenset(message.request_ids), call.caller)
@@ -103,15 +97,3 @@ class VllmService:
         )
         now, version = datetime.now(UTC).isoformat(), self._handler.description.version
         return pb.GetLoadsResponse(timestamp=now, version=version, dp_rank_count=1, loads=[scheduler])
-
-    async def _tokenizer_archive(self) -> bytes:
-        """Made when it is first asked for. Raises InvalidRequest without a tokenizer."""
-        if self._archive is None:
-            tokenizer, description = self._handler.tokenizer, self._handler.description
-            if tokenizer is None:
-                raise InvalidRequest([Violation("", "this model has no tokenizer: send tokenized.input_ids")])
-            content = await asyncio.to_thread(tokenizer.to_json)
-            special = b"" if description.eos_id is None else self._handler.token_bytes(description.eos_id)
-            end_of_text = special.decode("utf-8", "replace")
-            self._archive = archive(description, content, end_of_text, self._chat_template)
-        return self._archive

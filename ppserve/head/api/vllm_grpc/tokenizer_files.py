@@ -9,16 +9,18 @@ import json
 import zipfile
 from collections.abc import Iterator
 
-from ppserve.head.descriptions import ModelDescription
+from ppserve.errors import InvalidRequest, Violation
+from ppserve.head.api.request_handler import RequestHandler
 from ppserve.vllm import engine_pb2 as pb
 
 CHUNK_BYTES = 256 << 10
 
 
-def archive(
-    description: ModelDescription, tokenizer_json: bytes, end_of_text: str, chat_template: str | None
-) -> bytes:
-    """A zip file. end_of_text: the text of the token `card.eos_id`, "" without one."""
+def archive(handler: RequestHandler, chat_template: str | None) -> bytes:
+    """A zip file. Raises InvalidRequest without a tokenizer."""
+    if handler.tokenizer is None:
+        raise InvalidRequest([Violation("", "this model has no tokenizer: send tokenized.input_ids")])
+    description, end_of_text = handler.description, handler.end_of_text
     special = dict.fromkeys(("bos_token", "eos_token"), end_of_text) if end_of_text else {}
     described = {"tokenizer_class": "GPT2Tokenizer", "model_max_length": description.max_context, **special}
     if chat_template is not None:
@@ -30,7 +32,7 @@ def archive(
     }
     content = io.BytesIO()
     with zipfile.ZipFile(content, "w", zipfile.ZIP_DEFLATED) as zipped:
-        zipped.writestr("tokenizer.json", tokenizer_json)
+        zipped.writestr("tokenizer.json", handler.tokenizer.to_json())
         zipped.writestr("tokenizer_config.json", json.dumps(described))
         zipped.writestr("config.json", json.dumps(config))
         if chat_template is not None:

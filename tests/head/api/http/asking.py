@@ -13,6 +13,7 @@ from typing import Any
 
 from ppserve.config import ServerSettings
 from ppserve.head.api.http.server import HttpServer
+from ppserve.head.api.request_handler import RequestHandler
 from tests.fake_engine import FakeEngine, handler_of, in_thread
 
 
@@ -41,6 +42,7 @@ class Served:
     """A running server."""
 
     engine: FakeEngine
+    handler: RequestHandler
     server: HttpServer
     port: int
     counted: Counter[tuple[str, int]]
@@ -88,12 +90,13 @@ async def served_http(engine: FakeEngine | None = None, **settings: Any) -> Asyn
     engine = engine or FakeEngine()
     parsed = ServerSettings(http_port=0, **settings)
     counted: Counter[tuple[str, int]] = Counter()
-    server = HttpServer(parsed, handler_of(engine, parsed), lambda *answer: counted.update([answer]))
+    handler = handler_of(engine, parsed)
+    handler.set_serving(True)
+    server = HttpServer(parsed, handler, lambda *answer: counted.update([answer]))
     port = await server.start()
-    await server.set_serving(True)
     try:
         async with asyncio.timeout(60):
-            yield Served(engine, server, port, counted)
+            yield Served(engine, handler, server, port, counted)
     finally:
         await server.stop(0)
 

@@ -66,7 +66,7 @@ def test_paths_and_methods_that_there_are_not() -> None:
 def test_health_follows_the_pipeline() -> None:
     async def scenario(served: Served) -> None:
         assert (await served.ask("/health")).status == 200
-        await served.server.set_serving(False)
+        served.handler.set_serving(False)
         assert (await served.ask("/health")).status == 503
 
     run(scenario)

@@ -10,17 +10,19 @@ from pathlib import Path
 import pytest
 
 from ppserve import wire
-from ppserve.core.architecture import StageLayout
+from ppserve.core.architecture import Architecture, StageLayout
 from ppserve.errors import ConfigError
 from ppserve.head.engine.control import Disconnected, Received
 from ppserve.process.greeting import connect_to_head
 from ppserve.process.tls import stage_context
 from ppserve.stage.link import HeadLink
 from tests.certificates import make_certificates, needs_openssl
-from tests.head.engine.control_rig import hello
+from tests.hellos import hello as hello_of
 from tests.process.heads import WITHIN_S, head, place
 
 pytestmark = needs_openssl
+
+hello = partial(hello_of, world_size=2, architecture=Architecture(4, 64, 4, 128, 300, 300, 256))
 
 LARGE = wire.Broken(1, "x" * 3_000_000)
 ASSIGN = wire.Assign(StageLayout(1, 2, 4, 4), "d" * 3_000_000)

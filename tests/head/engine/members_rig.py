@@ -102,11 +102,14 @@ class MembersRig:
         return [event for stage in stages for event in self.say(stage, wire.Broken(epoch, "told"))]
 
     def start(self) -> list[MemberEvent]:
+        self.load_all()
+        return self.join()
+
+    def load_all(self) -> None:
         for stage in range(self.num_stages):
             self.hello(stage)
         for stage in range(self.num_stages):
             self.loaded(stage)
-        return self.join()
 
 
 def result(epoch: int) -> wire.Result:
@@ -118,10 +121,7 @@ def answer(pipeline: MembersRig, *stages: int) -> None:
         pipeline.say(stage, wire.Heartbeat(pipeline.now_ns, pipeline.now_ns))
 
 
-def loaded_pipeline() -> MembersRig:
-    pipeline = MembersRig(2)
-    for stage in range(2):
-        pipeline.hello(stage)
-    for stage in range(2):
-        pipeline.loaded(stage)
+def loaded_pipeline(num_stages: int = 2) -> MembersRig:
+    pipeline = MembersRig(num_stages)
+    pipeline.load_all()
     return pipeline

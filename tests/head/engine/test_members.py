@@ -1,4 +1,5 @@
-"""The epochs: when one forms, and when it is lost. Without sockets or a clock."""
+"""The epochs: when one forms, when it is lost, and which messages a rank may send when. Without sockets or a
+clock."""
 
 from __future__ import annotations
 
@@ -7,11 +8,15 @@ from dataclasses import replace
 import pytest
 
 from ppserve import wire
+from ppserve.core.architecture import Architecture
 from ppserve.core.grid import RankGrid
-from ppserve.head.engine.member import EpochLost, Formed, StageDied
+from ppserve.errors import ConfigError
+from ppserve.head.engine.member import EpochLost, FatalError, Formed, StageDied, StageState
 from ppserve.head.engine.members import Members
-from tests.head.engine.members_rig import ARCH, MembersRig, result
-from tests.hellos import hello
+from tests.head.engine.members_rig import ARCH, MembersRig, loaded_pipeline, result
+from tests.hellos import changed, hello
+
+OTHER = Architecture(6, 64, 4, 128, 300, 300, 256)
 
 
 @pytest.mark.parametrize("num_stages", [2, 3, 4])
@@ -47,6 +52,8 @@ def test_a_lost_stage_begins_a_new_epoch_when_it_is_back() -> None:
     pipeline.tick(1)
     assert pipeline.forms() == {}, "the epoch must not form without stage 1"
     pipeline.load(1)
+    for late in (wire.Ready(1), wire.Broken(1, "old"), wire.StoreOpened(1, 1)):
+        assert pipeline.say(0, late) == [], "what is said of an old epoch is ignored"
     assert pipeline.join() == [Formed(2, 10)]
     assert [m.restarts for m in pipeline.members.all] == [0, 1, 0]
     assert len(pipeline.say(0, result(2))) == 1
@@ -93,19 +100,6 @@ def test_a_second_loss_while_forming_ends_that_epoch_too() -> None:
     assert pipeline.join() == [Formed(3, 10)]
 
 
-def test_messages_of_an_old_epoch_are_ignored() -> None:
-    pipeline = MembersRig(2)
-    pipeline.start()
-    pipeline.lose(1, "exit")
-    pipeline.leave(0)
-    pipeline.load(1)
-    pipeline.tick(1)
-    assert pipeline.say(0, wire.Ready(1)) == []
-    assert pipeline.say(0, wire.Broken(1, "old")) == []
-    assert pipeline.say(0, wire.StoreOpened(1, 1)) == []
-    assert pipeline.join() == [Formed(2, 10)]
-
-
 def test_tensor_ranks_load_the_same_stage_and_the_epoch_has_all_of_them() -> None:
     """Four ranks of the second of two replicas, two for each of two stages."""
     rig = MembersRig(2)
@@ -133,3 +127,63 @@ def test_tensor_ranks_load_the_same_stage_and_the_epoch_has_all_of_them() -> Non
     assert (died, lost) == (StageDied(7, 1, "exit"), EpochLost(1, "replica 1 stage 1 tensor 1: exit", 7))
     left = {rank for rank, message in rig.sent if isinstance(message, wire.Abandon)}
     assert left == {2, 3, 6}, "the others keep their weights"
+
+
+# ---- what a rank may say ----
+
+
+def test_a_message_at_the_wrong_time_ends_the_connection_and_changes_nothing() -> None:
+    pipeline = MembersRig(2)
+    assert pipeline.loaded(0) == [], "it has not even greeted"
+    assert pipeline.dropped == [(0, "protocol")]
+    assert pipeline.members[0].state is StageState.ABSENT
+    assert pipeline.members[0].loaded is None
+    pipeline.start()
+    assert pipeline.hello(1) == [], "a second greeting on the same connection"
+    assert pipeline.dropped[1:] == [(1, "protocol")]
+    assert pipeline.members.formed, "the epoch is lost when the connection is gone, not before"
+    assert pipeline.lose(1, "protocol")[1] == EpochLost(1, "stage 1: protocol", 1)
+
+
+def test_weights_that_are_loaded_twice_end_the_connection_and_not_the_epoch() -> None:
+    pipeline = loaded_pipeline()
+    pipeline.say(0, wire.StoreOpened(1, 4000))
+    assert pipeline.members[1].state is StageState.FORMING
+    assert pipeline.loaded(1) == []
+    assert pipeline.dropped == [(1, "protocol")]
+    assert pipeline.members[1].state is StageState.FORMING, "else it would wait for ever, and the others for it"
+
+
+def test_a_rank_cannot_report_another_stages_step() -> None:
+    pipeline = MembersRig(2)
+    pipeline.start()
+    assert pipeline.say(1, result(1)) == [], "the result names stage 0"
+    assert len(pipeline.say(0, result(1))) == 1
+
+
+@pytest.mark.parametrize(
+    ("changes", "named"),
+    [
+        ({"gpu": 0}, "stage 1 came back with a GPU instead of a CPU"),
+        ({"quantization": "int8"}, "stage 1 came back with quantization int8 instead of none"),
+        ({"name": "elsewhere"}, "stage 1 came back with another machine, elsewhere instead of same name"),
+        ({"architecture": OTHER}, "stage 1 came back with another model in /m"),
+        ({"weights": "trained on", "checkpoint": "/n"}, "stage 1 came back with other weights in /n"),
+        ({"machine": "started anew"}, None),
+        ({}, None),
+    ],
+)
+def test_a_stage_that_comes_back_different_is_refused(changes: dict[str, object], named: str | None) -> None:
+    pipeline = MembersRig(2)
+    pipeline.start()
+    before = pipeline.members[1].hello
+    assert before is not None
+    pipeline.lose(1, "exit")
+    events = pipeline.say(1, changed(before, **changes))
+    assert events == ([] if named is None else [FatalError(named, usage=True)])
+
+
+def test_mistakes_before_the_first_epoch_are_the_operators() -> None:
+    pipeline = MembersRig(1, mistake=ConfigError("--layers", "no"))
+    assert pipeline.hello(0) == [FatalError("--layers: no", usage=True)]
+    assert pipeline.say(0, wire.GaveUp("bad file")) == [FatalError("bad file", usage=True)]

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 
 from ppserve import wire
 from ppserve.core.ledger.steps import STEP_DEADLINE_NS
 from ppserve.core.plan import StepPlan, StepResult, StepStamps
+from ppserve.core.request import Request, SamplingParams, StopConditions
+from ppserve.core.scheduling.poison_isolation import PROBE
 from ppserve.core.scheduling.sequence import SequenceEvent
 from ppserve.errors import Draining
 from ppserve.head.engine.member import FatalError
@@ -224,3 +228,50 @@ def test_a_stage_lost_without_demand_leaves_idle_time_only() -> None:
     rig.now_ns += SECOND
     assert [times.idle_ns for times in rig.times()] == [4 * SECOND] * 2
     assert [times.demand_ns for times in rig.times()] == [0, 0]
+
+
+# ---- losses in a row, and draft tokens --------------------------------------------------------------------
+
+
+def losses_borne(num_losses: int, *, asks: bool = True, brings_token_at: int | None = None) -> int | None:
+    """How many losses the server bears while each request kills the last stage, though that computes a probe.
+    asks: there is always a request."""
+    rig = formed()
+    for number in range(num_losses):
+        if asks:
+            rig.submit("a" * (number + 1))
+        for plan in rig.refill():
+            if plan.slices == (PROBE,):
+                rig.compute(plan)
+                (plan,) = rig.refill()[:1]
+            if number == brings_token_at:
+                rig.compute(plan)
+        if any(isinstance(event, FatalError) for event in rig.lose(3)):
+            return number + 1
+        rig.greet(3)
+        rig.wait(1)
+        rig.join()
+    return None
+
+
+@pytest.mark.parametrize(
+    ("options", "ends_after"), [({}, 64), ({"brings_token_at": 50}, None), ({"asks": False}, None)]
+)
+def test_only_losses_in_a_row_with_a_request_and_without_a_token_end_the_server(
+    options: dict[str, Any], ends_after: int | None
+) -> None:
+    assert losses_borne(100, **options) == ends_after
+
+
+@pytest.mark.parametrize(("why_not", "num_rows"), [("", 2), ("rows differ", 1)])
+def test_no_draft_tokens_where_the_self_test_failed(
+    why_not: str, num_rows: int, caplog: pytest.LogCaptureFixture
+) -> None:
+    rig = Rig(speculate=1)
+    rig.form(why_not)
+    rig.ask(Request("r", (3,) * 6, StopConditions(6, ignore_eos=True), SamplingParams()))
+    (prompt,) = rig.refill()
+    rig.compute(prompt)  # it draws token 3
+    (plan,) = rig.refill()
+    assert plan.num_tokens == num_rows
+    assert ("rows differ" in caplog.text) == bool(why_not)

@@ -119,7 +119,7 @@ class Alone:
         """Hidden states, results, and the milliseconds for which the device was busy."""
         inputs = build_inputs(StepPlan(0, 0, 0, tuple(slices)), self.layout, self.cache)
         timing = self.backend.timing()
-        hidden_TD = self.model.forward(inputs, None, self.cache)
+        hidden_TD = self.model.forward(inputs, None)
         reading = self.model.read_out(inputs, hidden_TD)
         timing.computed()
         busy = timing.busy()
@@ -153,7 +153,7 @@ def waits(bench: Bench) -> None:
             if bench.device.type == "cuda":
                 torch.cuda.set_sync_debug_mode("error")
             inputs = build_inputs(StepPlan(0, 0, 0, slices), stage.layout, stage.cache)
-            reading = stage.model.read_out(inputs, stage.model.forward(inputs, None, stage.cache))
+            reading = stage.model.read_out(inputs, stage.model.forward(inputs, None))
             if bench.device.type == "cuda":
                 torch.cuda.set_sync_debug_mode("default")
             reading()

@@ -38,7 +38,6 @@ PLAN = StepPlan(
         Slice(9, 50, (5, 6), (5, 6, 7, 8), Draw(SamplingParams(1)), num_draft_tokens=2),
         Slice(8, 0, (1, 2, 3), (4,), None, targets=(2, 3), num_prompt_logprobs=1),
     ),
-    copies=((1, 2),),
 )
 RESULT = StepResult(
     epoch=3,

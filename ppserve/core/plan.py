@@ -86,14 +86,13 @@ class Slice:
 
 @dataclass(frozen=True, slots=True)
 class StepPlan:
-    """One step. copies: (source, destination) KV blocks to copy before anything is computed. is_ahead: it is sent
-    before the step before it has drawn its tokens: each slice has one, and for that DRAWN."""
+    """One step. is_ahead: it is sent before the step before it has drawn its tokens: each slice has one, and for
+    that DRAWN."""
 
     epoch: int
     step_id: int
     slot: int
     slices: tuple[Slice, ...]
-    copies: tuple[tuple[int, int], ...] = ()
     is_ahead: bool = False
 
     @property

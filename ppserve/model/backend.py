@@ -50,7 +50,7 @@ class StepRows:
     offset. first_row_S, num_rows_S, start_S: each slice's rows and the position of its first. tables,
     table_begin_S: all block tables one after the other, and where each slice's begins. read_rows: the rows that go
     through the head: first those that are drawn from, in slice order, then those that are scored; empty but on the
-    last stage. copies: (source, destination) blocks, to copy first.
+    last stage.
     """
 
     plan: StepPlan
@@ -63,7 +63,6 @@ class StepRows:
     tables: Ints
     table_begin_S: Ints
     read_rows: Ints
-    copies: tuple[tuple[int, int], ...]
 
 
 class Linear(Protocol):
@@ -157,9 +156,6 @@ class KVCache(Protocol):
     def inputs(self, rows: StepRows) -> StepInputs:
         """Prepares a step. Reads and writes no block, so it can run ahead of the step before."""
 
-    def begin(self, rows: StepRows) -> None:
-        """The step begins: its copies are made."""
-
     def fill(self, value: float) -> None:
         """Sets every number in the cache."""
 
@@ -177,9 +173,9 @@ class StageModel(Protocol):
     layout: StageLayout
     backend: Backend
 
-    def forward(self, inputs: StepInputs, hidden_TD: torch.Tensor | None, cache: KVCache) -> torch.Tensor:
+    def forward(self, inputs: StepInputs, hidden_TD: torch.Tensor | None) -> torch.Tensor:
         """(T, D) hidden states after this stage's sublayers. hidden_TD: those of the stage before, None on the
-        first. Writes the rows' keys and values to `cache`, for which the inputs were built."""
+        first. Writes the rows' keys and values to the cache for which the inputs were built."""
 
     def read_out(self, inputs: StepInputs, hidden_TD: torch.Tensor) -> Reading:
         """Draw and score what the plan asks for; no row, no head. Last stage only."""

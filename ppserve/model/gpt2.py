@@ -17,7 +17,7 @@ from collections.abc import Iterator
 import torch
 
 from ppserve.core.architecture import StageLayout
-from ppserve.model.backend import AttentionWeights, Backend, KVCache, MLPWeights, Reading, StepInputs, Sublayer
+from ppserve.model.backend import AttentionWeights, Backend, MLPWeights, Reading, StepInputs, Sublayer
 from ppserve.model.checkpoint import Checkpoint
 from ppserve.model.weights import Progress, WeightReader
 
@@ -110,8 +110,7 @@ class GPT2Stage:
             return cls(WeightReader(checkpoint, layout, backend, progress))
 
     @torch.inference_mode()
-    def forward(self, inputs: StepInputs, hidden_TD: torch.Tensor | None, cache: KVCache) -> torch.Tensor:
-        cache.begin(inputs.rows)
+    def forward(self, inputs: StepInputs, hidden_TD: torch.Tensor | None) -> torch.Tensor:
         x_TD = hidden_TD if self._embed is None else self._embed(inputs)
         assert x_TD is not None, "only the first stage has no stage before it"
         assert x_TD.shape == (inputs.num_rows, self.arch.width)

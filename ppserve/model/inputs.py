@@ -48,10 +48,8 @@ def build_inputs(plan: StepPlan, layout: StageLayout, cache: KVCache, gather: Ga
         tables=tables,
         table_begin_S=table_begin_S,
         read_rows=_read_rows(plan, first_row_S, num_rows_S) if layout.is_last else np.empty(0, np.int64),
-        copies=plan.copies,
     )
-    highest = max(int(tables.max(initial=-1)), *chain.from_iterable(plan.copies), -1)
-    assert highest < cache.num_blocks, "a plan names a block that the cache does not have"
+    assert tables.max(initial=-1) < cache.num_blocks, "a plan names a block that the cache does not have"
     inputs = cache.inputs(rows)
     return inputs if gather is None else replace(inputs, gather=gather)
 

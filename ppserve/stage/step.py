@@ -74,7 +74,7 @@ class Stage:
         received_TD = None if layout.is_first else self.transport.receive(plan)
         received_ns = clock()
         timing, waited_ns = model.backend.timing(), gather.waited_ns
-        hidden_TD = model.forward(inputs, received_TD, self._cache)
+        hidden_TD = model.forward(inputs, received_TD)
         reading = model.read_out(inputs, hidden_TD) if layout.is_last else None
         timing.computed()
         # Before the wait for the device: what goes from device to device follows the computation there.

@@ -129,10 +129,6 @@ class ToyPipeline:
             self._leave_unwritten(plan)
             return StepResult(plan.epoch, plan.step_id, 0, STAMPS)
         self.plans.append(plan)
-        for source, destination in plan.copies:
-            for offset in range(self.block_size):
-                if (source, offset) in self._slots:
-                    self._slots[destination, offset] = self._slots[source, offset]
         drawn, scored, writes = [], [], {}
         for piece in plan.slices:
             digests, written = self._compute(piece)

@@ -59,14 +59,14 @@ class Pipeline:
         return Slice(sequence, start, ids, self.table(sequence), draw, **more)  # type: ignore[arg-type]
 
     def step(
-        self, slices: Iterable[Slice], copies: tuple[tuple[int, int], ...] = ()
+        self, slices: Iterable[Slice]
     ) -> tuple[torch.Tensor, tuple[Drawn, ...], tuple[Scored, ...]]:
         """One step through all stages: last hidden states, drawn, scored."""
-        plan = StepPlan(0, 0, 0, tuple(slices), copies)
+        plan = StepPlan(0, 0, 0, tuple(slices))
         hidden = None
         for layout, stage, cache in zip(self.layouts, self.stages, self.caches, strict=True):
             inputs = build_inputs(plan, layout, cache)
-            hidden = stage.forward(inputs, hidden, cache)
+            hidden = stage.forward(inputs, hidden)
         assert hidden is not None
         return hidden, *self.stages[-1].read_out(inputs, hidden)()
 

@@ -68,11 +68,6 @@ class StockCache:
         here, attend = torch.from_numpy, StockAttention(self, rows, *self._padding)
         return AttendInputs(rows, here(rows.token_ids_T), here(rows.positions_T), here(rows.read_rows), attend)
 
-    def begin(self, rows: StepRows) -> None:
-        for source, destination in rows.copies:
-            self.keys_LBpHd[:, destination] = self.keys_LBpHd[:, source]
-            self.values_LBpHd[:, destination] = self.values_LBpHd[:, source]
-
     def fill(self, value: float) -> None:
         self.keys_LBpHd.fill_(value)
         self.values_LBpHd.fill_(value)

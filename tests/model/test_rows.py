@@ -165,15 +165,6 @@ def test_stale_blocks_are_never_read(backend: Backend, stale: float) -> None:
     assert torch.equal(pipeline.hidden(prompt(21), 21), clean)
 
 
-def test_copied_blocks_hold_the_same_keys() -> None:
-    pipeline = Pipeline(RandomCheckpoint(architecture()), "2")
-    ids = prompt(40)
-    pipeline.hidden(ids[:39], 39, sequence=0)
-    copies = tuple(zip(pipeline.table(0), pipeline.table(1), strict=True))
-    copied, _, _ = pipeline.step([pipeline.slice(1, ids[39:], 39)], copies)
-    assert torch.equal(copied, pipeline.hidden(ids, 40, sequence=2)[39:])
-
-
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_selftest_passes_and_can_fail(dtype: str) -> None:
     stage = Pipeline(RandomCheckpoint(architecture(width=200)), "1,1", dtype).stages[1]

@@ -70,9 +70,9 @@ class TensorPipeline(Pipeline):
             self._ranks.append(ranks)
 
     def step(
-        self, slices: Iterable[Slice], copies: tuple[tuple[int, int], ...] = ()
+        self, slices: Iterable[Slice]
     ) -> tuple[torch.Tensor, tuple[Drawn, ...], tuple[Scored, ...]]:
-        plan = StepPlan(0, 0, 0, tuple(slices), copies)
+        plan = StepPlan(0, 0, 0, tuple(slices))
         hidden: list[torch.Tensor | None] = [None] * len(self._ranks[0])
         results: list[Any] = []
         for ranks in self._ranks:
@@ -89,7 +89,7 @@ class TensorPipeline(Pipeline):
 def _step(rank: tuple[GPT2Stage, Any, Gather], hidden: torch.Tensor | None, plan: StepPlan) -> tuple[Any, Any]:
     stage, cache, gather = rank
     inputs = build_inputs(plan, stage.layout, cache, gather)
-    hidden = stage.forward(inputs, hidden, cache)
+    hidden = stage.forward(inputs, hidden)
     return hidden, stage.read_out(inputs, hidden)() if stage.layout.is_last else None
 
 

@@ -32,7 +32,7 @@ class Ahead:
         """The sequences of a step to be sent ahead now; none where there should be none. has_waiting: requests
         wait, and one of them takes a place that becomes free."""
         running_set, parts = self._running_set, self._slots.only_step
-        if running_set.returned or running_set.filling or any(piece.num_draft_tokens for _, piece in parts):
+        if running_set.ready or any(piece.num_draft_tokens for _, piece in parts):
             return []
         drawing = [s for s, piece in parts if piece.draw is not None and s.is_live and s.num_free_positions > 0]
         if has_waiting and len(drawing) < len(parts):

@@ -4,7 +4,7 @@ A block is in exactly one state:
 
     free    has no content that could be used
     cached  in no block table, but its content is known by a digest and can be used again
-    held    in one or more block tables, or pinned as the source of a copy that is to come
+    held    in one or more block tables
 
 free + cached + held == total, always. Cached blocks are evicted least recently used, and only when no free block
 is left.
@@ -18,7 +18,6 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Sequence as Seq
-from itertools import takewhile
 
 from ppserve.core.scheduling.sequence import Sequence
 
@@ -37,7 +36,6 @@ class BlockManager:
         self._cached: OrderedDict[int, None] = OrderedDict()
         self._references = [0] * num_blocks
         self._tables: dict[int, BlockTable] = {}
-        self._pins: dict[int, int] = {}
         self._digest_of: dict[int, bytes] = {}
         self._block_of: dict[bytes, int] = {}
 
@@ -83,22 +81,19 @@ class BlockManager:
 
     def release(self, sequence_id: int) -> None:
         """Free a sequence's blocks, last ones first, so that the first blocks of a prefix are evicted last."""
-        self.unpin(sequence_id)
         for block in reversed(self._tables.pop(sequence_id)):
             self._let_go(block)
 
-    def pin(self, sequence_id: int, block: int) -> None:
-        """Hold a sibling's block until `unpin` or `release`, because the sequence will copy it."""
-        assert sequence_id not in self._pins
-        assert self._references[block] > 0
-        self._references[block] += 1
-        self._pins[sequence_id] = block
-
-    def unpin(self, sequence_id: int) -> None:
-        """End a pin; nothing happens when there is none."""
-        block = self._pins.pop(sequence_id, None)
-        if block is not None:
-            self._let_go(block)
+    def share_beginning(self, sequence_id: int, shared: BlockTable) -> BlockTable:
+        """Let a table begin with these blocks instead of its own, which are freed. Returns the table; it is
+        unchanged if others have its blocks too."""
+        old = self._tables[sequence_id]
+        if all(self._references[block] == 1 for block in old[: len(shared)]):
+            for mine, other in zip(old, shared, strict=False):
+                self._take_up(other)
+                self._let_go(mine)
+            self._tables[sequence_id] = shared + old[len(shared) :]
+        return self._tables[sequence_id]
 
     def publish(self, block: int, digest: bytes) -> None:
         """Let `match` find a full, held block. If another block has this content already, nothing changes."""
@@ -108,7 +103,7 @@ class BlockManager:
             self._digest_of[block] = digest
 
     def forget_contents(self) -> None:
-        """A stage was lost: no block's content is known any more. Tables are kept."""
+        """A stage was lost: no block's content is known any more."""
         self._digest_of.clear()
         self._block_of.clear()
         self._free.extend(self._cached)
@@ -180,11 +175,6 @@ class PrefixCache:
         digests = self._digests(sequence, num_tokens)
         for i in sequence.publish(len(digests)):
             self._blocks.publish(sequence.block_table[i], digests[i])
-
-    def num_refilled(self, sequence: Sequence) -> int:
-        """After a loss: how many leading blocks of the sequence's table another sequence has filled again."""
-        same = (a == b for a, b in zip(self.find(sequence), sequence.block_table, strict=False))
-        return sum(takewhile(bool, same))
 
     def _digests(self, sequence: Sequence, num_tokens: int) -> list[bytes]:
         """The names of the blocks that its first tokens fill."""

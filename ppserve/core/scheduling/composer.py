@@ -61,18 +61,12 @@ class CostModel(Protocol):
 
 
 class RunningSet:
-    """The running sequences, by what they can do next. Each is in at most one of these places, which are kept in
-    the order in which their sequences are scheduled:
-
-    filling   tokens of its prompt (or, after a loss, of its replay) are left to schedule
-    returned  its latest token has returned and can be scheduled; for n > 1, once its leader is far enough
-    (none)    all its known tokens are in flight
-    """
+    """The running sequences, and those of them that have known tokens to schedule, in order of their turn: one
+    that decodes has its turn when its latest token returns, one that computes a prompt when it is admitted."""
 
     def __init__(self) -> None:
         self._running: dict[int, Sequence] = {}
-        self._filling: dict[int, Sequence] = {}
-        self._returned: dict[int, Sequence] = {}
+        self._ready: dict[int, Sequence] = {}
 
     def __len__(self) -> int:
         return len(self._running)
@@ -90,47 +84,41 @@ class RunningSet:
         return self._running.values()
 
     @property
-    def filling(self) -> ValuesView[Sequence]:
-        """In order of admission."""
-        return self._filling.values()
+    def ready(self) -> ValuesView[Sequence]:
+        return self._ready.values()
+
+    @property
+    def filling(self) -> list[Sequence]:
+        """Those with more than their latest token to schedule: of a prompt, or computed again after a loss."""
+        return [sequence for sequence in self._ready.values() if sequence.remaining > 1 and sequence.is_ready]
 
     @property
     def returned(self) -> list[Sequence]:
-        """Oldest return first."""
-        return [sequence for sequence in self._returned.values() if sequence.is_ready]
+        """Those with only their latest token to schedule, the oldest first."""
+        return [sequence for sequence in self._ready.values() if sequence.remaining == 1 and sequence.is_ready]
 
     @property
     def num_decoding(self) -> int:
-        """Sequences of which at most the latest known token is left to schedule."""
-        num_waiting = sum(not sequence.is_ready for sequence in self._returned.values())
-        return len(self._running) - len(self._filling) - num_waiting
+        """Sequences of which at most the latest token is left to schedule."""
+        num_others = sum(s.remaining > 1 or not s.is_ready for s in self._ready.values())
+        return len(self._running) - num_others
 
     def admit(self, sequence: Sequence) -> None:
-        """A sequence that follows a leader has its prompt's last token left, any other one its prompt."""
-        self._running[sequence.id] = sequence
-        (self._filling if sequence.leader is None else self._returned)[sequence.id] = sequence
+        self._running[sequence.id] = self._ready[sequence.id] = sequence
 
     def add_returned(self, sequence: Sequence) -> None:
         """Its latest token has returned."""
-        self._returned[sequence.id] = sequence
+        self._ready[sequence.id] = sequence
 
-    def remove_scheduled(self, sequences: Iterable[Sequence]) -> None:
-        """A step takes slices of these."""
-        for sequence in sequences:
-            if sequence.remaining == 0:
-                self._filling.pop(sequence.id, None)
-                self._returned.pop(sequence.id, None)
+    def remove_scheduled(self, sequence: Sequence) -> None:
+        """A step takes a slice of it."""
+        if sequence.remaining == 0:
+            del self._ready[sequence.id]
 
     def remove(self, sequence: Sequence) -> None:
         """The sequence ended, or leaves the replica."""
         del self._running[sequence.id]
-        self._filling.pop(sequence.id, None)
-        self._returned.pop(sequence.id, None)
-
-    def restart(self) -> None:
-        """All sequences compute from their first token, in order of admission."""
-        self._returned.clear()
-        self._filling = dict(self._running)
+        self._ready.pop(sequence.id, None)
 
 
 @dataclass(frozen=True, slots=True)

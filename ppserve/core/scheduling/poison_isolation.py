@@ -13,7 +13,7 @@ dies of it, no request is to blame. The first epoch needs no probe: stages that 
 
 from __future__ import annotations
 
-from collections.abc import Collection, Container, Hashable, Iterable, Set
+from collections.abc import Collection, Hashable, Set
 
 from ppserve.core.plan import Draw, Slice
 from ppserve.core.request import SamplingParams
@@ -47,29 +47,22 @@ class PoisonIsolation:
         """Whether a request was in flight at a loss and is not cleared."""
         return request_id in self._losses
 
-    def record_loss(
-        self, in_flight: Iterable[str], failed: Set[Hashable], elsewhere: Container[str] = ()
-    ) -> str | None:
+    def record_loss(self, in_flight: Set[str], failed: Set[Hashable]) -> str | None:
         """Ranks failed with these requests in flight. Returns the culprit if it is certain, else None.
 
-        failed: each by its place in the pipeline and how it failed. elsewhere: requests that other pipelines
-        compute, of which this loss says nothing.
+        failed: each by its place in the pipeline and how it failed.
         """
-        present, lone = set(in_flight), self.lone
-        if not failed or (lone is not None and not present):
+        lone = self.lone
+        if not failed:
             return None
-        if lone is not None and lone in present:
+        if lone is not None and lone in in_flight:
             self._failures.append(failed)
             times = max(sum(rank in each for each in self._failures) for rank in failed)
             if times < _CONVICTING_LOSSES_OF_ONE_RANK and len(self._failures) < _CONVICTING_LOSSES:
                 return None
             self.clear(lone)
             return lone
-        # A suspect may be alone at another pipeline, which may be stuck there: it keeps its losses.
-        for request in [r for r in self._losses if r not in elsewhere and r not in self._suspects]:
-            if request not in present:
-                del self._losses[request]
-        for request in sorted(present):
+        for request in sorted(in_flight):
             self._losses[request] = self._losses.get(request, 0) + 1
             if self._losses[request] >= SUSPICIOUS_LOSSES and request not in self._suspects:
                 self._suspects.append(request)

@@ -8,8 +8,7 @@ steps are each replica's own (`scheduler`). Laws
 - Of the replicas with room, a request goes to the one where fewest tokens are left to compute: of all its
   requests, and of this one without the prefix that is cached there. So a cached prefix counts for as much as it
   saves, and a replica that is much busier than another does not get every request with a common prefix.
-- Requests that a lost or drained replica gives back keep their tokens and are computed again. If the lost replica
-  is the only one, requests keep their blocks, and wait for it.
+- Requests that a lost or drained replica gives back keep their tokens and are computed again, before all others.
 - A suspect runs alone in the replica that died with it. Other replicas run all but suspects (`poison_isolation`).
 """
 
@@ -293,15 +292,10 @@ class RequestQueue:
             self.poison_isolation.clear(group.key)
             self.retry_admission()
 
-    def record_loss(
-        self, scheduler: RequestScheduler, in_flight: Iterable[str], failed: Set[Hashable]
-    ) -> list[SequenceEvent]:
+    def record_loss(self, in_flight: Iterable[str], failed: Set[Hashable]) -> list[SequenceEvent]:
         """Ranks of a replica failed with steps of these requests in flight. A request that is certain to have
         killed them fails."""
-        started = {key for key, group in self.groups.items() if group.admitted_s is not None}
-        elsewhere = {key for key in started if self._homes.get(key) is not scheduler}
-        open_requests = self.groups.keys() & set(in_flight)
-        culprit = self.poison_isolation.record_loss(open_requests, failed, elsewhere)
+        culprit = self.poison_isolation.record_loss(self.groups.keys() & set(in_flight), failed)
         self.retry_admission()
         if culprit is None:
             return []

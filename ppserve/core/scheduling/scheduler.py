@@ -10,8 +10,7 @@ Laws
 - Stages run steps in order. Hence a prompt's next chunk may be scheduled while the chunk before is in flight, a
   block may be shared as soon as the step that fills it is scheduled, and a freed block may be reused at once.
 - The most blocks that a request can need are reserved at admission, so no sequence ever waits for a block.
-- When a stage is lost, its sequences are computed again: by another replica (`give_back`) or, without one, here
-  with their block tables kept (`lose_stage`).
+- When a stage is lost, its sequences go back to the queue with their tokens, and are computed again.
 - Every sequence has one terminal event, except one that the engine ends (`RequestQueue.finish_sequence`).
 
 The replica calls `schedule(now)` until it returns None, and enters each plan in the book of steps before it asks
@@ -135,25 +134,19 @@ class Scheduler:
         """There is room. known: what `room_for` said."""
         self._ahead.make_way()
         leader, *siblings = group.live
-        size, cached_tokens = self.config.block_size, len(known) * self.config.block_size
-        self._start(leader, known, cached_tokens)
-        leader.reuse_blocks(len(known), size)
-        num_shared, rest = divmod(len(group.request.prompt_ids) - 1, size)
+        cached_tokens = len(known) * self.config.block_size
+        leader.start(cached_tokens)
+        self._allocate(leader, known)
+        num_shared = (len(group.request.prompt_ids) - 1) // self.config.block_size
         for sibling in siblings:
-            self._start(sibling, leader.block_table[:num_shared], cached_tokens)
-            if leader.loss_mark:  # it ran before: as after a loss, each is computed from its first token
-                continue
-            partly_filled = leader.block_table[num_shared] if rest else None
-            sibling.fork(leader, num_shared, partly_filled)
-            if partly_filled is not None:
-                self._blocks.pin(sibling.id, partly_filled)
-        for sequence in (leader, *siblings):
-            self._running_set.admit(sequence)
+            sibling.start(cached_tokens, leader)
+            self._allocate(sibling, leader.block_table[:num_shared])
 
-    def _start(self, sequence: Sequence, shared: BlockTable, cached_tokens: int) -> None:
+    def _allocate(self, sequence: Sequence, shared: BlockTable) -> None:
         table = self._blocks.try_allocate(sequence.id, self._blocks.blocks_for(sequence.max_positions), shared)
         assert table is not None, "the fit was checked"
-        sequence.start(table, cached_tokens)
+        sequence.use_blocks(table, len(shared), self.config.block_size)
+        self._running_set.admit(sequence)
 
     def drop(self, sequence: Sequence) -> None:
         """A running sequence has ended. Steps in flight may still write its blocks, before any later step does."""
@@ -183,27 +176,30 @@ class Scheduler:
         return self._build(picks)
 
     def _schedule_ahead(self) -> StepPlan | None:
-        if not self.config.runs_ahead or self.slots.num_slots > 1:
+        if not self.config.runs_ahead or self.slots.num_slots > 1 or self.request_queue.lone_at(self):
             return None
         sequences = self._ahead.choose(has_waiting=self.request_queue.num_waiting > 0)
         owned = tuple((sequence, sequence.schedule_ahead(self.config.block_size)) for sequence in sequences)
         for sequence in sequences:
             self._prefix_cache.offer(sequence)
-        return self.slots.add_step(owned, (), is_ahead=True) if owned else None
+        return self.slots.add_step(owned, is_ahead=True) if owned else None
 
     def _compose(self) -> list[Pick]:
-        self._skip_refilled()
+        self._share_beginnings()
         running_set = self._running_set
         picks = self._composer.compose(
             running_set.returned, running_set.num_decoding, running_set.filling, self.microbatches
         )
         return self._speculation.add_drafts(picks, len(running_set))
 
-    def _skip_refilled(self) -> None:
-        """After a loss, compute a prefix that several sequences share only once."""
+    def _share_beginnings(self) -> None:
+        """Requests that were admitted together, as after a loss, compute a common prefix only once."""
         for sequence in self._running_set.filling:
-            if sequence.loss_mark and sequence.scheduled == 0:
-                sequence.reuse_blocks(self._prefix_cache.num_refilled(sequence), self.config.block_size)
+            if sequence.scheduled == 0 and (shared := self._prefix_cache.find(sequence)):
+                table = self._blocks.share_beginning(sequence.id, shared)
+                if table[: len(shared)] == shared:
+                    sequence.use_blocks(table, len(shared), self.config.block_size)
+                    self.request_queue.retry_admission()
 
     def _compose_alone(self, lone: str) -> list[Pick]:
         if self.slots.hold_others_than(lone):
@@ -213,18 +209,12 @@ class Scheduler:
         return self._composer.compose(returned, len(returned), filling, 1)
 
     def _build(self, picks: list[Pick]) -> StepPlan:
-        owned: list[tuple[Sequence, Slice]] = []
-        copies: list[tuple[int, int]] = []
-        for sequence, num_tokens, draft_ids in picks:
-            if (copy := sequence.copy_block(self.config.block_size)) is not None:
-                copies.append(copy)
-                self._blocks.unpin(sequence.id)
-            owned.append((sequence, sequence.schedule(num_tokens, self.config.block_size, draft_ids)))
-        sequences = [pick.sequence for pick in picks]
-        for sequence in sequences:
+        size = self.config.block_size
+        owned = tuple((s, s.schedule(num_tokens, size, draft_ids)) for s, num_tokens, draft_ids in picks)
+        for sequence, _ in owned:
             self._prefix_cache.offer(sequence)
-        self._running_set.remove_scheduled(sequences)
-        return self.slots.add_step(tuple(owned), copies)
+            self._running_set.remove_scheduled(sequence)
+        return self.slots.add_step(owned)
 
     def commit(self, result: StepResult, now: float) -> list[SequenceEvent]:
         """Apply the last stage's result of a step. A result of an older epoch or an unknown step is ignored."""
@@ -306,17 +296,15 @@ class Scheduler:
         failed: the ranks whose failure ended the last epoch, and how they failed; none where no request can be
         blamed. No token is lost, so there are no events, but a request that is certain to have killed ranks fails.
         """
-        in_flight = self._forget_steps(epoch)
-        for sequence in self._running_set.running:
-            sequence.rewind()
-            self._blocks.unpin(sequence.id)
-        self._running_set.restart()
-        return self.request_queue.record_loss(self, in_flight, failed)
+        in_flight = self.give_back()
+        self.open(epoch)
+        return self.request_queue.record_loss(in_flight, failed)
 
     def give_back(self) -> frozenset[str]:
-        """Close, and let other replicas go on with all requests. The ids of those that had steps in flight."""
+        """Close, and return all requests to the queue. The result: ids of those that had steps in flight."""
         self.is_open = False
-        in_flight = self._forget_steps(self.epoch + 1)
+        in_flight = self.slots.lose()
+        self._blocks.forget_contents()
         groups = {s.request.id: self.request_queue.groups[s.request.id] for s in self._running_set.running}
         for sequence in list(self._running_set.running):
             self._running_set.remove(sequence)
@@ -330,9 +318,3 @@ class Scheduler:
         self.slots.begin_epoch(epoch)
         self.is_open = True
         self.request_queue.retry_admission()
-
-    def _forget_steps(self, epoch: int) -> frozenset[str]:
-        """The steps in flight will have no results. Returns the ids of their requests."""
-        in_flight = self.slots.lose(epoch)
-        self._blocks.forget_contents()
-        return in_flight

@@ -96,8 +96,7 @@ class Sequence:
         self.cached_tokens = 0  # of the prompt, found in the prefix cache when it was admitted
         self.block_table: tuple[int, ...] = ()
         self.num_published = 0  # leading blocks that others may find
-        self.leader: Sequence | None = None  # for n > 1: it computes the prompt for this one too
-        self.fork_block: int | None = None  # the leader's block that is copied before the first slice
+        self.leader: Sequence | None = None  # for n > 1, until the first slice: it fills the first blocks
         self.scores: list[TokenLogprobs] = []  # of the prompt, until they are delivered
         is_first = index == (request.resume_index or 0)
         self.wants_scores = is_first and request.output.prompt_logprobs is not None and not request.resume_ids
@@ -106,7 +105,6 @@ class Sequence:
         if request.stop.max_tokens == 0:
             self.known_end = request.length_end
         self._digests: list[bytes] = []
-        self._table_part: tuple[int, ...] = ()
         banned, banned_before = request.banned(eos_id), len(request.prompt_ids) + request.stop.min_tokens
         self._draw = Draw(request.sampling, index, request.output.logprobs, banned, banned_before if banned else 0)
 
@@ -122,8 +120,8 @@ class Sequence:
 
     @property
     def is_ready(self) -> bool:
-        """Whether its next known token may be scheduled: the tokens before it are in earlier steps."""
-        return self.leader is None or self.leader.scheduled >= len(self.request.prompt_ids) - 1
+        """Whether it may be scheduled: the tokens before its next one are in earlier steps."""
+        return self.leader is None or self.leader.scheduled >= self.scheduled
 
     @property
     def num_free_positions(self) -> int:
@@ -146,31 +144,18 @@ class Sequence:
             raise InvalidTransition(self.id, self.status, status)
         self.status = status
 
-    def start(self, block_table: tuple[int, ...], cached_tokens: int) -> None:
-        """Run with these blocks. cached_tokens: tokens of the prompt that were found in the prefix cache."""
+    def start(self, cached_tokens: int, leader: Sequence | None = None) -> None:
+        """Run. cached_tokens: of the prompt, found in the prefix cache. leader: it fills the blocks that both
+        share."""
         self.move_to(SequenceStatus.RUNNING)
-        self.block_table = block_table
+        self.leader = leader
         if not self.loss_mark:
             self.cached_tokens = cached_tokens
 
-    def reuse_blocks(self, num_blocks: int, block_size: int) -> None:
-        """Begin behind its first blocks: another sequence has computed them."""
-        self.scheduled = self.computed = num_blocks * block_size
-        self.num_published = num_blocks
-
-    def fork(self, leader: Sequence, num_blocks: int, partly_filled: int | None) -> None:
-        """Begin at the prompt's last token, once the leader has scheduled those before. The first blocks are the
-        leader's, and its block that the prompt fills partly is copied."""
-        self.leader, self.num_published, self.fork_block = leader, num_blocks, partly_filled
-        self.scheduled = self.computed = len(self.request.prompt_ids) - 1
-
-    def copy_block(self, block_size: int) -> tuple[int, int] | None:
-        """Source and destination of the copy that the next step begins with; None = no copy."""
-        if self.fork_block is None:
-            return None
-        copy = (self.fork_block, self.block_table[self.scheduled // block_size])
-        self.fork_block = None
-        return copy
+    def use_blocks(self, block_table: tuple[int, ...], num_shared: int, block_size: int) -> None:
+        """Begin behind the first `num_shared` of these blocks: another sequence fills them."""
+        self.block_table, self.num_published = block_table, num_shared
+        self.scheduled = self.computed = num_shared * block_size
 
     def publish(self, num_blocks: int) -> range:
         """Others may find its first blocks from now on. Returns the indices of those that were not published."""
@@ -196,7 +181,7 @@ class Sequence:
         if self.wants_scores and start < len(self.request.prompt_ids):
             targets = self.request.prompt_ids[start + 1 : end + 1]
         token_ids = (*self.token_ids[start:end], *draft_ids)
-        self.scheduled = end
+        self.scheduled, self.leader = end, None
         return self._slice(start, token_ids, block_size, draws, targets, len(draft_ids))
 
     def schedule_ahead(self, block_size: int) -> Slice:
@@ -215,11 +200,9 @@ class Sequence:
         targets: tuple[int, ...] = (),
         num_draft_tokens: int = 0,
     ) -> Slice:
-        num_blocks = -(-(start + len(token_ids)) // block_size)
-        if len(self._table_part) != num_blocks:
-            self._table_part = self.block_table[:num_blocks]
+        table = self.block_table[: -(-(start + len(token_ids)) // block_size)]
         draw, num_scored = self._next_draw() if draws else None, self.request.output.prompt_logprobs or 0
-        return Slice(self.id, start, token_ids, self._table_part, draw, targets, num_scored, num_draft_tokens)
+        return Slice(self.id, start, token_ids, table, draw, targets, num_scored, num_draft_tokens)
 
     def _next_draw(self) -> Draw:
         """The draw after the known tokens; always the same object where it needs no history."""
@@ -253,18 +236,13 @@ class Sequence:
         """Why the answer ends with `token_id`, its latest token; None when it does not end."""
         return self.request.end_after(self.num_generated, token_id, eos_id)
 
-    def rewind(self) -> None:
-        """Back to nothing computed, with all tokens known: a stage was lost."""
-        self.scheduled = self.computed = self.num_published = 0
-        self.leader = self.fork_block = None
+    def give_back(self) -> None:
+        """Its replica is lost or drained: it waits, with all tokens known, nothing computed and no block."""
+        self.move_to(SequenceStatus.WAITING)
+        self.use_blocks((), 0, 0)
+        self.leader = None
         self.scores.clear()
         self.loss_mark = len(self.token_ids)
-
-    def give_back(self) -> None:
-        """Its replica is lost or drained: it waits for another, with all tokens known and no block."""
-        self.move_to(SequenceStatus.WAITING)
-        self.rewind()
-        self.block_table = self._table_part = ()
 
     def take_scores(self) -> tuple[TokenLogprobs, ...]:
         """The prompt's scores, once all are there; nothing after that."""

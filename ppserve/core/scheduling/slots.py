@@ -17,7 +17,6 @@ The wait with P slots cannot be seen while there are P + 1, so it is measured ag
 from __future__ import annotations
 
 from collections.abc import Callable
-from collections.abc import Sequence as Seq
 
 from ppserve.core.plan import Slice, StepPlan, StepResult, StepStamps
 from ppserve.core.scheduling.poison_isolation import PROBE
@@ -71,12 +70,12 @@ class MicrobatchSlots:
         ((_, owned),) = self._steps.values()
         return owned
 
-    def add_step(self, owned: OwnedSlices, copies: Seq[tuple[int, int]], is_ahead: bool = False) -> StepPlan:
+    def add_step(self, owned: OwnedSlices, is_ahead: bool = False) -> StepPlan:
         """A new step in the lowest free slot; without slices, a probe."""
         used = {plan.slot for plan, _ in self._steps.values()}
         slot = next(slot for slot in range(len(used) + 1) if slot not in used)
         slices = tuple(piece for _, piece in owned) or (PROBE,)
-        plan = StepPlan(self.epoch, self._next_step_id, slot, slices, tuple(copies), is_ahead)
+        plan = StepPlan(self.epoch, self._next_step_id, slot, slices, is_ahead)
         self._steps[plan.step_id] = plan, owned
         self._next_step_id += 1
         return plan
@@ -106,10 +105,9 @@ class MicrobatchSlots:
         cancelled, self._newly_cancelled = tuple(self._newly_cancelled), []
         return cancelled
 
-    def lose(self, epoch: int) -> frozenset[str]:
+    def lose(self) -> frozenset[str]:
         """Forget the steps in flight. Returns the ids of their requests."""
-        assert epoch > self.epoch, (epoch, self.epoch)
-        self.epoch = epoch
+        self.epoch += 1
         self.is_unproven, self._has_returned = not self._has_returned, False
         requests = frozenset(s.request.id for _, owned in self._steps.values() for s, _ in owned if s.is_live)
         self._steps.clear()

@@ -293,7 +293,7 @@ class Replica:
         if not failed or not self._in_flight or self.scheduler is None:
             return []
         in_flight, self._in_flight = self._in_flight, frozenset()
-        return self.request_queue.record_loss(self.scheduler, in_flight, failed)
+        return self.request_queue.record_loss(in_flight, failed)
 
     # ---- state ----------------------------------------------------------------------------------------
 

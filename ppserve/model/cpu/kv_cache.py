@@ -107,11 +107,6 @@ class CpuCache:
         table = as_table(scratch, slices, self._shape, *attention)
         return address(table), (table, together, scratch_arrays, attention_array)
 
-    def begin(self, rows: StepRows) -> None:
-        for source, destination in rows.copies:
-            self.keys_LBHc[:, destination] = self.keys_LBHc[:, source]
-            self.values_LBHc[:, destination] = self.values_LBHc[:, source]
-
     def fill(self, value: float) -> None:
         number = getattr(torch, {1: "float32", 2: "bfloat16", 4: "float32"}[self._kind.element_bytes])
         for cells_LBHc in (self.keys_LBHc, self.values_LBHc):

@@ -87,12 +87,6 @@ class DeviceCache:
             bucket=bucket,
         )
 
-    @torch.inference_mode()
-    def begin(self, rows: StepRows) -> None:
-        for source, destination in rows.copies:
-            for numbers_LBpHd in (self.keys_LBpHd, self.values_LBpHd):
-                numbers_LBpHd[:, destination] = numbers_LBpHd[:, source]
-
     def fill(self, value: float) -> None:
         self.keys_LBpHd.fill_(value)
         self.values_LBpHd.fill_(value)

@@ -13,7 +13,7 @@ from collections.abc import Callable
 import torch
 
 from ppserve.core.architecture import Architecture, StageLayout
-from ppserve.model.backend import KVCache, Reading, StepInputs
+from ppserve.model.backend import Reading, StepInputs
 from ppserve.model.cuda.cache import DeviceCache, DeviceInputs
 from ppserve.model.cuda.device import Accelerator
 from ppserve.model.cuda.sampling import draw_plain, read_rows
@@ -51,14 +51,13 @@ class RecordedStage:
         # The largest first: smaller ones then find memory for theirs.
         for number, size in enumerate(reversed(sizes), 1):
             log.info("recording steps of %d rows (%d of %d)", size, number, len(sizes))
-            self.replays[size] = device.record(self._step(inputs[size], cache))
+            self.replays[size] = device.record(self._step(inputs[size]))
 
     @torch.inference_mode()
-    def forward(self, inputs: StepInputs, hidden_TD: torch.Tensor | None, cache: KVCache) -> torch.Tensor:
+    def forward(self, inputs: StepInputs, hidden_TD: torch.Tensor | None) -> torch.Tensor:
         assert isinstance(inputs, DeviceInputs)
         if inputs.bucket is None:
-            return self._model.forward(inputs, hidden_TD, cache)
-        cache.begin(inputs.rows)
+            return self._model.forward(inputs, hidden_TD)
         if hidden_TD is not None:
             self._received_TD[: inputs.num_rows].copy_(hidden_TD)
         self.replays[inputs.bucket]()
@@ -80,13 +79,13 @@ class RecordedStage:
             columns_RC = read_rows(self._operators, self._logits_RV[:count], inputs.draws, inputs.arrays, 0)
         return self._readback.reading(plan, columns_RC)
 
-    def _step(self, inputs: DeviceInputs, cache: DeviceCache) -> Callable[[], None]:
+    def _step(self, inputs: DeviceInputs) -> Callable[[], None]:
         """The work that is recorded for a bucket."""
         size = inputs.num_rows
         received_TD = None if self.layout.is_first else self._received_TD[:size]
 
         def step() -> None:
-            hidden_TD = self._model.forward(inputs, received_TD, cache)
+            hidden_TD = self._model.forward(inputs, received_TD)
             self._hidden_TD[:size].copy_(hidden_TD)
             if self._model.head is not None:
                 hidden_RD = hidden_TD.index_select(0, inputs.read_rows_R)

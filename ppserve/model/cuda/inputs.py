@@ -54,7 +54,7 @@ def padded(rows: StepRows, num_rows: int, layout: StageLayout) -> StepRows:
 def padding(num_rows: int, num_blocks: int, layout: StageLayout) -> StepRows:
     """A step of padding alone, with block tables of so many blocks."""
     tables = np.zeros(num_blocks, np.int64)
-    none = StepRows(_NO_PLAN, _NONE, _NONE, _NONE, _NONE, _NONE, _NONE, tables, _NONE, _NONE, ())
+    none = StepRows(_NO_PLAN, _NONE, _NONE, _NONE, _NONE, _NONE, _NONE, tables, _NONE, _NONE)
     return padded(none, num_rows, layout)
 
 

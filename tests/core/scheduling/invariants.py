@@ -12,19 +12,17 @@ from ppserve.core.scheduling.slots import MicrobatchSlots
 
 
 def check_blocks(blocks: BlockManager) -> None:
-    """Every block is in one state, and references agree with tables and pins."""
+    """Every block is in one state, and references agree with tables."""
     counted = [0] * blocks.num_blocks
     for table in blocks._tables.values():
         assert len(set(table)) == len(table), table
         for block in table:
             counted[block] += 1
-    for block in blocks._pins.values():
-        counted[block] += 1
     assert counted == blocks._references
     free, cached = set(blocks._free), set(blocks._cached)
     assert len(free) == len(blocks._free)
     assert not free & cached
-    held = set[int]().union(*blocks._tables.values(), blocks._pins.values())
+    held = set[int]().union(*blocks._tables.values())
     assert not held & (free | cached)
     assert len(free) + len(cached) + len(held) == blocks.num_blocks
     assert cached <= set(blocks._digest_of)
@@ -64,12 +62,11 @@ def check_request_queue(request_queue: RequestQueue, schedulers: list[Scheduler]
 
 
 def check_running_set(running_set: RunningSet) -> None:
-    """A sequence that has something to schedule is in one place, any other in none."""
+    """Exactly the sequences that have something to schedule are ready."""
     for i, sequence in running_set._running.items():
         assert sequence.is_live
-        places = (i in running_set._returned) + (i in running_set._filling)
-        assert places == (sequence.remaining > 0), (i, places, sequence.remaining)
-    assert set(running_set._filling) | set(running_set._returned) <= set(running_set._running)
+        assert (i in running_set._ready) == (sequence.remaining > 0), (i, sequence.remaining)
+    assert set(running_set._ready) <= set(running_set._running)
 
 
 def check_slots(slots: MicrobatchSlots, sequences: list[Sequence]) -> None:

@@ -100,17 +100,14 @@ def test_taking_up_cached_blocks_leaves_fewer_for_others() -> None:
     check_blocks(blocks)
 
 
-def test_a_pinned_block_outlives_its_table() -> None:
-    blocks = BlockManager(4, 2)
-    source = blocks.try_allocate(1, 1)
-    assert source is not None
-    assert blocks.try_allocate(2, 1) is not None
-    blocks.pin(2, source[0])
-    blocks.release(1)
-    assert blocks.num_held == 2
-    blocks.unpin(2)
-    assert blocks.num_held == 1
-    blocks.unpin(2)
+def test_a_table_begins_with_blocks_that_another_fills_unless_its_own_are_shared() -> None:
+    blocks = BlockManager(9, 2)
+    filled, alone, leader = (blocks.try_allocate(i, 2) for i in range(3))
+    assert filled is not None and alone is not None and leader is not None  # noqa: PT018
+    assert blocks.share_beginning(1, filled[:1]) == (filled[0], alone[1])
+    assert blocks.num_held == 5
+    assert blocks.try_allocate(3, 2, leader[:1]) is not None
+    assert blocks.share_beginning(2, filled[:1]) == leader
     check_blocks(blocks)
 
 

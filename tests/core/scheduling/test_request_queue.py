@@ -50,7 +50,7 @@ class Replicas:
         rig.pipeline.lose()
         rig.sampling = type(rig.sampling)()
         rig.steps.lost()
-        events = rig.tell(self.request_queue.record_loss(rig.scheduler, rig.scheduler.give_back(), failed))
+        events = rig.tell(self.request_queue.record_loss(rig.scheduler.give_back(), failed))
         self.check()
         return events
 

@@ -21,11 +21,12 @@ def test_n_answers_are_those_of_n_requests(num_prompt: int, prefill_chunk: int |
     assert len({tuple(e.token_id for e in events) for events in rig.events.values()}) == 4
 
 
-def test_the_prompt_of_n_answers_is_computed_once() -> None:
-    rig = a_rig(num_stages=2)
-    rig.submit(a_request("r", num_prompt=41, max_tokens=1, num_sequences=8))
+@pytest.mark.parametrize(("num_prompt", "rest"), [(41, 1), (44, 4)])
+def test_the_full_blocks_of_the_prompt_of_n_answers_are_computed_once(num_prompt: int, rest: int) -> None:
+    rig = a_rig(num_stages=2, block_size=4)
+    rig.submit(a_request("r", num_prompt, max_tokens=1, num_sequences=8))
     rig.drain()
-    assert sum(plan.num_tokens for plan in rig.pipeline.plans) == 41 + 7
+    assert sum(plan.num_tokens for plan in rig.pipeline.plans) == num_prompt + 7 * rest
 
 
 def test_n_answers_hold_the_full_blocks_of_their_prompt_once() -> None:
@@ -36,29 +37,8 @@ def test_n_answers_hold_the_full_blocks_of_their_prompt_once() -> None:
     rig.drain()
 
 
-def test_a_partly_filled_block_is_copied_for_each_sibling() -> None:
-    rig = a_rig(num_stages=1, block_size=4)
-    rig.submit(a_request("r", num_prompt=7, num_sequences=3))
-    (plan,) = fill(rig)
-    assert plan.copies == ()
-    rig.commit_one()
-    (plan,) = fill(rig)
-    sources = {source for source, _ in plan.copies}
-    assert len(plan.copies) == 2
-    assert len(sources) == 1
-    leader = 0
-    assert sources <= set(rig.blocks._tables[leader])
-    held = rig.blocks.num_held
-    rig.scheduler.request_queue.finish_sequence(leader, FinishReason.STOP_STRING)
-    rig.ended_by_engine.add(("r", 0))
-    rig.commit_one()
-    assert rig.blocks.num_held < held - 1, "once copied, the source is no longer kept"
-    rig.drain()
-    rig.check_answers()
-
-
 def test_the_first_answer_may_end_before_its_siblings_begin() -> None:
-    """The leader ends with its first token; the block that its siblings copy must be held longer."""
+    """The leader ends with its first token; the blocks that it filled must be held longer."""
     rig = a_rig(num_stages=1, num_blocks=8, prefix_cache=False)
     rig.submit(a_request("r", num_prompt=7, max_tokens=1, num_sequences=3))
     rig.submit(a_request("next", num_prompt=7, max_tokens=8))

@@ -197,12 +197,11 @@ def test_the_walks_reach_every_feature() -> None:
         seen |= {"scored" for events in rig.events.values() for event in events if event.prompt_logprobs}
         seen |= {"ahead" for _ in range(rig.num_ahead)}
         seen |= {"ended by engine" for _ in rig.ended_by_engine}
-        seen |= {"copied" for plan in rig.pipeline.plans if plan.copies}
         seen |= {plan.phase for plan in rig.pipeline.plans}
         seen |= {f"epoch {plan.epoch}" for plan in rig.pipeline.plans}
         seen |= {"resumed" for request in rig.requests.values() if request.resume_ids}
     reasons = {str(reason) for reason in FinishReason} - {"STOP_STRING"}
-    features = {"ahead", "cached", "scored", "ended by engine", "copied", "resumed"}
+    features = {"ahead", "cached", "scored", "ended by engine", "resumed"}
     assert seen >= reasons | features | {
         "prefill",
         "decode",

@@ -15,13 +15,14 @@ EOS_ID = 7
 def sequence_for(stop: StopConditions | None = None, **fields: object) -> Sequence:
     request = Request("r", (1, 2, 3, 4, 5), stop or StopConditions(4), **fields)  # type: ignore[arg-type]
     sequence = Sequence(0, request, 0, EOS_ID)
-    sequence.block_table = (10, 11, 12, 13)
+    sequence.start(0)
+    sequence.use_blocks((10, 11, 12, 13), 0, 2)
     return sequence
 
 
 @pytest.mark.parametrize(("old", "new"), list(itertools.product(SequenceStatus, SequenceStatus)))
 def test_only_the_moves_of_the_table_are_made(old: SequenceStatus, new: SequenceStatus) -> None:
-    sequence = sequence_for()
+    sequence = Sequence(0, sequence_for().request, 0, EOS_ID)
     sequence.status = old
     if new in NEXT[old]:
         sequence.move_to(new)
@@ -117,11 +118,11 @@ def test_worst_case_positions() -> None:
     assert sequence_for(StopConditions(0)).max_positions == 5
 
 
-def test_rewinding_keeps_the_tokens() -> None:
+def test_a_sequence_that_is_given_back_keeps_its_tokens() -> None:
     sequence = sequence_for()
     sequence.schedule(5, 2)
     sequence.commit_token(9)
-    sequence.rewind()
+    sequence.give_back()
     assert (sequence.scheduled, sequence.computed) == (0, 0)
     assert sequence.loss_mark == 6
     assert sequence.schedule(6, 2).token_ids == (1, 2, 3, 4, 5, 9)

@@ -99,8 +99,8 @@ class ThreeLossesConvict(PoisonIsolation):
 class SaysNothingOfProbes(MicrobatchSlots):
     """Requests that kill, many at once, use up the deaths and the epochs that a server may lose."""
 
-    def lose(self, epoch: int) -> frozenset[str]:
-        requests = super().lose(epoch)
+    def lose(self) -> frozenset[str]:
+        requests = super().lose()
         self.is_unproven = False
         return requests
 

@@ -52,7 +52,7 @@ class Mixed(TorchDispatchMode):
 @pytest.mark.parametrize("batch_invariant", [False, True])
 @pytest.mark.parametrize("records", [False, True])
 def test_steps_mix_nothing_of_the_host_with_the_device(records: bool, batch_invariant: bool) -> None:
-    """Prompts, decodes, both, copies of blocks, every kind of draw; recording and what was recorded."""
+    """Prompts, decodes, both, every kind of draw; recording and what was recorded."""
     options = DeviceOptions(batch_invariant, records, max_rows=16)
     backend = CudaBackend(META, "bfloat16", options, Operators(), NoNumbers())
     checkpoint = RandomCheckpoint(architecture(num_layers=2, vocab_size=VOCABULARY))
@@ -71,10 +71,10 @@ def test_steps_mix_nothing_of_the_host_with_the_device(records: bool, batch_inva
 
 
 def run(models: list[Any], pipeline: Pipeline, slices: list[Slice]) -> None:
-    plan, hidden_TD = StepPlan(0, 0, 0, tuple(slices), copies=((0, 1),)), None
+    plan, hidden_TD = StepPlan(0, 0, 0, tuple(slices)), None
     for model, cache in zip(models, pipeline.caches, strict=True):
         inputs = build_inputs(plan, model.layout, cache)
-        hidden_TD = model.forward(inputs, hidden_TD, cache)
+        hidden_TD = model.forward(inputs, hidden_TD)
     assert hidden_TD is not None
     assert hidden_TD.device == META
     model.read_out(inputs, hidden_TD)

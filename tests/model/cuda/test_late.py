@@ -64,7 +64,7 @@ def test_steps_may_be_given_faster_than_they_are_done() -> None:
     def forward(model: StageModel, cache: KVCache, number: int) -> torch.Tensor:
         ids = prompt(1 if number % 3 else 30, seed=number)
         step = StepPlan(0, number, 0, (pipeline.slice(number, ids, 0),))
-        return model.forward(build_inputs(step, model.layout, cache), None, cache)
+        return model.forward(build_inputs(step, model.layout, cache), None)
 
     given = [forward(stage, pipeline.caches[0], number) for number in range(12)]
     for number, hidden_TD in enumerate(given):

@@ -70,7 +70,6 @@ class Sequences:
             tables=np.concatenate(tables),
             table_begin_S=np.cumsum(sizes) - sizes,
             read_rows=np.empty(0, np.int64),
-            copies=(),
         )
 
     def step(self, parts: list[tuple[int, int, int]], pad_to: int = 0) -> torch.Tensor:

@@ -94,14 +94,6 @@ def test_a_decode_without_a_draw_and_an_empty_bucket() -> None:
     assert recorded.replays == [2]
 
 
-def test_copied_blocks_are_there_before_a_recorded_step() -> None:
-    recorded, ids = Recorded(4), prompt(40)
-    recorded.hidden(ids[:39], 39, sequence=0)
-    copies = tuple(zip(recorded.table(0), recorded.table(1), strict=True))
-    copied, _, _ = recorded.step([recorded.slice(1, ids[39:], 39)], copies)
-    assert torch.equal(copied, recorded.hidden(ids, 40, sequence=2)[39:])
-
-
 def test_scored_prompts_are_computed_as_they_come() -> None:
     recorded = Recorded(4)
     scored = recorded.slice(0, (3,), 0, targets=(4,), num_prompt_logprobs=1)
@@ -126,7 +118,7 @@ def test_hidden_states_that_are_sent_are_not_overwritten() -> None:
 
     def forward(token_id: int) -> torch.Tensor:
         plan = StepPlan(0, 0, 0, (recorded.slice(0, (token_id,), 0),))
-        return stage.forward(build_inputs(plan, layout, cache), None, cache)
+        return stage.forward(build_inputs(plan, layout, cache), None)
 
     first = forward(3)
     kept = first.clone()

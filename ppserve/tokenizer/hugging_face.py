@@ -13,7 +13,7 @@ import tokenizers
 from tokenizers import decoders, models, pre_tokenizers
 
 from ppserve.errors import CheckpointError
-from ppserve.files import MAX_JSON_BYTES, checked, read_bytes, read_json, reason, shown
+from ppserve.files import MAX_JSON_BYTES, checked, read_bytes, read_json, reason
 from ppserve.tokenizer.tokenizer import END_OF_TEXT, Tokenizer, by_id
 
 
@@ -48,7 +48,8 @@ def read_vocab_json(path: Path) -> Tokenizer:
     Raises CheckpointError.
     """
     vocab = read_json(path, dict[str, int])
-    merges = _read_merges(path.with_name("merges.txt"))
+    merges_file = path.with_name("merges.txt")
+    read_bytes(merges_file, MAX_JSON_BYTES)
     config, added = _TokenizerConfig(), dict[int, _AddedToken]()
     listed_file, config_file = path.with_name("added_tokens.json"), path.with_name("tokenizer_config.json")
     if listed_file.exists():
@@ -60,6 +61,10 @@ def read_vocab_json(path: Path) -> Tokenizer:
         added[token_id] = checked(config_file, {**entry, "id": token_id}, _AddedToken)
     if len({token.content for token in added.values()}) < len(added):
         raise CheckpointError(path, "two added tokens have the same text", "added_tokens")
+    try:
+        _, merges = models.BPE.read_file(str(path), str(merges_file))
+    except Exception as error:
+        raise CheckpointError(merges_file, f"is no list of merges ({reason(error)})") from error
     try:
         tokenizer = byte_level_bpe(vocab, merges, added.values(), config.add_prefix_space is True)
     except Exception as error:
@@ -111,22 +116,6 @@ def byte_alphabet() -> list[str]:
     printable = {*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)}
     others = iter(range(0x100, 0x200))
     return [chr(byte if byte in printable else next(others)) for byte in range(256)]
-
-
-def _read_merges(path: Path) -> list[tuple[str, str]]:
-    try:
-        lines = read_bytes(path, MAX_JSON_BYTES).decode().splitlines()
-    except UnicodeDecodeError:
-        raise CheckpointError(path, "not UTF-8") from None
-    merges = []
-    for number, line in enumerate(lines, 1):
-        if not line or line.startswith("#version"):
-            continue
-        left, _, right = line.partition(" ")
-        if not left or not right or " " in right:
-            raise CheckpointError(path, f"{shown(line)} is not a pair", f"line {number}")
-        merges.append((left, right))
-    return merges
 
 
 def _checked(path: Path, tokenizer: tokenizers.Tokenizer) -> Tokenizer:

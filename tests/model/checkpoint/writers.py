@@ -15,6 +15,9 @@ import torch
 from safetensors.torch import save_file
 
 from ppserve.core.architecture import Architecture
+from ppserve.model.checkpoint.names import tensor_shapes
+from tests.model.random_checkpoint import RandomCheckpoint
+from tests.model.random_checkpoint import architecture as of_random
 
 Tensors = dict[str, torch.Tensor]
 
@@ -23,49 +26,15 @@ CONV1D = ("attn.c_attn.weight", "attn.c_proj.weight", "mlp.c_fc.weight", "mlp.c_
 
 def architecture(**changes: Any) -> Architecture:
     """A small architecture with no two sizes alike, so that nothing fits by accident."""
-    values: dict[str, Any] = {
-        "num_layers": 3,
-        "width": 20,
-        "num_heads": 4,
-        "max_positions": 24,
-        "vocab_size": 37,
-        "padded_vocab_size": 37,
-        "inner_width": 80,
-        **changes,
-    }
-    if "padded_vocab_size" not in changes and "vocab_size" in changes:
-        values["padded_vocab_size"] = values["vocab_size"]
-    return Architecture(**values)
+    sizes = {"num_layers": 3, "width": 20, "max_positions": 24, "vocab_size": 37, "inner_width": 80}
+    return of_random(**sizes | changes)
 
 
 def random_tensors(arch: Architecture, seed: int = 0, dtype: torch.dtype = torch.float32) -> Tensors:
     """Canonical tensors of a model that is alive: every weight random, norms around one."""
-    generator = torch.Generator().manual_seed(seed)
-
-    def random(*shape: int, scale: float = 0.2) -> torch.Tensor:
-        return (torch.randn(shape, generator=generator) * scale).to(dtype)
-
-    width, inner = arch.width, arch.inner_width
-    embedding = (arch.padded_vocab_size, width)
-    tensors = {"wte.weight": random(*embedding), "wpe.weight": random(arch.max_positions, width)}
-    norms = ["ln_f"]
-    for i in range(arch.num_layers):
-        norms += [f"h.{i}.ln_1", f"h.{i}.ln_2"]
-        for name, rows, columns in (
-            ("attn.c_attn", 3 * width, width),
-            ("attn.c_proj", width, width),
-            ("mlp.c_fc", inner, width),
-            ("mlp.c_proj", width, inner),
-        ):
-            tensors[f"h.{i}.{name}.weight"] = random(rows, columns, scale=columns**-0.5)
-            if arch.biases:
-                tensors[f"h.{i}.{name}.bias"] = random(rows, scale=0.1)
-    for name in norms:
-        tensors[f"{name}.weight"] = (1 + random(width, scale=0.1).float()).to(dtype)
-        if arch.biases:
-            tensors[f"{name}.bias"] = random(width, scale=0.1)
-    tensors["lm_head.weight"] = tensors["wte.weight"] if arch.tied_embeddings else random(*embedding)
-    return tensors
+    checkpoint = RandomCheckpoint(arch, seed, str(dtype).removeprefix("torch."))
+    tensors = {name: checkpoint.tensor(name) for name in tensor_shapes(arch)}
+    return tensors | ({"lm_head.weight": tensors["wte.weight"]} if arch.tied_embeddings else {})
 
 
 def hf_config(arch: Architecture) -> dict[str, Any]:
@@ -153,17 +122,8 @@ def write_hf_state(directory: Path, state: Tensors, *, container: str = "safeten
 
 def write_llmc(path: Path, arch: Architecture, tensors: Tensors, version: int = 3) -> Path:
     """llm.c's model file: version 3 in float32, 5 in bfloat16."""
-    header = [0] * 256
-    header[:8] = [
-        20240326,
-        version,
-        arch.max_positions,
-        arch.vocab_size,
-        arch.num_layers,
-        arch.num_heads,
-        arch.width,
-        arch.padded_vocab_size,
-    ]
+    sizes = arch.num_layers, arch.num_heads, arch.width, arch.padded_vocab_size
+    header = [20240326, version, arch.max_positions, arch.vocab_size, *sizes, *[0] * 248]
     dtype = torch.bfloat16 if version == 5 else torch.float32
     names = ["wte.weight", "wpe.weight"]
     for tensor in ("ln_1", "attn.c_attn", "attn.c_proj", "ln_2", "mlp.c_fc", "mlp.c_proj"):

@@ -47,7 +47,7 @@ def main() -> int:
     # The head and the keeper decide when this process and its stages end.
     ignore_ending()
     name_process("ppserve.forks")
-    server_pid, has_imported = os.getpid(), False
+    server_pid = os.getpid()
     while True:
         request, fds, _, _ = socket.recv_fds(requests, 1, 1)
         if request == REAP:
@@ -56,9 +56,7 @@ def main() -> int:
         if request != FORK:
             os._exit(EXIT_HEAD_GONE)  # the keeper has ended
         (life,) = fds
-        if not has_imported:
-            _import(life)
-            has_imported = True
+        _import(life)
         if os.fork() == 0:
             requests.close()
             return be_stage(life, server_pid)
@@ -66,9 +64,8 @@ def main() -> int:
 
 
 def _import(life: int) -> None:
-    """All that a stage needs, which takes seconds. Threads do not survive a fork: none is left behind."""
-    # What is imported stays, so the collector need not look at it, now or during a step; nor does it write to
-    # these pages, which the stages share.
+    """All that a stage needs: seconds, at the first time. Threads do not survive a fork: none is left behind."""
+    # What is imported stays, and stages share its pages: the collector need not look at them, nor write to them.
     gc.disable()
     is_done = threading.Event()
     thread = threading.Thread(target=_show_life, args=(life, is_done))
@@ -94,16 +91,13 @@ def be_stage(life: int, parent_pid: int) -> int:
     log.info("process %d", os.getpid())
     assert start.meeting is not None
     os.write(life, b"started\n")
-    # Before connecting, because it may take long (a download, a measurement), and the head is waiting.
+    # Before connecting, because it may take long (a download, a measurement).
     found = _probe(start)
     try:
         connection = connect_to_head(start.meeting, start.rank, _CONNECT_WITHIN_S)
-    except OSError as error:
+    except (OSError, UsageError) as error:
         log.error("cannot reach the head: %s", error)
-        return EXIT_HEAD_GONE
-    except UsageError as error:
-        log.error("%s", error)
-        return EXIT_USAGE
+        return EXIT_USAGE if isinstance(error, UsageError) else EXIT_HEAD_GONE
     os.write(life, b"connected\n")
     return _serve(start, found, connection, life)
 
@@ -165,11 +159,8 @@ def _show_life(life: int, is_done: threading.Event) -> None:
 
 
 def run_and_exit(run: Callable[[], int]) -> NoReturn:
-    """Ends this process with the code that `run` returns, or with 1 where it raises.
-
-    Never by way of the interpreter's own end: threads of torch, gloo and NCCL linger, and after an error some
-    would hold it up for ever.
-    """
+    """Ends this process with the code that `run` returns, or with 1 where it raises. Threads of torch, gloo and
+    NCCL could hold up the interpreter's own end for ever."""
     try:
         code = run()
     except Exception:

@@ -2,8 +2,8 @@
 
 What is measured is the step that a busy server computes all the time: sequences decoding, and beside them as many
 prompt tokens as new requests bring meanwhile. (Prompts and decodes measured apart and added up count the reading
-of the weights twice.) Pipelines of one stage run it: with no sublayer, where drawing makes the difference that is
-the head; with an attention; and with an MLP behind it. The costs are kept in a file per machine and model.
+of the weights twice.) A lone stage runs it with no sublayer, without and with drawing; with an attention; and with
+an MLP behind that. A part costs the difference of two medians. Costs are kept in a file per machine and model.
 """
 
 from __future__ import annotations
@@ -13,9 +13,10 @@ import hashlib
 import os
 import platform
 import time
-from collections.abc import Callable
 from dataclasses import replace
+from itertools import pairwise
 from pathlib import Path
+from statistics import median
 
 import msgspec
 import torch
@@ -32,10 +33,11 @@ from ppserve.stage.step import Stage
 from ppserve.stage.transport import Frames, connect
 from ppserve.stage.transport.gather import pretend_ranks
 
-_REPEATS = 7
-_MEASURE_S, _MEASURE_SHAPE_S = 0.1, 0.5
-"""Steps are measured by turns for so long, and at least _REPEATS times."""
-_VERSION = 21
+_TURNS, _MEASURE_S = 7, 0.3
+"""Steps are measured by turns: at least so many times, and for so many seconds."""
+_LEAST_SHARE = 0.05
+"""What a part costs at least of the larger step, where noise hides the difference of two."""
+_VERSION = 22
 
 
 def costs_for_split(
@@ -60,7 +62,7 @@ def costs_for_shape(
     workload, arch = _workload(config), checkpoint.architecture
     counts = [n for n in range(1, min(world_size, arch.num_heads) + 1) if world_size % n == 0]
     steps = {n: workload.step(arch.max_positions, workload.decodes(world_size, n)) for n in counts}
-    return {n: part_costs(checkpoint, compute, step, 0, n, _MEASURE_SHAPE_S) for n, step in steps.items()}
+    return {n: part_costs(checkpoint, compute, step, 0, n) for n, step in steps.items()}
 
 
 def _workload(config: ServeConfig) -> ExpectedWorkload:
@@ -69,21 +71,16 @@ def _workload(config: ServeConfig) -> ExpectedWorkload:
 
 
 def part_costs(
-    checkpoint: Checkpoint,
-    compute: Compute,
-    step: ExpectedStep,
-    tensor: int = 0,
-    num_tensor: int = 1,
-    measure_s: float = _MEASURE_S,
+    checkpoint: Checkpoint, compute: Compute, step: ExpectedStep, tensor: int = 0, num_tensor: int = 1
 ) -> PartCosts:
     """Seconds of each part in this step; read from the file where it was measured before.
 
     tensor, num_tensor: which tensor rank of how many; it does not wait for the others.
     """
-    path = _memory_path(checkpoint, compute, (step, tensor, num_tensor, measure_s))
+    path = _memory_path(checkpoint, compute, (step, tensor, num_tensor))
     with contextlib.suppress(OSError, msgspec.MsgspecError):
         return msgspec.json.decode(path.read_bytes(), type=PartCosts)
-    costs = _measure(checkpoint, compute, step, (tensor, num_tensor), measure_s)
+    costs = _measure(checkpoint, compute, step, (tensor, num_tensor))
     with contextlib.suppress(OSError):  # a cache that cannot be written costs seconds, not service
         path.parent.mkdir(parents=True, exist_ok=True)
         scratch = path.with_suffix(f".{os.getpid()}")
@@ -102,46 +99,35 @@ def _memory_path(checkpoint: Checkpoint, compute: Compute, what: object) -> Path
     return Path(cache) / "ppserve" / f"costs-{hashlib.sha256(key.encode()).hexdigest()[:16]}.json"
 
 
-def _measure(
-    checkpoint: Checkpoint, compute: Compute, step: ExpectedStep, rank: tuple[int, int], measure_s: float
-) -> PartCosts:
-    silent = _without_draws(step.plan)
+def _measure(checkpoint: Checkpoint, compute: Compute, step: ExpectedStep, rank: tuple[int, int]) -> PartCosts:
     layouts = (StageLayout(0, 1, 0, num_sublayers, *rank) for num_sublayers in (0, 1, 2))
     bare, attention, layer = (_stage(checkpoint, compute, layout, step.plan) for layout in layouts)
+    undrawn = replace(step.plan, slices=tuple(replace(piece, draw=None) for piece in step.plan.slices))
+    steps = [(bare, undrawn), (bare, step.plan), (attention, undrawn), (layer, undrawn)]
     # CPU time where one thread computes: ranks that measure at the same time may share cores.
-    alone = compute.device.type == "cpu" and compute.threads == 1
-    clock = time.thread_time if alone else time.perf_counter
-    overhead_s, drawn_s, attention_s, layer_s = _fastest(
-        clock, measure_s, [(bare, silent), (bare, step.plan), (attention, silent), (layer, silent)]
-    )
-    # Noise may make a part that costs next to nothing seem to cost less.
-    return PartCosts(
-        attention=max(attention_s - overhead_s, 1e-9),
-        mlp=max(layer_s - attention_s, 1e-9),
-        overhead=overhead_s,
-        head=step.drawn_share * max(drawn_s - overhead_s, 0.0),
-    )
-
-
-def _fastest(clock: Callable[[], float], measure_s: float, steps: list[tuple[Stage, StepPlan]]) -> list[float]:
-    """Seconds of each step at its fastest, when others on the machine disturbed it least. Steps are measured by
-    turns, because a machine is faster in some seconds than in others. The first turn does not count."""
-    fastest_s = [float("inf")] * len(steps)
-    for stage, plan in steps:
+    has_one_thread = compute.device.type == "cpu" and compute.threads == 1
+    clock = time.thread_time if has_one_thread else time.perf_counter
+    for stage, plan in steps:  # the first turn does not count
         stage.step(plan, 0)
-    num_turns, until_s = 0, time.monotonic() + measure_s
-    while num_turns < _REPEATS or time.monotonic() < until_s:
-        for number, (stage, plan) in enumerate(steps):
-            begun_s = clock()
+    turns: list[list[float]] = []
+    until_s = time.monotonic() + _MEASURE_S
+    while len(turns) < _TURNS or time.monotonic() < until_s:
+        begun_s = [clock()]
+        for stage, plan in steps:
             stage.step(plan, 0)
-            fastest_s[number] = min(fastest_s[number], clock() - begun_s)
-        num_turns += 1
-    return fastest_s
+            begun_s.append(clock())
+        turns.append([after_s - before_s for before_s, after_s in pairwise(begun_s)])
+    bare_s, drawn_s, attention_s, layer_s = map(median, zip(*turns, strict=True))
+    return PartCosts(
+        attention=_difference(attention_s, bare_s),
+        mlp=_difference(layer_s, attention_s),
+        overhead=bare_s,
+        head=step.drawn_share * _difference(drawn_s, bare_s),
+    )
 
 
-def _without_draws(plan: StepPlan) -> StepPlan:
-    """The step without drawing: no row goes through the head."""
-    return replace(plan, slices=tuple(replace(piece, draw=None) for piece in plan.slices))
+def _difference(larger_s: float, smaller_s: float) -> float:
+    return max(larger_s - smaller_s, _LEAST_SHARE * larger_s)
 
 
 def _stage(checkpoint: Checkpoint, compute: Compute, layout: StageLayout, plan: StepPlan) -> Stage:
@@ -152,5 +138,4 @@ def _stage(checkpoint: Checkpoint, compute: Compute, layout: StageLayout, plan: 
     # Memory that was never written reads as one page of zeros, from the nearest cache.
     cache.fill(0.01)
     (alone,) = connect((Frames(model.arch.width, model.backend.precision.hidden, device=compute.device),))
-    gather = pretend_ranks(layout.num_tensor)
-    return Stage(model, cache, alone, gather)
+    return Stage(model, cache, alone, pretend_ranks(layout.num_tensor))

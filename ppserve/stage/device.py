@@ -27,8 +27,6 @@ _CPU_LIMIT_BYTES = 2 << 30
 # Of what is free, what the cache may take: weights are loaded by then, activations are small.
 _GPU_SHARE = 0.85
 
-_TAKES_LESS = "less is taken with --kv-cache-memory, with a lower --max-num-seqs, or with --cuda-graphs off"
-
 REFERENCE = "PPSERVE_GPU_REFERENCE"
 """Set to 1: CPUs compute as GPUs do, by reference operators. For tests of all that is not a kernel; slow."""
 
@@ -79,16 +77,13 @@ class Compute:
         return "torch's products choose a kernel by the number of rows, and few can be tried (--batch-invariant)"
 
     def occupy(self) -> None:
-        """For the process or thread that is this stage: torch takes over its GPU and its number of threads.
-
-        The GPU's context is made here, which can hold up all threads for seconds: before anybody waits for signs
-        of life from this one.
-        """
+        """For the process or thread that is this stage: torch takes over its GPU and its number of threads."""
         if self.device.type == "cuda":
             torch.cuda.set_device(self.device)
-            # Of this stage alone: torch's default is one for all threads, and on a GPU that stages share, one's
-            # steps would wait for the other's and count as its time.
+            # Of this stage alone: in torch's default stream, the steps of stages that share a GPU would wait for
+            # each other.
             torch.cuda.set_stream(torch.cuda.Stream(self.device))  # type: ignore[no-untyped-call]
+            # The device's context is made here: it can hold up all threads for seconds.
             torch.zeros(1, device=self.device)
         else:
             # Our kernels have threads of their own. Torch's would spin after each operator, on the same cores.
@@ -129,10 +124,9 @@ def choose(config: ServeConfig, environment: RankEnvironment, stored_dtype: str)
     own_threads = max(1, cores // stages_here)
     threads = config.pipeline.threads or own_threads
     reference = not on_gpu and os.environ.get(REFERENCE) == "1"
-    if (on_gpu or reference) and quantization != "none":
-        raise ConfigError("--quantization", f"{quantization} needs a CPU; add --force-cpu or leave it out")
-    if (on_gpu or reference) and kv_dtype == "int8":
-        raise ConfigError("--kv-dtype", "int8 needs a CPU; add --force-cpu or choose another")
+    for flag, asked in (("--quantization", quantization), ("--kv-dtype", kv_dtype)):
+        if asked == "int8" and (on_gpu or reference):
+            raise ConfigError(flag, "int8 needs a CPU; add --force-cpu or leave it out")
     if kv_dtype == "auto":
         # Beside int8 weights as in the file, on all CPUs: float32 would be twice what every step reads.
         as_in_file = quantization == "int8" and config.model.dtype == "auto" and stored_dtype == "bfloat16"
@@ -140,12 +134,11 @@ def choose(config: ServeConfig, environment: RankEnvironment, stored_dtype: str)
     if not on_gpu and environment.local_rank == 0 and threads > own_threads:
         many = f"--threads {threads}: stages have {threads * stages_here} threads here and may use {cores} cores"
         log.warning("%s; every step waits for threads that have none", many)
-    asked, shares_gpu = config.device, on_gpu and stages_on_gpu > 1
-    scheduling = config.scheduling
-    max_rows = scheduling.max_num_seqs
-    max_step_rows = max_rows + (scheduling.prefill_chunk or MAX_PROMPT_TOKENS_PER_STEP)
-    options = DeviceOptions(asked.batch_invariant, asked.cuda_graphs, max_rows, kv_dtype, max_step_rows)
-    arithmetic = dtype, shares_gpu, stages_here, threads, quantization, kv_dtype
+    max_rows = config.scheduling.max_num_seqs
+    max_step_rows = max_rows + (config.scheduling.prefill_chunk or MAX_PROMPT_TOKENS_PER_STEP)
+    flags = config.device
+    options = DeviceOptions(flags.batch_invariant, flags.cuda_graphs, max_rows, kv_dtype, max_step_rows)
+    arithmetic = dtype, on_gpu and stages_on_gpu > 1, stages_here, threads, quantization, kv_dtype
     return Compute(device, *arithmetic, options, reference, stages_on_gpu)
 
 
@@ -176,17 +169,14 @@ def gpu_share(free_bytes: int, total_bytes: int, own_bytes: int, stages: int) ->
     """What one of several stages on a GPU may take beside its weights. own_bytes: those.
 
     No more than its part of the whole: others may not have loaded their weights yet. No more than its part of what
-    is free: other programs may have the rest. (The stage that asks last sees the weights of all, and the fewest
-    blocks that any stage has room for are what all have.)
+    is free: other programs may have the rest.
     """
     return max(0, min(free_bytes // stages, total_bytes // stages - own_bytes))
 
 
 def lacks_memory(error: Exception) -> bool:
-    """Whether a GPU's memory was not enough. torch's own allocator says so by the type of its error; what takes
-    memory beside it (recorded steps, cuBLAS, Triton's launcher) only in its words. No context is lost by it."""
-    if isinstance(error, torch.OutOfMemoryError):
-        return True
+    """Whether a GPU's memory was not enough. torch's allocator, recorded steps, cuBLAS and Triton's launcher have
+    this in common only in their words. No context is lost by it."""
     said = str(error)
     return isinstance(error, RuntimeError) and ("out of memory" in said or "ALLOC_FAILED" in said)
 
@@ -199,13 +189,15 @@ def is_lost(error: Exception) -> bool:
 def in_words(error: Exception) -> str:
     """With what helps, where a GPU's memory was not enough."""
     said = str(error) or type(error).__name__
-    return f"{said}; {_TAKES_LESS}" if lacks_memory(error) else said
+    if not lacks_memory(error):
+        return said
+    return f"{said}; less is taken with --kv-cache-memory, with a lower --max-num-seqs, or with --cuda-graphs off"
 
 
 def _resolve_dtype(asked: str, stored: str, device: torch.device, quantization: str) -> str:
-    """`auto` is the fastest arithmetic that loses nothing which the file holds, except on GPUs, where
-    float32 checkpoints run in bfloat16 as everywhere else. Before compute capability 8.0 they have no
-    bfloat16, only emulate it: there float16. Beside int8 weights it is float32, whose bits all CPUs share."""
+    """`auto` is the fastest arithmetic that loses nothing which the file holds, except on GPUs: float32
+    checkpoints run in bfloat16 there, and in float16 before compute capability 8.0, which only emulates bfloat16.
+    Beside int8 weights it is float32, whose bits all CPUs share."""
     if device.type == "cuda":
         if asked != "auto":
             return asked

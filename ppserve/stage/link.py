@@ -19,38 +19,35 @@ _SILENCE_S = 15.0
 # A stage that is told to exit and has not ended by then is stuck in a step.
 _END_WITHIN_S = 10.0
 
+_NUM_CANCELLED = 256  # more than can be in flight
+
 Stamped = tuple[int, Any]
 """When a message arrived (monotonic ns), and the message."""
-
-_NUM_CANCELLED = 256
-"""How many cancelled steps are remembered: more than can be in flight."""
-
 OnAbandon = Callable[[int], None]
-"""Called with an epoch that the head has given up, in whichever thread hears of it first."""
+"""Called with an epoch that the head has given up, in the thread that hears of it."""
 
 
 class Link(ABC):
-    """Messages to the head and from it. This class is what all links do with the head's messages.
+    """A stage's end of the control plane, and what every one does with the head's messages.
 
-    inbox: the head's messages in order; pings are answered by the link and never get here, so that the head can
-    tell a busy stage from a frozen one. abandoned: the newest epoch that the head has given up. The stage may be
-    waiting for a neighbour that never answers: so an Abandon sets `abandoned`, then calls the OnAbandon that the
-    link was made with, and only then enters the inbox. cancelled: the latest steps sent ahead that
-    need not be computed; a Cancel changes it at once and does not enter the inbox, so that it overtakes the plans
-    there.
+    A Ping is answered at once, so that the head can tell a busy stage from a frozen one. A Cancel takes effect at
+    once, and overtakes the plans in the inbox. The stage may be waiting for a neighbour that never answers: so an
+    Abandon sets `abandoned`, then calls `on_abandon`, and only then enters the inbox.
     """
 
     def __init__(self, on_abandon: OnAbandon) -> None:
         self.inbox: queue.SimpleQueue[Stamped] = queue.SimpleQueue()
+        """All other messages, in order."""
         self.abandoned = 0
+        """The newest epoch that the head has given up."""
         self.cancelled: deque[int] = deque(maxlen=_NUM_CANCELLED)
+        """The latest steps sent ahead that need not be computed."""
         self._on_abandon = on_abandon
 
     @abstractmethod
     def send(self, message: wire.FromStage) -> None: ...
 
     def handle_message(self, now_ns: int, message: Any) -> None:
-        """What to do with a message of the head."""
         match message:
             case wire.Ping(sent_ns):
                 self.send(wire.Heartbeat(sent_ns, now_ns))
@@ -69,11 +66,10 @@ def _in_a_thread(read: Callable[[], None]) -> None:
 
 
 class HeadLink(Link):
-    """One socket to the head, read by a thread of its own: start is called with what that does.
+    """A socket to the head, read by a thread that stamps each message as it arrives. start: starts that thread.
 
-    That thread stamps each message as it arrives, so that a plan which came during compute is known as such.
-    on_lost: called, perhaps by both threads, when the head is gone, has said nothing for `silence_s`, or sends
-    what is not in the schema. The head pings twice a second, so a head that is silent is gone, or cut off.
+    on_lost: called, perhaps by both threads, when the head is gone, has said nothing for `silence_s` (it pings
+    twice a second), or sends what is not in the schema.
     on_overdue: called with the code of a Shutdown if the process has not ended `end_within_s` later.
     """
 

@@ -55,7 +55,7 @@ class Epoch:
 
 
 class StageLoop:
-    """Takes the head's messages in order. Everything happens in the thread of `run`, but for `_end_waits`."""
+    """The loop that handles the head's messages in order. All in the thread of `run`, but for `_end_waits`."""
 
     def __init__(
         self,
@@ -107,17 +107,10 @@ class StageLoop:
 
     def _hello(self) -> wire.Hello:
         start, compute, checkpoint = self._start, self._found.compute, self._found.checkpoint
-        host = wire.StageHost(
-            socket.gethostname(), this_machine(), self._route.own, self._route.head, cores=available_cores()
-        )
-        model = wire.FoundModel(
-            str(checkpoint.path),
-            checkpoint.architecture,
-            compute.dtype,
-            compute.quantization,
-            compute.kv_dtype,
-            self._found.weights,
-        )
+        place = socket.gethostname(), this_machine(), self._route.own, self._route.head
+        host = wire.StageHost(*place, cores=available_cores())
+        numbers = compute.dtype, compute.quantization, compute.kv_dtype
+        model = wire.FoundModel(str(checkpoint.path), checkpoint.architecture, *numbers, self._found.weights)
         device = wire.StageDevice(
             compute.device.index,
             compute.shares_gpu,
@@ -178,7 +171,7 @@ class StageLoop:
     # ---- epochs ---------------------------------------------------------------------------------------
 
     def _enter_epoch(self, form: wire.Form) -> bool:
-        """Joins the others; whether it could: `Ready`, else `Broken`, or `Failed` without memory."""
+        """Joins the others: `Ready`; else `Broken`, or `Failed` without memory. Returns whether it could."""
         self.leave_epoch()
         log.debug("epoch %d: entering", form.epoch)
         try:
@@ -196,7 +189,7 @@ class StageLoop:
         return True
 
     def _model_and_cache(self, num_blocks: int) -> tuple[StageModel, KVCache]:
-        """One cache serves all epochs: each overwrites what the one before left. Raises torch.OutOfMemoryError."""
+        """One cache serves all epochs: each overwrites what the one before left."""
         model = self._model
         assert model is not None, "the head forms an epoch of stages that are loaded"
         if self._cache is None:
@@ -227,8 +220,7 @@ class StageLoop:
             try:
                 epoch.stage.interrupt()
             except RuntimeError as error:
-                # A backend that cannot be interrupted: the head cuts a stage off that does not leave in time, and
-                # this thread must live to see that.
+                # A stage that cannot leave in time is cut off by the head: this thread must live to see that.
                 log.warning("epoch %d: its waits cannot be ended: %s", number, error)
 
     def _abandon(self, number: int) -> None:
@@ -238,8 +230,8 @@ class StageLoop:
             self._link.send(wire.Broken(number, "given up by the head"))
 
     def leave_epoch(self) -> None:
-        """The one way out of an epoch: ends its waits and closes every wire to the neighbours, so that those
-        blocked on this stage wake up. Raises TransportError where only a new process is rid of it."""
+        """Ends the epoch's waits and closes every wire to the neighbours, so that those blocked on this stage wake
+        up. Raises TransportError where only a new process can be rid of it."""
         if self._epoch is not None:
             self._end_waits(self._epoch.number)
             self._epoch.stage.close()
@@ -248,8 +240,7 @@ class StageLoop:
         self._wiring.leave_epoch()
 
     def _break_epoch(self, number: int, what: str, error: Exception) -> None:
-        """A wire or a computation failed: keep the weights, wait for the next epoch. Raises where the device is
-        lost to this process: every later call to it would fail as well."""
+        """A wire or a computation failed: keeps the weights for the next epoch. Raises if the device is lost."""
         if is_lost(error):
             raise error
         # Not every library says what has become of the device: Triton's launcher raises a RuntimeError.

@@ -10,7 +10,7 @@ from ppserve.model.checkpoint import Checkpoint
 from ppserve.model.checkpoint.fingerprint import fingerprint
 from ppserve.model.checkpoint.opening import open_checkpoint
 from ppserve.process.environment import RankEnvironment
-from ppserve.stage import calibrate
+from ppserve.stage.calibrate import costs_for_shape, costs_for_split
 from ppserve.stage.device import Compute, choose
 
 
@@ -40,11 +40,10 @@ def probe_and_measure(config: ServeConfig, environment: RankEnvironment) -> Prob
     """As `probe`, for a process that is this stage: it takes over its device, and measures what the head needs."""
     found = probe(config, environment)
     found.compute.occupy()
-    world_size = environment.world_size
-    grid = config.pipeline.grid(world_size)
-    tensor = grid.place(environment.rank).tensor
+    grid = config.pipeline.grid(environment.world_size)
+    tensor, parts = grid.place(environment.rank).tensor, (found.checkpoint, found.compute)
     return replace(
         found,
-        costs=calibrate.costs_for_split(config, grid.pipeline, found.checkpoint, found.compute, tensor),
-        shape_costs=calibrate.costs_for_shape(config, world_size, found.checkpoint, found.compute),
+        costs=costs_for_split(config, grid.pipeline, *parts, tensor),
+        shape_costs=costs_for_shape(config, grid.size, *parts),
     )

@@ -1,10 +1,16 @@
-"""How a stage is joined to its neighbours: processes by groups of torch.distributed, threads by queues."""
+"""How a stage is joined to its neighbours: processes by groups of torch.distributed, threads by queues.
+
+Processes find each other in one store per epoch, whose place the head tells them.
+"""
 
 from __future__ import annotations
 
-import logging
+import errno
 import os
+import socket
 import threading
+import time
+from collections.abc import Callable
 from datetime import timedelta
 from typing import Protocol
 
@@ -13,40 +19,37 @@ import torch.distributed as dist
 import parallel_state
 from ppserve import wire
 from ppserve.core.architecture import StageLayout
+from ppserve.errors import TransportError
 from ppserve.process.interfaces import interface_of, interfaces
-from ppserve.stage import rendezvous
 from ppserve.stage.link import Link
 from ppserve.stage.transport import Frames, Transport, create_transport
 from ppserve.stage.transport.gather import TensorLink, connect_ranks
 from ppserve.stage.transport.gather_group import create_gather
 from ppserve.stage.transport.local import Ends, LocalTransport, make_ends
 
-log = logging.getLogger(__name__)
-
 _FORM_TIMEOUT = timedelta(seconds=20)
+_POLL_S = 0.005
 
 
 class Wiring(Protocol):
-    """Makes a stage's transports, one per epoch."""
+    """The maker of a stage's transports, one per epoch."""
 
     def open_transport(self, form: wire.Form, layout: StageLayout, frames: Frames, link: Link) -> Transport:
-        """A transport for the epoch of `form`; every stage calls it.
+        """Collective: every stage calls it. Raises TransportError or RuntimeError; `leave_epoch` is due even then.
 
-        link: to tell the head where the epoch's store is, and to hear that the epoch is lost meanwhile. Raises
-        TransportError or RuntimeError; `leave_epoch` is due even then.
+        link: to tell the head where the epoch's store is, and to hear that the epoch is lost meanwhile.
         """
 
     def open_gather(self, form: wire.Form, layout: StageLayout) -> TensorLink:
-        """To the other tensor ranks of the stage, after `open_transport`; every one of them calls it. Raises as
-        that does."""
+        """To the other tensor ranks of the stage, after `open_transport`. Collective; raises as that does."""
 
     def leave_epoch(self) -> None:
         """Releases what the newest transport was made from. May be called twice."""
 
 
 class ProcessGroupWiring:
-    """A stage that is a process: it meets the others in the epoch's store, and they form groups. ports: of the
-    store, the first and the last."""
+    """The wiring of a stage that is a process. It meets the others in the epoch's store, and they form groups.
+    ports: the first and the last that the store may have; None: any."""
 
     def __init__(self, ports: tuple[int, int] | None = None) -> None:
         self._ports = ports
@@ -58,11 +61,11 @@ class ProcessGroupWiring:
 
     def _join(self, form: wire.Form, layout: StageLayout, link: Link) -> None:
         if form.store_port == 0:
-            store, port = rendezvous.open_epoch_store(form.store_host, _FORM_TIMEOUT, self._ports)
+            store, port = open_epoch_store(form.store_host, _FORM_TIMEOUT, self._ports)
             link.send(wire.StoreOpened(form.epoch, port))
         else:
-            store = rendezvous.join_epoch_store(form.store_host, form.store_port, _FORM_TIMEOUT)
-        rendezvous.wait_for_ranks(store, layout.place, layout.num_places, lambda: link.abandoned >= form.epoch)
+            store = join_epoch_store(form.store_host, form.store_port, _FORM_TIMEOUT)
+        wait_for_ranks(store, layout.place, layout.num_places, lambda: link.abandoned >= form.epoch)
         _name_interface(form.address)
         if form.transport == "nccl":
             _keep_watchdog_from_ending_us()
@@ -85,9 +88,63 @@ class ProcessGroupWiring:
             dist.destroy_process_group()
 
 
+def open_epoch_store(
+    host: str, timeout: timedelta, ports: tuple[int, int] | None = None
+) -> tuple[dist.TCPStore, int]:
+    """Stage 0: a store for one epoch on a free port of `host` and nowhere else; the port. Raises TransportError if
+    none of the ports is free."""
+    listener = _listen(host, ports)
+    port = listener.getsockname()[1]
+    store = dist.TCPStore(
+        host, port, is_master=True, timeout=timeout, wait_for_workers=False, master_listen_fd=listener.detach()
+    )
+    return store, port
+
+
+def _listen(host: str, ports: tuple[int, int] | None) -> socket.socket:
+    first, last = ports or (0, 0)
+    for port in range(first, last + 1):
+        try:
+            return socket.create_server((host, port), family=socket.AF_INET6 if ":" in host else socket.AF_INET)
+        except OSError as error:
+            if error.errno != errno.EADDRINUSE:
+                raise
+    raise TransportError(f"--stage-ports: none of {first} to {last} is free on {host}")
+
+
+def join_epoch_store(host: str, port: int, timeout: timedelta) -> dist.TCPStore:
+    """The other stages: connect to it. Raises TransportError.
+
+    It listens before any stage is told of it. So if the connection is refused, its stage is gone. torch would try
+    again for longer than `timeout`, and cannot be interrupted meanwhile.
+    """
+    try:
+        socket.create_connection((host, port), timeout.total_seconds()).close()
+        return dist.TCPStore(host, port, is_master=False, timeout=timeout, wait_for_workers=False)
+    except (OSError, dist.DistError, RuntimeError) as error:
+        raise TransportError(f"cannot reach the epoch's store at {host}:{port}: {error}") from error
+
+
+def wait_for_ranks(store: dist.Store, place: int, num_places: int, is_over: Callable[[], bool]) -> None:
+    """Waits until every rank of the replica has come to the store. Raises TransportError when the epoch is over.
+
+    Connecting a group afterwards takes milliseconds and cannot be interrupted. This wait can, so a stage that dies
+    before it comes does not hold up the others. It polls, as the store's own wait sees nothing else.
+    """
+    ranks = [f"here/{other}" for other in range(num_places)]
+    try:
+        store.set(ranks[place], "")
+        while not store.check(ranks):
+            if is_over():
+                raise TransportError("the epoch was lost before every stage had come")
+            time.sleep(_POLL_S)
+    except (dist.DistError, RuntimeError) as error:
+        raise TransportError(f"the epoch's store is gone: {error}") from error
+
+
 def _name_interface(address: str) -> None:
-    """Tells gloo and NCCL which interface to use. Else they would use the one that this host's own name leads to,
-    on many hosts the loopback. What the operator tells them wins."""
+    """Tells gloo and NCCL which interface to use, unless the operator has. By themselves they use the one that
+    this host's own name leads to, on many hosts the loopback."""
     name = interface_of(address, interfaces())
     if name is not None:
         os.environ.setdefault("GLOO_SOCKET_IFNAME", name)
@@ -96,16 +153,15 @@ def _name_interface(address: str) -> None:
 
 def _keep_watchdog_from_ending_us() -> None:
     """torch's thread beside NCCL ends the whole process when an exchange fails or is late, as after a neighbour's
-    death: it waits a minute for its dump and throws an exception that cannot be caught. Survivors would lose their
-    weights. Here the head notices losses, and the stage aborts its groups. What the operator says wins."""
+    death, and survivors would lose their weights. Here the head notices losses, and the stage aborts its groups.
+    What the operator says wins."""
     os.environ.setdefault("TORCH_NCCL_ASYNC_ERROR_HANDLING", "0")
     os.environ.setdefault("TORCH_NCCL_DUMP_ON_TIMEOUT", "0")
     os.environ.setdefault("TORCH_NCCL_WAIT_TIMEOUT_DUMP_MILSEC", "0")
 
 
 class ThreadWiring:
-    """Stages that are threads of one process: one object for a whole replica, which hands each rank its two
-    ends."""
+    """The wiring of stages that are threads of one process: one object for all ranks of a replica."""
 
     def __init__(self) -> None:
         self._opening = threading.Lock()

@@ -38,11 +38,6 @@ def _many_cores(monkeypatch: pytest.MonkeyPatch) -> None:
         # Of a group and those around it the narrowest counts.
         ({"proc/self/cgroup": "0::/a/b\n", "sys/fs/cgroup/a/cpu.max": "200000 100000\n",
           "sys/fs/cgroup/a/b/cpu.max": "800000 100000\n"}, 2),
-        # The first version; the path is the host's, the files are at the mount, as in Docker's containers.
-        ({"proc/self/cgroup": "4:memory:/docker/f\n3:cpu,cpuacct:/docker/f\n0::/\n",
-          "sys/fs/cgroup/cpu/cpu.cfs_quota_us": "400000\n", "sys/fs/cgroup/cpu/cpu.cfs_period_us": "100000\n"}, 4),
-        ({"proc/self/cgroup": "1:cpu:/\n",
-          "sys/fs/cgroup/cpu/cpu.cfs_quota_us": "-1\n", "sys/fs/cgroup/cpu/cpu.cfs_period_us": "100000\n"}, 16),
     ],
 )  # fmt: skip
 def test_cores_are_those_of_the_container(tmp_path: Path, files: dict[str, str], cores: int) -> None:
@@ -60,9 +55,6 @@ def test_cores_are_those_of_the_container(tmp_path: Path, files: dict[str, str],
           "sys/fs/cgroup/memory.stat": f"anon {GIB}\ninactive_file {2 * GIB}\n"}, 3),
         ({"proc/self/cgroup": "0::/\n", "sys/fs/cgroup/memory.max": f"{GIB}\n",
           "sys/fs/cgroup/memory.current": f"{2 * GIB}\n"}, 0),
-        ({"proc/self/cgroup": "4:memory:/docker/f\n", "sys/fs/cgroup/memory/memory.limit_in_bytes": f"{8 * GIB}\n",
-          "sys/fs/cgroup/memory/memory.usage_in_bytes": f"{3 * GIB}\n",
-          "sys/fs/cgroup/memory/memory.stat": f"inactive_file 0\ntotal_inactive_file {GIB}\n"}, 6),
     ],
 )  # fmt: skip
 def test_memory_is_that_of_the_container(tmp_path: Path, files: dict[str, str], gib: int) -> None:

@@ -6,14 +6,14 @@ import socket
 import threading
 from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
-from functools import partial
 
 import pytest
 import torch.distributed as dist
 
 from ppserve.errors import TransportError
-from ppserve.stage.rendezvous import join_epoch_store, open_epoch_store, wait_for_ranks
+from ppserve.stage.wiring import join_epoch_store, open_epoch_store, wait_for_ranks
 
+pytestmark = pytest.mark.timeout(60)
 TIMEOUT = timedelta(seconds=20)
 
 
@@ -22,17 +22,11 @@ def open_stores(count: int) -> list[dist.Store]:
     return [store, *(join_epoch_store("127.0.0.1", port, TIMEOUT) for _ in range(count - 1))]
 
 
-@pytest.mark.timeout(60)
 def test_everybody_waits_for_the_last() -> None:
     stores, asked = open_stores(3), [threading.Event() for _ in range(2)]
-
-    def is_over(stage: int) -> bool:
-        """Only who waits asks."""
-        asked[stage].set()
-        return False
-
     with ThreadPoolExecutor(2) as threads:
-        early = [threads.submit(wait_for_ranks, stores[n], n, 3, partial(is_over, n)) for n in (0, 1)]
+        # Only a rank that waits asks whether the epoch is over.
+        early = [threads.submit(wait_for_ranks, stores[n], n, 3, asked[n].set) for n in (0, 1)]
         assert all(event.wait(30) for event in asked)
         assert not any(meeting.done() for meeting in early)
         wait_for_ranks(stores[2], 2, 3, lambda: False)
@@ -40,7 +34,6 @@ def test_everybody_waits_for_the_last() -> None:
             meeting.result()
 
 
-@pytest.mark.timeout(60)
 def test_a_lost_epoch_is_not_waited_for() -> None:
     stores, over = open_stores(2), threading.Event()
     with ThreadPoolExecutor(1) as threads:
@@ -50,7 +43,6 @@ def test_a_lost_epoch_is_not_waited_for() -> None:
             meeting.result()
 
 
-@pytest.mark.timeout(60)
 def test_a_store_whose_host_died_ends_the_meeting() -> None:
     store, port = open_epoch_store("127.0.0.1", TIMEOUT)
     guest = join_epoch_store("127.0.0.1", port, TIMEOUT)
@@ -59,7 +51,6 @@ def test_a_store_whose_host_died_ends_the_meeting() -> None:
         wait_for_ranks(guest, 1, 2, lambda: False)
 
 
-@pytest.mark.timeout(60)
 def test_the_store_keeps_to_the_ports_that_it_may_have() -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
@@ -69,7 +60,6 @@ def test_the_store_keeps_to_the_ports_that_it_may_have() -> None:
         assert port < found <= port + 50
 
 
-@pytest.mark.timeout(60)
 def test_a_store_whose_stage_is_gone_is_not_waited_for() -> None:
     """torch would try for longer than the time-out: here, longer than any test may take."""
     with socket.create_server(("127.0.0.1", 0)) as gone:

@@ -16,10 +16,9 @@ from __future__ import annotations
 import parallel_state
 from ppserve.errors import ConfigError
 from ppserve.stage.transport.frames import MAX_ROWS, Frames, Transport
-from ppserve.stage.transport.gloo import PinnedPassage
 from ppserve.stage.transport.local import connect
 from ppserve.stage.transport.nccl import StreamPassage
-from ppserve.stage.transport.point_to_point import Passage, PointToPoint
+from ppserve.stage.transport.point_to_point import Passage, PinnedPassage, PointToPoint
 from ppserve.stage.transport.shm import SharedMemoryTransport
 
 __all__ = ["MAX_ROWS", "Frames", "Transport", "connect", "create_transport"]

@@ -73,14 +73,9 @@ class Transport(Protocol):
     stage never receives and the last never sends. After a TransportError only `close` is of use.
     """
 
-    @property
-    def name(self) -> str: ...
-
     def post_receive(self, plan: StepPlan) -> None:
-        """Prepare to receive this step, as soon as its plan is known: it can then arrive during compute.
-
-        In plan order, once per step. Any number may be posted; as many as the ring holds arrive ahead.
-        """
+        """Prepares to receive this step, once its plan is known: it can then arrive during compute. In plan order;
+        any number may be posted, and as many as the ring holds arrive ahead."""
 
     def receive(self, plan: StepPlan) -> torch.Tensor:
         """This step's hidden states (T, D), once they are there; the step must have been posted.
@@ -100,10 +95,8 @@ class Transport(Protocol):
         """Send one row over every link, so that connections exist before the first step. Collective."""
 
     def interrupt(self) -> None:
-        """Called from another thread: this wait and all later ones end with TransportError.
-
-        As soon as the backend can end it. `close` is still due. Does nothing after `close`.
-        """
+        """Called from another thread: this wait, as soon as the backend can end it, and all later ones end with
+        TransportError. `close` is still due. Does nothing after `close`."""
 
     def close(self) -> None:
         """Releases everything. May be called twice."""

@@ -25,9 +25,6 @@ class TensorLink(Gather, Protocol):
     """A stage's gather for one epoch. Used by one thread, except `interrupt`. After a TransportError only `close`
     is of use."""
 
-    @property
-    def name(self) -> str: ...
-
     def interrupt(self) -> None:
         """Called from another thread: this wait and all later ones end with TransportError. `close` is still due.
         Does nothing after `close`."""
@@ -39,7 +36,6 @@ class TensorLink(Gather, Protocol):
 class NoTensorLink:
     """The link of a rank that is its whole stage, or that computes as if it were."""
 
-    name = "none"
     waited_ns = 0
 
     def __init__(self, gather: Gather = ALONE) -> None:
@@ -53,18 +49,15 @@ class NoTensorLink:
 
 
 class MemoryGather(MemoryExchange):
-    """Rows are put into shared memory, and a number says that they are there: put-with-signal, without a copy but
-    the reader's.
-
-    connections: to other ranks; the kernel closes them when those die.
-    """
+    """A gather through shared memory: rows are put there, and a number says that they are (put-with-signal). Only
+    the reader copies."""
 
     def __init__(
-        self, name: str, memory: torch.Tensor, place: tuple[int, int], connections: Sequence[socket.socket] = ()
+        self, memory: torch.Tensor, place: tuple[int, int], connections: Sequence[socket.socket] = ()
     ) -> None:
-        """memory: `memory_bytes` bytes, zeros at first. place: this rank, and how many there are."""
+        """memory: `memory_bytes` bytes, zeros at first. place: this rank, and how many there are. connections: to
+        other ranks; the kernel closes them when those die."""
         super().__init__(memory, place, [connection.fileno() for connection in connections])
-        self.name = name
         self._connections = connections
 
     def all(self, own_Tn: torch.Tensor, cut: Cut) -> torch.Tensor:
@@ -92,4 +85,4 @@ def pretend_ranks(count: int) -> TensorLink:
 def connect_ranks(count: int) -> tuple[MemoryGather, ...]:
     """The tensor ranks of one stage, for threads of this process."""
     memory = torch.zeros(memory_bytes(count), dtype=torch.uint8)
-    return tuple(MemoryGather("local", memory, (rank, count)) for rank in range(count))
+    return tuple(MemoryGather(memory, (rank, count)) for rank in range(count))

@@ -15,7 +15,6 @@ from torch.nn.functional import pad
 import parallel_state
 from parallel_state import ParallelGroup
 from ppserve.core.cut import Cut
-from ppserve.errors import ConfigError
 from ppserve.stage.transport.gather import TensorLink
 from ppserve.stage.transport.gather_shm import shm_gather
 from ppserve.stage.transport.nccl import AbortedPassage
@@ -23,8 +22,8 @@ from ppserve.stage.transport.point_to_point import GroupUser, Passage
 
 
 class GroupGather(GroupUser):
-    """waited_ns: with gloo, the time of the exchange as well; with NCCL nothing, since the GPU waits and not the
-    host. passage: how what is under way is ended."""
+    """A gather in one group. waited_ns: with gloo, the time of the exchange as well; with NCCL nothing, since the
+    GPU waits and not the host."""
 
     def __init__(self, name: str, group: ParallelGroup, passage: Passage) -> None:
         super().__init__(name, group, passage)
@@ -50,14 +49,9 @@ class GroupGather(GroupUser):
 def create_gather(name: str) -> TensorLink:
     """The gather that goes with the transport `shm`, `gloo` or `nccl`, in `parallel_state.get_tp_group()`.
 
-    A collective call: every tensor rank of the stage makes it. Raises ConfigError when the name does not connect
-    processes, TransportError when a rank is gone.
+    A collective call: every tensor rank of the stage makes it. Raises TransportError when a rank is gone.
     """
     group = parallel_state.get_tp_group()
     if name == "shm":
         return shm_gather(group)
-    if name == "gloo":
-        return GroupGather(name, group, Passage())
-    if name == "nccl":
-        return GroupGather(name, group, AbortedPassage())
-    raise ConfigError("--transport", f"{name!r} does not connect processes; choose shm, gloo or nccl")
+    return GroupGather(name, group, AbortedPassage() if name == "nccl" else Passage())

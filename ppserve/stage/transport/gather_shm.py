@@ -35,7 +35,7 @@ def shm_gather(group: ParallelGroup) -> MemoryGather:
         for connection in connections:
             connection.close()
         raise TransportError(f"shm: cannot connect to the tensor ranks of this stage: {error}") from error
-    return MemoryGather("shm", memory, (group.rank_in_group, group.world_size), connections)
+    return MemoryGather(memory, (group.rank_in_group, group.world_size), connections)
 
 
 def _hand_out(group: ParallelGroup, size: int, connections: list[socket.socket]) -> int:

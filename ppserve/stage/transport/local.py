@@ -55,8 +55,6 @@ def make_ends(num_stages: int) -> tuple[Ends, ...]:
 class LocalTransport:
     """One stage's links to its neighbours in the same process. `frames` may differ in device between stages."""
 
-    name = "local"
-
     def __init__(self, frames: Frames, ends: Ends) -> None:
         self._frames = frames
         self._incoming, self._outgoing = ends

@@ -3,6 +3,10 @@
 Handles and buffers are kept until complete. A receive is posted only when its plan is known and a buffer
 is free; the buffer last handed out is free again at the next `receive`. Waiting is always the blocking
 kind: gloo's `is_completed()` stays False after a peer's death, while its `wait()` raises at once.
+
+Gloo connects any processes on any network, and carries host memory. It cancels a posted receive only when the
+neighbour's end of the connection closes: an interrupted stage waits until the neighbour leaves the group or is
+killed, or for the group's timeout.
 """
 
 from __future__ import annotations
@@ -22,7 +26,7 @@ from ppserve.stage.transport.frames import Frames, ReceiveOrder
 
 
 class Passage:
-    """How tensors get from the stage to the backend and back. Here both use host memory: nothing to do."""
+    """The way of tensors from the stage to the backend and back. Here both use host memory: nothing to do."""
 
     def buffer(self, frames: Frames) -> torch.Tensor:
         """A receive buffer (max_rows, D) where the backend can write."""
@@ -50,8 +54,25 @@ class Passage:
         """Ends what must have ended before the group is destroyed, which happens next. May be called twice."""
 
 
+class PinnedPassage(Passage):
+    """The way from a GPU over gloo: frames are copied through pinned host memory, and no copy is under way when it
+    returns, because gloo knows nothing of streams."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+
+    def buffer(self, frames: Frames) -> torch.Tensor:
+        return frames.empty(torch.device("cpu"), pin_memory=True)
+
+    def to_backend(self, hidden_TD: torch.Tensor) -> torch.Tensor:
+        return torch.empty(hidden_TD.shape, dtype=hidden_TD.dtype, pin_memory=True).copy_(hidden_TD)
+
+    def to_stage(self, buffer_TD: torch.Tensor) -> torch.Tensor:
+        return buffer_TD.to(self._device)
+
+
 class GroupUser:
-    """What exchanges tensors in a group of `torch.distributed`, until it is interrupted or closed."""
+    """An object that exchanges tensors in a group of `torch.distributed`, until it is interrupted or closed."""
 
     def __init__(self, name: str, group: ParallelGroup, passage: Passage) -> None:
         self.name = name

@@ -18,8 +18,7 @@ import os
 import secrets
 import socket
 import struct
-from collections.abc import Callable
-from typing import TypeVar
+from collections.abc import Iterator
 
 import torch
 import torch.distributed as dist
@@ -31,7 +30,6 @@ from ppserve.stage.transport.frames import Frames, ReceiveOrder
 
 _MEET_TIMEOUT_S = 20.0
 _TOKEN_BYTES = 16
-_Answer = TypeVar("_Answer")
 
 
 class _Slots:
@@ -113,8 +111,6 @@ class _Incoming:
 class SharedMemoryTransport:
     """A `Transport` between the processes of one host. The constructor connects to the neighbours: collective."""
 
-    name = "shm"
-
     def __init__(self, frames: Frames, group: ParallelGroup) -> None:
         self._frames = frames
         self._order = ReceiveOrder()
@@ -135,26 +131,24 @@ class SharedMemoryTransport:
         self._order.post(plan)
 
     def receive(self, plan: StepPlan) -> torch.Tensor:
-        incoming = self._incoming
-        assert incoming is not None, "the first stage receives nothing"
+        assert self._incoming is not None, "the first stage receives nothing"
         self._order.check_next(plan)
-        rows = self._frames.check(plan)
-        return self._exchange(lambda: self._receive(incoming, rows))
+        return self._receive(self._incoming, self._frames.check(plan))
 
     def send(self, plan: StepPlan, hidden_TD: torch.Tensor) -> int:
-        outgoing = self._outgoing
-        assert outgoing is not None, "the last stage sends nothing"
+        assert self._outgoing is not None, "the last stage sends nothing"
         self._frames.check(plan, hidden_TD)
-        self._exchange(lambda: outgoing.send(hidden_TD))
+        with self._exchange():
+            self._outgoing.send(hidden_TD)
         return hidden_TD.nbytes
 
     def warm_up(self) -> None:
-        outgoing, incoming = self._outgoing, self._incoming
-        if outgoing is not None:
-            row_TD = torch.zeros(1, self._frames.width, dtype=self._frames.dtype, device=self._frames.device)
-            self._exchange(lambda: outgoing.send(row_TD))
-        if incoming is not None:
-            self._exchange(lambda: self._receive(incoming, 1))
+        frames = self._frames
+        if self._outgoing is not None:
+            with self._exchange():
+                self._outgoing.send(torch.zeros(1, frames.width, dtype=frames.dtype, device=frames.device))
+        if self._incoming is not None:
+            self._receive(self._incoming, 1)
 
     def interrupt(self) -> None:
         self._closed = True
@@ -185,18 +179,20 @@ class SharedMemoryTransport:
                 self._outgoing = _Outgoing(self._frames, accept(listener))
 
     def _receive(self, incoming: _Incoming, rows: int) -> torch.Tensor:
-        if self._reading:
-            self._reading = False
-            incoming.give_back()
-        slot_TD = incoming.receive(rows)
+        with self._exchange():
+            if self._reading:
+                self._reading = False
+                incoming.give_back()
+            slot_TD = incoming.receive(rows)
         self._reading = True
         return slot_TD.to(self._frames.device)
 
-    def _exchange(self, exchange: Callable[[], _Answer]) -> _Answer:
+    @contextlib.contextmanager
+    def _exchange(self) -> Iterator[None]:
+        if self._closed:
+            raise TransportError("shm: the transport is closed")
         try:
-            if self._closed:
-                raise TransportError("shm: the transport is closed")
-            return exchange()
+            yield
         except OSError as error:
             raise TransportError(f"shm: a neighbour is gone: {error}") from error
 
